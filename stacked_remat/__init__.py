@@ -1,0 +1,1 @@
+"""Scan over layers, at any depth and any context, in the memory you have."""

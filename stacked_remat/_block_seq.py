@@ -1,0 +1,177 @@
+"""`BlockSeq`: layers that need not be alike, with the methods and the policies of `Stacked`."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Generic, Self, TypeVar
+
+import equinox as eqx
+from haliax import Axis
+from haliax.state_dict import ModuleWithStateDictSerialization, StateDict
+
+from ._block_foldable import RematOverride, Unroll
+from ._layer_axis import argument_namer, split_tree, stack_trees
+from ._policy import ScanCheckpointPolicy, ScanCheckpointSpec, resolve_policy
+from ._scan import scan_unrolled
+from ._stacked import block_builder, check_keys_are_split, check_layer_index, init_policy
+from ._state_dict import layers_from_state_dict, layers_to_state_dict
+
+M = TypeVar("M", bound=eqx.Module)
+
+
+class BlockSeq(ModuleWithStateDictSerialization, Generic[M]):
+    """A sequence of layers, applied one after the other by a Python loop.
+
+    The layers may differ in shapes, structure and control flow as long as the carry fits. It obeys policies
+    and splits arguments exactly as `Stacked` does. Compile time and program size grow with the number of
+    layers: prefer `Stacked`, or consecutive stacks, where layers are alike.
+
+    Attributes:
+        blocks: the layers.
+        Block: the axis of the layers; `Layers` is another name for it.
+        remat: the checkpoint policy of `fold` and `scan` where the call names no other.
+
+    Raises:
+        ValueError: where the number of blocks is not the size of the axis.
+    """
+
+    blocks: Sequence[M]
+    Block: Axis = eqx.field(static=True)
+    remat: ScanCheckpointPolicy = eqx.field(
+        static=True, converter=resolve_policy, default=ScanCheckpointPolicy()
+    )
+
+    def __check_init__(self):
+        if len(self.blocks) != self.Block.size:
+            raise ValueError(
+                f"`{self.Block.name}` has {self.Block.size} layers, but {len(self.blocks)} blocks were given."
+            )
+
+    @property
+    def Layers(self) -> Axis:
+        return self.Block
+
+    @classmethod
+    def init(
+        cls,
+        Layers: Axis,
+        Block: Callable[..., M],
+        *,
+        remat: ScanCheckpointSpec | None = None,
+        gradient_checkpointing: ScanCheckpointSpec | None = None,
+    ) -> "Callable[..., Self]":
+        """Build the layers, one after the other. Arguments and errors as in `Stacked.init`."""
+        policy = init_policy(remat, gradient_checkpointing)
+        build = block_builder(Block)
+
+        def build_sequence(*args: Any, **kwargs: Any) -> Self:
+            name_of = argument_namer(build, skip=0)
+            check_keys_are_split((args, kwargs), Layers, name_of)
+            split = split_tree((args, kwargs), Layers, name_of=name_of, what=f"{cls.__name__}.init")
+            calls = (split.layer(i) for i in range(Layers.size))
+            return cls(
+                [build(*layer_args, **layer_kwargs) for layer_args, layer_kwargs in calls], Layers, policy
+            )
+
+        return build_sequence
+
+    def fold(
+        self,
+        init: Any,
+        *args: Any,
+        remat: ScanCheckpointSpec | None = None,
+        unroll: int | bool | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Apply the layers one after the other, as `Stacked.fold` does.
+
+        The loop is unrolled whatever `unroll` says.
+        """
+        return self.fold_via(_call, remat=remat, unroll=unroll)(init, *args, **kwargs)
+
+    def scan(
+        self,
+        init: Any,
+        *args: Any,
+        remat: ScanCheckpointSpec | None = None,
+        unroll: int | bool | None = None,
+        **kwargs: Any,
+    ) -> tuple[Any, Any]:
+        """As `fold`, for blocks that return `(carry, output)`; also stacks the outputs along the layers' axis."""
+        return self.scan_via(_call, remat=remat, unroll=unroll)(init, *args, **kwargs)
+
+    def fold_via(
+        self,
+        fn: Callable[..., Any],
+        *,
+        remat: ScanCheckpointSpec | None = None,
+        unroll: int | bool | None = None,
+    ) -> Callable[..., Any]:
+        """Fold with `fn(block, carry, *args, **kwargs)` in place of the blocks' own call."""
+
+        def with_output(block: Any, carry: Any, *args: Any, **kwargs: Any) -> tuple[Any, None]:
+            return fn(block, carry, *args, **kwargs), None
+
+        def folded(init: Any, *args: Any, **kwargs: Any) -> Any:
+            return self.scan_via(with_output, remat=remat, unroll=unroll)(init, *args, **kwargs)[0]
+
+        return folded
+
+    def scan_via(
+        self,
+        fn: Callable[..., tuple[Any, Any]],
+        *,
+        remat: ScanCheckpointSpec | None = None,
+        unroll: int | bool | None = None,
+    ) -> Callable[..., tuple[Any, Any]]:
+        """Scan with `fn(block, carry, *args, **kwargs) -> (carry, output)` in place of the blocks' call."""
+        del unroll  # layers that differ can only be unrolled
+
+        def layer(carry: Any, inputs: Any) -> tuple[Any, Any]:
+            block, (args, kwargs) = inputs
+            return fn(block, carry, *args, **kwargs)
+
+        def scanned(init: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+            split = split_tree((args, kwargs), self.Block, name_of=argument_namer(fn, skip=2))
+            inputs = [(block, split.layer(i)) for i, block in enumerate(self.blocks)]
+            return scan_unrolled(layer, init, inputs, self.Block, self.remat if remat is None else remat)
+
+        return scanned
+
+    def vmap(self, *args: Any, **kwargs: Any) -> Any:
+        """Apply every layer to the same arguments; the outputs get the layers' axis in front."""
+        return self.vmap_via(_call)(*args, **kwargs)
+
+    def vmap_via(self, fn: Callable[..., Any]) -> Callable[..., Any]:
+        """As `vmap`, with `fn(block, *args, **kwargs)` in place of the blocks' own call."""
+
+        def mapped(*args: Any, **kwargs: Any) -> Any:
+            split = split_tree(
+                (args, kwargs), self.Block, name_of=argument_namer(fn, skip=1), what="BlockSeq.vmap"
+            )
+            outputs = []
+            for i, block in enumerate(self.blocks):
+                layer_args, layer_kwargs = split.layer(i)
+                outputs.append(fn(block, *layer_args, **layer_kwargs))
+            return stack_trees(outputs, self.Block)
+
+        return mapped
+
+    def unstacked(self) -> tuple[M, ...]:
+        """The layers."""
+        return tuple(self.blocks)
+
+    def get_layer(self, index: int) -> M:
+        """One layer; negative indices count from the end, and one outside is an `IndexError`."""
+        return self.blocks[check_layer_index(index, self.Block)]
+
+    def to_state_dict(self, prefix: str | None = None) -> StateDict:
+        """The layers' arrays in the form of a torch `Sequential`, under `prefix.0.key`, `prefix.1.key`, …"""
+        return layers_to_state_dict(self.blocks, prefix)
+
+    def from_state_dict(self, state_dict: StateDict, prefix: str | None = None) -> Self:
+        """This sequence with its arrays read from `prefix.0.key`, …, with errors as in `Stacked`."""
+        layers = layers_from_state_dict(self.blocks, state_dict, prefix)
+        return eqx.tree_at(lambda sequence: list(sequence.blocks), self, layers)
+
+
+def _call(block: Any, *args: Any, **kwargs: Any) -> Any:
+    return block(*args, **kwargs)

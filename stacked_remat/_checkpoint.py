@@ -1,0 +1,32 @@
+"""Names for the values that a checkpoint policy may keep or move to the host."""
+
+from typing import TypeVar
+
+import jax
+import jax.ad_checkpoint
+
+from ._layer_axis import is_array
+
+T = TypeVar("T")
+
+
+def checkpoint_name(tree: T, name: str) -> T:
+    """Name the arrays of a tree, so that `save_block_internals=[name]` and the like can pick them.
+
+    The identity in value and gradient. What is kept is the value that comes out of here, so use it, not the
+    argument.
+
+    Args:
+        tree: named arrays, plain arrays and anything else; leaves that are not arrays pass through.
+        name: the checkpoint name. Several values may share one.
+
+    Returns:
+        The tree, with the same structure, shapes and dtypes.
+    """
+    if not isinstance(name, str):
+        raise TypeError(
+            f"A checkpoint name is a string; got {name!r}. The tree comes first: checkpoint_name(tree, name)."
+        )
+    return jax.tree.map(
+        lambda leaf: jax.ad_checkpoint.checkpoint_name(leaf, name) if is_array(leaf) else leaf, tree
+    )

@@ -1,0 +1,265 @@
+"""What the backward pass of a scan over layers keeps, moves to the host, or recomputes.
+
+A block takes a *carry* and its own *inputs* (its weights and whatever else is split over the layers) and
+returns the next carry. Its derivative reads some of the values computed on the way, the *internals*. A
+`ScanCheckpointPolicy` says for each of the three whether the forward pass leaves it for the backward pass. It
+only decides; `_scan.py` carries it out.
+"""
+
+import dataclasses
+import functools
+import operator
+from collections.abc import Callable, Iterable
+from typing import Any, Literal, TypeAlias
+
+import jax
+
+OFFLOAD = "offload"
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class ScanCheckpointPolicy:
+    """A gradient checkpoint policy for `fold`, `scan`, `map`, `Stacked` and `BlockSeq`.
+
+    With N layers, a carry of C bytes, internals of I bytes a layer and a block that costs F to evaluate, a
+    gradient costs:
+
+    | policy | kept for the backward pass | arithmetic |
+    |---|---|---|
+    | `disable=True` | N·(C + I) | 3·N·F |
+    | the default | N·C, and I while one layer is walked | 4·N·F |
+    | `save_carries="offload"` | N·C on the host, I | 4·N·F |
+    | `save_block_internals=[names]` | N·(C + named), I | less than 4·N·F |
+    | `nested=True` | about 2·√N·C, and I | 5·N·F |
+    | `save_carries=False` | nothing until the backward pass, then N·C and I | 5·N·F |
+
+    Policies are frozen, hashable and compare by value. Contradictory settings are refused when one is built.
+
+    Attributes:
+        save_carries: `True` keeps the carry that goes into each layer. `"offload"` moves it to the host in
+            the forward pass and fetches it in the backward pass. `False` keeps none of them for its own sake:
+            the backward pass first replays the stack from its input, starting from whatever internals were
+            saved.
+        save_inputs: `True` reads the scanned inputs where they are; nothing is copied. `False` also drops
+            what the scan derives from its arguments (arrays with the scanned axis moved to the front) and
+            derives it again. `"offload"` copies each layer's inputs to the host, weights included: it pays
+            only when the scanned inputs are themselves temporaries that nothing else keeps.
+        save_block_internals: names given by `checkpoint_name` inside the block that are kept, or `True` for
+            everything that the backward pass reads (nothing is then recomputed, and carries are kept exactly
+            where a derivative reads them). With `nested`, they are kept for the segment being walked.
+        offload_block_internals: names that are moved to the host instead.
+        prevent_cse: put barriers around recomputation even inside a rolled loop. Where layers share one
+            program (`BlockSeq`, a fully unrolled scan) they are always there, since XLA would merge the
+            recomputation with the forward pass.
+        disable: no checkpointing at all: everything the backward pass reads is kept.
+        simple: plain `jax.checkpoint` around each layer, without naming the carry or the inputs. The memory
+            is that of the default; it takes names out of the picture when debugging.
+        nested: cut the layers into segments, keep the carry at the start of each, and replay one segment at a
+            time (Chen et al. 2016, "Training deep nets with sublinear memory cost"). `True` chooses the cut;
+            an integer is the number of segments, at most one a layer. Every number of layers works, primes
+            included.
+
+    Raises:
+        ValueError: for contradictory settings, with the reason.
+        TypeError: for a value of a wrong type, with what was expected.
+    """
+
+    save_carries: bool | Literal["offload"] = True
+    save_inputs: bool | Literal["offload"] = True
+    save_block_internals: bool | Iterable[str] = False
+    offload_block_internals: Iterable[str] = ()
+    prevent_cse: bool = False
+    disable: bool = False
+    simple: bool = False
+    nested: bool | int = False
+
+    def __post_init__(self):
+        _check_tri_state("save_carries", self.save_carries)
+        _check_tri_state("save_inputs", self.save_inputs)
+        for field in ("prevent_cse", "disable", "simple"):
+            if not isinstance(getattr(self, field), bool):
+                raise TypeError(f"{field} is True or False; got {getattr(self, field)!r}.")
+        if not isinstance(self.save_block_internals, bool):
+            names = _names("save_block_internals", self.save_block_internals)
+            object.__setattr__(self, "save_block_internals", names or False)
+        offloaded = _names("offload_block_internals", self.offload_block_internals)
+        object.__setattr__(self, "offload_block_internals", offloaded)
+        object.__setattr__(self, "nested", _segment_count(self.nested))
+        self._refuse_contradictions()
+
+    def _refuse_contradictions(self) -> None:
+        if self.disable:
+            self._refuse(
+                "disable=True turns checkpointing off and leaves {} without effect",
+                keeps=("save_block_internals",),
+            )
+            if self.saved_names:
+                raise ValueError(
+                    "disable=True already keeps every internal, so "
+                    f"save_block_internals={list(self.saved_names)} would have no effect. Drop one of the two."
+                )
+        if self.simple:
+            self._refuse(
+                "simple=True names no values, so {} cannot be obeyed",
+                keeps=("nested", "prevent_cse", "disable"),
+            )
+        if self.save_block_internals is True and (
+            OFFLOAD in (self.save_carries, self.save_inputs) or self.offloaded_names
+        ):
+            raise ValueError(
+                "save_block_internals=True keeps everything on the device and leaves nothing to offload. "
+                "Name the internals to keep instead: save_block_internals=[...]."
+            )
+        both = sorted(set(self.saved_names) & set(self.offloaded_names))
+        if both:
+            raise ValueError(
+                f"{both} stand in both save_block_internals and offload_block_internals; keep each in one."
+            )
+        if self.nested:
+            self._refuse_for_nested()
+
+    def _refuse_for_nested(self) -> None:
+        if self.save_carries is False:
+            raise ValueError(
+                "nested keeps the carry at the start of each segment, and save_carries=False keeps none. "
+                "Use nested=1 to keep the stack's input alone, or save_carries=True."
+            )
+        if self.save_inputs is not True:
+            raise ValueError(
+                f"nested reads the scanned inputs where they are whenever a segment is replayed, so "
+                f"save_inputs={self.save_inputs!r} cannot be obeyed. Leave save_inputs=True."
+            )
+        if self.offloaded_names:
+            raise ValueError(
+                "With nested, block internals live only while one segment is walked, so offloading "
+                f"{list(self.offloaded_names)} would move them out and straight back. "
+                'Put them in save_block_internals, or offload the segment boundaries with save_carries="offload".'
+            )
+
+    def _refuse(self, reason: str, keeps: tuple[str, ...]) -> None:
+        own = "disable" if self.disable else "simple"
+        clashing = [f"{name}={value!r}" for name, value in self._changed() if name not in (own, *keeps)]
+        if clashing:
+            raise ValueError(reason.format(" and ".join(clashing)) + ". Drop one or the other.")
+
+    def _changed(self) -> list[tuple[str, Any]]:
+        values = ((field, getattr(self, field.name)) for field in dataclasses.fields(self))
+        return [(field.name, value) for field, value in values if value != field.default]
+
+    def __repr__(self) -> str:
+        shown = (
+            (name, list(value) if isinstance(value, tuple) else value) for name, value in self._changed()
+        )
+        return f"ScanCheckpointPolicy({', '.join(f'{name}={value!r}' for name, value in shown)})"
+
+    @property
+    def saved_names(self) -> tuple[str, ...]:
+        """The internals kept on the device by name."""
+        return self.save_block_internals if isinstance(self.save_block_internals, tuple) else ()
+
+    @property
+    def offloaded_names(self) -> tuple[str, ...]:
+        """The internals moved to the host by name."""
+        return tuple(self.offload_block_internals)
+
+    @property
+    def saves_everything(self) -> bool:
+        """Whether nothing inside a layer is recomputed."""
+        return self.disable or self.save_block_internals is True
+
+    @property
+    def spans_scan(self) -> bool:
+        """Whether the backward pass replays the scan as a whole, not only its layers one by one."""
+        return not self.saves_everything and (self.save_carries is False or self.save_inputs is False)
+
+    def residual_policy(self, carry_name: str, input_name: str) -> Callable[..., Any] | None:
+        """The `jax.checkpoint` policy for a layer whose carry and inputs bear these names.
+
+        One of JAX's own named policies, which are data and so survive `JAX_REMAT3=1`; `None` where no value
+        is named.
+        """
+        if self.simple:
+            return None
+        named = {carry_name: self.save_carries, input_name: OFFLOAD if self.save_inputs == OFFLOAD else False}
+        saved = [name for name, kept in named.items() if kept is True]
+        offloaded = [name for name, kept in named.items() if kept == OFFLOAD]
+        return _named_policy((*saved, *self.saved_names), (*offloaded, *self.offloaded_names))
+
+
+ScanCheckpointSpec: TypeAlias = (
+    ScanCheckpointPolicy | bool | Literal["full", "recompute", "offload", "save_all", "nested"]
+)
+
+
+def resolve_policy(spec: ScanCheckpointSpec) -> ScanCheckpointPolicy:
+    """The policy that a `remat=` argument stands for.
+
+    Raises:
+        ValueError: for an unknown alias; lists the valid ones.
+        TypeError: for anything that is neither a policy, a bool nor a string.
+    """
+    if isinstance(spec, ScanCheckpointPolicy):
+        return spec
+    if not isinstance(spec, bool | str):
+        raise TypeError(
+            f"remat is a ScanCheckpointPolicy, a bool or an alias; got {spec!r} ({type(spec).__name__}). "
+            "For a number of segments write ScanCheckpointPolicy(nested=k)."
+        )
+    if spec not in _ALIASES:
+        valid = ", ".join(repr(alias) for alias in _ALIASES)
+        raise ValueError(f"Unknown remat policy {spec!r}. Use one of {valid}, or a ScanCheckpointPolicy.")
+    return _ALIASES[spec]
+
+
+@functools.cache  # one object per policy: JAX's caches are keyed by its identity
+def _named_policy(saved: tuple[str, ...], offloaded: tuple[str, ...]) -> Callable[..., Any]:
+    if not offloaded:
+        return jax.checkpoint_policies.save_only_these_names(*saved)
+    return jax.checkpoint_policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=list(saved),
+        names_which_can_be_offloaded=list(offloaded),
+        offload_src="device",
+        offload_dst="pinned_host",
+    )
+
+
+def _check_tri_state(field: str, value: Any) -> None:
+    if not isinstance(value, bool) and value != OFFLOAD:
+        raise TypeError(f'{field} is True, False or "offload"; got {value!r}.')
+
+
+def _names(field: str, value: Any) -> tuple[str, ...]:
+    if isinstance(value, str) or not isinstance(value, Iterable):
+        raise TypeError(
+            f"{field} is a list of checkpoint names; got {value!r}. Write {field}=[{str(value)!r}]."
+        )
+    names = tuple(value)
+    for name in names:
+        if not isinstance(name, str):
+            raise TypeError(f"{field} is a list of checkpoint names; {name!r} is not a string.")
+    return tuple(dict.fromkeys(names))
+
+
+def _segment_count(nested: Any) -> bool | int:
+    if isinstance(nested, bool):
+        return nested
+    try:
+        count = operator.index(nested)
+    except TypeError:
+        raise TypeError(f"nested is True, False or a number of segments (an int); got {nested!r}.") from None
+    if count < 1:
+        raise ValueError(
+            f"nested is a number of segments and at least 1; got {count}. For no nesting write nested=False."
+        )
+    return count
+
+
+_ALIASES: dict[bool | str, ScanCheckpointPolicy] = {
+    True: ScanCheckpointPolicy(),
+    False: ScanCheckpointPolicy(disable=True),
+    "full": ScanCheckpointPolicy(),
+    "recompute": ScanCheckpointPolicy(save_carries=False),
+    "offload": ScanCheckpointPolicy(save_carries=OFFLOAD),
+    "save_all": ScanCheckpointPolicy(save_block_internals=True),
+    "nested": ScanCheckpointPolicy(nested=True),
+}

@@ -1,0 +1,430 @@
+"""Fold, scan and map over a named axis.
+
+The arguments are cut in two: what is split over the axis and what all layers share. What remains is a step on
+raw arrays, which runs under the checkpoint policy. `Stacked` and `BlockSeq` come here too: nothing else knows
+how a scan behaves.
+"""
+
+import functools
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.tree_util as jtu
+from haliax import Axis
+from haliax.axis import AxisSelector
+
+from ._checkpoint import checkpoint_name
+from ._layer_axis import (
+    IsScanned,
+    argument_namer,
+    is_array,
+    is_named,
+    is_named_or_shaped_array,
+    name_stacked,
+    split_tree,
+    stack_trees,
+)
+from ._policy import OFFLOAD, ScanCheckpointPolicy, ScanCheckpointSpec, resolve_policy
+
+Layer = Callable[[Any, Any], tuple[Any, Any]]  # (carry, inputs of the layer) -> (carry, output)
+
+
+def scan(
+    f: Callable[..., tuple[Any, Any]],
+    axis: AxisSelector,
+    *,
+    remat: ScanCheckpointSpec = False,
+    reverse: bool = False,
+    unroll: int | bool = 1,
+    is_scanned: IsScanned = is_named_or_shaped_array,
+) -> Callable[..., tuple[Any, Any]]:
+    """Apply `f` along an axis, from carry to carry, and stack what it puts out.
+
+    `scan(f, axis)(init, *args, **kwargs)` equals
+
+    ```python
+    carry, outputs = init, []
+    for i in range(axis.size):
+        carry, output = f(carry, *[arg[axis, i] for arg in args], **{k: kwargs[k][axis, i] for k in kwargs})
+        outputs.append(output)
+    return carry, hax.stack(axis, outputs)
+    ```
+
+    where only named arrays with the axis and plain arrays of at least one dimension are indexed (plain arrays
+    along their first dimension); everything else goes to every layer whole. Compile time does not grow with
+    the axis.
+
+    Args:
+        f: takes the carry and one layer of the arguments; returns the next carry and an output, both trees.
+        axis: an `Axis`, or the name of an axis that one of the arguments has.
+        remat: what the backward pass keeps, offloads and recomputes; see `ScanCheckpointPolicy` for the
+            costs.
+        reverse: go from the last layer to the first. Outputs keep the order of the axis.
+        unroll: how many layers one turn of the loop holds; `True` for all.
+        is_scanned: which arrays may be split: a bool or a predicate of a leaf.
+
+    Returns:
+        A function of the initial carry and the arguments, which returns the final carry, with the shapes of
+        `init`, and the outputs, with the axis in front.
+
+    Raises:
+        ValueError: for inputs of different lengths (each path and size is named), an axis of unknown size, an
+            `f` that returns no pair, or a carry that changes its structure, axes or shape.
+    """
+    policy = resolve_policy(remat)
+    unroll = _check_unroll(unroll)
+
+    def scanned(init: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        def run(init: Any, inputs: tuple[Any, Any]) -> tuple[Any, Any]:
+            split = split_tree(inputs, axis, is_scanned=is_scanned, name_of=argument_namer(f, skip=1))
+
+            def layer(carry: Any, slices: Sequence[Any]) -> tuple[Any, Any]:
+                layer_args, layer_kwargs = split.rebuild(slices)
+                return f(carry, *layer_args, **layer_kwargs)
+
+            return _scan_rolled(layer, init, split.arrays, split.axis, policy, reverse=reverse, unroll=unroll)
+
+        if policy.save_inputs is False:
+            run = _checkpoint_whole(run, policy, _names_of(axis))
+        return run(init, (args, kwargs))
+
+    return scanned
+
+
+def fold(
+    f: Callable[..., Any],
+    axis: AxisSelector,
+    *,
+    remat: ScanCheckpointSpec = False,
+    reverse: bool = False,
+    unroll: int | bool = 1,
+    is_scanned: IsScanned = is_named_or_shaped_array,
+) -> Callable[..., Any]:
+    """Apply `f` along an axis, from carry to carry.
+
+    `fold(f, axis)(init, *args, **kwargs)` equals
+
+    ```python
+    carry = init
+    for i in range(axis.size):
+        carry = f(carry, *[arg[axis, i] for arg in args], **{k: kwargs[k][axis, i] for k in kwargs})
+    return carry
+    ```
+
+    with arguments, costs and errors as in `scan`.
+    """
+
+    @functools.wraps(f)  # error messages name the arguments as `f` does
+    def step(carry: Any, *args: Any, **kwargs: Any) -> tuple[Any, None]:
+        return f(carry, *args, **kwargs), None
+
+    scanned = scan(step, axis, remat=remat, reverse=reverse, unroll=unroll, is_scanned=is_scanned)
+
+    def folded(init: Any, *args: Any, **kwargs: Any) -> Any:
+        return scanned(init, *args, **kwargs)[0]
+
+    return folded
+
+
+def map(
+    f: Callable[..., Any],
+    axis: AxisSelector,
+    *,
+    remat: ScanCheckpointSpec = False,
+    reverse: bool = False,
+    unroll: int | bool = 1,
+    is_mapped: IsScanned = is_named_or_shaped_array,
+) -> Callable[..., Any]:
+    """Apply `f` to each part of its arguments along an axis, one after the other.
+
+    `map(f, axis)(*args, **kwargs)` equals
+    `hax.stack(axis, [f(*(arg[axis, i] for arg in args), ...) for i in range(axis.size)])`.
+    It holds one part's internals at a time, where `haliax.vmap` holds all and is faster. Arguments and errors
+    as in `scan`.
+    """
+
+    def step(_: None, *args: Any, **kwargs: Any) -> tuple[None, Any]:
+        return None, f(*args, **kwargs)
+
+    def mapped(*args: Any, **kwargs: Any) -> Any:
+        return scan(step, axis, remat=remat, reverse=reverse, unroll=unroll, is_scanned=is_mapped)(
+            None, *args, **kwargs
+        )[1]
+
+    return mapped
+
+
+def vmap_layers(
+    f: Callable[..., Any], axis: Axis, what: str, name_of: Callable[[tuple[Any, ...]], str]
+) -> Callable[..., Any]:
+    """Apply `f` to every layer's part of its arguments at once; the outputs get `axis` in front.
+
+    Splits and shares arguments exactly as `scan` does. Costs the memory of all layers together.
+    """
+
+    def mapped(*args: Any, **kwargs: Any) -> Any:
+        split = split_tree((args, kwargs), axis, name_of=name_of, what=what)
+
+        def one_layer(slices: Sequence[Any]) -> tuple[Any, "_Static"]:
+            layer_args, layer_kwargs = split.rebuild(slices)
+            arrays, static = eqx.partition(f(*layer_args, **layer_kwargs), is_array)
+            return arrays, _Static(static)
+
+        arrays, static = jax.vmap(one_layer, axis_size=split.axis.size)(split.arrays)
+        return name_stacked(eqx.combine(arrays, static.value), split.axis, what)
+
+    return mapped
+
+
+def scan_unrolled(
+    layer: Layer, init: Any, inputs: Sequence[Any], axis: Axis, remat: ScanCheckpointSpec
+) -> tuple[Any, Any]:
+    """Apply `layer` to inputs that need not be alike, one after the other, under the same policies as `scan`.
+
+    Args:
+        layer: takes the carry and the inputs of one layer; returns the next carry and an output.
+        init: the initial carry.
+        inputs: what each of the `axis.size` layers takes beside the carry: any tree, its module included.
+        axis: the axis of the stacked outputs.
+        remat: as in `scan`. Program size grows with the number of layers.
+
+    Returns:
+        The final carry and the outputs, with the axis in front.
+    """
+    policy = resolve_policy(remat)
+    names = _names_of(axis)
+
+    def run_segment(segment: range, carry: Any) -> tuple[Any, list[Any]]:
+        outputs = []
+        for i in segment:
+            step = _checkpointed(_array_step(layer, carry, policy, names), policy, names, rolled=False)
+            arrays, y = step(eqx.filter(carry, eqx.is_array_like), inputs[i])
+            carry = eqx.combine(arrays, eqx.filter(carry, eqx.is_array_like, inverse=True))
+            outputs.append(y)
+        return carry, outputs
+
+    def run(carry: Any) -> tuple[Any, list[Any]]:
+        outputs = []
+        for segment in _segments(axis.size, policy):
+            walk = functools.partial(run_segment, segment)
+            if policy.nested:
+                walk = _checkpoint_segment(walk, policy, names, rolled=False)
+            carry, ys = walk(carry)
+            outputs += ys
+        return carry, outputs
+
+    if policy.spans_scan:
+        run = _checkpoint_whole(run, policy, names)
+    with jax.named_scope(f"scan({axis.name})"):
+        carry, outputs = run(init)
+    return carry, stack_trees(outputs, axis)
+
+
+class _Names(NamedTuple):
+    """The checkpoint names of what goes into a layer."""
+
+    carry: str
+    inputs: str
+
+    @property
+    def boundary(self) -> str:
+        return f"{self.carry} at a segment's start"
+
+
+@jax.tree_util.register_static
+class _Static:
+    """A tree without arrays, passed out of a transformation untouched."""
+
+    def __init__(self, value: Any):
+        self.value = value
+
+
+def _names_of(axis: AxisSelector) -> _Names:
+    name = axis if isinstance(axis, str) else axis.name
+    return _Names(f"scan({name}) carry", f"scan({name}) inputs")
+
+
+def _scan_rolled(
+    layer: Layer,
+    init: Any,
+    xs: Sequence[Any],
+    axis: Axis,
+    policy: ScanCheckpointPolicy,
+    *,
+    reverse: bool,
+    unroll: int | bool,
+) -> tuple[Any, Any]:
+    names = _names_of(axis)
+    arrays, static = eqx.partition(init, eqx.is_array_like)
+    step = _array_step(layer, init, policy, names)
+
+    def run(carry: Any, xs: Sequence[Any]) -> tuple[Any, Any]:
+        if policy.nested and axis.size > 0:
+            return _scan_segments(step, carry, xs, axis.size, policy, names, reverse=reverse, unroll=unroll)
+        rolled = unroll is not True and unroll < axis.size
+        body = _checkpointed(step, policy, names, rolled=rolled)
+        return jax.lax.scan(body, carry, xs, length=axis.size, reverse=reverse, unroll=unroll)
+
+    if policy.spans_scan and policy.save_inputs is not False:
+        run = _checkpoint_whole(run, policy, names)
+    with jax.named_scope(f"scan({axis.name})"):
+        carry, ys = run(arrays, xs)
+    return eqx.combine(carry, static), name_stacked(ys, axis, "scan")
+
+
+def _scan_segments(
+    step: Layer,
+    carry: Any,
+    xs: Sequence[Any],
+    length: int,
+    policy: ScanCheckpointPolicy,
+    names: _Names,
+    *,
+    reverse: bool,
+    unroll: int | bool,
+) -> tuple[Any, Any]:
+    segments = _segments(length, policy)
+    size = len(segments[0])
+    whole = sum(len(segment) == size for segment in segments)
+    body = _checkpointed(step, policy, names, rolled=unroll is not True and unroll < size)
+
+    def walk(carry: Any, xs: Sequence[Any], length: int) -> tuple[Any, Any]:
+        return jax.lax.scan(body, carry, xs, length=length, reverse=reverse, unroll=unroll)
+
+    def walk_whole(carry: Any) -> tuple[Any, Any]:
+        segment = _checkpoint_segment(functools.partial(walk, length=size), policy, names, rolled=whole > 1)
+        cut = [x[: whole * size].reshape(whole, size, *x.shape[1:]) for x in xs]
+        carry, ys = jax.lax.scan(segment, carry, cut, length=whole, reverse=reverse)
+        return carry, jax.tree.map(lambda y: y.reshape(whole * size, *y.shape[2:]), ys)
+
+    def walk_rest(carry: Any) -> tuple[Any, Any]:
+        rest = length - whole * size
+        segment = _checkpoint_segment(functools.partial(walk, length=rest), policy, names, rolled=False)
+        return segment(carry, [x[whole * size :] for x in xs])
+
+    if whole == len(segments):
+        return walk_whole(carry)
+    first, second = (walk_rest, walk_whole) if reverse else (walk_whole, walk_rest)
+    carry, ys = first(carry)
+    carry, more = second(carry)
+    before, after = (more, ys) if reverse else (ys, more)
+    return carry, jax.tree.map(lambda a, b: jax.numpy.concatenate([a, b]), before, after)
+
+
+def _segments(length: int, policy: ScanCheckpointPolicy) -> list[range]:
+    if not policy.nested:
+        return [range(length)]
+    count = round(length**0.5) if policy.nested is True else policy.nested
+    size = -(-length // max(1, min(count, length)))
+    return [range(start, min(start + size, length)) for start in range(0, length, size)]
+
+
+def _array_step(layer: Layer, init: Any, policy: ScanCheckpointPolicy, names: _Names) -> Layer:
+    """The layer on the arrays of the carry, its results checked and what goes in named for the policy."""
+    static = eqx.filter(init, eqx.is_array_like, inverse=True)
+
+    def step(arrays: Any, inputs: Any) -> tuple[Any, Any]:
+        if not (policy.simple or policy.saves_everything):
+            arrays = checkpoint_name(arrays, names.carry)
+            inputs = checkpoint_name(inputs, names.inputs)
+        carry = eqx.combine(arrays, static)
+        result = layer(carry, inputs)
+        if not isinstance(result, tuple | list) or len(result) != 2:
+            raise ValueError(
+                "scan takes a function (or a block) that returns a pair (carry, output); it returned "
+                f"{_describe(result)}. For one that returns only the carry use fold."
+            )
+        new_carry, y = result
+        _check_carry(carry, new_carry)
+        _check_output(y)
+        return eqx.filter(new_carry, eqx.is_array_like), y
+
+    return step
+
+
+def _checkpointed(step: Layer, policy: ScanCheckpointPolicy, names: _Names, *, rolled: bool) -> Layer:
+    if policy.saves_everything:
+        return step
+    return eqx.filter_checkpoint(
+        step, policy=policy.residual_policy(*names), prevent_cse=policy.prevent_cse or not rolled
+    )
+
+
+def _checkpoint_whole(run: Callable, policy: ScanCheckpointPolicy, names: _Names) -> Callable:
+    return eqx.filter_checkpoint(run, policy=policy.residual_policy(*names), prevent_cse=True)
+
+
+def _checkpoint_segment(
+    walk: Callable, policy: ScanCheckpointPolicy, names: _Names, *, rolled: bool
+) -> Callable:
+    def named_walk(carry: Any, *inputs: Any) -> Any:
+        return walk(checkpoint_name(carry, names.boundary), *inputs)
+
+    keep = ScanCheckpointPolicy(save_carries=OFFLOAD if policy.save_carries == OFFLOAD else True)
+    return eqx.filter_checkpoint(
+        named_walk,
+        policy=keep.residual_policy(names.boundary, names.inputs),
+        prevent_cse=policy.prevent_cse or not rolled,
+    )
+
+
+def _check_unroll(unroll: int | bool) -> int | bool:
+    if isinstance(unroll, bool):
+        return unroll or 1
+    try:
+        count = operator.index(unroll)
+    except TypeError:
+        raise TypeError(f"unroll is a bool or a number of layers (an int); got {unroll!r}.") from None
+    if count < 1:
+        raise ValueError(f"unroll is a number of layers and at least 1; got {count}.")
+    return count
+
+
+def _check_carry(before: Any, after: Any) -> None:
+    old, old_tree = jtu.tree_flatten_with_path(before, is_leaf=is_named)
+    new, new_tree = jtu.tree_flatten_with_path(after, is_leaf=is_named)
+    if old_tree != new_tree:
+        hint = (
+            " For a function that returns (carry, output) use scan."
+            if isinstance(after, tuple) and len(after) == 2
+            else ""
+        )
+        raise ValueError(
+            f"The carry changes its structure: {_describe(before)} goes in, {_describe(after)} comes out.{hint}"
+        )
+    for (path, a), (_, b) in zip(old, new, strict=True):
+        where = f"The carry{jtu.keystr(path)}"
+        if is_named(a) != is_named(b) or eqx.is_array_like(a) != eqx.is_array_like(b):
+            raise ValueError(f"{where} goes in as {_describe(a)} and comes out as {_describe(b)}.")
+        if is_named(a) and a.axes != b.axes:
+            fix = " Rearrange it: carry.rearrange(x.axes)." if set(a.axes) == set(b.axes) else ""
+            raise ValueError(f"{where} goes in with {_describe(a)} and comes out with {_describe(b)}.{fix}")
+        if not is_named(a) and eqx.is_array_like(a) and jax.numpy.shape(a) != jax.numpy.shape(b):
+            raise ValueError(f"{where} goes in as {_describe(a)} and comes out as {_describe(b)}.")
+        if not is_named(a) and not eqx.is_array_like(a) and a != b:
+            raise ValueError(
+                f"{where} is not an array, so it must stay as it is; {a!r} goes in and {b!r} comes out."
+            )
+
+
+def _check_output(y: Any) -> None:
+    for path, leaf in jtu.tree_flatten_with_path(y)[0]:
+        if not eqx.is_array_like(leaf):
+            raise TypeError(
+                f"The output{jtu.keystr(path)} of a layer is {leaf!r} ({type(leaf).__name__}), which cannot be "
+                "stacked over the layers. Return arrays, numbers or None."
+            )
+
+
+def _describe(x: Any) -> str:
+    if is_named(x):
+        return f"NamedArray axes ({', '.join(f'{own.name}={own.size}' for own in x.axes)})"
+    if is_array(x):
+        return f"{x.dtype}[{','.join(str(size) for size in x.shape)}]"
+    if isinstance(x, tuple | list):
+        parts = ", ".join(_describe(part) for part in x[:4]) + (", …" if len(x) > 4 else "")
+        return f"a {type(x).__name__} of {len(x)} ({parts})"
+    return f"a value of type {type(x).__name__}"

@@ -1,0 +1,323 @@
+"""`Stacked`: one copy of a block whose arrays have a leading `Layers` axis.
+
+A stack of layers of one kind is a single module with the layers' arrays stacked, so that applying it is a
+scan: the block is traced and compiled once, however deep the stack. How a scan behaves stands in `_scan.py`;
+here are only the modules' verbs.
+"""
+
+import functools
+import inspect
+import operator
+from collections.abc import Callable
+from typing import Any, Generic, Self, TypeVar
+
+import equinox as eqx
+import jax
+import jax.tree_util as jtu
+from haliax import Axis
+from haliax.state_dict import (
+    ModuleWithStateDictSerialization,
+    StateDict,
+    flatten_modules_for_export,
+    unflatten_modules_from_export,
+)
+
+from ._block_foldable import RematOverride, Unroll
+from ._layer_axis import SplitTree, argument_namer, is_array, is_named, split_tree, stack_trees
+from ._policy import ScanCheckpointPolicy, ScanCheckpointSpec, resolve_policy
+from ._scan import fold, scan, vmap_layers
+from ._state_dict import layers_from_state_dict, layers_to_state_dict
+
+M = TypeVar("M", bound=eqx.Module)
+
+
+class Stacked(ModuleWithStateDictSerialization, Generic[M]):
+    """Layers of one kind, applied one after the other (`fold`, `scan`) or side by side (`vmap`).
+
+    ```python
+    Layers = hax.Axis("layers", 48)
+    blocks = Stacked.init(Layers, Block, remat="nested")(config, key=jax.random.split(key, Layers.size))
+    y = blocks.fold(x)
+    ```
+
+    All layers have the same structure, shapes and Python control flow. Blocks with named axes and blocks of
+    plain arrays both work. For layers that differ use `BlockSeq`.
+
+    Attributes:
+        stacked: the block, its named arrays with the axis `Block` in front, its plain arrays with it as first
+            dimension.
+        Block: the axis of the layers; `Layers` is another name for it.
+        remat: the checkpoint policy of `fold` and `scan` where the call names no other.
+    """
+
+    stacked: M
+    Block: Axis = eqx.field(static=True)
+    remat: ScanCheckpointPolicy = eqx.field(
+        static=True, converter=resolve_policy, default=ScanCheckpointPolicy()
+    )
+
+    @property
+    def Layers(self) -> Axis:
+        return self.Block
+
+    @classmethod
+    def init(
+        cls,
+        Layers: Axis,
+        Block: Callable[..., M],
+        *,
+        remat: ScanCheckpointSpec | None = None,
+        gradient_checkpointing: ScanCheckpointSpec | None = None,
+    ) -> "Callable[..., Self]":
+        """Build the layers, all at once.
+
+        Args:
+            Layers: the axis to stack along.
+            Block: a module class, with a static `init` (Haliax style) or a constructor (Equinox style), or
+                any function that returns a module.
+            remat: the checkpoint policy; `True` by default. See `ScanCheckpointPolicy`.
+            gradient_checkpointing: the other name of `remat`.
+
+        Returns:
+            A function of the block's arguments. Named arrays with the axis and plain arrays of at least one
+            dimension are split over the layers, keys among them; the rest is shared.
+
+        Raises:
+            ValueError: for an argument whose length is not that of the axis, and for a key that was not
+                split.
+        """
+        policy = init_policy(remat, gradient_checkpointing)
+        build = block_builder(Block)
+
+        def build_stack(*args: Any, **kwargs: Any) -> Self:
+            name_of = argument_namer(build, skip=0)
+            check_keys_are_split((args, kwargs), Layers, name_of)
+            stacked = vmap_layers(build, Layers, f"{cls.__name__}.init", name_of)(*args, **kwargs)
+            return cls(stacked, Layers, policy)
+
+        return build_stack
+
+    def fold(
+        self,
+        init: Any,
+        *args: Any,
+        remat: ScanCheckpointSpec | None = None,
+        unroll: int | bool | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Apply the layers one after the other: `for block in layers: carry = block(carry, *args, **kwargs)`.
+
+        Args:
+            init: the carry that goes into the first layer, a tree of arrays.
+            *args: passed on to the blocks. Named arrays with the layers' axis and plain arrays of at least
+                one dimension are split over the layers; the rest is shared.
+            remat: a policy for this call instead of the stack's own.
+            unroll: how many layers one turn of the loop holds; `True` for all.
+            **kwargs: as `*args`.
+
+        Returns:
+            The carry after the last layer, with the shapes of `init`.
+
+        Raises:
+            ValueError: as `stacked_remat.scan` does.
+        """
+        return self.fold_via(_call(self.stacked), remat=remat, unroll=unroll)(init, *args, **kwargs)
+
+    def scan(
+        self,
+        init: Any,
+        *args: Any,
+        remat: ScanCheckpointSpec | None = None,
+        unroll: int | bool | None = None,
+        **kwargs: Any,
+    ) -> tuple[Any, Any]:
+        """As `fold`, for blocks that return `(carry, output)`; also stacks the outputs along the layers' axis."""
+        return self.scan_via(_call(self.stacked), remat=remat, unroll=unroll)(init, *args, **kwargs)
+
+    def fold_via(
+        self,
+        fn: Callable[..., Any],
+        *,
+        remat: ScanCheckpointSpec | None = None,
+        unroll: int | bool | None = None,
+    ) -> Callable[..., Any]:
+        """Fold with `fn(block, carry, *args, **kwargs)` in place of the block's own call.
+
+        Returns:
+            A function of the initial carry and the further arguments. What `fn` closes over goes to every
+            layer whole.
+        """
+        policy = self.remat if remat is None else remat
+        step = _block_second(fn)
+
+        def folded(init: Any, *args: Any, **kwargs: Any) -> Any:
+            run = fold(step, self.Block, remat=policy, unroll=1 if unroll is None else unroll)
+            return run(init, self.stacked, *args, **kwargs)
+
+        return folded
+
+    def scan_via(
+        self,
+        fn: Callable[..., tuple[Any, Any]],
+        *,
+        remat: ScanCheckpointSpec | None = None,
+        unroll: int | bool | None = None,
+    ) -> Callable[..., tuple[Any, Any]]:
+        """Scan with `fn(block, carry, *args, **kwargs) -> (carry, output)` in place of the block's call."""
+        policy = self.remat if remat is None else remat
+        step = _block_second(fn)
+
+        def scanned(init: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+            run = scan(step, self.Block, remat=policy, unroll=1 if unroll is None else unroll)
+            return run(init, self.stacked, *args, **kwargs)
+
+        return scanned
+
+    def vmap(self, *args: Any, **kwargs: Any) -> Any:
+        """Apply every layer to the same arguments, side by side; the outputs get the layers' axis in front.
+
+        Arguments are split and shared as in `fold`. Costs the internals of all layers at once.
+        """
+        return self.vmap_via(_call(self.stacked))(*args, **kwargs)
+
+    def vmap_via(self, fn: Callable[..., Any]) -> Callable[..., Any]:
+        """As `vmap`, with `fn(block, *args, **kwargs)` in place of the block's own call."""
+
+        def mapped(*args: Any, **kwargs: Any) -> Any:
+            name_of = argument_namer(fn, skip=0)
+            return vmap_layers(fn, self.Block, f"{type(self).__name__}.vmap", name_of)(
+                self.stacked, *args, **kwargs
+            )
+
+        return mapped
+
+    def unstacked(self) -> tuple[M, ...]:
+        """The layers as separate modules. Copies their arrays."""
+        layers = self._split()
+        return tuple(layers.layer(i) for i in range(self.Block.size))
+
+    def get_layer(self, index: int) -> M:
+        """One layer as a module of its own.
+
+        Args:
+            index: counts from the end where negative, as in a list.
+
+        Raises:
+            IndexError: for an index outside of the stack.
+        """
+        return self._split().layer(check_layer_index(index, self.Block))
+
+    def to_state_dict(self, prefix: str | None = None) -> StateDict:
+        """The layers' arrays in the form of a torch `Sequential`, under `prefix.0.key`, `prefix.1.key`, …"""
+        return layers_to_state_dict(self.unstacked(), prefix)
+
+    def from_state_dict(self, state_dict: StateDict, prefix: str | None = None) -> Self:
+        """This stack with its arrays read from keys `prefix.0.key`, `prefix.1.key`, …
+
+        Raises:
+            ValueError: names every layer that is missing, misshapen or one too many.
+        """
+        template = eqx.filter_eval_shape(lambda stack: stack.get_layer(0), self)
+        layers = layers_from_state_dict([template] * self.Block.size, state_dict, prefix)
+        return eqx.tree_at(lambda stack: stack.stacked, self, stack_trees(layers, self.Block))
+
+    def flatten_for_export(self) -> Self:
+        flat = vmap_layers(flatten_modules_for_export, self.Block, "flatten_for_export", _path_in_stack)(
+            self.stacked
+        )
+        return eqx.tree_at(lambda stack: stack.stacked, self, flat)
+
+    def unflatten_from_export(self, template: Self) -> Self:
+        restore = vmap_layers(
+            unflatten_modules_from_export, self.Block, "unflatten_from_export", _path_in_stack
+        )
+        return eqx.tree_at(lambda stack: stack.stacked, self, restore(self.stacked, template.stacked))
+
+    def _split(self) -> SplitTree:
+        return split_tree(
+            self.stacked,
+            self.Block,
+            name_of=lambda path: f"stacked{jtu.keystr(path)}",
+            what=type(self).__name__,
+        )
+
+
+def init_policy(remat: Any, gradient_checkpointing: Any) -> ScanCheckpointPolicy:
+    """The policy that the two names of the argument give, `True` where neither does."""
+    if remat is not None and gradient_checkpointing is not None:
+        raise ValueError(
+            f"remat={remat!r} and gradient_checkpointing={gradient_checkpointing!r} are two names of one argument; "
+            "pass one."
+        )
+    given = gradient_checkpointing if remat is None else remat
+    return resolve_policy(True if given is None else given)
+
+
+def block_builder(Block: Callable[..., M]) -> Callable[..., M]:
+    """The static `init` of a block, Haliax style, or the block itself."""
+    return getattr(Block, "init", Block)
+
+
+def check_keys_are_split(
+    arguments: tuple[Any, Any], Layers: Axis, name_of: Callable[[tuple[Any, ...]], str]
+) -> None:
+    """Refuse a single random key among the arguments of a stack's blocks.
+
+    Raises:
+        ValueError: shows the `jax.random.split` to write.
+    """
+    for path, leaf in jtu.tree_flatten_with_path(arguments, is_leaf=is_named)[0]:
+        if not is_array(leaf) or leaf.ndim > 1:
+            continue
+        typed = jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key) and leaf.ndim == 0
+        name = name_of(path)
+        raw = (
+            leaf.dtype == jax.numpy.uint32
+            and leaf.shape == (2,)
+            and any(word in name for word in ("key", "rng"))
+        )
+        if typed or raw:
+            raise ValueError(
+                f"{name} is a single random key, and every layer of `{Layers.name}` needs its own. "
+                f"Write {name}=jax.random.split({name}, {Layers.size})."
+            )
+
+
+def check_layer_index(index: int, Layers: Axis) -> int:
+    """The index counted from the front.
+
+    Raises:
+        IndexError: for an index outside of the axis.
+    """
+    position = operator.index(index)
+    if not -Layers.size <= position < Layers.size:
+        raise IndexError(
+            f"Layer {position} does not exist: `{Layers.name}` has layers 0 to {Layers.size - 1}."
+        )
+    return position % Layers.size
+
+
+def _call(block: eqx.Module) -> Callable[..., Any]:
+    call = type(block).__call__
+
+    @functools.wraps(call)
+    def apply(block: Any, *args: Any, **kwargs: Any) -> Any:
+        return block(*args, **kwargs)
+
+    return apply
+
+
+def _block_second(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """`fn(block, carry, ...)` as a step with the carry first; errors name the rest as `fn` does."""
+
+    def step(carry: Any, block: Any, /, *args: Any, **kwargs: Any) -> Any:
+        return fn(block, carry, *args, **kwargs)
+
+    own = inspect.signature(step).parameters
+    rest = list(inspect.signature(fn).parameters.values())[2:]
+    step.__signature__ = inspect.Signature([own["carry"], own["block"], *rest])  # pyright: ignore[reportFunctionMemberAccess]
+    return step
+
+
+def _path_in_stack(path: tuple[Any, ...]) -> str:
+    return f"stacked{jtu.keystr(path[2:])}"

@@ -1,0 +1,80 @@
+"""Layers in the state-dict form of a torch `Sequential`: `prefix.0.key`, `prefix.1.key`, …"""
+
+import re
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+import equinox as eqx
+import haliax.state_dict
+from haliax.state_dict import StateDict, with_prefix
+
+from ._layer_axis import is_array
+
+M = TypeVar("M", bound=eqx.Module)
+
+
+def layers_to_state_dict(layers: Sequence[eqx.Module], prefix: str | None) -> StateDict:
+    """The arrays of all layers, each under its index."""
+    state_dict: StateDict = {}
+    for index, layer in enumerate(layers):
+        arrays = eqx.filter(layer, is_array)
+        state_dict.update(haliax.state_dict.to_state_dict(arrays, with_prefix(prefix, str(index))))
+    return state_dict
+
+
+def layers_from_state_dict(templates: Sequence[M], state_dict: StateDict, prefix: str | None) -> list[M]:
+    """The layers with their arrays read from `state_dict`.
+
+    Args:
+        templates: a module for each layer; only shapes, axes and what is not an array are read from it.
+        state_dict: may hold other keys as well.
+        prefix: where the layers stand.
+
+    Raises:
+        ValueError: names every missing or misshapen key and every layer too many, before anything is read.
+    """
+    _check_layers(templates, state_dict, prefix)
+    layers = []
+    for index, template in enumerate(templates):
+        arrays, rest = eqx.partition(template, is_array)
+        filled = haliax.state_dict.from_state_dict(arrays, state_dict, with_prefix(prefix, str(index)))
+        layers.append(eqx.combine(filled, rest))
+    return layers
+
+
+def _check_layers(templates: Sequence[eqx.Module], state_dict: StateDict, prefix: str | None) -> None:
+    problems = []
+    for index, template in enumerate(templates):
+        expected = _shapes(template, with_prefix(prefix, str(index)))
+        missing = [key for key in expected if key not in state_dict]
+        if missing and len(missing) == len(expected):
+            problems.append(
+                f"layer {index} is missing (no key starts with {with_prefix(prefix, str(index))!r})"
+            )
+            continue
+        problems += [f"layer {index} is missing {key!r}" for key in missing]
+        problems += [
+            f"layer {index} has {key!r} of shape {tuple(state_dict[key].shape)} where {shape} is expected"
+            for key, shape in expected.items()
+            if key in state_dict and tuple(state_dict[key].shape) != shape
+        ]
+    count = len(templates)
+    too_many = sorted({index for index in _layer_indices(state_dict, prefix) if index >= count})
+    problems += [f"layer {index} is one too many: the stack has {count} layers" for index in too_many]
+    if problems:
+        raise ValueError(
+            f"The state dict does not fit the stack at prefix {prefix!r}:\n  " + "\n  ".join(problems)
+        )
+
+
+def _shapes(template: eqx.Module, prefix: str | None) -> dict[str, tuple[int, ...]]:
+    def to_arrays(arrays: Any) -> StateDict:
+        return haliax.state_dict.to_state_dict(arrays, prefix)
+
+    shapes = eqx.filter_eval_shape(to_arrays, eqx.filter(template, is_array))
+    return {key: tuple(value.shape) for key, value in shapes.items()}
+
+
+def _layer_indices(state_dict: StateDict, prefix: str | None) -> list[int]:
+    pattern = re.compile(re.escape(f"{prefix}." if prefix is not None else "") + r"(\d+)\.")
+    return [int(match.group(1)) for key in state_dict if (match := pattern.match(key))]

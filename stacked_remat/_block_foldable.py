@@ -1,20 +1,18 @@
 """What `Stacked` and `BlockSeq` have in common, as a protocol to annotate with."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, TypeAlias, TypeVar, runtime_checkable
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import equinox as eqx
 from haliax import Axis
 
 from ._policy import ScanCheckpointSpec
 
-M = TypeVar("M", bound=eqx.Module)
-RematOverride: TypeAlias = ScanCheckpointSpec | None  # None: the policy that the layers were built with
-Unroll: TypeAlias = int | bool | None
+M_co = TypeVar("M_co", bound=eqx.Module, covariant=True)
 
 
 @runtime_checkable
-class BlockFoldable(Protocol[M]):
+class BlockFoldable(Protocol[M_co]):
     """Layers that can be folded, scanned and mapped over: a `Stacked` or a `BlockSeq`.
 
     `remat=None` means the policy that the layers were built with.
@@ -63,6 +61,6 @@ class BlockFoldable(Protocol[M]):
 
     def vmap_via(self, fn: Callable[..., Any]) -> Callable[..., Any]: ...
 
-    def unstacked(self) -> Sequence[M]: ...
+    def unstacked(self) -> Sequence[M_co]: ...
 
-    def get_layer(self, index: int) -> M: ...
+    def get_layer(self, index: int) -> M_co: ...

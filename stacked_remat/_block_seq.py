@@ -7,7 +7,6 @@ import equinox as eqx
 from haliax import Axis
 from haliax.state_dict import ModuleWithStateDictSerialization, StateDict
 
-from ._block_foldable import RematOverride, Unroll
 from ._layer_axis import argument_namer, split_tree, stack_trees
 from ._policy import ScanCheckpointPolicy, ScanCheckpointSpec, resolve_policy
 from ._scan import scan_unrolled
@@ -95,7 +94,7 @@ class BlockSeq(ModuleWithStateDictSerialization, Generic[M]):
         unroll: int | bool | None = None,
         **kwargs: Any,
     ) -> tuple[Any, Any]:
-        """As `fold`, for blocks that return `(carry, output)`; also stacks the outputs along the layers' axis."""
+        """As `fold`, for blocks that return `(carry, output)`; also stacks the outputs."""
         return self.scan_via(_call, remat=remat, unroll=unroll)(init, *args, **kwargs)
 
     def fold_via(

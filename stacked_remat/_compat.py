@@ -10,6 +10,7 @@ import warnings
 from typing import Any
 
 import jax
+import jax.core
 
 
 def _is_constant_dim(dimension: Any) -> bool:

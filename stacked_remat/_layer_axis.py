@@ -110,7 +110,7 @@ def split_tree(
 
 
 def stack_trees(trees: Sequence[T], axis: Axis) -> T:
-    """One tree with the arrays stacked along a new leading `axis`; other leaves are those of the first tree."""
+    """One tree with the arrays stacked along a new leading `axis`, and the first tree's other leaves."""
 
     def stack(*leaves: Any) -> Any:
         if is_named(leaves[0]):
@@ -139,8 +139,8 @@ def name_stacked(tree: T, axis: Axis, what: str) -> T:
             return leaf
         if has_axis(leaf, axis):
             raise ValueError(
-                f"The output{jtu.keystr(path)} of {what} over `{axis.name}` already has an axis of that name: "
-                f"{[own.name for own in leaf.axes]}. Rename it in the function: y.rename({{{axis.name!r}: ...}})."
+                f"The output{jtu.keystr(path)} of {what} over `{axis.name}` already has an axis of that "
+                f"name: {[own.name for own in leaf.axes]}. Rename it: y.rename({{{axis.name!r}: ...}})."
             )
         return NamedArray(leaf.array, (axis, *leaf.axes))
 
@@ -217,10 +217,10 @@ def _check_sizes(axis: Axis, sized: list[tuple[str, Any]], what: str) -> None:
         )
     if any(not is_named(leaf) for _, leaf, _ in wrong):
         lines.append(
-            "A plain array has no axis names, so it is split along its first dimension, one part for each of the "
-            f"{axis.size} layers. To give every layer the whole array instead, close over it "
-            "(stack.fold_via(lambda block, carry: block(carry, array))(x)), pass it as a NamedArray without the "
-            f"axis `{axis.name}`, or say which arrays are split with is_scanned= (functions fold, scan and map)."
+            "A plain array has no axis names, so it is split along its first dimension, one part for each of "
+            f"the {axis.size} layers. To give every layer the whole array instead, close over it "
+            "(stack.fold_via(lambda block, carry: block(carry, array))(x)), pass it as a NamedArray without "
+            f"the axis `{axis.name}`, or say what is split with is_scanned= (functions fold, scan and map)."
         )
     raise ValueError("\n".join(lines))
 

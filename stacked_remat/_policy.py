@@ -96,7 +96,7 @@ class ScanCheckpointPolicy:
             if self.saved_names:
                 raise ValueError(
                     "disable=True already keeps every internal, so "
-                    f"save_block_internals={list(self.saved_names)} would have no effect. Drop one of the two."
+                    f"save_block_internals={list(self.saved_names)} would have no effect. Drop one."
                 )
         if self.simple:
             self._refuse(
@@ -133,7 +133,7 @@ class ScanCheckpointPolicy:
             raise ValueError(
                 "With nested, block internals live only while one segment is walked, so offloading "
                 f"{list(self.offloaded_names)} would move them out and straight back. "
-                'Put them in save_block_internals, or offload the segment boundaries with save_carries="offload".'
+                'Put them in save_block_internals, or offload the boundaries with save_carries="offload".'
             )
 
     def _refuse(self, reason: str, keeps: tuple[str, ...]) -> None:

@@ -393,7 +393,7 @@ def _check_carry(before: Any, after: Any) -> None:
             else ""
         )
         raise ValueError(
-            f"The carry changes its structure: {_describe(before)} goes in, {_describe(after)} comes out.{hint}"
+            f"The carry changes structure: {_describe(before)} goes in, {_describe(after)} comes out.{hint}"
         )
     for (path, a), (_, b) in zip(old, new, strict=True):
         where = f"The carry{jtu.keystr(path)}"
@@ -414,8 +414,8 @@ def _check_output(y: Any) -> None:
     for path, leaf in jtu.tree_flatten_with_path(y)[0]:
         if not eqx.is_array_like(leaf):
             raise TypeError(
-                f"The output{jtu.keystr(path)} of a layer is {leaf!r} ({type(leaf).__name__}), which cannot be "
-                "stacked over the layers. Return arrays, numbers or None."
+                f"The output{jtu.keystr(path)} of a layer is {leaf!r} ({type(leaf).__name__}), which cannot "
+                "be stacked over the layers. Return arrays, numbers or None."
             )
 
 

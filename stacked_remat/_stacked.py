@@ -13,6 +13,7 @@ from typing import Any, Generic, Self, TypeVar
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
 import jax.tree_util as jtu
 from haliax import Axis
 from haliax.state_dict import (
@@ -22,7 +23,6 @@ from haliax.state_dict import (
     unflatten_modules_from_export,
 )
 
-from ._block_foldable import RematOverride, Unroll
 from ._layer_axis import SplitTree, argument_namer, is_array, is_named, split_tree, stack_trees
 from ._policy import ScanCheckpointPolicy, ScanCheckpointSpec, resolve_policy
 from ._scan import fold, scan, vmap_layers
@@ -131,7 +131,7 @@ class Stacked(ModuleWithStateDictSerialization, Generic[M]):
         unroll: int | bool | None = None,
         **kwargs: Any,
     ) -> tuple[Any, Any]:
-        """As `fold`, for blocks that return `(carry, output)`; also stacks the outputs along the layers' axis."""
+        """As `fold`, for blocks that return `(carry, output)`; also stacks the outputs."""
         return self.scan_via(_call(self.stacked), remat=remat, unroll=unroll)(init, *args, **kwargs)
 
     def fold_via(
@@ -227,7 +227,7 @@ class Stacked(ModuleWithStateDictSerialization, Generic[M]):
         )
         return eqx.tree_at(lambda stack: stack.stacked, self, flat)
 
-    def unflatten_from_export(self, template: Self) -> Self:
+    def unflatten_from_export(self, template: Any) -> Self:
         restore = vmap_layers(
             unflatten_modules_from_export, self.Block, "unflatten_from_export", _path_in_stack
         )
@@ -246,8 +246,7 @@ def init_policy(remat: Any, gradient_checkpointing: Any) -> ScanCheckpointPolicy
     """The policy that the two names of the argument give, `True` where neither does."""
     if remat is not None and gradient_checkpointing is not None:
         raise ValueError(
-            f"remat={remat!r} and gradient_checkpointing={gradient_checkpointing!r} are two names of one argument; "
-            "pass one."
+            f"remat={remat!r} and gradient_checkpointing={gradient_checkpointing!r} name one argument; pass one."
         )
     given = gradient_checkpointing if remat is None else remat
     return resolve_policy(True if given is None else given)
@@ -269,13 +268,9 @@ def check_keys_are_split(
     for path, leaf in jtu.tree_flatten_with_path(arguments, is_leaf=is_named)[0]:
         if not is_array(leaf) or leaf.ndim > 1:
             continue
-        typed = jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key) and leaf.ndim == 0
+        typed = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) and leaf.ndim == 0
         name = name_of(path)
-        raw = (
-            leaf.dtype == jax.numpy.uint32
-            and leaf.shape == (2,)
-            and any(word in name for word in ("key", "rng"))
-        )
+        raw = leaf.dtype == jnp.uint32 and leaf.shape == (2,) and any(word in name for word in ("key", "rng"))
         if typed or raw:
             raise ValueError(
                 f"{name} is a single random key, and every layer of `{Layers.name}` needs its own. "

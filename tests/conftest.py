@@ -1,10 +1,11 @@
-"""Every test runs on eight virtual CPU devices, with strict dtype and rank promotion and warnings as errors."""
+"""Every test runs on 8 virtual CPU devices, with strict dtype and rank promotion, and warnings are errors."""
 
 import os
 from collections.abc import Iterator
 
-os.environ.setdefault("JAX_PLATFORMS", "cpu")  # an accelerator's plugin may be installed without its accelerator
-os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8".strip()
+# An accelerator's plugin may be installed on a machine that has no such accelerator.
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
 
 import hypothesis  # noqa: E402
 import jax  # noqa: E402
@@ -20,10 +21,10 @@ hypothesis.settings.load_profile("house")
 
 @pytest.fixture
 def standard_promotion() -> Iterator[None]:
-    """JAX's own promotion rules, for a test that compares with code written for them.
+    """JAX's own promotion rules, for a test that runs code written for them.
 
-    Haliax is strict almost everywhere; its `LayerNorm` and `RmsNorm` with weights of another dtype than the input, and
-    some of its own tests, are not.
+    Haliax is strict almost everywhere. Its `LayerNorm` and `RmsNorm` are not where the dtype of their weights
+    differs from the input's, nor are some cases of its own test suite.
     """
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         yield

@@ -1,0 +1,62 @@
+# Every target makes or reuses its virtual environment by itself. Overrides: VENV=path PYTHON=/path/to/python3.
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+
+VENV ?= .venv
+PYTHON ?=
+WORKERS ?= 2
+REPORTS ?= $(VENV)/reports
+PYTEST_ARGS ?=
+RUN := $(VENV)/bin/python
+
+.PHONY: help
+help:  ## say what there is
+	@sed -nE 's/^([a-z]+):.*## (.*)/make \1|\2/p' $(firstword $(MAKEFILE_LIST)) | column -t -s '|'
+
+.PHONY: venv
+venv:  ## make the virtual environment, or bring it up to date
+	@scripts/make_venv.sh "$(VENV)" "$(PYTHON)"
+
+.PHONY: demo
+demo: venv  ## train a small Qwen3 MoE on real text, then print what each remat policy would cost a deep one
+	$(RUN) -m models.train_lm --config_path models/configs/qwen3_moe_tiny.yaml
+	$(RUN) -m models.plan_lm --config_path models/configs/qwen3_moe_deep.yaml
+
+# The policy tests run a second time with the remat implementation that is to become JAX's default.
+.PHONY: test
+test: venv  ## run the tests (PYTEST_ARGS="tests/test_x.py -k name" for some of them)
+	@mkdir -p "$(REPORTS)" && rm -f "$(REPORTS)"/*.xml
+	@status=0; \
+	$(RUN) -m pytest -n $(WORKERS) --junitxml="$(REPORTS)/suite.xml" $(PYTEST_ARGS) || status=$$?; \
+	JAX_REMAT3=1 $(RUN) -m pytest -n $(WORKERS) --junitxml="$(REPORTS)/policy-remat3.xml" $(PYTEST_ARGS) \
+	    -m "policy and not slow" || status=$$?; \
+	exit $$status
+
+.PHONY: lint
+lint: venv  ## ruff and pyright
+	$(RUN) -m ruff format --check
+	$(RUN) -m ruff check
+	$(RUN) -m pyright --pythonpath "$(RUN)"
+
+.PHONY: check
+check: lint  ## ruff, pyright, and the wheel in an environment of its own
+	$(RUN) scripts/check_wheel.py
+
+.PHONY: docs
+docs: venv  ## build the documentation into site/
+	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict --quiet
+
+.PHONY: format
+format: venv  ## let ruff format the code and mend what it can
+	$(RUN) -m ruff format
+	$(RUN) -m ruff check --fix
+
+.PHONY: constraints
+constraints:  ## pin the newest versions for CI in constraints/
+	scripts/make_constraints.sh
+
+.PHONY: clean
+clean:  ## remove the virtual environments and everything that is built (not runs/)
+	rm -rf .venv .venv-newest .venv-tools build dist site .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

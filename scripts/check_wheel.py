@@ -1,0 +1,104 @@
+"""Build the wheel and prove it in an environment of its own.
+
+The wheel must hold one top-level package, and that package must import and fold with the core dependencies
+alone, at the versions of constraints/py3XX.txt.
+
+    python scripts/check_wheel.py
+"""
+
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = "stacked_remat"
+
+# Runs inside the clean environment, outside the checkout.
+PROOF = """
+import importlib.metadata, importlib.util
+files = importlib.metadata.files("stacked_remat")
+assert files, "the wheel installed nothing"
+top_level = {file.parts[0] for file in files if not file.parts[0].endswith(".dist-info")}
+assert top_level == {"stacked_remat"}, f"the wheel installs {sorted(top_level)}, not stacked_remat alone"
+for extra in ("draccus", "matplotlib", "pytest"):
+    assert importlib.util.find_spec(extra) is None, f"{extra} is here, so this is no core install"
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import stacked_remat
+from stacked_remat import Stacked
+import haliax as hax
+
+assert "site-packages" in stacked_remat.__file__, stacked_remat.__file__
+
+class Block(eqx.Module):
+    scale: jax.Array
+
+    def __init__(self, *, key):
+        self.scale = jax.random.normal(key, ())
+
+    def __call__(self, x):
+        return x + jnp.tanh(self.scale * x)
+
+Layers = hax.Axis("layers", 5)
+blocks = Stacked.init(Layers, Block, remat=True)(key=jax.random.split(jax.random.key(0), Layers.size))
+x = expected = jnp.arange(3.0)
+for block in blocks.unstacked():
+    expected = block(expected)
+assert jnp.allclose(blocks.fold(x), expected, atol=1e-6), "the fold differs from the loop"
+print(f"stacked_remat {importlib.metadata.version('stacked_remat')} folds with jax {jax.__version__} alone")
+"""
+
+
+def run(*command: str | Path, **options) -> None:
+    subprocess.run([str(part) for part in command], check=True, stdin=subprocess.DEVNULL, **options)
+
+
+def build(folder: Path) -> Path:
+    """Build the wheel with the hatchling that is installed, so that its version is pinned too."""
+    run(sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", folder, cwd=ROOT)
+    (wheel,) = folder.glob("*.whl")
+    return wheel
+
+
+def check_contents(wheel: Path) -> None:
+    """Raise unless the wheel holds exactly the package's files and its metadata."""
+    with zipfile.ZipFile(wheel) as archive:
+        held = {name for name in archive.namelist() if ".dist-info/" not in name}
+    in_checkout = {str(path.relative_to(ROOT)) for path in (ROOT / PACKAGE).rglob("*.py")}
+    if held != in_checkout:
+        raise SystemExit(
+            f"the wheel and {PACKAGE}/ differ: only in the wheel {sorted(held - in_checkout)}, "
+            f"only in the checkout {sorted(in_checkout - held)}"
+        )
+
+
+def install(wheel: Path, venv: Path) -> Path:
+    """Make a clean environment with the wheel and its core dependencies; return its interpreter."""
+    constraints = ROOT / "constraints" / f"py3{sys.version_info.minor}.txt"
+    pins = ["-c", constraints] if constraints.exists() else []
+    python = venv / "bin" / "python"
+    if shutil.which("uv"):
+        run("uv", "venv", "--quiet", "--python", sys.executable, venv)
+        run("uv", "pip", "install", "--quiet", "--python", python, *pins, wheel)
+    else:
+        run(sys.executable, "-m", "venv", venv)
+        run(python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *pins, wheel)
+    return python
+
+
+def main() -> None:
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        wheel = build(folder)
+        check_contents(wheel)
+        python = install(wheel, folder / "venv")
+        run(python, "-I", "-c", PROOF, cwd=folder)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,57 @@
+"""Add up JUnit reports and print `N passed, N failed, N skipped`.
+
+    python scripts/count_tests.py [--failed N] [--skipped N] report.xml ...
+
+A report that is missing, unreadable or holds no test counts as one failure. `--failed` and `--skipped` add
+steps that write no report. Exits with 1 if anything failed or nothing passed.
+"""
+
+import argparse
+import sys
+import xml.etree.ElementTree as ElementTree
+from collections import Counter
+from pathlib import Path
+
+
+def outcome(case: ElementTree.Element) -> str:
+    """`passed`, `failed` (errors included) or `skipped` (expected failures included) of one test case."""
+    kinds = {child.tag for child in case}
+    if kinds & {"failure", "error"}:
+        return "failed"
+    return "skipped" if "skipped" in kinds else "passed"
+
+
+def count(report: Path) -> Counter[str]:
+    """Outcomes of one report; a test whose teardown fails as well is still one test."""
+    try:
+        cases = list(ElementTree.parse(report).getroot().iter("testcase"))
+    except (OSError, ElementTree.ParseError) as problem:
+        print(f"{report}: no report of a test run ({problem})", file=sys.stderr)
+        return Counter(failed=1)
+    if not cases:
+        print(f"{report}: no test ran", file=sys.stderr)
+        return Counter(failed=1)
+    worst: dict[tuple[str | None, str | None], str] = {}
+    for case in cases:
+        name = (case.get("classname"), case.get("name"))
+        worst[name] = min(
+            worst.get(name, "skipped"), outcome(case), key=("failed", "passed", "skipped").index
+        )
+    return Counter(worst.values())
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Add up JUnit reports.")
+    parser.add_argument("--failed", type=int, default=0, help="failed steps that write no report")
+    parser.add_argument("--skipped", type=int, default=0, help="skipped steps that write no report")
+    parser.add_argument("reports", nargs="*", type=Path)
+    options = parser.parse_args()
+    total = Counter(failed=options.failed, skipped=options.skipped)
+    for report in options.reports:
+        total.update(count(report))
+    print(f"{total['passed']} passed, {total['failed']} failed, {total['skipped']} skipped")
+    return 1 if total["failed"] or not total["passed"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

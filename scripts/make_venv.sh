@@ -1,0 +1,73 @@
+#!/usr/bin/env bash
+# Make or reuse the virtual environment $1, with Python $2 (default: the one it has, or the first found from 3.11).
+#
+# Installs this checkout, editable, with everything that running, testing, checking and documenting it takes, at the
+# versions of constraints/py3XX.txt. Uses uv where it is installed, venv and pip elsewhere. A fingerprint of all that goes
+# in lies in the environment, so that a second call returns at once.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+venv=$1
+python=${2-}
+extras=train,plot,nnx,test,docs,check
+
+if [ -z "$python" ]; then
+    if "$venv/bin/python" -c "" 2>/dev/null; then
+        python=$venv/bin/python
+    else
+        python=$(scripts/find_python.sh default)
+    fi
+fi
+version_of() {
+    "$1" -c 'import sys; print("%d.%d.%d" % sys.version_info[:3])' 2>/dev/null || true
+}
+version=$(version_of "$python")
+case "$version" in
+"")
+    echo "Python '$python' does not start: name another with PYTHON=/path/to/python3." >&2
+    exit 1
+    ;;
+2.* | 3.[0-9].* | 3.10.*)
+    echo "Python 3.11 or later is needed, and '$python' is $version: name another with PYTHON=/path/to/python3." >&2
+    exit 1
+    ;;
+esac
+
+minor=${version#3.}
+constraints=constraints/py3${minor%%.*}.txt
+if [ -f "$constraints" ]; then
+    pins=(-c "$constraints")
+else
+    pins=()
+    constraints=
+fi
+
+fingerprint="$version $extras $(cat pyproject.toml $constraints scripts/make_venv.sh | cksum)"
+if [ "$(cat "$venv/.fingerprint" 2>/dev/null || true)" = "$fingerprint" ] && "$venv/bin/python" -c "" 2>/dev/null; then
+    exit 0
+fi
+
+echo "Setting up $venv with Python $version (some minutes the first time) ..."
+if [ -z "$constraints" ]; then
+    echo "There are no constraints for this Python: the newest versions of everything are taken."
+fi
+if [ -e "$venv" ] && [ "$(version_of "$venv/bin/python")" != "$version" ]; then
+    if [ ! -f "$venv/pyvenv.cfg" ]; then
+        echo "'$venv' is in the way and is no virtual environment: remove it, or choose another with VENV=path." >&2
+        exit 1
+    fi
+    rm -rf "$venv"
+fi
+rm -f "$venv/.fingerprint"
+
+if command -v uv >/dev/null; then
+    [ -f "$venv/pyvenv.cfg" ] || uv venv --quiet --python "$python" "$venv"
+    install=(uv pip install --quiet --python "$venv/bin/python")
+else
+    "$venv/bin/python" -m pip --version >/dev/null 2>&1 || "$python" -m venv "$venv"
+    install=("$venv/bin/python" -m pip install --quiet --disable-pip-version-check)
+fi
+# The build backend goes in first, pinned like the rest: the build isolation of pip and uv would ignore the constraints.
+"${install[@]}" ${pins[@]+"${pins[@]}"} hatchling editables
+"${install[@]}" ${pins[@]+"${pins[@]}"} --no-build-isolation -e ".[$extras]"
+echo "$fingerprint" >"$venv/.fingerprint"

@@ -1,0 +1,38 @@
+"""Memory and arithmetic of a program on any accelerator, found by compiling it and running nothing.
+
+```python
+from stacked_remat import memory
+
+print(memory.report(train_step, model, optimizer_state, batch, donate="all", target="h200"))
+```
+"""
+
+from ._flops import Flops, count_flops
+from ._report import DoesNotFit, HostBytes, MemoryReport, report
+from ._targets import (
+    TARGETS,
+    CudaTarget,
+    LocalTarget,
+    Target,
+    TargetError,
+    TpuTarget,
+    find_target,
+    target_mesh,
+)
+
+__all__ = [
+    "TARGETS",
+    "CudaTarget",
+    "DoesNotFit",
+    "Flops",
+    "HostBytes",
+    "LocalTarget",
+    "MemoryReport",
+    "Target",
+    "TargetError",
+    "TpuTarget",
+    "count_flops",
+    "find_target",
+    "report",
+    "target_mesh",
+]

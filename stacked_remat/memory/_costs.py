@@ -1,0 +1,153 @@
+"""What one equation of a traced program costs in arithmetic, when nothing is nested inside it."""
+
+import dataclasses
+import math
+from typing import Any
+
+_NONE: frozenset[str] = frozenset()
+
+
+@dataclasses.dataclass(frozen=True)
+class Cost:
+    """Arithmetic of a piece of a program, with the reasons why the figures may be off.
+
+    Attributes:
+        matmul: multiplications and additions of matrix products and convolutions, two per pair.
+        elementwise: one per element of arithmetic, transcendental or reduced element.
+        too_low: reasons why the truth may be higher.
+        too_high: reasons why the truth may be lower.
+    """
+
+    matmul: int = 0
+    elementwise: int = 0
+    too_low: frozenset[str] = _NONE
+    too_high: frozenset[str] = _NONE
+
+    def __add__(self, other: "Cost") -> "Cost":
+        return Cost(
+            self.matmul + other.matmul,
+            self.elementwise + other.elementwise,
+            self.too_low | other.too_low,
+            self.too_high | other.too_high,
+        )
+
+    def __mul__(self, times: int) -> "Cost":
+        if times == 0:
+            return Cost()
+        return dataclasses.replace(self, matmul=self.matmul * times, elementwise=self.elementwise * times)
+
+    @property
+    def exact(self) -> bool:
+        return not self.too_low and not self.too_high
+
+    @property
+    def total(self) -> int:
+        return self.matmul + self.elementwise
+
+
+def leaf_cost(eqn: Any) -> Cost:
+    """Return the cost of an equation that holds no jaxpr to look into.
+
+    An operation that is neither known nor elementwise counts nothing and says so in `too_low`.
+    """
+    name = eqn.primitive.name
+    if name in _FREE:
+        return Cost()
+    if name in _MATMULS:
+        return Cost(matmul=_MATMULS[name](eqn))
+    if name in _PER_INPUT:
+        return Cost(elementwise=_size(eqn.invars[0]))
+    if name.startswith("scatter"):
+        return Cost(elementwise=_size(eqn.invars[2]) if name != "scatter" else 0)
+    if name == "sort":
+        rows = eqn.invars[0].aval.shape[eqn.params["dimension"]]
+        return Cost(elementwise=_size(eqn.invars[0]) * max(1, math.ceil(math.log2(max(rows, 1)))))
+    if name == "top_k":
+        return Cost(elementwise=_size(eqn.invars[0]))
+    if _is_elementwise(eqn):
+        return Cost(elementwise=_size(eqn.outvars[0]))
+    return Cost(too_low=frozenset({f"the arithmetic of {name!r} is not counted"}))
+
+
+def _size(atom: Any) -> int:
+    return math.prod(getattr(atom.aval, "shape", ()))
+
+
+def _is_elementwise(eqn: Any) -> bool:
+    if len(eqn.outvars) != 1 or eqn.primitive.name in _OPAQUE:
+        return False
+    shape = getattr(eqn.outvars[0].aval, "shape", None)
+    return shape is not None and all(_broadcasts(getattr(v.aval, "shape", None), shape) for v in eqn.invars)
+
+
+def _broadcasts(shape: tuple[int, ...] | None, to: tuple[int, ...]) -> bool:
+    if shape is None or shape == () or shape == to:
+        return shape is not None
+    return len(shape) == len(to) and all(a in (1, b) for a, b in zip(shape, to, strict=True))
+
+
+def _dot_general(eqn: Any) -> int:
+    (contracted, _), _ = eqn.params["dimension_numbers"]
+    shape = eqn.invars[0].aval.shape
+    return 2 * _size(eqn.outvars[0]) * math.prod(shape[axis] for axis in contracted)
+
+
+def _conv(eqn: Any) -> int:
+    kernel = eqn.invars[1].aval.shape
+    features = kernel[eqn.params["dimension_numbers"].rhs_spec[0]]
+    return 2 * _size(eqn.outvars[0]) * math.prod(kernel) // max(features, 1)
+
+
+def _ragged_dot(eqn: Any) -> int:
+    """Each row meets its own group's matrix only, however a backend may carry it out."""
+    numbers = eqn.params["ragged_dot_dimension_numbers"]
+    (_, contracted), (_, batch) = numbers.dot_dimension_numbers
+    skipped = {*contracted, *batch, *numbers.rhs_group_dimensions}
+    free = math.prod(size for axis, size in enumerate(eqn.invars[1].aval.shape) if axis not in skipped)
+    return 2 * _size(eqn.invars[0]) * free
+
+
+def _attention(products: int) -> Any:
+    """Fused attention on (batch, sequence, heads, head size): `products` matmuls of T x S x H each."""
+
+    def count(eqn: Any) -> int:
+        (batch, queries, heads, head_size), keys = eqn.invars[0].aval.shape, eqn.invars[1].aval.shape[1]
+        full = products * 2 * batch * heads * queries * keys * head_size
+        mask = eqn.params.get("mask_type")
+        return full // 2 if "CAUSAL" in str(getattr(mask, "name", mask)).upper() else full
+
+    return count
+
+
+_MATMULS = {
+    "dot_general": _dot_general,
+    "conv_general_dilated": _conv,
+    "ragged_dot_general": _ragged_dot,
+    "dot_product_attention_fwd": _attention(2),
+    "dot_product_attention_fwd_wrapper": _attention(2),
+    "dot_product_attention_bwd": _attention(5),
+    "dot_product_attention_bwd_wrapper": _attention(5),
+}
+
+_PER_INPUT = frozenset(
+    "reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or reduce_xor reduce "
+    "argmax argmin cumsum cumprod cummax cummin cumlogsumexp reduce_window_sum reduce_window_max".split()
+)
+
+# Moves or relabels data, or works on program structure: no arithmetic.
+_FREE = frozenset(
+    "reshape broadcast_in_dim broadcast transpose squeeze expand_dims slice dynamic_slice "
+    "dynamic_update_slice gather concatenate pad rev copy copy_p convert_element_type "
+    "bitcast_convert_type iota stop_gradient device_put optimization_barrier name select_n split tile "
+    "sharding_constraint mesh_cast reshard reduce_precision create_token layout_constraint empty empty2 "
+    "random_wrap random_unwrap random_seed random_clone axis_index program_id num_programs get swap "
+    "addupdate ref_get ref_set new_ref freeze free_ref masked_load masked_swap multiple_of pvary pcast "
+    "psum psum2 psum_invariant pmax pmin ppermute all_gather all_gather_invariant all_to_all "
+    "reduce_scatter pbroadcast debug_callback debug_print zeros_like accum_grad_in_ref".split()
+)
+
+# One output of the input's shape, and yet not elementwise.
+_OPAQUE = frozenset(
+    "cholesky eigh eig qr lu svd triangular_solve fft ffi_call custom_call pure_callback io_callback "
+    "tpu_custom_call tridiagonal_solve schur hessenberg householder_product".split()
+)

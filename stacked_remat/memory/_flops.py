@@ -1,0 +1,281 @@
+"""Counting a program's arithmetic, loop bodies times the number of times they run.
+
+XLA's own cost analysis counts the body of a loop once. A training step over scanned layers is nothing
+but loops, so the count is taken from the traced program instead. Loops whose trip count is not
+written down are walked: the integers that steer them are followed on the host (see `_integers`), which
+finds the exact count for loops whose bounds come from a table, however deep. What cannot be known is
+reported as such and never silently counted once.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from jax.extend import source_info_util
+from jax.extend.core import jaxprs_in_params
+from jax.interpreters import partial_eval
+
+from ._costs import Cost, leaf_cost
+from ._integers import as_known, evaluate, is_small_integer
+
+_MAX_STEPS = 3_000_000  # equations evaluated before the walk of loops gives up (about ten seconds)
+
+_Value = np.ndarray | None
+_Values = Sequence[_Value]
+
+
+@dataclasses.dataclass(frozen=True)
+class Flops:
+    """Arithmetic of one call of a program, summed over all the devices it runs on.
+
+    Attributes:
+        matmul: of matrix products and convolutions, a multiply-add being two.
+        elementwise: one for each element of an arithmetic, transcendental or reducing operation.
+            Compilers fuse and simplify these, so it is a guide where `matmul` is exact.
+        too_low: reasons why the true figures may be higher (empty when there are none).
+        too_high: reasons why they may be lower: a branch that depends on data counts as its dearest side.
+    """
+
+    matmul: int
+    elementwise: int
+    too_low: tuple[str, ...] = ()
+    too_high: tuple[str, ...] = ()
+
+    @property
+    def exact(self) -> bool:
+        return not self.too_low and not self.too_high
+
+
+def count_flops(jaxpr: Any) -> Flops:
+    """Count the arithmetic of a traced program.
+
+    Args:
+        jaxpr: a closed jaxpr, as `jax.make_jaxpr(f)(*args)` or `jax.jit(f).trace(*args).jaxpr` return.
+
+    Returns:
+        The count. Equations whose results are never used are left out, as XLA leaves them out. Loops
+        count body times trips; `while` loops whose trip count depends on the arguments are counted
+        once and named in `too_low`.
+    """
+    cost, _ = _Walk().run(jaxpr, [None] * len(jaxpr.in_avals))
+    return Flops(cost.matmul, cost.elementwise, tuple(sorted(cost.too_low)), tuple(sorted(cost.too_high)))
+
+
+class _Walk:
+    """One pass over a program; integers that are known are carried along."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+        self._live: dict[int, tuple[Any, Any]] = {}
+
+    def run(self, jaxpr: Any, values: _Values, eqns: Any = None) -> tuple[Cost, list[_Value]]:
+        """Walk a jaxpr (open or closed), or these of its equations, given what is known of its inputs."""
+        live = self._without_dead_code(jaxpr)
+        consts = [as_known(const) for const in getattr(jaxpr, "consts", ())]
+        known: dict[Any, _Value] = dict(zip(live.constvars, consts, strict=False))
+        known.update(zip(live.invars, values, strict=True))
+        cost = Cost()
+        for eqn in live.eqns if eqns is None else eqns:
+            self.steps += 1
+            added, results = self._eqn(eqn, [_read(known, atom) for atom in eqn.invars])
+            cost = cost + added
+            known.update(zip(eqn.outvars, results, strict=True))
+        return cost, [_read(known, atom) for atom in live.outvars]
+
+    def _without_dead_code(self, jaxpr: Any) -> Any:
+        if id(jaxpr) not in self._live:
+            open_jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
+            live, _ = partial_eval.dce_jaxpr(open_jaxpr, [True] * len(open_jaxpr.outvars), instantiate=True)
+            self._live[id(jaxpr)] = (jaxpr, live)
+        return self._live[id(jaxpr)][1]
+
+    def integer_eqns(self, jaxpr: Any) -> Any:
+        """The equations that the integer results of a program need."""
+        live = self._without_dead_code(jaxpr)
+        wanted = [is_small_integer(var.aval) for var in live.outvars]
+        return partial_eval.dce_jaxpr(live, wanted, instantiate=True)[0].eqns
+
+    def _eqn(self, eqn: Any, values: list[_Value]) -> tuple[Cost, list[_Value]]:
+        name, params = eqn.primitive.name, eqn.params
+        unknown: list[_Value] = [None] * len(eqn.outvars)
+        if name == "scan":
+            return self._scan(eqn, values)
+        if name == "while":
+            return self._while(eqn, values)
+        if name == "cond":
+            return self._cond(eqn, values)
+        if name == "pallas_call":
+            grid = params["grid_mapping"].grid
+            body, _ = self.run(params["jaxpr"], [None] * len(params["jaxpr"].invars))
+            if all(isinstance(size, int) for size in grid):
+                return body * math.prod(grid), unknown
+            reason = f"a kernel with a dynamic grid{_where(eqn)} is counted once"
+            return body + Cost(too_low=frozenset({reason})), unknown
+        if name == "shard_map":
+            shape, manual = params["mesh"].shape, params.get("manual_axes")
+            body, _ = self.run(params["jaxpr"], _unknowns(params["jaxpr"].invars))
+            return body * math.prod(shape[axis] for axis in (manual or shape)), unknown
+        for key in ("jaxpr", "call_jaxpr", "fun_jaxpr"):
+            inner = params.get(key)
+            if inner is not None and len(getattr(inner, "jaxpr", inner).invars) == len(values):
+                return self.run(inner, values)
+        if name in _TINY_BODIES:
+            return leaf_cost(eqn), unknown
+        nested = list(jaxprs_in_params(params))
+        if not nested:
+            return leaf_cost(eqn), evaluate(eqn, values)
+        cost = Cost(too_low=frozenset({f"what is inside {name!r}{_where(eqn)} is counted once"}))
+        for inner in nested:
+            cost = cost + self.run(inner, _unknowns(getattr(inner, "jaxpr", inner).invars))[0]
+        return cost, unknown
+
+    def _cond(self, eqn: Any, values: list[_Value]) -> tuple[Cost, list[_Value]]:
+        branches, (index, *operands) = eqn.params["branches"], values
+        if index is not None:
+            return self.run(branches[min(max(int(index), 0), len(branches) - 1)], operands)
+        runs = [self.run(branch, operands) for branch in branches]
+        dearest = max((cost for cost, _ in runs), key=lambda cost: (cost.matmul, cost.elementwise))
+        results = [
+            first if all(_same(first, other) for other in others) else None
+            for first, *others in zip(*(result for _, result in runs), strict=True)
+        ]
+        if any((cost.matmul, cost.elementwise) != (dearest.matmul, dearest.elementwise) for cost, _ in runs):
+            reason = f"a branch that depends on data{_where(eqn)} counts as its dearest side"
+            dearest = dearest + Cost(too_high=frozenset({reason}))
+        for cost, _ in runs:
+            dearest = dearest + Cost(too_low=cost.too_low, too_high=cost.too_high)
+        return dearest, results
+
+    def _scan(self, eqn: Any, values: list[_Value]) -> tuple[Cost, list[_Value]]:
+        body, length = eqn.params["jaxpr"], eqn.params["length"]
+        # Scanned inputs and stacked outputs have one axis more outside the body than inside; the layout
+        # of the equation's parameters that would say the same differs between versions of JAX.
+        inner = getattr(body, "jaxpr", body)
+        num_xs = sum(
+            out.aval.shape != inn.aval.shape for out, inn in zip(eqn.invars, inner.invars, strict=True)
+        )
+        num_ys = sum(
+            out.aval.shape != inn.aval.shape for out, inn in zip(eqn.outvars, inner.outvars, strict=True)
+        )
+        num_carry = len(eqn.outvars) - num_ys
+        num_consts = len(eqn.invars) - num_xs - num_carry
+        xs = values[num_consts + num_carry :]
+        order = range(length - 1, -1, -1) if eqn.params["reverse"] else range(length)
+
+        def slices(trip: int) -> list[_Value]:
+            return [None if x is None else x[order[trip]] for x in xs]
+
+        carry = values[num_consts : num_consts + num_carry]
+        return _Loop(self, body, values[:num_consts], carry, slices).scanned(order)
+
+    def _while(self, eqn: Any, values: list[_Value]) -> tuple[Cost, list[_Value]]:
+        params = eqn.params
+        first, second = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
+        cond_consts, consts, carry = values[:first], values[first:second], values[second:]
+        loop = _Loop(self, params["body_jaxpr"], consts, carry, lambda trip: [])
+        reason = f"a while loop{_where(eqn)} whose trip count is not known in advance is counted once"
+        return loop.repeated(lambda state: self.run(params["cond_jaxpr"], [*cond_consts, *state]), reason)
+
+
+class _Loop:
+    """One loop: its body, and what is known of what goes into it."""
+
+    def __init__(
+        self, walk: _Walk, body: Any, consts: _Values, carry: _Values, slices: Callable[[int], list[_Value]]
+    ) -> None:
+        self._walk, self._consts, self._carry, self._slices = walk, list(consts), list(carry), slices
+        inner = getattr(body, "jaxpr", body)
+        carried = inner.invars[len(consts) : len(consts) + len(carry)]
+        outs = inner.outvars[: len(carry)]
+        self._fixed = [
+            value if out is var else None for value, out, var in zip(carry, outs, carried, strict=True)
+        ]
+        num_xs = len(inner.invars) - len(consts) - len(carry)
+        self._num_ys = len(inner.outvars) - len(carry)
+        self._each, _ = walk.run(body, [*consts, *self._fixed, *[None] * num_xs])
+        # A body that costs the same on every trip need not be walked on every trip: its integers will do.
+        self._body, self._eqns = body, walk.integer_eqns(body) if self._each.exact else None
+        self._memo: dict[Any, tuple[Cost, list[_Value]]] = {}
+
+    def _trip(self, state: _Values, trip: int) -> tuple[Cost, list[_Value], list[_Value]]:
+        """Cost of a trip, the carry after it, and what it stacks."""
+        values = [*state, *self._slices(trip)]
+        key = tuple(None if value is None else value.tobytes() for value in values)
+        if key not in self._memo:
+            cost, results = self._walk.run(self._body, [*self._consts, *values], self._eqns)
+            self._memo[key] = (self._each if self._each.exact else cost), results
+        cost, results = self._memo[key]
+        return cost, results[: len(self._carry)], results[len(self._carry) :]
+
+    def scanned(self, order: range) -> tuple[Cost, list[_Value]]:
+        """Cost and results of a loop that runs once for each element of `order`."""
+        unknown_ys: list[_Value] = [None] * self._num_ys
+        if not order:
+            return Cost(), [*self._carry, *unknown_ys]
+        moving = any(v is not None and f is None for v, f in zip(self._carry, self._fixed, strict=True))
+        if not moving and all(value is None for value in self._slices(0)):
+            return self._each * len(order), [*self._fixed, *unknown_ys]
+        state, total, stacked = self._carry, Cost(), []
+        for trip in range(len(order)):
+            if self._walk.steps > _MAX_STEPS:
+                return self._each * len(order), [*self._fixed, *unknown_ys]
+            cost, state, ys = self._trip(state, trip)
+            total = total + cost
+            stacked.append(ys)
+        rows = stacked if order.step > 0 else stacked[::-1]
+        return total, [*state, *(_stack([row[k] for row in rows]) for k in range(self._num_ys))]
+
+    def repeated(
+        self, go_on: Callable[[_Values], tuple[Cost, list[_Value]]], reason: str
+    ) -> tuple[Cost, list[_Value]]:
+        """Cost and results of a loop that runs while `go_on` says so; `reason` is given if that is not known."""
+        test, _ = go_on(self._fixed)
+        state, total, trips = self._carry, Cost(), 0
+        unknown = self._each + test + Cost(too_low=frozenset({reason}))
+        while True:
+            (decision,) = go_on(state)[1]
+            if decision is None or self._walk.steps > _MAX_STEPS:
+                return unknown, list(self._fixed)
+            if not decision:
+                return total + test * (trips + 1), state
+            cost, state, _ = self._trip(state, trips)
+            total, trips = total + cost, trips + 1
+
+
+def _unknowns(variables: Sequence[Any]) -> list[_Value]:
+    """As many unknown values as there are variables."""
+    return [None] * len(variables)
+
+
+def _read(known: dict[Any, _Value], atom: Any) -> _Value:
+    if hasattr(atom, "val"):
+        return as_known(atom.val)
+    return known.get(atom)
+
+
+def _same(first: _Value, second: _Value) -> bool:
+    return first is not None and second is not None and np.array_equal(first, second)
+
+
+def _stack(rows: list[_Value]) -> _Value:
+    if not rows or any(row is None for row in rows):
+        return None
+    return as_known(np.stack([row for row in rows if row is not None]))
+
+
+def _where(eqn: Any) -> str:
+    return f" ({source_info_util.summarize(eqn.source_info)})"
+
+
+_TINY_BODIES = frozenset({"reduce", "reduce_window", "scatter", "scatter-add", "scatter-mul", "argmax"}) | {
+    "scatter-min",
+    "scatter-max",
+    "scatter_sub",
+    "select_and_gather_add",
+    "select_and_scatter_add",
+    "reduce_precision",
+    "sort",
+    "custom_lin",
+}

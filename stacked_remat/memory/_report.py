@@ -1,0 +1,289 @@
+"""What a program will need in memory and arithmetic, found by compiling it and running nothing."""
+
+import dataclasses
+import inspect
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import equinox as eqx
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
+from jaxtyping import PyTree
+
+from ._flops import Flops, count_flops
+from ._table import Table, readable_bytes, readable_count
+from ._targets import Target, find_target
+
+
+class DoesNotFit(RuntimeError):
+    """The compiler itself refused the program for want of device memory (XLA:TPU does)."""
+
+
+@dataclasses.dataclass(frozen=True)
+class HostBytes:
+    """Bytes in host memory that the program's device addresses: offloaded or given there."""
+
+    arguments: int = 0
+    outputs: int = 0
+    temporaries: int = 0
+    aliased: int = 0
+
+    @property
+    def total(self) -> int:
+        return self.arguments + self.outputs - self.aliased + self.temporaries
+
+
+@dataclasses.dataclass(frozen=True)
+class MemoryReport:
+    """What one call of a program needs, per device unless said otherwise.
+
+    Attributes:
+        target: name of the target it was compiled for.
+        arguments: bytes of the arguments in device memory.
+        outputs: bytes of the results in device memory, aliased ones included.
+        temporaries: bytes the program allocates while it runs, at the most.
+        aliased: bytes of results that take the place of donated arguments.
+        host: the same four for host memory.
+        flops: arithmetic of one call, over all devices together.
+        compile_seconds: wall time of the compilation.
+        devices: number of devices the program runs on.
+        capacity: bytes of memory that one device has; None where the target does not say.
+    """
+
+    target: str
+    arguments: int
+    outputs: int
+    temporaries: int
+    aliased: int
+    host: HostBytes
+    flops: Flops
+    compile_seconds: float
+    devices: int = 1
+    capacity: int | None = None
+
+    @property
+    def total(self) -> int:
+        """Bytes of device memory while the program runs: arguments + outputs - aliased + temporaries."""
+        return self.arguments + self.outputs - self.aliased + self.temporaries
+
+    def _table(self) -> Table:
+        where = self.target if self.devices == 1 else f"{self.devices} x {self.target}, per device"
+        host = self.host
+        rows = [
+            ("arguments", readable_bytes(self.arguments), readable_bytes(host.arguments)),
+            ("outputs", readable_bytes(self.outputs), readable_bytes(host.outputs)),
+            ("aliased with arguments", readable_bytes(-self.aliased), readable_bytes(-host.aliased)),
+            ("temporaries", readable_bytes(self.temporaries), readable_bytes(host.temporaries)),
+            ("total", readable_bytes(self.total), readable_bytes(host.total)),
+        ]
+        notes = [
+            *([] if self.capacity is None else [f"one device has {readable_bytes(self.capacity)}"]),
+            f"{readable_count(self.flops.matmul)} FLOP in matrix products",
+            f"{readable_count(self.flops.elementwise)} FLOP elementwise",
+            f"compiled in {self.compile_seconds:.1f} s",
+            *(f"FLOP at least: {reason}" for reason in self.flops.too_low),
+            *(f"FLOP at most: {reason}" for reason in self.flops.too_high),
+        ]
+        return Table(f"memory on {where}", ("", "device", "host"), tuple(rows), tuple(notes))
+
+    def __str__(self) -> str:
+        return str(self._table())
+
+    def __rich__(self) -> Any:
+        return self._table().__rich__()
+
+
+def report(
+    fn: Callable[..., Any],
+    *args: PyTree,
+    target: str | Target = "local",
+    donate: str | Sequence[str] = (),
+    **kwargs: PyTree,
+) -> MemoryReport:
+    """Compile `fn(*args, **kwargs)` for `target` and say what a call would need. Nothing is executed.
+
+    Args:
+        fn: a function, an Equinox module, or either already wrapped in `jax.jit` or `eqx.filter_jit`
+            (their donation counts).
+        *args: arguments as `eqx.filter_jit` takes them: arrays and `jax.ShapeDtypeStruct`s are traced,
+            anything else is static. Shardings on a mesh are kept if the mesh is of the target's devices
+            (see `target_mesh`) and carried over to as many of the target's devices if it is not.
+        target: a name in `TARGETS` or a `Target`.
+        donate: names of the arguments whose buffers may be reused for results, or `"all"` (with the
+            arrays in `fn`).
+        **kwargs: keyword arguments of `fn`.
+
+    Returns:
+        The report. Library workspaces and autotuning may differ on the device itself.
+
+    Raises:
+        ValueError: an unknown target; a name in `donate` that `fn` does not take.
+        TargetError: the target's compiler plugin is not installed, has too few devices, or cannot
+            size arguments on the host.
+        DoesNotFit: the compiler gave up for want of memory.
+
+    Cost: tracing and one full compilation; host memory for neither arguments nor results.
+    """
+    chosen = find_target(target)
+    fn, donate = _unwrap(fn, donate)
+    jitted: Any = fn
+    call = (fn, args, kwargs)
+    placement = _Placement.of(chosen, call)
+    call = placement.place(call)
+    if _is_jax_jit(fn):
+        _, args, kwargs = call
+        return _compile(chosen, placement, lambda: jitted.trace(*args, **kwargs))
+    arrays, static = eqx.partition(call, _is_abstract)
+    given_up = _donated(fn, args, kwargs, donate)
+    donated, kept = eqx.filter(arrays, given_up), eqx.filter(arrays, given_up, inverse=True)
+
+    def run(donated: PyTree, kept: PyTree) -> PyTree:
+        fn, args, kwargs = eqx.combine(donated, kept, static)
+        return eqx.filter(fn(*args, **kwargs), eqx.is_array)
+
+    return _compile(chosen, placement, lambda: jax.jit(run, donate_argnums=0).trace(donated, kept))
+
+
+def _compile(target: Target, placement: "_Placement", trace: Callable[[], Any]) -> MemoryReport:
+    with warnings.catch_warnings():
+        # What was donated in vain shows in the report.
+        warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
+        traced = trace()
+        start = time.perf_counter()
+        try:
+            compiled = traced.lower().compile()
+        except jax.errors.JaxRuntimeError as error:
+            if "RESOURCE_EXHAUSTED" in str(error):
+                raise DoesNotFit(f"compiling for {target.name!r}: {error}") from error
+            raise
+        seconds = time.perf_counter() - start
+    stats = compiled.memory_analysis()
+    return MemoryReport(
+        target=target.name,
+        arguments=stats.argument_size_in_bytes,
+        outputs=stats.output_size_in_bytes,
+        temporaries=stats.temp_size_in_bytes,
+        aliased=stats.alias_size_in_bytes,
+        host=HostBytes(
+            arguments=stats.host_argument_size_in_bytes,
+            outputs=stats.host_output_size_in_bytes,
+            temporaries=stats.host_temp_size_in_bytes,
+            aliased=stats.host_alias_size_in_bytes,
+        ),
+        flops=count_flops(traced.jaxpr),
+        compile_seconds=seconds,
+        devices=placement.devices,
+        capacity=target.memory,
+    )
+
+
+def _is_abstract(leaf: Any) -> bool:
+    return isinstance(leaf, jax.ShapeDtypeStruct)
+
+
+def _is_array(leaf: Any) -> bool:
+    return eqx.is_array(leaf) or _is_abstract(leaf)
+
+
+def _is_jax_jit(fn: Any) -> bool:
+    return hasattr(fn, "trace") and hasattr(fn, "lower")
+
+
+def _unwrap(fn: Any, donate: str | Sequence[str]) -> tuple[Any, str | Sequence[str]]:
+    """Look inside `eqx.filter_jit`, which would take shapes for static values."""
+    is_filter_jit = hasattr(fn, "donate_first") and hasattr(fn, "__wrapped__")
+    if donate and (is_filter_jit or _is_jax_jit(fn)):
+        raise ValueError("fn is jitted already: give its donation to the jit, not to report")
+    if not is_filter_jit:
+        return fn, donate
+    if fn.donate_first:
+        return fn.__wrapped__, "all"
+    return fn.__wrapped__, "all-except-first" if fn.donate_rest else ()
+
+
+def _donated(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], donate: str | Sequence[str]) -> PyTree:
+    """Which of `(fn, args, kwargs)` are given up, as a prefix tree of booleans."""
+    if donate == "all":
+        return True, True, True
+    if donate == "all-except-first":
+        return True, (False, *[True] * (len(args) - 1))[: len(args)], True
+    names = {donate} if isinstance(donate, str) else set(donate)
+    parameters = list(inspect.signature(fn).parameters) if names else []
+    by_position = (
+        [parameters[min(k, len(parameters) - 1)] for k in range(len(args))] if names else [""] * len(args)
+    )
+    if missing := sorted(names - kwargs.keys() - set(by_position)):
+        expected = sorted({*by_position, *kwargs})
+        raise ValueError(
+            f"donate={missing[0]!r} is not an argument of this call: expected 'all' or out of {expected}"
+        )
+    return False, tuple(name in names for name in by_position), {name: name in names for name in kwargs}
+
+
+@dataclasses.dataclass(frozen=True)
+class _Placement:
+    """Where a call's arguments go on a target: one device, or a mesh of them."""
+
+    target: Target
+    mesh: Mesh | None
+    devices: int
+
+    @staticmethod
+    def of(target: Target, call: PyTree) -> "_Placement":
+        meshes = {}
+        for leaf in jax.tree.leaves(call, is_leaf=_is_array):
+            sharding = getattr(leaf, "sharding", None)
+            if isinstance(sharding, NamedSharding) and sharding.mesh.size > 1:
+                meshes.setdefault(tuple(sharding.mesh.shape.items()), sharding.mesh)
+            elif isinstance(sharding, Sharding) and sharding.num_devices > 1:
+                raise ValueError(
+                    f"arguments over several devices need NamedShardings to be sized, got {sharding}"
+                )
+        if len(meshes) > 1:
+            raise ValueError(
+                f"arguments lie on different meshes: {sorted(meshes)}; give all of them one mesh"
+            )
+        if not meshes:
+            return _Placement(target, None, 1)
+        ((shape, mesh),) = meshes.items()
+        devices = target.devices(mesh.size)
+        if not isinstance(mesh, Mesh) or set(mesh.devices.flat) != set(devices):
+            grid = np.asarray(devices, dtype=object).reshape([size for _, size in shape])
+            mesh = Mesh(grid, mesh.axis_names, axis_types=mesh.axis_types)
+        return _Placement(target, mesh, mesh.size)
+
+    def place(self, call: PyTree) -> PyTree:
+        """Replace every array by its shape on the target."""
+        on_host: dict[str, str] = {}
+
+        def shape(path: Any, leaf: Any) -> Any:
+            if not _is_array(leaf):
+                return leaf
+            kind = _memory_kind(leaf)
+            if kind is not None:
+                on_host[jax.tree_util.keystr(path)] = kind
+            weak = bool(getattr(leaf, "weak_type", False))
+            return jax.ShapeDtypeStruct(
+                leaf.shape, leaf.dtype, sharding=self._sharding(leaf, kind), weak_type=weak
+            )
+
+        placed = jax.tree_util.tree_map_with_path(shape, call, is_leaf=_is_array)
+        self.target.check_memory_kinds(on_host)
+        return placed
+
+    def _sharding(self, leaf: Any, kind: str | None) -> Sharding:
+        if self.mesh is None:
+            return SingleDeviceSharding(self.target.devices()[0], memory_kind=kind)
+        sharding = getattr(leaf, "sharding", None)
+        spec = sharding.spec if isinstance(sharding, NamedSharding) else PartitionSpec()
+        return NamedSharding(self.mesh, spec, memory_kind=kind)
+
+
+def _memory_kind(leaf: Any) -> str | None:
+    """The memory an argument was put in, None for its device's own."""
+    sharding = getattr(leaf, "sharding", None)
+    kind = getattr(sharding, "memory_kind", None)
+    return kind if kind is not None and "host" in kind else None

@@ -1,0 +1,314 @@
+"""The accelerators a program can be sized for, present or not.
+
+A target knows how to hand out the *devices* that JAX compiles for. For an accelerator that is not
+attached these are compile-only devices: XLA's compiler for that chip runs in full, and nothing else.
+"""
+
+import dataclasses
+import functools
+import importlib.util
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import topologies
+from jax.sharding import Mesh
+
+
+class TargetError(RuntimeError):
+    """A target that cannot do what was asked of it; the message says what to do instead."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Target(ABC):
+    """A kind of device that programs are compiled for.
+
+    Attributes:
+        name: what `report(..., target=name)` calls it.
+        memory: bytes of memory on one device, as its driver reports them; None where nobody says.
+        flops: peak dense bfloat16 FLOP/s of one device, without sparsity; None where nobody says.
+        source: where the figures come from.
+    """
+
+    name: str
+    memory: int | None
+    flops: float | None
+    source: str
+
+    @abstractmethod
+    def devices(self, count: int = 1) -> tuple[Any, ...]:
+        """Return `count` `jax.Device`s to compile for.
+
+        Raises:
+            TargetError: the plugin is not installed, or there is no topology with that many devices.
+        """
+
+    def check_memory_kinds(self, kinds: Mapping[str, str]) -> None:
+        """Refuse arguments (tree path to memory kind) that this target would place wrongly."""
+
+
+@dataclasses.dataclass(frozen=True)
+class LocalTarget(Target):
+    """Whatever JAX runs on in this process, CPU included."""
+
+    name: str = "local"
+    memory: int | None = None
+    flops: float | None = None
+    source: str = "the attached device"
+
+    def devices(self, count: int = 1) -> tuple[Any, ...]:
+        found = tuple(jax.devices())
+        if count > len(found):
+            raise TargetError(
+                f"target 'local' has {len(found)} device(s), {count} were asked for. Ask for a target "
+                "by name to compile for devices that are not attached, or set "
+                f"XLA_FLAGS=--xla_force_host_platform_device_count={count} for virtual CPU devices."
+            )
+        return found[:count]
+
+
+@dataclasses.dataclass(frozen=True)
+class CudaTarget(Target):
+    """An NVIDIA GPU, described by the figures XLA's cost model and code generator ask for.
+
+    Attributes:
+        description: the device's name as the driver gives it.
+        capability: compute capability, (major, minor).
+        cores: streaming multiprocessors.
+        lanes: float32 lanes per multiprocessor.
+        shared_memory: bytes of shared memory per multiprocessor, and the most one block may opt in to.
+        l2_cache: bytes.
+        clock_ghz: boost clock.
+        bandwidth: bytes per second to device memory.
+    """
+
+    description: str
+    capability: tuple[int, int]
+    cores: int
+    lanes: int
+    shared_memory: tuple[int, int]
+    l2_cache: int
+    clock_ghz: float
+    bandwidth: int
+
+    def devices(self, count: int = 1) -> tuple[Any, ...]:
+        return _cuda_devices(self, count)
+
+    def check_memory_kinds(self, kinds: Mapping[str, str]) -> None:
+        on_host = [f"{path} ({kind})" for path, kind in kinds.items() if "host" in kind]
+        if on_host:
+            raise TargetError(
+                f"target {self.name!r} cannot size arguments that live on the host: compiled without the "
+                "device attached, XLA:GPU drops the memory kind of entry arguments and would count "
+                f"them as device memory. On the host: {_some(on_host)}. Give them in device memory and "
+                "subtract them, move them inside the function with jax.device_put (which is honoured), "
+                "use a TPU target, or run with target='local' on the GPU itself."
+            )
+
+    def target_config(self) -> str:
+        """The device as the text proto that XLA takes for a compile-only GPU."""
+        major, minor = self.capability
+        # Only Hopper and later have a feature set beyond the plain architecture ("sm_90a").
+        extension = " feature_extension: ACCELERATED_FEATURES" if major >= 9 else ""
+        per_core, opt_in = self.shared_memory
+        return f"""
+gpu_device_info {{
+  threads_per_block_limit: 1024
+  threads_per_warp: 32
+  shared_memory_per_block: 49152
+  shared_memory_per_core: {per_core}
+  shared_memory_per_block_optin: {opt_in}
+  threads_per_core_limit: 2048
+  core_count: {self.cores}
+  fpus_per_core: {self.lanes}
+  block_dim_limit_x: 2147483647
+  block_dim_limit_y: 65535
+  block_dim_limit_z: 65535
+  memory_bandwidth: {self.bandwidth}
+  l2_cache_size: {self.l2_cache}
+  clock_rate_ghz: {self.clock_ghz}
+  device_memory_size: {self.memory}
+  cuda_compute_capability {{ major: {major} minor: {minor}{extension} }}
+  registers_per_core_limit: 65536
+  registers_per_block_limit: 65536
+}}
+platform_name: "CUDA"
+dnn_version_info {{ major: 9 minor: 10 patch: 0 }}
+runtime_version {{ major: 13 minor: 0 patch: 0 }}
+device_description_str: "{self.description}"
+"""
+
+
+@dataclasses.dataclass(frozen=True)
+class TpuTarget(Target):
+    """A TPU generation.
+
+    Attributes:
+        slices: number of devices to the topology that has them, smallest first.
+    """
+
+    slices: tuple[tuple[int, str], ...]
+
+    def devices(self, count: int = 1) -> tuple[Any, ...]:
+        return _tpu_devices(self, count)
+
+
+@functools.cache
+def _cuda_devices(target: CudaTarget, count: int) -> tuple[Any, ...]:
+    if not any(importlib.util.find_spec(f"jax_cuda{v}_plugin") for v in (13, 12)):
+        raise TargetError(
+            f"target {target.name!r} needs JAX's CUDA plugin (no GPU is needed): "
+            "pip install 'stacked_remat[cuda-report]'"
+        )
+    found = topologies.get_topology_desc(
+        target.name, "cuda", target_config=target.target_config(), topology=f"1x1x{count}"
+    )
+    return tuple(found.devices)
+
+
+@functools.cache
+def _tpu_devices(target: TpuTarget, count: int) -> tuple[Any, ...]:
+    if importlib.util.find_spec("libtpu") is None:
+        raise TargetError(
+            f"target {target.name!r} needs libtpu (no TPU is needed): pip install 'stacked_remat[tpu-report]'"
+        )
+    topology = next((name for size, name in target.slices if size >= count), None)
+    if topology is None:
+        sizes = ", ".join(str(size) for size, _ in target.slices)
+        raise TargetError(f"target {target.name!r} has slices of {sizes} devices; {count} were asked for")
+    # An attached backend starts first: it may need the very metadata server that a machine without a
+    # TPU would wait minutes for.
+    jax.devices()
+    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+    found = topologies.get_topology_desc(topology, "tpu")
+    return tuple(found.devices)[:count]
+
+
+_XLA = "openxla/xla xla/backends/gpu/target_config/specs (read from the device)"
+
+_ALL: tuple[Target, ...] = (
+    LocalTarget(),
+    CudaTarget(
+        name="a100-80gb",
+        memory=85_100_068_864,
+        flops=312e12,
+        source=f"NVIDIA A100 datasheet; {_XLA}",
+        description="NVIDIA A100-SXM4-80GB",
+        capability=(8, 0),
+        cores=108,
+        lanes=64,
+        shared_memory=(167_936, 166_912),
+        l2_cache=41_943_040,
+        clock_ghz=1.41,
+        bandwidth=2_039_040_000_000,
+    ),
+    CudaTarget(
+        name="h100",
+        memory=84_942_979_072,
+        flops=989e12,
+        source=f"NVIDIA H100 datasheet (SXM5); {_XLA}",
+        description="NVIDIA H100 80GB HBM3",
+        capability=(9, 0),
+        cores=132,
+        lanes=128,
+        shared_memory=(233_472, 232_448),
+        l2_cache=52_428_800,
+        clock_ghz=1.98,
+        bandwidth=3_352_320_000_000,
+    ),
+    CudaTarget(
+        name="h200",
+        memory=150_000_000_000,
+        flops=989e12,
+        source=f"NVIDIA H200 datasheet (SXM5); {_XLA}",
+        description="NVIDIA H200",
+        capability=(9, 0),
+        cores=132,
+        lanes=128,
+        shared_memory=(233_472, 232_448),
+        l2_cache=52_428_800,
+        clock_ghz=1.98,
+        bandwidth=4_800_000_000_000,
+    ),
+    CudaTarget(
+        name="b200",
+        memory=191_514_411_008,
+        flops=2250e12,
+        source=f"NVIDIA DGX B200 datasheet; {_XLA}",
+        description="NVIDIA B200",
+        capability=(10, 0),
+        cores=148,
+        lanes=128,
+        shared_memory=(233_472, 232_448),
+        l2_cache=132_644_864,
+        clock_ghz=1.965,
+        bandwidth=7_672_320_000_000,
+    ),
+    TpuTarget(
+        name="v5e",
+        memory=16 * 2**30,
+        flops=197e12,
+        source="cloud.google.com/tpu/docs/v5e",
+        slices=((1, "v5e:1x1"), (4, "v5e:2x2"), (8, "v5e:2x4"), (16, "v5e:4x4"), (32, "v5e:4x8"))
+        + ((64, "v5e:8x8"), (128, "v5e:8x16"), (256, "v5e:16x16")),
+    ),
+    TpuTarget(
+        name="v5p",
+        memory=95 * 2**30,
+        flops=459e12,
+        source="cloud.google.com/tpu/docs/v5p",
+        slices=((1, "v5p:1x1x1"), (4, "v5p:2x2x1"), (8, "v5p:2x2x2"), (16, "v5p:2x2x4"))
+        + ((32, "v5p:2x4x4"), (64, "v5p:4x4x4"), (128, "v5p:4x4x8"), (256, "v5p:4x8x8")),
+    ),
+    TpuTarget(
+        name="v6e",
+        memory=32 * 2**30,
+        flops=918e12,
+        source="cloud.google.com/tpu/docs/v6e",
+        slices=((1, "v6e:1x1"), (4, "v6e:2x2"), (8, "v6e:2x4"), (16, "v6e:4x4"), (32, "v6e:4x8"))
+        + ((64, "v6e:8x8"), (128, "v6e:8x16"), (256, "v6e:16x16")),
+    ),
+)
+
+TARGETS: Mapping[str, Target] = MappingProxyType({target.name: target for target in _ALL})
+"""Every target by name. A `Target` of your own can be passed wherever a name can."""
+
+
+def find_target(target: str | Target) -> Target:
+    """Return the target of that name, or `target` itself.
+
+    Raises:
+        ValueError: no target has that name; the message lists those there are.
+    """
+    if isinstance(target, Target):
+        return target
+    if target not in TARGETS:
+        raise ValueError(f"unknown target {target!r}: expected one of {', '.join(TARGETS)}, or a Target")
+    return TARGETS[target]
+
+
+def target_mesh(target: str | Target, axes: Mapping[str, int]) -> Mesh:
+    """Make a mesh of a target's devices, to give a report's arguments shardings on.
+
+    Args:
+        target: name or `Target`.
+        axes: mesh axis names to their sizes, for example `{"data": 2, "model": 4}`.
+
+    Returns:
+        A `jax.sharding.Mesh`; the devices may be compile-only ones that nothing can run on.
+
+    Raises:
+        TargetError: as `Target.devices`.
+    """
+    shape = tuple(axes.values())
+    devices = find_target(target).devices(int(np.prod(shape)))
+    return Mesh(np.asarray(devices, dtype=object).reshape(shape), tuple(axes))
+
+
+def _some(items: list[str], most: int = 5) -> str:
+    rest = f" and {len(items) - most} more" if len(items) > most else ""
+    return ", ".join(items[:most]) + rest

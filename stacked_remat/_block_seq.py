@@ -1,5 +1,6 @@
 """`BlockSeq`: layers that need not be alike, with the methods and the policies of `Stacked`."""
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, Self, TypeVar
 
@@ -10,7 +11,7 @@ from haliax.state_dict import ModuleWithStateDictSerialization, StateDict
 from ._layer_axis import argument_namer, split_tree, stack_trees
 from ._policy import ScanCheckpointPolicy, ScanCheckpointSpec, resolve_policy
 from ._scan import scan_unrolled
-from ._stacked import block_builder, check_keys_are_split, check_layer_index, init_policy
+from ._stacked import block_builder, block_call, check_keys_are_split, check_layer_index, init_policy
 from ._state_dict import layers_from_state_dict, layers_to_state_dict
 
 M = TypeVar("M", bound=eqx.Module)
@@ -84,7 +85,7 @@ class BlockSeq(ModuleWithStateDictSerialization, Generic[M]):
 
         The loop is unrolled whatever `unroll` says.
         """
-        return self.fold_via(_call, remat=remat, unroll=unroll)(init, *args, **kwargs)
+        return self.fold_via(block_call(self.blocks[0]), remat=remat, unroll=unroll)(init, *args, **kwargs)
 
     def scan(
         self,
@@ -95,7 +96,7 @@ class BlockSeq(ModuleWithStateDictSerialization, Generic[M]):
         **kwargs: Any,
     ) -> tuple[Any, Any]:
         """As `fold`, for blocks that return `(carry, output)`; also stacks the outputs."""
-        return self.scan_via(_call, remat=remat, unroll=unroll)(init, *args, **kwargs)
+        return self.scan_via(block_call(self.blocks[0]), remat=remat, unroll=unroll)(init, *args, **kwargs)
 
     def fold_via(
         self,
@@ -106,6 +107,7 @@ class BlockSeq(ModuleWithStateDictSerialization, Generic[M]):
     ) -> Callable[..., Any]:
         """Fold with `fn(block, carry, *args, **kwargs)` in place of the blocks' own call."""
 
+        @functools.wraps(fn)  # error messages name the arguments as `fn` does
         def with_output(block: Any, carry: Any, *args: Any, **kwargs: Any) -> tuple[Any, None]:
             return fn(block, carry, *args, **kwargs), None
 
@@ -137,7 +139,7 @@ class BlockSeq(ModuleWithStateDictSerialization, Generic[M]):
 
     def vmap(self, *args: Any, **kwargs: Any) -> Any:
         """Apply every layer to the same arguments; the outputs get the layers' axis in front."""
-        return self.vmap_via(_call)(*args, **kwargs)
+        return self.vmap_via(block_call(self.blocks[0]))(*args, **kwargs)
 
     def vmap_via(self, fn: Callable[..., Any]) -> Callable[..., Any]:
         """As `vmap`, with `fn(block, *args, **kwargs)` in place of the blocks' own call."""
@@ -170,7 +172,3 @@ class BlockSeq(ModuleWithStateDictSerialization, Generic[M]):
         """This sequence with its arrays read from `prefix.0.key`, …, with errors as in `Stacked`."""
         layers = layers_from_state_dict(self.blocks, state_dict, prefix)
         return eqx.tree_at(lambda sequence: list(sequence.blocks), self, layers)
-
-
-def _call(block: Any, *args: Any, **kwargs: Any) -> Any:
-    return block(*args, **kwargs)

@@ -17,7 +17,7 @@ import jax
 OFFLOAD = "offload"
 
 
-@dataclasses.dataclass(frozen=True, repr=False)
+@dataclasses.dataclass(frozen=True, repr=False, eq=False)
 class ScanCheckpointPolicy:
     """A gradient checkpoint policy for `fold`, `scan`, `map`, `Stacked` and `BlockSeq`.
 
@@ -144,7 +144,21 @@ class ScanCheckpointPolicy:
 
     def _changed(self) -> list[tuple[str, Any]]:
         values = ((field, getattr(self, field.name)) for field in dataclasses.fields(self))
-        return [(field.name, value) for field, value in values if value != field.default]
+        return [(field.name, value) for field, value in values if value is not field.default and value != ()]
+
+    def __eq__(self, other: object) -> bool:
+        return (
+            self._identity == other._identity if isinstance(other, ScanCheckpointPolicy) else NotImplemented
+        )
+
+    def __hash__(self) -> int:
+        return hash(self._identity)
+
+    @property
+    def _identity(self) -> tuple[Any, ...]:
+        """The settings with their types, since `nested=True` is not `nested=1` though `True == 1`."""
+        values = [getattr(self, field.name) for field in dataclasses.fields(self)]
+        return tuple((type(value), value) for value in values)
 
     def __repr__(self) -> str:
         shown = (

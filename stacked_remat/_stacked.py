@@ -121,7 +121,7 @@ class Stacked(ModuleWithStateDictSerialization, Generic[M]):
         Raises:
             ValueError: as `stacked_remat.scan` does.
         """
-        return self.fold_via(_call(self.stacked), remat=remat, unroll=unroll)(init, *args, **kwargs)
+        return self.fold_via(block_call(self.stacked), remat=remat, unroll=unroll)(init, *args, **kwargs)
 
     def scan(
         self,
@@ -132,7 +132,7 @@ class Stacked(ModuleWithStateDictSerialization, Generic[M]):
         **kwargs: Any,
     ) -> tuple[Any, Any]:
         """As `fold`, for blocks that return `(carry, output)`; also stacks the outputs."""
-        return self.scan_via(_call(self.stacked), remat=remat, unroll=unroll)(init, *args, **kwargs)
+        return self.scan_via(block_call(self.stacked), remat=remat, unroll=unroll)(init, *args, **kwargs)
 
     def fold_via(
         self,
@@ -178,7 +178,7 @@ class Stacked(ModuleWithStateDictSerialization, Generic[M]):
 
         Arguments are split and shared as in `fold`. Costs the internals of all layers at once.
         """
-        return self.vmap_via(_call(self.stacked))(*args, **kwargs)
+        return self.vmap_via(block_call(self.stacked))(*args, **kwargs)
 
     def vmap_via(self, fn: Callable[..., Any]) -> Callable[..., Any]:
         """As `vmap`, with `fn(block, *args, **kwargs)` in place of the block's own call."""
@@ -246,7 +246,8 @@ def init_policy(remat: Any, gradient_checkpointing: Any) -> ScanCheckpointPolicy
     """The policy that the two names of the argument give, `True` where neither does."""
     if remat is not None and gradient_checkpointing is not None:
         raise ValueError(
-            f"remat={remat!r} and gradient_checkpointing={gradient_checkpointing!r} name one argument; pass one."
+            f"remat={remat!r} and gradient_checkpointing={gradient_checkpointing!r} name one argument. "
+            "Pass one of them."
         )
     given = gradient_checkpointing if remat is None else remat
     return resolve_policy(True if given is None else given)
@@ -292,7 +293,8 @@ def check_layer_index(index: int, Layers: Axis) -> int:
     return position % Layers.size
 
 
-def _call(block: eqx.Module) -> Callable[..., Any]:
+def block_call(block: eqx.Module) -> Callable[..., Any]:
+    """The call of a block as a function of any block of its kind, with the parameters for error messages."""
     call = type(block).__call__
 
     @functools.wraps(call)

@@ -6,6 +6,7 @@ from typing import Any, TypeVar
 
 import equinox as eqx
 import haliax.state_dict
+import jax.tree_util as jtu
 from haliax.state_dict import StateDict, with_prefix
 
 from ._layer_axis import is_array
@@ -17,7 +18,7 @@ def layers_to_state_dict(layers: Sequence[eqx.Module], prefix: str | None) -> St
     """The arrays of all layers, each under its index."""
     state_dict: StateDict = {}
     for index, layer in enumerate(layers):
-        arrays = eqx.filter(layer, is_array)
+        arrays = _with_lists(eqx.filter(layer, is_array))
         state_dict.update(haliax.state_dict.to_state_dict(arrays, with_prefix(prefix, str(index))))
     return state_dict
 
@@ -37,7 +38,10 @@ def layers_from_state_dict(templates: Sequence[M], state_dict: StateDict, prefix
     layers = []
     for index, template in enumerate(templates):
         arrays, rest = eqx.partition(template, is_array)
-        filled = haliax.state_dict.from_state_dict(arrays, state_dict, with_prefix(prefix, str(index)))
+        filled = haliax.state_dict.from_state_dict(
+            _with_lists(arrays), state_dict, with_prefix(prefix, str(index))
+        )
+        filled = jtu.tree_unflatten(jtu.tree_structure(arrays), jtu.tree_leaves(filled))
         layers.append(eqx.combine(filled, rest))
     return layers
 
@@ -71,8 +75,17 @@ def _shapes(template: eqx.Module, prefix: str | None) -> dict[str, tuple[int, ..
     def to_arrays(arrays: Any) -> StateDict:
         return haliax.state_dict.to_state_dict(arrays, prefix)
 
-    shapes = eqx.filter_eval_shape(to_arrays, eqx.filter(template, is_array))
+    shapes = eqx.filter_eval_shape(to_arrays, _with_lists(eqx.filter(template, is_array)))
     return {key: tuple(value.shape) for key, value in shapes.items()}
+
+
+def _with_lists(tree: Any) -> Any:
+    """The tree with lists for tuples, which is what Equinox's modules hold and Haliax's state dicts do not know."""
+
+    def to_list(node: Any) -> Any:
+        return [_with_lists(child) for child in node] if isinstance(node, tuple) else node
+
+    return jtu.tree_map(to_list, tree, is_leaf=lambda node: isinstance(node, tuple))
 
 
 def _layer_indices(state_dict: StateDict, prefix: str | None) -> list[int]:

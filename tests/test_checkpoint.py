@@ -1,0 +1,25 @@
+import equinox as eqx
+import haliax as hax
+import jax
+import jax.numpy as jnp
+import pytest
+
+from stacked_remat import checkpoint_name
+
+
+def test_names_every_array_of_a_tree_and_nothing_else():
+    Axis = hax.Axis("a", 2)
+    tree = {"named": hax.ones(Axis), "plain": jnp.ones(3), "text": "x", "none": None, "act": jnp.tanh, "n": 1}
+    named = checkpoint_name(tree, "here")
+    assert eqx.tree_equal(named, tree) and named["named"].axes == (Axis,)
+    program = str(jax.make_jaxpr(lambda a, b: checkpoint_name((a, b), "here"))(hax.ones(Axis), jnp.ones(3)))
+    assert program.count("name=here") == 2
+
+
+def test_the_gradient_is_the_identity():
+    assert float(jax.grad(lambda x: checkpoint_name(x, "x") ** 2)(3.0)) == 6.0
+
+
+def test_swapped_arguments_are_refused():
+    with pytest.raises(TypeError, match="The tree comes first"):
+        checkpoint_name("name", jnp.ones(3))  # pyright: ignore[reportArgumentType]

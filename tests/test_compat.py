@@ -1,0 +1,38 @@
+import haliax as hax
+import jax
+import jax.core
+import jax.numpy as jnp
+import pytest
+
+from stacked_remat import _compat
+
+
+def test_haliax_multiplies_on_this_jax():
+    In, Out = hax.Axis("in", 2), hax.Axis("out", 3)
+    assert hax.dot(hax.ones(In), hax.ones((In, Out)), axis=In).axes == (Out,)
+
+
+def test_what_jax_has_is_left_alone(monkeypatch):
+    marker = object()
+    monkeypatch.setattr(jax.core, "is_constant_dim", marker, raising=False)
+    _compat.restore_is_constant_dim()
+    assert jax.core.is_constant_dim is marker  # pyright: ignore[reportAttributeAccessIssue]
+
+
+@pytest.mark.parametrize(
+    "dimension, constant", [(3, True), (jnp.int32(3).item(), True), ("n", False), (None, False)]
+)
+def test_what_is_missing_is_restored(monkeypatch, dimension, constant):
+    with monkeypatch.context() as patch:
+        patch.setattr(jax.core, "is_constant_dim", None, raising=False)
+        patch.delattr(jax.core, "is_constant_dim")
+        if hasattr(jax.core, "is_constant_dim"):
+            pytest.skip("this JAX still has it, behind a deprecation")
+        _compat.restore_is_constant_dim()
+        assert jax.core.is_constant_dim(dimension) is constant  # pyright: ignore[reportAttributeAccessIssue]
+        del jax.core.is_constant_dim  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def test_a_symbolic_dimension_is_not_constant():
+    (n,) = jax.export.symbolic_shape("n")
+    assert not _compat._is_constant_dim(n)

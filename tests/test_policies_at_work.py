@@ -1,0 +1,410 @@
+"""What each policy does: values and gradients, what is kept, what moves to the host, and the compiled memory."""
+
+import functools
+
+import equinox as eqx
+import haliax as hax
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+import numpy as np
+import pytest
+
+from stacked_remat import BlockSeq, ScanCheckpointPolicy, Stacked, checkpoint_name, fold, scan
+
+from .blocks import NamedBlock, PlainBlock
+
+pytestmark = pytest.mark.policy
+
+POLICIES = {
+    "True": True,
+    "False": False,
+    "recompute": "recompute",
+    "offload": "offload",
+    "save_all": "save_all",
+    "nested": "nested",
+    "simple": ScanCheckpointPolicy(simple=True),
+    "derived inputs dropped": ScanCheckpointPolicy(save_inputs=False),
+    "inputs offloaded": ScanCheckpointPolicy(save_inputs="offload"),
+    "internals": ScanCheckpointPolicy(save_block_internals=["hidden"]),
+    "internals alone": ScanCheckpointPolicy(save_carries=False, save_block_internals=["hidden"]),
+    "internals offloaded": ScanCheckpointPolicy(offload_block_internals=["hidden"]),
+    "nested=1": ScanCheckpointPolicy(nested=1),
+    "nested=3": ScanCheckpointPolicy(nested=3),
+    "nested, boundaries offloaded": ScanCheckpointPolicy(nested=True, save_carries="offload"),
+    "nested, internals": ScanCheckpointPolicy(nested=True, save_block_internals=["hidden"]),
+    "nested, everything": ScanCheckpointPolicy(nested=True, save_block_internals=True),
+    "barriers": ScanCheckpointPolicy(prevent_cse=True),
+}
+DEPTHS = (1, 2, 7, 12, 48)
+Hidden = hax.Axis("hidden", 3)
+Out = hax.Axis("out", 3)
+
+
+def arguments(N):
+    """A carry, weights and a per-layer shift with the axis last, and a factor that all layers share."""
+    keys = jax.random.split(jax.random.key(N), 4)
+    return (
+        jax.random.normal(keys[0], (3,)),
+        0.5 * jax.random.normal(keys[1], (N, 3, 3)),
+        jax.random.normal(keys[2], (3, N)),
+        jax.random.normal(keys[3], ()),
+    )
+
+
+def named_layer(carry, weight, shift, factor, index):
+    h = checkpoint_name(hax.dot(carry, weight, axis=Hidden).rename({"out": "hidden"}) + shift, "hidden")
+    y = carry + factor * hax.tanh(h) / (1.0 + index)
+    return y, hax.sum(y * y)
+
+
+def plain_layer(carry, weight, shift, factor, index):
+    h = checkpoint_name(carry @ weight + shift, "hidden")
+    y = carry + factor * jnp.tanh(h) / (1.0 + index)
+    return y, jnp.sum(y * y)
+
+
+def run_policy(remat, reverse, N, ways):
+    """The same layers by `scan` and `fold`, on named and on plain arrays, each on its own copy of the arguments."""
+    Layers = hax.Axis("layers", N)
+    index = np.arange(N, dtype=np.float32)
+    options = dict(remat=remat, reverse=reverse)
+
+    def named(carry, weight, shift, factor):
+        return (
+            hax.named(carry, Hidden),
+            hax.named(weight, (Layers, Hidden, Out)),
+            hax.named(shift, (Hidden, Layers)),
+            hax.named(factor, ()),
+            hax.named(index, Layers),
+        )
+
+    def plain(run, carry, weight, shift, factor):  # the factor comes in through a closure over a traced value
+        return run(lambda c, w, s, i: plain_layer(c, w, s, factor, i), carry, weight, shift.T, index)
+
+    def plain_scan(f, *args):
+        return scan(f, Layers, **options)(*args)
+
+    def plain_fold(f, *args):
+        return fold(lambda *layer: f(*layer)[0], "layers", **options)(*args)
+
+    return {
+        "named scan": scan(named_layer, Layers, **options)(*named(*ways["named scan"])),
+        "named fold": fold(lambda *a: named_layer(*a)[0], Layers, **options)(*named(*ways["named fold"])),
+        "plain scan": plain(plain_scan, *ways["plain scan"]),
+        "plain fold": plain(plain_fold, *ways["plain fold"]),
+    }
+
+
+def run_loop(reverse, N, ways):
+    def loop(carry, weight, shift, factor):
+        outputs: list = [None] * N
+        for i in reversed(range(N)) if reverse else range(N):
+            carry, outputs[i] = plain_layer(carry, weight[i], shift[:, i], factor, float(i))
+        return carry, jnp.stack(outputs)
+
+    return {"scan": loop(*ways["scan"]), "fold": loop(*ways["fold"])[0]}
+
+
+def weighted_sum(results):
+    """A number that every entry of the results has a different part in."""
+
+    def weighted(leaf):
+        return jnp.sum(leaf * jnp.cos(jnp.arange(leaf.size, dtype=leaf.dtype)).reshape(leaf.shape))
+
+    return sum(weighted(leaf) for leaf in jax.tree.leaves(results))
+
+
+def values_and_gradients(run, N, ways, transform):
+    """What `run` returns for each way of running, and the gradient with respect to each way's arguments."""
+
+    def loss(ways):
+        results = {way: jax.tree.leaves(result) for way, result in run(N, ways).items()}
+        return weighted_sum(results), results
+
+    gradients, results = transform(jax.grad(loss, has_aux=True))({way: arguments(N) for way in ways})
+    return {way: (results[way], gradients[way]) for way in ways}
+
+
+def eager(f):
+    return f
+
+
+def quick_jit(f):
+    """Compilation takes most of the time of these tests, so XLA is asked to optimise less."""
+    return jax.jit(
+        f, compiler_options={"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+    )
+
+
+@functools.cache
+def reference(reverse, N):
+    return values_and_gradients(functools.partial(run_loop, reverse), N, ("scan", "fold"), eager)
+
+
+@pytest.mark.parametrize("reverse", [False, True], ids=["forward", "reverse"])
+@pytest.mark.parametrize("N", DEPTHS)
+@pytest.mark.parametrize("remat", POLICIES.values(), ids=POLICIES)
+def test_values_and_gradients_equal_the_python_loop(remat, N, reverse):
+    ways = ("named scan", "named fold", "plain scan", "plain fold")
+    expected = reference(reverse, N)
+    results = values_and_gradients(functools.partial(run_policy, remat, reverse), N, ways, quick_jit)
+    for way, got in results.items():
+        close = functools.partial(np.testing.assert_allclose, rtol=2e-4, atol=2e-5, err_msg=way)
+        jax.tree.map(close, got, expected[way.split()[1]])
+
+
+@pytest.mark.parametrize("N", [1, 7])
+@pytest.mark.parametrize("remat", POLICIES.values(), ids=POLICIES)
+def test_block_seq_obeys_the_policy_as_stacked_does(remat, N):
+    Layers = hax.Axis("layers", N)
+    keys = jax.random.split(jax.random.key(0), N)
+    stack = Stacked.init(Layers, PlainBlock, remat=remat)(3, key=keys)
+    sequence = BlockSeq.init(Layers, PlainBlock, remat=remat)(3, key=keys)
+    scales = jnp.linspace(0.5, 2.0, N)
+
+    @eqx.filter_jit
+    @eqx.filter_value_and_grad
+    def loss(arguments):
+        layers, x = arguments
+        return jnp.sum(layers.fold(x, scales) ** 2)
+
+    value, (stack_gradient, x_gradient) = loss((stack, jnp.arange(3.0)))
+    sequence_value, (sequence_gradient, sequence_x_gradient) = loss((sequence, jnp.arange(3.0)))
+    np.testing.assert_allclose(value, sequence_value, rtol=1e-5)
+    np.testing.assert_allclose(x_gradient, sequence_x_gradient, rtol=1e-4)
+    for a, b in zip(stack_gradient.unstacked(), sequence_gradient.blocks, strict=True):
+        jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-6), a, b)
+
+
+N = 12
+BOUNDARIES = {"nested": None, "nested=1": 1, "nested=3": 3}
+
+
+def kept(layers, remat, x):
+    """The shapes that the forward pass leaves for the backward pass beside the weights, which are arguments."""
+
+    def forward(layers, x):
+        return layers.fold(x, remat=remat)
+
+    pullback = jax.eval_shape(lambda layers, x: jax.vjp(forward, layers, x)[1], layers, x)
+    shapes = [leaf.shape for leaf in jax.tree.leaves(pullback)]
+    return sorted(shape for shape in shapes if shape[-1:] != (5,))
+
+
+class Elementwise(eqx.Module):
+    """Weights of shape (5,), of which a carry of shape (3,) reads the sum."""
+
+    weight: jax.Array
+
+    def __call__(self, x):
+        h = checkpoint_name(jnp.sin(x * jnp.sum(self.weight)), "h")
+        return x + checkpoint_name(jnp.cos(h), "o")
+
+
+REMAT3_OF_JAX_0_10 = jax.config.jax_remat3 and jax.__version_info__ < (0, 11)
+
+
+@pytest.mark.parametrize(
+    "remat, expected",
+    [
+        (True, [(N, 3)]),
+        (ScanCheckpointPolicy(simple=True), [(N, 3)]),
+        ("offload", [(N, 3)]),
+        ("recompute", [(3,)]),
+        (ScanCheckpointPolicy(save_block_internals=["h"]), [(N, 3), (N, 3)]),
+        (ScanCheckpointPolicy(save_block_internals=["h", "unknown"]), [(N, 3), (N, 3)]),
+        (ScanCheckpointPolicy(offload_block_internals=["h"]), [(N, 3), (N, 3)]),
+        (ScanCheckpointPolicy(save_carries=False, save_block_internals=["h"]), [(3,), (N, 3)]),
+    ],
+)
+def test_what_is_kept(remat, expected):
+    names = isinstance(remat, ScanCheckpointPolicy) and (remat.save_carries is False or remat.offloaded_names)
+    if REMAT3_OF_JAX_0_10 and names:
+        pytest.skip("JAX 0.10's remat3 keeps less than the policy names; gradients are tested above")
+    layers = Stacked(Elementwise(jnp.ones((N, 5))), hax.Axis("layers", N))
+    assert kept(layers, remat, jnp.ones(3)) == expected
+
+
+@pytest.mark.parametrize("remat", [False, "save_all"])
+def test_without_checkpointing_every_layer_keeps_its_internals(remat):
+    layers = Stacked(Elementwise(jnp.ones((N, 5))), hax.Axis("layers", N))
+    shapes = kept(layers, remat, jnp.ones(3))
+    assert shapes.count((N, 3)) >= 3
+
+
+@pytest.mark.parametrize("segments", [1, 3, 4, 12, 40])
+def test_nested_keeps_one_carry_a_segment(segments):
+    layers = Stacked(Elementwise(jnp.ones((N, 5))), hax.Axis("layers", N))
+    shapes = kept(layers, ScanCheckpointPolicy(nested=segments), jnp.ones(3))
+    carries = sum(int(np.prod(shape)) // 3 for shape in shapes if shape[-1:] == (3,))
+    assert carries == min(segments, N)
+
+
+def test_save_inputs_false_does_not_keep_the_transposed_copy():
+    Layers, Weights = hax.Axis("layers", N), hax.Axis("weights", 5)
+    layers = Stacked(Elementwise(jnp.ones((N, 5))), Layers)
+    transposed = hax.named(jnp.ones((5, N)), (Weights, Layers))
+
+    def kept_shapes(remat):
+        def forward(x, transposed):
+            fn = lambda block, carry, extra: block(carry) * jnp.sum(extra.array)  # noqa: E731
+            return layers.fold_via(fn, remat=remat)(x, transposed)
+
+        pullback = jax.eval_shape(lambda *args: jax.vjp(forward, *args)[1], jnp.ones(3), transposed)
+        return [leaf.shape for leaf in jax.tree.leaves(pullback)]
+
+    assert (5, N) not in kept_shapes(True)
+    assert (5, N) in kept_shapes(ScanCheckpointPolicy(save_inputs=False))
+
+
+def host_transfers(fn, *args):
+    """The checkpoint names and shapes that a program sends to the host, read off its jaxpr."""
+    found = []
+
+    def walk(jaxpr):
+        for eqn in jaxpr.eqns:
+            if eqn.primitive.name == "device_put" and "host" in str(eqn.params["devices"]).lower():
+                found.append(eqn.outvars[0].aval.shape)
+            for param in jax.tree.leaves(
+                list(eqn.params.values()), is_leaf=lambda p: hasattr(p, "eqns") or hasattr(p, "jaxpr")
+            ):
+                inner = getattr(param, "jaxpr", param)
+                if hasattr(inner, "eqns"):
+                    walk(inner)
+
+    walk(jax.make_jaxpr(fn)(*args).jaxpr)
+    return found
+
+
+@pytest.mark.skipif(REMAT3_OF_JAX_0_10, reason="JAX 0.10's remat3 ignores offload policies")
+@pytest.mark.parametrize(
+    "remat, shapes",
+    [
+        (True, set()),
+        ("nested", set()),
+        ("offload", {(3,)}),
+        (ScanCheckpointPolicy(nested=True, save_carries="offload"), {(3,)}),
+        (ScanCheckpointPolicy(offload_block_internals=["h"]), {(3,)}),
+        (ScanCheckpointPolicy(save_inputs="offload"), {(5,)}),
+    ],
+)
+def test_offload_is_in_the_program(remat, shapes):
+    layers = Stacked(Elementwise(jnp.ones((N, 5))), hax.Axis("layers", N), remat)
+    gradient = jax.grad(lambda layers, x: jnp.sum(layers.fold(x)))
+    assert {shape[-1:] for shape in host_transfers(gradient, layers, jnp.ones(3))} == shapes
+
+
+def test_simple_names_nothing():
+    layers = Stacked(Elementwise(jnp.ones((N, 5))), hax.Axis("layers", N))
+
+    def program(remat):
+        return str(jax.make_jaxpr(lambda layers, x: layers.fold(x, remat=remat))(layers, jnp.ones(3)))
+
+    assert "scan(layers) carry" in program(True)
+    assert "scan(layers) carry" not in program(ScanCheckpointPolicy(simple=True))
+
+
+class Wide(eqx.Module):
+    """A block whose internals are 4 times its carry, so that policies differ."""
+
+    weight: jax.Array
+
+    def __call__(self, x):
+        h = x[:, None] * self.weight[None, :]
+        return x + jnp.mean(jnp.tanh(jnp.sin(h)), axis=1)
+
+
+CARRY = 1 << 14
+
+
+@functools.cache
+def temporaries(remat, depth, Stack=Stacked):
+    """The bytes of temporaries, in carries, of the compiled gradient of a stack."""
+    Layers = hax.Axis("layers", depth)
+    if Stack is Stacked:
+        layers = Stacked(Wide(jnp.ones((depth, 4))), Layers)
+    else:
+        layers = BlockSeq([Wide(jnp.full(4, i + 1.0)) for i in range(depth)], Layers)
+    gradient = jax.jit(jax.grad(lambda layers, x: jnp.sum(layers.fold(x, remat=remat))))
+    compiled = gradient.lower(layers, jax.ShapeDtypeStruct((CARRY,), jnp.float32)).compile()
+    return compiled.memory_analysis().temp_size_in_bytes / (4 * CARRY)
+
+
+def growth(remat):
+    """How many carries one more layer costs."""
+    return (temporaries(remat, 64) - temporaries(remat, 32)) / 32
+
+
+class TestCompiledMemory:
+    def test_true_costs_one_carry_a_layer(self):
+        assert growth(True) == pytest.approx(1.0, abs=0.05)
+
+    def test_false_costs_the_internals_of_every_layer(self):
+        assert growth(False) > 4.0
+        assert growth("save_all") == pytest.approx(growth(False), rel=0.05)
+
+    def test_named_internals_cost_their_size(self):
+        assert growth(ScanCheckpointPolicy(save_block_internals=["unknown"])) == pytest.approx(1.0, abs=0.05)
+
+    def test_recompute_costs_no_more_than_true(self):
+        assert temporaries("recompute", 64) <= 1.1 * temporaries(True, 64)
+
+    def test_nested_grows_as_the_square_root(self):
+        assert temporaries("nested", 64) < 0.45 * temporaries(True, 64)
+        assert growth("nested") < 0.2
+
+    @pytest.mark.parametrize("depth", [47, 61])
+    def test_nested_serves_prime_depths(self, depth):
+        assert temporaries("nested", depth) < 1.15 * temporaries("nested", depth + 1)
+
+    def test_more_segments_than_the_root_cost_their_boundaries(self):
+        assert temporaries(ScanCheckpointPolicy(nested=32), 64) > 1.4 * temporaries("nested", 64)
+
+    def test_offload_is_harmless_on_cpu(self):
+        assert temporaries("offload", 64) <= 1.1 * temporaries(True, 64)
+
+
+def test_block_seq_keeps_what_stacked_keeps():
+    Layers = hax.Axis("layers", N)
+    sequence = BlockSeq([Elementwise(jnp.full(5, i + 1.0)) for i in range(N)], Layers)
+    assert kept(sequence, True, jnp.ones(3)) == [(3,)] * N
+    assert kept(sequence, "recompute", jnp.ones(3)) == [(3,)]
+    assert kept(sequence, ScanCheckpointPolicy(nested=3), jnp.ones(3)) == [(3,)] * 3
+    assert len(kept(sequence, False, jnp.ones(3))) >= 3 * N
+
+
+def test_barriers_stand_where_layers_share_one_program():
+    """Without them XLA merges the recomputation with the forward pass, and nothing is saved. CPU's XLA ignores them."""
+    Layers = hax.Axis("layers", 4)
+    stack = Stacked(Elementwise(jnp.ones((4, 5))), Layers)
+    sequence = BlockSeq([Elementwise(jnp.full(5, i + 1.0)) for i in range(4)], Layers)
+
+    def has_barriers(layers, **options):
+        gradient = jax.jit(jax.grad(lambda layers, x: jnp.sum(layers.fold(x, **options))))
+        return "optimization_barrier" in gradient.lower(layers, jnp.ones(3)).as_text()
+
+    assert not has_barriers(stack)
+    assert has_barriers(stack, remat=ScanCheckpointPolicy(prevent_cse=True))
+    assert has_barriers(stack, unroll=True)
+    assert has_barriers(stack, unroll=4)
+    assert not has_barriers(stack, unroll=2)
+    assert has_barriers(stack, remat="recompute")
+    assert has_barriers(sequence)
+    assert has_barriers(sequence, remat="nested")
+
+
+def test_the_call_overrides_the_policy_of_the_stack():
+    layers = Stacked(Elementwise(jnp.ones((N, 5))), hax.Axis("layers", N), remat="nested")
+    assert kept(layers, None, jnp.ones(3)) != kept(layers, True, jnp.ones(3))
+    assert kept(layers, None, jnp.ones(3)) == kept(layers, "nested", jnp.ones(3))
+
+
+def test_named_blocks_keep_their_axes_in_the_gradient():
+    Layers = hax.Axis("layers", 4)
+    stack = Stacked.init(Layers, NamedBlock, remat="nested")(
+        Hidden, key=jax.random.split(jax.random.key(0), 4)
+    )
+    gradient = eqx.filter_grad(lambda s: hax.sum(s.fold(hax.ones(Hidden))).scalar())(stack)
+    assert jtu.tree_structure(gradient) == jtu.tree_structure(stack)
+    assert gradient.stacked.weight.axes == (Layers, Hidden, Out)

@@ -1,0 +1,109 @@
+"""What a policy is: values, contradictions, aliases. What it does is in test_policies_at_work.py."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from stacked_remat import ScanCheckpointPolicy
+from stacked_remat._policy import resolve_policy
+
+
+@pytest.mark.parametrize(
+    "alias, policy",
+    [
+        (True, ScanCheckpointPolicy(save_carries=True, save_inputs=True)),
+        ("full", ScanCheckpointPolicy()),
+        (False, ScanCheckpointPolicy(disable=True)),
+        ("recompute", ScanCheckpointPolicy(save_carries=False)),
+        ("offload", ScanCheckpointPolicy(save_carries="offload")),
+        ("save_all", ScanCheckpointPolicy(save_carries=True, save_inputs=True, save_block_internals=True)),
+        ("nested", ScanCheckpointPolicy(nested=True)),
+    ],
+)
+def test_aliases(alias, policy):
+    assert resolve_policy(alias) == policy
+    assert resolve_policy(policy) is policy
+
+
+def test_an_unknown_alias_lists_the_valid_ones():
+    with pytest.raises(
+        ValueError, match="'nestd'.*True, False, 'full', 'recompute', 'offload', 'save_all', 'nested'"
+    ):
+        resolve_policy("nestd")
+
+
+@pytest.mark.parametrize("spec", [None, 1, 3, 2.0, ["nested"]])
+def test_a_spec_of_another_type_is_refused(spec):
+    with pytest.raises(TypeError, match="ScanCheckpointPolicy, a bool or an alias"):
+        resolve_policy(spec)
+
+
+def test_policies_are_frozen_hashable_and_compare_by_value():
+    policy = ScanCheckpointPolicy(save_block_internals=["a", "b"], offload_block_internals=["c"])
+    assert policy == ScanCheckpointPolicy(
+        save_block_internals=("a", "b", "a"), offload_block_internals=("c",)
+    )
+    assert len({policy, dataclasses.replace(policy), ScanCheckpointPolicy()}) == 2
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        policy.nested = True  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def test_the_repr_shows_what_was_set():
+    assert repr(ScanCheckpointPolicy()) == "ScanCheckpointPolicy()"
+    policy = ScanCheckpointPolicy(save_carries="offload", nested=np.int64(4))
+    assert repr(policy) == "ScanCheckpointPolicy(save_carries='offload', nested=4)"
+    policy = ScanCheckpointPolicy(save_block_internals=["attention"])
+    assert repr(policy) == "ScanCheckpointPolicy(save_block_internals=['attention'])"
+    assert eval(repr(policy)) == policy
+
+
+@pytest.mark.parametrize(
+    "settings, reason",
+    [
+        (dict(disable=True, nested=True), "disable=True turns checkpointing off.*nested=True"),
+        (dict(disable=True, save_carries="offload"), "disable=True.*save_carries='offload'"),
+        (dict(disable=True, simple=True), "disable=True.*simple=True"),
+        (dict(disable=True, save_block_internals=["a"]), "disable=True already keeps every internal"),
+        (dict(simple=True, save_carries="offload"), "simple=True names no values.*save_carries='offload'"),
+        (dict(simple=True, save_block_internals=["a"]), "simple=True names no values"),
+        (dict(simple=True, save_inputs=False), "simple=True names no values"),
+        (dict(save_block_internals=True, save_carries="offload"), "leaves nothing to offload"),
+        (dict(save_block_internals=True, offload_block_internals=["a"]), "leaves nothing to offload"),
+        (dict(save_block_internals=["a"], offload_block_internals=["a", "b"]), r"\['a'\] stand in both"),
+        (dict(nested=True, save_carries=False), "save_carries=False keeps none"),
+        (dict(nested=2, save_inputs="offload"), "save_inputs='offload' cannot be obeyed"),
+        (dict(nested=True, save_inputs=False), "save_inputs=False cannot be obeyed"),
+        (dict(nested=True, offload_block_internals=["a"]), r"offloading \['a'\] would move them out"),
+        (dict(nested=0), "at least 1; got 0"),
+        (dict(nested=-1), "at least 1; got -1"),
+    ],
+)
+def test_contradictions_are_refused_with_the_reason(settings, reason):
+    with pytest.raises(ValueError, match=reason):
+        ScanCheckpointPolicy(**settings)
+
+
+@pytest.mark.parametrize(
+    "settings, reason",
+    [
+        (dict(nested=2.0), "number of segments .an int.; got 2.0"),
+        (dict(nested="2"), "number of segments"),
+        (dict(save_carries="host"), "save_carries is True, False or \"offload\"; got 'host'"),
+        (dict(save_inputs=None), "save_inputs is True, False"),
+        (dict(save_block_internals="attention"), r"Write save_block_internals=\['attention'\]"),
+        (dict(offload_block_internals="attention"), r"Write offload_block_internals=\['attention'\]"),
+        (dict(offload_block_internals=True), "offload_block_internals is a list"),
+        (dict(save_block_internals=[1]), "1 is not a string"),
+        (dict(disable=1), "disable is True or False; got 1"),
+        (dict(prevent_cse="no"), "prevent_cse is True or False"),
+    ],
+)
+def test_wrong_types_are_refused(settings, reason):
+    with pytest.raises(TypeError, match=reason):
+        ScanCheckpointPolicy(**settings)
+
+
+def test_nested_true_and_nested_one_differ():
+    assert ScanCheckpointPolicy(nested=True) != ScanCheckpointPolicy(nested=1)
+    assert hash(ScanCheckpointPolicy(nested=True)) != hash(ScanCheckpointPolicy(nested=1))

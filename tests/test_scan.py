@@ -1,0 +1,236 @@
+"""fold, scan and map over named and plain arrays: what is split, what is shared, and what is refused."""
+
+import equinox as eqx
+import haliax as hax
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from stacked_remat import fold, map, scan
+
+Time, Width, Depth = hax.Axis("time", 5), hax.Axis("width", 3), hax.Axis("depth", 2)
+
+
+@pytest.fixture
+def data():
+    return hax.random.normal(jax.random.key(0), (Time, Width, Depth))
+
+
+@pytest.mark.parametrize("axis", [Time, Width, Depth, "time", "width", "depth"])
+@pytest.mark.parametrize("reverse", [False, True])
+def test_scan_is_a_python_loop_over_any_axis(data, axis, reverse):
+    def step(carry, x):
+        carry = 0.5 * carry + hax.sum(x)
+        return carry, x * carry
+
+    carry, outputs = scan(step, axis, reverse=reverse)(hax.named(0.0, ()), data)
+    name = axis if isinstance(axis, str) else axis.name
+    expected, expected_outputs = hax.named(0.0, ()), {}
+    indices = range(data.axis_size(name))
+    for i in reversed(indices) if reverse else indices:
+        expected, expected_outputs[i] = step(expected, data[name, i])
+    assert outputs.axes[0].name == name
+    np.testing.assert_allclose(carry.array, expected.array, rtol=1e-5)
+    for i, output in expected_outputs.items():
+        np.testing.assert_allclose(outputs[name, i].array, output.array, rtol=1e-5)
+
+
+def test_fold_is_the_carry_of_scan(data):
+    total = fold(lambda carry, x: carry + x, Time)(hax.zeros((Width, Depth)), data)
+    np.testing.assert_allclose(total.array, data.array.sum(0), rtol=1e-5)
+
+
+def test_map_stacks_in_front_and_takes_several_arguments(data):
+    mapped = map(lambda x, y, *, power: hax.sum(x) * y**power, Depth)(data, jnp.array([2.0, 3.0]), power=2)
+    np.testing.assert_allclose(mapped.array, data.array.sum((0, 1)) * jnp.array([4.0, 9.0]), rtol=1e-5)
+
+
+def test_what_is_split_and_what_is_shared():
+    seen = {}
+
+    def step(carry, split, *, module, whole, scalar, number, flag, text, nothing, function):
+        seen.update(locals())
+        return carry + jnp.sum(split)
+
+    class Module(eqx.Module):
+        plain: jax.Array
+        named: hax.NamedArray
+        act: object = jnp.tanh
+        size: int = 7
+
+    fold(step, Time)(
+        jnp.zeros(()),
+        jnp.ones((5, 4)),
+        module=Module(jnp.ones((5, 2)), hax.ones((Width, Time))),
+        whole=hax.ones(Width),
+        scalar=jnp.ones(()),
+        number=2,
+        flag=True,
+        text="text",
+        nothing=None,
+        function=jnp.sin,
+    )
+    assert seen["split"].shape == (4,)
+    assert seen["module"].plain.shape == (2,) and seen["module"].named.axes == (Width,)
+    assert seen["module"].act is jnp.tanh and seen["module"].size == 7
+    assert seen["whole"].axes == (Width,) and seen["scalar"].shape == ()
+    assert (seen["number"], seen["flag"], seen["text"], seen["nothing"]) == (2, True, "text", None)
+    assert seen["function"] is jnp.sin
+
+
+def test_random_keys_of_both_styles_are_split():
+    for keys in (jax.random.split(jax.random.key(0), 5), jax.random.split(jax.random.PRNGKey(0), 5)):
+        drawn = map(lambda key: jax.random.normal(key, (2,)), Time)(keys)
+        np.testing.assert_array_equal(drawn, jnp.stack([jax.random.normal(key, (2,)) for key in keys]))
+
+
+def test_is_scanned_shares_what_it_refuses(data):
+    def step(carry, x, table):
+        assert table.shape == (9, 4)
+        return carry + hax.sum(x).array + jnp.sum(table)
+
+    total = fold(step, Time, is_scanned=lambda leaf: isinstance(leaf, hax.NamedArray))(
+        jnp.zeros(()), data, jnp.ones((9, 4))
+    )
+    np.testing.assert_allclose(total, data.array.sum() + 5 * 36, rtol=1e-5)
+    shared = fold(lambda carry, x: carry + hax.sum(x).array, Time, is_scanned=False)(jnp.zeros(()), data)
+    np.testing.assert_allclose(shared, 5 * data.array.sum(), rtol=1e-5)
+
+
+def test_an_axis_without_inputs_is_a_loop():
+    carry, outputs = scan(lambda carry, _: (2 * carry, carry), Time)(1, None)
+    assert int(carry) == 32
+    np.testing.assert_array_equal(outputs, [1, 2, 4, 8, 16])
+
+
+def test_a_carry_may_be_any_tree_with_static_parts(data):
+    init = {"total": hax.zeros((Width, Depth)), "count": 0, "kind": "sum", "act": jnp.tanh, "none": None}
+
+    def step(carry, x):
+        return {**carry, "total": carry["total"] + x, "count": carry["count"] + 1}
+
+    carry = jax.jit(
+        lambda data: {k: v for k, v in fold(step, "time")(init, data).items() if k in ("total", "count")}
+    )(data)
+    assert int(carry["count"]) == 5
+    np.testing.assert_allclose(carry["total"].array, data.array.sum(0), rtol=1e-5)
+    assert fold(step, "time")(init, data)["act"] is jnp.tanh
+
+
+def test_outputs_may_be_any_tree_of_arrays(data):
+    _, outputs = scan(lambda c, x: (c, {"x": x, "n": 1.5, "none": None, "raw": x.array}), Width)(0.0, data)
+    assert outputs["x"].axes == (Width, Time, Depth) and outputs["raw"].shape == (3, 5, 2)
+    assert outputs["n"].shape == (3,) and outputs["none"] is None
+
+
+@pytest.mark.parametrize("unroll", [1, 2, 3, 5, 9, True, False])
+def test_unroll_changes_the_program_and_not_the_result(data, unroll):
+    def run(data):
+        return fold(lambda carry, x: hax.tanh(carry + x), Time, unroll=unroll)(
+            hax.zeros((Width, Depth)), data
+        ).array
+
+    reference = (
+        run(data)
+        if unroll == 1
+        else fold(lambda c, x: hax.tanh(c + x), Time)(hax.zeros((Width, Depth)), data).array
+    )
+    np.testing.assert_allclose(run(data), reference, rtol=1e-5)
+    program = str(jax.make_jaxpr(run)(data))
+    assert f"unroll={5 if unroll is True else int(unroll) or 1}" in program or unroll in (True, 5, 9)
+
+
+@pytest.mark.parametrize(
+    "unroll, error", [(0, ValueError), (-1, ValueError), (1.5, TypeError), ("2", TypeError)]
+)
+def test_a_wrong_unroll_is_refused(unroll, error):
+    with pytest.raises(error, match="unroll is a"):
+        fold(lambda c, x: c, Time, unroll=unroll)
+
+
+class TestErrors:
+    def test_lengths_name_each_path_and_size(self, data):
+        class Module(eqx.Module):
+            weight: jax.Array
+
+        def step(carry, x, module, *rest, mask):
+            return carry
+
+        with pytest.raises(ValueError) as error:
+            fold(step, Time)(0.0, data, Module(jnp.ones((4, 2))), {"a": jnp.ones(6)}, mask=jnp.ones((7, 7)))
+        message = str(error.value)
+        assert "scan over `time` (size 5)" in message
+        assert "module.weight has leading dimension 4 (shape (4, 2))" in message
+        assert "rest[0]['a'] has leading dimension 6" in message
+        assert "mask has leading dimension 7 (shape (7, 7))" in message
+        assert "x has 5, as it should be" in message
+
+    def test_a_plain_array_meant_for_all_layers_is_told_how_to_share(self, data):
+        with pytest.raises(
+            ValueError, match="To give every layer the whole array.*close over it.*NamedArray without"
+        ):
+            fold(lambda carry, x, mask: carry, Time)(0.0, data, jnp.ones((8, 8)))
+
+    def test_a_named_axis_of_another_size(self):
+        with pytest.raises(ValueError, match=r"x has `time` of size 4 \(axes width=3, time=4\)"):
+            fold(lambda carry, x: carry, Time)(0.0, hax.ones((Width, Time.resize(4))))
+
+    def test_an_unsplit_key_is_told_to_split(self, data):
+        with pytest.raises(ValueError, match=r"jax.random.split\(key, 5\)"):
+            fold(lambda carry, x, key: carry, Time)(0.0, data, jax.random.PRNGKey(0))
+
+    def test_a_scalar_under_is_scanned_true(self, data):
+        with pytest.raises(ValueError, match="scale has no dimension to split"):
+            fold(lambda carry, x, scale: carry, Time, is_scanned=True)(0.0, data, jnp.ones(()))
+
+    def test_a_name_that_nothing_has(self, data):
+        with pytest.raises(ValueError, match=r"nothing to split over that axis.*hax.Axis\('layers', size\)"):
+            fold(lambda carry, x: carry, "layers")(0.0, data)
+
+    def test_scan_needs_a_pair(self, data):
+        with pytest.raises(
+            ValueError, match="returned NamedArray axes .width=3, depth=2.. For one.*use fold"
+        ):
+            scan(lambda carry, x: x, Time)(hax.zeros((Width, Depth)), data)
+
+    def test_fold_refuses_a_pair(self, data):
+        with pytest.raises(ValueError, match="changes structure: float32.. goes in, a tuple of 2.*use scan"):
+            fold(lambda carry, x: (carry, x), Time)(jnp.zeros(()), data)
+
+    @pytest.mark.parametrize(
+        "init, step, message",
+        [
+            (hax.zeros((Width, Depth)), lambda c, x: c.rearrange((Depth, Width)), "Rearrange it"),
+            (
+                hax.zeros((Width, Depth)),
+                lambda c, x: c["width", 0],
+                "goes in with NamedArray axes .width=3, depth=2",
+            ),
+            (
+                {"h": jnp.zeros(3)},
+                lambda c, x: {"h": jnp.zeros(4)},
+                r"carry\['h'\] goes in as float32\[3\].*float32\[4\]",
+            ),
+            ({"h": jnp.zeros(3)}, lambda c, x: {"g": c["h"]}, "The carry changes structure"),
+            (
+                ("a", 0.0),
+                lambda c, x: ("b", 0.0),
+                r"carry\[0\] is not an array.*'a' goes in and 'b' comes out",
+            ),
+            (hax.zeros(Width), lambda c, x: c.array, "goes in as NamedArray.*comes out as float32"),
+        ],
+    )
+    def test_a_carry_that_changes(self, data, init, step, message):
+        with pytest.raises(ValueError, match=message):
+            fold(step, Time)(init, data)
+
+    def test_an_output_that_is_no_array(self, data):
+        with pytest.raises(
+            TypeError, match=r"output\['kind'\] of a layer is 'x' .str., which cannot be stacked"
+        ):
+            scan(lambda carry, x: (carry, {"kind": "x"}), Time)(0.0, data)
+
+    def test_an_output_with_the_axis_already(self, data):
+        with pytest.raises(ValueError, match="already has an axis of that name"):
+            scan(lambda carry, x: (carry, hax.zeros((Time, Width))), Time)(0.0, data)

@@ -1,0 +1,304 @@
+"""`Stacked` and `BlockSeq`, which have the same methods: building, applying, taking apart, state dicts."""
+
+import equinox as eqx
+import haliax as hax
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from stacked_remat import BlockFoldable, BlockSeq, ScanCheckpointPolicy, Stacked
+
+from .blocks import Hidden, NamedBlock, PlainBlock, PlainScanBlock
+
+Layers = hax.Axis("layers", 4)
+both = pytest.mark.parametrize("Stack", [Stacked, BlockSeq])
+
+
+def keys(n=Layers.size):
+    return jax.random.split(jax.random.key(0), n)
+
+
+def loop(layers, x, scales):
+    for layer, scale in zip(layers.unstacked(), scales, strict=True):
+        x = layer(x, scale)
+    return x
+
+
+@both
+class TestInit:
+    def test_haliax_style_and_equinox_style(self, Stack):
+        named = Stack.init(Layers, NamedBlock)(Hidden, key=keys())
+        plain = Stack.init(Layers, PlainBlock)(3, key=keys())
+        for i, key in enumerate(keys()):
+            expected = NamedBlock.init(Hidden, key=key)
+            np.testing.assert_array_equal(named.get_layer(i).weight.array, expected.weight.array)
+            assert named.get_layer(i).weight.axes == expected.weight.axes
+            np.testing.assert_array_equal(plain.get_layer(i).weight, PlainBlock(3, key=key).weight)
+        assert plain.get_layer(0).size == 3
+
+    def test_a_function_may_build_the_block(self, Stack):
+        stack = Stack.init(Layers, lambda key, size: PlainBlock(size, key=key))(keys(), 3)
+        assert stack.get_layer(1).weight.shape == (3, 3)
+
+    def test_raw_keys_are_split(self, Stack):
+        stack = Stack.init(Layers, PlainBlock)(3, key=jax.random.split(jax.random.PRNGKey(0), Layers.size))
+        assert not np.allclose(stack.get_layer(0).weight, stack.get_layer(1).weight)
+
+    @pytest.mark.parametrize("key", [jax.random.key(0), jax.random.PRNGKey(0)], ids=["typed", "raw"])
+    @pytest.mark.parametrize("depth", [2, 4])
+    def test_an_unsplit_key_is_told_to_split(self, Stack, key, depth):
+        with pytest.raises(
+            ValueError, match=rf"every layer of `layers`.*key=jax.random.split\(key, {depth}\)"
+        ):
+            Stack.init(Layers.resize(depth), PlainBlock)(3, key=key)
+
+    def test_arguments_are_split_or_shared(self, Stack):
+        class Block(eqx.Module):
+            named: hax.NamedArray
+            whole: hax.NamedArray
+            array: jax.Array
+            number: float
+            config: str = eqx.field(static=True)
+
+        stack = Stack.init(Layers, Block)(
+            hax.ones((Hidden, Layers)), hax.ones(Hidden), jnp.arange(4.0), number=2.0, config="c"
+        )
+        layer = stack.get_layer(2)
+        assert layer.named.axes == (Hidden,) and layer.whole.axes == (Hidden,)
+        assert (float(layer.array), layer.number, layer.config) == (2.0, 2.0, "c")
+
+    def test_an_argument_of_another_length_is_named(self, Stack):
+        with pytest.raises(
+            ValueError, match=rf"{Stack.__name__}.init over `layers`(.|\n)*scale has leading dimension 3"
+        ):
+            Stack.init(Layers, lambda key, scale: PlainBlock(3, key=key))(keys(), scale=jnp.ones(3))
+
+    def test_the_policy_has_two_names(self, Stack):
+        assert Stack.init(Layers, PlainBlock)(3, key=keys()).remat == ScanCheckpointPolicy()
+        assert Stack.init(Layers, PlainBlock, remat=False)(3, key=keys()).remat.disable
+        stack = Stack.init(Layers, PlainBlock, gradient_checkpointing="nested")(3, key=keys())
+        assert stack.remat == ScanCheckpointPolicy(nested=True)
+        with pytest.raises(ValueError, match="remat=True and gradient_checkpointing=False name one argument"):
+            Stack.init(Layers, PlainBlock, remat=True, gradient_checkpointing=False)
+
+    def test_a_bad_policy_is_refused_before_anything_is_built(self, Stack):
+        with pytest.raises(ValueError, match="Unknown remat policy 'nestd'"):
+            Stack.init(Layers, PlainBlock, remat="nestd")
+
+    def test_a_subclass_comes_back_as_itself(self, Stack):
+        class Tower(Stack):
+            def twice(self, x):
+                return self.fold(self.fold(x))
+
+        tower = Tower.init(Layers, PlainBlock)(3, key=keys())
+        assert type(tower) is Tower and tower.twice(jnp.ones(3)).shape == (3,)
+        assert type(tower.from_state_dict(tower.to_state_dict())) is Tower
+
+    def test_the_axis_has_two_names(self, Stack):
+        stack = Stack.init(Layers, PlainBlock)(3, key=keys())
+        assert stack.Layers == stack.Block == Layers
+        assert isinstance(stack, BlockFoldable)
+
+    def test_shapes_without_arrays(self, Stack):
+        stack = eqx.filter_eval_shape(Stack.init(Layers, PlainBlock), 3, key=keys())
+        assert stack.remat == ScanCheckpointPolicy()
+
+
+@both
+class TestApplying:
+    scales = jnp.array([0.5, 1.0, 1.5, 2.0])
+
+    def test_fold(self, Stack):
+        plain = Stack.init(Layers, PlainBlock)(3, key=keys())
+        named = Stack.init(Layers, NamedBlock)(Hidden, key=keys())
+        x = jnp.arange(3.0)
+        expected = loop(plain, x, self.scales)
+        np.testing.assert_allclose(plain.fold(x, self.scales), expected, rtol=1e-5)
+        np.testing.assert_allclose(plain.fold(x, scale=self.scales), expected, rtol=1e-5)
+        np.testing.assert_allclose(plain.fold_via(PlainBlock.__call__)(x, self.scales), expected, rtol=1e-5)
+        x = hax.named(x, Hidden)
+        got = named.fold(x, hax.named(self.scales, Layers))
+        np.testing.assert_allclose(got.array, loop(named, x, self.scales).array, rtol=1e-5)
+
+    def test_scan(self, Stack):
+        stack = Stack.init(Layers, PlainScanBlock)(3, key=keys())
+        carry, outputs = stack.scan(jnp.arange(3.0), self.scales)
+        x, expected = jnp.arange(3.0), []
+        for layer, scale in zip(stack.unstacked(), self.scales, strict=True):
+            x, y = layer(x, scale)
+            expected.append(y)
+        np.testing.assert_allclose(carry, x, rtol=1e-5)
+        np.testing.assert_allclose(outputs, jnp.stack(expected), rtol=1e-5)
+        via_carry, via_outputs = stack.scan_via(PlainScanBlock.__call__)(jnp.arange(3.0), scale=self.scales)
+        np.testing.assert_allclose(via_carry, carry, rtol=1e-6)
+        np.testing.assert_allclose(via_outputs, outputs, rtol=1e-6)
+
+    def test_named_outputs_have_the_axis_in_front(self, Stack):
+        stack = Stack.init(Layers, NamedBlock)(Hidden, key=keys())
+        _, outputs = stack.scan_via(lambda block, x: (block(x), block.bias + x))(hax.ones(Hidden))
+        assert outputs.axes == (Layers, Hidden)
+
+    def test_vmap(self, Stack):
+        plain = Stack.init(Layers, PlainBlock)(3, key=keys())
+        named = Stack.init(Layers, NamedBlock)(Hidden, key=keys())
+        x = jnp.ones((4, 3))  # a plain array is split: a row for each layer
+        expected = jnp.stack(
+            [layer(row, s) for layer, row, s in zip(plain.unstacked(), x, self.scales, strict=True)]
+        )
+        np.testing.assert_allclose(plain.vmap(x, self.scales), expected, rtol=1e-5)
+        np.testing.assert_allclose(plain.vmap_via(PlainBlock.__call__)(x, self.scales), expected, rtol=1e-5)
+        shared = named.vmap(hax.ones(Hidden))
+        assert shared.axes == (Layers, Hidden)
+        np.testing.assert_allclose(
+            shared["layers", 1].array, named.get_layer(1)(hax.ones(Hidden)).array, rtol=1e-5
+        )
+
+    def test_closures_reach_every_layer_whole(self, Stack):
+        stack = Stack.init(Layers, PlainBlock)(3, key=keys())
+        mask = jnp.array([1.0, 0.0, 1.0, 1.0, 1.0])[:3]
+
+        def masked(mask):
+            return jnp.sum(stack.fold_via(lambda block, x: block(x) * mask)(jnp.ones(3)))
+
+        x = jnp.ones(3)
+        for layer in stack.unstacked():
+            x = layer(x) * mask
+        np.testing.assert_allclose(masked(mask), jnp.sum(x), rtol=1e-5)
+        assert jax.grad(masked)(mask).shape == (3,)
+
+    def test_a_remat_of_the_call(self, Stack):
+        stack = Stack.init(Layers, PlainBlock)(3, key=keys())
+        with pytest.raises(ValueError, match="Unknown remat policy"):
+            stack.fold(jnp.ones(3), remat="nestd")
+        program = str(jax.make_jaxpr(lambda s: s.fold(jnp.ones(3), remat=False))(stack))
+        assert "remat" not in program and "checkpoint" not in program
+
+    def test_errors_name_arguments_as_the_block_does(self, Stack):
+        stack = Stack.init(Layers, PlainBlock)(3, key=keys())
+        with pytest.raises(ValueError, match=r"scale has leading dimension 3 \(shape \(3,\)\)"):
+            stack.fold(jnp.ones(3), jnp.ones(3))
+        with pytest.raises(ValueError, match="(y|shift) has leading dimension 2"):
+            stack.fold_via(lambda block, carry, shift: carry)(jnp.ones(3), jnp.ones(2))
+
+    def test_fold_block_in_scan_and_scan_block_in_fold(self, Stack):
+        with pytest.raises(ValueError, match="use fold"):
+            Stack.init(Layers, PlainBlock)(3, key=keys()).scan(jnp.ones(3))
+        with pytest.raises(ValueError, match="use scan"):
+            Stack.init(Layers, PlainScanBlock)(3, key=keys()).fold(jnp.ones(3))
+
+    def test_blocks_of_equinox(self, Stack):
+        stack = Stack.init(Layers, eqx.nn.MLP)(3, 3, 8, 1, key=keys())
+        x = jnp.ones(3)
+        expected = x
+        for layer in stack.unstacked():
+            expected = layer(expected)
+        np.testing.assert_allclose(eqx.filter_jit(stack.fold)(x), expected, rtol=1e-5)
+
+
+class TestStacked:
+    def test_the_arrays_are_stacked(self):
+        stack = Stacked.init(Layers, NamedBlock)(Hidden, key=keys())
+        assert stack.stacked.weight.axes == (Layers, Hidden, Hidden.alias("out"))
+        assert stack.stacked.bias.array.shape == (4, 3)
+
+    def test_program_size_does_not_grow_with_depth(self):
+        def lines(depth, remat):
+            stack = Stacked.init(hax.Axis("layers", depth), PlainBlock, remat=remat)(3, key=keys(depth))
+            gradient = jax.jit(jax.grad(lambda s, x: jnp.sum(s.fold(x))))
+            return len(gradient.lower(stack, jnp.ones(3)).as_text().splitlines())
+
+        for remat in (True, False, "nested", "offload"):
+            assert lines(48, remat) <= 1.05 * lines(12, remat)
+
+    def test_unroll(self):
+        stack = Stacked.init(Layers, PlainBlock)(3, key=keys())
+        for unroll in (2, True, False):
+            np.testing.assert_allclose(
+                stack.fold(jnp.ones(3), unroll=unroll), stack.fold(jnp.ones(3)), rtol=1e-6
+            )
+        with pytest.raises(ValueError, match="unroll"):
+            stack.fold(jnp.ones(3), unroll=0)
+
+    def test_a_stack_of_stacks(self):
+        Outer = hax.Axis("groups", 2)
+        nested_keys = jax.random.split(jax.random.key(0), (2, 4))
+        stack = Stacked.init(Outer, lambda k: Stacked.init(Layers, PlainBlock)(3, key=k))(nested_keys)
+        x = jnp.ones(3)
+        y = stack.fold_via(lambda inner, c: inner.fold(c))(x)
+        for group in stack.unstacked():
+            x = group.fold(x)
+        np.testing.assert_allclose(y, x, rtol=1e-5)
+
+    def test_a_stack_whose_arrays_do_not_fit_its_axis(self):
+        stack = Stacked(PlainBlock(3, key=jax.random.key(0)), Layers)
+        with pytest.raises(ValueError, match="stacked.weight has leading dimension 3"):
+            stack.get_layer(0)
+
+
+class TestBlockSeq:
+    def test_layers_may_differ(self):
+        class Shift(eqx.Module):
+            by: float
+
+            def __call__(self, x, scale=1.0):
+                return x + self.by * scale
+
+        sequence = BlockSeq([PlainBlock(3, key=jax.random.key(0)), Shift(2.0)], hax.Axis("layers", 2))
+        x = jnp.ones(3)
+        np.testing.assert_allclose(sequence.fold(x), sequence.blocks[0](x) + 2.0, rtol=1e-6)
+        gradient = eqx.filter_grad(lambda s: jnp.sum(s.fold(x, remat="nested")))(sequence)
+        assert gradient.blocks[0].weight.shape == (3, 3)
+
+    def test_the_number_of_blocks_is_that_of_the_axis(self):
+        with pytest.raises(ValueError, match="`layers` has 4 layers, but 1 blocks were given"):
+            BlockSeq([PlainBlock(3, key=jax.random.key(0))], Layers)
+
+
+@both
+class TestTakingApart:
+    def test_get_layer_counts_as_a_list_does(self, Stack):
+        stack = Stack.init(Layers, PlainBlock)(3, key=keys())
+        for i in range(-4, 4):
+            np.testing.assert_array_equal(stack.get_layer(i).weight, stack.unstacked()[i].weight)
+        for i in (4, 9, -5):
+            with pytest.raises(IndexError, match=f"Layer {i} does not exist: `layers` has layers 0 to 3"):
+                stack.get_layer(i)
+        with pytest.raises(TypeError):
+            stack.get_layer(1.0)
+
+    def test_state_dict_round_trip(self, Stack):
+        for block, args in ((NamedBlock, (Hidden,)), (PlainBlock, (3,))):
+            stack = Stack.init(Layers, block)(*args, key=keys())
+            other = Stack.init(Layers, block)(*args, key=jax.random.split(jax.random.key(9), 4))
+            for prefix in (None, "model.layers"):
+                state = stack.to_state_dict(prefix)
+                start = "" if prefix is None else "model.layers."
+                assert set(state) == {f"{start}{i}.{name}" for i in range(4) for name in ("weight", "bias")}
+                restored = other.from_state_dict({**state, "elsewhere": jnp.ones(1)}, prefix)
+                assert eqx.tree_equal(restored, stack)
+
+    def test_state_dicts_of_the_two_are_alike(self, Stack):
+        stack, sequence = (S.init(Layers, PlainBlock)(3, key=keys()) for S in (Stacked, BlockSeq))
+        assert stack.to_state_dict("h").keys() == sequence.to_state_dict("h").keys()
+        assert eqx.tree_equal(stack.from_state_dict(sequence.to_state_dict("h"), "h"), stack)
+
+    def test_functions_and_numbers_stay_as_they_are(self, Stack):
+        stack = Stack.init(Layers, eqx.nn.MLP)(3, 3, 8, 1, key=keys())
+        restored = stack.from_state_dict(stack.to_state_dict("h"), "h")
+        np.testing.assert_allclose(restored.fold(jnp.ones(3)), stack.fold(jnp.ones(3)))
+
+    def test_every_problem_of_a_state_dict_is_named(self, Stack):
+        stack = Stack.init(Layers, PlainBlock)(3, key=keys())
+        state = stack.to_state_dict("h")
+        del state["h.1.weight"], state["h.1.bias"], state["h.3.bias"]
+        state["h.2.weight"] = jnp.ones((2, 3))
+        state["h.4.weight"] = state["h.17.weight"] = jnp.ones((3, 3))
+        with pytest.raises(ValueError) as error:
+            stack.from_state_dict(state, "h")
+        message = str(error.value)
+        assert "layer 1 is missing (no key starts with 'h.1')" in message
+        assert "layer 2 has 'h.2.weight' of shape (2, 3) where (3, 3) is expected" in message
+        assert "layer 3 is missing 'h.3.bias'" in message
+        assert "layer 4 is one too many: the stack has 4 layers" in message
+        assert "layer 17 is one too many" in message

@@ -69,7 +69,8 @@ def check_contents(wheel: Path) -> None:
     """Raise unless the wheel holds exactly the package's files and its metadata."""
     with zipfile.ZipFile(wheel) as archive:
         held = {name for name in archive.namelist() if ".dist-info/" not in name}
-    in_checkout = {str(path.relative_to(ROOT)) for path in (ROOT / PACKAGE).rglob("*.py")}
+    files = (path.relative_to(ROOT) for path in (ROOT / PACKAGE).rglob("*") if path.is_file())
+    in_checkout = {str(path) for path in files if "__pycache__" not in path.parts}
     if held != in_checkout:
         raise SystemExit(
             f"the wheel and {PACKAGE}/ differ: only in the wheel {sorted(held - in_checkout)}, "

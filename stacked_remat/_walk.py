@@ -139,25 +139,27 @@ def forward_sweep_on_host(
     write_output: Callable[[Any, _T, _T], _T],
     unroll: int | bool = 1,
 ) -> tuple[Carry, _T, Kept]:
-    """As `forward_sweep`, but each segment's first input goes to a buffer on the host and nothing else is kept."""
+    """As `forward_sweep`, but each segment's first input goes to a buffer on the host and nothing else is kept.
+
+    `outputs` are the buffers that `write_output(index, outputs, output)` fills.
+    """
+    # A scan stacks what is on the host without making room on the device first.
     starts = np.cumsum((0, *schedule.segments[:-1]), dtype=np.int32)
     sizes = np.asarray(schedule.segments, np.int32)
 
-    def segment(j: Any, state: Any) -> Any:
-        boundaries, carry, outputs = state
-        boundaries = _write(boundaries, j, to_host(carry))
+    def segment(state: tuple[Carry, _T], at: tuple[Array, Array]) -> tuple[tuple[Carry, _T], Carry]:
+        boundary = to_host(state[0])
 
-        def layer(k: Any, state: Any) -> Any:
+        def layer(k: Any, state: tuple[Carry, _T]) -> tuple[Carry, _T]:
             carry, outputs = state
-            index = _at(starts, j) + k
+            index = at[0] + k
             carry, output = step(index, carry)
             return carry, write_output(index, outputs, output)
 
-        carry, outputs = _repeat(_trips(sizes, j), layer, (carry, outputs), unroll, max(schedule.segments))
-        return boundaries, carry, outputs
+        trips = _trips(sizes, at[1])
+        return _repeat(trips, layer, state, unroll, max(schedule.segments)), boundary
 
-    boundaries = to_host(_room(carry, len(starts)))
-    boundaries, carry, outputs = _repeat(len(starts), segment, (boundaries, carry, outputs), unroll is True, len(starts))
+    (carry, outputs), boundaries = lax.scan(segment, (carry, outputs), (starts, np.arange(len(starts))))
     return carry, outputs, Kept([], boundaries)
 
 
@@ -293,21 +295,22 @@ def _reverse_from_host(
     starts = np.cumsum((0, *schedule.segments[:-1]))
     runs = tuple(
         Run(int(start), 0, tuple(range(1, size)), size) for start, size in zip(starts, schedule.segments, strict=True)
-    )[::-1]
+    )
     plan = _Plan.of(runs, saving=replay.save is not None)
     most = plan.most_visits
 
-    def run(r: Any, state: Any) -> Any:
+    def run(state: Any, at: tuple[Any, Carry]) -> tuple[Any, None]:
         slots, saved, cotangent, visited = state
-        slots = _write(slots, 0, to_device(_read(boundaries, len(runs) - 1 - r)))
+        r, boundary = at
+        slots = _write(slots, 0, to_device(boundary))
         slots = _advance(replay, slots, plan, r, unroll)
         slots, saved = _save(replay, slots, saved, plan, r, unroll)
         cotangent, visited = _visit(visitor, slots, saved, cotangent, visited, plan, r, unroll)
-        return slots, saved, cotangent, visited
+        return (slots, saved, cotangent, visited), None
 
     slots = [jnp.zeros((most, *leaf.shape[1:]), leaf.dtype) for leaf in boundaries]
     state = (slots, _saved_room(replay, slots, most), cotangent, state)
-    _, _, cotangent, state = _repeat(len(runs), run, state, unroll is True, len(runs))
+    (_, _, cotangent, state), _ = lax.scan(run, state, (np.arange(len(runs)), boundaries), reverse=True)
     return cotangent, state
 
 

@@ -65,9 +65,8 @@ def sweep(
         ValueError: the schedule is for another length, or too deep for the host.
         TypeError: forward-mode differentiation, where it can be told (outside of `jit`).
     """
-    _check(schedule, length, boundaries)
-    init = _settle(body, init, xs, length)
-    jaxpr, shared, trees = _close(body, init, xs)
+    _check(schedule, length, boundaries, xs)
+    init, jaxpr, shared, trees = _close(body, init, xs, length)
     problem = _Problem(jaxpr, len(jax.tree.leaves(init)), schedule, reverse, unroll, checkpoint, boundaries == "host")
     try:
         carry, ys = _differentiable(problem)(jax.tree.leaves(init), jax.tree.leaves(xs), shared)
@@ -81,27 +80,37 @@ def sweep(
     return jax.tree.unflatten(trees[0], carry), jax.tree.unflatten(trees[1], ys)
 
 
-def _check(schedule: Schedule, length: int, boundaries: str) -> None:
+def _check(schedule: Schedule, length: int, boundaries: str, xs: Any) -> None:
     if schedule.length != length:
         raise ValueError(f"the schedule is for {schedule.length} layers, but there are {length}")
     if boundaries not in ("device", "host"):
         raise ValueError(f'boundaries must be "device" or "host", got {boundaries!r}')
     if boundaries == "host" and not schedule.segments:
         raise ValueError("boundaries can be kept on the host only where the layers are cut once: use equal segments")
+    for path, leaf in jax.tree_util.tree_leaves_with_path(xs):
+        if jnp.shape(leaf)[:1] != (length,):
+            where = f"xs{jax.tree_util.keystr(path)}"
+            raise ValueError(f"{where} has shape {jnp.shape(leaf)}; its leading axis must have size {length}, one per layer")
 
 
-def _settle(body: Callable, init: Any, xs: Any, length: int) -> Any:
-    """Gives `init` the types that `lax.scan` gives it, with its errors for carries that change type."""
-    carry, _ = jax.eval_shape(lambda init, xs: lax.scan(body, init, xs, length=length), init, xs)
-    return jax.tree.map(lambda leaf, like: lax.convert_element_type(leaf, like.dtype), init, carry)
-
-
-def _close(body: Callable, init: Any, xs: Any) -> tuple[Jaxpr, Arrays, tuple[Any, Any]]:
-    """The body as a jaxpr, the values that it closes over, and the trees of its two outputs."""
+def _close(body: Callable, init: Any, xs: Any, length: int) -> tuple[Any, Jaxpr, Arrays, tuple[Any, Any]]:
+    """The first carry in its final types, the body as a jaxpr, the values that it closes over, its output trees."""
+    init = jax.tree.map(jnp.asarray, init)
     x = jax.eval_shape(lambda xs: jax.tree.map(lambda leaf: leaf[0], xs), xs)
-    closed, shapes = jax.make_jaxpr(body, return_shape=True)(init, x)
-    carry, y = (jax.tree.structure(shape) for shape in shapes)
-    return closed.jaxpr, list(closed.consts), (carry, y)
+    closed, (carry, y) = jax.make_jaxpr(body, return_shape=True)(init, x)
+    if not _same_types(init, carry):
+        # lax.scan settles weakly typed carries, and has the error messages for the other cases.
+        carry, _ = jax.eval_shape(lambda init, xs: lax.scan(body, init, xs, length=length), init, xs)
+        init = jax.tree.map(lambda leaf, like: lax.convert_element_type(leaf, like.dtype), init, carry)
+        closed, (carry, y) = jax.make_jaxpr(body, return_shape=True)(init, x)
+    return init, closed.jaxpr, list(closed.consts), (jax.tree.structure(carry), jax.tree.structure(y))
+
+
+def _same_types(init: Any, carry: Any) -> bool:
+    def types(tree: Any) -> list[Any]:
+        return [(leaf.shape, leaf.dtype, getattr(leaf, "weak_type", False)) for leaf in jax.tree.leaves(tree)]
+
+    return jax.tree.structure(init) == jax.tree.structure(carry) and types(init) == types(carry)
 
 
 @dataclass(frozen=True)

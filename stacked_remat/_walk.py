@@ -327,19 +327,23 @@ def _repeat(trips: Any, body: Callable[[Any, _T], _T], state: _T, unroll: int | 
         for k in range(trips):
             state = body(k, state)
         return state
+
+    def one(k: Any, state: _T) -> _T:
+        return body(lax.convert_element_type(k, jnp.int32), state)
+
     if isinstance(trips, int):
-        return lax.fori_loop(0, trips, body, state, unroll=min(int(unroll) or 1, trips) if trips else None)
-    step = most if unroll is True else min(int(unroll) or 1, most)
+        return lax.fori_loop(0, trips, one, state, unroll=max(1, min(int(unroll), trips)))
+    step = most if unroll is True else max(1, min(int(unroll), most))
     if step == 1:
-        return lax.fori_loop(0, trips, body, state)
+        return lax.fori_loop(0, trips, one, state)
 
     def several(block: Any, state: _T) -> _T:
         for k in range(step):
-            state = body(block * step + k, state)
+            state = one(block * step + k, state)
         return state
 
     state = lax.fori_loop(0, trips // step, several, state)
-    return lax.fori_loop(trips // step * step, trips, body, state)
+    return lax.fori_loop(trips // step * step, trips, one, state)
 
 
 def _trips(table: np.ndarray, r: Any) -> Any:

@@ -1,0 +1,68 @@
+"""Which outputs of a jaxpr can depend on which of its inputs, for differentiation.
+
+A conservative answer from the jaxpr's equations alone: an output that is said to be inactive does not depend on an
+active input; one that is said to be active may still have a zero derivative.
+"""
+
+from collections.abc import Sequence
+
+import jax.numpy as jnp
+from jax.extend import core
+
+__all__ = ["active_carry", "active_outputs", "is_differentiable"]
+
+
+def is_differentiable(dtype: jnp.dtype) -> bool:
+    """Whether arrays of this type have tangents: not integers, booleans, or keys."""
+    return jnp.issubdtype(dtype, jnp.inexact)
+
+
+def active_carry(
+    jaxpr: core.Jaxpr, shared: Sequence[bool], init: Sequence[bool], xs: Sequence[bool]
+) -> list[bool]:
+    """The carry leaves that are active in some layer.
+
+    Args:
+        jaxpr: one layer, `(carry, x) -> (carry, y)` in leaves; its constants are what the layers share.
+        shared: which constants are active.
+        init: which leaves of the first carry are.
+        xs: which of the layers' own inputs are.
+    """
+    carry = list(init)
+    while True:
+        outputs = active_outputs(jaxpr, [*shared, *carry, *xs])[: len(carry)]
+        grown = [old or new for old, new in zip(carry, outputs, strict=True)]
+        if grown == carry:
+            return carry
+        carry = grown
+
+
+def active_outputs(jaxpr: core.Jaxpr, inputs: Sequence[bool]) -> list[bool]:
+    """Which outputs depend on an active input (constants first) through differentiable values."""
+    variables = (*jaxpr.constvars, *jaxpr.invars)
+    active = {var for var, is_active in zip(variables, inputs, strict=True) if is_active}
+
+    def is_active(atom: object) -> bool:
+        return isinstance(atom, core.Var) and atom in active
+
+    for equation in jaxpr.eqns:
+        operands = [is_active(atom) for atom in equation.invars]
+        if not any(operands):
+            continue
+        inner = _called(equation)
+        outputs = active_outputs(inner, operands) if inner is not None else [True] * len(equation.outvars)
+        active.update(
+            var
+            for var, depends in zip(equation.outvars, outputs, strict=True)
+            if depends and is_differentiable(getattr(var.aval, "dtype", jnp.dtype(bool)))
+        )
+    return [is_active(atom) for atom in jaxpr.outvars]
+
+
+def _called(equation: core.JaxprEqn) -> core.Jaxpr | None:
+    """The jaxpr of an equation that only calls one, argument by argument (`jit`, `checkpoint`)."""
+    inner = equation.params.get("jaxpr")
+    if equation.primitive.name not in ("jit", "pjit", "checkpoint", "remat", "remat2", "closed_call") or inner is None:
+        return None
+    inner = getattr(inner, "jaxpr", inner)
+    return inner if len(inner.constvars) + len(inner.invars) == len(equation.invars) else None

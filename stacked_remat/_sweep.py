@@ -1,0 +1,304 @@
+"""`lax.scan` whose reverse sweep follows a schedule: few carries kept, no copies of weights, gradients in place.
+
+Two nested scans under `jax.checkpoint` would keep as few carries, but slice a segment of weights into
+a new buffer and stack a segment of gradients before copying it out. Here the stack is indexed by layer number in the
+innermost loop, and the gradient buffer is a loop carry that is updated in place.
+
+Gradients of gradients go through the plain checkpointed scan, since loops with dynamic trip counts
+have no transpose.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.core import eval_jaxpr
+from jax.custom_derivatives import SymbolicZero
+from jax.extend.core import Jaxpr
+from jaxtyping import Array
+
+from ._activity import active_carry, is_differentiable
+from ._gradient import Gradients, LayerPullback, Wanted, merge, pick, spread
+from ._schedule import Schedule
+from ._walk import Carry, Kept, Replay, forward_sweep, forward_sweep_on_host, reverse_sweep
+
+__all__ = ["sweep"]
+
+Arrays = list[Array]
+Mask = Sequence[bool]
+
+
+def sweep(
+    body: Callable[[Any, Any], tuple[Any, Any]],
+    init: Any,
+    xs: Any,
+    *,
+    length: int,
+    schedule: Schedule,
+    reverse: bool = False,
+    unroll: int | bool = 1,
+    checkpoint: Callable[[Callable], Callable] = jax.checkpoint,
+    boundaries: Literal["device", "host"] = "device",
+) -> tuple[Any, Any]:
+    """`lax.scan(body, init, xs)` in value and gradients, with the reverse sweep that `schedule` describes.
+
+    Args:
+        body: `(carry, x) -> (carry, y)` on pytrees of arrays; it may close over traced values.
+        init: the first carry.
+        xs: pytree of arrays with a leading axis of size `length`, or without leaves.
+        length: number of layers.
+        schedule: a cut of as many layers.
+        reverse: whether to go from the last entry of `xs` to the first.
+        unroll: layers per iteration of the innermost loops; `True` unrolls everything.
+        checkpoint: how a layer's internals are kept within the segment being walked. What it saves beyond the layer's inputs
+            is kept by the replay, for the layers of that one segment.
+        boundaries: `"host"` keeps the segments' first inputs in host memory; the schedule must be cut once.
+
+    Returns:
+        The last carry and the stacked `y`s.
+
+    Raises:
+        ValueError: the schedule is for another length, or too deep for the host.
+        TypeError: forward-mode differentiation, where it can be told (outside of `jit`).
+    """
+    _check(schedule, length, boundaries, xs)
+    init, jaxpr, shared, trees = _close(body, init, xs, length)
+    problem = _Problem(jaxpr, len(jax.tree.leaves(init)), schedule, reverse, unroll, checkpoint, boundaries == "host")
+    try:
+        carry, ys = _differentiable(problem)(jax.tree.leaves(init), jax.tree.leaves(xs), shared)
+    except TypeError as error:
+        if "forward-mode" not in str(error):
+            raise
+        raise TypeError(
+            "nested checkpointing has no forward-mode derivative (jvp, jacfwd, linearize); "
+            "use remat=True or remat=False for it, or reverse mode"
+        ) from error
+    return jax.tree.unflatten(trees[0], carry), jax.tree.unflatten(trees[1], ys)
+
+
+def _check(schedule: Schedule, length: int, boundaries: str, xs: Any) -> None:
+    if schedule.length != length:
+        raise ValueError(f"the schedule is for {schedule.length} layers, but there are {length}")
+    if boundaries not in ("device", "host"):
+        raise ValueError(f'boundaries must be "device" or "host", got {boundaries!r}')
+    if boundaries == "host" and not schedule.segments:
+        raise ValueError("boundaries can be kept on the host only where the layers are cut once: use equal segments")
+    for path, leaf in jax.tree_util.tree_leaves_with_path(xs):
+        if jnp.shape(leaf)[:1] != (length,):
+            where = f"xs{jax.tree_util.keystr(path)}"
+            raise ValueError(f"{where} has shape {jnp.shape(leaf)}; its leading axis must have size {length}, one per layer")
+
+
+def _close(body: Callable, init: Any, xs: Any, length: int) -> tuple[Any, Jaxpr, Arrays, tuple[Any, Any]]:
+    """The first carry in its final types, the body as a jaxpr, the values that it closes over, its output trees."""
+    init = jax.tree.map(jnp.asarray, init)
+    x = jax.eval_shape(lambda xs: jax.tree.map(lambda leaf: leaf[0], xs), xs)
+    closed, (carry, y) = jax.make_jaxpr(body, return_shape=True)(init, x)
+    if not _same_types(init, carry):
+        # lax.scan settles weakly typed carries, and has the error messages for the other cases.
+        carry, _ = jax.eval_shape(lambda init, xs: lax.scan(body, init, xs, length=length), init, xs)
+        init = jax.tree.map(lambda leaf, like: lax.convert_element_type(leaf, like.dtype), init, carry)
+        closed, (carry, y) = jax.make_jaxpr(body, return_shape=True)(init, x)
+    return init, closed.jaxpr, list(closed.consts), (jax.tree.structure(carry), jax.tree.structure(y))
+
+
+def _same_types(init: Any, carry: Any) -> bool:
+    def types(tree: Any) -> list[Any]:
+        return [(leaf.shape, leaf.dtype, getattr(leaf, "weak_type", False)) for leaf in jax.tree.leaves(tree)]
+
+    return jax.tree.structure(init) == jax.tree.structure(carry) and types(init) == types(carry)
+
+
+@dataclass(frozen=True)
+class _Problem:
+    """Everything about a sweep that is not an array.
+
+    Attributes:
+        jaxpr: one layer, `(carry, x) -> (carry, y)` in leaves; its constants are the shared inputs.
+        carries: number of carry leaves.
+        schedule: see `sweep`, like the rest.
+    """
+
+    jaxpr: Jaxpr
+    carries: int
+    schedule: Schedule
+    reverse: bool
+    unroll: int | bool
+    checkpoint: Callable[[Callable], Callable]
+    on_host: bool
+
+    def layer(self, shared: Arrays, carry: Carry, x: Arrays) -> tuple[Carry, Arrays]:
+        outputs = eval_jaxpr(self.jaxpr, shared, *carry, *x)
+        return outputs[: self.carries], outputs[self.carries :]
+
+    def entry(self, index: Any) -> Any:
+        """Where the layer that runs as number `index` stands in stacked arrays."""
+        return self.schedule.length - 1 - index if self.reverse else index
+
+    def take(self, stacked: Array, index: Any) -> Array:
+        return lax.dynamic_index_in_dim(stacked, self.entry(index), keepdims=False)
+
+    def put(self, stacked: Array, index: Any, entry: Array) -> Array:
+        return lax.dynamic_update_index_in_dim(stacked, entry, self.entry(index), 0)
+
+    def plain(self, layer: Callable, init: Carry, xs: Arrays, shared: Arrays) -> tuple[Carry, Arrays]:
+        """The plain scan over `layer`."""
+        return lax.scan(
+            lambda carry, x: layer(shared, carry, x),
+            init,
+            xs,
+            length=self.schedule.length,
+            reverse=self.reverse,
+            unroll=self.unroll,
+        )
+
+    def reference(self, init: Carry, xs: Arrays, shared: Arrays) -> tuple[Carry, Arrays]:
+        """The same by the plain checkpointed scan, which has all derivatives."""
+        return self.plain(self.checkpoint(self.layer), init, xs, shared)
+
+    def forward(self, init: Carry, xs: Arrays, shared: Arrays) -> tuple[Carry, Arrays, Kept]:
+        """The forward sweep."""
+
+        def step(index: Any, carry: Carry) -> tuple[Carry, Arrays]:
+            return self.layer(shared, carry, [self.take(leaf, index) for leaf in xs])
+
+        if not self.on_host:
+            return forward_sweep(step, init, self.schedule, reverse=self.reverse, unroll=self.unroll)
+        shapes = self.jaxpr.outvars[self.carries :]
+        ys = [jnp.zeros((self.schedule.length, *out.aval.shape), out.aval.dtype) for out in shapes]
+        return forward_sweep_on_host(
+            step,
+            init,
+            ys,
+            self.schedule,
+            write_output=lambda index, ys, y: [self.put(a, index, b) for a, b in zip(ys, y, strict=True)],
+            unroll=self.unroll,
+        )
+
+    def wanted(self, init: Mask, xs: Mask, shared: Mask, ys: Mask) -> Wanted:
+        """What to differentiate when these leaves are."""
+        carry = active_carry(self.jaxpr, shared, init, xs)
+        return Wanted(tuple(init), tuple(carry), tuple(xs), tuple(shared), tuple(ys))
+
+    def pullback(
+        self, wanted: Wanted, kept: Kept, xs: Arrays, shared: Arrays, carry_ct: Carry, ys_ct: Arrays
+    ) -> tuple[Carry, Arrays, Arrays]:
+        """The reverse sweep: cotangents of the wanted leaves of init, xs and shared."""
+        pullback = LayerPullback(self.layer, wanted, self.checkpoint)
+        if self.checkpoint is not jax.checkpoint:
+            example = jax.eval_shape(lambda kept, xs: (kept.first(), [leaf[0] for leaf in xs]), kept, xs)
+            pullback = pullback.with_residuals(shared, *example)
+        visitor = Gradients(pullback, shared, self.take, self.put, xs, ys_ct)
+
+        def inputs(index: Any, carry: Carry) -> tuple[Arrays, Carry, Arrays]:
+            return shared, carry, [self.take(leaf, index) for leaf in xs]
+
+        replay = Replay(
+            advance=lambda index, carry: self.layer(*inputs(index, carry))[0],
+            save=(lambda index, carry: pullback.save(*inputs(index, carry))) if pullback.saved else None,
+        )
+        carry_ct, (shared_ct, xs_ct) = reverse_sweep(
+            replay, visitor, kept, carry_ct, visitor.init(), self.schedule, unroll=self.unroll
+        )
+        return pick(carry_ct, [want for want, active in zip(wanted.init, wanted.carry, strict=True) if active]), xs_ct, shared_ct
+
+
+def _differentiable(problem: _Problem) -> Callable[[Carry, Arrays, Arrays], tuple[Carry, Arrays]]:
+    """The sweep as a function of leaves, with its derivative rule."""
+
+    @jax.custom_vjp
+    def run(init: Carry, xs: Arrays, shared: Arrays) -> tuple[Carry, Arrays]:
+        return problem.plain(problem.layer, init, xs, shared)
+
+    def forward(init: Any, xs: Any, shared: Any) -> tuple[tuple[Carry, Arrays], Any]:
+        perturbed = tuple(
+            tuple(leaf.perturbed and is_differentiable(leaf.value.dtype) for leaf in part)
+            for part in (init, xs, shared)
+        )
+        init, xs, shared = ([leaf.value for leaf in part] for part in (init, xs, shared))
+        carry, ys, kept = _forward_rule(problem)(init, xs, shared)
+        return (carry, ys), (kept, xs, shared, _Static(perturbed))
+
+    def backward(residuals: Any, cotangents: Any) -> tuple[Any, Any, Any]:
+        kept, xs, shared, static = residuals
+        carry_ct, ys_ct = cotangents
+        has_ct = [not isinstance(ct, SymbolicZero) for ct in ys_ct]
+        wanted = problem.wanted(*static.value, has_ct)
+        carry_ct = [_instantiate(ct) for ct in pick(carry_ct, wanted.carry)]
+        found = _backward_rule(problem, wanted)(kept, xs, shared, carry_ct, pick(ys_ct, has_ct))
+        return tuple(
+            spread(part, want) for part, want in zip(found, (wanted.init, wanted.xs, wanted.shared), strict=True)
+        )
+
+    run.defvjp(forward, backward, symbolic_zeros=True)
+    return run
+
+
+def _forward_rule(problem: _Problem) -> Callable[[Carry, Arrays, Arrays], tuple[Carry, Arrays, Kept]]:
+    """The forward sweep, differentiable once more: by the plain scan, and the first carry that it keeps."""
+
+    @jax.custom_vjp
+    def run(init: Carry, xs: Arrays, shared: Arrays) -> tuple[Carry, Arrays, Kept]:
+        return problem.forward(init, xs, shared)
+
+    def forward(init: Carry, xs: Arrays, shared: Arrays) -> Any:
+        return run(init, xs, shared), (init, xs, shared)
+
+    def backward(inputs: Any, cotangents: Any) -> Any:
+        carry_ct, ys_ct, kept_ct = cotangents
+        _, pullback = jax.vjp(problem.reference, *inputs)
+        init_ct, xs_ct, shared_ct = pullback((carry_ct, ys_ct))
+        return [_plus(a, b) for a, b in zip(init_ct, kept_ct.first(), strict=True)], xs_ct, shared_ct
+
+    run.defvjp(forward, backward)
+    return run
+
+
+def _backward_rule(problem: _Problem, wanted: Wanted) -> Callable[..., tuple[Carry, Arrays, Arrays]]:
+    """The reverse sweep, differentiable once more: by the plain scan's pullback, as a function of the first carry."""
+
+    @jax.custom_vjp
+    def run(kept: Kept, *rest: Any) -> tuple[Carry, Arrays, Arrays]:
+        return problem.pullback(wanted, kept, *rest)
+
+    def reference(init: Carry, xs: Arrays, shared: Arrays, carry_ct: Carry, ys_ct: Arrays) -> tuple[Carry, Arrays, Arrays]:
+        def part(*parts: Any) -> tuple[Carry, Arrays]:
+            whole = (merge(*triple) for triple in zip((init, xs, shared), parts, picks, strict=True))
+            carry, ys = problem.reference(*whole)
+            return pick(carry, wanted.carry), pick(ys, wanted.ys)
+
+        picks = (wanted.init, wanted.xs, wanted.shared)
+        _, pullback = jax.vjp(part, *(pick(*pair) for pair in zip((init, xs, shared), picks, strict=True)))
+        return pullback((carry_ct, ys_ct))
+
+    def forward(kept: Kept, *rest: Any) -> Any:
+        return run(kept, *rest), (kept, rest)
+
+    def backward(residuals: Any, cotangents: Any) -> Any:
+        kept, rest = residuals
+        _, pullback = jax.vjp(reference, kept.first(), *rest)
+        init_ct, *rest_ct = pullback(cotangents)
+        return kept.cotangent_of_first(init_ct), *rest_ct
+
+    run.defvjp(forward, backward)
+    return run
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=(), meta_fields=("value",))
+@dataclass(frozen=True)
+class _Static:
+    """A hashable value that travels among residuals."""
+
+    value: Any
+
+
+def _instantiate(cotangent: Any) -> Array:
+    return jnp.zeros(cotangent.shape, cotangent.dtype) if isinstance(cotangent, SymbolicZero) else cotangent
+
+
+def _plus(a: Array, b: Array) -> Array:
+    return a if a.dtype == jax.dtypes.float0 else lax.add(a, b)

@@ -1,0 +1,172 @@
+"""Schedules against a simulation that really executes them."""
+
+import functools
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from stacked_remat._schedule import Schedule, bounded, equal, levels, segmented, shrinking
+
+lengths = st.integers(1, 70)
+
+
+def execute(schedule: Schedule) -> tuple[int, int]:
+    """Runs a schedule on symbolic carries; returns the most carries alive and the number of replays.
+
+    The value of a carry is the number of the layer that it is the input of. A slot is alive from the write of an input
+    that is later read to the last time that it is read.
+    """
+    slots: dict[int, int] = {}
+    for layer, slot in enumerate(schedule.forward):
+        slots[slot] = layer
+    log: list[tuple[str, int, int]] = [("write", slot, layer) for slot, layer in slots.items()]
+    replays, visited = 0, []
+    for run in schedule.runs:
+        assert slots[run.slot] == run.start, "a replay starts from a carry that is held"
+        log.append(("read", run.slot, run.start))
+        carry = run.start
+        for slot in run.writes:
+            carry += 1
+            replays += 1
+            slots[slot] = carry
+            log.append(("write", slot, carry))
+        for k in range(run.visits):
+            slot, layer = run.top_slot - k, run.top - k
+            assert slots[slot] == layer, "a visited layer's input is held"
+            log.append(("read", slot, layer))
+            visited.append(layer)
+    assert visited == list(range(schedule.length))[::-1]
+    return most_alive(log), replays
+
+
+def most_alive(log: list[tuple[str, int, int]]) -> int:
+    """The most values that were written and will still be read, backwards over the log."""
+    alive: set[tuple[int, int]] = set()
+    most = 0
+    for kind, slot, layer in reversed(log):
+        (alive.add if kind == "read" else alive.discard)((slot, layer))
+        most = max(most, len(alive))
+    return most
+
+
+def check(schedule: Schedule, length: int) -> None:
+    alive, replays = execute(schedule)
+    used = {*schedule.forward, *(slot for run in schedule.runs for slot in run.writes)}
+    assert schedule.length == length == len(schedule.forward)
+    assert used == set(range(schedule.slots))
+    assert schedule.max_carries_alive == alive
+    assert schedule.block_evaluations == 4 * length + replays
+    if schedule.segments:
+        assert sum(schedule.segments) == length
+
+
+def test_shrinking_48():
+    schedule = shrinking(48)
+    assert schedule.segments == (10, 9, 8, 7, 6, 5, 3)
+    assert schedule.max_carries_alive == 10
+    assert schedule.block_evaluations <= 5 * 48 - 7
+    assert schedule.block_evaluations <= 1.23 * 4 * 48
+
+
+@given(lengths)
+def test_shrinking(length: int):
+    schedule = shrinking(length)
+    check(schedule, length)
+    slots = schedule.slots
+    assert slots * (slots - 1) // 2 < length <= slots * (slots + 1) // 2
+    assert schedule.block_evaluations <= 5 * length - len(schedule.segments)
+
+
+@given(lengths, st.integers(1, 80))
+def test_equal(length: int, segments: int):
+    schedule = equal(length, segments)
+    check(schedule, length)
+    assert len(schedule.segments) == min(segments, length)
+    assert max(schedule.segments) - min(schedule.segments) <= 1
+    assert schedule.block_evaluations <= 5 * length - len(schedule.segments)
+    assert schedule.uniform or length % segments
+
+
+@given(lengths, st.integers(1, 80))
+def test_segmented(length: int, size: int):
+    schedule = segmented(length, size)
+    check(schedule, length)
+    assert set(schedule.segments[:-1]) <= {size}
+    assert schedule.block_evaluations <= 5 * length - len(schedule.segments)
+
+
+@given(lengths, st.lists(st.integers(1, 6), min_size=1, max_size=4))
+def test_levels(length: int, sizes: list[int]):
+    if math.prod(sizes) < length:
+        with pytest.raises(ValueError, match=f"fewer than {length}"):
+            levels(length, sizes)
+        return
+    schedule = levels(length, sizes)
+    check(schedule, length)
+    assert schedule.max_carries_alive <= sum(sizes) - (len(sizes) - 1)
+    assert schedule.replays <= max(0, len(sizes) - 1) * length
+
+
+def test_two_levels_are_equal_segments():
+    assert levels(48, (6, 8)) == equal(48, 6)
+    assert levels(48, (48,)) == equal(48, 1)
+
+
+@functools.cache
+def fewest_replays(length: int, carries: int) -> float:
+    """Dynamic programming: forward evaluations to visit `length` layers whose first input is held in one of `carries`."""
+    if length <= carries:
+        return length - 1
+    if carries == 1:
+        return math.inf
+    return min(
+        middle + fewest_replays(length - middle, carries - 1) + fewest_replays(middle, carries)
+        for middle in range(1, length)
+    )
+
+
+@settings(max_examples=60)
+@given(lengths, st.integers(2, 20))
+def test_bounded_is_optimal(length: int, carries: int):
+    schedule = bounded(length, max_carries=carries)
+    check(schedule, length)
+    assert schedule.max_carries_alive <= carries
+    # The first length - 1 evaluations are those of the forward sweep.
+    assert schedule.replays == fewest_replays(length, carries) - (length - 1)
+
+
+def test_bounded_with_all_carries_replays_nothing():
+    assert bounded(48, max_carries=48).replays == 0
+    assert bounded(1, max_carries=1).replays == 0
+
+
+def test_bounded_needs_no_more_than_shrinking():
+    for length in range(1, 60):
+        one = shrinking(length)
+        assert bounded(length, max_carries=max(2, one.slots)).replays <= one.replays
+
+
+def test_long_sequences_are_cheap_to_cut():
+    assert shrinking(10_000).slots == 141
+    assert bounded(2_000, max_carries=8).max_carries_alive == 8
+
+
+@pytest.mark.parametrize(
+    ("build", "error", "match"),
+    [
+        (lambda: shrinking(0), ValueError, "length .* at least 1, got 0"),
+        (lambda: shrinking(True), TypeError, "length .* must be an int, got True"),
+        (lambda: equal(4, -1), ValueError, "segments .* at least 1, got -1"),
+        (lambda: equal(4, 2.0), TypeError, "segments .* must be an int, got 2.0"),
+        (lambda: segmented(4, 0), ValueError, "segment_length .* at least 1"),
+        (lambda: levels(4, ()), ValueError, "hold 0 layers, fewer than 4"),
+        (lambda: levels(4, (2, True)), TypeError, r"sizes\[1\] .* must be an int"),
+        (lambda: bounded(4, max_carries=1), ValueError, "max_carries=1 is too few for 4 layers.*at least 2"),
+        (lambda: bounded(4, max_carries=0), ValueError, "max_carries .* at least 1"),
+    ],
+)
+def test_errors(build, error, match):
+    with pytest.raises(error, match=match):
+        build()

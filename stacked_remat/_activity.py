@@ -62,7 +62,10 @@ def active_outputs(jaxpr: core.Jaxpr, inputs: Sequence[bool]) -> list[bool]:
 def _called(equation: core.JaxprEqn) -> core.Jaxpr | None:
     """The jaxpr of an equation that only calls one, argument by argument (`jit`, `checkpoint`)."""
     inner = equation.params.get("jaxpr")
-    if equation.primitive.name not in ("jit", "pjit", "checkpoint", "remat", "remat2", "closed_call") or inner is None:
+    if (
+        equation.primitive.name not in ("jit", "pjit", "checkpoint", "remat", "remat2", "closed_call")
+        or inner is None
+    ):
         return None
     inner = getattr(inner, "jaxpr", inner)
     return inner if len(inner.constvars) + len(inner.invars) == len(equation.invars) else None

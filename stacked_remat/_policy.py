@@ -122,7 +122,7 @@ class ScanCheckpointPolicy:
         if self.save_carries is False:
             raise ValueError(
                 "nested keeps the carry at the start of each segment, and save_carries=False keeps none. "
-                "Use nested=1 to keep the stack's input alone, or save_carries=True."
+                'For a backward pass that starts from the stack\'s input alone use "recompute".'
             )
         if self.save_inputs is not True:
             raise ValueError(

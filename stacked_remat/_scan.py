@@ -6,6 +6,7 @@ how a scan behaves.
 """
 
 import functools
+import itertools
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -28,6 +29,8 @@ from ._layer_axis import (
     stack_trees,
 )
 from ._policy import OFFLOAD, ScanCheckpointPolicy, ScanCheckpointSpec, resolve_policy
+from ._schedule import Schedule, equal, shrinking
+from ._sweep import sweep
 
 Layer = Callable[[Any, Any], tuple[Any, Any]]  # (carry, inputs of the layer) -> (carry, output)
 
@@ -211,7 +214,7 @@ def scan_unrolled(
         for segment in _segments(axis.size, policy):
             walk = functools.partial(run_segment, segment)
             if policy.nested:
-                walk = _checkpoint_segment(walk, policy, names, rolled=False)
+                walk = _checkpoint_segment(walk, policy, names)
             carry, ys = walk(carry)
             outputs += ys
         return carry, outputs
@@ -263,7 +266,7 @@ def _scan_rolled(
 
     def run(carry: Any, xs: Sequence[Any]) -> tuple[Any, Any]:
         if policy.nested and axis.size > 0:
-            return _scan_segments(step, carry, xs, axis.size, policy, names, reverse=reverse, unroll=unroll)
+            return _sweep_segments(step, carry, xs, axis.size, policy, reverse=reverse, unroll=unroll)
         rolled = unroll is not True and unroll < axis.size
         body = _checkpointed(step, policy, names, rolled=rolled)
         return jax.lax.scan(body, carry, xs, length=axis.size, reverse=reverse, unroll=unroll)
@@ -275,59 +278,58 @@ def _scan_rolled(
     return eqx.combine(carry, static), name_stacked(ys, axis, "scan")
 
 
-def _scan_segments(
+def _sweep_segments(
     step: Layer,
     carry: Any,
     xs: Sequence[Any],
     length: int,
     policy: ScanCheckpointPolicy,
-    names: _Names,
     *,
     reverse: bool,
     unroll: int | bool,
 ) -> tuple[Any, Any]:
-    segments = _segments(length, policy)
-    size = len(segments[0])
-    whole = sum(len(segment) == size for segment in segments)
-    body = _checkpointed(step, policy, names, rolled=unroll is not True and unroll < size)
+    return sweep(
+        step,
+        carry,
+        xs,
+        length=length,
+        schedule=_schedule_of(length, policy),
+        reverse=reverse,
+        unroll=unroll,
+        checkpoint=_segment_checkpoint(policy),
+        boundaries="host" if policy.save_carries == OFFLOAD else "device",
+    )
 
-    def walk(carry: Any, xs: Sequence[Any], length: int) -> tuple[Any, Any]:
-        return jax.lax.scan(body, carry, xs, length=length, reverse=reverse, unroll=unroll)
 
-    def walk_whole(carry: Any) -> tuple[Any, Any]:
-        segment = _checkpoint_segment(functools.partial(walk, length=size), policy, names, rolled=whole > 1)
-        cut = [x[: whole * size].reshape(whole, size, *x.shape[1:]) for x in xs]
-        carry, ys = jax.lax.scan(segment, carry, cut, length=whole, reverse=reverse)
-        return carry, jax.tree.map(lambda y: y.reshape(whole * size, *y.shape[2:]), ys)
+def _segment_checkpoint(policy: ScanCheckpointPolicy) -> Callable[[Callable], Callable]:
+    """How the internals of a layer are kept while its segment is walked."""
+    if policy.saves_everything:
+        return lambda layer: layer
+    if policy.saved_names or policy.prevent_cse:
+        keep = jax.checkpoint_policies.save_only_these_names(*policy.saved_names)
+        return functools.partial(jax.checkpoint, policy=keep, prevent_cse=policy.prevent_cse)
+    return jax.checkpoint
 
-    def walk_rest(carry: Any) -> tuple[Any, Any]:
-        rest = length - whole * size
-        segment = _checkpoint_segment(functools.partial(walk, length=rest), policy, names, rolled=False)
-        return segment(carry, [x[whole * size :] for x in xs])
 
-    if whole == len(segments):
-        return walk_whole(carry)
-    first, second = (walk_rest, walk_whole) if reverse else (walk_whole, walk_rest)
-    carry, ys = first(carry)
-    carry, more = second(carry)
-    before, after = (more, ys) if reverse else (ys, more)
-    return carry, jax.tree.map(lambda a, b: jax.numpy.concatenate([a, b]), before, after)
+def _schedule_of(length: int, policy: ScanCheckpointPolicy) -> Schedule:
+    return shrinking(length) if policy.nested is True else equal(length, policy.nested)
 
 
 def _segments(length: int, policy: ScanCheckpointPolicy) -> list[range]:
+    """The layers of each segment; one segment where the policy is not nested."""
     if not policy.nested:
         return [range(length)]
-    count = round(length**0.5) if policy.nested is True else policy.nested
-    size = -(-length // max(1, min(count, length)))
-    return [range(start, min(start + size, length)) for start in range(0, length, size)]
+    ends = list(itertools.accumulate(_schedule_of(length, policy).segments))
+    return [range(start, end) for start, end in zip([0, *ends], ends, strict=False)]
 
 
 def _array_step(layer: Layer, init: Any, policy: ScanCheckpointPolicy, names: _Names) -> Layer:
     """The layer on the arrays of the carry, its results checked and what goes in named for the policy."""
     static = eqx.filter(init, eqx.is_array_like, inverse=True)
+    names_what_goes_in = not (policy.simple or policy.saves_everything or policy.nested)
 
     def step(arrays: Any, inputs: Any) -> tuple[Any, Any]:
-        if not (policy.simple or policy.saves_everything):
+        if names_what_goes_in:
             arrays = checkpoint_name(arrays, names.carry)
             inputs = checkpoint_name(inputs, names.inputs)
         carry = eqx.combine(arrays, static)
@@ -357,17 +359,13 @@ def _checkpoint_whole(run: Callable, policy: ScanCheckpointPolicy, names: _Names
     return eqx.filter_checkpoint(run, policy=policy.residual_policy(*names), prevent_cse=True)
 
 
-def _checkpoint_segment(
-    walk: Callable, policy: ScanCheckpointPolicy, names: _Names, *, rolled: bool
-) -> Callable:
-    def named_walk(carry: Any, *inputs: Any) -> Any:
-        return walk(checkpoint_name(carry, names.boundary), *inputs)
+def _checkpoint_segment(walk: Callable, policy: ScanCheckpointPolicy, names: _Names) -> Callable:
+    def named_walk(carry: Any) -> Any:
+        return walk(checkpoint_name(carry, names.boundary))
 
-    keep = ScanCheckpointPolicy(save_carries=OFFLOAD if policy.save_carries == OFFLOAD else True)
+    keep = ScanCheckpointPolicy(save_carries=policy.save_carries)
     return eqx.filter_checkpoint(
-        named_walk,
-        policy=keep.residual_policy(names.boundary, names.inputs),
-        prevent_cse=policy.prevent_cse or not rolled,
+        named_walk, policy=keep.residual_policy(names.boundary, names.inputs), prevent_cse=True
     )
 
 

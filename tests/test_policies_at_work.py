@@ -1,4 +1,4 @@
-"""What each policy does: values and gradients, what is kept, what moves to the host, and the compiled memory."""
+"""What each policy does: values and gradients, what it keeps, what it moves to the host, its compiled memory."""
 
 import functools
 
@@ -178,7 +178,6 @@ def test_block_seq_obeys_the_policy_as_stacked_does(remat, N):
 
 
 N = 12
-BOUNDARIES = {"nested": None, "nested=1": 1, "nested=3": 3}
 
 
 def kept(layers, remat, x):
@@ -233,12 +232,12 @@ def test_without_checkpointing_every_layer_keeps_its_internals(remat):
     assert shapes.count((N, 3)) >= 3
 
 
-@pytest.mark.parametrize("segments", [1, 3, 4, 12, 40])
-def test_nested_keeps_one_carry_a_segment(segments):
+@pytest.mark.parametrize("nested, carries", [(True, 5), (1, 12), (3, 6), (4, 6), (12, 12), (40, 12)])
+def test_nested_keeps_a_carry_for_each_segment_and_for_each_layer_of_the_last(nested, carries):
+    """12 layers: segments of 5, 4 and 3 in 5 slots; 3 of 4 or 4 of 3 in 6 slots; one, or 12, keep all 12."""
     layers = Stacked(Elementwise(jnp.ones((N, 5))), hax.Axis("layers", N))
-    shapes = kept(layers, ScanCheckpointPolicy(nested=segments), jnp.ones(3))
-    carries = sum(int(np.prod(shape)) // 3 for shape in shapes if shape[-1:] == (3,))
-    assert carries == min(segments, N)
+    shapes = kept(layers, ScanCheckpointPolicy(nested=nested), jnp.ones(3))
+    assert sum(int(np.prod(shape)) // 3 for shape in shapes if shape[-1:] == (3,)) == carries
 
 
 def test_save_inputs_false_does_not_keep_the_transposed_copy():

@@ -34,6 +34,11 @@ test: venv  ## run the tests (PYTEST_ARGS="tests/test_x.py -k name" for some of 
 	    -m "policy and not slow" || { code=$$?; [ $$code = $(if $(PYTEST_ARGS),5,none) ] || status=$$code; }; \
 	exit $$status
 
+.PHONY: haliax
+haliax: venv  ## run Haliax's own tests of scan with this library in its place
+	@mkdir -p "$(REPORTS)"
+	$(RUN) scripts/haliax_suite.py --junitxml="$(abspath $(REPORTS))/haliax.xml"
+
 .PHONY: lint
 lint: venv  ## ruff and pyright
 	$(RUN) -m ruff format --check

@@ -30,7 +30,7 @@ class ScanCheckpointPolicy:
     | the default | N·C, and I while one layer is walked | 4·N·F |
     | `save_carries="offload"` | N·C on the host, I | 4·N·F |
     | `save_block_internals=[names]` | N·(C + named), I | less than 4·N·F |
-    | `nested=True` | about 2·√N·C, and I | 5·N·F |
+    | `nested=True` | about √(2N)·C, and I | just under 5·N·F |
     | `save_carries=False` | nothing until the backward pass, then N·C and I | 5·N·F |
 
     Policies are frozen, hashable and compare by value. Contradictory settings are refused when one is built.

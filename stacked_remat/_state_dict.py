@@ -80,7 +80,7 @@ def _shapes(template: eqx.Module, prefix: str | None) -> dict[str, tuple[int, ..
 
 
 def _with_lists(tree: Any) -> Any:
-    """The tree with lists for tuples, which is what Equinox's modules hold and Haliax's state dicts do not know."""
+    """The tree with lists for tuples: Equinox's modules hold tuples, and Haliax's state dicts know lists."""
 
     def to_list(node: Any) -> Any:
         return [_with_lists(child) for child in node] if isinstance(node, tuple) else node

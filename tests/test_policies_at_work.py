@@ -1,4 +1,4 @@
-"""What each policy does: values and gradients, what it keeps, what it moves to the host, its compiled memory."""
+"""What each policy does: values and gradients, what it keeps and offloads, its compiled memory."""
 
 import functools
 
@@ -65,7 +65,7 @@ def plain_layer(carry, weight, shift, factor, index):
 
 
 def run_policy(remat, reverse, N, ways):
-    """The same layers by `scan` and `fold`, on named and on plain arrays, each on its own copy of the arguments."""
+    """The same layers by `scan` and `fold`, named and plain, each on its own copy of the arguments."""
     Layers = hax.Axis("layers", N)
     index = np.arange(N, dtype=np.float32)
     options = dict(remat=remat, reverse=reverse)
@@ -181,7 +181,7 @@ N = 12
 
 
 def kept(layers, remat, x):
-    """The shapes that the forward pass leaves for the backward pass beside the weights, which are arguments."""
+    """The shapes that the forward pass leaves for the backward pass, beside the weights."""
 
     def forward(layers, x):
         return layers.fold(x, remat=remat)
@@ -374,7 +374,7 @@ def test_block_seq_keeps_what_stacked_keeps():
 
 
 def test_barriers_stand_where_layers_share_one_program():
-    """Without them XLA merges the recomputation with the forward pass, and nothing is saved. CPU's XLA ignores them."""
+    """Without them XLA merges the recomputation with the forward pass. (XLA on the CPU ignores them.)"""
     Layers = hax.Axis("layers", 4)
     stack = Stacked(Elementwise(jnp.ones((4, 5))), Layers)
     sequence = BlockSeq([Elementwise(jnp.full(5, i + 1.0)) for i in range(4)], Layers)

@@ -171,10 +171,14 @@ def levels(length: int, sizes: Sequence[int]) -> Schedule:
         sizes: at least one positive number, with a product of at least `length`.
     """
     length = _positive(length, "length", "the number of layers")
-    sizes = tuple(_positive(size, f"sizes[{i}]", "how many parts that level has") for i, size in enumerate(sizes))
+    sizes = tuple(
+        _positive(size, f"sizes[{i}]", "how many parts that level has") for i, size in enumerate(sizes)
+    )
     if not sizes or math.prod(sizes) < length:
         held = math.prod(sizes) if sizes else 0
-        raise ValueError(f"levels {sizes} hold {held} layers, fewer than {length}; make one of them larger, or add one")
+        raise ValueError(
+            f"levels {sizes} hold {held} layers, fewer than {length}; make one of them larger, or add one"
+        )
     if len(sizes) <= 2:
         return equal(length, sizes[0]) if len(sizes) == 2 else segmented(length, length)
 

@@ -21,10 +21,10 @@ from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import Jaxpr
 from jaxtyping import Array
 
-from ._activity import active_carry, is_differentiable
-from ._gradient import Gradients, LayerPullback, Wanted, merge, pick, spread
+from ._sweep_activity import active_carry, is_differentiable
+from ._sweep_gradient import Gradients, LayerPullback, Wanted, merge, pick, spread
 from ._schedule import Schedule
-from ._walk import Carry, Kept, Replay, forward_sweep, forward_sweep_on_host, reverse_sweep
+from ._sweep_loops import Carry, Kept, Replay, forward_sweep, forward_sweep_on_host, reverse_sweep
 
 __all__ = ["sweep"]
 
@@ -67,7 +67,9 @@ def sweep(
     """
     _check(schedule, length, boundaries, xs)
     init, jaxpr, shared, trees = _close(body, init, xs, length)
-    problem = _Problem(jaxpr, len(jax.tree.leaves(init)), schedule, reverse, unroll, checkpoint, boundaries == "host")
+    problem = _Problem(
+        jaxpr, len(jax.tree.leaves(init)), schedule, reverse, unroll, checkpoint, boundaries == "host"
+    )
     try:
         carry, ys = _differentiable(problem)(jax.tree.leaves(init), jax.tree.leaves(xs), shared)
     except TypeError as error:
@@ -86,11 +88,15 @@ def _check(schedule: Schedule, length: int, boundaries: str, xs: Any) -> None:
     if boundaries not in ("device", "host"):
         raise ValueError(f'boundaries must be "device" or "host", got {boundaries!r}')
     if boundaries == "host" and not schedule.segments:
-        raise ValueError("boundaries can be kept on the host only where the layers are cut once: use equal segments")
+        raise ValueError(
+            "boundaries can be kept on the host only where the layers are cut once: use equal segments"
+        )
     for path, leaf in jax.tree_util.tree_leaves_with_path(xs):
         if jnp.shape(leaf)[:1] != (length,):
             where = f"xs{jax.tree_util.keystr(path)}"
-            raise ValueError(f"{where} has shape {jnp.shape(leaf)}; its leading axis must have size {length}, one per layer")
+            raise ValueError(
+                f"{where} has shape {jnp.shape(leaf)}; its leading axis must have size {length}, one per layer"
+            )
 
 
 def _close(body: Callable, init: Any, xs: Any, length: int) -> tuple[Any, Jaxpr, Arrays, tuple[Any, Any]]:
@@ -204,7 +210,11 @@ class _Problem:
         carry_ct, (shared_ct, xs_ct) = reverse_sweep(
             replay, visitor, kept, carry_ct, visitor.init(), self.schedule, unroll=self.unroll
         )
-        return pick(carry_ct, [want for want, active in zip(wanted.init, wanted.carry, strict=True) if active]), xs_ct, shared_ct
+        return (
+            pick(carry_ct, [want for want, active in zip(wanted.init, wanted.carry, strict=True) if active]),
+            xs_ct,
+            shared_ct,
+        )
 
 
 def _differentiable(problem: _Problem) -> Callable[[Carry, Arrays, Arrays], tuple[Carry, Arrays]]:
@@ -231,7 +241,8 @@ def _differentiable(problem: _Problem) -> Callable[[Carry, Arrays, Arrays], tupl
         carry_ct = [_instantiate(ct) for ct in pick(carry_ct, wanted.carry)]
         found = _backward_rule(problem, wanted)(kept, xs, shared, carry_ct, pick(ys_ct, has_ct))
         return tuple(
-            spread(part, want) for part, want in zip(found, (wanted.init, wanted.xs, wanted.shared), strict=True)
+            spread(part, want)
+            for part, want in zip(found, (wanted.init, wanted.xs, wanted.shared), strict=True)
         )
 
     run.defvjp(forward, backward, symbolic_zeros=True)
@@ -265,7 +276,9 @@ def _backward_rule(problem: _Problem, wanted: Wanted) -> Callable[..., tuple[Car
     def run(kept: Kept, *rest: Any) -> tuple[Carry, Arrays, Arrays]:
         return problem.pullback(wanted, kept, *rest)
 
-    def reference(init: Carry, xs: Arrays, shared: Arrays, carry_ct: Carry, ys_ct: Arrays) -> tuple[Carry, Arrays, Arrays]:
+    def reference(
+        init: Carry, xs: Arrays, shared: Arrays, carry_ct: Carry, ys_ct: Arrays
+    ) -> tuple[Carry, Arrays, Arrays]:
         def part(*parts: Any) -> tuple[Carry, Arrays]:
             whole = (merge(*triple) for triple in zip((init, xs, shared), parts, picks, strict=True))
             carry, ys = problem.reference(*whole)

@@ -17,12 +17,6 @@ from stacked_remat._sweep import sweep
 WIDTH, ROWS = 4, 3
 
 
-@pytest.fixture(autouse=True)
-def _strict():
-    with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
-        yield
-
-
 def stack(length: int, dtype=jnp.float32) -> dict:
     """Layers with weights, an integer, a typed key, and nothing."""
     keys = jax.random.split(jax.random.key(length), 3)
@@ -153,7 +147,9 @@ def test_nothing_to_scan_over():
     def value(run, x, a):
         return run(lambda c, _: (jnp.sin(c) * a, None), x, None)[0]
 
-    grad = jax.grad(functools.partial(value, functools.partial(sweep, length=5, schedule=shrinking(5))), (0, 1))
+    grad = jax.grad(
+        functools.partial(value, functools.partial(sweep, length=5, schedule=shrinking(5))), (0, 1)
+    )
     wanted = jax.grad(functools.partial(value, functools.partial(lax.scan, length=5)), (0, 1))
     assert_close(grad(0.3, 1.2), wanted(0.3, 1.2))
 
@@ -200,7 +196,12 @@ def equations(jaxpr):
 
 
 def shapes_made(jaxpr) -> set[tuple[int, ...]]:
-    return {var.aval.shape for equation in equations(jaxpr) for var in equation.outvars if hasattr(var.aval, "shape")}
+    return {
+        var.aval.shape
+        for equation in equations(jaxpr)
+        for var in equation.outvars
+        if hasattr(var.aval, "shape")
+    }
 
 
 def count(jaxpr, name: str) -> int:
@@ -214,7 +215,9 @@ def nested(length: int, **kwargs):
 def test_carries_are_kept_in_the_slots_of_the_schedule_and_nowhere_else():
     jaxpr, _ = mlp_gradients(nested(48), 48)
     made = shapes_made(jaxpr.jaxpr)
-    stacks_of_carries = {shape for shape in made if len(shape) == 3 and shape[1:] == (ROWS, WIDTH) and shape[0] > 1}
+    stacks_of_carries = {
+        shape for shape in made if len(shape) == 3 and shape[1:] == (ROWS, WIDTH) and shape[0] > 1
+    }
     assert stacks_of_carries == {(10, ROWS, WIDTH)}
 
 
@@ -288,7 +291,12 @@ save_h = functools.partial(jax.checkpoint, policy=jax.checkpoint_policies.save_o
 
 @pytest.mark.parametrize(
     ("schedule", "boundaries"),
-    [(shrinking(7), "device"), (equal(12, 4), "device"), (bounded(12, max_carries=3), "device"), (segmented(7, 3), "host")],
+    [
+        (shrinking(7), "device"),
+        (equal(12, 4), "device"),
+        (bounded(12, max_carries=3), "device"),
+        (segmented(7, 3), "host"),
+    ],
     ids=str,
 )
 def test_saved_names(schedule: Schedule, boundaries: str):
@@ -364,7 +372,9 @@ def test_vmap():
     hs = jnp.stack([h, -h])
 
     def gradients(run, h, w_scale):
-        return jax.grad(lambda p: loss(run, (p[0], p[1], p[2] * w_scale, p[3]), frozen, length)[0])((h, *rest))
+        return jax.grad(lambda p: loss(run, (p[0], p[1], p[2] * w_scale, p[3]), frozen, length)[0])(
+            (h, *rest)
+        )
 
     scales = jnp.array([1.0, 0.5])
     actual = jax.jit(jax.vmap(functools.partial(gradients, run)))(hs, scales)
@@ -398,7 +408,9 @@ def test_vjp_with_integer_outputs_and_unused_outputs():
         return h
 
     w = jnp.linspace(0.5, 1.5, 6)
-    assert_close(jax.grad(functools.partial(value, nested(6)))(w), jax.grad(functools.partial(value, lax.scan))(w))
+    assert_close(
+        jax.grad(functools.partial(value, nested(6)))(w), jax.grad(functools.partial(value, lax.scan))(w)
+    )
 
 
 def test_only_the_stacked_outputs_are_used():
@@ -406,7 +418,9 @@ def test_only_the_stacked_outputs_are_used():
         return jnp.sum(run(lambda c, u: (jnp.sin(c) * u, c), jnp.float32(1.0), w)[1])
 
     w = jnp.linspace(0.5, 1.5, 6)
-    assert_close(jax.grad(functools.partial(value, nested(6)))(w), jax.grad(functools.partial(value, lax.scan))(w))
+    assert_close(
+        jax.grad(functools.partial(value, nested(6)))(w), jax.grad(functools.partial(value, lax.scan))(w)
+    )
 
 
 def test_forward_mode_names_the_policy_to_use():
@@ -446,7 +460,9 @@ def test_sharded_stacks_are_not_gathered():
     for a, b in zip(jax.tree.leaves(ours(*args)), jax.tree.leaves(plain(*args)), strict=True):
         assert a.sharding.is_equivalent_to(b.sharding, a.ndim)
         np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=1e-4, atol=1e-5)
-    gathers = [line for line in ours.as_text().splitlines() if "all-gather(" in line or "all-gather-start(" in line]
+    gathers = [
+        line for line in ours.as_text().splitlines() if "all-gather(" in line or "all-gather-start(" in line
+    ]
     assert not [line for line in gathers if f"[{length}," in line]
 
 

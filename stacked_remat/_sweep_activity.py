@@ -4,15 +4,16 @@ A conservative answer from the jaxpr's equations alone: an output that is said t
 active input; one that is said to be active may still have a zero derivative.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax.numpy as jnp
 from jax.extend import core
 
-__all__ = ["active_carry", "active_outputs", "is_differentiable"]
+__all__ = ["active_carry", "active_outputs", "is_differentiable", "named_inputs"]
 
 
-def is_differentiable(dtype: jnp.dtype) -> bool:
+def is_differentiable(dtype: Any) -> bool:
     """Whether arrays of this type have tangents: not integers, booleans, or keys."""
     return jnp.issubdtype(dtype, jnp.inexact)
 
@@ -37,8 +38,10 @@ def active_carry(
         carry = grown
 
 
-def active_outputs(jaxpr: core.Jaxpr, inputs: Sequence[bool]) -> list[bool]:
-    """Which outputs depend on an active input (constants first) through differentiable values."""
+def active_outputs(
+    jaxpr: core.Jaxpr, inputs: Sequence[bool], counts: Callable[[Any], bool] = is_differentiable
+) -> list[bool]:
+    """Which outputs depend on an active input (constants first) through values whose dtype counts."""
     variables = (*jaxpr.constvars, *jaxpr.invars)
     active = {var for var, is_active in zip(variables, inputs, strict=True) if is_active}
 
@@ -50,19 +53,31 @@ def active_outputs(jaxpr: core.Jaxpr, inputs: Sequence[bool]) -> list[bool]:
         if not any(operands):
             continue
         inner = _called(equation)
-        outputs = active_outputs(inner, operands) if inner is not None else [True] * len(equation.outvars)
+        outputs = [True] * len(equation.outvars) if inner is None else active_outputs(inner, operands, counts)
         active.update(
             var
             for var, depends in zip(equation.outvars, outputs, strict=True)
-            if depends and is_differentiable(getattr(var.aval, "dtype", jnp.dtype(bool)))
+            if depends and counts(getattr(var.aval, "dtype", jnp.dtype(bool)))
         )
     return [is_active(atom) for atom in jaxpr.outvars]
+
+
+def named_inputs(jaxpr: core.Jaxpr) -> set[core.Var]:
+    """The inputs and constants, under all names that `checkpoint_name` gives them."""
+    known = {*jaxpr.constvars, *jaxpr.invars}
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "name" and equation.invars[0] in known:
+            known.update(equation.outvars)
+    return known
 
 
 def _called(equation: core.JaxprEqn) -> core.Jaxpr | None:
     """The jaxpr of an equation that only calls one, argument by argument (`jit`, `checkpoint`)."""
     inner = equation.params.get("jaxpr")
-    if equation.primitive.name not in ("jit", "pjit", "checkpoint", "remat", "remat2", "closed_call") or inner is None:
+    if (
+        equation.primitive.name not in ("jit", "pjit", "checkpoint", "remat", "remat2", "closed_call")
+        or inner is None
+    ):
         return None
     inner = getattr(inner, "jaxpr", inner)
     return inner if len(inner.constvars) + len(inner.invars) == len(equation.invars) else None

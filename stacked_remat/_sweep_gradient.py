@@ -11,10 +11,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import Var
 from jaxtyping import Array
 
-from ._walk import Carry, Layer
+from ._sweep_activity import active_outputs, named_inputs
+from ._sweep_loops import Carry, Layer
 
 __all__ = ["Gradients", "LayerFn", "LayerPullback", "Wanted", "merge", "pick", "spread"]
 
@@ -97,15 +97,29 @@ class LayerPullback:
         return pullback(cotangents)
 
     def with_residuals(self, shared: Arrays, carry: Carry, x: Arrays) -> "LayerPullback":
-        """The same with `saved` set to the residuals that the checkpoint keeps and that are not inputs."""
+        """The same with `saved` set to the residuals that the checkpoint keeps.
+
+        Not saved are the layer's inputs, which are at hand, and what comes from `x` and `shared` alone: made again, for a
+        cast or a transpose of weights would otherwise fill a buffer with a segment of them.
+        """
         probe = LayerPullback(self.layer, self.wanted, self.checkpoint, saved=(-1,))
 
         def residuals(shared: Arrays, carry: Carry, x: Arrays) -> Arrays:
             return jax.tree.leaves(probe._linearize(shared, carry, x)[1])
 
         jaxpr = jax.make_jaxpr(residuals)(shared, carry, x).jaxpr
-        given = {*jaxpr.invars, *jaxpr.constvars}
-        saved = [i for i, out in enumerate(jaxpr.outvars) if isinstance(out, Var) and out not in given]
+        of_carry = [
+            *(False for _ in (*jaxpr.constvars, *shared)),
+            *(True for _ in carry),
+            *(False for _ in x),
+        ]
+        depends = active_outputs(jaxpr, of_carry, counts=lambda _: True)
+        at_hand = named_inputs(jaxpr)
+        saved = [
+            i
+            for i, (out, needed) in enumerate(zip(jaxpr.outvars, depends, strict=True))
+            if needed and out not in at_hand
+        ]
         return LayerPullback(self.layer, self.wanted, self.checkpoint, tuple(saved))
 
 

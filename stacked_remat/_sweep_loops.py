@@ -16,7 +16,16 @@ from jaxtyping import Array
 from ._placement import to_device, to_host
 from ._schedule import Run, Schedule
 
-__all__ = ["Carry", "Kept", "Layer", "Replay", "Visitor", "forward_sweep", "forward_sweep_on_host", "reverse_sweep"]
+__all__ = [
+    "Carry",
+    "Kept",
+    "Layer",
+    "Replay",
+    "Visitor",
+    "forward_sweep",
+    "forward_sweep_on_host",
+    "reverse_sweep",
+]
 
 Carry = list[Array]
 State = Any
@@ -71,7 +80,7 @@ class Layer(NamedTuple):
 class Visitor(Protocol):
     """Called for every layer, from the last to the first, once each, inside a rolled loop.
 
-    The default one writes gradients (`_gradient.py`). Others may fetch the layer's weights from elsewhere, update them on the
+    The default one writes gradients (`_sweep_gradient.py`). Others may fetch the layer's weights from elsewhere, update them on the
     spot, or gather statistics: `state` is theirs, a pytree of arrays of fixed shapes that XLA updates in place.
     """
 
@@ -252,7 +261,9 @@ def _advance(replay: Replay, slots: Carry, plan: _Plan, r: Any, unroll: int | bo
     return _repeat(_trips(plan.advances, r), layer, (slots, carry), unroll, most)[0] if most else slots
 
 
-def _save(replay: Replay, slots: Carry, saved: Any, plan: _Plan, r: Any, unroll: int | bool) -> tuple[Carry, Any]:
+def _save(
+    replay: Replay, slots: Carry, saved: Any, plan: _Plan, r: Any, unroll: int | bool
+) -> tuple[Carry, Any]:
     if replay.save is None:
         return slots, saved
     save = replay.save
@@ -271,7 +282,14 @@ def _save(replay: Replay, slots: Carry, saved: Any, plan: _Plan, r: Any, unroll:
 
 
 def _visit(
-    visitor: Visitor, slots: Carry, saved: Any, cotangent: Carry, state: State, plan: _Plan, r: Any, unroll: int | bool
+    visitor: Visitor,
+    slots: Carry,
+    saved: Any,
+    cotangent: Carry,
+    state: State,
+    plan: _Plan,
+    r: Any,
+    unroll: int | bool,
 ) -> tuple[Carry, State]:
     def layer(k: Any, state: Any) -> Any:
         cotangent, visited = state
@@ -294,7 +312,8 @@ def _reverse_from_host(
     """One run per segment: its boundary is fetched to slot 0, its own inputs fill the slots above."""
     starts = np.cumsum((0, *schedule.segments[:-1]))
     runs = tuple(
-        Run(int(start), 0, tuple(range(1, size)), size) for start, size in zip(starts, schedule.segments, strict=True)
+        Run(int(start), 0, tuple(range(1, size)), size)
+        for start, size in zip(starts, schedule.segments, strict=True)
     )
     plan = _Plan.of(runs, saving=replay.save is not None)
     most = plan.most_visits
@@ -365,4 +384,6 @@ def _read(stacked: Any, index: Any) -> Any:
 
 
 def _write(stacked: Any, index: Any, entry: Any) -> Any:
-    return jax.tree.map(lambda leaf, new: lax.dynamic_update_index_in_dim(leaf, new, index, 0), stacked, entry)
+    return jax.tree.map(
+        lambda leaf, new: lax.dynamic_update_index_in_dim(leaf, new, index, 0), stacked, entry
+    )

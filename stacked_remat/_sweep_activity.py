@@ -1,7 +1,7 @@
 """Which outputs of a jaxpr can depend on which of its inputs, for differentiation.
 
-A conservative answer from the jaxpr's equations alone: an output that is said to be inactive does not depend on an
-active input; one that is said to be active may still have a zero derivative.
+A conservative answer from the jaxpr's equations alone: an output that is said to be inactive does not depend
+on an active input; one that is said to be active may still have a zero derivative.
 """
 
 from collections.abc import Callable, Sequence
@@ -10,18 +10,16 @@ from typing import Any
 import jax.numpy as jnp
 from jax.extend import core
 
-__all__ = ["active_carry", "active_outputs", "is_differentiable", "named_inputs"]
-
 
 def is_differentiable(dtype: Any) -> bool:
-    """Whether arrays of this type have tangents: not integers, booleans, or keys."""
+    """Tell whether arrays of this type have tangents: not integers, booleans, or keys."""
     return jnp.issubdtype(dtype, jnp.inexact)
 
 
 def active_carry(
     jaxpr: core.Jaxpr, shared: Sequence[bool], init: Sequence[bool], xs: Sequence[bool]
 ) -> list[bool]:
-    """The carry leaves that are active in some layer.
+    """Find the carry leaves that are active in some layer.
 
     Args:
         jaxpr: one layer, `(carry, x) -> (carry, y)` in leaves; its constants are what the layers share.
@@ -41,7 +39,7 @@ def active_carry(
 def active_outputs(
     jaxpr: core.Jaxpr, inputs: Sequence[bool], counts: Callable[[Any], bool] = is_differentiable
 ) -> list[bool]:
-    """Which outputs depend on an active input (constants first) through values whose dtype counts."""
+    """Find which outputs depend on an active input (constants first) through values whose dtype counts."""
     variables = (*jaxpr.constvars, *jaxpr.invars)
     active = {var for var, is_active in zip(variables, inputs, strict=True) if is_active}
 
@@ -63,7 +61,7 @@ def active_outputs(
 
 
 def named_inputs(jaxpr: core.Jaxpr) -> set[core.Var]:
-    """The inputs and constants, under all names that `checkpoint_name` gives them."""
+    """Collect the inputs and constants, under all names that `checkpoint_name` gives them."""
     known = {*jaxpr.constvars, *jaxpr.invars}
     for equation in jaxpr.eqns:
         if equation.primitive.name == "name" and equation.invars[0] in known:

@@ -1,9 +1,9 @@
 """How `N` layers are cut for a checkpointed reverse sweep: pure integers, no JAX.
 
 A reverse sweep visits the layers from the last to the first and needs the input carry of each. Keeping all
-`N` of them costs `N` carries; a `Schedule` says how to get by with fewer *slots*, at the price of running some
-layers forward again. It is a stack: a slot holds the input of one layer, later slots hold later layers, and
-what is at the top is consumed first.
+`N` of them costs `N` carries; a `Schedule` says how to get by with fewer *slots*, at the price of running
+some layers forward again. It is a stack: a slot holds the input of one layer, later slots hold later layers,
+and what is at the top is consumed first.
 
     forward:  every layer writes its input to a slot; a slot that is written again loses what it held
     reverse:  for each *run*: read the carry held at the top of the stack, run some layers forward
@@ -18,8 +18,6 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-
-__all__ = ["Run", "Schedule", "bounded", "equal", "levels", "segmented", "shrinking"]
 
 
 @dataclass(frozen=True)
@@ -64,7 +62,7 @@ class Schedule:
         slots: number of carries alive at once.
         forward: the slot to which the forward sweep writes the input of each layer.
         runs: what the reverse sweep does, in order.
-        segments: lengths of the segments in forward order, where the layers are cut once; empty for deeper cuts.
+        segments: lengths of the segments in forward order, where the layers are cut once; else empty.
     """
 
     length: int
@@ -117,9 +115,9 @@ _Cut = Callable[[_Part], list[_Part]]
 def shrinking(length: int) -> Schedule:
     """The cut with the fewest carries that evaluates no layer more than twice before its visit.
 
-    With `S` slots the segments are `S, S - 1, ...` long: when segment `j` is walked, the boundaries before it fill
-    `j` slots and its own inputs the rest. So `S * (S + 1) / 2 >= length`, about `sqrt(2 * length)` carries. This is binomial
-    checkpointing for one replay.
+    With `S` slots the segments are `S, S - 1, ...` long: when segment `j` is walked, the boundaries before it
+    fill `j` slots and its own inputs the rest. So `S * (S + 1) / 2 >= length`, about `sqrt(2 * length)`
+    carries. This is binomial checkpointing for one replay.
 
     Args:
         length: number of layers, positive.
@@ -134,9 +132,9 @@ def shrinking(length: int) -> Schedule:
 
 
 def equal(length: int, segments: int) -> Schedule:
-    """`segments` segments of the same length, the later ones shorter by one layer where it does not divide evenly.
+    """`segments` segments of one length, the later ones a layer shorter where they do not divide evenly.
 
-    Where it does, all loops get static trip counts; the last segment is then replayed like the others.
+    Where they do, all loops get static trip counts; the last segment is then replayed like the others.
 
     Args:
         length: number of layers, positive.
@@ -164,7 +162,7 @@ def levels(length: int, sizes: Sequence[int]) -> Schedule:
     """Segments within segments: cut into `sizes[0]` parts, each of these into `sizes[1]`, and so on.
 
     The last size is how many layers a part of the innermost level holds; a layer is replayed at most
-    `len(sizes) - 1` times, and about `sum(sizes)` carries are alive. `(a, b)` is `equal(length, a)` where `a * b` is `length`.
+    `len(sizes) - 1` times, and about `sum(sizes)` carries are alive. `(a, b)` is `equal(length, a)`.
 
     Args:
         length: number of layers, positive.
@@ -195,8 +193,8 @@ def levels(length: int, sizes: Sequence[int]) -> Schedule:
 def bounded(length: int, *, max_carries: int) -> Schedule:
     """The least recomputation that keeps at most `max_carries` layer inputs alive.
 
-    Binomial checkpointing (Griewank and Walther 2000, Algorithm 799: "revolve"): with `c` carries and at most `r` forward
-    evaluations of a layer before its visit, `binomial(c - 1 + r, r)` layers can be reversed.
+    Binomial checkpointing (Griewank and Walther 2000, Algorithm 799: "revolve"): with `c` carries and at most
+    `r` forward evaluations of a layer before its visit, `binomial(c - 1 + r, r)` layers can be reversed.
 
     Args:
         length: number of layers, positive.
@@ -273,7 +271,7 @@ def _build(length: int, cut: _Cut, key: int = 0) -> Schedule:
 
 
 def _writes(stack: list[_Part], start: int, slot: int) -> tuple[int, ...]:
-    """The slot for each layer's input from `start + 1` on: its own if it is kept, else that of the next kept one."""
+    """The slot for each layer's input from `start + 1` on: its own if kept, else the next kept one's."""
     writes: list[int] = []
     for held in range(slot + 1, len(stack)):
         writes.extend([held] * (stack[held].start - start - len(writes)))

@@ -1,35 +1,32 @@
-"""`lax.scan` whose reverse sweep follows a schedule: few carries kept, no copies of weights, gradients in place.
+"""`lax.scan` whose reverse sweep follows a schedule: few carries, no copies of weights, gradients in place.
 
-Two nested scans under `jax.checkpoint` would keep as few carries, but slice a segment of weights into
-a new buffer and stack a segment of gradients before copying it out. Here the stack is indexed by layer number in the
-innermost loop, and the gradient buffer is a loop carry that is updated in place.
+Two nested scans under `jax.checkpoint` would keep as few carries, but slice a segment of weights into a new
+buffer and stack a segment of gradients before copying it out. Here the stack is indexed by layer number in
+the innermost loop, and the gradient buffer is a loop carry that is updated in place.
 
-Gradients of gradients go through the plain checkpointed scan, since loops with dynamic trip counts
-have no transpose.
+Gradients of gradients go through the plain checkpointed scan, since loops with dynamic trip counts have no
+transpose.
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.core import eval_jaxpr
 from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import Jaxpr
 from jaxtyping import Array
 
-from ._activity import active_carry, is_differentiable
-from ._gradient import Gradients, LayerPullback, Wanted, merge, pick, spread
 from ._schedule import Schedule
-from ._walk import Carry, Kept, Replay, forward_sweep, forward_sweep_on_host, reverse_sweep
-
-__all__ = ["sweep"]
+from ._sweep_activity import is_differentiable
+from ._sweep_gradient import Wanted, merge, pick, spread
+from ._sweep_problem import Problem
+from ._sweep_slots import Carry, Kept
 
 Arrays = list[Array]
-Mask = Sequence[bool]
 
 
 def sweep(
@@ -54,8 +51,8 @@ def sweep(
         schedule: a cut of as many layers.
         reverse: whether to go from the last entry of `xs` to the first.
         unroll: layers per iteration of the innermost loops; `True` unrolls everything.
-        checkpoint: how a layer's internals are kept within the segment being walked. What it saves beyond the layer's inputs
-            is kept by the replay, for the layers of that one segment.
+        checkpoint: how a layer's internals are kept within the segment being walked. The replay keeps what it
+            saves for that segment's layers, save for inputs and what comes from them without the carry.
         boundaries: `"host"` keeps the segments' first inputs in host memory; the schedule must be cut once.
 
     Returns:
@@ -67,7 +64,7 @@ def sweep(
     """
     _check(schedule, length, boundaries, xs)
     init, jaxpr, shared, trees = _close(body, init, xs, length)
-    problem = _Problem(
+    problem = Problem(
         jaxpr, len(jax.tree.leaves(init)), schedule, reverse, unroll, checkpoint, boundaries == "host"
     )
     try:
@@ -95,12 +92,16 @@ def _check(schedule: Schedule, length: int, boundaries: str, xs: Any) -> None:
         if jnp.shape(leaf)[:1] != (length,):
             where = f"xs{jax.tree_util.keystr(path)}"
             raise ValueError(
-                f"{where} has shape {jnp.shape(leaf)}; its leading axis must have size {length}, one per layer"
+                f"{where} has shape {jnp.shape(leaf)}; its leading axis must have size {length}, one a layer"
             )
 
 
 def _close(body: Callable, init: Any, xs: Any, length: int) -> tuple[Any, Jaxpr, Arrays, tuple[Any, Any]]:
-    """The first carry in its final types, the body as a jaxpr, the values that it closes over, its output trees."""
+    """Settle the carry's types and trace the body.
+
+    Returns:
+        The first carry, the body's jaxpr, the values that it closes over, the trees of its carry and output.
+    """
     init = jax.tree.map(jnp.asarray, init)
     x = jax.eval_shape(lambda xs: jax.tree.map(lambda leaf: leaf[0], xs), xs)
     closed, (carry, y) = jax.make_jaxpr(body, return_shape=True)(init, x)
@@ -119,105 +120,7 @@ def _same_types(init: Any, carry: Any) -> bool:
     return jax.tree.structure(init) == jax.tree.structure(carry) and types(init) == types(carry)
 
 
-@dataclass(frozen=True)
-class _Problem:
-    """Everything about a sweep that is not an array.
-
-    Attributes:
-        jaxpr: one layer, `(carry, x) -> (carry, y)` in leaves; its constants are the shared inputs.
-        carries: number of carry leaves.
-        schedule: see `sweep`, like the rest.
-    """
-
-    jaxpr: Jaxpr
-    carries: int
-    schedule: Schedule
-    reverse: bool
-    unroll: int | bool
-    checkpoint: Callable[[Callable], Callable]
-    on_host: bool
-
-    def layer(self, shared: Arrays, carry: Carry, x: Arrays) -> tuple[Carry, Arrays]:
-        outputs = eval_jaxpr(self.jaxpr, shared, *carry, *x)
-        return outputs[: self.carries], outputs[self.carries :]
-
-    def entry(self, index: Any) -> Any:
-        """Where the layer that runs as number `index` stands in stacked arrays."""
-        return self.schedule.length - 1 - index if self.reverse else index
-
-    def take(self, stacked: Array, index: Any) -> Array:
-        return lax.dynamic_index_in_dim(stacked, self.entry(index), keepdims=False)
-
-    def put(self, stacked: Array, index: Any, entry: Array) -> Array:
-        return lax.dynamic_update_index_in_dim(stacked, entry, self.entry(index), 0)
-
-    def plain(self, layer: Callable, init: Carry, xs: Arrays, shared: Arrays) -> tuple[Carry, Arrays]:
-        """The plain scan over `layer`."""
-        return lax.scan(
-            lambda carry, x: layer(shared, carry, x),
-            init,
-            xs,
-            length=self.schedule.length,
-            reverse=self.reverse,
-            unroll=self.unroll,
-        )
-
-    def reference(self, init: Carry, xs: Arrays, shared: Arrays) -> tuple[Carry, Arrays]:
-        """The same by the plain checkpointed scan, which has all derivatives."""
-        return self.plain(self.checkpoint(self.layer), init, xs, shared)
-
-    def forward(self, init: Carry, xs: Arrays, shared: Arrays) -> tuple[Carry, Arrays, Kept]:
-        """The forward sweep."""
-
-        def step(index: Any, carry: Carry) -> tuple[Carry, Arrays]:
-            return self.layer(shared, carry, [self.take(leaf, index) for leaf in xs])
-
-        if not self.on_host:
-            return forward_sweep(step, init, self.schedule, reverse=self.reverse, unroll=self.unroll)
-        shapes = self.jaxpr.outvars[self.carries :]
-        ys = [jnp.zeros((self.schedule.length, *out.aval.shape), out.aval.dtype) for out in shapes]
-        return forward_sweep_on_host(
-            step,
-            init,
-            ys,
-            self.schedule,
-            write_output=lambda index, ys, y: [self.put(a, index, b) for a, b in zip(ys, y, strict=True)],
-            unroll=self.unroll,
-        )
-
-    def wanted(self, init: Mask, xs: Mask, shared: Mask, ys: Mask) -> Wanted:
-        """What to differentiate when these leaves are."""
-        carry = active_carry(self.jaxpr, shared, init, xs)
-        return Wanted(tuple(init), tuple(carry), tuple(xs), tuple(shared), tuple(ys))
-
-    def pullback(
-        self, wanted: Wanted, kept: Kept, xs: Arrays, shared: Arrays, carry_ct: Carry, ys_ct: Arrays
-    ) -> tuple[Carry, Arrays, Arrays]:
-        """The reverse sweep: cotangents of the wanted leaves of init, xs and shared."""
-        pullback = LayerPullback(self.layer, wanted, self.checkpoint)
-        if self.checkpoint is not jax.checkpoint:
-            example = jax.eval_shape(lambda kept, xs: (kept.first(), [leaf[0] for leaf in xs]), kept, xs)
-            pullback = pullback.with_residuals(shared, *example)
-        visitor = Gradients(pullback, shared, self.take, self.put, xs, ys_ct)
-
-        def inputs(index: Any, carry: Carry) -> tuple[Arrays, Carry, Arrays]:
-            return shared, carry, [self.take(leaf, index) for leaf in xs]
-
-        replay = Replay(
-            advance=lambda index, carry: self.layer(*inputs(index, carry))[0],
-            save=(lambda index, carry: pullback.save(*inputs(index, carry))) if pullback.saved else None,
-        )
-        carry_ct, (shared_ct, xs_ct) = reverse_sweep(
-            replay, visitor, kept, carry_ct, visitor.init(), self.schedule, unroll=self.unroll
-        )
-        return (
-            pick(carry_ct, [want for want, active in zip(wanted.init, wanted.carry, strict=True) if active]),
-            xs_ct,
-            shared_ct,
-        )
-
-
-def _differentiable(problem: _Problem) -> Callable[[Carry, Arrays, Arrays], tuple[Carry, Arrays]]:
+def _differentiable(problem: Problem) -> Callable[[Carry, Arrays, Arrays], tuple[Carry, Arrays]]:
     """The sweep as a function of leaves, with its derivative rule."""
 
     @jax.custom_vjp
@@ -236,20 +139,19 @@ def _differentiable(problem: _Problem) -> Callable[[Carry, Arrays, Arrays], tupl
     def backward(residuals: Any, cotangents: Any) -> tuple[Any, Any, Any]:
         kept, xs, shared, static = residuals
         carry_ct, ys_ct = cotangents
-        has_ct = [not isinstance(ct, SymbolicZero) for ct in ys_ct]
-        wanted = problem.wanted(*static.value, has_ct)
+        has_ct = [not isinstance(ct, SymbolicZero) and is_differentiable(ct.dtype) for ct in ys_ct]
+        init_wanted, xs_wanted, shared_wanted = static.value
+        wanted = problem.wanted(init_wanted, xs_wanted, shared_wanted, has_ct)
         carry_ct = [_instantiate(ct) for ct in pick(carry_ct, wanted.carry)]
         found = _backward_rule(problem, wanted)(kept, xs, shared, carry_ct, pick(ys_ct, has_ct))
-        return tuple(
-            spread(part, want)
-            for part, want in zip(found, (wanted.init, wanted.xs, wanted.shared), strict=True)
-        )
+        init_ct, xs_ct, shared_ct = found
+        return spread(init_ct, init_wanted), spread(xs_ct, xs_wanted), spread(shared_ct, shared_wanted)
 
     run.defvjp(forward, backward, symbolic_zeros=True)
     return run
 
 
-def _forward_rule(problem: _Problem) -> Callable[[Carry, Arrays, Arrays], tuple[Carry, Arrays, Kept]]:
+def _forward_rule(problem: Problem) -> Callable[[Carry, Arrays, Arrays], tuple[Carry, Arrays, Kept]]:
     """The forward sweep, differentiable once more: by the plain scan, and the first carry that it keeps."""
 
     @jax.custom_vjp
@@ -269,8 +171,8 @@ def _forward_rule(problem: _Problem) -> Callable[[Carry, Arrays, Arrays], tuple[
     return run
 
 
-def _backward_rule(problem: _Problem, wanted: Wanted) -> Callable[..., tuple[Carry, Arrays, Arrays]]:
-    """The reverse sweep, differentiable once more: by the plain scan's pullback, as a function of the first carry."""
+def _backward_rule(problem: Problem, wanted: Wanted) -> Callable[..., tuple[Carry, Arrays, Arrays]]:
+    """The reverse sweep, differentiable once more: by the plain scan's pullback, from the first carry."""
 
     @jax.custom_vjp
     def run(kept: Kept, *rest: Any) -> tuple[Carry, Arrays, Arrays]:
@@ -310,7 +212,10 @@ class _Static:
 
 
 def _instantiate(cotangent: Any) -> Array:
-    return jnp.zeros(cotangent.shape, cotangent.dtype) if isinstance(cotangent, SymbolicZero) else cotangent
+    if isinstance(cotangent, SymbolicZero):
+        aval: Any = cotangent.aval
+        return jnp.zeros(aval.shape, aval.dtype)
+    return cotangent
 
 
 def _plus(a: Array, b: Array) -> Array:

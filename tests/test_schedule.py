@@ -2,10 +2,10 @@
 
 import functools
 import math
+from typing import cast
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from stacked_remat._schedule import Schedule, bounded, equal, levels, segmented, shrinking
 
@@ -15,8 +15,8 @@ lengths = st.integers(1, 70)
 def execute(schedule: Schedule) -> tuple[int, int]:
     """Runs a schedule on symbolic carries; returns the most carries alive and the number of replays.
 
-    The value of a carry is the number of the layer that it is the input of. A slot is alive from the write of an input
-    that is later read to the last time that it is read.
+    The value of a carry is the number of the layer that it is the input of. It is alive from its write to the
+    last time that it is read.
     """
     slots: dict[int, int] = {}
     for layer, slot in enumerate(schedule.forward):
@@ -116,7 +116,7 @@ def test_two_levels_are_equal_segments():
 
 @functools.cache
 def fewest_replays(length: int, carries: int) -> float:
-    """Dynamic programming: forward evaluations to visit `length` layers whose first input is held in one of `carries`."""
+    """Forward evaluations to visit `length` layers with `carries`, one of which holds the first's input."""
     if length <= carries:
         return length - 1
     if carries == 1:
@@ -159,7 +159,7 @@ def test_long_sequences_are_cheap_to_cut():
         (lambda: shrinking(0), ValueError, "length .* at least 1, got 0"),
         (lambda: shrinking(True), TypeError, "length .* must be an int, got True"),
         (lambda: equal(4, -1), ValueError, "segments .* at least 1, got -1"),
-        (lambda: equal(4, 2.0), TypeError, "segments .* must be an int, got 2.0"),
+        (lambda: equal(4, cast(int, 2.0)), TypeError, "segments .* must be an int, got 2.0"),
         (lambda: segmented(4, 0), ValueError, "segment_length .* at least 1"),
         (lambda: levels(4, ()), ValueError, "hold 0 layers, fewer than 4"),
         (lambda: levels(4, (2, True)), TypeError, r"sizes\[1\] .* must be an int"),

@@ -2,6 +2,8 @@
 
 import functools
 import math
+import re
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -15,12 +17,6 @@ from stacked_remat._schedule import Schedule, bounded, equal, levels, segmented,
 from stacked_remat._sweep import sweep
 
 WIDTH, ROWS = 4, 3
-
-
-@pytest.fixture(autouse=True)
-def _strict():
-    with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
-        yield
 
 
 def stack(length: int, dtype=jnp.float32) -> dict:
@@ -53,7 +49,7 @@ def loop(body, init, xs, *, length: int, reverse: bool = False):
 
 
 def loss(run, parameters, frozen, length: int):
-    """Uses the carry, the outputs, a shared value, and a closure over a value that is being differentiated."""
+    """Uses the carry, the outputs, and a closure over a value that is being differentiated."""
     h, shift, w, b = parameters
     doubled = shift + shift
     xs = {**frozen, "w": w, "b": b}
@@ -176,7 +172,7 @@ def test_weakly_typed_carry():
 
 def mlp(carry, x):
     up, down = x
-    # The pre-activation: naming tanh's result would not spare its recomputation, for its derivative uses it unnamed.
+    # Naming tanh's result would not spare its recomputation, for its derivative uses it unnamed.
     h = checkpoint_name(carry @ up, "h")
     return carry + jnp.tanh(h) @ down, None
 
@@ -279,6 +275,7 @@ def test_compiled_memory_is_that_of_the_slots():
         shapes = [(length, WIDTH, 6), (length, 6, WIDTH), (rows, WIDTH)]
         args = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
         memory = jax.jit(jax.grad(value, (0, 1, 2))).lower(*args).compile().memory_analysis()
+        assert memory is not None
         return memory.temp_size_in_bytes // (rows * WIDTH * 4)
 
     def scan(body, init, xs):
@@ -305,7 +302,7 @@ save_h = functools.partial(jax.checkpoint, policy=jax.checkpoint_policies.save_o
     ],
     ids=str,
 )
-def test_saved_names(schedule: Schedule, boundaries: str):
+def test_saved_names(schedule: Schedule, boundaries: Literal["device", "host"]):
     length = schedule.length
     run = functools.partial(sweep, length=length, schedule=schedule, checkpoint=save_h, boundaries=boundaries)
     _, value = mlp_gradients(run, length)
@@ -328,6 +325,7 @@ def test_saved_names_are_kept_for_one_segment_and_not_computed_again():
         _, value = mlp_gradients(run, 6)
         args = [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((6, 64, 64), (6, 64, 64), (64, 64))]
         analysis = jax.jit(jax.grad(value, (0, 1, 2))).lower(*args).compile().cost_analysis()
+        assert analysis is not None
         return analysis["flops"] / (2 * 64**3)
 
     schedule = equal(6, 2)
@@ -363,10 +361,10 @@ def test_gradient_of_gradient():
 
 
 def test_gradient_of_gradient_of_gradient():
-    def run(scan, x):
+    def run(scan: Any, x):
         return scan(lambda c, w: (jnp.sin(c * w), None), x, jnp.linspace(0.5, 1.0, 4))[0]
 
-    def third(scan):
+    def third(scan: Any):
         return jax.jit(jax.grad(jax.grad(jax.grad(functools.partial(run, scan)))))(0.7)
 
     assert_close(third(nested(4)), third(lax.scan))
@@ -433,7 +431,9 @@ def test_forward_mode_names_the_policy_to_use():
     def value(x):
         return sweep(lambda c, _: (jnp.sin(c), None), x, None, length=4, schedule=shrinking(4))[0]
 
-    assert_close(jax.jit(value)(0.3), lax.scan(lambda c, _: (jnp.sin(c), None), 0.3, length=4)[0])
+    assert_close(
+        jax.jit(value)(0.3), lax.scan(lambda c, _: (jnp.sin(c), None), jnp.float32(0.3), length=4)[0]
+    )
     with pytest.raises(TypeError, match="remat=True or remat=False"):
         jax.jvp(value, (0.3,), (1.0,))
 
@@ -466,9 +466,8 @@ def test_sharded_stacks_are_not_gathered():
     for a, b in zip(jax.tree.leaves(ours(*args)), jax.tree.leaves(plain(*args)), strict=True):
         assert a.sharding.is_equivalent_to(b.sharding, a.ndim)
         np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=1e-4, atol=1e-5)
-    gathers = [
-        line for line in ours.as_text().splitlines() if "all-gather(" in line or "all-gather-start(" in line
-    ]
+    program = ours.as_text() or ""
+    gathers = [line for line in program.splitlines() if re.search(r"all-gather(-start)?\(", line)]
     assert not [line for line in gathers if f"[{length}," in line]
 
 

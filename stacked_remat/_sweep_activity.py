@@ -1,26 +1,25 @@
 """Which outputs of a jaxpr can depend on which of its inputs, for differentiation.
 
-A conservative answer from the jaxpr's equations alone: an output that is said to be inactive does not depend on an
-active input; one that is said to be active may still have a zero derivative.
+A conservative answer from the jaxpr's equations alone: an output that is said to be inactive does not depend
+on an active input; one that is said to be active may still have a zero derivative.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax.numpy as jnp
 from jax.extend import core
 
-__all__ = ["active_carry", "active_outputs", "is_differentiable"]
 
-
-def is_differentiable(dtype: jnp.dtype) -> bool:
-    """Whether arrays of this type have tangents: not integers, booleans, or keys."""
+def is_differentiable(dtype: Any) -> bool:
+    """Tell whether arrays of this type have tangents: not integers, booleans, or keys."""
     return jnp.issubdtype(dtype, jnp.inexact)
 
 
 def active_carry(
     jaxpr: core.Jaxpr, shared: Sequence[bool], init: Sequence[bool], xs: Sequence[bool]
 ) -> list[bool]:
-    """The carry leaves that are active in some layer.
+    """Find the carry leaves that are active in some layer.
 
     Args:
         jaxpr: one layer, `(carry, x) -> (carry, y)` in leaves; its constants are what the layers share.
@@ -37,8 +36,10 @@ def active_carry(
         carry = grown
 
 
-def active_outputs(jaxpr: core.Jaxpr, inputs: Sequence[bool]) -> list[bool]:
-    """Which outputs depend on an active input (constants first) through differentiable values."""
+def active_outputs(
+    jaxpr: core.Jaxpr, inputs: Sequence[bool], counts: Callable[[Any], bool] = is_differentiable
+) -> list[bool]:
+    """Find which outputs depend on an active input (constants first) through values whose dtype counts."""
     variables = (*jaxpr.constvars, *jaxpr.invars)
     active = {var for var, is_active in zip(variables, inputs, strict=True) if is_active}
 
@@ -50,13 +51,22 @@ def active_outputs(jaxpr: core.Jaxpr, inputs: Sequence[bool]) -> list[bool]:
         if not any(operands):
             continue
         inner = _called(equation)
-        outputs = active_outputs(inner, operands) if inner is not None else [True] * len(equation.outvars)
+        outputs = [True] * len(equation.outvars) if inner is None else active_outputs(inner, operands, counts)
         active.update(
             var
             for var, depends in zip(equation.outvars, outputs, strict=True)
-            if depends and is_differentiable(getattr(var.aval, "dtype", jnp.dtype(bool)))
+            if depends and counts(getattr(var.aval, "dtype", jnp.dtype(bool)))
         )
     return [is_active(atom) for atom in jaxpr.outvars]
+
+
+def named_inputs(jaxpr: core.Jaxpr) -> set[core.Var]:
+    """Collect the inputs and constants, under all names that `checkpoint_name` gives them."""
+    known = {*jaxpr.constvars, *jaxpr.invars}
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "name" and equation.invars[0] in known:
+            known.update(equation.outvars)
+    return known
 
 
 def _called(equation: core.JaxprEqn) -> core.Jaxpr | None:

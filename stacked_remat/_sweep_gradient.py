@@ -1,7 +1,7 @@
 """The default visitor of the reverse sweep: each layer's gradient, written in place.
 
-A layer is `layer(shared, carry, x) -> (carry, y)` on lists of arrays. Only what is differentiated is computed: other inputs
-are constants of each layer's pullback.
+A layer is `layer(shared, carry, x) -> (carry, y)` on lists of arrays. Only what is differentiated is
+computed: other inputs are constants of each layer's pullback.
 """
 
 from collections.abc import Callable, Sequence
@@ -11,12 +11,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import Var
 from jaxtyping import Array
 
-from ._walk import Carry, Layer
-
-__all__ = ["Gradients", "LayerFn", "LayerPullback", "Wanted", "merge", "pick", "spread"]
+from ._sweep_activity import active_outputs, named_inputs
+from ._sweep_reverse import Layer
+from ._sweep_slots import Carry
 
 Arrays = list[Array]
 LayerFn = Callable[[Arrays, Carry, Arrays], tuple[Carry, Arrays]]
@@ -78,7 +77,7 @@ class LayerPullback:
         return carry, pullback
 
     def save(self, shared: Arrays, carry: Carry, x: Arrays) -> tuple[Carry, Arrays]:
-        """The layer's output carry and its residuals."""
+        """Run the layer and take its residuals."""
         carry, pullback = self._linearize(shared, carry, x)
         leaves = jax.tree.leaves(pullback)
         return carry, [leaves[i] for i in self.saved]
@@ -86,7 +85,7 @@ class LayerPullback:
     def __call__(
         self, shared: Arrays, carry: Carry, x: Arrays, saved: Arrays | None, cotangents: tuple[Carry, Arrays]
     ) -> tuple[Arrays, Carry, Arrays]:
-        """Cotangents of the wanted leaves of `shared`, `carry` and `x`."""
+        """Compute the cotangents of the wanted leaves of `shared`, `carry` and `x`."""
         _, pullback = self._linearize(shared, carry, x)
         if self.saved:
             # What computed the replaced leaves is now unused, and XLA removes it.
@@ -97,15 +96,29 @@ class LayerPullback:
         return pullback(cotangents)
 
     def with_residuals(self, shared: Arrays, carry: Carry, x: Arrays) -> "LayerPullback":
-        """The same with `saved` set to the residuals that the checkpoint keeps and that are not inputs."""
+        """Set `saved` to the residuals that the checkpoint keeps.
+
+        Not saved are the layer's inputs, which are at hand, and what comes from `x` and `shared` alone: it is
+        made again, for a cast or a transpose of weights would fill a buffer with a segment of them.
+        """
         probe = LayerPullback(self.layer, self.wanted, self.checkpoint, saved=(-1,))
 
         def residuals(shared: Arrays, carry: Carry, x: Arrays) -> Arrays:
             return jax.tree.leaves(probe._linearize(shared, carry, x)[1])
 
         jaxpr = jax.make_jaxpr(residuals)(shared, carry, x).jaxpr
-        given = {*jaxpr.invars, *jaxpr.constvars}
-        saved = [i for i, out in enumerate(jaxpr.outvars) if isinstance(out, Var) and out not in given]
+        of_carry = [
+            *(False for _ in (*jaxpr.constvars, *shared)),
+            *(True for _ in carry),
+            *(False for _ in x),
+        ]
+        depends = active_outputs(jaxpr, of_carry, counts=lambda _: True)
+        at_hand = named_inputs(jaxpr)
+        saved = [
+            i
+            for i, (out, needed) in enumerate(zip(jaxpr.outvars, depends, strict=True))
+            if needed and out not in at_hand
+        ]
         return LayerPullback(self.layer, self.wanted, self.checkpoint, tuple(saved))
 
 
@@ -132,7 +145,7 @@ class Gradients:
     ys_cotangent: Arrays
 
     def init(self) -> tuple[Arrays, Arrays]:
-        """Zero gradients."""
+        """Make zero gradients."""
         wanted = self.pullback.wanted
         zeros = [jnp.zeros_like(leaf) for leaf in pick(self.shared, wanted.shared)]
         return zeros, [jnp.zeros_like(leaf) for leaf in pick(self.xs, wanted.xs)]
@@ -150,16 +163,16 @@ class Gradients:
 
 
 def pick(leaves: Sequence[Any], wanted: Sequence[bool]) -> list[Any]:
-    """The leaves that are wanted."""
+    """Select the leaves that are wanted."""
     return [leaf for leaf, want in zip(leaves, wanted, strict=True) if want]
 
 
 def merge(leaves: Sequence[Any], part: Sequence[Any], wanted: Sequence[bool]) -> list[Any]:
-    """`leaves` with the wanted ones replaced by those of `part`."""
+    """Replace the wanted ones of `leaves` by those of `part`."""
     chosen = iter(part)
     return [next(chosen) if want else leaf for leaf, want in zip(leaves, wanted, strict=True)]
 
 
 def spread(part: Sequence[Any], wanted: Sequence[bool]) -> list[Any]:
-    """Inverse of `pick`, with `None` for what was not wanted."""
+    """Invert `pick`, with `None` for what was not wanted."""
     return merge([None] * len(wanted), part, wanted)

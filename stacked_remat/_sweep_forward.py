@@ -1,0 +1,88 @@
+"""The forward loop of a checkpointed sweep: it runs the layers and keeps what the schedule says.
+
+Layers are numbered in the order in which this loop runs them.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array
+
+from ._placement import to_host
+from ._schedule import Schedule
+from ._sweep_slots import Carry, Kept, T, repeat, room, trip_count, write
+
+
+def forward_sweep(
+    step: Callable[[Any, Carry], tuple[Carry, T]],
+    carry: Carry,
+    schedule: Schedule,
+    *,
+    reverse: bool = False,
+    unroll: int | bool = 1,
+) -> tuple[Carry, T, Kept]:
+    """Run all layers, each writing its input to the slot that the schedule names.
+
+    Args:
+        step: `(index, carry) -> (carry, output)`.
+        carry: the input of the first layer.
+        schedule: the cut.
+        reverse: whether the outputs are stacked in the opposite order, as `lax.scan` does.
+        unroll: layers per loop iteration.
+
+    Returns:
+        The final carry, the stacked outputs, the kept carries.
+    """
+
+    def visit(state: tuple[Carry, Carry], at: tuple[Array, Array]) -> tuple[tuple[Carry, Carry], T]:
+        slots, carry = state
+        index, slot = at
+        slots = write(slots, slot, carry)
+        carry, output = step(index, carry)
+        return (slots, carry), output
+
+    order = np.arange(schedule.length, dtype=np.int32)
+    table = np.asarray(schedule.forward, np.int32)
+    if reverse:
+        order, table = order[::-1], table[::-1]
+    start = (room(carry, schedule.slots), carry)
+    (slots, carry), outputs = lax.scan(
+        visit, start, (jnp.asarray(order), jnp.asarray(table)), reverse=reverse, unroll=unroll
+    )
+    return carry, outputs, Kept(slots, None)
+
+
+def forward_sweep_on_host(
+    step: Callable[[Any, Carry], tuple[Carry, T]],
+    carry: Carry,
+    outputs: T,
+    schedule: Schedule,
+    *,
+    write_output: Callable[[Any, T, T], T],
+    unroll: int | bool = 1,
+) -> tuple[Carry, T, Kept]:
+    """Do as `forward_sweep`, with each segment's first input in a buffer on the host and nothing else kept.
+
+    `outputs` are the buffers that `write_output(index, outputs, output)` fills.
+    """
+    # A scan stacks what is on the host without making room on the device first.
+    starts = jnp.asarray(np.cumsum((0, *schedule.segments[:-1])), jnp.int32)
+    sizes = np.asarray(schedule.segments, np.int32)
+
+    def segment(state: tuple[Carry, T], at: tuple[Array, Array]) -> tuple[tuple[Carry, T], Carry]:
+        boundary = to_host(state[0])
+
+        def layer(k: Any, state: tuple[Carry, T]) -> tuple[Carry, T]:
+            carry, outputs = state
+            index = at[0] + k
+            carry, output = step(index, carry)
+            return carry, write_output(index, outputs, output)
+
+        trips = trip_count(sizes, at[1])
+        return repeat(trips, layer, state, unroll, max(schedule.segments)), boundary
+
+    (carry, outputs), boundaries = lax.scan(segment, (carry, outputs), (starts, jnp.arange(len(starts))))
+    return carry, outputs, Kept([], boundaries)

@@ -1,0 +1,108 @@
+"""Carries in numbered slots, and rolled loops whose trip counts come from the tables of a schedule."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array
+
+from ._placement import to_device, to_host
+
+Carry = list[Array]
+T = TypeVar("T")
+
+
+class Kept(NamedTuple):
+    """Layer inputs that the forward sweep hands to the reverse sweep.
+
+    Attributes:
+        slots: one buffer per carry leaf, `(schedule.slots, ...)`; boundaries and the segment being walked
+            share it.
+        boundaries: the first input of each segment, `(segments, ...)` on the host; `None` if they are in
+            `slots`.
+    """
+
+    slots: Carry
+    boundaries: Carry | None
+
+    def first(self) -> Carry:
+        """Copies the input of the first layer to the device."""
+        if self.boundaries is None:
+            return [leaf[0] for leaf in self.slots]
+        return to_device([leaf[0] for leaf in self.boundaries])
+
+    def cotangent_of_first(self, cotangent: Carry) -> "Kept":
+        """Build the cotangent that this has, as a function of `first()` alone."""
+
+        def place(stacked: Array, first: Array) -> Any:
+            if first.dtype == jax.dtypes.float0:
+                return None
+            return jnp.zeros_like(stacked).at[0].set(first)
+
+        if self.boundaries is None:
+            return Kept([place(*pair) for pair in zip(self.slots, cotangent, strict=True)], None)
+        boundaries = to_device(self.boundaries)
+        return Kept([], to_host([place(*pair) for pair in zip(boundaries, cotangent, strict=True)]))
+
+
+def repeat(trips: Any, body: Callable[[Any, T], T], state: T, unroll: int | bool, most: int) -> T:
+    """Run `for k in range(trips): state = body(k, state)`, rolled unless `unroll` is True.
+
+    Args:
+        trips: how often, static or traced.
+        body: takes `k` and the state.
+        state: arrays of fixed shapes.
+        unroll: bodies per iteration of the rolled loop.
+        most: a static bound of `trips`.
+    """
+    if unroll is True and not isinstance(trips, jax.Array):
+        for k in range(trips):
+            state = body(k, state)
+        return state
+
+    def one(k: Any, state: T) -> T:
+        return body(lax.convert_element_type(k, jnp.int32), state)
+
+    if isinstance(trips, int):
+        return lax.fori_loop(0, trips, one, state, unroll=max(1, min(int(unroll), trips)))
+    step = most if unroll is True else max(1, min(int(unroll), most))
+    if step == 1:
+        return lax.fori_loop(0, trips, one, state)
+
+    def several(block: Any, state: T) -> T:
+        for k in range(step):
+            state = one(block * step + k, state)
+        return state
+
+    state = lax.fori_loop(0, trips // step, several, state)
+    return lax.fori_loop(trips // step * step, trips, one, state)
+
+
+def trip_count(table: np.ndarray, r: Any) -> Any:
+    """Look up a trip count, static where all entries agree."""
+    return int(table[0]) if (table == table[0]).all() else entry_at(table, r)
+
+
+def entry_at(table: np.ndarray, r: Any) -> Any:
+    """Look up an entry of a table, static where the index is."""
+    return int(table[r]) if isinstance(r, int) else jnp.asarray(table)[r]
+
+
+def room(carry: Carry, size: int) -> Carry:
+    """Make room for `size` carries; what it holds at first does not matter."""
+    return [jnp.broadcast_to(leaf, (size, *leaf.shape)) for leaf in carry]
+
+
+def read(stacked: Any, index: Any) -> Any:
+    """Take the entry at `index` of every array of a tree."""
+    return jax.tree.map(lambda leaf: lax.dynamic_index_in_dim(leaf, index, keepdims=False), stacked)
+
+
+def write(stacked: Any, index: Any, entry: Any) -> Any:
+    """Replace the entry at `index` of every array of a tree; in place, in a compiled loop."""
+    return jax.tree.map(
+        lambda leaf, new: lax.dynamic_update_index_in_dim(leaf, new, index, 0), stacked, entry
+    )

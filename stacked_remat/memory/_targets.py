@@ -6,6 +6,7 @@ attached these are compile-only devices: XLA's compiler for that chip runs in fu
 
 import dataclasses
 import functools
+import importlib
 import importlib.util
 import os
 from abc import ABC, abstractmethod
@@ -164,10 +165,21 @@ def _cuda_devices(target: CudaTarget, count: int) -> tuple[Any, ...]:
             f"target {target.name!r} needs JAX's CUDA plugin (no GPU is needed): "
             "pip install 'stacked_remat[cuda-report]'"
         )
-    found = topologies.get_topology_desc(
-        target.name, "cuda", target_config=target.target_config(), topology=f"1x1x{count}"
-    )
+    config, topology = target.target_config(), f"1x1x{count}"
+    try:
+        found = topologies.get_topology_desc(target.name, "cuda", target_config=config, topology=topology)
+    except NotImplementedError:
+        _register_cuda_plugin()
+        found = topologies.get_topology_desc(target.name, "cuda", target_config=config, topology=topology)
     return tuple(found.devices)
+
+
+def _register_cuda_plugin() -> None:
+    """Register the plugin that JAX gave up on because no driver answers; the compiler needs none."""
+    jax.devices()  # settles the backends first, or JAX would take the GPU for attached
+    version = next(v for v in (13, 12) if importlib.util.find_spec(f"jax_cuda{v}_plugin"))
+    os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"
+    importlib.import_module(f"jax_plugins.xla_cuda{version}").initialize()
 
 
 @functools.cache
@@ -182,11 +194,15 @@ def _tpu_devices(target: TpuTarget, count: int) -> tuple[Any, ...]:
         raise TargetError(f"target {target.name!r} has slices of {sizes} devices; {count} were asked for")
     # An attached backend starts first: it may need the very metadata server that a machine without a
     # TPU would wait minutes for.
-    jax.devices()
-    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+    if jax.default_backend() != "tpu":
+        for key, value in _NO_TPU.items():
+            os.environ.setdefault(key, value)
     found = topologies.get_topology_desc(topology, "tpu")
     return tuple(found.devices)[:count]
 
+
+# What libtpu would otherwise ask the metadata server of a TPU machine for.
+_NO_TPU = {"TPU_SKIP_MDS_QUERY": "1", "TPU_ACCELERATOR_TYPE": "v5p-8", "TPU_WORKER_HOSTNAMES": "localhost"}
 
 _XLA = "openxla/xla xla/backends/gpu/target_config/specs (read from the device)"
 

@@ -230,7 +230,7 @@ class _Loop:
     def repeated(
         self, go_on: Callable[[_Values], tuple[Cost, list[_Value]]], reason: str
     ) -> tuple[Cost, list[_Value]]:
-        """Cost and results of a loop that runs while `go_on` says so; `reason` is given if that is not known."""
+        """Cost and results of a loop that runs while `go_on` says so; `reason` says that it is unknown."""
         test, _ = go_on(self._fixed)
         state, total, trips = self._carry, Cost(), 0
         unknown = self._each + test + Cost(too_low=frozenset({reason}))

@@ -12,7 +12,7 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import numpy as np
@@ -40,6 +40,9 @@ class Target(ABC):
     flops: float | None
     source: str
 
+    sizes_host_arguments: ClassVar[bool] = True
+    """Whether arguments that live on the host are counted there."""
+
     @abstractmethod
     def devices(self, count: int = 1) -> tuple[Any, ...]:
         """Return `count` `jax.Device`s to compile for.
@@ -47,9 +50,6 @@ class Target(ABC):
         Raises:
             TargetError: the plugin is not installed, or there is no topology with that many devices.
         """
-
-    def check_memory_kinds(self, kinds: Mapping[str, str]) -> None:
-        """Refuse arguments (tree path to memory kind) that this target would place wrongly."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,19 +96,12 @@ class CudaTarget(Target):
     clock_ghz: float
     bandwidth: int
 
+    # Compiled without the device attached, XLA:GPU drops the memory kind of entry arguments. Offloading
+    # inside the program is honoured.
+    sizes_host_arguments: ClassVar[bool] = False
+
     def devices(self, count: int = 1) -> tuple[Any, ...]:
         return _cuda_devices(self, count)
-
-    def check_memory_kinds(self, kinds: Mapping[str, str]) -> None:
-        on_host = [f"{path} ({kind})" for path, kind in kinds.items() if "host" in kind]
-        if on_host:
-            raise TargetError(
-                f"target {self.name!r} cannot size arguments that live on the host: compiled without the "
-                "device attached, XLA:GPU drops the memory kind of entry arguments and would count "
-                f"them as device memory. On the host: {_some(on_host)}. Give them in device memory and "
-                "subtract them, move them inside the function with jax.device_put (which is honoured), "
-                "use a TPU target, or run with target='local' on the GPU itself."
-            )
 
     def target_config(self) -> str:
         """The device as the text proto that XLA takes for a compile-only GPU."""
@@ -323,8 +316,3 @@ def target_mesh(target: str | Target, axes: Mapping[str, int]) -> Mesh:
     shape = tuple(axes.values())
     devices = find_target(target).devices(int(np.prod(shape)))
     return Mesh(np.asarray(devices, dtype=object).reshape(shape), tuple(axes))
-
-
-def _some(items: list[str], most: int = 5) -> str:
-    rest = f" and {len(items) - most} more" if len(items) > most else ""
-    return ", ".join(items[:most]) + rest

@@ -8,6 +8,8 @@ print(memory.report(train_step, model, optimizer_state, batch, donate="all", tar
 """
 
 from ._flops import Flops, count_flops
+from ._plan import CANDIDATES, BudgetError, Comparison, Plan, Trial, compare, parse_bytes, plan
+from ._plot import plot
 from ._report import DoesNotFit, HostBytes, MemoryReport, report
 from ._targets import (
     TARGETS,
@@ -21,18 +23,27 @@ from ._targets import (
 )
 
 __all__ = [
+    "CANDIDATES",
     "TARGETS",
+    "BudgetError",
+    "Comparison",
     "CudaTarget",
     "DoesNotFit",
     "Flops",
     "HostBytes",
     "LocalTarget",
     "MemoryReport",
+    "Plan",
     "Target",
     "TargetError",
     "TpuTarget",
+    "Trial",
+    "compare",
     "count_flops",
     "find_target",
+    "parse_bytes",
+    "plan",
+    "plot",
     "report",
     "target_mesh",
 ]

@@ -55,6 +55,8 @@ def leaf_cost(eqn: Any) -> Cost:
         return Cost()
     if name in _MATMULS:
         return Cost(matmul=_MATMULS[name](eqn))
+    if name in _PER_OUTPUT:
+        return Cost(elementwise=sum(_size(out) for out in eqn.outvars))
     if name in _PER_INPUT:
         return Cost(elementwise=_size(eqn.invars[0]))
     if name.startswith("scatter"):
@@ -62,8 +64,6 @@ def leaf_cost(eqn: Any) -> Cost:
     if name == "sort":
         rows = eqn.invars[0].aval.shape[eqn.params["dimension"]]
         return Cost(elementwise=_size(eqn.invars[0]) * max(1, math.ceil(math.log2(max(rows, 1)))))
-    if name == "top_k":
-        return Cost(elementwise=_size(eqn.invars[0]))
     if _is_elementwise(eqn):
         return Cost(elementwise=_size(eqn.outvars[0]))
     return Cost(too_low=frozenset({f"the arithmetic of {name!r} is not counted"}))
@@ -121,7 +121,9 @@ def _attention(products: int) -> Any:
 
 _MATMULS = {
     "dot_general": _dot_general,
+    "scaled_dot": _dot_general,
     "conv_general_dilated": _conv,
+    "conv": _conv,
     "ragged_dot_general": _ragged_dot,
     "dot_product_attention_fwd": _attention(2),
     "dot_product_attention_fwd_wrapper": _attention(2),
@@ -131,19 +133,26 @@ _MATMULS = {
 
 _PER_INPUT = frozenset(
     "reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or reduce_xor reduce "
-    "argmax argmin cumsum cumprod cummax cummin cumlogsumexp reduce_window_sum reduce_window_max".split()
+    "top_k approx_top_k argmax argmin cumsum cumprod cummax cummin cumlogsumexp reduce_window_sum "
+    "reduce_window_max reduce_window_min".split()
+)
+
+_PER_OUTPUT = frozenset(
+    "threefry2x32 threefry4x32 philox2x32 philox4x32 random_bits random_split random_fold_in rng_uniform "
+    "rng_bit_generator iota_2x32_shape clamp".split()
 )
 
 # Moves or relabels data, or works on program structure: no arithmetic.
 _FREE = frozenset(
-    "reshape broadcast_in_dim broadcast transpose squeeze expand_dims slice dynamic_slice "
-    "dynamic_update_slice gather concatenate pad rev copy copy_p convert_element_type "
+    "reshape broadcast_in_dim broadcast_to broadcast stack unstack roll transpose squeeze expand_dims slice "
+    "dynamic_slice dynamic_update_slice gather concatenate pad rev copy copy_p convert_element_type "
     "bitcast_convert_type iota stop_gradient device_put optimization_barrier name select_n split tile "
     "sharding_constraint mesh_cast reshard reduce_precision create_token layout_constraint empty empty2 "
     "random_wrap random_unwrap random_seed random_clone axis_index program_id num_programs get swap "
     "addupdate ref_get ref_set new_ref freeze free_ref masked_load masked_swap multiple_of pvary pcast "
     "psum psum2 psum_invariant pmax pmin ppermute all_gather all_gather_invariant all_to_all "
-    "reduce_scatter pbroadcast debug_callback debug_print zeros_like accum_grad_in_ref".split()
+    "reduce_scatter pbroadcast after_all add_dependency pin unpin tie trace_value platform_index "
+    "debug_callback debug_print zeros_like accum_grad_in_ref".split()
 )
 
 # One output of the input's shape, and yet not elementwise.

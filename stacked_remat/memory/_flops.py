@@ -7,6 +7,7 @@ finds the exact count for loops whose bounds come from a table, however deep. Wh
 reported as such and never silently counted once.
 """
 
+import bisect
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
@@ -18,9 +19,9 @@ from jax.extend.core import jaxprs_in_params
 from jax.interpreters import partial_eval
 
 from ._costs import Cost, leaf_cost
-from ._integers import as_known, evaluate, is_small_integer
+from ._integers import as_known, can_evaluate, evaluate, is_small_integer
 
-_MAX_STEPS = 3_000_000  # equations evaluated before the walk of loops gives up (about ten seconds)
+_MAX_STEPS = 500_000  # equations evaluated before the walk of loops gives up (some ten seconds)
 
 _Value = np.ndarray | None
 _Values = Sequence[_Value]
@@ -71,7 +72,10 @@ class _Walk:
         self._live: dict[int, tuple[Any, Any]] = {}
 
     def run(self, jaxpr: Any, values: _Values, eqns: Any = None) -> tuple[Cost, list[_Value]]:
-        """Walk a jaxpr (open or closed), or these of its equations, given what is known of its inputs."""
+        """Walk a jaxpr (open or closed) given what is known of its inputs.
+
+        With `eqns`, only these of its equations are walked, for their results: the cost is not all there.
+        """
         live = self._without_dead_code(jaxpr)
         consts = [as_known(const) for const in getattr(jaxpr, "consts", ())]
         known: dict[Any, _Value] = dict(zip(live.constvars, consts, strict=False))
@@ -79,8 +83,12 @@ class _Walk:
         cost = Cost()
         for eqn in live.eqns if eqns is None else eqns:
             self.steps += 1
-            added, results = self._eqn(eqn, [_read(known, atom) for atom in eqn.invars])
-            cost = cost + added
+            inputs = [_read(known, atom) for atom in eqn.invars]
+            if eqns is not None and can_evaluate(eqn):
+                results = evaluate(eqn, inputs)
+            else:
+                added, results = self._eqn(eqn, inputs)
+                cost = cost + added
             known.update(zip(eqn.outvars, results, strict=True))
         return cost, [_read(known, atom) for atom in live.outvars]
 
@@ -117,12 +125,12 @@ class _Walk:
             shape, manual = params["mesh"].shape, params.get("manual_axes")
             body, _ = self.run(params["jaxpr"], _unknowns(params["jaxpr"].invars))
             return body * math.prod(shape[axis] for axis in (manual or shape)), unknown
-        for key in ("jaxpr", "call_jaxpr", "fun_jaxpr"):
+        for key in ("jaxpr", "call_jaxpr", "fun_jaxpr", "fwd_jaxpr", "call"):
             inner = params.get(key)
             if inner is not None and len(getattr(inner, "jaxpr", inner).invars) == len(values):
                 return self.run(inner, values)
         if name in _TINY_BODIES:
-            return leaf_cost(eqn), unknown
+            return leaf_cost(eqn), evaluate(eqn, values)
         nested = list(jaxprs_in_params(params))
         if not nested:
             return leaf_cost(eqn), evaluate(eqn, values)
@@ -176,7 +184,11 @@ class _Walk:
         cond_consts, consts, carry = values[:first], values[first:second], values[second:]
         loop = _Loop(self, params["body_jaxpr"], consts, carry, lambda trip: [])
         reason = f"a while loop{_where(eqn)} whose trip count is not known in advance is counted once"
-        return loop.repeated(lambda state: self.run(params["cond_jaxpr"], [*cond_consts, *state]), reason)
+        comparisons = [test.primitive.name for test in self._without_dead_code(params["cond_jaxpr"]).eqns]
+        monotone = len(comparisons) == 1 and comparisons[0] in ("lt", "le", "gt", "ge")
+        return loop.repeated(
+            lambda state: self.run(params["cond_jaxpr"], [*cond_consts, *state]), reason, monotone
+        )
 
 
 class _Loop:
@@ -187,17 +199,36 @@ class _Loop:
     ) -> None:
         self._walk, self._consts, self._carry, self._slices = walk, list(consts), list(carry), slices
         inner = getattr(body, "jaxpr", body)
-        carried = inner.invars[len(consts) : len(consts) + len(carry)]
-        outs = inner.outvars[: len(carry)]
-        self._fixed = [
-            value if out is var else None for value, out, var in zip(carry, outs, carried, strict=True)
-        ]
+        self._carried = inner.invars[len(consts) : len(consts) + len(carry)]
+        self._outs = inner.outvars
+        pairs = zip(carry, self._outs, self._carried, strict=False)
+        self._fixed = [value if out is var else None for value, out, var in pairs]
         num_xs = len(inner.invars) - len(consts) - len(carry)
         self._num_ys = len(inner.outvars) - len(carry)
         self._each, _ = walk.run(body, [*consts, *self._fixed, *[None] * num_xs])
         # A body that costs the same on every trip need not be walked on every trip: its integers will do.
         self._body, self._eqns = body, walk.integer_eqns(body) if self._each.exact else None
+        self._strides = self._find_strides()
         self._memo: dict[Any, tuple[Cost, list[_Value]]] = {}
+
+    def _find_strides(self) -> list[int] | None:
+        """By how much each carry moves on every trip; None unless that is a constant and all there is."""
+        ys = self._outs[len(self._carry) :]
+        if self._eqns is None or any(is_small_integer(out.aval) for out in ys):
+            return None
+        steps = {eqn.outvars[0]: _stride(eqn, self._carried) for eqn in self._eqns}
+        strides = []
+        for value, var, out in zip(self._carry, self._carried, self._outs, strict=False):
+            source, stride = (var, 0) if value is None or out is var else steps.pop(out, (None, 0))
+            if source is not var:
+                return None
+            strides.append(stride)
+        return None if steps else strides
+
+    def _after(self, trips: int) -> list[_Value]:
+        """The carry after that many trips, if it moves by strides."""
+        moved = zip(self._carry, self._strides or [], strict=True)
+        return [None if value is None else value.astype(np.int64) + trips * stride for value, stride in moved]
 
     def _trip(self, state: _Values, trip: int) -> tuple[Cost, list[_Value], list[_Value]]:
         """Cost of a trip, the carry after it, and what it stacks."""
@@ -217,6 +248,8 @@ class _Loop:
         moving = any(v is not None and f is None for v, f in zip(self._carry, self._fixed, strict=True))
         if not moving and all(value is None for value in self._slices(0)):
             return self._each * len(order), [*self._fixed, *unknown_ys]
+        if self._strides is not None:
+            return self._each * len(order), [*self._after(len(order)), *unknown_ys]
         state, total, stacked = self._carry, Cost(), []
         for trip in range(len(order)):
             if self._walk.steps > _MAX_STEPS:
@@ -228,12 +261,22 @@ class _Loop:
         return total, [*state, *(_stack([row[k] for row in rows]) for k in range(self._num_ys))]
 
     def repeated(
-        self, go_on: Callable[[_Values], tuple[Cost, list[_Value]]], reason: str
+        self, go_on: Callable[[_Values], tuple[Cost, list[_Value]]], reason: str, monotone: bool
     ) -> tuple[Cost, list[_Value]]:
-        """Cost and results of a loop that runs while `go_on` says so; `reason` is given if that is not known."""
+        """Cost and results of a loop that runs while `go_on` says so.
+
+        `reason` says that its trip count is unknown. A `monotone` test, once false, stays false as the carry
+        moves on by its strides.
+        """
         test, _ = go_on(self._fixed)
-        state, total, trips = self._carry, Cost(), 0
         unknown = self._each + test + Cost(too_low=frozenset({reason}))
+        if monotone and self._strides is not None and go_on(self._carry)[1][0] is not None:
+            limit = 2**31  # more than a counter holds: the loop does not end
+            trips = bisect.bisect_left(range(limit), 1, key=lambda trip: not go_on(self._after(trip))[1][0])
+            if trips == limit:
+                return unknown, list(self._fixed)
+            return self._each * trips + test * (trips + 1), self._after(trips)
+        state, total, trips = self._carry, Cost(), 0
         while True:
             (decision,) = go_on(state)[1]
             if decision is None or self._walk.steps > _MAX_STEPS:
@@ -253,6 +296,18 @@ def _read(known: dict[Any, _Value], atom: Any) -> _Value:
     if hasattr(atom, "val"):
         return as_known(atom.val)
     return known.get(atom)
+
+
+def _stride(eqn: Any, carried: Sequence[Any]) -> tuple[Any, int]:
+    """The carry that an equation adds a written constant to, and the constant."""
+    if eqn.primitive.name == "add":
+        for var, step in (eqn.invars, eqn.invars[::-1]):
+            if (
+                any(var is carry for carry in carried)
+                and (known := as_known(getattr(step, "val", None))) is not None
+            ):
+                return var, int(known)
+    return None, 0
 
 
 def _same(first: _Value, second: _Value) -> bool:

@@ -39,6 +39,12 @@ def is_small_integer(aval: Any) -> bool:
     return np.dtype(dtype).kind in "biu" and aval.size <= MAX_SIZE
 
 
+def can_evaluate(eqn: Any) -> bool:
+    """Whether `evaluate` knows the operation."""
+    name = eqn.primitive.name
+    return name in _ELEMENTWISE or name in _STRUCTURAL or name in _IDENTITIES or name in _BY_JAX
+
+
 def evaluate(eqn: Any, values: Sequence[np.ndarray | None]) -> list[np.ndarray | None]:
     """Evaluate one equation on known inputs.
 
@@ -77,8 +83,7 @@ def _ask_jax(eqn: Any, values: Sequence[np.ndarray | None]) -> Any:
 def _divide(x: np.ndarray, y: np.ndarray) -> np.ndarray:
     """XLA's integer division: towards zero, and -1 for a zero divisor."""
     safe = np.where(y == 0, 1, y)
-    quotient = np.floor_divide(np.abs(x), np.abs(safe)) * np.sign(x) * np.sign(safe)
-    return np.where(y == 0, -1, quotient)
+    return np.where(y == 0, -1, np.floor_divide(x - np.fmod(x, safe), safe))
 
 
 def _remainder(x: np.ndarray, y: np.ndarray) -> np.ndarray:
@@ -182,6 +187,7 @@ _STRUCTURAL: dict[str, _Rule] = {
     "transpose": lambda params, x: np.transpose(x, params["permutation"]),
     "rev": lambda params, x: np.flip(x, params["dimensions"]),
     "concatenate": lambda params, *xs: np.concatenate(xs, params["dimension"]),
+    "stack": lambda params, *xs: np.stack(xs, params["axis"]),
     "reduce_sum": lambda params, x: np.sum(x, params["axes"]),
     "reduce_max": lambda params, x: np.max(x, params["axes"]),
     "reduce_min": lambda params, x: np.min(x, params["axes"]),

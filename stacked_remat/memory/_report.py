@@ -15,7 +15,7 @@ from jaxtyping import PyTree
 
 from ._flops import Flops, count_flops
 from ._table import Table, readable_bytes, readable_count
-from ._targets import Target, find_target
+from ._targets import Target, TargetError, find_target
 
 
 class DoesNotFit(RuntimeError):
@@ -176,8 +176,13 @@ def _compile(target: Target, placement: "_Placement", trace: Callable[[], Any]) 
         flops=count_flops(traced.jaxpr),
         compile_seconds=seconds,
         devices=placement.devices,
-        capacity=target.memory,
+        capacity=target.memory or _attached_memory(target),
     )
+
+
+def _attached_memory(target: Target) -> int | None:
+    stats = target.devices()[0].memory_stats()
+    return stats.get("bytes_limit") if stats else None
 
 
 def _is_abstract(leaf: Any) -> bool:
@@ -271,7 +276,8 @@ class _Placement:
             )
 
         placed = jax.tree_util.tree_map_with_path(shape, call, is_leaf=_is_array)
-        self.target.check_memory_kinds(on_host)
+        if on_host and not self.target.sizes_host_arguments:
+            raise TargetError(_HOST_ARGUMENTS.format(target=self.target.name, where=_some(on_host)))
         return placed
 
     def _sharding(self, leaf: Any, kind: str | None) -> Sharding:
@@ -280,6 +286,18 @@ class _Placement:
         sharding = getattr(leaf, "sharding", None)
         spec = sharding.spec if isinstance(sharding, NamedSharding) else PartitionSpec()
         return NamedSharding(self.mesh, spec, memory_kind=kind)
+
+
+_HOST_ARGUMENTS = (
+    "target {target!r} cannot size arguments that live on the host: without the device attached, XLA:GPU "
+    "would count them as device memory. On the host: {where}. Move them inside the function (jax.device_put "
+    "there is honoured), use a TPU target, or compile on the GPU itself with target='local'."
+)
+
+
+def _some(items: dict[str, str], most: int = 5) -> str:
+    shown = [f"{path} ({kind})" for path, kind in items.items()]
+    return ", ".join(shown[:most]) + (f" and {len(shown) - most} more" if len(shown) > most else "")
 
 
 def _memory_kind(leaf: Any) -> str | None:

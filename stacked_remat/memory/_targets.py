@@ -6,12 +6,13 @@ attached these are compile-only devices: XLA's compiler for that chip runs in fu
 
 import dataclasses
 import functools
+import importlib
 import importlib.util
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import numpy as np
@@ -39,6 +40,9 @@ class Target(ABC):
     flops: float | None
     source: str
 
+    sizes_host_arguments: ClassVar[bool] = True
+    """Whether arguments that live on the host are counted there."""
+
     @abstractmethod
     def devices(self, count: int = 1) -> tuple[Any, ...]:
         """Return `count` `jax.Device`s to compile for.
@@ -46,9 +50,6 @@ class Target(ABC):
         Raises:
             TargetError: the plugin is not installed, or there is no topology with that many devices.
         """
-
-    def check_memory_kinds(self, kinds: Mapping[str, str]) -> None:
-        """Refuse arguments (tree path to memory kind) that this target would place wrongly."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,19 +96,12 @@ class CudaTarget(Target):
     clock_ghz: float
     bandwidth: int
 
+    # Compiled without the device attached, XLA:GPU drops the memory kind of entry arguments. Offloading
+    # inside the program is honoured.
+    sizes_host_arguments: ClassVar[bool] = False
+
     def devices(self, count: int = 1) -> tuple[Any, ...]:
         return _cuda_devices(self, count)
-
-    def check_memory_kinds(self, kinds: Mapping[str, str]) -> None:
-        on_host = [f"{path} ({kind})" for path, kind in kinds.items() if "host" in kind]
-        if on_host:
-            raise TargetError(
-                f"target {self.name!r} cannot size arguments that live on the host: compiled without the "
-                "device attached, XLA:GPU drops the memory kind of entry arguments and would count "
-                f"them as device memory. On the host: {_some(on_host)}. Give them in device memory and "
-                "subtract them, move them inside the function with jax.device_put (which is honoured), "
-                "use a TPU target, or run with target='local' on the GPU itself."
-            )
 
     def target_config(self) -> str:
         """The device as the text proto that XLA takes for a compile-only GPU."""
@@ -164,10 +158,21 @@ def _cuda_devices(target: CudaTarget, count: int) -> tuple[Any, ...]:
             f"target {target.name!r} needs JAX's CUDA plugin (no GPU is needed): "
             "pip install 'stacked_remat[cuda-report]'"
         )
-    found = topologies.get_topology_desc(
-        target.name, "cuda", target_config=target.target_config(), topology=f"1x1x{count}"
-    )
+    config, topology = target.target_config(), f"1x1x{count}"
+    try:
+        found = topologies.get_topology_desc(target.name, "cuda", target_config=config, topology=topology)
+    except NotImplementedError:
+        _register_cuda_plugin()
+        found = topologies.get_topology_desc(target.name, "cuda", target_config=config, topology=topology)
     return tuple(found.devices)
+
+
+def _register_cuda_plugin() -> None:
+    """Register the plugin that JAX gave up on because no driver answers; the compiler needs none."""
+    jax.devices()  # settles the backends first, or JAX would take the GPU for attached
+    version = next(v for v in (13, 12) if importlib.util.find_spec(f"jax_cuda{v}_plugin"))
+    os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"
+    importlib.import_module(f"jax_plugins.xla_cuda{version}").initialize()
 
 
 @functools.cache
@@ -182,11 +187,15 @@ def _tpu_devices(target: TpuTarget, count: int) -> tuple[Any, ...]:
         raise TargetError(f"target {target.name!r} has slices of {sizes} devices; {count} were asked for")
     # An attached backend starts first: it may need the very metadata server that a machine without a
     # TPU would wait minutes for.
-    jax.devices()
-    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+    if jax.default_backend() != "tpu":
+        for key, value in _NO_TPU.items():
+            os.environ.setdefault(key, value)
     found = topologies.get_topology_desc(topology, "tpu")
     return tuple(found.devices)[:count]
 
+
+# What libtpu would otherwise ask the metadata server of a TPU machine for.
+_NO_TPU = {"TPU_SKIP_MDS_QUERY": "1", "TPU_ACCELERATOR_TYPE": "v5p-8", "TPU_WORKER_HOSTNAMES": "localhost"}
 
 _XLA = "openxla/xla xla/backends/gpu/target_config/specs (read from the device)"
 
@@ -307,8 +316,3 @@ def target_mesh(target: str | Target, axes: Mapping[str, int]) -> Mesh:
     shape = tuple(axes.values())
     devices = find_target(target).devices(int(np.prod(shape)))
     return Mesh(np.asarray(devices, dtype=object).reshape(shape), tuple(axes))
-
-
-def _some(items: list[str], most: int = 5) -> str:
-    rest = f" and {len(items) - most} more" if len(items) > most else ""
-    return ", ".join(items[:most]) + rest

@@ -1,0 +1,227 @@
+"""Choosing what to recompute: compile the policies, keep the first that fits."""
+
+import dataclasses
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jaxtyping import PyTree
+
+from .._policy import ScanCheckpointPolicy, ScanCheckpointSpec
+from ._report import DoesNotFit, MemoryReport, report
+from ._table import Table, readable_bytes, readable_count
+from ._targets import Target
+
+CANDIDATES: tuple[ScanCheckpointSpec, ...] = (
+    False,
+    True,
+    "nested",
+    ScanCheckpointPolicy(nested=True, save_carries="offload"),
+    "offload",
+)
+"""What `plan` tries: from most device memory to least, those that need the host last."""
+
+
+class BudgetError(RuntimeError):
+    """No candidate fits; the message holds the table of what was tried."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Trial:
+    """One policy, compiled.
+
+    Attributes:
+        policy: what was tried.
+        report: what it needs; None if the compiler gave up on it.
+        failure: the compiler's reason, where it gave up.
+    """
+
+    policy: ScanCheckpointSpec
+    report: MemoryReport | None
+    failure: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    """Policies of one program side by side, in the order in which they were tried."""
+
+    trials: tuple[Trial, ...]
+
+    def _table(self, title: str = "memory by policy", notes: tuple[str, ...] = ()) -> Table:
+        found = [trial.report for trial in self.trials if trial.report is not None]
+        least = min((report.flops.matmul for report in found), default=0)
+        rows = [_row(trial, least) for trial in self.trials]
+        columns = ("policy", "total", "temporaries", "host", "FLOP", "x least", "compiled in")
+        failures = [f"{trial.policy!r}: {trial.failure}" for trial in self.trials if trial.failure]
+        return Table(title, columns, tuple(rows), (*failures, *notes))
+
+    def __str__(self) -> str:
+        return str(self._table())
+
+    def __rich__(self) -> Any:
+        return self._table().__rich__()
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """The policy to use, and how it was found.
+
+    Attributes:
+        policy: the first candidate that fits, as it was given.
+        report: what it needs.
+        tried: every candidate up to that one.
+        budget: bytes of device memory it had to fit in.
+    """
+
+    policy: ScanCheckpointSpec
+    report: MemoryReport
+    tried: Comparison
+    budget: int
+
+    def _table(self) -> Table:
+        note = f"{self.policy!r} is the first to fit {readable_bytes(self.budget)} a device"
+        return self.tried._table("plan", (note,))
+
+    def __str__(self) -> str:
+        return str(self._table())
+
+    def __rich__(self) -> Any:
+        return self._table().__rich__()
+
+
+def compare(
+    fn_of_policy: Callable[[ScanCheckpointSpec], Callable[..., Any]],
+    *args: PyTree,
+    candidates: Sequence[ScanCheckpointSpec] = CANDIDATES,
+    target: str | Target = "local",
+    donate: str | Sequence[str] = (),
+    **kwargs: PyTree,
+) -> Comparison:
+    """Compile a program under every policy and put the reports side by side. Nothing is executed.
+
+    Args:
+        fn_of_policy: makes the function to compile from a policy, for example
+            `lambda remat: lambda blocks, x: train_step(blocks, x, remat=remat)`.
+        *args: its arguments, as for `report`.
+        candidates: the policies, in the order they are compiled and shown.
+        target: as for `report`.
+        donate: as for `report`.
+        **kwargs: its keyword arguments.
+
+    Returns:
+        A trial for each candidate. One that the compiler refuses is there too, with the reason.
+
+    Cost: one compilation a candidate.
+    """
+    trials = [_try(fn_of_policy, args, kwargs, policy, target, donate) for policy in candidates]
+    return Comparison(tuple(trials))
+
+
+def plan(
+    fn_of_policy: Callable[[ScanCheckpointSpec], Callable[..., Any]],
+    *args: PyTree,
+    budget: int | str,
+    host_budget: int | str | None = None,
+    candidates: Sequence[ScanCheckpointSpec] = CANDIDATES,
+    target: str | Target = "local",
+    donate: str | Sequence[str] = (),
+    **kwargs: PyTree,
+) -> Plan:
+    """Find the first of the candidates that fits in a budget. Nothing is executed.
+
+    Args:
+        fn_of_policy: makes the function to compile from a policy, as for `compare`. Compile what will run:
+            the whole training step with its optimizer state, and with what it donates.
+        *args: its arguments, as for `report`.
+        budget: device memory, arguments and results included, for each device: bytes, or text such as
+            `"80GiB"` or `"80GB"`. Leave room for what the compiler does not see (the allocator's
+            fragmentation, library workspaces, other programs): nine tenths of the device is a usual figure.
+        host_budget: the same for the memory of the host that one device uses; None for no limit.
+        candidates: the policies, cheapest first.
+        target: as for `report`.
+        donate: as for `report`.
+        **kwargs: its keyword arguments.
+
+    Returns:
+        The plan. Nothing beyond the first candidate that fits is compiled.
+
+    Raises:
+        BudgetError: none fits; shows all of them and the smallest.
+        ValueError: a budget that cannot be read; no candidates.
+    """
+    limit, host_limit = parse_bytes(budget), None if host_budget is None else parse_bytes(host_budget)
+    if not candidates:
+        raise ValueError("plan needs at least one candidate policy; got none")
+    trials: list[Trial] = []
+    for policy in candidates:
+        trial = _try(fn_of_policy, args, kwargs, policy, target, donate)
+        trials.append(trial)
+        found = trial.report
+        if found is None or found.total > limit or (host_limit is not None and found.host.total > host_limit):
+            continue
+        return Plan(policy, found, Comparison(tuple(trials)), limit)
+    raise BudgetError(_nothing_fits(Comparison(tuple(trials)), limit, host_limit))
+
+
+def parse_bytes(size: int | str) -> int:
+    """Read a number of bytes: an integer, or text such as `"80GiB"`, `"1.5 TiB"` or `"80GB"`.
+
+    Raises:
+        ValueError: for anything else, saying what can be read.
+    """
+    if isinstance(size, int) and not isinstance(size, bool) and size >= 0:
+        return size
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]i?B|kB|B)\s*", size) if isinstance(size, str) else None
+    if match is None:
+        raise ValueError(
+            f"cannot read {size!r} as a number of bytes: expected a non-negative integer or text such as "
+            "'80GiB' (2**30 each), '80GB' (10**9 each), '512MiB' or '1.5TiB'"
+        )
+    number, unit = match.groups()
+    power = "BKMGT".index(unit[0].upper())
+    return int(float(number) * (1024 if "i" in unit else 1000) ** power)
+
+
+def _try(
+    fn_of_policy: Callable[[ScanCheckpointSpec], Callable[..., Any]],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    policy: ScanCheckpointSpec,
+    target: str | Target,
+    donate: str | Sequence[str],
+) -> Trial:
+    try:
+        return Trial(policy, report(fn_of_policy(policy), *args, target=target, donate=donate, **kwargs))
+    except (DoesNotFit, jax.errors.JaxRuntimeError) as error:
+        return Trial(policy, None, str(error).splitlines()[0])
+
+
+def _row(trial: Trial, least: int) -> tuple[str, ...]:
+    found = trial.report
+    if found is None:
+        return (repr(trial.policy), "refused", "", "", "", "", "")
+    return (
+        repr(trial.policy),
+        readable_bytes(found.total),
+        readable_bytes(found.temporaries),
+        readable_bytes(found.host.total),
+        readable_count(found.flops.matmul) + ("" if found.flops.exact else " ?"),
+        f"{found.flops.matmul / least:.2f}" if least else "-",
+        f"{found.compile_seconds:.1f} s",
+    )
+
+
+def _nothing_fits(tried: Comparison, limit: int, host_limit: int | None) -> str:
+    found = [(trial.report.total, trial) for trial in tried.trials if trial.report is not None]
+    what = f"{readable_bytes(limit)} a device"
+    if host_limit is not None:
+        what += f" and {readable_bytes(host_limit)} on the host"
+    if not found:
+        return f"no candidate fits {what}: the compiler refused all of them\n{tried}"
+    total, smallest = min(found, key=lambda pair: pair[0])
+    return (
+        f"no candidate fits {what}. The smallest found is {smallest.policy!r} with {readable_bytes(total)} a "
+        "device. Shorten the context, shard over more devices, freeze weights, or allow the host more memory."
+        f"\n{tried}"
+    )

@@ -1,0 +1,248 @@
+"""The count of arithmetic, against counts made by hand."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, PartitionSpec
+
+from stacked_remat.memory import count_flops
+
+SQUARE = jnp.ones((8, 8))
+PRODUCT = 2 * 8**3  # FLOP of SQUARE @ SQUARE
+
+
+def count(fn, *args):
+    return count_flops(jax.make_jaxpr(fn)(*args))
+
+
+def test_products_are_two_for_each_pair():
+    assert count(lambda x, y: x @ y, jnp.ones((3, 5)), jnp.ones((5, 7))).matmul == 2 * 3 * 5 * 7
+    batched = count(lambda x, y: jnp.einsum("bij,bkj->bik", x, y), jnp.ones((4, 3, 5)), jnp.ones((4, 7, 5)))
+    assert batched.matmul == 2 * 4 * 3 * 7 * 5
+    assert batched.exact
+
+
+def test_convolution():
+    def conv(x, kernel, groups):
+        return jax.lax.conv_general_dilated(x, kernel, (1,), "VALID", feature_group_count=groups)
+
+    x = jnp.ones((2, 6, 10))  # batch, features, positions
+    assert count(lambda k: conv(x, k, 1), jnp.ones((4, 6, 3))).matmul == 2 * (2 * 4 * 8) * 6 * 3
+    assert count(lambda k: conv(x, k, 2), jnp.ones((4, 3, 3))).matmul == 2 * (2 * 4 * 8) * 3 * 3
+
+
+def test_ragged_products_count_each_row_once():
+    sizes = jnp.array([3, 0, 5], dtype=jnp.int32)
+    found = count(jax.lax.ragged_dot, jnp.ones((8, 4)), jnp.ones((3, 4, 6)), sizes)
+    assert found.matmul == 2 * 8 * 4 * 6
+    gradient = jax.grad(lambda w: jax.lax.ragged_dot(jnp.ones((8, 4)), w, sizes).sum())
+    assert count(gradient, jnp.ones((3, 4, 6))).matmul == 2 * 8 * 4 * 6
+
+
+def test_elementwise_work_is_one_per_element_and_moving_data_is_free():
+    assert count(lambda x: jnp.exp(x) * x + 1, jnp.ones((4, 5))).elementwise == 3 * 20
+    assert count(lambda x: x.sum(0), jnp.ones((4, 5))).elementwise == 20
+    moved = count(lambda x: jnp.broadcast_to(x.T.reshape(4, 5)[1:, None], (3, 2, 5)), jnp.ones((5, 4)))
+    assert (moved.matmul, moved.elementwise) == (0, 0)
+
+
+def test_what_is_not_used_does_not_count():
+    assert count(lambda x: (x @ x, x)[1], SQUARE).matmul == 0
+
+    def body(x, _):
+        return x @ x, (x @ x @ x).sum()
+
+    assert count(lambda x: jax.lax.scan(body, x, None, length=5)[0], SQUARE).matmul == 5 * PRODUCT
+
+
+def test_a_scan_counts_its_body_times_its_length():
+    def nested(x):
+        def outer(x, _):
+            return jax.lax.scan(lambda x, _: (x @ x, None), x, None, length=3)[0] @ x, None
+
+        return jax.lax.scan(outer, x, None, length=5)[0]
+
+    assert count(nested, SQUARE).matmul == 5 * (3 + 1) * PRODUCT
+    assert count(lambda x: jax.lax.scan(lambda x, _: (x @ x, None), x, None, length=0)[0], SQUARE).matmul == 0
+    assert count(lambda x: jax.lax.map(lambda row: x @ row, x), SQUARE).matmul == PRODUCT
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_gradient_of_a_checkpointed_scan(reverse):
+    """Forward two products a layer; backward four, and the first again: its second is not needed."""
+
+    def loss(x, weights):
+        def layer(x, w):
+            return jnp.tanh(x @ w) @ w, None
+
+        return jax.lax.scan(jax.checkpoint(layer), x, weights, reverse=reverse)[0].sum()
+
+    found = count(jax.grad(loss, (0, 1)), jnp.ones((3, 8)), jnp.ones((6, 8, 8)))
+    assert found.matmul == 6 * (2 + 1 + 4) * (2 * 3 * 8 * 8)
+    assert found.exact
+
+
+def test_calls_are_looked_into():
+    @jax.custom_vjp
+    def with_vjp(x):
+        return x @ x
+
+    with_vjp.defvjp(lambda x: (x @ x, x), lambda x, ct: (ct @ x @ x,))
+
+    @jax.custom_jvp
+    def with_jvp(x):
+        return x @ x
+
+    with_jvp.defjvp(lambda primals, tangents: (with_jvp(*primals), tangents[0]))
+    assert count(with_vjp, SQUARE).matmul == PRODUCT
+    assert count(jax.grad(lambda x: with_vjp(x).sum()), SQUARE).matmul == 2 * PRODUCT
+    assert count(with_jvp, SQUARE).matmul == PRODUCT
+    assert count(jax.jit(lambda x: x @ x), SQUARE).matmul == PRODUCT
+    assert count(jax.remat(lambda x: x @ x), SQUARE).matmul == PRODUCT
+    assert count(jax.vmap(lambda x: x @ x), jnp.ones((4, 8, 8))).matmul == 4 * PRODUCT
+
+
+@pytest.mark.parametrize(("low", "high"), [(0, 7), (3, 10), (5, 5), (7, 3)])
+def test_a_loop_with_constant_bounds(low, high):
+    trips = max(high - low, 0)
+
+    def fn(x):
+        return jax.lax.fori_loop(jnp.int32(low), jnp.int32(high), lambda _, x: x @ x, x)
+
+    found = count(fn, SQUARE)
+    assert found.matmul == trips * PRODUCT
+    assert found.exact
+
+
+def test_a_loop_whose_counter_does_more_than_count():
+    def fn(x):
+        return jax.lax.while_loop(lambda s: s[0] < 100, lambda s: (3 * s[0] + 1, s[1] @ s[1]), (0, x))[1]
+
+    assert count(fn, SQUARE).matmul == 5 * PRODUCT  # 0 1 4 13 40 121
+
+
+@pytest.mark.parametrize("low", [0, np.int32(0)])
+def test_a_long_loop_is_not_walked(low):
+    """With bounds of Python integers the loop is a scan, otherwise a while loop."""
+
+    def body(_, state):
+        return state[0] + 2, jnp.tanh(state[1] @ state[1])
+
+    def fn(x):
+        twice, x = jax.lax.fori_loop(low, 10**9, body, (jnp.int32(0), x))
+        return jax.lax.fori_loop(jnp.int32(0), twice - 2 * 10**9, lambda _, x: x @ x, x)
+
+    assert count(fn, SQUARE).matmul == 10**9 * PRODUCT
+
+
+def test_a_loop_that_never_ends_says_so():
+    def fn(x):
+        return jax.lax.while_loop(lambda s: s[0] >= 0, lambda s: (s[0] + 1, s[1] @ s[1]), (jnp.int32(0), x))[
+            1
+        ]
+
+    assert not count(fn, SQUARE).exact
+
+
+LENGTHS = np.array([4, 3, 2, 1], dtype=np.int32)
+
+
+def shrinking_segments(x):
+    """Segments whose lengths come from a table, read by the loop outside; layers count on through them."""
+    lengths = jnp.asarray(LENGTHS)
+
+    def segment(carry, index):
+        def layer(_, carry):
+            x, layer = carry
+            return x @ x, layer + 1
+
+        return jax.lax.fori_loop(jnp.int32(0), lengths[index], layer, carry), None
+
+    order = jnp.arange(len(LENGTHS), dtype=jnp.int32)
+    return jax.lax.scan(segment, (x, jnp.int32(0)), order)[0]
+
+
+def test_loops_whose_bounds_are_read_from_a_table():
+    found = count(lambda x: shrinking_segments(x)[0], SQUARE)
+    assert found.matmul == 10 * PRODUCT
+    assert found.exact
+
+
+def test_integers_come_out_of_loops():
+    def fn(x):
+        x, layers = shrinking_segments(x)
+        return jax.lax.fori_loop(jnp.int32(0), layers, lambda _, x: x @ x, x)
+
+    assert count(fn, SQUARE).matmul == 20 * PRODUCT
+
+
+def test_an_outer_while_loop_that_walks_a_table_backwards():
+    starts = np.array([0, 4, 7, 9, 10], dtype=np.int32)
+
+    def fn(x):
+        table = jnp.asarray(starts)
+
+        def segment(state):
+            k, x = state
+            x = jax.lax.fori_loop(table[k], table[k + 1], lambda _, x: x @ x, x)
+            return k - 1, x
+
+        return jax.lax.while_loop(lambda state: state[0] >= 0, segment, (jnp.int32(3), x))[1]
+
+    assert count(fn, SQUARE).matmul == 10 * PRODUCT
+
+
+def test_a_branch_on_a_known_integer_is_taken():
+    def fn(x):
+        def body(x, k):
+            return jax.lax.cond(k % 3 == 0, lambda x: x @ x, lambda x: x, x), None
+
+        return jax.lax.scan(body, x, jnp.arange(7, dtype=jnp.int32))[0]
+
+    found = count(fn, SQUARE)
+    assert found.matmul == 3 * PRODUCT
+    assert found.exact
+
+
+def test_a_branch_on_data_counts_as_its_dearest_side_and_says_so():
+    found = count(lambda x: jax.lax.cond(x[0, 0] > 0, lambda x: x @ x @ x, lambda x: x @ x, x), SQUARE)
+    assert found.matmul == 2 * PRODUCT
+    assert not found.exact
+    assert "dearest" in found.too_high[0]
+    same = count(lambda x: jax.lax.cond(x[0, 0] > 0, lambda x: x @ x.T, lambda x: x.T @ x, x), SQUARE)
+    assert same.matmul == PRODUCT
+    assert same.exact
+
+
+def test_an_unknown_trip_count_is_never_silent():
+    def fn(x, n):
+        return jax.lax.fori_loop(jnp.int32(0), n, lambda _, x: x @ x, x)
+
+    found = count(fn, SQUARE, jnp.int32(3))
+    assert found.matmul == PRODUCT
+    assert not found.exact
+    assert "trip count" in found.too_low[0]
+    assert "test_flops.py" in found.too_low[0]
+
+
+def test_work_inside_an_unknown_operation_is_never_silent():
+    found = count(jnp.linalg.inv, SQUARE)
+    assert not found.exact
+    assert any("lu" in reason for reason in found.too_low)
+
+
+def test_a_loop_too_long_to_walk_says_so(monkeypatch):
+    monkeypatch.setattr("stacked_remat.memory._flops._MAX_STEPS", 100)
+
+    def fn(x):
+        return jax.lax.while_loop(lambda s: s[0] != 2000, lambda s: (s[0] + 2, s[1] @ s[1]), (0, x))[1]
+
+    assert not count(fn, SQUARE).exact
+
+
+def test_a_sharded_program_counts_all_devices():
+    mesh = Mesh(np.array(jax.devices()[:4]), ("data",))
+    spec = PartitionSpec("data")
+    mapped = jax.shard_map(lambda x, w: x @ w, mesh=mesh, in_specs=(spec, PartitionSpec()), out_specs=spec)
+    assert count(mapped, jnp.ones((16, 8)), SQUARE).matmul == 2 * 16 * 8 * 8

@@ -1,0 +1,160 @@
+"""The planner compiles from the cheapest to the leanest and stops at the first that fits."""
+
+import equinox as eqx
+import haliax as hax
+import jax
+import pytest
+
+from stacked_remat import ScanCheckpointPolicy, Stacked
+from stacked_remat.memory import CANDIDATES, BudgetError, compare, parse_bytes, plan
+
+Layers, Width = hax.Axis("layers", 16), hax.Axis("width", 64)
+Tokens = hax.Axis("tokens", 512)
+CARRY = 4 * Tokens.size * Width.size
+
+
+class Block(eqx.Module):
+    weight: hax.NamedArray
+
+    @staticmethod
+    def init(*, key):
+        return Block(hax.random.normal(key, (Width, Width.alias("width_out"))))
+
+    def __call__(self, x):
+        return x + hax.tanh(hax.dot(x, self.weight, axis=Width).rename({"width_out": "width"}))
+
+
+def blocks_and_input():
+    keys = jax.random.split(jax.random.key(0), Layers.size)
+    blocks = eqx.filter_eval_shape(lambda: Stacked.init(Layers, Block)(key=keys))
+    return blocks, eqx.filter_eval_shape(lambda: hax.zeros((Tokens, Width)))
+
+
+class Counting:
+    """Makes the gradient of a fold under a policy, and remembers which were asked for."""
+
+    def __init__(self):
+        self.asked = []
+
+    def __call__(self, remat):
+        self.asked.append(remat)
+
+        def gradient(blocks, x):
+            return eqx.filter_grad(lambda blocks: hax.sum(blocks.fold(x, remat=remat)).scalar())(blocks)
+
+        return gradient
+
+
+@pytest.fixture(scope="module")
+def comparison():
+    return compare(Counting(), *blocks_and_input())
+
+
+def test_every_candidate_is_compared(comparison):
+    assert [trial.policy for trial in comparison.trials] == list(CANDIDATES)
+    totals = {repr(trial.policy): trial.report.total for trial in comparison.trials}
+    assert totals["False"] > totals["True"] > totals["'nested'"]
+    flops = [trial.report.flops.matmul for trial in comparison.trials]
+    assert flops[0] == min(flops)
+    text = str(comparison)
+    assert all(repr(policy) in text for policy in CANDIDATES)
+
+
+def test_the_first_that_fits_is_taken_and_nothing_after_it_is_compiled(comparison):
+    totals = [trial.report.total for trial in comparison.trials]
+    for index in range(3):
+        fn_of_policy = Counting()
+        found = plan(fn_of_policy, *blocks_and_input(), budget=totals[index])
+        assert found.policy == CANDIDATES[index]
+        assert fn_of_policy.asked == list(CANDIDATES[: index + 1])
+        assert found.report.total == totals[index] <= found.budget
+        assert len(found.tried.trials) == index + 1
+        assert "first to fit" in str(found)
+
+
+def test_candidates_of_ones_own():
+    policy = ScanCheckpointPolicy(nested=2)
+    found = plan(Counting(), *blocks_and_input(), budget="1GiB", candidates=[policy, True])
+    assert found.policy is policy
+
+
+def test_no_candidate_fits(comparison):
+    smallest = min(trial.report.total for trial in comparison.trials)
+    with pytest.raises(BudgetError) as caught:
+        plan(Counting(), *blocks_and_input(), budget=smallest - 1)
+    message = str(caught.value)
+    assert "no candidate fits" in message
+    assert "The smallest found is" in message
+    assert all(repr(policy) in message for policy in CANDIDATES)
+
+
+def test_the_host_has_a_budget_too(monkeypatch):
+    from stacked_remat.memory import _plan
+
+    real = _plan.report
+
+    def with_host(fn, *args, **kwargs):
+        import dataclasses
+
+        from stacked_remat.memory import HostBytes
+
+        return dataclasses.replace(real(fn, *args, **kwargs), host=HostBytes(temporaries=100))
+
+    monkeypatch.setattr(_plan, "report", with_host)
+    plan(Counting(), *blocks_and_input(), budget="1GiB", host_budget=100, candidates=[True])
+    with pytest.raises(BudgetError, match="and 99 B on the host"):
+        plan(Counting(), *blocks_and_input(), budget="1GiB", host_budget=99, candidates=[True])
+
+
+def test_what_the_compiler_refuses_is_passed_over(monkeypatch):
+    from stacked_remat.memory import DoesNotFit, _plan
+
+    real = _plan.report
+
+    def refuse_once(fn, *args, **kwargs):
+        monkeypatch.setattr(_plan, "report", real)
+        raise DoesNotFit("ran out of memory")
+
+    monkeypatch.setattr(_plan, "report", refuse_once)
+    found = plan(Counting(), *blocks_and_input(), budget="1GiB")
+    assert found.policy is True
+    assert "False: ran out of memory" in str(found)
+    assert "refused" in str(found)
+
+
+def test_an_error_of_the_users_own_is_not_hidden():
+    def broken(remat):
+        raise TypeError("of my own")
+
+    with pytest.raises(TypeError, match="of my own"):
+        plan(broken, budget="1GiB")
+
+
+def test_no_candidates_at_all():
+    with pytest.raises(ValueError, match="at least one candidate"):
+        plan(Counting(), *blocks_and_input(), budget=1, candidates=[])
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        (0, 0),
+        (123, 123),
+        ("80GiB", 80 * 2**30),
+        ("80GB", 80 * 10**9),
+        (" 1.5 TiB ", 3 * 2**39),
+        ("512MiB", 2**29),
+        ("3kB", 3000),
+        ("3KB", 3000),
+        ("1KiB", 1024),
+        ("17B", 17),
+    ],
+)
+def test_budgets_that_can_be_read(text, size):
+    assert parse_bytes(text) == size
+
+
+@pytest.mark.parametrize("text", ["80", "80G", "GiB", "-1GiB", "80 gigabytes", -1, True, 1.5, None])
+def test_budgets_that_cannot(text):
+    with pytest.raises(ValueError, match="expected a non-negative integer or text such as '80GiB'"):
+        parse_bytes(text)

@@ -1,0 +1,206 @@
+"""Reports of programs small enough to know every byte."""
+
+import dataclasses
+import subprocess
+import sys
+from typing import Any
+
+import equinox as eqx
+import haliax as hax
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import (
+    AbstractMesh,
+    Mesh,
+    NamedSharding,
+    PartitionSpec,
+    Sharding,
+    SingleDeviceSharding,
+)
+
+from stacked_remat import memory
+from stacked_remat.memory import TargetError, report
+
+KIB = jax.ShapeDtypeStruct((256,), jnp.float32)  # 1,024 bytes
+
+
+class Scale(eqx.Module):
+    weight: jax.Array
+    power: int = eqx.field(static=True)
+    name: str = "scale"
+
+    def __call__(self, x):
+        return x * self.weight**self.power
+
+
+def scale(weight: Any = KIB):
+    return Scale(weight, 2)
+
+
+def test_bytes_of_arguments_and_outputs():
+    found = report(lambda x, y: (x + y, x.sum()), KIB, KIB)
+    table = 2 * 8  # of pointers, where there are several results
+    assert (found.arguments, found.outputs, found.aliased) == (2048, 1024 + 4 + table, 0)
+    assert found.total == found.arguments + found.outputs + found.temporaries
+    assert found.target == "local"
+    assert found.devices == 1
+    assert found.host.total == 0
+    assert found.compile_seconds > 0
+
+
+def test_temporaries_are_counted():
+    def fn(x):
+        return jnp.sort(x[:, None] * x[None, :], axis=0).sum()
+
+    assert 256 * 256 * 4 <= report(fn, KIB).temporaries < 4 * 256 * 256 * 4
+
+
+def test_flops_are_counted():
+    square = jax.ShapeDtypeStruct((8, 8), jnp.float32)
+    found = report(lambda x: jax.lax.fori_loop(0, 3, lambda _, x: x @ x, x) + 1, square)
+    assert found.flops.matmul == 3 * 2 * 8**3
+    assert found.flops.exact
+
+
+def test_nothing_is_executed():
+    ran = []
+
+    def fn(x):
+        jax.debug.callback(lambda: ran.append(True))
+        return x + 1
+
+    report(fn, jnp.ones(3))
+    jax.effects_barrier()
+    assert not ran
+
+
+def test_a_petabyte_can_be_sized():
+    huge = jax.ShapeDtypeStruct((2**20, 2**28), jnp.float32)
+    found = report(lambda x: x.sum(), huge)
+    assert found.arguments == 2**50
+
+
+def test_static_leaves_modules_and_named_arrays_are_taken_as_filter_jit_takes_them():
+    assert report(lambda module, x: module(x), scale(), KIB).arguments == 2048
+    assert (
+        report(lambda module, x: module(x), scale(jnp.ones(256)), np.ones(256, np.float32)).arguments == 2048
+    )
+    assert report(scale(), KIB).arguments == 2048
+    assert report(lambda x, double: x + x if double else x, KIB, True).flops.elementwise == 256
+    Width = hax.Axis("width", 256)
+    found = report(lambda named: named.rename({"width": "other"}) + 1, hax.ones(Width))
+    assert (found.arguments, found.outputs) == (1024, 1024)
+    shaped = eqx.filter_eval_shape(hax.ones, Width)
+    assert report(lambda *, named: named + 1, named=shaped).arguments == 1024
+
+
+def test_results_that_are_no_arrays_are_left_out():
+    assert report(lambda x: (x, "text", None, scale()), KIB).outputs == 1024
+
+
+def test_random_keys_are_arguments():
+    keys = jax.random.split(jax.random.key(0), 4)
+    assert report(lambda keys: jax.vmap(jax.random.normal)(keys), keys).arguments == 4 * 8
+
+
+def test_donated_arguments_are_aliased():
+    def step(module, x):
+        return eqx.tree_at(lambda m: m.weight, module, module.weight + x)
+
+    plain = report(step, scale(), KIB)
+    donated = report(step, scale(), KIB, donate="module")
+    assert (plain.aliased, donated.aliased) == (0, 1024)
+    assert donated.total == plain.total - 1024
+    assert report(step, scale(), KIB, donate="all").aliased == 1024
+    assert report(step, scale(), x=KIB, donate=["x"]).aliased == 1024
+    assert report(lambda *xs: xs[0] + 1, KIB, KIB, donate="xs").aliased == 1024
+
+
+def test_donation_of_a_name_that_is_not_there():
+    with pytest.raises(ValueError, match=r"donate='y' is not an argument.*\['x'\]"):
+        report(lambda x: x, KIB, donate="y")
+
+
+def test_functions_that_are_jitted_already_keep_their_donation():
+    def add(x, y):
+        return x + y
+
+    assert report(jax.jit(add), KIB, KIB).aliased == 0
+    assert report(jax.jit(add, donate_argnums=0), KIB, KIB).aliased == 1024
+    assert report(jax.jit(add, donate_argnums=0), KIB, KIB).flops.elementwise == 256
+    assert report(jax.jit(add, static_argnums=1), KIB, 2.0).arguments == 1024
+    assert report(eqx.filter_jit(add), KIB, KIB).aliased == 0
+    assert report(eqx.filter_jit(add, donate="all"), KIB, KIB).aliased == 1024
+    rest = eqx.filter_jit(lambda x, y: (x + y, x - y), donate="all-except-first")
+    assert report(rest, KIB, KIB).aliased == 1024
+    for jitted in (jax.jit(add), eqx.filter_jit(add)):
+        with pytest.raises(ValueError, match="jitted already"):
+            report(jitted, KIB, KIB, donate="x")
+
+
+def test_an_unknown_target():
+    with pytest.raises(ValueError, match="unknown target 'tpu'.*local.*h200.*v6e"):
+        report(lambda x: x, KIB, target="tpu")
+
+
+MESH = Mesh(np.array(jax.devices()[4:]).reshape(2, 2), ("data", "model"))
+
+
+def on(mesh, *spec):
+    return jax.ShapeDtypeStruct((8, 32), jnp.float32, sharding=NamedSharding(mesh, PartitionSpec(*spec)))
+
+
+@pytest.mark.parametrize("mesh", [MESH, AbstractMesh((2, 2), ("data", "model"))], ids=["local", "abstract"])
+def test_shardings_are_carried_to_the_target(mesh):
+    found = report(lambda x, y, z: x.sum() + y.sum() + z, on(mesh, "data", "model"), on(mesh, "model"), KIB)
+    assert found.devices == 4
+    assert found.arguments == 1024 // 4 + 1024 // 2 + 1024  # what has no sharding is on every device
+
+
+def test_shardings_that_cannot_be_carried_over():
+    with pytest.raises(ValueError, match="different meshes"):
+        report(lambda x, y: (x, y), on(MESH), on(Mesh(np.array(jax.devices()), ("data",)), "data"))
+
+    class Elsewhere(Sharding):
+        num_devices = 8  # pyright: ignore[reportAssignmentType]
+
+        def check_compatible_aval(self, aval_shape):
+            pass
+
+    with pytest.raises(ValueError, match="NamedSharding"):
+        report(lambda x: x, jax.ShapeDtypeStruct((8, 32), jnp.float32, sharding=Elsewhere()))
+
+
+def test_arguments_on_the_host_are_refused_where_they_would_be_miscounted(monkeypatch):
+    host = SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host")
+    pinned = jax.ShapeDtypeStruct((256,), jnp.float32, sharding=host)
+    local = memory.TARGETS["local"]
+    cuda = dataclasses.replace(memory.TARGETS["h200"], name="h200")
+    monkeypatch.setattr(type(cuda), "devices", lambda self, count=1: local.devices(count))
+    with pytest.raises(TargetError, match=r"'h200' cannot size.*\['weights'\] \(pinned_host\)"):
+        report(lambda x, weights: x + weights["weights"], KIB, {"weights": pinned}, target=cuda)
+    assert report(lambda x: x, pinned).arguments + report(lambda x: x, pinned).host.arguments == 1024
+
+
+def test_the_table_in_text_and_in_rich():
+    found = report(lambda x: x @ x, jax.ShapeDtypeStruct((512, 512), jnp.float32))
+    text = str(found)
+    assert "memory on local" in text
+    assert "1.00 MiB" in text
+    assert "268 M FLOP in matrix products" in text
+    rich_console = pytest.importorskip("rich.console")
+    console = rich_console.Console(width=100)
+    with console.capture() as capture:
+        console.print(found)
+    assert "1.00 MiB" in capture.get()
+
+
+def test_text_needs_no_optional_dependency():
+    program = (
+        "import sys; import jax.numpy as jnp; from stacked_remat import memory\n"
+        "sys.modules.update({name: None for name in ('rich', 'rich.table', 'rich.text', 'matplotlib')})\n"
+        "assert 'total' in str(memory.report(lambda x: x + 1, jnp.ones(3)))\n"
+    )
+    subprocess.run([sys.executable, "-W", "ignore", "-c", program], check=True)

@@ -1,0 +1,93 @@
+"""Targets are found by name, describe real devices, and say what they lack."""
+
+import importlib.util
+
+import jax
+import pytest
+
+from stacked_remat import memory
+from stacked_remat.memory import TARGETS, CudaTarget, TargetError, TpuTarget, find_target, target_mesh
+
+NAMES = ["local", "a100-80gb", "h100", "h200", "b200", "v5e", "v5p", "v6e"]
+NO_CUDA = not any(importlib.util.find_spec(f"jax_cuda{version}_plugin") for version in (12, 13))
+NO_TPU = importlib.util.find_spec("libtpu") is None
+
+
+def test_the_names():
+    assert list(TARGETS) == NAMES
+    assert all(find_target(name).name == name for name in NAMES)
+    assert find_target(TARGETS["h200"]) is TARGETS["h200"]
+
+
+def test_an_unknown_name_lists_those_there_are():
+    with pytest.raises(ValueError, match="unknown target 'h20'.*" + ".*".join(NAMES)):
+        find_target("h20")
+
+
+@pytest.mark.parametrize("name", NAMES[1:])
+def test_figures_are_in_bytes_and_flops(name):
+    target = TARGETS[name]
+    assert target.memory is not None and 16e9 < target.memory < 300e9
+    assert target.flops is not None and 1e14 < target.flops < 3e15
+    assert target.source
+
+
+@pytest.mark.parametrize("name", ["a100-80gb", "h100", "h200", "b200"])
+def test_the_description_that_xla_reads_is_the_targets_own(name):
+    target = TARGETS[name]
+    assert isinstance(target, CudaTarget)
+    config = target.target_config()
+    assert f"device_memory_size: {target.memory}\n" in config
+    assert f"core_count: {target.cores}\n" in config
+    assert config.count("{") == config.count("}")
+    assert ("ACCELERATED_FEATURES" in config) == (target.capability >= (9, 0))
+
+
+def test_local_devices_are_those_of_the_process():
+    assert find_target("local").devices(3) == tuple(jax.devices()[:3])
+    with pytest.raises(TargetError, match="has 8 device.*9 were asked for"):
+        find_target("local").devices(9)
+
+
+def test_a_mesh_of_a_target():
+    mesh = target_mesh("local", {"data": 2, "model": 4})
+    assert dict(mesh.shape) == {"data": 2, "model": 4}
+    assert set(mesh.devices.flat) == set(jax.devices())
+
+
+@pytest.mark.parametrize(("name", "extra"), [("h100", "cuda-report"), ("v6e", "tpu-report")])
+def test_without_the_plugin_the_extra_is_named(name, extra, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(TargetError, match=rf"pip install 'stacked_remat\[{extra}\]'"):
+        TARGETS[name].devices(2)
+
+
+@pytest.mark.skipif(NO_TPU, reason="libtpu is not installed")
+def test_no_slice_is_large_enough():
+    target = TARGETS["v5p"]
+    assert isinstance(target, TpuTarget)
+    with pytest.raises(TargetError, match="has slices of 1, 4, 8.*300 were asked for"):
+        target.devices(300)
+
+
+@pytest.mark.skipif(NO_CUDA, reason="JAX's CUDA plugin is not installed")
+@pytest.mark.parametrize("name", ["a100-80gb", "h100", "h200", "b200"])
+def test_cuda_targets_compile(name):
+    _compiles(name)
+
+
+@pytest.mark.skipif(NO_TPU, reason="libtpu is not installed")
+@pytest.mark.parametrize("name", ["v5e", "v5p", "v6e"])
+def test_tpu_targets_compile(name):
+    _compiles(name)
+
+
+def _compiles(name):
+    for count in (1, 4):
+        devices = TARGETS[name].devices(count)
+        assert len(devices) == count
+    x = jax.ShapeDtypeStruct((256, 256), "float32")
+    found = memory.report(lambda x: x @ x, x, target=name)
+    assert found.arguments == found.outputs == 4 * 256 * 256
+    assert found.target == name
+    assert found.capacity == TARGETS[name].memory

@@ -14,8 +14,9 @@ from models.qwen3_moe.config import Qwen3MoeConfig
 from models.qwen3_moe.experts import RouterStatistics, SparseExperts, load_balance_loss
 from models.qwen3_moe.layers import cast_floating, linear, rms_norm
 from stacked_remat import ScanCheckpointSpec, Stacked
+from stacked_remat.training import POSITION_AXIS
 
-POS = "position"
+
 
 
 class DecoderLayer(eqx.Module):
@@ -42,7 +43,7 @@ class DecoderLayer(eqx.Module):
     def __call__(self, x: NamedArray, rotary: RotaryTable) -> tuple[NamedArray, RouterStatistics]:
         """Maps the residual stream `[..., position, Embed]` to itself, with the router's statistics."""
         layer = cast_floating(self, x.dtype)
-        x = x + layer.attention(layer.input_norm(x), rotary, POS)
+        x = x + layer.attention(layer.input_norm(x), rotary, POSITION_AXIS)
         mixed, statistics = layer.experts(layer.post_attention_norm(x))
         return x + mixed, statistics
 
@@ -86,7 +87,7 @@ class Qwen3MoeDecoder(LanguageModel):
             The normalised output of the last layer, and router statistics `[Layers, Experts]`.
         """
         dtype = jnp.dtype(self.config.compute_dtype)
-        Pos = tokens.resolve_axis(POS)
+        Pos = tokens.resolve_axis(POSITION_AXIS)
         rotary = rotary_table(hax.arange(Pos), self.config.HeadDim, theta=self.config.rope_theta)
         x = self.embedding(tokens).astype(dtype)
         x, statistics = self.layers.scan(x, rotary)

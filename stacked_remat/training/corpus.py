@@ -11,8 +11,8 @@ from jaxtyping import Integer
 from .config import DataConfig
 from .tokenizer import ByteTokenizer
 
-# Installed packages differ from machine to machine, and tests hold tables of random data.
-_NOT_LIBRARY = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
+# Installed packages differ from machine to machine, tests hold tables of data, pydoc_data is one large generated text.
+_NOT_LIBRARY = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "pydoc_data"})
 
 
 @dataclass(frozen=True)

@@ -48,7 +48,7 @@ def _is_decayed(parameters: Any) -> Any:
     """Whether each leaf is decayed: all but the weights of norms, and biases."""
 
     def is_norm(node: Any) -> bool:
-        return isinstance(node, hnn.LayerNormBase | eqx.nn.LayerNorm | eqx.nn.RMSNorm)
+        return isinstance(node, hnn.LayerNorm | hnn.RmsNorm | eqx.nn.LayerNorm | eqx.nn.RMSNorm)
 
     def decayed(path: tuple[Any, ...], node: Any) -> Any:
         if is_norm(node):

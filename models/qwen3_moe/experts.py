@@ -80,7 +80,8 @@ class SparseExperts(eqx.Module):
     def init(config: Qwen3MoeConfig, *, key: PRNGKeyArray) -> "SparseExperts":
         """Makes the router and all experts from `key`."""
         router_key, experts_key = jax.random.split(key)
-        make_experts = Stacked.init(config.Experts, SwiGlu, remat=True)
+        # Whether an expert's intermediates are kept is for the policy of the stack of layers to say.
+        make_experts = Stacked.init(config.Experts, SwiGlu, remat=False)
         return SparseExperts(
             router=linear(config, config.Embed, config.Experts, key=router_key),
             experts=make_experts(config, key=jax.random.split(experts_key, config.Experts.size)),
@@ -111,7 +112,8 @@ class SparseExperts(eqx.Module):
     def __call__(self, x: NamedArray) -> tuple[NamedArray, RouterStatistics]:
         """Maps `[..., Embed]` to `[..., Embed]`, with the router's statistics.
 
-        Cost: `6 * tokens * num_experts * embed * expert_dim` FLOPs; one expert's intermediates at a time.
+        Cost: `6 * tokens * num_experts * embed * expert_dim` FLOPs. Forward, one expert's intermediates at a time;
+        for the gradient, those of all experts of one layer, `tokens * num_experts * (3 * expert_dim + embed)` numbers.
         """
         gates, statistics = self.route(x)
         mixed = self.experts.fold_via(_add_expert)(hax.zeros_like(x), x, gates.astype(x.dtype))

@@ -37,7 +37,7 @@ class LanguageModel(eqx.Module):
 
     @abc.abstractmethod
     def hidden_states(self, tokens: NamedArray) -> tuple[NamedArray, AuxiliaryLoss]:
-        """Maps integer tokens `[..., Pos]` to final hidden states `[..., Pos, Embed]` and auxiliary losses."""
+        """Maps tokens `[..., Pos]` to final hidden states `[..., Pos, Embed]` and auxiliary losses."""
 
     @abc.abstractmethod
     def logits(self, hidden: NamedArray) -> NamedArray:
@@ -45,7 +45,7 @@ class LanguageModel(eqx.Module):
 
 
 class LmConfig(draccus.ChoiceRegistry):
-    """Registry of model configs: `model: {type: NAME, ...}` in YAML picks the dataclass registered under NAME.
+    """Registry of model configs: `model: {type: NAME, ...}` in YAML picks the dataclass of that name.
 
     A config is data alone; the module that defines the model registers how to make it with `build_model`.
     """
@@ -61,8 +61,8 @@ def build_model(
         TypeError: no builder is registered for this type of config.
     """
     raise TypeError(
-        f"No builder is registered for {type(config).__name__}. Import the package that defines the model, and "
-        f"register its builder there with `@build_model.register`."
+        f"No builder is registered for {type(config).__name__}. Import the package that defines the model, "
+        f"and register its builder there with `@build_model.register`."
     )
 
 

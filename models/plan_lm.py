@@ -1,4 +1,4 @@
-"""Says what a training step would need under each remat policy. Compiles it; runs nothing, allocates no weights.
+"""Says what a training step would need under each remat policy: compiles it, and runs nothing.
 
     python -m models.plan_lm --config_path models/configs/qwen3_moe_deep.yaml [--target h200]
 

@@ -51,8 +51,8 @@ class TrainLmConfig:
 
     Attributes:
         model: the architecture, by `type`.
-        remat: memory policy of the model's stack of layers: an alias (true, false, nested, offload, ...) or the
-            fields of a `ScanCheckpointPolicy`.
+        remat: memory policy of the model's stack of layers: an alias (true, false, nested, offload, ...) or
+            the fields of a `ScanCheckpointPolicy`.
         data: the text.
         optimizer: AdamW and its schedule.
         trainer: length, reports and the run folder.
@@ -132,9 +132,10 @@ def _summary(config: TrainLmConfig, corpus: Corpus, model: LanguageModel, folder
     parameters = sum(leaf.size for leaf in jax.tree.leaves(eqx.filter(model, eqx.is_inexact_array)))
     step_tokens = config.data.batch_size * config.data.seq_len
     return (
-        f"{parameters:,} parameters; {corpus.train.size:,} tokens in {corpus.num_train_files} files to train on, "
-        f"{corpus.held_out.size:,} in {corpus.num_held_out_files} held out; {config.trainer.num_steps} steps of "
-        f"{step_tokens:,} tokens; {jax.device_count()} {jax.default_backend()} device(s); run folder {folder.root}"
+        f"{parameters:,} parameters; {corpus.train.size:,} tokens in {corpus.num_train_files} files to train "
+        f"on, {corpus.held_out.size:,} in {corpus.num_held_out_files} held out; {config.trainer.num_steps} "
+        f"steps of {step_tokens:,} tokens; {jax.device_count()} {jax.default_backend()} device(s); "
+        f"run folder {folder.root}"
     )
 
 

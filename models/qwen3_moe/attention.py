@@ -1,8 +1,8 @@
 """Rotary position embedding, and grouped-query attention with normalised queries and keys."""
 
+import equinox as eqx
 import haliax as hax
 import haliax.nn as hnn
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 from haliax import Axis, AxisSelector, NamedArray
@@ -75,7 +75,7 @@ def causal_attention(
     key, value = key.rename({QueryPos: KeyPos}), value.rename({QueryPos: KeyPos})
     scores = hax.dot(query, key, axis=HeadDim).astype(jnp.float32) * HeadDim.size**-0.5
     visible = causal_mask(QueryPos, KeyPos)
-    scores = hax.where(visible, scores, jnp.finfo(jnp.float32).min)
+    scores = hax.where(visible, scores, float(jnp.finfo(jnp.float32).min))
     weights = hnn.softmax(scores, axis=KeyPos).astype(value.dtype)
     return hax.dot(weights, value, axis=KeyPos).rearrange(query.axes)
 

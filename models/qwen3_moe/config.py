@@ -36,8 +36,8 @@ class ExpertsConfig:
         if self.experts_per_token > self.num_experts:
             raise ValueError(
                 f"model.experts.experts_per_token = {self.experts_per_token} is more than "
-                f"model.experts.num_experts = {self.num_experts}: a token can't visit more experts than there are. "
-                f"Lower the one or raise the other."
+                f"model.experts.num_experts = {self.num_experts}: a token can't visit more experts than "
+                f"there are. Lower the one or raise the other."
             )
         if self.load_balance_weight < 0:
             raise ValueError(
@@ -95,14 +95,14 @@ class Qwen3MoeConfig(LmConfig):
             )
         if self.head_dim is None and self.hidden_dim % self.num_heads:
             raise ValueError(
-                f"model.hidden_dim = {self.hidden_dim} is not divisible by model.num_heads = {self.num_heads}; "
-                f"change one of them, or give model.head_dim."
+                f"model.hidden_dim = {self.hidden_dim} is not divisible by model.num_heads = "
+                f"{self.num_heads}; change one of them, or give model.head_dim."
             )
         if self.HeadDim.size < 2 or self.HeadDim.size % 2:
             given = "model.head_dim" if self.head_dim is not None else "model.hidden_dim / model.num_heads"
             raise ValueError(
-                f"{given} = {self.HeadDim.size} must be even and at least 2, because the rotary embedding turns "
-                f"pairs of coordinates."
+                f"{given} = {self.HeadDim.size} must be even and at least 2, because the rotary embedding "
+                f"turns pairs of coordinates."
             )
         if self.compute_dtype not in ("float32", "bfloat16"):
             raise ValueError(

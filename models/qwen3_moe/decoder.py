@@ -17,8 +17,6 @@ from stacked_remat import ScanCheckpointSpec, Stacked
 from stacked_remat.training import POSITION_AXIS
 
 
-
-
 class DecoderLayer(eqx.Module):
     """Attention, then experts, each on the normalised residual stream and added back to it."""
 
@@ -51,8 +49,8 @@ class DecoderLayer(eqx.Module):
 class Qwen3MoeDecoder(LanguageModel):
     """A causal language model with the architecture of Qwen3-30B-A3B and its siblings.
 
-    Tokens are `[..., position]`. With equal weights its logits are those of Hugging Face's `Qwen3MoeForCausalLM`
-    when every layer is sparse.
+    Tokens are `[..., position]`. With equal weights its logits are those of Hugging Face's
+    `Qwen3MoeForCausalLM` when every layer is sparse.
     """
 
     embedding: hnn.Embedding

@@ -2,8 +2,8 @@
 
 The experts are themselves a stack, folded over the named axis `Experts`: each adds its share to the output of
 the tokens that chose it. All experts see all tokens, and the gate of those that did not choose it is zero.
-That is exact, needs no sorting and no capacity, and costs `num_experts / experts_per_token` times the arithmetic
-of the experts that were chosen: right for a few small experts.
+That is exact, needs no sorting and no capacity, and costs `num_experts / experts_per_token` times the
+arithmetic of the experts that were chosen: right for a few small experts.
 """
 
 import equinox as eqx
@@ -34,12 +34,13 @@ class RouterStatistics(eqx.Module):
 def load_balance_loss(statistics: RouterStatistics, Experts: Axis) -> NamedArray:
     """The auxiliary loss of Switch Transformer (Fedus et al. 2021, eq. 4), extended to top-k routing.
 
-    `num_experts * sum_e load_e * importance_e`. It is `experts_per_token` for even routing and grows to at most
-    `num_experts` as a single expert takes more. With statistics averaged over layers first, it is
+    `num_experts * sum_e load_e * importance_e`. It is `experts_per_token` for even routing and grows to at
+    most `num_experts` as a single expert takes more. With statistics averaged over layers first, it is
     `load_balancing_loss_func` of Hugging Face transformers.
 
     Returns:
-        The loss over the axes that the statistics have besides `Experts`; a `Layers` axis gives one per layer.
+        The loss over the axes that the statistics have besides `Experts`; a `Layers` axis gives one per
+        layer.
     """
     return hax.dot(statistics.load, statistics.importance, axis=Experts) * float(Experts.size)
 
@@ -112,8 +113,9 @@ class SparseExperts(eqx.Module):
     def __call__(self, x: NamedArray) -> tuple[NamedArray, RouterStatistics]:
         """Maps `[..., Embed]` to `[..., Embed]`, with the router's statistics.
 
-        Cost: `6 * tokens * num_experts * embed * expert_dim` FLOPs. Forward, one expert's intermediates at a time;
-        for the gradient, those of all experts of one layer, `tokens * num_experts * (3 * expert_dim + embed)` numbers.
+        Cost: `6 * tokens * num_experts * embed * expert_dim` FLOPs. Forward, one expert's intermediates at a
+        time; for the gradient, those of all experts of one layer, `tokens * num_experts * (3 * expert_dim +
+        embed)` numbers.
         """
         gates, statistics = self.route(x)
         mixed = self.experts.fold_via(_add_expert)(hax.zeros_like(x), x, gates.astype(x.dtype))

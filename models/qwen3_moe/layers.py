@@ -1,4 +1,4 @@
-"""The leaves of a Qwen3 layer, with its initialisation: linear maps, RMS norms, and the cast to the compute dtype."""
+"""The leaves of a Qwen3 layer: linear maps, RMS norms, and the cast to the compute dtype."""
 
 from typing import TypeVar
 

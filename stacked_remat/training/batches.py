@@ -1,4 +1,4 @@
-"""Sequences of equal length cut from a stream of tokens, and batches of them in an order that a seed fixes."""
+"""Sequences of equal length cut from a stream of tokens, in batches whose order a seed fixes."""
 
 import functools
 from dataclasses import dataclass
@@ -37,8 +37,9 @@ class TokenBatch(eqx.Module):
 class PackedTokens:
     """A stream of tokens as sequences: every token but the first is a target exactly once an epoch.
 
-    The last sequence is padded with targets of weight 0. Batches are drawn from one epoch after the other without a
-    gap, each epoch in an order of its own; a batch is a function of its index, so a run can start anywhere.
+    The last sequence is padded with targets of weight 0. Batches are drawn from one epoch after the other
+    without a gap, each epoch in an order of its own; a batch is a function of its index, so a run can start
+    anywhere.
 
     Attributes:
         stream: the tokens, one dimension.

@@ -18,8 +18,8 @@ _CONFIG = "config.json"
 def save_checkpoint(folder: Path, state: Any, config: Mapping[str, Any]) -> None:
     """Writes the arrays of `state`, and the config that says what they are, into `folder`.
 
-    All is written beside the folder first and then renamed, so that `folder` never holds half a checkpoint. One that
-    is there already is replaced.
+    All is written beside the folder first and then renamed, so that `folder` never holds half a checkpoint.
+    One that is there already is replaced.
     """
     unfinished = folder.with_name(f".{folder.name}.unfinished")
     shutil.rmtree(unfinished, ignore_errors=True)
@@ -44,6 +44,6 @@ def load_checkpoint(folder: Path, like: State) -> State:
         return eqx.tree_deserialise_leaves(folder / _ARRAYS, like)
     except (RuntimeError, ValueError, EOFError, TypeError) as error:
         raise ValueError(
-            f"The checkpoint in {folder} does not fit the state it is read into: {error} Compare the config with "
-            f"{folder / _CONFIG}."
+            f"The checkpoint in {folder} does not fit the state it is read into: {error} Compare the config "
+            f"with {folder / _CONFIG}."
         ) from error

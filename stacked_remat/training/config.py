@@ -29,8 +29,8 @@ class DataConfig:
     def __post_init__(self) -> None:
         if not 0 < self.held_out_fraction < 1:
             raise ValueError(
-                f"data.held_out_fraction must lie between 0 and 1, got {self.held_out_fraction}; 0.05 holds out "
-                f"about one file in twenty."
+                f"data.held_out_fraction must lie between 0 and 1, got {self.held_out_fraction}; 0.05 holds "
+                f"out about one file in twenty."
             )
         _require_at_least(1, "data", seq_len=self.seq_len, batch_size=self.batch_size)
 
@@ -80,8 +80,8 @@ class TrainerConfig:
         num_steps: optimizer steps.
         seed: of the initial weights and of the order of the batches.
         log_every: steps between lines in the metrics file.
-        eval_every: steps between evaluations on held-out text, besides those at the start and the end; null for
-            those two alone.
+        eval_every: steps between evaluations on held-out text, besides those at the start and the end; null
+            for those two alone.
         eval_batches: batches in an evaluation, always the same ones.
         run_dir: folder for config, metrics and checkpoint; `runs/DATE-TIME` if not given.
         overwrite: whether the results of an earlier run in `run_dir` may be deleted.

@@ -31,7 +31,8 @@ def parse_config(config_class: type[Config], arguments: Sequence[str]) -> Config
 
     Args:
         config_class: a dataclass of values, dataclasses and registries (`draccus.ChoiceRegistry`).
-        arguments: the command line without the program's name. Values are YAML. `--help` prints all keys and exits.
+        arguments: the command line without the program's name. Values are YAML. `--help` prints all keys and
+            exits.
 
     Raises:
         ConfigError: an unknown key, a value of the wrong type or out of range, or a file that can't be read.

@@ -11,7 +11,8 @@ from jaxtyping import Integer
 from .config import DataConfig
 from .tokenizer import ByteTokenizer
 
-# Installed packages differ from machine to machine, tests hold tables of data, pydoc_data is one large generated text.
+# Installed packages differ from machine to machine, tests hold tables of data, pydoc_data is one large
+# generated text.
 _NOT_LIBRARY = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "pydoc_data"})
 
 
@@ -35,8 +36,8 @@ class Corpus:
 def read_corpus(config: DataConfig, tokenizer: ByteTokenizer) -> Corpus:
     """Reads the config's folder, or the standard library of the running interpreter.
 
-    Files are taken in the order of their paths. A file is held out or not by a hash of its path within the folder,
-    so that the split stays as it is when other files come or go.
+    Files are taken in the order of their paths. A file is held out or not by a hash of its path within the
+    folder, so that the split stays as it is when other files come or go.
 
     Raises:
         FileNotFoundError: the folder is missing or holds no file of the suffix.
@@ -51,15 +52,16 @@ def read_corpus(config: DataConfig, tokenizer: ByteTokenizer) -> Corpus:
     )
     if not files:
         raise FileNotFoundError(
-            f"No files ending in {config.suffix!r} in {root}. Set data.folder to a folder with text, and data.suffix."
+            f"No files ending in {config.suffix!r} in {root}. Set data.folder to a folder with text, and "
+            f"data.suffix to what its files end in."
         )
     held_out = [file for name, file in files if _position(name) < config.held_out_fraction]
     train = [file for name, file in files if _position(name) >= config.held_out_fraction]
     if not held_out or not train:
         raise ValueError(
             f"{root} has {len(files)} files ending in {config.suffix!r}: {len(train)} to train on and "
-            f"{len(held_out)} held out at data.held_out_fraction = {config.held_out_fraction}. Both need at least one: "
-            f"add files or change the fraction."
+            f"{len(held_out)} held out at data.held_out_fraction = {config.held_out_fraction}. Both need at "
+            f"least one: add files or change the fraction."
         )
     return Corpus(_join(train, tokenizer), _join(held_out, tokenizer), len(train), len(held_out))
 

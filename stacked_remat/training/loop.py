@@ -1,8 +1,9 @@
 """The loop around the pure step: it owns batches, evaluation, metrics and what is shown."""
 
+import contextlib
 import functools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,35 +71,61 @@ def train(
         functools.partial(train_step, loss_function=loss_function, optimizer=optimizer),
         donate="all-except-first",
     )
-    before = held_out_loss = evaluate(state.model)
-    _log(trackers, 0, {"held_out_loss": before})
-    progress.message(f"held-out loss before training: {before:.4f}")
+    reporter = _Reporter(config, schedule, trackers, progress)
+    before = after = evaluate(state.model)
+    reporter.evaluated(0, before)
     progress.start(config.num_steps)
-    clock = _Clock()
     try:
+        batch = training.batch(0)
         for done in range(1, config.num_steps + 1):
-            batch = training.batch(done - 1)
             state, metrics = step(batch, state)
-            loss = float(metrics["loss"])
-            clock.tick(batch.num_tokens)
-            if not np.isfinite(loss):
-                raise _non_finite(done, loss, float(schedule(done - 1)), metrics)
-            progress.advance(done, loss, clock.tokens_per_second)
-            if done % config.log_every == 0 or done in (1, config.num_steps):
-                rates = {
-                    "learning_rate": float(schedule(done - 1)),
-                    "tokens_per_second": clock.tokens_per_second,
-                }
-                _log(trackers, done, {**metrics, **rates})
+            batch = training.batch(done)  # made while the device works
+            reporter.stepped(done, metrics, batch.num_tokens)
             if done == config.num_steps or (config.eval_every is not None and done % config.eval_every == 0):
-                held_out_loss = clock.paused(lambda: evaluate(state.model))
-                _log(trackers, done, {"held_out_loss": held_out_loss})
-                if done < config.num_steps:
-                    progress.message(f"held-out loss after {done} steps: {held_out_loss:.4f}")
+                with reporter.clock.paused():
+                    after = evaluate(state.model)
+                reporter.evaluated(done, after)
     finally:
         progress.stop()
-    progress.message(f"held-out loss after training:  {held_out_loss:.4f}")
-    return TrainingResult(state, before, held_out_loss)
+    return TrainingResult(state, before, after)
+
+
+class _Reporter:
+    """Turns what a step returns into lines for trackers and the terminal, or into an error."""
+
+    def __init__(
+        self,
+        config: TrainerConfig,
+        schedule: optax.Schedule,
+        trackers: Sequence[Tracker],
+        progress: Progress,
+    ):
+        self.clock = _Clock()
+        self._config = config
+        self._schedule = schedule
+        self._trackers = trackers
+        self._progress = progress
+
+    def stepped(self, done: int, metrics: Metrics, tokens: int) -> None:
+        """Waits for step `done` to end and reports it."""
+        loss = float(metrics["loss"])
+        self.clock.tick(tokens)
+        learning_rate = float(np.asarray(self._schedule(done - 1)))
+        if not np.isfinite(loss):
+            raise _non_finite(done, loss, learning_rate, metrics)
+        self._progress.advance(done, loss, self.clock.tokens_per_second)
+        if done % self._config.log_every == 0 or done in (1, self._config.num_steps):
+            speed = self.clock.tokens_per_second
+            self._log(done, {**metrics, "learning_rate": learning_rate, "tokens_per_second": speed})
+
+    def evaluated(self, done: int, held_out_loss: float) -> None:
+        """Reports the loss on held-out text after step `done`."""
+        self._log(done, {"held_out_loss": held_out_loss})
+        self._progress.message(f"held-out loss after {done} steps: {held_out_loss:.4f}")
+
+    def _log(self, done: int, metrics: dict[str, Any]) -> None:
+        for tracker in self._trackers:
+            tracker.log(done, metrics)
 
 
 class _Clock:
@@ -116,12 +143,12 @@ class _Clock:
         else:
             self._tokens += tokens
 
-    def paused(self, work: Callable[[], float]) -> float:
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
         before = time.monotonic()
-        result = work()
+        yield
         if self._began is not None:
             self._began += time.monotonic() - before
-        return result
 
     @property
     def tokens_per_second(self) -> float:
@@ -136,9 +163,9 @@ def _evaluator(
     wanted = config.eval_batches * held_out.batch_size
     if len(held_out) < wanted:
         raise ValueError(
-            f"The held-out text has {len(held_out)} sequences of {held_out.seq_len} tokens, fewer than the {wanted} of "
-            f"trainer.eval_batches = {config.eval_batches} batches of {held_out.batch_size}. Lower trainer.eval_batches, "
-            f"data.batch_size or data.seq_len, or raise data.held_out_fraction."
+            f"The held-out text has {len(held_out)} sequences of {held_out.seq_len} tokens, fewer than the "
+            f"{wanted} of trainer.eval_batches = {config.eval_batches} batches of {held_out.batch_size}. "
+            f"Lower trainer.eval_batches, data.batch_size or data.seq_len, or raise data.held_out_fraction."
         )
     compiled = eqx.filter_jit(lambda model, batch: loss_function(model, batch)[1]["loss"])
 
@@ -154,14 +181,9 @@ def _evaluator(
     return evaluate
 
 
-def _log(trackers: Sequence[Tracker], step: int, metrics: dict[str, Any]) -> None:
-    for tracker in trackers:
-        tracker.log(step, metrics)
-
-
 def _non_finite(step: int, loss: float, learning_rate: float, metrics: Metrics) -> NonFiniteLossError:
     return NonFiniteLossError(
         f"The loss of step {step} is {loss}, with learning rate {learning_rate:.3g} and gradient norm "
-        f"{float(metrics['grad_norm']):.3g}. Training stopped; no checkpoint was written. Usual fixes: a lower "
-        f"optimizer.learning_rate, a longer optimizer.warmup_steps, or a smaller optimizer.max_grad_norm."
+        f"{float(metrics['grad_norm']):.3g}. Training stopped; no checkpoint was written. Usual fixes: a "
+        f"lower optimizer.learning_rate, more optimizer.warmup_steps, or a smaller optimizer.max_grad_norm."
     )

@@ -18,7 +18,8 @@ def learning_rate_schedule(config: OptimizerConfig, num_steps: int) -> optax.Sch
     """
     if config.warmup_steps >= num_steps:
         raise ValueError(
-            f"optimizer.warmup_steps = {config.warmup_steps} must be less than trainer.num_steps = {num_steps}."
+            f"optimizer.warmup_steps = {config.warmup_steps} must be less than trainer.num_steps = "
+            f"{num_steps}: lower the one or raise the other."
         )
     return optax.warmup_cosine_decay_schedule(
         init_value=0.0 if config.warmup_steps else config.learning_rate,

@@ -5,8 +5,7 @@ import time
 from typing import final
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
-from rich.progress import Progress as RichBar
+from rich.progress import BarColumn, MofNCompleteColumn, Progress as RichBar, TextColumn, TimeRemainingColumn
 
 
 class Progress(abc.ABC):
@@ -31,7 +30,7 @@ class Progress(abc.ABC):
 
 @final
 class ConsoleProgress(Progress):
-    """A bar with loss, tokens per second and time left; not in a terminal, a line with the same every few steps."""
+    """A bar with loss, tokens per second and time left; with no terminal, a line every few steps."""
 
     def __init__(self, console: Console | None = None, *, line_every: int = 20):
         self._console = Console() if console is None else console
@@ -68,7 +67,7 @@ class ConsoleProgress(Progress):
         elif step % self._line_every == 0 or step in (1, self._num_steps):
             left = self._seconds_left(step)
             self.message(
-                f"step {step}/{self._num_steps}  {status}  {left:.0f} s left" if left else f"step {step}"
+                f"step {step}/{self._num_steps}  " + (f"{status}  {left:.0f} s left" if left is not None else f"loss {loss:.3f}")
             )
         if self._first_done is None:
             self._first_done = (step, time.monotonic())

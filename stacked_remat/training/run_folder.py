@@ -46,8 +46,9 @@ class RunFolder:
         results = [path for path in (folder.config, folder.metrics, folder.checkpoint) if path.exists()]
         if results and not overwrite:
             raise FileExistsError(
-                f"{root} holds the results of an earlier run ({', '.join(path.name for path in results)}). Give this "
-                f"run a folder of its own with --trainer.run_dir, or delete them with --trainer.overwrite true."
+                f"{root} holds the results of an earlier run ({', '.join(path.name for path in results)}). "
+                f"Give this run a folder of its own with --trainer.run_dir, or delete those results with "
+                f"--trainer.overwrite true."
             )
         for path in results:
             shutil.rmtree(path) if path.is_dir() else path.unlink()

@@ -23,7 +23,7 @@ class Tracker(abc.ABC):
 
 @final
 class JsonLinesTracker(Tracker):
-    """One JSON object a line with the step and the metrics; each line reaches the file before `log` returns."""
+    """One JSON object a line: the step and its metrics. A line is in the file before `log` returns."""
 
     def __init__(self, path: Path):
         self._file = path.open("a", encoding="utf-8")

@@ -1,0 +1,87 @@
+"""What every language model here has in common: its config registry, its two halves, and its loss.
+
+A model is two functions: tokens to hidden states (the expensive half, with the stack of layers) and hidden
+states to logits. The loss sits between them, so that it alone decides how many logits exist at once.
+"""
+
+import abc
+import functools
+
+import draccus
+import equinox as eqx
+import haliax as hax
+import jax.numpy as jnp
+from haliax import Axis, NamedArray
+from jaxtyping import Array, Float, PRNGKeyArray
+
+from stacked_remat import ScanCheckpointSpec
+from stacked_remat.training import Metrics, TokenBatch
+
+
+class AuxiliaryLoss(eqx.Module):
+    """What the layers add to the loss, and what they report.
+
+    Attributes:
+        loss: a scalar, already weighted, to be added to the cross entropy.
+        metrics: named scalars or arrays for the log; they carry no gradient.
+    """
+
+    loss: Float[Array, ""]
+    metrics: Metrics
+
+
+class LanguageModel(eqx.Module):
+    """A causal language model over the named axis `Vocab`."""
+
+    Vocab: eqx.AbstractVar[Axis]
+
+    @abc.abstractmethod
+    def hidden_states(self, tokens: NamedArray) -> tuple[NamedArray, AuxiliaryLoss]:
+        """Maps tokens `[..., Pos]` to final hidden states `[..., Pos, Embed]` and auxiliary losses."""
+
+    @abc.abstractmethod
+    def logits(self, hidden: NamedArray) -> NamedArray:
+        """Maps hidden states `[..., Embed]` to float32 logits `[..., Vocab]`."""
+
+
+class LmConfig(draccus.ChoiceRegistry):
+    """Registry of model configs: `model: {type: NAME, ...}` in YAML picks the dataclass of that name.
+
+    A config is data alone; the module that defines the model registers how to make it with `build_model`.
+    """
+
+
+@functools.singledispatch
+def build_model(
+    config: LmConfig, Vocab: Axis, *, remat: ScanCheckpointSpec, key: PRNGKeyArray
+) -> LanguageModel:
+    """Makes the model that `config` describes, with float32 parameters and a stack that obeys `remat`.
+
+    Raises:
+        TypeError: no builder is registered for this type of config.
+    """
+    raise TypeError(
+        f"No builder is registered for {type(config).__name__}. Import the package that defines the model, "
+        f"and register its builder there with `@build_model.register`."
+    )
+
+
+def next_token_loss(model: LanguageModel, batch: TokenBatch) -> tuple[Float[Array, ""], Metrics]:
+    """Mean cross entropy of the next token, in nats, plus the model's auxiliary losses.
+
+    Args:
+        model: any causal language model.
+        batch: tokens, targets and weights, all `[Batch, Pos]`; a target of weight 0 does not count.
+
+    Returns:
+        The scalar to minimise, and metrics with the cross entropy alone under `loss`.
+
+    Cost: holds all logits, tokens x vocabulary in float32.
+    """
+    hidden, auxiliary = model.hidden_states(batch.tokens)
+    logits = model.logits(hidden)
+    log_normaliser = hax.nn.logsumexp(logits, axis=model.Vocab)
+    target_logit = hax.take(logits, model.Vocab, batch.targets)
+    total = hax.sum((log_normaliser - target_logit) * batch.weights).scalar()
+    cross_entropy = total / jnp.maximum(hax.sum(batch.weights).scalar(), 1.0)
+    return cross_entropy + auxiliary.loss, {"loss": cross_entropy, **auxiliary.metrics}

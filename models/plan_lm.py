@@ -1,0 +1,152 @@
+"""Says what a training step would need under each remat policy: compiles it, and runs nothing.
+
+    python -m models.plan_lm --config_path models/configs/qwen3_moe_deep.yaml [--target h200]
+
+Takes the same config files as `models.train_lm`.
+"""
+
+import functools
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import equinox as eqx
+import haliax as hax
+import jax
+import jax.numpy as jnp
+from haliax import Axis
+from rich.console import Console
+from rich.progress import Progress as RichProgress
+from rich.table import Table
+
+from models import qwen3_moe as qwen3_moe  # registers `type: qwen3_moe`
+from models.lm import LmConfig, build_model, next_token_loss
+from models.qwen3_moe import Qwen3MoeConfig
+from stacked_remat import ScanCheckpointPolicy
+from stacked_remat.memory import MemoryReport, TargetError, report
+from stacked_remat.training import (
+    BATCH_AXIS,
+    POSITION_AXIS,
+    ByteTokenizer,
+    ConfigError,
+    DataConfig,
+    OptimizerConfig,
+    TokenBatch,
+    TrainerConfig,
+    TrainState,
+    build_optimizer,
+    parse_config,
+    remat_policy,
+    train_step,
+)
+
+POLICIES: Mapping[str, bool | dict[str, Any] | str] = {
+    "False": False,
+    "True": True,
+    "offload": "offload",
+    "nested": "nested",
+    "nested, offload": {"nested": True, "save_carries": "offload"},
+    "save attention_output": {"save_block_internals": ["attention_output"]},
+}
+"""What is compared: a name for the table, and what one would write after `remat:`."""
+
+_BASELINE = "True"
+
+
+@dataclass(frozen=True)
+class PlanLmConfig:
+    """A training config, as `models.train_lm` reads it, and where it is to run.
+
+    Attributes:
+        model: the architecture, by `type`.
+        remat: what `models.train_lm` would use; marked in the table.
+        data: only `seq_len` and `batch_size` matter here.
+        optimizer: its state is part of the memory.
+        trainer: only `num_steps` matters here, for the schedule.
+        target: the device to compile for: `local`, or one that is not here (`h200`, `v5p`, ...).
+    """
+
+    model: LmConfig = field(default_factory=Qwen3MoeConfig)
+    remat: bool | dict[str, Any] | str = True
+    data: DataConfig = field(default_factory=DataConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    target: str = "local"
+
+    def __post_init__(self) -> None:
+        remat_policy(self.remat)
+
+
+def step_report(config: PlanLmConfig, policy: ScanCheckpointPolicy) -> MemoryReport:
+    """What one training step of `config` needs under `policy`; the cost is one compilation."""
+    Vocab = Axis("vocab", ByteTokenizer.vocab_size)
+    optimizer = build_optimizer(config.optimizer, config.trainer.num_steps)
+
+    def initial_state() -> TrainState:
+        model = build_model(config.model, Vocab, remat=policy, key=jax.random.key(0))
+        return TrainState.init(model, optimizer)
+
+    def first_batch() -> TokenBatch:
+        axes = (Axis(BATCH_AXIS, config.data.batch_size), Axis(POSITION_AXIS, config.data.seq_len))
+        tokens = hax.zeros(axes, dtype=jnp.int32)
+        return TokenBatch(tokens, tokens, hax.ones(axes, dtype=jnp.float32))
+
+    batch, state = eqx.filter_eval_shape(first_batch), eqx.filter_eval_shape(initial_state)
+    step = functools.partial(train_step, loss_function=next_token_loss, optimizer=optimizer)
+    return report(step, batch, state, donate="state", target=config.target)
+
+
+def step_reports(
+    config: PlanLmConfig, policies: Mapping[str, bool | dict[str, Any] | str] = POLICIES
+) -> Iterator[tuple[str, MemoryReport]]:
+    """Compiles the step under one policy after the other."""
+    for name, remat in policies.items():
+        yield name, step_report(config, remat_policy(remat))
+
+
+def policy_table(config: PlanLmConfig, reports: Mapping[str, MemoryReport]) -> Table:
+    """A row a policy: memory in GiB, and matrix-product FLOPs as a multiple of those of `remat: true`."""
+    some = next(iter(reports.values()))
+    table = Table(
+        title=f"one training step, {config.data.batch_size} x {config.data.seq_len} tokens, compiled for "
+        f"{some.target} and not run",
+        caption=f"arguments (weights, optimizer state, batch): {some.arguments / 2**30:.3f} GiB; "
+        f"* what `remat:` says in this config",
+    )
+    for heading in ("remat", "device temporaries", "host", "device total", "FLOPs / True", "compiled in"):
+        table.add_column(heading, justify="left" if heading == "remat" else "right")
+    chosen = remat_policy(config.remat)
+    baseline = reports[_BASELINE].flops.matmul if _BASELINE in reports else None
+    for name, found in reports.items():
+        table.add_row(
+            name + (" *" if remat_policy(POLICIES.get(name, False)) == chosen and name in POLICIES else ""),
+            f"{found.temporaries / 2**30:.3f} GiB",
+            f"{found.host.total / 2**30:.3f} GiB",
+            f"{found.total / 2**30:.3f} GiB",
+            f"{found.flops.matmul / baseline:.2f}" if baseline else "",
+            f"{found.compile_seconds:.1f} s",
+        )
+    return table
+
+
+def main(arguments: Sequence[str], console: Console | None = None) -> int:
+    """The command: returns the exit status, after a one-line message for anything that the user can mend."""
+    console = Console() if console is None else console
+    try:
+        config = parse_config(PlanLmConfig, arguments)
+        found: dict[str, MemoryReport] = {}
+        with RichProgress(console=console, transient=True) as progress:
+            task = progress.add_task("compiling", total=len(POLICIES))
+            for name, one in step_reports(config):
+                found[name] = one
+                progress.advance(task)
+    except (ConfigError, TargetError) as error:
+        console.print(f"error: {error}", highlight=False, markup=False, soft_wrap=True)
+        return 1
+    console.print(policy_table(config, found))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,85 @@
+"""What a run shows in the terminal: a bar where there is one, plain lines where there is not."""
+
+import abc
+import time
+from typing import final
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress as RichBar, TextColumn, TimeRemainingColumn
+
+
+class Progress(abc.ABC):
+    """Receives a run's progress to show it."""
+
+    @abc.abstractmethod
+    def message(self, text: str) -> None:
+        """Shows a line that stays."""
+
+    @abc.abstractmethod
+    def start(self, num_steps: int) -> None:
+        """Begins `num_steps` steps."""
+
+    @abc.abstractmethod
+    def advance(self, step: int, loss: float, tokens_per_second: float) -> None:
+        """Step `step` of `num_steps` is done, with this loss; the speed is nan as long as it is not known."""
+
+    @abc.abstractmethod
+    def stop(self) -> None:
+        """Ends the steps, finished or not."""
+
+
+@final
+class ConsoleProgress(Progress):
+    """A bar with loss, tokens per second and time left; with no terminal, a line every few steps."""
+
+    def __init__(self, console: Console | None = None, *, line_every: int = 20):
+        self._console = Console() if console is None else console
+        self._line_every = line_every
+        self._bar: RichBar | None = None
+        self._num_steps = 0
+        self._first_done: tuple[int, float] | None = None
+
+    def message(self, text: str) -> None:
+        """Prints the line, above the bar if there is one."""
+        self._console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+    def start(self, num_steps: int) -> None:
+        """Puts up the bar. It says that the first step compiles until that step is done."""
+        self._num_steps = num_steps
+        self._first_done = None
+        if self._console.is_terminal:
+            columns = (
+                TextColumn("training"),
+                BarColumn(),
+                MofNCompleteColumn(),
+                TextColumn("{task.fields[status]}"),
+                TimeRemainingColumn(),
+            )
+            self._bar = RichBar(*columns, console=self._console)
+            self._bar.start()
+            self._bar.add_task("training", total=num_steps, status="compiling the first step")
+
+    def advance(self, step: int, loss: float, tokens_per_second: float) -> None:
+        """Moves the bar, or prints a line if this step's turn has come."""
+        status = f"loss {loss:.3f}  {tokens_per_second:,.0f} tokens/s"
+        if self._bar is not None:
+            self._bar.update(self._bar.task_ids[0], completed=step, status=status)
+        elif step % self._line_every == 0 or step in (1, self._num_steps):
+            left = self._seconds_left(step)
+            self.message(
+                f"step {step}/{self._num_steps}  " + (f"{status}  {left:.0f} s left" if left is not None else f"loss {loss:.3f}")
+            )
+        if self._first_done is None:
+            self._first_done = (step, time.monotonic())
+
+    def stop(self) -> None:
+        """Takes down the bar."""
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+
+    def _seconds_left(self, step: int) -> float | None:
+        if self._first_done is None:
+            return None
+        first, then = self._first_done
+        return (time.monotonic() - then) / (step - first) * (self._num_steps - step)

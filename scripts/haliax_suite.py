@@ -1,10 +1,10 @@
-"""Run Haliax's own tests of scan and of its higher-order functions with this library in the place of Haliax's.
+"""Run Haliax's own tests of scan and higher-order functions with this library in the place of Haliax's.
 
     python scripts/haliax_suite.py [pytest arguments]
 
 Fetches the source distribution of the installed version of Haliax, whose tests the wheel does not hold. In
-them `Stacked`, `BlockSeq`, `ScanCheckpointPolicy`, `scan`, `fold` and `map` are replaced by this library's. The
-cases of `LOOKS_INSIDE` are expected to fail, each for its reason; one that passes is an error.
+them `Stacked`, `BlockSeq`, `ScanCheckpointPolicy`, `scan`, `fold` and `map` are replaced by this library's.
+The cases of `LOOKS_INSIDE` are expected to fail, each for its reason; one that passes is an error.
 """
 
 import importlib.metadata
@@ -22,10 +22,10 @@ import stacked_remat
 FILES = ("test_scan.py", "test_hof.py", "test_utils.py")
 REPLACED = ("Stacked", "BlockSeq", "ScanCheckpointPolicy", "scan", "fold", "map")
 LOOKS_INSIDE = {
-    "test_checkpoint_carries[cos-": "looks for a scan at the top of the program; here it is inside the checkpoint "
-    "that lets the backward pass replay the stack",
-    "test_checkpoint_carries[nested-": "looks for a scan at the top of the program; here the sweep is a function with a "
-    "derivative of its own",
+    "test_checkpoint_carries[cos-": "looks for a scan at the top of the program; here it is inside the "
+    "checkpoint that lets the backward pass replay the stack",
+    "test_checkpoint_carries[nested-": "looks for a scan at the top of the program; here the sweep is a "
+    "function with a derivative of its own",
     "test_scan_via_with_bool_unroll": "counts the calls of the attribute haliax.scan",
     "test_fold_with_bool_unroll": "counts the calls of the attribute haliax.fold",
 }
@@ -34,13 +34,15 @@ LOOKS_INSIDE = {
 class Replace:
     """A pytest plugin: puts this library's names into Haliax's modules before the tests import them."""
 
-    def pytest_configure(self, config: pytest.Config) -> None:
+    def pytest_configure(self) -> None:
+        """Replace the names."""
         for module in (haliax, haliax.nn, haliax.nn.scan):
             for name in REPLACED:
                 if hasattr(module, name) and not isinstance(getattr(module, name), type(haliax)):
                     setattr(module, name, getattr(stacked_remat, name))
 
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        """Expect the cases that look inside Haliax to fail."""
         for start, reason in LOOKS_INSIDE.items():
             matching = [item for item in items if item.name.startswith(start)]
             if not matching:

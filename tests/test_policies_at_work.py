@@ -201,7 +201,10 @@ class Elementwise(eqx.Module):
         return x + checkpoint_name(jnp.cos(h), "o")
 
 
-REMAT3_OF_JAX_0_10 = jax.config.jax_remat3 and jax.__version_info__ < (0, 11)
+REMAT3_OF_JAX_0_10 = (
+    jax.config.jax_remat3  # pyright: ignore[reportAttributeAccessIssue]
+    and jax.__version_info__ < (0, 11)
+)
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,8 @@ import time
 from typing import final
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress as RichBar, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+from rich.progress import Progress as RichBar
 
 
 class Progress(abc.ABC):
@@ -67,7 +68,8 @@ class ConsoleProgress(Progress):
         elif step % self._line_every == 0 or step in (1, self._num_steps):
             left = self._seconds_left(step)
             self.message(
-                f"step {step}/{self._num_steps}  " + (f"{status}  {left:.0f} s left" if left is not None else f"loss {loss:.3f}")
+                f"step {step}/{self._num_steps}  "
+                + (f"{status}  {left:.0f} s left" if left is not None else f"loss {loss:.3f}")
             )
         if self._first_done is None:
             self._first_done = (step, time.monotonic())

@@ -4,9 +4,6 @@ from . import _compat as _compat
 from ._block_foldable import BlockFoldable as BlockFoldable
 from ._block_seq import BlockSeq as BlockSeq
 from ._checkpoint import checkpoint_name as checkpoint_name
-from ._policy import ScanCheckpointPolicy as ScanCheckpointPolicy
-from ._policy import ScanCheckpointSpec as ScanCheckpointSpec
-from ._scan import fold as fold
-from ._scan import map as map
-from ._scan import scan as scan
+from ._policy import ScanCheckpointPolicy as ScanCheckpointPolicy, ScanCheckpointSpec as ScanCheckpointSpec
+from ._scan import fold as fold, map as map, scan as scan
 from ._stacked import Stacked as Stacked

@@ -5,8 +5,7 @@ import math
 from typing import cast
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from stacked_remat._schedule import Schedule, bounded, equal, levels, segmented, shrinking
 

@@ -14,7 +14,10 @@ from typing import Any, Literal, TypeAlias
 
 import jax
 
+from ._schedule import Schedule, bounded, equal, levels, segmented, shrinking
+
 OFFLOAD = "offload"
+_CUTS = ("nested", "segment_length", "max_carries")
 
 
 @dataclasses.dataclass(frozen=True, repr=False, eq=False)
@@ -55,9 +58,14 @@ class ScanCheckpointPolicy:
         simple: plain `jax.checkpoint` around each layer, without naming the carry or the inputs. The memory
             is that of the default; it takes names out of the picture when debugging.
         nested: cut the layers into segments, keep the carry at the start of each, and replay one segment at a
-            time (Chen et al. 2016, "Training deep nets with sublinear memory cost"). `True` chooses the cut;
-            an integer is the number of segments, at most one a layer. Every number of layers works, primes
-            included.
+            time (Chen et al. 2016, "Training deep nets with sublinear memory cost"). `True` cuts into
+            segments that each have a layer less than the one before, which needs the fewest carries for one
+            replay, √(2N). `k` cuts into k segments of one length, at most one a layer. `(a, b, ...)` cuts
+            into a parts, each into b, and so on; a layer is replayed once for each level but the first. Every
+            number of layers works, primes included.
+        segment_length: cut into segments of so many layers instead.
+        max_carries: keep at most so many carries alive instead, with the least recomputation that allows it
+            (Griewank and Walther 2000, "Algorithm 799: revolve").
 
     Raises:
         ValueError: for contradictory settings, with the reason.
@@ -71,7 +79,9 @@ class ScanCheckpointPolicy:
     prevent_cse: bool = False
     disable: bool = False
     simple: bool = False
-    nested: bool | int = False
+    nested: bool | int | Iterable[int] = False
+    segment_length: int | None = None
+    max_carries: int | None = None
 
     def __post_init__(self):
         _check_tri_state("save_carries", self.save_carries)
@@ -84,7 +94,10 @@ class ScanCheckpointPolicy:
             object.__setattr__(self, "save_block_internals", names or False)
         offloaded = _names("offload_block_internals", self.offload_block_internals)
         object.__setattr__(self, "offload_block_internals", offloaded)
-        object.__setattr__(self, "nested", _segment_count(self.nested))
+        object.__setattr__(self, "nested", _nesting(self.nested))
+        for field in ("segment_length", "max_carries"):
+            value = getattr(self, field)
+            object.__setattr__(self, field, None if value is None else _positive(field, value, field))
         self._refuse_contradictions()
 
     def _refuse_contradictions(self) -> None:
@@ -101,7 +114,7 @@ class ScanCheckpointPolicy:
         if self.simple:
             self._refuse(
                 "simple=True names no values, so {} cannot be obeyed",
-                keeps=("nested", "prevent_cse", "disable"),
+                keeps=("nested", "segment_length", "max_carries", "prevent_cse", "disable"),
             )
         if self.save_block_internals is True and (
             OFFLOAD in (self.save_carries, self.save_inputs) or self.offloaded_names
@@ -115,10 +128,18 @@ class ScanCheckpointPolicy:
             raise ValueError(
                 f"{both} stand in both save_block_internals and offload_block_internals; keep each in one."
             )
-        if self.nested:
+        if self.is_nested:
             self._refuse_for_nested()
 
     def _refuse_for_nested(self) -> None:
+        cuts = [f"{name}={value!r}" for name, value in self._changed() if name in _CUTS]
+        if len(cuts) > 1:
+            raise ValueError(f"{' and '.join(cuts)} each say how the layers are cut; keep one.")
+        if self.save_carries == OFFLOAD and (self.max_carries is not None or isinstance(self.nested, tuple)):
+            raise ValueError(
+                f'save_carries="offload" moves the boundaries of one cut to the host, and {cuts[0]} cuts '
+                "more than once. Use nested=True, nested=k or segment_length=k."
+            )
         if self.save_carries is False:
             raise ValueError(
                 "nested keeps the carry at the start of each segment, and save_carries=False keeps none. "
@@ -175,6 +196,28 @@ class ScanCheckpointPolicy:
     def offloaded_names(self) -> tuple[str, ...]:
         """The internals moved to the host by name."""
         return tuple(self.offload_block_internals)
+
+    @property
+    def is_nested(self) -> bool:
+        """Whether the layers are cut into segments that are replayed one at a time."""
+        return self.nested is not False or self.segment_length is not None or self.max_carries is not None
+
+    def schedule(self, length: int) -> Schedule:
+        """How a nested policy cuts `length` layers, which also tells the carries alive and the evaluations.
+
+        Raises:
+            ValueError: `length` is not positive, or the cut is too small for so many layers.
+        """
+        if self.max_carries is not None:
+            return bounded(length, max_carries=min(self.max_carries, length))
+        if self.segment_length is not None:
+            return segmented(length, self.segment_length)
+        if isinstance(self.nested, tuple):
+            return levels(length, self.nested)
+        if isinstance(self.nested, bool):
+            return shrinking(length)
+        assert isinstance(self.nested, int)
+        return equal(length, self.nested)
 
     @property
     def saves_everything(self) -> bool:
@@ -254,17 +297,26 @@ def _names(field: str, value: Any) -> tuple[str, ...]:
     return tuple(dict.fromkeys(names))
 
 
-def _segment_count(nested: Any) -> bool | int:
+def _nesting(nested: Any) -> bool | int | tuple[int, ...]:
     if isinstance(nested, bool):
         return nested
+    if isinstance(nested, str) or not isinstance(nested, Iterable):
+        return _positive("nested", nested, "a number of segments")
+    sizes = tuple(_positive(f"nested[{i}]", size, "the cuts of a level") for i, size in enumerate(nested))
+    if not sizes:
+        raise ValueError("nested=() has no level. Write nested=True, a number of segments, or (a, b, ...).")
+    return sizes
+
+
+def _positive(field: str, value: Any, meaning: str) -> int:
     try:
-        count = operator.index(nested)
+        count = operator.index(value)
     except TypeError:
-        raise TypeError(f"nested is True, False or a number of segments (an int); got {nested!r}.") from None
+        raise TypeError(f"{field} is {meaning} (an int); got {value!r}.") from None
+    if isinstance(value, bool):
+        raise TypeError(f"{field} is {meaning} (an int); got {value!r}.")
     if count < 1:
-        raise ValueError(
-            f"nested is a number of segments and at least 1; got {count}. For no nesting write nested=False."
-        )
+        raise ValueError(f"{field} is {meaning} and at least 1; got {count}. Leave it out for no nesting.")
     return count
 
 

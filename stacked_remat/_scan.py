@@ -29,7 +29,6 @@ from ._layer_axis import (
     stack_trees,
 )
 from ._policy import OFFLOAD, ScanCheckpointPolicy, ScanCheckpointSpec, resolve_policy
-from ._schedule import Schedule, equal, shrinking
 from ._sweep import sweep
 
 Layer = Callable[[Any, Any], tuple[Any, Any]]  # (carry, inputs of the layer) -> (carry, output)
@@ -213,7 +212,7 @@ def scan_unrolled(
         outputs = []
         for segment in _segments(axis.size, policy):
             walk = functools.partial(run_segment, segment)
-            if policy.nested:
+            if policy.is_nested:
                 walk = _checkpoint_segment(walk, policy, names)
             carry, ys = walk(carry)
             outputs += ys
@@ -265,7 +264,7 @@ def _scan_rolled(
     step = _array_step(layer, init, policy, names)
 
     def run(carry: Any, xs: Sequence[Any]) -> tuple[Any, Any]:
-        if policy.nested and axis.size > 0:
+        if policy.is_nested and axis.size > 0:
             return _sweep_segments(step, carry, xs, axis.size, policy, reverse=reverse, unroll=unroll)
         rolled = unroll is not True and unroll < axis.size
         body = _checkpointed(step, policy, names, rolled=rolled)
@@ -293,7 +292,7 @@ def _sweep_segments(
         carry,
         xs,
         length=length,
-        schedule=_schedule_of(length, policy),
+        schedule=policy.schedule(length),
         reverse=reverse,
         unroll=unroll,
         checkpoint=_segment_checkpoint(policy),
@@ -311,22 +310,24 @@ def _segment_checkpoint(policy: ScanCheckpointPolicy) -> Callable[[Callable], Ca
     return jax.checkpoint
 
 
-def _schedule_of(length: int, policy: ScanCheckpointPolicy) -> Schedule:
-    return shrinking(length) if policy.nested is True else equal(length, policy.nested)
-
-
 def _segments(length: int, policy: ScanCheckpointPolicy) -> list[range]:
-    """The layers of each segment; one segment where the policy is not nested."""
-    if not policy.nested:
+    """The layers of each segment of a Python loop; one segment where the policy is not nested."""
+    if not policy.is_nested or length == 0:
         return [range(length)]
-    ends = list(itertools.accumulate(_schedule_of(length, policy).segments))
+    schedule = policy.schedule(length)
+    if not schedule.segments:
+        raise NotImplementedError(
+            f"A BlockSeq can be cut once, and {policy!r} cuts deeper. Use nested=True, nested=k or "
+            "segment_length=k, or a Stacked."
+        )
+    ends = list(itertools.accumulate(schedule.segments))
     return [range(start, end) for start, end in zip([0, *ends], ends, strict=False)]
 
 
 def _array_step(layer: Layer, init: Any, policy: ScanCheckpointPolicy, names: _Names) -> Layer:
     """The layer on the arrays of the carry, its results checked and what goes in named for the policy."""
     static = eqx.filter(init, eqx.is_array_like, inverse=True)
-    names_what_goes_in = not (policy.simple or policy.saves_everything or policy.nested)
+    names_what_goes_in = not (policy.simple or policy.saves_everything or policy.is_nested)
 
     def step(arrays: Any, inputs: Any) -> tuple[Any, Any]:
         if names_what_goes_in:

@@ -75,6 +75,18 @@ def test_the_repr_shows_what_was_set():
         (dict(nested=2, save_inputs="offload"), "save_inputs='offload' cannot be obeyed"),
         (dict(nested=True, save_inputs=False), "save_inputs=False cannot be obeyed"),
         (dict(nested=True, offload_block_internals=["a"]), r"offloading \['a'\] would move them out"),
+        (
+            dict(nested=True, segment_length=4),
+            "nested=True and segment_length=4 each say how the layers are cut",
+        ),
+        (dict(segment_length=4, max_carries=3), "segment_length=4 and max_carries=3 each say"),
+        (dict(max_carries=3, save_carries="offload"), "max_carries=3 cuts more than once"),
+        (dict(nested=(2, 3), save_carries="offload"), r"nested=\(2, 3\) cuts more than once"),
+        (dict(max_carries=3, save_carries=False), "save_carries=False keeps none"),
+        (dict(disable=True, max_carries=3), "disable=True.*max_carries=3"),
+        (dict(nested=()), "has no level"),
+        (dict(nested=(2, 0)), r"nested\[1\] is the cuts of a level and at least 1; got 0"),
+        (dict(segment_length=0), "at least 1; got 0"),
         (dict(nested=0), "at least 1; got 0"),
         (dict(nested=-1), "at least 1; got -1"),
     ],
@@ -88,6 +100,8 @@ def test_contradictions_are_refused_with_the_reason(settings, reason):
     "settings, reason",
     [
         (dict(nested=2.0), "number of segments .an int.; got 2.0"),
+        (dict(max_carries=True), "max_carries.*an int.*got True"),
+        (dict(segment_length=1.5), "segment_length.*got 1.5"),
         (dict(nested="2"), "number of segments"),
         (dict(save_carries="host"), "save_carries is True, False or \"offload\"; got 'host'"),
         (dict(save_inputs=None), "save_inputs is True, False"),
@@ -107,3 +121,22 @@ def test_wrong_types_are_refused(settings, reason):
 def test_nested_true_and_nested_one_differ():
     assert ScanCheckpointPolicy(nested=True) != ScanCheckpointPolicy(nested=1)
     assert hash(ScanCheckpointPolicy(nested=True)) != hash(ScanCheckpointPolicy(nested=1))
+
+
+@pytest.mark.parametrize(
+    "policy, carries, evaluations",
+    [
+        (ScanCheckpointPolicy(nested=True), 10, 4 * 48 + (48 - 3) - 6),
+        (ScanCheckpointPolicy(nested=7), 12, None),
+        (ScanCheckpointPolicy(segment_length=8), 13, None),
+        (ScanCheckpointPolicy(nested=(4, 4, 3)), 9, None),
+        (ScanCheckpointPolicy(max_carries=6), 6, None),
+        (ScanCheckpointPolicy(max_carries=100), 48, 4 * 48),
+    ],
+)
+def test_a_nested_policy_tells_its_costs_in_advance(policy, carries, evaluations):
+    """`nested=True`: segments of 10, 9, 8, 7, 6, 5 and 3; the last, and the last layer of each, are not replayed."""
+    schedule = policy.schedule(48)
+    assert schedule.max_carries_alive == carries
+    if evaluations is not None:
+        assert schedule.block_evaluations == evaluations

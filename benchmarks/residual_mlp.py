@@ -190,16 +190,15 @@ def _input(sizes: Sizes) -> jax.ShapeDtypeStruct:
 
 
 def _two_levels(layers: int) -> tuple[int, int]:
-    """The two factors nearest to each other."""
-    outer = max(n for n in range(1, layers + 1) if layers % n == 0 and n * n <= layers)
-    return outer, layers // outer
+    """The two factors nearest to each other, the larger outermost, where it costs less memory."""
+    inner = max(n for n in range(1, layers + 1) if layers % n == 0 and n * n <= layers)
+    return layers // inner, inner
 
 
 def _three_levels(layers: int) -> tuple[int, int, int]:
-    """The three factors nearest to each other, the largest outermost, where it costs the least memory."""
+    """The three factors nearest to each other, the largest outermost."""
     inner = max(n for n in range(1, layers + 1) if layers % n == 0 and n**3 <= layers)
-    middle, outer = _two_levels(layers // inner)
-    return outer, middle, inner
+    return *_two_levels(layers // inner), inner
 
 
 def variants() -> Iterator[Variant]:

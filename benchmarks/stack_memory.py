@@ -37,6 +37,7 @@ def main(arguments: list[str] | None = None) -> Path:
     for inner in options.inner:
         sizes = Sizes(options.layers, options.tokens, options.width, inner)
         found = dict(_measure(chosen, sizes, options.target, rows))
+        found = {name: report for name, report in found.items() if "frozen" not in name}  # another program
         if found:
             title = f"{sizes.layers} layers, {sizes.tokens} x {sizes.width}, inner width {inner}"
             memory.plot(found, options.out / f"stack_memory_{options.target}_{inner}.png", title)

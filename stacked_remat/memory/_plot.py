@@ -30,6 +30,7 @@ def plot(
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
+        from matplotlib.ticker import StrMethodFormatter
     except ImportError as error:
         raise ImportError("plot needs matplotlib: pip install 'stacked_remat[plot]'") from error
     if isinstance(reports, Comparison):
@@ -37,20 +38,29 @@ def plot(
     least = min((report.flops.matmul for report in reports.values()), default=0)
     if least == 0:
         raise ValueError("nothing to plot: no policy was compiled, or none of them has a matrix product")
-    figure = Figure(figsize=(8, 5), layout="constrained")
+    figure = Figure(figsize=(10, 5), layout="constrained")
     axes = figure.add_subplot()
-    for name, report in reports.items():
-        recomputed = report.flops.matmul / least
-        (point,) = axes.plot([recomputed], [report.total / 2**30], "o", label=name)
-        if report.host.total:
-            ends = [report.total / 2**30, report.host.total / 2**30]
-            axes.plot([recomputed] * 2, ends, ":", color=point.get_color())
-            axes.plot(recomputed, ends[1], "o", mfc="none", color=point.get_color())
+    for index, (name, report) in enumerate(reports.items()):
+        recomputed, device, host = (
+            report.flops.matmul / least,
+            report.total / 2**30,
+            report.host.total / 2**30,
+        )
+        marker, color = _MARKERS[index // 10 % len(_MARKERS)], f"C{index % 10}"
+        axes.plot(recomputed, device, marker, color=color, label=name, alpha=0.8)
+        if host:
+            axes.plot([recomputed] * 2, [device, host], ":", color=color)
+            axes.plot(recomputed, host, marker, mfc="none", color=color)
     axes.set_xlabel("arithmetic, relative to the least (matrix products)")
     axes.set_ylabel("GiB (filled: device, hollow: host)")
     axes.set_yscale("log")
+    axes.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+    axes.yaxis.set_minor_formatter(StrMethodFormatter("{x:g}"))
     axes.set_title(f"{title} ({next(iter(reports.values())).target})")
     axes.grid(alpha=0.3, which="both")
-    axes.legend(fontsize="small")
+    figure.legend(loc="outside right upper", fontsize="small")
     FigureCanvasAgg(figure).print_png(str(path))
     return Path(path)
+
+
+_MARKERS = "osD^v"

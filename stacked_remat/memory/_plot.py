@@ -1,15 +1,21 @@
 """One picture of what recomputation buys: device memory against arithmetic, a point for each policy."""
 
+from collections.abc import Mapping
 from pathlib import Path
 
 from ._plan import Comparison
+from ._report import MemoryReport
 
 
-def plot(comparison: Comparison, path: str | Path, title: str = "Memory against recomputation") -> Path:
+def plot(
+    reports: Comparison | Mapping[str, MemoryReport],
+    path: str | Path,
+    title: str = "Memory against recomputation",
+) -> Path:
     """Draw the device memory of every policy against its arithmetic, and write it as a PNG.
 
     Args:
-        comparison: as `compare` returns it.
+        reports: as `compare` returns them, or by name.
         path: file to write.
         title: heading of the picture.
 
@@ -24,26 +30,37 @@ def plot(comparison: Comparison, path: str | Path, title: str = "Memory against 
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
+        from matplotlib.ticker import StrMethodFormatter
     except ImportError as error:
         raise ImportError("plot needs matplotlib: pip install 'stacked_remat[plot]'") from error
-    found = [(repr(trial.policy), trial.report) for trial in comparison.trials if trial.report is not None]
-    least = min((report.flops.matmul for _, report in found), default=0)
+    if isinstance(reports, Comparison):
+        reports = {repr(t.policy): t.report for t in reports.trials if t.report is not None}
+    least = min((report.flops.matmul for report in reports.values()), default=0)
     if least == 0:
         raise ValueError("nothing to plot: no policy was compiled, or none of them has a matrix product")
-    figure = Figure(figsize=(8, 5), layout="constrained")
+    figure = Figure(figsize=(10, 5), layout="constrained")
     axes = figure.add_subplot()
-    for name, report in found:
-        recomputed = report.flops.matmul / least
-        (point,) = axes.plot([recomputed], [report.total / 2**30], "o", label=name)
-        if report.host.total:
-            ends = [report.total / 2**30, report.host.total / 2**30]
-            axes.plot([recomputed] * 2, ends, ":", color=point.get_color())
-            axes.plot(recomputed, ends[1], "o", mfc="none", color=point.get_color())
+    for index, (name, report) in enumerate(reports.items()):
+        recomputed, device, host = (
+            report.flops.matmul / least,
+            report.total / 2**30,
+            report.host.total / 2**30,
+        )
+        marker, color = _MARKERS[index // 10 % len(_MARKERS)], f"C{index % 10}"
+        axes.plot(recomputed, device, marker, color=color, label=name, alpha=0.8)
+        if host:
+            axes.plot([recomputed] * 2, [device, host], ":", color=color)
+            axes.plot(recomputed, host, marker, mfc="none", color=color)
     axes.set_xlabel("arithmetic, relative to the least (matrix products)")
     axes.set_ylabel("GiB (filled: device, hollow: host)")
     axes.set_yscale("log")
-    axes.set_title(f"{title} ({found[0][1].target})")
+    axes.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+    axes.yaxis.set_minor_formatter(StrMethodFormatter("{x:g}"))
+    axes.set_title(f"{title} ({next(iter(reports.values())).target})")
     axes.grid(alpha=0.3, which="both")
-    axes.legend(fontsize="small")
+    figure.legend(loc="outside right upper", fontsize="small")
     FigureCanvasAgg(figure).print_png(str(path))
     return Path(path)
+
+
+_MARKERS = "osD^v"

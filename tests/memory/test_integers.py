@@ -4,7 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from stacked_remat.memory._flops import _Walk
 from stacked_remat.memory._integers import MAX_SIZE, as_known
@@ -50,27 +51,28 @@ def test_large_values_wrap_and_divide_as_on_the_device(name, x, y):
         assert ours is not None and ours.dtype == theirs.dtype
 
 
+def read(index, values):
+    table = jnp.stack([values, values + 1])
+    return (
+        values[index],
+        jax.lax.dynamic_slice(table, (index, index), (1, 2)),
+        jax.lax.dynamic_update_index_in_dim(values, 9, index, 0),
+        values.at[index].set(3, mode="drop"),
+        table[:, index],
+        jnp.cumsum(values),
+        jax.lax.cumsum(values, reverse=True),
+        jax.lax.cummax(values),
+        jnp.sum(table, axis=0),
+        jnp.max(values),
+        jnp.argmax(values),
+        jnp.any(values > 3),
+        jnp.all(values > 3),
+    )
+
+
 @settings(max_examples=20)
 @given(index=SMALL, values=st.lists(SMALL, min_size=5, max_size=5))
 def test_tables_are_read_and_written_as_on_the_device(index, values):
-    def read(index, values):
-        table = jnp.stack([values, values + 1])
-        return (
-            values[index],
-            jax.lax.dynamic_slice(table, (index, index), (1, 2)),
-            jax.lax.dynamic_update_index_in_dim(values, 9, index, 0),
-            values.at[index].set(3, mode="drop"),
-            table[:, index],
-            jnp.cumsum(values),
-            jax.lax.cumsum(values, reverse=True),
-            jax.lax.cummax(values),
-            jnp.sum(table, axis=0),
-            jnp.max(values),
-            jnp.argmax(values),
-            jnp.any(values > 3),
-            jnp.all(values > 3),
-        )
-
     found, expected = follow(read, index, values)
     for ours, theirs in zip(found, expected, strict=True):
         np.testing.assert_array_equal(ours, theirs)

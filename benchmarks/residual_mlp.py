@@ -1,0 +1,223 @@
+"""One stack, `x + silu(x @ up) @ down`, written for every library that can recompute it.
+
+Each variant is the gradient of the same function with respect to the same weights and input, so that all
+that differs is what a library keeps and copies.
+"""
+
+import dataclasses
+import importlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import equinox as eqx
+import haliax as hax
+import jax
+import jax.numpy as jnp
+
+from stacked_remat import ScanCheckpointPolicy, ScanCheckpointSpec, Stacked
+
+DTYPE = jnp.bfloat16
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """Layers, tokens, width of the carry, width inside the block."""
+
+    layers: int = 48
+    tokens: int = 65_536
+    width: int = 2_048
+    inner: int = 2_048
+
+    @property
+    def axes(self) -> tuple[hax.Axis, hax.Axis, hax.Axis, hax.Axis]:
+        """Layers, tokens, width and inner as named axes."""
+        names = ("layers", self.layers), ("tokens", self.tokens), ("width", self.width), ("inner", self.inner)
+        layers, tokens, width, inner = (hax.Axis(name, size) for name, size in names)
+        return layers, tokens, width, inner
+
+
+Program = tuple[Callable[..., Any], tuple[Any, ...]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Variant:
+    """A way to write the stack.
+
+    Attributes:
+        name: library and setting.
+        build: makes the function to compile, and the shapes of its arguments.
+        needs: the module that has to be installed.
+    """
+
+    name: str
+    build: Callable[[Sizes], Program]
+    needs: str = "jax"
+
+    def missing(self) -> str | None:
+        """What to install, if it is not there."""
+        try:
+            importlib.import_module(self.needs)
+        except ImportError:
+            return f"{self.name} is left out: pip install {self.needs.split('.')[0]}"
+        return None
+
+
+class Block(eqx.Module):
+    """The block with named axes, for this library and for Haliax."""
+
+    up: hax.NamedArray
+    down: hax.NamedArray
+
+    @staticmethod
+    def init(sizes: Sizes, *, key: jax.Array) -> "Block":
+        """One layer's weights."""
+        _, _, width, inner = sizes.axes
+        up, down = jax.random.split(key)
+        return Block(
+            hax.random.normal(up, (width, inner), dtype=DTYPE) * 0.02,
+            hax.random.normal(down, (inner, width), dtype=DTYPE) * 0.02,
+        )
+
+    def __call__(self, x: hax.NamedArray) -> hax.NamedArray:
+        """The carry that goes into the next layer."""
+        hidden = hax.nn.silu(hax.dot(x, self.up, axis="width"))
+        return x + hax.dot(hidden, self.down, axis="inner")
+
+
+def _named(stacked: Any, sizes: Sizes, *, frozen: bool = False) -> Program:
+    layers, tokens, width, _ = sizes.axes
+    keys = jax.random.split(jax.random.key(0), sizes.layers)
+    blocks = eqx.filter_eval_shape(lambda keys: stacked(layers)(sizes, key=keys), keys)
+    x = eqx.filter_eval_shape(lambda: hax.zeros((tokens, width), dtype=DTYPE))
+
+    def loss(blocks: Any, x: hax.NamedArray) -> jax.Array:
+        return jnp.sum(blocks.fold(x).array.astype(jnp.float32))
+
+    return jax.grad(loss, 1 if frozen else (0, 1)), (blocks, x)
+
+
+def ours(remat: ScanCheckpointSpec, *, frozen: bool = False) -> Callable[[Sizes], Program]:
+    """The stack with this library's `Stacked`; `frozen` weights get no gradient."""
+    return lambda sizes: _named(lambda axis: Stacked.init(axis, Block, remat=remat), sizes, frozen=frozen)
+
+
+def haliax(remat: Any) -> Callable[[Sizes], Program]:
+    """The stack with Haliax's own `Stacked`."""
+
+    def stacked(axis: hax.Axis) -> Any:
+        return hax.nn.Stacked.init(axis, Block, gradient_checkpointing=remat)
+
+    return lambda sizes: _named(stacked, sizes)
+
+
+def plain(remat: bool) -> Callable[[Sizes], Program]:
+    """`lax.scan`, with `jax.checkpoint` around the layer or without."""
+
+    def layer(x: jax.Array, weights: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
+        up, down = weights
+        return x + jax.nn.silu(x @ up) @ down, None
+
+    def loss(x: jax.Array, weights: tuple[jax.Array, jax.Array]) -> jax.Array:
+        x, _ = jax.lax.scan(jax.checkpoint(layer, prevent_cse=False) if remat else layer, x, weights)
+        return jnp.sum(x.astype(jnp.float32))
+
+    def build(sizes: Sizes) -> Program:
+        up = jax.ShapeDtypeStruct((sizes.layers, sizes.width, sizes.inner), DTYPE)
+        down = jax.ShapeDtypeStruct((sizes.layers, sizes.inner, sizes.width), DTYPE)
+        return jax.grad(loss, (0, 1)), (_input(sizes), (up, down))
+
+    return build
+
+
+def linen(levels: Callable[[int], Sequence[int]]) -> Callable[[Sizes], Program]:
+    """Flax Linen's `remat_scan`: scans inside scans, one for each level."""
+
+    def build(sizes: Sizes) -> Program:
+        from flax import linen as nn
+
+        class LinenBlock(nn.Module):
+            @nn.compact
+            def __call__(self, x: jax.Array) -> jax.Array:
+                init = nn.initializers.normal(0.02)
+                up = self.param("up", init, (sizes.width, sizes.inner), DTYPE)
+                down = self.param("down", init, (sizes.inner, sizes.width), DTYPE)
+                return x + jax.nn.silu(x @ up) @ down
+
+        model: Any = nn.remat_scan(LinenBlock, lengths=levels(sizes.layers))()
+        parameters = jax.eval_shape(model.init, jax.random.key(0), _input(sizes))
+
+        def loss(parameters: Any, x: jax.Array) -> jax.Array:
+            return jnp.sum(model.apply(parameters, x).astype(jnp.float32))
+
+        return jax.grad(loss, (0, 1)), (parameters, _input(sizes))
+
+    return build
+
+
+def nnx_scan(sizes: Sizes) -> Program:
+    """Flax NNX: `nnx.scan` over `nnx.remat`."""
+    from flax import nnx
+
+    class NnxBlock(nnx.Module):
+        def __init__(self, rngs: nnx.Rngs):
+            init = nnx.initializers.normal(0.02)
+            self.up = nnx.Param(init(rngs.params(), (sizes.width, sizes.inner), DTYPE))
+            self.down = nnx.Param(init(rngs.params(), (sizes.inner, sizes.width), DTYPE))
+
+        def __call__(self, x: jax.Array) -> jax.Array:
+            return x + jax.nn.silu(x @ self.up[...]) @ self.down[...]
+
+    @nnx.split_rngs(splits=sizes.layers)
+    @nnx.vmap(in_axes=0, out_axes=0)
+    def create(rngs: nnx.Rngs) -> NnxBlock:
+        return NnxBlock(rngs)
+
+    graph, weights = nnx.split(nnx.eval_shape(lambda: create(nnx.Rngs(0))))
+
+    def loss(weights: Any, x: jax.Array) -> jax.Array:
+        @nnx.scan(in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
+        @nnx.remat
+        def forward(x: jax.Array, block: NnxBlock) -> jax.Array:
+            return block(x)
+
+        return jnp.sum(forward(x, nnx.merge(graph, weights)).astype(jnp.float32))
+
+    return jax.grad(loss, (0, 1)), (weights, _input(sizes))
+
+
+def _input(sizes: Sizes) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct((sizes.tokens, sizes.width), DTYPE)
+
+
+def _two_levels(layers: int) -> tuple[int, int]:
+    """The two factors nearest to each other, the larger outermost, where it costs less memory."""
+    inner = max(n for n in range(1, layers + 1) if layers % n == 0 and n * n <= layers)
+    return layers // inner, inner
+
+
+def _three_levels(layers: int) -> tuple[int, int, int]:
+    """The three factors nearest to each other, the largest outermost."""
+    inner = max(n for n in range(1, layers + 1) if layers % n == 0 and n**3 <= layers)
+    return *_two_levels(layers // inner), inner
+
+
+def variants() -> Iterator[Variant]:
+    """Every way to write the stack, peers first."""
+    yield Variant("lax.scan", plain(False))
+    yield Variant("lax.scan + jax.checkpoint", plain(True))
+    for remat in (False, True, "nested", "offload"):
+        yield Variant(f"haliax {remat}", haliax(remat))
+    yield Variant("flax linen remat_scan, 2 levels", linen(_two_levels), "flax.linen")
+    yield Variant("flax linen remat_scan, 3 levels", linen(_three_levels), "flax.linen")
+    yield Variant("flax nnx.scan + nnx.remat", nnx_scan, "flax.nnx")
+    nested_offload = ScanCheckpointPolicy(nested=True, save_carries="offload")
+    for name, remat in {
+        "False": False,
+        "True": True,
+        "nested": "nested",
+        "nested=7": ScanCheckpointPolicy(nested=7),
+        "offload": "offload",
+        "nested + offload": nested_offload,
+    }.items():
+        yield Variant(f"stacked_remat {name}", ours(remat))
+    yield Variant("stacked_remat nested, frozen weights", ours("nested", frozen=True))

@@ -1,0 +1,106 @@
+"""Memory of one deep stack under every policy, beside the other libraries that can recompute one.
+
+Everything is compiled for a device that need not be there, and nothing is run:
+
+    python -m benchmarks.stack_memory --target h200
+    python -m benchmarks.stack_memory --target v5p --inner 2048 --only stacked_remat
+
+Writes `results/stack_memory_<target>.json`, and a plot beside it for each inner width.
+"""
+
+import argparse
+import importlib.metadata
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from stacked_remat import memory
+
+from .residual_mlp import Sizes, Variant, variants
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def main(arguments: list[str] | None = None) -> Path:
+    options = _parser().parse_args(arguments)
+    chosen = [variant for variant in variants() if re.search(options.only, variant.name)]
+    for notice in filter(None, (variant.missing() for variant in chosen)):
+        print(notice)
+    chosen = [variant for variant in chosen if variant.missing() is None]
+    if not chosen:
+        raise SystemExit(f"--only {options.only!r} leaves nothing out of {[v.name for v in variants()]}")
+    rows: list[dict[str, Any]] = []
+    for inner in options.inner:
+        sizes = Sizes(options.layers, options.tokens, options.width, inner)
+        found = dict(_measure(chosen, sizes, options.target, rows))
+        found = {name: report for name, report in found.items() if "frozen" not in name}  # another program
+        if found:
+            title = f"{sizes.layers} layers, {sizes.tokens} x {sizes.width}, inner width {inner}"
+            memory.plot(found, options.out / f"stack_memory_{options.target}_{inner}.png", title)
+    path = options.out / f"stack_memory_{options.target}.json"
+    path.write_text(
+        json.dumps({"target": options.target, "versions": _versions(), "rows": rows}, indent=1) + "\n"
+    )
+    print(f"wrote {path}")
+    return path
+
+
+def _measure(
+    chosen: list[Variant], sizes: Sizes, target: str, rows: list[dict[str, Any]]
+) -> Iterator[tuple[str, memory.MemoryReport]]:
+    for variant in chosen:
+        size = {"layers": sizes.layers, "tokens": sizes.tokens, "width": sizes.width, "inner": sizes.inner}
+        try:
+            fn, args = variant.build(sizes)
+            found = memory.report(fn, *args, target=target)
+        except (memory.DoesNotFit, jax.errors.JaxRuntimeError) as error:
+            reason = str(error).splitlines()[0]
+            rows.append({"name": variant.name, **size, "refused": reason})
+            print(f"{variant.name:40}  {sizes.inner:6}  refused: {reason[:80]}", flush=True)
+            continue
+        rows.append({"name": variant.name, **size, **_row(found)})
+        print(
+            f"{variant.name:40}  {sizes.inner:6}  temp {found.temporaries / 2**30:7.2f} GiB  "
+            f"total {found.total / 2**30:7.2f} GiB  host {found.host.total / 2**30:6.2f} GiB  "
+            f"{found.flops.matmul / 1e12:7.0f} TFLOP",
+            flush=True,
+        )
+        yield variant.name, found
+
+
+def _row(found: memory.MemoryReport) -> dict[str, Any]:
+    return {
+        "arguments": found.arguments,
+        "outputs": found.outputs,
+        "temporaries": found.temporaries,
+        "host_temporaries": found.host.temporaries,
+        "matmul_flops": found.flops.matmul,
+        "flops_exact": found.flops.exact,
+        "compile_seconds": round(found.compile_seconds, 1),
+    }
+
+
+def _versions() -> dict[str, str]:
+    names = ("jax", "jaxlib", "equinox", "haliax", "flax", "jax-cuda13-plugin", "libtpu")
+    installed = {dist.metadata["Name"].lower(): dist.version for dist in importlib.metadata.distributions()}
+    return {name: installed[name] for name in names if name in installed}
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--target", default="local", choices=list(memory.TARGETS))
+    parser.add_argument("--layers", type=int, default=48)
+    parser.add_argument("--tokens", type=int, default=65_536)
+    parser.add_argument("--width", type=int, default=2_048)
+    parser.add_argument("--inner", type=int, nargs="+", default=[2_048, 16_384])
+    parser.add_argument("--only", default="", help="regular expression that names of variants must match")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    return parser
+
+
+if __name__ == "__main__":
+    main()

@@ -8,6 +8,7 @@ only decides; `_scan.py` carries it out.
 
 import dataclasses
 import functools
+import math
 import operator
 from collections.abc import Callable, Iterable
 from typing import Any, Literal, TypeAlias
@@ -60,9 +61,10 @@ class ScanCheckpointPolicy:
         nested: cut the layers into segments, keep the carry at the start of each, and replay one segment at a
             time (Chen et al. 2016, "Training deep nets with sublinear memory cost"). `True` cuts into
             segments that each have a layer less than the one before, which needs the fewest carries for one
-            replay, √(2N). `k` cuts into k segments of one length, at most one a layer. `(a, b, ...)` cuts
-            into a parts, each into b, and so on; a layer is replayed once for each level but the first. Every
-            number of layers works, primes included.
+            replay, √(2N); or, where the boundaries are offloaded, into √N of one length. `k` cuts into k
+            segments of one length, at most one a layer. `(a, b, ...)` cuts into a parts, each into b, and so
+            on; a layer is replayed once for each level but the first. Every number of layers works, primes
+            included.
         segment_length: cut into segments of so many layers instead.
         max_carries: keep at most so many carries alive instead, with the least recomputation that allows it
             (Griewank and Walther 2000, "Algorithm 799: revolve").
@@ -214,6 +216,8 @@ class ScanCheckpointPolicy:
             return segmented(length, self.segment_length)
         if isinstance(self.nested, tuple):
             return levels(length, self.nested)
+        if self.nested is True and self.save_carries == OFFLOAD:  # boundaries leave their room on the device
+            return equal(length, math.isqrt(length - 1) + 1 if length > 1 else 1)
         if isinstance(self.nested, bool):
             return shrinking(length)
         assert isinstance(self.nested, int)

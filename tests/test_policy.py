@@ -127,6 +127,7 @@ def test_nested_true_and_nested_one_differ():
     "policy, carries, evaluations",
     [
         (ScanCheckpointPolicy(nested=True), 10, 4 * 48 + (48 - 3) - 6),
+        (ScanCheckpointPolicy(nested=True, save_carries="offload"), 12, None),
         (ScanCheckpointPolicy(nested=7), 12, None),
         (ScanCheckpointPolicy(segment_length=8), 13, None),
         (ScanCheckpointPolicy(nested=(4, 4, 3)), 9, None),

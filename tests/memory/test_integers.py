@@ -4,8 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from stacked_remat.memory._flops import _Walk
 from stacked_remat.memory._integers import MAX_SIZE, as_known

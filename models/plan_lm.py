@@ -112,7 +112,7 @@ def policy_table(config: PlanLmConfig, reports: Mapping[str, MemoryReport]) -> T
         title=f"one training step, {config.data.batch_size} x {config.data.seq_len} tokens, compiled for "
         f"{some.target} and not run",
         caption=f"arguments (weights, optimizer state, batch): {some.arguments / 2**30:.3f} GiB; "
-        f"* what `remat:` says in this config",
+        f"* what `remat:` says in this config{_cpu_note(config)}",
     )
     for heading in ("remat", "device temporaries", "host", "device total", "FLOPs / True", "compiled in"):
         table.add_column(heading, justify="left" if heading == "remat" else "right")
@@ -128,6 +128,11 @@ def policy_table(config: PlanLmConfig, reports: Mapping[str, MemoryReport]) -> T
             f"{found.compile_seconds:.1f} s",
         )
     return table
+
+
+def _cpu_note(config: PlanLmConfig) -> str:
+    on_cpu = config.target == "local" and jax.default_backend() == "cpu"
+    return "; on a CPU, what is offloaded stays in the same memory" if on_cpu else ""
 
 
 def main(arguments: Sequence[str], console: Console | None = None) -> int:

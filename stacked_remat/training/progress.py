@@ -66,10 +66,8 @@ class ConsoleProgress(Progress):
             self._bar.update(self._bar.task_ids[0], completed=step, status=status)
         elif step % self._line_every == 0 or step in (1, self._num_steps):
             left = self._seconds_left(step)
-            self.message(
-                f"step {step}/{self._num_steps}  "
-                + (f"{status}  {left:.0f} s left" if left is not None else f"loss {loss:.3f}")
-            )
+            shown = f"loss {loss:.3f}" if left is None else f"{status}  {left:.0f} s left"
+            self.message(f"step {step}/{self._num_steps}  {shown}")
         if self._first_done is None:
             self._first_done = (step, time.monotonic())
 

@@ -20,6 +20,8 @@ with warnings.catch_warnings():
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
 
+pytestmark = pytest.mark.torch
+
 Vocab = Axis("vocab", 53)
 Batch = Axis("batch", 2)
 Pos = Axis("position", 11)

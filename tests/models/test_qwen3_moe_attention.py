@@ -1,0 +1,85 @@
+import haliax as hax
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from haliax import Axis
+
+from models.qwen3_moe import Qwen3MoeConfig
+from models.qwen3_moe.attention import Attention, apply_rotary, causal_attention, rotary_table
+
+Batch, Pos, HeadDim = Axis("batch", 2), Axis("position", 5), Axis("head_dim", 6)
+KVHeads, HeadsPerKV = Axis("kv_heads", 2), Axis("heads_per_kv", 3)
+THETA = 100.0
+
+
+def normal(seed, *axes):
+    return hax.random.normal(jax.random.key(seed), axes)
+
+
+def test_rotation_turns_each_pair_by_its_angle():
+    x = normal(0, Pos, HeadDim)
+    turned = apply_rotary(x, rotary_table(hax.arange(Pos), HeadDim, theta=THETA), HeadDim).array
+    for position in range(Pos.size):
+        for pair in range(3):
+            angle = position * THETA ** (-2 * pair / HeadDim.size)
+            a, b = float(x.array[position, pair]), float(x.array[position, pair + 3])
+            expected = [a * np.cos(angle) - b * np.sin(angle), b * np.cos(angle) + a * np.sin(angle)]
+            np.testing.assert_allclose(turned[position, pair::3], expected, atol=1e-5)
+
+
+def test_rotation_keeps_lengths_dtype_and_the_first_position():
+    x = normal(1, Batch, KVHeads, Pos, HeadDim)
+    table = rotary_table(hax.arange(Pos), HeadDim, theta=THETA)
+    turned = apply_rotary(x, table, HeadDim)
+    assert turned.axes == x.axes
+    np.testing.assert_allclose(
+        hax.sum(turned * turned, HeadDim).array, hax.sum(x * x, HeadDim).array, rtol=1e-5
+    )
+    np.testing.assert_allclose(turned[Pos, 0].array, x[Pos, 0].array, atol=1e-6)
+    assert apply_rotary(x.astype(jnp.bfloat16), table, HeadDim).dtype == jnp.bfloat16
+
+
+def test_scores_depend_on_the_distance_alone():
+    query, key = normal(2, HeadDim), normal(3, HeadDim)
+
+    def scores(first):
+        table = rotary_table(hax.arange(Pos) + first, HeadDim, theta=THETA)
+        turned = apply_rotary(query.broadcast_axis(Pos), table, HeadDim)
+        keys = apply_rotary(key.broadcast_axis(Pos), table, HeadDim).rename({Pos: "key_position"})
+        return hax.dot(turned, keys, axis=HeadDim).array
+
+    np.testing.assert_allclose(scores(0), scores(1000), atol=1e-4)
+
+
+def naive_attention(query, key, value):
+    """[batch, pos, kv, group, dim] against [batch, pos, kv, dim], a query head and a position at a time."""
+    out = np.zeros_like(query)
+    for b, q, kv, group in np.ndindex(query.shape[:4]):
+        scores = key[b, : q + 1, kv] @ query[b, q, kv, group] / np.sqrt(query.shape[-1])
+        weights = np.exp(scores - scores.max())
+        out[b, q, kv, group] = (weights / weights.sum()) @ value[b, : q + 1, kv]
+    return out
+
+
+def test_attention_is_that_of_one_head_and_position_at_a_time():
+    query = normal(4, Batch, Pos, KVHeads, HeadsPerKV, HeadDim)
+    key, value = normal(5, Batch, Pos, KVHeads, HeadDim), normal(6, Batch, Pos, KVHeads, HeadDim)
+    attended = causal_attention(query, key, value, Pos, HeadDim)
+    assert attended.axes == query.axes
+    expected = naive_attention(*(np.asarray(x.array) for x in (query, key, value)))
+    np.testing.assert_allclose(attended.array, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_a_position_does_not_see_later_ones(dtype):
+    config = Qwen3MoeConfig(hidden_dim=16, num_heads=4, num_kv_heads=2)
+    attention = Attention.init(config, key=jax.random.key(0))
+    attention = jax.tree.map(lambda leaf: leaf.astype(dtype), attention)
+    rotary = rotary_table(hax.arange(Pos), config.HeadDim, theta=THETA)
+    x = normal(7, Batch, Pos, config.Embed).astype(dtype)
+    changed = hax.where(hax.arange(Pos) < 3, x, -x)
+    before, after = attention(x, rotary, Pos), attention(changed, rotary, Pos)
+    assert before.dtype == dtype and before.axes == x.axes
+    np.testing.assert_array_equal(before.array[:, :3], after.array[:, :3])
+    assert jnp.any(before.array[:, 3:] != after.array[:, 3:])

@@ -1,0 +1,83 @@
+import dataclasses
+
+import pytest
+
+from models.lm import LmConfig
+from models.qwen3_moe import ExpertsConfig, Qwen3MoeConfig
+
+
+def test_axes_follow_the_sizes():
+    config = Qwen3MoeConfig(
+        hidden_dim=24,
+        num_layers=3,
+        num_heads=6,
+        num_kv_heads=2,
+        head_dim=8,
+        experts=ExpertsConfig(num_experts=5, experts_per_token=2, intermediate_dim=7),
+    )
+    sizes = {
+        axis.name: axis.size
+        for axis in (
+            config.Embed,
+            config.Layers,
+            config.KVHeads,
+            config.HeadsPerKV,
+            config.HeadDim,
+            config.Experts,
+            config.ExpertDim,
+        )
+    }
+    assert sizes == {
+        "embed": 24,
+        "layers": 3,
+        "kv_heads": 2,
+        "heads_per_kv": 3,
+        "head_dim": 8,
+        "experts": 5,
+        "expert_dim": 7,
+    }
+
+
+def test_the_head_is_an_equal_share_of_the_width_by_default():
+    assert Qwen3MoeConfig(hidden_dim=48, num_heads=4).HeadDim.size == 12
+
+
+def test_it_is_registered_by_its_type():
+    assert LmConfig.get_choice_class("qwen3_moe") is Qwen3MoeConfig
+
+
+def test_it_can_be_a_static_field():
+    assert hash(Qwen3MoeConfig()) == hash(Qwen3MoeConfig())
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        Qwen3MoeConfig().num_layers = 3  # pyright: ignore[reportAttributeAccessIssue]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_heads": 4, "num_kv_heads": 3}, r"num_heads = 4 must be a multiple of model.num_kv_heads = 3"),
+        ({"hidden_dim": 30}, r"hidden_dim = 30 is not divisible by model.num_heads = 4.*model.head_dim"),
+        ({"hidden_dim": 12}, r"hidden_dim / model.num_heads = 3 must be even"),
+        ({"head_dim": 5}, r"model.head_dim = 5 must be even"),
+        ({"head_dim": 0}, r"model.head_dim = 0 must be even and at least 2"),
+        ({"num_layers": 0}, r"model.num_layers must be positive, got 0"),
+        ({"rope_theta": -1.0}, r"model.rope_theta must be positive"),
+        ({"compute_dtype": "float16"}, r"'float16' is not one of 'float32', 'bfloat16'"),
+    ],
+)
+def test_impossible_shapes_are_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
+        Qwen3MoeConfig(**changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_experts": 2, "experts_per_token": 3}, r"experts_per_token = 3 is more than .*num_experts = 2"),
+        ({"experts_per_token": 0}, r"model.experts.experts_per_token must be positive"),
+        ({"load_balance_weight": -0.1}, r"load_balance_weight must not be negative"),
+    ],
+)
+def test_impossible_experts_are_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
+        ExpertsConfig(**changes)

@@ -1,0 +1,170 @@
+import dataclasses
+
+import equinox as eqx
+import haliax as hax
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from haliax import Axis
+
+from models.lm import LmConfig, build_model, next_token_loss
+from models.qwen3_moe import ExpertsConfig, Qwen3MoeConfig, Qwen3MoeDecoder
+from models.qwen3_moe.attention import rotary_table
+from stacked_remat import ScanCheckpointPolicy
+from stacked_remat.training import TokenBatch
+
+Vocab, Batch, Pos = Axis("vocab", 19), Axis("batch", 2), Axis("position", 5)
+CONFIG = Qwen3MoeConfig(
+    hidden_dim=16, num_layers=3, num_heads=4, num_kv_heads=2, experts=ExpertsConfig(3, 2, 6)
+)
+
+
+def make(config=CONFIG, remat=True) -> Qwen3MoeDecoder:
+    return Qwen3MoeDecoder.init(config, Vocab, remat=remat, key=jax.random.key(0))
+
+
+def batch_of_tokens() -> TokenBatch:
+    tokens = hax.random.randint(jax.random.key(1), (Batch, Pos), 0, Vocab.size)
+    return TokenBatch(tokens, hax.roll(tokens, -1, Pos), hax.ones((Batch, Pos)))
+
+
+def loss_and_gradients(model, batch):
+    return eqx.filter_jit(eqx.filter_value_and_grad(next_token_loss, has_aux=True))(model, batch)
+
+
+def test_shapes_and_dtypes():
+    model, batch = make(), batch_of_tokens()
+    hidden, statistics = model.layer_states(batch.tokens)
+    assert hidden.axes == (Batch, Pos, CONFIG.Embed)
+    assert statistics.load.axes == statistics.importance.axes == (CONFIG.Layers, CONFIG.Experts)
+    logits = model.logits(hidden)
+    assert logits.axes == (Batch, Pos, Vocab) and logits.dtype == jnp.float32
+    assert {leaf.dtype for leaf in jax.tree.leaves(model)} == {jnp.dtype("float32")}
+
+
+def test_it_is_the_python_loop_over_its_layers():
+    model, batch = make(), batch_of_tokens()
+    from_scan, _ = model.layer_states(batch.tokens)
+    rotary = rotary_table(hax.arange(Pos), CONFIG.HeadDim, theta=CONFIG.rope_theta)
+    x = model.embedding(batch.tokens)
+    for layer in model.layers.unstacked():
+        x, _ = layer(x, rotary)
+    np.testing.assert_allclose(from_scan.array, model.norm(x).array, atol=1e-5)
+
+
+def test_the_first_loss_is_that_of_a_uniform_guess():
+    loss, _ = next_token_loss(make(), batch_of_tokens())
+    np.testing.assert_allclose(loss, np.log(Vocab.size), atol=0.1)
+
+
+def test_loss_counts_weighted_targets_alone_and_adds_the_load_balance_of_every_layer():
+    model, batch = make(), batch_of_tokens()
+    weights = hax.named(jnp.array([[1.0, 0, 0, 2.0, 0], [0, 0, 1.0, 0, 0]]), (Batch, Pos))
+    batch = TokenBatch(batch.tokens, batch.targets, weights)
+    loss, metrics = next_token_loss(model, batch)
+    hidden, statistics = model.layer_states(batch.tokens)
+    log_probs = jax.nn.log_softmax(model.logits(hidden).array)
+    picked = -jnp.take_along_axis(log_probs, batch.targets.array[..., None], axis=-1)[..., 0]
+    cross_entropy = jnp.sum(picked * weights.array) / 4
+    per_layer = CONFIG.experts.num_experts * jnp.sum(statistics.load.array * statistics.importance.array, 1)
+    np.testing.assert_allclose(metrics["loss"], cross_entropy, rtol=1e-5)
+    np.testing.assert_allclose(metrics["load_balance_per_layer"], per_layer, rtol=1e-5)
+    np.testing.assert_allclose(metrics["load_balance"], per_layer.mean(), rtol=1e-5)
+    np.testing.assert_allclose(loss, cross_entropy + 0.001 * per_layer.mean(), rtol=1e-5)
+
+
+def test_a_batch_without_weight_has_no_loss():
+    batch = batch_of_tokens()
+    empty = TokenBatch(batch.tokens, batch.targets, hax.zeros((Batch, Pos)))
+    assert next_token_loss(make(), empty)[1]["loss"] == 0
+
+
+def test_the_load_balance_weight_takes_effect():
+    off = dataclasses.replace(CONFIG, experts=dataclasses.replace(CONFIG.experts, load_balance_weight=0.0))
+    loss, metrics = next_token_loss(make(off), batch_of_tokens())
+    assert loss == metrics["loss"]
+
+
+@pytest.fixture(scope="module")
+def unchecked():
+    return loss_and_gradients(make(remat=False), batch_of_tokens())
+
+
+@pytest.mark.parametrize(
+    "remat",
+    [
+        True,
+        "offload",
+        "nested",
+        "save_all",
+        "recompute",
+        ScanCheckpointPolicy(save_block_internals=["attention_output", "experts_output"]),
+        ScanCheckpointPolicy(nested=True, save_block_internals=["router_probs"]),
+    ],
+    ids=str,
+)
+def test_every_policy_gives_the_same_finite_gradients(remat, unchecked):
+    (expected_loss, _), expected = unchecked
+    (loss, _), gradients = loss_and_gradients(make(remat=remat), batch_of_tokens())
+    np.testing.assert_allclose(loss, expected_loss, rtol=1e-6)
+    for got, wanted in zip(jax.tree.leaves(gradients), jax.tree.leaves(expected), strict=True):
+        assert jnp.all(jnp.isfinite(got)) and jnp.any(got != 0)
+        np.testing.assert_allclose(got, wanted, atol=1e-6, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "name", ["query", "key", "value", "attention_output", "router_probs", "experts_output"]
+)
+def test_the_names_inside_a_layer_can_be_saved(name):
+    policy = ScanCheckpointPolicy(save_block_internals=[name])
+    batch = batch_of_tokens()
+    saved, plain = (
+        str(jax.make_jaxpr(jax.grad(lambda m: next_token_loss(m, batch)[0]))(make(remat=remat)))
+        for remat in (policy, True)
+    )
+    assert f"name={name}]" in plain
+    assert saved != plain
+
+
+def test_a_tied_head_is_the_embedding():
+    tied = make(dataclasses.replace(CONFIG, tie_word_embeddings=True))
+    assert tied.head is None
+    count = sum(leaf.size for leaf in jax.tree.leaves(tied))
+    assert sum(leaf.size for leaf in jax.tree.leaves(make())) == count + Vocab.size * CONFIG.hidden_dim
+    hidden = hax.random.normal(jax.random.key(3), CONFIG.Embed)
+    np.testing.assert_allclose(
+        tied.logits(hidden).array, tied.embedding.weight.array @ hidden.array, rtol=1e-5
+    )
+    _, gradients = loss_and_gradients(tied, batch_of_tokens())
+    assert jnp.all(jnp.any(gradients.embedding.weight.array != 0, axis=1))  # the head reaches every row
+
+
+def test_bfloat16_computes_in_bfloat16_and_trains_float32():
+    low = make(dataclasses.replace(CONFIG, compute_dtype="bfloat16"))
+    batch = batch_of_tokens()
+    hidden, _ = low.layer_states(batch.tokens)
+    assert hidden.dtype == jnp.bfloat16
+    (loss, _), gradients = loss_and_gradients(low, batch)
+    assert loss.dtype == jnp.float32
+    assert {leaf.dtype for leaf in jax.tree.leaves(gradients)} == {jnp.dtype("float32")}
+    exact, _ = make().layer_states(batch.tokens)
+    np.testing.assert_allclose(hidden.array.astype(jnp.float32), exact.array, atol=0.1)
+
+
+def test_later_tokens_do_not_change_earlier_states():
+    model, tokens = make(), batch_of_tokens().tokens
+    changed = hax.where(hax.arange(Pos) < 3, tokens, (tokens + 1) % Vocab.size)
+    before, after = model.layer_states(tokens)[0], model.layer_states(changed)[0]
+    np.testing.assert_allclose(before.array[:, :3], after.array[:, :3], atol=1e-6)
+
+
+def test_build_model_makes_the_registered_model_and_names_what_it_lacks():
+    model = build_model(CONFIG, Vocab, remat="nested", key=jax.random.key(0))
+    assert isinstance(model, Qwen3MoeDecoder) and model.Vocab == Vocab
+
+    class Unregistered(LmConfig):
+        pass
+
+    with pytest.raises(TypeError, match=r"No builder is registered for Unregistered.*build_model.register"):
+        build_model(Unregistered(), Vocab, remat=True, key=jax.random.key(0))

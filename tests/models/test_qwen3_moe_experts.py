@@ -1,0 +1,110 @@
+import haliax as hax
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from haliax import Axis
+
+from models.qwen3_moe import ExpertsConfig, Qwen3MoeConfig
+from models.qwen3_moe.experts import RouterStatistics, SparseExperts, load_balance_loss
+
+Batch, Pos = Axis("batch", 2), Axis("position", 3)
+
+
+def make(*, num_experts=4, experts_per_token=2, norm_topk_prob=True):
+    sizes = ExpertsConfig(num_experts, experts_per_token, 6, norm_topk_prob)
+    # a large spread, so that experts differ
+    config = Qwen3MoeConfig(hidden_dim=8, num_heads=2, num_kv_heads=1, initializer_range=0.7, experts=sizes)
+    layer = SparseExperts.init(config, key=jax.random.key(1))
+    return layer, hax.random.normal(jax.random.key(2), (Batch, Pos, config.Embed))
+
+
+def naive(layer, x):
+    """Gates and output [tokens, ...], a token and one of its experts at a time."""
+    config = layer.config
+    router = np.asarray(layer.router.weight.array, np.float64)
+    gate, up, down = (
+        np.asarray(getattr(layer.experts.stacked, name).weight.array, np.float64)
+        for name in ("gate_proj", "up_proj", "down_proj")
+    )
+    tokens = np.asarray(x.array, np.float64).reshape(-1, config.hidden_dim)
+    gates, out = np.zeros((len(tokens), config.experts.num_experts)), np.zeros_like(tokens)
+    for row, token in enumerate(tokens):
+        scores = router @ token
+        probabilities = np.exp(scores - scores.max()) / np.exp(scores - scores.max()).sum()
+        chosen = np.argsort(-probabilities)[: config.experts.experts_per_token]
+        total = probabilities[chosen].sum() if config.experts.norm_topk_prob else 1.0
+        for expert in chosen:
+            inner = gate[expert] @ token
+            gates[row, expert] = probabilities[expert] / total
+            out[row] += gates[row, expert] * (
+                down[expert] @ (inner / (1 + np.exp(-inner)) * (up[expert] @ token))
+            )
+    return gates, out
+
+
+@pytest.mark.parametrize("norm_topk_prob", [True, False])
+@pytest.mark.parametrize("experts_per_token", [1, 2, 4])
+def test_each_token_gets_the_weighted_sum_of_its_experts(experts_per_token, norm_topk_prob):
+    layer, x = make(experts_per_token=experts_per_token, norm_topk_prob=norm_topk_prob)
+    expected_gates, expected = naive(layer, x)
+    gates, statistics = layer.route(x)
+    np.testing.assert_allclose(gates.array.reshape(expected_gates.shape), expected_gates, atol=1e-5)
+    np.testing.assert_allclose(statistics.load.array, (expected_gates > 0).mean(axis=0), atol=1e-6)
+    mixed, _ = layer(x)
+    assert mixed.axes == x.axes
+    np.testing.assert_allclose(mixed.array.reshape(expected.shape), expected, atol=1e-4)
+
+
+def test_statistics_sum_to_the_choices_of_a_token_and_to_one():
+    layer, x = make(num_experts=5, experts_per_token=3)
+    _, statistics = layer.route(x)
+    np.testing.assert_allclose(hax.sum(statistics.load).scalar(), 3.0, rtol=1e-6)
+    np.testing.assert_allclose(hax.sum(statistics.importance).scalar(), 1.0, rtol=1e-6)
+
+
+def test_an_expert_that_no_token_chose_gets_no_gradient():
+    layer, x = make(num_experts=8, experts_per_token=1)
+    x = x[Batch, 0:1, Pos, 0:2]  # two tokens can't reach eight experts
+    gates, _ = layer.route(x)
+    unused = np.asarray(gates.array).reshape(-1, 8).max(axis=0) == 0
+    gradient = jax.grad(lambda layer: hax.sum(layer(x)[0]).scalar())(layer)
+    per_expert = jnp.abs(gradient.experts.stacked.up_proj.weight.array).max(axis=(1, 2))
+    assert unused.sum() >= 6
+    np.testing.assert_array_equal(per_expert == 0, unused)
+
+
+def test_load_balance_loss_by_hand():
+    Experts = Axis("experts", 4)
+
+    def loss(load, importance):
+        named = (hax.named(jnp.array(values), Experts) for values in (load, importance))
+        return float(load_balance_loss(RouterStatistics(*named), Experts).scalar())
+
+    even = [0.25] * 4
+    assert loss([0.5] * 4, even) == pytest.approx(2.0)  # two experts a token, evenly
+    assert loss([1.0, 0.0, 0.0, 0.0], [1.0, 0.0, 0.0, 0.0]) == pytest.approx(4.0)
+    assert loss([1.0, 1.0, 0.0, 0.0], [0.5, 0.3, 0.1, 0.1]) == pytest.approx(4 * 0.8)
+
+
+def test_load_balance_loss_pushes_towards_even_routing():
+    layer, x = make()
+
+    def loss(router):
+        probabilities = hax.nn.softmax(router(x), axis=layer.config.Experts)
+        load = layer.route(x)[1].load
+        statistics = RouterStatistics(load, hax.mean(probabilities, axis=(Batch, Pos)))
+        return load_balance_loss(statistics, layer.config.Experts).scalar()
+
+    def own_loss(layer):
+        return load_balance_loss(layer.route(x)[1], layer.config.Experts).scalar()
+
+    gradient = jax.grad(own_loss)(layer).router.weight.array
+    np.testing.assert_allclose(gradient, jax.grad(loss)(layer.router).weight.array, atol=1e-6)
+    assert jnp.abs(gradient).max() > 0
+
+
+def test_a_layer_of_one_expert_is_that_expert():
+    layer, x = make(num_experts=1, experts_per_token=1)
+    mixed, _ = layer(x)
+    np.testing.assert_allclose(mixed.array, layer.experts.get_layer(0)(x).array, atol=1e-5)

@@ -169,14 +169,19 @@ class _Walk:
         )
         num_carry = len(eqn.outvars) - num_ys
         num_consts = len(eqn.invars) - num_xs - num_carry
-        xs = values[num_consts + num_carry :]
+        consts, carry, xs = (
+            values[:num_consts],
+            values[num_consts:][:num_carry],
+            values[num_consts + num_carry :],
+        )
+        if length == 0:
+            return Cost(), [*carry, *[None] * num_ys]
         order = range(length - 1, -1, -1) if eqn.params["reverse"] else range(length)
 
         def slices(trip: int) -> list[_Value]:
             return [None if x is None else x[order[trip]] for x in xs]
 
-        carry = values[num_consts : num_consts + num_carry]
-        return _Loop(self, body, values[:num_consts], carry, slices).scanned(order)
+        return _Loop(self, body, consts, carry, slices).scanned(order)
 
     def _while(self, eqn: Any, values: list[_Value]) -> tuple[Cost, list[_Value]]:
         params = eqn.params
@@ -206,10 +211,21 @@ class _Loop:
         num_xs = len(inner.invars) - len(consts) - len(carry)
         self._num_ys = len(inner.outvars) - len(carry)
         self._each, _ = walk.run(body, [*consts, *self._fixed, *[None] * num_xs])
+        moved = any(v is not None and f is None for v, f in zip(carry, self._fixed, strict=True))
+        self._moving = moved or any(value is not None for value in slices(0))
+        self._body, self._eqns = body, None
         # A body that costs the same on every trip need not be walked on every trip: its integers will do.
-        self._body, self._eqns = body, walk.integer_eqns(body) if self._each.exact else None
+        if self._is_constant():
+            self._eqns = walk.integer_eqns(body)
         self._strides = self._find_strides()
         self._memo: dict[Any, tuple[Cost, list[_Value]]] = {}
+
+    def _is_constant(self) -> bool:
+        """Whether integers that move from trip to trip have no say in the cost, or cannot settle it."""
+        if self._each.exact or not self._moving:
+            return True
+        first, _ = self._walk.run(self._body, [*self._consts, *self._carry, *self._slices(0)])
+        return (first.too_low, first.too_high) == (self._each.too_low, self._each.too_high)
 
     def _find_strides(self) -> list[int] | None:
         """By how much each carry moves on every trip; None unless that is a constant and all there is."""
@@ -236,17 +252,14 @@ class _Loop:
         key = tuple(None if value is None else value.tobytes() for value in values)
         if key not in self._memo:
             cost, results = self._walk.run(self._body, [*self._consts, *values], self._eqns)
-            self._memo[key] = (self._each if self._each.exact else cost), results
+            self._memo[key] = (cost if self._eqns is None else self._each), results
         cost, results = self._memo[key]
         return cost, results[: len(self._carry)], results[len(self._carry) :]
 
     def scanned(self, order: range) -> tuple[Cost, list[_Value]]:
         """Cost and results of a loop that runs once for each element of `order`."""
         unknown_ys: list[_Value] = [None] * self._num_ys
-        if not order:
-            return Cost(), [*self._carry, *unknown_ys]
-        moving = any(v is not None and f is None for v, f in zip(self._carry, self._fixed, strict=True))
-        if not moving and all(value is None for value in self._slices(0)):
+        if not self._moving:
             return self._each * len(order), [*self._fixed, *unknown_ys]
         if self._strides is not None:
             return self._each * len(order), [*self._after(len(order)), *unknown_ys]
@@ -302,10 +315,8 @@ def _stride(eqn: Any, carried: Sequence[Any]) -> tuple[Any, int]:
     """The carry that an equation adds a written constant to, and the constant."""
     if eqn.primitive.name == "add":
         for var, step in (eqn.invars, eqn.invars[::-1]):
-            if (
-                any(var is carry for carry in carried)
-                and (known := as_known(getattr(step, "val", None))) is not None
-            ):
+            known = as_known(getattr(step, "val", None))
+            if known is not None and any(var is carry for carry in carried):
                 return var, int(known)
     return None, 0
 

@@ -215,6 +215,15 @@ def test_a_branch_on_data_counts_as_its_dearest_side_and_says_so():
     assert same.exact
 
 
+def test_a_long_loop_over_a_branch_on_data_is_not_walked():
+    def body(_, x):
+        return jax.lax.cond(x[0, 0] > 0, lambda x: x @ x, lambda x: x, x)
+
+    found = count(lambda x: jax.lax.fori_loop(jnp.int32(0), jnp.int32(10**9), body, x), SQUARE)
+    assert found.matmul == 10**9 * PRODUCT
+    assert not found.exact
+
+
 def test_an_unknown_trip_count_is_never_silent():
     def fn(x, n):
         return jax.lax.fori_loop(jnp.int32(0), n, lambda _, x: x @ x, x)

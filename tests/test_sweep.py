@@ -18,6 +18,9 @@ from stacked_remat._sweep import sweep
 
 WIDTH, ROWS = 4, 3
 
+# What is tested is arithmetic, so the compiler need not optimize.
+jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
+
 
 def stack(length: int, dtype=jnp.float32) -> dict:
     """Layers with weights, an integer, a typed key, and nothing."""
@@ -43,8 +46,11 @@ def block(shift, carry, x):
 def loop(body, init, xs, *, length: int, reverse: bool = False):
     """The Python loop."""
     carry, ys = init, [None] * length
+    body = jax.jit(body)
     for i in reversed(range(length)) if reverse else range(length):
-        carry, ys[i] = body(carry, jax.tree.map(lambda leaf, i=i: leaf[i], xs))
+        carry, ys[i] = body(
+            carry, jax.tree.map(lambda leaf, i=i: lax.dynamic_index_in_dim(leaf, i, 0, False), xs)
+        )
     return carry, jax.tree.map(lambda *leaves: jnp.stack(leaves), *ys)
 
 
@@ -87,7 +93,7 @@ def expected(length: int, reverse: bool = False):
 def check(schedule: Schedule, reverse: bool = False, **kwargs):
     length = schedule.length
     run = functools.partial(sweep, length=length, schedule=schedule, reverse=reverse, **kwargs)
-    assert_close(jax.jit(lambda: derivatives(run, length))(), expected(length, reverse))
+    assert_close(jit(lambda: derivatives(run, length))(), expected(length, reverse))
 
 
 @pytest.mark.parametrize("length", [1, 2, 7, 12, 13, 48])
@@ -115,7 +121,7 @@ def test_every_schedule_in_reverse(schedule: Schedule):
     check(schedule, reverse=True)
 
 
-@pytest.mark.parametrize("unroll", [2, 3, True])
+@pytest.mark.parametrize("unroll", [2, True])
 @pytest.mark.parametrize("schedule", [shrinking(7), equal(12, 3)], ids=str)
 def test_unroll(schedule: Schedule, unroll: int | bool):
     check(schedule, unroll=unroll)
@@ -136,7 +142,7 @@ def test_bfloat16_accumulates_like_scan():
         return lax.scan(jax.checkpoint(body), init, xs)
 
     run = functools.partial(sweep, length=7, schedule=shrinking(7))
-    actual, wanted = (jax.jit(lambda run=run: derivatives(run, 7, jnp.bfloat16))() for run in (run, scan))
+    actual, wanted = (jit(lambda run=run: derivatives(run, 7, jnp.bfloat16))() for run in (run, scan))
     assert_close(actual, wanted, tolerance=2e-2)
 
 
@@ -310,7 +316,7 @@ def test_saved_names(schedule: Schedule, boundaries: Literal["device", "host"]):
     keys = jax.random.split(jax.random.key(0), 3)
     shapes = [(length, WIDTH, 6), (length, 6, WIDTH), (ROWS, WIDTH)]
     args = [0.5 * jax.random.normal(key, shape) for key, shape in zip(keys, shapes, strict=True)]
-    assert_close(jax.jit(jax.grad(value, (0, 1, 2)))(*args), jax.jit(jax.grad(reference, (0, 1, 2)))(*args))
+    assert_close(jit(jax.grad(value, (0, 1, 2)))(*args), jax.jit(jax.grad(reference, (0, 1, 2)))(*args))
 
 
 def test_saved_names_are_kept_for_one_segment_and_not_computed_again():
@@ -356,8 +362,8 @@ def test_gradient_of_gradient():
 
     for boundaries in ("device", "host"):
         run = functools.partial(sweep, length=5, schedule=segmented(5, 2), boundaries=boundaries)
-        actual = jax.jit(jax.grad(functools.partial(penalty, run)))(parameters)
-        assert_close(actual, jax.jit(jax.grad(functools.partial(penalty, lax.scan)))(parameters))
+        actual = jit(jax.grad(functools.partial(penalty, run)))(parameters)
+        assert_close(actual, jit(jax.grad(functools.partial(penalty, lax.scan)))(parameters))
 
 
 def test_gradient_of_gradient_of_gradient():
@@ -365,7 +371,7 @@ def test_gradient_of_gradient_of_gradient():
         return scan(lambda c, w: (jnp.sin(c * w), None), x, jnp.linspace(0.5, 1.0, 4))[0]
 
     def third(scan: Any):
-        return jax.jit(jax.grad(jax.grad(jax.grad(functools.partial(run, scan)))))(0.7)
+        return jit(jax.grad(jax.grad(jax.grad(functools.partial(run, scan)))))(0.7)
 
     assert_close(third(nested(4)), third(lax.scan))
 
@@ -381,14 +387,14 @@ def test_vmap():
         )
 
     scales = jnp.array([1.0, 0.5])
-    actual = jax.jit(jax.vmap(functools.partial(gradients, run)))(hs, scales)
-    assert_close(actual, jax.jit(jax.vmap(functools.partial(gradients, lax.scan)))(hs, scales))
+    actual = jit(jax.vmap(functools.partial(gradients, run)))(hs, scales)
+    assert_close(actual, jit(jax.vmap(functools.partial(gradients, lax.scan)))(hs, scales))
 
 
 def test_inside_checkpoint():
     parameters, frozen = inputs(7)
     value = jax.checkpoint(lambda p: loss(nested(7), p, frozen, 7)[0])
-    assert_close(jax.jit(jax.grad(value))(parameters), expected(7)[1])
+    assert_close(jit(jax.grad(value))(parameters), expected(7)[1])
 
 
 def test_sweep_within_a_sweep():
@@ -400,7 +406,7 @@ def test_sweep_within_a_sweep():
             return jnp.sum(outer(layer, x, v)[0] ** 2)
 
         args = (0.3 * jnp.ones((3, WIDTH, WIDTH)), jnp.linspace(0.0, 1.0, 4), jnp.ones((ROWS, WIDTH)))
-        return jax.jit(jax.grad(value, (0, 1, 2)))(*args)
+        return jit(jax.grad(value, (0, 1, 2)))(*args)
 
     with jax.numpy_rank_promotion("allow"):
         assert_close(outer(nested(3), nested(4)), outer(lax.scan, lax.scan))
@@ -431,9 +437,7 @@ def test_forward_mode_names_the_policy_to_use():
     def value(x):
         return sweep(lambda c, _: (jnp.sin(c), None), x, None, length=4, schedule=shrinking(4))[0]
 
-    assert_close(
-        jax.jit(value)(0.3), lax.scan(lambda c, _: (jnp.sin(c), None), jnp.float32(0.3), length=4)[0]
-    )
+    assert_close(jit(value)(0.3), lax.scan(lambda c, _: (jnp.sin(c), None), jnp.float32(0.3), length=4)[0])
     with pytest.raises(TypeError, match="remat=True or remat=False"):
         jax.jvp(value, (0.3,), (1.0,))
 

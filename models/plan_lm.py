@@ -24,7 +24,7 @@ from models import qwen3_moe as qwen3_moe  # registers `type: qwen3_moe`
 from models.lm import LmConfig, build_model, next_token_loss
 from models.qwen3_moe import Qwen3MoeConfig
 from stacked_remat import ScanCheckpointPolicy
-from stacked_remat.memory import MemoryReport, TargetError, report
+from stacked_remat.memory import MemoryReport, TargetError, find_target, report
 from stacked_remat.training import (
     BATCH_AXIS,
     POSITION_AXIS,
@@ -36,6 +36,7 @@ from stacked_remat.training import (
     TrainerConfig,
     TrainState,
     build_optimizer,
+    learning_rate_schedule,
     parse_config,
     remat_policy,
     train_step,
@@ -76,6 +77,8 @@ class PlanLmConfig:
 
     def __post_init__(self) -> None:
         remat_policy(self.remat)
+        learning_rate_schedule(self.optimizer, self.trainer.num_steps)
+        find_target(self.target)
 
 
 def step_report(config: PlanLmConfig, policy: ScanCheckpointPolicy) -> MemoryReport:

@@ -36,6 +36,7 @@ from stacked_remat.training import (
     TrainState,
     build_optimizer,
     config_as_dict,
+    held_out_evaluator,
     learning_rate_schedule,
     parse_config,
     read_corpus,
@@ -74,7 +75,7 @@ def train_lm(config: TrainLmConfig, progress: Progress) -> TrainingResult:
 
     Raises:
         FileExistsError: the run folder holds an earlier run's results.
-        FileNotFoundError, ValueError: there is no text, or too little.
+        FileNotFoundError, ConfigError: there is no text, or too little.
         NonFiniteLossError: training diverged.
     """
     tokenizer = ByteTokenizer()
@@ -86,6 +87,9 @@ def train_lm(config: TrainLmConfig, progress: Progress) -> TrainingResult:
         key=jax.random.key(config.trainer.seed),
     )
     optimizer = build_optimizer(config.optimizer, config.trainer.num_steps)
+    evaluate = held_out_evaluator(
+        next_token_loss, _packed(corpus.held_out, config), config.trainer.eval_batches
+    )
     folder = _run_folder(config)
     progress.message(_summary(config, corpus, model, folder))
     tracker = JsonLinesTracker(folder.metrics)
@@ -96,7 +100,7 @@ def train_lm(config: TrainLmConfig, progress: Progress) -> TrainingResult:
             optimizer=optimizer,
             schedule=learning_rate_schedule(config.optimizer, config.trainer.num_steps),
             training=_packed(corpus.train, config),
-            held_out=_packed(corpus.held_out, config),
+            evaluate=evaluate,
             config=config.trainer,
             trackers=[tracker],
             progress=progress,

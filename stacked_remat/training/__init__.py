@@ -5,6 +5,7 @@ from .checkpoint import load_checkpoint, save_checkpoint
 from .config import DataConfig, OptimizerConfig, TrainerConfig, remat_policy
 from .config_file import ConfigError, config_as_dict, parse_config
 from .corpus import Corpus, read_corpus
+from .evaluation import held_out_evaluator
 from .loop import NonFiniteLossError, TrainingResult, train
 from .optimizer import build_optimizer, learning_rate_schedule
 from .progress import ConsoleProgress, Progress
@@ -36,6 +37,7 @@ __all__ = [
     "TrainingResult",
     "build_optimizer",
     "config_as_dict",
+    "held_out_evaluator",
     "learning_rate_schedule",
     "load_checkpoint",
     "parse_config",

@@ -72,16 +72,25 @@ def _read_overrides(arguments: Sequence[str]) -> dict[str, Any]:
             if not remaining:
                 raise ConfigError(f"`--{key}` on the command line lacks its value: write `--{key} VALUE`.")
             value = remaining.pop(0)
-        overrides[key] = value if key == _CONFIG_PATH else yaml.safe_load(value)
+        overrides[key] = value if key == _CONFIG_PATH else _read_value(key, value)
     return overrides
+
+
+def _read_value(key: str, value: str) -> Any:
+    try:
+        return yaml.safe_load(value)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"The value of `--{key}` on the command line is no YAML: {error}") from error
 
 
 def _read_file(path: str) -> dict[str, Any]:
     try:
         with Path(path).open(encoding="utf-8") as file:
             entries = draccus.cfgparsing.load_config(file, file=path)
-    except (OSError, yaml.YAMLError) as error:
+    except OSError as error:
         raise ConfigError(f"Can't read the config file {path}: {error}") from error
+    except draccus.utils.ParsingError as error:
+        raise ConfigError(f"Can't read the config file {path}: {error.__cause__}") from error
     if not isinstance(entries, dict):
         raise ConfigError(f"{path} must hold a mapping of keys to values, got {type(entries).__name__}.")
     return entries

@@ -9,6 +9,7 @@ import numpy as np
 from jaxtyping import Integer
 
 from .config import DataConfig
+from .config_file import ConfigError
 from .tokenizer import ByteTokenizer
 
 # Installed packages differ from machine to machine, tests hold tables of data, pydoc_data is one large
@@ -41,7 +42,7 @@ def read_corpus(config: DataConfig, tokenizer: ByteTokenizer) -> Corpus:
 
     Raises:
         FileNotFoundError: the folder is missing or holds no file of the suffix.
-        ValueError: too few files for both halves of the split.
+        ConfigError: too few files for both halves of the split.
     """
     library = config.folder is None
     root = Path(sysconfig.get_path("stdlib")) if config.folder is None else Path(config.folder)
@@ -58,7 +59,7 @@ def read_corpus(config: DataConfig, tokenizer: ByteTokenizer) -> Corpus:
     held_out = [file for name, file in files if _position(name) < config.held_out_fraction]
     train = [file for name, file in files if _position(name) >= config.held_out_fraction]
     if not held_out or not train:
-        raise ValueError(
+        raise ConfigError(
             f"{root} has {len(files)} files ending in {config.suffix!r}: {len(train)} to train on and "
             f"{len(held_out)} held out at data.held_out_fraction = {config.held_out_fraction}. Both need at "
             f"least one: add files or change the fraction."

@@ -11,7 +11,7 @@ import equinox as eqx
 import numpy as np
 import optax
 
-from .batches import PackedTokens, TokenBatch
+from .batches import PackedTokens
 from .config import TrainerConfig
 from .progress import Progress
 from .step import LossFunction, Metrics, TrainState, train_step
@@ -24,12 +24,12 @@ class NonFiniteLossError(ArithmeticError):
 
 @dataclass(frozen=True)
 class TrainingResult:
-    """What a run ends with; losses are mean nats per token on the same held-out batches.
+    """What a run ends with; losses are what the evaluation returns.
 
     Attributes:
         state: the state after the last step.
-        held_out_before: loss before the first step.
-        held_out_after: loss after the last step.
+        held_out_before: held-out loss before the first step.
+        held_out_after: held-out loss after the last step.
     """
 
     state: TrainState
@@ -44,7 +44,7 @@ def train(
     optimizer: optax.GradientTransformation,
     schedule: optax.Schedule,
     training: PackedTokens,
-    held_out: PackedTokens,
+    evaluate: Callable[[Any], float],
     config: TrainerConfig,
     trackers: Sequence[Tracker],
     progress: Progress,
@@ -57,16 +57,14 @@ def train(
         optimizer: the gradient transformation that `state` was made with.
         schedule: the learning rate by step, for the log.
         training: batches to train on.
-        held_out: batches to evaluate on.
+        evaluate: maps a model to its loss on held-out text.
         config: how long, and how often to log and evaluate.
         trackers: all receive the same metrics; closing them is the caller's.
         progress: what the user sees.
 
     Raises:
         NonFiniteLossError: the loss of a step is NaN or infinite.
-        ValueError: there is less held-out text than one evaluation reads.
     """
-    evaluate = _evaluator(loss_function, held_out, config)
     step = eqx.filter_jit(
         functools.partial(train_step, loss_function=loss_function, optimizer=optimizer),
         donate="all-except-first",
@@ -155,30 +153,6 @@ class _Clock:
         if self._began is None or self._now <= self._began:
             return float("nan")
         return self._tokens / (self._now - self._began)
-
-
-def _evaluator(
-    loss_function: LossFunction, held_out: PackedTokens, config: TrainerConfig
-) -> Callable[[Any], float]:
-    wanted = config.eval_batches * held_out.batch_size
-    if len(held_out) < wanted:
-        raise ValueError(
-            f"The held-out text has {len(held_out)} sequences of {held_out.seq_len} tokens, fewer than the "
-            f"{wanted} of trainer.eval_batches = {config.eval_batches} batches of {held_out.batch_size}. "
-            f"Lower trainer.eval_batches, data.batch_size or data.seq_len, or raise data.held_out_fraction."
-        )
-    compiled = eqx.filter_jit(lambda model, batch: loss_function(model, batch)[1]["loss"])
-
-    def evaluate(model: Any) -> float:
-        total = count = 0.0
-        for index in range(config.eval_batches):
-            batch: TokenBatch = held_out.batch(index)
-            tokens = float(np.sum(np.asarray(batch.weights.array)))
-            total += float(compiled(model, batch)) * tokens
-            count += tokens
-        return total / count
-
-    return evaluate
 
 
 def _non_finite(step: int, loss: float, learning_rate: float, metrics: Metrics) -> NonFiniteLossError:

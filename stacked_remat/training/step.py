@@ -60,5 +60,5 @@ def train_step(
     model = eqx.apply_updates(state.model, updates)
     return TrainState(state.step + 1, model, optimizer_state), {
         **metrics,
-        "grad_norm": optax.global_norm(gradients),
+        "grad_norm": optax.tree.norm(gradients),
     }

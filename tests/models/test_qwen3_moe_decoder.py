@@ -1,4 +1,5 @@
 import dataclasses
+import functools
 
 import equinox as eqx
 import haliax as hax
@@ -20,8 +21,17 @@ CONFIG = Qwen3MoeConfig(
 )
 
 
+@functools.cache
 def make(config=CONFIG, remat=True) -> Qwen3MoeDecoder:
-    return Qwen3MoeDecoder.init(config, Vocab, remat=remat, key=jax.random.key(0))
+    return eqx.filter_jit(Qwen3MoeDecoder.init)(config, Vocab, remat=remat, key=jax.random.key(0))
+
+
+@eqx.filter_jit
+def layer_states(model, tokens):
+    return model.layer_states(tokens)
+
+
+next_token_loss_jitted = eqx.filter_jit(next_token_loss)
 
 
 def batch_of_tokens() -> TokenBatch:
@@ -35,7 +45,7 @@ def loss_and_gradients(model, batch):
 
 def test_shapes_and_dtypes():
     model, batch = make(), batch_of_tokens()
-    hidden, statistics = model.layer_states(batch.tokens)
+    hidden, statistics = layer_states(model, batch.tokens)
     assert hidden.axes == (Batch, Pos, CONFIG.Embed)
     assert statistics.load.axes == statistics.importance.axes == (CONFIG.Layers, CONFIG.Experts)
     logits = model.logits(hidden)
@@ -45,7 +55,7 @@ def test_shapes_and_dtypes():
 
 def test_it_is_the_python_loop_over_its_layers():
     model, batch = make(), batch_of_tokens()
-    from_scan, _ = model.layer_states(batch.tokens)
+    from_scan, _ = layer_states(model, batch.tokens)
     rotary = rotary_table(hax.arange(Pos), CONFIG.HeadDim, theta=CONFIG.rope_theta)
     x = model.embedding(batch.tokens)
     for layer in model.layers.unstacked():
@@ -54,7 +64,7 @@ def test_it_is_the_python_loop_over_its_layers():
 
 
 def test_the_first_loss_is_that_of_a_uniform_guess():
-    loss, _ = next_token_loss(make(), batch_of_tokens())
+    loss, _ = next_token_loss_jitted(make(), batch_of_tokens())
     np.testing.assert_allclose(loss, np.log(Vocab.size), atol=0.1)
 
 
@@ -62,8 +72,8 @@ def test_loss_counts_weighted_targets_alone_and_adds_the_load_balance_of_every_l
     model, batch = make(), batch_of_tokens()
     weights = hax.named(jnp.array([[1.0, 0, 0, 2.0, 0], [0, 0, 1.0, 0, 0]]), (Batch, Pos))
     batch = TokenBatch(batch.tokens, batch.targets, weights)
-    loss, metrics = next_token_loss(model, batch)
-    hidden, statistics = model.layer_states(batch.tokens)
+    loss, metrics = next_token_loss_jitted(model, batch)
+    hidden, statistics = layer_states(model, batch.tokens)
     log_probs = jax.nn.log_softmax(model.logits(hidden).array)
     picked = -jnp.take_along_axis(log_probs, batch.targets.array[..., None], axis=-1)[..., 0]
     cross_entropy = jnp.sum(picked * weights.array) / 4
@@ -77,12 +87,12 @@ def test_loss_counts_weighted_targets_alone_and_adds_the_load_balance_of_every_l
 def test_a_batch_without_weight_has_no_loss():
     batch = batch_of_tokens()
     empty = TokenBatch(batch.tokens, batch.targets, hax.zeros((Batch, Pos)))
-    assert next_token_loss(make(), empty)[1]["loss"] == 0
+    assert next_token_loss_jitted(make(), empty)[1]["loss"] == 0
 
 
 def test_the_load_balance_weight_takes_effect():
     off = dataclasses.replace(CONFIG, experts=dataclasses.replace(CONFIG.experts, load_balance_weight=0.0))
-    loss, metrics = next_token_loss(make(off), batch_of_tokens())
+    loss, metrics = next_token_loss_jitted(make(off), batch_of_tokens())
     assert loss == metrics["loss"]
 
 
@@ -143,19 +153,19 @@ def test_a_tied_head_is_the_embedding():
 def test_bfloat16_computes_in_bfloat16_and_trains_float32():
     low = make(dataclasses.replace(CONFIG, compute_dtype="bfloat16"))
     batch = batch_of_tokens()
-    hidden, _ = low.layer_states(batch.tokens)
+    hidden, _ = layer_states(low, batch.tokens)
     assert hidden.dtype == jnp.bfloat16
     (loss, _), gradients = loss_and_gradients(low, batch)
     assert loss.dtype == jnp.float32
     assert {leaf.dtype for leaf in jax.tree.leaves(gradients)} == {jnp.dtype("float32")}
-    exact, _ = make().layer_states(batch.tokens)
+    exact, _ = layer_states(make(), batch.tokens)
     np.testing.assert_allclose(hidden.array.astype(jnp.float32), exact.array, atol=0.1)
 
 
 def test_later_tokens_do_not_change_earlier_states():
     model, tokens = make(), batch_of_tokens().tokens
     changed = hax.where(hax.arange(Pos) < 3, tokens, (tokens + 1) % Vocab.size)
-    before, after = model.layer_states(tokens)[0], model.layer_states(changed)[0]
+    before, after = layer_states(model, tokens)[0], layer_states(model, changed)[0]
     np.testing.assert_allclose(before.array[:, :3], after.array[:, :3], atol=1e-6)
 
 

@@ -1,0 +1,74 @@
+import io
+
+import jax
+import pytest
+from rich.console import Console
+
+from models import plan_lm
+from models.plan_lm import POLICIES, PlanLmConfig, main, policy_table, step_reports
+from models.qwen3_moe import ExpertsConfig, Qwen3MoeConfig
+from stacked_remat.training import DataConfig
+
+CONFIG = PlanLmConfig(
+    model=Qwen3MoeConfig(
+        hidden_dim=32, num_layers=12, num_heads=2, num_kv_heads=1, experts=ExpertsConfig(2, 1, 8)
+    ),
+    remat="nested",
+    data=DataConfig(seq_len=16, batch_size=64),
+)
+
+# optax's Adam raises a float to an integer power.
+pytestmark = pytest.mark.usefixtures("standard_promotion")
+
+
+@pytest.fixture(scope="module")
+def reports():
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        return dict(step_reports(CONFIG, {name: POLICIES[name] for name in ("False", "True", "nested")}))
+
+
+def test_keeping_less_takes_less_memory_and_more_arithmetic(reports):
+    memory = {name: found.temporaries for name, found in reports.items()}
+    assert memory["False"] > 2 * memory["True"] > 2 * memory["nested"]
+    arithmetic = {name: found.flops.matmul for name, found in reports.items()}
+    assert arithmetic["False"] < arithmetic["True"] < arithmetic["nested"] < 1.3 * arithmetic["True"]
+
+
+def test_weights_and_optimizer_state_are_updated_in_place(reports):
+    for found in reports.values():
+        assert found.aliased > 0.95 * found.arguments - 3 * 64 * 16 * 4
+
+
+def test_the_table_has_a_row_a_policy_and_marks_that_of_the_config(reports):
+    console = Console(file=io.StringIO(), width=200)
+    console.print(policy_table(CONFIG, reports))
+    shown = console.file.getvalue()  # pyright: ignore[reportAttributeAccessIssue]
+    rows = {line.split("│")[1].strip(): line for line in shown.splitlines() if line.startswith("│")}
+    assert list(rows) == ["False", "True", "nested *"]
+    assert "1.00" in rows["True"] and "64 x 16 tokens" in shown
+
+
+def test_the_command_prints_the_table(monkeypatch, tmp_path):
+    monkeypatch.setattr(plan_lm, "POLICIES", {"True": True, "nested": "nested"})
+    console = Console(file=io.StringIO(), width=200)
+    path = tmp_path / "plan.yaml"
+    path.write_text(
+        "model: {type: qwen3_moe, hidden_dim: 8, num_layers: 2, num_heads: 2}\ndata: {seq_len: 8}"
+    )
+    assert main(["--config_path", str(path), "--data.batch_size", "2", "--data.seq_len", "8"], console) == 0
+    assert "2 x 8 tokens" in console.file.getvalue()  # pyright: ignore[reportAttributeAccessIssue]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--target", "abacus"], "abacus"),
+        (["--targt", "local"], "Did you mean `target`?"),
+        (["--remat", "nestd"], "Unknown remat policy 'nestd'"),
+    ],
+)
+def test_what_the_user_can_mend_is_one_message(arguments, message):
+    console = Console(file=io.StringIO(), width=200)
+    assert main(arguments, console) == 1
+    shown = console.file.getvalue()  # pyright: ignore[reportAttributeAccessIssue]
+    assert message in shown and "error: " in shown

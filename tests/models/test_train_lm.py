@@ -1,0 +1,126 @@
+import json
+
+import equinox as eqx
+import jax
+import numpy as np
+import pytest
+import yaml
+from haliax import Axis
+
+from models.lm import build_model
+from models.train_lm import TrainLmConfig, main
+from stacked_remat.training import TrainState, build_optimizer, load_checkpoint, parse_config
+
+CONFIG = """
+model:
+  type: qwen3_moe
+  hidden_dim: 16
+  num_layers: 2
+  num_heads: 2
+  num_kv_heads: 1
+  experts: {num_experts: 2, experts_per_token: 1, intermediate_dim: 8}
+remat: nested
+data: {suffix: .txt, held_out_fraction: 0.3, seq_len: 16, batch_size: 4}
+optimizer: {learning_rate: 0.02, warmup_steps: 2}
+trainer: {num_steps: 12, log_every: 5, eval_batches: 2}
+"""
+
+
+@pytest.fixture
+def workplace(tmp_path, standard_promotion):
+    """A config file and a text of twenty files; optax's Adam needs the standard promotion."""
+    (tmp_path / "text").mkdir()
+    for number in range(20):
+        (tmp_path / "text" / f"{number}.txt").write_text("never odd or even. " * 10)
+    (tmp_path / "config.yaml").write_text(CONFIG)
+    return tmp_path
+
+
+def train(workplace, *overrides, run="run"):
+    return main(
+        [
+            "--config_path",
+            str(workplace / "config.yaml"),
+            "--data.folder",
+            str(workplace / "text"),
+            "--trainer.run_dir",
+            str(workplace / run),
+            *overrides,
+        ]
+    )
+
+
+def metrics_of(folder):
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def comparable(lines):
+    return [{name: value for name, value in line.items() if name != "tokens_per_second"} for line in lines]
+
+
+def test_it_trains_and_leaves_config_metrics_and_checkpoint(workplace, capsys):
+    assert train(workplace) == 0
+    folder = workplace / "run"
+    lines = metrics_of(folder)
+    held_out = [line["held_out_loss"] for line in lines if "held_out_loss" in line]
+    assert len(held_out) == 2 and held_out[0] > 5.4 and held_out[1] < held_out[0] - 0.5
+    assert len(lines[-2]["load_balance_per_layer"]) == 2
+    assert "held-out loss after 12 steps" in capsys.readouterr().out
+    # the resolved config, from which the run's model can be rebuilt and its checkpoint read
+    config = parse_config(TrainLmConfig, ["--config_path", str(folder / "config.yaml")])
+    assert yaml.safe_load((folder / "config.yaml").read_text())["model"]["type"] == "qwen3_moe"
+    assert json.loads((folder / "checkpoint" / "config.json").read_text())["remat"] == "nested"
+
+    def initial():
+        model = build_model(config.model, Axis("vocab", 257), remat=True, key=jax.random.key(0))
+        return TrainState.init(model, build_optimizer(config.optimizer, config.trainer.num_steps))
+
+    state = load_checkpoint(folder / "checkpoint", eqx.filter_eval_shape(initial))
+    assert int(state.step) == 12
+
+
+def test_a_seed_fixes_the_run_and_remat_does_not_change_it(workplace):
+    for name, remat in [("a", "nested"), ("b", "nested"), ("c", "false")]:
+        assert train(workplace, "--trainer.num_steps", "3", "--remat", remat, run=name) == 0
+    first, second, third = (comparable(metrics_of(workplace / name)) for name in "abc")
+    assert first == second
+    np.testing.assert_allclose(third[-1]["held_out_loss"], first[-1]["held_out_loss"], rtol=1e-4)
+
+
+def test_an_earlier_run_is_not_overwritten_unless_told(workplace, capsys):
+    folder = workplace / "run"
+    folder.mkdir()
+    (folder / "metrics.jsonl").write_text("precious")
+    assert train(workplace) == 1
+    assert "--trainer.overwrite true" in capsys.readouterr().out
+    assert (folder / "metrics.jsonl").read_text() == "precious"
+    assert train(workplace, "--trainer.overwrite", "true", "--trainer.num_steps", "3") == 0
+    assert metrics_of(folder)[-1]["step"] == 3
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        (("--trainer.num_step", "3"), "Did you mean `num_steps`?"),
+        (("--model.num_heads", "3"), "model.hidden_dim = 16 is not divisible by model.num_heads = 3"),
+        (("--remat", "nestd"), "Unknown remat policy 'nestd'"),
+        (("--remat", "{nestd: 2}"), "remat.nestd is not a field"),
+        (("--optimizer.warmup_steps", "50"), "warmup_steps = 50 must be less than trainer.num_steps = 12"),
+        (("--data.suffix", ".md"), "No files ending in '.md'"),
+        (("--trainer.eval_batches", "99"), "Lower trainer.eval_batches"),
+    ],
+)
+def test_what_the_user_can_mend_is_one_message_and_no_run_folder(workplace, capsys, override, message):
+    assert train(workplace, *override) == 1
+    shown = capsys.readouterr().out
+    assert shown.startswith("error: ") and message in shown
+    assert not (workplace / "run").exists()
+
+
+def test_the_config_files_are_configs_of_this_command():
+    tiny, deep = (
+        parse_config(TrainLmConfig, ["--config_path", f"models/configs/qwen3_moe_{name}.yaml"])
+        for name in ("tiny", "deep")
+    )
+    assert tiny.remat == deep.remat == "nested"
+    assert deep.model.num_layers == 48  # pyright: ignore[reportAttributeAccessIssue]

@@ -1,0 +1,130 @@
+from dataclasses import dataclass, field
+from typing import Literal
+
+import draccus
+import pytest
+import yaml
+
+from stacked_remat.training import ConfigError, config_as_dict, parse_config
+
+
+class Shape(draccus.ChoiceRegistry):
+    pass
+
+
+@dataclass(frozen=True)
+class Paint:
+    colour: Literal["red", "blue"] = "red"
+    layers: int = 1
+
+    def __post_init__(self):
+        if self.layers < 1:
+            raise ValueError(f"paint.layers must be at least 1, got {self.layers}.")
+
+
+@Shape.register_subclass("circle")
+@dataclass(frozen=True)
+class Circle(Shape):
+    radius: float = 1.0
+    paint: Paint = field(default_factory=Paint)
+
+
+@Shape.register_subclass("square")
+@dataclass(frozen=True)
+class Square(Shape):
+    side: int | None = None
+
+
+@dataclass(frozen=True)
+class Drawing:
+    shape: Shape = field(default_factory=Circle)
+    title: str | None = None
+    remat: bool | dict | str = True
+
+
+def parse(tmp_path, text, *overrides):
+    path = tmp_path / "drawing.yaml"
+    path.write_text(text)
+    return parse_config(Drawing, ["--config_path", str(path), *overrides])
+
+
+def test_defaults_need_no_file():
+    assert parse_config(Drawing, []) == Drawing()
+
+
+def test_the_file_gives_values_and_the_command_line_overrides_them(tmp_path):
+    text = "shape: {type: circle, radius: 2, paint: {layers: 3}}\ntitle: a"
+    assert parse(tmp_path, text) == Drawing(Circle(2.0, Paint(layers=3)), "a")
+    changed = parse(tmp_path, text, "--shape.paint.colour", "blue", "--title=b=c", "--remat", "{nested: 2}")
+    assert changed == Drawing(Circle(2.0, Paint("blue", 3)), "b=c", {"nested": 2})
+
+
+@pytest.mark.parametrize(
+    ("text", "value"), [("nested", "nested"), ("true", True), ("{nested: 2}", {"nested": 2})]
+)
+def test_a_union_keeps_the_type_that_was_written(tmp_path, text, value):
+    assert parse(tmp_path, f"remat: {text}").remat == value
+
+
+def test_what_is_written_out_is_read_back(tmp_path):
+    drawing = Drawing(Square(4), None, {"nested": 3})
+    assert parse(tmp_path, yaml.safe_dump(config_as_dict(drawing))) == drawing
+    assert config_as_dict(Drawing())["shape"] == {
+        "type": "circle",
+        "radius": 1.0,
+        "paint": {"colour": "red", "layers": 1},
+    }
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("titel: x", r"Unknown key `titel` in .*drawing.yaml. Did you mean `title`\? Valid: shape, title"),
+        (
+            "shape: {type: circle, paint: {layer: 2}}",
+            r"Unknown key `shape.paint.layer` in .*Did you mean `layers`",
+        ),
+        ("shape: {type: circle, side: 2}", r"Unknown key `shape.side`.*Valid: radius, paint"),
+        ("shape: {radius: 2}", r"`shape` in .* lacks the key `type`. Known types: circle, square"),
+        ("shape: {type: circel}", r"`shape.type` in .* is 'circel'. Did you mean `circle`"),
+        ("shape: 3", r"`shape` in .* is a section of keys, got 3"),
+        ("shape: {type: circle, paint: }", r"`shape.paint` in .* is a section of keys, got None"),
+        ("shape: {type: circle, radius: }", r"`shape.radius` in .* has no value"),
+        ("shape: {type: circle, radius: wide}", r"`shape.radius`: Couldn't parse 'wide' into a float"),
+        ("shape: {type: circle, paint: {colour: green}}", r"`shape.paint.colour`: .*red, blue"),
+        ("shape: {type: circle, paint: {layers: 0}}", r"Bad config .*paint.layers must be at least 1, got 0"),
+        ("[1, 2]", r"drawing.yaml must hold a mapping"),
+        ("a: [", r"Can't read the config file .*drawing.yaml"),
+    ],
+)
+def test_mistakes_in_the_file_are_named(tmp_path, text, message):
+    with pytest.raises(ConfigError, match=message):
+        parse(tmp_path, text)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--titel", "x"], r"Unknown key `titel` on the command line. Did you mean `title`"),
+        (["--shape.type", "square", "--shape.sid", "3"], r"`shape.sid` on the command line.*`side`"),
+        (["--title"], r"`--title` on the command line lacks its value"),
+        (["title", "x"], r"Expected `--key value` on the command line, got 'title'"),
+        (["--title", "[a"], r"The value of `--title` on the command line is no YAML"),
+        (["--config_path", "missing.yaml"], r"Can't read the config file missing.yaml"),
+    ],
+)
+def test_mistakes_on_the_command_line_are_named(arguments, message):
+    with pytest.raises(ConfigError, match=message):
+        parse_config(Drawing, arguments)
+
+
+def test_an_override_of_a_good_file_is_blamed_on_the_command_line(tmp_path):
+    with pytest.raises(ConfigError, match=r"`shape.paint.layer` on the command line"):
+        parse(tmp_path, "shape: {type: circle}", "--shape.paint.layer", "2")
+
+
+def test_help_names_the_keys(capsys):
+    with pytest.raises(SystemExit) as stop:
+        parse_config(Drawing, ["--help"])
+    assert stop.value.code == 0
+    assert "--shape.type" in capsys.readouterr().out

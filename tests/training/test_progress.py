@@ -1,0 +1,37 @@
+import io
+
+from rich.console import Console
+
+from stacked_remat.training import ConsoleProgress
+
+
+def run(progress, steps):
+    progress.message("[before]")
+    progress.start(steps)
+    for step in range(1, steps + 1):
+        progress.advance(step, 5.0 - step / 10, float("nan") if step == 1 else 1234.5)
+    progress.stop()
+
+
+def test_without_a_terminal_there_are_plain_lines_now_and_then():
+    out = io.StringIO()
+    run(ConsoleProgress(Console(file=out, width=40), line_every=4), 9)
+    lines = out.getvalue().splitlines()
+    assert lines[0] == "[before]"
+    assert [line.split()[1] for line in lines[1:]] == ["1/9", "4/9", "8/9", "9/9"]
+    assert "loss 4.900" in lines[1] and "nan" not in lines[1]
+    assert "loss 4.600  1,234 tokens/s" in lines[2] and lines[2].endswith("s left")
+
+
+def test_in_a_terminal_there_is_a_bar_with_loss_speed_and_count():
+    out = io.StringIO()
+    run(ConsoleProgress(Console(file=out, force_terminal=True, width=120, color_system=None)), 3)
+    shown = out.getvalue()
+    assert "3/3" in shown and "loss 4.700  1,234 tokens/s" in shown and "[before]" in shown
+
+
+def test_a_bar_can_be_stopped_twice_and_started_again():
+    progress = ConsoleProgress(Console(file=io.StringIO(), force_terminal=True))
+    run(progress, 2)
+    progress.stop()
+    run(progress, 2)

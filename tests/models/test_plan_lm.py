@@ -4,7 +4,7 @@ import jax
 import pytest
 from rich.console import Console
 
-from models import plan_lm
+import models.plan_lm as plan_lm
 from models.plan_lm import POLICIES, PlanLmConfig, main, policy_table, step_reports
 from models.qwen3_moe import ExpertsConfig, Qwen3MoeConfig
 from stacked_remat.training import DataConfig

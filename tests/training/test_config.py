@@ -1,3 +1,5 @@
+from typing import Any
+
 import haliax as hax
 import haliax.nn as hnn
 import jax
@@ -77,7 +79,7 @@ def test_a_warm_up_without_end_is_refused():
         learning_rate_schedule(OptimizerConfig(warmup_steps=10), 10)
 
 
-def step(config, parameters, gradients):
+def step(config, parameters, gradients) -> Any:
     """What one step adds to the parameters; optax's Adam raises a float to an integer power."""
     optimizer = build_optimizer(config, 10)
     return optimizer.update(gradients, optimizer.init(parameters), parameters)[0]

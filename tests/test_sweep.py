@@ -11,10 +11,12 @@ import numpy as np
 import pytest
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from stacked_remat._schedule import Schedule, bounded, equal, levels, segmented, shrinking
 from stacked_remat._sweep import sweep
+from stacked_remat._sweep_forward import forward_sweep
+from stacked_remat._sweep_reverse import Replay, reverse_sweep
 
 WIDTH, ROWS = 4, 3
 
@@ -473,6 +475,73 @@ def test_sharded_stacks_are_not_gathered():
     program = ours.as_text() or ""
     gathers = [line for line in program.splitlines() if re.search(r"all-gather(-start)?\(", line)]
     assert not [line for line in gathers if f"[{length}," in line]
+
+
+@pytest.mark.parametrize("boundaries", ["device", "host"])
+def test_inside_shard_map_and_with_shardings_in_types(boundaries: Literal["device", "host"]):
+    length = 4
+    keys = jax.random.split(jax.random.key(0), 3)
+    shapes = ((length, WIDTH, 8), (length, 8, WIDTH), (8, WIDTH))
+    args = [0.3 * jax.random.normal(key, shape) for key, shape in zip(keys, shapes, strict=True)]
+    ours = functools.partial(sweep, length=length, schedule=segmented(length, 2), boundaries=boundaries)
+
+    def value(run, up, down, x):
+        h, ys = run(lambda c, u: (mlp(c, u)[0], jnp.sum(c)), x, (up, down))
+        return jnp.sum(h**2) + jnp.sum(ys)
+
+    wanted = jit(jax.grad(functools.partial(value, lax.scan), (0, 1, 2)))(*args)
+    rows, whole = PartitionSpec("data"), PartitionSpec()
+
+    def mesh(kind):
+        return jax.make_mesh((8,), ("data",), axis_types=(kind,))
+
+    def mapped(up, down, x):
+        def part(*args):
+            return lax.psum(value(ours, *args), "data")
+
+        specs = {"in_specs": (whole, whole, rows), "out_specs": whole}
+        return jax.shard_map(part, mesh=mesh(AxisType.Auto), **specs)(up, down, x)
+
+    assert_close(jit(jax.grad(mapped, (0, 1, 2)))(*args), wanted)
+    with jax.set_mesh(mesh(AxisType.Explicit)):
+        placed = [jax.device_put(arg, spec) for arg, spec in zip(args, (whole, whole, rows), strict=True)]
+        assert_close(jit(jax.grad(functools.partial(value, ours), (0, 1, 2)))(*placed), wanted)
+
+
+@pytest.mark.parametrize("boundaries", ["device", "host"])
+def test_keys_in_the_carry(boundaries: Literal["device", "host"]):
+    def body(carry, w):
+        h, key = carry
+        key, own = jax.random.split(key)
+        return (h * w + jax.random.uniform(own, h.shape), key), None
+
+    def value(run, w):
+        return jnp.sum(run(body, (jnp.ones(2), jax.random.key(1)), w)[0][0] ** 2)
+
+    w = jnp.linspace(0.5, 1.5, 5)
+    ours = functools.partial(sweep, length=5, schedule=segmented(5, 2), boundaries=boundaries)
+    assert_close(
+        jit(jax.grad(functools.partial(value, ours)))(w), jit(jax.grad(functools.partial(value, lax.scan)))(w)
+    )
+
+
+@pytest.mark.parametrize("schedule", [shrinking(7), equal(6, 2), bounded(9, max_carries=3)], ids=str)
+def test_a_visitor_sees_every_layer_once_from_the_last_with_its_input(schedule: Schedule):
+    def step(index, carry):
+        return [carry[0] + index + 1], None
+
+    def visitor(layer, cotangent, state):
+        seen, at = state
+        seen = lax.dynamic_update_index_in_dim(seen, jnp.stack([layer.index, layer.carry[0]]), at, 0)
+        return [cotangent[0] * 2], (seen, at + 1)
+
+    length = schedule.length
+    _, _, kept = forward_sweep(step, [jnp.int32(0)], schedule)
+    state = (jnp.zeros((length, 2), jnp.int32), jnp.int32(0))
+    replay = Replay(advance=lambda index, carry: step(index, carry)[0])
+    cotangent, (seen, _) = reverse_sweep(replay, visitor, kept, [jnp.int32(1)], state, schedule)
+    assert cotangent[0] == 2**length
+    assert seen.tolist() == [[i, i * (i + 1) // 2] for i in reversed(range(length))]
 
 
 @pytest.mark.parametrize(

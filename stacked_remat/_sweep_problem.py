@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax import lax
 from jax.core import eval_jaxpr
 from jax.extend.core import Jaxpr
@@ -16,7 +15,7 @@ from ._sweep_activity import active_carry
 from ._sweep_forward import forward_sweep, forward_sweep_on_host
 from ._sweep_gradient import Gradients, LayerPullback, Wanted, pick
 from ._sweep_reverse import Replay, reverse_sweep
-from ._sweep_slots import Carry, Kept
+from ._sweep_slots import Carry, Kept, room
 
 Arrays = list[Array]
 Mask = Sequence[bool]
@@ -80,13 +79,12 @@ class Problem:
 
         if not self.on_host:
             return forward_sweep(step, init, self.schedule, reverse=self.reverse, unroll=self.unroll)
-        x = [jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype) for leaf in xs]
-        _, shapes = jax.eval_shape(self.layer, shared, init, x)
-        ys = [jnp.zeros((self.schedule.length, *shape.shape), shape.dtype) for shape in shapes]
+        # XLA drops this evaluation: nothing reads the values.
+        _, y = step(0, init) if len(self.jaxpr.outvars) > self.carries else (init, [])
         return forward_sweep_on_host(
             step,
             init,
-            ys,
+            room(y, self.schedule.length),
             self.schedule,
             write_output=lambda index, ys, y: [self.put(a, index, b) for a, b in zip(ys, y, strict=True)],
             unroll=self.unroll,

@@ -6,14 +6,13 @@ Everything here is forward computation; what makes it a derivative is the visito
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
 from ._placement import to_device
 from ._schedule import Run, Schedule
-from ._sweep_slots import Carry, Kept, entry_at, read, repeat, trip_count, write
+from ._sweep_slots import Carry, Kept, entry_at, read, repeat, room, trip_count, write
 
 State = Any
 
@@ -85,7 +84,7 @@ def reverse_sweep(
         The cotangent of the first layer's input, and the visitor's state.
     """
     if kept.boundaries is not None:
-        return _reverse_from_host(replay, visitor, kept.boundaries, cotangent, state, schedule, unroll)
+        return _reverse_from_host(replay, visitor, kept, cotangent, state, schedule, unroll)
     runs = schedule.runs
     plan = _Plan.of(runs, saving=replay.save is not None)
     saved = _saved_room(replay, kept.slots, plan.most_visits)
@@ -189,7 +188,7 @@ def _visit(
 def _reverse_from_host(
     replay: Replay,
     visitor: Visitor,
-    boundaries: Carry,
+    kept: Kept,
     cotangent: Carry,
     state: State,
     schedule: Schedule,
@@ -213,7 +212,7 @@ def _reverse_from_host(
         cotangent, visited = _visit(visitor, slots, saved, cotangent, visited, plan, r, unroll)
         return (slots, saved, cotangent, visited), None
 
-    slots = [jnp.zeros((most, *leaf.shape[1:]), leaf.dtype) for leaf in boundaries]
+    slots, boundaries = room(kept.first(), most), kept.boundaries or []
     state = (slots, _saved_room(replay, slots, most), cotangent, state)
     (_, _, cotangent, state), _ = lax.scan(run, state, (jnp.arange(len(runs)), boundaries), reverse=True)
     return cotangent, state
@@ -222,5 +221,5 @@ def _reverse_from_host(
 def _saved_room(replay: Replay, slots: Carry, size: int) -> Any:
     if replay.save is None:
         return None
-    _, saved = jax.eval_shape(replay.save, 0, read(slots, 0))
-    return jax.tree.map(lambda leaf: jnp.zeros((size, *leaf.shape), leaf.dtype), saved)
+    # XLA drops this evaluation: nothing reads the values.
+    return room(replay.save(0, read(slots, 0))[1], size)

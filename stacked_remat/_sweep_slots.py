@@ -91,9 +91,15 @@ def entry_at(table: np.ndarray, r: Any) -> Any:
     return int(table[r]) if isinstance(r, int) else jnp.asarray(table)[r]
 
 
-def room(carry: Carry, size: int) -> Carry:
-    """Make room for `size` carries; what it holds at first does not matter."""
-    return [jnp.broadcast_to(leaf, (size, *leaf.shape)) for leaf in carry]
+def room(entry: Any, size: int) -> Any:
+    """Make stacks for `size` entries like the given one: of its types and shardings, not of its values."""
+
+    def stack(leaf: Array) -> Array:
+        # Keys have no zero.
+        blank = jnp.zeros_like(leaf) if jnp.issubdtype(leaf.dtype, jnp.number) else leaf
+        return jnp.broadcast_to(blank, (size, *leaf.shape))
+
+    return jax.tree.map(stack, entry)
 
 
 def read(stacked: Any, index: Any) -> Any:

@@ -1,0 +1,218 @@
+"""The sweep under the other transformations, on several devices, and with another visitor."""
+
+import functools
+import re
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from stacked_remat._schedule import Schedule, bounded, equal, segmented, shrinking
+from stacked_remat._sweep import sweep
+from stacked_remat._sweep_forward import forward_sweep
+from stacked_remat._sweep_reverse import Replay, reverse_sweep
+
+from .sweep_cases import (
+    ROWS,
+    WIDTH,
+    assert_close,
+    expected,
+    inputs,
+    jit,
+    loss,
+    mlp,
+    nested,
+)
+
+
+def test_gradient_of_gradient():
+    parameters, frozen = inputs(5)
+
+    def penalty(run, p):
+        gradient = jax.grad(lambda p: loss(run, p, frozen, 5)[0])(p)
+        return sum(jnp.sum(leaf**2) for leaf in jax.tree.leaves(gradient))
+
+    for boundaries in ("device", "host"):
+        run = functools.partial(sweep, length=5, schedule=segmented(5, 2), boundaries=boundaries)
+        actual = jit(jax.grad(functools.partial(penalty, run)))(parameters)
+        assert_close(actual, jit(jax.grad(functools.partial(penalty, lax.scan)))(parameters))
+
+
+def test_gradient_of_gradient_of_gradient():
+    def run(scan: Any, x):
+        return scan(lambda c, w: (jnp.sin(c * w), None), x, jnp.linspace(0.5, 1.0, 4))[0]
+
+    def third(scan: Any):
+        return jit(jax.grad(jax.grad(jax.grad(functools.partial(run, scan)))))(0.7)
+
+    assert_close(third(nested(4)), third(lax.scan))
+
+
+def test_vmap():
+    run, length = nested(5), 5
+    (h, *rest), frozen = inputs(length)
+    hs = jnp.stack([h, -h])
+
+    def gradients(run, h, w_scale):
+        return jax.grad(lambda p: loss(run, (p[0], p[1], p[2] * w_scale, p[3]), frozen, length)[0])(
+            (h, *rest)
+        )
+
+    scales = jnp.array([1.0, 0.5])
+    actual = jit(jax.vmap(functools.partial(gradients, run)))(hs, scales)
+    assert_close(actual, jit(jax.vmap(functools.partial(gradients, lax.scan)))(hs, scales))
+
+
+def test_inside_checkpoint():
+    parameters, frozen = inputs(7)
+    value = jax.checkpoint(lambda p: loss(nested(7), p, frozen, 7)[0])
+    assert_close(jit(jax.grad(value))(parameters), expected(7)[1])
+
+
+def test_sweep_within_a_sweep():
+    def outer(inner, outer):
+        def value(w, v, x):
+            def layer(carry, v):
+                return inner(lambda c, u: (jnp.tanh(c @ u + v * jnp.mean(w)), None), carry, w)[0], None
+
+            return jnp.sum(outer(layer, x, v)[0] ** 2)
+
+        args = (0.3 * jnp.ones((3, WIDTH, WIDTH)), jnp.linspace(0.0, 1.0, 4), jnp.ones((ROWS, WIDTH)))
+        return jit(jax.grad(value, (0, 1, 2)))(*args)
+
+    with jax.numpy_rank_promotion("allow"):
+        assert_close(outer(nested(3), nested(4)), outer(lax.scan, lax.scan))
+
+
+def test_vjp_with_integer_outputs_and_unused_outputs():
+    def value(run, w):
+        (h, _), _ = run(lambda c, u: ((c[0] * u, c[1] + 1), c[1]), (jnp.float32(1.0), jnp.int32(0)), w)
+        return h
+
+    w = jnp.linspace(0.5, 1.5, 6)
+    assert_close(
+        jax.grad(functools.partial(value, nested(6)))(w), jax.grad(functools.partial(value, lax.scan))(w)
+    )
+
+
+def test_only_the_stacked_outputs_are_used():
+    def value(run, w):
+        return jnp.sum(run(lambda c, u: (jnp.sin(c) * u, c), jnp.float32(1.0), w)[1])
+
+    w = jnp.linspace(0.5, 1.5, 6)
+    assert_close(
+        jax.grad(functools.partial(value, nested(6)))(w), jax.grad(functools.partial(value, lax.scan))(w)
+    )
+
+
+def test_forward_mode_names_the_policy_to_use():
+    def value(x):
+        return sweep(lambda c, _: (jnp.sin(c), None), x, None, length=4, schedule=shrinking(4))[0]
+
+    assert_close(jit(value)(0.3), lax.scan(lambda c, _: (jnp.sin(c), None), jnp.float32(0.3), length=4)[0])
+    with pytest.raises(TypeError, match="remat=True or remat=False"):
+        jax.jvp(value, (0.3,), (1.0,))
+
+
+def test_sharded_stacks_are_not_gathered():
+    devices = jax.devices()
+    if len(devices) < 8:
+        pytest.skip("needs 8 devices")
+    mesh = jax.sharding.Mesh(np.asarray(devices[:8]).reshape(4, 2), ("data", "model"))
+    length, width, hidden, rows = 12, 8, 16, 8
+
+    def place(*axes):
+        return NamedSharding(mesh, PartitionSpec(*axes))
+
+    shardings = (place(None, None, "model"), place(None, "model", None), place("data", None))
+    shapes = ((length, width, hidden), (length, hidden, width), (rows, width))
+    keys = jax.random.split(jax.random.key(0), 3)
+    args = [
+        jax.device_put(0.3 * jax.random.normal(key, shape), sharding)
+        for key, shape, sharding in zip(keys, shapes, shardings, strict=True)
+    ]
+
+    def compiled(run):
+        def value(up, down, x):
+            return jnp.mean(run(mlp, x, (up, down))[0] ** 2)
+
+        return jax.jit(jax.value_and_grad(value, (0, 1, 2))).lower(*args).compile()
+
+    ours, plain = compiled(nested(length)), compiled(lax.scan)
+    for a, b in zip(jax.tree.leaves(ours(*args)), jax.tree.leaves(plain(*args)), strict=True):
+        assert a.sharding.is_equivalent_to(b.sharding, a.ndim)
+        np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=1e-4, atol=1e-5)
+    program = ours.as_text() or ""
+    gathers = [line for line in program.splitlines() if re.search(r"all-gather(-start)?\(", line)]
+    assert not [line for line in gathers if f"[{length}," in line]
+
+
+@pytest.mark.parametrize("boundaries", ["device", "host"])
+def test_inside_shard_map_and_with_shardings_in_types(boundaries: Literal["device", "host"]):
+    length = 4
+    keys = jax.random.split(jax.random.key(0), 3)
+    shapes = ((length, WIDTH, 8), (length, 8, WIDTH), (8, WIDTH))
+    args = [0.3 * jax.random.normal(key, shape) for key, shape in zip(keys, shapes, strict=True)]
+    ours = functools.partial(sweep, length=length, schedule=segmented(length, 2), boundaries=boundaries)
+
+    def value(run, up, down, x):
+        h, ys = run(lambda c, u: (mlp(c, u)[0], jnp.sum(c)), x, (up, down))
+        return jnp.sum(h**2) + jnp.sum(ys)
+
+    wanted = jit(jax.grad(functools.partial(value, lax.scan), (0, 1, 2)))(*args)
+    rows, whole = PartitionSpec("data"), PartitionSpec()
+
+    def mesh(kind):
+        return jax.make_mesh((8,), ("data",), axis_types=(kind,))
+
+    def mapped(up, down, x):
+        def part(*args):
+            return lax.psum(value(ours, *args), "data")
+
+        specs = {"in_specs": (whole, whole, rows), "out_specs": whole}
+        return jax.shard_map(part, mesh=mesh(AxisType.Auto), **specs)(up, down, x)
+
+    assert_close(jit(jax.grad(mapped, (0, 1, 2)))(*args), wanted)
+    with jax.set_mesh(mesh(AxisType.Explicit)):
+        placed = [jax.device_put(arg, spec) for arg, spec in zip(args, (whole, whole, rows), strict=True)]
+        assert_close(jit(jax.grad(functools.partial(value, ours), (0, 1, 2)))(*placed), wanted)
+
+
+@pytest.mark.parametrize("boundaries", ["device", "host"])
+def test_keys_in_the_carry(boundaries: Literal["device", "host"]):
+    def body(carry, w):
+        h, key = carry
+        key, own = jax.random.split(key)
+        return (h * w + jax.random.uniform(own, h.shape), key), None
+
+    def value(run, w):
+        return jnp.sum(run(body, (jnp.ones(2), jax.random.key(1)), w)[0][0] ** 2)
+
+    w = jnp.linspace(0.5, 1.5, 5)
+    ours = functools.partial(sweep, length=5, schedule=segmented(5, 2), boundaries=boundaries)
+    assert_close(
+        jit(jax.grad(functools.partial(value, ours)))(w), jit(jax.grad(functools.partial(value, lax.scan)))(w)
+    )
+
+
+@pytest.mark.parametrize("schedule", [shrinking(7), equal(6, 2), bounded(9, max_carries=3)], ids=str)
+def test_a_visitor_sees_every_layer_once_from_the_last_with_its_input(schedule: Schedule):
+    def step(index, carry):
+        return [carry[0] + index + 1], None
+
+    def visitor(layer, cotangent, state):
+        seen, at = state
+        seen = lax.dynamic_update_index_in_dim(seen, jnp.stack([layer.index, layer.carry[0]]), at, 0)
+        return [cotangent[0] * 2], (seen, at + 1)
+
+    length = schedule.length
+    _, _, kept = forward_sweep(step, [jnp.int32(0)], schedule)
+    state = (jnp.zeros((length, 2), jnp.int32), jnp.int32(0))
+    replay = Replay(advance=lambda index, carry: step(index, carry)[0])
+    cotangent, (seen, _) = reverse_sweep(replay, visitor, kept, [jnp.int32(1)], state, schedule)
+    assert cotangent[0] == 2**length
+    assert seen.tolist() == [[i, i * (i + 1) // 2] for i in reversed(range(length))]

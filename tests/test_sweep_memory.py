@@ -1,0 +1,178 @@
+"""What the sweep keeps, what it computes, and what it leaves alone."""
+
+import functools
+import math
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+
+from stacked_remat._schedule import Schedule, bounded, equal, segmented, shrinking
+from stacked_remat._sweep import sweep
+
+from .sweep_cases import (
+    ROWS,
+    WIDTH,
+    assert_close,
+    jit,
+    mlp,
+    mlp_gradients,
+    nested,
+)
+
+
+def equations(jaxpr):
+    """All equations, with those of inner jaxprs."""
+    for equation in jaxpr.eqns:
+        yield equation
+        for value in jax.tree.leaves(equation.params, is_leaf=lambda leaf: hasattr(leaf, "eqns")):
+            inner = getattr(value, "jaxpr", value)
+            if hasattr(inner, "eqns"):
+                yield from equations(inner)
+
+
+def shapes_made(jaxpr) -> set[tuple[int, ...]]:
+    return {
+        var.aval.shape
+        for equation in equations(jaxpr)
+        for var in equation.outvars
+        if hasattr(var.aval, "shape")
+    }
+
+
+def count(jaxpr, name: str) -> int:
+    return sum(equation.primitive.name == name for equation in equations(jaxpr))
+
+
+def test_carries_are_kept_in_the_slots_of_the_schedule_and_nowhere_else():
+    jaxpr, _ = mlp_gradients(nested(48), 48)
+    made = shapes_made(jaxpr.jaxpr)
+    stacks_of_carries = {
+        shape for shape in made if len(shape) == 3 and shape[1:] == (ROWS, WIDTH) and shape[0] > 1
+    }
+    assert stacks_of_carries == {(10, ROWS, WIDTH)}
+
+
+def test_no_segment_of_weights_or_gradients_is_copied():
+    jaxpr, _ = mlp_gradients(nested(48), 48)
+    stacks = {shape[0] for shape in shapes_made(jaxpr.jaxpr) if shape[1:] in ((WIDTH, 6), (6, WIDTH))}
+    assert stacks <= {1, 48}
+
+
+def test_frozen_stacks_cost_nothing():
+    trained, frozen = (mlp_gradients(nested(12), 12, which)[0] for which in ((0, 1, 2), (2,)))
+    made = shapes_made(frozen.jaxpr)
+    assert {(12, WIDTH, 6), (12, 6, WIDTH)}.isdisjoint(made)
+    assert {(12, WIDTH, 6), (12, 6, WIDTH)} <= shapes_made(trained.jaxpr)
+    assert count(trained.jaxpr, "dot_general") - count(frozen.jaxpr, "dot_general") == 2
+
+
+def test_frozen_part_of_a_stack_costs_nothing():
+    one, _ = mlp_gradients(nested(12), 12, (1,))
+    made = shapes_made(one.jaxpr)
+    assert (12, 6, WIDTH) in made and (12, WIDTH, 6) not in made
+
+
+def test_a_carry_that_nothing_perturbs_has_no_cotangent():
+    def body(carry, x):
+        h, mask = carry
+        return (jnp.tanh(h @ x) * jnp.exp(mask), mask), None
+
+    def value(mask, w, h):
+        return jnp.sum(sweep(body, (h, mask), w, length=6, schedule=shrinking(6))[0][0])
+
+    args = (jnp.ones((ROWS, WIDTH)), jnp.ones((6, WIDTH, WIDTH)), jnp.ones((ROWS, WIDTH)))
+    both, one = (jax.make_jaxpr(jax.grad(value, which))(*args).jaxpr for which in ((0, 1), (1,)))
+    assert count(one, "mul") < count(both, "mul")
+
+
+def test_program_size_does_not_grow_with_the_number_of_layers():
+    def lines(length: int) -> int:
+        _, value = mlp_gradients(nested(length), length)
+        args = (jnp.ones((length, WIDTH, 6)), jnp.ones((length, 6, WIDTH)), jnp.ones((ROWS, WIDTH)))
+        return len(jax.jit(jax.grad(value, (0, 1, 2))).lower(*args).as_text().splitlines())
+
+    assert lines(192) <= 1.05 * lines(48)
+
+
+def test_compiled_memory_is_that_of_the_slots():
+    length, rows = 48, 4096
+
+    def temporaries(run) -> int:
+        def value(up, down, x):
+            return jnp.sum(run(mlp, x, (up, down))[0] ** 2)
+
+        shapes = [(length, WIDTH, 6), (length, 6, WIDTH), (rows, WIDTH)]
+        args = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+        memory = jax.jit(jax.grad(value, (0, 1, 2))).lower(*args).compile().memory_analysis()
+        assert memory is not None
+        return memory.temp_size_in_bytes // (rows * WIDTH * 4)
+
+    def scan(body, init, xs):
+        return lax.scan(jax.checkpoint(body), init, xs)
+
+    layer = temporaries(scan) - length
+    assert temporaries(nested(length)) <= 10 + layer + 2
+    six = functools.partial(sweep, length=length, schedule=bounded(length, max_carries=6))
+    assert temporaries(six) <= 6 + layer + 2
+
+
+# Internals saved within the segment being walked.
+
+save_h = functools.partial(jax.checkpoint, policy=jax.checkpoint_policies.save_only_these_names("h"))
+
+
+@pytest.mark.policy
+@pytest.mark.parametrize(
+    ("schedule", "boundaries"),
+    [
+        (shrinking(7), "device"),
+        (equal(12, 4), "device"),
+        (bounded(12, max_carries=3), "device"),
+        (segmented(7, 3), "host"),
+    ],
+    ids=str,
+)
+def test_saved_names(schedule: Schedule, boundaries: Literal["device", "host"]):
+    length = schedule.length
+    run = functools.partial(sweep, length=length, schedule=schedule, checkpoint=save_h, boundaries=boundaries)
+    _, value = mlp_gradients(run, length)
+    _, reference = mlp_gradients(lax.scan, length)
+    keys = jax.random.split(jax.random.key(0), 3)
+    shapes = [(length, WIDTH, 6), (length, 6, WIDTH), (ROWS, WIDTH)]
+    args = [0.5 * jax.random.normal(key, shape) for key, shape in zip(keys, shapes, strict=True)]
+    assert_close(jit(jax.grad(value, (0, 1, 2)))(*args), jax.jit(jax.grad(reference, (0, 1, 2)))(*args))
+
+
+@pytest.mark.policy
+def test_saved_names_are_kept_for_one_segment_and_not_computed_again():
+    plain, _ = mlp_gradients(nested(12), 12)
+    saving, _ = mlp_gradients(nested(12, checkpoint=save_h), 12)
+    longest = max(shrinking(12).segments)
+    assert (longest, ROWS, 6) in shapes_made(saving.jaxpr)
+    assert (longest, ROWS, 6) not in shapes_made(plain.jaxpr)
+
+    def flops(run) -> float:
+        # Unrolled, so that XLA's count, which takes every loop body once, is right.
+        _, value = mlp_gradients(run, 6)
+        args = [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((6, 64, 64), (6, 64, 64), (64, 64))]
+        analysis = jax.jit(jax.grad(value, (0, 1, 2))).lower(*args).compile().cost_analysis()
+        assert analysis is not None
+        return analysis["flops"] / (2 * 64**3)
+
+    schedule = equal(6, 2)
+    one, two = (
+        flops(functools.partial(sweep, length=6, schedule=schedule, unroll=True, checkpoint=checkpoint))
+        for checkpoint in (jax.checkpoint, save_h)
+    )
+    # Per layer: 2 products forward, 2 in the replay, the first again for the pullback, 4 in the pullback.
+    assert math.isclose(one, 6 * 2 + 4 * 2 + 6 * 5, rel_tol=0.05)
+    assert math.isclose(two, 6 * 2 + 6 * 2 + 6 * 4 - 2, rel_tol=0.05)
+
+
+def test_weights_are_not_among_the_saved_residuals():
+    saving, _ = mlp_gradients(nested(12, checkpoint=lambda body: body), 12)
+    longest = max(shrinking(12).segments)
+    assert {(longest, WIDTH, 6), (longest, 6, WIDTH)}.isdisjoint(shapes_made(saving.jaxpr))

@@ -146,8 +146,13 @@ def reference(reverse, N):
     return values_and_gradients(functools.partial(run_loop, reverse), N, ("scan", "fold"), eager)
 
 
-@pytest.mark.parametrize("reverse", [False, True], ids=["forward", "reverse"])
-@pytest.mark.parametrize("N", DEPTHS)
+@pytest.mark.parametrize(
+    "N, reverse",
+    [
+        *(pytest.param(N, False, marks=[pytest.mark.deep] if N > 7 else []) for N in DEPTHS),
+        *((N, True) for N in DEPTHS[:3]),
+    ],
+)
 @pytest.mark.parametrize("remat", POLICIES.values(), ids=POLICIES)
 def test_values_and_gradients_equal_the_python_loop(remat, N, reverse):
     ways = ("named scan", "named fold", "plain scan", "plain fold")

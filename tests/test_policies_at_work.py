@@ -385,6 +385,7 @@ def test_block_seq_keeps_what_stacked_keeps():
     assert len(kept(sequence, False, jnp.ones(3))) >= 3 * N
 
 
+@pytest.mark.skipif(REMAT3_OF_JAX_0_10, reason="JAX 0.10's remat3 knows no barriers")
 def test_barriers_stand_where_layers_share_one_program():
     """Without them XLA merges the recomputation with the forward pass. (XLA on the CPU ignores them.)"""
     Layers = hax.Axis("layers", 4)

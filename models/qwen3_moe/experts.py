@@ -70,7 +70,9 @@ class SwiGlu(eqx.Module):
 class SparseExperts(eqx.Module):
     """Routes every token to `experts_per_token` experts and sums their weighted outputs.
 
-    Names for remat policies: `router_probs` and `experts_output`.
+    Names for remat policies: `router_probs`, and `experts_output`, what every expert says of every token
+    before its gate weighs it, `tokens * num_experts * embed` numbers a layer: the gradient of the gates needs
+    it, that of the weighted sum does not.
     """
 
     router: hnn.Linear
@@ -119,8 +121,9 @@ class SparseExperts(eqx.Module):
         """
         gates, statistics = self.route(x)
         mixed = self.experts.fold_via(_add_expert)(hax.zeros_like(x), x, gates.astype(x.dtype))
-        return checkpoint_name(mixed, "experts_output"), statistics
+        return mixed, statistics
 
 
 def _add_expert(expert: SwiGlu, mixed: NamedArray, x: NamedArray, gate: NamedArray) -> NamedArray:
-    return (mixed + expert(x) * gate).rearrange(mixed.axes)
+    output = checkpoint_name(expert(x), "experts_output")
+    return (mixed + output * gate).rearrange(mixed.axes)

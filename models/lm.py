@@ -48,7 +48,12 @@ class LmConfig(draccus.ChoiceRegistry):
     """Registry of model configs: `model: {type: NAME, ...}` in YAML picks the dataclass of that name.
 
     A config is data alone; the module that defines the model registers how to make it with `build_model`.
+
+    Attributes:
+        num_layers: how many layers its stack has.
     """
+
+    num_layers: int
 
 
 @functools.singledispatch

@@ -1,45 +1,35 @@
 """Says what a training step would need under each remat policy: compiles it, and runs nothing.
 
     python -m models.plan_lm --config_path models/configs/qwen3_moe_deep.yaml [--target h200]
+    python -m models.plan_lm --config_path ... --remat auto --budget 1GiB
 
 Takes the same config files as `models.train_lm`.
 """
 
-import functools
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import equinox as eqx
-import haliax as hax
 import jax
-import jax.numpy as jnp
-from haliax import Axis
 from rich.console import Console
 from rich.progress import Progress as RichProgress
 from rich.table import Table
 
 from models import qwen3_moe as qwen3_moe  # registers `type: qwen3_moe`
-from models.lm import LmConfig, build_model, next_token_loss
+from models.lm import LmConfig
 from models.qwen3_moe import Qwen3MoeConfig
-from stacked_remat import ScanCheckpointPolicy
-from stacked_remat.memory import MemoryReport, TargetError, find_target, report
+from models.step_memory import plan_step, step_report
+from stacked_remat.memory import BudgetError, MemoryReport, TargetError, find_target
 from stacked_remat.training import (
-    BATCH_AXIS,
-    POSITION_AXIS,
-    ByteTokenizer,
     ConfigError,
     DataConfig,
     OptimizerConfig,
-    TokenBatch,
     TrainerConfig,
-    TrainState,
-    build_optimizer,
+    check_remat,
     learning_rate_schedule,
     parse_config,
     remat_policy,
-    train_step,
 )
 
 POLICIES: Mapping[str, bool | dict[str, Any] | str] = {
@@ -61,7 +51,9 @@ class PlanLmConfig:
 
     Attributes:
         model: the architecture, by `type`.
-        remat: what `models.train_lm` would use; marked in the table.
+        remat: what `models.train_lm` would use; marked in the table. `auto` shows how it is found instead.
+        budget: device memory that `remat: auto` has to fit in.
+        host_budget: the same for the host.
         data: only `seq_len` and `batch_size` matter here.
         optimizer: its state is part of the memory.
         trainer: only `num_steps` matters here, for the schedule.
@@ -70,34 +62,17 @@ class PlanLmConfig:
 
     model: LmConfig = field(default_factory=Qwen3MoeConfig)
     remat: bool | dict[str, Any] | str = True
+    budget: str | None = None
+    host_budget: str | None = None
     data: DataConfig = field(default_factory=DataConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     target: str = "local"
 
     def __post_init__(self) -> None:
-        remat_policy(self.remat)
+        check_remat(self.remat, self.budget, self.host_budget)
         learning_rate_schedule(self.optimizer, self.trainer.num_steps)
         find_target(self.target)
-
-
-def step_report(config: PlanLmConfig, policy: ScanCheckpointPolicy) -> MemoryReport:
-    """What one training step of `config` needs under `policy`; the cost is one compilation."""
-    Vocab = Axis("vocab", ByteTokenizer.vocab_size)
-    optimizer = build_optimizer(config.optimizer, config.trainer.num_steps)
-
-    def initial_state() -> TrainState:
-        model = build_model(config.model, Vocab, remat=policy, key=jax.random.key(0))
-        return TrainState.init(model, optimizer)
-
-    def first_batch() -> TokenBatch:
-        axes = (Axis(BATCH_AXIS, config.data.batch_size), Axis(POSITION_AXIS, config.data.seq_len))
-        tokens = hax.zeros(axes, dtype=jnp.int32)
-        return TokenBatch(tokens, tokens, hax.ones(axes, dtype=jnp.float32))
-
-    batch, state = eqx.filter_eval_shape(first_batch), eqx.filter_eval_shape(initial_state)
-    step = functools.partial(train_step, loss_function=next_token_loss, optimizer=optimizer)
-    return report(step, batch, state, donate="state", target=config.target)
 
 
 def step_reports(
@@ -105,7 +80,7 @@ def step_reports(
 ) -> Iterator[tuple[str, MemoryReport]]:
     """Compiles the step under one policy after the other."""
     for name, remat in policies.items():
-        yield name, step_report(config, remat_policy(remat))
+        yield name, step_report(config, remat_policy(remat), target=config.target)
 
 
 def policy_table(config: PlanLmConfig, reports: Mapping[str, MemoryReport]) -> Table:
@@ -143,13 +118,20 @@ def main(arguments: Sequence[str], console: Console | None = None) -> int:
     console = Console() if console is None else console
     try:
         config = parse_config(PlanLmConfig, arguments)
+        if config.remat == "auto" and config.budget is not None:
+            with console.status("compiling"):
+                planned = plan_step(
+                    config, budget=config.budget, host_budget=config.host_budget, target=config.target
+                )
+            console.print(planned)
+            return 0
         found: dict[str, MemoryReport] = {}
         with RichProgress(console=console, transient=True) as progress:
             task = progress.add_task("compiling", total=len(POLICIES))
             for name, one in step_reports(config):
                 found[name] = one
                 progress.advance(task)
-    except (ConfigError, TargetError) as error:
+    except (ConfigError, TargetError, BudgetError) as error:
         console.print(f"error: {error}", highlight=False, markup=False, soft_wrap=True)
         return 1
     console.print(policy_table(config, found))

@@ -5,6 +5,7 @@
 Leaves the resolved config, metrics and a checkpoint in the run folder.
 """
 
+import dataclasses
 import sys
 import time
 from collections.abc import Sequence
@@ -19,6 +20,9 @@ from haliax import Axis
 from models import qwen3_moe as qwen3_moe  # registers `type: qwen3_moe`
 from models.lm import LanguageModel, LmConfig, build_model, next_token_loss
 from models.qwen3_moe import Qwen3MoeConfig
+from models.step_memory import plan_step
+from stacked_remat import OffloadError, check_offload
+from stacked_remat.memory import BudgetError
 from stacked_remat.training import (
     ByteTokenizer,
     ConfigError,
@@ -35,11 +39,13 @@ from stacked_remat.training import (
     TrainingResult,
     TrainState,
     build_optimizer,
+    check_remat,
     config_as_dict,
     held_out_evaluator,
     learning_rate_schedule,
     parse_config,
     read_corpus,
+    remat_entry,
     remat_policy,
     save_checkpoint,
     train,
@@ -52,8 +58,11 @@ class TrainLmConfig:
 
     Attributes:
         model: the architecture, by `type`.
-        remat: memory policy of the model's stack of layers: an alias (true, false, nested, offload, ...) or
-            the fields of a `ScanCheckpointPolicy`.
+        remat: memory policy of the model's stack of layers: an alias (true, false, nested, offload, ...), the
+            fields of a `ScanCheckpointPolicy`, or `auto` for the one that fits `budget` with the least
+            recomputation, found by compiling the step before the first one.
+        budget: device memory for `remat: auto`, such as 72GiB; leave a tenth of the device free.
+        host_budget: the same for the host; null for no limit.
         data: the text.
         optimizer: AdamW and its schedule.
         trainer: length, reports and the run folder.
@@ -61,12 +70,14 @@ class TrainLmConfig:
 
     model: LmConfig = field(default_factory=Qwen3MoeConfig)
     remat: bool | dict[str, Any] | str = True
+    budget: str | None = None
+    host_budget: str | None = None
     data: DataConfig = field(default_factory=DataConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
 
     def __post_init__(self) -> None:
-        remat_policy(self.remat)
+        check_remat(self.remat, self.budget, self.host_budget)
         learning_rate_schedule(self.optimizer, self.trainer.num_steps)
 
 
@@ -76,8 +87,13 @@ def train_lm(config: TrainLmConfig, progress: Progress) -> TrainingResult:
     Raises:
         FileExistsError: the run folder holds an earlier run's results.
         FileNotFoundError, ConfigError: there is no text, or too little.
+        BudgetError: no policy fits the budget of `remat: auto`.
+        OffloadError: the policy offloads, and this device's compiler gets that wrong.
         NonFiniteLossError: training diverged.
     """
+    config = _with_planned_remat(config, progress)
+    if remat_policy(config.remat).offloads:
+        check_offload()
     tokenizer = ByteTokenizer()
     corpus = read_corpus(config.data, tokenizer)
     model = build_model(
@@ -117,10 +133,23 @@ def main(arguments: Sequence[str]) -> int:
     progress = ConsoleProgress()
     try:
         train_lm(parse_config(TrainLmConfig, arguments), progress)
-    except (ConfigError, FileExistsError, FileNotFoundError, NonFiniteLossError) as error:
+    except _MENDABLE as error:
         progress.message(f"error: {error}")
         return 1
     return 0
+
+
+_MENDABLE = (ConfigError, FileExistsError, FileNotFoundError, NonFiniteLossError, BudgetError, OffloadError)
+
+
+def _with_planned_remat(config: TrainLmConfig, progress: Progress) -> TrainLmConfig:
+    """The config with the policy that `remat: auto` stands for on the device at hand."""
+    if config.remat != "auto" or config.budget is None:
+        return config
+    progress.message(f"looking for the remat policy that fits {config.budget}")
+    found = plan_step(config, budget=config.budget, host_budget=config.host_budget)
+    progress.message(str(found))
+    return dataclasses.replace(config, remat=remat_entry(found.policy), budget=None, host_budget=None)
 
 
 def _packed(stream: Any, config: TrainLmConfig) -> PackedTokens:

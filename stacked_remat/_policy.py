@@ -68,6 +68,13 @@ class ScanCheckpointPolicy:
         segment_length: cut into segments of so many layers instead.
         max_carries: keep at most so many carries alive instead, with the least recomputation that allows it
             (Griewank and Walther 2000, "Algorithm 799: revolve").
+        first_layers: how many layers, from the one that runs first, follow `first_policy`; the rest follow
+            the other settings, which then cut, offload or keep carries. It spends the memory that the rest
+            leaves over: with `nested=True, first_layers=k` the carries cost about (k + √(2(N - k)))·C, the
+            internals k·I, and the arithmetic is 2·k·F less. As many as there are layers, or more: all of
+            them follow `first_policy`.
+        first_policy: `False` keeps the internals of these layers, one with `save_block_internals=[names]`
+            those of its names, and `True` their carries alone.
 
     Raises:
         ValueError: for contradictory settings, with the reason.
@@ -84,6 +91,8 @@ class ScanCheckpointPolicy:
     nested: bool | int | Iterable[int] = False
     segment_length: int | None = None
     max_carries: int | None = None
+    first_layers: int = 0
+    first_policy: "ScanCheckpointSpec" = False
 
     def __post_init__(self):
         _check_tri_state("save_carries", self.save_carries)
@@ -100,6 +109,8 @@ class ScanCheckpointPolicy:
         for field in ("segment_length", "max_carries"):
             value = getattr(self, field)
             object.__setattr__(self, field, None if value is None else _positive(field, value, field))
+        if isinstance(self.first_layers, bool) or self.first_layers != 0:
+            _positive("first_layers", self.first_layers, "a number of layers")
         self._refuse_contradictions()
 
     def _refuse_contradictions(self) -> None:
@@ -132,9 +143,16 @@ class ScanCheckpointPolicy:
             )
         if self.is_nested:
             self._refuse_for_nested()
+        if self.first_layers:
+            self._refuse_for_first_layers()
+        elif self.first_policy is not False:
+            raise ValueError(
+                f"first_policy={self.first_policy!r} has no effect without first_layers. Say how many layers "
+                "follow it: first_layers=k."
+            )
 
     def _refuse_for_nested(self) -> None:
-        cuts = [f"{name}={value!r}" for name, value in self._changed() if name in _CUTS]
+        cuts = [f"{name}={value!r}" for name, value in self.settings() if name in _CUTS]
         if len(cuts) > 1:
             raise ValueError(f"{' and '.join(cuts)} each say how the layers are cut; keep one.")
         if self.save_carries == OFFLOAD and (self.max_carries is not None or isinstance(self.nested, tuple)):
@@ -159,13 +177,43 @@ class ScanCheckpointPolicy:
                 'Put them in save_block_internals, or offload the boundaries with save_carries="offload".'
             )
 
+    def _refuse_for_first_layers(self) -> None:
+        first = resolve_policy(self.first_policy)
+        allowed = ("save_block_internals", "disable", "prevent_cse")
+        clashing = [f"{name}={value!r}" for name, value in first.settings() if name not in allowed]
+        if clashing:
+            raise ValueError(
+                f"The first layers keep what they keep on the device, so first_policy cannot say "
+                f"{' and '.join(clashing)}. Use False, True or save_block_internals=[names], and let the "
+                "other settings cut or offload the rest."
+            )
+        rest = {name: list(value) if isinstance(value, tuple) else value for name, value in self.settings()}
+        if self.saves_everything and not self.is_nested:
+            raise ValueError(
+                "The layers after the first already keep every internal, so first_layers="
+                f"{self.first_layers} would have no effect. Drop it, or let the rest recompute."
+            )
+        for name in ("save_inputs", "save_block_internals", "offload_block_internals"):
+            if name in rest and not (self.is_nested and name == "save_block_internals"):
+                raise ValueError(
+                    f"{name}={rest[name]!r} cannot be obeyed beside first_layers={self.first_layers}: the "
+                    "layers after the first can be cut (nested, segment_length, max_carries), or keep or "
+                    "offload their carries."
+                )
+        if self.save_carries is False:
+            raise ValueError(
+                "save_carries=False replays the whole stack from its input, its first layers too. Use "
+                "nested beside first_layers."
+            )
+
     def _refuse(self, reason: str, keeps: tuple[str, ...]) -> None:
         own = "disable" if self.disable else "simple"
-        clashing = [f"{name}={value!r}" for name, value in self._changed() if name not in (own, *keeps)]
+        clashing = [f"{name}={value!r}" for name, value in self.settings() if name not in (own, *keeps)]
         if clashing:
             raise ValueError(reason.format(" and ".join(clashing)) + ". Drop one or the other.")
 
-    def _changed(self) -> list[tuple[str, Any]]:
+    def settings(self) -> list[tuple[str, Any]]:
+        """The fields that were set to something else than their defaults, in order."""
         values = ((field, getattr(self, field.name)) for field in dataclasses.fields(self))
         return [(field.name, value) for field, value in values if value is not field.default and value != ()]
 
@@ -185,7 +233,7 @@ class ScanCheckpointPolicy:
 
     def __repr__(self) -> str:
         shown = (
-            (name, list(value) if isinstance(value, tuple) else value) for name, value in self._changed()
+            (name, list(value) if isinstance(value, tuple) else value) for name, value in self.settings()
         )
         return f"ScanCheckpointPolicy({', '.join(f'{name}={value!r}' for name, value in shown)})"
 
@@ -204,12 +252,26 @@ class ScanCheckpointPolicy:
         """Whether the layers are cut into segments that are replayed one at a time."""
         return self.nested is not False or self.segment_length is not None or self.max_carries is not None
 
+    @property
+    def offloads(self) -> bool:
+        """Whether anything is moved to the host."""
+        return OFFLOAD in (self.save_carries, self.save_inputs) or bool(self.offloaded_names)
+
+    def for_length(self, length: int) -> "ScanCheckpointPolicy":
+        """The policy of a stack of `length` layers: `first_policy` where it is that of all of them."""
+        return resolve_policy(self.first_policy) if self.first_layers >= max(length, 1) else self
+
     def schedule(self, length: int) -> Schedule:
-        """How a nested policy cuts `length` layers, which also tells the carries alive and the evaluations.
+        """How `length` layers are cut, which also tells the carries alive and the evaluations.
+
+        A policy that is not nested keeps the carry of each layer. One with `first_layers` cuts those after
+        them, so `length` is their number.
 
         Raises:
             ValueError: `length` is not positive, or the cut is too small for so many layers.
         """
+        if not self.is_nested:
+            return equal(length, length)
         if self.max_carries is not None:
             return bounded(length, max_carries=min(self.max_carries, length))
         if self.segment_length is not None:
@@ -222,6 +284,11 @@ class ScanCheckpointPolicy:
             return shrinking(length)
         assert isinstance(self.nested, int)
         return equal(length, self.nested)
+
+    @property
+    def sweeps(self) -> bool:
+        """Whether the gradient of a rolled scan is the reverse sweep over a schedule."""
+        return self.is_nested or self.first_layers > 0
 
     @property
     def saves_everything(self) -> bool:
@@ -266,6 +333,8 @@ def resolve_policy(spec: ScanCheckpointSpec) -> ScanCheckpointPolicy:
             f"remat is a ScanCheckpointPolicy, a bool or an alias; got {spec!r} ({type(spec).__name__}). "
             "For a number of segments write ScanCheckpointPolicy(nested=k)."
         )
+    if spec == "auto":
+        raise ValueError(_AUTO)
     if spec not in _ALIASES:
         valid = ", ".join(repr(alias) for alias in _ALIASES)
         raise ValueError(f"Unknown remat policy {spec!r}. Use one of {valid}, or a ScanCheckpointPolicy.")
@@ -320,9 +389,18 @@ def _positive(field: str, value: Any, meaning: str) -> int:
     if isinstance(value, bool):
         raise TypeError(f"{field} is {meaning} (an int); got {value!r}.")
     if count < 1:
-        raise ValueError(f"{field} is {meaning} and at least 1; got {count}. Leave it out for no nesting.")
+        raise ValueError(f"{field} is {meaning} and at least 1; got {count}. Leave it out for none.")
     return count
 
+
+_AUTO = """remat="auto" cannot be resolved here: what fits depends on the whole program and on the device. \
+Let the planner compile the step under one policy after the other, and use the first that fits:
+
+    def step(remat):
+        return lambda stack, x: jax.grad(lambda stack: loss(stack.fold(x, remat=remat)))(stack)
+
+    found = stacked_remat.memory.plan(step, stack, x, budget="72GiB", target="h100", layers=Layers.size)
+    Stacked.init(Layers, Block, remat=found.policy)"""
 
 _ALIASES: dict[bool | str, ScanCheckpointPolicy] = {
     True: ScanCheckpointPolicy(),

@@ -6,7 +6,6 @@ how a scan behaves.
 """
 
 import functools
-import itertools
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -29,7 +28,9 @@ from ._layer_axis import (
     stack_trees,
 )
 from ._policy import OFFLOAD, ScanCheckpointPolicy, ScanCheckpointSpec, resolve_policy
+from ._schedule import Tree
 from ._sweep import sweep
+from ._sweep_problem import Head
 
 Layer = Callable[[Any, Any], tuple[Any, Any]]  # (carry, inputs of the layer) -> (carry, output)
 
@@ -196,32 +197,15 @@ def scan_unrolled(
     Returns:
         The final carry and the outputs, with the axis in front.
     """
-    policy = resolve_policy(remat)
-    names = _names_of(axis)
-
-    def run_segment(segment: range, carry: Any) -> tuple[Any, list[Any]]:
-        outputs = []
-        for i in segment:
-            step = _checkpointed(_array_step(layer, carry, policy, names), policy, names, rolled=False)
-            arrays, y = step(eqx.filter(carry, eqx.is_array_like), inputs[i])
-            carry = eqx.combine(arrays, eqx.filter(carry, eqx.is_array_like, inverse=True))
-            outputs.append(y)
-        return carry, outputs
-
-    def run(carry: Any) -> tuple[Any, list[Any]]:
-        outputs = []
-        for segment in _segments(axis.size, policy):
-            walk = functools.partial(run_segment, segment)
-            if policy.is_nested:
-                walk = _checkpoint_segment(walk, policy, names)
-            carry, ys = walk(carry)
-            outputs += ys
-        return carry, outputs
-
-    if policy.spans_scan:
-        run = _checkpoint_whole(run, policy, names)
+    policy = resolve_policy(remat).for_length(axis.size)
+    parts = [(policy, range(policy.first_layers, axis.size))]
+    if policy.first_layers:
+        parts.insert(0, (resolve_policy(policy.first_policy), range(policy.first_layers)))
+    carry, outputs = init, []
     with jax.named_scope(f"scan({axis.name})"):
-        carry, outputs = run(init)
+        for own, layers in parts:
+            carry, ys = _walk_unrolled(layer, carry, [inputs[i] for i in layers], own, _names_of(axis))
+            outputs += ys
     return carry, stack_trees(outputs, axis)
 
 
@@ -259,13 +243,14 @@ def _scan_rolled(
     reverse: bool,
     unroll: int | bool,
 ) -> tuple[Any, Any]:
+    policy = policy.for_length(axis.size)
     names = _names_of(axis)
     arrays, static = eqx.partition(init, eqx.is_array_like)
     step = _array_step(layer, init, policy, names)
 
     def run(carry: Any, xs: Sequence[Any]) -> tuple[Any, Any]:
-        if policy.is_nested and axis.size > 0:
-            return _sweep_segments(step, carry, xs, axis.size, policy, reverse=reverse, unroll=unroll)
+        if policy.sweeps and axis.size > 0:
+            return _sweep_layers(step, carry, xs, axis.size, policy, reverse=reverse, unroll=unroll)
         rolled = unroll is not True and unroll < axis.size
         body = _checkpointed(step, policy, names, rolled=rolled)
         return jax.lax.scan(body, carry, xs, length=axis.size, reverse=reverse, unroll=unroll)
@@ -277,7 +262,7 @@ def _scan_rolled(
     return eqx.combine(carry, static), name_stacked(ys, axis, "scan")
 
 
-def _sweep_segments(
+def _sweep_layers(
     step: Layer,
     carry: Any,
     xs: Sequence[Any],
@@ -287,16 +272,18 @@ def _sweep_segments(
     reverse: bool,
     unroll: int | bool,
 ) -> tuple[Any, Any]:
+    first = policy.first_layers
     return sweep(
         step,
         carry,
         xs,
         length=length,
-        schedule=policy.schedule(length),
+        schedule=policy.schedule(length - first),
         reverse=reverse,
         unroll=unroll,
         checkpoint=_segment_checkpoint(policy),
         boundaries="host" if policy.save_carries == OFFLOAD else "device",
+        head=Head(first, _segment_checkpoint(resolve_policy(policy.first_policy))) if first else None,
     )
 
 
@@ -310,24 +297,41 @@ def _segment_checkpoint(policy: ScanCheckpointPolicy) -> Callable[[Callable], Ca
     return jax.checkpoint
 
 
-def _segments(length: int, policy: ScanCheckpointPolicy) -> list[range]:
-    """The layers of each segment of a Python loop; one segment where the policy is not nested."""
-    if not policy.is_nested or length == 0:
-        return [range(length)]
-    schedule = policy.schedule(length)
-    if not schedule.segments:
-        raise NotImplementedError(
-            f"A BlockSeq can be cut once, and {policy!r} cuts deeper. Use nested=True, nested=k or "
-            "segment_length=k, or a Stacked."
+def _walk_unrolled(
+    layer: Layer, init: Any, inputs: Sequence[Any], policy: ScanCheckpointPolicy, names: _Names
+) -> tuple[Any, list[Any]]:
+    """Apply `layer` to each of the inputs, and checkpoint the parts that the policy's schedule makes."""
+
+    def walk(part: Tree, carry: Any) -> tuple[Any, list[Any]]:
+        if isinstance(part, int):
+            step = _checkpointed(_array_step(layer, carry, policy, names), policy, names, rolled=False)
+            arrays, y = step(eqx.filter(carry, eqx.is_array_like), inputs[part])
+            return eqx.combine(arrays, eqx.filter(carry, eqx.is_array_like, inverse=True)), [y]
+        outputs = []
+        for inner in part:
+            walk_inner = functools.partial(walk, inner)
+            # A layer checkpoints itself.
+            if not isinstance(inner, int):
+                walk_inner = _checkpoint_segment(walk_inner, policy, names)
+            carry, ys = walk_inner(carry)
+            outputs += ys
+        return carry, outputs
+
+    def run(carry: Any) -> tuple[Any, list[Any]]:
+        length = len(inputs)
+        return walk(
+            policy.schedule(length).tree if policy.is_nested and length else tuple(range(length)), carry
         )
-    ends = list(itertools.accumulate(schedule.segments))
-    return [range(start, end) for start, end in zip([0, *ends], ends, strict=False)]
+
+    if policy.spans_scan:
+        run = _checkpoint_whole(run, policy, names)
+    return run(init)
 
 
 def _array_step(layer: Layer, init: Any, policy: ScanCheckpointPolicy, names: _Names) -> Layer:
     """The layer on the arrays of the carry, its results checked and what goes in named for the policy."""
     static = eqx.filter(init, eqx.is_array_like, inverse=True)
-    names_what_goes_in = not (policy.simple or policy.saves_everything or policy.is_nested)
+    names_what_goes_in = not (policy.simple or policy.saves_everything or policy.sweeps)
 
     def step(arrays: Any, inputs: Any) -> tuple[Any, Any]:
         if names_what_goes_in:
@@ -361,10 +365,13 @@ def _checkpoint_whole(run: Callable, policy: ScanCheckpointPolicy, names: _Names
 
 
 def _checkpoint_segment(walk: Callable, policy: ScanCheckpointPolicy, names: _Names) -> Callable:
+    if policy.save_carries != OFFLOAD:
+        return eqx.filter_checkpoint(walk, prevent_cse=True)  # its carry is held, like all that goes in
+
     def named_walk(carry: Any) -> Any:
         return walk(checkpoint_name(carry, names.boundary))
 
-    keep = ScanCheckpointPolicy(save_carries=policy.save_carries)
+    keep = ScanCheckpointPolicy(save_carries=OFFLOAD)
     return eqx.filter_checkpoint(
         named_walk, policy=keep.residual_policy(names.boundary, names.inputs), prevent_cse=True
     )

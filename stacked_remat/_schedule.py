@@ -16,8 +16,9 @@ one shorter each, boundaries and the segment being walked share one buffer (`shr
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import TypeAlias
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,8 @@ class Schedule:
         forward: the slot to which the forward sweep writes the input of each layer.
         runs: what the reverse sweep does, in order.
         segments: lengths of the segments in forward order, where the layers are cut once; else empty.
+        tree: the cuts as parts within parts, in forward order, a layer being its number. While a part is
+            walked, the input of each part within it is held.
     """
 
     length: int
@@ -70,6 +73,7 @@ class Schedule:
     forward: tuple[int, ...] = field(repr=False)
     runs: tuple[Run, ...] = field(repr=False)
     segments: tuple[int, ...] = ()
+    tree: "Tree" = field(default=(), repr=False)
 
     @property
     def max_carries_alive(self) -> int:
@@ -94,6 +98,9 @@ class Schedule:
     def uniform(self) -> bool:
         """Whether all runs have the same shape, so that every loop has a static trip count."""
         return len({(run.replays, run.visits) for run in self.runs}) == 1
+
+
+Tree: TypeAlias = "int | tuple[Tree, ...]"
 
 
 @dataclass(frozen=True)
@@ -242,7 +249,7 @@ def _once(length: int, sizes: Sequence[int]) -> Schedule:
     if len(set(sizes)) == 1 and len(sizes) > 1 and sizes[0] > 1:
         # What the forward sweep left of the last segment is made again: then all runs are alike.
         runs = (Run(starts[last], last, tuple(range(last + 1, last + sizes[0])), sizes[0]), *runs[1:])
-    return Schedule(length, schedule.slots, schedule.forward, runs, tuple(sizes))
+    return replace(schedule, runs=runs, segments=tuple(sizes))
 
 
 def _units(part: _Part) -> list[_Part]:
@@ -267,7 +274,11 @@ def _build(length: int, cut: _Cut, key: int = 0) -> Schedule:
     first = runs[0]
     forward = (0, *first.writes)
     runs[0] = Run(first.top, first.top_slot, (), first.visits)
-    return Schedule(length, slots, forward, tuple(runs))
+    return Schedule(length, slots, forward, tuple(runs), tree=_tree(_Part(0, length, key), cut))
+
+
+def _tree(part: _Part, cut: _Cut) -> Tree:
+    return part.start if part.size == 1 else tuple(_tree(inner, cut) for inner in cut(part))
 
 
 def _writes(stack: list[_Part], start: int, slot: int) -> tuple[int, ...]:

@@ -23,7 +23,7 @@ from jaxtyping import Array
 from ._schedule import Schedule
 from ._sweep_activity import is_differentiable
 from ._sweep_gradient import Wanted, merge, pick, spread
-from ._sweep_problem import Problem
+from ._sweep_problem import Head, Problem
 from ._sweep_slots import Carry, Kept
 
 Arrays = list[Array]
@@ -40,6 +40,7 @@ def sweep(
     unroll: int | bool = 1,
     checkpoint: Callable[[Callable], Callable] = jax.checkpoint,
     boundaries: Literal["device", "host"] = "device",
+    head: Head | None = None,
 ) -> tuple[Any, Any]:
     """`lax.scan(body, init, xs)` in value and gradients, with the reverse sweep that `schedule` describes.
 
@@ -48,12 +49,13 @@ def sweep(
         init: the first carry.
         xs: pytree of arrays with a leading axis of size `length`, or without leaves.
         length: number of layers.
-        schedule: a cut of as many layers.
+        schedule: a cut of as many layers, less those of `head`.
         reverse: whether to go from the last entry of `xs` to the first.
         unroll: layers per iteration of the innermost loops; `True` unrolls everything.
         checkpoint: how a layer's internals are kept within the segment being walked. The replay keeps what it
             saves for that segment's layers, save for inputs and what comes from them without the carry.
         boundaries: `"host"` keeps the segments' first inputs in host memory; the schedule must be cut once.
+        head: the layers that run first, if these are to keep their inputs and residuals.
 
     Returns:
         The last carry and the stacked `y`s.
@@ -62,10 +64,11 @@ def sweep(
         ValueError: the schedule is for another length, or too deep for the host.
         TypeError: forward-mode differentiation, where it can be told (outside of `jit`).
     """
-    _check(schedule, length, boundaries, xs)
+    _check(schedule, length - (head.length if head else 0), boundaries)
+    _check_lengths(xs, length)
     init, jaxpr, shared, trees = _close(body, init, xs, length)
     problem = Problem(
-        jaxpr, len(jax.tree.leaves(init)), schedule, reverse, unroll, checkpoint, boundaries == "host"
+        jaxpr, len(jax.tree.leaves(init)), schedule, reverse, unroll, checkpoint, boundaries == "host", head
     )
     try:
         carry, ys = _differentiable(problem)(jax.tree.leaves(init), jax.tree.leaves(xs), shared)
@@ -79,7 +82,7 @@ def sweep(
     return jax.tree.unflatten(trees[0], carry), jax.tree.unflatten(trees[1], ys)
 
 
-def _check(schedule: Schedule, length: int, boundaries: str, xs: Any) -> None:
+def _check(schedule: Schedule, length: int, boundaries: str) -> None:
     if schedule.length != length:
         raise ValueError(f"the schedule is for {schedule.length} layers, but there are {length}")
     if boundaries not in ("device", "host"):
@@ -88,6 +91,9 @@ def _check(schedule: Schedule, length: int, boundaries: str, xs: Any) -> None:
         raise ValueError(
             "boundaries can be kept on the host only where the layers are cut once: use equal segments"
         )
+
+
+def _check_lengths(xs: Any, length: int) -> None:
     for path, leaf in jax.tree_util.tree_leaves_with_path(xs):
         if jnp.shape(leaf)[:1] != (length,):
             where = f"xs{jax.tree_util.keystr(path)}"
@@ -133,17 +139,26 @@ def _differentiable(problem: Problem) -> Callable[[Carry, Arrays, Arrays], tuple
             for part in (init, xs, shared)
         )
         init, xs, shared = ([leaf.value for leaf in part] for part in (init, xs, shared))
-        carry, ys, kept = _forward_rule(problem)(init, xs, shared)
+        outputs = problem.jaxpr.outvars[problem.carries :]
+        every_y = [is_differentiable(getattr(out.aval, "dtype", bool)) for out in outputs]
+        init_wanted, xs_wanted, shared_wanted = perturbed
+        wanted = problem.wanted(init_wanted, xs_wanted, shared_wanted, every_y)
+        carry, ys, kept = _forward_rule(problem, wanted)(init, xs, shared)
         return (carry, ys), (kept, xs, shared, _Static(perturbed))
 
     def backward(residuals: Any, cotangents: Any) -> tuple[Any, Any, Any]:
         kept, xs, shared, static = residuals
         carry_ct, ys_ct = cotangents
-        has_ct = [not isinstance(ct, SymbolicZero) and is_differentiable(ct.dtype) for ct in ys_ct]
+        # The head's residuals were kept for the cotangents of all outputs.
+        has_ct = [
+            is_differentiable(ct.dtype) and (problem.head is not None or not isinstance(ct, SymbolicZero))
+            for ct in ys_ct
+        ]
         init_wanted, xs_wanted, shared_wanted = static.value
         wanted = problem.wanted(init_wanted, xs_wanted, shared_wanted, has_ct)
         carry_ct = [_instantiate(ct) for ct in pick(carry_ct, wanted.carry)]
-        found = _backward_rule(problem, wanted)(kept, xs, shared, carry_ct, pick(ys_ct, has_ct))
+        ys_ct = [_instantiate(ct) for ct in pick(ys_ct, has_ct)]
+        found = _backward_rule(problem, wanted)(kept, xs, shared, carry_ct, ys_ct)
         init_ct, xs_ct, shared_ct = found
         return spread(init_ct, init_wanted), spread(xs_ct, xs_wanted), spread(shared_ct, shared_wanted)
 
@@ -151,12 +166,14 @@ def _differentiable(problem: Problem) -> Callable[[Carry, Arrays, Arrays], tuple
     return run
 
 
-def _forward_rule(problem: Problem) -> Callable[[Carry, Arrays, Arrays], tuple[Carry, Arrays, Kept]]:
+def _forward_rule(
+    problem: Problem, wanted: Wanted
+) -> Callable[[Carry, Arrays, Arrays], tuple[Carry, Arrays, Kept]]:
     """The forward sweep, differentiable once more: by the plain scan, and the first carry that it keeps."""
 
     @jax.custom_vjp
     def run(init: Carry, xs: Arrays, shared: Arrays) -> tuple[Carry, Arrays, Kept]:
-        return problem.forward(init, xs, shared)
+        return problem.forward(wanted, init, xs, shared)
 
     def forward(init: Carry, xs: Arrays, shared: Arrays) -> Any:
         return run(init, xs, shared), (init, xs, shared)

@@ -56,16 +56,16 @@ class LayerPullback:
     checkpoint: Callable[[Callable], Callable]
     saved: tuple[int, ...] = ()
 
-    def _linearize(self, shared: Arrays, carry: Carry, x: Arrays) -> tuple[Carry, Any]:
+    def _linearize(self, shared: Arrays, carry: Carry, x: Arrays) -> tuple[tuple[Carry, Arrays], Any]:
         wanted = self.wanted
 
-        def run(shared: Arrays, carry: Carry, x: Arrays) -> tuple[tuple[Carry, Arrays], Carry]:
+        def run(shared: Arrays, carry: Carry, x: Arrays) -> tuple[tuple[Carry, Arrays], tuple[Carry, Arrays]]:
             carry, y = self.layer(shared, carry, x)
-            return (pick(carry, wanted.carry), pick(y, wanted.ys)), carry
+            return (pick(carry, wanted.carry), pick(y, wanted.ys)), (carry, y)
 
         run = self.checkpoint(run) if self.saved else run
 
-        def differentiated(shared_part: Arrays, carry_part: Carry, x_part: Arrays) -> tuple[Any, Carry]:
+        def differentiated(shared_part: Arrays, carry_part: Carry, x_part: Arrays) -> tuple[Any, Any]:
             return run(
                 merge(shared, shared_part, wanted.shared),
                 merge(carry, carry_part, wanted.carry),
@@ -73,14 +73,14 @@ class LayerPullback:
             )
 
         parts = pick(shared, wanted.shared), pick(carry, wanted.carry), pick(x, wanted.xs)
-        _, pullback, carry = jax.vjp(differentiated, *parts, has_aux=True)
-        return carry, pullback
+        _, pullback, results = jax.vjp(differentiated, *parts, has_aux=True)
+        return results, pullback
 
-    def save(self, shared: Arrays, carry: Carry, x: Arrays) -> tuple[Carry, Arrays]:
-        """Run the layer and take its residuals."""
-        carry, pullback = self._linearize(shared, carry, x)
+    def save(self, shared: Arrays, carry: Carry, x: Arrays) -> tuple[tuple[Carry, Arrays], Arrays]:
+        """Run the layer; returns its carry and output, and its residuals."""
+        results, pullback = self._linearize(shared, carry, x)
         leaves = jax.tree.leaves(pullback)
-        return carry, [leaves[i] for i in self.saved]
+        return results, [leaves[i] for i in self.saved]
 
     def __call__(
         self, shared: Arrays, carry: Carry, x: Arrays, saved: Arrays | None, cotangents: tuple[Carry, Arrays]

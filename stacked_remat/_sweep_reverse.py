@@ -212,7 +212,7 @@ def _reverse_from_host(
         cotangent, visited = _visit(visitor, slots, saved, cotangent, visited, plan, r, unroll)
         return (slots, saved, cotangent, visited), None
 
-    slots, boundaries = room(kept.first(), most), kept.boundaries or []
+    slots, boundaries = room(kept.first_scheduled(), most), kept.boundaries or []
     state = (slots, _saved_room(replay, slots, most), cotangent, state)
     (_, _, cotangent, state), _ = lax.scan(run, state, (jnp.arange(len(runs)), boundaries), reverse=True)
     return cotangent, state

@@ -15,6 +15,18 @@ Carry = list[Array]
 T = TypeVar("T")
 
 
+class KeptHead(NamedTuple):
+    """What is kept of the first layers, those before the schedule's; an entry a layer.
+
+    Attributes:
+        carries: their inputs, one buffer per carry leaf.
+        saved: their residuals beside the inputs.
+    """
+
+    carries: Carry
+    saved: list[Array]
+
+
 class Kept(NamedTuple):
     """Layer inputs that the forward sweep hands to the reverse sweep.
 
@@ -23,13 +35,21 @@ class Kept(NamedTuple):
             share it.
         boundaries: the first input of each segment, `(segments, ...)` on the host; `None` if they are in
             `slots`.
+        head: of the layers before the schedule's, where there are such.
     """
 
     slots: Carry
     boundaries: Carry | None
+    head: KeptHead | None = None
 
     def first(self) -> Carry:
         """Copies the input of the first layer to the device."""
+        if self.head is not None:
+            return [leaf[0] for leaf in self.head.carries]
+        return self.first_scheduled()
+
+    def first_scheduled(self) -> Carry:
+        """Copies the input of the schedule's first layer to the device."""
         if self.boundaries is None:
             return [leaf[0] for leaf in self.slots]
         return to_device([leaf[0] for leaf in self.boundaries])
@@ -42,10 +62,23 @@ class Kept(NamedTuple):
                 return None
             return jnp.zeros_like(stacked).at[0].set(first)
 
+        def place_all(stacked: Carry) -> Carry:
+            return [place(*pair) for pair in zip(stacked, cotangent, strict=True)]
+
+        if self.head is not None:
+            head = KeptHead(place_all(self.head.carries), _zero_cotangents(self.head.saved))
+            boundaries = None if self.boundaries is None else to_host(_zero_cotangents(self.boundaries))
+            return Kept(_zero_cotangents(self.slots), boundaries, head)
         if self.boundaries is None:
-            return Kept([place(*pair) for pair in zip(self.slots, cotangent, strict=True)], None)
-        boundaries = to_device(self.boundaries)
-        return Kept([], to_host([place(*pair) for pair in zip(boundaries, cotangent, strict=True)]))
+            return Kept(place_all(self.slots), None)
+        return Kept([], to_host(place_all(to_device(self.boundaries))))
+
+
+def _zero_cotangents(leaves: list[Array]) -> list[Any]:
+    inexact = (jnp.issubdtype(leaf.dtype, jnp.inexact) for leaf in leaves)
+    return [
+        jnp.zeros(leaf.shape, leaf.dtype) if is_ else None for leaf, is_ in zip(leaves, inexact, strict=True)
+    ]
 
 
 def repeat(trips: Any, body: Callable[[Any, T], T], state: T, unroll: int | bool, most: int) -> T:

@@ -38,8 +38,18 @@ POLICIES = {
     "nested, internals": ScanCheckpointPolicy(nested=True, save_block_internals=["hidden"]),
     "nested, everything": ScanCheckpointPolicy(nested=True, save_block_internals=True),
     "barriers": ScanCheckpointPolicy(prevent_cse=True),
+    "2 keep internals": ScanCheckpointPolicy(first_layers=2),
+    "2 keep internals, nested": ScanCheckpointPolicy(nested=True, first_layers=2),
+    "5 keep a name, nested=2, boundaries offloaded": ScanCheckpointPolicy(
+        nested=2,
+        save_carries="offload",
+        first_layers=5,
+        first_policy=ScanCheckpointPolicy(save_block_internals=["hidden"]),
+    ),
+    "5 keep carries, offload": ScanCheckpointPolicy(
+        save_carries="offload", first_layers=5, first_policy=True
+    ),
 }
-ONE_CUT = {name: policy for name, policy in POLICIES.items() if name not in ("levels", "4 carries")}
 DEPTHS = (1, 2, 7, 12, 48)
 Hidden = hax.Axis("hidden", 3)
 Out = hax.Axis("out", 3)
@@ -164,7 +174,7 @@ def test_values_and_gradients_equal_the_python_loop(remat, N, reverse):
 
 
 @pytest.mark.parametrize("N", [1, 7])
-@pytest.mark.parametrize("remat", ONE_CUT.values(), ids=ONE_CUT)
+@pytest.mark.parametrize("remat", POLICIES.values(), ids=POLICIES)
 def test_block_seq_obeys_the_policy_as_stacked_does(remat, N):
     Layers = hax.Axis("layers", N)
     keys = jax.random.split(jax.random.key(0), N)
@@ -250,6 +260,28 @@ def test_nested_keeps_a_carry_for_each_segment_and_for_each_layer_of_the_last(ne
     layers = Stacked(Elementwise(jnp.ones((N, 5))), hax.Axis("layers", N))
     shapes = kept(layers, ScanCheckpointPolicy(nested=nested), jnp.ones(3))
     assert sum(int(np.prod(shape)) // 3 for shape in shapes if shape[-1:] == (3,)) == carries
+
+
+@pytest.mark.parametrize(
+    "remat, expected",
+    [
+        # 8 layers in shrinking segments of 4, 3 and 1 need 4 slots; those before them keep a carry each.
+        (ScanCheckpointPolicy(nested=True, first_layers=4, first_policy=True), [(4, 3), (4, 3)]),
+        (ScanCheckpointPolicy(first_layers=4, first_policy=True, save_carries="offload"), [(4, 3), (8, 3)]),
+        (
+            ScanCheckpointPolicy(
+                nested=True, first_layers=4, first_policy=ScanCheckpointPolicy(save_block_internals=["h"])
+            ),
+            [(4, 3), (4, 3), (4, 3)],
+        ),
+        (ScanCheckpointPolicy(first_layers=N, first_policy=True), [(N, 3)]),
+        (ScanCheckpointPolicy(nested=True, first_layers=99, first_policy=True), [(N, 3)]),
+    ],
+    ids=str,
+)
+def test_what_the_first_layers_keep_beside_the_rest(remat, expected):
+    layers = Stacked(Elementwise(jnp.ones((N, 5))), hax.Axis("layers", N))
+    assert kept(layers, remat, jnp.ones(3)) == expected
 
 
 def test_save_inputs_false_does_not_keep_the_transposed_copy():
@@ -369,6 +401,18 @@ class TestCompiledMemory:
     def test_nested_serves_prime_depths(self, depth):
         assert temporaries("nested", depth) < 1.15 * temporaries("nested", depth + 1)
 
+    def test_first_layers_cost_what_the_policy_that_they_follow_costs(self):
+        few, many = (
+            {
+                first: temporaries(ScanCheckpointPolicy(nested=True, first_layers=k, first_policy=first), 64)
+                for first in (True, False)
+            }
+            for k in (8, 16)
+        )
+        # The rest gets shorter too, which is worth a carry here.
+        assert (many[True] - few[True]) / 8 == pytest.approx(1.0, abs=0.2)
+        assert (many[False] - few[False]) / 8 == pytest.approx(growth(False), rel=0.1)
+
     def test_more_segments_than_the_root_cost_their_boundaries(self):
         assert temporaries(ScanCheckpointPolicy(nested=32), 64) > 1.4 * temporaries("nested", 64)
 
@@ -382,6 +426,10 @@ def test_block_seq_keeps_what_stacked_keeps():
     assert kept(sequence, True, jnp.ones(3)) == [(3,)] * N
     assert kept(sequence, "recompute", jnp.ones(3)) == [(3,)]
     assert kept(sequence, ScanCheckpointPolicy(nested=3), jnp.ones(3)) == [(3,)] * 3
+    assert kept(sequence, ScanCheckpointPolicy(nested=(2, 2, 3)), jnp.ones(3)) == [(3,)] * 2
+    assert kept(sequence, ScanCheckpointPolicy(max_carries=4), jnp.ones(3)) == [(3,)] * 2
+    first = ScanCheckpointPolicy(nested=2, first_layers=4, first_policy=True)
+    assert kept(sequence, first, jnp.ones(3)) == [(3,)] * 6
     assert len(kept(sequence, False, jnp.ones(3))) >= 3 * N
 
 

@@ -2,10 +2,12 @@
 
 import dataclasses
 
+import equinox as eqx
+import haliax as hax
 import numpy as np
 import pytest
 
-from stacked_remat import ScanCheckpointPolicy
+from stacked_remat import BlockSeq, ScanCheckpointPolicy, Stacked
 from stacked_remat._policy import resolve_policy
 
 
@@ -31,6 +33,13 @@ def test_an_unknown_alias_lists_the_valid_ones():
         ValueError, match="'nestd'.*True, False, 'full', 'recompute', 'offload', 'save_all', 'nested'"
     ):
         resolve_policy("nestd")
+
+
+def test_auto_shows_how_to_call_the_planner():
+    Layers = hax.Axis("layers", 2)
+    for init in (Stacked.init, BlockSeq.init):
+        with pytest.raises(ValueError, match=r'memory.plan\(step, stack, x, budget="72GiB"'):
+            init(Layers, eqx.nn.Linear, remat="auto")  # pyright: ignore[reportArgumentType]
 
 
 @pytest.mark.parametrize("spec", [None, 1, 3, 2.0, ["nested"]])
@@ -89,6 +98,21 @@ def test_the_repr_shows_what_was_set():
         (dict(segment_length=0), "at least 1; got 0"),
         (dict(nested=0), "at least 1; got 0"),
         (dict(nested=-1), "at least 1; got -1"),
+        (dict(first_layers=-1), "first_layers is a number of layers and at least 1; got -1"),
+        (dict(first_policy=True), "first_policy=True has no effect without first_layers"),
+        (dict(first_layers=2, first_policy="nested"), "first_policy cannot say nested=True"),
+        (dict(first_layers=2, first_policy="offload"), "first_policy cannot say save_carries='offload'"),
+        (dict(first_layers=2, first_policy="automatic"), "Unknown remat policy 'automatic'"),
+        (dict(first_layers=2, disable=True), "disable=True.*first_layers=2"),
+        (dict(first_layers=2, simple=True), "simple=True.*first_layers=2"),
+        (dict(first_layers=2, save_block_internals=True), "already keep every internal"),
+        (
+            dict(first_layers=2, save_block_internals=["a"]),
+            r"\['a'\] cannot be obeyed beside first_layers=2",
+        ),
+        (dict(first_layers=2, offload_block_internals=["a"]), "cannot be obeyed beside first_layers=2"),
+        (dict(first_layers=2, save_inputs=False), "save_inputs=False cannot be obeyed"),
+        (dict(first_layers=2, save_carries=False), "replays the whole stack"),
     ],
 )
 def test_contradictions_are_refused_with_the_reason(settings, reason):
@@ -111,6 +135,9 @@ def test_contradictions_are_refused_with_the_reason(settings, reason):
         (dict(save_block_internals=[1]), "1 is not a string"),
         (dict(disable=1), "disable is True or False; got 1"),
         (dict(prevent_cse="no"), "prevent_cse is True or False"),
+        (dict(first_layers=True), "first_layers is a number of layers .an int.; got True"),
+        (dict(first_layers=1.5), "got 1.5"),
+        (dict(first_layers=1, first_policy=3), "remat is a ScanCheckpointPolicy, a bool or an alias; got 3"),
     ],
 )
 def test_wrong_types_are_refused(settings, reason):

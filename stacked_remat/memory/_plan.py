@@ -8,7 +8,7 @@ from typing import Any
 import jax
 from jaxtyping import PyTree
 
-from .._policy import ScanCheckpointPolicy, ScanCheckpointSpec
+from .._policy import ScanCheckpointPolicy, ScanCheckpointSpec, resolve_policy
 from ._report import DoesNotFit, MemoryReport, report
 from ._table import Table, readable_bytes, readable_count
 from ._targets import Target
@@ -68,9 +68,9 @@ class Plan:
     """The policy to use, and how it was found.
 
     Attributes:
-        policy: the first candidate that fits, as it was given.
+        policy: the first candidate that fits, as it was given; with `first_layers` where layers were given.
         report: what it needs.
-        tried: every candidate up to that one.
+        tried: everything that was compiled, in order.
         budget: bytes of device memory it had to fit in.
     """
 
@@ -80,7 +80,7 @@ class Plan:
     budget: int
 
     def _table(self) -> Table:
-        note = f"{self.policy!r} is the first to fit {readable_bytes(self.budget)} a device"
+        note = f"{self.policy!r} fits {readable_bytes(self.budget)} a device"
         return self.tried._table("plan", (note,))
 
     def __str__(self) -> str:
@@ -126,9 +126,14 @@ def plan(
     candidates: Sequence[ScanCheckpointSpec] = CANDIDATES,
     target: str | Target = "local",
     donate: str | Sequence[str] = (),
+    layers: int | None = None,
     **kwargs: PyTree,
 ) -> Plan:
     """Find the first of the candidates that fits in a budget. Nothing is executed.
+
+    With `layers` it goes on to spend what that candidate leaves of the budget: on the most `first_layers`
+    that still fit, which keep their internals and so are not recomputed (or, where every carry is offloaded,
+    keep their carries on the device and so are not moved).
 
     Args:
         fn_of_policy: makes the function to compile from a policy, as for `compare`. Compile what will run:
@@ -141,27 +146,29 @@ def plan(
         candidates: the policies, cheapest first.
         target: as for `report`.
         donate: as for `report`.
+        layers: how many layers the stack has, to give a part of them another policy; None not to.
         **kwargs: its keyword arguments.
 
     Returns:
-        The plan. Nothing beyond the first candidate that fits is compiled.
+        The plan. No candidate beyond the first that fits is compiled.
 
     Raises:
         BudgetError: none fits; shows all of them and the smallest.
         ValueError: a budget that cannot be read; no candidates.
+
+    Cost: one compilation a candidate, and with `layers` two to `log2(layers)` more.
     """
     limit, host_limit = parse_bytes(budget), None if host_budget is None else parse_bytes(host_budget)
     if not candidates:
         raise ValueError("plan needs at least one candidate policy; got none")
-    trials: list[Trial] = []
-    for policy in candidates:
-        trial = _try(fn_of_policy, args, kwargs, policy, target, donate)
-        trials.append(trial)
-        found = trial.report
-        if found is None or found.total > limit or (host_limit is not None and found.host.total > host_limit):
-            continue
-        return Plan(policy, found, Comparison(tuple(trials)), limit)
-    raise BudgetError(_nothing_fits(Comparison(tuple(trials)), limit, host_limit))
+    search = _Search(
+        lambda policy: _try(fn_of_policy, args, kwargs, policy, target, donate), limit, host_limit
+    )
+    chosen = search.first_to_fit(candidates)
+    if layers is not None:
+        chosen = search.with_most_first_layers(chosen, layers)
+    assert chosen.report is not None
+    return Plan(chosen.policy, chosen.report, search.tried, limit)
 
 
 def parse_bytes(size: int | str) -> int:
@@ -181,6 +188,68 @@ def parse_bytes(size: int | str) -> int:
     number, unit = match.groups()
     power = "BKMGT".index(unit[0].upper())
     return int(float(number) * (1024 if "i" in unit else 1000) ** power)
+
+
+class _Search:
+    """Compiles policies against a budget and remembers all of them, in order."""
+
+    def __init__(
+        self, compile_policy: Callable[[ScanCheckpointSpec], Trial], limit: int, host_limit: int | None
+    ):
+        self._compile, self._limit, self._host_limit = compile_policy, limit, host_limit
+        self._trials: list[Trial] = []
+
+    @property
+    def tried(self) -> Comparison:
+        return Comparison(tuple(self._trials))
+
+    def _try(self, policy: ScanCheckpointSpec) -> Trial:
+        self._trials.append(self._compile(policy))
+        return self._trials[-1]
+
+    def _fits(self, trial: Trial) -> bool:
+        found = trial.report
+        return (
+            found is not None
+            and found.total <= self._limit
+            and (self._host_limit is None or found.host.total <= self._host_limit)
+        )
+
+    def first_to_fit(self, candidates: Sequence[ScanCheckpointSpec]) -> Trial:
+        for policy in candidates:
+            trial = self._try(policy)
+            if self._fits(trial):
+                return trial
+        raise BudgetError(_nothing_fits(self.tried, self._limit, self._host_limit))
+
+    def with_most_first_layers(self, chosen: Trial, layers: int) -> Trial:
+        """Search between none and all of the layers, by where a straight line between trials says."""
+        base = resolve_policy(chosen.policy)
+        if base.saves_everything:
+            return chosen
+        offloads_all = base.save_carries == "offload" and not base.is_nested
+        low, high = 0, layers
+        best, beyond = chosen, next((trial for trial in self._trials if trial.policy is False), None)
+        while high - low > 1:
+            count = self._guess(best, beyond, low, high) if len(self._trials) < 10 else (low + high) // 2
+            try:
+                policy = dataclasses.replace(base, first_layers=count, first_policy=offloads_all)
+            except ValueError:  # a policy that cannot stand beside first layers
+                return chosen
+            trial = self._try(policy)
+            if self._fits(trial):
+                low, best = count, trial
+            else:
+                high, beyond = count, trial
+        return best
+
+    def _guess(self, best: Trial, beyond: Trial | None, low: int, high: int) -> int:
+        if beyond is None or beyond.report is None or best.report is None:
+            return (low + high) // 2
+        room = self._limit - best.report.total
+        rise = beyond.report.total - best.report.total
+        share = room / rise if rise > 0 else 0.5
+        return min(max(low + int(share * (high - low)), low + 1), high - 1)
 
 
 def _try(

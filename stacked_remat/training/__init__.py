@@ -2,7 +2,7 @@
 
 from .batches import BATCH_AXIS, POSITION_AXIS, PackedTokens, TokenBatch
 from .checkpoint import load_checkpoint, save_checkpoint
-from .config import DataConfig, OptimizerConfig, TrainerConfig, remat_policy
+from .config import DataConfig, OptimizerConfig, TrainerConfig, check_remat, remat_entry, remat_policy
 from .config_file import ConfigError, config_as_dict, parse_config
 from .corpus import Corpus, read_corpus
 from .evaluation import held_out_evaluator
@@ -36,12 +36,14 @@ __all__ = [
     "TrainerConfig",
     "TrainingResult",
     "build_optimizer",
+    "check_remat",
     "config_as_dict",
     "held_out_evaluator",
     "learning_rate_schedule",
     "load_checkpoint",
     "parse_config",
     "read_corpus",
+    "remat_entry",
     "remat_policy",
     "save_checkpoint",
     "train",

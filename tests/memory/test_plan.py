@@ -6,6 +6,7 @@ import jax
 import pytest
 
 from stacked_remat import ScanCheckpointPolicy, Stacked
+from stacked_remat._policy import resolve_policy
 from stacked_remat.memory import CANDIDATES, BudgetError, compare, parse_bytes, plan
 
 Layers, Width = hax.Axis("layers", 16), hax.Axis("width", 64)
@@ -69,7 +70,39 @@ def test_the_first_that_fits_is_taken_and_nothing_after_it_is_compiled(compariso
         assert fn_of_policy.asked == list(CANDIDATES[: index + 1])
         assert found.report.total == totals[index] <= found.budget
         assert len(found.tried.trials) == index + 1
-        assert "first to fit" in str(found)
+        assert "fits " in str(found)
+
+
+@pytest.mark.parametrize("spare", [0.0, 0.3, 0.95])
+def test_what_is_left_of_the_budget_is_spent_on_first_layers(comparison, spare):
+    keep_all, _, nested = (trial.report.total for trial in comparison.trials[:3])
+    budget = int(nested + spare * (keep_all - nested))
+    found = plan(
+        Counting(), *blocks_and_input(), budget=budget, candidates=[False, "nested"], layers=Layers.size
+    )
+
+    def total(first_layers):
+        policy = ScanCheckpointPolicy(nested=True, first_layers=first_layers)
+        return compare(Counting(), *blocks_and_input(), candidates=[policy]).trials[0].report.total
+
+    policy = resolve_policy(found.policy)
+    assert policy.nested is True and policy.first_layers >= int(0.8 * spare * Layers.size)
+    assert found.report.total <= budget
+    assert policy.first_layers == Layers.size - 1 or total(policy.first_layers + 1) > budget
+    assert len(found.tried.trials) <= 6
+
+
+def test_first_layers_keep_their_carries_where_all_are_offloaded():
+    found = plan(Counting(), *blocks_and_input(), budget="1GiB", candidates=["offload"], layers=Layers.size)
+    assert found.policy == ScanCheckpointPolicy(
+        save_carries="offload", first_layers=Layers.size - 1, first_policy=True
+    )
+
+
+def test_a_policy_that_has_no_first_layers_is_left_as_it_is():
+    for policy in (False, ScanCheckpointPolicy(simple=True)):
+        found = plan(Counting(), *blocks_and_input(), budget="1GiB", candidates=[policy], layers=Layers.size)
+        assert found.policy is policy and len(found.tried.trials) == 1
 
 
 def test_candidates_of_ones_own():

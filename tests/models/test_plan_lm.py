@@ -7,6 +7,8 @@ from rich.console import Console
 import models.plan_lm as plan_lm
 from models.plan_lm import POLICIES, PlanLmConfig, main, policy_table, step_reports
 from models.qwen3_moe import ExpertsConfig, Qwen3MoeConfig
+from models.step_memory import plan_step
+from stacked_remat._policy import resolve_policy
 from stacked_remat.training import DataConfig
 
 CONFIG = PlanLmConfig(
@@ -59,9 +61,33 @@ def test_the_command_prints_the_table(monkeypatch, tmp_path):
     assert "2 x 8 tokens" in console.file.getvalue()  # pyright: ignore[reportAttributeAccessIssue]
 
 
+def test_auto_shows_how_the_policy_is_found(reports):
+    console = Console(file=io.StringIO(), width=200)
+    keep_all, full, nested = (reports[name].total for name in ("False", "True", "nested"))
+    assert nested < full < keep_all
+    between = plan_step(CONFIG, budget=(full + keep_all) // 2)
+    policy = resolve_policy(between.policy)
+    assert not policy.is_nested and 0 < policy.first_layers < 12
+    assert between.report.total <= between.budget
+    console.print(between)
+    assert "first_layers" in console.file.getvalue()  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def test_auto_has_a_command(tmp_path):
+    console = Console(file=io.StringIO(), width=200)
+    path = tmp_path / "plan.yaml"
+    path.write_text("model: {type: qwen3_moe, hidden_dim: 8, num_layers: 2, num_heads: 2}\nremat: auto")
+    small = ["--config_path", str(path), "--data.batch_size", "2", "--data.seq_len", "8"]
+    assert main([*small, "--budget", "1GiB"], console) == 0
+    assert main([*small, "--budget", "1KiB"], console) == 1
+    shown = console.file.getvalue()  # pyright: ignore[reportAttributeAccessIssue]
+    assert "False fits 1.00 GiB" in shown and "error: no candidate fits 1.00 KiB" in shown
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (["--remat", "auto"], "budget: 72GiB"),
         (["--target", "abacus"], "abacus"),
         (["--targt", "local"], "Did you mean `target`?"),
         (["--remat", "nestd"], "Unknown remat policy 'nestd'"),

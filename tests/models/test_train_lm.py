@@ -7,8 +7,10 @@ import pytest
 import yaml
 from haliax import Axis
 
+import models.train_lm as train_lm
 from models.lm import build_model
 from models.train_lm import TrainLmConfig, main
+from stacked_remat import OffloadError
 from stacked_remat.training import TrainState, build_optimizer, load_checkpoint, parse_config
 
 CONFIG = """
@@ -87,6 +89,29 @@ def test_a_seed_fixes_the_run_and_remat_does_not_change_it(workplace):
     np.testing.assert_allclose(third[-1]["held_out_loss"], first[-1]["held_out_loss"], rtol=1e-4)
 
 
+def test_auto_is_resolved_before_the_first_step(workplace, capsys):
+    auto = ("--remat", "auto", "--trainer.num_steps", "3")
+    assert train(workplace, *auto, "--budget", "1GiB") == 0
+    assert yaml.safe_load((workplace / "run" / "config.yaml").read_text())["remat"] is False
+    shown = capsys.readouterr().out
+    assert shown.index("False fits 1.00 GiB") < shown.index("held-out loss after 0 steps")
+    assert train(workplace, *auto, "--budget", "1KiB", run="other") == 1
+    shown = capsys.readouterr().out
+    assert "error: no candidate fits 1.00 KiB" in shown and "The smallest found is" in shown
+    assert not (workplace / "other").exists()
+
+
+def test_a_policy_that_offloads_is_checked_on_the_device_first(workplace, capsys, monkeypatch):
+    def refuse():
+        raise OffloadError("offloading gives wrong gradients")
+
+    monkeypatch.setattr(train_lm, "check_offload", refuse)
+    assert train(workplace, "--remat", "offload") == 1
+    assert "error: offloading gives wrong gradients" in capsys.readouterr().out
+    assert not (workplace / "run").exists()
+    assert train(workplace, "--trainer.num_steps", "3") == 0
+
+
 def test_an_earlier_run_is_not_overwritten_unless_told(workplace, capsys):
     folder = workplace / "run"
     folder.mkdir()
@@ -106,6 +131,8 @@ def test_an_earlier_run_is_not_overwritten_unless_told(workplace, capsys):
         (("--remat", "nestd"), "Unknown remat policy 'nestd'"),
         (("--remat", "{nestd: 2}"), "remat.nestd is not a field"),
         (("--optimizer.warmup_steps", "50"), "warmup_steps = 50 must be less than trainer.num_steps = 12"),
+        (("--remat", "auto"), "remat: auto takes the policy that fits a budget"),
+        (("--budget", "1GiB"), "budget = 1GiB has no effect beside remat: nested"),
         (("--data.suffix", ".md"), "No files ending in '.md'"),
         (("--trainer.eval_batches", "99"), "Lower trainer.eval_batches"),
     ],

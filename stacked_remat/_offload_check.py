@@ -1,0 +1,98 @@
+"""Whether a device's compiler moves carries to the host and back correctly, found out by running it.
+
+Offloading is an annotation that XLA carries out, and it has carried it out wrongly without a word: one
+release read offloaded residuals of a scan in the wrong order on GPUs (openxla/xla#46231).
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from haliax import Axis
+from jaxtyping import Array
+
+from ._checkpoint import checkpoint_name
+from ._policy import OFFLOAD, ScanCheckpointPolicy, ScanCheckpointSpec
+from ._scan import fold
+
+_POLICIES: tuple[ScanCheckpointPolicy, ...] = (
+    ScanCheckpointPolicy(save_carries=OFFLOAD),
+    ScanCheckpointPolicy(save_carries=OFFLOAD, nested=True),
+    ScanCheckpointPolicy(offload_block_internals=["hidden"]),
+)
+_LAYERS, _WIDTH = Axis("layers", 8), 128  # slices of a whole tile: smaller ones fail on TPUs (jax#24115)
+_TOLERANCE = 1e-3  # of the largest entry; a carry that is read out of order is wrong by its own size
+
+
+class OffloadError(RuntimeError):
+    """Offloaded gradients differ from those that stay on the device."""
+
+
+def check_offload(device: Any = None) -> None:
+    """Make sure that a device computes the same gradients with offloading as without.
+
+    Runs a stack of 8 layers of 128 x 128 under the policies that offload, once per process and kind of
+    device; later calls return at once. Call it before training with a policy that offloads.
+
+    Args:
+        device: one of this process's devices; the default one if not given.
+
+    Raises:
+        OffloadError: they differ, or the compiler refuses the program. Says under which policies, and what to
+            use instead.
+
+    Cost: four small compilations, and 6 MiB of device memory.
+    """
+    device = jax.local_devices()[0] if device is None else device
+    kind = (device.platform, device.device_kind)
+    if kind not in _known_good:
+        _check(device)
+        _known_good.add(kind)
+
+
+_known_good: set[tuple[str, str]] = set()
+
+
+def _check(device: Any) -> None:
+    expected = _gradients(True, device)
+    wrong: list[str] = []
+    for policy in _POLICIES:
+        try:
+            found = _gradients(policy, device)
+        except jax.errors.JaxRuntimeError as error:
+            wrong.append(f"{policy!r}: the compiler refuses it: {str(error).splitlines()[0]}")
+            continue
+        error = np.max([_relative_error(*pair) for pair in zip(found, expected, strict=True)])  # NaN stays
+        if not error <= _TOLERANCE:
+            wrong.append(f"{policy!r}: off by {error:.2g} of the largest entry")
+    if wrong:
+        raise OffloadError(
+            f"Offloading gives wrong gradients on {device.device_kind} ({device.platform}) with jax "
+            f"{jax.__version__}:\n  "
+            + "\n  ".join(wrong)
+            + '\nUse a policy that stays on the device (remat="nested", or nested with fewer carries: '
+            "ScanCheckpointPolicy(max_carries=k)), or another version of JAX. A known cause on GPUs is "
+            "openxla/xla#46231, fixed after jaxlib 0.11.0."
+        )
+
+
+def _gradients(remat: ScanCheckpointSpec, device: Any) -> list[np.ndarray]:
+    shape = (_WIDTH, _WIDTH)
+    keys = jax.random.split(jax.random.key(0))
+
+    def layer(x: Array, weight: Array) -> Array:
+        hidden = checkpoint_name(jnp.sin(x @ weight), "hidden")
+        return x + jnp.sin(hidden)
+
+    def loss(weights: Array, x: Array) -> Array:
+        return jnp.sum(fold(layer, _LAYERS, remat=remat)(x, weights) ** 2)
+
+    with jax.default_device(device):
+        weights = jax.random.normal(keys[0], (_LAYERS.size, *shape)) * _WIDTH**-0.5
+        x = jax.random.normal(keys[1], shape)
+        return [np.asarray(leaf) for leaf in jax.jit(jax.grad(loss, (0, 1)))(weights, x)]
+
+
+def _relative_error(found: np.ndarray, expected: np.ndarray) -> float:
+    return float(np.max(np.abs(found - expected)) / np.max(np.abs(expected)))

@@ -1,0 +1,64 @@
+"""The check of a device's offloading: passes here, tells what is wrong, and is made once."""
+
+import jax
+import numpy as np
+import pytest
+
+from stacked_remat import OffloadError, _offload_check, check_offload
+
+
+@pytest.fixture(autouse=True)
+def nothing_known(monkeypatch):
+    monkeypatch.setattr(_offload_check, "_known_good", set())
+
+
+def test_it_passes_where_the_compiler_is_right():
+    check_offload()
+    check_offload(jax.devices()[-1])
+
+
+def broken(monkeypatch, damage):
+    """Counts the runs, and damages those that offload the carries."""
+    real, runs = _offload_check._gradients, []
+
+    def gradients(remat, device):
+        runs.append(remat)
+        found = real(True, device)
+        return damage(found) if remat is not True and remat.save_carries == "offload" else found
+
+    monkeypatch.setattr(_offload_check, "_gradients", gradients)
+    return runs
+
+
+@pytest.mark.parametrize(
+    "damage, reason",
+    [
+        (lambda found: [found[0][::-1], found[1]], "off by"),
+        (lambda found: [found[0], np.full_like(found[1], np.nan)], "off by nan"),
+    ],
+)
+def test_gradients_read_in_the_wrong_order_are_refused(monkeypatch, damage, reason):
+    broken(monkeypatch, damage)
+    for _ in range(2):  # a failure is not forgotten
+        with pytest.raises(OffloadError, match="remat=.nested.") as caught:
+            check_offload()
+        lines = str(caught.value).splitlines()
+        assert [reason in line for line in lines] == [False, True, True, False]
+        assert "save_carries='offload'" in lines[1] and "nested=True" in lines[2]
+
+
+def test_a_program_that_the_compiler_refuses_is_refused(monkeypatch):
+    def refuse(found):
+        raise jax.errors.JaxRuntimeError("INTERNAL: host offloader\nmore")
+
+    broken(monkeypatch, refuse)
+    with pytest.raises(OffloadError, match="the compiler refuses it: INTERNAL: host offloader"):
+        check_offload()
+
+
+def test_it_runs_once_for_a_kind_of_device(monkeypatch):
+    runs = broken(monkeypatch, lambda found: found)
+    check_offload()
+    made = len(runs)
+    check_offload(jax.devices()[1])
+    assert made == len(runs) == 1 + len(_offload_check._POLICIES)

@@ -34,6 +34,15 @@ test: venv  ## run the tests (PYTEST_ARGS="tests/test_x.py -k name" for some of 
 	    -m "policy and not slow and not deep" || { code=$$?; [ $$code = $(if $(PYTEST_ARGS),5,none) ] || status=$$code; }; \
 	exit $$status
 
+# An environment of its own: with an accelerator's plugin installed, JAX would look for the accelerator everywhere else too. One
+# worker: libtpu serves one process at a time.
+.PHONY: memory
+memory:  ## hold the memory that the benchmarks recorded for an H200 and a TPU v5p, by compiling
+	@scripts/make_venv.sh "$(VENV)-memory" "$(PYTHON)" test,cuda-report,tpu-report
+	@mkdir -p "$(REPORTS)"
+	$(VENV)-memory/bin/python -m pytest --junitxml="$(REPORTS)/memory.xml" \
+	    tests/benchmarks/test_stack_memory.py tests/memory/test_targets.py
+
 .PHONY: haliax
 haliax: venv  ## run Haliax's own tests of scan with this library in its place
 	@mkdir -p "$(REPORTS)"

@@ -16,17 +16,16 @@ import jax.numpy as jnp
 
 from stacked_remat import ScanCheckpointPolicy, ScanCheckpointSpec, Stacked
 
-DTYPE = jnp.bfloat16
-
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """Layers, tokens, width of the carry, width inside the block."""
+    """Layers, tokens, width of the carry, width inside the block, and the type of all of it."""
 
     layers: int = 48
     tokens: int = 65_536
     width: int = 2_048
     inner: int = 2_048
+    dtype: str = "bfloat16"
 
     @property
     def axes(self) -> tuple[hax.Axis, hax.Axis, hax.Axis, hax.Axis]:
@@ -74,8 +73,8 @@ class Block(eqx.Module):
         _, _, width, inner = sizes.axes
         up, down = jax.random.split(key)
         return Block(
-            hax.random.normal(up, (width, inner), dtype=DTYPE) * 0.02,
-            hax.random.normal(down, (inner, width), dtype=DTYPE) * 0.02,
+            hax.random.normal(up, (width, inner), dtype=sizes.dtype) * 0.02,
+            hax.random.normal(down, (inner, width), dtype=sizes.dtype) * 0.02,
         )
 
     def __call__(self, x: hax.NamedArray) -> hax.NamedArray:
@@ -88,7 +87,7 @@ def _named(stacked: Any, sizes: Sizes, *, frozen: bool = False) -> Program:
     layers, tokens, width, _ = sizes.axes
     keys = jax.random.split(jax.random.key(0), sizes.layers)
     blocks = eqx.filter_eval_shape(lambda keys: stacked(layers)(sizes, key=keys), keys)
-    x = eqx.filter_eval_shape(lambda: hax.zeros((tokens, width), dtype=DTYPE))
+    x = eqx.filter_eval_shape(lambda: hax.zeros((tokens, width), dtype=sizes.dtype))
 
     def loss(blocks: Any, x: hax.NamedArray) -> jax.Array:
         return jnp.sum(blocks.fold(x).array.astype(jnp.float32))
@@ -122,8 +121,8 @@ def plain(remat: bool) -> Callable[[Sizes], Program]:
         return jnp.sum(x.astype(jnp.float32))
 
     def build(sizes: Sizes) -> Program:
-        up = jax.ShapeDtypeStruct((sizes.layers, sizes.width, sizes.inner), DTYPE)
-        down = jax.ShapeDtypeStruct((sizes.layers, sizes.inner, sizes.width), DTYPE)
+        up = jax.ShapeDtypeStruct((sizes.layers, sizes.width, sizes.inner), sizes.dtype)
+        down = jax.ShapeDtypeStruct((sizes.layers, sizes.inner, sizes.width), sizes.dtype)
         return jax.grad(loss, (0, 1)), (_input(sizes), (up, down))
 
     return build
@@ -139,8 +138,8 @@ def linen(levels: Callable[[int], Sequence[int]]) -> Callable[[Sizes], Program]:
             @nn.compact
             def __call__(self, x: jax.Array) -> jax.Array:
                 init = nn.initializers.normal(0.02)
-                up = self.param("up", init, (sizes.width, sizes.inner), DTYPE)
-                down = self.param("down", init, (sizes.inner, sizes.width), DTYPE)
+                up = self.param("up", init, (sizes.width, sizes.inner), sizes.dtype)
+                down = self.param("down", init, (sizes.inner, sizes.width), sizes.dtype)
                 return x + jax.nn.silu(x @ up) @ down
 
         model: Any = nn.remat_scan(LinenBlock, lengths=levels(sizes.layers))()
@@ -161,8 +160,8 @@ def nnx_scan(sizes: Sizes) -> Program:
     class NnxBlock(nnx.Module):
         def __init__(self, rngs: nnx.Rngs):
             init = nnx.initializers.normal(0.02)
-            self.up = nnx.Param(init(rngs.params(), (sizes.width, sizes.inner), DTYPE))
-            self.down = nnx.Param(init(rngs.params(), (sizes.inner, sizes.width), DTYPE))
+            self.up = nnx.Param(init(rngs.params(), (sizes.width, sizes.inner), sizes.dtype))
+            self.down = nnx.Param(init(rngs.params(), (sizes.inner, sizes.width), sizes.dtype))
 
         def __call__(self, x: jax.Array) -> jax.Array:
             return x + jax.nn.silu(x @ self.up[...]) @ self.down[...]
@@ -186,7 +185,7 @@ def nnx_scan(sizes: Sizes) -> Program:
 
 
 def _input(sizes: Sizes) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct((sizes.tokens, sizes.width), DTYPE)
+    return jax.ShapeDtypeStruct((sizes.tokens, sizes.width), sizes.dtype)
 
 
 def _two_levels(layers: int) -> tuple[int, int]:
@@ -211,11 +210,14 @@ def variants() -> Iterator[Variant]:
     yield Variant("flax linen remat_scan, 3 levels", linen(_three_levels), "flax.linen")
     yield Variant("flax nnx.scan + nnx.remat", nnx_scan, "flax.nnx")
     nested_offload = ScanCheckpointPolicy(nested=True, save_carries="offload")
+    keep_some = ScanCheckpointPolicy(nested=True, first_layers=8, first_policy=True)
     for name, remat in {
         "False": False,
         "True": True,
         "nested": "nested",
         "nested=7": ScanCheckpointPolicy(nested=7),
+        "max_carries=6": ScanCheckpointPolicy(max_carries=6),
+        "nested, 8 keep carries": keep_some,
         "offload": "offload",
         "nested + offload": nested_offload,
     }.items():

@@ -43,7 +43,7 @@ def main(arguments: list[str] | None = None) -> Path:
             memory.plot(found, options.out / f"stack_memory_{options.target}_{inner}.png", title)
     path = options.out / f"stack_memory_{options.target}.json"
     path.write_text(
-        json.dumps({"target": options.target, "versions": _versions(), "rows": rows}, indent=1) + "\n"
+        json.dumps({"target": options.target, "versions": versions(), "rows": rows}, indent=1) + "\n"
     )
     print(f"wrote {path}")
     return path
@@ -84,7 +84,7 @@ def _row(found: memory.MemoryReport) -> dict[str, Any]:
     }
 
 
-def _versions() -> dict[str, str]:
+def versions() -> dict[str, str]:
     names = ("jax", "jaxlib", "equinox", "haliax", "flax", "jax-cuda13-plugin", "libtpu")
     installed = {dist.metadata["Name"].lower(): dist.version for dist in importlib.metadata.distributions()}
     return {name: installed[name] for name in names if name in installed}

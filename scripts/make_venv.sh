@@ -1,15 +1,15 @@
 #!/usr/bin/env bash
 # Make or reuse the virtual environment $1, with Python $2 (default: the one it has, or the first found from 3.11).
 #
-# Installs this checkout, editable, with everything that running, testing, checking and documenting it takes, at the
-# versions of constraints/py3XX.txt. Uses uv where it is installed, venv and pip elsewhere. A fingerprint of all that goes
+# Installs this checkout, editable, with the extras $3 (default: everything that running, testing, checking and documenting
+# it takes), at the versions of constraints/py3XX.txt. Uses uv where it is installed, venv and pip elsewhere. A fingerprint of all that goes
 # in lies in the environment, so that a second call returns at once.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
 venv=$1
 python=${2-}
-extras=train,plot,nnx,test,docs,check
+extras=${3-train,plot,nnx,test,docs,check}
 
 if [ -z "$python" ]; then
     if "$venv/bin/python" -c "" 2>/dev/null; then

@@ -73,8 +73,8 @@ class Block(eqx.Module):
         _, _, width, inner = sizes.axes
         up, down = jax.random.split(key)
         return Block(
-            hax.random.normal(up, (width, inner), dtype=sizes.dtype) * 0.02,
-            hax.random.normal(down, (inner, width), dtype=sizes.dtype) * 0.02,
+            hax.random.normal(up, (width, inner)).astype(sizes.dtype) * 0.02,
+            hax.random.normal(down, (inner, width)).astype(sizes.dtype) * 0.02,
         )
 
     def __call__(self, x: hax.NamedArray) -> hax.NamedArray:

@@ -1,9 +1,9 @@
-"""Time of one gradient of the deep stack under every policy, beside the other libraries, on the device at hand.
+"""Time of one gradient of the deep stack under every policy, beside the other libraries, on this device.
 
 The gradients are compared first, and then every variant runs once a round, so that what slows the machine
 down slows down all of them:
 
-    python -m benchmarks.stack_time --tokens 512 --width 256 --inner 512 --dtype float32 --only 'haliax|stacked_remat'
+    python -m benchmarks.stack_time --tokens 512 --width 256 --inner 1024 --dtype float32 --rounds 21
 
 Writes `results/stack_time_<platform>.json`. On an accelerator it also says what a process that runs one
 variant alone has allocated, beside what the compiler announced.
@@ -96,7 +96,7 @@ def compile_variant(variant: Variant, sizes: Sizes) -> Compiled:
     fn, shapes = variant.build(sizes)
     compiled = jax.jit(fn).lower(*shapes).compile()
     arguments = jtu.tree_map_with_path(lambda path, leaf: _value(path, leaf, sizes), shapes)
-    memory = compiled.memory_analysis()
+    memory: Any = compiled.memory_analysis()
     size = memory.argument_size_in_bytes + memory.output_size_in_bytes + memory.temp_size_in_bytes
     return Compiled(variant.name, lambda: compiled(*arguments), size - memory.alias_size_in_bytes)
 
@@ -123,7 +123,7 @@ def _by_role(gradient: Any, sizes: Sizes) -> dict[str, np.ndarray]:
 
 
 def _role(path: Any, leaf: Any, sizes: Sizes) -> str:
-    """What an argument is, whatever a library calls it; the weights are `up` and `down`, or come so in order."""
+    """What an argument is, whatever a library calls it; weights are `up` and `down`, or in that order."""
     if leaf.size == sizes.tokens * sizes.width and leaf.ndim == 2:
         return "x"
     names = jtu.keystr(path)

@@ -22,6 +22,7 @@ from jaxtyping import Array
 
 from ._schedule import Schedule
 from ._sweep_activity import is_differentiable
+from ._sweep_direction import reverse_mode_only
 from ._sweep_gradient import Wanted, merge, pick, spread
 from ._sweep_problem import Head, Problem
 from ._sweep_slots import Carry, Kept
@@ -62,7 +63,7 @@ def sweep(
 
     Raises:
         ValueError: the schedule is for another length, or too deep for the host.
-        TypeError: forward-mode differentiation, where it can be told (outside of `jit`).
+        TypeError: forward-mode differentiation.
     """
     _check(schedule, length - (head.length if head else 0), boundaries)
     _check_lengths(xs, length)
@@ -70,15 +71,8 @@ def sweep(
     problem = Problem(
         jaxpr, len(jax.tree.leaves(init)), schedule, reverse, unroll, checkpoint, boundaries == "host", head
     )
-    try:
-        carry, ys = _differentiable(problem)(jax.tree.leaves(init), jax.tree.leaves(xs), shared)
-    except TypeError as error:
-        if "forward-mode" not in str(error):
-            raise
-        raise TypeError(
-            "nested checkpointing has no forward-mode derivative (jvp, jacfwd, linearize); "
-            "use remat=True or remat=False for it, or reverse mode"
-        ) from error
+    leaves = (jax.tree.leaves(init), jax.tree.leaves(xs), shared)
+    carry, ys = _differentiable(problem)(*jax.tree.map(_reverse_mode_only, leaves))
     return jax.tree.unflatten(trees[0], carry), jax.tree.unflatten(trees[1], ys)
 
 
@@ -226,6 +220,10 @@ class _Static:
     """A hashable value that travels among residuals."""
 
     value: Any
+
+
+def _reverse_mode_only(leaf: Array) -> Array:
+    return reverse_mode_only(leaf) if is_differentiable(leaf.dtype) else leaf
 
 
 def _instantiate(cotangent: Any) -> Array:

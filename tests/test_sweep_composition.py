@@ -114,8 +114,14 @@ def test_forward_mode_names_the_policy_to_use():
         return sweep(lambda c, _: (jnp.sin(c), None), x, None, length=4, schedule=shrinking(4))[0]
 
     assert_close(jit(value)(0.3), lax.scan(lambda c, _: (jnp.sin(c), None), jnp.float32(0.3), length=4)[0])
+    for transform in (lambda f: f, jax.jit, jax.checkpoint, lambda f: jax.jit(jax.checkpoint(f))):
+        with pytest.raises(TypeError, match="remat=True or remat=False"):
+            jax.jvp(transform(value), (0.3,), (1.0,))
+        with pytest.raises(TypeError, match="remat=True or remat=False"):
+            jax.jit(jax.jacfwd(transform(value)))(0.3)
+    _, tangent = jax.linearize(jax.jit(value), 0.3)
     with pytest.raises(TypeError, match="remat=True or remat=False"):
-        jax.jvp(value, (0.3,), (1.0,))
+        tangent(1.0)
 
 
 def test_sharded_stacks_are_not_gathered():

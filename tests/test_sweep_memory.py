@@ -37,6 +37,7 @@ def shapes_made(jaxpr) -> set[tuple[int, ...]]:
     return {
         var.aval.shape
         for equation in equations(jaxpr)
+        if equation.primitive.name != "reverse_mode_only"  # hands on what goes in
         for var in equation.outvars
         if hasattr(var.aval, "shape")
     }

@@ -5,11 +5,12 @@ Everything is compiled for a device that need not be there, and nothing is run:
     python -m benchmarks.stack_memory --target h200
     python -m benchmarks.stack_memory --target v5p --inner 2048 --only stacked_remat
 
-Writes `results/stack_memory_<target>.json`, and a plot beside it for each inner width.
+Writes `results/stack_memory_<target>.json`, and a plot beside it for each inner width. Where the device is at
+hand, `--target local --run` goes on to `stack_time`: gradients compared, every policy timed, and the memory
+that was allocated beside what the compiler announced.
 """
 
 import argparse
-import importlib.metadata
 import json
 import re
 from collections.abc import Iterator
@@ -20,9 +21,9 @@ import jax
 
 from stacked_remat import memory
 
+from . import stack_time
+from .record import RESULTS, versions
 from .residual_mlp import Sizes, Variant, variants
-
-RESULTS = Path(__file__).parent / "results"
 
 
 def main(arguments: list[str] | None = None) -> Path:
@@ -46,6 +47,10 @@ def main(arguments: list[str] | None = None) -> Path:
         json.dumps({"target": options.target, "versions": versions(), "rows": rows}, indent=1) + "\n"
     )
     print(f"wrote {path}")
+    for inner in options.inner if options.run else ():
+        sizes = ("layers", "tokens", "width", "only", "out")
+        own = [f"--{name}={getattr(options, name)}" for name in sizes]
+        stack_time.main([*own, f"--inner={inner}"])
     return path
 
 
@@ -84,12 +89,6 @@ def _row(found: memory.MemoryReport) -> dict[str, Any]:
     }
 
 
-def versions() -> dict[str, str]:
-    names = ("jax", "jaxlib", "equinox", "haliax", "flax", "jax-cuda13-plugin", "libtpu")
-    installed = {dist.metadata["Name"].lower(): dist.version for dist in importlib.metadata.distributions()}
-    return {name: installed[name] for name in names if name in installed}
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--target", default="local", choices=list(memory.TARGETS))
@@ -98,6 +97,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--width", type=int, default=2_048)
     parser.add_argument("--inner", type=int, nargs="+", default=[2_048, 16_384])
     parser.add_argument("--only", default="", help="regular expression that names of variants must match")
+    parser.add_argument("--run", action="store_true", help="also time every variant on this device")
     parser.add_argument("--out", type=Path, default=RESULTS)
     return parser
 

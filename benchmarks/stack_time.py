@@ -5,8 +5,8 @@ down slows down all of them:
 
     python -m benchmarks.stack_time --tokens 512 --width 256 --inner 1024 --dtype float32 --rounds 21
 
-Writes `results/stack_time_<platform>.json`. On an accelerator it also says what a process that runs one
-variant alone has allocated, beside what the compiler announced.
+Writes `results/stack_time_<platform>_<inner>.json`. On an accelerator it also says what a process that runs
+one variant alone has allocated, beside what the compiler announced.
 """
 
 import argparse
@@ -27,8 +27,8 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
 
+from .record import RESULTS, versions
 from .residual_mlp import Sizes, Variant, variants
-from .stack_memory import RESULTS, versions
 
 _REFERENCE = "lax.scan + jax.checkpoint"
 _TOLERANCE = {"float32": 1e-4, "bfloat16": 3e-2}  # of the gradient's norm
@@ -83,7 +83,7 @@ def main(arguments: list[str] | None = None) -> Path | None:
     rows = [_row(one, ready, peak) for one, peak in zip(ready, alone, strict=True)]
     for row in rows:
         print(f"{row['name']:40} {row['median_seconds']:9.4f} s  {row['to_baselines']}", flush=True)
-    path = options.out / f"stack_time_{device.platform}.json"
+    path = options.out / f"stack_time_{device.platform}_{sizes.inner}.json"
     found = {"device": device.device_kind, "sizes": dataclasses.asdict(sizes), "rounds": options.rounds}
     text = json.dumps({**found, "versions": versions(), "rows": rows, "refused": refused}, indent=1)
     path.write_text(text + "\n")

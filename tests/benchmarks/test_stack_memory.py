@@ -7,8 +7,9 @@ import json
 import jax
 import pytest
 
+from benchmarks.record import RESULTS
 from benchmarks.residual_mlp import Sizes, Variant, variants
-from benchmarks.stack_memory import RESULTS, main
+from benchmarks.stack_memory import main
 from stacked_remat import memory
 
 TINY = ["--layers", "8", "--tokens", "64", "--width", "16", "--inner", "16"]
@@ -43,6 +44,13 @@ def test_it_writes_json_and_a_plot(tmp_path, capsys):
     assert rows[0]["temporaries"] > rows[1]["temporaries"] > 0
     assert (tmp_path / "stack_memory_local_16.png").exists()
     assert "stacked_remat True" in capsys.readouterr().out
+
+
+def test_with_run_it_also_times_what_it_compiled(tmp_path):
+    pytest.importorskip("matplotlib")
+    main([*TINY, "--out", str(tmp_path), "--only", "stacked_remat (True|nested)$", "--run"])
+    rows = json.loads((tmp_path / "stack_time_cpu_16.json").read_text())["rows"]
+    assert [row["name"] for row in rows] == ["stacked_remat True", "stacked_remat nested"]
 
 
 def test_a_peer_that_is_not_installed_is_named():

@@ -32,7 +32,7 @@ def test_a_wrong_gradient_is_not_timed():
 
 def test_it_writes_json_with_ratios_to_the_baselines(tmp_path, standard_promotion):
     path = main([*TINY, "--out", str(tmp_path), "--only", "haliax True|stacked_remat (True|nested)$"])
-    assert path == tmp_path / "stack_time_cpu.json"
+    assert path == tmp_path / "stack_time_cpu_24.json"
     rows = {row["name"]: row for row in json.loads(path.read_text())["rows"]}
     assert list(rows) == ["haliax True", "stacked_remat True", "stacked_remat nested"]
     assert rows["haliax True"]["to_baselines"]["haliax True"] == 1.0

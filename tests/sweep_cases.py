@@ -10,6 +10,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from stacked_remat._schedule import Schedule, shrinking
 from stacked_remat._sweep import sweep
+from stacked_remat._sweep_problem import Head
 
 WIDTH, ROWS = 4, 3
 
@@ -88,6 +89,12 @@ def expected(length: int, reverse: bool = False):
 def check(schedule: Schedule, reverse: bool = False, **kwargs):
     length = schedule.length
     run = functools.partial(sweep, length=length, schedule=schedule, reverse=reverse, **kwargs)
+    assert_close(jit(lambda: derivatives(run, length))(), expected(length, reverse))
+
+
+def check_head(schedule: Schedule, head: Head, reverse: bool = False, **kwargs):
+    length = head.length + schedule.length
+    run = functools.partial(sweep, length=length, schedule=schedule, reverse=reverse, head=head, **kwargs)
     assert_close(jit(lambda: derivatives(run, length))(), expected(length, reverse))
 
 

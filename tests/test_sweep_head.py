@@ -1,0 +1,150 @@
+"""A sweep whose first layers keep their inputs and residuals: arithmetic, composition, what it costs."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from stacked_remat._schedule import Schedule, bounded, equal, shrinking
+from stacked_remat._sweep import sweep
+from stacked_remat._sweep_problem import Head
+
+from .sweep_cases import assert_close, check_head, inputs, jit, loss, mlp, mlp_gradients
+
+
+def keep_everything(layer):
+    return layer
+
+
+KEEPS = {
+    "carries": jax.checkpoint,
+    "everything": keep_everything,
+    "a name": functools.partial(jax.checkpoint, policy=jax.checkpoint_policies.save_only_these_names("h")),
+}
+
+
+@pytest.mark.parametrize("keep", KEEPS.values(), ids=KEEPS)
+@pytest.mark.parametrize(
+    "schedule", [shrinking(4), equal(4, 2), equal(4, 4), bounded(4, max_carries=2)], ids=str
+)
+@pytest.mark.parametrize("reverse", [False, True])
+def test_values_and_gradients(schedule: Schedule, keep, reverse: bool):
+    check_head(schedule, Head(3, keep), reverse)
+
+
+@pytest.mark.parametrize("schedule", [equal(4, 2), equal(4, 4)], ids=str)
+@pytest.mark.parametrize("reverse", [False, True])
+def test_boundaries_on_the_host(schedule: Schedule, reverse: bool):
+    check_head(schedule, Head(3, keep_everything), reverse, boundaries="host")
+
+
+@pytest.mark.parametrize("unroll", [2, True])
+def test_unroll(unroll):
+    check_head(shrinking(4), Head(3, keep_everything), unroll=unroll)
+
+
+def seven(**kwargs):
+    return functools.partial(sweep, length=7, schedule=shrinking(4), head=Head(3, keep_everything), **kwargs)
+
+
+def test_gradient_of_gradient():
+    parameters, frozen = inputs(7)
+
+    def penalty(run, p):
+        gradient = jax.grad(lambda p: loss(run, p, frozen, 7)[0])(p)
+        return sum(jnp.sum(leaf**2) for leaf in jax.tree.leaves(gradient))
+
+    for run in (seven(), sweep_on_host()):
+        actual = jit(jax.grad(functools.partial(penalty, run)))(parameters)
+        assert_close(actual, jit(jax.grad(functools.partial(penalty, lax.scan)))(parameters))
+
+
+def sweep_on_host():
+    return functools.partial(
+        sweep, length=7, schedule=equal(4, 2), head=Head(3, jax.checkpoint), boundaries="host"
+    )
+
+
+def test_vmap_and_checkpoint():
+    (h, *rest), frozen = inputs(7)
+
+    def gradients(run, h):
+        return jax.grad(jax.checkpoint(lambda p: loss(run, p, frozen, 7)[0]))((h, *rest))
+
+    hs = jnp.stack([h, -h])
+    actual = jit(jax.vmap(functools.partial(gradients, seven())))(hs)
+    assert_close(actual, jit(jax.vmap(functools.partial(gradients, lax.scan)))(hs))
+
+
+@pytest.mark.parametrize("run", [seven(), sweep_on_host()], ids=["device", "host"])
+def test_keys_in_the_carry_and_outputs_that_are_not_used(run):
+    def body(carry, w):
+        h, key = carry
+        key, own = jax.random.split(key)
+        return (h * w + jax.random.uniform(own, h.shape), key), (jnp.sin(h * w), jnp.int32(3))
+
+    def value(run, w):
+        return jnp.sum(run(body, (jnp.ones(2), jax.random.key(1)), w)[0][0] ** 2)
+
+    w = jnp.linspace(0.5, 1.5, 7)
+    assert_close(
+        jit(jax.grad(functools.partial(value, run)))(w), jit(jax.grad(functools.partial(value, lax.scan)))(w)
+    )
+
+
+def test_the_first_layers_are_evaluated_once_and_the_rest_by_the_schedule():
+    def tanhs(head: Head | None, schedule: Schedule) -> int:
+        calls = []
+
+        def body(c, w):
+            def count(value):
+                calls.append(value)
+                return value
+
+            counted = jax.pure_callback(
+                count, jax.ShapeDtypeStruct((), jnp.float32), lax.stop_gradient(c * w)
+            )
+            return jnp.tanh(c * w + 0.0 * counted), None
+
+        def value(w):
+            return sweep(body, 0.5, w, length=7, schedule=schedule, head=head)[0]
+
+        np.asarray(jax.jit(jax.grad(value))(jnp.ones(7)))
+        return len(calls)
+
+    # Forward 7; then each of the last 4 once more at its visit, and what the schedule replays.
+    assert tanhs(Head(3, keep_everything), equal(4, 4)) == 7 + 4
+    assert tanhs(Head(3, keep_everything), shrinking(4)) == 7 + 4 + shrinking(4).replays
+    assert tanhs(None, equal(7, 7)) == 7 + 7
+
+
+def test_frozen_weights_cost_nothing():
+    run = functools.partial(sweep, length=12, schedule=shrinking(7), head=Head(5, keep_everything))
+    frozen, trained = (str(mlp_gradients(run, 12, which)[0]) for which in ((2,), (0, 1, 2)))
+    weight_gradients = trained.count("dot_general") - frozen.count("dot_general")
+    assert weight_gradients == 4  # two products in the body of each of the two loops that visit
+    assert_close(
+        jax.grad(mlp_gradients(run, 12)[1], 2)(*arguments()),
+        jax.grad(mlp_gradients(lax.scan, 12)[1], 2)(*arguments()),
+    )
+
+
+def arguments():
+    keys = jax.random.split(jax.random.key(0), 3)
+    shapes = [(12, 4, 6), (12, 6, 4), (3, 4)]
+    return [0.3 * jax.random.normal(key, shape) for key, shape in zip(keys, shapes, strict=True)]
+
+
+def test_a_schedule_of_another_length_is_refused():
+    with pytest.raises(ValueError, match="the schedule is for 4 layers, but there are 5"):
+        sweep(
+            mlp,
+            jnp.ones((3, 4)),
+            (jnp.ones((8, 4, 6)), jnp.ones((8, 6, 4))),
+            length=8,
+            schedule=shrinking(4),
+            head=Head(3, jax.checkpoint),
+        )

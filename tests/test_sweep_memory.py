@@ -11,6 +11,7 @@ from jax import lax
 
 from stacked_remat._schedule import Schedule, bounded, equal, segmented, shrinking
 from stacked_remat._sweep import sweep
+from stacked_remat._sweep_problem import Head
 
 from .sweep_cases import (
     ROWS,
@@ -31,6 +32,13 @@ def equations(jaxpr):
             inner = getattr(value, "jaxpr", value)
             if hasattr(inner, "eqns"):
                 yield from equations(inner)
+
+
+def equations_of_loop(loop):
+    for value in loop.params.values():
+        inner = getattr(value, "jaxpr", value)
+        if hasattr(inner, "eqns"):
+            yield from equations(inner)
 
 
 def shapes_made(jaxpr) -> set[tuple[int, ...]]:
@@ -60,6 +68,25 @@ def test_no_segment_of_weights_or_gradients_is_copied():
     jaxpr, _ = mlp_gradients(nested(48), 48)
     stacks = {shape[0] for shape in shapes_made(jaxpr.jaxpr) if shape[1:] in ((WIDTH, 6), (6, WIDTH))}
     assert stacks <= {1, 48}
+
+
+@pytest.mark.parametrize("head", [None, Head(5, lambda layer: layer)], ids=["no head", "head"])
+def test_gradients_are_written_in_place(head: Head | None):
+    """Inside of the loops a whole stack comes from a write to one of its layers, or is handed on."""
+    run = functools.partial(
+        sweep, length=48, schedule=shrinking(48 - (head.length if head else 0)), head=head
+    )
+    jaxpr, _ = mlp_gradients(run, 48)
+    whole = {(48, WIDTH, 6), (48, 6, WIDTH)}
+    loops = [equation for equation in equations(jaxpr.jaxpr) if equation.primitive.name in ("while", "scan")]
+    makers = {
+        equation.primitive.name
+        for loop in loops
+        for equation in equations_of_loop(loop)
+        if any(getattr(var.aval, "shape", None) in whole for var in equation.outvars)
+    }
+    assert "dynamic_update_slice" in makers
+    assert makers <= {"dynamic_update_slice", "while", "jit"}  # the last two hand on what they are given
 
 
 def test_frozen_stacks_cost_nothing():

@@ -76,7 +76,7 @@ class PlanLmConfig:
 
 
 def step_reports(
-    config: PlanLmConfig, policies: Mapping[str, bool | dict[str, Any] | str] = POLICIES
+    config: PlanLmConfig, policies: Mapping[str, bool | dict[str, Any] | str]
 ) -> Iterator[tuple[str, MemoryReport]]:
     """Compiles the step under one policy after the other."""
     for name, remat in policies.items():
@@ -128,7 +128,7 @@ def main(arguments: Sequence[str], console: Console | None = None) -> int:
         found: dict[str, MemoryReport] = {}
         with RichProgress(console=console, transient=True) as progress:
             task = progress.add_task("compiling", total=len(POLICIES))
-            for name, one in step_reports(config):
+            for name, one in step_reports(config, POLICIES):
                 found[name] = one
                 progress.advance(task)
     except (ConfigError, TargetError, BudgetError) as error:

@@ -51,7 +51,7 @@ def test_the_table_has_a_row_a_policy_and_marks_that_of_the_config(reports):
 
 
 def test_the_command_prints_the_table(monkeypatch, tmp_path):
-    monkeypatch.setattr(plan_lm, "POLICIES", {"True": True, "nested": "nested"})
+    monkeypatch.setattr(plan_lm, "POLICIES", {"True": True})
     console = Console(file=io.StringIO(), width=200)
     path = tmp_path / "plan.yaml"
     path.write_text(

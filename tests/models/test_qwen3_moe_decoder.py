@@ -22,8 +22,12 @@ CONFIG = Qwen3MoeConfig(
 
 
 @functools.cache
-def make(config=CONFIG, remat=True) -> Qwen3MoeDecoder:
-    return eqx.filter_jit(Qwen3MoeDecoder.init)(config, Vocab, remat=remat, key=jax.random.key(0))
+def make(config=CONFIG) -> Qwen3MoeDecoder:
+    return Qwen3MoeDecoder.init(config, Vocab, key=jax.random.key(0))
+
+
+def with_policy(model, policy):
+    return dataclasses.replace(model, layers=dataclasses.replace(model.layers, remat=policy))
 
 
 @eqx.filter_jit
@@ -31,16 +35,13 @@ def layer_states(model, tokens):
     return model.layer_states(tokens)
 
 
-next_token_loss_jitted = eqx.filter_jit(next_token_loss)
+loss_of = eqx.filter_jit(next_token_loss)
+loss_and_gradients = eqx.filter_jit(eqx.filter_value_and_grad(next_token_loss, has_aux=True))
 
 
 def batch_of_tokens() -> TokenBatch:
     tokens = hax.random.randint(jax.random.key(1), (Batch, Pos), 0, Vocab.size)
     return TokenBatch(tokens, hax.roll(tokens, -1, Pos), hax.ones((Batch, Pos)))
-
-
-def loss_and_gradients(model, batch):
-    return eqx.filter_jit(eqx.filter_value_and_grad(next_token_loss, has_aux=True))(model, batch)
 
 
 def test_shapes_and_dtypes():
@@ -64,7 +65,7 @@ def test_it_is_the_python_loop_over_its_layers():
 
 
 def test_the_first_loss_is_that_of_a_uniform_guess():
-    loss, _ = next_token_loss_jitted(make(), batch_of_tokens())
+    loss, _ = loss_of(make(), batch_of_tokens())
     np.testing.assert_allclose(loss, np.log(Vocab.size), atol=0.1)
 
 
@@ -72,7 +73,7 @@ def test_loss_counts_weighted_targets_alone_and_adds_the_load_balance_of_every_l
     model, batch = make(), batch_of_tokens()
     weights = hax.named(jnp.array([[1.0, 0, 0, 2.0, 0], [0, 0, 1.0, 0, 0]]), (Batch, Pos))
     batch = TokenBatch(batch.tokens, batch.targets, weights)
-    loss, metrics = next_token_loss_jitted(model, batch)
+    loss, metrics = loss_of(model, batch)
     hidden, statistics = layer_states(model, batch.tokens)
     log_probs = jax.nn.log_softmax(model.logits(hidden).array)
     picked = -jnp.take_along_axis(log_probs, batch.targets.array[..., None], axis=-1)[..., 0]
@@ -87,36 +88,34 @@ def test_loss_counts_weighted_targets_alone_and_adds_the_load_balance_of_every_l
 def test_a_batch_without_weight_has_no_loss():
     batch = batch_of_tokens()
     empty = TokenBatch(batch.tokens, batch.targets, hax.zeros((Batch, Pos)))
-    assert next_token_loss_jitted(make(), empty)[1]["loss"] == 0
+    assert loss_of(make(), empty)[1]["loss"] == 0
 
 
 def test_the_load_balance_weight_takes_effect():
     off = dataclasses.replace(CONFIG, experts=dataclasses.replace(CONFIG.experts, load_balance_weight=0.0))
-    loss, metrics = next_token_loss_jitted(make(off), batch_of_tokens())
+    loss, metrics = loss_of(make(off), batch_of_tokens())
     assert loss == metrics["loss"]
 
 
 @pytest.fixture(scope="module")
 def unchecked():
-    return loss_and_gradients(make(remat=False), batch_of_tokens())
+    return loss_and_gradients(with_policy(make(), ScanCheckpointPolicy(disable=True)), batch_of_tokens())
 
 
 @pytest.mark.parametrize(
-    "remat",
+    "policy",
     [
-        True,
-        "offload",
-        "nested",
-        "save_all",
-        "recompute",
+        ScanCheckpointPolicy(),
+        ScanCheckpointPolicy(save_carries="offload"),
+        ScanCheckpointPolicy(nested=True),
         ScanCheckpointPolicy(save_block_internals=["attention_output", "experts_output"]),
         ScanCheckpointPolicy(nested=True, save_block_internals=["router_probs"]),
     ],
     ids=str,
 )
-def test_every_policy_gives_the_same_finite_gradients(remat, unchecked):
+def test_every_policy_gives_the_same_finite_gradients(policy, unchecked):
     (expected_loss, _), expected = unchecked
-    (loss, _), gradients = loss_and_gradients(make(remat=remat), batch_of_tokens())
+    (loss, _), gradients = loss_and_gradients(with_policy(make(), policy), batch_of_tokens())
     np.testing.assert_allclose(loss, expected_loss, rtol=1e-6)
     for got, wanted in zip(jax.tree.leaves(gradients), jax.tree.leaves(expected), strict=True):
         assert jnp.all(jnp.isfinite(got)) and jnp.any(got != 0)
@@ -124,17 +123,22 @@ def test_every_policy_gives_the_same_finite_gradients(remat, unchecked):
 
 
 @pytest.mark.parametrize(
-    "name", ["query", "key", "value", "attention_output", "router_probs", "experts_output"]
+    "name", ["query", "key", "value", "attention_output", "attention_lse", "router_probs", "experts_output"]
 )
 def test_the_names_inside_a_layer_can_be_saved(name):
-    policy = ScanCheckpointPolicy(save_block_internals=[name])
     batch = batch_of_tokens()
     saved, plain = (
-        str(jax.make_jaxpr(jax.grad(lambda m: next_token_loss(m, batch)[0]))(make(remat=remat)))
-        for remat in (policy, True)
+        str(jax.make_jaxpr(jax.grad(lambda m: next_token_loss(m, batch)[0]))(with_policy(make(), policy)))
+        for policy in (ScanCheckpointPolicy(save_block_internals=[name]), ScanCheckpointPolicy())
     )
     assert f"name={name}]" in plain
     assert saved != plain
+
+
+def test_remat_is_the_policy_of_the_stack():
+    key = jax.random.key(0)
+    made = eqx.filter_eval_shape(Qwen3MoeDecoder.init, CONFIG, Vocab, remat="nested", key=key)
+    assert made.layers.remat == ScanCheckpointPolicy(nested=True)
 
 
 def test_a_tied_head_is_the_embedding():
@@ -170,7 +174,7 @@ def test_later_tokens_do_not_change_earlier_states():
 
 
 def test_build_model_makes_the_registered_model_and_names_what_it_lacks():
-    model = build_model(CONFIG, Vocab, remat="nested", key=jax.random.key(0))
+    model = eqx.filter_eval_shape(build_model, CONFIG, Vocab, remat="nested", key=jax.random.key(0))
     assert isinstance(model, Qwen3MoeDecoder) and model.Vocab == Vocab
 
     class Unregistered(LmConfig):

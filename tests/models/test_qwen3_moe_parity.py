@@ -132,7 +132,8 @@ def test_gradients(case):
     config, reference, tokens = case
     model = ours_from(dict(reference.state_dict()), config)
     named = hax.named(jnp.asarray(tokens), (Batch, Pos))
-    weights = hax.ones((Batch, Pos)) * (hax.arange(Pos) < Pos.size - 1)
+    has_target = (hax.arange(Pos) < Pos.size - 1).astype(jnp.float32)
+    weights = hax.ones((Batch, Pos)) * has_target
     batch = TokenBatch(named, hax.roll(named, -1, Pos), weights)
     loss_of = eqx.filter_jit(eqx.filter_value_and_grad(lambda m: next_token_loss(m, batch)[1]["loss"]))
     loss, gradient = loss_of(model)

@@ -4,6 +4,9 @@ The moves are annotations in the graph: XLA turns them into asynchronous copies 
 both spaces are the same memory and the moves have no effect, so programs with offloading run everywhere.
 """
 
+import contextlib
+import contextvars
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -17,3 +20,22 @@ def to_host(tree: Any) -> Any:
 def to_device(tree: Any) -> Any:
     """Move every array of `tree` to device memory, keeping its sharding."""
     return jax.device_put(tree, jax.memory.Space.Device)
+
+
+_compiled_for: contextvars.ContextVar[str | None] = contextvars.ContextVar("_compiled_for", default=None)
+
+
+def platform() -> str:
+    """The kind of device that the program being traced is for: `"cpu"`, `"cuda"`, `"tpu"`, ..."""
+    name = _compiled_for.get() or jax.default_backend()
+    return "cuda" if name == "gpu" else name
+
+
+@contextlib.contextmanager
+def compiled_for(name: str) -> Iterator[None]:
+    """Trace for a platform other than the one that is attached."""
+    token = _compiled_for.set(name)
+    try:
+        yield
+    finally:
+        _compiled_for.reset(token)

@@ -6,12 +6,12 @@ import haliax.nn as hnn
 import jax
 import jax.numpy as jnp
 from haliax import Axis, AxisSelector, NamedArray
-from haliax.nn.attention import causal_mask
 from jaxtyping import PRNGKeyArray
 
 from models.qwen3_moe.config import Qwen3MoeConfig
 from models.qwen3_moe.layers import linear, rms_norm
 from stacked_remat import checkpoint_name
+from stacked_remat.ops import causal_attention
 
 
 class RotaryTable(eqx.Module):
@@ -53,38 +53,11 @@ def apply_rotary(x: NamedArray, table: RotaryTable, HeadDim: Axis) -> NamedArray
     return (wide * table.cos + turned * table.sin).rearrange(x.axes).astype(x.dtype)
 
 
-def causal_attention(
-    query: NamedArray, key: NamedArray, value: NamedArray, Pos: AxisSelector, HeadDim: Axis
-) -> NamedArray:
-    """Exact causal attention, softmax in float32.
-
-    Args:
-        query: `[..., Pos, KVHeads, HeadsPerKV, HeadDim]`.
-        key: `[..., Pos, KVHeads, HeadDim]`: shared by the query heads of its group.
-        value: like `key`.
-        Pos: the axis along which a position attends to itself and to what came before.
-        HeadDim: the axis that is contracted; scores are scaled by `HeadDim.size ** -0.5`.
-
-    Returns:
-        Like `query`, in its axis order and dtype.
-
-    Cost: `4 * heads * Pos**2 * HeadDim` FLOPs, and memory for `heads * Pos**2` float32 scores.
-    """
-    QueryPos = query.resolve_axis(hax.axis_name(Pos))
-    KeyPos = QueryPos.alias("key_" + QueryPos.name)
-    key, value = key.rename({QueryPos: KeyPos}), value.rename({QueryPos: KeyPos})
-    scores = hax.dot(query, key, axis=HeadDim).astype(jnp.float32) * HeadDim.size**-0.5
-    visible = causal_mask(QueryPos, KeyPos)
-    scores = hax.where(visible, scores, float(jnp.finfo(jnp.float32).min))
-    weights = hnn.softmax(scores, axis=KeyPos).astype(value.dtype)
-    return hax.dot(weights, value, axis=KeyPos).rearrange(query.axes)
-
-
 class Attention(eqx.Module):
     """Causal grouped-query attention (Ainslie et al. 2023) with RMS norms on queries and keys.
 
-    Names for remat policies: `query`, `key`, `value` (after norm and rotation) and `attention_output`
-    (before the output projection).
+    Names for remat policies: `query`, `key`, `value` (after norm and rotation), `attention_output` (before
+    the output projection) and `attention_lse`, the last two as `stacked_remat.ops.causal_attention` has them.
     """
 
     q_proj: hnn.Linear
@@ -119,6 +92,7 @@ class Attention(eqx.Module):
         query = checkpoint_name(query, "query")
         key = checkpoint_name(key, "key")
         value = checkpoint_name(self.v_proj(x), "value")
-        attended = causal_attention(query, key, value, Pos, HeadDim)
-        attended = checkpoint_name(attended, "attention_output")
+        attended = causal_attention(
+            query, key, value, Pos, self.config.KVHeads, HeadDim, backend=self.config.attention_backend
+        )
         return self.o_proj(attended).rearrange(x.axes)

@@ -62,6 +62,7 @@ class Qwen3MoeConfig(LmConfig):
         rms_norm_eps: added to the mean square in every norm.
         initializer_range: standard deviation of the initial weights.
         tie_word_embeddings: whether the head reuses the embedding's weights.
+        attention_backend: kernel of the attention: `auto`, or one of `stacked_remat.ops.causal_attention`.
         compute_dtype: dtype of activations; parameters stay in float32 and are cast a layer at a time.
     """
 
@@ -75,6 +76,7 @@ class Qwen3MoeConfig(LmConfig):
     rms_norm_eps: float = 1e-6
     initializer_range: float = 0.02
     tie_word_embeddings: bool = False
+    attention_backend: Literal["auto", "cudnn", "blockwise", "exact"] = "auto"
     compute_dtype: Literal["float32", "bfloat16"] = "float32"
 
     def __post_init__(self) -> None:

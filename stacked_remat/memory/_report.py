@@ -13,6 +13,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 from jaxtyping import PyTree
 
+from .._placement import compiled_for
 from ._flops import Flops, count_flops
 from ._table import Table, readable_bytes, readable_count
 from ._targets import Target, TargetError, find_target
@@ -151,7 +152,8 @@ def _compile(target: Target, placement: "_Placement", trace: Callable[[], Any]) 
     with warnings.catch_warnings():
         # What was donated in vain shows in the report.
         warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
-        traced = trace()
+        with compiled_for(target.devices()[0].platform):
+            traced = trace()
         start = time.perf_counter()
         try:
             compiled = traced.lower().compile()

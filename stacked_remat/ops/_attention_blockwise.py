@@ -1,0 +1,230 @@
+"""Exact attention a block of queries by a block of keys at a time, in plain JAX, on any device.
+
+The softmax is accumulated online (Milakov & Gimelshein 2018) and its backward pass computes the scores again
+from the log-sum-exp (Dao et al. 2022, "FlashAttention"), so that nothing of size sequence x sequence exists.
+Blocks that causality, the window or the documents rule out are not computed.
+"""
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Float, Int
+
+Query = Float[Array, "batch position kv_heads group head_dim"]
+Key = Float[Array, "batch position kv_heads head_dim"]
+LogSumExp = Float[Array, "batch position kv_heads group"]
+Documents = Int[Array, "batch position"]
+
+_NEVER = -1e30  # finite, so that differences of two of them are not NaN
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """What is static about a call.
+
+    Attributes:
+        scale: factor of the scores.
+        size: positions in a block of queries, and of keys.
+        window: how many positions a query sees, its own included; None for all before it.
+    """
+
+    scale: float
+    size: int
+    window: int | None = None
+
+
+def blockwise_attention(
+    query: Query, key: Key, value: Key, documents: Documents | None, blocks: Blocks
+) -> Query:
+    """Causal grouped-query attention; documents are integers, and positions see only their own document.
+
+    Names for remat policies: `attention_output`, and `attention_lse`, the log-sum-exp of each row of scores
+    in float32. With both saved the backward pass of a checkpointed layer does not attend again.
+
+    Returns:
+        Like `query`, in its dtype. Sums are in float32.
+
+    Cost: forward `2 * heads * position**2 * head_dim` FLOPs (half of the square), backward 2.5 times that,
+    and less where documents or the window rule blocks out. Memory: the results, the log-sum-exp, one block
+    of scores, and for the backward pass the gradient of `query` in float32.
+    """
+    length = query.shape[1]
+    size = min(blocks.size, length)
+    padding = -length % size
+    query, key, value = (
+        jnp.pad(x, ((0, 0), (0, padding)) + ((0, 0),) * (x.ndim - 2)) for x in (query, key, value)
+    )
+    # Padding comes last, and causality hides it from all that came before.
+    if documents is not None:
+        documents = jnp.pad(documents, ((0, 0), (0, padding)), mode="edge")
+    blocks = Blocks(blocks.scale, size, blocks.window)
+    output: Any = _attend(query, key, value, documents, blocks)
+    return output[:, :length]
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _attend(query: Query, key: Key, value: Key, documents: Documents | None, blocks: Blocks) -> Query:
+    return _forward(query, key, value, documents, blocks)[0]
+
+
+def _forward_rule(
+    query: Query, key: Key, value: Key, documents: Documents | None, blocks: Blocks
+) -> tuple[Query, Any]:
+    output, lse = _forward(query, key, value, documents, blocks)
+    output = checkpoint_name(output, "attention_output")
+    lse = checkpoint_name(lse, "attention_lse")
+    return output, (query, key, value, documents, output, lse)
+
+
+def _backward_rule(blocks: Blocks, residuals: Any, cotangent: Query) -> tuple[Query, Key, Key, None]:
+    query, key, value, documents, output, lse = residuals
+    return *_backward(query, key, value, documents, output, lse, cotangent, blocks), None
+
+
+_attend.defvjp(_forward_rule, _backward_rule)
+
+
+def _forward(
+    query: Query, key: Key, value: Key, documents: Documents | None, blocks: Blocks
+) -> tuple[Query, LogSumExp]:
+    size, count = blocks.size, query.shape[1] // blocks.size
+    first = _first_key_block(documents, count, blocks)
+
+    def query_block(_: None, i: Array) -> tuple[None, tuple[Array, Array]]:
+        q = _block(query, i, size)
+
+        def key_block(j: Array, state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+            highest, total, sums = state
+            scores = _scores(q, _block(key, j, size), documents, i, j, blocks)
+            new_highest = jnp.maximum(highest, jnp.max(scores, axis=-1))
+            weights = jnp.exp(scores - new_highest[..., None])
+            shrink = jnp.exp(highest - new_highest)
+            v = _block(value, j, size)
+            new = _einsum("bkgqs,bskd->bkgqd", weights.astype(v.dtype), v)
+            return (
+                new_highest,
+                total * shrink + jnp.sum(weights, axis=-1),
+                sums * shrink[..., None] + new,
+            )
+
+        shape = (q.shape[0], *q.shape[2:4], size)
+        start = (
+            jnp.full(shape, _NEVER, jnp.float32),
+            jnp.zeros(shape, jnp.float32),
+            jnp.zeros((*shape, q.shape[-1]), jnp.float32),
+        )
+        highest, total, sums = lax.fori_loop(first[i], i + 1, key_block, start)
+        output = jnp.moveaxis(sums / total[..., None], 3, 1).astype(query.dtype)
+        return None, (output, jnp.moveaxis(highest + jnp.log(total), 3, 1))
+
+    _, (output, lse) = lax.scan(query_block, None, jnp.arange(count))
+    return _unblock(output), _unblock(lse)
+
+
+def _backward(
+    query: Query,
+    key: Key,
+    value: Key,
+    documents: Documents | None,
+    output: Query,
+    lse: LogSumExp,
+    cotangent: Query,
+    blocks: Blocks,
+) -> tuple[Query, Key, Key]:
+    size, count = blocks.size, query.shape[1] // blocks.size
+    last = _last_query_block(documents, count, blocks)
+    # Of each row of weights, the part of its gradient that keeps their sum at one.
+    kept = jnp.sum(cotangent.astype(jnp.float32) * output.astype(jnp.float32), axis=-1)
+
+    def key_block(query_gradient: Array, j: Array) -> tuple[Array, tuple[Array, Array]]:
+        k, v = _block(key, j, size), _block(value, j, size)
+
+        def query_block(i: Array, state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+            query_gradient, key_gradient, value_gradient = state
+            q, ct = _block(query, i, size), _block(cotangent, i, size)
+            scores = _scores(q, k, documents, i, j, blocks)
+            weights = jnp.exp(scores - jnp.moveaxis(_block(lse, i, size), 1, 3)[..., None])
+            value_gradient += _einsum("bkgqs,bqkgd->bskd", weights.astype(ct.dtype), ct)
+            of_weights = _einsum("bqkgd,bskd->bkgqs", ct, v)
+            of_scores = weights * (of_weights - jnp.moveaxis(_block(kept, i, size), 1, 3)[..., None])
+            of_scores = (of_scores * blocks.scale).astype(q.dtype)
+            key_gradient += _einsum("bkgqs,bqkgd->bskd", of_scores, q)
+            new = _einsum("bkgqs,bskd->bqkgd", of_scores, k)
+            old = _block(query_gradient, i, size)
+            query_gradient = lax.dynamic_update_slice_in_dim(query_gradient, old + new, i * size, 1)
+            return query_gradient, key_gradient, value_gradient
+
+        zeros = jnp.zeros(k.shape, jnp.float32)
+        query_gradient, of_key, of_value = lax.fori_loop(
+            j, last[j] + 1, query_block, (query_gradient, zeros, zeros)
+        )
+        return query_gradient, (of_key.astype(key.dtype), of_value.astype(value.dtype))
+
+    start = jnp.zeros(query.shape, jnp.float32)
+    query_gradient, (of_key, of_value) = lax.scan(key_block, start, jnp.arange(count))
+    return query_gradient.astype(query.dtype), _unblock(of_key), _unblock(of_value)
+
+
+def _scores(q: Array, k: Array, documents: Documents | None, i: Array, j: Array, blocks: Blocks) -> Array:
+    """Scores of a block, `[batch, kv_heads, group, query, key]`, in float32; never what may not be seen."""
+    scores = _einsum("bqkgd,bskd->bkgqs", q, k) * blocks.scale
+    row = i * blocks.size + jnp.arange(blocks.size)[:, None]
+    column = j * blocks.size + jnp.arange(blocks.size)[None, :]
+    visible = row >= column
+    if blocks.window is not None:
+        visible &= row - column < blocks.window
+    visible = visible[None]
+    if documents is not None:
+        own, other = (_block(documents, at, blocks.size) for at in (i, j))
+        visible = visible & (own[:, :, None] == other[:, None, :])
+    return jnp.where(visible[:, None, None], scores, _NEVER)
+
+
+def _overlap(documents: Documents | None, count: int, blocks: Blocks) -> Any:
+    """Whether a block of queries, by row, may see anything in a block of keys, by column.
+
+    Known while tracing where there are no documents, so that loops have trip counts that can be counted.
+    """
+    row, column = np.arange(count)[:, None], np.arange(count)[None, :]
+    shared = row >= column
+    if blocks.window is not None:
+        shared &= (row - column - 1) * blocks.size + 1 < blocks.window
+    if documents is None:
+        return shared
+    cut = documents.reshape(documents.shape[0], count, blocks.size)
+    low, high = jnp.min(cut, axis=-1), jnp.max(cut, axis=-1)
+    # Documents are compared by range, which is exact where they come one after the other.
+    meet = (low[:, :, None] <= high[:, None, :]) & (low[:, None, :] <= high[:, :, None])
+    return jnp.any(meet, axis=0) & shared
+
+
+def _first_key_block(documents: Documents | None, count: int, blocks: Blocks) -> Int[Array, " block"]:
+    overlap = _overlap(documents, count, blocks)
+    numpy = np if documents is None else jnp
+    return jnp.asarray(numpy.argmax(overlap, axis=1), jnp.int32)
+
+
+def _last_query_block(documents: Documents | None, count: int, blocks: Blocks) -> Int[Array, " block"]:
+    overlap = _overlap(documents, count, blocks)
+    numpy = np if documents is None else jnp
+    return jnp.asarray(count - 1 - numpy.argmax(overlap[::-1], axis=0), jnp.int32)
+
+
+def _block(x: Array, i: Array, size: int) -> Array:
+    return lax.dynamic_slice_in_dim(x, i * size, size, axis=1)
+
+
+def _unblock(x: Array) -> Array:
+    """`[blocks, batch, size, ...]` to `[batch, blocks * size, ...]`."""
+    moved = jnp.moveaxis(x, 0, 1)
+    return moved.reshape(moved.shape[0], -1, *moved.shape[3:])
+
+
+def _einsum(subscripts: str, a: Array, b: Array) -> Array:
+    return jnp.einsum(subscripts, a, b, preferred_element_type=jnp.float32)

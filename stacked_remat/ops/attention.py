@@ -1,0 +1,125 @@
+"""Causal grouped-query attention on named axes, by the kernel that serves the device.
+
+The kernels work on plain arrays; here are the axes, and the choice.
+"""
+
+import math
+
+from haliax import Axis, AxisSelector, NamedArray, axis_name
+
+from .._placement import platform
+from ._attention_backends import BACKENDS, Backend, Problem
+from ._attention_blockwise import Blocks
+
+
+def causal_attention(
+    query: NamedArray,
+    key: NamedArray,
+    value: NamedArray,
+    Pos: AxisSelector,
+    KVHeads: AxisSelector,
+    HeadDim: Axis,
+    *,
+    documents: NamedArray | None = None,
+    window: int | None = None,
+    scale: float | None = None,
+    backend: str = "auto",
+    block_size: int = 512,
+) -> NamedArray:
+    """Softmax attention of every position to itself and what came before it (Ainslie et al. 2023 for groups).
+
+    Names for remat policies: `attention_output`, and with the blockwise backend `attention_lse` (float32, a
+    number a head and position). With both saved, a checkpointed layer's backward pass does not attend again.
+
+    Args:
+        query: `[..., Pos, KVHeads, HeadsPerKV..., HeadDim]` in any order: the axes that `key` lacks are query
+            heads that share a key head.
+        key: `[..., Pos, KVHeads, HeadDim]`.
+        value: like `key`.
+        Pos: the axis along which a position attends.
+        KVHeads: the axis of key and value heads.
+        HeadDim: the axis that is contracted.
+        documents: integers `[..., Pos]`; a position sees only positions with its own. None for one document.
+        window: how many positions a query sees, itself included; None for all before it.
+        scale: factor of the scores; `HeadDim.size ** -0.5` if not given.
+        backend: `"auto"` for the first of `"cudnn"` and `"blockwise"` that serves, or one of these or
+            `"exact"` by name.
+        block_size: positions in a block of the blockwise backend.
+
+    Returns:
+        Like `query`, in its axis order and dtype. Scores and sums are in float32.
+
+    Raises:
+        ValueError: axes that do not fit; an unknown backend, or one that cannot serve, with the reason.
+
+    Cost: `2 * heads * Pos**2 * HeadDim` FLOPs forward, 2.5 times that backward, less where documents or the
+    window rule blocks out; memory in proportion to `Pos`. (`"exact"`: twice that, and `heads * Pos**2`.)
+    """
+    batch, group = _batch_and_group(query, key, value, Pos, KVHeads, HeadDim)
+    if window is not None and window < 1:
+        raise ValueError(f"window is a number of positions and at least 1; got {window}.")
+    blocks = Blocks(HeadDim.size**-0.5 if scale is None else scale, block_size, window)
+    position, heads = query.resolve_axis(axis_name(Pos)), key.resolve_axis(axis_name(KVHeads))
+    problem = Problem(platform(), query.dtype, position.size, HeadDim.size, documents is not None, blocks)
+    chosen = choose_backend(backend, problem)
+
+    def plain(x: NamedArray, *axes: Axis) -> NamedArray:
+        return x.rearrange((*batch, *axes))
+
+    groups = tuple(axis.size for axis in group)
+    size = math.prod(axis.size for axis in batch)
+    query_array = plain(query, position, heads, *group, HeadDim).array
+    query_array = query_array.reshape(size, position.size, heads.size, math.prod(groups), HeadDim.size)
+    key_array, value_array = (
+        plain(x, position, heads, HeadDim).array.reshape(size, position.size, heads.size, HeadDim.size)
+        for x in (key, value)
+    )
+    document_array = None
+    if documents is not None:
+        document_array = documents.broadcast_to((*batch, position)).array.reshape(size, position.size)
+    attended = chosen(query_array, key_array, value_array, document_array, blocks)
+    axes = (*batch, position, heads, *group, HeadDim)
+    return NamedArray(attended.reshape([axis.size for axis in axes]), axes).rearrange(query.axes)
+
+
+def choose_backend(name: str, problem: Problem) -> Backend:
+    """The backend of that name, or for `"auto"` the first that can serve.
+
+    Raises:
+        ValueError: no backend has that name, or it cannot serve; says why.
+    """
+    if name == "auto":
+        return next(one for one in BACKENDS.values() if one.reason_against(problem) is None)
+    if name not in BACKENDS:
+        raise ValueError(f"Unknown attention backend {name!r}. Use 'auto' or one of {', '.join(BACKENDS)}.")
+    reason = BACKENDS[name].reason_against(problem)
+    if reason is not None:
+        raise ValueError(f"The attention backend {name!r} cannot serve here: {reason}. Use 'auto'.")
+    return BACKENDS[name]
+
+
+def _batch_and_group(
+    query: NamedArray,
+    key: NamedArray,
+    value: NamedArray,
+    Pos: AxisSelector,
+    KVHeads: AxisSelector,
+    HeadDim: Axis,
+) -> tuple[tuple[Axis, ...], tuple[Axis, ...]]:
+    own = {axis_name(Pos), axis_name(KVHeads), HeadDim.name}
+    for what, x in (("query", query), ("key", key), ("value", value)):
+        missing = own - {axis.name for axis in x.axes}
+        if missing:
+            raise ValueError(f"{what} lacks the axes {sorted(missing)}; it has {_axes(x)}.")
+    if set(key.axes) != set(value.axes):
+        raise ValueError(f"key has {_axes(key)} and value has {_axes(value)}; they must be alike.")
+    batch = tuple(axis for axis in key.axes if axis.name not in own)
+    strange = [axis for axis in key.axes if axis not in query.axes]
+    if strange:
+        raise ValueError(f"key has {_axes(key)}, which query with {_axes(query)} does not have in common.")
+    group = tuple(axis for axis in query.axes if axis.name not in own and axis not in batch)
+    return batch, group
+
+
+def _axes(x: NamedArray) -> str:
+    return ", ".join(f"{axis.name}={axis.size}" for axis in x.axes)

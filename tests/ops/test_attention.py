@@ -1,0 +1,228 @@
+"""Every kernel of attention against one head and one position at a time."""
+
+import functools
+import importlib.util
+
+import equinox as eqx
+import haliax as hax
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from haliax import Axis
+from hypothesis import given, settings, strategies as st
+
+from stacked_remat import ScanCheckpointPolicy, fold, memory
+from stacked_remat.ops import causal_attention
+from stacked_remat.ops._attention_backends import BACKENDS, Exact
+from stacked_remat.ops._attention_blockwise import (
+    Blocks,
+    _first_key_block,
+    _last_query_block,
+    blockwise_attention,
+)
+
+NO_CUDA = not any(importlib.util.find_spec(f"jax_cuda{version}_plugin") for version in (12, 13))
+Batch, Pos, HeadDim = Axis("batch", 2), Axis("position", 5), Axis("head_dim", 6)
+KVHeads, HeadsPerKV = Axis("kv_heads", 2), Axis("heads_per_kv", 3)
+quick = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+
+
+def naive_attention(query, key, value, documents, window=None):
+    """[batch, pos, kv, group, dim] against [batch, pos, kv, dim], a query head and a position at a time."""
+    out = np.zeros_like(query)
+    for b, q, kv, group in np.ndindex(query.shape[:4]):
+        first = 0 if window is None else max(0, q + 1 - window)
+        seen = [s for s in range(first, q + 1) if documents[b, s] == documents[b, q]]
+        scores = key[b, seen, kv] @ query[b, q, kv, group] / np.sqrt(query.shape[-1])
+        weights = np.exp(scores - scores.max())
+        out[b, q, kv, group] = (weights / weights.sum()) @ value[b, seen, kv]
+    return out
+
+
+def arrays(length, seed=0, dtype=jnp.float32):
+    keys = jax.random.split(jax.random.key(seed), 4)
+    query = jax.random.normal(keys[0], (2, length, 2, 3, 6), dtype)
+    key, value = (jax.random.normal(k, (2, length, 2, 6), dtype) for k in keys[1:3])
+    return query, key, value, jax.random.normal(keys[3], query.shape, dtype)
+
+
+@pytest.mark.parametrize("backend", ["exact", "blockwise"])
+@pytest.mark.parametrize("window", [None, 1, 3])
+def test_it_is_that_of_one_head_and_position_at_a_time(backend, window):
+    query, key, value, _ = arrays(7)
+    documents = jnp.array([[0, 0, 0, 1, 1, 1, 1], [5, 5, 2, 2, 2, 9, 9]])
+    Pos = Axis("position", 7)
+    attended = causal_attention(
+        hax.named(query, (Batch, Pos, KVHeads, HeadsPerKV, HeadDim)),
+        hax.named(key, (Batch, Pos, KVHeads, HeadDim)),
+        hax.named(value, (Batch, Pos, KVHeads, HeadDim)),
+        Pos,
+        KVHeads,
+        HeadDim,
+        documents=hax.named(documents, (Batch, Pos)),
+        window=window,
+        backend=backend,
+        block_size=2,
+    )
+    expected = naive_attention(*map(np.asarray, (query, key, value, documents)), window=window)
+    np.testing.assert_allclose(attended.array, expected, atol=1e-5)
+
+
+@settings(max_examples=12)
+@given(
+    length=st.integers(1, 13),
+    size=st.integers(1, 8),
+    window=st.none() | st.integers(1, 6),
+    lengths=st.none() | st.lists(st.integers(1, 6), min_size=1, max_size=6),
+)
+def test_blocks_give_the_values_and_gradients_of_the_whole(length, size, window, lengths):
+    query, key, value, cotangent = arrays(length)
+    documents = None
+    if lengths is not None:
+        ends = np.cumsum(lengths)
+        documents = jnp.broadcast_to(
+            jnp.asarray(np.searchsorted(ends, np.arange(length), "right")), (2, length)
+        )
+    blocks = Blocks(0.4, size, window)
+
+    @functools.partial(jax.jit, compiler_options=quick)
+    def both(*arguments):
+        return [
+            jax.value_and_grad(lambda *a, f=f: jnp.sum(f(*a, documents, blocks) * cotangent), (0, 1, 2))(
+                *arguments
+            )
+            for f in (blockwise_attention, Exact())
+        ]
+
+    found, expected = both(query, key, value)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, atol=3e-5, rtol=1e-4), found, expected)
+
+
+def test_documents_in_any_order_are_respected():
+    query, key, value, _ = arrays(9)
+    documents = jnp.array([[1, 0, 1, 0, 2, 0, 1, 2, 2], [3, 3, 0, 3, 0, 0, 3, 1, 1]])
+    found = blockwise_attention(query, key, value, documents, Blocks(6**-0.5, 2))
+    expected = naive_attention(*(np.asarray(x) for x in (query, key, value, documents)))
+    np.testing.assert_allclose(found, expected, atol=1e-5)
+
+
+def test_blocks_of_other_documents_and_out_of_the_window_are_not_computed():
+    documents = jnp.repeat(jnp.arange(4), 4)[None]  # four documents of two blocks each
+    assert _first_key_block(documents, 8, Blocks(1.0, 2)).tolist() == [0, 0, 2, 2, 4, 4, 6, 6]
+    assert _last_query_block(documents, 8, Blocks(1.0, 2)).tolist() == [1, 1, 3, 3, 5, 5, 7, 7]
+    for one in (None, jnp.zeros((1, 16), jnp.int32)):
+        check_window(one)
+
+
+def check_window(one):
+    assert _first_key_block(one, 8, Blocks(1.0, 2)).tolist() == [0] * 8
+    assert _first_key_block(one, 8, Blocks(1.0, 2, window=3)).tolist() == [0, 0, 1, 2, 3, 4, 5, 6]
+    assert _last_query_block(one, 8, Blocks(1.0, 2, window=3)).tolist() == [1, 2, 3, 4, 5, 6, 7, 7]
+
+
+def test_memory_grows_with_the_length_and_not_with_its_square():
+    def temporaries(length, f):
+        query, key, value, _ = (jnp.zeros(x.shape, x.dtype) for x in arrays(length))
+        gradient = jax.grad(lambda q: jnp.sum(f(q, key, value, None, Blocks(1.0, 64))))
+        return memory.report(gradient, query).temporaries
+
+    blockwise = temporaries(2048, blockwise_attention) / temporaries(512, blockwise_attention)
+    assert blockwise < 5 < 12 < temporaries(2048, Exact()) / temporaries(512, Exact())
+
+
+def test_bfloat16_stays_and_sums_are_wider():
+    query, key, value, _ = arrays(64, dtype=jnp.bfloat16)
+    found = blockwise_attention(query, key, value, None, Blocks(0.4, 8))
+    query, key, value = (x.astype(jnp.float32) for x in (query, key, value))
+    wide = blockwise_attention(query, key, value, None, Blocks(0.4, 64))
+    assert found.dtype == jnp.bfloat16
+    np.testing.assert_allclose(found.astype(jnp.float32), wide, atol=0.03)
+
+
+def test_with_output_and_log_sum_exp_saved_a_layer_does_not_attend_again():
+    query, key, value, _ = arrays(16)
+
+    def loops(names):
+        def layer(x, scale):
+            return x + blockwise_attention(x * scale, key, value, None, Blocks(0.4, 4))
+
+        def loss(scales):
+            policy = ScanCheckpointPolicy(save_block_internals=names)
+            return jnp.sum(fold(layer, Axis("layers", 3), remat=policy)(query, scales))
+
+        return jax.jit(jax.grad(loss)).lower(jnp.ones(3)).compile().as_text().count(" while(")
+
+    everything = loops(["attention_output", "attention_lse"])
+    assert everything < loops(["attention_output"]) == loops(["nothing"])
+
+
+def test_extra_batch_axes_and_any_order_of_axes():
+    Group = Axis("more", 2)
+    axes = (Group, Batch, Pos, KVHeads, HeadsPerKV, HeadDim)
+    query = hax.random.normal(jax.random.key(0), axes)
+    key, value = (hax.random.normal(jax.random.key(i), (Group, Batch, Pos, KVHeads, HeadDim)) for i in (1, 2))
+    expected = causal_attention(query, key, value, Pos, KVHeads, HeadDim, backend="exact")
+    order = (HeadDim, Pos, HeadsPerKV, Group, KVHeads, Batch)
+    found = causal_attention(query.rearrange(order), key, value, "position", "kv_heads", HeadDim)
+    assert found.axes == order and expected.axes == axes
+    np.testing.assert_allclose(found.rearrange(axes).array, expected.array, atol=1e-5)
+
+
+def test_no_group_axis_is_one_head_a_key_head():
+    query, key, value = (hax.random.normal(jax.random.key(i), (Pos, KVHeads, HeadDim)) for i in range(3))
+    found = causal_attention(query, key, value, Pos, KVHeads, HeadDim)
+    expected = causal_attention(query, key, value, Pos, KVHeads, HeadDim, backend="exact")
+    np.testing.assert_allclose(found.array, expected.array, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            dict(backend="flash"),
+            "Unknown attention backend 'flash'. Use 'auto' or one of cudnn, blockwise, exact",
+        ),
+        (
+            dict(backend="cudnn"),
+            "'cudnn' cannot serve here: it runs on NVIDIA GPUs, and the program is for 'cpu'",
+        ),
+        (dict(window=0), "window is a number of positions and at least 1; got 0"),
+        (dict(Pos="time"), r"query lacks the axes \['time'\]; it has batch=2, position=5"),
+        (dict(value=hax.ones((Batch, Pos, KVHeads, HeadDim, Axis("more", 2)))), "they must be alike"),
+    ],
+)
+def test_what_does_not_fit_is_refused(change, message):
+    query = hax.ones((Batch, Pos, KVHeads, HeadsPerKV, HeadDim))
+    key = hax.ones((Batch, Pos, KVHeads, HeadDim))
+    arguments = dict(query=query, key=key, value=key, Pos=Pos, KVHeads=KVHeads, HeadDim=HeadDim) | change
+    with pytest.raises(ValueError, match=message):
+        causal_attention(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (dict(dtype=jnp.dtype("float32")), "takes bfloat16 and float16, not float32"),
+        (dict(head_dim=512), "multiples of 8 up to 256, not 512"),
+        (dict(has_documents=True), "no document boundaries"),
+        (dict(blocks=Blocks(1.0, 8, window=4)), "a window is not passed on"),
+        ({}, None),
+    ],
+)
+def test_cudnn_says_why_it_cannot_serve(change, message):
+    from stacked_remat.ops._attention_backends import Problem
+
+    problem = dict(platform="cuda", dtype=jnp.dtype("bfloat16"), position=64, head_dim=128)
+    problem |= dict(has_documents=False, blocks=Blocks(1.0, 8))
+    reason = BACKENDS["cudnn"].reason_against(Problem(**(problem | change)))
+    assert reason is None if message is None else message in reason
+
+
+@pytest.mark.skipif(NO_CUDA, reason="JAX's CUDA plugin is not installed")
+def test_a_report_for_a_gpu_takes_the_kernel_of_a_gpu():
+    axes = Axis("position", 1024), Axis("kv_heads", 2), Axis("head_dim", 64)
+    x = eqx.filter_eval_shape(lambda: hax.zeros(axes, dtype=jnp.bfloat16))
+    found = memory.report(lambda x: causal_attention(x, x, x, axes[0], axes[1], axes[2]), x, target="h200")
+    local = memory.report(lambda x: causal_attention(x, x, x, axes[0], axes[1], axes[2]), x)
+    assert found.temporaries != local.temporaries

@@ -1,7 +1,7 @@
 """What every language model here has in common: its config registry, its two halves, and its loss.
 
-A model is two functions: tokens to hidden states (the expensive half, with the stack of layers) and hidden
-states to logits. The loss sits between them, so that it alone decides how many logits exist at once.
+A model is a function of tokens to hidden states (the expensive part, with the stack of layers) and the matrix
+from these to logits. The loss sits between them, so that it alone decides how many logits exist at once.
 """
 
 import abc
@@ -15,6 +15,7 @@ from haliax import Axis, NamedArray
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from stacked_remat import ScanCheckpointSpec
+from stacked_remat.ops import chunked_cross_entropy
 from stacked_remat.training import Metrics, TokenBatch
 
 
@@ -40,8 +41,14 @@ class LanguageModel(eqx.Module):
         """Maps tokens `[..., Pos]` to final hidden states `[..., Pos, Embed]` and auxiliary losses."""
 
     @abc.abstractmethod
+    def unembedding(self) -> NamedArray:
+        """The matrix `[Embed, Vocab]`, its axes in any order, that maps hidden states to logits."""
+
     def logits(self, hidden: NamedArray) -> NamedArray:
         """Maps hidden states `[..., Embed]` to float32 logits `[..., Vocab]`."""
+        weight = self.unembedding()
+        (Embed,) = (axis for axis in weight.axes if axis != self.Vocab)
+        return hax.dot(hidden, weight.astype(hidden.dtype), axis=Embed).astype(jnp.float32)
 
 
 class LmConfig(draccus.ChoiceRegistry):
@@ -81,12 +88,12 @@ def next_token_loss(model: LanguageModel, batch: TokenBatch) -> tuple[Float[Arra
     Returns:
         The scalar to minimise, and metrics with the cross entropy alone under `loss`.
 
-    Cost: holds all logits, tokens x vocabulary in float32.
+    Cost: that of the model, and of `stacked_remat.ops.chunked_cross_entropy`.
     """
     hidden, auxiliary = model.hidden_states(batch.tokens)
-    logits = model.logits(hidden)
-    log_normaliser = hax.nn.logsumexp(logits, axis=model.Vocab)
-    target_logit = hax.take(logits, model.Vocab, batch.targets)
-    total = hax.sum((log_normaliser - target_logit) * batch.weights).scalar()
+    head = model.unembedding()
+    (Embed,) = (axis for axis in head.axes if axis != model.Vocab)
+    losses = chunked_cross_entropy(hidden, head, batch.targets, Embed, model.Vocab, weights=batch.weights)
+    total = hax.sum(losses).scalar()
     cross_entropy = total / jnp.maximum(hax.sum(batch.weights).scalar(), 1.0)
     return cross_entropy + auxiliary.loss, {"loss": cross_entropy, **auxiliary.metrics}

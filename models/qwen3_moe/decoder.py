@@ -102,10 +102,9 @@ class Qwen3MoeDecoder(LanguageModel):
         }
         return hidden, AuxiliaryLoss(mean * self.config.experts.load_balance_weight, metrics)
 
-    def logits(self, hidden: NamedArray) -> NamedArray:
-        """Maps hidden states `[..., Embed]` to float32 logits `[..., Vocab]`."""
-        weight = self.embedding.weight if self.head is None else self.head.weight
-        return hax.dot(hidden, weight.astype(hidden.dtype), axis=self.config.Embed).astype(jnp.float32)
+    def unembedding(self) -> NamedArray:
+        """The head's weights, or the embedding's where they are tied."""
+        return self.embedding.weight if self.head is None else self.head.weight
 
 
 @build_model.register

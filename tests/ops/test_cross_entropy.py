@@ -1,0 +1,155 @@
+"""The chunked loss against the one with all logits."""
+
+import functools
+import importlib.util
+
+import equinox as eqx
+import haliax as hax
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from haliax import Axis
+from hypothesis import given, settings, strategies as st
+
+from stacked_remat import memory
+from stacked_remat.ops import chunked_cross_entropy
+
+NO_CUDA = not any(importlib.util.find_spec(f"jax_cuda{version}_plugin") for version in (12, 13))
+Embed, Vocab = Axis("embed", 4), Axis("vocab", 11)
+quick = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+
+
+def with_all_logits(hidden, head, targets, Embed, Vocab, *, weights=None, z_loss=0.0, chunk_size=None):
+    logits = hax.dot(hidden, head, axis=Embed).astype(jnp.float32)
+    lse = hax.nn.logsumexp(logits, axis=Vocab)
+    losses = lse - hax.take(logits, Vocab, targets) + z_loss * lse * lse
+    return losses if weights is None else losses * weights
+
+
+def example(*sizes, seed=0):
+    tokens = tuple(Axis(f"axis{i}", size) for i, size in enumerate(sizes))
+    keys = jax.random.split(jax.random.key(seed), 4)
+    return (
+        hax.random.normal(keys[0], (*tokens, Embed)),
+        hax.random.normal(keys[1], (Embed, Vocab)),
+        hax.random.randint(keys[2], tokens, 0, Vocab.size),
+        hax.random.normal(keys[3], tokens),
+    )
+
+
+@settings(max_examples=12)
+@given(
+    sizes=st.lists(st.integers(1, 5), min_size=1, max_size=2),
+    chunk=st.integers(1, 30),
+    z_loss=st.sampled_from([0.0, 0.3]),
+    weighted=st.booleans(),
+)
+def test_values_and_gradients_are_those_with_all_logits(sizes, chunk, z_loss, weighted):
+    hidden, head, targets, cotangent = example(*sizes)
+    weights = hax.where(cotangent > 0.5, 0.0, cotangent * cotangent) if weighted else None
+    options = dict(weights=weights, z_loss=z_loss, chunk_size=chunk)
+
+    @functools.partial(jax.jit, compiler_options=quick)
+    def both(hidden, head):
+        def loss(hidden, head, of):
+            losses = of(hidden, head, targets, Embed, Vocab, **options)
+            return hax.sum(losses * cotangent).scalar(), losses
+
+        return [
+            jax.value_and_grad(functools.partial(loss, of=of), (0, 1), has_aux=True)(hidden, head)
+            for of in (chunked_cross_entropy, with_all_logits)
+        ]
+
+    found, expected = both(hidden, head)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, atol=2e-5, rtol=1e-4), found, expected)
+
+
+def test_a_token_of_weight_zero_may_have_any_target():
+    hidden, head, targets, _ = example(6)
+    weights = hax.named(jnp.array([1.0, 0, 1, 1, 0, 1]), targets.axes)
+    padded = hax.where(weights == 0, -100, targets)
+
+    def gradients(targets):
+        def total(hidden, head):
+            return hax.sum(
+                chunked_cross_entropy(hidden, head, targets, Embed, Vocab, weights=weights)
+            ).scalar()
+
+        return jax.value_and_grad(total, (0, 1))(hidden, head)
+
+    jax.tree.map(np.testing.assert_array_equal, gradients(padded), gradients(targets))
+
+
+def test_a_frozen_head_has_no_gradient_buffer():
+    hidden, head, targets, _ = example(8)
+
+    def program(argnums):
+        def total(hidden, head):
+            return hax.sum(chunked_cross_entropy(hidden, head, targets, Embed, Vocab, chunk_size=2)).scalar()
+
+        return jax.make_jaxpr(jax.grad(total, argnums))(hidden, head)
+
+    frozen, trained = (memory.count_flops(program(argnums)).matmul for argnums in (0, (0, 1)))
+    product = 2 * 8 * Embed.size * Vocab.size
+    assert frozen == 3 * product and trained == 4 * product
+
+
+def test_logits_of_all_tokens_never_exist():
+    hidden, head, targets, _ = example(64)
+
+    def total(hidden, head):
+        return hax.sum(chunked_cross_entropy(hidden, head, targets, Embed, Vocab, chunk_size=4)).scalar()
+
+    program = str(jax.make_jaxpr(jax.grad(total, (0, 1)))(hidden, head))
+    assert "f32[4,11]" in program
+    assert "f32[64,11]" not in program and "f32[16,4,11]" not in program
+
+
+def test_half_precision_has_wide_sums():
+    hidden, head, targets, _ = example(300)
+    half = hidden.astype(jnp.bfloat16)
+
+    def total(of, hidden, head):
+        return hax.sum(of(hidden, head, targets, Embed, Vocab, chunk_size=7)).scalar()
+
+    found = jax.grad(functools.partial(total, chunked_cross_entropy), (0, 1))(half, head)
+    wide = half.astype(jnp.float32), head.astype(jnp.bfloat16).astype(jnp.float32)
+    expected = jax.grad(functools.partial(total, with_all_logits), (0, 1))(*wide)
+    assert found[0].dtype == jnp.bfloat16 and found[1].dtype == jnp.float32
+    scale = float(jnp.max(jnp.abs(expected[1].array)))
+    np.testing.assert_allclose(found[1].array, expected[1].array, atol=0.01 * scale)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            dict(Vocab=Axis("words", 11)),
+            r"head \(embed, vocab\).*these must be \(..., embed\), \(embed, words\)",
+        ),
+        (dict(weights=hax.ones(Axis("other", 3))), r"weights has the axes \(other\), targets has \(axis0\)"),
+        (dict(chunk_size=0), "chunk_size is a number of tokens and at least 1; got 0"),
+    ],
+)
+def test_what_does_not_fit_is_refused(change, message):
+    hidden, head, targets, _ = example(3)
+    arguments = dict(hidden=hidden, head=head, targets=targets, Embed=Embed, Vocab=Vocab) | change
+    with pytest.raises(ValueError, match=message):
+        chunked_cross_entropy(**arguments)
+
+
+@pytest.mark.skipif(NO_CUDA, reason="JAX's CUDA plugin is not installed")
+def test_a_vocabulary_of_150000_at_65536_tokens():
+    Pos, Embed, Vocab = Axis("position", 65_536), Axis("embed", 2_048), Axis("vocab", 151_936)
+
+    def total(hidden, head, targets):
+        return hax.sum(chunked_cross_entropy(hidden, head, targets, Embed, Vocab)).scalar()
+
+    def example():
+        half = functools.partial(hax.zeros, dtype=jnp.bfloat16)
+        return half((Pos, Embed)), half((Embed, Vocab)), hax.zeros(Pos, dtype=jnp.int32)
+
+    arguments = eqx.filter_eval_shape(example)
+    frozen = memory.report(jax.grad(total), *arguments, target="h200")
+    assert frozen.temporaries < 1.5 * 2**30

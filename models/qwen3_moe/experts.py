@@ -1,9 +1,7 @@
 """The sparse feed-forward half of a layer: a top-k router and SwiGLU experts.
 
-The experts are themselves a stack, folded over the named axis `Experts`: each adds its share to the output of
-the tokens that chose it. All experts see all tokens, and the gate of those that did not choose it is zero.
-That is exact, needs no sorting and no capacity, and costs `num_experts / experts_per_token` times the
-arithmetic of the experts that were chosen: right for a few small experts.
+The experts are a stack over the named axis `Experts`. Each is applied to the tokens that chose it and to no
+others, by `stacked_remat.ops.grouped_experts`: exact for any routing, without a capacity.
 """
 
 import equinox as eqx
@@ -12,11 +10,12 @@ import haliax.nn as hnn
 import jax
 import jax.numpy as jnp
 from haliax import Axis, NamedArray
-from jaxtyping import PRNGKeyArray
+from jaxtyping import Array, Float, PRNGKeyArray
 
 from models.qwen3_moe.config import Qwen3MoeConfig
 from models.qwen3_moe.layers import linear
 from stacked_remat import Stacked, checkpoint_name
+from stacked_remat.ops import grouped_experts
 
 
 class RouterStatistics(eqx.Module):
@@ -62,17 +61,20 @@ class SwiGlu(eqx.Module):
             down_proj=linear(config, config.ExpertDim, config.Embed, key=down_key),
         )
 
-    def __call__(self, x: NamedArray) -> NamedArray:
-        """Maps `[..., Embed]` to `[..., Embed]`."""
-        return self.down_proj(hnn.silu(self.gate_proj(x)) * self.up_proj(x))
+    def __call__(self, x: NamedArray, gate: NamedArray | None = None) -> NamedArray:
+        """Maps `[..., Embed]` to `[..., Embed]`, times `gate` if given.
+
+        It is applied before the last map, so that its gradient does not need that map's output.
+        """
+        hidden = hnn.silu(self.gate_proj(x)) * self.up_proj(x)
+        return self.down_proj(hidden if gate is None else hidden * gate)
 
 
 class SparseExperts(eqx.Module):
     """Routes every token to `experts_per_token` experts and sums their weighted outputs.
 
-    Names for remat policies: `router_probs`, and `experts_output`, what every expert says of every token
-    before its gate weighs it, `tokens * num_experts * embed` numbers a layer: the gradient of the gates needs
-    it, that of the weighted sum does not.
+    Name for remat policies: `router_probs`. What the experts put out needs none: their backward pass starts
+    from the tokens and never reads it.
     """
 
     router: hnn.Linear
@@ -91,39 +93,52 @@ class SparseExperts(eqx.Module):
             config=config,
         )
 
-    def route(self, x: NamedArray) -> tuple[NamedArray, RouterStatistics]:
+    def route(self, x: NamedArray) -> tuple[NamedArray, NamedArray, RouterStatistics]:
         """Chooses experts for every token.
 
         Args:
             x: `[..., Embed]`.
 
         Returns:
-            Gates `[..., Experts]` in float32, zero for the experts that were not chosen, and statistics.
+            The experts' numbers and their gates in float32, both `[..., choice]`, and statistics.
         """
         Experts = self.config.Experts
         probabilities = hnn.softmax(self.router(x).astype(jnp.float32), axis=Experts)
         probabilities = checkpoint_name(probabilities, "router_probs")
         Choice = Axis("choice", self.config.experts.experts_per_token)
-        _, choices = hax.top_k(probabilities, Experts, Choice.size, new_axis=Choice)
-        chosen = hax.sum(hnn.one_hot(choices, Experts, dtype=jnp.float32), axis=Choice)
-        gates = probabilities * chosen
+        gates, choices = hax.top_k(probabilities, Experts, Choice.size, new_axis=Choice)
         if self.config.experts.norm_topk_prob:
-            gates = gates / hax.sum(gates, axis=Experts)
+            gates = gates / hax.sum(gates, axis=Choice)
+        chosen = hax.sum(hnn.one_hot(choices, Experts, dtype=jnp.float32), axis=Choice)
         tokens = tuple(axis for axis in probabilities.axes if axis != Experts)
-        return gates, RouterStatistics(hax.mean(chosen, axis=tokens), hax.mean(probabilities, axis=tokens))
+        statistics = RouterStatistics(hax.mean(chosen, axis=tokens), hax.mean(probabilities, axis=tokens))
+        return choices, gates, statistics
 
     def __call__(self, x: NamedArray) -> tuple[NamedArray, RouterStatistics]:
         """Maps `[..., Embed]` to `[..., Embed]`, with the router's statistics.
 
-        Cost: `6 * tokens * num_experts * embed * expert_dim` FLOPs. Forward, one expert's intermediates at a
-        time; for the gradient, those of all experts of one layer, `tokens * num_experts * (3 * expert_dim +
-        embed)` numbers.
+        Cost: `6 * tokens * experts_per_token * embed * expert_dim` FLOPs and up to a quarter more for
+        padding; see `grouped_experts` for the memory.
         """
-        gates, statistics = self.route(x)
-        mixed = self.experts.fold_via(_add_expert)(hax.zeros_like(x), x, gates.astype(x.dtype))
-        return mixed, statistics
+        Embed, Experts = self.config.Embed, self.config.Experts
+        choices, gates, statistics = self.route(x)
+        tokens = tuple(axis for axis in x.axes if axis != Embed)
+        rows, chosen, factors = (
+            named.rearrange((*tokens, last)).array.reshape(-1, last.size)
+            for named, last in (
+                (x, Embed),
+                (choices, choices.resolve_axis("choice")),
+                (gates, gates.resolve_axis("choice")),
+            )
+        )
+        mixed = grouped_experts(
+            _apply_expert, self.experts.stacked, Experts, rows, chosen, factors.astype(rows.dtype)
+        )
+        axes = (*tokens, Embed)
+        return hax.named(mixed.reshape([axis.size for axis in axes]), axes).rearrange(x.axes), statistics
 
 
-def _add_expert(expert: SwiGlu, mixed: NamedArray, x: NamedArray, gate: NamedArray) -> NamedArray:
-    output = checkpoint_name(expert(x), "experts_output")
-    return (mixed + output * gate).rearrange(mixed.axes)
+def _apply_expert(expert: SwiGlu, rows: Float[Array, "row embed"], gates: Float[Array, " row"]) -> Array:
+    Row = Axis("row", rows.shape[0])
+    mixed = expert(hax.named(rows, (Row, "embed")), hax.named(gates, Row))
+    return mixed.rearrange((Row, "embed")).array

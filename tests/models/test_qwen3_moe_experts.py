@@ -43,13 +43,22 @@ def naive(layer, x):
     return gates, out
 
 
+def dense(choices, gates, layer):
+    """Gates [tokens, experts], zero for those that were not chosen."""
+    count = layer.config.experts.experts_per_token
+    choices, gates = (np.asarray(named.array).reshape(-1, count) for named in (choices, gates))
+    found = np.zeros((len(gates), layer.config.experts.num_experts))
+    np.put_along_axis(found, choices, gates, axis=1)
+    return found
+
+
 @pytest.mark.parametrize("norm_topk_prob", [True, False])
 @pytest.mark.parametrize("experts_per_token", [1, 2, 4])
 def test_each_token_gets_the_weighted_sum_of_its_experts(experts_per_token, norm_topk_prob):
     layer, x = make(experts_per_token=experts_per_token, norm_topk_prob=norm_topk_prob)
     expected_gates, expected = naive(layer, x)
-    gates, statistics = layer.route(x)
-    np.testing.assert_allclose(gates.array.reshape(expected_gates.shape), expected_gates, atol=1e-5)
+    choices, gates, statistics = layer.route(x)
+    np.testing.assert_allclose(dense(choices, gates, layer), expected_gates, atol=1e-5)
     np.testing.assert_allclose(statistics.load.array, (expected_gates > 0).mean(axis=0), atol=1e-6)
     mixed, _ = layer(x)
     assert mixed.axes == x.axes
@@ -58,7 +67,7 @@ def test_each_token_gets_the_weighted_sum_of_its_experts(experts_per_token, norm
 
 def test_statistics_sum_to_the_choices_of_a_token_and_to_one():
     layer, x = make(num_experts=5, experts_per_token=3)
-    _, statistics = layer.route(x)
+    _, _, statistics = layer.route(x)
     np.testing.assert_allclose(hax.sum(statistics.load).scalar(), 3.0, rtol=1e-6)
     np.testing.assert_allclose(hax.sum(statistics.importance).scalar(), 1.0, rtol=1e-6)
 
@@ -66,8 +75,8 @@ def test_statistics_sum_to_the_choices_of_a_token_and_to_one():
 def test_an_expert_that_no_token_chose_gets_no_gradient():
     layer, x = make(num_experts=8, experts_per_token=1)
     x = x[Batch, 0:1, Pos, 0:2]  # two tokens can't reach eight experts
-    gates, _ = layer.route(x)
-    unused = np.asarray(gates.array).reshape(-1, 8).max(axis=0) == 0
+    choices, gates, _ = layer.route(x)
+    unused = dense(choices, gates, layer).max(axis=0) == 0
     gradient = jax.grad(lambda layer: hax.sum(layer(x)[0]).scalar())(layer)
     per_expert = jnp.abs(gradient.experts.stacked.up_proj.weight.array).max(axis=(1, 2))
     assert unused.sum() >= 6
@@ -92,12 +101,12 @@ def test_load_balance_loss_pushes_towards_even_routing():
 
     def loss(router):
         probabilities = hax.nn.softmax(router(x), axis=layer.config.Experts)
-        load = layer.route(x)[1].load
+        load = layer.route(x)[2].load
         statistics = RouterStatistics(load, hax.mean(probabilities, axis=(Batch, Pos)))
         return load_balance_loss(statistics, layer.config.Experts).scalar()
 
     def own_loss(layer):
-        return load_balance_loss(layer.route(x)[1], layer.config.Experts).scalar()
+        return load_balance_loss(layer.route(x)[2], layer.config.Experts).scalar()
 
     gradient = jax.grad(own_loss)(layer).router.weight.array
     np.testing.assert_allclose(gradient, jax.grad(loss)(layer.router).weight.array, atol=1e-6)

@@ -1,0 +1,266 @@
+"""Experts applied to the tokens that chose them, and to no others.
+
+The (token, expert) pairs are sorted by expert and walked in blocks of rows that belong to one expert each: at
+most rows / block + experts of them, whatever the routing, so that no token is dropped. A block gathers its
+tokens, applies its expert and adds the result back. Memory grows with the tokens, not with tokens x experts,
+and every loop has a trip count that is known in advance.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeAlias
+
+import jax
+import jax.numpy as jnp
+from haliax import Axis
+from jax import lax
+from jax.custom_derivatives import SymbolicZero
+from jaxtyping import Array, Bool, Float, Int
+
+from .._layer_axis import SplitTree, is_array, is_named, is_split, split_tree
+
+Rows = Float[Array, "row embed"]
+Expert: TypeAlias = Callable[[Any, Rows, Float[Array, " row"]], Rows]
+"""(weights of one expert, rows, gates of the rows) to rows that are weighed by their gates."""
+
+
+def grouped_experts(
+    expert: Expert,
+    weights: Any,
+    Experts: Axis,
+    x: Float[Array, "token embed"],
+    choices: Int[Array, "token choice"],
+    gates: Float[Array, "token choice"],
+    *,
+    block_size: int | None = None,
+    blocks_at_once: int = 8,
+) -> Float[Array, "token out"]:
+    """The sum over each token's chosen experts, weighed by their gates.
+
+    Equals
+
+    ```python
+    rows = [sum(expert(weights[Experts, e], x[t : t + 1], gates[t, c : c + 1])
+                for c, e in enumerate(choices[t])) for t in range(len(x))]
+    jnp.concatenate(rows)
+    ```
+
+    Args:
+        expert: applies one expert to some rows and weighs them. It may not close over traced values. Weigh
+            before the last linear map, `(hidden * gate) @ down`: then the gates' gradient does not need that
+            map's output, and the backward pass leaves its recomputation out. Adapters go with the weights:
+            whatever the tree holds for an expert is handed over.
+        weights: a tree whose named arrays have the axis `Experts` and whose plain arrays have it first.
+        Experts: the axis of the experts.
+        x: tokens.
+        choices: the experts of each token; none twice for one token.
+        gates: their factors.
+        block_size: rows in a block. By default a power of two between 8 and 256 that lets padding cost at
+            most a quarter, where there are rows enough.
+        blocks_at_once: blocks that one turn of the loop computes side by side.
+
+    Returns:
+        In the dtype of `x`; sums are in float32.
+
+    Raises:
+        ValueError: arrays among the weights without the axis, shapes that do not fit.
+
+    Cost: with `n` pairs, `expert` on at most `n + experts * block_size` rows (and `blocks_at_once` blocks
+    more), once forward, and once and its two products backward; what is not differentiated costs neither
+    arithmetic nor memory. Memory beside the arguments: the result and the gradients in float32, five integers
+    a pair, and a few blocks.
+    """
+    split = _split(weights, Experts)
+    if choices.shape != gates.shape or choices.shape[0] != x.shape[0]:
+        raise ValueError(
+            f"choices {choices.shape} and gates {gates.shape} must be alike, with a row for each of the "
+            f"{x.shape[0]} tokens."
+        )
+    pairs = choices.size
+    if block_size is None:
+        block_size = _block_size(pairs, Experts.size)
+    if block_size < 1 or blocks_at_once < 1:
+        raise ValueError(f"block_size = {block_size} and blocks_at_once = {blocks_at_once} must be positive.")
+    plan = _plan(choices, Experts.size, block_size, blocks_at_once)
+    return _differentiable(_Walk(expert, split.rebuild))(x, gates, split.arrays, plan)
+
+
+class _Plan(NamedTuple):
+    """What each block does; the leading axes are turns of the loop, and blocks in a turn.
+
+    Attributes:
+        expert: its expert.
+        pair: which (token, choice) pair each of its rows is.
+        token: the token of that pair.
+        real: whether the row is one; the last block of an expert may have fewer.
+    """
+
+    expert: Int[Array, "turn block"]
+    pair: Int[Array, "turn block row"]
+    token: Int[Array, "turn block row"]
+    real: Bool[Array, "turn block row"]
+
+
+def _plan(choices: Int[Array, "token choice"], experts: int, size: int, at_once: int) -> _Plan:
+    flat = choices.reshape(-1).astype(jnp.int32)
+    order = jnp.argsort(flat, stable=True).astype(jnp.int32)
+    counts = jnp.zeros(experts, jnp.int32).at[flat].add(1)
+    ends = jnp.cumsum(counts)
+    last_block = jnp.cumsum(-(-counts // size))
+    turns = -(-(flat.size // size + experts) // at_once)
+    block = jnp.arange(turns * at_once, dtype=jnp.int32)
+    expert = jnp.minimum(jnp.searchsorted(last_block, block, side="right"), experts - 1).astype(jnp.int32)
+    within = block - (last_block - -(-counts // size))[expert]
+    first_row = (ends - counts)[expert] + within * size
+    row = first_row[:, None] + jnp.arange(size, dtype=jnp.int32)[None, :]
+    real = (row < ends[expert][:, None]) & (block < last_block[-1])[:, None]
+    pair = order[jnp.minimum(row, flat.size - 1)]
+    shape = (turns, at_once)
+    return _Plan(
+        expert.reshape(shape),
+        pair.reshape(*shape, size),
+        (pair // choices.shape[1]).reshape(*shape, size),
+        real.reshape(*shape, size),
+    )
+
+
+def _block_size(pairs: int, experts: int) -> int:
+    size = 8
+    while size < 256 and size * 2 * 4 * experts <= pairs:
+        size *= 2
+    return size
+
+
+@dataclass(frozen=True)
+class _Walk:
+    """The loop over blocks, on raw arrays.
+
+    Attributes:
+        expert: see `grouped_experts`.
+        rebuild: makes one expert's tree of weights from a slice of each array.
+    """
+
+    expert: Expert
+    rebuild: Callable[[Any], Any]
+
+    def apply(self, arrays: list[Array], rows: Array, gates: Array) -> Array:
+        """Apply the experts of the blocks of one turn, `[block, ...]` each."""
+        return jax.vmap(lambda own, rows, gates: self.expert(self.rebuild(own), rows, gates))(
+            arrays, rows, gates
+        )
+
+    def inputs(self, x: Array, gates: Array, arrays: list[Array], at: _Plan) -> tuple[Any, Array, Array]:
+        """Gather what the blocks of one turn take."""
+        own = [jnp.take(array, at.expert, axis=0) for array in arrays]
+        return own, jnp.take(x, at.token, axis=0), jnp.take(gates.reshape(-1), at.pair)
+
+    def forward(self, x: Array, gates: Array, arrays: list[Array], plan: _Plan) -> Array:
+        """Add every block's rows to its tokens."""
+
+        def turn(out: Array, at: _Plan) -> tuple[Array, None]:
+            rows = self.apply(*self.inputs(x, gates, arrays, at))
+            rows = jnp.where(at.real[..., None], rows, 0).astype(jnp.float32)
+            return out.at[at.token].add(rows), None
+
+        shapes = jax.eval_shape(self.apply, *jax.eval_shape(self.inputs, x, gates, arrays, _first(plan)))
+        start = jnp.zeros((x.shape[0], shapes.shape[-1]), jnp.float32)
+        return lax.scan(turn, start, plan)[0].astype(x.dtype)
+
+    def backward(
+        self, wanted: "_Wanted", x: Array, gates: Array, arrays: list[Array], plan: _Plan, ct: Array
+    ) -> tuple[Array | None, Array | None, list[Array | None]]:
+        """The cotangents of what is wanted, `None` for the rest."""
+
+        def turn(gradients: tuple[Any, Any, Any], at: _Plan) -> tuple[Any, None]:
+            own, rows, factors = self.inputs(x, gates, arrays, at)
+
+            def differentiated(part: tuple[Any, Any, list[Any]]) -> Array:
+                some_rows, some_factors, some = part
+                merged = [a if b is None else b for a, b in zip(own, some, strict=True)]
+                return self.apply(
+                    merged,
+                    rows if some_rows is None else some_rows,
+                    factors if some_factors is None else some_factors,
+                )
+
+            part = wanted.pick(rows, factors, own)
+            result, pullback = jax.vjp(differentiated, part)
+            of_result = jnp.where(at.real[..., None], jnp.take(ct, at.token, axis=0), 0)
+            ((of_rows, of_factors, of_own),) = pullback(of_result.astype(result.dtype))
+            x_gradient, gate_gradient, array_gradients = gradients
+            if of_rows is not None:
+                x_gradient = x_gradient.at[at.token].add(of_rows.astype(jnp.float32))
+            if of_factors is not None:
+                real = jnp.where(at.real, of_factors, 0).astype(jnp.float32)
+                gate_gradient = gate_gradient.at[at.pair].add(real)
+            array_gradients = [
+                None if new is None else old.at[at.expert].add(new.astype(jnp.float32))
+                for old, new in zip(array_gradients, of_own, strict=True)
+            ]
+            return (x_gradient, gate_gradient, array_gradients), None
+
+        start = jax.tree.map(
+            lambda leaf: jnp.zeros(leaf.shape, jnp.float32), wanted.pick(x, gates.reshape(-1), arrays)
+        )
+        (of_x, of_gates, of_arrays), _ = lax.scan(turn, start, plan)
+        return (
+            None if of_x is None else of_x.astype(x.dtype),
+            None if of_gates is None else of_gates.reshape(gates.shape).astype(gates.dtype),
+            [
+                None if new is None else new.astype(old.dtype)
+                for old, new in zip(arrays, of_arrays, strict=True)
+            ],
+        )
+
+
+@jax.tree_util.register_static
+@dataclass(frozen=True)
+class _Wanted:
+    """What is differentiated: the tokens, the gates, and which arrays of weights."""
+
+    x: bool
+    gates: bool
+    arrays: tuple[bool, ...]
+
+    def pick(self, x: Any, gates: Any, arrays: list[Any]) -> tuple[Any, Any, list[Any]]:
+        """Put `None` for what is not wanted."""
+        some = [array if want else None for array, want in zip(arrays, self.arrays, strict=True)]
+        return x if self.x else None, gates if self.gates else None, some
+
+
+def _differentiable(walk: _Walk) -> Callable[[Array, Array, list[Array], _Plan], Array]:
+    @jax.custom_vjp
+    def run(x: Array, gates: Array, arrays: list[Array], plan: _Plan) -> Array:
+        return walk.forward(x, gates, arrays, plan)
+
+    def forward(x: Any, gates: Any, arrays: Any, plan: Any) -> tuple[Array, Any]:
+        def differentiated(leaf: Any) -> bool:
+            return leaf.perturbed and jnp.issubdtype(leaf.value.dtype, jnp.inexact)
+
+        wanted = _Wanted(differentiated(x), differentiated(gates), tuple(map(differentiated, arrays)))
+        plan = _Plan(*(leaf.value for leaf in plan))
+        values = (x.value, gates.value, [leaf.value for leaf in arrays])
+        return walk.forward(*values, plan), (wanted, *values, plan)
+
+    def backward(residuals: Any, cotangent: Any) -> tuple[Any, Any, Any, None]:
+        wanted, x, gates, arrays, plan = residuals
+        if isinstance(cotangent, SymbolicZero):
+            return None, None, [None] * len(arrays), None
+        return *walk.backward(wanted, x, gates, arrays, plan, cotangent), None
+
+    run.defvjp(forward, backward, symbolic_zeros=True)
+    return run
+
+
+def _split(weights: Any, Experts: Axis) -> SplitTree:
+    for path, leaf in jax.tree_util.tree_leaves_with_path(weights, is_leaf=is_named):
+        if (is_named(leaf) or is_array(leaf)) and not is_split(leaf, Experts):
+            raise ValueError(
+                f"weights{jax.tree_util.keystr(path)} has no axis `{Experts.name}`: every array among the "
+                "weights belongs to one expert. Broadcast it, or close over it as a Python value."
+            )
+    return split_tree(weights, Experts, what="grouped_experts")
+
+
+def _first(plan: _Plan) -> _Plan:
+    return _Plan(*(leaf[0] for leaf in plan))

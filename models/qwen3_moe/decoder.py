@@ -9,11 +9,12 @@ from haliax import Axis, NamedArray
 from jaxtyping import PRNGKeyArray
 
 from models.lm import AuxiliaryLoss, LanguageModel, build_model
-from models.qwen3_moe.attention import Attention, RotaryTable, rotary_table
+from models.qwen3_moe.attention import Attention
 from models.qwen3_moe.config import Qwen3MoeConfig
 from models.qwen3_moe.experts import RouterStatistics, SparseExperts, load_balance_loss
 from models.qwen3_moe.layers import cast_floating, linear, rms_norm
 from stacked_remat import ScanCheckpointSpec, Stacked
+from stacked_remat.ops import RotaryTable, rotary_table
 from stacked_remat.training import POSITION_AXIS
 
 

@@ -11,8 +11,8 @@ from haliax import Axis
 
 from models.lm import LmConfig, build_model, next_token_loss
 from models.qwen3_moe import ExpertsConfig, Qwen3MoeConfig, Qwen3MoeDecoder
-from models.qwen3_moe.attention import rotary_table
 from stacked_remat import ScanCheckpointPolicy
+from stacked_remat.ops import rotary_table
 from stacked_remat.training import TokenBatch
 
 Vocab, Batch, Pos = Axis("vocab", 19), Axis("batch", 2), Axis("position", 5)

@@ -6,7 +6,7 @@ import jax
 from haliax import AxisSelector, NamedArray
 from jaxtyping import PRNGKeyArray
 
-from models.qwen3_moe.config import Qwen3MoeConfig
+from models.qwen3_moe.config import Qwen3Architecture
 from models.qwen3_moe.layers import linear, rms_norm
 from stacked_remat import checkpoint_name
 from stacked_remat.ops import RotaryTable, apply_rotary, causal_attention
@@ -25,26 +25,34 @@ class Attention(eqx.Module):
     o_proj: hnn.Linear
     q_norm: hnn.RmsNorm
     k_norm: hnn.RmsNorm
-    config: Qwen3MoeConfig = eqx.field(static=True)
+    window: int | None = eqx.field(static=True)
+    config: Qwen3Architecture = eqx.field(static=True)
 
     @staticmethod
-    def init(config: Qwen3MoeConfig, *, key: PRNGKeyArray) -> "Attention":
-        """Makes the four projections, without biases, from `key`."""
+    def init(config: Qwen3Architecture, window: int | None, *, key: PRNGKeyArray) -> "Attention":
+        """Makes the four projections from `key`; a query sees `window` positions, or with None all."""
         q_key, k_key, v_key, o_key = jax.random.split(key, 4)
         KeyHeads = (config.KVHeads, config.HeadDim)
         QueryHeads = (config.KVHeads, config.HeadsPerKV, config.HeadDim)
+        bias = config.attention.bias
         return Attention(
-            q_proj=linear(config, config.Embed, QueryHeads, key=q_key),
-            k_proj=linear(config, config.Embed, KeyHeads, key=k_key),
-            v_proj=linear(config, config.Embed, KeyHeads, key=v_key),
-            o_proj=linear(config, QueryHeads, config.Embed, key=o_key),
+            q_proj=linear(config, config.Embed, QueryHeads, bias=bias, key=q_key),
+            k_proj=linear(config, config.Embed, KeyHeads, bias=bias, key=k_key),
+            v_proj=linear(config, config.Embed, KeyHeads, bias=bias, key=v_key),
+            o_proj=linear(config, QueryHeads, config.Embed, bias=bias, key=o_key),
             q_norm=rms_norm(config, config.HeadDim),
             k_norm=rms_norm(config, config.HeadDim),
+            window=window,
             config=config,
         )
 
-    def __call__(self, x: NamedArray, rotary: RotaryTable, Pos: AxisSelector) -> NamedArray:
-        """Maps `[..., Pos, Embed]` to `[..., Pos, Embed]`; a position sees itself and what came before."""
+    def __call__(
+        self, x: NamedArray, rotary: RotaryTable, Pos: AxisSelector, *, documents: NamedArray | None = None
+    ) -> NamedArray:
+        """Maps `[..., Pos, Embed]` to `[..., Pos, Embed]`.
+
+        A position sees itself and what came before it within its window and its document.
+        """
         HeadDim = self.config.HeadDim
         query = apply_rotary(self.q_norm(self.q_proj(x)), rotary, HeadDim)
         key = apply_rotary(self.k_norm(self.k_proj(x)), rotary, HeadDim)
@@ -52,6 +60,14 @@ class Attention(eqx.Module):
         key = checkpoint_name(key, "key")
         value = checkpoint_name(self.v_proj(x), "value")
         attended = causal_attention(
-            query, key, value, Pos, self.config.KVHeads, HeadDim, backend=self.config.attention_backend
+            query,
+            key,
+            value,
+            Pos,
+            self.config.KVHeads,
+            HeadDim,
+            documents=documents,
+            window=self.window,
+            backend=self.config.attention.backend,
         )
         return self.o_proj(attended).rearrange(x.axes)

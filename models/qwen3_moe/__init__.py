@@ -6,5 +6,6 @@ from models.qwen3_moe.config import (
     LayerKind as LayerKind,
     Qwen3Config as Qwen3Config,
     Qwen3MoeConfig as Qwen3MoeConfig,
+    RotaryConfig as RotaryConfig,
 )
 from models.qwen3_moe.decoder import Qwen3Decoder as Qwen3Decoder

@@ -1,12 +1,15 @@
 """The hyperparameters of Qwen3 decoders, dense and mixture-of-experts, and the named axes they define."""
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
+import draccus
 from haliax import Axis
 
 from models.lm import LmConfig
+from stacked_remat.ops import RotaryScaling, rotary_from_hf, rotary_to_hf
 
 
 @dataclass(frozen=True)
@@ -51,6 +54,27 @@ class AttentionConfig:
                 "model.attention.windowed_layers says which layers obey model.attention.window, which is not "
                 "given. Give the window, or leave both out."
             )
+
+
+@dataclass(frozen=True)
+class RotaryConfig:
+    """How positions turn queries and keys.
+
+    Attributes:
+        theta: base of the wavelengths.
+        scaling: how they are stretched for longer contexts, as Hugging Face's `rope_scaling` says it, such as
+            `{rope_type: yarn, factor: 4.0, original_max_position_embeddings: 32768}`; null for not at all.
+        max_position_embeddings: the longest context that the weights are meant for, as exported configs say.
+    """
+
+    theta: float = 1_000_000.0
+    scaling: RotaryScaling | None = None
+    max_position_embeddings: int = 32_768
+
+    def __post_init__(self) -> None:
+        _require_positive("model.rotary", max_position_embeddings=self.max_position_embeddings)
+        if self.theta <= 1:
+            raise ValueError(f"model.rotary.theta must be above 1, got {self.theta}.")
 
 
 @dataclass(frozen=True)
@@ -107,7 +131,7 @@ class Qwen3Architecture(LmConfig):
         num_kv_heads: key and value heads; each serves `num_heads / num_kv_heads` query heads.
         attention: width of a head, biases, window, kernel.
         mlp_dim: inner width of the MLP of a dense layer; `3 * hidden_dim` if not given.
-        rope_theta: base of the rotary embedding's wavelengths.
+        rotary: the rotary position embedding.
         rms_norm_eps: added to the mean square in every norm.
         initializer_range: standard deviation of the initial weights.
         tie_word_embeddings: whether the head reuses the embedding's weights.
@@ -120,7 +144,7 @@ class Qwen3Architecture(LmConfig):
     num_kv_heads: int = 2
     attention: AttentionConfig = field(default_factory=AttentionConfig)
     mlp_dim: int | None = None
-    rope_theta: float = 1_000_000.0
+    rotary: RotaryConfig = field(default_factory=RotaryConfig)
     rms_norm_eps: float = 1e-6
     initializer_range: float = 0.02
     tie_word_embeddings: bool = False
@@ -133,7 +157,6 @@ class Qwen3Architecture(LmConfig):
             num_layers=self.num_layers,
             num_heads=self.num_heads,
             num_kv_heads=self.num_kv_heads,
-            rope_theta=self.rope_theta,
             rms_norm_eps=self.rms_norm_eps,
             initializer_range=self.initializer_range,
             mlp_dim=self.Mlp.size,
@@ -245,6 +268,18 @@ class Qwen3MoeConfig(Qwen3Architecture):
     def ExpertDim(self) -> Axis:
         """Inner width of one expert."""
         return Axis("expert_dim", self.experts.intermediate_dim)
+
+
+def _decode_scaling(raw: Any, path: Sequence[str]) -> RotaryScaling:
+    """Reads the section of a YAML file as Hugging Face's field of the same contents."""
+    given = "original_max_position_embeddings"
+    if not isinstance(raw, dict) or (raw.get("rope_type") in ("yarn", "llama3") and given not in raw):
+        raise ValueError(f"{'.'.join(path)} needs rope_type and, for yarn and llama3, {given}; got {raw!r}.")
+    return rotary_from_hf(raw, max_position_embeddings=raw.get(given, 1))
+
+
+draccus.decode.register(RotaryScaling, _decode_scaling)
+draccus.encode.register(RotaryScaling, lambda scaling, *_: rotary_to_hf(scaling))
 
 
 def _require_positive(where: str, **values: float) -> None:

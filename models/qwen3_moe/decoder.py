@@ -120,7 +120,8 @@ class Qwen3Decoder(LanguageModel):
         dtype = jnp.dtype(self.config.compute_dtype)
         if positions is None:
             positions = hax.arange(tokens.resolve_axis(POSITION_AXIS))
-        rotary = rotary_table(positions, self.config.HeadDim, theta=self.config.rope_theta)
+        turning = self.config.rotary
+        rotary = rotary_table(positions, self.config.HeadDim, theta=turning.theta, scaling=turning.scaling)
         x = self.embedding(tokens).astype(dtype)
         found = []
         for stack in self.stacks:

@@ -7,6 +7,7 @@ from ._rotary_scaling import (
     RotaryScaling as RotaryScaling,
     YarnRotary as YarnRotary,
     rotary_from_hf as rotary_from_hf,
+    rotary_to_hf as rotary_to_hf,
 )
 from .attention import causal_attention as causal_attention
 from .cross_entropy import chunked_cross_entropy as chunked_cross_entropy

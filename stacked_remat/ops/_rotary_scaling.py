@@ -235,6 +235,17 @@ def rotary_from_hf(parameters: Mapping[str, Any] | None, *, max_position_embeddi
     return chosen(**fields)
 
 
+def rotary_to_hf(scaling: RotaryScaling | None) -> dict[str, Any] | None:
+    """The `rope_scaling` of a Hugging Face config, without what is at its default; the way back."""
+    if scaling is None:
+        return None
+    fields = {
+        field.name: (getattr(scaling, field.name), field.default) for field in dataclasses.fields(scaling)
+    }
+    given = {name: value for name, (value, default) in fields.items() if value != default}
+    return {"rope_type": scaling.rope_type, **given}
+
+
 def _as_yarn_reads_them(fields: dict[str, Any], max_position_embeddings: int) -> dict[str, Any]:
     """Leave out what transformers' YaRN ignores, and fill in the factor as it does."""
     # Its defaults stand for zeros too, and one of the two scales alone has no effect.

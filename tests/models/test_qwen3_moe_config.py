@@ -1,9 +1,19 @@
 import dataclasses
 
+import draccus
+import draccus.utils
 import pytest
 
 from models.lm import LmConfig
-from models.qwen3_moe import AttentionConfig, ExpertsConfig, LayerKind, Qwen3Config, Qwen3MoeConfig
+from models.qwen3_moe import (
+    AttentionConfig,
+    ExpertsConfig,
+    LayerKind,
+    Qwen3Config,
+    Qwen3MoeConfig,
+    RotaryConfig,
+)
+from stacked_remat.ops import YarnRotary
 
 
 def test_axes_follow_the_sizes():
@@ -106,7 +116,6 @@ def test_it_can_be_a_static_field():
             r"model.attention.head_dim = 0 must be even and at least 2",
         ),
         ({"num_layers": 0}, r"model.num_layers must be positive, got 0"),
-        ({"rope_theta": -1.0}, r"model.rope_theta must be positive"),
         ({"mlp_dim": 0}, r"model.mlp_dim must be positive, got 0"),
         (
             {"attention": AttentionConfig(window=4, windowed_layers=(1, 4))},
@@ -133,3 +142,35 @@ def test_impossible_shapes_are_refused(changes, message):
 def test_impossible_experts_are_refused(changes, message):
     with pytest.raises(ValueError, match=message):
         ExpertsConfig(**changes)
+
+
+def test_the_base_of_the_wavelengths_is_above_one():
+    with pytest.raises(ValueError, match=r"model.rotary.theta must be above 1, got 1.0"):
+        RotaryConfig(theta=1.0)
+
+
+def test_scaling_is_read_and_written_under_hugging_face_s_names():
+    scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024}
+    entries = {"type": "qwen3", "rotary": {"theta": 100.0, "scaling": scaling}}
+    config = draccus.decode(LmConfig, entries)
+    assert isinstance(config, Qwen3Config) and config.rotary.scaling == YarnRotary(4.0, 1024)
+    written = draccus.encode(config, LmConfig)
+    assert written["rotary"]["scaling"] == scaling and draccus.decode(LmConfig, written) == config
+
+
+@pytest.mark.parametrize(
+    ("scaling", "message"),
+    [
+        (
+            {"rope_type": "yarn", "factor": 4.0},
+            "needs rope_type and, for yarn .*original_max_position_embeddings",
+        ),
+        (
+            {"rope_type": "dynamic"},
+            r"'dynamic' is not supported. Those that are: default, linear, llama3, yarn",
+        ),
+    ],
+)
+def test_scaling_that_is_not_served_is_refused(scaling, message):
+    with pytest.raises(draccus.utils.DecodingError, match=message):
+        draccus.decode(LmConfig, {"type": "qwen3", "rotary": {"scaling": scaling}})

@@ -58,7 +58,7 @@ def test_shapes_and_dtypes():
 def test_it_is_the_python_loop_over_its_layers():
     model, batch = make(), batch_of_tokens()
     from_scan, _ = layer_states(model, batch.tokens)
-    rotary = rotary_table(hax.arange(Pos), CONFIG.HeadDim, theta=CONFIG.rope_theta)
+    rotary = rotary_table(hax.arange(Pos), CONFIG.HeadDim, theta=CONFIG.rotary.theta)
     x = model.embedding(batch.tokens)
     (stack,) = model.stacks
     for layer in stack.unstacked():
@@ -121,7 +121,7 @@ def test_layers_of_several_kinds_are_stacks_that_follow_one_another():
     from_scan, statistics = layer_states(model, batch.tokens)
     assert statistics.load.axes == (Layers, MIXED.Experts)
     x, loads = model.embedding(batch.tokens), []
-    rotary = rotary_table(hax.arange(Pos), MIXED.HeadDim, theta=MIXED.rope_theta)
+    rotary = rotary_table(hax.arange(Pos), MIXED.HeadDim, theta=MIXED.rotary.theta)
     for layer in (layer for stack in model.stacks for layer in stack.unstacked()):
         x, found = layer(x, rotary, None)
         loads += [] if found is None else [found.load.array]

@@ -87,8 +87,8 @@ def test_load_balance_loss_by_hand():
     Experts = Axis("experts", 4)
 
     def loss(load, importance):
-        named = (hax.named(jnp.array(values), Experts) for values in (load, importance))
-        return float(load_balance_loss(*named, Experts).scalar())
+        load, importance = (hax.named(jnp.array(values), Experts) for values in (load, importance))
+        return float(load_balance_loss(load, importance, Experts).scalar())
 
     even = [0.25] * 4
     assert loss([0.5] * 4, even) == pytest.approx(2.0)  # two experts a token, evenly

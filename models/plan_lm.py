@@ -20,6 +20,7 @@ from models import qwen3_moe as qwen3_moe  # registers `type: qwen3_moe`
 from models.lm import LmConfig
 from models.qwen3_moe import Qwen3MoeConfig
 from models.step_memory import plan_step, step_report
+from stacked_remat.lora import LoraConfig
 from stacked_remat.memory import BudgetError, MemoryReport, TargetError, find_target
 from stacked_remat.training import (
     ConfigError,
@@ -51,6 +52,7 @@ class PlanLmConfig:
 
     Attributes:
         model: the architecture, by `type`.
+        lora: adapters to train instead of the model's own weights.
         remat: what `models.train_lm` would use; marked in the table. `auto` shows how it is found instead.
         budget: device memory that `remat: auto` has to fit in.
         host_budget: the same for the host.
@@ -61,6 +63,7 @@ class PlanLmConfig:
     """
 
     model: LmConfig = field(default_factory=Qwen3MoeConfig)
+    lora: LoraConfig | None = None
     remat: bool | dict[str, Any] | str = True
     budget: str | None = None
     host_budget: str | None = None

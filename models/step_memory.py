@@ -10,7 +10,9 @@ import jax.numpy as jnp
 from haliax import Axis
 
 from models.lm import LmConfig, build_model, next_token_loss
+from models.lora import with_adapters
 from stacked_remat import ScanCheckpointSpec
+from stacked_remat.lora import LoraConfig
 from stacked_remat.memory import MemoryReport, Plan, Target, plan, report
 from stacked_remat.training import (
     BATCH_AXIS,
@@ -35,13 +37,18 @@ class StepConfig(Protocol):
         ...
 
     @property
+    def lora(self) -> LoraConfig | None:
+        """The adapters, where they alone are trained."""
+        ...
+
+    @property
     def data(self) -> DataConfig:
         """The size of a batch."""
         ...
 
     @property
     def optimizer(self) -> OptimizerConfig:
-        """What keeps state for every weight."""
+        """What keeps state for every weight that is trained."""
         ...
 
     @property
@@ -111,8 +118,9 @@ def _initial_state(config: StepConfig, remat: ScanCheckpointSpec) -> TrainState:
     optimizer = build_optimizer(config.optimizer, config.trainer.num_steps)
 
     def initial() -> TrainState:
-        return TrainState.init(
-            build_model(config.model, Vocab, remat=remat, key=jax.random.key(0)), optimizer
-        )
+        key = jax.random.key(0)
+        model = build_model(config.model, Vocab, remat=remat, key=key)
+        model, trainable = with_adapters(model, config.lora, key=key)
+        return TrainState.init(model, optimizer, trainable)
 
     return eqx.filter_eval_shape(initial)

@@ -18,10 +18,12 @@ import jax
 from haliax import Axis
 
 from models import qwen3_moe as qwen3_moe  # registers `type: qwen3_moe`
-from models.lm import LanguageModel, LmConfig, build_model, next_token_loss
+from models.lm import LmConfig, build_model, next_token_loss
+from models.lora import with_adapters
 from models.qwen3_moe import Qwen3MoeConfig
 from models.step_memory import plan_step
 from stacked_remat import OffloadError, check_offload
+from stacked_remat.lora import LoraConfig
 from stacked_remat.memory import BudgetError
 from stacked_remat.training import (
     ByteTokenizer,
@@ -58,6 +60,8 @@ class TrainLmConfig:
 
     Attributes:
         model: the architecture, by `type`.
+        lora: adapters to train instead of the model's own weights, which then get neither gradients nor
+            optimizer state; null to train these.
         remat: memory policy of the model's stack of layers: an alias (true, false, nested, offload, ...), the
             fields of a `ScanCheckpointPolicy`, or `auto` for the one that fits `budget` with the least
             recomputation, found by compiling the step before the first one.
@@ -69,6 +73,7 @@ class TrainLmConfig:
     """
 
     model: LmConfig = field(default_factory=Qwen3MoeConfig)
+    lora: LoraConfig | None = None
     remat: bool | dict[str, Any] | str = True
     budget: str | None = None
     host_budget: str | None = None
@@ -96,22 +101,21 @@ def train_lm(config: TrainLmConfig, progress: Progress) -> TrainingResult:
         check_offload()
     tokenizer = ByteTokenizer()
     corpus = read_corpus(config.data, tokenizer)
-    model = build_model(
-        config.model,
-        Axis("vocab", tokenizer.vocab_size),
-        remat=remat_policy(config.remat),
-        key=jax.random.key(config.trainer.seed),
-    )
+    key = jax.random.key(config.trainer.seed)
+    Vocab = Axis("vocab", tokenizer.vocab_size)
+    model = build_model(config.model, Vocab, remat=remat_policy(config.remat), key=key)
+    model, trainable = with_adapters(model, config.lora, key=key)
     optimizer = build_optimizer(config.optimizer, config.trainer.num_steps)
     evaluate = held_out_evaluator(
         next_token_loss, _packed(corpus.held_out, config), config.trainer.eval_batches
     )
     folder = _run_folder(config)
-    progress.message(_summary(config, corpus, model, folder))
+    state = TrainState.init(model, optimizer, trainable)
+    progress.message(_summary(config, corpus, state, folder))
     tracker = JsonLinesTracker(folder.metrics)
     try:
         result = train(
-            TrainState.init(model, optimizer),
+            state,
             loss_function=next_token_loss,
             optimizer=optimizer,
             schedule=learning_rate_schedule(config.optimizer, config.trainer.num_steps),
@@ -161,13 +165,18 @@ def _run_folder(config: TrainLmConfig) -> RunFolder:
     return RunFolder.create(Path(root), config_as_dict(config), overwrite=config.trainer.overwrite)
 
 
-def _summary(config: TrainLmConfig, corpus: Corpus, model: LanguageModel, folder: RunFolder) -> str:
-    parameters = sum(leaf.size for leaf in jax.tree.leaves(eqx.filter(model, eqx.is_inexact_array)))
+def _summary(config: TrainLmConfig, corpus: Corpus, state: TrainState, folder: RunFolder) -> str:
+    parameters, trained = (
+        sum(leaf.size for leaf in jax.tree.leaves(eqx.filter(tree, eqx.is_inexact_array)))
+        for tree in (state.model, state.trained)
+    )
+    some = "" if parameters == trained else f", {trained:,} of them trained"
     step_tokens = config.data.batch_size * config.data.seq_len
     return (
-        f"{parameters:,} parameters; {corpus.train.size:,} tokens in {corpus.num_train_files} files to train "
-        f"on, {corpus.held_out.size:,} in {corpus.num_held_out_files} held out; {config.trainer.num_steps} "
-        f"steps of {step_tokens:,} tokens; {jax.device_count()} {jax.default_backend()} device(s); "
+        f"{parameters:,} parameters{some}; {corpus.train.size:,} tokens in {corpus.num_train_files} files to "
+        f"train on, {corpus.held_out.size:,} in {corpus.num_held_out_files} held out; "
+        f"{config.trainer.num_steps} steps of {step_tokens:,} tokens; "
+        f"{jax.device_count()} {jax.default_backend()} device(s); "
         f"run folder {folder.root}"
     )
 

@@ -24,6 +24,7 @@ ROOMS = {
     "_block_seq": "RUN",
     "_checkpoint": "RUN",
     "_layer_axis": "RUN",
+    "lora": "RUN",
     "ops": "RUN",
     "_offload_check": "RUN",
     "_scan": "RUN",

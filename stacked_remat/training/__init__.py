@@ -10,7 +10,7 @@ from .loop import NonFiniteLossError, TrainingResult, train
 from .optimizer import build_optimizer, learning_rate_schedule
 from .progress import ConsoleProgress, Progress
 from .run_folder import RunFolder
-from .step import LossFunction, Metrics, TrainState, train_step
+from .step import LossFunction, Metrics, Trainable, TrainState, train_step
 from .tokenizer import ByteTokenizer
 from .trackers import JsonLinesTracker, Tracker
 
@@ -34,6 +34,7 @@ __all__ = [
     "Tracker",
     "TrainState",
     "TrainerConfig",
+    "Trainable",
     "TrainingResult",
     "build_optimizer",
     "check_remat",

@@ -127,9 +127,11 @@ def _check_keys(
         if key not in valid:
             raise ConfigError(f"Unknown key `{dotted}` {where}.{_nearest(str(key), valid)}")
         section = _section_class(hints[key])
+        if value is None and _allows_none(hints[key]):
+            continue
         if section is not None:
             _check_keys(section, value, (*path, key), where, overrides)
-        elif value is None and not _allows_none(hints[key]):
+        elif value is None:
             raise ConfigError(f"`{dotted}` {where} has no value; it needs one of type {hints[key]}.")
 
 
@@ -153,12 +155,18 @@ def _is_registry(hint: Any) -> bool:
 
 
 def _section_class(hint: Any) -> Any:
-    return hint if _is_registry(hint) or dataclasses.is_dataclass(hint) else None
+    """The class whose fields are the keys of a section, which may be optional; None for a value."""
+    options = typing.get_args(hint) if _is_union(hint) else (hint,)
+    sections = [option for option in options if _is_registry(option) or dataclasses.is_dataclass(option)]
+    return sections[0] if len(sections) == 1 else None
 
 
 def _allows_none(hint: Any) -> bool:
-    is_union = typing.get_origin(hint) in (typing.Union, types.UnionType)
-    return hint is Any or (is_union and type(None) in typing.get_args(hint))
+    return hint is Any or (_is_union(hint) and type(None) in typing.get_args(hint))
+
+
+def _is_union(hint: Any) -> bool:
+    return typing.get_origin(hint) in (typing.Union, types.UnionType)
 
 
 def _innermost(error: BaseException) -> str:

@@ -59,3 +59,36 @@ def test_a_loss_without_metrics_is_an_error():
     state = TrainState.init(next_byte(5), SGD)
     with pytest.raises(TypeError):
         train_step(BATCHES.batch(0), state, loss_function=lambda m, b: m.table.sum(), optimizer=SGD)  # pyright: ignore[reportArgumentType]
+
+
+def test_only_what_is_trainable_is_differentiated_and_has_optimizer_state():
+    model = (next_byte(5), next_byte(5))
+
+    def loss(model, batch):
+        value, metrics = next_byte_loss(model[0], batch)
+        return value + next_byte_loss(model[1], batch)[0], metrics
+
+    adam = optax.sgd(0.5, momentum=0.9)
+    second = jax.tree.map(lambda _: False, model[0]), jax.tree.map(lambda _: True, model[1])
+    state = TrainState.init(model, adam, second)
+    assert state.trained[0].table is None and state.frozen[1].table is None
+    assert len([leaf for leaf in jax.tree.leaves(state.optimizer_state) if leaf.ndim]) == 1
+    after, metrics = train_step(BATCHES.batch(0), state, loss_function=loss, optimizer=adam)
+    assert after.model[0].table is model[0].table
+    expected, _ = STEP(BATCHES.batch(0), TrainState.init(model[1], SGD))
+    np.testing.assert_allclose(after.model[1].table, expected.model.table, atol=1e-6)
+    alone = STEP(BATCHES.batch(0), TrainState.init(model[1], SGD))[1]["grad_norm"]
+    np.testing.assert_allclose(metrics["grad_norm"], alone, rtol=1e-6)
+
+
+def test_what_is_trainable_may_be_a_predicate():
+    state = TrainState.init((next_byte(5), next_byte(6)), SGD, lambda leaf: leaf.shape == (6, 6))
+    assert state.trained[0].table is None and state.trained[1].table.shape == (6, 6)
+
+
+def test_what_has_no_gradient_is_not_trainable():
+    model = (next_byte(5), jnp.arange(3))
+    with pytest.raises(ValueError, match=r"model\[1\] can't be trained: .* no floating-point array"):
+        TrainState.init(model, SGD, jax.tree.map(lambda _: True, model))
+    with pytest.raises(ValueError, match="Nothing of the model is trainable"):
+        TrainState.init(model, SGD, lambda leaf: False)

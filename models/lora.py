@@ -1,0 +1,28 @@
+"""What the `lora:` section of a config does to a language model."""
+
+import equinox as eqx
+import jax
+from jaxtyping import PRNGKeyArray
+
+from models.lm import LanguageModel
+from stacked_remat.lora import LoraConfig, apply_lora, lora_filter
+from stacked_remat.training import ConfigError, Trainable
+
+
+def with_adapters(
+    model: LanguageModel, lora: LoraConfig | None, *, key: PRNGKeyArray
+) -> tuple[LanguageModel, Trainable]:
+    """The model that is trained, and which of its arrays are: adapters alone, or everything without `lora`.
+
+    Raises:
+        ConfigError: a target fits no linear, or the head, whose weights the loss takes by themselves.
+    """
+    if lora is None:
+        return model, eqx.is_inexact_array
+    try:
+        # Of the key that made the model, so that adapters are not drawn from the bits of its weights.
+        adapted = apply_lora(model, lora, key=jax.random.fold_in(key, 1))
+        eqx.filter_eval_shape(lambda model: model.unembedding(), adapted)
+    except (ValueError, AttributeError) as error:
+        raise ConfigError(f"Bad config: {error}") from error
+    return adapted, lora_filter(adapted)

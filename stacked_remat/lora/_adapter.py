@@ -1,0 +1,230 @@
+"""Linears with a low-rank adapter beside them: made, told apart from the rest of a model, and merged."""
+
+import difflib
+import fnmatch
+import zlib
+from typing import Any, TypeVar
+
+import equinox as eqx
+import haliax as hax
+import haliax.nn as hnn
+import jax
+import jax.numpy as jnp
+from haliax import Axis, NamedArray
+from haliax.axis import axis_spec_to_tuple
+from jax import lax
+from jaxtyping import Array, DTypeLike, PRNGKeyArray
+
+from ._config import LoraConfig
+from ._paths import find_modules, map_modules
+
+T = TypeVar("T")
+
+RANK_AXIS = "lora_rank"
+"""The axis between A and B; a linear's own axes must have other names."""
+
+
+class LoraLinear(eqx.Module):
+    """A linear with a low-rank adapter: `wrapped(x) + (x · A) · B * scale`, never merged.
+
+    A and B are cast to the dtype of `x`. In a stack they have the stack's axes as the wrapped weight has
+    them, and are split over the layers with it.
+
+    Attributes:
+        wrapped: the linear, named or plain.
+        a: `[..., In..., lora_rank]`.
+        b: `[..., lora_rank, Out...]`.
+        scale: factor of the adapter's output.
+
+    Cost beside that of `wrapped`: `2 * rank * (In + Out)` FLOPs for every row of `x`, and twice that
+    backward. Where only A and B are trained, the gradient of the wrapped weight is never computed.
+    """
+
+    wrapped: hnn.Linear | eqx.nn.Linear
+    a: NamedArray | Array
+    b: NamedArray | Array
+    scale: float = eqx.field(static=True)
+
+    def __call__(self, x: Any, *, key: PRNGKeyArray | None = None) -> Any:
+        """Apply it as the wrapped linear is applied; `key` goes to that."""
+        whole: Any = self.wrapped(x, key=key)
+        # Scaled where it is smallest.
+        if isinstance(self.a, NamedArray) and isinstance(self.wrapped, hnn.Linear):
+            low = x.dot(self.a.astype(x.dtype), axis=self.wrapped.In) * self.scale
+            adapted = low.dot(self.b.astype(x.dtype), axis=RANK_AXIS)
+            return whole + adapted.rearrange(whole.axes).astype(whole.dtype)
+        low = (x @ self.a.astype(x.dtype)) * self.scale
+        return whole + (low @ self.b.astype(x.dtype)).astype(whole.dtype)
+
+    @property
+    def weight(self) -> Any:
+        """There is none: the adapter is not part of the wrapped weight.
+
+        Raises:
+            AttributeError: always.
+        """
+        raise AttributeError(
+            "A LoraLinear has no single weight. Call it; or take `wrapped.weight`, which lacks the adapter; "
+            "or merge the adapters with `merge_lora`. A linear whose weight is used by itself, such as a "
+            "head whose loss is computed in chunks, can't be adapted: leave it out of LoraConfig.targets."
+        )
+
+
+_LINEARS = (hnn.Linear, eqx.nn.Linear, LoraLinear)
+
+
+def apply_lora(model: T, config: LoraConfig, *, key: PRNGKeyArray, dtype: DTypeLike = jnp.float32) -> T:
+    """Give an adapter to every linear, of Haliax or Equinox, whose path fits one of the patterns.
+
+    A is drawn from N(0, 1 / In) and B is zero, so that the model computes what it did before. The adapter of
+    a path is the same whatever else is adapted.
+
+    Args:
+        model: any tree of modules, stacks among them.
+        config: which linears, and the size of their adapters.
+        key: of A.
+        dtype: of A and B.
+
+    Returns:
+        The model with `LoraLinear`s in the places of these linears; the arrays of the model are not copied.
+
+    Raises:
+        ValueError: a pattern that fits no linear, with the paths that come nearest; a linear that has an
+            adapter already, or that maps scalars.
+    """
+    paths = list(find_modules(model, _LINEARS))
+    for target in config.targets:
+        if not any(fnmatch.fnmatchcase(path, target) for path in paths):
+            raise ValueError(_no_match(target, paths))
+
+    def adapt(path: str, linear: Any) -> Any:
+        if not any(fnmatch.fnmatchcase(path, target) for target in config.targets):
+            return linear
+        if isinstance(linear, LoraLinear):
+            raise ValueError(
+                f"{path} has an adapter already. Merge it first, or leave it out of the targets."
+            )
+        own_key = jax.random.fold_in(key, zlib.crc32(path.encode()) & 0x7FFFFFFF)
+        if isinstance(linear, hnn.Linear):
+            return _adapted_named(linear, config, own_key, dtype)
+        if "scalar" in (linear.in_features, linear.out_features):
+            raise ValueError(
+                f"{path} maps scalars; an adapter has no lower rank. Leave it out of the targets."
+            )
+        return _adapted_plain(linear, config, own_key, dtype)
+
+    return map_modules(model, _LINEARS, adapt)
+
+
+def lora_filter(model: Any) -> Any:
+    """A tree like the model with True for A and B of every adapter and False for all else.
+
+    For `equinox.partition`, or as `trainable` of `stacked_remat.training.TrainState.init`.
+
+    Raises:
+        ValueError: the model has no adapters, so that nothing would be trained.
+    """
+    if not find_modules(model, (LoraLinear,)):
+        raise ValueError("The model has no adapters: apply_lora makes them.")
+
+    def mark(node: Any) -> Any:
+        marks = jax.tree.map(lambda _: False, node)
+        if not isinstance(node, LoraLinear):
+            return marks
+        adapter = jax.tree.map(lambda _: True, (node.a, node.b))
+        return eqx.tree_at(lambda marks: (marks.a, marks.b), marks, adapter)
+
+    return jax.tree.map(mark, model, is_leaf=lambda node: isinstance(node, LoraLinear))
+
+
+def merge_lora(model: T) -> T:
+    """The model with plain linears again, of weights `W + scale * A · B`: for export, not for training.
+
+    Sums are computed in float32 and rounded to the dtype of W, a layer at a time: memory is the new weights,
+    and one layer of one linear in float32.
+    """
+    return map_modules(model, (LoraLinear,), lambda path, node: _merged(node))
+
+
+def lora_linears(model: Any) -> dict[str, hnn.Linear | eqx.nn.Linear | LoraLinear]:
+    """Every linear, adapted or not, by its path."""
+    return find_modules(model, _LINEARS)
+
+
+def stack_axes(linear: hnn.Linear) -> tuple[Axis, ...]:
+    """The axes that a linear's weight owes to the stacks it is in."""
+    In, Out = linear_axes(linear)
+    own = {axis.name for axis in (*In, *Out)}
+    return tuple(axis for axis in linear.weight.axes if axis.name not in own)
+
+
+def linear_axes(linear: hnn.Linear) -> tuple[tuple[Axis, ...], tuple[Axis, ...]]:
+    """The axes that a linear contracts, and those that it makes."""
+    return axis_spec_to_tuple(linear.In), axis_spec_to_tuple(linear.Out)
+
+
+def _adapted_named(linear: hnn.Linear, config: LoraConfig, key: PRNGKeyArray, dtype: DTypeLike) -> LoraLinear:
+    In, Out = linear_axes(linear)
+    Rank, Stack = Axis(RANK_AXIS, config.rank), stack_axes(linear)
+    a = hax.random.normal(key, (*Stack, *In, Rank)) * hax.axis_size(In) ** -0.5
+    return LoraLinear(linear, a.astype(dtype), hax.zeros((*Stack, Rank, *Out), dtype=dtype), config.scale)
+
+
+def _adapted_plain(
+    linear: eqx.nn.Linear, config: LoraConfig, key: PRNGKeyArray, dtype: DTypeLike
+) -> LoraLinear:
+    *stack, wide, narrow = linear.weight.shape
+    a = jax.random.normal(key, (*stack, narrow, config.rank), dtype) * narrow**-0.5
+    return LoraLinear(linear, a, jnp.zeros((*stack, config.rank, wide), dtype), config.scale)
+
+
+def _merged(node: LoraLinear) -> Any:
+    linear = node.wrapped
+    if isinstance(linear, hnn.Linear):
+        # A reparametrised weight is multiplied by this factor when it is used.
+        factor = node.scale / linear.reparam.active_scale
+        weight = _merge_named(linear.weight, node.a, node.b, factor, stack_axes(linear)[:1])
+    else:
+        weight = _merge_plain(linear.weight, node.a, node.b, node.scale)
+    return eqx.tree_at(lambda linear: linear.weight, linear, weight)
+
+
+@eqx.filter_jit
+def _merge_named(weight: Any, a: Any, b: Any, factor: float, outermost: tuple[Axis, ...]) -> NamedArray:
+    def merge(weight: NamedArray, a: NamedArray, b: NamedArray) -> NamedArray:
+        a, b = a.astype(jnp.float32), b.astype(jnp.float32)
+        product = hax.dot(a, b, axis=RANK_AXIS, precision=lax.Precision.HIGHEST)
+        merged = weight.astype(jnp.float32) + product.rearrange(weight.axes) * factor
+        return merged.astype(weight.dtype)
+
+    if not outermost:
+        return merge(weight, a, b)
+    named = [array.rearrange((*outermost, ...)) for array in (weight, a, b)]
+
+    def merge_layer(arrays: list[Array]) -> Array:
+        return merge(*(NamedArray(x, of.axes[1:]) for x, of in zip(arrays, named, strict=True))).array
+
+    layers = lax.map(merge_layer, [array.array for array in named])
+    return NamedArray(layers, named[0].axes).rearrange(weight.axes)
+
+
+@eqx.filter_jit
+def _merge_plain(weight: Array, a: Any, b: Any, factor: float) -> Array:
+    def merge(weight: Array, a: Any, b: Any) -> Array:
+        a, b = a.astype(jnp.float32), b.astype(jnp.float32)
+        product = jnp.matmul(a, b, precision=lax.Precision.HIGHEST)
+        return (weight.astype(jnp.float32) + factor * jnp.swapaxes(product, -1, -2)).astype(weight.dtype)
+
+    if weight.ndim == 2:
+        return merge(weight, a, b)
+    return lax.map(lambda layer: merge(*layer), (weight, a, b))
+
+
+def _no_match(target: str, paths: list[str]) -> str:
+    if not paths:
+        return f"lora.targets: {target!r} fits no linear: the model has none of Haliax or Equinox."
+    nearest = difflib.get_close_matches(target, paths, n=5, cutoff=0.0)
+    return (
+        f"lora.targets: {target!r} fits no linear. Nearest of {len(paths)}: {', '.join(nearest)}. A pattern "
+        "has to fit the whole path; `*` stands for any characters."
+    )

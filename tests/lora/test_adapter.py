@@ -1,0 +1,297 @@
+import equinox as eqx
+import haliax as hax
+import haliax.nn as hnn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from haliax import Axis
+
+from stacked_remat import BlockSeq, Stacked
+from stacked_remat.lora import LoraConfig, LoraLinear, apply_lora, lora_filter, merge_lora
+
+from .stacks import (
+    ALL,
+    POLICIES,
+    Block,
+    Dim,
+    Embed,
+    Experts,
+    Heads,
+    Hidden,
+    Layers,
+    adapted,
+    inputs,
+    model,
+    new_model,
+    with_trained_adapters,
+)
+
+Rank = Axis("lora_rank", 2)
+
+
+def same(left, right, rtol=2e-5, atol=2e-6):
+    left, right = (jax.tree.leaves(eqx.filter(tree, eqx.is_array)) for tree in (left, right))
+    assert len(left) == len(right) > 0
+    for a, b in zip(left, right, strict=True):
+        np.testing.assert_allclose(a, b, rtol=rtol, atol=atol)
+
+
+def paths_adapted(tree, *targets):
+    """Which linears of the tree have an adapter, found without the library's own paths."""
+    config = LoraConfig(2, 1.0, targets)
+    make = tree if callable(tree) and not isinstance(tree, eqx.Module) else lambda: tree
+    made = eqx.filter_eval_shape(lambda: apply_lora(make(), config, key=jax.random.key(0)))
+    nodes = jax.tree_util.tree_leaves_with_path(made, is_leaf=lambda node: isinstance(node, LoraLinear))
+    return {jax.tree_util.keystr(path) for path, node in nodes if isinstance(node, LoraLinear)}
+
+
+def is_adapter(node):
+    return isinstance(node, LoraLinear)
+
+
+def untrained(node):
+    return (
+        eqx.tree_at(lambda node: node.b, node, jax.tree.map(jnp.zeros_like, node.b))
+        if is_adapter(node)
+        else node
+    )
+
+
+def test_an_adapter_whose_b_is_zero_changes_no_bit():
+    x = inputs()
+    before, after = eqx.filter_jit(lambda tree: (tree(x), apply_lora(tree, ALL, key=jax.random.key(1))(x)))(
+        model()
+    )
+    np.testing.assert_array_equal(after.array, before.array)
+
+
+def test_adapters_have_the_axes_of_the_stacks():
+    block = eqx.filter_eval_shape(lambda: apply_lora(model(), ALL, key=jax.random.key(1))).layers.stacked
+    assert block.q_proj.a.axes == (Layers, Embed, Rank)
+    assert block.q_proj.b.axes == (Layers, Rank, Heads, Dim)
+    assert block.o_proj.a.axes == (Layers, Heads, Dim, Rank)
+    assert block.experts.stacked.up.a.axes == (Layers, Experts, Embed, Rank)
+    assert block.experts.stacked.up.b.axes == (Layers, Experts, Rank, Hidden)
+    assert block.q_proj.scale == 1.5 and block.q_proj.a.dtype == jnp.float32
+
+
+def test_a_is_normal_with_a_variance_of_one_over_the_inputs_and_b_is_zero():
+    In, Out = Axis("in", 400), Axis("out", 3)
+    linear = hnn.Linear.init(In, Out, key=jax.random.key(0))
+    made = apply_lora({"linear": linear}, LoraConfig(50, 1.0, ("linear",)), key=jax.random.key(1))["linear"]
+    np.testing.assert_allclose(np.std(made.a.array), 400**-0.5, rtol=0.02)
+    assert not np.any(made.b.array)
+
+
+def test_the_adapter_of_a_path_does_not_depend_on_the_other_targets():
+    some = apply_lora(model(), LoraConfig(2, 3.0, ("*.q_proj",)), key=jax.random.key(1))
+    both = apply_lora(model(), LoraConfig(2, 3.0, ("*.q_proj", "*.up")), key=jax.random.key(1))
+    a = both.layers.stacked.q_proj.a
+    np.testing.assert_array_equal(some.layers.stacked.q_proj.a.array, a.array)
+    assert not np.allclose(both.layers.stacked.experts.stacked.up.a.array[:, 0], a.array)
+
+
+def value_and_gradients(remat, merge):
+    tree, x = adapted(), inputs()
+    trained, frozen = eqx.partition(tree, lora_filter(tree))
+
+    def loss(trained):
+        whole = eqx.combine(trained, frozen)
+        out = (merge_lora(whole) if merge else whole)(x, remat=remat)
+        return hax.mean(out * out).scalar()
+
+    return jax.jit(jax.value_and_grad(loss))(trained)
+
+
+@pytest.fixture(scope="module")
+def chain_rule():
+    return value_and_gradients(True, merge=True)
+
+
+@pytest.mark.policy
+@pytest.mark.parametrize("remat", POLICIES.values(), ids=POLICIES)
+def test_under_every_policy_outputs_and_gradients_are_those_of_the_merged_weights(remat, chain_rule):
+    value, gradients = value_and_gradients(remat, merge=False)
+    np.testing.assert_allclose(value, chain_rule[0], rtol=1e-5)
+    same(gradients, chain_rule[1], rtol=1e-4, atol=1e-6)
+    assert len(jax.tree.leaves(gradients)) == 2 * 4 and all(map(np.any, jax.tree.leaves(gradients)))
+
+
+def test_the_output_is_x_a_b_beside_the_linear():
+    tree = adapted().layers.stacked.q_proj
+    own = jax.tree.map(lambda array: array[2], tree)  # the third layer
+    own = eqx.tree_at(
+        lambda own: (own.wrapped.weight, own.wrapped.bias, own.a, own.b),
+        own,
+        tuple(
+            hax.named(full.array[2], full.axes[1:])
+            for full in (tree.wrapped.weight, tree.wrapped.bias, tree.a, tree.b)
+        ),
+    )
+    x = inputs()
+    by_hand = np.einsum("pe,er,rhd->phd", x.array, own.a.array, own.b.array) * 1.5
+    np.testing.assert_allclose(own(x).array, own.wrapped(x).array + by_hand, rtol=1e-5, atol=1e-6)
+
+
+def test_merging_gives_plain_linears_of_the_old_dtype_and_shape():
+    tree = adapted()
+    merged = merge_lora(tree)
+    assert jax.tree.structure(merged) == jax.tree.structure(model())
+    same(merged(inputs()), tree(inputs()))
+    weight, a, b = (
+        np.asarray(part.array)
+        for part in (
+            tree.layers.stacked.o_proj.wrapped.weight,
+            tree.layers.stacked.o_proj.a,
+            tree.layers.stacked.o_proj.b,
+        )
+    )
+    expected = weight + 1.5 * np.einsum("lhdr,lre->lhde", a, b)
+    np.testing.assert_allclose(merged.layers.stacked.o_proj.weight.array, expected, rtol=1e-5, atol=1e-6)
+    assert merged.layers.stacked.o_proj.weight.axes == model().layers.stacked.o_proj.weight.axes
+
+
+def test_merging_sums_in_float32_and_rounds_once():
+    whole = adapted()
+    narrow = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), whole)
+    weight = merge_lora(narrow).layers.stacked.q_proj.weight
+    wide = merge_lora(
+        jax.tree.map(lambda leaf: leaf.astype(jnp.float32), narrow)
+    ).layers.stacked.q_proj.weight
+    assert weight.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(weight.array, wide.array.astype(jnp.bfloat16))
+
+
+def test_a_reparametrised_weight_is_merged_so_that_it_acts_the_same():
+    linear = hnn.Linear.init(Embed, Hidden, key=jax.random.key(0), reparam_cls=hnn.Linear.output_reparam())
+    assert linear.reparam.active_scale != 1
+    tree = with_trained_adapters({"head": linear}, LoraConfig(2, 3.0, ("head",)))["head"]
+    merged = merge_lora(tree)
+    same(merged(inputs()), tree(inputs()))
+
+
+def test_a_frozen_base_in_bfloat16_keeps_the_stream_in_bfloat16_and_adapters_in_float32():
+    base = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), model())
+    tree = with_trained_adapters(base, ALL)
+    x = inputs().astype(jnp.bfloat16)
+    trained, frozen = eqx.partition(tree, lora_filter(tree))
+
+    def loss(trained):
+        out = eqx.combine(trained, frozen)(x)
+        assert out.dtype == jnp.bfloat16
+        return hax.sum(out.astype(jnp.float32)).scalar()
+
+    for leaf in jax.tree.leaves(jax.jit(jax.grad(loss))(trained)):
+        assert leaf.dtype == jnp.float32 and np.any(leaf)
+
+
+class Plain(eqx.Module):
+    linear: eqx.nn.Linear
+
+    def __init__(self, key):
+        self.linear = eqx.nn.Linear(4, 4, key=key)
+
+    def __call__(self, x):
+        return x + jnp.tanh(self.linear(x))
+
+
+def test_linears_of_plain_arrays_in_a_stack():
+    layers = Stacked.init(Layers, Plain, remat="nested")(jax.random.split(jax.random.key(0), Layers.size))
+    tree = with_trained_adapters(layers, LoraConfig(2, 3.0, ("*.linear",)))
+    assert tree.stacked.linear.a.shape == (5, 4, 2) and tree.stacked.linear.b.shape == (5, 2, 4)
+    x = jnp.arange(4, dtype=jnp.float32)
+    merged = merge_lora(tree)
+    same(tree.fold(x), merged.fold(x))
+    assert not np.allclose(tree.fold(x), layers.fold(x))
+    first = merge_lora(with_trained_adapters(Plain(jax.random.key(4)), LoraConfig(2, 3.0, ("linear",))))
+    assert isinstance(first.linear, eqx.nn.Linear)
+
+
+def test_patterns_choose_by_path():
+    block = ".layers.stacked"
+    assert paths_adapted(new_model, "*.q_proj") == {f"{block}.q_proj"}
+    assert paths_adapted(new_model, "layers.*.o_proj", "head") == {f"{block}.o_proj", ".head"}
+    experts = {f"{block}.experts.stacked.up", f"{block}.experts.stacked.down"}
+    assert paths_adapted(new_model, "*experts*") == experts
+    assert paths_adapted(new_model, "layers.*.experts.*.up") == {f"{block}.experts.stacked.up"}
+    assert paths_adapted(new_model, "layers.[*].[qo]_proj") == {f"{block}.q_proj", f"{block}.o_proj"}
+
+
+def test_the_layers_of_a_block_seq_have_numbers_and_containers_their_keys():
+    def layers():
+        return BlockSeq.init(Layers, Block)(key=jax.random.split(jax.random.key(0), Layers.size))
+
+    assert paths_adapted(layers, "3.q_proj") == {".blocks[3].q_proj"}
+    assert len(paths_adapted(layers, "*.q_proj")) == 5
+    tree = {"first": [model().head], "second": (model().head,)}
+    assert paths_adapted(tree, "first.0") == {"['first'][0]"}
+
+
+def test_haliax_stacks_of_its_own_are_stacks_too():
+    def layers():
+        return hnn.Stacked.init(Layers, Block)(key=jax.random.split(jax.random.key(0), Layers.size))
+
+    assert paths_adapted(layers, "[*].q_proj") == {".stacked.q_proj"}
+
+
+def test_a_pattern_that_fits_nothing_is_an_error_with_the_nearest_paths():
+    with pytest.raises(ValueError, match=r"'\*.qproj' fits no linear. Nearest of 5: layers.\*.q_proj, "):
+        apply_lora(model(), LoraConfig(2, 1.0, ("*.o_proj", "*.qproj")), key=jax.random.key(0))
+    with pytest.raises(ValueError, match="the model has none"):
+        apply_lora({}, ALL, key=jax.random.key(0))
+
+
+def test_a_linear_is_adapted_once_and_then_merged():
+    with pytest.raises(ValueError, match=r"layers.\*.q_proj has an adapter already"):
+        apply_lora(adapted(), ALL, key=jax.random.key(0))
+    others = apply_lora(adapted(), LoraConfig(2, 1.0, ("head",)), key=jax.random.key(0))
+    assert isinstance(others.head, LoraLinear)
+    again = apply_lora(merge_lora(adapted()), ALL, key=jax.random.key(0))
+    assert isinstance(again.layers.stacked.q_proj, LoraLinear)
+
+
+def test_what_can_not_be_adapted_is_refused():
+    with pytest.raises(ValueError, match="maps scalars"):
+        scalar = eqx.nn.Linear("scalar", 2, key=jax.random.key(0))
+        apply_lora([scalar], LoraConfig(targets=("0",)), key=jax.random.key(0))
+    with pytest.raises(AttributeError, match="has no single weight"):
+        _ = adapted().layers.stacked.q_proj.weight
+    with pytest.raises(ValueError, match="no adapters"):
+        lora_filter(model())
+
+
+def test_the_filter_marks_adapters_alone():
+    tree = adapted()
+    trained, frozen = eqx.partition(tree, lora_filter(tree))
+    assert {leaf.shape for leaf in jax.tree.leaves(trained.layers.stacked.q_proj)} == {
+        (5, 6, 2),
+        (5, 2, 2, 4),
+    }
+    assert len(jax.tree.leaves(trained)) == 8
+    assert jax.tree.structure(frozen.layers.stacked.q_proj.wrapped) == jax.tree.structure(
+        model().layers.stacked.q_proj
+    )
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"rank": 0}, "lora.rank must be a positive integer, got 0"),
+        ({"rank": True}, "lora.rank"),
+        ({"rank": 2.0}, "lora.rank"),
+        ({"alpha": 0.0}, "lora.alpha must be positive and finite, got 0.0"),
+        ({"alpha": float("inf")}, "lora.alpha"),
+        ({"targets": "q_proj"}, "list of patterns, got the text 'q_proj'"),
+        ({"targets": ()}, "at least one, got"),
+        ({"targets": ("",)}, "must be patterns"),
+    ],
+)
+def test_a_bad_config_is_refused(fields, message):
+    with pytest.raises(ValueError, match=message):
+        LoraConfig(**fields)
+
+
+def test_a_config_takes_a_list_and_is_hashable():
+    assert LoraConfig(targets=["head"]) == LoraConfig(targets=("head",))
+    assert hash(LoraConfig()) == hash(LoraConfig()) and LoraConfig(4, 8.0).scale == 2.0

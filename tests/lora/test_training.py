@@ -1,0 +1,109 @@
+"""That training adapters costs what adapters cost: no gradient and no optimizer state of what they adapt."""
+
+import functools
+
+import equinox as eqx
+import haliax as hax
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from haliax import Axis
+
+from stacked_remat import Stacked
+from stacked_remat.lora import LoraConfig, apply_lora, lora_filter
+from stacked_remat.memory import report
+from stacked_remat.training import BATCH_AXIS, POSITION_AXIS, TokenBatch, TrainState, train_step
+
+from .stacks import filled
+
+Layers, Wide, Hidden = hax.make_axes(layers=12, wide=128, hidden=256)
+Batch, Pos = Axis(BATCH_AXIS, 1), Axis(POSITION_AXIS, 4)
+WEIGHTS = 2 * Layers.size * Wide.size * Hidden.size * 4
+# Not False: it keeps what every layer has computed, and a Haliax linear computes its scaled weight.
+POLICIES = {"True": True, "nested": "nested", "offload": "offload"}
+ADAM = optax.adam(1e-2)
+
+
+class Block(eqx.Module):
+    up: hax.nn.Linear
+    down: hax.nn.Linear
+
+    @staticmethod
+    def init(*, key):
+        up, down = jax.random.split(key)
+        return Block(
+            hax.nn.Linear.init(Wide, Hidden, key=up, use_bias=False),
+            hax.nn.Linear.init(Hidden, Wide, key=down, use_bias=False),
+        )
+
+    def __call__(self, x):
+        return x + self.down(hax.tanh(self.up(x)))
+
+
+def stack_of(rank, remat=True):
+    """A stack with adapters of `rank`, without any where it is None."""
+    stack = Stacked.init(Layers, Block, remat=remat)(key=jax.random.split(jax.random.key(0), Layers.size))
+    return stack if rank is None else apply_lora(stack, LoraConfig(rank, 2.0, ("*",)), key=jax.random.key(1))
+
+
+def state_of(rank, remat):
+    stack = stack_of(rank, remat)
+    return TrainState.init(stack, ADAM) if rank is None else TrainState.init(stack, ADAM, lora_filter(stack))
+
+
+def loss(stack, batch):
+    x = hax.broadcast_axis(batch.tokens.astype(jnp.float32), Wide)
+    out = stack.fold(x)
+    value = hax.mean(out * out).scalar()
+    return value, {"loss": value}
+
+
+STEP = functools.partial(train_step, loss_function=loss, optimizer=ADAM)
+
+
+def first_batch():
+    tokens = hax.ones((Batch, Pos), dtype=jnp.int32)
+    return TokenBatch(tokens, tokens, tokens.astype(jnp.float32))
+
+
+@pytest.mark.policy
+@pytest.mark.parametrize("remat", POLICIES.values(), ids=POLICIES)
+def test_the_compiled_step_holds_no_gradient_of_the_frozen_weights(remat, standard_promotion):
+    found = {
+        rank: report(
+            STEP,
+            eqx.filter_eval_shape(first_batch),
+            eqx.filter_eval_shape(state_of, rank, remat),
+            donate="state",
+        )
+        for rank in (None, 2)
+    }
+    assert found[None].temporaries > 0.9 * WEIGHTS
+    # What the loops slice out of the stacks: one layer's weights, its adapters' gradients and the carries.
+    assert found[2].temporaries < 2 * WEIGHTS / Layers.size
+    # Weights and two moments of each, against weights alone: the state is the memory.
+    assert found[None].arguments > 2.9 * WEIGHTS and found[2].arguments < 1.1 * WEIGHTS
+    assert found[2].aliased > 0.99 * WEIGHTS
+    assert found[2].flops.matmul < 0.8 * found[None].flops.matmul
+
+
+def test_only_adapters_have_optimizer_state_and_only_they_change(standard_promotion):
+    stack = filled(eqx.filter_eval_shape(stack_of, 2), 0)
+    state = TrainState.init(stack, ADAM, lora_filter(stack))
+    moments = [leaf.shape for leaf in jax.tree.leaves(state.optimizer_state) if leaf.ndim]
+    adapters = [leaf.shape for leaf in jax.tree.leaves(state.trained)]
+    assert sorted(moments) == sorted(2 * adapters) and len(adapters) == 4
+    assert all(2 in shape for shape in moments)
+    frozen = [np.asarray(leaf) for leaf in jax.tree.leaves(eqx.filter(state.frozen, eqx.is_array))]
+    before = [np.asarray(leaf) for leaf in jax.tree.leaves(state.trained)]
+    step = eqx.filter_jit(STEP, donate="all-except-first")
+    for _ in range(2):
+        state, metrics = step(first_batch(), state)
+    after = [leaf for leaf in jax.tree.leaves(eqx.filter(state.frozen, eqx.is_array))]
+    for old, new in zip(frozen, after, strict=True):
+        np.testing.assert_array_equal(old, new)
+    for old, new in zip(before, jax.tree.leaves(state.trained), strict=True):
+        assert not np.array_equal(old, new)
+    assert metrics["grad_norm"] > 0

@@ -6,6 +6,7 @@ from these to logits. The loss sits between them, so that it alone decides how m
 
 import abc
 import functools
+from typing import ClassVar
 
 import draccus
 import equinox as eqx
@@ -16,7 +17,7 @@ from jaxtyping import Array, Float, PRNGKeyArray
 
 from stacked_remat import ScanCheckpointSpec
 from stacked_remat.ops import chunked_cross_entropy
-from stacked_remat.training import Metrics, TokenBatch
+from stacked_remat.training import NO_PRESETS, Metrics, RematPresets, TokenBatch
 
 
 class AuxiliaryLoss(eqx.Module):
@@ -57,8 +58,11 @@ class LmConfig(draccus.ChoiceRegistry):
     A config is data alone; the module that defines the model registers how to make it with `build_model`.
 
     Attributes:
-        num_layers: how many layers its stack has.
+        num_layers: how many layers it has.
+        remat_presets: policies that name what is inside its layers, under names for `remat:`.
     """
+
+    remat_presets: ClassVar[RematPresets] = NO_PRESETS
 
     num_layers: int
 

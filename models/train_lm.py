@@ -62,9 +62,10 @@ class TrainLmConfig:
         model: the architecture, by `type`.
         lora: adapters to train instead of the model's own weights, which then get neither gradients nor
             optimizer state; null to train these.
-        remat: memory policy of the model's stack of layers: an alias (true, false, nested, offload, ...), the
-            fields of a `ScanCheckpointPolicy`, or `auto` for the one that fits `budget` with the least
-            recomputation, found by compiling the step before the first one.
+        remat: memory policy of the model's stack of layers: an alias (true, false, nested, offload, ...), a
+            preset of the model (attention_saved, ...), the fields of a `ScanCheckpointPolicy`, or `auto` for
+            the one that fits `budget` with the least recomputation, found by compiling the step before the
+            first one.
         budget: device memory for `remat: auto`, such as 72GiB; leave a tenth of the device free.
         host_budget: the same for the host; null for no limit.
         data: the text.
@@ -82,7 +83,7 @@ class TrainLmConfig:
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
 
     def __post_init__(self) -> None:
-        check_remat(self.remat, self.budget, self.host_budget)
+        check_remat(self.remat, self.budget, self.host_budget, self.model.remat_presets)
         learning_rate_schedule(self.optimizer, self.trainer.num_steps)
 
 
@@ -97,13 +98,15 @@ def train_lm(config: TrainLmConfig, progress: Progress) -> TrainingResult:
         NonFiniteLossError: training diverged.
     """
     config = _with_planned_remat(config, progress)
-    if remat_policy(config.remat).offloads:
+    if remat_policy(config.remat, config.model.remat_presets).offloads:
         check_offload()
     tokenizer = ByteTokenizer()
     corpus = read_corpus(config.data, tokenizer)
     key = jax.random.key(config.trainer.seed)
     Vocab = Axis("vocab", tokenizer.vocab_size)
-    model = build_model(config.model, Vocab, remat=remat_policy(config.remat), key=key)
+    model = build_model(
+        config.model, Vocab, remat=remat_policy(config.remat, config.model.remat_presets), key=key
+    )
     model, trainable = with_adapters(model, config.lora, key=key)
     optimizer = build_optimizer(config.optimizer, config.trainer.num_steps)
     evaluate = held_out_evaluator(

@@ -3,13 +3,15 @@
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import draccus
 from haliax import Axis
 
 from models.lm import LmConfig
+from models.qwen3_moe.remat_presets import QWEN3_REMAT_PRESETS
 from stacked_remat.ops import RotaryScaling, rotary_from_hf, rotary_to_hf
+from stacked_remat.training import RematPresets
 
 
 @dataclass(frozen=True)
@@ -137,6 +139,8 @@ class Qwen3Architecture(LmConfig):
         tie_word_embeddings: whether the head reuses the embedding's weights.
         compute_dtype: dtype of activations; parameters are cast to it a layer at a time.
     """
+
+    remat_presets: ClassVar[RematPresets] = QWEN3_REMAT_PRESETS
 
     hidden_dim: int = 128
     num_layers: int = 4

@@ -2,13 +2,14 @@
 
 from .batches import BATCH_AXIS, POSITION_AXIS, PackedTokens, TokenBatch
 from .checkpoint import load_checkpoint, save_checkpoint
-from .config import DataConfig, OptimizerConfig, TrainerConfig, check_remat, remat_entry, remat_policy
+from .config import DataConfig, OptimizerConfig, TrainerConfig
 from .config_file import ConfigError, config_as_dict, parse_config
 from .corpus import Corpus, read_corpus
 from .evaluation import held_out_evaluator
 from .loop import NonFiniteLossError, TrainingResult, train
 from .optimizer import build_optimizer, learning_rate_schedule
 from .progress import ConsoleProgress, Progress
+from .remat import NO_PRESETS, RematEntry, RematPresets, check_remat, remat_entry, remat_policy
 from .run_folder import RunFolder
 from .step import LossFunction, Metrics, Trainable, TrainState, train_step
 from .tokenizer import ByteTokenizer
@@ -16,6 +17,7 @@ from .trackers import JsonLinesTracker, Tracker
 
 __all__ = [
     "BATCH_AXIS",
+    "NO_PRESETS",
     "POSITION_AXIS",
     "ByteTokenizer",
     "ConfigError",
@@ -29,6 +31,8 @@ __all__ = [
     "OptimizerConfig",
     "PackedTokens",
     "Progress",
+    "RematEntry",
+    "RematPresets",
     "RunFolder",
     "TokenBatch",
     "Tracker",

@@ -239,3 +239,24 @@ def test_build_model_makes_the_registered_model_and_names_what_it_lacks():
 
     with pytest.raises(TypeError, match=r"No builder is registered for Unregistered.*build_model.register"):
         build_model(Unregistered(), Vocab, remat=True, key=jax.random.key(0))
+
+
+@pytest.mark.parametrize("preset", CONFIG.remat_presets)
+def test_presets_give_the_same_gradients(preset, unchecked):
+    (expected_loss, _), expected = unchecked
+    policy = CONFIG.remat_presets[preset]
+    (loss, _), gradients = loss_and_gradients(with_policy(make(), policy), batch_of_tokens())
+    np.testing.assert_allclose(loss, expected_loss, rtol=1e-6)
+    for got, wanted in zip(jax.tree.leaves(gradients), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(got, wanted, atol=1e-6, rtol=1e-4)
+
+
+def test_saving_attention_leaves_it_out_of_the_backward_pass():
+    """The blockwise kernel runs in two loops forward and backward, and in a third where it is recomputed."""
+    batch = batch_of_tokens()
+
+    def loops(policy):
+        model = with_policy(make(), policy)
+        return str(jax.make_jaxpr(jax.grad(lambda m: next_token_loss(m, batch)[0]))(model)).count("while[")
+
+    assert loops(CONFIG.remat_presets["attention_saved"]) < loops(ScanCheckpointPolicy())

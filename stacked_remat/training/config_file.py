@@ -126,9 +126,16 @@ def _check_keys(
         )
         if key not in valid:
             raise ConfigError(f"Unknown key `{dotted}` {where}.{_nearest(str(key), valid)}")
-        section = _section_class(hints[key])
+        section, named = _section_class(hints[key]), _class_of_named_sections(hints[key])
         if section is not None:
             _check_keys(section, value, (*path, key), where, overrides)
+        elif named is not None:
+            if not isinstance(value, Mapping):
+                raise ConfigError(f"`{dotted}` {where} holds sections, each under its name, got {value!r}.")
+            for name, entry in value.items():
+                _check_keys(named, entry, (*path, key, str(name)), where, overrides)
+        elif isinstance(value, str) and typing.get_origin(hints[key]) in (tuple, list):
+            raise ConfigError(f"`{dotted}` {where} is a list, got {value!r}. Write [{value}].")
         elif value is None and not _allows_none(hints[key]):
             raise ConfigError(f"`{dotted}` {where} has no value; it needs one of type {hints[key]}.")
 
@@ -154,6 +161,12 @@ def _is_registry(hint: Any) -> bool:
 
 def _section_class(hint: Any) -> Any:
     return hint if _is_registry(hint) or dataclasses.is_dataclass(hint) else None
+
+
+def _class_of_named_sections(hint: Any) -> Any:
+    """The class of the values of a `dict[str, Section]`."""
+    arguments = typing.get_args(hint)
+    return _section_class(arguments[1]) if typing.get_origin(hint) is dict and len(arguments) == 2 else None
 
 
 def _allows_none(hint: Any) -> bool:

@@ -137,7 +137,10 @@ class Qwen3Decoder(LanguageModel):
         documents: NamedArray | None = None,
         positions: NamedArray | None = None,
     ) -> tuple[NamedArray, AuxiliaryLoss]:
-        """Maps tokens `[..., position]` to hidden states, with the auxiliary losses of the routers."""
+        """Maps tokens `[..., position]` to hidden states, with the auxiliary losses of the routers.
+
+        Arguments are those of `layer_states`.
+        """
         hidden, statistics = self.layer_states(tokens, documents=documents, positions=positions)
         if statistics is None or not isinstance(self.config, Qwen3MoeConfig):
             return hidden, AuxiliaryLoss(jnp.zeros(()), {})

@@ -4,34 +4,6 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class DataConfig:
-    """What text to train on, and how it is cut.
-
-    Attributes:
-        folder: folder whose files are the text, read recursively; the Python standard library of the running
-            interpreter if not given, so that nothing need be downloaded.
-        suffix: only files whose names end so are read.
-        held_out_fraction: share of the files, chosen by their names, that is never trained on.
-        seq_len: tokens in a sequence.
-        batch_size: sequences in a step.
-    """
-
-    folder: str | None = None
-    suffix: str = ".py"
-    held_out_fraction: float = 0.05
-    seq_len: int = 256
-    batch_size: int = 16
-
-    def __post_init__(self) -> None:
-        if not 0 < self.held_out_fraction < 1:
-            raise ValueError(
-                f"data.held_out_fraction must lie between 0 and 1, got {self.held_out_fraction}; 0.05 holds "
-                f"out about one file in twenty."
-            )
-        _require_at_least(1, "data", seq_len=self.seq_len, batch_size=self.batch_size)
-
-
-@dataclass(frozen=True)
 class OptimizerConfig:
     """AdamW (Loshchilov & Hutter 2019) with a linear warm-up and a cosine decay.
 

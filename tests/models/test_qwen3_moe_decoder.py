@@ -260,3 +260,15 @@ def test_saving_attention_leaves_it_out_of_the_backward_pass():
         return str(jax.make_jaxpr(jax.grad(lambda m: next_token_loss(m, batch)[0]))(model)).count("while[")
 
     assert loops(CONFIG.remat_presets["attention_saved"]) < loops(ScanCheckpointPolicy())
+
+
+def test_the_loss_keeps_documents_apart():
+    tokens = batch_of_tokens()
+    documents = hax.named(jnp.array([[1, 1, 2, 2, 2]] * 2), (Batch, Pos))
+    positions = hax.named(jnp.array([[0, 1, 0, 1, 2]] * 2), (Batch, Pos))
+    packed = dataclasses.replace(tokens, documents=documents, positions=positions)
+    hidden, _ = make().hidden_states(tokens.tokens, documents=documents, positions=positions)
+    log_probs = jax.nn.log_softmax(make().logits(hidden).array)
+    picked = -jnp.take_along_axis(log_probs, packed.targets.array[..., None], axis=-1)
+    np.testing.assert_allclose(loss_of(make(), packed)[1]["loss"], jnp.mean(picked), rtol=1e-5)
+    assert abs(loss_of(make(), packed)[1]["loss"] - loss_of(make(), tokens)[1]["loss"]) > 1e-5

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from stacked_remat.training import (
-    DataConfig,
     OptimizerConfig,
     TrainerConfig,
     build_optimizer,
@@ -19,9 +18,6 @@ from stacked_remat.training import (
 @pytest.mark.parametrize(
     ("make", "changes", "message"),
     [
-        (DataConfig, {"held_out_fraction": 1.0}, r"data.held_out_fraction must lie between 0 and 1, got 1.0"),
-        (DataConfig, {"seq_len": 0}, r"data.seq_len must be at least 1, got 0"),
-        (DataConfig, {"batch_size": -1}, r"data.batch_size must be at least 1"),
         (OptimizerConfig, {"learning_rate": 0.0}, r"optimizer.learning_rate must be positive"),
         (OptimizerConfig, {"max_grad_norm": 0.0}, r"optimizer.max_grad_norm must be positive"),
         (OptimizerConfig, {"warmup_steps": -1}, r"optimizer.warmup_steps must be at least 0"),

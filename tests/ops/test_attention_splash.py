@@ -151,7 +151,8 @@ def test_with_its_output_saved_a_layer_does_not_attend_again():
 
     def products(names):
         def layer(x, scale):
-            return x + splash_attention(x * scale, key, value, None, 0.4, None, 128, interpret=True)
+            inputs = x * scale, key * scale, value * scale
+            return x + splash_attention(*inputs, None, 0.4, None, 128, interpret=True)
 
         def loss(scales):
             policy = ScanCheckpointPolicy(save_block_internals=names)

@@ -198,7 +198,7 @@ def shapes(length, kv_heads, group, head_dim, dtype=jnp.bfloat16, batch=(), shar
 @needs_libtpu
 @pytest.mark.parametrize(
     ("backend", "most", "products"),
-    [("auto", 2.1, 9), pytest.param("blockwise", 2.2, 7, marks=pytest.mark.slow)],
+    [("auto", 1.9, 9), pytest.param("blockwise", 2.2, 7, marks=pytest.mark.slow)],
 )
 def test_65536_positions_on_a_tpu(backend, most, products):
     """32 heads of 128 on 4 key heads in bfloat16, forward and backward: queries alone are 0.5 GiB."""

@@ -7,3 +7,10 @@ from ._adapter import (
     merge_lora as merge_lora,
 )
 from ._config import LoraConfig as LoraConfig
+from ._peft import (
+    PeftNames as PeftNames,
+    load_peft as load_peft,
+    peft_tensor_names as peft_tensor_names,
+    save_peft as save_peft,
+)
+from ._peft_layout import PeftParameter as PeftParameter

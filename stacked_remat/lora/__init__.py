@@ -4,6 +4,7 @@ from ._adapter import (
     LoraLinear as LoraLinear,
     apply_lora as apply_lora,
     lora_filter as lora_filter,
+    lora_linears as lora_linears,
     merge_lora as merge_lora,
 )
 from ._config import LoraConfig as LoraConfig

@@ -148,7 +148,7 @@ def merge_lora(model: T) -> T:
 
 
 def lora_linears(model: Any) -> dict[str, hnn.Linear | eqx.nn.Linear | LoraLinear]:
-    """Every linear, adapted or not, by its path."""
+    """Every linear, adapted or not, by the path that the patterns of `LoraConfig` are matched with."""
     return find_modules(model, _LINEARS)
 
 

@@ -80,8 +80,8 @@ def test_adapters_have_the_axes_of_the_stacks():
 
 def test_a_is_normal_with_a_variance_of_one_over_the_inputs_and_b_is_zero():
     In, Out = Axis("in", 400), Axis("out", 3)
-    linear = hnn.Linear.init(In, Out, key=jax.random.key(0))
-    made = apply_lora({"linear": linear}, LoraConfig(50, 1.0, ("linear",)), key=jax.random.key(1))["linear"]
+    tree: Any = {"linear": hnn.Linear.init(In, Out, key=jax.random.key(0))}
+    made = apply_lora(tree, LoraConfig(50, 1.0, ("linear",)), key=jax.random.key(1))["linear"]
     np.testing.assert_allclose(np.std(made.a.array), 400**-0.5, rtol=0.02)
     assert not np.any(made.b.array)
 

@@ -3,6 +3,7 @@
 import difflib
 import fnmatch
 import zlib
+from collections.abc import Mapping
 from typing import Any, TypeVar
 
 import equinox as eqx
@@ -147,8 +148,13 @@ def merge_lora(model: T) -> T:
 
 
 def lora_linears(model: Any) -> dict[str, hnn.Linear | eqx.nn.Linear | LoraLinear]:
-    """Every linear, adapted or not, by its path."""
+    """Every linear, adapted or not, by the path that the patterns of `LoraConfig` are matched with."""
     return find_modules(model, _LINEARS)
+
+
+def replace_linears(model: T, by_path: Mapping[str, LoraLinear]) -> T:
+    """The model with other linears at some of the paths of `lora_linears`."""
+    return map_modules(model, _LINEARS, lambda path, linear: by_path.get(path, linear))
 
 
 def stack_axes(linear: hnn.Linear) -> tuple[Axis, ...]:

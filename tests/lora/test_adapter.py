@@ -1,3 +1,5 @@
+from typing import Any
+
 import equinox as eqx
 import haliax as hax
 import haliax.nn as hnn
@@ -67,7 +69,7 @@ def test_an_adapter_whose_b_is_zero_changes_no_bit():
 
 
 def test_adapters_have_the_axes_of_the_stacks():
-    block = eqx.filter_eval_shape(lambda: apply_lora(model(), ALL, key=jax.random.key(1))).layers.stacked
+    block: Any = eqx.filter_eval_shape(lambda: apply_lora(model(), ALL, key=jax.random.key(1))).layers.stacked
     assert block.q_proj.a.axes == (Layers, Embed, Rank)
     assert block.q_proj.b.axes == (Layers, Rank, Heads, Dim)
     assert block.o_proj.a.axes == (Layers, Heads, Dim, Rank)
@@ -78,15 +80,15 @@ def test_adapters_have_the_axes_of_the_stacks():
 
 def test_a_is_normal_with_a_variance_of_one_over_the_inputs_and_b_is_zero():
     In, Out = Axis("in", 400), Axis("out", 3)
-    linear = hnn.Linear.init(In, Out, key=jax.random.key(0))
-    made = apply_lora({"linear": linear}, LoraConfig(50, 1.0, ("linear",)), key=jax.random.key(1))["linear"]
+    tree: Any = {"linear": hnn.Linear.init(In, Out, key=jax.random.key(0))}
+    made = apply_lora(tree, LoraConfig(50, 1.0, ("linear",)), key=jax.random.key(1))["linear"]
     np.testing.assert_allclose(np.std(made.a.array), 400**-0.5, rtol=0.02)
     assert not np.any(made.b.array)
 
 
 def test_the_adapter_of_a_path_does_not_depend_on_the_other_targets():
-    some = apply_lora(model(), LoraConfig(2, 3.0, ("*.q_proj",)), key=jax.random.key(1))
-    both = apply_lora(model(), LoraConfig(2, 3.0, ("*.q_proj", "*.up")), key=jax.random.key(1))
+    some: Any = apply_lora(model(), LoraConfig(2, 3.0, ("*.q_proj",)), key=jax.random.key(1))
+    both: Any = apply_lora(model(), LoraConfig(2, 3.0, ("*.q_proj", "*.up")), key=jax.random.key(1))
     a = both.layers.stacked.q_proj.a
     np.testing.assert_array_equal(some.layers.stacked.q_proj.a.array, a.array)
     assert not np.allclose(both.layers.stacked.experts.stacked.up.a.array[:, 0], a.array)

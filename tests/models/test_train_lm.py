@@ -118,6 +118,18 @@ def test_overwriting_an_earlier_run_needs_to_be_told_and_remat_does_not_change_t
         np.testing.assert_allclose(*losses, rtol=1e-4)
 
 
+def test_it_trains_adapters_alone(workplace, capsys):
+    folder = workplace / "run"
+    assert train(workplace, "--lora.rank", "2", "--trainer.num_steps", "6", "--trainer.log_every", "1") == 0
+    # A and B of four maps of attention, and of three of each expert.
+    adapters = 2 * (2 * ((16 + 16) + 2 * (16 + 8) + (16 + 16)) + 2 * 2 * 3 * (16 + 8))
+    assert f", {adapters:,} of them trained;" in capsys.readouterr().out
+    written = yaml.safe_load((folder / "config.yaml").read_text())
+    assert written["lora"] == {"rank": 2, "alpha": 32.0, "targets": ["*_proj"]}
+    losses = [line["loss"] for line in metrics_of(folder) if "loss" in line]
+    assert losses[-1] < losses[0]
+
+
 @pytest.mark.parametrize(
     ("override", "message"),
     [
@@ -126,6 +138,8 @@ def test_overwriting_an_earlier_run_needs_to_be_told_and_remat_does_not_change_t
         (("--remat", "nestd"), "Unknown remat policy 'nestd'"),
         (("--remat", "{nestd: 2}"), "remat.nestd is not a field"),
         (("--optimizer.warmup_steps", "50"), "warmup_steps = 50 must be less than trainer.num_steps = 12"),
+        (("--lora.rnk", "3"), "Unknown key `lora.rnk`"),
+        (("--lora.targets", "['*.qproj']"), "'*.qproj' fits no linear. Nearest of 9: "),
         (("--remat", "auto"), "remat: auto takes the policy that fits a budget"),
         (("--budget", "1GiB"), "budget = 1GiB has no effect beside remat: nested"),
         (("--data.sources.text.paths", "[nowhere/*.md]"), "'nowhere/*.md' in data.sources.text.paths stands"),

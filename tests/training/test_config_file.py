@@ -76,6 +76,22 @@ def test_what_is_written_out_is_read_back(tmp_path):
     }
 
 
+def test_a_section_may_be_left_out_and_is_checked_where_it_is_not():
+    @dataclass(frozen=True)
+    class Wall:
+        paint: Paint | None = None
+
+    assert parse_config(Wall, []) == parse_config(Wall, ["--paint", "null"]) == Wall(None)
+    assert parse_config(Wall, ["--paint.layers", "2"]) == Wall(Paint("red", 2))
+    assert config_as_dict(Wall(Paint())) == {"paint": {"colour": "red", "layers": 1}}
+    with pytest.raises(ConfigError, match=r"Unknown key `paint.layer` .* Did you mean `layers`"):
+        parse_config(Wall, ["--paint.layer", "2"])
+    with pytest.raises(ConfigError, match="`paint` on the command line is a section of keys, got 3"):
+        parse_config(Wall, ["--paint", "3"])
+    with pytest.raises(ConfigError, match="paint.layers must be at least 1, got 0"):
+        parse_config(Wall, ["--paint.layers", "0"])
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [

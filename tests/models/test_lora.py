@@ -1,0 +1,140 @@
+import dataclasses
+
+import equinox as eqx
+import haliax as hax
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from haliax import Axis
+
+from models.lm import build_model, next_token_loss
+from models.lora import with_adapters
+from models.plan_lm import PlanLmConfig
+from models.qwen3_moe import ExpertsConfig, Qwen3MoeConfig
+from models.qwen3_moe.peft import load_adapters, save_adapters
+from models.step_memory import step_report
+from stacked_remat.lora import LoraConfig, LoraLinear, lora_linears, merge_lora
+from stacked_remat.training import ConfigError, DataConfig, TokenBatch
+
+Vocab, Batch, Pos = Axis("vocab", 17), Axis("batch", 2), Axis("position", 6)
+CONFIG = Qwen3MoeConfig(
+    hidden_dim=16, num_layers=3, num_heads=2, num_kv_heads=1, experts=ExpertsConfig(3, 2, 8)
+)
+LORA = LoraConfig(2, 3.0)
+
+
+def adapted_model(remat=True, config=CONFIG, lora: LoraConfig | None = LORA):
+    """The model with random weights and adapters, B among them, and what of it is trained."""
+
+    def make():
+        key = jax.random.key(0)
+        return with_adapters(build_model(config, Vocab, remat=remat, key=key), lora, key=key)[0]
+
+    shapes = eqx.filter_eval_shape(make)
+    rng = np.random.default_rng(0)
+    return jax.tree.map(lambda leaf: jnp.asarray(0.2 * rng.normal(size=leaf.shape), leaf.dtype), shapes)
+
+
+def batch():
+    tokens = np.random.default_rng(1).integers(0, Vocab.size, (2, 2, 6)).astype(np.int32)
+    inputs, targets = (hax.named(jnp.asarray(part), (Batch, Pos)) for part in tokens)
+    return TokenBatch(inputs, targets, hax.ones((Batch, Pos), dtype=jnp.float32))
+
+
+def loss_and_gradients(model, merged=False):
+    marks = with_marks(model)
+    trained, frozen = eqx.partition(model, marks)
+
+    def loss(trained):
+        whole = eqx.combine(trained, frozen)
+        return next_token_loss(merge_lora(whole) if merged else whole, batch())[0]
+
+    return jax.jit(jax.value_and_grad(loss))(trained)
+
+
+def with_marks(model):
+    """True for adapters, found by their names rather than by the library."""
+    return jax.tree_util.tree_map_with_path(
+        lambda path, leaf: {"a", "b"} & {getattr(entry, "name", None) for entry in path} != set(), model
+    )
+
+
+@pytest.fixture(scope="module")
+def chain_rule():
+    return loss_and_gradients(adapted_model(), merged=True)
+
+
+@pytest.mark.policy
+@pytest.mark.parametrize("remat", [False, True, "nested", "offload"], ids=str)
+def test_attention_and_experts_are_trained_as_their_merged_weights_would_be(remat, chain_rule):
+    loss, gradients = loss_and_gradients(adapted_model(remat))
+    np.testing.assert_allclose(loss, chain_rule[0], rtol=1e-5)
+    leaves, expected = jax.tree.leaves(gradients), jax.tree.leaves(chain_rule[1])
+    assert len(leaves) == len(expected) == 2 * 7
+    for left, right in zip(leaves, expected, strict=True):
+        assert np.any(right)
+        np.testing.assert_allclose(left, right, atol=2e-5 * np.abs(right).max())
+
+
+def test_the_defaults_adapt_attention_and_experts_but_neither_router_nor_head():
+    kinds = {
+        path.rpartition(".")[2]: isinstance(one, LoraLinear)
+        for path, one in lora_linears(eqx.filter_eval_shape(adapted_model)).items()
+    }
+    assert kinds.pop("router") is kinds.pop("head") is False
+    assert len(kinds) == 7 and all(kinds.values())
+
+
+@pytest.mark.parametrize(
+    ("targets", "message"),
+    [
+        (("*.q_prj",), r"'\*.q_prj' fits no linear. Nearest of 9: layers.\*.attention.q_proj"),
+        (("head",), "A LoraLinear has no single weight.*leave it out of LoraConfig.targets"),
+    ],
+)
+def test_targets_that_can_not_be_are_an_error_in_the_config(targets, message):
+    with pytest.raises(ConfigError, match=message):
+        eqx.filter_eval_shape(lambda: adapted_model(lora=LoraConfig(targets=targets)))
+
+
+def test_a_base_in_bfloat16_computes_what_one_in_float32_that_is_cast_does():
+    model = adapted_model(config=dataclasses.replace(CONFIG, compute_dtype="bfloat16"))
+    model = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16).astype(leaf.dtype), model)
+    narrow = jax.tree.map(
+        lambda leaf, own: leaf if own else leaf.astype(jnp.bfloat16), model, with_marks(model)
+    )
+    run = jax.jit(lambda model: next_token_loss(model, batch())[0])
+    assert run(model) == run(narrow)
+    gradients = eqx.filter_eval_shape(lambda: loss_and_gradients(narrow)[1])
+    assert {leaf.dtype for leaf in jax.tree.leaves(gradients)} == {jnp.dtype(jnp.float32)}
+
+
+@pytest.mark.parametrize("experts", ["fused", "separate"])
+def test_adapters_survive_their_files(experts, tmp_path):
+    pytest.importorskip("safetensors")
+    model = adapted_model()
+    save_adapters(tmp_path, model, experts=experts)
+    base = jax.tree.map(
+        lambda node: node.wrapped if isinstance(node, LoraLinear) else node,
+        model,
+        is_leaf=lambda node: isinstance(node, LoraLinear),
+    )
+    again = load_adapters(base, tmp_path)
+    assert jax.tree.structure(again) == jax.tree.structure(model)
+    for left, right in zip(jax.tree.leaves(again), jax.tree.leaves(model), strict=True):
+        np.testing.assert_array_equal(left, right)
+
+
+def test_the_planner_counts_no_gradients_and_no_moments_of_the_base(standard_promotion):
+    wide = Qwen3MoeConfig(
+        hidden_dim=128, num_layers=8, num_heads=2, num_kv_heads=1, experts=ExpertsConfig(4, 1, 256)
+    )
+    found = {
+        lora: step_report(PlanLmConfig(model=wide, lora=lora, data=DataConfig(seq_len=8, batch_size=1)), True)
+        for lora in (None, LoraConfig(1, 1.0))
+    }
+    whole, adapters = found.values()
+    weights = whole.arguments / 3
+    assert adapters.arguments < 1.1 * weights
+    assert whole.temporaries > 0.9 * weights and adapters.temporaries < 0.3 * weights

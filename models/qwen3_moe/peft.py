@@ -4,20 +4,22 @@ import re
 from pathlib import Path
 from typing import Literal, TypeAlias, TypeVar
 
-from models.qwen3_moe.config import Qwen3MoeConfig
-from models.qwen3_moe.decoder import Qwen3MoeDecoder
+from models.qwen3_moe.config import Qwen3Architecture
+from models.qwen3_moe.decoder import Qwen3Decoder
 from stacked_remat.lora import PeftNames, PeftParameter, load_peft, peft_tensor_names, save_peft
 
 ExpertsLayout: TypeAlias = Literal["fused", "separate"]
-Model = TypeVar("Model", bound=Qwen3MoeDecoder)
+Model = TypeVar("Model", bound=Qwen3Decoder)
 
-_ATTENTION = re.compile(r"layers\.\*\.attention\.([qkvo]_proj)")
-_EXPERTS = re.compile(r"layers\.\*\.experts\.experts\.\*\.(gate|up|down)_proj")
+_IN_A_LAYER = re.compile(r"stacks\.(\d+)\.\*\.(.*)")
+_ATTENTION = re.compile(r"attention\.([qkvo]_proj)")
+_DENSE = re.compile(r"mlp\.(gate_proj|up_proj|down_proj)")
+_EXPERTS = re.compile(r"mlp\.experts\.\*\.(gate|up|down)_proj")
 _SEPARATE = re.compile(r"\.mlp\.experts\.\d+\.")
 
 
-def peft_names(config: Qwen3MoeConfig, experts: ExpertsLayout = "fused") -> PeftNames:
-    """The names of Hugging Face's `Qwen3MoeForCausalLM`, for `save_peft` and `load_peft`.
+def peft_names(config: Qwen3Architecture, experts: ExpertsLayout = "fused") -> PeftNames:
+    """The names of Hugging Face's Qwen3 and Qwen3 MoE, for `save_peft` and `load_peft`.
 
     Args:
         config: of the decoder.
@@ -30,32 +32,45 @@ def peft_names(config: Qwen3MoeConfig, experts: ExpertsLayout = "fused") -> Peft
     Returns:
         A function that raises `ValueError` for the path of a linear that is not this decoder's.
     """
-    size = config.Experts.size
+    sizes = [Layers.size for _, Layers in config.stacks]
+    firsts = [sum(sizes[:number]) for number in range(len(sizes))]
 
     def name(path: str, index: tuple[int, ...]) -> str | PeftParameter:
         if path == "head":
             return "lm_head"
-        if found := _ATTENTION.fullmatch(path):
-            return f"model.layers.{index[0]}.self_attn.{found[1]}"
-        if path == "layers.*.experts.router":
-            # A parameter of a module that is no torch.nn.Linear.
-            return PeftParameter(f"model.layers.{index[0]}.mlp.gate", "weight")
-        if found := _EXPERTS.fullmatch(path):
-            layer, expert = index
-            module = f"model.layers.{layer}.mlp.experts"
-            if experts == "separate":
-                return f"{module}.{expert}.{found[1]}_proj"
-            if found[1] == "down":
-                return PeftParameter(module, "down_proj", expert, size, order=1)
-            part = ("gate", "up").index(found[1])
-            return PeftParameter(module, "gate_up_proj", expert, size, part, parts=2)
-        raise ValueError(f"{path} is no linear of the Qwen3 MoE decoder.")
+        found = _IN_A_LAYER.fullmatch(path)
+        if found is None:
+            raise ValueError(f"{path} is no linear of the Qwen3 decoder.")
+        return _in_layer(config, experts, firsts[int(found[1])] + index[0], found[2], index[1:])
 
     return name
 
 
+def _in_layer(
+    config: Qwen3Architecture, experts: ExpertsLayout, layer: int, path: str, index: tuple[int, ...]
+) -> str | PeftParameter:
+    module = f"model.layers.{layer}"
+    if found := _ATTENTION.fullmatch(path):
+        return f"{module}.self_attn.{found[1]}"
+    if found := _DENSE.fullmatch(path):
+        return f"{module}.mlp.{found[1]}"
+    if path == "mlp.router":
+        # A parameter of a module that is no torch.nn.Linear.
+        return PeftParameter(f"{module}.mlp.gate", "weight")
+    found = _EXPERTS.fullmatch(path)
+    if found is None or config.sparse is None:
+        raise ValueError(f"{path} is no linear of a layer of the Qwen3 decoder.")
+    (expert,), size = index, config.sparse.num_experts
+    if experts == "separate":
+        return f"{module}.mlp.experts.{expert}.{found[1]}_proj"
+    if found[1] == "down":
+        return PeftParameter(f"{module}.mlp.experts", "down_proj", expert, size, order=1)
+    part = ("gate", "up").index(found[1])
+    return PeftParameter(f"{module}.mlp.experts", "gate_up_proj", expert, size, part, parts=2)
+
+
 def save_adapters(
-    folder: Path, model: Qwen3MoeDecoder, *, experts: ExpertsLayout = "fused", base_model: str | None = None
+    folder: Path, model: Qwen3Decoder, *, experts: ExpertsLayout = "fused", base_model: str | None = None
 ) -> None:
     """Writes the adapters of `model` for PEFT; see `stacked_remat.lora.save_peft` and `peft_names`."""
     save_peft(folder, model, peft_names(model.config, experts), base_model=base_model)

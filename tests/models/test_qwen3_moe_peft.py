@@ -9,9 +9,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from haliax import Axis, NamedArray
+from haliax import Axis
 
-from models.qwen3_moe import ExpertsConfig, Qwen3MoeConfig, Qwen3MoeDecoder
+from models.qwen3_moe import AttentionConfig, ExpertsConfig, Qwen3MoeConfig
+from models.qwen3_moe.hf import read_decoder
+from models.qwen3_moe.hf_config import read_hf_config
 from models.qwen3_moe.peft import load_adapters, peft_names, save_adapters
 from stacked_remat.lora import LoraConfig, PeftParameter, apply_lora, lora_filter, merge_lora
 
@@ -30,7 +32,7 @@ CONFIG = Qwen3MoeConfig(
     num_layers=2,
     num_heads=4,
     num_kv_heads=2,
-    head_dim=6,
+    attention=AttentionConfig(head_dim=6),
     experts=ExpertsConfig(num_experts=3, experts_per_token=2, intermediate_dim=10),
 )
 TOKENS = np.random.default_rng(0).integers(0, Vocab.size, (Batch.size, Pos.size))
@@ -59,7 +61,7 @@ def new_hf_model():
             moe_intermediate_size=10,
             norm_topk_prob=True,
             tie_word_embeddings=False,
-            rope_parameters={"rope_type": "default", "rope_theta": CONFIG.rope_theta},
+            rope_parameters={"rope_type": "default", "rope_theta": CONFIG.rotary.theta},
             attn_implementation="eager",
             experts_implementation="eager",
         )
@@ -74,44 +76,14 @@ def hf_model(hf_weights):
 
 
 @pytest.fixture(scope="module")
-def ours(hf_weights):
-    """The decoder with the same weights: linears by the names that are under test, the rest by hand."""
-    weights = {name: tensor.numpy() for name, tensor in hf_weights.items()}
-    names = peft_names(CONFIG)
-
-    def fill(path, named):
-        dotted = ".".join(entry.name for entry in path).replace("stacked", "*")
-        stack = [axis.size for axis in named.axes if axis.name in ("layers", "experts")]
-        if dotted.endswith("router.weight"):
-            stack = stack[:1]
-        one_by_one = [matrix(dotted, index, weights, names) for index in np.ndindex(*stack)]
-        array = np.stack(one_by_one).reshape([axis.size for axis in named.axes])
-        return NamedArray(jnp.asarray(array), named.axes)
-
-    shapes = eqx.filter_eval_shape(Qwen3MoeDecoder.init, CONFIG, Vocab, key=jax.random.key(0))
-    return jax.tree_util.tree_map_with_path(fill, shapes, is_leaf=lambda node: isinstance(node, NamedArray))
-
-
-def matrix(dotted, index, weights, names):
-    module = dotted.removesuffix(".weight")
-    norms = {
-        "input_norm": "input_layernorm",
-        "post_attention_norm": "post_attention_layernorm",
-        "attention.q_norm": "self_attn.q_norm",
-        "attention.k_norm": "self_attn.k_norm",
-    }
-    own = module.removeprefix("layers.*.")
-    if module in ("embedding", "norm"):
-        return weights[{"embedding": "model.embed_tokens", "norm": "model.norm"}[module] + ".weight"]
-    if own in norms:
-        return weights[f"model.layers.{index[0]}.{norms[own]}.weight"]
-    name = names(module, index)
-    if isinstance(name, str):
-        return weights[f"{name}.weight"]
-    whole = weights[name.target]
-    if name.size == 1:
-        return whole
-    return np.split(whole[name.index], name.parts)[name.part]
+def ours(hf_weights, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("weights")
+    model = new_hf_model()
+    model.load_state_dict(hf_weights)
+    model.save_pretrained(folder)
+    config, _ = read_hf_config(folder)
+    assert config.stacks == CONFIG.stacks
+    return read_decoder(folder, CONFIG, Vocab)
 
 
 def logits(model):
@@ -190,10 +162,10 @@ def test_what_peft_writes_we_read(ours, hf_model, tmp_path, fields):
 
 TARGETS = {
     "attention": ("*attention*",),
-    "experts": ("*experts.experts*",),
-    "gate alone": ("*.gate_proj",),
-    "down alone": ("*.down_proj",),
-    "all": ("layers.*",),
+    "experts": ("*.experts.*",),
+    "gate alone": ("*.experts.*.gate_proj",),
+    "down alone": ("*.experts.*.down_proj",),
+    "all": ("stacks.*",),
 }
 
 
@@ -211,14 +183,14 @@ def test_what_we_write_peft_reads_and_we_read_back(ours, hf_model, tmp_path, tar
 
 
 def test_what_we_write_is_merged_alike(ours, hf_model, tmp_path):
-    model = trained(ours, "layers.*")
+    model = trained(ours, "stacks.*")
     save_adapters(tmp_path, model)
     merged = peft.PeftModel.from_pretrained(hf_model, tmp_path).merge_and_unload()
     close(logits(merge_lora(model)), hf_logits(merged.eval()))
 
 
 def test_experts_may_be_written_one_by_one(ours, hf_model, tmp_path):
-    model = trained(ours, "*attention*", "*experts.experts*")
+    model = trained(ours, "*attention*", "*.experts.*")
     save_adapters(tmp_path, model, experts="separate")
     close(hf_logits(peft.PeftModel.from_pretrained(hf_model, tmp_path).eval()), logits(model))
     again = load_adapters(ours, tmp_path)
@@ -227,13 +199,13 @@ def test_experts_may_be_written_one_by_one(ours, hf_model, tmp_path):
 
 
 def test_targets_are_short_and_ranks_are_patterns_where_they_differ(ours, tmp_path):
-    save_adapters(tmp_path, trained(ours, "*.q_proj", "*experts.experts*"))
+    save_adapters(tmp_path, trained(ours, "*.q_proj", "*.experts.*"))
     config = json.loads((tmp_path / "adapter_config.json").read_text())
     assert config["target_modules"] == ["q_proj"]
     assert config["target_parameters"] == ["experts.down_proj", "experts.gate_up_proj"]
     assert (config["r"], config["lora_alpha"]) == (3, 2)
     assert config["rank_pattern"] == {r"experts\.gate_up_proj": 6}
     assert config["alpha_pattern"] == {r"experts\.gate_up_proj": 4}
-    assert isinstance(peft_names(CONFIG)("layers.*.experts.router", (1,)), PeftParameter)
+    assert isinstance(peft_names(CONFIG)("stacks.0.*.mlp.router", (1,)), PeftParameter)
     with pytest.raises(ValueError, match="embedding is no linear"):
         peft_names(CONFIG)("embedding", ())

@@ -1,0 +1,44 @@
+import dataclasses
+
+import pytest
+
+from models.qwen3_moe import ExpertsConfig, Qwen3Config, Qwen3MoeConfig
+from models.qwen3_moe.peft import peft_names
+from stacked_remat.lora import PeftParameter
+
+CONFIG = Qwen3MoeConfig(num_layers=4, experts=ExpertsConfig(3, 2, 6, dense_layers=(0, 1)))
+
+
+@pytest.mark.parametrize(
+    ("path", "index", "name"),
+    [
+        ("stacks.0.*.attention.q_proj", (1,), "model.layers.1.self_attn.q_proj"),
+        ("stacks.0.*.mlp.down_proj", (1,), "model.layers.1.mlp.down_proj"),
+        ("stacks.1.*.attention.o_proj", (1,), "model.layers.3.self_attn.o_proj"),
+        ("stacks.1.*.mlp.router", (0,), PeftParameter("model.layers.2.mlp.gate", "weight")),
+        (
+            "stacks.1.*.mlp.experts.*.up_proj",
+            (1, 2),
+            PeftParameter("model.layers.3.mlp.experts", "gate_up_proj", 2, 3, 1, parts=2),
+        ),
+        ("head", (), "lm_head"),
+    ],
+)
+def test_layers_are_counted_through_all_stacks(path, index, name):
+    assert peft_names(CONFIG)(path, index) == name
+
+
+def test_experts_may_have_names_of_their_own():
+    names = peft_names(CONFIG, "separate")
+    assert names("stacks.1.*.mlp.experts.*.up_proj", (0, 2)) == "model.layers.2.mlp.experts.2.up_proj"
+
+
+def test_a_dense_decoder_has_names_too():
+    names = peft_names(dataclasses.replace(Qwen3Config(), num_layers=2))
+    assert names("stacks.0.*.mlp.gate_proj", (1,)) == "model.layers.1.mlp.gate_proj"
+
+
+@pytest.mark.parametrize("path", ["embedding", "stacks.0.*.norm", "stacks.0.*.mlp.experts"])
+def test_what_is_no_linear_of_the_decoder_is_refused(path):
+    with pytest.raises(ValueError, match="is no linear of"):
+        peft_names(CONFIG)(path, (0,))

@@ -6,6 +6,7 @@ from these to logits. The loss sits between them, so that it alone decides how m
 
 import abc
 import functools
+from typing import ClassVar
 
 import draccus
 import equinox as eqx
@@ -16,7 +17,7 @@ from jaxtyping import Array, Float, PRNGKeyArray
 
 from stacked_remat import ScanCheckpointSpec
 from stacked_remat.ops import chunked_cross_entropy
-from stacked_remat.training import Metrics, TokenBatch
+from stacked_remat.training import NO_PRESETS, Metrics, RematPresets, TokenBatch
 
 
 class AuxiliaryLoss(eqx.Module):
@@ -37,8 +38,22 @@ class LanguageModel(eqx.Module):
     Vocab: eqx.AbstractVar[Axis]
 
     @abc.abstractmethod
-    def hidden_states(self, tokens: NamedArray) -> tuple[NamedArray, AuxiliaryLoss]:
-        """Maps tokens `[..., Pos]` to final hidden states `[..., Pos, Embed]` and auxiliary losses."""
+    def hidden_states(
+        self,
+        tokens: NamedArray,
+        *,
+        documents: NamedArray | None = None,
+        positions: NamedArray | None = None,
+    ) -> tuple[NamedArray, AuxiliaryLoss]:
+        """Maps tokens `[..., Pos]` to final hidden states `[..., Pos, Embed]` and auxiliary losses.
+
+        Args:
+            tokens: integers.
+            documents: integers like `tokens`; a position sees only positions with its own. None for one
+                document.
+            positions: integers like `tokens`, where a token stands in its document; None to count from the
+                start of the sequence.
+        """
 
     @abc.abstractmethod
     def unembedding(self) -> NamedArray:
@@ -57,8 +72,11 @@ class LmConfig(draccus.ChoiceRegistry):
     A config is data alone; the module that defines the model registers how to make it with `build_model`.
 
     Attributes:
-        num_layers: how many layers its stack has.
+        num_layers: how many layers it has.
+        remat_presets: policies that name what is inside its layers, under names for `remat:`.
     """
+
+    remat_presets: ClassVar[RematPresets] = NO_PRESETS
 
     num_layers: int
 
@@ -83,14 +101,16 @@ def next_token_loss(model: LanguageModel, batch: TokenBatch) -> tuple[Float[Arra
 
     Args:
         model: any causal language model.
-        batch: tokens, targets and weights, all `[Batch, Pos]`; a target of weight 0 does not count.
+        batch: all `[Batch, Pos]`; a target of weight 0 does not count, and documents do not see each other.
 
     Returns:
         The scalar to minimise, and metrics with the cross entropy alone under `loss`.
 
     Cost: that of the model, and of `stacked_remat.ops.chunked_cross_entropy`.
     """
-    hidden, auxiliary = model.hidden_states(batch.tokens)
+    hidden, auxiliary = model.hidden_states(
+        batch.tokens, documents=batch.documents, positions=batch.positions
+    )
     head = model.unembedding()
     (Embed,) = (axis for axis in head.axes if axis != model.Vocab)
     losses = chunked_cross_entropy(hidden, head, batch.targets, Embed, model.Vocab, weights=batch.weights)

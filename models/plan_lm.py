@@ -73,7 +73,7 @@ class PlanLmConfig:
     target: str = "local"
 
     def __post_init__(self) -> None:
-        check_remat(self.remat, self.budget, self.host_budget)
+        check_remat(self.remat, self.budget, self.host_budget, self.model.remat_presets)
         learning_rate_schedule(self.optimizer, self.trainer.num_steps)
         find_target(self.target)
 
@@ -97,7 +97,7 @@ def policy_table(config: PlanLmConfig, reports: Mapping[str, MemoryReport]) -> T
     )
     for heading in ("remat", "device temporaries", "host", "device total", "FLOPs / True", "compiled in"):
         table.add_column(heading, justify="left" if heading == "remat" else "right")
-    chosen = remat_policy(config.remat)
+    chosen = remat_policy(config.remat, config.model.remat_presets)
     baseline = reports[_BASELINE].flops.matmul if _BASELINE in reports else None
     for name, found in reports.items():
         table.add_row(

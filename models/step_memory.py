@@ -17,13 +17,13 @@ from stacked_remat.memory import MemoryReport, Plan, Target, plan, report
 from stacked_remat.training import (
     BATCH_AXIS,
     POSITION_AXIS,
-    ByteTokenizer,
     DataConfig,
     OptimizerConfig,
     TokenBatch,
     TrainerConfig,
     TrainState,
     build_optimizer,
+    load_tokenizer,
     train_step,
 )
 
@@ -108,13 +108,13 @@ def _shapes(config: StepConfig) -> tuple[TokenBatch, TrainState]:
     def first_batch() -> TokenBatch:
         axes = (Axis(BATCH_AXIS, config.data.batch_size), Axis(POSITION_AXIS, config.data.seq_len))
         tokens = hax.zeros(axes, dtype=jnp.int32)
-        return TokenBatch(tokens, tokens, hax.ones(axes, dtype=jnp.float32))
+        return TokenBatch(tokens, tokens, hax.ones(axes, dtype=jnp.float32), tokens, tokens)
 
     return eqx.filter_eval_shape(first_batch), _initial_state(config, True)
 
 
 def _initial_state(config: StepConfig, remat: ScanCheckpointSpec) -> TrainState:
-    Vocab = Axis("vocab", ByteTokenizer.vocab_size)
+    Vocab = Axis("vocab", load_tokenizer(config.data.tokenizer).vocab_size)
     optimizer = build_optimizer(config.optimizer, config.trainer.num_steps)
 
     def initial() -> TrainState:

@@ -26,15 +26,14 @@ from stacked_remat import OffloadError, check_offload
 from stacked_remat.lora import LoraConfig
 from stacked_remat.memory import BudgetError
 from stacked_remat.training import (
-    ByteTokenizer,
     ConfigError,
     ConsoleProgress,
-    Corpus,
     DataConfig,
+    DataError,
     JsonLinesTracker,
     NonFiniteLossError,
     OptimizerConfig,
-    PackedTokens,
+    ProcessShare,
     Progress,
     RunFolder,
     TrainerConfig,
@@ -45,8 +44,9 @@ from stacked_remat.training import (
     config_as_dict,
     held_out_evaluator,
     learning_rate_schedule,
+    load_tokenizer,
+    open_training_data,
     parse_config,
-    read_corpus,
     remat_entry,
     remat_policy,
     save_checkpoint,
@@ -62,9 +62,10 @@ class TrainLmConfig:
         model: the architecture, by `type`.
         lora: adapters to train instead of the model's own weights, which then get neither gradients nor
             optimizer state; null to train these.
-        remat: memory policy of the model's stack of layers: an alias (true, false, nested, offload, ...), the
-            fields of a `ScanCheckpointPolicy`, or `auto` for the one that fits `budget` with the least
-            recomputation, found by compiling the step before the first one.
+        remat: memory policy of the model's stack of layers: an alias (true, false, nested, offload, ...), a
+            preset of the model (attention_saved, ...), the fields of a `ScanCheckpointPolicy`, or `auto` for
+            the one that fits `budget` with the least recomputation, found by compiling the step before the
+            first one.
         budget: device memory for `remat: auto`, such as 72GiB; leave a tenth of the device free.
         host_budget: the same for the host; null for no limit.
         data: the text.
@@ -82,7 +83,7 @@ class TrainLmConfig:
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
 
     def __post_init__(self) -> None:
-        check_remat(self.remat, self.budget, self.host_budget)
+        check_remat(self.remat, self.budget, self.host_budget, self.model.remat_presets)
         learning_rate_schedule(self.optimizer, self.trainer.num_steps)
 
 
@@ -91,27 +92,33 @@ def train_lm(config: TrainLmConfig, progress: Progress) -> TrainingResult:
 
     Raises:
         FileExistsError: the run folder holds an earlier run's results.
-        FileNotFoundError, ConfigError: there is no text, or too little.
+        DataError, ConfigError: there is no text, too little, or some that can't be read.
         BudgetError: no policy fits the budget of `remat: auto`.
         OffloadError: the policy offloads, and this device's compiler gets that wrong.
         NonFiniteLossError: training diverged.
     """
     config = _with_planned_remat(config, progress)
-    if remat_policy(config.remat).offloads:
+    if remat_policy(config.remat, config.model.remat_presets).offloads:
         check_offload()
-    tokenizer = ByteTokenizer()
-    corpus = read_corpus(config.data, tokenizer)
     key = jax.random.key(config.trainer.seed)
+    tokenizer = load_tokenizer(config.data.tokenizer)
     Vocab = Axis("vocab", tokenizer.vocab_size)
-    model = build_model(config.model, Vocab, remat=remat_policy(config.remat), key=key)
+    data = open_training_data(
+        config.data,
+        tokenizer,
+        seed=config.trainer.seed,
+        progress=progress,
+        process=ProcessShare(jax.process_index(), jax.process_count()),
+    )
+    model = build_model(
+        config.model, Vocab, remat=remat_policy(config.remat, config.model.remat_presets), key=key
+    )
     model, trainable = with_adapters(model, config.lora, key=key)
     optimizer = build_optimizer(config.optimizer, config.trainer.num_steps)
-    evaluate = held_out_evaluator(
-        next_token_loss, _packed(corpus.held_out, config), config.trainer.eval_batches
-    )
+    evaluate = held_out_evaluator(next_token_loss, data.held_out, config.trainer.eval_batches)
     folder = _run_folder(config)
     state = TrainState.init(model, optimizer, trainable)
-    progress.message(_summary(config, corpus, state, folder))
+    progress.message(_summary(config, data.summary, state, folder))
     tracker = JsonLinesTracker(folder.metrics)
     try:
         result = train(
@@ -119,7 +126,7 @@ def train_lm(config: TrainLmConfig, progress: Progress) -> TrainingResult:
             loss_function=next_token_loss,
             optimizer=optimizer,
             schedule=learning_rate_schedule(config.optimizer, config.trainer.num_steps),
-            training=_packed(corpus.train, config),
+            training=data.training,
             evaluate=evaluate,
             config=config.trainer,
             trackers=[tracker],
@@ -127,6 +134,7 @@ def train_lm(config: TrainLmConfig, progress: Progress) -> TrainingResult:
         )
     finally:
         tracker.close()
+        data.training.close()
     save_checkpoint(folder.checkpoint, result.state, config_as_dict(config))
     progress.message(f"checkpoint, config and metrics are in {folder.root}")
     return result
@@ -143,7 +151,7 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
-_MENDABLE = (ConfigError, FileExistsError, FileNotFoundError, NonFiniteLossError, BudgetError, OffloadError)
+_MENDABLE = (ConfigError, DataError, FileExistsError, NonFiniteLossError, BudgetError, OffloadError)
 
 
 def _with_planned_remat(config: TrainLmConfig, progress: Progress) -> TrainLmConfig:
@@ -156,16 +164,12 @@ def _with_planned_remat(config: TrainLmConfig, progress: Progress) -> TrainLmCon
     return dataclasses.replace(config, remat=remat_entry(found.policy), budget=None, host_budget=None)
 
 
-def _packed(stream: Any, config: TrainLmConfig) -> PackedTokens:
-    return PackedTokens(stream, config.data.seq_len, config.data.batch_size, config.trainer.seed)
-
-
 def _run_folder(config: TrainLmConfig) -> RunFolder:
     root = config.trainer.run_dir or f"runs/{time.strftime('%Y%m%d-%H%M%S')}"
     return RunFolder.create(Path(root), config_as_dict(config), overwrite=config.trainer.overwrite)
 
 
-def _summary(config: TrainLmConfig, corpus: Corpus, state: TrainState, folder: RunFolder) -> str:
+def _summary(config: TrainLmConfig, text: str, state: TrainState, folder: RunFolder) -> str:
     parameters, trained = (
         sum(leaf.size for leaf in jax.tree.leaves(eqx.filter(tree, eqx.is_inexact_array)))
         for tree in (state.model, state.trained)
@@ -173,11 +177,9 @@ def _summary(config: TrainLmConfig, corpus: Corpus, state: TrainState, folder: R
     some = "" if parameters == trained else f", {trained:,} of them trained"
     step_tokens = config.data.batch_size * config.data.seq_len
     return (
-        f"{parameters:,} parameters{some}; {corpus.train.size:,} tokens in {corpus.num_train_files} files to "
-        f"train on, {corpus.held_out.size:,} in {corpus.num_held_out_files} held out; "
+        f"{parameters:,} parameters{some}; {text}; "
         f"{config.trainer.num_steps} steps of {step_tokens:,} tokens; "
-        f"{jax.device_count()} {jax.default_backend()} device(s); "
-        f"run folder {folder.root}"
+        f"{jax.device_count()} {jax.default_backend()} device(s); run folder {folder.root}"
     )
 
 

@@ -9,7 +9,7 @@ cd "$(dirname "$0")/.."
 
 venv=$1
 python=${2-}
-extras=${3-train,plot,nnx,test,docs,check}
+extras=${3-train,data,plot,nnx,test,docs,check}
 
 if [ -z "$python" ]; then
     if "$venv/bin/python" -c "" 2>/dev/null; then

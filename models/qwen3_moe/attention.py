@@ -1,56 +1,15 @@
-"""Rotary position embedding, and grouped-query attention with normalised queries and keys."""
+"""Grouped-query attention with normalised and rotated queries and keys."""
 
 import equinox as eqx
-import haliax as hax
 import haliax.nn as hnn
 import jax
-import jax.numpy as jnp
-from haliax import Axis, AxisSelector, NamedArray
+from haliax import AxisSelector, NamedArray
 from jaxtyping import PRNGKeyArray
 
-from models.qwen3_moe.config import Qwen3MoeConfig
+from models.qwen3_moe.config import Qwen3Architecture
 from models.qwen3_moe.layers import linear, rms_norm
 from stacked_remat import checkpoint_name
-from stacked_remat.ops import causal_attention
-
-
-class RotaryTable(eqx.Module):
-    """Cosines and sines of the rotary angles, `[..., Pos, HeadDim]` in float32.
-
-    Made once per forward pass and shared by all layers, since no layer's angles differ from another's.
-    """
-
-    cos: NamedArray
-    sin: NamedArray
-
-
-def rotary_table(positions: NamedArray, HeadDim: Axis, *, theta: float) -> RotaryTable:
-    """The angles of "RoFormer" (Su et al. 2021), in the layout of Hugging Face's checkpoints.
-
-    Coordinate i is paired with i + HeadDim/2, and the pair turns by `position * theta**(-2i/HeadDim)`.
-
-    Args:
-        positions: integer positions `[..., Pos]`.
-        HeadDim: the axis of one head's coordinates; its size must be even.
-        theta: base of the wavelengths.
-    """
-    Half = HeadDim.resize(HeadDim.size // 2)
-    frequencies = theta ** (hax.arange(Half, dtype=jnp.float32) * (-2.0 / HeadDim.size))
-    angles = positions.astype(jnp.float32).broadcast_axis(Half) * frequencies
-    angles = hax.concatenate(HeadDim, [angles, angles])
-    return RotaryTable(hax.cos(angles), hax.sin(angles))
-
-
-def apply_rotary(x: NamedArray, table: RotaryTable, HeadDim: Axis) -> NamedArray:
-    """Turns the coordinate pairs of `x`, `[..., Pos, ..., HeadDim]`, by the table's angles.
-
-    Computes in float32 and returns the dtype of `x`.
-    """
-    half = HeadDim.size // 2
-    wide = x.astype(jnp.float32)
-    first, second = wide[HeadDim, :half], wide[HeadDim, half:]
-    turned = hax.concatenate(HeadDim, [-second, first])
-    return (wide * table.cos + turned * table.sin).rearrange(x.axes).astype(x.dtype)
+from stacked_remat.ops import RotaryTable, apply_rotary, causal_attention
 
 
 class Attention(eqx.Module):
@@ -66,26 +25,34 @@ class Attention(eqx.Module):
     o_proj: hnn.Linear
     q_norm: hnn.RmsNorm
     k_norm: hnn.RmsNorm
-    config: Qwen3MoeConfig = eqx.field(static=True)
+    window: int | None = eqx.field(static=True)
+    config: Qwen3Architecture = eqx.field(static=True)
 
     @staticmethod
-    def init(config: Qwen3MoeConfig, *, key: PRNGKeyArray) -> "Attention":
-        """Makes the four projections, without biases, from `key`."""
+    def init(config: Qwen3Architecture, window: int | None, *, key: PRNGKeyArray) -> "Attention":
+        """Makes the four projections from `key`; a query sees `window` positions, or with None all."""
         q_key, k_key, v_key, o_key = jax.random.split(key, 4)
         KeyHeads = (config.KVHeads, config.HeadDim)
         QueryHeads = (config.KVHeads, config.HeadsPerKV, config.HeadDim)
+        bias = config.attention.bias
         return Attention(
-            q_proj=linear(config, config.Embed, QueryHeads, key=q_key),
-            k_proj=linear(config, config.Embed, KeyHeads, key=k_key),
-            v_proj=linear(config, config.Embed, KeyHeads, key=v_key),
-            o_proj=linear(config, QueryHeads, config.Embed, key=o_key),
+            q_proj=linear(config, config.Embed, QueryHeads, bias=bias, key=q_key),
+            k_proj=linear(config, config.Embed, KeyHeads, bias=bias, key=k_key),
+            v_proj=linear(config, config.Embed, KeyHeads, bias=bias, key=v_key),
+            o_proj=linear(config, QueryHeads, config.Embed, bias=bias, key=o_key),
             q_norm=rms_norm(config, config.HeadDim),
             k_norm=rms_norm(config, config.HeadDim),
+            window=window,
             config=config,
         )
 
-    def __call__(self, x: NamedArray, rotary: RotaryTable, Pos: AxisSelector) -> NamedArray:
-        """Maps `[..., Pos, Embed]` to `[..., Pos, Embed]`; a position sees itself and what came before."""
+    def __call__(
+        self, x: NamedArray, rotary: RotaryTable, Pos: AxisSelector, *, documents: NamedArray | None = None
+    ) -> NamedArray:
+        """Maps `[..., Pos, Embed]` to `[..., Pos, Embed]`.
+
+        A position sees itself and what came before it within its window and its document.
+        """
         HeadDim = self.config.HeadDim
         query = apply_rotary(self.q_norm(self.q_proj(x)), rotary, HeadDim)
         key = apply_rotary(self.k_norm(self.k_proj(x)), rotary, HeadDim)
@@ -93,6 +60,14 @@ class Attention(eqx.Module):
         key = checkpoint_name(key, "key")
         value = checkpoint_name(self.v_proj(x), "value")
         attended = causal_attention(
-            query, key, value, Pos, self.config.KVHeads, HeadDim, backend=self.config.attention_backend
+            query,
+            key,
+            value,
+            Pos,
+            self.config.KVHeads,
+            HeadDim,
+            documents=documents,
+            window=self.window,
+            backend=self.config.attention.backend,
         )
         return self.o_proj(attended).rearrange(x.axes)

@@ -1,11 +1,82 @@
-"""The hyperparameters of a Qwen3 mixture-of-experts decoder, and the named axes they define."""
+"""The hyperparameters of Qwen3 decoders, dense and mixture-of-experts, and the named axes they define."""
 
+import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, ClassVar, Literal
 
+import draccus
 from haliax import Axis
 
 from models.lm import LmConfig
+from models.qwen3_moe.remat_presets import QWEN3_REMAT_PRESETS
+from stacked_remat.ops import RotaryScaling, rotary_from_hf, rotary_to_hf
+from stacked_remat.training import RematPresets
+
+
+@dataclass(frozen=True)
+class LayerKind:
+    """What one layer may have that another has not; layers of equal kind in a row make one stack.
+
+    Attributes:
+        sparse: whether its feed-forward half is a router with experts, or one MLP.
+        window: how many positions its attention sees; None for all.
+    """
+
+    sparse: bool
+    window: int | None
+
+
+@dataclass(frozen=True)
+class AttentionConfig:
+    """What all heads of a layer share.
+
+    Attributes:
+        head_dim: width of a head; `hidden_dim / num_heads` if not given.
+        bias: whether the four projections have biases.
+        window: how many positions a query sees, itself included; null for all before it.
+        windowed_layers: numbers of the layers that obey `window`; null for all of them.
+        backend: kernel: `auto`, or one of `stacked_remat.ops.causal_attention` by name.
+    """
+
+    head_dim: int | None = None
+    bias: bool = False
+    window: int | None = None
+    windowed_layers: tuple[int, ...] | None = None
+    backend: str = "auto"
+
+    def __post_init__(self) -> None:
+        if self.window is not None and self.window < 1:
+            raise ValueError(
+                f"model.attention.window is a number of positions and at least 1, got {self.window}; null "
+                f"lets every position see all before it."
+            )
+        if self.windowed_layers is not None and self.window is None:
+            raise ValueError(
+                "model.attention.windowed_layers says which layers obey model.attention.window, which is not "
+                "given. Give the window, or leave both out."
+            )
+
+
+@dataclass(frozen=True)
+class RotaryConfig:
+    """How positions turn queries and keys.
+
+    Attributes:
+        theta: base of the wavelengths.
+        scaling: how they are stretched for longer contexts, as Hugging Face's `rope_scaling` says it, such as
+            `{rope_type: yarn, factor: 4.0, original_max_position_embeddings: 32768}`; null for not at all.
+        max_position_embeddings: the longest context that the weights are meant for, as exported configs say.
+    """
+
+    theta: float = 1_000_000.0
+    scaling: RotaryScaling | None = None
+    max_position_embeddings: int = 32_768
+
+    def __post_init__(self) -> None:
+        _require_positive("model.rotary", max_position_embeddings=self.max_position_embeddings)
+        if self.theta <= 1:
+            raise ValueError(f"model.rotary.theta must be above 1, got {self.theta}.")
 
 
 @dataclass(frozen=True)
@@ -18,6 +89,8 @@ class ExpertsConfig:
         intermediate_dim: inner width of one expert.
         norm_topk_prob: whether the weights of the chosen experts are rescaled to sum to one.
         load_balance_weight: weight in the training loss of the load-balance loss, averaged over layers.
+        z_loss_weight: the same for the router's z-loss, which keeps its logits small.
+        dense_layers: numbers of the layers that have one MLP of `model.mlp_dim` in place of experts.
     """
 
     num_experts: int = 8
@@ -25,6 +98,8 @@ class ExpertsConfig:
     intermediate_dim: int = 128
     norm_topk_prob: bool = True
     load_balance_weight: float = 0.001
+    z_loss_weight: float = 0.0
+    dense_layers: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         _require_positive(
@@ -39,44 +114,44 @@ class ExpertsConfig:
                 f"model.experts.num_experts = {self.num_experts}: a token can't visit more experts than "
                 f"there are. Lower the one or raise the other."
             )
-        if self.load_balance_weight < 0:
-            raise ValueError(
-                f"model.experts.load_balance_weight must not be negative, got {self.load_balance_weight}; "
-                f"0 turns the loss off."
-            )
+        for name in ("load_balance_weight", "z_loss_weight"):
+            if getattr(self, name) < 0:
+                raise ValueError(
+                    f"model.experts.{name} must not be negative, got {getattr(self, name)}; 0 turns the loss "
+                    f"off."
+                )
 
 
-@LmConfig.register_subclass("qwen3_moe")
 @dataclass(frozen=True)
-class Qwen3MoeConfig(LmConfig):
-    """A Qwen3 MoE decoder in which every layer is sparse.
+class Qwen3Architecture(LmConfig):
+    """What dense and sparse Qwen3 decoders have in common.
 
     Attributes:
         hidden_dim: width of the residual stream.
         num_layers: decoder layers.
         num_heads: query heads.
         num_kv_heads: key and value heads; each serves `num_heads / num_kv_heads` query heads.
-        head_dim: width of a head; `hidden_dim / num_heads` if not given.
-        experts: the router and its experts.
-        rope_theta: base of the rotary embedding's wavelengths.
+        attention: width of a head, biases, window, kernel.
+        mlp_dim: inner width of the MLP of a dense layer; `3 * hidden_dim` if not given.
+        rotary: the rotary position embedding.
         rms_norm_eps: added to the mean square in every norm.
         initializer_range: standard deviation of the initial weights.
         tie_word_embeddings: whether the head reuses the embedding's weights.
-        attention_backend: kernel of the attention: `auto`, or one of `stacked_remat.ops.causal_attention`.
-        compute_dtype: dtype of activations; parameters stay in float32 and are cast a layer at a time.
+        compute_dtype: dtype of activations; parameters are cast to it a layer at a time.
     """
+
+    remat_presets: ClassVar[RematPresets] = QWEN3_REMAT_PRESETS
 
     hidden_dim: int = 128
     num_layers: int = 4
     num_heads: int = 4
     num_kv_heads: int = 2
-    head_dim: int | None = None
-    experts: ExpertsConfig = field(default_factory=ExpertsConfig)
-    rope_theta: float = 1_000_000.0
+    attention: AttentionConfig = field(default_factory=AttentionConfig)
+    mlp_dim: int | None = None
+    rotary: RotaryConfig = field(default_factory=RotaryConfig)
     rms_norm_eps: float = 1e-6
     initializer_range: float = 0.02
     tie_word_embeddings: bool = False
-    attention_backend: Literal["auto", "cudnn", "blockwise", "exact"] = "auto"
     compute_dtype: Literal["float32", "bfloat16"] = "float32"
 
     def __post_init__(self) -> None:
@@ -86,40 +161,40 @@ class Qwen3MoeConfig(LmConfig):
             num_layers=self.num_layers,
             num_heads=self.num_heads,
             num_kv_heads=self.num_kv_heads,
-            rope_theta=self.rope_theta,
             rms_norm_eps=self.rms_norm_eps,
             initializer_range=self.initializer_range,
+            mlp_dim=self.Mlp.size,
         )
+        self._check_heads()
+        _require_layers("model.attention.windowed_layers", self.attention.windowed_layers, self.num_layers)
+        if self.compute_dtype not in ("float32", "bfloat16"):
+            raise ValueError(
+                f"model.compute_dtype = {self.compute_dtype!r} is not one of 'float32', 'bfloat16'."
+            )
+
+    def _check_heads(self) -> None:
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
                 f"model.num_heads = {self.num_heads} must be a multiple of model.num_kv_heads = "
                 f"{self.num_kv_heads}, because every key-value head serves the same number of query heads."
             )
-        if self.head_dim is None and self.hidden_dim % self.num_heads:
+        given = self.attention.head_dim is not None
+        if not given and self.hidden_dim % self.num_heads:
             raise ValueError(
                 f"model.hidden_dim = {self.hidden_dim} is not divisible by model.num_heads = "
-                f"{self.num_heads}; change one of them, or give model.head_dim."
+                f"{self.num_heads}; change one of them, or give model.attention.head_dim."
             )
         if self.HeadDim.size < 2 or self.HeadDim.size % 2:
-            given = "model.head_dim" if self.head_dim is not None else "model.hidden_dim / model.num_heads"
+            what = "model.attention.head_dim" if given else "model.hidden_dim / model.num_heads"
             raise ValueError(
-                f"{given} = {self.HeadDim.size} must be even and at least 2, because the rotary embedding "
+                f"{what} = {self.HeadDim.size} must be even and at least 2, because the rotary embedding "
                 f"turns pairs of coordinates."
-            )
-        if self.compute_dtype not in ("float32", "bfloat16"):
-            raise ValueError(
-                f"model.compute_dtype = {self.compute_dtype!r} is not one of 'float32', 'bfloat16'."
             )
 
     @property
     def Embed(self) -> Axis:
         """The residual stream."""
         return Axis("embed", self.hidden_dim)
-
-    @property
-    def Layers(self) -> Axis:
-        """The stack of decoder layers."""
-        return Axis("layers", self.num_layers)
 
     @property
     def KVHeads(self) -> Axis:
@@ -134,7 +209,59 @@ class Qwen3MoeConfig(LmConfig):
     @property
     def HeadDim(self) -> Axis:
         """Coordinates of one head."""
-        return Axis("head_dim", self.hidden_dim // self.num_heads if self.head_dim is None else self.head_dim)
+        given = self.attention.head_dim
+        return Axis("head_dim", self.hidden_dim // self.num_heads if given is None else given)
+
+    @property
+    def Mlp(self) -> Axis:
+        """Inner width of the MLP of a dense layer."""
+        return Axis("mlp", 3 * self.hidden_dim if self.mlp_dim is None else self.mlp_dim)
+
+    @property
+    def sparse(self) -> ExpertsConfig | None:
+        """The experts of the layers that have some; None where no layer has."""
+        return None
+
+    def kind_of(self, layer: int) -> LayerKind:
+        """What the layer of this number is like."""
+        windowed = self.attention.windowed_layers
+        return LayerKind(
+            sparse=self.sparse is not None and layer not in self.sparse.dense_layers,
+            window=self.attention.window if windowed is None or layer in windowed else None,
+        )
+
+    @property
+    def stacks(self) -> tuple[tuple[LayerKind, Axis], ...]:
+        """The kind and the `Layers` axis of every stack in order: a stack ends where the kind changes."""
+        runs = itertools.groupby(map(self.kind_of, range(self.num_layers)))
+        return tuple((kind, Axis("layers", len(list(run)))) for kind, run in runs)
+
+
+@LmConfig.register_subclass("qwen3")
+@dataclass(frozen=True)
+class Qwen3Config(Qwen3Architecture):
+    """A dense Qwen3 decoder: every layer has one MLP."""
+
+
+@LmConfig.register_subclass("qwen3_moe")
+@dataclass(frozen=True)
+class Qwen3MoeConfig(Qwen3Architecture):
+    """A Qwen3 decoder with experts in every layer, or in all but some.
+
+    Attributes:
+        experts: the router and its experts.
+    """
+
+    experts: ExpertsConfig = field(default_factory=ExpertsConfig)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _require_layers("model.experts.dense_layers", self.experts.dense_layers, self.num_layers)
+
+    @property
+    def sparse(self) -> ExpertsConfig | None:
+        """The experts."""
+        return self.experts
 
     @property
     def Experts(self) -> Axis:
@@ -147,7 +274,30 @@ class Qwen3MoeConfig(LmConfig):
         return Axis("expert_dim", self.experts.intermediate_dim)
 
 
+def _decode_scaling(raw: Any, path: Sequence[str]) -> RotaryScaling:
+    """Reads the section of a YAML file as Hugging Face's field of the same contents."""
+    given = "original_max_position_embeddings"
+    if not isinstance(raw, dict) or (raw.get("rope_type") in ("yarn", "llama3") and given not in raw):
+        raise ValueError(f"{'.'.join(path)} needs rope_type and, for yarn and llama3, {given}; got {raw!r}.")
+    return rotary_from_hf(raw, max_position_embeddings=raw.get(given, 1))
+
+
+draccus.decode.register(RotaryScaling, _decode_scaling)
+draccus.encode.register(RotaryScaling, lambda scaling, *_: rotary_to_hf(scaling))
+
+
 def _require_positive(where: str, **values: float) -> None:
     for name, value in values.items():
         if value <= 0:
             raise ValueError(f"{where}.{name} must be positive, got {value}.")
+
+
+def _require_layers(where: str, layers: tuple[int, ...] | None, num_layers: int) -> None:
+    if layers is None:
+        return
+    strange = [layer for layer in layers if not 0 <= layer < num_layers]
+    if strange or list(layers) != sorted(set(layers)):
+        raise ValueError(
+            f"{where} = {list(layers)} must be numbers of layers from 0 to {num_layers - 1}, each once and "
+            f"in order" + (f"; there is no layer {strange[0]}." if strange else ".")
+        )

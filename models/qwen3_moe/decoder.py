@@ -1,4 +1,4 @@
-"""The Qwen3 mixture-of-experts decoder: embedding, a stack of layers, a norm and a head."""
+"""The Qwen3 decoder, dense or with experts: embedding, stacks of layers, a norm and a head."""
 
 import equinox as eqx
 import haliax as hax
@@ -9,106 +9,175 @@ from haliax import Axis, NamedArray
 from jaxtyping import PRNGKeyArray
 
 from models.lm import AuxiliaryLoss, LanguageModel, build_model
-from models.qwen3_moe.attention import Attention, RotaryTable, rotary_table
-from models.qwen3_moe.config import Qwen3MoeConfig
+from models.qwen3_moe.attention import Attention
+from models.qwen3_moe.config import LayerKind, Qwen3Architecture, Qwen3MoeConfig
 from models.qwen3_moe.experts import RouterStatistics, SparseExperts, load_balance_loss
-from models.qwen3_moe.layers import cast_floating, linear, rms_norm
+from models.qwen3_moe.layers import SwiGlu, cast_floating, linear, rms_norm
 from stacked_remat import ScanCheckpointSpec, Stacked
+from stacked_remat.ops import RotaryTable, rotary_table
 from stacked_remat.training import POSITION_AXIS
 
 
 class DecoderLayer(eqx.Module):
-    """Attention, then experts, each on the normalised residual stream and added back to it."""
+    """Attention, then an MLP or experts, each on the normalised residual stream and added back to it."""
 
     input_norm: hnn.RmsNorm
     attention: Attention
     post_attention_norm: hnn.RmsNorm
-    experts: SparseExperts
-    config: Qwen3MoeConfig = eqx.field(static=True)
+    mlp: SparseExperts | SwiGlu
 
     @staticmethod
-    def init(config: Qwen3MoeConfig, *, key: PRNGKeyArray) -> "DecoderLayer":
-        """Makes one layer from `key`."""
-        attention_key, experts_key = jax.random.split(key)
+    def init(config: Qwen3Architecture, kind: LayerKind, *, key: PRNGKeyArray) -> "DecoderLayer":
+        """Makes one layer of this kind from `key`."""
+        attention_key, mlp_key = jax.random.split(key)
+        if kind.sparse and isinstance(config, Qwen3MoeConfig):
+            mlp = SparseExperts.init(config, key=mlp_key)
+        else:
+            mlp = SwiGlu.init(config, config.Mlp, key=mlp_key)
         return DecoderLayer(
             input_norm=rms_norm(config, config.Embed),
-            attention=Attention.init(config, key=attention_key),
+            attention=Attention.init(config, kind.window, key=attention_key),
             post_attention_norm=rms_norm(config, config.Embed),
-            experts=SparseExperts.init(config, key=experts_key),
-            config=config,
+            mlp=mlp,
         )
 
-    def __call__(self, x: NamedArray, rotary: RotaryTable) -> tuple[NamedArray, RouterStatistics]:
-        """Maps the residual stream `[..., position, Embed]` to itself, with the router's statistics."""
+    def __call__(
+        self, x: NamedArray, rotary: RotaryTable, documents: NamedArray | None
+    ) -> tuple[NamedArray, RouterStatistics | None]:
+        """Maps the residual stream `[..., position, Embed]` to itself, with the statistics of a router."""
         layer = cast_floating(self, x.dtype)
-        x = x + layer.attention(layer.input_norm(x), rotary, POSITION_AXIS)
-        mixed, statistics = layer.experts(layer.post_attention_norm(x))
+        x = x + layer.attention(layer.input_norm(x), rotary, POSITION_AXIS, documents=documents)
+        normalised = layer.post_attention_norm(x)
+        if isinstance(layer.mlp, SwiGlu):
+            return x + layer.mlp(normalised).rearrange(x.axes), None
+        mixed, statistics = layer.mlp(normalised)
         return x + mixed, statistics
 
 
-class Qwen3MoeDecoder(LanguageModel):
-    """A causal language model with the architecture of Qwen3-30B-A3B and its siblings.
+class Qwen3Decoder(LanguageModel):
+    """A causal language model with the architecture of Qwen3 and Qwen3 MoE, such as Qwen3-30B-A3B.
 
     Tokens are `[..., position]`. With equal weights its logits are those of Hugging Face's
-    `Qwen3MoeForCausalLM` when every layer is sparse.
+    `Qwen3ForCausalLM` and `Qwen3MoeForCausalLM`.
+
+    Attributes:
+        embedding: of the tokens.
+        stacks: the layers in order, a stack for every run of layers of one kind (`config.stacks`).
+        norm: of the last layer's output.
+        head: None where it is the embedding.
     """
 
     embedding: hnn.Embedding
-    layers: Stacked
+    stacks: tuple[Stacked, ...]
     norm: hnn.RmsNorm
     head: hnn.Linear | None
     Vocab: Axis = eqx.field(static=True)
-    config: Qwen3MoeConfig = eqx.field(static=True)
+    config: Qwen3Architecture = eqx.field(static=True)
 
     @staticmethod
     def init(
-        config: Qwen3MoeConfig, Vocab: Axis, *, remat: ScanCheckpointSpec = True, key: PRNGKeyArray
-    ) -> "Qwen3MoeDecoder":
-        """Makes a decoder in float32; `remat` is the policy of the stack of layers."""
+        config: Qwen3Architecture, Vocab: Axis, *, remat: ScanCheckpointSpec = True, key: PRNGKeyArray
+    ) -> "Qwen3Decoder":
+        """Makes a decoder in float32; `remat` is the policy of every stack of layers."""
         embedding_key, layers_key, head_key = jax.random.split(key, 3)
         weight = hax.random.normal(embedding_key, (Vocab, config.Embed)) * config.initializer_range
-        make_layers = Stacked.init(config.Layers, DecoderLayer, remat=remat)
+        keys = jax.random.split(layers_key, config.num_layers)
+        stacks, first = [], 0
+        for kind, Layers in config.stacks:
+            make_layers = Stacked.init(Layers, DecoderLayer, remat=remat)
+            stacks.append(make_layers(config, kind, key=keys[first : first + Layers.size]))
+            first += Layers.size
         tied = config.tie_word_embeddings
-        return Qwen3MoeDecoder(
+        return Qwen3Decoder(
             embedding=hnn.Embedding(weight, Vocab, config.Embed),
-            layers=make_layers(config, key=jax.random.split(layers_key, config.Layers.size)),
+            stacks=tuple(stacks),
             norm=rms_norm(config, config.Embed),
             head=None if tied else linear(config, config.Embed, Vocab, key=head_key),
             Vocab=Vocab,
             config=config,
         )
 
-    def layer_states(self, tokens: NamedArray) -> tuple[NamedArray, RouterStatistics]:
+    def layer_states(
+        self,
+        tokens: NamedArray,
+        *,
+        documents: NamedArray | None = None,
+        positions: NamedArray | None = None,
+    ) -> tuple[NamedArray, RouterStatistics | None]:
         """Maps tokens `[..., position]` to hidden states `[..., position, Embed]`, with statistics per layer.
 
+        Args:
+            tokens: integers.
+            documents: integers like `tokens`; a position sees only positions with its own. None for one
+                document.
+            positions: integers like `tokens`, where a token stands in its document; None to count from the
+                start of the sequence.
+
         Returns:
-            The normalised output of the last layer, and router statistics `[Layers, Experts]`.
+            The normalised output of the last layer, and router statistics `[layers, Experts]` of the layers
+            that have experts, in order; None where none has.
         """
         dtype = jnp.dtype(self.config.compute_dtype)
-        Pos = tokens.resolve_axis(POSITION_AXIS)
-        rotary = rotary_table(hax.arange(Pos), self.config.HeadDim, theta=self.config.rope_theta)
+        if positions is None:
+            positions = hax.arange(tokens.resolve_axis(POSITION_AXIS))
+        turning = self.config.rotary
+        rotary = rotary_table(positions, self.config.HeadDim, theta=turning.theta, scaling=turning.scaling)
         x = self.embedding(tokens).astype(dtype)
-        x, statistics = self.layers.scan(x, rotary)
-        return cast_floating(self.norm, dtype)(x), statistics
+        found = []
+        for stack in self.stacks:
+            x, statistics = stack.scan(x, rotary, documents)
+            if statistics is not None:
+                found.append(statistics)
+        return cast_floating(self.norm, dtype)(x), _one_after_the_other(found)
 
-    def hidden_states(self, tokens: NamedArray) -> tuple[NamedArray, AuxiliaryLoss]:
-        """Maps tokens `[..., position]` to hidden states, with the load-balance loss of every layer."""
-        hidden, statistics = self.layer_states(tokens)
-        per_layer = load_balance_loss(statistics, self.config.Experts)
-        mean = hax.mean(per_layer).scalar()
-        metrics = {
-            "load_balance": jax.lax.stop_gradient(mean),
-            "load_balance_per_layer": jax.lax.stop_gradient(per_layer.array),
-        }
-        return hidden, AuxiliaryLoss(mean * self.config.experts.load_balance_weight, metrics)
+    def hidden_states(
+        self,
+        tokens: NamedArray,
+        *,
+        documents: NamedArray | None = None,
+        positions: NamedArray | None = None,
+    ) -> tuple[NamedArray, AuxiliaryLoss]:
+        """Maps tokens `[..., position]` to hidden states, with the auxiliary losses of the routers.
+
+        Arguments are those of `layer_states`.
+        """
+        hidden, statistics = self.layer_states(tokens, documents=documents, positions=positions)
+        if statistics is None or not isinstance(self.config, Qwen3MoeConfig):
+            return hidden, AuxiliaryLoss(jnp.zeros(()), {})
+        return hidden, _router_losses(statistics, self.config)
 
     def unembedding(self) -> NamedArray:
         """The head's weights, or the embedding's where they are tied."""
         return self.embedding.weight if self.head is None else self.head.weight
 
 
+def _one_after_the_other(found: list[RouterStatistics]) -> RouterStatistics | None:
+    if not found:
+        return None
+    Layers = Axis("layers", sum(statistics.load.axis_size("layers") for statistics in found))
+    return jax.tree.map(
+        lambda *some: hax.concatenate(Layers, some), *found, is_leaf=lambda x: isinstance(x, NamedArray)
+    )
+
+
+def _router_losses(statistics: RouterStatistics, config: Qwen3MoeConfig) -> AuxiliaryLoss:
+    balance = load_balance_loss(statistics.load, statistics.importance, config.Experts)
+    per_layer = {
+        "load_balance": balance.array,
+        "router_z_loss": statistics.z_loss.array,
+    }
+    loss = config.experts.load_balance_weight * jnp.mean(per_layer["load_balance"])
+    loss += config.experts.z_loss_weight * jnp.mean(per_layer["router_z_loss"])
+    metrics = {name: jnp.mean(values) for name, values in per_layer.items()}
+    metrics |= {f"{name}_per_layer": values for name, values in per_layer.items()}
+    # 1 for even routing, num_experts / experts_per_token where all tokens choose the same experts.
+    busiest = hax.max(statistics.load, config.Experts).array / config.experts.experts_per_token
+    metrics["busiest_expert_per_layer"] = busiest * config.experts.num_experts
+    return AuxiliaryLoss(loss, jax.lax.stop_gradient(metrics))
+
+
 @build_model.register
 def _build(
-    config: Qwen3MoeConfig, Vocab: Axis, *, remat: ScanCheckpointSpec, key: PRNGKeyArray
+    config: Qwen3Architecture, Vocab: Axis, *, remat: ScanCheckpointSpec, key: PRNGKeyArray
 ) -> LanguageModel:
-    return Qwen3MoeDecoder.init(config, Vocab, remat=remat, key=key)
+    return Qwen3Decoder.init(config, Vocab, remat=remat, key=key)

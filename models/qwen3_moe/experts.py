@@ -13,7 +13,7 @@ from haliax import Axis, NamedArray
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from models.qwen3_moe.config import Qwen3MoeConfig
-from models.qwen3_moe.layers import linear
+from models.qwen3_moe.layers import SwiGlu, linear
 from stacked_remat import Stacked, checkpoint_name
 from stacked_remat.ops import grouped_experts
 
@@ -24,57 +24,38 @@ class RouterStatistics(eqx.Module):
     Attributes:
         load: how many times an expert was chosen, per token; sums to `experts_per_token`. Has no gradient.
         importance: mean router probability of an expert; sums to one.
+        z_loss: without `Experts`: mean square of the logarithm of the sum of the exponentials of the router's
+            logits (Zoph et al. 2022, "ST-MoE", eq. 5).
     """
 
     load: NamedArray
     importance: NamedArray
+    z_loss: NamedArray
 
 
-def load_balance_loss(statistics: RouterStatistics, Experts: Axis) -> NamedArray:
+def load_balance_loss(load: NamedArray, importance: NamedArray, Experts: Axis) -> NamedArray:
     """The auxiliary loss of Switch Transformer (Fedus et al. 2021, eq. 4), extended to top-k routing.
 
     `num_experts * sum_e load_e * importance_e`. It is `experts_per_token` for even routing and grows to at
-    most `num_experts` as a single expert takes more. With statistics averaged over layers first, it is
+    most `num_experts` as a single expert takes more. With both averaged over layers first, it is
     `load_balancing_loss_func` of Hugging Face transformers.
 
+    Args:
+        load: how many times an expert was chosen, per token, `[..., Experts]`.
+        importance: mean router probability, `[..., Experts]`.
+        Experts: the axis of experts.
+
     Returns:
-        The loss over the axes that the statistics have besides `Experts`; a `Layers` axis gives one per
-        layer.
+        The loss over the other axes; a `Layers` axis gives one per layer.
     """
-    return hax.dot(statistics.load, statistics.importance, axis=Experts) * float(Experts.size)
-
-
-class SwiGlu(eqx.Module):
-    """One expert: `down(silu(gate(x)) * up(x))` (Shazeer 2020)."""
-
-    gate_proj: hnn.Linear
-    up_proj: hnn.Linear
-    down_proj: hnn.Linear
-
-    @staticmethod
-    def init(config: Qwen3MoeConfig, *, key: PRNGKeyArray) -> "SwiGlu":
-        """Makes the three projections, without biases, from `key`."""
-        gate_key, up_key, down_key = jax.random.split(key, 3)
-        return SwiGlu(
-            gate_proj=linear(config, config.Embed, config.ExpertDim, key=gate_key),
-            up_proj=linear(config, config.Embed, config.ExpertDim, key=up_key),
-            down_proj=linear(config, config.ExpertDim, config.Embed, key=down_key),
-        )
-
-    def __call__(self, x: NamedArray, gate: NamedArray | None = None) -> NamedArray:
-        """Maps `[..., Embed]` to `[..., Embed]`, times `gate` if given.
-
-        It is applied before the last map, so that its gradient does not need that map's output.
-        """
-        hidden = hnn.silu(self.gate_proj(x)) * self.up_proj(x)
-        return self.down_proj(hidden if gate is None else hidden * gate)
+    return hax.dot(load, importance, axis=Experts) * float(Experts.size)
 
 
 class SparseExperts(eqx.Module):
     """Routes every token to `experts_per_token` experts and sums their weighted outputs.
 
-    Name for remat policies: `router_probs`. What the experts put out needs none: their backward pass starts
-    from the tokens and never reads it.
+    Names for remat policies: `router_probs`, `router_choices` (integers) and `router_gates`. What the experts
+    put out needs none: their backward pass starts from the tokens and never reads it.
     """
 
     router: hnn.Linear
@@ -87,9 +68,10 @@ class SparseExperts(eqx.Module):
         router_key, experts_key = jax.random.split(key)
         # Whether an expert's intermediates are kept is for the policy of the stack of layers to say.
         make_experts = Stacked.init(config.Experts, SwiGlu, remat=False)
+        keys = jax.random.split(experts_key, config.Experts.size)
         return SparseExperts(
             router=linear(config, config.Embed, config.Experts, key=router_key),
-            experts=make_experts(config, key=jax.random.split(experts_key, config.Experts.size)),
+            experts=make_experts(config, config.ExpertDim, key=keys),
             config=config,
         )
 
@@ -103,16 +85,21 @@ class SparseExperts(eqx.Module):
             The experts' numbers and their gates in float32, both `[..., choice]`, and statistics.
         """
         Experts = self.config.Experts
-        probabilities = hnn.softmax(self.router(x).astype(jnp.float32), axis=Experts)
-        probabilities = checkpoint_name(probabilities, "router_probs")
+        logits = self.router(x).astype(jnp.float32)
+        probabilities = checkpoint_name(hnn.softmax(logits, axis=Experts), "router_probs")
         Choice = Axis("choice", self.config.experts.experts_per_token)
         gates, choices = hax.top_k(probabilities, Experts, Choice.size, new_axis=Choice)
         if self.config.experts.norm_topk_prob:
             gates = gates / hax.sum(gates, axis=Choice)
+        choices, gates = checkpoint_name(choices, "router_choices"), checkpoint_name(gates, "router_gates")
         chosen = hax.sum(hnn.one_hot(choices, Experts, dtype=jnp.float32), axis=Choice)
         tokens = tuple(axis for axis in probabilities.axes if axis != Experts)
-        statistics = RouterStatistics(hax.mean(chosen, axis=tokens), hax.mean(probabilities, axis=tokens))
-        return choices, gates, statistics
+        of_layer = RouterStatistics(
+            load=hax.mean(chosen, axis=tokens),
+            importance=hax.mean(probabilities, axis=tokens),
+            z_loss=hax.mean(hnn.logsumexp(logits, axis=Experts) ** 2, axis=tokens),
+        )
+        return choices, gates, of_layer
 
     def __call__(self, x: NamedArray) -> tuple[NamedArray, RouterStatistics]:
         """Maps `[..., Embed]` to `[..., Embed]`, with the router's statistics.

@@ -1,4 +1,4 @@
-"""The leaves of a Qwen3 layer: linear maps, RMS norms, and the cast to the compute dtype."""
+"""The parts of a Qwen3 layer: linear maps, RMS norms, the gated MLP, and the cast to the compute dtype."""
 
 from typing import TypeVar
 
@@ -7,23 +7,51 @@ import haliax as hax
 import haliax.nn as hnn
 import jax
 import jax.numpy as jnp
-from haliax import AxisSpec
+from haliax import Axis, AxisSpec, NamedArray
 from jaxtyping import DTypeLike, PRNGKeyArray
 
-from models.qwen3_moe.config import Qwen3MoeConfig
+from models.qwen3_moe.config import Qwen3Architecture
 
 T = TypeVar("T")
 
 
-def linear(config: Qwen3MoeConfig, In: AxisSpec, Out: AxisSpec, *, key: PRNGKeyArray) -> hnn.Linear:
-    """A linear map without bias, weights `[Out, In]` drawn from N(0, initializer_range^2) in float32."""
+def linear(
+    config: Qwen3Architecture, In: AxisSpec, Out: AxisSpec, *, bias: bool = False, key: PRNGKeyArray
+) -> hnn.Linear:
+    """A linear map, weights `[Out, In]` drawn from N(0, initializer_range^2) in float32, a bias from zero."""
     weight = hax.random.normal(key, hax.concat_axis_specs(Out, In)) * config.initializer_range
-    return hnn.Linear(weight, None, In, Out)
+    return hnn.Linear(weight, hax.zeros(Out) if bias else None, In, Out)
 
 
-def rms_norm(config: Qwen3MoeConfig, Over: AxisSpec) -> hnn.RmsNorm:
+def rms_norm(config: Qwen3Architecture, Over: AxisSpec) -> hnn.RmsNorm:
     """An RMS norm over `Over` with a weight and no bias, computed in float32 whatever comes in."""
     return hnn.RmsNorm.init(Over, eps=config.rms_norm_eps, use_bias=False, dtype=jnp.float32)
+
+
+class SwiGlu(eqx.Module):
+    """A gated MLP, `down(silu(gate(x)) * up(x))` (Shazeer 2020): that of a dense layer, or one expert."""
+
+    gate_proj: hnn.Linear
+    up_proj: hnn.Linear
+    down_proj: hnn.Linear
+
+    @staticmethod
+    def init(config: Qwen3Architecture, Inner: Axis, *, key: PRNGKeyArray) -> "SwiGlu":
+        """Makes the three projections, to and from `Inner` and without biases, from `key`."""
+        gate_key, up_key, down_key = jax.random.split(key, 3)
+        return SwiGlu(
+            gate_proj=linear(config, config.Embed, Inner, key=gate_key),
+            up_proj=linear(config, config.Embed, Inner, key=up_key),
+            down_proj=linear(config, Inner, config.Embed, key=down_key),
+        )
+
+    def __call__(self, x: NamedArray, gate: NamedArray | None = None) -> NamedArray:
+        """Maps `[..., Embed]` to `[..., Embed]`, times `gate` if given.
+
+        It is applied before the last map, so that its gradient does not need that map's output.
+        """
+        hidden = hnn.silu(self.gate_proj(x)) * self.up_proj(x)
+        return self.down_proj(hidden if gate is None else hidden * gate)
 
 
 def cast_floating(tree: T, dtype: DTypeLike) -> T:

@@ -10,7 +10,7 @@ class LoraConfig:
 
     A linear's path is the names of the attributes that lead to it, with dots between them. The layers of a
     stack are `*`, those of a `BlockSeq` their numbers: `layers.*.attention.q_proj`,
-    `layers.*.experts.experts.*.up_proj`, `head`. A pattern is such a path in which `*` stands for any
+    `layers.*.mlp.experts.*.up_proj`, `head`. A pattern is such a path in which `*` stands for any
     characters, dots among them, `?` for one and `[ab]` for one of these; it has to fit the whole path. So
     `*.q_proj` is every linear of that name, `*experts*` every linear with that word in its path, and a path
     is its own pattern.

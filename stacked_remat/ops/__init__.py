@@ -1,5 +1,15 @@
-"""Operations of long-context models: attention, cross entropy, grouped matrix products."""
+"""Operations of long-context models: attention, rotary embedding, cross entropy, grouped matrix products."""
 
+from ._rotary_scaling import (
+    DefaultRotary as DefaultRotary,
+    LinearRotary as LinearRotary,
+    Llama3Rotary as Llama3Rotary,
+    RotaryScaling as RotaryScaling,
+    YarnRotary as YarnRotary,
+    rotary_from_hf as rotary_from_hf,
+    rotary_to_hf as rotary_to_hf,
+)
 from .attention import causal_attention as causal_attention
 from .cross_entropy import chunked_cross_entropy as chunked_cross_entropy
 from .grouped_experts import grouped_experts as grouped_experts
+from .rotary import RotaryTable as RotaryTable, apply_rotary as apply_rotary, rotary_table as rotary_table

@@ -1,39 +1,6 @@
 """What a training run can be told, apart from its model: frozen dataclasses that mirror the YAML file."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
-
-from .._policy import ScanCheckpointPolicy, ScanCheckpointSpec, resolve_policy
-from ..memory import parse_bytes
-
-
-@dataclass(frozen=True)
-class DataConfig:
-    """What text to train on, and how it is cut.
-
-    Attributes:
-        folder: folder whose files are the text, read recursively; the Python standard library of the running
-            interpreter if not given, so that nothing need be downloaded.
-        suffix: only files whose names end so are read.
-        held_out_fraction: share of the files, chosen by their names, that is never trained on.
-        seq_len: tokens in a sequence.
-        batch_size: sequences in a step.
-    """
-
-    folder: str | None = None
-    suffix: str = ".py"
-    held_out_fraction: float = 0.05
-    seq_len: int = 256
-    batch_size: int = 16
-
-    def __post_init__(self) -> None:
-        if not 0 < self.held_out_fraction < 1:
-            raise ValueError(
-                f"data.held_out_fraction must lie between 0 and 1, got {self.held_out_fraction}; 0.05 holds "
-                f"out about one file in twenty."
-            )
-        _require_at_least(1, "data", seq_len=self.seq_len, batch_size=self.batch_size)
 
 
 @dataclass(frozen=True)
@@ -103,61 +70,6 @@ class TrainerConfig:
         _require_at_least(0, "trainer", seed=self.seed)
         if self.eval_every is not None:
             _require_at_least(1, "trainer", eval_every=self.eval_every)
-
-
-def remat_policy(value: bool | Mapping[str, Any] | str) -> ScanCheckpointPolicy:
-    """The policy that a config's `remat` entry stands for.
-
-    Args:
-        value: an alias (`true`, `false`, `nested`, ...) or a mapping of `ScanCheckpointPolicy`'s fields.
-
-    Raises:
-        ValueError: an unknown alias or field, or fields that contradict each other.
-    """
-    if not isinstance(value, Mapping):
-        return resolve_policy(value)  # pyright: ignore[reportArgumentType]
-    valid = ScanCheckpointPolicy.__dataclass_fields__
-    for name in value:
-        if name not in valid:
-            raise ValueError(
-                f"remat.{name} is not a field of ScanCheckpointPolicy; valid: {', '.join(valid)}."
-            )
-    if isinstance(value.get("first_policy"), Mapping):
-        value = {**value, "first_policy": remat_policy(value["first_policy"])}
-    return ScanCheckpointPolicy(**value)
-
-
-def remat_entry(spec: ScanCheckpointSpec) -> bool | str | dict[str, Any]:
-    """What to write after `remat:` for a policy; the inverse of `remat_policy`."""
-    if not isinstance(spec, ScanCheckpointPolicy):
-        return spec
-    entry = {name: list(value) if isinstance(value, tuple) else value for name, value in spec.settings()}
-    if "first_policy" in entry:
-        entry["first_policy"] = remat_entry(spec.first_policy)
-    return entry or True
-
-
-def check_remat(
-    remat: bool | Mapping[str, Any] | str, budget: str | None, host_budget: str | None
-) -> ScanCheckpointPolicy | None:
-    """The policy that a config's `remat` entry stands for, or None for `auto`, which needs a budget.
-
-    Raises:
-        ValueError: as `remat_policy` does, a budget that is missing, without effect, or cannot be read.
-    """
-    if remat == "auto":
-        if budget is None:
-            raise ValueError(
-                "remat: auto takes the policy that fits a budget, and there is none. Say how much memory of "
-                "a device the step may take: budget: 72GiB."
-            )
-        for size in filter(None, (budget, host_budget)):
-            parse_bytes(size)
-        return None
-    for name, size in (("budget", budget), ("host_budget", host_budget)):
-        if size is not None:
-            raise ValueError(f"{name} = {size} has no effect beside remat: {remat}. Write remat: auto.")
-    return remat_policy(remat)
 
 
 def _require_at_least(lowest: int, section: str, **values: float) -> None:

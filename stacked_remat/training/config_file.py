@@ -6,6 +6,7 @@ stands and what it probably should be.
 
 import dataclasses
 import difflib
+import inspect
 import types
 import typing
 from collections.abc import Mapping, Sequence
@@ -126,11 +127,18 @@ def _check_keys(
         )
         if key not in valid:
             raise ConfigError(f"Unknown key `{dotted}` {where}.{_nearest(str(key), valid)}")
-        section = _section_class(hints[key])
+        section, named = _section_class(hints[key]), _class_of_named_sections(hints[key])
         if value is None and _allows_none(hints[key]):
             continue
         if section is not None:
             _check_keys(section, value, (*path, key), where, overrides)
+        elif named is not None:
+            if not isinstance(value, Mapping):
+                raise ConfigError(f"`{dotted}` {where} holds sections, each under its name, got {value!r}.")
+            for name, entry in value.items():
+                _check_keys(named, entry, (*path, key, str(name)), where, overrides)
+        elif isinstance(value, str) and typing.get_origin(hints[key]) in (tuple, list):
+            raise ConfigError(f"`{dotted}` {where} is a list, got {value!r}. Write [{value}].")
         elif value is None:
             raise ConfigError(f"`{dotted}` {where} has no value; it needs one of type {hints[key]}.")
 
@@ -157,8 +165,19 @@ def _is_registry(hint: Any) -> bool:
 def _section_class(hint: Any) -> Any:
     """The class whose fields are the keys of a section, which may be optional; None for a value."""
     options = typing.get_args(hint) if _is_union(hint) else (hint,)
-    sections = [option for option in options if _is_registry(option) or dataclasses.is_dataclass(option)]
+    # An abstract class has a decoder of its own, which knows the keys.
+    sections = [
+        option
+        for option in options
+        if _is_registry(option) or (dataclasses.is_dataclass(option) and not inspect.isabstract(option))
+    ]
     return sections[0] if len(sections) == 1 else None
+
+
+def _class_of_named_sections(hint: Any) -> Any:
+    """The class of the values of a `dict[str, Section]`."""
+    arguments = typing.get_args(hint)
+    return _section_class(arguments[1]) if typing.get_origin(hint) is dict and len(arguments) == 2 else None
 
 
 def _allows_none(hint: Any) -> bool:

@@ -6,13 +6,13 @@ from typing import Any
 import equinox as eqx
 import numpy as np
 
-from .batches import PackedTokens
 from .config_file import ConfigError
+from .data.held_out import HeldOutBatches
 from .step import LossFunction
 
 
 def held_out_evaluator(
-    loss_function: LossFunction, held_out: PackedTokens, num_batches: int
+    loss_function: LossFunction, held_out: HeldOutBatches, num_batches: int
 ) -> Callable[[Any], float]:
     """A function from a model to its mean `loss` per token, in nats, on the first `num_batches` batches.
 
@@ -21,11 +21,10 @@ def held_out_evaluator(
     Raises:
         ConfigError: there is less held-out text than that.
     """
-    wanted = num_batches * held_out.batch_size
-    if len(held_out) < wanted:
+    if len(held_out) < num_batches:
         raise ConfigError(
-            f"The held-out text has {len(held_out)} sequences of {held_out.seq_len} tokens, fewer than the "
-            f"{wanted} of trainer.eval_batches = {num_batches} batches of {held_out.batch_size}. Lower "
+            f"The held-out text has {held_out.num_sequences} sequences of {held_out.seq_len} tokens, too few "
+            f"for trainer.eval_batches = {num_batches} batches of {held_out.batch_size}. Lower "
             f"trainer.eval_batches, data.batch_size or data.seq_len, or raise data.held_out_fraction."
         )
     compiled = eqx.filter_jit(lambda model, batch: loss_function(model, batch)[1]["loss"])

@@ -11,8 +11,8 @@ import equinox as eqx
 import numpy as np
 import optax
 
-from .batches import PackedTokens
 from .config import TrainerConfig
+from .data.batch_stream import BatchStream
 from .progress import Progress
 from .step import LossFunction, Metrics, TrainState, train_step
 from .trackers import Tracker
@@ -43,7 +43,7 @@ def train(
     loss_function: LossFunction,
     optimizer: optax.GradientTransformation,
     schedule: optax.Schedule,
-    training: PackedTokens,
+    training: BatchStream,
     evaluate: Callable[[Any], float],
     config: TrainerConfig,
     trackers: Sequence[Tracker],
@@ -56,7 +56,7 @@ def train(
         loss_function: maps (model, batch) to the loss and metrics.
         optimizer: the gradient transformation that `state` was made with.
         schedule: the learning rate by step, for the log.
-        training: batches to train on.
+        training: batches to train on, one for every step.
         evaluate: maps a model to its loss on held-out text.
         config: how long, and how often to log and evaluate.
         trackers: all receive the same metrics; closing them is the caller's.
@@ -74,10 +74,9 @@ def train(
     reporter.evaluated(0, before)
     progress.start(config.num_steps)
     try:
-        batch = training.batch(0)
         for done in range(1, config.num_steps + 1):
+            batch = training.next()
             state, metrics = step(batch, state)
-            batch = training.batch(done)  # made while the device works
             reporter.stepped(done, metrics, batch.num_tokens)
             if done == config.num_steps or (config.eval_every is not None and done % config.eval_every == 0):
                 with reporter.clock.paused():

@@ -5,7 +5,16 @@ import time
 from typing import final
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress as RichBar, TextColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress as RichBar,
+    TaskProgressColumn,
+    TextColumn,
+    TimeRemainingColumn,
+)
+
+_SECONDS_BETWEEN_LINES = 15.0
 
 
 class Progress(abc.ABC):
@@ -14,6 +23,17 @@ class Progress(abc.ABC):
     @abc.abstractmethod
     def message(self, text: str) -> None:
         """Shows a line that stays."""
+
+    @abc.abstractmethod
+    def work(self, what: str, done: int, total: int, status: str) -> None:
+        """Shows how far work before the steps is, such as tokenizing; it ends when `done` is `total`.
+
+        Args:
+            what: a few words, the same in all calls for one work.
+            done: of `total`, in any unit.
+            total: at least 1.
+            status: a few words more.
+        """
 
     @abc.abstractmethod
     def start(self, num_steps: int) -> None:
@@ -25,7 +45,7 @@ class Progress(abc.ABC):
 
     @abc.abstractmethod
     def stop(self) -> None:
-        """Ends the steps, finished or not."""
+        """Ends the steps, or the work, finished or not."""
 
 
 @final
@@ -36,12 +56,34 @@ class ConsoleProgress(Progress):
         self._console = Console() if console is None else console
         self._line_every = line_every
         self._bar: RichBar | None = None
+        self._work: tuple[str, float] | None = (
+            None  # what goes on, and when it began or its last line was shown
+        )
         self._num_steps = 0
         self._first_done: tuple[int, float] | None = None
 
     def message(self, text: str) -> None:
         """Prints the line, above the bar if there is one."""
         self._console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+    def work(self, what: str, done: int, total: int, status: str) -> None:
+        """Puts up a bar, moves it, takes it down at the end; with no terminal, a line now and then."""
+        if self._work is None or self._work[0] != what:
+            self.stop()
+            self._work = (what, time.monotonic())
+            if self._console.is_terminal:
+                columns = (TextColumn(what, markup=False), BarColumn(), TaskProgressColumn())
+                columns += (TextColumn("{task.fields[status]}"), TimeRemainingColumn())
+                self._bar = RichBar(*columns, console=self._console)
+                self._bar.start()
+                self._bar.add_task(what, total=total, status=status)
+        if self._bar is not None:
+            self._bar.update(self._bar.task_ids[0], completed=done, status=status)
+        elif done == total or time.monotonic() > self._work[1] + _SECONDS_BETWEEN_LINES:
+            self._work = (what, time.monotonic())
+            self.message(f"{what}  {100 * done // total}%  {status}")
+        if done == total:
+            self.stop()
 
     def start(self, num_steps: int) -> None:
         """Puts up the bar. It says that the first step compiles until that step is done."""
@@ -76,6 +118,7 @@ class ConsoleProgress(Progress):
         if self._bar is not None:
             self._bar.stop()
             self._bar = None
+        self._work = None
 
     def _seconds_left(self, step: int) -> float | None:
         if self._first_done is None:

@@ -1,9 +1,19 @@
 import dataclasses
 
+import draccus
+import draccus.utils
 import pytest
 
 from models.lm import LmConfig
-from models.qwen3_moe import ExpertsConfig, Qwen3MoeConfig
+from models.qwen3_moe import (
+    AttentionConfig,
+    ExpertsConfig,
+    LayerKind,
+    Qwen3Config,
+    Qwen3MoeConfig,
+    RotaryConfig,
+)
+from stacked_remat.ops import YarnRotary
 
 
 def test_axes_follow_the_sizes():
@@ -12,14 +22,15 @@ def test_axes_follow_the_sizes():
         num_layers=3,
         num_heads=6,
         num_kv_heads=2,
-        head_dim=8,
+        attention=AttentionConfig(head_dim=8),
+        mlp_dim=9,
         experts=ExpertsConfig(num_experts=5, experts_per_token=2, intermediate_dim=7),
     )
     sizes = {
         axis.name: axis.size
         for axis in (
             config.Embed,
-            config.Layers,
+            config.Mlp,
             config.KVHeads,
             config.HeadsPerKV,
             config.HeadDim,
@@ -29,7 +40,7 @@ def test_axes_follow_the_sizes():
     }
     assert sizes == {
         "embed": 24,
-        "layers": 3,
+        "mlp": 9,
         "kv_heads": 2,
         "heads_per_kv": 3,
         "head_dim": 8,
@@ -44,6 +55,44 @@ def test_the_head_is_an_equal_share_of_the_width_by_default():
 
 def test_it_is_registered_by_its_type():
     assert LmConfig.get_choice_class("qwen3_moe") is Qwen3MoeConfig
+    assert LmConfig.get_choice_class("qwen3") is Qwen3Config
+
+
+def test_the_mlp_is_three_times_as_wide_as_the_stream_by_default():
+    assert Qwen3Config(hidden_dim=48).Mlp.size == 144
+
+
+def kinds(config):
+    return [(kind.sparse, kind.window, Layers.size) for kind, Layers in config.stacks]
+
+
+def test_equal_layers_are_one_stack():
+    assert kinds(Qwen3MoeConfig(num_layers=5)) == [(True, None, 5)]
+    assert kinds(Qwen3Config(num_layers=5)) == [(False, None, 5)]
+
+
+def test_a_stack_ends_where_the_kind_changes():
+    config = Qwen3MoeConfig(
+        num_layers=7,
+        attention=AttentionConfig(window=16, windowed_layers=(3, 4, 5, 6)),
+        experts=ExpertsConfig(dense_layers=(0, 6)),
+    )
+    assert kinds(config) == [(False, None, 1), (True, None, 2), (True, 16, 3), (False, 16, 1)]
+    assert config.kind_of(6) == LayerKind(sparse=False, window=16)
+    everywhere = Qwen3Config(num_layers=2, attention=AttentionConfig(window=16))
+    assert kinds(everywhere) == [(False, 16, 2)]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"window": 0}, r"model.attention.window is a number of positions and at least 1, got 0"),
+        ({"windowed_layers": (0,)}, r"obey model.attention.window, which is not given"),
+    ],
+)
+def test_impossible_windows_are_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
+        AttentionConfig(**changes)
 
 
 def test_it_can_be_a_static_field():
@@ -56,12 +105,23 @@ def test_it_can_be_a_static_field():
     ("changes", "message"),
     [
         ({"num_heads": 4, "num_kv_heads": 3}, r"num_heads = 4 must be a multiple of model.num_kv_heads = 3"),
-        ({"hidden_dim": 30}, r"hidden_dim = 30 is not divisible by model.num_heads = 4.*model.head_dim"),
+        (
+            {"hidden_dim": 30},
+            r"hidden_dim = 30 is not divisible by model.num_heads = 4.*model.attention.head_dim",
+        ),
         ({"hidden_dim": 12}, r"hidden_dim / model.num_heads = 3 must be even"),
-        ({"head_dim": 5}, r"model.head_dim = 5 must be even"),
-        ({"head_dim": 0}, r"model.head_dim = 0 must be even and at least 2"),
+        ({"attention": AttentionConfig(head_dim=5)}, r"model.attention.head_dim = 5 must be even"),
+        (
+            {"attention": AttentionConfig(head_dim=0)},
+            r"model.attention.head_dim = 0 must be even and at least 2",
+        ),
         ({"num_layers": 0}, r"model.num_layers must be positive, got 0"),
-        ({"rope_theta": -1.0}, r"model.rope_theta must be positive"),
+        ({"mlp_dim": 0}, r"model.mlp_dim must be positive, got 0"),
+        (
+            {"attention": AttentionConfig(window=4, windowed_layers=(1, 4))},
+            r"windowed_layers = \[1, 4\] must be numbers of layers from 0 to 3.*no layer 4",
+        ),
+        ({"experts": ExpertsConfig(dense_layers=(2, 1))}, r"dense_layers = \[2, 1\] must be .* in order"),
         ({"compute_dtype": "float16"}, r"'float16' is not one of 'float32', 'bfloat16'"),
     ],
 )
@@ -76,8 +136,41 @@ def test_impossible_shapes_are_refused(changes, message):
         ({"num_experts": 2, "experts_per_token": 3}, r"experts_per_token = 3 is more than .*num_experts = 2"),
         ({"experts_per_token": 0}, r"model.experts.experts_per_token must be positive"),
         ({"load_balance_weight": -0.1}, r"load_balance_weight must not be negative"),
+        ({"z_loss_weight": -0.1}, r"z_loss_weight must not be negative"),
     ],
 )
 def test_impossible_experts_are_refused(changes, message):
     with pytest.raises(ValueError, match=message):
         ExpertsConfig(**changes)
+
+
+def test_the_base_of_the_wavelengths_is_above_one():
+    with pytest.raises(ValueError, match=r"model.rotary.theta must be above 1, got 1.0"):
+        RotaryConfig(theta=1.0)
+
+
+def test_scaling_is_read_and_written_under_hugging_face_s_names():
+    scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024}
+    entries = {"type": "qwen3", "rotary": {"theta": 100.0, "scaling": scaling}}
+    config = draccus.decode(LmConfig, entries)
+    assert isinstance(config, Qwen3Config) and config.rotary.scaling == YarnRotary(4.0, 1024)
+    written = draccus.encode(config, LmConfig)
+    assert written["rotary"]["scaling"] == scaling and draccus.decode(LmConfig, written) == config
+
+
+@pytest.mark.parametrize(
+    ("scaling", "message"),
+    [
+        (
+            {"rope_type": "yarn", "factor": 4.0},
+            "needs rope_type and, for yarn .*original_max_position_embeddings",
+        ),
+        (
+            {"rope_type": "dynamic"},
+            r"'dynamic' is not supported. Those that are: default, linear, llama3, yarn",
+        ),
+    ],
+)
+def test_scaling_that_is_not_served_is_refused(scaling, message):
+    with pytest.raises(draccus.utils.DecodingError, match=message):
+        draccus.decode(LmConfig, {"type": "qwen3", "rotary": {"scaling": scaling}})

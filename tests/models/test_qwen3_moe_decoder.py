@@ -10,24 +10,25 @@ import pytest
 from haliax import Axis
 
 from models.lm import LmConfig, build_model, next_token_loss
-from models.qwen3_moe import ExpertsConfig, Qwen3MoeConfig, Qwen3MoeDecoder
-from models.qwen3_moe.attention import rotary_table
+from models.qwen3_moe import AttentionConfig, ExpertsConfig, Qwen3Config, Qwen3Decoder, Qwen3MoeConfig
 from stacked_remat import ScanCheckpointPolicy
+from stacked_remat.ops import rotary_table
 from stacked_remat.training import TokenBatch
 
-Vocab, Batch, Pos = Axis("vocab", 19), Axis("batch", 2), Axis("position", 5)
+Vocab, Batch, Pos, Layers = Axis("vocab", 19), Axis("batch", 2), Axis("position", 5), Axis("layers", 3)
 CONFIG = Qwen3MoeConfig(
     hidden_dim=16, num_layers=3, num_heads=4, num_kv_heads=2, experts=ExpertsConfig(3, 2, 6)
 )
 
 
 @functools.cache
-def make(config=CONFIG) -> Qwen3MoeDecoder:
-    return Qwen3MoeDecoder.init(config, Vocab, key=jax.random.key(0))
+def make(config=CONFIG) -> Qwen3Decoder:
+    return Qwen3Decoder.init(config, Vocab, key=jax.random.key(0))
 
 
 def with_policy(model, policy):
-    return dataclasses.replace(model, layers=dataclasses.replace(model.layers, remat=policy))
+    stacks = tuple(dataclasses.replace(stack, remat=policy) for stack in model.stacks)
+    return dataclasses.replace(model, stacks=stacks)
 
 
 @eqx.filter_jit
@@ -48,7 +49,7 @@ def test_shapes_and_dtypes():
     model, batch = make(), batch_of_tokens()
     hidden, statistics = layer_states(model, batch.tokens)
     assert hidden.axes == (Batch, Pos, CONFIG.Embed)
-    assert statistics.load.axes == statistics.importance.axes == (CONFIG.Layers, CONFIG.Experts)
+    assert statistics.load.axes == statistics.importance.axes == (Layers, CONFIG.Experts)
     logits = model.logits(hidden)
     assert logits.axes == (Batch, Pos, Vocab) and logits.dtype == jnp.float32
     assert {leaf.dtype for leaf in jax.tree.leaves(model)} == {jnp.dtype("float32")}
@@ -57,10 +58,11 @@ def test_shapes_and_dtypes():
 def test_it_is_the_python_loop_over_its_layers():
     model, batch = make(), batch_of_tokens()
     from_scan, _ = layer_states(model, batch.tokens)
-    rotary = rotary_table(hax.arange(Pos), CONFIG.HeadDim, theta=CONFIG.rope_theta)
+    rotary = rotary_table(hax.arange(Pos), CONFIG.HeadDim, theta=CONFIG.rotary.theta)
     x = model.embedding(batch.tokens)
-    for layer in model.layers.unstacked():
-        x, _ = layer(x, rotary)
+    (stack,) = model.stacks
+    for layer in stack.unstacked():
+        x, _ = layer(x, rotary, None)
     np.testing.assert_allclose(from_scan.array, model.norm(x).array, atol=1e-5)
 
 
@@ -97,6 +99,51 @@ def test_the_load_balance_weight_takes_effect():
     assert loss == metrics["loss"]
 
 
+def test_the_z_loss_weight_takes_effect():
+    weighted = dataclasses.replace(CONFIG, experts=dataclasses.replace(CONFIG.experts, z_loss_weight=0.5))
+    loss, metrics = loss_of(make(weighted), batch_of_tokens())
+    assert metrics["router_z_loss"] > 0.1 and metrics["router_z_loss_per_layer"].shape == (3,)
+    expected = metrics["loss"] + 0.001 * metrics["load_balance"] + 0.5 * metrics["router_z_loss"]
+    np.testing.assert_allclose(loss, expected, rtol=1e-5)
+
+
+MIXED = Qwen3MoeConfig(
+    hidden_dim=16,
+    num_layers=4,
+    attention=AttentionConfig(bias=True, window=3, windowed_layers=(3,)),
+    experts=ExpertsConfig(3, 2, 6, dense_layers=(0,)),
+)
+
+
+def test_layers_of_several_kinds_are_stacks_that_follow_one_another():
+    model, batch = make(MIXED), batch_of_tokens()
+    assert [stack.Layers.size for stack in model.stacks] == [1, 2, 1]
+    from_scan, statistics = layer_states(model, batch.tokens)
+    assert statistics.load.axes == (Layers, MIXED.Experts)
+    x, loads = model.embedding(batch.tokens), []
+    rotary = rotary_table(hax.arange(Pos), MIXED.HeadDim, theta=MIXED.rotary.theta)
+    for layer in (layer for stack in model.stacks for layer in stack.unstacked()):
+        x, found = layer(x, rotary, None)
+        loads += [] if found is None else [found.load.array]
+    np.testing.assert_allclose(from_scan.array, model.norm(x).array, atol=1e-5)
+    np.testing.assert_array_equal(statistics.load.array, jnp.stack(loads))
+
+
+def test_a_dense_decoder_has_no_auxiliary_loss():
+    loss, metrics = loss_of(make(Qwen3Config(hidden_dim=16, num_layers=2)), batch_of_tokens())
+    assert loss == metrics["loss"] and set(metrics) == {"loss"}
+
+
+def test_documents_in_one_sequence_are_as_if_each_were_alone():
+    model, tokens = make(MIXED), batch_of_tokens().tokens
+    documents = hax.named(jnp.array([0, 0, 1, 1, 1]), Pos)
+    positions = hax.named(jnp.array([0, 1, 0, 1, 2]), Pos)
+    packed = eqx.filter_jit(model.layer_states)(tokens, documents=documents, positions=positions)[0]
+    first, second = layer_states(model, tokens[Pos, :2])[0], layer_states(model, tokens[Pos, 2:])[0]
+    np.testing.assert_allclose(packed.array[:, :2], first.array, atol=1e-5)
+    np.testing.assert_allclose(packed.array[:, 2:], second.array, atol=1e-5)
+
+
 @pytest.fixture(scope="module")
 def unchecked():
     return loss_and_gradients(with_policy(make(), ScanCheckpointPolicy(disable=True)), batch_of_tokens())
@@ -123,7 +170,17 @@ def test_every_policy_gives_the_same_finite_gradients(policy, unchecked):
 
 
 @pytest.mark.parametrize(
-    "name", ["query", "key", "value", "attention_output", "attention_lse", "router_probs"]
+    "name",
+    [
+        "query",
+        "key",
+        "value",
+        "attention_output",
+        "attention_lse",
+        "router_probs",
+        "router_choices",
+        "router_gates",
+    ],
 )
 def test_the_names_inside_a_layer_can_be_saved(name):
     batch = batch_of_tokens()
@@ -137,8 +194,8 @@ def test_the_names_inside_a_layer_can_be_saved(name):
 
 def test_remat_is_the_policy_of_the_stack():
     key = jax.random.key(0)
-    made = eqx.filter_eval_shape(Qwen3MoeDecoder.init, CONFIG, Vocab, remat="nested", key=key)
-    assert made.layers.remat == ScanCheckpointPolicy(nested=True)
+    made = eqx.filter_eval_shape(Qwen3Decoder.init, CONFIG, Vocab, remat="nested", key=key)
+    assert made.stacks[0].remat == ScanCheckpointPolicy(nested=True)
 
 
 def test_a_tied_head_is_the_embedding():
@@ -175,10 +232,43 @@ def test_later_tokens_do_not_change_earlier_states():
 
 def test_build_model_makes_the_registered_model_and_names_what_it_lacks():
     model = eqx.filter_eval_shape(build_model, CONFIG, Vocab, remat="nested", key=jax.random.key(0))
-    assert isinstance(model, Qwen3MoeDecoder) and model.Vocab == Vocab
+    assert isinstance(model, Qwen3Decoder) and model.Vocab == Vocab
 
     class Unregistered(LmConfig):
         pass
 
     with pytest.raises(TypeError, match=r"No builder is registered for Unregistered.*build_model.register"):
         build_model(Unregistered(), Vocab, remat=True, key=jax.random.key(0))
+
+
+@pytest.mark.parametrize("preset", CONFIG.remat_presets)
+def test_presets_give_the_same_gradients(preset, unchecked):
+    (expected_loss, _), expected = unchecked
+    policy = CONFIG.remat_presets[preset]
+    (loss, _), gradients = loss_and_gradients(with_policy(make(), policy), batch_of_tokens())
+    np.testing.assert_allclose(loss, expected_loss, rtol=1e-6)
+    for got, wanted in zip(jax.tree.leaves(gradients), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(got, wanted, atol=1e-6, rtol=1e-4)
+
+
+def test_saving_attention_leaves_it_out_of_the_backward_pass():
+    """The blockwise kernel runs in two loops forward and backward, and in a third where it is recomputed."""
+    batch = batch_of_tokens()
+
+    def loops(policy):
+        model = with_policy(make(), policy)
+        return str(jax.make_jaxpr(jax.grad(lambda m: next_token_loss(m, batch)[0]))(model)).count("while[")
+
+    assert loops(CONFIG.remat_presets["attention_saved"]) < loops(ScanCheckpointPolicy())
+
+
+def test_the_loss_keeps_documents_apart():
+    tokens = batch_of_tokens()
+    documents = hax.named(jnp.array([[1, 1, 2, 2, 2]] * 2), (Batch, Pos))
+    positions = hax.named(jnp.array([[0, 1, 0, 1, 2]] * 2), (Batch, Pos))
+    packed = dataclasses.replace(tokens, documents=documents, positions=positions)
+    hidden, _ = make().hidden_states(tokens.tokens, documents=documents, positions=positions)
+    log_probs = jax.nn.log_softmax(make().logits(hidden).array)
+    picked = -jnp.take_along_axis(log_probs, packed.targets.array[..., None], axis=-1)
+    np.testing.assert_allclose(loss_of(make(), packed)[1]["loss"], jnp.mean(picked), rtol=1e-5)
+    assert abs(loss_of(make(), packed)[1]["loss"] - loss_of(make(), tokens)[1]["loss"]) > 1e-5

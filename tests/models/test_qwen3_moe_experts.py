@@ -6,7 +6,7 @@ import pytest
 from haliax import Axis
 
 from models.qwen3_moe import ExpertsConfig, Qwen3MoeConfig
-from models.qwen3_moe.experts import RouterStatistics, SparseExperts, load_balance_loss
+from models.qwen3_moe.experts import SparseExperts, load_balance_loss
 
 Batch, Pos = Axis("batch", 2), Axis("position", 3)
 
@@ -87,8 +87,8 @@ def test_load_balance_loss_by_hand():
     Experts = Axis("experts", 4)
 
     def loss(load, importance):
-        named = (hax.named(jnp.array(values), Experts) for values in (load, importance))
-        return float(load_balance_loss(RouterStatistics(*named), Experts).scalar())
+        load, importance = (hax.named(jnp.array(values), Experts) for values in (load, importance))
+        return float(load_balance_loss(load, importance, Experts).scalar())
 
     even = [0.25] * 4
     assert loss([0.5] * 4, even) == pytest.approx(2.0)  # two experts a token, evenly
@@ -102,11 +102,12 @@ def test_load_balance_loss_pushes_towards_even_routing():
     def loss(router):
         probabilities = hax.nn.softmax(router(x), axis=layer.config.Experts)
         load = layer.route(x)[2].load
-        statistics = RouterStatistics(load, hax.mean(probabilities, axis=(Batch, Pos)))
-        return load_balance_loss(statistics, layer.config.Experts).scalar()
+        importance = hax.mean(probabilities, axis=(Batch, Pos))
+        return load_balance_loss(load, importance, layer.config.Experts).scalar()
 
     def own_loss(layer):
-        return load_balance_loss(layer.route(x)[2], layer.config.Experts).scalar()
+        statistics = layer.route(x)[2]
+        return load_balance_loss(statistics.load, statistics.importance, layer.config.Experts).scalar()
 
     gradient = jax.grad(own_loss)(layer).router.weight.array
     np.testing.assert_allclose(gradient, jax.grad(loss)(layer.router).weight.array, atol=1e-6)
@@ -117,3 +118,10 @@ def test_a_layer_of_one_expert_is_that_expert():
     layer, x = make(num_experts=1, experts_per_token=1)
     mixed, _ = layer(x)
     np.testing.assert_allclose(mixed.array, layer.experts.get_layer(0)(x).array, atol=1e-5)
+
+
+def test_the_z_loss_is_the_mean_square_of_the_log_normaliser():
+    layer, x = make()
+    logits = layer.router(x).rearrange((Batch, Pos, layer.config.Experts)).array
+    expected = np.mean(np.log(np.sum(np.exp(np.asarray(logits)), axis=-1)) ** 2)
+    np.testing.assert_allclose(layer.route(x)[2].z_loss.scalar(), expected, rtol=1e-5)

@@ -1,5 +1,6 @@
 """The decoder against Hugging Face's implementation, on random small models; needs torch and transformers."""
 
+import copy
 import warnings
 
 import equinox as eqx
@@ -11,8 +12,11 @@ import pytest
 from haliax import Axis
 
 from models.lm import next_token_loss
-from models.qwen3_moe import ExpertsConfig, Qwen3MoeConfig, Qwen3MoeDecoder
-from models.qwen3_moe.experts import RouterStatistics, load_balance_loss
+from models.qwen3_moe import Qwen3Decoder, Qwen3MoeConfig
+from models.qwen3_moe.experts import load_balance_loss
+from models.qwen3_moe.hf import read_decoder, write_decoder
+from models.qwen3_moe.hf_config import read_hf_config
+from models.safetensors_folder import SafetensorsFolder
 from stacked_remat.training import TokenBatch
 
 with warnings.catch_warnings():
@@ -26,136 +30,169 @@ Vocab = Axis("vocab", 53)
 Batch = Axis("batch", 2)
 Pos = Axis("position", 11)
 
-VARIANTS = {
-    "grouped heads": Qwen3MoeConfig(hidden_dim=32, num_layers=3, num_heads=4, num_kv_heads=2, head_dim=6),
-    "one key head, raw gates": Qwen3MoeConfig(
-        hidden_dim=24,
-        num_layers=2,
-        num_heads=6,
-        num_kv_heads=1,
-        rope_theta=100.0,
-        experts=ExpertsConfig(num_experts=5, experts_per_token=3, intermediate_dim=7, norm_topk_prob=False),
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8}
+
+MOE = dict(
+    hidden_size=32,
+    intermediate_size=20,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=6,
+    moe_intermediate_size=10,
+    num_experts=4,
+    num_experts_per_tok=2,
+    norm_topk_prob=True,
+)
+DENSE = dict(
+    hidden_size=32,
+    intermediate_size=20,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=6,
+)
+
+VARIANTS: dict[str, tuple[str, dict]] = {
+    "moe": ("Qwen3Moe", MOE),
+    "moe, one key head, raw gates, default head": (
+        "Qwen3Moe",
+        MOE
+        | dict(hidden_size=24, num_attention_heads=6, num_key_value_heads=1, head_dim=4)
+        | dict(num_experts=5, num_experts_per_tok=3, norm_topk_prob=False, rope_theta=100.0),
     ),
-    "as many key heads, tied": Qwen3MoeConfig(
-        hidden_dim=16,
-        num_layers=2,
-        num_heads=2,
-        num_kv_heads=2,
-        rms_norm_eps=1e-3,
-        tie_word_embeddings=True,
-        experts=ExpertsConfig(num_experts=3, experts_per_token=1, intermediate_dim=16, norm_topk_prob=False),
+    "moe, tied, biases, dense first layer": (
+        "Qwen3Moe",
+        MOE | dict(tie_word_embeddings=True, attention_bias=True, mlp_only_layers=[0], rms_norm_eps=1e-3),
+    ),
+    "moe, every second layer dense, windows, yarn": (
+        "Qwen3Moe",
+        MOE
+        | dict(num_hidden_layers=4, decoder_sparse_step=2, use_sliding_window=True, sliding_window=4)
+        | dict(rope_parameters=YARN | dict(rope_theta=100.0)),
+    ),
+    "dense": ("Qwen3", DENSE),
+    "dense, tied, biases, windows in the later layers, yarn": (
+        "Qwen3",
+        DENSE
+        | dict(tie_word_embeddings=True, attention_bias=True, use_sliding_window=True, sliding_window=3)
+        | dict(max_window_layers=1, rope_parameters=YARN | dict(rope_theta=100.0)),
+    ),
+    "dense, windows here and there": (
+        "Qwen3",
+        DENSE
+        | dict(use_sliding_window=True, sliding_window=3)
+        | dict(layer_types=["sliding_attention", "full_attention", "sliding_attention"]),
     ),
 }
 
 
-def hugging_face_model(config: Qwen3MoeConfig):
-    hf_config = transformers.Qwen3MoeConfig(
+def hugging_face_model(family: str, fields: dict):
+    hf_config = getattr(transformers, f"{family}Config")(
         vocab_size=Vocab.size,
-        hidden_size=config.hidden_dim,
-        num_hidden_layers=config.num_layers,
-        num_attention_heads=config.num_heads,
-        num_key_value_heads=config.num_kv_heads,
-        head_dim=config.HeadDim.size,
-        num_experts=config.experts.num_experts,
-        num_experts_per_tok=config.experts.experts_per_token,
-        moe_intermediate_size=config.experts.intermediate_dim,
-        norm_topk_prob=config.experts.norm_topk_prob,
-        rms_norm_eps=config.rms_norm_eps,
-        tie_word_embeddings=config.tie_word_embeddings,
-        rope_parameters={"rope_type": "default", "rope_theta": config.rope_theta},
+        max_position_embeddings=32,
         attn_implementation="eager",
-        experts_implementation="eager",
+        **(dict(experts_implementation="eager") if family == "Qwen3Moe" else {}),
+        **fields,
     )
     torch.manual_seed(0)
-    model = transformers.Qwen3MoeForCausalLM(hf_config).eval()
+    model = getattr(transformers, f"{family}ForCausalLM")(hf_config).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(torch.randn_like(parameter) * 0.2 + (1.0 if parameter.ndim == 1 else 0.0))
     return model
 
 
-def ours_from(tensors: dict, config: Qwen3MoeConfig) -> Qwen3MoeDecoder:
-    """A decoder whose arrays are the given tensors (weights or gradients), under Hugging Face's names."""
+def decoder_from(model, folder) -> Qwen3Decoder:
+    """Ours, read from what Hugging Face's model saves."""
+    model.save_pretrained(folder, max_shard_size="20KB")
+    config, vocab_size = read_hf_config(folder)
+    assert vocab_size == Vocab.size
+    return read_decoder(folder, config, Vocab)
 
-    def get(name):
-        return jnp.asarray(tensors[name].detach().numpy())
 
-    def stacked(name):
-        return jnp.stack([get(f"model.layers.{layer}.{name}") for layer in range(config.num_layers)])
-
-    gate_up = stacked("mlp.experts.gate_up_proj")
-    gate, up = jnp.split(gate_up, 2, axis=-2)
-    model = eqx.filter_eval_shape(Qwen3MoeDecoder.init, config, Vocab, key=jax.random.key(0))
-    layers = model.layers.stacked
-    places = [
-        (model.embedding.weight, get("model.embed_tokens.weight")),
-        (model.norm.weight, get("model.norm.weight")),
-        (layers.attention.q_proj.weight, stacked("self_attn.q_proj.weight")),
-        (layers.attention.k_proj.weight, stacked("self_attn.k_proj.weight")),
-        (layers.attention.v_proj.weight, stacked("self_attn.v_proj.weight")),
-        (layers.attention.o_proj.weight, stacked("self_attn.o_proj.weight")),
-        (layers.attention.q_norm.weight, stacked("self_attn.q_norm.weight")),
-        (layers.attention.k_norm.weight, stacked("self_attn.k_norm.weight")),
-        (layers.input_norm.weight, stacked("input_layernorm.weight")),
-        (layers.post_attention_norm.weight, stacked("post_attention_layernorm.weight")),
-        (layers.experts.router.weight, stacked("mlp.gate.weight")),
-        (layers.experts.experts.stacked.gate_proj.weight, gate),
-        (layers.experts.experts.stacked.up_proj.weight, up),
-        (layers.experts.experts.stacked.down_proj.weight, stacked("mlp.experts.down_proj")),
-    ]
-    if model.head is not None:
-        places.append((model.head.weight, get("lm_head.weight")))
-    replacements = {id(named.array): array.reshape(named.array.shape) for named, array in places}
-    assert len(replacements) == len(jax.tree.leaves(model))
-    return jax.tree.map(lambda leaf: replacements[id(leaf)], model)
+def with_gradients(model):
+    """Hugging Face's model with the gradients of its parameters in their places."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(parameter.grad)
+    return model
 
 
 @pytest.fixture(params=VARIANTS, scope="module")
-def case(request):
-    config = VARIANTS[request.param]
-    reference = hugging_face_model(config)
+def case(request, tmp_path_factory):
+    reference = hugging_face_model(*VARIANTS[request.param])
+    folder = tmp_path_factory.mktemp("weights")
     tokens = np.random.default_rng(0).integers(0, Vocab.size, (Batch.size, Pos.size))
-    return config, reference, tokens
+    return reference, decoder_from(reference, folder), folder, tokens
 
 
 def test_logits(case):
-    config, reference, tokens = case
-    model = ours_from(dict(reference.state_dict()), config)
-    hidden, _ = model.hidden_states(hax.named(jnp.asarray(tokens), (Batch, Pos)))
+    reference, decoder, _, tokens = case
+    hidden, _ = eqx.filter_jit(decoder.hidden_states)(hax.named(jnp.asarray(tokens), (Batch, Pos)))
     with torch.no_grad():
         expected = reference(torch.tensor(tokens)).logits.numpy()
     assert np.abs(expected).max() > 1
-    np.testing.assert_allclose(model.logits(hidden).array, expected, atol=1e-4)
+    np.testing.assert_allclose(decoder.logits(hidden).array, expected, atol=1e-4)
 
 
-def test_gradients(case):
-    config, reference, tokens = case
-    model = ours_from(dict(reference.state_dict()), config)
+def test_the_round_trip_is_exact(case, tmp_path):
+    reference, decoder, folder, _ = case
+    write_decoder(tmp_path / "again", decoder, max_file_bytes=20_000)
+    first, second = SafetensorsFolder.open(folder), SafetensorsFolder.open(tmp_path / "again")
+    assert first.shapes == second.shapes and len(set(second.files.values())) > 1
+    for name in first.shapes:
+        np.testing.assert_array_equal(first.read(name), second.read(name))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        loaded = type(reference).from_pretrained(tmp_path / "again", attn_implementation="eager")
+    tensors = loaded.state_dict()
+    for name, tensor in reference.state_dict().items():
+        assert torch.equal(tensor, tensors[name])
+    kept = (
+        "rope_parameters",
+        "sliding_window",
+        "layer_types",
+        "mlp_only_layers",
+        "attention_bias",
+        "head_dim",
+    )
+    for name in kept:
+        assert getattr(loaded.config, name, None) == getattr(reference.config, name, None) or (
+            name == "mlp_only_layers" and reference.config.decoder_sparse_step == 2
+        )
+
+
+def test_gradients(case, tmp_path):
+    reference, decoder, _, tokens = case
     named = hax.named(jnp.asarray(tokens), (Batch, Pos))
     has_target = (hax.arange(Pos) < Pos.size - 1).astype(jnp.float32)
     weights = hax.ones((Batch, Pos)) * has_target
     batch = TokenBatch(named, hax.roll(named, -1, Pos), weights)
     loss_of = eqx.filter_jit(eqx.filter_value_and_grad(lambda m: next_token_loss(m, batch)[1]["loss"]))
-    loss, gradient = loss_of(model)
-    reference.zero_grad()
-    expected_loss = reference(torch.tensor(tokens), labels=torch.tensor(tokens)).loss
+    loss, gradient = loss_of(decoder)
+    copied = copy.deepcopy(reference)
+    expected_loss = copied(torch.tensor(tokens), labels=torch.tensor(tokens)).loss
     expected_loss.backward()
-    expected = ours_from({name: p.grad for name, p in reference.named_parameters()}, config)
     np.testing.assert_allclose(loss, expected_loss.item(), rtol=1e-5)
-    for ours, theirs in zip(jax.tree.leaves(gradient), jax.tree.leaves(expected), strict=True):
+    expected = decoder_from(with_gradients(copied), tmp_path / "gradients")
+    leaves = zip(jax.tree.leaves(gradient), jax.tree.leaves(expected), strict=True)
+    for ours, theirs in leaves:
+        assert jnp.linalg.norm(theirs) > 0
         assert jnp.linalg.norm(ours - theirs) <= 1e-3 * jnp.linalg.norm(theirs)
 
 
 def test_load_balance_loss_of_statistics_averaged_over_layers(case):
-    config, reference, tokens = case
-    model = ours_from(dict(reference.state_dict()), config)
-    _, statistics = model.layer_states(hax.named(jnp.asarray(tokens), (Batch, Pos)))
-    pooled = RouterStatistics(
-        hax.mean(statistics.load, config.Layers), hax.mean(statistics.importance, config.Layers)
-    )
+    reference, decoder, _, tokens = case
+    if not isinstance(decoder.config, Qwen3MoeConfig):
+        return
+    _, statistics = eqx.filter_jit(decoder.layer_states)(hax.named(jnp.asarray(tokens), (Batch, Pos)))
+    load, importance = (hax.mean(one, "layers") for one in (statistics.load, statistics.importance))
     with torch.no_grad():
         logits = reference(torch.tensor(tokens), output_router_logits=True).router_logits
+    experts = decoder.config.experts
     expected = transformers.models.qwen3_moe.modeling_qwen3_moe.load_balancing_loss_func(
-        logits, config.experts.num_experts, config.experts.experts_per_token
+        logits, experts.num_experts, experts.experts_per_token
     )
-    np.testing.assert_allclose(load_balance_loss(pooled, config.Experts).scalar(), expected.item(), rtol=1e-5)
+    ours = load_balance_loss(load, importance, decoder.config.Experts).scalar()
+    np.testing.assert_allclose(ours, expected.item(), rtol=1e-5)

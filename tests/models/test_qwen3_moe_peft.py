@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from haliax import Axis, NamedArray
 
-from models.qwen3_moe import ExpertsConfig, Qwen3MoeConfig, Qwen3MoeDecoder
+from models.qwen3_moe import AttentionConfig, ExpertsConfig, Qwen3Decoder, Qwen3MoeConfig
 from models.qwen3_moe.peft import load_adapters, peft_names, save_adapters
 from stacked_remat.lora import LoraConfig, PeftParameter, apply_lora, lora_filter, merge_lora
 
@@ -27,11 +27,12 @@ Vocab, Batch, Pos = Axis("vocab", 29), Axis("batch", 2), Axis("position", 7)
 # Expert width and model width differ, and no two ranks are alike, so that nothing fits by accident.
 CONFIG = Qwen3MoeConfig(
     hidden_dim=16,
-    num_layers=2,
+    num_layers=3,
     num_heads=4,
     num_kv_heads=2,
-    head_dim=6,
-    experts=ExpertsConfig(num_experts=3, experts_per_token=2, intermediate_dim=10),
+    mlp_dim=14,
+    attention=AttentionConfig(head_dim=6),
+    experts=ExpertsConfig(num_experts=3, experts_per_token=2, intermediate_dim=10, dense_layers=(1,)),
 )
 TOKENS = np.random.default_rng(0).integers(0, Vocab.size, (Batch.size, Pos.size))
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
@@ -50,7 +51,9 @@ def new_hf_model():
         transformers.Qwen3MoeConfig(
             vocab_size=Vocab.size,
             hidden_size=16,
-            num_hidden_layers=2,
+            num_hidden_layers=3,
+            intermediate_size=14,
+            mlp_only_layers=[1],
             num_attention_heads=4,
             num_key_value_heads=2,
             head_dim=6,
@@ -59,7 +62,7 @@ def new_hf_model():
             moe_intermediate_size=10,
             norm_topk_prob=True,
             tie_word_embeddings=False,
-            rope_parameters={"rope_type": "default", "rope_theta": CONFIG.rope_theta},
+            rope_parameters={"rope_type": "default", "rope_theta": CONFIG.rotary.theta},
             attn_implementation="eager",
             experts_implementation="eager",
         )
@@ -80,7 +83,10 @@ def ours(hf_weights):
     names = peft_names(CONFIG)
 
     def fill(path, named):
-        dotted = ".".join(entry.name for entry in path).replace("stacked", "*")
+        parts = (
+            entry.name if isinstance(entry, jax.tree_util.GetAttrKey) else str(entry.idx) for entry in path
+        )
+        dotted = ".".join(parts).replace("stacked", "*")
         stack = [axis.size for axis in named.axes if axis.name in ("layers", "experts")]
         if dotted.endswith("router.weight"):
             stack = stack[:1]
@@ -88,7 +94,7 @@ def ours(hf_weights):
         array = np.stack(one_by_one).reshape([axis.size for axis in named.axes])
         return NamedArray(jnp.asarray(array), named.axes)
 
-    shapes = eqx.filter_eval_shape(Qwen3MoeDecoder.init, CONFIG, Vocab, key=jax.random.key(0))
+    shapes = eqx.filter_eval_shape(Qwen3Decoder.init, CONFIG, Vocab, key=jax.random.key(0))
     return jax.tree_util.tree_map_with_path(fill, shapes, is_leaf=lambda node: isinstance(node, NamedArray))
 
 
@@ -100,11 +106,12 @@ def matrix(dotted, index, weights, names):
         "attention.q_norm": "self_attn.q_norm",
         "attention.k_norm": "self_attn.k_norm",
     }
-    own = module.removeprefix("layers.*.")
+    _, number, _, own = f"{module}.....".split(".", 3)
+    own = own.rstrip(".")
     if module in ("embedding", "norm"):
         return weights[{"embedding": "model.embed_tokens", "norm": "model.norm"}[module] + ".weight"]
     if own in norms:
-        return weights[f"model.layers.{index[0]}.{norms[own]}.weight"]
+        return weights[f"model.layers.{int(number) + index[0]}.{norms[own]}.weight"]  # stacks of one layer
     name = names(module, index)
     if isinstance(name, str):
         return weights[f"{name}.weight"]
@@ -168,15 +175,15 @@ PEFT_CONFIGS = {
         "r": 3,
         "lora_alpha": 5,
         "target_modules": ["q_proj", "o_proj"],
-        "rank_pattern": {"layers.1.self_attn.q_proj": 5},
+        "rank_pattern": {"layers.2.self_attn.q_proj": 5},
         "alpha_pattern": {"o_proj": 7},
     },
-    "some layers": {"r": 2, "target_modules": ["v_proj"], "layers_to_transform": [1]},
+    "some layers": {"r": 2, "target_modules": ["v_proj"], "layers_to_transform": [2]},
     "experts": {"r": 3, "lora_alpha": 5, "target_modules": ["o_proj"], "target_parameters": EXPERTS},
     "down alone": {"r": 3, "target_modules": [], "target_parameters": ["experts.down_proj"]},
     "gate and up alone": {"r": 3, "target_modules": [], "target_parameters": ["experts.gate_up_proj"]},
-    "router": {"r": 2, "target_modules": [], "target_parameters": ["gate.weight"]},
-    "all": {"r": 2, "target_modules": ATTENTION, "target_parameters": [*EXPERTS, "gate.weight"]},
+    "router": {"r": 2, "target_modules": [], "target_parameters": ["mlp.gate.weight"]},
+    "all": {"r": 2, "target_modules": ATTENTION, "target_parameters": [*EXPERTS, "mlp.gate.weight"]},
 }
 
 
@@ -190,10 +197,11 @@ def test_what_peft_writes_we_read(ours, hf_model, tmp_path, fields):
 
 TARGETS = {
     "attention": ("*attention*",),
-    "experts": ("*experts.experts*",),
+    "experts": ("*mlp.experts*",),
     "gate alone": ("*.gate_proj",),
     "down alone": ("*.down_proj",),
-    "all": ("layers.*",),
+    "dense MLP": ("stacks.1.*.mlp.*",),
+    "all": ("stacks.*",),
 }
 
 
@@ -211,14 +219,14 @@ def test_what_we_write_peft_reads_and_we_read_back(ours, hf_model, tmp_path, tar
 
 
 def test_what_we_write_is_merged_alike(ours, hf_model, tmp_path):
-    model = trained(ours, "layers.*")
+    model = trained(ours, "stacks.*")
     save_adapters(tmp_path, model)
     merged = peft.PeftModel.from_pretrained(hf_model, tmp_path).merge_and_unload()
     close(logits(merge_lora(model)), hf_logits(merged.eval()))
 
 
 def test_experts_may_be_written_one_by_one(ours, hf_model, tmp_path):
-    model = trained(ours, "*attention*", "*experts.experts*")
+    model = trained(ours, "*attention*", "*mlp.experts*")
     save_adapters(tmp_path, model, experts="separate")
     close(hf_logits(peft.PeftModel.from_pretrained(hf_model, tmp_path).eval()), logits(model))
     again = load_adapters(ours, tmp_path)
@@ -227,13 +235,13 @@ def test_experts_may_be_written_one_by_one(ours, hf_model, tmp_path):
 
 
 def test_targets_are_short_and_ranks_are_patterns_where_they_differ(ours, tmp_path):
-    save_adapters(tmp_path, trained(ours, "*.q_proj", "*experts.experts*"))
+    save_adapters(tmp_path, trained(ours, "*.q_proj", "*mlp.experts*"))
     config = json.loads((tmp_path / "adapter_config.json").read_text())
     assert config["target_modules"] == ["q_proj"]
     assert config["target_parameters"] == ["experts.down_proj", "experts.gate_up_proj"]
     assert (config["r"], config["lora_alpha"]) == (3, 2)
     assert config["rank_pattern"] == {r"experts\.gate_up_proj": 6}
     assert config["alpha_pattern"] == {r"experts\.gate_up_proj": 4}
-    assert isinstance(peft_names(CONFIG)("layers.*.experts.router", (1,)), PeftParameter)
+    assert isinstance(peft_names(CONFIG)("stacks.2.*.mlp.router", (0,)), PeftParameter)
     with pytest.raises(ValueError, match="embedding is no linear"):
         peft_names(CONFIG)("embedding", ())

@@ -22,7 +22,7 @@ model:
   num_kv_heads: 1
   experts: {num_experts: 2, experts_per_token: 1, intermediate_dim: 8}
 remat: nested
-data: {suffix: .txt, held_out_fraction: 0.3, seq_len: 16, batch_size: 4}
+data: {held_out_fraction: 0.3, seq_len: 16, batch_size: 4}
 optimizer: {learning_rate: 0.02, warmup_steps: 2}
 trainer: {num_steps: 12, log_every: 5, eval_batches: 2}
 """
@@ -43,8 +43,10 @@ def train(workplace, *overrides, run="run"):
         [
             "--config_path",
             str(workplace / "config.yaml"),
-            "--data.folder",
-            str(workplace / "text"),
+            "--data.sources.text.paths",
+            f"[{workplace}/text/*.txt]",
+            "--data.cache_dir",
+            str(workplace / "cache"),
             "--trainer.run_dir",
             str(workplace / run),
             *overrides,
@@ -140,14 +142,15 @@ def test_it_trains_adapters_alone(workplace, capsys):
         (("--lora.targets", "['*.qproj']"), "'*.qproj' fits no linear. Nearest of 9: "),
         (("--remat", "auto"), "remat: auto takes the policy that fits a budget"),
         (("--budget", "1GiB"), "budget = 1GiB has no effect beside remat: nested"),
-        (("--data.suffix", ".md"), "No files ending in '.md'"),
+        (("--data.sources.text.paths", "[nowhere/*.md]"), "'nowhere/*.md' in data.sources.text.paths stands"),
+        (("--data.tokenizer", "./nowhere"), "data.tokenizer = './nowhere' is neither `byte`"),
         (("--trainer.eval_batches", "99"), "Lower trainer.eval_batches"),
     ],
 )
 def test_what_the_user_can_mend_is_one_message_and_no_run_folder(workplace, capsys, override, message):
     assert train(workplace, *override) == 1
     shown = capsys.readouterr().out
-    assert shown.startswith("error: ") and message in shown
+    assert shown.splitlines()[-1].startswith("error: ") and message in shown
     assert not (workplace / "run").exists()
 
 

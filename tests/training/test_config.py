@@ -6,27 +6,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import yaml
 
-from stacked_remat import ScanCheckpointPolicy
 from stacked_remat.training import (
-    DataConfig,
     OptimizerConfig,
     TrainerConfig,
     build_optimizer,
-    check_remat,
     learning_rate_schedule,
-    remat_entry,
-    remat_policy,
 )
 
 
 @pytest.mark.parametrize(
     ("make", "changes", "message"),
     [
-        (DataConfig, {"held_out_fraction": 1.0}, r"data.held_out_fraction must lie between 0 and 1, got 1.0"),
-        (DataConfig, {"seq_len": 0}, r"data.seq_len must be at least 1, got 0"),
-        (DataConfig, {"batch_size": -1}, r"data.batch_size must be at least 1"),
         (OptimizerConfig, {"learning_rate": 0.0}, r"optimizer.learning_rate must be positive"),
         (OptimizerConfig, {"max_grad_norm": 0.0}, r"optimizer.max_grad_norm must be positive"),
         (OptimizerConfig, {"warmup_steps": -1}, r"optimizer.warmup_steps must be at least 0"),
@@ -40,64 +31,6 @@ from stacked_remat.training import (
 def test_values_out_of_range_are_refused(make, changes, message):
     with pytest.raises(ValueError, match=message):
         make(**changes)
-
-
-@pytest.mark.parametrize(
-    ("value", "policy"),
-    [
-        (True, ScanCheckpointPolicy()),
-        (False, ScanCheckpointPolicy(disable=True)),
-        ("nested", ScanCheckpointPolicy(nested=True)),
-        ({"nested": 3}, ScanCheckpointPolicy(nested=3)),
-        ({"save_block_internals": ["a"]}, ScanCheckpointPolicy(save_block_internals=["a"])),
-    ],
-)
-def test_remat_is_an_alias_or_the_fields_of_a_policy(value, policy):
-    assert remat_policy(value) == policy
-
-
-def test_a_remat_that_is_neither_is_refused():
-    with pytest.raises(ValueError, match=r"remat.nestd is not a field.*nested"):
-        remat_policy({"nestd": 3})
-    with pytest.raises(ValueError, match=r"Unknown remat policy 'nesed'"):
-        remat_policy("nesed")
-
-
-@pytest.mark.parametrize(
-    "policy",
-    [
-        ScanCheckpointPolicy(),
-        ScanCheckpointPolicy(nested=(3, 4), save_block_internals=["a", "b"]),
-        ScanCheckpointPolicy(nested=True, save_carries="offload", first_layers=3),
-        ScanCheckpointPolicy(first_layers=3, first_policy=ScanCheckpointPolicy(save_block_internals=["a"])),
-    ],
-    ids=str,
-)
-def test_what_is_written_for_a_policy_is_read_back(policy):
-    entry = yaml.safe_load(yaml.safe_dump(remat_entry(policy)))
-    assert remat_policy(entry) == policy
-    assert remat_entry("nested") == "nested" and remat_entry(False) is False
-
-
-@pytest.mark.parametrize(
-    ("remat", "budget", "host_budget", "message"),
-    [
-        ("auto", None, None, "budget: 72GiB"),
-        ("auto", None, "1TiB", "budget: 72GiB"),
-        ("auto", "72", None, "cannot read '72' as a number of bytes"),
-        ("auto", "72GiB", "much", "cannot read 'much'"),
-        ("nested", "72GiB", None, "budget = 72GiB has no effect beside remat: nested"),
-        (True, None, "1TiB", "host_budget = 1TiB has no effect"),
-    ],
-)
-def test_a_budget_goes_with_auto_and_nothing_else(remat, budget, host_budget, message):
-    with pytest.raises(ValueError, match=message):
-        check_remat(remat, budget, host_budget)
-
-
-def test_a_remat_without_a_budget_is_a_policy_and_auto_is_none_yet():
-    assert check_remat({"nested": 3}, None, None) == ScanCheckpointPolicy(nested=3)
-    assert check_remat("auto", "72GiB", "1.5TiB") is None
 
 
 def test_the_learning_rate_rises_to_its_height_and_falls_to_its_end():

@@ -3,10 +3,14 @@ import numpy as np
 import pytest
 
 from stacked_remat.training import (
+    BatchStream,
+    HeldOutBatches,
+    MixtureShare,
     NonFiniteLossError,
     OptimizerConfig,
-    PackedTokens,
+    PackedDocuments,
     Progress,
+    TokenizedDocuments,
     Tracker,
     TrainerConfig,
     TrainState,
@@ -37,6 +41,9 @@ class Recorder(Tracker, Progress):
     def message(self, text):
         self.shown.append(text)
 
+    def work(self, what, done, total, status):
+        self.calls.append(what)
+
     def start(self, num_steps):
         self.calls.append(f"start {num_steps}")
 
@@ -52,6 +59,10 @@ def stream(size, seed):
     return (np.cumsum(np.random.default_rng(seed).integers(1, 3, size)) % 7).astype(np.uint16)
 
 
+def packed(size, seed):
+    return PackedDocuments(TokenizedDocuments.of([stream(size, seed)]), 8, "split")
+
+
 def run(recorder, *, loss_function=next_byte_loss, **config):
     trainer = TrainerConfig(**{"num_steps": 30, "log_every": 10, "eval_batches": 3, **config})
     optimizer = build_optimizer(OPTIMIZER, trainer.num_steps)
@@ -60,10 +71,8 @@ def run(recorder, *, loss_function=next_byte_loss, **config):
         loss_function=loss_function,
         optimizer=optimizer,
         schedule=learning_rate_schedule(OPTIMIZER, trainer.num_steps),
-        training=PackedTokens(stream(2000, 0), 8, 4, trainer.seed),
-        evaluate=held_out_evaluator(
-            loss_function, PackedTokens(stream(400, 1), 8, 4, trainer.seed), trainer.eval_batches
-        ),
+        training=BatchStream({"counts": MixtureShare(packed(2000, 0))}, batch_size=4, seed=trainer.seed),
+        evaluate=held_out_evaluator(loss_function, HeldOutBatches([packed(400, 1)], 4), trainer.eval_batches),
         config=trainer,
         trackers=[recorder],
         progress=recorder,

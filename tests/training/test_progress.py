@@ -1,4 +1,5 @@
 import io
+import time
 
 from rich.console import Console
 
@@ -35,3 +36,35 @@ def test_a_bar_can_be_stopped_twice_and_started_again():
     run(progress, 2)
     progress.stop()
     run(progress, 2)
+
+
+def work(progress, total=3):
+    for done in range(1, total + 1):
+        progress.work("[tokenizing] web", done, total, f"{done * 1000:,} tokens")
+
+
+def test_short_work_before_the_steps_is_one_line_at_its_end():
+    out = io.StringIO()
+    work(ConsoleProgress(Console(file=out, width=40)))
+    lines = out.getvalue().splitlines()
+    assert lines == ["[tokenizing] web  100%  3,000 tokens"]
+
+
+def test_long_work_is_a_line_now_and_then(monkeypatch):
+    clock = iter(range(0, 1000, 10))
+    monkeypatch.setattr(time, "monotonic", lambda: next(clock))
+    out = io.StringIO()
+    work(ConsoleProgress(Console(file=out, width=40)), total=8)
+    shown = [line.split()[2] for line in out.getvalue().splitlines()]
+    assert 2 <= len(shown) < 8 and shown[-1] == "100%"
+
+
+def test_work_in_a_terminal_is_a_bar_that_goes_when_it_ends_or_is_stopped():
+    out = io.StringIO()
+    progress = ConsoleProgress(Console(file=out, force_terminal=True, width=120, color_system=None))
+    work(progress)
+    assert "[tokenizing] web" in out.getvalue() and "100%" in out.getvalue()
+    progress.work("other", 1, 2, "")
+    progress.stop()
+    run(progress, 2)
+    assert "2/2" in out.getvalue()

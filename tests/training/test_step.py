@@ -7,11 +7,12 @@ import numpy as np
 import optax
 import pytest
 
-from stacked_remat.training import PackedTokens, TrainState, train_step
+from stacked_remat.training import HeldOutBatches, PackedDocuments, TokenizedDocuments, TrainState, train_step
 
 from .next_byte import next_byte, next_byte_loss
 
-BATCHES = PackedTokens(np.random.default_rng(0).integers(0, 5, 200).astype(np.uint16), 8, 4, 0)
+TOKENS = np.random.default_rng(0).integers(0, 5, 200).astype(np.uint16)
+BATCHES = HeldOutBatches([PackedDocuments(TokenizedDocuments.of([TOKENS]), 8, "split")], 4)
 SGD = optax.sgd(0.5)
 STEP = functools.partial(train_step, loss_function=next_byte_loss, optimizer=SGD)
 

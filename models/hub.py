@@ -1,0 +1,41 @@
+"""Model folders by path, or by their name on the Hugging Face Hub."""
+
+import re
+from pathlib import Path
+
+import huggingface_hub
+import huggingface_hub.errors
+
+from models.safetensors_folder import WeightsError
+
+_FILES = ("*.json", "*.safetensors", "*.txt", "*.jinja")
+
+
+def model_folder(name: str) -> Path:
+    """The folder of a model: `name` itself where there is one, else the Hub's, downloaded or from its cache.
+
+    Args:
+        name: a path, or `owner/model` on the Hub, with `@revision` for another than its newest.
+
+    Raises:
+        FileNotFoundError: there is no such folder, and the name can't be one on the Hub.
+        WeightsError: the Hub does not have it, or does not let it be read.
+    """
+    if Path(name).is_dir():
+        return Path(name)
+    repository, _, revision = name.partition("@")
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+", repository) or name.startswith((".", "/", "~")):
+        raise FileNotFoundError(
+            f"There is no folder {name}, and it is no name on the Hugging Face Hub, which would be "
+            f"owner/model."
+        )
+    try:
+        found = huggingface_hub.snapshot_download(
+            repository, revision=revision or None, allow_patterns=list(_FILES)
+        )
+    except (huggingface_hub.errors.HfHubHTTPError, huggingface_hub.errors.LocalEntryNotFoundError) as error:
+        raise WeightsError(
+            f"{name} is no folder here, and it could not be fetched from the Hugging Face Hub: {error}. "
+            f"Check the name, the network, and `hf auth login` where access is restricted."
+        ) from error
+    return Path(found)

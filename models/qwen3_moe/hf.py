@@ -1,0 +1,186 @@
+"""Weights of Qwen3 and Qwen3 MoE in Hugging Face's format, into a decoder and out of it.
+
+A folder holds `config.json` and safetensors files with one tensor a layer, and one an expert; the decoder
+holds stacks. Shapes differ in one other way: a decoder's head axes are apart, a checkpoint's are one.
+"""
+
+import math
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import equinox as eqx
+import haliax.nn as hnn
+import jax
+import numpy as np
+from haliax import Axis, NamedArray
+from haliax.util import ensure_tuple
+from jax.sharding import Sharding, SingleDeviceSharding
+from jaxtyping import DTypeLike
+
+from models.qwen3_moe.config import Qwen3Architecture
+from models.qwen3_moe.decoder import Qwen3Decoder
+from models.qwen3_moe.hf_config import config_to_hf
+from models.safetensors_folder import Pending, SafetensorsFolder, WeightsError, write_safetensors
+from models.stacked_weights import Place, check_tensors, pending_tensors, read_array
+from stacked_remat import ScanCheckpointSpec
+
+_NAMES = {
+    "input_norm": "input_layernorm",
+    "post_attention_norm": "post_attention_layernorm",
+    "attention": "self_attn",
+    "router": "gate",
+}
+"""What Hugging Face calls the parts of a layer that have other names here."""
+
+_RENAMED = re.compile("|".join(rf"\b{name}\b" for name in _NAMES))
+
+
+def read_decoder(
+    root: Path,
+    config: Qwen3Architecture,
+    Vocab: Axis,
+    *,
+    remat: ScanCheckpointSpec = True,
+    dtype: DTypeLike = "float32",
+    sharding: Callable[[NamedArray], Sharding] | None = None,
+) -> Qwen3Decoder:
+    """Reads a checkpoint into a decoder, a tensor at a time.
+
+    Args:
+        root: the folder.
+        config: the architecture, as `config_from_hf` reads it from the folder's `config.json`.
+        Vocab: axis of the embedding's rows, as many as the checkpoint has.
+        remat: policy of every stack of layers.
+        dtype: of all arrays.
+        sharding: where an array of the decoder, given as its shape, is to be; None for the default device.
+
+    Raises:
+        FileNotFoundError: weights are missing.
+        WeightsError: tensors are missing, unknown or misshapen; all are named, and nothing has been read.
+
+    Cost: one tensor in host memory, besides the decoder itself.
+    """
+    folder = SafetensorsFolder.open(root)
+    shapes = eqx.filter_eval_shape(Qwen3Decoder.init, config, Vocab, remat=remat, key=jax.random.key(0))
+    places = decoder_places(shapes)
+    if config.tie_word_embeddings:
+        folder = _without_a_copied_head(folder)
+    check_tensors(list(places.values()), folder)
+    default = SingleDeviceSharding(jax.devices()[0])
+
+    def read(path: Any, shape: NamedArray) -> NamedArray:
+        own = default if sharding is None else sharding(shape)
+        array = read_array(places[jax.tree_util.keystr(path)], folder.read, dtype, own)
+        return NamedArray(array, shape.axes)
+
+    return jax.tree_util.tree_map_with_path(read, shapes, is_leaf=_is_named)
+
+
+def write_decoder(
+    root: Path,
+    decoder: Qwen3Decoder,
+    *,
+    max_file_bytes: int = 5 * 2**30,
+) -> None:
+    """Writes a decoder as a checkpoint that Hugging Face's `from_pretrained` loads, in the decoder's dtype.
+
+    Args:
+        root: a folder that does not exist or is empty; it takes its name when all is written.
+        decoder: without adapters: merge these first.
+        max_file_bytes: where a file ends and the next begins.
+
+    Raises:
+        FileExistsError: there is something in the folder.
+        WeightsError: parts of the decoder are on devices of other processes.
+
+    Cost: the host memory of one file.
+    """
+    places = decoder_places(decoder)
+    pending: dict[str, Pending] = {}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(decoder, is_leaf=_is_named):
+        pending |= pending_tensors(places[jax.tree_util.keystr(path)], leaf.array)
+    dtype = decoder.embedding.weight.dtype
+    document = config_to_hf(decoder.config, decoder.Vocab.size, dtype=str(dtype))
+    write_safetensors(root, pending, documents={"config.json": document}, max_file_bytes=max_file_bytes)
+
+
+def decoder_places(decoder: Qwen3Decoder) -> dict[str, Place]:
+    """The tensors of a checkpoint for every array of a decoder, by the array's path; shapes are enough."""
+    places = _places(decoder.embedding, ".embedding", ("model.embed_tokens",), ())
+    first = 0
+    for number, stack in enumerate(decoder.stacks):
+        layers = range(first, first + stack.Layers.size)
+        for path, module in _modules(stack.stacked):
+            name = _RENAMED.sub(lambda found: _NAMES[found[0]], path.removeprefix("."))
+            names = [f"model.layers.{layer}.{name}" for layer in layers]
+            stacked = (len(layers),)
+            if ".stacked." in name:
+                experts = stack.stacked.mlp.experts.Layers.size
+                names = [one.replace("stacked", str(e)) for one in names for e in range(experts)]
+                stacked = (len(layers), experts)
+            places |= _places(module, f".stacks[{number}].stacked{path}", names, stacked)
+        first += stack.Layers.size
+    places |= _places(decoder.norm, ".norm", ("model.norm",), ())
+    if decoder.head is not None:
+        places |= _places(decoder.head, ".head", ("lm_head",), ())
+    return places
+
+
+def _is_named(node: Any) -> bool:
+    return isinstance(node, NamedArray)
+
+
+def _places(
+    module: hnn.Linear | hnn.RmsNorm | hnn.Embedding,
+    path: str,
+    names: Sequence[str],
+    stacked: tuple[int, ...],
+) -> dict[str, Place]:
+    """The arrays of one module; `names` are what a checkpoint calls it, layer by layer, expert by expert."""
+    places = {}
+    for kind in ("weight", "bias"):
+        named = getattr(module, kind, None)
+        if named is not None:
+            sizes = tuple(axis.size for axis in named.axes)
+            assert sizes[: len(stacked)] == stacked, path
+            layer_shape = sizes[len(stacked) :]
+            matrix = kind == "weight" and not isinstance(module, hnn.RmsNorm)
+            rows = (
+                layer_shape[: len(ensure_tuple(module.Out))]
+                if isinstance(module, hnn.Linear)
+                else layer_shape[:1]
+            )
+            shape = (
+                (math.prod(rows), math.prod(layer_shape[len(rows) :]))
+                if matrix
+                else (math.prod(layer_shape),)
+            )
+            tensors = tuple(f"{name}.{kind}" for name in names)
+            places[f"{path}.{kind}"] = Place(f"{path}.{kind}", tensors, stacked, shape, layer_shape)
+    return places
+
+
+def _modules(tree: Any) -> list[tuple[str, Any]]:
+    """The linear maps and norms of a tree, with their paths."""
+
+    def is_module(node: Any) -> bool:
+        return isinstance(node, hnn.Linear | hnn.RmsNorm)
+
+    found = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_module)
+    return [(jax.tree_util.keystr(path), module) for path, module in found]
+
+
+def _without_a_copied_head(folder: SafetensorsFolder) -> SafetensorsFolder:
+    """For tied embeddings: some checkpoints hold them twice, which is as good as once if they are equal."""
+    head, embedding = "lm_head.weight", "model.embed_tokens.weight"
+    if not {head, embedding} <= folder.shapes.keys():
+        return folder
+    if not np.array_equal(folder.read(head), folder.read(embedding)):
+        raise WeightsError(
+            f"{folder.root} has tie_word_embeddings, but its {head} is not its {embedding}. Set "
+            f"tie_word_embeddings to false in its config.json to train them apart, or leave {head} out."
+        )
+    return replace(folder, shapes={name: shape for name, shape in folder.shapes.items() if name != head})

@@ -1,0 +1,265 @@
+"""Between the `config.json` of Qwen3 and Qwen3 MoE in Hugging Face's format and a decoder's config.
+
+Every field that changes what the model computes is honoured, or refused by name; fields that say nothing of
+it are on a list, and any other is refused too, since nobody knows what it means.
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from models.qwen3_moe.config import (
+    AttentionConfig,
+    ExpertsConfig,
+    Qwen3Architecture,
+    Qwen3Config,
+    Qwen3MoeConfig,
+    RotaryConfig,
+)
+from models.safetensors_folder import WeightsError
+from stacked_remat.ops import DefaultRotary, rotary_from_hf, rotary_to_hf
+
+_WITHOUT_EFFECT = frozenset(
+    {
+        "_attn_implementation",
+        "_attn_implementation_autoset",
+        "_experts_implementation",
+        "_name_or_path",
+        "architectures",
+        "bos_token_id",
+        "dtype",
+        "eos_token_id",
+        "finetuning_task",
+        "id2label",
+        "initializer_range",
+        "is_decoder",
+        "is_encoder_decoder",
+        "label2id",
+        "output_attentions",
+        "output_hidden_states",
+        "output_router_logits",
+        "pad_token_id",
+        "problem_type",
+        "return_dict",
+        "task_specific_params",
+        "tokenizer_class",
+        "torch_dtype",
+        "transformers_version",
+        "use_cache",
+    }
+)
+"""Fields that do not change logits. `initializer_range` and `router_aux_loss_coef` are read all the same."""
+
+_REQUIRED_VALUES: Mapping[str, tuple[Any, ...]] = {
+    "attention_dropout": (0, None),
+    "chunk_size_feed_forward": (0,),
+    "cross_attention_hidden_size": (None,),
+    "add_cross_attention": (False,),
+    "hidden_act": ("silu",),
+    "pruned_heads": ({}, None),
+    "quantization_config": (None,),
+    "tie_encoder_decoder": (False,),
+}
+"""Fields that change logits, with the values that the decoder has built in."""
+
+
+def read_hf_config(root: Path) -> tuple[Qwen3Architecture, int]:
+    """The architecture of a folder in Hugging Face's format, and the number of rows of its embedding.
+
+    Raises:
+        FileNotFoundError: there is no `config.json`.
+        WeightsError: it is no JSON, not of a Qwen3 model, or asks for something that the decoder hasn't.
+    """
+    path = root / "config.json"
+    if not path.is_file():
+        raise FileNotFoundError(
+            f"There is no config.json in {root}; it says what the weights beside it mean."
+        )
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        raise WeightsError(f"{path} is not valid JSON: {error}.") from error
+    try:
+        return config_from_hf(document)
+    except ValueError as error:
+        raise WeightsError(f"{path} can't be used: {error}") from error
+
+
+def config_from_hf(document: Mapping[str, Any]) -> tuple[Qwen3Architecture, int]:
+    """The architecture that a `config.json` describes, and its vocabulary's size.
+
+    Raises:
+        ValueError: another `model_type`; a field that is missing, unknown, or has a value that is not served.
+    """
+    entries = dict(document)
+    model_type = entries.pop("model_type", None)
+    if model_type not in ("qwen3", "qwen3_moe"):
+        raise ValueError(f"model_type is {model_type!r}; qwen3 and qwen3_moe are read.")
+    _refuse_other_values(entries)
+    take = _Taker(entries)
+    num_layers = take("num_hidden_layers")
+    num_heads = take("num_attention_heads")
+    common = {
+        "hidden_dim": take("hidden_size"),
+        "num_layers": num_layers,
+        "num_heads": num_heads,
+        "num_kv_heads": take("num_key_value_heads", num_heads),
+        "attention": _attention(take, model_type, num_layers),
+        "mlp_dim": take("intermediate_size"),
+        "rotary": _rotary(take),
+        "rms_norm_eps": take("rms_norm_eps", 1e-6),
+        "initializer_range": take("initializer_range", 0.02),
+        "tie_word_embeddings": take("tie_word_embeddings", False),
+    }
+    vocab_size = take("vocab_size")
+    if model_type == "qwen3_moe":
+        config = Qwen3MoeConfig(**common, experts=_experts(take, num_layers))
+    else:
+        config = Qwen3Config(**common)
+    if unknown := sorted(entries.keys() - _WITHOUT_EFFECT):
+        raise ValueError(
+            f"{', '.join(unknown)}: fields that a {model_type} decoder does not know, and so can't honour. "
+            f"Remove them if they do not change what the model computes."
+        )
+    return config, vocab_size
+
+
+def config_to_hf(config: Qwen3Architecture, vocab_size: int, *, dtype: str) -> dict[str, Any]:
+    """The `config.json` of a decoder, as `AutoModelForCausalLM` of transformers 4.51 and later reads it."""
+    windowed = [config.kind_of(layer).window is not None for layer in range(config.num_layers)]
+    document: dict[str, Any] = {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "vocab_size": vocab_size,
+        "hidden_size": config.hidden_dim,
+        "intermediate_size": config.Mlp.size,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.HeadDim.size,
+        "hidden_act": "silu",
+        "attention_bias": config.attention.bias,
+        "use_sliding_window": any(windowed),
+        "sliding_window": config.attention.window if any(windowed) else None,
+        "max_position_embeddings": config.rotary.max_position_embeddings,
+        "rope_theta": config.rotary.theta,
+        "rope_scaling": rotary_to_hf(config.rotary.scaling),
+        "rms_norm_eps": config.rms_norm_eps,
+        "initializer_range": config.initializer_range,
+        "tie_word_embeddings": config.tie_word_embeddings,
+        "torch_dtype": dtype,
+    }
+    if isinstance(config, Qwen3MoeConfig):
+        return document | _experts_to_hf(config, windowed)
+    kinds = ["sliding_attention" if one else "full_attention" for one in windowed]
+    first = windowed.index(True) if any(windowed) else config.num_layers
+    return document | {"layer_types": kinds, "max_window_layers": first}
+
+
+class _Taker:
+    """Takes fields out of a config, so that those left over are known."""
+
+    def __init__(self, entries: dict[str, Any]):
+        self._entries = entries
+
+    def __call__(self, name: str, default: Any = ...) -> Any:
+        """The field, or the default where it is absent or null.
+
+        Raises:
+            ValueError: it is absent and has no default.
+        """
+        value = self._entries.pop(name, None)
+        if value is None and default is ...:
+            raise ValueError(f"{name} is missing.")
+        return default if value is None else value
+
+    def any_of(self, *names: str) -> Any:
+        """The field under the first name that it has; all are taken."""
+        found = [value for value in (self(name, None) for name in names) if value is not None]
+        if not found:
+            raise ValueError(f"{' or '.join(names)} is missing.")
+        return found[0]
+
+
+def _refuse_other_values(entries: dict[str, Any]) -> None:
+    for name, served in _REQUIRED_VALUES.items():
+        value = entries.pop(name, served[0])
+        if value not in served:
+            raise ValueError(f"{name} is {value!r}; the decoder has {served[0]!r} built in and nothing else.")
+
+
+def _attention(take: _Taker, model_type: str, num_layers: int) -> AttentionConfig:
+    window = take("sliding_window", None)
+    if not take("use_sliding_window", False):
+        window = None
+    first = take("max_window_layers", 28)  # of dense models; the others have windows in all layers or in none
+    kinds = take("layer_types", None)
+    if kinds is None:
+        full = first if model_type == "qwen3" else 0
+        kinds = ["sliding_attention" if window and i >= full else "full_attention" for i in range(num_layers)]
+    strange = sorted(set(kinds) - {"sliding_attention", "full_attention"})
+    if strange or len(kinds) != num_layers:
+        raise ValueError(
+            f"layer_types has {len(kinds)} entries for {num_layers} layers, of the kinds "
+            f"{sorted(set(kinds))}; one of full_attention and sliding_attention is expected for each layer."
+        )
+    windowed = tuple(i for i, kind in enumerate(kinds) if kind == "sliding_attention")
+    if windowed and window is None:
+        raise ValueError(
+            "layer_types has sliding_attention, but use_sliding_window and sliding_window don't."
+        )
+    return AttentionConfig(
+        head_dim=take("head_dim", None),
+        bias=take("attention_bias", False),
+        window=window if windowed else None,
+        windowed_layers=windowed if 0 < len(windowed) < num_layers else None,
+    )
+
+
+def _rotary(take: _Taker) -> RotaryConfig:
+    longest = take("max_position_embeddings", 32_768)
+    theta = take("rope_theta", None)
+    scaling = take("rope_scaling", None)
+    parameters = dict(take("rope_parameters", scaling or {}))
+    inner = parameters.pop("rope_theta", None)
+    found = rotary_from_hf(parameters, max_position_embeddings=longest)
+    return RotaryConfig(
+        theta=next((float(value) for value in (inner, theta) if value is not None), 10_000.0),
+        scaling=None if isinstance(found, DefaultRotary) else found,
+        max_position_embeddings=longest,
+    )
+
+
+def _experts(take: _Taker, num_layers: int) -> ExpertsConfig:
+    step = take("decoder_sparse_step", 1)
+    dense = set(take("mlp_only_layers", []))
+    return ExpertsConfig(
+        num_experts=take.any_of("num_experts", "num_local_experts"),
+        experts_per_token=take("num_experts_per_tok"),
+        intermediate_dim=take("moe_intermediate_size"),
+        norm_topk_prob=take("norm_topk_prob", False),
+        load_balance_weight=take("router_aux_loss_coef", 0.001),
+        dense_layers=tuple(i for i in range(num_layers) if i in dense or (i + 1) % step),
+    )
+
+
+def _experts_to_hf(config: Qwen3MoeConfig, windowed: list[bool]) -> dict[str, Any]:
+    if any(windowed) and not all(windowed):
+        raise WeightsError(
+            "model.attention.windowed_layers: Hugging Face's Qwen3 MoE has a window in all layers or in "
+            "none, so this decoder can't be written in its format."
+        )
+    experts = config.experts
+    return {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "num_experts": experts.num_experts,
+        "num_experts_per_tok": experts.experts_per_token,
+        "moe_intermediate_size": experts.intermediate_dim,
+        "norm_topk_prob": experts.norm_topk_prob,
+        "router_aux_loss_coef": experts.load_balance_weight,
+        "output_router_logits": False,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": list(experts.dense_layers),
+    }

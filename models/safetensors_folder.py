@@ -1,0 +1,183 @@
+"""A folder of tensors in Hugging Face's format: safetensors files, with an index where there are several.
+
+Nothing here knows a model. Headers are read when a folder is opened, tensors one at a time when they are
+asked for; what is written appears under its name only when all of it is there.
+"""
+
+import contextlib
+import json
+import os
+import shutil
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jaxtyping import Shaped
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+
+
+class WeightsError(ValueError):
+    """Weights that can't be used; the message names the folder, the tensors and the fix."""
+
+
+@dataclass(frozen=True)
+class SafetensorsFolder:
+    """The tensors of a folder, by name.
+
+    Attributes:
+        root: the folder.
+        files: the file of every tensor.
+        shapes: the shape of every tensor.
+    """
+
+    root: Path
+    files: Mapping[str, Path]
+    shapes: Mapping[str, tuple[int, ...]]
+
+    @staticmethod
+    def open(root: Path) -> "SafetensorsFolder":
+        """Reads the index, if there is one, and the headers of the files; no tensor.
+
+        Raises:
+            FileNotFoundError: there are no weights, or files that the index names are missing.
+            WeightsError: a file that is cut short or is no safetensors file, or an index that promises
+                tensors which its files don't have.
+        """
+        paths, promised = _paths(root)
+        files: dict[str, Path] = {}
+        shapes: dict[str, tuple[int, ...]] = {}
+        for path in paths:
+            with _opened(path) as tensors:
+                for name in tensors.keys():
+                    files[name] = path
+                    shapes[name] = tuple(tensors.get_slice(name).get_shape())
+        if absent := sorted(promised - files.keys()):
+            raise WeightsError(
+                f"{root / INDEX} lists tensors that its files don't have: {', '.join(absent)}. The download "
+                f"may be incomplete; fetch the folder again."
+            )
+        return SafetensorsFolder(root, files, shapes)
+
+    def read(self, name: str) -> Shaped[np.ndarray, "..."]:
+        """One tensor, in the dtype of the file; costs its own size in host memory."""
+        with _opened(self.files[name]) as tensors:
+            return tensors.get_tensor(name)
+
+
+def write_safetensors(
+    root: Path,
+    tensors: Mapping[str, "Pending"],
+    *,
+    documents: Mapping[str, Any],
+    max_file_bytes: int = 5 * 2**30,
+) -> None:
+    """Writes tensors, in as many files as it takes, and JSON documents such as `config.json` beside them.
+
+    The folder takes its name when all of it is written, so that it is never half there.
+
+    Args:
+        root: the folder, which must not exist or be empty.
+        tensors: what to write, in this order.
+        documents: contents by file name, to be written as JSON.
+        max_file_bytes: where a file ends; a tensor that is larger has a file of its own.
+
+    Raises:
+        FileExistsError: there is something in the folder.
+
+    Cost: the host memory of one file.
+    """
+    if root.exists() and (not root.is_dir() or any(root.iterdir())):
+        raise FileExistsError(f"{root} exists and is not an empty folder. Export to a new one.")
+    groups = _groups(tensors, max_file_bytes)
+    names = [SINGLE] if len(groups) == 1 else [_part(i, len(groups)) for i in range(len(groups))]
+    root.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = root.with_name(f".{root.name}.{uuid.uuid4().hex[:8]}")
+    unfinished.mkdir()
+    try:
+        for file, group in zip(names, groups, strict=True):
+            made = {name: np.ascontiguousarray(tensors[name].make()) for name in group}
+            save_file(made, unfinished / file, metadata={"format": "pt"})
+        if len(groups) > 1:
+            documents = {**documents, INDEX: _index(tensors, names, groups)}
+        for file, content in documents.items():
+            (unfinished / file).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        os.replace(unfinished, root)
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+
+
+@dataclass(frozen=True)
+class Pending:
+    """A tensor that is made when its turn to be written has come.
+
+    Attributes:
+        num_bytes: its size.
+        make: makes it.
+    """
+
+    num_bytes: int
+    make: Callable[[], Shaped[np.ndarray, "..."]]
+
+
+def _paths(root: Path) -> tuple[list[Path], set[str]]:
+    """The files that hold tensors, and the tensors that an index promises."""
+    if (root / INDEX).is_file():
+        try:
+            index = json.loads((root / INDEX).read_text(encoding="utf-8"))
+            promised = dict(index["weight_map"])
+        except (json.JSONDecodeError, KeyError, TypeError, ValueError) as error:
+            raise WeightsError(f"{root / INDEX} is no index of safetensors files: {error!r}.") from error
+        paths = [root / name for name in sorted(set(promised.values()))]
+        if missing := [path.name for path in paths if not path.is_file()]:
+            raise FileNotFoundError(
+                f"{root} lacks {', '.join(missing)}, which its {INDEX} names. The download may be "
+                f"incomplete; fetch the folder again."
+            )
+        return paths, set(promised)
+    if not (root / SINGLE).is_file():
+        raise FileNotFoundError(
+            f"There is neither {SINGLE} nor {INDEX} in {root}. Weights are read in the "
+            f"safetensors format only."
+        )
+    return [root / SINGLE], set()
+
+
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    try:
+        with safe_open(path, framework="np") as tensors:
+            yield tensors
+    except SafetensorError as error:
+        raise WeightsError(
+            f"{path} can't be read as a safetensors file ({error}). It may be cut short; fetch it again."
+        ) from error
+
+
+def _groups(tensors: Mapping[str, Pending], max_file_bytes: int) -> list[list[str]]:
+    groups: list[list[str]] = [[]]
+    size = 0
+    for name, tensor in tensors.items():
+        if groups[-1] and size + tensor.num_bytes > max_file_bytes:
+            groups.append([])
+            size = 0
+        groups[-1].append(name)
+        size += tensor.num_bytes
+    return groups
+
+
+def _part(number: int, count: int) -> str:
+    return f"model-{number + 1:05d}-of-{count:05d}.safetensors"
+
+
+def _index(tensors: Mapping[str, Pending], names: list[str], groups: list[list[str]]) -> dict[str, Any]:
+    return {
+        "metadata": {"total_size": sum(tensor.num_bytes for tensor in tensors.values())},
+        "weight_map": {name: file for file, group in zip(names, groups, strict=True) for name in group},
+    }

@@ -1,0 +1,172 @@
+"""Tensors of a checkpoint, one a layer or one an expert, in and out of the stacked arrays of a model.
+
+A `Place` says of one array of the model which tensors make it up. From these everything else follows: what a
+checkpoint must have, how the array is filled on its devices without ever standing on the host as a whole, and
+what is written.
+"""
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import Sharding
+from jaxtyping import Array, DTypeLike, Shaped
+
+from models.safetensors_folder import Pending, SafetensorsFolder, WeightsError
+
+Tensor: TypeAlias = Shaped[np.ndarray, "..."]
+
+
+@dataclass(frozen=True)
+class Place:
+    """One array of a model and the tensors of a checkpoint that it holds.
+
+    Attributes:
+        path: where the array stands in the model, for messages.
+        names: the tensors' names, in the order of the stacking axes, the last running fastest.
+        stacked: sizes of the stacking axes, which come first in the array; empty for an array of its own.
+        tensor_shape: the shape of each tensor in the checkpoint.
+        layer_shape: the shape of each in the array; of equal size.
+    """
+
+    path: str
+    names: tuple[str, ...]
+    stacked: tuple[int, ...]
+    tensor_shape: tuple[int, ...]
+    layer_shape: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        assert len(self.names) == math.prod(self.stacked), self.path
+        assert math.prod(self.tensor_shape) == math.prod(self.layer_shape), self.path
+
+    def numbered(self) -> Iterator[tuple[tuple[int, ...], str]]:
+        """The tensors with their indices along the stacking axes."""
+        return zip(itertools.product(*map(range, self.stacked)), self.names, strict=True)
+
+
+def check_tensors(places: Sequence[Place], folder: SafetensorsFolder) -> None:
+    """Makes sure that a checkpoint has what a model needs, and nothing else.
+
+    Raises:
+        WeightsError: names every tensor that is missing, unknown or of another shape.
+    """
+    expected = {name: place for place in places for name in place.names}
+    problems = [
+        f"missing: {name} {list(place.tensor_shape)} (for {place.path})"
+        for name, place in expected.items()
+        if name not in folder.shapes
+    ]
+    problems += [
+        f"unknown: {name} {list(shape)}" for name, shape in folder.shapes.items() if name not in expected
+    ]
+    problems += [
+        f"misshapen: {name} {list(folder.shapes[name])}, expected {list(place.tensor_shape)} "
+        f"(for {place.path})"
+        for name, place in expected.items()
+        if name in folder.shapes and folder.shapes[name] != place.tensor_shape
+    ]
+    if problems:
+        raise WeightsError(
+            f"The tensors in {folder.root} are not those of this model; {len(problems)} differ. Check that "
+            f"the model's config is the checkpoint's own.\n  " + "\n  ".join(problems)
+        )
+
+
+def read_array(
+    place: Place, read: Callable[[str], Tensor], dtype: DTypeLike, sharding: Sharding
+) -> Shaped[Array, "..."]:
+    """Makes one array of a model from its tensors, in place on the devices that this process addresses.
+
+    Args:
+        place: the array and its tensors.
+        read: maps a tensor's name to the tensor.
+        dtype: of the array; tensors are cast on the device.
+        sharding: of the array. Any: every device is given its own part of every tensor.
+
+    Returns:
+        The array, of shape `(*place.stacked, *place.layer_shape)`.
+
+    Cost: one tensor in host memory, and on each device one part of it besides the array.
+    """
+    shape = (*place.stacked, *place.layer_shape)
+    dtype = jnp.dtype(dtype)
+    shards = [
+        _Shard.empty(device, index, shape, dtype)
+        for device, index in sharding.addressable_devices_indices_map(shape).items()
+    ]
+    for position, name in place.numbered():
+        holders = [shard for shard in shards if shard.holds(position)]
+        if holders:
+            tensor = read(name).reshape(place.layer_shape)
+            for shard in holders:
+                shard.put(position, tensor)
+            jax.block_until_ready([shard.array for shard in holders])  # or tensors queue up on the host
+            del tensor  # before the next one is read
+    return jax.make_array_from_single_device_arrays(shape, sharding, [shard.array for shard in shards])
+
+
+def pending_tensors(place: Place, array: Shaped[Array, "..."]) -> Iterator[tuple[str, Pending]]:
+    """The tensors that one array of a model holds, each made when it is asked for.
+
+    Raises:
+        WeightsError: parts of the array are on devices of other processes.
+    """
+    if not array.is_fully_addressable:
+        raise WeightsError(
+            f"{place.path} is spread over several processes, and one process writes a checkpoint. Bring it "
+            f"together first, with jax.experimental.multihost_utils.process_allgather."
+        )
+    num_bytes = math.prod(place.tensor_shape) * array.dtype.itemsize
+    for position, name in place.numbered():
+        yield name, Pending(num_bytes, lambda at=position: _one(array, at).reshape(place.tensor_shape))
+
+
+@dataclass
+class _Shard:
+    """What one device holds of an array that is being filled."""
+
+    array: Any
+    start: tuple[int, ...]
+    stop: tuple[int, ...]
+
+    @staticmethod
+    def empty(device: Any, index: Any, shape: tuple[int, ...], dtype: Any) -> "_Shard":
+        start, stop, _ = zip(
+            *(part.indices(size) for part, size in zip(index, shape, strict=True)), strict=True
+        )
+        own = tuple(b - a for a, b in zip(start, stop, strict=True))
+        with jax.default_device(device):
+            return _Shard(jax.device_put(jnp.zeros(own, dtype), device), start, stop)
+
+    def holds(self, position: tuple[int, ...]) -> bool:
+        return all(a <= at < b for a, at, b in zip(self.start, position, self.stop, strict=False))
+
+    def put(self, position: tuple[int, ...], tensor: Tensor) -> None:
+        stacked = len(position)
+        part = tensor[tuple(map(slice, self.start[stacked:], self.stop[stacked:]))]
+        place = np.asarray(position, np.int32) - np.asarray(self.start[:stacked], np.int32)
+        self.array = _put(self.array, part, jax.device_put(place, self.array.sharding))
+
+
+@jax.jit(donate_argnums=0)
+def _put(array: Array, part: Array, place: Array) -> Array:
+    new = part.astype(array.dtype).reshape((1,) * place.size + part.shape)
+    zero = jnp.zeros((), place.dtype)
+    return lax.dynamic_update_slice(array, new, [*place, *[zero] * part.ndim])
+
+
+@jax.jit
+def _take(array: Array, place: Array) -> Array:
+    for index in place:
+        array = lax.dynamic_index_in_dim(array, index, keepdims=False)
+    return array
+
+
+def _one(array: Array, position: tuple[int, ...]) -> Tensor:
+    return np.asarray(_take(array, jnp.asarray(position, jnp.int32)) if position else array)

@@ -1,0 +1,268 @@
+"""How fast each pair of coordinates turns: the default, and the ways to stretch it for longer contexts.
+
+Fields have the names of Hugging Face's `rope_scaling` (`rope_parameters` in its newer configs). Frequencies
+are computed in NumPy and float64: they are constants of the program.
+"""
+
+import dataclasses
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+from jaxtyping import Float
+
+Frequencies = Float[np.ndarray, " half"]
+
+
+@dataclass(frozen=True)
+class RotaryScaling(ABC):
+    """What becomes of the frequencies of a rotary embedding.
+
+    Attributes:
+        rope_type: Hugging Face's name of it.
+    """
+
+    rope_type: ClassVar[str]
+
+    @abstractmethod
+    def rescale(self, frequencies: Frequencies, theta: float) -> Frequencies:
+        """What becomes of `theta**(-2i/HeadDim)`."""
+
+    @property
+    @abstractmethod
+    def attention_factor_used(self) -> float:
+        """Factor of cosines and sines: its square multiplies the scores of attention."""
+
+    def frequencies(self, head_dim: int, theta: float) -> Frequencies:
+        """Radians a position for each of the `head_dim / 2` pairs.
+
+        Raises:
+            ValueError: an odd head, or `theta` of at most one.
+        """
+        if head_dim < 2 or head_dim % 2:
+            raise ValueError(f"a rotary embedding turns pairs of coordinates; a head has {head_dim}.")
+        if not theta > 1:
+            raise ValueError(f"theta, the base of the wavelengths, must be above 1; got {theta}.")
+        return self.rescale(theta ** (np.arange(head_dim // 2) * (-2.0 / head_dim)), theta)
+
+
+@dataclass(frozen=True)
+class DefaultRotary(RotaryScaling):
+    """The frequencies as they are (Su et al. 2021, "RoFormer")."""
+
+    rope_type: ClassVar[str] = "default"
+
+    @property
+    def attention_factor_used(self) -> float:
+        return 1.0
+
+    def rescale(self, frequencies: Frequencies, theta: float) -> Frequencies:
+        return frequencies
+
+
+@dataclass(frozen=True)
+class LinearRotary(RotaryScaling):
+    """All frequencies divided by a factor: position interpolation (Chen et al. 2023).
+
+    Attributes:
+        factor: how many times longer the context becomes.
+    """
+
+    rope_type: ClassVar[str] = "linear"
+    factor: float
+
+    def __post_init__(self) -> None:
+        _require_at_least_one("linear", factor=self.factor)
+
+    @property
+    def attention_factor_used(self) -> float:
+        return 1.0
+
+    def rescale(self, frequencies: Frequencies, theta: float) -> Frequencies:
+        return frequencies / self.factor
+
+
+@dataclass(frozen=True)
+class Llama3Rotary(RotaryScaling):
+    """Long wavelengths stretched, short ones kept, with a ramp between ("The Llama 3 Herd of Models", 2024).
+
+    Attributes:
+        factor: how many times longer the context becomes.
+        original_max_position_embeddings: the context that was trained on.
+        low_freq_factor: wavelengths longer than the original context divided by this are stretched.
+        high_freq_factor: wavelengths shorter than the original context divided by this are kept.
+    """
+
+    rope_type: ClassVar[str] = "llama3"
+    factor: float
+    original_max_position_embeddings: int
+    low_freq_factor: float
+    high_freq_factor: float
+
+    def __post_init__(self) -> None:
+        length = self.original_max_position_embeddings
+        _require_at_least_one("llama3", factor=self.factor, original_max_position_embeddings=length)
+        if not 0 < self.low_freq_factor < self.high_freq_factor:
+            raise ValueError(
+                f"llama3: low_freq_factor = {self.low_freq_factor} must be positive and below "
+                f"high_freq_factor = {self.high_freq_factor}."
+            )
+
+    @property
+    def attention_factor_used(self) -> float:
+        return 1.0
+
+    def rescale(self, frequencies: Frequencies, theta: float) -> Frequencies:
+        turns = self.original_max_position_embeddings * frequencies / (2 * math.pi)
+        kept = (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
+        return _blend(frequencies, self.factor, np.clip(kept, 0, 1))
+
+
+@dataclass(frozen=True)
+class YarnRotary(RotaryScaling):
+    """YaRN (Peng et al. 2023): slow pairs interpolated, fast ones kept, and a ramp between.
+
+    Attributes:
+        factor: how many times longer the context becomes.
+        original_max_position_embeddings: the context that was trained on.
+        attention_factor: of cosines and sines; None for `0.1 ln(factor) + 1`, the paper's.
+        beta_fast: pairs that turn more often than this over the original context are kept.
+        beta_slow: pairs that turn less often than this are interpolated.
+        mscale: weight of `ln(factor)` in the attention factor's numerator; together with `mscale_all_dim`.
+        mscale_all_dim: the same in its denominator.
+        truncate: whether the ends of the ramp are rounded to whole pairs, outwards.
+    """
+
+    rope_type: ClassVar[str] = "yarn"
+    factor: float
+    original_max_position_embeddings: int
+    attention_factor: float | None = None
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    truncate: bool = True
+
+    def __post_init__(self) -> None:
+        length = self.original_max_position_embeddings
+        _require_at_least_one("yarn", factor=self.factor, original_max_position_embeddings=length)
+        if not 0 < self.beta_slow <= self.beta_fast:
+            raise ValueError(
+                f"yarn: beta_slow = {self.beta_slow} must be positive and at most "
+                f"beta_fast = {self.beta_fast}."
+            )
+        for name in ("attention_factor", "mscale", "mscale_all_dim"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ValueError(f"yarn: {name} must be positive, got {value}; leave it out for the default.")
+        if (self.mscale is None) != (self.mscale_all_dim is None):
+            raise ValueError(
+                f"yarn: mscale = {self.mscale} and mscale_all_dim = {self.mscale_all_dim} have an effect "
+                "only together; give both or neither."
+            )
+        if self.attention_factor is not None and self.mscale is not None:
+            raise ValueError("yarn: attention_factor replaces what mscale and mscale_all_dim would give.")
+
+    @property
+    def attention_factor_used(self) -> float:
+        if self.attention_factor is not None:
+            return self.attention_factor
+        if self.mscale is not None and self.mscale_all_dim is not None:
+            return self._temperature(self.mscale) / self._temperature(self.mscale_all_dim)
+        return self._temperature(1.0)
+
+    def _temperature(self, weight: float) -> float:
+        return 0.1 * weight * math.log(self.factor) + 1.0
+
+    def rescale(self, frequencies: Frequencies, theta: float) -> Frequencies:
+        head_dim = 2 * len(frequencies)
+        low, high = (
+            self._pair_that_turns(times, head_dim, theta) for times in (self.beta_fast, self.beta_slow)
+        )
+        if self.truncate:
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, head_dim - 1)
+        if low == high:
+            high += 0.001  # a step instead of a ramp, as in the authors' code
+        return _blend(
+            frequencies, self.factor, 1 - np.clip((np.arange(len(frequencies)) - low) / (high - low), 0, 1)
+        )
+
+    def _pair_that_turns(self, times: float, head_dim: int, theta: float) -> float:
+        """The pair, as a fraction, that turns so many times over the original context."""
+        length = self.original_max_position_embeddings
+        return head_dim * math.log(length / (times * 2 * math.pi)) / (2 * math.log(theta))
+
+
+_SCALINGS: dict[str, type[RotaryScaling]] = {
+    one.rope_type: one for one in (DefaultRotary, LinearRotary, Llama3Rotary, YarnRotary)
+}
+
+
+def rotary_from_hf(parameters: Mapping[str, Any] | None, *, max_position_embeddings: int) -> RotaryScaling:
+    """The scaling that a Hugging Face config asks for.
+
+    Args:
+        parameters: `rope_scaling` of `config.json`, or `rope_parameters` of newer ones without its
+            `rope_theta`; None for none. Its `rope_type` may be called `type`, as it once was.
+        max_position_embeddings: of the same config; the original length where that is not given.
+
+    Raises:
+        ValueError: a `rope_type` that is not supported, or a field that it does not have; says which.
+    """
+    fields = {name: value for name, value in (parameters or {}).items() if value is not None}
+    legacy = fields.pop("type", "default")
+    rope_type = fields.pop("rope_type", legacy)
+    if rope_type not in _SCALINGS:
+        raise ValueError(f"rope_type {rope_type!r} is not supported. Those that are: {', '.join(_SCALINGS)}.")
+    if fields.pop("partial_rotary_factor", 1.0) != 1.0:
+        raise ValueError("partial_rotary_factor is not supported: all coordinates of a head are turned.")
+    chosen = _SCALINGS[rope_type]
+    known = {field.name for field in dataclasses.fields(chosen)}
+    if "original_max_position_embeddings" in known:
+        fields.setdefault("original_max_position_embeddings", max_position_embeddings)
+    if rope_type == "yarn":
+        fields = _as_yarn_reads_them(fields, max_position_embeddings)
+    if strange := sorted(fields.keys() - known):
+        has = ", ".join(sorted(known)) or "no fields"
+        raise ValueError(f"rope_type {rope_type!r} has no {', '.join(strange)}. It has: {has}.")
+    required = {field.name for field in dataclasses.fields(chosen) if field.default is dataclasses.MISSING}
+    if missing := sorted(required - fields.keys()):
+        raise ValueError(f"rope_type {rope_type!r} needs {', '.join(missing)}.")
+    return chosen(**fields)
+
+
+def rotary_to_hf(scaling: RotaryScaling | None) -> dict[str, Any] | None:
+    """The `rope_scaling` of a Hugging Face config, without what is at its default; the way back."""
+    if scaling is None:
+        return None
+    fields = {
+        field.name: (getattr(scaling, field.name), field.default) for field in dataclasses.fields(scaling)
+    }
+    given = {name: value for name, (value, default) in fields.items() if value != default}
+    return {"rope_type": scaling.rope_type, **given}
+
+
+def _as_yarn_reads_them(fields: dict[str, Any], max_position_embeddings: int) -> dict[str, Any]:
+    """Leave out what transformers' YaRN ignores, and fill in the factor as it does."""
+    # Its defaults stand for zeros too, and one of the two scales alone has no effect.
+    zeros = ("beta_fast", "beta_slow", "mscale", "mscale_all_dim")
+    fields = {name: value for name, value in fields.items() if value or name not in zeros}
+    if "attention_factor" in fields or not {"mscale", "mscale_all_dim"} <= fields.keys():
+        fields = {name: value for name, value in fields.items() if name not in ("mscale", "mscale_all_dim")}
+    original = fields["original_max_position_embeddings"]
+    return {"factor": max_position_embeddings / original, **fields}
+
+
+def _blend(frequencies: Frequencies, factor: float, kept: Frequencies) -> Frequencies:
+    """`frequencies` where `kept` is one, divided by `factor` where it is zero."""
+    return frequencies * kept + frequencies / factor * (1 - kept)
+
+
+def _require_at_least_one(what: str, **values: float) -> None:
+    for name, value in values.items():
+        if not isinstance(value, (int, float)) or not value >= 1:
+            raise ValueError(f"{what}: {name} must be a number of at least 1, got {value!r}.")

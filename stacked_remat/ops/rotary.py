@@ -1,0 +1,77 @@
+"""Rotary position embedding on named axes (Su et al. 2021, "RoFormer").
+
+How fast each pair of coordinates turns is all there is to configure: `_rotary_scaling.py` has a small class
+for each way. Cosines and sines are made once for all layers, and applying them is the same for all.
+"""
+
+import equinox as eqx
+import haliax as hax
+import jax.numpy as jnp
+import numpy as np
+from haliax import Axis, NamedArray
+from jaxtyping import Array, Float, Int
+
+from ._rotary_scaling import DefaultRotary, RotaryScaling
+
+
+class RotaryTable(eqx.Module):
+    """Cosines and sines of the rotary angles, `[..., Pos, HeadDim]` in float32.
+
+    Made once per forward pass and shared by all layers, since no layer's angles differ from another's.
+    """
+
+    cos: NamedArray
+    sin: NamedArray
+
+
+def rotary_table(
+    positions: NamedArray, HeadDim: Axis, *, theta: float, scaling: RotaryScaling | None = None
+) -> RotaryTable:
+    """The angles by which each pair of coordinates turns, in the layout of Hugging Face's checkpoints.
+
+    Coordinate i is paired with i + HeadDim/2, and the pair turns by its frequency in radians a position:
+    `theta**(-2i/HeadDim)`, or what `scaling` makes of it.
+
+    Args:
+        positions: integer positions `[..., Pos]`; with a batch axis where documents are packed differently.
+        HeadDim: the axis of one head's coordinates; its size must be even.
+        theta: base of the wavelengths.
+        scaling: how frequencies are changed for contexts longer than those trained on; None for not at all.
+
+    Returns:
+        Cosines and sines `[..., Pos, HeadDim]`, times the attention factor of `scaling`.
+
+    Raises:
+        ValueError: an odd `HeadDim`, positions that are not integers, or `theta` of at most one.
+
+    Cost: two float32 numbers a position and coordinate.
+    """
+    if not jnp.issubdtype(positions.dtype, jnp.integer):
+        raise ValueError(f"positions are integers; these are {positions.dtype}.")
+    if HeadDim.name in {axis.name for axis in positions.axes}:
+        raise ValueError(f"positions already have the axis {HeadDim.name!r} of a head's coordinates.")
+    scaling = DefaultRotary() if scaling is None else scaling
+    frequencies = scaling.frequencies(HeadDim.size, theta)
+    cos, sin = _cos_and_sin(positions.array, frequencies.astype(np.float32), scaling.attention_factor_used)
+    axes = (*positions.axes, HeadDim)
+    return RotaryTable(hax.named(cos, axes), hax.named(sin, axes))
+
+
+def apply_rotary(x: NamedArray, table: RotaryTable, HeadDim: Axis) -> NamedArray:
+    """Turns the coordinate pairs of `x`, `[..., Pos, ..., HeadDim]`, by the table's angles.
+
+    Computes in float32 and returns the axes and dtype of `x`, which must have all axes of the table.
+    """
+    half = HeadDim.size // 2
+    wide = x.astype(jnp.float32)
+    first, second = wide[HeadDim, :half], wide[HeadDim, half:]
+    turned = hax.concatenate(HeadDim, [-second, first])
+    return (wide * table.cos + turned * table.sin).rearrange(x.axes).astype(x.dtype)
+
+
+def _cos_and_sin(
+    positions: Int[Array, "*position"], frequencies: Float[np.ndarray, " half"], factor: float
+) -> tuple[Float[Array, "*position head_dim"], Float[Array, "*position head_dim"]]:
+    angles = positions.astype(jnp.float32)[..., None] * jnp.expand_dims(frequencies, range(positions.ndim))
+    angles = jnp.concatenate([angles, angles], axis=-1)
+    return jnp.cos(angles) * factor, jnp.sin(angles) * factor

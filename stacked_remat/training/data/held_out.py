@@ -1,0 +1,58 @@
+"""A fixed list of batches to evaluate on."""
+
+from collections.abc import Sequence
+from typing import final
+
+import numpy as np
+
+from ..batches import TokenBatch
+from .batch_stream import ProcessShare
+from .packing import PackedDocuments
+
+
+@final
+class HeldOutBatches:
+    """The sequences of held-out documents, each once, as batches.
+
+    Their order is mixed up, the same way in every run, so that the first few batches stand for all; the seed
+    of a run does not change what it is evaluated on. The last batch is filled up with rows of weight 0.
+
+    Attributes:
+        batch_size: sequences in a batch, over all processes.
+        seq_len: positions in a sequence.
+        num_sequences: sequences in all batches.
+    """
+
+    def __init__(
+        self, sources: Sequence[PackedDocuments], batch_size: int, process: ProcessShare | None = None
+    ):
+        process = ProcessShare() if process is None else process
+        rows = process.rows(batch_size)
+        self.batch_size = batch_size
+        self.seq_len = sources[0].seq_len
+        self._sources = tuple(sources)
+        places = [(source, index) for source, packed in enumerate(sources) for index in range(len(packed))]
+        self.num_sequences = len(places)
+        order = np.random.default_rng(0).permutation(self.num_sequences)
+        self._places = [places[at] for at in order]
+        self._own = slice(process.index * rows, (process.index + 1) * rows)
+
+    def __len__(self) -> int:
+        """Batches, the last of which may have rows of weight 0."""
+        return -(-self.num_sequences // self.batch_size)
+
+    def batch(self, index: int) -> TokenBatch:
+        """The batch of this index, or this process's rows of it.
+
+        Raises:
+            IndexError: there are fewer batches.
+        """
+        if not 0 <= index < len(self):
+            raise IndexError(f"There are {len(self)} held-out batches, from 0 on; got {index}.")
+        empty = {name: np.zeros_like(array) for name, array in self._sources[0][0].items()}
+        rows = [
+            self._sources[source][at]
+            for source, at in self._places[index * self.batch_size :][: self.batch_size]
+        ]
+        own = (rows + [empty] * (self.batch_size - len(rows)))[self._own]
+        return TokenBatch.of(**{name: np.stack([row[name] for row in own]) for name in empty})

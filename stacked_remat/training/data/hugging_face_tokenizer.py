@@ -1,0 +1,118 @@
+"""Tokenizers of pretrained models, as the `tokenizers` package runs them."""
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, final
+
+import numpy as np
+
+from .chat_template import ChatTemplate, RenderedChat
+from .data_error import DataError
+from .tokenizers import Counted, Tokenizer, Tokens
+
+# What a tokenizer.json without a config calls the end of a text.
+_USUAL_ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]")
+
+
+@final
+class HuggingFaceTokenizer(Tokenizer):
+    """A fast tokenizer as the `tokenizers` package runs it, in parallel over documents.
+
+    Attributes:
+        vocab_size: one more than the largest token; models may round their embedding up from it.
+        end: the `eos_token` of its config.
+        fingerprint: a hash of the files it was made from.
+    """
+
+    def __init__(self, name: str, definition: str, config: Mapping[str, Any], template: str | None):
+        self._name = name
+        self._tokenizer = _parse(name, definition)
+        vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
+        self.vocab_size = max(vocabulary.values()) + 1
+        specials = {key: _content(config[key]) for key in config if key.endswith("_token") and config[key]}
+        self.end = _find_end(name, specials.get("eos_token"), vocabulary)
+        begin = specials.get("bos_token") if config.get("add_bos_token") else None
+        self._begin = None if begin is None else vocabulary.get(begin)
+        self._template = None if template is None else ChatTemplate(template, specials)
+        parts = json.dumps([definition, self._begin, self.end, template, specials], sort_keys=True)
+        self.fingerprint = hashlib.sha256(parts.encode()).hexdigest()
+
+    def encode(self, text: str) -> Tokens:
+        """The tokens of a text, with none added at its ends."""
+        return np.asarray(self._tokenizer.encode(text, add_special_tokens=False).ids, dtype=self.dtype)
+
+    def decode(self, tokens: Tokens) -> str:
+        """The text of tokens, special ones left out."""
+        return self._tokenizer.decode([int(token) for token in tokens], skip_special_tokens=True)
+
+    def encode_documents(self, texts: Sequence[str]) -> list[Tokens]:
+        """What the tokenizer's post-processing makes of each text, and the end token if it is not there."""
+        found = []
+        for encoding in self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=True):
+            ids = encoding.ids
+            if self._begin is not None and ids[:1] != [self._begin]:
+                ids = [self._begin, *ids]
+            found.append(np.asarray(ids if ids[-1:] == [self.end] else [*ids, self.end], dtype=self.dtype))
+        return found
+
+    def encode_chats(self, chats: Sequence[RenderedChat]) -> list[tuple[Tokens, Counted | None]]:
+        """The tokens of what the template wrote, with none added."""
+        encodings = self._tokenizer.encode_batch([chat.text for chat in chats], add_special_tokens=False)
+        return [
+            (np.asarray(encoding.ids, dtype=self.dtype), _in_answers(chat, encoding.offsets))
+            for encoding, chat in zip(encodings, chats, strict=True)
+        ]
+
+    @property
+    def chat_template(self) -> ChatTemplate:
+        """The template that came with the tokenizer."""
+        if self._template is None:
+            raise DataError(
+                f"The tokenizer {self._name} has no chat template, and the data holds chats. Take the "
+                "tokenizer of a chat model, or put a chat_template.jinja beside its tokenizer.json."
+            )
+        return self._template
+
+
+def _in_answers(chat: RenderedChat, offsets: Sequence[tuple[int, int]]) -> Counted | None:
+    if chat.answers is None:
+        return None
+    starts = np.array([start for start, _ in offsets], dtype=np.int64)
+    counted = np.zeros(len(starts), dtype=bool)
+    for first, stop in chat.answers:
+        counted |= (first <= starts) & (starts < stop)
+    return counted
+
+
+def _parse(name: str, definition: str) -> Any:
+    try:
+        import tokenizers
+    except ImportError as error:
+        raise DataError(
+            f"data.tokenizer = {name!r} takes the tokenizers package, which is not installed: "
+            f"pip install 'stacked_remat[data]'."
+        ) from error
+    try:
+        tokenizer = tokenizers.Tokenizer.from_str(definition)
+    except Exception as error:  # the package raises no narrower type
+        raise DataError(f"The tokenizer.json of data.tokenizer = {name!r} can't be read: {error}") from error
+    tokenizer.no_truncation()  # a tokenizer.json may remember a length to cut or pad to
+    tokenizer.no_padding()
+    return tokenizer
+
+
+def _content(token: Any) -> str:
+    return token["content"] if isinstance(token, Mapping) else str(token)
+
+
+def _find_end(name: str, end: str | None, vocabulary: Mapping[str, int]) -> int:
+    candidates = _USUAL_ENDS if end is None else (end,)
+    for candidate in candidates:
+        if candidate in vocabulary:
+            return vocabulary[candidate]
+    raise DataError(
+        f"data.tokenizer = {name!r} names no token for the end of a text: "
+        + (f"its `eos_token` {end!r} is not in the vocabulary." if end else "it has no `eos_token`.")
+        + ' Put a tokenizer_config.json beside it with {"eos_token": "<one of its tokens>"}.'
+    )

@@ -1,0 +1,269 @@
+"""Text tokenized once: a folder of shards for each state of the files and the tokenizer."""
+
+import contextlib
+import dataclasses
+import fcntl
+import hashlib
+import json
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from jaxtyping import UInt32
+
+from ..progress import Progress
+from .chat_template import ChatTemplateError, RenderedChat
+from .data_error import DataError
+from .files import SourceFile
+from .records import Message, Record, RecordFormat, place_of, read_records
+from .token_shards import ShardSummary, open_shards, read_summaries, write_shard
+from .tokenized import TokenizedDocuments
+from .tokenizers import Counted, Tokenizer, Tokens
+
+_FORMAT = 1  # changes when the files of a cache do
+_COMPLETE, _LOCK = "complete.json", ".lock"
+_GROUP_RECORDS, _GROUP_LETTERS = 256, 2**20  # tokenized at once
+_PROBLEMS_KEPT = 5
+
+
+@dataclass(frozen=True)
+class CacheRequest:
+    """What to tokenize, and how.
+
+    Attributes:
+        name: of the source; begins the name of the cache's folder.
+        files: in the order of their documents.
+        how: how the files are read.
+        tokenizer: what makes tokens of them.
+        answers_only: whether only the assistant's turns in chats count as targets.
+        on_malformed: whether a record that can't be read is an error or is counted.
+    """
+
+    name: str
+    files: tuple[SourceFile, ...]
+    how: RecordFormat
+    tokenizer: Tokenizer
+    answers_only: bool = False
+    on_malformed: Literal["error", "skip"] = "error"
+
+    def identity(self) -> dict[str, Any]:
+        """All that the tokens depend on: a cache is found again by a hash of it."""
+        return {
+            "format": _FORMAT,
+            "tokenizer": self.tokenizer.fingerprint,
+            "read as": dataclasses.asdict(self.how),
+            "answers only": self.answers_only,
+            "on malformed": self.on_malformed,
+            "files": [dataclasses.asdict(file) for file in self.files],
+        }
+
+
+@dataclass(frozen=True)
+class CachedTokens:
+    """What a cache holds.
+
+    Attributes:
+        documents: the documents as tokens.
+        keys: for each a number from 0 to 2**32 - 1, a hash of its file's name and its place there.
+        counts: documents and tokens, and what was left out, summed over shards.
+    """
+
+    documents: TokenizedDocuments
+    keys: UInt32[np.ndarray, " documents"]
+    counts: ShardSummary
+
+
+def open_token_cache(
+    request: CacheRequest, cache_dir: Path, progress: Progress, *, shard_tokens: int = 2**24
+) -> CachedTokens:
+    """The tokens of the request's files, from the cache if they are there, else tokenized now.
+
+    Tokens are written in shards. After a kill the next call goes on after the last whole shard, and what
+    comes out is the same. One process at a time builds; others wait for it. The folder's name holds a hash of
+    the tokenizer and of the files' names, sizes and times (or what else their file system tells them apart
+    by), so that a change of any builds a new cache; old ones are left for you to delete.
+
+    Args:
+        request: what to tokenize.
+        cache_dir: a local folder; the cache is a folder in it.
+        progress: shows how far it is.
+        shard_tokens: tokens after which a shard is finished; they are in memory until then.
+
+    Raises:
+        DataError: a file or a record can't be read, or there is no text at all.
+    """
+    identity = json.dumps(request.identity(), indent=2)
+    digest = hashlib.sha256(identity.encode()).hexdigest()[:16]
+    folder = cache_dir.expanduser() / f"{request.name}-{digest}"
+    if not (folder / _COMPLETE).exists():
+        with _locked(folder):
+            if not (folder / _COMPLETE).exists():
+                try:
+                    _build(request, folder, progress, shard_tokens)
+                finally:
+                    progress.stop()
+                _write_whole(folder / _COMPLETE, identity)
+    return _open(request, folder)
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Waits until no other process builds here. The system gives the lock back when a process dies."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / _LOCK).open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _build(request: CacheRequest, folder: Path, progress: Progress, shard_tokens: int) -> None:
+    finished = read_summaries(folder)
+    start = finished[-1] if finished else ShardSummary()
+    shard = _Shard(request)
+    before = np.concatenate([[0], np.cumsum([file.size for file in request.files])])
+    what, total = f"tokenizing {request.name}", int(before[-1])
+    tokens, index = sum(summary.num_tokens for summary in finished), len(finished)
+    for group in _groups(request, start.next_file, start.next_record):
+        shard.add(group)
+        at, record = group[-1]
+        done = min(int(before[at]) + record.offset, total)
+        progress.work(what, done, total + 1, f"{tokens + shard.num_tokens:,} tokens")
+        if shard.num_tokens >= shard_tokens:
+            tokens += shard.num_tokens
+            shard.write(folder, index)
+            shard, index = _Shard(request), index + 1
+    if not shard.is_empty:
+        tokens += shard.num_tokens
+        shard.write(folder, index)
+    progress.work(what, total + 1, total + 1, f"{tokens:,} tokens")
+
+
+def _groups(request: CacheRequest, first_file: int, first_record: int) -> Iterator[list[tuple[int, Record]]]:
+    """Records, each with the index of its file, some at a time."""
+    group: list[tuple[int, Record]] = []
+    letters = 0
+    for at in range(first_file, len(request.files)):
+        start = first_record if at == first_file else 0
+        for record in read_records(request.files[at], request.how, start):
+            group.append((at, record))
+            letters += len(record.content) if isinstance(record.content, str) else 1024
+            if len(group) >= _GROUP_RECORDS or letters >= _GROUP_LETTERS:
+                yield group
+                group, letters = [], 0
+    if group:
+        yield group
+
+
+class _Shard:
+    """Collects documents until they are enough for a shard."""
+
+    def __init__(self, request: CacheRequest):
+        self._request = request
+        self._documents: list[tuple[Tokens, Counted | None]] = []
+        self._keys: list[int] = []
+        self._next = (0, 0)
+        self._num_empty = 0
+        self._problems: list[str] = []
+        self.num_tokens = 0
+
+    @property
+    def is_empty(self) -> bool:
+        return not (self._documents or self._num_empty or self._problems)
+
+    def add(self, group: Sequence[tuple[int, Record]]) -> None:
+        """Tokenizes a group of records."""
+        texts: list[str | RenderedChat] = []
+        for at, record in group:
+            text = self._text_of(self._request.files[at], record)
+            if text == "" or (isinstance(text, RenderedChat) and not text.text):
+                self._num_empty += 1
+            elif text is not None:
+                texts.append(text)
+                self._keys.append(_key(self._request, at, record))
+        documents = _encode(self._request.tokenizer, texts)
+        self._documents += documents
+        self.num_tokens += sum(len(tokens) for tokens, _ in documents)
+        at, record = group[-1]
+        self._next = (at, record.number + 1)
+
+    def write(self, folder: Path, index: int) -> None:
+        """Writes what was collected as the shard of this index."""
+        summary = ShardSummary(
+            *self._next,
+            num_empty=self._num_empty,
+            num_malformed=len(self._problems),
+            problems=tuple(self._problems[:_PROBLEMS_KEPT]),
+        )
+        write_shard(folder, index, self._documents, np.array(self._keys, dtype=np.uint32), summary)
+
+    def _text_of(self, file: SourceFile, record: Record) -> str | RenderedChat | None:
+        """The text to tokenize, or None after a problem has been counted."""
+        problem, text = record.problem, record.content or ""
+        if not isinstance(text, str):
+            try:
+                text = _render(self._request, text)
+            except ChatTemplateError as error:
+                problem, text = f"{place_of(file, record)} does not fit the chat template: {error}", ""
+        if problem is None and not _is_unicode(text if isinstance(text, str) else text.text):
+            problem = f"{place_of(file, record)} holds half a surrogate pair, which is no Unicode text"
+        if problem is None:
+            return text
+        if self._request.on_malformed == "error":
+            raise DataError(f"{problem}. Mend it, or count such records with data.on_malformed: skip.")
+        self._problems.append(problem)
+        return None
+
+
+def _render(request: CacheRequest, messages: Sequence[Message]) -> RenderedChat:
+    template = request.tokenizer.chat_template
+    if request.answers_only:
+        return template.render_with_answers(messages)
+    return RenderedChat(template.render(messages))
+
+
+def _encode(tokenizer: Tokenizer, texts: Sequence[str | RenderedChat]) -> list[tuple[Tokens, Counted | None]]:
+    """The documents of texts and chats, in their order; each kind is tokenized at once."""
+    plain = iter(tokenizer.encode_documents([text for text in texts if isinstance(text, str)]))
+    chats = iter(tokenizer.encode_chats([text for text in texts if isinstance(text, RenderedChat)]))
+    return [(next(plain), None) if isinstance(text, str) else next(chats) for text in texts]
+
+
+def _is_unicode(text: str) -> bool:
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _key(request: CacheRequest, at: int, record: Record) -> int:
+    """The same for the same document wherever its folder lies and whatever else is in it."""
+    name = request.files[at].name
+    place = name if record.number == 0 else f"{name}:{record.number}"
+    return int.from_bytes(hashlib.sha256(place.encode()).digest()[:4], "big")
+
+
+def _open(request: CacheRequest, folder: Path) -> CachedTokens:
+    summaries = read_summaries(folder)
+    counts = ShardSummary(
+        num_documents=sum(summary.num_documents for summary in summaries),
+        num_tokens=sum(summary.num_tokens for summary in summaries),
+        num_empty=sum(summary.num_empty for summary in summaries),
+        num_malformed=sum(summary.num_malformed for summary in summaries),
+        problems=tuple(problem for summary in summaries for problem in summary.problems)[:_PROBLEMS_KEPT],
+    )
+    if counts.num_documents == 0:
+        raise DataError(
+            f"The {len(request.files)} files of {request.name} hold no text: {counts.num_empty} documents "
+            f"are empty and {counts.num_malformed} can't be read."
+            + "".join(f" First: {problem}." for problem in counts.problems[:1])
+        )
+    return CachedTokens(*open_shards(folder), counts)
+
+
+def _write_whole(path: Path, text: str) -> None:
+    unfinished = path.with_name(f".{path.name}.unfinished")
+    unfinished.write_text(text, encoding="utf-8")
+    os.replace(unfinished, path)

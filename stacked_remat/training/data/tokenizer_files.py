@@ -1,0 +1,103 @@
+"""Finding a tokenizer by what the config calls it: built in, a folder, a file, or a name on the hub."""
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from .data_error import DataError
+from .hugging_face_tokenizer import HuggingFaceTokenizer
+from .tokenizers import ByteTokenizer, Tokenizer
+
+_TOKENIZER, _CONFIG, _TEMPLATE = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
+_SPECIAL_TOKENS = "special_tokens_map.json"
+_HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?(@[\w./-]+)?")
+
+
+def load_tokenizer(name: str) -> Tokenizer:
+    """The tokenizer that a config's `data.tokenizer` names.
+
+    Args:
+        name: `byte`; a folder with a `tokenizer.json`; such a file; or a name on the Hugging Face hub, with
+            `@revision` if it is not to be the newest.
+
+    Raises:
+        DataError: there is no such tokenizer, it can't be read, it names no token for the end of a text, or a
+            package is missing.
+    """
+    if name == "byte":
+        return ByteTokenizer()
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return _load(name, lambda file: _read_text(path / file))
+    if path.is_file():
+        return _load(name, lambda file: _read_text(path if file == _TOKENIZER else path.with_name(file)))
+    if _HUB_NAME.fullmatch(name) and not name.endswith(".json"):
+        return _load(name, lambda file: _read_from_hub(name, file))
+    raise DataError(
+        f"data.tokenizer = {name!r} is neither `byte`, nor a folder or tokenizer.json that exists, nor a "
+        f"name on the Hugging Face hub (owner/name)."
+    )
+
+
+def _load(name: str, read: Callable[[str], str | None]) -> HuggingFaceTokenizer:
+    """The tokenizer made of the files that `read` gives by name, or None for one that is not there."""
+    definition = read(_TOKENIZER)
+    if definition is None:
+        raise DataError(
+            f"data.tokenizer = {name!r} has no {_TOKENIZER}. Older kinds of tokenizers are converted with "
+            f"transformers: AutoTokenizer.from_pretrained(...).save_pretrained(...)."
+        )
+    config = {**_parse_json(name, _SPECIAL_TOKENS, read), **_parse_json(name, _CONFIG, read)}
+    template = read(_TEMPLATE) or config.get("chat_template")
+    if isinstance(template, list):  # several, by name
+        named = {entry["name"]: entry["template"] for entry in template}
+        template = named.get("default")
+    return HuggingFaceTokenizer(name, definition, config, template)
+
+
+def _parse_json(name: str, file: str, read: Callable[[str], str | None]) -> dict[str, Any]:
+    text = read(file)
+    try:
+        fields = {} if text is None else json.loads(text)
+    except ValueError as error:
+        raise DataError(f"The {file} of data.tokenizer = {name!r} is no JSON: {error}") from error
+    return fields if isinstance(fields, dict) else {}
+
+
+def _read_text(path: Path) -> str | None:
+    return path.read_text(encoding="utf-8") if path.is_file() else None
+
+
+def _read_from_hub(name: str, file: str) -> str | None:
+    """The text of a repository's file, from the hub or its local cache; None if there is no such file."""
+    try:
+        import huggingface_hub
+        import huggingface_hub.errors
+    except ImportError as error:
+        raise DataError(
+            f"data.tokenizer = {name!r} is looked for on the Hugging Face hub, which takes huggingface_hub: "
+            f"pip install 'stacked_remat[data]'."
+        ) from error
+    repository, _, revision = name.partition("@")
+    try:
+        path = huggingface_hub.hf_hub_download(repository, file, revision=revision or None)
+    except huggingface_hub.errors.LocalEntryNotFoundError as error:
+        raise DataError(_not_on_hub(name, f"the hub can't be reached: {error}")) from error
+    except huggingface_hub.errors.EntryNotFoundError:
+        return None
+    except (
+        huggingface_hub.errors.HfHubHTTPError,
+        huggingface_hub.errors.HFValidationError,
+        OSError,
+    ) as error:
+        raise DataError(_not_on_hub(name, str(error))) from error
+    return Path(path).read_text(encoding="utf-8")
+
+
+def _not_on_hub(name: str, reason: str) -> str:
+    return (
+        f"data.tokenizer = {name!r} is no folder or file here, and was not found on the Hugging Face hub: "
+        f"{reason}. Check the name, log in with `hf auth login` for a gated one, or give a local folder."
+    )

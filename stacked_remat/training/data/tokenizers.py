@@ -1,0 +1,109 @@
+"""From text to tokens and back: bytes as tokens, or a tokenizer that comes with a pretrained model."""
+
+import abc
+from collections.abc import Sequence
+from typing import ClassVar, final
+
+import numpy as np
+from jaxtyping import Bool, Integer
+
+from .chat_template import ChatTemplate, RenderedChat
+
+Tokens = Integer[np.ndarray, " tokens"]
+Counted = Bool[np.ndarray, " tokens"]
+"""Whether each token counts where it is a target."""
+
+
+class Tokenizer(abc.ABC):
+    """Text to tokens and back.
+
+    Attributes:
+        vocab_size: one more than the largest token.
+        end: the token that ends a document.
+        fingerprint: changes when the same text gives other tokens.
+    """
+
+    vocab_size: int
+    end: int
+    fingerprint: str
+
+    @property
+    def dtype(self) -> type[np.unsignedinteger]:
+        """The smallest unsigned type that holds every token."""
+        return np.uint16 if self.vocab_size <= 2**16 else np.uint32
+
+    @abc.abstractmethod
+    def encode(self, text: str) -> Tokens:
+        """The tokens of a text, with none added at its ends; special tokens in the text become their own."""
+
+    @abc.abstractmethod
+    def decode(self, tokens: Tokens) -> str:
+        """The text of tokens, special ones left out; what is no UTF-8 becomes U+FFFD."""
+
+    @abc.abstractmethod
+    def encode_documents(self, texts: Sequence[str]) -> list[Tokens]:
+        """The tokens of whole documents: what the tokenizer begins a text with, the text, the end token."""
+
+    @abc.abstractmethod
+    def encode_chats(self, chats: Sequence[RenderedChat]) -> list[tuple[Tokens, Counted | None]]:
+        """The tokens of whole chats, and which begin in an answer; None where a chat does not say."""
+
+    @property
+    @abc.abstractmethod
+    def chat_template(self) -> ChatTemplate:
+        """What makes one text of a chat.
+
+        Raises:
+            DataError: the tokenizer came with none.
+        """
+
+
+# The layout that most chat models share; it needs no special tokens.
+_BYTE_CHAT = """{% for message in messages %}<|im_start|>{{ message.role }}
+{{ message.content }}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+
+
+@final
+class ByteTokenizer(Tokenizer):
+    """Tokens 0 to 255 are the bytes of UTF-8 text; 256 begins and ends a document. Nothing to download."""
+
+    vocab_size: ClassVar[int] = 257
+    end: ClassVar[int] = 256
+    fingerprint: ClassVar[str] = "bytes, 1"
+
+    def encode(self, text: str | bytes) -> Tokens:
+        """Maps text to one token a byte."""
+        raw = text.encode("utf-8") if isinstance(text, str) else text
+        return np.frombuffer(raw, dtype=np.uint8).astype(np.uint16)
+
+    def decode(self, tokens: Tokens) -> str:
+        """Maps tokens back to text, separators left out; bytes that are no UTF-8 become U+FFFD."""
+        kept = np.asarray(tokens)[np.asarray(tokens) < 256]
+        return kept.astype(np.uint8).tobytes().decode("utf-8", errors="replace")
+
+    def encode_documents(self, texts: Sequence[str]) -> list[Tokens]:
+        """One token a byte, between two of token 256."""
+        separator = np.array([self.end], dtype=np.uint16)
+        return [np.concatenate([separator, self.encode(text), separator]) for text in texts]
+
+    def encode_chats(self, chats: Sequence[RenderedChat]) -> list[tuple[Tokens, Counted | None]]:
+        """One token a byte, between two of token 256, which are in no answer."""
+        tokens = self.encode_documents([chat.text for chat in chats])
+        return [(own, _in_answers(chat, len(own))) for own, chat in zip(tokens, chats, strict=True)]
+
+    @property
+    def chat_template(self) -> ChatTemplate:
+        """The ChatML layout, its marks spelt out as bytes."""
+        return ChatTemplate(_BYTE_CHAT, {})
+
+
+def _in_answers(chat: RenderedChat, num_tokens: int) -> Counted | None:
+    if chat.answers is None:
+        return None
+    counted = np.zeros(num_tokens, dtype=bool)
+    for first, stop in chat.answers:
+        start = 1 + len(chat.text[:first].encode("utf-8"))  # after the separator
+        counted[start : start + len(chat.text[first:stop].encode("utf-8"))] = True
+    return counted

@@ -1,0 +1,83 @@
+"""What stands after `remat:` in a config, and the policy that it means."""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, TypeAlias
+
+from .._policy import ScanCheckpointPolicy, ScanCheckpointSpec, resolve_policy
+from ..memory import parse_bytes
+
+RematEntry: TypeAlias = bool | Mapping[str, Any] | str
+"""An alias, the name of a preset, `auto`, or a mapping of `ScanCheckpointPolicy`'s fields."""
+
+RematPresets: TypeAlias = Mapping[str, ScanCheckpointPolicy]
+"""Policies under names that a model gives them, since they name what is inside its layers."""
+
+NO_PRESETS: RematPresets = MappingProxyType({})
+
+
+def remat_policy(value: RematEntry, presets: RematPresets = NO_PRESETS) -> ScanCheckpointPolicy:
+    """The policy that a config's `remat` entry stands for.
+
+    Args:
+        value: an alias (`true`, `false`, `nested`, ...), the name of a preset, or a mapping of
+            `ScanCheckpointPolicy`'s fields.
+        presets: the policies to which a model gives names.
+
+    Raises:
+        ValueError: an unknown alias or field, or fields that contradict each other.
+    """
+    if isinstance(value, str) and value in presets:
+        return presets[value]
+    if not isinstance(value, Mapping):
+        try:
+            return resolve_policy(value)  # pyright: ignore[reportArgumentType]
+        except ValueError as error:
+            if not presets:
+                raise
+            raise ValueError(f"{error} Presets of this model: {', '.join(presets)}.") from error
+    valid = ScanCheckpointPolicy.__dataclass_fields__
+    for name in value:
+        if name not in valid:
+            raise ValueError(
+                f"remat.{name} is not a field of ScanCheckpointPolicy; valid: {', '.join(valid)}."
+            )
+    if isinstance(value.get("first_policy"), Mapping):
+        value = {**value, "first_policy": remat_policy(value["first_policy"])}
+    return ScanCheckpointPolicy(**value)
+
+
+def remat_entry(spec: ScanCheckpointSpec) -> bool | str | dict[str, Any]:
+    """What to write after `remat:` for a policy; the inverse of `remat_policy`."""
+    if not isinstance(spec, ScanCheckpointPolicy):
+        return spec
+    entry = {name: list(value) if isinstance(value, tuple) else value for name, value in spec.settings()}
+    if "first_policy" in entry:
+        entry["first_policy"] = remat_entry(spec.first_policy)
+    return entry or True
+
+
+def check_remat(
+    remat: RematEntry,
+    budget: str | None,
+    host_budget: str | None,
+    presets: RematPresets = NO_PRESETS,
+) -> ScanCheckpointPolicy | None:
+    """The policy that a config's `remat` entry stands for, or None for `auto`, which needs a budget.
+
+    Raises:
+        ValueError: as `remat_policy` does, a budget that is missing, without effect, or cannot be read.
+    """
+    if remat == "auto":
+        if budget is None:
+            raise ValueError(
+                "remat: auto takes the policy that fits a budget, and there is none. Say how much memory of "
+                "a device the step may take: budget: 72GiB."
+            )
+        for size in filter(None, (budget, host_budget)):
+            parse_bytes(size)
+        return None
+    for name, size in (("budget", budget), ("host_budget", host_budget)):
+        if size is not None:
+            raise ValueError(f"{name} = {size} has no effect beside remat: {remat}. Write remat: auto.")
+    return remat_policy(remat, presets)

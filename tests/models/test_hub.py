@@ -1,0 +1,53 @@
+from pathlib import Path
+
+import huggingface_hub
+import huggingface_hub.errors
+import pytest
+
+from models.hub import model_folder
+from models.safetensors_folder import WeightsError
+
+
+@pytest.fixture
+def asked(monkeypatch, tmp_path):
+    calls = []
+
+    def download(repository, *, revision, allow_patterns):
+        calls.append((repository, revision))
+        assert "*.safetensors" in allow_patterns and "config.json".endswith(allow_patterns[0][1:])
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    return calls
+
+
+def test_a_folder_is_taken_as_it_is(tmp_path, asked):
+    assert model_folder(str(tmp_path)) == tmp_path
+    assert not asked
+
+
+@pytest.mark.parametrize(
+    ("name", "call"),
+    [("Qwen/Qwen3-0.6B", ("Qwen/Qwen3-0.6B", None)), ("Qwen/Qwen3-0.6B@v1", ("Qwen/Qwen3-0.6B", "v1"))],
+)
+def test_other_names_are_the_hub_s(name, call, asked, tmp_path):
+    assert model_folder(name) == Path(tmp_path)
+    assert asked == [call]
+
+
+@pytest.mark.parametrize("name", ["/nowhere/model", "./nowhere/model", "model", "a/b/c"])
+def test_what_can_be_neither_is_refused(name, asked):
+    with pytest.raises(FileNotFoundError, match=f"no folder {name}, and it is no name on the"):
+        model_folder(name)
+    assert not asked
+
+
+def test_what_the_hub_has_not_is_named(monkeypatch):
+    def download(*_, **__):
+        raise huggingface_hub.errors.LocalEntryNotFoundError("offline")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    with pytest.raises(
+        WeightsError, match="some/model is no folder here, and it could not be fetched .*offline"
+    ):
+        model_folder("some/model")

@@ -1,0 +1,176 @@
+import dataclasses
+import weakref
+
+import equinox as eqx
+import haliax as hax
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from haliax import Axis
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from safetensors.numpy import load_file, save_file
+
+from models.qwen3_moe import AttentionConfig, ExpertsConfig, Qwen3Config, Qwen3Decoder, Qwen3MoeConfig
+from models.qwen3_moe.hf import decoder_places, read_decoder, write_decoder
+from models.qwen3_moe.hf_config import read_hf_config
+from models.safetensors_folder import INDEX, SINGLE, SafetensorsFolder, WeightsError
+from stacked_remat import ScanCheckpointPolicy
+
+Vocab = Axis("vocab", 10)
+CONFIG = Qwen3MoeConfig(
+    hidden_dim=8,
+    num_layers=3,
+    num_heads=4,
+    mlp_dim=6,
+    attention=AttentionConfig(bias=True),
+    experts=ExpertsConfig(4, 2, 6, dense_layers=(0,)),
+)
+
+
+@pytest.fixture(scope="module")
+def decoder():
+    made = eqx.filter_jit(Qwen3Decoder.init)(CONFIG, Vocab, key=jax.random.key(0))
+    keys = iter(jax.random.split(jax.random.key(1), 100))
+    return jax.tree.map(lambda leaf: jax.random.normal(next(keys), leaf.shape), made)
+
+
+@pytest.fixture
+def folder(decoder, tmp_path):
+    write_decoder(tmp_path / "weights", decoder, max_file_bytes=2000)
+    return tmp_path / "weights"
+
+
+def assert_equal(one, other):
+    for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_what_is_written_is_read(decoder, folder):
+    config, vocab_size = read_hf_config(folder)
+    again = read_decoder(folder, config, Axis("vocab", vocab_size), remat="nested")
+    assert_equal(again, decoder)
+    assert [stack.remat for stack in again.stacks] == [ScanCheckpointPolicy(nested=True)] * 2
+
+
+def test_files_end_where_they_should_and_the_index_names_them(folder):
+    files = sorted(path.name for path in folder.glob("*.safetensors"))
+    assert len(files) > 3 and files[0] == f"model-00001-of-{len(files):05d}.safetensors"
+    sizes = [sum(array.nbytes for array in load_file(folder / name).values()) for name in files]
+    assert max(sizes) <= 2000
+    assert (folder / INDEX).is_file() and not list(folder.parent.glob(".*"))
+
+
+def test_one_file_needs_no_index(decoder, tmp_path):
+    write_decoder(tmp_path / "weights", decoder)
+    assert sorted(path.name for path in (tmp_path / "weights").iterdir()) == ["config.json", SINGLE]
+
+
+def test_a_tensor_is_a_layer_of_one_expert(decoder, folder):
+    tensors = SafetensorsFolder.open(folder)
+    experts = decoder.stacks[1].stacked.mlp.experts.stacked
+    expert = tensors.read("model.layers.2.mlp.experts.3.up_proj.weight")
+    np.testing.assert_array_equal(expert, experts.up_proj.weight.array[1, 3])
+    query = tensors.read("model.layers.0.self_attn.q_proj.weight")
+    np.testing.assert_array_equal(
+        query, decoder.stacks[0].stacked.attention.q_proj.weight.array.reshape(8, 8)
+    )
+    assert tensors.shapes["model.layers.1.self_attn.k_proj.bias"] == (4,)
+
+
+def test_arrays_take_the_dtype_asked_for(decoder, folder):
+    half = read_decoder(folder, CONFIG, Vocab, dtype="bfloat16")
+    assert_equal(half, jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), decoder))
+    write_decoder(folder.parent / "half", half)
+    assert_equal(read_decoder(folder.parent / "half", CONFIG, Vocab, dtype="bfloat16"), half)
+
+
+def test_arrays_are_made_where_they_are_to_be(decoder, folder):
+    mesh = Mesh(np.array(jax.devices()).reshape(2, 4), ("expert", "data"))
+    axes = {"experts": "expert", "embed": "data", "layers": None}
+
+    def sharding(named):
+        return NamedSharding(mesh, PartitionSpec(*(axes.get(axis.name) for axis in named.axes)))
+
+    spread = read_decoder(folder, CONFIG, Vocab, sharding=sharding)
+    assert_equal(spread, decoder)
+    up = spread.stacks[1].stacked.mlp.experts.stacked.up_proj.weight
+    assert up.array.sharding.spec == PartitionSpec(None, "expert", None, "data")
+    assert up.array.addressable_shards[0].data.shape == (2, 2, 6, 2)
+    write_decoder(folder.parent / "spread", spread)
+    assert_equal(read_decoder(folder.parent / "spread", CONFIG, Vocab), decoder)
+
+
+def test_one_tensor_at_a_time_is_on_the_host(folder, monkeypatch):
+    alive = 0
+    original = SafetensorsFolder.read
+
+    def gone():
+        nonlocal alive
+        alive -= 1
+
+    def read(self, name):
+        nonlocal alive
+        assert alive == 0
+        tensor = original(self, name)
+        alive += 1
+        weakref.finalize(tensor, gone)
+        return tensor
+
+    monkeypatch.setattr(SafetensorsFolder, "read", read)
+    read_decoder(folder, CONFIG, Vocab)
+
+
+def test_all_that_differs_is_named_and_nothing_is_read(decoder, folder, monkeypatch):
+    path = next(folder.glob("*-00001-*"))
+    tensors = load_file(path)
+    save_file({**tensors, "model.layers.9.strange": np.zeros((2, 3), np.float32)}, path)
+    index = (folder / INDEX).read_text()
+    (folder / INDEX).write_text(index.replace('"model.norm.weight"', '"model.layers.9.strange"'))
+    monkeypatch.setattr(SafetensorsFolder, "read", None)
+    narrow = dataclasses.replace(CONFIG, mlp_dim=5)
+    with pytest.raises(WeightsError) as caught:
+        read_decoder(folder, narrow, Axis("vocab", 10))
+    lines = str(caught.value).splitlines()
+    assert "4 differ" in lines[0]
+    assert "  unknown: model.layers.9.strange [2, 3]" in lines
+    (down,) = (line for line in lines if "down_proj" in line)
+    assert down == (
+        "  misshapen: model.layers.0.mlp.down_proj.weight [8, 6], expected [8, 5] "
+        "(for .stacks[0].stacked.mlp.down_proj.weight)"
+    )
+
+
+def test_missing_tensors_are_named(folder):
+    deeper = dataclasses.replace(CONFIG, num_layers=4)
+    with pytest.raises(
+        WeightsError, match=r"missing: model.layers.3.mlp.experts.3.down_proj.weight \[8, 6\]"
+    ):
+        read_decoder(folder, deeper, Vocab)
+
+
+def test_a_head_that_repeats_a_tied_embedding_is_left_alone(decoder, tmp_path):
+    tied = dataclasses.replace(
+        decoder, head=None, config=dataclasses.replace(CONFIG, tie_word_embeddings=True)
+    )
+    write_decoder(tmp_path / "weights", tied)
+    path = tmp_path / "weights" / SINGLE
+    tensors = load_file(path)
+    embedding = tensors["model.embed_tokens.weight"]
+    save_file({**tensors, "lm_head.weight": embedding.copy()}, path)
+    assert_equal(read_decoder(tmp_path / "weights", tied.config, Vocab), tied)
+    save_file({**tensors, "lm_head.weight": embedding + 1}, path)
+    with pytest.raises(WeightsError, match="its lm_head.weight is not its model.embed_tokens.weight"):
+        read_decoder(tmp_path / "weights", tied.config, Vocab)
+
+
+def test_every_array_has_its_place():
+    for config in (CONFIG, Qwen3Config(tie_word_embeddings=True)):
+        shapes = eqx.filter_eval_shape(Qwen3Decoder.init, config, Vocab, key=jax.random.key(0))
+        paths = [
+            jax.tree_util.keystr(path)
+            for path, _ in jax.tree_util.tree_leaves_with_path(
+                shapes, is_leaf=lambda node: isinstance(node, hax.NamedArray)
+            )
+        ]
+        assert sorted(decoder_places(shapes)) == sorted(paths)

@@ -1,0 +1,145 @@
+import json
+
+import pytest
+
+from models.qwen3_moe import (
+    AttentionConfig,
+    ExpertsConfig,
+    Qwen3Config,
+    Qwen3MoeConfig,
+    RotaryConfig,
+)
+from models.qwen3_moe.hf_config import config_from_hf, config_to_hf, read_hf_config
+from models.safetensors_folder import WeightsError
+from stacked_remat.ops import YarnRotary
+
+DENSE = {
+    "model_type": "qwen3",
+    "vocab_size": 50,
+    "hidden_size": 32,
+    "intermediate_size": 20,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+}
+MOE = DENSE | {
+    "model_type": "qwen3_moe",
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 10,
+}
+
+
+def test_what_is_not_said_is_as_hugging_face_has_it():
+    config, vocab_size = config_from_hf(DENSE)
+    assert vocab_size == 50
+    assert config == Qwen3Config(
+        hidden_dim=32,
+        num_layers=4,
+        num_heads=4,
+        num_kv_heads=4,
+        mlp_dim=20,
+        rotary=RotaryConfig(theta=10_000.0),
+    )
+    config, _ = config_from_hf(MOE)
+    assert config.sparse == ExpertsConfig(6, 2, 10, norm_topk_prob=False, load_balance_weight=0.001)
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"decoder_sparse_step": 2}, (0, 2)),
+        ({"mlp_only_layers": [1, 3]}, (1, 3)),
+        ({"decoder_sparse_step": 2, "mlp_only_layers": [3]}, (0, 2, 3)),
+        ({}, ()),
+    ],
+)
+def test_dense_layers_of_sparse_models(fields, expected):
+    assert config_from_hf(MOE | fields)[0].sparse.dense_layers == expected
+
+
+@pytest.mark.parametrize(
+    ("document", "expected"),
+    [
+        (DENSE | {"sliding_window": 8}, (None, None)),
+        (DENSE | {"sliding_window": 8, "use_sliding_window": True}, (None, None)),  # from layer 28 on
+        (DENSE | {"sliding_window": 8, "use_sliding_window": True, "max_window_layers": 1}, (8, (1, 2, 3))),
+        (DENSE | {"sliding_window": 8, "use_sliding_window": True, "max_window_layers": 0}, (8, None)),
+        (MOE | {"sliding_window": 8, "use_sliding_window": True}, (8, None)),
+        (MOE | {"sliding_window": 8, "use_sliding_window": False}, (None, None)),
+    ],
+)
+def test_windows(document, expected):
+    attention = config_from_hf(document)[0].attention
+    assert (attention.window, attention.windowed_layers) == expected
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"rope_theta": 100.0, "rope_scaling": {"type": "yarn", "factor": 4.0}},
+        {"rope_parameters": {"rope_theta": 100.0, "rope_type": "yarn", "factor": 4.0}},
+    ],
+    ids=["old", "new"],
+)
+def test_both_ways_to_say_how_positions_turn(fields):
+    rotary = config_from_hf(DENSE | fields | {"max_position_embeddings": 1024})[0].rotary
+    assert rotary == RotaryConfig(100.0, YarnRotary(4.0, 1024), 1024)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"model_type": "llama"}, "model_type is 'llama'; qwen3 and qwen3_moe are read"),
+        ({"hidden_size": None}, "hidden_size is missing"),
+        ({"num_experts": None}, "num_experts or num_local_experts is missing"),
+        ({"hidden_act": "gelu"}, "hidden_act is 'gelu'; the decoder has 'silu' built in"),
+        ({"attention_dropout": 0.1}, "attention_dropout is 0.1; the decoder has 0 built in"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config is {'bits': 4}"),
+        ({"rope_scaling": {"rope_type": "dynamic"}}, "rope_type 'dynamic' is not supported"),
+        ({"logit_softcap": 30.0}, "logit_softcap: fields that a qwen3_moe decoder does not know"),
+        ({"layer_types": ["full_attention"]}, "layer_types has 1 entries for 4 layers"),
+        ({"layer_types": ["linear"] * 4}, r"of the kinds \['linear'\]"),
+        ({"layer_types": ["sliding_attention"] * 4}, "layer_types has sliding_attention, but .* don't"),
+        ({"num_key_value_heads": 3}, "num_heads = 4 must be a multiple"),
+    ],
+)
+def test_what_the_decoder_has_not_is_refused(fields, message):
+    with pytest.raises(ValueError, match=message):
+        config_from_hf(MOE | fields)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        Qwen3Config(tie_word_embeddings=True, rms_norm_eps=1e-5, initializer_range=0.1),
+        Qwen3Config(attention=AttentionConfig(6, True, window=9, windowed_layers=(0, 2))),
+        Qwen3MoeConfig(rotary=RotaryConfig(500.0, YarnRotary(2.0, 64, beta_fast=8.0), 128)),
+        Qwen3MoeConfig(
+            attention=AttentionConfig(window=9),
+            experts=ExpertsConfig(5, 3, 7, False, 0.01, dense_layers=(1,)),
+        ),
+    ],
+)
+def test_a_config_comes_back_as_it_was_written(config):
+    document = json.loads(json.dumps(config_to_hf(config, 77, dtype="bfloat16")))
+    back, vocab_size = config_from_hf(document)
+    assert vocab_size == 77 and document["torch_dtype"] == "bfloat16"
+    assert config_to_hf(back, 77, dtype="bfloat16") == document
+    assert back.stacks == config.stacks and back.sparse == config.sparse and back.rotary == config.rotary
+
+
+def test_windows_in_some_layers_of_a_sparse_model_have_no_name_there():
+    config = Qwen3MoeConfig(attention=AttentionConfig(window=9, windowed_layers=(0,)))
+    with pytest.raises(WeightsError, match="a window in all layers or in none"):
+        config_to_hf(config, 77, dtype="float32")
+
+
+def test_the_file_is_named_where_it_is_wrong(tmp_path):
+    with pytest.raises(FileNotFoundError, match=f"no config.json in {tmp_path}"):
+        read_hf_config(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(WeightsError, match="config.json is not valid JSON"):
+        read_hf_config(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    with pytest.raises(WeightsError, match="config.json can't be used: model_type is 'llama'"):
+        read_hf_config(tmp_path)

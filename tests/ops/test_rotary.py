@@ -1,0 +1,238 @@
+"""Rotary embedding by its definition, a pair and a position at a time; scalings against Hugging Face's."""
+
+import json
+import math
+
+import haliax as hax
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from haliax import Axis
+
+from stacked_remat.ops import (
+    DefaultRotary,
+    LinearRotary,
+    Llama3Rotary,
+    YarnRotary,
+    apply_rotary,
+    rotary_from_hf,
+    rotary_table,
+)
+
+Batch, Pos, HeadDim = Axis("batch", 2), Axis("position", 5), Axis("head_dim", 6)
+KVHeads = Axis("kv_heads", 2)
+THETA = 100.0
+
+
+def normal(seed, *axes):
+    return hax.random.normal(jax.random.key(seed), axes)
+
+
+def test_rotation_turns_each_pair_by_its_angle():
+    x = normal(0, Pos, HeadDim)
+    turned = apply_rotary(x, rotary_table(hax.arange(Pos), HeadDim, theta=THETA), HeadDim).array
+    for position in range(Pos.size):
+        for pair in range(3):
+            angle = position * THETA ** (-2 * pair / HeadDim.size)
+            a, b = float(x.array[position, pair]), float(x.array[position, pair + 3])
+            expected = [a * np.cos(angle) - b * np.sin(angle), b * np.cos(angle) + a * np.sin(angle)]
+            np.testing.assert_allclose(turned[position, pair::3], expected, atol=1e-5)
+
+
+def test_rotation_keeps_lengths_dtype_and_the_first_position():
+    x = normal(1, Batch, KVHeads, Pos, HeadDim)
+    table = rotary_table(hax.arange(Pos), HeadDim, theta=THETA)
+    turned = apply_rotary(x, table, HeadDim)
+    assert turned.axes == x.axes
+    np.testing.assert_allclose(
+        hax.sum(turned * turned, HeadDim).array, hax.sum(x * x, HeadDim).array, rtol=1e-5
+    )
+    np.testing.assert_allclose(turned[Pos, 0].array, x[Pos, 0].array, atol=1e-6)
+    assert apply_rotary(x.astype(jnp.bfloat16), table, HeadDim).dtype == jnp.bfloat16
+
+
+def test_scores_depend_on_the_distance_alone():
+    query, key = normal(2, HeadDim), normal(3, HeadDim)
+
+    def scores(first):
+        table = rotary_table(hax.arange(Pos) + first, HeadDim, theta=THETA)
+        turned = apply_rotary(query.broadcast_axis(Pos), table, HeadDim)
+        keys = apply_rotary(key.broadcast_axis(Pos), table, HeadDim).rename({Pos: "key_position"})
+        return hax.dot(turned, keys, axis=HeadDim).array
+
+    np.testing.assert_allclose(scores(0), scores(1000), atol=1e-4)
+
+
+def test_documents_packed_differently_have_tables_of_their_own():
+    positions = hax.named(jnp.array([[0, 1, 2, 0, 1], [0, 1, 2, 3, 4]]), (Batch, Pos))
+    x = normal(4, Pos, KVHeads, Batch, HeadDim)
+    turned = apply_rotary(x, rotary_table(positions, HeadDim, theta=THETA), HeadDim)
+    for row in range(Batch.size):
+        alone = rotary_table(positions[Batch, row], HeadDim, theta=THETA)
+        np.testing.assert_allclose(
+            turned[Batch, row].array, apply_rotary(x[Batch, row], alone, HeadDim).array, atol=1e-6
+        )
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (dict(positions=hax.zeros(Pos)), "positions are integers; these are float32"),
+        (dict(positions=hax.arange(HeadDim)), "positions already have the axis 'head_dim'"),
+        (dict(HeadDim=Axis("head_dim", 5)), "turns pairs of coordinates; a head has 5"),
+        (dict(theta=1.0), "theta, the base of the wavelengths, must be above 1; got 1.0"),
+    ],
+)
+def test_a_table_of_what_does_not_fit_is_refused(change, message):
+    arguments = dict(positions=hax.arange(Pos), HeadDim=HeadDim, theta=THETA) | change
+    with pytest.raises(ValueError, match=message):
+        rotary_table(**arguments)
+
+
+def yarn(**change):
+    return YarnRotary(**(dict(factor=4.0, original_max_position_embeddings=32_768) | change))
+
+
+def test_a_factor_of_one_is_the_default():
+    plain = DefaultRotary().frequencies(128, 1e6)
+    for scaling in (yarn(factor=1.0), LinearRotary(1.0), Llama3Rotary(1.0, 8192, 1.0, 4.0)):
+        np.testing.assert_allclose(scaling.frequencies(128, 1e6), plain, rtol=1e-12)
+        assert scaling.attention_factor_used == 1.0
+
+
+@pytest.mark.parametrize(
+    "scaling", [yarn(), yarn(truncate=False), Llama3Rotary(4.0, 8192, 1.0, 4.0)], ids=str
+)
+def test_slow_pairs_are_interpolated_and_fast_ones_are_not(scaling):
+    plain = DefaultRotary().frequencies(128, 1e6)
+    ratio = plain / scaling.frequencies(128, 1e6)
+    turns = plain * scaling.original_max_position_embeddings / (2 * math.pi)
+    fast, slow = (32, 1) if isinstance(scaling, YarnRotary) else (4, 1)
+    # Rounded outwards, the ramp may begin and end a pair early and late.
+    np.testing.assert_allclose(ratio[turns > fast * 1.25], 1.0, rtol=1e-12)
+    np.testing.assert_allclose(ratio[turns < slow / 1.25], 4.0, rtol=1e-12)
+    between = ratio[(turns < fast / 1.25) & (turns > slow * 1.25)]
+    assert len(between) > 2 and np.all(np.diff(between) > 0) and between[0] > 1 and between[-1] < 4
+
+
+def test_the_attention_factor_multiplies_cosines_and_sines():
+    plain = rotary_table(hax.arange(Pos), HeadDim, theta=THETA)
+    for scaling, factor in (
+        (yarn(factor=1.0, attention_factor=1.5), 1.5),
+        (yarn(factor=1.0), 1.0),
+        (yarn(factor=math.e, mscale=2.0, mscale_all_dim=1.0), 1.2 / 1.1),
+        (yarn(factor=math.e), 1.1),
+    ):
+        assert scaling.attention_factor_used == pytest.approx(factor, abs=1e-12)
+        if scaling.factor == 1.0:
+            table = rotary_table(hax.arange(Pos), HeadDim, theta=THETA, scaling=scaling)
+            np.testing.assert_allclose(table.cos.array, plain.cos.array * factor, rtol=1e-6)
+            np.testing.assert_allclose(table.sin.array, plain.sin.array * factor, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: LinearRotary(0.5), "linear: factor must be a number of at least 1, got 0.5"),
+        (lambda: LinearRotary("4"), "must be a number of at least 1, got '4'"),
+        (lambda: yarn(original_max_position_embeddings=0), "yarn: original_max_position_embeddings must be"),
+        (lambda: yarn(beta_slow=64.0), "beta_slow = 64.0 must be positive and at most beta_fast = 32.0"),
+        (lambda: yarn(mscale=1.0), "mscale = 1.0 and mscale_all_dim = None have an effect only together"),
+        (lambda: yarn(attention_factor=0.0), "attention_factor must be positive, got 0.0"),
+        (
+            lambda: yarn(attention_factor=1.0, mscale=1.0, mscale_all_dim=1.0),
+            "attention_factor replaces what mscale and mscale_all_dim",
+        ),
+        (lambda: Llama3Rotary(8.0, 8192, 4.0, 4.0), "low_freq_factor = 4.0 must be positive and below"),
+    ],
+)
+def test_scalings_that_make_no_sense_can_not_be_made(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def from_hf(**parameters):
+    return rotary_from_hf(parameters or None, max_position_embeddings=40_960)
+
+
+def test_scalings_are_read_from_configs_new_and_old():
+    assert from_hf() == from_hf(rope_type="default") == from_hf(type="default") == DefaultRotary()
+    assert from_hf(type="linear", factor=2.0) == LinearRotary(2.0)
+    given = dict(factor=4.0, original_max_position_embeddings=32_768)
+    assert from_hf(rope_type="yarn", **given) == from_hf(type="yarn", beta_fast=None, **given) == yarn()
+    assert from_hf(rope_type="yarn", factor=2.0) == YarnRotary(2.0, 40_960)
+    assert from_hf(rope_type="yarn", original_max_position_embeddings=10_240) == YarnRotary(4.0, 10_240)
+    assert from_hf(rope_type="yarn", mscale=1.0, **given) == yarn()
+    with_both = dict(mscale=1.0, mscale_all_dim=0.8, **given)
+    assert from_hf(rope_type="yarn", **with_both) == yarn(mscale=1.0, mscale_all_dim=0.8)
+    assert from_hf(rope_type="yarn", attention_factor=1.2, **with_both) == yarn(attention_factor=1.2)
+
+
+@pytest.mark.parametrize(
+    ("parameters", "message"),
+    [
+        (
+            dict(rope_type="dynamic", factor=2.0),
+            "rope_type 'dynamic' is not supported. Those that are: default, linear, llama3, yarn",
+        ),
+        (dict(type="longrope"), "'longrope' is not supported"),
+        (dict(rope_type="linear", factor=2.0, beta_fast=3.0), "'linear' has no beta_fast. It has: factor"),
+        (dict(rope_type="default", factor=2.0), "'default' has no factor. It has: no fields"),
+        (dict(rope_type="linear"), "'linear' needs factor"),
+        (dict(rope_type="llama3", factor=8.0), "'llama3' needs high_freq_factor, low_freq_factor"),
+        (dict(rope_type="default", partial_rotary_factor=0.5), "partial_rotary_factor is not supported"),
+    ],
+)
+def test_configs_that_can_not_be_followed_are_refused_by_name(parameters, message):
+    with pytest.raises(ValueError, match=message):
+        from_hf(**parameters)
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        dict(rope_type="default"),
+        dict(rope_type="linear", factor=2.5),
+        dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=32_768),
+        dict(rope_type="yarn", factor=4.0),
+        dict(rope_type="yarn", factor=None, original_max_position_embeddings=4096),
+        dict(rope_type="yarn", factor=8.0, original_max_position_embeddings=4096, attention_factor=1.3),
+        dict(
+            rope_type="yarn",
+            factor=40.0,
+            original_max_position_embeddings=4096,
+            mscale=1.0,
+            mscale_all_dim=0.707,
+        ),
+        dict(rope_type="yarn", factor=40.0, original_max_position_embeddings=4096, mscale=0.707),
+        dict(rope_type="yarn", factor=2.0, original_max_position_embeddings=2048, truncate=False),
+        dict(
+            rope_type="yarn", factor=16.0, original_max_position_embeddings=8192, beta_fast=8.0, beta_slow=2.0
+        ),
+        dict(rope_type="yarn", factor=2.0, original_max_position_embeddings=4, truncate=True),
+        dict(rope_type="yarn", factor=2.0, original_max_position_embeddings=64, beta_fast=2.0, beta_slow=2.0),
+        dict(
+            rope_type="llama3",
+            factor=8.0,
+            original_max_position_embeddings=8192,
+            low_freq_factor=1.0,
+            high_freq_factor=4.0,
+        ),
+    ],
+    ids=json.dumps,
+)
+@pytest.mark.parametrize(("head_dim", "theta"), [(128, 1e6), (64, 1e4)])
+def test_scalings_are_those_of_hugging_face(parameters, head_dim, theta):
+    pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeRotaryEmbedding
+
+    config = transformers.Qwen3MoeConfig(
+        head_dim=head_dim, max_position_embeddings=40_960, rope_parameters=dict(parameters, rope_theta=theta)
+    )
+    reference = Qwen3MoeRotaryEmbedding(config)
+    scaling = rotary_from_hf(parameters, max_position_embeddings=40_960)
+    np.testing.assert_allclose(scaling.frequencies(head_dim, theta), reference.inv_freq.numpy(), rtol=1e-6)
+    assert scaling.attention_factor_used == pytest.approx(reference.attention_scaling, rel=1e-6)

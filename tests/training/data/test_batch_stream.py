@@ -1,0 +1,154 @@
+import collections
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given, settings, strategies as st
+
+from stacked_remat.training import (
+    BatchStream,
+    DataError,
+    MixtureShare,
+    PackedDocuments,
+    ProcessShare,
+    TokenizedDocuments,
+)
+
+
+def source(num_sequences, first=0, seq_len=4, weight=1.0, packing="split"):
+    """Sequences of one document each; a sequence's tokens are its number."""
+    documents = [np.full(seq_len + 1, first + number, np.uint16) for number in range(num_sequences)]
+    return MixtureShare(PackedDocuments(TokenizedDocuments.of(documents), seq_len, packing), weight)
+
+
+def stream(sources=None, batch_size=3, seed=0, process=None, prefetch=2):
+    sources = {"a": source(10)} if sources is None else sources
+    return BatchStream(sources, batch_size=batch_size, seed=seed, process=process, prefetch=prefetch)
+
+
+def numbers(batches, count):
+    """The numbers of the sequences in the next `count` batches."""
+    return np.array([np.asarray(batches.next().tokens.array)[:, 0] for _ in range(count)])
+
+
+@settings(max_examples=15)
+@given(
+    num_sequences=st.integers(1, 12),
+    batch_size=st.integers(1, 5),
+    seed=st.integers(0, 2**31),
+    epochs=st.integers(1, 3),
+)
+def test_every_epoch_has_every_sequence_once(num_sequences, batch_size, seed, epochs):
+    batches = stream({"a": source(num_sequences)}, batch_size, seed, prefetch=0)
+    # `batch_size * epochs` epochs are a whole number of batches
+    drawn = numbers(batches, num_sequences * epochs).ravel()
+    for epoch in drawn.reshape(-1, num_sequences):
+        assert sorted(epoch) == list(range(num_sequences))
+
+
+def test_epochs_and_seeds_differ_in_order_and_a_seed_fixes_it():
+    def epochs(seed):
+        return numbers(stream(batch_size=10, seed=seed), 6)
+
+    orders = {tuple(order) for seed in range(3) for order in epochs(seed)}
+    assert len(orders) == 18  # no seed repeats another's epochs either
+    np.testing.assert_array_equal(epochs(1), epochs(1))
+
+
+@pytest.mark.parametrize("count", [2, 3, 6])
+def test_processes_share_the_batches_of_one(count):
+    sources = {"a": source(10), "b": source(7, first=50, weight=2.0)}
+    alone = numbers(stream(sources, batch_size=6), 9)
+    shares = [numbers(stream(sources, 6, process=ProcessShare(index, count)), 9) for index in range(count)]
+    np.testing.assert_array_equal(np.concatenate(shares, axis=1), alone)
+
+
+@pytest.mark.parametrize("prefetch", [0, 1, 4])
+def test_a_position_leads_to_the_batches_after_it(prefetch):
+    batches = stream(prefetch=prefetch)
+    numbers(batches, 5)
+    state = json.loads(json.dumps(batches.get_state()))
+    expected = numbers(batches, 9)
+    np.testing.assert_array_equal(numbers(batches, 1), numbers(_at(state, 9), 1))
+    batches.set_state(state)
+    np.testing.assert_array_equal(numbers(batches, 9), expected)
+    np.testing.assert_array_equal(numbers(_at(state, 0), 9), expected)
+    batches.close()
+
+
+def _at(state, further):
+    fresh = stream(prefetch=2)
+    fresh.set_state(state)
+    numbers(fresh, further)
+    return fresh
+
+
+def test_a_position_does_not_depend_on_the_number_of_processes():
+    alone = stream(batch_size=4)
+    numbers(alone, 3)
+    shares = [stream(batch_size=4, process=ProcessShare(index, 2)) for index in range(2)]
+    for share in shares:
+        share.set_state(alone.get_state())
+    together = np.concatenate([numbers(share, 4) for share in shares], axis=1)
+    np.testing.assert_array_equal(together, numbers(alone, 4))
+    assert shares[0].get_state() == alone.get_state()
+
+
+def test_a_mixture_follows_its_weights_evenly():
+    sources = {"a": source(5, weight=3), "b": source(5, first=50, weight=1), "c": source(5, 90, weight=4.5)}
+    drawn = numbers(stream(sources, batch_size=170), 2).ravel()
+    names = np.where(drawn < 50, "a", np.where(drawn < 90, "b", "c"))
+    assert collections.Counter(names) == {"a": 120, "b": 40, "c": 180}
+    for upto in range(1, len(names)):
+        for name, share in {"a": 3 / 8.5, "b": 1 / 8.5, "c": 4.5 / 8.5}.items():
+            assert abs((names[:upto] == name).sum() - share * upto) < 2
+    for own in (drawn[names == "a"], drawn[names == "c"]):
+        for epoch in own.reshape(-1, 5):
+            assert len(set(epoch)) == 5
+
+
+def test_sources_of_a_mixture_are_in_orders_of_their_own():
+    drawn = numbers(stream({"a": source(50), "b": source(50, first=100)}, batch_size=100), 1)[0]
+    assert (drawn[drawn < 100] != drawn[drawn >= 100] - 100).any()
+
+
+def test_a_batch_has_all_fields():
+    batch = stream().next()
+    for named in (batch.tokens, batch.targets, batch.weights, batch.documents, batch.positions):
+        assert [(axis.name, axis.size) for axis in named.axes] == [("batch", 3), ("position", 4)]
+    assert np.asarray(batch.positions.array).tolist() == [[0, 1, 2, 3]] * 3
+    assert (np.asarray(batch.documents.array) == 1).all() and batch.weights.dtype == np.float32
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"seed": 1}, r"other training data: seed was 0 and is 1"),
+        ({"batch_size": 4}, r"batch_size was 3 and is 4"),
+        ({"sources": {"b": source(10)}}, r"sources.a was there then"),
+        ({"sources": {"a": source(10), "b": source(3)}}, r"sources.b was not there then"),
+        ({"sources": {"a": source(10, weight=2.0)}}, r"sources.a.weight was 1.0 and is 2.0"),
+        ({"sources": {"a": source(11)}}, r"sources.a.tokens was '\w+' and is '\w+'"),
+        ({"sources": {"a": source(10, packing="whole")}}, r"sources.a.tokens was"),
+    ],
+)
+def test_a_position_in_other_data_is_refused(change, message):
+    state = stream().get_state()
+    with pytest.raises(DataError, match=message):
+        stream(**change).set_state(state)
+
+
+def test_the_order_of_sources_is_part_of_the_data():
+    a, b = source(10), source(5, first=50)
+    state = stream({"a": a, "b": b}).get_state()
+    with pytest.raises(DataError, match=r"the order of sources was \['a', 'b'\] and is \['b', 'a'\]"):
+        stream({"b": b, "a": a}).set_state(state)
+
+
+def test_shares_that_cannot_be_are_refused():
+    with pytest.raises(DataError, match=r"data.batch_size = 3 can't be shared equally by 2 processes"):
+        stream(process=ProcessShare(0, 2))
+    with pytest.raises(ValueError, match=r"process 2 of 2"):
+        ProcessShare(2, 2)
+    with pytest.raises(ValueError, match=r"at least one source"):
+        stream({})

@@ -1,0 +1,86 @@
+import pytest
+
+from stacked_remat.training import ByteTokenizer, DataError
+from stacked_remat.training.data.chat_template import ChatTemplate, ChatTemplateError
+
+CHAT = [
+    {"role": "user", "content": "one?"},
+    {"role": "assistant", "content": "two."},
+    {"role": "user", "content": "three?"},
+    {"role": "assistant", "content": "four."},
+]
+
+MARKED = """{% for m in messages %}
+{%- if m.role == 'assistant' -%}
+<a>{% generation %}{{ m.content }}</a>{% endgeneration %}
+{%- else -%}
+<u>{{ m.content }}</u>
+{%- endif -%}
+{% endfor %}"""
+
+
+def answers(chat):
+    return [chat.text[first:stop] for first, stop in chat.answers]
+
+
+def test_a_template_sees_messages_special_tokens_and_the_prompt():
+    source = "{{ bos_token }}{% for m in messages %}{{ m.role }}:{{ m.content | trim }}{% endfor %}"
+    template = ChatTemplate(source + "{% if add_generation_prompt %}>{% endif %}", {"bos_token": "<s>"})
+    assert template.render(CHAT[:2]) == "<s>user:one?assistant:two."
+    assert template.render(CHAT[:1], add_generation_prompt=True) == "<s>user:one?>"
+
+
+def test_templates_are_read_as_their_authors_mean_them():
+    """Blocks leave no newline and no indentation, loops can be left, JSON is not escaped."""
+    source = """{% for m in messages %}
+  {% if loop.index == 2 %}
+{% break %}{% endif %}
+{{ m | tojson }}
+{% endfor %}"""
+    assert ChatTemplate(source, {}).render([{"é": "<b>"}, {}]) == '{"é": "<b>"}\n'
+    assert ChatTemplate("{{ strftime_now is defined }}", {}).render(CHAT) == "False"
+    assert ChatTemplate("{{ tools is none and documents is none }}", {}).render(CHAT) == "True"
+
+
+def test_answers_are_what_the_template_marks():
+    chat = ChatTemplate(MARKED, {}).render_with_answers(CHAT)
+    assert chat.text == "<u>one?</u><a>two.</a><u>three?</u><a>four.</a>"
+    assert answers(chat) == ["two.</a>", "four.</a>"]
+    assert ChatTemplate(MARKED, {}).render(CHAT) == chat.text
+
+
+def test_without_marks_answers_are_what_follows_the_prompt():
+    chat = ByteTokenizer().chat_template.render_with_answers(CHAT)
+    assert chat.text == ByteTokenizer().chat_template.render(CHAT)
+    assert answers(chat) == ["two.<|im_end|>\n", "four.<|im_end|>\n"]
+    assert ByteTokenizer().chat_template.render_with_answers(CHAT[:1]).answers == ()
+
+
+def test_answers_that_cannot_be_told_are_refused():
+    forgets = (
+        "{% for m in messages %}{% if loop.last or m.role == 'user' %}{{ m.content }}{% endif %}{% endfor %}"
+    )
+    with pytest.raises(ChatTemplateError, match=r"the answer of message 1 stands can't be told.*generation"):
+        ChatTemplate(forgets, {}).render_with_answers(CHAT)
+    sly = [{"role": "assistant", "content": "\ufdd1x"}]
+    with pytest.raises(ChatTemplateError, match=r"noncharacters"):
+        ChatTemplate(MARKED, {}).render_with_answers(sly)
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
+        ("{{ messages[9].content.x }}", "no element 9"),
+        ("{{ ''.__class__.__mro__ }}", "unsafe"),
+        ("{{ messages.append(1) }}", "unsafe"),
+    ],
+)
+def test_what_a_template_refuses_or_must_not_do_is_an_error(source, message):
+    with pytest.raises(ChatTemplateError, match=message):
+        ChatTemplate(source, {}).render(CHAT)
+
+
+def test_a_template_that_is_no_program_is_refused():
+    with pytest.raises(DataError, match=r"chat template is no Jinja, line 2"):
+        ChatTemplate("a\n{% for %}", {}).render(CHAT)

@@ -1,0 +1,96 @@
+import numpy as np
+import pytest
+
+from stacked_remat.training import DataError
+from stacked_remat.training.data.chat_template import ChatTemplate, RenderedChat
+from stacked_remat.training.data.hugging_face_tokenizer import HuggingFaceTokenizer
+
+from .word_tokenizer import CHAT_TEMPLATE, word_tokenizer
+
+CONFIG = {"eos_token": "</s>", "bos_token": {"content": "<s>"}}
+PLAIN, WITH_BEGIN = (word_tokenizer(begin=begin).to_str() for begin in (False, True))
+ID = word_tokenizer().token_to_id
+
+
+def make(definition=PLAIN, config=CONFIG, template=CHAT_TEMPLATE):
+    return HuggingFaceTokenizer("words", definition, config, template)
+
+
+def test_text_comes_back_and_merges_are_used():
+    tokenizer = make()
+    tokens = tokenizer.encode("never odd or even, né?")
+    assert tokenizer.decode(tokens) == "never odd or even, né?"
+    assert tokens[0] == ID("never") and tokens.dtype == np.uint16
+    assert tokenizer.vocab_size == word_tokenizer().get_vocab_size() and tokenizer.end == ID("</s>")
+
+
+def test_a_document_has_what_the_tokenizer_adds_and_ends_with_the_end_token_once():
+    (plain,) = make().encode_documents(["odd"])
+    assert plain.tolist() == [*make().encode("odd"), ID("</s>")]
+    (begun,) = make(WITH_BEGIN).encode_documents(["odd"])
+    assert begun.tolist() == [ID("<s>"), *plain]
+    (added,) = make(config={**CONFIG, "add_bos_token": True}).encode_documents(["odd"])
+    assert added.tolist() == begun.tolist()
+    (once,) = make(WITH_BEGIN, {**CONFIG, "add_bos_token": True}).encode_documents(["odd</s>"])
+    assert once.tolist() == begun.tolist()
+
+
+def test_a_remembered_length_does_not_cut_or_pad():
+    tokenizer = word_tokenizer()
+    tokenizer.enable_truncation(2)
+    tokenizer.enable_padding(length=9)
+    (tokens,) = make(tokenizer.to_str()).encode_documents(["never odd or even"])
+    assert tokens.tolist() == make().encode_documents(["never odd or even"])[0].tolist()
+
+
+def test_a_chat_is_what_its_template_writes_and_answers_are_counted_by_letters():
+    tokenizer = make(WITH_BEGIN)
+    chat = [{"role": "user", "content": "hello é"}, {"role": "assistant", "content": "there"}]
+    rendered = tokenizer.chat_template.render_with_answers(chat)
+    assert rendered.text == "<turn>user hello é</turn><turn>assistant there</turn>"
+    ((tokens, counted), (_, all_counted)) = tokenizer.encode_chats([rendered, RenderedChat(rendered.text)])
+    assert tokens[0] == ID("<turn>") and (tokens == ID("</turn>")).sum() == 2
+    answer = tokens[counted]
+    assert answer[-1] == ID("</turn>") and tokenizer.decode(answer) == " there"
+    assert not counted[: len(tokens) - len(answer)].any() and all_counted is None
+
+
+def test_the_template_may_name_special_tokens():
+    assert make(template="{{ bos_token }}{{ eos_token }}").chat_template.render([]) == "<s></s>"
+    assert isinstance(make().chat_template, ChatTemplate)
+
+
+def test_without_a_template_chats_are_refused():
+    with pytest.raises(DataError, match=r"The tokenizer words has no chat template.*chat_template.jinja"):
+        _ = make(template=None).chat_template
+
+
+def test_the_fingerprint_changes_with_all_that_changes_tokens():
+    other = word_tokenizer()
+    other.add_special_tokens(["<new>"])
+    variants = [
+        make(),
+        make(WITH_BEGIN),
+        make(other.to_str()),
+        make(config={"eos_token": "<s>"}),
+        make(config={**CONFIG, "add_bos_token": True}),
+        make(template="x"),
+        make(template=None),
+    ]
+    assert len({one.fingerprint for one in variants}) == len(variants)
+    assert make().fingerprint == make().fingerprint
+
+
+def test_the_end_token_is_the_configs_or_a_usual_one():
+    assert make(config={"eos_token": "</turn>"}).end == ID("</turn>")
+    assert make(config={}).end == ID("</s>")
+    with pytest.raises(DataError, match=r"its `eos_token` '<end>' is not in the vocabulary. Put a"):
+        make(config={"eos_token": "<end>"})
+    unnamed = word_tokenizer().to_str().replace("</s>", "<stop>")
+    with pytest.raises(DataError, match=r"it has no `eos_token`. Put a tokenizer_config.json"):
+        make(unnamed, {})
+
+
+def test_what_is_no_tokenizer_is_refused():
+    with pytest.raises(DataError, match=r"The tokenizer.json of data.tokenizer = 'words' can't be read"):
+        make("{}")

@@ -1,0 +1,129 @@
+import collections
+
+import numpy as np
+import pytest
+from hypothesis import given, settings, strategies as st
+
+from stacked_remat.training import DataError, PackedDocuments, TokenizedDocuments
+
+PACKINGS = ("split", "whole")
+LENGTHS = st.lists(st.integers(1, 14), min_size=1, max_size=30).filter(lambda found: max(found) > 1)
+
+
+def numbered(lengths):
+    """Documents whose tokens tell which they are: 100 times the document's number, and the place."""
+    return TokenizedDocuments.of(
+        [100 * number + np.arange(length, dtype=np.uint16) for number, length in enumerate(lengths)]
+    )
+
+
+def sequences(packed):
+    return [packed[index] for index in range(len(packed))]
+
+
+def places(packed):
+    """Every (input, target) of weight 1 in the sequences."""
+    return [
+        (int(token), int(target))
+        for sequence in sequences(packed)
+        for token, target, weight in zip(
+            sequence["tokens"], sequence["targets"], sequence["weights"], strict=True
+        )
+        if weight
+    ]
+
+
+@pytest.mark.parametrize("packing", PACKINGS)
+@settings(max_examples=60)
+@given(lengths=LENGTHS, seq_len=st.integers(1, 9))
+def test_every_token_is_told_from_the_one_before_it_exactly_once(packing, lengths, seq_len):
+    packed = PackedDocuments(numbered(lengths), seq_len, packing)
+    expected = [
+        (100 * number + at, 100 * number + at + 1)
+        for number, length in enumerate(lengths)
+        for at in range(length - 1)
+    ]
+    assert sorted(places(packed)) == expected
+    assert packed.num_targets == len(expected)
+    assert packed.num_documents == sum(length > 1 for length in lengths)
+
+
+@pytest.mark.parametrize("packing", PACKINGS)
+@settings(max_examples=60)
+@given(lengths=LENGTHS, seq_len=st.integers(1, 9))
+def test_documents_and_positions_tell_pieces_apart(packing, lengths, seq_len):
+    for sequence in sequences(PackedDocuments(numbered(lengths), seq_len, packing)):
+        assert all(field.shape == (seq_len,) for field in sequence.values())
+        counts = sequence["weights"] > 0
+        assert (np.diff(counts.astype(int)) <= 0).all() and counts[0]  # padding is at the end
+        for field in sequence.values():
+            assert not field[~counts].any()
+        pieces = collections.defaultdict(list)
+        for token, piece, position in zip(
+            *(sequence[name][counts] for name in ("tokens", "documents", "positions")), strict=True
+        ):
+            pieces[int(piece)].append((int(token), int(position)))
+        assert list(pieces) == list(range(1, len(pieces) + 1))
+        for piece in pieces.values():
+            assert [position for _, position in piece] == list(range(len(piece)))
+            first = piece[0][0]
+            assert [token for token, _ in piece] == list(range(first, first + len(piece)))
+
+
+def test_split_has_no_padding_but_at_the_very_end():
+    packed = PackedDocuments(numbered([4, 9, 2, 7]), 5, "split")
+    assert len(packed) == 4  # 3 + 8 + 1 + 6 places
+    weights = np.concatenate([sequence["weights"] for sequence in sequences(packed)])
+    assert weights.tolist() == [1.0] * 18 + [0.0] * 2
+
+
+@settings(max_examples=60)
+@given(lengths=LENGTHS, seq_len=st.integers(1, 9))
+def test_whole_cuts_no_document_that_fits_and_leaves_no_two_half_empty(lengths, seq_len):
+    packed = PackedDocuments(numbered(lengths), seq_len, "whole")
+    pieces = collections.Counter()
+    filled = []
+    for sequence in sequences(packed):
+        counts = sequence["weights"] > 0
+        filled.append(int(counts.sum()))
+        pieces.update({int(token) // 100 for token in sequence["tokens"][counts]})
+    for number, length in enumerate(lengths):
+        assert pieces[number] == -(-(length - 1) // seq_len)
+    # best fit opens a sequence only for what fits in no other, so any two together overflow one
+    assert all(a + b > seq_len for a, b in zip(sorted(filled), sorted(filled)[1:], strict=False))
+
+
+def test_whole_takes_the_sequence_that_is_left_fullest():
+    packed = PackedDocuments(numbered([8, 6, 4, 3]), 10, "whole")  # 7, 5, 3 and 2 places
+    found = [
+        sorted({int(token) // 100 for token in s["tokens"][s["weights"] > 0]}) for s in sequences(packed)
+    ]
+    assert found == [[0, 2], [1, 3]]
+
+
+def test_what_does_not_count_has_no_weight_as_a_target():
+    tokens = np.arange(8, dtype=np.uint16)
+    counted = np.array([0, 0, 1, 1, 0, 0, 1, 0], dtype=bool)
+    documents = TokenizedDocuments(
+        (tokens,), (counted,), np.array([0, 8]), np.array([0, 5]), np.array([5, 3]), "x"
+    )
+    (sequence,) = sequences(PackedDocuments(documents, 8, "split"))
+    assert sequence["targets"].tolist() == [1, 2, 3, 4, 6, 7, 0, 0]
+    assert sequence["weights"].tolist() == [0, 1, 1, 0, 1, 0, 0, 0]
+
+
+def test_documents_without_anything_to_tell_are_refused():
+    with pytest.raises(DataError, match=r"None of the 2 documents has two tokens"):
+        PackedDocuments(numbered([1, 1]), 4, "split")
+
+
+def test_the_fingerprint_changes_with_tokens_length_and_packing():
+    made = [
+        PackedDocuments(numbered([4, 5]), 4, "split"),
+        PackedDocuments(numbered([5, 4]), 4, "split"),
+        PackedDocuments(numbered([4, 5]), 5, "split"),
+        PackedDocuments(numbered([4, 5]), 4, "whole"),
+        PackedDocuments(numbered([4, 5]).select(np.array([True, False]), "a"), 4, "split"),
+    ]
+    assert len({one.fingerprint for one in made}) == len(made)
+    assert made[0].fingerprint == PackedDocuments(numbered([4, 5]), 4, "split").fingerprint

@@ -1,0 +1,153 @@
+import bz2
+import gzip
+import json
+import lzma
+import re
+
+import fsspec
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from stacked_remat.training import DataError
+from stacked_remat.training.data.files import find_files
+from stacked_remat.training.data.records import RecordFormat, read_records
+
+PLAIN = RecordFormat()
+CHAT = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
+
+
+def read(path, how=PLAIN, start=0):
+    (file,) = find_files([str(path)], "key")
+    return list(read_records(file, how, start))
+
+
+def contents(path, **how):
+    return [record.content for record in read(path, RecordFormat(**how))]
+
+
+def lines(path, *objects):
+    path.write_text("".join(one if isinstance(one, str) else json.dumps(one) + "\n" for one in objects))
+    return path
+
+
+def test_a_text_file_is_one_document_unchanged(tmp_path):
+    (tmp_path / "a.md").write_bytes("é\r\nb\n".encode())
+    assert contents(tmp_path / "a.md") == ["é\r\nb\n"]
+    assert read(tmp_path / "a.md", start=1) == []
+
+
+def test_a_line_of_json_is_a_text_or_a_chat_under_its_key(tmp_path):
+    path = lines(tmp_path / "a.jsonl", {"text": "one", "id": 3}, "\n", {"messages": CHAT}, {"text": ""})
+    assert contents(path) == ["one", CHAT, ""]
+    assert [record.number for record in read(path)] == [0, 2, 3]
+    path = lines(tmp_path / "b.jsonl", {"body": "one", "text": 1}, {"turns": CHAT})
+    assert contents(path, text_key="body", messages_key="turns") == ["one", CHAT]
+
+
+def test_a_row_of_parquet_is_a_text_or_a_chat(tmp_path):
+    texts = [f"row {number}" for number in range(600)]
+    pyarrow.parquet.write_table(
+        pyarrow.table({"text": texts, "n": range(600)}), tmp_path / "a.parquet", row_group_size=250
+    )
+    assert contents(tmp_path / "a.parquet") == texts
+    pyarrow.parquet.write_table(pyarrow.table({"turns": [CHAT]}), tmp_path / "b.pq")
+    assert contents(tmp_path / "b.pq", messages_key="turns") == [CHAT]
+
+
+@pytest.mark.parametrize("start", [0, 1, 255, 256, 257, 511, 599, 600])
+def test_reading_goes_on_from_any_record(tmp_path, start):
+    texts = [f"row {number}" for number in range(600)]
+    path = lines(tmp_path / "a.jsonl", *({"text": text} for text in texts))
+    pyarrow.parquet.write_table(pyarrow.table({"text": texts}), tmp_path / "a.parquet", row_group_size=100)
+    for file in (path, tmp_path / "a.parquet"):
+        found = read(file, start=start)
+        assert [record.content for record in found] == texts[start:]
+        assert [record.number for record in found] == list(range(start, 600))
+
+
+def test_what_went_before_the_start_is_not_parsed(tmp_path):
+    path = lines(tmp_path / "a.jsonl", "no json\n", {"text": "b"})
+    assert [record.problem for record in read(path, start=1)] == [None]
+
+
+@pytest.mark.parametrize(("ending", "codec"), [(".gz", gzip), (".bz2", bz2), (".xz", lzma)])
+def test_compressed_files_are_read_as_what_they_hold(tmp_path, ending, codec):
+    path = tmp_path / f"a.jsonl{ending}"
+    path.write_bytes(codec.compress(b'{"text": "one"}\n{"text": "two"}\n'))
+    assert contents(path) == ["one", "two"]
+    assert 0 < read(path)[-1].offset <= path.stat().st_size
+    (tmp_path / f"b.txt{ending}").write_bytes(codec.compress(b"plain"))
+    assert contents(tmp_path / f"b.txt{ending}") == ["plain"]
+
+
+def test_a_url_is_read_like_a_file(tmp_path):
+    filesystem = fsspec.filesystem("memory")
+    table = pyarrow.BufferOutputStream()
+    pyarrow.parquet.write_table(pyarrow.table({"text": ["far"]}), table)
+    filesystem.pipe(
+        {
+            "/far/a.jsonl": b'{"text": "away"}',
+            "/far/b.parquet": table.getvalue().to_pybytes(),
+            "/far/c.txt.gz": gzip.compress(b"off"),
+        }
+    )
+    assert [contents(f"memory://far/{name}") for name in ("a.jsonl", "b.parquet", "c.txt.gz")] == [
+        ["away"],
+        ["far"],
+        ["off"],
+    ]
+    assert contents((tmp_path / "x.txt").as_uri() if (tmp_path / "x.txt").write_text("y") else "") == ["y"]
+    filesystem.rm("/far", recursive=True)
+
+
+@pytest.mark.parametrize(
+    ("line", "problem"),
+    [
+        ('{"text": ', r"a.jsonl:2 is no JSON \(Expecting value"),
+        ("[1]", r"a.jsonl:2 holds list, not an object with keys"),
+        ('{"txt": "a"}', r"a.jsonl:2 has neither 'text' nor 'messages', but 'txt'"),
+        ('{"text": 3}', r"a.jsonl:2 has int, not text, in 'text'"),
+        ('{"messages": []}', r"a.jsonl:2 has no chat in 'messages': expected a list"),
+        ('{"messages": [{"content": "x"}]}', r"a.jsonl:2 has no chat.*: message 0 lacks a `role`"),
+        ('{"messages": [{"role": "user"}]}', r"a.jsonl:2 has no chat.*: message 0 lacks its `content`"),
+    ],
+)
+def test_a_malformed_line_is_named_and_the_others_are_read(tmp_path, line, problem):
+    path = lines(tmp_path / "a.jsonl", {"text": "one"}, line + "\n", {"text": "three"})
+    one, two, three = read(path)
+    assert (one.content, three.content, two.content) == ("one", "three", None)
+    assert re.search(problem, str(two.problem)) and two.problem.startswith(str(tmp_path))
+
+
+def test_bytes_that_are_no_text_are_named_with_their_line(tmp_path):
+    (tmp_path / "a.txt").write_bytes(b"one\ntwo\nthr\xffee")
+    assert "a.txt:3 is no UTF-8" in str(read(tmp_path / "a.txt")[0].problem)
+    (tmp_path / "a.jsonl").write_bytes(b'{"text": "a"}\n{"text": "\xff"}\n')
+    assert "a.jsonl:2 is no UTF-8" in str(read(tmp_path / "a.jsonl")[1].problem)
+
+
+def test_a_row_without_text_is_malformed(tmp_path):
+    pyarrow.parquet.write_table(pyarrow.table({"text": ["a", None]}), tmp_path / "a.parquet")
+    assert "a.parquet:2 has neither 'text'" in str(read(tmp_path / "a.parquet")[1].problem)
+
+
+def test_the_format_can_be_said(tmp_path):
+    path = lines(tmp_path / "a.log", {"text": "one"})
+    assert contents(path, format="jsonl") == ["one"]
+    assert contents(path) == ['{"text": "one"}\n']
+
+
+def test_files_that_cannot_be_read_at_all_are_refused(tmp_path):
+    (tmp_path / "a.parquet").write_bytes(b"no parquet at all")
+    with pytest.raises(DataError, match=r"a.parquet is no Parquet file"):
+        read(tmp_path / "a.parquet")
+    pyarrow.parquet.write_table(pyarrow.table({"body": ["a"], "n": [1]}), tmp_path / "b.parquet")
+    with pytest.raises(DataError, match=r"neither a column 'text' nor 'messages'; it has body, n.*text_key"):
+        read(tmp_path / "b.parquet")
+    (tmp_path / "c.txt.gz").write_bytes(b"not compressed")
+    with pytest.raises(DataError, match=r"Can't read .*c.txt.gz: .*gzip"):
+        read(tmp_path / "c.txt.gz")
+    (tmp_path / "d.jsonl.zst").write_bytes(b"x")
+    with pytest.raises(DataError, match=r"d.jsonl.zst is compressed with zstd"):
+        read(tmp_path / "d.jsonl.zst")

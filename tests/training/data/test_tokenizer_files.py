@@ -1,0 +1,90 @@
+import json
+
+import huggingface_hub
+import pytest
+
+from stacked_remat.training import ByteTokenizer, DataError, load_tokenizer
+
+from .word_tokenizer import save
+
+
+def test_byte_is_built_in():
+    assert isinstance(load_tokenizer("byte"), ByteTokenizer)
+
+
+def test_a_folder_and_a_file_in_it_are_the_same_tokenizer(tmp_path):
+    folder = save(tmp_path / "words")
+    by_folder, by_file = load_tokenizer(str(folder)), load_tokenizer(str(folder / "tokenizer.json"))
+    assert by_folder.fingerprint == by_file.fingerprint
+    assert by_folder.decode(by_folder.encode("never")) == "never"
+    (folder / "tokenizer.json").rename(tmp_path / "words.json")
+    alone = load_tokenizer(str(tmp_path / "words.json"))
+    assert alone.end == by_folder.end and alone.fingerprint != by_folder.fingerprint
+
+
+def test_a_template_in_a_file_of_its_own_or_in_a_list_is_found(tmp_path):
+    folder = save(tmp_path, template=None)
+    (folder / "chat_template.jinja").write_text("own file")
+    assert load_tokenizer(str(folder)).chat_template.render([]) == "own file"
+    (folder / "chat_template.jinja").unlink()
+    named = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "by default"}]
+    save(tmp_path, template=named)
+    assert load_tokenizer(str(folder)).chat_template.render([]) == "by default"
+
+
+def test_special_tokens_in_a_file_of_their_own_are_found(tmp_path):
+    folder = save(tmp_path, config={})
+    (folder / "special_tokens_map.json").write_text(json.dumps({"eos_token": {"content": "</turn>"}}))
+    tokenizer = load_tokenizer(str(folder))
+    assert tokenizer.end == tokenizer.encode("</turn>")[0]
+
+
+@pytest.fixture
+def hub(tmp_path, monkeypatch):
+    """A hub with the repository `someone/words`; remembers what was asked for."""
+    folder, asked = save(tmp_path / "hub"), []
+
+    def download(repository, file, *, revision):
+        asked.append((repository, file, revision))
+        if repository != "someone/words":
+            raise OSError(f"{repository} is not a repository")
+        if not (folder / file).exists():
+            raise huggingface_hub.errors.EntryNotFoundError(file)
+        return str(folder / file)
+
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
+    return asked
+
+
+def test_a_name_on_the_hub_is_fetched_file_by_file_at_its_revision(hub, tmp_path):
+    fetched = load_tokenizer("someone/words@v2")
+    assert fetched.fingerprint == load_tokenizer(str(tmp_path / "hub")).fingerprint
+    assert ("someone/words", "tokenizer.json", "v2") in hub
+    load_tokenizer("someone/words")
+    assert hub[-1][2] is None
+
+
+def test_a_name_that_the_hub_does_not_know_is_refused(hub):
+    with pytest.raises(DataError, match=r"'some/thing' is no folder or file here, and was not found on the"):
+        load_tokenizer("some/thing")
+
+
+def test_a_hub_that_cannot_be_reached_is_said(monkeypatch):
+    def download(*_, **__):
+        raise huggingface_hub.errors.LocalEntryNotFoundError("no connection")
+
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
+    with pytest.raises(DataError, match=r"the hub can't be reached: no connection"):
+        load_tokenizer("someone/words")
+
+
+def test_what_is_no_tokenizer_is_refused(tmp_path):
+    with pytest.raises(DataError, match=r"has no tokenizer.json.*save_pretrained"):
+        load_tokenizer(str(tmp_path))
+    for name in (str(tmp_path / "missing.json"), "a/b/c", "missing.json"):
+        with pytest.raises(DataError, match=r"is neither `byte`, nor a folder or tokenizer.json that exists"):
+            load_tokenizer(name)
+    save(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text("{")
+    with pytest.raises(DataError, match=r"The tokenizer_config.json of data.tokenizer = .* is no JSON"):
+        load_tokenizer(str(tmp_path))

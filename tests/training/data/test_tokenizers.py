@@ -1,0 +1,45 @@
+import numpy as np
+from hypothesis import given, settings, strategies as st
+
+from stacked_remat.training import ByteTokenizer
+from stacked_remat.training.data.chat_template import RenderedChat
+
+TOKENIZER = ByteTokenizer()
+
+
+@settings(max_examples=30)
+@given(st.text())
+def test_text_comes_back(text):
+    tokens = TOKENIZER.encode(text)
+    assert tokens.ndim == 1 and len(tokens) == len(text.encode())
+    assert TOKENIZER.decode(tokens) == text
+
+
+def test_bytes_are_their_own_tokens():
+    assert TOKENIZER.encode(bytes(range(256))).tolist() == list(range(256))
+    assert TOKENIZER.vocab_size == TOKENIZER.end + 1 == 257
+    assert TOKENIZER.dtype is np.uint16
+
+
+def test_separators_and_broken_text_can_be_decoded():
+    assert TOKENIZER.decode(np.array([65, TOKENIZER.end, 66])) == "AB"
+    assert TOKENIZER.decode(np.array([65, 0xFF])) == "A\ufffd"
+
+
+def test_a_document_begins_and_ends_with_the_separator():
+    one, two = TOKENIZER.encode_documents(["AB", ""])
+    assert one.tolist() == [256, 65, 66, 256] and two.tolist() == [256, 256]
+    assert one.dtype == np.uint16
+
+
+def test_the_bytes_of_answers_are_counted():
+    chats = [RenderedChat("é:ab\n", ((2, 4),)), RenderedChat("ab")]
+    (tokens, counted), (_, all_counted) = TOKENIZER.encode_chats(chats)
+    assert TOKENIZER.decode(tokens[counted]) == "ab"
+    assert len(counted) == len(tokens) == 8 and all_counted is None
+
+
+def test_a_chat_is_spelt_out():
+    messages = [{"role": "user", "content": "hi"}]
+    shown = TOKENIZER.chat_template.render(messages, add_generation_prompt=True)
+    assert shown == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"

@@ -1,0 +1,185 @@
+import json
+
+import fsspec
+import numpy as np
+import pytest
+
+from stacked_remat.training import (
+    ByteTokenizer,
+    DataConfig,
+    DataError,
+    ProcessShare,
+    SourceConfig,
+    load_tokenizer,
+    open_training_data,
+)
+
+from .silent import Silent
+from .word_tokenizer import save
+
+TOKENIZER = ByteTokenizer()
+
+
+def open_data(tmp_path, tokenizer=TOKENIZER, *, seed=0, progress=None, process=None, **config):
+    config = {"seq_len": 32, "batch_size": 4, "cache_dir": str(tmp_path / "cache"), **config}
+    progress = Silent() if progress is None else progress
+    return open_training_data(DataConfig(**config), tokenizer, seed=seed, progress=progress, process=process)
+
+
+def text_of(batches):
+    """The documents that batches are made of, put together from the pieces of `whole` packing."""
+    found = []
+    for batch in batches:
+        arrays = [np.asarray(x.array) for x in (batch.tokens, batch.targets, batch.documents)]
+        for tokens, targets, documents in zip(*arrays, strict=True):
+            for piece in range(1, documents.max() + 1):
+                found.append(
+                    TOKENIZER.decode(np.append(tokens[documents == piece], targets[documents == piece][-1]))
+                )
+    return sorted(found)
+
+
+def held_out_text(held_out):
+    return text_of(held_out.batch(index) for index in range(len(held_out)))
+
+
+def training_text(data, epoch_batches):
+    return text_of(data.training.next() for _ in range(epoch_batches))
+
+
+@pytest.fixture
+def folder(tmp_path):
+    for number in range(40):
+        file = tmp_path / "texts" / f"part{number % 3}" / f"{number:02d}.txt"
+        file.parent.mkdir(exist_ok=True, parents=True)
+        file.write_text(f"text {number}")
+    return tmp_path / "texts"
+
+
+def test_documents_are_trained_on_or_held_out_and_none_is_lost(folder, tmp_path):
+    source = {"all": SourceConfig((str(folder),))}
+    data = open_data(tmp_path, sources=source, held_out_fraction=0.3, packing="whole", batch_size=1)
+    held_out = held_out_text(data.held_out)
+    assert 4 <= len(held_out) <= 20
+    sequences = -(-(40 - len(held_out)) // 4)  # four of 7 or 8 places fit in 32
+    assert sorted(held_out + training_text(data, sequences)) == sorted(f"text {n}" for n in range(40))
+    assert f"in {len(held_out)} held out" in data.summary
+    fewer = open_data(tmp_path, sources=source, held_out_fraction=0.1, packing="whole")
+    assert set(held_out_text(fewer.held_out)) < set(held_out)
+
+
+def test_the_split_is_by_name_and_survives_other_files(folder, tmp_path):
+    def held_out():
+        source = {"all": SourceConfig((str(folder),))}
+        data = open_data(tmp_path, sources=source, held_out_fraction=0.3, packing="whole")
+        return set(held_out_text(data.held_out))
+
+    before = held_out()
+    for number in range(20, 40):
+        next(folder.rglob(f"{number:02d}.txt")).unlink()
+    assert held_out() == {text for text in before if int(text.split()[1]) < 20}
+
+
+def test_lines_of_one_file_are_split_too(tmp_path):
+    (tmp_path / "a.jsonl").write_text("\n".join(json.dumps({"text": f"line {n}"}) for n in range(100)))
+    source = {"one": SourceConfig((str(tmp_path / "a.jsonl"),))}
+    data = open_data(tmp_path, sources=source, held_out_fraction=0.2, packing="whole")
+    assert 10 <= len(held_out_text(data.held_out)) <= 30
+
+
+def test_held_out_files_of_ones_own_are_used_instead(folder, tmp_path):
+    (tmp_path / "exam.jsonl").write_text('{"body": "exam"}')
+    (tmp_path / "book.jsonl").write_text('{"body": "one"}\n{"body": "two"}')
+    own = SourceConfig((str(tmp_path / "book.jsonl"),), (str(tmp_path / "exam.jsonl"),), text_key="body")
+    data = open_data(
+        tmp_path, sources={"own": own, "all": SourceConfig((str(folder),))}, packing="whole", batch_size=1
+    )
+    assert held_out_text(data.held_out_by_source["own"]) == ["exam"]
+    assert len(held_out_text(data.held_out)) == 1 + len(held_out_text(data.held_out_by_source["all"]))
+    alone = open_data(tmp_path, sources={"own": own}, packing="whole", batch_size=1)
+    assert training_text(alone, 1) == ["one", "two"]
+
+
+def test_a_mixture_has_its_weights(folder, tmp_path):
+    fsspec.filesystem("memory").pipe("/mix/a.jsonl", b'{"text": "ONE"}\n{"text": "TWO"}\n' * 20)
+    sources = {
+        "near": SourceConfig((str(folder),)),
+        "far": SourceConfig(("memory://mix/a.jsonl",), weight=3.0),
+    }
+    data = open_data(tmp_path, sources=sources, held_out_fraction=0.2)
+    tokens = np.concatenate([np.asarray(data.training.next().tokens.array) for _ in range(20)])
+    upper = (tokens >= ord("A")) & (tokens <= ord("Z"))
+    assert upper.any(axis=1).sum() == 60
+
+
+def test_another_tokenizer_and_only_answers(tmp_path):
+    chat = [{"role": "user", "content": "never odd"}, {"role": "assistant", "content": "or even"}]
+    (tmp_path / "chats.jsonl").write_text(json.dumps({"messages": chat}))
+    paths = (str(tmp_path / "chats.jsonl"),)
+    tokenizer = load_tokenizer(str(save(tmp_path / "words")))
+    config = {"seq_len": 64, "batch_size": 1, "packing": "whole"}
+    for train_on, text in (("all", "user never oddassistant or even"), ("answers", "or even")):
+        source = SourceConfig(paths, paths, train_on=train_on)
+        batch = open_data(tmp_path, tokenizer, sources={"chats": source}, **config).training.next()
+        targets = np.asarray(batch.targets.array)[np.asarray(batch.weights.array) > 0]
+        assert tokenizer.decode(targets).split() == text.split()
+        assert targets[-1] == tokenizer.encode("</turn>")[0]
+
+
+def test_the_seed_orders_training_and_not_the_held_out(folder, tmp_path):
+    source = {"all": SourceConfig((str(folder),))}
+    one, other = (open_data(tmp_path, sources=source, held_out_fraction=0.3, seed=seed) for seed in (0, 1))
+    assert np.any(np.asarray(one.training.next().tokens.array != other.training.next().tokens.array))
+    same = np.asarray(one.held_out.batch(0).tokens.array == other.held_out.batch(0).tokens.array)
+    assert same.all()
+
+
+def test_processes_get_their_rows_and_no_prefetch_is_needed(folder, tmp_path):
+    source = {"all": SourceConfig((str(folder),))}
+    shares = [
+        open_data(tmp_path, sources=source, process=ProcessShare(index, 2), prefetch=0) for index in range(2)
+    ]
+    alone = open_data(tmp_path, sources=source)
+    together = np.concatenate([np.asarray(share.training.next().tokens.array) for share in shares])
+    np.testing.assert_array_equal(together, np.asarray(alone.training.next().tokens.array))
+    assert shares[0].held_out.batch(0).tokens.array.shape == (2, 32)
+
+
+def test_the_standard_library_is_the_default_and_its_tests_are_not(tmp_path):
+    progress = Silent()
+    data = open_data(tmp_path, progress=progress, seq_len=2048)
+    assert progress.works[0][0] == "tokenizing python-standard-library"
+    assert data.held_out.num_sequences > 50 and list(data.held_out_by_source) == ["python-standard-library"]
+    tokens, _, documents = data.summary.split(" ")[:3]
+    assert int(tokens.replace(",", "")) > 3_000_000, documents
+
+
+def test_skipped_records_are_reported_with_examples(tmp_path):
+    (tmp_path / "a.jsonl").write_text("\n".join(['{"text": "a line"}'] * 40 + ["{"] * 7))
+    progress = Silent()
+    source = {"one": SourceConfig((str(tmp_path / "a.jsonl"),))}
+    for _ in range(2):  # also when it comes from the cache
+        open_data(tmp_path, sources=source, held_out_fraction=0.2, on_malformed="skip", progress=progress)
+    assert len(progress.messages) == 2
+    assert progress.messages[1].startswith("one: 7 records can't be read and were skipped, such as /")
+    assert progress.messages[1].count("a.jsonl:") == 5
+    with pytest.raises(DataError, match=r"a.jsonl:41 is no JSON"):
+        open_data(tmp_path, sources=source, held_out_fraction=0.2)
+
+
+@pytest.mark.parametrize("number", [1, 0])
+def test_too_few_documents_to_split_are_refused(tmp_path, number):
+    (tmp_path / "only.txt").write_text("one file" * number)
+    source = {"one": SourceConfig((str(tmp_path / "only.txt"),))}
+    message = r"data.sources.one has 1 documents: . to train on and . held out" if number else "hold no text"
+    with pytest.raises(DataError, match=message):
+        open_data(tmp_path, sources=source)
+
+
+def test_a_path_without_files_names_its_key(tmp_path):
+    with pytest.raises(DataError, match=r"missing' in data.sources.x.paths stands for no file"):
+        open_data(tmp_path, sources={"x": SourceConfig((str(tmp_path / "missing"),))})
+    (tmp_path / "a.txt").write_text("a")
+    with pytest.raises(DataError, match=r"in data.sources.x.held_out stands for no file"):
+        paths = (str(tmp_path / "a.txt"),), (str(tmp_path / "missing"),)
+        open_data(tmp_path, sources={"x": SourceConfig(*paths)})

@@ -1,0 +1,81 @@
+import pytest
+
+from stacked_remat.training import ConfigError, DataConfig, SourceConfig, config_as_dict, parse_config
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"held_out_fraction": 1.0}, r"data.held_out_fraction must lie between 0 and 1, got 1.0"),
+        ({"seq_len": 0}, r"data.seq_len must be at least 1, got 0"),
+        ({"batch_size": -1}, r"data.batch_size must be at least 1"),
+        ({"prefetch": -1}, r"data.prefetch must be at least 0"),
+        ({"sources": {"a/b": SourceConfig(("x",))}}, r"the name 'a/b' of a source has to be made of letters"),
+    ],
+)
+def test_values_out_of_range_are_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
+        DataConfig(**changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"paths": ()}, r"A data source needs paths: .* got \[\]"),
+        ({"paths": ("",)}, r"A data source needs paths"),
+        (
+            {"paths": ("x",), "weight": 0.0},
+            r"weight of a data source .* got 0.0 for the one with paths \['x'\]",
+        ),
+        ({"paths": ("x",), "weight": float("nan")}, r"positive and finite, got nan"),
+    ],
+)
+def test_a_source_that_cannot_be_is_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
+        SourceConfig(**changes)
+
+
+def parse(tmp_path, text, *overrides):
+    path = tmp_path / "data.yaml"
+    path.write_text(text)
+    return parse_config(DataConfig, ["--config_path", str(path), *overrides])
+
+
+def test_sources_are_sections_under_names_of_ones_own(tmp_path):
+    text = """
+    sources:
+      web: {paths: [web/, more/*.txt], weight: 3}
+      chats: {paths: [s3://bucket/chats.jsonl], format: jsonl, train_on: answers, held_out: [exam.jsonl]}
+    tokenizer: tokenizers/words
+    packing: whole
+    """
+    config = parse(tmp_path, text, "--sources.web.weight", "2")
+    assert config.sources["web"] == SourceConfig(("web/", "more/*.txt"), weight=2.0)
+    assert config.sources["chats"].train_on == "answers" and config.packing == "whole"
+    assert parse(tmp_path, str(config_as_dict(config)).replace("'", '"')) == config
+    alone = parse_config(DataConfig, ["--sources.mine.paths", "[texts/]"])
+    assert alone == DataConfig({"mine": SourceConfig(("texts/",))})
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            "sources: {web: {path: [x]}}",
+            r"Unknown key `sources.web.path` in .*data.yaml. Did you mean `paths`",
+        ),
+        (
+            "sources: {web: {paths: texts/}}",
+            r"`sources.web.paths` in .* is a list, got 'texts/'. Write \[texts/\]",
+        ),
+        ("sources: {web: [x]}", r"`sources.web` in .* is a section of keys, got \['x'\]"),
+        ("sources: [x]", r"`sources` in .* holds sections, each under its name, got \['x'\]"),
+        ("sources: {web: {weight: 2}}", r"`sources.web`: Missing required field\(s\) `paths`"),
+        ("sources: {web: {paths: [x], format: csv}}", r"`sources.web.format`: .*text, jsonl, parquet"),
+        ("sources: {web: {paths: [x], weight: -1}}", r"weight of a data source is positive"),
+        ("packing: tight", r"`packing`: .*split, whole"),
+    ],
+)
+def test_mistakes_are_named(tmp_path, text, message):
+    with pytest.raises(ConfigError, match=message):
+        parse(tmp_path, text)

@@ -1,0 +1,73 @@
+import pytest
+import yaml
+
+from stacked_remat import ScanCheckpointPolicy
+from stacked_remat.training import check_remat, remat_entry, remat_policy
+
+PRESETS = {"frugal": ScanCheckpointPolicy(nested=3)}
+
+
+@pytest.mark.parametrize(
+    ("value", "policy"),
+    [
+        (True, ScanCheckpointPolicy()),
+        (False, ScanCheckpointPolicy(disable=True)),
+        ("nested", ScanCheckpointPolicy(nested=True)),
+        ({"nested": 3}, ScanCheckpointPolicy(nested=3)),
+        ({"save_block_internals": ["a"]}, ScanCheckpointPolicy(save_block_internals=["a"])),
+    ],
+)
+def test_remat_is_an_alias_or_the_fields_of_a_policy(value, policy):
+    assert remat_policy(value) == policy
+
+
+def test_a_remat_that_is_neither_is_refused():
+    with pytest.raises(ValueError, match=r"remat.nestd is not a field.*nested"):
+        remat_policy({"nestd": 3})
+    with pytest.raises(ValueError, match=r"Unknown remat policy 'nesed'"):
+        remat_policy("nesed")
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        ScanCheckpointPolicy(),
+        ScanCheckpointPolicy(nested=(3, 4), save_block_internals=["a", "b"]),
+        ScanCheckpointPolicy(nested=True, save_carries="offload", first_layers=3),
+        ScanCheckpointPolicy(first_layers=3, first_policy=ScanCheckpointPolicy(save_block_internals=["a"])),
+    ],
+    ids=str,
+)
+def test_what_is_written_for_a_policy_is_read_back(policy):
+    entry = yaml.safe_load(yaml.safe_dump(remat_entry(policy)))
+    assert remat_policy(entry) == policy
+    assert remat_entry("nested") == "nested" and remat_entry(False) is False
+
+
+@pytest.mark.parametrize(
+    ("remat", "budget", "host_budget", "message"),
+    [
+        ("auto", None, None, "budget: 72GiB"),
+        ("auto", None, "1TiB", "budget: 72GiB"),
+        ("auto", "72", None, "cannot read '72' as a number of bytes"),
+        ("auto", "72GiB", "much", "cannot read 'much'"),
+        ("nested", "72GiB", None, "budget = 72GiB has no effect beside remat: nested"),
+        (True, None, "1TiB", "host_budget = 1TiB has no effect"),
+    ],
+)
+def test_a_budget_goes_with_auto_and_nothing_else(remat, budget, host_budget, message):
+    with pytest.raises(ValueError, match=message):
+        check_remat(remat, budget, host_budget)
+
+
+def test_a_remat_without_a_budget_is_a_policy_and_auto_is_none_yet():
+    assert check_remat({"nested": 3}, None, None) == ScanCheckpointPolicy(nested=3)
+    assert check_remat("auto", "72GiB", "1.5TiB") is None
+
+
+def test_a_preset_is_named_like_an_alias():
+    assert remat_policy("frugal", PRESETS) == PRESETS["frugal"]
+    assert check_remat("frugal", None, None, PRESETS) == PRESETS["frugal"]
+    assert remat_policy("nested", PRESETS) == ScanCheckpointPolicy(nested=True)
+    with pytest.raises(ValueError, match=r"Unknown remat policy 'frugl'.*Presets of this model: frugal"):
+        remat_policy("frugl", PRESETS)

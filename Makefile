@@ -41,7 +41,7 @@ memory:  ## hold the memory that the benchmarks recorded for an H200 and a TPU v
 	@scripts/make_venv.sh "$(VENV)-memory" "$(PYTHON)" test,cuda-report,tpu-report
 	@mkdir -p "$(REPORTS)"
 	$(VENV)-memory/bin/python -m pytest --junitxml="$(REPORTS)/memory.xml" \
-	    tests/benchmarks/test_stack_memory.py tests/memory/test_targets.py
+	    tests/benchmarks/test_stack_memory.py tests/memory/test_targets.py tests/ops/test_attention_splash.py
 
 .PHONY: haliax
 haliax: venv  ## run Haliax's own tests of scan with this library in its place

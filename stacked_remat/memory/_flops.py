@@ -115,15 +115,15 @@ class _Walk:
         if name == "cond":
             return self._cond(eqn, values)
         if name == "pallas_call":
-            grid = params["grid_mapping"].grid
-            body, _ = self.run(params["jaxpr"], [None] * len(params["jaxpr"].invars))
-            if all(isinstance(size, int) for size in grid):
-                return body * math.prod(grid), unknown
-            reason = f"a kernel with a dynamic grid{_where(eqn)} is counted once"
-            return body + Cost(too_low=frozenset({reason})), unknown
+            return self._kernel(eqn, values), unknown
         if name == "shard_map":
             shape, manual = params["mesh"].shape, params.get("manual_axes")
-            body, _ = self.run(params["jaxpr"], _unknowns(params["jaxpr"].invars))
+            # What keeps its shape inside is not divided, and the same on every device.
+            inputs = [
+                value if value is not None and value.shape == var.aval.shape else None
+                for value, var in zip(values, params["jaxpr"].invars, strict=True)
+            ]
+            body, _ = self.run(params["jaxpr"], inputs)
             return body * math.prod(shape[axis] for axis in (manual or shape)), unknown
         for key in ("jaxpr", "call_jaxpr", "fun_jaxpr", "fwd_jaxpr", "call"):
             inner = params.get(key)
@@ -138,6 +138,22 @@ class _Walk:
         for inner in nested:
             cost = cost + self.run(inner, _unknowns(getattr(inner, "jaxpr", inner).invars))[0]
         return cost, unknown
+
+    def _kernel(self, eqn: Any, values: list[_Value]) -> Cost:
+        """A Pallas kernel: its body times the steps of its grid."""
+        grid, inner = eqn.params["grid_mapping"].grid, eqn.params["jaxpr"]
+        body, _ = self.run(inner, _unknowns(inner.invars))
+        if not all(isinstance(size, int) for size in grid):
+            reason = f"a kernel with a dynamic grid{_where(eqn)} is counted once"
+            return body + Cost(too_low=frozenset({reason}))
+        steps = math.prod(grid)
+        # The second argument of JAX's splash attention is its table of blocks: zero where nothing is visible.
+        # All its matrix products are in the branch that is taken elsewhere.
+        if (eqn.params.get("name") or "").startswith("splash_") and values[1] is not None:
+            steps = steps // values[1].size * np.count_nonzero(values[1])
+            reason = "what a splash kernel does on the first and last block of a row counts on every block"
+            body = dataclasses.replace(body, too_high=frozenset({reason}))
+        return body * int(steps)
 
     def _cond(self, eqn: Any, values: list[_Value]) -> tuple[Cost, list[_Value]]:
         branches, (index, *operands) = eqn.params["branches"], values

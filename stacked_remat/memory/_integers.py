@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 MAX_SIZE = 4096  # elements; larger integer arrays are data, not schedules
+_MAX_TABLE = 512 * 512  # the same for constants of one byte, such as the table of blocks that a kernel visits
 
 _Rule = Callable[..., Any]
 
@@ -26,7 +27,8 @@ def as_known(value: Any) -> np.ndarray | None:
         return np.asarray(value)
     if dtype is None or jnp.issubdtype(dtype, jax.dtypes.extended) or np.dtype(dtype).kind not in "biu":
         return None
-    if isinstance(value, jax.core.Tracer) or np.size(value) > MAX_SIZE:
+    most = _MAX_TABLE if np.dtype(dtype) == np.int8 else MAX_SIZE
+    if isinstance(value, jax.core.Tracer) or np.size(value) > most:
         return None
     return np.asarray(value)
 

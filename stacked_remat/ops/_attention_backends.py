@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from ._attention_blockwise import Blocks, Documents, Key, Query, blockwise_attention
+from ._attention_splash import splash_attention, splash_block_size
 
 
 @dataclass(frozen=True)
@@ -21,6 +22,8 @@ class Problem:
         head_dim: width of a head.
         has_documents: whether there are document boundaries.
         blocks: scale, block size and window.
+        batch: number of sequences.
+        devices: how many the compiler is left to divide the program among; 1 inside `jax.shard_map`.
     """
 
     platform: str
@@ -29,6 +32,8 @@ class Problem:
     head_dim: int
     has_documents: bool
     blocks: Blocks
+    batch: int = 1
+    devices: int = 1
 
 
 class Backend(ABC):
@@ -112,5 +117,46 @@ class CuDnn(Backend):
         return checkpoint_name(attended.reshape(query.shape), "attention_output")
 
 
-BACKENDS: dict[str, Backend] = {"cudnn": CuDnn(), "blockwise": Blockwise(), "exact": Exact()}
+class Splash(Backend):
+    """JAX's kernels for TPUs; see `_attention_splash.py`."""
+
+    def reason_against(self, problem: Problem) -> str | None:
+        if problem.platform != "tpu":
+            return f"it runs on TPUs, and the program is for {problem.platform!r}"
+        if problem.dtype not in (jnp.bfloat16, jnp.float32):
+            return f"it takes bfloat16 and float32, not {problem.dtype}"
+        if problem.head_dim > 512:
+            return f"its blocks fit a TPU's vector memory for heads up to 512 wide, not {problem.head_dim}"
+        if problem.devices > 1:
+            return (
+                f"the compiler can't divide it among {problem.devices} devices: attend inside "
+                "jax.shard_map(..., check_vma=False)"
+            )
+        size = splash_block_size(
+            problem.position,
+            problem.batch if problem.has_documents else 1,
+            problem.blocks.window,
+            problem.head_dim * problem.dtype.itemsize,
+        )
+        return size if isinstance(size, str) else None
+
+    def __call__(
+        self, query: Query, key: Key, value: Key, documents: Documents | None, blocks: Blocks
+    ) -> Query:
+        size = splash_block_size(
+            query.shape[1],
+            1 if documents is None else query.shape[0],
+            blocks.window,
+            query.shape[-1] * query.dtype.itemsize,
+        )
+        assert isinstance(size, int), size
+        return splash_attention(query, key, value, documents, blocks.scale, blocks.window, size)
+
+
+BACKENDS: dict[str, Backend] = {
+    "cudnn": CuDnn(),
+    "splash": Splash(),
+    "blockwise": Blockwise(),
+    "exact": Exact(),
+}
 """By name; those that are chosen by themselves come first, in the order in which they are asked."""

@@ -5,7 +5,10 @@ The kernels work on plain arrays; here are the axes, and the choice.
 
 import math
 
+import jax
 from haliax import Axis, AxisSelector, NamedArray, axis_name
+from jax.sharding import AxisType
+from jaxtyping import Array
 
 from .._placement import platform
 from ._attention_backends import BACKENDS, Backend, Problem
@@ -30,6 +33,7 @@ def causal_attention(
 
     Names for remat policies: `attention_output`, and with the blockwise backend `attention_lse` (float32, a
     number a head and position). With both saved, a checkpointed layer's backward pass does not attend again.
+    The splash backend calls both `attention_output`, because its kernels take one name.
 
     Args:
         query: `[..., Pos, KVHeads, HeadsPerKV..., HeadDim]` in any order: the axes that `key` lacks are query
@@ -42,9 +46,9 @@ def causal_attention(
         documents: integers `[..., Pos]`; a position sees only positions with its own. None for one document.
         window: how many positions a query sees, itself included; None for all before it.
         scale: factor of the scores; `HeadDim.size ** -0.5` if not given.
-        backend: `"auto"` for the first of `"cudnn"` and `"blockwise"` that serves, or one of these or
-            `"exact"` by name.
-        block_size: positions in a block of the blockwise backend.
+        backend: `"auto"` for the first of `"cudnn"`, `"splash"` and `"blockwise"` that serves, or one of
+            these or `"exact"` by name.
+        block_size: positions in a block of the blockwise backend; the others choose their own.
 
     Returns:
         Like `query`, in its axis order and dtype. Scores and sums are in float32.
@@ -53,14 +57,27 @@ def causal_attention(
         ValueError: axes that do not fit; an unknown backend, or one that cannot serve, with the reason.
 
     Cost: `2 * heads * Pos**2 * HeadDim` FLOPs forward, 2.5 times that backward, less where documents or the
-    window rule blocks out; memory in proportion to `Pos`. (`"exact"`: twice that, and `heads * Pos**2`.)
+    window rule blocks out; memory in proportion to `Pos`. (`"exact"`: twice that, and `heads * Pos**2`.
+    `"splash"`: 3.5 times backward, and documents rule out no blocks.)
+
+    Among several devices: inside `jax.shard_map` every backend works on the device's own part. Outside it
+    the compiler divides the work of all but splash, which then doesn't serve.
     """
     batch, group = _batch_and_group(query, key, value, Pos, KVHeads, HeadDim)
     if window is not None and window < 1:
         raise ValueError(f"window is a number of positions and at least 1; got {window}.")
     blocks = Blocks(HeadDim.size**-0.5 if scale is None else scale, block_size, window)
     position, heads = query.resolve_axis(axis_name(Pos)), key.resolve_axis(axis_name(KVHeads))
-    problem = Problem(platform(), query.dtype, position.size, HeadDim.size, documents is not None, blocks)
+    problem = Problem(
+        platform(),
+        query.dtype,
+        position.size,
+        HeadDim.size,
+        documents is not None,
+        blocks,
+        math.prod(axis.size for axis in batch),
+        _devices_left_to_the_compiler(query.array),
+    )
     chosen = choose_backend(backend, problem)
 
     def plain(x: NamedArray, *axes: Axis) -> NamedArray:
@@ -96,6 +113,15 @@ def choose_backend(name: str, problem: Problem) -> Backend:
     if reason is not None:
         raise ValueError(f"The attention backend {name!r} cannot serve here: {reason}. Use 'auto'.")
     return BACKENDS[name]
+
+
+def _devices_left_to_the_compiler(x: Array) -> int:
+    """Devices of the mesh that `x` lies on, without the axes that `jax.shard_map` has taken."""
+    mesh = jax.typeof(x).sharding.mesh
+    manual = AxisType.Manual
+    return math.prod(
+        size for size, kind in zip(mesh.axis_sizes, mesh.axis_types, strict=True) if kind != manual
+    )
 
 
 def _batch_and_group(

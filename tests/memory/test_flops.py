@@ -7,6 +7,7 @@ import pytest
 from jax.sharding import Mesh, PartitionSpec
 
 from stacked_remat.memory import count_flops
+from stacked_remat.ops._attention_splash import splash_attention
 
 SQUARE = jnp.ones((8, 8))
 PRODUCT = 2 * 8**3  # FLOP of SQUARE @ SQUARE
@@ -21,6 +22,23 @@ def test_products_are_two_for_each_pair():
     batched = count(lambda x, y: jnp.einsum("bij,bkj->bik", x, y), jnp.ones((4, 3, 5)), jnp.ones((4, 7, 5)))
     assert batched.matmul == 2 * 4 * 3 * 7 * 5
     assert batched.exact
+
+
+@pytest.mark.parametrize(("window", "blocks"), [(None, 15), (100, 9)])
+def test_a_splash_kernel_counts_the_blocks_that_its_table_says_it_visits(window, blocks):
+    query, key = jnp.ones((2, 640, 1, 3, 8)), jnp.ones((2, 640, 1, 8))  # six heads over five blocks of 128
+
+    def attend(query, key, value):
+        return splash_attention(query, key, value, None, 1.0, window, 128)
+
+    product = 6 * 2 * blocks * 128**2 * 8
+    forward = count(attend, query, key, key)
+    assert forward.matmul == 2 * product
+    # Scores again and three products for keys and values, scores again and two for queries; and the output of
+    # each position times its cotangent.
+    both = count(jax.grad(lambda *a: attend(*a).sum(), (0, 1, 2)), query, key, key)
+    assert both.matmul == (2 + 4 + 3) * product + 6 * 2 * 640 * 8
+    assert not both.too_low and "first and last block" in both.too_high[0]
 
 
 def test_convolution():

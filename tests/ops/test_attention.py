@@ -181,7 +181,7 @@ def test_no_group_axis_is_one_head_a_key_head():
     [
         (
             dict(backend="flash"),
-            "Unknown attention backend 'flash'. Use 'auto' or one of cudnn, blockwise, exact",
+            "Unknown attention backend 'flash'. Use 'auto' or one of cudnn, splash, blockwise, exact",
         ),
         (
             dict(backend="cudnn"),

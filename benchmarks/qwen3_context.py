@@ -1,0 +1,173 @@
+"""Qwen3-30B-A3B at long context: memory of forward and backward under each policy, and the longest that fits.
+
+Everything is compiled for a device that need not be there, and nothing is run:
+
+    python -m benchmarks.qwen3_context --target h200
+    python -m benchmarks.qwen3_context --target h200 --longest 80GiB 139GiB
+
+Model and adapters are those of `models/configs/qwen3_30b_a3b_65k_lora.yaml`; one sequence. Writes
+`results/qwen3_context_<target>.json`, or `results/qwen3_longest_<target>.json`.
+"""
+
+import argparse
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import equinox as eqx
+import haliax as hax
+import jax
+import jax.numpy as jnp
+from haliax import Axis
+
+from models.lm import build_model, next_token_loss
+from models.lora import with_adapters
+from models.train_lm import TrainLmConfig
+from stacked_remat import ScanCheckpointPolicy, ScanCheckpointSpec, memory
+from stacked_remat.training import (
+    BATCH_AXIS,
+    POSITION_AXIS,
+    TokenBatch,
+    parse_config,
+)
+
+from .record import RESULTS, versions
+
+CONFIG = Path(__file__).parents[1] / "models/configs/qwen3_30b_a3b_65k_lora.yaml"
+VOCAB = Axis("vocab", 151_936)
+
+POLICIES: dict[str, ScanCheckpointSpec] = {
+    "True": True,
+    "nested": "nested",
+    "nested, offload": ScanCheckpointPolicy(nested=True, save_carries="offload"),
+    "offload": "offload",
+}
+LEANEST = ("nested", "nested, offload", "offload")
+"""What the search for the longest context tries, from the least to the most traffic with the host."""
+
+
+def main(arguments: list[str] | None = None) -> Path:
+    options = _parser().parse_args(arguments)
+    config = parse_config(TrainLmConfig, ["--config_path", str(options.config)])
+    if options.longest:
+        name, rows = "longest", _longest(config, options)
+    else:
+        name, rows = "context", _contexts(config, options)
+    path = options.out / f"qwen3_{name}_{options.target}.json"
+    path.write_text(
+        json.dumps({"target": options.target, "versions": versions(), "rows": rows}, indent=1) + "\n"
+    )
+    print(f"wrote {path}")
+    return path
+
+
+def forward_and_backward(config: TrainLmConfig, tokens: int) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """Loss and gradients of what is trained as a function of the policy, and the shapes of its arguments."""
+
+    def initial(remat: ScanCheckpointSpec) -> Any:
+        def make() -> Any:
+            key = jax.random.key(0)
+            model = build_model(config.model, VOCAB, remat=remat, key=key)
+            model = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), model)
+            model, trainable = with_adapters(model, config.lora, key=key)
+            return eqx.partition(model, trainable)
+
+        return eqx.filter_eval_shape(make)
+
+    def loss_and_gradients(remat: ScanCheckpointSpec) -> Callable[..., Any]:
+        structure = jax.tree.structure(initial(remat))
+
+        def run(batch: TokenBatch, parts: Any) -> Any:
+            trained, frozen = jax.tree.unflatten(structure, jax.tree.leaves(parts))
+            return eqx.filter_value_and_grad(
+                lambda trained: next_token_loss(eqx.combine(trained, frozen), batch)[0]
+            )(trained)
+
+        return run
+
+    def batch() -> TokenBatch:
+        axes = (Axis(BATCH_AXIS, 1), Axis(POSITION_AXIS, tokens))
+        ids = hax.zeros(axes, dtype=jnp.int32)
+        return TokenBatch(ids, ids, hax.ones(axes, dtype=jnp.float32))
+
+    return loss_and_gradients, (eqx.filter_eval_shape(batch), initial(True))
+
+
+def _contexts(config: TrainLmConfig, options: argparse.Namespace) -> list[dict[str, Any]]:
+    rows = []
+    for tokens in options.tokens:
+        for name in options.policies:
+            fn, args = forward_and_backward(config, tokens)
+            found = memory.report(fn(POLICIES[name]), *args, target=options.target)
+            rows.append({"tokens": tokens, "policy": name, **_row(found)})
+            print(_line(tokens, name, found), flush=True)
+    return rows
+
+
+def _longest(config: TrainLmConfig, options: argparse.Namespace) -> list[dict[str, Any]]:
+    """For each budget and policy the longest context, in steps of `--step`, by the planner's verdict."""
+    rows = []
+    for budget in options.longest:
+        for name in LEANEST:
+            fits, too_long = 0, options.limit // options.step + 1
+            kept: memory.MemoryReport | None = None
+            while too_long - fits > 1:
+                middle = (fits + too_long) // 2
+                found = _fitting(config, middle * options.step, name, budget, options.target)
+                print(
+                    f"{budget} {name}: {middle * options.step} {'fits' if found else 'does not fit'}",
+                    flush=True,
+                )
+                fits, too_long, kept = (middle, too_long, found) if found else (fits, middle, kept)
+            if kept is not None:
+                rows.append({"budget": budget, "policy": name, "tokens": fits * options.step, **_row(kept)})
+                print(_line(fits * options.step, name, kept), flush=True)
+    return rows
+
+
+def _fitting(
+    config: TrainLmConfig, tokens: int, name: str, budget: str, target: str
+) -> memory.MemoryReport | None:
+    fn, args = forward_and_backward(config, tokens)
+    try:
+        planned = memory.plan(fn, *args, budget=budget, target=target, candidates=[POLICIES[name]])
+    except (memory.BudgetError, memory.DoesNotFit):
+        return None
+    return planned.report
+
+
+def _row(found: memory.MemoryReport) -> dict[str, Any]:
+    return {
+        "arguments": found.arguments,
+        "outputs": found.outputs,
+        "temporaries": found.temporaries,
+        "host": found.host.total,
+        "total": found.total,
+        "matmul_flops": found.flops.matmul,
+    }
+
+
+def _line(tokens: int, name: str, found: memory.MemoryReport) -> str:
+    return (
+        f"{tokens:9,}  {name:16}  temp {found.temporaries / 2**30:6.2f} GiB  "
+        f"total {found.total / 2**30:7.2f} GiB  host {found.host.total / 2**30:6.2f} GiB  "
+        f"{found.flops.matmul / tokens / 1e9:6.0f} GFLOP a token"
+    )
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--target", default="h200", choices=list(memory.TARGETS))
+    parser.add_argument("--config", type=Path, default=CONFIG)
+    parser.add_argument("--tokens", type=int, nargs="+", default=[65_536, 131_072, 262_144])
+    parser.add_argument("--policies", nargs="+", default=list(POLICIES), choices=list(POLICIES))
+    parser.add_argument("--longest", nargs="+", default=[], help="budgets to find the longest context for")
+    parser.add_argument("--step", type=int, default=65_536, help="contexts are multiples of this")
+    parser.add_argument("--limit", type=int, default=2**20, help="the longest context tried")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    return parser
+
+
+if __name__ == "__main__":
+    main()

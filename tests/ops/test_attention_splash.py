@@ -1,0 +1,249 @@
+"""JAX's kernels for TPUs: interpreted on the CPU against exact attention, and compiled where libtpu is."""
+
+import functools
+import importlib.util
+
+import haliax as hax
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from haliax import Axis
+from jax.experimental.pallas.ops.tpu import splash_attention as splash
+from jax.sharding import NamedSharding, PartitionSpec
+
+from stacked_remat import ScanCheckpointPolicy, fold, memory
+from stacked_remat.ops import causal_attention
+from stacked_remat.ops._attention_backends import BACKENDS, Exact, Problem
+from stacked_remat.ops._attention_blockwise import Blocks
+from stacked_remat.ops._attention_splash import CausalWindow, splash_attention, splash_block_size
+
+NO_TPU = importlib.util.find_spec("libtpu") is None
+needs_libtpu = pytest.mark.skipif(NO_TPU, reason="libtpu is not installed")
+quick = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+DOCUMENTS = np.stack([np.repeat([0, 1, 2], [100, 30, 126]), np.repeat([7, 3], [200, 56])])
+
+
+def arrays(head_dim, dtype=jnp.float32):
+    keys = jax.random.split(jax.random.key(0), 4)
+    query, cotangent = (jax.random.normal(k, (2, 256, 2, 2, head_dim), dtype) for k in keys[:2])
+    key, value = (jax.random.normal(k, (2, 256, 2, head_dim), dtype) for k in keys[2:])
+    return query, key, value, cotangent
+
+
+def values_and_gradients(f, query, key, value, cotangent):
+    @functools.partial(jax.jit, compiler_options=quick)
+    def both(query, key, value, cotangent):
+        output, pullback = jax.vjp(f, query, key, value)
+        return output, pullback(cotangent)
+
+    return both(query, key, value, cotangent)
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "window", "documents"), [(64, None, DOCUMENTS), (128, 100, None), (8, 150, DOCUMENTS)]
+)
+def test_values_and_gradients_are_those_of_exact_attention(head_dim, window, documents):
+    documents = None if documents is None else jnp.asarray(documents)
+    found, expected = (
+        values_and_gradients(f, *arrays(head_dim))
+        for f in (
+            lambda q, k, v: splash_attention(q, k, v, documents, 0.3, window, 128, interpret=True),
+            lambda q, k, v: Exact()(q, k, v, documents, Blocks(0.3, 128, window)),
+        )
+    )
+    jax.tree.map(functools.partial(np.testing.assert_allclose, atol=3e-5, rtol=1e-4), found, expected)
+
+
+def test_bfloat16_stays():
+    query, key, value, cotangent = arrays(128, jnp.bfloat16)
+    found = values_and_gradients(
+        lambda q, k, v: splash_attention(q, k, v, None, 0.125, None, 128, interpret=True),
+        query,
+        key,
+        value,
+        cotangent,
+    )
+    wide = [x.astype(jnp.float32) for x in (query, key, value, cotangent)]
+    expected = values_and_gradients(lambda q, k, v: Exact()(q, k, v, None, Blocks(0.125, 128)), *wide)
+    assert all(leaf.dtype == jnp.bfloat16 for leaf in jax.tree.leaves(found))
+
+    def close(found, expected):
+        assert jnp.max(jnp.abs(found.astype(jnp.float32) - expected)) < 0.02 * jnp.max(jnp.abs(expected))
+
+    jax.tree.map(close, found, expected)
+
+
+def tables(mask, size):
+    sizes = splash.BlockSizes(size, size, None, size, size, None, size, size)
+    heads = splash.MultiHeadMask([mask] * 2)
+    kernel = splash.make_splash_mha(heads, block_sizes=sizes, head_shards=1, q_seq_shards=1)
+    return kernel.fwd_mask_info, kernel.dq_mask_info, kernel.dkv_mask_info
+
+
+@pytest.mark.parametrize(("length", "size"), [(512, 128), (384, 128), (256, 256)])
+@pytest.mark.parametrize("window", [None, 1, 2, 128, 129, 130, 200, 384])
+def test_tables_of_blocks_are_those_of_jax_masks(length, size, window):
+    if window is None:
+        reference = splash.CausalMask((length, length))
+    else:
+        reference = splash.LocalMask((length, length), (window - 1, 0), 0)
+    for found, expected in zip(
+        tables(CausalWindow(length, window), size), tables(reference, size), strict=True
+    ):
+        assert found.partial_mask_blocks is expected.partial_mask_blocks is None
+        for field in ("data_next", "block_mask", "q_sequence"):
+            np.testing.assert_array_equal(getattr(found, field), getattr(expected, field))
+
+
+def test_sequences_one_after_the_other_do_not_see_each_other():
+    row, column = np.arange(512)[:, None], np.arange(512)[None]
+    reference = splash.NumpyMask((row >= column) & (row // 256 == column // 256))
+    for found, expected in zip(tables(CausalWindow(256, None, 2), 128), tables(reference, 128), strict=True):
+        np.testing.assert_array_equal(found.data_next, expected.data_next)
+        np.testing.assert_array_equal(found.block_mask, expected.block_mask)
+
+
+@pytest.mark.parametrize(
+    ("position", "sequences", "window", "row_bytes", "size"),
+    [
+        (128, 1, None, 256, 128),
+        (384, 1, None, 256, 384),
+        (640, 1, None, 256, 128),
+        (65_536, 16, None, 256, 512),
+        (65_536, 17, None, 256, 1024),
+        (262_144, 1, None, 1024, 512),
+        (524_288, 1, None, 256, 1024),
+        (1_048_576, 1, 4096, 256, 512),
+        (100, 1, None, 256, "a multiple of 128 positions, not 100"),
+        (524_288, 1, None, 1024, "1024 x 1024 blocks of 512 positions does not fit a TPU's scalar memory"),
+        (1_048_576, 1, None, 256, "1024 x 1024 blocks of 1024 positions does not fit"),
+        (262_144, 5, None, 256, "1280 x 256 blocks of 1024 positions does not fit"),
+    ],
+)
+def test_blocks_divide_the_sequence_and_their_table_fits(position, sequences, window, row_bytes, size):
+    found = splash_block_size(position, sequences, window, row_bytes)
+    assert found == size if isinstance(size, int) else size in found
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (dict(platform="cuda"), "it runs on TPUs, and the program is for 'cuda'"),
+        (dict(dtype=jnp.dtype("float16")), "takes bfloat16 and float32, not float16"),
+        (dict(position=100), "sequences that are a multiple of 128 positions, not 100"),
+        (dict(head_dim=1024), "for heads up to 512 wide, not 1024"),
+        (dict(position=2**18, batch=5, blocks=Blocks(1.0, 8)), "1280 x 256 blocks of 1024 positions"),
+        (dict(position=2**18, batch=5, blocks=Blocks(1.0, 8), has_documents=False), None),
+        (dict(devices=4), "the compiler can't divide it among 4 devices: attend inside jax.shard_map"),
+        ({}, None),
+    ],
+)
+def test_it_says_why_it_cannot_serve(change, message):
+    problem = dict(platform="tpu", dtype=jnp.dtype("bfloat16"), position=1024, head_dim=128)
+    problem |= dict(has_documents=True, blocks=Blocks(1.0, 8, window=4))
+    reason = BACKENDS["splash"].reason_against(Problem(**(problem | change)))
+    assert reason is None if message is None else message in reason
+
+
+def test_with_its_output_saved_a_layer_does_not_attend_again():
+    query, key, value, _ = arrays(8)
+
+    def products(names):
+        def layer(x, scale):
+            inputs = x * scale, key * scale, value * scale
+            return x + splash_attention(*inputs, None, 0.4, None, 128, interpret=True)
+
+        def loss(scales):
+            policy = ScanCheckpointPolicy(save_block_internals=names)
+            return jnp.sum(fold(layer, Axis("layers", 3), remat=policy)(query, scales))
+
+        counted = memory.count_flops(jax.make_jaxpr(jax.grad(loss))(jnp.ones(3))).matmul
+        return counted // (3 * 8 * 2 * 3 * 128**2 * 8)  # layers, heads, multiply-add, blocks
+
+    assert products(["attention_output"]) == 2 + 7
+    assert products(["nothing"]) == 2 + 2 + 7
+
+
+def attention_and_gradients(documents=None, window=None, backend="auto"):
+    def run(query, key, value, cotangent):
+        Pos, KVHeads, HeadDim = key.axes[-3:]
+        attend = functools.partial(
+            causal_attention,
+            Pos=Pos,
+            KVHeads=KVHeads,
+            HeadDim=HeadDim,
+            documents=documents,
+            window=window,
+            backend=backend,
+        )
+        output, pullback = jax.vjp(attend, query, key, value)
+        return output, pullback(cotangent)
+
+    return run
+
+
+def shapes(length, kv_heads, group, head_dim, dtype=jnp.bfloat16, batch=(), sharding=None):
+    def named(*axes):
+        shape = tuple(axis.size for axis in axes)
+        return hax.NamedArray(jax.ShapeDtypeStruct(shape, dtype, sharding=sharding), axes)
+
+    Batch = tuple(Axis("batch", size) for size in batch)
+    Pos, KVHeads, HeadDim = Axis("position", length), Axis("kv_heads", kv_heads), Axis("head_dim", head_dim)
+    key = named(*Batch, Pos, KVHeads, HeadDim)
+    query = named(*Batch, Pos, KVHeads, Axis("heads_per_kv", group), HeadDim)
+    return query, key, key, query
+
+
+@needs_libtpu
+@pytest.mark.parametrize(
+    ("backend", "most", "products"),
+    [("auto", 1.9, 9), pytest.param("blockwise", 2.2, 7, marks=pytest.mark.slow)],
+)
+def test_65536_positions_on_a_tpu(backend, most, products):
+    """32 heads of 128 on 4 key heads in bfloat16, forward and backward: queries alone are 0.5 GiB."""
+    found = memory.report(attention_and_gradients(backend=backend), *shapes(65_536, 4, 8, 128), target="v5p")
+    assert found.temporaries < most * 2**30
+    visible = 512**2 * 128 * 129 // 2
+    outputs_times_cotangents = 32 * 2 * 65_536 * 128 if backend == "auto" else 0
+    assert found.flops.matmul == products * 2 * 32 * visible * 128 + outputs_times_cotangents
+    assert not found.flops.too_low
+
+
+@needs_libtpu
+@pytest.mark.parametrize(("head_dim", "dtype"), [(64, jnp.bfloat16), (200, jnp.bfloat16), (512, jnp.float32)])
+def test_a_tpu_takes_any_width_with_documents(head_dim, dtype):
+    documents = hax.arange(Axis("position", 1024)) // 100
+    call = attention_and_gradients(documents, 600, "splash")
+    assert memory.report(call, *shapes(1024, 1, 2, head_dim, dtype), target="v5p").temporaries > 0
+
+
+@needs_libtpu
+def test_among_devices_it_serves_inside_shard_map_alone():
+    mesh = memory.target_mesh("v5p", {"data": 4})
+    spec = PartitionSpec("data")
+    inputs = shapes(1024, 1, 2, 128, batch=(4,), sharding=NamedSharding(mesh, spec))
+
+    def flops(call):
+        return memory.report(call, *inputs, target="v5p").flops
+
+    with pytest.raises(ValueError, match="can't divide it among 4 devices"):
+        flops(attention_and_gradients(backend="splash"))
+    alone = attention_and_gradients()
+
+    def per_device(*arrays):
+        """Named arrays are made again inside, with the batch that the device has."""
+
+        def plain(*parts):
+            named = [
+                hax.named(part, (Axis("batch", part.shape[0]), *array.axes[1:]))
+                for part, array in zip(parts, arrays, strict=True)
+            ]
+            return jax.tree.leaves(alone(*named))
+
+        divided = jax.shard_map(plain, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+        return divided(*(array.array for array in arrays))
+
+    # The kernels compute scores twice going backward: 9 products of a block against 7, and one of vectors.
+    splash, blockwise = flops(per_device).matmul, flops(alone).matmul
+    assert 9 / 7 < splash / blockwise < 9.1 / 7

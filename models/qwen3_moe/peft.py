@@ -2,19 +2,16 @@
 
 import re
 from pathlib import Path
-from typing import Literal, TypeAlias, TypeVar
+from typing import Literal, TypeAlias
 
 from models.qwen3_moe.config import Qwen3Architecture
 from models.qwen3_moe.decoder import Qwen3Decoder
 from stacked_remat.lora import PeftNames, PeftParameter, load_peft, peft_tensor_names, save_peft
 
 ExpertsLayout: TypeAlias = Literal["fused", "separate"]
-Model = TypeVar("Model", bound=Qwen3Decoder)
 
-_IN_A_LAYER = re.compile(r"stacks\.(\d+)\.\*\.(.*)")
-_ATTENTION = re.compile(r"attention\.([qkvo]_proj)")
-_DENSE = re.compile(r"mlp\.(gate_proj|up_proj|down_proj)")
-_EXPERTS = re.compile(r"mlp\.experts\.\*\.(gate|up|down)_proj")
+_OF_A_LAYER = re.compile(r"stacks\.(\d+)\.\*\.(attention\.[qkvo]_proj|mlp\..+)")
+_OF_AN_EXPERT = re.compile(r"mlp\.experts\.\*\.(gate|up|down)_proj")
 _SEPARATE = re.compile(r"\.mlp\.experts\.\d+\.")
 
 
@@ -33,40 +30,42 @@ def peft_names(config: Qwen3Architecture, experts: ExpertsLayout = "fused") -> P
         A function that raises `ValueError` for the path of a linear that is not this decoder's.
     """
     sizes = [Layers.size for _, Layers in config.stacks]
-    firsts = [sum(sizes[:number]) for number in range(len(sizes))]
+    num_experts = config.sparse.num_experts if config.sparse is not None else 0
 
     def name(path: str, index: tuple[int, ...]) -> str | PeftParameter:
         if path == "head":
             return "lm_head"
-        found = _IN_A_LAYER.fullmatch(path)
+        found = _OF_A_LAYER.fullmatch(path)
         if found is None:
             raise ValueError(f"{path} is no linear of the Qwen3 decoder.")
-        return _in_layer(config, experts, firsts[int(found[1])] + index[0], found[2], index[1:])
+        layer = f"model.layers.{sum(sizes[: int(found[1])]) + index[0]}"
+        block, _, projection = found[2].rpartition(".")
+        if block == "attention":
+            return f"{layer}.self_attn.{projection}"
+        if projection == "router":
+            # A parameter of a module that is no torch.nn.Linear.
+            return PeftParameter(f"{layer}.mlp.gate", "weight")
+        if block == "mlp":
+            # Beside experts, PEFT takes a module of this name for one of theirs, but not its parameter.
+            return (
+                PeftParameter(f"{layer}.mlp.{projection}", "weight") if num_experts else f"{layer}.{found[2]}"
+            )
+        if _OF_AN_EXPERT.fullmatch(found[2]) is None:
+            raise ValueError(f"{path} is no linear of the Qwen3 decoder.")
+        return _of_expert(f"{layer}.mlp.experts", projection, index[1], num_experts, experts)
 
     return name
 
 
-def _in_layer(
-    config: Qwen3Architecture, experts: ExpertsLayout, layer: int, path: str, index: tuple[int, ...]
+def _of_expert(
+    module: str, projection: str, expert: int, num_experts: int, layout: ExpertsLayout
 ) -> str | PeftParameter:
-    module = f"model.layers.{layer}"
-    if found := _ATTENTION.fullmatch(path):
-        return f"{module}.self_attn.{found[1]}"
-    if found := _DENSE.fullmatch(path):
-        return f"{module}.mlp.{found[1]}"
-    if path == "mlp.router":
-        # A parameter of a module that is no torch.nn.Linear.
-        return PeftParameter(f"{module}.mlp.gate", "weight")
-    found = _EXPERTS.fullmatch(path)
-    if found is None or config.sparse is None:
-        raise ValueError(f"{path} is no linear of a layer of the Qwen3 decoder.")
-    (expert,), size = index, config.sparse.num_experts
-    if experts == "separate":
-        return f"{module}.mlp.experts.{expert}.{found[1]}_proj"
-    if found[1] == "down":
-        return PeftParameter(f"{module}.mlp.experts", "down_proj", expert, size, order=1)
-    part = ("gate", "up").index(found[1])
-    return PeftParameter(f"{module}.mlp.experts", "gate_up_proj", expert, size, part, parts=2)
+    if layout == "separate":
+        return f"{module}.{expert}.{projection}"
+    if projection == "down_proj":
+        return PeftParameter(module, "down_proj", expert, num_experts, order=1)
+    part = ("gate_proj", "up_proj").index(projection)
+    return PeftParameter(module, "gate_up_proj", expert, num_experts, part, parts=2)
 
 
 def save_adapters(
@@ -76,7 +75,7 @@ def save_adapters(
     save_peft(folder, model, peft_names(model.config, experts), base_model=base_model)
 
 
-def load_adapters(model: Model, folder: Path) -> Model:
+def load_adapters(model: Qwen3Decoder, folder: Path) -> Qwen3Decoder:
     """The model with the adapters in `folder`, whichever way those of experts are written."""
     separate = any(_SEPARATE.search(name) for name in peft_tensor_names(folder))
     return load_peft(model, folder, peft_names(model.config, "separate" if separate else "fused"))

@@ -67,14 +67,12 @@ class PeftSettings:
         """Whether the config names the target; never, where it leaves the layers to the tensors."""
         if any(self.entries.get(name) for name in _NARROWING):
             return False
-        modules, parameters = self.entries.get("target_modules"), self.entries.get("target_parameters") or []
+        if member.parameter:
+            return _ends_with(member.target, self.entries.get("target_parameters") or [])
+        modules = self.entries.get("target_modules") or []
         if isinstance(modules, str):
-            if modules.lower() == "all-linear":
-                return False
-            named = any(re.fullmatch(modules, name) for name in _module_names(member))
-        else:
-            named = any(_ends_with(name, modules or []) for name in _module_names(member))
-        return named or _ends_with(member.target, parameters)
+            return modules.lower() != "all-linear" and re.fullmatch(modules, member.target) is not None
+        return _ends_with(member.target, modules)
 
     def rank(self, member: PeftParameter) -> int:
         """Rank of one matrix of the target."""
@@ -89,10 +87,10 @@ class PeftSettings:
         return alpha / (math.sqrt(rank) if self.entries.get("use_rslora") else rank)
 
     def _pattern(self, which: str, member: PeftParameter, default: Any) -> Any:
+        # A matrix by itself may have been that of a module.
+        names = (member.target, member.module) if member.parameter == "weight" else (member.target,)
         for pattern, value in (self.entries.get(which) or {}).items():
-            if any(
-                re.match(rf"(.*\.)?({pattern})$", name) for name in (member.target, *_module_names(member))
-            ):
+            if any(re.match(rf"(.*\.)?({pattern})$", name) for name in names):
                 return value
         return default
 
@@ -155,13 +153,6 @@ def shortest_suffixes(names: Iterable[str], others: Sequence[str], at_least: int
 def _suffixes(name: str) -> list[str]:
     components = name.split(".")
     return [".".join(components[-length:]) for length in range(1, len(components) + 1)]
-
-
-def _module_names(member: PeftParameter) -> tuple[str, ...]:
-    """The names under which `target_modules` may mean it: a matrix by itself may be that of a module."""
-    if not member.parameter:
-        return (member.target,)
-    return (member.module,) if member.parameter == "weight" else ()
 
 
 def _ends_with(name: str, targets: Iterable[str]) -> bool:

@@ -9,11 +9,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from haliax import Axis
+from haliax import Axis, NamedArray
 
-from models.qwen3_moe import AttentionConfig, ExpertsConfig, Qwen3MoeConfig
-from models.qwen3_moe.hf import read_decoder
-from models.qwen3_moe.hf_config import read_hf_config
+from models.qwen3_moe import AttentionConfig, ExpertsConfig, Qwen3Decoder, Qwen3MoeConfig
 from models.qwen3_moe.peft import load_adapters, peft_names, save_adapters
 from stacked_remat.lora import LoraConfig, PeftParameter, apply_lora, lora_filter, merge_lora
 
@@ -29,11 +27,12 @@ Vocab, Batch, Pos = Axis("vocab", 29), Axis("batch", 2), Axis("position", 7)
 # Expert width and model width differ, and no two ranks are alike, so that nothing fits by accident.
 CONFIG = Qwen3MoeConfig(
     hidden_dim=16,
-    num_layers=2,
+    num_layers=3,
     num_heads=4,
     num_kv_heads=2,
+    mlp_dim=14,
     attention=AttentionConfig(head_dim=6),
-    experts=ExpertsConfig(num_experts=3, experts_per_token=2, intermediate_dim=10),
+    experts=ExpertsConfig(num_experts=3, experts_per_token=2, intermediate_dim=10, dense_layers=(1,)),
 )
 TOKENS = np.random.default_rng(0).integers(0, Vocab.size, (Batch.size, Pos.size))
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
@@ -52,7 +51,9 @@ def new_hf_model():
         transformers.Qwen3MoeConfig(
             vocab_size=Vocab.size,
             hidden_size=16,
-            num_hidden_layers=2,
+            num_hidden_layers=3,
+            intermediate_size=14,
+            mlp_only_layers=[1],
             num_attention_heads=4,
             num_key_value_heads=2,
             head_dim=6,
@@ -76,14 +77,48 @@ def hf_model(hf_weights):
 
 
 @pytest.fixture(scope="module")
-def ours(hf_weights, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("weights")
-    model = new_hf_model()
-    model.load_state_dict(hf_weights)
-    model.save_pretrained(folder)
-    config, _ = read_hf_config(folder)
-    assert config.stacks == CONFIG.stacks
-    return read_decoder(folder, CONFIG, Vocab)
+def ours(hf_weights):
+    """The decoder with the same weights: linears by the names that are under test, the rest by hand."""
+    weights = {name: tensor.numpy() for name, tensor in hf_weights.items()}
+    names = peft_names(CONFIG)
+
+    def fill(path, named):
+        parts = (
+            entry.name if isinstance(entry, jax.tree_util.GetAttrKey) else str(entry.idx) for entry in path
+        )
+        dotted = ".".join(parts).replace("stacked", "*")
+        stack = [axis.size for axis in named.axes if axis.name in ("layers", "experts")]
+        if dotted.endswith("router.weight"):
+            stack = stack[:1]
+        one_by_one = [matrix(dotted, index, weights, names) for index in np.ndindex(*stack)]
+        array = np.stack(one_by_one).reshape([axis.size for axis in named.axes])
+        return NamedArray(jnp.asarray(array), named.axes)
+
+    shapes = eqx.filter_eval_shape(Qwen3Decoder.init, CONFIG, Vocab, key=jax.random.key(0))
+    return jax.tree_util.tree_map_with_path(fill, shapes, is_leaf=lambda node: isinstance(node, NamedArray))
+
+
+def matrix(dotted, index, weights, names):
+    module = dotted.removesuffix(".weight")
+    norms = {
+        "input_norm": "input_layernorm",
+        "post_attention_norm": "post_attention_layernorm",
+        "attention.q_norm": "self_attn.q_norm",
+        "attention.k_norm": "self_attn.k_norm",
+    }
+    _, number, _, own = f"{module}.....".split(".", 3)
+    own = own.rstrip(".")
+    if module in ("embedding", "norm"):
+        return weights[{"embedding": "model.embed_tokens", "norm": "model.norm"}[module] + ".weight"]
+    if own in norms:
+        return weights[f"model.layers.{int(number) + index[0]}.{norms[own]}.weight"]  # stacks of one layer
+    name = names(module, index)
+    if isinstance(name, str):
+        return weights[f"{name}.weight"]
+    whole = weights[name.target]
+    if name.size == 1:
+        return whole
+    return np.split(whole[name.index], name.parts)[name.part]
 
 
 def logits(model):
@@ -140,15 +175,15 @@ PEFT_CONFIGS = {
         "r": 3,
         "lora_alpha": 5,
         "target_modules": ["q_proj", "o_proj"],
-        "rank_pattern": {"layers.1.self_attn.q_proj": 5},
+        "rank_pattern": {"layers.2.self_attn.q_proj": 5},
         "alpha_pattern": {"o_proj": 7},
     },
-    "some layers": {"r": 2, "target_modules": ["v_proj"], "layers_to_transform": [1]},
+    "some layers": {"r": 2, "target_modules": ["v_proj"], "layers_to_transform": [2]},
     "experts": {"r": 3, "lora_alpha": 5, "target_modules": ["o_proj"], "target_parameters": EXPERTS},
     "down alone": {"r": 3, "target_modules": [], "target_parameters": ["experts.down_proj"]},
     "gate and up alone": {"r": 3, "target_modules": [], "target_parameters": ["experts.gate_up_proj"]},
-    "router": {"r": 2, "target_modules": [], "target_parameters": ["gate.weight"]},
-    "all": {"r": 2, "target_modules": ATTENTION, "target_parameters": [*EXPERTS, "gate.weight"]},
+    "router": {"r": 2, "target_modules": [], "target_parameters": ["mlp.gate.weight"]},
+    "all": {"r": 2, "target_modules": ATTENTION, "target_parameters": [*EXPERTS, "mlp.gate.weight"]},
 }
 
 
@@ -162,9 +197,10 @@ def test_what_peft_writes_we_read(ours, hf_model, tmp_path, fields):
 
 TARGETS = {
     "attention": ("*attention*",),
-    "experts": ("*.experts.*",),
-    "gate alone": ("*.experts.*.gate_proj",),
-    "down alone": ("*.experts.*.down_proj",),
+    "experts": ("*mlp.experts*",),
+    "gate alone": ("*.gate_proj",),
+    "down alone": ("*.down_proj",),
+    "dense MLP": ("stacks.1.*.mlp.*",),
     "all": ("stacks.*",),
 }
 
@@ -190,7 +226,7 @@ def test_what_we_write_is_merged_alike(ours, hf_model, tmp_path):
 
 
 def test_experts_may_be_written_one_by_one(ours, hf_model, tmp_path):
-    model = trained(ours, "*attention*", "*.experts.*")
+    model = trained(ours, "*attention*", "*mlp.experts*")
     save_adapters(tmp_path, model, experts="separate")
     close(hf_logits(peft.PeftModel.from_pretrained(hf_model, tmp_path).eval()), logits(model))
     again = load_adapters(ours, tmp_path)
@@ -199,13 +235,13 @@ def test_experts_may_be_written_one_by_one(ours, hf_model, tmp_path):
 
 
 def test_targets_are_short_and_ranks_are_patterns_where_they_differ(ours, tmp_path):
-    save_adapters(tmp_path, trained(ours, "*.q_proj", "*.experts.*"))
+    save_adapters(tmp_path, trained(ours, "*.q_proj", "*mlp.experts*"))
     config = json.loads((tmp_path / "adapter_config.json").read_text())
     assert config["target_modules"] == ["q_proj"]
     assert config["target_parameters"] == ["experts.down_proj", "experts.gate_up_proj"]
     assert (config["r"], config["lora_alpha"]) == (3, 2)
     assert config["rank_pattern"] == {r"experts\.gate_up_proj": 6}
     assert config["alpha_pattern"] == {r"experts\.gate_up_proj": 4}
-    assert isinstance(peft_names(CONFIG)("stacks.0.*.mlp.router", (1,)), PeftParameter)
+    assert isinstance(peft_names(CONFIG)("stacks.2.*.mlp.router", (0,)), PeftParameter)
     with pytest.raises(ValueError, match="embedding is no linear"):
         peft_names(CONFIG)("embedding", ())

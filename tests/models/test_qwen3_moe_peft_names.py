@@ -13,7 +13,7 @@ CONFIG = Qwen3MoeConfig(num_layers=4, experts=ExpertsConfig(3, 2, 6, dense_layer
     ("path", "index", "name"),
     [
         ("stacks.0.*.attention.q_proj", (1,), "model.layers.1.self_attn.q_proj"),
-        ("stacks.0.*.mlp.down_proj", (1,), "model.layers.1.mlp.down_proj"),
+        ("stacks.0.*.mlp.down_proj", (1,), PeftParameter("model.layers.1.mlp.down_proj", "weight")),
         ("stacks.1.*.attention.o_proj", (1,), "model.layers.3.self_attn.o_proj"),
         ("stacks.1.*.mlp.router", (0,), PeftParameter("model.layers.2.mlp.gate", "weight")),
         (

@@ -5,6 +5,7 @@ from .checkpoint import load_checkpoint, save_checkpoint
 from .config import OptimizerConfig, TrainerConfig, check_remat, remat_entry, remat_policy
 from .config_file import ConfigError, config_as_dict, parse_config
 from .data.batch_stream import BatchStream, MixtureShare, ProcessShare
+from .data.chat_template import ChatTemplate, ChatTemplateError, RenderedChat
 from .data.data_error import DataError
 from .data.held_out import HeldOutBatches
 from .data.packing import PackedDocuments
@@ -26,6 +27,8 @@ __all__ = [
     "POSITION_AXIS",
     "BatchStream",
     "ByteTokenizer",
+    "ChatTemplate",
+    "ChatTemplateError",
     "ConfigError",
     "ConsoleProgress",
     "DataConfig",
@@ -40,6 +43,7 @@ __all__ = [
     "PackedDocuments",
     "ProcessShare",
     "Progress",
+    "RenderedChat",
     "RunFolder",
     "SourceConfig",
     "TokenBatch",

@@ -1,8 +1,7 @@
 import numpy as np
 import pytest
 
-from stacked_remat.training import DataError
-from stacked_remat.training.data.chat_template import ChatTemplate, RenderedChat
+from stacked_remat.training import ChatTemplate, DataError, RenderedChat
 from stacked_remat.training.data.hugging_face_tokenizer import HuggingFaceTokenizer
 
 from .word_tokenizer import CHAT_TEMPLATE, word_tokenizer

@@ -54,6 +54,12 @@ def test_a_chat_is_what_its_template_writes_and_answers_are_counted_by_letters()
     assert not counted[: len(tokens) - len(answer)].any() and all_counted is None
 
 
+def test_a_token_that_begins_before_an_answer_and_reaches_into_it_counts():
+    rendered = RenderedChat("assistant or even", ((10, 12),))  # `or`, whose token takes in the space
+    ((tokens, counted),) = make().encode_chats([rendered])
+    assert make().decode(tokens[counted]) == " or"
+
+
 def test_the_template_may_name_special_tokens():
     assert make(template="{{ bos_token }}{{ eos_token }}").chat_template.render([]) == "<s></s>"
     assert isinstance(make().chat_template, ChatTemplate)

@@ -234,6 +234,12 @@ def test_a_key_is_that_of_the_document_wherever_its_folder_lies(folder, tmp_path
     assert 0.4 < np.mean(before.keys < 2**31) < 0.6 and len(set(keys.values())) > 1795
 
 
+def test_a_cache_that_cannot_be_written_is_said(folder, tmp_path):
+    (tmp_path / "cache").write_text("a file in the way")
+    with pytest.raises(DataError, match=r"Can't write the token cache .*cache/texts-.* Set data.cache_dir"):
+        build(folder, tmp_path / "cache")
+
+
 def test_files_without_text_are_refused(tmp_path):
     folder = tmp_path / "texts"
     folder.mkdir()

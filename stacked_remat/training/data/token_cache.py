@@ -106,8 +106,8 @@ def open_token_cache(
                     _write_whole(folder / _COMPLETE, identity)
         except OSError as error:  # of reading, DataErrors have been made
             raise DataError(
-                f"Can't write the token cache {folder}: {error}. Set data.cache_dir to a local folder that can "
-                f"be written, with room."
+                f"Can't write the token cache {folder}: {error}. Set data.cache_dir to a local folder that "
+                f"can be written, with room."
             ) from error
         finally:
             progress.stop()

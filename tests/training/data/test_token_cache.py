@@ -75,6 +75,9 @@ def test_the_second_time_nothing_is_tokenized(folder, tmp_path):
     opened = build(folder, tmp_path / "cache", second)
     assert first.works and not second.works
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "cache").rglob("*.npy")} == before
+    next((tmp_path / "cache").glob("*/complete.json")).unlink()  # killed at the very end
+    build(folder, tmp_path / "cache")
+    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "cache").rglob("*.npy")} == before
     assert texts(opened) == expected() and opened.documents.fingerprint == built.documents.fingerprint
 
 

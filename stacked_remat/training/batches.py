@@ -19,15 +19,15 @@ class TokenBatch(eqx.Module):
         targets: int32, the token that follows each input in its document.
         weights: float32, 0 where there is no target and 1 elsewhere.
         documents: int32; positions of a row with the same number are of the same document, and see no others.
-            Counted from 1; padding, at the end of a row, has 0.
-        positions: int32, counted from 0 in every document of a row.
+            Counted from 1; padding, at the end of a row, has 0. None where every row is one document.
+        positions: int32, counted from 0 in every document of a row; None where every row is one document.
     """
 
     tokens: NamedArray
     targets: NamedArray
     weights: NamedArray
-    documents: NamedArray
-    positions: NamedArray
+    documents: NamedArray | None = None
+    positions: NamedArray | None = None
 
     @property
     def num_tokens(self) -> int:

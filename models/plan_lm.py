@@ -25,6 +25,7 @@ from stacked_remat.memory import BudgetError, MemoryReport, TargetError, find_ta
 from stacked_remat.training import (
     ConfigError,
     DataConfig,
+    DataError,
     OptimizerConfig,
     TrainerConfig,
     check_remat,
@@ -56,7 +57,7 @@ class PlanLmConfig:
         remat: what `models.train_lm` would use; marked in the table. `auto` shows how it is found instead.
         budget: device memory that `remat: auto` has to fit in.
         host_budget: the same for the host.
-        data: only `seq_len` and `batch_size` matter here.
+        data: only `seq_len`, `batch_size` and the size of the tokenizer's vocabulary matter here.
         optimizer: its state is part of the memory.
         trainer: only `num_steps` matters here, for the schedule.
         target: the device to compile for: `local`, or one that is not here (`h200`, `v5p`, ...).
@@ -134,7 +135,7 @@ def main(arguments: Sequence[str], console: Console | None = None) -> int:
             for name, one in step_reports(config, POLICIES):
                 found[name] = one
                 progress.advance(task)
-    except (ConfigError, TargetError, BudgetError) as error:
+    except (ConfigError, DataError, TargetError, BudgetError) as error:
         console.print(f"error: {error}", highlight=False, markup=False, soft_wrap=True)
         return 1
     console.print(policy_table(config, found))

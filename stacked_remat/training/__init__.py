@@ -5,6 +5,7 @@ from .checkpoint import load_checkpoint, save_checkpoint
 from .config import OptimizerConfig, TrainerConfig
 from .config_file import ConfigError, config_as_dict, parse_config
 from .data.batch_stream import BatchStream, MixtureShare, ProcessShare
+from .data.chat_template import ChatTemplate, ChatTemplateError, RenderedChat
 from .data.data_error import DataError
 from .data.held_out import HeldOutBatches
 from .data.packing import PackedDocuments
@@ -28,6 +29,8 @@ __all__ = [
     "POSITION_AXIS",
     "BatchStream",
     "ByteTokenizer",
+    "ChatTemplate",
+    "ChatTemplateError",
     "ConfigError",
     "ConsoleProgress",
     "DataConfig",
@@ -44,6 +47,7 @@ __all__ = [
     "Progress",
     "RematEntry",
     "RematPresets",
+    "RenderedChat",
     "RunFolder",
     "SourceConfig",
     "TokenBatch",

@@ -2,26 +2,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from stacked_remat.training import (
-    ConfigError,
-    HeldOutBatches,
-    PackedDocuments,
-    TokenizedDocuments,
-    held_out_evaluator,
-)
+from stacked_remat.training import ConfigError, held_out_evaluator
 
 from .next_byte import NextByte, next_byte, next_byte_loss
-
-
-def held_out(stream, batch_size):
-    return HeldOutBatches([PackedDocuments(TokenizedDocuments.of([stream]), 8, "split")], batch_size)
+from .token_batches import held_out_of
 
 
 def test_every_token_counts_the_same_in_a_short_last_sequence_too():
     stream = (
         np.random.default_rng(0).integers(0, 7, 43).astype(np.uint16)
     )  # 42 targets: 5 sequences of 8, and 2
-    packed = held_out(stream, 2)
+    packed = held_out_of(stream, 8, 2)
     model = NextByte(jnp.asarray(np.random.default_rng(1).normal(size=(7, 7)), jnp.float32))
     table = np.asarray(model.table, np.float64)
     log_probs = table - np.log(np.exp(table).sum(axis=1, keepdims=True))
@@ -33,7 +24,7 @@ def test_every_token_counts_the_same_in_a_short_last_sequence_too():
 
 
 def test_too_little_held_out_text_is_refused():
-    packed = held_out(np.zeros(81, np.uint16), 4)
+    packed = held_out_of(np.zeros(81, np.uint16), 8, 4)
     held_out_evaluator(next_byte_loss, packed, 3)
     message = r"has 10 sequences of 8 tokens, too few for trainer.eval_batches = 4 batches of 4"
     with pytest.raises(ConfigError, match=message):

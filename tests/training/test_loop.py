@@ -3,14 +3,9 @@ import numpy as np
 import pytest
 
 from stacked_remat.training import (
-    BatchStream,
-    HeldOutBatches,
-    MixtureShare,
     NonFiniteLossError,
     OptimizerConfig,
-    PackedDocuments,
     Progress,
-    TokenizedDocuments,
     Tracker,
     TrainerConfig,
     TrainState,
@@ -21,6 +16,7 @@ from stacked_remat.training import (
 )
 
 from .next_byte import next_byte, next_byte_loss
+from .token_batches import held_out_of, stream_of
 
 # optax's Adam raises a float to an integer power.
 pytestmark = pytest.mark.usefixtures("standard_promotion")
@@ -59,10 +55,6 @@ def stream(size, seed):
     return (np.cumsum(np.random.default_rng(seed).integers(1, 3, size)) % 7).astype(np.uint16)
 
 
-def packed(size, seed):
-    return PackedDocuments(TokenizedDocuments.of([stream(size, seed)]), 8, "split")
-
-
 def run(recorder, *, loss_function=next_byte_loss, **config):
     trainer = TrainerConfig(**{"num_steps": 30, "log_every": 10, "eval_batches": 3, **config})
     optimizer = build_optimizer(OPTIMIZER, trainer.num_steps)
@@ -71,8 +63,8 @@ def run(recorder, *, loss_function=next_byte_loss, **config):
         loss_function=loss_function,
         optimizer=optimizer,
         schedule=learning_rate_schedule(OPTIMIZER, trainer.num_steps),
-        training=BatchStream({"counts": MixtureShare(packed(2000, 0))}, batch_size=4, seed=trainer.seed),
-        evaluate=held_out_evaluator(loss_function, HeldOutBatches([packed(400, 1)], 4), trainer.eval_batches),
+        training=stream_of(stream(2000, 0), 8, 4, trainer.seed),
+        evaluate=held_out_evaluator(loss_function, held_out_of(stream(400, 1), 8, 4), trainer.eval_batches),
         config=trainer,
         trackers=[recorder],
         progress=recorder,

@@ -7,12 +7,13 @@ import numpy as np
 import optax
 import pytest
 
-from stacked_remat.training import HeldOutBatches, PackedDocuments, TokenizedDocuments, TrainState, train_step
+from stacked_remat.training import TrainState, train_step
 
 from .next_byte import next_byte, next_byte_loss
+from .token_batches import held_out_of
 
 TOKENS = np.random.default_rng(0).integers(0, 5, 200).astype(np.uint16)
-BATCHES = HeldOutBatches([PackedDocuments(TokenizedDocuments.of([TOKENS]), 8, "split")], 4)
+BATCHES = held_out_of(TOKENS, 8, 4)
 SGD = optax.sgd(0.5)
 STEP = functools.partial(train_step, loss_function=next_byte_loss, optimizer=SGD)
 

@@ -15,6 +15,8 @@ from .data_error import DataError
 # generated text.
 _NOT_LIBRARY = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "pydoc_data"})
 
+_WEB = ("http://", "https://")
+
 
 @dataclass(frozen=True)
 class SourceFile:
@@ -77,8 +79,9 @@ def standard_library_files() -> tuple[SourceFile, ...]:
 
 def _files_of(path: str) -> Iterator[SourceFile]:
     filesystem, root = fsspec.core.url_to_fs(path)
-    if any(letter in root for letter in "*?["):
-        fixed = root[: min(root.find(letter) for letter in "*?[" if letter in root)].rpartition("/")[0]
+    magic = "*[" if root.startswith(_WEB) else "*?["
+    if any(letter in root for letter in magic):
+        fixed = root[: min(root.find(letter) for letter in magic if letter in root)].rpartition("/")[0]
         places = [place for place in filesystem.glob(root) if filesystem.isfile(place)]
         yield from _visible(_describe(filesystem, place, fixed) for place in places)
     elif filesystem.isdir(root):
@@ -99,6 +102,8 @@ def _describe(filesystem: Any, place: str, root: str) -> SourceFile:
     else:
         version = f"{size} bytes, {filesystem.ukey(place)}"
     name = place.removeprefix(root).lstrip("/") if root else place
+    if place.startswith(_WEB):
+        name = name.partition("?")[0]  # what follows is a query and says nothing of what the file is
     return SourceFile(filesystem.unstrip_protocol(place), name, size, version)
 
 

@@ -78,10 +78,10 @@ class HuggingFaceTokenizer(Tokenizer):
 def _in_answers(chat: RenderedChat, offsets: Sequence[tuple[int, int]]) -> Counted | None:
     if chat.answers is None:
         return None
-    starts = np.array([start for start, _ in offsets], dtype=np.int64)
+    starts, ends = np.array(offsets, dtype=np.int64).reshape(-1, 2).T
     counted = np.zeros(len(starts), dtype=bool)
     for first, stop in chat.answers:
-        counted |= (first <= starts) & (starts < stop)
+        counted |= (starts < stop) & (first < ends)  # a token may take in a space before the answer
     return counted
 
 

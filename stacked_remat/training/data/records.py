@@ -75,7 +75,7 @@ def _format_of(file: SourceFile, how: RecordFormat) -> str:
     name = file.name.lower()
     for ending in _COMPRESSED:
         name = name.removesuffix(ending)
-    if name.endswith((".jsonl", ".ndjson")):
+    if name.endswith((".jsonl", ".ndjson", ".json")):
         return "jsonl"
     return "parquet" if name.endswith((".parquet", ".pq")) else "text"
 
@@ -86,8 +86,8 @@ _COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
 @contextlib.contextmanager
 def _opened(file: SourceFile) -> Iterator[tuple[IO[bytes], IO[bytes]]]:
     """The file as it is stored, and a buffered stream of its decompressed bytes."""
-    codec = fsspec.utils.infer_compression(file.url)
-    if codec is None and file.url.lower().endswith(".zst"):
+    codec = fsspec.utils.infer_compression(file.name)
+    if codec is None and file.name.lower().endswith(".zst"):
         raise DataError(f"{file.url} is compressed with zstd: pip install zstandard, or decompress it.")
     decompress: Any = fsspec.compression.compr
     stored: Any

@@ -83,7 +83,7 @@ def open_token_cache(
 
     Tokens are written in shards. After a kill the next call goes on after the last whole shard, and what
     comes out is the same. One process at a time builds; others wait for it. The folder's name holds a hash of
-    the tokenizer and of the files' names, sizes and times (or what else their file system tells them apart
+    the tokenizer and of the files' places, sizes and times (or what else their file system tells them apart
     by), so that a change of any builds a new cache; old ones are left for you to delete.
 
     Args:
@@ -93,19 +93,24 @@ def open_token_cache(
         shard_tokens: tokens after which a shard is finished; they are in memory until then.
 
     Raises:
-        DataError: a file or a record can't be read, or there is no text at all.
+        DataError: a file or a record can't be read, the cache can't be written, or there is no text at all.
     """
     identity = json.dumps(request.identity(), indent=2)
     digest = hashlib.sha256(identity.encode()).hexdigest()[:16]
     folder = cache_dir.expanduser() / f"{request.name}-{digest}"
     if not (folder / _COMPLETE).exists():
-        with _locked(folder):
-            if not (folder / _COMPLETE).exists():
-                try:
+        try:
+            with _locked(folder):
+                if not (folder / _COMPLETE).exists():
                     _build(request, folder, progress, shard_tokens)
-                finally:
-                    progress.stop()
-                _write_whole(folder / _COMPLETE, identity)
+                    _write_whole(folder / _COMPLETE, identity)
+        except OSError as error:  # of reading, DataErrors have been made
+            raise DataError(
+                f"Can't write the token cache {folder}: {error}. Set data.cache_dir to a local folder that "
+                f"can be written, with room."
+            ) from error
+        finally:
+            progress.stop()
     return _open(request, folder)
 
 

@@ -74,6 +74,7 @@ def _read_from_hub(name: str, file: str) -> str | None:
     """The text of a repository's file, from the hub or its local cache; None if there is no such file."""
     try:
         import huggingface_hub
+        import huggingface_hub.constants
         import huggingface_hub.errors
     except ImportError as error:
         raise DataError(
@@ -84,6 +85,10 @@ def _read_from_hub(name: str, file: str) -> str | None:
     try:
         path = huggingface_hub.hf_hub_download(repository, file, revision=revision or None)
     except huggingface_hub.errors.LocalEntryNotFoundError as error:
+        cached = huggingface_hub.try_to_load_from_cache(repository, file, revision=revision or None)
+        known_to_be_missing = cached is not None and not isinstance(cached, str)
+        if file != _TOKENIZER and (huggingface_hub.constants.HF_HUB_OFFLINE or known_to_be_missing):
+            return None
         raise DataError(_not_on_hub(name, f"the hub can't be reached: {error}")) from error
     except huggingface_hub.errors.EntryNotFoundError:
         return None

@@ -46,7 +46,7 @@ class Tokenizer(abc.ABC):
 
     @abc.abstractmethod
     def encode_chats(self, chats: Sequence[RenderedChat]) -> list[tuple[Tokens, Counted | None]]:
-        """The tokens of whole chats, and which begin in an answer; None where a chat does not say."""
+        """The tokens of whole chats, and which have a part in an answer; None where a chat does not say."""
 
     @property
     @abc.abstractmethod

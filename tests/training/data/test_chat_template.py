@@ -1,7 +1,6 @@
 import pytest
 
-from stacked_remat.training import ByteTokenizer, DataError
-from stacked_remat.training.data.chat_template import ChatTemplate, ChatTemplateError
+from stacked_remat.training import ByteTokenizer, ChatTemplate, ChatTemplateError, DataError
 
 CHAT = [
     {"role": "user", "content": "one?"},

@@ -45,6 +45,32 @@ def test_a_file_is_itself_and_comes_once_however_often_it_is_found(folder):
     assert files[1].size == 5 and Path(files[1].url.removeprefix("file://")).read_text() == "b.txt"
 
 
+class Web:
+    """The part of a web file system that is asked here."""
+
+    def isdir(self, place):
+        return False
+
+    def exists(self, place):
+        return True
+
+    def info(self, place):
+        return {"size": None}
+
+    def ukey(self, place):
+        return f"key of {place}"
+
+    def unstrip_protocol(self, place):
+        return place
+
+
+def test_a_query_in_a_web_address_is_no_glob_and_no_part_of_the_name(monkeypatch):
+    url = "https://host/folder/a.jsonl.gz?download=true"
+    monkeypatch.setattr(fsspec.core, "url_to_fs", lambda path: (Web(), path))
+    (file,) = find_files([url], "key")
+    assert (file.url, file.name, file.size) == (url, "a.jsonl.gz", 0) and "key of https" in file.version
+
+
 def test_names_do_not_depend_on_where_the_folder_lies(folder, memory):
     assert names("memory://texts") == ["a.txt", "sub/b.txt"]
     assert names("memory://texts/*.txt") == ["a.txt"]

@@ -1,8 +1,7 @@
 import numpy as np
 import pytest
 
-from stacked_remat.training import DataError
-from stacked_remat.training.data.chat_template import ChatTemplate, RenderedChat
+from stacked_remat.training import ChatTemplate, DataError, RenderedChat
 from stacked_remat.training.data.hugging_face_tokenizer import HuggingFaceTokenizer
 
 from .word_tokenizer import CHAT_TEMPLATE, word_tokenizer
@@ -53,6 +52,12 @@ def test_a_chat_is_what_its_template_writes_and_answers_are_counted_by_letters()
     answer = tokens[counted]
     assert answer[-1] == ID("</turn>") and tokenizer.decode(answer) == " there"
     assert not counted[: len(tokens) - len(answer)].any() and all_counted is None
+
+
+def test_a_token_that_begins_before_an_answer_and_reaches_into_it_counts():
+    rendered = RenderedChat("assistant or even", ((10, 12),))  # `or`, whose token takes in the space
+    ((tokens, counted),) = make().encode_chats([rendered])
+    assert make().decode(tokens[counted]) == " or"
 
 
 def test_the_template_may_name_special_tokens():

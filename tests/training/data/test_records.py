@@ -134,7 +134,8 @@ def test_a_row_without_text_is_malformed(tmp_path):
 
 def test_the_format_can_be_said(tmp_path):
     path = lines(tmp_path / "a.log", {"text": "one"})
-    assert contents(path, format="jsonl") == ["one"]
+    assert contents(path, format="jsonl") == ["one"] == contents(path.rename(tmp_path / "a.json"))
+    path = lines(tmp_path / "a.log", {"text": "one"})
     assert contents(path) == ['{"text": "one"}\n']
 
 

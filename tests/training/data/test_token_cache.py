@@ -75,6 +75,9 @@ def test_the_second_time_nothing_is_tokenized(folder, tmp_path):
     opened = build(folder, tmp_path / "cache", second)
     assert first.works and not second.works
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "cache").rglob("*.npy")} == before
+    next((tmp_path / "cache").glob("*/complete.json")).unlink()  # killed at the very end
+    build(folder, tmp_path / "cache")
+    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "cache").rglob("*.npy")} == before
     assert texts(opened) == expected() and opened.documents.fingerprint == built.documents.fingerprint
 
 
@@ -232,6 +235,12 @@ def test_a_key_is_that_of_the_document_wherever_its_folder_lies(folder, tmp_path
     assert len(after.keys) == 901
     assert all(keys[text] == key for text, key in zip(texts(after), after.keys, strict=True))
     assert 0.4 < np.mean(before.keys < 2**31) < 0.6 and len(set(keys.values())) > 1795
+
+
+def test_a_cache_that_cannot_be_written_is_said(folder, tmp_path):
+    (tmp_path / "cache").write_text("a file in the way")
+    with pytest.raises(DataError, match=r"Can't write the token cache .*cache/texts-.* Set data.cache_dir"):
+        build(folder, tmp_path / "cache")
 
 
 def test_files_without_text_are_refused(tmp_path):

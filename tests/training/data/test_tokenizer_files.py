@@ -69,6 +69,36 @@ def test_a_name_that_the_hub_does_not_know_is_refused(hub):
         load_tokenizer("some/thing")
 
 
+def test_offline_what_was_fetched_before_is_enough(tmp_path, monkeypatch):
+    """With the real client, on a cache laid out as it lays it out."""
+    repository = tmp_path / "hub" / "models--someone--words"
+    snapshot = save(repository / "snapshots" / ("a" * 40))
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text("a" * 40)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    assert load_tokenizer("someone/words").fingerprint == load_tokenizer(str(snapshot)).fingerprint
+    with pytest.raises(DataError, match=r"'someone/else' is no folder or file here.*can't be reached"):
+        load_tokenizer("someone/else")
+
+
+def test_a_file_that_the_hub_is_known_not_to_have_is_not_missed_without_it(hub, tmp_path, monkeypatch):
+    fetch = huggingface_hub.hf_hub_download
+    known = {"chat_template.jinja": object(), "special_tokens_map.json": object()}
+
+    def download(repository, file, *, revision):
+        if file != "tokenizer.json" and not (tmp_path / "hub" / file).exists():
+            raise huggingface_hub.errors.LocalEntryNotFoundError("no connection")
+        return fetch(repository, file, revision=revision)
+
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
+    monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", lambda _, file, revision: known.get(file))
+    assert load_tokenizer("someone/words").encode("never").size == 1
+    known.clear()
+    with pytest.raises(DataError, match=r"can't be reached"):
+        load_tokenizer("someone/words")
+
+
 def test_a_hub_that_cannot_be_reached_is_said(monkeypatch):
     def download(*_, **__):
         raise huggingface_hub.errors.LocalEntryNotFoundError("no connection")

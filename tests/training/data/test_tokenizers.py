@@ -1,8 +1,7 @@
 import numpy as np
 from hypothesis import given, settings, strategies as st
 
-from stacked_remat.training import ByteTokenizer
-from stacked_remat.training.data.chat_template import RenderedChat
+from stacked_remat.training import ByteTokenizer, RenderedChat
 
 TOKENIZER = ByteTokenizer()
 

@@ -1,0 +1,23 @@
+import json
+
+import pytest
+
+from benchmarks import long_context_cpu
+
+
+@pytest.mark.slow
+def test_a_step_of_65536_tokens_runs_and_nesting_takes_less_memory(tmp_path):
+    path = long_context_cpu.main(["--out", str(tmp_path), "--overrides", "--model.num_layers", "8"])
+    plain, nested = json.loads(path.read_text())["rows"]
+    assert plain["tokens"] == nested["tokens"] == 65_536
+    assert plain["loss"] == pytest.approx(nested["loss"], rel=1e-5)
+    # 8 carries of 128 MiB against 4.
+    assert nested["peak_resident_bytes"] < plain["peak_resident_bytes"] - 300 * 2**20
+
+
+def test_the_benchmark_runs_small(tmp_path):
+    small = ["--data.seq_len", "128", "--model.num_layers", "2", "--model.hidden_dim", "32"]
+    path = long_context_cpu.main(["--out", str(tmp_path), "--overrides", *small])
+    rows = json.loads(path.read_text())["rows"]
+    assert [row["policy"] for row in rows] == ["true", "nested"]
+    assert all(row["layers"] == 2 and row["loss"] > 0 for row in rows)

@@ -26,6 +26,7 @@ class BlockFoldable(Protocol[M_co]):
     def fold(
         self,
         init: Any,
+        /,
         *args: Any,
         remat: ScanCheckpointSpec | None = None,
         unroll: int | bool | None = None,
@@ -35,6 +36,7 @@ class BlockFoldable(Protocol[M_co]):
     def scan(
         self,
         init: Any,
+        /,
         *args: Any,
         remat: ScanCheckpointSpec | None = None,
         unroll: int | bool | None = None,
@@ -57,7 +59,7 @@ class BlockFoldable(Protocol[M_co]):
         unroll: int | bool | None = None,
     ) -> Callable[..., tuple[Any, Any]]: ...
 
-    def vmap(self, *args: Any, **kwargs: Any) -> Any: ...
+    def vmap(self, /, *args: Any, **kwargs: Any) -> Any: ...
 
     def vmap_via(self, fn: Callable[..., Any]) -> Callable[..., Any]: ...
 

@@ -1,6 +1,5 @@
 """`BlockSeq`: layers that need not be alike, with the methods and the policies of `Stacked`."""
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, Self, TypeVar
 
@@ -8,10 +7,18 @@ import equinox as eqx
 from haliax import Axis
 from haliax.state_dict import ModuleWithStateDictSerialization, StateDict
 
-from ._layer_axis import argument_namer, split_tree, stack_trees
+from ._layer_axis import Caller, split_tree, stack_trees
 from ._policy import ScanCheckpointPolicy, ScanCheckpointSpec, resolve_policy
 from ._scan import scan_unrolled
-from ._stacked import block_builder, block_call, check_keys_are_split, check_layer_index, init_policy
+from ._stacked import (
+    block_builder,
+    block_call,
+    check_keys_are_split,
+    check_layer_index,
+    init_caller,
+    init_policy,
+    method_caller,
+)
 from ._state_dict import layers_from_state_dict, layers_to_state_dict
 
 M = TypeVar("M", bound=eqx.Module)
@@ -63,9 +70,9 @@ class BlockSeq(ModuleWithStateDictSerialization, Generic[M]):
         build = block_builder(Block)
 
         def build_sequence(*args: Any, **kwargs: Any) -> Self:
-            name_of = argument_namer(build, skip=0)
-            check_keys_are_split((args, kwargs), Layers, name_of)
-            split = split_tree((args, kwargs), Layers, name_of=name_of, what=f"{cls.__name__}.init")
+            caller = init_caller(cls, build)
+            check_keys_are_split((args, kwargs), Layers, caller.name_of)
+            split = split_tree((args, kwargs), Layers, **caller._asdict())
             calls = (split.layer(i) for i in range(Layers.size))
             return cls(
                 [build(*layer_args, **layer_kwargs) for layer_args, layer_kwargs in calls], Layers, policy
@@ -76,6 +83,7 @@ class BlockSeq(ModuleWithStateDictSerialization, Generic[M]):
     def fold(
         self,
         init: Any,
+        /,
         *args: Any,
         remat: ScanCheckpointSpec | None = None,
         unroll: int | bool | None = None,
@@ -90,6 +98,7 @@ class BlockSeq(ModuleWithStateDictSerialization, Generic[M]):
     def scan(
         self,
         init: Any,
+        /,
         *args: Any,
         remat: ScanCheckpointSpec | None = None,
         unroll: int | bool | None = None,
@@ -107,12 +116,13 @@ class BlockSeq(ModuleWithStateDictSerialization, Generic[M]):
     ) -> Callable[..., Any]:
         """Fold with `fn(block, carry, *args, **kwargs)` in place of the blocks' own call."""
 
-        @functools.wraps(fn)  # error messages name the arguments as `fn` does
-        def with_output(block: Any, carry: Any, *args: Any, **kwargs: Any) -> tuple[Any, None]:
+        def with_output(block: Any, carry: Any, /, *args: Any, **kwargs: Any) -> tuple[Any, None]:
             return fn(block, carry, *args, **kwargs), None
 
-        def folded(init: Any, *args: Any, **kwargs: Any) -> Any:
-            return self.scan_via(with_output, remat=remat, unroll=unroll)(init, *args, **kwargs)[0]
+        run = self._scanner(method_caller(self, "fold", fn, skip=2), with_output, remat, unroll)
+
+        def folded(init: Any, /, *args: Any, **kwargs: Any) -> Any:
+            return run(init, *args, **kwargs)[0]
 
         return folded
 
@@ -124,30 +134,38 @@ class BlockSeq(ModuleWithStateDictSerialization, Generic[M]):
         unroll: int | bool | None = None,
     ) -> Callable[..., tuple[Any, Any]]:
         """Scan with `fn(block, carry, *args, **kwargs) -> (carry, output)` in place of the blocks' call."""
+        return self._scanner(method_caller(self, "scan", fn, skip=2), fn, remat, unroll)
+
+    def _scanner(
+        self,
+        caller: Caller,
+        fn: Callable[..., tuple[Any, Any]],
+        remat: ScanCheckpointSpec | None,
+        unroll: int | bool | None,
+    ) -> Callable[..., tuple[Any, Any]]:
         del unroll  # layers that differ can only be unrolled
 
         def layer(carry: Any, inputs: Any) -> tuple[Any, Any]:
             block, (args, kwargs) = inputs
             return fn(block, carry, *args, **kwargs)
 
-        def scanned(init: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-            split = split_tree((args, kwargs), self.Block, name_of=argument_namer(fn, skip=2))
+        def scanned(init: Any, /, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+            split = split_tree((args, kwargs), self.Block, **caller._asdict())
             inputs = [(block, split.layer(i)) for i, block in enumerate(self.blocks)]
             return scan_unrolled(layer, init, inputs, self.Block, self.remat if remat is None else remat)
 
         return scanned
 
-    def vmap(self, *args: Any, **kwargs: Any) -> Any:
+    def vmap(self, /, *args: Any, **kwargs: Any) -> Any:
         """Apply every layer to the same arguments; the outputs get the layers' axis in front."""
         return self.vmap_via(block_call(self.blocks[0]))(*args, **kwargs)
 
     def vmap_via(self, fn: Callable[..., Any]) -> Callable[..., Any]:
         """As `vmap`, with `fn(block, *args, **kwargs)` in place of the blocks' own call."""
+        caller = method_caller(self, "vmap", fn, skip=1)
 
         def mapped(*args: Any, **kwargs: Any) -> Any:
-            split = split_tree(
-                (args, kwargs), self.Block, name_of=argument_namer(fn, skip=1), what="BlockSeq.vmap"
-            )
+            split = split_tree((args, kwargs), self.Block, **caller._asdict())
             outputs = []
             for i, block in enumerate(self.blocks):
                 layer_args, layer_kwargs = split.layer(i)

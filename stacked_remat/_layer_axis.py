@@ -7,9 +7,11 @@ values) is shared by all layers.
 
 import dataclasses
 import inspect
+import re
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
+import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 from haliax import Axis, NamedArray, axis_name
@@ -17,6 +19,8 @@ from haliax.axis import AxisSelector
 
 T = TypeVar("T")
 IsScanned: TypeAlias = bool | Callable[[Any], bool]
+
+_NAMES_OF_KEYS = ("key", "keys", "prng", "rng", "rngs", "seed", "seeds")
 
 # Inside scan and vmap a NamedArray may have fewer dimensions than axes: JAX rebuilds trees without a check.
 
@@ -53,6 +57,20 @@ def leaf_size(leaf: Any, axis: AxisSelector) -> int | None:
     return leaf.shape[0] if leaf.ndim else None
 
 
+class Caller(NamedTuple):
+    """Who splits arguments over an axis, for error messages.
+
+    Attributes:
+        what: the operation, as the user writes it.
+        name_of: how to call the leaf at a tree path.
+        sharing: ways to give a plain array whole to every layer, beside passing it with names.
+    """
+
+    what: str
+    name_of: Callable[[tuple[Any, ...]], str] = jtu.keystr
+    sharing: tuple[str, ...] = ()
+
+
 @dataclasses.dataclass(frozen=True)
 class SplitTree:
     """A tree cut in two: the arrays that are split over `axis`, and all the rest.
@@ -79,6 +97,7 @@ def split_tree(
     is_scanned: IsScanned = is_named_or_shaped_array,
     name_of: Callable[[tuple[Any, ...]], str] = jtu.keystr,
     what: str = "scan",
+    sharing: tuple[str, ...] = (),
 ) -> SplitTree:
     """Cut `tree` into the arrays that are split over `axis` and the rest.
 
@@ -88,6 +107,7 @@ def split_tree(
         is_scanned: which arrays may be split, as a bool or a predicate of a leaf.
         name_of: how error messages call the leaf at a tree path.
         what: the operation, for error messages.
+        sharing: what error messages advise who wants to share a plain array; see `Caller`.
 
     Raises:
         ValueError: where sizes differ, naming each path and size, or where nothing tells the size of a named
@@ -98,7 +118,7 @@ def split_tree(
     split = [i for i, leaf in enumerate(leaves) if is_split(leaf, axis, is_scanned)]
     sized = [(name_of(paths_and_leaves[i][0]), leaves[i]) for i in split]
     axis = _resolve_axis(axis, sized, what)
-    _check_sizes(axis, sized, what)
+    _check_sizes(axis, sized, Caller(what, name_of, sharing))
 
     def rebuild(slices: Sequence[Any]) -> Any:
         layer = list(leaves)
@@ -147,13 +167,20 @@ def name_stacked(tree: T, axis: Axis, what: str) -> T:
     return jtu.tree_map_with_path(prepend, tree, is_leaf=is_named)
 
 
-def argument_namer(fn: Callable, skip: int) -> Callable[[tuple[Any, ...]], str]:
-    """How to name a path into `(args, kwargs)` by the parameters of `fn` that follow the first `skip`."""
+def argument_namer(fn: Callable, skip: int, first: tuple[str, ...] = ()) -> Callable[[tuple[Any, ...]], str]:
+    """How to name a path into `(args, kwargs)` by the parameters of `fn`.
+
+    Args:
+        fn: what takes the arguments.
+        skip: how many of its first parameters are not among them.
+        first: names of the first of the arguments, which stand for no parameters of `fn`.
+    """
     try:
         parameters = list(inspect.signature(fn).parameters.values())[skip:]
     except (TypeError, ValueError):  # builtins have no signature
         parameters = []
-    positional = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    named = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    positional = [*first, *named]
     variadic = next((p.name for p in parameters if p.kind is p.VAR_POSITIONAL), "args")
 
     def name_of(path: tuple[Any, ...]) -> str:
@@ -167,6 +194,14 @@ def argument_namer(fn: Callable, skip: int) -> Callable[[tuple[Any, ...]], str]:
         return root + jtu.keystr(path[2:])
 
     return name_of
+
+
+def is_unsplit_key(name: str, leaf: Any) -> bool:
+    """Whether an argument is a single random key. A pair of integers is one where its name says so."""
+    if _is_typed_key(leaf):
+        return leaf.ndim == 0
+    words = {word.lower() for word in re.findall(r"[A-Z]?[a-z]+|[A-Z]+", name)}
+    return _may_be_raw_key(leaf) and leaf.ndim == 1 and not words.isdisjoint(_NAMES_OF_KEYS)
 
 
 def _axis_first(leaf: Any, axis: Axis) -> Any:
@@ -198,31 +233,33 @@ def _resolve_axis(axis: AxisSelector, sized: list[tuple[str, Any]], what: str) -
     )
 
 
-def _check_sizes(axis: Axis, sized: list[tuple[str, Any]], what: str) -> None:
+def _check_sizes(axis: Axis, sized: list[tuple[str, Any]], caller: Caller) -> None:
     sizes = [(path, leaf, leaf_size(leaf, axis)) for path, leaf in sized]
     wrong = [entry for entry in sizes if entry[2] != axis.size]
     if not wrong:
         return
     agreeing = [path for path, _, size in sizes if size == axis.size]
-    lines = [f"{what} over `{axis.name}` (size {axis.size}) was given inputs of different lengths:"]
+    lines = [f"{caller.what} over `{axis.name}` (size {axis.size}) was given inputs of different lengths:"]
     lines += [f"  {path} has {_describe_size(leaf, axis, size)}" for path, leaf, size in wrong]
     if agreeing:
         shown = ", ".join(agreeing[:4]) + (f" and {len(agreeing) - 4} more" if len(agreeing) > 4 else "")
         lines.append(f"  {shown} {'has' if len(agreeing) == 1 else 'have'} {axis.size}, as it should be")
-    unsplit_key = next((path for path, leaf, _ in wrong if _may_be_raw_key(leaf)), None)
-    if unsplit_key is not None:
+    keys = [path for path, leaf, _ in wrong if _is_typed_key(leaf) or _may_be_raw_key(leaf)]
+    for path in keys:
         lines.append(
-            f"If {unsplit_key} is a random key, give each layer its own: "
-            f"jax.random.split({unsplit_key}, {axis.size})."
+            f"If {path} is a random key, give each layer its own: jax.random.split({path}, {axis.size})."
         )
-    if any(not is_named(leaf) for _, leaf, _ in wrong):
-        lines.append(
-            "A plain array has no axis names, so it is split along its first dimension, one part for each of "
-            f"the {axis.size} layers. To give every layer the whole array instead, close over it "
-            "(stack.fold_via(lambda block, carry: block(carry, array))(x)), pass it as a NamedArray without "
-            f"the axis `{axis.name}`, or say what is split with is_scanned= (functions fold, scan and map)."
-        )
+    if any(not is_named(leaf) and path not in keys for path, leaf, _ in wrong):
+        lines.append(_how_to_share(axis, caller))
     raise ValueError("\n".join(lines))
+
+
+def _how_to_share(axis: Axis, caller: Caller) -> str:
+    ways = [*caller.sharing, f"pass it as a NamedArray without the axis `{axis.name}`"]
+    return (
+        "A plain array has no axis names, so it is split along its first dimension, one part for each of "
+        f"the {axis.size} layers. To give every layer the whole array instead, {', or '.join(ways)}."
+    )
 
 
 def _describe_size(leaf: Any, axis: Axis, size: int | None) -> str:
@@ -233,5 +270,10 @@ def _describe_size(leaf: Any, axis: Axis, size: int | None) -> str:
     return f"leading dimension {size} (shape {tuple(leaf.shape)})" if leaf.ndim else "no dimension to split"
 
 
+def _is_typed_key(leaf: Any) -> bool:
+    return is_array(leaf) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
 def _may_be_raw_key(leaf: Any) -> bool:
-    return is_array(leaf) and leaf.dtype == jnp.uint32 and tuple(leaf.shape) == (2,)
+    """Whether `leaf` could be one of JAX's old-style keys, or a stack of them."""
+    return is_array(leaf) and leaf.dtype == jnp.uint32 and leaf.ndim in (1, 2) and leaf.shape[-1] == 2

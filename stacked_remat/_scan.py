@@ -8,7 +8,7 @@ how a scan behaves.
 import functools
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import equinox as eqx
 import jax
@@ -18,6 +18,7 @@ from haliax.axis import AxisSelector
 
 from ._checkpoint import checkpoint_name
 from ._layer_axis import (
+    Caller,
     IsScanned,
     argument_namer,
     is_array,
@@ -77,18 +78,49 @@ def scan(
         ValueError: for inputs of different lengths (each path and size is named), an axis of unknown size, an
             `f` that returns no pair, or a carry that changes its structure, axes or shape.
     """
+    return scan_for(
+        function_caller("scan", f),
+        f,
+        axis,
+        remat=remat,
+        reverse=reverse,
+        unroll=unroll,
+        is_scanned=is_scanned,
+    )
+
+
+def scan_for(
+    caller: Caller,
+    f: Callable[..., tuple[Any, Any]],
+    axis: AxisSelector,
+    *,
+    remat: ScanCheckpointSpec,
+    reverse: bool = False,
+    unroll: int | bool = 1,
+    is_scanned: IsScanned = is_named_or_shaped_array,
+) -> Callable[..., tuple[Any, Any]]:
+    """`scan`, with error messages in the words of `caller`."""
     policy = resolve_policy(remat)
     unroll = _check_unroll(unroll)
 
-    def scanned(init: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+    def scanned(init: Any, /, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         def run(init: Any, inputs: tuple[Any, Any]) -> tuple[Any, Any]:
-            split = split_tree(inputs, axis, is_scanned=is_scanned, name_of=argument_namer(f, skip=1))
+            split = split_tree(inputs, axis, is_scanned=is_scanned, **caller._asdict())
 
             def layer(carry: Any, slices: Sequence[Any]) -> tuple[Any, Any]:
                 layer_args, layer_kwargs = split.rebuild(slices)
                 return f(carry, *layer_args, **layer_kwargs)
 
-            return _scan_rolled(layer, init, split.arrays, split.axis, policy, reverse=reverse, unroll=unroll)
+            return _scan_rolled(
+                layer,
+                init,
+                split.arrays,
+                split.axis,
+                policy,
+                reverse=reverse,
+                unroll=unroll,
+                what=caller.what,
+            )
 
         if policy.save_inputs is False:
             run = _checkpoint_whole(run, policy, _names_of(axis))
@@ -119,14 +151,35 @@ def fold(
 
     with arguments, costs and errors as in `scan`.
     """
+    return fold_for(
+        function_caller("fold", f),
+        f,
+        axis,
+        remat=remat,
+        reverse=reverse,
+        unroll=unroll,
+        is_scanned=is_scanned,
+    )
 
-    @functools.wraps(f)  # error messages name the arguments as `f` does
-    def step(carry: Any, *args: Any, **kwargs: Any) -> tuple[Any, None]:
+
+def fold_for(
+    caller: Caller,
+    f: Callable[..., Any],
+    axis: AxisSelector,
+    *,
+    remat: ScanCheckpointSpec,
+    reverse: bool = False,
+    unroll: int | bool = 1,
+    is_scanned: IsScanned = is_named_or_shaped_array,
+) -> Callable[..., Any]:
+    """`fold`, with error messages in the words of `caller`."""
+
+    def step(carry: Any, /, *args: Any, **kwargs: Any) -> tuple[Any, None]:
         return f(carry, *args, **kwargs), None
 
-    scanned = scan(step, axis, remat=remat, reverse=reverse, unroll=unroll, is_scanned=is_scanned)
+    scanned = scan_for(caller, step, axis, remat=remat, reverse=reverse, unroll=unroll, is_scanned=is_scanned)
 
-    def folded(init: Any, *args: Any, **kwargs: Any) -> Any:
+    def folded(init: Any, /, *args: Any, **kwargs: Any) -> Any:
         return scanned(init, *args, **kwargs)[0]
 
     return folded
@@ -149,27 +202,37 @@ def map(
     as in `scan`.
     """
 
-    def step(_: None, *args: Any, **kwargs: Any) -> tuple[None, Any]:
+    def step(_: None, /, *args: Any, **kwargs: Any) -> tuple[None, Any]:
         return None, f(*args, **kwargs)
 
+    caller = function_caller("map", f)
+    scanned = scan_for(caller, step, axis, remat=remat, reverse=reverse, unroll=unroll, is_scanned=is_mapped)
+
     def mapped(*args: Any, **kwargs: Any) -> Any:
-        return scan(step, axis, remat=remat, reverse=reverse, unroll=unroll, is_scanned=is_mapped)(
-            None, *args, **kwargs
-        )[1]
+        return scanned(None, *args, **kwargs)[1]
 
     return mapped
 
 
-def vmap_layers(
-    f: Callable[..., Any], axis: Axis, what: str, name_of: Callable[[tuple[Any, ...]], str]
-) -> Callable[..., Any]:
+def function_caller(what: Literal["fold", "scan", "map"], f: Callable[..., Any]) -> Caller:
+    """One of this module's functions, for error messages about its arguments."""
+    taken = "x" if what == "map" else "carry, x"
+    option = "is_mapped" if what == "map" else "is_scanned"
+    sharing = (
+        f"close over it ({what}(lambda {taken}: f({taken}, array), axis))",
+        f"say what is split with {option}=",
+    )
+    return Caller(what, argument_namer(f, skip=0 if what == "map" else 1), sharing)
+
+
+def vmap_layers(f: Callable[..., Any], axis: Axis, caller: Caller) -> Callable[..., Any]:
     """Apply `f` to every layer's part of its arguments at once; the outputs get `axis` in front.
 
     Splits and shares arguments exactly as `scan` does. Costs the memory of all layers together.
     """
 
     def mapped(*args: Any, **kwargs: Any) -> Any:
-        split = split_tree((args, kwargs), axis, name_of=name_of, what=what)
+        split = split_tree((args, kwargs), axis, **caller._asdict())
 
         def one_layer(slices: Sequence[Any]) -> tuple[Any, "_Static"]:
             layer_args, layer_kwargs = split.rebuild(slices)
@@ -177,7 +240,7 @@ def vmap_layers(
             return arrays, _Static(static)
 
         arrays, static = jax.vmap(one_layer, axis_size=split.axis.size)(split.arrays)
-        return name_stacked(eqx.combine(arrays, static.value), split.axis, what)
+        return name_stacked(eqx.combine(arrays, static.value), split.axis, caller.what)
 
     return mapped
 
@@ -242,6 +305,7 @@ def _scan_rolled(
     *,
     reverse: bool,
     unroll: int | bool,
+    what: str,
 ) -> tuple[Any, Any]:
     policy = policy.for_length(axis.size)
     names = _names_of(axis)
@@ -259,7 +323,7 @@ def _scan_rolled(
         run = _checkpoint_whole(run, policy, names)
     with jax.named_scope(f"scan({axis.name})"):
         carry, ys = run(arrays, xs)
-    return eqx.combine(carry, static), name_stacked(ys, axis, "scan")
+    return eqx.combine(carry, static), name_stacked(ys, axis, what)
 
 
 def _sweep_layers(

@@ -6,14 +6,11 @@ here are only the modules' verbs.
 """
 
 import functools
-import inspect
 import operator
 from collections.abc import Callable
 from typing import Any, Generic, Self, TypeVar
 
 import equinox as eqx
-import jax
-import jax.numpy as jnp
 import jax.tree_util as jtu
 from haliax import Axis
 from haliax.state_dict import (
@@ -23,9 +20,17 @@ from haliax.state_dict import (
     unflatten_modules_from_export,
 )
 
-from ._layer_axis import SplitTree, argument_namer, is_array, is_named, split_tree, stack_trees
+from ._layer_axis import (
+    Caller,
+    SplitTree,
+    argument_namer,
+    is_named,
+    is_unsplit_key,
+    split_tree,
+    stack_trees,
+)
 from ._policy import ScanCheckpointPolicy, ScanCheckpointSpec, resolve_policy
-from ._scan import fold, scan, vmap_layers
+from ._scan import fold_for, scan_for, vmap_layers
 from ._state_dict import layers_from_state_dict, layers_to_state_dict
 
 M = TypeVar("M", bound=eqx.Module)
@@ -90,9 +95,9 @@ class Stacked(ModuleWithStateDictSerialization, Generic[M]):
         build = block_builder(Block)
 
         def build_stack(*args: Any, **kwargs: Any) -> Self:
-            name_of = argument_namer(build, skip=0)
-            check_keys_are_split((args, kwargs), Layers, name_of)
-            stacked = vmap_layers(build, Layers, f"{cls.__name__}.init", name_of)(*args, **kwargs)
+            caller = init_caller(cls, build)
+            check_keys_are_split((args, kwargs), Layers, caller.name_of)
+            stacked = vmap_layers(build, Layers, caller)(*args, **kwargs)
             return cls(stacked, Layers, policy)
 
         return build_stack
@@ -100,6 +105,7 @@ class Stacked(ModuleWithStateDictSerialization, Generic[M]):
     def fold(
         self,
         init: Any,
+        /,
         *args: Any,
         remat: ScanCheckpointSpec | None = None,
         unroll: int | bool | None = None,
@@ -126,6 +132,7 @@ class Stacked(ModuleWithStateDictSerialization, Generic[M]):
     def scan(
         self,
         init: Any,
+        /,
         *args: Any,
         remat: ScanCheckpointSpec | None = None,
         unroll: int | bool | None = None,
@@ -147,11 +154,15 @@ class Stacked(ModuleWithStateDictSerialization, Generic[M]):
             A function of the initial carry and the further arguments. What `fn` closes over goes to every
             layer whole.
         """
-        policy = self.remat if remat is None else remat
-        step = _block_second(fn)
+        run = fold_for(
+            method_caller(self, "fold", fn, skip=2, first=("stacked",)),
+            _block_second(fn),
+            self.Block,
+            remat=self.remat if remat is None else remat,
+            unroll=1 if unroll is None else unroll,
+        )
 
-        def folded(init: Any, *args: Any, **kwargs: Any) -> Any:
-            run = fold(step, self.Block, remat=policy, unroll=1 if unroll is None else unroll)
+        def folded(init: Any, /, *args: Any, **kwargs: Any) -> Any:
             return run(init, self.stacked, *args, **kwargs)
 
         return folded
@@ -164,16 +175,20 @@ class Stacked(ModuleWithStateDictSerialization, Generic[M]):
         unroll: int | bool | None = None,
     ) -> Callable[..., tuple[Any, Any]]:
         """Scan with `fn(block, carry, *args, **kwargs) -> (carry, output)` in place of the block's call."""
-        policy = self.remat if remat is None else remat
-        step = _block_second(fn)
+        run = scan_for(
+            method_caller(self, "scan", fn, skip=2, first=("stacked",)),
+            _block_second(fn),
+            self.Block,
+            remat=self.remat if remat is None else remat,
+            unroll=1 if unroll is None else unroll,
+        )
 
-        def scanned(init: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-            run = scan(step, self.Block, remat=policy, unroll=1 if unroll is None else unroll)
+        def scanned(init: Any, /, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
             return run(init, self.stacked, *args, **kwargs)
 
         return scanned
 
-    def vmap(self, *args: Any, **kwargs: Any) -> Any:
+    def vmap(self, /, *args: Any, **kwargs: Any) -> Any:
         """Apply every layer to the same arguments, side by side; the outputs get the layers' axis in front.
 
         Arguments are split and shared as in `fold`. Costs the internals of all layers at once.
@@ -182,12 +197,10 @@ class Stacked(ModuleWithStateDictSerialization, Generic[M]):
 
     def vmap_via(self, fn: Callable[..., Any]) -> Callable[..., Any]:
         """As `vmap`, with `fn(block, *args, **kwargs)` in place of the block's own call."""
+        caller = method_caller(self, "vmap", fn, skip=1, first=("stacked",))
 
         def mapped(*args: Any, **kwargs: Any) -> Any:
-            name_of = argument_namer(fn, skip=0)
-            return vmap_layers(fn, self.Block, f"{type(self).__name__}.vmap", name_of)(
-                self.stacked, *args, **kwargs
-            )
+            return vmap_layers(fn, self.Block, caller)(self.stacked, *args, **kwargs)
 
         return mapped
 
@@ -222,15 +235,14 @@ class Stacked(ModuleWithStateDictSerialization, Generic[M]):
         return eqx.tree_at(lambda stack: stack.stacked, self, stack_trees(layers, self.Block))
 
     def flatten_for_export(self) -> Self:
-        flat = vmap_layers(flatten_modules_for_export, self.Block, "flatten_for_export", _path_in_stack)(
-            self.stacked
-        )
+        caller = Caller("flatten_for_export", argument_namer(flatten_modules_for_export, 1, ("stacked",)))
+        flat = vmap_layers(flatten_modules_for_export, self.Block, caller)(self.stacked)
         return eqx.tree_at(lambda stack: stack.stacked, self, flat)
 
     def unflatten_from_export(self, template: Any) -> Self:
-        restore = vmap_layers(
-            unflatten_modules_from_export, self.Block, "unflatten_from_export", _path_in_stack
-        )
+        names = argument_namer(unflatten_modules_from_export, 2, ("stacked", "template.stacked"))
+        caller = Caller("unflatten_from_export", names)
+        restore = vmap_layers(unflatten_modules_from_export, self.Block, caller)
         return eqx.tree_at(lambda stack: stack.stacked, self, restore(self.stacked, template.stacked))
 
     def _split(self) -> SplitTree:
@@ -267,12 +279,8 @@ def check_keys_are_split(
         ValueError: shows the `jax.random.split` to write.
     """
     for path, leaf in jtu.tree_flatten_with_path(arguments, is_leaf=is_named)[0]:
-        if not is_array(leaf) or leaf.ndim > 1:
-            continue
-        typed = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) and leaf.ndim == 0
         name = name_of(path)
-        raw = leaf.dtype == jnp.uint32 and leaf.shape == (2,) and any(word in name for word in ("key", "rng"))
-        if typed or raw:
+        if is_unsplit_key(name, leaf):
             raise ValueError(
                 f"{name} is a single random key, and every layer of `{Layers.name}` needs its own. "
                 f"Write {name}=jax.random.split({name}, {Layers.size})."
@@ -298,23 +306,36 @@ def block_call(block: eqx.Module) -> Callable[..., Any]:
     call = type(block).__call__
 
     @functools.wraps(call)
-    def apply(block: Any, *args: Any, **kwargs: Any) -> Any:
+    def apply(block: Any, /, *args: Any, **kwargs: Any) -> Any:
         return block(*args, **kwargs)
 
     return apply
 
 
+def method_caller(
+    layers: Any, verb: str, fn: Callable[..., Any], *, skip: int, first: tuple[str, ...] = ()
+) -> Caller:
+    """A method of `Stacked` or `BlockSeq`, for error messages about its arguments."""
+    carry = "x" if verb == "vmap" else "carry"
+    closure = f"stack.{verb}_via(lambda block, {carry}: block({carry}, array))(x)"
+    return Caller(
+        f"{type(layers).__name__}.{verb}",
+        argument_namer(fn, skip, first),
+        (f"close over it ({closure})",),
+    )
+
+
+def init_caller(cls: type, build: Callable[..., Any]) -> Caller:
+    """`init` of `Stacked` or `BlockSeq`, for error messages about its arguments."""
+    what = f"{cls.__name__}.init"
+    closure = f"{what}(Layers, lambda *, key: Block(array, key=key))(key=keys)"
+    return Caller(what, argument_namer(build, skip=0), (f"close over it ({closure})",))
+
+
 def _block_second(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """`fn(block, carry, ...)` as a step with the carry first; errors name the rest as `fn` does."""
+    """`fn(block, carry, ...)` as a step with the carry first."""
 
     def step(carry: Any, block: Any, /, *args: Any, **kwargs: Any) -> Any:
         return fn(block, carry, *args, **kwargs)
 
-    own = inspect.signature(step).parameters
-    rest = list(inspect.signature(fn).parameters.values())[2:]
-    step.__signature__ = inspect.Signature([own["carry"], own["block"], *rest])  # pyright: ignore[reportFunctionMemberAccess]
     return step
-
-
-def _path_in_stack(path: tuple[Any, ...]) -> str:
-    return f"stacked{jtu.keystr(path[2:])}"

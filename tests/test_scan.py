@@ -79,6 +79,23 @@ def test_what_is_split_and_what_is_shared():
     assert seen["function"] is jnp.sin
 
 
+@pytest.mark.parametrize("name", ["carry", "init", "f", "_", "args", "self", "axis"])
+def test_arguments_may_have_any_name(data, name):
+    def step(total, x, /, **further):
+        return total + hax.sum(x).array * further[name]
+
+    by_name = {name: jnp.arange(5.0)}
+    total = fold(step, Time)(jnp.zeros(()), data, **by_name)
+    expected = jnp.sum(data.array.sum((1, 2)) * jnp.arange(5.0))
+    np.testing.assert_allclose(total, expected, rtol=1e-5)
+    both, _ = scan(lambda *args, **kwargs: (step(*args, **kwargs), None), Time)(
+        jnp.zeros(()), data, **by_name
+    )
+    np.testing.assert_allclose(both, expected, rtol=1e-5)
+    parts = map(lambda x, /, **further: hax.sum(x).array * further[name], Time)(data, **by_name)
+    np.testing.assert_allclose(jnp.sum(parts), expected, rtol=1e-5)
+
+
 def test_random_keys_of_both_styles_are_split():
     for keys in (jax.random.split(jax.random.key(0), 5), jax.random.split(jax.random.PRNGKey(0), 5)):
         drawn = map(lambda key: jax.random.normal(key, (2,)), Time)(keys)
@@ -160,7 +177,7 @@ class TestErrors:
         with pytest.raises(ValueError) as error:
             fold(step, Time)(0.0, data, Module(jnp.ones((4, 2))), {"a": jnp.ones(6)}, mask=jnp.ones((7, 7)))
         message = str(error.value)
-        assert "scan over `time` (size 5)" in message
+        assert "fold over `time` (size 5)" in message
         assert "module.weight has leading dimension 4 (shape (4, 2))" in message
         assert "rest[0]['a'] has leading dimension 6" in message
         assert "mask has leading dimension 7 (shape (7, 7))" in message

@@ -181,6 +181,44 @@ class TestApplying:
         with pytest.raises(ValueError, match="(y|shift) has leading dimension 2"):
             stack.fold_via(lambda block, carry, shift: carry)(jnp.ones(3), jnp.ones(2))
 
+    def test_arguments_may_have_any_name(self, Stack):
+        """`carry`, `block` and the like are names of this library's own parameters too."""
+
+        class Block(eqx.Module):
+            weight: jax.Array
+
+            def __call__(self, x, carry=0.0, block=0.0, init=0.0, fn=0.0):
+                return x * self.weight + carry + 10.0 * block + 100.0 * init + 1000.0 * fn
+
+        stack = Stack.init(Layers, Block)(jnp.arange(1.0, 5.0))
+        x, ones = jnp.ones(()), jnp.ones(4)
+        expected = x
+        for i in range(4):
+            expected = expected * (i + 1.0) + 1111.0
+        for positional in range(5):
+            names = ("carry", "block", "init", "fn")[positional:]
+            args, kwargs = [ones] * positional, {name: ones for name in names}
+            np.testing.assert_allclose(stack.fold(x, *args, **kwargs), expected)
+            np.testing.assert_allclose(stack.fold_via(Block.__call__)(x, *args, **kwargs), expected)
+            assert stack.vmap(ones, *args, **kwargs).shape == (4,)
+        via = stack.scan_via(lambda layer, x, self, carry: (layer(x, carry), self))
+        for _, outputs in (via(x, ones, ones), via(x, carry=ones, self=ones)):
+            np.testing.assert_allclose(outputs, ones)
+        np.testing.assert_allclose(stack.vmap_via(lambda b, fn, self: fn * self)(fn=ones, self=ones), ones)
+
+    def test_what_has_no_signature_may_be_folded(self, Stack):
+        class Opaque:
+            __signature__ = "none"
+
+            def __call__(self, block, x, scale):
+                return block(x, scale)
+
+        stack = Stack.init(Layers, PlainBlock)(3, key=keys())
+        got = stack.fold_via(Opaque())(jnp.ones(3), self.scales)
+        np.testing.assert_allclose(got, stack.fold(jnp.ones(3), self.scales), rtol=1e-6)
+        with pytest.raises(ValueError, match=r"args\[0\] has leading dimension 3"):
+            stack.fold_via(Opaque())(jnp.ones(3), jnp.ones(3))
+
     def test_fold_block_in_scan_and_scan_block_in_fold(self, Stack):
         with pytest.raises(ValueError, match="use fold"):
             Stack.init(Layers, PlainBlock)(3, key=keys()).scan(jnp.ones(3))

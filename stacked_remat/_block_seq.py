@@ -9,7 +9,7 @@ from haliax.state_dict import ModuleWithStateDictSerialization, StateDict
 
 from ._layer_axis import Caller, split_tree, stack_trees
 from ._policy import ScanCheckpointPolicy, ScanCheckpointSpec, resolve_policy
-from ._scan import scan_unrolled
+from ._scan import from_arguments, scan_unrolled
 from ._stacked import (
     block_builder,
     block_call,
@@ -149,10 +149,15 @@ class BlockSeq(ModuleWithStateDictSerialization, Generic[M]):
             block, (args, kwargs) = inputs
             return fn(block, carry, *args, **kwargs)
 
-        def scanned(init: Any, /, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-            split = split_tree((args, kwargs), self.Block, **caller._asdict())
+        policy = self.remat if remat is None else resolve_policy(remat)
+
+        def run(init: Any, arguments: Any) -> tuple[Any, Any]:
+            split = split_tree(arguments, self.Block, **caller._asdict())
             inputs = [(block, split.layer(i)) for i, block in enumerate(self.blocks)]
-            return scan_unrolled(layer, init, inputs, self.Block, self.remat if remat is None else remat)
+            return scan_unrolled(layer, init, inputs, self.Block, policy)
+
+        def scanned(init: Any, /, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+            return from_arguments(run, policy, self.Block)(init, (args, kwargs))
 
         return scanned
 

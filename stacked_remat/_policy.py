@@ -50,11 +50,13 @@ class ScanCheckpointPolicy:
             only when the scanned inputs are themselves temporaries that nothing else keeps.
         save_block_internals: names given by `checkpoint_name` inside the block that are kept, or `True` for
             everything that the backward pass reads (nothing is then recomputed, and carries are kept exactly
-            where a derivative reads them). With `nested`, they are kept for the segment being walked.
+            where a derivative reads them). With `nested`, they are kept for the segment being walked, and
+            `save_carries="offload"` still moves the boundaries.
         offload_block_internals: names that are moved to the host instead.
         prevent_cse: put barriers around recomputation even inside a rolled loop. Where layers share one
             program (`BlockSeq`, a fully unrolled scan) they are always there, since XLA would merge the
-            recomputation with the forward pass.
+            recomputation with the forward pass. Layers that are cut have use for them only where internals
+            are saved by name.
         disable: no checkpointing at all: everything the backward pass reads is kept.
         simple: plain `jax.checkpoint` around each layer, without naming the carry or the inputs. The memory
             is that of the default; it takes names out of the picture when debugging.
@@ -116,25 +118,14 @@ class ScanCheckpointPolicy:
     def _refuse_contradictions(self) -> None:
         if self.disable:
             self._refuse(
-                "disable=True turns checkpointing off and leaves {} without effect",
-                keeps=("save_block_internals",),
+                "disable=True turns checkpointing off and leaves {} without effect. Drop one or the other.",
+                self._set_beside("disable"),
             )
-            if self.saved_names:
-                raise ValueError(
-                    "disable=True already keeps every internal, so "
-                    f"save_block_internals={list(self.saved_names)} would have no effect. Drop one."
-                )
         if self.simple:
             self._refuse(
-                "simple=True names no values, so {} cannot be obeyed",
-                keeps=("nested", "segment_length", "max_carries", "prevent_cse", "disable"),
-            )
-        if self.save_block_internals is True and (
-            OFFLOAD in (self.save_carries, self.save_inputs) or self.offloaded_names
-        ):
-            raise ValueError(
-                "save_block_internals=True keeps everything on the device and leaves nothing to offload. "
-                "Name the internals to keep instead: save_block_internals=[...]."
+                "simple=True is one plain jax.checkpoint around each layer: it names no values and cuts "
+                "nothing, so {} cannot be obeyed. Drop one or the other.",
+                self._set_beside("simple", "prevent_cse"),
             )
         both = sorted(set(self.saved_names) & set(self.offloaded_names))
         if both:
@@ -143,12 +134,36 @@ class ScanCheckpointPolicy:
             )
         if self.is_nested:
             self._refuse_for_nested()
+        if self.save_block_internals is True:
+            self._refuse_beside_all_internals()
         if self.first_layers:
             self._refuse_for_first_layers()
         elif self.first_policy is not False:
             raise ValueError(
                 f"first_policy={self.first_policy!r} has no effect without first_layers. Say how many layers "
                 "follow it: first_layers=k."
+            )
+        if self.prevent_cse and self.sweeps and not self.saved_names:
+            self._refuse(
+                "With {} layers are replayed in loops of their own, where XLA finds nothing to merge the "
+                "recomputation with, so prevent_cse=True has no effect without save_block_internals=[names]. "
+                "Drop it.",
+                [name for name, _ in self.settings() if name in (*_CUTS, "first_layers")],
+            )
+
+    def _refuse_beside_all_internals(self) -> None:
+        idle = {"save_carries": False, "save_inputs": False, "prevent_cse": True}
+        self._refuse(
+            "save_block_internals=True keeps everything that the backward pass reads, and nothing is "
+            "computed again, so {} has no effect. Drop it, or name the internals to keep: "
+            "save_block_internals=[...].",
+            [name for name, value in self.settings() if name in idle and value is idle[name]],
+        )
+        if not self.is_nested:  # the internals of a segment leave its boundaries to offload
+            self._refuse(
+                "save_block_internals=True keeps everything on the device and leaves nothing to offload, so "
+                "{} cannot be obeyed. Name the internals to keep instead: save_block_internals=[...].",
+                [name for name, value in self.settings() if value == OFFLOAD or name.startswith(OFFLOAD)],
             )
 
     def _refuse_for_nested(self) -> None:
@@ -162,18 +177,18 @@ class ScanCheckpointPolicy:
             )
         if self.save_carries is False:
             raise ValueError(
-                "nested keeps the carry at the start of each segment, and save_carries=False keeps none. "
+                f"{cuts[0]} keeps the carry at the start of each segment, and save_carries=False keeps none. "
                 'For a backward pass that starts from the stack\'s input alone use "recompute".'
             )
         if self.save_inputs is not True:
             raise ValueError(
-                f"nested reads the scanned inputs where they are whenever a segment is replayed, so "
+                f"{cuts[0]} reads the scanned inputs where they are whenever a segment is replayed, so "
                 f"save_inputs={self.save_inputs!r} cannot be obeyed. Leave save_inputs=True."
             )
         if self.offloaded_names:
             raise ValueError(
-                "With nested, block internals live only while one segment is walked, so offloading "
-                f"{list(self.offloaded_names)} would move them out and straight back. "
+                f"With {cuts[0]}, block internals live only while one segment is walked, so "
+                f"offload_block_internals={list(self.offloaded_names)} would move them out and back. "
                 'Put them in save_block_internals, or offload the boundaries with save_carries="offload".'
             )
 
@@ -187,18 +202,23 @@ class ScanCheckpointPolicy:
                 f"{' and '.join(clashing)}. Use False, True or save_block_internals=[names], and let the "
                 "other settings cut or offload the rest."
             )
-        rest = {name: list(value) if isinstance(value, tuple) else value for name, value in self.settings()}
+        if first.prevent_cse and not first.saved_names:
+            raise ValueError(
+                "first_policy says prevent_cse=True, which has no effect there without "
+                "save_block_internals=[names]. Drop it."
+            )
+        rest = dict(self.settings())
         if self.saves_everything and not self.is_nested:
             raise ValueError(
-                "The layers after the first already keep every internal, so first_layers="
-                f"{self.first_layers} would have no effect. Drop it, or let the rest recompute."
+                "With save_block_internals=True the layers after the first already keep every internal, so "
+                f"first_layers={self.first_layers} would have no effect. Drop it, or let the rest recompute."
             )
         for name in ("save_inputs", "save_block_internals", "offload_block_internals"):
             if name in rest and not (self.is_nested and name == "save_block_internals"):
                 raise ValueError(
-                    f"{name}={rest[name]!r} cannot be obeyed beside first_layers={self.first_layers}: the "
-                    "layers after the first can be cut (nested, segment_length, max_carries), or keep or "
-                    "offload their carries."
+                    f"{name}={_shown(rest[name])!r} cannot be obeyed beside "
+                    f"first_layers={self.first_layers}: the layers after the first can be cut (nested, "
+                    "segment_length, max_carries), or keep or offload their carries."
                 )
         if self.save_carries is False:
             raise ValueError(
@@ -206,11 +226,14 @@ class ScanCheckpointPolicy:
                 "nested beside first_layers."
             )
 
-    def _refuse(self, reason: str, keeps: tuple[str, ...]) -> None:
-        own = "disable" if self.disable else "simple"
-        clashing = [f"{name}={value!r}" for name, value in self.settings() if name not in (own, *keeps)]
-        if clashing:
-            raise ValueError(reason.format(" and ".join(clashing)) + ". Drop one or the other.")
+    def _refuse(self, reason: str, names: list[str]) -> None:
+        """Raise with the settings of these names in the place of the reason's braces, if there are any."""
+        if names:
+            clashing = (f"{name}={_shown(getattr(self, name))!r}" for name in names)
+            raise ValueError(reason.format(" and ".join(clashing)))
+
+    def _set_beside(self, *names: str) -> list[str]:
+        return [name for name, _ in self.settings() if name not in names]
 
     def settings(self) -> list[tuple[str, Any]]:
         """The fields that were set to something else than their defaults, in order."""
@@ -232,10 +255,8 @@ class ScanCheckpointPolicy:
         return tuple((type(value), value) for value in values)
 
     def __repr__(self) -> str:
-        shown = (
-            (name, list(value) if isinstance(value, tuple) else value) for name, value in self.settings()
-        )
-        return f"ScanCheckpointPolicy({', '.join(f'{name}={value!r}' for name, value in shown)})"
+        shown = ", ".join(f"{name}={_shown(value)!r}" for name, value in self.settings())
+        return f"ScanCheckpointPolicy({shown})"
 
     @property
     def saved_names(self) -> tuple[str, ...]:
@@ -368,6 +389,11 @@ def _names(field: str, value: Any) -> tuple[str, ...]:
         if not isinstance(name, str):
             raise TypeError(f"{field} is a list of checkpoint names; {name!r} is not a string.")
     return tuple(dict.fromkeys(names))
+
+
+def _shown(value: Any) -> Any:
+    """A setting as one writes it: names and cuts are kept as tuples."""
+    return list(value) if isinstance(value, tuple) else value
 
 
 def _nesting(nested: Any) -> bool | int | tuple[int, ...]:

@@ -122,11 +122,16 @@ def scan_for(
                 what=caller.what,
             )
 
-        if policy.save_inputs is False:
-            run = _checkpoint_whole(run, policy, _names_of(axis))
-        return run(init, (args, kwargs))
+        return from_arguments(run, policy, axis)(init, (args, kwargs))
 
     return scanned
+
+
+def from_arguments(run: Callable, policy: ScanCheckpointPolicy, axis: AxisSelector) -> Callable:
+    """`run(init, arguments)`, which keeps nothing of what it derives from them if the policy drops inputs."""
+    if policy.spans_scan and policy.save_inputs is False:
+        return _checkpoint_whole(run, policy, _names_of(axis))
+    return run
 
 
 def fold(
@@ -387,7 +392,7 @@ def _walk_unrolled(
             policy.schedule(length).tree if policy.is_nested and length else tuple(range(length)), carry
         )
 
-    if policy.spans_scan:
+    if policy.spans_scan and policy.save_inputs is not False:
         run = _checkpoint_whole(run, policy, names)
     return run(init)
 

@@ -37,6 +37,9 @@ POLICIES = {
     "nested, boundaries offloaded": ScanCheckpointPolicy(nested=True, save_carries="offload"),
     "nested, internals": ScanCheckpointPolicy(nested=True, save_block_internals=["hidden"]),
     "nested, everything": ScanCheckpointPolicy(nested=True, save_block_internals=True),
+    "nested, everything, boundaries offloaded": ScanCheckpointPolicy(
+        nested=True, save_block_internals=True, save_carries="offload"
+    ),
     "barriers": ScanCheckpointPolicy(prevent_cse=True),
     "2 keep internals": ScanCheckpointPolicy(first_layers=2),
     "2 keep internals, nested": ScanCheckpointPolicy(nested=True, first_layers=2),

@@ -1,0 +1,85 @@
+"""The compiled memory of each policy is what its docstring claims."""
+
+import functools
+
+import equinox as eqx
+import haliax as hax
+import jax
+import jax.numpy as jnp
+import pytest
+
+from stacked_remat import BlockSeq, ScanCheckpointPolicy, Stacked
+
+pytestmark = pytest.mark.policy
+
+
+class Wide(eqx.Module):
+    """A block whose internals are 4 times its carry, so that policies differ."""
+
+    weight: jax.Array
+
+    def __call__(self, x):
+        h = x[:, None] * self.weight[None, :]
+        return x + jnp.mean(jnp.tanh(jnp.sin(h)), axis=1)
+
+
+CARRY = 1 << 14
+
+
+@functools.cache
+def temporaries(remat, depth, Stack=Stacked):
+    """The bytes of temporaries, in carries, of the compiled gradient of a stack."""
+    Layers = hax.Axis("layers", depth)
+    if Stack is Stacked:
+        layers = Stacked(Wide(jnp.ones((depth, 4))), Layers)
+    else:
+        layers = BlockSeq([Wide(jnp.full(4, i + 1.0)) for i in range(depth)], Layers)
+    gradient = jax.jit(jax.grad(lambda layers, x: jnp.sum(layers.fold(x, remat=remat))))
+    compiled = gradient.lower(layers, jax.ShapeDtypeStruct((CARRY,), jnp.float32)).compile()
+    return compiled.memory_analysis().temp_size_in_bytes / (4 * CARRY)
+
+
+def growth(remat):
+    """How many carries one more layer costs."""
+    return (temporaries(remat, 64) - temporaries(remat, 32)) / 32
+
+
+class TestCompiledMemory:
+    def test_true_costs_one_carry_a_layer(self):
+        assert growth(True) == pytest.approx(1.0, abs=0.05)
+
+    def test_false_costs_the_internals_of_every_layer(self):
+        assert growth(False) > 4.0
+        assert growth("save_all") == pytest.approx(growth(False), rel=0.05)
+
+    def test_named_internals_cost_their_size(self):
+        assert growth(ScanCheckpointPolicy(save_block_internals=["unknown"])) == pytest.approx(1.0, abs=0.05)
+
+    def test_recompute_costs_no_more_than_true(self):
+        assert temporaries("recompute", 64) <= 1.1 * temporaries(True, 64)
+
+    def test_nested_grows_as_the_square_root(self):
+        assert temporaries("nested", 64) < 0.45 * temporaries(True, 64)
+        assert growth("nested") < 0.2
+
+    @pytest.mark.parametrize("depth", [47, 61])
+    def test_nested_serves_prime_depths(self, depth):
+        assert temporaries("nested", depth) < 1.15 * temporaries("nested", depth + 1)
+
+    def test_first_layers_cost_what_the_policy_that_they_follow_costs(self):
+        few, many = (
+            {
+                first: temporaries(ScanCheckpointPolicy(nested=True, first_layers=k, first_policy=first), 64)
+                for first in (True, False)
+            }
+            for k in (8, 16)
+        )
+        # The rest gets shorter too, which is worth a carry here.
+        assert (many[True] - few[True]) / 8 == pytest.approx(1.0, abs=0.2)
+        assert (many[False] - few[False]) / 8 == pytest.approx(growth(False), rel=0.1)
+
+    def test_more_segments_than_the_root_cost_their_boundaries(self):
+        assert temporaries(ScanCheckpointPolicy(nested=32), 64) > 1.4 * temporaries("nested", 64)
+
+    def test_offload_is_harmless_on_cpu(self):
+        assert temporaries("offload", 64) <= 1.1 * temporaries(True, 64)

@@ -161,9 +161,10 @@ def reference(reverse, N):
 
 @pytest.mark.parametrize(
     "N, reverse",
-    [
-        *(pytest.param(N, False, marks=[pytest.mark.deep] if N > 7 else []) for N in DEPTHS),
-        *((N, True) for N in DEPTHS[:3]),
+    [  # N = 12 in one direction stands for all depths where `deep` is left out, under JAX_REMAT3
+        pytest.param(N, reverse, marks=[pytest.mark.deep] if N > (7 if reverse else 12) else [])
+        for reverse in (False, True)
+        for N in DEPTHS
     ],
 )
 @pytest.mark.parametrize("remat", POLICIES.values(), ids=POLICIES)
@@ -202,11 +203,33 @@ def test_block_seq_obeys_the_policy_as_stacked_does(remat, N):
 N = 12
 
 
-def kept(layers, remat, x):
+def by_fold(layers, x, remat):
+    return layers.fold(x, remat=remat)
+
+
+def by_scan(layers, x, remat):
+    return layers.scan_via(lambda block, carry: (block(carry), jnp.sum(carry)), remat=remat)(x)
+
+
+def in_reverse(layers, x, remat):
+    step = fold(lambda carry, block: block(carry), layers.Block, remat=remat, reverse=True)
+    return step(x, layers.stacked)
+
+
+def by_name(layers, x, remat):
+    def step(carry, weight):
+        h = checkpoint_name(hax.sin(carry * hax.sum(weight)), "h")
+        return carry + checkpoint_name(hax.cos(h), "o")
+
+    weights = hax.named(layers.stacked.weight, ("layers", "weights"))
+    return fold(step, layers.Block, remat=remat)(hax.named(x, Hidden), weights).array
+
+
+def kept(layers, remat, x, way=by_fold):
     """The shapes that the forward pass leaves for the backward pass, beside the weights."""
 
     def forward(layers, x):
-        return layers.fold(x, remat=remat)
+        return way(layers, x, remat)
 
     pullback = jax.eval_shape(lambda layers, x: jax.vjp(forward, layers, x)[1], layers, x)
     shapes = [leaf.shape for leaf in jax.tree.leaves(pullback)]
@@ -229,6 +252,7 @@ REMAT3_OF_JAX_0_10 = (
 )
 
 
+@pytest.mark.parametrize("way", [by_fold, by_scan, in_reverse, by_name])
 @pytest.mark.parametrize(
     "remat, expected",
     [
@@ -242,26 +266,28 @@ REMAT3_OF_JAX_0_10 = (
         (ScanCheckpointPolicy(save_carries=False, save_block_internals=["h"]), [(3,), (N, 3)]),
     ],
 )
-def test_what_is_kept(remat, expected):
+def test_what_is_kept(remat, expected, way):
     names = isinstance(remat, ScanCheckpointPolicy) and (remat.save_carries is False or remat.offloaded_names)
     if REMAT3_OF_JAX_0_10 and names:
         pytest.skip("JAX 0.10's remat3 keeps less than the policy names; gradients are tested above")
     layers = Stacked(Elementwise(jnp.ones((N, 5))), hax.Axis("layers", N))
-    assert kept(layers, remat, jnp.ones(3)) == expected
+    assert kept(layers, remat, jnp.ones(3), way) == expected
 
 
+@pytest.mark.parametrize("way", [by_fold, by_scan, in_reverse, by_name])
 @pytest.mark.parametrize("remat", [False, "save_all"])
-def test_without_checkpointing_every_layer_keeps_its_internals(remat):
+def test_without_checkpointing_every_layer_keeps_its_internals(remat, way):
     layers = Stacked(Elementwise(jnp.ones((N, 5))), hax.Axis("layers", N))
-    shapes = kept(layers, remat, jnp.ones(3))
+    shapes = kept(layers, remat, jnp.ones(3), way)
     assert shapes.count((N, 3)) >= 3
 
 
+@pytest.mark.parametrize("way", [by_fold, by_scan, in_reverse, by_name])
 @pytest.mark.parametrize("nested, carries", [(True, 5), (1, 12), (3, 6), (4, 6), (12, 12), (40, 12)])
-def test_nested_keeps_a_carry_for_each_segment_and_for_each_layer_of_the_last(nested, carries):
+def test_nested_keeps_a_carry_for_each_segment_and_for_each_layer_of_the_last(nested, carries, way):
     """12 layers: segments of 5, 4 and 3 in 5 slots; 3 of 4 or 4 of 3 in 6 slots; one, or 12, keep all 12."""
     layers = Stacked(Elementwise(jnp.ones((N, 5))), hax.Axis("layers", N))
-    shapes = kept(layers, ScanCheckpointPolicy(nested=nested), jnp.ones(3))
+    shapes = kept(layers, ScanCheckpointPolicy(nested=nested), jnp.ones(3), way)
     assert sum(int(np.prod(shape)) // 3 for shape in shapes if shape[-1:] == (3,)) == carries
 
 

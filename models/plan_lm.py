@@ -36,7 +36,9 @@ from stacked_remat.training import (
 
 POLICIES: Mapping[str, bool | dict[str, Any] | str] = {
     "False": False,
+    "save_all": "save_all",
     "True": True,
+    "recompute": "recompute",
     "offload": "offload",
     "nested": "nested",
     "nested, offload": {"nested": True, "save_carries": "offload"},
@@ -90,16 +92,17 @@ def step_reports(
 def policy_table(config: PlanLmConfig, reports: Mapping[str, MemoryReport]) -> Table:
     """A row a policy: memory in GiB, and matrix-product FLOPs as a multiple of those of `remat: true`."""
     some = next(iter(reports.values()))
+    baseline = reports[_BASELINE].flops.matmul if _BASELINE in reports else None
     table = Table(
         title=f"one training step, {config.data.batch_size} x {config.data.seq_len} tokens, compiled for "
         f"{some.target} and not run",
         caption=f"arguments (weights, optimizer state, batch): {some.arguments / 2**30:.3f} GiB; "
-        f"* what `remat:` says in this config{_cpu_note(config)}",
+        + (f"matrix products under True: {baseline / 1e12:.3f} TFLOP; " if baseline else "")
+        + f"* what `remat:` says in this config{_cpu_note(config)}",
     )
     for heading in ("remat", "device temporaries", "host", "device total", "FLOPs / True", "compiled in"):
         table.add_column(heading, justify="left" if heading == "remat" else "right")
     chosen = remat_policy(config.remat, config.model.remat_presets)
-    baseline = reports[_BASELINE].flops.matmul if _BASELINE in reports else None
     for name, found in reports.items():
         table.add_row(
             name + (" *" if remat_policy(POLICIES.get(name, False)) == chosen and name in POLICIES else ""),

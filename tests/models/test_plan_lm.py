@@ -8,8 +8,8 @@ import models.plan_lm as plan_lm
 from models.plan_lm import POLICIES, PlanLmConfig, main, policy_table, step_reports
 from models.qwen3_moe import ExpertsConfig, Qwen3MoeConfig
 from models.step_memory import plan_step
-from stacked_remat._policy import resolve_policy
-from stacked_remat.training import DataConfig
+from stacked_remat._policy import _ALIASES, resolve_policy
+from stacked_remat.training import DataConfig, remat_policy
 
 CONFIG = PlanLmConfig(
     model=Qwen3MoeConfig(
@@ -48,6 +48,14 @@ def test_the_table_has_a_row_a_policy_and_marks_that_of_the_config(reports):
     rows = {line.split("│")[1].strip(): line for line in shown.splitlines() if line.startswith("│")}
     assert list(rows) == ["False", "True", "nested *"]
     assert "1.00" in rows["True"] and "64 x 16 tokens" in shown
+    caption = " ".join(shown.split())
+    assert f"matrix products under True: {reports['True'].flops.matmul / 1e12:.3f} TFLOP" in caption
+
+
+def test_there_is_a_row_for_every_alias():
+    rows = [remat_policy(remat) for remat in POLICIES.values()]
+    assert len(set(rows)) == len(rows)
+    assert {resolve_policy(alias) for alias in _ALIASES} <= set(rows)
 
 
 def test_the_command_prints_the_table(monkeypatch, tmp_path):

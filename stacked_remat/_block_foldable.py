@@ -21,7 +21,9 @@ class BlockFoldable(Protocol[M_co]):
     Block: Axis
 
     @property
-    def Layers(self) -> Axis: ...
+    def Layers(self) -> Axis:
+        """The axis of the layers; `Block` is another name for it."""
+        ...
 
     def fold(
         self,
@@ -31,7 +33,9 @@ class BlockFoldable(Protocol[M_co]):
         remat: ScanCheckpointSpec | None = None,
         unroll: int | bool | None = None,
         **kwargs: Any,
-    ) -> Any: ...
+    ) -> Any:
+        """Apply the layers one after the other, and return the last carry; see `Stacked.fold`."""
+        ...
 
     def scan(
         self,
@@ -41,7 +45,9 @@ class BlockFoldable(Protocol[M_co]):
         remat: ScanCheckpointSpec | None = None,
         unroll: int | bool | None = None,
         **kwargs: Any,
-    ) -> tuple[Any, Any]: ...
+    ) -> tuple[Any, Any]:
+        """As `fold`, for blocks that return `(carry, output)`; also stacks the outputs."""
+        ...
 
     def fold_via(
         self,
@@ -49,7 +55,9 @@ class BlockFoldable(Protocol[M_co]):
         *,
         remat: ScanCheckpointSpec | None = None,
         unroll: int | bool | None = None,
-    ) -> Callable[..., Any]: ...
+    ) -> Callable[..., Any]:
+        """Fold with `fn(block, carry, *args, **kwargs)` in place of the blocks' own call."""
+        ...
 
     def scan_via(
         self,
@@ -57,12 +65,22 @@ class BlockFoldable(Protocol[M_co]):
         *,
         remat: ScanCheckpointSpec | None = None,
         unroll: int | bool | None = None,
-    ) -> Callable[..., tuple[Any, Any]]: ...
+    ) -> Callable[..., tuple[Any, Any]]:
+        """Scan with `fn(block, carry, *args, **kwargs) -> (carry, output)` in place of the blocks' call."""
+        ...
 
-    def vmap(self, /, *args: Any, **kwargs: Any) -> Any: ...
+    def vmap(self, /, *args: Any, **kwargs: Any) -> Any:
+        """Apply every layer by itself; the outputs get the layers' axis in front."""
+        ...
 
-    def vmap_via(self, fn: Callable[..., Any]) -> Callable[..., Any]: ...
+    def vmap_via(self, fn: Callable[..., Any]) -> Callable[..., Any]:
+        """As `vmap`, with `fn(block, *args, **kwargs)` in place of the blocks' own call."""
+        ...
 
-    def unstacked(self) -> Sequence[M_co]: ...
+    def unstacked(self) -> Sequence[M_co]:
+        """The layers as separate modules."""
+        ...
 
-    def get_layer(self, index: int) -> M_co: ...
+    def get_layer(self, index: int) -> M_co:
+        """One layer; negative indices count from the end, and one outside is an `IndexError`."""
+        ...

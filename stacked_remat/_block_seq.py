@@ -7,7 +7,7 @@ import equinox as eqx
 from haliax import Axis
 from haliax.state_dict import ModuleWithStateDictSerialization, StateDict
 
-from ._layer_axis import Caller, split_tree, stack_trees
+from ._layer_axis import Caller, check_axis, split_tree, stack_trees
 from ._policy import ScanCheckpointPolicy, ScanCheckpointSpec, resolve_policy
 from ._scan import from_arguments, scan_unrolled
 from ._stacked import (
@@ -37,6 +37,7 @@ class BlockSeq(ModuleWithStateDictSerialization, Generic[M]):
         remat: the checkpoint policy of `fold` and `scan` where the call names no other.
 
     Raises:
+        TypeError: for an axis that is none, and for a block that is no module.
         ValueError: where the number of blocks is not the size of the axis.
     """
 
@@ -47,6 +48,18 @@ class BlockSeq(ModuleWithStateDictSerialization, Generic[M]):
     )
 
     def __check_init__(self):
+        what = type(self).__name__
+        check_axis(self.Block, f"{what}(blocks, Layers)")
+        if isinstance(self.blocks, eqx.Module) or not isinstance(self.blocks, Sequence):
+            raise TypeError(
+                f"{what} holds a list of modules, one for each layer; got {type(self.blocks).__name__}."
+            )
+        for i, block in enumerate(self.blocks):
+            if not isinstance(block, eqx.Module):
+                raise TypeError(
+                    f"{what} holds a list of modules, one for each layer; blocks[{i}] is {block!r} "
+                    f"({type(block).__name__}). Let it be an eqx.Module."
+                )
         if len(self.blocks) != self.Block.size:
             raise ValueError(
                 f"`{self.Block.name}` has {self.Block.size} layers, but {len(self.blocks)} blocks were given."
@@ -54,6 +67,7 @@ class BlockSeq(ModuleWithStateDictSerialization, Generic[M]):
 
     @property
     def Layers(self) -> Axis:
+        """The axis of the layers."""
         return self.Block
 
     @classmethod
@@ -66,6 +80,7 @@ class BlockSeq(ModuleWithStateDictSerialization, Generic[M]):
         gradient_checkpointing: ScanCheckpointSpec | None = None,
     ) -> "Callable[..., Self]":
         """Build the layers, one after the other. Arguments and errors as in `Stacked.init`."""
+        check_axis(Layers, f"{cls.__name__}.init")
         policy = init_policy(remat, gradient_checkpointing)
         build = block_builder(Block)
 

@@ -71,6 +71,21 @@ class Caller(NamedTuple):
     sharing: tuple[str, ...] = ()
 
 
+def check_axis(axis: Any, what: str) -> None:
+    """Refuse what is not an `Axis`.
+
+    Raises:
+        TypeError: says how to write one.
+    """
+    if not isinstance(axis, Axis):
+        name = repr(axis) if isinstance(axis, str) else "'layers'"
+        size = axis if isinstance(axis, int) else "size"
+        raise TypeError(
+            f"{what} takes the axis of the layers; got {axis!r} ({type(axis).__name__}). "
+            f"Write hax.Axis({name}, {size})."
+        )
+
+
 @dataclasses.dataclass(frozen=True)
 class SplitTree:
     """A tree cut in two: the arrays that are split over `axis`, and all the rest.
@@ -127,6 +142,17 @@ def split_tree(
         return jtu.tree_unflatten(treedef, layer)
 
     return SplitTree(axis, [_axis_first(leaves[i], axis) for i in split], rebuild)
+
+
+def check_stacked(tree: Any, axis: Axis, caller: Caller) -> None:
+    """Refuse a tree whose split leaves have another size than `axis`.
+
+    Raises:
+        ValueError: names each path and size.
+    """
+    paths_and_leaves = jtu.tree_flatten_with_path(tree, is_leaf=is_named)[0]
+    sized = [(caller.name_of(path), leaf) for path, leaf in paths_and_leaves if is_split(leaf, axis)]
+    _check_sizes(axis, sized, caller)
 
 
 def stack_trees(trees: Sequence[T], axis: Axis) -> T:

@@ -76,7 +76,8 @@ def scan(
 
     Raises:
         ValueError: for inputs of different lengths (each path and size is named), an axis of unknown size, an
-            `f` that returns no pair, or a carry that changes its structure, axes or shape.
+            `f` that returns no pair, or a carry that changes its structure, axes, shape or dtype.
+        TypeError: for an axis that is neither an `Axis` nor a name.
     """
     return scan_for(
         function_caller("scan", f),
@@ -100,6 +101,11 @@ def scan_for(
     is_scanned: IsScanned = is_named_or_shaped_array,
 ) -> Callable[..., tuple[Any, Any]]:
     """`scan`, with error messages in the words of `caller`."""
+    if not isinstance(axis, Axis | str):
+        raise TypeError(
+            f"{caller.what} goes along one axis: an Axis or its name; got {axis!r} ({type(axis).__name__}). "
+            "Write hax.Axis('layers', size), or the name of an axis that an argument has."
+        )
     policy = resolve_policy(remat)
     unroll = _check_unroll(unroll)
 

@@ -24,6 +24,8 @@ from ._layer_axis import (
     Caller,
     SplitTree,
     argument_namer,
+    check_axis,
+    check_stacked,
     is_named,
     is_unsplit_key,
     split_tree,
@@ -53,6 +55,10 @@ class Stacked(ModuleWithStateDictSerialization, Generic[M]):
             dimension.
         Block: the axis of the layers; `Layers` is another name for it.
         remat: the checkpoint policy of `fold` and `scan` where the call names no other.
+
+    Raises:
+        TypeError: for an axis that is none, and for a block that is no module.
+        ValueError: where the block's arrays do not have the layers in front.
     """
 
     stacked: M
@@ -61,8 +67,20 @@ class Stacked(ModuleWithStateDictSerialization, Generic[M]):
         static=True, converter=resolve_policy, default=ScanCheckpointPolicy()
     )
 
+    def __check_init__(self):
+        what = type(self).__name__
+        check_axis(self.Block, f"{what}(block, Layers)")
+        if not isinstance(self.stacked, eqx.Module):
+            raise TypeError(
+                f"{what} holds a module whose arrays are stacked; got {self.stacked!r} "
+                f"({type(self.stacked).__name__}). Let the block be an eqx.Module, and build the stack by "
+                f"{what}.init(Layers, Block)(...)."
+            )
+        check_stacked(self.stacked, self.Block, Caller(what, _name_in_stack))
+
     @property
     def Layers(self) -> Axis:
+        """The axis of the layers."""
         return self.Block
 
     @classmethod
@@ -90,7 +108,9 @@ class Stacked(ModuleWithStateDictSerialization, Generic[M]):
         Raises:
             ValueError: for an argument whose length is not that of the axis, and for a key that was not
                 split.
+            TypeError: for an axis that is none, and for a block that is no module.
         """
+        check_axis(Layers, f"{cls.__name__}.init")
         policy = init_policy(remat, gradient_checkpointing)
         build = block_builder(Block)
 
@@ -235,11 +255,20 @@ class Stacked(ModuleWithStateDictSerialization, Generic[M]):
         return eqx.tree_at(lambda stack: stack.stacked, self, stack_trees(layers, self.Block))
 
     def flatten_for_export(self) -> Self:
+        """This stack with every layer's modules in the form in which they are exported, as Haliax has it.
+
+        A linear layer of several axes, for one, becomes one of a matrix.
+        """
         caller = Caller("flatten_for_export", argument_namer(flatten_modules_for_export, 1, ("stacked",)))
         flat = vmap_layers(flatten_modules_for_export, self.Block, caller)(self.stacked)
         return eqx.tree_at(lambda stack: stack.stacked, self, flat)
 
     def unflatten_from_export(self, template: Any) -> Self:
+        """The inverse of `flatten_for_export`.
+
+        Args:
+            template: a stack with the axes that the result is to have; only its structure is read.
+        """
         names = argument_namer(unflatten_modules_from_export, 2, ("stacked", "template.stacked"))
         caller = Caller("unflatten_from_export", names)
         restore = vmap_layers(unflatten_modules_from_export, self.Block, caller)
@@ -249,7 +278,7 @@ class Stacked(ModuleWithStateDictSerialization, Generic[M]):
         return split_tree(
             self.stacked,
             self.Block,
-            name_of=lambda path: f"stacked{jtu.keystr(path)}",
+            name_of=_name_in_stack,
             what=type(self).__name__,
         )
 
@@ -330,6 +359,10 @@ def init_caller(cls: type, build: Callable[..., Any]) -> Caller:
     what = f"{cls.__name__}.init"
     closure = f"{what}(Layers, lambda *, key: Block(array, key=key))(key=keys)"
     return Caller(what, argument_namer(build, skip=0), (f"close over it ({closure})",))
+
+
+def _name_in_stack(path: tuple[Any, ...]) -> str:
+    return f"stacked{jtu.keystr(path)}"
 
 
 def _block_second(fn: Callable[..., Any]) -> Callable[..., Any]:

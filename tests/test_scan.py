@@ -201,6 +201,12 @@ class TestErrors:
         with pytest.raises(ValueError, match="scale has no dimension to split"):
             fold(lambda carry, x, scale: carry, Time, is_scanned=True)(0.0, data, jnp.ones(()))
 
+    @pytest.mark.parametrize("axis", [3, None, (Time,), [Time, Width]], ids=str)
+    def test_what_is_no_axis(self, axis):
+        for name, run in (("fold", fold), ("scan", scan), ("map", map)):
+            with pytest.raises(TypeError, match=f"{name} goes along one axis: an Axis or its name; got"):
+                run(lambda carry, x: carry, axis)
+
     def test_a_name_that_nothing_has(self, data):
         with pytest.raises(ValueError, match=r"nothing to split over that axis.*hax.Axis\('layers', size\)"):
             fold(lambda carry, x: carry, "layers")(0.0, data)

@@ -53,6 +53,18 @@ class TestInit:
         ):
             Stack.init(Layers.resize(depth), PlainBlock)(3, key=key)
 
+    @pytest.mark.parametrize(
+        "axis, fix", [("depth", r"hax.Axis\('depth', size\)"), (4, r"hax.Axis\('layers', 4\)"), (None, "hax")]
+    )
+    def test_layers_are_an_axis(self, Stack, axis, fix):
+        with pytest.raises(
+            TypeError, match=rf"{Stack.__name__}.init takes the axis of the layers.*Write {fix}"
+        ):
+            Stack.init(axis, PlainBlock)
+        blocks = PlainBlock(3, key=jax.random.key(0))
+        with pytest.raises(TypeError, match=rf"{Stack.__name__}.*takes the axis of the layers.*Write {fix}"):
+            Stack(blocks if Stack is Stacked else [blocks], axis)
+
     def test_arguments_are_split_or_shared(self, Stack):
         class Block(eqx.Module):
             named: hax.NamedArray
@@ -269,9 +281,29 @@ class TestStacked:
         np.testing.assert_allclose(y, x, rtol=1e-5)
 
     def test_a_stack_whose_arrays_do_not_fit_its_axis(self):
-        stack = Stacked(PlainBlock(3, key=jax.random.key(0)), Layers)
         with pytest.raises(ValueError, match="stacked.weight has leading dimension 3"):
-            stack.get_layer(0)
+            Stacked(PlainBlock(3, key=jax.random.key(0)), Layers)
+        stack = Stacked.init(Layers, NamedBlock)(Hidden, key=keys())
+        with pytest.raises(ValueError, match="stacked.weight has `layers` of size 4"):
+            Stacked(stack.stacked, Layers.resize(5))
+
+    def test_what_is_stacked_is_a_module(self):
+        with pytest.raises(TypeError, match="Stacked holds a module.*got 3 .int.*an eqx.Module"):
+            Stacked.init(Layers, lambda key: 3)(keys())
+        with pytest.raises(TypeError, match=r"Stacked\(block, Layers\) takes the axis.*got <class"):
+            Stacked(Layers, PlainBlock)  # pyright: ignore[reportArgumentType]
+
+    def test_transformations_may_put_anything_in_the_place_of_arrays(self):
+        stack = Stacked.init(Layers, NamedBlock)(Hidden, key=keys())
+        assert jax.tree.leaves(jax.tree.map(lambda _: "leaf", stack)) == ["leaf", "leaf"]
+        arrays, static = eqx.partition(stack, eqx.is_array)
+        assert eqx.tree_equal(eqx.combine(arrays, static), stack)
+        shapes = eqx.filter_eval_shape(lambda stack: stack, stack)
+        assert shapes.stacked.bias.array.shape == (4, 3)
+        assert Stacked(shapes.stacked, Layers).remat == ScanCheckpointPolicy()
+        build = eqx.filter_vmap(lambda keys: Stacked.init(Layers, PlainBlock)(3, key=keys))
+        ensemble = build(jax.random.split(jax.random.key(0), (2, 4)))
+        assert ensemble.stacked.weight.shape == (2, 4, 3, 3)
 
 
 class TestBlockSeq:
@@ -291,6 +323,12 @@ class TestBlockSeq:
     def test_the_number_of_blocks_is_that_of_the_axis(self):
         with pytest.raises(ValueError, match="`layers` has 4 layers, but 1 blocks were given"):
             BlockSeq([PlainBlock(3, key=jax.random.key(0))], Layers)
+
+    def test_the_blocks_are_a_list_of_modules(self):
+        with pytest.raises(TypeError, match=r"blocks\[1\] is 3 .int.. Let it be an eqx.Module"):
+            BlockSeq([PlainBlock(3, key=jax.random.key(0)), 3], hax.Axis("layers", 2))
+        with pytest.raises(TypeError, match="a list of modules, one for each layer; got PlainBlock"):
+            BlockSeq(PlainBlock(3, key=jax.random.key(0)), Layers)  # pyright: ignore[reportArgumentType]
 
 
 @both

@@ -73,5 +73,5 @@ constraints:  ## pin the newest versions for CI in constraints/
 
 .PHONY: clean
 clean:  ## remove the virtual environments and everything that is built (not runs/)
-	rm -rf .venv .venv-newest .venv-tools build dist site .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-newest .venv-tools .venv-memory build dist site .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

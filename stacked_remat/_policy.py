@@ -422,10 +422,12 @@ def _positive(field: str, value: Any, meaning: str) -> int:
 _AUTO = """remat="auto" cannot be resolved here: what fits depends on the whole program and on the device. \
 Let the planner compile the step under one policy after the other, and use the first that fits:
 
+    from stacked_remat import memory
+
     def step(remat):
         return lambda stack, x: jax.grad(lambda stack: loss(stack.fold(x, remat=remat)))(stack)
 
-    found = stacked_remat.memory.plan(step, stack, x, budget="72GiB", target="h100", layers=Layers.size)
+    found = memory.plan(step, stack, x, budget="72GiB", target="h100", layers=Layers.size)
     Stacked.init(Layers, Block, remat=found.policy)"""
 
 _ALIASES: dict[bool | str, ScanCheckpointPolicy] = {

@@ -485,10 +485,22 @@ def _check_carry(before: Any, after: Any) -> None:
             raise ValueError(f"{where} goes in with {_describe(a)} and comes out with {_describe(b)}.{fix}")
         if not is_named(a) and eqx.is_array_like(a) and jax.numpy.shape(a) != jax.numpy.shape(b):
             raise ValueError(f"{where} goes in as {_describe(a)} and comes out as {_describe(b)}.")
-        if not is_named(a) and not eqx.is_array_like(a) and a != b:
+        if eqx.is_array_like(a) or is_named(a):
+            _check_dtype(where, *(leaf.array if is_named(leaf) else leaf for leaf in (a, b)))
+        elif a != b:
             raise ValueError(
                 f"{where} is not an array, so it must stay as it is; {a!r} goes in and {b!r} comes out."
             )
+
+
+def _check_dtype(where: str, before: Any, after: Any) -> None:
+    old, new = jax.typeof(before), jax.typeof(after)
+    if old.weak_type or old.dtype == new.dtype:  # a Python number takes the dtype that it meets
+        return
+    raise ValueError(
+        f"{where} goes in as {old.dtype} and comes out as {new.dtype}. Cast what the layer returns, "
+        "y.astype(carry.dtype), or what goes into the first one."
+    )
 
 
 def _check_output(y: Any) -> None:

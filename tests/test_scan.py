@@ -135,6 +135,13 @@ def test_a_carry_may_be_any_tree_with_static_parts(data):
     assert fold(step, "time")(init, data)["act"] is jnp.tanh
 
 
+@pytest.mark.parametrize("remat", [False, "nested"])
+def test_a_number_takes_the_dtype_that_it_meets(remat):
+    values = jnp.arange(5, dtype=jnp.bfloat16)
+    total = fold(lambda carry, x: carry + x, Time, remat=remat)(0, values)
+    assert total.dtype == jnp.bfloat16 and float(total) == 10.0
+
+
 def test_outputs_may_be_any_tree_of_arrays(data):
     _, outputs = scan(lambda c, x: (c, {"x": x, "n": 1.5, "none": None, "raw": x.array}), Width)(0.0, data)
     assert outputs["x"].axes == (Width, Time, Depth) and outputs["raw"].shape == (3, 5, 2)
@@ -242,11 +249,22 @@ class TestErrors:
                 r"carry\[0\] is not an array.*'a' goes in and 'b' comes out",
             ),
             (hax.zeros(Width), lambda c, x: c.array, "goes in as NamedArray.*comes out as float32"),
+            (
+                {"h": jnp.zeros(3, jnp.bfloat16)},
+                lambda c, x: {"h": c["h"].astype(jnp.float32)},
+                r"carry\['h'\] goes in as bfloat16 and comes out as float32. Cast.*y.astype\(carry.dtype\)",
+            ),
+            (
+                hax.zeros(Width, dtype=jnp.int32),
+                lambda c, x: c.astype(jnp.float32),
+                "The carry goes in as int32 and comes out as float32",
+            ),
         ],
     )
-    def test_a_carry_that_changes(self, data, init, step, message):
+    @pytest.mark.parametrize("remat", [False, "nested"])
+    def test_a_carry_that_changes(self, data, init, step, message, remat):
         with pytest.raises(ValueError, match=message):
-            fold(step, Time)(init, data)
+            fold(step, Time, remat=remat)(init, data)
 
     def test_an_output_that_is_no_array(self, data):
         with pytest.raises(

@@ -237,6 +237,16 @@ class TestApplying:
         with pytest.raises(ValueError, match="use scan"):
             Stack.init(Layers, PlainScanBlock)(3, key=keys()).fold(jnp.ones(3))
 
+    def test_a_carry_keeps_its_dtype(self, Stack):
+        """float32 weights would turn a bfloat16 carry into a float32 one after the first layer."""
+        stack = Stack.init(Layers, eqx.nn.Linear)(3, 3, key=keys())
+        with jax.numpy_dtype_promotion("standard"):
+            with pytest.raises(ValueError, match="carry goes in as bfloat16 and comes out as float32. Cast"):
+                stack.fold(jnp.ones(3, jnp.bfloat16))
+            cast = stack.fold_via(lambda block, x: block(x).astype(x.dtype))(jnp.ones(3, jnp.bfloat16))
+            assert cast.dtype == jnp.bfloat16
+            assert stack.fold_via(lambda block, x: x * jnp.sum(block.bias))(1).dtype == jnp.float32
+
     def test_blocks_of_equinox(self, Stack):
         stack = Stack.init(Layers, eqx.nn.MLP)(3, 3, 8, 1, key=keys())
         x = jnp.ones(3)

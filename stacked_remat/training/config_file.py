@@ -18,6 +18,8 @@ import draccus.cfgparsing
 import draccus.utils
 import yaml
 
+from .config_help import describe_keys
+
 Config = TypeVar("Config")
 
 _CONFIG_PATH = "config_path"
@@ -39,7 +41,8 @@ def parse_config(config_class: type[Config], arguments: Sequence[str]) -> Config
         ConfigError: an unknown key, a value of the wrong type or out of range, or a file that can't be read.
     """
     if "--help" in arguments or "-h" in arguments:
-        draccus.parse(config_class, args=["--help"])
+        print(describe_keys(config_class))
+        raise SystemExit(0)
     overrides = _read_overrides(arguments)
     path = overrides.pop(_CONFIG_PATH, None)
     entries = {} if path is None else _read_file(path)

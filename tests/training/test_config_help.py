@@ -1,0 +1,105 @@
+import dataclasses
+import importlib
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import draccus
+import pytest
+
+from stacked_remat.training import parse_config
+
+
+class Shape(draccus.ChoiceRegistry):
+    pass
+
+
+@dataclass(frozen=True)
+class Paint:
+    """What covers it.
+
+    Attributes:
+        colour: how it looks, which
+            takes two lines.
+        layers: how thick.
+    """
+
+    layers: int
+    colour: Literal["red", "blue"] = "red"
+
+
+@Shape.register_subclass("circle")
+@dataclass(frozen=True)
+class Circle(Shape):
+    radius: float = 1.0
+
+
+@Shape.register_subclass("square")
+@dataclass(frozen=True)
+class Square(Shape):
+    """Four sides.
+
+    Attributes:
+        side: of any of the four.
+    """
+
+    side: int | None = None
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """A drawing of one shape.
+
+    It is not shown.
+
+    Attributes:
+        shape: by `type`.
+        paint: null for none.
+        remat: anything.
+    """
+
+    shape: Shape = field(default_factory=lambda: Circle(2.5))
+    paint: Paint | None = None
+    remat: bool | dict[str, Any] | str = True
+
+
+def help_of(config_class, capsys):
+    with pytest.raises(SystemExit) as stop:
+        parse_config(config_class, ["--help"])
+    assert stop.value.code == 0
+    return capsys.readouterr().out
+
+
+def test_help_gives_each_key_its_type_default_and_meaning(capsys):
+    assert help_of(Drawing, capsys).splitlines() == [
+        "A drawing of one shape.",
+        "",
+        "--config_path FILE",
+        "    a YAML file of the keys below, which override it on the command line.",
+        "--shape.*",
+        "    by `type`.",
+        "--shape.type circle | square (default circle)",
+        "With --shape.type circle:",
+        "--shape.radius float (default 2.5)",
+        "With --shape.type square:",
+        "--shape.side int|null (default null)",
+        "    of any of the four.",
+        "--paint.* (default null, which leaves the section out)",
+        "    null for none.",
+        "--paint.layers int (required)",
+        "    how thick.",
+        "--paint.colour red|blue (default red)",
+        "    how it looks, which takes two lines.",
+        "--remat bool|dict[str,Any]|str (default true)",
+        "    anything.",
+    ]
+
+
+@pytest.mark.parametrize("command", ["train_lm.TrainLmConfig", "plan_lm.PlanLmConfig"])
+def test_the_commands_describe_all_of_their_keys(command, capsys):
+    module, name = command.split(".")
+    config_class = getattr(importlib.import_module(f"models.{module}"), name)
+    lines = help_of(config_class, capsys).splitlines()
+    for one in dataclasses.fields(config_class):
+        at = next(i for i, line in enumerate(lines) if line.startswith((f"--{one.name} ", f"--{one.name}.")))
+        assert lines[at + 1].startswith("    "), f"{name} does not say what {one.name} is"
+    assert "--trainer.num_steps int (default 100)" in lines and "    optimizer steps." in lines

@@ -9,7 +9,7 @@ from haliax.state_dict import ModuleWithStateDictSerialization, StateDict
 
 from ._layer_axis import Caller, check_axis, split_tree, stack_trees
 from ._policy import ScanCheckpointPolicy, ScanCheckpointSpec, resolve_policy
-from ._scan import from_arguments, scan_unrolled
+from ._scan import check_unroll, from_arguments, scan_unrolled
 from ._stacked import (
     block_builder,
     block_call,
@@ -106,7 +106,7 @@ class BlockSeq(ModuleWithStateDictSerialization, Generic[M]):
     ) -> Any:
         """Apply the layers one after the other, as `Stacked.fold` does.
 
-        The loop is unrolled whatever `unroll` says.
+        The loop is unrolled whatever `unroll` says, which is only checked.
         """
         return self.fold_via(block_call(self.blocks[0]), remat=remat, unroll=unroll)(init, *args, **kwargs)
 
@@ -158,7 +158,7 @@ class BlockSeq(ModuleWithStateDictSerialization, Generic[M]):
         remat: ScanCheckpointSpec | None,
         unroll: int | bool | None,
     ) -> Callable[..., tuple[Any, Any]]:
-        del unroll  # layers that differ can only be unrolled
+        check_unroll(1 if unroll is None else unroll)  # and no more: layers that differ can only be unrolled
 
         def layer(carry: Any, inputs: Any) -> tuple[Any, Any]:
             block, (args, kwargs) = inputs

@@ -107,7 +107,7 @@ def scan_for(
             "Write hax.Axis('layers', size), or the name of an axis that an argument has."
         )
     policy = resolve_policy(remat)
-    unroll = _check_unroll(unroll)
+    unroll = check_unroll(unroll)
 
     def scanned(init: Any, /, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         def run(init: Any, inputs: tuple[Any, Any]) -> tuple[Any, Any]:
@@ -452,7 +452,7 @@ def _checkpoint_segment(walk: Callable, policy: ScanCheckpointPolicy, names: _Na
     )
 
 
-def _check_unroll(unroll: int | bool) -> int | bool:
+def check_unroll(unroll: int | bool) -> int | bool:
     if isinstance(unroll, bool):
         return unroll or 1
     try:

@@ -57,6 +57,24 @@ def program(Stack, policy):
     return re.sub(r"0x[0-9a-f]+|name=\w+", "", str(gradient))
 
 
+@pytest.mark.parametrize("cut", [dict(nested=4), dict(first_layers=2)], ids=str)
+def test_barriers_have_an_effect_where_layers_that_are_cut_save_names(cut):
+    if "first_layers" in cut:
+        policies = [
+            ScanCheckpointPolicy(
+                **cut, first_policy=ScanCheckpointPolicy(save_block_internals=["a"], prevent_cse=barriers)
+            )
+            for barriers in (True, False)
+        ]
+    else:
+        policies = [
+            ScanCheckpointPolicy(**cut, save_block_internals=["a"], prevent_cse=barriers)
+            for barriers in (True, False)
+        ]
+    with_barriers, without = (program(Stacked, policy) for policy in policies)
+    assert with_barriers != without
+
+
 @pytest.mark.parametrize("settings", PAIRS, ids=str)
 def test_two_settings_are_refused_or_obeyed(settings):
     try:

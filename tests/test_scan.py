@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from stacked_remat import fold, map, scan
+from stacked_remat import ScanCheckpointPolicy, fold, map, scan
 
 Time, Width, Depth = hax.Axis("time", 5), hax.Axis("width", 3), hax.Axis("depth", 2)
 
@@ -44,6 +44,53 @@ def test_fold_is_the_carry_of_scan(data):
 def test_map_stacks_in_front_and_takes_several_arguments(data):
     mapped = map(lambda x, y, *, power: hax.sum(x) * y**power, Depth)(data, jnp.array([2.0, 3.0]), power=2)
     np.testing.assert_allclose(mapped.array, data.array.sum((0, 1)) * jnp.array([4.0, 9.0]), rtol=1e-5)
+
+
+class TestOptionsOfMap:
+    def test_reverse_goes_the_other_way_and_keeps_the_order(self):
+        order = []
+
+        def visit(x, i):
+            jax.debug.callback(lambda i: order.append(int(i)), i, ordered=True)
+            return 2.0 * x
+
+        for reverse in (False, True):
+            outputs = map(visit, Time, reverse=reverse)(jnp.arange(5.0), jnp.arange(5))
+            np.testing.assert_array_equal(outputs, 2.0 * jnp.arange(5.0))
+            jax.effects_barrier()
+        assert order == [0, 1, 2, 3, 4, 4, 3, 2, 1, 0]
+
+    def test_unroll(self):
+        run = lambda **options: map(jnp.sin, Time, **options)  # noqa: E731
+        assert "unroll=2" in str(jax.make_jaxpr(run(unroll=2))(jnp.ones(5)))
+        assert "unroll=1" in str(jax.make_jaxpr(run())(jnp.ones(5)))
+
+    def test_remat(self):
+        def kept(remat):
+            run = map(lambda x: jnp.sin(jnp.sin(jnp.sin(x))), Time, remat=remat)
+            return len(jax.tree.leaves(jax.eval_shape(lambda x: jax.vjp(run, x)[1], jnp.ones((5, 3)))))
+
+        assert kept(True) == 1 and kept(False) == 3
+
+    def test_is_mapped_shares_what_it_refuses(self, data):
+        run = map(
+            lambda x, table: hax.sum(x).array * jnp.sum(table),
+            Time,
+            is_mapped=lambda leaf: isinstance(leaf, hax.NamedArray),
+        )
+        np.testing.assert_allclose(run(data, jnp.ones((9, 4))), 36.0 * data.array.sum((1, 2)), rtol=1e-5)
+
+
+@pytest.mark.parametrize("remat", ["nested", ScanCheckpointPolicy(first_layers=2)])
+def test_unroll_changes_the_program_of_a_sweep(data, remat):
+    def program(unroll):
+        def run(init, data):
+            step = fold(lambda carry, x: jnp.tanh(carry + x), Time, remat=remat, unroll=unroll)
+            return jnp.sum(step(init, data))
+
+        return str(jax.make_jaxpr(jax.grad(run))(jnp.ones((3, 2)), data.array))
+
+    assert program(2) != program(1)
 
 
 def test_what_is_split_and_what_is_shared():

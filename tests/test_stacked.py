@@ -179,6 +179,26 @@ class TestApplying:
         np.testing.assert_allclose(masked(mask), jnp.sum(x), rtol=1e-5)
         assert jax.grad(masked)(mask).shape == (3,)
 
+    @pytest.mark.parametrize("verb", ["fold", "scan", "fold_via", "scan_via"])
+    def test_every_method_obeys_the_policy_of_its_call(self, Stack, verb):
+        block = PlainScanBlock if verb.startswith("scan") else PlainBlock
+        stack = Stack.init(Layers, block, remat=False)(3, key=keys())
+
+        def program(**options):
+            def run(stack, x):
+                if verb.endswith("via"):
+                    return getattr(stack, verb)(block.__call__, **options)(x)
+                return getattr(stack, verb)(x, **options)
+
+            return str(jax.make_jaxpr(run)(stack, jnp.ones(3)))
+
+        assert "checkpoint" not in program() and "remat" not in program()
+        assert "checkpoint" in program(remat=True) or "remat" in program(remat=True)
+        with pytest.raises((TypeError, ValueError), match="unroll is a"):
+            program(unroll="junk")
+        if Stack is Stacked:
+            assert program(unroll=2) != program() and "unroll=2" in program(unroll=2)
+
     def test_a_remat_of_the_call(self, Stack):
         stack = Stack.init(Layers, PlainBlock)(3, key=keys())
         with pytest.raises(ValueError, match="Unknown remat policy"):

@@ -6,13 +6,11 @@ how a scan behaves.
 """
 
 import functools
-import operator
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
 import equinox as eqx
 import jax
-import jax.tree_util as jtu
 from haliax import Axis
 from haliax.axis import AxisSelector
 
@@ -22,13 +20,13 @@ from ._layer_axis import (
     IsScanned,
     argument_namer,
     is_array,
-    is_named,
     is_named_or_shaped_array,
     name_stacked,
     split_tree,
     stack_trees,
 )
 from ._policy import OFFLOAD, ScanCheckpointPolicy, ScanCheckpointSpec, resolve_policy
+from ._scan_checks import check_axis_or_name, check_carry, check_output, check_unroll, describe
 from ._schedule import Tree
 from ._sweep import sweep
 from ._sweep_problem import Head
@@ -101,11 +99,7 @@ def scan_for(
     is_scanned: IsScanned = is_named_or_shaped_array,
 ) -> Callable[..., tuple[Any, Any]]:
     """`scan`, with error messages in the words of `caller`."""
-    if not isinstance(axis, Axis | str):
-        raise TypeError(
-            f"{caller.what} goes along one axis: an Axis or its name; got {axis!r} ({type(axis).__name__}). "
-            "Write hax.Axis('layers', size), or the name of an axis that an argument has."
-        )
+    check_axis_or_name(axis, caller.what)
     policy = resolve_policy(remat)
     unroll = check_unroll(unroll)
 
@@ -417,11 +411,11 @@ def _array_step(layer: Layer, init: Any, policy: ScanCheckpointPolicy, names: _N
         if not isinstance(result, tuple | list) or len(result) != 2:
             raise ValueError(
                 "scan takes a function (or a block) that returns a pair (carry, output); it returned "
-                f"{_describe(result)}. For one that returns only the carry use fold."
+                f"{describe(result)}. For one that returns only the carry use fold."
             )
         new_carry, y = result
-        _check_carry(carry, new_carry)
-        _check_output(y)
+        check_carry(carry, new_carry)
+        check_output(y)
         return eqx.filter(new_carry, eqx.is_array_like), y
 
     return step
@@ -450,74 +444,3 @@ def _checkpoint_segment(walk: Callable, policy: ScanCheckpointPolicy, names: _Na
     return eqx.filter_checkpoint(
         named_walk, policy=keep.residual_policy(names.boundary, names.inputs), prevent_cse=True
     )
-
-
-def check_unroll(unroll: int | bool) -> int | bool:
-    if isinstance(unroll, bool):
-        return unroll or 1
-    try:
-        count = operator.index(unroll)
-    except TypeError:
-        raise TypeError(f"unroll is a bool or a number of layers (an int); got {unroll!r}.") from None
-    if count < 1:
-        raise ValueError(f"unroll is a number of layers and at least 1; got {count}.")
-    return count
-
-
-def _check_carry(before: Any, after: Any) -> None:
-    old, old_tree = jtu.tree_flatten_with_path(before, is_leaf=is_named)
-    new, new_tree = jtu.tree_flatten_with_path(after, is_leaf=is_named)
-    if old_tree != new_tree:
-        hint = (
-            " For a function that returns (carry, output) use scan."
-            if isinstance(after, tuple) and len(after) == 2
-            else ""
-        )
-        raise ValueError(
-            f"The carry changes structure: {_describe(before)} goes in, {_describe(after)} comes out.{hint}"
-        )
-    for (path, a), (_, b) in zip(old, new, strict=True):
-        where = f"The carry{jtu.keystr(path)}"
-        if is_named(a) != is_named(b) or eqx.is_array_like(a) != eqx.is_array_like(b):
-            raise ValueError(f"{where} goes in as {_describe(a)} and comes out as {_describe(b)}.")
-        if is_named(a) and a.axes != b.axes:
-            fix = " Rearrange it: carry.rearrange(x.axes)." if set(a.axes) == set(b.axes) else ""
-            raise ValueError(f"{where} goes in with {_describe(a)} and comes out with {_describe(b)}.{fix}")
-        if not is_named(a) and eqx.is_array_like(a) and jax.numpy.shape(a) != jax.numpy.shape(b):
-            raise ValueError(f"{where} goes in as {_describe(a)} and comes out as {_describe(b)}.")
-        if eqx.is_array_like(a) or is_named(a):
-            _check_dtype(where, *(leaf.array if is_named(leaf) else leaf for leaf in (a, b)))
-        elif a != b:
-            raise ValueError(
-                f"{where} is not an array, so it must stay as it is; {a!r} goes in and {b!r} comes out."
-            )
-
-
-def _check_dtype(where: str, before: Any, after: Any) -> None:
-    old, new = jax.typeof(before), jax.typeof(after)
-    if old.weak_type or old.dtype == new.dtype:  # a Python number takes the dtype that it meets
-        return
-    raise ValueError(
-        f"{where} goes in as {old.dtype} and comes out as {new.dtype}. Cast what the layer returns, "
-        "y.astype(carry.dtype), or what goes into the first one."
-    )
-
-
-def _check_output(y: Any) -> None:
-    for path, leaf in jtu.tree_flatten_with_path(y)[0]:
-        if not eqx.is_array_like(leaf):
-            raise TypeError(
-                f"The output{jtu.keystr(path)} of a layer is {leaf!r} ({type(leaf).__name__}), which cannot "
-                "be stacked over the layers. Return arrays, numbers or None."
-            )
-
-
-def _describe(x: Any) -> str:
-    if is_named(x):
-        return f"NamedArray axes ({', '.join(f'{own.name}={own.size}' for own in x.axes)})"
-    if is_array(x):
-        return f"{x.dtype}[{','.join(str(size) for size in x.shape)}]"
-    if isinstance(x, tuple | list):
-        parts = ", ".join(_describe(part) for part in x[:4]) + (", …" if len(x) > 4 else "")
-        return f"a {type(x).__name__} of {len(x)} ({parts})"
-    return f"a value of type {type(x).__name__}"

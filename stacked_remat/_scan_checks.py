@@ -1,0 +1,111 @@
+"""What a scan refuses: axes that are none, carries that change, outputs that cannot be stacked."""
+
+import operator
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.tree_util as jtu
+from haliax import Axis
+
+from ._layer_axis import is_array, is_named
+
+
+def check_axis_or_name(axis: Any, what: str) -> None:
+    """Refuse what is neither an `Axis` nor the name of one.
+
+    Raises:
+        TypeError: says what to write.
+    """
+    if not isinstance(axis, Axis | str):
+        raise TypeError(
+            f"{what} goes along one axis: an Axis or its name; got {axis!r} ({type(axis).__name__}). "
+            "Write hax.Axis('layers', size), or the name of an axis that an argument has."
+        )
+
+
+def check_unroll(unroll: int | bool) -> int | bool:
+    """The number of layers that one turn of the loop holds; `True` for all.
+
+    Raises:
+        ValueError, TypeError: for anything else.
+    """
+    if isinstance(unroll, bool):
+        return unroll or 1
+    try:
+        count = operator.index(unroll)
+    except TypeError:
+        raise TypeError(f"unroll is a bool or a number of layers (an int); got {unroll!r}.") from None
+    if count < 1:
+        raise ValueError(f"unroll is a number of layers and at least 1; got {count}.")
+    return count
+
+
+def check_carry(before: Any, after: Any) -> None:
+    """Refuse a carry that does not come out of a layer as it went in.
+
+    Raises:
+        ValueError: names the path and what changed, and says how to mend it.
+    """
+    old, old_tree = jtu.tree_flatten_with_path(before, is_leaf=is_named)
+    new, new_tree = jtu.tree_flatten_with_path(after, is_leaf=is_named)
+    if old_tree != new_tree:
+        hint = (
+            " For a function that returns (carry, output) use scan."
+            if isinstance(after, tuple) and len(after) == 2
+            else ""
+        )
+        raise ValueError(
+            f"The carry changes structure: {describe(before)} goes in, {describe(after)} comes out.{hint}"
+        )
+    for (path, a), (_, b) in zip(old, new, strict=True):
+        where = f"The carry{jtu.keystr(path)}"
+        if is_named(a) != is_named(b) or eqx.is_array_like(a) != eqx.is_array_like(b):
+            raise ValueError(f"{where} goes in as {describe(a)} and comes out as {describe(b)}.")
+        if is_named(a) and a.axes != b.axes:
+            fix = " Rearrange it: carry.rearrange(x.axes)." if set(a.axes) == set(b.axes) else ""
+            raise ValueError(f"{where} goes in with {describe(a)} and comes out with {describe(b)}.{fix}")
+        if not is_named(a) and eqx.is_array_like(a) and jax.numpy.shape(a) != jax.numpy.shape(b):
+            raise ValueError(f"{where} goes in as {describe(a)} and comes out as {describe(b)}.")
+        if eqx.is_array_like(a) or is_named(a):
+            _check_dtype(where, *(leaf.array if is_named(leaf) else leaf for leaf in (a, b)))
+        elif a != b:
+            raise ValueError(
+                f"{where} is not an array, so it must stay as it is; {a!r} goes in and {b!r} comes out."
+            )
+
+
+def _check_dtype(where: str, before: Any, after: Any) -> None:
+    old, new = jax.typeof(before), jax.typeof(after)
+    if old.weak_type or old.dtype == new.dtype:  # a Python number takes the dtype that it meets
+        return
+    raise ValueError(
+        f"{where} goes in as {old.dtype} and comes out as {new.dtype}. Cast what the layer returns, "
+        "y.astype(carry.dtype), or what goes into the first one."
+    )
+
+
+def check_output(y: Any) -> None:
+    """Refuse an output with leaves that are no arrays.
+
+    Raises:
+        TypeError: names the path.
+    """
+    for path, leaf in jtu.tree_flatten_with_path(y)[0]:
+        if not eqx.is_array_like(leaf):
+            raise TypeError(
+                f"The output{jtu.keystr(path)} of a layer is {leaf!r} ({type(leaf).__name__}), which cannot "
+                "be stacked over the layers. Return arrays, numbers or None."
+            )
+
+
+def describe(x: Any) -> str:
+    """A value in an error message: its kind and shape."""
+    if is_named(x):
+        return f"NamedArray axes ({', '.join(f'{own.name}={own.size}' for own in x.axes)})"
+    if is_array(x):
+        return f"{x.dtype}[{','.join(str(size) for size in x.shape)}]"
+    if isinstance(x, tuple | list):
+        parts = ", ".join(describe(part) for part in x[:4]) + (", …" if len(x) > 4 else "")
+        return f"a {type(x).__name__} of {len(x)} ({parts})"
+    return f"a value of type {type(x).__name__}"

@@ -7,7 +7,7 @@ import equinox as eqx
 from haliax import Axis
 from haliax.state_dict import ModuleWithStateDictSerialization, StateDict
 
-from ._layer_axis import Caller, check_axis, split_tree, stack_trees
+from ._layer_axis import Caller, check_axis, split_tree, stack_outputs
 from ._policy import ScanCheckpointPolicy, ScanCheckpointSpec, resolve_policy
 from ._scan import from_arguments, scan_unrolled
 from ._scan_checks import check_unroll
@@ -109,7 +109,7 @@ class BlockSeq(ModuleWithStateDictSerialization, Generic[M]):
 
         The loop is unrolled whatever `unroll` says, which is only checked.
         """
-        return self.fold_via(block_call(self.blocks[0]), remat=remat, unroll=unroll)(init, *args, **kwargs)
+        return self.fold_via(self._block_call(), remat=remat, unroll=unroll)(init, *args, **kwargs)
 
     def scan(
         self,
@@ -121,7 +121,7 @@ class BlockSeq(ModuleWithStateDictSerialization, Generic[M]):
         **kwargs: Any,
     ) -> tuple[Any, Any]:
         """As `fold`, for blocks that return `(carry, output)`; also stacks the outputs."""
-        return self.scan_via(block_call(self.blocks[0]), remat=remat, unroll=unroll)(init, *args, **kwargs)
+        return self.scan_via(self._block_call(), remat=remat, unroll=unroll)(init, *args, **kwargs)
 
     def fold_via(
         self,
@@ -152,6 +152,9 @@ class BlockSeq(ModuleWithStateDictSerialization, Generic[M]):
         """Scan with `fn(block, carry, *args, **kwargs) -> (carry, output)` in place of the blocks' call."""
         return self._scanner(method_caller(self, "scan", fn, skip=2), fn, remat, unroll)
 
+    def _block_call(self) -> Callable[..., Any]:
+        return block_call(self.blocks[0]) if self.blocks else lambda block, *args, **kwargs: None
+
     def _scanner(
         self,
         caller: Caller,
@@ -170,7 +173,7 @@ class BlockSeq(ModuleWithStateDictSerialization, Generic[M]):
         def run(init: Any, arguments: Any) -> tuple[Any, Any]:
             split = split_tree(arguments, self.Block, **caller._asdict())
             inputs = [(block, split.layer(i)) for i, block in enumerate(self.blocks)]
-            return scan_unrolled(layer, init, inputs, self.Block, policy)
+            return scan_unrolled(layer, init, inputs, self.Block, policy, caller.what)
 
         def scanned(init: Any, /, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
             return from_arguments(run, policy, self.Block)(init, (args, kwargs))
@@ -179,7 +182,7 @@ class BlockSeq(ModuleWithStateDictSerialization, Generic[M]):
 
     def vmap(self, /, *args: Any, **kwargs: Any) -> Any:
         """Apply every layer to the same arguments; the outputs get the layers' axis in front."""
-        return self.vmap_via(block_call(self.blocks[0]))(*args, **kwargs)
+        return self.vmap_via(self._block_call())(*args, **kwargs)
 
     def vmap_via(self, fn: Callable[..., Any]) -> Callable[..., Any]:
         """As `vmap`, with `fn(block, *args, **kwargs)` in place of the blocks' own call."""
@@ -191,7 +194,7 @@ class BlockSeq(ModuleWithStateDictSerialization, Generic[M]):
             for i, block in enumerate(self.blocks):
                 layer_args, layer_kwargs = split.layer(i)
                 outputs.append(fn(block, *layer_args, **layer_kwargs))
-            return stack_trees(outputs, self.Block)
+            return stack_outputs(outputs, self.Block, caller.what)
 
         return mapped
 

@@ -173,6 +173,39 @@ def stack_trees(trees: Sequence[T], axis: Axis) -> T:
     return jtu.tree_map(stack, *trees, is_leaf=is_named)
 
 
+def stack_outputs(outputs: Sequence[Any], axis: Axis, what: str) -> Any:
+    """What layers that may differ put out, stacked along a new leading `axis`; None for no layers.
+
+    Raises:
+        ValueError: where the layers' outputs differ in structure, axes or shape, or have the axis already.
+    """
+    if not outputs:
+        return None
+    (first, treedef), *rest = (jtu.tree_flatten_with_path(output, is_leaf=is_named) for output in outputs)
+    for i, (leaves, other) in enumerate(rest, start=1):
+        if other != treedef:
+            raise ValueError(
+                f"The outputs of {what} over `{axis.name}` cannot be stacked: layer 0 puts out {treedef}, "
+                f"layer {i} {other}. Let all layers put out the same."
+            )
+        for (path, a), (_, b) in zip(first, leaves, strict=True):
+            if _form(a) != _form(b):
+                raise ValueError(
+                    f"The output{jtu.keystr(path)} of {what} over `{axis.name}` cannot be stacked: it has "
+                    f"{_form(a)} in layer 0 and {_form(b)} in layer {i}. Let all layers put out the same."
+                )
+    for path, leaf in first:
+        _check_is_new(leaf, axis, path, what)
+    return stack_trees(outputs, axis)
+
+
+def _form(leaf: Any) -> str:
+    """The axes or the shape of an output. Named axes may stand in any order."""
+    if is_named(leaf):
+        return f"axes {', '.join(sorted(f'{own.name}={own.size}' for own in leaf.axes)) or '()'}"
+    return f"shape {jnp.shape(leaf)}" if is_array(leaf) or isinstance(leaf, int | float | complex) else ""
+
+
 def name_stacked(tree: T, axis: Axis, what: str) -> T:
     """Give `axis` back to named arrays whose raw arrays have gained a leading dimension.
 
@@ -181,16 +214,18 @@ def name_stacked(tree: T, axis: Axis, what: str) -> T:
     """
 
     def prepend(path: tuple[Any, ...], leaf: Any) -> Any:
-        if not is_named(leaf):
-            return leaf
-        if has_axis(leaf, axis):
-            raise ValueError(
-                f"The output{jtu.keystr(path)} of {what} over `{axis.name}` already has an axis of that "
-                f"name: {[own.name for own in leaf.axes]}. Rename it: y.rename({{{axis.name!r}: ...}})."
-            )
-        return NamedArray(leaf.array, (axis, *leaf.axes))
+        _check_is_new(leaf, axis, path, what)
+        return NamedArray(leaf.array, (axis, *leaf.axes)) if is_named(leaf) else leaf
 
     return jtu.tree_map_with_path(prepend, tree, is_leaf=is_named)
+
+
+def _check_is_new(leaf: Any, axis: Axis, path: tuple[Any, ...], what: str) -> None:
+    if is_named(leaf) and has_axis(leaf, axis):
+        raise ValueError(
+            f"The output{jtu.keystr(path)} of {what} over `{axis.name}` already has an axis of that "
+            f"name: {[own.name for own in leaf.axes]}. Rename it: y.rename({{{axis.name!r}: ...}})."
+        )
 
 
 def argument_namer(fn: Callable, skip: int, first: tuple[str, ...] = ()) -> Callable[[tuple[Any, ...]], str]:

@@ -380,15 +380,18 @@ def _check_tri_state(field: str, value: Any) -> None:
 
 
 def _names(field: str, value: Any) -> tuple[str, ...]:
-    if isinstance(value, str) or not isinstance(value, Iterable):
+    if isinstance(value, str):
+        raise TypeError(f"{field} is a list of checkpoint names; got {value!r}. Write {field}=[{value!r}].")
+    if not isinstance(value, Iterable):
         raise TypeError(
-            f"{field} is a list of checkpoint names; got {value!r}. Write {field}=[{str(value)!r}]."
+            f"{field} is a list of checkpoint names; got {value!r}. Leave it out to name none, or write "
+            f"{field}=[names], with names that checkpoint_name gives inside the block."
         )
     names = tuple(value)
     for name in names:
         if not isinstance(name, str):
             raise TypeError(f"{field} is a list of checkpoint names; {name!r} is not a string.")
-    return tuple(dict.fromkeys(names))
+    return tuple(sorted(set(names)))
 
 
 def _shown(value: Any) -> Any:
@@ -399,7 +402,7 @@ def _shown(value: Any) -> Any:
 def _nesting(nested: Any) -> bool | int | tuple[int, ...]:
     if isinstance(nested, bool):
         return nested
-    if isinstance(nested, str) or not isinstance(nested, Iterable):
+    if isinstance(nested, str) or hasattr(nested, "__index__") or not isinstance(nested, Iterable):
         return _positive("nested", nested, "a number of segments")
     sizes = tuple(_positive(f"nested[{i}]", size, "the cuts of a level") for i, size in enumerate(nested))
     if not sizes:

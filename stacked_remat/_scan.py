@@ -23,7 +23,7 @@ from ._layer_axis import (
     is_named_or_shaped_array,
     name_stacked,
     split_tree,
-    stack_trees,
+    stack_outputs,
 )
 from ._policy import OFFLOAD, ScanCheckpointPolicy, ScanCheckpointSpec, resolve_policy
 from ._scan_checks import check_axis_or_name, check_carry, check_output, check_unroll, describe
@@ -251,7 +251,7 @@ def vmap_layers(f: Callable[..., Any], axis: Axis, caller: Caller) -> Callable[.
 
 
 def scan_unrolled(
-    layer: Layer, init: Any, inputs: Sequence[Any], axis: Axis, remat: ScanCheckpointSpec
+    layer: Layer, init: Any, inputs: Sequence[Any], axis: Axis, remat: ScanCheckpointSpec, what: str
 ) -> tuple[Any, Any]:
     """Apply `layer` to inputs that need not be alike, one after the other, under the same policies as `scan`.
 
@@ -261,6 +261,7 @@ def scan_unrolled(
         inputs: what each of the `axis.size` layers takes beside the carry: any tree, its module included.
         axis: the axis of the stacked outputs.
         remat: as in `scan`. Program size grows with the number of layers.
+        what: the operation, for error messages.
 
     Returns:
         The final carry and the outputs, with the axis in front.
@@ -274,7 +275,7 @@ def scan_unrolled(
         for own, layers in parts:
             carry, ys = _walk_unrolled(layer, carry, [inputs[i] for i in layers], own, _names_of(axis))
             outputs += ys
-    return carry, stack_trees(outputs, axis)
+    return carry, stack_outputs(outputs, axis, what)
 
 
 class _Names(NamedTuple):

@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 import equinox as eqx
 import haliax.state_dict
 import jax.tree_util as jtu
+import numpy as np
 from haliax.state_dict import StateDict, with_prefix
 
 from ._layer_axis import is_array
@@ -58,9 +59,9 @@ def _check_layers(templates: Sequence[eqx.Module], state_dict: StateDict, prefix
             continue
         problems += [f"layer {index} is missing {key!r}" for key in missing]
         problems += [
-            f"layer {index} has {key!r} of shape {tuple(state_dict[key].shape)} where {shape} is expected"
+            f"layer {index} has {key!r} of shape {np.shape(state_dict[key])} where {shape} is expected"
             for key, shape in expected.items()
-            if key in state_dict and tuple(state_dict[key].shape) != shape
+            if key in state_dict and np.shape(state_dict[key]) != shape
         ]
     count = len(templates)
     too_many = sorted({index for index in _layer_indices(state_dict, prefix) if index >= count})

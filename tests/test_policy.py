@@ -4,6 +4,7 @@ import dataclasses
 
 import equinox as eqx
 import haliax as hax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -51,7 +52,7 @@ def test_a_spec_of_another_type_is_refused(spec):
 def test_policies_are_frozen_hashable_and_compare_by_value():
     policy = ScanCheckpointPolicy(save_block_internals=["a", "b"], offload_block_internals=["c"])
     assert policy == ScanCheckpointPolicy(
-        save_block_internals=("a", "b", "a"), offload_block_internals=("c",)
+        save_block_internals=("b", "a", "b"), offload_block_internals=("c",)
     )
     assert len({policy, dataclasses.replace(policy), ScanCheckpointPolicy()}) == 2
     with pytest.raises(dataclasses.FrozenInstanceError):
@@ -149,7 +150,8 @@ def test_contradictions_are_refused_with_the_reason(settings, reason):
         (dict(save_inputs=None), "save_inputs is True, False"),
         (dict(save_block_internals="attention"), r"Write save_block_internals=\['attention'\]"),
         (dict(offload_block_internals="attention"), r"Write offload_block_internals=\['attention'\]"),
-        (dict(offload_block_internals=True), "offload_block_internals is a list"),
+        (dict(offload_block_internals=True), "offload_block_internals is a list.*got True. Leave it out"),
+        (dict(save_block_internals=None), "save_block_internals is a list.*got None. Leave it out"),
         (dict(save_block_internals=[1]), "1 is not a string"),
         (dict(disable=1), "disable is True or False; got 1"),
         (dict(prevent_cse="no"), "prevent_cse is True or False"),
@@ -161,6 +163,11 @@ def test_contradictions_are_refused_with_the_reason(settings, reason):
 def test_wrong_types_are_refused(settings, reason):
     with pytest.raises(TypeError, match=reason):
         ScanCheckpointPolicy(**settings)
+
+
+@pytest.mark.parametrize("number", [np.int32(3), np.array(3), jnp.array(3)], ids=["scalar", "numpy", "jax"])
+def test_numbers_of_other_libraries_are_numbers(number):
+    assert ScanCheckpointPolicy(nested=number) == ScanCheckpointPolicy(nested=3)
 
 
 def test_nested_true_and_nested_one_differ():

@@ -354,6 +354,33 @@ class TestBlockSeq:
         with pytest.raises(ValueError, match="`layers` has 4 layers, but 1 blocks were given"):
             BlockSeq([PlainBlock(3, key=jax.random.key(0))], Layers)
 
+    def test_no_layers_are_the_identity(self):
+        sequence = BlockSeq([], Layers.resize(0))
+        assert sequence.fold(1.0) == 1.0
+        assert sequence.scan(1.0) == (1.0, None) and sequence.vmap(1.0) is None
+
+    @pytest.mark.parametrize(
+        "outputs, message",
+        [
+            (
+                (jnp.ones(3), jnp.ones(4)),
+                r"output of .* has shape \(3,\) in layer 0 and shape \(4,\) in layer 1",
+            ),
+            (({"y": hax.ones(Hidden)}, {"y": hax.ones(Layers.alias("o"))}), r"output\['y'\].*hidden=3.*o=4"),
+            ((jnp.ones(3), (jnp.ones(3),)), "layer 1 PyTreeDef"),
+            ((hax.ones((Hidden, Layers)), hax.ones((Hidden, Layers))), "already has an axis of that name"),
+        ],
+    )
+    def test_outputs_that_cannot_be_stacked(self, outputs, message):
+        class Constant(eqx.Module):
+            value: object
+
+        sequence = BlockSeq([Constant(value) for value in outputs], Layers.resize(2))
+        with pytest.raises(ValueError, match=message):
+            sequence.scan_via(lambda block, x: (x, block.value))(1.0)
+        with pytest.raises(ValueError, match=message):
+            sequence.vmap_via(lambda block: block.value)()
+
     def test_the_blocks_are_a_list_of_modules(self):
         with pytest.raises(TypeError, match=r"blocks\[1\] is 3 .int.. Let it be an eqx.Module"):
             BlockSeq([PlainBlock(3, key=jax.random.key(0)), 3], hax.Axis("layers", 2))
@@ -408,3 +435,6 @@ class TestTakingApart:
         assert "layer 3 is missing 'h.3.bias'" in message
         assert "layer 4 is one too many: the stack has 4 layers" in message
         assert "layer 17 is one too many" in message
+        number = {**stack.to_state_dict("h"), "h.0.bias": 1.0}
+        with pytest.raises(ValueError, match=r"'h.0.bias' of shape \(\) where \(3,\) is expected"):
+            stack.from_state_dict(number, "h")

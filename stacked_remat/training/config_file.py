@@ -4,6 +4,7 @@ Draccus decodes the values. The keys are checked here first, so that a misspelt 
 stands and what it probably should be.
 """
 
+import copy
 import dataclasses
 import difflib
 import inspect
@@ -23,6 +24,7 @@ from .config_help import describe_keys
 Config = TypeVar("Config")
 
 _CONFIG_PATH = "config_path"
+_DECODING_ERRORS = (draccus.utils.DraccusException, TypeError, ValueError)
 
 
 class ConfigError(ValueError):
@@ -46,14 +48,24 @@ def parse_config(config_class: type[Config], arguments: Sequence[str]) -> Config
     overrides = _read_overrides(arguments)
     path = overrides.pop(_CONFIG_PATH, None)
     entries = {} if path is None else _read_file(path)
+    of_file = copy.deepcopy(entries)
     for key, value in overrides.items():
         _set_dotted(entries, key, value)
     source = f"in {path}" if path is not None else "on the command line"
     _check_keys(config_class, entries, (), source, frozenset(overrides))
     try:
         return draccus.decode(config_class, entries)
-    except (draccus.utils.DraccusException, TypeError, ValueError) as error:
+    except _DECODING_ERRORS as error:
+        source = "on the command line" if overrides and _decodes(config_class, of_file) else source
         raise ConfigError(f"Bad config {source}: {_innermost(error)}") from error
+
+
+def _decodes(config_class: Any, entries: dict[str, Any]) -> bool:
+    try:
+        draccus.decode(config_class, entries)
+    except _DECODING_ERRORS:
+        return False
+    return True
 
 
 def config_as_dict(config: Any) -> dict[str, Any]:

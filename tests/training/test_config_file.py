@@ -139,6 +139,14 @@ def test_an_override_of_a_good_file_is_blamed_on_the_command_line(tmp_path):
         parse(tmp_path, "shape: {type: circle}", "--shape.paint.layer", "2")
 
 
+def test_a_bad_value_is_blamed_on_where_it_stands(tmp_path):
+    good, bad = "shape: {type: circle, paint: {layers: 3}}", "shape: {type: circle, paint: {layers: 0}}"
+    with pytest.raises(ConfigError, match="Bad config on the command line: paint.layers must be at least 1"):
+        parse(tmp_path, good, "--shape.paint.layers", "0")
+    with pytest.raises(ConfigError, match="Bad config in .*drawing.yaml: paint.layers must be at least 1"):
+        parse(tmp_path, bad, "--title", "a")
+
+
 def test_help_names_the_keys(capsys):
     with pytest.raises(SystemExit) as stop:
         parse_config(Drawing, ["--help"])

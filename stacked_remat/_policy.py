@@ -123,9 +123,9 @@ class ScanCheckpointPolicy:
             )
         if self.simple:
             self._refuse(
-                "simple=True is one plain jax.checkpoint around each layer: it names no values and cuts "
-                "nothing, so {} cannot be obeyed. Drop one or the other.",
-                self._set_beside("simple", "prevent_cse"),
+                "simple=True is one plain jax.checkpoint around each layer, which names no values, so {} "
+                "cannot be obeyed. Drop one or the other.",
+                self._set_beside("simple", "prevent_cse", *_CUTS),  # layers that are cut need no names anyway
             )
         both = sorted(set(self.saved_names) & set(self.offloaded_names))
         if both:
@@ -152,7 +152,9 @@ class ScanCheckpointPolicy:
             )
 
     def _refuse_beside_all_internals(self) -> None:
-        idle = {"save_carries": False, "save_inputs": False, "prevent_cse": True}
+        # save_carries=False is Haliax's way of writing "internals alone", and obeyed: carries that no
+        # derivative reads are not kept.
+        idle = {"save_inputs": False, "prevent_cse": True}
         self._refuse(
             "save_block_internals=True keeps everything that the backward pass reads, and nothing is "
             "computed again, so {} has no effect. Drop it, or name the internals to keep: "

@@ -20,6 +20,7 @@ from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import Jaxpr
 from jaxtyping import Array
 
+from ._compat import not_forwarded
 from ._schedule import Schedule
 from ._sweep_activity import is_differentiable
 from ._sweep_direction import reverse_mode_only
@@ -170,7 +171,7 @@ def _forward_rule(
         return problem.forward(wanted, init, xs, shared)
 
     def forward(init: Carry, xs: Arrays, shared: Arrays) -> Any:
-        return run(init, xs, shared), (init, xs, shared)
+        return run(init, xs, shared), not_forwarded((init, xs, shared))
 
     def backward(inputs: Any, cotangents: Any) -> Any:
         carry_ct, ys_ct, kept_ct = cotangents
@@ -202,7 +203,7 @@ def _backward_rule(problem: Problem, wanted: Wanted) -> Callable[..., tuple[Carr
         return pullback((carry_ct, ys_ct))
 
     def forward(kept: Kept, *rest: Any) -> Any:
-        return run(kept, *rest), (kept, rest)
+        return run(kept, *rest), not_forwarded((kept, rest))
 
     def backward(residuals: Any, cotangents: Any) -> Any:
         kept, rest = residuals

@@ -139,7 +139,7 @@ def _differentiable(problem: Problem) -> Callable[[Carry, Arrays, Arrays], tuple
         init_wanted, xs_wanted, shared_wanted = perturbed
         wanted = problem.wanted(init_wanted, xs_wanted, shared_wanted, every_y)
         carry, ys, kept = _forward_rule(problem, wanted)(init, xs, shared)
-        return (carry, ys), (kept, xs, shared, _Static(perturbed))
+        return (carry, ys), (kept.with_constant_boundaries(), xs, shared, _Static(perturbed))
 
     def backward(residuals: Any, cotangents: Any) -> tuple[Any, Any, Any]:
         kept, xs, shared, static = residuals

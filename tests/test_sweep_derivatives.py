@@ -17,6 +17,7 @@ Outer, Inner = hax.Axis("outer", 4), hax.Axis("inner", 3)
 WIDTH = 5  # unlike any number of layers
 
 OFFLOADED = ScanCheckpointPolicy(nested=2, save_carries="offload")
+OFFLOADED_AFTER_FIRST = ScanCheckpointPolicy(nested=2, save_carries="offload", first_layers=1)
 FIRST_LAYERS = ScanCheckpointPolicy(nested=True, first_layers=1)
 
 
@@ -73,3 +74,23 @@ def test_gradient_of_gradient_of_a_fold_in_a_loop(around, remat):
 @pytest.mark.parametrize("outer, inner", [(False, "nested"), (True, OFFLOADED), ("nested", FIRST_LAYERS)])
 def test_gradient_of_gradient_of_a_stack_in_a_stack(outer, inner):
     check_second(in_fold, outer, inner)
+
+
+def in_branch(remat, weights, x):
+    def value():
+        return jnp.sum(inner_fold(remat, x, weights[0]) ** 2)
+
+    return lax.cond(x[0] < 0, value, lambda: jnp.float32(0))
+
+
+@pytest.mark.parametrize("remat", [OFFLOADED, OFFLOADED_AFTER_FIRST])
+def test_gradient_of_gradient_of_offloaded_boundaries_in_a_branch(remat):
+    check_second(in_branch, remat)
+
+
+def test_third_derivative_of_offloaded_boundaries_in_a_jitted_function():
+    def third(remat, x):
+        value = jax.jit(lambda x: fold(layer, Inner, remat=remat)(x, jnp.linspace(0.5, 1.0, Inner.size)))
+        return jit(jax.grad(jax.grad(jax.grad(value))))(x)
+
+    assert_close(third(OFFLOADED, 0.7), third(False, 0.7))

@@ -19,8 +19,10 @@ CANDIDATES: tuple[ScanCheckpointSpec, ...] = (
     "nested",
     ScanCheckpointPolicy(nested=True, save_carries="offload"),
     "offload",
+    *(ScanCheckpointPolicy(max_carries=most) for most in (8, 6, 4, 3, 2)),
 )
-"""What `plan` tries: from most device memory to least, those that need the host last."""
+"""What `plan` tries: from most device memory to least, those that need the host last; and where that has no
+room either, ever fewer carries, which cost ever more recomputation."""
 
 
 class BudgetError(RuntimeError):
@@ -282,15 +284,22 @@ def _row(trial: Trial, least: int) -> tuple[str, ...]:
 
 
 def _nothing_fits(tried: Comparison, limit: int, host_limit: int | None) -> str:
-    found = [(trial.report.total, trial) for trial in tried.trials if trial.report is not None]
+    compiled = [(trial.report, trial.policy) for trial in tried.trials if trial.report is not None]
+    found = [pair for pair in compiled if host_limit is None or pair[0].host.total <= host_limit]
     what = f"{readable_bytes(limit)} a device"
     if host_limit is not None:
         what += f" and {readable_bytes(host_limit)} on the host"
-    if not found:
+    if not compiled:
         return f"no candidate fits {what}: the compiler refused all of them\n{tried}"
-    total, smallest = min(found, key=lambda pair: pair[0])
+    needs, smallest = min(found or compiled, key=lambda pair: pair[0].total)
+    if host_limit is None:
+        which, of_host = "", ""
+    elif found:
+        which, of_host = " that the host has room for", ""
+    else:
+        which, of_host = "", f" and {readable_bytes(needs.host.total)} on the host"
     return (
-        f"no candidate fits {what}. The smallest found is {smallest.policy!r} with {readable_bytes(total)} a "
-        "device. Shorten the context, shard over more devices, freeze weights, or allow the host more memory."
-        f"\n{tried}"
+        f"no candidate fits {what}. The smallest found{which} is {smallest!r} with "
+        f"{readable_bytes(needs.total)} a device{of_host}. Shorten the context, shard over more devices, "
+        f"freeze weights, or allow the host more memory.\n{tried}"
     )

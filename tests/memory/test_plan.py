@@ -191,3 +191,37 @@ def test_budgets_that_can_be_read(text, size):
 def test_budgets_that_cannot(text):
     with pytest.raises(ValueError, match="expected a non-negative integer or text such as '80GiB'"):
         parse_bytes(text)
+
+
+@pytest.fixture
+def offloading_costs_the_host(comparison, monkeypatch):
+    """The CPU has one memory: let what offloads need some of the host, and less of the device."""
+    import dataclasses
+
+    from stacked_remat.memory import HostBytes, _plan
+
+    def moved(trial):
+        if not resolve_policy(trial.policy).offloads:
+            return trial
+        report = dataclasses.replace(trial.report, temporaries=0, host=HostBytes(temporaries=100))
+        return dataclasses.replace(trial, report=report)
+
+    trials = {trial.policy: moved(trial) for trial in comparison.trials}
+    monkeypatch.setattr(_plan, "_try", lambda fn_of_policy, args, kwargs, policy, *rest: trials[policy])
+    return {policy: trial.report.total for policy, trial in trials.items()}
+
+
+def test_fewer_carries_where_the_host_is_too_small(offloading_costs_the_host):
+    leanest = ScanCheckpointPolicy(max_carries=2)
+    budget = offloading_costs_the_host[leanest]
+    assert budget < offloading_costs_the_host["nested"]
+    found = plan(Counting(), *blocks_and_input(), budget=budget, host_budget=99)
+    assert resolve_policy(found.policy).max_carries is not None and found.report.total <= budget
+    assert resolve_policy(plan(Counting(), *blocks_and_input(), budget=budget).policy).offloads
+    with pytest.raises(BudgetError, match=r"found that the host has room for is .*\(max_carries=2\)"):
+        plan(Counting(), *blocks_and_input(), budget=budget - 1, host_budget=99)
+
+
+def test_the_smallest_found_says_what_it_needs_of_the_host(offloading_costs_the_host):
+    with pytest.raises(BudgetError, match="is 'offload' with .* a device and 100 B on the host"):
+        plan(Counting(), *blocks_and_input(), budget=1, host_budget=99, candidates=["offload"])

@@ -133,9 +133,10 @@ def plan(
 ) -> Plan:
     """Find the first of the candidates that fits in a budget. Nothing is executed.
 
-    With `layers` it goes on to spend what that candidate leaves of the budget: on the most `first_layers`
-    that still fit, which keep their internals and so are not recomputed (or, where every carry is offloaded,
-    keep their carries on the device and so are not moved).
+    With `layers` it goes on to spend what that candidate leaves of the budget, on the most `first_layers`
+    that still fit. Of a nested candidate they keep their carries, and so are not replayed, or their internals
+    too, whichever leaves less arithmetic; of one that offloads every carry they keep theirs on the device; of
+    another they keep their internals.
 
     Args:
         fn_of_policy: makes the function to compile from a policy, as for `compare`. Compile what will run:
@@ -158,7 +159,8 @@ def plan(
         BudgetError: none fits; shows all of them and the smallest.
         ValueError: a budget that cannot be read; no candidates.
 
-    Cost: one compilation a candidate, and with `layers` two to `log2(layers)` more.
+    Cost: one compilation a candidate, and with `layers` two to `4 + log2(layers)` more, for a nested
+    candidate at most twice as many.
     """
     limit, host_limit = parse_bytes(budget), None if host_budget is None else parse_bytes(host_budget)
     if not candidates:
@@ -225,20 +227,45 @@ class _Search:
         raise BudgetError(_nothing_fits(self.tried, self._limit, self._host_limit))
 
     def with_most_first_layers(self, chosen: Trial, layers: int) -> Trial:
-        """Search between none and all of the layers, by where a straight line between trials says."""
+        """Find the first layers that save most: with their carries alone, or with their internals too."""
         base = resolve_policy(chosen.policy)
         if base.saves_everything:
             return chosen
-        offloads_all = base.save_carries == "offload" and not base.is_nested
-        low, high = 0, layers
-        best, beyond = chosen, next((trial for trial in self._trials if trial.policy is False), None)
+        if base.first_layers:
+            return self._most(chosen, base.first_policy, layers)
+        if not base.is_nested:
+            return self._most(chosen, base.save_carries == "offload", layers)
+        carries = self._most(chosen, True, layers)
+        kept = resolve_policy(carries.policy).first_layers
+        if kept == 0:
+            return chosen
+        # A layer that keeps its internals is spared two evaluations, one that keeps its carry is spared one.
+        fewest = self._with_first(chosen, False, kept // 2 + 1)
+        if fewest is None or not self._fits(fewest):
+            return carries
+        return min(carries, self._most(fewest, False, layers), key=_arithmetic)
+
+    def _with_first(self, trial: Trial, policy: ScanCheckpointSpec, count: int) -> Trial | None:
+        """Compile another number of first layers; None if the policy cannot have any."""
+        base = resolve_policy(trial.policy)
+        try:
+            other = dataclasses.replace(base, first_layers=count, first_policy=policy)
+        except ValueError:
+            return None
+        return self._try(other)
+
+    def _most(self, fitting: Trial, policy: ScanCheckpointSpec, layers: int) -> Trial:
+        """Search between those of `fitting` and all layers, by where a straight line between trials says."""
+        keeps = resolve_policy(policy)
+        best, beyond = fitting, next((t for t in self._trials if resolve_policy(t.policy) == keeps), None)
+        low, high = resolve_policy(fitting.policy).first_layers, layers
+        guesses = 0
         while high - low > 1:
-            count = self._guess(best, beyond, low, high) if len(self._trials) < 10 else (low + high) // 2
-            try:
-                policy = dataclasses.replace(base, first_layers=count, first_policy=offloads_all)
-            except ValueError:  # a policy that cannot stand beside first layers
-                return chosen
-            trial = self._try(policy)
+            count = self._guess(best, beyond, low, high) if guesses < 4 else (low + high) // 2
+            trial = self._with_first(best, policy, count)
+            if trial is None:
+                return fitting
+            guesses += 1
             if self._fits(trial):
                 low, best = count, trial
             else:
@@ -266,6 +293,11 @@ def _try(
         return Trial(policy, report(fn_of_policy(policy), *args, target=target, donate=donate, **kwargs))
     except (DoesNotFit, jax.errors.JaxRuntimeError) as error:
         return Trial(policy, None, str(error).splitlines()[0])
+
+
+def _arithmetic(trial: Trial) -> int:
+    assert trial.report is not None
+    return trial.report.flops.matmul
 
 
 def _row(trial: Trial, least: int) -> tuple[str, ...]:

@@ -1,5 +1,8 @@
 """The planner compiles from the cheapest to the leanest and stops at the first that fits."""
 
+import dataclasses
+import functools
+
 import equinox as eqx
 import haliax as hax
 import jax
@@ -73,23 +76,45 @@ def test_the_first_that_fits_is_taken_and_nothing_after_it_is_compiled(compariso
         assert "fits " in str(found)
 
 
-@pytest.mark.parametrize("spare", [0.0, 0.3, 0.95])
-def test_what_is_left_of_the_budget_is_spent_on_first_layers(comparison, spare):
-    keep_all, _, nested = (trial.report.total for trial in comparison.trials[:3])
-    budget = int(nested + spare * (keep_all - nested))
+@functools.cache
+def trial(policy):
+    return compare(Counting(), *blocks_and_input(), candidates=[policy]).trials[0].report
+
+
+def check_that_one_more_layer_does_not_fit(policy, budget):
+    if policy.first_layers < Layers.size - 1:
+        one_more = dataclasses.replace(policy, first_layers=policy.first_layers + 1)
+        assert trial(one_more).total > budget
+
+
+def test_what_is_left_of_the_budget_is_spent_on_carries(comparison):
+    _, carries, nested = (trial.report.total for trial in comparison.trials[:3])
+    budget = int(nested + 0.5 * (carries - nested))
+    found = plan(Counting(), *blocks_and_input(), budget=budget, layers=Layers.size)
+    policy = resolve_policy(found.policy)
+    assert policy.nested is True and policy.first_policy is True
+    assert policy.first_layers >= int(0.8 * 0.5 * Layers.size)
+    assert found.report.total <= budget
+    check_that_one_more_layer_does_not_fit(policy, budget)
+    keeping_internals = dataclasses.replace(
+        policy, first_layers=policy.first_layers // 2 + 1, first_policy=False
+    )
+    assert trial(keeping_internals).total > budget
+    assert len(found.tried.trials) <= 9
+
+
+def test_and_on_internals_where_that_spares_more(comparison):
+    everything, _, nested = (trial.report.total for trial in comparison.trials[:3])
+    budget = int(nested + 0.9 * (everything - nested))
     found = plan(
         Counting(), *blocks_and_input(), budget=budget, candidates=[False, "nested"], layers=Layers.size
     )
-
-    def total(first_layers):
-        policy = ScanCheckpointPolicy(nested=True, first_layers=first_layers)
-        return compare(Counting(), *blocks_and_input(), candidates=[policy]).trials[0].report.total
-
     policy = resolve_policy(found.policy)
-    assert policy.nested is True and policy.first_layers >= int(0.8 * spare * Layers.size)
-    assert found.report.total <= budget
-    assert policy.first_layers == Layers.size - 1 or total(policy.first_layers + 1) > budget
-    assert len(found.tried.trials) <= 6
+    assert policy.nested is True and policy.first_policy is False
+    assert policy.first_layers >= int(0.8 * 0.9 * Layers.size) and found.report.total <= budget
+    check_that_one_more_layer_does_not_fit(policy, budget)
+    carries = dataclasses.replace(policy, first_layers=Layers.size - 1, first_policy=True)
+    assert found.report.flops.matmul < trial(carries).flops.matmul
 
 
 def test_first_layers_keep_their_carries_where_all_are_offloaded():
@@ -127,8 +152,6 @@ def test_the_host_has_a_budget_too(monkeypatch):
     real = _plan.report
 
     def with_host(fn, *args, **kwargs):
-        import dataclasses
-
         from stacked_remat.memory import HostBytes
 
         return dataclasses.replace(real(fn, *args, **kwargs), host=HostBytes(temporaries=100))
@@ -196,8 +219,6 @@ def test_budgets_that_cannot(text):
 @pytest.fixture
 def offloading_costs_the_host(comparison, monkeypatch):
     """The CPU has one memory: let what offloads need some of the host, and less of the device."""
-    import dataclasses
-
     from stacked_remat.memory import HostBytes, _plan
 
     def moved(trial):

@@ -1,6 +1,7 @@
 """Choosing what to recompute: compile the policies, keep the first that fits."""
 
 import dataclasses
+import operator
 import re
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -157,12 +158,14 @@ def plan(
 
     Raises:
         BudgetError: none fits; shows all of them and the smallest.
-        ValueError: a budget that cannot be read; no candidates.
+        ValueError: a budget that cannot be read; no candidates; fewer layers than one.
+        TypeError: `layers` is no integer.
 
     Cost: one compilation a candidate, and with `layers` two to `4 + log2(layers)` more, for a nested
     candidate at most twice as many.
     """
     limit, host_limit = parse_bytes(budget), None if host_budget is None else parse_bytes(host_budget)
+    layers = None if layers is None else _number_of_layers(layers)
     if not candidates:
         raise ValueError("plan needs at least one candidate policy; got none")
     search = _Search(
@@ -173,6 +176,18 @@ def plan(
         chosen = search.with_most_first_layers(chosen, layers)
     assert chosen.report is not None
     return Plan(chosen.policy, chosen.report, search.tried, limit)
+
+
+def _number_of_layers(layers: Any) -> int:
+    try:
+        count = operator.index(layers)
+    except TypeError:
+        count = None
+    if count is None or isinstance(layers, bool):
+        raise TypeError(f"layers is the number of layers of the stack (an int), or None; got {layers!r}")
+    if count < 1:
+        raise ValueError(f"layers is the number of layers of the stack, at least 1, or None; got {layers}")
+    return count
 
 
 def parse_bytes(size: int | str) -> int:

@@ -4,6 +4,7 @@ import dataclasses
 
 import equinox as eqx
 import haliax as hax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -94,8 +95,9 @@ def test_the_repr_shows_what_was_set():
         (dict(max_carries=3, save_carries=False), "save_carries=False keeps none"),
         (dict(disable=True, max_carries=3), "disable=True.*max_carries=3"),
         (dict(nested=()), "has no level"),
-        (dict(nested=(2, 0)), r"nested\[1\] is the cuts of a level and at least 1; got 0"),
-        (dict(segment_length=0), "at least 1; got 0"),
+        (dict(nested=(2, 0)), r"nested\[1\] is a number of parts and at least 1; got 0. Leave the level out"),
+        (dict(segment_length=0), "segment_length is a number of layers in a segment and at least 1; got 0"),
+        (dict(max_carries=0), "max_carries is a number of carries and at least 1; got 0. Leave it out"),
         (dict(nested=0), "at least 1; got 0"),
         (dict(nested=-1), "at least 1; got -1"),
         (dict(first_layers=-1), "first_layers is a number of layers and at least 1; got -1"),
@@ -143,6 +145,15 @@ def test_contradictions_are_refused_with_the_reason(settings, reason):
 def test_wrong_types_are_refused(settings, reason):
     with pytest.raises(TypeError, match=reason):
         ScanCheckpointPolicy(**settings)
+
+
+@pytest.mark.parametrize("number", [np.int64(2), jnp.int32(2)])
+@pytest.mark.parametrize("field", ["first_layers", "nested", "segment_length", "max_carries"])
+def test_integers_of_every_kind_are_integers(field, number):
+    policy = ScanCheckpointPolicy(**{field: number})
+    assert type(getattr(policy, field)) is int and policy == ScanCheckpointPolicy(**{field: 2})
+    assert f"{field}=2" in repr(policy)
+    assert ScanCheckpointPolicy(nested=2, first_layers=number - 2) == ScanCheckpointPolicy(nested=2)
 
 
 def test_nested_true_and_nested_one_differ():

@@ -5,9 +5,16 @@ from pathlib import Path
 
 RESULTS = Path(__file__).parent / "results"
 
+_NAMES = ("jax", "jaxlib", "equinox", "haliax", "flax", "jax-cuda13-plugin", "libtpu")
+
 
 def versions() -> dict[str, str]:
-    """The installed versions of everything that is measured."""
-    names = ("jax", "jaxlib", "equinox", "haliax", "flax", "jax-cuda13-plugin", "libtpu")
-    installed = {dist.metadata["Name"].lower(): dist.version for dist in importlib.metadata.distributions()}
-    return {name: installed[name] for name in names if name in installed}
+    """The versions of everything that is measured, as far as it is installed."""
+    found = {}
+    for name in _NAMES:
+        try:
+            # The one that is imported, where an environment also has what is left of another.
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found

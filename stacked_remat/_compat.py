@@ -3,6 +3,10 @@
 - Haliax up to 1.4.dev453 calls `jax.core.is_constant_dim`, removed in JAX 0.11 (deprecated since 0.10), from
   `hax.dot`, `hax.einsum` and `Linear`. Shapes hold plain integers unless `jax.export`'s symbolic dimensions
   are in use, so the attribute is restored with that meaning. Nothing happens where JAX still has it.
+- JAX (0.10.2, 0.12) does not store a residual of `jax.custom_vjp` that is one of the inputs: it notes its
+  position and reads the input again. Constants of the function become inputs before the others when it is
+  traced. Where that happens twice (a rule within a rule, in the body of a scan), they are counted once, and
+  the rule gets other arrays than it returned. `not_forwarded` keeps residuals out of this.
 """
 
 import operator
@@ -11,6 +15,7 @@ from typing import Any
 
 import jax
 import jax.core
+from jax import lax
 
 
 def _is_constant_dim(dimension: Any) -> bool:
@@ -28,6 +33,14 @@ def restore_is_constant_dim() -> None:
         present = hasattr(jax.core, "is_constant_dim")
     if not present:
         jax.core.is_constant_dim = _is_constant_dim  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def not_forwarded(residuals: Any) -> Any:
+    """Make residuals of a custom derivative other values than the inputs that they equal.
+
+    Each passes a barrier of its own: one around all would keep all of them alive until the last is read.
+    """
+    return jax.tree.map(lax.optimization_barrier, residuals)
 
 
 restore_is_constant_dim()

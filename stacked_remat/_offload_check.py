@@ -36,15 +36,20 @@ def check_offload(device: Any = None) -> None:
     device; later calls return at once. Call it before training with a policy that offloads.
 
     Args:
-        device: one of this process's devices; the default one if not given.
+        device: one of this process's devices; the default one (`jax.default_device`) if not given.
 
     Raises:
+        TypeError: `device` is no device.
         OffloadError: they differ, or the compiler refuses the program. Says under which policies, and what to
             use instead.
 
     Cost: four small compilations, and 6 MiB of device memory.
     """
-    device = jax.local_devices()[0] if device is None else device
+    if device is None:
+        (device,) = jnp.zeros(()).devices()
+    if not isinstance(device, jax.Device):
+        first = f" Write jax.local_devices(backend={device!r})[0]." if isinstance(device, str) else ""
+        raise TypeError(f"device is one of jax.local_devices(); got {device!r}.{first}")
     kind = (device.platform, device.device_kind)
     if kind not in _known_good:
         _check(device)

@@ -19,6 +19,7 @@ from ._schedule import Schedule, bounded, equal, levels, segmented, shrinking
 
 OFFLOAD = "offload"
 _CUTS = ("nested", "segment_length", "max_carries")
+_COUNTS = {"segment_length": "a number of layers in a segment", "max_carries": "a number of carries"}
 
 
 @dataclasses.dataclass(frozen=True, repr=False, eq=False)
@@ -110,9 +111,13 @@ class ScanCheckpointPolicy:
         object.__setattr__(self, "nested", _nesting(self.nested))
         for field in ("segment_length", "max_carries"):
             value = getattr(self, field)
-            object.__setattr__(self, field, None if value is None else _positive(field, value, field))
-        if isinstance(self.first_layers, bool) or self.first_layers != 0:
-            _positive("first_layers", self.first_layers, "a number of layers")
+            object.__setattr__(
+                self, field, None if value is None else _positive(field, value, _COUNTS[field])
+            )
+        first = _integer("first_layers", self.first_layers, "a number of layers")
+        object.__setattr__(
+            self, "first_layers", first and _positive("first_layers", first, "a number of layers")
+        )
         self._refuse_contradictions()
 
     def _refuse_contradictions(self) -> None:
@@ -404,23 +409,32 @@ def _shown(value: Any) -> Any:
 def _nesting(nested: Any) -> bool | int | tuple[int, ...]:
     if isinstance(nested, bool):
         return nested
-    if isinstance(nested, str) or hasattr(nested, "__index__") or not isinstance(nested, Iterable):
+    scalar = isinstance(nested, str) or not isinstance(nested, Iterable) or getattr(nested, "ndim", 1) == 0
+    if scalar:
         return _positive("nested", nested, "a number of segments")
-    sizes = tuple(_positive(f"nested[{i}]", size, "the cuts of a level") for i, size in enumerate(nested))
+    sizes = tuple(
+        _positive(f"nested[{i}]", size, "a number of parts", "Leave the level out to not cut it.")
+        for i, size in enumerate(nested)
+    )
     if not sizes:
         raise ValueError("nested=() has no level. Write nested=True, a number of segments, or (a, b, ...).")
     return sizes
 
 
-def _positive(field: str, value: Any, meaning: str) -> int:
+def _integer(field: str, value: Any, meaning: str) -> int:
     try:
         count = operator.index(value)
     except TypeError:
-        raise TypeError(f"{field} is {meaning} (an int); got {value!r}.") from None
-    if isinstance(value, bool):
+        count = None
+    if count is None or isinstance(value, bool):
         raise TypeError(f"{field} is {meaning} (an int); got {value!r}.")
+    return count
+
+
+def _positive(field: str, value: Any, meaning: str, otherwise: str = "Leave it out for none.") -> int:
+    count = _integer(field, value, meaning)
     if count < 1:
-        raise ValueError(f"{field} is {meaning} and at least 1; got {count}. Leave it out for none.")
+        raise ValueError(f"{field} is {meaning} and at least 1; got {count}. {otherwise}")
     return count
 
 

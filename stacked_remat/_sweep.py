@@ -20,6 +20,7 @@ from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import Jaxpr
 from jaxtyping import Array
 
+from ._compat import not_forwarded
 from ._schedule import Schedule
 from ._sweep_activity import is_differentiable
 from ._sweep_direction import reverse_mode_only
@@ -138,7 +139,7 @@ def _differentiable(problem: Problem) -> Callable[[Carry, Arrays, Arrays], tuple
         init_wanted, xs_wanted, shared_wanted = perturbed
         wanted = problem.wanted(init_wanted, xs_wanted, shared_wanted, every_y)
         carry, ys, kept = _forward_rule(problem, wanted)(init, xs, shared)
-        return (carry, ys), (kept, xs, shared, _Static(perturbed))
+        return (carry, ys), (kept.with_constant_boundaries(), xs, shared, _Static(perturbed))
 
     def backward(residuals: Any, cotangents: Any) -> tuple[Any, Any, Any]:
         kept, xs, shared, static = residuals
@@ -170,7 +171,7 @@ def _forward_rule(
         return problem.forward(wanted, init, xs, shared)
 
     def forward(init: Carry, xs: Arrays, shared: Arrays) -> Any:
-        return run(init, xs, shared), (init, xs, shared)
+        return run(init, xs, shared), not_forwarded((init, xs, shared))
 
     def backward(inputs: Any, cotangents: Any) -> Any:
         carry_ct, ys_ct, kept_ct = cotangents
@@ -202,7 +203,7 @@ def _backward_rule(problem: Problem, wanted: Wanted) -> Callable[..., tuple[Carr
         return pullback((carry_ct, ys_ct))
 
     def forward(kept: Kept, *rest: Any) -> Any:
-        return run(kept, *rest), (kept, rest)
+        return run(kept, *rest), not_forwarded((kept, rest))
 
     def backward(residuals: Any, cotangents: Any) -> Any:
         kept, rest = residuals

@@ -12,8 +12,8 @@ from jax.interpreters import ad, batching, mlir
 from jaxtyping import Array
 
 _MESSAGE = (
-    "nested checkpointing has no forward-mode derivative (jvp, jacfwd, linearize); use remat=True or "
-    "remat=False for it, or reverse mode"
+    "a fold whose policy has nested, segment_length, max_carries or first_layers has no forward-mode "
+    "derivative (jvp, jacfwd, linearize); use remat=True or remat=False for it, or reverse mode"
 )
 
 

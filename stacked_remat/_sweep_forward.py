@@ -84,5 +84,6 @@ def forward_sweep_on_host(
         trips = trip_count(sizes, at[1])
         return repeat(trips, layer, state, unroll, max(schedule.segments)), boundary
 
-    (carry, outputs), boundaries = lax.scan(segment, (carry, outputs), (starts, jnp.arange(len(starts))))
-    return carry, outputs, Kept([], boundaries)
+    state = (carry, outputs)
+    (last, outputs), boundaries = lax.scan(segment, state, (starts, jnp.arange(len(starts))))
+    return last, outputs, Kept([], boundaries, origin=carry)

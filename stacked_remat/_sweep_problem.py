@@ -119,7 +119,7 @@ class Problem:
             ys = [lax.concatenate([late, early[::-1]], 0) for early, late in zip(head_ys, ys, strict=True)]
         else:
             ys = [lax.concatenate(pair, 0) for pair in zip(head_ys, ys, strict=True)]
-        return carry, ys, kept._replace(head=KeptHead(carries, saved))
+        return carry, ys, kept._replace(head=KeptHead(carries, saved), origin=None)
 
     def _forward_scheduled(self, carry: Carry, xs: Arrays, shared: Arrays) -> tuple[Carry, Arrays, Kept]:
         length = self.schedule.length

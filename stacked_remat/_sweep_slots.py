@@ -9,7 +9,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array
 
-from ._placement import to_device, to_host
+from ._placement import to_device
 
 Carry = list[Array]
 T = TypeVar("T")
@@ -36,23 +36,34 @@ class Kept(NamedTuple):
         boundaries: the first input of each segment, `(segments, ...)` on the host; `None` if they are in
             `slots`.
         head: of the layers before the schedule's, where there are such.
+        origin: the input of the first layer, on the device, where it is in none of the others but
+            `boundaries`. Only derivatives of the sweep read it, so no other compiled program keeps it.
     """
 
     slots: Carry
     boundaries: Carry | None
     head: KeptHead | None = None
+    origin: Carry | None = None
 
     def first(self) -> Carry:
-        """Copies the input of the first layer to the device."""
+        """The input of the first layer, on the device."""
         if self.head is not None:
             return [leaf[0] for leaf in self.head.carries]
-        return self.first_scheduled()
+        return self.first_scheduled() if self.origin is None else self.origin
 
     def first_scheduled(self) -> Carry:
         """Copies the input of the schedule's first layer to the device."""
         if self.boundaries is None:
             return [leaf[0] for leaf in self.slots]
         return to_device([leaf[0] for leaf in self.boundaries])
+
+    def with_constant_boundaries(self) -> "Kept":
+        """Take what is on the host out of derivatives, which are those of `first()`.
+
+        JAX loses the memory space of a cotangent where it transposes a program within a program (a branch, a
+        loop, a jitted function), and then refuses it.
+        """
+        return self._replace(boundaries=lax.stop_gradient(self.boundaries))
 
     def cotangent_of_first(self, cotangent: Carry) -> "Kept":
         """Build the cotangent that this has, as a function of `first()` alone."""
@@ -65,13 +76,14 @@ class Kept(NamedTuple):
         def place_all(stacked: Carry) -> Carry:
             return [place(*pair) for pair in zip(stacked, cotangent, strict=True)]
 
+        boundaries: Any = None if self.boundaries is None else [None] * len(self.boundaries)
         if self.head is not None:
             head = KeptHead(place_all(self.head.carries), _zero_cotangents(self.head.saved))
-            boundaries = None if self.boundaries is None else to_host(_zero_cotangents(self.boundaries))
             return Kept(_zero_cotangents(self.slots), boundaries, head)
-        if self.boundaries is None:
-            return Kept(place_all(self.slots), None)
-        return Kept([], to_host(place_all(to_device(self.boundaries))))
+        if self.origin is not None:
+            origin: Any = [None if leaf.dtype == jax.dtypes.float0 else leaf for leaf in cotangent]
+            return Kept([], boundaries, None, origin)
+        return Kept(place_all(self.slots), None)
 
 
 def _zero_cotangents(leaves: list[Array]) -> list[Any]:

@@ -17,6 +17,20 @@ def test_it_passes_where_the_compiler_is_right():
     check_offload(jax.devices()[-1])
 
 
+def test_it_checks_the_default_device(monkeypatch):
+    checked = []
+    monkeypatch.setattr(_offload_check, "_check", checked.append)
+    with jax.default_device(jax.devices()[3]):
+        check_offload()
+    assert checked == [jax.devices()[3]]
+
+
+@pytest.mark.parametrize("device, fix", [("gpu", r"jax.local_devices\(backend='gpu'\)\[0\]"), (0, "got 0")])
+def test_what_is_no_device_is_refused(device, fix):
+    with pytest.raises(TypeError, match=fix):
+        check_offload(device)
+
+
 def broken(monkeypatch, damage):
     """Counts the runs, and damages those that offload the carries."""
     real, runs = _offload_check._gradients, []

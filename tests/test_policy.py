@@ -109,8 +109,9 @@ def test_the_repr_shows_what_was_set():
         (dict(max_carries=3, save_carries=False), "save_carries=False keeps none"),
         (dict(disable=True, max_carries=3), "disable=True.*max_carries=3"),
         (dict(nested=()), "has no level"),
-        (dict(nested=(2, 0)), r"nested\[1\] is the cuts of a level and at least 1; got 0"),
-        (dict(segment_length=0), "at least 1; got 0"),
+        (dict(nested=(2, 0)), r"nested\[1\] is a number of parts and at least 1; got 0. Leave the level out"),
+        (dict(segment_length=0), "segment_length is a number of layers in a segment and at least 1; got 0"),
+        (dict(max_carries=0), "max_carries is a number of carries and at least 1; got 0. Leave it out"),
         (dict(nested=0), "at least 1; got 0"),
         (dict(nested=-1), "at least 1; got -1"),
         (dict(first_layers=-1), "first_layers is a number of layers and at least 1; got -1"),
@@ -164,6 +165,15 @@ def test_wrong_types_are_refused(settings, reason):
 @pytest.mark.parametrize("number", [np.int32(3), np.array(3), jnp.array(3)], ids=["scalar", "numpy", "jax"])
 def test_numbers_of_other_libraries_are_numbers(number):
     assert ScanCheckpointPolicy(nested=number) == ScanCheckpointPolicy(nested=3)
+
+
+@pytest.mark.parametrize("number", [np.int64(2), jnp.int32(2)])
+@pytest.mark.parametrize("field", ["first_layers", "nested", "segment_length", "max_carries"])
+def test_integers_of_every_kind_are_integers(field, number):
+    policy = ScanCheckpointPolicy(**{field: number})
+    assert type(getattr(policy, field)) is int and policy == ScanCheckpointPolicy(**{field: 2})
+    assert f"{field}=2" in repr(policy)
+    assert ScanCheckpointPolicy(nested=2, first_layers=number - 2) == ScanCheckpointPolicy(nested=2)
 
 
 def test_nested_true_and_nested_one_differ():

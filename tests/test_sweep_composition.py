@@ -4,6 +4,7 @@ import functools
 import re
 from typing import Any, Literal
 
+import haliax as hax
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,6 +12,7 @@ import pytest
 from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from stacked_remat import ScanCheckpointPolicy, fold
 from stacked_remat._schedule import Schedule, bounded, equal, segmented, shrinking
 from stacked_remat._sweep import sweep
 from stacked_remat._sweep_forward import forward_sweep
@@ -122,6 +124,13 @@ def test_forward_mode_names_the_policy_to_use():
     _, tangent = jax.linearize(jax.jit(value), 0.3)
     with pytest.raises(TypeError, match="remat=True or remat=False"):
         tangent(1.0)
+
+
+def test_the_error_for_forward_mode_names_first_layers():
+    Layers = hax.Axis("layers", 4)
+    policy = ScanCheckpointPolicy(first_layers=2)
+    with pytest.raises(TypeError, match="whose policy has .*first_layers has no forward-mode"):
+        jax.jvp(lambda x: fold(jnp.sin, Layers, remat=policy)(x), (0.3,), (1.0,))
 
 
 def test_sharded_stacks_are_not_gathered():

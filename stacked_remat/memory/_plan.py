@@ -1,6 +1,7 @@
 """Choosing what to recompute: compile the policies, keep the first that fits."""
 
 import dataclasses
+import operator
 import re
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -19,8 +20,10 @@ CANDIDATES: tuple[ScanCheckpointSpec, ...] = (
     "nested",
     ScanCheckpointPolicy(nested=True, save_carries="offload"),
     "offload",
+    *(ScanCheckpointPolicy(max_carries=most) for most in (8, 6, 4, 3, 2)),
 )
-"""What `plan` tries: from most device memory to least, those that need the host last."""
+"""What `plan` tries: from most device memory to least, those that need the host last; and where that has no
+room either, ever fewer carries, which cost ever more recomputation."""
 
 
 class BudgetError(RuntimeError):
@@ -131,9 +134,10 @@ def plan(
 ) -> Plan:
     """Find the first of the candidates that fits in a budget. Nothing is executed.
 
-    With `layers` it goes on to spend what that candidate leaves of the budget: on the most `first_layers`
-    that still fit, which keep their internals and so are not recomputed (or, where every carry is offloaded,
-    keep their carries on the device and so are not moved).
+    With `layers` it goes on to spend what that candidate leaves of the budget, on the most `first_layers`
+    that still fit. Of a nested candidate they keep their carries, and so are not replayed, or their internals
+    too, whichever leaves less arithmetic; of one that offloads every carry they keep theirs on the device; of
+    another they keep their internals.
 
     Args:
         fn_of_policy: makes the function to compile from a policy, as for `compare`. Compile what will run:
@@ -154,11 +158,14 @@ def plan(
 
     Raises:
         BudgetError: none fits; shows all of them and the smallest.
-        ValueError: a budget that cannot be read; no candidates.
+        ValueError: a budget that cannot be read; no candidates; fewer layers than one.
+        TypeError: `layers` is no integer.
 
-    Cost: one compilation a candidate, and with `layers` two to `log2(layers)` more.
+    Cost: one compilation a candidate, and with `layers` two to `4 + log2(layers)` more, for a nested
+    candidate at most twice as many.
     """
     limit, host_limit = parse_bytes(budget), None if host_budget is None else parse_bytes(host_budget)
+    layers = None if layers is None else _number_of_layers(layers)
     if not candidates:
         raise ValueError("plan needs at least one candidate policy; got none")
     search = _Search(
@@ -169,6 +176,18 @@ def plan(
         chosen = search.with_most_first_layers(chosen, layers)
     assert chosen.report is not None
     return Plan(chosen.policy, chosen.report, search.tried, limit)
+
+
+def _number_of_layers(layers: Any) -> int:
+    try:
+        count = operator.index(layers)
+    except TypeError:
+        count = None
+    if count is None or isinstance(layers, bool):
+        raise TypeError(f"layers is the number of layers of the stack (an int), or None; got {layers!r}")
+    if count < 1:
+        raise ValueError(f"layers is the number of layers of the stack, at least 1, or None; got {layers}")
+    return count
 
 
 def parse_bytes(size: int | str) -> int:
@@ -223,20 +242,45 @@ class _Search:
         raise BudgetError(_nothing_fits(self.tried, self._limit, self._host_limit))
 
     def with_most_first_layers(self, chosen: Trial, layers: int) -> Trial:
-        """Search between none and all of the layers, by where a straight line between trials says."""
+        """Find the first layers that save most: with their carries alone, or with their internals too."""
         base = resolve_policy(chosen.policy)
         if base.saves_everything:
             return chosen
-        offloads_all = base.save_carries == "offload" and not base.is_nested
-        low, high = 0, layers
-        best, beyond = chosen, next((trial for trial in self._trials if trial.policy is False), None)
+        if base.first_layers:
+            return self._most(chosen, base.first_policy, layers)
+        if not base.is_nested:
+            return self._most(chosen, base.save_carries == "offload", layers)
+        carries = self._most(chosen, True, layers)
+        kept = resolve_policy(carries.policy).first_layers
+        if kept == 0:
+            return chosen
+        # A layer that keeps its internals is spared two evaluations, one that keeps its carry is spared one.
+        fewest = self._with_first(chosen, False, kept // 2 + 1)
+        if fewest is None or not self._fits(fewest):
+            return carries
+        return min(carries, self._most(fewest, False, layers), key=_arithmetic)
+
+    def _with_first(self, trial: Trial, policy: ScanCheckpointSpec, count: int) -> Trial | None:
+        """Compile another number of first layers; None if the policy cannot have any."""
+        base = resolve_policy(trial.policy)
+        try:
+            other = dataclasses.replace(base, first_layers=count, first_policy=policy)
+        except ValueError:
+            return None
+        return self._try(other)
+
+    def _most(self, fitting: Trial, policy: ScanCheckpointSpec, layers: int) -> Trial:
+        """Search between those of `fitting` and all layers, by where a straight line between trials says."""
+        keeps = resolve_policy(policy)
+        best, beyond = fitting, next((t for t in self._trials if resolve_policy(t.policy) == keeps), None)
+        low, high = resolve_policy(fitting.policy).first_layers, layers
+        guesses = 0
         while high - low > 1:
-            count = self._guess(best, beyond, low, high) if len(self._trials) < 10 else (low + high) // 2
-            try:
-                policy = dataclasses.replace(base, first_layers=count, first_policy=offloads_all)
-            except ValueError:  # a policy that cannot stand beside first layers
-                return chosen
-            trial = self._try(policy)
+            count = self._guess(best, beyond, low, high) if guesses < 4 else (low + high) // 2
+            trial = self._with_first(best, policy, count)
+            if trial is None:
+                return fitting
+            guesses += 1
             if self._fits(trial):
                 low, best = count, trial
             else:
@@ -266,6 +310,11 @@ def _try(
         return Trial(policy, None, str(error).splitlines()[0])
 
 
+def _arithmetic(trial: Trial) -> int:
+    assert trial.report is not None
+    return trial.report.flops.matmul
+
+
 def _row(trial: Trial, least: int) -> tuple[str, ...]:
     found = trial.report
     if found is None:
@@ -282,15 +331,22 @@ def _row(trial: Trial, least: int) -> tuple[str, ...]:
 
 
 def _nothing_fits(tried: Comparison, limit: int, host_limit: int | None) -> str:
-    found = [(trial.report.total, trial) for trial in tried.trials if trial.report is not None]
+    compiled = [(trial.report, trial.policy) for trial in tried.trials if trial.report is not None]
+    found = [pair for pair in compiled if host_limit is None or pair[0].host.total <= host_limit]
     what = f"{readable_bytes(limit)} a device"
     if host_limit is not None:
         what += f" and {readable_bytes(host_limit)} on the host"
-    if not found:
+    if not compiled:
         return f"no candidate fits {what}: the compiler refused all of them\n{tried}"
-    total, smallest = min(found, key=lambda pair: pair[0])
+    needs, smallest = min(found or compiled, key=lambda pair: pair[0].total)
+    if host_limit is None:
+        which, of_host = "", ""
+    elif found:
+        which, of_host = " that the host has room for", ""
+    else:
+        which, of_host = "", f" and {readable_bytes(needs.host.total)} on the host"
     return (
-        f"no candidate fits {what}. The smallest found is {smallest.policy!r} with {readable_bytes(total)} a "
-        "device. Shorten the context, shard over more devices, freeze weights, or allow the host more memory."
-        f"\n{tried}"
+        f"no candidate fits {what}. The smallest found{which} is {smallest!r} with "
+        f"{readable_bytes(needs.total)} a device{of_host}. Shorten the context, shard over more devices, "
+        f"freeze weights, or allow the host more memory.\n{tried}"
     )

@@ -115,7 +115,8 @@ def report(
         target: a name in `TARGETS` or a `Target`.
         donate: names of the arguments whose buffers may be reused for results, or `"all"` (with the
             arrays in `fn`).
-        **kwargs: keyword arguments of `fn`.
+        **kwargs: keyword arguments of `fn`. `target` and `donate` are those of `report`: where `fn` takes
+            arguments of these names, give them by position.
 
     Returns:
         The report. Library workspaces and autotuning may differ on the device itself.

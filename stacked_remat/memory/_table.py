@@ -30,7 +30,8 @@ class Table:
 
         table = RichTable(title=self.title, caption="\n".join(self.notes) or None, caption_justify="left")
         for k, column in enumerate(self.columns):
-            table.add_column(Text(column), justify="left" if k == 0 else "right")
+            # What a narrow terminal has no room for goes on the next line: a policy cut short names none.
+            table.add_column(Text(column), justify="left" if k == 0 else "right", overflow="fold")
         for row in self.rows:
             table.add_row(*map(Text, row))
         return table

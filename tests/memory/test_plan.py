@@ -1,5 +1,7 @@
 """The planner compiles from the cheapest to the leanest and stops at the first that fits."""
 
+import dataclasses
+
 import equinox as eqx
 import haliax as hax
 import jax
@@ -73,23 +75,38 @@ def test_the_first_that_fits_is_taken_and_nothing_after_it_is_compiled(compariso
         assert "fits " in str(found)
 
 
-@pytest.mark.parametrize("spare", [0.0, 0.3, 0.95])
-def test_what_is_left_of_the_budget_is_spent_on_first_layers(comparison, spare):
-    keep_all, _, nested = (trial.report.total for trial in comparison.trials[:3])
-    budget = int(nested + spare * (keep_all - nested))
+def total(found, policy):
+    """What a plan found that another policy needs."""
+    (report,) = (trial.report for trial in found.tried.trials if trial.policy == policy)
+    return report.total
+
+
+def test_what_is_left_of_the_budget_is_spent_on_carries(comparison):
+    _, carries, nested = (trial.report.total for trial in comparison.trials[:3])
+    budget = (nested + carries) // 2
+    found = plan(Counting(), *blocks_and_input(), budget=budget, candidates=["nested"], layers=Layers.size)
+    policy = resolve_policy(found.policy)
+    assert policy.nested is True and policy.first_policy is True
+    assert policy.first_layers >= int(0.4 * Layers.size) and found.report.total <= budget
+    assert total(found, dataclasses.replace(policy, first_layers=policy.first_layers + 1)) > budget
+    internals = dataclasses.replace(policy, first_layers=policy.first_layers // 2 + 1, first_policy=False)
+    assert total(found, internals) > budget
+    assert len(found.tried.trials) <= 8
+
+
+def test_and_on_internals_where_that_spares_more(comparison):
+    everything, _, nested = (trial.report.total for trial in comparison.trials[:3])
+    budget = int(nested + 0.9 * (everything - nested))
     found = plan(
         Counting(), *blocks_and_input(), budget=budget, candidates=[False, "nested"], layers=Layers.size
     )
-
-    def total(first_layers):
-        policy = ScanCheckpointPolicy(nested=True, first_layers=first_layers)
-        return compare(Counting(), *blocks_and_input(), candidates=[policy]).trials[0].report.total
-
     policy = resolve_policy(found.policy)
-    assert policy.nested is True and policy.first_layers >= int(0.8 * spare * Layers.size)
-    assert found.report.total <= budget
-    assert policy.first_layers == Layers.size - 1 or total(policy.first_layers + 1) > budget
-    assert len(found.tried.trials) <= 6
+    assert policy.nested is True and policy.first_policy is False
+    assert policy.first_layers >= int(0.7 * Layers.size) and found.report.total <= budget
+    all_carries = dataclasses.replace(policy, first_layers=Layers.size - 1, first_policy=True)
+    assert total(found, all_carries) <= budget
+    flops = [trial.report.flops.matmul for trial in found.tried.trials if trial.report.total <= budget]
+    assert found.report.flops.matmul == min(flops)
 
 
 def test_first_layers_keep_their_carries_where_all_are_offloaded():
@@ -127,8 +144,6 @@ def test_the_host_has_a_budget_too(monkeypatch):
     real = _plan.report
 
     def with_host(fn, *args, **kwargs):
-        import dataclasses
-
         from stacked_remat.memory import HostBytes
 
         return dataclasses.replace(real(fn, *args, **kwargs), host=HostBytes(temporaries=100))
@@ -191,3 +206,45 @@ def test_budgets_that_can_be_read(text, size):
 def test_budgets_that_cannot(text):
     with pytest.raises(ValueError, match="expected a non-negative integer or text such as '80GiB'"):
         parse_bytes(text)
+
+
+@pytest.fixture
+def offloading_costs_the_host(comparison, monkeypatch):
+    """The CPU has one memory: let what offloads need some of the host, and less of the device."""
+    from stacked_remat.memory import HostBytes, _plan
+
+    def moved(trial):
+        if not resolve_policy(trial.policy).offloads:
+            return trial
+        report = dataclasses.replace(trial.report, temporaries=0, host=HostBytes(temporaries=100))
+        return dataclasses.replace(trial, report=report)
+
+    trials = {trial.policy: moved(trial) for trial in comparison.trials}
+    monkeypatch.setattr(_plan, "_try", lambda fn_of_policy, args, kwargs, policy, *rest: trials[policy])
+    return {policy: trial.report.total for policy, trial in trials.items()}
+
+
+def test_fewer_carries_where_the_host_is_too_small(offloading_costs_the_host):
+    leanest = ScanCheckpointPolicy(max_carries=2)
+    budget = offloading_costs_the_host[leanest]
+    assert budget < offloading_costs_the_host["nested"]
+    found = plan(Counting(), *blocks_and_input(), budget=budget, host_budget=99)
+    assert resolve_policy(found.policy).max_carries is not None and found.report.total <= budget
+    assert resolve_policy(plan(Counting(), *blocks_and_input(), budget=budget).policy).offloads
+    with pytest.raises(BudgetError, match=r"found that the host has room for is .*\(max_carries=2\)"):
+        plan(Counting(), *blocks_and_input(), budget=budget - 1, host_budget=99)
+
+
+def test_the_smallest_found_says_what_it_needs_of_the_host(offloading_costs_the_host):
+    with pytest.raises(BudgetError, match="is 'offload' with .* a device and 100 B on the host"):
+        plan(Counting(), *blocks_and_input(), budget=1, host_budget=99, candidates=["offload"])
+
+
+@pytest.mark.parametrize(
+    "layers, error", [("x", TypeError), (2.0, TypeError), (True, TypeError), (0, ValueError)]
+)
+def test_a_number_of_layers_is_checked_before_anything_is_compiled(layers, error):
+    fn_of_policy = Counting()
+    with pytest.raises(error, match="layers is the number of layers"):
+        plan(fn_of_policy, *blocks_and_input(), budget="1GiB", layers=layers)
+    assert not fn_of_policy.asked

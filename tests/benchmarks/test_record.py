@@ -1,0 +1,28 @@
+"""Results name the versions that they were made with."""
+
+import jax
+
+from benchmarks.record import versions
+
+
+def install(folder, name, version):
+    info = folder / f"{name}-{version}.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+
+
+def test_the_version_is_of_what_is_imported(tmp_path, monkeypatch):
+    install(tmp_path / "imported", "libtpu", "2.0")
+    install(tmp_path / "left_over", "libtpu", "1.0")
+    monkeypatch.syspath_prepend(tmp_path / "left_over")
+    monkeypatch.syspath_prepend(tmp_path / "imported")
+    assert versions()["libtpu"] == "2.0"
+
+
+def test_what_is_not_installed_is_not_named(monkeypatch):
+    monkeypatch.setattr("sys.path", [])
+    assert versions() == {}
+
+
+def test_jax_is_named():
+    assert versions()["jax"] == jax.__version__

@@ -1,64 +1,236 @@
 """One step of training, as a pure function of a batch and a state."""
 
+import functools
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import equinox as eqx
+import haliax as hax
+import jax
 import jax.numpy as jnp
 import optax
-from jaxtyping import Array, Float, Int
+from haliax import Axis, NamedArray
+from jaxtyping import Array, DTypeLike, Float, Int, PRNGKeyArray
 
-from .batches import TokenBatch
+from .batches import BATCH_AXIS, TokenBatch
+from .trainer_config import TrainerConfig
 
 Metrics: TypeAlias = dict[str, Array]
 """Named scalars, or arrays of one number per layer."""
 
 LossFunction: TypeAlias = Callable[[Any, TokenBatch], tuple[Float[Array, ""], Metrics]]
-"""(model, batch) to the scalar to minimise and metrics, of which `loss` is the one to show."""
+"""(model, batch) to the scalar to minimise and metrics, of which `loss` is the one to show.
+
+`loss` is the mean over the batch's weights, with its gradient; what the scalar has beyond it (a load-balance loss) is
+taken for a mean over the batch. Only microbatches make a difference between the two.
+"""
+
+_MICROBATCH = "microbatch"
+
+
+@dataclass(frozen=True)
+class RandomLoss:
+    """A loss function that draws random numbers, as dropout does.
+
+    Attributes:
+        function: maps (model, batch, key) to what a `LossFunction` returns; every step and microbatch has its key.
+    """
+
+    function: Callable[[Any, TokenBatch, PRNGKeyArray], tuple[Float[Array, ""], Metrics]]
 
 
 class TrainState(eqx.Module):
-    """All that changes from step to step.
+    """All that changes from step to step, and the key of what is random in them.
 
     Attributes:
         step: steps done.
         model: the model; its floating-point arrays are trained.
         optimizer_state: the optimizer's own.
+        key: every step's random numbers are drawn from it and the step's number.
+        skips: steps skipped in a row up to now, because they were not finite.
     """
 
     step: Int[Array, ""]
     model: Any
     optimizer_state: optax.OptState
+    key: PRNGKeyArray
+    skips: Int[Array, ""]
 
     @staticmethod
-    def init(model: Any, optimizer: optax.GradientTransformation) -> "TrainState":
-        """The state before the first step."""
+    def init(
+        model: Any, optimizer: optax.GradientTransformation, *, key: PRNGKeyArray | None = None
+    ) -> "TrainState":
+        """The state before the first step; `key` is `jax.random.key(0)` if not given."""
         return TrainState(
-            jnp.zeros((), jnp.int32), model, optimizer.init(eqx.filter(model, eqx.is_inexact_array))
+            jnp.zeros((), jnp.int32),
+            model,
+            optimizer.init(eqx.filter(model, eqx.is_inexact_array)),
+            jax.random.key(0) if key is None else key,
+            jnp.zeros((), jnp.int32),
         )
+
+
+def build_step(
+    config: TrainerConfig,
+    *,
+    loss_function: LossFunction | RandomLoss,
+    optimizer: optax.GradientTransformation,
+) -> Callable[[TokenBatch, TrainState], tuple[TrainState, Metrics]]:
+    """`train_step` with the microbatches, dtypes and policies that a config asks for."""
+    return functools.partial(
+        train_step,
+        loss_function=loss_function,
+        optimizer=optimizer,
+        microbatches=config.update.microbatches,
+        gradient_dtype=config.precision.gradients,
+        skip_nonfinite=config.update.on_nonfinite == "skip",
+    )
 
 
 def train_step(
     batch: TokenBatch,
     state: TrainState,
     *,
-    loss_function: LossFunction,
+    loss_function: LossFunction | RandomLoss,
     optimizer: optax.GradientTransformation,
+    microbatches: int = 1,
+    gradient_dtype: DTypeLike = jnp.float32,
+    skip_nonfinite: bool = False,
 ) -> tuple[TrainState, Metrics]:
     """Moves the state one step down the gradient of the loss on `batch`.
 
     Meant to be compiled with the state donated, so that it is updated in place:
     `eqx.filter_jit(functools.partial(train_step, ...), donate="all-except-first")`.
 
+    Args:
+        batch: the step's data.
+        state: where to start.
+        loss_function: what to minimise.
+        optimizer: what `state` was made with.
+        microbatches: equal parts of the batch to go through one after the other.
+        gradient_dtype: in which gradients are added up.
+        skip_nonfinite: whether a step whose loss or gradient is not finite changes nothing but `step` and `skips`.
+
     Returns:
-        The next state, and the loss function's metrics (before the step) with `grad_norm` (before clipping).
+        The next state, and the loss function's metrics (before the step) with `grad_norm` (before clipping) and, with
+        `skip_nonfinite`, `skips`.
+
+    Memory: the model's, and with microbatches one more array like the parameters in `gradient_dtype`.
     """
-    compute = eqx.filter_value_and_grad(loss_function, has_aux=True)
-    (_, metrics), gradients = compute(state.model, batch)
+    key = jax.random.fold_in(state.key, state.step)
+    if microbatches == 1:
+        gradients, metrics = _gradients(loss_function, state.model, batch, key, gradient_dtype)
+    else:
+        gradients, metrics = _accumulated(
+            loss_function, state.model, batch, key, gradient_dtype, microbatches
+        )
     trained = eqx.filter(state.model, eqx.is_inexact_array)
     updates, optimizer_state = optimizer.update(gradients, state.optimizer_state, trained)
-    model = eqx.apply_updates(state.model, updates)
-    return TrainState(state.step + 1, model, optimizer_state), {
-        **metrics,
-        "grad_norm": optax.tree.norm(gradients),
-    }
+    model = _updated(state.model, updates)
+    metrics = {**metrics, "grad_norm": optax.tree.norm(_cast(gradients, jnp.float32))}
+    after = TrainState(state.step + 1, model, optimizer_state, state.key, jnp.zeros_like(state.skips))
+    if skip_nonfinite:
+        after = _unless_nonfinite(after, state, metrics)
+        metrics["skips"] = after.skips
+    return after, metrics
+
+
+def _gradients(
+    loss_function: LossFunction | RandomLoss, model: Any, batch: TokenBatch, key: PRNGKeyArray, dtype: DTypeLike
+) -> tuple[Any, Metrics]:
+    compute = eqx.filter_value_and_grad(_keyed(loss_function, key), has_aux=True)
+    (_, metrics), gradients = compute(model, batch)
+    return _cast(gradients, dtype), metrics
+
+
+def _accumulated(
+    loss_function: LossFunction | RandomLoss,
+    model: Any,
+    batch: TokenBatch,
+    key: PRNGKeyArray,
+    dtype: DTypeLike,
+    count: int,
+) -> tuple[Any, Metrics]:
+    """The gradient and metrics of the whole batch, a microbatch at a time.
+
+    The mean loss of the batch is the sum over microbatches of their mean losses, each times its share of the weights.
+    """
+    parts = _split(batch, count)
+    total = jnp.maximum(hax.sum(batch.weights).scalar(), 1.0)
+
+    def share_of_loss(model: Any, part: TokenBatch, key: PRNGKeyArray) -> tuple[Array, tuple[Array, Metrics]]:
+        objective, metrics = _keyed(loss_function, key)(model, part)
+        share = hax.sum(part.weights).scalar() / total
+        auxiliary = objective - metrics["loss"]
+        return metrics["loss"] * share + auxiliary / count, (share, metrics)
+
+    def add(summed: Any, index: Array) -> tuple[Any, tuple[Array, Metrics]]:
+        part = jax.tree.map(lambda leaf: leaf[_MICROBATCH, index], parts, is_leaf=_is_named)
+        compute = eqx.filter_grad(share_of_loss, has_aux=True)
+        gradients, found = compute(model, part, jax.random.fold_in(key, index))
+        return jax.tree.map(lambda total, new: total + new.astype(dtype), summed, gradients), found
+
+    zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, dtype), eqx.filter(model, eqx.is_inexact_array))
+    gradients, (shares, metrics) = jax.lax.scan(add, zeros, jnp.arange(count))
+    means = {name: jnp.mean(values, axis=0) for name, values in metrics.items()}
+    return gradients, {**means, "loss": jnp.sum(metrics["loss"] * shares)}
+
+
+def _split(batch: TokenBatch, count: int) -> TokenBatch:
+    """The batch with a leading axis of microbatches.
+
+    Rows are dealt out in turn, so that each device of a batch that is sharded by rows keeps its own.
+
+    Raises:
+        ValueError: the rows can't be dealt out evenly.
+    """
+
+    def split(leaf: Any) -> Any:
+        rows = leaf.resolve_axis(BATCH_AXIS).size
+        if rows % count:
+            raise ValueError(
+                f"A batch of {rows} sequences can't be cut into trainer.update.microbatches = {count} equal "
+                f"parts; use a divisor of data.batch_size."
+            )
+        axes = (Axis(BATCH_AXIS, rows // count), Axis(_MICROBATCH, count))
+        return leaf.unflatten_axis(BATCH_AXIS, axes).rearrange((_MICROBATCH, ...))
+
+    return jax.tree.map(split, batch, is_leaf=_is_named)
+
+
+def _keyed(loss_function: LossFunction | RandomLoss, key: PRNGKeyArray) -> LossFunction:
+    if isinstance(loss_function, RandomLoss):
+        return functools.partial(_with_key, loss_function.function, key)
+    return loss_function
+
+
+def _with_key(function: Any, key: PRNGKeyArray, model: Any, batch: TokenBatch) -> Any:
+    return function(model, batch, key)
+
+
+def _updated(model: Any, updates: Any) -> Any:
+    """Adds the updates in their dtype and rounds to that of the parameters."""
+
+    def add(update: Any, leaf: Any) -> Any:
+        return leaf if update is None else (leaf.astype(update.dtype) + update).astype(leaf.dtype)
+
+    return jax.tree.map(add, updates, model, is_leaf=lambda leaf: leaf is None)
+
+
+def _unless_nonfinite(after: TrainState, before: TrainState, metrics: Metrics) -> TrainState:
+    finite = jnp.isfinite(metrics["loss"]) & jnp.isfinite(metrics["grad_norm"])
+    kept = jax.tree.map(
+        lambda new, old: jnp.where(finite, new, old) if eqx.is_array(new) else new,
+        (after.model, after.optimizer_state),
+        (before.model, before.optimizer_state),
+    )
+    return TrainState(after.step, *kept, after.key, jnp.where(finite, 0, before.skips + 1))
+
+
+def _cast(tree: Any, dtype: DTypeLike) -> Any:
+    return jax.tree.map(lambda leaf: leaf.astype(dtype), tree)
+
+
+def _is_named(node: Any) -> bool:
+    return isinstance(node, NamedArray)

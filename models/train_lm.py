@@ -130,6 +130,7 @@ def train_lm(config: TrainLmConfig, progress: Progress) -> TrainingResult:
         )
         closing.callback(checkpoints.close)
         state, position = _first_state(config, checkpoints)
+        folder.begin(config_as_dict(config))
         progress.message(_summary(config, corpus, state.model, folder))
         if position is not None:
             progress.message(f"going on after step {position.step} of an earlier process")

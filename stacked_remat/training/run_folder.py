@@ -70,9 +70,11 @@ class RunFolder:
     ) -> "RunFolder":
         """Makes the folder for a new run, or opens that of a run of the same config which did not finish.
 
+        A new folder gets its config at once; that of an earlier run is left as it is until `begin`.
+
         Args:
             root: the folder; its parents are made too.
-            config: the resolved config, which is written into it.
+            config: the resolved config.
             overwrite: delete an earlier run's results, and nothing else, and start anew.
             accept_changes: open the folder of a run of another config too, and of one that is finished if the config
                 is another.
@@ -82,15 +84,19 @@ class RunFolder:
             ConfigError: it holds a run of another config; the message names the keys that differ.
         """
         folder = RunFolder(root)
-        config = yaml.safe_load(yaml.safe_dump(dict(config)))  # as it will be read back
         if overwrite:
             folder._delete_results()
         else:
-            folder._check(config, accept_changes)
+            folder._check(yaml.safe_load(yaml.safe_dump(dict(config))), accept_changes)  # as it is read back
         root.mkdir(parents=True, exist_ok=True)
-        folder.result.unlink(missing_ok=True)
-        _write(folder.config, yaml.safe_dump(config, sort_keys=False))
+        if not folder.config.exists():
+            folder.begin(config)
         return folder
+
+    def begin(self, config: Mapping[str, Any]) -> None:
+        """Makes this the config of the run in the folder, now that nothing stands against going on with it."""
+        self.result.unlink(missing_ok=True)
+        _write(self.config, yaml.safe_dump(dict(config), sort_keys=False))
 
     def finish(self, result: Mapping[str, Any]) -> None:
         """Writes what the run ended with."""

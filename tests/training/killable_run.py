@@ -64,6 +64,7 @@ def main(folder, moments):
     if checkpoints.latest() is not None:
         state, restored = checkpoints.restore(state)
         position = Position(**restored)
+    run.begin(config_as_dict(TRAINER))
     tracker = JsonLinesTracker(run.metrics, resumed_after=-1 if position is None else position.step)
     steps = iter(range(1 if position is None else position.step + 1, TRAINER.num_steps))
     result = train(

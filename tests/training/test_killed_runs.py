@@ -39,8 +39,9 @@ def command(folder, moments=()):
 
 
 def environment():
-    kept = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}  # one device
-    return {**kept, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
+    """One device, and a compiler that takes half the time."""
+    quick = "--xla_backend_optimization_level=0 --xla_cpu_multi_thread_eigen=false"
+    return {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT), "XLA_FLAGS": quick}
 
 
 def run(folder, moments=()):
@@ -101,10 +102,7 @@ def test_it_may_be_killed_from_outside_at_any_time(whole, tmp_path):
     folder, draw, killed = tmp_path / "run", random.Random(0), 0
     while not (folder / "result.json").exists():
         process = subprocess.Popen(command(folder), cwd=ROOT, env=environment(), stdout=subprocess.DEVNULL)
-        began = len(list((folder / "checkpoints").glob("*"))) if folder.exists() else 0
-        while process.poll() is None and began == 0 and not (folder / "metrics.jsonl").exists():
-            time.sleep(0.01)
-        time.sleep(draw.uniform(0.0, 4.0))
+        time.sleep(draw.uniform(1.0, 5.0))
         process.kill()
         killed += process.wait() == -9
     assert killed

@@ -29,6 +29,8 @@ def test_an_unfinished_run_of_the_same_config_is_opened_again(tmp_path):
     assert RunFolder.open(tmp_path, CONFIG).metrics.read_text() == "old"
     elsewhere = {**CONFIG, "trainer": {"log_every": 5, "checkpoint": {"keep_last": 9}}, "remat": "nested"}
     RunFolder.open(tmp_path, elsewhere)  # none of this changes what is computed
+    assert yaml.safe_load(folder.config.read_text()) == CONFIG
+    folder.begin(elsewhere)
     assert yaml.safe_load(folder.config.read_text()) == elsewhere
 
 
@@ -37,7 +39,7 @@ def test_a_run_of_another_config_is_refused_with_the_keys_that_differ(tmp_path):
     with pytest.raises(ConfigError, match=r"model.depth: nothing there, 1 now\n  model.width: 2 there, 3 now\n"):
         RunFolder.open(tmp_path, changed(width=3, depth=1))
     assert yaml.safe_load(folder.config.read_text()) == CONFIG
-    RunFolder.open(tmp_path, changed(width=3), accept_changes=True)
+    RunFolder.open(tmp_path, changed(width=3), accept_changes=True).begin(changed(width=3))
     assert yaml.safe_load(folder.config.read_text()) == changed(width=3)
 
 
@@ -50,6 +52,8 @@ def test_a_finished_run_is_not_touched(tmp_path):
             RunFolder.open(tmp_path, CONFIG, accept_changes=accept_changes)
     assert folder.result.exists()
     RunFolder.open(tmp_path, changed(width=3), accept_changes=True)  # a longer run, say
+    assert folder.result.exists()
+    folder.begin(changed(width=3))
     assert not folder.result.exists()
 
 

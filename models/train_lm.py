@@ -2,8 +2,8 @@
 
     python -m models.train_lm --config_path models/configs/qwen3_moe_tiny.yaml [--trainer.num_steps 500 ...]
 
-Leaves the resolved config, metrics and checkpoints in the run folder. The same command goes on where an earlier process
-was stopped or killed, if `trainer.run_dir` names the folder.
+Leaves the resolved config, metrics and checkpoints in the run folder. The same command goes on where an
+earlier process was stopped or killed, if `trainer.run_dir` names the folder.
 """
 
 import contextlib
@@ -108,7 +108,8 @@ def train_lm(config: TrainLmConfig, progress: Progress) -> TrainingResult:
 
     Raises:
         FileExistsError: the run folder holds a finished run.
-        FileNotFoundError, ConfigError: there is no text, or too little; the run folder holds a run of another config; a
+        FileNotFoundError, ConfigError: there is no text, or too little; the run folder holds a run of another
+        config; a
             tracker's package is not installed.
         CheckpointMismatchError: the checkpoint in the run folder is of another model.
         BudgetError: no policy fits the budget of `remat: auto`.
@@ -157,7 +158,8 @@ def main(arguments: Sequence[str]) -> int:
     """The command: returns the exit status, after a one-line message for anything that the user can mend.
 
     Returns:
-        0 when the run is finished, 1 after an error, 75 when a signal ended it: the same command then goes on.
+        0 when the run is finished, 1 after an error, 75 when a signal ended it: the same command then goes
+        on.
     """
     progress = ConsoleProgress()
     try:

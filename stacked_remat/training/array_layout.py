@@ -34,9 +34,7 @@ def layout(tree: Any) -> dict[str, dict[str, Any]]:
     return entries
 
 
-def differences(
-    saved: Mapping[str, Mapping[str, Any]], wanted: Mapping[str, Mapping[str, Any]]
-) -> list[str]:
+def differences(saved: Mapping[str, Mapping[str, Any]], wanted: Mapping[str, Mapping[str, Any]]) -> list[str]:
     """One line for each array that is not the same in two layouts."""
     lines = [f"{name}: only in the checkpoint, {_shown(saved[name])}" for name in saved if name not in wanted]
     lines += [f"{name}: only in this run, {_shown(wanted[name])}" for name in wanted if name not in saved]
@@ -95,5 +93,7 @@ def _is_named(node: Any) -> bool:
 
 def _shown(entry: Mapping[str, Any]) -> str:
     names = entry.get("axes")
-    sizes = entry["shape"] if names is None else [f"{n} {s}" for n, s in zip(names, entry["shape"], strict=True)]
+    sizes = (
+        entry["shape"] if names is None else [f"{n} {s}" for n, s in zip(names, entry["shape"], strict=True)]
+    )
     return f"{entry['dtype']}[{', '.join(map(str, sizes))}]"

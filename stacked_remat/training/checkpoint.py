@@ -1,7 +1,7 @@
 """Training states on disk, written in the background, each whole or not at all.
 
-A checkpoint is a folder named by its step, written by Orbax: the arrays of the state by name, and beside them in JSON
-the position of the data and the loop, the config, and the shape and dtype of every array.
+A checkpoint is a folder named by its step, written by Orbax: the arrays of the state by name, and beside them
+in JSON the position of the data and the loop, the config, and the shape and dtype of every array.
 """
 
 import datetime
@@ -39,8 +39,8 @@ class CheckpointMismatchError(ValueError):
 class Checkpoints:
     """The checkpoints of one run.
 
-    A save copies the state to the host and returns; the rest happens in the background. A process that is killed
-    meanwhile leaves the checkpoints before that one as they were.
+    A save copies the state to the host and returns; the rest happens in the background. A process that is
+    killed meanwhile leaves the checkpoints before that one as they were.
 
     Attributes:
         folder: holds a folder for each checkpoint.
@@ -60,8 +60,8 @@ class Checkpoints:
             folder: holds a folder for each checkpoint.
             config: when to save and what to keep.
             run_config: the resolved config of the run, kept in each checkpoint.
-            saved: maps a state to a tree of booleans, those of its arrays that are saved; all if not given. What is
-                not saved has to be there when the state is restored.
+            saved: maps a state to a tree of booleans, those of its arrays that are saved; all if not given.
+                What is not saved has to be there when the state is restored.
         """
         self.folder = folder
         self._config = config
@@ -107,9 +107,9 @@ class Checkpoints:
         """The state and the position of the latest checkpoint.
 
         Args:
-            like: a state of the same structure. Its arrays may be `jax.ShapeDtypeStruct`s where they are saved, and
-                each is restored with the sharding that stands here, on the default device if there is none:
-                the number of devices need not be that of the run that saved.
+            like: a state of the same structure. Its arrays may be `jax.ShapeDtypeStruct`s where they are
+                saved, and each is restored with the sharding that stands here, on the default device if there
+                is none: the number of devices need not be that of the run that saved.
 
         Raises:
             FileNotFoundError: there is no checkpoint.
@@ -175,14 +175,16 @@ def _existing(manager: ocp.CheckpointManager, folder: Path, step: int | None) ->
     steps = sorted(manager.all_steps())
     if not steps or (step is not None and step not in steps):
         there = f" There are those of steps {', '.join(map(str, steps))}." if steps else ""
-        raise FileNotFoundError(f"No checkpoint{'' if step is None else f' of step {step}'} in {folder}.{there}")
+        raise FileNotFoundError(
+            f"No checkpoint{'' if step is None else f' of step {step}'} in {folder}.{there}"
+        )
     return steps[-1] if step is None else step
 
 
 def _read(
     manager: ocp.CheckpointManager, step: int, where: str, like: Any, prefix: str
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The arrays of `like` by name, from those of the checkpoint whose names begin with `prefix`; its JSON."""
+    """The arrays of `like`, from those of the checkpoint whose names begin with `prefix`, and its JSON."""
     run = _read_run(manager, step)
     saved = {name[len(prefix) :]: entry for name, entry in run["layout"].items() if name.startswith(prefix)}
     differing = differences(saved, layout(like))

@@ -29,8 +29,8 @@ def held_out_evaluator(
     """
     if len(held_out) < num_batches:
         raise ConfigError(
-            f"The set {name} has {len(held_out)} batches, fewer than trainer.eval_batches = {num_batches}. Lower "
-            f"trainer.eval_batches, data.batch_size or data.seq_len, or hold out more text."
+            f"The set {name} has {len(held_out)} batches, fewer than trainer.eval_batches = {num_batches}. "
+            f"Lower trainer.eval_batches, data.batch_size or data.seq_len, or hold out more text."
         )
     compiled = eqx.filter_jit(lambda model, batch: loss_function(model, batch)[1]["loss"])
 

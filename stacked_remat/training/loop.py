@@ -52,8 +52,8 @@ class TrainingResult:
     Attributes:
         state: the state after the last step.
         held_out_before: loss on each held-out set before the first step.
-        held_out_after: loss on each held-out set after the last step, or, if the run was stopped, when it was evaluated
-            last.
+        held_out_after: loss on each held-out set after the last step, or, if the run was stopped, when it was
+            evaluated last.
         stopped_by: what asked the run to stop before its last step, if anything did.
     """
 
@@ -101,14 +101,17 @@ def train(
         optimizer: the gradient transformation that `state` was made with.
         schedule: the learning rate by step, for the log.
         training: batches to train on.
-        evaluators: for each held-out set by name, a function from the model to its loss; `NAME_loss` in the metrics.
+        evaluators: for each held-out set by name, a function from the model to its loss; `NAME_loss` in the
+            metrics.
         config: how long, and how often to log, evaluate and save.
         outputs: where results go.
         position: that of `state`, if it comes from a checkpoint.
-        should_stop: asked after every step; its answer, such as the name of a signal, ends the run after a checkpoint.
+        should_stop: asked after every step; its answer, such as the name of a signal, ends the run after a
+            checkpoint.
 
     Raises:
-        NonFiniteLossError: a step is not finite, and the config does not say to skip it, or too many were skipped.
+        NonFiniteLossError: a step is not finite, and the config does not say to skip it, or too many were
+            skipped.
     """
     step = eqx.filter_jit(
         build_step(config, loss_function=loss_function, optimizer=optimizer), donate="all-except-first"
@@ -235,9 +238,7 @@ class _Reporter:
         """Reports the losses on held-out text after step `done`."""
         self._log(done, {f"{name}_loss": loss for name, loss in losses.items()})
         for name, loss in losses.items():
-            self.outputs.progress.message(
-                f"{name.replace('_', '-')} loss after {done} steps: {loss:.4f}"
-            )
+            self.outputs.progress.message(f"{name.replace('_', '-')} loss after {done} steps: {loss:.4f}")
 
     def _log(self, done: int, metrics: dict[str, Any]) -> None:
         for tracker in self.outputs.trackers:
@@ -261,10 +262,10 @@ class _Reporter:
         path = self.outputs.folder.nonfinite_step(done)
         np.savez(path, **_step_data(done, metrics, batch))
         raise NonFiniteLossError(
-            f"Step {done} is not finite: {found}, with learning rate {learning_rate:.3g}. Training stopped; its batch "
-            f"and metrics are in {path}. Usual fixes: a lower optimizer.learning_rate, more "
-            f"optimizer.warmup_steps, a smaller optimizer.max_grad_norm, or trainer.update.on_nonfinite: skip, "
-            f"with which the same command goes on from the last checkpoint."
+            f"Step {done} is not finite: {found}, with learning rate {learning_rate:.3g}. Training stopped; "
+            f"its batch and metrics are in {path}. Usual fixes: a lower optimizer.learning_rate, more "
+            f"optimizer.warmup_steps or a smaller optimizer.max_grad_norm; or trainer.update.on_nonfinite: "
+            f"skip, with which the same command goes on from the last checkpoint."
         )
 
 

@@ -1,7 +1,7 @@
 """From an optimizer config to optax."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import equinox as eqx
@@ -144,10 +144,13 @@ def _(config: MuonConfig) -> optax.GradientTransformation:
         muon_weight_dimension_numbers=matrices,
         consistent_rms=config.update_rms,
     )
-    # optax's Muon has an AdamW of its own, but with Nesterov's momentum. A learning rate of one turns the direction
-    # around, as in every optax alias; the minus turns it back.
+    # optax's Muon has an AdamW of its own, but with Nesterov's momentum. A learning rate of one turns the
+    # direction around, as in every optax alias; the minus turns it back.
     adam = optax.scale_by_adam(b1=config.beta1, b2=config.beta2, eps=config.epsilon)
-    parts = {"muon": optax.chain(muon, optax.scale(-1.0)), "adam": adam}
+    parts: dict[Hashable, optax.GradientTransformation] = {
+        "muon": optax.chain(muon, optax.scale(-1.0)),
+        "adam": adam,
+    }
     return optax.partition(parts, functools.partial(_labels, matrices))
 
 

@@ -7,7 +7,7 @@ import draccus
 
 
 class ScheduleConfig(draccus.ChoiceRegistry, abc.ABC):
-    """What the learning rate does after its warm-up; `schedule: {type: NAME, ...}`, cosine if none is named."""
+    """What the learning rate does after its warm-up; `schedule: {type: NAME, ...}`, cosine if not named."""
 
     @classmethod
     def default_choice_name(cls) -> str:
@@ -153,8 +153,9 @@ class LionConfig(OptimizerConfig):
 class AdafactorConfig(OptimizerConfig):
     """Adafactor (Shazeer & Stern 2018): squared gradients as rows times columns, no mean of gradients.
 
-    The two longest dimensions of an array are factored, layers and experts are not, so the memory is that of one row
-    and one column for each matrix. The scale of a parameter and its clipping are those of the whole stack.
+    The two longest dimensions of an array are factored, layers and experts are not, so the memory is that of
+    one row and one column for each matrix. The scale of a parameter and its clipping are those of the whole
+    stack.
 
     Attributes:
         decay_rate: the mean of squared gradients forgets by `1 - step ** -decay_rate`.
@@ -182,9 +183,9 @@ class AdafactorConfig(OptimizerConfig):
 class MuonConfig(OptimizerConfig):
     """Muon (Jordan 2024) for the matrix of each layer and expert, AdamW for everything else.
 
-    A matrix is the weight of a linear map, `In` by `Out`; further axes (layers, experts) are matrices of their own.
-    Steps are scaled to AdamW's size (Liu et al. 2025), so the learning rate is that of AdamW. Memory: one array like
-    the matrices, two like the rest.
+    A matrix is the weight of a linear map, `In` by `Out`; further axes (layers, experts) are matrices of
+    their own. Steps are scaled to AdamW's size (Liu et al. 2025), so the learning rate is that of AdamW.
+    Memory: one array like the matrices, two like the rest.
 
     Attributes:
         momentum: decay of the mean of gradients of a matrix.

@@ -33,16 +33,16 @@ def in_float32(
 ) -> optax.GradientTransformation:
     """An optimizer that computes in float32 and keeps its arrays of parameters' shapes in `storage`.
 
-    Statistics of other shapes (Adafactor's rows and columns, counters, coefficients) stay as they are: they are small.
-    Updates are float32.
+    Statistics of other shapes (Adafactor's rows and columns, counters, coefficients) stay as they are: they
+    are small. Updates are float32.
     """
 
-    def init(parameters: Any) -> Any:
-        return _stored(optimizer.init(_widened(parameters)), parameters, storage)
+    def init(params: Any) -> Any:
+        return _stored(optimizer.init(_widened(params)), params, storage)
 
-    def update(gradients: Any, state: Any, parameters: Any = None) -> tuple[Any, Any]:
-        updates, state = optimizer.update(_widened(gradients), _widened(state), _widened(parameters))
-        return updates, _stored(state, gradients, storage)
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        steps, after = optimizer.update(_widened(updates), _widened(state), _widened(params))
+        return steps, _stored(after, updates, storage)
 
     return optax.GradientTransformation(init, update)
 

@@ -73,9 +73,7 @@ class ConsoleProgress(Progress):
             )
             self._bar = RichBar(*columns, console=self._console)
             self._bar.start()
-            self._bar.add_task(
-                "training", total=num_steps, completed=done, status="compiling the first step"
-            )
+            self._bar.add_task("training", total=num_steps, completed=done, status="compiling the first step")
 
     def advance(self, step: int, loss: float, tokens_per_second: float, memory: int | None = None) -> None:
         """Moves the bar, or prints a line if this step's turn has come."""

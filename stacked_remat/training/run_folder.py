@@ -76,8 +76,8 @@ class RunFolder:
             root: the folder; its parents are made too.
             config: the resolved config.
             overwrite: delete an earlier run's results, and nothing else, and start anew.
-            accept_changes: open the folder of a run of another config too, and of one that is finished if the config
-                is another.
+            accept_changes: open the folder of a run of another config too, and of one that is finished if the
+                config is another.
 
         Raises:
             FileExistsError: the folder holds a finished run, or results without a config.
@@ -94,7 +94,7 @@ class RunFolder:
         return folder
 
     def begin(self, config: Mapping[str, Any]) -> None:
-        """Makes this the config of the run in the folder, now that nothing stands against going on with it."""
+        """Makes this the config of the run in the folder, when nothing stands against going on with it."""
         self.result.unlink(missing_ok=True)
         _write(self.config, yaml.safe_dump(dict(config), sort_keys=False))
 

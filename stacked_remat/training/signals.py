@@ -6,7 +6,7 @@ from types import FrameType
 from typing import Any, final
 
 EXIT_INTERRUPTED = 75
-"""Exit status of a run that a signal ended after it saved a checkpoint: the same command goes on (EX_TEMPFAIL)."""
+"""Exit status of a run that a signal ended after a checkpoint: the same command goes on (EX_TEMPFAIL)."""
 
 
 @final

@@ -22,8 +22,8 @@ Metrics: TypeAlias = dict[str, Array]
 LossFunction: TypeAlias = Callable[[Any, TokenBatch], tuple[Float[Array, ""], Metrics]]
 """(model, batch) to the scalar to minimise and metrics, of which `loss` is the one to show.
 
-`loss` is the mean over the batch's weights, with its gradient; what the scalar has beyond it (a load-balance loss) is
-taken for a mean over the batch. Only microbatches make a difference between the two.
+`loss` is the mean over the batch's weights, with its gradient; what the scalar has beyond it (a load-balance
+loss) is taken for a mean over the batch. Only microbatches make a difference between the two.
 """
 
 _MICROBATCH = "microbatch"
@@ -34,7 +34,8 @@ class RandomLoss:
     """A loss function that draws random numbers, as dropout does.
 
     Attributes:
-        function: maps (model, batch, key) to what a `LossFunction` returns; every step and microbatch has its key.
+        function: maps (model, batch, key) to what a `LossFunction` returns; every step and microbatch has its
+            key.
     """
 
     function: Callable[[Any, TokenBatch, PRNGKeyArray], tuple[Float[Array, ""], Metrics]]
@@ -110,11 +111,12 @@ def train_step(
         optimizer: what `state` was made with.
         microbatches: equal parts of the batch to go through one after the other.
         gradient_dtype: in which gradients are added up.
-        skip_nonfinite: whether a step whose loss or gradient is not finite changes nothing but `step` and `skips`.
+        skip_nonfinite: whether a step whose loss or gradient is not finite changes nothing but `step` and
+            `skips`.
 
     Returns:
-        The next state, and the loss function's metrics (before the step) with `grad_norm` (before clipping) and, with
-        `skip_nonfinite`, `skips`.
+        The next state, and the loss function's metrics (before the step) with `grad_norm` (before clipping)
+        and, with `skip_nonfinite`, `skips`.
 
     Memory: the model's, and with microbatches one more array like the parameters in `gradient_dtype`.
     """
@@ -137,7 +139,11 @@ def train_step(
 
 
 def _gradients(
-    loss_function: LossFunction | RandomLoss, model: Any, batch: TokenBatch, key: PRNGKeyArray, dtype: DTypeLike
+    loss_function: LossFunction | RandomLoss,
+    model: Any,
+    batch: TokenBatch,
+    key: PRNGKeyArray,
+    dtype: DTypeLike,
 ) -> tuple[Any, Metrics]:
     compute = eqx.filter_value_and_grad(_keyed(loss_function, key), has_aux=True)
     (_, metrics), gradients = compute(model, batch)
@@ -154,7 +160,8 @@ def _accumulated(
 ) -> tuple[Any, Metrics]:
     """The gradient and metrics of the whole batch, a microbatch at a time.
 
-    The mean loss of the batch is the sum over microbatches of their mean losses, each times its share of the weights.
+    The mean loss of the batch is the sum over microbatches of their mean losses, each times its share of the
+    weights.
     """
     parts = _split(batch, count)
     total = jnp.maximum(hax.sum(batch.weights).scalar(), 1.0)
@@ -220,12 +227,13 @@ def _updated(model: Any, updates: Any) -> Any:
 
 def _unless_nonfinite(after: TrainState, before: TrainState, metrics: Metrics) -> TrainState:
     finite = jnp.isfinite(metrics["loss"]) & jnp.isfinite(metrics["grad_norm"])
-    kept = jax.tree.map(
+    model, optimizer_state = jax.tree.map(
         lambda new, old: jnp.where(finite, new, old) if eqx.is_array(new) else new,
         (after.model, after.optimizer_state),
         (before.model, before.optimizer_state),
     )
-    return TrainState(after.step, *kept, after.key, jnp.where(finite, 0, before.skips + 1))
+    skips = jnp.where(finite, 0, before.skips + 1)
+    return TrainState(after.step, model, optimizer_state, after.key, skips)
 
 
 def _cast(tree: Any, dtype: DTypeLike) -> Any:

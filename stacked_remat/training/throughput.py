@@ -31,7 +31,7 @@ _DEVICE_KINDS = {
 
 
 class Clock:
-    """Time and tokens of the steps since the last reading; the first step is left out, the compiler's time."""
+    """Time and tokens of the steps since the last restart, without the first step, the compiler's time."""
 
     def __init__(self) -> None:
         self._began: float | None = None
@@ -85,13 +85,13 @@ def peak_flops(device: Any) -> float | None:
 def training_flops(loss_function: LossFunction | RandomLoss, model: Any, batch: TokenBatch) -> float | None:
     """FLOPs of the matrix products that one step has to do, recomputation not counted; costs one tracing.
 
-    Three times those of the loss: a backward pass has two products for each of the forward pass. None where the trips
-    of a loop depend on the data, so that nobody can say.
+    Three times those of the loss: a backward pass has two products for each of the forward pass. None where
+    the trips of a loop depend on the data, so that nobody can say.
     """
-    arguments: tuple[Any, ...] = (model, batch)
     if isinstance(loss_function, RandomLoss):
-        arguments, loss_function = (*arguments, jax.random.key(0)), loss_function.function
-    jaxpr, _, _ = eqx.filter_make_jaxpr(loss_function)(*arguments)
+        jaxpr, _, _ = eqx.filter_make_jaxpr(loss_function.function)(model, batch, jax.random.key(0))
+    else:
+        jaxpr, _, _ = eqx.filter_make_jaxpr(loss_function)(model, batch)
     found = count_flops(jaxpr)
     return None if found.too_low else 3.0 * found.matmul
 

@@ -14,7 +14,6 @@ import numpy as np
 from .config_file import ConfigError
 from .trainer_config import TrackersConfig, TrackioConfig, WandbConfig
 
-
 _SETTINGS = {"tensorboardX": "TensorBoard", "wandb": "Weights & Biases", "trackio": "Trackio"}
 
 
@@ -39,8 +38,8 @@ class JsonLinesTracker(Tracker):
 
         Args:
             path: the file.
-            resumed_after: step that the run goes on from. Lines of later steps, and a last one that is not whole,
-                are dropped first: an earlier process wrote them after its last checkpoint.
+            resumed_after: step that the run goes on from. Lines of later steps, and a last one that is not
+                whole, are dropped first: an earlier process wrote them after its last checkpoint.
         """
         if resumed_after is not None and path.exists():
             _keep_lines(path, resumed_after)

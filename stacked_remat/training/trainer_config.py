@@ -11,10 +11,11 @@ class UpdateConfig:
     """From a batch to one update of the weights.
 
     Attributes:
-        microbatches: parts of a batch whose gradients are computed one after the other and added up. The update is
-            that of the whole batch; the memory for activations that of a part.
-        on_nonfinite: what happens when the loss or the gradient's norm is NaN or infinite: `stop` ends the run and
-            leaves the step's data in the run folder, `skip` leaves weights and optimizer as they were and goes on.
+        microbatches: parts of a batch whose gradients are computed one after the other and added up. The
+            update is that of the whole batch; the memory for activations that of a part.
+        on_nonfinite: what happens when the loss or the gradient's norm is NaN or infinite: `stop` ends the
+            run and leaves the step's data in the run folder, `skip` leaves weights and optimizer as they were
+            and goes on.
         max_consecutive_skips: skipped steps in a row after which `skip` stops too.
     """
 
@@ -95,8 +96,8 @@ class ProfilerConfig:
     Attributes:
         start_step: first step of a trace by JAX's profiler; null for no trace.
         num_steps: steps in the trace.
-        peak_flops: FLOP/s of one device, for the model FLOPs utilisation; if null, that of the device where it is
-            known (dense bfloat16), and otherwise no utilisation is reported.
+        peak_flops: FLOP/s of one device, for the model FLOPs utilisation; if null, that of the device where
+            it is known (dense bfloat16), and otherwise no utilisation is reported.
     """
 
     start_step: int | None = None
@@ -172,8 +173,8 @@ class TrainerConfig:
         eval_every: steps between evaluations on held-out text, besides those at the start and the end; null
             for those two alone.
         eval_batches: batches in an evaluation, always the same ones.
-        run_dir: folder for config, metrics and checkpoints; `runs/DATE-TIME` if not given. A run that was interrupted
-            is continued by the same command with the same folder.
+        run_dir: folder for config, metrics and checkpoints; `runs/DATE-TIME` if not given. A run that was
+            interrupted is continued by the same command with the same folder.
         overwrite: whether to start anew where `run_dir` holds an earlier run, whose results are deleted.
         update: microbatches, and what happens to steps that are not finite.
         precision: dtypes of weights, gradients and optimizer.

@@ -167,7 +167,10 @@ def test_a_run_that_a_signal_ends_goes_on_with_the_same_command_and_no_other_mod
     assert "stopped by SIGTERM after step 5" in capsys.readouterr().out
     monkeypatch.undo()
 
-    wider, accept = ("--model.experts.intermediate_dim", "16"), ("--trainer.checkpoint.accept_changes", "true")
+    wider, accept = (
+        ("--model.experts.intermediate_dim", "16"),
+        ("--trainer.checkpoint.accept_changes", "true"),
+    )
     assert train(workplace, *wider) == 1
     assert "model.experts.intermediate_dim: 8 there, 16 now" in capsys.readouterr().out
     assert train(workplace, *wider, *accept) == 1

@@ -1,8 +1,8 @@
-"""A small run, as `python -m tests.training.killable_run FOLDER [MOMENT ...]`, that kills itself at given moments.
+"""A small run that kills itself: `python -m tests.training.killable_run FOLDER [MOMENT ...]`.
 
-A moment is `step:N`, when step N is done, or `EVENT:TEXT:N`: the N-th audit event of this name (`os.mkdir`, `os.rename`,
-...) since the one before whose arguments contain the text. When the last of the moments has come the process gets a
-SIGKILL, so that nothing it might do at exit is done.
+A moment is `step:N`, when step N is done, or `EVENT:TEXT:N`: the N-th audit event of this name (`os.mkdir`,
+`os.rename`, ...) since the one before whose arguments contain the text. When the last of the moments has come
+the process gets a SIGKILL, so that nothing it might do at exit is done.
 """
 
 import os

@@ -12,10 +12,10 @@ from stacked_remat.training import (
     CheckpointMismatchError,
     Checkpoints,
     TrainState,
+    checkpoint as checkpoint_module,
     checkpoint_config,
     load_checkpoint,
 )
-from stacked_remat.training import checkpoint as checkpoint_module
 
 Embed, Out = hax.make_axes(embed=8, out=2)
 
@@ -90,7 +90,9 @@ def test_without_a_checkpoint_there_is_nothing_to_restore(tmp_path):
 def test_another_model_is_refused_with_what_differs(tmp_path):
     saved_at(tmp_path, 3)
     checkpoints = opened(tmp_path)
-    expected = r"3 is of another model.*\n  model.linear.weight: float32\[out 2, embed 8\] in the checkpoint, "
+    expected = (
+        r"3 is of another model.*\n  model.linear.weight: float32\[out 2, embed 8\] in the checkpoint, "
+    )
     expected += r"float32\[out 5, embed 8\] in this run"
     with pytest.raises(CheckpointMismatchError, match=expected):
         checkpoints.restore(shapes(out=Out.resize(5)))
@@ -212,7 +214,9 @@ def test_a_state_is_restored_onto_another_number_of_devices(tmp_path, devices):
     checkpoints = opened(tmp_path)
     restored, _ = checkpoints.restore(like)
     checkpoints.close()
-    assert eqx.tree_equal(jax.device_get(eqx.filter(restored.model, eqx.is_array)), jax.device_get(arrays.model))
+    assert eqx.tree_equal(
+        jax.device_get(eqx.filter(restored.model, eqx.is_array)), jax.device_get(arrays.model)
+    )
     weight = restored.model.linear.weight.array
     assert weight.sharding == like.model.linear.weight.array.sharding
     assert {shard.data.shape for shard in weight.addressable_shards} == {(2, 8 // devices)}

@@ -1,4 +1,4 @@
-"""Runs that are killed with SIGKILL, and started again by the same command, end as if nothing had happened."""
+"""Runs that are killed with SIGKILL and started again by the same command end as if nothing had happened."""
 
 import json
 import os

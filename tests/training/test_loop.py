@@ -210,7 +210,12 @@ def test_a_gradient_that_is_not_finite_stops_the_run_too(tmp_path):
 def test_steps_that_are_not_finite_can_be_skipped(tmp_path):
     recorder, skip = Recorder(), UpdateConfig(on_nonfinite="skip", max_consecutive_skips=3)
     result = run(
-        recorder, tmp_path, loss_function=diverges_below(1.7, once=True), update=skip, log_every=1, eval_every=100
+        recorder,
+        tmp_path,
+        loss_function=diverges_below(1.7, once=True),
+        update=skip,
+        log_every=1,
+        eval_every=100,
     )
     skipped = [step for step, skips in recorder.of("skips") if skips]
     assert skipped and len(skipped) < 20
@@ -239,7 +244,9 @@ def test_utilisation_is_reported_where_the_peak_is_known(tmp_path):
     recorder = Recorder()
     profiler = ProfilerConfig(peak_flops=1e9)
     run(recorder, tmp_path, loss_function=product_loss, num_steps=12, log_every=5, profiler=profiler)
-    for (_, share), (_, seconds) in list(zip(recorder.of("mfu"), recorder.of("step_seconds"), strict=True))[1:]:
+    for (_, share), (_, seconds) in list(zip(recorder.of("mfu"), recorder.of("step_seconds"), strict=True))[
+        1:
+    ]:
         np.testing.assert_allclose(share * seconds * 1e9, 3 * 2 * 4 * 8 * 7 * 7, rtol=1e-6)
 
 

@@ -149,6 +149,8 @@ def test_adamw_is_that_of_optax():
     reference = optax.adamw(0.1, b1=0.9, b2=0.95, eps=1e-8, weight_decay=0.1)
     ours = build_optimizer(config, 10)
     state, expected_state = ours.init(parameters), reference.init(parameters)
+    updates: Any
+    expected: Any
     for _ in range(3):
         updates, state = ours.update(gradients, state, parameters)
         expected, expected_state = reference.update(gradients, expected_state, parameters)
@@ -258,9 +260,7 @@ def test_muon_makes_each_layers_matrix_orthogonal_and_leaves_the_rest_to_adamw()
         lambda tree: tree["head"].weight.array,
     ):
         np.testing.assert_allclose(part(updates), part(adam), rtol=1e-5)
-    everything = first_update(
-        MuonConfig(**PLAIN, learning_rate=1.0, adamw_axes=()), parameters, gradients
-    )
+    everything = first_update(MuonConfig(**PLAIN, learning_rate=1.0, adamw_axes=()), parameters, gradients)
     assert not np.allclose(everything["head"].weight.array, adam["head"].weight.array)
 
 

@@ -1,3 +1,5 @@
+from typing import Any
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -70,6 +72,7 @@ def test_rounded_state_follows_the_exact_one():
     parameters = {"w": jnp.linspace(-1, 1, 16)}
     gradients = {"w": jnp.linspace(2, -1, 16)}
     after = []
+    updates: Any
     for dtype in ("float32", "bfloat16"):
         optimizer = build_optimizer(AdamWConfig(warmup_steps=0, learning_rate=0.1), 10, state_dtype=dtype)
         state = optimizer.init(parameters)

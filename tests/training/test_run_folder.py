@@ -36,7 +36,9 @@ def test_an_unfinished_run_of_the_same_config_is_opened_again(tmp_path):
 
 def test_a_run_of_another_config_is_refused_with_the_keys_that_differ(tmp_path):
     folder = RunFolder.open(tmp_path, CONFIG)
-    with pytest.raises(ConfigError, match=r"model.depth: nothing there, 1 now\n  model.width: 2 there, 3 now\n"):
+    with pytest.raises(
+        ConfigError, match=r"model.depth: nothing there, 1 now\n  model.width: 2 there, 3 now\n"
+    ):
         RunFolder.open(tmp_path, changed(width=3, depth=1))
     assert yaml.safe_load(folder.config.read_text()) == CONFIG
     RunFolder.open(tmp_path, changed(width=3), accept_changes=True).begin(changed(width=3))
@@ -77,6 +79,9 @@ def test_overwriting_deletes_results_and_nothing_else(tmp_path):
 
 
 def test_changes_name_only_what_changes_results():
-    earlier = {"remat": True, "trainer": {"num_steps": 1, "run_dir": "a", "trackers": {"wandb": {"project": "p"}}}}
+    earlier = {
+        "remat": True,
+        "trainer": {"num_steps": 1, "run_dir": "a", "trackers": {"wandb": {"project": "p"}}},
+    }
     now = {"remat": "nested", "trainer": {"num_steps": 2, "run_dir": "b", "trackers": {"wandb": {}}}}
     assert config_changes(earlier, now) == ["trainer.num_steps: 1 there, 2 now"]

@@ -105,9 +105,13 @@ def test_microbatches_give_the_update_of_the_whole_batch(count):
     for name in ("loss", "auxiliary", "rows", "grad_norm"):
         np.testing.assert_allclose(metrics[name], expected[name], rtol=1e-5)
     # a plain mean over microbatches would be another update
-    rows = [jax.tree.map(lambda a: a[hax.Axis("batch", 4), i : i + 1], batch, is_leaf=_named) for i in range(4)]
+    rows = [_row(batch, index) for index in range(4)]
     plain = sum(jax.grad(lambda m, b=b: summed_loss(m, b)[0])(state.model).table for b in rows) / 4
     assert not np.allclose(state.model.table - 0.5 * plain, whole.model.table, atol=1e-3)
+
+
+def _row(batch, index):
+    return jax.tree.map(lambda leaf: leaf["batch", index : index + 1], batch, is_leaf=_named)
 
 
 def _named(node):
@@ -184,9 +188,7 @@ def with_first_token(token):
 @pytest.mark.usefixtures("standard_promotion")
 def test_a_step_that_is_not_finite_is_skipped_and_counted():
     optimizer = optax.adam(0.1)
-    step = functools.partial(
-        train_step, loss_function=diverging, optimizer=optimizer, skip_nonfinite=True
-    )
+    step = functools.partial(train_step, loss_function=diverging, optimizer=optimizer, skip_nonfinite=True)
     good, bad = with_first_token(1), with_first_token(0)
     first, metrics = step(good, TrainState.init(random_model(), optimizer))
     assert int(metrics["skips"]) == 0
@@ -221,7 +223,8 @@ def test_what_is_random_differs_by_step_and_microbatch_and_repeats_with_the_key(
 
 def test_a_step_is_built_as_the_config_says():
     config = TrainerConfig(
-        update=UpdateConfig(microbatches=2, on_nonfinite="skip"), precision=PrecisionConfig(gradients="bfloat16")
+        update=UpdateConfig(microbatches=2, on_nonfinite="skip"),
+        precision=PrecisionConfig(gradients="bfloat16"),
     )
     step = build_step(config, loss_function=next_byte_loss, optimizer=SGD)
     assert step.keywords["microbatches"] == 2 and step.keywords["skip_nonfinite"]  # pyright: ignore[reportFunctionMemberAccess]

@@ -71,4 +71,4 @@ def test_flops_that_depend_on_the_data_are_not_claimed():
 
 
 def test_memory_on_a_cpu_is_that_of_the_process():
-    assert peak_memory_bytes() > 50 * 2**20
+    assert (peak_memory_bytes() or 0) > 50 * 2**20

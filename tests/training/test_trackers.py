@@ -89,7 +89,11 @@ written = []
 @pytest.fixture
 def packages(monkeypatch):
     written.clear()
-    fakes = {"wandb": FakeRun(), "trackio": FakeRun(), "tensorboardX": SimpleNamespace(SummaryWriter=FakeWriter)}
+    fakes = {
+        "wandb": FakeRun(),
+        "trackio": FakeRun(),
+        "tensorboardX": SimpleNamespace(SummaryWriter=FakeWriter),
+    }
     for name, fake in fakes.items():
         monkeypatch.setitem(sys.modules, name, fake)
     return fakes

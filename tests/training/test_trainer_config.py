@@ -41,12 +41,15 @@ def test_values_out_of_range_are_refused(make, changes, message):
 
 
 @pytest.mark.parametrize(
-    "section", [TrainerConfig, UpdateConfig, PrecisionConfig, CheckpointConfig, ProfilerConfig, TrackersConfig]
+    "section",
+    [TrainerConfig, UpdateConfig, PrecisionConfig, CheckpointConfig, ProfilerConfig, TrackersConfig],
 )
 def test_no_level_has_more_than_a_dozen_fields_and_each_is_explained(section):
     names = [field.name for field in dataclasses.fields(section)]
     assert len(names) <= 12
-    assert all(f"\n        {name}: " in section.__doc__ or f"\n    {name}: " in section.__doc__ for name in names)
+    assert all(
+        f"\n        {name}: " in section.__doc__ or f"\n    {name}: " in section.__doc__ for name in names
+    )
 
 
 def test_sections_are_read_from_dotted_keys_and_written_back():

@@ -25,7 +25,7 @@ from .precision import cast_parameters, in_float32
 from .progress import ConsoleProgress, Progress
 from .run_folder import RunFolder, config_changes
 from .signals import EXIT_INTERRUPTED, StopSignals
-from .step import LossFunction, Metrics, RandomLoss, TrainState, build_step, train_step
+from .step import LossFunction, Metrics, RandomLoss, Trainable, TrainState, build_step, train_step
 from .streams import HeldOutSet, PackedHeldOut, PackedStream, TokenStream
 from .throughput import peak_flops, training_flops
 from .tokenizer import ByteTokenizer
@@ -95,6 +95,7 @@ __all__ = [
     "TrackioConfig",
     "TrackioTracker",
     "TrainState",
+    "Trainable",
     "TrainerConfig",
     "TrainingResult",
     "UpdateConfig",

@@ -15,7 +15,7 @@ _SHOWN = 8
 
 
 def arrays_by_name(tree: Any) -> dict[str, Any]:
-    """The arrays of a tree, or the shapes that stand for them, by their path: `model.head.weight`.
+    """The arrays of a tree, or the shapes that stand for them, by their path: `trained.head.weight`.
 
     The array of a `NamedArray` goes by the name of the latter. Keys of random numbers come as they are.
     """

@@ -142,7 +142,7 @@ def load_checkpoint(folder: Path, like: State, *, step: int | None = None, part:
         folder: holds a folder for each checkpoint.
         like: a tree of the same structure; its arrays may be `jax.ShapeDtypeStruct`s.
         step: of the checkpoint; the latest if not given.
-        part: path of the part that `like` is of: `model` for the model alone.
+        part: path of the part that `like` is of: `trained` for the trained weights alone.
 
     Raises:
         FileNotFoundError: there is no such checkpoint.

@@ -175,7 +175,7 @@ def test_a_run_that_a_signal_ends_goes_on_with_the_same_command_and_no_other_mod
     assert "model.experts.intermediate_dim: 8 there, 16 now" in capsys.readouterr().out
     assert train(workplace, *wider, *accept) == 1
     shown = capsys.readouterr().out
-    assert "model.layers.stacked.experts.experts.stacked.gate_proj.weight: float32[layers 2, " in shown
+    assert "trained.layers.stacked.experts.experts.stacked.gate_proj.weight: float32[layers 2, " in shown
     assert "expert_dim 8" in shown and "expert_dim 16" in shown
 
     assert train(workplace) == 0
@@ -201,7 +201,7 @@ def test_every_part_of_the_trainers_config_reaches_the_run(workplace, monkeypatc
     assert last["skips"] == 0
     layout = json.loads((folder / "checkpoints" / "3" / "run" / "metadata").read_text())["layout"]
     dtypes = {name: entry["dtype"] for name, entry in layout.items()}
-    assert dtypes["model.head.weight"] == "bfloat16"
+    assert dtypes["trained.head.weight"] == "bfloat16"
     assert "float32" not in {kind for name, kind in dtypes.items() if name.endswith("head.weight")}
 
 

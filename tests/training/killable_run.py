@@ -20,9 +20,6 @@ from stacked_remat.training import (
     Checkpoints,
     ConsoleProgress,
     JsonLinesTracker,
-    PackedHeldOut,
-    PackedStream,
-    PackedTokens,
     Position,
     RandomLoss,
     RunFolder,
@@ -37,6 +34,7 @@ from stacked_remat.training import (
 )
 
 from .next_byte import next_byte, next_byte_loss
+from .token_batches import held_out_of, stream_of
 
 OPTIMIZER = AdamWConfig(learning_rate=0.1, warmup_steps=3)
 TRAINER = TrainerConfig(
@@ -72,8 +70,12 @@ def main(folder, moments):
         loss_function=RandomLoss(noisy_loss),
         optimizer=optimizer,
         schedule=learning_rate_schedule(OPTIMIZER, TRAINER.num_steps),
-        training=PackedStream(PackedTokens(TOKENS[:2500], 16, 8, 0)),
-        evaluators={"held_out": held_out_evaluator(next_byte_loss, held_out(), TRAINER.eval_batches)},
+        training=stream_of(TOKENS[:2500], 16, 8, 0),
+        evaluators={
+            "held_out": held_out_evaluator(
+                next_byte_loss, held_out_of(TOKENS[2500:], 16, 8), TRAINER.eval_batches
+            )
+        },
         config=TRAINER,
         outputs=RunOutputs(run, checkpoints, [tracker], ConsoleProgress()),
         position=position,
@@ -81,10 +83,6 @@ def main(folder, moments):
     )
     checkpoints.close()
     run.finish({"held_out_after": dict(result.held_out_after)})
-
-
-def held_out():
-    return PackedHeldOut(PackedTokens(TOKENS[2500:], 16, 8, 0))
 
 
 class Death:

@@ -17,7 +17,7 @@ def state(out=Out, dtype=jnp.float32):
 
 
 def test_arrays_are_named_by_their_path_also_where_there_are_only_shapes():
-    names = {"step", "skips", "key", "model.head.weight", "optimizer_state.0.count"}
+    names = {"step", "skips", "key", "trained.head.weight", "optimizer_state.0.count"}
     names |= {f"optimizer_state.0.{moment}.head.weight" for moment in ("mu", "nu")}
     assert set(arrays_by_name(state())) == names
     assert set(arrays_by_name(eqx.filter_eval_shape(state))) == names
@@ -27,7 +27,9 @@ def test_arrays_are_named_by_their_path_also_where_there_are_only_shapes():
 def test_arrays_are_put_back_under_their_names():
     arrays = {name: array + 1 for name, array in arrays_by_name(state()).items() if name != "key"}
     changed = with_arrays(eqx.filter_eval_shape(state), arrays)
-    assert eqx.tree_equal(changed.model["head"], jax.tree.map(lambda leaf: leaf + 1, state().model["head"]))
+    assert eqx.tree_equal(
+        changed.trained["head"], jax.tree.map(lambda leaf: leaf + 1, state().trained["head"])
+    )
     assert int(changed.step) == 1 and isinstance(changed.key, jax.ShapeDtypeStruct)
 
 
@@ -35,7 +37,7 @@ def test_differences_name_path_shape_axes_and_dtype():
     assert differences(layout(state()), layout(state())) == []
     other = layout(state(hax.Axis("out", 4), jnp.bfloat16))
     lines = differences(layout(state()), other)
-    assert "model.head.weight: float32[out 2, embed 3] in the checkpoint, bfloat16[out 4, embed 3]" in str(
+    assert "trained.head.weight: float32[out 2, embed 3] in the checkpoint, bfloat16[out 4, embed 3]" in str(
         lines
     )
     assert differences({"a": {"shape": [2], "dtype": "int32"}}, {}) == ["a: only in the checkpoint, int32[2]"]
@@ -49,5 +51,5 @@ def test_a_selection_leaves_the_rest_out():
         return jax.tree.map(lambda leaf: eqx.is_inexact_array(leaf), tree)
 
     names = set(arrays_by_name(select(state(), weights_alone)))
-    assert "model.head.weight" in names and "step" not in names and "optimizer_state.0.count" not in names
+    assert "trained.head.weight" in names and "step" not in names and "optimizer_state.0.count" not in names
     assert select(state(), None) is not None

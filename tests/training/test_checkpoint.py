@@ -91,7 +91,7 @@ def test_another_model_is_refused_with_what_differs(tmp_path):
     saved_at(tmp_path, 3)
     checkpoints = opened(tmp_path)
     expected = (
-        r"3 is of another model.*\n  model.linear.weight: float32\[out 2, embed 8\] in the checkpoint, "
+        r"3 is of another model.*\n  trained.linear.weight: float32\[out 2, embed 8\] in the checkpoint, "
     )
     expected += r"float32\[out 5, embed 8\] in this run"
     with pytest.raises(CheckpointMismatchError, match=expected):
@@ -172,11 +172,11 @@ def test_a_checkpoint_is_due_by_step_and_by_time(tmp_path, monkeypatch):
 
 def test_what_is_not_saved_is_taken_from_the_state_that_is_restored_into(tmp_path):
     def all_but_half(tree):
-        return eqx.tree_at(lambda t: t.model.half, jax.tree.map(lambda _: True, tree), False)
+        return eqx.tree_at(lambda t: t.trained.half, jax.tree.map(lambda _: True, tree), False)
 
     checkpoints = opened(tmp_path, saved=all_but_half)
     checkpoints.save(1, state(seed=1), {})
-    other = eqx.tree_at(lambda tree: tree.model.half, state(seed=2), jnp.full(4, 9, jnp.bfloat16))
+    other = eqx.tree_at(lambda tree: tree.trained.half, state(seed=2), jnp.full(4, 9, jnp.bfloat16))
     restored, _ = checkpoints.restore(other)
     np.testing.assert_array_equal(restored.model.half, other.model.half)
     assert eqx.tree_equal(restored.model.linear, state(seed=1).model.linear)
@@ -187,8 +187,8 @@ def test_others_read_a_part_of_a_checkpoint_and_its_config(tmp_path):
     saved_at(tmp_path, 1, 2)
     folder = tmp_path / "checkpoints"
     assert eqx.tree_equal(load_checkpoint(folder, shapes()), state(seed=2))
-    model = load_checkpoint(folder, shapes().model, step=1, part="model")
-    assert eqx.tree_equal(model, state(seed=1).model)
+    model = load_checkpoint(folder, shapes().trained, step=1, part="trained")
+    assert eqx.tree_equal(model, state(seed=1).trained)
     assert checkpoint_config(folder) == {"n": 1}
     with pytest.raises(FileNotFoundError, match=r"of step 7 in .* There are those of steps 1, 2"):
         load_checkpoint(folder, shapes(), step=7)

@@ -8,9 +8,6 @@ from stacked_remat.training import (
     CheckpointConfig,
     Checkpoints,
     NonFiniteLossError,
-    PackedHeldOut,
-    PackedStream,
-    PackedTokens,
     Position,
     ProfilerConfig,
     Progress,
@@ -27,6 +24,7 @@ from stacked_remat.training import (
 )
 
 from .next_byte import next_byte, next_byte_loss
+from .token_batches import held_out_of, stream_of
 
 # optax's Adam raises a float to an integer power.
 pytestmark = pytest.mark.usefixtures("standard_promotion")
@@ -72,7 +70,7 @@ def run(recorder, folder, *, loss_function=next_byte_loss, stop_after=None, num_
     evaluators = {
         name: held_out_evaluator(
             loss_function,
-            PackedHeldOut(PackedTokens(stream(400, 1 + number), 8, 4, trainer.seed)),
+            held_out_of(stream(400, 1 + number), 8, 4),
             trainer.eval_batches,
         )
         for number, name in enumerate(("held_out", "code")[:num_sets])
@@ -88,7 +86,7 @@ def run(recorder, folder, *, loss_function=next_byte_loss, stop_after=None, num_
             loss_function=loss_function,
             optimizer=optimizer,
             schedule=learning_rate_schedule(OPTIMIZER, trainer.num_steps),
-            training=PackedStream(PackedTokens(stream(2000, 0), 8, 4, trainer.seed)),
+            training=stream_of(stream(2000, 0), 8, 4, trainer.seed),
             evaluators=evaluators,
             config=trainer,
             outputs=RunOutputs(RunFolder(folder), checkpoints, [recorder], recorder),
@@ -193,7 +191,8 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_leaves_the_steps_data(tmp_p
     step = recorder.calls[-2]
     data = np.load(tmp_path / f"nonfinite_step_{step}.npz")
     assert int(data["step"]) == step and np.isnan(data["metrics.loss"])
-    expected = PackedTokens(stream(2000, 0), 8, 4, 0).batch(step - 1)
+    batches = stream_of(stream(2000, 0), 8, 4, 0)
+    expected = [batches.next() for _ in range(step)][-1]
     for name in ("tokens", "targets", "weights"):
         np.testing.assert_array_equal(data[f"batch.{name}"], getattr(expected, name).array)
 

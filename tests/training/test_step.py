@@ -9,10 +9,8 @@ import optax
 import pytest
 
 from stacked_remat.training import (
-    PackedTokens,
     PrecisionConfig,
     RandomLoss,
-    TokenBatch,
     TrainerConfig,
     TrainState,
     UpdateConfig,
@@ -23,8 +21,9 @@ from stacked_remat.training import (
 )
 
 from .next_byte import NextByte, next_byte, next_byte_loss
+from .token_batches import held_out_of
 
-BATCHES = PackedTokens(np.random.default_rng(0).integers(0, 5, 200).astype(np.uint16), 8, 4, 0)
+BATCHES = held_out_of(np.random.default_rng(0).integers(0, 5, 200).astype(np.uint16), 8, 4)
 SGD = optax.sgd(0.5)
 STEP = functools.partial(train_step, loss_function=next_byte_loss, optimizer=SGD)
 
@@ -36,7 +35,7 @@ def random_model():
 def uneven(batch):
     """The batch with few weights in some rows and none in one."""
     weights = jnp.ones((4, 8)).at[0, 3:].set(0.0).at[1].set(0.0).at[3, 1:5].set(0.0)
-    return TokenBatch(batch.tokens, batch.targets, hax.named(weights, batch.weights.axes))
+    return eqx.tree_at(lambda batch: batch.weights.array, batch, weights)
 
 
 def summed_loss(model, batch):
@@ -181,8 +180,7 @@ def diverging(model, batch):
 
 def with_first_token(token):
     batch = BATCHES.batch(0)
-    tokens = hax.named(batch.tokens.array.at[0, 0].set(token), batch.tokens.axes)
-    return TokenBatch(tokens, batch.targets, batch.weights)
+    return eqx.tree_at(lambda batch: batch.tokens.array, batch, batch.tokens.array.at[0, 0].set(token))
 
 
 @pytest.mark.usefixtures("standard_promotion")
@@ -231,3 +229,38 @@ def test_a_step_is_built_as_the_config_says():
     assert step.keywords["gradient_dtype"] == "bfloat16"  # pyright: ignore[reportFunctionMemberAccess]
     plain = build_step(TrainerConfig(), loss_function=next_byte_loss, optimizer=SGD)
     assert "skips" not in plain(BATCHES.batch(0), TrainState.init(next_byte(5), SGD))[1]
+
+
+def test_only_what_is_trainable_is_differentiated_and_has_optimizer_state():
+    model = (next_byte(5), next_byte(5))
+
+    def loss(model, batch):
+        value, metrics = next_byte_loss(model[0], batch)
+        return value + next_byte_loss(model[1], batch)[0], metrics
+
+    momentum = optax.sgd(0.5, momentum=0.9)
+    second = jax.tree.map(lambda _: False, model[0]), jax.tree.map(lambda _: True, model[1])
+    state = TrainState.init(model, momentum, second)
+    assert state.trained[0].table is None and state.frozen[1].table is None
+    assert len([leaf for leaf in jax.tree.leaves(state.optimizer_state) if leaf.ndim]) == 1
+    expected, alone = STEP(BATCHES.batch(0), TrainState.init(model[1], SGD))
+    for count in (1, 2):
+        after, metrics = train_step(
+            BATCHES.batch(0), state, loss_function=loss, optimizer=momentum, microbatches=count
+        )
+        assert after.model[0].table is model[0].table
+        np.testing.assert_allclose(after.model[1].table, expected.model.table, atol=1e-6)
+        np.testing.assert_allclose(metrics["grad_norm"], alone["grad_norm"], rtol=1e-6)
+
+
+def test_what_is_trainable_may_be_a_predicate():
+    state = TrainState.init((next_byte(5), next_byte(6)), SGD, lambda leaf: leaf.shape == (6, 6))
+    assert state.trained[0].table is None and state.trained[1].table.shape == (6, 6)
+
+
+def test_what_has_no_gradient_is_not_trainable():
+    model = (next_byte(5), jnp.arange(3))
+    with pytest.raises(ValueError, match=r"model\[1\] can't be trained: .* no floating-point array"):
+        TrainState.init(model, SGD, jax.tree.map(lambda _: True, model))
+    with pytest.raises(ValueError, match="Nothing of the model is trainable"):
+        TrainState.init(model, SGD, lambda leaf: False)

@@ -7,10 +7,12 @@ import numpy as np
 import pytest
 
 from stacked_remat import fold
-from stacked_remat.training import PackedTokens, RandomLoss, peak_flops, throughput, training_flops
+from stacked_remat.training import RandomLoss, peak_flops, throughput, training_flops
 from stacked_remat.training.throughput import Clock, peak_memory_bytes
 
-BATCH = PackedTokens(np.arange(40, dtype=np.uint16), 8, 2, 0).batch(0)
+from .token_batches import held_out_of
+
+BATCH = held_out_of(np.arange(40, dtype=np.uint16), 8, 2).batch(0)
 
 
 def test_the_clock_leaves_out_the_first_step_and_pauses(monkeypatch):

@@ -133,7 +133,7 @@ class BatchStream:
                 f"The saved position is one in other training data: {difference}. Go on with the data that "
                 f"the run began with, or begin a new run."
             )
-        self._iterator.set_state({"next_index": int(state["batches"])})
+        grain.experimental.set_next_index(self._iterator, int(state["batches"]))
         self._delivered = int(state["batches"])
 
     def close(self) -> None:

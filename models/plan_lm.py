@@ -23,6 +23,7 @@ from models.step_memory import plan_step, step_report
 from stacked_remat.lora import LoraConfig
 from stacked_remat.memory import BudgetError, MemoryReport, TargetError, find_target
 from stacked_remat.training import (
+    AdamWConfig,
     ConfigError,
     DataConfig,
     DataError,
@@ -61,7 +62,7 @@ class PlanLmConfig:
         host_budget: the same for the host.
         data: only `seq_len`, `batch_size` and the size of the tokenizer's vocabulary matter here.
         optimizer: its state is part of the memory.
-        trainer: only `num_steps` matters here, for the schedule.
+        trainer: `update` and `precision` matter here, and `num_steps` for the schedule.
         target: the device to compile for: `local`, or one that is not here (`h200`, `v5p`, ...).
     """
 
@@ -71,7 +72,7 @@ class PlanLmConfig:
     budget: str | None = None
     host_budget: str | None = None
     data: DataConfig = field(default_factory=DataConfig)
-    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    optimizer: OptimizerConfig = field(default_factory=AdamWConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     target: str = "local"
 

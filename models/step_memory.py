@@ -7,6 +7,7 @@ import equinox as eqx
 import haliax as hax
 import jax
 import jax.numpy as jnp
+import optax
 from haliax import Axis
 
 from models.lm import LmConfig, build_model, next_token_loss
@@ -23,8 +24,9 @@ from stacked_remat.training import (
     TrainerConfig,
     TrainState,
     build_optimizer,
+    build_step,
+    cast_parameters,
     load_tokenizer,
-    train_step,
 )
 
 
@@ -53,7 +55,7 @@ class StepConfig(Protocol):
 
     @property
     def trainer(self) -> TrainerConfig:
-        """The number of steps, for the schedule."""
+        """Microbatches and dtypes; the number of steps, for the schedule."""
         ...
 
 
@@ -94,12 +96,12 @@ def plan_step(
 
 
 def _step(config: StepConfig, remat: ScanCheckpointSpec) -> Callable[..., Any]:
-    optimizer = build_optimizer(config.optimizer, config.trainer.num_steps)
+    train_step = build_step(config.trainer, loss_function=next_token_loss, optimizer=_optimizer(config))
     structure = jax.tree.structure(_initial_state(config, remat))
 
     def step(batch: TokenBatch, state: TrainState) -> Any:
         state = jax.tree.unflatten(structure, jax.tree.leaves(state))  # the same arrays under this policy
-        return train_step(batch, state, loss_function=next_token_loss, optimizer=optimizer)
+        return train_step(batch, state)
 
     return step
 
@@ -115,12 +117,20 @@ def _shapes(config: StepConfig) -> tuple[TokenBatch, TrainState]:
 
 def _initial_state(config: StepConfig, remat: ScanCheckpointSpec) -> TrainState:
     Vocab = Axis("vocab", load_tokenizer(config.data.tokenizer).vocab_size)
-    optimizer = build_optimizer(config.optimizer, config.trainer.num_steps)
 
     def initial() -> TrainState:
         key = jax.random.key(0)
         model = build_model(config.model, Vocab, remat=remat, key=key)
+        model = cast_parameters(model, config.trainer.precision.parameters)
         model, trainable = with_adapters(model, config.lora, key=key)
-        return TrainState.init(model, optimizer, trainable)
+        return TrainState.init(model, _optimizer(config), trainable)
 
     return eqx.filter_eval_shape(initial)
+
+
+def _optimizer(config: StepConfig) -> optax.GradientTransformation:
+    return build_optimizer(
+        config.optimizer,
+        config.trainer.num_steps,
+        state_dtype=config.trainer.precision.optimizer_state,
+    )

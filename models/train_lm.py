@@ -2,9 +2,11 @@
 
     python -m models.train_lm --config_path models/configs/qwen3_moe_tiny.yaml [--trainer.num_steps 500 ...]
 
-Leaves the resolved config, metrics and a checkpoint in the run folder.
+Leaves the resolved config, metrics and checkpoints in the run folder. The same command goes on where an
+earlier process was stopped or killed, if `trainer.run_dir` names the folder.
 """
 
+import contextlib
 import dataclasses
 import sys
 import time
@@ -15,6 +17,7 @@ from typing import Any
 
 import equinox as eqx
 import jax
+import optax
 from haliax import Axis
 
 from models import qwen3_moe as qwen3_moe  # registers `type: qwen3_moe`
@@ -26,6 +29,10 @@ from stacked_remat import OffloadError, check_offload
 from stacked_remat.lora import LoraConfig
 from stacked_remat.memory import BudgetError
 from stacked_remat.training import (
+    EXIT_INTERRUPTED,
+    AdamWConfig,
+    CheckpointMismatchError,
+    Checkpoints,
     ConfigError,
     ConsoleProgress,
     DataConfig,
@@ -33,14 +40,21 @@ from stacked_remat.training import (
     JsonLinesTracker,
     NonFiniteLossError,
     OptimizerConfig,
+    Position,
     ProcessShare,
     Progress,
     RunFolder,
+    RunOutputs,
+    StopSignals,
+    Tracker,
     TrainerConfig,
     TrainingResult,
     TrainState,
     build_optimizer,
+    build_trackers,
+    cast_parameters,
     check_remat,
+    check_trackers,
     config_as_dict,
     held_out_evaluator,
     learning_rate_schedule,
@@ -49,7 +63,6 @@ from stacked_remat.training import (
     parse_config,
     remat_entry,
     remat_policy,
-    save_checkpoint,
     train,
 )
 
@@ -69,8 +82,8 @@ class TrainLmConfig:
         budget: device memory for `remat: auto`, such as 72GiB; leave a tenth of the device free.
         host_budget: the same for the host; null for no limit.
         data: the text.
-        optimizer: AdamW and its schedule.
-        trainer: length, reports and the run folder.
+        optimizer: the optimizer, by `type` (AdamW if none is named), and its schedule.
+        trainer: length, updates, precision, checkpoints, reports and the run folder.
     """
 
     model: LmConfig = field(default_factory=Qwen3MoeConfig)
@@ -79,79 +92,150 @@ class TrainLmConfig:
     budget: str | None = None
     host_budget: str | None = None
     data: DataConfig = field(default_factory=DataConfig)
-    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    optimizer: OptimizerConfig = field(default_factory=AdamWConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
 
     def __post_init__(self) -> None:
         check_remat(self.remat, self.budget, self.host_budget, self.model.remat_presets)
         learning_rate_schedule(self.optimizer, self.trainer.num_steps)
+        if self.data.batch_size % self.trainer.update.microbatches:
+            raise ValueError(
+                f"data.batch_size = {self.data.batch_size} can't be cut into trainer.update.microbatches = "
+                f"{self.trainer.update.microbatches} equal parts; make the one a multiple of the other."
+            )
 
 
 def train_lm(config: TrainLmConfig, progress: Progress) -> TrainingResult:
-    """Runs the training that `config` describes.
+    """Runs the training that `config` describes, from the last checkpoint in its run folder if there is one.
+
+    SIGTERM and SIGINT end it after the step that is being done, with a checkpoint.
 
     Raises:
-        FileExistsError: the run folder holds an earlier run's results.
-        DataError, ConfigError: there is no text, too little, or some that can't be read.
+        FileExistsError: the run folder holds a finished run.
+        DataError, ConfigError: there is no text, too little, or some that can't be read; the run folder holds
+            a run of another config; a tracker's package is not installed.
+        CheckpointMismatchError: the checkpoint in the run folder is of another model.
         BudgetError: no policy fits the budget of `remat: auto`.
         OffloadError: the policy offloads, and this device's compiler gets that wrong.
         NonFiniteLossError: training diverged.
     """
+    check_trackers(config.trainer.trackers)
     config = _with_planned_remat(config, progress)
     if remat_policy(config.remat, config.model.remat_presets).offloads:
         check_offload()
-    key = jax.random.key(config.trainer.seed)
-    tokenizer = load_tokenizer(config.data.tokenizer)
-    Vocab = Axis("vocab", tokenizer.vocab_size)
     data = open_training_data(
         config.data,
-        tokenizer,
+        load_tokenizer(config.data.tokenizer),
         seed=config.trainer.seed,
         progress=progress,
         process=ProcessShare(jax.process_index(), jax.process_count()),
     )
-    model = build_model(
-        config.model, Vocab, remat=remat_policy(config.remat, config.model.remat_presets), key=key
-    )
-    model, trainable = with_adapters(model, config.lora, key=key)
-    optimizer = build_optimizer(config.optimizer, config.trainer.num_steps)
-    evaluate = held_out_evaluator(next_token_loss, data.held_out, config.trainer.eval_batches)
+    evaluators = {"held_out": held_out_evaluator(next_token_loss, data.held_out, config.trainer.eval_batches)}
     folder = _run_folder(config)
-    state = TrainState.init(model, optimizer, trainable)
-    progress.message(_summary(config, data.summary, state, folder))
-    tracker = JsonLinesTracker(folder.metrics)
-    try:
+    with contextlib.ExitStack() as closing:
+        closing.callback(data.training.close)
+        stop = closing.enter_context(StopSignals())
+        checkpoints = Checkpoints(
+            folder.checkpoints, config.trainer.checkpoint, run_config=config_as_dict(config)
+        )
+        closing.callback(checkpoints.close)
+        state, position = _first_state(config, checkpoints)
+        folder.begin(config_as_dict(config))
+        progress.message(_summary(config, data.summary, state, folder))
+        if position is not None:
+            progress.message(f"going on after step {position.step} of an earlier process")
+        trackers = _trackers(config, folder, position)
+        for tracker in trackers:
+            closing.callback(tracker.close)
         result = train(
             state,
             loss_function=next_token_loss,
-            optimizer=optimizer,
+            optimizer=_optimizer(config),
             schedule=learning_rate_schedule(config.optimizer, config.trainer.num_steps),
             training=data.training,
-            evaluate=evaluate,
+            evaluators=evaluators,
             config=config.trainer,
-            trackers=[tracker],
-            progress=progress,
+            outputs=RunOutputs(folder, checkpoints, trackers, progress),
+            position=position,
+            should_stop=lambda: stop.received,
         )
-    finally:
-        tracker.close()
-        data.training.close()
-    save_checkpoint(folder.checkpoint, result.state, config_as_dict(config))
-    progress.message(f"checkpoint, config and metrics are in {folder.root}")
+    _conclude(result, folder, progress)
     return result
 
 
 def main(arguments: Sequence[str]) -> int:
-    """The command: returns the exit status, after a one-line message for anything that the user can mend."""
+    """The command: returns the exit status, after a one-line message for anything that the user can mend.
+
+    Returns:
+        0 when the run is finished, 1 after an error, 75 when a signal ended it: the same command then goes
+        on.
+    """
     progress = ConsoleProgress()
     try:
-        train_lm(parse_config(TrainLmConfig, arguments), progress)
+        result = train_lm(parse_config(TrainLmConfig, arguments), progress)
     except _MENDABLE as error:
         progress.message(f"error: {error}")
         return 1
-    return 0
+    return 0 if result.stopped_by is None else EXIT_INTERRUPTED
 
 
-_MENDABLE = (ConfigError, DataError, FileExistsError, NonFiniteLossError, BudgetError, OffloadError)
+_MENDABLE = (
+    ConfigError,
+    DataError,
+    CheckpointMismatchError,
+    FileExistsError,
+    NonFiniteLossError,
+    BudgetError,
+    OffloadError,
+)
+
+
+def _optimizer(config: TrainLmConfig) -> optax.GradientTransformation:
+    return build_optimizer(
+        config.optimizer,
+        config.trainer.num_steps,
+        state_dtype=config.trainer.precision.optimizer_state,
+    )
+
+
+def _first_state(config: TrainLmConfig, checkpoints: Checkpoints) -> tuple[TrainState, Position | None]:
+    """The state to start from and where it stands: that of the latest checkpoint, or a new one."""
+
+    def initial() -> TrainState:
+        model_key, step_key = jax.random.split(jax.random.key(config.trainer.seed))
+        model = build_model(
+            config.model,
+            Axis("vocab", load_tokenizer(config.data.tokenizer).vocab_size),
+            remat=remat_policy(config.remat, config.model.remat_presets),
+            key=model_key,
+        )
+        model = cast_parameters(model, config.trainer.precision.parameters)
+        model, trainable = with_adapters(model, config.lora, key=model_key)
+        return TrainState.init(model, _optimizer(config), trainable, key=step_key)
+
+    if checkpoints.latest() is None:
+        return initial(), None
+    state, position = checkpoints.restore(eqx.filter_eval_shape(initial))
+    return state, Position(**position)
+
+
+def _trackers(config: TrainLmConfig, folder: RunFolder, position: Position | None) -> list[Tracker]:
+    done = -1 if position is None else position.step
+    more = build_trackers(
+        config.trainer.trackers, folder.root, config_as_dict(config), resumed_after=position and position.step
+    )
+    return [JsonLinesTracker(folder.metrics, resumed_after=done), *more]
+
+
+def _conclude(result: TrainingResult, folder: RunFolder, progress: Progress) -> None:
+    if result.stopped_by is not None:
+        progress.message(
+            f"stopped by {result.stopped_by} after step {int(result.state.step)}; the same command with "
+            f"--trainer.run_dir {folder.root} goes on from there"
+        )
+        return
+    folder.finish({"held_out_before": result.held_out_before, "held_out_after": result.held_out_after})
+    progress.message(f"checkpoints, config and metrics are in {folder.root}")
 
 
 def _with_planned_remat(config: TrainLmConfig, progress: Progress) -> TrainLmConfig:
@@ -166,7 +250,12 @@ def _with_planned_remat(config: TrainLmConfig, progress: Progress) -> TrainLmCon
 
 def _run_folder(config: TrainLmConfig) -> RunFolder:
     root = config.trainer.run_dir or f"runs/{time.strftime('%Y%m%d-%H%M%S')}"
-    return RunFolder.create(Path(root), config_as_dict(config), overwrite=config.trainer.overwrite)
+    return RunFolder.open(
+        Path(root),
+        config_as_dict(config),
+        overwrite=config.trainer.overwrite,
+        accept_changes=config.trainer.checkpoint.accept_changes,
+    )
 
 
 def _summary(config: TrainLmConfig, text: str, state: TrainState, folder: RunFolder) -> str:

@@ -47,7 +47,7 @@ USE_THE_PUBLIC_FACE = {"MEASURE", "TRAIN"}  # nothing that __init__.py imports m
 CORE = {"jax", "equinox", "haliax", "jaxtyping", "numpy"}  # numpy comes with jax
 # A package whose module imports more than the core at its top, and the extras that bring it.
 EXTRAS_AT_TOP = {"training": ["train"], "nnx": ["nnx"]}
-IMPORT_NAMES = {"pyyaml": "yaml"}  # where a distribution and its module differ
+IMPORT_NAMES = {"pyyaml": "yaml", "orbax-checkpoint": "orbax"}  # where a distribution and its module differ
 
 ARCHITECTURES = re.compile(r"qwen|llama|gemma|mistral|mixtral|gpt2|gpt_|olmo|deepseek", re.IGNORECASE)
 BANNED_NAMES = {"utils", "util", "common", "helpers", "helper", "misc"}

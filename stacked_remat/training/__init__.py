@@ -1,8 +1,7 @@
 """Training: config in, a trained model out. Knows batches, steps and run folders; names no architecture."""
 
 from .batches import BATCH_AXIS, POSITION_AXIS, TokenBatch
-from .checkpoint import load_checkpoint, save_checkpoint
-from .config import OptimizerConfig, TrainerConfig
+from .checkpoint import CheckpointMismatchError, Checkpoints, checkpoint_config, load_checkpoint
 from .config_file import ConfigError, config_as_dict, parse_config
 from .data.batch_stream import BatchStream, MixtureShare, ProcessShare
 from .data.chat_template import ChatTemplate, ChatTemplateError, RenderedChat
@@ -15,62 +14,134 @@ from .data.tokenizers import ByteTokenizer, Tokenizer
 from .data.training_data import TrainingData, open_training_data
 from .data_config import DataConfig, SourceConfig
 from .evaluation import held_out_evaluator
-from .loop import NonFiniteLossError, TrainingResult, train
+from .loop import NonFiniteLossError, Position, RunOutputs, TrainingResult, train
 from .optimizer import build_optimizer, learning_rate_schedule
+from .optimizer_config import (
+    AdafactorConfig,
+    AdamWConfig,
+    ConstantSchedule,
+    CosineSchedule,
+    LinearSchedule,
+    LionConfig,
+    MuonConfig,
+    OptimizerConfig,
+    ScheduleConfig,
+    SgdConfig,
+    WarmupStableDecaySchedule,
+)
+from .precision import cast_parameters, in_float32
 from .progress import ConsoleProgress, Progress
 from .remat import NO_PRESETS, RematEntry, RematPresets, check_remat, remat_entry, remat_policy
-from .run_folder import RunFolder
-from .step import LossFunction, Metrics, Trainable, TrainState, train_step
-from .trackers import JsonLinesTracker, Tracker
+from .run_folder import RunFolder, config_changes
+from .signals import EXIT_INTERRUPTED, StopSignals
+from .step import LossFunction, Metrics, RandomLoss, Trainable, TrainState, build_step, train_step
+from .streams import HeldOutSet, TokenStream
+from .throughput import peak_flops, training_flops
+from .trackers import (
+    JsonLinesTracker,
+    TensorBoardTracker,
+    Tracker,
+    TrackioTracker,
+    WandbTracker,
+    build_trackers,
+    check_trackers,
+)
+from .trainer_config import (
+    CheckpointConfig,
+    PrecisionConfig,
+    ProfilerConfig,
+    TrackersConfig,
+    TrackioConfig,
+    TrainerConfig,
+    UpdateConfig,
+    WandbConfig,
+)
 
 __all__ = [
     "BATCH_AXIS",
+    "EXIT_INTERRUPTED",
     "NO_PRESETS",
     "POSITION_AXIS",
+    "AdafactorConfig",
+    "AdamWConfig",
     "BatchStream",
     "ByteTokenizer",
     "ChatTemplate",
     "ChatTemplateError",
+    "CheckpointConfig",
+    "CheckpointMismatchError",
+    "Checkpoints",
     "ConfigError",
     "ConsoleProgress",
+    "ConstantSchedule",
+    "CosineSchedule",
     "DataConfig",
     "DataError",
     "HeldOutBatches",
+    "HeldOutSet",
     "JsonLinesTracker",
+    "LinearSchedule",
+    "LionConfig",
     "LossFunction",
     "Metrics",
     "MixtureShare",
+    "MuonConfig",
     "NonFiniteLossError",
     "OptimizerConfig",
     "PackedDocuments",
+    "Position",
+    "PrecisionConfig",
     "ProcessShare",
+    "ProfilerConfig",
     "Progress",
+    "RandomLoss",
     "RematEntry",
     "RematPresets",
     "RenderedChat",
     "RunFolder",
+    "RunOutputs",
+    "ScheduleConfig",
+    "SgdConfig",
     "SourceConfig",
+    "StopSignals",
+    "TensorBoardTracker",
     "TokenBatch",
+    "TokenStream",
     "TokenizedDocuments",
     "Tokenizer",
     "Tracker",
+    "TrackersConfig",
+    "TrackioConfig",
+    "TrackioTracker",
     "TrainState",
     "TrainerConfig",
     "Trainable",
     "TrainingData",
     "TrainingResult",
+    "UpdateConfig",
+    "WandbConfig",
+    "WandbTracker",
+    "WarmupStableDecaySchedule",
     "build_optimizer",
+    "build_step",
+    "build_trackers",
+    "cast_parameters",
     "check_remat",
+    "check_trackers",
+    "checkpoint_config",
     "config_as_dict",
+    "config_changes",
     "held_out_evaluator",
+    "in_float32",
     "learning_rate_schedule",
     "load_checkpoint",
     "load_tokenizer",
     "open_training_data",
     "parse_config",
+    "peak_flops",
     "remat_entry",
     "remat_policy",
-    "save_checkpoint",
     "train",
     "train_step",
+    "training_flops",
 ]

@@ -1,49 +1,234 @@
-"""A training state on disk: written whole or not at all."""
+"""Training states on disk, written in the background, each whole or not at all.
 
-import json
-import os
-import shutil
-from collections.abc import Mapping
+A checkpoint is a folder named by its step, written by Orbax: the arrays of the state by name, and beside them
+in JSON the position of the data and the loop, the config, and the shape and dtype of every array.
+"""
+
+import datetime
+import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, final
 
-import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+from orbax.checkpoint.checkpoint_managers import (
+    AnyPreservationPolicy,
+    EveryNSeconds,
+    EveryNSteps,
+    LatestN,
+    PreservationPolicy,
+)
+
+from .array_layout import arrays_by_name, differences, is_key, layout, select, with_arrays
+from .trainer_config import CheckpointConfig
 
 State = TypeVar("State")
 
-_ARRAYS = "state.eqx"
-_CONFIG = "config.json"
+_STATE = "state"
+_RUN = "run"
 
 
-def save_checkpoint(folder: Path, state: Any, config: Mapping[str, Any]) -> None:
-    """Writes the arrays of `state`, and the config that says what they are, into `folder`.
+class CheckpointMismatchError(ValueError):
+    """A checkpoint of another model or optimizer; the message names the arrays that differ."""
 
-    All is written beside the folder first and then renamed, so that `folder` never holds half a checkpoint.
-    One that is there already is replaced.
+
+@final
+class Checkpoints:
+    """The checkpoints of one run.
+
+    A save copies the state to the host and returns; the rest happens in the background. A process that is
+    killed meanwhile leaves the checkpoints before that one as they were.
+
+    Attributes:
+        folder: holds a folder for each checkpoint.
     """
-    unfinished = folder.with_name(f".{folder.name}.unfinished")
-    shutil.rmtree(unfinished, ignore_errors=True)
-    unfinished.mkdir(parents=True)
-    eqx.tree_serialise_leaves(unfinished / _ARRAYS, state)
-    (unfinished / _CONFIG).write_text(json.dumps(dict(config), indent=2) + "\n", encoding="utf-8")
-    if folder.exists():
-        shutil.rmtree(folder)
-    os.replace(unfinished, folder)
+
+    def __init__(
+        self,
+        folder: Path,
+        config: CheckpointConfig,
+        *,
+        run_config: Mapping[str, Any],
+        saved: Callable[[Any], Any] | None = None,
+    ):
+        """Opens the folder, makes it if needed, and removes what an earlier process left unfinished.
+
+        Args:
+            folder: holds a folder for each checkpoint.
+            config: when to save and what to keep.
+            run_config: the resolved config of the run, kept in each checkpoint.
+            saved: maps a state to a tree of booleans, those of its arrays that are saved; all if not given.
+                What is not saved has to be there when the state is restored.
+        """
+        self.folder = folder
+        self._config = config
+        self._run_config = dict(run_config)
+        self._saved = saved
+        self._last_save = time.monotonic()
+        options = ocp.CheckpointManagerOptions(
+            preservation_policy=AnyPreservationPolicy(_kept(config)),
+            cleanup_tmp_directories=True,
+            enable_async_checkpointing=config.asynchronous,
+        )
+        folder.mkdir(parents=True, exist_ok=True)
+        self._manager = ocp.CheckpointManager(folder.absolute(), options=options)
+
+    def latest(self) -> int | None:
+        """The step of the latest checkpoint, if there is one."""
+        return self._manager.latest_step()
+
+    def is_due(self, step: int) -> bool:
+        """Whether the config asks for a checkpoint after this step."""
+        every, minutes = self._config.every_steps, self._config.every_minutes
+        by_step = every is not None and step % every == 0
+        return by_step or (minutes is not None and time.monotonic() - self._last_save >= 60 * minutes)
+
+    def save(self, step: int, state: Any, position: Mapping[str, Any]) -> None:
+        """Writes a checkpoint, in the background unless the config says otherwise.
+
+        Args:
+            step: names the checkpoint; there is none of this step yet.
+            state: its arrays are saved. Their buffers may be donated as soon as this returns.
+            position: anything more that is needed to go on, fit for JSON.
+        """
+        chosen = select(state, self._saved)
+        named = arrays_by_name(chosen)
+        arrays = {name: _data(array) for name, array in named.items() if array.size}
+        keys = {name: str(jax.random.key_impl(array)) for name, array in named.items() if is_key(array)}
+        run = {"position": dict(position), "config": self._run_config, "layout": layout(chosen), "keys": keys}
+        items = {_STATE: ocp.args.PyTreeSave(arrays), _RUN: ocp.args.JsonSave(run)}
+        self._manager.save(step, args=ocp.args.Composite(**items))
+        self._last_save = time.monotonic()
+
+    def restore(self, like: State) -> tuple[State, dict[str, Any]]:
+        """The state and the position of the latest checkpoint.
+
+        Args:
+            like: a state of the same structure. Its arrays may be `jax.ShapeDtypeStruct`s where they are
+                saved, and each is restored with the sharding that stands here, on the default device if there
+                is none: the number of devices need not be that of the run that saved.
+
+        Raises:
+            FileNotFoundError: there is no checkpoint.
+            CheckpointMismatchError: arrays differ in name, shape or dtype.
+        """
+        step = self.latest()
+        if step is None:
+            raise FileNotFoundError(f"No checkpoint in {self.folder}.")
+        where = f"{self.folder / str(step)}"
+        restored, run = _read(self._manager, step, where, select(like, self._saved), "")
+        return with_arrays(like, restored), run["position"]
+
+    def wait(self) -> None:
+        """Returns when all checkpoints are on disk.
+
+        Raises:
+            Exception: whatever went wrong while writing.
+        """
+        self._manager.wait_until_finished()
+
+    def close(self) -> None:
+        """Waits, and ends the threads that write."""
+        self._manager.close()
 
 
-def load_checkpoint(folder: Path, like: State) -> State:
-    """Reads a checkpoint into a state shaped as `like`, whose arrays may be `jax.ShapeDtypeStruct`s.
+def load_checkpoint(folder: Path, like: State, *, step: int | None = None, part: str = "") -> State:
+    """Reads a state, or a part of one, from a run's folder of checkpoints.
+
+    Args:
+        folder: holds a folder for each checkpoint.
+        like: a tree of the same structure; its arrays may be `jax.ShapeDtypeStruct`s.
+        step: of the checkpoint; the latest if not given.
+        part: path of the part that `like` is of: `trained` for the trained weights alone.
 
     Raises:
-        FileNotFoundError: there is no checkpoint in `folder`.
-        ValueError: the checkpoint is of another model or optimizer.
+        FileNotFoundError: there is no such checkpoint.
+        CheckpointMismatchError: arrays differ in name, shape or dtype.
     """
-    if not (folder / _ARRAYS).exists():
-        raise FileNotFoundError(f"No checkpoint in {folder}: {_ARRAYS} is missing.")
-    try:
-        return eqx.tree_deserialise_leaves(folder / _ARRAYS, like)
-    except (RuntimeError, ValueError, EOFError, TypeError) as error:
-        raise ValueError(
-            f"The checkpoint in {folder} does not fit the state it is read into: {error} Compare the config "
-            f"with {folder / _CONFIG}."
-        ) from error
+    with _reader(folder) as manager:
+        step = _existing(manager, folder, step)
+        arrays, _ = _read(manager, step, f"{folder / str(step)}", like, f"{part}." if part else "")
+        return with_arrays(like, arrays)
+
+
+def checkpoint_config(folder: Path, *, step: int | None = None) -> dict[str, Any]:
+    """The resolved config of the run that wrote a checkpoint; the latest if no step is given.
+
+    Raises:
+        FileNotFoundError: there is no such checkpoint.
+    """
+    with _reader(folder) as manager:
+        return _read_run(manager, _existing(manager, folder, step))["config"]
+
+
+def _reader(folder: Path) -> ocp.CheckpointManager:
+    if not folder.is_dir():
+        raise FileNotFoundError(f"No checkpoint in {folder}: there is no such folder.")
+    options = ocp.CheckpointManagerOptions(create=False, save_interval_steps=0, read_only=True)
+    return ocp.CheckpointManager(folder.absolute(), options=options)
+
+
+def _existing(manager: ocp.CheckpointManager, folder: Path, step: int | None) -> int:
+    steps = sorted(manager.all_steps())
+    if not steps or (step is not None and step not in steps):
+        there = f" There are those of steps {', '.join(map(str, steps))}." if steps else ""
+        raise FileNotFoundError(
+            f"No checkpoint{'' if step is None else f' of step {step}'} in {folder}.{there}"
+        )
+    return steps[-1] if step is None else step
+
+
+def _read(
+    manager: ocp.CheckpointManager, step: int, where: str, like: Any, prefix: str
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The arrays of `like`, from those of the checkpoint whose names begin with `prefix`, and its JSON."""
+    run = _read_run(manager, step)
+    saved = {name[len(prefix) :]: entry for name, entry in run["layout"].items() if name.startswith(prefix)}
+    differing = differences(saved, layout(like))
+    if differing:
+        lines = "\n  ".join(differing)
+        raise CheckpointMismatchError(f"The checkpoint {where} is of another model or optimizer:\n  {lines}")
+    wanted = arrays_by_name(like)
+    targets = {prefix + name: _target(array) for name, array in wanted.items() if np.prod(array.shape)}
+    arguments = ocp.args.PyTreeRestore(
+        item=targets,
+        restore_args=ocp.checkpoint_utils.construct_restore_args(targets),
+        partial_restore=bool(prefix),
+    )
+    found = manager.restore(step, args=ocp.args.Composite(**{_STATE: arguments}))[_STATE]
+    empty = {name: jnp.zeros(a.shape, a.dtype) for name, a in wanted.items() if not np.prod(a.shape)}
+    arrays = {name[len(prefix) :]: _typed(array, run["keys"].get(name)) for name, array in found.items()}
+    return {**arrays, **empty}, run
+
+
+def _read_run(manager: ocp.CheckpointManager, step: int) -> dict[str, Any]:
+    return manager.restore(step, args=ocp.args.Composite(**{_RUN: ocp.args.JsonRestore()}))[_RUN]
+
+
+def _kept(config: CheckpointConfig) -> list[PreservationPolicy]:
+    policies: list[PreservationPolicy] = [LatestN(config.keep_last)]
+    if config.keep_every_steps is not None:
+        policies.append(EveryNSteps(config.keep_every_steps))
+    if config.keep_every_hours is not None:
+        hours = datetime.timedelta(hours=config.keep_every_hours)
+        policies.append(EveryNSeconds(max(1, round(hours.total_seconds()))))
+    return policies
+
+
+def _data(array: Any) -> Any:
+    return jax.random.key_data(array) if is_key(array) else array
+
+
+def _typed(data: Any, implementation: str | None) -> Any:
+    return data if implementation is None else jax.random.wrap_key_data(data, impl=implementation)
+
+
+def _target(array: Any) -> jax.ShapeDtypeStruct:
+    sharding = getattr(array, "sharding", None)
+    if sharding is None:
+        sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    shape = jax.eval_shape(jax.random.key_data, array) if is_key(array) else array
+    return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding)

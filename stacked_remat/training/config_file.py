@@ -160,6 +160,8 @@ def _check_keys(
 
 def _chosen(registry: Any, keys: dict[str, Any], name: str, source: str) -> Any:
     choices = registry.get_known_choices()
+    if "type" not in keys and registry.default_choice_name() is not None:
+        return choices[registry.default_choice_name()]
     if "type" not in keys:
         raise ConfigError(f"`{name}` {source} lacks the key `type`. Known types: {', '.join(choices)}.")
     choice = keys.pop("type")

@@ -1,162 +1,275 @@
-"""The loop around the pure step: it owns batches, evaluation, metrics and what is shown."""
+"""The loop around the pure step: it owns batches, evaluation, checkpoints, metrics and what is shown."""
 
-import contextlib
-import functools
-import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, final
 
 import equinox as eqx
+import jax
 import numpy as np
 import optax
 
-from .config import TrainerConfig
-from .data.batch_stream import BatchStream
+from .array_layout import arrays_by_name
+from .batches import TokenBatch
+from .checkpoint import Checkpoints
+from .profiler import ProfilerWindow
 from .progress import Progress
-from .step import LossFunction, Metrics, TrainState, train_step
+from .run_folder import RunFolder
+from .step import LossFunction, Metrics, RandomLoss, TrainState, build_step
+from .streams import TokenStream
+from .throughput import Clock, peak_flops, peak_memory_bytes, training_flops
 from .trackers import Tracker
+from .trainer_config import TrainerConfig
 
 
 class NonFiniteLossError(ArithmeticError):
-    """The loss became NaN or infinite; training on would only spread it."""
+    """A loss or a gradient became NaN or infinite; training on would only spread it."""
+
+
+@dataclass(frozen=True)
+class Position:
+    """Where a run stands, besides its arrays; kept in checkpoints as JSON.
+
+    Attributes:
+        step: steps done.
+        data: position of the stream of batches.
+        held_out_before: loss on each held-out set before the first step.
+        held_out_after: loss on each held-out set when it was evaluated last.
+        skipped: steps skipped so far because they were not finite.
+    """
+
+    step: int
+    data: dict[str, Any]
+    held_out_before: dict[str, float]
+    held_out_after: dict[str, float]
+    skipped: int = 0
 
 
 @dataclass(frozen=True)
 class TrainingResult:
-    """What a run ends with; losses are what the evaluation returns.
+    """What a run ends with.
 
     Attributes:
         state: the state after the last step.
-        held_out_before: held-out loss before the first step.
-        held_out_after: held-out loss after the last step.
+        held_out_before: loss on each held-out set before the first step.
+        held_out_after: loss on each held-out set after the last step, or, if the run was stopped, when it was
+            evaluated last.
+        stopped_by: what asked the run to stop before its last step, if anything did.
     """
 
     state: TrainState
-    held_out_before: float
-    held_out_after: float
+    held_out_before: Mapping[str, float]
+    held_out_after: Mapping[str, float]
+    stopped_by: str | None = None
+
+
+@dataclass(frozen=True)
+class RunOutputs:
+    """Where a run's results go; closing them is the caller's.
+
+    Attributes:
+        folder: for traces, and for the data of a step that is not finite.
+        checkpoints: where the state is saved; None for a run that can't go on in another process.
+        trackers: all receive the same metrics.
+        progress: what the user sees.
+    """
+
+    folder: RunFolder
+    checkpoints: Checkpoints | None
+    trackers: Sequence[Tracker]
+    progress: Progress
 
 
 def train(
     state: TrainState,
     *,
-    loss_function: LossFunction,
+    loss_function: LossFunction | RandomLoss,
     optimizer: optax.GradientTransformation,
     schedule: optax.Schedule,
-    training: BatchStream,
-    evaluate: Callable[[Any], float],
+    training: TokenStream,
+    evaluators: Mapping[str, Callable[[Any], float]],
     config: TrainerConfig,
-    trackers: Sequence[Tracker],
-    progress: Progress,
+    outputs: RunOutputs,
+    position: Position | None = None,
+    should_stop: Callable[[], str | None] = lambda: None,
 ) -> TrainingResult:
-    """Trains for `config.num_steps` steps and evaluates before, after, and as often as the config says.
+    """Trains up to step `config.num_steps` and evaluates before, after, and as often as the config says.
 
     Args:
         state: where to start; its buffers are donated and can't be used afterwards.
-        loss_function: maps (model, batch) to the loss and metrics.
+        loss_function: what to minimise.
         optimizer: the gradient transformation that `state` was made with.
         schedule: the learning rate by step, for the log.
-        training: batches to train on, one for every step.
-        evaluate: maps a model to its loss on held-out text.
-        config: how long, and how often to log and evaluate.
-        trackers: all receive the same metrics; closing them is the caller's.
-        progress: what the user sees.
+        training: batches to train on.
+        evaluators: for each held-out set by name, a function from the model to its loss; `NAME_loss` in the
+            metrics.
+        config: how long, and how often to log, evaluate and save.
+        outputs: where results go.
+        position: that of `state`, if it comes from a checkpoint.
+        should_stop: asked after every step; its answer, such as the name of a signal, ends the run after a
+            checkpoint.
 
     Raises:
-        NonFiniteLossError: the loss of a step is NaN or infinite.
+        NonFiniteLossError: a step is not finite, and the config does not say to skip it, or too many were
+            skipped.
     """
     step = eqx.filter_jit(
-        functools.partial(train_step, loss_function=loss_function, optimizer=optimizer),
-        donate="all-except-first",
+        build_step(config, loss_function=loss_function, optimizer=optimizer), donate="all-except-first"
     )
-    reporter = _Reporter(config, schedule, trackers, progress)
-    before = after = evaluate(state.model)
-    reporter.evaluated(0, before)
-    progress.start(config.num_steps)
+    reporter = _Reporter(config, schedule, outputs)
+    evaluation = _Evaluation(evaluators, reporter, position)
+    profiler = ProfilerWindow(config.profiler, outputs.folder.profile)
+    if position is None:
+        evaluation.run(0, state.model)
+    else:
+        training.set_state(position.data)
+        reporter.skipped = position.skipped
+    done = 0 if position is None else position.step
+    if done < config.num_steps:
+        batch = training.next()
+        reporter.prepare(loss_function, state, batch)
+    outputs.progress.start(config.num_steps, done)
+    stopped_by = None
     try:
-        for done in range(1, config.num_steps + 1):
-            batch = training.next()
+        while done < config.num_steps and stopped_by is None:
+            done += 1
+            profiler.before_step(done)
             state, metrics = step(batch, state)
-            reporter.stepped(done, metrics, batch.num_tokens)
-            if done == config.num_steps or (config.eval_every is not None and done % config.eval_every == 0):
-                with reporter.clock.paused():
-                    after = evaluate(state.model)
-                reporter.evaluated(done, after)
+            used, data = batch, training.get_state()
+            if done < config.num_steps:
+                batch = training.next()  # made while the device works
+            reporter.stepped(done, metrics, used)
+            profiler.after_step(done)
+            if done == config.num_steps or (config.eval_every and done % config.eval_every == 0):
+                evaluation.run(done, state.model)
+            stopped_by = should_stop() if done < config.num_steps else None
+            _save(done, state, data, config, reporter, evaluation, stopped_by is not None)
     finally:
-        progress.stop()
-    return TrainingResult(state, before, after)
+        outputs.progress.stop()
+        profiler.stop()
+    return TrainingResult(state, evaluation.before, evaluation.after, stopped_by)
 
 
-class _Reporter:
-    """Turns what a step returns into lines for trackers and the terminal, or into an error."""
+def _save(
+    done: int,
+    state: TrainState,
+    data: dict[str, Any],
+    config: TrainerConfig,
+    reporter: "_Reporter",
+    evaluation: "_Evaluation",
+    stopping: bool,
+) -> None:
+    """Writes a checkpoint if one is due; the last one is on disk when this returns."""
+    checkpoints = reporter.outputs.checkpoints
+    last = stopping or done == config.num_steps
+    if checkpoints is None or not (last or checkpoints.is_due(done)):
+        return
+    position = Position(done, data, evaluation.before, evaluation.after, reporter.skipped)
+    with reporter.clock.paused():
+        checkpoints.save(done, state, asdict(position))
+        if last:
+            checkpoints.wait()
+
+
+@final
+class _Evaluation:
+    """The losses on the held-out sets, first and last."""
 
     def __init__(
         self,
-        config: TrainerConfig,
-        schedule: optax.Schedule,
-        trackers: Sequence[Tracker],
-        progress: Progress,
+        evaluators: Mapping[str, Callable[[Any], float]],
+        reporter: "_Reporter",
+        position: Position | None,
     ):
-        self.clock = _Clock()
+        self._evaluators = evaluators
+        self._reporter = reporter
+        self.before = {} if position is None else position.held_out_before
+        self.after = {} if position is None else position.held_out_after
+
+    def run(self, done: int, model: Any) -> None:
+        with self._reporter.clock.paused():
+            self.after = {name: evaluate(model) for name, evaluate in self._evaluators.items()}
+        if done == 0:
+            self.before = self.after
+        self._reporter.evaluated(done, self.after)
+
+
+@final
+class _Reporter:
+    """Turns what a step returns into lines for trackers and the terminal, or into an error."""
+
+    def __init__(self, config: TrainerConfig, schedule: optax.Schedule, outputs: RunOutputs):
+        self.clock = Clock()
+        self.outputs = outputs
+        self.skipped = 0
         self._config = config
-        self._schedule = schedule
-        self._trackers = trackers
-        self._progress = progress
+        self._schedule = jax.jit(schedule)
+        self._flops: float | None = None
+        self._peak: float | None = None
 
-    def stepped(self, done: int, metrics: Metrics, tokens: int) -> None:
+    def prepare(self, loss_function: LossFunction | RandomLoss, state: TrainState, batch: TokenBatch) -> None:
+        """Finds what the utilisation of the device takes to know."""
+        devices = list(state.step.devices())
+        peak = self._config.profiler.peak_flops or peak_flops(devices[0])
+        if peak is not None:
+            self._peak = peak * len(devices)
+            self._flops = training_flops(loss_function, state.model, batch)
+
+    def stepped(self, done: int, metrics: Metrics, batch: TokenBatch) -> None:
         """Waits for step `done` to end and reports it."""
-        loss = float(metrics["loss"])
-        self.clock.tick(tokens)
-        learning_rate = float(np.asarray(self._schedule(done - 1)))
-        if not np.isfinite(loss):
-            raise _non_finite(done, loss, learning_rate, metrics)
-        self._progress.advance(done, loss, self.clock.tokens_per_second)
+        loss, norm = float(metrics["loss"]), float(metrics["grad_norm"])
+        self.clock.tick(batch.num_tokens)
+        learning_rate = float(self._schedule(np.int32(done - 1 - self.skipped)))
+        memory = peak_memory_bytes()
+        self.outputs.progress.advance(done, loss, self.clock.tokens_per_second, memory)
         if done % self._config.log_every == 0 or done in (1, self._config.num_steps):
-            speed = self.clock.tokens_per_second
-            self._log(done, {**metrics, "learning_rate": learning_rate, "tokens_per_second": speed})
+            speed = {
+                "tokens_per_second": self.clock.tokens_per_second,
+                "step_seconds": self.clock.step_seconds,
+                **self._utilisation(),
+                **({} if memory is None else {"peak_memory_bytes": memory}),
+            }
+            self._log(done, {**metrics, "learning_rate": learning_rate, **speed})
+            self.clock.restart()
+        if not (np.isfinite(loss) and np.isfinite(norm)):
+            self._not_finite(done, metrics, learning_rate, batch)
 
-    def evaluated(self, done: int, held_out_loss: float) -> None:
-        """Reports the loss on held-out text after step `done`."""
-        self._log(done, {"held_out_loss": held_out_loss})
-        self._progress.message(f"held-out loss after {done} steps: {held_out_loss:.4f}")
+    def evaluated(self, done: int, losses: Mapping[str, float]) -> None:
+        """Reports the losses on held-out text after step `done`."""
+        self._log(done, {f"{name}_loss": loss for name, loss in losses.items()})
+        for name, loss in losses.items():
+            self.outputs.progress.message(f"{name.replace('_', '-')} loss after {done} steps: {loss:.4f}")
 
     def _log(self, done: int, metrics: dict[str, Any]) -> None:
-        for tracker in self._trackers:
+        for tracker in self.outputs.trackers:
             tracker.log(done, metrics)
 
+    def _utilisation(self) -> dict[str, float]:
+        """Model FLOPs utilisation (Chowdhery et al. 2022), where the peak and the FLOPs are known."""
+        if self._peak is None or self._flops is None:
+            return {}
+        return {"mfu": self._flops / (self._peak * self.clock.step_seconds)}
 
-class _Clock:
-    """Tokens per second since the end of the first step, whose time is mostly the compiler's."""
-
-    def __init__(self) -> None:
-        self._began: float | None = None
-        self._now = 0.0
-        self._tokens = 0
-
-    def tick(self, tokens: int) -> None:
-        self._now = time.monotonic()
-        if self._began is None:
-            self._began = self._now
-        else:
-            self._tokens += tokens
-
-    @contextlib.contextmanager
-    def paused(self) -> Iterator[None]:
-        before = time.monotonic()
-        yield
-        if self._began is not None:
-            self._began += time.monotonic() - before
-
-    @property
-    def tokens_per_second(self) -> float:
-        if self._began is None or self._now <= self._began:
-            return float("nan")
-        return self._tokens / (self._now - self._began)
+    def _not_finite(self, done: int, metrics: Metrics, learning_rate: float, batch: TokenBatch) -> None:
+        """Reports a skipped step, or ends the run with the step's data on disk."""
+        found = f"loss {float(metrics['loss'])}, gradient norm {float(metrics['grad_norm']):.3g}"
+        if "skips" in metrics:
+            self.skipped += 1
+            in_a_row = int(metrics["skips"])
+            self.outputs.progress.message(f"step {done} skipped: {found} ({in_a_row} in a row)")
+            if in_a_row < self._config.update.max_consecutive_skips:
+                return
+        path = self.outputs.folder.nonfinite_step(done)
+        np.savez(path, **_step_data(done, metrics, batch))
+        raise NonFiniteLossError(
+            f"Step {done} is not finite: {found}, with learning rate {learning_rate:.3g}. Training stopped; "
+            f"its batch and metrics are in {path}. Usual fixes: a lower optimizer.learning_rate, more "
+            f"optimizer.warmup_steps or a smaller optimizer.max_grad_norm; or trainer.update.on_nonfinite: "
+            f"skip, with which the same command goes on from the last checkpoint."
+        )
 
 
-def _non_finite(step: int, loss: float, learning_rate: float, metrics: Metrics) -> NonFiniteLossError:
-    return NonFiniteLossError(
-        f"The loss of step {step} is {loss}, with learning rate {learning_rate:.3g} and gradient norm "
-        f"{float(metrics['grad_norm']):.3g}. Training stopped; no checkpoint was written. Usual fixes: a "
-        f"lower optimizer.learning_rate, more optimizer.warmup_steps, or a smaller optimizer.max_grad_norm."
-    )
+def _step_data(done: int, metrics: Metrics, batch: TokenBatch) -> dict[str, Any]:
+    arrays = {f"batch.{name}": array for name, array in arrays_by_name(batch).items()}
+    arrays |= {f"metrics.{name}": value for name, value in metrics.items()}
+    return {"step": np.asarray(done), **jax.tree.map(np.asarray, arrays)}

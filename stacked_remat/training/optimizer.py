@@ -1,48 +1,162 @@
 """From an optimizer config to optax."""
 
+import functools
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import equinox as eqx
 import haliax.nn as hnn
 import jax
 import optax
+from haliax import NamedArray
 
-from .config import OptimizerConfig
+from .optimizer_config import (
+    AdafactorConfig,
+    AdamWConfig,
+    ConstantSchedule,
+    CosineSchedule,
+    LinearSchedule,
+    LionConfig,
+    MuonConfig,
+    OptimizerConfig,
+    ScheduleConfig,
+    SgdConfig,
+    WarmupStableDecaySchedule,
+)
+from .precision import in_float32
+from .trainer_config import FloatName
+
+_AxisNames = tuple[str, ...]
 
 
 def learning_rate_schedule(config: OptimizerConfig, num_steps: int) -> optax.Schedule:
-    """The learning rate by step: linear from zero, then a cosine down to `min_lr_ratio` at `num_steps`.
+    """The learning rate by step: linear from zero over the warm-up, then what `config.schedule` says.
 
     Raises:
-        ValueError: the warm-up leaves no step to train.
+        ValueError: the warm-up leaves no step to train, or too few for the decay.
     """
     if config.warmup_steps >= num_steps:
         raise ValueError(
             f"optimizer.warmup_steps = {config.warmup_steps} must be less than trainer.num_steps = "
             f"{num_steps}: lower the one or raise the other."
         )
-    return optax.warmup_cosine_decay_schedule(
-        init_value=0.0 if config.warmup_steps else config.learning_rate,
-        peak_value=config.learning_rate,
-        warmup_steps=config.warmup_steps,
-        decay_steps=num_steps,
-        end_value=config.learning_rate * config.min_lr_ratio,
-    )
+    after = _after_warmup(config.schedule, config.learning_rate, num_steps - config.warmup_steps, num_steps)
+    if not config.warmup_steps:
+        return after
+    warmup = optax.linear_schedule(0.0, config.learning_rate, config.warmup_steps)
+    return optax.join_schedules([warmup, after], [config.warmup_steps])
 
 
-def build_optimizer(config: OptimizerConfig, num_steps: int) -> optax.GradientTransformation:
-    """AdamW with clipping and the schedule of `config`; memory: two arrays like the parameters."""
-    adamw = optax.adamw(
-        learning_rate_schedule(config, num_steps),
-        b1=config.beta1,
-        b2=config.beta2,
+def build_optimizer(
+    config: OptimizerConfig, num_steps: int, *, state_dtype: FloatName = "float32"
+) -> optax.GradientTransformation:
+    """Clipping, the direction of `config`'s optimizer, weight decay, and the learning rate by step.
+
+    Args:
+        config: the optimizer and its schedule.
+        num_steps: steps of the run, for the schedule.
+        state_dtype: in which the optimizer's arrays are kept; it computes in float32.
+
+    Memory: as the config's class says, in `state_dtype`.
+    """
+    chain = [
+        _direction(config),
+        optax.add_decayed_weights(config.weight_decay, mask=_is_decayed),
+        optax.scale_by_learning_rate(learning_rate_schedule(config, num_steps)),
+    ]
+    if config.max_grad_norm is not None:
+        chain.insert(0, optax.clip_by_global_norm(config.max_grad_norm))
+    return in_float32(optax.chain(*chain), state_dtype)
+
+
+@functools.singledispatch
+def _after_warmup(schedule: ScheduleConfig, highest: float, steps: int, num_steps: int) -> optax.Schedule:
+    """The learning rate by step since the warm-up, of which `steps` of the run's `num_steps` are left."""
+    raise TypeError(f"No schedule is registered for {type(schedule).__name__}.")
+
+
+@_after_warmup.register
+def _(schedule: ConstantSchedule, highest: float, steps: int, num_steps: int) -> optax.Schedule:
+    return optax.constant_schedule(highest)
+
+
+@_after_warmup.register
+def _(schedule: CosineSchedule, highest: float, steps: int, num_steps: int) -> optax.Schedule:
+    return optax.cosine_decay_schedule(highest, steps, alpha=schedule.min_lr_ratio)
+
+
+@_after_warmup.register
+def _(schedule: LinearSchedule, highest: float, steps: int, num_steps: int) -> optax.Schedule:
+    return optax.linear_schedule(highest, highest * schedule.min_lr_ratio, steps)
+
+
+@_after_warmup.register
+def _(schedule: WarmupStableDecaySchedule, highest: float, steps: int, num_steps: int) -> optax.Schedule:
+    decay = max(1, round(schedule.decay_fraction * num_steps))
+    if decay > steps:
+        raise ValueError(
+            f"optimizer.schedule.decay_fraction = {schedule.decay_fraction} asks for {decay} steps of decay, "
+            f"and the warm-up leaves {steps} of trainer.num_steps = {num_steps}: lower it or "
+            f"optimizer.warmup_steps."
+        )
+    down = optax.linear_schedule(highest, highest * schedule.min_lr_ratio, decay)
+    return optax.join_schedules([optax.constant_schedule(highest), down], [steps - decay])
+
+
+@functools.singledispatch
+def _direction(config: OptimizerConfig) -> optax.GradientTransformation:
+    """From gradients to the direction of a step, before weight decay and the learning rate."""
+    raise TypeError(f"No optimizer is registered for {type(config).__name__}.")
+
+
+@_direction.register
+def _(config: AdamWConfig) -> optax.GradientTransformation:
+    return optax.scale_by_adam(b1=config.beta1, b2=config.beta2, eps=config.epsilon)
+
+
+@_direction.register
+def _(config: LionConfig) -> optax.GradientTransformation:
+    return optax.scale_by_lion(b1=config.beta1, b2=config.beta2)
+
+
+@_direction.register
+def _(config: AdafactorConfig) -> optax.GradientTransformation:
+    chain = [
+        optax.scale_by_factored_rms(
+            decay_rate=config.decay_rate, min_dim_size_to_factor=config.min_factored_dim
+        )
+    ]
+    if config.clipping_threshold is not None:
+        chain.append(optax.clip_by_block_rms(config.clipping_threshold))
+    if config.scale_by_parameter:
+        chain.append(optax.scale_by_param_block_rms())
+    return optax.chain(*chain)
+
+
+@_direction.register
+def _(config: MuonConfig) -> optax.GradientTransformation:
+    matrices = functools.partial(_matrices, left_out=config.adamw_axes)
+    muon = optax.contrib.muon(
+        1.0,
+        ns_steps=config.newton_schulz_steps,
+        beta=config.momentum,
         eps=config.epsilon,
-        weight_decay=config.weight_decay,
-        mask=_is_decayed,
+        muon_weight_dimension_numbers=matrices,
+        consistent_rms=config.update_rms,
     )
-    if config.max_grad_norm is None:
-        return adamw
-    return optax.chain(optax.clip_by_global_norm(config.max_grad_norm), adamw)
+    # optax's Muon has an AdamW of its own, but with Nesterov's momentum. A learning rate of one turns the
+    # direction around, as in every optax alias; the minus turns it back.
+    adam = optax.scale_by_adam(b1=config.beta1, b2=config.beta2, eps=config.epsilon)
+    parts: dict[Hashable, optax.GradientTransformation] = {
+        "muon": optax.chain(muon, optax.scale(-1.0)),
+        "adam": adam,
+    }
+    return optax.partition(parts, functools.partial(_labels, matrices))
+
+
+@_direction.register
+def _(config: SgdConfig) -> optax.GradientTransformation:
+    return optax.trace(config.momentum, config.nesterov) if config.momentum else optax.identity()
 
 
 def _is_decayed(parameters: Any) -> Any:
@@ -57,3 +171,41 @@ def _is_decayed(parameters: Any) -> Any:
         return "bias" not in (getattr(entry, "name", None) for entry in path)
 
     return jax.tree_util.tree_map_with_path(decayed, parameters, is_leaf=is_norm)
+
+
+def _matrices(parameters: Any, left_out: _AxisNames) -> Any:
+    """For each leaf the dimensions of its matrices, or None where it holds none."""
+
+    def is_linear(node: Any) -> bool:
+        return isinstance(node, hnn.Linear | hnn.MoELinear | eqx.nn.Linear)
+
+    def dimensions(node: Any) -> Any:
+        found = _matrix_of(node, left_out) if is_linear(node) and node.weight is not None else None
+        return jax.tree_util.tree_map_with_path(
+            lambda path, _: found if path and getattr(path[0], "name", None) == "weight" else None, node
+        )
+
+    return jax.tree.map(dimensions, parameters, is_leaf=is_linear)
+
+
+def _labels(matrices: Callable[[Any], Any], parameters: Any) -> Any:
+    return jax.tree.map(
+        lambda found, part: jax.tree.map(lambda _: "adam" if found is None else "muon", part),
+        matrices(parameters),
+        parameters,
+        is_leaf=lambda node: node is None or isinstance(node, optax.contrib.MuonDimensionNumbers),
+    )
+
+
+def _matrix_of(linear: Any, left_out: _AxisNames) -> optax.contrib.MuonDimensionNumbers | None:
+    if not isinstance(linear.weight, NamedArray):  # Equinox: [..., out, in]
+        return optax.contrib.MuonDimensionNumbers(reduction_axis=-1, output_axis=-2)
+    names = [axis.name for axis in linear.weight.axes]
+    ends = [
+        tuple(axis.name for axis in (spec if isinstance(spec, tuple) else (spec,)))
+        for spec in (linear.In, linear.Out)
+    ]
+    if not all(ends) or set(left_out).intersection(ends[0] + ends[1]):
+        return None
+    rows, columns = (tuple(names.index(name) for name in end) for end in ends)
+    return optax.contrib.MuonDimensionNumbers(reduction_axis=rows, output_axis=columns)

@@ -11,6 +11,7 @@ from rich.progress import (
     Progress as RichBar,
     TaskProgressColumn,
     TextColumn,
+    TimeElapsedColumn,
     TimeRemainingColumn,
 )
 
@@ -36,12 +37,19 @@ class Progress(abc.ABC):
         """
 
     @abc.abstractmethod
-    def start(self, num_steps: int) -> None:
-        """Begins `num_steps` steps."""
+    def start(self, num_steps: int, done: int = 0) -> None:
+        """Begins `num_steps` steps, of which an earlier process did the first `done`."""
 
     @abc.abstractmethod
-    def advance(self, step: int, loss: float, tokens_per_second: float) -> None:
-        """Step `step` of `num_steps` is done, with this loss; the speed is nan as long as it is not known."""
+    def advance(self, step: int, loss: float, tokens_per_second: float, memory: int | None = None) -> None:
+        """Step `step` of `num_steps` is done.
+
+        Args:
+            step: its number.
+            loss: its loss.
+            tokens_per_second: nan as long as it is not known.
+            memory: the most bytes in use so far, if that is known.
+        """
 
     @abc.abstractmethod
     def stop(self) -> None:
@@ -50,7 +58,7 @@ class Progress(abc.ABC):
 
 @final
 class ConsoleProgress(Progress):
-    """A bar with loss, tokens per second and time left; with no terminal, a line every few steps."""
+    """A bar with loss, tokens per second, memory and time left; with no terminal, a line every few steps."""
 
     def __init__(self, console: Console | None = None, *, line_every: int = 20):
         self._console = Console() if console is None else console
@@ -85,7 +93,7 @@ class ConsoleProgress(Progress):
         if done == total:
             self.stop()
 
-    def start(self, num_steps: int) -> None:
+    def start(self, num_steps: int, done: int = 0) -> None:
         """Puts up the bar. It says that the first step compiles until that step is done."""
         self._num_steps = num_steps
         self._first_done = None
@@ -95,18 +103,20 @@ class ConsoleProgress(Progress):
                 BarColumn(),
                 MofNCompleteColumn(),
                 TextColumn("{task.fields[status]}"),
+                TimeElapsedColumn(),
+                TextColumn("left"),
                 TimeRemainingColumn(),
             )
             self._bar = RichBar(*columns, console=self._console)
             self._bar.start()
-            self._bar.add_task("training", total=num_steps, status="compiling the first step")
+            self._bar.add_task("training", total=num_steps, completed=done, status="compiling the first step")
 
-    def advance(self, step: int, loss: float, tokens_per_second: float) -> None:
+    def advance(self, step: int, loss: float, tokens_per_second: float, memory: int | None = None) -> None:
         """Moves the bar, or prints a line if this step's turn has come."""
-        status = f"loss {loss:.3f}  {tokens_per_second:,.0f} tokens/s"
+        status = f"loss {loss:.3f}  {tokens_per_second:,.0f} tokens/s{_gibibytes(memory)}"
         if self._bar is not None:
             self._bar.update(self._bar.task_ids[0], completed=step, status=status)
-        elif step % self._line_every == 0 or step in (1, self._num_steps):
+        elif step % self._line_every == 0 or step == self._num_steps or self._first_done is None:
             left = self._seconds_left(step)
             shown = f"loss {loss:.3f}" if left is None else f"{status}  {left:.0f} s left"
             self.message(f"step {step}/{self._num_steps}  {shown}")
@@ -125,3 +135,7 @@ class ConsoleProgress(Progress):
             return None
         first, then = self._first_done
         return (time.monotonic() - then) / (step - first) * (self._num_steps - step)
+
+
+def _gibibytes(memory: int | None) -> str:
+    return "" if memory is None else f"  {memory / 2**30:.2f} GiB"

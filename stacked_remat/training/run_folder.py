@@ -1,17 +1,37 @@
-"""The folder that a run leaves behind."""
+"""The folder that a run leaves behind, and whether a run may go on in it."""
 
+import json
+import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from .config_file import ConfigError
+
+# What may differ when a run goes on: it changes where things go and what they cost, not what is computed.
+_FREE = (
+    "remat",
+    "budget",
+    "host_budget",
+    "trainer.run_dir",
+    "trainer.overwrite",
+    "trainer.log_every",
+    "trainer.checkpoint",
+    "trainer.trackers",
+    "trainer.profiler",
+    "trainer.update.on_nonfinite",
+    "trainer.update.max_consecutive_skips",
+)
+_ABSENT = "nothing"
+
 
 @dataclass(frozen=True)
 class RunFolder:
-    """Paths of a run's results: the resolved config, the metrics, and the final checkpoint."""
+    """Paths of a run's results."""
 
     root: Path
 
@@ -26,32 +46,126 @@ class RunFolder:
         return self.root / "metrics.jsonl"
 
     @property
-    def checkpoint(self) -> Path:
-        """The checkpoint, a folder."""
-        return self.root / "checkpoint"
+    def checkpoints(self) -> Path:
+        """The checkpoints, a folder for each by its step."""
+        return self.root / "checkpoints"
+
+    @property
+    def result(self) -> Path:
+        """What the run ended with, JSON; it is there when the run is finished."""
+        return self.root / "result.json"
+
+    @property
+    def profile(self) -> Path:
+        """Traces of JAX's profiler."""
+        return self.root / "profile"
+
+    def nonfinite_step(self, step: int) -> Path:
+        """The data of a step whose loss or gradient was not finite."""
+        return self.root / f"nonfinite_step_{step}.npz"
 
     @staticmethod
-    def create(root: Path, config: Mapping[str, Any], *, overwrite: bool = False) -> "RunFolder":
-        """Makes the folder and writes the resolved config into it.
+    def open(
+        root: Path, config: Mapping[str, Any], *, overwrite: bool = False, accept_changes: bool = False
+    ) -> "RunFolder":
+        """Makes the folder for a new run, or opens that of a run of the same config which did not finish.
+
+        A new folder gets its config at once; that of an earlier run is left as it is until `begin`.
 
         Args:
             root: the folder; its parents are made too.
             config: the resolved config.
-            overwrite: delete an earlier run's config, metrics and checkpoint, and nothing else.
+            overwrite: delete an earlier run's results, and nothing else, and start anew.
+            accept_changes: open the folder of a run of another config too, and of one that is finished if the
+                config is another.
 
         Raises:
-            FileExistsError: the folder holds an earlier run's results and `overwrite` is false.
+            FileExistsError: the folder holds a finished run, or results without a config.
+            ConfigError: it holds a run of another config; the message names the keys that differ.
         """
         folder = RunFolder(root)
-        results = [path for path in (folder.config, folder.metrics, folder.checkpoint) if path.exists()]
-        if results and not overwrite:
-            raise FileExistsError(
-                f"{root} holds the results of an earlier run ({', '.join(path.name for path in results)}). "
-                f"Give this run a folder of its own with --trainer.run_dir, or delete those results with "
-                f"--trainer.overwrite true."
-            )
-        for path in results:
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
+        if overwrite:
+            folder._delete_results()
+        else:
+            folder._check(yaml.safe_load(yaml.safe_dump(dict(config))), accept_changes)  # as it is read back
         root.mkdir(parents=True, exist_ok=True)
-        folder.config.write_text(yaml.safe_dump(dict(config), sort_keys=False), encoding="utf-8")
+        if not folder.config.exists():
+            folder.begin(config)
         return folder
+
+    def begin(self, config: Mapping[str, Any]) -> None:
+        """Makes this the config of the run in the folder, when nothing stands against going on with it."""
+        self.result.unlink(missing_ok=True)
+        _write(self.config, yaml.safe_dump(dict(config), sort_keys=False))
+
+    def finish(self, result: Mapping[str, Any]) -> None:
+        """Writes what the run ended with."""
+        _write(self.result, json.dumps(dict(result), indent=2) + "\n")
+
+    def _check(self, config: Mapping[str, Any], accept_changes: bool) -> None:
+        if not self.config.exists():
+            if self._results():
+                raise FileExistsError(
+                    f"{self.root} holds results of an earlier run "
+                    f"({', '.join(path.name for path in self._results())}) and no config. {_WAYS_OUT}"
+                )
+            return
+        changes = config_changes(yaml.safe_load(self.config.read_text(encoding="utf-8")), config)
+        if changes and not accept_changes:
+            lines = "\n  ".join(changes)
+            raise ConfigError(
+                f"{self.root} holds a run of another config, which this one can't go on with:\n  {lines}\n"
+                f"{_WAYS_OUT} To go on from its last checkpoint all the same, say "
+                f"--trainer.checkpoint.accept_changes true."
+            )
+        if self.result.exists() and not changes:
+            raise FileExistsError(f"{self.root} holds a finished run of this config. {_WAYS_OUT}")
+
+    def _results(self) -> list[Path]:
+        names = (self.config, self.metrics, self.checkpoints, self.result, self.profile)
+        more = (self.root / "tensorboard", self.root / "wandb", self.root / "wandb_run_id.txt")
+        found = [path for path in (*names, *more) if path.exists()]
+        return found + sorted(self.root.glob("nonfinite_step_*.npz"))
+
+    def _delete_results(self) -> None:
+        for path in self._results():
+            if path.is_dir():
+                # At once out of sight: a half-deleted folder of checkpoints must not be taken for a run's.
+                doomed = path.with_name(f".{path.name}.deleted")
+                shutil.rmtree(doomed, ignore_errors=True)
+                os.replace(path, doomed)
+                shutil.rmtree(doomed)
+            else:
+                path.unlink()
+
+
+_WAYS_OUT = (
+    "Give this run a folder of its own with --trainer.run_dir, or delete those results and start anew with "
+    "--trainer.overwrite true."
+)
+
+
+def config_changes(earlier: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """One line for each key by which two resolved configs would give different results."""
+    there, here = dict(_flat(earlier, ())), dict(_flat(now, ()))
+    return [
+        f"{key}: {there.get(key, _ABSENT)} there, {here.get(key, _ABSENT)} now"
+        for key in sorted({*there, *here})
+        if there.get(key, _ABSENT) != here.get(key, _ABSENT)
+        and not any(key == free or key.startswith(f"{free}.") for free in _FREE)
+    ]
+
+
+def _flat(entries: Mapping[str, Any], path: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
+    for key, value in entries.items():
+        if isinstance(value, Mapping) and value:
+            yield from _flat(value, (*path, str(key)))
+        else:
+            yield ".".join((*path, str(key))), value
+
+
+def _write(path: Path, text: str) -> None:
+    """Writes a file whole or not at all."""
+    unfinished = path.with_name(f".{path.name}.unfinished")
+    unfinished.write_text(text, encoding="utf-8")
+    os.replace(unfinished, path)

@@ -1,12 +1,20 @@
 """Where metrics go."""
 
 import abc
+import importlib
 import json
-from collections.abc import Mapping
+import os
+import uuid
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, final
 
 import numpy as np
+
+from .config_file import ConfigError
+from .trainer_config import TrackersConfig, TrackioConfig, WandbConfig
+
+_SETTINGS = {"tensorboardX": "TensorBoard", "wandb": "Weights & Biases", "trackio": "Trackio"}
 
 
 class Tracker(abc.ABC):
@@ -25,7 +33,16 @@ class Tracker(abc.ABC):
 class JsonLinesTracker(Tracker):
     """One JSON object a line: the step and its metrics. A line is in the file before `log` returns."""
 
-    def __init__(self, path: Path):
+    def __init__(self, path: Path, *, resumed_after: int | None = None):
+        """Opens the file to append to it.
+
+        Args:
+            path: the file.
+            resumed_after: step that the run goes on from. Lines of later steps, and a last one that is not
+                whole, are dropped first: an earlier process wrote them after its last checkpoint.
+        """
+        if resumed_after is not None and path.exists():
+            _keep_lines(path, resumed_after)
         self._file = path.open("a", encoding="utf-8")
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
@@ -37,6 +54,163 @@ class JsonLinesTracker(Tracker):
     def close(self) -> None:
         """Closes the file."""
         self._file.close()
+
+
+@final
+class TensorBoardTracker(Tracker):
+    """Event files for TensorBoard, written by tensorboardX."""
+
+    def __init__(self, folder: Path, *, resumed_after: int | None = None):
+        """Opens a new event file in `folder`; events of steps after `resumed_after` are shown no more.
+
+        Raises:
+            ConfigError: tensorboardX is not installed.
+        """
+        tensorboardX = _package("tensorboardX")
+        purge = None if resumed_after is None else resumed_after + 1
+        self._writer = tensorboardX.SummaryWriter(str(folder), purge_step=purge)
+
+    def log(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Adds a scalar for each number; those of an array are named by their index."""
+        for name, value in _scalars(metrics):
+            self._writer.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        """Closes the file."""
+        self._writer.close()
+
+
+@final
+class WandbTracker(Tracker):
+    """A run of Weights & Biases; a run that goes on in the same folder is the same run there."""
+
+    def __init__(self, config: WandbConfig, folder: Path, run_config: Mapping[str, Any]):
+        """Starts the run, or goes on with the one whose id is in `folder`.
+
+        Raises:
+            ConfigError: wandb is not installed.
+        """
+        wandb = _package("wandb")
+        self._run = wandb.init(
+            project=config.project,
+            entity=config.entity,
+            name=config.name or folder.name,
+            mode=config.mode,
+            dir=str(folder),
+            config=dict(run_config),
+            id=_run_id(folder / "wandb_run_id.txt"),
+            resume="allow",
+        )
+
+    def log(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Logs a number for each metric; those of an array are named by their index."""
+        self._run.log(dict(_scalars(metrics)), step=step)
+
+    def close(self) -> None:
+        """Waits for what is still on its way."""
+        self._run.finish()
+
+
+@final
+class TrackioTracker(Tracker):
+    """A run of Trackio; a run that goes on under the same name is the same run there."""
+
+    def __init__(self, config: TrackioConfig, folder: Path, run_config: Mapping[str, Any]):
+        """Starts the run, or goes on with the one of this name.
+
+        Raises:
+            ConfigError: trackio is not installed.
+        """
+        trackio = _package("trackio")
+        self._run = trackio.init(
+            project=config.project,
+            name=config.name or folder.name,
+            space_id=config.space_id,
+            config=dict(run_config),
+            resume="allow",
+        )
+
+    def log(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Logs a number for each metric; those of an array are named by their index."""
+        self._run.log(dict(_scalars(metrics)), step=step)
+
+    def close(self) -> None:
+        """Waits for what is still on its way."""
+        self._run.finish()
+
+
+def build_trackers(
+    config: TrackersConfig, folder: Path, run_config: Mapping[str, Any], *, resumed_after: int | None = None
+) -> list[Tracker]:
+    """The trackers that a config asks for, besides the JSON lines.
+
+    Args:
+        config: which ones.
+        folder: the run folder.
+        run_config: the resolved config, shown beside the run.
+        resumed_after: step that the run goes on from, if it is not new.
+
+    Raises:
+        ConfigError: a package is not installed; the message names it.
+    """
+    built: list[Tracker] = []
+    if config.tensorboard:
+        built.append(TensorBoardTracker(folder / "tensorboard", resumed_after=resumed_after))
+    if config.wandb.project is not None:
+        built.append(WandbTracker(config.wandb, folder, run_config))
+    if config.trackio.project is not None:
+        built.append(TrackioTracker(config.trackio, folder, run_config))
+    return built
+
+
+def check_trackers(config: TrackersConfig) -> None:
+    """Imports the packages of the trackers that a config asks for.
+
+    Raises:
+        ConfigError: one is not installed; the message names it.
+    """
+    for asked_for, package in (
+        (config.tensorboard, "tensorboardX"),
+        (config.wandb.project is not None, "wandb"),
+        (config.trackio.project is not None, "trackio"),
+    ):
+        if asked_for:
+            _package(package)
+
+
+def _package(name: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise ConfigError(
+            f"trainer.trackers asks for {_SETTINGS[name]}, which needs the package {name}: pip install {name}"
+        ) from error
+
+
+def _run_id(path: Path) -> str:
+    if not path.exists():
+        path.write_text(uuid.uuid4().hex, encoding="utf-8")
+    return path.read_text(encoding="utf-8").strip()
+
+
+def _keep_lines(path: Path, last_step: int) -> None:
+    """Drops the lines of later steps, all at once."""
+    kept = []
+    for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
+        if line.endswith("\n") and json.loads(line)["step"] <= last_step:
+            kept.append(line)
+    rewritten = path.with_name(f".{path.name}.rewritten")
+    rewritten.write_text("".join(kept), encoding="utf-8")
+    os.replace(rewritten, path)
+
+
+def _scalars(metrics: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+    for name, value in metrics.items():
+        array = np.asarray(value)
+        if array.ndim == 0:
+            yield name, float(array)
+        else:
+            yield from ((f"{name}/{index}", float(number)) for index, number in enumerate(array.ravel()))
 
 
 def _as_json(value: Any) -> Any:

@@ -2,12 +2,12 @@ import json
 
 import pytest
 
-from benchmarks import long_context_cpu
+from benchmarks.long_context_cpu import main
 
 
 @pytest.mark.slow
 def test_a_step_of_65536_tokens_runs_and_nesting_takes_less_memory(tmp_path):
-    path = long_context_cpu.main(["--out", str(tmp_path), "--overrides", "--model.num_layers", "8"])
+    path = main(["--out", str(tmp_path), "--overrides", "--model.num_layers", "8"])
     plain, nested = json.loads(path.read_text())["rows"]
     assert plain["tokens"] == nested["tokens"] == 65_536
     assert plain["loss"] == pytest.approx(nested["loss"], rel=1e-5)
@@ -17,7 +17,7 @@ def test_a_step_of_65536_tokens_runs_and_nesting_takes_less_memory(tmp_path):
 
 def test_the_benchmark_runs_small(tmp_path):
     small = ["--data.seq_len", "128", "--model.num_layers", "2", "--model.hidden_dim", "32"]
-    path = long_context_cpu.main(["--out", str(tmp_path), "--overrides", *small])
+    path = main(["--out", str(tmp_path), "--overrides", *small])
     rows = json.loads(path.read_text())["rows"]
     assert [row["policy"] for row in rows] == ["true", "nested"]
     assert all(row["layers"] == 2 and row["loss"] > 0 for row in rows)

@@ -1,5 +1,3 @@
-import json
-
 import equinox as eqx
 import haliax as hax
 import jax
@@ -7,65 +5,221 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from stacked_remat.training import TrainState, checkpoint, load_checkpoint, save_checkpoint
+from stacked_remat.training import (
+    CheckpointConfig,
+    CheckpointMismatchError,
+    Checkpoints,
+    TrainState,
+    checkpoint as checkpoint_module,
+    checkpoint_config,
+    load_checkpoint,
+)
 
-Embed, Out = hax.make_axes(embed=3, out=2)
-
-
-def state(out=Out):
-    model = hax.nn.Linear.init(Embed, out, key=jax.random.key(0))
-    return TrainState.init(model, optax.adam(1e-3))
-
-
-def test_a_state_comes_back_bit_by_bit(tmp_path):
-    saved = state()
-    save_checkpoint(tmp_path / "checkpoint", saved, {"n": 1})
-    loaded = load_checkpoint(tmp_path / "checkpoint", jax.tree.map(jnp.zeros_like, saved))
-    assert eqx.tree_equal(loaded, saved)
-    from_shapes = load_checkpoint(tmp_path / "checkpoint", eqx.filter_eval_shape(state))
-    assert eqx.tree_equal(from_shapes, saved)
-    assert json.loads((tmp_path / "checkpoint" / "config.json").read_text()) == {"n": 1}
+Embed, Out = hax.make_axes(embed=8, out=2)
 
 
-def test_a_checkpoint_is_replaced_as_a_whole(tmp_path):
-    folder = tmp_path / "checkpoint"
-    save_checkpoint(folder, state(), {"n": 1})
-    changed = jax.tree.map(lambda leaf: leaf + jnp.ones_like(leaf), state())
-    save_checkpoint(folder, changed, {"n": 2})
-    assert eqx.tree_equal(load_checkpoint(folder, state()), changed)
-    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint"]
+class Model(eqx.Module):
+    linear: hax.nn.Linear
+    half: jax.Array
+    empty: jax.Array
+    nothing: None
+    activation: object
+    name: str = eqx.field(static=True)
 
 
-def test_a_save_that_fails_leaves_the_earlier_checkpoint(tmp_path, monkeypatch):
-    folder = tmp_path / "checkpoint"
-    save_checkpoint(folder, state(), {"n": 1})
+def state(out=Out, seed=0):
+    linear = hax.nn.Linear.init(Embed, out, key=jax.random.key(seed))
+    model = Model(linear, jnp.arange(4, dtype=jnp.bfloat16), jnp.zeros((0, 3)), None, jax.nn.silu, "x")
+    return TrainState.init(model, optax.adam(1e-3), key=jax.random.key(seed))
 
-    def fail(*_):
+
+def shapes(**options):
+    return eqx.filter_eval_shape(lambda: state(**options))
+
+
+def opened(folder, config=None, **options):
+    return Checkpoints(folder / "checkpoints", config or CheckpointConfig(), run_config={"n": 1}, **options)
+
+
+def saved_at(folder, *steps, config=None, one=None):
+    checkpoints = opened(folder, config)
+    for step in steps:
+        checkpoints.save(step, one if one is not None else state(seed=step), {"step": step})
+    checkpoints.close()
+
+
+def steps_in(folder):
+    return sorted(int(path.name) for path in (folder / "checkpoints").iterdir() if path.name.isdigit())
+
+
+def test_a_state_comes_back_bit_by_bit_with_its_position(tmp_path):
+    saved_at(tmp_path, 3)
+    checkpoints = opened(tmp_path)
+    assert checkpoints.latest() == 3
+    for like in (shapes(), state(seed=9)):
+        restored, position = checkpoints.restore(like)
+        assert eqx.tree_equal(restored, state(seed=3)) and position == {"step": 3}
+    assert jax.random.uniform(restored.key) == jax.random.uniform(jax.random.key(3))
+    checkpoints.close()
+
+
+def test_the_state_may_be_donated_as_soon_as_save_returns(tmp_path):
+    big = {"w": jnp.arange(1 << 18, dtype=jnp.float32)}
+    overwrite = jax.jit(lambda tree: jax.tree.map(lambda leaf: leaf * 0 - 1, tree), donate_argnums=0)
+    checkpoints = opened(tmp_path)
+    checkpoints.save(1, big, {})
+    for _ in range(3):
+        big = overwrite(big)
+    restored = checkpoints.wait() or checkpoints.restore({"w": jnp.zeros(1 << 18)})[0]
+    np.testing.assert_array_equal(restored["w"], np.arange(1 << 18, dtype=np.float32))
+    checkpoints.close()
+
+
+def test_without_a_checkpoint_there_is_nothing_to_restore(tmp_path):
+    checkpoints = opened(tmp_path)
+    assert checkpoints.latest() is None
+    with pytest.raises(FileNotFoundError, match="No checkpoint in"):
+        checkpoints.restore(state())
+    checkpoints.close()
+    with pytest.raises(FileNotFoundError, match="No checkpoint in .*no such folder"):
+        load_checkpoint(tmp_path / "elsewhere", state())
+
+
+def test_another_model_is_refused_with_what_differs(tmp_path):
+    saved_at(tmp_path, 3)
+    checkpoints = opened(tmp_path)
+    expected = (
+        r"3 is of another model.*\n  trained.linear.weight: float32\[out 2, embed 8\] in the checkpoint, "
+    )
+    expected += r"float32\[out 5, embed 8\] in this run"
+    with pytest.raises(CheckpointMismatchError, match=expected):
+        checkpoints.restore(shapes(out=Out.resize(5)))
+    checkpoints.close()
+
+
+def test_what_a_save_leaves_unfinished_is_no_checkpoint(tmp_path):
+    saved_at(tmp_path, 1, 2)
+    folder = tmp_path / "checkpoints"
+    (folder / "2").rename(folder / "2.orbax-checkpoint-tmp")  # the rename back would have been the last thing
+    checkpoints = opened(tmp_path)
+    assert checkpoints.latest() == 1 and checkpoints.restore(shapes())[1] == {"step": 1}
+    checkpoints.save(2, state(seed=5), {})
+    checkpoints.close()
+    assert sorted(path.name for path in folder.iterdir()) == ["1", "2"]
+    assert eqx.tree_equal(load_checkpoint(folder, shapes()), state(seed=5))
+
+
+def test_an_older_checkpoint_that_is_half_deleted_is_no_harm(tmp_path):
+    saved_at(tmp_path, 1, 2)
+    for path in (tmp_path / "checkpoints" / "1").rglob("*"):
+        if path.is_file():
+            path.unlink()
+    checkpoints = opened(tmp_path)
+    assert checkpoints.latest() == 2
+    checkpoints.restore(shapes())
+    checkpoints.save(3, state(), {})
+    checkpoints.save(4, state(), {})
+    checkpoints.close()
+    assert steps_in(tmp_path)[-2:] == [3, 4]
+
+
+def test_a_save_that_fails_says_so_and_leaves_the_earlier_checkpoint(tmp_path, monkeypatch):
+    saved_at(tmp_path, 1)
+    checkpoints = opened(tmp_path, CheckpointConfig(asynchronous=False))
+
+    def fail(*_, **__):
         raise OSError("disk full")
 
-    monkeypatch.setattr(checkpoint.eqx, "tree_serialise_leaves", fail)
+    monkeypatch.setattr(checkpoint_module.ocp.JsonCheckpointHandler, "async_save", fail)
     with pytest.raises(OSError, match="disk full"):
-        save_checkpoint(folder, state(), {"n": 2})
+        checkpoints.save(2, state(), {})
     monkeypatch.undo()
-    assert eqx.tree_equal(load_checkpoint(folder, state()), state())
-    assert json.loads((folder / "config.json").read_text()) == {"n": 1}
+    reopened = opened(tmp_path)
+    assert reopened.latest() == 1 and reopened.restore(shapes())[1] == {"step": 1}
+    reopened.close()
 
 
-def test_another_model_is_refused(tmp_path):
-    save_checkpoint(tmp_path / "checkpoint", state(), {})
-    with pytest.raises(ValueError, match=r"does not fit the state.*config.json"):
-        load_checkpoint(tmp_path / "checkpoint", state(Out.resize(5)))
+def test_the_latest_stay_and_those_at_multiples(tmp_path):
+    config = CheckpointConfig(keep_last=2, keep_every_steps=4)
+    saved_at(tmp_path, *range(1, 8), config=config, one=state())
+    assert steps_in(tmp_path) == [4, 6, 7]
 
 
-def test_a_missing_checkpoint_is_refused(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"No checkpoint in .*state.eqx is missing"):
-        load_checkpoint(tmp_path, state())
+def test_one_in_so_many_hours_stays(tmp_path):
+    checkpoints = opened(tmp_path, CheckpointConfig(keep_last=1, keep_every_hours=100.0))
+    for step in (1, 2, 3):
+        checkpoints.save(step, state(), {})
+    checkpoints.close()
+    assert steps_in(tmp_path) == [1, 3]
 
 
-def test_half_precision_comes_back(tmp_path):
-    saved = {"w": jnp.arange(4, dtype=jnp.bfloat16)}
-    save_checkpoint(tmp_path / "checkpoint", saved, {})
-    loaded = load_checkpoint(tmp_path / "checkpoint", {"w": jnp.zeros(4, jnp.bfloat16)})
-    assert loaded["w"].dtype == jnp.bfloat16
-    np.testing.assert_array_equal(loaded["w"], saved["w"])
+def test_a_checkpoint_is_due_by_step_and_by_time(tmp_path, monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr(checkpoint_module.time, "monotonic", lambda: now[0])
+    by_step = opened(tmp_path, CheckpointConfig(every_steps=5, every_minutes=None))
+    assert [step for step in range(1, 16) if by_step.is_due(step)] == [5, 10, 15]
+    by_time = opened(tmp_path / "other", CheckpointConfig(every_minutes=2.0))
+    assert not by_time.is_due(1)
+    now[0] += 120
+    assert by_time.is_due(1)
+    by_time.save(1, state(), {})
+    assert not by_time.is_due(2)
+    by_step.close()
+    by_time.close()
+
+
+def test_what_is_not_saved_is_taken_from_the_state_that_is_restored_into(tmp_path):
+    def all_but_half(tree):
+        return eqx.tree_at(lambda t: t.trained.half, jax.tree.map(lambda _: True, tree), False)
+
+    checkpoints = opened(tmp_path, saved=all_but_half)
+    checkpoints.save(1, state(seed=1), {})
+    other = eqx.tree_at(lambda tree: tree.trained.half, state(seed=2), jnp.full(4, 9, jnp.bfloat16))
+    restored, _ = checkpoints.restore(other)
+    np.testing.assert_array_equal(restored.model.half, other.model.half)
+    assert eqx.tree_equal(restored.model.linear, state(seed=1).model.linear)
+    checkpoints.close()
+
+
+def test_others_read_a_part_of_a_checkpoint_and_its_config(tmp_path):
+    saved_at(tmp_path, 1, 2)
+    folder = tmp_path / "checkpoints"
+    assert eqx.tree_equal(load_checkpoint(folder, shapes()), state(seed=2))
+    model = load_checkpoint(folder, shapes().trained, step=1, part="trained")
+    assert eqx.tree_equal(model, state(seed=1).trained)
+    assert checkpoint_config(folder) == {"n": 1}
+    with pytest.raises(FileNotFoundError, match=r"of step 7 in .* There are those of steps 1, 2"):
+        load_checkpoint(folder, shapes(), step=7)
+
+
+def placed(tree, devices):
+    """The state split over devices along `embed`, the rest on all of them."""
+    mesh = Mesh(np.array(jax.devices()[:devices]), ("data",))
+
+    def put(leaf):
+        named = isinstance(leaf, hax.NamedArray)
+        axes = [("data" if axis == Embed else None) for axis in leaf.axes] if named else []
+        return jax.device_put(leaf, NamedSharding(mesh, PartitionSpec(*axes)))
+
+    return jax.tree.map(put, tree, is_leaf=lambda leaf: isinstance(leaf, hax.NamedArray))
+
+
+@pytest.mark.parametrize("devices", [1, 2, 8])
+def test_a_state_is_restored_onto_another_number_of_devices(tmp_path, devices):
+    arrays, rest = eqx.partition(state(seed=1), eqx.is_array)
+    saved_at(tmp_path, 1, one=eqx.combine(placed(arrays, 8), rest))
+    like = eqx.combine(placed(eqx.filter(state(), eqx.is_array), devices), rest)
+    checkpoints = opened(tmp_path)
+    restored, _ = checkpoints.restore(like)
+    checkpoints.close()
+    assert eqx.tree_equal(
+        jax.device_get(eqx.filter(restored.model, eqx.is_array)), jax.device_get(arrays.model)
+    )
+    weight = restored.model.linear.weight.array
+    assert weight.sharding == like.model.linear.weight.array.sharding
+    assert {shard.data.shape for shard in weight.addressable_shards} == {(2, 8 // devices)}
+    assert len(restored.key.devices()) == len(restored.step.devices()) == devices
+    doubled = jax.jit(lambda tree: jax.tree.map(lambda leaf: leaf * 2, tree))
+    assert len(doubled((restored.step, weight))[1].devices()) == devices  # all on the same devices

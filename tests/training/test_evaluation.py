@@ -25,7 +25,5 @@ def test_every_token_counts_the_same_in_a_short_last_sequence_too():
 
 def test_too_little_held_out_text_is_refused():
     packed = held_out_of(np.zeros(81, np.uint16), 8, 4)
-    held_out_evaluator(next_byte_loss, packed, 3)
-    message = r"has 10 sequences of 8 tokens, too few for trainer.eval_batches = 4 batches of 4"
-    with pytest.raises(ConfigError, match=message):
-        held_out_evaluator(next_byte_loss, packed, 4)
+    with pytest.raises(ConfigError, match=r"The set code has 3 batches, fewer than trainer.eval_batches = 4"):
+        held_out_evaluator(next_byte_loss, packed, 4, name="code")

@@ -1,14 +1,22 @@
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from stacked_remat.training import (
+    AdamWConfig,
+    CheckpointConfig,
+    Checkpoints,
     NonFiniteLossError,
-    OptimizerConfig,
+    Position,
+    ProfilerConfig,
     Progress,
+    RunFolder,
+    RunOutputs,
     Tracker,
     TrainerConfig,
     TrainState,
+    UpdateConfig,
     build_optimizer,
     held_out_evaluator,
     learning_rate_schedule,
@@ -21,7 +29,7 @@ from .token_batches import held_out_of, stream_of
 # optax's Adam raises a float to an integer power.
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 
-OPTIMIZER = OptimizerConfig(learning_rate=0.3, warmup_steps=1, weight_decay=0.0)
+OPTIMIZER = AdamWConfig(learning_rate=0.3, warmup_steps=1, weight_decay=0.0)
 
 
 class Recorder(Tracker, Progress):
@@ -40,14 +48,18 @@ class Recorder(Tracker, Progress):
     def work(self, what, done, total, status):
         self.calls.append(what)
 
-    def start(self, num_steps):
-        self.calls.append(f"start {num_steps}")
+    def start(self, num_steps, done=0):
+        self.calls.append(f"start {num_steps} after {done}")
 
-    def advance(self, step, loss, tokens_per_second):
+    def advance(self, step, loss, tokens_per_second, memory=None):
+        assert memory is None or memory > 0
         self.calls.append(step)
 
     def stop(self):
         self.calls.append("stop")
+
+    def of(self, name):
+        return [(step, line[name]) for step, line in self.logged if name in line]
 
 
 def stream(size, seed):
@@ -55,61 +67,194 @@ def stream(size, seed):
     return (np.cumsum(np.random.default_rng(seed).integers(1, 3, size)) % 7).astype(np.uint16)
 
 
-def run(recorder, *, loss_function=next_byte_loss, **config):
+def run(recorder, folder, *, loss_function=next_byte_loss, stop_after=None, num_sets=1, **config):
     trainer = TrainerConfig(**{"num_steps": 30, "log_every": 10, "eval_batches": 3, **config})
     optimizer = build_optimizer(OPTIMIZER, trainer.num_steps)
-    return train(
-        TrainState.init(next_byte(7), optimizer),
-        loss_function=loss_function,
-        optimizer=optimizer,
-        schedule=learning_rate_schedule(OPTIMIZER, trainer.num_steps),
-        training=stream_of(stream(2000, 0), 8, 4, trainer.seed),
-        evaluate=held_out_evaluator(loss_function, held_out_of(stream(400, 1), 8, 4), trainer.eval_batches),
-        config=trainer,
-        trackers=[recorder],
-        progress=recorder,
+    evaluators = {
+        name: held_out_evaluator(
+            loss_function,
+            held_out_of(stream(400, 1 + number), 8, 4),
+            trainer.eval_batches,
+        )
+        for number, name in enumerate(("held_out", "code")[:num_sets])
+    }
+    state, position = TrainState.init(next_byte(7), optimizer), None
+    checkpoints = Checkpoints(folder / "checkpoints", trainer.checkpoint, run_config={})
+    if checkpoints.latest() is not None:
+        state, restored = checkpoints.restore(state)
+        position = Position(**restored)
+    try:
+        return train(
+            state,
+            loss_function=loss_function,
+            optimizer=optimizer,
+            schedule=learning_rate_schedule(OPTIMIZER, trainer.num_steps),
+            training=stream_of(stream(2000, 0), 8, 4, trainer.seed),
+            evaluators=evaluators,
+            config=trainer,
+            outputs=RunOutputs(RunFolder(folder), checkpoints, [recorder], recorder),
+            position=position,
+            should_stop=lambda: "SIGTERM" if stop_after in recorder.calls else None,
+        )
+    finally:
+        checkpoints.close()
+
+
+def test_training_lowers_the_held_out_loss_to_what_can_be_known(tmp_path):
+    result = run(Recorder(), tmp_path)
+    np.testing.assert_allclose(result.held_out_before["held_out"], np.log(7), rtol=1e-5)
+    assert result.held_out_after["held_out"] < np.log(2) + 0.15
+    assert int(result.state.step) == 30 and result.stopped_by is None
+
+
+def test_the_same_seed_gives_the_same_run_and_another_does_not(tmp_path):
+    first, second, other = (
+        run(Recorder(), tmp_path / str(number), seed=seed).state.model.table
+        for number, seed in enumerate((0, 0, 1))
     )
-
-
-def test_training_lowers_the_held_out_loss_to_what_can_be_known():
-    result = run(Recorder())
-    np.testing.assert_allclose(result.held_out_before, np.log(7), rtol=1e-5)
-    assert result.held_out_after < np.log(2) + 0.15
-    assert int(result.state.step) == 30
-
-
-def test_the_same_seed_gives_the_same_run_and_another_does_not():
-    first, second, other = (run(Recorder(), seed=seed).state.model.table for seed in (0, 0, 1))
     np.testing.assert_array_equal(first, second)
     assert jnp.any(first != other)
 
 
-def test_metrics_come_at_the_start_the_end_and_in_between():
+def test_metrics_come_at_the_start_the_end_and_in_between(tmp_path):
     recorder = Recorder()
-    result = run(recorder, num_steps=12, log_every=5, eval_every=6)
+    result = run(recorder, tmp_path, num_steps=12, log_every=5, eval_every=6)
     trained = [(step, line) for step, line in recorder.logged if "loss" in line]
     assert [step for step, _ in trained] == [1, 5, 10, 12]
-    assert set(trained[0][1]) == {"loss", "grad_norm", "learning_rate", "tokens_per_second"}
-    assert trained[0][1]["learning_rate"] == 0 and trained[1][1]["tokens_per_second"] > 0
-    held_out = [(step, line["held_out_loss"]) for step, line in recorder.logged if "held_out_loss" in line]
+    names = {"loss", "grad_norm", "learning_rate", "tokens_per_second", "step_seconds", "peak_memory_bytes"}
+    assert set(trained[0][1]) == names
+    assert trained[0][1]["learning_rate"] == 0
+    for _, line in trained[1:]:
+        np.testing.assert_allclose(line["tokens_per_second"] * line["step_seconds"], 32, rtol=1e-6)
+    held_out = recorder.of("held_out_loss")
     assert [step for step, _ in held_out] == [0, 6, 12]
-    assert (held_out[0][1], held_out[2][1]) == (result.held_out_before, result.held_out_after)
-    assert recorder.calls == ["start 12", *range(1, 13), "stop"]  # closing trackers is the caller's
+    assert held_out[0][1] == result.held_out_before["held_out"]
+    assert held_out[2][1] == result.held_out_after["held_out"]
+    assert recorder.calls == ["start 12 after 0", *range(1, 13), "stop"]  # closing trackers is the caller's
 
 
-def test_evaluation_reads_as_many_batches_as_it_is_told():
-    few, many = (run(Recorder(), num_steps=2, eval_batches=n).held_out_after for n in (1, 10))
+def test_several_held_out_sets_are_evaluated_each_under_its_name(tmp_path):
+    recorder = Recorder()
+    result = run(recorder, tmp_path, num_steps=4, eval_every=2, num_sets=2)
+    assert [step for step, _ in recorder.of("code_loss")] == [0, 2, 4]
+    assert set(result.held_out_after) == {"held_out", "code"}
+    assert recorder.of("code_loss")[-1][1] == result.held_out_after["code"]
+    assert "code loss after 4 steps" in recorder.shown[-1]
+    assert result.held_out_after["code"] != result.held_out_after["held_out"]
+
+
+def test_evaluation_reads_as_many_batches_as_it_is_told(tmp_path):
+    few, many = (
+        run(Recorder(), tmp_path / str(n), num_steps=2, eval_batches=n).held_out_after["held_out"]
+        for n in (1, 10)
+    )
     assert few != many
 
 
-def test_a_loss_that_is_not_finite_stops_the_run_and_says_so():
-    recorder = Recorder()
+def test_a_run_that_was_asked_to_stop_goes_on_as_if_it_had_not_been(tmp_path):
+    options = {"num_steps": 12, "log_every": 1, "eval_every": 5}
+    whole, first, second = Recorder(), Recorder(), Recorder()
+    expected = run(whole, tmp_path / "whole", **options)
+    stopped = run(first, tmp_path / "run", stop_after=7, **options)
+    assert stopped.stopped_by == "SIGTERM" and int(stopped.state.step) == 7
+    resumed = run(second, tmp_path / "run", **options)
+    assert second.calls == ["start 12 after 7", *range(8, 13), "stop"]
+    assert resumed.held_out_before == expected.held_out_before
+    assert resumed.held_out_after == expected.held_out_after
+    np.testing.assert_array_equal(resumed.state.model.table, expected.state.model.table)
+    for name in ("loss", "grad_norm", "learning_rate", "held_out_loss"):
+        assert first.of(name) + second.of(name) == whole.of(name)
+    again = run(Recorder(), tmp_path / "run", **options)  # nothing is left to do
+    assert again.held_out_after == expected.held_out_after
 
-    def diverges(model, batch):
+
+def test_checkpoints_are_written_when_the_config_says_and_at_the_end(tmp_path):
+    config = CheckpointConfig(every_steps=5, keep_last=10)
+    run(Recorder(), tmp_path, num_steps=12, checkpoint=config)
+    assert {path.name for path in (tmp_path / "checkpoints").iterdir()} == {"5", "10", "12"}
+
+
+def diverges_below(limit, once=False):
+    """The loss of the next byte, which is NaN where it is smaller."""
+
+    def loss(model, batch):
         loss, _ = next_byte_loss(model, batch)
-        loss = jnp.where(loss < 1.7, jnp.nan, loss)
+        marked = batch.tokens.array[0, 0] == 3 if once else True
+        loss = jnp.where((loss < limit) & marked, jnp.nan, loss)
         return loss, {"loss": loss}
 
-    with pytest.raises(NonFiniteLossError, match=r"The loss of step \d+ is nan.*learning_rate"):
-        run(recorder, loss_function=diverges)
+    return loss
+
+
+def test_a_loss_that_is_not_finite_stops_the_run_and_leaves_the_steps_data(tmp_path):
+    recorder = Recorder()
+    with pytest.raises(NonFiniteLossError, match=r"Step \d+ is not finite: loss nan.*learning_rate"):
+        run(recorder, tmp_path, loss_function=diverges_below(1.7))
     assert recorder.calls[-1] == "stop"
+    step = recorder.calls[-2]
+    data = np.load(tmp_path / f"nonfinite_step_{step}.npz")
+    assert int(data["step"]) == step and np.isnan(data["metrics.loss"])
+    batches = stream_of(stream(2000, 0), 8, 4, 0)
+    expected = [batches.next() for _ in range(step)][-1]
+    for name in ("tokens", "targets", "weights"):
+        np.testing.assert_array_equal(data[f"batch.{name}"], getattr(expected, name).array)
+
+
+def test_a_gradient_that_is_not_finite_stops_the_run_too(tmp_path):
+    def infinite_slope(model, batch):
+        loss, metrics = next_byte_loss(model, batch)
+        return loss + 0 * jnp.sum(jnp.sqrt(model.table)), metrics
+
+    with pytest.raises(NonFiniteLossError, match=r"Step 1 is not finite: loss 1.9.*gradient norm nan"):
+        run(Recorder(), tmp_path, loss_function=infinite_slope)
+
+
+def test_steps_that_are_not_finite_can_be_skipped(tmp_path):
+    recorder, skip = Recorder(), UpdateConfig(on_nonfinite="skip", max_consecutive_skips=3)
+    result = run(
+        recorder,
+        tmp_path,
+        loss_function=diverges_below(1.7, once=True),
+        update=skip,
+        log_every=1,
+        eval_every=100,
+    )
+    skipped = [step for step, skips in recorder.of("skips") if skips]
+    assert skipped and len(skipped) < 20
+    assert f"step {skipped[0]} skipped: loss nan" in "".join(recorder.shown)
+    assert int(result.state.step) == 30 and jnp.all(jnp.isfinite(result.state.model.table))
+    # the learning rate is that of the updates that were made
+    rates = dict(recorder.of("learning_rate"))
+    assert rates[skipped[0] + 1] == rates[skipped[0]]
+
+
+def test_too_many_skips_in_a_row_stop_the_run(tmp_path):
+    recorder, skip = Recorder(), UpdateConfig(on_nonfinite="skip", max_consecutive_skips=3)
+    with pytest.raises(NonFiniteLossError):
+        run(recorder, tmp_path, loss_function=diverges_below(1.7), update=skip)
+    assert sum("skipped" in line for line in recorder.shown) == 3
+    assert list(tmp_path.glob("nonfinite_step_*.npz"))
+
+
+def test_utilisation_is_reported_where_the_peak_is_known(tmp_path):
+    def product_loss(model, batch):
+        one_hot = jax.nn.one_hot(batch.tokens.array, 7)
+        log_probs = jax.nn.log_softmax(one_hot @ model.table)
+        loss = -jnp.mean(jnp.take_along_axis(log_probs, batch.targets.array[..., None], axis=-1))
+        return loss, {"loss": loss}
+
+    recorder = Recorder()
+    profiler = ProfilerConfig(peak_flops=1e9)
+    run(recorder, tmp_path, loss_function=product_loss, num_steps=12, log_every=5, profiler=profiler)
+    for (_, share), (_, seconds) in list(zip(recorder.of("mfu"), recorder.of("step_seconds"), strict=True))[
+        1:
+    ]:
+        np.testing.assert_allclose(share * seconds * 1e9, 3 * 2 * 4 * 8 * 7 * 7, rtol=1e-6)
+
+
+def test_a_window_of_steps_is_traced(tmp_path):
+    profiler = ProfilerConfig(start_step=3, num_steps=2)
+    run(Recorder(), tmp_path, num_steps=8, profiler=profiler)
+    assert list((tmp_path / "profile").rglob("*.xplane.pb"))
+    run(Recorder(), tmp_path / "other", num_steps=8)
+    assert not (tmp_path / "other" / "profile").exists()

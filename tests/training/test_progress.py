@@ -6,11 +6,11 @@ from rich.console import Console
 from stacked_remat.training import ConsoleProgress
 
 
-def run(progress, steps):
+def run(progress, steps, memory=None):
     progress.message("[before]")
     progress.start(steps)
     for step in range(1, steps + 1):
-        progress.advance(step, 5.0 - step / 10, float("nan") if step == 1 else 1234.5)
+        progress.advance(step, 5.0 - step / 10, float("nan") if step == 1 else 1234.5, memory)
     progress.stop()
 
 
@@ -36,6 +36,33 @@ def test_a_bar_can_be_stopped_twice_and_started_again():
     run(progress, 2)
     progress.stop()
     run(progress, 2)
+
+
+def test_memory_is_shown_where_it_is_known():
+    out = io.StringIO()
+    run(ConsoleProgress(Console(file=out, width=80), line_every=2), 2, memory=3 << 29)
+    assert "1,234 tokens/s  1.50 GiB" in out.getvalue().splitlines()[-1]
+    assert "GiB" in shown_in_a_terminal(memory=3 << 29) and "GiB" not in shown_in_a_terminal(memory=None)
+
+
+def shown_in_a_terminal(memory):
+    out = io.StringIO()
+    run(ConsoleProgress(Console(file=out, force_terminal=True, width=120, color_system=None)), 2, memory)
+    return out.getvalue()
+
+
+def test_a_run_that_goes_on_starts_where_it_was():
+    out = io.StringIO()
+    lines = ConsoleProgress(Console(file=out, width=80), line_every=100)
+    lines.start(50, done=40)
+    for step in range(41, 51):
+        lines.advance(step, 1.0, 10.0)
+    assert [line.split()[1] for line in out.getvalue().splitlines()] == ["41/50", "50/50"]
+    out = io.StringIO()
+    bar = ConsoleProgress(Console(file=out, force_terminal=True, width=120, color_system=None))
+    bar.start(50, done=40)
+    bar.stop()
+    assert "40/50" in out.getvalue()
 
 
 def work(progress, total=3):

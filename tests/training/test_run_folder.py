@@ -1,35 +1,87 @@
+import json
+
 import pytest
 import yaml
 
-from stacked_remat.training import RunFolder
+from stacked_remat.training import ConfigError, RunFolder, config_changes
+
+CONFIG = {"model": {"type": "x", "width": 2}, "trainer": {"log_every": 1, "checkpoint": {"keep_last": 2}}}
+
+
+def changed(**model):
+    return {**CONFIG, "model": {**CONFIG["model"], **model}}
 
 
 def test_it_holds_the_resolved_config(tmp_path):
-    folder = RunFolder.create(tmp_path / "a" / "b", {"model": {"type": "x"}, "n": 1})
-    assert yaml.safe_load(folder.config.read_text()) == {"model": {"type": "x"}, "n": 1}
-    assert {folder.metrics.parent, folder.checkpoint.parent} == {tmp_path / "a" / "b"}
+    folder = RunFolder.open(tmp_path / "a" / "b", CONFIG)
+    assert yaml.safe_load(folder.config.read_text()) == CONFIG
+    assert {folder.metrics.parent, folder.checkpoints.parent} == {tmp_path / "a" / "b"}
 
 
 def test_an_empty_folder_is_taken(tmp_path):
     (tmp_path / "notes.txt").write_text("mine")
-    assert RunFolder.create(tmp_path, {}).config.exists()
+    assert RunFolder.open(tmp_path, {}).config.exists()
 
 
-def test_results_of_an_earlier_run_are_not_touched(tmp_path):
-    folder = RunFolder.create(tmp_path, {"n": 1})
+def test_an_unfinished_run_of_the_same_config_is_opened_again(tmp_path):
+    folder = RunFolder.open(tmp_path, CONFIG)
     folder.metrics.write_text("old")
-    with pytest.raises(FileExistsError, match=r"config.yaml, metrics.jsonl.*--trainer.run_dir.*overwrite"):
-        RunFolder.create(tmp_path, {"n": 2})
-    assert folder.metrics.read_text() == "old" and yaml.safe_load(folder.config.read_text()) == {"n": 1}
+    assert RunFolder.open(tmp_path, CONFIG).metrics.read_text() == "old"
+    elsewhere = {**CONFIG, "trainer": {"log_every": 5, "checkpoint": {"keep_last": 9}}, "remat": "nested"}
+    RunFolder.open(tmp_path, elsewhere)  # none of this changes what is computed
+    assert yaml.safe_load(folder.config.read_text()) == CONFIG
+    folder.begin(elsewhere)
+    assert yaml.safe_load(folder.config.read_text()) == elsewhere
+
+
+def test_a_run_of_another_config_is_refused_with_the_keys_that_differ(tmp_path):
+    folder = RunFolder.open(tmp_path, CONFIG)
+    with pytest.raises(
+        ConfigError, match=r"model.depth: nothing there, 1 now\n  model.width: 2 there, 3 now\n"
+    ):
+        RunFolder.open(tmp_path, changed(width=3, depth=1))
+    assert yaml.safe_load(folder.config.read_text()) == CONFIG
+    RunFolder.open(tmp_path, changed(width=3), accept_changes=True).begin(changed(width=3))
+    assert yaml.safe_load(folder.config.read_text()) == changed(width=3)
+
+
+def test_a_finished_run_is_not_touched(tmp_path):
+    folder = RunFolder.open(tmp_path, CONFIG)
+    folder.finish({"held_out_after": {"held_out": 1.5}})
+    assert json.loads(folder.result.read_text()) == {"held_out_after": {"held_out": 1.5}}
+    for accept_changes in (False, True):
+        with pytest.raises(FileExistsError, match=r"a finished run.*--trainer.run_dir.*--trainer.overwrite"):
+            RunFolder.open(tmp_path, CONFIG, accept_changes=accept_changes)
+    assert folder.result.exists()
+    RunFolder.open(tmp_path, changed(width=3), accept_changes=True)  # a longer run, say
+    assert folder.result.exists()
+    folder.begin(changed(width=3))
+    assert not folder.result.exists()
+
+
+def test_results_without_a_config_are_not_touched(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text("whose?")
+    with pytest.raises(FileExistsError, match=r"results of an earlier run \(metrics.jsonl\) and no config"):
+        RunFolder.open(tmp_path, CONFIG)
 
 
 def test_overwriting_deletes_results_and_nothing_else(tmp_path):
-    folder = RunFolder.create(tmp_path, {"n": 1})
+    folder = RunFolder.open(tmp_path, CONFIG)
     folder.metrics.write_text("old")
-    folder.checkpoint.mkdir()
-    (folder.checkpoint / "state.eqx").write_text("old")
+    folder.finish({})
+    folder.nonfinite_step(3).write_text("old")
+    for results in (folder.checkpoints, folder.profile, tmp_path / "tensorboard"):
+        (results / "1").mkdir(parents=True)
     (tmp_path / "notes.txt").write_text("mine")
-    RunFolder.create(tmp_path, {"n": 2}, overwrite=True)
-    assert not folder.metrics.exists() and not folder.checkpoint.exists()
-    assert (tmp_path / "notes.txt").read_text() == "mine"
-    assert yaml.safe_load(folder.config.read_text()) == {"n": 2}
+    RunFolder.open(tmp_path, changed(width=3), overwrite=True)
+    assert {path.name for path in tmp_path.iterdir()} == {"config.yaml", "notes.txt"}
+    assert yaml.safe_load(folder.config.read_text()) == changed(width=3)
+
+
+def test_changes_name_only_what_changes_results():
+    earlier = {
+        "remat": True,
+        "trainer": {"num_steps": 1, "run_dir": "a", "trackers": {"wandb": {"project": "p"}}},
+    }
+    now = {"remat": "nested", "trainer": {"num_steps": 2, "run_dir": "b", "trackers": {"wandb": {}}}}
+    assert config_changes(earlier, now) == ["trainer.num_steps: 1 there, 2 now"]

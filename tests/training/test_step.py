@@ -1,21 +1,50 @@
 import functools
 
 import equinox as eqx
+import haliax as hax
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 
-from stacked_remat.training import TrainState, train_step
+from stacked_remat.training import (
+    PrecisionConfig,
+    RandomLoss,
+    TrainerConfig,
+    TrainState,
+    UpdateConfig,
+    build_step,
+    cast_parameters,
+    in_float32,
+    train_step,
+)
 
-from .next_byte import next_byte, next_byte_loss
+from .next_byte import NextByte, next_byte, next_byte_loss
 from .token_batches import held_out_of
 
-TOKENS = np.random.default_rng(0).integers(0, 5, 200).astype(np.uint16)
-BATCHES = held_out_of(TOKENS, 8, 4)
+BATCHES = held_out_of(np.random.default_rng(0).integers(0, 5, 200).astype(np.uint16), 8, 4)
 SGD = optax.sgd(0.5)
 STEP = functools.partial(train_step, loss_function=next_byte_loss, optimizer=SGD)
+
+
+def random_model():
+    return NextByte(jax.random.normal(jax.random.key(0), (5, 5)))
+
+
+def uneven(batch):
+    """The batch with few weights in some rows and none in one."""
+    weights = jnp.ones((4, 8)).at[0, 3:].set(0.0).at[1].set(0.0).at[3, 1:5].set(0.0)
+    return eqx.tree_at(lambda batch: batch.weights.array, batch, weights)
+
+
+def summed_loss(model, batch):
+    """The mean of the weights, also of a batch without any, and an auxiliary loss that is a mean of rows."""
+    log_probs = jax.nn.log_softmax(model.table[batch.tokens.array])
+    picked = -jnp.take_along_axis(log_probs, batch.targets.array[..., None], axis=-1)[..., 0]
+    loss = jnp.sum(picked * batch.weights.array) / jnp.maximum(jnp.sum(batch.weights.array), 1.0)
+    auxiliary = 0.3 * jnp.mean(jnp.sum(model.table[batch.tokens.array] ** 2, axis=(1, 2)))
+    return loss + auxiliary, {"loss": loss, "auxiliary": auxiliary, "rows": jnp.ones(2) * auxiliary}
 
 
 def test_a_step_goes_down_the_gradient():
@@ -36,8 +65,9 @@ def test_steps_lower_the_loss_of_the_batch():
     assert losses == sorted(losses, reverse=True) and losses[-1] < losses[0]
 
 
-def test_the_compiled_step_updates_the_state_in_place():
-    compiled = eqx.filter_jit(STEP, donate="all-except-first")
+@pytest.mark.parametrize("options", [{}, {"microbatches": 2}, {"skip_nonfinite": True}], ids=str)
+def test_the_compiled_step_updates_the_state_in_place(options):
+    compiled = eqx.filter_jit(functools.partial(STEP, **options), donate="all-except-first")
     state, batch = TrainState.init(next_byte(5), SGD), BATCHES.batch(0)
     expected, _ = STEP(batch, state)
     after, _ = compiled(batch, state)
@@ -51,16 +81,154 @@ def test_what_is_no_float_is_left_alone():
     def loss(model, batch):
         return next_byte_loss(model[0], batch)
 
-    step = functools.partial(train_step, loss_function=loss, optimizer=SGD)
-    after, _ = step(BATCHES.batch(0), TrainState.init(model, SGD))
-    np.testing.assert_array_equal(after.model[1], jnp.arange(3))
-    assert after.model[2] == "name"
+    for options in ({}, {"microbatches": 2}, {"skip_nonfinite": True}):
+        step = functools.partial(train_step, loss_function=loss, optimizer=SGD, **options)
+        after, _ = step(BATCHES.batch(0), TrainState.init(model, SGD))
+        np.testing.assert_array_equal(after.model[1], jnp.arange(3))
+        assert after.model[2] == "name"
 
 
 def test_a_loss_without_metrics_is_an_error():
     state = TrainState.init(next_byte(5), SGD)
     with pytest.raises(TypeError):
         train_step(BATCHES.batch(0), state, loss_function=lambda m, b: m.table.sum(), optimizer=SGD)  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_microbatches_give_the_update_of_the_whole_batch(count):
+    state, batch = TrainState.init(random_model(), SGD), uneven(BATCHES.batch(0))
+    step = functools.partial(train_step, loss_function=summed_loss, optimizer=SGD)
+    whole, expected = step(batch, state)
+    parts, metrics = step(batch, state, microbatches=count)
+    np.testing.assert_allclose(parts.model.table, whole.model.table, rtol=1e-5, atol=1e-6)
+    for name in ("loss", "auxiliary", "rows", "grad_norm"):
+        np.testing.assert_allclose(metrics[name], expected[name], rtol=1e-5)
+    # a plain mean over microbatches would be another update
+    rows = [_row(batch, index) for index in range(4)]
+    plain = sum(jax.grad(lambda m, b=b: summed_loss(m, b)[0])(state.model).table for b in rows) / 4
+    assert not np.allclose(state.model.table - 0.5 * plain, whole.model.table, atol=1e-3)
+
+
+def _row(batch, index):
+    return jax.tree.map(lambda leaf: leaf["batch", index : index + 1], batch, is_leaf=_named)
+
+
+def _named(node):
+    return isinstance(node, hax.NamedArray)
+
+
+def test_microbatches_do_not_grow_the_program():
+    def exponentials(count):
+        step = functools.partial(STEP, microbatches=count)
+        return str(jax.make_jaxpr(step)(BATCHES.batch(0), TrainState.init(next_byte(5), SGD))).count("= exp ")
+
+    assert exponentials(1) == exponentials(2) == exponentials(4) > 0
+
+
+def test_rows_that_can_not_be_dealt_out_are_refused():
+    with pytest.raises(ValueError, match=r"batch of 4 sequences can't be cut into .*microbatches = 3"):
+        STEP(BATCHES.batch(0), TrainState.init(next_byte(5), SGD), microbatches=3)
+
+
+def test_gradients_are_added_up_in_the_dtype_asked_for():
+    state = TrainState.init(random_model(), SGD)
+    seen = []
+
+    def update(updates, state, parameters=None):
+        seen.append(updates.table.dtype)
+        return updates, state
+
+    spy = optax.GradientTransformation(lambda _: None, update)
+    for dtype in ("float32", "bfloat16"):
+        for count in (1, 2):
+            train_step(
+                BATCHES.batch(0),
+                TrainState.init(state.model, spy),
+                loss_function=next_byte_loss,
+                optimizer=spy,
+                microbatches=count,
+                gradient_dtype=dtype,
+            )
+    assert seen == [jnp.float32, jnp.float32, jnp.bfloat16, jnp.bfloat16]
+
+
+def test_weights_in_bfloat16_are_moved_by_updates_in_float32():
+    model = cast_parameters(random_model(), "bfloat16")
+    optimizer = in_float32(SGD)
+
+    def loss(model, batch):
+        return next_byte_loss(NextByte(model.table.astype(jnp.float32)), batch)
+
+    for count in (1, 2):
+        state = TrainState.init(model, optimizer)
+        after, _ = train_step(
+            BATCHES.batch(0), state, loss_function=loss, optimizer=optimizer, microbatches=count
+        )
+        gradient = jax.grad(lambda m: loss(m, BATCHES.batch(0))[0])(model).table
+        expected = (model.table.astype(jnp.float32) - 0.5 * gradient.astype(jnp.float32)).astype(jnp.bfloat16)
+        assert after.model.table.dtype == jnp.bfloat16
+        np.testing.assert_allclose(
+            after.model.table.astype(jnp.float32), expected.astype(jnp.float32), rtol=2**-7
+        )
+
+
+def diverging(model, batch):
+    loss, _ = next_byte_loss(model, batch)
+    loss = loss * jnp.where(batch.tokens.array[0, 0] == 0, jnp.nan, 1.0)
+    return loss, {"loss": loss}
+
+
+def with_first_token(token):
+    batch = BATCHES.batch(0)
+    return eqx.tree_at(lambda batch: batch.tokens.array, batch, batch.tokens.array.at[0, 0].set(token))
+
+
+@pytest.mark.usefixtures("standard_promotion")
+def test_a_step_that_is_not_finite_is_skipped_and_counted():
+    optimizer = optax.adam(0.1)
+    step = functools.partial(train_step, loss_function=diverging, optimizer=optimizer, skip_nonfinite=True)
+    good, bad = with_first_token(1), with_first_token(0)
+    first, metrics = step(good, TrainState.init(random_model(), optimizer))
+    assert int(metrics["skips"]) == 0
+    skipped, metrics = step(bad, first)
+    assert not np.isfinite(metrics["loss"]) and int(metrics["skips"]) == 1
+    assert eqx.tree_equal((skipped.model, skipped.optimizer_state), (first.model, first.optimizer_state))
+    assert int(skipped.step) == 2
+    again, _ = step(bad, skipped)
+    assert int(again.skips) == 2
+    after, metrics = step(good, again)
+    assert int(after.skips) == int(metrics["skips"]) == 0 and jnp.any(after.model.table != first.model.table)
+    assert eqx.tree_equal(after.model, step(good, first)[0].model)  # as if the bad steps had not been
+
+
+def test_what_is_random_differs_by_step_and_microbatch_and_repeats_with_the_key():
+    def noisy(model, batch, key):
+        loss, _ = next_byte_loss(model, batch)
+        noise = jax.random.uniform(key)
+        return loss, {"loss": loss, "noise": noise}
+
+    step = functools.partial(train_step, loss_function=RandomLoss(noisy), optimizer=SGD)
+    state = TrainState.init(next_byte(5), SGD, key=jax.random.key(7))
+    second, first = step(BATCHES.batch(0), state)
+    _, other = step(BATCHES.batch(0), second)
+    _, again = step(BATCHES.batch(0), state)
+    _, halves = step(BATCHES.batch(0), state, microbatches=2)
+    assert first["noise"] == again["noise"]
+    assert len({float(m["noise"]) for m in (first, other, halves)}) == 3
+    with_other_key = TrainState.init(next_byte(5), SGD, key=jax.random.key(8))
+    assert step(BATCHES.batch(0), with_other_key)[1]["noise"] != first["noise"]
+
+
+def test_a_step_is_built_as_the_config_says():
+    config = TrainerConfig(
+        update=UpdateConfig(microbatches=2, on_nonfinite="skip"),
+        precision=PrecisionConfig(gradients="bfloat16"),
+    )
+    step = build_step(config, loss_function=next_byte_loss, optimizer=SGD)
+    assert step.keywords["microbatches"] == 2 and step.keywords["skip_nonfinite"]  # pyright: ignore[reportFunctionMemberAccess]
+    assert step.keywords["gradient_dtype"] == "bfloat16"  # pyright: ignore[reportFunctionMemberAccess]
+    plain = build_step(TrainerConfig(), loss_function=next_byte_loss, optimizer=SGD)
+    assert "skips" not in plain(BATCHES.batch(0), TrainState.init(next_byte(5), SGD))[1]
 
 
 def test_only_what_is_trainable_is_differentiated_and_has_optimizer_state():
@@ -70,17 +238,19 @@ def test_only_what_is_trainable_is_differentiated_and_has_optimizer_state():
         value, metrics = next_byte_loss(model[0], batch)
         return value + next_byte_loss(model[1], batch)[0], metrics
 
-    adam = optax.sgd(0.5, momentum=0.9)
+    momentum = optax.sgd(0.5, momentum=0.9)
     second = jax.tree.map(lambda _: False, model[0]), jax.tree.map(lambda _: True, model[1])
-    state = TrainState.init(model, adam, second)
+    state = TrainState.init(model, momentum, second)
     assert state.trained[0].table is None and state.frozen[1].table is None
     assert len([leaf for leaf in jax.tree.leaves(state.optimizer_state) if leaf.ndim]) == 1
-    after, metrics = train_step(BATCHES.batch(0), state, loss_function=loss, optimizer=adam)
-    assert after.model[0].table is model[0].table
-    expected, _ = STEP(BATCHES.batch(0), TrainState.init(model[1], SGD))
-    np.testing.assert_allclose(after.model[1].table, expected.model.table, atol=1e-6)
-    alone = STEP(BATCHES.batch(0), TrainState.init(model[1], SGD))[1]["grad_norm"]
-    np.testing.assert_allclose(metrics["grad_norm"], alone, rtol=1e-6)
+    expected, alone = STEP(BATCHES.batch(0), TrainState.init(model[1], SGD))
+    for count in (1, 2):
+        after, metrics = train_step(
+            BATCHES.batch(0), state, loss_function=loss, optimizer=momentum, microbatches=count
+        )
+        assert after.model[0].table is model[0].table
+        np.testing.assert_allclose(after.model[1].table, expected.model.table, atol=1e-6)
+        np.testing.assert_allclose(metrics["grad_norm"], alone["grad_norm"], rtol=1e-6)
 
 
 def test_what_is_trainable_may_be_a_predicate():

@@ -1,14 +1,32 @@
 import json
+import sys
+from types import SimpleNamespace
 
 import jax.numpy as jnp
+import pytest
 
-from stacked_remat.training import JsonLinesTracker
+from stacked_remat.training import (
+    ConfigError,
+    JsonLinesTracker,
+    TrackersConfig,
+    TrackioConfig,
+    WandbConfig,
+    build_trackers,
+    check_trackers,
+)
+
+METRICS = {"loss": jnp.float32(1.5), "per_layer": jnp.array([1.0, 2.0])}
+ALL = TrackersConfig(
+    tensorboard=True,
+    wandb=WandbConfig(project="words", entity="team", mode="offline"),
+    trackio=TrackioConfig(project="words", name="first", space_id="team/space"),
+)
 
 
 def test_lines_hold_numbers_arrays_and_null_for_what_is_not_finite(tmp_path):
     path = tmp_path / "metrics.jsonl"
     tracker = JsonLinesTracker(path)
-    tracker.log(0, {"loss": jnp.float32(1.5), "per_layer": jnp.array([1.0, 2.0]), "speed": float("nan")})
+    tracker.log(0, {**METRICS, "speed": float("nan")})
     on_disk = path.read_text()  # before the tracker is closed
     tracker.log(3, {"loss": 0.5, "tokens": 7})
     tracker.close()
@@ -23,3 +41,124 @@ def test_lines_are_added_to_those_that_are_there(tmp_path):
         tracker.log(step, {})
         tracker.close()
     assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [0, 1]
+
+
+@pytest.mark.parametrize(("resumed_after", "kept"), [(None, 5), (7, 5), (5, 4), (-1, 0)])
+def test_lines_after_the_step_a_run_goes_on_from_are_dropped(tmp_path, resumed_after, kept):
+    path = tmp_path / "metrics.jsonl"
+    lines = [json.dumps({"step": step}) + "\n" for step in (0, 1, 5, 5, 6)]
+    half = "" if resumed_after is None else '{"step": 3, "lo'
+    path.write_text("".join(lines) + half)
+    JsonLinesTracker(path, resumed_after=resumed_after).close()
+    assert path.read_text() == "".join(lines[:kept])
+    assert [file.name for file in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+class FakeRun:
+    """Stands for wandb, trackio, and what their init returns."""
+
+    def __init__(self):
+        self.options, self.logged, self.finished = [], [], 0
+
+    def init(self, **options):
+        self.options.append(options)
+        return self
+
+    def log(self, metrics, step):
+        self.logged.append((step, metrics))
+
+    def finish(self):
+        self.finished += 1
+
+
+class FakeWriter:
+    def __init__(self, folder, purge_step):
+        self.folder, self.purge_step, self.scalars, self.closed = folder, purge_step, [], False
+        written.append(self)
+
+    def add_scalar(self, name, value, step):
+        self.scalars.append((name, value, step))
+
+    def close(self):
+        self.closed = True
+
+
+written = []
+
+
+@pytest.fixture
+def packages(monkeypatch):
+    written.clear()
+    fakes = {
+        "wandb": FakeRun(),
+        "trackio": FakeRun(),
+        "tensorboardX": SimpleNamespace(SummaryWriter=FakeWriter),
+    }
+    for name, fake in fakes.items():
+        monkeypatch.setitem(sys.modules, name, fake)
+    return fakes
+
+
+def test_nothing_is_imported_that_is_not_asked_for(tmp_path, monkeypatch):
+    for name in ("wandb", "trackio", "tensorboardX"):
+        monkeypatch.setitem(sys.modules, name, None)  # importing it fails
+    assert build_trackers(TrackersConfig(), tmp_path, {}) == []
+    check_trackers(TrackersConfig())
+
+
+@pytest.mark.parametrize(
+    ("config", "package"),
+    [
+        (TrackersConfig(tensorboard=True), "tensorboardX"),
+        (TrackersConfig(wandb=WandbConfig(project="p")), "wandb"),
+        (TrackersConfig(trackio=TrackioConfig(project="p")), "trackio"),
+    ],
+)
+def test_a_package_that_is_missing_is_named(tmp_path, monkeypatch, config, package):
+    monkeypatch.setitem(sys.modules, package, None)
+    for check in (lambda: check_trackers(config), lambda: build_trackers(config, tmp_path, {})):
+        with pytest.raises(ConfigError, match=f"needs the package {package}: pip install {package}"):
+            check()
+
+
+def test_every_tracker_gets_a_scalar_for_each_number(tmp_path, packages):
+    check_trackers(ALL)
+    trackers = build_trackers(ALL, tmp_path, {"n": 1})
+    assert len(trackers) == 3
+    for tracker in trackers:
+        tracker.log(4, METRICS)
+        tracker.close()
+    scalars = {"loss": 1.5, "per_layer/0": 1.0, "per_layer/1": 2.0}
+    assert written[0].scalars == [(name, value, 4) for name, value in scalars.items()]
+    assert written[0].folder == str(tmp_path / "tensorboard") and written[0].closed
+    for name in ("wandb", "trackio"):
+        assert packages[name].logged == [(4, scalars)] and packages[name].finished == 1
+
+
+def test_runs_elsewhere_are_started_as_configured_and_gone_on_with(tmp_path, packages):
+    folder = tmp_path / "run7"
+    folder.mkdir()
+    for resumed_after in (None, 12):
+        build_trackers(ALL, folder, {"n": 1}, resumed_after=resumed_after)
+    first, second = packages["wandb"].options
+    assert first == second and len(first.pop("id")) == 32
+    assert first == {
+        "project": "words", "entity": "team", "name": "run7", "mode": "offline",
+        "dir": str(folder), "config": {"n": 1}, "resume": "allow",
+    }  # fmt: skip
+    assert packages["trackio"].options[0] == {
+        "project": "words", "name": "first", "space_id": "team/space", "config": {"n": 1}, "resume": "allow",
+    }  # fmt: skip
+    assert [writer.purge_step for writer in written] == [None, 13]
+
+
+def test_tensorboard_event_files_are_written(tmp_path):
+    pytest.importorskip("tensorboardX")
+    for resumed_after in (None, 4):
+        (tracker,) = build_trackers(
+            TrackersConfig(tensorboard=True), tmp_path, {}, resumed_after=resumed_after
+        )
+        tracker.log(5, METRICS)
+        tracker.close()
+    events = [path.read_bytes() for path in (tmp_path / "tensorboard").iterdir()]
+    assert any(b"per_layer/1" in event and b"loss" in event for event in events)

@@ -1,0 +1,99 @@
+"""The arrays of a training state by name, and how two states differ in them."""
+
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from haliax import NamedArray
+
+State = TypeVar("State")
+
+_SHOWN = 8
+
+
+def arrays_by_name(tree: Any) -> dict[str, Any]:
+    """The arrays of a tree, or the shapes that stand for them, by their path: `trained.head.weight`.
+
+    The array of a `NamedArray` goes by the name of the latter. Keys of random numbers come as they are.
+    """
+    return {name: _array(leaf) for name, leaf in _leaves(tree) if _is_array(_array(leaf))}
+
+
+def layout(tree: Any) -> dict[str, dict[str, Any]]:
+    """What a checkpoint says of each array: its shape and dtype, and its axes where they have names."""
+    entries: dict[str, dict[str, Any]] = {}
+    for name, leaf in _leaves(tree):
+        array = _array(leaf)
+        if _is_array(array):
+            entries[name] = {"shape": list(array.shape), "dtype": str(array.dtype)}
+            if isinstance(leaf, NamedArray):
+                entries[name]["axes"] = [axis.name for axis in leaf.axes]
+    return entries
+
+
+def differences(saved: Mapping[str, Mapping[str, Any]], wanted: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """One line for each array that is not the same in two layouts."""
+    lines = [f"{name}: only in the checkpoint, {_shown(saved[name])}" for name in saved if name not in wanted]
+    lines += [f"{name}: only in this run, {_shown(wanted[name])}" for name in wanted if name not in saved]
+    lines += [
+        f"{name}: {_shown(saved[name])} in the checkpoint, {_shown(wanted[name])} in this run"
+        for name in saved
+        if name in wanted and dict(saved[name]) != dict(wanted[name])
+    ]
+    if len(lines) > _SHOWN:
+        lines = [*lines[:_SHOWN], f"and {len(lines) - _SHOWN} more"]
+    return lines
+
+
+def with_arrays(like: State, arrays: Mapping[str, Any]) -> State:
+    """`like` with the arrays of these names put in place of its own."""
+
+    def replace(path: tuple[Any, ...], leaf: Any) -> Any:
+        name = _name(path)
+        if name not in arrays or not _is_array(_array(leaf)):
+            return leaf
+        return NamedArray(arrays[name], leaf.axes) if isinstance(leaf, NamedArray) else arrays[name]
+
+    return jax.tree_util.tree_map_with_path(replace, like, is_leaf=_is_named)
+
+
+def select(tree: Any, chosen: Callable[[Any], Any] | None) -> Any:
+    """The arrays of a tree that `chosen`, a function from the tree to a tree of booleans, marks; else all."""
+    return tree if chosen is None else eqx.filter(tree, chosen(tree))
+
+
+def is_key(array: Any) -> bool:
+    """Whether an array, or the shape that stands for it, holds keys of random numbers."""
+    return jnp.issubdtype(array.dtype, jax.dtypes.prng_key)
+
+
+def _leaves(tree: Any) -> list[tuple[str, Any]]:
+    found = jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is_named)[0]
+    return [(_name(path), leaf) for path, leaf in found]
+
+
+def _name(path: tuple[Any, ...]) -> str:
+    return jax.tree_util.keystr(path, simple=True, separator=".")
+
+
+def _array(leaf: Any) -> Any:
+    return leaf.array if isinstance(leaf, NamedArray) else leaf
+
+
+def _is_array(leaf: Any) -> bool:
+    return isinstance(leaf, jax.Array | jax.ShapeDtypeStruct | np.ndarray)
+
+
+def _is_named(node: Any) -> bool:
+    return isinstance(node, NamedArray)
+
+
+def _shown(entry: Mapping[str, Any]) -> str:
+    names = entry.get("axes")
+    sizes = (
+        entry["shape"] if names is None else [f"{n} {s}" for n, s in zip(names, entry["shape"], strict=True)]
+    )
+    return f"{entry['dtype']}[{', '.join(map(str, sizes))}]"

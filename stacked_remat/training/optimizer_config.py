@@ -1,0 +1,250 @@
+"""Which optimizer, how fast and how long: registries of frozen dataclasses, read by `type:`."""
+
+import abc
+from dataclasses import dataclass, field
+
+import draccus
+
+
+class ScheduleConfig(draccus.ChoiceRegistry, abc.ABC):
+    """What the learning rate does after its warm-up; `schedule: {type: NAME, ...}`, cosine if not named."""
+
+    @classmethod
+    def default_choice_name(cls) -> str:
+        """The schedule of a section without `type`."""
+        return "cosine"
+
+
+@ScheduleConfig.register_subclass("constant")
+@dataclass(frozen=True)
+class ConstantSchedule(ScheduleConfig):
+    """The highest rate to the end."""
+
+
+@ScheduleConfig.register_subclass("cosine")
+@dataclass(frozen=True)
+class CosineSchedule(ScheduleConfig):
+    """Half a cosine down to the last step (Loshchilov & Hutter 2017).
+
+    Attributes:
+        min_lr_ratio: learning rate of the last step as a share of the highest.
+    """
+
+    min_lr_ratio: float = 0.1
+
+    def __post_init__(self) -> None:
+        _require_share("min_lr_ratio", self.min_lr_ratio)
+
+
+@ScheduleConfig.register_subclass("linear")
+@dataclass(frozen=True)
+class LinearSchedule(ScheduleConfig):
+    """A straight line down to the last step.
+
+    Attributes:
+        min_lr_ratio: learning rate of the last step as a share of the highest.
+    """
+
+    min_lr_ratio: float = 0.0
+
+    def __post_init__(self) -> None:
+        _require_share("min_lr_ratio", self.min_lr_ratio)
+
+
+@ScheduleConfig.register_subclass("wsd")
+@dataclass(frozen=True)
+class WarmupStableDecaySchedule(ScheduleConfig):
+    """The highest rate, then a straight line down over the last part of the run (Hu et al. 2024).
+
+    Attributes:
+        decay_fraction: share of all steps that the decay takes.
+        min_lr_ratio: learning rate of the last step as a share of the highest.
+    """
+
+    decay_fraction: float = 0.2
+    min_lr_ratio: float = 0.0
+
+    def __post_init__(self) -> None:
+        _require_share("min_lr_ratio", self.min_lr_ratio)
+        if not 0 < self.decay_fraction <= 1:
+            raise ValueError(
+                f"optimizer.schedule.decay_fraction must lie in (0, 1], got {self.decay_fraction}; for no "
+                f"decay write optimizer.schedule.type: constant."
+            )
+
+
+@dataclass(frozen=True)
+class OptimizerConfig(draccus.ChoiceRegistry, abc.ABC):
+    """What every optimizer has; `optimizer: {type: NAME, ...}`, AdamW if none is named.
+
+    Weights decay by `learning_rate * weight_decay` a step, apart from the gradient, whatever the optimizer.
+
+    Attributes:
+        learning_rate: the highest learning rate, reached at the end of the warm-up.
+        warmup_steps: steps from zero to the highest learning rate.
+        schedule: the learning rate after the warm-up.
+        weight_decay: decay of every weight except those of norms and biases.
+        max_grad_norm: gradients with a larger global norm are scaled down to it; null turns this off.
+    """
+
+    learning_rate: float = 1e-3
+    warmup_steps: int = 20
+    schedule: ScheduleConfig = field(default_factory=CosineSchedule)
+    weight_decay: float = 0.1
+    max_grad_norm: float | None = 1.0
+
+    @classmethod
+    def default_choice_name(cls) -> str:
+        """The optimizer of a section without `type`."""
+        return "adamw"
+
+    @abc.abstractmethod
+    def __post_init__(self) -> None:
+        """Refuses values out of range; that of a subclass calls this one."""
+        for name in ("warmup_steps", "weight_decay"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"optimizer.{name} must be at least 0, got {getattr(self, name)}.")
+        _require_positive(learning_rate=self.learning_rate, max_grad_norm=self.max_grad_norm)
+
+
+@OptimizerConfig.register_subclass("adamw")
+@dataclass(frozen=True)
+class AdamWConfig(OptimizerConfig):
+    """AdamW (Loshchilov & Hutter 2019). Memory: two arrays like the parameters.
+
+    Attributes:
+        beta1: decay of the mean of gradients.
+        beta2: decay of the mean of squared gradients.
+        epsilon: added to the root of the latter.
+    """
+
+    beta1: float = 0.9
+    beta2: float = 0.95
+    epsilon: float = 1e-8
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _require_decay(beta1=self.beta1, beta2=self.beta2)
+        _require_positive(epsilon=self.epsilon)
+
+
+@OptimizerConfig.register_subclass("lion")
+@dataclass(frozen=True)
+class LionConfig(OptimizerConfig):
+    """Lion (Chen et al. 2023): the sign of a mean of gradients. Memory: one array like the parameters.
+
+    It wants a learning rate three to ten times lower than AdamW's, and a weight decay as much higher.
+
+    Attributes:
+        beta1: share of the mean in the direction of a step.
+        beta2: decay of the mean of gradients.
+    """
+
+    beta1: float = 0.9
+    beta2: float = 0.99
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _require_decay(beta1=self.beta1, beta2=self.beta2)
+
+
+@OptimizerConfig.register_subclass("adafactor")
+@dataclass(frozen=True)
+class AdafactorConfig(OptimizerConfig):
+    """Adafactor (Shazeer & Stern 2018): squared gradients as rows times columns, no mean of gradients.
+
+    The two longest dimensions of an array are factored, layers and experts are not, so the memory is that of
+    one row and one column for each matrix. The scale of a parameter and its clipping are those of the whole
+    stack.
+
+    Attributes:
+        decay_rate: the mean of squared gradients forgets by `1 - step ** -decay_rate`.
+        clipping_threshold: largest root mean square of an array's direction; null turns this off.
+        scale_by_parameter: whether a step is relative to the root mean square of the parameter.
+        min_factored_dim: arrays whose second longest dimension is shorter keep all squared gradients.
+    """
+
+    decay_rate: float = 0.8
+    clipping_threshold: float | None = 1.0
+    scale_by_parameter: bool = True
+    min_factored_dim: int = 128
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _require_positive(
+            decay_rate=self.decay_rate,
+            clipping_threshold=self.clipping_threshold,
+            min_factored_dim=self.min_factored_dim,
+        )
+
+
+@OptimizerConfig.register_subclass("muon")
+@dataclass(frozen=True)
+class MuonConfig(OptimizerConfig):
+    """Muon (Jordan 2024) for the matrix of each layer and expert, AdamW for everything else.
+
+    A matrix is the weight of a linear map, `In` by `Out`; further axes (layers, experts) are matrices of
+    their own. Steps are scaled to AdamW's size (Liu et al. 2025), so the learning rate is that of AdamW.
+    Memory: one array like the matrices, two like the rest.
+
+    Attributes:
+        momentum: decay of the mean of gradients of a matrix.
+        newton_schulz_steps: iterations of the orthogonalisation.
+        update_rms: root mean square of a matrix's direction.
+        adamw_axes: linear maps from or to an axis of one of these names are left to AdamW, as embeddings are.
+        beta1: AdamW's decay of the mean of gradients.
+        beta2: AdamW's decay of the mean of squared gradients.
+        epsilon: AdamW's, and that of the orthogonalisation.
+    """
+
+    momentum: float = 0.95
+    newton_schulz_steps: int = 5
+    update_rms: float = 0.2
+    adamw_axes: tuple[str, ...] = ("vocab",)
+    beta1: float = 0.9
+    beta2: float = 0.95
+    epsilon: float = 1e-8
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _require_decay(momentum=self.momentum, beta1=self.beta1, beta2=self.beta2)
+        _require_positive(
+            newton_schulz_steps=self.newton_schulz_steps, update_rms=self.update_rms, epsilon=self.epsilon
+        )
+
+
+@OptimizerConfig.register_subclass("sgd")
+@dataclass(frozen=True)
+class SgdConfig(OptimizerConfig):
+    """Gradient descent with momentum. Memory: one array like the parameters, none without momentum.
+
+    Attributes:
+        momentum: decay of the sum of gradients; 0 for none.
+        nesterov: whether a step looks ahead along the momentum.
+    """
+
+    momentum: float = 0.9
+    nesterov: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _require_decay(momentum=self.momentum)
+        if self.nesterov and not self.momentum:
+            raise ValueError("optimizer.nesterov has no effect without optimizer.momentum: set one of them.")
+
+
+def _require_share(name: str, value: float) -> None:
+    if not 0 <= value <= 1:
+        raise ValueError(f"optimizer.schedule.{name} must lie in [0, 1], got {value}.")
+
+
+def _require_positive(**values: float | None) -> None:
+    for name, value in values.items():
+        if value is not None and value <= 0:
+            raise ValueError(f"optimizer.{name} must be positive, got {value}.")
+
+
+def _require_decay(**values: float) -> None:
+    for name, value in values.items():
+        if not 0 <= value < 1:
+            raise ValueError(f"optimizer.{name} must lie in [0, 1), got {value}.")

@@ -1,0 +1,68 @@
+"""Which dtype each part of a training state is kept in; arithmetic on it is in float32."""
+
+from typing import Any, TypeVar
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import optax
+from jaxtyping import DTypeLike
+
+from .trainer_config import FloatName
+
+T = TypeVar("T")
+
+
+def cast_parameters(model: T, dtype: FloatName) -> T:
+    """The model with its floating-point arrays in `dtype`.
+
+    What is already kept in fewer bits, as quantised weights are, stays so.
+    """
+    wanted = jnp.dtype(dtype)
+
+    def cast(leaf: Any) -> Any:
+        if eqx.is_inexact_array(leaf) and leaf.dtype.itemsize >= wanted.itemsize:
+            return leaf.astype(wanted)
+        return leaf
+
+    return jax.tree.map(cast, model)
+
+
+def in_float32(
+    optimizer: optax.GradientTransformation, storage: FloatName = "float32"
+) -> optax.GradientTransformation:
+    """An optimizer that computes in float32 and keeps its arrays of parameters' shapes in `storage`.
+
+    Statistics of other shapes (Adafactor's rows and columns, counters, coefficients) stay as they are: they
+    are small. Updates are float32.
+    """
+
+    def init(params: Any) -> Any:
+        return _stored(optimizer.init(_widened(params)), params, storage)
+
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        steps, after = optimizer.update(_widened(updates), _widened(state), _widened(params))
+        return steps, _stored(after, updates, storage)
+
+    return optax.GradientTransformation(init, update)
+
+
+def _widened(tree: Any) -> Any:
+    """Casts the floating-point arrays of fewer than 32 bits to float32."""
+
+    def widen(leaf: Any) -> Any:
+        narrow = eqx.is_inexact_array(leaf) and leaf.dtype.itemsize < 4
+        return leaf.astype(jnp.float32) if narrow else leaf
+
+    return jax.tree.map(widen, tree)
+
+
+def _stored(state: Any, parameters: Any, dtype: DTypeLike) -> Any:
+    if jnp.dtype(dtype) == jnp.float32:
+        return state
+    shapes = {leaf.shape for leaf in jax.tree.leaves(parameters) if leaf.ndim}
+
+    def store(leaf: Any) -> Any:
+        return leaf.astype(dtype) if eqx.is_inexact_array(leaf) and leaf.shape in shapes else leaf
+
+    return jax.tree.map(store, state)

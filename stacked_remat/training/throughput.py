@@ -1,0 +1,107 @@
+"""How fast a run is: time a step, tokens a second, and the share of the device's peak that the model uses."""
+
+import contextlib
+import resource
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import equinox as eqx
+import jax
+
+from ..memory import TARGETS, count_flops
+from .batches import TokenBatch
+from .step import LossFunction, RandomLoss
+
+# What JAX calls the devices whose peaks `stacked_remat.memory` knows.
+_DEVICE_KINDS = {
+    "NVIDIA A100-SXM4-80GB": "a100-80gb",
+    "NVIDIA A100 80GB PCIe": "a100-80gb",
+    "NVIDIA H100 80GB HBM3": "h100",
+    "NVIDIA H200": "h200",
+    "NVIDIA B200": "b200",
+    "TPU v5 lite": "v5e",
+    "TPU v5e": "v5e",
+    "TPU v5": "v5p",
+    "TPU v5p": "v5p",
+    "TPU v6 lite": "v6e",
+    "TPU v6e": "v6e",
+}
+
+
+class Clock:
+    """Time and tokens of the steps since the last restart, without the first step, the compiler's time."""
+
+    def __init__(self) -> None:
+        self._began: float | None = None
+        self._now = 0.0
+        self._steps = self._tokens = 0
+
+    def tick(self, tokens: int) -> None:
+        """A step of so many tokens is done."""
+        self._now = time.monotonic()
+        if self._began is None:
+            self._began = self._now
+        else:
+            self._steps += 1
+            self._tokens += tokens
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """What is done meanwhile is no part of a step."""
+        before = time.monotonic()
+        yield
+        if self._began is not None:
+            paused = time.monotonic() - before
+            self._began, self._now = self._began + paused, self._now + paused
+
+    def restart(self) -> None:
+        """Counts from the last step on."""
+        if self._began is not None:
+            self._began, self._steps, self._tokens = self._now, 0, 0
+
+    @property
+    def step_seconds(self) -> float:
+        """Mean time of a step; nan as long as there is none."""
+        return self._elapsed / self._steps if self._steps else float("nan")
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens by time; nan as long as there is no step."""
+        return self._tokens / self._elapsed if self._steps and self._elapsed > 0 else float("nan")
+
+    @property
+    def _elapsed(self) -> float:
+        return 0.0 if self._began is None else self._now - self._began
+
+
+def peak_flops(device: Any) -> float | None:
+    """Dense bfloat16 FLOP/s of a device, by what JAX calls its kind; None where it is not known."""
+    name = _DEVICE_KINDS.get(device.device_kind)
+    return None if name is None else TARGETS[name].flops
+
+
+def training_flops(loss_function: LossFunction | RandomLoss, model: Any, batch: TokenBatch) -> float | None:
+    """FLOPs of the matrix products that one step has to do, recomputation not counted; costs one tracing.
+
+    Three times those of the loss: a backward pass has two products for each of the forward pass. None where
+    the trips of a loop depend on the data, so that nobody can say.
+    """
+    if isinstance(loss_function, RandomLoss):
+        jaxpr, _, _ = eqx.filter_make_jaxpr(loss_function.function)(model, batch, jax.random.key(0))
+    else:
+        jaxpr, _, _ = eqx.filter_make_jaxpr(loss_function)(model, batch)
+    found = count_flops(jaxpr)
+    return None if found.too_low else 3.0 * found.matmul
+
+
+def peak_memory_bytes() -> int | None:
+    """The most that the first device had in use so far; on a CPU the most that this process had."""
+    statistics = jax.local_devices()[0].memory_stats()
+    if statistics and "peak_bytes_in_use" in statistics:
+        return int(statistics["peak_bytes_in_use"])
+    if jax.default_backend() != "cpu":
+        return None
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else 1024 * peak

@@ -1,0 +1,114 @@
+"""A small run that kills itself: `python -m tests.training.killable_run FOLDER [MOMENT ...]`.
+
+A moment is `step:N`, when step N is done, or `EVENT:TEXT:N`: the N-th audit event of this name (`os.mkdir`,
+`os.rename`, ...) since the one before whose arguments contain the text. When the last of the moments has come
+the process gets a SIGKILL, so that nothing it might do at exit is done.
+"""
+
+import os
+import signal
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from stacked_remat.training import (
+    AdamWConfig,
+    CheckpointConfig,
+    Checkpoints,
+    ConsoleProgress,
+    JsonLinesTracker,
+    Position,
+    RandomLoss,
+    RunFolder,
+    RunOutputs,
+    TrainerConfig,
+    TrainState,
+    build_optimizer,
+    config_as_dict,
+    held_out_evaluator,
+    learning_rate_schedule,
+    train,
+)
+
+from .next_byte import next_byte, next_byte_loss
+from .token_batches import held_out_of, stream_of
+
+OPTIMIZER = AdamWConfig(learning_rate=0.1, warmup_steps=3)
+TRAINER = TrainerConfig(
+    num_steps=16,
+    log_every=1,
+    eval_every=5,
+    eval_batches=2,
+    checkpoint=CheckpointConfig(every_steps=4, keep_last=1),
+)
+TOKENS = (np.random.default_rng(0).integers(0, 30, 3000) ** 2 // 30).astype(np.uint16)
+
+
+def noisy_loss(model, batch, key):
+    """Every third embedding or so is dropped, so that the random numbers matter."""
+    kept = jax.random.bernoulli(key, 0.7, (30, 30)).astype(jnp.float32)
+    return next_byte_loss(jax.tree.map(lambda table: table * kept, model), batch)
+
+
+def main(folder, moments):
+    death = Death(moments)
+    run = RunFolder.open(folder, config_as_dict(TRAINER))
+    checkpoints = Checkpoints(run.checkpoints, TRAINER.checkpoint, run_config=config_as_dict(TRAINER))
+    optimizer = build_optimizer(OPTIMIZER, TRAINER.num_steps)
+    state, position = TrainState.init(next_byte(30), optimizer), None
+    if checkpoints.latest() is not None:
+        state, restored = checkpoints.restore(state)
+        position = Position(**restored)
+    run.begin(config_as_dict(TRAINER))
+    tracker = JsonLinesTracker(run.metrics, resumed_after=-1 if position is None else position.step)
+    steps = iter(range(1 if position is None else position.step + 1, TRAINER.num_steps))
+    result = train(
+        state,
+        loss_function=RandomLoss(noisy_loss),
+        optimizer=optimizer,
+        schedule=learning_rate_schedule(OPTIMIZER, TRAINER.num_steps),
+        training=stream_of(TOKENS[:2500], 16, 8, 0),
+        evaluators={
+            "held_out": held_out_evaluator(
+                next_byte_loss, held_out_of(TOKENS[2500:], 16, 8), TRAINER.eval_batches
+            )
+        },
+        config=TRAINER,
+        outputs=RunOutputs(run, checkpoints, [tracker], ConsoleProgress()),
+        position=position,
+        should_stop=lambda: death.came("step", str(next(steps))),
+    )
+    checkpoints.close()
+    run.finish({"held_out_after": dict(result.held_out_after)})
+
+
+class Death:
+    def __init__(self, moments):
+        self.moments = [moment.split(":") for moment in moments]
+        self.count = 0
+        if self.moments:
+            sys.addaudithook(lambda event, arguments: self.came(event, str(arguments)))
+
+    def came(self, event, text):
+        if not self.moments or self.moments[0][0] != event:
+            return None
+        wanted = self.moments[0]
+        if event == "step":
+            if text != wanted[1]:
+                return None
+        else:
+            self.count += wanted[1] in text
+            if self.count < int(wanted[2]):
+                return None
+        self.moments.pop(0)
+        self.count = 0
+        if not self.moments:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return None
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2:])

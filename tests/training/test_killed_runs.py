@@ -1,0 +1,109 @@
+"""Runs that are killed with SIGKILL and started again by the same command end as if nothing had happened."""
+
+import json
+import os
+import random
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from stacked_remat.training import TrainState, build_optimizer, load_checkpoint
+
+from .killable_run import OPTIMIZER, TRAINER
+from .next_byte import next_byte
+
+ROOT = Path(__file__).resolve().parents[2]
+# What a clock or the machine decides.
+UNREPEATABLE = {"tokens_per_second", "step_seconds", "peak_memory_bytes"}
+
+BEFORE_ANY_CHECKPOINT = ["step:3"]
+BEGINNING_TO_SAVE = ["os.mkdir:checkpoints/8.orbax-checkpoint-tmp:1"]
+ABOUT_TO_COMMIT = ["os.rename:checkpoints/12.orbax-checkpoint-tmp':1"]
+DURING_A_SAVE = [
+    ["os.mkdir:checkpoints/4.orbax-checkpoint-tmp/state:1"],
+    ["os.rename:checkpoints/4.orbax-checkpoint-tmp/:1"],
+    ["open:checkpoints/8.orbax-checkpoint-tmp:2"],
+    ["os.rename:checkpoints/8.orbax-checkpoint-tmp/:2"],
+    ["shutil.rmtree:checkpoints/4:1", "os.remove::3"],
+    ["os.rename:checkpoints/16.orbax-checkpoint-tmp':1"],
+    ["os.rename:.result.json.unfinished:1"],
+]
+
+
+def command(folder, moments=()):
+    return [sys.executable, "-m", "tests.training.killable_run", str(folder), *moments]
+
+
+def environment():
+    """One device, and a compiler that takes half the time."""
+    quick = "--xla_backend_optimization_level=0 --xla_cpu_multi_thread_eigen=false"
+    return {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT), "XLA_FLAGS": quick}
+
+
+def run(folder, moments=()):
+    done = subprocess.run(
+        command(folder, moments), cwd=ROOT, env=environment(), capture_output=True, text=True, check=False
+    )
+    assert done.returncode == (-9 if moments else 0), f"{moments}: {done.returncode}\n{done.stderr[-3000:]}"
+
+
+def curve(folder):
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [{name: value for name, value in line.items() if name not in UNREPEATABLE} for line in lines]
+
+
+def weights(folder):
+    optimizer = build_optimizer(OPTIMIZER, TRAINER.num_steps)
+    state = load_checkpoint(folder / "checkpoints", TrainState.init(next_byte(30), optimizer))
+    assert int(state.step) == TRAINER.num_steps
+    return np.asarray(state.model.table)
+
+
+def assert_as_uninterrupted(folder, whole):
+    assert (folder / "result.json").read_text() == (whole / "result.json").read_text()
+    assert curve(folder) == curve(whole)
+    np.testing.assert_array_equal(weights(folder), weights(whole))
+    assert [path.name for path in (folder / "checkpoints").iterdir()] == ["16"]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    run(folder)
+    losses = [line["loss"] for line in curve(folder) if "loss" in line]
+    assert len(losses) == 16 and len(set(losses)) == 15  # the first update has a learning rate of zero
+    return folder
+
+
+def test_a_run_that_is_killed_again_and_again_ends_as_if_it_had_not_been(whole, tmp_path):
+    folder = tmp_path / "run"
+    for moment in (BEFORE_ANY_CHECKPOINT, BEGINNING_TO_SAVE, ABOUT_TO_COMMIT):
+        run(folder, moment)
+    assert (folder / "checkpoints" / "12.orbax-checkpoint-tmp").exists()  # was killed while it saved
+    run(folder)
+    assert_as_uninterrupted(folder, whole)
+
+
+@pytest.mark.slow
+def test_it_may_be_killed_at_any_moment_of_a_save(whole, tmp_path):
+    folder = tmp_path / "run"
+    for moment in DURING_A_SAVE:
+        run(folder, moment)
+    run(folder)
+    assert_as_uninterrupted(folder, whole)
+
+
+@pytest.mark.slow
+def test_it_may_be_killed_from_outside_at_any_time(whole, tmp_path):
+    folder, draw, killed = tmp_path / "run", random.Random(0), 0
+    while not (folder / "result.json").exists():
+        process = subprocess.Popen(command(folder), cwd=ROOT, env=environment(), stdout=subprocess.DEVNULL)
+        time.sleep(draw.uniform(1.0, 5.0))
+        process.kill()
+        killed += process.wait() == -9
+    assert killed
+    assert_as_uninterrupted(folder, whole)

@@ -1,0 +1,299 @@
+from dataclasses import dataclass, field
+from typing import Any
+
+import equinox as eqx
+import haliax as hax
+import haliax.nn as hnn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from stacked_remat import Stacked
+from stacked_remat.training import (
+    AdafactorConfig,
+    AdamWConfig,
+    ConfigError,
+    ConstantSchedule,
+    CosineSchedule,
+    LinearSchedule,
+    LionConfig,
+    MuonConfig,
+    OptimizerConfig,
+    SgdConfig,
+    WarmupStableDecaySchedule,
+    build_optimizer,
+    config_as_dict,
+    learning_rate_schedule,
+    parse_config,
+)
+
+# optax's Adam raises a float to an integer power.
+pytestmark = pytest.mark.usefixtures("standard_promotion")
+
+Embed, Out, Vocab, Layers = hax.make_axes(embed=3, out=2, vocab=5, layers=4)
+ALL = [AdamWConfig, LionConfig, AdafactorConfig, MuonConfig, SgdConfig]
+# The first step at the full rate, without clipping or decay.
+PLAIN: dict[str, Any] = {
+    "warmup_steps": 0,
+    "weight_decay": 0.0,
+    "max_grad_norm": None,
+    "schedule": ConstantSchedule(),
+}
+
+
+@dataclass(frozen=True)
+class Config:
+    optimizer: OptimizerConfig = field(default_factory=AdamWConfig)
+
+
+def first_update(config, parameters, gradients, **options) -> Any:
+    """What the first step adds to the parameters."""
+    optimizer = build_optimizer(config, 10, **options)
+
+    @jax.jit
+    def update(parameters, gradients):
+        return optimizer.update(gradients, optimizer.init(parameters), parameters)[0]
+
+    return update(parameters, gradients)
+
+
+def rates(schedule, warmup_steps, num_steps=20):
+    found = learning_rate_schedule(
+        AdamWConfig(learning_rate=0.5, warmup_steps=warmup_steps, schedule=schedule), num_steps
+    )
+    return np.array([found(step) for step in range(num_steps + 1)])
+
+
+@pytest.mark.parametrize(
+    ("make", "changes", "message"),
+    [
+        (AdamWConfig, {"learning_rate": 0.0}, r"optimizer.learning_rate must be positive"),
+        (LionConfig, {"max_grad_norm": 0.0}, r"optimizer.max_grad_norm must be positive"),
+        (SgdConfig, {"warmup_steps": -1}, r"optimizer.warmup_steps must be at least 0"),
+        (AdafactorConfig, {"weight_decay": -1.0}, r"optimizer.weight_decay must be at least 0"),
+        (AdamWConfig, {"beta2": 1.0}, r"optimizer.beta2 must lie in \[0, 1\), got 1.0"),
+        (AdafactorConfig, {"decay_rate": 0.0}, r"optimizer.decay_rate must be positive"),
+        (MuonConfig, {"newton_schulz_steps": 0}, r"newton_schulz_steps must be positive"),
+        (MuonConfig, {"momentum": 1.0}, r"optimizer.momentum must lie in"),
+        (SgdConfig, {"momentum": 0.0, "nesterov": True}, r"nesterov has no effect without"),
+        (CosineSchedule, {"min_lr_ratio": 2.0}, r"schedule.min_lr_ratio must lie in \[0, 1\]"),
+        (WarmupStableDecaySchedule, {"decay_fraction": 0.0}, r"decay_fraction must lie in \(0, 1\]"),
+    ],
+)
+def test_values_out_of_range_are_refused(make, changes, message):
+    with pytest.raises(ValueError, match=message):
+        make(**changes)
+
+
+def test_the_base_of_all_optimizers_is_none_itself():
+    with pytest.raises(TypeError, match="abstract"):
+        OptimizerConfig()  # pyright: ignore[reportAbstractUsage]
+
+
+def test_a_section_without_a_type_is_adamw_with_a_cosine():
+    config = parse_config(Config, ["--optimizer.learning_rate", "0.3", "--optimizer.beta1", "0.5"])
+    assert config.optimizer == AdamWConfig(learning_rate=0.3, beta1=0.5)
+    assert config_as_dict(config)["optimizer"]["type"] == "adamw"
+    config = parse_config(Config, ["--optimizer.schedule.min_lr_ratio", "0.3"])
+    assert config.optimizer.schedule == CosineSchedule(min_lr_ratio=0.3)
+
+
+@pytest.mark.parametrize("make", ALL)
+def test_each_type_is_chosen_by_name_and_written_back(make):
+    name = make.__name__.removesuffix("Config").lower()
+    arguments = ["--optimizer.type", name, "--optimizer.schedule", "{type: wsd, decay_fraction: 0.5}"]
+    config = parse_config(Config, arguments)
+    assert config.optimizer == make(schedule=WarmupStableDecaySchedule(decay_fraction=0.5))
+    encoded = config_as_dict(config)["optimizer"]
+    assert parse_config(Config, ["--optimizer", str(encoded).replace("None", "null")]) == config
+
+
+def test_an_unknown_key_names_those_of_the_chosen_optimizer():
+    with pytest.raises(ConfigError, match=r"Unknown key `optimizer.beta2`.*momentum"):
+        parse_config(Config, ["--optimizer.type", "sgd", "--optimizer.beta2", "0.9"])
+    with pytest.raises(ConfigError, match=r"'addam'. Did you mean `adamw`"):
+        parse_config(Config, ["--optimizer.type", "addam"])
+
+
+def test_every_schedule_warms_up_to_its_height():
+    for schedule in (CosineSchedule(), LinearSchedule(), ConstantSchedule(), WarmupStableDecaySchedule()):
+        np.testing.assert_allclose(rates(schedule, 4)[:5], [0, 0.125, 0.25, 0.375, 0.5], rtol=1e-6)
+        np.testing.assert_allclose(rates(schedule, 0)[0], 0.5)
+
+
+def test_schedules_fall_to_their_ends():
+    cosine = rates(CosineSchedule(min_lr_ratio=0.2), 4)
+    assert (np.diff(cosine[4:]) < 0).all()
+    np.testing.assert_allclose(cosine[[12, 20]], [0.3, 0.1], rtol=1e-5)
+    linear = rates(LinearSchedule(min_lr_ratio=0.2), 4)
+    np.testing.assert_allclose(linear[4:], np.linspace(0.5, 0.1, 17), rtol=1e-5)
+    np.testing.assert_allclose(rates(ConstantSchedule(), 4)[4:], 0.5)
+    wsd = rates(WarmupStableDecaySchedule(decay_fraction=0.25, min_lr_ratio=0.2), 4)
+    np.testing.assert_allclose(wsd[4:16], 0.5)
+    np.testing.assert_allclose(wsd[15:], np.linspace(0.5, 0.1, 6), rtol=1e-5)
+
+
+def test_schedules_without_room_are_refused():
+    with pytest.raises(ValueError, match=r"warmup_steps = 10 must be less than trainer.num_steps = 10"):
+        learning_rate_schedule(AdamWConfig(warmup_steps=10), 10)
+    late = AdamWConfig(warmup_steps=8, schedule=WarmupStableDecaySchedule(decay_fraction=0.5))
+    with pytest.raises(ValueError, match=r"asks for 5 steps of decay, and the warm-up leaves 2"):
+        learning_rate_schedule(late, 10)
+
+
+def test_adamw_is_that_of_optax():
+    parameters, gradients = {"w": jnp.array([1.0, -2.0])}, {"w": jnp.array([0.3, 0.1])}
+    config = AdamWConfig(**{**PLAIN, "weight_decay": 0.1}, learning_rate=0.1)
+    reference = optax.adamw(0.1, b1=0.9, b2=0.95, eps=1e-8, weight_decay=0.1)
+    ours = build_optimizer(config, 10)
+    state, expected_state = ours.init(parameters), reference.init(parameters)
+    updates: Any
+    expected: Any
+    for _ in range(3):
+        updates, state = ours.update(gradients, state, parameters)
+        expected, expected_state = reference.update(gradients, expected_state, parameters)
+        np.testing.assert_allclose(updates["w"], expected["w"], rtol=1e-6)
+
+
+def test_first_steps_are_what_each_method_says():
+    parameters, gradients = {"w": jnp.array([1.0, -2.0])}, {"w": jnp.array([0.3, -0.1])}
+    lion = first_update(LionConfig(**PLAIN, learning_rate=0.1), parameters, gradients)["w"]
+    np.testing.assert_allclose(lion, [-0.1, 0.1], rtol=1e-6)
+    sgd = first_update(SgdConfig(**PLAIN, learning_rate=0.1), parameters, gradients)["w"]
+    np.testing.assert_allclose(sgd, [-0.03, 0.01], rtol=1e-6)
+    nesterov = first_update(SgdConfig(**PLAIN, learning_rate=0.1, nesterov=True), parameters, gradients)["w"]
+    np.testing.assert_allclose(nesterov, [-0.057, 0.019], rtol=1e-5)
+    adafactor = first_update(
+        AdafactorConfig(**PLAIN, learning_rate=0.1, scale_by_parameter=False), parameters, gradients
+    )["w"]
+    np.testing.assert_allclose(adafactor, [-0.1, 0.1], rtol=1e-5)
+    scaled = first_update(AdafactorConfig(**PLAIN, learning_rate=0.1), parameters, gradients)["w"]
+    np.testing.assert_allclose(scaled, np.sqrt(2.5) * adafactor, rtol=1e-5)
+
+
+def test_adafactor_keeps_rows_and_columns_of_every_layer():
+    parameters = {"w": jnp.ones((2, 6, 4))}
+    state = build_optimizer(AdafactorConfig(**PLAIN, min_factored_dim=4), 10).init(parameters)
+    shapes = {leaf.shape for leaf in jax.tree.leaves(state) if leaf.ndim > 1}
+    assert shapes == {(2, 6), (2, 4)}
+
+
+@pytest.mark.parametrize("make", ALL)
+def test_norms_and_biases_do_not_decay(make):
+    parameters = {
+        "norm": hnn.RmsNorm.init(Embed, use_bias=False),
+        "linear": hnn.Linear.init(Embed, Out, key=jax.random.key(0)),
+    }
+    parameters = jax.tree.map(jnp.ones_like, parameters)
+    still = jax.tree.map(jnp.zeros_like, parameters)
+    config = make(**{**PLAIN, "weight_decay": 0.5}, learning_rate=0.1)
+    updates = first_update(config, parameters, still)
+    np.testing.assert_allclose(updates["linear"].weight.array, -0.05, rtol=1e-6)
+    assert not updates["linear"].bias.array.any() and not updates["norm"].weight.array.any()
+
+
+@pytest.mark.parametrize("make", ALL)
+def test_the_rate_of_every_optimizer_is_that_of_its_schedule(make):
+    parameters, gradients = {"w": jnp.ones(3)}, {"w": jnp.array([0.1, 0.2, -0.3])}
+    config = make(**{**PLAIN, "schedule": LinearSchedule(), "warmup_steps": 2}, learning_rate=0.1)
+    assert not first_update(config, parameters, gradients)["w"].any()
+
+
+def test_clipping_limits_the_gradient():
+    parameters = {"w": jnp.ones(2)}
+    gradients = {"w": jnp.array([30.0, 40.0])}
+    plain = {**PLAIN, "learning_rate": 1.0, "momentum": 0.0}
+    loose = first_update(SgdConfig(**plain), parameters, gradients)["w"]
+    tight = first_update(SgdConfig(**{**plain, "max_grad_norm": 1.0}), parameters, gradients)["w"]
+    np.testing.assert_allclose(loose, [-30, -40], rtol=1e-6)
+    np.testing.assert_allclose(tight, [-0.6, -0.8], rtol=1e-6)
+
+
+class Block(eqx.Module):
+    project: hnn.Linear
+    plain: eqx.nn.Linear
+    norm: hnn.RmsNorm
+
+    @staticmethod
+    def init(*, key):
+        return Block(
+            hnn.Linear.init(Embed, Out, key=key),
+            eqx.nn.Linear(3, 2, key=key),
+            hnn.RmsNorm.init(Embed, use_bias=False),
+        )
+
+
+def language_model():
+    keys = jax.random.split(jax.random.key(0), Layers.size)
+    return {
+        "layers": Stacked.init(Layers, Block)(key=keys),
+        "embedding": hnn.Embedding.init(Vocab, Embed, key=keys[0]),
+        "head": hnn.Linear.init(Embed, Vocab, key=keys[1], use_bias=False),
+    }
+
+
+def random_like(tree):
+    leaves, structure = jax.tree.flatten(tree)
+    keys = jax.random.split(jax.random.key(1), len(leaves))
+    drawn = [jax.random.normal(key, leaf.shape) for key, leaf in zip(keys, leaves, strict=True)]
+    return jax.tree.unflatten(structure, drawn)
+
+
+def test_muon_makes_each_layers_matrix_orthogonal_and_leaves_the_rest_to_adamw():
+    parameters = eqx.filter(language_model(), eqx.is_inexact_array)
+    gradients = random_like(parameters)
+    config = MuonConfig(**PLAIN, learning_rate=1.0, newton_schulz_steps=5)
+    updates = first_update(config, parameters, gradients)
+    adam = first_update(AdamWConfig(**PLAIN, learning_rate=1.0), parameters, gradients)
+    for weight in (updates["layers"].stacked.project.weight, updates["layers"].stacked.plain.weight):
+        raw = weight if isinstance(weight, jax.Array) else weight.array
+        singular = np.linalg.svd(np.asarray(raw), compute_uv=False)  # of each layer
+        assert singular.shape == (4, 2)
+        # Newton-Schulz leaves singular values between 0.7 and 1.2, scaled to 0.2 * sqrt(3)
+        assert (singular > 0.6 * 0.2 * 3**0.5).all() and (singular < 1.3 * 0.2 * 3**0.5).all()
+    for part in (
+        lambda tree: tree["layers"].stacked.norm.weight.array,
+        lambda tree: tree["layers"].stacked.plain.bias,
+        lambda tree: tree["embedding"].weight.array,
+        lambda tree: tree["head"].weight.array,
+    ):
+        np.testing.assert_allclose(part(updates), part(adam), rtol=1e-5)
+    everything = first_update(MuonConfig(**PLAIN, learning_rate=1.0, adamw_axes=()), parameters, gradients)
+    assert not np.allclose(everything["head"].weight.array, adam["head"].weight.array)
+
+
+def test_muon_treats_an_expert_as_a_matrix_of_its_own():
+    Experts = hax.Axis("experts", 2)
+    experts = hnn.MoELinear.init(Experts, Embed, Out, key=jax.random.key(0), use_bias=False)
+    gradients = random_like(experts)
+    only_first = jax.tree.map(lambda leaf: leaf.at[1].set(0.0), gradients)
+    config = MuonConfig(**PLAIN, learning_rate=1.0)
+    both, first = (first_update(config, experts, g).weight.array for g in (gradients, only_first))
+    np.testing.assert_allclose(both[0], first[0], rtol=1e-5)
+
+
+@pytest.mark.parametrize("make", ALL)
+def test_training_with_each_optimizer_lowers_a_loss(make):
+    model = language_model()
+    target = random_like(eqx.filter(model, eqx.is_inexact_array))
+    optimizer = build_optimizer(make(learning_rate=0.03, warmup_steps=1, weight_decay=0.0), 30)
+
+    @eqx.filter_jit
+    def step(model, state):
+        def loss(model):
+            parts = jax.tree.map(
+                lambda a, b: jnp.sum((a - b) ** 2), eqx.filter(model, eqx.is_inexact_array), target
+            )
+            return sum(jax.tree.leaves(parts))
+
+        value, gradients = eqx.filter_value_and_grad(loss)(model)
+        updates, state = optimizer.update(gradients, state, eqx.filter(model, eqx.is_inexact_array))
+        return eqx.apply_updates(model, updates), state, value
+
+    state, losses = optimizer.init(eqx.filter(model, eqx.is_inexact_array)), []
+    for _ in range(30):
+        model, state, value = step(model, state)
+        losses.append(float(value))
+    assert losses[-1] < 0.9 * losses[0]

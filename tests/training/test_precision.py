@@ -1,0 +1,83 @@
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from stacked_remat.training import (
+    AdafactorConfig,
+    AdamWConfig,
+    MuonConfig,
+    build_optimizer,
+    cast_parameters,
+    in_float32,
+)
+
+# optax's Adam raises a float to an integer power.
+pytestmark = pytest.mark.usefixtures("standard_promotion")
+
+
+def dtypes(tree):
+    return {(leaf.shape, str(leaf.dtype)) for leaf in jax.tree.leaves(tree) if eqx.is_inexact_array(leaf)}
+
+
+def test_only_floats_are_cast_and_none_is_widened():
+    model = {"w": jnp.ones(2), "n": jnp.arange(2), "small": jnp.ones(2, jnp.bfloat16), "name": "x"}
+    cast = cast_parameters(model, "bfloat16")
+    assert cast["w"].dtype == jnp.bfloat16 and cast["n"].dtype == jnp.int32 and cast["name"] == "x"
+    kept = cast_parameters(model, "float32")
+    assert kept["w"].dtype == jnp.float32 and kept["small"].dtype == jnp.bfloat16
+
+
+def test_the_optimizer_computes_in_float32_whatever_comes_in():
+    seen = []
+
+    def update(updates, state, parameters=None):
+        seen.append({str(leaf.dtype) for leaf in jax.tree.leaves((updates, state, parameters))})
+        return updates, state
+
+    spy = optax.GradientTransformation(lambda parameters: jax.tree.map(jnp.zeros_like, parameters), update)
+    parameters = {"w": jnp.ones(3, jnp.bfloat16)}
+    optimizer = in_float32(spy, "bfloat16")
+    state = optimizer.init(parameters)
+    assert dtypes(state) == {((3,), "bfloat16")}
+    updates, state = optimizer.update(parameters, state, parameters)
+    assert seen == [{"float32"}] and dtypes(updates) == {((3,), "float32")}
+    assert dtypes(state) == {((3,), "bfloat16")}
+    assert dtypes(in_float32(spy).init(parameters)) == {((3,), "float32")}
+
+
+@pytest.mark.parametrize(
+    ("config", "wide"),
+    [
+        (AdamWConfig(), set()),
+        (MuonConfig(), {((3,), "float32")}),  # coefficients of the orthogonalisation
+        (AdafactorConfig(min_factored_dim=4), {((6,), "float32"), ((4,), "float32"), ((1,), "float32")}),
+    ],
+)
+def test_state_of_a_parameters_shape_is_kept_in_the_dtype_asked_for(config, wide):
+    parameters = {"matrix": jnp.ones((6, 4)), "vector": jnp.ones(5)}
+    optimizer = build_optimizer(config, 50, state_dtype="bfloat16")
+    state = optimizer.init(parameters)
+    assert {shape for shape, dtype in dtypes(state) if dtype == "bfloat16"} <= {(6, 4), (5,)}
+    assert {entry for entry in dtypes(state) if entry[1] == "float32"} == wide
+    _, after = jax.jit(optimizer.update)(parameters, state, parameters)
+    assert dtypes(after) == dtypes(state)
+
+
+def test_rounded_state_follows_the_exact_one():
+    parameters = {"w": jnp.linspace(-1, 1, 16)}
+    gradients = {"w": jnp.linspace(2, -1, 16)}
+    after = []
+    updates: Any
+    for dtype in ("float32", "bfloat16"):
+        optimizer = build_optimizer(AdamWConfig(warmup_steps=0, learning_rate=0.1), 10, state_dtype=dtype)
+        state = optimizer.init(parameters)
+        for _ in range(3):
+            updates, state = optimizer.update(gradients, state, parameters)
+        after.append(np.asarray(updates["w"]))
+    np.testing.assert_allclose(after[1], after[0], rtol=0.02)
+    assert (after[0] != after[1]).any()

@@ -85,8 +85,8 @@ def peak_flops(device: Any) -> float | None:
 def training_flops(loss_function: LossFunction | RandomLoss, model: Any, batch: TokenBatch) -> float | None:
     """FLOPs of the matrix products that one step has to do, recomputation not counted; costs one tracing.
 
-    Three times those of the loss: a backward pass has two products for each of the forward pass. None where
-    the trips of a loop depend on the data, so that nobody can say.
+    Three times those of the loss: a backward pass has two products for each of the forward pass (fewer where
+    weights are frozen, which is not looked at). None where the trips of a loop depend on the data.
     """
     if isinstance(loss_function, RandomLoss):
         jaxpr, _, _ = eqx.filter_make_jaxpr(loss_function.function)(model, batch, jax.random.key(0))

@@ -183,6 +183,25 @@ def test_what_is_not_saved_is_taken_from_the_state_that_is_restored_into(tmp_pat
     checkpoints.close()
 
 
+def test_what_is_frozen_need_not_be_saved(tmp_path):
+    def initial():
+        linear = hax.nn.Linear.init(Embed, Out, key=jax.random.key(0))
+        return TrainState.init(linear, optax.sgd(0.1, momentum=0.9), hax.nn.Linear(True, False, Embed, Out))
+
+    def without_frozen(state):
+        return eqx.tree_at(lambda s: s.frozen, jax.tree.map(lambda _: True, state), False)
+
+    checkpoints = opened(tmp_path, saved=without_frozen)
+    moved = eqx.tree_at(lambda s: s.trained.weight.array, initial(), jnp.full((2, 8), 7.0))
+    checkpoints.save(1, moved, {})
+    checkpoints.wait()
+    restored, _ = checkpoints.restore(initial())
+    assert eqx.tree_equal(restored, moved)
+    checkpoints.close()
+    run = (tmp_path / "checkpoints" / "1" / "run" / "metadata").read_text()
+    assert "trained.weight" in run and "frozen" not in run
+
+
 def test_others_read_a_part_of_a_checkpoint_and_its_config(tmp_path):
     saved_at(tmp_path, 1, 2)
     folder = tmp_path / "checkpoints"

@@ -2,6 +2,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from stacked_remat.training import (
     AdamWConfig,
@@ -67,7 +68,27 @@ def stream(size, seed):
     return (np.cumsum(np.random.default_rng(seed).integers(1, 3, size)) % 7).astype(np.uint16)
 
 
-def run(recorder, folder, *, loss_function=next_byte_loss, stop_after=None, num_sets=1, **config):
+def split_over(devices):
+    """Puts a state's table on so many devices, split by its rows, and the rest on each of them."""
+    mesh = Mesh(np.array(jax.devices()[:devices]), ("data",))
+
+    def put(leaf):
+        return jax.device_put(leaf, NamedSharding(mesh, PartitionSpec(*(["data"] if leaf.ndim else []))))
+
+    return lambda state: jax.tree.map(put, state)
+
+
+def run(
+    recorder,
+    folder,
+    *,
+    loss_function=next_byte_loss,
+    stop_after=None,
+    num_sets=1,
+    place=lambda state: state,
+    vocab=7,
+    **config,
+):
     trainer = TrainerConfig(**{"num_steps": 30, "log_every": 10, "eval_batches": 3, **config})
     optimizer = build_optimizer(OPTIMIZER, trainer.num_steps)
     evaluators = {
@@ -78,7 +99,7 @@ def run(recorder, folder, *, loss_function=next_byte_loss, stop_after=None, num_
         )
         for number, name in enumerate(("held_out", "code")[:num_sets])
     }
-    state, position = TrainState.init(next_byte(7), optimizer), None
+    state, position = place(TrainState.init(next_byte(vocab), optimizer)), None
     checkpoints = Checkpoints(folder / "checkpoints", trainer.checkpoint, run_config={})
     if checkpoints.latest() is not None:
         state, restored = checkpoints.restore(state)
@@ -166,6 +187,19 @@ def test_a_run_that_was_asked_to_stop_goes_on_as_if_it_had_not_been(tmp_path):
         assert first.of(name) + second.of(name) == whole.of(name)
     again = run(Recorder(), tmp_path / "run", **options)  # nothing is left to do
     assert again.held_out_after == expected.held_out_after
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_a_run_goes_on_with_another_number_of_devices(tmp_path, devices):
+    options = {"num_steps": 8, "log_every": 1, "vocab": 8}
+    whole, first, second = Recorder(), Recorder(), Recorder()
+    run(whole, tmp_path / "whole", place=split_over(8), **options)
+    run(first, tmp_path / "run", place=split_over(8), stop_after=5, **options)
+    resumed = run(second, tmp_path / "run", place=split_over(devices), **options)
+    assert len(resumed.state.model.table.devices()) == devices
+    losses, expected = (np.array(found) for found in (first.of("loss") + second.of("loss"), whole.of("loss")))
+    np.testing.assert_array_equal(losses[:5], expected[:5])
+    np.testing.assert_allclose(losses, expected, rtol=1e-5)
 
 
 def test_checkpoints_are_written_when_the_config_says_and_at_the_end(tmp_path):

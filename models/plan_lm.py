@@ -16,9 +16,8 @@ from rich.console import Console
 from rich.progress import Progress as RichProgress
 from rich.table import Table
 
-from models import qwen3_moe as qwen3_moe  # registers `type: qwen3_moe`
 from models.lm import LmConfig
-from models.qwen3_moe import Qwen3MoeConfig
+from models.qwen3_moe import Qwen3MoeConfig, hf as hf  # registers its types and its weights
 from models.step_memory import plan_step, step_report
 from stacked_remat.lora import LoraConfig
 from stacked_remat.memory import BudgetError, MemoryReport, TargetError, find_target
@@ -56,6 +55,9 @@ class PlanLmConfig:
 
     Attributes:
         model: the architecture, by `type`.
+        initialize_from_hf: read only with `use_hf_model_config`.
+        use_hf_model_config: whether the architecture is the one in that folder.
+        vocab_size: rows of the embedding; if null, as many as the folder or the tokenizer has.
         lora: adapters to train instead of the model's own weights.
         remat: what `models.train_lm` would use; marked in the table. `auto` shows how it is found instead.
         budget: device memory that `remat: auto` has to fit in.
@@ -67,6 +69,9 @@ class PlanLmConfig:
     """
 
     model: LmConfig = field(default_factory=Qwen3MoeConfig)
+    initialize_from_hf: str | None = None
+    use_hf_model_config: bool = False
+    vocab_size: int | None = None
     lora: LoraConfig | None = None
     remat: bool | dict[str, Any] | str = True
     budget: str | None = None

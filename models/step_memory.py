@@ -10,15 +10,15 @@ import jax.numpy as jnp
 import optax
 from haliax import Axis
 
-from models.lm import LmConfig, build_model, next_token_loss
+from models.lm import build_model, next_token_loss
 from models.lora import with_adapters
+from models.pretrained import ModelEntries, resolved_model
 from stacked_remat import ScanCheckpointSpec
 from stacked_remat.lora import LoraConfig
 from stacked_remat.memory import MemoryReport, Plan, Target, plan, report
 from stacked_remat.training import (
     BATCH_AXIS,
     POSITION_AXIS,
-    DataConfig,
     OptimizerConfig,
     TokenBatch,
     TrainerConfig,
@@ -26,26 +26,15 @@ from stacked_remat.training import (
     build_optimizer,
     build_step,
     cast_parameters,
-    load_tokenizer,
 )
 
 
-class StepConfig(Protocol):
+class StepConfig(ModelEntries, Protocol):
     """What a config says of the training step."""
-
-    @property
-    def model(self) -> LmConfig:
-        """The architecture."""
-        ...
 
     @property
     def lora(self) -> LoraConfig | None:
         """The adapters, where they alone are trained."""
-        ...
-
-    @property
-    def data(self) -> DataConfig:
-        """The size of a batch."""
         ...
 
     @property
@@ -91,7 +80,7 @@ def plan_step(
         host_budget=host_budget,
         target=target,
         donate="state",
-        layers=config.model.num_layers,
+        layers=resolved_model(config, check_folder=False)[0].num_layers,
     )
 
 
@@ -110,17 +99,18 @@ def _shapes(config: StepConfig) -> tuple[TokenBatch, TrainState]:
     def first_batch() -> TokenBatch:
         axes = (Axis(BATCH_AXIS, config.data.batch_size), Axis(POSITION_AXIS, config.data.seq_len))
         tokens = hax.zeros(axes, dtype=jnp.int32)
-        return TokenBatch(tokens, tokens, hax.ones(axes, dtype=jnp.float32), tokens, tokens)
+        documents = tokens if config.data.separate_documents else None
+        return TokenBatch(tokens, tokens, hax.ones(axes, dtype=jnp.float32), documents, documents)
 
     return eqx.filter_eval_shape(first_batch), _initial_state(config, True)
 
 
 def _initial_state(config: StepConfig, remat: ScanCheckpointSpec) -> TrainState:
-    Vocab = Axis("vocab", load_tokenizer(config.data.tokenizer).vocab_size)
+    architecture, vocab_size = resolved_model(config, check_folder=False)
 
     def initial() -> TrainState:
         key = jax.random.key(0)
-        model = build_model(config.model, Vocab, remat=remat, key=key)
+        model = build_model(architecture, Axis("vocab", vocab_size), remat=remat, key=key)
         model = cast_parameters(model, config.trainer.precision.parameters)
         model, trainable = with_adapters(model, config.lora, key=key)
         return TrainState.init(model, _optimizer(config), trainable)

@@ -8,6 +8,7 @@ earlier process was stopped or killed, if `trainer.run_dir` names the folder.
 
 import contextlib
 import dataclasses
+import functools
 import sys
 import time
 from collections.abc import Sequence
@@ -19,11 +20,14 @@ import equinox as eqx
 import jax
 import optax
 from haliax import Axis
+from jaxtyping import PRNGKeyArray
 
-from models import qwen3_moe as qwen3_moe  # registers `type: qwen3_moe`
-from models.lm import LmConfig, build_model, next_token_loss
+from models.hub import model_folder
+from models.lm import LanguageModel, LmConfig, build_model, next_token_loss
 from models.lora import with_adapters
-from models.qwen3_moe import Qwen3MoeConfig
+from models.pretrained import read_pretrained, resolved_model
+from models.qwen3_moe import Qwen3MoeConfig, hf as hf  # registers its types and its weights
+from models.safetensors_folder import WeightsError
 from models.step_memory import plan_step
 from stacked_remat import OffloadError, check_offload
 from stacked_remat.lora import LoraConfig
@@ -46,6 +50,7 @@ from stacked_remat.training import (
     RunFolder,
     RunOutputs,
     StopSignals,
+    Tokenizer,
     Tracker,
     TrainerConfig,
     TrainingResult,
@@ -73,6 +78,10 @@ class TrainLmConfig:
 
     Attributes:
         model: the architecture, by `type`.
+        initialize_from_hf: weights to begin with, a folder in Hugging Face's format or a name on its Hub
+            (`owner/model`, `owner/model@revision`); null for random ones.
+        use_hf_model_config: whether the architecture is that folder's; if not, `model` must be equal to it.
+        vocab_size: rows of the embedding; if null, those in that folder, or one for each of the tokenizer's.
         lora: adapters to train instead of the model's own weights, which then get neither gradients nor
             optimizer state; null to train these.
         remat: memory policy of the model's stack of layers: an alias (true, false, nested, offload, ...), a
@@ -87,6 +96,9 @@ class TrainLmConfig:
     """
 
     model: LmConfig = field(default_factory=Qwen3MoeConfig)
+    initialize_from_hf: str | None = None
+    use_hf_model_config: bool = False
+    vocab_size: int | None = None
     lora: LoraConfig | None = None
     remat: bool | dict[str, Any] | str = True
     budget: str | None = None
@@ -98,6 +110,8 @@ class TrainLmConfig:
     def __post_init__(self) -> None:
         check_remat(self.remat, self.budget, self.host_budget, self.model.remat_presets)
         learning_rate_schedule(self.optimizer, self.trainer.num_steps)
+        if self.use_hf_model_config and self.initialize_from_hf is None:
+            raise ValueError("use_hf_model_config has no effect without initialize_from_hf: name the folder.")
         if self.data.batch_size % self.trainer.update.microbatches:
             raise ValueError(
                 f"data.batch_size = {self.data.batch_size} can't be cut into trainer.update.microbatches = "
@@ -117,15 +131,17 @@ def train_lm(config: TrainLmConfig, progress: Progress) -> TrainingResult:
         CheckpointMismatchError: the checkpoint in the run folder is of another model.
         BudgetError: no policy fits the budget of `remat: auto`.
         OffloadError: the policy offloads, and this device's compiler gets that wrong.
+        WeightsError, FileNotFoundError: the weights to begin with can't be read, or are not of this model.
         NonFiniteLossError: training diverged.
     """
     check_trackers(config.trainer.trackers)
-    config = _with_planned_remat(config, progress)
+    tokenizer = load_tokenizer(config.data.tokenizer)
+    config = _with_planned_remat(_with_model(config, tokenizer), progress)
     if remat_policy(config.remat, config.model.remat_presets).offloads:
         check_offload()
     data = open_training_data(
         config.data,
-        load_tokenizer(config.data.tokenizer),
+        tokenizer,
         seed=config.trainer.seed,
         progress=progress,
         process=ProcessShare(jax.process_index(), jax.process_count()),
@@ -136,7 +152,7 @@ def train_lm(config: TrainLmConfig, progress: Progress) -> TrainingResult:
         closing.callback(data.training.close)
         stop = closing.enter_context(StopSignals())
         checkpoints = Checkpoints(
-            folder.checkpoints, config.trainer.checkpoint, run_config=config_as_dict(config)
+            folder.checkpoints, config.trainer.checkpoint, run_config=config_as_dict(config), saved=_saved
         )
         closing.callback(checkpoints.close)
         state, position = _first_state(config, checkpoints)
@@ -184,9 +200,11 @@ _MENDABLE = (
     DataError,
     CheckpointMismatchError,
     FileExistsError,
+    FileNotFoundError,
     NonFiniteLossError,
     BudgetError,
     OffloadError,
+    WeightsError,
 )
 
 
@@ -198,25 +216,60 @@ def _optimizer(config: TrainLmConfig) -> optax.GradientTransformation:
     )
 
 
+def initial_state(config: TrainLmConfig, *, read_weights: bool = True) -> TrainState:
+    """The state before the first step; the config's model and vocabulary are those of the end.
+
+    Without `read_weights` all of it is random, for its shapes.
+    """
+    model_key, step_key = jax.random.split(jax.random.key(config.trainer.seed))
+    model = _new_model(config, model_key, read_weights=read_weights)
+    model, trainable = with_adapters(model, config.lora, key=model_key)
+    return TrainState.init(model, _optimizer(config), trainable, key=step_key)
+
+
+def state_shapes(config: TrainLmConfig) -> TrainState:
+    """The shapes of `initial_state`; costs no memory."""
+    return eqx.filter_eval_shape(functools.partial(initial_state, config, read_weights=False))
+
+
 def _first_state(config: TrainLmConfig, checkpoints: Checkpoints) -> tuple[TrainState, Position | None]:
     """The state to start from and where it stands: that of the latest checkpoint, or a new one."""
-
-    def initial() -> TrainState:
-        model_key, step_key = jax.random.split(jax.random.key(config.trainer.seed))
-        model = build_model(
-            config.model,
-            Axis("vocab", load_tokenizer(config.data.tokenizer).vocab_size),
-            remat=remat_policy(config.remat, config.model.remat_presets),
-            key=model_key,
-        )
-        model = cast_parameters(model, config.trainer.precision.parameters)
-        model, trainable = with_adapters(model, config.lora, key=model_key)
-        return TrainState.init(model, _optimizer(config), trainable, key=step_key)
-
     if checkpoints.latest() is None:
-        return initial(), None
-    state, position = checkpoints.restore(eqx.filter_eval_shape(initial))
+        return initial_state(config), None
+    # What is frozen is in no checkpoint, so it is made again.
+    like = state_shapes(config) if config.lora is None else initial_state(config)
+    state, position = checkpoints.restore(like)
     return state, Position(**position)
+
+
+def _saved(state: TrainState) -> TrainState:
+    """True for the arrays that checkpoints hold: all but what is frozen."""
+    marks = jax.tree.map(lambda _: True, state)
+    return dataclasses.replace(marks, frozen=jax.tree.map(lambda _: False, state.frozen))
+
+
+def _new_model(config: TrainLmConfig, key: PRNGKeyArray, *, read_weights: bool) -> LanguageModel:
+    """The model before its first step, without adapters: random, or with the weights of the folder."""
+    assert config.vocab_size is not None
+    Vocab = Axis("vocab", config.vocab_size)
+    remat = remat_policy(config.remat, config.model.remat_presets)
+    dtype = config.trainer.precision.parameters
+    if config.initialize_from_hf is None or not read_weights:
+        return cast_parameters(build_model(config.model, Vocab, remat=remat, key=key), dtype)
+    return read_pretrained(
+        config.model, model_folder(config.initialize_from_hf), Vocab, remat=remat, dtype=dtype
+    )
+
+
+def _with_model(config: TrainLmConfig, tokenizer: Tokenizer) -> TrainLmConfig:
+    """The config with the architecture and the vocabulary that it has in the end."""
+    model, vocab_size = resolved_model(config, check_folder=True)
+    if tokenizer.vocab_size > vocab_size:
+        raise ConfigError(
+            f"The tokenizer {config.data.tokenizer!r} has {tokenizer.vocab_size} tokens, and the model's "
+            f"embedding {vocab_size} rows. Use the model's own tokenizer, or a larger vocab_size."
+        )
+    return dataclasses.replace(config, model=model, vocab_size=vocab_size)
 
 
 def _trackers(config: TrainLmConfig, folder: RunFolder, position: Position | None) -> list[Tracker]:

@@ -20,9 +20,10 @@ from haliax.util import ensure_tuple
 from jax.sharding import Sharding, SingleDeviceSharding
 from jaxtyping import DTypeLike
 
-from models.qwen3_moe.config import Qwen3Architecture
+from models.pretrained import pretrained_config, read_pretrained
+from models.qwen3_moe.config import Qwen3Architecture, Qwen3MoeConfig
 from models.qwen3_moe.decoder import Qwen3Decoder
-from models.qwen3_moe.hf_config import config_to_hf
+from models.qwen3_moe.hf_config import config_to_hf, read_hf_config
 from models.safetensors_folder import Pending, SafetensorsFolder, WeightsError, write_safetensors
 from models.stacked_weights import Place, check_tensors, pending_tensors, read_array
 from stacked_remat import ScanCheckpointSpec
@@ -184,3 +185,31 @@ def _without_a_copied_head(folder: SafetensorsFolder) -> SafetensorsFolder:
             f"tie_word_embeddings to false in its config.json to train them apart, or leave {head} out."
         )
     return replace(folder, shapes={name: shape for name, shape in folder.shapes.items() if name != head})
+
+
+@read_pretrained.register
+def _read(
+    config: Qwen3Architecture, root: Path, Vocab: Axis, *, remat: ScanCheckpointSpec, dtype: DTypeLike
+) -> Qwen3Decoder:
+    return read_decoder(root, config, Vocab, remat=remat, dtype=dtype)
+
+
+@pretrained_config.register
+def _pretrained_config(config: Qwen3Architecture, root: Path) -> tuple[Qwen3Architecture, int]:
+    """The folder's, with the kernel, dtypes and loss weights of `config`, which no checkpoint fixes."""
+    found, vocab_size = read_hf_config(root)
+    found = replace(
+        found,
+        attention=replace(found.attention, backend=config.attention.backend),
+        compute_dtype=config.compute_dtype,
+        initializer_range=config.initializer_range,
+    )
+    # A size that a config leaves to its default is no other than the same size given.
+    if config.attention.head_dim is None and found.HeadDim.size * found.num_heads == found.hidden_dim:
+        found = replace(found, attention=replace(found.attention, head_dim=None))
+    if config.mlp_dim is None and found.Mlp == replace(found, mlp_dim=None).Mlp:
+        found = replace(found, mlp_dim=None)
+    if isinstance(config, Qwen3MoeConfig) and isinstance(found, Qwen3MoeConfig):
+        weights = {name: getattr(config.experts, name) for name in ("load_balance_weight", "z_loss_weight")}
+        found = replace(found, experts=replace(found.experts, **weights))
+    return found, vocab_size

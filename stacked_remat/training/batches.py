@@ -39,10 +39,19 @@ class TokenBatch(eqx.Module):
         tokens: Int[ndarray, "batch position"],
         targets: Int[ndarray, "batch position"],
         weights: Float[ndarray, "batch position"],
-        documents: Int[ndarray, "batch position"],
-        positions: Int[ndarray, "batch position"],
+        documents: Int[ndarray, "batch position"] | None = None,
+        positions: Int[ndarray, "batch position"] | None = None,
     ) -> "TokenBatch":
         """The batch of these arrays, on the default device."""
         axes = (Axis(BATCH_AXIS, tokens.shape[0]), Axis(POSITION_AXIS, tokens.shape[1]))
-        arrays = (tokens, targets, weights, documents, positions)
-        return TokenBatch(*(hax.named(jnp.asarray(array), axes) for array in arrays))
+
+        def named(array: ndarray) -> NamedArray:
+            return hax.named(jnp.asarray(array), axes)
+
+        return TokenBatch(
+            named(tokens),
+            named(targets),
+            named(weights),
+            None if documents is None else named(documents),
+            None if positions is None else named(positions),
+        )

@@ -61,6 +61,8 @@ class DataConfig:
         batch_size: sequences in a step, over all processes.
         packing: `split` cuts the documents, one after the other, into sequences without a gap; `whole` cuts
             only documents longer than a sequence, fits the others in and pads what is left.
+        separate_documents: whether a document sees no other in its sequence. If false, sequences are like one
+            document each, which kernels that know no boundaries between documents can serve.
         on_malformed: whether a record that can't be read ends the run (`error`) or is counted (`skip`).
         prefetch: batches that are made in advance, in a thread; 0 for none.
     """
@@ -72,6 +74,7 @@ class DataConfig:
     seq_len: int = 256
     batch_size: int = 16
     packing: Literal["split", "whole"] = "split"
+    separate_documents: bool = True
     on_malformed: Literal["error", "skip"] = "error"
     prefetch: int = 2
 

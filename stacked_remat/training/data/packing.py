@@ -132,8 +132,21 @@ class PackedDocuments:
         fingerprint: a hash of the tokens and of how they are packed.
     """
 
-    def __init__(self, documents: TokenizedDocuments, seq_len: int, packing: Literal["split", "whole"]):
+    def __init__(
+        self,
+        documents: TokenizedDocuments,
+        seq_len: int,
+        packing: Literal["split", "whole"],
+        *,
+        separate: bool = True,
+    ):
         """Packs the documents.
+
+        Args:
+            documents: as tokens.
+            seq_len: positions in a sequence.
+            packing: how they are cut, as `DataConfig` says.
+            separate: whether sequences say where a document ends.
 
         Raises:
             DataError: no document has two tokens.
@@ -147,6 +160,7 @@ class PackedDocuments:
         self.fingerprint = hashlib.sha256(
             f"{self._documents.fingerprint} {packing} {seq_len}".encode()
         ).hexdigest()
+        self._separate = separate
         self._packing: Packing = _PACKINGS[packing](self._documents.lengths - 1, seq_len)
 
     def __repr__(self) -> str:
@@ -160,7 +174,7 @@ class PackedDocuments:
         """A sequence: int32 `tokens`, `targets`, `documents` and `positions`, float32 `weights`.
 
         `documents` counts a sequence's pieces from 1; `positions` counts from 0 in each; padding, at the end,
-        is 0 in all fields.
+        is 0 in all fields. Where documents are not `separate`, these two are left out.
         """
         names = ("tokens", "targets", "documents", "positions")
         found: Sequence = {name: np.zeros(self.seq_len, np.int32) for name in names}
@@ -177,4 +191,6 @@ class PackedDocuments:
                 piece.document, piece.first + 1, piece.first + piece.count + 1
             )
             at += piece.count
+        if not self._separate:
+            del found["documents"], found["positions"]
         return found

@@ -62,7 +62,10 @@ def open_training_data(
     sources = config.sources or {_STANDARD_LIBRARY: None}
     for name, source in sources.items():
         documents = _split(name, source, config, tokenizer, progress)
-        packed = [PackedDocuments(half, config.seq_len, config.packing) for half in documents]
+        packed = [
+            PackedDocuments(half, config.seq_len, config.packing, separate=config.separate_documents)
+            for half in documents
+        ]
         training[name] = MixtureShare(packed[0], 1.0 if source is None else source.weight)
         held_out[name] = packed[1]
     stream = BatchStream(

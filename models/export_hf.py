@@ -1,0 +1,110 @@
+"""Turns what a run trained into a folder that Hugging Face's libraries load.
+
+    python -m models.export_hf --run_dir runs/mine --out exported
+    python -m models.export_hf --run_dir runs/mine --out adapters --adapters
+
+The first writes a whole model, adapters merged, that `transformers` loads; the second the adapters alone, for
+PEFT. Tokenizer files go along where the run's tokenizer is a folder.
+"""
+
+import argparse
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import draccus
+import equinox as eqx
+from rich.console import Console
+
+from models.hub import model_folder
+from models.lm import LanguageModel
+from models.qwen3_moe import Qwen3Decoder
+from models.qwen3_moe.hf import write_decoder
+from models.qwen3_moe.peft import save_adapters
+from models.safetensors_folder import WeightsError
+from models.train_lm import TrainLmConfig, initial_state, state_shapes
+from stacked_remat.lora import merge_lora
+from stacked_remat.training import CheckpointMismatchError, checkpoint_config, load_checkpoint
+
+_TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+)
+
+
+def trained_model(run_dir: Path, *, step: int | None = None) -> tuple[LanguageModel, TrainLmConfig]:
+    """The model of a run's checkpoint with its adapters, if it has some, and the run's config.
+
+    Args:
+        run_dir: the run folder.
+        step: of the checkpoint; the latest if not given.
+
+    Raises:
+        FileNotFoundError: there is no such checkpoint.
+        CheckpointMismatchError: it is of another model than its config says.
+
+    Cost: the model in memory; with adapters also what they were trained on, read or made again.
+    """
+    folder = run_dir / "checkpoints"
+    config = draccus.decode(TrainLmConfig, checkpoint_config(folder, step=step))
+    if config.lora is None:
+        shapes = state_shapes(config)
+        trained = load_checkpoint(folder, shapes.trained, step=step, part="trained")
+        return eqx.combine(trained, shapes.frozen), config
+    state = initial_state(config)
+    trained = load_checkpoint(folder, state.trained, step=step, part="trained")
+    return eqx.combine(trained, state.frozen), config
+
+
+def export(run_dir: Path, out: Path, *, step: int | None = None, adapters: bool = False) -> None:
+    """Writes the model of a run's checkpoint, or its adapters alone, to a new folder.
+
+    Raises:
+        FileNotFoundError, CheckpointMismatchError: as `trained_model`.
+        FileExistsError: there is something in the folder.
+        WeightsError: there are no adapters, or the model has no such format.
+    """
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise FileExistsError(f"{out} exists and is not an empty folder. Export to a new one.")
+    model, config = trained_model(run_dir, step=step)
+    if not isinstance(model, Qwen3Decoder):
+        raise WeightsError(f"A {type(model).__name__} has no format of Hugging Face's here.")
+    if adapters:
+        if config.lora is None:
+            raise WeightsError(f"{run_dir} trained no adapters. Export the whole model, without --adapters.")
+        save_adapters(out, model, base_model=config.initialize_from_hf)
+        return
+    write_decoder(out, merge_lora(model))
+    tokenizer = config.data.tokenizer
+    if tokenizer != "byte":
+        source = model_folder(tokenizer) if not Path(tokenizer).is_file() else Path(tokenizer).parent
+        for name in _TOKENIZER_FILES:
+            if (source / name).is_file():
+                shutil.copyfile(source / name, out / name)
+
+
+def main(arguments: Sequence[str], console: Console | None = None) -> int:
+    """The command: returns the exit status, after a one-line message for anything that the user can mend."""
+    console = Console() if console is None else console
+    parser = argparse.ArgumentParser(
+        prog="python -m models.export_hf", description=(__doc__ or "").splitlines()[0]
+    )
+    parser.add_argument("--run_dir", type=Path, required=True, help="the run folder")
+    parser.add_argument("--out", type=Path, required=True, help="a new folder")
+    parser.add_argument("--step", type=int, help="of the checkpoint; the latest if not given")
+    parser.add_argument("--adapters", action="store_true", help="the adapters alone, for PEFT")
+    options = parser.parse_args(arguments)
+    try:
+        export(options.run_dir, options.out, step=options.step, adapters=options.adapters)
+    except (FileNotFoundError, FileExistsError, WeightsError, CheckpointMismatchError) as error:
+        console.print(f"error: {error}", highlight=False, markup=False, soft_wrap=True)
+        return 1
+    console.print(f"wrote {options.out}", highlight=False, markup=False, soft_wrap=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

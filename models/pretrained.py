@@ -1,0 +1,111 @@
+"""Models that begin with the weights of a folder in Hugging Face's format.
+
+What reads a folder is registered for the type of a model's config, by the package that defines the model.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Protocol
+
+from haliax import Axis
+from jaxtyping import DTypeLike
+
+from models.hub import model_folder
+from models.lm import LanguageModel, LmConfig
+from stacked_remat import ScanCheckpointSpec
+from stacked_remat.training import ConfigError, DataConfig, load_tokenizer
+
+
+@functools.singledispatch
+def read_pretrained(
+    config: LmConfig, root: Path, Vocab: Axis, *, remat: ScanCheckpointSpec, dtype: DTypeLike
+) -> LanguageModel:
+    """The model of `config` with the weights in `root`, in `dtype`.
+
+    Raises:
+        TypeError: no reader is registered for this type of config.
+        WeightsError: the weights are not of this model.
+    """
+    raise TypeError(f"No reader of Hugging Face's weights is registered for {type(config).__name__}.")
+
+
+@functools.singledispatch
+def pretrained_config(config: LmConfig, root: Path) -> tuple[LmConfig, int]:
+    """The architecture of the folder with what `config` says beyond it, and the size of its vocabulary.
+
+    Raises:
+        TypeError: no reader is registered for this type of config.
+        WeightsError: `config.json` is not of such a model, or asks for something that it hasn't.
+    """
+    raise TypeError(f"No reader of Hugging Face's weights is registered for {type(config).__name__}.")
+
+
+class ModelEntries(Protocol):
+    """What a config says of its model."""
+
+    @property
+    def model(self) -> LmConfig:
+        """The architecture, unless it is the folder's."""
+        ...
+
+    @property
+    def initialize_from_hf(self) -> str | None:
+        """The folder."""
+        ...
+
+    @property
+    def use_hf_model_config(self) -> bool:
+        """Whether the architecture is the folder's."""
+        ...
+
+    @property
+    def vocab_size(self) -> int | None:
+        """Rows of the embedding."""
+        ...
+
+    @property
+    def data(self) -> DataConfig:
+        """The tokenizer."""
+        ...
+
+
+def resolved_model(config: ModelEntries, *, check_folder: bool) -> tuple[LmConfig, int]:
+    """The architecture that a config describes, and the rows of its embedding.
+
+    Args:
+        config: the entries.
+        check_folder: whether to look into the folder even if the architecture is not read from it.
+
+    Raises:
+        ConfigError: `model` or `vocab_size` is not that of the folder; names every field that differs.
+        WeightsError, FileNotFoundError: the folder can't be read.
+    """
+    model, rows = config.model, config.vocab_size
+    if config.initialize_from_hf is not None and (check_folder or config.use_hf_model_config):
+        root = model_folder(config.initialize_from_hf)
+        found, found_rows = pretrained_config(config.model, root)
+        if config.use_hf_model_config:
+            model = found
+        differing = list(_differences("model", model, found))
+        if rows is not None and rows != found_rows:
+            differing.append(f"vocab_size: {rows} in the config, {found_rows} in the folder")
+        if differing:
+            raise ConfigError(
+                f"The model of the config is not the one in {root}:\n  "
+                + "\n  ".join(differing)
+                + "\nCorrect it, or write use_hf_model_config: true to take the folder's architecture."
+            )
+        rows = found_rows
+    return model, load_tokenizer(config.data.tokenizer).vocab_size if rows is None else rows
+
+
+def _differences(path: str, config: object, found: object) -> Iterator[str]:
+    if type(config) is type(found) and dataclasses.is_dataclass(config):
+        for field in dataclasses.fields(config):
+            yield from _differences(
+                f"{path}.{field.name}", getattr(config, field.name), getattr(found, field.name)
+            )
+    elif config != found:
+        yield f"{path}: {config!r} in the config, {found!r} in the folder"

@@ -1,0 +1,165 @@
+from typing import Any
+
+import equinox as eqx
+import haliax as hax
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import yaml
+from haliax import Axis
+from rich.console import Console
+
+from models.export_hf import main as export_hf, trained_model
+from models.qwen3_moe import Qwen3Decoder, Qwen3MoeConfig
+from models.qwen3_moe.hf import read_decoder, write_decoder
+from models.qwen3_moe.hf_config import read_hf_config
+from models.qwen3_moe.peft import load_adapters
+from models.train_lm import TrainLmConfig, main as train_lm
+from stacked_remat.lora import merge_lora
+from stacked_remat.training import ConfigError, parse_config
+
+pytestmark = pytest.mark.usefixtures("standard_promotion")
+
+CONFIG = """
+model:
+  type: qwen3_moe
+  hidden_dim: 16
+  num_layers: 2
+  num_heads: 2
+  num_kv_heads: 1
+  experts: {num_experts: 2, experts_per_token: 1, intermediate_dim: 8, dense_layers: [0]}
+vocab_size: 260
+data: {seq_len: 16, batch_size: 2, sources: {text: {paths: [text/]}}}
+optimizer: {learning_rate: 1.0e-2, warmup_steps: 0}
+trainer: {num_steps: 2, eval_batches: 1}
+"""
+Vocab = Axis("vocab", 260)
+
+
+@pytest.fixture(scope="module")
+def workplace(tmp_path_factory):
+    """A folder with text, and a model to begin with."""
+    folder = tmp_path_factory.mktemp("workplace")
+    (folder / "text").mkdir()
+    for number in range(30):
+        (folder / "text" / f"{number}.txt").write_text(f"the {number}. of many documents " * 8)
+    (folder / "run.yaml").write_text(CONFIG)
+    config = parse_config(TrainLmConfig, ["--config_path", str(folder / "run.yaml")])
+    assert isinstance(config.model, Qwen3MoeConfig)
+    make = eqx.filter_jit(lambda: Qwen3Decoder.init(config.model, Vocab, key=jax.random.key(5)))
+    write_decoder(folder / "base", make())
+    return folder
+
+
+def train(workplace, run, *more):
+    options = ["--config_path", "run.yaml", "--trainer.run_dir", run, *more]
+    with pytest.MonkeyPatch.context() as patch, jax.numpy_dtype_promotion("standard"):
+        patch.chdir(workplace)
+        return train_lm(options)
+
+
+def export(*arguments):
+    console = Console(record=True, width=200)
+    status = export_hf([str(argument) for argument in arguments], console)
+    return status, console.export_text()
+
+
+def logits(decoder):
+    tokens = hax.named(jnp.arange(12, dtype=jnp.int32).reshape(2, 6), ("batch", "position"))
+
+    @eqx.filter_jit
+    def run(decoder):
+        return decoder.logits(decoder.hidden_states(tokens)[0]).array
+
+    return np.asarray(run(decoder))
+
+
+@pytest.fixture(scope="module")
+def adapted(workplace):
+    """A run that trained adapters of the model to begin with."""
+    start = ("--initialize_from_hf", str(workplace / "base"), "--lora.rank", "2")
+    assert train(workplace, "adapted", *start) == 0
+    return workplace / "adapted"
+
+
+def test_a_trained_model_is_exported_and_read_again(workplace):
+    assert train(workplace, "whole", "--initialize_from_hf", "base", "--use_hf_model_config", "true") == 0
+    status, _ = export("--run_dir", workplace / "whole", "--out", workplace / "exported")
+    assert status == 0
+    config, rows = read_hf_config(workplace / "exported")
+    assert rows == 260
+    again = read_decoder(workplace / "exported", config, Vocab)
+    base = read_decoder(workplace / "base", config, Vocab)
+    expected, _ = trained_model(workplace / "whole")
+    np.testing.assert_array_equal(logits(again), logits(expected))
+    assert np.abs(logits(again) - logits(base)).max() > 1e-3
+
+
+def test_training_begins_with_the_weights_of_the_folder(workplace, adapted):
+    first = yaml.safe_load((adapted / "metrics.jsonl").read_text().splitlines()[0])
+    config = parse_config(TrainLmConfig, ["--config_path", str(workplace / "run.yaml")])
+    assert isinstance(config.model, Qwen3MoeConfig)
+    base = read_decoder(workplace / "base", config.model, Vocab)
+    model: Any = trained_model(adapted)[0]
+    np.testing.assert_array_equal(
+        model.stacks[0].stacked.attention.q_proj.wrapped.weight.array,
+        base.stacks[0].stacked.attention.q_proj.weight.array,
+    )
+    assert first["held_out_loss"] > 0
+
+
+def test_adapters_are_merged_or_written_alone(workplace, adapted):
+    model, config = trained_model(adapted)
+    assert isinstance(model, Qwen3Decoder) and isinstance(config.model, Qwen3MoeConfig)
+    assert export("--run_dir", adapted, "--out", workplace / "merged")[0] == 0
+    merged = read_decoder(workplace / "merged", config.model, Vocab)
+    np.testing.assert_array_equal(logits(merged), logits(merge_lora(model)))
+    assert export("--run_dir", adapted, "--out", workplace / "alone", "--adapters")[0] == 0
+    base = read_decoder(workplace / "base", config.model, Vocab)
+    np.testing.assert_allclose(logits(load_adapters(base, workplace / "alone")), logits(model), atol=1e-5)
+
+
+def test_a_run_of_adapters_goes_on(workplace, adapted):
+    more = ("--initialize_from_hf", str(workplace / "base"), "--lora.rank", "2", "--trainer.num_steps", "3")
+    accept = ("--trainer.checkpoint.accept_changes", "true")
+    before, _ = trained_model(adapted)
+    (adapted / "result.json").unlink()
+    assert train(workplace, "adapted", *more, *accept) == 0
+    after, _ = trained_model(adapted)
+    models: list[Any] = [before, after]
+    one, other = (model.stacks[0].stacked.attention.q_proj for model in models)
+    np.testing.assert_array_equal(one.wrapped.weight.array, other.wrapped.weight.array)
+    assert np.any(np.asarray(one.b.array) != np.asarray(other.b.array))
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (("--model.hidden_dim", "32"), "model.hidden_dim: 32 in the config, 16 in the folder"),
+        (("--vocab_size", "300"), "vocab_size: 300 in the config, 260 in the folder"),
+        (("--initialize_from_hf", "nowhere"), "no folder nowhere, and it is no name on the"),
+        (("--use_hf_model_config", "true", "--vocab_size", "20"), "vocab_size: 20 in the config"),
+    ],
+)
+def test_another_model_than_the_folder_s_is_refused(workplace, capsys, more, message):
+    assert train(workplace, "refused", "--initialize_from_hf", "base", *more) == 1
+    assert message in capsys.readouterr().out
+    assert not (workplace / "refused").exists()
+
+
+def test_an_embedding_without_room_for_the_tokenizer_is_refused(workplace, capsys):
+    assert train(workplace, "refused", "--vocab_size", "200") == 1
+    assert "has 257 tokens, and the model's embedding 200 rows" in capsys.readouterr().out
+
+
+def test_the_folder_s_architecture_needs_a_folder():
+    with pytest.raises(ConfigError, match="use_hf_model_config has no effect without initialize_from_hf"):
+        parse_config(TrainLmConfig, ["--use_hf_model_config", "true"])
+
+
+def test_what_can_not_be_exported_is_named(workplace, tmp_path):
+    status, shown = export("--run_dir", tmp_path, "--out", tmp_path / "out")
+    assert status == 1 and "No checkpoint in" in shown
+    status, shown = export("--run_dir", tmp_path, "--out", workplace)
+    assert status == 1 and "is not an empty folder" in shown

@@ -147,6 +147,7 @@ def train_lm(config: TrainLmConfig, progress: Progress) -> TrainingResult:
         process=ProcessShare(jax.process_index(), jax.process_count()),
     )
     evaluators = {"held_out": held_out_evaluator(next_token_loss, data.held_out, config.trainer.eval_batches)}
+    state_shapes(config)  # a model that can't be made is refused before there is a run folder
     folder = _run_folder(config)
     with contextlib.ExitStack() as closing:
         closing.callback(data.training.close)

@@ -239,6 +239,8 @@ class _Search:
             trial = self._try(policy)
             if self._fits(trial):
                 return trial
+            if trial.report is not None and trial.report.arguments > self._limit:
+                break  # as they will be under every other policy
         raise BudgetError(_nothing_fits(self.tried, self._limit, self._host_limit))
 
     def with_most_first_layers(self, chosen: Trial, layers: int) -> Trial:
@@ -345,6 +347,8 @@ def _nothing_fits(tried: Comparison, limit: int, host_limit: int | None) -> str:
         which, of_host = " that the host has room for", ""
     else:
         which, of_host = "", f" and {readable_bytes(needs.host.total)} on the host"
+    if needs.arguments > limit:
+        what += f": the arguments alone take {readable_bytes(needs.arguments)}, whatever the policy"
     return (
         f"no candidate fits {what}. The smallest found{which} is {smallest!r} with "
         f"{readable_bytes(needs.total)} a device{of_host}. Shorten the context, shard over more devices, "

@@ -38,7 +38,7 @@ def test_a_dense_decoder_has_names_too():
     assert names("stacks.0.*.mlp.gate_proj", (1,)) == "model.layers.1.mlp.gate_proj"
 
 
-@pytest.mark.parametrize("path", ["embedding", "stacks.0.*.norm", "stacks.0.*.mlp.experts"])
+@pytest.mark.parametrize("path", ["embedding", "stacks.0.*.norm", "stacks.0.*.mlp.experts.up_proj"])
 def test_what_is_no_linear_of_the_decoder_is_refused(path):
     with pytest.raises(ValueError, match="is no linear of"):
         peft_names(CONFIG)(path, (0,))

@@ -190,7 +190,7 @@ def test_a_run_that_a_signal_ends_goes_on_with_the_same_command_and_no_other_mod
     assert "model.experts.intermediate_dim: 8 there, 16 now" in capsys.readouterr().out
     assert train(workplace, *wider, *accept) == 1
     shown = capsys.readouterr().out
-    assert "trained.stacks[0].stacked.mlp.experts.stacked.gate_proj.weight: float32[layers 2, " in shown
+    assert "trained.stacks.0.stacked.mlp.experts.stacked.gate_proj.weight: float32[layers 2, " in shown
     assert "expert_dim 8" in shown and "expert_dim 16" in shown
 
     assert train(workplace) == 0

@@ -4,8 +4,10 @@ Everything is compiled for a device that need not be there, and nothing is run:
 
     python -m benchmarks.qwen3_context --target h200
     python -m benchmarks.qwen3_context --target h200 --longest 80GiB 139GiB
+    python -m benchmarks.qwen3_context --target v5p --devices 8 --tokens 65536 --policies nested
 
-Model and adapters are those of `models/configs/qwen3_30b_a3b_65k_lora.yaml`; one sequence. Writes
+With `--devices`, weights are sharded over a mesh of so many and each device has a sequence of its own.
+Model and adapters are those of `models/configs/qwen3_30b_a3b_65k_lora.yaml`; else it is one sequence. Writes
 `results/qwen3_context_<target>.json`, or `results/qwen3_longest_<target>.json`.
 """
 
@@ -19,7 +21,8 @@ import equinox as eqx
 import haliax as hax
 import jax
 import jax.numpy as jnp
-from haliax import Axis
+from haliax import Axis, NamedArray
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from models.lm import build_model, next_token_loss
 from models.lora import with_adapters
@@ -54,9 +57,14 @@ def main(arguments: list[str] | None = None) -> Path:
         name, rows = "longest", _longest(config, options)
     else:
         name, rows = "context", _contexts(config, options)
-    path = options.out / f"qwen3_{name}_{options.target}.json"
+    where = options.target if options.devices == 1 else f"{options.target}_{options.devices}"
+    path = options.out / f"qwen3_{name}_{where}.json"
     path.write_text(
-        json.dumps({"target": options.target, "versions": versions(), "rows": rows}, indent=1) + "\n"
+        json.dumps(
+            {"target": options.target, "devices": options.devices, "versions": versions(), "rows": rows},
+            indent=1,
+        )
+        + "\n"
     )
     print(f"wrote {path}")
     return path
@@ -99,10 +107,33 @@ def _contexts(config: TrainLmConfig, options: argparse.Namespace) -> list[dict[s
     for tokens in options.tokens:
         for name in options.policies:
             fn, args = forward_and_backward(config, tokens)
+            if options.devices > 1:
+                args = _sharded(args, memory.target_mesh(options.target, {"data": options.devices}))
             found = memory.report(fn(POLICIES[name]), *args, target=options.target)
             rows.append({"tokens": tokens, "policy": name, **_row(found)})
             print(_line(tokens, name, found), flush=True)
     return rows
+
+
+def _sharded(args: tuple[Any, ...], mesh: Mesh) -> tuple[Any, ...]:
+    """A sequence for each device, and every array with an `embed` axis cut along that."""
+
+    def shard(named: NamedArray, over: str, size: int | None) -> NamedArray:
+        axes = tuple(axis.resize(size) if axis.name == over and size else axis for axis in named.axes)
+        spec = PartitionSpec(*("data" if axis.name == over else None for axis in axes))
+        shape = [axis.size for axis in axes]
+        placed = jax.ShapeDtypeStruct(shape, named.array.dtype, sharding=NamedSharding(mesh, spec))
+        return NamedArray(placed, axes)  # pyright: ignore[reportArgumentType]
+
+    def everywhere(tree: Any, over: str, size: int | None = None) -> Any:
+        def place(node: Any) -> Any:
+            held = isinstance(node, NamedArray) and node.array is not None
+            return shard(node, over, size) if held else node
+
+        return jax.tree.map(place, tree, is_leaf=lambda node: isinstance(node, NamedArray))
+
+    batch, parts = args
+    return everywhere(batch, BATCH_AXIS, mesh.size), everywhere(parts, "embed")
 
 
 def _longest(config: TrainLmConfig, options: argparse.Namespace) -> list[dict[str, Any]]:
@@ -162,6 +193,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--config", type=Path, default=CONFIG)
     parser.add_argument("--tokens", type=int, nargs="+", default=[65_536, 131_072, 262_144])
     parser.add_argument("--policies", nargs="+", default=list(POLICIES), choices=list(POLICIES))
+    parser.add_argument("--devices", type=int, default=1)
     parser.add_argument("--longest", nargs="+", default=[], help="budgets to find the longest context for")
     parser.add_argument("--step", type=int, default=65_536, help="contexts are multiples of this")
     parser.add_argument("--limit", type=int, default=2**20, help="the longest context tried")

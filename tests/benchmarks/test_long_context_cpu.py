@@ -17,7 +17,7 @@ def test_a_step_of_65536_tokens_runs_and_nesting_takes_less_memory(tmp_path):
 
 def test_the_benchmark_runs_small(tmp_path):
     small = ["--data.seq_len", "128", "--model.num_layers", "2", "--model.hidden_dim", "32"]
-    path = main(["--out", str(tmp_path), "--overrides", *small])
-    rows = json.loads(path.read_text())["rows"]
-    assert [row["policy"] for row in rows] == ["true", "nested"]
-    assert all(row["layers"] == 2 and row["loss"] > 0 for row in rows)
+    path = main(["--out", str(tmp_path), "--policies", "nested", "--overrides", *small])
+    (row,) = json.loads(path.read_text())["rows"]
+    assert (row["policy"], row["layers"], row["tokens"]) == ("nested", 2, 128)
+    assert row["loss"] > 0 and row["grad_norm"] > 0 and row["peak_resident_bytes"] > 2**27

@@ -18,6 +18,7 @@ from rich.table import Table
 
 from models.lm import LmConfig
 from models.qwen3_moe import Qwen3MoeConfig, hf as hf  # registers its types and its weights
+from models.safetensors_folder import WeightsError
 from models.step_memory import plan_step, step_report
 from stacked_remat.lora import LoraConfig
 from stacked_remat.memory import BudgetError, MemoryReport, TargetError, find_target
@@ -144,7 +145,7 @@ def main(arguments: Sequence[str], console: Console | None = None) -> int:
             for name, one in step_reports(config, POLICIES):
                 found[name] = one
                 progress.advance(task)
-    except (ConfigError, DataError, TargetError, BudgetError) as error:
+    except (ConfigError, DataError, TargetError, BudgetError, WeightsError, FileNotFoundError) as error:
         console.print(f"error: {error}", highlight=False, markup=False, soft_wrap=True)
         return 1
     console.print(policy_table(config, found))

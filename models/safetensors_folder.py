@@ -56,9 +56,11 @@ class SafetensorsFolder:
         for path in paths:
             with _opened(path) as tensors:
                 for name in tensors.keys():
+                    if promised.get(name, path.name) != path.name:
+                        continue  # the index says in which file it is to be read
                     files[name] = path
                     shapes[name] = tuple(tensors.get_slice(name).get_shape())
-        if absent := sorted(promised - files.keys()):
+        if absent := sorted(promised.keys() - files.keys()):
             raise WeightsError(
                 f"{root / INDEX} lists tensors that its files don't have: {', '.join(absent)}. The download "
                 f"may be incomplete; fetch the folder again."
@@ -93,6 +95,7 @@ def write_safetensors(
 
     Cost: the host memory of one file.
     """
+    root = root.resolve()
     if root.exists() and (not root.is_dir() or any(root.iterdir())):
         raise FileExistsError(f"{root} exists and is not an empty folder. Export to a new one.")
     groups = _groups(tensors, max_file_bytes)
@@ -126,13 +129,13 @@ class Pending:
     make: Callable[[], Shaped[np.ndarray, "..."]]
 
 
-def _paths(root: Path) -> tuple[list[Path], set[str]]:
-    """The files that hold tensors, and the tensors that an index promises."""
+def _paths(root: Path) -> tuple[list[Path], dict[str, str]]:
+    """The files that hold tensors, and in which of them an index says each is."""
     if (root / INDEX).is_file():
         try:
             index = json.loads((root / INDEX).read_text(encoding="utf-8"))
-            promised = dict(index["weight_map"])
-        except (json.JSONDecodeError, KeyError, TypeError, ValueError) as error:
+            promised = {str(name): str(file) for name, file in index["weight_map"].items()}
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise WeightsError(f"{root / INDEX} is no index of safetensors files: {error!r}.") from error
         paths = [root / name for name in sorted(set(promised.values()))]
         if missing := [path.name for path in paths if not path.is_file()]:
@@ -140,13 +143,13 @@ def _paths(root: Path) -> tuple[list[Path], set[str]]:
                 f"{root} lacks {', '.join(missing)}, which its {INDEX} names. The download may be "
                 f"incomplete; fetch the folder again."
             )
-        return paths, set(promised)
+        return paths, promised
     if not (root / SINGLE).is_file():
         raise FileNotFoundError(
             f"There is neither {SINGLE} nor {INDEX} in {root}. Weights are read in the "
             f"safetensors format only."
         )
-    return [root / SINGLE], set()
+    return [root / SINGLE], {}
 
 
 @contextlib.contextmanager

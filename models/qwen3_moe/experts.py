@@ -54,8 +54,8 @@ def load_balance_loss(load: NamedArray, importance: NamedArray, Experts: Axis) -
 class SparseExperts(eqx.Module):
     """Routes every token to `experts_per_token` experts and sums their weighted outputs.
 
-    Names for remat policies: `router_probs`, `router_choices` (integers) and `router_gates`. What the experts
-    put out needs none: their backward pass starts from the tokens and never reads it.
+    Names for remat policies: `router_probs`, `router_choices` (integers), `router_gates` and `expert_output`.
+    The last spares nothing: the experts' backward pass starts from the tokens and never reads it.
     """
 
     router: hnn.Linear
@@ -122,7 +122,8 @@ class SparseExperts(eqx.Module):
             _apply_expert, self.experts.stacked, Experts, rows, chosen, factors.astype(rows.dtype)
         )
         axes = (*tokens, Embed)
-        return hax.named(mixed.reshape([axis.size for axis in axes]), axes).rearrange(x.axes), statistics
+        output = hax.named(mixed.reshape([axis.size for axis in axes]), axes).rearrange(x.axes)
+        return checkpoint_name(output, "expert_output"), statistics
 
 
 def _apply_expert(expert: SwiGlu, rows: Float[Array, "row embed"], gates: Float[Array, " row"]) -> Array:

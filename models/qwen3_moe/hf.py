@@ -27,6 +27,7 @@ from models.qwen3_moe.hf_config import config_to_hf, read_hf_config
 from models.safetensors_folder import Pending, SafetensorsFolder, WeightsError, write_safetensors
 from models.stacked_weights import Place, check_tensors, pending_tensors, read_array
 from stacked_remat import ScanCheckpointSpec
+from stacked_remat.lora import LoraLinear, lora_linears
 
 _NAMES = {
     "input_norm": "input_layernorm",
@@ -95,10 +96,16 @@ def write_decoder(
 
     Raises:
         FileExistsError: there is something in the folder.
-        WeightsError: parts of the decoder are on devices of other processes.
+        WeightsError: the decoder has adapters, or parts on devices of other processes.
 
     Cost: the host memory of one file.
     """
+    adapted = [path for path, one in lora_linears(decoder).items() if isinstance(one, LoraLinear)]
+    if adapted:
+        raise WeightsError(
+            f"The decoder has adapters ({', '.join(adapted[:3])}, ...), which this format has no place for. "
+            f"Merge them first, with merge_lora, or write them alone, with save_adapters."
+        )
     places = decoder_places(decoder)
     pending: dict[str, Pending] = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(decoder, is_leaf=_is_named):
@@ -204,6 +211,10 @@ def _pretrained_config(config: Qwen3Architecture, root: Path) -> tuple[Qwen3Arch
         compute_dtype=config.compute_dtype,
         initializer_range=config.initializer_range,
     )
+    if config.rotary.scaling is not None:  # a longer context than the folder was made for
+        longest = config.rotary.max_position_embeddings
+        rotary = replace(found.rotary, scaling=config.rotary.scaling, max_position_embeddings=longest)
+        found = replace(found, rotary=rotary)
     # A size that a config leaves to its default is no other than the same size given.
     if config.attention.head_dim is None and found.HeadDim.size * found.num_heads == found.hidden_dim:
         found = replace(found, attention=replace(found.attention, head_dim=None))

@@ -78,8 +78,10 @@ def read_hf_config(root: Path) -> tuple[Qwen3Architecture, int]:
         )
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
+    except ValueError as error:
         raise WeightsError(f"{path} is not valid JSON: {error}.") from error
+    if not isinstance(document, dict):
+        raise WeightsError(f"{path} is no mapping of fields, but {type(document).__name__}.")
     try:
         return config_from_hf(document)
     except ValueError as error:
@@ -104,7 +106,7 @@ def config_from_hf(document: Mapping[str, Any]) -> tuple[Qwen3Architecture, int]
         "hidden_dim": take("hidden_size"),
         "num_layers": num_layers,
         "num_heads": num_heads,
-        "num_kv_heads": take("num_key_value_heads", num_heads),
+        "num_kv_heads": take("num_key_value_heads"),
         "attention": _attention(take, model_type, num_layers),
         "mlp_dim": take("intermediate_size"),
         "rotary": _rotary(take),
@@ -190,7 +192,7 @@ def _refuse_other_values(entries: dict[str, Any]) -> None:
 
 
 def _attention(take: _Taker, model_type: str, num_layers: int) -> AttentionConfig:
-    window = take("sliding_window", None)
+    window = take("sliding_window", 4096)
     if not take("use_sliding_window", False):
         window = None
     first = take("max_window_layers", 28)  # of dense models; the others have windows in all layers or in none
@@ -205,12 +207,14 @@ def _attention(take: _Taker, model_type: str, num_layers: int) -> AttentionConfi
             f"{sorted(set(kinds))}; one of full_attention and sliding_attention is expected for each layer."
         )
     windowed = tuple(i for i, kind in enumerate(kinds) if kind == "sliding_attention")
+    if model_type == "qwen3_moe" and 0 < len(windowed) < num_layers:
+        raise ValueError("layer_types is mixed; a qwen3_moe has a window in all layers or in none.")
     if windowed and window is None:
         raise ValueError(
             "layer_types has sliding_attention, but use_sliding_window and sliding_window don't."
         )
     return AttentionConfig(
-        head_dim=take("head_dim", None),
+        head_dim=take("head_dim", 128 if model_type == "qwen3" else None),
         bias=take("attention_bias", False),
         window=window if windowed else None,
         windowed_layers=windowed if 0 < len(windowed) < num_layers else None,
@@ -221,7 +225,11 @@ def _rotary(take: _Taker) -> RotaryConfig:
     longest = take("max_position_embeddings", 32_768)
     theta = take("rope_theta", None)
     scaling = take("rope_scaling", None)
-    parameters = dict(take("rope_parameters", scaling or {}))
+    parameters = take("rope_parameters", {})
+    parameters = scaling or parameters  # what transformers takes where a config has both
+    if not isinstance(parameters, Mapping):
+        raise ValueError(f"rope_scaling is {parameters!r}; a mapping with rope_type is expected.")
+    parameters = dict(parameters)
     inner = parameters.pop("rope_theta", None)
     found = rotary_from_hf(parameters, max_position_embeddings=longest)
     return RotaryConfig(
@@ -233,6 +241,8 @@ def _rotary(take: _Taker) -> RotaryConfig:
 
 def _experts(take: _Taker, num_layers: int) -> ExpertsConfig:
     step = take("decoder_sparse_step", 1)
+    if step < 1:
+        raise ValueError(f"decoder_sparse_step is {step}; it is the distance of sparse layers, at least 1.")
     dense = set(take("mlp_only_layers", []))
     return ExpertsConfig(
         num_experts=take.any_of("num_experts", "num_local_experts"),

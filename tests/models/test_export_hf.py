@@ -28,7 +28,7 @@ model:
   num_layers: 2
   num_heads: 2
   num_kv_heads: 1
-  experts: {num_experts: 2, experts_per_token: 1, intermediate_dim: 8, dense_layers: [0]}
+  experts: {num_experts: 2, experts_per_token: 1, intermediate_dim: 8}
 vocab_size: 260
 data: {seq_len: 16, batch_size: 2, sources: {text: {paths: [text/]}}}
 optimizer: {learning_rate: 1.0e-2, warmup_steps: 0}

@@ -1,4 +1,5 @@
 import dataclasses
+import json
 import weakref
 
 import equinox as eqx
@@ -11,11 +12,21 @@ from haliax import Axis
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from safetensors.numpy import load_file, save_file
 
-from models.qwen3_moe import AttentionConfig, ExpertsConfig, Qwen3Config, Qwen3Decoder, Qwen3MoeConfig
+from models.pretrained import pretrained_config
+from models.qwen3_moe import (
+    AttentionConfig,
+    ExpertsConfig,
+    Qwen3Config,
+    Qwen3Decoder,
+    Qwen3MoeConfig,
+    RotaryConfig,
+)
 from models.qwen3_moe.hf import decoder_places, read_decoder, write_decoder
 from models.qwen3_moe.hf_config import read_hf_config
 from models.safetensors_folder import INDEX, SINGLE, SafetensorsFolder, WeightsError
 from stacked_remat import ScanCheckpointPolicy
+from stacked_remat.lora import LoraConfig, apply_lora
+from stacked_remat.ops import YarnRotary
 
 Vocab = Axis("vocab", 10)
 CONFIG = Qwen3MoeConfig(
@@ -30,9 +41,9 @@ CONFIG = Qwen3MoeConfig(
 
 @pytest.fixture(scope="module")
 def decoder():
-    made = eqx.filter_jit(Qwen3Decoder.init)(CONFIG, Vocab, key=jax.random.key(0))
-    keys = iter(jax.random.split(jax.random.key(1), 100))
-    return jax.tree.map(lambda leaf: jax.random.normal(next(keys), leaf.shape), made)
+    shapes = eqx.filter_eval_shape(Qwen3Decoder.init, CONFIG, Vocab, key=jax.random.key(0))
+    rng = np.random.default_rng(0)
+    return jax.tree.map(lambda leaf: jnp.asarray(rng.normal(size=leaf.shape), jnp.float32), shapes)
 
 
 @pytest.fixture
@@ -125,8 +136,10 @@ def test_all_that_differs_is_named_and_nothing_is_read(decoder, folder, monkeypa
     path = next(folder.glob("*-00001-*"))
     tensors = load_file(path)
     save_file({**tensors, "model.layers.9.strange": np.zeros((2, 3), np.float32)}, path)
-    index = (folder / INDEX).read_text()
-    (folder / INDEX).write_text(index.replace('"model.norm.weight"', '"model.layers.9.strange"'))
+    index = json.loads((folder / INDEX).read_text())
+    del index["weight_map"]["model.norm.weight"]
+    index["weight_map"]["model.layers.9.strange"] = path.name
+    (folder / INDEX).write_text(json.dumps(index))
     monkeypatch.setattr(SafetensorsFolder, "read", None)
     narrow = dataclasses.replace(CONFIG, mlp_dim=5)
     with pytest.raises(WeightsError) as caught:
@@ -174,3 +187,17 @@ def test_every_array_has_its_place():
             )
         ]
         assert sorted(decoder_places(shapes)) == sorted(paths)
+
+
+def test_adapters_are_not_written_as_if_they_were_weights(decoder, tmp_path):
+    adapted = apply_lora(decoder, LoraConfig(rank=2), key=jax.random.key(0))
+    with pytest.raises(WeightsError, match=r"has adapters \(stacks.0.*Merge them first, with merge_lora"):
+        write_decoder(tmp_path / "weights", adapted)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_config_may_stretch_the_context_of_the_folder(folder):
+    longer = RotaryConfig(scaling=YarnRotary(2.0, 32_768), max_position_embeddings=65_536)
+    for config in (CONFIG, dataclasses.replace(CONFIG, rotary=longer)):
+        found, _ = pretrained_config(config, folder)
+        assert isinstance(found, Qwen3MoeConfig) and found.rotary == config.rotary

@@ -20,6 +20,7 @@ DENSE = {
     "intermediate_size": 20,
     "num_hidden_layers": 4,
     "num_attention_heads": 4,
+    "num_key_value_heads": 4,
 }
 MOE = DENSE | {
     "model_type": "qwen3_moe",
@@ -38,6 +39,7 @@ def test_what_is_not_said_is_as_hugging_face_has_it():
         num_heads=4,
         num_kv_heads=4,
         mlp_dim=20,
+        attention=AttentionConfig(head_dim=128),
         rotary=RotaryConfig(theta=10_000.0),
     )
     config, _ = config_from_hf(MOE)
@@ -65,6 +67,7 @@ def test_dense_layers_of_sparse_models(fields, expected):
         (DENSE | {"sliding_window": 8, "use_sliding_window": True, "max_window_layers": 1}, (8, (1, 2, 3))),
         (DENSE | {"sliding_window": 8, "use_sliding_window": True, "max_window_layers": 0}, (8, None)),
         (MOE | {"sliding_window": 8, "use_sliding_window": True}, (8, None)),
+        (MOE | {"use_sliding_window": True}, (4096, None)),
         (MOE | {"sliding_window": 8, "use_sliding_window": False}, (None, None)),
     ],
 )
@@ -78,8 +81,13 @@ def test_windows(document, expected):
     [
         {"rope_theta": 100.0, "rope_scaling": {"type": "yarn", "factor": 4.0}},
         {"rope_parameters": {"rope_theta": 100.0, "rope_type": "yarn", "factor": 4.0}},
+        {
+            "rope_parameters": {"rope_theta": 100.0, "rope_type": "default"},
+            "rope_theta": 100.0,
+            "rope_scaling": {"type": "yarn", "factor": 4.0},
+        },
     ],
-    ids=["old", "new"],
+    ids=["old", "new", "both"],
 )
 def test_both_ways_to_say_how_positions_turn(fields):
     rotary = config_from_hf(DENSE | fields | {"max_position_embeddings": 1024})[0].rotary
@@ -101,6 +109,16 @@ def test_both_ways_to_say_how_positions_turn(fields):
         ({"layer_types": ["linear"] * 4}, r"of the kinds \['linear'\]"),
         ({"layer_types": ["sliding_attention"] * 4}, "layer_types has sliding_attention, but .* don't"),
         ({"num_key_value_heads": 3}, "num_heads = 4 must be a multiple"),
+        ({"num_key_value_heads": None}, "num_key_value_heads is missing"),
+        ({"decoder_sparse_step": 0}, "decoder_sparse_step is 0"),
+        ({"rope_scaling": "yarn"}, "rope_scaling is 'yarn'; a mapping with rope_type is expected"),
+        (
+            {
+                "use_sliding_window": True,
+                "layer_types": ["full_attention"] * 3 + ["sliding_attention"],
+            },
+            "layer_types is mixed; a qwen3_moe has a window in all layers or in none",
+        ),
     ],
 )
 def test_what_the_decoder_has_not_is_refused(fields, message):
@@ -139,6 +157,9 @@ def test_the_file_is_named_where_it_is_wrong(tmp_path):
         read_hf_config(tmp_path)
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(WeightsError, match="config.json is not valid JSON"):
+        read_hf_config(tmp_path)
+    (tmp_path / "config.json").write_text("[1, 2]")
+    with pytest.raises(WeightsError, match="config.json is no mapping of fields, but list"):
         read_hf_config(tmp_path)
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     with pytest.raises(WeightsError, match="config.json can't be used: model_type is 'llama'"):

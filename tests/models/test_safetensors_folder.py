@@ -2,6 +2,7 @@ import json
 
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from models.safetensors_folder import (
     INDEX,
@@ -90,3 +91,11 @@ def test_an_index_that_promises_too_much_is_refused(tmp_path):
     path.write_text("[]")
     with pytest.raises(WeightsError, match=f"{INDEX} is no index of safetensors files"):
         SafetensorsFolder.open(tmp_path / "x")
+
+
+def test_the_index_says_which_of_two_tensors_of_a_name_is_meant(tmp_path):
+    save_file({"w": np.ones(2)}, tmp_path / "a.safetensors")
+    save_file({"w": np.zeros(2), "v": np.zeros(2)}, tmp_path / "b.safetensors")
+    index = {"weight_map": {"w": "a.safetensors", "v": "b.safetensors"}}
+    (tmp_path / INDEX).write_text(json.dumps(index))
+    np.testing.assert_array_equal(SafetensorsFolder.open(tmp_path).read("w"), np.ones(2))

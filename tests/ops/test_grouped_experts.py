@@ -55,7 +55,7 @@ def routings(draw):
     return experts, np.array([draw(orders)[:per_token] for _ in range(tokens)])
 
 
-@settings(max_examples=25)
+@settings(max_examples=15)
 @given(routing=routings(), block=st.integers(1, 5), at_once=st.integers(1, 3))
 def test_values_and_gradients_are_those_of_all_experts_on_all_tokens(routing, block, at_once):
     experts, choices = routing

@@ -227,12 +227,10 @@ def test_configs_that_can_not_be_followed_are_refused_by_name(parameters, messag
 def test_scalings_are_those_of_hugging_face(parameters, head_dim, theta):
     pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
-    from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeRotaryEmbedding
-
     config = transformers.Qwen3MoeConfig(
         head_dim=head_dim, max_position_embeddings=40_960, rope_parameters=dict(parameters, rope_theta=theta)
     )
-    reference = Qwen3MoeRotaryEmbedding(config)
+    reference = transformers.models.qwen3_moe.modeling_qwen3_moe.Qwen3MoeRotaryEmbedding(config)
     scaling = rotary_from_hf(parameters, max_position_embeddings=40_960)
     np.testing.assert_allclose(scaling.frequencies(head_dim, theta), reference.inv_freq.numpy(), rtol=1e-6)
     assert scaling.attention_factor_used == pytest.approx(reference.attention_scaling, rel=1e-6)

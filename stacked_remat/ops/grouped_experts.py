@@ -109,7 +109,10 @@ def _plan(choices: Int[Array, "token choice"], experts: int, size: int, at_once:
     last_block = jnp.cumsum(-(-counts // size))
     turns = -(-(flat.size // size + experts) // at_once)
     block = jnp.arange(turns * at_once, dtype=jnp.int32)
-    expert = jnp.minimum(jnp.searchsorted(last_block, block, side="right"), experts - 1).astype(jnp.int32)
+    ended = jnp.sum(
+        last_block[None, :] <= block[:, None], axis=1, dtype=jnp.int32
+    )  # experts before the block
+    expert = jnp.minimum(ended, experts - 1)
     within = block - (last_block - -(-counts // size))[expert]
     first_row = (ends - counts)[expert] + within * size
     row = first_row[:, None] + jnp.arange(size, dtype=jnp.int32)[None, :]

@@ -2,16 +2,19 @@
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, get_args
 
 from .._policy import ScanCheckpointPolicy, ScanCheckpointSpec, resolve_policy
 from ..memory import parse_bytes
+from .config_value import nearest
 
 RematEntry: TypeAlias = bool | Mapping[str, Any] | str
 """An alias, the name of a preset, `auto`, or a mapping of `ScanCheckpointPolicy`'s fields."""
 
 RematPresets: TypeAlias = Mapping[str, ScanCheckpointPolicy]
 """Policies under names that a model gives them, since they name what is inside its layers."""
+
+_ALIASES = [name for part in get_args(ScanCheckpointSpec) for name in get_args(part)]
 
 NO_PRESETS: RematPresets = MappingProxyType({})
 
@@ -33,14 +36,15 @@ def remat_policy(value: RematEntry, presets: RematPresets = NO_PRESETS) -> ScanC
         try:
             return resolve_policy(value)  # pyright: ignore[reportArgumentType]
         except ValueError as error:
-            if not presets:
-                raise
-            raise ValueError(f"{error} Presets of this model: {', '.join(presets)}.") from error
+            more = f" Presets of this model: {', '.join(presets)}." if presets else ""
+            meant = nearest(str(value), [*_ALIASES, *presets])
+            raise ValueError(f"{error}{more}{meant}") from error
     valid = ScanCheckpointPolicy.__dataclass_fields__
     for name in value:
         if name not in valid:
             raise ValueError(
-                f"remat.{name} is not a field of ScanCheckpointPolicy; valid: {', '.join(valid)}."
+                f"remat.{name} is not a field of ScanCheckpointPolicy.{nearest(name, list(valid))} Valid: "
+                f"{', '.join(valid)}."
             )
     if isinstance(value.get("first_policy"), Mapping):
         value = {**value, "first_policy": remat_policy(value["first_policy"])}

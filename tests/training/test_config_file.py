@@ -106,8 +106,24 @@ def test_a_section_may_be_left_out_and_is_checked_where_it_is_not():
         ("shape: 3", r"`shape` in .* is a section of keys, got 3"),
         ("shape: {type: circle, paint: }", r"`shape.paint` in .* is a section of keys, got None"),
         ("shape: {type: circle, radius: }", r"`shape.radius` in .* has no value"),
-        ("shape: {type: circle, radius: wide}", r"`shape.radius`: Couldn't parse 'wide' into a float"),
-        ("shape: {type: circle, paint: {colour: green}}", r"`shape.paint.colour`: .*red, blue"),
+        (
+            "shape: {type: circle, radius: wide}",
+            r"`shape.radius` in .*drawing.yaml must be float, got 'wide'",
+        ),
+        (
+            "shape: {type: circle, paint: {colour: green}}",
+            r"`shape.paint.colour` in .* must be one of red, blue",
+        ),
+        ("shape: {type: circle, paint: {colour: bleu}}", r"got 'bleu'. Did you mean `blue`"),
+        ("shape: {type: circle, paint: {layers: 1e3}}", r"`shape.paint.layers` in .* got '1e3'. Write 1000"),
+        ("shape: {type: circle, paint: {layers: true}}", r"`shape.paint.layers` in .* must be int, got True"),
+        ("shape: {type: square, side: wide}", r"`shape.side` in .* must be int.null, got 'wide'"),
+        ("shape: {type: [circle]}", r"`shape.type` in .* is \['circle'\]. .*Valid: circle, square"),
+        ("shape: {type: circle, side: 2}", r"`shape.side` in .* It is one of `type: square`"),
+        ("colour: red", r"Unknown key `colour` in .* Did you mean `shape.paint.colour`"),
+        ("title: yes", r"`title` in .* must be str.null, got True. Put it in quotes"),
+        ("title: {a: 1}", r"`title` in .* must be str.null, got {'a': 1}"),
+        ("title: a\ntitle: b", r"(?s)drawing.yaml.*'title' is there twice: line 1.*line 2"),
         ("shape: {type: circle, paint: {layers: 0}}", r"Bad config .*paint.layers must be at least 1, got 0"),
         ("[1, 2]", r"drawing.yaml must hold a mapping"),
         ("a: [", r"Can't read the config file .*drawing.yaml"),
@@ -123,6 +139,8 @@ def test_mistakes_in_the_file_are_named(tmp_path, text, message):
     [
         (["--titel", "x"], r"Unknown key `titel` on the command line. Did you mean `title`"),
         (["--shape.type", "square", "--shape.sid", "3"], r"`shape.sid` on the command line.*`side`"),
+        (["--config", "a.yaml"], r"Unknown key `config` .* Did you mean `--config_path`"),
+        (["--title.x", "3"], r"`title` on the command line must be str.null, got {'x': 3}"),
         (["--title"], r"`--title` on the command line lacks its value"),
         (["title", "x"], r"Expected `--key value` on the command line, got 'title'"),
         (["--title", "[a"], r"The value of `--title` on the command line is no YAML"),
@@ -145,6 +163,50 @@ def test_a_bad_value_is_blamed_on_where_it_stands(tmp_path):
         parse(tmp_path, good, "--shape.paint.layers", "0")
     with pytest.raises(ConfigError, match="Bad config in .*drawing.yaml: paint.layers must be at least 1"):
         parse(tmp_path, bad, "--title", "a")
+
+
+@dataclass(frozen=True)
+class Layer:
+    files: tuple[str, ...]
+    weight: float = 1.0
+
+    def __post_init__(self):
+        if self.weight < 0:
+            raise ValueError("A weight is not negative.")
+
+
+@dataclass(frozen=True)
+class Map:
+    layers: dict[str, Layer] = field(default_factory=dict)
+    scale: int = 1
+    largest: int = 10
+
+    def __post_init__(self):
+        if self.scale > self.largest:
+            raise ValueError(f"scale = {self.scale} is more than largest = {self.largest}.")
+
+
+def test_sections_under_names_of_ones_own(tmp_path):
+    assert parse_config(Map, ["--layers.a.files", "[1, x]", "--layers.a.weight", "1e-4"]) == Map(
+        {"a": Layer(("1", "x"), 1e-4)}
+    )
+    for arguments, message in (
+        (["--layers.a.weight", "2"], r"`layers.a` on the command line lacks the key `files`"),
+        (["--layers.a.file", "[x]"], r"Unknown key `layers.a.file` .* Did you mean `files`"),
+        (["--layers.a.files", "x"], r"`layers.a.files` on the command line is a list, got 'x'. Write \[x\]"),
+        (["--layers.a.files", "[x, null]"], r"`layers.a.files.1` on the command line has no value"),
+        (["--layers", "[a]"], r"`layers` on the command line holds sections, each under its name"),
+        (["--layers.a", "{files: [x], weight: -1}"], r"\(of `layers.a`\): A weight is not negative"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            parse_config(Map, arguments)
+
+
+def test_what_two_places_say_together_is_blamed_on_both(tmp_path):
+    path = tmp_path / "map.yaml"
+    path.write_text("largest: 5\nlayers: {a: {files: [x]}}")
+    with pytest.raises(ConfigError, match=r"Bad config in .*map.yaml and on the command line: scale = 7"):
+        parse_config(Map, ["--config_path", str(path), "--scale", "7"])
 
 
 def test_help_names_the_keys(capsys):

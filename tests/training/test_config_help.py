@@ -46,6 +46,29 @@ class Square(Shape):
 
 
 @dataclass(frozen=True)
+class Pen(draccus.ChoiceRegistry):
+    """What is drawn with.
+
+    Attributes:
+        width: of a line.
+    """
+
+    width: float = 1.0
+
+
+@Pen.register_subclass("quill")
+@dataclass(frozen=True)
+class Quill(Pen):
+    pass
+
+
+@Pen.register_subclass("marker")
+@dataclass(frozen=True)
+class Marker(Pen):
+    inks: tuple[str, ...] = ("red",)
+
+
+@dataclass(frozen=True)
 class Drawing:
     """A drawing of one shape.
 
@@ -55,11 +78,15 @@ class Drawing:
         shape: by `type`.
         paint: null for none.
         remat: anything.
+        pen: by `type`.
+        frames: around it.
     """
 
     shape: Shape = field(default_factory=lambda: Circle(2.5))
     paint: Paint | None = None
     remat: bool | dict[str, Any] | str = True
+    pen: Pen = field(default_factory=Quill)
+    frames: dict[str, Paint] = field(default_factory=dict)
 
 
 def help_of(config_class, capsys):
@@ -91,6 +118,19 @@ def test_help_gives_each_key_its_type_default_and_meaning(capsys):
         "    how it looks, which takes two lines.",
         "--remat bool|dict[str,Any]|str (default true)",
         "    anything.",
+        "--pen.*",
+        "    by `type`.",
+        "--pen.type quill | marker (default quill)",
+        "--pen.width float (default 1.0)",
+        "    of a line.",
+        "With --pen.type marker:",
+        '--pen.inks list[str] (default ["red"])',
+        "--frames.NAME.* (any number of sections, each under a name of your own)",
+        "    around it.",
+        "--frames.NAME.layers int (required)",
+        "    how thick.",
+        "--frames.NAME.colour red|blue (default red)",
+        "    how it looks, which takes two lines.",
     ]
 
 

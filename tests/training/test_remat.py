@@ -22,9 +22,9 @@ def test_remat_is_an_alias_or_the_fields_of_a_policy(value, policy):
 
 
 def test_a_remat_that_is_neither_is_refused():
-    with pytest.raises(ValueError, match=r"remat.nestd is not a field.*nested"):
+    with pytest.raises(ValueError, match=r"remat.nestd is not a field.* Did you mean `nested`"):
         remat_policy({"nestd": 3})
-    with pytest.raises(ValueError, match=r"Unknown remat policy 'nesed'"):
+    with pytest.raises(ValueError, match=r"Unknown remat policy 'nesed'.*Did you mean `nested`"):
         remat_policy("nesed")
 
 
@@ -69,5 +69,8 @@ def test_a_preset_is_named_like_an_alias():
     assert remat_policy("frugal", PRESETS) == PRESETS["frugal"]
     assert check_remat("frugal", None, None, PRESETS) == PRESETS["frugal"]
     assert remat_policy("nested", PRESETS) == ScanCheckpointPolicy(nested=True)
-    with pytest.raises(ValueError, match=r"Unknown remat policy 'frugl'.*Presets of this model: frugal"):
+    with pytest.raises(
+        ValueError,
+        match=r"Unknown remat policy 'frugl'.*Presets of this model: frugal.*Did you mean `frugal`",
+    ):
         remat_policy("frugl", PRESETS)

@@ -1,0 +1,72 @@
+"""What was written for a config, before it is checked: a tree that knows where each entry of it stands."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A value of a config, or a section of it.
+
+    Attributes:
+        value: a scalar, a list, or for a section a dict of entries by key.
+        where: the place where it was written, as errors say it: `in FILE`, `on the command line`.
+    """
+
+    value: Any
+    where: str
+
+    @property
+    def is_section(self) -> bool:
+        """Whether this is a mapping of keys."""
+        return isinstance(self.value, dict)
+
+    @property
+    def plain(self) -> Any:
+        """The value without the places."""
+        return {key: entry.plain for key, entry in self.value.items()} if self.is_section else self.value
+
+
+def entry_of(value: Any, where: str) -> Entry:
+    """The tree of a plain value that was written in one place; keys become text."""
+    if isinstance(value, Mapping):
+        return Entry({str(key): entry_of(own, where) for key, own in value.items()}, where)
+    return Entry(value, where)
+
+
+def overlaid(below: Entry, above: Entry) -> Entry:
+    """Two trees as one: what `above` says holds, and of `below` what it does not speak of.
+
+    A section that names another `type` than the one below replaces all of that, for its keys are others; so
+    does an empty one.
+    """
+    if not (below.is_section and above.is_section and above.value):
+        return above
+    if _type_of(above) not in (None, _type_of(below)):
+        return above
+    merged = dict(below.value)
+    for key, entry in above.value.items():
+        merged[key] = overlaid(merged[key], entry) if key in merged else entry
+    return Entry(merged, above.where)
+
+
+def with_key(tree: Entry, dotted: str, entry: Entry) -> Entry:
+    """The tree with one entry replaced, by its dotted key; sections on the way are made if need be."""
+    key, dot, rest = dotted.partition(".")
+    keys = dict(tree.value) if tree.is_section else {}
+    keys[key] = with_key(keys.get(key, Entry({}, entry.where)), rest, entry) if dot else entry
+    return Entry(keys, tree.where if tree.is_section else entry.where)
+
+
+def leaves(tree: Entry, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Entry]]:
+    """Every value that is no section, with its path."""
+    if tree.is_section:
+        for key, entry in tree.value.items():
+            yield from leaves(entry, (*path, key))
+    else:
+        yield path, tree
+
+
+def _type_of(section: Entry) -> Any:
+    return section.value["type"].plain if "type" in section.value else None

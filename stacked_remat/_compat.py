@@ -7,13 +7,22 @@
   position and reads the input again. Constants of the function become inputs before the others when it is
   traced. Where that happens twice (a rule within a rule, in the body of a scan), they are counted once, and
   the rule gets other arrays than it returned. `not_forwarded` keeps residuals out of this.
+- Haliax (1.4.dev453) has no public way out of `haliax.axis_mapping`, within which every product is given a
+  sharding: where `jax.shard_map` has taken the whole mesh there is none to give. `no_axis_mapping` is one.
+- JAX (0.10.2, 0.12) has no public answer to whether it found cuDNN, which its CUDA plugin comes without; what
+  calls it fails while tracing. `cudnn_is_installed` asks what JAX asks.
 """
 
+import contextlib
+import functools
 import operator
 import warnings
+from collections.abc import Iterator
 from typing import Any
 
+import haliax.partitioning
 import jax
+import jax._src.lib
 import jax.core
 from jax import lax
 
@@ -41,6 +50,28 @@ def not_forwarded(residuals: Any) -> Any:
     Each passes a barrier of its own: one around all would keep all of them alive until the last is read.
     """
     return jax.tree.map(lax.optimization_barrier, residuals)
+
+
+@functools.cache
+def cudnn_is_installed() -> bool:
+    """Whether JAX can compile calls of cuDNN, for a GPU that is there or not."""
+    versions: Any = getattr(jax._src.lib, "cuda_versions", None)
+    try:
+        return versions is not None and versions.cudnn_get_version() > 0
+    except RuntimeError:  # cuDNN not found
+        return False
+
+
+@contextlib.contextmanager
+def no_axis_mapping() -> Iterator[None]:
+    """Within it Haliax constrains no array's sharding; an empty `haliax.axis_mapping` would replicate all."""
+    held = haliax.partitioning._mapping_holder.thread_data
+    before = haliax.partitioning.current_thread_local_mapping()
+    held.resource_mapping = None
+    try:
+        yield
+    finally:
+        held.resource_mapping = before
 
 
 restore_is_constant_dim()

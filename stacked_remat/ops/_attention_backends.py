@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
+from .._compat import cudnn_is_installed
 from ._attention_blockwise import Blocks, Documents, Key, Query, blockwise_attention
 from ._attention_splash import splash_attention, splash_block_size
 
@@ -100,6 +101,8 @@ class CuDnn(Backend):
             return "it knows no document boundaries: a mask would take memory for position x position"
         if problem.blocks.window is not None:
             return "a window is not passed on to it"
+        if not cudnn_is_installed():
+            return "JAX finds no cuDNN here (pip install nvidia-cudnn-cu13)"
         return None
 
     def __call__(

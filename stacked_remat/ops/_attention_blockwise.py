@@ -64,30 +64,51 @@ def blockwise_attention(
     if documents is not None:
         documents = jnp.pad(documents, ((0, 0), (0, padding)), mode="edge")
     blocks = Blocks(blocks.scale, size, blocks.window)
-    output: Any = _attend(query, key, value, documents, blocks)
-    return output[:, :length]
+    # What is kept stands outside of the custom derivative, among its arguments, so that both of JAX's
+    # implementations of checkpointing find the names (`JAX_REMAT3` does not look into a forward rule).
+    output, lse = _forward(*lax.stop_gradient((query, key, value)), documents, blocks)
+    # With a single axis behind that of positions: XLA copied a whole stack of kept outputs into another
+    # layout, 20 GiB at 65,536 tokens of 48 layers, where it was free to order several.
+    output = checkpoint_name(output.reshape(*output.shape[:2], -1), "attention_output").reshape(output.shape)
+    lse = checkpoint_name(lse.reshape(*lse.shape[:2], -1), "attention_lse").reshape(lse.shape)
+    attended: Any = _with_derivative(query, key, value, documents, output, lse, blocks)
+    return attended[:, :length]
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
-def _attend(query: Query, key: Key, value: Key, documents: Documents | None, blocks: Blocks) -> Query:
-    return _forward(query, key, value, documents, blocks)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(6,))
+def _with_derivative(
+    query: Query,
+    key: Key,
+    value: Key,
+    documents: Documents | None,
+    output: Query,
+    lse: LogSumExp,
+    blocks: Blocks,
+) -> Query:
+    """`output`, as a function of what it was computed from."""
+    return output
 
 
 def _forward_rule(
-    query: Query, key: Key, value: Key, documents: Documents | None, blocks: Blocks
+    query: Query,
+    key: Key,
+    value: Key,
+    documents: Documents | None,
+    output: Query,
+    lse: LogSumExp,
+    blocks: Blocks,
 ) -> tuple[Query, Any]:
-    output, lse = _forward(query, key, value, documents, blocks)
-    output = checkpoint_name(output, "attention_output")
-    lse = checkpoint_name(lse, "attention_lse")
     return output, (query, key, value, documents, output, lse)
 
 
-def _backward_rule(blocks: Blocks, residuals: Any, cotangent: Query) -> tuple[Query, Key, Key, None]:
+def _backward_rule(
+    blocks: Blocks, residuals: Any, cotangent: Query
+) -> tuple[Query, Key, Key, None, None, None]:
     query, key, value, documents, output, lse = residuals
-    return *_backward(query, key, value, documents, output, lse, cotangent, blocks), None
+    return *_backward(query, key, value, documents, output, lse, cotangent, blocks), None, None, None
 
 
-_attend.defvjp(_forward_rule, _backward_rule)
+_with_derivative.defvjp(_forward_rule, _backward_rule)
 
 
 def _forward(

@@ -4,6 +4,7 @@ The kernels work on plain arrays; here are the axes, and the choice.
 """
 
 import math
+from typing import NamedTuple
 
 import jax
 from haliax import Axis, AxisSelector, NamedArray, axis_name
@@ -13,6 +14,7 @@ from jaxtyping import Array
 from .._placement import platform
 from ._attention_backends import BACKENDS, Backend, Problem
 from ._attention_blockwise import Blocks
+from .per_device import per_device
 
 
 def causal_attention(
@@ -27,13 +29,15 @@ def causal_attention(
     window: int | None = None,
     scale: float | None = None,
     backend: str = "auto",
-    block_size: int = 512,
+    block_size: int | None = None,
 ) -> NamedArray:
     """Softmax attention of every position to itself and what came before it (Ainslie et al. 2023 for groups).
 
     Names for remat policies: `attention_output`, and with the blockwise backend `attention_lse` (float32, a
     number a head and position). With both saved, a checkpointed layer's backward pass does not attend again.
-    The splash backend calls both `attention_output`, because its kernels take one name.
+    The splash backend calls both `attention_output`, because its kernels take one name, and inside a rule of
+    theirs where `JAX_REMAT3` finds none: with that they attend again. cuDNN's kernels keep numbers of their
+    own without a name and always attend again, so that saving `attention_output` brings nothing there.
 
     Args:
         query: `[..., Pos, KVHeads, HeadsPerKV..., HeadDim]` in any order: the axes that `key` lacks are query
@@ -48,55 +52,95 @@ def causal_attention(
         scale: factor of the scores; `HeadDim.size ** -0.5` if not given.
         backend: `"auto"` for the first of `"cudnn"`, `"splash"` and `"blockwise"` that serves, or one of
             these or `"exact"` by name.
-        block_size: positions in a block of the blockwise backend; the others choose their own.
+        block_size: positions in a block of the blockwise backend; by default 512, and on a CPU 256, where the
+            scores of more leave its caches. The other backends choose their own.
 
     Returns:
         Like `query`, in its axis order and dtype. Scores and sums are in float32.
 
     Raises:
-        ValueError: axes that do not fit; an unknown backend, or one that cannot serve, with the reason.
+        ValueError: axes that do not fit; a window or block without positions; an unknown backend, or one that
+            cannot serve, with the reason.
 
     Cost: `2 * heads * Pos**2 * HeadDim` FLOPs forward, 2.5 times that backward, less where documents or the
     window rule blocks out; memory in proportion to `Pos`. (`"exact"`: twice that, and `heads * Pos**2`.
     `"splash"`: 3.5 times backward, and documents rule out no blocks.)
 
-    Among several devices: inside `jax.shard_map` every backend works on the device's own part. Outside it
-    the compiler divides the work of all but splash, which then doesn't serve.
+    Among several devices: over the batch axes and `KVHeads`, as far as Haliax's axis mapping
+    (`haliax.axis_mapping`) gives them to axes of the mesh in use (`jax.set_mesh`), each device attends for
+    its own part; likewise inside `jax.shard_map`. Otherwise the compiler divides the work of all backends but
+    splash, which then doesn't serve.
     """
-    batch, group = _batch_and_group(query, key, value, Pos, KVHeads, HeadDim)
+    batch, _ = _batch_and_group(query, key, value, Pos, KVHeads, HeadDim)
     if window is not None and window < 1:
         raise ValueError(f"window is a number of positions and at least 1; got {window}.")
+    if block_size is None:
+        block_size = 256 if platform() == "cpu" else 512
+    if block_size < 1:
+        raise ValueError(f"block_size is a number of positions and at least 1; got {block_size}.")
     blocks = Blocks(HeadDim.size**-0.5 if scale is None else scale, block_size, window)
-    position, heads = query.resolve_axis(axis_name(Pos)), key.resolve_axis(axis_name(KVHeads))
+
+    def attend(
+        query: NamedArray, key: NamedArray, value: NamedArray, documents: NamedArray | None
+    ) -> NamedArray:
+        batch, group = _batch_and_group(query, key, value, Pos, KVHeads, HeadDim)
+        position, heads = query.resolve_axis(axis_name(Pos)), key.resolve_axis(axis_name(KVHeads))
+        axes = _Axes(batch, position, heads, group, HeadDim)
+        return _attend(axes, query, key, value, documents, blocks, backend)
+
+    over = (*batch, key.resolve_axis(axis_name(KVHeads)))
+    return per_device(attend, query, key, value, documents, over=over, out=query.axes)
+
+
+class _Axes(NamedTuple):
+    """Axes by their part in attention."""
+
+    batch: tuple[Axis, ...]
+    position: Axis
+    heads: Axis
+    group: tuple[Axis, ...]
+    head_dim: Axis
+
+
+def _attend(
+    axes: _Axes,
+    query: NamedArray,
+    key: NamedArray,
+    value: NamedArray,
+    documents: NamedArray | None,
+    blocks: Blocks,
+    backend: str,
+) -> NamedArray:
+    batch, position, heads, group, head_dim = axes
+    size = math.prod(axis.size for axis in batch)
     problem = Problem(
         platform(),
         query.dtype,
         position.size,
-        HeadDim.size,
+        head_dim.size,
         documents is not None,
         blocks,
-        math.prod(axis.size for axis in batch),
+        size,
         _devices_left_to_the_compiler(query.array),
     )
     chosen = choose_backend(backend, problem)
 
-    def plain(x: NamedArray, *axes: Axis) -> NamedArray:
-        return x.rearrange((*batch, *axes))
+    def plain(x: NamedArray, *last: Axis) -> NamedArray:
+        return x.rearrange((*batch, *last))
 
-    groups = tuple(axis.size for axis in group)
-    size = math.prod(axis.size for axis in batch)
-    query_array = plain(query, position, heads, *group, HeadDim).array
-    query_array = query_array.reshape(size, position.size, heads.size, math.prod(groups), HeadDim.size)
+    groups = math.prod(axis.size for axis in group)
+    query_array = plain(query, position, heads, *group, head_dim).array
+    query_array = query_array.reshape(size, position.size, heads.size, groups, head_dim.size)
     key_array, value_array = (
-        plain(x, position, heads, HeadDim).array.reshape(size, position.size, heads.size, HeadDim.size)
+        plain(x, position, heads, head_dim).array.reshape(size, position.size, heads.size, head_dim.size)
         for x in (key, value)
     )
     document_array = None
     if documents is not None:
         document_array = documents.broadcast_to((*batch, position)).array.reshape(size, position.size)
     attended = chosen(query_array, key_array, value_array, document_array, blocks)
-    axes = (*batch, position, heads, *group, HeadDim)
-    return NamedArray(attended.reshape([axis.size for axis in axes]), axes).rearrange(query.axes)
+    whole = (*batch, position, heads, *group, head_dim)
+    return NamedArray(attended.reshape([axis.size for axis in whole]), whole).rearrange(query.axes)
 
 
 def choose_backend(name: str, problem: Problem) -> Backend:

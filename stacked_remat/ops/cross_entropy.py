@@ -15,10 +15,15 @@ from jax import lax
 from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array, Float, Int
 
+from .per_device import per_device
+
 Hidden = Float[Array, "token embed"]
 Head = Float[Array, "embed vocab"]
 Targets = Int[Array, " token"]
 PerToken = Float[Array, " token"]
+
+IGNORED_TARGET = -100
+"""The target of a position that has none, as PyTorch and Hugging Face's transformers mark it."""
 
 
 def chunked_cross_entropy(
@@ -44,10 +49,11 @@ def chunked_cross_entropy(
     Args:
         hidden: `[..., Embed]`.
         head: `[Embed, Vocab]` in any order, cast to the dtype of `hidden`.
-        targets: integers `[...]`.
+        targets: integers `[...]`. The loss of -100 is zero and has no gradient, whatever its weight: so
+            padding is marked where there are no weights. That of any other integer without a row is NaN.
         Embed: the axis that is contracted.
         Vocab: the axis of the logits.
-        weights: float `[...]`; the target of a token of weight 0 may be anything, such as -100.
+        weights: float `[...]`; the target of a token of weight 0 may be anything.
         z_loss: factor of the squared log-sum-exp, which keeps logits from drifting (Chowdhery et al. 2022).
         chunk_size: tokens whose logits exist at once.
 
@@ -56,6 +62,9 @@ def chunked_cross_entropy(
 
     Raises:
         ValueError: axes that do not fit, or a chunk size that is not positive.
+
+    Among several devices: each does the tokens that Haliax's axis mapping gives it, in chunks of its own,
+    with the whole of `head`.
 
     Cost: `8 * tokens * embed * vocab` FLOPs with the gradient, where holding the logits takes 6, and 2 less
     where `head` is frozen. Memory: a few times `chunk_size * vocab` in float32, and the gradient of `head` in
@@ -72,14 +81,38 @@ def chunked_cross_entropy(
         raise ValueError(f"weights has the axes {_names(weights)}, targets has {_names(targets)}.")
     if chunk_size < 1:
         raise ValueError(f"chunk_size is a number of tokens and at least 1; got {chunk_size}.")
+
+    def losses(
+        hidden: NamedArray, head: NamedArray, targets: NamedArray, weights: NamedArray | None
+    ) -> NamedArray:
+        return _of_tokens(hidden, head, targets, weights, Embed, Vocab, float(z_loss), chunk_size)
+
+    return per_device(losses, hidden, head, targets, weights, over=tokens, out=tokens)
+
+
+def _of_tokens(
+    hidden: NamedArray,
+    head: NamedArray,
+    targets: NamedArray,
+    weights: NamedArray | None,
+    Embed: Axis,
+    Vocab: Axis,
+    z_loss: float,
+    chunk_size: int,
+) -> NamedArray:
+    tokens = targets.axes
     count = math.prod(axis.size for axis in tokens)
     flat = hidden.rearrange((*tokens, Embed)).array.reshape(count, Embed.size)
     matrix = head.rearrange((Embed, Vocab)).array.astype(flat.dtype)
     labels = targets.array.reshape(count)
     counted = None if weights is None else weights.rearrange(tokens).array.reshape(count)
+    ignored = labels == IGNORED_TARGET
     if counted is not None:
         labels = jnp.where(counted != 0, labels, 0)
-    losses = _chunked(flat, matrix, labels, float(z_loss), chunk_size)
+    # A negative index would count from the end; beyond the end there is no logit, and NaN in its place.
+    labels = jnp.where(ignored, 0, jnp.where(labels < 0, Vocab.size, labels))
+    losses = _chunked(flat, matrix, labels, z_loss, chunk_size)
+    losses = jnp.where(ignored, 0.0, losses)
     if counted is not None:
         losses = losses * counted.astype(jnp.float32)
     return NamedArray(losses.reshape([axis.size for axis in tokens]), tokens)

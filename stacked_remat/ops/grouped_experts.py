@@ -1,9 +1,9 @@
 """Experts applied to the tokens that chose them, and to no others.
 
 The (token, expert) pairs are sorted by expert and walked in blocks of rows that belong to one expert each: at
-most rows / block + experts of them, whatever the routing, so that no token is dropped. A block gathers its
-tokens, applies its expert and adds the result back. Memory grows with the tokens, not with tokens x experts,
-and every loop has a trip count that is known in advance.
+most rows / block + experts of them and at most one a row, whatever the routing, so that no token is dropped.
+A block gathers its tokens, applies its expert and adds the result back. Memory grows with the tokens, not
+with tokens x experts, and every loop has a trip count that is known in advance.
 """
 
 from collections.abc import Callable
@@ -18,6 +18,7 @@ from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array, Bool, Float, Int
 
 from .._layer_axis import SplitTree, is_array, is_named, is_split, split_tree
+from .per_device import free_axis_mapping
 
 Rows = Float[Array, "row embed"]
 Expert: TypeAlias = Callable[[Any, Rows, Float[Array, " row"]], Rows]
@@ -67,7 +68,11 @@ def grouped_experts(
 
     Cost: with `n` pairs, `expert` on at most `n + experts * block_size` rows (and `blocks_at_once` blocks
     more), once forward, and once and its two products backward; what is not differentiated costs neither
-    arithmetic nor memory. Memory beside the arguments: the result and the gradients in float32, five integers
+    arithmetic nor memory. For a gated MLP weighed before its last map that is 3 products forward, and
+    backward 8, or 5 where the weights are frozen. With padding (at 65,536 tokens of 8 among 128 experts a
+    sixteenth) this is less than 1.35 of the 9 that a gradient takes without recomputation. With frozen
+    weights it is less than the 9 of a checkpointed layer (3 forward, 3 again, 3 backward), and 1.42 of the 6
+    without. Memory beside the arguments: the result and the gradients in float32, five integers
     a pair, and a few blocks.
     """
     split = _split(weights, Experts)
@@ -107,7 +112,9 @@ def _plan(choices: Int[Array, "token choice"], experts: int, size: int, at_once:
     counts = jnp.zeros(experts, jnp.int32).at[flat].add(1)
     ends = jnp.cumsum(counts)
     last_block = jnp.cumsum(-(-counts // size))
-    turns = -(-(flat.size // size + experts) // at_once)
+    # Only the last block of an expert has rows to spare, and every block has a row.
+    most = min(flat.size, flat.size // size + experts)
+    turns = -(-most // at_once)
     block = jnp.arange(turns * at_once, dtype=jnp.int32)
     ended = jnp.sum(
         last_block[None, :] <= block[:, None], axis=1, dtype=jnp.int32
@@ -148,9 +155,10 @@ class _Walk:
 
     def apply(self, arrays: list[Array], rows: Array, gates: Array) -> Array:
         """Apply the experts of the blocks of one turn, `[block, ...]` each."""
-        return jax.vmap(lambda own, rows, gates: self.expert(self.rebuild(own), rows, gates))(
-            arrays, rows, gates
-        )
+        with free_axis_mapping():
+            return jax.vmap(lambda own, rows, gates: self.expert(self.rebuild(own), rows, gates))(
+                arrays, rows, gates
+            )
 
     def inputs(self, x: Array, gates: Array, arrays: list[Array], at: _Plan) -> tuple[Any, Array, Array]:
         """Gather what the blocks of one turn take."""

@@ -13,14 +13,16 @@ from haliax import Axis
 from hypothesis import given, settings, strategies as st
 
 from stacked_remat import ScanCheckpointPolicy, fold, memory
-from stacked_remat.ops import causal_attention
-from stacked_remat.ops._attention_backends import BACKENDS, Exact
+from stacked_remat._compat import cudnn_is_installed
+from stacked_remat.ops import _attention_backends, causal_attention
+from stacked_remat.ops._attention_backends import BACKENDS, Exact, Problem
 from stacked_remat.ops._attention_blockwise import (
     Blocks,
     _first_key_block,
     _last_query_block,
     blockwise_attention,
 )
+from stacked_remat.ops.attention import choose_backend
 
 NO_CUDA = not any(importlib.util.find_spec(f"jax_cuda{version}_plugin") for version in (12, 13))
 Batch, Pos, HeadDim = Axis("batch", 2), Axis("position", 5), Axis("head_dim", 6)
@@ -69,7 +71,7 @@ def test_it_is_that_of_one_head_and_position_at_a_time(backend, window):
     np.testing.assert_allclose(attended.array, expected, atol=1e-5)
 
 
-@settings(max_examples=12)
+@settings(max_examples=7)
 @given(
     length=st.integers(1, 13),
     size=st.integers(1, 8),
@@ -140,6 +142,7 @@ def test_bfloat16_stays_and_sums_are_wider():
     np.testing.assert_allclose(found.astype(jnp.float32), wide, atol=0.03)
 
 
+@pytest.mark.policy
 def test_with_output_and_log_sum_exp_saved_a_layer_does_not_attend_again():
     query, key, value, _ = arrays(16)
 
@@ -188,6 +191,7 @@ def test_no_group_axis_is_one_head_a_key_head():
             "'cudnn' cannot serve here: it runs on NVIDIA GPUs, and the program is for 'cpu'",
         ),
         (dict(window=0), "window is a number of positions and at least 1; got 0"),
+        (dict(block_size=0), "block_size is a number of positions and at least 1; got 0"),
         (dict(Pos="time"), r"query lacks the axes \['time'\]; it has batch=2, position=5"),
         (dict(value=hax.ones((Batch, Pos, KVHeads, HeadDim, Axis("more", 2)))), "they must be alike"),
     ],
@@ -208,18 +212,22 @@ def test_what_does_not_fit_is_refused(change, message):
         (dict(has_documents=True), "no document boundaries"),
         (dict(blocks=Blocks(1.0, 8, window=4)), "a window is not passed on"),
         ({}, None),
+        (dict(installed=False), r"JAX finds no cuDNN here (pip install nvidia-cudnn-cu13)"),
     ],
 )
-def test_cudnn_says_why_it_cannot_serve(change, message):
-    from stacked_remat.ops._attention_backends import Problem
-
+def test_cudnn_says_why_it_cannot_serve(change, message, monkeypatch):
+    change = dict(change)
+    installed = change.pop("installed", True)
+    monkeypatch.setattr(_attention_backends, "cudnn_is_installed", lambda: installed)
     problem = dict(platform="cuda", dtype=jnp.dtype("bfloat16"), position=64, head_dim=128)
     problem |= dict(has_documents=False, blocks=Blocks(1.0, 8))
-    reason = BACKENDS["cudnn"].reason_against(Problem(**(problem | change)))
+    whole = Problem(**(problem | change))
+    reason = BACKENDS["cudnn"].reason_against(whole)
     assert reason is None if message is None else message in reason
+    assert choose_backend("auto", whole) is BACKENDS["blockwise" if message else "cudnn"]
 
 
-@pytest.mark.skipif(NO_CUDA, reason="JAX's CUDA plugin is not installed")
+@pytest.mark.skipif(not cudnn_is_installed(), reason="JAX finds no cuDNN")
 def test_a_report_for_a_gpu_takes_the_kernel_of_a_gpu():
     axes = Axis("position", 1024), Axis("kv_heads", 2), Axis("head_dim", 64)
     x = eqx.filter_eval_shape(lambda: hax.zeros(axes, dtype=jnp.bfloat16))

@@ -38,7 +38,7 @@ def example(*sizes, seed=0):
     )
 
 
-@settings(max_examples=12)
+@settings(max_examples=7)
 @given(
     sizes=st.lists(st.integers(1, 5), min_size=1, max_size=2),
     chunk=st.integers(1, 30),
@@ -79,6 +79,35 @@ def test_a_token_of_weight_zero_may_have_any_target():
         return jax.value_and_grad(total, (0, 1))(hidden, head)
 
     jax.tree.map(np.testing.assert_array_equal, gradients(padded), gradients(targets))
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_padding_is_a_target_of_minus_100(weighted):
+    hidden, head, targets, cotangent = example(6)
+    real = hax.named(jnp.array([True, False, True, True, False, True]), targets.axes)
+    padded = hax.where(real, targets, -100)
+    weights = hax.ones(targets.axes) * 2.0 if weighted else None
+
+    def total(hidden, head, targets, weights):
+        options = dict(weights=weights, z_loss=0.1, chunk_size=4)
+        losses = chunked_cross_entropy(hidden, head, targets, Embed, Vocab, **options)
+        return hax.sum(losses * cotangent).scalar(), losses
+
+    gradient = jax.value_and_grad(total, (0, 1), has_aux=True)
+    (found, losses), of_padded = gradient(hidden, head, padded, weights)
+    as_weights = real.astype(jnp.float32) * (2.0 if weighted else 1.0)
+    (expected, _), of_weighted = gradient(hidden, head, targets, as_weights)
+    np.testing.assert_array_equal(losses.array == 0, ~real.array)
+    np.testing.assert_allclose(found, expected, rtol=1e-6)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), of_padded, of_weighted)
+
+
+@pytest.mark.parametrize("target", [-1, -99, 11])
+def test_a_target_without_a_row_has_no_number(target):
+    hidden, head, targets, _ = example(3)
+    targets = hax.named(targets.array.at[1].set(target), targets.axes)
+    losses = chunked_cross_entropy(hidden, head, targets, Embed, Vocab)
+    assert np.isnan(losses.array).tolist() == [False, True, False]
 
 
 def test_a_frozen_head_has_no_gradient_buffer():

@@ -1,0 +1,131 @@
+"""Operations that every device of a mesh does for its own part of some named axes.
+
+What the compiler makes of a loop over tokens that lie on several devices is all of them on every device. A
+kernel it cannot divide at all. Here an operation is told which axes it may be divided over; which of them
+are, and over what, is for Haliax's axis mapping (`haliax.axis_mapping`) and the mesh (`jax.set_mesh`) to say.
+"""
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeAlias, overload
+
+import equinox as eqx
+import jax
+from haliax import Axis, NamedArray
+from haliax.partitioning import axis_mapping, current_thread_local_mapping
+from haliax.util import ensure_tuple, is_named_array
+from jax.sharding import AxisType, PartitionSpec
+
+from .._compat import no_axis_mapping
+
+Axes: TypeAlias = tuple[Axis, ...]
+
+
+@overload
+def per_device(fn: Callable[..., NamedArray], *args: Any, over: Sequence[Axis], out: Axes) -> NamedArray: ...
+
+
+@overload
+def per_device(
+    fn: Callable[..., tuple[NamedArray, ...]], *args: Any, over: Sequence[Axis], out: tuple[Axes, ...]
+) -> tuple[NamedArray, ...]: ...
+
+
+def per_device(fn: Callable[..., Any], *args: Any, over: Sequence[Axis], out: Any) -> Any:
+    """`fn(*args)`, by each device for its own part.
+
+    Args:
+        fn: treats the positions of the axes `over` independently of one another; returns a named array, or a
+            tuple of them.
+        args: trees of named and plain arrays; the latter, and named ones without these axes, are whole on
+            every device.
+        over: axes that may be divided.
+        out: the axes of the result, in order; a tuple of those of each where there are several.
+
+    Returns:
+        The results with their whole axes. Where no axis is mapped to a mesh, that of a plain call.
+
+    Raises:
+        ValueError: an axis does not divide evenly over what it is mapped to.
+    """
+    cut = _cut(over)
+    if not cut:
+        return fn(*args)
+    sizes = jax.sharding.get_abstract_mesh().shape
+    parts = {name: math.prod(sizes[one] for one in physical) for name, physical in cut.items()}
+    for axis in over:
+        if axis.size % parts.get(axis.name, 1):
+            raise ValueError(
+                f"The axis `{axis.name}` of {axis.size} can't be divided evenly over the {parts[axis.name]} "
+                f"devices of {', '.join(cut[axis.name])}: give it a multiple of {parts[axis.name]}, or map "
+                f"it to no axis of the mesh."
+            )
+    leaves, structure = jax.tree.flatten(args, is_leaf=is_named_array)
+    places = [place for place, leaf in enumerate(leaves) if is_named_array(leaf) or eqx.is_array(leaf)]
+    axes = [leaves[place].axes if is_named_array(leaves[place]) else None for place in places]
+
+    def local(axes: Sequence[Axis]) -> Axes:
+        return tuple(axis.resize(axis.size // parts.get(axis.name, 1)) for axis in axes)
+
+    def spec(axes: Sequence[Axis] | None) -> PartitionSpec:
+        return PartitionSpec(*(cut.get(axis.name) for axis in axes or ()))
+
+    def own(*arrays: Any) -> Any:
+        mine = list(leaves)
+        for place, array, of in zip(places, arrays, axes, strict=True):
+            mine[place] = array if of is None else NamedArray(array, local(of))
+        with free_axis_mapping():
+            results = fn(*jax.tree.unflatten(structure, mine))
+        return jax.tree.map(
+            lambda axes, one: one.rearrange(local(axes)).array, out, results, is_leaf=_is_axes
+        )
+
+    run = jax.shard_map(
+        own,
+        in_specs=tuple(spec(of) for of in axes),
+        out_specs=jax.tree.map(spec, out, is_leaf=_is_axes),
+        axis_names={name for names in cut.values() for name in names},
+        check_vma=False,
+    )
+    arrays = [leaves[place].array if is_named_array(leaves[place]) else leaves[place] for place in places]
+    return jax.tree.map(lambda axes, array: NamedArray(array, axes), out, run(*arrays), is_leaf=_is_axes)
+
+
+@contextlib.contextmanager
+def free_axis_mapping() -> Iterator[None]:
+    """Within it Haliax maps axes to those of the mesh that no `jax.shard_map` around has taken.
+
+    The rules of a `jax.custom_vjp` need it where they call functions on named axes: they are traced when what
+    called `jax.shard_map` has returned.
+    """
+    mapping, free = current_thread_local_mapping(), _free_mesh_axes()
+    left = {
+        name: tuple(one for one in ensure_tuple(physical) if one in free)
+        for name, physical in (mapping or {}).items()
+    }
+    left = {name: physical for name, physical in left.items() if physical}
+    with axis_mapping(left) if left else no_axis_mapping():
+        yield
+
+
+def _is_axes(node: Any) -> bool:
+    return isinstance(node, tuple) and all(isinstance(axis, Axis) for axis in node)
+
+
+def _cut(over: Sequence[Axis]) -> dict[str, tuple[str, ...]]:
+    """What each axis is divided over: mesh axes of more than one device that nobody else has taken."""
+    mapping, free = current_thread_local_mapping() or {}, _free_mesh_axes()
+    found = {
+        axis.name: tuple(one for one in ensure_tuple(mapping.get(axis.name, ())) if one in free)
+        for axis in over
+    }
+    return {name: physical for name, physical in found.items() if physical}
+
+
+def _free_mesh_axes() -> set[str]:
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty:
+        return set()
+    axes = zip(mesh.axis_names, mesh.axis_sizes, mesh.axis_types, strict=True)
+    return {name for name, size, kind in axes if size > 1 and kind != AxisType.Manual}

@@ -1,0 +1,115 @@
+"""Attention to a cache against causal attention over the whole sequence."""
+
+import haliax as hax
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from haliax import Axis
+
+from stacked_remat.ops import causal_attention, decode_attention
+
+Batch, Slot, HeadDim = Axis("batch", 3), Axis("slot", 9), Axis("head_dim", 6)
+KVHeads, HeadsPerKV = Axis("kv_heads", 2), Axis("heads_per_kv", 3)
+Positions = hax.named(jnp.array([0, 4, 8]), Batch)  # the beginning, the middle and the end
+
+
+def sequences(dtype=jnp.float32):
+    keys = jax.random.split(jax.random.key(0), 3)
+    query = hax.random.normal(keys[0], (Batch, Slot, KVHeads, HeadsPerKV, HeadDim))
+    key, value = (hax.random.normal(k, (Batch, KVHeads, Slot, HeadDim)) for k in keys[1:])
+    return query.astype(dtype), key.astype(dtype), value.astype(dtype)
+
+
+def at(query, positions):
+    """The query of each row at its position."""
+    return query[{Batch: hax.arange(Batch), Slot: positions}]
+
+
+def attend(query, key, value, positions=Positions, **options):
+    return decode_attention(query, key, value, Slot, HeadDim, positions=positions, **options)
+
+
+@pytest.mark.parametrize(("window", "scale"), [(None, None), (1, None), (4, 0.2), (20, None)])
+@pytest.mark.parametrize("positions", [(0, 4, 8), (7, 7, 1)])
+def test_it_is_causal_attention_at_each_row_s_position(positions, window, scale):
+    query, key, value = sequences()
+    whole = causal_attention(
+        query, key, value, Slot, KVHeads, HeadDim, window=window, scale=scale, backend="exact"
+    )
+    positions = hax.named(jnp.array(positions), Batch)
+    found = attend(at(query, positions), key, value, positions, window=window, scale=scale)
+    assert found.axes == (Batch, KVHeads, HeadsPerKV, HeadDim)
+    np.testing.assert_allclose(found.array, at(whole, positions).array, atol=1e-6)
+
+
+def test_several_positions_of_a_sequence_at_once():
+    query, key, value = sequences()
+    Pos = Axis("position", Slot.size)
+    whole = causal_attention(query, key, value, Slot, KVHeads, HeadDim, window=4, backend="exact")
+    found = attend(query.rename({"slot": "position"}), key, value, hax.arange(Pos), window=4)
+    np.testing.assert_allclose(found.array, whole.array, atol=1e-6)
+
+
+def test_what_stands_after_a_position_or_before_its_window_has_no_part():
+    query, key, value = sequences()
+    own = at(query, Positions)
+    distance = Positions.broadcast_axis(Slot) - hax.arange(Slot)
+    seen = (distance >= 0) & (distance < 3)
+    changed = [hax.where(seen, x, 1e4) for x in (key, value)]
+    np.testing.assert_array_equal(
+        attend(own, *changed, window=3).array, attend(own, key, value, window=3).array
+    )
+
+
+def test_axes_may_come_in_any_order():
+    query, key, value = sequences()
+    own = at(query, Positions)
+    turned = attend(
+        own.rearrange((HeadDim, HeadsPerKV, Batch, KVHeads)),
+        key.rearrange((Slot, HeadDim, KVHeads, Batch)),
+        value.rearrange((HeadDim, Batch, Slot, KVHeads)),
+    )
+    assert turned.axes == (HeadDim, HeadsPerKV, Batch, KVHeads)
+    np.testing.assert_allclose(
+        turned.rearrange(own.axes).array, attend(own, key, value).array, rtol=1e-5, atol=1e-6
+    )
+
+
+def test_half_precision_has_wide_scores_and_sums():
+    query, key, value = sequences(jnp.bfloat16)
+    own = at(query, Positions)
+    found = attend(own, key, value)
+    exact = attend(*(x.astype(jnp.float32) for x in (own, key, value)))
+    assert found.dtype == jnp.bfloat16
+    np.testing.assert_allclose(found.array.astype(jnp.float32), exact.array, atol=2e-2)
+    text = str(jax.make_jaxpr(lambda *x: attend(*x))(own, key, value))
+    assert text.count("preferred_element_type=float32") == 2
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (dict(window=0), "window is a number of slots and at least 1; got 0"),
+        (dict(positions=Positions.astype(jnp.float32)), "positions are integers; these are float32"),
+        (dict(positions=hax.arange(Axis("other", 2))), "positions have other=2, and query"),
+        (dict(positions=hax.arange(Slot)), "positions have slot=9, and query"),
+    ],
+)
+def test_what_does_not_fit_is_refused(change, message):
+    query, key, value = sequences()
+    with pytest.raises(ValueError, match=message):
+        attend(at(query, Positions), key, value, **change)
+
+
+def test_axes_that_do_not_fit_are_named():
+    query, key, value = sequences()
+    own = at(query, Positions)
+    with pytest.raises(ValueError, match=r"query has the axis 'slot' of the cache's slots; rename"):
+        attend(query, key, value)
+    with pytest.raises(ValueError, match=r"key lacks the axes \['slot'\]"):
+        attend(own, key[Slot, 0], value)
+    with pytest.raises(ValueError, match="they must be alike"):
+        attend(own, key, value[Slot, :4])
+    with pytest.raises(ValueError, match="which query with .* does not have in common"):
+        attend(own[KVHeads, 0], key, value)

@@ -4,9 +4,10 @@ What the linears are called there is for the model to say, by a function from a 
 the stacks it is in. That function is all that this module knows of a model.
 """
 
+import contextlib
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
@@ -92,20 +93,20 @@ def load_peft(model: T, folder: Path, names: PeftNames, *, dtype: DTypeLike = jn
     Raises:
         ImportError: safetensors is not installed.
         FileNotFoundError: one of the files is missing.
-        ValueError: a kind of adapter that LoraLinear is not; or tensors that are missing, that no linear has,
-            or of another shape: all of them are named, and the model is as it was.
+        ValueError: a file that is cut short or of another format; a kind of adapter that LoraLinear is not;
+            or tensors that are missing, that no linear has, or of another shape: all of them are named, and
+            the model is as it was.
     """
-    open_file = _safetensors().safe_open
     settings, path = PeftSettings.read(folder), _tensors_file(folder)
     linears = _linears(model, names)
     places = places_of([member for linear in linears for member in linear.members.values()])
-    with open_file(path, "numpy") as file:
+    with _opened(path) as file:
         shapes = {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}
         keys = tensor_keys(_adapted(places, settings, set(shapes)))
         problems = _problems(keys, shapes, places, settings, linears)
         if problems:
             raise ValueError(f"The adapters in {path} do not fit the model:\n" + "\n".join(problems))
-        part_ranks = json.loads((file.metadata() or {}).get(_PART_RANKS, "{}"))
+        part_ranks = _part_ranks(path, file.metadata() or {})
         pairs: dict[PeftParameter, Pair] = {}
         for target, (a, b) in keys.items():
             place, scale = places[target], settings.scale(_some(places[target]))
@@ -124,8 +125,9 @@ def peft_tensor_names(folder: Path) -> list[str]:
     Raises:
         ImportError: safetensors is not installed.
         FileNotFoundError: there is no `adapter_model.safetensors`.
+        ValueError: it is cut short or no safetensors file.
     """
-    with _safetensors().safe_open(_tensors_file(folder), "numpy") as file:
+    with _opened(_tensors_file(folder)) as file:
         return list(file.keys())
 
 
@@ -222,6 +224,33 @@ def _tensors_file(folder: Path) -> Path:
     return path
 
 
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    safetensors = _safetensors()
+    try:
+        with safetensors.safe_open(path, "numpy") as file:
+            yield file
+    except safetensors.error as error:
+        raise ValueError(
+            f"{path} can't be read as a safetensors file ({error}). It may be cut short; fetch or save "
+            f"it again."
+        ) from error
+
+
+def _part_ranks(path: Path, metadata: Mapping[str, str]) -> Mapping[str, Sequence[int]]:
+    text = metadata.get(_PART_RANKS, "{}")
+    try:
+        found = json.loads(text)
+        fits = all(isinstance(rank, int) and rank >= 0 for ranks in found.values() for rank in ranks)
+    except (ValueError, TypeError, AttributeError) as error:
+        raise ValueError(
+            f"{_PART_RANKS} in the header of {path} can't be read: {text!r}. Save it again."
+        ) from error
+    if not fits:
+        raise ValueError(f"{_PART_RANKS} in the header of {path} are no ranks: {text!r}. Save it again.")
+    return found
+
+
 def _some(place: Place) -> PeftParameter:
     return next(iter(place.members.values()))
 
@@ -275,13 +304,14 @@ def _safetensors() -> Any:
         raise ImportError(
             "PEFT's files are read and written with safetensors: pip install 'stacked_remat[weights]'."
         ) from error
-    return _Safetensors(safetensors.safe_open, safetensors.numpy.save_file)
+    return _Safetensors(safetensors.safe_open, safetensors.numpy.save_file, safetensors.SafetensorError)
 
 
 @dataclass(frozen=True)
 class _Safetensors:
     safe_open: Callable[..., Any]
     save_file: Callable[..., None]
+    error: type[Exception]
 
 
 def _replace(path: Path, write: Callable[[Path], Any]) -> None:

@@ -4,7 +4,7 @@ import collections
 import json
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -48,12 +48,22 @@ class PeftSettings:
 
         Raises:
             FileNotFoundError: there is none.
-            ValueError: it describes something else than plain LoRA.
+            ValueError: it is no JSON, has a value of another type than PEFT writes, or describes something
+                else than plain LoRA.
         """
         path = folder / CONFIG_FILE
         if not path.exists():
             raise FileNotFoundError(f"No PEFT adapter in {folder}: {CONFIG_FILE} is missing.")
-        entries = json.loads(path.read_text(encoding="utf-8"))
+        try:
+            entries = json.loads(path.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise ValueError(
+                f"{path} is not valid JSON ({error}). It may be cut short; fetch or save it again."
+            ) from error
+        if not isinstance(entries, dict):
+            raise ValueError(f"{path} is no mapping of fields, but {type(entries).__name__}.")
+        if wrong := [*_ill_typed(entries)]:
+            raise ValueError(f"{path} can't be used: {'; '.join(wrong)}. Correct it, or save it again.")
         refused = [
             f"{name} = {entries[name]!r}"
             for name, neutral in {"peft_type": ("LORA",), **_UNSUPPORTED}.items()
@@ -93,6 +103,46 @@ class PeftSettings:
             if any(re.match(rf"(.*\.)?({pattern})$", name) for name in names):
                 return value
         return default
+
+
+def _ill_typed(entries: Mapping[str, Any]) -> Iterator[str]:
+    """What is wrong with the fields that are read."""
+    for name, value in _ranks_and_alphas(entries):
+        whole = "alpha" not in name
+        if type(value) not in ((int,) if whole else (int, float)) or not 0 < value < math.inf:
+            yield f"{name} is {value!r}, and a positive {'whole number' if whole else 'number'} is expected"
+    for name in ("rank_pattern", "alpha_pattern"):
+        if not isinstance(entries.get(name) or {}, dict):
+            yield f"{name} is {entries[name]!r}, and a mapping from patterns to numbers is expected"
+    if not isinstance(entries.get("use_rslora") or False, bool):
+        yield f"use_rslora is {entries['use_rslora']!r}, and true or false is expected"
+    for name in ("target_modules", "target_parameters"):
+        value = entries.get(name) or []
+        listed = isinstance(value, list) and all(isinstance(one, str) for one in value)
+        if not (listed or (isinstance(value, str) and name == "target_modules")):
+            yield f"{name} is {value!r}, and a list of names is expected"
+    for pattern in _patterns(entries):
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            yield f"{pattern!r} is no regular expression ({error})"
+
+
+def _ranks_and_alphas(entries: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    for name in ("r", "lora_alpha"):
+        if name in entries:
+            yield name, entries[name]
+    for name in ("rank_pattern", "alpha_pattern"):
+        if isinstance(entries.get(name), dict):
+            yield from ((f"{name}[{pattern!r}]", value) for pattern, value in entries[name].items())
+
+
+def _patterns(entries: Mapping[str, Any]) -> Iterator[str]:
+    for name in ("rank_pattern", "alpha_pattern"):
+        if isinstance(entries.get(name), dict):
+            yield from entries[name]
+    if isinstance(entries.get("target_modules"), str):
+        yield entries["target_modules"]
 
 
 def describe(

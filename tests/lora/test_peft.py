@@ -210,6 +210,50 @@ def test_what_lora_linear_can_not_do_is_refused(saved, settings, message):
         load_peft(model(), saved, names)
 
 
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"r": "8"}, "r is '8', and a positive whole number is expected"),
+        ({"r": 0}, "r is 0, and a positive whole number"),
+        ({"lora_alpha": None}, "lora_alpha is None, and a positive number"),
+        ({"rank_pattern": {"q": -1}}, r"rank_pattern\['q'\] is -1, and a positive whole number"),
+        ({"alpha_pattern": [1]}, r"alpha_pattern is \[1\], and a mapping from patterns"),
+        ({"rank_pattern": {"(": 1}}, r"'\(' is no regular expression"),
+        ({"target_modules": "("}, r"'\(' is no regular expression"),
+        ({"target_modules": [1]}, r"target_modules is \[1\], and a list of names"),
+        ({"use_rslora": "no"}, "use_rslora is 'no', and true or false"),
+    ],
+)
+def test_values_that_peft_does_not_write_are_refused(saved, settings, message):
+    rewrite(saved, **settings)
+    with pytest.raises(ValueError, match=f"adapter_config.json can't be used: {message}.*Correct it"):
+        load_peft(model(), saved, names)
+
+
+def test_files_that_are_cut_short_are_named(saved):
+    tensors, config = saved / "adapter_model.safetensors", saved / "adapter_config.json"
+    tensors.write_bytes(tensors.read_bytes()[:-8])
+    for read in (lambda: load_peft(model(), saved, names), lambda: peft_tensor_names(saved)):
+        with pytest.raises(
+            ValueError, match="adapter_model.safetensors can't be read .* cut short; fetch or save"
+        ):
+            read()
+    config.write_text(config.read_text()[:-8])
+    with pytest.raises(ValueError, match="adapter_config.json is not valid JSON .* cut short; fetch or save"):
+        load_peft(model(), saved, names)
+    config.write_text("[]")
+    with pytest.raises(ValueError, match="adapter_config.json is no mapping of fields, but list"):
+        load_peft(model(), saved, names)
+
+
+@pytest.mark.parametrize("ranks", ["{", "[1]", '{"a": [1.5]}', '{"a": 1}'])
+def test_a_broken_header_is_named(saved, ranks):
+    path = saved / "adapter_model.safetensors"
+    safetensors_numpy.save_file(tensors_in(saved), path, metadata={"part_ranks": ranks})
+    with pytest.raises(ValueError, match=r"part_ranks in the header of .*adapter_model.safetensors"):
+        load_peft(model(), saved, names)
+
+
 @pytest.mark.parametrize("modules", ["all-linear", r".*\.(q_proj|o_proj)"])
 def test_targets_may_be_a_pattern(saved, modules):
     rewrite(saved, target_modules=modules)

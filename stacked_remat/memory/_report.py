@@ -1,5 +1,6 @@
 """What a program will need in memory and arithmetic, found by compiling it and running nothing."""
 
+import contextlib
 import dataclasses
 import inspect
 import time
@@ -118,6 +119,8 @@ def report(
         **kwargs: keyword arguments of `fn`. `target` and `donate` are those of `report`: where `fn` takes
             arguments of these names, give them by position.
 
+    Where the arguments lie on a mesh, `fn` is traced with that in use (`jax.sharding.use_abstract_mesh`).
+
     Returns:
         The report. Library workspaces and autotuning may differ on the device itself.
 
@@ -153,7 +156,12 @@ def _compile(target: Target, placement: "_Placement", trace: Callable[[], Any]) 
     with warnings.catch_warnings():
         # What was donated in vain shows in the report.
         warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
-        with compiled_for(target.devices()[0].platform):
+        in_use = (
+            contextlib.nullcontext()
+            if placement.mesh is None
+            else jax.sharding.use_abstract_mesh(placement.mesh.abstract_mesh)
+        )
+        with compiled_for(target.devices()[0].platform), in_use:
             traced = trace()
         start = time.perf_counter()
         try:

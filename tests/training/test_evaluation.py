@@ -1,8 +1,9 @@
+import equinox as eqx
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from stacked_remat.training import ConfigError, held_out_evaluator
+from stacked_remat.training import ConfigError, held_out_evaluator, held_out_evaluators
 
 from .next_byte import NextByte, next_byte, next_byte_loss
 from .token_batches import held_out_of
@@ -27,3 +28,50 @@ def test_too_little_held_out_text_is_refused():
     packed = held_out_of(np.zeros(81, np.uint16), 8, 4)
     with pytest.raises(ConfigError, match=r"The set code has 3 batches, fewer than trainer.eval_batches = 4"):
         held_out_evaluator(next_byte_loss, packed, 4, name="code")
+
+
+def test_batches_in_which_no_token_counts_are_refused():
+    packed = held_out_of(np.zeros(81, np.uint16), 8, 4)
+
+    class Unweighted:
+        def __len__(self):
+            return len(packed)
+
+        def batch(self, index):
+            return eqx.tree_at(lambda b: b.weights.array, packed.batch(index), replace_fn=jnp.zeros_like)
+
+    with pytest.raises(ConfigError, match=r"No token in the first 2 batches of the set chats counts"):
+        held_out_evaluator(next_byte_loss, Unweighted(), 2, name="chats")
+
+
+def test_each_of_several_sources_has_a_loss_of_its_own_and_all_share_one_compilation():
+    rng = np.random.default_rng(0)
+    model = NextByte(jnp.asarray(np.random.default_rng(1).normal(size=(7, 7)), jnp.float32))
+    sources = {  # 5 and 2 batches of 2 sequences
+        "web": held_out_of(rng.integers(0, 7, 81).astype(np.uint16), 8, 2),
+        "my_chats": held_out_of(rng.integers(0, 3, 33).astype(np.uint16), 8, 2),
+    }
+    traces = []
+
+    def counted_loss(model, batch):
+        traces.append(batch.tokens.axes)
+        return next_byte_loss(model, batch)
+
+    evaluators = held_out_evaluators(counted_loss, sources["web"], sources, 3)
+    found = {name: evaluate(model) for name, evaluate in evaluators.items()}
+    assert len(traces) == 1
+    assert found == {
+        "held_out": found["held_out/web"],
+        "held_out/web": held_out_evaluator(next_byte_loss, sources["web"], 3)(model),
+        "held_out/my_chats": held_out_evaluator(next_byte_loss, sources["my_chats"], 2)(model),
+    }
+    assert found["held_out/web"] != found["held_out/my_chats"]
+
+
+def test_a_single_source_is_evaluated_once():
+    some = held_out_of(np.zeros(81, np.uint16), 8, 2)
+    assert list(held_out_evaluators(next_byte_loss, some, {"only": some}, 3)) == ["held_out"]
+    with pytest.raises(
+        ConfigError, match="The set held_out has 5 batches, fewer than trainer.eval_batches = 6"
+    ):
+        held_out_evaluators(next_byte_loss, some, {"only": some}, 6)

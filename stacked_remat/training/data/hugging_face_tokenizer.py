@@ -69,7 +69,7 @@ class HuggingFaceTokenizer(Tokenizer):
         """The template that came with the tokenizer."""
         if self._template is None:
             raise DataError(
-                f"The tokenizer {self._name} has no chat template, and the data holds chats. Take the "
+                f"The tokenizer {self._name} has no chat template, which chats take. Name the "
                 "tokenizer of a chat model, or put a chat_template.jinja beside its tokenizer.json."
             )
         return self._template

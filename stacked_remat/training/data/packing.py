@@ -129,6 +129,7 @@ class PackedDocuments:
         seq_len: positions in a sequence.
         num_documents: documents that are in the sequences; those of one token have nothing to tell.
         num_targets: tokens that are a target, each once an epoch, whatever their weight.
+        num_counted: those of them that count.
         fingerprint: a hash of the tokens and of how they are packed.
     """
 
@@ -157,6 +158,7 @@ class PackedDocuments:
         self.seq_len = seq_len
         self.num_documents = len(self._documents)
         self.num_targets = self._documents.num_tokens - self.num_documents
+        self.num_counted = self._documents.num_counted
         self.fingerprint = hashlib.sha256(
             f"{self._documents.fingerprint} {packing} {seq_len}".encode()
         ).hexdigest()

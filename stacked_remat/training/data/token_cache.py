@@ -18,13 +18,13 @@ from ..progress import Progress
 from .chat_template import ChatTemplateError, RenderedChat
 from .data_error import DataError
 from .files import SourceFile
+from .outdated_caches import COMPLETE, LOCK, UNFINISHED, hold, remove_outdated
 from .records import Message, Record, RecordFormat, place_of, read_records
 from .token_shards import ShardSummary, open_shards, read_summaries, write_shard
 from .tokenized import TokenizedDocuments
 from .tokenizers import Counted, Tokenizer, Tokens
 
 _FORMAT = 1  # changes when the files of a cache do
-_COMPLETE, _LOCK = "complete.json", ".lock"
 _GROUP_RECORDS, _GROUP_LETTERS = 256, 2**20  # tokenized at once
 _PROBLEMS_KEPT = 5
 
@@ -84,7 +84,8 @@ def open_token_cache(
     Tokens are written in shards. After a kill the next call goes on after the last whole shard, and what
     comes out is the same. One process at a time builds; others wait for it. The folder's name holds a hash of
     the tokenizer and of the files' places, sizes and times (or what else their file system tells them apart
-    by), so that a change of any builds a new cache; old ones are left for you to delete.
+    by), so that a change of any builds a new cache. Then those of the same source that hold an earlier
+    version of one of its files, which nothing can find again, are removed, unless a process has them open.
 
     Args:
         request: what to tokenize.
@@ -98,12 +99,14 @@ def open_token_cache(
     identity = json.dumps(request.identity(), indent=2)
     digest = hashlib.sha256(identity.encode()).hexdigest()[:16]
     folder = cache_dir.expanduser() / f"{request.name}-{digest}"
-    if not (folder / _COMPLETE).exists():
+    if not (folder / COMPLETE).exists():
         try:
             with _locked(folder):
-                if not (folder / _COMPLETE).exists():
+                if not (folder / COMPLETE).exists():
+                    _write_whole(folder / UNFINISHED, identity)
                     _build(request, folder, progress, shard_tokens)
-                    _write_whole(folder / _COMPLETE, identity)
+                    os.replace(folder / UNFINISHED, folder / COMPLETE)
+                    _make_room(request, folder, progress)
         except OSError as error:  # of reading, DataErrors have been made
             raise DataError(
                 f"Can't write the token cache {folder}: {error}. Set data.cache_dir to a local folder that "
@@ -111,14 +114,22 @@ def open_token_cache(
             ) from error
         finally:
             progress.stop()
+    hold(folder)
     return _open(request, folder)
+
+
+def _make_room(request: CacheRequest, folder: Path, progress: Progress) -> None:
+    removed = remove_outdated(folder, request.name, request.files)
+    if removed:
+        names = ", ".join(path.name for path in removed)
+        progress.message(f"removed token caches of earlier versions of the files of {request.name}: {names}")
 
 
 @contextlib.contextmanager
 def _locked(folder: Path) -> Iterator[None]:
     """Waits until no other process builds here. The system gives the lock back when a process dies."""
     folder.mkdir(parents=True, exist_ok=True)
-    with (folder / _LOCK).open("w") as file:
+    with (folder / LOCK).open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
 

@@ -56,6 +56,24 @@ class TokenizedDocuments:
         """Tokens of all documents."""
         return int(self.lengths.sum())
 
+    @functools.cached_property
+    def num_counted(self) -> int:
+        """Tokens after the first of a document that count where they are targets.
+
+        Cost: reads what says so, a byte a token, where not all do.
+        """
+        total = 0
+        for shard, counted in enumerate(self.counted):
+            first, last = self.shard_starts[shard], self.shard_starts[shard + 1]
+            here = (self.starts >= first) & (self.starts < last) & (self.lengths > 1)
+            starts, lengths = self.starts[here] - first, self.lengths[here]
+            if counted is None:
+                total += int((lengths - 1).sum())
+            else:
+                before = np.concatenate([[0], np.cumsum(_array(counted), dtype=np.int64)])
+                total += int((before[starts + lengths] - before[starts + 1]).sum())
+        return total
+
     def select(self, chosen: Bool[np.ndarray, " documents"], what: str) -> "TokenizedDocuments":
         """Some of the documents, in the same order.
 

@@ -12,6 +12,8 @@ from .tokenizers import ByteTokenizer, Tokenizer
 
 _TOKENIZER, _CONFIG, _TEMPLATE = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
 _SPECIAL_TOKENS = "special_tokens_map.json"
+TOKENIZER_FILES = (_TOKENIZER, _CONFIG, _SPECIAL_TOKENS, _TEMPLATE)
+"""All that a tokenizer may be made of."""
 _HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?(@[\w./-]+)?")
 
 

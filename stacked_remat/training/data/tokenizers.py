@@ -48,6 +48,22 @@ class Tokenizer(abc.ABC):
     def encode_chats(self, chats: Sequence[RenderedChat]) -> list[tuple[Tokens, Counted | None]]:
         """The tokens of whole chats, and which have a part in an answer; None where a chat does not say."""
 
+    def encode_beginning(self, text: str) -> Tokens:
+        """The tokens of a document that is to be continued after `text`: without an end token."""
+        (document,) = self.encode_documents([text])
+        return self._unended(document, text)
+
+    def encode_chat_beginning(self, text: str) -> Tokens:
+        """The tokens of a chat that is to be continued after `text`, which its template wrote."""
+        ((chat, _),) = self.encode_chats([RenderedChat(text)])
+        return self._unended(chat, text)
+
+    def _unended(self, tokens: Tokens, text: str) -> Tokens:
+        """The tokens without an end that is not in the text itself."""
+        of_text = self.encode(text)
+        added = tokens[-1:] == self.end and not (len(of_text) and of_text[-1] == self.end)
+        return tokens[:-1] if added else tokens
+
     @property
     @abc.abstractmethod
     def chat_template(self) -> ChatTemplate:

@@ -66,6 +66,13 @@ def open_training_data(
             PackedDocuments(half, config.seq_len, config.packing, separate=config.separate_documents)
             for half in documents
         ]
+        for half, what in zip(packed, ("train on", "hold out"), strict=True):
+            if not half.num_counted:
+                raise DataError(
+                    f"data.sources.{name} has {half.num_targets} tokens to {what}, and none of them counts "
+                    f"as a target: under train_on: answers that is what the role `assistant` says. Check the "
+                    f"roles of its chats, or write train_on: all."
+                )
         training[name] = MixtureShare(packed[0], 1.0 if source is None else source.weight)
         held_out[name] = packed[1]
     stream = BatchStream(
@@ -89,11 +96,21 @@ def _split(
         files = standard_library_files()
     else:
         files = find_files(source.paths, f"data.sources.{name}.paths")
-    cached = _cached(name, files, source, config, tokenizer, progress)
     if source is not None and source.held_out:
-        files = find_files(source.held_out, f"data.sources.{name}.held_out")
-        apart = _cached(f"{name}-held-out", files, source, config, tokenizer, progress)
-        return cached.documents, apart.documents
+        apart = find_files(source.held_out, f"data.sources.{name}.held_out")
+        held_out = {file.url for file in apart}
+        rest = tuple(file for file in files if file.url not in held_out)
+        if not rest:
+            raise DataError(
+                f"data.sources.{name}.held_out holds out every file that data.sources.{name}.paths stands "
+                f"for: there is nothing left to train on."
+            )
+        trained_on, held = (
+            _cached(which, some, source, config, tokenizer, progress).documents
+            for which, some in ((name, rest), (f"{name}-held-out", apart))
+        )
+        return trained_on, held
+    cached = _cached(name, files, source, config, tokenizer, progress)
     held = cached.keys < config.held_out_fraction * 2**32
     if held.all() or not held.any():
         raise DataError(
@@ -131,7 +148,7 @@ def _cached(
 
 def _summary(training: list[PackedDocuments], held_out: list[PackedDocuments]) -> str:
     def count(halves: list[PackedDocuments]) -> tuple[int, int]:
-        return sum(half.num_targets for half in halves), sum(half.num_documents for half in halves)
+        return sum(half.num_counted for half in halves), sum(half.num_documents for half in halves)
 
     (tokens, documents), (held_tokens, held_documents) = count(training), count(held_out)
     return (

@@ -99,3 +99,14 @@ def test_the_end_token_is_the_configs_or_a_usual_one():
 def test_what_is_no_tokenizer_is_refused():
     with pytest.raises(DataError, match=r"The tokenizer.json of data.tokenizer = 'words' can't be read"):
         make("{}")
+
+
+def test_what_is_to_be_continued_begins_a_document_and_ends_none():
+    plain, begun = make(), make(WITH_BEGIN)
+    assert plain.encode_beginning("odd").tolist() == plain.encode("odd").tolist()
+    assert begun.encode_beginning("odd").tolist() == [ID("<s>"), *plain.encode("odd")]
+    assert begun.encode_beginning("odd</s>").tolist() == [ID("<s>"), *plain.encode("odd"), ID("</s>")]
+    assert plain.encode_beginning("").tolist() == [] and begun.encode_beginning("").tolist() == [ID("<s>")]
+    written = "<turn>user hello</turn>"
+    assert begun.encode_chat_beginning(written).tolist() == begun.encode(written).tolist()
+    assert begun.encode_chat_beginning("a</s>")[-1] == ID("</s>")

@@ -42,3 +42,9 @@ def test_a_chat_is_spelt_out():
     messages = [{"role": "user", "content": "hi"}]
     shown = TOKENIZER.chat_template.render(messages, add_generation_prompt=True)
     assert shown == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+
+
+def test_what_is_to_be_continued_begins_a_document_and_ends_none():
+    assert TOKENIZER.encode_beginning("AB").tolist() == [256, 65, 66]
+    assert TOKENIZER.encode_beginning("").tolist() == [256]
+    assert TOKENIZER.encode_chat_beginning("AB").tolist() == [256, 65, 66]

@@ -114,12 +114,13 @@ def test_a_mixture_has_its_weights(folder, tmp_path):
 
 def test_another_tokenizer_and_only_answers(tmp_path):
     chat = [{"role": "user", "content": "never odd"}, {"role": "assistant", "content": "or even"}]
-    (tmp_path / "chats.jsonl").write_text(json.dumps({"messages": chat}))
-    paths = (str(tmp_path / "chats.jsonl"),)
+    for name in ("chats", "exam"):
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps({"messages": chat}))
+    paths, exam = (str(tmp_path / "chats.jsonl"),), (str(tmp_path / "exam.jsonl"),)
     tokenizer = load_tokenizer(str(save(tmp_path / "words")))
     config = {"seq_len": 64, "batch_size": 1, "packing": "whole"}
     for train_on, text in (("all", "user never oddassistant or even"), ("answers", "or even")):
-        source = SourceConfig(paths, paths, train_on=train_on)
+        source = SourceConfig(paths, exam, train_on=train_on)
         batch = open_data(tmp_path, tokenizer, sources={"chats": source}, **config).training.next()
         targets = np.asarray(batch.targets.array)[np.asarray(batch.weights.array) > 0]
         assert tokenizer.decode(targets).split() == text.split()
@@ -183,3 +184,37 @@ def test_a_path_without_files_names_its_key(tmp_path):
     with pytest.raises(DataError, match=r"in data.sources.x.held_out stands for no file"):
         paths = (str(tmp_path / "a.txt"),), (str(tmp_path / "missing"),)
         open_data(tmp_path, sources={"x": SourceConfig(*paths)})
+
+
+def chats(path, role):
+    lines = [
+        {"messages": [{"role": "user", "content": "who?"}, {"role": role, "content": f"me {n}"}]}
+        for n in range(40)
+    ]
+    path.write_text("\n".join(map(json.dumps, lines)))
+    return {"chats": SourceConfig((str(path),), train_on="answers")}
+
+
+def test_a_source_in_which_nothing_counts_is_refused(tmp_path):
+    tokenizer = load_tokenizer(str(save(tmp_path / "words")))
+    with pytest.raises(DataError, match=r"data\.sources\.chats .* none of them counts .* `assistant` says"):
+        open_data(tmp_path, tokenizer, sources=chats(tmp_path / "gpt.jsonl", "gpt"), held_out_fraction=0.3)
+
+
+def test_the_summary_counts_what_counts(tmp_path):
+    source = chats(tmp_path / "chats.jsonl", "assistant")
+    tokenizer = load_tokenizer(str(save(tmp_path / "words")))
+    data = open_data(tmp_path, tokenizer, sources=source, held_out_fraction=0.3)
+    held_out = sum(int(data.held_out.batch(i).weights.array.sum()) for i in range(len(data.held_out)))
+    assert f", {held_out:,} in " in data.summary
+
+
+def test_files_that_are_held_out_are_not_trained_on_too(folder, tmp_path):
+    one = str(folder / "part0/00.txt")
+    data = open_data(
+        tmp_path, sources={"all": SourceConfig((str(folder),), held_out=(one,))}, packing="whole"
+    )
+    assert held_out_text(data.held_out)[-1] == "text 0"
+    assert "39 documents to train on" in data.summary and " in 1 held out" in data.summary
+    with pytest.raises(DataError, match=r"data\.sources\.all\.held_out holds out every file"):
+        open_data(tmp_path, sources={"all": SourceConfig((one,), held_out=(one,))})

@@ -1,20 +1,29 @@
 """Training: config in, a trained model out. Knows batches, steps and run folders; names no architecture."""
 
 from .batches import BATCH_AXIS, POSITION_AXIS, TokenBatch
-from .checkpoint import CheckpointMismatchError, Checkpoints, checkpoint_config, load_checkpoint
-from .config_file import ConfigError, config_as_dict, parse_config
+from .checkpoint import (
+    CheckpointMismatchError,
+    Checkpoints,
+    check_unsaved,
+    checkpoint_config,
+    load_checkpoint,
+)
+from .config_error import ConfigError
+from .config_file import config_as_dict, parse_config
+from .config_reference import config_reference
 from .data.batch_stream import BatchStream, MixtureShare, ProcessShare
 from .data.chat_template import ChatTemplate, ChatTemplateError, RenderedChat
 from .data.data_error import DataError
 from .data.held_out import HeldOutBatches
 from .data.packing import PackedDocuments
 from .data.tokenized import TokenizedDocuments
-from .data.tokenizer_files import load_tokenizer
+from .data.tokenizer_files import TOKENIZER_FILES, load_tokenizer
 from .data.tokenizers import ByteTokenizer, Tokenizer
 from .data.training_data import TrainingData, open_training_data
 from .data_config import DataConfig, SourceConfig
-from .evaluation import held_out_evaluator
+from .evaluation import held_out_evaluator, held_out_evaluators
 from .loop import NonFiniteLossError, Position, RunOutputs, TrainingResult, train
+from .mesh import Partitioning, mesh_sizes
 from .optimizer import build_optimizer, learning_rate_schedule
 from .optimizer_config import (
     AdafactorConfig,
@@ -38,16 +47,16 @@ from .step import LossFunction, Metrics, RandomLoss, Trainable, TrainState, buil
 from .streams import HeldOutSet, TokenStream
 from .throughput import peak_flops, training_flops
 from .trackers import (
+    HostedTracker,
     JsonLinesTracker,
     TensorBoardTracker,
     Tracker,
-    TrackioTracker,
-    WandbTracker,
     build_trackers,
     check_trackers,
 )
 from .trainer_config import (
     CheckpointConfig,
+    MeshConfig,
     PrecisionConfig,
     ProfilerConfig,
     TrackersConfig,
@@ -58,6 +67,7 @@ from .trainer_config import (
 )
 
 __all__ = [
+    "TOKENIZER_FILES",
     "BATCH_AXIS",
     "EXIT_INTERRUPTED",
     "NO_PRESETS",
@@ -79,10 +89,12 @@ __all__ = [
     "DataError",
     "HeldOutBatches",
     "HeldOutSet",
+    "HostedTracker",
     "JsonLinesTracker",
     "LinearSchedule",
     "LionConfig",
     "LossFunction",
+    "MeshConfig",
     "Metrics",
     "MixtureShare",
     "MuonConfig",
@@ -90,6 +102,7 @@ __all__ = [
     "OptimizerConfig",
     "PackedDocuments",
     "Position",
+    "Partitioning",
     "PrecisionConfig",
     "ProcessShare",
     "ProfilerConfig",
@@ -112,7 +125,6 @@ __all__ = [
     "Tracker",
     "TrackersConfig",
     "TrackioConfig",
-    "TrackioTracker",
     "TrainState",
     "TrainerConfig",
     "Trainable",
@@ -120,7 +132,6 @@ __all__ = [
     "TrainingResult",
     "UpdateConfig",
     "WandbConfig",
-    "WandbTracker",
     "WarmupStableDecaySchedule",
     "build_optimizer",
     "build_step",
@@ -128,15 +139,19 @@ __all__ = [
     "cast_parameters",
     "check_remat",
     "check_trackers",
+    "check_unsaved",
     "checkpoint_config",
     "config_as_dict",
     "config_changes",
+    "config_reference",
     "held_out_evaluator",
+    "held_out_evaluators",
     "in_float32",
     "learning_rate_schedule",
     "load_checkpoint",
     "load_tokenizer",
     "open_training_data",
+    "mesh_sizes",
     "parse_config",
     "peak_flops",
     "remat_entry",

@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from haliax import NamedArray
+from haliax.util import is_named_array
+from jaxtyping import Array
 
 State = TypeVar("State")
 
@@ -57,12 +59,37 @@ def with_arrays(like: State, arrays: Mapping[str, Any]) -> State:
             return leaf
         return NamedArray(arrays[name], leaf.axes) if isinstance(leaf, NamedArray) else arrays[name]
 
-    return jax.tree_util.tree_map_with_path(replace, like, is_leaf=_is_named)
+    return jax.tree_util.tree_map_with_path(replace, like, is_leaf=is_named_array)
 
 
 def select(tree: Any, chosen: Callable[[Any], Any] | None) -> Any:
     """The arrays of a tree that `chosen`, a function from the tree to a tree of booleans, marks; else all."""
     return tree if chosen is None else eqx.filter(tree, chosen(tree))
+
+
+def digests(tree: Any) -> dict[str, list[int]]:
+    """Two numbers for each array by name, which almost surely differ where the bits of two arrays do.
+
+    Cost: one pass over the arrays where they lie, and no copy.
+    """
+    return {name: [int(number) for number in _digest(array)] for name, array in arrays_by_name(tree).items()}
+
+
+@jax.jit
+def _digest(array: Array) -> tuple[Array, Array]:
+    """The sum of an array's bits, and that weighed by their positions, modulo 2**32: exact in any order."""
+    if is_key(array):
+        array = jax.random.key_data(array)
+    if array.dtype == jnp.bool_:
+        array = array.astype(jnp.uint8)
+    width = 8 * min(array.dtype.itemsize, 4)
+    bits = jax.lax.bitcast_convert_type(array, f"uint{width}").astype(jnp.uint32)
+    position = jnp.zeros(bits.shape, jnp.uint32)
+    for axis, size in enumerate(bits.shape):
+        index = jax.lax.broadcasted_iota(jnp.uint32, bits.shape, axis)
+        position = position * jnp.uint32(size % 2**32) + index
+    odd = position * jnp.uint32(2) + jnp.uint32(1)
+    return jnp.sum(bits, dtype=jnp.uint32), jnp.sum(bits * odd, dtype=jnp.uint32)
 
 
 def is_key(array: Any) -> bool:
@@ -71,7 +98,7 @@ def is_key(array: Any) -> bool:
 
 
 def _leaves(tree: Any) -> list[tuple[str, Any]]:
-    found = jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is_named)[0]
+    found = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_named_array)[0]
     return [(_name(path), leaf) for path, leaf in found]
 
 
@@ -85,10 +112,6 @@ def _array(leaf: Any) -> Any:
 
 def _is_array(leaf: Any) -> bool:
     return isinstance(leaf, jax.Array | jax.ShapeDtypeStruct | np.ndarray)
-
-
-def _is_named(node: Any) -> bool:
-    return isinstance(node, NamedArray)
 
 
 def _shown(entry: Mapping[str, Any]) -> str:

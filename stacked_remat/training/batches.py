@@ -19,7 +19,8 @@ class TokenBatch(eqx.Module):
         targets: int32, the token that follows each input in its document.
         weights: float32, 0 where there is no target and 1 elsewhere.
         documents: int32; positions of a row with the same number are of the same document, and see no others.
-            Counted from 1; padding, at the end of a row, has 0. None where every row is one document.
+            Counted from 1; padding, at the end of a row, has 0. None where every row is one document: padding
+            is then known by its weight alone, like tokens that are not to be learnt.
         positions: int32, counted from 0 in every document of a row. None where every row is one document.
     """
 

@@ -5,11 +5,13 @@ in JSON the position of the data and the loop, the config, and the shape and dty
 """
 
 import datetime
+import logging
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar, final
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -22,7 +24,7 @@ from orbax.checkpoint.checkpoint_managers import (
     PreservationPolicy,
 )
 
-from .array_layout import arrays_by_name, differences, is_key, layout, select, with_arrays
+from .array_layout import arrays_by_name, differences, digests, is_key, layout, select, with_arrays
 from .trainer_config import CheckpointConfig
 
 State = TypeVar("State")
@@ -61,12 +63,14 @@ class Checkpoints:
             config: when to save and what to keep.
             run_config: the resolved config of the run, kept in each checkpoint.
             saved: maps a state to a tree of booleans, those of its arrays that are saved; all if not given.
-                What is not saved has to be there when the state is restored.
+                What is not saved never changes, and has to be there when the state is restored: checkpoints
+                hold its digests, and with other arrays none of them is restored.
         """
         self.folder = folder
         self._config = config
         self._run_config = dict(run_config)
         self._saved = saved
+        self._unsaved: dict[str, list[int]] | None = None
         self._last_save = time.monotonic()
         options = ocp.CheckpointManagerOptions(
             preservation_policy=AnyPreservationPolicy(_kept(config)),
@@ -98,7 +102,15 @@ class Checkpoints:
         named = arrays_by_name(chosen)
         arrays = {name: _data(array) for name, array in named.items() if array.size}
         keys = {name: str(jax.random.key_impl(array)) for name, array in named.items() if is_key(array)}
-        run = {"position": dict(position), "config": self._run_config, "layout": layout(chosen), "keys": keys}
+        if self._unsaved is None:
+            self._unsaved = digests(_others(state, self._saved))
+        run = {
+            "position": dict(position),
+            "config": self._run_config,
+            "layout": layout(chosen),
+            "keys": keys,
+            "unsaved": self._unsaved,
+        }
         items = {_STATE: ocp.args.PyTreeSave(arrays), _RUN: ocp.args.JsonSave(run)}
         self._manager.save(step, args=ocp.args.Composite(**items))
         self._last_save = time.monotonic()
@@ -113,12 +125,14 @@ class Checkpoints:
 
         Raises:
             FileNotFoundError: there is no checkpoint.
-            CheckpointMismatchError: arrays differ in name, shape or dtype.
+            CheckpointMismatchError: arrays differ in name, shape or dtype, or those that are not saved in
+                what they hold.
         """
         step = self.latest()
         if step is None:
             raise FileNotFoundError(f"No checkpoint in {self.folder}.")
         where = f"{self.folder / str(step)}"
+        _check_unsaved(_read_run(self._manager, step), _others(like, self._saved), where)
         restored, run = _read(self._manager, step, where, select(like, self._saved), "")
         return with_arrays(like, restored), run["position"]
 
@@ -154,6 +168,23 @@ def load_checkpoint(folder: Path, like: State, *, step: int | None = None, part:
         return with_arrays(like, arrays)
 
 
+def check_unsaved(folder: Path, rest: Any, *, step: int | None = None) -> None:
+    """Makes sure that what a run's checkpoints leave out is what the run had.
+
+    Args:
+        folder: holds a folder for each checkpoint.
+        rest: a state with `None` for all that is saved.
+        step: of the checkpoint; the latest if not given.
+
+    Raises:
+        FileNotFoundError: there is no such checkpoint.
+        CheckpointMismatchError: it is not; names the arrays.
+    """
+    with _reader(folder) as manager:
+        step = _existing(manager, folder, step)
+        _check_unsaved(_read_run(manager, step), rest, f"{folder / str(step)}")
+
+
 def checkpoint_config(folder: Path, *, step: int | None = None) -> dict[str, Any]:
     """The resolved config of the run that wrote a checkpoint; the latest if no step is given.
 
@@ -164,11 +195,35 @@ def checkpoint_config(folder: Path, *, step: int | None = None) -> dict[str, Any
         return _read_run(manager, _existing(manager, folder, step))["config"]
 
 
+def _others(state: Any, saved: Callable[[Any], Any] | None) -> Any:
+    """The arrays of a state that are not saved."""
+    return None if saved is None else eqx.filter(state, saved(state), inverse=True)
+
+
+def _check_unsaved(run: Mapping[str, Any], rest: Any, where: str) -> None:
+    earlier = run["unsaved"]
+    found = digests(rest)
+    others = [name for name in sorted({*earlier, *found}) if earlier.get(name) != found.get(name)]
+    if others:
+        shown = ", ".join(others[:3]) + (f" and {len(others) - 3} more" if len(others) > 3 else "")
+        raise CheckpointMismatchError(
+            f"The checkpoint {where} goes with other weights than these, which training leaves as they are: "
+            f"{shown}. Give the run the weights that it began with (the same files, or the same revision on "
+            f"the Hub), or begin a new run."
+        )
+
+
 def _reader(folder: Path) -> ocp.CheckpointManager:
     if not folder.is_dir():
         raise FileNotFoundError(f"No checkpoint in {folder}: there is no such folder.")
     options = ocp.CheckpointManagerOptions(create=False, save_interval_steps=0, read_only=True)
-    return ocp.CheckpointManager(folder.absolute(), options=options)
+    log = logging.getLogger("absl")
+    level = log.level
+    log.setLevel(logging.ERROR)  # Orbax warns that the folder is only read, which is what is asked for
+    try:
+        return ocp.CheckpointManager(folder.absolute(), options=options)
+    finally:
+        log.setLevel(level)
 
 
 def _existing(manager: ocp.CheckpointManager, folder: Path, step: int | None) -> int:

@@ -12,6 +12,7 @@ import optax
 from .array_layout import arrays_by_name
 from .batches import TokenBatch
 from .checkpoint import Checkpoints
+from .mesh import Partitioning
 from .profiler import ProfilerWindow
 from .progress import Progress
 from .run_folder import RunFolder
@@ -92,6 +93,7 @@ def train(
     outputs: RunOutputs,
     position: Position | None = None,
     should_stop: Callable[[], str | None] = lambda: None,
+    partitioning: Partitioning | None = None,
 ) -> TrainingResult:
     """Trains up to step `config.num_steps` and evaluates before, after, and as often as the config says.
 
@@ -108,14 +110,21 @@ def train(
         position: that of `state`, if it comes from a checkpoint.
         should_stop: asked after every step; its answer, such as the name of a signal, ends the run after a
             checkpoint.
+        partitioning: how the state lies on the devices, and how batches are divided over them; it is to be
+            active meanwhile.
 
     Raises:
         NonFiniteLossError: a step is not finite, and the config does not say to skip it, or too many were
             skipped.
     """
     step = eqx.filter_jit(
-        build_step(config, loss_function=loss_function, optimizer=optimizer), donate="all-except-first"
+        build_step(config, loss_function=loss_function, optimizer=optimizer, partitioning=partitioning),
+        donate="all-except-first",
     )
+
+    def next_batch() -> TokenBatch:
+        return training.next() if partitioning is None else partitioning.shard_batch(training.next())
+
     reporter = _Reporter(config, schedule, outputs)
     evaluation = _Evaluation(evaluators, reporter, position)
     profiler = ProfilerWindow(config.profiler, outputs.folder.profile)
@@ -126,7 +135,7 @@ def train(
         reporter.skipped = position.skipped
     done = 0 if position is None else position.step
     if done < config.num_steps:
-        batch = training.next()
+        batch = next_batch()
         reporter.prepare(loss_function, state, batch)
     outputs.progress.start(config.num_steps, done)
     stopped_by = None
@@ -137,7 +146,7 @@ def train(
             state, metrics = step(batch, state)
             used, data = batch, training.get_state()
             if done < config.num_steps:
-                batch = training.next()  # made while the device works
+                batch = next_batch()  # made while the device works
             reporter.stepped(done, metrics, used)
             profiler.after_step(done)
             if done == config.num_steps or (config.eval_every and done % config.eval_every == 0):
@@ -238,7 +247,8 @@ class _Reporter:
         """Reports the losses on held-out text after step `done`."""
         self._log(done, {f"{name}_loss": loss for name, loss in losses.items()})
         for name, loss in losses.items():
-            self.outputs.progress.message(f"{name.replace('_', '-')} loss after {done} steps: {loss:.4f}")
+            shown = name.replace("held_out", "held-out", 1)
+            self.outputs.progress.message(f"{shown} loss after {done} steps: {loss:.4f}")
 
     def _log(self, done: int, metrics: dict[str, Any]) -> None:
         for tracker in self.outputs.trackers:
@@ -259,13 +269,15 @@ class _Reporter:
             self.outputs.progress.message(f"step {done} skipped: {found} ({in_a_row} in a row)")
             if in_a_row < self._config.update.max_consecutive_skips:
                 return
+            found += f", the last of {in_a_row} in a row (trainer.update.max_consecutive_skips)"
         path = self.outputs.folder.nonfinite_step(done)
         np.savez(path, **_step_data(done, metrics, batch))
+        skip = "or trainer.update.on_nonfinite: skip, with which the same command goes on after the last save"
         raise NonFiniteLossError(
             f"Step {done} is not finite: {found}, with learning rate {learning_rate:.3g}. Training stopped; "
             f"its batch and metrics are in {path}. Usual fixes: a lower optimizer.learning_rate, more "
-            f"optimizer.warmup_steps or a smaller optimizer.max_grad_norm; or trainer.update.on_nonfinite: "
-            f"skip, with which the same command goes on from the last checkpoint."
+            f"optimizer.warmup_steps or a smaller optimizer.max_grad_norm"
+            f"{'' if 'skips' in metrics else f'; {skip}'}."
         )
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from .config_file import ConfigError
+from .config_error import ConfigError
 
 # What may differ when a run goes on: it changes where things go and what they cost, not what is computed.
 _FREE = (
@@ -18,8 +18,8 @@ _FREE = (
     "budget",
     "host_budget",
     "trainer.run_dir",
-    "trainer.overwrite",
     "trainer.log_every",
+    "trainer.mesh",
     "trainer.checkpoint",
     "trainer.trackers",
     "trainer.profiler",
@@ -141,7 +141,7 @@ class RunFolder:
 
 _WAYS_OUT = (
     "Give this run a folder of its own with --trainer.run_dir, or delete those results and start anew with "
-    "--trainer.overwrite true."
+    "--trainer.checkpoint.overwrite true."
 )
 
 

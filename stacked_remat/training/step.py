@@ -3,18 +3,22 @@
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import equinox as eqx
 import haliax as hax
 import jax
 import jax.numpy as jnp
 import optax
-from haliax import Axis, NamedArray
+from haliax import Axis
+from haliax.util import is_named_array
 from jaxtyping import Array, DTypeLike, Float, Int, PRNGKeyArray
 
 from .batches import BATCH_AXIS, TokenBatch
+from .mesh import Partitioning
 from .trainer_config import TrainerConfig
+
+T = TypeVar("T")
 
 Metrics: TypeAlias = dict[str, Array]
 """Named scalars, or arrays of one number per layer."""
@@ -105,6 +109,7 @@ def build_step(
     *,
     loss_function: LossFunction | RandomLoss,
     optimizer: optax.GradientTransformation,
+    partitioning: Partitioning | None = None,
 ) -> Callable[[TokenBatch, TrainState], tuple[TrainState, Metrics]]:
     """`train_step` with the microbatches, dtypes and policies that a config asks for."""
     return functools.partial(
@@ -114,6 +119,7 @@ def build_step(
         microbatches=config.update.microbatches,
         gradient_dtype=config.precision.gradients,
         skip_nonfinite=config.update.on_nonfinite == "skip",
+        partitioning=partitioning,
     )
 
 
@@ -126,6 +132,7 @@ def train_step(
     microbatches: int = 1,
     gradient_dtype: DTypeLike = jnp.float32,
     skip_nonfinite: bool = False,
+    partitioning: Partitioning | None = None,
 ) -> tuple[TrainState, Metrics]:
     """Moves the state one step down the gradient of the loss on `batch`.
 
@@ -142,6 +149,8 @@ def train_step(
         gradient_dtype: in which gradients are added up.
         skip_nonfinite: whether a step whose loss or gradient is not finite changes nothing but `step` and
             `skips`.
+        partitioning: what weights, gradients and the optimizer's state are divided over; nothing if not
+            given. The step is to be traced while it is active.
 
     Returns:
         The next state, and the loss function's metrics (before the step) with `grad_norm` (before clipping)
@@ -150,7 +159,8 @@ def train_step(
     Memory: the model's, and with microbatches one more array like what is trained in `gradient_dtype`.
     """
     key = jax.random.fold_in(state.key, state.step)
-    loss = _of_trained(loss_function, state.frozen)
+    divided = partitioning.shard_weights if partitioning is not None else _as_it_is
+    loss = _of_trained(loss_function, state.frozen, divided)
     if microbatches == 1:
         gradients, metrics = _gradients(loss, state.trained, batch, key, gradient_dtype)
     else:
@@ -168,17 +178,19 @@ def train_step(
     if skip_nonfinite:
         after = _unless_nonfinite(after, state, metrics)
         metrics["skips"] = after.skips
-    return after, metrics
+    return divided(after), metrics
 
 
 _Loss: TypeAlias = Callable[[Any, TokenBatch, PRNGKeyArray], tuple[Float[Array, ""], Metrics]]
 
 
-def _of_trained(loss_function: LossFunction | RandomLoss, frozen: Any) -> _Loss:
+def _of_trained(
+    loss_function: LossFunction | RandomLoss, frozen: Any, divided: Callable[[Any], Any]
+) -> _Loss:
     """The loss as a function of what is trained, the batch and a key."""
 
     def loss(trained: Any, batch: TokenBatch, key: PRNGKeyArray) -> tuple[Float[Array, ""], Metrics]:
-        model = eqx.combine(trained, frozen)
+        model = eqx.combine(divided(trained), frozen)  # what holds for weights holds for their gradients
         if isinstance(loss_function, RandomLoss):
             return loss_function.function(model, batch, key)
         return loss_function(model, batch)
@@ -213,7 +225,7 @@ def _accumulated(
         return metrics["loss"] * share + auxiliary / count, (share, metrics)
 
     def add(summed: Any, index: Array) -> tuple[Any, tuple[Array, Metrics]]:
-        part = jax.tree.map(lambda leaf: leaf[_MICROBATCH, index], parts, is_leaf=_is_named)
+        part = jax.tree.map(lambda leaf: leaf[_MICROBATCH, index], parts, is_leaf=is_named_array)
         compute = eqx.filter_grad(share_of_loss, has_aux=True)
         gradients, found = compute(trained, part, jax.random.fold_in(key, index))
         return jax.tree.map(lambda total, new: total + new.astype(dtype), summed, gradients), found
@@ -243,7 +255,7 @@ def _split(batch: TokenBatch, count: int) -> TokenBatch:
         axes = (Axis(BATCH_AXIS, rows // count), Axis(_MICROBATCH, count))
         return leaf.unflatten_axis(BATCH_AXIS, axes).rearrange((_MICROBATCH, ...))
 
-    return jax.tree.map(split, batch, is_leaf=_is_named)
+    return jax.tree.map(split, batch, is_leaf=is_named_array)
 
 
 def _updated(trained: Any, updates: Any) -> Any:
@@ -276,9 +288,9 @@ def _check_differentiable(trained: Any) -> None:
             )
 
 
+def _as_it_is(tree: T) -> T:
+    return tree
+
+
 def _cast(tree: Any, dtype: DTypeLike) -> Any:
     return jax.tree.map(lambda leaf: leaf.astype(dtype), tree)
-
-
-def _is_named(node: Any) -> bool:
-    return isinstance(node, NamedArray)

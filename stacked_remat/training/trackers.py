@@ -1,19 +1,21 @@
 """Where metrics go."""
 
 import abc
+import contextlib
 import importlib
 import json
 import os
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, final
 
 import numpy as np
 
-from .config_file import ConfigError
+from .config_error import ConfigError
 from .trainer_config import TrackersConfig, TrackioConfig, WandbConfig
 
+_LOCAL = {"wandb": "mode: offline", "trackio": "space_id: null"}
 _SETTINGS = {"tensorboardX": "TensorBoard", "wandb": "Weights & Biases", "trackio": "Trackio"}
 
 
@@ -81,17 +83,33 @@ class TensorBoardTracker(Tracker):
 
 
 @final
-class WandbTracker(Tracker):
-    """A run of Weights & Biases; a run that goes on in the same folder is the same run there."""
+class HostedTracker(Tracker):
+    """A run of Weights & Biases or of Trackio."""
 
-    def __init__(self, config: WandbConfig, folder: Path, run_config: Mapping[str, Any]):
-        """Starts the run, or goes on with the one whose id is in `folder`.
+    def __init__(self, run: Any, finish: Callable[[], None]):
+        """Takes over a run that was started.
 
-        Raises:
-            ConfigError: wandb is not installed.
+        Args:
+            run: what the package's `init` returned.
+            finish: ends it, when everything has been written or sent.
         """
-        wandb = _package("wandb")
-        self._run = wandb.init(
+        self._run = run
+        self._finish = finish
+
+    def log(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Logs a number for each metric; those of an array are named by their index."""
+        self._run.log(dict(_scalars(metrics)), step=step)
+
+    def close(self) -> None:
+        """Waits for what is still on its way."""
+        self._finish()
+
+
+def _start_wandb(config: WandbConfig, folder: Path, run_config: Mapping[str, Any]) -> HostedTracker:
+    """Starts a run of Weights & Biases, or goes on with the one whose id is in `folder`."""
+    wandb = _package("wandb")
+    with _named_errors("wandb"):
+        run = wandb.init(
             project=config.project,
             entity=config.entity,
             name=config.name or folder.name,
@@ -101,42 +119,26 @@ class WandbTracker(Tracker):
             id=_run_id(folder / "wandb_run_id.txt"),
             resume="allow",
         )
-
-    def log(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Logs a number for each metric; those of an array are named by their index."""
-        self._run.log(dict(_scalars(metrics)), step=step)
-
-    def close(self) -> None:
-        """Waits for what is still on its way."""
-        self._run.finish()
+    return HostedTracker(run, run.finish)
 
 
-@final
-class TrackioTracker(Tracker):
-    """A run of Trackio; a run that goes on under the same name is the same run there."""
+def _start_trackio(
+    config: TrackioConfig, folder: Path, run_config: Mapping[str, Any], *, resume: bool
+) -> HostedTracker:
+    """Starts a run of Trackio, or goes on with the latest of its name.
 
-    def __init__(self, config: TrackioConfig, folder: Path, run_config: Mapping[str, Any]):
-        """Starts the run, or goes on with the one of this name.
-
-        Raises:
-            ConfigError: trackio is not installed.
-        """
-        trackio = _package("trackio")
-        self._run = trackio.init(
+    Trackio finds runs by their names alone, so only a run that goes on from a checkpoint may be found.
+    """
+    trackio = _package("trackio")
+    with _named_errors("trackio"):
+        run = trackio.init(
             project=config.project,
             name=config.name or folder.name,
             space_id=config.space_id,
             config=dict(run_config),
-            resume="allow",
+            resume="allow" if resume else "never",
         )
-
-    def log(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Logs a number for each metric; those of an array are named by their index."""
-        self._run.log(dict(_scalars(metrics)), step=step)
-
-    def close(self) -> None:
-        """Waits for what is still on its way."""
-        self._run.finish()
+    return HostedTracker(run, trackio.finish)  # Run.finish leaves it to be finished again when Python ends
 
 
 def build_trackers(
@@ -151,15 +153,16 @@ def build_trackers(
         resumed_after: step that the run goes on from, if it is not new.
 
     Raises:
-        ConfigError: a package is not installed; the message names it.
+        ConfigError: a package is not installed, or refuses the run, for want of a login or a network, say;
+            the message names it.
     """
     built: list[Tracker] = []
     if config.tensorboard:
         built.append(TensorBoardTracker(folder / "tensorboard", resumed_after=resumed_after))
     if config.wandb.project is not None:
-        built.append(WandbTracker(config.wandb, folder, run_config))
+        built.append(_start_wandb(config.wandb, folder, run_config))
     if config.trackio.project is not None:
-        built.append(TrackioTracker(config.trackio, folder, run_config))
+        built.append(_start_trackio(config.trackio, folder, run_config, resume=resumed_after is not None))
     return built
 
 
@@ -184,6 +187,18 @@ def _package(name: str) -> Any:
     except ImportError as error:
         raise ConfigError(
             f"trainer.trackers asks for {_SETTINGS[name]}, which needs the package {name}: pip install {name}"
+        ) from error
+
+
+@contextlib.contextmanager
+def _named_errors(package: str) -> Iterator[None]:
+    """Says which setting asked for what a package refuses, in whatever way it does."""
+    try:
+        yield
+    except Exception as error:
+        raise ConfigError(
+            f"trainer.trackers.{package}: {_SETTINGS[package]} could not start the run: {error} Log in "
+            f"there, keep the run on this machine ({_LOCAL[package]}), or leave the section out."
         ) from error
 
 

@@ -59,9 +59,59 @@ class PrecisionConfig:
         )
 
 
+def _data_parallel() -> dict[str, int]:
+    return {"data": -1}
+
+
+def _batch_over_data() -> dict[str, list[str] | str]:
+    return {"batch": "data"}
+
+
+def _embed_over_data() -> dict[str, list[str] | str]:
+    return {"embed": "data"}
+
+
+@dataclass(frozen=True)
+class MeshConfig:
+    """The devices of a run, and what is divided over them.
+
+    Attributes:
+        axes: the axes of the mesh and their sizes; one may be -1 for all devices that are left. Sizes that
+            take fewer than there are leave the rest idle.
+        compute_mapping: for the axes of activations, by name, the axis of the mesh that divides them, or a
+            list of several. `batch: data` is data parallelism.
+        param_mapping: the same for weights, gradients and the optimizer's state. `embed: data` is FSDP: a
+            layer's weights are gathered when it is their turn. `{}` leaves all of them on every device.
+    """
+
+    axes: dict[str, int] = field(default_factory=_data_parallel)
+    compute_mapping: dict[str, list[str] | str] = field(default_factory=_batch_over_data)
+    param_mapping: dict[str, list[str] | str] = field(default_factory=_embed_over_data)
+
+    def __post_init__(self) -> None:
+        if not self.axes:
+            raise ValueError("trainer.mesh.axes has no axis; write {data: -1} for all devices in one.")
+        for name, size in self.axes.items():
+            if size != -1 and size < 1:
+                raise ValueError(
+                    f"trainer.mesh.axes.{name} must be at least 1, or -1 for the rest; got {size}."
+                )
+        if list(self.axes.values()).count(-1) > 1:
+            raise ValueError(f"trainer.mesh.axes can have one -1, got {self.axes}.")
+        for table in ("compute_mapping", "param_mapping"):
+            for name, physical in getattr(self, table).items():
+                over = [physical] if isinstance(physical, str) else physical
+                strange = [one for one in over if one not in self.axes]
+                if strange:
+                    raise ValueError(
+                        f"trainer.mesh.{table}.{name} names the mesh axis {strange[0]!r}; those in "
+                        f"trainer.mesh.axes are {', '.join(self.axes)}."
+                    )
+
+
 @dataclass(frozen=True)
 class CheckpointConfig:
-    """When checkpoints are written, besides the one at the end, and which of them stay.
+    """When checkpoints are written, besides the one at the end, which of them stay, and what may go on.
 
     Attributes:
         every_steps: steps between checkpoints; null for none by step.
@@ -70,6 +120,7 @@ class CheckpointConfig:
         keep_every_steps: those at multiples of this stay for good.
         keep_every_hours: one in this many hours stays for good.
         asynchronous: whether training goes on while a checkpoint is written.
+        overwrite: whether to start anew where `run_dir` holds an earlier run, whose results are deleted.
         accept_changes: whether a run may be continued with a config that would give other results.
     """
 
@@ -79,6 +130,7 @@ class CheckpointConfig:
     keep_every_steps: int | None = None
     keep_every_hours: float | None = None
     asynchronous: bool = True
+    overwrite: bool = False
     accept_changes: bool = False
 
     def __post_init__(self) -> None:
@@ -172,10 +224,10 @@ class TrainerConfig:
         log_every: steps between lines in the metrics file.
         eval_every: steps between evaluations on held-out text, besides those at the start and the end; null
             for those two alone.
-        eval_batches: batches in an evaluation, always the same ones.
+        eval_batches: batches in an evaluation, always the same ones; of several sources, as many of each too.
         run_dir: folder for config, metrics and checkpoints; `runs/DATE-TIME` if not given. A run that was
             interrupted is continued by the same command with the same folder.
-        overwrite: whether to start anew where `run_dir` holds an earlier run, whose results are deleted.
+        mesh: the devices, and what is divided over them.
         update: microbatches, and what happens to steps that are not finite.
         precision: dtypes of weights, gradients and optimizer.
         checkpoint: when checkpoints are written and which stay.
@@ -189,7 +241,7 @@ class TrainerConfig:
     eval_every: int | None = None
     eval_batches: int = 8
     run_dir: str | None = None
-    overwrite: bool = False
+    mesh: MeshConfig = field(default_factory=MeshConfig)
     update: UpdateConfig = field(default_factory=UpdateConfig)
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)

@@ -1,3 +1,5 @@
+import json
+
 import equinox as eqx
 import haliax as hax
 import jax
@@ -16,6 +18,7 @@ from stacked_remat.training import (
     checkpoint_config,
     load_checkpoint,
 )
+from stacked_remat.training.array_layout import digests
 
 Embed, Out = hax.make_axes(embed=8, out=2)
 
@@ -170,16 +173,18 @@ def test_a_checkpoint_is_due_by_step_and_by_time(tmp_path, monkeypatch):
     by_time.close()
 
 
-def test_what_is_not_saved_is_taken_from_the_state_that_is_restored_into(tmp_path):
+def test_what_is_not_saved_is_taken_from_the_state_that_is_restored_into_if_it_is_the_same(tmp_path):
     def all_but_half(tree):
         return eqx.tree_at(lambda t: t.trained.half, jax.tree.map(lambda _: True, tree), False)
 
     checkpoints = opened(tmp_path, saved=all_but_half)
     checkpoints.save(1, state(seed=1), {})
-    other = eqx.tree_at(lambda tree: tree.trained.half, state(seed=2), jnp.full(4, 9, jnp.bfloat16))
-    restored, _ = checkpoints.restore(other)
-    np.testing.assert_array_equal(restored.model.half, other.model.half)
+    restored, _ = checkpoints.restore(state(seed=2))
+    np.testing.assert_array_equal(restored.model.half, state().model.half)
     assert eqx.tree_equal(restored.model.linear, state(seed=1).model.linear)
+    other = eqx.tree_at(lambda tree: tree.trained.half, state(seed=2), jnp.full(4, 9, jnp.bfloat16))
+    with pytest.raises(CheckpointMismatchError, match=r"goes with other weights .*: trained\.half\."):
+        checkpoints.restore(other)
     checkpoints.close()
 
 
@@ -199,7 +204,14 @@ def test_what_is_frozen_need_not_be_saved(tmp_path):
     assert eqx.tree_equal(restored, moved)
     checkpoints.close()
     run = (tmp_path / "checkpoints" / "1" / "run" / "metadata").read_text()
-    assert "trained.weight" in run and "frozen" not in run
+    assert list(json.loads(run)["layout"]) == [
+        "step",
+        "trained.weight",
+        "optimizer_state.0.trace.weight",
+        "key",
+        "skips",
+    ]
+    assert list(json.loads(run)["unsaved"]) == ["frozen.bias"]
 
 
 def test_others_read_a_part_of_a_checkpoint_and_its_config(tmp_path):
@@ -211,6 +223,21 @@ def test_others_read_a_part_of_a_checkpoint_and_its_config(tmp_path):
     assert checkpoint_config(folder) == {"n": 1}
     with pytest.raises(FileNotFoundError, match=r"of step 7 in .* There are those of steps 1, 2"):
         load_checkpoint(folder, shapes(), step=7)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int32", "int8", "bool"])
+def test_digests_tell_arrays_apart_however_they_lie(dtype):
+    numbers = (np.arange(24).reshape(4, 6) * 7) % 5
+    changed = numbers.copy()
+    changed[1, 2] = numbers[1, 2] == 0
+    array, *others = (
+        jnp.asarray(numbers.astype(jnp.dtype(dtype)))
+        for numbers in (numbers, changed, numbers[::-1], numbers[:, ::-1], np.roll(numbers, 1))
+    )
+    mesh = Mesh(np.array(jax.devices()[:4]), ("data",))
+    divided = jax.device_put(array, NamedSharding(mesh, PartitionSpec("data")))
+    assert digests({"a": divided}) == digests({"a": array}) and list(digests({"a": array})) == ["a"]
+    assert digests({"a": array})["a"] not in [digests({"a": other})["a"] for other in others]
 
 
 def placed(tree, devices):

@@ -50,7 +50,9 @@ def test_a_finished_run_is_not_touched(tmp_path):
     folder.finish({"held_out_after": {"held_out": 1.5}})
     assert json.loads(folder.result.read_text()) == {"held_out_after": {"held_out": 1.5}}
     for accept_changes in (False, True):
-        with pytest.raises(FileExistsError, match=r"a finished run.*--trainer.run_dir.*--trainer.overwrite"):
+        with pytest.raises(
+            FileExistsError, match=r"a finished run.*--trainer.run_dir.*--trainer.checkpoint.overwrite"
+        ):
             RunFolder.open(tmp_path, CONFIG, accept_changes=accept_changes)
     assert folder.result.exists()
     RunFolder.open(tmp_path, changed(width=3), accept_changes=True)  # a longer run, say

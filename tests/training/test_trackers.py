@@ -146,9 +146,11 @@ def test_runs_elsewhere_are_started_as_configured_and_gone_on_with(tmp_path, pac
         "project": "words", "entity": "team", "name": "run7", "mode": "offline",
         "dir": str(folder), "config": {"n": 1}, "resume": "allow",
     }  # fmt: skip
-    assert packages["trackio"].options[0] == {
-        "project": "words", "name": "first", "space_id": "team/space", "config": {"n": 1}, "resume": "allow",
-    }  # fmt: skip
+    for options, resume in zip(packages["trackio"].options, ("never", "allow"), strict=True):
+        assert options == {
+            "project": "words", "name": "first", "space_id": "team/space", "config": {"n": 1},
+            "resume": resume,
+        }  # fmt: skip
     assert [writer.purge_step for writer in written] == [None, 13]
 
 
@@ -162,3 +164,47 @@ def test_tensorboard_event_files_are_written(tmp_path):
         tracker.close()
     events = [path.read_bytes() for path in (tmp_path / "tensorboard").iterdir()]
     assert any(b"per_layer/1" in event and b"loss" in event for event in events)
+
+
+@pytest.mark.parametrize("package", ["wandb", "trackio"])
+def test_what_a_package_refuses_names_the_setting_and_the_ways_out(tmp_path, packages, package):
+    def refuse(**_):
+        raise RuntimeError("No API key configured.")
+
+    packages[package].init = refuse
+    way_out = {"wandb": "mode: offline", "trackio": "space_id: null"}[package]
+    with pytest.raises(ConfigError, match=rf"trackers.{package}: .* No API key configured. .*\({way_out}\)"):
+        build_trackers(ALL, tmp_path, {})
+
+
+def log_a_run_that_is_interrupted(config, folder):
+    """Steps 0 to 2, of which the last is after the checkpoint, then 2 and 3 by another process."""
+    folder.mkdir()
+    for resumed_after, steps in ((None, (0, 1, 2)), (1, (2, 3))):
+        (tracker,) = build_trackers(config, folder, {"model": {"n": 1}}, resumed_after=resumed_after)
+        for step in steps:
+            tracker.log(step, {**METRICS, "speed": float("nan")})
+        tracker.close()
+
+
+def test_a_real_run_of_wandb_goes_on_as_the_same_run(tmp_path, monkeypatch):
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    folder = tmp_path / "mine"
+    log_a_run_that_is_interrupted(TrackersConfig(wandb=WandbConfig(project="p", mode="offline")), folder)
+    identifier = (folder / "wandb_run_id.txt").read_text()
+    files = [path.name for path in (folder / "wandb").glob("offline-run-*/*.wandb")]
+    assert files == [f"run-{identifier}.wandb"] * len(files) and files
+
+
+def test_a_real_run_of_trackio_goes_on_as_the_same_run_and_no_other_of_its_name_does(
+    tmp_path, monkeypatch, capfd
+):
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))  # read when it is imported
+    trackio = pytest.importorskip("trackio")
+    config = TrackersConfig(trackio=TrackioConfig(project="p"))
+    for parent in ("first", "second"):
+        (tmp_path / parent).mkdir()
+        log_a_run_that_is_interrupted(config, tmp_path / parent / "mine")
+    assert [run.name for run in trackio.Api().runs("p")] == ["mine", "mine"]
+    assert "Resumed existing run: mine" in capfd.readouterr().out

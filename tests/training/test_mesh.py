@@ -1,0 +1,159 @@
+import haliax as hax
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from haliax import Axis
+from jax.sharding import PartitionSpec, SingleDeviceSharding
+
+from stacked_remat.training import ConfigError, MeshConfig, Partitioning, TokenBatch, mesh_sizes
+
+Embed, Mlp = Axis("embed", 8), Axis("mlp", 6)
+TOKENS = np.arange(32, dtype=np.int32).reshape(8, 4)
+BATCH = TokenBatch.of(TOKENS, TOKENS, np.ones((8, 4), np.float32))
+
+
+def state():
+    return {
+        "weight": hax.ones((Mlp, Embed)),
+        "bias": hax.ones(Mlp),
+        "plain": jnp.ones((8, 8)),
+        "step": jnp.zeros((), jnp.int32),
+        "key": jax.random.key(0),
+        "absent": None,
+        # What Adafactor keeps of a weight: a tree like it, with arrays that lack an axis.
+        "rows": hax.NamedArray(jnp.ones(6), (Mlp,)),
+    }
+
+
+def specs(tree):
+    found = {name: getattr(leaf, "array", leaf) for name, leaf in tree.items()}
+    return {name: tuple(leaf.sharding.spec) for name, leaf in found.items() if leaf is not None}
+
+
+FSDP = {"weight": (None, ("data",)), "bias": (None,), "plain": (), "step": (), "key": (), "rows": (None,)}
+
+
+def trimmed(specs):
+    """Without what JAX leaves out at will: `None`s at the end, and tuples around single names."""
+    return {name: PartitionSpec(*spec) for name, spec in specs.items()}
+
+
+@pytest.mark.parametrize(
+    ("axes", "devices", "sizes"),
+    [
+        ({"data": -1}, 8, {"data": 8}),
+        ({"data": -1, "model": 2}, 8, {"data": 4, "model": 2}),
+        ({"replica": 2, "data": 2}, 8, {"replica": 2, "data": 2}),
+        ({"data": 1}, 8, {"data": 1}),
+    ],
+    ids=str,
+)
+def test_sizes(axes, devices, sizes):
+    assert mesh_sizes(MeshConfig(axes, {}, {}), devices) == sizes
+    assert dict(Partitioning.of(MeshConfig(axes, {}, {})).mesh.shape) == sizes
+
+
+@pytest.mark.parametrize(
+    ("axes", "message"),
+    [
+        ({"data": 16}, "takes 16 devices.* there are 8"),
+        ({"data": -1, "model": 3}, "takes 3 devices, and a multiple of that with a -1; there are 8"),
+    ],
+    ids=str,
+)
+def test_meshes_that_do_not_fit_the_devices(axes, message):
+    with pytest.raises(ConfigError, match=message):
+        Partitioning.of(MeshConfig(axes, {}, {}))
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"axes": {}}, "axes has no axis"),
+        ({"axes": {"data": 0}}, r"axes\.data must be at least 1"),
+        ({"axes": {"data": -1, "model": -1}}, "can have one -1"),
+        ({"param_mapping": {"embed": "modl"}}, r"param_mapping\.embed names the mesh axis 'modl'.* are data"),
+        ({"compute_mapping": {"batch": ["data", "x"]}}, r"compute_mapping\.batch names the mesh axis 'x'"),
+    ],
+    ids=str,
+)
+def test_bad_configs(fields, message):
+    with pytest.raises(ValueError, match=message):
+        MeshConfig(**fields)
+
+
+def test_a_state_is_divided_by_the_table():
+    partitioning = Partitioning.of(MeshConfig())
+    placed = partitioning.shard_weights(state())
+    assert trimmed(specs(placed)) == trimmed(FSDP)
+    assert trimmed(specs(partitioning.weight_shapes(state()))) == trimmed(FSDP)
+    assert placed["weight"].array.addressable_shards[0].data.shape == (6, 1)
+    made = partitioning.made(lambda: {**state(), "absent": None})
+    assert made["weight"].array.sharding.is_equivalent_to(placed["weight"].array.sharding, 2)
+    np.testing.assert_array_equal(made["weight"].array, placed["weight"].array)
+
+
+def test_gradients_are_divided_like_their_weights():
+    partitioning = Partitioning.of(MeshConfig())
+
+    def value(weight):
+        return hax.sum(partitioning.shard_weights(weight) ** 2).scalar()
+
+    gradient = jax.jit(jax.grad(value))(hax.ones((Mlp, Embed)))
+    assert gradient.array.addressable_shards[0].data.shape == (6, 1)
+
+
+def test_several_mesh_axes_for_one_axis():
+    config = MeshConfig({"replica": 2, "data": 4}, {"batch": ["replica", "data"]}, {"embed": "data"})
+    partitioning = Partitioning.of(config)
+    batch = partitioning.shard_batch(BATCH)
+    assert batch.tokens.array.addressable_shards[0].data.shape == (1, 4)
+    np.testing.assert_array_equal(batch.tokens.array, BATCH.tokens.array)
+    assert batch.documents is None
+    shapes = partitioning.batch_shapes(BATCH).tokens.array
+    assert shapes.sharding.is_equivalent_to(batch.tokens.array.sharding, 2)
+    weight = partitioning.shard_weights(hax.ones((Mlp, Embed)))
+    assert weight.array.addressable_shards[0].data.shape == (6, 2)
+
+
+@pytest.mark.parametrize(
+    ("devices", "mapping", "message"),
+    [
+        (8, {"mlp": "data"}, "divides `mlp` over 8 devices, and an array .mlp=6, embed=8. has 6 of it"),
+        (2, {"embed": "data", "mlp": "data"}, "divides two axes of an array"),
+    ],
+    ids=str,
+)
+def test_tables_that_do_not_fit_the_weights(devices, mapping, message):
+    partitioning = Partitioning.of(MeshConfig({"data": devices}, {}, mapping))
+    with pytest.raises(ConfigError, match=message):
+        partitioning.weight_shapes({"weight": hax.ones((Mlp, Embed))})
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_batches_that_do_not_divide(microbatches):
+    partitioning = Partitioning.of(MeshConfig())
+    partitioning.check_rows(16, microbatches)
+    with pytest.raises(
+        ConfigError, match=f"batch_size = 12.*multiple of {8 * microbatches}.*data {4 // microbatches}"
+    ):
+        partitioning.check_rows(12, microbatches)
+
+
+def test_on_one_device_nothing_happens():
+    partitioning = Partitioning.of(MeshConfig({"data": 1}))
+    tree = state()
+    assert partitioning.shard_weights(tree) is tree and partitioning.shard_batch(BATCH) is BATCH
+    assert isinstance(partitioning.weight_sharding(tree["weight"]), SingleDeviceSharding)
+    with partitioning.active():
+        assert jax.sharding.get_abstract_mesh().empty
+
+
+def test_while_it_is_active_activations_are_divided():
+    partitioning = Partitioning.of(MeshConfig())
+    x = hax.ones((Axis("batch", 8), Embed))
+    with partitioning.active():
+        product = jax.jit(lambda x, w: hax.dot(x, w, axis=Embed))(x, hax.ones((Mlp, Embed)))
+    assert product.array.addressable_shards[0].data.shape == (1, 6)
+    assert jax.sharding.get_abstract_mesh().empty

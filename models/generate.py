@@ -1,0 +1,168 @@
+"""Continues prompts with what a run trained, or with a model of Hugging Face's format.
+
+    python -m models.generate --checkpoint runs/mine --prompt "Once upon a time"
+    python -m models.generate --model exported --chat --prompt "Who are you?" --temperature 0
+
+The first reads the latest checkpoint of a run folder of `models.train_lm`, its adapters included; the second
+a folder such as `models.export_hf` writes, or a name on the Hugging Face Hub. All prompts are continued side
+by side, and text is shown as it comes, that of the first prompt first.
+"""
+
+import argparse
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import cast
+
+import jax
+from rich.console import Console
+
+from models.generator import Dtype, Generator, generator_of_folder, generator_of_run
+from models.safetensors_folder import WeightsError
+from models.sampling import Sampling
+from models.text_generation import Piece, Stop, Tokens, chat_prompt, end_of_turn, generate_text, in_order
+from stacked_remat.training import (
+    ChatTemplateError,
+    CheckpointMismatchError,
+    ConfigError,
+    DataError,
+    Tokenizer,
+)
+
+
+def main(arguments: Sequence[str], console: Console | None = None) -> int:
+    """The command: returns the exit status, after a one-line message for anything that the user can mend.
+
+    Returns:
+        0 when all prompts have been continued, 1 after an error, 130 when Ctrl-C ended it.
+    """
+    console = Console() if console is None else console
+    options = _parser().parse_args(arguments)
+    try:
+        sampling, texts = _sampling(options), _prompts(options)
+        generator = _generator(options)
+        prompts, stops = _encoded(generator.tokenizer, texts, chat=options.chat)
+    except _MENDABLE as error:
+        console.print(f"error: {error}", highlight=False, markup=False, soft_wrap=True)
+        return 1
+    pieces = generate_text(
+        generator,
+        prompts,
+        max_new_tokens=options.max_new_tokens,
+        sampling=sampling,
+        key=jax.random.key(options.seed),
+        stops=stops,
+    )
+    try:
+        _show(console, texts, in_order(pieces, len(texts)), chat=options.chat)
+    except KeyboardInterrupt:  # enough was seen
+        console.out("")
+        return _INTERRUPTED
+    return 0
+
+
+_INTERRUPTED = 130
+_MENDABLE = (
+    ChatTemplateError,
+    CheckpointMismatchError,
+    ConfigError,
+    DataError,
+    FileNotFoundError,
+    WeightsError,
+)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m models.generate", description=(__doc__ or "").splitlines()[0]
+    )
+    add = parser.add_argument
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument(
+        "--checkpoint", type=Path, metavar="RUN_FOLDER", help="a run folder of models.train_lm"
+    )
+    source.add_argument("--model", help="a folder in Hugging Face's format, or owner/model on its Hub")
+    add("--step", type=int, help="of the checkpoint; the latest if not given")
+    add(
+        "--tokenizer",
+        help="another than the run's, or the model's: byte, a folder, a file, a name on the Hub",
+    )
+    add("--dtype", choices=("float32", "bfloat16"), help="of --model; what its config.json says if not given")
+    add("--prompt", action="append", default=[], help="a text to continue; may be given several times")
+    add("--prompts", type=Path, metavar="FILE", help="a file with a prompt on each line")
+    add("--chat", action="store_true", help="prompts are what the user says, put into the chat template")
+    add("--max_new_tokens", type=int, default=128, help="for each prompt, at the most (default 128)")
+    add(
+        "--temperature", type=float, default=1.0, help="divides logits (default 1); 0 for the likeliest token"
+    )
+    add("--top_k", type=int, help="draw among so many of the likeliest tokens")
+    add("--top_p", type=float, help="draw among the fewest tokens whose probabilities reach this")
+    add("--seed", type=int, default=0, help="of the random numbers (default 0)")
+    return parser
+
+
+def _generator(options: argparse.Namespace) -> Generator:
+    if options.step is not None and options.checkpoint is None:
+        raise ConfigError("--step has no effect with --model, which has no steps. Leave it out.")
+    if options.dtype is not None and options.model is None:
+        raise ConfigError(
+            "--dtype has no effect with --checkpoint, which computes as the run did (model.compute_dtype). "
+            "Leave it out."
+        )
+    if options.checkpoint is not None:
+        return generator_of_run(options.checkpoint, step=options.step, tokenizer=options.tokenizer)
+    dtype = cast(Dtype | None, options.dtype)
+    return generator_of_folder(options.model, dtype=dtype, tokenizer=options.tokenizer)
+
+
+def _sampling(options: argparse.Namespace) -> Sampling:
+    if options.max_new_tokens < 1:
+        raise ConfigError(f"--max_new_tokens must be at least 1, got {options.max_new_tokens}.")
+    try:
+        return Sampling(options.temperature, options.top_k, options.top_p)
+    except ValueError as error:
+        raise ConfigError(f"--{error}") from error
+
+
+def _prompts(options: argparse.Namespace) -> list[str]:
+    texts = list(options.prompt)
+    if options.prompts is not None:
+        try:
+            lines = options.prompts.read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"Can't read --prompts {options.prompts}: {error}") from error
+        texts += [line for line in lines if line.strip()]
+    if not texts:
+        raise ConfigError("There is nothing to continue: give --prompt TEXT, or --prompts FILE with lines.")
+    return texts
+
+
+def _encoded(
+    tokenizer: Tokenizer, texts: Sequence[str], *, chat: bool
+) -> tuple[list[Tokens], tuple[Stop, ...]]:
+    """The tokens of the prompts, and what ends a continuation beside the ends of texts."""
+    if chat:
+        return [chat_prompt(tokenizer, text) for text in texts], (end_of_turn(tokenizer),)
+    prompts = [tokenizer.encode_beginning(text) for text in texts]
+    if not all(len(prompt) for prompt in prompts):
+        raise ConfigError(
+            "A prompt is empty, and the tokenizer has no token that begins a text. Begin the text yourself."
+        )
+    return prompts, ()
+
+
+def _show(console: Console, texts: Sequence[str], pieces: Iterator[Piece], *, chat: bool) -> None:
+    def write(text: str, style: str | None = None) -> None:
+        console.out(text, style=style, highlight=False, end="")
+
+    begun = -1
+    for piece in pieces:
+        if piece.row != begun:
+            begun = piece.row
+            write(f"--- {begun + 1} of {len(texts)}\n" if len(texts) > 1 else "", "dim")
+            write(texts[begun] + ("\n" if chat else ""), "dim")
+        write(piece.text + ("\n" if piece.last else ""))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,89 @@
+"""Choosing the next token from its logits."""
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, Key
+
+Logits = Float[Array, "*batch vocab"]
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the next token is drawn from the model's distribution.
+
+    Attributes:
+        temperature: logits are divided by it; 0 for the likeliest token each time.
+        top_k: how many of the likeliest tokens remain; None for all.
+        top_p: the mass that the tokens which remain have to reach, of those that `top_k` leaves, as few as
+            do; None for all.
+
+    Raises:
+        ValueError: out of range, or without effect.
+    """
+
+    temperature: float = 1.0
+    top_k: int | None = None
+    top_p: float | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.temperature < float("inf"):
+            raise ValueError(
+                f"temperature is 0, for the likeliest token, or a positive number; got {self.temperature}."
+            )
+        if self.top_k is not None and self.top_k < 1:
+            raise ValueError(f"top_k is a number of tokens and at least 1; got {self.top_k}.")
+        if self.top_p is not None and not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p is a probability above 0 and at most 1; got {self.top_p}.")
+        for name in ("top_k", "top_p"):
+            if self.temperature == 0 and getattr(self, name) is not None:
+                raise ValueError(
+                    f"{name} has no effect with temperature 0, which always takes the likeliest token. Leave "
+                    f"it out, or raise the temperature."
+                )
+
+
+def next_tokens(
+    logits: Float[Array, "batch vocab"], sampling: Sampling, keys: Key[Array, " batch"]
+) -> Int[Array, " batch"]:
+    """Draws a token for each row, with a key of its own, so that no row depends on the others.
+
+    Temperature, `top_k` and `top_p` apply in this order, as in Hugging Face's `generate`.
+
+    Cost: sorts the vocabulary once for each of `top_k` and `top_p`.
+    """
+    if sampling.temperature == 0:
+        return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    logits = logits.astype(jnp.float32) / sampling.temperature
+    if sampling.top_k is not None:
+        logits = keep_top_k(logits, sampling.top_k)
+    if sampling.top_p is not None and sampling.top_p < 1:
+        logits = keep_top_p(logits, sampling.top_p)
+    return jax.vmap(jax.random.categorical)(keys, logits).astype(jnp.int32)
+
+
+def keep_top_k(logits: Logits, k: int) -> Logits:
+    """The logits with minus infinity for all but the `k` highest; of equal ones the first remain."""
+    order = jnp.argsort(logits, axis=-1, descending=True, stable=True)
+    kept = jnp.arange(logits.shape[-1]) < k
+    return _kept(logits, order, jnp.broadcast_to(kept, logits.shape))
+
+
+def keep_top_p(logits: Logits, p: float) -> Logits:
+    """The logits with minus infinity outside the smallest set of tokens whose probabilities reach `p`.
+
+    Of equal ones the first remain, and the likeliest token always does (Holtzman et al. 2020, "The Curious
+    Case of Neural Text Degeneration").
+    """
+    order = jnp.argsort(logits, axis=-1, descending=True, stable=True)
+    probabilities = jax.nn.softmax(jnp.take_along_axis(logits, order, axis=-1), axis=-1)
+    likelier = jnp.cumsum(probabilities, axis=-1) - probabilities
+    kept = likelier < p
+    return _kept(logits, order, kept.at[..., 0].set(True))
+
+
+def _kept(logits: Logits, order: Array, kept: Array) -> Logits:
+    """The logits whose place in the order is kept."""
+    places = jnp.argsort(order, axis=-1)
+    return jnp.where(jnp.take_along_axis(kept, places, axis=-1), logits, -jnp.inf)

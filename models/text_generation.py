@@ -1,0 +1,100 @@
+"""Continuing texts and chats: from prompts to text as it comes."""
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
+from jaxtyping import Int, PRNGKeyArray
+
+from models.decoding import continued_tokens
+from models.generator import Generator
+from models.sampling import Sampling
+from models.text_stream import TextStream
+from stacked_remat.training import Tokenizer
+
+Tokens = Int[np.ndarray, " tokens"]
+Stop: TypeAlias = tuple[int, ...]
+"""Tokens in a row that end a text."""
+
+
+class Piece(NamedTuple):
+    """Some more text of a prompt's continuation, and whether it was the last."""
+
+    row: int
+    text: str
+    last: bool
+
+
+def chat_prompt(tokenizer: Tokenizer, text: str) -> Tokens:
+    """The tokens of a chat in which the user has said `text`, up to where the assistant begins.
+
+    Raises:
+        DataError, ChatTemplateError: the tokenizer has no template, or this refuses the message.
+    """
+    messages = [{"role": "user", "content": text}]
+    return tokenizer.encode_chat_beginning(
+        tokenizer.chat_template.render(messages, add_generation_prompt=True)
+    )
+
+
+def end_of_turn(tokenizer: Tokenizer) -> Stop:
+    """The tokens with which the chat template ends what the assistant says; empty if with none.
+
+    They need not be the tokenizer's end token: the tokenizers of base models end whole texts by another.
+    """
+    said = "\ue000"  # in no template
+    messages = [{"role": "user", "content": said}, {"role": "assistant", "content": said}]
+    after = tokenizer.chat_template.render(messages).rpartition(said)[2]
+    return tuple(int(token) for token in tokenizer.encode(after.strip()))
+
+
+def generate_text(
+    generator: Generator,
+    prompts: Sequence[Tokens],
+    *,
+    max_new_tokens: int,
+    sampling: Sampling,
+    key: PRNGKeyArray,
+    stops: Sequence[Stop] = (),
+) -> Iterator[Piece]:
+    """Continues all prompts side by side and gives their text as it comes, until all have ended.
+
+    Args:
+        generator: the model.
+        prompts: tokens, at least one each.
+        max_new_tokens: of each prompt, at the most.
+        sampling: how tokens are drawn.
+        key: of the random numbers.
+        stops: tokens in a row that end a text, beside the generator's ends.
+
+    Cost: that of `continued_tokens`.
+    """
+    every_stop = [*((end,) for end in sorted(generator.ends)), *stops]
+    streams = [TextStream(generator.tokenizer, prompt.tolist(), every_stop) for prompt in prompts]
+    steps = continued_tokens(
+        generator.model, prompts, max_new_tokens=max_new_tokens, sampling=sampling, key=key
+    )
+    for tokens in steps:
+        for row, stream in enumerate(streams):
+            if not stream.ended:
+                text = stream.push(int(tokens[row]))
+                yield Piece(row, text, stream.ended)
+        if all(stream.ended for stream in streams):
+            return
+    for row, stream in enumerate(streams):
+        if not stream.ended:
+            yield Piece(row, stream.rest(), True)
+
+
+def in_order(pieces: Iterator[Piece], rows: int) -> Iterator[Piece]:
+    """The pieces of row 0 as they come, then those of row 1, and so on; later rows wait in memory."""
+    waiting: list[list[Piece]] = [[] for _ in range(rows)]
+    current = 0
+    for piece in pieces:
+        waiting[piece.row].append(piece)
+        while current < rows and waiting[current]:
+            ready, waiting[current] = waiting[current], []
+            yield from ready
+            if not ready[-1].last:
+                break
+            current += 1

@@ -1,0 +1,216 @@
+"""Decoding with a cache against the model's forward pass over the whole sequence."""
+
+import dataclasses
+import functools
+import itertools
+from typing import Any
+
+import equinox as eqx
+import haliax as hax
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from haliax import Axis
+
+import models.decoding as decoding
+from models.decoding import continued_tokens, first_tokens, one_more_token
+from models.qwen3_moe import AttentionConfig, ExpertsConfig, Qwen3Config, Qwen3Decoder, Qwen3MoeConfig
+from models.qwen3_moe.attention import Attention
+from models.sampling import Sampling
+from stacked_remat import memory
+
+Vocab, Batch, Pos = Axis("vocab", 19), Axis("batch", 2), Axis("position", 9)
+SIZES = dict(hidden_dim=16, num_layers=3, num_heads=4, num_kv_heads=2, initializer_range=0.4)
+EXPERTS = ExpertsConfig(3, 2, 6)
+MODELS = {
+    "dense": Qwen3Config(**SIZES, attention=AttentionConfig(bias=True)),
+    "moe": Qwen3MoeConfig(**SIZES, experts=EXPERTS),
+    "tied, window": Qwen3Config(**SIZES, tie_word_embeddings=True, attention=AttentionConfig(window=3)),
+    "stacks": Qwen3MoeConfig(
+        **SIZES | dict(num_layers=3, num_kv_heads=1),
+        attention=AttentionConfig(head_dim=6, window=2, windowed_layers=(2,)),
+        experts=dataclasses.replace(EXPERTS, dense_layers=(0,)),
+    ),
+}
+GREEDY = Sampling(temperature=0.0)
+
+
+# Unoptimised code, which compiles sooner.
+jit: Any = eqx.filter_jit
+quickly = functools.partial(
+    jit, compiler_options={"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+)
+
+
+@functools.cache
+def make(name="stacks") -> Qwen3Decoder:
+    """A decoder with weights so large that what it reads matters."""
+    return quickly(Qwen3Decoder.init)(MODELS[name], Vocab, key=jax.random.key(0))
+
+
+@quickly
+def logits_of(model, tokens):
+    return model.logits(model.hidden_states(tokens)[0])
+
+
+@functools.cache
+def tokens_of(length=Pos.size):
+    tokens = hax.random.randint(jax.random.key(1), (Batch, Pos), 0, Vocab.size)
+    return tokens["position", :length]
+
+
+def full_logits(name):
+    return logits_of(make(name), tokens_of())
+
+
+@quickly
+def prefill(model, tokens, slots):
+    hidden, cache = model.prefill(tokens, slots)
+    return model.logits(hidden), cache
+
+
+@quickly
+def decode(model, tokens, positions, cache):
+    hidden, cache = model.decode(tokens, positions, cache)
+    return model.logits(hidden), cache
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_prefill_and_decode_give_the_logits_of_the_whole_sequence(name):
+    expected, model = full_logits(name).array, make(name)
+    assert jnp.max(jnp.abs(expected)) > 1
+    logits, cache = prefill(model, tokens_of(4), Pos.size)
+    np.testing.assert_allclose(logits.array, expected[:, :4], atol=1e-5)
+    for position in range(4, Pos.size):
+        at = hax.full(Batch, position, dtype=jnp.int32)
+        logits, cache = decode(model, tokens_of()["position", position], at, cache)
+        np.testing.assert_allclose(logits.array, expected[:, position], atol=1e-5)
+
+
+def test_rows_decode_from_where_each_prompt_ends():
+    """The first row has read two tokens when the second has read five; padding is any token."""
+    expected, model = full_logits("stacks").array, make()
+    lengths = np.array([2, 5])
+    padded = tokens_of(5).array.at[0, 2:].set(7)
+    _, cache = prefill(model, hax.named(padded, tokens_of(5).axes), Pos.size)
+    for step in range(4):
+        at = lengths + step
+        new = hax.named(tokens_of().array[np.arange(2), at], Batch)
+        logits, cache = decode(model, new, hax.named(jnp.array(at, jnp.int32), Batch), cache)
+        np.testing.assert_allclose(logits.array, expected[np.arange(2), at], atol=1e-5)
+
+
+def prompts_of(*lengths):
+    rows = itertools.cycle(np.asarray(tokens_of().array))
+    return [row[:length] for row, length in zip(rows, lengths, strict=False)]
+
+
+def continued(name, prompts, new, sampling=GREEDY, seed=5):
+    key = jax.random.key(seed)
+    steps = continued_tokens(make(name), prompts, max_new_tokens=new, sampling=sampling, key=key)
+    return np.stack(list(steps), axis=1)
+
+
+def greedy_loop(name, prompt, new):
+    """The likeliest token of the forward pass over all that came before, again and again."""
+    tokens = list(prompt)
+    for _ in range(new):
+        padded = np.zeros(Pos.size + 4, np.int32)  # of one length, which compiles once
+        padded[: len(tokens)] = tokens
+        logits = logits_of(make(name), hax.named(jnp.asarray(padded), "position"))
+        tokens.append(int(jnp.argmax(logits.array[len(tokens) - 1])))
+    return tokens[len(prompt) :]
+
+
+def test_a_batch_gives_what_each_prompt_gives_alone_and_an_argmax_loop():
+    name = "tied, window"
+    prompts = prompts_of(1, 6, 3)
+    together = continued(name, prompts, 6)
+    for row, prompt in zip(together, prompts, strict=True):
+        assert row.tolist() == greedy_loop(name, prompt, 6)
+    np.testing.assert_array_equal(together[:1], continued(name, prompts[:1], 6))
+    assert len(np.unique(together)) > 3
+
+
+def test_sampling_is_reproducible_and_rows_draw_apart():
+    sampling, prompts = Sampling(temperature=1.5, top_k=9, top_p=0.95), prompts_of(3, 3)[:1] * 2
+    first = continued("dense", prompts, 8, sampling)
+    np.testing.assert_array_equal(first, continued("dense", prompts, 8, sampling))
+    assert np.any(first[0] != first[1])
+    assert np.any(first != continued("dense", prompts, 8, sampling, seed=6))
+
+
+def test_tokens_are_drawn_from_the_model_s_distribution():
+    """The second token, given the first, over many rows of one prompt."""
+    prompts = prompts_of(2)[:1] * 1000
+    drawn = continued("dense", prompts, 2, Sampling(temperature=0.9))
+    first = np.bincount(drawn[:, 0]).argmax()
+    second = drawn[drawn[:, 0] == first, 1]
+    sequence = hax.named(jnp.array([*prompts[0], first]), "position")
+    expected = jax.nn.softmax(logits_of(make("dense"), sequence).array[-1] / 0.9)
+    found = np.bincount(second, minlength=Vocab.size) / len(second)
+    assert len(second) > 150 and np.count_nonzero(found) > 8
+    assert np.all(np.abs(found - expected) <= 5 * np.sqrt(expected * (1 - expected) / len(second)) + 1e-3)
+
+
+def test_a_step_compiles_once_and_tells_no_step_from_another(monkeypatch):
+    traced = []
+    monkeypatch.setattr(
+        Attention, "decode", lambda *args, real=Attention.decode: traced.append(1) or real(*args)
+    )
+    continued("dense", prompts_of(4, 2), 7)
+    found = len(traced)
+    assert found > 0
+    continued("dense", prompts_of(3, 4), 7)
+    assert len(traced) == found
+
+
+def started(slots):
+    keys = jax.random.split(jax.random.key(0), Batch.size)
+    lengths = hax.named(jnp.array([2, 3]), Batch)
+    model = make("dense")
+    return (model, keys), first_tokens(model, tokens_of(3), lengths, keys, GREEDY, slots)
+
+
+def test_the_cache_is_updated_in_place():
+    """What is donated becomes the result, and the step takes far less memory than another cache would."""
+    model_and_keys, state = started(slots=2048)
+    cache = sum(leaf.nbytes for leaf in jax.tree.leaves(state.cache))
+    found = one_more_token.lower(model_and_keys, state, GREEDY).compile().compiled.memory_analysis()
+    assert found.alias_size_in_bytes >= cache
+    assert found.temp_size_in_bytes < 0.75 * cache  # keys and values of one of three layers
+    one_more_token(model_and_keys, state, GREEDY)
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(state.cache))
+
+
+def test_a_step_copies_no_layer_s_experts():
+    config = dataclasses.replace(MODELS["moe"], experts=ExpertsConfig(64, 2, 64))
+    model = eqx.filter_eval_shape(Qwen3Decoder.init, config, Vocab, key=jax.random.key(0))
+    Rows = Axis(
+        "batch", 8
+    )  # so many that blocks of rows are walked in a loop, to which slices would go whole
+    tokens = hax.zeros((Rows, Axis("position", 2)), jnp.int32)
+    _, cache = eqx.filter_eval_shape(lambda model, tokens: model.prefill(tokens, 4), model, tokens)
+    new = hax.zeros(Rows, jnp.int32)
+    experts = 4 * sum(leaf.size for leaf in jax.tree.leaves(model.stacks[0].stacked.mlp.experts))
+    found = memory.report(Qwen3Decoder.decode, model, new, new, cache)
+    assert found.temporaries < experts / 3 / 2  # half of those of one of three layers
+
+
+def test_the_cache_is_in_the_compute_dtype_and_as_long_as_asked():
+    config = dataclasses.replace(MODELS["moe"], compute_dtype="bfloat16")
+    model = eqx.filter_eval_shape(Qwen3Decoder.init, config, Vocab, key=jax.random.key(0))
+    _, (cache,) = eqx.filter_eval_shape(lambda model, tokens: model.prefill(tokens, 11), model, tokens_of(3))
+    assert cache.key.dtype == cache.value.dtype == jnp.bfloat16
+    assert [axis.name for axis in cache.key.axes] == ["layers", "batch", "kv_heads", "slot", "head_dim"]
+    assert cache.key.axis_size("slot") == 11 and cache.key.axis_size("layers") == 3
+
+
+def test_as_many_slots_as_tokens_are_read(monkeypatch):
+    asked = []
+    real = decoding.first_tokens
+    monkeypatch.setattr(decoding, "first_tokens", lambda *args: asked.append(args[-1]) or real(*args))
+    assert continued("dense", prompts_of(4, 2), 1).shape == (2, 1)
+    assert continued("dense", prompts_of(4, 2), 7).shape == (2, 7)
+    assert asked == [4, 10]

@@ -1,0 +1,189 @@
+"""The command, on a run folder, on a run of adapters, and on exported folders."""
+
+import json
+import shutil
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import pytest
+from haliax import Axis
+from rich.console import Console
+
+import models.generate as command
+from models.export_hf import main as export_hf
+from models.generate import main
+from models.generator import generator_of_folder
+from models.qwen3_moe import Qwen3Config, Qwen3Decoder
+from models.qwen3_moe.hf import write_decoder
+from models.text_generation import Piece
+from models.train_lm import main as train_lm
+
+from ..training.data import word_tokenizer
+
+pytestmark = pytest.mark.usefixtures("standard_promotion")
+
+CONFIG = """
+model: {type: qwen3, hidden_dim: 16, num_layers: 2, num_heads: 2, num_kv_heads: 1, initializer_range: 0.1}
+data: {seq_len: 16, batch_size: 8, sources: {text: {paths: [text/]}}}
+optimizer: {learning_rate: 2.0e-2, warmup_steps: 0}
+trainer: {num_steps: 60, eval_batches: 1}
+"""
+
+
+def train(folder, run):
+    with pytest.MonkeyPatch.context() as patch, jax.numpy_dtype_promotion("standard"):
+        patch.chdir(folder)
+        assert train_lm(["--config_path", "run.yaml", "--trainer.run_dir", run]) == 0
+    return folder / run
+
+
+@pytest.fixture(scope="module")
+def workplace(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("workplace")
+    (folder / "text").mkdir()
+    for number in range(20):
+        (folder / "text" / f"{number}.txt").write_text("abcd" * 3)
+    (folder / "run.yaml").write_text(CONFIG)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def run(workplace):
+    """A run that has learnt to say the same again and again, and to end."""
+    return train(workplace, "run")
+
+
+@pytest.fixture(scope="module")
+def exported(workplace, run):
+    folder = workplace / "exported"
+    assert export_hf(["--run_dir", str(run), "--out", str(folder)], Console(quiet=True)) == 0
+    return folder
+
+
+def generate(*arguments):
+    console = Console(record=True, width=500)
+    status = main([str(argument) for argument in arguments], console)
+    return status, console.export_text()
+
+
+def test_a_run_continues_what_it_learnt_and_ends_where_texts_end(run):
+    status, shown = generate("--checkpoint", run, "--prompt", "abcdab", "--temperature", 0)
+    assert (status, shown) == (0, "abcdabcdabcd\n")
+    status, shown = generate(
+        "--checkpoint", run, "--prompt", "abcdab", "--temperature", 0, "--max_new_tokens", 3
+    )
+    assert (status, shown) == (0, "abcdabcda\n")
+
+
+def test_an_exported_folder_gives_the_same(run, exported):
+    status, shown = generate(
+        "--model", exported, "--tokenizer", "byte", "--prompt", "abcdabc", "--temperature", 0
+    )
+    assert (status, shown) == (0, "abcdabcdabcd\n")
+
+
+def test_prompts_come_in_order_and_from_files_too(run, tmp_path):
+    (tmp_path / "lines.txt").write_text("abcdabcda\n\nab\n")
+    options = ("--prompt", "abcdabcd", "--prompts", tmp_path / "lines.txt", "--temperature", 0)
+    status, shown = generate("--checkpoint", run, *options)
+    each = "abcdabcdabcd\n"
+    assert (status, shown) == (0, f"--- 1 of 3\n{each}--- 2 of 3\n{each}--- 3 of 3\n{each}")
+
+
+def test_samples_obey_their_options(run):
+    def sample(*options):
+        status, shown = generate(
+            "--checkpoint", run, "--prompt", "ab", "--max_new_tokens", 12, "--temperature", 8, *options
+        )
+        assert status == 0
+        return shown
+
+    assert sample("--seed", 1) != sample("--seed", 2)
+    assert sample("--top_k", 1) == sample("--top_p", 1e-6) == "abcdabcdabcd\n"
+
+
+def test_an_interruption_leaves_what_came(run, monkeypatch):
+    def interrupted(*args, **options):
+        yield Piece(0, "cd", False)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(command, "generate_text", interrupted)
+    assert generate("--checkpoint", run, "--prompt", "ab") == (130, "abcd\n")
+
+
+def test_a_chat_goes_into_the_template(run):
+    status, shown = generate("--checkpoint", run, "--chat", "--prompt", "hi", "--max_new_tokens", 4)
+    assert status == 0 and shown.startswith("hi\n")
+
+
+@pytest.fixture(scope="module")
+def spoken(tmp_path_factory):
+    """A model of random weights in bfloat16 with a tokenizer of words beside it."""
+    folder = tmp_path_factory.mktemp("spoken") / "model"
+    Vocab = Axis("vocab", word_tokenizer.word_tokenizer().get_vocab_size())
+    config = Qwen3Config(hidden_dim=16, num_layers=1, num_heads=2, num_kv_heads=1)
+    model = eqx.filter_jit(Qwen3Decoder.init)(config, Vocab, key=jax.random.key(0))
+    write_decoder(folder, jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), model))
+    word_tokenizer.save(folder)
+    return folder
+
+
+def test_a_folder_says_its_dtype_its_tokenizer_and_its_ends(spoken):
+    (spoken / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 9]}))
+    found = generator_of_folder(str(spoken))
+    assert {leaf.dtype for leaf in jax.tree.leaves(found.model)} == {jnp.dtype("bfloat16")}
+    assert isinstance(found.model, Qwen3Decoder) and found.model.config.compute_dtype == "bfloat16"
+    assert found.ends == {7, 9, found.tokenizer.end}
+    (spoken / "generation_config.json").write_text(json.dumps({"eos_token_id": 7}))
+    wide = generator_of_folder(str(spoken), dtype="float32")
+    assert {leaf.dtype for leaf in jax.tree.leaves(wide.model)} == {jnp.dtype("float32")}
+    assert isinstance(wide.model, Qwen3Decoder) and wide.model.config.compute_dtype == "float32"
+    assert wide.ends == {7, found.tokenizer.end}
+    (spoken / "generation_config.json").unlink()
+    assert generator_of_folder(str(spoken)).ends == {found.tokenizer.end}
+    status, shown = generate("--model", spoken, "--chat", "--prompt", "hello", "--max_new_tokens", 3)
+    assert status == 0 and shown.startswith("hello\n")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--checkpoint", "{run}"), "give --prompt TEXT, or --prompts FILE"),
+        (("--checkpoint", "nowhere", "--prompt", "a"), "nowhere is no run folder: it has no checkpoints/"),
+        (("--checkpoint", "{exported}", "--prompt", "a"), "Hugging Face's format: use --model"),
+        (("--checkpoint", "{run}", "--step", "7", "--prompt", "a"), "There are those of steps 60"),
+        (("--checkpoint", "{run}", "--dtype", "float32", "--prompt", "a"), "--dtype has no effect with"),
+        (("--checkpoint", "{run}", "--tokenizer", "no/../such", "--prompt", "a"), "'no/../such' is neither"),
+        (("--checkpoint", "{run}", "--prompts", "nowhere.txt"), "Can't read --prompts nowhere.txt"),
+        (("--checkpoint", "{run}", "--prompt", "a", "--top_p", "2"), "--top_p is a probability above 0"),
+        (("--checkpoint", "{run}", "--prompt", "a", "--max_new_tokens", "0"), "--max_new_tokens must be"),
+        (("--model", "{run}", "--prompt", "a"), "it is a run folder. Use --checkpoint"),
+        (("--model", "nowhere", "--prompt", "a"), "There is no folder nowhere, and it is no name on the"),
+        (("--model", "{exported}", "--prompt", "a"), "There is no tokenizer.json in"),
+        (("--model", "{exported}", "--step", "2", "--prompt", "a"), "--step has no effect with --model"),
+        (("--model", "{spoken}", "--prompt", ""), "no token that begins a text"),
+        (("--model", "{spoken}", "--tokenizer", "{large}", "--prompt", "a"), "Name the model's own with"),
+        (("--model", "{untemplated}", "--chat", "--prompt", "a"), "no chat template"),
+    ],
+)
+def test_what_can_be_mended_is_said_in_a_line(run, exported, spoken, tmp_path, arguments, message):
+    untemplated = shutil.copytree(spoken, tmp_path / "untemplated")
+    word_tokenizer.save(untemplated, template=None)
+    large = word_tokenizer.save(tmp_path / "large")
+    definition = json.loads((large / "tokenizer.json").read_text())
+    definition["added_tokens"].append({**definition["added_tokens"][-1], "id": 5000, "content": "<far>"})
+    (large / "tokenizer.json").write_text(json.dumps(definition))
+    places = dict(run=run, exported=exported, spoken=spoken, untemplated=untemplated, large=large)
+    status, shown = generate(*(argument.format(**places) for argument in arguments))
+    assert status == 1 and message in shown
+    assert shown.startswith("error: ") and shown.count("\n") == 1
+
+
+def test_one_source_has_to_be_named(capsys):
+    for arguments in ((), ("--checkpoint", "a", "--model", "b")):
+        with pytest.raises(SystemExit):
+            main(["--prompt", "a", *arguments])
+    shown = capsys.readouterr().err
+    assert "one of the arguments --checkpoint --model is required" in shown
+    assert "not allowed with argument" in shown

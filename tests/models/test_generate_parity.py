@@ -1,0 +1,75 @@
+"""Greedy continuations against those of Hugging Face's `generate`, on exported random models."""
+
+import warnings
+
+import equinox as eqx
+import jax
+import numpy as np
+import pytest
+from haliax import Axis
+
+from models.decoding import continued_tokens
+from models.generator import generator_of_folder
+from models.qwen3_moe import AttentionConfig, ExpertsConfig, Qwen3Config, Qwen3Decoder, Qwen3MoeConfig
+from models.qwen3_moe.hf import write_decoder
+from models.sampling import Sampling
+
+from ..training.data import word_tokenizer
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+
+pytestmark = pytest.mark.torch
+
+NEW, END = 8, 1
+SIZES = dict(hidden_dim=16, num_layers=2, num_heads=4, num_kv_heads=2, initializer_range=0.4)
+MODELS = {
+    "dense, windows in some layers": Qwen3Config(
+        **SIZES, attention=AttentionConfig(window=3, windowed_layers=(0,))
+    ),
+    "moe": Qwen3MoeConfig(**SIZES, experts=ExpertsConfig(4, 2, 8)),
+}
+
+
+def of_hugging_face(folder, prompts):
+    """The new tokens of each prompt by itself."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
+        found = []
+        for prompt in prompts:
+            tokens = torch.tensor([prompt.tolist()])
+            whole = model.generate(
+                tokens,
+                attention_mask=torch.ones_like(tokens),
+                max_new_tokens=NEW,
+                do_sample=False,
+                eos_token_id=None,
+                pad_token_id=END,
+            )
+            found.append(whole[0, len(prompt) :].tolist())
+    return found
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_batch_continues_as_hugging_face_continues_each_prompt(name, tmp_path):
+    folder = word_tokenizer.save(tmp_path / "words")
+    tokenizer = word_tokenizer.word_tokenizer()
+    Vocab = Axis("vocab", tokenizer.get_vocab_size())
+    model = eqx.filter_jit(Qwen3Decoder.init)(MODELS[name], Vocab, key=jax.random.key(3))
+    write_decoder(tmp_path / "exported", model)
+    generator = generator_of_folder(str(tmp_path / "exported"), tokenizer=str(folder))
+    prompts = [generator.tokenizer.encode(text) for text in ("never odd or even", " hello")]
+    assert len({len(prompt) for prompt in prompts}) == 2
+    steps = continued_tokens(
+        generator.model,
+        prompts,
+        max_new_tokens=NEW,
+        sampling=Sampling(temperature=0.0),
+        key=jax.random.key(0),
+    )
+    ours = np.stack(list(steps), axis=1).tolist()
+    assert ours == of_hugging_face(tmp_path / "exported", prompts)
+    assert len({token for row in ours for token in row}) > 4

@@ -1,0 +1,139 @@
+"""How the next token is drawn: against probabilities computed by hand."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from models.sampling import Sampling, keep_top_k, keep_top_p, next_tokens
+
+PROBABILITIES = np.array([0.125, 0.5, 0.0625, 0.25, 0.0625])
+LOGITS = jnp.log(jnp.asarray(PROBABILITIES, jnp.float32))
+DRAWS = 4000
+
+
+def kept(logits):
+    return np.flatnonzero(np.isfinite(logits)).tolist()
+
+
+@functools.cache
+def frequencies(sampling):
+    logits = jnp.broadcast_to(LOGITS, (DRAWS, 5))
+    tokens = next_tokens(logits, sampling, jax.random.split(jax.random.key(0), DRAWS))
+    assert tokens.shape == (DRAWS,) and tokens.dtype == jnp.int32
+    return np.bincount(tokens, minlength=5) / DRAWS
+
+
+def by_hand(temperature=1.0, top_k=5, top_p=1.0):
+    """The exact distribution, a token at a time."""
+    weights = PROBABILITIES ** (1 / temperature)
+    weights = weights / weights.sum()
+    order = sorted(range(5), key=lambda token: (-weights[token], token))[:top_k]
+    total = sum(weights[order])
+    found, mass = np.zeros(5), 0.0
+    for token in order:
+        if mass >= top_p:
+            break
+        found[token] = weights[token] / total
+        mass += found[token]
+    return found / found.sum()
+
+
+@pytest.mark.parametrize(
+    ("sampling", "support"),
+    [
+        (Sampling(), 5),
+        (Sampling(temperature=2.0), 5),
+        (Sampling(temperature=0.5), 5),
+        (Sampling(top_k=2), 2),
+        (Sampling(top_p=0.7), 2),
+        (Sampling(top_p=1.0), 5),
+        (Sampling(temperature=2.0, top_k=3, top_p=0.6), 2),
+        (Sampling(top_k=1), 1),
+        (Sampling(top_p=0.01), 1),
+    ],
+    ids=str,
+)
+def test_tokens_are_drawn_from_the_exact_distribution(sampling, support):
+    options = {name: value for name, value in dataclasses.asdict(sampling).items() if value is not None}
+    expected = by_hand(**options)
+    assert np.count_nonzero(expected) == support
+    found = frequencies(sampling)
+    assert not np.any(found[expected == 0])
+    # five standard deviations of a frequency
+    assert np.all(np.abs(found - expected) <= 5 * np.sqrt(expected * (1 - expected) / DRAWS))
+
+
+def test_the_order_is_temperature_then_top_k_then_top_p():
+    """Each other order leaves other tokens: the mass is that of what remains, at the temperature."""
+    assert np.count_nonzero(frequencies(Sampling(top_k=2, top_p=0.66))) == 1  # 0.5 of 0.75 reaches it
+    assert np.count_nonzero(frequencies(Sampling(top_p=0.66))) == 2  # 0.5 of 1 does not
+    assert np.count_nonzero(frequencies(Sampling(temperature=3.0, top_p=0.66))) == 3  # 0.52 of 1 does not
+
+
+def test_temperature_zero_takes_the_first_of_the_likeliest():
+    logits = jnp.array([[0.0, 2.0, 2.0], [5.0, 1.0, 2.0]])
+    keys = jax.random.split(jax.random.key(0), 2)
+    assert next_tokens(logits, Sampling(temperature=0.0), keys).tolist() == [1, 0]
+
+
+@pytest.mark.parametrize(
+    ("k", "expected"), [(1, [1]), (2, [1, 3]), (4, [0, 1, 2, 3]), (5, [0, 1, 2, 3, 4]), (9, [0, 1, 2, 3, 4])]
+)
+def test_top_k_keeps_exactly_k(k, expected):
+    """Tokens 2 and 4 are alike, and the first is kept."""
+    assert kept(keep_top_k(LOGITS, k)) == expected
+
+
+@pytest.mark.parametrize(
+    ("p", "expected"),
+    [
+        (0.001, [1]),
+        (0.5, [1]),
+        (0.51, [1, 3]),
+        (0.75, [1, 3]),
+        (0.76, [0, 1, 3]),
+        (0.9, [0, 1, 2, 3]),
+        (0.95, [0, 1, 2, 3, 4]),
+    ],
+)
+def test_top_p_keeps_the_smallest_set_that_reaches_p(p, expected):
+    assert kept(keep_top_p(LOGITS, p)) == expected
+    assert PROBABILITIES[expected].sum() >= p
+    assert PROBABILITIES[expected].sum() - PROBABILITIES[expected].min() < p
+
+
+def test_what_is_kept_is_not_changed_and_rows_are_apart():
+    rows = jnp.stack([LOGITS, LOGITS[::-1], LOGITS + 3])
+    for keep in (functools.partial(keep_top_k, k=2), functools.partial(keep_top_p, p=0.6)):
+        found = keep(rows)
+        assert [kept(row) for row in found] == [[1, 3], [1, 3], [1, 3]]
+        np.testing.assert_array_equal(found[jnp.isfinite(found)], rows[jnp.isfinite(found)])
+
+
+def test_a_row_depends_on_its_own_key_alone():
+    keys = jax.random.split(jax.random.key(3), 6)
+    rows = jnp.broadcast_to(LOGITS, (6, 5))
+    together = next_tokens(rows, Sampling(), keys)
+    alone = [int(next_tokens(rows[:1], Sampling(), keys[row : row + 1])[0]) for row in range(6)]
+    assert together.tolist() == alone and len(set(alone)) > 1
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (dict(temperature=-1.0), "temperature is 0, for the likeliest token, or a positive number; got -1.0"),
+        (dict(temperature=float("nan")), "got nan"),
+        (dict(top_k=0), "top_k is a number of tokens and at least 1; got 0"),
+        (dict(top_p=0.0), "top_p is a probability above 0 and at most 1; got 0.0"),
+        (dict(top_p=1.5), "got 1.5"),
+        (dict(temperature=0.0, top_k=3), "top_k has no effect with temperature 0"),
+        (dict(temperature=0.0, top_p=0.9), "top_p has no effect with temperature 0"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        Sampling(**options)

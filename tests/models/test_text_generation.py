@@ -1,0 +1,120 @@
+"""From prompts to text: what goes in, when each row ends, in which order pieces are shown."""
+
+import types
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+import models.text_generation as text_generation
+from models.generator import Generator
+from models.sampling import Sampling
+from models.text_generation import Piece, chat_prompt, end_of_turn, generate_text, in_order
+from stacked_remat.training import ByteTokenizer, ConfigError, load_tokenizer
+
+from ..training.data import word_tokenizer
+
+BYTES = ByteTokenizer()
+
+
+def generator(rows=257, ends=(BYTES.end,)):
+    model: Any = types.SimpleNamespace(Vocab=types.SimpleNamespace(size=rows))
+    return Generator(model, BYTES, frozenset(ends))
+
+
+@pytest.fixture
+def written(monkeypatch):
+    """Lets the model write what is asked, a letter of each row at a time; returns how many it wrote."""
+
+    def write(*texts):
+        steps = []
+
+        def tokens(model, prompts, *, max_new_tokens, sampling, key):
+            assert len(prompts) == len(texts)
+            for letters in zip(*(text[:max_new_tokens] for text in texts), strict=True):
+                steps.append(1)
+                yield np.array([BYTES.end if letter == "." else ord(letter) for letter in letters])
+
+        monkeypatch.setattr(text_generation, "continued_tokens", tokens)
+        return steps
+
+    return write
+
+
+def pieces_of(*texts, stops=(), max_new_tokens=99, **options):
+    prompts = [BYTES.encode_beginning("so") for _ in texts]
+    found = generate_text(
+        generator(**options),
+        prompts,
+        max_new_tokens=max_new_tokens,
+        sampling=Sampling(),
+        key=jax.random.key(0),
+        stops=stops,
+    )
+    return list(found)
+
+
+def text_of(pieces, row):
+    own = [piece for piece in pieces if piece.row == row]
+    assert [piece.last for piece in own] == [False] * (len(own) - 1) + [True]
+    return "".join(piece.text for piece in own)
+
+
+def test_a_row_that_ended_does_not_go_on_and_the_last_ends_all(written):
+    texts = ("ab.xyzxyz", "abcd.zzzz")
+    steps = written(*texts)
+    pieces = pieces_of(*texts)
+    assert [text_of(pieces, row) for row in range(2)] == ["ab", "abcd"]
+    assert len(steps) == 5
+
+
+def test_rows_that_do_not_end_are_cut_with_what_was_held_back(written):
+    texts = ("abcdef", "a<|em.")
+    written(*texts)
+    pieces = pieces_of(*texts, stops=[tuple(b"<|end|>")], max_new_tokens=4)
+    assert [text_of(pieces, row) for row in range(2)] == ["abcd", "a<|e"]
+
+
+def test_every_end_and_every_stop_ends(written):
+    texts = ("ab!cd", "abc<>")
+    written(*texts)
+    pieces = pieces_of(*texts, stops=[(), tuple(b"<>")], ends=(BYTES.end, ord("!")))
+    assert [text_of(pieces, row) for row in range(2)] == ["ab", "abc"]
+
+
+def test_the_first_row_comes_at_once_and_the_others_after_it():
+    pulled = []
+
+    def source():
+        for piece in (
+            Piece(0, "a", False),
+            Piece(1, "x", False),
+            Piece(2, "s", True),
+            Piece(0, "b", True),
+            Piece(1, "y", True),
+        ):
+            pulled.append(piece)
+            yield piece
+
+    ordered = in_order(source(), 3)
+    assert next(ordered).text == "a" and len(pulled) == 1
+    assert [piece.text for piece in ordered] == ["b", "x", "y", "s"]
+
+
+def test_a_tokenizer_that_is_not_the_model_s_is_refused():
+    with pytest.raises(ConfigError, match=r"257 tokens, and the model's embedding 200 rows.*--tokenizer"):
+        generator(rows=200)
+
+
+def test_a_chat_is_begun_and_ended_as_its_template_does(tmp_path):
+    shown = BYTES.decode(chat_prompt(BYTES, "hi"))
+    assert shown == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+    assert chat_prompt(BYTES, "hi")[0] == BYTES.end
+    assert bytes(end_of_turn(BYTES)) == b"<|im_end|>"
+    words = load_tokenizer(str(word_tokenizer.save(tmp_path)))
+    assert end_of_turn(words) == (word_tokenizer.word_tokenizer().token_to_id("</turn>"),)
+    silent = word_tokenizer.save(
+        tmp_path / "silent", template="{% for m in messages %}{{ m.content }}{% endfor %}"
+    )
+    assert end_of_turn(load_tokenizer(str(silent))) == ()

@@ -22,16 +22,16 @@ from models.lm import LanguageModel
 from models.qwen3_moe import Qwen3Decoder
 from models.qwen3_moe.hf import write_decoder
 from models.qwen3_moe.peft import save_adapters
-from models.safetensors_folder import WeightsError
-from models.train_lm import TrainLmConfig, initial_state, state_shapes
+from models.run_state import ModelOfRun, initial_state, saved_arrays, state_shapes
+from models.safetensors_folder import WeightsError, refuse_what_is_there
+from models.train_lm import TrainLmConfig
 from stacked_remat.lora import merge_lora
-from stacked_remat.training import CheckpointMismatchError, checkpoint_config, load_checkpoint
-
-_TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "chat_template.jinja",
+from stacked_remat.training import (
+    TOKENIZER_FILES,
+    CheckpointMismatchError,
+    check_unsaved,
+    checkpoint_config,
+    load_checkpoint,
 )
 
 
@@ -50,11 +50,13 @@ def trained_model(run_dir: Path, *, step: int | None = None) -> tuple[LanguageMo
     """
     folder = run_dir / "checkpoints"
     config = draccus.decode(TrainLmConfig, checkpoint_config(folder, step=step))
+    model = ModelOfRun.of(config)
     if config.lora is None:
-        shapes = state_shapes(config)
+        shapes = state_shapes(config, model)
         trained = load_checkpoint(folder, shapes.trained, step=step, part="trained")
         return eqx.combine(trained, shapes.frozen), config
-    state = initial_state(config)
+    state = initial_state(config, model)
+    check_unsaved(folder, eqx.filter(state, saved_arrays(state), inverse=True), step=step)
     trained = load_checkpoint(folder, state.trained, step=step, part="trained")
     return eqx.combine(trained, state.frozen), config
 
@@ -67,8 +69,7 @@ def export(run_dir: Path, out: Path, *, step: int | None = None, adapters: bool 
         FileExistsError: there is something in the folder.
         WeightsError: there are no adapters, or the model has no such format.
     """
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise FileExistsError(f"{out} exists and is not an empty folder. Export to a new one.")
+    refuse_what_is_there(out)
     model, config = trained_model(run_dir, step=step)
     if not isinstance(model, Qwen3Decoder):
         raise WeightsError(f"A {type(model).__name__} has no format of Hugging Face's here.")
@@ -81,7 +82,7 @@ def export(run_dir: Path, out: Path, *, step: int | None = None, adapters: bool 
     tokenizer = config.data.tokenizer
     if tokenizer != "byte":
         source = model_folder(tokenizer) if not Path(tokenizer).is_file() else Path(tokenizer).parent
-        for name in _TOKENIZER_FILES:
+        for name in TOKENIZER_FILES:
             if (source / name).is_file():
                 shutil.copyfile(source / name, out / name)
 

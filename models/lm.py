@@ -6,7 +6,7 @@ from these to logits. The loss sits between them, so that it alone decides how m
 
 import abc
 import functools
-from typing import ClassVar
+from typing import Any, ClassVar, Literal
 
 import draccus
 import equinox as eqx
@@ -49,10 +49,39 @@ class LanguageModel(eqx.Module):
 
         Args:
             tokens: integers.
-            documents: integers like `tokens`; a position sees only positions with its own. None for one
-                document.
+            documents: integers like `tokens`; a position sees only positions with its own. 0 is padding,
+                which auxiliary losses leave out. None for one document and no padding.
             positions: integers like `tokens`, where a token stands in its document; None to count from the
                 start of the sequence.
+        """
+
+    @abc.abstractmethod
+    def prefill(self, tokens: NamedArray, slots: int) -> tuple[NamedArray, Any]:
+        """Reads the beginnings of sequences at once, and keeps what later tokens need of them.
+
+        Args:
+            tokens: integers `[Batch, position]`. Rows may differ in length: fill the shorter ones up at their
+                ends with any tokens, which no earlier position sees and `decode` writes over.
+            slots: how many tokens the longest sequence is to have in the end.
+
+        Returns:
+            Hidden states `[Batch, position, Embed]`, as `hidden_states` gives them, and the cache: a tree of
+            arrays of fixed shapes.
+        """
+
+    @abc.abstractmethod
+    def decode(self, tokens: NamedArray, positions: NamedArray, cache: Any) -> tuple[NamedArray, Any]:
+        """Reads one more token of each sequence.
+
+        Args:
+            tokens: integers `[Batch]`.
+            positions: integers `[Batch]`, where each stands in its sequence; below the cache's slots. Those
+                before it have been read.
+            cache: of `prefill` or an earlier `decode`.
+
+        Returns:
+            Hidden states `[Batch, Embed]`, those of `hidden_states` of the whole sequence at `positions`, and
+            the cache with these tokens. Donated to a jitted function, it is updated in place.
         """
 
     @abc.abstractmethod
@@ -73,12 +102,14 @@ class LmConfig(draccus.ChoiceRegistry):
 
     Attributes:
         num_layers: how many layers it has.
+        compute_dtype: dtype of activations.
         remat_presets: policies that name what is inside its layers, under names for `remat:`.
     """
 
     remat_presets: ClassVar[RematPresets] = NO_PRESETS
 
     num_layers: int
+    compute_dtype: Literal["float32", "bfloat16"]
 
 
 @functools.singledispatch

@@ -45,7 +45,9 @@ POLICIES: Mapping[str, bool | dict[str, Any] | str] = {
     "nested, offload": {"nested": True, "save_carries": "offload"},
     "save attention_output": {"save_block_internals": ["attention_output"]},
 }
-"""What is compared: a name for the table, and what one would write after `remat:`."""
+"""What is compared: a name for the table, and what one would write after `remat:`.
+
+The policies that the model names itself follow."""
 
 _BASELINE = "True"
 
@@ -65,8 +67,10 @@ class PlanLmConfig:
         host_budget: the same for the host.
         data: only `seq_len`, `batch_size` and the size of the tokenizer's vocabulary matter here.
         optimizer: its state is part of the memory.
-        trainer: `update` and `precision` matter here, and `num_steps` for the schedule.
+        trainer: `mesh`, `update` and `precision` matter here, and `num_steps` for the schedule.
         target: the device to compile for: `local`, or one that is not here (`h200`, `v5p`, ...).
+        devices: how many of them `trainer.mesh` has; if null, all that are here of `local`, one of another.
+            What is reported is each device's.
     """
 
     model: LmConfig = field(default_factory=Qwen3MoeConfig)
@@ -81,6 +85,7 @@ class PlanLmConfig:
     optimizer: OptimizerConfig = field(default_factory=AdamWConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     target: str = "local"
+    devices: int | None = None
 
     def __post_init__(self) -> None:
         check_remat(self.remat, self.budget, self.host_budget, self.model.remat_presets)
@@ -93,7 +98,13 @@ def step_reports(
 ) -> Iterator[tuple[str, MemoryReport]]:
     """Compiles the step under one policy after the other."""
     for name, remat in policies.items():
-        yield name, step_report(config, remat_policy(remat), target=config.target)
+        policy = remat_policy(remat, config.model.remat_presets)
+        yield name, step_report(config, policy, target=config.target, devices=config.devices)
+
+
+def compared(config: PlanLmConfig) -> dict[str, bool | dict[str, Any] | str]:
+    """`POLICIES`, and those that the model names itself."""
+    return {**POLICIES, **{name: name for name in config.model.remat_presets}}
 
 
 def policy_table(config: PlanLmConfig, reports: Mapping[str, MemoryReport]) -> Table:
@@ -102,17 +113,21 @@ def policy_table(config: PlanLmConfig, reports: Mapping[str, MemoryReport]) -> T
     baseline = reports[_BASELINE].flops.matmul if _BASELINE in reports else None
     table = Table(
         title=f"one training step, {config.data.batch_size} x {config.data.seq_len} tokens, compiled for "
-        f"{some.target} and not run",
+        f"{_where(some)} and not run",
         caption=f"arguments (weights, optimizer state, batch): {some.arguments / 2**30:.3f} GiB; "
         + (f"matrix products under True: {baseline / 1e12:.3f} TFLOP; " if baseline else "")
         + f"* what `remat:` says in this config{_cpu_note(config)}",
     )
     for heading in ("remat", "device temporaries", "host", "device total", "FLOPs / True", "compiled in"):
-        table.add_column(heading, justify="left" if heading == "remat" else "right")
-    chosen = remat_policy(config.remat, config.model.remat_presets)
+        table.add_column(
+            heading, justify="left" if heading == "remat" else "right", no_wrap=heading == "remat"
+        )
+    presets, entries = config.model.remat_presets, compared(config)
+    chosen = remat_policy(config.remat, presets)
     for name, found in reports.items():
+        marked = name in entries and remat_policy(entries[name], presets) == chosen
         table.add_row(
-            name + (" *" if remat_policy(POLICIES.get(name, False)) == chosen and name in POLICIES else ""),
+            name + (" *" if marked else ""),
             f"{found.temporaries / 2**30:.3f} GiB",
             f"{found.host.total / 2**30:.3f} GiB",
             f"{found.total / 2**30:.3f} GiB",
@@ -120,6 +135,14 @@ def policy_table(config: PlanLmConfig, reports: Mapping[str, MemoryReport]) -> T
             f"{found.compile_seconds:.1f} s",
         )
     return table
+
+
+def _where(found: MemoryReport) -> str:
+    return (
+        found.target
+        if found.devices == 1
+        else f"{found.devices} devices of {found.target}, for each of them,"
+    )
 
 
 def _cpu_note(config: PlanLmConfig) -> str:
@@ -135,14 +158,19 @@ def main(arguments: Sequence[str], console: Console | None = None) -> int:
         if config.remat == "auto" and config.budget is not None:
             with console.status("compiling"):
                 planned = plan_step(
-                    config, budget=config.budget, host_budget=config.host_budget, target=config.target
+                    config,
+                    budget=config.budget,
+                    host_budget=config.host_budget,
+                    target=config.target,
+                    devices=config.devices,
                 )
             console.print(planned)
             return 0
         found: dict[str, MemoryReport] = {}
         with RichProgress(console=console, transient=True) as progress:
-            task = progress.add_task("compiling", total=len(POLICIES))
-            for name, one in step_reports(config, POLICIES):
+            policies = compared(config)
+            task = progress.add_task("compiling", total=len(policies))
+            for name, one in step_reports(config, policies):
                 found[name] = one
                 progress.advance(task)
     except (ConfigError, DataError, TargetError, BudgetError, WeightsError, FileNotFoundError) as error:

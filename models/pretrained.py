@@ -5,11 +5,12 @@ What reads a folder is registered for the type of a model's config, by the packa
 
 import dataclasses
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Protocol
 
-from haliax import Axis
+from haliax import Axis, NamedArray
+from jax.sharding import Sharding
 from jaxtyping import DTypeLike
 
 from models.hub import model_folder
@@ -20,9 +21,17 @@ from stacked_remat.training import ConfigError, DataConfig, load_tokenizer
 
 @functools.singledispatch
 def read_pretrained(
-    config: LmConfig, root: Path, Vocab: Axis, *, remat: ScanCheckpointSpec, dtype: DTypeLike
+    config: LmConfig,
+    root: Path,
+    Vocab: Axis,
+    *,
+    remat: ScanCheckpointSpec,
+    dtype: DTypeLike,
+    sharding: Callable[[NamedArray], Sharding] | None = None,
 ) -> LanguageModel:
     """The model of `config` with the weights in `root`, in `dtype`.
+
+    `sharding` says where each belongs, given its shape; on the default device without.
 
     Raises:
         TypeError: no reader is registered for this type of config.

@@ -35,11 +35,13 @@ class SafetensorsFolder:
         root: the folder.
         files: the file of every tensor.
         shapes: the shape of every tensor.
+        dtypes: what the format calls the dtype of every tensor: `BF16`, `I64`, ...
     """
 
     root: Path
     files: Mapping[str, Path]
     shapes: Mapping[str, tuple[int, ...]]
+    dtypes: Mapping[str, str]
 
     @staticmethod
     def open(root: Path) -> "SafetensorsFolder":
@@ -47,25 +49,32 @@ class SafetensorsFolder:
 
         Raises:
             FileNotFoundError: there are no weights, or files that the index names are missing.
-            WeightsError: a file that is cut short or is no safetensors file, or an index that promises
-                tensors which its files don't have.
+            WeightsError: a file that is cut short or is no safetensors file; an index that promises tensors
+                which its files don't have; or a tensor that it doesn't name and that two of its files have.
         """
         paths, promised = _paths(root)
         files: dict[str, Path] = {}
         shapes: dict[str, tuple[int, ...]] = {}
+        dtypes: dict[str, str] = {}
         for path in paths:
             with _opened(path) as tensors:
                 for name in tensors.keys():
                     if promised.get(name, path.name) != path.name:
                         continue  # the index says in which file it is to be read
+                    if name in files:
+                        raise WeightsError(
+                            f"{files[name]} and {path} both have {name}, and {INDEX} doesn't say which is "
+                            f"meant. Name it there, or fetch the folder again."
+                        )
+                    header = tensors.get_slice(name)
                     files[name] = path
-                    shapes[name] = tuple(tensors.get_slice(name).get_shape())
+                    shapes[name], dtypes[name] = tuple(header.get_shape()), header.get_dtype()
         if absent := sorted(promised.keys() - files.keys()):
             raise WeightsError(
                 f"{root / INDEX} lists tensors that its files don't have: {', '.join(absent)}. The download "
                 f"may be incomplete; fetch the folder again."
             )
-        return SafetensorsFolder(root, files, shapes)
+        return SafetensorsFolder(root, files, shapes, dtypes)
 
     def read(self, name: str) -> Shaped[np.ndarray, "..."]:
         """One tensor, in the dtype of the file; costs its own size in host memory."""
@@ -96,8 +105,7 @@ def write_safetensors(
     Cost: the host memory of one file.
     """
     root = root.resolve()
-    if root.exists() and (not root.is_dir() or any(root.iterdir())):
-        raise FileExistsError(f"{root} exists and is not an empty folder. Export to a new one.")
+    refuse_what_is_there(root)
     groups = _groups(tensors, max_file_bytes)
     names = [SINGLE] if len(groups) == 1 else [_part(i, len(groups)) for i in range(len(groups))]
     root.parent.mkdir(parents=True, exist_ok=True)
@@ -114,6 +122,16 @@ def write_safetensors(
         os.replace(unfinished, root)
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def refuse_what_is_there(root: Path) -> None:
+    """Makes sure that a folder to be written does not exist or is empty.
+
+    Raises:
+        FileExistsError: it isn't.
+    """
+    if root.exists() and (not root.is_dir() or any(root.iterdir())):
+        raise FileExistsError(f"{root} exists and is not an empty folder. Export to a new one.")
 
 
 @dataclass(frozen=True)

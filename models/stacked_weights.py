@@ -23,6 +23,9 @@ from models.safetensors_folder import Pending, SafetensorsFolder, WeightsError
 Tensor: TypeAlias = Shaped[np.ndarray, "..."]
 
 
+_FLOATS = ("F64", "F32", "F16", "BF16")
+
+
 @dataclass(frozen=True)
 class Place:
     """One array of a model and the tensors of a checkpoint that it holds.
@@ -54,7 +57,8 @@ def check_tensors(places: Sequence[Place], folder: SafetensorsFolder) -> None:
     """Makes sure that a checkpoint has what a model needs, and nothing else.
 
     Raises:
-        WeightsError: names every tensor that is missing, unknown or of another shape.
+        WeightsError: names every tensor that is missing, unknown, of another shape, or not of a floating
+            dtype, such as one that is quantized.
     """
     expected = {name: place for place in places for name in place.names}
     problems = [
@@ -70,6 +74,12 @@ def check_tensors(places: Sequence[Place], folder: SafetensorsFolder) -> None:
         f"(for {place.path})"
         for name, place in expected.items()
         if name in folder.shapes and folder.shapes[name] != place.tensor_shape
+    ]
+    problems += [
+        f"not a float: {name} is {folder.dtypes[name]}, expected one of {', '.join(_FLOATS)} "
+        f"(for {place.path})"
+        for name, place in expected.items()
+        if name in folder.shapes and folder.dtypes[name] not in _FLOATS
     ]
     if problems:
         raise WeightsError(

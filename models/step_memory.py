@@ -1,58 +1,44 @@
 """What one training step of a config needs in memory, by compiling it, and the policy that fits a budget."""
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any
 
 import equinox as eqx
 import haliax as hax
 import jax
 import jax.numpy as jnp
-import optax
 from haliax import Axis
 
-from models.lm import build_model, next_token_loss
-from models.lora import with_adapters
-from models.pretrained import ModelEntries, resolved_model
+from models.lm import LmConfig, next_token_loss
+from models.pretrained import resolved_model
+from models.run_state import ModelOfRun, StepConfig, run_optimizer, state_shapes
 from stacked_remat import ScanCheckpointSpec
-from stacked_remat.lora import LoraConfig
-from stacked_remat.memory import MemoryReport, Plan, Target, plan, report
-from stacked_remat.training import (
-    BATCH_AXIS,
-    POSITION_AXIS,
-    OptimizerConfig,
-    TokenBatch,
-    TrainerConfig,
-    TrainState,
-    build_optimizer,
-    build_step,
-    cast_parameters,
-)
-
-
-class StepConfig(ModelEntries, Protocol):
-    """What a config says of the training step."""
-
-    @property
-    def lora(self) -> LoraConfig | None:
-        """The adapters, where they alone are trained."""
-        ...
-
-    @property
-    def optimizer(self) -> OptimizerConfig:
-        """What keeps state for every weight that is trained."""
-        ...
-
-    @property
-    def trainer(self) -> TrainerConfig:
-        """Microbatches and dtypes; the number of steps, for the schedule."""
-        ...
+from stacked_remat.memory import MemoryReport, Plan, Target, find_target, plan, report
+from stacked_remat.training import BATCH_AXIS, POSITION_AXIS, Partitioning, TokenBatch, TrainState, build_step
 
 
 def step_report(
-    config: StepConfig, remat: ScanCheckpointSpec, *, target: str | Target = "local"
+    config: StepConfig,
+    remat: ScanCheckpointSpec,
+    *,
+    target: str | Target = "local",
+    devices: int | None = None,
 ) -> MemoryReport:
-    """What one training step needs under `remat`, its state updated in place; costs one compilation."""
-    return report(_step(config, remat), *_shapes(config), donate="state", target=target)
+    """What one training step needs under `remat`, its state updated in place; costs one compilation.
+
+    Args:
+        config: the model, its data, its optimizer and the mesh.
+        remat: policy of the model's stacks.
+        target: the device to compile for.
+        devices: how many of them; all of `local`, one of another target, if not given.
+
+    Raises:
+        ConfigError: the mesh does not fit the devices, or the model or the batch the mesh.
+    """
+    step = _Step(config, *_on(config, target, devices))
+    with step.partitioning.activations():
+        return report(step.under(remat), *step.shapes(), donate="state", target=target)
 
 
 def plan_step(
@@ -61,66 +47,89 @@ def plan_step(
     budget: int | str,
     host_budget: int | str | None = None,
     target: str | Target = "local",
+    devices: int | None = None,
 ) -> Plan:
     """The policy that trains `config` within a budget with the least recomputation.
 
     Args:
-        config: the model, its data and its optimizer.
-        budget: device memory for the whole step, as `stacked_remat.memory.plan` takes it.
+        config: the model, its data, its optimizer and the mesh.
+        budget: memory of each device for the whole step, as `stacked_remat.memory.plan` takes it.
         host_budget: the same for the host.
         target: the device to compile for.
+        devices: how many of them; all of `local`, one of another target, if not given.
 
     Raises:
         BudgetError: no policy fits.
+        ConfigError: the mesh does not fit the devices, or the model or the batch the mesh.
     """
-    return plan(
-        lambda remat: _step(config, remat),
-        *_shapes(config),
-        budget=budget,
-        host_budget=host_budget,
-        target=target,
-        donate="state",
-        layers=resolved_model(config, check_folder=False)[0].num_layers,
+    step = _Step(config, *_on(config, target, devices))
+    with step.partitioning.activations():
+        return plan(
+            step.under,
+            *step.shapes(),
+            budget=budget,
+            host_budget=host_budget,
+            target=target,
+            donate="state",
+            layers=step.architecture.num_layers,
+        )
+
+
+def _on(config: StepConfig, target: str | Target, devices: int | None) -> tuple[Partitioning, LmConfig, int]:
+    """The mesh on the target, and what the config's model comes to."""
+    chosen = find_target(target)
+    if devices is None:
+        devices = jax.device_count() if chosen.name == "local" else 1
+    return Partitioning.of(config.trainer.mesh, chosen.devices(devices)), *resolved_model(
+        config, check_folder=False
     )
 
 
-def _step(config: StepConfig, remat: ScanCheckpointSpec) -> Callable[..., Any]:
-    train_step = build_step(config.trainer, loss_function=next_token_loss, optimizer=_optimizer(config))
-    structure = jax.tree.structure(_initial_state(config, remat))
+@dataclass(frozen=True)
+class _Step:
+    """One training step as a function of the policy.
 
-    def step(batch: TokenBatch, state: TrainState) -> Any:
-        state = jax.tree.unflatten(structure, jax.tree.leaves(state))  # the same arrays under this policy
-        return train_step(batch, state)
+    Attributes:
+        config: what it does.
+        partitioning: the devices.
+        architecture: the model.
+        vocab_size: rows of its embedding.
+    """
 
-    return step
+    config: StepConfig
+    partitioning: Partitioning
+    architecture: LmConfig
+    vocab_size: int
 
+    def under(self, remat: ScanCheckpointSpec) -> Callable[..., Any]:
+        """The step under a policy."""
+        train_step = build_step(
+            self.config.trainer,
+            loss_function=next_token_loss,
+            optimizer=run_optimizer(self.config),
+            partitioning=self.partitioning,
+        )
+        structure = jax.tree.structure(self._state(remat))
 
-def _shapes(config: StepConfig) -> tuple[TokenBatch, TrainState]:
-    def first_batch() -> TokenBatch:
-        axes = (Axis(BATCH_AXIS, config.data.batch_size), Axis(POSITION_AXIS, config.data.seq_len))
-        tokens = hax.zeros(axes, dtype=jnp.int32)
-        documents = tokens if config.data.separate_documents else None
-        return TokenBatch(tokens, tokens, hax.ones(axes, dtype=jnp.float32), documents, documents)
+        def step(batch: TokenBatch, state: TrainState) -> Any:
+            state = jax.tree.unflatten(structure, jax.tree.leaves(state))  # the same arrays under this policy
+            return train_step(batch, state)
 
-    return eqx.filter_eval_shape(first_batch), _initial_state(config, True)
+        return step
 
+    def shapes(self) -> tuple[TokenBatch, TrainState]:
+        """Those of its arguments."""
+        data = self.config.data
 
-def _initial_state(config: StepConfig, remat: ScanCheckpointSpec) -> TrainState:
-    architecture, vocab_size = resolved_model(config, check_folder=False)
+        def first_batch() -> TokenBatch:
+            axes = (Axis(BATCH_AXIS, data.batch_size), Axis(POSITION_AXIS, data.seq_len))
+            tokens = hax.zeros(axes, dtype=jnp.int32)
+            documents = tokens if data.separate_documents else None
+            return TokenBatch(tokens, tokens, hax.ones(axes, dtype=jnp.float32), documents, documents)
 
-    def initial() -> TrainState:
-        key = jax.random.key(0)
-        model = build_model(architecture, Axis("vocab", vocab_size), remat=remat, key=key)
-        model = cast_parameters(model, config.trainer.precision.parameters)
-        model, trainable = with_adapters(model, config.lora, key=key)
-        return TrainState.init(model, _optimizer(config), trainable)
+        self.partitioning.check_rows(data.batch_size, self.config.trainer.update.microbatches)
+        return self.partitioning.batch_shapes(eqx.filter_eval_shape(first_batch)), self._state(True)
 
-    return eqx.filter_eval_shape(initial)
-
-
-def _optimizer(config: StepConfig) -> optax.GradientTransformation:
-    return build_optimizer(
-        config.optimizer,
-        config.trainer.num_steps,
-        state_dtype=config.trainer.precision.optimizer_state,
-    )
+    def _state(self, remat: ScanCheckpointSpec) -> TrainState:
+        model = ModelOfRun(self.architecture, self.vocab_size, remat)
+        return state_shapes(self.config, model, self.partitioning)

@@ -8,7 +8,6 @@ earlier process was stopped or killed, if `trainer.run_dir` names the folder.
 
 import contextlib
 import dataclasses
-import functools
 import sys
 import time
 from collections.abc import Sequence
@@ -18,15 +17,11 @@ from typing import Any
 
 import equinox as eqx
 import jax
-import optax
-from haliax import Axis
-from jaxtyping import PRNGKeyArray
 
-from models.hub import model_folder
-from models.lm import LanguageModel, LmConfig, build_model, next_token_loss
-from models.lora import with_adapters
-from models.pretrained import read_pretrained, resolved_model
+from models.lm import LmConfig, next_token_loss
+from models.pretrained import resolved_model
 from models.qwen3_moe import Qwen3MoeConfig, hf as hf  # registers its types and its weights
+from models.run_state import ModelOfRun, initial_state, run_optimizer, saved_arrays, state_shapes
 from models.safetensors_folder import WeightsError
 from models.step_memory import plan_step
 from stacked_remat import OffloadError, check_offload
@@ -44,6 +39,7 @@ from stacked_remat.training import (
     JsonLinesTracker,
     NonFiniteLossError,
     OptimizerConfig,
+    Partitioning,
     Position,
     ProcessShare,
     Progress,
@@ -55,13 +51,11 @@ from stacked_remat.training import (
     TrainerConfig,
     TrainingResult,
     TrainState,
-    build_optimizer,
     build_trackers,
-    cast_parameters,
     check_remat,
     check_trackers,
     config_as_dict,
-    held_out_evaluator,
+    held_out_evaluators,
     learning_rate_schedule,
     load_tokenizer,
     open_training_data,
@@ -135,6 +129,7 @@ def train_lm(config: TrainLmConfig, progress: Progress) -> TrainingResult:
         NonFiniteLossError: training diverged.
     """
     check_trackers(config.trainer.trackers)
+    partitioning = _partitioning(config)
     tokenizer = load_tokenizer(config.data.tokenizer)
     config = _with_planned_remat(_with_model(config, tokenizer), progress)
     if remat_policy(config.remat, config.model.remat_presets).offloads:
@@ -146,28 +141,40 @@ def train_lm(config: TrainLmConfig, progress: Progress) -> TrainingResult:
         progress=progress,
         process=ProcessShare(jax.process_index(), jax.process_count()),
     )
-    evaluators = {"held_out": held_out_evaluator(next_token_loss, data.held_out, config.trainer.eval_batches)}
-    state_shapes(config)  # a model that can't be made is refused before there is a run folder
+    evaluators = held_out_evaluators(
+        next_token_loss,
+        data.held_out,
+        data.held_out_by_source,
+        config.trainer.eval_batches,
+        partitioning=partitioning,
+    )
+    # A model that can't be made, or not divided like that, is refused before there is a run folder.
+    state_shapes(config, ModelOfRun.of(config), partitioning)
     folder = _run_folder(config)
     with contextlib.ExitStack() as closing:
         closing.callback(data.training.close)
         stop = closing.enter_context(StopSignals())
+        closing.enter_context(partitioning.active())
         checkpoints = Checkpoints(
-            folder.checkpoints, config.trainer.checkpoint, run_config=config_as_dict(config), saved=_saved
+            folder.checkpoints,
+            config.trainer.checkpoint,
+            run_config=config_as_dict(config),
+            saved=saved_arrays,
         )
         closing.callback(checkpoints.close)
-        state, position = _first_state(config, checkpoints)
+        state, position = _first_state(config, partitioning, checkpoints)
+        if position is not None:
+            data.training.set_state(position.data)  # refuses other data while the folder is still as it was
+            progress.message(f"going on after step {position.step} of an earlier process")
         folder.begin(config_as_dict(config))
         progress.message(_summary(config, data.summary, state, folder))
-        if position is not None:
-            progress.message(f"going on after step {position.step} of an earlier process")
         trackers = _trackers(config, folder, position)
         for tracker in trackers:
             closing.callback(tracker.close)
         result = train(
             state,
             loss_function=next_token_loss,
-            optimizer=_optimizer(config),
+            optimizer=run_optimizer(config),
             schedule=learning_rate_schedule(config.optimizer, config.trainer.num_steps),
             training=data.training,
             evaluators=evaluators,
@@ -175,6 +182,7 @@ def train_lm(config: TrainLmConfig, progress: Progress) -> TrainingResult:
             outputs=RunOutputs(folder, checkpoints, trackers, progress),
             position=position,
             should_stop=lambda: stop.received,
+            partitioning=partitioning,
         )
     _conclude(result, folder, progress)
     return result
@@ -209,57 +217,24 @@ _MENDABLE = (
 )
 
 
-def _optimizer(config: TrainLmConfig) -> optax.GradientTransformation:
-    return build_optimizer(
-        config.optimizer,
-        config.trainer.num_steps,
-        state_dtype=config.trainer.precision.optimizer_state,
-    )
+def _partitioning(config: TrainLmConfig) -> Partitioning:
+    """The devices of the run; refuses batches that can't be divided over them."""
+    partitioning = Partitioning.of(config.trainer.mesh)
+    partitioning.check_rows(config.data.batch_size, config.trainer.update.microbatches)
+    return partitioning
 
 
-def initial_state(config: TrainLmConfig, *, read_weights: bool = True) -> TrainState:
-    """The state before the first step; the config's model and vocabulary are those of the end.
-
-    Without `read_weights` all of it is random, for its shapes.
-    """
-    model_key, step_key = jax.random.split(jax.random.key(config.trainer.seed))
-    model = _new_model(config, model_key, read_weights=read_weights)
-    model, trainable = with_adapters(model, config.lora, key=model_key)
-    return TrainState.init(model, _optimizer(config), trainable, key=step_key)
-
-
-def state_shapes(config: TrainLmConfig) -> TrainState:
-    """The shapes of `initial_state`; costs no memory."""
-    return eqx.filter_eval_shape(functools.partial(initial_state, config, read_weights=False))
-
-
-def _first_state(config: TrainLmConfig, checkpoints: Checkpoints) -> tuple[TrainState, Position | None]:
+def _first_state(
+    config: TrainLmConfig, partitioning: Partitioning, checkpoints: Checkpoints
+) -> tuple[TrainState, Position | None]:
     """The state to start from and where it stands: that of the latest checkpoint, or a new one."""
+    model = ModelOfRun.of(config)
     if checkpoints.latest() is None:
-        return initial_state(config), None
+        return initial_state(config, model, partitioning), None
     # What is frozen is in no checkpoint, so it is made again.
-    like = state_shapes(config) if config.lora is None else initial_state(config)
-    state, position = checkpoints.restore(like)
+    make = state_shapes if config.lora is None else initial_state
+    state, position = checkpoints.restore(make(config, model, partitioning))
     return state, Position(**position)
-
-
-def _saved(state: TrainState) -> TrainState:
-    """True for the arrays that checkpoints hold: all but what is frozen."""
-    marks = jax.tree.map(lambda _: True, state)
-    return dataclasses.replace(marks, frozen=jax.tree.map(lambda _: False, state.frozen))
-
-
-def _new_model(config: TrainLmConfig, key: PRNGKeyArray, *, read_weights: bool) -> LanguageModel:
-    """The model before its first step, without adapters: random, or with the weights of the folder."""
-    assert config.vocab_size is not None
-    Vocab = Axis("vocab", config.vocab_size)
-    remat = remat_policy(config.remat, config.model.remat_presets)
-    dtype = config.trainer.precision.parameters
-    if config.initialize_from_hf is None or not read_weights:
-        return cast_parameters(build_model(config.model, Vocab, remat=remat, key=key), dtype)
-    return read_pretrained(
-        config.model, model_folder(config.initialize_from_hf), Vocab, remat=remat, dtype=dtype
-    )
 
 
 def _with_model(config: TrainLmConfig, tokenizer: Tokenizer) -> TrainLmConfig:
@@ -305,9 +280,9 @@ def _with_planned_remat(config: TrainLmConfig, progress: Progress) -> TrainLmCon
 def _run_folder(config: TrainLmConfig) -> RunFolder:
     root = config.trainer.run_dir or f"runs/{time.strftime('%Y%m%d-%H%M%S')}"
     return RunFolder.open(
-        Path(root),
+        Path(root).expanduser(),
         config_as_dict(config),
-        overwrite=config.trainer.overwrite,
+        overwrite=config.trainer.checkpoint.overwrite,
         accept_changes=config.trainer.checkpoint.accept_changes,
     )
 
@@ -322,7 +297,7 @@ def _summary(config: TrainLmConfig, text: str, state: TrainState, folder: RunFol
     return (
         f"{parameters:,} parameters{some}; {text}; "
         f"{config.trainer.num_steps} steps of {step_tokens:,} tokens; "
-        f"{jax.device_count()} {jax.default_backend()} device(s); run folder {folder.root}"
+        f"{len(state.step.devices())} {jax.default_backend()} device(s); run folder {folder.root}"
     )
 
 

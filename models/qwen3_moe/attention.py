@@ -6,10 +6,12 @@ import jax
 from haliax import AxisSelector, NamedArray
 from jaxtyping import PRNGKeyArray
 
+from models.key_value_cache import SLOT_AXIS, KeyValueCache
 from models.qwen3_moe.config import Qwen3Architecture
 from models.qwen3_moe.layers import linear, rms_norm
 from stacked_remat import checkpoint_name
-from stacked_remat.ops import RotaryTable, apply_rotary, causal_attention
+from stacked_remat.ops import RotaryTable, apply_rotary, causal_attention, decode_attention
+from stacked_remat.training import POSITION_AXIS
 
 
 class Attention(eqx.Module):
@@ -53,21 +55,68 @@ class Attention(eqx.Module):
 
         A position sees itself and what came before it within its window and its document.
         """
+        query, key, value = self._heads(x, rotary)
+        attended = self._attend(query, key, value, Pos, documents, self.config.attention.backend)
+        return self.o_proj(attended).rearrange(x.axes)
+
+    def prefill(
+        self, x: NamedArray, rotary: RotaryTable, cache: KeyValueCache, layer: NamedArray
+    ) -> tuple[NamedArray, KeyValueCache]:
+        """Maps `[Batch, position, Embed]` to itself, with keys and values in the layer's first slots.
+
+        Takes the kernel that serves the device, whatever kernel the model was trained with elsewhere.
+        """
+        query, key, value = self._heads(x, rotary)
+        attended = self._attend(query, key, value, POSITION_AXIS, None, "auto")
+        return self.o_proj(attended).rearrange(x.axes), cache.with_prompt(layer, key, value)
+
+    def decode(
+        self,
+        x: NamedArray,
+        rotary: RotaryTable,
+        positions: NamedArray,
+        cache: KeyValueCache,
+        layer: NamedArray,
+    ) -> tuple[NamedArray, KeyValueCache]:
+        """Maps one token a row, `[Batch, Embed]` at `positions`, to itself, and writes it into the cache."""
+        query, key, value = self._heads(x, rotary)
+        cache = cache.with_token(layer, positions, key, value)
+        attended = decode_attention(
+            query,
+            *cache.of_layer(layer),
+            SLOT_AXIS,
+            self.config.HeadDim,
+            positions=positions,
+            window=self.window,
+        )
+        return self.o_proj(attended).rearrange(x.axes), cache
+
+    def _heads(self, x: NamedArray, rotary: RotaryTable) -> tuple[NamedArray, NamedArray, NamedArray]:
+        """Queries, keys and values, the first two after norm and rotation."""
         HeadDim = self.config.HeadDim
         query = apply_rotary(self.q_norm(self.q_proj(x)), rotary, HeadDim)
         key = apply_rotary(self.k_norm(self.k_proj(x)), rotary, HeadDim)
         query = checkpoint_name(query, "query")
         key = checkpoint_name(key, "key")
-        value = checkpoint_name(self.v_proj(x), "value")
-        attended = causal_attention(
+        return query, key, checkpoint_name(self.v_proj(x), "value")
+
+    def _attend(
+        self,
+        query: NamedArray,
+        key: NamedArray,
+        value: NamedArray,
+        Pos: AxisSelector,
+        documents: NamedArray | None,
+        backend: str,
+    ) -> NamedArray:
+        return causal_attention(
             query,
             key,
             value,
             Pos,
             self.config.KVHeads,
-            HeadDim,
+            self.config.HeadDim,
             documents=documents,
             window=self.window,
-            backend=self.config.attention.backend,
+            backend=backend,
         )
-        return self.o_proj(attended).rearrange(x.axes)

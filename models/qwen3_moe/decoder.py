@@ -1,13 +1,18 @@
 """The Qwen3 decoder, dense or with experts: embedding, stacks of layers, a norm and a head."""
 
+import functools
+from typing import TypeAlias
+
 import equinox as eqx
 import haliax as hax
 import haliax.nn as hnn
 import jax
 import jax.numpy as jnp
 from haliax import Axis, NamedArray
+from haliax.util import is_named_array
 from jaxtyping import PRNGKeyArray
 
+from models.key_value_cache import KeyValueCache
 from models.lm import AuxiliaryLoss, LanguageModel, build_model
 from models.qwen3_moe.attention import Attention
 from models.qwen3_moe.config import LayerKind, Qwen3Architecture, Qwen3MoeConfig
@@ -16,6 +21,9 @@ from models.qwen3_moe.layers import SwiGlu, cast_floating, linear, rms_norm
 from stacked_remat import ScanCheckpointSpec, Stacked
 from stacked_remat.ops import RotaryTable, rotary_table
 from stacked_remat.training import POSITION_AXIS
+
+DecoderCache: TypeAlias = tuple[KeyValueCache, ...]
+"""A cache for each stack of layers."""
 
 
 class DecoderLayer(eqx.Module):
@@ -46,11 +54,42 @@ class DecoderLayer(eqx.Module):
     ) -> tuple[NamedArray, RouterStatistics | None]:
         """Maps the residual stream `[..., position, Embed]` to itself, with the statistics of a router."""
         layer = cast_floating(self, x.dtype)
-        x = x + layer.attention(layer.input_norm(x), rotary, POSITION_AXIS, documents=documents)
-        normalised = layer.post_attention_norm(x)
-        if isinstance(layer.mlp, SwiGlu):
-            return x + layer.mlp(normalised).rearrange(x.axes), None
-        mixed, statistics = layer.mlp(normalised)
+        attended = layer.attention(layer.input_norm(x), rotary, POSITION_AXIS, documents=documents)
+        return layer._feed_forward(x + attended, documents)
+
+    def prefill(
+        self, state: tuple[NamedArray, KeyValueCache], number: NamedArray, rotary: RotaryTable
+    ) -> tuple[NamedArray, KeyValueCache]:
+        """The layer of this number in its stack, on `[Batch, position, Embed]`; fills its part of a cache."""
+        x, cache = state
+        layer = cast_floating(self, x.dtype)
+        attended, cache = layer.attention.prefill(layer.input_norm(x), rotary, cache, number)
+        return layer._feed_forward(x + attended)[0], cache
+
+    def decode(
+        self,
+        state: tuple[NamedArray, KeyValueCache],
+        number: NamedArray,
+        rotary: RotaryTable,
+        positions: NamedArray,
+        layers: "DecoderLayer",
+    ) -> tuple[NamedArray, KeyValueCache]:
+        """The layer of this number in its stack, `layers`, on one token a row, `[Batch, Embed]`."""
+        x, cache = state
+        layer = cast_floating(self, x.dtype)
+        attended, cache = layer.attention.decode(layer.input_norm(x), rotary, positions, cache, number)
+        x = x + attended
+        if isinstance(layer.mlp, SparseExperts) and isinstance(layers.mlp, SparseExperts):
+            return x + layer.mlp.decode(layer.post_attention_norm(x), layers.mlp, number), cache
+        return layer._feed_forward(x)[0], cache
+
+    def _feed_forward(
+        self, x: NamedArray, documents: NamedArray | None = None
+    ) -> tuple[NamedArray, RouterStatistics | None]:
+        normalised = self.post_attention_norm(x)
+        if isinstance(self.mlp, SwiGlu):
+            return x + self.mlp(normalised).rearrange(x.axes), None
+        mixed, statistics = self.mlp(normalised, documents)
         return x + mixed, statistics
 
 
@@ -106,29 +145,22 @@ class Qwen3Decoder(LanguageModel):
     ) -> tuple[NamedArray, RouterStatistics | None]:
         """Maps tokens `[..., position]` to hidden states `[..., position, Embed]`, with statistics per layer.
 
-        Args:
-            tokens: integers.
-            documents: integers like `tokens`; a position sees only positions with its own. None for one
-                document.
-            positions: integers like `tokens`, where a token stands in its document; None to count from the
-                start of the sequence.
+        Arguments are those of `hidden_states`.
 
         Returns:
             The normalised output of the last layer, and router statistics `[layers, Experts]` of the layers
             that have experts, in order; None where none has.
         """
-        dtype = jnp.dtype(self.config.compute_dtype)
         if positions is None:
             positions = hax.arange(tokens.resolve_axis(POSITION_AXIS))
-        turning = self.config.rotary
-        rotary = rotary_table(positions, self.config.HeadDim, theta=turning.theta, scaling=turning.scaling)
-        x = self.embedding(tokens).astype(dtype)
+        rotary = self._rotary(positions)
+        x = self._embedded(tokens)
         found = []
         for stack in self.stacks:
             x, statistics = stack.scan(x, rotary, documents)
             if statistics is not None:
                 found.append(statistics)
-        return cast_floating(self.norm, dtype)(x), _one_after_the_other(found)
+        return self._normalised(x), _one_after_the_other(found)
 
     def hidden_states(
         self,
@@ -137,14 +169,55 @@ class Qwen3Decoder(LanguageModel):
         documents: NamedArray | None = None,
         positions: NamedArray | None = None,
     ) -> tuple[NamedArray, AuxiliaryLoss]:
-        """Maps tokens `[..., position]` to hidden states, with the auxiliary losses of the routers.
-
-        Arguments are those of `layer_states`.
-        """
+        """Maps tokens `[..., position]` to hidden states, with the auxiliary losses of the routers."""
         hidden, statistics = self.layer_states(tokens, documents=documents, positions=positions)
         if statistics is None or not isinstance(self.config, Qwen3MoeConfig):
             return hidden, AuxiliaryLoss(jnp.zeros(()), {})
         return hidden, _router_losses(statistics, self.config)
+
+    def prefill(self, tokens: NamedArray, slots: int) -> tuple[NamedArray, DecoderCache]:
+        """Maps the beginnings of sequences, `[Batch, position]`, to hidden states and a cache of them.
+
+        See `LanguageModel.prefill`. Among these, a layer's cache is written while the layers are walked.
+        """
+        (Batch,) = (axis for axis in tokens.axes if axis.name != POSITION_AXIS)
+        rotary = self._rotary(hax.arange(tokens.resolve_axis(POSITION_AXIS)))
+        config, x, caches = self.config, self._embedded(tokens), []
+        for stack in self.stacks:
+            cache = KeyValueCache.empty(
+                stack.Layers, Batch, config.KVHeads, slots, config.HeadDim, config.compute_dtype
+            )
+            walk = stack.fold_via(DecoderLayer.prefill, remat=False)
+            x, cache = walk((x, cache), hax.arange(stack.Layers), rotary)
+            caches.append(cache)
+        return self._normalised(x), tuple(caches)
+
+    def decode(
+        self, tokens: NamedArray, positions: NamedArray, cache: DecoderCache
+    ) -> tuple[NamedArray, DecoderCache]:
+        """Maps one token a row, `[Batch]` at `positions`, to hidden states `[Batch, Embed]`.
+
+        See `LanguageModel.decode`. The cache goes from layer to layer as a carry, so that each writes its own
+        token into the one buffer and no layer's keys are stacked anew.
+        """
+        rotary, x, caches = self._rotary(positions), self._embedded(tokens), []
+        for stack, before in zip(self.stacks, cache, strict=True):
+            # A closure goes to every layer whole, where an argument with the layers' axis would be split.
+            decode = functools.partial(DecoderLayer.decode, layers=stack.stacked)
+            walk = stack.fold_via(decode, remat=False)
+            x, after = walk((x, before), hax.arange(stack.Layers), rotary, positions)
+            caches.append(after)
+        return self._normalised(x), tuple(caches)
+
+    def _rotary(self, positions: NamedArray) -> RotaryTable:
+        turning = self.config.rotary
+        return rotary_table(positions, self.config.HeadDim, theta=turning.theta, scaling=turning.scaling)
+
+    def _embedded(self, tokens: NamedArray) -> NamedArray:
+        return self.embedding(tokens).astype(self.config.compute_dtype)
+
+    def _normalised(self, x: NamedArray) -> NamedArray:
+        return cast_floating(self.norm, x.dtype)(x)
 
     def unembedding(self) -> NamedArray:
         """The head's weights, or the embedding's where they are tied."""
@@ -155,9 +228,7 @@ def _one_after_the_other(found: list[RouterStatistics]) -> RouterStatistics | No
     if not found:
         return None
     Layers = Axis("layers", sum(statistics.load.axis_size("layers") for statistics in found))
-    return jax.tree.map(
-        lambda *some: hax.concatenate(Layers, some), *found, is_leaf=lambda x: isinstance(x, NamedArray)
-    )
+    return jax.tree.map(lambda *some: hax.concatenate(Layers, some), *found, is_leaf=is_named_array)
 
 
 def _router_losses(statistics: RouterStatistics, config: Qwen3MoeConfig) -> AuxiliaryLoss:

@@ -10,16 +10,17 @@ import haliax.nn as hnn
 import jax
 import jax.numpy as jnp
 from haliax import Axis, NamedArray
+from haliax.util import is_named_array
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from models.qwen3_moe.config import Qwen3MoeConfig
-from models.qwen3_moe.layers import SwiGlu, linear
+from models.qwen3_moe.layers import SwiGlu, cast_floating, linear
 from stacked_remat import Stacked, checkpoint_name
-from stacked_remat.ops import grouped_experts
+from stacked_remat.ops import grouped_experts, per_device
 
 
 class RouterStatistics(eqx.Module):
-    """How one layer's router spread its tokens, over the axis `Experts`, in float32.
+    """How one layer's router spread its tokens, padding left out, over the axis `Experts`, in float32.
 
     Attributes:
         load: how many times an expert was chosen, per token; sums to `experts_per_token`. Has no gradient.
@@ -75,11 +76,14 @@ class SparseExperts(eqx.Module):
             config=config,
         )
 
-    def route(self, x: NamedArray) -> tuple[NamedArray, NamedArray, RouterStatistics]:
+    def route(
+        self, x: NamedArray, documents: NamedArray | None = None
+    ) -> tuple[NamedArray, NamedArray, RouterStatistics]:
         """Chooses experts for every token.
 
         Args:
             x: `[..., Embed]`.
+            documents: integers `[...]`, 0 for padding, which is routed and left out of the statistics.
 
         Returns:
             The experts' numbers and their gates in float32, both `[..., choice]`, and statistics.
@@ -88,45 +92,90 @@ class SparseExperts(eqx.Module):
         logits = self.router(x).astype(jnp.float32)
         probabilities = checkpoint_name(hnn.softmax(logits, axis=Experts), "router_probs")
         Choice = Axis("choice", self.config.experts.experts_per_token)
-        gates, choices = hax.top_k(probabilities, Experts, Choice.size, new_axis=Choice)
+        tokens = tuple(axis for axis in probabilities.axes if axis != Experts)
+
+        def best(probabilities: NamedArray) -> tuple[NamedArray, NamedArray]:
+            gates, choices = hax.top_k(probabilities, Experts, Choice.size, new_axis=Choice)
+            return gates, choices
+
+        chosen_axes = (*tokens, Choice)
+        gates, choices = per_device(best, probabilities, over=tokens, out=(chosen_axes, chosen_axes))
         if self.config.experts.norm_topk_prob:
             gates = gates / hax.sum(gates, axis=Choice)
         choices, gates = checkpoint_name(choices, "router_choices"), checkpoint_name(gates, "router_gates")
         chosen = hax.sum(hnn.one_hot(choices, Experts, dtype=jnp.float32), axis=Choice)
-        tokens = tuple(axis for axis in probabilities.axes if axis != Experts)
+        real = hax.ones(tokens)
+        if documents is not None:
+            real = hax.where(documents != 0, real, 0.0)
+        number = hax.maximum(hax.sum(real), 1.0)
+
+        def mean(x: NamedArray) -> NamedArray:
+            return hax.sum(x * real, axis=tokens) / number
+
         of_layer = RouterStatistics(
-            load=hax.mean(chosen, axis=tokens),
-            importance=hax.mean(probabilities, axis=tokens),
-            z_loss=hax.mean(hnn.logsumexp(logits, axis=Experts) ** 2, axis=tokens),
+            load=mean(chosen),
+            importance=mean(probabilities),
+            z_loss=mean(hnn.logsumexp(logits, axis=Experts) ** 2),
         )
         return choices, gates, of_layer
 
-    def __call__(self, x: NamedArray) -> tuple[NamedArray, RouterStatistics]:
-        """Maps `[..., Embed]` to `[..., Embed]`, with the router's statistics.
+    def __call__(
+        self, x: NamedArray, documents: NamedArray | None = None
+    ) -> tuple[NamedArray, RouterStatistics]:
+        """Maps `[..., Embed]` to `[..., Embed]`, with the router's statistics; takes what `route` takes.
 
         Cost: `6 * tokens * experts_per_token * embed * expert_dim` FLOPs and up to a quarter more for
         padding; see `grouped_experts` for the memory.
         """
-        Embed, Experts = self.config.Embed, self.config.Experts
-        choices, gates, statistics = self.route(x)
-        tokens = tuple(axis for axis in x.axes if axis != Embed)
-        rows, chosen, factors = (
-            named.rearrange((*tokens, last)).array.reshape(-1, last.size)
-            for named, last in (
-                (x, Embed),
-                (choices, choices.resolve_axis("choice")),
-                (gates, gates.resolve_axis("choice")),
-            )
-        )
-        mixed = grouped_experts(
-            _apply_expert, self.experts.stacked, Experts, rows, chosen, factors.astype(rows.dtype)
-        )
-        axes = (*tokens, Embed)
-        output = hax.named(mixed.reshape([axis.size for axis in axes]), axes).rearrange(x.axes)
+        choices, gates, statistics = self.route(x, documents)
+        output = self._mixed(x, choices, gates, self.experts.stacked, self.config.Experts)
         return checkpoint_name(output, "expert_output"), statistics
+
+    def decode(self, x: NamedArray, layers: "SparseExperts", number: NamedArray) -> NamedArray:
+        """The same for a few tokens, without a copy of the layer's experts.
+
+        A loop over layers cuts the weights of all experts out of the stack, whether tokens visit them or not.
+        Here the experts of all layers are one row of experts, in which this layer's follow one another.
+
+        Args:
+            x: `[..., Embed]`.
+            layers: these weights of all layers of the stack, whose axis is the first of every array.
+            number: of this layer.
+        """
+        Experts, stacked = self.config.Experts, layers.experts.stacked
+        Layers = jax.tree.leaves(stacked, is_leaf=is_named_array)[0].axes[0]
+        All = Axis(Experts.name, Layers.size * Experts.size)
+        weights = jax.tree.map(
+            lambda named: named.flatten_axes((Layers, Experts), All), stacked, is_leaf=is_named_array
+        )
+        choices, gates, _ = self.route(x)
+        return self._mixed(x, choices + number * Experts.size, gates, weights, All)
+
+    def _mixed(
+        self, x: NamedArray, choices: NamedArray, gates: NamedArray, weights: SwiGlu, Experts: Axis
+    ) -> NamedArray:
+        """The sum of each token's chosen experts, whose weights have the axis `Experts`."""
+        Embed = self.config.Embed
+        tokens = tuple(axis for axis in x.axes if axis != Embed)
+
+        def mix(weights: SwiGlu, x: NamedArray, choices: NamedArray, gates: NamedArray) -> NamedArray:
+            own = tuple(axis for axis in x.axes if axis != Embed)
+            rows, chosen, factors = (
+                named.rearrange((*own, last)).array.reshape(-1, last.size)
+                for named, last in (
+                    (x, Embed),
+                    (choices, choices.resolve_axis("choice")),
+                    (gates, gates.resolve_axis("choice")),
+                )
+            )
+            mixed = grouped_experts(_apply_expert, weights, Experts, rows, chosen, factors.astype(rows.dtype))
+            return hax.named(mixed.reshape([axis.size for axis in (*own, Embed)]), (*own, Embed))
+
+        return per_device(mix, weights, x, choices, gates, over=tokens, out=x.axes)
 
 
 def _apply_expert(expert: SwiGlu, rows: Float[Array, "row embed"], gates: Float[Array, " row"]) -> Array:
     Row = Axis("row", rows.shape[0])
+    expert = cast_floating(expert, rows.dtype)
     mixed = expert(hax.named(rows, (Row, "embed")), hax.named(gates, Row))
     return mixed.rearrange((Row, "embed")).array

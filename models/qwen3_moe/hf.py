@@ -16,7 +16,7 @@ import haliax.nn as hnn
 import jax
 import numpy as np
 from haliax import Axis, NamedArray
-from haliax.util import ensure_tuple
+from haliax.util import ensure_tuple, is_named_array
 from jax.sharding import Sharding, SingleDeviceSharding
 from jaxtyping import DTypeLike
 
@@ -36,6 +36,8 @@ _NAMES = {
     "router": "gate",
 }
 """What Hugging Face calls the parts of a layer that have other names here."""
+
+_HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
 _RENAMED = re.compile("|".join(rf"\b{name}\b" for name in _NAMES))
 
@@ -68,9 +70,11 @@ def read_decoder(
     folder = SafetensorsFolder.open(root)
     shapes = eqx.filter_eval_shape(Qwen3Decoder.init, config, Vocab, remat=remat, key=jax.random.key(0))
     places = decoder_places(shapes)
-    if config.tie_word_embeddings:
-        folder = _without_a_copied_head(folder)
-    check_tensors(list(places.values()), folder)
+    copied = config.tie_word_embeddings and _HEAD in folder.shapes
+    head = [replace(places[".embedding.weight"], names=(_HEAD,))] if copied else []
+    check_tensors([*places.values(), *head], folder)
+    if copied:
+        _refuse_another_head(folder)
     default = SingleDeviceSharding(jax.devices()[0])
 
     def read(path: Any, shape: NamedArray) -> NamedArray:
@@ -78,7 +82,7 @@ def read_decoder(
         array = read_array(places[jax.tree_util.keystr(path)], folder.read, dtype, own)
         return NamedArray(array, shape.axes)
 
-    return jax.tree_util.tree_map_with_path(read, shapes, is_leaf=_is_named)
+    return jax.tree_util.tree_map_with_path(read, shapes, is_leaf=is_named_array)
 
 
 def write_decoder(
@@ -108,7 +112,7 @@ def write_decoder(
         )
     places = decoder_places(decoder)
     pending: dict[str, Pending] = {}
-    for path, leaf in jax.tree_util.tree_leaves_with_path(decoder, is_leaf=_is_named):
+    for path, leaf in jax.tree_util.tree_leaves_with_path(decoder, is_leaf=is_named_array):
         pending |= pending_tensors(places[jax.tree_util.keystr(path)], leaf.array)
     dtype = decoder.embedding.weight.dtype
     document = config_to_hf(decoder.config, decoder.Vocab.size, dtype=str(dtype))
@@ -135,10 +139,6 @@ def decoder_places(decoder: Qwen3Decoder) -> dict[str, Place]:
     if decoder.head is not None:
         places |= _places(decoder.head, ".head", ("lm_head",), ())
     return places
-
-
-def _is_named(node: Any) -> bool:
-    return isinstance(node, NamedArray)
 
 
 def _places(
@@ -181,24 +181,26 @@ def _modules(tree: Any) -> list[tuple[str, Any]]:
     return [(jax.tree_util.keystr(path), module) for path, module in found]
 
 
-def _without_a_copied_head(folder: SafetensorsFolder) -> SafetensorsFolder:
+def _refuse_another_head(folder: SafetensorsFolder) -> None:
     """For tied embeddings: some checkpoints hold them twice, which is as good as once if they are equal."""
-    head, embedding = "lm_head.weight", "model.embed_tokens.weight"
-    if not {head, embedding} <= folder.shapes.keys():
-        return folder
-    if not np.array_equal(folder.read(head), folder.read(embedding)):
+    if not np.array_equal(folder.read(_HEAD), folder.read(_EMBEDDING)):
         raise WeightsError(
-            f"{folder.root} has tie_word_embeddings, but its {head} is not its {embedding}. Set "
-            f"tie_word_embeddings to false in its config.json to train them apart, or leave {head} out."
+            f"{folder.root} has tie_word_embeddings, but its {_HEAD} is not its {_EMBEDDING}. Set "
+            f"tie_word_embeddings to false in its config.json to train them apart, or leave {_HEAD} out."
         )
-    return replace(folder, shapes={name: shape for name, shape in folder.shapes.items() if name != head})
 
 
 @read_pretrained.register
 def _read(
-    config: Qwen3Architecture, root: Path, Vocab: Axis, *, remat: ScanCheckpointSpec, dtype: DTypeLike
+    config: Qwen3Architecture,
+    root: Path,
+    Vocab: Axis,
+    *,
+    remat: ScanCheckpointSpec,
+    dtype: DTypeLike,
+    sharding: Callable[[NamedArray], Sharding] | None = None,
 ) -> Qwen3Decoder:
-    return read_decoder(root, config, Vocab, remat=remat, dtype=dtype)
+    return read_decoder(root, config, Vocab, remat=remat, dtype=dtype, sharding=sharding)
 
 
 @pretrained_config.register

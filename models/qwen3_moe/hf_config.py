@@ -100,21 +100,21 @@ def config_from_hf(document: Mapping[str, Any]) -> tuple[Qwen3Architecture, int]
         raise ValueError(f"model_type is {model_type!r}; qwen3 and qwen3_moe are read.")
     _refuse_other_values(entries)
     take = _Taker(entries)
-    num_layers = take("num_hidden_layers")
-    num_heads = take("num_attention_heads")
+    num_layers = take.size("num_hidden_layers")
+    num_heads = take.size("num_attention_heads")
     common = {
-        "hidden_dim": take("hidden_size"),
+        "hidden_dim": take.size("hidden_size"),
         "num_layers": num_layers,
         "num_heads": num_heads,
-        "num_kv_heads": take("num_key_value_heads"),
+        "num_kv_heads": _num_kv_heads(take, model_type, num_heads),
         "attention": _attention(take, model_type, num_layers),
-        "mlp_dim": take("intermediate_size"),
+        "mlp_dim": take.size("intermediate_size"),
         "rotary": _rotary(take),
-        "rms_norm_eps": take("rms_norm_eps", 1e-6),
-        "initializer_range": take("initializer_range", 0.02),
-        "tie_word_embeddings": take("tie_word_embeddings", False),
+        "rms_norm_eps": take.number("rms_norm_eps", 1e-6),
+        "initializer_range": take.number("initializer_range", 0.02),
+        "tie_word_embeddings": take.boolean("tie_word_embeddings", False),
     }
-    vocab_size = take("vocab_size")
+    vocab_size = take.size("vocab_size")
     if model_type == "qwen3_moe":
         config = Qwen3MoeConfig(**common, experts=_experts(take, num_layers))
     else:
@@ -160,28 +160,84 @@ def config_to_hf(config: Qwen3Architecture, vocab_size: int, *, dtype: str) -> d
 
 
 class _Taker:
-    """Takes fields out of a config, so that those left over are known."""
+    """Takes fields out of a config, each of its type, so that those left over are known.
+
+    A field that is absent or null is its default, and without one (`...`) missing.
+    """
 
     def __init__(self, entries: dict[str, Any]):
         self._entries = entries
 
+    def __contains__(self, name: str) -> bool:
+        return name in self._entries
+
     def __call__(self, name: str, default: Any = ...) -> Any:
-        """The field, or the default where it is absent or null.
+        """The field, of any type.
 
         Raises:
-            ValueError: it is absent and has no default.
+            ValueError: it is missing.
         """
         value = self._entries.pop(name, None)
         if value is None and default is ...:
             raise ValueError(f"{name} is missing.")
         return default if value is None else value
 
-    def any_of(self, *names: str) -> Any:
-        """The field under the first name that it has; all are taken."""
-        found = [value for value in (self(name, None) for name in names) if value is not None]
-        if not found:
-            raise ValueError(f"{' or '.join(names)} is missing.")
-        return found[0]
+    def size(self, name: str, default: Any = ..., at_least: int = 1) -> Any:
+        """A whole number.
+
+        Raises:
+            ValueError: it is missing, something else, or too small.
+        """
+        value = self(name, default)
+        if value is not None and (type(value) is not int or value < at_least):
+            raise ValueError(f"{name} is {value!r}; a whole number of at least {at_least} is expected.")
+        return value
+
+    def number(self, name: str, default: float) -> float:
+        """A number that is not negative.
+
+        Raises:
+            ValueError: it is something else.
+        """
+        return _number(name, self(name, default))
+
+    def boolean(self, name: str, default: bool) -> bool:
+        """`true` or `false`.
+
+        Raises:
+            ValueError: it is something else.
+        """
+        value = self(name, default)
+        if not isinstance(value, bool):
+            raise ValueError(f"{name} is {value!r}; true or false is expected.")
+        return value
+
+    def sequence(self, name: str, kind: type, default: Any) -> Any:
+        """A list whose entries are all of one type.
+
+        Raises:
+            ValueError: it is something else.
+        """
+        value = self(name, default)
+        if value is not None and not (
+            isinstance(value, list | tuple) and all(type(entry) is kind for entry in value)
+        ):
+            raise ValueError(f"{name} is {value!r}; a list of {kind.__name__} is expected.")
+        return value
+
+
+def _number(name: str, value: Any) -> float:
+    if type(value) not in (int, float) or not 0 <= value < float("inf"):
+        raise ValueError(f"{name} is {value!r}; a number that is not negative is expected.")
+    return float(value)
+
+
+def _num_kv_heads(take: _Taker, model_type: str, num_heads: int) -> int:
+    """Where nothing is said, what `Qwen3Config` and `Qwen3MoeConfig` of transformers take."""
+    name = "num_key_value_heads"
+    if name not in take:
+        return 32 if model_type == "qwen3" else 4
+    return take.size(name, num_heads if model_type == "qwen3" else ...)
 
 
 def _refuse_other_values(entries: dict[str, Any]) -> None:
@@ -192,11 +248,13 @@ def _refuse_other_values(entries: dict[str, Any]) -> None:
 
 
 def _attention(take: _Taker, model_type: str, num_layers: int) -> AttentionConfig:
-    window = take("sliding_window", 4096)
-    if not take("use_sliding_window", False):
+    window = take.size("sliding_window", 4096)
+    if not take.boolean("use_sliding_window", False):
         window = None
-    first = take("max_window_layers", 28)  # of dense models; the others have windows in all layers or in none
-    kinds = take("layer_types", None)
+    first = take.size(
+        "max_window_layers", 28, at_least=0
+    )  # of dense models; the others have windows in all layers or in none
+    kinds = take.sequence("layer_types", str, None)
     if kinds is None:
         full = first if model_type == "qwen3" else 0
         kinds = ["sliding_attention" if window and i >= full else "full_attention" for i in range(num_layers)]
@@ -214,15 +272,15 @@ def _attention(take: _Taker, model_type: str, num_layers: int) -> AttentionConfi
             "layer_types has sliding_attention, but use_sliding_window and sliding_window don't."
         )
     return AttentionConfig(
-        head_dim=take("head_dim", 128 if model_type == "qwen3" else None),
-        bias=take("attention_bias", False),
+        head_dim=take.size("head_dim", 128 if model_type == "qwen3" else None),
+        bias=take.boolean("attention_bias", False),
         window=window if windowed else None,
         windowed_layers=windowed if 0 < len(windowed) < num_layers else None,
     )
 
 
 def _rotary(take: _Taker) -> RotaryConfig:
-    longest = take("max_position_embeddings", 32_768)
+    longest = take.size("max_position_embeddings", 32_768)
     theta = take("rope_theta", None)
     scaling = take("rope_scaling", None)
     parameters = take("rope_parameters", {})
@@ -231,25 +289,30 @@ def _rotary(take: _Taker) -> RotaryConfig:
         raise ValueError(f"rope_scaling is {parameters!r}; a mapping with rope_type is expected.")
     parameters = dict(parameters)
     inner = parameters.pop("rope_theta", None)
-    found = rotary_from_hf(parameters, max_position_embeddings=longest)
+    try:
+        found = rotary_from_hf(parameters, max_position_embeddings=longest)
+    except TypeError as error:
+        raise ValueError(f"rope_scaling is {parameters!r}: {error}.") from error
+    given = next((value for value in (inner, theta) if value is not None), 10_000.0)
     return RotaryConfig(
-        theta=next((float(value) for value in (inner, theta) if value is not None), 10_000.0),
+        theta=_number("rope_theta", given),
         scaling=None if isinstance(found, DefaultRotary) else found,
         max_position_embeddings=longest,
     )
 
 
 def _experts(take: _Taker, num_layers: int) -> ExpertsConfig:
-    step = take("decoder_sparse_step", 1)
-    if step < 1:
-        raise ValueError(f"decoder_sparse_step is {step}; it is the distance of sparse layers, at least 1.")
-    dense = set(take("mlp_only_layers", []))
+    step = take.size("decoder_sparse_step", 1)  # the distance of sparse layers
+    dense = set(take.sequence("mlp_only_layers", int, []))
+    named, newer = (take.size(name, None) for name in ("num_experts", "num_local_experts"))
+    if named is None and newer is None:
+        raise ValueError("num_experts or num_local_experts is missing.")
     return ExpertsConfig(
-        num_experts=take.any_of("num_experts", "num_local_experts"),
-        experts_per_token=take("num_experts_per_tok"),
-        intermediate_dim=take("moe_intermediate_size"),
-        norm_topk_prob=take("norm_topk_prob", False),
-        load_balance_weight=take("router_aux_loss_coef", 0.001),
+        num_experts=newer if named is None else named,
+        experts_per_token=take.size("num_experts_per_tok"),
+        intermediate_dim=take.size("moe_intermediate_size"),
+        norm_topk_prob=take.boolean("norm_topk_prob", False),
+        load_balance_weight=take.number("router_aux_loss_coef", 0.001),
         dense_layers=tuple(i for i in range(num_layers) if i in dense or (i + 1) % step),
     )
 

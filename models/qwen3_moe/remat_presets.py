@@ -26,5 +26,7 @@ QWEN3_REMAT_PRESETS: Mapping[str, ScanCheckpointPolicy] = MappingProxyType(
 | `projections_saved` | `(2 * H + 2 * K) * d * b + 4 * H` | device, all layers | and projections, norms |
 | `nested_attention_saved` | `H * (d * b + 4)` | device, one segment | attention, in the segment's walk |
 
-cuDNN's kernel keeps numbers of its own that have no name: with it attention is computed again all the same.
+cuDNN's kernel keeps numbers of its own that have no name (there is no `attention_lse`): with it attention is
+computed again all the same, and these policies only cost memory. Choose `attention.backend: blockwise` with
+them. What they come to at 65,536 tokens is in docs/long-context.md.
 """

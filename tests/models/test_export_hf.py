@@ -1,3 +1,4 @@
+import shutil
 from typing import Any
 
 import equinox as eqx
@@ -9,8 +10,10 @@ import pytest
 import yaml
 from haliax import Axis
 from rich.console import Console
+from safetensors.numpy import load_file, save_file
 
 from models.export_hf import main as export_hf, trained_model
+from models.generator import generator_of_run
 from models.qwen3_moe import Qwen3Decoder, Qwen3MoeConfig
 from models.qwen3_moe.hf import read_decoder, write_decoder
 from models.qwen3_moe.hf_config import read_hf_config
@@ -32,7 +35,7 @@ model:
 vocab_size: 260
 data: {seq_len: 16, batch_size: 2, sources: {text: {paths: [text/]}}}
 optimizer: {learning_rate: 1.0e-2, warmup_steps: 0}
-trainer: {num_steps: 2, eval_batches: 1}
+trainer: {num_steps: 2, eval_batches: 1, mesh: {axes: {data: 1}}}
 """
 Vocab = Axis("vocab", 260)
 
@@ -115,6 +118,7 @@ def test_adapters_are_merged_or_written_alone(workplace, adapted):
     assert export("--run_dir", adapted, "--out", workplace / "merged")[0] == 0
     merged = read_decoder(workplace / "merged", config.model, Vocab)
     np.testing.assert_array_equal(logits(merged), logits(merge_lora(model)))
+    np.testing.assert_array_equal(logits(generator_of_run(adapted).model), logits(merged))
     assert export("--run_dir", adapted, "--out", workplace / "alone", "--adapters")[0] == 0
     base = read_decoder(workplace / "base", config.model, Vocab)
     np.testing.assert_allclose(logits(load_adapters(base, workplace / "alone")), logits(model), atol=1e-5)
@@ -131,6 +135,22 @@ def test_a_run_of_adapters_goes_on(workplace, adapted):
     one, other = (model.stacks[0].stacked.attention.q_proj for model in models)
     np.testing.assert_array_equal(one.wrapped.weight.array, other.wrapped.weight.array)
     assert np.any(np.asarray(one.b.array) != np.asarray(other.b.array))
+
+
+def test_adapters_go_on_with_the_weights_that_they_began_with_and_no_others(workplace, adapted, capsys):
+    shutil.copytree(adapted, workplace / "moved")
+    (workplace / "moved/result.json").unlink(missing_ok=True)
+    shutil.copytree(workplace / "base", workplace / "other")
+    for file in (workplace / "other").glob("*.safetensors"):
+        tensors = load_file(file)
+        tensors["model.norm.weight"] *= 1.5
+        save_file(tensors, file)
+    before = (workplace / "moved/config.yaml").read_text()
+    more = ("--initialize_from_hf", str(workplace / "other"), "--lora.rank", "2", "--trainer.num_steps", "4")
+    assert train(workplace, "moved", *more, "--trainer.checkpoint.accept_changes", "true") == 1
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "goes with other weights than these" in shown and ": frozen.norm.weight. Give" in shown
+    assert (workplace / "moved/config.yaml").read_text() == before
 
 
 @pytest.mark.parametrize(

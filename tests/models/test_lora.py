@@ -15,7 +15,7 @@ from models.qwen3_moe import ExpertsConfig, Qwen3MoeConfig
 from models.qwen3_moe.peft import load_adapters, save_adapters
 from models.step_memory import step_report
 from stacked_remat.lora import LoraConfig, LoraLinear, lora_linears, merge_lora
-from stacked_remat.training import ConfigError, DataConfig, TokenBatch
+from stacked_remat.training import ConfigError, DataConfig, MeshConfig, TokenBatch, TrainerConfig
 
 Vocab, Batch, Pos = Axis("vocab", 17), Axis("batch", 2), Axis("position", 6)
 CONFIG = Qwen3MoeConfig(
@@ -130,11 +130,14 @@ def test_the_planner_counts_no_gradients_and_no_moments_of_the_base(standard_pro
     wide = Qwen3MoeConfig(
         hidden_dim=128, num_layers=8, num_heads=2, num_kv_heads=1, experts=ExpertsConfig(4, 1, 256)
     )
-    found = {
-        lora: step_report(PlanLmConfig(model=wide, lora=lora, data=DataConfig(seq_len=8, batch_size=1)), True)
-        for lora in (None, LoraConfig(1, 1.0))
-    }
-    whole, adapters = found.values()
+    config = PlanLmConfig(
+        model=wide,
+        data=DataConfig(seq_len=8, batch_size=1),
+        trainer=TrainerConfig(mesh=MeshConfig(axes={"data": 1})),
+    )
+    whole, adapters = (
+        step_report(dataclasses.replace(config, lora=lora), True) for lora in (None, LoraConfig(1, 1.0))
+    )
     weights = whole.arguments / 3
     assert adapters.arguments < 1.1 * weights
     assert whole.temporaries > 0.9 * weights and adapters.temporaries < 0.3 * weights

@@ -1,3 +1,4 @@
+import dataclasses
 import io
 
 import jax
@@ -5,11 +6,12 @@ import pytest
 from rich.console import Console
 
 import models.plan_lm as plan_lm
-from models.plan_lm import POLICIES, PlanLmConfig, main, policy_table, step_reports
+from models.plan_lm import POLICIES, PlanLmConfig, compared, main, policy_table, step_reports
 from models.qwen3_moe import ExpertsConfig, Qwen3MoeConfig
 from models.step_memory import plan_step
+from stacked_remat import ScanCheckpointPolicy
 from stacked_remat._policy import _ALIASES, resolve_policy
-from stacked_remat.training import DataConfig, remat_policy
+from stacked_remat.training import DataConfig, MeshConfig, TrainerConfig, remat_policy
 
 CONFIG = PlanLmConfig(
     model=Qwen3MoeConfig(
@@ -17,6 +19,7 @@ CONFIG = PlanLmConfig(
     ),
     remat="nested",
     data=DataConfig(seq_len=16, batch_size=64),
+    trainer=TrainerConfig(mesh=MeshConfig(axes={"data": 1})),
 )
 
 # optax's Adam raises a float to an integer power.
@@ -60,15 +63,33 @@ def test_there_is_a_row_for_every_alias():
 
 def test_the_command_prints_the_table(monkeypatch, tmp_path):
     monkeypatch.setattr(plan_lm, "POLICIES", {"True": True})
+    monkeypatch.setattr(Qwen3MoeConfig, "remat_presets", {"kept": ScanCheckpointPolicy(disable=True)})
     console = Console(file=io.StringIO(), width=200)
     path = tmp_path / "plan.yaml"
     path.write_text(
-        "model: {type: qwen3_moe, hidden_dim: 8, num_layers: 2, num_heads: 2}\ndata: {seq_len: 8}"
+        "model: {type: qwen3_moe, hidden_dim: 8, num_layers: 2, num_heads: 2}\ndata: {seq_len: 8}\n"
+        "trainer: {mesh: {axes: {data: 1}}}"
     )
     assert main(["--config_path", str(path), "--data.batch_size", "2", "--data.seq_len", "8"], console) == 0
-    assert "2 x 8 tokens" in console.file.getvalue()  # pyright: ignore[reportAttributeAccessIssue]
+    shown = console.file.getvalue()  # pyright: ignore[reportAttributeAccessIssue]
+    assert "2 x 8 tokens" in shown
+    rows = [line.split("│")[1].strip() for line in shown.splitlines() if line.startswith("│")]
+    assert rows == ["True *", "kept"]
 
 
+def test_what_the_model_names_itself_is_compared_too():
+    policies = compared(CONFIG)
+    assert list(policies) == [*POLICIES, *CONFIG.model.remat_presets]
+    named = dataclasses.replace(CONFIG, remat="attention_saved")
+    (name, found), *_ = step_reports(named, {"attention_saved": policies["attention_saved"]})
+    (_, plain), *_ = step_reports(CONFIG, {"True": True})
+    assert found.temporaries > plain.temporaries and found.flops.matmul < plain.flops.matmul
+    console = Console(file=io.StringIO(), width=200)
+    console.print(policy_table(named, {name: found}))
+    assert "attention_saved *" in console.file.getvalue()  # pyright: ignore[reportAttributeAccessIssue]
+
+
+@pytest.mark.deep
 def test_auto_shows_how_the_policy_is_found(reports):
     console = Console(file=io.StringIO(), width=200)
     keep_all, full, nested = (reports[name].total for name in ("False", "True", "nested"))
@@ -84,7 +105,10 @@ def test_auto_shows_how_the_policy_is_found(reports):
 def test_auto_has_a_command(tmp_path):
     console = Console(file=io.StringIO(), width=200)
     path = tmp_path / "plan.yaml"
-    path.write_text("model: {type: qwen3_moe, hidden_dim: 8, num_layers: 2, num_heads: 2}\nremat: auto")
+    path.write_text(
+        "model: {type: qwen3_moe, hidden_dim: 8, num_layers: 2, num_heads: 2}\nremat: auto\n"
+        "trainer: {mesh: {axes: {data: 1}}}"
+    )
     small = ["--config_path", str(path), "--data.batch_size", "2", "--data.seq_len", "8"]
     assert main([*small, "--budget", "1GiB"], console) == 0
     assert main([*small, "--budget", "1KiB"], console) == 1

@@ -125,3 +125,15 @@ def test_the_z_loss_is_the_mean_square_of_the_log_normaliser():
     logits = layer.router(x).rearrange((Batch, Pos, layer.config.Experts)).array
     expected = np.mean(np.log(np.sum(np.exp(np.asarray(logits)), axis=-1)) ** 2)
     np.testing.assert_allclose(layer.route(x)[2].z_loss.scalar(), expected, rtol=1e-5)
+
+
+def test_statistics_leave_padding_out():
+    layer, x = make()
+    documents = hax.named(jnp.array([1, 2, 0]), Pos)
+    found = layer(x, documents)
+    alone = layer.route(x[Pos, :2])[2]
+    for ours, theirs in zip(jax.tree.leaves(found[1]), jax.tree.leaves(alone), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-5)
+    np.testing.assert_array_equal(found[0].array, layer(x)[0].array)
+    nothing = layer.route(x, documents * 0)[2]
+    assert all(not np.any(leaf) for leaf in jax.tree.leaves(nothing))

@@ -162,7 +162,7 @@ def test_missing_tensors_are_named(folder):
         read_decoder(folder, deeper, Vocab)
 
 
-def test_a_head_that_repeats_a_tied_embedding_is_left_alone(decoder, tmp_path):
+def test_a_head_that_repeats_a_tied_embedding_is_left_alone(decoder, tmp_path, monkeypatch):
     tied = dataclasses.replace(
         decoder, head=None, config=dataclasses.replace(CONFIG, tie_word_embeddings=True)
     )
@@ -175,6 +175,21 @@ def test_a_head_that_repeats_a_tied_embedding_is_left_alone(decoder, tmp_path):
     save_file({**tensors, "lm_head.weight": embedding + 1}, path)
     with pytest.raises(WeightsError, match="its lm_head.weight is not its model.embed_tokens.weight"):
         read_decoder(tmp_path / "weights", tied.config, Vocab)
+    save_file({**tensors, "lm_head.weight": embedding[:-1].copy()}, path)
+    with monkeypatch.context() as unread:
+        unread.setattr(SafetensorsFolder, "read", None)
+        with pytest.raises(WeightsError, match=r"misshapen: lm_head.weight \[9, 8\], expected \[10, 8\]"):
+            read_decoder(tmp_path / "weights", tied.config, Vocab)
+
+
+def test_quantized_tensors_are_named_and_not_cast(decoder, tmp_path, monkeypatch):
+    write_decoder(tmp_path / "weights", decoder)
+    path = tmp_path / "weights" / SINGLE
+    tensors = load_file(path)
+    save_file({**tensors, "model.norm.weight": np.ones(8, np.int8)}, path)
+    monkeypatch.setattr(SafetensorsFolder, "read", None)
+    with pytest.raises(WeightsError, match="not a float: model.norm.weight is I8, expected one of F64, F32"):
+        read_decoder(tmp_path / "weights", CONFIG, Vocab)
 
 
 def test_every_array_has_its_place():

@@ -47,6 +47,21 @@ def test_what_is_not_said_is_as_hugging_face_has_it():
 
 
 @pytest.mark.parametrize(
+    ("document", "said", "expected"),
+    [
+        (DENSE, {}, 32),
+        (DENSE, {"num_key_value_heads": None}, 64),
+        (MOE, {}, 4),
+        (MOE, {"num_key_value_heads": 2}, 2),
+    ],
+)
+def test_key_value_heads_that_are_not_said_are_those_of_transformers(document, said, expected):
+    rest = {name: value for name, value in document.items() if name != "num_key_value_heads"}
+    config, _ = config_from_hf(rest | said | {"num_attention_heads": 64, "hidden_size": 128})
+    assert config.num_kv_heads == expected
+
+
+@pytest.mark.parametrize(
     ("fields", "expected"),
     [
         ({"decoder_sparse_step": 2}, (0, 2)),
@@ -110,7 +125,23 @@ def test_both_ways_to_say_how_positions_turn(fields):
         ({"layer_types": ["sliding_attention"] * 4}, "layer_types has sliding_attention, but .* don't"),
         ({"num_key_value_heads": 3}, "num_heads = 4 must be a multiple"),
         ({"num_key_value_heads": None}, "num_key_value_heads is missing"),
-        ({"decoder_sparse_step": 0}, "decoder_sparse_step is 0"),
+        ({"decoder_sparse_step": 0}, "decoder_sparse_step is 0; a whole number of at least 1"),
+        ({"hidden_size": "32"}, "hidden_size is '32'; a whole number of at least 1 is expected"),
+        ({"hidden_size": -32}, "hidden_size is -32; a whole number"),
+        ({"num_hidden_layers": 4.0}, "num_hidden_layers is 4.0; a whole number"),
+        ({"num_experts": True}, "num_experts is True; a whole number"),
+        ({"vocab_size": 0}, "vocab_size is 0; a whole number"),
+        ({"head_dim": "8"}, "head_dim is '8'; a whole number"),
+        ({"max_window_layers": -1}, "max_window_layers is -1; a whole number of at least 0"),
+        ({"tie_word_embeddings": "no"}, "tie_word_embeddings is 'no'; true or false is expected"),
+        ({"norm_topk_prob": 1}, "norm_topk_prob is 1; true or false"),
+        ({"rms_norm_eps": "1e-6"}, "rms_norm_eps is '1e-6'; a number that is not negative"),
+        ({"router_aux_loss_coef": -1.0}, "router_aux_loss_coef is -1.0; a number"),
+        ({"rope_theta": "10000"}, "rope_theta is '10000'; a number"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": "4"}}, "factor"),
+        ({"mlp_only_layers": "1"}, "mlp_only_layers is '1'; a list of int"),
+        ({"mlp_only_layers": ["1"]}, "a list of int"),
+        ({"layer_types": [1, 2, 3, 4]}, "a list of str"),
         ({"rope_scaling": "yarn"}, "rope_scaling is 'yarn'; a mapping with rope_type is expected"),
         (
             {

@@ -1,6 +1,7 @@
 """The decoder against Hugging Face's implementation, on random small models; needs torch and transformers."""
 
 import copy
+import os
 import warnings
 
 import equinox as eqx
@@ -30,20 +31,9 @@ Vocab = Axis("vocab", 53)
 Batch = Axis("batch", 2)
 Pos = Axis("position", 11)
 
+LINEAR = {"rope_type": "linear", "factor": 2.0}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8}
 
-MOE = dict(
-    hidden_size=32,
-    intermediate_size=20,
-    num_hidden_layers=3,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=6,
-    moe_intermediate_size=10,
-    num_experts=4,
-    num_experts_per_tok=2,
-    norm_topk_prob=True,
-)
 DENSE = dict(
     hidden_size=32,
     intermediate_size=20,
@@ -52,6 +42,7 @@ DENSE = dict(
     num_key_value_heads=2,
     head_dim=6,
 )
+MOE = DENSE | dict(moe_intermediate_size=10, num_experts=4, num_experts_per_tok=2, norm_topk_prob=True)
 
 VARIANTS: dict[str, tuple[str, dict]] = {
     "moe": ("Qwen3Moe", MOE),
@@ -85,6 +76,49 @@ VARIANTS: dict[str, tuple[str, dict]] = {
         | dict(layer_types=["sliding_attention", "full_attention", "sliding_attention"]),
     ),
 }
+
+
+def drawn(seed: int) -> tuple[str, dict]:
+    """A family and fields of a small config, each drawn at random from what its decoder serves."""
+    rng = np.random.default_rng(seed)
+
+    def one_of(*values):
+        return values[rng.integers(len(values))]
+
+    kv_heads, layers = one_of(1, 2, 3), one_of(2, 3)
+    fields = dict(
+        hidden_size=one_of(16, 24, 36),
+        intermediate_size=one_of(12, 20),
+        num_hidden_layers=layers,
+        num_attention_heads=kv_heads * one_of(1, 2, 3),
+        num_key_value_heads=kv_heads,
+        head_dim=one_of(4, 6, 10),
+        attention_bias=one_of(False, True),
+        tie_word_embeddings=one_of(False, True),
+        rms_norm_eps=one_of(1e-6, 1e-3),
+    )
+    theta = dict(rope_theta=one_of(100.0, 10_000.0, 1e6))
+    fields |= one_of(theta, dict(rope_parameters=YARN | theta), dict(rope_parameters=LINEAR | theta))
+    if one_of(False, True):
+        fields |= dict(use_sliding_window=True, sliding_window=one_of(2, 5))
+    if one_of("Qwen3", "Qwen3Moe") == "Qwen3":
+        kinds = [one_of("full_attention", "sliding_attention") for _ in range(layers)]
+        return "Qwen3", fields | (dict(layer_types=kinds) if "sliding_window" in fields else {})
+    experts, normalised = one_of(3, 4, 5), one_of(False, True)
+    fields |= dict(
+        moe_intermediate_size=one_of(6, 10),
+        num_experts=experts,
+        # A single gate that is normalised is 1, and its router has no gradient to compare.
+        num_experts_per_tok=int(rng.integers(1 + normalised, experts + 1)),
+        norm_topk_prob=normalised,
+        decoder_sparse_step=one_of(1, 2),
+        mlp_only_layers=one_of([], [0]),
+    )
+    return "Qwen3Moe", fields
+
+
+SEED = int(os.environ.get("PARITY_SEED", "0"))  # another number tries another config
+VARIANTS[f"drawn from {SEED}"] = drawn(SEED)
 
 
 def hugging_face_model(family: str, fields: dict):

@@ -99,3 +99,11 @@ def test_the_index_says_which_of_two_tensors_of_a_name_is_meant(tmp_path):
     index = {"weight_map": {"w": "a.safetensors", "v": "b.safetensors"}}
     (tmp_path / INDEX).write_text(json.dumps(index))
     np.testing.assert_array_equal(SafetensorsFolder.open(tmp_path).read("w"), np.ones(2))
+
+
+def test_a_tensor_in_two_files_that_the_index_does_not_name_is_refused(tmp_path):
+    save_file({"w": np.ones(2), "x": np.ones(1)}, tmp_path / "a.safetensors")
+    save_file({"w": np.zeros(2), "v": np.zeros(2)}, tmp_path / "b.safetensors")
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": {"x": "a.safetensors", "v": "b.safetensors"}}))
+    with pytest.raises(WeightsError, match=r"a.safetensors and .*b.safetensors both have w"):
+        SafetensorsFolder.open(tmp_path)

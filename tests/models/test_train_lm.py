@@ -1,8 +1,11 @@
+import contextlib
 import json
 import os
 import shutil
 import signal
+import subprocess
 import sys
+import time
 
 import equinox as eqx
 import jax
@@ -37,7 +40,7 @@ model:
 remat: nested
 data: {held_out_fraction: 0.3, seq_len: 16, batch_size: 4}
 optimizer: {learning_rate: 0.02, warmup_steps: 2}
-trainer: {num_steps: 9, log_every: 1, eval_batches: 2}
+trainer: {num_steps: 9, log_every: 1, eval_batches: 2, mesh: {axes: {data: 1}}}
 """
 
 
@@ -65,24 +68,54 @@ def finished(tmp_path_factory):
     return folder / "run"
 
 
+def arguments_of(workplace, *overrides, run="run"):
+    return [
+        "--config_path",
+        str(workplace / "config.yaml"),
+        "--data.sources.text.paths",
+        f"[{workplace}/text/*.txt]",
+        "--data.cache_dir",
+        str(workplace / "cache"),
+        "--trainer.run_dir",
+        str(workplace / run),
+        *overrides,
+    ]
+
+
 def train(workplace, *overrides, run="run"):
-    return main(
-        [
-            "--config_path",
-            str(workplace / "config.yaml"),
-            "--data.sources.text.paths",
-            f"[{workplace}/text/*.txt]",
-            "--data.cache_dir",
-            str(workplace / "cache"),
-            "--trainer.run_dir",
-            str(workplace / run),
-            *overrides,
-        ]
-    )
+    return main(arguments_of(workplace, *overrides, run=run))
+
+
+@contextlib.contextmanager
+def stopped_after(last, monkeypatch):
+    """Within it a run gets SIGTERM in step `last`."""
+    advance = ConsoleProgress.advance
+
+    def terminated(self, step, *arguments):
+        if step == last:
+            os.kill(os.getpid(), signal.SIGTERM)
+        advance(self, step, *arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ConsoleProgress, "advance", terminated)
+        yield
 
 
 def metrics_of(folder):
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def repeated_metrics(folder):
+    """What every run of the same config has in common, to the last bit."""
+    names = ("step", "loss", "grad_norm", "load_balance_per_layer", "learning_rate", "held_out_loss")
+    return [{name: line.get(name) for name in names} for line in metrics_of(folder)]
+
+
+def losses_of(folder):
+    return [line["loss"] for line in metrics_of(folder) if "loss" in line]
+
+
+DEVICES = ("--trainer.mesh.axes.data",)
 
 
 def test_it_trains_and_leaves_config_metrics_and_checkpoint(finished):
@@ -103,6 +136,19 @@ def test_it_trains_and_leaves_config_metrics_and_checkpoint(finished):
 
     state = load_checkpoint(folder / "checkpoints", eqx.filter_eval_shape(initial))
     assert int(state.step) == 9
+
+
+def test_each_source_of_a_mixture_is_evaluated_under_its_own_name(workplace, capsys):
+    (workplace / "exam.txt").write_text("step on no pets. " * 40)
+    other = f"{{paths: ['{workplace}/text/1*.txt'], held_out: ['{workplace}/exam.txt']}}"
+    assert train(workplace, "--data.sources.pets", other, "--trainer.num_steps", "3") == 0
+    names = ["held_out", "held_out/text", "held_out/pets"]
+    result = json.loads((workplace / "run" / "result.json").read_text())
+    assert list(result["held_out_before"]) == list(result["held_out_after"]) == names
+    assert len(set(result["held_out_after"].values())) == 3
+    evaluated = [line for line in metrics_of(workplace / "run") if "held_out_loss" in line]
+    assert [list(line)[1:] for line in evaluated] == [[f"{name}_loss" for name in names]] * 2
+    assert "held-out/pets loss after 3 steps: " in capsys.readouterr().out
 
 
 def test_auto_is_resolved_before_the_first_step(workplace, capsys):
@@ -146,7 +192,7 @@ def test_overwriting_a_finished_run_needs_to_be_told_and_remat_does_not_change_t
     assert train(workplace, "--remat", "false") == 1
     assert "finished run of this config" in capsys.readouterr().out
     assert metrics_of(folder) == before
-    assert train(workplace, "--remat", "false", "--trainer.overwrite", "true") == 0
+    assert train(workplace, "--remat", "false", "--trainer.checkpoint.overwrite", "true") == 0
     assert "held-out loss after 9 steps" in capsys.readouterr().out
     after = metrics_of(folder)
     assert [line["step"] for line in after] == [line["step"] for line in before]
@@ -155,32 +201,48 @@ def test_overwriting_a_finished_run_needs_to_be_told_and_remat_does_not_change_t
         np.testing.assert_allclose(*losses, rtol=1e-4)
 
 
-def test_it_trains_adapters_alone(workplace, capsys):
+def test_a_refused_continuation_leaves_the_folder_as_it_was(workplace, capsys, finished):
+    as_if_finished_in(workplace, finished)
+    names = ("config.yaml", "result.json", "metrics.jsonl")
+    before = [(workplace / "run" / name).read_text() for name in names]
+    more = ("--trainer.seed", "5", "--trainer.num_steps", "12")
+    assert train(workplace, *more, "--trainer.checkpoint.accept_changes", "true") == 1
+    assert "seed was 0 and is 5" in capsys.readouterr().out
+    assert [(workplace / "run" / name).read_text() for name in names] == before
+
+
+def test_it_trains_adapters_alone_and_goes_on_with_other_devices(workplace, capsys, monkeypatch):
     folder = workplace / "run"
-    assert train(workplace, "--lora.rank", "2", "--trainer.num_steps", "6", "--trainer.log_every", "1") == 0
+    lora = ("--lora.rank", "2", "--trainer.num_steps", "6")
+    assert train(workplace, *lora) == 0
     # A and B of four maps of attention, and of three of each expert.
     adapters = 2 * (2 * ((16 + 16) + 2 * (16 + 8) + (16 + 16)) + 2 * 2 * 3 * (16 + 8))
     assert f", {adapters:,} of them trained;" in capsys.readouterr().out
     written = yaml.safe_load((folder / "config.yaml").read_text())
     assert written["lora"] == {"rank": 2, "alpha": 32.0, "targets": ["*_proj"]}
-    losses = [line["loss"] for line in metrics_of(folder) if "loss" in line]
+    losses = losses_of(folder)
     assert losses[-1] < losses[0]
+
+    with stopped_after(3, monkeypatch):
+        assert train(workplace, *lora, *DEVICES, "2", run="divided") == 75
+    assert train(workplace, *lora, run="divided") == 0
+    np.testing.assert_allclose(losses_of(workplace / "divided"), losses, rtol=1e-4)
+
+
+def test_a_run_goes_on_with_another_number_of_devices(workplace, monkeypatch, capsys, finished):
+    with stopped_after(5, monkeypatch):
+        assert train(workplace, *DEVICES, "4") == 75
+    assert train(workplace, *DEVICES, "2") == 0
+    assert "going on after step 5" in capsys.readouterr().out
+    np.testing.assert_allclose(losses_of(workplace / "run"), losses_of(finished), rtol=1e-4)
 
 
 def test_a_run_that_a_signal_ends_goes_on_with_the_same_command_and_no_other_model(
     workplace, capsys, monkeypatch, finished
 ):
-    advance = ConsoleProgress.advance
-
-    def terminated_at_5(self, step, *arguments):
-        if step == 5:
-            os.kill(os.getpid(), signal.SIGTERM)
-        advance(self, step, *arguments)
-
-    monkeypatch.setattr(ConsoleProgress, "advance", terminated_at_5)
-    assert train(workplace) == EXIT_INTERRUPTED == 75
+    with stopped_after(5, monkeypatch):
+        assert train(workplace) == EXIT_INTERRUPTED == 75
     assert "stopped by SIGTERM after step 5" in capsys.readouterr().out
-    monkeypatch.undo()
 
     wider, accept = (
         ("--model.experts.intermediate_dim", "16"),
@@ -195,12 +257,27 @@ def test_a_run_that_a_signal_ends_goes_on_with_the_same_command_and_no_other_mod
 
     assert train(workplace) == 0
     assert "going on after step 5" in capsys.readouterr().out
-    repeated = ("loss", "grad_norm", "load_balance_per_layer", "learning_rate", "held_out_loss")
-    one, other = (
-        [{name: line.get(name) for name in repeated} for line in metrics_of(folder)]
-        for folder in (finished, workplace / "run")
-    )
-    assert one == other
+    assert repeated_metrics(workplace / "run") == repeated_metrics(finished)
+
+
+@pytest.mark.deep
+def test_the_command_is_killed_and_goes_on_as_if_it_had_not_been(workplace, finished):
+    def start():
+        arguments = ("--trainer.checkpoint.every_steps", "1")
+        command = [sys.executable, "-m", "models.train_lm", *arguments_of(workplace, *arguments)]
+        return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+
+    process, metrics = start(), workplace / "run/metrics.jsonl"
+    until = time.monotonic() + 300
+    while not (metrics.exists() and '"step": 5,' in metrics.read_text()):
+        assert process.poll() is None and time.monotonic() < until, process.communicate()
+        time.sleep(0.02)
+    process.kill()
+    process.communicate()
+    process = start()
+    shown, _ = process.communicate()
+    assert process.returncode == 0 and b"going on after step" in shown, shown
+    assert repeated_metrics(workplace / "run") == repeated_metrics(finished)
 
 
 def test_every_part_of_the_trainers_config_reaches_the_run(workplace, monkeypatch):
@@ -236,6 +313,9 @@ def test_every_part_of_the_trainers_config_reaches_the_run(workplace, monkeypatc
         (("--data.tokenizer", "./nowhere"), "data.tokenizer = './nowhere' is neither `byte`"),
         (("--trainer.eval_batches", "99"), "Lower trainer.eval_batches"),
         (("--trainer.update.microbatches", "3"), "data.batch_size = 4 can't be cut into"),
+        (("--trainer.mesh.axes.data", "3"), "data.batch_size = 4 can't be divided evenly over the 3 devices"),
+        (("--trainer.mesh.axes.data", "9"), "takes 9 devices"),
+        (("--trainer.mesh.param_mapping", "{embd: data}"), "has an axis `embd`. Did you mean `embed`?"),
         (("--optimizer.type", "addam"), "Did you mean `adamw`?"),
         (("--trainer.trackers.wandb.project", "p"), "needs the package wandb: pip install wandb"),
     ],

@@ -1,0 +1,42 @@
+import re
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from models.pretrained import resolved_model
+from models.run_state import ModelOfRun, state_shapes
+from models.train_lm import TrainLmConfig
+from stacked_remat.training import parse_config, remat_policy
+
+FOLDER = Path(__file__).resolve().parents[2] / "models" / "configs"
+CONFIGS = sorted(FOLDER.glob("**/*.yaml"))
+PARAMETERS = {"qwen3_0_6b": 596_049_920, "qwen3_30b_a3b_65k_lora": 30_532_122_624}  # as published
+
+
+def shapes_of(path):
+    """The shapes of the state that training begins with; nothing is read but the config file."""
+    config = parse_config(TrainLmConfig, ["--config_path", str(path)])
+    architecture, vocab_size = resolved_model(config, check_folder=False)
+    remat = remat_policy(config.remat, architecture.remat_presets)
+    return config, state_shapes(config, ModelOfRun(architecture, vocab_size, remat))
+
+
+def size(tree):
+    shapes = [leaf for leaf in jax.tree.leaves(tree) if isinstance(leaf, jax.ShapeDtypeStruct)]
+    return sum(shape.size for shape in shapes if jnp.issubdtype(shape.dtype, jnp.inexact))
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_it_is_a_config_of_the_command_whose_model_can_be_made(path, standard_promotion):
+    config, state = shapes_of(path)
+    adapters = size(state.trained) if config.lora is not None else 0
+    parameters = size(state.model) - adapters
+    assert parameters == PARAMETERS.get(path.stem, parameters) > 0
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_it_begins_with_what_it_is_and_what_it_needs(path):
+    comment = re.match(r"(#.*\n)+", path.read_text(encoding="utf-8"))
+    assert comment is not None and re.search(r"\d GiB", comment[0])

@@ -1,0 +1,153 @@
+"""Training on several devices is training on one: the same losses and gradients, and no stack as a whole."""
+
+import functools
+import math
+import re
+
+import equinox as eqx
+import jax
+import numpy as np
+import optax
+import pytest
+from haliax import Axis
+
+from models.lm import build_model, next_token_loss
+from models.plan_lm import PlanLmConfig
+from models.qwen3_moe import ExpertsConfig, Qwen3Config, Qwen3MoeConfig
+from models.step_memory import step_report
+from stacked_remat import ScanCheckpointPolicy
+from stacked_remat.training import (
+    DataConfig,
+    MeshConfig,
+    Partitioning,
+    TokenBatch,
+    TrainerConfig,
+    TrainState,
+    train_step,
+)
+
+LAYERS, ROWS, POSITIONS = 5, 8, 13  # no other axis has the first's or the last's size
+SIZES = {"hidden_dim": 16, "num_layers": LAYERS, "num_heads": 2, "num_kv_heads": 1}
+CONFIGS = {
+    "dense": Qwen3Config(**SIZES, mlp_dim=6),
+    "experts": Qwen3MoeConfig(
+        **SIZES, experts=ExpertsConfig(num_experts=4, experts_per_token=2, intermediate_dim=6)
+    ),
+}
+POLICIES = {
+    "False": False,
+    "True": True,
+    "save_all": "save_all",
+    "recompute": "recompute",
+    "offload": "offload",
+    "nested": "nested",
+    "nested, offload": ScanCheckpointPolicy(nested=True, save_carries="offload"),
+    "save": ScanCheckpointPolicy(save_block_internals=["attention_output", "attention_lse"]),
+    "offload internals": ScanCheckpointPolicy(offload_block_internals=["attention_output"]),
+}
+# Every policy with the model that compiles sooner, and with experts those that say most.
+CASES = [("dense", policy) for policy in POLICIES] + [("experts", "False"), ("experts", "nested")]
+MESHES = {
+    "data parallel": (MeshConfig(param_mapping={}), 1),
+    "hybrid": (MeshConfig({"replica": 2, "data": 4}, {"batch": ["replica", "data"]}), 1 / 4),
+}
+
+pytestmark = pytest.mark.usefixtures("standard_promotion")
+
+
+def first_state(kind, remat):
+    model = build_model(CONFIGS[kind], Axis("vocab", 24), remat=remat, key=jax.random.key(0))
+    return TrainState.init(model, optax.sgd(-1.0))
+
+
+def batch():
+    """Eight rows of two documents each, of uneven weights."""
+    draws = np.random.default_rng(0).integers(0, 24, (2, ROWS, POSITIONS)).astype(np.int32)
+    documents = np.repeat(np.array([[1] * 5 + [2] * 8], np.int32), ROWS, axis=0)
+    positions = np.concatenate([np.arange(5), np.arange(8)]).astype(np.int32)[None].repeat(ROWS, axis=0)
+    weights = (np.arange(ROWS * POSITIONS).reshape(ROWS, POSITIONS) % 7 > 1).astype(np.float32)
+    return TokenBatch.of(draws[0], draws[1], weights, documents, positions)
+
+
+def gradient_step(partitioning, microbatches=1):
+    """A step whose change of the weights is the gradient."""
+    return functools.partial(
+        train_step,
+        loss_function=next_token_loss,
+        optimizer=optax.sgd(-1.0),
+        microbatches=microbatches,
+        partitioning=partitioning,
+    )
+
+
+def assert_same(found, wanted):
+    (after, metrics), (expected, expected_metrics) = found, wanted
+    for a, b in zip(jax.tree.leaves(after.trained), jax.tree.leaves(expected.trained), strict=True):
+        np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=2e-5, atol=2e-6)
+    assert metrics.keys() == expected_metrics.keys()
+    for name, value in metrics.items():
+        np.testing.assert_allclose(value, expected_metrics[name], rtol=1e-5, err_msg=name)
+
+
+@functools.cache
+def on_one_device(kind):
+    return eqx.filter_jit(gradient_step(None))(batch(), first_state(kind, True))
+
+
+def compiled_on(config, kind, remat, microbatches=1):
+    partitioning = Partitioning.of(config)
+    with partitioning.active():
+        state = partitioning.shard_weights(first_state(kind, remat))
+        args = (partitioning.shard_batch(batch()), state)
+        compiled = eqx.filter_jit(gradient_step(partitioning, microbatches)).lower(*args).compile()
+        return compiled.compiled.as_text(), compiled(*args)
+
+
+def share(state):
+    """Which part of a weight a device has."""
+    weight = state.trained.stacks[0].stacked.attention.q_proj.weight.array
+    return weight.addressable_shards[0].data.size / weight.size
+
+
+@pytest.mark.parametrize(("kind", "policy"), CASES)
+def test_every_policy_gives_the_gradients_of_one_device_and_gathers_no_stack(kind, policy):
+    program, found = compiled_on(MeshConfig(), kind, POLICIES[policy])
+    assert_same(found, on_one_device(kind))
+    gathered = [
+        [int(size) for size in shape.split(",")]
+        for results in re.findall(r" = (.*?) all-gather(?:-start)?\(", program)
+        for shape in re.findall(r"\[([\d,]+)\]", results)
+    ]
+    assert gathered and not [shape for shape in gathered if LAYERS in shape]
+    # Nor is anything of all tokens, but their numbers, for the gradient of the embedding.
+    tokens = ROWS * POSITIONS
+    assert not [shape for shape in gathered if {POSITIONS, tokens} & {*shape} and math.prod(shape) > tokens]
+    assert share(found[0]) == 1 / 8
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_other_meshes(mesh):
+    config, part = MESHES[mesh]
+    _, found = compiled_on(config, "experts", "nested")
+    assert_same(found, on_one_device("experts"))
+    assert share(found[0]) == part
+
+
+def test_microbatches_are_divided_too():
+    _, (after, metrics) = compiled_on(MeshConfig({"data": 4}), "dense", "nested", microbatches=2)
+    np.testing.assert_allclose(metrics["loss"], on_one_device("dense")[1]["loss"], rtol=1e-5)
+    assert share(after) == 1 / 4
+
+
+def test_a_report_is_of_one_device_of_the_mesh():
+    def report_on(devices):
+        config = PlanLmConfig(
+            model=CONFIGS["dense"],
+            data=DataConfig(seq_len=16, batch_size=8),
+            trainer=TrainerConfig(mesh=MeshConfig({"data": devices})),
+        )
+        return step_report(config, "nested")
+
+    whole, share = report_on(1), report_on(8)
+    assert share.devices == 8 and share.arguments < 0.25 * whole.arguments
+    assert share.temporaries < 0.5 * whole.temporaries

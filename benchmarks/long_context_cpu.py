@@ -9,7 +9,6 @@ Runs the step of `models/configs/qwen3_moe_65k_cpu.yaml` in a process of its own
 import argparse
 import functools
 import json
-import resource
 import subprocess
 import sys
 import time
@@ -36,7 +35,7 @@ from stacked_remat.training import (
     train_step,
 )
 
-from .record import RESULTS, versions
+from .record import RESULTS, peak_resident_bytes, versions
 
 CONFIG = Path(__file__).parents[1] / "models/configs/qwen3_moe_65k_cpu.yaml"
 VOCAB = Axis("vocab", 257)
@@ -80,7 +79,7 @@ def run_step(config_path: Path, policy: str, overrides: list[str]) -> dict[str, 
         "seconds": round(time.monotonic() - before, 1),
         "loss": float(metrics["loss"]),
         "grad_norm": float(metrics["grad_norm"]),
-        "peak_resident_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        "peak_resident_bytes": peak_resident_bytes(),
     }
 
 

@@ -4,14 +4,18 @@ Everything is compiled for a device that need not be there, and nothing is run:
 
     python -m benchmarks.qwen3_context --target h200
     python -m benchmarks.qwen3_context --target h200 --longest 80GiB 139GiB
+    python -m benchmarks.qwen3_context --target h200 --presets auto blockwise --tokens 65536
     python -m benchmarks.qwen3_context --target v5p --devices 8 --tokens 65536 --policies nested
 
-With `--devices`, weights are sharded over a mesh of so many and each device has a sequence of its own.
+With `--devices`, weights are divided over a mesh of so many, as the config's `trainer.mesh` says, and each
+device has a sequence of its own.
 Model and adapters are those of `models/configs/qwen3_30b_a3b_65k_lora.yaml`; else it is one sequence. Writes
-`results/qwen3_context_<target>.json`, or `results/qwen3_longest_<target>.json`.
+`results/qwen3_context_<target>.json`, `results/qwen3_longest_<target>.json`, or with `--presets`, for the
+policies that the model names itself beside `True` and `nested`, `results/qwen3_presets_<target>.json`.
 """
 
 import argparse
+import dataclasses
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -21,24 +25,27 @@ import equinox as eqx
 import haliax as hax
 import jax
 import jax.numpy as jnp
-from haliax import Axis, NamedArray
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from haliax import Axis
 
 from models.lm import build_model, next_token_loss
 from models.lora import with_adapters
+from models.pretrained import resolved_model
+from models.qwen3_moe.config import Qwen3Architecture
 from models.train_lm import TrainLmConfig
 from stacked_remat import ScanCheckpointPolicy, ScanCheckpointSpec, memory
 from stacked_remat.training import (
     BATCH_AXIS,
     POSITION_AXIS,
+    Partitioning,
     TokenBatch,
+    cast_parameters,
     parse_config,
+    remat_policy,
 )
 
-from .record import RESULTS, versions
+from .record import RESULTS, memory_row, versions
 
 CONFIG = Path(__file__).parents[1] / "models/configs/qwen3_30b_a3b_65k_lora.yaml"
-VOCAB = Axis("vocab", 151_936)
 
 POLICIES: dict[str, ScanCheckpointSpec] = {
     "True": True,
@@ -55,6 +62,8 @@ def main(arguments: list[str] | None = None) -> Path:
     config = parse_config(TrainLmConfig, ["--config_path", str(options.config)])
     if options.longest:
         name, rows = "longest", _longest(config, options)
+    elif options.presets:
+        name, rows = "presets", _presets(config, options)
     else:
         name, rows = "context", _contexts(config, options)
     where = options.target if options.devices == 1 else f"{options.target}_{options.devices}"
@@ -70,14 +79,18 @@ def main(arguments: list[str] | None = None) -> Path:
     return path
 
 
-def forward_and_backward(config: TrainLmConfig, tokens: int) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+def forward_and_backward(
+    config: TrainLmConfig, tokens: int, *, rows: int = 1
+) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     """Loss and gradients of what is trained as a function of the policy, and the shapes of its arguments."""
+    architecture, vocab_size = resolved_model(config, check_folder=False)
+    Vocab = Axis("vocab", vocab_size)
 
     def initial(remat: ScanCheckpointSpec) -> Any:
         def make() -> Any:
             key = jax.random.key(0)
-            model = build_model(config.model, VOCAB, remat=remat, key=key)
-            model = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), model)
+            model = build_model(architecture, Vocab, remat=remat, key=key)
+            model = cast_parameters(model, config.trainer.precision.parameters)
             model, trainable = with_adapters(model, config.lora, key=key)
             return eqx.partition(model, trainable)
 
@@ -95,7 +108,7 @@ def forward_and_backward(config: TrainLmConfig, tokens: int) -> tuple[Callable[.
         return run
 
     def batch() -> TokenBatch:
-        axes = (Axis(BATCH_AXIS, 1), Axis(POSITION_AXIS, tokens))
+        axes = (Axis(BATCH_AXIS, rows), Axis(POSITION_AXIS, tokens))
         ids = hax.zeros(axes, dtype=jnp.int32)
         return TokenBatch(ids, ids, hax.ones(axes, dtype=jnp.float32))
 
@@ -104,36 +117,37 @@ def forward_and_backward(config: TrainLmConfig, tokens: int) -> tuple[Callable[.
 
 def _contexts(config: TrainLmConfig, options: argparse.Namespace) -> list[dict[str, Any]]:
     rows = []
+    devices = memory.find_target(options.target).devices(options.devices)
+    partitioning = Partitioning.of(config.trainer.mesh, devices)
     for tokens in options.tokens:
         for name in options.policies:
-            fn, args = forward_and_backward(config, tokens)
-            if options.devices > 1:
-                args = _sharded(args, memory.target_mesh(options.target, {"data": options.devices}))
-            found = memory.report(fn(POLICIES[name]), *args, target=options.target)
-            rows.append({"tokens": tokens, "policy": name, **_row(found)})
+            fn, (batch, parts) = forward_and_backward(config, tokens, rows=options.devices)
+            args = (partitioning.batch_shapes(batch), partitioning.weight_shapes(parts))
+            with partitioning.activations():
+                found = memory.report(fn(POLICIES[name]), *args, target=options.target)
+            rows.append({"tokens": tokens, "policy": name, **memory_row(found)})
             print(_line(tokens, name, found), flush=True)
     return rows
 
 
-def _sharded(args: tuple[Any, ...], mesh: Mesh) -> tuple[Any, ...]:
-    """A sequence for each device, and every array with an `embed` axis cut along that."""
-
-    def shard(named: NamedArray, over: str, size: int | None) -> NamedArray:
-        axes = tuple(axis.resize(size) if axis.name == over and size else axis for axis in named.axes)
-        spec = PartitionSpec(*("data" if axis.name == over else None for axis in axes))
-        shape = [axis.size for axis in axes]
-        placed = jax.ShapeDtypeStruct(shape, named.array.dtype, sharding=NamedSharding(mesh, spec))
-        return NamedArray(placed, axes)  # pyright: ignore[reportArgumentType]
-
-    def everywhere(tree: Any, over: str, size: int | None = None) -> Any:
-        def place(node: Any) -> Any:
-            held = isinstance(node, NamedArray) and node.array is not None
-            return shard(node, over, size) if held else node
-
-        return jax.tree.map(place, tree, is_leaf=lambda node: isinstance(node, NamedArray))
-
-    batch, parts = args
-    return everywhere(batch, BATCH_AXIS, mesh.size), everywhere(parts, "embed")
+def _presets(config: TrainLmConfig, options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Every policy that the model names itself, with each backend, beside `True` and `nested`."""
+    policies = {"True": POLICIES["True"], "nested": POLICIES["nested"]}
+    policies |= {name: remat_policy(name, config.model.remat_presets) for name in config.model.remat_presets}
+    rows = []
+    for backend in options.presets:
+        architecture = config.model
+        if not isinstance(architecture, Qwen3Architecture):
+            raise SystemExit(f"{options.config}: a Qwen3 model is expected.")
+        attention = dataclasses.replace(architecture.attention, backend=backend)
+        altered = dataclasses.replace(config, model=dataclasses.replace(architecture, attention=attention))
+        for tokens in options.tokens:
+            for name, policy in policies.items():
+                fn, args = forward_and_backward(altered, tokens)
+                found = memory.report(fn(policy), *args, target=options.target)
+                rows.append({"backend": backend, "tokens": tokens, "policy": name, **memory_row(found)})
+                print(f"{backend:9} {_line(tokens, name, found)}", flush=True)
+    return rows
 
 
 def _longest(config: TrainLmConfig, options: argparse.Namespace) -> list[dict[str, Any]]:
@@ -152,7 +166,9 @@ def _longest(config: TrainLmConfig, options: argparse.Namespace) -> list[dict[st
                 )
                 fits, too_long, kept = (middle, too_long, found) if found else (fits, middle, kept)
             if kept is not None:
-                rows.append({"budget": budget, "policy": name, "tokens": fits * options.step, **_row(kept)})
+                rows.append(
+                    {"budget": budget, "policy": name, "tokens": fits * options.step, **memory_row(kept)}
+                )
                 print(_line(fits * options.step, name, kept), flush=True)
     return rows
 
@@ -168,22 +184,11 @@ def _fitting(
     return planned.report
 
 
-def _row(found: memory.MemoryReport) -> dict[str, Any]:
-    return {
-        "arguments": found.arguments,
-        "outputs": found.outputs,
-        "temporaries": found.temporaries,
-        "host": found.host.total,
-        "total": found.total,
-        "matmul_flops": found.flops.matmul,
-    }
-
-
 def _line(tokens: int, name: str, found: memory.MemoryReport) -> str:
     return (
-        f"{tokens:9,}  {name:16}  temp {found.temporaries / 2**30:6.2f} GiB  "
+        f"{tokens:9,}  {name:22}  temp {found.temporaries / 2**30:6.2f} GiB  "
         f"total {found.total / 2**30:7.2f} GiB  host {found.host.total / 2**30:6.2f} GiB  "
-        f"{found.flops.matmul / tokens / 1e9:6.0f} GFLOP a token"
+        f"{found.flops.matmul / (tokens * found.devices) / 1e9:6.0f} GFLOP a token"
     )
 
 
@@ -193,6 +198,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--config", type=Path, default=CONFIG)
     parser.add_argument("--tokens", type=int, nargs="+", default=[65_536, 131_072, 262_144])
     parser.add_argument("--policies", nargs="+", default=list(POLICIES), choices=list(POLICIES))
+    parser.add_argument(
+        "--presets",
+        nargs="+",
+        default=[],
+        help="backends of attention to try the policies with that the model names",
+    )
     parser.add_argument("--devices", type=int, default=1)
     parser.add_argument("--longest", nargs="+", default=[], help="budgets to find the longest context for")
     parser.add_argument("--step", type=int, default=65_536, help="contexts are multiples of this")

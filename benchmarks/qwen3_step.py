@@ -6,14 +6,18 @@ For a GPU that holds the weights (an H200). They are random and made on the devi
 each policy are compared with those of the first at a context where all fit; a policy whose gradients differ
 is not timed. Then forward and backward are timed, and the medians, tokens a second, the share of the measured
 bf16 matrix-product peak and the peak of allocated memory are written to `results/qwen3_step_<device>.json`.
+Everything that allocates runs in a process of its own, so that one policy's peak is not another's.
 
 Utilisation counts three forward passes a token and no recomputation, 96 GFLOP at 65,536 tokens.
 """
 
 import argparse
 import json
+import os
 import re
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -25,45 +29,60 @@ import jax
 import jax.numpy as jnp
 from haliax import Axis
 
+from models.pretrained import resolved_model
 from models.qwen3_moe import Qwen3MoeConfig
 from models.train_lm import TrainLmConfig
 from stacked_remat.training import BATCH_AXIS, POSITION_AXIS, TokenBatch, parse_config
 
-from .qwen3_context import CONFIG, POLICIES, VOCAB, forward_and_backward
-from .record import RESULTS, versions
+from .qwen3_context import CONFIG, POLICIES, forward_and_backward
+from .record import RESULTS, peak_resident_bytes, versions
 
 
-def main(arguments: list[str] | None = None) -> Path:
+def main(arguments: list[str] | None = None) -> Path | None:
     options = _parser().parse_args(arguments)
     config = parse_config(TrainLmConfig, ["--config_path", str(options.config), *options.overrides])
-    assert isinstance(config.model, Qwen3MoeConfig)
-    device = re.sub(r"\W+", "_", jax.devices()[0].device_kind.lower())
-    path = options.out / f"qwen3_step_{device}.json"
-    peak = matmul_peak(options.matmul)
-    print(f"bf16 matrix products: {peak / 1e12:.0f} TFLOP/s", flush=True)
-    parts = random_parts(forward_and_backward(config, options.check)[1][1])
-    agreeing, differences = _checked(config, parts, options)
+    if options.alone:
+        print(json.dumps(_alone(config, options)))
+        return None
+    found = _in_a_process(options, "check", options.policies, options.tokens)
+    if "refused" in found:
+        raise SystemExit(f"the gradients could not be compared: {found['refused']}")
+    print(f"bf16 matrix products: {found['matmul_peak'] / 1e12:.3g} TFLOP/s", flush=True)
+    agreeing = []
+    for name, difference in found["gradient_differences"].items():
+        fine = difference <= 1e-2  # bfloat16: other fusions round otherwise
+        agreeing += [name] if fine else []
+        print(f"{name}: gradients off by {difference:.1e}{'' if fine else ', not timed'}", flush=True)
+    path = options.out / f"qwen3_step_{found['device']}.json"
     rows: list[dict[str, Any]] = []
     for tokens in options.tokens:
         for name in agreeing:
-            row = _timed(config, parts, tokens, name, options.rounds, peak)
+            row = {"tokens": tokens, "policy": name, **_in_a_process(options, "time", [name], [tokens])}
+            if "seconds" in row:
+                useful = model_flops(config, tokens) * tokens / row["seconds"]
+                row["utilisation_of_matmul_peak"] = useful / found["matmul_peak"]
             rows.append(row)
             print(json.dumps(row), flush=True)
-            record = {"device": device, "versions": versions(), "matmul_peak": peak}
-            record |= {"check_tokens": options.check, "gradient_differences": differences, "rows": rows}
+            record = {"versions": versions(), "check_tokens": options.check, **found, "rows": rows}
             path.write_text(json.dumps(record, indent=1) + "\n")
     print(f"wrote {path}")
     return path
 
 
-def model_flops(config: Qwen3MoeConfig, tokens: int) -> float:
+def model_flops(config: TrainLmConfig, tokens: int) -> float:
     """FLOPs a token of forward and backward pass, without recomputation: three times the forward pass."""
-    heads = config.num_heads * config.HeadDim.size
-    projections = config.hidden_dim * (2 * heads + 2 * config.num_kv_heads * config.HeadDim.size)
-    active = config.experts.experts_per_token * 3 * config.hidden_dim * config.experts.intermediate_dim
-    layer = 2 * (projections + active + config.hidden_dim * config.experts.num_experts)
+    model, vocab_size = resolved_model(config, check_folder=False)
+    if not isinstance(model, Qwen3MoeConfig):
+        raise SystemExit(f"model.type must be qwen3_moe here; the config has {type(model).__name__}.")
+    heads = model.num_heads * model.HeadDim.size
+    projections = model.hidden_dim * (2 * heads + 2 * model.num_kv_heads * model.HeadDim.size)
+    sparse = model.num_layers - len(model.experts.dense_layers)
+    active = model.experts.experts_per_token * 3 * model.hidden_dim * model.experts.intermediate_dim
+    active += model.hidden_dim * model.experts.num_experts
+    dense = 3 * model.hidden_dim * model.Mlp.size * len(model.experts.dense_layers)
     attention = 4 * heads * tokens / 2
-    return 3 * (config.num_layers * (layer + attention) + 2 * config.hidden_dim * VOCAB.size)
+    layers = model.num_layers * (2 * projections + attention) + 2 * (sparse * active + dense)
+    return 3 * (layers + 2 * model.hidden_dim * vocab_size)
 
 
 def matmul_peak(size: int) -> float:
@@ -96,69 +115,104 @@ def random_parts(shapes: Any) -> Any:
     return jax.tree.unflatten(structure, made)
 
 
+def _in_a_process(
+    options: argparse.Namespace, job: str, policies: list[str], tokens: list[int]
+) -> dict[str, Any]:
+    """What the job found, or under `refused` the last line of what it said."""
+    command = [sys.executable, "-m", "benchmarks.qwen3_step", "--alone", job, "--config", str(options.config)]
+    command += [f"--{key}={getattr(options, key)}" for key in ("check", "rounds", "matmul")]
+    command += ["--policies", *policies, "--tokens", *map(str, tokens)]
+    command += ["--overrides", *options.overrides]
+    # Allocated as it is needed, or the peak would be whatever share is taken at the start.
+    environment = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    if done.returncode != 0:
+        said = [line for line in done.stderr.splitlines() if line.strip()]
+        errors = [line for line in said if re.match(r"[\w.]*(Error|Exit|Fit)\b", line)] or said
+        return {"refused": (errors or [f"exit status {done.returncode}"])[-1][:300]}
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def _alone(config: TrainLmConfig, options: argparse.Namespace) -> dict[str, Any]:
+    model_flops(config, 1)  # is it such a model?
+    parts = random_parts(forward_and_backward(config, options.check)[1][1])
+    if options.alone == "time":
+        return _timed(config, parts, options.tokens[0], options.policies[0], options.rounds)
+    device = re.sub(r"\W+", "_", jax.devices()[0].device_kind.lower())
+    peak = matmul_peak(options.matmul)
+    differences = _differences(config, parts, options.check, options.policies)
+    return {"device": device, "matmul_peak": peak, "gradient_differences": differences}
+
+
 def _compiled(config: TrainLmConfig, tokens: int, name: str) -> tuple[Callable[..., Any], TokenBatch]:
     fn, _ = forward_and_backward(config, tokens)
     axes = (Axis(BATCH_AXIS, 1), Axis(POSITION_AXIS, tokens))
-    ids = hax.random.randint(jax.random.key(1), axes, 0, VOCAB.size)
+    ids = hax.random.randint(jax.random.key(1), axes, 0, resolved_model(config, check_folder=False)[1])
     batch = TokenBatch(ids, hax.roll(ids, -1, axes[1]), hax.ones(axes, dtype=jnp.float32))
     return eqx.filter_jit(fn(POLICIES[name])), batch
 
 
-def _checked(
-    config: TrainLmConfig, parts: Any, options: argparse.Namespace
-) -> tuple[list[str], dict[str, float]]:
-    """The policies whose gradients are those of the first, and how far each is off, relative to the norm."""
-    reference, differences, agreeing = None, {}, []
-    for name in options.policies:
-        run, batch = _compiled(config, options.check, name)
+def _differences(config: TrainLmConfig, parts: Any, tokens: int, policies: list[str]) -> dict[str, float]:
+    """How far the gradients of each policy are from those of the first, relative to their norm.
+
+    Raises:
+        ArithmeticError: the gradients of the first are zero or not finite, and nothing can be compared.
+    """
+    reference, differences = None, {}
+    for name in policies:
+        run, batch = _compiled(config, tokens, name)
         gradients = [leaf.astype(jnp.float32) for leaf in jax.tree.leaves(run(batch, parts)[1])]
-        if reference is None:
-            reference = gradients
+        reference = gradients if reference is None else reference
         squares = [(jnp.sum((a - b) ** 2), jnp.sum(b**2)) for a, b in zip(gradients, reference, strict=True)]
         off, whole = (float(sum(column)) ** 0.5 for column in zip(*squares, strict=True))
-        differences[name] = off / whole
-        fine = whole > 0 and off <= 1e-2 * whole  # bfloat16: other fusions round otherwise
-        agreeing += [name] if fine else []
-        print(f"{name}: gradients off by {off / whole:.1e}{'' if fine else ', not timed'}", flush=True)
-    return agreeing, differences
+        if not 0 < whole < float("inf"):
+            raise ArithmeticError(f"the norm of the gradients of {policies[0]} is {whole}")
+        # A NaN can't be written as JSON, and agrees with nothing.
+        differences[name] = off / whole if off < float("inf") else 1e300
+    return differences
 
 
-def _timed(
-    config: TrainLmConfig, parts: Any, tokens: int, name: str, rounds: int, peak: float
-) -> dict[str, Any]:
-    row: dict[str, Any] = {"tokens": tokens, "policy": name}
-    try:
-        run, batch = _compiled(config, tokens, name)
+def _timed(config: TrainLmConfig, parts: Any, tokens: int, name: str, rounds: int) -> dict[str, Any]:
+    run, batch = _compiled(config, tokens, name)
+    jax.block_until_ready(run(batch, parts))
+    seconds = []
+    for _ in range(rounds):
+        before = time.perf_counter()
         jax.block_until_ready(run(batch, parts))
-        seconds = []
-        for _ in range(rounds):
-            before = time.perf_counter()
-            jax.block_until_ready(run(batch, parts))
-            seconds.append(time.perf_counter() - before)
-    except jax.errors.JaxRuntimeError as error:
-        return row | {"refused": str(error).splitlines()[0][:200]}
+        seconds.append(time.perf_counter() - before)
     median = statistics.median(seconds)
-    assert isinstance(config.model, Qwen3MoeConfig)
-    useful = model_flops(config.model, tokens) * tokens / median
-    stats = jax.devices()[0].memory_stats() or {}
-    return row | {
+    allocated = (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
+    return {
         "seconds": median,
         "tokens_per_second": tokens / median,
-        "utilisation_of_matmul_peak": useful / peak,
-        "peak_bytes_so_far": stats.get("peak_bytes_in_use"),
+        "peak_bytes": allocated if allocated is not None else peak_resident_bytes(),
     }
+
+
+def _at_least_one(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not at least 1")
+    return number
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--config", type=Path, default=CONFIG)
-    parser.add_argument("--tokens", type=int, nargs="+", default=[8_192, 32_768, 65_536])
+    parser.add_argument("--tokens", type=_at_least_one, nargs="+", default=[8_192, 32_768, 65_536])
     parser.add_argument(
         "--policies", nargs="+", default=["True", "nested", "offload"], choices=list(POLICIES)
     )
-    parser.add_argument("--check", type=int, default=4_096, help="context at which gradients are compared")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--matmul", type=int, default=8_192, help="size of the matrix products of the peak")
+    parser.add_argument(
+        "--check", type=_at_least_one, default=4_096, help="context at which gradients are compared"
+    )
+    parser.add_argument("--rounds", type=_at_least_one, default=3)
+    parser.add_argument(
+        "--matmul", type=_at_least_one, default=8_192, help="size of the matrix products of the peak"
+    )
+    parser.add_argument(
+        "--alone", choices=("check", "time"), help="do one job in this process and print what it found"
+    )
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--overrides", nargs=argparse.REMAINDER, default=[], help="keys of the config, last")
     return parser

@@ -22,7 +22,7 @@ import jax
 from stacked_remat import memory
 
 from . import stack_time
-from .record import RESULTS, versions
+from .record import RESULTS, memory_row, versions
 from .residual_mlp import Sizes, Variant, variants
 
 
@@ -67,7 +67,7 @@ def _measure(
             rows.append({"name": variant.name, **size, "refused": reason})
             print(f"{variant.name:40}  {sizes.inner:6}  refused: {reason[:80]}", flush=True)
             continue
-        rows.append({"name": variant.name, **size, **_row(found)})
+        rows.append({"name": variant.name, **size, **memory_row(found)})
         print(
             f"{variant.name:40}  {sizes.inner:6}  temp {found.temporaries / 2**30:7.2f} GiB  "
             f"total {found.total / 2**30:7.2f} GiB  host {found.host.total / 2**30:6.2f} GiB  "
@@ -75,18 +75,6 @@ def _measure(
             flush=True,
         )
         yield variant.name, found
-
-
-def _row(found: memory.MemoryReport) -> dict[str, Any]:
-    return {
-        "arguments": found.arguments,
-        "outputs": found.outputs,
-        "temporaries": found.temporaries,
-        "host_temporaries": found.host.temporaries,
-        "matmul_flops": found.flops.matmul,
-        "flops_exact": found.flops.exact,
-        "compile_seconds": round(found.compile_seconds, 1),
-    }
 
 
 def _parser() -> argparse.ArgumentParser:

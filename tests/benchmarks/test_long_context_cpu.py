@@ -7,12 +7,12 @@ from benchmarks.long_context_cpu import main
 
 @pytest.mark.slow
 def test_a_step_of_65536_tokens_runs_and_nesting_takes_less_memory(tmp_path):
-    path = main(["--out", str(tmp_path), "--overrides", "--model.num_layers", "8"])
+    path = main(["--out", str(tmp_path), "--overrides", "--model.num_layers", "6"])
     plain, nested = json.loads(path.read_text())["rows"]
     assert plain["tokens"] == nested["tokens"] == 65_536
     assert plain["loss"] == pytest.approx(nested["loss"], rel=1e-5)
-    # 8 carries of 128 MiB against 4.
-    assert nested["peak_resident_bytes"] < plain["peak_resident_bytes"] - 300 * 2**20
+    # 6 carries of 128 MiB against 3.
+    assert nested["peak_resident_bytes"] < plain["peak_resident_bytes"] - 250 * 2**20
 
 
 def test_the_benchmark_runs_small(tmp_path):

@@ -1,0 +1,165 @@
+"""What was recorded of Qwen3-30B-A3B at long context is what was promised, and what the page says."""
+
+import functools
+import importlib.util
+import json
+import re
+
+import pytest
+
+from benchmarks.qwen3_context import CONFIG, POLICIES, forward_and_backward
+from benchmarks.record import RESULTS
+from models.train_lm import TrainLmConfig
+from stacked_remat import memory
+from stacked_remat._compat import cudnn_is_installed
+from stacked_remat.training import parse_config
+
+NEEDS_CUDNN = pytest.mark.skipif(not cudnn_is_installed(), reason="JAX finds no cuDNN")
+NO_CUDA = not any(importlib.util.find_spec(f"jax_cuda{version}_plugin") for version in (12, 13))
+DOCS = CONFIG.parents[2] / "docs"
+GIB = 2**30
+
+
+@functools.cache
+def recorded(name):
+    return json.loads((RESULTS / f"{name}.json").read_text())["rows"]
+
+
+def gib(size):
+    return f"{size / GIB:.2f} GiB"
+
+
+@pytest.mark.parametrize(("tokens", "limit"), [(65_536, 8.5), (131_072, 16), (262_144, 30)])
+def test_temporaries_are_within_the_limits_and_offloading_takes_less(tokens, limit):
+    found = {row["policy"]: row for row in recorded("qwen3_context_h200") if row["tokens"] == tokens}
+    assert found.keys() == POLICIES.keys()
+    assert found["nested"]["temporaries"] <= limit * GIB
+    for name in ("nested, offload", "offload"):
+        assert found[name]["temporaries"] < found["nested"]["temporaries"]
+        assert found[name]["host"] > 0
+    assert found["nested"]["matmul_flops"] < 4 / 3 * found["True"]["matmul_flops"]
+    assert found["nested"]["arguments"] == pytest.approx(
+        60 * GIB, rel=0.01
+    )  # 56.9 GiB of weights, 3.1 of adapters
+
+
+def test_a_million_tokens_fit_with_offloading():
+    found = {(row["budget"], row["policy"]): row for row in recorded("qwen3_longest_h200")}
+    assert found["80GiB", "nested"]["tokens"] >= 131_072
+    assert found["80GiB", "offload"]["tokens"] >= 262_144
+    assert found["139GiB", "nested"]["tokens"] >= 524_288
+    assert found["139GiB", "offload"]["tokens"] >= 2**20
+    assert all(row["total"] <= int(budget.removesuffix("GiB")) * GIB for (budget, _), row in found.items())
+
+
+def contexts():
+    baseline = {
+        row["tokens"]: row["matmul_flops"]
+        for row in recorded("qwen3_context_h200")
+        if row["policy"] == "True"
+    }
+    for row in recorded("qwen3_context_h200"):
+        sizes = " | ".join(gib(row[key]) for key in ("temporaries", "total", "host"))
+        flops = row["matmul_flops"] / baseline[row["tokens"]]
+        yield f"| {row['tokens']:,} | `{row['policy']}` | {sizes} | {flops:.2f} |"
+
+
+def longest():
+    for row in recorded("qwen3_longest_h200"):
+        budget = row["budget"].replace("GiB", " GiB")
+        tokens = f"{row['tokens']:,}" + (" or more" if row["tokens"] == 2**20 else "")
+        yield f"| {budget} | `{row['policy']}` | {tokens} | {gib(row['total'])} | {gib(row['host'])} |"
+
+
+def presets():
+    rows = recorded("qwen3_presets_h200")
+    baseline = {row["backend"]: row["matmul_flops"] for row in rows if row["policy"] == "True"}
+    for row in rows:
+        sizes = " | ".join(gib(row[key]) for key in ("temporaries", "total", "host"))
+        backend = {"auto": "cuDNN"}.get(row["backend"], row["backend"])
+        flops = row["matmul_flops"] / baseline[row["backend"]]
+        yield f"| {backend} | `{row['policy']}` | {sizes} | {flops:.2f} |"
+
+
+def test_what_attention_put_out_is_kept_once_and_spares_attending_again():
+    found = {(row["backend"], row["policy"]): row for row in recorded("qwen3_presets_h200")}
+    kept = 65_536 * 32 * (128 * 2 + 4)  # of a layer: an output in bfloat16 and a float32 a head and position
+    plain, saved, nested, nested_saved = (
+        found["blockwise", name] for name in ("True", "attention_saved", "nested", "nested_attention_saved")
+    )
+    assert saved["temporaries"] - plain["temporaries"] == pytest.approx(48 * kept, rel=0.1)
+    assert nested_saved["temporaries"] - nested["temporaries"] <= 1.1 * 10 * kept
+    assert saved["matmul_flops"] < 0.85 * plain["matmul_flops"]
+    assert found["blockwise", "attention_offloaded"]["host"] == pytest.approx(48 * kept, rel=0.01)
+    assert found["auto", "attention_saved"]["matmul_flops"] == found["auto", "True"]["matmul_flops"]
+
+
+def on_eight_devices():
+    rows = recorded("qwen3_context_v5p_8")
+    for row in rows:
+        sizes = " | ".join(gib(row[key]) for key in ("arguments", "temporaries", "total", "host"))
+        yield f"| `{row['policy']}` | {sizes} | {row['matmul_flops'] / rows[0]['matmul_flops']:.2f} |"
+
+
+def test_eight_devices_need_an_eighth_of_the_weights_and_little_more_than_one_for_the_rest():
+    (alone,) = (row for row in recorded("qwen3_context_h200") if _is_nested_at_65536(row))
+    (shared,) = (row for row in recorded("qwen3_context_v5p_8") if _is_nested_at_65536(row))
+    assert shared["arguments"] < 1.2 * alone["arguments"] / 8
+    assert shared["temporaries"] < alone["temporaries"] + 2.5 * GIB
+
+
+def _is_nested_at_65536(row):
+    return row["policy"] == "nested" and row["tokens"] == 65_536
+
+
+def on_the_cpu():
+    for row in recorded("long_context_cpu"):
+        peak = gib(row["peak_resident_bytes"])
+        yield f"| `{row['policy']}` | {row['tokens']:,} | {row['seconds']:.0f} s | {peak} |"
+
+
+def test_a_step_at_65536_tokens_took_six_carries_less_with_nested():
+    plain, nested = recorded("long_context_cpu")
+    assert plain["tokens"] == nested["tokens"] == 65_536
+    saved = plain["peak_resident_bytes"] - nested["peak_resident_bytes"]
+    assert saved == pytest.approx(6 * 2**27, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("page", "heading", "rows"),
+    [
+        ("long-context", "Memory, by context", contexts),
+        ("long-context", "How long a context", longest),
+        ("long-context", "Keeping what attention", presets),
+        ("long-context", "Try it without", on_the_cpu),
+        ("devices", "What each device needs", on_eight_devices),
+    ],
+)
+def test_the_page_says_what_was_recorded(page, heading, rows):
+    text = (DOCS / f"{page}.md").read_text()
+    (section,) = re.findall(rf"^## {heading}.*?(?=^## )", text, re.MULTILINE | re.DOTALL)
+    assert re.findall(r"^\| .*\d.* \|$", section, re.MULTILINE) == list(rows())
+
+
+SMALLER = ["--model.num_layers", "10", "--model.experts.num_experts", "16", "--vocab_size", "1024"]
+
+
+@pytest.mark.skipif(NO_CUDA, reason="JAX's CUDA plugin is not installed")
+@pytest.mark.parametrize(
+    ("backend", "policy", "whole", "a_token"),
+    [
+        pytest.param("cudnn", "nested", 950e6, 66, marks=NEEDS_CUDNN),
+        pytest.param("cudnn", "offload", 850e6, 54, marks=NEEDS_CUDNN),
+        ("blockwise", "nested", 1045e6, 69),
+    ],
+)
+def test_a_shallower_one_takes_memory_in_proportion_to_its_tokens(backend, policy, whole, a_token):
+    """10 layers as wide as the real ones: `nested` keeps 4 carries of 4 KiB a token, `offload` one or two."""
+    smaller = [*SMALLER, "--model.attention.backend", backend]
+    config = parse_config(TrainLmConfig, ["--config_path", str(CONFIG), *smaller])
+    found = []
+    for tokens in (8_192, 16_384):
+        fn, args = forward_and_backward(config, tokens)
+        found.append(memory.report(fn(POLICIES[policy]), *args, target="h200").temporaries)
+    assert found[0] <= 1.05 * whole
+    assert (found[1] - found[0]) / 8_192 <= 1.05 * a_token * 1024

@@ -8,6 +8,7 @@ PYTHON ?=
 WORKERS ?= 2
 REPORTS ?= $(VENV)/reports
 PYTEST_ARGS ?=
+MARKS ?= not slow
 RUN := $(VENV)/bin/python
 
 .PHONY: help
@@ -29,7 +30,7 @@ demo: venv  ## train a small Qwen3 MoE on real text, then print what each remat 
 test: venv  ## run the tests (PYTEST_ARGS="tests/test_x.py -k name" for some of them)
 	@mkdir -p "$(REPORTS)" && rm -f "$(REPORTS)"/*.xml
 	@status=0; \
-	$(RUN) -m pytest -n $(WORKERS) --junitxml="$(REPORTS)/suite.xml" $(PYTEST_ARGS) || status=$$?; \
+	$(RUN) -m pytest -n $(WORKERS) --junitxml="$(REPORTS)/suite.xml" -m "$(MARKS)" $(PYTEST_ARGS) || status=$$?; \
 	JAX_REMAT3=1 $(RUN) -m pytest -n $(WORKERS) --junitxml="$(REPORTS)/policy-remat3.xml" $(PYTEST_ARGS) \
 	    -m "policy and not slow and not deep" || { code=$$?; [ $$code = $(if $(PYTEST_ARGS),5,none) ] || status=$$code; }; \
 	exit $$status
@@ -41,7 +42,8 @@ memory:  ## hold the memory that the benchmarks recorded for an H200 and a TPU v
 	@scripts/make_venv.sh "$(VENV)-memory" "$(PYTHON)" test,cuda-report,tpu-report
 	@mkdir -p "$(REPORTS)"
 	$(VENV)-memory/bin/python -m pytest --junitxml="$(REPORTS)/memory.xml" \
-	    tests/benchmarks/test_stack_memory.py tests/memory/test_targets.py tests/ops/test_attention_splash.py
+	    tests/benchmarks/test_stack_memory.py tests/benchmarks/test_qwen3_context.py tests/memory/test_targets.py \
+	    tests/ops/test_attention_splash.py
 
 .PHONY: haliax
 haliax: venv  ## run Haliax's own tests of scan with this library in its place

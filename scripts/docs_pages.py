@@ -1,0 +1,24 @@
+"""Pages of the documentation that are made when it is built; mkdocs calls what is here by its name."""
+
+from typing import Any
+
+from mkdocs.structure.files import File, Files
+
+from models.train_lm import TrainLmConfig
+from stacked_remat.training import config_reference
+
+_INTRODUCTION = """# Config reference
+
+Every key of the files that `python -m models.train_lm --config_path FILE` reads, with its type, its default
+and what it means, made from the dataclasses themselves; `--help` prints the same. On the command line a key
+is written by its dotted name, `--trainer.num_steps 500`. `models.plan_lm` reads the same files and knows one
+more, `target`. [Training runs](training.md) says how files include others.
+
+"""
+
+
+def on_files(files: Files, config: Any) -> Files:
+    """Adds the config reference to the pages."""
+    page = _INTRODUCTION + config_reference(TrainLmConfig)
+    files.append(File.generated(config, "config-reference.md", content=page))
+    return files

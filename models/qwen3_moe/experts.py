@@ -4,6 +4,8 @@ The experts are a stack over the named axis `Experts`. Each is applied to the to
 others, by `stacked_remat.ops.grouped_experts`: exact for any routing, without a capacity.
 """
 
+import functools
+
 import equinox as eqx
 import haliax as hax
 import haliax.nn as hnn
@@ -120,15 +122,22 @@ class SparseExperts(eqx.Module):
         return choices, gates, of_layer
 
     def __call__(
-        self, x: NamedArray, documents: NamedArray | None = None
+        self, x: NamedArray, documents: NamedArray | None = None, *, keep: bool = False
     ) -> tuple[NamedArray, RouterStatistics]:
         """Maps `[..., Embed]` to `[..., Embed]`, with the router's statistics; takes what `route` takes.
 
+        Args:
+            x: see `route`.
+            documents: see `route`.
+            keep: whether what `gate_proj` gives is kept for the backward pass, which then computes one
+                product less again. Takes `experts_per_token * expert_dim` activations a token, and spares
+                nothing in a layer that is recomputed.
+
         Cost: `6 * tokens * experts_per_token * embed * expert_dim` FLOPs and up to a quarter more for
-        padding; see `grouped_experts` for the memory.
+        padding; see `grouped_experts` for the memory and the backward pass.
         """
         choices, gates, statistics = self.route(x, documents)
-        output = self._mixed(x, choices, gates, self.experts.stacked, self.config.Experts)
+        output = self._mixed(x, choices, gates, self.experts.stacked, self.config.Experts, keep)
         return checkpoint_name(output, "expert_output"), statistics
 
     def decode(self, x: NamedArray, layers: "SparseExperts", number: NamedArray) -> NamedArray:
@@ -152,7 +161,13 @@ class SparseExperts(eqx.Module):
         return self._mixed(x, choices + number * Experts.size, gates, weights, All)
 
     def _mixed(
-        self, x: NamedArray, choices: NamedArray, gates: NamedArray, weights: SwiGlu, Experts: Axis
+        self,
+        x: NamedArray,
+        choices: NamedArray,
+        gates: NamedArray,
+        weights: SwiGlu,
+        Experts: Axis,
+        keep: bool = False,
     ) -> NamedArray:
         """The sum of each token's chosen experts, whose weights have the axis `Experts`."""
         Embed = self.config.Embed
@@ -168,14 +183,35 @@ class SparseExperts(eqx.Module):
                     (gates, gates.resolve_axis("choice")),
                 )
             )
-            mixed = grouped_experts(_apply_expert, weights, Experts, rows, chosen, factors.astype(rows.dtype))
+            mixed = grouped_experts(
+                functools.partial(_apply_expert, self.config.ExpertDim),
+                weights,
+                Experts,
+                rows,
+                chosen,
+                factors.astype(rows.dtype),
+                saved=_gate_products if keep else None,
+            )
             return hax.named(mixed.reshape([axis.size for axis in (*own, Embed)]), (*own, Embed))
 
         return per_device(mix, weights, x, choices, gates, over=tokens, out=x.axes)
 
 
-def _apply_expert(expert: SwiGlu, rows: Float[Array, "row embed"], gates: Float[Array, " row"]) -> Array:
+def _apply_expert(
+    Inner: Axis,
+    expert: SwiGlu,
+    rows: Float[Array, "row embed"],
+    gates: Float[Array, " row"],
+    gate_products: Float[Array, "row inner"] | None = None,
+) -> Array:
     Row = Axis("row", rows.shape[0])
     expert = cast_floating(expert, rows.dtype)
-    mixed = expert(hax.named(rows, (Row, "embed")), hax.named(gates, Row))
+    gated = None if gate_products is None else hax.named(gate_products, (Row, Inner))
+    mixed = expert(hax.named(rows, (Row, "embed")), hax.named(gates, Row), gated)
     return mixed.rearrange((Row, "embed")).array
+
+
+def _gate_products(expert: SwiGlu, rows: Float[Array, "row embed"]) -> Float[Array, "row inner"]:
+    Row = Axis("row", rows.shape[0])
+    gated = cast_floating(expert.gate_proj, rows.dtype)(hax.named(rows, (Row, "embed")))
+    return gated.rearrange((Row, ...)).array

@@ -45,12 +45,14 @@ class SwiGlu(eqx.Module):
             down_proj=linear(config, Inner, config.Embed, key=down_key),
         )
 
-    def __call__(self, x: NamedArray, gate: NamedArray | None = None) -> NamedArray:
-        """Maps `[..., Embed]` to `[..., Embed]`, times `gate` if given.
+    def __call__(
+        self, x: NamedArray, gate: NamedArray | None = None, gated: NamedArray | None = None
+    ) -> NamedArray:
+        """Maps `[..., Embed]` to `[..., Embed]`, times `gate` if given; `gated` is `gate_proj(x)` if at hand.
 
-        It is applied before the last map, so that its gradient does not need that map's output.
+        `gate` is applied before the last map, so that its gradient does not need that map's output.
         """
-        hidden = hnn.silu(self.gate_proj(x)) * self.up_proj(x)
+        hidden = hnn.silu(self.gate_proj(x) if gated is None else gated) * self.up_proj(x)
         return self.down_proj(hidden if gate is None else hidden * gate)
 
 

@@ -21,8 +21,13 @@ from .._layer_axis import SplitTree, is_array, is_named, is_split, split_tree
 from .per_device import free_axis_mapping
 
 Rows = Float[Array, "row embed"]
-Expert: TypeAlias = Callable[[Any, Rows, Float[Array, " row"]], Rows]
-"""(weights of one expert, rows, gates of the rows) to rows that are weighed by their gates."""
+Expert: TypeAlias = Callable[..., Rows]
+"""(weights of one expert, rows, gates of the rows) to rows that are weighed by their gates.
+
+With `saved` there is a fourth argument, what that gave.
+"""
+Saved: TypeAlias = Callable[[Any, Rows], Any]
+"""(weights of one expert, rows) to arrays `[row, ...]`."""
 
 
 def grouped_experts(
@@ -33,6 +38,7 @@ def grouped_experts(
     choices: Int[Array, "token choice"],
     gates: Float[Array, "token choice"],
     *,
+    saved: Saved | None = None,
     block_size: int | None = None,
     blocks_at_once: int = 8,
 ) -> Float[Array, "token out"]:
@@ -56,6 +62,10 @@ def grouped_experts(
         x: tokens.
         choices: the experts of each token; none twice for one token.
         gates: their factors.
+        saved: the part of `expert` that the backward pass is not to compute again: for a gated MLP one of the
+            two maps of its rows. Its result for every pair is kept from the forward to the backward pass, and
+            `expert` takes it as a fourth argument. It is worth its memory where the layer is not recomputed
+            anyway. Like `expert`, it may not close over traced values.
         block_size: rows in a block. By default a power of two between 8 and 256 that lets padding cost at
             most a quarter, where there are rows enough.
         blocks_at_once: blocks that one turn of the loop computes side by side.
@@ -68,12 +78,17 @@ def grouped_experts(
 
     Cost: with `n` pairs, `expert` on at most `n + experts * block_size` rows (and `blocks_at_once` blocks
     more), once forward, and once and its two products backward; what is not differentiated costs neither
-    arithmetic nor memory. For a gated MLP weighed before its last map that is 3 products forward, and
-    backward 8, or 5 where the weights are frozen. With padding (at 65,536 tokens of 8 among 128 experts a
-    sixteenth) this is less than 1.35 of the 9 that a gradient takes without recomputation. With frozen
-    weights it is less than the 9 of a checkpointed layer (3 forward, 3 again, 3 backward), and 1.42 of the 6
-    without. Memory beside the arguments: the result and the gradients in float32, five integers
-    a pair, and a few blocks.
+    arithmetic nor memory. In products of a gated MLP weighed before its last map, padding (a sixteenth at
+    65,536 tokens of 8 among 128 experts) left out:
+
+    | | forward | backward, trained | backward, frozen | in all, by what takes no product twice |
+    |---|---|---|---|---|
+    | without `saved` | 3 | 8 | 5 | 11 / 9 and 8 / 6 |
+    | one of the first two maps saved | 3 | 7 | 4 | 10 / 9 and 7 / 6 |
+    | either, in a layer that is recomputed | 3 | 8 | 5 | 11 / 12 and 8 / 9 |
+
+    Memory beside the arguments: the result and the gradients in float32, five integers a pair, a few blocks,
+    and what is saved.
     """
     split = _split(weights, Experts)
     if choices.shape != gates.shape or choices.shape[0] != x.shape[0]:
@@ -87,7 +102,7 @@ def grouped_experts(
     if block_size < 1 or blocks_at_once < 1:
         raise ValueError(f"block_size = {block_size} and blocks_at_once = {blocks_at_once} must be positive.")
     plan = _plan(choices, Experts.size, block_size, blocks_at_once)
-    return _differentiable(_Walk(expert, split.rebuild))(x, gates, split.arrays, plan)
+    return _differentiable(_Walk(expert, saved, split.rebuild))(x, gates, split.arrays, plan)
 
 
 class _Plan(NamedTuple):
@@ -147,57 +162,72 @@ class _Walk:
 
     Attributes:
         expert: see `grouped_experts`.
+        saved: see there.
         rebuild: makes one expert's tree of weights from a slice of each array.
     """
 
     expert: Expert
+    saved: Saved | None
     rebuild: Callable[[Any], Any]
 
-    def apply(self, arrays: list[Array], rows: Array, gates: Array) -> Array:
-        """Apply the experts of the blocks of one turn, `[block, ...]` each."""
+    def apply(self, arrays: list[Array], rows: Array, gates: Array, kept: Any) -> Array:
+        """Apply the experts of the blocks of one turn, `[block, ...]` each; `kept` is what `keep` gives."""
+
+        def of_block(own: list[Array], rows: Array, gates: Array, kept: Any) -> Array:
+            more = () if self.saved is None else (kept,)
+            return self.expert(self.rebuild(own), rows, gates, *more)
+
         with free_axis_mapping():
-            return jax.vmap(lambda own, rows, gates: self.expert(self.rebuild(own), rows, gates))(
-                arrays, rows, gates
-            )
+            return jax.vmap(of_block)(arrays, rows, gates, kept)
+
+    def keep(self, arrays: list[Array], rows: Array) -> Any:
+        """The part of the experts that is saved, `[block, row, ...]`; None where nothing is."""
+        if self.saved is None:
+            return None
+        saved = self.saved
+        with free_axis_mapping():
+            return jax.vmap(lambda own, rows: saved(self.rebuild(own), rows))(arrays, rows)
+
+    def both(self, arrays: list[Array], rows: Array, gates: Array) -> tuple[Array, Any]:
+        """Apply the experts, and what of them is saved."""
+        kept = self.keep(arrays, rows)
+        return self.apply(arrays, rows, gates, kept), kept
 
     def inputs(self, x: Array, gates: Array, arrays: list[Array], at: _Plan) -> tuple[Any, Array, Array]:
         """Gather what the blocks of one turn take."""
         own = [jnp.take(array, at.expert, axis=0) for array in arrays]
         return own, jnp.take(x, at.token, axis=0), jnp.take(gates.reshape(-1), at.pair)
 
-    def forward(self, x: Array, gates: Array, arrays: list[Array], plan: _Plan) -> Array:
-        """Add every block's rows to its tokens."""
+    def forward(self, x: Array, gates: Array, arrays: list[Array], plan: _Plan) -> tuple[Array, Any]:
+        """Add every block's rows to its tokens; what is saved comes beside it, `[turn, block, row, ...]`."""
 
-        def turn(out: Array, at: _Plan) -> tuple[Array, None]:
-            rows = self.apply(*self.inputs(x, gates, arrays, at))
+        def turn(out: Array, at: _Plan) -> tuple[Array, Any]:
+            rows, kept = self.both(*self.inputs(x, gates, arrays, at))
             rows = jnp.where(at.real[..., None], rows, 0).astype(jnp.float32)
-            return out.at[at.token].add(rows), None
+            return out.at[at.token].add(rows), kept
 
-        shapes = jax.eval_shape(self.apply, *jax.eval_shape(self.inputs, x, gates, arrays, _first(plan)))
+        shapes, _ = jax.eval_shape(self.both, *jax.eval_shape(self.inputs, x, gates, arrays, _first(plan)))
         start = jnp.zeros((x.shape[0], shapes.shape[-1]), jnp.float32)
-        return lax.scan(turn, start, plan)[0].astype(x.dtype)
+        out, kept = lax.scan(turn, start, plan)
+        return out.astype(x.dtype), kept
 
     def backward(
-        self, wanted: "_Wanted", x: Array, gates: Array, arrays: list[Array], plan: _Plan, ct: Array
+        self,
+        wanted: "_Wanted",
+        x: Array,
+        gates: Array,
+        arrays: list[Array],
+        plan: _Plan,
+        kept: Any,
+        ct: Array,
     ) -> tuple[Array | None, Array | None, list[Array | None]]:
         """The cotangents of what is wanted, `None` for the rest."""
 
-        def turn(gradients: tuple[Any, Any, Any], at: _Plan) -> tuple[Any, None]:
-            own, rows, factors = self.inputs(x, gates, arrays, at)
-
-            def differentiated(part: tuple[Any, Any, list[Any]]) -> Array:
-                some_rows, some_factors, some = part
-                merged = [a if b is None else b for a, b in zip(own, some, strict=True)]
-                return self.apply(
-                    merged,
-                    rows if some_rows is None else some_rows,
-                    factors if some_factors is None else some_factors,
-                )
-
-            part = wanted.pick(rows, factors, own)
-            result, pullback = jax.vjp(differentiated, part)
+        def turn(gradients: tuple[Any, Any, Any], at_and_kept: tuple[_Plan, Any]) -> tuple[Any, None]:
+            at, kept = at_and_kept
+            inputs = self.inputs(x, gates, arrays, at)
             of_result = jnp.where(at.real[..., None], jnp.take(ct, at.token, axis=0), 0)
-            ((of_rows, of_factors, of_own),) = pullback(of_result.astype(result.dtype))
+            of_rows, of_factors, of_own = self.turn_backward(wanted, inputs, kept, of_result)
             x_gradient, gate_gradient, array_gradients = gradients
             if of_rows is not None:
                 x_gradient = x_gradient.at[at.token].add(of_rows.astype(jnp.float32))
@@ -213,7 +243,7 @@ class _Walk:
         start = jax.tree.map(
             lambda leaf: jnp.zeros(leaf.shape, jnp.float32), wanted.pick(x, gates.reshape(-1), arrays)
         )
-        (of_x, of_gates, of_arrays), _ = lax.scan(turn, start, plan)
+        (of_x, of_gates, of_arrays), _ = lax.scan(turn, start, (plan, kept))
         return (
             None if of_x is None else of_x.astype(x.dtype),
             None if of_gates is None else of_gates.reshape(gates.shape).astype(gates.dtype),
@@ -222,6 +252,29 @@ class _Walk:
                 for old, new in zip(arrays, of_arrays, strict=True)
             ],
         )
+
+    def turn_backward(
+        self, wanted: "_Wanted", inputs: tuple[list[Array], Array, Array], kept: Any, of_result: Array
+    ) -> tuple[Array | None, Array | None, list[Array | None]]:
+        """The cotangents of what is wanted of the inputs of one turn, from that of its rows."""
+        own, rows, factors = inputs
+
+        def merged(part: tuple[Any, Any, list[Any]]) -> tuple[list[Array], Array, Array]:
+            some_rows, some_factors, some = part
+            return (
+                [a if b is None else b for a, b in zip(own, some, strict=True)],
+                rows if some_rows is None else some_rows,
+                factors if some_factors is None else some_factors,
+            )
+
+        part = wanted.pick(rows, factors, own)
+        result, pullback = jax.vjp(lambda part, kept: self.apply(*merged(part), kept), part, kept)
+        of_part, of_kept = pullback(of_result.astype(result.dtype))
+        if self.saved is not None:
+            # A linear map's pullback does not read its result, so that this computes nothing again.
+            _, pullback = jax.vjp(lambda part: self.keep(*merged(part)[:2]), part)
+            of_part = jax.tree.map(jnp.add, of_part, *pullback(of_kept))
+        return of_part
 
 
 @jax.tree_util.register_static
@@ -242,7 +295,7 @@ class _Wanted:
 def _differentiable(walk: _Walk) -> Callable[[Array, Array, list[Array], _Plan], Array]:
     @jax.custom_vjp
     def run(x: Array, gates: Array, arrays: list[Array], plan: _Plan) -> Array:
-        return walk.forward(x, gates, arrays, plan)
+        return walk.forward(x, gates, arrays, plan)[0]
 
     def forward(x: Any, gates: Any, arrays: Any, plan: Any) -> tuple[Array, Any]:
         def differentiated(leaf: Any) -> bool:
@@ -251,13 +304,14 @@ def _differentiable(walk: _Walk) -> Callable[[Array, Array, list[Array], _Plan],
         wanted = _Wanted(differentiated(x), differentiated(gates), tuple(map(differentiated, arrays)))
         plan = _Plan(*(leaf.value for leaf in plan))
         values = (x.value, gates.value, [leaf.value for leaf in arrays])
-        return walk.forward(*values, plan), (wanted, *values, plan)
+        out, kept = walk.forward(*values, plan)
+        return out, (wanted, *values, plan, kept)
 
     def backward(residuals: Any, cotangent: Any) -> tuple[Any, Any, Any, None]:
-        wanted, x, gates, arrays, plan = residuals
+        wanted, x, gates, arrays, plan, kept = residuals
         if isinstance(cotangent, SymbolicZero):
             return None, None, [None] * len(arrays), None
-        return *walk.backward(wanted, x, gates, arrays, plan, cotangent), None
+        return *walk.backward(wanted, x, gates, arrays, plan, kept, cotangent), None
 
     run.defvjp(forward, backward, symbolic_zeros=True)
     return run

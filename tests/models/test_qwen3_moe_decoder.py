@@ -11,6 +11,7 @@ from haliax import Axis
 
 from models.lm import LmConfig, build_model, next_token_loss
 from models.qwen3_moe import AttentionConfig, ExpertsConfig, Qwen3Config, Qwen3Decoder, Qwen3MoeConfig
+from models.qwen3_moe.experts import SparseExperts
 from stacked_remat import ScanCheckpointPolicy
 from stacked_remat.ops import rotary_table
 from stacked_remat.training import TokenBatch
@@ -272,3 +273,24 @@ def test_the_loss_keeps_documents_apart():
     picked = -jnp.take_along_axis(log_probs, packed.targets.array[..., None], axis=-1)
     np.testing.assert_allclose(loss_of(make(), packed)[1]["loss"], jnp.mean(picked), rtol=1e-5)
     assert abs(loss_of(make(), packed)[1]["loss"] - loss_of(make(), tokens)[1]["loss"]) > 1e-5
+
+
+@pytest.mark.parametrize(
+    ("policy", "kept"),
+    [
+        (ScanCheckpointPolicy(disable=True), True),
+        (ScanCheckpointPolicy(save_block_internals=True), True),
+        (ScanCheckpointPolicy(), False),
+        (ScanCheckpointPolicy(nested=True), False),
+    ],
+)
+def test_products_of_the_experts_are_kept_where_layers_are_not_recomputed(policy, kept, monkeypatch):
+    seen, call = [], SparseExperts.__call__
+
+    def spied(self, *args, keep):
+        seen.append(keep)
+        return call(self, *args, keep=keep)
+
+    monkeypatch.setattr(SparseExperts, "__call__", spied)
+    eqx.filter_eval_shape(Qwen3Decoder.layer_states, with_policy(make(), policy), batch_of_tokens().tokens)
+    assert set(seen) == {kept}

@@ -137,3 +137,13 @@ def test_statistics_leave_padding_out():
     np.testing.assert_array_equal(found[0].array, layer(x)[0].array)
     nothing = layer.route(x, documents * 0)[2]
     assert all(not np.any(leaf) for leaf in jax.tree.leaves(nothing))
+
+
+def test_what_is_kept_for_the_backward_pass_changes_no_gradient():
+    layer, x = make(num_experts=5, experts_per_token=3)
+
+    def gradients(keep):
+        return jax.grad(lambda layer, x: hax.sum(hax.tanh(layer(x, keep=keep)[0])).scalar(), (0, 1))(layer, x)
+
+    for kept, computed in zip(*map(jax.tree.leaves, (gradients(True), gradients(False))), strict=True):
+        np.testing.assert_allclose(kept, computed, rtol=1e-5, atol=1e-7)

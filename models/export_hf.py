@@ -4,11 +4,10 @@
     python -m models.export_hf --run_dir runs/mine --out adapters --adapters
 
 The first writes a whole model, adapters merged, that `transformers` loads; the second the adapters alone, for
-PEFT. Tokenizer files go along where the run's tokenizer is a folder.
+PEFT. The files of the run's tokenizer go along with the whole model, if it has any.
 """
 
 import argparse
-import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,7 +16,6 @@ import draccus
 import equinox as eqx
 from rich.console import Console
 
-from models.hub import model_folder
 from models.lm import LanguageModel
 from models.qwen3_moe import Qwen3Decoder
 from models.qwen3_moe.hf import write_decoder
@@ -27,11 +25,12 @@ from models.safetensors_folder import WeightsError, refuse_what_is_there
 from models.train_lm import TrainLmConfig
 from stacked_remat.lora import merge_lora
 from stacked_remat.training import (
-    TOKENIZER_FILES,
     CheckpointMismatchError,
+    DataError,
     check_unsaved,
     checkpoint_config,
     load_checkpoint,
+    read_tokenizer_files,
 )
 
 
@@ -49,7 +48,7 @@ def trained_model(run_dir: Path, *, step: int | None = None) -> tuple[LanguageMo
     Cost: the model in memory; with adapters also what they were trained on, read or made again.
     """
     folder = run_dir / "checkpoints"
-    config = draccus.decode(TrainLmConfig, checkpoint_config(folder, step=step))
+    config = _run_config(run_dir, step)
     model = ModelOfRun.of(config)
     if config.lora is None:
         shapes = state_shapes(config, model)
@@ -68,8 +67,10 @@ def export(run_dir: Path, out: Path, *, step: int | None = None, adapters: bool 
         FileNotFoundError, CheckpointMismatchError: as `trained_model`.
         FileExistsError: there is something in the folder.
         WeightsError: there are no adapters, or the model has no such format.
+        DataError: the run's tokenizer is not where it was.
     """
     refuse_what_is_there(out)
+    tokenizer = {} if adapters else read_tokenizer_files(_run_config(run_dir, step).data.tokenizer)
     model, config = trained_model(run_dir, step=step)
     if not isinstance(model, Qwen3Decoder):
         raise WeightsError(f"A {type(model).__name__} has no format of Hugging Face's here.")
@@ -78,13 +79,11 @@ def export(run_dir: Path, out: Path, *, step: int | None = None, adapters: bool 
             raise WeightsError(f"{run_dir} trained no adapters. Export the whole model, without --adapters.")
         save_adapters(out, model, base_model=config.initialize_from_hf)
         return
-    write_decoder(out, merge_lora(model))
-    tokenizer = config.data.tokenizer
-    if tokenizer != "byte":
-        source = model_folder(tokenizer) if not Path(tokenizer).is_file() else Path(tokenizer).parent
-        for name in TOKENIZER_FILES:
-            if (source / name).is_file():
-                shutil.copyfile(source / name, out / name)
+    write_decoder(out, merge_lora(model), texts=tokenizer)
+
+
+def _run_config(run_dir: Path, step: int | None) -> TrainLmConfig:
+    return draccus.decode(TrainLmConfig, checkpoint_config(run_dir / "checkpoints", step=step))
 
 
 def main(arguments: Sequence[str], console: Console | None = None) -> int:
@@ -100,7 +99,7 @@ def main(arguments: Sequence[str], console: Console | None = None) -> int:
     options = parser.parse_args(arguments)
     try:
         export(options.run_dir, options.out, step=options.step, adapters=options.adapters)
-    except (FileNotFoundError, FileExistsError, WeightsError, CheckpointMismatchError) as error:
+    except (FileNotFoundError, FileExistsError, WeightsError, DataError, CheckpointMismatchError) as error:
         console.print(f"error: {error}", highlight=False, markup=False, soft_wrap=True)
         return 1
     console.print(f"wrote {options.out}", highlight=False, markup=False, soft_wrap=True)

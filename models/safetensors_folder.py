@@ -12,6 +12,7 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -87,6 +88,7 @@ def write_safetensors(
     tensors: Mapping[str, "Pending"],
     *,
     documents: Mapping[str, Any],
+    texts: Mapping[str, str] = MappingProxyType({}),
     max_file_bytes: int = 5 * 2**30,
 ) -> None:
     """Writes tensors, in as many files as it takes, and JSON documents such as `config.json` beside them.
@@ -97,6 +99,7 @@ def write_safetensors(
         root: the folder, which must not exist or be empty.
         tensors: what to write, in this order.
         documents: contents by file name, to be written as JSON.
+        texts: contents of further files, by their names.
         max_file_bytes: where a file ends; a tensor that is larger has a file of its own.
 
     Raises:
@@ -117,8 +120,9 @@ def write_safetensors(
             save_file(made, unfinished / file, metadata={"format": "pt"})
         if len(groups) > 1:
             documents = {**documents, INDEX: _index(tensors, names, groups)}
-        for file, content in documents.items():
-            (unfinished / file).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        written = {file: json.dumps(content, indent=2) + "\n" for file, content in documents.items()}
+        for file, text in {**texts, **written}.items():
+            (unfinished / file).write_text(text, encoding="utf-8")
         os.replace(unfinished, root)
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)

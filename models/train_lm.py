@@ -58,6 +58,7 @@ from stacked_remat.training import (
     held_out_evaluators,
     learning_rate_schedule,
     load_tokenizer,
+    lock_run_folder,
     open_training_data,
     parse_config,
     remat_entry,
@@ -119,7 +120,7 @@ def train_lm(config: TrainLmConfig, progress: Progress) -> TrainingResult:
     SIGTERM and SIGINT end it after the step that is being done, with a checkpoint.
 
     Raises:
-        FileExistsError: the run folder holds a finished run.
+        FileExistsError: the run folder holds a finished run, or another process trains in it.
         DataError, ConfigError: there is no text, too little, or some that can't be read; the run folder holds
             a run of another config; a tracker's package is not installed.
         CheckpointMismatchError: the checkpoint in the run folder is of another model.
@@ -150,9 +151,17 @@ def train_lm(config: TrainLmConfig, progress: Progress) -> TrainingResult:
     )
     # A model that can't be made, or not divided like that, is refused before there is a run folder.
     state_shapes(config, ModelOfRun.of(config), partitioning)
-    folder = _run_folder(config)
+    root = Path(config.trainer.run_dir or f"runs/{time.strftime('%Y%m%d-%H%M%S')}").expanduser()
     with contextlib.ExitStack() as closing:
         closing.callback(data.training.close)
+        if jax.process_index() == 0:
+            closing.enter_context(lock_run_folder(root))
+        folder = RunFolder.open(
+            root,
+            config_as_dict(config),
+            overwrite=config.trainer.checkpoint.overwrite,
+            accept_changes=config.trainer.checkpoint.accept_changes,
+        )
         stop = closing.enter_context(StopSignals())
         closing.enter_context(partitioning.active())
         checkpoints = Checkpoints(
@@ -164,6 +173,7 @@ def train_lm(config: TrainLmConfig, progress: Progress) -> TrainingResult:
         closing.callback(checkpoints.close)
         state, position = _first_state(config, partitioning, checkpoints)
         if position is not None:
+            _check_length(config, position, folder)
             data.training.set_state(position.data)  # refuses other data while the folder is still as it was
             progress.message(f"going on after step {position.step} of an earlier process")
         folder.begin(config_as_dict(config))
@@ -237,6 +247,15 @@ def _first_state(
     return state, Position(**position)
 
 
+def _check_length(config: TrainLmConfig, position: Position, folder: RunFolder) -> None:
+    if position.step > config.trainer.num_steps:
+        raise ConfigError(
+            f"trainer.num_steps = {config.trainer.num_steps}, and the run in {folder.root} has "
+            f"done {position.step} steps. Ask for more, or give this run a folder of its own with "
+            f"--trainer.run_dir."
+        )
+
+
 def _with_model(config: TrainLmConfig, tokenizer: Tokenizer) -> TrainLmConfig:
     """The config with the architecture and the vocabulary that it has in the end."""
     model, vocab_size = resolved_model(config, check_folder=True)
@@ -275,16 +294,6 @@ def _with_planned_remat(config: TrainLmConfig, progress: Progress) -> TrainLmCon
     found = plan_step(config, budget=config.budget, host_budget=config.host_budget)
     progress.message(str(found))
     return dataclasses.replace(config, remat=remat_entry(found.policy), budget=None, host_budget=None)
-
-
-def _run_folder(config: TrainLmConfig) -> RunFolder:
-    root = config.trainer.run_dir or f"runs/{time.strftime('%Y%m%d-%H%M%S')}"
-    return RunFolder.open(
-        Path(root).expanduser(),
-        config_as_dict(config),
-        overwrite=config.trainer.checkpoint.overwrite,
-        accept_changes=config.trainer.checkpoint.accept_changes,
-    )
 
 
 def _summary(config: TrainLmConfig, text: str, state: TrainState, folder: RunFolder) -> str:

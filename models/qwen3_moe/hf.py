@@ -6,9 +6,10 @@ holds stacks. Shapes differ in one other way: a decoder's head axes are apart, a
 
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import equinox as eqx
@@ -89,6 +90,7 @@ def write_decoder(
     root: Path,
     decoder: Qwen3Decoder,
     *,
+    texts: Mapping[str, str] = MappingProxyType({}),
     max_file_bytes: int = 5 * 2**30,
 ) -> None:
     """Writes a decoder as a checkpoint that Hugging Face's `from_pretrained` loads, in the decoder's dtype.
@@ -96,6 +98,7 @@ def write_decoder(
     Args:
         root: a folder that does not exist or is empty; it takes its name when all is written.
         decoder: without adapters: merge these first.
+        texts: contents of further files, such as the tokenizer's, by their names.
         max_file_bytes: where a file ends and the next begins.
 
     Raises:
@@ -116,7 +119,9 @@ def write_decoder(
         pending |= pending_tensors(places[jax.tree_util.keystr(path)], leaf.array)
     dtype = decoder.embedding.weight.dtype
     document = config_to_hf(decoder.config, decoder.Vocab.size, dtype=str(dtype))
-    write_safetensors(root, pending, documents={"config.json": document}, max_file_bytes=max_file_bytes)
+    write_safetensors(
+        root, pending, documents={"config.json": document}, texts=texts, max_file_bytes=max_file_bytes
+    )
 
 
 def decoder_places(decoder: Qwen3Decoder) -> dict[str, Place]:

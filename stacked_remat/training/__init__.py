@@ -17,7 +17,7 @@ from .data.data_error import DataError
 from .data.held_out import HeldOutBatches
 from .data.packing import PackedDocuments
 from .data.tokenized import TokenizedDocuments
-from .data.tokenizer_files import TOKENIZER_FILES, load_tokenizer
+from .data.tokenizer_files import load_tokenizer, read_tokenizer_files
 from .data.tokenizers import ByteTokenizer, Tokenizer
 from .data.training_data import TrainingData, open_training_data
 from .data_config import DataConfig, SourceConfig
@@ -41,7 +41,7 @@ from .optimizer_config import (
 from .precision import cast_parameters, in_float32
 from .progress import ConsoleProgress, Progress
 from .remat import NO_PRESETS, RematEntry, RematPresets, check_remat, remat_entry, remat_policy
-from .run_folder import RunFolder, config_changes
+from .run_folder import RunFolder, config_changes, lock_run_folder
 from .signals import EXIT_INTERRUPTED, StopSignals
 from .step import LossFunction, Metrics, RandomLoss, Trainable, TrainState, build_step, train_step
 from .streams import HeldOutSet, TokenStream
@@ -67,7 +67,6 @@ from .trainer_config import (
 )
 
 __all__ = [
-    "TOKENIZER_FILES",
     "BATCH_AXIS",
     "EXIT_INTERRUPTED",
     "NO_PRESETS",
@@ -150,10 +149,12 @@ __all__ = [
     "learning_rate_schedule",
     "load_checkpoint",
     "load_tokenizer",
+    "lock_run_folder",
     "open_training_data",
     "mesh_sizes",
     "parse_config",
     "peak_flops",
+    "read_tokenizer_files",
     "remat_entry",
     "remat_policy",
     "train",

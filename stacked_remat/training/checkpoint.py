@@ -97,6 +97,9 @@ class Checkpoints:
             step: names the checkpoint; there is none of this step yet.
             state: its arrays are saved. Their buffers may be donated as soon as this returns.
             position: anything more that is needed to go on, fit for JSON.
+
+        Raises:
+            RuntimeError: there is a checkpoint of this step or a later one.
         """
         chosen = select(state, self._saved)
         named = arrays_by_name(chosen)
@@ -112,7 +115,11 @@ class Checkpoints:
             "unsaved": self._unsaved,
         }
         items = {_STATE: ocp.args.PyTreeSave(arrays), _RUN: ocp.args.JsonSave(run)}
-        self._manager.save(step, args=ocp.args.Composite(**items))
+        if not self._manager.save(step, args=ocp.args.Composite(**items)):
+            raise RuntimeError(
+                f"No checkpoint of step {step} was written to {self.folder}, where the latest is of step "
+                f"{self.latest()}: Orbax refuses one that is not later."
+            )
         self._last_save = time.monotonic()
 
     def restore(self, like: State) -> tuple[State, dict[str, Any]]:
@@ -201,7 +208,7 @@ def _others(state: Any, saved: Callable[[Any], Any] | None) -> Any:
 
 
 def _check_unsaved(run: Mapping[str, Any], rest: Any, where: str) -> None:
-    earlier = run["unsaved"]
+    earlier = run.get("unsaved", {})  # those of earlier versions hold none
     found = digests(rest)
     others = [name for name in sorted({*earlier, *found}) if earlier.get(name) != found.get(name)]
     if others:

@@ -1,6 +1,7 @@
 """One value of a config as its annotation says, or what is wrong with it."""
 
 import difflib
+import math
 import typing
 from collections.abc import Mapping
 from datetime import date
@@ -92,8 +93,10 @@ def _number(hint: Any, value: Any, path: tuple[str, ...]) -> Any:
         raise _mismatch(hint, value, path)
     try:
         if hint is float or not isinstance(value, float):
-            return hint(value)
-    except ValueError:
+            number = hint(value)
+            if math.isfinite(number):
+                return number
+    except (ValueError, OverflowError):
         pass
     raise _mismatch(hint, value, path, _whole(value) if hint is int else "")
 

@@ -40,8 +40,8 @@ class SourceConfig:
             )
         if not 0 < self.weight < float("inf"):
             raise ValueError(
-                f"The weight of a data source is positive and finite, got {self.weight} for the one with "
-                f"paths {list(self.paths)}. To leave a source out, delete it from data.sources."
+                f"The weight of a data source is positive and finite, got {self.weight}. To leave a source "
+                f"out, delete it from data.sources."
             )
 
 

@@ -78,8 +78,11 @@ def check_remat(
                 "remat: auto takes the policy that fits a budget, and there is none. Say how much memory of "
                 "a device the step may take: budget: 72GiB."
             )
-        for size in filter(None, (budget, host_budget)):
-            parse_bytes(size)
+        for name, size in (("budget", budget), ("host_budget", host_budget)):
+            try:
+                parse_bytes(0 if size is None else size)
+            except ValueError as error:
+                raise ValueError(f"{name}: {error}.") from error
         return None
     for name, size in (("budget", budget), ("host_budget", host_budget)):
         if size is not None:

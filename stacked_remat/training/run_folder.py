@@ -1,5 +1,7 @@
 """The folder that a run leaves behind, and whether a run may go on in it."""
 
+import contextlib
+import fcntl
 import json
 import os
 import shutil
@@ -143,6 +145,29 @@ _WAYS_OUT = (
     "Give this run a folder of its own with --trainer.run_dir, or delete those results and start anew with "
     "--trainer.checkpoint.overwrite true."
 )
+
+
+@contextlib.contextmanager
+def lock_run_folder(root: Path) -> Iterator[None]:
+    """Keeps other processes out of a run's folder, which is made; the system lets go when a process dies.
+
+    On file systems that know no locks it keeps nobody out.
+
+    Raises:
+        FileExistsError: another process is in it.
+    """
+    root.mkdir(parents=True, exist_ok=True)
+    with (root / ".lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise FileExistsError(
+                f"Another process trains in {root}. Wait for it or end it, or give this run a folder of its "
+                f"own with --trainer.run_dir."
+            ) from error
+        except OSError:
+            pass
+        yield
 
 
 def config_changes(earlier: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:

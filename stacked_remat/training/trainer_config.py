@@ -252,7 +252,8 @@ class TrainerConfig:
         _require_at_least(
             1, "trainer", num_steps=self.num_steps, log_every=self.log_every, eval_batches=self.eval_batches
         )
-        _require_at_least(0, "trainer", seed=self.seed)
+        if not 0 <= self.seed < 2**63:
+            raise ValueError(f"trainer.seed must be at least 0 and below 2**63, got {self.seed}.")
         if self.eval_every is not None:
             _require_at_least(1, "trainer", eval_every=self.eval_every)
         start = self.profiler.start_step

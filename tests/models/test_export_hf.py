@@ -22,6 +22,8 @@ from models.train_lm import TrainLmConfig, main as train_lm
 from stacked_remat.lora import merge_lora
 from stacked_remat.training import ConfigError, parse_config
 
+from ..training.data import word_tokenizer
+
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 
 CONFIG = """
@@ -183,3 +185,21 @@ def test_what_can_not_be_exported_is_named(workplace, tmp_path):
     assert status == 1 and "No checkpoint in" in shown
     status, shown = export("--run_dir", tmp_path, "--out", workplace)
     assert status == 1 and "is not an empty folder" in shown
+
+
+def test_a_tokenizer_that_is_gone_is_noticed_before_anything_is_written(workplace, monkeypatch):
+    word_tokenizer.save(workplace / "words")
+    (workplace / "words/tokenizer.json").rename(workplace / "words.json")
+    (workplace / "words/tokenizer_config.json").rename(workplace / "tokenizer_config.json")
+    assert train(workplace, "words_run", "--data.tokenizer", "words.json", "--vocab_size", "300") == 0
+    monkeypatch.chdir(workplace)
+    (workplace / "words.json").rename(workplace / "elsewhere.json")
+    arguments = ("--run_dir", workplace / "words_run", "--out", workplace / "with_words")
+    status, shown = export(*arguments)
+    assert status == 1 and "data.tokenizer = 'words.json' is neither" in shown
+    assert not (workplace / "with_words").exists()
+    (workplace / "elsewhere.json").rename(workplace / "words.json")
+    assert export(*arguments)[0] == 0
+    written = {path.name for path in (workplace / "with_words").iterdir()}
+    assert written == {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
+    assert (workplace / "with_words/tokenizer.json").read_text() == (workplace / "words.json").read_text()

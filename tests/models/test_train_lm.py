@@ -26,6 +26,7 @@ from stacked_remat.training import (
     build_optimizer,
     checkpoint_config,
     load_checkpoint,
+    lock_run_folder,
     parse_config,
 )
 
@@ -205,9 +206,14 @@ def test_a_refused_continuation_leaves_the_folder_as_it_was(workplace, capsys, f
     as_if_finished_in(workplace, finished)
     names = ("config.yaml", "result.json", "metrics.jsonl")
     before = [(workplace / "run" / name).read_text() for name in names]
-    more = ("--trainer.seed", "5", "--trainer.num_steps", "12")
-    assert train(workplace, *more, "--trainer.checkpoint.accept_changes", "true") == 1
+    accept = ("--trainer.checkpoint.accept_changes", "true")
+    assert train(workplace, "--trainer.seed", "5", "--trainer.num_steps", "12", *accept) == 1
     assert "seed was 0 and is 5" in capsys.readouterr().out
+    assert train(workplace, "--trainer.num_steps", "3", *accept) == 1
+    assert "has done 9 steps" in " ".join(capsys.readouterr().out.split())
+    with lock_run_folder(workplace / "run"):
+        assert train(workplace, "--trainer.num_steps", "12", *accept) == 1
+    assert "Another process trains in" in capsys.readouterr().out
     assert [(workplace / "run" / name).read_text() for name in names] == before
 
 

@@ -117,6 +117,8 @@ def test_a_section_may_be_left_out_and_is_checked_where_it_is_not():
         ("shape: {type: circle, paint: {colour: bleu}}", r"got 'bleu'. Did you mean `blue`"),
         ("shape: {type: circle, paint: {layers: 1e3}}", r"`shape.paint.layers` in .* got '1e3'. Write 1000"),
         ("shape: {type: circle, paint: {layers: true}}", r"`shape.paint.layers` in .* must be int, got True"),
+        ("shape: {type: circle, radius: .nan}", r"`shape.radius` in .* must be float, got nan"),
+        ("shape: {type: circle, radius: -inf}", r"`shape.radius` in .* must be float, got '-inf'"),
         ("shape: {type: square, side: wide}", r"`shape.side` in .* must be int.null, got 'wide'"),
         ("shape: {type: [circle]}", r"`shape.type` in .* is \['circle'\]. .*Valid: circle, square"),
         ("shape: {type: circle, side: 2}", r"`shape.side` in .* It is one of `type: square`"),

@@ -25,7 +25,7 @@ def test_values_out_of_range_are_refused(changes, message):
         ({"paths": ("",)}, r"A data source needs paths"),
         (
             {"paths": ("x",), "weight": 0.0},
-            r"weight of a data source .* got 0.0 for the one with paths \['x'\]",
+            r"weight of a data source is positive and finite, got 0.0. To leave",
         ),
         ({"paths": ("x",), "weight": float("nan")}, r"positive and finite, got nan"),
     ],
@@ -72,7 +72,10 @@ def test_sources_are_sections_under_names_of_ones_own(tmp_path):
         ("sources: [x]", r"`sources` in .* holds sections, each under its name, got \['x'\]"),
         ("sources: {web: {weight: 2}}", r"`sources.web` in .* lacks the key `paths`"),
         ("sources: {web: {paths: [x], format: csv}}", r"`sources.web.format` in .*text, jsonl, parquet"),
-        ("sources: {web: {paths: [x], weight: -1}}", r"weight of a data source is positive"),
+        (
+            "sources: {web: {paths: [x], weight: -1}}",
+            r"\(of `sources.web`\): The weight of a data source is positive",
+        ),
         ("packing: tight", r"`packing` in .*split, whole"),
     ],
 )

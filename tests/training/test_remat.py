@@ -49,6 +49,8 @@ def test_what_is_written_for_a_policy_is_read_back(policy):
     [
         ("auto", None, None, "budget: 72GiB"),
         ("auto", None, "1TiB", "budget: 72GiB"),
+        ("auto", "lots", None, "^budget: cannot read 'lots' as a number of bytes"),
+        ("auto", "72GiB", "some", "^host_budget: cannot read 'some'"),
         ("auto", "72", None, "cannot read '72' as a number of bytes"),
         ("auto", "72GiB", "much", "cannot read 'much'"),
         ("nested", "72GiB", None, "budget = 72GiB has no effect beside remat: nested"),

@@ -3,7 +3,7 @@ import json
 import pytest
 import yaml
 
-from stacked_remat.training import ConfigError, RunFolder, config_changes
+from stacked_remat.training import ConfigError, RunFolder, config_changes, lock_run_folder
 
 CONFIG = {"model": {"type": "x", "width": 2}, "trainer": {"log_every": 1, "checkpoint": {"keep_last": 2}}}
 
@@ -87,3 +87,14 @@ def test_changes_name_only_what_changes_results():
     }
     now = {"remat": "nested", "trainer": {"num_steps": 2, "run_dir": "b", "trackers": {"wandb": {}}}}
     assert config_changes(earlier, now) == ["trainer.num_steps: 1 there, 2 now"]
+
+
+def test_one_process_at_a_time_is_in_a_folder(tmp_path):
+    with (
+        lock_run_folder(tmp_path / "run"),
+        pytest.raises(FileExistsError, match=r"Another process trains in .*run. .*--trainer.run_dir"),
+        lock_run_folder(tmp_path / "run"),
+    ):
+        pass
+    with lock_run_folder(tmp_path / "run"):
+        RunFolder.open(tmp_path / "run", CONFIG)

@@ -22,6 +22,7 @@ from stacked_remat.training import (
         (TrainerConfig, {"num_steps": 0}, r"trainer.num_steps must be at least 1"),
         (TrainerConfig, {"eval_every": 0}, r"trainer.eval_every must be at least 1"),
         (TrainerConfig, {"seed": -1}, r"trainer.seed must be at least 0"),
+        (TrainerConfig, {"seed": 2**63}, r"trainer.seed must be at least 0 and below 2..63, got 9223"),
         (TrainerConfig, {"profiler": ProfilerConfig(start_step=101)}, r"start_step = 101 is never reached"),
         (UpdateConfig, {"microbatches": 0}, r"trainer.update.microbatches must be at least 1, got 0"),
         (UpdateConfig, {"max_consecutive_skips": 0}, r"max_consecutive_skips must be at least 1"),

@@ -2,6 +2,8 @@
 
 import contextlib
 import json
+import lzma
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import IO, Any, Literal, TypeAlias
@@ -60,7 +62,7 @@ def read_records(file: SourceFile, how: RecordFormat, start: int = 0) -> Iterato
     reader = _READERS[_format_of(file, how)]
     try:
         yield from reader(file, how, start)
-    except (OSError, EOFError, ImportError) as error:
+    except (OSError, EOFError, ImportError, zlib.error, lzma.LZMAError) as error:
         raise DataError(f"Can't read {file.url}: {error}") from error
 
 
@@ -123,6 +125,8 @@ def _read_jsonl(file: SourceFile, how: RecordFormat, start: int) -> Iterator[Rec
                 yield _malformed(file, number, offset, f"is no UTF-8 ({error.reason})")
             except ValueError as error:
                 yield _malformed(file, number, offset, f"is no JSON ({error})")
+            except RecursionError:
+                yield _malformed(file, number, offset, "is JSON that is nested too deeply to be read")
             else:
                 yield _from_fields(file, how, number, offset, fields)
 

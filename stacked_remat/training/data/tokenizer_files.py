@@ -4,7 +4,7 @@ import json
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from .data_error import DataError
 from .hugging_face_tokenizer import HuggingFaceTokenizer
@@ -12,8 +12,7 @@ from .tokenizers import ByteTokenizer, Tokenizer
 
 _TOKENIZER, _CONFIG, _TEMPLATE = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
 _SPECIAL_TOKENS = "special_tokens_map.json"
-TOKENIZER_FILES = (_TOKENIZER, _CONFIG, _SPECIAL_TOKENS, _TEMPLATE)
-"""All that a tokenizer may be made of."""
+_Reader: TypeAlias = Callable[[str], str | None]
 _HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?(@[\w./-]+)?")
 
 
@@ -28,29 +27,46 @@ def load_tokenizer(name: str) -> Tokenizer:
         DataError: there is no such tokenizer, it can't be read, it names no token for the end of a text, or a
             package is missing.
     """
+    return ByteTokenizer() if name == "byte" else _load(name, _reader(name))
+
+
+def read_tokenizer_files(name: str) -> dict[str, str]:
+    """The texts of a tokenizer's files, by the names that Hugging Face's libraries look for.
+
+    Args:
+        name: as `load_tokenizer` takes it; `byte` has no files.
+
+    Raises:
+        DataError: there is no such tokenizer, or it can't be read.
+    """
     if name == "byte":
-        return ByteTokenizer()
+        return {}
+    read = _reader(name)
+    found = {file: read(file) for file in (_TOKENIZER, _CONFIG, _SPECIAL_TOKENS, _TEMPLATE)}
+    if found[_TOKENIZER] is None:
+        raise _without_definition(name)
+    return {file: text for file, text in found.items() if text is not None}
+
+
+def _reader(name: str) -> _Reader:
+    """What gives a file of the tokenizer by its usual name, or None if there is no such file."""
     path = Path(name).expanduser()
     if path.is_dir():
-        return _load(name, lambda file: _read_text(path / file))
+        return lambda file: _read_text(path / file)
     if path.is_file():
-        return _load(name, lambda file: _read_text(path if file == _TOKENIZER else path.with_name(file)))
+        return lambda file: _read_text(path if file == _TOKENIZER else path.with_name(file))
     if _HUB_NAME.fullmatch(name) and not name.endswith(".json"):
-        return _load(name, lambda file: _read_from_hub(name, file))
+        return lambda file: _read_from_hub(name, file)
     raise DataError(
         f"data.tokenizer = {name!r} is neither `byte`, nor a folder or tokenizer.json that exists, nor a "
         f"name on the Hugging Face hub (owner/name)."
     )
 
 
-def _load(name: str, read: Callable[[str], str | None]) -> HuggingFaceTokenizer:
-    """The tokenizer made of the files that `read` gives by name, or None for one that is not there."""
+def _load(name: str, read: _Reader) -> HuggingFaceTokenizer:
     definition = read(_TOKENIZER)
     if definition is None:
-        raise DataError(
-            f"data.tokenizer = {name!r} has no {_TOKENIZER}. Older kinds of tokenizers are converted with "
-            f"transformers: AutoTokenizer.from_pretrained(...).save_pretrained(...)."
-        )
+        raise _without_definition(name)
     config = {**_parse_json(name, _SPECIAL_TOKENS, read), **_parse_json(name, _CONFIG, read)}
     template = read(_TEMPLATE) or config.get("chat_template")
     if isinstance(template, list):  # several, by name
@@ -59,7 +75,14 @@ def _load(name: str, read: Callable[[str], str | None]) -> HuggingFaceTokenizer:
     return HuggingFaceTokenizer(name, definition, config, template)
 
 
-def _parse_json(name: str, file: str, read: Callable[[str], str | None]) -> dict[str, Any]:
+def _without_definition(name: str) -> DataError:
+    return DataError(
+        f"data.tokenizer = {name!r} has no {_TOKENIZER}. Older kinds of tokenizers are converted with "
+        f"transformers: AutoTokenizer.from_pretrained(...).save_pretrained(...)."
+    )
+
+
+def _parse_json(name: str, file: str, read: _Reader) -> dict[str, Any]:
     text = read(file)
     try:
         fields = {} if text is None else json.loads(text)

@@ -105,6 +105,7 @@ def test_a_url_is_read_like_a_file(tmp_path):
     ("line", "problem"),
     [
         ('{"text": ', r"a.jsonl:2 is no JSON \(Expecting value"),
+        ("[" * 200_000, r"a.jsonl:2 is JSON that is nested too deeply"),
         ("[1]", r"a.jsonl:2 holds list, not an object with keys"),
         ('{"txt": "a"}', r"a.jsonl:2 has neither 'text' nor 'messages', but 'txt'"),
         ('{"text": 3}', r"a.jsonl:2 has int, not text, in 'text'"),
@@ -149,6 +150,12 @@ def test_files_that_cannot_be_read_at_all_are_refused(tmp_path):
     (tmp_path / "c.txt.gz").write_bytes(b"not compressed")
     with pytest.raises(DataError, match=r"Can't read .*c.txt.gz: .*gzip"):
         read(tmp_path / "c.txt.gz")
+    for codec, ending in ((gzip, "gz"), (lzma, "xz"), (bz2, "bz2")):
+        packed = bytearray(codec.compress(bytes(range(256)) * 40))
+        packed[len(packed) // 2] ^= 0xFF
+        (tmp_path / f"broken.txt.{ending}").write_bytes(packed)
+        with pytest.raises(DataError, match=f"Can't read .*broken.txt.{ending}"):
+            read(tmp_path / f"broken.txt.{ending}")
     (tmp_path / "d.jsonl.zst").write_bytes(b"x")
     with pytest.raises(DataError, match=r"d.jsonl.zst is compressed with zstd"):
         read(tmp_path / "d.jsonl.zst")

@@ -3,7 +3,7 @@ import json
 import huggingface_hub
 import pytest
 
-from stacked_remat.training import ByteTokenizer, DataError, load_tokenizer
+from stacked_remat.training import ByteTokenizer, DataError, load_tokenizer, read_tokenizer_files
 
 from .word_tokenizer import save
 
@@ -118,3 +118,21 @@ def test_what_is_no_tokenizer_is_refused(tmp_path):
     (tmp_path / "tokenizer_config.json").write_text("{")
     with pytest.raises(DataError, match=r"The tokenizer_config.json of data.tokenizer = .* is no JSON"):
         load_tokenizer(str(tmp_path))
+
+
+def test_its_files_have_the_names_that_other_libraries_look_for(tmp_path, hub):
+    folder = save(tmp_path / "words")
+    texts = {file.name: file.read_text() for file in folder.iterdir()}
+    assert read_tokenizer_files(str(folder)) == texts
+    (folder / "tokenizer.json").rename(folder / "mine.json")
+    assert read_tokenizer_files(str(folder / "mine.json")) == texts
+    assert read_tokenizer_files("someone/words") == texts
+    assert read_tokenizer_files("byte") == {}
+    with pytest.raises(DataError, match="has no tokenizer.json"):
+        read_tokenizer_files(str(folder))
+
+
+def test_the_home_folder_is_found(tmp_path, monkeypatch):
+    save(tmp_path / "words")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert "tokenizer.json" in read_tokenizer_files("~/words")

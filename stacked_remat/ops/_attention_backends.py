@@ -95,8 +95,10 @@ class CuDnn(Backend):
             return f"it runs on NVIDIA GPUs, and the program is for {problem.platform!r}"
         if problem.dtype not in (jnp.bfloat16, jnp.float16):
             return f"it takes bfloat16 and float16, not {problem.dtype}"
-        if problem.head_dim > 256 or problem.head_dim % 8:
-            return f"it takes head widths that are multiples of 8 up to 256, not {problem.head_dim}"
+        if problem.head_dim > _widest_head() or problem.head_dim % 8:
+            return (
+                f"it takes head widths that are multiples of 8 up to {_widest_head()}, not {problem.head_dim}"
+            )
         if problem.has_documents:
             return "it knows no document boundaries: a mask would take memory for position x position"
         if problem.blocks.window is not None:
@@ -118,6 +120,12 @@ class CuDnn(Backend):
             implementation="cudnn",
         )
         return checkpoint_name(attended.reshape(query.shape), "attention_output")
+
+
+def _widest_head() -> int:
+    """256 on GPUs from Hopper on. JAX asks the one at hand, whatever GPU a program is compiled for."""
+    capability = getattr(jax.local_devices()[0], "compute_capability", "0")
+    return 256 if float(capability) >= 9.0 else 128
 
 
 class Splash(Backend):

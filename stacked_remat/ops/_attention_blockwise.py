@@ -105,10 +105,28 @@ def _backward_rule(
     blocks: Blocks, residuals: Any, cotangent: Query
 ) -> tuple[Query, Key, Key, None, None, None]:
     query, key, value, documents, output, lse = residuals
-    return *_backward(query, key, value, documents, output, lse, cotangent, blocks), None, None, None
+    gradients = _once_only(blocks, documents, (query, key, value, output, lse, cotangent))
+    return *gradients, None, None, None
 
 
 _with_derivative.defvjp(_forward_rule, _backward_rule)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _once_only(
+    blocks: Blocks, documents: Documents | None, arrays: tuple[Query, Key, Key, Query, LogSumExp, Query]
+) -> tuple[Query, Key, Key]:
+    """The backward pass, with an error for a derivative: the output is a constant there, which it isn't."""
+    query, key, value, output, lse, cotangent = arrays
+    return _backward(query, key, value, documents, output, lse, cotangent, blocks)
+
+
+@_once_only.defjvp
+def _refuse(blocks: Blocks, primals: Any, tangents: Any) -> Any:
+    raise NotImplementedError(
+        "The blockwise attention backend has first derivatives alone. For those of its gradients (Hessians "
+        "and their products with vectors, gradient penalties) call causal_attention with backend='exact'."
+    )
 
 
 def _forward(

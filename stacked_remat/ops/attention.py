@@ -7,6 +7,8 @@ import math
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from haliax import Axis, AxisSelector, NamedArray, axis_name
 from jax.sharding import AxisType
 from jaxtyping import Array
@@ -49,7 +51,8 @@ def causal_attention(
         HeadDim: the axis that is contracted.
         documents: integers `[..., Pos]`; a position sees only positions with its own. None for one document.
         window: how many positions a query sees, itself included; None for all before it.
-        scale: factor of the scores; `HeadDim.size ** -0.5` if not given.
+        scale: factor of the scores, a Python number; `HeadDim.size ** -0.5` if not given. Multiply `query` by
+            one that is learnt.
         backend: `"auto"` for the first of `"cudnn"`, `"splash"` and `"blockwise"` that serves, or one of
             these or `"exact"` by name.
         block_size: positions in a block of the blockwise backend; by default 512, and on a CPU 256, where the
@@ -59,8 +62,9 @@ def causal_attention(
         Like `query`, in its axis order and dtype. Scores and sums are in float32.
 
     Raises:
-        ValueError: axes that do not fit; a window or block without positions; an unknown backend, or one that
-            cannot serve, with the reason.
+        ValueError: axes or dtypes that do not fit; a window or block without positions; an unknown backend,
+            or one that cannot serve, with the reason.
+        NotImplementedError: a derivative of the gradient, but for `"exact"`.
 
     Cost: `2 * heads * Pos**2 * HeadDim` FLOPs forward, 2.5 times that backward, less where documents or the
     window rule blocks out; memory in proportion to `Pos`. (`"exact"`: twice that, and `heads * Pos**2`.
@@ -72,12 +76,16 @@ def causal_attention(
     splash, which then doesn't serve.
     """
     batch, _ = _batch_and_group(query, key, value, Pos, KVHeads, HeadDim)
-    if window is not None and window < 1:
-        raise ValueError(f"window is a number of positions and at least 1; got {window}.")
+    _check_documents(documents, (*batch, query.resolve_axis(axis_name(Pos))))
+    for what, number in (("window", window), ("block_size", block_size)):
+        if number is not None and (not isinstance(number, int | np.integer) or number < 1):
+            raise ValueError(f"{what} is a number of positions and at least 1; got {number!r}.")
+    if isinstance(scale, jax.core.Tracer):
+        raise ValueError("scale is a Python number; multiply query by a factor that is computed or learnt.")
+    if query.size == 0:
+        return query
     if block_size is None:
         block_size = 256 if platform() == "cpu" else 512
-    if block_size < 1:
-        raise ValueError(f"block_size is a number of positions and at least 1; got {block_size}.")
     blocks = Blocks(HeadDim.size**-0.5 if scale is None else scale, block_size, window)
 
     def attend(
@@ -176,11 +184,16 @@ def _batch_and_group(
     KVHeads: AxisSelector,
     HeadDim: Axis,
 ) -> tuple[tuple[Axis, ...], tuple[Axis, ...]]:
-    own = {axis_name(Pos), axis_name(KVHeads), HeadDim.name}
+    own = {axis_name(axis) for axis in (Pos, KVHeads, HeadDim)}
     for what, x in (("query", query), ("key", key), ("value", value)):
         missing = own - {axis.name for axis in x.axes}
         if missing:
             raise ValueError(f"{what} lacks the axes {sorted(missing)}; it has {_axes(x)}.")
+        for axis in (Pos, KVHeads, HeadDim):
+            if isinstance(axis, Axis) and axis not in x.axes:
+                raise ValueError(f"{what} has {_axes(x)}, where {axis.name}={axis.size} was asked for.")
+        if not jnp.issubdtype(x.dtype, jnp.floating):
+            raise ValueError(f"{what} is of {x.dtype}; attention takes floating-point numbers.")
     if set(key.axes) != set(value.axes):
         raise ValueError(f"key has {_axes(key)} and value has {_axes(value)}; they must be alike.")
     batch = tuple(axis for axis in key.axes if axis.name not in own)
@@ -189,6 +202,22 @@ def _batch_and_group(
         raise ValueError(f"key has {_axes(key)}, which query with {_axes(query)} does not have in common.")
     group = tuple(axis for axis in query.axes if axis.name not in own and axis not in batch)
     return batch, group
+
+
+def _check_documents(documents: NamedArray | None, axes: tuple[Axis, ...]) -> None:
+    """Refuses documents that do not say of every position to which it belongs."""
+    if documents is None:
+        return
+    if not isinstance(documents, NamedArray):
+        raise ValueError(f"documents are a named array of integers; got {type(documents).__name__}.")
+    position = axes[-1]
+    if position not in documents.axes or set(documents.axes) - set(axes):
+        raise ValueError(
+            f"documents have {_axes(documents) or 'no axis'}; they take {position.name}={position.size}, and "
+            f"of the others any of {', '.join(f'{axis.name}={axis.size}' for axis in axes[:-1]) or 'none'}."
+        )
+    if not jnp.issubdtype(documents.dtype, jnp.integer):
+        raise ValueError(f"documents are integers; these are {documents.dtype}.")
 
 
 def _axes(x: NamedArray) -> str:

@@ -53,7 +53,8 @@ def chunked_cross_entropy(
             padding is marked where there are no weights. That of any other integer without a row is NaN.
         Embed: the axis that is contracted.
         Vocab: the axis of the logits.
-        weights: float `[...]`; the target of a token of weight 0 may be anything.
+        weights: float `[...]`; the target of a token of weight 0 may be anything. The gradient of a weight is
+            the token's loss, and zero where its target has no row.
         z_loss: factor of the squared log-sum-exp, which keeps logits from drifting (Chowdhery et al. 2022).
         chunk_size: tokens whose logits exist at once.
 
@@ -61,7 +62,7 @@ def chunked_cross_entropy(
         Float32 `[...]`, in the axis order of `targets`.
 
     Raises:
-        ValueError: axes that do not fit, or a chunk size that is not positive.
+        ValueError: axes that do not fit, targets that are no integers, or a chunk size that is not positive.
 
     Among several devices: each does the tokens that Haliax's axis mapping gives it, in chunks of its own,
     with the whole of `head`.
@@ -71,11 +72,13 @@ def chunked_cross_entropy(
     float32.
     """
     tokens = targets.axes
+    if not jnp.issubdtype(targets.dtype, jnp.integer):
+        raise ValueError(f"targets are integers; these are {targets.dtype}.")
     if set(hidden.axes) != {*tokens, Embed} or set(head.axes) != {Embed, Vocab}:
         raise ValueError(
-            f"hidden has the axes {_names(hidden)}, head {_names(head)} and targets {_names(targets)}; with "
-            f"`{Embed.name}` and `{Vocab.name}` these must be (..., {Embed.name}), ({Embed.name}, "
-            f"{Vocab.name}) and (...)."
+            f"hidden has the axes {_names(hidden)}, head {_names(head)} and targets {_names(targets)}; these "
+            f"must be (..., {Embed.name}={Embed.size}), ({Embed.name}={Embed.size}, {Vocab.name}="
+            f"{Vocab.size}) and (...)."
         )
     if weights is not None and set(weights.axes) != set(tokens):
         raise ValueError(f"weights has the axes {_names(weights)}, targets has {_names(targets)}.")
@@ -104,11 +107,11 @@ def _of_tokens(
     count = math.prod(axis.size for axis in tokens)
     flat = hidden.rearrange((*tokens, Embed)).array.reshape(count, Embed.size)
     matrix = head.rearrange((Embed, Vocab)).array.astype(flat.dtype)
-    labels = targets.array.reshape(count)
+    labels = targets.array.reshape(count).astype(jnp.int32)  # narrower ones may not hold what they are told
     counted = None if weights is None else weights.rearrange(tokens).array.reshape(count)
     ignored = labels == IGNORED_TARGET
     if counted is not None:
-        labels = jnp.where(counted != 0, labels, 0)
+        ignored |= (counted == 0) & ((labels < 0) | (labels >= Vocab.size))
     # A negative index would count from the end; beyond the end there is no logit, and NaN in its place.
     labels = jnp.where(ignored, 0, jnp.where(labels < 0, Vocab.size, labels))
     losses = _chunked(flat, matrix, labels, z_loss, chunk_size)
@@ -196,4 +199,4 @@ def _cut(x: Array, size: int) -> Array:
 
 
 def _names(x: NamedArray) -> str:
-    return f"({', '.join(axis.name for axis in x.axes)})"
+    return f"({', '.join(f'{axis.name}={axis.size}' for axis in x.axes)})"

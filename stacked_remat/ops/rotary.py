@@ -60,8 +60,18 @@ def rotary_table(
 def apply_rotary(x: NamedArray, table: RotaryTable, HeadDim: Axis) -> NamedArray:
     """Turns the coordinate pairs of `x`, `[..., Pos, ..., HeadDim]`, by the table's angles.
 
-    Computes in float32 and returns the axes and dtype of `x`, which must have all axes of the table.
+    Computes in float32 and returns the axes and dtype of `x`.
+
+    Raises:
+        ValueError: `x` lacks an axis of the table, or has it in another size.
     """
+    lacking = [axis for axis in (*table.cos.axes, HeadDim) if axis not in x.axes]
+    if lacking:
+        shown = ", ".join(f"{axis.name}={axis.size}" for axis in x.axes)
+        raise ValueError(
+            f"x has {shown}; the rotary table asks for {lacking[0].name}={lacking[0].size}. Make the table "
+            f"of the positions of x, with its HeadDim."
+        )
     half = HeadDim.size // 2
     wide = x.astype(jnp.float32)
     first, second = wide[HeadDim, :half], wide[HeadDim, half:]

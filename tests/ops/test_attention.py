@@ -192,6 +192,17 @@ def test_no_group_axis_is_one_head_a_key_head():
         ),
         (dict(window=0), "window is a number of positions and at least 1; got 0"),
         (dict(block_size=0), "block_size is a number of positions and at least 1; got 0"),
+        (dict(window=2.5), "window is a number of positions and at least 1; got 2.5"),
+        (dict(HeadDim=Axis("head_dim", 3)), "query has .*head_dim=6, where head_dim=3 was asked for"),
+        (dict(Pos=Axis("position", 4)), "query has .*position=5.*, where position=4 was asked for"),
+        (dict(query=hax.ones((Batch, Pos, KVHeads, HeadDim), dtype=int)), "query is of int32"),
+        (dict(documents=hax.ones((Batch, Pos))), "documents are integers; these are float32"),
+        (dict(documents=jnp.ones((2, 5), int)), "documents are a named array of integers; got ArrayImpl"),
+        (dict(documents=hax.ones(Batch, dtype=int)), "documents have batch=2; they take position=5"),
+        (
+            dict(documents=hax.ones((Pos, Axis("x", 2)), dtype=int)),
+            "documents have position=5, x=2; they take position=5, and of the others any of batch=2",
+        ),
         (dict(Pos="time"), r"query lacks the axes \['time'\]; it has batch=2, position=5"),
         (dict(value=hax.ones((Batch, Pos, KVHeads, HeadDim, Axis("more", 2)))), "they must be alike"),
     ],
@@ -208,7 +219,8 @@ def test_what_does_not_fit_is_refused(change, message):
     ("change", "message"),
     [
         (dict(dtype=jnp.dtype("float32")), "takes bfloat16 and float16, not float32"),
-        (dict(head_dim=512), "multiples of 8 up to 256, not 512"),
+        (dict(head_dim=136), "multiples of 8 up to 128, not 136"),
+        (dict(head_dim=100), "multiples of 8 up to 128, not 100"),
         (dict(has_documents=True), "no document boundaries"),
         (dict(blocks=Blocks(1.0, 8, window=4)), "a window is not passed on"),
         ({}, None),
@@ -234,3 +246,48 @@ def test_a_report_for_a_gpu_takes_the_kernel_of_a_gpu():
     found = memory.report(lambda x: causal_attention(x, x, x, axes[0], axes[1], axes[2]), x, target="h200")
     local = memory.report(lambda x: causal_attention(x, x, x, axes[0], axes[1], axes[2]), x)
     assert found.temporaries != local.temporaries
+
+
+def test_no_position_is_nothing_to_attend_to():
+    Nowhere = Pos.resize(0)
+    query, key = (
+        hax.ones((Batch, Nowhere, KVHeads, HeadsPerKV, HeadDim)),
+        hax.ones((Batch, Nowhere, KVHeads, HeadDim)),
+    )
+    assert causal_attention(query, key, key, Nowhere, KVHeads, HeadDim).axes == query.axes
+
+
+def named_arrays():
+    query, key, value, _ = arrays(Pos.size)
+    axes = (Batch, Pos, KVHeads, HeadDim)
+    return hax.named(query, (*axes[:3], HeadsPerKV, HeadDim)), hax.named(key, axes), hax.named(value, axes)
+
+
+def test_what_the_blocks_cannot_differentiate_is_refused():
+    query, key, value = named_arrays()
+
+    def total(query, backend):
+        return hax.sum(
+            causal_attention(query, key, value, Pos, KVHeads, HeadDim, backend=backend) ** 2
+        ).scalar()
+
+    def product(backend):
+        gradient = jax.grad(functools.partial(total, backend=backend))
+        return jax.jvp(gradient, (query,), (query,))[1]
+
+    assert jnp.all(jnp.isfinite(product("exact").array))
+    with pytest.raises(NotImplementedError, match="first derivatives alone.*backend='exact'"):
+        product("blockwise")
+    with pytest.raises(NotImplementedError, match="first derivatives alone.*backend='exact'"):
+        jax.grad(lambda query: hax.sum(jax.grad(total)(query, "blockwise") ** 2).scalar())(query)
+
+
+def test_a_scale_that_is_learnt_is_refused():
+    query, key, value = named_arrays()
+
+    def total(scale):
+        return hax.sum(causal_attention(query, key, value, Pos, KVHeads, HeadDim, scale=scale)).scalar()
+
+    assert jnp.isfinite(total(0.3))
+    with pytest.raises(ValueError, match="multiply query by a factor"):
+        jax.grad(total)(0.3)

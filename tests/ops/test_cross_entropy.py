@@ -150,14 +150,46 @@ def test_half_precision_has_wide_sums():
     np.testing.assert_allclose(found[1].array, expected[1].array, atol=0.01 * scale)
 
 
+@pytest.mark.parametrize(("dtype", "target"), [(jnp.uint8, 156), (jnp.int8, -5), (jnp.uint16, 65_436)])
+def test_narrow_targets_are_what_they_say(dtype, target):
+    """-100 as a byte is 156, and an axis of 200 words has no place in one."""
+    Wide, Pos = Axis("vocab", 200), Axis("position", 3)
+    hidden, head = (hax.random.normal(jax.random.key(0), axes) for axes in ((Pos, Embed), (Embed, Wide)))
+    narrow = hax.named(jnp.full(3, target, dtype), Pos)
+    found, wide = (
+        chunked_cross_entropy(hidden, head, targets, Embed, Wide).array
+        for targets in (narrow, narrow.astype(jnp.int32))
+    )
+    np.testing.assert_array_equal(found, wide)
+    assert np.all(np.isfinite(found)) == (0 <= target < Wide.size)
+
+
+def test_the_gradient_of_a_weight_is_the_loss_of_its_token():
+    hidden, head, targets, weights = example(5)
+    weights = hax.where(weights > 0, weights, 0.0)
+    assert not np.all(weights.array)
+    targets = hax.where(hax.arange(targets.axes[0]) == 2, Vocab.size, targets)  # no row
+    weights = hax.where(hax.arange(targets.axes[0]) == 2, 0.0, weights)
+
+    def total(weights):
+        return hax.sum(chunked_cross_entropy(hidden, head, targets, Embed, Vocab, weights=weights)).scalar()
+
+    losses = chunked_cross_entropy(hidden, head, targets, Embed, Vocab).array
+    np.testing.assert_allclose(jax.grad(total)(weights).array, losses.at[2].set(0.0), rtol=1e-6)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         (
             dict(Vocab=Axis("words", 11)),
-            r"head \(embed, vocab\).*these must be \(..., embed\), \(embed, words\)",
+            r"head \(embed=4, vocab=11\).*these must be \(..., embed=4\), \(embed=4, words=11\)",
         ),
-        (dict(weights=hax.ones(Axis("other", 3))), r"weights has the axes \(other\), targets has \(axis0\)"),
+        (
+            dict(weights=hax.ones(Axis("other", 3))),
+            r"weights has the axes \(other=3\), targets has \(axis0=3\)",
+        ),
+        (dict(targets=hax.ones(Axis("axis0", 3))), "targets are integers; these are float32"),
         (dict(chunk_size=0), "chunk_size is a number of tokens and at least 1; got 0"),
     ],
 )

@@ -4,18 +4,22 @@
     python -m models.export_hf --run_dir runs/mine --out adapters --adapters
 
 The first writes a whole model, adapters merged, that `transformers` loads; the second the adapters alone, for
-PEFT. The files of the run's tokenizer go along with the whole model, if it has any.
+PEFT. The files of the run's tokenizer and what says where text ends go
+along with the whole model.
 """
 
 import argparse
+import contextlib
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import draccus
 import equinox as eqx
 from rich.console import Console
 
+from models.hub import model_folder
 from models.lm import LanguageModel
 from models.qwen3_moe import Qwen3Decoder
 from models.qwen3_moe.hf import write_decoder
@@ -30,6 +34,7 @@ from stacked_remat.training import (
     check_unsaved,
     checkpoint_config,
     load_checkpoint,
+    load_tokenizer,
     read_tokenizer_files,
 )
 
@@ -70,7 +75,7 @@ def export(run_dir: Path, out: Path, *, step: int | None = None, adapters: bool 
         DataError: the run's tokenizer is not where it was.
     """
     refuse_what_is_there(out)
-    tokenizer = {} if adapters else read_tokenizer_files(_run_config(run_dir, step).data.tokenizer)
+    texts, fields = ({}, {}) if adapters else _beside_the_weights(_run_config(run_dir, step))
     model, config = trained_model(run_dir, step=step)
     if not isinstance(model, Qwen3Decoder):
         raise WeightsError(f"A {type(model).__name__} has no format of Hugging Face's here.")
@@ -79,7 +84,21 @@ def export(run_dir: Path, out: Path, *, step: int | None = None, adapters: bool 
             raise WeightsError(f"{run_dir} trained no adapters. Export the whole model, without --adapters.")
         save_adapters(out, model, base_model=config.initialize_from_hf)
         return
-    write_decoder(out, merge_lora(model), texts=tokenizer)
+    write_decoder(out, merge_lora(model), fields=fields, texts=texts)
+
+
+def _beside_the_weights(config: TrainLmConfig) -> tuple[dict[str, str], dict[str, Any]]:
+    """Texts of files, and fields of `config.json`, that say how text is made with the model.
+
+    A chat model has more tokens that end its text than its tokenizer has: the `generation_config.json` of
+    the weights that training began with names them.
+    """
+    texts = read_tokenizer_files(config.data.tokenizer)
+    with contextlib.suppress(FileNotFoundError, WeightsError):  # they need not be there any more
+        if config.initialize_from_hf is not None:
+            file = model_folder(config.initialize_from_hf) / "generation_config.json"
+            texts[file.name] = file.read_text(encoding="utf-8")
+    return texts, {"eos_token_id": load_tokenizer(config.data.tokenizer).end}
 
 
 def _run_config(run_dir: Path, step: int | None) -> TrainLmConfig:

@@ -21,8 +21,9 @@ def model_folder(name: str) -> Path:
         FileNotFoundError: there is no such folder, and the name can't be one on the Hub.
         WeightsError: the Hub does not have it, or does not let it be read.
     """
-    if Path(name).is_dir():
-        return Path(name)
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        return folder
     repository, _, revision = name.partition("@")
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", repository) or name.startswith((".", "/", "~")):
         raise FileNotFoundError(
@@ -33,7 +34,11 @@ def model_folder(name: str) -> Path:
         found = huggingface_hub.snapshot_download(
             repository, revision=revision or None, allow_patterns=list(_FILES)
         )
-    except (huggingface_hub.errors.HfHubHTTPError, huggingface_hub.errors.LocalEntryNotFoundError) as error:
+    except (
+        huggingface_hub.errors.HFValidationError,
+        huggingface_hub.errors.HfHubHTTPError,
+        huggingface_hub.errors.LocalEntryNotFoundError,
+    ) as error:
         raise WeightsError(
             f"{name} is no folder here, and it could not be fetched from the Hugging Face Hub: {error}. "
             f"Check the name, the network, and `hf auth login` where access is restricted."

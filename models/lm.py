@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from haliax import Axis, NamedArray
 from jaxtyping import Array, Float, PRNGKeyArray
 
-from stacked_remat import ScanCheckpointSpec
+from stacked_remat import ScanCheckpointPolicy, ScanCheckpointSpec
 from stacked_remat.ops import chunked_cross_entropy
 from stacked_remat.training import NO_PRESETS, Metrics, RematPresets, TokenBatch
 
@@ -104,12 +104,32 @@ class LmConfig(draccus.ChoiceRegistry):
         num_layers: how many layers it has.
         compute_dtype: dtype of activations.
         remat_presets: policies that name what is inside its layers, under names for `remat:`.
+        remat_names: what `checkpoint_name` calls the values inside its layers; None where that is not known.
     """
 
     remat_presets: ClassVar[RematPresets] = NO_PRESETS
+    remat_names: ClassVar[tuple[str, ...] | None] = None
 
     num_layers: int
     compute_dtype: Literal["float32", "bfloat16"]
+
+
+def check_remat_names(config: LmConfig, policy: ScanCheckpointPolicy | None) -> None:
+    """Refuses a policy that saves or offloads what the model's layers have not: it would do nothing.
+
+    Raises:
+        ValueError: names what there is.
+    """
+    if policy is None or config.remat_names is None:
+        return
+    for field in ("save_block_internals", "offload_block_internals"):
+        names = getattr(policy, field)
+        for name in () if isinstance(names, bool) else names:
+            if name not in config.remat_names:
+                raise ValueError(
+                    f"remat.{field} has {name!r}, which nothing in a layer of this model is called. Valid: "
+                    f"{', '.join(config.remat_names)}."
+                )
 
 
 @functools.singledispatch

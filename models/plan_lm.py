@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.progress import Progress as RichProgress
 from rich.table import Table
 
-from models.lm import LmConfig
+from models.lm import LmConfig, check_remat_names
 from models.qwen3_moe import Qwen3MoeConfig, hf as hf  # registers its types and its weights
 from models.safetensors_folder import WeightsError
 from models.step_memory import plan_step, step_report
@@ -88,7 +88,8 @@ class PlanLmConfig:
     devices: int | None = None
 
     def __post_init__(self) -> None:
-        check_remat(self.remat, self.budget, self.host_budget, self.model.remat_presets)
+        policy = check_remat(self.remat, self.budget, self.host_budget, self.model.remat_presets)
+        check_remat_names(self.model, policy)
         learning_rate_schedule(self.optimizer, self.trainer.num_steps)
         find_target(self.target)
 
@@ -111,11 +112,13 @@ def policy_table(config: PlanLmConfig, reports: Mapping[str, MemoryReport]) -> T
     """A row a policy: memory in GiB, and matrix-product FLOPs as a multiple of those of `remat: true`."""
     some = next(iter(reports.values()))
     baseline = reports[_BASELINE].flops.matmul if _BASELINE in reports else None
+    inexact = any(not found.flops.exact for found in reports.values())
     table = Table(
         title=f"one training step, {config.data.batch_size} x {config.data.seq_len} tokens, compiled for "
         f"{_where(some)} and not run",
         caption=f"arguments (weights, optimizer state, batch): {some.arguments / 2**30:.3f} GiB; "
         + (f"matrix products under True: {baseline / 1e12:.3f} TFLOP; " if baseline else "")
+        + ("? loops whose turns depend on the data, such as documents, count once; " if inexact else "")
         + f"* what `remat:` says in this config{_cpu_note(config)}",
     )
     for heading in ("remat", "device temporaries", "host", "device total", "FLOPs / True", "compiled in"):
@@ -131,7 +134,7 @@ def policy_table(config: PlanLmConfig, reports: Mapping[str, MemoryReport]) -> T
             f"{found.temporaries / 2**30:.3f} GiB",
             f"{found.host.total / 2**30:.3f} GiB",
             f"{found.total / 2**30:.3f} GiB",
-            f"{found.flops.matmul / baseline:.2f}" if baseline else "",
+            f"{found.flops.matmul / baseline:.2f}{'' if found.flops.exact else ' ?'}" if baseline else "",
             f"{found.compile_seconds:.1f} s",
         )
     return table

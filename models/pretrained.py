@@ -95,26 +95,33 @@ def resolved_model(config: ModelEntries, *, check_folder: bool) -> tuple[LmConfi
     if config.initialize_from_hf is not None and (check_folder or config.use_hf_model_config):
         root = model_folder(config.initialize_from_hf)
         found, found_rows = pretrained_config(config.model, root)
+        usual = type(model)() if config.use_hf_model_config else ...  # what nobody wrote says nothing
+        differing = list(_differences("model", model, found, usual))
         if config.use_hf_model_config:
             model = found
-        differing = list(_differences("model", model, found))
         if rows is not None and rows != found_rows:
             differing.append(f"vocab_size: {rows} in the config, {found_rows} in the folder")
         if differing:
             raise ConfigError(
                 f"The model of the config is not the one in {root}:\n  "
                 + "\n  ".join(differing)
-                + "\nCorrect it, or write use_hf_model_config: true to take the folder's architecture."
+                + "\nCorrect it, or "
+                + (
+                    "leave it out."
+                    if config.use_hf_model_config
+                    else "write use_hf_model_config: true to take the folder's architecture."
+                )
             )
         rows = found_rows
     return model, load_tokenizer(config.data.tokenizer).vocab_size if rows is None else rows
 
 
-def _differences(path: str, config: object, found: object) -> Iterator[str]:
-    if type(config) is type(found) and dataclasses.is_dataclass(config):
+def _differences(path: str, config: object, found: object, usual: object) -> Iterator[str]:
+    """A line for each field in which `config` is neither `found` nor, where that is given, `usual`."""
+    alike = type(config) is type(found) if usual is ... else dataclasses.is_dataclass(found)
+    if alike and dataclasses.is_dataclass(config):
         for field in dataclasses.fields(config):
-            yield from _differences(
-                f"{path}.{field.name}", getattr(config, field.name), getattr(found, field.name)
-            )
-    elif config != found:
+            parts = (getattr(one, field.name, ...) for one in (config, found, usual))
+            yield from _differences(f"{path}.{field.name}", *parts)
+    elif config not in (found, usual):
         yield f"{path}: {config!r} in the config, {found!r} in the folder"

@@ -5,20 +5,27 @@ import functools
 from typing import NamedTuple, Protocol
 
 import equinox as eqx
+import haliax as hax
 import jax
+import jax.numpy as jnp
 import optax
 from haliax import Axis
 
 from models.hub import model_folder
-from models.lm import LanguageModel, LmConfig, build_model
+from models.lm import LanguageModel, LmConfig, build_model, next_token_loss
 from models.lora import with_adapters
 from models.pretrained import ModelEntries, read_pretrained
 from stacked_remat import ScanCheckpointSpec
 from stacked_remat.lora import LoraConfig
 from stacked_remat.training import (
+    BATCH_AXIS,
+    POSITION_AXIS,
+    ConfigError,
+    DataConfig,
     OptimizerConfig,
     Partitioning,
     RematEntry,
+    TokenBatch,
     TrainerConfig,
     TrainState,
     build_optimizer,
@@ -128,6 +135,38 @@ def initial_state(
         sharding=None if partitioning is None else partitioning.weight_sharding,
     )
     return begin(weights) if partitioning is None else partitioning.made(begin, weights)
+
+
+def batch_shapes(data: DataConfig, partitioning: Partitioning) -> TokenBatch:
+    """The shapes of a batch, with where it belongs.
+
+    Raises:
+        ConfigError: its rows can't be divided over the devices.
+    """
+
+    def first_batch() -> TokenBatch:
+        axes = (Axis(BATCH_AXIS, data.batch_size), Axis(POSITION_AXIS, data.seq_len))
+        tokens = hax.zeros(axes, dtype=jnp.int32)
+        documents = tokens if data.separate_documents else None
+        return TokenBatch(tokens, tokens, hax.ones(axes, dtype=jnp.float32), documents, documents)
+
+    return partitioning.batch_shapes(eqx.filter_eval_shape(first_batch))
+
+
+def check_step(config: ResolvedConfig, partitioning: Partitioning) -> None:
+    """Refuses what would only be noticed when the first step is traced; costs no memory.
+
+    Raises:
+        ConfigError: the model can't be made, not be divided over the devices, or not be applied here, such as
+            with a kernel that runs elsewhere.
+    """
+    state = state_shapes(config, ModelOfRun.of(config), partitioning)
+    batch = batch_shapes(config.data, partitioning)
+    try:
+        with partitioning.active():
+            eqx.filter_eval_shape(next_token_loss, state.model, batch)
+    except ValueError as error:
+        raise ConfigError(f"The model of this config can't be applied here: {error}") from error
 
 
 def state_shapes(

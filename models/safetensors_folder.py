@@ -37,12 +37,14 @@ class SafetensorsFolder:
         files: the file of every tensor.
         shapes: the shape of every tensor.
         dtypes: what the format calls the dtype of every tensor: `BF16`, `I64`, ...
+        absent: tensors that the index promises and the file that it names lacks, with that file.
     """
 
     root: Path
     files: Mapping[str, Path]
     shapes: Mapping[str, tuple[int, ...]]
     dtypes: Mapping[str, str]
+    absent: Mapping[str, Path]
 
     @staticmethod
     def open(root: Path) -> "SafetensorsFolder":
@@ -50,8 +52,8 @@ class SafetensorsFolder:
 
         Raises:
             FileNotFoundError: there are no weights, or files that the index names are missing.
-            WeightsError: a file that is cut short or is no safetensors file; an index that promises tensors
-                which its files don't have; or a tensor that it doesn't name and that two of its files have.
+            WeightsError: a file that is cut short or is no safetensors file, or a tensor that two files have
+                and no index assigns to one.
         """
         paths, promised = _paths(root)
         files: dict[str, Path] = {}
@@ -60,7 +62,7 @@ class SafetensorsFolder:
         for path in paths:
             with _opened(path) as tensors:
                 for name in tensors.keys():
-                    if promised.get(name, path.name) != path.name:
+                    if promised.get(name, path) != path:
                         continue  # the index says in which file it is to be read
                     if name in files:
                         raise WeightsError(
@@ -70,12 +72,8 @@ class SafetensorsFolder:
                     header = tensors.get_slice(name)
                     files[name] = path
                     shapes[name], dtypes[name] = tuple(header.get_shape()), header.get_dtype()
-        if absent := sorted(promised.keys() - files.keys()):
-            raise WeightsError(
-                f"{root / INDEX} lists tensors that its files don't have: {', '.join(absent)}. The download "
-                f"may be incomplete; fetch the folder again."
-            )
-        return SafetensorsFolder(root, files, shapes, dtypes)
+        absent = {name: promised[name] for name in sorted(promised.keys() - files.keys())}
+        return SafetensorsFolder(root, files, shapes, dtypes, absent)
 
     def read(self, name: str) -> Shaped[np.ndarray, "..."]:
         """One tensor, in the dtype of the file; costs its own size in host memory."""
@@ -151,16 +149,16 @@ class Pending:
     make: Callable[[], Shaped[np.ndarray, "..."]]
 
 
-def _paths(root: Path) -> tuple[list[Path], dict[str, str]]:
+def _paths(root: Path) -> tuple[list[Path], dict[str, Path]]:
     """The files that hold tensors, and in which of them an index says each is."""
     if (root / INDEX).is_file():
         try:
             index = json.loads((root / INDEX).read_text(encoding="utf-8"))
-            promised = {str(name): str(file) for name, file in index["weight_map"].items()}
+            promised = {str(name): root / str(file) for name, file in index["weight_map"].items()}
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise WeightsError(f"{root / INDEX} is no index of safetensors files: {error!r}.") from error
-        paths = [root / name for name in sorted(set(promised.values()))]
-        if missing := [path.name for path in paths if not path.is_file()]:
+        paths = sorted(set(promised.values()))
+        if missing := [str(path.relative_to(root)) for path in paths if not path.is_file()]:
             raise FileNotFoundError(
                 f"{root} lacks {', '.join(missing)}, which its {INDEX} names. The download may be "
                 f"incomplete; fetch the folder again."

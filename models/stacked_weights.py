@@ -57,14 +57,18 @@ def check_tensors(places: Sequence[Place], folder: SafetensorsFolder) -> None:
     """Makes sure that a checkpoint has what a model needs, and nothing else.
 
     Raises:
-        WeightsError: names every tensor that is missing, unknown, of another shape, or not of a floating
-            dtype, such as one that is quantized.
+        WeightsError: names every tensor that is missing, unknown, of another shape, promised by the index and
+            in no file, or not of a floating dtype, such as one that is quantized.
     """
     expected = {name: place for place in places for name in place.names}
     problems = [
         f"missing: {name} {list(place.tensor_shape)} (for {place.path})"
         for name, place in expected.items()
-        if name not in folder.shapes
+        if name not in folder.shapes and name not in folder.absent
+    ]
+    problems += [
+        f"incomplete: {name}, which the index places in {file.name}; fetch the folder again"
+        for name, file in folder.absent.items()
     ]
     problems += [
         f"unknown: {name} {list(shape)}" for name, shape in folder.shapes.items() if name not in expected

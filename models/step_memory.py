@@ -4,18 +4,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import equinox as eqx
-import haliax as hax
 import jax
-import jax.numpy as jnp
-from haliax import Axis
 
 from models.lm import LmConfig, next_token_loss
 from models.pretrained import resolved_model
-from models.run_state import ModelOfRun, StepConfig, run_optimizer, state_shapes
+from models.run_state import ModelOfRun, StepConfig, batch_shapes, run_optimizer, state_shapes
 from stacked_remat import ScanCheckpointSpec
 from stacked_remat.memory import MemoryReport, Plan, Target, find_target, plan, report
-from stacked_remat.training import BATCH_AXIS, POSITION_AXIS, Partitioning, TokenBatch, TrainState, build_step
+from stacked_remat.training import Partitioning, TokenBatch, TrainState, build_step
 
 
 def step_report(
@@ -49,7 +45,7 @@ def plan_step(
     target: str | Target = "local",
     devices: int | None = None,
 ) -> Plan:
-    """The policy that trains `config` within a budget with the least recomputation.
+    """The first policy, as `stacked_remat.memory.plan` tries them, that trains `config` within a budget.
 
     Args:
         config: the model, its data, its optimizer and the mesh.
@@ -121,14 +117,8 @@ class _Step:
         """Those of its arguments."""
         data = self.config.data
 
-        def first_batch() -> TokenBatch:
-            axes = (Axis(BATCH_AXIS, data.batch_size), Axis(POSITION_AXIS, data.seq_len))
-            tokens = hax.zeros(axes, dtype=jnp.int32)
-            documents = tokens if data.separate_documents else None
-            return TokenBatch(tokens, tokens, hax.ones(axes, dtype=jnp.float32), documents, documents)
-
         self.partitioning.check_rows(data.batch_size, self.config.trainer.update.microbatches)
-        return self.partitioning.batch_shapes(eqx.filter_eval_shape(first_batch)), self._state(True)
+        return batch_shapes(data, self.partitioning), self._state(True)
 
     def _state(self, remat: ScanCheckpointSpec) -> TrainState:
         model = ModelOfRun(self.architecture, self.vocab_size, remat)

@@ -18,10 +18,17 @@ from typing import Any
 import equinox as eqx
 import jax
 
-from models.lm import LmConfig, next_token_loss
+from models.lm import LmConfig, check_remat_names, next_token_loss
 from models.pretrained import resolved_model
 from models.qwen3_moe import Qwen3MoeConfig, hf as hf  # registers its types and its weights
-from models.run_state import ModelOfRun, initial_state, run_optimizer, saved_arrays, state_shapes
+from models.run_state import (
+    ModelOfRun,
+    check_step,
+    initial_state,
+    run_optimizer,
+    saved_arrays,
+    state_shapes,
+)
 from models.safetensors_folder import WeightsError
 from models.step_memory import plan_step
 from stacked_remat import OffloadError, check_offload
@@ -81,8 +88,8 @@ class TrainLmConfig:
             optimizer state; null to train these.
         remat: memory policy of the model's stack of layers: an alias (true, false, nested, offload, ...), a
             preset of the model (attention_saved, ...), the fields of a `ScanCheckpointPolicy`, or `auto` for
-            the one that fits `budget` with the least recomputation, found by compiling the step before the
-            first one.
+            the first that fits `budget`, tried from most device memory to least (`models.plan_lm` shows
+            them), found by compiling the step before the first one.
         budget: device memory for `remat: auto`, such as 72GiB; leave a tenth of the device free.
         host_budget: the same for the host; null for no limit.
         data: the text.
@@ -103,7 +110,8 @@ class TrainLmConfig:
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
 
     def __post_init__(self) -> None:
-        check_remat(self.remat, self.budget, self.host_budget, self.model.remat_presets)
+        policy = check_remat(self.remat, self.budget, self.host_budget, self.model.remat_presets)
+        check_remat_names(self.model, policy)
         learning_rate_schedule(self.optimizer, self.trainer.num_steps)
         if self.use_hf_model_config and self.initialize_from_hf is None:
             raise ValueError("use_hf_model_config has no effect without initialize_from_hf: name the folder.")
@@ -133,6 +141,7 @@ def train_lm(config: TrainLmConfig, progress: Progress) -> TrainingResult:
     partitioning = _partitioning(config)
     tokenizer = load_tokenizer(config.data.tokenizer)
     config = _with_planned_remat(_with_model(config, tokenizer), progress)
+    check_step(config, partitioning)
     if remat_policy(config.remat, config.model.remat_presets).offloads:
         check_offload()
     data = open_training_data(
@@ -149,8 +158,6 @@ def train_lm(config: TrainLmConfig, progress: Progress) -> TrainingResult:
         config.trainer.eval_batches,
         partitioning=partitioning,
     )
-    # A model that can't be made, or not divided like that, is refused before there is a run folder.
-    state_shapes(config, ModelOfRun.of(config), partitioning)
     root = Path(config.trainer.run_dir or f"runs/{time.strftime('%Y%m%d-%H%M%S')}").expanduser()
     with contextlib.ExitStack() as closing:
         closing.callback(data.training.close)

@@ -1,9 +1,11 @@
 """Grouped-query attention with normalised and rotated queries and keys."""
 
+from collections.abc import Sequence
+
 import equinox as eqx
 import haliax.nn as hnn
 import jax
-from haliax import AxisSelector, NamedArray
+from haliax import Axis, AxisSelector, NamedArray
 from jaxtyping import PRNGKeyArray
 
 from models.key_value_cache import SLOT_AXIS, KeyValueCache
@@ -92,13 +94,21 @@ class Attention(eqx.Module):
         return self.o_proj(attended).rearrange(x.axes), cache
 
     def _heads(self, x: NamedArray, rotary: RotaryTable) -> tuple[NamedArray, NamedArray, NamedArray]:
-        """Queries, keys and values, the first two after norm and rotation."""
+        """Queries, keys and values, the first two after norm and rotation.
+
+        Names are for what the projections give: the norm's backward pass reads it, and all that follows is
+        cheap to compute from it.
+        """
         HeadDim = self.config.HeadDim
-        query = apply_rotary(self.q_norm(self.q_proj(x)), rotary, HeadDim)
-        key = apply_rotary(self.k_norm(self.k_proj(x)), rotary, HeadDim)
-        query = checkpoint_name(query, "query")
-        key = checkpoint_name(key, "key")
-        return query, key, checkpoint_name(self.v_proj(x), "value")
+        query, key, value = (
+            _named(linear(x), name, (self.config.KVHeads, self.config.HeadsPerKV, HeadDim))
+            for linear, name in ((self.q_proj, "query"), (self.k_proj, "key"), (self.v_proj, "value"))
+        )
+        query, key = (
+            apply_rotary(norm(heads), rotary, HeadDim)
+            for norm, heads in ((self.q_norm, query), (self.k_norm, key))
+        )
+        return query, key, value
 
     def _attend(
         self,
@@ -120,3 +130,13 @@ class Attention(eqx.Module):
             window=self.window,
             backend=backend,
         )
+
+
+def _named(heads: NamedArray, name: str, of_heads: Sequence[Axis]) -> NamedArray:
+    """`heads` under a name for remat policies, with a single axis behind that of positions.
+
+    Where several are kept, XLA copies the stack of all layers into another layout, 20 GiB at 65,536 tokens.
+    """
+    own = tuple(axis for axis in heads.axes if axis in of_heads)
+    flat = checkpoint_name(heads.flatten_axes(own, "heads"), name)
+    return flat.unflatten_axis("heads", own)

@@ -3,13 +3,13 @@
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, get_args, get_type_hints
 
 import draccus
 from haliax import Axis
 
 from models.lm import LmConfig
-from models.qwen3_moe.remat_presets import QWEN3_REMAT_PRESETS
+from models.qwen3_moe.remat_presets import ATTENTION_NAMES, EXPERTS_NAMES, QWEN3_REMAT_PRESETS
 from stacked_remat.ops import RotaryScaling, rotary_from_hf, rotary_to_hf
 from stacked_remat.training import RematPresets
 
@@ -43,9 +43,12 @@ class AttentionConfig:
     bias: bool = False
     window: int | None = None
     windowed_layers: tuple[int, ...] | None = None
-    backend: str = "auto"
+    backend: Literal["auto", "cudnn", "splash", "blockwise", "exact"] = "auto"
 
     def __post_init__(self) -> None:
+        kernels = get_args(get_type_hints(AttentionConfig)["backend"])
+        if self.backend not in kernels:
+            raise ValueError(f"model.attention.backend is {self.backend!r}; there are {', '.join(kernels)}.")
         if self.window is not None and self.window < 1:
             raise ValueError(
                 f"model.attention.window is a number of positions and at least 1, got {self.window}; null "
@@ -141,6 +144,7 @@ class Qwen3Architecture(LmConfig):
     """
 
     remat_presets: ClassVar[RematPresets] = QWEN3_REMAT_PRESETS
+    remat_names: ClassVar[tuple[str, ...] | None] = ATTENTION_NAMES
 
     hidden_dim: int = 128
     num_layers: int = 4
@@ -251,6 +255,8 @@ class Qwen3MoeConfig(Qwen3Architecture):
     Attributes:
         experts: the router and its experts.
     """
+
+    remat_names: ClassVar[tuple[str, ...] | None] = (*ATTENTION_NAMES, *EXPERTS_NAMES)
 
     experts: ExpertsConfig = field(default_factory=ExpertsConfig)
 

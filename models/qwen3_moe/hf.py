@@ -90,6 +90,7 @@ def write_decoder(
     root: Path,
     decoder: Qwen3Decoder,
     *,
+    fields: Mapping[str, Any] = MappingProxyType({}),
     texts: Mapping[str, str] = MappingProxyType({}),
     max_file_bytes: int = 5 * 2**30,
 ) -> None:
@@ -98,6 +99,7 @@ def write_decoder(
     Args:
         root: a folder that does not exist or is empty; it takes its name when all is written.
         decoder: without adapters: merge these first.
+        fields: further ones of `config.json`, such as `eos_token_id`.
         texts: contents of further files, such as the tokenizer's, by their names.
         max_file_bytes: where a file ends and the next begins.
 
@@ -118,7 +120,7 @@ def write_decoder(
     for path, leaf in jax.tree_util.tree_leaves_with_path(decoder, is_leaf=is_named_array):
         pending |= pending_tensors(places[jax.tree_util.keystr(path)], leaf.array)
     dtype = decoder.embedding.weight.dtype
-    document = config_to_hf(decoder.config, decoder.Vocab.size, dtype=str(dtype))
+    document = config_to_hf(decoder.config, decoder.Vocab.size, dtype=str(dtype)) | dict(fields)
     write_safetensors(
         root, pending, documents={"config.json": document}, texts=texts, max_file_bytes=max_file_bytes
     )

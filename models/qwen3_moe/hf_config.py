@@ -58,8 +58,11 @@ _REQUIRED_VALUES: Mapping[str, tuple[Any, ...]] = {
     "add_cross_attention": (False,),
     "hidden_act": ("silu",),
     "pruned_heads": ({}, None),
+    "qkv_bias": (False,),
     "quantization_config": (None,),
+    "shared_expert_intermediate_size": (0, None),
     "tie_encoder_decoder": (False,),
+    "use_qk_norm": (True,),
 }
 """Fields that change logits, with the values that the decoder has built in."""
 
@@ -248,7 +251,7 @@ def _refuse_other_values(entries: dict[str, Any]) -> None:
 
 
 def _attention(take: _Taker, model_type: str, num_layers: int) -> AttentionConfig:
-    window = take.size("sliding_window", 4096)
+    window = take.size("sliding_window", None if "sliding_window" in take else 4096)
     if not take.boolean("use_sliding_window", False):
         window = None
     first = take.size(
@@ -265,11 +268,14 @@ def _attention(take: _Taker, model_type: str, num_layers: int) -> AttentionConfi
             f"{sorted(set(kinds))}; one of full_attention and sliding_attention is expected for each layer."
         )
     windowed = tuple(i for i, kind in enumerate(kinds) if kind == "sliding_attention")
-    if model_type == "qwen3_moe" and 0 < len(windowed) < num_layers:
-        raise ValueError("layer_types is mixed; a qwen3_moe has a window in all layers or in none.")
     if windowed and window is None:
         raise ValueError(
             "layer_types has sliding_attention, but use_sliding_window and sliding_window don't."
+        )
+    if model_type == "qwen3_moe" and window is not None and len(windowed) < num_layers:
+        raise ValueError(
+            "layer_types has full_attention beside use_sliding_window; a qwen3_moe has a window in all "
+            "layers or in none."
         )
     return AttentionConfig(
         head_dim=take.size("head_dim", 128 if model_type == "qwen3" else None),

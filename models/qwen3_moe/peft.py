@@ -72,7 +72,8 @@ def save_adapters(
     folder: Path, model: Qwen3Decoder, *, experts: ExpertsLayout = "fused", base_model: str | None = None
 ) -> None:
     """Writes the adapters of `model` for PEFT; see `stacked_remat.lora.save_peft` and `peft_names`."""
-    save_peft(folder, model, peft_names(model.config, experts), base_model=base_model)
+    names = peft_names(model.config, experts)
+    save_peft(folder, model, names, base_model=base_model, task_type="CAUSAL_LM")
 
 
 def load_adapters(model: Qwen3Decoder, folder: Path) -> Qwen3Decoder:

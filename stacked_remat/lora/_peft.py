@@ -30,11 +30,19 @@ PeftNames: TypeAlias = Callable[[str, Index], str | PeftParameter]
 Hugging Face's model has in its place."""
 
 TENSORS_FILE = "adapter_model.safetensors"
+_FLOATS = ("F64", "F32", "F16", "BF16")
 # PEFT ignores it: how the rank of each target is made up of those of its parts.
 _PART_RANKS = "part_ranks"
 
 
-def save_peft(folder: Path, model: Any, names: PeftNames, *, base_model: str | None = None) -> None:
+def save_peft(
+    folder: Path,
+    model: Any,
+    names: PeftNames,
+    *,
+    base_model: str | None = None,
+    task_type: str | None = None,
+) -> None:
     """Writes the adapters of `model` as PEFT does, in float32, for `peft.PeftModel.from_pretrained`.
 
     Files of these names that are there already are replaced, each whole or not at all. Axes of In and Out are
@@ -45,6 +53,8 @@ def save_peft(folder: Path, model: Any, names: PeftNames, *, base_model: str | N
         model: a model with adapters.
         names: what Hugging Face's model calls each linear, adapted or not.
         base_model: the name or folder of the model that the adapters belong to, for PEFT's config.
+        task_type: the class of PEFT's that is to wrap the model, such as `CAUSAL_LM`; None for the plain one,
+            which takes any module.
 
     Raises:
         ImportError: safetensors is not installed.
@@ -64,7 +74,7 @@ def save_peft(folder: Path, model: Any, names: PeftNames, *, base_model: str | N
     tensors: dict[str, Assembled] = {target: assemble(places[target], pairs[target]) for target in pairs}
     members = {target: _some(places[target]) for target in tensors}
     others = [target for target in places if target not in tensors]
-    config = describe(tensors, members, others, base_model)
+    config = describe(tensors, members, others, base_model, task_type)
     ranks = {target: tensor.part_ranks for target, tensor in tensors.items() if len(tensor.part_ranks) > 1}
     arrays: dict[str, np.ndarray] = {}
     for target, (a, b) in tensor_keys(members).items():
@@ -103,7 +113,13 @@ def load_peft(model: T, folder: Path, names: PeftNames, *, dtype: DTypeLike = jn
     with _opened(path) as file:
         shapes = {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}
         keys = tensor_keys(_adapted(places, settings, set(shapes)))
+        dtypes = {key: file.get_slice(key).get_dtype() for key in shapes}
         problems = _problems(keys, shapes, places, settings, linears)
+        problems += [
+            f"not a float that is read: {key} is {dtype}, expected one of {', '.join(_FLOATS)}"
+            for key, dtype in dtypes.items()
+            if dtype not in _FLOATS
+        ]
         if problems:
             raise ValueError(f"The adapters in {path} do not fit the model:\n" + "\n".join(problems))
         part_ranks = _part_ranks(path, file.metadata() or {})

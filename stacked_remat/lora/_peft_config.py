@@ -24,6 +24,8 @@ _UNSUPPORTED = {
     "modules_to_save": (None, []),
     "trainable_token_indices": (None, [], {}),
     "layer_replication": (None, []),
+    "init_lora_weights": (True, False, None, "gaussian", "eva", "orthogonal"),  # others change base weights
+    "arrow_config": (None,),
     "kasa_config": (None,),
     "monteclora_config": (None,),
     "alora_invocation_tokens": (None, []),
@@ -150,6 +152,7 @@ def describe(
     members: Mapping[str, PeftParameter],
     others: Sequence[str],
     base_model: str | None,
+    task_type: str | None,
 ) -> dict[str, Any]:
     """The entries of the file for adapters of these targets.
 
@@ -158,6 +161,7 @@ def describe(
         members: one linear of each target.
         others: the targets that have no adapter, so that no name is shortened to one that fits them too.
         base_model: what the adapters belong to.
+        task_type: which of PEFT's classes wraps the model.
     """
     kinds = {target: (tensor.rank, tensor.scale * tensor.rank) for target, tensor in tensors.items()}
     ((rank, alpha), _), *_ = collections.Counter(kinds.values()).most_common()
@@ -165,7 +169,7 @@ def describe(
     parameters = [target for target, member in members.items() if member.parameter]
     entries: dict[str, Any] = {
         "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
+        "task_type": task_type,
         "base_model_name_or_path": base_model,
         "inference_mode": True,
         "bias": "none",

@@ -72,15 +72,15 @@ def causal_attention(
 
     Among several devices: over the batch axes and `KVHeads`, as far as Haliax's axis mapping
     (`haliax.axis_mapping`) gives them to axes of the mesh in use (`jax.set_mesh`), each device attends for
-    its own part; likewise inside `jax.shard_map`. Otherwise the compiler divides the work of all backends but
-    splash, which then doesn't serve.
+    its own part; likewise inside `jax.shard_map(..., check_vma=False)`. Otherwise the compiler divides the
+    work of all backends but splash, which then doesn't serve.
     """
     batch, _ = _batch_and_group(query, key, value, Pos, KVHeads, HeadDim)
     _check_documents(documents, (*batch, query.resolve_axis(axis_name(Pos))))
     for what, number in (("window", window), ("block_size", block_size)):
         if number is not None and (not isinstance(number, int | np.integer) or number < 1):
             raise ValueError(f"{what} is a number of positions and at least 1; got {number!r}.")
-    if isinstance(scale, jax.core.Tracer):
+    if isinstance(scale, jax.Array):
         raise ValueError("scale is a Python number; multiply query by a factor that is computed or learnt.")
     if query.size == 0:
         return query
@@ -91,7 +91,8 @@ def causal_attention(
     def attend(
         query: NamedArray, key: NamedArray, value: NamedArray, documents: NamedArray | None
     ) -> NamedArray:
-        batch, group = _batch_and_group(query, key, value, Pos, KVHeads, HeadDim)
+        own = axis_name(KVHeads)  # of which a device may have some
+        batch, group = _batch_and_group(query, key, value, Pos, own, HeadDim)
         position, heads = query.resolve_axis(axis_name(Pos)), key.resolve_axis(axis_name(KVHeads))
         axes = _Axes(batch, position, heads, group, HeadDim)
         return _attend(axes, query, key, value, documents, blocks, backend)

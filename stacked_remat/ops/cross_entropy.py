@@ -65,7 +65,7 @@ def chunked_cross_entropy(
         ValueError: axes that do not fit, targets that are no integers, or a chunk size that is not positive.
 
     Among several devices: each does the tokens that Haliax's axis mapping gives it, in chunks of its own,
-    with the whole of `head`.
+    with the whole of `head`. Inside `jax.shard_map` this takes `check_vma=False`.
 
     Cost: `8 * tokens * embed * vocab` FLOPs with the gradient, where holding the logits takes 6, and 2 less
     where `head` is frozen. Memory: a few times `chunk_size * vocab` in float32, and the gradient of `head` in

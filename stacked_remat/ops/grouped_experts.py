@@ -60,7 +60,8 @@ def grouped_experts(
         weights: a tree whose named arrays have the axis `Experts` and whose plain arrays have it first.
         Experts: the axis of the experts.
         x: tokens.
-        choices: the experts of each token; none twice for one token.
+        choices: the experts of each token; none twice for one token. A number that is no expert's chooses
+            nothing.
         gates: their factors.
         saved: the part of `expert` that the backward pass is not to compute again: for a gated MLP one of the
             two maps of its rows. Its result for every pair is kept from the forward to the backward pass, and
@@ -74,7 +75,8 @@ def grouped_experts(
         In the dtype of `x`; sums are in float32.
 
     Raises:
-        ValueError: arrays among the weights without the axis, shapes that do not fit.
+        ValueError: arrays among the weights without the axis, shapes that do not fit, choices that are no
+            integers.
 
     Cost: with `n` pairs, `expert` on at most `n + experts * block_size` rows (and `blocks_at_once` blocks
     more), once forward, and once and its two products backward; what is not differentiated costs neither
@@ -88,21 +90,20 @@ def grouped_experts(
     | either, in a layer that is recomputed | 3 | 8 | 5 | 11 / 12 and 8 / 9 |
 
     Memory beside the arguments: the result and the gradients in float32, five integers a pair, a few blocks,
-    and what is saved.
+    and what is saved. Inside `jax.shard_map` it takes `check_vma=False`.
     """
     split = _split(weights, Experts)
-    if choices.shape != gates.shape or choices.shape[0] != x.shape[0]:
-        raise ValueError(
-            f"choices {choices.shape} and gates {gates.shape} must be alike, with a row for each of the "
-            f"{x.shape[0]} tokens."
-        )
-    pairs = choices.size
+    _check_tokens(x, choices, gates)
     if block_size is None:
-        block_size = _block_size(pairs, Experts.size)
-    if block_size < 1 or blocks_at_once < 1:
-        raise ValueError(f"block_size = {block_size} and blocks_at_once = {blocks_at_once} must be positive.")
+        block_size = _block_size(choices.size, Experts.size)
+    for what, number in (("block_size", block_size), ("blocks_at_once", blocks_at_once)):
+        if not isinstance(number, int) or number < 1:
+            raise ValueError(f"{what} is a whole number of at least 1; got {number!r}.")
+    count = x.shape[0]
+    if count == 0:
+        x, choices, gates = (jnp.zeros((1, *some.shape[1:]), some.dtype) for some in (x, choices, gates))
     plan = _plan(choices, Experts.size, block_size, blocks_at_once)
-    return _differentiable(_Walk(expert, saved, split.rebuild))(x, gates, split.arrays, plan)
+    return _differentiable(_Walk(expert, saved, split.rebuild))(x, gates, split.arrays, plan)[:count]
 
 
 class _Plan(NamedTuple):
@@ -123,6 +124,8 @@ class _Plan(NamedTuple):
 
 def _plan(choices: Int[Array, "token choice"], experts: int, size: int, at_once: int) -> _Plan:
     flat = choices.reshape(-1).astype(jnp.int32)
+    # Beyond the last expert they come last, and into nobody's count.
+    flat = jnp.where((flat < 0) | (flat >= experts), experts, flat)
     order = jnp.argsort(flat, stable=True).astype(jnp.int32)
     counts = jnp.zeros(experts, jnp.int32).at[flat].add(1)
     ends = jnp.cumsum(counts)
@@ -317,8 +320,26 @@ def _differentiable(walk: _Walk) -> Callable[[Array, Array, list[Array], _Plan],
     return run
 
 
+def _check_tokens(x: Any, choices: Any, gates: Any) -> None:
+    for what, some in (("x", x), ("choices", choices), ("gates", gates)):
+        if is_named(some) or some.ndim != 2 or (some.shape[1] == 0):
+            raise ValueError(f"{what} is a plain array with a row for each token; got one of {some.shape}.")
+    if choices.shape != gates.shape or choices.shape[0] != x.shape[0]:
+        raise ValueError(
+            f"choices {choices.shape} and gates {gates.shape} must be alike, with a row for each of the "
+            f"{x.shape[0]} tokens."
+        )
+    if not jnp.issubdtype(choices.dtype, jnp.integer):
+        raise ValueError(f"choices are integers; these are {choices.dtype}.")
+
+
 def _split(weights: Any, Experts: Axis) -> SplitTree:
     for path, leaf in jax.tree_util.tree_leaves_with_path(weights, is_leaf=is_named):
+        if is_array(leaf) and not is_named(leaf) and leaf.shape[:1] != (Experts.size,):
+            raise ValueError(
+                f"weights{jax.tree_util.keystr(path)} has the shape {leaf.shape}; the first axis of a plain "
+                f"array is that of the {Experts.size} experts."
+            )
         if (is_named(leaf) or is_array(leaf)) and not is_split(leaf, Experts):
             raise ValueError(
                 f"weights{jax.tree_util.keystr(path)} has no axis `{Experts.name}`: every array among the "

@@ -15,6 +15,7 @@ import jax
 from haliax import Axis, NamedArray
 from haliax.partitioning import axis_mapping, current_thread_local_mapping
 from haliax.util import ensure_tuple, is_named_array
+from jax.core import Tracer
 from jax.sharding import AxisType, PartitionSpec
 
 from .._compat import no_axis_mapping
@@ -47,7 +48,10 @@ def per_device(fn: Callable[..., Any], *args: Any, over: Sequence[Axis], out: An
         The results with their whole axes. Where no axis is mapped to a mesh, that of a plain call.
 
     Raises:
-        ValueError: an axis does not divide evenly over what it is mapped to.
+        ValueError: an axis does not divide evenly over what it is mapped to, is mapped to an axis that the
+            mesh has not, or to the same one as another.
+
+    The axes of the mesh are to be `AxisType.Auto`, which is not what `jax.make_mesh` makes them by itself.
     """
     cut = _cut(over)
     if not cut:
@@ -89,6 +93,8 @@ def per_device(fn: Callable[..., Any], *args: Any, over: Sequence[Axis], out: An
         check_vma=False,
     )
     arrays = [leaves[place].array if is_named_array(leaves[place]) else leaves[place] for place in places]
+    if not any(isinstance(array, Tracer) for array in arrays):
+        run = jax.jit(run)  # by itself, jax.shard_map takes no mesh with axes that are left to the compiler
     return jax.tree.map(lambda axes, array: NamedArray(array, axes), out, run(*arrays), is_leaf=_is_axes)
 
 
@@ -116,11 +122,26 @@ def _is_axes(node: Any) -> bool:
 def _cut(over: Sequence[Axis]) -> dict[str, tuple[str, ...]]:
     """What each axis is divided over: mesh axes of more than one device that nobody else has taken."""
     mapping, free = current_thread_local_mapping() or {}, _free_mesh_axes()
-    found = {
-        axis.name: tuple(one for one in ensure_tuple(mapping.get(axis.name, ())) if one in free)
-        for axis in over
-    }
-    return {name: physical for name, physical in found.items() if physical}
+    mesh = jax.sharding.get_abstract_mesh()
+    found: dict[str, tuple[str, ...]] = {}
+    for axis in over:
+        wanted = ensure_tuple(mapping.get(axis.name, ()))
+        strange = [one for one in wanted if not mesh.empty and one not in mesh.axis_names]
+        if strange:
+            raise ValueError(
+                f"The axis `{axis.name}` is mapped to {strange[0]!r}; the mesh has "
+                f"{', '.join(mesh.axis_names)}."
+            )
+        physical = tuple(one for one in wanted if one in free)
+        for other, taken in found.items():
+            if set(physical) & set(taken):
+                raise ValueError(
+                    f"The axes `{other}` and `{axis.name}` are both mapped to "
+                    f"{', '.join(sorted(set(physical) & set(taken)))}: one axis of the mesh divides one axis."
+                )
+        if physical:
+            found[axis.name] = physical
+    return found
 
 
 def _free_mesh_axes() -> set[str]:

@@ -2,6 +2,7 @@
 
 import builtins
 import json
+import re
 
 import equinox as eqx
 import jax
@@ -202,6 +203,8 @@ def test_which_layers_may_be_left_to_the_tensors(saved):
         ({"use_dora": True}, "use_dora = True"),
         ({"bias": "all", "modules_to_save": ["lm_head"]}, r"bias = 'all', modules_to_save = \['lm_head'\]"),
         ({"peft_type": "IA3"}, "peft_type = 'IA3'"),
+        ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights = 'pissa_niter_4'"),
+        ({"arrow_config": {"top_k": 2}}, "arrow_config = "),
     ],
 )
 def test_what_lora_linear_can_not_do_is_refused(saved, settings, message):
@@ -228,6 +231,23 @@ def test_values_that_peft_does_not_write_are_refused(saved, settings, message):
     rewrite(saved, **settings)
     with pytest.raises(ValueError, match=f"adapter_config.json can't be used: {message}.*Correct it"):
         load_peft(model(), saved, names)
+
+
+def test_tensors_that_are_no_floats_are_named(saved):
+    key = sorted(tensors_in(saved))[0]
+
+    def as_integers(tensors):
+        tensors[key] = tensors[key].astype(np.int8)
+
+    rewrite(saved, as_integers)
+    with pytest.raises(ValueError, match=f"not a float that is read: {re.escape(key)} is I8, expected one of"):
+        load_peft(model(), saved, names)
+
+
+def test_which_of_pefts_classes_wraps_the_model_can_be_said(saved, tmp_path):
+    assert json.loads((saved / "adapter_config.json").read_text())["task_type"] is None
+    save_peft(tmp_path, adapted(), names, task_type="FEATURE_EXTRACTION")
+    assert json.loads((tmp_path / "adapter_config.json").read_text())["task_type"] == "FEATURE_EXTRACTION"
 
 
 def test_files_that_are_cut_short_are_named(saved):

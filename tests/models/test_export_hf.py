@@ -1,3 +1,4 @@
+import json
 import shutil
 from typing import Any
 
@@ -53,7 +54,8 @@ def workplace(tmp_path_factory):
     config = parse_config(TrainLmConfig, ["--config_path", str(folder / "run.yaml")])
     assert isinstance(config.model, Qwen3MoeConfig)
     make = eqx.filter_jit(lambda: Qwen3Decoder.init(config.model, Vocab, key=jax.random.key(5)))
-    write_decoder(folder / "base", make())
+    texts = {"generation_config.json": '{"eos_token_id": [7, 256]}'}
+    write_decoder(folder / "base", make(), texts=texts)
     return folder
 
 
@@ -89,11 +91,14 @@ def adapted(workplace):
 
 
 def test_a_trained_model_is_exported_and_read_again(workplace):
-    assert train(workplace, "whole", "--initialize_from_hf", "base", "--use_hf_model_config", "true") == 0
+    start = ("--initialize_from_hf", str(workplace / "base"))
+    assert train(workplace, "whole", *start, "--use_hf_model_config", "true") == 0
     status, _ = export("--run_dir", workplace / "whole", "--out", workplace / "exported")
     assert status == 0
     config, rows = read_hf_config(workplace / "exported")
     assert rows == 260
+    assert json.loads((workplace / "exported/config.json").read_text())["eos_token_id"] == 256
+    assert "[7, 256]" in (workplace / "exported/generation_config.json").read_text()
     again = read_decoder(workplace / "exported", config, Vocab)
     base = read_decoder(workplace / "base", config, Vocab)
     expected, _ = trained_model(workplace / "whole")
@@ -162,6 +167,10 @@ def test_adapters_go_on_with_the_weights_that_they_began_with_and_no_others(work
         (("--vocab_size", "300"), "vocab_size: 300 in the config, 260 in the folder"),
         (("--initialize_from_hf", "nowhere"), "no folder nowhere, and it is no name on the"),
         (("--use_hf_model_config", "true", "--vocab_size", "20"), "vocab_size: 20 in the config"),
+        (
+            ("--use_hf_model_config", "true", "--model.attention.bias", "true"),
+            "model.attention.bias: True in the config, False in the folder\nCorrect it, or leave it out.",
+        ),
     ],
 )
 def test_another_model_than_the_folder_s_is_refused(workplace, capsys, more, message):

@@ -26,6 +26,17 @@ def test_a_folder_is_taken_as_it_is(tmp_path, asked):
     assert not asked
 
 
+def test_the_home_folder_is_found(tmp_path, asked, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path.parent))
+    assert model_folder(f"~/{tmp_path.name}") == tmp_path
+
+
+@pytest.mark.parametrize("name", ["Qwen/Qwen3--30B", "Qwen/.."])
+def test_names_that_the_hub_does_not_allow_are_told(name):
+    with pytest.raises(WeightsError, match="could not be fetched from the Hugging Face Hub"):
+        model_folder(name)
+
+
 @pytest.mark.parametrize(
     ("name", "call"),
     [("Qwen/Qwen3-0.6B", ("Qwen/Qwen3-0.6B", None)), ("Qwen/Qwen3-0.6B@v1", ("Qwen/Qwen3-0.6B", "v1"))],

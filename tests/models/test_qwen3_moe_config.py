@@ -1,10 +1,11 @@
 import dataclasses
+from typing import Any, get_args, get_type_hints
 
 import draccus
 import draccus.utils
 import pytest
 
-from models.lm import LmConfig
+from models.lm import LmConfig, check_remat_names
 from models.qwen3_moe import (
     AttentionConfig,
     ExpertsConfig,
@@ -13,7 +14,9 @@ from models.qwen3_moe import (
     Qwen3MoeConfig,
     RotaryConfig,
 )
+from stacked_remat import ScanCheckpointPolicy
 from stacked_remat.ops import YarnRotary
+from stacked_remat.ops._attention_backends import BACKENDS
 
 
 def test_axes_follow_the_sizes():
@@ -174,3 +177,25 @@ def test_scaling_is_read_and_written_under_hugging_face_s_names():
 def test_scaling_that_is_not_served_is_refused(scaling, message):
     with pytest.raises(draccus.utils.DecodingError, match=message):
         draccus.decode(LmConfig, {"type": "qwen3", "rotary": {"scaling": scaling}})
+
+
+def test_the_kernels_are_those_of_the_library():
+    kernels = get_args(get_type_hints(AttentionConfig)["backend"])
+    assert set(kernels) == {"auto", *BACKENDS}
+    strange: Any = "flash"
+    with pytest.raises(ValueError, match="model.attention.backend is 'flash'; there are auto, cudnn, splash"):
+        AttentionConfig(backend=strange)
+
+
+@pytest.mark.parametrize("field", ["save_block_internals", "offload_block_internals"])
+def test_policies_for_what_no_layer_has_are_refused(field):
+    policy = ScanCheckpointPolicy(**{field: ("attention_output", "atention_lse")})
+    with pytest.raises(ValueError, match=rf"remat.{field} has 'atention_lse'.* Valid: query, key, value"):
+        check_remat_names(Qwen3Config(), policy)
+    routed = ScanCheckpointPolicy(**{field: ("router_gates",)})
+    check_remat_names(Qwen3MoeConfig(), routed)
+    with pytest.raises(ValueError, match="has 'router_gates'"):
+        check_remat_names(Qwen3Config(), routed)
+    check_remat_names(
+        Qwen3Config(), ScanCheckpointPolicy(**{field: True}) if field.startswith("save") else None
+    )

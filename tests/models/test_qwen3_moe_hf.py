@@ -162,6 +162,23 @@ def test_missing_tensors_are_named(folder):
         read_decoder(folder, deeper, Vocab)
 
 
+def test_what_only_the_index_has_is_named_with_the_rest(decoder, tmp_path):
+    write_decoder(tmp_path / "weights", decoder, max_file_bytes=2000)
+    index = json.loads((tmp_path / "weights" / INDEX).read_text())
+    name = "model.layers.2.self_attn.q_proj.weight"
+    file = tmp_path / "weights" / index["weight_map"][name]
+    tensors = load_file(file)
+    del tensors[name]
+    save_file(tensors, file)
+    narrow = dataclasses.replace(CONFIG, num_layers=2)
+    with pytest.raises(WeightsError) as error:
+        read_decoder(tmp_path / "weights", narrow, Vocab)
+    lines = str(error.value).splitlines()
+    assert f"  incomplete: {name}, which the index places in {file.name}; fetch the folder again" in lines
+    assert any(line.startswith("  unknown: model.layers.2.") for line in lines)
+    assert not any(line.startswith("  missing: ") for line in lines)
+
+
 def test_a_head_that_repeats_a_tied_embedding_is_left_alone(decoder, tmp_path, monkeypatch):
     tied = dataclasses.replace(
         decoder, head=None, config=dataclasses.replace(CONFIG, tie_word_embeddings=True)

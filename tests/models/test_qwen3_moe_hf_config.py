@@ -83,6 +83,8 @@ def test_dense_layers_of_sparse_models(fields, expected):
         (DENSE | {"sliding_window": 8, "use_sliding_window": True, "max_window_layers": 0}, (8, None)),
         (MOE | {"sliding_window": 8, "use_sliding_window": True}, (8, None)),
         (MOE | {"use_sliding_window": True}, (4096, None)),
+        (MOE | {"use_sliding_window": True, "sliding_window": None}, (None, None)),
+        (DENSE | {"use_sliding_window": True, "sliding_window": None, "max_window_layers": 1}, (None, None)),
         (MOE | {"sliding_window": 8, "use_sliding_window": False}, (None, None)),
     ],
 )
@@ -148,8 +150,15 @@ def test_both_ways_to_say_how_positions_turn(fields):
                 "use_sliding_window": True,
                 "layer_types": ["full_attention"] * 3 + ["sliding_attention"],
             },
-            "layer_types is mixed; a qwen3_moe has a window in all layers or in none",
+            "layer_types has full_attention beside use_sliding_window; a qwen3_moe has a window in all",
         ),
+        (
+            {"use_sliding_window": True, "layer_types": ["full_attention"] * 4},
+            "layer_types has full_attention beside use_sliding_window",
+        ),
+        ({"qkv_bias": True}, "qkv_bias is True; the decoder has False built in"),
+        ({"use_qk_norm": False}, "use_qk_norm is False"),
+        ({"shared_expert_intermediate_size": 64}, "shared_expert_intermediate_size is 64"),
     ],
 )
 def test_what_the_decoder_has_not_is_refused(fields, message):
@@ -195,3 +204,8 @@ def test_the_file_is_named_where_it_is_wrong(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     with pytest.raises(WeightsError, match="config.json can't be used: model_type is 'llama'"):
         read_hf_config(tmp_path)
+
+
+def test_fields_that_published_configs_add_and_the_decoder_has_built_in_are_read():
+    coder = {"qkv_bias": False, "use_qk_norm": True, "shared_expert_intermediate_size": 0}
+    assert config_from_hf(MOE | coder) == config_from_hf(MOE)

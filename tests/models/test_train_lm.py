@@ -202,6 +202,15 @@ def test_overwriting_a_finished_run_needs_to_be_told_and_remat_does_not_change_t
         np.testing.assert_allclose(*losses, rtol=1e-4)
 
 
+def test_a_model_that_can_not_be_applied_here_is_refused_before_there_is_a_run(workplace, capsys):
+    assert train(workplace, "--model.attention.backend", "cudnn") == 1
+    shown = " ".join(capsys.readouterr().out.split())
+    assert (
+        "can't be applied here: The attention backend 'cudnn' cannot serve here: it runs on NVIDIA" in shown
+    )
+    assert not (workplace / "run").exists()
+
+
 def test_a_refused_continuation_leaves_the_folder_as_it_was(workplace, capsys, finished):
     as_if_finished_in(workplace, finished)
     names = ("config.yaml", "result.json", "metrics.jsonl")

@@ -202,8 +202,13 @@ def test_half_precision_has_wide_sums():
     [
         (dict(gates=jnp.ones((3, 1))), r"choices \(3, 2\) and gates \(3, 1\) must be alike"),
         (dict(x=jnp.ones((2, EMBED))), "a row for each of the 2 tokens"),
-        (dict(block_size=0), "block_size = 0"),
-        (dict(weights={"scale": jnp.ones(())}), r"weights\['scale'\] has no axis `experts`"),
+        (dict(block_size=0), "block_size is a whole number of at least 1; got 0"),
+        (dict(block_size=2.5), "block_size is a whole number of at least 1; got 2.5"),
+        (dict(weights={"scale": jnp.ones(())}), r"weights\['scale'\] has the shape \(\); the first axis"),
+        (dict(weights={"gate": jnp.ones((4, 2))}), r"\['gate'\] has the shape \(4, 2\);.* the 5 experts"),
+        (dict(weights={"gate": hax.ones(Axis("embed", 4))}), r"weights\['gate'\] has no axis `experts`"),
+        (dict(choices=jnp.ones((3, 2))), "choices are integers; these are float32"),
+        (dict(choices=jnp.ones(3, int)), r"choices is a plain array .* got one of \(3,\)"),
         (dict(Experts=Axis("experts", 4)), "4"),
     ],
 )
@@ -249,3 +254,34 @@ def test_a_few_tokens_take_no_more_blocks_than_they_visit_experts():
     np.testing.assert_allclose(run(weights, x), jnp.full((1, EMBED), 8.0 * EMBED))
     found = memory.count_flops(jax.make_jaxpr(run)(weights, x))
     assert found.exact and found.matmul == 8 * (2 * 8 * EMBED * EMBED)  # blocks of 8 rows
+
+
+@pytest.mark.parametrize("nobody", [-1, 4, 100])
+def test_a_number_that_is_no_experts_chooses_nothing(nobody):
+    """As padding may have it; the other tokens are as they were."""
+    choices = np.array([[0, 2], [nobody, 1], [3, 0], [nobody, nobody]])
+    weights, x, choices, gates, cotangent = example(4, choices)
+    run = functools.partial(grouped_experts, swiglu, Experts=Axis("experts", 4), block_size=2)
+
+    def total(weights, x, gates, of):
+        return jnp.sum(of(weights=weights, x=x, choices=choices, gates=gates) * cotangent)
+
+    found, wanted = (
+        jax.value_and_grad(functools.partial(total, of=of), (0, 1, 2))(weights, x, gates)
+        for of in (run, functools.partial(dense, swiglu))
+    )
+    jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-5, rtol=1e-5), found, wanted)
+    np.testing.assert_array_equal(run(weights=weights, x=x, choices=choices, gates=gates)[3], jnp.zeros(EMBED))
+
+
+def test_no_tokens_are_no_rows():
+    weights, x, choices, gates, _ = example(4, np.array([[0, 2]]))
+    run = functools.partial(grouped_experts, swiglu, Experts=Axis("experts", 4), choices=choices[:0])
+
+    def total(weights, x, gates):
+        out = run(weights=weights, x=x, gates=gates)
+        assert out.shape == (0, EMBED)
+        return jnp.sum(out)
+
+    gradients = jax.grad(total, (0, 1, 2))(weights, x[:0], gates[:0])
+    assert all(not np.any(leaf) for leaf in jax.tree.leaves(gradients))

@@ -81,6 +81,28 @@ def test_axes_that_do_not_divide_are_named():
         jax.jit(lambda x: per_device(sizes, x, over=(Row,), out=(Row, Col)))(X)
 
 
+@pytest.mark.parametrize(
+    ("mapping", "message"),
+    [
+        ({"row": "data", "col": "data"}, "axes `row` and `col` are both mapped to data"),
+        ({"row": "nope"}, "axis `row` is mapped to 'nope'; the mesh has data, model"),
+    ],
+)
+def test_mappings_that_no_mesh_can_follow_are_refused(mapping, message):
+    with (
+        jax.set_mesh(mesh(data=4, model=2)),
+        hax.axis_mapping(mapping),
+        pytest.raises(ValueError, match=message),
+    ):
+        jax.eval_shape(lambda x: per_device(sizes, x, over=(Row, Col), out=(Row, Col)), X)
+
+
+def test_it_needs_no_jit_around_it():
+    with jax.set_mesh(mesh(data=4, model=2)), hax.axis_mapping({"row": "data"}):
+        seen = per_device(sizes, X, over=(Row,), out=(Row, Col))
+    np.testing.assert_array_equal(seen.array, np.full((8, 3), 2.0))
+
+
 def test_the_mapping_of_what_is_divided_does_not_hold_within():
     seen = []
 

@@ -68,6 +68,8 @@ def trained_model(run_dir: Path, *, step: int | None = None) -> tuple[LanguageMo
 def export(run_dir: Path, out: Path, *, step: int | None = None, adapters: bool = False) -> None:
     """Writes the model of a run's checkpoint, or its adapters alone, to a new folder.
 
+    Costs what `trained_model` does, and the host memory of one file; adapters are merged in place.
+
     Raises:
         FileNotFoundError, CheckpointMismatchError: as `trained_model`.
         FileExistsError: there is something in the folder.
@@ -84,7 +86,7 @@ def export(run_dir: Path, out: Path, *, step: int | None = None, adapters: bool 
             raise WeightsError(f"{run_dir} trained no adapters. Export the whole model, without --adapters.")
         save_adapters(out, model, base_model=config.initialize_from_hf)
         return
-    write_decoder(out, merge_lora(model), fields=fields, texts=texts)
+    write_decoder(out, merge_lora(model, donate=True), fields=fields, texts=texts)
 
 
 def _beside_the_weights(config: TrainLmConfig) -> tuple[dict[str, str], dict[str, Any]]:

@@ -63,7 +63,7 @@ def generator_of_run(run_dir: Path, *, step: int | None = None, tokenizer: str |
         )
     model, config = trained_model(run_dir, step=step)
     found = load_tokenizer(config.data.tokenizer if tokenizer is None else tokenizer)
-    model = cast_parameters(merge_lora(model), config.model.compute_dtype)
+    model = cast_parameters(merge_lora(model, donate=True), config.model.compute_dtype)
     return Generator(model, found, frozenset({found.end}))
 
 

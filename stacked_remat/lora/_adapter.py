@@ -3,7 +3,7 @@
 import difflib
 import fnmatch
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import equinox as eqx
@@ -138,13 +138,17 @@ def lora_filter(model: Any) -> Any:
     return jax.tree.map(mark, model, is_leaf=lambda node: isinstance(node, LoraLinear))
 
 
-def merge_lora(model: T) -> T:
+def merge_lora(model: T, *, donate: bool = False) -> T:
     """The model with plain linears again, of weights `W + scale * A · B`: for export, not for training.
 
-    Sums are computed in float32 and rounded to the dtype of W, a layer at a time: memory is the new weights,
-    and one layer of one linear in float32.
+    Args:
+        model: a model with adapters, or without, which is then returned as it is.
+        donate: whether to write the new weights over W, so that `model` can't be used any more.
+
+    Sums are computed in float32 and rounded to the dtype of W, a layer at a time: memory is one layer of one
+    linear in float32, and the new weights unless `donate`.
     """
-    return map_modules(model, (LoraLinear,), lambda path, node: _merged(node))
+    return map_modules(model, (LoraLinear,), lambda path, node: _merged(node, donate))
 
 
 def lora_linears(model: Any) -> dict[str, hnn.Linear | eqx.nn.Linear | LoraLinear]:
@@ -184,18 +188,18 @@ def _adapted_plain(
     return LoraLinear(linear, a, jnp.zeros((*stack, config.rank, wide), dtype), config.scale)
 
 
-def _merged(node: LoraLinear) -> Any:
+def _merged(node: LoraLinear, donate: bool) -> Any:
     linear = node.wrapped
+    merge_named, merge_plain = _DONATING if donate else _COPYING
     if isinstance(linear, hnn.Linear):
         # A reparametrised weight is multiplied by this factor when it is used.
         factor = node.scale / linear.reparam.active_scale
-        weight = _merge_named(linear.weight, node.a, node.b, factor, stack_axes(linear)[:1])
+        weight = merge_named(linear.weight, node.a, node.b, factor, stack_axes(linear)[:1])
     else:
-        weight = _merge_plain(linear.weight, node.a, node.b, node.scale)
+        weight = merge_plain(linear.weight, node.a, node.b, node.scale)
     return eqx.tree_at(lambda linear: linear.weight, linear, weight)
 
 
-@eqx.filter_jit
 def _merge_named(weight: Any, a: Any, b: Any, factor: float, outermost: tuple[Axis, ...]) -> NamedArray:
     def merge(weight: NamedArray, a: NamedArray, b: NamedArray) -> NamedArray:
         a, b = a.astype(jnp.float32), b.astype(jnp.float32)
@@ -207,23 +211,38 @@ def _merge_named(weight: Any, a: Any, b: Any, factor: float, outermost: tuple[Ax
         return merge(weight, a, b)
     named = [array.rearrange((*outermost, ...)) for array in (weight, a, b)]
 
-    def merge_layer(arrays: list[Array]) -> Array:
+    def merge_layer(*arrays: Array) -> Array:
         return merge(*(NamedArray(x, of.axes[1:]) for x, of in zip(arrays, named, strict=True))).array
 
-    layers = lax.map(merge_layer, [array.array for array in named])
+    layers = _in_place(merge_layer, *(array.array for array in named))
     return NamedArray(layers, named[0].axes).rearrange(weight.axes)
 
 
-@eqx.filter_jit
 def _merge_plain(weight: Array, a: Any, b: Any, factor: float) -> Array:
     def merge(weight: Array, a: Any, b: Any) -> Array:
         a, b = a.astype(jnp.float32), b.astype(jnp.float32)
         product = jnp.matmul(a, b, precision=lax.Precision.HIGHEST)
         return (weight.astype(jnp.float32) + factor * jnp.swapaxes(product, -1, -2)).astype(weight.dtype)
 
-    if weight.ndim == 2:
-        return merge(weight, a, b)
-    return lax.map(lambda layer: merge(*layer), (weight, a, b))
+    return merge(weight, a, b) if weight.ndim == 2 else _in_place(merge, weight, a, b)
+
+
+def _in_place(merge: Callable[..., Array], weight: Array, a: Array, b: Array) -> Array:
+    """`merge` of every layer, each written where that of `weight` was."""
+
+    def layer(i: Array, weight: Array) -> Array:
+        own = (lax.dynamic_index_in_dim(x, i, keepdims=False) for x in (weight, a, b))
+        return lax.dynamic_update_index_in_dim(weight, merge(*own), i, 0)
+
+    return lax.fori_loop(0, weight.shape[0], layer, weight)
+
+
+_STATIC: Any = {"static_argnames": ("factor", "outermost")}
+_COPYING = jax.jit(_merge_named, **_STATIC), jax.jit(_merge_plain, static_argnames="factor")
+_DONATING = (
+    jax.jit(_merge_named, donate_argnames="weight", **_STATIC),
+    jax.jit(_merge_plain, donate_argnames="weight", static_argnames="factor"),
+)
 
 
 def _no_match(target: str, paths: list[str]) -> str:

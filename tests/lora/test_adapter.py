@@ -1,3 +1,4 @@
+import functools
 from typing import Any
 
 import equinox as eqx
@@ -10,7 +11,8 @@ import pytest
 from haliax import Axis
 
 from stacked_remat import BlockSeq, Stacked
-from stacked_remat.lora import LoraConfig, LoraLinear, apply_lora, lora_filter, merge_lora
+from stacked_remat.lora import LoraConfig, LoraLinear, apply_lora, lora_filter, lora_linears, merge_lora
+from stacked_remat.lora._adapter import _DONATING
 
 from .stacks import (
     ALL,
@@ -163,6 +165,32 @@ def test_merging_sums_in_float32_and_rounds_once():
     ).layers.stacked.q_proj.weight
     assert weight.dtype == jnp.bfloat16
     np.testing.assert_array_equal(weight.array, wide.array.astype(jnp.bfloat16))
+
+
+@pytest.mark.parametrize("plain", [False, True])
+def test_weights_that_are_given_up_are_merged_in_place(plain):
+    if plain:
+        layers = Stacked.init(Layers, Plain)(jax.random.split(jax.random.key(0), Layers.size))
+        make = functools.partial(with_trained_adapters, layers, LoraConfig(2, 3.0, ("*.linear",)))
+    else:
+        make = adapted
+    expected, given = merge_lora(make()), jax.tree.map(jnp.copy, make())
+    before = [
+        linear.wrapped.weight for linear in lora_linears(given).values() if isinstance(linear, LoraLinear)
+    ]
+    found = merge_lora(given, donate=True)
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
+    assert before and all(leaf.is_deleted() for leaf in jax.tree.leaves(before))
+
+
+def test_merging_in_place_takes_a_layer_and_not_the_weights():
+    weight, a, b = (
+        jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((64, 32, 48), (64, 48, 2), (64, 2, 32))
+    )
+    whole = 64 * 32 * 48 * 4
+    found = _DONATING[1].lower(weight, a, b, factor=2.0).compile().memory_analysis()
+    assert found.alias_size_in_bytes == whole
+    assert found.temp_size_in_bytes < whole / 8
 
 
 def test_a_reparametrised_weight_is_merged_so_that_it_acts_the_same():

@@ -240,7 +240,9 @@ def test_tensors_that_are_no_floats_are_named(saved):
         tensors[key] = tensors[key].astype(np.int8)
 
     rewrite(saved, as_integers)
-    with pytest.raises(ValueError, match=f"not a float that is read: {re.escape(key)} is I8, expected one of"):
+    with pytest.raises(
+        ValueError, match=f"not a float that is read: {re.escape(key)} is I8, expected one of"
+    ):
         load_peft(model(), saved, names)
 
 

@@ -271,7 +271,9 @@ def test_a_number_that_is_no_experts_chooses_nothing(nobody):
         for of in (run, functools.partial(dense, swiglu))
     )
     jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-5, rtol=1e-5), found, wanted)
-    np.testing.assert_array_equal(run(weights=weights, x=x, choices=choices, gates=gates)[3], jnp.zeros(EMBED))
+    np.testing.assert_array_equal(
+        run(weights=weights, x=x, choices=choices, gates=gates)[3], jnp.zeros(EMBED)
+    )
 
 
 def test_no_tokens_are_no_rows():

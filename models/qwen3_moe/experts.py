@@ -133,7 +133,7 @@ class SparseExperts(eqx.Module):
                 product less again. Takes `experts_per_token * expert_dim` activations a token, and spares
                 nothing in a layer that is recomputed.
 
-        Cost: `6 * tokens * experts_per_token * embed * expert_dim` FLOPs and up to a quarter more for
+        Cost: `6 * tokens * experts_per_token * embed * expert_dim` FLOPs and up to an eighth more for
         padding; see `grouped_experts` for the memory and the backward pass.
         """
         choices, gates, statistics = self.route(x, documents)

@@ -58,6 +58,38 @@ class LoraLinear(eqx.Module):
         return whole + (low @ self.b.astype(x.dtype)).astype(whole.dtype)
 
     @property
+    def In(self) -> Any:
+        """The input axes of a named linear."""
+        return self._named.In
+
+    @property
+    def Out(self) -> Any:
+        """The output axes of a named linear."""
+        return self._named.Out
+
+    @property
+    def in_features(self) -> Any:
+        """The width that a plain linear takes."""
+        return self._plain.in_features
+
+    @property
+    def out_features(self) -> Any:
+        """The width that a plain linear gives."""
+        return self._plain.out_features
+
+    @property
+    def _named(self) -> hnn.Linear:
+        if not isinstance(self.wrapped, hnn.Linear):
+            raise AttributeError("A linear of Equinox has no named axes; see in_features and out_features.")
+        return self.wrapped
+
+    @property
+    def _plain(self) -> eqx.nn.Linear:
+        if not isinstance(self.wrapped, eqx.nn.Linear):
+            raise AttributeError("A linear of Haliax has axes, In and Out, and no numbers of features.")
+        return self.wrapped
+
+    @property
     def weight(self) -> Any:
         """There is none: the adapter is not part of the wrapped weight.
 

@@ -162,7 +162,7 @@ def _forward(
         output = jnp.moveaxis(sums / total[..., None], 3, 1).astype(query.dtype)
         return None, (output, jnp.moveaxis(highest + jnp.log(total), 3, 1))
 
-    _, (output, lse) = lax.scan(query_block, None, jnp.arange(count))
+    _, (output, lse) = lax.scan(query_block, None, jnp.arange(count, dtype=jnp.int32))
     return _unblock(output), _unblock(lse)
 
 
@@ -206,15 +206,15 @@ def _backward(
         return query_gradient, (of_key.astype(key.dtype), of_value.astype(value.dtype))
 
     start = jnp.zeros(query.shape, jnp.float32)
-    query_gradient, (of_key, of_value) = lax.scan(key_block, start, jnp.arange(count))
+    query_gradient, (of_key, of_value) = lax.scan(key_block, start, jnp.arange(count, dtype=jnp.int32))
     return query_gradient.astype(query.dtype), _unblock(of_key), _unblock(of_value)
 
 
 def _scores(q: Array, k: Array, documents: Documents | None, i: Array, j: Array, blocks: Blocks) -> Array:
     """Scores of a block, `[batch, kv_heads, group, query, key]`, in float32; never what may not be seen."""
     scores = _einsum("bqkgd,bskd->bkgqs", q, k) * blocks.scale
-    row = i * blocks.size + jnp.arange(blocks.size)[:, None]
-    column = j * blocks.size + jnp.arange(blocks.size)[None, :]
+    row = i * blocks.size + jnp.arange(blocks.size, dtype=jnp.int32)[:, None]
+    column = j * blocks.size + jnp.arange(blocks.size, dtype=jnp.int32)[None, :]
     visible = row >= column
     if blocks.window is not None:
         visible &= row - column < blocks.window

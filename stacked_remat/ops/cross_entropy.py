@@ -55,7 +55,8 @@ def chunked_cross_entropy(
         Vocab: the axis of the logits.
         weights: float `[...]`; the target of a token of weight 0 may be anything. The gradient of a weight is
             the token's loss, and zero where its target has no row.
-        z_loss: factor of the squared log-sum-exp, which keeps logits from drifting (Chowdhery et al. 2022).
+        z_loss: factor of the squared log-sum-exp, which keeps logits from drifting (Chowdhery et al. 2022); a
+            Python number.
         chunk_size: tokens whose logits exist at once.
 
     Returns:

@@ -68,7 +68,7 @@ def grouped_experts(
             `expert` takes it as a fourth argument. It is worth its memory where the layer is not recomputed
             anyway. Like `expert`, it may not close over traced values.
         block_size: rows in a block. By default a power of two between 8 and 256 that lets padding cost at
-            most a quarter, where there are rows enough.
+            most an eighth, where there are rows enough.
         blocks_at_once: blocks that one turn of the loop computes side by side.
 
     Returns:
@@ -154,7 +154,7 @@ def _plan(choices: Int[Array, "token choice"], experts: int, size: int, at_once:
 
 def _block_size(pairs: int, experts: int) -> int:
     size = 8
-    while size < 256 and size * 2 * 4 * experts <= pairs:
+    while size < 256 and size * 2 * 8 * experts <= pairs:
         size *= 2
     return size
 

@@ -42,9 +42,11 @@ def rotary_table(
         Cosines and sines `[..., Pos, HeadDim]`, times the attention factor of `scaling`.
 
     Raises:
-        ValueError: an odd `HeadDim`, positions that are not integers, or `theta` of at most one.
+        ValueError: an odd `HeadDim`, positions that are not integers or have that axis, or `theta` of at most
+            one.
 
-    Cost: two float32 numbers a position and coordinate.
+    Cost: two float32 numbers a position and coordinate. Angles are products in float32, as in Hugging Face's
+    transformers: a cosine is off by up to 1e-3 at position 65,535 and 3e-2 at a million.
     """
     if not jnp.issubdtype(positions.dtype, jnp.integer):
         raise ValueError(f"positions are integers; these are {positions.dtype}.")
@@ -61,6 +63,11 @@ def apply_rotary(x: NamedArray, table: RotaryTable, HeadDim: Axis) -> NamedArray
     """Turns the coordinate pairs of `x`, `[..., Pos, ..., HeadDim]`, by the table's angles.
 
     Computes in float32 and returns the axes and dtype of `x`.
+
+    Args:
+        x: queries or keys.
+        table: of the same positions.
+        HeadDim: the axis of one head's coordinates.
 
     Raises:
         ValueError: `x` lacks an axis of the table, or has it in another size.

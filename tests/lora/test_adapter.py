@@ -325,3 +325,14 @@ def test_a_bad_config_is_refused(fields, message):
 def test_a_config_takes_a_list_and_is_hashable():
     assert LoraConfig(targets=["head"]) == LoraConfig(targets=("head",))
     assert hash(LoraConfig()) == hash(LoraConfig()) and LoraConfig(4, 8.0).scale == 2.0
+
+
+def test_an_adapted_linear_tells_the_axes_or_widths_of_the_one_within():
+    named = adapted().layers.stacked.q_proj
+    assert (named.In, named.Out) == (named.wrapped.In, named.wrapped.Out)
+    with pytest.raises(AttributeError, match="In and Out"):
+        _ = named.in_features
+    plain = with_trained_adapters(Plain(jax.random.key(4)), LoraConfig(2, 3.0, ("linear",))).linear
+    assert (plain.in_features, plain.out_features) == (4, 4)
+    with pytest.raises(AttributeError, match="in_features and out_features"):
+        _ = plain.In

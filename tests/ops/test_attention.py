@@ -291,3 +291,13 @@ def test_a_scale_that_is_learnt_is_refused():
     assert jnp.isfinite(total(0.3))
     with pytest.raises(ValueError, match="multiply query by a factor"):
         jax.grad(total)(0.3)
+
+
+def test_it_serves_where_jax_has_wide_numbers():
+    query, key, value = named_arrays()
+    with jax.enable_x64(True):
+        found, expected = (
+            causal_attention(query, key, value, Pos, KVHeads, HeadDim, backend=backend, block_size=2)
+            for backend in ("blockwise", "exact")
+        )
+    np.testing.assert_allclose(found.array, expected.array, atol=1e-5)

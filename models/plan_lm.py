@@ -43,7 +43,6 @@ POLICIES: Mapping[str, bool | dict[str, Any] | str] = {
     "offload": "offload",
     "nested": "nested",
     "nested, offload": {"nested": True, "save_carries": "offload"},
-    "save attention_output": {"save_block_internals": ["attention_output"]},
 }
 """What is compared: a name for the table, and what one would write after `remat:`.
 

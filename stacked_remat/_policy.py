@@ -286,8 +286,15 @@ class ScanCheckpointPolicy:
         return OFFLOAD in (self.save_carries, self.save_inputs) or bool(self.offloaded_names)
 
     def for_length(self, length: int) -> "ScanCheckpointPolicy":
-        """The policy of a stack of `length` layers: `first_policy` where it is that of all of them."""
-        return resolve_policy(self.first_policy) if self.first_layers >= max(length, 1) else self
+        """The policy of a stack of `length` layers.
+
+        That is `first_policy` where it is that of all of them. A single layer has nothing to cut.
+        """
+        if self.first_layers >= max(length, 1):
+            return resolve_policy(self.first_policy)
+        if length == 1 and self.is_nested:
+            return dataclasses.replace(self, nested=False, segment_length=None, max_carries=None)
+        return self
 
     def schedule(self, length: int) -> Schedule:
         """How `length` layers are cut, which also tells the carries alive and the evaluations.

@@ -199,3 +199,11 @@ def test_a_nested_policy_tells_its_costs_in_advance(policy, carries, evaluations
     assert schedule.max_carries_alive == carries
     if evaluations is not None:
         assert schedule.block_evaluations == evaluations
+
+
+@pytest.mark.parametrize("cut", [dict(nested=True), dict(segment_length=3), dict(max_carries=2)])
+def test_a_single_layer_has_nothing_to_cut(cut):
+    policy = ScanCheckpointPolicy(**cut, save_block_internals=["a"])
+    plain = ScanCheckpointPolicy(save_block_internals=["a"])
+    assert policy.for_length(1) == plain
+    assert policy.for_length(2) == policy

@@ -24,10 +24,12 @@ _WITHOUT_EFFECT = frozenset(
     {
         "_attn_implementation",
         "_attn_implementation_autoset",
+        "_commit_hash",
         "_experts_implementation",
         "_name_or_path",
         "architectures",
         "bos_token_id",
+        "do_sample",
         "dtype",
         "eos_token_id",
         "finetuning_task",
@@ -36,6 +38,8 @@ _WITHOUT_EFFECT = frozenset(
         "is_decoder",
         "is_encoder_decoder",
         "label2id",
+        "max_length",
+        "name_or_path",
         "output_attentions",
         "output_hidden_states",
         "output_router_logits",
@@ -43,13 +47,23 @@ _WITHOUT_EFFECT = frozenset(
         "problem_type",
         "return_dict",
         "task_specific_params",
+        "temperature",
         "tokenizer_class",
+        "top_k",
+        "top_p",
         "torch_dtype",
+        "torchscript",
         "transformers_version",
+        "unsloth_version",
+        "use_bfloat16",
         "use_cache",
     }
 )
-"""Fields that do not change logits. `initializer_range` and `router_aux_loss_coef` are read all the same."""
+"""Fields that do not change logits. `initializer_range` and `router_aux_loss_coef` are read all the same.
+
+`pad_token_id` does change a gradient: transformers gives the row of it none. Here padding is told by
+weights and documents, and a token that is in the text is learnt.
+"""
 
 _REQUIRED_VALUES: Mapping[str, tuple[Any, ...]] = {
     "attention_dropout": (0, None),
@@ -122,7 +136,8 @@ def config_from_hf(document: Mapping[str, Any]) -> tuple[Qwen3Architecture, int]
         config = Qwen3MoeConfig(**common, experts=_experts(take, num_layers))
     else:
         config = Qwen3Config(**common)
-    if unknown := sorted(entries.keys() - _WITHOUT_EFFECT):
+    unknown = sorted(name for name, value in entries.items() if value is not None)
+    if unknown := [name for name in unknown if name not in _WITHOUT_EFFECT]:
         raise ValueError(
             f"{', '.join(unknown)}: fields that a {model_type} decoder does not know, and so can't honour. "
             f"Remove them if they do not change what the model computes."

@@ -208,4 +208,5 @@ def test_the_file_is_named_where_it_is_wrong(tmp_path):
 
 def test_fields_that_published_configs_add_and_the_decoder_has_built_in_are_read():
     coder = {"qkv_bias": False, "use_qk_norm": True, "shared_expert_intermediate_size": 0}
+    coder |= {"unsloth_version": "2026.1", "something_new": None}
     assert config_from_hf(MOE | coder) == config_from_hf(MOE)

@@ -73,6 +73,7 @@ def read_decoder(
     places = decoder_places(shapes)
     copied = config.tie_word_embeddings and _HEAD in folder.shapes
     head = [replace(places[".embedding.weight"], names=(_HEAD,))] if copied else []
+    _refuse_fused_experts(folder)
     check_tensors([*places.values(), *head], folder)
     if copied:
         _refuse_another_head(folder)
@@ -186,6 +187,15 @@ def _modules(tree: Any) -> list[tuple[str, Any]]:
 
     found = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_module)
     return [(jax.tree_util.keystr(path), module) for path, module in found]
+
+
+def _refuse_fused_experts(folder: SafetensorsFolder) -> None:
+    fused = next((name for name in folder.shapes if name.endswith(".mlp.experts.gate_up_proj")), None)
+    if fused is not None:
+        raise WeightsError(
+            f"{folder.root} has the experts of a layer in one tensor, {fused}. Load it with transformers and "
+            f"save it again, save_pretrained(..., save_original_format=True), with a tensor an expert."
+        )
 
 
 def _refuse_another_head(folder: SafetensorsFolder) -> None:

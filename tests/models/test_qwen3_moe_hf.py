@@ -162,6 +162,15 @@ def test_missing_tensors_are_named(folder):
         read_decoder(folder, deeper, Vocab)
 
 
+def test_experts_in_one_tensor_are_refused_in_one_line(decoder, tmp_path):
+    write_decoder(tmp_path / "weights", decoder)
+    path = tmp_path / "weights" / SINGLE
+    fused = "model.layers.1.mlp.experts.gate_up_proj"
+    save_file({**load_file(path), fused: np.zeros((3, 8, 10), np.float32)}, path)
+    with pytest.raises(WeightsError, match=f"in one tensor, {fused}. .*save_original_format=True"):
+        read_decoder(tmp_path / "weights", CONFIG, Vocab)
+
+
 def test_what_only_the_index_has_is_named_with_the_rest(decoder, tmp_path):
     write_decoder(tmp_path / "weights", decoder, max_file_bytes=2000)
     index = json.loads((tmp_path / "weights" / INDEX).read_text())

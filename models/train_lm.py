@@ -158,17 +158,9 @@ def train_lm(config: TrainLmConfig, progress: Progress) -> TrainingResult:
         config.trainer.eval_batches,
         partitioning=partitioning,
     )
-    root = Path(config.trainer.run_dir or f"runs/{time.strftime('%Y%m%d-%H%M%S')}").expanduser()
     with contextlib.ExitStack() as closing:
         closing.callback(data.training.close)
-        if jax.process_index() == 0:
-            closing.enter_context(lock_run_folder(root))
-        folder = RunFolder.open(
-            root,
-            config_as_dict(config),
-            overwrite=config.trainer.checkpoint.overwrite,
-            accept_changes=config.trainer.checkpoint.accept_changes,
-        )
+        folder = _run_folder(config, closing)
         stop = closing.enter_context(StopSignals())
         closing.enter_context(partitioning.active())
         checkpoints = Checkpoints(
@@ -252,6 +244,19 @@ def _first_state(
     make = state_shapes if config.lora is None else initial_state
     state, position = checkpoints.restore(make(config, model, partitioning))
     return state, Position(**position)
+
+
+def _run_folder(config: TrainLmConfig, closing: contextlib.ExitStack) -> RunFolder:
+    """The folder of the run, for this process alone until `closing` ends."""
+    root = Path(config.trainer.run_dir or f"runs/{time.strftime('%Y%m%d-%H%M%S')}").expanduser()
+    if jax.process_index() == 0:
+        closing.enter_context(lock_run_folder(root))
+    return RunFolder.open(
+        root,
+        config_as_dict(config),
+        overwrite=config.trainer.checkpoint.overwrite,
+        accept_changes=config.trainer.checkpoint.accept_changes,
+    )
 
 
 def _check_length(config: TrainLmConfig, position: Position, folder: RunFolder) -> None:

@@ -293,7 +293,10 @@ class ScanCheckpointPolicy:
         if self.first_layers >= max(length, 1):
             return resolve_policy(self.first_policy)
         if length == 1 and self.is_nested:
-            return dataclasses.replace(self, nested=False, segment_length=None, max_carries=None)
+            carries = True if self.saves_everything else self.save_carries  # the layer's own are kept anyway
+            return dataclasses.replace(
+                self, nested=False, segment_length=None, max_carries=None, save_carries=carries
+            )
         return self
 
     def schedule(self, length: int) -> Schedule:

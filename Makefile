@@ -24,6 +24,11 @@ demo: venv  ## train a small Qwen3 MoE on real text, then print what each remat 
 	$(RUN) -m models.train_lm --config_path models/configs/qwen3_moe_tiny.yaml
 	$(RUN) -m models.plan_lm --config_path models/configs/qwen3_moe_deep.yaml
 
+# What XLA compiled for longer than half a second stays beside the environment, so that the next run takes a fraction of the time.
+test: export JAX_COMPILATION_CACHE_DIR := $(abspath $(VENV))/compiled
+test: export JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS := 0.5
+test: export JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES := 0
+
 # The policy tests run a second time with the remat implementation that is to become JAX's default. That there are none
 # (pytest's 5) is an error, unless PYTEST_ARGS chose some of the tests.
 .PHONY: test

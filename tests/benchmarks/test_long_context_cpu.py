@@ -15,6 +15,7 @@ def test_a_step_of_65536_tokens_runs_and_nesting_takes_less_memory(tmp_path):
     assert nested["peak_resident_bytes"] < plain["peak_resident_bytes"] - 250 * 2**20
 
 
+@pytest.mark.deep
 def test_the_benchmark_runs_small(tmp_path):
     small = ["--data.seq_len", "128", "--model.num_layers", "2", "--model.hidden_dim", "32"]
     path = main(["--out", str(tmp_path), "--policies", "nested", "--overrides", *small])

@@ -22,6 +22,7 @@ TINY = [
 SMALL = ["--overrides", "--model.num_layers", "2", "--model.hidden_dim", "16", "--vocab_size", "32"]
 
 
+@pytest.mark.deep
 def test_every_policy_has_a_row_with_its_own_peak(tmp_path):
     path = main([*TINY, "--tokens", "16", "--policies", "nested", "--out", str(tmp_path), *SMALL])
     assert path is not None and path == tmp_path / "qwen3_step_cpu.json"

@@ -131,6 +131,7 @@ def test_adapters_are_merged_or_written_alone(workplace, adapted):
     np.testing.assert_allclose(logits(load_adapters(base, workplace / "alone")), logits(model), atol=1e-5)
 
 
+@pytest.mark.deep
 def test_a_run_of_adapters_goes_on(workplace, adapted):
     more = ("--initialize_from_hf", str(workplace / "base"), "--lora.rank", "2", "--trainer.num_steps", "3")
     accept = ("--trainer.checkpoint.accept_changes", "true")
@@ -196,6 +197,7 @@ def test_what_can_not_be_exported_is_named(workplace, tmp_path):
     assert status == 1 and "is not an empty folder" in shown
 
 
+@pytest.mark.deep
 def test_a_tokenizer_that_is_gone_is_noticed_before_anything_is_written(workplace, monkeypatch):
     word_tokenizer.save(workplace / "words")
     (workplace / "words/tokenizer.json").rename(workplace / "words.json")

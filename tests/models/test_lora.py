@@ -126,6 +126,7 @@ def test_adapters_survive_their_files(experts, tmp_path):
         np.testing.assert_array_equal(left, right)
 
 
+@pytest.mark.deep
 def test_the_planner_counts_no_gradients_and_no_moments_of_the_base(standard_promotion):
     wide = Qwen3MoeConfig(
         hidden_dim=128, num_layers=8, num_heads=2, num_kv_heads=1, experts=ExpertsConfig(4, 1, 256)

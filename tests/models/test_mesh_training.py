@@ -133,6 +133,7 @@ def test_other_meshes(mesh):
     assert share(found[0]) == part
 
 
+@pytest.mark.deep
 def test_microbatches_are_divided_too():
     _, (after, metrics) = compiled_on(MeshConfig({"data": 4}), "dense", "nested", microbatches=2)
     np.testing.assert_allclose(metrics["loss"], on_one_device("dense")[1]["loss"], rtol=1e-5)

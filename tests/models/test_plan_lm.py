@@ -7,16 +7,14 @@ from rich.console import Console
 
 import models.plan_lm as plan_lm
 from models.plan_lm import POLICIES, PlanLmConfig, compared, main, policy_table, step_reports
-from models.qwen3_moe import ExpertsConfig, Qwen3MoeConfig
+from models.qwen3_moe import Qwen3Config
 from models.step_memory import plan_step
 from stacked_remat import ScanCheckpointPolicy
 from stacked_remat._policy import _ALIASES, resolve_policy
 from stacked_remat.training import DataConfig, MeshConfig, TrainerConfig, remat_policy
 
 CONFIG = PlanLmConfig(
-    model=Qwen3MoeConfig(
-        hidden_dim=32, num_layers=12, num_heads=2, num_kv_heads=1, experts=ExpertsConfig(2, 1, 8)
-    ),
+    model=Qwen3Config(hidden_dim=32, num_layers=12, num_heads=2, num_kv_heads=1, mlp_dim=32),
     remat="nested",
     data=DataConfig(seq_len=16, batch_size=64),
     trainer=TrainerConfig(mesh=MeshConfig(axes={"data": 1})),
@@ -63,11 +61,11 @@ def test_there_is_a_row_for_every_alias():
 
 def test_the_command_prints_the_table(monkeypatch, tmp_path):
     monkeypatch.setattr(plan_lm, "POLICIES", {"True": True})
-    monkeypatch.setattr(Qwen3MoeConfig, "remat_presets", {"kept": ScanCheckpointPolicy(disable=True)})
+    monkeypatch.setattr(Qwen3Config, "remat_presets", {"kept": ScanCheckpointPolicy(disable=True)})
     console = Console(file=io.StringIO(), width=200)
     path = tmp_path / "plan.yaml"
     path.write_text(
-        "model: {type: qwen3_moe, hidden_dim: 8, num_layers: 2, num_heads: 2}\ndata: {seq_len: 8}\n"
+        "model: {type: qwen3, hidden_dim: 8, num_layers: 2, num_heads: 2}\ndata: {seq_len: 8}\n"
         "trainer: {mesh: {axes: {data: 1}}}"
     )
     assert main(["--config_path", str(path), "--data.batch_size", "2", "--data.seq_len", "8"], console) == 0
@@ -77,6 +75,7 @@ def test_the_command_prints_the_table(monkeypatch, tmp_path):
     assert rows == ["True *", "kept"]
 
 
+@pytest.mark.deep
 def test_what_the_model_names_itself_is_compared_too():
     policies = compared(CONFIG)
     assert list(policies) == [*POLICIES, *CONFIG.model.remat_presets]
@@ -102,11 +101,12 @@ def test_auto_shows_how_the_policy_is_found(reports):
     assert "first_layers" in console.file.getvalue()  # pyright: ignore[reportAttributeAccessIssue]
 
 
+@pytest.mark.deep
 def test_auto_has_a_command(tmp_path):
     console = Console(file=io.StringIO(), width=200)
     path = tmp_path / "plan.yaml"
     path.write_text(
-        "model: {type: qwen3_moe, hidden_dim: 8, num_layers: 2, num_heads: 2}\nremat: auto\n"
+        "model: {type: qwen3, hidden_dim: 8, num_layers: 2, num_heads: 2}\nremat: auto\n"
         "trainer: {mesh: {axes: {data: 1}}}"
     )
     small = ["--config_path", str(path), "--data.batch_size", "2", "--data.seq_len", "8"]

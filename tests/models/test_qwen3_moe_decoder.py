@@ -116,6 +116,7 @@ MIXED = Qwen3MoeConfig(
 )
 
 
+@pytest.mark.deep
 def test_layers_of_several_kinds_are_stacks_that_follow_one_another():
     model, batch = make(MIXED), batch_of_tokens()
     assert [stack.Layers.size for stack in model.stacks] == [1, 2, 1]

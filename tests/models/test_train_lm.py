@@ -139,6 +139,7 @@ def test_it_trains_and_leaves_config_metrics_and_checkpoint(finished):
     assert int(state.step) == 9
 
 
+@pytest.mark.deep
 def test_each_source_of_a_mixture_is_evaluated_under_its_own_name(workplace, capsys):
     (workplace / "exam.txt").write_text("step on no pets. " * 40)
     other = f"{{paths: ['{workplace}/text/1*.txt'], held_out: ['{workplace}/exam.txt']}}"
@@ -152,6 +153,7 @@ def test_each_source_of_a_mixture_is_evaluated_under_its_own_name(workplace, cap
     assert "held-out/pets loss after 3 steps: " in capsys.readouterr().out
 
 
+@pytest.mark.deep
 def test_auto_is_resolved_before_the_first_step(workplace, capsys):
     auto = ("--remat", "auto", "--trainer.num_steps", "3")
     assert train(workplace, *auto, "--budget", "1GiB") == 0
@@ -226,6 +228,7 @@ def test_a_refused_continuation_leaves_the_folder_as_it_was(workplace, capsys, f
     assert [(workplace / "run" / name).read_text() for name in names] == before
 
 
+@pytest.mark.deep
 def test_it_trains_adapters_alone_and_goes_on_with_other_devices(workplace, capsys, monkeypatch):
     folder = workplace / "run"
     lora = ("--lora.rank", "2", "--trainer.num_steps", "6")
@@ -244,6 +247,7 @@ def test_it_trains_adapters_alone_and_goes_on_with_other_devices(workplace, caps
     np.testing.assert_allclose(losses_of(workplace / "divided"), losses, rtol=1e-4)
 
 
+@pytest.mark.deep
 def test_a_run_goes_on_with_another_number_of_devices(workplace, monkeypatch, capsys, finished):
     with stopped_after(5, monkeypatch):
         assert train(workplace, *DEVICES, "4") == 75
@@ -295,6 +299,7 @@ def test_the_command_is_killed_and_goes_on_as_if_it_had_not_been(workplace, fini
     assert repeated_metrics(workplace / "run") == repeated_metrics(finished)
 
 
+@pytest.mark.deep
 def test_every_part_of_the_trainers_config_reaches_the_run(workplace, monkeypatch):
     monkeypatch.setattr(train_lm, "check_offload", refuse_to_offload)  # not asked for, so not checked
     options = ("--optimizer.type", "sgd", "--trainer.update.microbatches", "2", "--trainer.num_steps", "3")

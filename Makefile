@@ -50,6 +50,12 @@ memory:  ## hold the memory that the benchmarks recorded for an H200 and a TPU v
 	    tests/benchmarks/test_stack_memory.py tests/benchmarks/test_qwen3_context.py tests/memory/test_targets.py \
 	    tests/ops/test_attention_splash.py
 
+.PHONY: parity
+parity:  ## compare models, adapters and tokenizers with PyTorch, transformers and PEFT, which it installs
+	@scripts/make_venv.sh "$(VENV)-parity" "$(PYTHON)" test tests/parity_requirements.txt
+	@mkdir -p "$(REPORTS)"
+	$(VENV)-parity/bin/python -m pytest -n $(WORKERS) --junitxml="$(REPORTS)/parity.xml" -m "torch and not slow"
+
 .PHONY: haliax
 haliax: venv  ## run Haliax's own tests of scan with this library in its place
 	@mkdir -p "$(REPORTS)"
@@ -80,5 +86,5 @@ constraints:  ## pin the newest versions for CI in constraints/
 
 .PHONY: clean
 clean:  ## remove the virtual environments and everything that is built (not runs/)
-	rm -rf .venv .venv-newest .venv-tools .venv-memory build dist site .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-newest .venv-tools .venv-memory .venv-parity build dist site .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

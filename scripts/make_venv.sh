@@ -2,7 +2,7 @@
 # Make or reuse the virtual environment $1, with Python $2 (default: the one it has, or the first found from 3.11).
 #
 # Installs this checkout, editable, with the extras $3 (default: everything that running, testing, checking and documenting
-# it takes), at the versions of constraints/py3XX.txt. Uses uv where it is installed, venv and pip elsewhere. A fingerprint of all that goes
+# it takes), at the versions of constraints/py3XX.txt, and what the file $4 asks for, if one is named. Uses uv where it is installed, venv and pip elsewhere. A fingerprint of all that goes
 # in lies in the environment, so that a second call returns at once.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -10,6 +10,7 @@ cd "$(dirname "$0")/.."
 venv=$1
 python=${2-}
 extras=${3-train,data,plot,nnx,test,docs,check}
+more=${4-}
 
 if [ -z "$python" ]; then
     if "$venv/bin/python" -c "" 2>/dev/null; then
@@ -42,7 +43,7 @@ else
     constraints=
 fi
 
-fingerprint="$version $extras $(cat pyproject.toml $constraints scripts/make_venv.sh | cksum)"
+fingerprint="$version $extras $(cat pyproject.toml $constraints scripts/make_venv.sh $more | cksum)"
 if [ "$(cat "$venv/.fingerprint" 2>/dev/null || true)" = "$fingerprint" ] && "$venv/bin/python" -c "" 2>/dev/null; then
     exit 0
 fi
@@ -70,4 +71,5 @@ fi
 # The build backend goes in first, pinned like the rest: the build isolation of pip and uv would ignore the constraints.
 "${install[@]}" ${pins[@]+"${pins[@]}"} hatchling editables
 "${install[@]}" ${pins[@]+"${pins[@]}"} --no-build-isolation -e ".[$extras]"
+if [ -n "$more" ]; then "${install[@]}" ${pins[@]+"${pins[@]}"} -r "$more"; fi
 echo "$fingerprint" >"$venv/.fingerprint"

@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "train-your-model.md"
 BLOCK = re.compile(r"^```bash\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -30,6 +32,7 @@ def run(block, folder):
     return done.stdout
 
 
+@pytest.mark.torch
 def test_every_command_of_the_page_runs(tmp_path):
     shown = {}
     for block in BLOCK.findall(PAGE.read_text(encoding="utf-8")):

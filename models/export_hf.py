@@ -4,8 +4,7 @@
     python -m models.export_hf --run_dir runs/mine --out adapters --adapters
 
 The first writes a whole model, adapters merged, that `transformers` loads; the second the adapters alone, for
-PEFT. The files of the run's tokenizer and what says where text ends go
-along with the whole model.
+PEFT. The files of the run's tokenizer and what says where text ends go along with the whole model.
 """
 
 import argparse

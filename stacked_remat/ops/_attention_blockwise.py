@@ -7,7 +7,7 @@ Blocks that causality, the window or the documents rule out are not computed.
 
 import functools
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -71,54 +71,44 @@ def blockwise_attention(
     # layout, 20 GiB at 65,536 tokens of 48 layers, where it was free to order several.
     output = checkpoint_name(output.reshape(*output.shape[:2], -1), "attention_output").reshape(output.shape)
     lse = checkpoint_name(lse.reshape(*lse.shape[:2], -1), "attention_lse").reshape(lse.shape)
-    attended: Any = _with_derivative(query, key, value, documents, output, lse, blocks)
+    attended: Any = _with_derivative(_Attended(query, key, value, documents, output, lse), blocks)
     return attended[:, :length]
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(6,))
-def _with_derivative(
-    query: Query,
-    key: Key,
-    value: Key,
-    documents: Documents | None,
-    output: Query,
-    lse: LogSumExp,
-    blocks: Blocks,
-) -> Query:
-    """`output`, as a function of what it was computed from."""
-    return output
+class _Attended(NamedTuple):
+    """What attention took and gave, which its backward pass takes."""
+
+    query: Query
+    key: Key
+    value: Key
+    documents: Documents | None
+    output: Query
+    lse: LogSumExp
 
 
-def _forward_rule(
-    query: Query,
-    key: Key,
-    value: Key,
-    documents: Documents | None,
-    output: Query,
-    lse: LogSumExp,
-    blocks: Blocks,
-) -> tuple[Query, Any]:
-    return output, (query, key, value, documents, output, lse)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _with_derivative(attended: _Attended, blocks: Blocks) -> Query:
+    """The output, as a function of what it was computed from."""
+    return attended.output
 
 
-def _backward_rule(
-    blocks: Blocks, residuals: Any, cotangent: Query
-) -> tuple[Query, Key, Key, None, None, None]:
-    query, key, value, documents, output, lse = residuals
-    gradients = _once_only(blocks, documents, (query, key, value, output, lse, cotangent))
-    return *gradients, None, None, None
+def _forward_rule(attended: _Attended, blocks: Blocks) -> tuple[Query, _Attended]:
+    return attended.output, attended
+
+
+def _backward_rule(blocks: Blocks, attended: _Attended, cotangent: Query) -> tuple[Any]:
+    query, key, value = _once_only(blocks, attended, cotangent)
+    nothing: Any = None
+    return (_Attended(query, key, value, nothing, nothing, nothing),)
 
 
 _with_derivative.defvjp(_forward_rule, _backward_rule)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _once_only(
-    blocks: Blocks, documents: Documents | None, arrays: tuple[Query, Key, Key, Query, LogSumExp, Query]
-) -> tuple[Query, Key, Key]:
+def _once_only(blocks: Blocks, attended: _Attended, cotangent: Query) -> tuple[Query, Key, Key]:
     """The backward pass, with an error for a derivative: the output is a constant there, which it isn't."""
-    query, key, value, output, lse, cotangent = arrays
-    return _backward(query, key, value, documents, output, lse, cotangent, blocks)
+    return _backward(attended, cotangent, blocks)
 
 
 @_once_only.defjvp
@@ -166,16 +156,8 @@ def _forward(
     return _unblock(output), _unblock(lse)
 
 
-def _backward(
-    query: Query,
-    key: Key,
-    value: Key,
-    documents: Documents | None,
-    output: Query,
-    lse: LogSumExp,
-    cotangent: Query,
-    blocks: Blocks,
-) -> tuple[Query, Key, Key]:
+def _backward(attended: _Attended, cotangent: Query, blocks: Blocks) -> tuple[Query, Key, Key]:
+    query, key, value, documents, output, lse = attended
     size, count = blocks.size, query.shape[1] // blocks.size
     last = _last_query_block(documents, count, blocks)
     # Of each row of weights, the part of its gradient that keeps their sum at one.

@@ -45,7 +45,9 @@ def test_auto_shows_how_to_call_the_planner():
 
 @pytest.mark.parametrize("spec", [None, 1, 3, 2.0, ["nested"]])
 def test_a_spec_of_another_type_is_refused(spec):
-    with pytest.raises(TypeError, match="ScanCheckpointPolicy, a bool or an alias"):
+    with pytest.raises(
+        TypeError, match="ScanCheckpointPolicy, a bool, an alias or one of jax.checkpoint_policies"
+    ):
         resolve_policy(spec)
 
 

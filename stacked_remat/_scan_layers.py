@@ -17,6 +17,7 @@ from ._derivative_errors import not_transposable
 from ._eager import Static
 from ._effects import check_effects
 from ._layer_axis import name_stacked, stack_outputs
+from ._placement import platform
 from ._policy import OFFLOAD, ScanCheckpointPolicy, ScanCheckpointSpec, resolve_policy
 from ._scan_checks import check_carry, check_output, describe
 from ._schedule import Tree
@@ -221,10 +222,12 @@ def _array_step(layer: Layer, init: Any, policy: ScanCheckpointPolicy, names: _N
 def _checkpointed(step: Layer, policy: ScanCheckpointPolicy, names: _Names, *, rolled: bool) -> Layer:
     if policy.saves_everything:
         return step
+    # For GPUs XLA keeps a layer's internals twice where its carry comes from the host, without a barrier.
+    from_host = policy.save_carries == OFFLOAD and platform() == "cuda"
     return _checkpoint(
         step,
         policy.residual_policy(*names),
-        prevent_cse=policy.prevent_cse or not rolled,
+        prevent_cse=policy.prevent_cse or from_host or not rolled,
         offloads=policy.offloads,
     )
 

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
+from ._placement import platform
 from ._sweep_activity import active_outputs, named_inputs
 from ._sweep_reverse import Layer
 from ._sweep_slots import Carry
@@ -164,6 +165,9 @@ class Gradients:
         of_shared, of_carry, of_x = self.pullback(
             self.shared, layer.carry, x, layer.saved, (cotangent, y_cotangent)
         )
+        if platform() == "tpu":
+            # Without the barrier XLA holds a layer's internals until its gradients are in their stacks.
+            of_x = lax.optimization_barrier(of_x)
         shared_gradient = [lax.add(old, new) for old, new in zip(shared_gradient, of_shared, strict=True)]
         gradient = [self.put(old, layer.index, new) for old, new in zip(gradient, of_x, strict=True)]
         return of_carry, (shared_gradient, gradient)

@@ -156,7 +156,10 @@ def test_contradictions_are_refused_with_the_reason(settings, reason):
         (dict(prevent_cse="no"), "prevent_cse is True or False"),
         (dict(first_layers=True), "first_layers is a number of layers .an int.; got True"),
         (dict(first_layers=1.5), "got 1.5"),
-        (dict(first_layers=1, first_policy=3), "remat is a ScanCheckpointPolicy, a bool, an alias or .*; got 3"),
+        (
+            dict(first_layers=1, first_policy=3),
+            "remat is a ScanCheckpointPolicy, a bool, an alias or .*; got 3",
+        ),
     ],
 )
 def test_wrong_types_are_refused(settings, reason):

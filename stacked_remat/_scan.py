@@ -25,8 +25,17 @@ from ._layer_axis import (
     split_tree,
     stack_outputs,
 )
+from ._layer_axis_rules import check_unmarked
 from ._policy import OFFLOAD, ScanCheckpointPolicy, ScanCheckpointSpec, resolve_policy
-from ._scan_checks import check_axis_or_name, check_carry, check_output, check_unroll, describe
+from ._scan_checks import (
+    check_axis_or_name,
+    check_carry,
+    check_output,
+    check_reverse,
+    check_unroll,
+    describe,
+    refuse_linear_transpose,
+)
 from ._schedule import Tree
 from ._sweep import sweep
 from ._sweep_problem import Head
@@ -56,8 +65,8 @@ def scan(
     ```
 
     where only named arrays with the axis and plain arrays of at least one dimension are indexed (plain arrays
-    along their first dimension); everything else goes to every layer whole. Compile time does not grow with
-    the axis.
+    along their first dimension); everything else goes to every layer whole. `shared(x)` and `per_layer(x)`
+    say it of one argument, or of a part of one. Compile time does not grow with the axis.
 
     Args:
         f: takes the carry and one layer of the arguments; returns the next carry and an output, both trees.
@@ -66,7 +75,7 @@ def scan(
             costs.
         reverse: go from the last layer to the first. Outputs keep the order of the axis.
         unroll: how many layers one turn of the loop holds; `True` for all.
-        is_scanned: which arrays may be split: a bool or a predicate of a leaf.
+        is_scanned: which of the arrays without a mark may be split: a bool or a predicate of a leaf.
 
     Returns:
         A function of the initial carry and the arguments, which returns the final carry, with the shapes of
@@ -74,8 +83,9 @@ def scan(
 
     Raises:
         ValueError: for inputs of different lengths (each path and size is named), an axis of unknown size, an
-            `f` that returns no pair, or a carry that changes its structure, axes, shape or dtype.
-        TypeError: for an axis that is neither an `Axis` nor a name.
+            `f` that returns no pair, a carry that changes its structure, axes, shape or dtype, or a single
+            random key that is not marked as shared.
+        TypeError: for an axis that is neither an `Axis` nor a name, and for marks in the carry.
     """
     return scan_for(
         function_caller("scan", f),
@@ -101,9 +111,11 @@ def scan_for(
     """`scan`, with error messages in the words of `caller`."""
     check_axis_or_name(axis, caller.what)
     policy = resolve_policy(remat)
-    unroll = check_unroll(unroll)
+    reverse, unroll = check_reverse(reverse), check_unroll(unroll)
 
     def scanned(init: Any, /, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        check_unmarked(init)
+
         def run(init: Any, inputs: tuple[Any, Any]) -> tuple[Any, Any]:
             split = split_tree(inputs, axis, is_scanned=is_scanned, **caller._asdict())
 
@@ -111,7 +123,7 @@ def scan_for(
                 layer_args, layer_kwargs = split.rebuild(slices)
                 return f(carry, *layer_args, **layer_kwargs)
 
-            return _scan_rolled(
+            result = _scan_rolled(
                 layer,
                 init,
                 split.arrays,
@@ -121,6 +133,7 @@ def scan_for(
                 unroll=unroll,
                 what=caller.what,
             )
+            return refuse_linear_transpose(result, policy.for_length(split.axis.size))
 
         return from_arguments(run, policy, axis)(init, (args, kwargs))
 
@@ -221,13 +234,7 @@ def map(
 
 def function_caller(what: Literal["fold", "scan", "map"], f: Callable[..., Any]) -> Caller:
     """One of this module's functions, for error messages about its arguments."""
-    taken = "x" if what == "map" else "carry, x"
-    option = "is_mapped" if what == "map" else "is_scanned"
-    sharing = (
-        f"close over it ({what}(lambda {taken}: f({taken}, array), axis))",
-        f"say what is split with {option}=",
-    )
-    return Caller(what, argument_namer(f, skip=0 if what == "map" else 1), sharing)
+    return Caller(what, argument_namer(f, skip=0 if what == "map" else 1))
 
 
 def vmap_layers(f: Callable[..., Any], axis: Axis, caller: Caller) -> Callable[..., Any]:
@@ -251,7 +258,14 @@ def vmap_layers(f: Callable[..., Any], axis: Axis, caller: Caller) -> Callable[.
 
 
 def scan_unrolled(
-    layer: Layer, init: Any, inputs: Sequence[Any], axis: Axis, remat: ScanCheckpointSpec, what: str
+    layer: Layer,
+    init: Any,
+    inputs: Sequence[Any],
+    axis: Axis,
+    remat: ScanCheckpointSpec,
+    what: str,
+    *,
+    reverse: bool = False,
 ) -> tuple[Any, Any]:
     """Apply `layer` to inputs that need not be alike, one after the other, under the same policies as `scan`.
 
@@ -262,20 +276,23 @@ def scan_unrolled(
         axis: the axis of the stacked outputs.
         remat: as in `scan`. Program size grows with the number of layers.
         what: the operation, for error messages.
+        reverse: as in `scan`.
 
     Returns:
         The final carry and the outputs, with the axis in front.
     """
+    order = range(axis.size)[:: -1 if reverse else 1]
     policy = resolve_policy(remat).for_length(axis.size)
-    parts = [(policy, range(policy.first_layers, axis.size))]
+    parts = [(policy, order[policy.first_layers :])]
     if policy.first_layers:
-        parts.insert(0, (resolve_policy(policy.first_policy), range(policy.first_layers)))
+        parts.insert(0, (resolve_policy(policy.first_policy), order[: policy.first_layers]))
     carry, outputs = init, []
     with jax.named_scope(f"scan({axis.name})"):
         for own, layers in parts:
             carry, ys = _walk_unrolled(layer, carry, [inputs[i] for i in layers], own, _names_of(axis))
             outputs += ys
-    return carry, stack_outputs(outputs, axis, what)
+    stacked = stack_outputs(outputs[:: -1 if reverse else 1], axis, what)
+    return refuse_linear_transpose((carry, stacked), policy)
 
 
 class _Names(NamedTuple):

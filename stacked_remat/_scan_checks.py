@@ -5,10 +5,14 @@ from typing import Any
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
 import jax.tree_util as jtu
 from haliax import Axis
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
 
 from ._layer_axis import is_array, is_named
+from ._policy import ScanCheckpointPolicy
 
 
 def check_axis_or_name(axis: Any, what: str) -> None:
@@ -41,6 +45,17 @@ def check_unroll(unroll: int | bool) -> int | bool:
     return count
 
 
+def check_reverse(reverse: bool) -> bool:
+    """Whether a scan goes from the last layer to the first.
+
+    Raises:
+        TypeError: for anything but a bool.
+    """
+    if not isinstance(reverse, bool):
+        raise TypeError(f"reverse is True or False; got {reverse!r}.")
+    return reverse
+
+
 def check_carry(before: Any, after: Any) -> None:
     """Refuse a carry that does not come out of a layer as it went in.
 
@@ -55,9 +70,7 @@ def check_carry(before: Any, after: Any) -> None:
             if isinstance(after, tuple) and len(after) == 2
             else ""
         )
-        raise ValueError(
-            f"The carry changes structure: {describe(before)} goes in, {describe(after)} comes out.{hint}"
-        )
+        raise ValueError(f"{_structural_change('carry', before, after)}.{hint}")
     for (path, a), (_, b) in zip(old, new, strict=True):
         where = f"The carry{jtu.keystr(path)}"
         if is_named(a) != is_named(b) or eqx.is_array_like(a) != eqx.is_array_like(b):
@@ -65,7 +78,7 @@ def check_carry(before: Any, after: Any) -> None:
         if is_named(a) and a.axes != b.axes:
             fix = " Rearrange it: carry.rearrange(x.axes)." if set(a.axes) == set(b.axes) else ""
             raise ValueError(f"{where} goes in with {describe(a)} and comes out with {describe(b)}.{fix}")
-        if not is_named(a) and eqx.is_array_like(a) and jax.numpy.shape(a) != jax.numpy.shape(b):
+        if not is_named(a) and eqx.is_array_like(a) and jnp.shape(a) != jnp.shape(b):
             raise ValueError(f"{where} goes in as {describe(a)} and comes out as {describe(b)}.")
         if eqx.is_array_like(a) or is_named(a):
             _check_dtype(where, *(leaf.array if is_named(leaf) else leaf for leaf in (a, b)))
@@ -73,6 +86,28 @@ def check_carry(before: Any, after: Any) -> None:
             raise ValueError(
                 f"{where} is not an array, so it must stay as it is; {a!r} goes in and {b!r} comes out."
             )
+
+
+def _structural_change(where: str, before: Any, after: Any) -> str:
+    """How two trees of unlike structure differ, at the path that leads to it."""
+    old, new = _children(before), _children(after)
+    if type(before) is not type(after) or (isinstance(before, tuple | list) and len(old) != len(new)):
+        return f"The {where} changes structure: {describe(before)} goes in, {describe(after)} comes out"
+    gone = [f"{where}{key} goes in and does not come out" for key in old if key not in new]
+    come = [f"{where}{key} comes out and did not go in" for key in new if key not in old]
+    if gone or come:
+        return f"The {where} changes structure: {', '.join(gone + come)}"
+    for key in old:
+        inside = [jtu.tree_structure(tree[key], is_leaf=is_named) for tree in (old, new)]
+        if inside[0] != inside[1]:
+            return _structural_change(f"{where}{key}", old[key], new[key])
+    return f"The {where} changes structure: {describe(before)} comes out with other static fields"
+
+
+def _children(tree: Any) -> dict[str, Any]:
+    """The entries of a node by key, in the way that a path writes it."""
+    paths_and_nodes = jtu.tree_flatten_with_path(tree, is_leaf=lambda node: node is not tree)[0]
+    return {jtu.keystr(path): node for path, node in paths_and_nodes}
 
 
 def _check_dtype(where: str, before: Any, after: Any) -> None:
@@ -101,6 +136,8 @@ def check_output(y: Any) -> None:
 
 def describe(x: Any) -> str:
     """A value in an error message: its kind and shape."""
+    if x is None:
+        return "None"
     if is_named(x):
         return f"NamedArray axes ({', '.join(f'{own.name}={own.size}' for own in x.axes)})"
     if is_array(x):
@@ -109,3 +146,35 @@ def describe(x: Any) -> str:
         parts = ", ".join(describe(part) for part in x[:4]) + (", …" if len(x) > 4 else "")
         return f"a {type(x).__name__} of {len(x)} ({parts})"
     return f"a value of type {type(x).__name__}"
+
+
+def refuse_linear_transpose(tree: Any, policy: ScanCheckpointPolicy) -> Any:
+    """What a scan returns, with an error for `jax.linear_transpose` under a policy that can't be transposed.
+
+    JAX transposes neither values that are named for a policy nor functions with a derivative of their own,
+    and its error says no more than that. Transposition begins at the results, so it finds this identity
+    first. Derivatives do not find it: its tangent is that of its argument.
+    """
+    if not policy.sweeps and (policy.saves_everything or policy.simple):
+        return tree
+
+    def mark(leaf: Any) -> Any:
+        return _value.bind(leaf) if is_array(leaf) and jnp.issubdtype(leaf.dtype, jnp.inexact) else leaf
+
+    return jtu.tree_map(mark, tree)
+
+
+def _refuse(*_: Any, **__: Any) -> Any:
+    raise TypeError(
+        "jax.linear_transpose of a fold or scan takes one that keeps everything: build or call it with "
+        "remat=False. For its gradient under another policy use jax.vjp or jax.grad."
+    )
+
+
+_value = Primitive("scan_result")
+_value.def_impl(lambda x: x)
+_value.def_abstract_eval(lambda x: x)
+ad.primitive_jvps[_value] = lambda primals, tangents: (_value.bind(*primals), *tangents)
+ad.primitive_transposes[_value] = _refuse
+batching.primitive_batchers[_value] = lambda args, dims: (_value.bind(*args), *dims)
+mlir.register_lowering(_value, lambda _, x: [x])

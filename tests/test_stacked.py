@@ -1,4 +1,4 @@
-"""`Stacked` and `BlockSeq`, which have the same methods: building, applying, taking apart, state dicts."""
+"""`Stacked` and `BlockSeq`, which have the same methods: building, applying, taking apart."""
 
 from typing import assert_type
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from stacked_remat import BlockSeq, ScanCheckpointPolicy, Stacked
+from stacked_remat import BlockSeq, Stacked
 
 from .blocks import Hidden, NamedBlock, PlainBlock
 

@@ -327,9 +327,9 @@ class Stacked(ModuleWithStateDictSerialization, Generic[M]):
             ValueError: names every layer that is missing, misshapen or one too many, and arrays that all
                 layers of this stack share and that differ there.
         """
-        template = eqx.filter_eval_shape(lambda stack: stack.get_layer(0), self)
-        layers = layers_from_state_dict([template] * self.Block.size, state_dict, prefix)
-        return changed(self, stacked=stack_as(self.stacked, layers, self.Block))
+        first = eqx.filter_eval_shape(lambda stack: stack[:1].unstacked(), self)
+        layers = layers_from_state_dict(first * self.Block.size, state_dict, prefix)
+        return changed(self, stacked=stack_as(self.stacked, layers, self.Block)) if layers else self
 
     def flatten_for_export(self) -> Self:
         """This stack with every layer's modules in the form in which they are exported, as Haliax has it.

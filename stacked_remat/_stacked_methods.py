@@ -101,12 +101,14 @@ def check_layer_index(index: int, Layers: Axis) -> int:
 
     Raises:
         IndexError: for an index outside of the axis.
+        TypeError: for what is no integer.
     """
+    if isinstance(index, str | tuple | list | float):
+        raise TypeError(f"A layer is chosen by an integer, several by one slice [start:stop]; got {index!r}.")
     position = operator.index(index)
     if not -Layers.size <= position < Layers.size:
-        raise IndexError(
-            f"Layer {position} does not exist: `{Layers.name}` has layers 0 to {Layers.size - 1}."
-        )
+        held = f"layers 0 to {Layers.size - 1}" if Layers.size else "no layers"
+        raise IndexError(f"Layer {position} does not exist: `{Layers.name}` has {held}.")
     return position % Layers.size
 
 

@@ -112,8 +112,10 @@ def test_it_is_a_sequence(Stack):
     for i in (4, -5):
         with pytest.raises(IndexError, match=f"Layer {i} does not exist: `layers` has layers 0 to 3"):
             stack[i]
-    with pytest.raises(TypeError):
-        stack["layers"]
+    with pytest.raises(IndexError, match="`layers` has no layers"):
+        stack[2:2][0]
+    with pytest.raises(TypeError, match=r"an integer, several by one slice.*got \('layers', 0\)"):
+        stack["layers", 0]
 
 
 @both

@@ -52,6 +52,7 @@ def test_state_dict_round_trip(Stack):
             assert set(state) == {f"{start}{i}.{name}" for i in range(4) for name in ("weight", "bias")}
             restored = other.from_state_dict({**state, "elsewhere": jnp.ones(1)}, prefix)
             assert eqx.tree_equal(restored, stack)
+            assert eqx.tree_equal(other[:0].from_state_dict({}, prefix), other[:0])
 
 
 @both

@@ -7,6 +7,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
+import numpy as np
 from haliax import Axis
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
@@ -51,9 +52,9 @@ def check_reverse(reverse: bool) -> bool:
     Raises:
         TypeError: for anything but a bool.
     """
-    if not isinstance(reverse, bool):
+    if not isinstance(reverse, bool | np.bool_):
         raise TypeError(f"reverse is True or False; got {reverse!r}.")
-    return reverse
+    return bool(reverse)
 
 
 def check_carry(before: Any, after: Any) -> None:

@@ -18,11 +18,12 @@ PACKAGE = "stacked_remat"
 
 # Runs inside the clean environment, outside the checkout.
 PROOF = """
-import importlib.metadata, importlib.util
+import importlib.metadata, importlib.util, sys
 files = importlib.metadata.files("stacked_remat")
 assert files, "the wheel installed nothing"
 top_level = {file.parts[0] for file in files if not file.parts[0].endswith(".dist-info")}
 assert top_level == {"stacked_remat"}, f"the wheel installs {sorted(top_level)}, not stacked_remat alone"
+assert any(str(file) == "stacked_remat/py.typed" for file in files), "type checkers would not read the wheel"
 for extra in ("draccus", "matplotlib", "pytest"):
     assert importlib.util.find_spec(extra) is None, f"{extra} is here, so this is no core install"
 
@@ -34,6 +35,17 @@ from stacked_remat import Stacked
 import haliax as hax
 
 assert "site-packages" in stacked_remat.__file__, stacked_remat.__file__
+assert stacked_remat.__version__ == importlib.metadata.version("stacked_remat")
+packages = ("lora", "memory", "ops", "training")
+imported = [name for name in packages if f"stacked_remat.{name}" in sys.modules]
+assert not imported, f"import stacked_remat imports {imported}"
+assert stacked_remat.memory.report and stacked_remat.ops.causal_attention and stacked_remat.lora.apply_lora
+try:
+    stacked_remat.training
+except ModuleNotFoundError as error:
+    assert "pip install 'stacked_remat[train]'" in str(error), error
+else:
+    raise AssertionError("training was imported without the extra that it takes")
 
 class Block(eqx.Module):
     scale: jax.Array

@@ -1,11 +1,52 @@
 """Scan over layers, at any depth and any context, in the memory you have."""
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from . import _compat as _compat
-from ._block_foldable import BlockFoldable as BlockFoldable
-from ._block_seq import BlockSeq as BlockSeq
-from ._checkpoint import checkpoint_name as checkpoint_name
-from ._offload_check import OffloadError as OffloadError, check_offload as check_offload
-from ._policy import ScanCheckpointPolicy as ScanCheckpointPolicy, ScanCheckpointSpec as ScanCheckpointSpec
-from ._scan import fold as fold, map as map, scan as scan
-from ._scan_layers import internals_are_saved as internals_are_saved
-from ._stacked import Stacked as Stacked
+from ._block_foldable import BlockFoldable
+from ._block_seq import BlockSeq
+from ._checkpoint import checkpoint_name
+from ._layer_axis_rules import per_layer, shared
+from ._offload_check import OffloadError, check_offload
+from ._policy import ScanCheckpointPolicy, ScanCheckpointSpec
+from ._scan import fold, map, scan
+from ._scan_layers import internals_are_saved
+from ._stacked import Stacked
+
+if TYPE_CHECKING:
+    from . import lora, memory, ops, training as training
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "BlockFoldable",
+    "BlockSeq",
+    "OffloadError",
+    "ScanCheckpointPolicy",
+    "ScanCheckpointSpec",
+    "Stacked",
+    "__version__",
+    "check_offload",
+    "checkpoint_name",
+    "fold",
+    "internals_are_saved",
+    "lora",
+    "map",
+    "memory",
+    "ops",
+    "per_layer",
+    "scan",
+    "shared",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """The packages of the library, each imported when it is first used."""
+    if name in ("lora", "memory", "ops", "training"):
+        return importlib.import_module(f"{__name__}.{name}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,7 +1,7 @@
 """What `Stacked` and `BlockSeq` have in common, as a protocol to annotate with."""
 
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol, Self, TypeVar, overload, runtime_checkable
 
 import equinox as eqx
 from haliax import Axis
@@ -32,6 +32,7 @@ class BlockFoldable(Protocol[M_co]):
         *args: Any,
         remat: ScanCheckpointSpec | None = None,
         unroll: int | bool | None = None,
+        reverse: bool | None = None,
         **kwargs: Any,
     ) -> Any:
         """Apply the layers one after the other, and return the last carry; see `Stacked.fold`."""
@@ -44,6 +45,7 @@ class BlockFoldable(Protocol[M_co]):
         *args: Any,
         remat: ScanCheckpointSpec | None = None,
         unroll: int | bool | None = None,
+        reverse: bool | None = None,
         **kwargs: Any,
     ) -> tuple[Any, Any]:
         """As `fold`, for blocks that return `(carry, output)`; also stacks the outputs."""
@@ -55,6 +57,7 @@ class BlockFoldable(Protocol[M_co]):
         *,
         remat: ScanCheckpointSpec | None = None,
         unroll: int | bool | None = None,
+        reverse: bool | None = None,
     ) -> Callable[..., Any]:
         """Fold with `fn(block, carry, *args, **kwargs)` in place of the blocks' own call."""
         ...
@@ -65,6 +68,7 @@ class BlockFoldable(Protocol[M_co]):
         *,
         remat: ScanCheckpointSpec | None = None,
         unroll: int | bool | None = None,
+        reverse: bool | None = None,
     ) -> Callable[..., tuple[Any, Any]]:
         """Scan with `fn(block, carry, *args, **kwargs) -> (carry, output)` in place of the blocks' call."""
         ...
@@ -77,6 +81,10 @@ class BlockFoldable(Protocol[M_co]):
         """As `vmap`, with `fn(block, *args, **kwargs)` in place of the blocks' own call."""
         ...
 
+    def with_remat(self, remat: ScanCheckpointSpec) -> Self:
+        """These layers with another checkpoint policy."""
+        ...
+
     def unstacked(self) -> Sequence[M_co]:
         """The layers as separate modules."""
         ...
@@ -84,3 +92,13 @@ class BlockFoldable(Protocol[M_co]):
     def get_layer(self, index: int) -> M_co:
         """One layer; negative indices count from the end, and one outside is an `IndexError`."""
         ...
+
+    def __len__(self) -> int: ...
+
+    def __iter__(self) -> Iterator[M_co]: ...
+
+    @overload
+    def __getitem__(self, index: int) -> M_co: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Self: ...

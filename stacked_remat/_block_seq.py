@@ -1,28 +1,32 @@
 """`BlockSeq`: layers that need not be alike, with the methods and the policies of `Stacked`."""
 
-from collections.abc import Callable, Sequence
-from typing import Any, Generic, Self, TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Generic, Self, TypeVar, overload
 
 import equinox as eqx
 from haliax import Axis
 from haliax.state_dict import ModuleWithStateDictSerialization, StateDict
 
-from ._layer_axis import Caller, check_axis, split_tree, stack_outputs
+from ._layer_axis import Caller, argument_namer, check_axis, split_tree, stack_outputs
+from ._layer_axis_rules import check_unmarked
 from ._policy import ScanCheckpointPolicy, ScanCheckpointSpec, resolve_policy
-from ._scan_checks import check_unroll
+from ._scan_checks import check_reverse, check_unroll
 from ._scan_layers import from_arguments, scan_unrolled
-from ._stacked import (
+from ._stacked_methods import (
+    BuiltByInit,
+    P,
     block_builder,
     block_call,
-    check_keys_are_split,
+    changed,
     check_layer_index,
-    init_caller,
+    check_options,
     init_policy,
     method_caller,
 )
 from ._state_dict import layers_from_state_dict, layers_to_state_dict
 
 M = TypeVar("M", bound=eqx.Module)
+B = TypeVar("B", bound=eqx.Module)
 
 
 class BlockSeq(ModuleWithStateDictSerialization, Generic[M]):
@@ -57,9 +61,10 @@ class BlockSeq(ModuleWithStateDictSerialization, Generic[M]):
             )
         for i, block in enumerate(self.blocks):
             if not isinstance(block, eqx.Module):
+                fix = "Build it" if isinstance(block, type) else "Let it be an eqx.Module"
                 raise TypeError(
                     f"{what} holds a list of modules, one for each layer; blocks[{i}] is {block!r} "
-                    f"({type(block).__name__}). Let it be an eqx.Module."
+                    f"({type(block).__name__}). {fix}."
                 )
         if len(self.blocks) != self.Block.size:
             raise ValueError(
@@ -71,23 +76,45 @@ class BlockSeq(ModuleWithStateDictSerialization, Generic[M]):
         """The axis of the layers."""
         return self.Block
 
+    @overload
     @classmethod
     def init(
         cls,
         Layers: Axis,
-        Block: Callable[..., M],
+        Block: BuiltByInit[P, B],
         *,
         remat: ScanCheckpointSpec | None = None,
         gradient_checkpointing: ScanCheckpointSpec | None = None,
-    ) -> "Callable[..., Self]":
+    ) -> "Callable[P, BlockSeq[B]]": ...
+
+    @overload
+    @classmethod
+    def init(
+        cls,
+        Layers: Axis,
+        Block: Callable[P, B],
+        *,
+        remat: ScanCheckpointSpec | None = None,
+        gradient_checkpointing: ScanCheckpointSpec | None = None,
+    ) -> "Callable[P, BlockSeq[B]]": ...
+
+    @classmethod
+    def init(
+        cls,
+        Layers: Axis,
+        Block: Any,
+        *,
+        remat: ScanCheckpointSpec | None = None,
+        gradient_checkpointing: ScanCheckpointSpec | None = None,
+    ) -> Any:
         """Build the layers, one after the other. Arguments and errors as in `Stacked.init`."""
-        check_axis(Layers, f"{cls.__name__}.init")
+        what = f"{cls.__name__}.init"
+        check_axis(Layers, what)
         policy = init_policy(remat, gradient_checkpointing)
-        build = block_builder(Block)
+        build = block_builder(Block, what)
+        caller = Caller(what, argument_namer(build, skip=0))
 
         def build_sequence(*args: Any, **kwargs: Any) -> Self:
-            caller = init_caller(cls, build)
-            check_keys_are_split((args, kwargs), Layers, caller.name_of)
             split = split_tree((args, kwargs), Layers, **caller._asdict())
             calls = (split.layer(i) for i in range(Layers.size))
             return cls(
@@ -103,13 +130,16 @@ class BlockSeq(ModuleWithStateDictSerialization, Generic[M]):
         *args: Any,
         remat: ScanCheckpointSpec | None = None,
         unroll: int | bool | None = None,
+        reverse: bool | None = None,
         **kwargs: Any,
     ) -> Any:
         """Apply the layers one after the other, as `Stacked.fold` does.
 
         The loop is unrolled whatever `unroll` says, which is only checked.
         """
-        return self.fold_via(self._block_call(), remat=remat, unroll=unroll)(init, *args, **kwargs)
+        check_options(self.blocks, "fold", remat=remat, unroll=unroll, reverse=reverse)
+        run = self.fold_via(self._block_call(), remat=remat, unroll=unroll, reverse=reverse)
+        return run(init, *args, **kwargs)
 
     def scan(
         self,
@@ -118,10 +148,13 @@ class BlockSeq(ModuleWithStateDictSerialization, Generic[M]):
         *args: Any,
         remat: ScanCheckpointSpec | None = None,
         unroll: int | bool | None = None,
+        reverse: bool | None = None,
         **kwargs: Any,
     ) -> tuple[Any, Any]:
         """As `fold`, for blocks that return `(carry, output)`; also stacks the outputs."""
-        return self.scan_via(self._block_call(), remat=remat, unroll=unroll)(init, *args, **kwargs)
+        check_options(self.blocks, "scan", remat=remat, unroll=unroll, reverse=reverse)
+        run = self.scan_via(self._block_call(), remat=remat, unroll=unroll, reverse=reverse)
+        return run(init, *args, **kwargs)
 
     def fold_via(
         self,
@@ -129,13 +162,14 @@ class BlockSeq(ModuleWithStateDictSerialization, Generic[M]):
         *,
         remat: ScanCheckpointSpec | None = None,
         unroll: int | bool | None = None,
+        reverse: bool | None = None,
     ) -> Callable[..., Any]:
         """Fold with `fn(block, carry, *args, **kwargs)` in place of the blocks' own call."""
 
         def with_output(block: Any, carry: Any, /, *args: Any, **kwargs: Any) -> tuple[Any, None]:
             return fn(block, carry, *args, **kwargs), None
 
-        run = self._scanner(method_caller(self, "fold", fn, skip=2), with_output, remat, unroll)
+        run = self._scanner(method_caller(self, "fold", fn, skip=2), with_output, remat, unroll, reverse)
 
         def folded(init: Any, /, *args: Any, **kwargs: Any) -> Any:
             return run(init, *args, **kwargs)[0]
@@ -148,9 +182,10 @@ class BlockSeq(ModuleWithStateDictSerialization, Generic[M]):
         *,
         remat: ScanCheckpointSpec | None = None,
         unroll: int | bool | None = None,
+        reverse: bool | None = None,
     ) -> Callable[..., tuple[Any, Any]]:
         """Scan with `fn(block, carry, *args, **kwargs) -> (carry, output)` in place of the blocks' call."""
-        return self._scanner(method_caller(self, "scan", fn, skip=2), fn, remat, unroll)
+        return self._scanner(method_caller(self, "scan", fn, skip=2), fn, remat, unroll, reverse)
 
     def _block_call(self) -> Callable[..., Any]:
         return block_call(self.blocks[0]) if self.blocks else lambda block, *args, **kwargs: None
@@ -161,8 +196,10 @@ class BlockSeq(ModuleWithStateDictSerialization, Generic[M]):
         fn: Callable[..., tuple[Any, Any]],
         remat: ScanCheckpointSpec | None,
         unroll: int | bool | None,
+        reverse: bool | None,
     ) -> Callable[..., tuple[Any, Any]]:
         check_unroll(1 if unroll is None else unroll)  # and no more: layers that differ can only be unrolled
+        backwards = check_reverse(False if reverse is None else reverse)
 
         def layer(carry: Any, inputs: Any) -> tuple[Any, Any]:
             block, (args, kwargs) = inputs
@@ -173,9 +210,10 @@ class BlockSeq(ModuleWithStateDictSerialization, Generic[M]):
         def run(init: Any, arguments: Any) -> tuple[Any, Any]:
             split = split_tree(arguments, self.Block, **caller._asdict())
             inputs = [(block, split.layer(i)) for i, block in enumerate(self.blocks)]
-            return scan_unrolled(layer, init, inputs, self.Block, policy, caller.what)
+            return scan_unrolled(layer, init, inputs, self.Block, policy, caller.what, reverse=backwards)
 
         def scanned(init: Any, /, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+            check_unmarked(init)
             return from_arguments(run, policy, self.Block)(init, (args, kwargs))
 
         return scanned
@@ -198,6 +236,10 @@ class BlockSeq(ModuleWithStateDictSerialization, Generic[M]):
 
         return mapped
 
+    def with_remat(self, remat: ScanCheckpointSpec) -> Self:
+        """These layers with another checkpoint policy."""
+        return changed(self, remat=resolve_policy(remat))
+
     def unstacked(self) -> tuple[M, ...]:
         """The layers."""
         return tuple(self.blocks)
@@ -205,6 +247,24 @@ class BlockSeq(ModuleWithStateDictSerialization, Generic[M]):
     def get_layer(self, index: int) -> M:
         """One layer; negative indices count from the end, and one outside is an `IndexError`."""
         return self.blocks[check_layer_index(index, self.Block)]
+
+    def __len__(self) -> int:
+        return self.Block.size
+
+    def __iter__(self) -> Iterator[M]:
+        return iter(self.blocks)
+
+    @overload
+    def __getitem__(self, index: int) -> M: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Self: ...
+
+    def __getitem__(self, index: int | slice) -> Any:
+        if not isinstance(index, slice):
+            return self.get_layer(index)
+        blocks = self.blocks[index]
+        return changed(self, blocks=blocks, Block=self.Block.resize(len(blocks)))
 
     def to_state_dict(self, prefix: str | None = None) -> StateDict:
         """The layers' arrays in the form of a torch `Sequential`, under `prefix.0.key`, `prefix.1.key`, …"""

@@ -1,60 +1,35 @@
-"""How trees of named and plain arrays are split over an axis, one layer at a time, and put together again.
-
-A named array is split when it has the axis, wherever the axis stands. A plain array has no names, so it is
-split along its first dimension. Everything else (named arrays without the axis, scalars, functions, Python
-values) is shared by all layers.
-"""
+"""How trees of named and plain arrays are split over an axis, one layer at a time, and put together again."""
 
 import dataclasses
 import inspect
 import re
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeAlias, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
-from haliax import Axis, NamedArray, axis_name
+from haliax import Axis, NamedArray
 from haliax.axis import AxisSelector
 
+from ._layer_axis_rules import (
+    IsScanned,
+    Rule,
+    has_axis,
+    is_array,
+    is_named,
+    is_named_or_shaped_array,
+    is_split,
+    is_split_by,
+    leaf_size,
+    take_marks_off,
+)
+
 T = TypeVar("T")
-IsScanned: TypeAlias = bool | Callable[[Any], bool]
 
 _NAMES_OF_KEYS = ("key", "keys", "prng", "rng", "rngs", "seed", "seeds")
 
 # Inside scan and vmap a NamedArray may have fewer dimensions than axes: JAX rebuilds trees without a check.
-
-
-def is_named(leaf: Any) -> bool:
-    return isinstance(leaf, NamedArray)
-
-
-def is_array(leaf: Any) -> bool:
-    """Whether `leaf` is an array of any library, a tracer or a `ShapeDtypeStruct`, and not a `NamedArray`."""
-    return hasattr(leaf, "shape") and hasattr(leaf, "dtype") and not is_named(leaf)
-
-
-def is_named_or_shaped_array(leaf: Any) -> bool:
-    """The default of `is_scanned`: named arrays, and plain arrays of at least one dimension."""
-    return is_named(leaf) or (is_array(leaf) and leaf.ndim >= 1)
-
-
-def has_axis(leaf: NamedArray, axis: AxisSelector) -> bool:
-    return axis_name(axis) in [own.name for own in leaf.axes]
-
-
-def is_split(leaf: Any, axis: AxisSelector, is_scanned: IsScanned = is_named_or_shaped_array) -> bool:
-    wanted = is_scanned if isinstance(is_scanned, bool) else is_scanned(leaf)
-    if is_named(leaf):
-        return wanted and has_axis(leaf, axis)
-    return wanted and is_array(leaf)
-
-
-def leaf_size(leaf: Any, axis: AxisSelector) -> int | None:
-    """The number of layers that a split leaf holds, or None for a plain array without dimensions."""
-    if is_named(leaf):
-        return next(own.size for own in leaf.axes if own.name == axis_name(axis))
-    return leaf.shape[0] if leaf.ndim else None
 
 
 class Caller(NamedTuple):
@@ -63,12 +38,10 @@ class Caller(NamedTuple):
     Attributes:
         what: the operation, as the user writes it.
         name_of: how to call the leaf at a tree path.
-        sharing: ways to give a plain array whole to every layer, beside passing it with names.
     """
 
     what: str
     name_of: Callable[[tuple[Any, ...]], str] = jtu.keystr
-    sharing: tuple[str, ...] = ()
 
 
 def check_axis(axis: Any, what: str) -> None:
@@ -112,28 +85,29 @@ def split_tree(
     is_scanned: IsScanned = is_named_or_shaped_array,
     name_of: Callable[[tuple[Any, ...]], str] = jtu.keystr,
     what: str = "scan",
-    sharing: tuple[str, ...] = (),
 ) -> SplitTree:
     """Cut `tree` into the arrays that are split over `axis` and the rest.
 
     Args:
-        tree: named arrays, plain arrays and anything else.
+        tree: named arrays, plain arrays and anything else, parts of it marked or not.
         axis: an `Axis`, or its name: the size is then read off the arrays.
-        is_scanned: which arrays may be split, as a bool or a predicate of a leaf.
+        is_scanned: which unmarked arrays may be split, as a bool or a predicate of a leaf.
         name_of: how error messages call the leaf at a tree path.
         what: the operation, for error messages.
-        sharing: what error messages advise who wants to share a plain array; see `Caller`.
 
     Raises:
-        ValueError: where sizes differ, naming each path and size, or where nothing tells the size of a named
-            axis.
+        ValueError: where sizes differ, naming each path and size, where nothing tells the size of a named
+            axis, and for a single random key that is not marked.
     """
-    paths_and_leaves, treedef = jtu.tree_flatten_with_path(tree, is_leaf=is_named)
-    leaves = [leaf for _, leaf in paths_and_leaves]
-    split = [i for i, leaf in enumerate(leaves) if is_split(leaf, axis, is_scanned)]
-    sized = [(name_of(paths_and_leaves[i][0]), leaves[i]) for i in split]
+    entries, tree = take_marks_off(tree)
+    treedef = jtu.tree_structure(tree, is_leaf=is_named)
+    leaves = [leaf for _, leaf, _ in entries]
+    split = [i for i, (_, leaf, rule) in enumerate(entries) if is_split_by(rule, leaf, axis, is_scanned)]
+    sized = [_Sized(name_of(entries[i][0]), leaves[i], entries[i][2]) for i in split]
     axis = _resolve_axis(axis, sized, what)
-    _check_sizes(axis, sized, Caller(what, name_of, sharing))
+    if is_scanned is is_named_or_shaped_array:  # whoever says what is split has said that a key is not
+        _check_keys([(name_of(path), leaf) for path, leaf, rule in entries if rule == "default"], axis)
+    _check_sizes(axis, sized, what)
 
     def rebuild(slices: Sequence[Any]) -> Any:
         layer = list(leaves)
@@ -151,8 +125,24 @@ def check_stacked(tree: Any, axis: Axis, caller: Caller) -> None:
         ValueError: names each path and size.
     """
     paths_and_leaves = jtu.tree_flatten_with_path(tree, is_leaf=is_named)[0]
-    sized = [(caller.name_of(path), leaf) for path, leaf in paths_and_leaves if is_split(leaf, axis)]
-    _check_sizes(axis, sized, caller)
+    sized = [_Sized(caller.name_of(path), leaf) for path, leaf in paths_and_leaves if is_split(leaf, axis)]
+    _check_sizes(axis, sized, caller.what)
+
+
+def take_layers(tree: T, axis: Axis, rows: slice) -> tuple[T, Axis]:
+    """Some of the layers of a stacked tree, and the axis that they have. What is shared stays as it is."""
+    kept = axis.resize(len(range(*rows.indices(axis.size))))
+
+    def take(leaf: Any) -> Any:
+        if not is_split(leaf, axis):
+            return leaf
+        if not is_named(leaf):
+            return leaf[rows]
+        position = [own.name for own in leaf.axes].index(axis.name)
+        axes = (*leaf.axes[:position], kept, *leaf.axes[position + 1 :])
+        return NamedArray(leaf.array[(slice(None),) * position + (rows,)], axes)
+
+    return jtu.tree_map(take, tree, is_leaf=is_named), kept
 
 
 def stack_trees(trees: Sequence[T], axis: Axis) -> T:
@@ -164,11 +154,7 @@ def stack_trees(trees: Sequence[T], axis: Axis) -> T:
             return NamedArray(
                 jnp.stack([leaf.rearrange(first.axes).array for leaf in leaves]), (axis, *first.axes)
             )
-        return (
-            jnp.stack(leaves)
-            if is_array(leaves[0]) or isinstance(leaves[0], bool | int | float | complex)
-            else leaves[0]
-        )
+        return jnp.stack(leaves) if is_array(leaves[0]) else leaves[0]
 
     return jtu.tree_map(stack, *trees, is_leaf=is_named)
 
@@ -196,7 +182,16 @@ def stack_outputs(outputs: Sequence[Any], axis: Axis, what: str) -> Any:
                 )
     for path, leaf in first:
         _check_is_new(leaf, axis, path, what)
-    return stack_trees(outputs, axis)
+    return stack_trees([numbers_to_arrays(output) for output in outputs], axis)
+
+
+def numbers_to_arrays(output: T) -> T:
+    """What a layer puts out, with an array for each Python number, so that it can be stacked."""
+    return jtu.tree_map(
+        lambda leaf: jnp.asarray(leaf) if isinstance(leaf, bool | int | float | complex) else leaf,
+        output,
+        is_leaf=is_named,
+    )
 
 
 def _form(leaf: Any) -> str:
@@ -257,6 +252,18 @@ def argument_namer(fn: Callable, skip: int, first: tuple[str, ...] = ()) -> Call
     return name_of
 
 
+def _check_keys(named_leaves: list[tuple[str, Any]], axis: Axis) -> None:
+    """Refuse a single random key, which every layer would draw the same numbers from."""
+    for name, leaf in named_leaves:
+        if is_unsplit_key(name, leaf):
+            given = f"{name}=" if name.isidentifier() else ""
+            raise ValueError(
+                f"{name} is a single random key, from which every layer of `{axis.name}` would draw the same "
+                f"numbers. Give each its own, {given}jax.random.split({name}, {axis.size}), or say that they "
+                f"share it, {given}stacked_remat.shared({name})."
+            )
+
+
 def is_unsplit_key(name: str, leaf: Any) -> bool:
     """Whether an argument is a single random key. A pair of integers is one where its name says so."""
     if _is_typed_key(leaf):
@@ -280,11 +287,19 @@ def _name_slice(template: Any, part: Any, axis: Axis) -> Any:
     return NamedArray(part, tuple(own for own in template.axes if own.name != axis.name))
 
 
-def _resolve_axis(axis: AxisSelector, sized: list[tuple[str, Any]], what: str) -> Axis:
+class _Sized(NamedTuple):
+    """A leaf that is to be split, by the name that error messages give it."""
+
+    name: str
+    leaf: Any
+    rule: Rule = "default"
+
+
+def _resolve_axis(axis: AxisSelector, sized: list[_Sized], what: str) -> Axis:
     if isinstance(axis, Axis):
         return axis
-    named = [leaf for _, leaf in sized if is_named(leaf)]
-    for leaf in [*named, *(leaf for _, leaf in sized)]:
+    named = [entry.leaf for entry in sized if is_named(entry.leaf)]
+    for leaf in [*named, *(entry.leaf for entry in sized)]:
         size = leaf_size(leaf, axis)
         if size is not None:
             return Axis(axis, size)
@@ -294,41 +309,43 @@ def _resolve_axis(axis: AxisSelector, sized: list[tuple[str, Any]], what: str) -
     )
 
 
-def _check_sizes(axis: Axis, sized: list[tuple[str, Any]], caller: Caller) -> None:
-    sizes = [(path, leaf, leaf_size(leaf, axis)) for path, leaf in sized]
-    wrong = [entry for entry in sizes if entry[2] != axis.size]
+def _check_sizes(axis: Axis, sized: list[_Sized], what: str) -> None:
+    wrong = [entry for entry in sized if leaf_size(entry.leaf, axis) != axis.size]
     if not wrong:
         return
-    agreeing = [path for path, _, size in sizes if size == axis.size]
-    lines = [f"{caller.what} over `{axis.name}` (size {axis.size}) was given inputs of different lengths:"]
-    lines += [f"  {path} has {_describe_size(leaf, axis, size)}" for path, leaf, size in wrong]
+    agreeing = [entry.name for entry in sized if leaf_size(entry.leaf, axis) == axis.size]
+    lines = [f"{what} over `{axis.name}` (size {axis.size}) was given inputs of different lengths:"]
+    lines += [f"  {_describe_size(entry, axis)}" for entry in wrong]
     if agreeing:
         shown = ", ".join(agreeing[:4]) + (f" and {len(agreeing) - 4} more" if len(agreeing) > 4 else "")
         lines.append(f"  {shown} {'has' if len(agreeing) == 1 else 'have'} {axis.size}, as it should be")
-    keys = [path for path, leaf, _ in wrong if _is_typed_key(leaf) or _may_be_raw_key(leaf)]
-    for path in keys:
+    keys = [entry.name for entry in wrong if _is_typed_key(entry.leaf) or _may_be_raw_key(entry.leaf)]
+    for name in keys:
         lines.append(
-            f"If {path} is a random key, give each layer its own: jax.random.split({path}, {axis.size})."
+            f"If {name} is a random key, give each layer its own: jax.random.split({name}, {axis.size})."
         )
-    if any(not is_named(leaf) and path not in keys for path, leaf, _ in wrong):
-        lines.append(_how_to_share(axis, caller))
+    plain = [entry.name for entry in wrong if entry.rule == "default" and not is_named(entry.leaf)]
+    if to_share := [name for name in plain if name not in keys]:
+        lines.append(
+            "A plain array has no axis names, so it is split along its first dimension, one part for each of "
+            f"the {axis.size} layers. To give every layer the whole array instead, mark it, "
+            f"stacked_remat.shared({to_share[0]}), or pass it as a NamedArray without the axis `{axis.name}`."
+        )
     raise ValueError("\n".join(lines))
 
 
-def _how_to_share(axis: Axis, caller: Caller) -> str:
-    ways = [*caller.sharing, f"pass it as a NamedArray without the axis `{axis.name}`"]
-    return (
-        "A plain array has no axis names, so it is split along its first dimension, one part for each of "
-        f"the {axis.size} layers. To give every layer the whole array instead, {', or '.join(ways)}."
-    )
-
-
-def _describe_size(leaf: Any, axis: Axis, size: int | None) -> str:
+def _describe_size(entry: _Sized, axis: Axis) -> str:
+    name, leaf, rule = entry
+    size = leaf_size(leaf, axis)
+    which = f"{name}, marked per_layer," if rule == "per_layer" else name
     if is_named(leaf):
-        return (
-            f"`{axis.name}` of size {size} (axes {', '.join(f'{own.name}={own.size}' for own in leaf.axes)})"
-        )
-    return f"leading dimension {size} (shape {tuple(leaf.shape)})" if leaf.ndim else "no dimension to split"
+        axes = ", ".join(f"{own.name}={own.size}" for own in leaf.axes)
+        held = f"no axis `{axis.name}`" if size is None else f"`{axis.name}` of size {size}"
+        return f"{which} has {held} (axes {axes})"
+    held = (
+        "no dimension to split" if size is None else f"leading dimension {size} (shape {tuple(leaf.shape)})"
+    )
+    return f"{which} has {held}"
 
 
 def _is_typed_key(leaf: Any) -> bool:

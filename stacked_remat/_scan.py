@@ -23,8 +23,9 @@ from ._layer_axis import (
     name_stacked,
     split_tree,
 )
+from ._layer_axis_rules import check_unmarked
 from ._policy import ScanCheckpointPolicy, ScanCheckpointSpec, resolve_policy
-from ._scan_checks import check_axis_or_name, check_unroll
+from ._scan_checks import check_axis_or_name, check_reverse, check_unroll
 from ._scan_layers import from_arguments, scan_rolled
 
 Adapter = Callable[[Callable[..., Any]], Callable[..., Any]]
@@ -52,8 +53,8 @@ def scan(
     ```
 
     where only named arrays with the axis and plain arrays of at least one dimension are indexed (plain arrays
-    along their first dimension); everything else goes to every layer whole. Compile time does not grow with
-    the axis.
+    along their first dimension); everything else goes to every layer whole. `shared(x)` and `per_layer(x)`
+    say it of one argument, or of a part of one. Compile time does not grow with the axis.
 
     Args:
         f: takes the carry and one layer of the arguments; returns the next carry and an output, both trees.
@@ -62,7 +63,7 @@ def scan(
             costs.
         reverse: go from the last layer to the first. Outputs keep the order of the axis.
         unroll: how many layers one turn of the loop holds; `True` for all.
-        is_scanned: which arrays may be split: a bool or a predicate of a leaf.
+        is_scanned: which of the arrays without a mark may be split: a bool or a predicate of a leaf.
 
     Returns:
         A function of the initial carry and the arguments, which returns the final carry, with the shapes of
@@ -70,8 +71,9 @@ def scan(
 
     Raises:
         ValueError: for inputs of different lengths (each path and size is named), an axis of unknown size, an
-            `f` that returns no pair, or a carry that changes its structure, axes, shape or dtype.
-        TypeError: for an axis that is neither an `Axis` nor a name.
+            `f` that returns no pair, a carry that changes its structure, axes, shape or dtype, or a single
+            random key that is not marked as shared.
+        TypeError: for an axis that is neither an `Axis` nor a name, and for marks in the carry.
     """
     return scan_for(
         function_caller("scan", f),
@@ -100,12 +102,13 @@ def scan_for(
     `f` is what the user gave, and the last of `adapt`, then the one before it and so on, make a step of it.
     """
     check_axis_or_name(axis, caller.what)
-    unroll = check_unroll(unroll)
+    reverse, unroll = check_reverse(reverse), check_unroll(unroll)
     settings = _Settings(
         axis, resolve_policy(remat), reverse, (type(unroll), unroll), is_scanned, tuple(adapt), caller
     )
 
     def scanned(init: Any, /, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        check_unmarked(init)
         return compiled_once(_scan_arguments, f, settings, init, (args, kwargs))
 
     return scanned
@@ -263,13 +266,7 @@ def _without_carry(f: Callable[..., Any]) -> Callable[..., tuple[None, Any]]:
 
 def function_caller(what: Literal["fold", "scan", "map"], f: Callable[..., Any]) -> Caller:
     """One of this module's functions, for error messages about its arguments."""
-    taken = "x" if what == "map" else "carry, x"
-    option = "is_mapped" if what == "map" else "is_scanned"
-    sharing = (
-        f"close over it ({what}(lambda {taken}: f({taken}, array), axis))",
-        f"say what is split with {option}=",
-    )
-    return Caller(what, argument_namer(f, skip=0 if what == "map" else 1), sharing)
+    return Caller(what, argument_namer(f, skip=0 if what == "map" else 1))
 
 
 def vmap_layers(f: Callable[..., Any], axis: Axis, caller: Caller) -> Callable[..., Any]:

@@ -5,7 +5,9 @@ from typing import Any
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
 import jax.tree_util as jtu
+import numpy as np
 from haliax import Axis
 
 from ._layer_axis import is_array, is_named
@@ -41,6 +43,17 @@ def check_unroll(unroll: int | bool) -> int | bool:
     return count
 
 
+def check_reverse(reverse: bool) -> bool:
+    """Whether a scan goes from the last layer to the first.
+
+    Raises:
+        TypeError: for anything but a bool.
+    """
+    if not isinstance(reverse, bool | np.bool_):
+        raise TypeError(f"reverse is True or False; got {reverse!r}.")
+    return bool(reverse)
+
+
 def check_carry(before: Any, after: Any) -> None:
     """Refuse a carry that does not come out of a layer as it went in.
 
@@ -55,9 +68,7 @@ def check_carry(before: Any, after: Any) -> None:
             if isinstance(after, tuple) and len(after) == 2
             else ""
         )
-        raise ValueError(
-            f"The carry changes structure: {describe(before)} goes in, {describe(after)} comes out.{hint}"
-        )
+        raise ValueError(f"{_structural_change('carry', before, after)}.{hint}")
     for (path, a), (_, b) in zip(old, new, strict=True):
         where = f"The carry{jtu.keystr(path)}"
         if is_named(a) != is_named(b) or eqx.is_array_like(a) != eqx.is_array_like(b):
@@ -65,7 +76,7 @@ def check_carry(before: Any, after: Any) -> None:
         if is_named(a) and a.axes != b.axes:
             fix = " Rearrange it: carry.rearrange(x.axes)." if set(a.axes) == set(b.axes) else ""
             raise ValueError(f"{where} goes in with {describe(a)} and comes out with {describe(b)}.{fix}")
-        if not is_named(a) and eqx.is_array_like(a) and jax.numpy.shape(a) != jax.numpy.shape(b):
+        if not is_named(a) and eqx.is_array_like(a) and jnp.shape(a) != jnp.shape(b):
             raise ValueError(f"{where} goes in as {describe(a)} and comes out as {describe(b)}.")
         if eqx.is_array_like(a) or is_named(a):
             _check_dtype(where, *(leaf.array if is_named(leaf) else leaf for leaf in (a, b)))
@@ -73,6 +84,28 @@ def check_carry(before: Any, after: Any) -> None:
             raise ValueError(
                 f"{where} is not an array, so it must stay as it is; {a!r} goes in and {b!r} comes out."
             )
+
+
+def _structural_change(where: str, before: Any, after: Any) -> str:
+    """How two trees of unlike structure differ, at the path that leads to it."""
+    old, new = _children(before), _children(after)
+    if type(before) is not type(after) or (isinstance(before, tuple | list) and len(old) != len(new)):
+        return f"The {where} changes structure: {describe(before)} goes in, {describe(after)} comes out"
+    gone = [f"{where}{key} goes in and does not come out" for key in old if key not in new]
+    come = [f"{where}{key} comes out and did not go in" for key in new if key not in old]
+    if gone or come:
+        return f"The {where} changes structure: {', '.join(gone + come)}"
+    for key in old:
+        inside = [jtu.tree_structure(tree[key], is_leaf=is_named) for tree in (old, new)]
+        if inside[0] != inside[1]:
+            return _structural_change(f"{where}{key}", old[key], new[key])
+    return f"The {where} changes structure: {describe(before)} comes out with other static fields"
+
+
+def _children(tree: Any) -> dict[str, Any]:
+    """The entries of a node by key, in the way that a path writes it."""
+    paths_and_nodes = jtu.tree_flatten_with_path(tree, is_leaf=lambda node: node is not tree)[0]
+    return {jtu.keystr(path): node for path, node in paths_and_nodes}
 
 
 def _check_dtype(where: str, before: Any, after: Any) -> None:
@@ -101,6 +134,8 @@ def check_output(y: Any) -> None:
 
 def describe(x: Any) -> str:
     """A value in an error message: its kind and shape."""
+    if x is None:
+        return "None"
     if is_named(x):
         return f"NamedArray axes ({', '.join(f'{own.name}={own.size}' for own in x.axes)})"
     if is_array(x):

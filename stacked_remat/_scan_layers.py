@@ -10,13 +10,12 @@ import jax.numpy as jnp
 from haliax import Axis
 from haliax.axis import AxisSelector
 from jax.core import eval_jaxpr
-from jaxtyping import Array
 
 from ._checkpoint import checkpoint_name
 from ._derivative_errors import not_transposable
 from ._eager import Static
 from ._effects import check_effects
-from ._layer_axis import name_stacked, stack_outputs
+from ._layer_axis import is_array, name_stacked, stack_outputs
 from ._placement import platform
 from ._policy import OFFLOAD, ScanCheckpointPolicy, ScanCheckpointSpec, resolve_policy
 from ._scan_checks import check_carry, check_output, describe
@@ -35,7 +34,14 @@ def from_arguments(run: Callable, policy: ScanCheckpointPolicy, axis: AxisSelect
 
 
 def scan_unrolled(
-    layer: Layer, init: Any, inputs: Sequence[Any], axis: Axis, remat: ScanCheckpointSpec, what: str
+    layer: Layer,
+    init: Any,
+    inputs: Sequence[Any],
+    axis: Axis,
+    remat: ScanCheckpointSpec,
+    what: str,
+    *,
+    reverse: bool = False,
 ) -> tuple[Any, Any]:
     """Apply `layer` to inputs that need not be alike, one after the other, under the same policies as `scan`.
 
@@ -46,20 +52,23 @@ def scan_unrolled(
         axis: the axis of the stacked outputs.
         remat: as in `scan`. Program size grows with the number of layers.
         what: the operation, for error messages.
+        reverse: as in `scan`.
 
     Returns:
         The final carry and the outputs, with the axis in front.
     """
+    order = range(axis.size)[:: -1 if reverse else 1]
     policy = resolve_policy(remat).for_length(axis.size)
-    parts = [(policy, range(policy.first_layers, axis.size))]
+    parts = [(policy, order[policy.first_layers :])]
     if policy.first_layers:
-        parts.insert(0, (resolve_policy(policy.first_policy), range(policy.first_layers)))
+        parts.insert(0, (resolve_policy(policy.first_policy), order[: policy.first_layers]))
     carry, outputs = init, []
     with jax.named_scope(f"scan({axis.name})"):
         for own, layers in parts:
             carry, ys = _walk_unrolled(layer, carry, [inputs[i] for i in layers], own, _names_of(axis))
             outputs += ys
-    return carry, stack_outputs(outputs, axis, what)
+    stacked = stack_outputs(outputs[:: -1 if reverse else 1], axis, what)
+    return _not_transposable((carry, stacked), policy)
 
 
 _internals_are_saved = jax.make_user_context(default_value=True)
@@ -75,8 +84,15 @@ def internals_are_saved() -> bool:
     return _internals_are_saved.value
 
 
-def _not_transposable(leaf: Array) -> Array:
-    return not_transposable(leaf) if jnp.issubdtype(leaf.dtype, jnp.inexact) else leaf
+def _not_transposable(results: Any, policy: ScanCheckpointPolicy) -> Any:
+    """The results of a scan, with an error for `jax.linear_transpose` under policies that refuse it."""
+    if not policy.sweeps and (policy.saves_everything or policy.simple):
+        return results
+
+    def mark(leaf: Any) -> Any:
+        return not_transposable(leaf) if is_array(leaf) and jnp.issubdtype(leaf.dtype, jnp.inexact) else leaf
+
+    return jax.tree.map(mark, results)
 
 
 class _Names(NamedTuple):
@@ -122,8 +138,7 @@ def scan_rolled(
         run = _checkpoint_whole(run, policy, names)
     with jax.named_scope(f"scan({axis.name})"):
         carry, ys = run(arrays, xs)
-    if not (policy.saves_everything or policy.simple):
-        carry, ys = jax.tree.map(_not_transposable, (carry, ys))
+    carry, ys = _not_transposable((carry, ys), policy)
     return eqx.combine(carry, static), name_stacked(ys, axis, what)
 
 

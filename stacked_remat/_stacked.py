@@ -5,10 +5,8 @@ scan: the block is traced and compiled once, however deep the stack. How a scan 
 here are only the modules' verbs.
 """
 
-import functools
-import operator
-from collections.abc import Callable
-from typing import Any, Generic, Self, TypeVar
+from collections.abc import Callable, Iterator
+from typing import Any, Generic, Self, TypeVar, overload
 
 import equinox as eqx
 import jax.tree_util as jtu
@@ -26,16 +24,28 @@ from ._layer_axis import (
     argument_namer,
     check_axis,
     check_stacked,
-    is_named,
-    is_unsplit_key,
+    numbers_to_arrays,
     split_tree,
-    stack_trees,
+    take_layers,
 )
+from ._layer_axis_rules import Marked
 from ._policy import ScanCheckpointPolicy, ScanCheckpointSpec, resolve_policy
 from ._scan import fold_for, scan_for, vmap_layers
-from ._state_dict import layers_from_state_dict, layers_to_state_dict
+from ._stacked_methods import (
+    BuiltByInit,
+    P,
+    block_builder,
+    block_call,
+    changed,
+    check_layer_index,
+    check_options,
+    init_policy,
+    method_caller,
+)
+from ._state_dict import layers_from_state_dict, layers_to_state_dict, stack_as
 
 M = TypeVar("M", bound=eqx.Module)
+B = TypeVar("B", bound=eqx.Module)
 
 
 class Stacked(ModuleWithStateDictSerialization, Generic[M]):
@@ -49,6 +59,9 @@ class Stacked(ModuleWithStateDictSerialization, Generic[M]):
 
     All layers have the same structure, shapes and Python control flow. Blocks with named axes and blocks of
     plain arrays both work. For layers that differ use `BlockSeq`.
+
+    As in a list, `len(blocks)` is the number of layers, `blocks[i]` one of them, `blocks[2:5]` a stack of
+    some, and `for block in blocks` goes through all. Each copies the arrays of the layers that it takes.
 
     Attributes:
         stacked: the block, its named arrays with the axis `Block` in front, its plain arrays with it as first
@@ -83,15 +96,37 @@ class Stacked(ModuleWithStateDictSerialization, Generic[M]):
         """The axis of the layers."""
         return self.Block
 
+    @overload
     @classmethod
     def init(
         cls,
         Layers: Axis,
-        Block: Callable[..., M],
+        Block: BuiltByInit[P, B],
         *,
         remat: ScanCheckpointSpec | None = None,
         gradient_checkpointing: ScanCheckpointSpec | None = None,
-    ) -> "Callable[..., Self]":
+    ) -> "Callable[P, Stacked[B]]": ...
+
+    @overload
+    @classmethod
+    def init(
+        cls,
+        Layers: Axis,
+        Block: Callable[P, B],
+        *,
+        remat: ScanCheckpointSpec | None = None,
+        gradient_checkpointing: ScanCheckpointSpec | None = None,
+    ) -> "Callable[P, Stacked[B]]": ...
+
+    @classmethod
+    def init(
+        cls,
+        Layers: Axis,
+        Block: Any,
+        *,
+        remat: ScanCheckpointSpec | None = None,
+        gradient_checkpointing: ScanCheckpointSpec | None = None,
+    ) -> Any:
         """Build the layers, all at once.
 
         Args:
@@ -102,23 +137,24 @@ class Stacked(ModuleWithStateDictSerialization, Generic[M]):
             gradient_checkpointing: the other name of `remat`.
 
         Returns:
-            A function of the block's arguments. Named arrays with the axis and plain arrays of at least one
-            dimension are split over the layers, keys among them; the rest is shared.
+            A function of the block's arguments, which returns a stack of this class. Named arrays with the
+            axis and plain arrays of at least one dimension are split over the layers, keys among them; the
+            rest is shared. `shared` and `per_layer` say it of one argument.
 
         Raises:
-            ValueError: for an argument whose length is not that of the axis, and for a key that was not
-                split.
-            TypeError: for an axis that is none, and for a block that is no module.
+            ValueError: for an argument whose length is not that of the axis, and for a key that was neither
+                split nor marked as shared.
+            TypeError: for an axis that is none, for a block in the place of its class, and for a block that
+                is no module.
         """
-        check_axis(Layers, f"{cls.__name__}.init")
+        what = f"{cls.__name__}.init"
+        check_axis(Layers, what)
         policy = init_policy(remat, gradient_checkpointing)
-        build = block_builder(Block)
+        build = block_builder(Block, what)
+        caller = Caller(what, argument_namer(build, skip=0))
 
         def build_stack(*args: Any, **kwargs: Any) -> Self:
-            caller = init_caller(cls, build)
-            check_keys_are_split((args, kwargs), Layers, caller.name_of)
-            stacked = vmap_layers(build, Layers, caller)(*args, **kwargs)
-            return cls(stacked, Layers, policy)
+            return cls(vmap_layers(build, Layers, caller)(*args, **kwargs), Layers, policy)
 
         return build_stack
 
@@ -129,6 +165,7 @@ class Stacked(ModuleWithStateDictSerialization, Generic[M]):
         *args: Any,
         remat: ScanCheckpointSpec | None = None,
         unroll: int | bool | None = None,
+        reverse: bool | None = None,
         **kwargs: Any,
     ) -> Any:
         """Apply the layers one after the other: `for block in layers: carry = block(carry, *args, **kwargs)`.
@@ -136,18 +173,23 @@ class Stacked(ModuleWithStateDictSerialization, Generic[M]):
         Args:
             init: the carry that goes into the first layer, a tree of arrays.
             *args: passed on to the blocks. Named arrays with the layers' axis and plain arrays of at least
-                one dimension are split over the layers; the rest is shared.
+                one dimension are split over the layers; the rest is shared. `shared(x)` gives every layer the
+                whole array, and `per_layer(x)` says that it is split.
             remat: a policy for this call instead of the stack's own.
             unroll: how many layers one turn of the loop holds; `True` for all.
+            reverse: go from the last layer to the first.
             **kwargs: as `*args`.
 
         Returns:
-            The carry after the last layer, with the shapes of `init`.
+            The carry after the last layer that is applied, with the shapes of `init`.
 
         Raises:
-            ValueError: as `stacked_remat.scan` does.
+            ValueError, TypeError: as `stacked_remat.scan` does; also where an option is given whose name is
+                that of a parameter of the block.
         """
-        return self.fold_via(block_call(self.stacked), remat=remat, unroll=unroll)(init, *args, **kwargs)
+        check_options([self.stacked], "fold", remat=remat, unroll=unroll, reverse=reverse)
+        run = self.fold_via(block_call(self.stacked), remat=remat, unroll=unroll, reverse=reverse)
+        return run(init, *args, **kwargs)
 
     def scan(
         self,
@@ -156,10 +198,13 @@ class Stacked(ModuleWithStateDictSerialization, Generic[M]):
         *args: Any,
         remat: ScanCheckpointSpec | None = None,
         unroll: int | bool | None = None,
+        reverse: bool | None = None,
         **kwargs: Any,
     ) -> tuple[Any, Any]:
         """As `fold`, for blocks that return `(carry, output)`; also stacks the outputs."""
-        return self.scan_via(block_call(self.stacked), remat=remat, unroll=unroll)(init, *args, **kwargs)
+        check_options([self.stacked], "scan", remat=remat, unroll=unroll, reverse=reverse)
+        run = self.scan_via(block_call(self.stacked), remat=remat, unroll=unroll, reverse=reverse)
+        return run(init, *args, **kwargs)
 
     def fold_via(
         self,
@@ -167,6 +212,7 @@ class Stacked(ModuleWithStateDictSerialization, Generic[M]):
         *,
         remat: ScanCheckpointSpec | None = None,
         unroll: int | bool | None = None,
+        reverse: bool | None = None,
     ) -> Callable[..., Any]:
         """Fold with `fn(block, carry, *args, **kwargs)` in place of the block's own call.
 
@@ -180,11 +226,12 @@ class Stacked(ModuleWithStateDictSerialization, Generic[M]):
             self.Block,
             remat=self.remat if remat is None else remat,
             unroll=1 if unroll is None else unroll,
+            reverse=False if reverse is None else reverse,
             adapt=(_block_second,),
         )
 
         def folded(init: Any, /, *args: Any, **kwargs: Any) -> Any:
-            return run(init, self.stacked, *args, **kwargs)
+            return run(init, _stored(self.stacked), *args, **kwargs)
 
         return folded
 
@@ -194,6 +241,7 @@ class Stacked(ModuleWithStateDictSerialization, Generic[M]):
         *,
         remat: ScanCheckpointSpec | None = None,
         unroll: int | bool | None = None,
+        reverse: bool | None = None,
     ) -> Callable[..., tuple[Any, Any]]:
         """Scan with `fn(block, carry, *args, **kwargs) -> (carry, output)` in place of the block's call."""
         run = scan_for(
@@ -202,11 +250,12 @@ class Stacked(ModuleWithStateDictSerialization, Generic[M]):
             self.Block,
             remat=self.remat if remat is None else remat,
             unroll=1 if unroll is None else unroll,
+            reverse=False if reverse is None else reverse,
             adapt=(_block_second,),
         )
 
         def scanned(init: Any, /, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-            return run(init, self.stacked, *args, **kwargs)
+            return run(init, _stored(self.stacked), *args, **kwargs)
 
         return scanned
 
@@ -221,10 +270,17 @@ class Stacked(ModuleWithStateDictSerialization, Generic[M]):
         """As `vmap`, with `fn(block, *args, **kwargs)` in place of the block's own call."""
         caller = method_caller(self, "vmap", fn, skip=1, first=("stacked",))
 
+        def layer(*args: Any, **kwargs: Any) -> Any:
+            return numbers_to_arrays(fn(*args, **kwargs))
+
         def mapped(*args: Any, **kwargs: Any) -> Any:
-            return vmap_layers(fn, self.Block, caller)(self.stacked, *args, **kwargs)
+            return vmap_layers(layer, self.Block, caller)(_stored(self.stacked), *args, **kwargs)
 
         return mapped
+
+    def with_remat(self, remat: ScanCheckpointSpec) -> Self:
+        """These layers, the same arrays, with another checkpoint policy."""
+        return changed(self, remat=resolve_policy(remat))
 
     def unstacked(self) -> tuple[M, ...]:
         """The layers as separate modules. Copies their arrays."""
@@ -242,6 +298,26 @@ class Stacked(ModuleWithStateDictSerialization, Generic[M]):
         """
         return self._split().layer(check_layer_index(index, self.Block))
 
+    def __len__(self) -> int:
+        return self.Block.size
+
+    def __iter__(self) -> Iterator[M]:
+        split = self._split()
+        return (split.layer(i) for i in range(self.Block.size))
+
+    @overload
+    def __getitem__(self, index: int) -> M: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Self: ...
+
+    def __getitem__(self, index: int | slice) -> Any:
+        if not isinstance(index, slice):
+            return self.get_layer(index)
+        check_stacked(self.stacked, self.Block, Caller(type(self).__name__, _name_in_stack))
+        stacked, Layers = take_layers(self.stacked, self.Block, index)
+        return changed(self, stacked=stacked, Block=Layers)
+
     def to_state_dict(self, prefix: str | None = None) -> StateDict:
         """The layers' arrays in the form of a torch `Sequential`, under `prefix.0.key`, `prefix.1.key`, …"""
         return layers_to_state_dict(self.unstacked(), prefix)
@@ -250,11 +326,12 @@ class Stacked(ModuleWithStateDictSerialization, Generic[M]):
         """This stack with its arrays read from keys `prefix.0.key`, `prefix.1.key`, …
 
         Raises:
-            ValueError: names every layer that is missing, misshapen or one too many.
+            ValueError: names every layer that is missing, misshapen or one too many, and arrays that all
+                layers of this stack share and that differ there.
         """
-        template = eqx.filter_eval_shape(lambda stack: stack.get_layer(0), self)
-        layers = layers_from_state_dict([template] * self.Block.size, state_dict, prefix)
-        return eqx.tree_at(lambda stack: stack.stacked, self, stack_trees(layers, self.Block))
+        first = eqx.filter_eval_shape(lambda stack: stack[:1].unstacked(), self)
+        layers = layers_from_state_dict(first * self.Block.size, state_dict, prefix)
+        return changed(self, stacked=stack_as(self.stacked, layers, self.Block)) if layers else self
 
     def flatten_for_export(self) -> Self:
         """This stack with every layer's modules in the form in which they are exported, as Haliax has it.
@@ -262,8 +339,8 @@ class Stacked(ModuleWithStateDictSerialization, Generic[M]):
         A linear layer of several axes, for one, becomes one of a matrix.
         """
         caller = Caller("flatten_for_export", argument_namer(flatten_modules_for_export, 1, ("stacked",)))
-        flat = vmap_layers(flatten_modules_for_export, self.Block, caller)(self.stacked)
-        return eqx.tree_at(lambda stack: stack.stacked, self, flat)
+        flat = vmap_layers(flatten_modules_for_export, self.Block, caller)(_stored(self.stacked))
+        return changed(self, stacked=flat)
 
     def unflatten_from_export(self, template: Any) -> Self:
         """The inverse of `flatten_for_export`.
@@ -274,96 +351,17 @@ class Stacked(ModuleWithStateDictSerialization, Generic[M]):
         names = argument_namer(unflatten_modules_from_export, 2, ("stacked", "template.stacked"))
         caller = Caller("unflatten_from_export", names)
         restore = vmap_layers(unflatten_modules_from_export, self.Block, caller)
-        return eqx.tree_at(lambda stack: stack.stacked, self, restore(self.stacked, template.stacked))
+        restored = restore(_stored(self.stacked), _stored(template.stacked))
+        return changed(self, stacked=restored)
 
     def _split(self) -> SplitTree:
-        return split_tree(
-            self.stacked,
-            self.Block,
-            name_of=_name_in_stack,
-            what=type(self).__name__,
-        )
+        what = type(self).__name__
+        return split_tree(_stored(self.stacked), self.Block, name_of=_name_in_stack, what=what)
 
 
-def init_policy(remat: Any, gradient_checkpointing: Any) -> ScanCheckpointPolicy:
-    """The policy that the two names of the argument give, `True` where neither does."""
-    if remat is not None and gradient_checkpointing is not None:
-        raise ValueError(
-            f"remat={remat!r} and gradient_checkpointing={gradient_checkpointing!r} name one argument. "
-            "Pass one of them."
-        )
-    given = gradient_checkpointing if remat is None else remat
-    return resolve_policy(True if given is None else given)
-
-
-def block_builder(Block: Callable[..., M]) -> Callable[..., M]:
-    """The static `init` of a block, Haliax style, or the block itself."""
-    return getattr(Block, "init", Block)
-
-
-def check_keys_are_split(
-    arguments: tuple[Any, Any], Layers: Axis, name_of: Callable[[tuple[Any, ...]], str]
-) -> None:
-    """Refuse a single random key among the arguments of a stack's blocks.
-
-    Raises:
-        ValueError: shows the `jax.random.split` to write.
-    """
-    for path, leaf in jtu.tree_flatten_with_path(arguments, is_leaf=is_named)[0]:
-        name = name_of(path)
-        if is_unsplit_key(name, leaf):
-            raise ValueError(
-                f"{name} is a single random key, and every layer of `{Layers.name}` needs its own. "
-                f"Write {name}=jax.random.split({name}, {Layers.size})."
-            )
-
-
-def check_layer_index(index: int, Layers: Axis) -> int:
-    """The index counted from the front.
-
-    Raises:
-        IndexError: for an index outside of the axis.
-    """
-    position = operator.index(index)
-    if not -Layers.size <= position < Layers.size:
-        raise IndexError(
-            f"Layer {position} does not exist: `{Layers.name}` has layers 0 to {Layers.size - 1}."
-        )
-    return position % Layers.size
-
-
-def block_call(block: eqx.Module) -> Callable[..., Any]:
-    """The call of a block as a function of any block of its kind, with the parameters for error messages."""
-    return _call_of(type(block))
-
-
-@functools.lru_cache(maxsize=256)  # the same function each time, by which eager calls are recognised
-def _call_of(cls: type) -> Callable[..., Any]:
-    @functools.wraps(cls.__call__)
-    def apply(block: Any, /, *args: Any, **kwargs: Any) -> Any:
-        return block(*args, **kwargs)
-
-    return apply
-
-
-def method_caller(
-    layers: Any, verb: str, fn: Callable[..., Any], *, skip: int, first: tuple[str, ...] = ()
-) -> Caller:
-    """A method of `Stacked` or `BlockSeq`, for error messages about its arguments."""
-    carry = "x" if verb == "vmap" else "carry"
-    closure = f"stack.{verb}_via(lambda block, {carry}: block({carry}, array))(x)"
-    return Caller(
-        f"{type(layers).__name__}.{verb}",
-        argument_namer(fn, skip, first),
-        (f"close over it ({closure})",),
-    )
-
-
-def init_caller(cls: type, build: Callable[..., Any]) -> Caller:
-    """`init` of `Stacked` or `BlockSeq`, for error messages about its arguments."""
-    what = f"{cls.__name__}.init"
-    closure = f"{what}(Layers, lambda *, key: Block(array, key=key))(key=keys)"
-    return Caller(what, argument_namer(build, skip=0), (f"close over it ({closure})",))
+def _stored(tree: Any) -> Marked:
+    """The arrays of a stack among the arguments of a scan."""
+    return Marked(tree, "stored")
 
 
 def _name_in_stack(path: tuple[Any, ...]) -> str:

@@ -8,9 +8,10 @@ import equinox as eqx
 import haliax.state_dict
 import jax.tree_util as jtu
 import numpy as np
+from haliax import Axis
 from haliax.state_dict import StateDict, with_prefix
 
-from ._layer_axis import is_array
+from ._layer_axis import is_array, is_named, is_split, stack_trees
 
 M = TypeVar("M", bound=eqx.Module)
 
@@ -45,6 +46,28 @@ def layers_from_state_dict(templates: Sequence[M], state_dict: StateDict, prefix
         filled = jtu.tree_unflatten(jtu.tree_structure(arrays), jtu.tree_leaves(filled))
         layers.append(eqx.combine(filled, rest))
     return layers
+
+
+def stack_as(stacked: M, layers: Sequence[M], axis: Axis) -> M:
+    """The layers as one tree in which what all share is shared as it is in `stacked`.
+
+    Raises:
+        ValueError: names an array that is shared in `stacked` and differs between the layers.
+    """
+
+    def choose(path: tuple[Any, ...], old: Any, new: Any, *of_layers: Any) -> Any:
+        if is_split(old, axis) or not (is_named(old) or is_array(old)):
+            return new
+        arrays = [leaf.array if is_named(leaf) else leaf for leaf in of_layers]
+        for index, array in enumerate(arrays):
+            if not np.array_equal(array, arrays[0]):
+                raise ValueError(
+                    f"All layers of the stack share {jtu.keystr(path)[1:]}, but the state dict has another "
+                    f"one for layer {index} than for layer 0. Give it the axis `{axis.name}` in the stack."
+                )
+        return of_layers[0]
+
+    return jtu.tree_map_with_path(choose, stacked, stack_trees(layers, axis), *layers, is_leaf=is_named)
 
 
 def _check_layers(templates: Sequence[eqx.Module], state_dict: StateDict, prefix: str | None) -> None:

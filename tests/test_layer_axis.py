@@ -1,12 +1,13 @@
-"""What error messages say of arguments that cannot be split over the layers, and which arguments are keys."""
+"""What is split over the layers and what is shared where an argument says so, and what error messages say."""
 
 import equinox as eqx
 import haliax as hax
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
-from stacked_remat import BlockSeq, Stacked, fold, map, scan
+from stacked_remat import BlockSeq, Stacked, fold, map, per_layer, scan, shared
 from stacked_remat._layer_axis import is_unsplit_key
 
 from .blocks import PlainBlock, PlainScanBlock
@@ -22,32 +23,157 @@ def message_of(call):
     return str(error.value)
 
 
+def seen_by(apply):
+    """What each layer gets of an argument of `apply`, which hands a recorder to a fold, a scan or a map."""
+    seen = []
+
+    def record(part):
+        jax.debug.callback(lambda part: seen.append(np.asarray(part)), part, ordered=True)
+
+    apply(record)
+    jax.effects_barrier()
+    return seen
+
+
+class Recorder(eqx.Module):
+    """A block that hands its argument `x` to a function."""
+
+    weight: jax.Array
+
+    def __call__(self, carry, x, record):
+        record(x)
+        return carry
+
+
+STACKS = [
+    Stacked.init(Layers, Recorder)(jnp.zeros(4)),
+    BlockSeq([Recorder(jnp.zeros(())) for _ in range(4)], Layers),
+]
+FOLDS = [
+    *(lambda x, record, s=s: s.fold(0.0, x, record) for s in STACKS),
+    *(lambda x, record, s=s: s.fold(0.0, x=x, record=record) for s in STACKS),
+    *(lambda x, record, s=s: s.scan_via(lambda b, c, x: (b(c, x, record), None))(0.0, x) for s in STACKS),
+    lambda x, record: fold(lambda carry, x: record(x) or carry, Layers)(0.0, x),
+    lambda x, record: scan(lambda carry, x: (carry, record(x)), Layers)(0.0, x=x),
+    lambda x, record: map(record, Layers)(x),
+]
+
+
+class TestMarks:
+    """A square array fits both ways, and a mark says which."""
+
+    square = jnp.arange(16.0).reshape(4, 4)
+
+    @pytest.mark.parametrize("apply", FOLDS)
+    def test_each_layer_gets_the_whole_or_its_part(self, apply):
+        whole = seen_by(lambda record: apply(shared(self.square), record))
+        np.testing.assert_array_equal(whole, [self.square] * 4)
+        for x in (self.square, per_layer(self.square)):
+            np.testing.assert_array_equal(seen_by(lambda record, x=x: apply(x, record)), self.square)
+
+    @pytest.mark.parametrize("Stack", [Stacked, BlockSeq])
+    def test_init_and_vmap(self, Stack):
+        stack = Stack.init(Layers, Recorder)(shared(self.square))
+        assert all(block.weight.shape == (4, 4) for block in stack)
+        stack = Stack.init(Layers, Recorder)(per_layer(self.square))
+        got = stack.vmap_via(lambda block, x: block.weight @ x)(shared(jnp.ones(4)))
+        np.testing.assert_allclose(got, self.square.sum(1))
+
+    def test_a_part_of_an_argument_and_the_innermost_mark(self):
+        tree = {"whole": self.square, "parts": per_layer([self.square, None, "text"])}
+
+        def step(carry, tree, named):
+            assert tree["whole"].shape == (4, 4) and tree["parts"][0].shape == (4,)
+            assert tree["parts"][1:] == [None, "text"] and named.axes == (Layers,)
+            return carry
+
+        fold(step, Layers)(0.0, shared(tree), named=shared(hax.arange(Layers)))
+        fold(lambda carry, x, nothing: carry, "layers")(0.0, per_layer(self.square), nothing=per_layer(None))
+        refuse = lambda leaf: False  # noqa: E731
+        rows = seen_by(
+            lambda record: fold(lambda c, x: record(x) or c, Layers, is_scanned=refuse)(
+                0.0, per_layer(self.square)
+            )
+        )
+        np.testing.assert_array_equal(rows, self.square)
+
+    @pytest.mark.parametrize("remat", [False, "nested"])
+    @pytest.mark.parametrize("stack", STACKS, ids=["Stacked", "BlockSeq"])
+    def test_marked_arguments_of_transformations(self, stack, remat):
+        """Marked trees are PyTrees: `jit`, `grad` and `vmap` take them as arguments."""
+
+        def loss(weights, scales):
+            step = lambda block, x, weight, scale: jnp.tanh(weight @ x) * scale  # noqa: E731
+            return jnp.sum(stack.fold_via(step, remat=remat)(jnp.ones(4), weights, scales))
+
+        def expected(weight, scales):
+            x = jnp.ones(4)
+            for scale in scales:
+                x = jnp.tanh(weight @ x) * scale
+            return jnp.sum(x)
+
+        scales = jnp.arange(1.0, 5.0)
+        of_marked = jax.jit(jax.grad(loss, argnums=(0, 1)))(shared(self.square), per_layer(scales))
+        of_loop = jax.grad(expected, argnums=(0, 1))(self.square, scales)
+        for got, want in zip(jax.tree.leaves(of_marked), of_loop, strict=True):
+            np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-6)
+        batch = jnp.stack([self.square, -0.1 * self.square])
+        got = jax.vmap(loss, in_axes=(0, None))(shared(batch), scales)
+        want = jnp.stack([expected(weight, scales) for weight in batch])
+        np.testing.assert_allclose(got, want, rtol=1e-5)
+
+    @pytest.mark.parametrize(
+        "x, message",
+        [
+            (hax.ones(hax.Axis("width", 4)), r"x, marked per_layer, has no axis `layers` \(axes width=4\)"),
+            (jnp.ones(3), r"x, marked per_layer, has leading dimension 3"),
+            (jnp.ones(()), r"x, marked per_layer, has no dimension to split"),
+            (jax.random.key(0), r"no dimension to split(.|\n)*jax.random.split\(x, 4\)"),
+        ],
+    )
+    def test_what_cannot_be_split(self, x, message):
+        for apply in FOLDS[:2]:
+            with pytest.raises(ValueError, match=message) as error:
+                apply(per_layer(x), None)
+            assert "whole array" not in str(error.value)
+
+    @pytest.mark.parametrize("x", [3, [0.1, 0.2, 0.3, 0.4], "text"])
+    def test_per_layer_takes_arrays(self, x):
+        with pytest.raises(TypeError, match=r"holds none. Write per_layer\(jnp.asarray\(x\)\)"):
+            per_layer(x)
+
+    @pytest.mark.parametrize("apply", [stack.fold for stack in STACKS] + [fold(lambda c: c, Layers)])
+    def test_a_carry_has_no_mark(self, apply):
+        with pytest.raises(TypeError, match=r"carry\['h'\] is marked shared\(...\).*Pass it without shared"):
+            apply({"h": shared(self.square)})
+
+
 class TestHowToShare:
     """What each operation advises works there."""
 
     @pytest.mark.parametrize(
-        "name, run, option",
+        "name, run",
         [
-            ("fold", lambda: fold(lambda c, table: c, Layers)(0.0, TABLE), "is_scanned="),
-            ("scan", lambda: scan(lambda c, table: (c, c), Layers)(0.0, TABLE), "is_scanned="),
-            ("map", lambda: map(lambda table: table, Layers)(TABLE), "is_mapped="),
+            ("fold", lambda table: fold(lambda c, table: c, Layers)(0.0, table)),
+            ("scan", lambda table: scan(lambda c, table: (c, c), Layers)(0.0, table)),
+            ("map", lambda table: map(lambda table: table, Layers)(table)),
         ],
     )
-    def test_functions(self, name, run, option):
-        message = message_of(run)
+    def test_functions(self, name, run):
+        message = message_of(lambda: run(TABLE))
         assert message.startswith(f"{name} over `layers` (size 4)")
         assert "table has leading dimension 8 (shape (8, 3))" in message
-        assert f"close over it ({name}(lambda" in message and f"say what is split with {option}" in message
-        assert "stack." not in message
+        assert "mark it, stacked_remat.shared(table), or" in message
+        run(shared(TABLE))
 
     @pytest.mark.parametrize("Stack", [Stacked, BlockSeq])
     @pytest.mark.parametrize("verb", ["fold", "scan", "vmap"])
     def test_methods(self, Stack, verb):
         stack = Stack.init(Layers, PlainScanBlock if verb == "scan" else PlainBlock)(3, key=KEYS)
-        message = message_of(lambda: getattr(stack, verb)(jnp.ones(3) if verb != "vmap" else KEYS, TABLE))
+        message = message_of(lambda: getattr(stack, verb)(jnp.ones((4, 3)), TABLE))
         assert message.startswith(f"{Stack.__name__}.{verb} over `layers` (size 4)")
         assert "scale has leading dimension 8" in message
-        assert f"close over it (stack.{verb}_via(lambda block, " in message and "is_scanned" not in message
+        assert "mark it, stacked_remat.shared(scale), or" in message
 
     @pytest.mark.parametrize("Stack", [Stacked, BlockSeq])
     def test_init(self, Stack):
@@ -56,11 +182,9 @@ class TestHowToShare:
             return PlainBlock(3, key=key)
 
         message = message_of(lambda: Stack.init(Layers, block)(TABLE, key=KEYS))
-        advice = f"{Stack.__name__}.init(Layers, lambda *, key: Block(array, key=key))(key=keys)"
-        assert message.startswith(f"{Stack.__name__}.init over `layers`") and f"({advice})" in message
-        assert "_via" not in message and "is_scanned" not in message
-        names = dict(Layers=Layers, Block=block, array=TABLE, keys=KEYS, Stacked=Stacked, BlockSeq=BlockSeq)
-        assert eval(advice, names).fold(jnp.ones(3)).shape == (3,)
+        assert message.startswith(f"{Stack.__name__}.init over `layers`")
+        assert "mark it, stacked_remat.shared(table), or" in message
+        assert Stack.init(Layers, block)(shared(TABLE), key=KEYS).fold(jnp.ones(3)).shape == (3,)
 
     def test_arrays_of_the_stack_have_one_name(self):
         class Block(eqx.Module):
@@ -91,6 +215,55 @@ class TestKeys:
         build = Stack.init(Layers.resize(2), lambda **keys: PlainBlock(3, key=keys[name]))
         with pytest.raises(ValueError, match=rf"{name}=jax.random.split\({name}, 2\)"):
             build(**{name: jax.random.PRNGKey(0)})
+
+    @pytest.mark.parametrize("apply", FOLDS)
+    @pytest.mark.parametrize("key", [jax.random.key(0), jax.random.PRNGKey(0)], ids=["typed", "raw"])
+    def test_a_call_refuses_a_single_key(self, apply, key):
+        """In every layer it would give the same dropout mask."""
+        for argument, name in (
+            (key, "x"),
+            ({"rng": key}, r"x\['rng'\]"),
+            ([None, {"key": key}], r"x\[1\]\['key'\]"),
+        ):
+            if name == "x" and key.ndim == 1:
+                continue  # two integers are known for a key by its name
+            with pytest.raises(
+                ValueError, match=rf"{name} is a single random key.*every layer.*split\({name}, 4\)"
+            ):
+                apply(argument, lambda x: None)
+            apply(shared(argument), lambda x: None)
+            apply(jax.tree.map(lambda key: jax.random.split(key, 4), argument), lambda x: None)
+
+    @pytest.mark.parametrize("Stack", [Stacked, BlockSeq])
+    def test_a_raw_key_of_two_layers_in_a_call(self, Stack):
+        stack = Stack.init(Layers.resize(2), Recorder)(jnp.zeros(2))
+        call = stack.fold_via(lambda block, x, *, key: x)
+        with pytest.raises(
+            ValueError, match=r"key=jax.random.split\(key, 2\).*key=stacked_remat.shared\(key\)"
+        ):
+            call(0.0, key=jax.random.PRNGKey(0))
+        call(0.0, key=per_layer(jnp.zeros(2, jnp.uint32)))  # whoever says so has a number for each layer
+        vmapped = jax.vmap(lambda key: stack.vmap_via(lambda block, *, key: block.weight)(key=shared(key)))
+        assert vmapped(jax.random.split(jax.random.key(0), 3)).shape == (3, 2)
+
+    @pytest.mark.parametrize("Stack", [Stacked, BlockSeq])
+    def test_init_may_share_a_key(self, Stack):
+        first, *others = Stack.init(Layers, PlainBlock)(3, key=shared(jax.random.key(0)))
+        assert all(eqx.tree_equal(first, other) for other in others)
+
+    def test_is_scanned_may_share_a_key(self):
+        named_only = lambda leaf: isinstance(leaf, hax.NamedArray)  # noqa: E731
+        fold(lambda carry, key: carry, Layers, is_scanned=named_only)(0.0, jax.random.key(0))
+
+    def test_numbers_that_a_stack_holds_are_not_keys(self):
+        class Seeded(eqx.Module):
+            seed: jax.Array
+
+            def __call__(self, x):
+                return x
+
+        stack = Stacked.init(Layers.resize(2), Seeded)(per_layer(jnp.zeros(2, jnp.uint32)))
+        assert stack.fold(0.0) == 0.0 and stack.vmap(0.0).shape == (2,) and stack[0].seed.shape == ()
 
     @pytest.mark.parametrize("name", ["monkeys", "keyboard", "seeded", "ids", "args[0]"])
     def test_other_pairs_of_integers_are_not_keys(self, name):

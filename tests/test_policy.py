@@ -40,7 +40,7 @@ def test_auto_shows_how_to_call_the_planner():
     Layers = hax.Axis("layers", 2)
     for init in (Stacked.init, BlockSeq.init):
         with pytest.raises(ValueError, match=r'memory.plan\(step, stack, x, budget="72GiB"'):
-            init(Layers, eqx.nn.Linear, remat="auto")  # pyright: ignore[reportArgumentType]
+            init(Layers, eqx.nn.Linear, remat="auto")  # pyright: ignore[reportCallIssue]
 
 
 @pytest.mark.parametrize("spec", [None, 1, 3, 2.0, ["nested"]])

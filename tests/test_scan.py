@@ -239,7 +239,7 @@ class TestErrors:
 
     def test_a_plain_array_meant_for_all_layers_is_told_how_to_share(self, data):
         with pytest.raises(
-            ValueError, match="To give every layer the whole array.*close over it.*NamedArray without"
+            ValueError, match=r"To give every layer the whole array.*shared\(mask\), or.*NamedArray without"
         ):
             fold(lambda carry, x, mask: carry, Time)(0.0, data, jnp.ones((8, 8)))
 
@@ -289,7 +289,26 @@ class TestErrors:
                 lambda c, x: {"h": jnp.zeros(4)},
                 r"carry\['h'\] goes in as float32\[3\].*float32\[4\]",
             ),
-            ({"h": jnp.zeros(3)}, lambda c, x: {"g": c["h"]}, "The carry changes structure"),
+            (
+                {"h": jnp.zeros(3)},
+                lambda c, x: {"g": c["h"]},
+                r"The carry changes structure: carry\['h'\] goes in and does not come out, carry\['g'\]",
+            ),
+            (
+                {"h": 0.0, "state": {"count": 0, "mean": 0.0}},
+                lambda c, x: {**c, "state": {**c["state"], "mean": None}},
+                r"The carry\['state'\]\['mean'\] changes structure: float32.. goes in, None comes out",
+            ),
+            (
+                {"h": (jnp.zeros(3), 0.0)},
+                lambda c, x: {"h": c["h"][:1]},
+                r"The carry\['h'\] changes structure: a tuple of 2 .* goes in, a tuple of 1 .*out\.\n",
+            ),
+            (
+                [eqx.nn.Identity(), eqx.nn.Lambda(jnp.tanh)],
+                lambda c, x: [c[0], eqx.nn.Dropout()],
+                r"The carry\[1\] changes structure: a value of type Lambda goes in, .* Dropout comes out",
+            ),
             (
                 ("a", 0.0),
                 lambda c, x: ("b", 0.0),
@@ -312,6 +331,21 @@ class TestErrors:
     def test_a_carry_that_changes(self, data, init, step, message, remat):
         with pytest.raises(ValueError, match=message):
             fold(step, Time, remat=remat)(init, data)
+
+    @pytest.mark.parametrize("remat", [True, "nested", "offload", "recompute", False, "save_all"])
+    def test_what_cannot_be_transposed(self, remat):
+        def step(carry, weight):
+            return weight * carry, carry
+
+        def run(x):
+            return scan(step, Time, remat=remat)(x, jnp.arange(1.0, 6.0))[0]
+
+        if remat in (False, "save_all"):
+            np.testing.assert_allclose(jax.linear_transpose(run, 1.0)(1.0), [120.0])
+        else:
+            with pytest.raises(TypeError, match="linear_transpose.*remat=False.*jax.vjp"):
+                jax.linear_transpose(run, 1.0)(1.0)
+        np.testing.assert_allclose(jax.jit(jax.vmap(jax.grad(run)))(jnp.ones(2)), [120.0, 120.0])
 
     def test_an_output_that_is_no_array(self, data):
         with pytest.raises(

@@ -1,4 +1,6 @@
-"""`Stacked` and `BlockSeq`, which have the same methods: building, applying, taking apart, state dicts."""
+"""`Stacked` and `BlockSeq`, which have the same methods: building, applying, taking apart."""
+
+from typing import assert_type
 
 import equinox as eqx
 import haliax as hax
@@ -154,6 +156,7 @@ class TestApplying:
     def test_vmap(self, Stack):
         plain = Stack.init(Layers, PlainBlock)(3, key=keys())
         named = Stack.init(Layers, NamedBlock)(Hidden, key=keys())
+        assert plain.vmap_via(lambda block: 1.5)().shape == (4,)
         x = jnp.ones((4, 3))  # a plain array is split: a row for each layer
         expected = jnp.stack(
             [layer(row, s) for layer, row, s in zip(plain.unstacked(), x, self.scales, strict=True)]
@@ -198,6 +201,25 @@ class TestApplying:
             program(unroll="junk")
         if Stack is Stacked:
             assert program(unroll=2) != program() and "unroll=2" in program(unroll=2)
+
+    @pytest.mark.parametrize("remat", [False, True, "nested", ScanCheckpointPolicy(first_layers=1)])
+    def test_reverse_goes_from_the_last_layer(self, Stack, remat):
+        stack = Stack.init(Layers, PlainScanBlock, remat=remat)(3, key=keys())
+        x, expected = jnp.arange(3.0), []
+        for layer, scale in zip(reversed(stack), self.scales[::-1], strict=True):
+            x, y = layer(x, scale)
+            expected.insert(0, y)  # outputs keep the order of the axis
+        via = stack.scan_via(PlainScanBlock.__call__, reverse=True)
+        for carry, outputs in (
+            stack.scan(jnp.arange(3.0), self.scales, reverse=True),
+            via(jnp.arange(3.0), self.scales),
+        ):
+            np.testing.assert_allclose(carry, x, rtol=1e-5)
+            np.testing.assert_allclose(outputs, jnp.stack(expected), rtol=1e-5)
+        first = stack.fold_via(lambda block, x, scale: block(x, scale)[0], reverse=True)
+        np.testing.assert_allclose(first(jnp.arange(3.0), self.scales), x, rtol=1e-5)
+        with pytest.raises(TypeError, match="reverse is True or False; got 'yes'"):
+            stack.scan(jnp.ones(3), reverse="yes")
 
     def test_a_remat_of_the_call(self, Stack):
         stack = Stack.init(Layers, PlainBlock)(3, key=keys())
@@ -319,7 +341,7 @@ class TestStacked:
 
     def test_what_is_stacked_is_a_module(self):
         with pytest.raises(TypeError, match="Stacked holds a module.*got 3 .int.*an eqx.Module"):
-            Stacked.init(Layers, lambda key: 3)(keys())
+            Stacked.init(Layers, lambda key: 3)(keys())  # pyright: ignore[reportCallIssue]
         with pytest.raises(TypeError, match=r"Stacked\(block, Layers\) takes the axis.*got <class"):
             Stacked(Layers, PlainBlock)  # pyright: ignore[reportArgumentType]
 
@@ -334,6 +356,19 @@ class TestStacked:
         build = eqx.filter_vmap(lambda keys: Stacked.init(Layers, PlainBlock)(3, key=keys))
         ensemble = build(jax.random.split(jax.random.key(0), (2, 4)))
         assert ensemble.stacked.weight.shape == (2, 4, 3, 3)
+
+    def test_type_checkers_know_the_block(self):
+        """`make lint` runs pyright over this file."""
+        plain = Stacked.init(Layers, PlainBlock)
+        named = Stacked.init(Layers, NamedBlock, remat="nested")
+        assert_type(plain(3, key=keys()), Stacked[PlainBlock])
+        assert_type(named(Hidden, key=keys()), Stacked[NamedBlock])
+        assert_type(named(Hidden, key=keys()).get_layer(0), NamedBlock)
+        assert_type(plain(3, key=keys())[1:3][0], PlainBlock)
+        assert_type(BlockSeq.init(Layers, PlainBlock)(3, key=keys()), BlockSeq[PlainBlock])
+        assert_type(Stacked.init(Layers, lambda keys: PlainBlock(3, key=keys))(keys()), Stacked[PlainBlock])
+        with pytest.raises(TypeError, match="key"):
+            plain(3)  # pyright: ignore[reportCallIssue]
 
 
 class TestBlockSeq:
@@ -399,42 +434,3 @@ class TestTakingApart:
                 stack.get_layer(i)
         with pytest.raises(TypeError):
             stack.get_layer(1.0)
-
-    def test_state_dict_round_trip(self, Stack):
-        for block, args in ((NamedBlock, (Hidden,)), (PlainBlock, (3,))):
-            stack = Stack.init(Layers, block)(*args, key=keys())
-            other = Stack.init(Layers, block)(*args, key=jax.random.split(jax.random.key(9), 4))
-            for prefix in (None, "model.layers"):
-                state = stack.to_state_dict(prefix)
-                start = "" if prefix is None else "model.layers."
-                assert set(state) == {f"{start}{i}.{name}" for i in range(4) for name in ("weight", "bias")}
-                restored = other.from_state_dict({**state, "elsewhere": jnp.ones(1)}, prefix)
-                assert eqx.tree_equal(restored, stack)
-
-    def test_state_dicts_of_the_two_are_alike(self, Stack):
-        stack, sequence = (S.init(Layers, PlainBlock)(3, key=keys()) for S in (Stacked, BlockSeq))
-        assert stack.to_state_dict("h").keys() == sequence.to_state_dict("h").keys()
-        assert eqx.tree_equal(stack.from_state_dict(sequence.to_state_dict("h"), "h"), stack)
-
-    def test_functions_and_numbers_stay_as_they_are(self, Stack):
-        stack = Stack.init(Layers, eqx.nn.MLP)(3, 3, 8, 1, key=keys())
-        restored = stack.from_state_dict(stack.to_state_dict("h"), "h")
-        np.testing.assert_allclose(restored.fold(jnp.ones(3)), stack.fold(jnp.ones(3)))
-
-    def test_every_problem_of_a_state_dict_is_named(self, Stack):
-        stack = Stack.init(Layers, PlainBlock)(3, key=keys())
-        state = stack.to_state_dict("h")
-        del state["h.1.weight"], state["h.1.bias"], state["h.3.bias"]
-        state["h.2.weight"] = jnp.ones((2, 3))
-        state["h.4.weight"] = state["h.17.weight"] = jnp.ones((3, 3))
-        with pytest.raises(ValueError) as error:
-            stack.from_state_dict(state, "h")
-        message = str(error.value)
-        assert "layer 1 is missing (no key starts with 'h.1')" in message
-        assert "layer 2 has 'h.2.weight' of shape (2, 3) where (3, 3) is expected" in message
-        assert "layer 3 is missing 'h.3.bias'" in message
-        assert "layer 4 is one too many: the stack has 4 layers" in message
-        assert "layer 17 is one too many" in message
-        number = {**stack.to_state_dict("h"), "h.0.bias": 1.0}
-        with pytest.raises(ValueError, match=r"'h.0.bias' of shape \(\) where \(3,\) is expected"):
-            stack.from_state_dict(number, "h")

@@ -1,5 +1,6 @@
 """Training: config in, a trained model out. Knows batches, steps and run folders; names no architecture."""
 
+from . import extra as extra
 from .batches import BATCH_AXIS, POSITION_AXIS, TokenBatch
 from .checkpoint import (
     CheckpointMismatchError,

@@ -185,8 +185,10 @@ def _package(name: str) -> Any:
     try:
         return importlib.import_module(name)
     except ImportError as error:
+        install = "'stacked_remat[tensorboard]'" if name == "tensorboardX" else name
         raise ConfigError(
-            f"trainer.trackers asks for {_SETTINGS[name]}, which needs the package {name}: pip install {name}"
+            f"trainer.trackers asks for {_SETTINGS[name]}, which needs the package {name}: "
+            f"pip install {install}"
         ) from error
 
 

@@ -228,7 +228,7 @@ class Plain(eqx.Module):
 
 def test_linears_of_plain_arrays_in_a_stack():
     layers = Stacked.init(Layers, Plain, remat="nested")(jax.random.split(jax.random.key(0), Layers.size))
-    tree = with_trained_adapters(layers, LoraConfig(2, 3.0, ("*.linear",)))
+    tree: Any = with_trained_adapters(layers, LoraConfig(2, 3.0, ("*.linear",)))
     assert tree.stacked.linear.a.shape == (5, 4, 2) and tree.stacked.linear.b.shape == (5, 2, 4)
     x = jnp.arange(4, dtype=jnp.float32)
     merged = merge_lora(tree)

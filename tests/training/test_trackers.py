@@ -107,17 +107,17 @@ def test_nothing_is_imported_that_is_not_asked_for(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("config", "package"),
+    ("config", "package", "install"),
     [
-        (TrackersConfig(tensorboard=True), "tensorboardX"),
-        (TrackersConfig(wandb=WandbConfig(project="p")), "wandb"),
-        (TrackersConfig(trackio=TrackioConfig(project="p")), "trackio"),
+        (TrackersConfig(tensorboard=True), "tensorboardX", r"'stacked_remat\[tensorboard\]'"),
+        (TrackersConfig(wandb=WandbConfig(project="p")), "wandb", "wandb"),
+        (TrackersConfig(trackio=TrackioConfig(project="p")), "trackio", "trackio"),
     ],
 )
-def test_a_package_that_is_missing_is_named(tmp_path, monkeypatch, config, package):
+def test_a_package_that_is_missing_is_named(tmp_path, monkeypatch, config, package, install):
     monkeypatch.setitem(sys.modules, package, None)
     for check in (lambda: check_trackers(config), lambda: build_trackers(config, tmp_path, {})):
-        with pytest.raises(ConfigError, match=f"needs the package {package}: pip install {package}"):
+        with pytest.raises(ConfigError, match=f"needs the package {package}: pip install {install}"):
             check()
 
 

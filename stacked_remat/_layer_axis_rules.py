@@ -1,0 +1,152 @@
+"""Which parts of an argument are split over the layers and which are shared, and the marks that say so.
+
+A named array is split when it has the axis, wherever the axis stands. A plain array has no names, so it is
+split along its first dimension. Everything else (named arrays without the axis, scalars, functions, Python
+values) is shared by all layers. `shared` and `per_layer` say otherwise of one argument.
+"""
+
+from collections.abc import Callable
+from typing import Any, Literal, TypeAlias, TypeVar
+
+import equinox as eqx
+import jax.tree_util as jtu
+from haliax import NamedArray, axis_name
+from haliax.axis import AxisSelector
+
+T = TypeVar("T")
+IsScanned: TypeAlias = bool | Callable[[Any], bool]
+Rule: TypeAlias = Literal["default", "shared", "per_layer", "stored"]
+Entry: TypeAlias = tuple[tuple[Any, ...], Any, Rule]  # path, leaf, and the rule that it obeys
+
+
+def is_named(leaf: Any) -> bool:
+    return isinstance(leaf, NamedArray)
+
+
+def is_array(leaf: Any) -> bool:
+    """Whether `leaf` is an array of any library, a tracer or a `ShapeDtypeStruct`, and not a `NamedArray`."""
+    return hasattr(leaf, "shape") and hasattr(leaf, "dtype") and not is_named(leaf)
+
+
+def is_named_or_shaped_array(leaf: Any) -> bool:
+    """The default of `is_scanned`: named arrays, and plain arrays of at least one dimension."""
+    return is_named(leaf) or (is_array(leaf) and leaf.ndim >= 1)
+
+
+def has_axis(leaf: NamedArray, axis: AxisSelector) -> bool:
+    return axis_name(axis) in [own.name for own in leaf.axes]
+
+
+def is_split(leaf: Any, axis: AxisSelector, is_scanned: IsScanned = is_named_or_shaped_array) -> bool:
+    wanted = is_scanned if isinstance(is_scanned, bool) else is_scanned(leaf)
+    if is_named(leaf):
+        return wanted and has_axis(leaf, axis)
+    return wanted and is_array(leaf)
+
+
+def leaf_size(leaf: Any, axis: AxisSelector) -> int | None:
+    """The number of layers that a leaf holds, or None for one that has no dimension to split."""
+    if is_named(leaf):
+        return next((own.size for own in leaf.axes if own.name == axis_name(axis)), None)
+    return leaf.shape[0] if leaf.ndim else None
+
+
+class Marked(eqx.Module):
+    """A tree and how it is split over the layers. A scan hands `value` on, and not the mark.
+
+    Attributes:
+        value: the tree.
+        rule: `"stored"` are the arrays of a stack itself, which are split as arguments without a mark are.
+    """
+
+    value: Any
+    rule: Rule = eqx.field(static=True)
+
+
+def shared(x: T) -> T:
+    """Mark an argument, or a part of one, to go to every layer whole.
+
+    ```python
+    y = blocks.fold(x, mask=shared(mask))
+    ```
+
+    Without it a plain array is split along its first dimension, and a single random key is refused. A named
+    array that has the layers' axis keeps it. Gradients are summed over the layers. For `fold`, `scan`, `map`,
+    and `init`, `fold`, `scan` and `vmap` of stacks.
+
+    Args:
+        x: any tree. A part of it that is marked by itself obeys its own mark.
+
+    Returns:
+        The tree in a PyTree node that a scan takes off again: the layers get `x` as it is.
+    """
+    mark: Any = Marked(x, "shared")
+    return mark
+
+
+def per_layer(x: Any) -> Any:
+    """Mark an argument, or a part of one, to be split over the layers, and refuse it where it can't be.
+
+    ```python
+    y = blocks.fold(x, per_layer(drop_rates))
+    ```
+
+    Plain arrays are split along their first dimension, named arrays along the layers' axis. Without the mark
+    arrays that have neither are shared by all layers; with it they are an error of the scan.
+
+    Args:
+        x: a tree with at least one array, or None. What is not an array in it goes to every layer whole.
+
+    Returns:
+        The tree in a PyTree node that a scan takes off again.
+
+    Raises:
+        TypeError: there is no array in `x`.
+    """
+    leaves = jtu.tree_leaves(x, is_leaf=_is_named_or_marked)
+    if leaves and not any(is_array(leaf) or _is_named_or_marked(leaf) for leaf in leaves):
+        raise TypeError(
+            f"per_layer splits arrays over the layers; {x!r} ({type(x).__name__}) holds none. "
+            "Write per_layer(jnp.asarray(x)), or pass it without per_layer for every layer to get it whole."
+        )
+    return Marked(x, "per_layer")
+
+
+def check_unmarked(carry: Any) -> None:
+    """Refuse a carry with marks in it.
+
+    Raises:
+        TypeError: names the path.
+    """
+    for path, leaf in jtu.tree_flatten_with_path(carry, is_leaf=_is_named_or_marked)[0]:
+        if isinstance(leaf, Marked):
+            raise TypeError(
+                f"The carry{jtu.keystr(path)} is marked {leaf.rule}(...), but a carry goes from layer to "
+                f"layer: it is neither split nor shared. Pass it without {leaf.rule}."
+            )
+
+
+def take_marks_off(tree: Any, rule: Rule = "default", path: tuple[Any, ...] = ()) -> tuple[list[Entry], Any]:
+    """Path, leaf and rule of every leaf, and the tree without marks. The innermost mark counts."""
+    entries, parts = [], []
+    paths_and_nodes, treedef = jtu.tree_flatten_with_path(tree, is_leaf=_is_named_or_marked)
+    for own, node in paths_and_nodes:
+        inside, part = (
+            take_marks_off(node.value, node.rule, (*path, *own))
+            if isinstance(node, Marked)
+            else ([((*path, *own), node, rule)], node)
+        )
+        entries += inside
+        parts.append(part)
+    return entries, jtu.tree_unflatten(treedef, parts)
+
+
+def is_split_by(rule: Rule, leaf: Any, axis: AxisSelector, is_scanned: IsScanned) -> bool:
+    """Whether a leaf is split, where sizes allow."""
+    if rule == "per_layer":
+        return is_named(leaf) or is_array(leaf)
+    return rule != "shared" and is_split(leaf, axis, is_scanned)
+
+
+def _is_named_or_marked(leaf: Any) -> bool:
+    return is_named(leaf) or isinstance(leaf, Marked)

@@ -1,0 +1,141 @@
+"""What the methods of `Stacked` and `BlockSeq` have in common: builders, options, and names for errors."""
+
+import copy
+import functools
+import inspect
+import operator
+from collections.abc import Callable, Container, Iterable
+from typing import Any, ParamSpec, Protocol, TypeVar
+
+import equinox as eqx
+from haliax import Axis
+
+from ._layer_axis import Caller, argument_namer
+from ._policy import ScanCheckpointPolicy, resolve_policy
+
+B_co = TypeVar("B_co", bound=eqx.Module, covariant=True)
+L = TypeVar("L")
+P = ParamSpec("P")
+
+
+class BuiltByInit(Protocol[P, B_co]):
+    """A module class with a static `init`, as is usual with Haliax."""
+
+    @property
+    def init(self) -> Callable[P, B_co]:
+        """What builds a module."""
+        ...
+
+
+def init_policy(remat: Any, gradient_checkpointing: Any) -> ScanCheckpointPolicy:
+    """The policy that the two names of the argument give, `True` where neither does."""
+    if remat is not None and gradient_checkpointing is not None:
+        raise ValueError(
+            f"remat={remat!r} and gradient_checkpointing={gradient_checkpointing!r} name one argument. "
+            "Pass one of them."
+        )
+    given = gradient_checkpointing if remat is None else remat
+    return resolve_policy(True if given is None else given)
+
+
+def block_builder(Block: Any, what: str) -> Callable[..., Any]:
+    """The static `init` of a block, Haliax style, or the block itself.
+
+    Raises:
+        TypeError: for a module where its class belongs, for what can't be called, and for a class with an
+            `init` that is an ordinary method.
+    """
+    kind = type(Block).__name__
+    # Equinox's partial and jitted functions are modules too.
+    is_block = isinstance(Block, eqx.Module) and not (
+        isinstance(Block, eqx.Partial) or hasattr(Block, "__wrapped__")
+    )
+    if is_block or not callable(Block):
+        write = f"{what}(Layers, {kind})(...)" if is_block else f"{what}(Layers, Block)(...)"
+        raise TypeError(
+            f"{what} takes the class of the blocks, or a function that builds one, and calls it for every "
+            f"layer; got {f'a {kind} that is built already' if is_block else f'{Block!r} ({kind})'}. "
+            f"Write {write}."
+        )
+    if not inspect.isclass(Block):
+        return Block
+    init = inspect.getattr_static(Block, "init", None)
+    if init is None:
+        return Block
+    if inspect.isfunction(init):
+        name = Block.__name__
+        raise TypeError(
+            f"{what} builds blocks with {name}.init, which is an ordinary method and needs a block to be "
+            f"called on. Make it a @staticmethod that returns a block, or, if it is for something else, name "
+            f"the constructor: {what}(Layers, lambda *args, **kwargs: {name}(*args, **kwargs))."
+        )
+    return getattr(Block, "init")  # noqa: B009 - pyright knows of no `init`
+
+
+def check_options(blocks: Iterable[Any], verb: str, **options: Any) -> None:
+    """Refuse an option of a fold whose name is that of a parameter of its blocks.
+
+    Raises:
+        TypeError: shows how to say which of the two is meant.
+    """
+    for kind in {type(block) for block in blocks}:
+        for name, value in options.items():
+            if value is not None and name in _parameters(kind):
+                call = f"{kind.__name__}.__call__"
+                raise TypeError(
+                    f"{name}={value!r} may be for {verb} or for {call}, which has a parameter `{name}` too. "
+                    f"For the block write {verb}_via(lambda block, x: block(x, {name}=...))(x), "
+                    f"for {verb} write {verb}_via({call}, {name}=...)(x)."
+                )
+
+
+def _parameters(kind: type) -> Container[str]:
+    try:
+        return inspect.signature(kind.__call__).parameters
+    except (TypeError, ValueError):  # builtins have no signature
+        return ()
+
+
+def check_layer_index(index: int, Layers: Axis) -> int:
+    """The index counted from the front.
+
+    Raises:
+        IndexError: for an index outside of the axis.
+        TypeError: for what is no integer.
+    """
+    if isinstance(index, str | tuple | list | float):
+        raise TypeError(f"A layer is chosen by an integer, several by one slice [start:stop]; got {index!r}.")
+    position = operator.index(index)
+    if not -Layers.size <= position < Layers.size:
+        held = f"layers 0 to {Layers.size - 1}" if Layers.size else "no layers"
+        raise IndexError(f"Layer {position} does not exist: `{Layers.name}` has {held}.")
+    return position % Layers.size
+
+
+def block_call(block: eqx.Module) -> Callable[..., Any]:
+    """The call of a block as a function of any block of its kind, with the parameters for error messages."""
+    return _call_of(type(block))
+
+
+@functools.lru_cache(maxsize=256)  # the same function each time, by which eager calls are recognised
+def _call_of(cls: type) -> Callable[..., Any]:
+    @functools.wraps(cls.__call__)
+    def apply(block: Any, /, *args: Any, **kwargs: Any) -> Any:
+        return block(*args, **kwargs)
+
+    return apply
+
+
+def method_caller(
+    layers: Any, verb: str, fn: Callable[..., Any], *, skip: int, first: tuple[str, ...] = ()
+) -> Caller:
+    """A method of `Stacked` or `BlockSeq`, for error messages about its arguments."""
+    return Caller(f"{type(layers).__name__}.{verb}", argument_namer(fn, skip, first))
+
+
+def changed(layers: L, **fields: Any) -> L:
+    """A copy with other fields. A subclass may be built in its own way, and arrays may be anything."""
+    copied = copy.copy(layers)
+    for name, value in fields.items():
+        object.__setattr__(copied, name, value)  # modules are frozen
+    return copied

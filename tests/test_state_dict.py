@@ -1,0 +1,102 @@
+"""Layers to and from the keys of a torch `Sequential`."""
+
+import equinox as eqx
+import haliax as hax
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from stacked_remat import BlockSeq, Stacked
+
+from .blocks import Hidden, NamedBlock, PlainBlock
+
+Layers = hax.Axis("layers", 4)
+both = pytest.mark.parametrize("Stack", [Stacked, BlockSeq])
+
+
+def keys():
+    return jax.random.split(jax.random.key(0), Layers.size)
+
+
+@both
+def test_what_is_no_array_is_not_read_from_a_state_dict(Stack):
+    class Block(eqx.Module):
+        weight: jax.Array
+        dropout: eqx.nn.Dropout
+        count: int
+        flag: bool
+        rate: complex
+
+        def __call__(self, x, key):
+            assert self.flag and type(self.count) is int
+            return self.dropout(x, key=key) * self.weight * self.count * self.rate.real
+
+    dropout = eqx.nn.Dropout(0.5)
+    stack = Stack.init(Layers, Block)(jnp.ones(4), dropout, 3, True, 2.0 + 0.0j)
+    again = stack.from_state_dict(stack.to_state_dict("h"), "h")
+    assert eqx.tree_equal(again, stack)
+    numbers = [leaf for leaf in jax.tree.leaves(again) if not eqx.is_array(leaf)]
+    assert {type(leaf) for leaf in numbers} == {float, bool, int, complex}
+    again.fold(jnp.ones(3), keys())
+
+
+@both
+def test_state_dict_round_trip(Stack):
+    for block, args in ((NamedBlock, (Hidden,)), (PlainBlock, (3,))):
+        stack = Stack.init(Layers, block)(*args, key=keys())
+        other = Stack.init(Layers, block)(*args, key=jax.random.split(jax.random.key(9), 4))
+        for prefix in (None, "model.layers"):
+            state = stack.to_state_dict(prefix)
+            start = "" if prefix is None else "model.layers."
+            assert set(state) == {f"{start}{i}.{name}" for i in range(4) for name in ("weight", "bias")}
+            restored = other.from_state_dict({**state, "elsewhere": jnp.ones(1)}, prefix)
+            assert eqx.tree_equal(restored, stack)
+            assert eqx.tree_equal(other[:0].from_state_dict({}, prefix), other[:0])
+
+
+@both
+def test_state_dicts_of_the_two_are_alike(Stack):
+    stack, sequence = (S.init(Layers, PlainBlock)(3, key=keys()) for S in (Stacked, BlockSeq))
+    assert stack.to_state_dict("h").keys() == sequence.to_state_dict("h").keys()
+    assert eqx.tree_equal(stack.from_state_dict(sequence.to_state_dict("h"), "h"), stack)
+
+
+@both
+def test_functions_and_numbers_stay_as_they_are(Stack):
+    stack = Stack.init(Layers, eqx.nn.MLP)(3, 3, 8, 1, key=keys())
+    restored = stack.from_state_dict(stack.to_state_dict("h"), "h")
+    np.testing.assert_allclose(restored.fold(jnp.ones(3)), stack.fold(jnp.ones(3)))
+
+
+@both
+def test_every_problem_of_a_state_dict_is_named(Stack):
+    stack = Stack.init(Layers, PlainBlock)(3, key=keys())
+    state = stack.to_state_dict("h")
+    del state["h.1.weight"], state["h.1.bias"], state["h.3.bias"]
+    state["h.2.weight"] = jnp.ones((2, 3))
+    state["h.4.weight"] = state["h.17.weight"] = jnp.ones((3, 3))
+    with pytest.raises(ValueError) as error:
+        stack.from_state_dict(state, "h")
+    message = str(error.value)
+    assert "layer 1 is missing (no key starts with 'h.1')" in message
+    assert "layer 2 has 'h.2.weight' of shape (2, 3) where (3, 3) is expected" in message
+    assert "layer 3 is missing 'h.3.bias'" in message
+    assert "layer 4 is one too many: the stack has 4 layers" in message
+    assert "layer 17 is one too many" in message
+    number = {**stack.to_state_dict("h"), "h.0.bias": 1.0}
+    with pytest.raises(ValueError, match=r"'h.0.bias' of shape \(\) where \(3,\) is expected"):
+        stack.from_state_dict(number, "h")
+
+
+def test_what_all_layers_share_stays_shared_in_a_state_dict():
+    class Block(eqx.Module):
+        weight: hax.NamedArray
+        table: hax.NamedArray
+        scale: jax.Array
+
+    stack = Stacked(Block(hax.arange(Layers), hax.arange(Hidden), jnp.ones(())), Layers)
+    state = stack.to_state_dict("h")
+    assert eqx.tree_equal(stack.from_state_dict(state, "h"), stack)
+    with pytest.raises(ValueError, match="layers of the stack share table, but .* for layer 2 than"):
+        stack.from_state_dict({**state, "h.2.table": jnp.zeros(3, jnp.int32)}, "h")

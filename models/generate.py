@@ -9,42 +9,52 @@ by side, and text is shown as it comes, that of the first prompt first.
 """
 
 import argparse
+import functools
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import cast
 
+import equinox as eqx
+import haliax as hax
 import jax
+import jax.numpy as jnp
+from haliax import Axis
 from rich.console import Console
 
+from models.command import run_command
 from models.generator import Dtype, Generator, generator_of_folder, generator_of_run
-from models.safetensors_folder import WeightsError
 from models.sampling import Sampling
 from models.text_generation import Piece, Stop, Tokens, chat_prompt, end_of_turn, generate_text, in_order
 from stacked_remat.training import (
-    ChatTemplateError,
-    CheckpointMismatchError,
+    BATCH_AXIS,
+    POSITION_AXIS,
     ConfigError,
-    DataError,
     Tokenizer,
+    check_fits,
 )
 
 
 def main(arguments: Sequence[str], console: Console | None = None) -> int:
-    """The command: returns the exit status, after a one-line message for anything that the user can mend.
+    """The command: returns the exit status, after one message for anything that the user can mend.
 
     Returns:
         0 when all prompts have been continued, 1 after an error, 130 when Ctrl-C ended it.
     """
     console = Console() if console is None else console
+
+    def show(text: str) -> None:
+        console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+    return run_command(lambda arguments, _: _generate(arguments, console), arguments, show)
+
+
+def _generate(arguments: Sequence[str], console: Console) -> int:
     options = _parser().parse_args(arguments)
-    try:
-        sampling, texts = _sampling(options), _prompts(options)
-        generator = _generator(options)
-        prompts, stops = _encoded(generator.tokenizer, texts, chat=options.chat)
-    except _MENDABLE as error:
-        console.print(f"error: {error}", highlight=False, markup=False, soft_wrap=True)
-        return 1
+    sampling, texts = _sampling(options), _prompts(options)
+    generator = _generator(options)
+    prompts, stops = _encoded(generator.tokenizer, texts, chat=options.chat)
+    _check_cache(generator, prompts, options.max_new_tokens)
     pieces = generate_text(
         generator,
         prompts,
@@ -62,14 +72,6 @@ def main(arguments: Sequence[str], console: Console | None = None) -> int:
 
 
 _INTERRUPTED = 130
-_MENDABLE = (
-    ChatTemplateError,
-    CheckpointMismatchError,
-    ConfigError,
-    DataError,
-    FileNotFoundError,
-    WeightsError,
-)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -97,6 +99,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--top_k", type=int, help="draw among so many of the likeliest tokens")
     add("--top_p", type=float, help="draw among the fewest tokens whose probabilities reach this")
+    add("--debug", action="store_true", help="show the traceback of an error")
     add("--seed", type=int, default=0, help="of the random numbers (default 0)")
     return parser
 
@@ -149,6 +152,20 @@ def _encoded(
             "A prompt is empty, and the tokenizer has no token that begins a text. Begin the text yourself."
         )
     return prompts, ()
+
+
+def _check_cache(generator: Generator, prompts: Sequence[Tokens], max_new_tokens: int) -> None:
+    """Refuses more new tokens than there is memory for what the model keeps of them."""
+    longest = max(map(len, prompts))
+    axes = (Axis(BATCH_AXIS, len(prompts)), Axis(POSITION_AXIS, longest))
+    tokens = hax.named(jax.ShapeDtypeStruct([axis.size for axis in axes], jnp.int32), axes)
+    read = functools.partial(generator.model.prefill, slots=longest + max_new_tokens - 1)
+    _, cache = eqx.filter_eval_shape(read, tokens)
+    check_fits(
+        {"the weights": generator.model, "the keys and values of all tokens": cache},
+        f"Lower --max_new_tokens ({max_new_tokens:,}), or give fewer or shorter prompts ({len(prompts)} of "
+        f"up to {longest:,} tokens).",
+    )
 
 
 def _show(console: Console, texts: Sequence[str], pieces: Iterator[Piece], *, chat: bool) -> None:

@@ -18,6 +18,7 @@ from typing import Any
 import equinox as eqx
 import jax
 
+from models.command import run_command
 from models.lm import LmConfig, check_remat_names, next_token_loss
 from models.pretrained import resolved_model
 from models.qwen3_moe import Qwen3MoeConfig, hf as hf  # registers its types and its weights
@@ -29,22 +30,17 @@ from models.run_state import (
     saved_arrays,
     state_shapes,
 )
-from models.safetensors_folder import WeightsError
-from models.step_memory import plan_step
-from stacked_remat import OffloadError, check_offload
+from models.step_memory import check_memory, plan_step
+from stacked_remat import check_offload
 from stacked_remat.lora import LoraConfig
-from stacked_remat.memory import BudgetError
 from stacked_remat.training import (
     EXIT_INTERRUPTED,
     AdamWConfig,
-    CheckpointMismatchError,
     Checkpoints,
     ConfigError,
     ConsoleProgress,
     DataConfig,
-    DataError,
     JsonLinesTracker,
-    NonFiniteLossError,
     OptimizerConfig,
     Partitioning,
     Position,
@@ -122,10 +118,11 @@ class TrainLmConfig:
             )
 
 
-def train_lm(config: TrainLmConfig, progress: Progress) -> TrainingResult:
+def train_lm(config: TrainLmConfig, progress: Progress, stop: StopSignals) -> TrainingResult:
     """Runs the training that `config` describes, from the last checkpoint in its run folder if there is one.
 
-    SIGTERM and SIGINT end it after the step that is being done, with a checkpoint.
+    Once a step is done, a signal that `stop` receives ends it after the step that is being done, with a
+    checkpoint.
 
     Raises:
         FileExistsError: the run folder holds a finished run, or another process trains in it.
@@ -140,7 +137,9 @@ def train_lm(config: TrainLmConfig, progress: Progress) -> TrainingResult:
     check_trackers(config.trainer.trackers)
     partitioning = _partitioning(config)
     tokenizer = load_tokenizer(config.data.tokenizer)
-    config = _with_planned_remat(_with_model(config, tokenizer), progress)
+    config = _with_model(config, tokenizer)
+    check_memory(config)
+    config = _with_planned_remat(config, progress)
     check_step(config, partitioning)
     if remat_policy(config.remat, config.model.remat_presets).offloads:
         check_offload()
@@ -161,7 +160,6 @@ def train_lm(config: TrainLmConfig, progress: Progress) -> TrainingResult:
     with contextlib.ExitStack() as closing:
         closing.callback(data.training.close)
         folder = _run_folder(config, closing)
-        stop = closing.enter_context(StopSignals())
         closing.enter_context(partitioning.active())
         checkpoints = Checkpoints(
             folder.checkpoints,
@@ -175,11 +173,11 @@ def train_lm(config: TrainLmConfig, progress: Progress) -> TrainingResult:
             _check_length(config, position, folder)
             data.training.set_state(position.data)  # refuses other data while the folder is still as it was
             progress.message(f"going on after step {position.step} of an earlier process")
-        folder.begin(config_as_dict(config))
-        progress.message(_summary(config, data.summary, state, folder))
         trackers = _trackers(config, folder, position)
         for tracker in trackers:
             closing.callback(tracker.close)
+        folder.begin(config_as_dict(config))
+        progress.message(_summary(config, data.summary, state, folder))
         result = train(
             state,
             loss_function=next_token_loss,
@@ -190,7 +188,7 @@ def train_lm(config: TrainLmConfig, progress: Progress) -> TrainingResult:
             config=config.trainer,
             outputs=RunOutputs(folder, checkpoints, trackers, progress),
             position=position,
-            should_stop=lambda: stop.received,
+            should_stop=lambda: _asked_to_stop(stop),
             partitioning=partitioning,
         )
     _conclude(result, folder, progress)
@@ -198,32 +196,26 @@ def train_lm(config: TrainLmConfig, progress: Progress) -> TrainingResult:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """The command: returns the exit status, after a one-line message for anything that the user can mend.
+    """The command: returns the exit status, after one message for anything that the user can mend.
 
     Returns:
         0 when the run is finished, 1 after an error, 75 when a signal ended it: the same command then goes
         on.
     """
     progress = ConsoleProgress()
-    try:
-        result = train_lm(parse_config(TrainLmConfig, arguments), progress)
-    except _MENDABLE as error:
-        progress.message(f"error: {error}")
-        return 1
-    return 0 if result.stopped_by is None else EXIT_INTERRUPTED
+
+    def run(arguments: Sequence[str], stop: StopSignals) -> int:
+        result = train_lm(parse_config(TrainLmConfig, arguments), progress, stop)
+        return 0 if result.stopped_by is None else EXIT_INTERRUPTED
+
+    early = " before a step was done; the same command starts again, from the last checkpoint if there is one"
+    return run_command(run, arguments, progress.message, interrupted=(EXIT_INTERRUPTED, early))
 
 
-_MENDABLE = (
-    ConfigError,
-    DataError,
-    CheckpointMismatchError,
-    FileExistsError,
-    FileNotFoundError,
-    NonFiniteLossError,
-    BudgetError,
-    OffloadError,
-    WeightsError,
-)
+def _asked_to_stop(stop: StopSignals) -> str | None:
+    """What asks to stop, if anything does; from the first time on, when a step is done, it has to ask."""
+    stop.defer()
+    return stop.received
 
 
 def _partitioning(config: TrainLmConfig) -> Partitioning:

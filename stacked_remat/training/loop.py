@@ -108,8 +108,8 @@ def train(
         config: how long, and how often to log, evaluate and save.
         outputs: where results go.
         position: that of `state`, if it comes from a checkpoint.
-        should_stop: asked after every step; its answer, such as the name of a signal, ends the run after a
-            checkpoint.
+        should_stop: asked after every step and after the evaluation that follows it; its answer, such as the
+            name of a signal, ends the run after a checkpoint.
         partitioning: how the state lies on the devices, and how batches are divided over them; it is to be
             active meanwhile.
 
@@ -149,9 +149,11 @@ def train(
                 batch = next_batch()  # made while the device works
             reporter.stepped(done, metrics, used)
             profiler.after_step(done)
+            asked = should_stop()
             if done == config.num_steps or (config.eval_every and done % config.eval_every == 0):
                 evaluation.run(done, state.model)
-            stopped_by = should_stop() if done < config.num_steps else None
+                asked = asked or should_stop()  # an evaluation may take long
+            stopped_by = asked if done < config.num_steps else None
             _save(done, state, data, config, reporter, evaluation, stopped_by is not None)
     finally:
         outputs.progress.stop()

@@ -15,7 +15,7 @@ from .checkpoint import Checkpoints
 from .mesh import Partitioning
 from .profiler import ProfilerWindow
 from .progress import Progress
-from .run_folder import RunFolder
+from .run_folder import RunFolder, named_in_errors
 from .step import LossFunction, Metrics, RandomLoss, TrainState, build_step
 from .streams import TokenStream
 from .throughput import Clock, peak_flops, peak_memory_bytes, training_flops
@@ -273,7 +273,8 @@ class _Reporter:
                 return
             found += f", the last of {in_a_row} in a row (trainer.update.max_consecutive_skips)"
         path = self.outputs.folder.nonfinite_step(done)
-        np.savez(path, **_step_data(done, metrics, batch))
+        with named_in_errors(path):
+            np.savez(path, **_step_data(done, metrics, batch))
         skip = "or trainer.update.on_nonfinite: skip, with which the same command goes on after the last save"
         raise NonFiniteLossError(
             f"Step {done} is not finite: {found}, with learning rate {learning_rate:.3g}. Training stopped; "

@@ -145,8 +145,8 @@ class RunFolder:
             if path.is_symlink():
                 raise ConfigError(
                     f"{path} is a symbolic link to {os.readlink(path)}, and trainer.checkpoint.overwrite "
-                    f"deletes nothing elsewhere. Remove the link, and what it leads to if that may go, or give "
-                    f"this run a folder of its own with --trainer.run_dir. Nothing was deleted."
+                    f"deletes nothing elsewhere. Remove the link, and what it leads to if that may go, or "
+                    f"give this run a folder of its own with --trainer.run_dir. Nothing was deleted."
                 )
         # At once out of sight: a half-deleted folder of checkpoints must not be taken for a run's.
         moved: list[tuple[Path, Path]] = []

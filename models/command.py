@@ -1,9 +1,14 @@
 """What the commands have in common: a user's mistakes as one message each, signals, and where text goes."""
 
+import contextlib
 import errno
+import gc
+import logging
 import signal
+import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import jax
 
@@ -77,21 +82,45 @@ def run_command(
     """
     debug = _DEBUG in arguments
     arguments = [argument for argument in arguments if argument != _DEBUG]
-    try:
-        with StopSignals(at_once=True) as stop:
-            return work(arguments, stop)
-    except Interrupted as signalled:
-        status, what = interrupted or (128 + signal.Signals[str(signalled)], "")
-        show(f"stopped by {signalled}{what}")
-        return status
-    except Exception as error:
-        message = error_message(error)
-        if message is None:
-            raise
-        if debug:
-            traceback.print_exc()
+    with contextlib.nullcontext() if debug else _quiet_checkpoints():
+        try:
+            with StopSignals(at_once=True) as stop:
+                return work(arguments, stop)
+        except Interrupted as signalled:
+            status, what = interrupted or (128 + signal.Signals[str(signalled)], "")
+            show(f"stopped by {signalled}{what}")
+            return status
+        except Exception as error:
+            message = error_message(error)
+            if message is None:
+                raise
+            if debug:
+                traceback.print_exc()
         show(f"error: {message}")
+        gc.collect()  # what the error left half done ends now, and not with tracebacks while Python shuts down
         return 1
+
+
+@contextlib.contextmanager
+def _quiet_checkpoints() -> Iterator[None]:
+    """Keeps what writes checkpoints from showing the tracebacks of what it raises as well.
+
+    Orbax logs them; TensorStore's threads report to an event loop that the first error has closed.
+    """
+    log, hook = logging.getLogger("absl"), sys.excepthook
+    level = log.level
+
+    def show_others(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+        if str(error) != "Event loop is closed":
+            hook(kind, error, trace)
+
+    log.setLevel(logging.CRITICAL)
+    sys.excepthook = show_others
+    try:
+        yield
+    finally:
+        log.setLevel(level)
+        sys.excepthook = hook
 
 
 def error_message(error: Exception) -> str | None:

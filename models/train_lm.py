@@ -62,6 +62,7 @@ from stacked_remat.training import (
     learning_rate_schedule,
     load_tokenizer,
     lock_run_folder,
+    named_in_errors,
     open_training_data,
     parse_config,
     remat_entry,
@@ -167,7 +168,7 @@ def train_lm(config: TrainLmConfig, progress: Progress, stop: StopSignals) -> Tr
             run_config=config_as_dict(config),
             saved=saved_arrays,
         )
-        closing.callback(checkpoints.close)
+        closing.callback(_close, checkpoints)
         state, position = _first_state(config, partitioning, checkpoints)
         if position is not None:
             _check_length(config, position, folder)
@@ -210,6 +211,11 @@ def main(arguments: Sequence[str]) -> int:
 
     early = " before a step was done; the same command starts again, from the last checkpoint if there is one"
     return run_command(run, arguments, progress.message, interrupted=(EXIT_INTERRUPTED, early))
+
+
+def _close(checkpoints: Checkpoints) -> None:
+    with named_in_errors(checkpoints.folder):
+        checkpoints.close()
 
 
 def _asked_to_stop(stop: StopSignals) -> str | None:

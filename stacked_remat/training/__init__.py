@@ -42,7 +42,7 @@ from .optimizer_config import (
 from .precision import cast_parameters, in_float32
 from .progress import ConsoleProgress, Progress, lasting_console
 from .remat import NO_PRESETS, RematEntry, RematPresets, check_remat, remat_entry, remat_policy
-from .run_folder import RunFolder, config_changes, lock_run_folder
+from .run_folder import RunFolder, config_changes, lock_run_folder, named_in_errors
 from .signals import EXIT_INTERRUPTED, Interrupted, StopSignals
 from .step import LossFunction, Metrics, RandomLoss, Trainable, TrainState, build_step, train_step
 from .streams import HeldOutSet, TokenStream
@@ -156,6 +156,7 @@ __all__ = [
     "lock_run_folder",
     "open_training_data",
     "mesh_sizes",
+    "named_in_errors",
     "parse_config",
     "peak_flops",
     "read_tokenizer_files",

@@ -4,6 +4,7 @@ import contextlib
 import fcntl
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -229,9 +230,14 @@ def _write(path: Path, text: str) -> None:
 
 @contextlib.contextmanager
 def named_in_errors(path: Path) -> Iterator[None]:
-    """Gives the errors of the system that come from writing to an open file, a full disk say, its path."""
+    """Gives errors of the system that say no path, such as a full disk's, that of what is being written."""
     try:
         yield
     except OSError as error:
         error.filename = error.filename or str(path)
         raise
+    except ValueError as error:  # TensorStore's, which writes checkpoints
+        code = re.search(r"os_error_code='(\d+)'", str(error))
+        if code is None:
+            raise
+        raise OSError(int(code[1]), os.strerror(int(code[1])), str(path)) from error

@@ -97,7 +97,7 @@ def run_command(
             if debug:
                 traceback.print_exc()
         show(f"error: {message}")
-        gc.collect()  # what the error left half done ends now, and not with tracebacks while Python shuts down
+        gc.collect()  # what is left half done ends now, and not with tracebacks while Python shuts down
         return 1
 
 

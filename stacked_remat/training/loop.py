@@ -224,7 +224,7 @@ class _Reporter:
         peak = self._config.profiler.peak_flops or peak_flops(devices[0])
         if peak is not None:
             self._peak = peak * len(devices)
-            self._flops = training_flops(loss_function, state.model, batch)
+            self._flops = training_flops(loss_function, state.model, batch, state.trained)
 
     def stepped(self, done: int, metrics: Metrics, batch: TokenBatch) -> None:
         """Waits for step `done` to end and reports it."""

@@ -82,10 +82,12 @@ def run_command(
     """
     debug = _DEBUG in arguments
     arguments = [argument for argument in arguments if argument != _DEBUG]
-    with contextlib.nullcontext() if debug else _quiet_checkpoints():
+    with contextlib.ExitStack() as closing:
+        if not debug:
+            closing.enter_context(_quiet_checkpoints())
+        stop = closing.enter_context(StopSignals(at_once=True))  # to the end: a second signal may come late
         try:
-            with StopSignals(at_once=True) as stop:
-                return work(arguments, stop)
+            return work(arguments, stop)
         except Interrupted as signalled:
             status, what = interrupted or (128 + signal.Signals[str(signalled)], "")
             show(f"stopped by {signalled}{what}")

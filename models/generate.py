@@ -9,17 +9,12 @@ by side, and text is shown as it comes, that of the first prompt first.
 """
 
 import argparse
-import functools
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import cast
 
-import equinox as eqx
-import haliax as hax
 import jax
-import jax.numpy as jnp
-from haliax import Axis
 from rich.console import Console
 
 from models.command import run_command
@@ -27,11 +22,8 @@ from models.generator import Dtype, Generator, generator_of_folder, generator_of
 from models.sampling import Sampling
 from models.text_generation import Piece, Stop, Tokens, chat_prompt, end_of_turn, generate_text, in_order
 from stacked_remat.training import (
-    BATCH_AXIS,
-    POSITION_AXIS,
     ConfigError,
     Tokenizer,
-    check_fits,
 )
 
 
@@ -54,7 +46,6 @@ def _generate(arguments: Sequence[str], console: Console) -> int:
     sampling, texts = _sampling(options), _prompts(options)
     generator = _generator(options)
     prompts, stops = _encoded(generator.tokenizer, texts, chat=options.chat)
-    _check_cache(generator, prompts, options.max_new_tokens)
     pieces = generate_text(
         generator,
         prompts,
@@ -152,20 +143,6 @@ def _encoded(
             "A prompt is empty, and the tokenizer has no token that begins a text. Begin the text yourself."
         )
     return prompts, ()
-
-
-def _check_cache(generator: Generator, prompts: Sequence[Tokens], max_new_tokens: int) -> None:
-    """Refuses more new tokens than there is memory for what the model keeps of them."""
-    longest = max(map(len, prompts))
-    axes = (Axis(BATCH_AXIS, len(prompts)), Axis(POSITION_AXIS, longest))
-    tokens = hax.named(jax.ShapeDtypeStruct([axis.size for axis in axes], jnp.int32), axes)
-    read = functools.partial(generator.model.prefill, slots=longest + max_new_tokens - 1)
-    _, cache = eqx.filter_eval_shape(read, tokens)
-    check_fits(
-        {"the weights": generator.model, "the keys and values of all tokens": cache},
-        f"Lower --max_new_tokens ({max_new_tokens:,}), or give fewer or shorter prompts ({len(prompts)} of "
-        f"up to {longest:,} tokens).",
-    )
 
 
 def _show(console: Console, texts: Sequence[str], pieces: Iterator[Piece], *, chat: bool) -> None:

@@ -23,7 +23,7 @@ from .data.training_data import TrainingData, open_training_data
 from .data_config import DataConfig, SourceConfig
 from .evaluation import held_out_evaluator, held_out_evaluators
 from .loop import NonFiniteLossError, Position, RunOutputs, TrainingResult, train
-from .memory_check import check_fits
+from .memory_check import check_fits, memory_bytes
 from .mesh import Partitioning, mesh_sizes
 from .optimizer import build_optimizer, learning_rate_schedule
 from .optimizer_config import (
@@ -155,6 +155,7 @@ __all__ = [
     "load_tokenizer",
     "lock_run_folder",
     "open_training_data",
+    "memory_bytes",
     "mesh_sizes",
     "named_in_errors",
     "parse_config",

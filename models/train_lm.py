@@ -138,9 +138,7 @@ def train_lm(config: TrainLmConfig, progress: Progress, stop: StopSignals) -> Tr
     check_trackers(config.trainer.trackers)
     partitioning = _partitioning(config)
     tokenizer = load_tokenizer(config.data.tokenizer)
-    config = _with_model(config, tokenizer)
-    check_memory(config)
-    config = _with_planned_remat(config, progress)
+    config = _with_planned_remat(_with_model(config, tokenizer), progress)
     check_step(config, partitioning)
     if remat_policy(config.remat, config.model.remat_presets).offloads:
         check_offload()
@@ -271,14 +269,16 @@ def _check_length(config: TrainLmConfig, position: Position, folder: RunFolder) 
 
 
 def _with_model(config: TrainLmConfig, tokenizer: Tokenizer) -> TrainLmConfig:
-    """The config with the architecture and the vocabulary that it has in the end."""
+    """The config with the architecture and the vocabulary that it has in the end; refuses what can't fit."""
     model, vocab_size = resolved_model(config, check_folder=True)
     if tokenizer.vocab_size > vocab_size:
         raise ConfigError(
             f"The tokenizer {config.data.tokenizer!r} has {tokenizer.vocab_size} tokens, and the model's "
             f"embedding {vocab_size} rows. Use the model's own tokenizer, or a larger vocab_size."
         )
-    return dataclasses.replace(config, model=model, vocab_size=vocab_size)
+    config = dataclasses.replace(config, model=model, vocab_size=vocab_size)
+    check_memory(config)
+    return config
 
 
 def _trackers(config: TrainLmConfig, folder: RunFolder, position: Position | None) -> list[Tracker]:

@@ -228,7 +228,8 @@ def _closed_output(place: Workplace) -> Outcome:
     assert process.stdout is not None and process.stderr is not None
     process.stdout.readline()
     process.stdout.close()
-    errors = process.stderr.read()
+    with process.stderr:
+        errors = process.stderr.read()
     status = process.wait()
     return Outcome(
         status, errors + ("finished" if (place.own / "run/result.json").exists() else "not finished")

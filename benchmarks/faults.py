@@ -64,7 +64,8 @@ def kill_runs(place: Workplace, kills: int, duration: float, draw: random.Random
         while not (folder / "result.json").exists():
             early = draw.random() < _BEFORE_THE_STEPS
             moment = draw.uniform(0, duration)
-            process = subprocess.Popen(command("train_lm", *place.train(run)), **place.process())
+            unread = {**place.process(), "stdout": subprocess.DEVNULL}
+            process = subprocess.Popen(command("train_lm", *place.train(run)), **unread)
             if done < kills:
                 if not early:
                     _await_a_step(process, folder)

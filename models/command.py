@@ -109,19 +109,18 @@ def _quiet_checkpoints() -> Iterator[None]:
 
     Orbax logs them; TensorStore's threads report to an event loop that the first error has closed.
     """
-    log, hook = logging.getLogger("absl"), sys.excepthook
-    level = log.level
+    hook = sys.excepthook
 
     def show_others(kind: type[BaseException], error: BaseException, trace: Any) -> None:
         if str(error) != "Event loop is closed":
             hook(kind, error, trace)
 
-    log.setLevel(logging.CRITICAL)
+    # For good: Orbax's threads may be at work, and fail, until the process ends.
+    logging.getLogger("absl").setLevel(logging.CRITICAL)
     sys.excepthook = show_others
     try:
         yield
     finally:
-        log.setLevel(level)
         sys.excepthook = hook
 
 

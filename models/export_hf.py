@@ -18,6 +18,7 @@ import draccus
 import equinox as eqx
 from rich.console import Console
 
+from models.command import run_command
 from models.hub import model_folder
 from models.lm import LanguageModel
 from models.qwen3_moe import Qwen3Decoder
@@ -28,10 +29,10 @@ from models.safetensors_folder import WeightsError, refuse_what_is_there
 from models.train_lm import TrainLmConfig
 from stacked_remat.lora import merge_lora
 from stacked_remat.training import (
-    CheckpointMismatchError,
-    DataError,
+    StopSignals,
     check_unsaved,
     checkpoint_config,
+    lasting_console,
     load_checkpoint,
     load_tokenizer,
     read_tokenizer_files,
@@ -107,8 +108,8 @@ def _run_config(run_dir: Path, step: int | None) -> TrainLmConfig:
 
 
 def main(arguments: Sequence[str], console: Console | None = None) -> int:
-    """The command: returns the exit status, after a one-line message for anything that the user can mend."""
-    console = Console() if console is None else console
+    """The command: returns the exit status, after one message for anything that the user can mend."""
+    console = lasting_console() if console is None else console
     parser = argparse.ArgumentParser(
         prog="python -m models.export_hf", description=(__doc__ or "").splitlines()[0]
     )
@@ -116,14 +117,18 @@ def main(arguments: Sequence[str], console: Console | None = None) -> int:
     parser.add_argument("--out", type=Path, required=True, help="a new folder")
     parser.add_argument("--step", type=int, help="of the checkpoint; the latest if not given")
     parser.add_argument("--adapters", action="store_true", help="the adapters alone, for PEFT")
-    options = parser.parse_args(arguments)
-    try:
+    parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
+
+    def show(text: str) -> None:
+        console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+    def run(arguments: Sequence[str], _: StopSignals) -> int:
+        options = parser.parse_args(arguments)
         export(options.run_dir, options.out, step=options.step, adapters=options.adapters)
-    except (FileNotFoundError, FileExistsError, WeightsError, DataError, CheckpointMismatchError) as error:
-        console.print(f"error: {error}", highlight=False, markup=False, soft_wrap=True)
-        return 1
-    console.print(f"wrote {options.out}", highlight=False, markup=False, soft_wrap=True)
-    return 0
+        show(f"wrote {options.out}")
+        return 0
+
+    return run_command(run, arguments, show)
 
 
 if __name__ == "__main__":

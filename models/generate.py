@@ -17,34 +17,35 @@ from typing import cast
 import jax
 from rich.console import Console
 
+from models.command import run_command
 from models.generator import Dtype, Generator, generator_of_folder, generator_of_run
-from models.safetensors_folder import WeightsError
 from models.sampling import Sampling
 from models.text_generation import Piece, Stop, Tokens, chat_prompt, end_of_turn, generate_text, in_order
 from stacked_remat.training import (
-    ChatTemplateError,
-    CheckpointMismatchError,
     ConfigError,
-    DataError,
     Tokenizer,
 )
 
 
 def main(arguments: Sequence[str], console: Console | None = None) -> int:
-    """The command: returns the exit status, after a one-line message for anything that the user can mend.
+    """The command: returns the exit status, after one message for anything that the user can mend.
 
     Returns:
         0 when all prompts have been continued, 1 after an error, 130 when Ctrl-C ended it.
     """
     console = Console() if console is None else console
+
+    def show(text: str) -> None:
+        console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+    return run_command(lambda arguments, _: _generate(arguments, console), arguments, show)
+
+
+def _generate(arguments: Sequence[str], console: Console) -> int:
     options = _parser().parse_args(arguments)
-    try:
-        sampling, texts = _sampling(options), _prompts(options)
-        generator = _generator(options)
-        prompts, stops = _encoded(generator.tokenizer, texts, chat=options.chat)
-    except _MENDABLE as error:
-        console.print(f"error: {error}", highlight=False, markup=False, soft_wrap=True)
-        return 1
+    sampling, texts = _sampling(options), _prompts(options)
+    generator = _generator(options)
+    prompts, stops = _encoded(generator.tokenizer, texts, chat=options.chat)
     pieces = generate_text(
         generator,
         prompts,
@@ -62,14 +63,6 @@ def main(arguments: Sequence[str], console: Console | None = None) -> int:
 
 
 _INTERRUPTED = 130
-_MENDABLE = (
-    ChatTemplateError,
-    CheckpointMismatchError,
-    ConfigError,
-    DataError,
-    FileNotFoundError,
-    WeightsError,
-)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -97,6 +90,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--top_k", type=int, help="draw among so many of the likeliest tokens")
     add("--top_p", type=float, help="draw among the fewest tokens whose probabilities reach this")
+    add("--debug", action="store_true", help="show the traceback of an error")
     add("--seed", type=int, default=0, help="of the random numbers (default 0)")
     return parser
 

@@ -16,20 +16,19 @@ from rich.console import Console
 from rich.progress import Progress as RichProgress
 from rich.table import Table
 
+from models.command import run_command
 from models.lm import LmConfig, check_remat_names
 from models.qwen3_moe import Qwen3MoeConfig, hf as hf  # registers its types and its weights
-from models.safetensors_folder import WeightsError
-from models.step_memory import plan_step, step_report
+from models.step_memory import check_memory, plan_step, step_report
 from stacked_remat.lora import LoraConfig
-from stacked_remat.memory import BudgetError, MemoryReport, TargetError, find_target
+from stacked_remat.memory import MemoryReport, find_target
 from stacked_remat.training import (
     AdamWConfig,
-    ConfigError,
     DataConfig,
-    DataError,
     OptimizerConfig,
     TrainerConfig,
     check_remat,
+    lasting_console,
     learning_rate_schedule,
     parse_config,
     remat_policy,
@@ -153,31 +152,36 @@ def _cpu_note(config: PlanLmConfig) -> str:
 
 
 def main(arguments: Sequence[str], console: Console | None = None) -> int:
-    """The command: returns the exit status, after a one-line message for anything that the user can mend."""
-    console = Console() if console is None else console
-    try:
-        config = parse_config(PlanLmConfig, arguments)
-        if config.remat == "auto" and config.budget is not None:
-            with console.status("compiling"):
-                planned = plan_step(
-                    config,
-                    budget=config.budget,
-                    host_budget=config.host_budget,
-                    target=config.target,
-                    devices=config.devices,
-                )
-            console.print(planned)
-            return 0
-        found: dict[str, MemoryReport] = {}
-        with RichProgress(console=console, transient=True) as progress:
-            policies = compared(config)
-            task = progress.add_task("compiling", total=len(policies))
-            for name, one in step_reports(config, policies):
-                found[name] = one
-                progress.advance(task)
-    except (ConfigError, DataError, TargetError, BudgetError, WeightsError, FileNotFoundError) as error:
-        console.print(f"error: {error}", highlight=False, markup=False, soft_wrap=True)
-        return 1
+    """The command: returns the exit status, after one message for anything that the user can mend."""
+    console = lasting_console() if console is None else console
+
+    def show(text: str) -> None:
+        console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+    return run_command(lambda arguments, _: _plan(arguments, console), arguments, show)
+
+
+def _plan(arguments: Sequence[str], console: Console) -> int:
+    config = parse_config(PlanLmConfig, arguments)
+    check_memory(config, target=config.target, devices=config.devices)
+    if config.remat == "auto" and config.budget is not None:
+        with console.status("compiling"):
+            planned = plan_step(
+                config,
+                budget=config.budget,
+                host_budget=config.host_budget,
+                target=config.target,
+                devices=config.devices,
+            )
+        console.print(planned)
+        return 0
+    found: dict[str, MemoryReport] = {}
+    with RichProgress(console=console, transient=True) as progress:
+        policies = compared(config)
+        task = progress.add_task("compiling", total=len(policies))
+        for name, one in step_reports(config, policies):
+            found[name] = one
+            progress.advance(task)
     console.print(policy_table(config, found))
     return 0
 

@@ -11,7 +11,7 @@ from models.pretrained import resolved_model
 from models.run_state import ModelOfRun, StepConfig, batch_shapes, run_optimizer, state_shapes
 from stacked_remat import ScanCheckpointSpec
 from stacked_remat.memory import MemoryReport, Plan, Target, find_target, plan, report
-from stacked_remat.training import Partitioning, TokenBatch, TrainState, build_step
+from stacked_remat.training import Partitioning, TokenBatch, TrainState, build_step, check_fits
 
 
 def step_report(
@@ -35,6 +35,39 @@ def step_report(
     step = _Step(config, *_on(config, target, devices))
     with step.partitioning.activations():
         return report(step.under(remat), *step.shapes(), donate="state", target=target)
+
+
+def check_memory(
+    config: StepConfig,
+    *,
+    target: str | Target = "local",
+    devices: int | None = None,
+) -> None:
+    """Refuses a config whose weights, optimizer state and one batch are more than a device has memory for.
+
+    They are there whatever the policy. Costs one tracing of how the model is made, whatever its size.
+
+    Args:
+        config: the model, its data, its optimizer and the mesh.
+        target: the device.
+        devices: how many of them; all of `local`, one of another target, if not given.
+
+    Raises:
+        ConfigError: says how much each takes, and how much there is; as `step_report`.
+    """
+    batch, state = _Step(config, *_on(config, target, devices)).shapes()
+    check_fits(
+        {
+            "trained weights": state.trained,
+            "frozen weights": state.frozen,
+            "optimizer state": state.optimizer_state,
+            "a batch": batch,
+        },
+        f"Now model.num_layers = {config.model.num_layers:,}, vocab_size = {state.model.Vocab.size:,}, "
+        f"data.batch_size = {config.data.batch_size:,} and data.seq_len = {config.data.seq_len:,}: lower "
+        f"what is too large, or divide the arrays over more devices (trainer.mesh).",
+        limit=find_target(target).memory,
+    )
 
 
 def plan_step(

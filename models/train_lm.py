@@ -18,6 +18,7 @@ from typing import Any
 import equinox as eqx
 import jax
 
+from models.command import run_command
 from models.lm import LmConfig, check_remat_names, next_token_loss
 from models.pretrained import resolved_model
 from models.qwen3_moe import Qwen3MoeConfig, hf as hf  # registers its types and its weights
@@ -29,22 +30,17 @@ from models.run_state import (
     saved_arrays,
     state_shapes,
 )
-from models.safetensors_folder import WeightsError
-from models.step_memory import plan_step
-from stacked_remat import OffloadError, check_offload
+from models.step_memory import check_memory, plan_step
+from stacked_remat import check_offload
 from stacked_remat.lora import LoraConfig
-from stacked_remat.memory import BudgetError
 from stacked_remat.training import (
     EXIT_INTERRUPTED,
     AdamWConfig,
-    CheckpointMismatchError,
     Checkpoints,
     ConfigError,
     ConsoleProgress,
     DataConfig,
-    DataError,
     JsonLinesTracker,
-    NonFiniteLossError,
     OptimizerConfig,
     Partitioning,
     Position,
@@ -66,6 +62,7 @@ from stacked_remat.training import (
     learning_rate_schedule,
     load_tokenizer,
     lock_run_folder,
+    named_in_errors,
     open_training_data,
     parse_config,
     remat_entry,
@@ -122,10 +119,11 @@ class TrainLmConfig:
             )
 
 
-def train_lm(config: TrainLmConfig, progress: Progress) -> TrainingResult:
+def train_lm(config: TrainLmConfig, progress: Progress, stop: StopSignals) -> TrainingResult:
     """Runs the training that `config` describes, from the last checkpoint in its run folder if there is one.
 
-    SIGTERM and SIGINT end it after the step that is being done, with a checkpoint.
+    Once a step is done, a signal that `stop` receives ends it after the step that is being done, with a
+    checkpoint.
 
     Raises:
         FileExistsError: the run folder holds a finished run, or another process trains in it.
@@ -161,7 +159,6 @@ def train_lm(config: TrainLmConfig, progress: Progress) -> TrainingResult:
     with contextlib.ExitStack() as closing:
         closing.callback(data.training.close)
         folder = _run_folder(config, closing)
-        stop = closing.enter_context(StopSignals())
         closing.enter_context(partitioning.active())
         checkpoints = Checkpoints(
             folder.checkpoints,
@@ -169,17 +166,17 @@ def train_lm(config: TrainLmConfig, progress: Progress) -> TrainingResult:
             run_config=config_as_dict(config),
             saved=saved_arrays,
         )
-        closing.callback(checkpoints.close)
+        closing.callback(_close, checkpoints)
         state, position = _first_state(config, partitioning, checkpoints)
         if position is not None:
             _check_length(config, position, folder)
             data.training.set_state(position.data)  # refuses other data while the folder is still as it was
             progress.message(f"going on after step {position.step} of an earlier process")
-        folder.begin(config_as_dict(config))
-        progress.message(_summary(config, data.summary, state, folder))
         trackers = _trackers(config, folder, position)
         for tracker in trackers:
             closing.callback(tracker.close)
+        folder.begin(config_as_dict(config))
+        progress.message(_summary(config, data.summary, state, folder))
         result = train(
             state,
             loss_function=next_token_loss,
@@ -190,7 +187,7 @@ def train_lm(config: TrainLmConfig, progress: Progress) -> TrainingResult:
             config=config.trainer,
             outputs=RunOutputs(folder, checkpoints, trackers, progress),
             position=position,
-            should_stop=lambda: stop.received,
+            should_stop=lambda: _asked_to_stop(stop),
             partitioning=partitioning,
         )
     _conclude(result, folder, progress)
@@ -198,32 +195,31 @@ def train_lm(config: TrainLmConfig, progress: Progress) -> TrainingResult:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """The command: returns the exit status, after a one-line message for anything that the user can mend.
+    """The command: returns the exit status, after one message for anything that the user can mend.
 
     Returns:
         0 when the run is finished, 1 after an error, 75 when a signal ended it: the same command then goes
         on.
     """
     progress = ConsoleProgress()
-    try:
-        result = train_lm(parse_config(TrainLmConfig, arguments), progress)
-    except _MENDABLE as error:
-        progress.message(f"error: {error}")
-        return 1
-    return 0 if result.stopped_by is None else EXIT_INTERRUPTED
+
+    def run(arguments: Sequence[str], stop: StopSignals) -> int:
+        result = train_lm(parse_config(TrainLmConfig, arguments), progress, stop)
+        return 0 if result.stopped_by is None else EXIT_INTERRUPTED
+
+    early = " before a step was done; the same command starts again, from the last checkpoint if there is one"
+    return run_command(run, arguments, progress.message, interrupted=(EXIT_INTERRUPTED, early))
 
 
-_MENDABLE = (
-    ConfigError,
-    DataError,
-    CheckpointMismatchError,
-    FileExistsError,
-    FileNotFoundError,
-    NonFiniteLossError,
-    BudgetError,
-    OffloadError,
-    WeightsError,
-)
+def _close(checkpoints: Checkpoints) -> None:
+    with named_in_errors(checkpoints.folder):
+        checkpoints.close()
+
+
+def _asked_to_stop(stop: StopSignals) -> str | None:
+    """What asks to stop, if anything does; from the first time on, when a step is done, it has to ask."""
+    stop.defer()
+    return stop.received
 
 
 def _partitioning(config: TrainLmConfig) -> Partitioning:
@@ -248,7 +244,11 @@ def _first_state(
 
 def _run_folder(config: TrainLmConfig, closing: contextlib.ExitStack) -> RunFolder:
     """The folder of the run, for this process alone until `closing` ends."""
-    root = Path(config.trainer.run_dir or f"runs/{time.strftime('%Y%m%d-%H%M%S')}").expanduser()
+    given = config.trainer.run_dir
+    try:
+        root = Path(f"runs/{time.strftime('%Y%m%d-%H%M%S')}" if given is None else given).expanduser()
+    except RuntimeError as error:
+        raise ConfigError(f"trainer.run_dir = {given!r} names no home folder: {error}") from error
     if jax.process_index() == 0:
         closing.enter_context(lock_run_folder(root))
     return RunFolder.open(
@@ -269,14 +269,16 @@ def _check_length(config: TrainLmConfig, position: Position, folder: RunFolder) 
 
 
 def _with_model(config: TrainLmConfig, tokenizer: Tokenizer) -> TrainLmConfig:
-    """The config with the architecture and the vocabulary that it has in the end."""
+    """The config with the architecture and the vocabulary that it has in the end; refuses what can't fit."""
     model, vocab_size = resolved_model(config, check_folder=True)
     if tokenizer.vocab_size > vocab_size:
         raise ConfigError(
             f"The tokenizer {config.data.tokenizer!r} has {tokenizer.vocab_size} tokens, and the model's "
             f"embedding {vocab_size} rows. Use the model's own tokenizer, or a larger vocab_size."
         )
-    return dataclasses.replace(config, model=model, vocab_size=vocab_size)
+    config = dataclasses.replace(config, model=model, vocab_size=vocab_size)
+    check_memory(config)
+    return config
 
 
 def _trackers(config: TrainLmConfig, folder: RunFolder, position: Position | None) -> list[Tracker]:

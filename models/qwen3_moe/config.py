@@ -237,8 +237,12 @@ class Qwen3Architecture(LmConfig):
     @property
     def stacks(self) -> tuple[tuple[LayerKind, Axis], ...]:
         """The kind and the `Layers` axis of every stack in order: a stack ends where the kind changes."""
-        runs = itertools.groupby(map(self.kind_of, range(self.num_layers)))
-        return tuple((kind, Axis("layers", len(list(run)))) for kind, run in runs)
+        named = (*(self.attention.windowed_layers or ()), *(self.sparse.dense_layers if self.sparse else ()))
+        # Only at these can the kind change, so that the time does not grow with the layers.
+        starts = sorted({0, *named, *(layer + 1 for layer in named)} - {self.num_layers})
+        lengths = [end - start for start, end in itertools.pairwise([*starts, self.num_layers])]
+        runs = itertools.groupby(zip(map(self.kind_of, starts), lengths, strict=True), key=lambda run: run[0])
+        return tuple((kind, Axis("layers", sum(length for _, length in run))) for kind, run in runs)
 
 
 @LmConfig.register_subclass("qwen3")

@@ -18,6 +18,7 @@ from jax.extend import source_info_util
 from jax.extend.core import jaxprs_in_params
 from jax.interpreters import partial_eval
 
+from ._backward import mark_products, scan_parts
 from ._costs import Cost, leaf_cost
 from ._integers import as_known, can_evaluate, evaluate, is_small_integer
 
@@ -49,18 +50,23 @@ class Flops:
         return not self.too_low and not self.too_high
 
 
-def count_flops(jaxpr: Any) -> Flops:
+def count_flops(jaxpr: Any, *, trained: Sequence[bool] | None = None) -> Flops:
     """Count the arithmetic of a traced program.
 
     Args:
         jaxpr: a closed jaxpr, as `jax.make_jaxpr(f)(*args)` or `jax.jit(f).trace(*args).jaxpr` return.
+        trained: for each of its inputs whether its gradient is taken. With it, the products of the backward
+            pass count too: one for each operand of a product that depends on such an input.
 
     Returns:
         The count. Equations whose results are never used are left out, as XLA leaves them out. Loops
         count body times trips; `while` loops whose trip count depends on the arguments are counted
         once and named in `too_low`.
     """
-    cost, _ = _Walk().run(jaxpr, [None] * len(jaxpr.in_avals))
+    walk = _Walk()
+    if trained is not None:
+        walk.count_gradients(jaxpr, trained)
+    cost, _ = walk.run(jaxpr, [None] * len(jaxpr.in_avals))
     return Flops(cost.matmul, cost.elementwise, tuple(sorted(cost.too_low)), tuple(sorted(cost.too_high)))
 
 
@@ -70,6 +76,11 @@ class _Walk:
     def __init__(self) -> None:
         self.steps = 0
         self._live: dict[int, tuple[Any, Any]] = {}
+        self._factors: dict[int, int] = {}
+
+    def count_gradients(self, jaxpr: Any, trained: Sequence[bool]) -> None:
+        """From now on, products count with those of their gradients."""
+        mark_products(self._without_dead_code, jaxpr, trained, self._factors)
 
     def run(self, jaxpr: Any, values: _Values, eqns: Any = None) -> tuple[Cost, list[_Value]]:
         """Walk a jaxpr (open or closed) given what is known of its inputs.
@@ -88,7 +99,8 @@ class _Walk:
                 results = evaluate(eqn, inputs)
             else:
                 added, results = self._eqn(eqn, inputs)
-                cost = cost + added
+                factor = self._factors.get(id(eqn), 1)
+                cost = cost + dataclasses.replace(added, matmul=added.matmul * factor)
             known.update(zip(eqn.outvars, results, strict=True))
         return cost, [_read(known, atom) for atom in live.outvars]
 
@@ -174,17 +186,8 @@ class _Walk:
 
     def _scan(self, eqn: Any, values: list[_Value]) -> tuple[Cost, list[_Value]]:
         body, length = eqn.params["jaxpr"], eqn.params["length"]
-        # Scanned inputs and stacked outputs have one axis more outside the body than inside; the layout
-        # of the equation's parameters that would say the same differs between versions of JAX.
-        inner = getattr(body, "jaxpr", body)
-        num_xs = sum(
-            out.aval.shape != inn.aval.shape for out, inn in zip(eqn.invars, inner.invars, strict=True)
-        )
-        num_ys = sum(
-            out.aval.shape != inn.aval.shape for out, inn in zip(eqn.outvars, inner.outvars, strict=True)
-        )
-        num_carry = len(eqn.outvars) - num_ys
-        num_consts = len(eqn.invars) - num_xs - num_carry
+        num_consts, num_carry = scan_parts(eqn)
+        num_ys = len(eqn.outvars) - num_carry
         consts, carry, xs = (
             values[:num_consts],
             values[num_consts:][:num_carry],

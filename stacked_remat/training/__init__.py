@@ -24,6 +24,7 @@ from .data.training_data import TrainingData, open_training_data
 from .data_config import DataConfig, SourceConfig
 from .evaluation import held_out_evaluator, held_out_evaluators
 from .loop import NonFiniteLossError, Position, RunOutputs, TrainingResult, train
+from .memory_check import check_fits, memory_bytes
 from .mesh import Partitioning, mesh_sizes
 from .optimizer import build_optimizer, learning_rate_schedule
 from .optimizer_config import (
@@ -40,10 +41,10 @@ from .optimizer_config import (
     WarmupStableDecaySchedule,
 )
 from .precision import cast_parameters, in_float32
-from .progress import ConsoleProgress, Progress
+from .progress import ConsoleProgress, Progress, lasting_console
 from .remat import NO_PRESETS, RematEntry, RematPresets, check_remat, remat_entry, remat_policy
-from .run_folder import RunFolder, config_changes, lock_run_folder
-from .signals import EXIT_INTERRUPTED, StopSignals
+from .run_folder import RunFolder, config_changes, lock_run_folder, named_in_errors
+from .signals import EXIT_INTERRUPTED, Interrupted, StopSignals
 from .step import LossFunction, Metrics, RandomLoss, Trainable, TrainState, build_step, train_step
 from .streams import HeldOutSet, TokenStream
 from .throughput import peak_flops, training_flops
@@ -90,6 +91,7 @@ __all__ = [
     "HeldOutBatches",
     "HeldOutSet",
     "HostedTracker",
+    "Interrupted",
     "JsonLinesTracker",
     "LinearSchedule",
     "LionConfig",
@@ -137,6 +139,7 @@ __all__ = [
     "build_step",
     "build_trackers",
     "cast_parameters",
+    "check_fits",
     "check_remat",
     "check_trackers",
     "check_unsaved",
@@ -147,12 +150,15 @@ __all__ = [
     "held_out_evaluator",
     "held_out_evaluators",
     "in_float32",
+    "lasting_console",
     "learning_rate_schedule",
     "load_checkpoint",
     "load_tokenizer",
     "lock_run_folder",
     "open_training_data",
+    "memory_bytes",
     "mesh_sizes",
+    "named_in_errors",
     "parse_config",
     "peak_flops",
     "read_tokenizer_files",

@@ -5,7 +5,7 @@ import re
 import typing
 from typing import Any, TypeVar
 
-from .config_entries import Entry, leaves
+from .config_entries import Entry, leaves, shortened
 from .config_error import ConfigError
 from .config_hints import allows_none, is_registry, keys_below, named_section_class, section_class
 from .config_value import ValueMismatch, decode_value, nearest
@@ -32,8 +32,7 @@ class _Decoder:
     def section(self, config_class: Any, entry: Entry, path: tuple[str, ...]) -> Any:
         """The instance of `config_class`, or of the type chosen from it, that a section describes."""
         name = ".".join(path)
-        if not entry.is_section:
-            raise ConfigError(f"`{name}` {entry.where} is a section of keys, got {entry.plain!r}.")
+        _check_section(entry, name, "is a section of keys", _keys_of(config_class))
         registry, keys = None, dict(entry.value)
         if is_registry(config_class):
             registry, config_class = config_class, _chosen(config_class, keys, entry, name)
@@ -50,22 +49,22 @@ class _Decoder:
                 raise ConfigError(f"`{name}` {entry.where} lacks the key `{field.name}`.")
         try:
             return config_class(**values)
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, OverflowError) as error:
             named = not path or re.search(rf"\b{re.escape(path[-1])}\b", str(error))
             of = "" if named else f" (of `{name}`)"
             raise ConfigError(f"Bad config {_blamed(entry, str(error))}{of}: {error}") from error
 
     def _entry(self, hint: Any, entry: Entry, path: tuple[str, ...]) -> Any:
         name = ".".join(path)
-        if entry.plain is None and allows_none(hint):
-            return None
+        if allows_none(hint):
+            if entry.plain is None:
+                return None
+            if entry.replaced is not None and entry.replaced.value is None:
+                entry = Entry(entry.value, entry.where)  # an optional section that was left out below
         if (section := section_class(hint)) is not None:
             return self.section(section, entry, path)
         if (named := named_section_class(hint)) is not None:
-            if not entry.is_section:
-                raise ConfigError(
-                    f"`{name}` {entry.where} holds sections, each under its name, got {entry.plain!r}."
-                )
+            _check_section(entry, name, "holds sections, each under its name", _keys_of(named))
             return {key: self.section(named, own, (*path, key)) for key, own in entry.value.items()}
         try:
             return decode_value(hint, entry.plain, path)
@@ -87,6 +86,25 @@ class _Decoder:
         if there:
             return f" Did you mean `{'` or `'.join(there[:3])}`?{listed}"
         return nearest(key, valid) + listed
+
+
+def _check_section(entry: Entry, name: str, what: str, keys: list[str]) -> None:
+    """Refuses anything else where a section belongs, be it under keys that were laid over it."""
+    found = entry if entry.replaced is None else entry.replaced
+    if not found.is_section:
+        got = "nothing (null)" if found.plain is None else shortened(found.plain)
+        raise ConfigError(
+            f"`{name}` {found.where} {what}, got {got}. Write its keys there ({', '.join(keys)}), or leave "
+            f"`{name}` out."
+        )
+
+
+def _keys_of(config_class: Any) -> list[str]:
+    """The keys of a section, for errors; where `type` chooses among several sections, that alone."""
+    if is_registry(config_class):
+        return [f"type: {'|'.join(config_class.get_known_choices())}", "..."]
+    names = [field.name for field in dataclasses.fields(config_class)]
+    return names[:4] + ["..."] * (len(names) > 4)
 
 
 def _chosen(registry: Any, keys: dict[str, Entry], entry: Entry, name: str) -> Any:

@@ -4,6 +4,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from .config_error import ConfigError
+
 
 @dataclass(frozen=True)
 class Entry:
@@ -12,10 +14,12 @@ class Entry:
     Attributes:
         value: a scalar, a list, or for a section a dict of entries by key.
         where: the place where it was written, as errors say it: `in FILE`, `on the command line`.
+        replaced: what stood below a section that was laid over it, if that was no section.
     """
 
     value: Any
     where: str
+    replaced: "Entry | None" = None
 
     @property
     def is_section(self) -> bool:
@@ -41,6 +45,8 @@ def overlaid(below: Entry, above: Entry) -> Entry:
     A section that names another `type` than the one below replaces all of that, for its keys are others; so
     does an empty one.
     """
+    if above.is_section and above.value and not below.is_section:
+        return Entry(above.value, above.where, replaced=below)
     if not (below.is_section and above.is_section and above.value):
         return above
     if _type_of(above) not in (None, _type_of(below)):
@@ -48,15 +54,42 @@ def overlaid(below: Entry, above: Entry) -> Entry:
     merged = dict(below.value)
     for key, entry in above.value.items():
         merged[key] = overlaid(merged[key], entry) if key in merged else entry
-    return Entry(merged, above.where)
+    return Entry(merged, above.where, above.replaced or below.replaced)
 
 
-def with_key(tree: Entry, dotted: str, entry: Entry) -> Entry:
-    """The tree with one entry replaced, by its dotted key; sections on the way are made if need be."""
+def with_key(tree: Entry, dotted: str, entry: Entry, above: tuple[str, ...] = ()) -> Entry:
+    """The tree with one entry replaced, by its dotted key; sections on the way are made if need be.
+
+    Args:
+        tree: the entries so far.
+        dotted: the key, below `above`.
+        entry: what it is to hold.
+        above: the keys that lead to the tree.
+
+    Raises:
+        ConfigError: on the way stands a value, which has no keys.
+    """
+    if not tree.is_section and tree.value is not None:
+        name = ".".join(above)
+        raise ConfigError(
+            f"`{name}.{dotted}` {entry.where} is a key of the section `{name}`, but `{name}` {tree.where} is "
+            f"{shortened(tree.plain)}, which has no keys. Write a section there, or leave `{name}` out."
+        )
     key, dot, rest = dotted.partition(".")
-    keys = dict(tree.value) if tree.is_section else {}
-    keys[key] = with_key(keys.get(key, Entry({}, entry.where)), rest, entry) if dot else entry
-    return Entry(keys, tree.where if tree.is_section else entry.where)
+    keys: dict[str, Entry] = dict(tree.value or {})
+    keys[key] = with_key(keys.get(key, Entry({}, entry.where)), rest, entry, (*above, key)) if dot else entry
+    if tree.is_section:
+        return Entry(keys, tree.where, tree.replaced)
+    return Entry(keys, entry.where, replaced=tree)
+
+
+def shortened(value: Any) -> str:
+    """A value as an error shows it: its `repr`, cut where it is long."""
+    try:
+        text = repr(value)
+    except ValueError:  # an integer of more digits than Python writes out
+        return "a number of thousands of digits"
+    return text if len(text) <= 120 else f"{text[:100]}... ({len(text):,} characters)"
 
 
 def leaves(tree: Entry, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Entry]]:

@@ -74,5 +74,7 @@ def _read_arguments(arguments: Sequence[str]) -> tuple[str | None, dict[str, Ent
 def _read_value(key: str, value: str) -> Entry:
     try:
         return read_config_value(value, _ON_THE_COMMAND_LINE)
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError) as error:
+        if isinstance(error, ConfigError):
+            raise
         raise ConfigError(f"The value of `--{key}` on the command line is no YAML: {error}") from error

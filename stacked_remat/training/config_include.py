@@ -10,11 +10,12 @@ A name is relative to the file that includes it. Keys beside a merge override si
 however deep; a section that names another `type`, or `{}`, replaces the included one.
 """
 
+import itertools
 import json
 import os
 import posixpath
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,8 +23,11 @@ from typing import Any
 import fsspec
 import yaml
 
-from .config_entries import Entry, entry_of, overlaid
+from .config_entries import Entry, entry_of, overlaid, shortened
 from .config_error import ConfigError
+
+# More than any config has, and little enough to be read at once: by its aliases a short file may be huge.
+_LARGEST, _MOST_VALUES, _DEEPEST, _MOST_INCLUDES = 2**20, 100_000, 50, 100
 
 _INCLUDE, _MERGE = "!include", "tag:yaml.org,2002:merge"
 
@@ -41,9 +45,8 @@ def read_config_file(location: str) -> Entry:
     """
     tree = _read(_File(location))
     if not tree.is_section:
-        raise ConfigError(
-            f"{location} must hold a mapping of keys to values, got {type(tree.value).__name__}."
-        )
+        got = "is empty" if tree.value is None else f"holds {shortened(tree.plain)}"
+        raise ConfigError(f"The config file {location} {got}; it must hold a mapping of keys to values.")
     return tree
 
 
@@ -70,12 +73,14 @@ class _File:
         includers: the files on the way to it and the line there, from the nearest.
         seen: what tells these files, and this, from others.
         where: how errors call it.
+        count: counts all files that are included, however deep.
     """
 
     location: str
     includers: tuple[str, ...] = ()
     seen: tuple[str, ...] = ()
     where: str = field(default="", kw_only=True)
+    count: Iterator[int] = field(default_factory=itertools.count, kw_only=True)
 
     @property
     def name(self) -> str:
@@ -88,7 +93,10 @@ class _File:
     def included(self, include: "_Include") -> "_File":
         location = _beside(self.location, include.name)
         here = f"{self.location} line {include.line}" if self.location else "the command line"
-        found = _File(location, (here, *self.includers), (*self.seen, _identity(self.location)))
+        seen = (*self.seen, _identity(self.location))
+        found = _File(location, (here, *self.includers), seen, count=self.count)
+        if next(self.count) == _MOST_INCLUDES:
+            raise ConfigError(f"A config includes at most {_MOST_INCLUDES} files; one more is {found.name}.")
         if _identity(location) in found.seen:
             raise ConfigError(f"A config file can't include itself: {found.name}.")
         return found
@@ -105,19 +113,42 @@ class _Include:
 def _read(file: _File) -> Entry:
     location = file.location
     try:
-        if "://" in location:
-            with fsspec.open(location, "r", encoding="utf-8") as stream:
-                text = stream.read()  # pyright: ignore[reportAttributeAccessIssue]
-        else:
-            text = Path(location).read_text(encoding="utf-8")
+        text = _text(location)
         for ending, loads in {".json": json.loads, ".toml": tomllib.loads}.items():
             if location.endswith(ending):
                 return entry_of(loads(text), file.place)
         return _resolved(_parse(text, location), file)
     except ConfigError:
         raise
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            f"Can't read the config file {file.name}: it is not UTF-8 text (byte {error.start}). Save it as "
+            f"UTF-8, or restore it."
+        ) from error
+    except RecursionError as error:
+        raise ConfigError(
+            f"Can't read the config file {file.name}: it is nested too deeply. A config has a few levels."
+        ) from error
     except (OSError, ImportError, ValueError, yaml.YAMLError) as error:
         raise ConfigError(f"Can't read the config file {file.name}: {error}") from error
+
+
+def _text(location: str) -> str:
+    """What is in a file, unless that is more than a config can be: a device or a data file, say."""
+    if "://" in location:
+        try:
+            with fsspec.open(location, "rb") as stream:
+                found = stream.read(_LARGEST + 1)  # pyright: ignore[reportAttributeAccessIssue]
+        except (OSError, ImportError, ValueError):
+            raise
+        except Exception as error:  # file systems raise what their clients do
+            raise OSError(f"{type(error).__name__}: {error}") from error
+    else:
+        with Path(location).open("rb") as stream:
+            found = stream.read(_LARGEST + 1)
+    if len(found) > _LARGEST:
+        raise ValueError(f"it has more than {_LARGEST >> 20} MiB, which is no config.")
+    return found.decode("utf-8-sig")
 
 
 def _resolved(value: Any, file: _File) -> Entry:
@@ -142,7 +173,42 @@ def _resolved(value: Any, file: _File) -> Entry:
 
 
 class _Loader(yaml.SafeLoader):
-    """Plain values, with every `!include` still to be read; refuses a key that is given twice."""
+    """Plain values, with every `!include` still to be read.
+
+    Refuses a key that is given twice, and more values, aliases written out, or levels than a config has.
+    """
+
+    def __init__(self, text: str):
+        super().__init__(text)
+        self._level = 0
+        self._sizes: dict[
+            int, tuple[int, int]
+        ] = {}  # values and levels of each whole node, aliases written out
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        mark, is_alias = self.peek_event().start_mark, self.check_event(yaml.AliasEvent)
+        self._level += 1
+        if self._level > _DEEPEST:
+            raise _too_much(f"more than {_DEEPEST} levels", mark)
+        node = super().compose_node(parent, index)
+        self._level -= 1
+        if node is None:
+            return None
+        if not is_alias:
+            parts = [] if isinstance(node, yaml.ScalarNode) else node.value
+            if isinstance(node, yaml.MappingNode):
+                parts = [part for pair in node.value for part in pair]
+            within = [self._sizes[id(part)] for part in parts]
+            values, levels = zip(*within, strict=True) if within else ((0,), (0,))
+            self._sizes[id(node)] = (1 + sum(values), 1 + max(levels))
+        if id(node) not in self._sizes:
+            raise _too_much("an alias inside of what it stands for", mark)
+        values, levels = self._sizes[id(node)]
+        if values > _MOST_VALUES or self._level + levels > _DEEPEST:
+            raise _too_much(
+                f"more than {_MOST_VALUES:,} values or {_DEEPEST} levels, aliases written out", mark
+            )
+        return node
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         node = super().compose_mapping_node(anchor)
@@ -175,6 +241,10 @@ class _Loader(yaml.SafeLoader):
 
 _Loader.add_constructor("tag:yaml.org,2002:map", _Loader.construct_yaml_map)
 _Loader.add_constructor(_INCLUDE, _Loader.construct_include)
+
+
+def _too_much(what: str, mark: Any) -> yaml.YAMLError:
+    return yaml.constructor.ConstructorError(None, None, f"{what}, which no config has", mark)
 
 
 def _includes(value: yaml.Node) -> bool:

@@ -11,6 +11,7 @@ import draccus
 import draccus.utils
 from draccus.parsers.decoding import get_decoding_fn
 
+from .config_entries import shortened
 from .config_hints import type_name, type_names, union_parts
 
 _SCALARS = (bool, int, float, str)
@@ -105,7 +106,7 @@ def _whole(value: float | str) -> str:
     """What to write for a whole number that is written as `1e3` or `1000.0`."""
     try:
         number = float(value)
-    except ValueError:
+    except (ValueError, OverflowError):
         return ""
     return f" Write {int(number)}." if number.is_integer() else ""
 
@@ -120,11 +121,11 @@ def _choice(hint: Any, value: Any, path: tuple[str, ...]) -> Any:
 
 def _items(origin: Any, types: tuple[Any, ...], value: Any, path: tuple[str, ...]) -> Any:
     if not isinstance(value, list | tuple):
-        raise ValueMismatch(path, f"is a list, got {value!r}.", _as_list(value))
+        raise ValueMismatch(path, f"is a list, got {shortened(value)}.", _as_list(value))
     types = types or (Any, ...)
     each = list(types) if origin is tuple and types[-1] is not Ellipsis else [types[0]] * len(value)
     if len(each) != len(value):
-        raise ValueMismatch(path, f"has {len(each)} items, got {len(value)}: {value!r}.")
+        raise ValueMismatch(path, f"has {len(each)} items, got {len(value)}: {shortened(value)}.")
     pairs = enumerate(zip(each, value, strict=True))
     return origin(decode_value(item, own, (*path, str(index))) for index, (item, own) in pairs)
 
@@ -137,7 +138,7 @@ def _mismatch(hint: Any, value: Any, path: tuple[str, ...], fix: str = "") -> Va
     what = type_name(hint)
     if typing.get_origin(hint) is typing.Literal:
         what = f"one of {', '.join(type_names(hint))}"
-    return ValueMismatch(path, f"must be {what}, got {value!r}.", fix)
+    return ValueMismatch(path, f"must be {what}, got {shortened(value)}.", fix)
 
 
 def nearest(name: str, valid: list[str]) -> str:

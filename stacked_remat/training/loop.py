@@ -15,7 +15,7 @@ from .checkpoint import Checkpoints
 from .mesh import Partitioning
 from .profiler import ProfilerWindow
 from .progress import Progress
-from .run_folder import RunFolder
+from .run_folder import RunFolder, named_in_errors
 from .step import LossFunction, Metrics, RandomLoss, TrainState, build_step
 from .streams import TokenStream
 from .throughput import Clock, peak_flops, peak_memory_bytes, training_flops
@@ -108,8 +108,8 @@ def train(
         config: how long, and how often to log, evaluate and save.
         outputs: where results go.
         position: that of `state`, if it comes from a checkpoint.
-        should_stop: asked after every step; its answer, such as the name of a signal, ends the run after a
-            checkpoint.
+        should_stop: asked after every step and after the evaluation that follows it; its answer, such as the
+            name of a signal, ends the run after a checkpoint.
         partitioning: how the state lies on the devices, and how batches are divided over them; it is to be
             active meanwhile.
 
@@ -149,9 +149,11 @@ def train(
                 batch = next_batch()  # made while the device works
             reporter.stepped(done, metrics, used)
             profiler.after_step(done)
+            asked = should_stop()
             if done == config.num_steps or (config.eval_every and done % config.eval_every == 0):
                 evaluation.run(done, state.model)
-            stopped_by = should_stop() if done < config.num_steps else None
+                asked = asked or should_stop()  # an evaluation may take long
+            stopped_by = asked if done < config.num_steps else None
             _save(done, state, data, config, reporter, evaluation, stopped_by is not None)
     finally:
         outputs.progress.stop()
@@ -174,7 +176,7 @@ def _save(
     if checkpoints is None or not (last or checkpoints.is_due(done)):
         return
     position = Position(done, data, evaluation.before, evaluation.after, reporter.skipped)
-    with reporter.clock.paused():
+    with reporter.clock.paused(), named_in_errors(checkpoints.folder):
         checkpoints.save(done, state, asdict(position))
         if last:
             checkpoints.wait()
@@ -222,7 +224,7 @@ class _Reporter:
         peak = self._config.profiler.peak_flops or peak_flops(devices[0])
         if peak is not None:
             self._peak = peak * len(devices)
-            self._flops = training_flops(loss_function, state.model, batch)
+            self._flops = training_flops(loss_function, state.model, batch, state.trained)
 
     def stepped(self, done: int, metrics: Metrics, batch: TokenBatch) -> None:
         """Waits for step `done` to end and reports it."""
@@ -271,7 +273,8 @@ class _Reporter:
                 return
             found += f", the last of {in_a_row} in a row (trainer.update.max_consecutive_skips)"
         path = self.outputs.folder.nonfinite_step(done)
-        np.savez(path, **_step_data(done, metrics, batch))
+        with named_in_errors(path):
+            np.savez(path, **_step_data(done, metrics, batch))
         skip = "or trainer.update.on_nonfinite: skip, with which the same command goes on after the last save"
         raise NonFiniteLossError(
             f"Step {done} is not finite: {found}, with learning rate {learning_rate:.3g}. Training stopped; "

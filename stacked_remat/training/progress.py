@@ -1,8 +1,10 @@
 """What a run shows in the terminal: a bar where there is one, plain lines where there is not."""
 
 import abc
+import os
+import sys
 import time
-from typing import final
+from typing import Any, final
 
 from rich.console import Console
 from rich.progress import (
@@ -16,6 +18,48 @@ from rich.progress import (
 )
 
 _SECONDS_BETWEEN_LINES = 15.0
+
+
+@final
+class LastingOutput:
+    """A text stream for what need not be read: its reader may go away, or its disk be full.
+
+    What can't be written is dropped, and so is all that follows; letters that its encoding lacks become `?`.
+    """
+
+    def __init__(self, stream: Any):
+        """Writes to `stream`, which has a file descriptor."""
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        """Writes what can be written; says that all was."""
+        encoding = getattr(self._stream, "encoding", None) or "utf-8"
+        try:
+            self._stream.write(text.encode(encoding, "replace").decode(encoding))
+        except OSError:
+            self._drop()
+        return len(text)
+
+    def flush(self) -> None:
+        """Writes what is still waiting."""
+        try:
+            self._stream.flush()
+        except OSError:
+            self._drop()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def _drop(self) -> None:
+        # Python writes what is waiting when it ends, and would fail there.
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, self._stream.fileno())
+        os.close(nowhere)
+
+
+def lasting_console() -> Console:
+    """Standard output, as something that a command can go on without."""
+    return Console(file=None if sys.stdout is None else LastingOutput(sys.stdout))  # pyright: ignore[reportArgumentType]
 
 
 class Progress(abc.ABC):
@@ -61,7 +105,7 @@ class ConsoleProgress(Progress):
     """A bar with loss, tokens per second, memory and time left; with no terminal, a line every few steps."""
 
     def __init__(self, console: Console | None = None, *, line_every: int = 20):
-        self._console = Console() if console is None else console
+        self._console = lasting_console() if console is None else console
         self._line_every = line_every
         self._bar: RichBar | None = None
         self._work: tuple[str, float] | None = (

@@ -4,6 +4,7 @@ import contextlib
 import fcntl
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from typing import Any
 import yaml
 
 from .config_error import ConfigError
+from .config_include import read_config_file
 
 # What may differ when a run goes on: it changes where things go and what they cost, not what is computed.
 _FREE = (
@@ -83,7 +85,8 @@ class RunFolder:
 
         Raises:
             FileExistsError: the folder holds a finished run, or results without a config.
-            ConfigError: it holds a run of another config; the message names the keys that differ.
+            ConfigError: it holds a run of another config, and the message names the keys that differ; one
+                whose config can't be read; or, to be deleted, links to other places. Nothing is deleted then.
         """
         folder = RunFolder(root)
         if overwrite:
@@ -112,7 +115,14 @@ class RunFolder:
                     f"({', '.join(path.name for path in self._results())}) and no config. {_WAYS_OUT}"
                 )
             return
-        changes = config_changes(yaml.safe_load(self.config.read_text(encoding="utf-8")), config)
+        try:
+            earlier = read_config_file(str(self.config)).plain
+        except ConfigError as error:
+            raise ConfigError(
+                f"The config of the run in {self.root} can't be read, so nothing says whether this run may "
+                f"go on there: {error} Restore it (each of its checkpoints holds a copy). {_WAYS_OUT}"
+            ) from error
+        changes = config_changes(earlier, config)
         if changes and not accept_changes:
             lines = "\n  ".join(changes)
             raise ConfigError(
@@ -126,19 +136,40 @@ class RunFolder:
     def _results(self) -> list[Path]:
         names = (self.config, self.metrics, self.checkpoints, self.result, self.profile)
         more = (self.root / "tensorboard", self.root / "wandb", self.root / "wandb_run_id.txt")
-        found = [path for path in (*names, *more) if path.exists()]
+        found = [path for path in (*names, *more) if path.exists() or path.is_symlink()]
         return found + sorted(self.root.glob("nonfinite_step_*.npz"))
 
     def _delete_results(self) -> None:
-        for path in self._results():
-            if path.is_dir():
-                # At once out of sight: a half-deleted folder of checkpoints must not be taken for a run's.
+        """Deletes all results, or none of them if one can't be deleted."""
+        results = self._results()
+        for path in results:
+            if path.is_symlink():
+                raise ConfigError(
+                    f"{path} is a symbolic link to {os.readlink(path)}, and trainer.checkpoint.overwrite "
+                    f"deletes nothing elsewhere. Remove the link, and what it leads to if that may go, or "
+                    f"give this run a folder of its own with --trainer.run_dir. Nothing was deleted."
+                )
+        # At once out of sight: a half-deleted folder of checkpoints must not be taken for a run's.
+        moved: list[tuple[Path, Path]] = []
+        try:
+            for path in results:
                 doomed = path.with_name(f".{path.name}.deleted")
-                shutil.rmtree(doomed, ignore_errors=True)
+                _delete(doomed)
                 os.replace(path, doomed)
-                shutil.rmtree(doomed)
-            else:
-                path.unlink()
+                moved.append((path, doomed))
+        except BaseException:
+            for path, doomed in moved:
+                os.replace(doomed, path)
+            raise
+        for _, doomed in moved:
+            _delete(doomed)
+
+
+def _delete(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 _WAYS_OUT = (
@@ -192,5 +223,21 @@ def _flat(entries: Mapping[str, Any], path: tuple[str, ...]) -> Iterator[tuple[s
 def _write(path: Path, text: str) -> None:
     """Writes a file whole or not at all."""
     unfinished = path.with_name(f".{path.name}.unfinished")
-    unfinished.write_text(text, encoding="utf-8")
-    os.replace(unfinished, path)
+    with named_in_errors(path):
+        unfinished.write_text(text, encoding="utf-8")
+        os.replace(unfinished, path)
+
+
+@contextlib.contextmanager
+def named_in_errors(path: Path) -> Iterator[None]:
+    """Gives errors of the system that say no path, such as a full disk's, that of what is being written."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = error.filename or str(path)
+        raise
+    except ValueError as error:  # TensorStore's, which writes checkpoints
+        code = re.search(r"os_error_code='(\d+)'", str(error))
+        if code is None:
+            raise
+        raise OSError(int(code[1]), os.strerror(int(code[1])), str(path)) from error

@@ -82,18 +82,39 @@ def peak_flops(device: Any) -> float | None:
     return None if name is None else TARGETS[name].flops
 
 
-def training_flops(loss_function: LossFunction | RandomLoss, model: Any, batch: TokenBatch) -> float | None:
+def training_flops(
+    loss_function: LossFunction | RandomLoss, model: Any, batch: TokenBatch, trained: Any = None
+) -> float | None:
     """FLOPs of the matrix products that one step has to do, recomputation not counted; costs one tracing.
 
-    Three times those of the loss: a backward pass has two products for each of the forward pass (fewer where
-    weights are frozen, which is not looked at). None where the trips of a loop depend on the data.
+    For each product of the loss itself and one for the gradient of each of its factors that depends on what
+    is trained: three for a weight that is trained, two for a frozen one, one where no gradient goes through.
+
+    Args:
+        loss_function: what is minimised.
+        model: its weights, or their shapes.
+        batch: what it is applied to.
+        trained: the model with `None` for all that is frozen; all floating-point arrays if not given.
+
+    Returns:
+        The count; None where the trips of a loop depend on the data.
     """
-    if isinstance(loss_function, RandomLoss):
-        jaxpr, _, _ = eqx.filter_make_jaxpr(loss_function.function)(model, batch, jax.random.key(0))
-    else:
-        jaxpr, _, _ = eqx.filter_make_jaxpr(loss_function)(model, batch)
-    found = count_flops(jaxpr)
-    return None if found.too_low else 3.0 * found.matmul
+    trained = eqx.filter(model, eqx.is_inexact_array) if trained is None else trained
+    frozen = jax.tree.map(
+        lambda leaf, own: leaf if own is None else None, model, trained, is_leaf=lambda leaf: leaf is None
+    )
+
+    def loss(trained: Any, frozen: Any, batch: TokenBatch) -> Any:
+        model = eqx.combine(trained, frozen)
+        if isinstance(loss_function, RandomLoss):
+            return loss_function.function(model, batch, jax.random.key(0))
+        return loss_function(model, batch)
+
+    jaxpr, _, _ = eqx.filter_make_jaxpr(loss)(trained, frozen, batch)
+    num_trained = len(jax.tree.leaves(trained))
+    marks = [index < num_trained for index in range(len(jaxpr.in_avals))]
+    found = count_flops(jaxpr, trained=marks)
+    return None if found.too_low else float(found.matmul)
 
 
 def peak_memory_bytes() -> int | None:

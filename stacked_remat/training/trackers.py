@@ -13,6 +13,7 @@ from typing import Any, final
 import numpy as np
 
 from .config_error import ConfigError
+from .run_folder import named_in_errors
 from .trainer_config import TrackersConfig, TrackioConfig, WandbConfig
 
 _LOCAL = {"wandb": "mode: offline", "trackio": "space_id: null"}
@@ -42,20 +43,26 @@ class JsonLinesTracker(Tracker):
             path: the file.
             resumed_after: step that the run goes on from. Lines of later steps, and a last one that is not
                 whole, are dropped first: an earlier process wrote them after its last checkpoint.
+
+        Raises:
+            ConfigError: a line before them is damaged; the file is as it was.
         """
         if resumed_after is not None and path.exists():
             _keep_lines(path, resumed_after)
+        self._path = path
         self._file = path.open("a", encoding="utf-8")
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Appends a line; numbers that are not finite become null, as JSON has none."""
         entry = {"step": step, **{name: _as_json(value) for name, value in metrics.items()}}
-        self._file.write(json.dumps(entry, allow_nan=False) + "\n")
-        self._file.flush()
+        with named_in_errors(self._path):
+            self._file.write(json.dumps(entry, allow_nan=False) + "\n")
+            self._file.flush()
 
     def close(self) -> None:
         """Closes the file."""
-        self._file.close()
+        with named_in_errors(self._path):
+            self._file.close()
 
 
 @final
@@ -213,12 +220,19 @@ def _run_id(path: Path) -> str:
 def _keep_lines(path: Path, last_step: int) -> None:
     """Drops the lines of later steps, all at once."""
     kept = []
-    for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
-        if line.endswith("\n") and json.loads(line)["step"] <= last_step:
-            kept.append(line)
+    for number, line in enumerate(path.read_bytes().splitlines(keepends=True), 1):
+        try:
+            if line.endswith(b"\n") and json.loads(line.decode("utf-8"))["step"] <= last_step:
+                kept.append(line)
+        except (ValueError, LookupError, TypeError, RecursionError) as error:
+            raise ConfigError(
+                f"{path} is damaged: line {number} holds no metrics ({error}). Delete that line, or move the "
+                f"file away, and start the same command again."
+            ) from error
     rewritten = path.with_name(f".{path.name}.rewritten")
-    rewritten.write_text("".join(kept), encoding="utf-8")
-    os.replace(rewritten, path)
+    with named_in_errors(path):
+        rewritten.write_bytes(b"".join(kept))
+        os.replace(rewritten, path)
 
 
 def _scalars(metrics: Mapping[str, Any]) -> Iterator[tuple[str, float]]:

@@ -254,6 +254,8 @@ class TrainerConfig:
         )
         if not 0 <= self.seed < 2**63:
             raise ValueError(f"trainer.seed must be at least 0 and below 2**63, got {self.seed}.")
+        if self.run_dir is not None and (not self.run_dir.strip() or "\0" in self.run_dir):
+            raise ValueError(f"trainer.run_dir must be the path of a folder, got {self.run_dir!r}.")
         if self.eval_every is not None:
             _require_at_least(1, "trainer", eval_every=self.eval_every)
         start = self.profiler.start_step

@@ -122,6 +122,7 @@ def test_auto_has_a_command(tmp_path):
         (["--remat", "auto"], "budget: 72GiB"),
         (["--target", "abacus"], "abacus"),
         (["--targt", "local"], "Did you mean `target`?"),
+        (["--model.type", "qwen3", "--model.num_layers", "100000000"], "This can't fit: it takes at least"),
         (["--remat", "nestd"], "Unknown remat policy 'nestd'"),
     ],
 )

@@ -337,6 +337,11 @@ def test_every_part_of_the_trainers_config_reaches_the_run(workplace, monkeypatc
         (("--trainer.mesh.axes.data", "9"), "takes 9 devices"),
         (("--trainer.mesh.param_mapping", "{embd: data}"), "has an axis `embd`. Did you mean `embed`?"),
         (("--optimizer.type", "addam"), "Did you mean `adamw`?"),
+        (("--model.num_layers", "100000000"), "This can't fit: it takes at least 1"),
+        (("--model.hidden_dim", "200000"), "This can't fit: it takes at least"),
+        (("--vocab_size", "100000000000"), "vocab_size = 100,000,000,000"),
+        (("--data.seq_len", "3000000000"), "data.seq_len = 3,000,000,000: lower what is too large"),
+        (("--trainer.run_dir", "~nobody-here/run"), "names no home folder"),
         (("--trainer.trackers.wandb.project", "p"), "needs the package wandb: pip install wandb"),
     ],
 )

@@ -24,6 +24,7 @@ from stacked_remat.training import (
     RandomLoss,
     RunFolder,
     RunOutputs,
+    Tracker,
     TrainerConfig,
     TrainState,
     build_optimizer,
@@ -64,7 +65,6 @@ def main(folder, moments):
         position = Position(**restored)
     run.begin(config_as_dict(TRAINER))
     tracker = JsonLinesTracker(run.metrics, resumed_after=-1 if position is None else position.step)
-    steps = iter(range(1 if position is None else position.step + 1, TRAINER.num_steps))
     result = train(
         state,
         loss_function=RandomLoss(noisy_loss),
@@ -77,20 +77,25 @@ def main(folder, moments):
             )
         },
         config=TRAINER,
-        outputs=RunOutputs(run, checkpoints, [tracker], ConsoleProgress()),
+        outputs=RunOutputs(run, checkpoints, [tracker, death], ConsoleProgress()),
         position=position,
-        should_stop=lambda: death.came("step", str(next(steps))),
     )
     checkpoints.close()
     run.finish({"held_out_after": dict(result.held_out_after)})
 
 
-class Death:
+class Death(Tracker):
     def __init__(self, moments):
         self.moments = [moment.split(":") for moment in moments]
         self.count = 0
         if self.moments:
             sys.addaudithook(lambda event, arguments: self.came(event, str(arguments)))
+
+    def log(self, step, metrics):
+        self.came("step", str(step))
+
+    def close(self):
+        pass
 
     def came(self, event, text):
         if not self.moments or self.moments[0][0] != event:

@@ -44,7 +44,7 @@ class Drawing:
 
 def parse(tmp_path, text, *overrides):
     path = tmp_path / "drawing.yaml"
-    path.write_text(text)
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
     return parse_config(Drawing, ["--config_path", str(path), *overrides])
 
 
@@ -92,6 +92,10 @@ def test_a_section_may_be_left_out_and_is_checked_where_it_is_not():
         parse_config(Wall, ["--paint.layers", "0"])
 
 
+# Each line stands for ten times the one before.
+_BOMB = "a0: &a0 [x]\n" + "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]\n" for i in range(1, 12))
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -104,7 +108,7 @@ def test_a_section_may_be_left_out_and_is_checked_where_it_is_not():
         ("shape: {radius: 2}", r"`shape` in .* lacks the key `type`. Known types: circle, square"),
         ("shape: {type: circel}", r"`shape.type` in .* is 'circel'. Did you mean `circle`"),
         ("shape: 3", r"`shape` in .* is a section of keys, got 3"),
-        ("shape: {type: circle, paint: }", r"`shape.paint` in .* is a section of keys, got None"),
+        ("shape: {type: circle, paint: }", r"`shape.paint` in .* is a section of keys, got nothing .null."),
         ("shape: {type: circle, radius: }", r"`shape.radius` in .* has no value"),
         (
             "shape: {type: circle, radius: wide}",
@@ -127,7 +131,15 @@ def test_a_section_may_be_left_out_and_is_checked_where_it_is_not():
         ("title: {a: 1}", r"`title` in .* must be str.null, got {'a': 1}"),
         ("title: a\ntitle: b", r"(?s)drawing.yaml.*'title' is there twice: line 1.*line 2"),
         ("shape: {type: circle, paint: {layers: 0}}", r"Bad config .*paint.layers must be at least 1, got 0"),
-        ("[1, 2]", r"drawing.yaml must hold a mapping"),
+        ("[1, 2]", r"drawing.yaml holds \[1, 2\]; it must hold a mapping"),
+        ("", r"drawing.yaml is empty; it must hold a mapping"),
+        ("shape: {type: circle, radius: 0x" + "f" * 9999 + "}", r"got a number of thousands of digits"),
+        (b"title: \xff", r"drawing.yaml: it is not UTF-8 text \(byte 7\)"),
+        ("title: " + "[" * 2000, r"(?s)drawing.yaml: more than 50 levels"),
+        ("title: &a [*a]", r"(?s)drawing.yaml: an alias inside of what it stands for"),
+        (_BOMB, r"(?s)drawing.yaml: more than 100,000 values"),
+        (_BOMB.replace("[", "{<<: [").replace("]", "]}").replace("{<<: [x]}", "{x: 1}"), "100,000 values"),
+        ("title: " + "x" * 2**20, r"drawing.yaml: it has more than 1 MiB"),
         ("a: [", r"Can't read the config file .*drawing.yaml"),
     ],
 )
@@ -152,6 +164,28 @@ def test_mistakes_in_the_file_are_named(tmp_path, text, message):
 def test_mistakes_on_the_command_line_are_named(arguments, message):
     with pytest.raises(ConfigError, match=message):
         parse_config(Drawing, arguments)
+
+
+@pytest.mark.parametrize(
+    ("text", "arguments", "message"),
+    [
+        ("shape: 5", ["--shape.radius", "2"], r"`shape` in .*drawing.yaml is 5, which has no keys"),
+        ("shape: !include note.txt", ["--shape.type", "circle"], r"`shape` in .*note.txt.* is 'some text'"),
+        ("shape: [1]", ["--shape.type", "circle"], r"`shape` in .* is \[1\], which has no keys"),
+        ("shape: {type: circle, paint: red}", ["--shape.paint.layers", "2"], r"`shape.paint` in .* is 'red'"),
+        ("shape: {type: circle, radius: 2}", ["--shape.radius.x", "1"], r"`shape.radius` in .* is 2"),
+        ("remat: nested", ["--remat.nested", "2"], r"`remat` in .* is 'nested', which has no keys"),
+        ("title: x", ["--shape", "5", "--shape.type", "circle"], r"`shape` on the command line is 5"),
+        ("shape:", ["--shape.type", "circle"], r"`shape` in .* is a section of keys, got nothing \(null\)"),
+        ("<<: !include five.yaml\nshape: {type: circle}", [], r"`shape` in .*five.yaml.* keys, got 5"),
+        ("<<: !include five.yaml", ["--shape.type", "circle"], r"`shape` in .*five.yaml.* is 5, which has"),
+    ],
+)
+def test_keys_are_not_laid_over_what_is_no_section(tmp_path, text, arguments, message):
+    (tmp_path / "note.txt").write_text("some text")
+    (tmp_path / "five.yaml").write_text("shape: 5")
+    with pytest.raises(ConfigError, match=message):
+        parse(tmp_path, text, *arguments)
 
 
 def test_an_override_of_a_good_file_is_blamed_on_the_command_line(tmp_path):

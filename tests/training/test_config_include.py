@@ -142,6 +142,11 @@ def test_urls_are_read_and_what_they_include_is_beside_them():
             {"main.yaml": "wheels: !include a.yaml", "a.yaml": "a: ["},
             r"Can't read the config file .*a.yaml, inc",
         ),
+        (
+            {f"{i}.yaml": f"[!include {i + 1}.yaml, !include {i + 1}.yaml]" for i in range(30)}
+            | {"main.yaml": "name: !include 0.yaml", "30.yaml": "x"},
+            r"at most 100 files; one more is .*yaml, included by ",
+        ),
         ({"main.yaml": "name: !include", "a.yaml": ""}, r"Can't read the config file"),
     ],
 )

@@ -2,10 +2,8 @@
 
 import json
 import os
-import random
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -94,16 +92,4 @@ def test_it_may_be_killed_at_any_moment_of_a_save(whole, tmp_path):
     for moment in DURING_A_SAVE:
         run(folder, moment)
     run(folder)
-    assert_as_uninterrupted(folder, whole)
-
-
-@pytest.mark.slow
-def test_it_may_be_killed_from_outside_at_any_time(whole, tmp_path):
-    folder, draw, killed = tmp_path / "run", random.Random(0), 0
-    while not (folder / "result.json").exists():
-        process = subprocess.Popen(command(folder), cwd=ROOT, env=environment(), stdout=subprocess.DEVNULL)
-        time.sleep(draw.uniform(1.0, 5.0))
-        process.kill()
-        killed += process.wait() == -9
-    assert killed
     assert_as_uninterrupted(folder, whole)

@@ -1,9 +1,11 @@
 import io
+import os
 import time
 
 from rich.console import Console
 
 from stacked_remat.training import ConsoleProgress
+from stacked_remat.training.progress import LastingOutput
 
 
 def run(progress, steps, memory=None):
@@ -95,3 +97,15 @@ def test_work_in_a_terminal_is_a_bar_that_goes_when_it_ends_or_is_stopped():
     progress.stop()
     run(progress, 2)
     assert "2/2" in out.getvalue()
+
+
+def test_output_that_no_one_reads_any_more_is_dropped(tmp_path):
+    reader, writer = os.pipe()
+    with open(writer, "w", encoding="ascii") as stream:
+        console = Console(file=LastingOutput(stream))  # pyright: ignore[reportArgumentType]
+        progress = ConsoleProgress(console)
+        progress.message("held-out loss → 2")
+        assert os.read(reader, 100) == b"held-out loss ? 2\n"
+        os.close(reader)
+        for _ in range(2):
+            progress.message("no one reads this")

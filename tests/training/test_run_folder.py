@@ -1,4 +1,6 @@
+import errno
 import json
+import os
 
 import pytest
 import yaml
@@ -78,6 +80,51 @@ def test_overwriting_deletes_results_and_nothing_else(tmp_path):
     RunFolder.open(tmp_path, changed(width=3), overwrite=True)
     assert {path.name for path in tmp_path.iterdir()} == {"config.yaml", "notes.txt"}
     assert yaml.safe_load(folder.config.read_text()) == changed(width=3)
+
+
+def test_overwriting_deletes_nothing_where_it_can_not_delete_all(tmp_path, monkeypatch):
+    folder, elsewhere = RunFolder.open(tmp_path / "run", CONFIG), tmp_path / "big_disk"
+    folder.metrics.write_text("old")
+    elsewhere.mkdir()
+    folder.checkpoints.symlink_to(elsewhere)
+    with pytest.raises(
+        ConfigError, match=r"checkpoints is a symbolic link to .*big_disk.* Nothing was deleted"
+    ):
+        RunFolder.open(folder.root, CONFIG, overwrite=True)
+    assert folder.metrics.read_text() == "old" and elsewhere.is_dir()
+
+    folder.checkpoints.unlink()
+    folder.checkpoints.mkdir()
+    move = os.replace
+
+    def refuse(path, to):
+        if path == folder.checkpoints:
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        move(path, to)
+
+    monkeypatch.setattr(os, "replace", refuse)
+    with pytest.raises(PermissionError):
+        RunFolder.open(folder.root, CONFIG, overwrite=True)
+    assert folder.metrics.read_text() == "old" and folder.config.exists() and folder.checkpoints.is_dir()
+
+
+@pytest.mark.parametrize(
+    ("damaged", "message"),
+    [
+        (b"", "config.yaml is empty"),
+        (b"model: {type: x", "Can't read the config file"),
+        (b"model: \xff", "not UTF-8"),
+        (b"- model", r"holds \['model'\]"),
+    ],
+)
+def test_a_damaged_config_is_one_message_and_nothing_is_touched(tmp_path, damaged, message):
+    folder = RunFolder.open(tmp_path, CONFIG)
+    folder.config.write_bytes(damaged)
+    with pytest.raises(
+        ConfigError, match=f"(?s)config of the run in .* can't be read.*{message}.*--trainer.run_dir"
+    ):
+        RunFolder.open(tmp_path, CONFIG)
+    assert folder.config.read_bytes() == damaged
 
 
 def test_changes_name_only_what_changes_results():

@@ -1,10 +1,12 @@
 import os
 import signal
+import subprocess
+import sys
 import threading
 
 import pytest
 
-from stacked_remat.training import StopSignals
+from stacked_remat.training import Interrupted, StopSignals
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -17,10 +19,34 @@ def test_a_signal_asks_to_stop_and_handlers_are_put_back(number):
     assert signal.getsignal(number) is before
 
 
-def test_a_second_interrupt_interrupts():
-    with StopSignals(), pytest.raises(KeyboardInterrupt):
-        for _ in range(2):
-            os.kill(os.getpid(), signal.SIGINT)
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_before_there_is_anything_to_save_a_signal_ends_the_work_at_once(number):
+    with StopSignals(at_once=True) as stop:
+        with pytest.raises(Interrupted, match=signal.Signals(number).name):
+            os.kill(os.getpid(), number)
+        os.kill(os.getpid(), signal.SIGTERM)  # a second one of these is obeyed already
+    with StopSignals(at_once=True) as stop:
+        stop.defer()
+        os.kill(os.getpid(), number)
+        assert stop.received == signal.Signals(number).name
+
+
+def test_a_second_interrupt_ends_the_process_even_inside_of_a_call_that_runs_no_handlers():
+    program = """if True:
+        import hashlib
+        from stacked_remat.training import StopSignals
+        with StopSignals():
+            print(flush=True)
+            hashlib.pbkdf2_hmac("sha256", b"", b"", 2**31 - 1)  # like XLA's compiler, for minutes
+    """
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        process.send_signal(signal.SIGINT)
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(0.3)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(30) == 130
 
 
 def test_in_another_thread_nothing_is_handled():

@@ -1,5 +1,6 @@
 from types import SimpleNamespace
 
+import equinox as eqx
 import haliax as hax
 import jax
 import jax.numpy as jnp
@@ -61,7 +62,48 @@ def test_a_loss_that_draws_random_numbers_is_counted_too():
     def loss(weights, batch, key):
         return jnp.sum(jnp.ones((4, 3)) @ weights) * jax.random.uniform(key), {}
 
-    assert training_flops(RandomLoss(loss), jnp.ones((3, 5)), BATCH) == 3 * 2 * 4 * 3 * 5
+    # The product and the gradient of the weights; what they are applied to has none.
+    assert training_flops(RandomLoss(loss), jnp.ones((3, 5)), BATCH) == 2 * 2 * 4 * 3 * 5
+
+
+@pytest.mark.parametrize("remat", [False, True, "nested"])
+def test_frozen_weights_have_no_gradient_product(remat):
+    """Adapters on frozen layers, with attention's kind of product, after frozen and before frozen weights."""
+
+    def layer(x, w):
+        adapted = hax.dot(hax.dot(x, w["a"], axis="in"), w["b"], axis="rank")
+        x = hax.tanh((hax.dot(x, w["frozen"], axis="in") + adapted).rename({"out": "in"}))
+        scores = hax.dot(x, x.rename({"row": "key"}), axis="in")
+        return x + hax.dot(scores, x.rename({"row": "key"}), axis="key")
+
+    def loss(model, batch):
+        x = hax.dot(hax.ones(hax.make_axes(row=4, **{"in": 3})), model["first"], axis="in").rename(
+            {"out": "in"}
+        )
+        x = fold(layer, "layers", remat=remat)(x, model["layers"])
+        return hax.sum(hax.dot(x, model["head"], axis="in")).scalar(), {}
+
+    def ones(**axes):
+        return hax.ones(hax.make_axes(**axes))
+
+    inner = {"in": 3}
+    model = {
+        "first": ones(**inner, out=3),
+        "layers": {
+            "frozen": ones(layers=6, **inner, out=3),
+            "a": ones(layers=6, **inner, rank=2),
+            "b": ones(layers=6, rank=2, out=3),
+        },
+        "head": ones(**inner, vocab=5),
+    }
+    trained = eqx.filter(
+        model, {"first": False, "layers": {"frozen": False, "a": True, "b": True}, "head": False}
+    )
+    first, frozen, adapter, attention, head = (2 * 4 * n for n in (9, 9, 2 * 3 * 2, 2 * 4 * 3, 15))
+    expected = first + 6 * (2 * frozen + 3 * adapter + 3 * attention) + 2 * head
+    assert training_flops(loss, model, BATCH, trained) == expected
+    everything = 2 * first + 3 * (6 * (frozen + adapter + attention) + head)
+    assert training_flops(loss, model, BATCH) == everything
 
 
 def test_flops_that_depend_on_the_data_are_not_claimed():

@@ -1,5 +1,7 @@
+import contextlib
 import json
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import jax.numpy as jnp
@@ -52,6 +54,25 @@ def test_lines_after_the_step_a_run_goes_on_from_are_dropped(tmp_path, resumed_a
     JsonLinesTracker(path, resumed_after=resumed_after).close()
     assert path.read_text() == "".join(lines[:kept])
     assert [file.name for file in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+@pytest.mark.parametrize("line", [b"\xff", b"{", b"[1]", b'{"stop": 1}', b'{"step": null}', b"\0\0"])
+def test_a_damaged_line_is_named_and_the_file_is_as_it_was(tmp_path, line):
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(before := b'{"step": 0}\n' + line + b'\n{"step": 2}\n')
+    with pytest.raises(ConfigError, match=r"metrics.jsonl is damaged: line 2 holds no metrics"):
+        JsonLinesTracker(path, resumed_after=1)
+    assert path.read_bytes() == before
+
+
+def test_a_full_disk_is_named_by_the_file_on_it():
+    if not Path("/dev/full").exists():
+        pytest.skip("only Linux has a file that is always full")
+    tracker = JsonLinesTracker(Path("/dev/full"))
+    with pytest.raises(OSError, match=r"No space left on device: '/dev/full'"):
+        tracker.log(1, METRICS)
+    with contextlib.suppress(OSError):
+        tracker.close()
 
 
 class FakeRun:

@@ -1,0 +1,140 @@
+"""What the commands survive: runs killed at random moments, faults, and bad inputs.
+
+    python -m benchmarks.faults --kills 60
+
+Trains a tiny model with `models.train_lm` without a break; then again, killing the process with SIGKILL at
+random moments and starting the same command again until it is finished, and compares every metric with those
+of the unbroken run bit for bit. Then gives the commands the faults and bad inputs of
+`benchmarks/fault_cases.py`, each of which must end with exit status 1 and one message that names the path or
+key, or as that file says. Writes `results/faults.json`, and fails if anything differs.
+"""
+
+import argparse
+import json
+import random
+import subprocess
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from .fault_cases import CASES, Case, Workplace, command
+from .record import RESULTS, versions
+
+UNREPEATABLE = {"tokens_per_second", "step_seconds", "peak_memory_bytes"}  # a clock or the machine decides
+_BEFORE_THE_STEPS = 0.25  # the share of kills that come while a process compiles, loads and restores
+
+
+def main(arguments: Sequence[str] | None = None) -> Path:
+    options = _parser().parse_args(arguments)
+    with tempfile.TemporaryDirectory() as scratch:
+        place = Workplace.make(Path(scratch))
+        began = time.monotonic()
+        _train(place, "whole")
+        duration = time.monotonic() - began
+        kills = kill_runs(place, options.kills, duration, random.Random(options.seed))
+        rows = [try_case(place, case) for case in CASES if options.only is None or case.name in options.only]
+    found = {"versions": versions(), "seed": options.seed, **kills, "cases": rows}
+    options.out.mkdir(parents=True, exist_ok=True)
+    path = options.out / "faults.json"
+    path.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    passed = [row["passed"] for row in rows]
+    print(
+        f"{kills['kills']} kills of {kills['runs']} runs, {kills['before_a_step']} of them at a start; "
+        f"{kills['lines']} lines of metrics, {len(kills['differing'])} differ\n"
+        f"{passed.count(True)} of {len(rows)} faults end as they should, {passed.count(None)} can't be tried "
+        f"here\n"
+        f"wrote {path}"
+    )
+    failed = [row["name"] for row in rows if row["passed"] is False]
+    if failed or kills["differing"]:
+        raise SystemExit(f"failed: {', '.join(failed + kills['differing'])}")
+    return path
+
+
+def kill_runs(place: Workplace, kills: int, duration: float, draw: random.Random) -> dict[str, Any]:
+    """Kills and restarts runs until so many kills were done and the last run is finished."""
+    done = before = runs = lines = 0
+    differing: list[str] = []
+    expected = metrics(place.root / "whole")
+    while done < kills:
+        runs, run = runs + 1, f"killed{runs}"
+        folder = place.root / run
+        while not (folder / "result.json").exists():
+            early = draw.random() < _BEFORE_THE_STEPS
+            moment = draw.uniform(0, duration)
+            unread = {**place.process(), "stdout": subprocess.DEVNULL}
+            process = subprocess.Popen(command("train_lm", *place.train(run)), **unread)
+            if done < kills:
+                if not early:
+                    _await_a_step(process, folder)
+                    moment /= 2
+                _sleep(process, moment)
+                process.kill()
+            killed = process.wait() == -9
+            done, before = done + killed, before + (killed and early)
+            if not killed and process.returncode != 0:
+                return _kill_counts(done, before, runs, lines, [f"{run}: exit status {process.returncode}"])
+        found = metrics(folder)
+        lines += len(found)
+        same_result = (folder / "result.json").read_text() == (place.root / "whole/result.json").read_text()
+        if found != expected or not same_result:
+            differing.append(run)
+    return _kill_counts(done, before, runs, lines, differing)
+
+
+def try_case(place: Workplace, case: Case) -> dict[str, Any]:
+    """Runs one case in a folder of its own and says whether it ended as it should."""
+    outcome = case.run(place.inside(case.name))
+    passed = None if outcome is None else case.ends_well(outcome)
+    said = "" if outcome is None else outcome.output.strip().splitlines()[-1:]
+    print(f"{'?' if passed is None else 'ok' if passed else 'FAILED':7}{case.name}", flush=True)
+    if passed is False and outcome is not None:
+        print(outcome.output)
+    status = None if outcome is None else outcome.status
+    return {"name": case.name, "passed": passed, "status": status, "said": "".join(said)}
+
+
+def metrics(folder: Path) -> list[dict[str, Any]]:
+    """The lines of a run's metrics, without what a clock or the machine decides."""
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    return [{name: value for name, value in line.items() if name not in UNREPEATABLE} for line in lines]
+
+
+def _train(place: Workplace, run: str) -> None:
+    done = subprocess.run(command("train_lm", *place.train(run)), check=False, **place.process())
+    if done.returncode:
+        raise SystemExit(f"The unbroken run failed:\n{done.stdout}")
+
+
+def _await_a_step(process: subprocess.Popen, folder: Path) -> None:
+    """Returns when this process writes its first line of metrics, or has ended."""
+    file = folder / "metrics.jsonl"
+    began = time.time()
+    while process.poll() is None and not (file.exists() and file.stat().st_mtime > began):
+        time.sleep(0.01)
+
+
+def _sleep(process: subprocess.Popen, seconds: float) -> None:
+    try:
+        process.wait(seconds)
+    except subprocess.TimeoutExpired:
+        return
+
+
+def _kill_counts(kills: int, before: int, runs: int, lines: int, differing: list[str]) -> dict[str, Any]:
+    return {"kills": kills, "before_a_step": before, "runs": runs, "lines": lines, "differing": differing}
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--kills", type=int, default=60)
+    parser.add_argument("--seed", type=int, default=0, help="of the moments")
+    parser.add_argument("--only", nargs="*", help="these cases alone, by name")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    return parser
+
+
+if __name__ == "__main__":
+    main()

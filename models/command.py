@@ -1,0 +1,148 @@
+"""What the commands have in common: a user's mistakes as one message each, signals, and where text goes."""
+
+import contextlib
+import errno
+import gc
+import logging
+import signal
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+
+from models.safetensors_folder import WeightsError
+from stacked_remat import OffloadError
+from stacked_remat.memory import BudgetError, TargetError
+from stacked_remat.training import (
+    ChatTemplateError,
+    CheckpointMismatchError,
+    ConfigError,
+    DataError,
+    Interrupted,
+    NonFiniteLossError,
+    StopSignals,
+)
+
+USER_ERRORS: tuple[type[Exception], ...] = (
+    BudgetError,
+    ChatTemplateError,
+    CheckpointMismatchError,
+    ConfigError,
+    DataError,
+    MemoryError,
+    NonFiniteLossError,
+    OffloadError,
+    OSError,
+    TargetError,
+    WeightsError,
+)
+"""What a user, or who looks after the machine, can mend: ends a command with one message and exit status 1.
+
+Anything else is a mistake in this program, and shows its traceback."""
+
+_FIXES = {
+    errno.EACCES: "Change its owner or its mode, or name another path.",
+    errno.EPERM: "Change its owner or its mode, or name another path.",
+    errno.EROFS: "Name a path on a file system that can be written to.",
+    errno.ENOSPC: "Free some space, or name a folder on another disk; the same command then goes on.",
+    errno.EDQUOT: "Free some of your quota, or name a folder on another disk; the same command then goes on.",
+    errno.EFBIG: "Raise the limit on the size of files (ulimit -f).",
+    errno.ENAMETOOLONG: "Use a shorter name.",
+    errno.EISDIR: "Name a file there, not a folder.",
+    errno.ENOTDIR: "A part of this path is a file, where a folder belongs: name another path.",
+    errno.EEXIST: "Something else stands there: name another path, or move it away.",
+    errno.ENOENT: "Check the path.",
+    errno.ELOOP: "Mend the symbolic links of this path.",
+    errno.EMFILE: "Raise the limit on open files (ulimit -n).",
+    errno.EIO: "Check the disk, or the connection to it.",
+}
+_DEBUG = "--debug"
+
+
+def run_command(
+    work: Callable[[Sequence[str], StopSignals], int],
+    arguments: Sequence[str],
+    show: Callable[[str], None],
+    *,
+    interrupted: tuple[int, str] | None = None,
+) -> int:
+    """Runs a command to its exit status; what the user can mend ends it with one message.
+
+    `--debug` among the arguments shows the traceback as well. The first SIGINT or SIGTERM ends the work at
+    once, and cleanly, until it calls `StopSignals.defer`; a second SIGINT ends the process.
+
+    Args:
+        work: takes the arguments without `--debug`, and what tells it of signals; returns the exit status.
+        arguments: of the command line.
+        show: shows a line.
+        interrupted: exit status after a signal, and what to say then; 128 and its number, and nothing more,
+            if not given.
+    """
+    debug = _DEBUG in arguments
+    arguments = [argument for argument in arguments if argument != _DEBUG]
+    with contextlib.ExitStack() as closing:
+        if not debug:
+            closing.enter_context(_quiet_checkpoints())
+        stop = closing.enter_context(StopSignals(at_once=True))  # to the end: a second signal may come late
+        try:
+            return work(arguments, stop)
+        except Interrupted as signalled:
+            status, what = interrupted or (128 + signal.Signals[str(signalled)], "")
+            show(f"stopped by {signalled}{what}")
+            return status
+        except Exception as error:
+            message = error_message(error)
+            if message is None:
+                raise
+            if debug:
+                traceback.print_exc()
+        show(f"error: {message}")
+        gc.collect()  # what is left half done ends now, and not with tracebacks while Python shuts down
+        return 1
+
+
+@contextlib.contextmanager
+def _quiet_checkpoints() -> Iterator[None]:
+    """Keeps what writes checkpoints from showing the tracebacks of what it raises as well.
+
+    Orbax logs them; TensorStore's threads report to an event loop that the first error has closed.
+    """
+    hook = sys.excepthook
+
+    def show_others(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+        if str(error) != "Event loop is closed":
+            hook(kind, error, trace)
+
+    # For good: Orbax's threads may be at work, and fail, until the process ends.
+    logging.getLogger("absl").setLevel(logging.CRITICAL)
+    sys.excepthook = show_others
+    try:
+        yield
+    finally:
+        sys.excepthook = hook
+
+
+def error_message(error: Exception) -> str | None:
+    """What to tell the user of an error: what happened, to which path or key, and the fix.
+
+    None for an error that the user can't mend.
+    """
+    text = str(error)
+    if isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" in text:
+        return (
+            f"The device has too little memory: {text.splitlines()[0]} Keep less for the backward pass "
+            f"(remat: nested or offload), make batches or sequences smaller, or use more microbatches "
+            f"(trainer.update.microbatches)."
+        )
+    if isinstance(error, RuntimeError) and text.startswith("Unable to initialize backend"):
+        return f"JAX finds no device: {text} Check JAX_PLATFORMS and the driver."
+    if not isinstance(error, USER_ERRORS):
+        return None
+    if isinstance(error, OSError) and error.errno is not None and error.strerror:
+        path = f"{error.filename}: " if error.filename else ""
+        return f"{path}{error.strerror}. {_FIXES.get(error.errno, 'Check the path and what it is on.')}"
+    if isinstance(error, MemoryError):
+        return f"This machine has too little memory. {text}".strip()
+    return text

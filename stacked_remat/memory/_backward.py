@@ -1,0 +1,105 @@
+"""Which operands of products depend on what is trained: each has a product in the backward pass."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from .._sweep_activity import is_differentiable
+
+_MOST = 2  # gradients of one product, which has two factors; fused attention is a row of products
+
+
+def mark_products(
+    live: Callable[[Any], Any], jaxpr: Any, active: Sequence[bool], factors: dict[int, int]
+) -> list[bool]:
+    """Find how many products each equation stands for, forward and backward.
+
+    Args:
+        live: gives the equations of a jaxpr that are walked.
+        jaxpr: the program, open or closed.
+        active: which of its inputs depend on what is trained.
+        factors: by the identity of an equation that holds no jaxpr to walk, to be filled: 1 for the equation
+            itself, and 1 for each operand with a gradient.
+
+    Returns:
+        Which outputs depend on what is trained.
+    """
+    program = live(jaxpr)
+    known = {var for var, is_active in zip(program.invars, active, strict=True) if is_active}
+
+    def reads(atom: Any) -> bool:
+        return not hasattr(atom, "val") and atom in known
+
+    for eqn in program.eqns:
+        outputs = _mark(live, eqn, [reads(atom) for atom in eqn.invars], factors)
+        pairs = zip(eqn.outvars, outputs, strict=True)
+        known.update(var for var, is_active in pairs if is_active and _has_gradient(var))
+    return [reads(atom) for atom in program.outvars]
+
+
+def _mark(live: Callable[[Any], Any], eqn: Any, operands: list[bool], factors: dict[int, int]) -> list[bool]:
+    name, params = eqn.primitive.name, eqn.params
+
+    def inner(jaxpr: Any, active: Sequence[bool]) -> list[bool]:
+        return mark_products(live, jaxpr, active, factors)
+
+    if name == "stop_gradient":
+        return [False] * len(eqn.outvars)
+    if name == "scan":
+        num_consts, num_carry = scan_parts(eqn)
+        return _looped(inner, params["jaxpr"], operands, num_consts, num_carry)
+    if name == "while":
+        carried = operands[params["cond_nconsts"] :]
+        first = params["body_nconsts"]
+        return _looped(inner, params["body_jaxpr"], carried, first, len(carried) - first)
+    if name == "cond":
+        runs = [inner(branch, operands[1:]) for branch in params["branches"]]
+        return [any(outputs) for outputs in zip(*runs, strict=True)]
+    if name != "pallas_call":
+        for key in ("jaxpr", "call_jaxpr", "fun_jaxpr", "fwd_jaxpr", "call"):
+            found = params.get(key)
+            if found is not None and len(getattr(found, "jaxpr", found).invars) == len(operands):
+                return inner(found, operands)
+    factors[id(eqn)] = max(factors.get(id(eqn), 1), 1 + min(_MOST, sum(operands)))
+    return [any(operands)] * len(eqn.outvars)
+
+
+def _looped(
+    inner: Callable[[Any, Sequence[bool]], list[bool]],
+    body: Any,
+    operands: list[bool],
+    num_consts: int,
+    num_carry: int,
+) -> list[bool]:
+    """A loop's outputs: what becomes active on some trip is active on all."""
+    consts, carry, xs = (
+        operands[:num_consts],
+        operands[num_consts:][:num_carry],
+        operands[num_consts + num_carry :],
+    )
+    while True:
+        outputs = inner(body, [*consts, *carry, *xs])
+        grown = [old or new for old, new in zip(carry, outputs, strict=False)]
+        if grown == carry:
+            return [*carry, *outputs[num_carry:]]
+        carry = grown
+
+
+def scan_parts(eqn: Any) -> tuple[int, int]:
+    """How many constants and how many carries a `scan` has.
+
+    Scanned inputs and stacked outputs have one axis more outside the body than inside; the layout of the
+    equation's parameters that would say the same differs between versions of JAX.
+    """
+    body = eqn.params["jaxpr"]
+    inner = getattr(body, "jaxpr", body)
+    num_xs, num_ys = (
+        sum(outer.aval.shape != own.aval.shape for outer, own in zip(outside, inside, strict=True))
+        for outside, inside in ((eqn.invars, inner.invars), (eqn.outvars, inner.outvars))
+    )
+    num_carry = len(eqn.outvars) - num_ys
+    return len(eqn.invars) - num_xs - num_carry, num_carry
+
+
+def _has_gradient(var: Any) -> bool:
+    dtype = getattr(var.aval, "dtype", None)
+    return dtype is not None and is_differentiable(dtype)

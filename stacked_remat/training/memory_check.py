@@ -1,0 +1,87 @@
+"""Whether the arrays that a run has to hold fit at all, found before any of them is made."""
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from .array_layout import arrays_by_name, is_key
+from .config_error import ConfigError
+
+_CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
+
+
+def check_fits(parts: Mapping[str, Any], fix: str, *, limit: int | None = None) -> None:
+    """Refuses arrays that are more than there is memory for; costs no memory itself.
+
+    Args:
+        parts: what has to be held at the same time, by what an error calls it: trees of arrays, or of shapes
+            with or without a sharding.
+        fix: a sentence that says what to do.
+        limit: bytes of one device; what the devices here have if not given. Devices of the CPU share it.
+
+    Raises:
+        ConfigError: says what each part takes, how much there is, and `fix`.
+    """
+    device = jax.local_devices()[0]
+    shared = limit is None and device.platform == "cpu"
+    limit = memory_bytes(device) if limit is None else limit
+    sizes = {name: sum(map(_bytes_of(shared), arrays_by_name(tree).values())) for name, tree in parts.items()}
+    if limit is None or sum(sizes.values()) <= limit:
+        return
+    shown = ", ".join(f"{name} {_gibibytes(size)}" for name, size in sizes.items() if size)
+    arrays = [item for tree in parts.values() for item in arrays_by_name(tree).items()]
+    name, largest = max(arrays, key=lambda item: _bytes_of(shared)(item[1]))
+    where = "this machine" if shared else "a device"
+    raise ConfigError(
+        f"This can't fit: it takes at least {_gibibytes(sum(sizes.values()))} of memory ({shown}), and "
+        f"{where} has {_gibibytes(limit)}. The largest array is {name}, {largest.dtype} of "
+        f"{' x '.join(f'{size:,}' for size in largest.shape)}. {fix}"
+    )
+
+
+def memory_bytes(device: Any) -> int | None:
+    """Bytes that arrays on a device may take; for a CPU what the machine has, swap included.
+
+    None where nobody says.
+    """
+    statistics = device.memory_stats()
+    if statistics and "bytes_limit" in statistics:
+        return int(statistics["bytes_limit"])
+    return _machine_bytes() if device.platform == "cpu" else None
+
+
+def _machine_bytes() -> int | None:
+    try:
+        physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (ValueError, OSError):
+        return None
+    for path in map(Path, _CGROUP_LIMITS):  # of a container
+        if path.exists() and (text := path.read_text(encoding="ascii").strip()).isdigit():
+            physical = min(physical, int(text))
+    meminfo = Path("/proc/meminfo")
+    lines = meminfo.read_text(encoding="ascii").splitlines() if meminfo.exists() else []
+    return physical + sum(int(line.split()[1]) * 1024 for line in lines if line.startswith("SwapTotal:"))
+
+
+def _bytes_of(all_devices: bool) -> Any:
+    """The function from an array, or its shape, to its bytes: on one device, or on all of this process."""
+
+    def count(array: Any) -> int:
+        sharding = getattr(array, "sharding", None)
+        if is_key(array):
+            return 0
+        shape, copies = array.shape, 1
+        if sharding is not None:
+            shape = sharding.shard_shape(shape)
+            copies = len(sharding.addressable_devices) if all_devices else 1
+        return int(np.prod(shape, dtype=object)) * array.dtype.itemsize * copies
+
+    return count
+
+
+def _gibibytes(size: int) -> str:
+    return f"{size / 2**30:,.2f} GiB" if size >= 2**30 / 100 else f"{size:,} bytes"

@@ -1,0 +1,78 @@
+import errno
+import os
+import signal
+
+import jax
+import pytest
+
+from models.command import USER_ERRORS, error_message, run_command
+from stacked_remat.training import ConfigError
+
+
+def run(work, *arguments, **more):
+    shown = []
+    status = run_command(work, arguments, shown.append, **more)
+    return status, shown
+
+
+def fail_with(error):
+    def work(arguments, stop):
+        raise error
+
+    return work
+
+
+@pytest.mark.parametrize(
+    ("code", "fix"),
+    [
+        (errno.EACCES, "owner or its mode"),
+        (errno.EROFS, "can be written to"),
+        (errno.ENOSPC, "Free some space"),
+        (errno.ENAMETOOLONG, "shorter name"),
+        (errno.ENOTDIR, "is a file, where a folder belongs"),
+        (errno.EISDIR, "not a folder"),
+        (errno.EXDEV, "Check the path"),
+    ],
+)
+def test_an_error_of_the_system_is_its_path_what_happened_and_the_fix(code, fix, capsys):
+    error = OSError(code, os.strerror(code), "/runs/mine")
+    status, (shown,) = run(fail_with(error))
+    assert status == 1 and shown.startswith(f"error: /runs/mine: {os.strerror(code)}. ") and fix in shown
+    assert "Traceback" not in capsys.readouterr().err
+
+
+def test_debug_shows_the_traceback_and_is_no_argument_of_the_command(capsys):
+    def work(arguments, stop):
+        raise ConfigError(f"got {arguments}")
+
+    assert run(work, "--a", "--debug", "1") == (1, ["error: got ['--a', '1']"])
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_what_the_user_can_not_mend_keeps_its_traceback():
+    assert not issubclass(TypeError, USER_ERRORS) and error_message(TypeError("a mistake of ours")) is None
+    with pytest.raises(TypeError, match="a mistake of ours"):
+        run(fail_with(TypeError("a mistake of ours")))
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory"), "remat: nested or offload"),
+        (RuntimeError("Unable to initialize backend 'x'"), "Check JAX_PLATFORMS"),
+        (FileNotFoundError("No checkpoint in runs/mine."), "No checkpoint in runs/mine."),
+        (MemoryError(), "too little memory"),
+    ],
+)
+def test_other_errors_say_what_to_do(error, message):
+    assert message in (error_message(error) or "")
+
+
+def test_a_signal_ends_the_work_with_a_message():
+    def work(arguments, stop):
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    before = signal.getsignal(signal.SIGTERM)
+    assert run(work) == (143, ["stopped by SIGTERM"])
+    assert run(work, interrupted=(75, " early")) == (75, ["stopped by SIGTERM early"])
+    assert signal.getsignal(signal.SIGTERM) is before

@@ -1,0 +1,42 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+from stacked_remat.training import ConfigError, check_fits, memory_bytes
+
+
+def shape(*sizes, dtype=jnp.float32, sharding=None):
+    return jax.ShapeDtypeStruct(sizes, dtype, sharding=sharding)
+
+
+def test_what_fits_is_let_through_and_one_byte_more_is_not():
+    parts = {"weights": {"w": shape(256, 2)}, "a batch": [shape(512, dtype=jnp.int8)]}
+    check_fits(parts, "", limit=2048 + 512)
+    with pytest.raises(
+        ConfigError, match=r"at least 2,560 bytes .*weights 2,048 bytes, a batch 512 bytes.*Lower"
+    ):
+        check_fits(parts, "Lower it.", limit=2048 + 511)
+
+
+def test_a_device_holds_its_share_and_the_machine_that_of_all_of_its_devices():
+    machine = memory_bytes(jax.devices()[0])
+    assert machine is not None
+    mesh = jax.make_mesh((8,), ("data",), devices=jax.devices())
+    rows = machine // 4 // 1024 // 8 * 8
+    divided, copied = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in (("data",), ()))
+    check_fits({"weights": shape(rows, 1024, sharding=divided)}, "", limit=machine // 7)
+    check_fits({"weights": shape(rows, 1024, sharding=divided)}, "")
+    with pytest.raises(ConfigError, match="this machine has"):
+        check_fits({"weights": shape(rows, 1024, sharding=copied)}, "")
+
+
+@pytest.mark.parametrize("size", [10**8, 10**11, 10**22])
+def test_sizes_beyond_all_integers_of_the_machine_are_counted(size):
+    with pytest.raises(ConfigError, match=rf"w, float32 of {size:,} x 1,000,000. Lower vocab_size."):
+        check_fits({"weights": {"w": shape(size, 10**6)}}, "Lower vocab_size.")
+
+
+def test_keys_and_small_arrays_are_no_matter():
+    check_fits({"state": {"key": jax.random.key(0), "n": np.zeros(3)}}, "", limit=24)

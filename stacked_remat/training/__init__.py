@@ -2,6 +2,7 @@
 
 from .batches import BATCH_AXIS, POSITION_AXIS, TokenBatch
 from .checkpoint import (
+    CheckpointDamagedError,
     CheckpointMismatchError,
     Checkpoints,
     check_unsaved,
@@ -78,6 +79,7 @@ __all__ = [
     "ChatTemplate",
     "ChatTemplateError",
     "CheckpointConfig",
+    "CheckpointDamagedError",
     "CheckpointMismatchError",
     "Checkpoints",
     "ConfigError",

@@ -168,6 +168,7 @@ def train_lm(config: TrainLmConfig, progress: Progress) -> TrainingResult:
             config.trainer.checkpoint,
             run_config=config_as_dict(config),
             saved=saved_arrays,
+            message=progress.message,
         )
         closing.callback(checkpoints.close)
         state, position = _first_state(config, partitioning, checkpoints)

@@ -10,6 +10,9 @@ import contextlib
 import datetime
 import errno
 import json
+import logging
+import os
+import re
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -39,6 +42,7 @@ _STATE = "state"
 _RUN = "run"
 _RUN_FILE = f"{_RUN}/metadata"  # as Orbax names what it writes as JSON
 _CHECKSUMS = "checksums.json"
+_SYSTEM_ERROR = re.compile(r"os_error_code='(\d+)'")  # in the texts of tensorstore's errors
 
 
 class CheckpointMismatchError(ValueError):
@@ -94,6 +98,7 @@ class Checkpoints:
             # Called when all is written, before the rename with which the checkpoint begins to count.
             async_options=ocp.AsyncOptions(post_finalization_callback=self._write_checksums),
         )
+        logging.getLogger("absl").addFilter(_is_not_raised)
         folder.mkdir(parents=True, exist_ok=True)
         self._manager = ocp.CheckpointManager(folder.absolute(), options=options)
 
@@ -199,12 +204,13 @@ class Checkpoints:
         try:
             yield
         except (OSError, ValueError) as error:  # Orbax's tensorstore raises the latter, with a text alone
-            known = error.errno if isinstance(error, OSError) else None
+            told = _SYSTEM_ERROR.search(str(error))
+            number = error.errno if isinstance(error, OSError) else told and int(told.group(1))
             raise OSError(
-                known or (errno.ENOSPC if "No space left" in str(error) else errno.EIO),
-                f"Can't write the checkpoint of step {self._saving}: {error}. Those before it are as they "
-                f"were. Make room there, or see to it that the folder can be written, and run the same "
-                f"command again",
+                number or errno.EIO,
+                f"Can't write the checkpoint of step {self._saving}: {os.strerror(number) if number else error}. "
+                f"Those before it are as they were. Make room there, or see to it that the folder can be "
+                f"written, and run the same command again",
                 str(self.folder),
             ) from error
 
@@ -393,6 +399,11 @@ def _read_run(path: Path) -> dict[str, Any]:
     if problem is not None:
         raise CheckpointDamagedError(f"{problem} Copy it again from where it is whole, or use another one.")
     return json.loads((path / _RUN_FILE).read_text(encoding="utf-8"))
+
+
+def _is_not_raised(record: logging.LogRecord) -> bool:
+    """Whether a line of the log says more than an error that is raised: Orbax does both, the former thrice."""
+    return not (record.exc_info and "orbax" in record.pathname)
 
 
 def _kept(config: CheckpointConfig) -> list[PreservationPolicy]:

@@ -37,11 +37,12 @@ class SourceFile:
 
     Attributes:
         url: where it is, for fsspec.
-        name: its path below the folder, or the fixed part of the glob, that it was found by; its documents
-            are split into trained-on and held-out by this name, which does not change when the folder moves.
+        name: its path below the folder, or the fixed part of the glob, that it was found by.
         size: stored bytes; 0 where the file system does not say.
         version: changes when the contents do.
         identity: that of the file itself, the same however it is spelt: by `..`, by links, by its URL.
+        split_name: its documents are split into trained-on and held-out by this name, which does not change
+            when the folder moves; `name`, or that by which another source found the same file first.
     """
 
     url: str
@@ -49,6 +50,7 @@ class SourceFile:
     size: int
     version: str
     identity: str
+    split_name: str
 
     @property
     def place(self) -> str:
@@ -151,7 +153,7 @@ def _below(folder: str, above: tuple[tuple[int, int], ...]) -> Iterator[str]:
         return
     # Links last: of a file that is there twice, the name is the one without them.
     for entry in sorted(os.scandir(folder), key=lambda entry: (entry.is_symlink(), entry.name)):
-        if entry.is_dir():
+        if os.path.isdir(entry.path):  # the entry itself raises for a link to itself
             yield from _below(entry.path, (*above, own))
         else:
             yield entry.path
@@ -174,7 +176,12 @@ def _local_files(places: Iterable[str], root: str, skip: Callable[[str], None]) 
 
 def _of_status(url: str, name: str, status: os.stat_result) -> SourceFile:
     version = f"{status.st_size} bytes, modified {status.st_mtime_ns // 1000} us"
-    return SourceFile(url, name, status.st_size, version, f"{status.st_dev}:{status.st_ino}")
+    return SourceFile(url, name, status.st_size, version, _local_identity(url, status), name)
+
+
+def _local_identity(url: str, status: os.stat_result) -> str:
+    # Some file systems give no numbers to files.
+    return f"{status.st_dev}:{status.st_ino}" if status.st_ino else os.path.realpath(url.removeprefix(_FILE))
 
 
 def _visible(files: Iterable[SourceFile]) -> Iterator[SourceFile]:
@@ -192,15 +199,14 @@ def _describe(filesystem: Any, place: str, root: str) -> SourceFile:
         # What follows is a query: it says nothing of what the file is, and may hold a secret.
         name, _, query = name.partition("?")
         told += f" {information.get('ETag', '')} {hashlib.sha256(query.encode()).hexdigest()[:8]}"
-    return SourceFile(url, name, size, f"{size} bytes, {told}", _identity(url))
+    return SourceFile(url, name, size, f"{size} bytes, {told}", _identity(url), name)
 
 
 def _identity(url: str) -> str:
     """The same for all addresses of a file."""
     last = url.rpartition("::")[2]  # what comes before it says how the file is reached
     if last.startswith(_FILE) and os.path.exists(last.removeprefix(_FILE)):
-        status = os.stat(last.removeprefix(_FILE))
-        return f"{status.st_dev}:{status.st_ino}"
+        return _local_identity(last, os.stat(last.removeprefix(_FILE)))
     parts = urlsplit(last)
     scheme = "web" if last.startswith(_WEB) else parts.scheme
     host = re.sub(r":(80|443)$", "", parts.netloc.rpartition("@")[2].lower())

@@ -59,7 +59,13 @@ class CacheRequest:
             "answers only": self.answers_only,
             "on malformed": self.on_malformed,
             "files": [
-                {"url": file.place, "name": file.name, "size": file.size, "version": file.version}
+                {
+                    "url": file.place,
+                    "name": file.name,
+                    "split by": file.split_name,
+                    "size": file.size,
+                    "version": file.version,
+                }
                 for file in self.files
             ],
         }
@@ -269,7 +275,7 @@ def _is_unicode(text: str) -> bool:
 
 def _key(request: CacheRequest, at: int, record: Record) -> int:
     """The same for the same document wherever its folder lies and whatever else is in it."""
-    name = request.files[at].name
+    name = request.files[at].split_name
     place = name if record.number == 0 else f"{name}:{record.number}"
     return int.from_bytes(hashlib.sha256(place.encode("utf-8", "surrogateescape")).digest()[:4], "big")
 

@@ -146,7 +146,7 @@ def _sources(config: DataConfig, progress: Progress) -> list[_Source]:
                 f"there is nothing left to train on."
             )
         rest = tuple(
-            dataclasses.replace(file, name=names.setdefault(file.identity, file.name)) for file in rest
+            dataclasses.replace(file, split_name=names.setdefault(file.identity, file.name)) for file in rest
         )
         sources.append(_Source(name, source, rest, apart[name]))
     return [_with_others(source, sources) for source in sources]

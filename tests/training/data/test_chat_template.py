@@ -96,7 +96,7 @@ DOUBLED = "{% set x = namespace(y='x') %}{% for i in range(60) %}{% set x.y = x.
 @pytest.mark.parametrize(
     "source",
     [
-        *(NESTED, DOUBLED, "{{ 3 ** 10 ** 9 }}", "{{ 'x' * 10 ** 11 }}", "{{ messages | tojson(indent=10**10) }}"),
+        *(NESTED, DOUBLED, "{{ 3 ** (10 ** 9) }}", "{{ 'x' * 10 ** 11 }}", "{{ messages | tojson(indent=10**10) }}"),
         "{{ messages[0].content | indent(10 ** 11) ~ messages[0].content | indent(10 ** 11) }}",
     ],
 )

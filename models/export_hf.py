@@ -28,6 +28,7 @@ from models.safetensors_folder import WeightsError, refuse_what_is_there
 from models.train_lm import TrainLmConfig
 from stacked_remat.lora import merge_lora
 from stacked_remat.training import (
+    CheckpointDamagedError,
     CheckpointMismatchError,
     DataError,
     check_unsaved,
@@ -119,7 +120,14 @@ def main(arguments: Sequence[str], console: Console | None = None) -> int:
     options = parser.parse_args(arguments)
     try:
         export(options.run_dir, options.out, step=options.step, adapters=options.adapters)
-    except (FileNotFoundError, FileExistsError, WeightsError, DataError, CheckpointMismatchError) as error:
+    except (
+        FileNotFoundError,
+        FileExistsError,
+        WeightsError,
+        DataError,
+        CheckpointMismatchError,
+        CheckpointDamagedError,
+    ) as error:
         console.print(f"error: {error}", highlight=False, markup=False, soft_wrap=True)
         return 1
     console.print(f"wrote {options.out}", highlight=False, markup=False, soft_wrap=True)

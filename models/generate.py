@@ -23,6 +23,7 @@ from models.sampling import Sampling
 from models.text_generation import Piece, Stop, Tokens, chat_prompt, end_of_turn, generate_text, in_order
 from stacked_remat.training import (
     ChatTemplateError,
+    CheckpointDamagedError,
     CheckpointMismatchError,
     ConfigError,
     DataError,
@@ -64,6 +65,7 @@ def main(arguments: Sequence[str], console: Console | None = None) -> int:
 _INTERRUPTED = 130
 _MENDABLE = (
     ChatTemplateError,
+    CheckpointDamagedError,
     CheckpointMismatchError,
     ConfigError,
     DataError,

@@ -37,6 +37,7 @@ from stacked_remat.memory import BudgetError
 from stacked_remat.training import (
     EXIT_INTERRUPTED,
     AdamWConfig,
+    CheckpointDamagedError,
     CheckpointMismatchError,
     Checkpoints,
     ConfigError,
@@ -163,13 +164,7 @@ def train_lm(config: TrainLmConfig, progress: Progress) -> TrainingResult:
         folder = _run_folder(config, closing)
         stop = closing.enter_context(StopSignals())
         closing.enter_context(partitioning.active())
-        checkpoints = Checkpoints(
-            folder.checkpoints,
-            config.trainer.checkpoint,
-            run_config=config_as_dict(config),
-            saved=saved_arrays,
-            message=progress.message,
-        )
+        checkpoints = _checkpoints(config, folder, progress)
         closing.callback(checkpoints.close)
         state, position = _first_state(config, partitioning, checkpoints)
         if position is not None:
@@ -217,6 +212,7 @@ def main(arguments: Sequence[str]) -> int:
 _MENDABLE = (
     ConfigError,
     DataError,
+    CheckpointDamagedError,
     CheckpointMismatchError,
     FileExistsError,
     FileNotFoundError,
@@ -232,6 +228,16 @@ def _partitioning(config: TrainLmConfig) -> Partitioning:
     partitioning = Partitioning.of(config.trainer.mesh)
     partitioning.check_rows(config.data.batch_size, config.trainer.update.microbatches)
     return partitioning
+
+
+def _checkpoints(config: TrainLmConfig, folder: RunFolder, progress: Progress) -> Checkpoints:
+    return Checkpoints(
+        folder.checkpoints,
+        config.trainer.checkpoint,
+        run_config=config_as_dict(config),
+        saved=saved_arrays,
+        message=progress.message,
+    )
 
 
 def _first_state(

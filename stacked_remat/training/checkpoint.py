@@ -206,11 +206,12 @@ class Checkpoints:
         except (OSError, ValueError) as error:  # Orbax's tensorstore raises the latter, with a text alone
             told = _SYSTEM_ERROR.search(str(error))
             number = error.errno if isinstance(error, OSError) else told and int(told.group(1))
+            reason = os.strerror(number) if number else error
             raise OSError(
                 number or errno.EIO,
-                f"Can't write the checkpoint of step {self._saving}: {os.strerror(number) if number else error}. "
-                f"Those before it are as they were. Make room there, or see to it that the folder can be "
-                f"written, and run the same command again",
+                f"Can't write the checkpoint of step {self._saving}: {reason}. Those before it are as they "
+                f"were. Make room there, or see to it that the folder can be written, and run the same "
+                f"command again",
                 str(self.folder),
             ) from error
 
@@ -349,8 +350,8 @@ def _damage(path: Path, only: Sequence[str] = ()) -> str | None:
         recorded = read_json_with_checksum(path / _CHECKSUMS)["files"]
     except FileNotFoundError:
         return (
-            f"The checkpoint {path} is half deleted, or of a version of this library that wrote no checksums: "
-            f"{path / _CHECKSUMS} is missing."
+            f"The checkpoint {path} is half deleted, or of a version of this library that wrote no "
+            f"checksums: {path / _CHECKSUMS} is missing."
         )
     except ValueError as error:
         return f"The checkpoint {path} is damaged: {error}"
@@ -402,7 +403,7 @@ def _read_run(path: Path) -> dict[str, Any]:
 
 
 def _is_not_raised(record: logging.LogRecord) -> bool:
-    """Whether a line of the log says more than an error that is raised: Orbax does both, the former thrice."""
+    """Whether a line of the log says more than an error that is raised: Orbax does both."""
     return not (record.exc_info and "orbax" in record.pathname)
 
 

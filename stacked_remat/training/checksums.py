@@ -1,6 +1,7 @@
 """Checksums of files and of JSON, written with them and compared when they are read.
 
-They find bytes that a disk, a copy or a kill has damaged; they do not protect against somebody who changes both.
+They find bytes that a disk, a copy or a kill has damaged; they do not protect against somebody who changes
+both.
 """
 
 import json

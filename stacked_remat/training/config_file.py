@@ -44,8 +44,8 @@ def parse_config(config_class: type[Config], arguments: Sequence[str]) -> Config
 def config_as_dict(config: Any) -> dict[str, Any]:
     """The config as plain dicts, lists and scalars, with every default filled in and registries' `type` keys.
 
-    Written as YAML or JSON it is read back to an equal config, but for passwords and tokens in URLs, which are
-    left out: it is saved and logged.
+    Written as YAML or JSON it is read back to an equal config, but for passwords and tokens in URLs: it is
+    saved and logged without them.
     """
     return all_without_credentials(draccus.encode(config))
 

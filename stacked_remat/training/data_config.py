@@ -67,7 +67,7 @@ class DataConfig:
             document each, which kernels that know no boundaries between documents can serve.
         on_malformed: whether a record that can't be read ends the run (`error`) or is counted (`skip`).
         max_record_bytes: bytes of a text, a line or a row, decompressed, above which it is a record that
-            can't be read; no more than that is ever in memory of it.
+            can't be read; such a record is never read whole into memory.
         prefetch: batches that are made in advance, in a thread; 0 for none.
     """
 

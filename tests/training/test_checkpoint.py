@@ -136,7 +136,11 @@ def test_an_older_checkpoint_that_is_half_deleted_is_no_harm(tmp_path):
     ("error", "number", "reason"),
     [
         (OSError(errno.EROFS, "read only", "x"), errno.EROFS, "Read-only file system"),
-        (ValueError("RESOURCE_EXHAUSTED: d/12: [os_error_code='28']"), errno.ENOSPC, "No space left on device"),
+        (
+            ValueError("RESOURCE_EXHAUSTED: d/12: [os_error_code='28']"),
+            errno.ENOSPC,
+            "No space left on device",
+        ),
     ],
 )
 def test_a_save_that_fails_says_so_and_leaves_the_earlier_checkpoint(
@@ -175,7 +179,14 @@ def test_whatever_happens_to_a_file_of_a_checkpoint_is_said_or_changes_nothing(t
     harmless = []
     for path in files:
         written = path.read_bytes()
-        for damage in (flipped, flipped, flipped, lambda whole: whole[: len(whole) // 2], lambda _: b"", None):
+        for damage in (
+            flipped,
+            flipped,
+            flipped,
+            lambda whole: whole[: len(whole) // 2],
+            lambda _: b"",
+            None,
+        ):
             path.unlink() if damage is None else path.write_bytes(damage(written))
             try:
                 restored = load_checkpoint(folder, shapes())

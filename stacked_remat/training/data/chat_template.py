@@ -49,9 +49,9 @@ class RenderedChat:
 class ChatTemplate:
     """A chat template.
 
-    Templates are programs by others. They run in Jinja's sandbox, in a process of their own that is ended when
-    a chat takes 10 seconds or 2 GiB. What depends on the clock (`strftime_now`) is not defined for them, so
-    that the same messages always give the same text.
+    Templates are programs by others. They run in Jinja's sandbox, in a process of their own that is ended
+    when a chat takes 10 seconds or 2 GiB. What depends on the clock (`strftime_now`) is not defined for them,
+    so that the same messages always give the same text.
 
     Attributes:
         source: the Jinja program.

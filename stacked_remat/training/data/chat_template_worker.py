@@ -1,7 +1,7 @@
-"""Runs chat templates in a process of its own, whose memory and time are bounded: a program, not to be imported.
+"""A program that runs chat templates: a process of its own, whose memory and time are bounded.
 
-Templates are programs by others: Jinja's sandbox keeps them from files and from Python's internals, and not from
-endless loops and giant texts. `chat_template.py` starts this program and says how it is asked.
+Templates are programs by others: Jinja's sandbox keeps them from files and from Python's internals, and not
+from endless loops and giant texts. `chat_template.py` starts this program.
 """
 
 import functools
@@ -12,41 +12,39 @@ import signal
 import sys
 from typing import Any
 
-import jinja2
-import jinja2.exceptions
-import jinja2.ext
-import jinja2.nodes
-import jinja2.sandbox
-
 BEGIN, END = "\ufdd0", "\ufdd1"
 _SHOWN = 1000  # letters of an error that a template makes up
 
 
-class _Generation(jinja2.ext.Extension):
-    """Knows the tags that some templates put around what the assistant says."""
+@functools.cache
+def _environment() -> Any:
+    import jinja2.exceptions
+    import jinja2.ext
+    import jinja2.nodes
+    import jinja2.sandbox
 
-    tags = {"generation"}
+    class Generation(jinja2.ext.Extension):
+        """Knows the tags that some templates put around what the assistant says."""
 
-    def parse(self, parser: Any) -> Any:
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return jinja2.nodes.CallBlock(self.call_method("_mark"), [], [], body).set_lineno(line)
+        tags = {"generation"}
 
-    def _mark(self, caller: Any) -> str:
-        return f"{BEGIN}{caller()}{END}"
+        def parse(self, parser: Any) -> Any:
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            return jinja2.nodes.CallBlock(self.call_method("_mark"), [], [], body).set_lineno(line)
 
+        def _mark(self, caller: Any) -> str:
+            return f"{BEGIN}{caller()}{END}"
 
-@functools.lru_cache(maxsize=8)
-def _compile(source: str) -> jinja2.Template:
     def refuse(message: str) -> None:
         raise jinja2.exceptions.TemplateError(message)
 
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols]
     )
     environment.globals["raise_exception"] = refuse
     environment.filters["tojson"] = _as_json
-    return environment.from_string(source)
+    return environment
 
 
 def _as_json(value: Any, indent: int | None = None, **options: Any) -> str:
@@ -54,15 +52,18 @@ def _as_json(value: Any, indent: int | None = None, **options: Any) -> str:
     return json.dumps(value, ensure_ascii=False, indent=indent, **options)
 
 
+@functools.lru_cache(maxsize=8)
+def _compile(source: str) -> Any:
+    return _environment().from_string(source)
+
+
 def _answer(source: str, values: dict[str, Any]) -> dict[str, Any]:
     try:
         compiled = _compile(source)
     except MemoryError:
         return {"limit": "memory"}
-    except jinja2.exceptions.TemplateSyntaxError as error:
-        return {"line": error.lineno, "error": str(error)[:_SHOWN]}
-    except Exception as error:  # Jinja computes what is constant while it compiles
-        return {"line": 1, "error": str(error)[:_SHOWN]}
+    except Exception as error:  # also what Jinja computes while it compiles, because it is constant
+        return {"line": getattr(error, "lineno", 1), "error": str(error)[:_SHOWN]}
     try:
         return {"text": compiled.render(**values)}
     except MemoryError:

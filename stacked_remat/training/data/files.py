@@ -90,9 +90,10 @@ def find_files(
         except (OSError, ImportError, ValueError) as error:
             raise DataError(f"Can't look for the files of {shown!r} in {key}: {error}") from None
         if not files:
+            reason = f" ({passed[0]})" if passed else ""
             raise DataError(
-                f"{shown!r} in {key} stands for no file{''.join(f' ({reason})' for reason in passed[:1])}. Give "
-                f"a file that exists, a folder with files, or a glob such as texts/**/*.txt."
+                f"{shown!r} in {key} stands for no file{reason}. Give a file that exists, a folder "
+                f"with files, or a glob such as texts/**/*.txt."
             )
         if passed:
             more = f" and {len(passed) - 3} more" if len(passed) > 3 else ""
@@ -210,6 +211,8 @@ def _identity(url: str) -> str:
     parts = urlsplit(last)
     scheme = "web" if last.startswith(_WEB) else parts.scheme
     host = re.sub(r":(80|443)$", "", parts.netloc.rpartition("@")[2].lower())
-    query = [entry for entry in parse_qsl(parts.query, keep_blank_values=True) if not _SECRET.search(entry[0])]
+    query = [
+        entry for entry in parse_qsl(parts.query, keep_blank_values=True) if not _SECRET.search(entry[0])
+    ]
     inside = url.removesuffix(last) if url.startswith(("zip:", "tar:", "libarchive:")) else ""
     return f"{inside}{scheme}://{host}{posixpath.normpath('/' + unquote(parts.path))} {sorted(query)}"

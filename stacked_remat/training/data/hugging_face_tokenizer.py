@@ -31,7 +31,9 @@ class HuggingFaceTokenizer(Tokenizer):
         self._tokenizer = _parse(name, definition)
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
         if not vocabulary:
-            raise DataError(f"The tokenizer.json of data.tokenizer = {name!r} has no token in its vocabulary.")
+            raise DataError(
+                f"The tokenizer.json of data.tokenizer = {name!r} has no token in its vocabulary."
+            )
         self.vocab_size = max(vocabulary.values()) + 1
         specials = {
             key: _content(name, key, config[key])
@@ -118,7 +120,7 @@ def _parse(name: str, definition: str) -> Any:
 
 @contextlib.contextmanager
 def _in_package(problem: str) -> Iterator[None]:
-    """Makes one error of all that the package raises: no narrower type than `Exception`, and Rust's panics."""
+    """Makes one error of what the package raises: `Exception`, nothing narrower, and Rust's panics."""
     try:
         yield
     except BaseException as error:

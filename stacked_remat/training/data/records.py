@@ -195,7 +195,9 @@ def _read_parquet(file: SourceFile, how: RecordFormat, start: int) -> Iterator[R
             raise DataError(f"{file.place} can't be read on: {error}. Mend it, or leave it out.") from None
 
 
-def _rows(file: SourceFile, how: RecordFormat, start: int, table: Any, columns: list[str]) -> Iterator[Record]:
+def _rows(
+    file: SourceFile, how: RecordFormat, start: int, table: Any, columns: list[str]
+) -> Iterator[Record]:
     total, number = max(table.metadata.num_rows, 1), 0
     for group in range(table.num_row_groups):
         about = table.metadata.row_group(group)

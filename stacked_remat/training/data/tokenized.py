@@ -48,9 +48,9 @@ class ArrayFile:
 
 def damaged_cache(path: Path, folder: Path) -> DataError:
     """The error for a file of a token cache that is not what was written."""
+    found = "damaged: it is not what was written" if path.exists() else "missing"
     return DataError(
-        f"{path} is {'damaged: it is not what was written' if path.exists() else 'missing'}. Delete the token "
-        f"cache {folder}, and its text is tokenized again when the run is started."
+        f"{path} is {found}. Delete the token cache {folder}, and the next run tokenizes its text again."
     )
 
 

@@ -165,9 +165,9 @@ def _with_others(source: _Source, sources: list[_Source]) -> _Source:
         ways = [format_of(same, other.record_format), format_of(file, source.record_format)]
         if ways[0] != ways[1]:
             raise DataError(
-                f"data.sources.{other.name} reads {file.place} as {ways[0]} and data.sources.{source.name} as "
-                f"{ways[1]}: what is held out of the one can't be told from what is trained on in the other. "
-                f"Give both the same format, or name files to hold out under held_out."
+                f"data.sources.{other.name} reads {file.place} as {ways[0]} and data.sources.{source.name} "
+                f"as {ways[1]}: what the one holds out can't be told from what the other trains on. Give "
+                f"both the same format, or name files to hold out under held_out."
             )
     also = tuple(at for at, file in enumerate(source.files) if file.identity in splitting)
     return dataclasses.replace(source, also_split=also)
@@ -184,8 +184,8 @@ def _split(
         elsewhere = in_fraction & np.isin(cached.file_indices, source.also_split)
         if elsewhere.all():
             raise DataError(
-                f"Other sources hold out all documents of data.sources.{name}: there is nothing left to train "
-                f"on. Name files to hold out under their held_out."
+                f"Other sources hold out all documents of data.sources.{name}: there is nothing left to "
+                f"train on. Name files to hold out under their held_out."
             )
         apart = _cached(f"{name}-held-out", source.held_out, source, config, tokenizer, progress)
         return _without(cached.documents, elsewhere), apart.documents
@@ -216,8 +216,8 @@ def _check_room(config: DataConfig) -> None:
     if size > memory:
         raise DataError(
             f"Batches of data.batch_size = {rows:,} sequences of data.seq_len = {config.seq_len:,} tokens, "
-            f"{ahead:,} at a time (data.prefetch and one), take {size / 2**30:,.1f} GiB, and this machine has "
-            f"{memory / 2**30:,.1f}. Make them smaller."
+            f"{ahead:,} at a time (data.prefetch and one), take {size / 2**30:,.1f} GiB, and this machine "
+            f"has {memory / 2**30:,.1f}. Make them smaller."
         )
 
 

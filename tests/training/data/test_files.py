@@ -160,7 +160,9 @@ def test_one_odd_file_does_not_block_a_folder(folder):
     told = []
     files = find_files([str(folder)], "key", told.append)
     read = [next(read_records(file, RecordFormat(format="text"))).content for file in files]
-    assert {"a::b.txt", "[1].txt", "c?.txt", "?.txt", "http:", "e", "sub/c.txt"} < set(read) and len(read) == 10
+    assert {"a::b.txt", "[1].txt", "c?.txt", "?.txt", "http:", "e", "sub/c.txt"} < set(read) and len(
+        read
+    ) == 10
     (line,) = told
     assert f"skipped in '{folder}' of key: {folder}/pipe.txt is a pipe, a socket or a device, " in line
     assert "gone.txt is a link to nothing" in line and "itself.txt is a link to nothing" in line

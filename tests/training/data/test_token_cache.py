@@ -263,7 +263,7 @@ def test_whatever_happens_to_a_file_of_a_cache_is_said_or_changes_nothing(tmp_pa
 
     def read():
         cached = build(folder, cache, answers_only=True, shard_tokens=2000)
-        weights = [cached.documents.weights(at, 0, 9**9).tolist() for at in range(60)]
+        weights = [np.asarray(cached.documents.weights(at, 0, 9**9)).tolist() for at in range(60)]
         return texts(cached), weights, cached.keys.tolist(), cached.documents.num_counted
 
     def flipped(written):

@@ -153,10 +153,22 @@ EMPTY = '{"model": {"type": "BPE", "vocab": {}, "merges": []}}'
         ("tokenizer_config.json", b"[" * 10**5, r"is no JSON"),
         ("tokenizer_config.json", b"[1]", r"tokenizer_config.json .* holds list, not an object"),
         ("tokenizer_config.json", b'{"eos_token": 5}', r"`eos_token` in the config .* is 5; expected a text"),
-        ("tokenizer_config.json", b'{"eos_token": {"id": 5}}', r"`eos_token` .* expected a text, or an object"),
-        ("tokenizer_config.json", b'{"chat_template": 7}', r"`chat_template` .* of type int; expected a text"),
+        (
+            "tokenizer_config.json",
+            b'{"eos_token": {"id": 5}}',
+            r"`eos_token` .* expected a text, or an object",
+        ),
+        (
+            "tokenizer_config.json",
+            b'{"chat_template": 7}',
+            r"`chat_template` .* of type int; expected a text",
+        ),
         ("tokenizer_config.json", b'{"chat_template": ["a"]}', r"of type list; expected"),
-        ("tokenizer_config.json", b'{"chat_template": [{"name": "default", "template": {}}]}', r"of type dict"),
+        (
+            "tokenizer_config.json",
+            b'{"chat_template": [{"name": "default", "template": {}}]}',
+            r"of type dict",
+        ),
         ("special_tokens_map.json", b"null", r"special_tokens_map.json .* holds NoneType"),
         ("chat_template.jinja", b"\x80", r"chat_template.jinja of data.tokenizer is no UTF-8"),
     ],
@@ -172,5 +184,7 @@ def test_what_the_package_raises_while_it_works_is_one_error(tmp_path):
     save(tmp_path).joinpath("tokenizer.json").write_text(json.dumps({"version": "1.0", "model": words}))
     tokenizer = load_tokenizer(str(tmp_path))
     for encode in (tokenizer.encode, lambda text: tokenizer.encode_documents([text])):
-        with pytest.raises(DataError, match=r"tokenizer.json of data.tokenizer = .* can't be used: WordLevel"):
+        with pytest.raises(
+            DataError, match=r"tokenizer.json of data.tokenizer = .* can't be used: WordLevel"
+        ):
             encode("hello")

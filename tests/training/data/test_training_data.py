@@ -1,6 +1,5 @@
 import dataclasses
 import json
-import os
 
 import fsspec
 import numpy as np
@@ -258,11 +257,14 @@ def test_a_file_that_is_read_in_two_ways_can_be_held_out_only_by_name(tmp_path):
     (tmp_path / "other.txt").write_text("held out")
     path = (str(tmp_path / "a.jsonl"),)
     sources = {"lines": SourceConfig(path), "whole": SourceConfig(path, format="text")}
-    with pytest.raises(DataError, match=r"sources.whole reads .*a.jsonl as text and .*lines as jsonl: .*held"):
+    with pytest.raises(
+        DataError, match=r"sources.whole reads .*a.jsonl as text and .*lines as jsonl: .*held"
+    ):
         open_data(tmp_path, sources=sources)
     held_out = (str(tmp_path / "other.txt"),)
     open_data(
-        tmp_path, sources={name: dataclasses.replace(source, held_out=held_out) for name, source in sources.items()}
+        tmp_path,
+        sources={name: dataclasses.replace(source, held_out=held_out) for name, source in sources.items()},
     )
 
 
@@ -280,6 +282,8 @@ def test_a_damaged_shard_ends_training_with_its_name(folder, tmp_path):
     written[-9] ^= 1
     tokens.write_bytes(written)
     data = open_data(tmp_path, sources=sources, prefetch=2)
-    with pytest.raises(DataError, match=r"tokens.npy is damaged.*Delete the token cache .*cache/all-\w+, and"):
+    with pytest.raises(
+        DataError, match=r"tokens.npy is damaged.*Delete the token cache .*cache/all-\w+, and"
+    ):
         data.training.next()
     data.training.close()

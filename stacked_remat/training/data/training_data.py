@@ -64,7 +64,8 @@ def open_training_data(
         DataError: a path that stands for no file, a record that can't be read, too little text, or batches
             that do not fit into this machine's memory.
     """
-    _check_room(config)
+    process = ProcessShare() if process is None else process
+    _check_room(config, process)
     training: dict[str, MixtureShare] = {}
     held_out: dict[str, PackedDocuments] = {}
     for source in _sources(config, progress):
@@ -208,14 +209,14 @@ def _without(documents: TokenizedDocuments, left_out: Bool[np.ndarray, " documen
     return documents.select(~left_out, f"without what other sources hold out, {digest}")
 
 
-def _check_room(config: DataConfig) -> None:
+def _check_room(config: DataConfig, process: ProcessShare) -> None:
     """Refuses batches that can't be in memory before any is made."""
-    rows, ahead = config.batch_size, 1 + config.prefetch
+    rows, ahead = process.rows(config.batch_size), 1 + config.prefetch
     size = 20 * config.seq_len * rows * ahead  # five fields of four bytes
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if size > memory:
         raise DataError(
-            f"Batches of data.batch_size = {rows:,} sequences of data.seq_len = {config.seq_len:,} tokens, "
+            f"Batches of {rows:,} sequences here (data.batch_size) of data.seq_len = {config.seq_len:,} tokens, "
             f"{ahead:,} at a time (data.prefetch and one), take {size / 2**30:,.1f} GiB, and this machine "
             f"has {memory / 2**30:,.1f}. Make them smaller."
         )

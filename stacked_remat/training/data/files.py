@@ -87,8 +87,11 @@ def find_files(
         shown, passed = without_credentials(path), list[str]()
         try:
             files = list(_files_of(path, passed.append))
-        except (OSError, ImportError, ValueError) as error:
-            raise DataError(f"Can't look for the files of {shown!r} in {key}: {error}") from None
+        except Exception as error:  # file systems raise what they like
+            hidden = "://" in path  # the address with its credentials stands in the original
+            raise DataError(f"Can't look for the files of {shown!r} in {key}: {error}") from (
+                None if hidden else error
+            )
         if not files:
             reason = f" ({passed[0]})" if passed else ""
             raise DataError(

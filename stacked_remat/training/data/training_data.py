@@ -216,7 +216,7 @@ def _check_room(config: DataConfig, process: ProcessShare) -> None:
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if size > memory:
         raise DataError(
-            f"Batches of {rows:,} sequences here (data.batch_size) of data.seq_len = {config.seq_len:,} tokens, "
+            f"Batches of {rows:,} sequences (data.batch_size) of data.seq_len = {config.seq_len:,} tokens, "
             f"{ahead:,} at a time (data.prefetch and one), take {size / 2**30:,.1f} GiB, and this machine "
             f"has {memory / 2**30:,.1f}. Make them smaller."
         )

@@ -180,7 +180,7 @@ def test_no_message_and_nothing_that_is_saved_holds_a_password_or_a_token(tmp_pa
 
     class Refusing(Web):
         def glob(self, root):
-            raise OSError(f"401, url='{url}'")
+            raise Exception(f"401, url='{url}'")  # aiohttp's errors are not OSErrors
 
     monkeypatch.setattr(fsspec.core, "url_to_fs", lambda path: (Refusing(), path))
     monkeypatch.setattr(fsspec, "open", lambda *_: Refusing().glob(""))

@@ -213,21 +213,31 @@ def _rows(
             raise DataError(f"{file.place}: on average, a row of row group {group} {_too_long(how)}.")
         at_once = max(1, min(256, how.max_bytes * about.num_rows // max(held, 1)))
         for batch in table.iter_batches(batch_size=at_once, row_groups=[group], columns=columns):
-            for within in range(max(start - first, 0), batch.num_rows):
-                row = first + within
-                offset = file.size * (row + 1) // total
-                yield _from_row(file, how, row, offset, batch.slice(within, 1))
+            rows = batch.slice(min(max(start - first, 0), batch.num_rows))
             first += batch.num_rows
+            for row, fields in enumerate(_fields(rows, how), first - rows.num_rows):
+                offset = file.size * (row + 1) // total
+                if isinstance(fields, str):
+                    yield _malformed(file, row, offset, fields)
+                else:
+                    yield _from_fields(file, how, row, offset, fields)
 
 
-def _from_row(file: SourceFile, how: RecordFormat, number: int, offset: int, row: Any) -> Record:
-    if row.nbytes > how.max_bytes:
-        return _malformed(file, number, offset, _too_long(how))
-    try:
-        (fields,) = row.to_pylist()
-    except UnicodeDecodeError as error:
-        return _malformed(file, number, offset, f"is no UTF-8 ({error.reason})")
-    return _from_fields(file, how, number, offset, fields)
+def _fields(rows: Any, how: RecordFormat) -> Iterator[dict[str, Any] | str]:
+    """The fields of each row, or what is wrong with it."""
+    if rows.nbytes <= how.max_bytes:
+        with contextlib.suppress(UnicodeDecodeError):
+            yield from rows.to_pylist()
+            return
+    for at in range(rows.num_rows):
+        row = rows.slice(at, 1)
+        if row.nbytes > how.max_bytes:
+            yield _too_long(how)
+            continue
+        try:
+            yield from row.to_pylist()
+        except UnicodeDecodeError as error:
+            yield f"is no UTF-8 ({error.reason})"
 
 
 _READERS = {"text": _read_text, "jsonl": _read_jsonl, "parquet": _read_parquet}

@@ -61,7 +61,7 @@ def test_a_row_of_parquet_is_a_text_or_a_chat(tmp_path):
 def test_reading_goes_on_from_any_record(tmp_path, start):
     texts = [f"row {number}" for number in range(600)]
     path = lines(tmp_path / "a.jsonl", *({"text": text} for text in texts))
-    pyarrow.parquet.write_table(pyarrow.table({"text": texts}), tmp_path / "a.parquet", row_group_size=100)
+    pyarrow.parquet.write_table(pyarrow.table({"text": texts}), tmp_path / "a.parquet", row_group_size=300)
     for file in (path, tmp_path / "a.parquet"):
         found = read(file, start=start)
         assert [record.content for record in found] == texts[start:]

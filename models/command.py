@@ -17,6 +17,7 @@ from stacked_remat import OffloadError
 from stacked_remat.memory import BudgetError, TargetError
 from stacked_remat.training import (
     ChatTemplateError,
+    CheckpointDamagedError,
     CheckpointMismatchError,
     ConfigError,
     DataError,
@@ -28,6 +29,7 @@ from stacked_remat.training import (
 USER_ERRORS: tuple[type[Exception], ...] = (
     BudgetError,
     ChatTemplateError,
+    CheckpointDamagedError,
     CheckpointMismatchError,
     ConfigError,
     DataError,

@@ -160,12 +160,7 @@ def train_lm(config: TrainLmConfig, progress: Progress, stop: StopSignals) -> Tr
         closing.callback(data.training.close)
         folder = _run_folder(config, closing)
         closing.enter_context(partitioning.active())
-        checkpoints = Checkpoints(
-            folder.checkpoints,
-            config.trainer.checkpoint,
-            run_config=config_as_dict(config),
-            saved=saved_arrays,
-        )
+        checkpoints = _checkpoints(config, folder, progress)
         closing.callback(_close, checkpoints)
         state, position = _first_state(config, partitioning, checkpoints)
         if position is not None:
@@ -227,6 +222,16 @@ def _partitioning(config: TrainLmConfig) -> Partitioning:
     partitioning = Partitioning.of(config.trainer.mesh)
     partitioning.check_rows(config.data.batch_size, config.trainer.update.microbatches)
     return partitioning
+
+
+def _checkpoints(config: TrainLmConfig, folder: RunFolder, progress: Progress) -> Checkpoints:
+    return Checkpoints(
+        folder.checkpoints,
+        config.trainer.checkpoint,
+        run_config=config_as_dict(config),
+        saved=saved_arrays,
+        message=progress.message,
+    )
 
 
 def _first_state(

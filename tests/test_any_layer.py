@@ -151,7 +151,9 @@ class TestOutsideOfJit:
             loop.append(float(x.sum()))
         np.testing.assert_allclose(found, loop, rtol=1e-6)
         assert fold(lambda x, w: x + w, Layers, reverse=True)(0.0, np.arange(4.0)) == 6.0
-        order = [scan(_outputs_carry, Layers, reverse=reverse)(0.0, np.arange(4.0))[1] for reverse in (False, True)]
+        order = [
+            scan(_outputs_carry, Layers, reverse=reverse)(0.0, np.arange(4.0))[1] for reverse in (False, True)
+        ]
         assert order[0].tolist() != order[1].tolist()
 
     def test_traced_within_an_axis_mapping_anew(self):

@@ -3,6 +3,7 @@
 from . import extra as extra
 from .batches import BATCH_AXIS, POSITION_AXIS, TokenBatch
 from .checkpoint import (
+    CheckpointDamagedError,
     CheckpointMismatchError,
     Checkpoints,
     check_unsaved,
@@ -80,6 +81,7 @@ __all__ = [
     "ChatTemplate",
     "ChatTemplateError",
     "CheckpointConfig",
+    "CheckpointDamagedError",
     "CheckpointMismatchError",
     "Checkpoints",
     "ConfigError",

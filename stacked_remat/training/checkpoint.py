@@ -1,13 +1,21 @@
 """Training states on disk, written in the background, each whole or not at all.
 
 A checkpoint is a folder named by its step, written by Orbax: the arrays of the state by name, and beside them
-in JSON the position of the data and the loop, the config, and the shape and dtype of every array.
+in JSON the position of the data and the loop, the config, and the shape and dtype of every array. Orbax's own
+checksums leave out the arrays, so `checksums.json` has one of every file; they are compared before anything
+is read.
 """
 
+import contextlib
 import datetime
+import errno
+import json
 import logging
+import os
+import re
 import time
-from collections.abc import Callable, Mapping
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, final
 
@@ -25,16 +33,24 @@ from orbax.checkpoint.checkpoint_managers import (
 )
 
 from .array_layout import arrays_by_name, differences, digests, is_key, layout, select, with_arrays
+from .checksums import checksums, json_with_checksum, read_json_with_checksum
 from .trainer_config import CheckpointConfig
 
 State = TypeVar("State")
 
 _STATE = "state"
 _RUN = "run"
+_RUN_FILE = f"{_RUN}/metadata"  # as Orbax names what it writes as JSON
+_CHECKSUMS = "checksums.json"
+_SYSTEM_ERROR = re.compile(r"os_error_code='(\d+)'")  # in the texts of tensorstore's errors
 
 
 class CheckpointMismatchError(ValueError):
     """A checkpoint of another model or optimizer; the message names the arrays that differ."""
+
+
+class CheckpointDamagedError(ValueError):
+    """A checkpoint whose files are not those that were written; the message names them."""
 
 
 @final
@@ -55,6 +71,7 @@ class Checkpoints:
         *,
         run_config: Mapping[str, Any],
         saved: Callable[[Any], Any] | None = None,
+        message: Callable[[str], None] = warnings.warn,
     ):
         """Opens the folder, makes it if needed, and removes what an earlier process left unfinished.
 
@@ -65,24 +82,29 @@ class Checkpoints:
             saved: maps a state to a tree of booleans, those of its arrays that are saved; all if not given.
                 What is not saved never changes, and has to be there when the state is restored: checkpoints
                 hold its digests, and with other arrays none of them is restored.
+            message: is told which checkpoints are damaged where the config says to go back.
         """
         self.folder = folder
         self._config = config
         self._run_config = dict(run_config)
         self._saved = saved
+        self._message = message
+        self._saving: int | None = None
         self._unsaved: dict[str, list[int]] | None = None
         self._last_save = time.monotonic()
         options = ocp.CheckpointManagerOptions(
             preservation_policy=AnyPreservationPolicy(_kept(config)),
             cleanup_tmp_directories=True,
-            enable_async_checkpointing=config.asynchronous,
+            # Called when all is written, before the rename with which the checkpoint begins to count.
+            async_options=ocp.AsyncOptions(post_finalization_callback=self._write_checksums),
         )
+        logging.getLogger("absl").addFilter(_is_not_raised)
         folder.mkdir(parents=True, exist_ok=True)
         self._manager = ocp.CheckpointManager(folder.absolute(), options=options)
 
     def latest(self) -> int | None:
-        """The step of the latest checkpoint, if there is one."""
-        return self._manager.latest_step()
+        """The step of the latest checkpoint, whole or damaged, if there is one."""
+        return max(_steps(self.folder), default=None)
 
     def is_due(self, step: int) -> bool:
         """Whether the config asks for a checkpoint after this step."""
@@ -99,8 +121,10 @@ class Checkpoints:
             position: anything more that is needed to go on, fit for JSON.
 
         Raises:
+            OSError: this checkpoint or the one before it can't be written.
             RuntimeError: there is a checkpoint of this step or a later one.
         """
+        self.wait()
         chosen = select(state, self._saved)
         named = arrays_by_name(chosen)
         arrays = {name: _data(array) for name, array in named.items() if array.size}
@@ -115,15 +139,23 @@ class Checkpoints:
             "unsaved": self._unsaved,
         }
         items = {_STATE: ocp.args.PyTreeSave(arrays), _RUN: ocp.args.JsonSave(run)}
-        if not self._manager.save(step, args=ocp.args.Composite(**items)):
+        self._saving = step
+        with self._writing():
+            written = self._manager.save(step, args=ocp.args.Composite(**items))
+        if not written:
             raise RuntimeError(
                 f"No checkpoint of step {step} was written to {self.folder}, where the latest is of step "
                 f"{self.latest()}: Orbax refuses one that is not later."
             )
         self._last_save = time.monotonic()
+        if not self._config.asynchronous:
+            self.wait()
 
     def restore(self, like: State) -> tuple[State, dict[str, Any]]:
         """The state and the position of the latest checkpoint.
+
+        Where that is damaged and the config says to go back, those of the latest whole one. The damaged ones
+        are renamed to `STEP.damaged` once that is read, and it is said which they are.
 
         Args:
             like: a state of the same structure. Its arrays may be `jax.ShapeDtypeStruct`s where they are
@@ -132,28 +164,94 @@ class Checkpoints:
 
         Raises:
             FileNotFoundError: there is no checkpoint.
+            CheckpointDamagedError: the latest one is damaged, and the config does not say to go back; or no
+                other is whole.
             CheckpointMismatchError: arrays differ in name, shape or dtype, or those that are not saved in
                 what they hold.
         """
-        step = self.latest()
-        if step is None:
-            raise FileNotFoundError(f"No checkpoint in {self.folder}.")
-        where = f"{self.folder / str(step)}"
-        _check_unsaved(_read_run(self._manager, step), _others(like, self._saved), where)
-        restored, run = _read(self._manager, step, where, select(like, self._saved), "")
+        self.wait()
+        step, damaged = self._latest_whole()
+        where = self.folder / str(step)
+        _check_unsaved(_read_run(where), _others(like, self._saved), where)
+        restored, run = _read(where, select(like, self._saved), "")
+        for path in damaged:
+            path.rename(_aside(path))
+        if damaged:
+            self._manager.reload()
         return with_arrays(like, restored), run["position"]
 
     def wait(self) -> None:
         """Returns when all checkpoints are on disk.
 
         Raises:
-            Exception: whatever went wrong while writing.
+            OSError: one can't be written.
         """
-        self._manager.wait_until_finished()
+        with self._writing():
+            self._manager.wait_until_finished()
 
     def close(self) -> None:
-        """Waits, and ends the threads that write."""
-        self._manager.close()
+        """Waits, and ends the threads that write.
+
+        Raises:
+            OSError: a checkpoint can't be written.
+        """
+        with self._writing():
+            self._manager.close()
+
+    @contextlib.contextmanager
+    def _writing(self) -> Iterator[None]:
+        """Makes of whatever can go wrong while files are written one error that says what there is left."""
+        try:
+            yield
+        except (OSError, ValueError) as error:  # Orbax's tensorstore raises the latter, with a text alone
+            told = _SYSTEM_ERROR.search(str(error))
+            number = error.errno if isinstance(error, OSError) else told and int(told.group(1))
+            reason = os.strerror(number) if number else error
+            raise OSError(
+                number or errno.EIO,
+                f"Can't write the checkpoint of step {self._saving}: {reason}. Those before it are as they "
+                f"were. Make room there, or see to it that the folder can be written, and run the same "
+                f"command again",
+                str(self.folder),
+            ) from error
+
+    def _write_checksums(self) -> None:
+        """Writes those of the checkpoint that is being saved."""
+        if jax.process_index() == 0:
+            (unfinished,) = self.folder.glob(f"{self._saving}.*tmp*")
+            paths = [path for item in (_RUN, _STATE) for path in (unfinished / item).rglob("*")]
+            files = sorted(path for path in paths if path.is_file())
+            names = [path.relative_to(unfinished).as_posix() for path in files]
+            found = dict(zip(names, checksums(files), strict=True))
+            (unfinished / _CHECKSUMS).write_text(json_with_checksum({"files": found}), encoding="utf-8")
+
+    def _latest_whole(self) -> tuple[int, list[Path]]:
+        """The step of the latest whole checkpoint, and the folders of the damaged ones after it."""
+        steps = _steps(self.folder)
+        damaged: dict[Path, str] = {}
+        for step in reversed(steps):
+            path = self.folder / str(step)
+            problem = _damage(path)
+            if problem is None:
+                for other, known in damaged.items():
+                    self._message(
+                        f"{known} Going back to the checkpoint of step {step}; what is left of the damaged "
+                        f"one is kept as {_aside(other)}."
+                    )
+                return step, list(damaged)
+            damaged[path] = problem
+            if self._config.on_damaged == "stop" and step != steps[0]:
+                raise CheckpointDamagedError(
+                    f"{problem} Copy it again from where it is whole, or go back to an earlier checkpoint "
+                    f"(there are those of steps {', '.join(map(str, steps[:-1]))}) with "
+                    f"--trainer.checkpoint.on_damaged go_back."
+                )
+        if not damaged:
+            raise FileNotFoundError(f"No checkpoint in {self.folder}.")
+        raise CheckpointDamagedError(
+            f"{' '.join(damaged.values())} There is no earlier one: copy it again from where it is whole, or "
+            f"begin anew with --trainer.checkpoint.overwrite true."
+        )
 
 
 def load_checkpoint(folder: Path, like: State, *, step: int | None = None, part: str = "") -> State:
@@ -167,12 +265,17 @@ def load_checkpoint(folder: Path, like: State, *, step: int | None = None, part:
 
     Raises:
         FileNotFoundError: there is no such checkpoint.
+        CheckpointDamagedError: its files are not those that were written.
         CheckpointMismatchError: arrays differ in name, shape or dtype.
     """
-    with _reader(folder) as manager:
-        step = _existing(manager, folder, step)
-        arrays, _ = _read(manager, step, f"{folder / str(step)}", like, f"{part}." if part else "")
-        return with_arrays(like, arrays)
+    path = _existing(folder, step)
+    problem = _damage(path)
+    if problem is not None:
+        others = [str(other) for other in _steps(folder) if str(other) != path.name]
+        there = f", or name another one as the step: {', '.join(others)}" if others else ""
+        raise CheckpointDamagedError(f"{problem} Copy it again from where it is whole{there}.")
+    arrays, _ = _read(path, like, f"{part}." if part else "")
+    return with_arrays(like, arrays)
 
 
 def check_unsaved(folder: Path, rest: Any, *, step: int | None = None) -> None:
@@ -185,11 +288,11 @@ def check_unsaved(folder: Path, rest: Any, *, step: int | None = None) -> None:
 
     Raises:
         FileNotFoundError: there is no such checkpoint.
+        CheckpointDamagedError: what it says of itself is not what was written.
         CheckpointMismatchError: it is not; names the arrays.
     """
-    with _reader(folder) as manager:
-        step = _existing(manager, folder, step)
-        _check_unsaved(_read_run(manager, step), rest, f"{folder / str(step)}")
+    path = _existing(folder, step)
+    _check_unsaved(_read_run(path), rest, path)
 
 
 def checkpoint_config(folder: Path, *, step: int | None = None) -> dict[str, Any]:
@@ -197,9 +300,9 @@ def checkpoint_config(folder: Path, *, step: int | None = None) -> dict[str, Any
 
     Raises:
         FileNotFoundError: there is no such checkpoint.
+        CheckpointDamagedError: what it says of itself is not what was written.
     """
-    with _reader(folder) as manager:
-        return _read_run(manager, _existing(manager, folder, step))["config"]
+    return _read_run(_existing(folder, step))["config"]
 
 
 def _others(state: Any, saved: Callable[[Any], Any] | None) -> Any:
@@ -207,8 +310,8 @@ def _others(state: Any, saved: Callable[[Any], Any] | None) -> Any:
     return None if saved is None else eqx.filter(state, saved(state), inverse=True)
 
 
-def _check_unsaved(run: Mapping[str, Any], rest: Any, where: str) -> None:
-    earlier = run.get("unsaved", {})  # those of earlier versions hold none
+def _check_unsaved(run: Mapping[str, Any], rest: Any, where: Path) -> None:
+    earlier = run["unsaved"]
     found = digests(rest)
     others = [name for name in sorted({*earlier, *found}) if earlier.get(name) != found.get(name)]
     if others:
@@ -220,39 +323,64 @@ def _check_unsaved(run: Mapping[str, Any], rest: Any, where: str) -> None:
         )
 
 
-def _reader(folder: Path) -> ocp.CheckpointManager:
-    if not folder.is_dir():
-        raise FileNotFoundError(f"No checkpoint in {folder}: there is no such folder.")
-    options = ocp.CheckpointManagerOptions(create=False, save_interval_steps=0, read_only=True)
-    log = logging.getLogger("absl")
-    level = log.level
-    log.setLevel(logging.ERROR)  # Orbax warns that the folder is only read, which is what is asked for
-    try:
-        return ocp.CheckpointManager(folder.absolute(), options=options)
-    finally:
-        log.setLevel(level)
+def _steps(folder: Path) -> list[int]:
+    """The steps of the checkpoints in a folder, the damaged ones too, of which Orbax hides some."""
+    paths = folder.iterdir() if folder.is_dir() else ()
+    return sorted(int(path.name) for path in paths if path.name.isdecimal() and path.is_dir())
 
 
-def _existing(manager: ocp.CheckpointManager, folder: Path, step: int | None) -> int:
-    steps = sorted(manager.all_steps())
+def _existing(folder: Path, step: int | None) -> Path:
+    """The folder of a checkpoint; of the latest if no step is given."""
+    steps = _steps(folder)
     if not steps or (step is not None and step not in steps):
         there = f" There are those of steps {', '.join(map(str, steps))}." if steps else ""
+        there = there if folder.is_dir() else " There is no such folder."
         raise FileNotFoundError(
             f"No checkpoint{'' if step is None else f' of step {step}'} in {folder}.{there}"
         )
-    return steps[-1] if step is None else step
+    return folder / str(steps[-1] if step is None else step)
 
 
-def _read(
-    manager: ocp.CheckpointManager, step: int, where: str, like: Any, prefix: str
-) -> tuple[dict[str, Any], dict[str, Any]]:
+def _damage(path: Path, only: Sequence[str] = ()) -> str | None:
+    """What is wrong with the files of a checkpoint, or with some of them: a sentence that names them.
+
+    Cost: reads each file once. Where several processes restore, each reads all of them.
+    """
+    try:
+        recorded = read_json_with_checksum(path / _CHECKSUMS)["files"]
+    except FileNotFoundError:
+        return (
+            f"The checkpoint {path} is half deleted, or of a version of this library that wrote no "
+            f"checksums: {path / _CHECKSUMS} is missing."
+        )
+    except ValueError as error:
+        return f"The checkpoint {path} is damaged: {error}"
+    files = {path / name: recorded[name] for name in only or recorded}
+    there = [file for file in files if file.is_file()]
+    found = dict(zip(there, checksums(there), strict=True))
+    damaged = [str(file) for file in files if found.get(file) != files[file]]
+    if not damaged:
+        return None
+    shown = ", ".join(damaged[:3]) + (f" and {len(damaged) - 3} more" if len(damaged) > 3 else "")
+    return f"The checkpoint {path} is damaged: not as written, or missing: {shown}."
+
+
+def _aside(path: Path) -> Path:
+    """Where a damaged checkpoint is kept."""
+    number = 0
+    while (aside := path.with_name(f"{path.name}.damaged{f'-{number}' if number else ''}")).exists():
+        number += 1
+    return aside
+
+
+def _read(path: Path, like: Any, prefix: str) -> tuple[dict[str, Any], dict[str, Any]]:
     """The arrays of `like`, from those of the checkpoint whose names begin with `prefix`, and its JSON."""
-    run = _read_run(manager, step)
+    run = _read_run(path)
     saved = {name[len(prefix) :]: entry for name, entry in run["layout"].items() if name.startswith(prefix)}
     differing = differences(saved, layout(like))
     if differing:
         lines = "\n  ".join(differing)
-        raise CheckpointMismatchError(f"The checkpoint {where} is of another model or optimizer:\n  {lines}")
+        raise CheckpointMismatchError(f"The checkpoint {path} is of another model or optimizer:\n  {lines}")
     wanted = arrays_by_name(like)
     targets = {prefix + name: _target(array) for name, array in wanted.items() if np.prod(array.shape)}
     arguments = ocp.args.PyTreeRestore(
@@ -260,14 +388,23 @@ def _read(
         restore_args=ocp.checkpoint_utils.construct_restore_args(targets),
         partial_restore=bool(prefix),
     )
-    found = manager.restore(step, args=ocp.args.Composite(**{_STATE: arguments}))[_STATE]
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
+        found = reader.restore(path.absolute() / _STATE, args=arguments)
     empty = {name: jnp.zeros(a.shape, a.dtype) for name, a in wanted.items() if not np.prod(a.shape)}
     arrays = {name[len(prefix) :]: _typed(array, run["keys"].get(name)) for name, array in found.items()}
     return {**arrays, **empty}, run
 
 
-def _read_run(manager: ocp.CheckpointManager, step: int) -> dict[str, Any]:
-    return manager.restore(step, args=ocp.args.Composite(**{_RUN: ocp.args.JsonRestore()}))[_RUN]
+def _read_run(path: Path) -> dict[str, Any]:
+    problem = _damage(path, only=(_RUN_FILE,))
+    if problem is not None:
+        raise CheckpointDamagedError(f"{problem} Copy it again from where it is whole, or use another one.")
+    return json.loads((path / _RUN_FILE).read_text(encoding="utf-8"))
+
+
+def _is_not_raised(record: logging.LogRecord) -> bool:
+    """Whether a line of the log says more than an error that is raised: Orbax does both."""
+    return not (record.exc_info and "orbax" in record.pathname)
 
 
 def _kept(config: CheckpointConfig) -> list[PreservationPolicy]:

@@ -12,6 +12,7 @@ from .config_entries import Entry, with_key
 from .config_error import ConfigError
 from .config_help import describe_keys
 from .config_include import read_config_file, read_config_value
+from .credentials import all_without_credentials
 
 Config = TypeVar("Config")
 
@@ -43,9 +44,10 @@ def parse_config(config_class: type[Config], arguments: Sequence[str]) -> Config
 def config_as_dict(config: Any) -> dict[str, Any]:
     """The config as plain dicts, lists and scalars, with every default filled in and registries' `type` keys.
 
-    Written as YAML or JSON it is read back to an equal config.
+    Written as YAML or JSON it is read back to an equal config, but for passwords and tokens in URLs: it is
+    saved and logged without them.
     """
-    return draccus.encode(config)
+    return all_without_credentials(draccus.encode(config))
 
 
 def _read_arguments(arguments: Sequence[str]) -> tuple[str | None, dict[str, Entry]]:

@@ -3,6 +3,8 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
+_LONGEST = 2**31 - 1
+
 
 @dataclass(frozen=True)
 class SourceConfig:
@@ -56,7 +58,7 @@ class DataConfig:
             name on the hub such as `owner/name` or `owner/name@revision`.
         cache_dir: local folder for the tokens, so that text is tokenized once.
         held_out_fraction: share of the documents, chosen by their names, that is never trained on; of sources
-            that have no `held_out` files of their own.
+            that have no `held_out` files of their own. What one source holds out, no other trains on.
         seq_len: tokens in a sequence.
         batch_size: sequences in a step, over all processes.
         packing: `split` cuts the documents, one after the other, into sequences without a gap; `whole` cuts
@@ -64,6 +66,8 @@ class DataConfig:
         separate_documents: whether a document sees no other in its sequence. If false, sequences are like one
             document each, which kernels that know no boundaries between documents can serve.
         on_malformed: whether a record that can't be read ends the run (`error`) or is counted (`skip`).
+        max_record_bytes: bytes of a text, a line or a row, decompressed, above which it is a record that
+            can't be read; such a record is never read whole into memory.
         prefetch: batches that are made in advance, in a thread; 0 for none.
     """
 
@@ -76,6 +80,7 @@ class DataConfig:
     packing: Literal["split", "whole"] = "split"
     separate_documents: bool = True
     on_malformed: Literal["error", "skip"] = "error"
+    max_record_bytes: int = 2**28
     prefetch: int = 2
 
     def __post_init__(self) -> None:
@@ -84,9 +89,14 @@ class DataConfig:
                 f"data.held_out_fraction must lie between 0 and 1, got {self.held_out_fraction}; 0.05 holds "
                 f"out about one document in twenty."
             )
-        for name, lowest in {"seq_len": 1, "batch_size": 1, "prefetch": 0}.items():
+        for name, lowest in {"seq_len": 1, "batch_size": 1, "max_record_bytes": 1, "prefetch": 0}.items():
             if getattr(self, name) < lowest:
                 raise ValueError(f"data.{name} must be at least {lowest}, got {getattr(self, name)}.")
+        if self.seq_len > _LONGEST:
+            raise ValueError(
+                f"data.seq_len must be at most {_LONGEST:,}, because positions are 32-bit integers; got "
+                f"{self.seq_len:,}."
+            )
         for name in self.sources:
             if not name or not all(letter.isalnum() or letter in "-_" for letter in name):
                 raise ValueError(

@@ -122,6 +122,8 @@ class CheckpointConfig:
         asynchronous: whether training goes on while a checkpoint is written.
         overwrite: whether to start anew where `run_dir` holds an earlier run, whose results are deleted.
         accept_changes: whether a run may be continued with a config that would give other results.
+        on_damaged: what happens where the latest checkpoint is damaged or half deleted: `stop` ends the run,
+            `go_back` says so and goes on from the latest whole one.
     """
 
     every_steps: int | None = None
@@ -132,9 +134,11 @@ class CheckpointConfig:
     asynchronous: bool = True
     overwrite: bool = False
     accept_changes: bool = False
+    on_damaged: Literal["stop", "go_back"] = "stop"
 
     def __post_init__(self) -> None:
         _require_at_least(1, "trainer.checkpoint", keep_last=self.keep_last)
+        _require_one_of("trainer.checkpoint", on_damaged=(self.on_damaged, ("stop", "go_back")))
         for name in ("every_steps", "every_minutes", "keep_every_steps", "keep_every_hours"):
             value = getattr(self, name)
             if value is not None and value <= 0:

@@ -104,6 +104,13 @@ def test_a_trained_model_is_exported_and_read_again(workplace):
     expected, _ = trained_model(workplace / "whole")
     np.testing.assert_array_equal(logits(again), logits(expected))
     assert np.abs(logits(again) - logits(base)).max() > 1e-3
+    files = (workplace / "whole/checkpoints").rglob("d/*")
+    arrays = max(files, key=lambda file: file.stat().st_size)
+    damaged = bytearray(arrays.read_bytes())
+    damaged[len(damaged) // 2] ^= 1
+    arrays.write_bytes(damaged)
+    status, shown = export("--run_dir", workplace / "whole", "--out", workplace / "damaged")
+    assert status == 1 and str(arrays) in shown.replace("\n", "") and not (workplace / "damaged").exists()
 
 
 def test_training_begins_with_the_weights_of_the_folder(workplace, adapted):

@@ -1,4 +1,6 @@
+import errno
 import json
+import shutil
 
 import equinox as eqx
 import haliax as hax
@@ -11,6 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from stacked_remat.training import (
     CheckpointConfig,
+    CheckpointDamagedError,
     CheckpointMismatchError,
     Checkpoints,
     TrainState,
@@ -128,20 +131,102 @@ def test_an_older_checkpoint_that_is_half_deleted_is_no_harm(tmp_path):
     assert steps_in(tmp_path)[-2:] == [3, 4]
 
 
-def test_a_save_that_fails_says_so_and_leaves_the_earlier_checkpoint(tmp_path, monkeypatch):
+@pytest.mark.parametrize("asynchronous", [True, False])
+@pytest.mark.parametrize(
+    ("error", "number", "reason"),
+    [
+        (OSError(errno.EROFS, "read only", "x"), errno.EROFS, "Read-only file system"),
+        (
+            ValueError("RESOURCE_EXHAUSTED: d/12: [os_error_code='28']"),
+            errno.ENOSPC,
+            "No space left on device",
+        ),
+    ],
+)
+def test_a_save_that_fails_says_so_and_leaves_the_earlier_checkpoint(
+    tmp_path, monkeypatch, caplog, asynchronous, error, number, reason
+):
     saved_at(tmp_path, 1)
-    checkpoints = opened(tmp_path, CheckpointConfig(asynchronous=False))
+    checkpoints = opened(tmp_path, CheckpointConfig(asynchronous=asynchronous))
 
-    def fail(*_, **__):
-        raise OSError("disk full")
+    def fail(*_):
+        raise error
 
-    monkeypatch.setattr(checkpoint_module.ocp.JsonCheckpointHandler, "async_save", fail)
-    with pytest.raises(OSError, match="disk full"):
+    monkeypatch.setattr(checkpoint_module, "checksums", fail)  # written last
+    with pytest.raises(OSError, match=rf"checkpoint of step 2: {reason}\. Those before it") as raised:
         checkpoints.save(2, state(), {})
+        checkpoints.wait()
+    assert (raised.value.errno, raised.value.filename) == (number, str(tmp_path / "checkpoints"))
+    assert not [record for record in caplog.records if record.exc_info]  # the message is enough
     monkeypatch.undo()
     reopened = opened(tmp_path)
     assert reopened.latest() == 1 and reopened.restore(shapes())[1] == {"step": 1}
     reopened.close()
+
+
+def test_whatever_happens_to_a_file_of_a_checkpoint_is_said_or_changes_nothing(tmp_path):
+    saved_at(tmp_path, 1)
+    folder = tmp_path / "checkpoints"
+    rng = np.random.default_rng(0)
+
+    def flipped(written):
+        bad = bytearray(written)
+        bad[rng.integers(len(bad))] ^= int(rng.integers(1, 256))
+        return bytes(bad)
+
+    files = [path for path in sorted((folder / "1").rglob("*")) if path.is_file()]
+    assert sum("/d/" in str(path) for path in files) >= 2  # arrays are there
+    harmless = []
+    for path in files:
+        written = path.read_bytes()
+        for damage in (
+            flipped,
+            flipped,
+            flipped,
+            lambda whole: whole[: len(whole) // 2],
+            lambda _: b"",
+            None,
+        ):
+            path.unlink() if damage is None else path.write_bytes(damage(written))
+            try:
+                restored = load_checkpoint(folder, shapes())
+            except CheckpointDamagedError as error:
+                assert str(path) in str(error) and "Copy it again from where it is whole" in str(error)
+            else:
+                harmless.append(path)
+                assert eqx.tree_equal(restored, state(seed=1))
+            path.write_bytes(written)
+    assert {path.name for path in harmless} == {"_CHECKPOINT_METADATA", "commit_success.txt"}
+    (folder / "1" / "run" / "metadata").write_text("{}")
+    with pytest.raises(CheckpointDamagedError, match=r"run/metadata"):
+        checkpoint_config(folder)
+
+
+def test_from_a_damaged_checkpoint_a_run_goes_back_if_it_may_and_says_so(tmp_path):
+    saved_at(tmp_path, 1, 2, config=CheckpointConfig(keep_last=3))
+    shutil.copytree(tmp_path / "checkpoints" / "2", tmp_path / "checkpoints" / "3")
+    (tmp_path / "checkpoints" / "3" / "commit_success.txt").unlink()  # half deleted: Orbax hides it
+    (tmp_path / "checkpoints" / "3" / "checksums.json").unlink()
+    (tmp_path / "checkpoints" / "2" / "state" / "manifest.ocdbt").write_bytes(b"")
+    checkpoints = opened(tmp_path)
+    with pytest.raises(CheckpointDamagedError, match=r"3 is half deleted.* 1, 2\) with .*on_damaged go_back"):
+        checkpoints.restore(shapes())
+    checkpoints.close()
+    told = []
+    checkpoints = opened(tmp_path, CheckpointConfig(on_damaged="go_back"), message=told.append)
+    restored, position = checkpoints.restore(shapes())
+    assert eqx.tree_equal(restored, state(seed=1)) and position == {"step": 1}
+    assert [line.split(" is ")[0][-1] for line in told] == ["3", "2"]
+    assert "Going back to the checkpoint of step 1" in told[1] and "2.damaged" in told[1]
+    checkpoints.save(2, state(seed=5), {"step": 2})
+    checkpoints.wait()
+    assert steps_in(tmp_path) == [1, 2] and checkpoints.restore(shapes())[1] == {"step": 2}
+    (tmp_path / "checkpoints" / "1" / "checksums.json").unlink()
+    (tmp_path / "checkpoints" / "2" / "checksums.json").unlink()
+    with pytest.raises(CheckpointDamagedError, match=r"There is no earlier one"):
+        checkpoints.restore(shapes())
+    checkpoints.close()
+    assert steps_in(tmp_path) == [1, 2]
 
 
 def test_the_latest_stay_and_those_at_multiples(tmp_path):

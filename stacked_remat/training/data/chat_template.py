@@ -1,10 +1,19 @@
 """Chat templates, which come with tokenizers as Jinja programs: from messages to one text."""
 
-import functools
+import atexit
+import importlib.util
 import json
+import os
+import pickle
 import re
+import selectors
+import subprocess
+import sys
+import threading
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, final
 
 from .data_error import DataError
@@ -12,6 +21,10 @@ from .data_error import DataError
 # Unicode keeps these noncharacters for a program's own use: here they enclose what the assistant says.
 _BEGIN, _END = "\ufdd0", "\ufdd1"
 _MARKS = re.compile(f"[{_BEGIN}{_END}]")
+
+_SECONDS = 10  # that one chat may take; milliseconds are usual
+_MEMORY = 2**31  # bytes of the process that runs templates
+_LONGEST = 2**28  # bytes of its answer
 
 
 class ChatTemplateError(ValueError):
@@ -36,8 +49,9 @@ class RenderedChat:
 class ChatTemplate:
     """A chat template.
 
-    Templates are programs by others and run in Jinja's sandbox. What depends on the clock (`strftime_now`) is
-    not defined for them, so that the same messages always give the same text.
+    Templates are programs by others. They run in Jinja's sandbox, in a process of their own that is ended
+    when a chat takes 10 seconds or 2 GiB. What depends on the clock (`strftime_now`) is not defined for them,
+    so that the same messages always give the same text.
 
     Attributes:
         source: the Jinja program.
@@ -57,7 +71,7 @@ class ChatTemplate:
 
         Raises:
             ChatTemplateError: the template refuses the messages, with its reason.
-            DataError: Jinja is not installed, or the program is none.
+            DataError: Jinja is not installed, the program is none, or it takes too long or too much memory.
         """
         return _MARKS.sub("", self._run(messages, add_generation_prompt))
 
@@ -90,17 +104,28 @@ class ChatTemplate:
         return RenderedChat(marked, tuple(answers))
 
     def _run(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool) -> str:
-        compiled = _compile(self.source)
-        try:
-            return compiled.render(
-                messages=list(messages),
-                add_generation_prompt=add_generation_prompt,
-                tools=None,
-                documents=None,
-                **self.special_tokens,
+        values = {
+            "messages": list(messages),
+            "add_generation_prompt": add_generation_prompt,
+            "tools": None,
+            "documents": None,
+            **self.special_tokens,
+        }
+        answer = _worker.ask(self.source, values)
+        if "text" in answer:
+            return answer["text"]
+        if "limit" in answer:
+            raise DataError(
+                f"The tokenizer's chat template was stopped: for one chat it takes more than "
+                f"{f'{_SECONDS} seconds' if answer['limit'] == 'time' else f'{_MEMORY / 2**30:g} GiB'}. "
+                f"It is a program that came with the tokenizer (chat_template.jinja, or `chat_template` in "
+                f"tokenizer_config.json): mend it, or take another tokenizer."
             )
-        except Exception as error:  # whatever a program of others can raise
-            raise ChatTemplateError(str(error)) from error
+        if "line" in answer:
+            raise DataError(
+                f"The tokenizer's chat template is no Jinja, line {answer['line']}: {answer['error']}"
+            )
+        raise ChatTemplateError(answer["error"])
 
 
 def _without_marks(marked: str) -> RenderedChat:
@@ -114,45 +139,85 @@ def _without_marks(marked: str) -> RenderedChat:
     return RenderedChat(text, tuple(answers))
 
 
-@functools.lru_cache(maxsize=8)
-def _compile(source: str) -> Any:
-    try:
-        import jinja2.exceptions
-        import jinja2.ext
-        import jinja2.nodes
-        import jinja2.sandbox
-    except ImportError as error:
-        raise DataError(
-            "Chats take jinja2 for their template, which is not installed: pip install 'stacked_remat[data]'."
-        ) from error
+@final
+class _Worker:
+    """The process that runs templates, one request after the other; started when it is first asked."""
 
-    class Generation(jinja2.ext.Extension):
-        """Knows the tags that some templates put around what the assistant says."""
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._owner = 0
 
-        tags = {"generation"}
+    def ask(self, source: str, values: Mapping[str, Any]) -> dict[str, Any]:
+        """What `chat_template_worker.py` answers; a limit that was passed if it does not in time."""
+        request = pickle.dumps((source, dict(values)))
+        with self._lock:
+            process = self._running()
+            assert process.stdin is not None
+            try:
+                process.stdin.write(len(request).to_bytes(8, "little") + request)
+                process.stdin.flush()
+                return json.loads(self._read(process))
+            except TimeoutError:
+                self.close()
+                return {"limit": "time"}
+            except (EOFError, BrokenPipeError):  # it was ended for the memory that it took
+                self.close()
+                return {"limit": "memory"}
+            except BaseException:  # an interrupt: what it answers later would be taken for another's answer
+                self.close()
+                raise
 
-        def parse(self, parser: Any) -> Any:
-            line = next(parser.stream).lineno
-            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-            return jinja2.nodes.CallBlock(self.call_method("_mark"), [], [], body).set_lineno(line)
+    def close(self) -> None:
+        """Ends the process."""
+        process, self._process = self._process, None
+        if process is not None and self._owner == os.getpid():
+            process.kill()
+            process.wait()
+            for pipe in (process.stdin, process.stdout):
+                assert pipe is not None
+                try:
+                    pipe.close()
+                except BrokenPipeError:
+                    pass
 
-        def _mark(self, caller: Any) -> str:
-            return f"{_BEGIN}{caller()}{_END}"
+    def _running(self) -> subprocess.Popen[bytes]:
+        if self._process is not None and self._owner == os.getpid() and self._process.poll() is None:
+            return self._process
+        if importlib.util.find_spec("jinja2") is None:
+            raise DataError(
+                "Chats take jinja2 for their template, which is not installed: pip install "
+                "'stacked_remat[data]'."
+            )
+        self.close()
+        program = str(Path(__file__).with_name("chat_template_worker.py"))
+        self._owner = os.getpid()
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", program, str(_MEMORY), str(_SECONDS)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+            start_new_session=True,  # Ctrl-C is for the process that asks
+        )
+        return self._process
 
-    def refuse(message: str) -> None:
-        raise jinja2.exceptions.TemplateError(message)
+    def _read(self, process: subprocess.Popen[bytes]) -> bytes:
+        """The next answer."""
+        assert process.stdout is not None
+        deadline = time.monotonic() + _SECONDS
+        found = bytearray()
+        with selectors.DefaultSelector() as selector:
+            selector.register(process.stdout, selectors.EVENT_READ)
+            while len(found) < 8 or len(found) < 8 + int.from_bytes(found[:8], "little"):
+                if not selector.select(deadline - time.monotonic()):
+                    raise TimeoutError
+                piece = os.read(process.stdout.fileno(), 2**20)
+                if not piece or len(found) > _LONGEST:
+                    raise EOFError
+                found += piece
+        return bytes(found[8:])
 
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols]
-    )
-    environment.globals["raise_exception"] = refuse
-    environment.filters["tojson"] = _as_json
-    try:
-        return environment.from_string(source)
-    except jinja2.exceptions.TemplateSyntaxError as error:
-        raise DataError(f"The tokenizer's chat template is no Jinja, line {error.lineno}: {error}") from error
 
-
-def _as_json(value: Any, indent: int | None = None, **options: Any) -> str:
-    """Plain JSON; Jinja's own filter escapes what would be HTML."""
-    return json.dumps(value, ensure_ascii=False, indent=indent, **options)
+_worker = _Worker()
+atexit.register(_worker.close)

@@ -1,5 +1,13 @@
 """The error for data that can't be used."""
 
+from ..credentials import without_credentials
+
 
 class DataError(ValueError):
-    """Data that can't be used; the message names the file, the line or row if there is one, and the fix."""
+    """Data that can't be used; the message names the file, the line or row if there is one, and the fix.
+
+    What passwords and tokens are in its URLs is left out.
+    """
+
+    def __init__(self, message: str):
+        super().__init__(without_credentials(message))

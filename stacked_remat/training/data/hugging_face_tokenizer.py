@@ -1,8 +1,9 @@
 """Tokenizers of pretrained models, as the `tokenizers` package runs them."""
 
+import contextlib
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, final
 
 import numpy as np
@@ -29,8 +30,16 @@ class HuggingFaceTokenizer(Tokenizer):
         self._name = name
         self._tokenizer = _parse(name, definition)
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
+        if not vocabulary:
+            raise DataError(
+                f"The tokenizer.json of data.tokenizer = {name!r} has no token in its vocabulary."
+            )
         self.vocab_size = max(vocabulary.values()) + 1
-        specials = {key: _content(config[key]) for key in config if key.endswith("_token") and config[key]}
+        specials = {
+            key: _content(name, key, config[key])
+            for key in config
+            if key.endswith("_token") and config[key] and not isinstance(config[key], bool)
+        }
         self.end = _find_end(name, specials.get("eos_token"), vocabulary)
         begin = specials.get("bos_token") if config.get("add_bos_token") else None
         self._begin = None if begin is None else vocabulary.get(begin)
@@ -40,16 +49,21 @@ class HuggingFaceTokenizer(Tokenizer):
 
     def encode(self, text: str) -> Tokens:
         """The tokens of a text, with none added at its ends."""
-        return np.asarray(self._tokenizer.encode(text, add_special_tokens=False).ids, dtype=self.dtype)
+        with self._running():
+            encoding = self._tokenizer.encode(text, add_special_tokens=False)
+        return np.asarray(encoding.ids, dtype=self.dtype)
 
     def decode(self, tokens: Tokens) -> str:
         """The text of tokens, special ones left out."""
-        return self._tokenizer.decode([int(token) for token in tokens], skip_special_tokens=True)
+        with self._running():
+            return self._tokenizer.decode([int(token) for token in tokens], skip_special_tokens=True)
 
     def encode_documents(self, texts: Sequence[str]) -> list[Tokens]:
         """What the tokenizer's post-processing makes of each text, and the end token if it is not there."""
         found = []
-        for encoding in self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=True):
+        with self._running():
+            encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=True)
+        for encoding in encodings:
             ids = encoding.ids
             if self._begin is not None and ids[:1] != [self._begin]:
                 ids = [self._begin, *ids]
@@ -58,11 +72,15 @@ class HuggingFaceTokenizer(Tokenizer):
 
     def encode_chats(self, chats: Sequence[RenderedChat]) -> list[tuple[Tokens, Counted | None]]:
         """The tokens of what the template wrote, with none added."""
-        encodings = self._tokenizer.encode_batch([chat.text for chat in chats], add_special_tokens=False)
+        with self._running():
+            encodings = self._tokenizer.encode_batch([chat.text for chat in chats], add_special_tokens=False)
         return [
             (np.asarray(encoding.ids, dtype=self.dtype), _in_answers(chat, encoding.offsets))
             for encoding, chat in zip(encodings, chats, strict=True)
         ]
+
+    def _running(self) -> contextlib.AbstractContextManager[None]:
+        return _in_package(f"The tokenizer.json of data.tokenizer = {self._name!r} can't be used")
 
     @property
     def chat_template(self) -> ChatTemplate:
@@ -93,17 +111,32 @@ def _parse(name: str, definition: str) -> Any:
             f"data.tokenizer = {name!r} takes the tokenizers package, which is not installed: "
             f"pip install 'stacked_remat[data]'."
         ) from error
-    try:
+    with _in_package(f"The tokenizer.json of data.tokenizer = {name!r} can't be read"):
         tokenizer = tokenizers.Tokenizer.from_str(definition)
-    except Exception as error:  # the package raises no narrower type
-        raise DataError(f"The tokenizer.json of data.tokenizer = {name!r} can't be read: {error}") from error
     tokenizer.no_truncation()  # a tokenizer.json may remember a length to cut or pad to
     tokenizer.no_padding()
     return tokenizer
 
 
-def _content(token: Any) -> str:
-    return token["content"] if isinstance(token, Mapping) else str(token)
+@contextlib.contextmanager
+def _in_package(problem: str) -> Iterator[None]:
+    """Makes one error of what the package raises: `Exception`, nothing narrower, and Rust's panics."""
+    try:
+        yield
+    except BaseException as error:
+        if isinstance(error, Exception) or type(error).__name__ == "PanicException":
+            raise DataError(f"{problem}: {error}. Get it again, or take another tokenizer.") from error
+        raise
+
+
+def _content(name: str, key: str, token: Any) -> str:
+    text = token.get("content") if isinstance(token, Mapping) else token
+    if not isinstance(text, str):
+        raise DataError(
+            f"`{key}` in the config of data.tokenizer = {name!r} is {token!r:.100}; expected a text, or an "
+            f"object with its `content`."
+        )
+    return text
 
 
 def _find_end(name: str, end: str | None, vocabulary: Mapping[str, int]) -> int:

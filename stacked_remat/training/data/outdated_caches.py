@@ -46,7 +46,7 @@ def remove_outdated(folder: Path, name: str, files: Iterable[SourceFile]) -> lis
     Returns:
         The folders that are no longer there.
     """
-    versions = {file.url: file.version for file in files}
+    versions = {file.place: file.version for file in files}
     others = [
         other
         for other in folder.parent.glob(f"{name}-*")

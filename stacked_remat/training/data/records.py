@@ -1,16 +1,14 @@
 """Reading files: a document a text file, a line of JSON, or a row of a Parquet file."""
 
 import contextlib
+import io
 import json
-import lzma
-import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import IO, Any, Literal, TypeAlias
+from typing import Any, BinaryIO, Literal, TypeAlias, cast
 
 import fsspec
 import fsspec.compression
-import fsspec.utils
 
 from .data_error import DataError
 from .files import SourceFile
@@ -27,11 +25,13 @@ class RecordFormat:
         format: `text`, `jsonl`, `parquet`, or `auto` for what each file's name ends in.
         text_key: key or column of a document's text.
         messages_key: key or column of a chat.
+        max_bytes: decompressed bytes of a text, a line or a row, above which it can't be read.
     """
 
     format: Literal["auto", "text", "jsonl", "parquet"] = "auto"
     text_key: str = "text"
     messages_key: str = "messages"
+    max_bytes: int = 2**28
 
 
 @dataclass(frozen=True)
@@ -54,24 +54,30 @@ class Record:
 def read_records(file: SourceFile, how: RecordFormat, start: int = 0) -> Iterator[Record]:
     """The records of a file from number `start` on; those before it are not parsed.
 
-    Blank lines are no records. Memory: one line, one file of text, or one batch of Parquet rows.
+    Blank lines are no records. Memory: one line, one file of text, or one batch of Parquet rows; what is
+    longer than `how.max_bytes` is never held, and is a record with a problem.
 
     Raises:
-        DataError: the file can't be opened or decompressed, is no Parquet, or lacks both columns.
+        DataError: the file can't be opened or decompressed, is an archive, is no Parquet, or lacks both
+            columns.
     """
-    reader = _READERS[_format_of(file, how)]
+    reader = _READERS[format_of(file, how)]
     try:
         yield from reader(file, how, start)
-    except (OSError, EOFError, ImportError, zlib.error, lzma.LZMAError) as error:
-        raise DataError(f"Can't read {file.url}: {error}") from error
+    except DataError:
+        raise
+    except Exception as error:  # file systems and decompressors raise what they like
+        hidden = file.local_path is None  # the address with its credentials stands in the original
+        raise DataError(f"Can't read {file.place}: {error}") from (None if hidden else error)
 
 
 def place_of(file: SourceFile, record: Record) -> str:
     """Where a record stands, for people: `folder/file.jsonl:17`."""
-    return f"{file.url.removeprefix('file://')}:{record.number + 1}"
+    return f"{file.place}:{record.number + 1}"
 
 
-def _format_of(file: SourceFile, how: RecordFormat) -> str:
+def format_of(file: SourceFile, how: RecordFormat) -> str:
+    """What a file is read as: `text`, `jsonl` or `parquet`."""
     if how.format != "auto":
         return how.format
     name = file.name.lower()
@@ -82,30 +88,48 @@ def _format_of(file: SourceFile, how: RecordFormat) -> str:
     return "parquet" if name.endswith((".parquet", ".pq")) else "text"
 
 
-_COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
+_COMPRESSED = {".gz": "gzip", ".bz2": "bz2", ".xz": "xz", ".zst": "zstd"}
+_UNREAD = (".zip", ".tar", ".tgz", ".7z", ".rar", ".lz4", ".snappy", ".lzma", ".z")
 
 
 @contextlib.contextmanager
-def _opened(file: SourceFile) -> Iterator[tuple[IO[bytes], IO[bytes]]]:
+def _stored(file: SourceFile) -> Iterator[BinaryIO]:
+    """The file as it is stored."""
+    # fsspec would take `::` in a path for a chain of file systems.
+    path = file.local_path
+    with open(path, "rb") if path is not None else fsspec.open(file.url, "rb") as stored:
+        yield cast(BinaryIO, stored)
+
+
+@contextlib.contextmanager
+def _opened(file: SourceFile) -> Iterator[tuple[BinaryIO, io.BufferedReader]]:
     """The file as it is stored, and a buffered stream of its decompressed bytes."""
-    codec = fsspec.utils.infer_compression(file.name)
-    if codec is None and file.name.lower().endswith(".zst"):
-        raise DataError(f"{file.url} is compressed with zstd: pip install zstandard, or decompress it.")
-    decompress: Any = fsspec.compression.compr
-    stored: Any
-    with fsspec.open(file.url, "rb") as stored:
+    name = file.name.lower()
+    if name.endswith(_UNREAD):
+        raise DataError(
+            f"{file.place} is an archive, or compressed in a way that is not read here. Unpack it, or leave "
+            f"it out of the paths; what can be read compressed ends in {', '.join(_COMPRESSED)}."
+        )
+    codec = next((codec for ending, codec in _COMPRESSED.items() if name.endswith(ending)), None)
+    known: Any = fsspec.compression.compr
+    if codec is not None and codec not in known:
+        raise DataError(f"{file.place} is compressed with zstd: pip install zstandard, or decompress it.")
+    with _stored(file) as stored:
         if codec is None:
-            yield stored, stored
+            yield stored, io.BufferedReader(cast(Any, stored))
         else:
-            with decompress[codec](stored, mode="rb") as plain:
-                yield stored, plain
+            with known[codec](stored, mode="rb") as plain:
+                yield stored, io.BufferedReader(plain)
 
 
 def _read_text(file: SourceFile, how: RecordFormat, start: int) -> Iterator[Record]:
     if start > 0:
         return
     with _opened(file) as (_, plain):
-        raw = plain.read()
+        raw = plain.read(how.max_bytes + 1)
+    if len(raw) > how.max_bytes:
+        yield _malformed(file, 0, file.size, _too_long(how))
+        return
     try:
         yield Record(0, file.size, raw.decode("utf-8"))
     except UnicodeDecodeError as error:
@@ -115,20 +139,34 @@ def _read_text(file: SourceFile, how: RecordFormat, start: int) -> Iterator[Reco
 
 def _read_jsonl(file: SourceFile, how: RecordFormat, start: int) -> Iterator[Record]:
     with _opened(file) as (stored, plain):
-        for number, line in enumerate(plain):
-            if number < start or not line.strip():
-                continue
-            offset = stored.tell()
-            try:
-                fields = json.loads(line)
-            except UnicodeDecodeError as error:
-                yield _malformed(file, number, offset, f"is no UTF-8 ({error.reason})")
-            except ValueError as error:
-                yield _malformed(file, number, offset, f"is no JSON ({error})")
-            except RecursionError:
-                yield _malformed(file, number, offset, "is JSON that is nested too deeply to be read")
-            else:
-                yield _from_fields(file, how, number, offset, fields)
+        number = -1
+        while line := plain.readline(how.max_bytes + 1):
+            number += 1
+            too_long = len(line) > how.max_bytes
+            if number >= start and (too_long or line.strip()):
+                offset = stored.tell()
+                if too_long:
+                    yield _malformed(file, number, offset, _too_long(how))
+                else:
+                    yield _from_line(file, how, number, offset, line)
+            while too_long and line and not line.endswith(b"\n"):
+                line = plain.readline(2**20)
+
+
+def _from_line(file: SourceFile, how: RecordFormat, number: int, offset: int, line: bytes) -> Record:
+    try:
+        fields = json.loads(line)
+    except UnicodeDecodeError as error:
+        return _malformed(file, number, offset, f"is no UTF-8 ({error.reason})")
+    except ValueError as error:
+        return _malformed(file, number, offset, f"is no JSON ({error})")
+    except RecursionError:
+        return _malformed(file, number, offset, "is JSON that is nested too deeply to be read")
+    return _from_fields(file, how, number, offset, fields)
+
+
+def _too_long(how: RecordFormat) -> str:
+    return f"is longer than the {how.max_bytes:,} bytes that data.max_record_bytes allows"
 
 
 def _read_parquet(file: SourceFile, how: RecordFormat, start: int) -> Iterator[Record]:
@@ -139,25 +177,67 @@ def _read_parquet(file: SourceFile, how: RecordFormat, start: int) -> Iterator[R
         raise DataError(
             f"Reading {file.url} takes pyarrow, which is not installed: pip install 'stacked_remat[data]'."
         ) from error
-    with fsspec.open(file.url, "rb") as stored:
+    with _stored(file) as stored:
         try:
             table = pyarrow.parquet.ParquetFile(stored)
-        except pyarrow.ArrowInvalid as error:
-            raise DataError(f"{file.url} is no Parquet file: {error}") from error
+        except pyarrow.ArrowException as error:
+            raise DataError(f"{file.place} is no Parquet file: {error}") from None
         columns = [name for name in (how.text_key, how.messages_key) if name in table.schema_arrow.names]
         if not columns:
             raise DataError(
-                f"{file.url} has neither a column {how.text_key!r} nor {how.messages_key!r}; it has "
+                f"{file.place} has neither a column {how.text_key!r} nor {how.messages_key!r}; it has "
                 f"{', '.join(table.schema_arrow.names)}. Name the one with the text: "
                 f"data.sources.NAME.text_key."
             )
-        total, number = max(table.metadata.num_rows, 1), 0
-        for batch in table.iter_batches(batch_size=256, columns=columns):
-            first, number = number, number + batch.num_rows
-            if number > start:
-                rows = batch.slice(max(start - first, 0)).to_pylist()
-                for row, fields in enumerate(rows, max(first, start)):
-                    yield _from_fields(file, how, row, file.size * (row + 1) // total, fields)
+        try:
+            yield from _rows(file, how, start, table, columns)
+        except pyarrow.ArrowException as error:
+            raise DataError(f"{file.place} can't be read on: {error}. Mend it, or leave it out.") from None
+
+
+def _rows(
+    file: SourceFile, how: RecordFormat, start: int, table: Any, columns: list[str]
+) -> Iterator[Record]:
+    total, number = max(table.metadata.num_rows, 1), 0
+    for group in range(table.num_row_groups):
+        about = table.metadata.row_group(group)
+        held = sum(
+            about.column(at).total_uncompressed_size
+            for at in range(about.num_columns)
+            if about.column(at).path_in_schema.split(".")[0] in columns
+        )
+        first, number = number, number + about.num_rows
+        if number <= start or not about.num_rows:
+            continue
+        if held > how.max_bytes * about.num_rows:
+            raise DataError(f"{file.place}: on average, a row of row group {group} {_too_long(how)}.")
+        at_once = max(1, min(256, how.max_bytes * about.num_rows // max(held, 1)))
+        for batch in table.iter_batches(batch_size=at_once, row_groups=[group], columns=columns):
+            rows = batch.slice(min(max(start - first, 0), batch.num_rows))
+            first += batch.num_rows
+            for row, fields in enumerate(_fields(rows, how), first - rows.num_rows):
+                offset = file.size * (row + 1) // total
+                if isinstance(fields, str):
+                    yield _malformed(file, row, offset, fields)
+                else:
+                    yield _from_fields(file, how, row, offset, fields)
+
+
+def _fields(rows: Any, how: RecordFormat) -> Iterator[dict[str, Any] | str]:
+    """The fields of each row, or what is wrong with it."""
+    if rows.nbytes <= how.max_bytes:
+        with contextlib.suppress(UnicodeDecodeError):
+            yield from rows.to_pylist()
+            return
+    for at in range(rows.num_rows):
+        row = rows.slice(at, 1)
+        if row.nbytes > how.max_bytes:
+            yield _too_long(how)
+            continue
+        try:
+            yield from row.to_pylist()
+        except UnicodeDecodeError as error:
+            yield f"is no UTF-8 ({error.reason})"
 
 
 _READERS = {"text": _read_text, "jsonl": _read_jsonl, "parquet": _read_parquet}

@@ -14,17 +14,18 @@ from typing import Any, Literal
 import numpy as np
 from jaxtyping import UInt32
 
+from ..checksums import json_with_checksum, read_json_with_checksum
 from ..progress import Progress
 from .chat_template import ChatTemplateError, RenderedChat
 from .data_error import DataError
 from .files import SourceFile
 from .outdated_caches import COMPLETE, LOCK, UNFINISHED, hold, remove_outdated
 from .records import Message, Record, RecordFormat, place_of, read_records
-from .token_shards import ShardSummary, open_shards, read_summaries, write_shard
-from .tokenized import TokenizedDocuments
+from .token_shards import ShardSummary, open_shards, read_summaries, shard_folder, write_shard
+from .tokenized import TokenizedDocuments, damaged_cache
 from .tokenizers import Counted, Tokenizer, Tokens
 
-_FORMAT = 1  # changes when the files of a cache do
+_FORMAT = 2  # changes when the files of a cache do
 _GROUP_RECORDS, _GROUP_LETTERS = 256, 2**20  # tokenized at once
 _PROBLEMS_KEPT = 5
 
@@ -57,7 +58,16 @@ class CacheRequest:
             "read as": dataclasses.asdict(self.how),
             "answers only": self.answers_only,
             "on malformed": self.on_malformed,
-            "files": [dataclasses.asdict(file) for file in self.files],
+            "files": [
+                {
+                    "url": file.place,
+                    "name": file.name,
+                    "split by": file.split_name,
+                    "size": file.size,
+                    "version": file.version,
+                }
+                for file in self.files
+            ],
         }
 
 
@@ -68,11 +78,13 @@ class CachedTokens:
     Attributes:
         documents: the documents as tokens.
         keys: for each a number from 0 to 2**32 - 1, a hash of its file's name and its place there.
+        file_indices: for each the index of its file.
         counts: documents and tokens, and what was left out, summed over shards.
     """
 
     documents: TokenizedDocuments
     keys: UInt32[np.ndarray, " documents"]
+    file_indices: UInt32[np.ndarray, " documents"]
     counts: ShardSummary
 
 
@@ -94,28 +106,31 @@ def open_token_cache(
         shard_tokens: tokens after which a shard is finished; they are in memory until then.
 
     Raises:
-        DataError: a file or a record can't be read, the cache can't be written, or there is no text at all.
+        DataError: a file or a record can't be read, the cache can't be written or is damaged, or there is no
+            text at all.
     """
     identity = json.dumps(request.identity(), indent=2)
     digest = hashlib.sha256(identity.encode()).hexdigest()[:16]
     folder = cache_dir.expanduser() / f"{request.name}-{digest}"
-    if not (folder / COMPLETE).exists():
-        try:
+    try:
+        if not (folder / COMPLETE).exists():
             with _locked(folder):
                 if not (folder / COMPLETE).exists():
                     _write_whole(folder / UNFINISHED, identity)
-                    _build(request, folder, progress, shard_tokens)
-                    os.replace(folder / UNFINISHED, folder / COMPLETE)
+                    count = _build(request, folder, progress, shard_tokens)
+                    whole = json_with_checksum({**request.identity(), "shards": count})
+                    _write_whole(folder / COMPLETE, whole)
+                    (folder / UNFINISHED).unlink()
                     _make_room(request, folder, progress)
-        except OSError as error:  # of reading, DataErrors have been made
-            raise DataError(
-                f"Can't write the token cache {folder}: {error}. Set data.cache_dir to a local folder that "
-                f"can be written, with room."
-            ) from error
-        finally:
-            progress.stop()
-    hold(folder)
-    return _open(request, folder)
+        hold(folder)
+        return _open(request, folder)
+    except OSError as error:  # of reading, DataErrors have been made
+        raise DataError(
+            f"Can't write the token cache {folder}, or can't read it: {error}. Set data.cache_dir to a local "
+            f"folder that can be written, with room."
+        ) from error
+    finally:
+        progress.stop()
 
 
 def _make_room(request: CacheRequest, folder: Path, progress: Progress) -> None:
@@ -134,7 +149,8 @@ def _locked(folder: Path) -> Iterator[None]:
         yield
 
 
-def _build(request: CacheRequest, folder: Path, progress: Progress, shard_tokens: int) -> None:
+def _build(request: CacheRequest, folder: Path, progress: Progress, shard_tokens: int) -> int:
+    """Tokenizes what is not in a shard yet; returns how many shards there are then."""
     finished = read_summaries(folder)
     start = finished[-1] if finished else ShardSummary()
     shard = _Shard(request)
@@ -153,7 +169,9 @@ def _build(request: CacheRequest, folder: Path, progress: Progress, shard_tokens
     if not shard.is_empty:
         tokens += shard.num_tokens
         shard.write(folder, index)
+        index += 1
     progress.work(what, total + 1, total + 1, f"{tokens:,} tokens")
+    return index
 
 
 def _groups(request: CacheRequest, first_file: int, first_record: int) -> Iterator[list[tuple[int, Record]]]:
@@ -178,7 +196,7 @@ class _Shard:
     def __init__(self, request: CacheRequest):
         self._request = request
         self._documents: list[tuple[Tokens, Counted | None]] = []
-        self._keys: list[int] = []
+        self._places: list[tuple[int, int]] = []
         self._next = (0, 0)
         self._num_empty = 0
         self._problems: list[str] = []
@@ -197,7 +215,7 @@ class _Shard:
                 self._num_empty += 1
             elif text is not None:
                 texts.append(text)
-                self._keys.append(_key(self._request, at, record))
+                self._places.append((at, _key(self._request, at, record)))
         documents = _encode(self._request.tokenizer, texts)
         self._documents += documents
         self.num_tokens += sum(len(tokens) for tokens, _ in documents)
@@ -212,7 +230,8 @@ class _Shard:
             num_malformed=len(self._problems),
             problems=tuple(self._problems[:_PROBLEMS_KEPT]),
         )
-        write_shard(folder, index, self._documents, np.array(self._keys, dtype=np.uint32), summary)
+        places = np.array(self._places, dtype=np.uint32).reshape(-1, 2).T
+        write_shard(folder, index, self._documents, places, summary)
 
     def _text_of(self, file: SourceFile, record: Record) -> str | RenderedChat | None:
         """The text to tokenize, or None after a problem has been counted."""
@@ -256,13 +275,19 @@ def _is_unicode(text: str) -> bool:
 
 def _key(request: CacheRequest, at: int, record: Record) -> int:
     """The same for the same document wherever its folder lies and whatever else is in it."""
-    name = request.files[at].name
+    name = request.files[at].split_name
     place = name if record.number == 0 else f"{name}:{record.number}"
-    return int.from_bytes(hashlib.sha256(place.encode()).digest()[:4], "big")
+    return int.from_bytes(hashlib.sha256(place.encode("utf-8", "surrogateescape")).digest()[:4], "big")
 
 
 def _open(request: CacheRequest, folder: Path) -> CachedTokens:
     summaries = read_summaries(folder)
+    try:
+        whole = read_json_with_checksum(folder / COMPLETE)
+    except ValueError:
+        raise damaged_cache(folder / COMPLETE, folder) from None
+    if len(summaries) != whole["shards"]:
+        raise damaged_cache(shard_folder(folder, len(summaries)), folder)
     counts = ShardSummary(
         num_documents=sum(summary.num_documents for summary in summaries),
         num_tokens=sum(summary.num_tokens for summary in summaries),
@@ -276,7 +301,8 @@ def _open(request: CacheRequest, folder: Path) -> CachedTokens:
             f"are empty and {counts.num_malformed} can't be read."
             + "".join(f" First: {problem}." for problem in counts.problems[:1])
         )
-    return CachedTokens(*open_shards(folder), counts)
+    documents, places = open_shards(folder)
+    return CachedTokens(documents, places[1], places[0], counts)
 
 
 def _write_whole(path: Path, text: str) -> None:

@@ -2,20 +2,20 @@
 
 import dataclasses
 import hashlib
-import json
 import os
 import shutil
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 from jaxtyping import Integer, UInt32
 
-from .tokenized import TokenizedDocuments
+from ..checksums import checksum, json_with_checksum, read_json_with_checksum
+from .tokenized import ArrayFile, TokenizedDocuments, damaged_cache
 from .tokenizers import Counted, Tokens
 
-_TOKENS, _COUNTED, _LENGTHS, _KEYS = "tokens.npy", "counted.npy", "lengths.npy", "keys.npy"
+_TOKENS, _COUNTED, _LENGTHS, _PLACES = "tokens.npy", "counted.npy", "lengths.npy", "places.npy"
 _SUMMARY = "shard.json"
 
 
@@ -32,6 +32,7 @@ class ShardSummary:
         num_malformed: records that could not be read, left out.
         problems: what was wrong with the first of them.
         fingerprint: a hash of the tokens and of where documents end.
+        checksums: of the shard's files, by name.
     """
 
     next_file: int = 0
@@ -42,13 +43,14 @@ class ShardSummary:
     num_malformed: int = 0
     problems: tuple[str, ...] = ()
     fingerprint: str = ""
+    checksums: Mapping[str, str] = field(default_factory=dict)
 
 
 def write_shard(
     folder: Path,
     index: int,
     documents: Sequence[tuple[Tokens, Counted | None]],
-    keys: Integer[np.ndarray, " documents"],
+    places: Integer[np.ndarray, "2 documents"],
     summary: ShardSummary,
 ) -> None:
     """Writes a shard; it is not there until all of it is on the disk.
@@ -58,7 +60,7 @@ def write_shard(
         index: how many shards come before.
         documents: their tokens, and which of these count as targets, None for all; no document for a shard
             that only says what was left out.
-        keys: a number for each document, by which documents are held out or not.
+        places: for each document the index of its file, and a number by which it is held out or not.
         summary: where to go on, and what was left out; the rest is filled in here.
     """
     unfinished = folder / ".unfinished"
@@ -66,7 +68,7 @@ def write_shard(
     unfinished.mkdir(parents=True)
     lengths = np.array([len(tokens) for tokens, _ in documents], dtype=np.uint32)
     tokens = np.concatenate([tokens for tokens, _ in documents]) if documents else np.zeros(0, np.uint16)
-    arrays = {_TOKENS: tokens, _LENGTHS: lengths, _KEYS: keys.astype(np.uint32)}
+    arrays = {_TOKENS: tokens, _LENGTHS: lengths, _PLACES: places.astype(np.uint32)}
     if any(counted is not None for _, counted in documents):
         arrays[_COUNTED] = np.concatenate(
             [np.ones(len(own), bool) if counted is None else counted for own, counted in documents]
@@ -80,45 +82,63 @@ def write_shard(
         summary,
         num_documents=len(documents),
         num_tokens=int(tokens.size),
+        checksums={name: checksum(unfinished / name) for name in arrays},
         fingerprint=hashlib.sha256(b"".join(arrays[name].tobytes() for name in sorted(arrays))).hexdigest(),
     )
     with (unfinished / _SUMMARY).open("w", encoding="utf-8") as file:
-        json.dump(dataclasses.asdict(summary), file, indent=2)
+        file.write(json_with_checksum(dataclasses.asdict(summary)))
         file.flush()
         os.fsync(file.fileno())
-    os.replace(unfinished, _shard(folder, index))
+    os.replace(unfinished, shard_folder(folder, index))
 
 
 def read_summaries(folder: Path) -> list[ShardSummary]:
-    """The shards that are there, in order."""
+    """The shards that are there, in order.
+
+    Raises:
+        DataError: what one says of itself is damaged or missing.
+    """
     found = []
-    while (_shard(folder, len(found)) / _SUMMARY).exists():
-        fields = json.loads((_shard(folder, len(found)) / _SUMMARY).read_text(encoding="utf-8"))
+    while (shard := shard_folder(folder, len(found))).exists():
+        try:
+            fields = read_json_with_checksum(shard / _SUMMARY)
+        except (FileNotFoundError, ValueError):
+            raise damaged_cache(shard / _SUMMARY, folder) from None
         found.append(ShardSummary(**{**fields, "problems": tuple(fields["problems"])}))
     return found
 
 
-def open_shards(folder: Path) -> tuple[TokenizedDocuments, UInt32[np.ndarray, " documents"]]:
-    """The documents of all shards of a folder, and their keys."""
+def open_shards(folder: Path) -> tuple[TokenizedDocuments, UInt32[np.ndarray, "2 documents"]]:
+    """The documents of all shards of a folder, and their places: the index of the file, and the key.
+
+    Raises:
+        DataError: a file is damaged or missing; that of tokens says so only when it is read.
+    """
     summaries = read_summaries(folder)
     full = [index for index, summary in enumerate(summaries) if summary.num_documents]
-    lengths, keys = (
-        np.concatenate([np.zeros(0, np.uint32), *(np.load(_shard(folder, index) / name) for index in full)])
-        for name in (_LENGTHS, _KEYS)
+
+    def file(index: int, name: str) -> ArrayFile:
+        return ArrayFile(shard_folder(folder, index) / name, summaries[index].checksums[name])
+
+    lengths, places = (
+        np.concatenate([first, *(np.load(file(index, name).whole) for index in full)], axis=-1)
+        for name, first in ((_LENGTHS, np.zeros(0, np.uint32)), (_PLACES, np.zeros((2, 0), np.uint32)))
     )
     lengths = lengths.astype(np.int64)
-    counted = [_shard(folder, index) / _COUNTED for index in full]
     sizes = np.array([summaries[index].num_tokens for index in full], dtype=np.int64)
     documents = TokenizedDocuments(
-        shards=tuple(_shard(folder, index) / _TOKENS for index in full),
-        counted=tuple(path if path.exists() else None for path in counted),
+        shards=tuple(file(index, _TOKENS) for index in full),
+        counted=tuple(
+            file(index, _COUNTED) if _COUNTED in summaries[index].checksums else None for index in full
+        ),
         shard_starts=np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes)]),
         starts=np.cumsum(lengths) - lengths,
         lengths=lengths,
         fingerprint=hashlib.sha256("".join(s.fingerprint for s in summaries).encode()).hexdigest(),
     )
-    return documents, keys
+    return documents, places
 
 
-def _shard(folder: Path, index: int) -> Path:
+def shard_folder(folder: Path, index: int) -> Path:
+    """Where the shard of this index is."""
     return folder / f"shard-{index:05d}"

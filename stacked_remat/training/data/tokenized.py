@@ -10,8 +10,48 @@ from typing import Any, TypeAlias, final
 import numpy as np
 from jaxtyping import Bool, Float32, Integer
 
+from ..checksums import checksum
+from .data_error import DataError
+
 Shard: TypeAlias = Any
-"""The tokens of some documents, one after the other: an array, or the path of one that numpy saved."""
+"""The tokens of some documents, one after the other: an array, or an `ArrayFile`."""
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class ArrayFile:
+    """An array that numpy saved, in a folder of a folder of shards.
+
+    Attributes:
+        path: of the file.
+        checksum: of the file as it was written.
+    """
+
+    path: Path
+    checksum: str
+
+    @functools.cached_property
+    def whole(self) -> Path:
+        """The path, after the file was compared with the checksum, once.
+
+        Raises:
+            DataError: it is not what was written.
+        """
+        try:
+            found = checksum(self.path)
+        except FileNotFoundError:
+            found = None
+        if found != self.checksum:
+            raise damaged_cache(self.path, self.path.parent.parent)
+        return self.path
+
+
+def damaged_cache(path: Path, folder: Path) -> DataError:
+    """The error for a file of a token cache that is not what was written."""
+    found = "damaged: it is not what was written" if path.exists() else "missing"
+    return DataError(
+        f"{path} is {found}. Delete the token cache {folder}, and the next run tokenizes its text again."
+    )
 
 
 @final
@@ -19,7 +59,8 @@ Shard: TypeAlias = Any
 class TokenizedDocuments:
     """Documents as tokens, in a fixed order.
 
-    Memory: 16 bytes a document; shards on disk are mapped, and read where they are needed.
+    Memory: 16 bytes a document; shards on disk are mapped, and read where they are needed, after each was
+    compared with its checksum when it is needed for the first time.
 
     Attributes:
         shards: where the tokens are; a document lies in one of them.
@@ -110,10 +151,10 @@ class TokenizedDocuments:
 
 
 def _array(shard: Shard) -> np.ndarray:
-    return _mapped(shard) if isinstance(shard, Path) else shard
+    return _mapped(shard) if isinstance(shard, ArrayFile) else shard
 
 
 # A mapped file keeps a descriptor open, and there may be more shards than a process may open files.
 @functools.lru_cache(maxsize=128)
-def _mapped(path: Path) -> np.ndarray:
-    return np.load(path, mmap_mode="r")
+def _mapped(file: ArrayFile) -> np.ndarray:
+    return np.load(file.whole, mmap_mode="r")

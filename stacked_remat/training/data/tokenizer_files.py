@@ -68,11 +68,20 @@ def _load(name: str, read: _Reader) -> HuggingFaceTokenizer:
     if definition is None:
         raise _without_definition(name)
     config = {**_parse_json(name, _SPECIAL_TOKENS, read), **_parse_json(name, _CONFIG, read)}
-    template = read(_TEMPLATE) or config.get("chat_template")
-    if isinstance(template, list):  # several, by name
-        named = {entry["name"]: entry["template"] for entry in template}
-        template = named.get("default")
+    template = read(_TEMPLATE) or _template(name, config.get("chat_template"))
     return HuggingFaceTokenizer(name, definition, config, template)
+
+
+def _template(name: str, entry: Any) -> str | None:
+    """The chat template that a config names, by itself or among several."""
+    if isinstance(entry, list) and all(isinstance(one, dict) for one in entry):
+        entry = {one.get("name"): one.get("template") for one in entry}.get("default")
+    if entry is None or isinstance(entry, str):
+        return entry
+    raise DataError(
+        f"`chat_template` in the {_CONFIG} of data.tokenizer = {name!r} is of type {type(entry).__name__}; "
+        f"expected a text, or a list of objects with `name` and `template`, one of them named `default`."
+    )
 
 
 def _without_definition(name: str) -> DataError:
@@ -86,13 +95,22 @@ def _parse_json(name: str, file: str, read: _Reader) -> dict[str, Any]:
     text = read(file)
     try:
         fields = {} if text is None else json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DataError(f"The {file} of data.tokenizer = {name!r} is no JSON: {error}") from error
-    return fields if isinstance(fields, dict) else {}
+    if not isinstance(fields, dict):
+        raise DataError(
+            f"The {file} of data.tokenizer = {name!r} holds {type(fields).__name__}, not an object with keys."
+        )
+    return fields
 
 
 def _read_text(path: Path) -> str | None:
-    return path.read_text(encoding="utf-8") if path.is_file() else None
+    try:
+        return path.read_text(encoding="utf-8") if path.is_file() else None
+    except OSError as error:
+        raise DataError(f"Can't read {path} of data.tokenizer: {error.strerror}.") from error
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path} of data.tokenizer is no UTF-8 text: {error}. Get it again.") from error
 
 
 def _read_from_hub(name: str, file: str) -> str | None:
@@ -123,7 +141,7 @@ def _read_from_hub(name: str, file: str) -> str | None:
         OSError,
     ) as error:
         raise DataError(_not_on_hub(name, str(error))) from error
-    return Path(path).read_text(encoding="utf-8")
+    return _read_text(Path(path))
 
 
 def _not_on_hub(name: str, reason: str) -> str:

@@ -1,8 +1,14 @@
 """All data of a run: from its config to a stream of training batches and the batches to evaluate on."""
 
+import dataclasses
+import hashlib
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import final
+
+import numpy as np
+from jaxtyping import Bool
 
 from ..data_config import DataConfig, SourceConfig
 from ..progress import Progress
@@ -11,7 +17,7 @@ from .data_error import DataError
 from .files import SourceFile, find_files, standard_library_files
 from .held_out import HeldOutBatches
 from .packing import PackedDocuments
-from .records import RecordFormat
+from .records import RecordFormat, format_of
 from .token_cache import CachedTokens, CacheRequest, open_token_cache
 from .tokenized import TokenizedDocuments
 from .tokenizers import Tokenizer
@@ -55,13 +61,16 @@ def open_training_data(
         process: this process's share of every batch; all of it if not given.
 
     Raises:
-        DataError: a path that stands for no file, a record that can't be read, or too little text.
+        DataError: a path that stands for no file, a record that can't be read, too little text, or batches
+            that do not fit into this machine's memory.
     """
+    process = ProcessShare() if process is None else process
+    _check_room(config, process)
     training: dict[str, MixtureShare] = {}
     held_out: dict[str, PackedDocuments] = {}
-    sources = config.sources or {_STANDARD_LIBRARY: None}
-    for name, source in sources.items():
-        documents = _split(name, source, config, tokenizer, progress)
+    for source in _sources(config, progress):
+        name = source.name
+        documents = _split(source, config, tokenizer, progress)
         packed = [
             PackedDocuments(half, config.seq_len, config.packing, separate=config.separate_documents)
             for half in documents
@@ -73,7 +82,7 @@ def open_training_data(
                     f"as a target: under train_on: answers that is what the role `assistant` says. Check the "
                     f"roles of its chats, or write train_on: all."
                 )
-        training[name] = MixtureShare(packed[0], 1.0 if source is None else source.weight)
+        training[name] = MixtureShare(packed[0], 1.0 if source.config is None else source.config.weight)
         held_out[name] = packed[1]
     stream = BatchStream(
         training, batch_size=config.batch_size, seed=seed, process=process, prefetch=config.prefetch
@@ -88,54 +97,141 @@ def open_training_data(
     )
 
 
+@dataclass(frozen=True)
+class _Source:
+    """The files of a source, none of which is held out by any.
+
+    Attributes:
+        name: in the config.
+        config: what it says of the source; None for the standard library.
+        files: to train on.
+        held_out: to evaluate on; empty if a fraction of the documents is held out instead.
+        also_split: indices of those of `files` of which another source holds out a fraction.
+    """
+
+    name: str
+    config: SourceConfig | None
+    files: tuple[SourceFile, ...]
+    held_out: tuple[SourceFile, ...] = ()
+    also_split: tuple[int, ...] = ()
+
+    @property
+    def record_format(self) -> RecordFormat:
+        config = self.config
+        if config is None:
+            return RecordFormat(format="text")
+        return RecordFormat(config.format, config.text_key, config.messages_key)
+
+
+def _sources(config: DataConfig, progress: Progress) -> list[_Source]:
+    """All sources with their files: what is held out anywhere is trained on nowhere."""
+    if not config.sources:
+        return [_Source(_STANDARD_LIBRARY, None, standard_library_files())]
+    held_by: dict[str, str] = {}
+    found, apart = {}, {}
+    for name, source in config.sources.items():
+        key = f"data.sources.{name}"
+        found[name] = find_files(source.paths, f"{key}.paths", progress.message)
+        apart[name] = (
+            find_files(source.held_out, f"{key}.held_out", progress.message) if source.held_out else ()
+        )
+        held_by |= {file.identity: key for file in apart[name]}
+    names: dict[str, str] = {}  # a file is split by its name, so it goes by one in all sources
+    sources = []
+    for name, source in config.sources.items():
+        rest = tuple(file for file in found[name] if file.identity not in held_by)
+        if not rest:
+            holding = sorted({f"{held_by[file.identity]}.held_out" for file in found[name]})
+            raise DataError(
+                f"{' and '.join(holding)} holds out every file that data.sources.{name}.paths stands for: "
+                f"there is nothing left to train on."
+            )
+        rest = tuple(
+            dataclasses.replace(file, split_name=names.setdefault(file.identity, file.name)) for file in rest
+        )
+        sources.append(_Source(name, source, rest, apart[name]))
+    return [_with_others(source, sources) for source in sources]
+
+
+def _with_others(source: _Source, sources: list[_Source]) -> _Source:
+    """The source, knowing of which of its files others hold out a fraction."""
+    splitting = {
+        file.identity: (other, file)
+        for other in sources
+        if other is not source and not other.held_out
+        for file in other.files
+    }
+    for file in source.files:
+        other, same = splitting.get(file.identity, (source, file))
+        ways = [format_of(same, other.record_format), format_of(file, source.record_format)]
+        if ways[0] != ways[1]:
+            raise DataError(
+                f"data.sources.{other.name} reads {file.place} as {ways[0]} and data.sources.{source.name} "
+                f"as {ways[1]}: what the one holds out can't be told from what the other trains on. Give "
+                f"both the same format, or name files to hold out under held_out."
+            )
+    also = tuple(at for at, file in enumerate(source.files) if file.identity in splitting)
+    return dataclasses.replace(source, also_split=also)
+
+
 def _split(
-    name: str, source: SourceConfig | None, config: DataConfig, tokenizer: Tokenizer, progress: Progress
+    source: _Source, config: DataConfig, tokenizer: Tokenizer, progress: Progress
 ) -> tuple[TokenizedDocuments, TokenizedDocuments]:
     """The documents of a source that are trained on, and those that are held out."""
-    if source is None:
-        files = standard_library_files()
-    else:
-        files = find_files(source.paths, f"data.sources.{name}.paths")
-    if source is not None and source.held_out:
-        apart = find_files(source.held_out, f"data.sources.{name}.held_out")
-        held_out = {file.url for file in apart}
-        rest = tuple(file for file in files if file.url not in held_out)
-        if not rest:
+    name, fraction = source.name, config.held_out_fraction
+    cached = _cached(name, source.files, source, config, tokenizer, progress)
+    in_fraction = cached.keys < fraction * 2**32
+    if source.held_out:
+        elsewhere = in_fraction & np.isin(cached.file_indices, source.also_split)
+        if elsewhere.all():
             raise DataError(
-                f"data.sources.{name}.held_out holds out every file that data.sources.{name}.paths stands "
-                f"for: there is nothing left to train on."
+                f"Other sources hold out all documents of data.sources.{name}: there is nothing left to "
+                f"train on. Name files to hold out under their held_out."
             )
-        trained_on, held = (
-            _cached(which, some, source, config, tokenizer, progress).documents
-            for which, some in ((name, rest), (f"{name}-held-out", apart))
-        )
-        return trained_on, held
-    cached = _cached(name, files, source, config, tokenizer, progress)
-    held = cached.keys < config.held_out_fraction * 2**32
-    if held.all() or not held.any():
+        apart = _cached(f"{name}-held-out", source.held_out, source, config, tokenizer, progress)
+        return _without(cached.documents, elsewhere), apart.documents
+    if in_fraction.all() or not in_fraction.any():
         raise DataError(
-            f"data.sources.{name} has {len(held)} documents: {(~held).sum()} to train on and {held.sum()} "
-            f"held out at data.held_out_fraction = {config.held_out_fraction}. Both need at least one: "
+            f"data.sources.{name} has {len(in_fraction)} documents: {(~in_fraction).sum()} to train on and "
+            f"{in_fraction.sum()} held out at data.held_out_fraction = {fraction}. Both need at least one: "
             f"change the fraction, or name files to hold out under data.sources.{name}.held_out."
         )
     return tuple(  # pyright: ignore[reportReturnType]
-        cached.documents.select(chosen, f"{half}, {config.held_out_fraction} held out")
-        for half, chosen in (("trained on", ~held), ("held out", held))
+        cached.documents.select(chosen, f"{half}, {fraction} held out")
+        for half, chosen in (("trained on", ~in_fraction), ("held out", in_fraction))
     )
+
+
+def _without(documents: TokenizedDocuments, left_out: Bool[np.ndarray, " documents"]) -> TokenizedDocuments:
+    if not left_out.any():
+        return documents
+    digest = hashlib.sha256(np.packbits(left_out).tobytes()).hexdigest()
+    return documents.select(~left_out, f"without what other sources hold out, {digest}")
+
+
+def _check_room(config: DataConfig, process: ProcessShare) -> None:
+    """Refuses batches that can't be in memory before any is made."""
+    rows, ahead = process.rows(config.batch_size), 1 + config.prefetch
+    size = 20 * config.seq_len * rows * ahead  # five fields of four bytes
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if size > memory:
+        raise DataError(
+            f"Batches of {rows:,} sequences (data.batch_size) of data.seq_len = {config.seq_len:,} tokens, "
+            f"{ahead:,} at a time (data.prefetch and one), take {size / 2**30:,.1f} GiB, and this machine "
+            f"has {memory / 2**30:,.1f}. Make them smaller."
+        )
 
 
 def _cached(
     name: str,
     files: tuple[SourceFile, ...],
-    source: SourceConfig | None,
+    source: _Source,
     config: DataConfig,
     tokenizer: Tokenizer,
     progress: Progress,
 ) -> CachedTokens:
-    how = RecordFormat(format="text")
-    if source is not None:
-        how = RecordFormat(source.format, source.text_key, source.messages_key)
-    answers_only = source is not None and source.train_on == "answers"
+    how = dataclasses.replace(source.record_format, max_bytes=config.max_record_bytes)
+    answers_only = source.config is not None and source.config.train_on == "answers"
     request = CacheRequest(name, files, how, tokenizer, answers_only, config.on_malformed)
     cached = open_token_cache(request, Path(config.cache_dir), progress)
     if cached.counts.num_malformed:

@@ -1,6 +1,10 @@
+import re
+import threading
+
 import pytest
 
 from stacked_remat.training import ByteTokenizer, ChatTemplate, ChatTemplateError, DataError
+from stacked_remat.training.data import chat_template
 
 CHAT = [
     {"role": "user", "content": "one?"},
@@ -83,3 +87,41 @@ def test_what_a_template_refuses_or_must_not_do_is_an_error(source, message):
 def test_a_template_that_is_no_program_is_refused():
     with pytest.raises(DataError, match=r"chat template is no Jinja, line 2"):
         ChatTemplate("a\n{% for %}", {}).render(CHAT)
+
+
+NESTED = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+DOUBLED = (
+    "{% set x = namespace(y='x') %}{% for i in range(60) %}{% set x.y = x.y ~ x.y %}{% endfor %}{{ x.y }}"
+)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        *(
+            NESTED,
+            DOUBLED,
+            "{{ 3 ** (10 ** 9) }}",
+            "{{ 'x' * 10 ** 11 }}",
+            "{{ messages | tojson(indent=10**10) }}",
+        ),
+        "{{ messages[0].content | indent(10 ** 11) ~ messages[0].content | indent(10 ** 11) }}",
+    ],
+)
+def test_a_template_that_takes_too_long_or_too_much_is_stopped(monkeypatch, source):
+    monkeypatch.setattr(chat_template, "_SECONDS", 1)
+    told = []
+
+    def render():
+        try:
+            ChatTemplate(source, {}).render([{"role": "user", "content": "a\nb"}])
+        except DataError as error:
+            told.append(str(error))
+
+    thread = threading.Thread(target=render)  # it must not need the main thread's signals
+    thread.start()
+    thread.join()
+    (message,) = told
+    assert re.search(r"was stopped: for one chat it takes more than (1 seconds|2 GiB)\. .*mend it", message)
+    monkeypatch.undo()
+    assert ChatTemplate("{{ messages[0].content }}", {}).render(CHAT) == "one?"

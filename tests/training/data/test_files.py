@@ -1,12 +1,16 @@
 import os
 import sysconfig
+import traceback
 from pathlib import Path
 
 import fsspec
 import pytest
 
-from stacked_remat.training import DataError
+from stacked_remat.training import ByteTokenizer, DataConfig, DataError, SourceConfig, config_as_dict
+from stacked_remat.training.data import files as files_module
 from stacked_remat.training.data.files import find_files, standard_library_files
+from stacked_remat.training.data.records import RecordFormat, read_records
+from stacked_remat.training.data.token_cache import CacheRequest
 
 
 @pytest.fixture
@@ -116,3 +120,76 @@ def test_the_standard_library_is_sources_without_tests():
     assert not any({"test", "tests", "site-packages"} & set(name.split("/")) for name in found)
     assert all(Path(file.url).is_relative_to(sysconfig.get_path("stdlib")) for file in files)
     assert [file.name for file in files] == sorted(found)
+
+
+def test_a_file_is_the_same_however_it_is_spelt(folder, memory):
+    (folder / "sub").joinpath("link.txt").symlink_to(folder / "b.txt")
+    (folder / "links").symlink_to(folder)
+    os.link(folder / "b.txt", folder / "hard.txt")
+    paths = [
+        *(folder / "b.txt", folder / "sub/../b.txt", folder / "sub/link.txt", folder / "links/links/b.txt"),
+        *(folder / "hard.txt", f"file://{folder}/b.txt", f"simplecache::file://{folder}/b.txt"),
+    ]
+    (file,) = find_files([str(path) for path in paths], "key")
+    assert file.name == "b.txt"
+    assert names(str(folder)) == ["a.txt", "b.txt", "sub/c.txt", "sub/d.md"]
+    assert len(find_files(["memory://texts/a.txt", "memory:///texts/a.txt"], "key")) == 1
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        *("https://HOST:443/a/../x.txt?v=1&token=B", "http://user:p@host/x.txt?v=1"),
+        *("https://host/%78.txt?v=1#part", "simplecache::https://host/x.txt?v=1&X-Amz-Signature=1"),
+    ],
+)
+def test_an_address_is_the_same_with_other_credentials(other):
+    same = files_module._identity("https://host/x.txt?v=1&token=A")
+    assert files_module._identity(other) == same != files_module._identity("https://host/x.txt?v=2")
+
+
+def test_one_odd_file_does_not_block_a_folder(folder):
+    for name in ("a::b.txt", "[1].txt", "c?.txt", "http:", b"\xff.txt".decode("utf-8", "surrogateescape")):
+        (folder / name).write_text(name.encode("utf-8", "replace").decode())
+    (folder / "gone.txt").symlink_to(folder / "nothing")
+    (folder / "itself.txt").symlink_to(folder / "itself.txt")
+    (folder / "folder.txt").mkdir()
+    (folder / "folder.txt" / "e.txt").write_text("e")
+    (folder / "up").symlink_to(folder)
+    os.mkfifo(folder / "pipe.txt")
+    told = []
+    files = find_files([str(folder)], "key", told.append)
+    read = [next(read_records(file, RecordFormat(format="text"))).content for file in files]
+    assert {"a::b.txt", "[1].txt", "c?.txt", "?.txt", "http:", "e", "sub/c.txt"} < set(read) and len(
+        read
+    ) == 10
+    (line,) = told
+    assert f"skipped in '{folder}' of key: {folder}/pipe.txt is a pipe, a socket or a device, " in line
+    assert "gone.txt is a link to nothing" in line and "itself.txt is a link to nothing" in line
+    assert names(f"{folder}/[1].txt", f"{folder}/a::b.txt") == ["[1].txt", "a::b.txt"]
+    assert "c?.txt" in names(f"{folder}/*.txt")
+    for path, reason in (("gone.txt", "link to nothing"), ("pipe.txt", "a pipe")):
+        with pytest.raises(DataError, match=rf"stands for no file \(.*{reason}"):
+            find_files([str(folder / path)], "key")
+
+
+def test_no_message_and_nothing_that_is_saved_holds_a_password_or_a_token(tmp_path, monkeypatch):
+    url = "https://me:pa55@host/folder/*.jsonl?token=s3cret&X-Amz-Signature=s1gn"
+    file = files_module.SourceFile(url, "a.jsonl", 1, "v", "i", "a.jsonl")
+    assert file.place == "https://***@host/folder/*.jsonl?token=***&X-Amz-Signature=***"
+
+    class Refusing(Web):
+        def glob(self, root):
+            raise Exception(f"401, url='{url}'")  # aiohttp's errors are not OSErrors
+
+    monkeypatch.setattr(fsspec.core, "url_to_fs", lambda path: (Refusing(), path))
+    monkeypatch.setattr(fsspec, "open", lambda *_: Refusing().glob(""))
+    with pytest.raises(DataError, match="401") as found:
+        find_files([url], "key")
+    with pytest.raises(DataError, match="401") as read:
+        list(read_records(file, RecordFormat()))
+    request = CacheRequest("web", (file,), RecordFormat(), ByteTokenizer())
+    config = DataConfig(sources={"web": SourceConfig((url,), held_out=(url,))})
+    texts = ["".join(traceback.format_exception(error.value)) for error in (found, read)]
+    for text in (*texts, str(request.identity()), str(config_as_dict(config))):
+        assert not any(secret in text for secret in ("me:", "pa55", "s3cret", "s1gn"))

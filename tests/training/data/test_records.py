@@ -3,6 +3,8 @@ import gzip
 import json
 import lzma
 import re
+import tracemalloc
+import zipfile
 
 import fsspec
 import pyarrow
@@ -59,7 +61,7 @@ def test_a_row_of_parquet_is_a_text_or_a_chat(tmp_path):
 def test_reading_goes_on_from_any_record(tmp_path, start):
     texts = [f"row {number}" for number in range(600)]
     path = lines(tmp_path / "a.jsonl", *({"text": text} for text in texts))
-    pyarrow.parquet.write_table(pyarrow.table({"text": texts}), tmp_path / "a.parquet", row_group_size=100)
+    pyarrow.parquet.write_table(pyarrow.table({"text": texts}), tmp_path / "a.parquet", row_group_size=300)
     for file in (path, tmp_path / "a.parquet"):
         found = read(file, start=start)
         assert [record.content for record in found] == texts[start:]
@@ -159,3 +161,62 @@ def test_files_that_cannot_be_read_at_all_are_refused(tmp_path):
     (tmp_path / "d.jsonl.zst").write_bytes(b"x")
     with pytest.raises(DataError, match=r"d.jsonl.zst is compressed with zstd"):
         read(tmp_path / "d.jsonl.zst")
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.txt.gz", "a.jsonl.xz"])
+def test_what_is_too_long_is_a_problem_and_never_in_memory(tmp_path, name):
+    line = b'{"text": "' + b"x" * 2**25 + b'"}'
+    written = line if ".txt" in name else b'{"text": "a"}\n' + line + b'\n{"text": "b"}\n'
+    codec = {".gz": gzip.compress, ".xz": lzma.compress}.get((tmp_path / name).suffix, bytes)
+    (tmp_path / name).write_bytes(codec(written))
+    del line, written
+    how = RecordFormat(max_bytes=2**20)
+    tracemalloc.start()
+    found = read(tmp_path / name, how)
+    assert tracemalloc.get_traced_memory()[1] < 2**24
+    tracemalloc.stop()
+    (problem,) = [record.problem for record in found if record.problem]
+    assert re.search(
+        rf"{name}:\d is longer than the 1,048,576 bytes that data.max_record_bytes allows", problem
+    )
+    assert [record.content for record in found if not record.problem] == (
+        [] if ".txt" in name else ["a", "b"]
+    )
+    if ".txt" not in name:
+        assert [record.number for record in read(tmp_path / name, how, start=2)] == [2]
+
+
+def test_rows_of_parquet_that_are_no_text_or_too_long_are_problems(tmp_path):
+    raw = pyarrow.array([b"good", b"\xff\xfe", b"x" * 5000, b"fine"], pyarrow.binary())
+    text = pyarrow.Array.from_buffers(pyarrow.string(), 4, raw.buffers())
+    pyarrow.parquet.write_table(pyarrow.table({"text": text}), tmp_path / "a.parquet")
+    found = read(tmp_path / "a.parquet", RecordFormat(max_bytes=4000))
+    assert [record.content for record in found] == ["good", None, None, "fine"]
+    problems = [record.problem for record in found if record.problem]
+    assert "a.parquet:2 is no UTF-8" in problems[0] and "a.parquet:3 is longer than" in problems[1]
+    with pytest.raises(DataError, match=r"a.parquet: on average, a row of row group 0 is longer than the 9 "):
+        read(tmp_path / "a.parquet", RecordFormat(max_bytes=9))
+
+
+def test_damaged_parquet_is_named(tmp_path):
+    path = tmp_path / "a.parquet"
+    pyarrow.parquet.write_table(pyarrow.table({"text": [f"row {n}" * 9 for n in range(999)]}), path)
+    written = path.read_bytes()
+    for start in range(4, len(written) - 8, len(written) // 12):
+        path.write_bytes(written[:start] + b"\xff" * 16 + written[start + 16 :])
+        try:
+            read(path)
+        except DataError as error:
+            assert str(path) in str(error)
+    path.write_bytes(written[: len(written) // 2])
+    with pytest.raises(DataError, match=r"a.parquet is no Parquet file"):
+        read(path)
+
+
+@pytest.mark.parametrize("name", ["a.zip", "a.jsonl.zip", "a.tgz", "a.7z"])
+def test_archives_are_refused(tmp_path, name):
+    with zipfile.ZipFile(tmp_path / name, "w") as archive:
+        archive.writestr("one.txt", "one")
+        archive.writestr("two.txt", "two")
+    with pytest.raises(DataError, match=rf"{name} is an archive.* Unpack it, or leave it out"):
+        read(tmp_path / name)

@@ -1,5 +1,7 @@
+import errno
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -251,3 +253,56 @@ def test_files_without_text_are_refused(tmp_path):
         DataError, match=r"hold no text: 1 documents are empty and 1 can't be read. First: .*:2"
     ):
         build(folder, tmp_path / "cache", on_malformed="skip")
+
+
+def test_whatever_happens_to_a_file_of_a_cache_is_said_or_changes_nothing(tmp_path, monkeypatch):
+    folder, cache = tmp_path / "chats", tmp_path / "cache"
+    folder.mkdir()
+    objects = [{"messages": [{**CHAT[0], "content": str(n)}, CHAT[1]]} for n in range(60)]
+    (folder / "a.jsonl").write_text("\n".join(map(json.dumps, objects)))
+
+    def read():
+        cached = build(folder, cache, answers_only=True, shard_tokens=2000)
+        weights = [np.asarray(cached.documents.weights(at, 0, 9**9)).tolist() for at in range(60)]
+        return texts(cached), weights, cached.keys.tolist(), cached.documents.num_counted
+
+    def flipped(written):
+        bad = bytearray(written)
+        bad[rng.integers(len(bad))] ^= int(rng.integers(1, 256))
+        return bytes(bad)
+
+    monkeypatch.setattr(token_cache, "_GROUP_RECORDS", 32)
+    rng, good = np.random.default_rng(0), read()
+    assert len(shards(cache)) == 2
+    files = [path for path in sorted(cache.rglob("*")) if path.is_file() and not path.name.startswith(".")]
+    assert {path.name for path in files} == {
+        *("tokens.npy", "lengths.npy", "counted.npy", "places.npy", "shard.json", "complete.json")
+    }
+    for path in files:
+        written = path.read_bytes()
+        for damage in (flipped, flipped, lambda whole: whole[: len(whole) // 2], lambda _: b"", None):
+            if damage is None and path.name == "complete.json":
+                continue  # as if it was killed at the very end
+            path.unlink() if damage is None else path.write_bytes(damage(written))
+            try:
+                assert read() == good and path.suffix == ".json" and damage == flipped  # a space, a tab
+            except DataError as error:
+                assert re.search(rf"{path} is .*Delete the token cache .*/cache/texts-\w+, and", str(error))
+            path.write_bytes(written)
+    assert read() == good
+    last = files[-1].parent
+    last.rename(tmp_path / "elsewhere")
+    with pytest.raises(DataError, match=rf"{last} is missing"):
+        read()
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS, errno.EACCES])
+@pytest.mark.parametrize("fails", ["mkdir", "write_text", "open"])
+def test_a_disk_that_is_full_or_cannot_be_written_is_said(folder, tmp_path, monkeypatch, number, fails):
+    def fail(path, *_, **__):
+        raise OSError(number, os.strerror(number), str(path))
+
+    monkeypatch.setattr(Path, fails, fail)
+    expected = rf"Can't write the token cache .*cache/texts-.*{os.strerror(number)}.*with room"
+    with pytest.raises(DataError, match=expected):
+        build(folder, tmp_path / "cache")

@@ -136,3 +136,55 @@ def test_the_home_folder_is_found(tmp_path, monkeypatch):
     save(tmp_path / "words")
     monkeypatch.setenv("HOME", str(tmp_path))
     assert "tokenizer.json" in read_tokenizer_files("~/words")
+
+
+EMPTY = '{"model": {"type": "BPE", "vocab": {}, "merges": []}}'
+
+
+@pytest.mark.parametrize(
+    ("file", "written", "message"),
+    [
+        ("tokenizer.json", b"", r"tokenizer.json of data.tokenizer = .* can't be read: EOF"),
+        ("tokenizer.json", b'{"version": "1.0", "mod', r"can't be read: EOF"),
+        ("tokenizer.json", b"\xff\xfe", r"tokenizer.json of data.tokenizer is no UTF-8 text"),
+        ("tokenizer.json", EMPTY.encode(), r"has no token in its vocabulary"),
+        ("tokenizer_config.json", b"", r"The tokenizer_config.json .* is no JSON"),
+        ("tokenizer_config.json", b"\xff", r"tokenizer_config.json of data.tokenizer is no UTF-8"),
+        ("tokenizer_config.json", b"[" * 10**5, r"is no JSON"),
+        ("tokenizer_config.json", b"[1]", r"tokenizer_config.json .* holds list, not an object"),
+        ("tokenizer_config.json", b'{"eos_token": 5}', r"`eos_token` in the config .* is 5; expected a text"),
+        (
+            "tokenizer_config.json",
+            b'{"eos_token": {"id": 5}}',
+            r"`eos_token` .* expected a text, or an object",
+        ),
+        (
+            "tokenizer_config.json",
+            b'{"chat_template": 7}',
+            r"`chat_template` .* of type int; expected a text",
+        ),
+        ("tokenizer_config.json", b'{"chat_template": ["a"]}', r"of type list; expected"),
+        (
+            "tokenizer_config.json",
+            b'{"chat_template": [{"name": "default", "template": {}}]}',
+            r"of type dict",
+        ),
+        ("special_tokens_map.json", b"null", r"special_tokens_map.json .* holds NoneType"),
+        ("chat_template.jinja", b"\x80", r"chat_template.jinja of data.tokenizer is no UTF-8"),
+    ],
+)
+def test_files_that_are_not_as_they_should_be_are_named(tmp_path, file, written, message):
+    (save(tmp_path) / file).write_bytes(written)
+    with pytest.raises(DataError, match=message):
+        load_tokenizer(str(tmp_path))
+
+
+def test_what_the_package_raises_while_it_works_is_one_error(tmp_path):
+    words = {"type": "WordLevel", "vocab": {"</s>": 0}, "unk_token": "[UNK]"}
+    save(tmp_path).joinpath("tokenizer.json").write_text(json.dumps({"version": "1.0", "model": words}))
+    tokenizer = load_tokenizer(str(tmp_path))
+    for encode in (tokenizer.encode, lambda text: tokenizer.encode_documents([text])):
+        with pytest.raises(
+            DataError, match=r"tokenizer.json of data.tokenizer = .* can't be used: WordLevel"
+        ):
+            encode("hello")

@@ -1,3 +1,4 @@
+import dataclasses
 import json
 
 import fsspec
@@ -218,3 +219,71 @@ def test_files_that_are_held_out_are_not_trained_on_too(folder, tmp_path):
     assert "39 documents to train on" in data.summary and " in 1 held out" in data.summary
     with pytest.raises(DataError, match=r"data\.sources\.all\.held_out holds out every file"):
         open_data(tmp_path, sources={"all": SourceConfig((one,), held_out=(one,))})
+
+
+def trained_on(tmp_path, **options):
+    """What each source trains on, and what all hold out, as texts."""
+    found = {}
+    for name in options["sources"]:
+        weights = {other: 1e6 if other == name else 1e-6 for other in options["sources"]}
+        sources = {
+            other: dataclasses.replace(source, weight=weights[other])
+            for other, source in options["sources"].items()
+        }
+        data = open_data(tmp_path, **{**options, "sources": sources}, packing="whole", prefetch=0)
+        found[name] = set(training_text(data, 12))
+        data.training.close()
+    return found, set(held_out_text(data.held_out))
+
+
+def test_what_one_source_holds_out_no_other_trains_on_however_it_is_spelt(folder, tmp_path):
+    (tmp_path / "other").symlink_to(folder)
+    held = (str(folder / "part0" / "00.txt"), str(folder / "part0" / "03.txt"))
+    sources = {
+        "named": SourceConfig((str(folder / "part0"),), held_out=held),
+        "fraction": SourceConfig((str(tmp_path / "other"),)),
+        "deeper": SourceConfig((f"{folder}/part0/", str(folder / "part1"))),
+    }
+    trained, held_out = trained_on(tmp_path, sources=sources, held_out_fraction=0.3)
+    assert {"text 0", "text 3"} < held_out
+    everything = {f"text {number}" for number in range(40)}
+    assert trained["fraction"] == everything - held_out
+    below = {f"text {number}" for number in range(40) if number % 3 == 0}
+    assert trained["named"] == below - held_out and (below & held_out) > {"text 0", "text 3"}
+
+
+def test_a_file_that_is_read_in_two_ways_can_be_held_out_only_by_name(tmp_path):
+    (tmp_path / "a.jsonl").write_text("\n".join(json.dumps({"text": f"line {n}"}) for n in range(30)))
+    (tmp_path / "other.txt").write_text("held out")
+    path = (str(tmp_path / "a.jsonl"),)
+    sources = {"lines": SourceConfig(path), "whole": SourceConfig(path, format="text")}
+    with pytest.raises(
+        DataError, match=r"sources.whole reads .*a.jsonl as text and .*lines as jsonl: .*held"
+    ):
+        open_data(tmp_path, sources=sources)
+    held_out = (str(tmp_path / "other.txt"),)
+    open_data(
+        tmp_path,
+        sources={name: dataclasses.replace(source, held_out=held_out) for name, source in sources.items()},
+    )
+
+
+@pytest.mark.parametrize("change", [{"seq_len": 2**31 - 1, "batch_size": 10**5}, {"prefetch": 10**12}])
+def test_batches_that_do_not_fit_into_memory_are_refused_with_their_size(folder, tmp_path, change):
+    with pytest.raises(DataError, match=r"take [\d,.]+ GiB, and this machine has"):
+        open_data(tmp_path, sources={"all": SourceConfig((str(folder),))}, **change)
+
+
+def test_a_damaged_shard_ends_training_with_its_name(folder, tmp_path):
+    sources = {"all": SourceConfig((str(folder),))}
+    open_data(tmp_path, sources=sources)
+    (tokens,) = (tmp_path / "cache").rglob("tokens.npy")
+    written = bytearray(tokens.read_bytes())
+    written[-9] ^= 1
+    tokens.write_bytes(written)
+    data = open_data(tmp_path, sources=sources, prefetch=2)
+    with pytest.raises(
+        DataError, match=r"tokens.npy is damaged.*Delete the token cache .*cache/all-\w+, and"
+    ):
+        data.training.next()
+    data.training.close()

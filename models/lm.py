@@ -6,6 +6,8 @@ from these to logits. The loss sits between them, so that it alone decides how m
 
 import abc
 import functools
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, ClassVar, Literal
 
 import draccus
@@ -95,6 +97,10 @@ class LanguageModel(eqx.Module):
         return hax.dot(hidden, weight.astype(hidden.dtype), axis=Embed).astype(jnp.float32)
 
 
+LEFT_TO_THE_FOLDER: Mapping[str, bool] = MappingProxyType({"left_to_the_folder": True})
+"""Metadata of a config's field whose null stands for what the folder of pretrained weights says."""
+
+
 class LmConfig(draccus.ChoiceRegistry):
     """Registry of model configs: `model: {type: NAME, ...}` in YAML picks the dataclass of that name.
 
@@ -112,6 +118,14 @@ class LmConfig(draccus.ChoiceRegistry):
 
     num_layers: int
     compute_dtype: Literal["float32", "bfloat16"]
+
+    def num_weights(self, vocab_size: int) -> int:
+        """How many numbers the model has, computed without making it."""
+        raise NotImplementedError(f"{type(self).__name__} does not say how many weights its model has.")
+
+    def cache_bytes(self, rows: int, slots: int) -> int:
+        """The size of the cache that `LanguageModel.prefill` makes of so many sequences."""
+        raise NotImplementedError(f"{type(self).__name__} does not say how large its model's cache is.")
 
 
 def check_remat_names(config: LmConfig, policy: ScanCheckpointPolicy | None) -> None:

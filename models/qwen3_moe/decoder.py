@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from haliax import Axis, NamedArray
 from haliax.util import is_named_array
-from jaxtyping import PRNGKeyArray
+from jaxtyping import Array, PRNGKeyArray
 
 from models.key_value_cache import KeyValueCache
 from models.lm import AuxiliaryLoss, LanguageModel, build_model
@@ -236,14 +236,21 @@ def _one_after_the_other(found: list[RouterStatistics]) -> RouterStatistics | No
 
 
 def _router_losses(statistics: RouterStatistics, config: Qwen3MoeConfig) -> AuxiliaryLoss:
-    balance = load_balance_loss(statistics.load, statistics.importance, config.Experts)
+    """The weighted losses of the routers; `ExpertsConfig.load_balance_loss` has two ways to balance."""
+
+    def balance(load: NamedArray, importance: NamedArray) -> Array:
+        return load_balance_loss(load, importance, config.Experts).array
+
     per_layer = {
-        "load_balance": balance.array,
+        "load_balance": balance(statistics.load, statistics.importance),
         "router_z_loss": statistics.z_loss.array,
     }
-    loss = config.experts.load_balance_weight * jnp.mean(per_layer["load_balance"])
-    loss += config.experts.z_loss_weight * jnp.mean(per_layer["router_z_loss"])
     metrics = {name: jnp.mean(values) for name, values in per_layer.items()}
+    if config.experts.load_balance_loss == "pooled":
+        pooled = (hax.mean(one, "layers") for one in (statistics.load, statistics.importance))
+        metrics["load_balance"] = balance(*pooled)
+    loss = config.experts.load_balance_weight_used * metrics["load_balance"]
+    loss += config.experts.z_loss_weight * metrics["router_z_loss"]
     metrics |= {f"{name}_per_layer": values for name, values in per_layer.items()}
     # 1 for even routing, num_experts / experts_per_token where all tokens choose the same experts.
     busiest = hax.max(statistics.load, config.Experts).array / config.experts.experts_per_token

@@ -40,8 +40,8 @@ def load_balance_loss(load: NamedArray, importance: NamedArray, Experts: Axis) -
     """The auxiliary loss of Switch Transformer (Fedus et al. 2021, eq. 4), extended to top-k routing.
 
     `num_experts * sum_e load_e * importance_e`. It is `experts_per_token` for even routing and grows to at
-    most `num_experts` as a single expert takes more. With both averaged over layers first, it is
-    `load_balancing_loss_func` of Hugging Face transformers.
+    most `num_experts` as a single expert takes more. Of statistics that are averaged over layers it is
+    `load_balancing_loss_func` of Hugging Face's transformers.
 
     Args:
         load: how many times an expert was chosen, per token, `[..., Experts]`.

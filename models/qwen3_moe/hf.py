@@ -222,7 +222,7 @@ def _read(
 
 @pretrained_config.register
 def _pretrained_config(config: Qwen3Architecture, root: Path) -> tuple[Qwen3Architecture, int]:
-    """The folder's, with the kernel, dtypes and loss weights of `config`, which no checkpoint fixes."""
+    """The folder's, with the kernel, dtypes and auxiliary losses of `config`, which no checkpoint fixes."""
     found, vocab_size = read_hf_config(root)
     found = replace(
         found,
@@ -240,6 +240,9 @@ def _pretrained_config(config: Qwen3Architecture, root: Path) -> tuple[Qwen3Arch
     if config.mlp_dim is None and found.Mlp == replace(found, mlp_dim=None).Mlp:
         found = replace(found, mlp_dim=None)
     if isinstance(config, Qwen3MoeConfig) and isinstance(found, Qwen3MoeConfig):
-        weights = {name: getattr(config.experts, name) for name in ("load_balance_weight", "z_loss_weight")}
-        found = replace(found, experts=replace(found.experts, **weights))
+        names = ["load_balance_loss", "z_loss_weight"]
+        if config.experts.load_balance_weight is not None:
+            names.append("load_balance_weight")
+        own = {name: getattr(config.experts, name) for name in names}
+        found = replace(found, experts=replace(found.experts, **own))
     return found, vocab_size

@@ -22,6 +22,7 @@ DENSE = {
     "num_attention_heads": 4,
     "num_key_value_heads": 4,
 }
+LINEAR = {"rope_type": "linear", "factor": 2.0}
 MOE = DENSE | {
     "model_type": "qwen3_moe",
     "num_experts": 6,
@@ -159,6 +160,21 @@ def test_both_ways_to_say_how_positions_turn(fields):
         ({"qkv_bias": True}, "qkv_bias is True; the decoder has False built in"),
         ({"use_qk_norm": False}, "use_qk_norm is False"),
         ({"shared_expert_intermediate_size": 64}, "shared_expert_intermediate_size is 64"),
+        ({"num_local_experts": 7}, "num_experts is 6 and num_local_experts is 7, and both are names of one"),
+        ({"dtype": "float32", "torch_dtype": "float16"}, "dtype is 'float32' and torch_dtype is 'float16'"),
+        ({"rope_theta": 5.0, "rope_parameters": {"rope_theta": 6.0}}, "rope_theta is 5.0 and rope_parameters"),
+        ({"rope_scaling": {"rope_type": "linear", "type": "yarn"}}, "rope_scaling.rope_type is 'linear' and "),
+        (
+            {"rope_scaling": LINEAR, "rope_parameters": LINEAR | {"factor": 3.0}},
+            "rope_scaling is .* and rope_parameters is",
+        ),
+        ({"hidden_size": 10**30}, "hidden_size is 10*; a whole number of at most 2147483647"),
+        ({"num_hidden_layers": 10**5}, "num_hidden_layers is 100000; a whole number of at most 10000"),
+        ({"rope_theta": 10**400}, "rope_theta is 10.*; a number"),
+        ({"rope_scaling": LINEAR | {"factor": True}}, "factor is True; a number"),
+        ({"rope_scaling": {"rope_type": "yarn", "truncate": "no"}}, "truncate is true or false"),
+        ({"use_qk_norm": 1}, "use_qk_norm is 1; the decoder has True built in"),
+        ({"\x1b[2J": 1}, r"'\\x1b\[2J': fields that"),
     ],
 )
 def test_what_the_decoder_has_not_is_refused(fields, message):
@@ -171,7 +187,10 @@ def test_what_the_decoder_has_not_is_refused(fields, message):
     [
         Qwen3Config(tie_word_embeddings=True, rms_norm_eps=1e-5, initializer_range=0.1),
         Qwen3Config(attention=AttentionConfig(6, True, window=9, windowed_layers=(0, 2))),
-        Qwen3MoeConfig(rotary=RotaryConfig(500.0, YarnRotary(2.0, 64, beta_fast=8.0), 128)),
+        Qwen3MoeConfig(
+            rotary=RotaryConfig(500.0, YarnRotary(2.0, 64, beta_fast=8.0), 128),
+            experts=ExpertsConfig(load_balance_weight=0.5),
+        ),
         Qwen3MoeConfig(
             attention=AttentionConfig(window=9),
             experts=ExpertsConfig(5, 3, 7, False, 0.01, dense_layers=(1,)),

@@ -6,7 +6,8 @@ from these to logits. The loss sits between them, so that it alone decides how m
 
 import abc
 import functools
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, ClassVar, Literal
 
@@ -19,7 +20,7 @@ from jaxtyping import Array, Float, PRNGKeyArray
 
 from stacked_remat import ScanCheckpointPolicy, ScanCheckpointSpec
 from stacked_remat.ops import chunked_cross_entropy
-from stacked_remat.training import NO_PRESETS, Metrics, RematPresets, TokenBatch
+from stacked_remat.training import NO_PRESETS, ConfigError, Metrics, RematPresets, TokenBatch
 
 
 class AuxiliaryLoss(eqx.Module):
@@ -132,18 +133,49 @@ def check_remat_names(config: LmConfig, policy: ScanCheckpointPolicy | None) -> 
     """Refuses a policy that saves or offloads what the model's layers have not: it would do nothing.
 
     Raises:
-        ValueError: names what there is.
+        ConfigError: names what there is.
     """
     if policy is None or config.remat_names is None:
         return
-    for field in ("save_block_internals", "offload_block_internals"):
-        names = getattr(policy, field)
-        for name in () if isinstance(names, bool) else names:
+    if isinstance(policy.first_policy, ScanCheckpointPolicy):
+        check_remat_names(config, policy.first_policy)
+    saved = {"save_block_internals": policy.saved_names, "offload_block_internals": policy.offloaded_names}
+    for field, names in saved.items():
+        for name in names:
             if name not in config.remat_names:
-                raise ValueError(
+                raise ConfigError(
                     f"remat.{field} has {name!r}, which nothing in a layer of this model is called. Valid: "
                     f"{', '.join(config.remat_names)}."
                 )
+
+
+def check_remat_levels(policy: ScanCheckpointPolicy, stacks: Sequence[int]) -> None:
+    """Refuses levels that cut none of the stacks of layers as they say.
+
+    Args:
+        policy: of all stacks.
+        stacks: how many layers each has.
+
+    Raises:
+        ConfigError: the outer levels alone make more parts than any stack has layers, or all levels hold too
+            few; says which.
+    """
+    if not isinstance(policy.nested, tuple):
+        return
+    longest = max(stacks) - policy.first_layers
+    parts = math.prod(policy.nested[:-1])
+    if longest > 0 and parts > longest:
+        raise ConfigError(
+            f"remat.nested = {list(policy.nested)} cuts the layers into {parts} parts before its last level, "
+            f"and the longest stack of this model has {longest} layers to cut. Give smaller numbers, fewer "
+            f"of them, or nested: true."
+        )
+    try:
+        for length in stacks:
+            if length - policy.first_layers > 1:
+                policy.schedule(length - policy.first_layers)
+    except ValueError as error:
+        raise ConfigError(f"remat.nested = {list(policy.nested)}: {error}.") from error
 
 
 @functools.singledispatch

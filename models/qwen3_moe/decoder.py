@@ -13,7 +13,7 @@ from haliax.util import is_named_array
 from jaxtyping import Array, PRNGKeyArray
 
 from models.key_value_cache import KeyValueCache
-from models.lm import AuxiliaryLoss, LanguageModel, build_model
+from models.lm import AuxiliaryLoss, LanguageModel, build_model, check_remat_levels, check_remat_names
 from models.qwen3_moe.attention import Attention
 from models.qwen3_moe.config import LayerKind, Qwen3Architecture, Qwen3MoeConfig
 from models.qwen3_moe.experts import RouterStatistics, SparseExperts, load_balance_loss
@@ -120,7 +120,11 @@ class Qwen3Decoder(LanguageModel):
     def init(
         config: Qwen3Architecture, Vocab: Axis, *, remat: ScanCheckpointSpec = True, key: PRNGKeyArray
     ) -> "Qwen3Decoder":
-        """Makes a decoder in float32; `remat` is the policy of every stack of layers."""
+        """Makes a decoder in float32; `remat` is the policy of every stack of layers.
+
+        Raises:
+            ConfigError: the policy names what no layer has, or cuts no stack as it says.
+        """
         embedding_key, layers_key, head_key = jax.random.split(key, 3)
         weight = hax.random.normal(embedding_key, (Vocab, config.Embed)) * config.initializer_range
         keys = jax.random.split(layers_key, config.num_layers)
@@ -129,6 +133,8 @@ class Qwen3Decoder(LanguageModel):
             make_layers = Stacked.init(Layers, DecoderLayer, remat=remat)
             stacks.append(make_layers(config, kind, key=keys[first : first + Layers.size]))
             first += Layers.size
+        check_remat_names(config, stacks[0].remat)
+        check_remat_levels(stacks[0].remat, [Layers.size for _, Layers in config.stacks])
         tied = config.tie_word_embeddings
         return Qwen3Decoder(
             embedding=hnn.Embedding(weight, Vocab, config.Embed),

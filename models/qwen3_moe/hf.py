@@ -64,11 +64,13 @@ def read_decoder(
 
     Raises:
         FileNotFoundError: weights are missing.
-        WeightsError: tensors are missing, unknown or misshapen; all are named, and nothing has been read.
+        WeightsError: tensors are missing, unknown or misshapen, and nothing has been read.
+        ConfigError: the policy names what no layer has, or cuts no stack as it says.
 
     Cost: one tensor in host memory, besides the decoder itself.
     """
     folder = SafetensorsFolder.open(root)
+    _refuse_another_size(folder, config.num_weights(Vocab.size))
     shapes = eqx.filter_eval_shape(Qwen3Decoder.init, config, Vocab, remat=remat, key=jax.random.key(0))
     places = decoder_places(shapes)
     copied = config.tie_word_embeddings and _HEAD in folder.shapes
@@ -187,6 +189,16 @@ def _modules(tree: Any) -> list[tuple[str, Any]]:
 
     found = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_module)
     return [(jax.tree_util.keystr(path), module) for path, module in found]
+
+
+def _refuse_another_size(folder: SafetensorsFolder, num_weights: int) -> None:
+    """Refuses a config of another order of magnitude before a list of its tensors is made."""
+    found = sum(math.prod(shape) for shape in folder.shapes.values())
+    if num_weights > 100 * (found + 2**20):
+        raise WeightsError(
+            f"The config describes a model of {num_weights:,} weights, and the tensors in {folder.root} have "
+            f"{found:,}. Check that the model's config is the checkpoint's own."
+        )
 
 
 def _refuse_fused_experts(folder: SafetensorsFolder) -> None:

@@ -235,7 +235,7 @@ def _linears(model: Any, names: PeftNames) -> list[_Linear]:
 
 def _tensors_file(folder: Path) -> Path:
     path = folder / TENSORS_FILE
-    if not path.exists():
+    if not path.is_file():
         raise FileNotFoundError(f"No PEFT adapter in {folder}: {TENSORS_FILE} is missing.")
     return path
 
@@ -246,7 +246,7 @@ def _opened(path: Path) -> Iterator[Any]:
     try:
         with safetensors.safe_open(path, "numpy") as file:
             yield file
-    except safetensors.error as error:
+    except (safetensors.error, OSError) as error:
         raise ValueError(
             f"{path} can't be read as a safetensors file ({error}). It may be cut short; fetch or save "
             f"it again."

@@ -63,8 +63,8 @@ def shown(value: Any) -> str:
 
 
 def plain(name: str) -> str:
-    """A name of someone else's for a message: as it is, where it is short and can be printed."""
-    return name if name.isprintable() and len(name) < 200 else shown(name)
+    """A text of someone else's for a message: as it is, where it is short and can be printed."""
+    return name if name.isprintable() and len(name) < 500 else shown(name)
 
 
 def listed(lines: Sequence[str], separator: str = ", ") -> str:

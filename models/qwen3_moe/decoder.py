@@ -183,7 +183,7 @@ class Qwen3Decoder(LanguageModel):
         hidden, statistics = self.layer_states(tokens, documents=documents, positions=positions)
         if statistics is None or not isinstance(self.config, Qwen3MoeConfig):
             return hidden, AuxiliaryLoss(jnp.zeros(()), {})
-        return hidden, _router_losses(statistics, self.config)
+        return hidden, router_losses(statistics, self.config)
 
     def prefill(self, tokens: NamedArray, slots: int) -> tuple[NamedArray, DecoderCache]:
         """Maps the beginnings of sequences, `[Batch, position]`, to hidden states and a cache of them.
@@ -241,7 +241,7 @@ def _one_after_the_other(found: list[RouterStatistics]) -> RouterStatistics | No
     return jax.tree.map(lambda *some: hax.concatenate(Layers, some), *found, is_leaf=is_named_array)
 
 
-def _router_losses(statistics: RouterStatistics, config: Qwen3MoeConfig) -> AuxiliaryLoss:
+def router_losses(statistics: RouterStatistics, config: Qwen3MoeConfig) -> AuxiliaryLoss:
     """The weighted losses of the routers; `ExpertsConfig.load_balance_loss` has two ways to balance."""
 
     def balance(load: NamedArray, importance: NamedArray) -> Array:

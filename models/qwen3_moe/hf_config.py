@@ -348,7 +348,9 @@ def _rotary(take: _Taker) -> RotaryConfig:
         if not np.isfinite(found.frequencies(_ANY_HEAD, theta)).all():
             raise ValueError("the frequencies that it gives are not finite")
     except (TypeError, ArithmeticError, ValueError) as error:
-        raise ValueError(f"rope_scaling is {shown(used)} and rope_theta {theta}: {error}") from error
+        raise ValueError(
+            f"rope_scaling is {shown(used)} and rope_theta {theta}: {plain(str(error))}"
+        ) from error
     return RotaryConfig(
         theta=theta,
         scaling=None if isinstance(found, DefaultRotary) else found,

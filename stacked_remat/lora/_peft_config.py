@@ -5,6 +5,7 @@ import json
 import math
 import re
 import reprlib
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -135,7 +136,7 @@ class PeftSettings:
         # A matrix by itself may have been that of a module.
         names = (member.target, member.module) if member.parameter == "weight" else (member.target,)
         for pattern, value in (self.entries.get(which) or {}).items():
-            if any(re.match(rf"(.*\.)?({pattern})$", name) for name in names):
+            if any(re.match(_as_ending(pattern), name) for name in names):
                 return value
         return default
 
@@ -171,7 +172,7 @@ def _ill_typed(entries: Mapping[str, Any]) -> Iterator[str]:
     """What is wrong with the fields that are read."""
     for name, value in _ranks_and_alphas(entries):
         whole = "alpha" not in name
-        if type(value) not in ((int,) if whole else (int, float)) or not 0 < value < math.inf:
+        if type(value) not in ((int,) if whole else (int, float)) or not 0 < value <= sys.float_info.max:
             expected = "whole number" if whole else "number"
             yield f"{name} is {reprlib.repr(value)}, and a positive {expected} is expected"
     for name in ("rank_pattern", "alpha_pattern"):
@@ -185,9 +186,9 @@ def _ill_typed(entries: Mapping[str, Any]) -> Iterator[str]:
         listed = isinstance(value, list) and all(isinstance(one, str) for one in value)
         if not (listed or (isinstance(value, str) and name == "target_modules")):
             yield f"{name} is {reprlib.repr(value)}, and a list of names is expected"
-    for pattern in _patterns(entries):
+    for pattern, used in _patterns(entries):
         try:
-            re.compile(pattern)
+            re.compile(used)
         except (re.error, RecursionError, OverflowError) as error:
             yield f"{reprlib.repr(pattern)} is no regular expression ({error})"
 
@@ -201,12 +202,17 @@ def _ranks_and_alphas(entries: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
             yield from ((f"{name}[{pattern!r}]", value) for pattern, value in entries[name].items())
 
 
-def _patterns(entries: Mapping[str, Any]) -> Iterator[str]:
+def _patterns(entries: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """The regular expressions, each with the one that it becomes."""
     for name in ("rank_pattern", "alpha_pattern"):
         if isinstance(entries.get(name), dict):
-            yield from entries[name]
+            yield from ((pattern, _as_ending(pattern)) for pattern in entries[name])
     if isinstance(entries.get("target_modules"), str):
-        yield entries["target_modules"]
+        yield entries["target_modules"], entries["target_modules"]
+
+
+def _as_ending(pattern: str) -> str:
+    return rf"(.*\.)?({pattern})$"
 
 
 def describe(

@@ -80,7 +80,7 @@ def export(run_dir: Path, out: Path, *, step: int | None = None, adapters: bool 
         ConfigError: the run's config can't be read.
     """
     refuse_what_is_there(out)
-    texts, fields = ({}, {}) if adapters else _beside_the_weights(run_config(run_dir, step))
+    texts, fields = ({}, {}) if adapters else beside_the_weights(run_config(run_dir, step))
     model, config = trained_model(run_dir, step=step)
     if not isinstance(model, Qwen3Decoder):
         raise WeightsError(f"A {type(model).__name__} has no format of Hugging Face's here.")
@@ -92,7 +92,7 @@ def export(run_dir: Path, out: Path, *, step: int | None = None, adapters: bool 
     write_decoder(out, merge_lora(model, donate=True), fields=fields, texts=texts)
 
 
-def _beside_the_weights(config: TrainLmConfig) -> tuple[dict[str, str], dict[str, Any]]:
+def beside_the_weights(config: TrainLmConfig) -> tuple[dict[str, str], dict[str, Any]]:
     """Texts of files, and fields of `config.json`, that say how text is made with the model.
 
     A chat model has more tokens that end its text than its tokenizer has: the folder of the weights that
@@ -122,7 +122,10 @@ def run_config(run_dir: Path, step: int | None = None) -> TrainLmConfig:
     """
     folder = run_dir / "checkpoints"
     try:
-        return draccus.decode(TrainLmConfig, checkpoint_config(folder, step=step))
+        saved = checkpoint_config(folder, step=step)
+        if not isinstance(saved, dict) or saved.get("vocab_size") is None:
+            raise ValueError("it is not that of a run, which has a vocab_size")
+        return draccus.decode(TrainLmConfig, saved)
     except (FileNotFoundError, CheckpointMismatchError, DataError):
         raise
     except Exception as error:  # draccus and Orbax pass on whatever they meet

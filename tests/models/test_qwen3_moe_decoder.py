@@ -104,7 +104,8 @@ def hugging_face_balance(logits, top_k, mask):
 
 def test_the_load_balance_of_transformers_pools_layers_before_it_multiplies():
     mask = np.array([1, 1, 1, 1, 1, 1, 1, 1, 0, 0], np.float32)
-    logits = np.random.default_rng(0).normal(size=(3, 10, 3)).astype(np.float32) * 2
+    logits = np.random.default_rng(0).normal(size=(3, 10, 3)).astype(np.float32)
+    logits += 2 * np.eye(3, dtype=np.float32)[:, None]  # each layer prefers an expert of its own
     probabilities = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
     chosen = np.argsort(np.argsort(-probabilities)) < 2
     load, importance = (

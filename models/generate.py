@@ -141,6 +141,11 @@ def _prompts(options: argparse.Namespace) -> list[str]:
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"Can't read --prompts {options.prompts}: {error}") from error
         texts += [line for line in lines if line.strip()]
+    for text in texts:
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError as error:  # Python passes on bytes of a command line as lone surrogates
+            raise ConfigError(f"--prompt {text!r} is not valid UTF-8.") from error
     if not texts:
         raise ConfigError("There is nothing to continue: give --prompt TEXT, or --prompts FILE with lines.")
     return texts

@@ -129,8 +129,8 @@ class SafetensorsFolder:
                         continue  # the index says in which file it is to be read
                     if name in files:
                         raise WeightsError(
-                            f"{files[name]} and {path} both have {name}, and {INDEX} doesn't say which is "
-                            f"meant. Name it there, or fetch the folder again."
+                            f"{files[name]} and {path} both have {plain(name)}, and {INDEX} doesn't say "
+                            f"which is meant. Name it there, or fetch the folder again."
                         )
                     header = tensors.get_slice(name)
                     files[name] = path

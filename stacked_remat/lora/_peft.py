@@ -116,7 +116,7 @@ def load_peft(model: T, folder: Path, names: PeftNames, *, dtype: DTypeLike = jn
         dtypes = {key: file.get_slice(key).get_dtype() for key in shapes}
         problems = _problems(keys, shapes, places, settings, linears)
         problems += [
-            f"not a float that is read: {key} is {dtype}, expected one of {', '.join(_FLOATS)}"
+            f"not a float that is read: {_plain(key)} is {dtype}, expected one of {', '.join(_FLOATS)}"
             for key, dtype in dtypes.items()
             if dtype not in _FLOATS
         ]
@@ -267,6 +267,10 @@ def _part_ranks(path: Path, metadata: Mapping[str, str]) -> Mapping[str, Sequenc
     return found
 
 
+def _plain(key: str) -> str:
+    return key if key.isprintable() else repr(key)
+
+
 def _some(place: Place) -> PeftParameter:
     return next(iter(place.members.values()))
 
@@ -299,7 +303,7 @@ def _problems(
         rows = settings.rank(_some(place)) * place.size
         expected[a], expected[b] = (rows, narrow), (wide * place.parts, rows)
     problems = [f"missing: {key} {shape}" for key, shape in expected.items() if key not in shapes]
-    problems += [f"unknown: {key} {shape}" for key, shape in shapes.items() if key not in expected]
+    problems += [f"unknown: {_plain(key)} {shape}" for key, shape in shapes.items() if key not in expected]
     problems += [
         f"misshapen: {key} is {shapes[key]}, expected {shape}"
         for key, shape in expected.items()

@@ -169,6 +169,7 @@ def test_every_tensor_that_does_not_fit_is_named(saved):
         del tensors[f"{PREFIX}model.layers.2.experts.lora_B.weight"]
         tensors[f"{PREFIX}model.layers.7.attn.q_proj.lora_A.weight"] = np.zeros((2, 6), np.float32)
         tensors[f"{attention}.o_proj.lora_A.weight"] = np.zeros((2, 9), np.float32)
+        tensors["\x1b[2J"] = np.zeros(1, np.float32)
 
     rewrite(saved, spoil)
     with pytest.raises(ValueError, match="do not fit the model") as error:
@@ -176,6 +177,7 @@ def test_every_tensor_that_does_not_fit_is_named(saved):
     assert str(error.value).splitlines()[1:] == [
         f"missing: {attention}.q_proj.lora_A.weight (2, 6)",
         f"missing: {PREFIX}model.layers.2.experts.lora_B.weight (6, 6)",
+        "unknown: '\\x1b[2J' (1,)",
         f"unknown: {PREFIX}model.layers.7.attn.q_proj.lora_A.weight (2, 6)",
         f"misshapen: {attention}.o_proj.lora_A.weight is (2, 9), expected (2, 8)",
     ]

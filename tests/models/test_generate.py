@@ -247,6 +247,7 @@ def test_damaged_generation_configs_are_named(described, content):
         (("--checkpoint", "{run}", "--prompts", "nowhere.txt"), "Can't read --prompts nowhere.txt"),
         (("--checkpoint", "{run}", "--prompt", "a", "--top_p", "2"), "--top_p is a probability above 0"),
         (("--checkpoint", "{run}", "--prompt", "a", "--max_new_tokens", "0"), "--max_new_tokens must be"),
+        (("--checkpoint", "{run}", "--prompt", "a\udcff"), r"--prompt 'a\udcff' is not valid UTF-8."),
         (("--model", "{run}", "--prompt", "a"), "it is a run folder. Use --checkpoint"),
         (("--model", "nowhere", "--prompt", "a"), "There is no folder nowhere, and it is no name on the"),
         (("--model", "{exported}", "--prompt", "a"), "There is no tokenizer.json in"),

@@ -9,8 +9,8 @@ from haliax.state_dict import ModuleWithStateDictSerialization, StateDict
 
 from ._layer_axis import Caller, check_axis, split_tree, stack_outputs
 from ._policy import ScanCheckpointPolicy, ScanCheckpointSpec, resolve_policy
-from ._scan import from_arguments, scan_unrolled
 from ._scan_checks import check_unroll
+from ._scan_layers import from_arguments, scan_unrolled
 from ._stacked import (
     block_builder,
     block_call,

@@ -4,6 +4,9 @@ from typing import TypeVar
 
 import jax
 import jax.ad_checkpoint
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array
 
 from ._layer_axis import is_array
 
@@ -27,6 +30,10 @@ def checkpoint_name(tree: T, name: str) -> T:
         raise TypeError(
             f"A checkpoint name is a string; got {name!r}. The tree comes first: checkpoint_name(tree, name)."
         )
-    return jax.tree.map(
-        lambda leaf: jax.ad_checkpoint.checkpoint_name(leaf, name) if is_array(leaf) else leaf, tree
-    )
+    return jax.tree.map(lambda leaf: _named(leaf, name) if is_array(leaf) else leaf, tree)
+
+
+def _named(leaf: Array, name: str) -> Array:
+    if jnp.iscomplexobj(leaf):  # JAX keeps named values as real numbers
+        return lax.complex(_named(jnp.real(leaf), name), _named(jnp.imag(leaf), name))
+    return jax.ad_checkpoint.checkpoint_name(leaf, name)

@@ -11,6 +11,12 @@
   sharding: where `jax.shard_map` has taken the whole mesh there is none to give. `no_axis_mapping` is one.
 - JAX (0.10.2, 0.12) has no public answer to whether it found cuDNN, which its CUDA plugin comes without; what
   calls it fails while tracing. `cudnn_is_installed` asks what JAX asks.
+- JAX (0.10.2, 0.12) transposes a move of an array to the host without moving its cotangent back, and then
+  refuses the cotangent. `move_cotangents_back` makes the transpose name the space that the array came from,
+  without which offloaded residuals have no second derivatives.
+- JAX (0.10.2, 0.12) cannot lower ordered effects in a program that uses host memory, fails on references
+  among the arguments of a `jax.custom_vjp`, and tells of neither what it was: `ordered_effects` and
+  `is_reference` find them first.
 """
 
 import contextlib
@@ -22,9 +28,14 @@ from typing import Any
 
 import haliax.partitioning
 import jax
+import jax._src.effects
 import jax._src.lib
+import jax._src.state.types
 import jax.core
+import jax.extend.core
 from jax import lax
+from jax.extend.core.primitives import device_put_p
+from jax.interpreters import ad
 
 
 def _is_constant_dim(dimension: Any) -> bool:
@@ -74,4 +85,45 @@ def no_axis_mapping() -> Iterator[None]:
         held.resource_mapping = before
 
 
+def move_cotangents_back() -> None:
+    """Let cotangents of arrays that were moved to the host come back to where the arrays were."""
+    transpose = ad.primitive_transposes[device_put_p]
+
+    def transpose_to_source(cotangents: Any, *operands: Any, srcs: Any, **params: Any) -> Any:
+        srcs = tuple(
+            operand.aval.memory_space
+            if source is None and ad.is_undefined_primal(operand) and _is_on_host(cotangent)
+            else source
+            for source, operand, cotangent in zip(srcs, operands, cotangents, strict=True)
+        )
+        return transpose(cotangents, *operands, srcs=srcs, **params)
+
+    ad.primitive_transposes[device_put_p] = transpose_to_source
+
+
+def _is_on_host(cotangent: Any) -> bool:
+    return getattr(getattr(cotangent, "aval", None), "memory_space", None) == jax.memory.Space.Host
+
+
+def is_concrete(array: Any) -> bool:
+    """Whether the value of an array is known: it is not traced by `jit`, `vmap` or the like."""
+    try:
+        jax.extend.core.concrete_or_error(None, array)
+    except jax.errors.ConcretizationTypeError:
+        return False
+    return True
+
+
+def ordered_effects(jaxpr: Any) -> list[str]:
+    """Names of the effects of a jaxpr that have an order."""
+    found = jax._src.effects.ordered_effects.filter_in(jaxpr.effects)
+    return sorted({type(effect).__name__ for effect in found})
+
+
+def is_reference(value: Any) -> bool:
+    """Whether `value` is a mutable array, a `jax.Ref`."""
+    return isinstance(jax.typeof(value), jax._src.state.types.AbstractRef)
+
+
 restore_is_constant_dim()
+move_cotangents_back()

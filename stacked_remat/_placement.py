@@ -4,9 +4,7 @@ The moves are annotations in the graph: XLA turns them into asynchronous copies 
 both spaces are the same memory and the moves have no effect, so programs with offloading run everywhere.
 """
 
-import contextlib
-import contextvars
-from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
@@ -22,20 +20,16 @@ def to_device(tree: Any) -> Any:
     return jax.device_put(tree, jax.memory.Space.Device)
 
 
-_compiled_for: contextvars.ContextVar[str | None] = contextvars.ContextVar("_compiled_for", default=None)
+# Part of the keys of JAX's caches, so that what was traced for one platform is not reused for another.
+_compiled_for = jax.make_user_context(default_value=None)
 
 
 def platform() -> str:
     """The kind of device that the program being traced is for: `"cpu"`, `"cuda"`, `"tpu"`, ..."""
-    name = _compiled_for.get() or jax.default_backend()
+    name = _compiled_for.value or jax.default_backend()
     return "cuda" if name == "gpu" else name
 
 
-@contextlib.contextmanager
-def compiled_for(name: str) -> Iterator[None]:
+def compiled_for(name: str) -> AbstractContextManager[None]:
     """Trace for a platform other than the one that is attached."""
-    token = _compiled_for.set(name)
-    try:
-        yield
-    finally:
-        _compiled_for.reset(token)
+    return _compiled_for(name)

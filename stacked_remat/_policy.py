@@ -7,14 +7,14 @@ only decides; `_scan.py` carries it out.
 """
 
 import dataclasses
-import functools
 import math
 import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any, Literal, TypeAlias
 
 import jax
 
+from ._jax_policies import JaxPolicy, as_written, check_jax_policy, policy_with_names
 from ._schedule import Schedule, bounded, equal, levels, segmented, shrinking
 
 OFFLOAD = "offload"
@@ -52,7 +52,9 @@ class ScanCheckpointPolicy:
         save_block_internals: names given by `checkpoint_name` inside the block that are kept, or `True` for
             everything that the backward pass reads (nothing is then recomputed, and carries are kept exactly
             where a derivative reads them). With `nested`, they are kept for the segment being walked, and
-            `save_carries="offload"` still moves the boundaries.
+            `save_carries="offload"` still moves the boundaries. One of `jax.checkpoint_policies`
+            (`dots_saveable`, ...), or any function of that kind, says it by operation; `JAX_REMAT3=1` obeys
+            only those that go by names, and others are then refused.
         offload_block_internals: names that are moved to the host instead.
         prevent_cse: put barriers around recomputation even inside a rolled loop. Where layers share one
             program (`BlockSeq`, a fully unrolled scan) they are always there, since XLA would merge the
@@ -86,7 +88,7 @@ class ScanCheckpointPolicy:
 
     save_carries: bool | Literal["offload"] = True
     save_inputs: bool | Literal["offload"] = True
-    save_block_internals: bool | Iterable[str] = False
+    save_block_internals: bool | Iterable[str] | JaxPolicy = False
     offload_block_internals: Iterable[str] = ()
     prevent_cse: bool = False
     disable: bool = False
@@ -103,9 +105,7 @@ class ScanCheckpointPolicy:
         for field in ("prevent_cse", "disable", "simple"):
             if not isinstance(getattr(self, field), bool):
                 raise TypeError(f"{field} is True or False; got {getattr(self, field)!r}.")
-        if not isinstance(self.save_block_internals, bool):
-            names = _names("save_block_internals", self.save_block_internals)
-            object.__setattr__(self, "save_block_internals", names or False)
+        object.__setattr__(self, "save_block_internals", _internals(self.save_block_internals))
         offloaded = _names("offload_block_internals", self.offload_block_internals)
         object.__setattr__(self, "offload_block_internals", offloaded)
         object.__setattr__(self, "nested", _nesting(self.nested))
@@ -148,7 +148,7 @@ class ScanCheckpointPolicy:
                 f"first_policy={self.first_policy!r} has no effect without first_layers. Say how many layers "
                 "follow it: first_layers=k."
             )
-        if self.prevent_cse and self.sweeps and not self.saved_names:
+        if self.prevent_cse and self.sweeps and not self.saves_some_internals:
             self._refuse(
                 "With {} layers are replayed in loops of their own, where XLA finds nothing to merge the "
                 "recomputation with, so prevent_cse=True has no effect without save_block_internals=[names]. "
@@ -209,7 +209,7 @@ class ScanCheckpointPolicy:
                 f"{' and '.join(clashing)}. Use False, True or save_block_internals=[names], and let the "
                 "other settings cut or offload the rest."
             )
-        if first.prevent_cse and not first.saved_names:
+        if first.prevent_cse and not first.saves_some_internals:
             raise ValueError(
                 "first_policy says prevent_cse=True, which has no effect there without "
                 "save_block_internals=[names]. Drop it."
@@ -223,7 +223,7 @@ class ScanCheckpointPolicy:
         for name in ("save_inputs", "save_block_internals", "offload_block_internals"):
             if name in rest and not (self.is_nested and name == "save_block_internals"):
                 raise ValueError(
-                    f"{name}={_shown(rest[name])!r} cannot be obeyed beside "
+                    f"{name}={as_written(rest[name])!r} cannot be obeyed beside "
                     f"first_layers={self.first_layers}: the layers after the first can be cut (nested, "
                     "segment_length, max_carries), or keep or offload their carries."
                 )
@@ -236,7 +236,7 @@ class ScanCheckpointPolicy:
     def _refuse(self, reason: str, names: list[str]) -> None:
         """Raise with the settings of these names in the place of the reason's braces, if there are any."""
         if names:
-            clashing = (f"{name}={_shown(getattr(self, name))!r}" for name in names)
+            clashing = (f"{name}={as_written(getattr(self, name))!r}" for name in names)
             raise ValueError(reason.format(" and ".join(clashing)))
 
     def _set_beside(self, *names: str) -> list[str]:
@@ -262,13 +262,18 @@ class ScanCheckpointPolicy:
         return tuple((type(value), value) for value in values)
 
     def __repr__(self) -> str:
-        shown = ", ".join(f"{name}={_shown(value)!r}" for name, value in self.settings())
+        shown = ", ".join(f"{name}={as_written(value)!r}" for name, value in self.settings())
         return f"ScanCheckpointPolicy({shown})"
 
     @property
     def saved_names(self) -> tuple[str, ...]:
         """The internals kept on the device by name."""
         return self.save_block_internals if isinstance(self.save_block_internals, tuple) else ()
+
+    @property
+    def saves_some_internals(self) -> bool:
+        """Whether internals are kept on the device by name or by operation, and not all of them."""
+        return not isinstance(self.save_block_internals, bool)
 
     @property
     def offloaded_names(self) -> tuple[str, ...]:
@@ -338,7 +343,7 @@ class ScanCheckpointPolicy:
         """Whether the backward pass replays the scan as a whole, not only its layers one by one."""
         return not self.saves_everything and (self.save_carries is False or self.save_inputs is False)
 
-    def residual_policy(self, carry_name: str, input_name: str) -> Callable[..., Any] | None:
+    def residual_policy(self, carry_name: str, input_name: str) -> JaxPolicy | None:
         """The `jax.checkpoint` policy for a layer whose carry and inputs bear these names.
 
         One of JAX's own named policies, which are data and so survive `JAX_REMAT3=1`; `None` where no value
@@ -349,11 +354,16 @@ class ScanCheckpointPolicy:
         named = {carry_name: self.save_carries, input_name: OFFLOAD if self.save_inputs == OFFLOAD else False}
         saved = [name for name, kept in named.items() if kept is True]
         offloaded = [name for name, kept in named.items() if kept == OFFLOAD]
-        return _named_policy((*saved, *self.saved_names), (*offloaded, *self.offloaded_names))
+        names = ((*saved, *self.saved_names), (*offloaded, *self.offloaded_names))
+        return policy_with_names(self.save_block_internals, *names)
+
+    def internals_policy(self) -> JaxPolicy:
+        """The `jax.checkpoint` policy for a layer of which only internals are saved."""
+        return policy_with_names(self.save_block_internals, self.saved_names, ())
 
 
 ScanCheckpointSpec: TypeAlias = (
-    ScanCheckpointPolicy | bool | Literal["full", "recompute", "offload", "save_all", "nested"]
+    ScanCheckpointPolicy | bool | Literal["full", "recompute", "offload", "save_all", "nested"] | JaxPolicy
 )
 
 
@@ -366,9 +376,12 @@ def resolve_policy(spec: ScanCheckpointSpec) -> ScanCheckpointPolicy:
     """
     if isinstance(spec, ScanCheckpointPolicy):
         return spec
+    if callable(spec):
+        return ScanCheckpointPolicy(save_block_internals=spec)
     if not isinstance(spec, bool | str):
         raise TypeError(
-            f"remat is a ScanCheckpointPolicy, a bool or an alias; got {spec!r} ({type(spec).__name__}). "
+            "remat is a ScanCheckpointPolicy, a bool, an alias or one of jax.checkpoint_policies; got "
+            f"{spec!r} ({type(spec).__name__}). "
             "For a number of segments write ScanCheckpointPolicy(nested=k)."
         )
     if spec == "auto":
@@ -377,18 +390,6 @@ def resolve_policy(spec: ScanCheckpointSpec) -> ScanCheckpointPolicy:
         valid = ", ".join(repr(alias) for alias in _ALIASES)
         raise ValueError(f"Unknown remat policy {spec!r}. Use one of {valid}, or a ScanCheckpointPolicy.")
     return _ALIASES[spec]
-
-
-@functools.cache  # one object per policy: JAX's caches are keyed by its identity
-def _named_policy(saved: tuple[str, ...], offloaded: tuple[str, ...]) -> Callable[..., Any]:
-    if not offloaded:
-        return jax.checkpoint_policies.save_only_these_names(*saved)
-    return jax.checkpoint_policies.save_and_offload_only_these_names(
-        names_which_can_be_saved=list(saved),
-        names_which_can_be_offloaded=list(offloaded),
-        offload_src="device",
-        offload_dst="pinned_host",
-    )
 
 
 def _check_tri_state(field: str, value: Any) -> None:
@@ -411,9 +412,18 @@ def _names(field: str, value: Any) -> tuple[str, ...]:
     return tuple(sorted(set(names)))
 
 
-def _shown(value: Any) -> Any:
-    """A setting as one writes it: names and cuts are kept as tuples."""
-    return list(value) if isinstance(value, tuple) else value
+def _internals(value: Any) -> bool | tuple[str, ...] | JaxPolicy:
+    """What `save_block_internals` stands for."""
+    if value is jax.checkpoint_policies.everything_saveable:
+        return True
+    if value is jax.checkpoint_policies.nothing_saveable:
+        return False
+    if isinstance(value, bool):
+        return value
+    if callable(value):
+        check_jax_policy(value)
+        return value
+    return _names("save_block_internals", value) or False
 
 
 def _nesting(nested: Any) -> bool | int | tuple[int, ...]:

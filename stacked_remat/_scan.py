@@ -1,20 +1,19 @@
 """Fold, scan and map over a named axis.
 
 The arguments are cut in two: what is split over the axis and what all layers share. What remains is a step on
-raw arrays, which runs under the checkpoint policy. `Stacked` and `BlockSeq` come here too: nothing else knows
-how a scan behaves.
+raw arrays, which `_scan_layers.py` runs under the checkpoint policy. `Stacked` and `BlockSeq` come here too.
 """
 
-import functools
+import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import equinox as eqx
 import jax
 from haliax import Axis
 from haliax.axis import AxisSelector
 
-from ._checkpoint import checkpoint_name
+from ._eager import Static, compiled_once
 from ._layer_axis import (
     Caller,
     IsScanned,
@@ -23,15 +22,12 @@ from ._layer_axis import (
     is_named_or_shaped_array,
     name_stacked,
     split_tree,
-    stack_outputs,
 )
-from ._policy import OFFLOAD, ScanCheckpointPolicy, ScanCheckpointSpec, resolve_policy
-from ._scan_checks import check_axis_or_name, check_carry, check_output, check_unroll, describe
-from ._schedule import Tree
-from ._sweep import sweep
-from ._sweep_problem import Head
+from ._policy import ScanCheckpointPolicy, ScanCheckpointSpec, resolve_policy
+from ._scan_checks import check_axis_or_name, check_unroll
+from ._scan_layers import from_arguments, scan_rolled
 
-Layer = Callable[[Any, Any], tuple[Any, Any]]  # (carry, inputs of the layer) -> (carry, output)
+Adapter = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 def scan(
@@ -97,41 +93,63 @@ def scan_for(
     reverse: bool = False,
     unroll: int | bool = 1,
     is_scanned: IsScanned = is_named_or_shaped_array,
+    adapt: Sequence[Adapter] = (),
 ) -> Callable[..., tuple[Any, Any]]:
-    """`scan`, with error messages in the words of `caller`."""
+    """`scan`, with error messages in the words of `caller`.
+
+    `f` is what the user gave, and the last of `adapt`, then the one before it and so on, make a step of it.
+    """
     check_axis_or_name(axis, caller.what)
-    policy = resolve_policy(remat)
     unroll = check_unroll(unroll)
+    settings = _Settings(
+        axis, resolve_policy(remat), reverse, (type(unroll), unroll), is_scanned, tuple(adapt), caller
+    )
 
     def scanned(init: Any, /, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        def run(init: Any, inputs: tuple[Any, Any]) -> tuple[Any, Any]:
-            split = split_tree(inputs, axis, is_scanned=is_scanned, **caller._asdict())
-
-            def layer(carry: Any, slices: Sequence[Any]) -> tuple[Any, Any]:
-                layer_args, layer_kwargs = split.rebuild(slices)
-                return f(carry, *layer_args, **layer_kwargs)
-
-            return _scan_rolled(
-                layer,
-                init,
-                split.arrays,
-                split.axis,
-                policy,
-                reverse=reverse,
-                unroll=unroll,
-                what=caller.what,
-            )
-
-        return from_arguments(run, policy, axis)(init, (args, kwargs))
+        return compiled_once(_scan_arguments, f, settings, init, (args, kwargs))
 
     return scanned
 
 
-def from_arguments(run: Callable, policy: ScanCheckpointPolicy, axis: AxisSelector) -> Callable:
-    """`run(init, arguments)`, which keeps nothing of what it derives from them if the policy drops inputs."""
-    if policy.spans_scan and policy.save_inputs is False:
-        return _checkpoint_whole(run, policy, _names_of(axis))
-    return run
+@dataclasses.dataclass(frozen=True)
+class _Settings:
+    """The arguments of `scan_for` but the function, hashable."""
+
+    axis: AxisSelector
+    policy: ScanCheckpointPolicy
+    reverse: bool
+    unroll: tuple[type, int | bool]  # with its type, for 1 == True
+    is_scanned: IsScanned
+    adapt: tuple[Adapter, ...]
+    caller: Caller = dataclasses.field(compare=False)
+
+
+def _scan_arguments(
+    f: Callable[..., Any], settings: _Settings, init: Any, arguments: tuple[Any, Any]
+) -> tuple[Any, Any]:
+    for adapt in reversed(settings.adapt):
+        f = adapt(f)
+    caller, policy = settings.caller, settings.policy
+
+    def run(init: Any, arguments: tuple[Any, Any]) -> tuple[Any, Any]:
+        split = split_tree(arguments, settings.axis, is_scanned=settings.is_scanned, **caller._asdict())
+
+        def layer(carry: Any, slices: Sequence[Any]) -> tuple[Any, Any]:
+            layer_args, layer_kwargs = split.rebuild(slices)
+            return f(carry, *layer_args, **layer_kwargs)
+
+        return scan_rolled(
+            layer,
+            init,
+            split.arrays,
+            split.axis,
+            policy,
+            reverse=settings.reverse,
+            unroll=settings.unroll[1],
+            what=caller.what,
+        )
+
+    return from_arguments(run, policy, settings.axis)(init, arguments)
 
 
 def fold(
@@ -176,13 +194,19 @@ def fold_for(
     reverse: bool = False,
     unroll: int | bool = 1,
     is_scanned: IsScanned = is_named_or_shaped_array,
+    adapt: Sequence[Adapter] = (),
 ) -> Callable[..., Any]:
-    """`fold`, with error messages in the words of `caller`."""
-
-    def step(carry: Any, /, *args: Any, **kwargs: Any) -> tuple[Any, None]:
-        return f(carry, *args, **kwargs), None
-
-    scanned = scan_for(caller, step, axis, remat=remat, reverse=reverse, unroll=unroll, is_scanned=is_scanned)
+    """`fold`, with error messages in the words of `caller`, and `adapt` as in `scan_for`."""
+    scanned = scan_for(
+        caller,
+        f,
+        axis,
+        remat=remat,
+        reverse=reverse,
+        unroll=unroll,
+        is_scanned=is_scanned,
+        adapt=(_without_output, *adapt),
+    )
 
     def folded(init: Any, /, *args: Any, **kwargs: Any) -> Any:
         return scanned(init, *args, **kwargs)[0]
@@ -206,17 +230,35 @@ def map(
     It holds one part's internals at a time, where `haliax.vmap` holds all and is faster. Arguments and errors
     as in `scan`.
     """
-
-    def step(_: None, /, *args: Any, **kwargs: Any) -> tuple[None, Any]:
-        return None, f(*args, **kwargs)
-
-    caller = function_caller("map", f)
-    scanned = scan_for(caller, step, axis, remat=remat, reverse=reverse, unroll=unroll, is_scanned=is_mapped)
+    scanned = scan_for(
+        function_caller("map", f),
+        f,
+        axis,
+        remat=remat,
+        reverse=reverse,
+        unroll=unroll,
+        is_scanned=is_mapped,
+        adapt=(_without_carry,),
+    )
 
     def mapped(*args: Any, **kwargs: Any) -> Any:
         return scanned(None, *args, **kwargs)[1]
 
     return mapped
+
+
+def _without_output(f: Callable[..., Any]) -> Callable[..., tuple[Any, None]]:
+    def step(carry: Any, /, *args: Any, **kwargs: Any) -> tuple[Any, None]:
+        return f(carry, *args, **kwargs), None
+
+    return step
+
+
+def _without_carry(f: Callable[..., Any]) -> Callable[..., tuple[None, Any]]:
+    def step(_: None, /, *args: Any, **kwargs: Any) -> tuple[None, Any]:
+        return None, f(*args, **kwargs)
+
+    return step
 
 
 def function_caller(what: Literal["fold", "scan", "map"], f: Callable[..., Any]) -> Caller:
@@ -239,209 +281,12 @@ def vmap_layers(f: Callable[..., Any], axis: Axis, caller: Caller) -> Callable[.
     def mapped(*args: Any, **kwargs: Any) -> Any:
         split = split_tree((args, kwargs), axis, **caller._asdict())
 
-        def one_layer(slices: Sequence[Any]) -> tuple[Any, "_Static"]:
+        def one_layer(slices: Sequence[Any]) -> tuple[Any, Static]:
             layer_args, layer_kwargs = split.rebuild(slices)
             arrays, static = eqx.partition(f(*layer_args, **layer_kwargs), is_array)
-            return arrays, _Static(static)
+            return arrays, Static(static)
 
         arrays, static = jax.vmap(one_layer, axis_size=split.axis.size)(split.arrays)
         return name_stacked(eqx.combine(arrays, static.value), split.axis, caller.what)
 
     return mapped
-
-
-def scan_unrolled(
-    layer: Layer, init: Any, inputs: Sequence[Any], axis: Axis, remat: ScanCheckpointSpec, what: str
-) -> tuple[Any, Any]:
-    """Apply `layer` to inputs that need not be alike, one after the other, under the same policies as `scan`.
-
-    Args:
-        layer: takes the carry and the inputs of one layer; returns the next carry and an output.
-        init: the initial carry.
-        inputs: what each of the `axis.size` layers takes beside the carry: any tree, its module included.
-        axis: the axis of the stacked outputs.
-        remat: as in `scan`. Program size grows with the number of layers.
-        what: the operation, for error messages.
-
-    Returns:
-        The final carry and the outputs, with the axis in front.
-    """
-    policy = resolve_policy(remat).for_length(axis.size)
-    parts = [(policy, range(policy.first_layers, axis.size))]
-    if policy.first_layers:
-        parts.insert(0, (resolve_policy(policy.first_policy), range(policy.first_layers)))
-    carry, outputs = init, []
-    with jax.named_scope(f"scan({axis.name})"):
-        for own, layers in parts:
-            carry, ys = _walk_unrolled(layer, carry, [inputs[i] for i in layers], own, _names_of(axis))
-            outputs += ys
-    return carry, stack_outputs(outputs, axis, what)
-
-
-class _Names(NamedTuple):
-    """The checkpoint names of what goes into a layer."""
-
-    carry: str
-    inputs: str
-
-    @property
-    def boundary(self) -> str:
-        return f"{self.carry} at a segment's start"
-
-
-@jax.tree_util.register_static
-class _Static:
-    """A tree without arrays, passed out of a transformation untouched."""
-
-    def __init__(self, value: Any):
-        self.value = value
-
-
-def _names_of(axis: AxisSelector) -> _Names:
-    name = axis if isinstance(axis, str) else axis.name
-    return _Names(f"scan({name}) carry", f"scan({name}) inputs")
-
-
-def _scan_rolled(
-    layer: Layer,
-    init: Any,
-    xs: Sequence[Any],
-    axis: Axis,
-    policy: ScanCheckpointPolicy,
-    *,
-    reverse: bool,
-    unroll: int | bool,
-    what: str,
-) -> tuple[Any, Any]:
-    policy = policy.for_length(axis.size)
-    names = _names_of(axis)
-    arrays, static = eqx.partition(init, eqx.is_array_like)
-    step = _array_step(layer, init, policy, names)
-
-    def run(carry: Any, xs: Sequence[Any]) -> tuple[Any, Any]:
-        if policy.sweeps and axis.size > 0:
-            return _sweep_layers(step, carry, xs, axis.size, policy, reverse=reverse, unroll=unroll)
-        rolled = unroll is not True and unroll < axis.size
-        body = _checkpointed(step, policy, names, rolled=rolled)
-        return jax.lax.scan(body, carry, xs, length=axis.size, reverse=reverse, unroll=unroll)
-
-    if policy.spans_scan and policy.save_inputs is not False:
-        run = _checkpoint_whole(run, policy, names)
-    with jax.named_scope(f"scan({axis.name})"):
-        carry, ys = run(arrays, xs)
-    return eqx.combine(carry, static), name_stacked(ys, axis, what)
-
-
-def _sweep_layers(
-    step: Layer,
-    carry: Any,
-    xs: Sequence[Any],
-    length: int,
-    policy: ScanCheckpointPolicy,
-    *,
-    reverse: bool,
-    unroll: int | bool,
-) -> tuple[Any, Any]:
-    first = policy.first_layers
-    return sweep(
-        step,
-        carry,
-        xs,
-        length=length,
-        schedule=policy.schedule(length - first),
-        reverse=reverse,
-        unroll=unroll,
-        checkpoint=_segment_checkpoint(policy),
-        boundaries="host" if policy.save_carries == OFFLOAD else "device",
-        head=Head(first, _segment_checkpoint(resolve_policy(policy.first_policy))) if first else None,
-    )
-
-
-def _segment_checkpoint(policy: ScanCheckpointPolicy) -> Callable[[Callable], Callable]:
-    """How the internals of a layer are kept while its segment is walked."""
-    if policy.saves_everything:
-        return lambda layer: layer
-    if policy.saved_names or policy.prevent_cse:
-        keep = jax.checkpoint_policies.save_only_these_names(*policy.saved_names)
-        return functools.partial(jax.checkpoint, policy=keep, prevent_cse=policy.prevent_cse)
-    return jax.checkpoint
-
-
-def _walk_unrolled(
-    layer: Layer, init: Any, inputs: Sequence[Any], policy: ScanCheckpointPolicy, names: _Names
-) -> tuple[Any, list[Any]]:
-    """Apply `layer` to each of the inputs, and checkpoint the parts that the policy's schedule makes."""
-
-    def walk(part: Tree, carry: Any) -> tuple[Any, list[Any]]:
-        if isinstance(part, int):
-            step = _checkpointed(_array_step(layer, carry, policy, names), policy, names, rolled=False)
-            arrays, y = step(eqx.filter(carry, eqx.is_array_like), inputs[part])
-            return eqx.combine(arrays, eqx.filter(carry, eqx.is_array_like, inverse=True)), [y]
-        outputs = []
-        for inner in part:
-            walk_inner = functools.partial(walk, inner)
-            # A layer checkpoints itself.
-            if not isinstance(inner, int):
-                walk_inner = _checkpoint_segment(walk_inner, policy, names)
-            carry, ys = walk_inner(carry)
-            outputs += ys
-        return carry, outputs
-
-    def run(carry: Any) -> tuple[Any, list[Any]]:
-        length = len(inputs)
-        return walk(
-            policy.schedule(length).tree if policy.is_nested and length else tuple(range(length)), carry
-        )
-
-    if policy.spans_scan and policy.save_inputs is not False:
-        run = _checkpoint_whole(run, policy, names)
-    return run(init)
-
-
-def _array_step(layer: Layer, init: Any, policy: ScanCheckpointPolicy, names: _Names) -> Layer:
-    """The layer on the arrays of the carry, its results checked and what goes in named for the policy."""
-    static = eqx.filter(init, eqx.is_array_like, inverse=True)
-    names_what_goes_in = not (policy.simple or policy.saves_everything or policy.sweeps)
-
-    def step(arrays: Any, inputs: Any) -> tuple[Any, Any]:
-        if names_what_goes_in:
-            arrays = checkpoint_name(arrays, names.carry)
-            inputs = checkpoint_name(inputs, names.inputs)
-        carry = eqx.combine(arrays, static)
-        result = layer(carry, inputs)
-        if not isinstance(result, tuple | list) or len(result) != 2:
-            raise ValueError(
-                "scan takes a function (or a block) that returns a pair (carry, output); it returned "
-                f"{describe(result)}. For one that returns only the carry use fold."
-            )
-        new_carry, y = result
-        check_carry(carry, new_carry)
-        check_output(y)
-        return eqx.filter(new_carry, eqx.is_array_like), y
-
-    return step
-
-
-def _checkpointed(step: Layer, policy: ScanCheckpointPolicy, names: _Names, *, rolled: bool) -> Layer:
-    if policy.saves_everything:
-        return step
-    return eqx.filter_checkpoint(
-        step, policy=policy.residual_policy(*names), prevent_cse=policy.prevent_cse or not rolled
-    )
-
-
-def _checkpoint_whole(run: Callable, policy: ScanCheckpointPolicy, names: _Names) -> Callable:
-    return eqx.filter_checkpoint(run, policy=policy.residual_policy(*names), prevent_cse=True)
-
-
-def _checkpoint_segment(walk: Callable, policy: ScanCheckpointPolicy, names: _Names) -> Callable:
-    if policy.save_carries != OFFLOAD:
-        return eqx.filter_checkpoint(walk, prevent_cse=True)  # its carry is held, like all that goes in
-
-    def named_walk(carry: Any) -> Any:
-        return walk(checkpoint_name(carry, names.boundary))
-
-    keep = ScanCheckpointPolicy(save_carries=OFFLOAD)
-    return eqx.filter_checkpoint(
-        named_walk, policy=keep.residual_policy(names.boundary, names.inputs), prevent_cse=True
-    )

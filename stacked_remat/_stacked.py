@@ -176,10 +176,11 @@ class Stacked(ModuleWithStateDictSerialization, Generic[M]):
         """
         run = fold_for(
             method_caller(self, "fold", fn, skip=2, first=("stacked",)),
-            _block_second(fn),
+            fn,
             self.Block,
             remat=self.remat if remat is None else remat,
             unroll=1 if unroll is None else unroll,
+            adapt=(_block_second,),
         )
 
         def folded(init: Any, /, *args: Any, **kwargs: Any) -> Any:
@@ -197,10 +198,11 @@ class Stacked(ModuleWithStateDictSerialization, Generic[M]):
         """Scan with `fn(block, carry, *args, **kwargs) -> (carry, output)` in place of the block's call."""
         run = scan_for(
             method_caller(self, "scan", fn, skip=2, first=("stacked",)),
-            _block_second(fn),
+            fn,
             self.Block,
             remat=self.remat if remat is None else remat,
             unroll=1 if unroll is None else unroll,
+            adapt=(_block_second,),
         )
 
         def scanned(init: Any, /, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
@@ -332,9 +334,12 @@ def check_layer_index(index: int, Layers: Axis) -> int:
 
 def block_call(block: eqx.Module) -> Callable[..., Any]:
     """The call of a block as a function of any block of its kind, with the parameters for error messages."""
-    call = type(block).__call__
+    return _call_of(type(block))
 
-    @functools.wraps(call)
+
+@functools.lru_cache(maxsize=256)  # the same function each time, by which eager calls are recognised
+def _call_of(cls: type) -> Callable[..., Any]:
+    @functools.wraps(cls.__call__)
     def apply(block: Any, /, *args: Any, **kwargs: Any) -> Any:
         return block(*args, **kwargs)
 

@@ -21,9 +21,10 @@ from jax.extend.core import Jaxpr
 from jaxtyping import Array
 
 from ._compat import not_forwarded
+from ._derivative_errors import reverse_mode_only
+from ._effects import check_effects
 from ._schedule import Schedule
 from ._sweep_activity import is_differentiable
-from ._sweep_direction import reverse_mode_only
 from ._sweep_gradient import Wanted, merge, pick, spread
 from ._sweep_problem import Head, Problem
 from ._sweep_slots import Carry, Kept
@@ -64,11 +65,14 @@ def sweep(
 
     Raises:
         ValueError: the schedule is for another length, or too deep for the host.
-        TypeError: forward-mode differentiation.
+        TypeError: forward-mode differentiation; layers that use a `jax.Ref`, or, with boundaries on the host,
+        that
+            have ordered effects.
     """
     _check(schedule, length - (head.length if head else 0), boundaries)
     _check_lengths(xs, length)
     init, jaxpr, shared, trees = _close(body, init, xs, length)
+    check_effects(jaxpr, shared, offloads=boundaries == "host")
     problem = Problem(
         jaxpr, len(jax.tree.leaves(init)), schedule, reverse, unroll, checkpoint, boundaries == "host", head
     )
@@ -123,6 +127,10 @@ def _same_types(init: Any, carry: Any) -> bool:
 
 def _differentiable(problem: Problem) -> Callable[[Carry, Arrays, Arrays], tuple[Carry, Arrays]]:
     """The sweep as a function of leaves, with its derivative rule."""
+    # A layer may hold sweeps, and the sweep around them differentiates it in several places: made once, and
+    # called by name, the rules are traced and compiled to a program of their own once.
+    forward_rule = functools.cache(functools.partial(_forward_rule, problem))
+    backward_rule = functools.cache(functools.partial(_backward_rule, problem))
 
     @jax.custom_vjp
     def run(init: Carry, xs: Arrays, shared: Arrays) -> tuple[Carry, Arrays]:
@@ -138,7 +146,7 @@ def _differentiable(problem: Problem) -> Callable[[Carry, Arrays, Arrays], tuple
         every_y = [is_differentiable(getattr(out.aval, "dtype", bool)) for out in outputs]
         init_wanted, xs_wanted, shared_wanted = perturbed
         wanted = problem.wanted(init_wanted, xs_wanted, shared_wanted, every_y)
-        carry, ys, kept = _forward_rule(problem, wanted)(init, xs, shared)
+        carry, ys, kept = forward_rule(wanted)(init, xs, shared)
         return (carry, ys), (kept.with_constant_boundaries(), xs, shared, _Static(perturbed))
 
     def backward(residuals: Any, cotangents: Any) -> tuple[Any, Any, Any]:
@@ -153,7 +161,7 @@ def _differentiable(problem: Problem) -> Callable[[Carry, Arrays, Arrays], tuple
         wanted = problem.wanted(init_wanted, xs_wanted, shared_wanted, has_ct)
         carry_ct = [_instantiate(ct) for ct in pick(carry_ct, wanted.carry)]
         ys_ct = [_instantiate(ct) for ct in pick(ys_ct, has_ct)]
-        found = _backward_rule(problem, wanted)(kept, xs, shared, carry_ct, ys_ct)
+        found = backward_rule(wanted)(kept, xs, shared, carry_ct, ys_ct)
         init_ct, xs_ct, shared_ct = found
         return spread(init_ct, init_wanted), spread(xs_ct, xs_wanted), spread(shared_ct, shared_wanted)
 
@@ -167,6 +175,7 @@ def _forward_rule(
     """The forward sweep, differentiable once more: by the plain scan, and the first carry that it keeps."""
 
     @jax.custom_vjp
+    @jax.jit
     def run(init: Carry, xs: Arrays, shared: Arrays) -> tuple[Carry, Arrays, Kept]:
         return problem.forward(wanted, init, xs, shared)
 
@@ -187,6 +196,7 @@ def _backward_rule(problem: Problem, wanted: Wanted) -> Callable[..., tuple[Carr
     """The reverse sweep, differentiable once more: by the plain scan's pullback, from the first carry."""
 
     @jax.custom_vjp
+    @jax.jit
     def run(kept: Kept, *rest: Any) -> tuple[Carry, Arrays, Arrays]:
         return problem.pullback(wanted, kept, *rest)
 

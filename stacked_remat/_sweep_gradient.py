@@ -107,6 +107,13 @@ class LayerPullback:
             return jax.tree.leaves(probe._linearize(shared, carry, x)[1])
 
         jaxpr = jax.make_jaxpr(residuals)(shared, carry, x).jaxpr
+        if any(getattr(out.aval, "memory_space", None) == jax.memory.Space.Host for out in jaxpr.outvars):
+            raise ValueError(
+                "save_block_internals is a policy of JAX that offloads, and where layers are cut, or kept "
+                "first, their internals live only for a short time, so it would move them out and back. Use "
+                "one that saves them, "
+                'or save_carries="offload" beside it.'
+            )
         of_carry = [
             *(False for _ in (*jaxpr.constvars, *shared)),
             *(True for _ in carry),

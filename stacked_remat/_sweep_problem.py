@@ -1,5 +1,6 @@
 """A sweep on lists of arrays: its forward loop, its reverse loop, and the scan that it stands for."""
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -132,8 +133,7 @@ class Problem:
 
         if not self.on_host:
             return forward_sweep(step, carry, self.schedule, reverse=self.reverse, unroll=self.unroll)
-        # XLA drops this evaluation: nothing reads the values.
-        _, y = step(0, carry) if len(self.jaxpr.outvars) > self.carries else (carry, [])
+        _, y = jax.eval_shape(functools.partial(step, 0), carry)
         return forward_sweep_on_host(
             step, carry, room(y, length), self.schedule, write_output=write_output, unroll=self.unroll
         )

@@ -6,6 +6,7 @@ Everything here is forward computation; what makes it a derivative is the visito
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -221,5 +222,5 @@ def _reverse_from_host(
 def _saved_room(replay: Replay, slots: Carry, size: int) -> Any:
     if replay.save is None:
         return None
-    # XLA drops this evaluation: nothing reads the values.
-    return room(replay.save(0, read(slots, 0))[1], size)
+    save = replay.save
+    return room(jax.eval_shape(lambda slots: save(0, read(slots, 0))[1], slots), size)

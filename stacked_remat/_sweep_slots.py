@@ -48,14 +48,14 @@ class Kept(NamedTuple):
     def first(self) -> Carry:
         """The input of the first layer, on the device."""
         if self.head is not None:
-            return [leaf[0] for leaf in self.head.carries]
+            return read(self.head.carries, 0)
         return self.first_scheduled() if self.origin is None else self.origin
 
     def first_scheduled(self) -> Carry:
         """Copies the input of the schedule's first layer to the device."""
         if self.boundaries is None:
-            return [leaf[0] for leaf in self.slots]
-        return to_device([leaf[0] for leaf in self.boundaries])
+            return read(self.slots, 0)
+        return to_device(read(self.boundaries, 0))
 
     def with_constant_boundaries(self) -> "Kept":
         """Take what is on the host out of derivatives, which are those of `first()`.
@@ -137,12 +137,10 @@ def entry_at(table: np.ndarray, r: Any) -> Any:
 
 
 def room(entry: Any, size: int) -> Any:
-    """Make stacks for `size` entries like the given one: of its types and shardings, not of its values."""
+    """Make stacks of zeros for `size` entries like the given one: arrays, or their `ShapeDtypeStruct`s."""
 
-    def stack(leaf: Array) -> Array:
-        # Keys have no zero.
-        blank = jnp.zeros_like(leaf) if jnp.issubdtype(leaf.dtype, jnp.number) else leaf
-        return jnp.broadcast_to(blank, (size, *leaf.shape))
+    def stack(leaf: Any) -> Array:
+        return jnp.broadcast_to(jnp.zeros_like(leaf), (size, *leaf.shape))
 
     return jax.tree.map(stack, entry)
 

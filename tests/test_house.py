@@ -18,11 +18,15 @@ LIBRARY = ROOT / "stacked_remat"
 # Every module of the library belongs to one room. Packages are named by their folder.
 ROOMS = {
     "_policy": "DECIDE",
+    "_jax_policies": "DECIDE",
     "_schedule": "DECIDE",
     "_placement": "MOVE",
     "_block_foldable": "RUN",
     "_block_seq": "RUN",
     "_checkpoint": "RUN",
+    "_derivative_errors": "RUN",
+    "_eager": "RUN",
+    "_effects": "RUN",
     "_layer_axis": "RUN",
     "lora": "RUN",
     "ops": "RUN",

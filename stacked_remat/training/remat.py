@@ -52,7 +52,13 @@ def remat_policy(value: RematEntry, presets: RematPresets = NO_PRESETS) -> ScanC
 
 
 def remat_entry(spec: ScanCheckpointSpec) -> bool | str | dict[str, Any]:
-    """What to write after `remat:` for a policy; the inverse of `remat_policy`."""
+    """The `remat` config entry of a policy; the inverse of `remat_policy`.
+
+    Raises:
+        ValueError: the policy is one of JAX's functions, which a config cannot hold.
+    """
+    if callable(spec) or (isinstance(spec, ScanCheckpointPolicy) and callable(spec.save_block_internals)):
+        raise ValueError(f"{spec!r} holds a function, which a config cannot. Name what is saved instead.")
     if not isinstance(spec, ScanCheckpointPolicy):
         return spec
     entry = {name: list(value) if isinstance(value, tuple) else value for name, value in spec.settings()}

@@ -1,0 +1,33 @@
+"""What a layer must not do under policies that run it again or move its values to the host."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from ._compat import is_reference, ordered_effects
+
+
+def check_effects(jaxpr: Any, constants: Sequence[Any], *, offloads: bool) -> None:
+    """Refuse effects of a layer with which JAX cannot compile the backward pass.
+
+    Args:
+        jaxpr: the layer.
+        constants: what it closes over.
+        offloads: whether the policy moves values to the host.
+
+    Raises:
+        TypeError: says what to do instead.
+    """
+    if any(map(is_reference, constants)):
+        raise TypeError(
+            "The layer uses a jax.Ref from outside, which a policy that cuts the layers (nested, "
+            "segment_length, max_carries, first_layers) cannot differentiate. Make it part of the carry or "
+            "an output, or use remat=True or remat=False; with True the layer runs again in the backward "
+            "pass, and so do its writes."
+        )
+    ordered = ordered_effects(jaxpr)
+    if offloads and ordered:
+        raise TypeError(
+            f"The layer has ordered effects ({', '.join(ordered)}), which JAX cannot compile in a program "
+            "that uses host memory. Drop ordered=True from the callback, or use a policy that does not "
+            "offload."
+        )

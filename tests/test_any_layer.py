@@ -1,0 +1,312 @@
+"""What layers may do under every policy: values, effects, calls outside of `jit`, derivatives."""
+
+import functools
+import gc
+
+import equinox as eqx
+import haliax as hax
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental import io_callback
+
+from stacked_remat import BlockSeq, ScanCheckpointPolicy, Stacked, checkpoint_name, fold, scan
+from stacked_remat._placement import compiled_for, platform
+from stacked_remat._scan_layers import internals_are_saved
+
+Layers = hax.Axis("layers", 4)
+NAMES = ["hidden"]
+POLICIES = {
+    "false": False,
+    "true": True,
+    "recompute": "recompute",
+    "offload": "offload",
+    "save_all": "save_all",
+    "simple": ScanCheckpointPolicy(simple=True),
+    "inputs": ScanCheckpointPolicy(save_inputs=False),
+    "names": ScanCheckpointPolicy(save_block_internals=NAMES),
+    "names offloaded": ScanCheckpointPolicy(offload_block_internals=NAMES),
+    "nested": "nested",
+    "nested names": ScanCheckpointPolicy(nested=True, save_block_internals=NAMES),
+    "nested offload": ScanCheckpointPolicy(nested=True, save_carries="offload"),
+    "nested offload names": ScanCheckpointPolicy(
+        nested=True, save_carries="offload", save_block_internals=NAMES
+    ),
+    "first layers": ScanCheckpointPolicy(nested=True, first_layers=2),
+}
+OFFLOADING = [name for name, policy in POLICIES.items() if "offload" in repr(policy)]
+CUT = [name for name in POLICIES if name.startswith(("nested", "first"))]
+every_policy = pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
+every_stack = pytest.mark.parametrize("Stack", [Stacked, BlockSeq])
+
+
+class Block(eqx.Module):
+    weight: jax.Array
+
+    def __call__(self, x):
+        return x + jnp.sin(checkpoint_name(x * self.weight, "hidden"))
+
+
+class ComplexBlock(Block):
+    def __call__(self, x):
+        x = x * jnp.exp(1j * checkpoint_name(x * self.weight.astype(x.dtype), "hidden"))
+        return x, (0.0, 3, jnp.abs(x).sum())  # constants are outputs too
+
+
+def weights(scale: float = 1.0):
+    return scale * jnp.linspace(0.1, 0.5, 12).reshape(4, 3)
+
+
+ONES = np.ones(3, np.float32)
+
+
+@pytest.mark.policy
+@every_stack
+@every_policy
+def test_complex_carries_and_constant_outputs(Stack, policy):
+    def value(weights):
+        x, (zero, three, size) = Stack.init(Layers, ComplexBlock, remat=policy)(weights).scan(
+            ONES.astype(np.complex64)
+        )
+        assert (zero.shape, three.shape) == ((4,), (4,))
+        return jnp.abs(x).sum() + size.sum() + zero.sum()
+
+    def loop(weights):
+        x, total = ONES.astype(np.complex64), 0.0
+        for weight in weights:
+            x, (_, _, size) = ComplexBlock(weight)(x)
+            total += size
+        return jnp.abs(x).sum() + total
+
+    found = jax.jit(jax.value_and_grad(value))(weights())
+    np.testing.assert_allclose(found[0], loop(weights()), rtol=1e-5)
+    np.testing.assert_allclose(found[1], jax.grad(loop)(weights()), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.policy
+@every_stack
+@every_policy
+def test_second_derivatives(Stack, policy):
+    def penalty(Axis, remat, weights):
+        def value(weights):
+            return Stack.init(Axis, Block, remat=remat)(weights).fold(ONES).sum()
+
+        return jnp.sum(jax.grad(value)(weights) ** 2)
+
+    for length in (1, 4):  # a stack of one layer has nothing to cut
+        Axis = Layers.resize(length)
+        found, expected = (
+            jax.jit(jax.grad(functools.partial(penalty, Axis, remat)))(weights()[:length])
+            for remat in (policy, False)
+        )
+        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+
+
+class TestOutsideOfJit:
+    @every_stack
+    @every_policy
+    def test_calls_hold_no_arrays(self, Stack, policy):
+        Pair = Layers.resize(2)
+
+        def calls(scales):
+            for scale in scales:
+                held = weights(scale)[:2]
+                eqx.filter_grad(lambda stack: stack.fold(ONES).sum())(
+                    Stack.init(Pair, Block, remat=policy)(held)
+                )
+                if Stack is Stacked:
+                    fold(lambda x, weight, held=held: x * weight * held[0], Pair, remat=policy)(ONES, held)
+            gc.collect()
+            return len(jax.live_arrays())
+
+        assert calls((1.0, 2.0)) >= calls((3.0, 4.0, 5.0))
+
+    @every_policy
+    def test_no_tracer_leaks(self, policy):
+        with jax.checking_leaks():
+            jax.grad(lambda w: fold(lambda x, w: x * w, Layers, remat=policy)(ONES, w).sum())(weights())
+
+    @every_policy
+    def test_calls_alike_compile_once(self, policy, caplog):
+        stack = Stacked.init(Layers, Block, remat=policy)(weights())
+
+        def gradient():
+            return eqx.filter_grad(lambda stack: stack.fold(jnp.ones(3)).sum())(stack)
+
+        expected = gradient()
+        with jax.log_compiles(), caplog.at_level("WARNING", logger="jax"):
+            for _ in range(2):
+                np.testing.assert_array_equal(gradient().stacked.weight, expected.stacked.weight)
+        assert "Compiling" not in caplog.text
+
+    def test_calls_that_differ_do_not_share_a_program(self):
+        stack = Stacked.init(Layers, Scaled)(weights())
+        found = [float(stack.fold(ONES, scale).sum()) for scale in (0.0, -0.0, 1, True, 1.0, "up", 2.0)]
+        loop = []
+        for scale in (0.0, -0.0, 1, True, 1.0, "up", 2.0):
+            x = ONES
+            for block in stack.unstacked():
+                x = block(x, scale)
+            loop.append(float(x.sum()))
+        np.testing.assert_allclose(found, loop, rtol=1e-6)
+        assert fold(lambda x, w: x + w, Layers, reverse=True)(0.0, np.arange(4.0)) == 6.0
+        order = [scan(_outputs_carry, Layers, reverse=reverse)(0.0, np.arange(4.0))[1] for reverse in (0, 1)]
+        assert order[0].tolist() != order[1].tolist()
+
+    def test_traced_within_an_axis_mapping_anew(self):
+        seen = []
+
+        def body(x, weight):
+            seen.append(hax.partitioning.current_thread_local_mapping())
+            return x * weight
+
+        fold(body, Layers)(ONES, weights())
+        with hax.axis_mapping({"embed": "data"}):
+            fold(body, Layers)(ONES, weights())
+        assert seen[0] is None and seen[-1] is not None
+
+
+class Scaled(Block):
+    def __call__(self, x, scale):
+        """Takes another path for each of these, some of which are equal."""
+        kind = f"{type(scale).__name__}{scale}"
+        return x * self.weight + float(sum(map(ord, kind)))
+
+
+def _outputs_carry(x, weight):
+    return x + weight, x
+
+
+class TestEffects:
+    @pytest.mark.parametrize("name", ["nested offload names", "nested names", "offload", "first layers"])
+    def test_a_layer_only_sees_carries_of_the_stack(self, name):
+        seen = []
+
+        def body(x, weight):
+            jax.debug.callback(lambda x: seen.append(np.asarray(x)), x)
+            return checkpoint_name(x * weight, "hidden") + 1.0
+
+        value = jax.jit(jax.grad(lambda w: fold(body, Layers, remat=POLICIES[name])(ONES, w).sum()))
+        jax.block_until_ready(value(weights()))
+        jax.effects_barrier()
+        carries = [ONES]
+        for weight in weights():
+            carries.append(np.asarray(carries[-1] * weight + 1.0))
+        assert seen and all(any(np.allclose(x, carry) for carry in carries[:-1]) for x in seen)
+
+    @pytest.mark.parametrize("name", OFFLOADING)
+    @every_stack
+    def test_ordered_callbacks_are_refused_where_values_are_offloaded(self, name, Stack):
+        class Ordered(Block):
+            def __call__(self, x):
+                io_callback(lambda _: None, None, x, ordered=True)
+                return super().__call__(x)
+
+        stack = Stack.init(Layers, Ordered, remat=POLICIES[name])(weights())
+        with pytest.raises(TypeError, match="ordered effects.*ordered=True"):
+            jax.eval_shape(stack.fold, ONES)
+
+    @pytest.mark.parametrize("name", CUT)
+    def test_references_are_refused_where_layers_are_cut(self, name):
+        reference = jax.new_ref(jnp.zeros(3))
+
+        def body(x, weight):
+            reference[...] += 1.0
+            return x * weight
+
+        with pytest.raises(TypeError, match="jax.Ref"):
+            fold(body, Layers, remat=POLICIES[name])(ONES, weights())
+        fold(body, Layers, remat=True)(ONES, weights())
+        assert reference[...].tolist() == [4.0] * 3
+
+
+@every_policy
+def test_export_with_symbolic_shapes(policy):
+    (rows,) = jax.export.symbolic_shape("rows")
+
+    def value(weights, x):
+        return fold(lambda x, weight: jnp.sin(x * weight[None]), Layers, remat=policy)(x, weights).sum()
+
+    x = jax.ShapeDtypeStruct((rows, 3), jnp.float32)
+    exported = jax.export.export(jax.jit(jax.grad(value)))(jax.typeof(weights()), x)
+    found = exported.call(weights(), jnp.ones((2, 3)))
+    np.testing.assert_allclose(found, jax.grad(value)(weights(), jnp.ones((2, 3))), rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", [name for name in POLICIES if name not in ("false", "save_all", "simple")])
+def test_a_transpose_says_what_to_use(name):
+    def linear(x):
+        return fold(lambda x, weight: x * weight, Layers, remat=POLICIES[name])(x, weights())
+
+    with pytest.raises(TypeError, match="remat=False"):
+        jax.linear_transpose(linear, ONES)(ONES)
+    expected = jnp.prod(weights(), 0)
+    np.testing.assert_allclose(jax.vjp(linear, ONES)[1](jnp.ones(3))[0], expected, rtol=1e-6)
+
+
+def test_programs_of_stacks_in_stacks_grow_with_their_depth():
+    def size(remat, depth):
+        def layer(x, weight):
+            return jnp.sin(x * weight)
+
+        for _ in range(depth):
+            layer = fold(layer, Layers, remat=remat)
+        shape = jnp.zeros((Layers.size,) * depth + (3,))
+        return len(jax.jit(jax.grad(lambda w: layer(ONES, w).sum())).lower(shape).as_text())
+
+    policy = ScanCheckpointPolicy(nested=True, first_layers=2)
+    sizes = [size(policy, depth) for depth in (1, 2, 3, 4)]
+    growth = np.diff(sizes)
+    assert growth[-1] < 1.3 * growth[0]  # by as much for each level, where it would double
+    assert sizes[-1] < 3 * size("nested", 4)
+
+
+class TestWhatALayerIsTold:
+    @pytest.mark.parametrize(
+        "policy, saved",
+        [
+            (False, True),
+            ("save_all", True),
+            (True, False),
+            ("nested", False),
+            (ScanCheckpointPolicy(nested=True, save_block_internals=True), True),
+            (ScanCheckpointPolicy(nested=True, first_layers=4), True),
+            (ScanCheckpointPolicy(nested=True, first_layers=9, first_policy=True), False),
+            (ScanCheckpointPolicy(nested=True, first_layers=2), False),
+        ],
+    )
+    @every_stack
+    def test_whether_its_internals_are_saved(self, Stack, policy, saved):
+        told = []
+
+        class Asking(Block):
+            def __call__(self, x):
+                told.append(internals_are_saved())
+                return super().__call__(x)
+
+        Stack.init(Layers, Asking, remat=policy)(weights()).fold(ONES)
+        expected = {saved, True} if Stack is BlockSeq and "first_layers=2" in repr(policy) else {saved}
+        assert set(told) == expected and internals_are_saved()
+
+    def test_within_a_scan_that_recomputes_nothing_is_saved(self):
+        told = []
+
+        def inner(x, weight):
+            told.append(internals_are_saved())
+            return x * weight
+
+        fold(lambda x, w: fold(inner, Layers, remat=False)(x, w), Layers.alias("outer"), remat=True)(
+            ONES, jnp.ones((4, 4, 3))
+        )
+        assert set(told) == {False}
+
+
+def test_a_trace_for_one_platform_is_not_reused_for_another():
+    @jax.jit
+    def for_platform(x):
+        return x + {"cpu": 1, "cuda": 2}[platform()]
+
+    with compiled_for("cuda"):
+        found = jax.make_jaxpr(for_platform)(0)
+    assert for_platform(0) == 1 and "2:i32" in str(found)

@@ -50,15 +50,12 @@ class DecoderLayer(eqx.Module):
         )
 
     def __call__(
-        self, x: NamedArray, rotary: RotaryTable, documents: NamedArray | None, *, keep: bool = False
+        self, x: NamedArray, rotary: RotaryTable, documents: NamedArray | None
     ) -> tuple[NamedArray, RouterStatistics | None]:
-        """Maps the residual stream `[..., position, Embed]` to itself, with the statistics of a router.
-
-        `keep` is for a layer that is not recomputed: see `SparseExperts`.
-        """
+        """Maps the residual stream `[..., position, Embed]` to itself, with the statistics of a router."""
         layer = cast_floating(self, x.dtype)
         attended = layer.attention(layer.input_norm(x), rotary, POSITION_AXIS, documents=documents)
-        return layer._feed_forward(x + attended, documents, keep)
+        return layer._feed_forward(x + attended, documents)
 
     def prefill(
         self, state: tuple[NamedArray, KeyValueCache], number: NamedArray, rotary: RotaryTable
@@ -87,12 +84,12 @@ class DecoderLayer(eqx.Module):
         return layer._feed_forward(x)[0], cache
 
     def _feed_forward(
-        self, x: NamedArray, documents: NamedArray | None = None, keep: bool = False
+        self, x: NamedArray, documents: NamedArray | None = None
     ) -> tuple[NamedArray, RouterStatistics | None]:
         normalised = self.post_attention_norm(x)
         if isinstance(self.mlp, SwiGlu):
             return x + self.mlp(normalised).rearrange(x.axes), None
-        mixed, statistics = self.mlp(normalised, documents, keep=keep)
+        mixed, statistics = self.mlp(normalised, documents)
         return x + mixed, statistics
 
 
@@ -166,8 +163,7 @@ class Qwen3Decoder(LanguageModel):
         x = self._embedded(tokens)
         found = []
         for stack in self.stacks:
-            layer = functools.partial(DecoderLayer.__call__, keep=stack.remat.saves_everything)
-            x, statistics = stack.scan_via(layer)(x, rotary, documents)
+            x, statistics = stack.scan(x, rotary, documents)
             if statistics is not None:
                 found.append(statistics)
         return self._normalised(x), _one_after_the_other(found)

@@ -2,10 +2,11 @@
 
     python -m benchmarks.qwen3_step --tokens 8192 32768 65536
 
-For a GPU that holds the weights (an H200). They are random and made on the device. First the gradients of
-each policy are compared with those of the first at a context where all fit; a policy whose gradients differ
-is not timed. Then forward and backward are timed, and the medians, tokens a second, the share of the measured
-bf16 matrix-product peak and the peak of allocated memory are written to `results/qwen3_step_<device>.json`.
+For a GPU that holds the weights (an H200). They are random and made on the device. First, at a context where
+all fit, the kernels of attention are compared with its definition, and the gradients of each policy with
+those of the first; a policy whose gradients differ is not timed. Then forward and backward are timed, and the
+medians, tokens a second, the share of the measured bf16 matrix-product peak and the peak of allocated memory
+are written to `results/qwen3_step_<device>.json`, after every policy.
 Everything that allocates runs in a process of its own, so that one policy's peak is not another's.
 
 Utilisation counts three forward passes a token and no recomputation, 96 GFLOP at 65,536 tokens.
@@ -13,7 +14,6 @@ Utilisation counts three forward passes a token and no recomputation, 96 GFLOP a
 
 import argparse
 import json
-import os
 import re
 import statistics
 import subprocess
@@ -32,10 +32,12 @@ from haliax import Axis
 from models.pretrained import resolved_model
 from models.qwen3_moe import Qwen3MoeConfig
 from models.train_lm import TrainLmConfig
+from stacked_remat import OffloadError, check_offload
+from stacked_remat.ops import causal_attention
 from stacked_remat.training import BATCH_AXIS, POSITION_AXIS, TokenBatch, parse_config
 
 from .qwen3_context import CONFIG, POLICIES, forward_and_backward
-from .record import RESULTS, peak_resident_bytes, versions
+from .record import RESULTS, allocate_as_needed, peak_resident_bytes, versions
 
 
 def main(arguments: list[str] | None = None) -> Path | None:
@@ -44,10 +46,13 @@ def main(arguments: list[str] | None = None) -> Path | None:
     if options.alone:
         print(json.dumps(_alone(config, options)))
         return None
+    allocate_as_needed()
     found = _in_a_process(options, "check", options.policies, options.tokens)
     if "refused" in found:
         raise SystemExit(f"the gradients could not be compared: {found['refused']}")
     print(f"bf16 matrix products: {found['matmul_peak'] / 1e12:.3g} TFLOP/s", flush=True)
+    print(f"attention off by {found['attention_differences']}", flush=True)
+    print(f"offloading on this device: {found['offload_check']}", flush=True)
     agreeing = []
     for name, difference in found["gradient_differences"].items():
         fine = difference <= 1e-2  # bfloat16: other fusions round otherwise
@@ -66,6 +71,8 @@ def main(arguments: list[str] | None = None) -> Path | None:
             record = {"versions": versions(), "check_tokens": options.check, **found, "rows": rows}
             path.write_text(json.dumps(record, indent=1) + "\n")
     print(f"wrote {path}")
+    if wrong := [name for name in options.policies if name not in agreeing]:
+        raise SystemExit(f"wrong gradients, not timed: {', '.join(wrong)}")
     return path
 
 
@@ -86,33 +93,88 @@ def model_flops(config: TrainLmConfig, tokens: int) -> float:
 
 
 def matmul_peak(size: int) -> float:
-    """Measured FLOP/s of square bf16 matrix products."""
-    a = jnp.ones((size, size), jnp.bfloat16)
+    """Measured FLOP/s of square bf16 matrix products, ten at a time, so that starting one costs nothing."""
+    # Random, as a model's are: the rate depends on the values, and zeros are faster.
+    a, b = (jax.random.normal(key, (size, size), jnp.bfloat16) for key in jax.random.split(jax.random.key(0)))
     product = jax.jit(lambda a, b: a @ b)
-    product(a, a).block_until_ready()
+    product(a, b).block_until_ready()
     best = float("inf")
-    for _ in range(10):
+    for _ in range(3):
         before = time.perf_counter()
-        product(a, a).block_until_ready()
-        best = min(best, time.perf_counter() - before)
+        jax.block_until_ready([product(a, b) for _ in range(10)])
+        best = min(best, (time.perf_counter() - before) / 10)
     return 2 * size**3 / best
 
 
 def random_parts(shapes: Any) -> Any:
-    """Arrays of these shapes, made on the device one by one: normal and a fiftieth in size, vectors one."""
+    """Arrays of these shapes, made on the device one by one: normal and a fiftieth in size, vectors one.
 
-    @jax.jit(static_argnums=(1, 2))
+    Stacks are made a layer at a time: the random bits of a whole one would be the peak that is measured.
+    """
+
     def normal(key: Any, shape: tuple[int, ...], dtype: Any) -> Any:
         return jax.random.normal(key, shape, dtype) * jnp.asarray(0.02, dtype)
 
+    @jax.jit(static_argnums=(1, 2))
+    def made(key: Any, shape: tuple[int, ...], dtype: Any) -> Any:
+        if len(shape) < 3:
+            return normal(key, shape, dtype)
+        return jax.lax.map(lambda key: normal(key, shape[1:], dtype), jax.random.split(key, shape[0]))
+
     leaves, structure = jax.tree.flatten(shapes)
     keys = jax.random.split(jax.random.key(0, impl="rbg"), len(leaves))
-    made = [
+    arrays = [
         jnp.ones(leaf.shape, leaf.dtype) if leaf.ndim < 3 and leaf.shape[-1] < 10_000 and leaf.size < 10**6
-        else normal(key, leaf.shape, leaf.dtype)
+        else made(key, leaf.shape, leaf.dtype)
         for key, leaf in zip(keys, leaves, strict=True)
     ]  # fmt: skip
-    return jax.tree.unflatten(structure, made)
+    return jax.tree.unflatten(structure, arrays)
+
+
+def attention_differences(config: TrainLmConfig, tokens: int) -> dict[str, float | str]:
+    """How far attention in bfloat16 and its gradients are from the definition in float32, by kernel.
+
+    Returns:
+        The largest of the four, each relative to its norm, or why the kernel cannot serve here.
+
+    Raises:
+        ArithmeticError: a kernel is wrong.
+    """
+    model = resolved_model(config, check_folder=False)[0]
+    assert isinstance(model, Qwen3MoeConfig)
+    heads = Axis("kv_heads", model.num_kv_heads)
+    group = Axis("group", model.num_heads // model.num_kv_heads)
+    position = Axis(POSITION_AXIS, tokens)
+    axes = ((position, heads, group, model.HeadDim), *[(position, heads, model.HeadDim)] * 2)
+    keys = jax.random.split(jax.random.key(0), 4)
+    given = [hax.random.normal(key, own) for key, own in zip(keys, axes, strict=False)]
+    cotangent = hax.random.normal(keys[3], axes[0])
+
+    def results(backend: str, dtype: Any) -> list[Any]:
+        def attend(query: Any, key: Any, value: Any) -> Any:
+            return causal_attention(query, key, value, position, heads, model.HeadDim, backend=backend)
+
+        def run(*given: Any) -> Any:
+            *inputs, cotangent = (each.astype(jnp.bfloat16).astype(dtype) for each in given)
+            out, back = jax.vjp(attend, *inputs)
+            return [each.array.astype(jnp.float32) for each in (out, *back(cotangent))]
+
+        return jax.jit(run)(*given, cotangent)
+
+    with jax.default_matmul_precision("highest"):
+        expected = results("exact", jnp.float32)
+    found: dict[str, float | str] = {}
+    for backend in ("blockwise", "cudnn"):
+        try:
+            pairs = zip(results(backend, jnp.bfloat16), expected, strict=True)
+        except ValueError as error:  # it cannot serve
+            found[backend] = re.sub(r".* cannot serve here: (.*)\. Use 'auto'\.", r"\1", str(error))
+            continue
+        off = max(float(jnp.linalg.norm(a - b) / jnp.linalg.norm(b)) for a, b in pairs)
+        if not off <= 2e-2:
+            raise ArithmeticError(f"attention by {backend}: off by {off:.2g} of its norm")
+        found[backend] = off
+    return found
 
 
 def _in_a_process(
@@ -123,9 +185,7 @@ def _in_a_process(
     command += [f"--{key}={getattr(options, key)}" for key in ("check", "rounds", "matmul")]
     command += ["--policies", *policies, "--tokens", *map(str, tokens)]
     command += ["--overrides", *options.overrides]
-    # Allocated as it is needed, or the peak would be whatever share is taken at the start.
-    environment = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode != 0:
         said = [line for line in done.stderr.splitlines() if line.strip()]
         errors = [line for line in said if re.match(r"[\w.]*(Error|Exit|Fit)\b", line)] or said
@@ -135,13 +195,25 @@ def _in_a_process(
 
 def _alone(config: TrainLmConfig, options: argparse.Namespace) -> dict[str, Any]:
     model_flops(config, 1)  # is it such a model?
-    parts = random_parts(forward_and_backward(config, options.check)[1][1])
+    shapes = forward_and_backward(config, options.check)[1][1]
     if options.alone == "time":
+        parts = random_parts(shapes)
         return _timed(config, parts, options.tokens[0], options.policies[0], options.rounds)
-    device = re.sub(r"\W+", "_", jax.devices()[0].device_kind.lower())
-    peak = matmul_peak(options.matmul)
-    differences = _differences(config, parts, options.check, options.policies)
-    return {"device": device, "matmul_peak": peak, "gradient_differences": differences}
+    return {
+        "device": re.sub(r"\W+", "_", jax.devices()[0].device_kind.lower()),
+        "matmul_peak": matmul_peak(options.matmul),
+        "attention_differences": attention_differences(config, options.check),
+        "offload_check": _offload_check(),
+        "gradient_differences": _differences(config, random_parts(shapes), options.check, options.policies),
+    }
+
+
+def _offload_check() -> str:
+    try:
+        check_offload()
+    except OffloadError as error:
+        return str(error)
+    return "passed"
 
 
 def _compiled(config: TrainLmConfig, tokens: int, name: str) -> tuple[Callable[..., Any], TokenBatch]:

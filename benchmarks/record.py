@@ -1,6 +1,7 @@
 """Where the benchmarks leave what they found, and what they ran with."""
 
 import importlib.metadata
+import os
 import re
 import resource
 import sys
@@ -24,6 +25,15 @@ def versions() -> dict[str, str]:
         except importlib.metadata.PackageNotFoundError:
             continue
     return found
+
+
+def allocate_as_needed() -> None:
+    """Let this process and its children take a GPU's memory as they need it, not most of it at the start.
+
+    Peaks of allocated memory say something only then, and two processes fit on one GPU. Call it before JAX
+    uses a device.
+    """
+    os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
 
 
 def memory_row(found: MemoryReport) -> dict[str, Any]:

@@ -22,12 +22,14 @@ import jax
 from stacked_remat import memory
 
 from . import stack_time
-from .record import RESULTS, memory_row, versions
+from .record import RESULTS, allocate_as_needed, memory_row, versions
 from .residual_mlp import Sizes, Variant, variants
 
 
 def main(arguments: list[str] | None = None) -> Path:
     options = _parser().parse_args(arguments)
+    if options.run:
+        allocate_as_needed()
     chosen = [variant for variant in variants() if re.search(options.only, variant.name)]
     for notice in filter(None, (variant.missing() for variant in chosen)):
         print(notice)

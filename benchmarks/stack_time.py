@@ -5,14 +5,16 @@ down slows down all of them:
 
     python -m benchmarks.stack_time --tokens 512 --width 256 --inner 1024 --dtype float32 --rounds 21
 
-Writes `results/stack_time_<platform>_<inner>.json`. On an accelerator it also says what a process that runs
-one variant alone has allocated, beside what the compiler announced.
+Writes `results/stack_time_<platform>_<inner>.json` after every round. A variant that does not fit, or whose
+gradients differ, is named there and not timed. On an accelerator it also says what a process that runs one
+variant alone has allocated, beside what the compiler announced.
 """
 
 import argparse
 import dataclasses
+import functools
 import json
-import os
+import math
 import re
 import statistics
 import subprocess
@@ -27,7 +29,7 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
 
-from .record import RESULTS, versions
+from .record import RESULTS, allocate_as_needed, versions
 from .residual_mlp import Sizes, Variant, variants
 
 _REFERENCE = "lax.scan + jax.checkpoint"
@@ -60,6 +62,7 @@ class Compiled:
 def main(arguments: list[str] | None = None) -> Path | None:
     options = _parser().parse_args(arguments)
     sizes = Sizes(options.layers, options.tokens, options.width, options.inner, options.dtype)
+    allocate_as_needed()
     if options.alone:
         (variant,) = (variant for variant in variants() if variant.name == options.alone)
         jax.block_until_ready(compile_variant(variant, sizes).run())
@@ -67,28 +70,44 @@ def main(arguments: list[str] | None = None) -> Path | None:
         return None
     chosen = [v for v in variants() if re.search(options.only, v.name) and "frozen" not in v.name]
     chosen = [variant for variant in chosen if variant.missing() is None]
-    ready, refused = [], {}
-    for variant in chosen:
-        try:
-            ready.append(compile_variant(variant, sizes))
-            check_gradients(ready[-1], sizes)
-        except jax.errors.JaxRuntimeError as error:
-            refused[variant.name] = str(error).splitlines()[0]
-            print(f"{variant.name:40} refused: {refused[variant.name][:80]}", flush=True)
-    for _ in range(options.rounds):
+    device = jax.local_devices()[0]
+    # First, while this process has allocated nothing: both share the device.
+    on_cpu = device.platform == "cpu"
+    alone = {variant.name: None if on_cpu else _allocated(variant.name, options) for variant in chosen}
+    ready, refused, wrong = _checked(chosen, sizes)
+    path = options.out / f"stack_time_{device.platform}_{sizes.inner}.json"
+    found = {"device": device.device_kind, "sizes": dataclasses.asdict(sizes), "versions": versions()}
+    rows = []
+    for done in range(1, options.rounds + 1):
         for one in ready:
             one.timed()
-    device = jax.local_devices()[0]
-    alone = [_allocated(one.name, options) if device.platform != "cpu" else None for one in ready]
-    rows = [_row(one, ready, peak) for one, peak in zip(ready, alone, strict=True)]
+        rows = [_row(one, ready, alone[one.name]) for one in ready]
+        record = {**found, "rounds": done, "rows": rows, "refused": refused}
+        path.write_text(json.dumps(record, indent=1) + "\n")
     for row in rows:
         print(f"{row['name']:40} {row['median_seconds']:9.4f} s  {row['to_baselines']}", flush=True)
-    path = options.out / f"stack_time_{device.platform}_{sizes.inner}.json"
-    found = {"device": device.device_kind, "sizes": dataclasses.asdict(sizes), "rounds": options.rounds}
-    text = json.dumps({**found, "versions": versions(), "rows": rows, "refused": refused}, indent=1)
-    path.write_text(text + "\n")
     print(f"wrote {path}")
+    if wrong:
+        raise SystemExit(f"wrong gradients, not timed: {', '.join(wrong)}")
     return path
+
+
+def _checked(chosen: list[Variant], sizes: Sizes) -> tuple[list[Compiled], dict[str, str], list[str]]:
+    """The variants that are right, why each of the others is not timed, and which of these are wrong."""
+    expected = expected_gradients(sizes)
+    ready: list[Compiled] = []
+    refused: dict[str, str] = {}
+    wrong: list[str] = []
+    for variant in chosen:
+        try:
+            one = compile_variant(variant, sizes)
+            check_gradients(one, expected, sizes)
+            ready.append(one)
+        except (ArithmeticError, jax.errors.JaxRuntimeError) as error:
+            refused[variant.name] = str(error).splitlines()[0]
+            wrong += [variant.name] if isinstance(error, ArithmeticError) else []
+            print(f"{variant.name:40} refused: {refused[variant.name][:80]}", flush=True)
+    return ready, refused, wrong
 
 
 def compile_variant(variant: Variant, sizes: Sizes) -> Compiled:
@@ -101,25 +120,35 @@ def compile_variant(variant: Variant, sizes: Sizes) -> Compiled:
     return Compiled(variant.name, lambda: compiled(*arguments), size - memory.alias_size_in_bytes)
 
 
-def check_gradients(compiled: Compiled, sizes: Sizes) -> None:
-    """Compare the gradient with that of the plain checkpointed scan.
+def expected_gradients(sizes: Sizes) -> dict[str, jax.Array]:
+    """The gradients of the plain checkpointed scan."""
+    (reference,) = (variant for variant in variants() if variant.name == _REFERENCE)
+    return _by_role(compile_variant(reference, sizes).run(), sizes)
+
+
+def check_gradients(compiled: Compiled, expected: dict[str, jax.Array], sizes: Sizes) -> None:
+    """Compare the gradients with those that are expected.
 
     Raises:
         ArithmeticError: they differ.
     """
-    (reference,) = (variant for variant in variants() if variant.name == _REFERENCE)
-    expected = _by_role(compile_variant(reference, sizes).run(), sizes)
     for role, found in _by_role(compiled.run(), sizes).items():
-        error = np.linalg.norm(found - expected[role]) / np.linalg.norm(expected[role])
+        error = float(_relative_error(found, expected[role]))
         if not error <= _TOLERANCE[sizes.dtype]:
             raise ArithmeticError(
                 f"{compiled.name}: the gradient of {role} is off by {error:.2g} of its norm"
             )
 
 
-def _by_role(gradient: Any, sizes: Sizes) -> dict[str, np.ndarray]:
-    leaves = jtu.tree_leaves_with_path(gradient)
-    return {_role(path, leaf, sizes): np.asarray(leaf, np.float32).ravel() for path, leaf in leaves}
+@jax.jit
+def _relative_error(found: jax.Array, expected: jax.Array) -> jax.Array:
+    """In float32, and as one program, so that no float32 copy of the gradients is kept."""
+    found, expected = (each.ravel().astype(jnp.float32) for each in (found, expected))
+    return jnp.linalg.norm(found - expected) / jnp.linalg.norm(expected)
+
+
+def _by_role(gradient: Any, sizes: Sizes) -> dict[str, jax.Array]:
+    return {_role(path, leaf, sizes): leaf for path, leaf in jtu.tree_leaves_with_path(gradient)}
 
 
 def _role(path: Any, leaf: Any, sizes: Sizes) -> str:
@@ -131,19 +160,24 @@ def _role(path: Any, leaf: Any, sizes: Sizes) -> str:
 
 
 def _value(path: Any, leaf: Any, sizes: Sizes) -> jax.Array:
-    role = _role(path, leaf, sizes)
-    scale = 1.0 if role == "x" else 0.5 * leaf.shape[-2] ** -0.5
+    return _values(_role(path, leaf, sizes), leaf.shape, leaf.dtype)
+
+
+# What the variants of one size take, in the three shapes that libraries stack weights in.
+@functools.lru_cache(maxsize=8)
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _values(role: str, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+    scale = 1.0 if role == "x" else 0.5 * shape[-2] ** -0.5
     key = jax.random.key({"x": 0, "up": 1, "down": 2}[role])
-    flat = jax.random.normal(key, (leaf.size,), jnp.float32) * scale
-    return flat.astype(leaf.dtype).reshape(leaf.shape)
+    flat = jax.random.normal(key, (math.prod(shape),), jnp.float32) * scale
+    return flat.astype(dtype).reshape(shape)
 
 
 def _allocated(name: str, options: argparse.Namespace) -> int | None:
     """What a process that does nothing else has allocated at its highest, in bytes."""
     sizes = [f"--{key}={getattr(options, key)}" for key in ("layers", "tokens", "width", "inner", "dtype")]
     command = [sys.executable, "-m", "benchmarks.stack_time", *sizes, "--alone", name]
-    environment = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    done = subprocess.run(command, capture_output=True, text=True)
     return json.loads(done.stdout.splitlines()[-1]) if done.returncode == 0 else None
 
 

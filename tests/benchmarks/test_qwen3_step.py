@@ -1,12 +1,16 @@
 """The benchmark for a GPU also runs, small, where there is none."""
 
 import json
+import re
 
+import jax
+import jax.numpy as jnp
 import pytest
 
 from benchmarks.qwen3_context import CONFIG
-from benchmarks.qwen3_step import main, model_flops
+from benchmarks.qwen3_step import attention_differences, main, model_flops, random_parts
 from models.train_lm import TrainLmConfig
+from stacked_remat.ops._attention_backends import BACKENDS, Exact
 from stacked_remat.training import parse_config
 
 TINY = [
@@ -29,8 +33,27 @@ def test_every_policy_has_a_row_with_its_own_peak(tmp_path):
     found = json.loads(path.read_text())
     (row,) = found["rows"]
     assert (row["tokens"], row["policy"]) == (16, "nested")
-    assert found["gradient_differences"] == {"nested": 0.0}
+    assert found["gradient_differences"] == {"nested": 0.0} and found["offload_check"] == "passed"
+    assert list(found["attention_differences"]) == ["blockwise", "cudnn"]
     assert row["seconds"] > 0 and row["peak_bytes"] > 2**26 and row["utilisation_of_matmul_peak"] > 0
+
+
+def test_a_policy_with_wrong_gradients_is_named_and_not_timed(tmp_path, monkeypatch):
+    check = {"device": "gpu", "matmul_peak": 1e12, "attention_differences": {}, "offload_check": "passed"}
+    check["gradient_differences"] = {"True": 0.0, "nested": 1e-3, "offload": 0.5}
+    timed = []
+
+    def in_a_process(options, job, policies, tokens):
+        if job == "check":
+            return check
+        timed.append((*policies, *tokens))
+        return {"seconds": 1.0}
+
+    monkeypatch.setattr("benchmarks.qwen3_step._in_a_process", in_a_process)
+    with pytest.raises(SystemExit, match="wrong gradients, not timed: offload"):
+        main(["--tokens", "16", "32", "--out", str(tmp_path)])
+    assert timed == [("True", 16), ("nested", 16), ("True", 32), ("nested", 32)]
+    assert len(json.loads((tmp_path / "qwen3_step_gpu.json").read_text())["rows"]) == 4
 
 
 def test_a_model_that_it_does_not_know_is_refused(tmp_path):
@@ -49,3 +72,34 @@ def test_no_rounds_are_refused(capsys):
 def test_the_model_takes_96_gflop_a_token_at_65536():
     config = parse_config(TrainLmConfig, ["--config_path", str(CONFIG)])
     assert model_flops(config, 65_536) == pytest.approx(96e9, rel=0.02)
+
+
+def test_a_stack_of_weights_is_made_a_layer_at_a_time():
+    stack = jax.ShapeDtypeStruct((16, 64, 128), jnp.bfloat16)
+    made = random_parts([stack])[0]
+    assert (made.shape, made.dtype) == (stack.shape, stack.dtype) and made.std() > 0.01
+    assert not jnp.array_equal(made[0], made[1])
+    # A GPU's compiler keeps the random bits, of twice the size of what they become.
+    program = str(jax.make_jaxpr(lambda: random_parts([stack]))())
+    assert re.findall(r"random_bits\[[^]]*shape=\(([^)]*)\)", program) == ["64, 128"]
+
+
+@pytest.fixture
+def config():
+    return parse_config(TrainLmConfig, ["--config_path", str(CONFIG)])
+
+
+def test_kernels_of_attention_are_compared_with_the_definition(config):
+    found = attention_differences(config, 16)
+    assert isinstance(found["blockwise"], float) and 0 < found["blockwise"] < 2e-2
+    assert found["cudnn"] == "it runs on NVIDIA GPUs, and the program is for 'cpu'"
+
+
+def test_a_wrong_kernel_of_attention_ends_the_benchmark(config, monkeypatch):
+    class Wrong(Exact):
+        def __call__(self, query, key, value, documents, blocks):
+            return super().__call__(1.1 * query, key, value, documents, blocks)
+
+    monkeypatch.setitem(BACKENDS, "blockwise", Wrong())
+    with pytest.raises(ArithmeticError, match=r"attention by blockwise: off by 0\.\d+ of its norm"):
+        attention_differences(config, 16)

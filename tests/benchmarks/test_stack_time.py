@@ -2,13 +2,14 @@
 
 import dataclasses
 import json
+import re
 
 import jax
 import numpy as np
 import pytest
 
 from benchmarks.residual_mlp import Sizes, variants
-from benchmarks.stack_time import check_gradients, compile_variant, main
+from benchmarks.stack_time import Compiled, check_gradients, compile_variant, expected_gradients, main
 
 SIZES = Sizes(layers=4, tokens=32, width=16, inner=24, dtype="float32")
 TINY = ["--layers=4", "--tokens=32", "--width=16", "--inner=24", "--dtype=float32", "--rounds=2"]
@@ -19,15 +20,63 @@ def test_every_variant_gives_the_same_gradients(variant, standard_promotion):
     pytest.importorskip(variant.needs)
     if "frozen" in variant.name:
         pytest.skip("has no gradient of the weights")
-    check_gradients(compile_variant(variant, SIZES), SIZES)
+    check_gradients(compile_variant(variant, SIZES), expected_gradients(SIZES), SIZES)
 
 
-def test_a_wrong_gradient_is_not_timed():
-    (variant,) = (variant for variant in variants() if variant.name == "stacked_remat True")
-    right = compile_variant(variant, SIZES)
-    wrong = dataclasses.replace(right, run=lambda: jax.tree.map(lambda leaf: 1.01 * leaf, right.run()))
-    with pytest.raises(ArithmeticError, match="stacked_remat True: the gradient of .* is off by 0.01"):
-        check_gradients(wrong, SIZES)
+def _wrong(right: Compiled):
+    return jax.tree.map(lambda leaf: 1.01 * leaf, right.run())
+
+
+def _too_large(right: Compiled):
+    raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory\nwhile trying to allocate")
+
+
+@pytest.mark.parametrize(
+    ("run", "reason"),
+    [(_wrong, "stacked_remat True: the gradient of .* is off by 0.01"), (_too_large, "RESOURCE_EXHAUSTED")],
+)
+def test_what_is_wrong_or_does_not_fit_is_not_timed_and_the_others_are(run, reason, tmp_path, monkeypatch):
+    def compiled(variant, sizes):
+        right = compile_variant(variant, sizes)
+        bad = variant.name == "stacked_remat True"
+        return dataclasses.replace(right, run=lambda: run(right)) if bad else right
+
+    monkeypatch.setattr("benchmarks.stack_time.compile_variant", compiled)
+    arguments = [*TINY, "--out", str(tmp_path), "--only", "stacked_remat (True|nested)$"]
+    if run is _wrong:
+        with pytest.raises(SystemExit, match="wrong gradients, not timed: stacked_remat True"):
+            main(arguments)
+    else:
+        main(arguments)
+    found = json.loads((tmp_path / "stack_time_cpu_24.json").read_text())
+    assert [row["name"] for row in found["rows"]] == ["stacked_remat nested"]
+    assert re.match(reason, found["refused"]["stacked_remat True"])
+
+
+def test_a_run_that_is_cut_short_leaves_the_rounds_before(tmp_path, monkeypatch):
+    timed, calls = Compiled.timed, []
+
+    def cut_short(self):
+        calls.append(self.name)
+        if len(calls) > 3:  # in the second round
+            raise KeyboardInterrupt
+        timed(self)
+
+    monkeypatch.setattr(Compiled, "timed", cut_short)
+    with pytest.raises(KeyboardInterrupt):
+        main([*TINY, "--out", str(tmp_path), "--only", "stacked_remat (True|nested)$"])
+    rows = json.loads((tmp_path / "stack_time_cpu_24.json").read_text())["rows"]
+    assert [len(row["seconds"]) for row in rows] == [1, 1]
+
+
+def test_variants_share_their_weights():
+    sizes = dataclasses.replace(SIZES, inner=25)  # no other test's
+    named = {variant.name: variant for variant in variants()}
+    ready = [
+        compile_variant(named[name], sizes) for name in ("lax.scan", "haliax True", "stacked_remat True")
+    ]
+    assert len(ready) == 3
+    assert sum(array.size == 4 * 16 * 25 for array in jax.live_arrays()) == 2
 
 
 def test_it_writes_json_with_ratios_to_the_baselines(tmp_path, standard_promotion):

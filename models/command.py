@@ -13,6 +13,7 @@ from typing import Any
 import jax
 
 from models.safetensors_folder import WeightsError
+from models.text_stream import printable
 from stacked_remat import OffloadError
 from stacked_remat.memory import BudgetError, TargetError
 from stacked_remat.training import (
@@ -100,7 +101,7 @@ def run_command(
                 raise
             if debug:
                 traceback.print_exc()
-        show(f"error: {message}")
+        show(f"error: {printable(message)}")
         gc.collect()  # what is left half done ends now, and not with tracebacks while Python shuts down
         return 1
 

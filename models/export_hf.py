@@ -18,9 +18,10 @@ import draccus
 import equinox as eqx
 from rich.console import Console
 
-from models.command import run_command
+from models.command import USER_ERRORS, run_command
 from models.hub import model_folder
 from models.lm import LanguageModel
+from models.pretrained import GENERATION_CONFIG, end_tokens
 from models.qwen3_moe import Qwen3Decoder
 from models.qwen3_moe.hf import write_decoder
 from models.qwen3_moe.peft import save_adapters
@@ -29,6 +30,7 @@ from models.safetensors_folder import WeightsError, refuse_what_is_there
 from models.train_lm import TrainLmConfig
 from stacked_remat.lora import merge_lora
 from stacked_remat.training import (
+    ConfigError,
     StopSignals,
     check_unsaved,
     checkpoint_config,
@@ -53,7 +55,7 @@ def trained_model(run_dir: Path, *, step: int | None = None) -> tuple[LanguageMo
     Cost: the model in memory; with adapters also what they were trained on, read or made again.
     """
     folder = run_dir / "checkpoints"
-    config = _run_config(run_dir, step)
+    config = run_config(run_dir, step)
     model = ModelOfRun.of(config)
     if config.lora is None:
         shapes = state_shapes(config, model)
@@ -73,11 +75,13 @@ def export(run_dir: Path, out: Path, *, step: int | None = None, adapters: bool 
     Raises:
         FileNotFoundError, CheckpointMismatchError: as `trained_model`.
         FileExistsError: there is something in the folder.
-        WeightsError: there are no adapters, or the model has no such format.
+        WeightsError: there are no adapters, the model has no such format, or what the folder that training
+            began with says of its end tokens can't be read.
         DataError: the run's tokenizer is not where it was.
+        ConfigError: the run's config can't be read.
     """
     refuse_what_is_there(out)
-    texts, fields = ({}, {}) if adapters else _beside_the_weights(_run_config(run_dir, step))
+    texts, fields = ({}, {}) if adapters else beside_the_weights(run_config(run_dir, step))
     model, config = trained_model(run_dir, step=step)
     if not isinstance(model, Qwen3Decoder):
         raise WeightsError(f"A {type(model).__name__} has no format of Hugging Face's here.")
@@ -89,22 +93,47 @@ def export(run_dir: Path, out: Path, *, step: int | None = None, adapters: bool 
     write_decoder(out, merge_lora(model, donate=True), fields=fields, texts=texts)
 
 
-def _beside_the_weights(config: TrainLmConfig) -> tuple[dict[str, str], dict[str, Any]]:
+def beside_the_weights(config: TrainLmConfig) -> tuple[dict[str, str], dict[str, Any]]:
     """Texts of files, and fields of `config.json`, that say how text is made with the model.
 
-    A chat model has more tokens that end its text than its tokenizer has: the `generation_config.json` of
-    the weights that training began with names them.
+    A chat model has more tokens that end its text than its tokenizer has: the folder of the weights that
+    training began with names them, in a file that is copied, or else in its `config.json`.
     """
-    texts = read_tokenizer_files(config.data.tokenizer)
-    with contextlib.suppress(FileNotFoundError, WeightsError):  # they need not be there any more
-        if config.initialize_from_hf is not None:
-            file = model_folder(config.initialize_from_hf) / "generation_config.json"
-            texts[file.name] = file.read_text(encoding="utf-8")
-    return texts, {"eos_token_id": load_tokenizer(config.data.tokenizer).end}
+    texts, end = read_tokenizer_files(config.data.tokenizer), load_tokenizer(config.data.tokenizer).end
+    root = None
+    if config.initialize_from_hf is not None:
+        with contextlib.suppress(FileNotFoundError, WeightsError):  # it need not be there any more
+            root = model_folder(config.initialize_from_hf)
+    if root is None:
+        return texts, {"eos_token_id": end}
+    ends = end_tokens(root, ModelOfRun.of(config).vocab_size)
+    file = root / GENERATION_CONFIG
+    if file.is_file():
+        texts[file.name] = file.read_text(encoding="utf-8")
+        return texts, {"eos_token_id": end}
+    return texts, {"eos_token_id": [end, *sorted({*ends} - {end})] if {*ends} - {end} else end}
 
 
-def _run_config(run_dir: Path, step: int | None) -> TrainLmConfig:
-    return draccus.decode(TrainLmConfig, checkpoint_config(run_dir / "checkpoints", step=step))
+def run_config(run_dir: Path, step: int | None = None) -> TrainLmConfig:
+    """The config of the run that wrote a checkpoint; the latest if no step is given.
+
+    Raises:
+        FileNotFoundError: there is no such checkpoint.
+        ConfigError: what the checkpoint says of its run is no config of `models.train_lm`.
+    """
+    folder = run_dir / "checkpoints"
+    try:
+        saved = checkpoint_config(folder, step=step)
+        if not isinstance(saved, dict) or saved.get("vocab_size") is None:
+            raise ValueError("it is not that of a run, which has a vocab_size")
+        return draccus.decode(TrainLmConfig, saved)
+    except USER_ERRORS:
+        raise
+    except Exception as error:  # draccus and Orbax pass on whatever they meet
+        raise ConfigError(
+            f"The config in the checkpoint {folder} can't be used: {error}. It is damaged, or of another "
+            f"version: choose another with --step, or train again."
+        ) from error
 
 
 def main(arguments: Sequence[str], console: Console | None = None) -> int:

@@ -10,17 +10,19 @@ by side, and text is shown as it comes, that of the first prompt first.
 
 import argparse
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import cast
 
 import jax
 from rich.console import Console
+from rich.segment import Segment, Segments
 
 from models.command import run_command
-from models.generator import Dtype, Generator, generator_of_folder, generator_of_run
+from models.generator import Dtype, GeneratorSource, source_of_folder, source_of_run
 from models.sampling import Sampling
 from models.text_generation import Piece, Stop, Tokens, chat_prompt, end_of_turn, generate_text, in_order
+from models.text_stream import printable
 from stacked_remat.training import (
     ConfigError,
     Tokenizer,
@@ -44,8 +46,10 @@ def main(arguments: Sequence[str], console: Console | None = None) -> int:
 def _generate(arguments: Sequence[str], console: Console) -> int:
     options = _parser().parse_args(arguments)
     sampling, texts = _sampling(options), _prompts(options)
-    generator = _generator(options)
-    prompts, stops = _encoded(generator.tokenizer, texts, chat=options.chat)
+    source = _source(options)
+    prompts, stops = _encoded(source.tokenizer, texts, chat=options.chat)
+    source.check_room(len(prompts), max(map(len, prompts)) + options.max_new_tokens)
+    generator = source.generator()
     pieces = generate_text(
         generator,
         prompts,
@@ -55,7 +59,7 @@ def _generate(arguments: Sequence[str], console: Console) -> int:
         stops=stops,
     )
     try:
-        _show(console, texts, in_order(pieces, len(texts)), chat=options.chat)
+        _show(_writer(console, raw=options.raw), texts, in_order(pieces, len(texts)), chat=options.chat)
     except KeyboardInterrupt:  # enough was seen
         console.out("")
         return _INTERRUPTED
@@ -91,11 +95,16 @@ def _parser() -> argparse.ArgumentParser:
     add("--top_k", type=int, help="draw among so many of the likeliest tokens")
     add("--top_p", type=float, help="draw among the fewest tokens whose probabilities reach this")
     add("--debug", action="store_true", help="show the traceback of an error")
+    add(
+        "--raw",
+        action="store_true",
+        help="write texts as they are, for pipes and files; otherwise control characters are spelt out",
+    )
     add("--seed", type=int, default=0, help="of the random numbers (default 0)")
     return parser
 
 
-def _generator(options: argparse.Namespace) -> Generator:
+def _source(options: argparse.Namespace) -> GeneratorSource:
     if options.step is not None and options.checkpoint is None:
         raise ConfigError("--step has no effect with --model, which has no steps. Leave it out.")
     if options.dtype is not None and options.model is None:
@@ -104,9 +113,9 @@ def _generator(options: argparse.Namespace) -> Generator:
             "Leave it out."
         )
     if options.checkpoint is not None:
-        return generator_of_run(options.checkpoint, step=options.step, tokenizer=options.tokenizer)
+        return source_of_run(options.checkpoint, step=options.step, tokenizer=options.tokenizer)
     dtype = cast(Dtype | None, options.dtype)
-    return generator_of_folder(options.model, dtype=dtype, tokenizer=options.tokenizer)
+    return source_of_folder(options.model, dtype=dtype, tokenizer=options.tokenizer)
 
 
 def _sampling(options: argparse.Namespace) -> Sampling:
@@ -126,6 +135,11 @@ def _prompts(options: argparse.Namespace) -> list[str]:
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"Can't read --prompts {options.prompts}: {error}") from error
         texts += [line for line in lines if line.strip()]
+    for text in texts:
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError as error:  # Python passes on bytes of a command line as lone surrogates
+            raise ConfigError(f"--prompt {text!r} is not valid UTF-8.") from error
     if not texts:
         raise ConfigError("There is nothing to continue: give --prompt TEXT, or --prompts FILE with lines.")
     return texts
@@ -145,17 +159,34 @@ def _encoded(
     return prompts, ()
 
 
-def _show(console: Console, texts: Sequence[str], pieces: Iterator[Piece], *, chat: bool) -> None:
-    def write(text: str, style: str | None = None) -> None:
-        console.out(text, style=style, highlight=False, end="")
+def _writer(console: Console, *, raw: bool) -> Callable[[str, str], None]:
+    """A function that writes a text in a style: for a terminal as text alone, or `raw` to the last byte."""
+    encoding = console.encoding
 
+    def write(text: str, style: str) -> None:
+        safe = printable(text).encode(encoding, "backslashreplace").decode(encoding)
+        # A segment is written as it is, where rich would replace the tabs of a text.
+        segments = Segments([Segment(safe, console.get_style(style))])
+        console.print(segments, end="", soft_wrap=True)
+
+    def write_raw(text: str, style: str) -> None:
+        stream = getattr(console.file, "buffer", None)
+        console.file.write(text) if stream is None else stream.write(text.encode("utf-8"))
+        console.file.flush()
+
+    return write_raw if raw else write
+
+
+def _show(
+    write: Callable[[str, str], None], texts: Sequence[str], pieces: Iterator[Piece], *, chat: bool
+) -> None:
     begun = -1
     for piece in pieces:
         if piece.row != begun:
             begun = piece.row
             write(f"--- {begun + 1} of {len(texts)}\n" if len(texts) > 1 else "", "dim")
             write(texts[begun] + ("\n" if chat else ""), "dim")
-        write(piece.text + ("\n" if piece.last else ""))
+        write(piece.text + ("\n" if piece.last else ""), "none")
 
 
 if __name__ == "__main__":

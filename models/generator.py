@@ -1,20 +1,24 @@
 """Models that continue text: what a run trained, or a folder in Hugging Face's format."""
 
-import json
-from dataclasses import dataclass
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
+import jax
+import jax.numpy as jnp
 from haliax import Axis
 
-from models.export_hf import trained_model
+from models.export_hf import run_config, trained_model
 from models.hub import model_folder
-from models.lm import LanguageModel
-from models.pretrained import pretrained_config, read_pretrained
+from models.lm import LanguageModel, LmConfig
+from models.pretrained import end_tokens, pretrained_config, read_pretrained
 from models.qwen3_moe import Qwen3MoeConfig
-from models.safetensors_folder import WeightsError
+from models.run_state import ModelOfRun
+from models.safetensors_folder import read_json_fields
 from stacked_remat.lora import merge_lora
-from stacked_remat.training import ConfigError, Tokenizer, cast_parameters, load_tokenizer
+from stacked_remat.training import ConfigError, Tokenizer, cast_parameters, load_tokenizer, memory_bytes
 
 Dtype = Literal["float32", "bfloat16"]
 
@@ -34,16 +38,80 @@ class Generator:
     ends: frozenset[int]
 
     def __post_init__(self) -> None:
-        tokens, rows = self.tokenizer.vocab_size, self.model.Vocab.size
-        if tokens > rows:
+        _check_tokenizer(self.tokenizer, self.model.Vocab.size)
+
+
+@dataclass(frozen=True)
+class GeneratorSource:
+    """A model that is to continue text, before its weights are read.
+
+    Attributes:
+        config: its architecture.
+        vocab_size: rows of its embedding.
+        tokenizer: its tokens.
+        ends: tokens that end a text, the tokenizer's own among them.
+        read: reads the model, its weights in the dtype in which it computes.
+    """
+
+    config: LmConfig
+    vocab_size: int
+    tokenizer: Tokenizer
+    ends: frozenset[int]
+    read: Callable[[], LanguageModel]
+
+    def __post_init__(self) -> None:
+        _check_tokenizer(self.tokenizer, self.vocab_size)
+
+    def check_room(self, rows: int, slots: int) -> None:
+        """Refuses to continue more or longer sequences than the memory of the device holds.
+
+        Args:
+            rows: sequences.
+            slots: tokens of each.
+
+        Raises:
+            ConfigError: the weights and the cache of keys and values are larger than all of its memory.
+        """
+        weights = self.config.num_weights(self.vocab_size) * jnp.dtype(self.config.compute_dtype).itemsize
+        cache, memory = self.config.cache_bytes(rows, slots), memory_bytes(jax.local_devices()[0])
+        if slots > _MOST_POSITIONS or (memory is not None and weights + cache > memory):
+            has = "" if memory is None else f" This device has {_size(memory)}."
             raise ConfigError(
-                f"The tokenizer has {tokens} tokens, and the model's embedding {rows} rows. Name the model's "
-                f"own with --tokenizer."
+                f"{rows} x {slots} tokens take {_size(cache)} for their keys and values, beside "
+                f"{_size(weights)} of weights.{has} Lower --max_new_tokens, or continue fewer or "
+                f"shorter prompts at once."
             )
+
+    def generator(self) -> Generator:
+        """The model with its weights; raises what `generator_of_run` and `generator_of_folder` do."""
+        return Generator(self.read(), self.tokenizer, self.ends)
 
 
 def generator_of_run(run_dir: Path, *, step: int | None = None, tokenizer: str | None = None) -> Generator:
-    """What a run trained, adapters merged as `models.export_hf` merges them.
+    """What a run trained, adapters merged as `models.export_hf` merges them; takes what `source_of_run` does.
+
+    Raises:
+        FileNotFoundError: there is no such run or checkpoint.
+        CheckpointMismatchError: it is of another model than its config says.
+        DataError, ConfigError: there is no such tokenizer, or it is not the model's; the config of the run
+            can't be read.
+    """
+    return source_of_run(run_dir, step=step, tokenizer=tokenizer).generator()
+
+
+def generator_of_folder(name: str, *, dtype: Dtype | None = None, tokenizer: str | None = None) -> Generator:
+    """A model in Hugging Face's format; takes what `source_of_folder` does.
+
+    Raises:
+        FileNotFoundError: there is no such folder, or weights are missing.
+        WeightsError: they are not of a model that is known here, or a file is damaged.
+        DataError, ConfigError: there is no such tokenizer, or it is not the model's.
+    """
+    return source_of_folder(name, dtype=dtype, tokenizer=tokenizer).generator()
+
+
+def source_of_run(run_dir: Path, *, step: int | None = None, tokenizer: str | None = None) -> GeneratorSource:
+    """What a run trained.
 
     Args:
         run_dir: the run folder.
@@ -51,9 +119,7 @@ def generator_of_run(run_dir: Path, *, step: int | None = None, tokenizer: str |
         tokenizer: another than the run's config names.
 
     Raises:
-        FileNotFoundError: there is no such run or checkpoint.
-        CheckpointMismatchError: it is of another model than its config says.
-        DataError, ConfigError: there is no such tokenizer, or it is not the model's.
+        As `generator_of_run`, but for what is wrong with the weights.
     """
     if not (run_dir / "checkpoints").is_dir():
         hint = " It is a model in Hugging Face's format: use --model." if _is_model(run_dir) else ""
@@ -61,13 +127,21 @@ def generator_of_run(run_dir: Path, *, step: int | None = None, tokenizer: str |
             f"{run_dir} is no run folder: it has no checkpoints/ in it. Name the one that models.train_lm "
             f"wrote to (trainer.run_dir).{hint}"
         )
-    model, config = trained_model(run_dir, step=step)
+    config = run_config(run_dir, step)
     found = load_tokenizer(config.data.tokenizer if tokenizer is None else tokenizer)
-    model = cast_parameters(merge_lora(model, donate=True), config.model.compute_dtype)
-    return Generator(model, found, frozenset({found.end}))
+
+    def read() -> LanguageModel:
+        model, _ = trained_model(run_dir, step=step)
+        return cast_parameters(merge_lora(model, donate=True), config.model.compute_dtype)
+
+    return GeneratorSource(
+        config.model, ModelOfRun.of(config).vocab_size, found, frozenset({found.end}), read
+    )
 
 
-def generator_of_folder(name: str, *, dtype: Dtype | None = None, tokenizer: str | None = None) -> Generator:
+def source_of_folder(
+    name: str, *, dtype: Dtype | None = None, tokenizer: str | None = None
+) -> GeneratorSource:
     """A model in Hugging Face's format.
 
     Args:
@@ -76,23 +150,23 @@ def generator_of_folder(name: str, *, dtype: Dtype | None = None, tokenizer: str
         tokenizer: another than the folder's.
 
     Raises:
-        FileNotFoundError: there is no such folder, or weights are missing.
-        WeightsError: they are not of a model that is known here.
-        DataError, ConfigError: there is no such tokenizer, or it is not the model's.
+        As `generator_of_folder`, but for what is wrong with the weights.
     """
     root = model_folder(name)
     if not _is_model(root) and (root / "checkpoints").is_dir():
         raise FileNotFoundError(f"{root} has no config.json: it is a run folder. Use --checkpoint {root}.")
+    config, rows = pretrained_config(Qwen3MoeConfig(), root)
+    dtype = _saved_dtype(root) if dtype is None else dtype
+    config = replace(config, compute_dtype=dtype)  # pyright: ignore[reportArgumentType]
     if tokenizer is None and not (root / "tokenizer.json").is_file():
         raise FileNotFoundError(
             f"There is no tokenizer.json in {root}. Name a tokenizer with --tokenizer: a folder, a file, a "
             f"name on the Hugging Face Hub, or byte for UTF-8 bytes."
         )
     found = load_tokenizer(str(root) if tokenizer is None else tokenizer)
-    dtype = _saved_dtype(root) if dtype is None else dtype
-    config, rows = pretrained_config(Qwen3MoeConfig(compute_dtype=dtype), root)
-    model = read_pretrained(config, root, Axis("vocab", rows), remat=False, dtype=dtype)
-    return Generator(model, found, frozenset({found.end}) | _generation_ends(root))
+    ends = frozenset({found.end, *end_tokens(root, rows)})
+    read = functools.partial(read_pretrained, config, root, Axis("vocab", rows), remat=False, dtype=dtype)
+    return GeneratorSource(config, rows, found, ends, read)
 
 
 def _is_model(root: Path) -> bool:
@@ -100,26 +174,20 @@ def _is_model(root: Path) -> bool:
 
 
 def _saved_dtype(root: Path) -> Dtype:
-    fields = _fields(root / "config.json")
+    fields = read_json_fields(root / "config.json")
     return "bfloat16" if "bfloat16" in (fields.get("dtype"), fields.get("torch_dtype")) else "float32"
 
 
-def _generation_ends(root: Path) -> frozenset[int]:
-    """The end tokens of `generation_config.json`, of which a chat model has several."""
-    ends = _fields(root / "generation_config.json").get("eos_token_id")
-    return frozenset(ends if isinstance(ends, list) else () if ends is None else (ends,))
+def _check_tokenizer(tokenizer: Tokenizer, rows: int) -> None:
+    if tokenizer.vocab_size > rows:
+        raise ConfigError(
+            f"The tokenizer has {tokenizer.vocab_size} tokens, and the model's embedding {rows} rows. Name "
+            f"the model's own with --tokenizer."
+        )
 
 
-def _fields(path: Path) -> dict[str, Any]:
-    """What a file of JSON says; nothing where there is none.
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes >> 20:,} MiB"  # whole numbers of any size
 
-    Raises:
-        WeightsError: it is no JSON, or not of fields.
-    """
-    try:
-        fields = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    except ValueError as error:
-        raise WeightsError(f"{path} is not valid JSON: {error}.") from error
-    if not isinstance(fields, dict):
-        raise WeightsError(f"{path} is no mapping of fields, but {type(fields).__name__}.")
-    return fields
+
+_MOST_POSITIONS = 2**31 - 1  # positions are 32-bit numbers

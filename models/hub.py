@@ -6,7 +6,7 @@ from pathlib import Path
 import huggingface_hub
 import huggingface_hub.errors
 
-from models.safetensors_folder import WeightsError
+from models.safetensors_folder import WeightsError, shown
 
 _FILES = ("*.json", "*.safetensors", "*.txt", "*.jinja")
 
@@ -21,9 +21,12 @@ def model_folder(name: str) -> Path:
         FileNotFoundError: there is no such folder, and the name can't be one on the Hub.
         WeightsError: the Hub does not have it, or does not let it be read.
     """
-    folder = Path(name).expanduser()
-    if folder.is_dir():
-        return folder
+    try:
+        folder = Path(name).expanduser()
+        if folder.is_dir():
+            return folder
+    except (OSError, RuntimeError, ValueError) as error:  # too long, no such user, a null byte, no permission
+        raise FileNotFoundError(f"{shown(name)} can't be looked at as a folder: {error}.") from error
     repository, _, revision = name.partition("@")
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", repository) or name.startswith((".", "/", "~")):
         raise FileNotFoundError(

@@ -6,6 +6,9 @@ from these to logits. The loss sits between them, so that it alone decides how m
 
 import abc
 import functools
+import math
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, ClassVar, Literal
 
 import draccus
@@ -17,7 +20,7 @@ from jaxtyping import Array, Float, PRNGKeyArray
 
 from stacked_remat import ScanCheckpointPolicy, ScanCheckpointSpec
 from stacked_remat.ops import chunked_cross_entropy
-from stacked_remat.training import NO_PRESETS, Metrics, RematPresets, TokenBatch
+from stacked_remat.training import NO_PRESETS, ConfigError, Metrics, RematPresets, TokenBatch
 
 
 class AuxiliaryLoss(eqx.Module):
@@ -95,6 +98,10 @@ class LanguageModel(eqx.Module):
         return hax.dot(hidden, weight.astype(hidden.dtype), axis=Embed).astype(jnp.float32)
 
 
+LEFT_TO_THE_FOLDER: Mapping[str, bool] = MappingProxyType({"left_to_the_folder": True})
+"""Metadata of a config's field whose null stands for what the folder of pretrained weights says."""
+
+
 class LmConfig(draccus.ChoiceRegistry):
     """Registry of model configs: `model: {type: NAME, ...}` in YAML picks the dataclass of that name.
 
@@ -113,23 +120,62 @@ class LmConfig(draccus.ChoiceRegistry):
     num_layers: int
     compute_dtype: Literal["float32", "bfloat16"]
 
+    def num_weights(self, vocab_size: int) -> int:
+        """How many numbers the model has, computed without making it."""
+        raise NotImplementedError(f"{type(self).__name__} does not say how many weights its model has.")
+
+    def cache_bytes(self, rows: int, slots: int) -> int:
+        """The size of the cache that `LanguageModel.prefill` makes of so many sequences."""
+        raise NotImplementedError(f"{type(self).__name__} does not say how large its model's cache is.")
+
 
 def check_remat_names(config: LmConfig, policy: ScanCheckpointPolicy | None) -> None:
     """Refuses a policy that saves or offloads what the model's layers have not: it would do nothing.
 
     Raises:
-        ValueError: names what there is.
+        ConfigError: names what there is.
     """
     if policy is None or config.remat_names is None:
         return
-    for field in ("save_block_internals", "offload_block_internals"):
-        names = getattr(policy, field)
-        for name in () if isinstance(names, bool) else names:
+    if isinstance(policy.first_policy, ScanCheckpointPolicy):
+        check_remat_names(config, policy.first_policy)
+    saved = {"save_block_internals": policy.saved_names, "offload_block_internals": policy.offloaded_names}
+    for field, names in saved.items():
+        for name in names:
             if name not in config.remat_names:
-                raise ValueError(
+                raise ConfigError(
                     f"remat.{field} has {name!r}, which nothing in a layer of this model is called. Valid: "
                     f"{', '.join(config.remat_names)}."
                 )
+
+
+def check_remat_levels(policy: ScanCheckpointPolicy, stacks: Sequence[int]) -> None:
+    """Refuses levels that cut none of the stacks of layers as they say.
+
+    Args:
+        policy: of all stacks.
+        stacks: how many layers each has.
+
+    Raises:
+        ConfigError: the outer levels alone make more parts than any stack has layers, or all levels hold too
+            few; says which.
+    """
+    if not isinstance(policy.nested, tuple):
+        return
+    longest = max(stacks) - policy.first_layers
+    parts = math.prod(policy.nested[:-1])
+    if longest > 0 and parts > longest:
+        raise ConfigError(
+            f"remat.nested = {list(policy.nested)} cuts the layers into {parts} parts before its last level, "
+            f"and the longest stack of this model has {longest} layers to cut. Give smaller numbers, fewer "
+            f"of them, or nested: true."
+        )
+    try:
+        for length in stacks:
+            if length - policy.first_layers > 1:
+                policy.schedule(length - policy.first_layers)
+    except ValueError as error:
+        raise ConfigError(f"remat.nested = {list(policy.nested)}: {error}.") from error
 
 
 @functools.singledispatch

@@ -8,6 +8,11 @@ from models.lm import LanguageModel
 from stacked_remat.lora import LoraConfig, apply_lora, lora_filter
 from stacked_remat.training import ConfigError, Trainable
 
+_HEAD = "the loss takes the weights of the head by themselves, so that it can't have an adapter"
+_EMBEDDING = "the embedding is no linear, and only linears have adapters"
+_WITHOUT_ADAPTERS = {"lm_head": _HEAD, "embed_tokens": _EMBEDDING, "embedding": _EMBEDDING}
+"""What is missing where the parts of a model that are named so are to be adapted."""
+
 
 def with_adapters(
     model: LanguageModel, lora: LoraConfig | None, *, key: PRNGKeyArray
@@ -19,6 +24,12 @@ def with_adapters(
     """
     if lora is None:
         return model, eqx.is_inexact_array
+    for target in lora.targets:
+        if missing := _WITHOUT_ADAPTERS.get(target.rpartition(".")[2].strip("*")):
+            raise ConfigError(
+                f"Bad config: lora.targets: {target!r}: {missing}. Leave it out, or train the whole model, "
+                f"without lora."
+            )
     try:
         # Of the key that made the model, so that adapters are not drawn from the bits of its weights.
         adapted = apply_lora(model, lora, key=jax.random.fold_in(key, 1))

@@ -14,9 +14,12 @@ from jax.sharding import Sharding
 from jaxtyping import DTypeLike
 
 from models.hub import model_folder
-from models.lm import LanguageModel, LmConfig
+from models.lm import LEFT_TO_THE_FOLDER, LanguageModel, LmConfig
+from models.safetensors_folder import WeightsError, read_json_fields, shown
 from stacked_remat import ScanCheckpointSpec
 from stacked_remat.training import ConfigError, DataConfig, load_tokenizer
+
+GENERATION_CONFIG = "generation_config.json"
 
 
 @functools.singledispatch
@@ -49,6 +52,33 @@ def pretrained_config(config: LmConfig, root: Path) -> tuple[LmConfig, int]:
         WeightsError: `config.json` is not of such a model, or asks for something that it hasn't.
     """
     raise TypeError(f"No reader of Hugging Face's weights is registered for {type(config).__name__}.")
+
+
+def end_tokens(root: Path, num_tokens: int) -> tuple[int, ...]:
+    """The tokens that end a text, of which a chat model has several; empty where the folder names none.
+
+    As in transformers, `eos_token_id` of `generation_config.json` counts, and that of `config.json` where the
+    first is not given.
+
+    Args:
+        root: the folder.
+        num_tokens: how many tokens the model has.
+
+    Raises:
+        WeightsError: a file can't be read, or says something else than tokens of the model.
+    """
+    for path in (root / GENERATION_CONFIG, root / "config.json"):
+        ends = read_json_fields(path).get("eos_token_id") if path.is_file() else None
+        if ends is None:
+            continue
+        tokens = ends if isinstance(ends, list) else [ends]
+        if not all(type(token) is int and 0 <= token < num_tokens for token in tokens):
+            raise WeightsError(
+                f"{path}: eos_token_id is {shown(ends)}; a token of the model, from 0 to {num_tokens - 1}, "
+                f"or a list of such is expected. Correct it, or leave it out."
+            )
+        return tuple(tokens)
+    return ()
 
 
 class ModelEntries(Protocol):
@@ -97,8 +127,6 @@ def resolved_model(config: ModelEntries, *, check_folder: bool) -> tuple[LmConfi
         found, found_rows = pretrained_config(config.model, root)
         usual = type(model)() if config.use_hf_model_config else ...  # what nobody wrote says nothing
         differing = list(_differences("model", model, found, usual))
-        if config.use_hf_model_config:
-            model = found
         if rows is not None and rows != found_rows:
             differing.append(f"vocab_size: {rows} in the config, {found_rows} in the folder")
         if differing:
@@ -112,7 +140,7 @@ def resolved_model(config: ModelEntries, *, check_folder: bool) -> tuple[LmConfi
                     else "write use_hf_model_config: true to take the folder's architecture."
                 )
             )
-        rows = found_rows
+        model, rows = found, found_rows  # what was left to the folder is the folder's
     return model, load_tokenizer(config.data.tokenizer).vocab_size if rows is None else rows
 
 
@@ -121,7 +149,8 @@ def _differences(path: str, config: object, found: object, usual: object) -> Ite
     alike = type(config) is type(found) if usual is ... else dataclasses.is_dataclass(found)
     if alike and dataclasses.is_dataclass(config):
         for field in dataclasses.fields(config):
-            parts = (getattr(one, field.name, ...) for one in (config, found, usual))
-            yield from _differences(f"{path}.{field.name}", *parts)
+            parts = [getattr(one, field.name, ...) for one in (config, found, usual)]
+            if parts[0] is not None or not field.metadata.keys() >= LEFT_TO_THE_FOLDER.keys():
+                yield from _differences(f"{path}.{field.name}", *parts)
     elif config not in (found, usual):
         yield f"{path}: {config!r} in the config, {found!r} in the folder"

@@ -1,17 +1,20 @@
-"""A folder of tensors in Hugging Face's format: safetensors files, with an index where there are several.
+"""A folder in Hugging Face's format: safetensors files, with an index where there are several, and JSON.
 
 Nothing here knows a model. Headers are read when a folder is opened, tensors one at a time when they are
-asked for; what is written appears under its name only when all of it is there.
+asked for; what is written appears under its name only when all of it is there. Files are not trusted: what is
+wrong in one of them is a `WeightsError` that names it.
 """
 
+import collections
 import contextlib
 import json
 import os
+import reprlib
 import shutil
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath, PureWindowsPath
 from types import MappingProxyType
 from typing import Any
 
@@ -26,6 +29,66 @@ SINGLE = "model.safetensors"
 
 class WeightsError(ValueError):
     """Weights that can't be used; the message names the folder, the tensors and the fix."""
+
+
+def read_json_fields(path: Path) -> dict[str, Any]:
+    """The fields of a JSON file.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        WeightsError: it can't be read, is no JSON (a field given twice, NaN and infinity are none), is nested
+            too deep, or holds something else than fields.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+        fields = json.loads(text, object_pairs_hook=_once_each, parse_constant=_no_number)
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise WeightsError(f"{path} can't be read: {error.strerror or error}.") from error
+    except RecursionError as error:
+        raise WeightsError(f"{path} is nested too deep to be read.") from error
+    except ValueError as error:
+        raise WeightsError(
+            f"{path} is not valid JSON: {error}. It may be cut short; fetch or save it again."
+        ) from error
+    if not isinstance(fields, dict):
+        raise WeightsError(f"{path} is no mapping of fields, but {type(fields).__name__}.")
+    return fields
+
+
+def shown(value: Any) -> str:
+    """A value of someone else's file for a message: what is long or deep is cut, what is no text escaped."""
+    return _SHORT.repr(value)
+
+
+def plain(name: str) -> str:
+    """A text of someone else's for a message: as it is, where it is short and can be printed."""
+    return name if name.isprintable() and len(name) < 500 else shown(name)
+
+
+def listed(lines: Sequence[str], separator: str = ", ") -> str:
+    """The first of `lines`, and how many more there are."""
+    more = len(lines) - _LISTED
+    return separator.join([*lines[:_LISTED], *([f"and {more} more"] if more > 0 else [])])
+
+
+_LISTED = 50
+_SHORT = reprlib.Repr()
+_SHORT.maxstring = _SHORT.maxother = 80
+_SHORT.maxlevel = 3
+
+
+def _once_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    fields = dict(pairs)
+    if len(fields) < len(pairs):
+        ((name, _),) = collections.Counter(name for name, _ in pairs).most_common(1)
+        raise ValueError(f"{shown(name)} is there more than once")
+    return fields
+
+
+def _no_number(name: str) -> None:
+    raise ValueError(f"{name} is no number of JSON")
 
 
 @dataclass(frozen=True)
@@ -66,8 +129,8 @@ class SafetensorsFolder:
                         continue  # the index says in which file it is to be read
                     if name in files:
                         raise WeightsError(
-                            f"{files[name]} and {path} both have {name}, and {INDEX} doesn't say which is "
-                            f"meant. Name it there, or fetch the folder again."
+                            f"{files[name]} and {path} both have {plain(name)}, and {INDEX} doesn't say "
+                            f"which is meant. Name it there, or fetch the folder again."
                         )
                     header = tensors.get_slice(name)
                     files[name] = path
@@ -152,15 +215,11 @@ class Pending:
 def _paths(root: Path) -> tuple[list[Path], dict[str, Path]]:
     """The files that hold tensors, and in which of them an index says each is."""
     if (root / INDEX).is_file():
-        try:
-            index = json.loads((root / INDEX).read_text(encoding="utf-8"))
-            promised = {str(name): root / str(file) for name, file in index["weight_map"].items()}
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise WeightsError(f"{root / INDEX} is no index of safetensors files: {error!r}.") from error
+        promised = _promised(root)
         paths = sorted(set(promised.values()))
         if missing := [str(path.relative_to(root)) for path in paths if not path.is_file()]:
             raise FileNotFoundError(
-                f"{root} lacks {', '.join(missing)}, which its {INDEX} names. The download may be "
+                f"{root} lacks {listed(missing)}, which its {INDEX} names. The download may be "
                 f"incomplete; fetch the folder again."
             )
         return paths, promised
@@ -172,12 +231,45 @@ def _paths(root: Path) -> tuple[list[Path], dict[str, Path]]:
     return [root / SINGLE], {}
 
 
+def _promised(root: Path) -> dict[str, Path]:
+    """What the index says: the file of every tensor, below the folder.
+
+    The files themselves may be links to elsewhere, as they are in the Hub's cache.
+    """
+    try:
+        weight_map = read_json_fields(root / INDEX).get("weight_map")
+    except WeightsError as error:
+        raise WeightsError(f"{INDEX} is no index of safetensors files: {error}") from error
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise WeightsError(
+            f"{root / INDEX} is no index of safetensors files: weight_map is {shown(weight_map)}, and a "
+            f"mapping from tensors to files is expected. Fetch it again."
+        )
+    for name, file in weight_map.items():
+        if not isinstance(file, str) or not _is_below(file):
+            raise WeightsError(
+                f"{root / INDEX} names {shown(file)} as the file of {shown(name)}; a path below the folder, "
+                f"without `..`, is expected. Fetch the folder again from where you trust it."
+            )
+    return {name: root / file for name, file in weight_map.items()}
+
+
+def _is_below(file: str) -> bool:
+    path, elsewhere = PurePosixPath(file), PureWindowsPath(file)
+    return (
+        bool(path.parts)
+        and file.isprintable()
+        and ".." not in (*path.parts, *elsewhere.parts)
+        and not (path.is_absolute() or elsewhere.anchor)
+    )
+
+
 @contextlib.contextmanager
 def _opened(path: Path) -> Iterator[Any]:
     try:
         with safe_open(path, framework="np") as tensors:
             yield tensors
-    except SafetensorError as error:
+    except (SafetensorError, OSError) as error:
         raise WeightsError(
             f"{path} can't be read as a safetensors file ({error}). It may be cut short; fetch it again."
         ) from error

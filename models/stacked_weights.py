@@ -18,7 +18,7 @@ from jax import lax
 from jax.sharding import Sharding
 from jaxtyping import Array, DTypeLike, Shaped
 
-from models.safetensors_folder import Pending, SafetensorsFolder, WeightsError
+from models.safetensors_folder import Pending, SafetensorsFolder, WeightsError, listed, plain
 
 Tensor: TypeAlias = Shaped[np.ndarray, "..."]
 
@@ -57,8 +57,8 @@ def check_tensors(places: Sequence[Place], folder: SafetensorsFolder) -> None:
     """Makes sure that a checkpoint has what a model needs, and nothing else.
 
     Raises:
-        WeightsError: names every tensor that is missing, unknown, of another shape, promised by the index and
-            in no file, or not of a floating dtype, such as one that is quantized.
+        WeightsError: counts and names the tensors that are missing, unknown, of another shape, promised by
+            the index and in no file, or not of a floating dtype, such as those that are quantized.
     """
     expected = {name: place for place in places for name in place.names}
     problems = [
@@ -67,11 +67,13 @@ def check_tensors(places: Sequence[Place], folder: SafetensorsFolder) -> None:
         if name not in folder.shapes and name not in folder.absent
     ]
     problems += [
-        f"incomplete: {name}, which the index places in {file.name}; fetch the folder again"
+        f"incomplete: {plain(name)}, which the index places in {file.name}; fetch the folder again"
         for name, file in folder.absent.items()
     ]
     problems += [
-        f"unknown: {name} {list(shape)}" for name, shape in folder.shapes.items() if name not in expected
+        f"unknown: {plain(name)} {list(shape)}"
+        for name, shape in folder.shapes.items()
+        if name not in expected
     ]
     problems += [
         f"misshapen: {name} {list(folder.shapes[name])}, expected {list(place.tensor_shape)} "
@@ -88,7 +90,7 @@ def check_tensors(places: Sequence[Place], folder: SafetensorsFolder) -> None:
     if problems:
         raise WeightsError(
             f"The tensors in {folder.root} are not those of this model; {len(problems)} differ. Check that "
-            f"the model's config is the checkpoint's own.\n  " + "\n  ".join(problems)
+            f"the model's config is the checkpoint's own.\n  " + listed(problems, "\n  ")
         )
 
 

@@ -1,11 +1,24 @@
 """From tokens that come one at a time to text that can be shown at once, up to where it is to stop."""
 
+import re
 from collections.abc import Iterable, Sequence
 from typing import final
 
 import numpy as np
 
 from stacked_remat.training import Tokenizer
+
+# What a terminal obeys, or turns the text around it by: control characters and bidirectional overrides.
+_COMMANDS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+
+
+def printable(text: str) -> str:
+    r"""The text with every character that a terminal would obey spelt out, such as `\x1b`.
+
+    Newlines and tabs stay. Characters are looked at one by one, so it does not matter where a text is cut.
+    """
+    return _COMMANDS.sub(lambda found: found[0].encode("unicode_escape").decode("ascii"), text)
+
 
 _CONTEXT = 8  # tokens before the first new one, because tokenizers may treat a beginning of text differently
 

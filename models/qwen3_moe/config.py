@@ -1,14 +1,16 @@
 """The hyperparameters of Qwen3 decoders, dense and mixture-of-experts, and the named axes they define."""
 
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, get_args, get_type_hints
 
 import draccus
+import jax.numpy as jnp
 from haliax import Axis
 
-from models.lm import LmConfig
+from models.lm import LEFT_TO_THE_FOLDER, LmConfig
 from models.qwen3_moe.remat_presets import ATTENTION_NAMES, EXPERTS_NAMES, QWEN3_REMAT_PRESETS
 from stacked_remat.ops import RotaryScaling, rotary_from_hf, rotary_to_hf
 from stacked_remat.training import RematPresets
@@ -91,18 +93,23 @@ class ExpertsConfig:
         experts_per_token: how many of them each token visits.
         intermediate_dim: inner width of one expert.
         norm_topk_prob: whether the weights of the chosen experts are rescaled to sum to one.
-        load_balance_weight: weight in the training loss of the load-balance loss, averaged over layers.
-        z_loss_weight: the same for the router's z-loss, which keeps its logits small.
+        load_balance_weight: weight in the training loss of the load-balance loss; null for what the folder of
+            `initialize_from_hf` calls `router_aux_loss_coef`, and for 0.001 without a folder.
+        z_loss_weight: the same for the router's z-loss, which keeps its logits small; the mean over layers.
         dense_layers: numbers of the layers that have one MLP of `model.mlp_dim` in place of experts.
+        load_balance_loss: `per_layer` for the mean of each layer's load-balance loss, which asks every layer
+            to be even; `pooled` for that of loads and probabilities averaged over layers first, which is what
+            Hugging Face's transformers adds and lets layers that differ make up for each other.
     """
 
     num_experts: int = 8
     experts_per_token: int = 2
     intermediate_dim: int = 128
     norm_topk_prob: bool = True
-    load_balance_weight: float = 0.001
+    load_balance_weight: float | None = field(default=None, metadata=LEFT_TO_THE_FOLDER)
     z_loss_weight: float = 0.0
     dense_layers: tuple[int, ...] = ()
+    load_balance_loss: Literal["per_layer", "pooled"] = "per_layer"
 
     def __post_init__(self) -> None:
         _require_positive(
@@ -118,11 +125,22 @@ class ExpertsConfig:
                 f"there are. Lower the one or raise the other."
             )
         for name in ("load_balance_weight", "z_loss_weight"):
-            if getattr(self, name) < 0:
+            weight = getattr(self, name)
+            if weight is not None and not 0 <= weight < math.inf:
                 raise ValueError(
-                    f"model.experts.{name} must not be negative, got {getattr(self, name)}; 0 turns the loss "
+                    f"model.experts.{name} must not be negative or infinite, got {weight}; 0 turns the loss "
                     f"off."
                 )
+        if self.load_balance_loss not in ("per_layer", "pooled"):
+            raise ValueError(
+                f"model.experts.load_balance_loss = {self.load_balance_loss!r} is not one of 'per_layer', "
+                f"'pooled'."
+            )
+
+    @property
+    def load_balance_weight_used(self) -> float:
+        """The weight, where nothing is said the usual one."""
+        return 0.001 if self.load_balance_weight is None else self.load_balance_weight
 
 
 @dataclass(frozen=True)
@@ -237,12 +255,35 @@ class Qwen3Architecture(LmConfig):
     @property
     def stacks(self) -> tuple[tuple[LayerKind, Axis], ...]:
         """The kind and the `Layers` axis of every stack in order: a stack ends where the kind changes."""
-        named = (*(self.attention.windowed_layers or ()), *(self.sparse.dense_layers if self.sparse else ()))
-        # Only at these can the kind change, so that the time does not grow with the layers.
-        starts = sorted({0, *named, *(layer + 1 for layer in named)} - {self.num_layers})
-        lengths = [end - start for start, end in itertools.pairwise([*starts, self.num_layers])]
-        runs = itertools.groupby(zip(map(self.kind_of, starts), lengths, strict=True), key=lambda run: run[0])
-        return tuple((kind, Axis("layers", sum(length for _, length in run))) for kind, run in runs)
+        named = {*(self.attention.windowed_layers or ()), *(self.sparse.dense_layers if self.sparse else ())}
+        # The only layers whose kind may be another than that of the layer before.
+        firsts = sorted({0, *named, *(layer + 1 for layer in named)} - {self.num_layers})
+        runs = [(kind, next(run)) for kind, run in itertools.groupby(firsts, self.kind_of)]
+        ends = [first for _, first in runs[1:]] + [self.num_layers]
+        return tuple(
+            (kind, Axis("layers", end - first)) for (kind, first), end in zip(runs, ends, strict=True)
+        )
+
+    def num_weights(self, vocab_size: int) -> int:
+        """How many numbers the decoder has, computed without making it."""
+        return sum(Layers.size * self._weights_of(kind) for kind, Layers in self.stacks) + self.hidden_dim * (
+            vocab_size * (1 if self.tie_word_embeddings else 2) + 1
+        )
+
+    def _weights_of(self, kind: LayerKind) -> int:
+        width, heads, keys = (n * self.HeadDim.size for n in (1, self.num_heads, self.num_kv_heads))
+        attention = 2 * self.hidden_dim * (heads + keys) + 2 * width
+        if self.attention.bias:
+            attention += heads + 2 * keys + self.hidden_dim
+        mlp = 3 * self.hidden_dim * self.Mlp.size
+        if kind.sparse and self.sparse is not None:
+            mlp = self.sparse.num_experts * self.hidden_dim * (1 + 3 * self.sparse.intermediate_dim)
+        return attention + mlp + 2 * self.hidden_dim
+
+    def cache_bytes(self, rows: int, slots: int) -> int:
+        """The size of the keys and values of all layers, of so many sequences of so many tokens."""
+        numbers = 2 * self.num_layers * rows * slots * self.num_kv_heads * self.HeadDim.size
+        return numbers * jnp.dtype(self.compute_dtype).itemsize
 
 
 @LmConfig.register_subclass("qwen3")

@@ -10,10 +10,10 @@ import jax
 import jax.numpy as jnp
 from haliax import Axis, NamedArray
 from haliax.util import is_named_array
-from jaxtyping import PRNGKeyArray
+from jaxtyping import Array, PRNGKeyArray
 
 from models.key_value_cache import KeyValueCache
-from models.lm import AuxiliaryLoss, LanguageModel, build_model
+from models.lm import AuxiliaryLoss, LanguageModel, build_model, check_remat_levels, check_remat_names
 from models.qwen3_moe.attention import Attention
 from models.qwen3_moe.config import LayerKind, Qwen3Architecture, Qwen3MoeConfig
 from models.qwen3_moe.experts import RouterStatistics, SparseExperts, load_balance_loss
@@ -50,15 +50,12 @@ class DecoderLayer(eqx.Module):
         )
 
     def __call__(
-        self, x: NamedArray, rotary: RotaryTable, documents: NamedArray | None, *, keep: bool = False
+        self, x: NamedArray, rotary: RotaryTable, documents: NamedArray | None
     ) -> tuple[NamedArray, RouterStatistics | None]:
-        """Maps the residual stream `[..., position, Embed]` to itself, with the statistics of a router.
-
-        `keep` is for a layer that is not recomputed: see `SparseExperts`.
-        """
+        """Maps the residual stream `[..., position, Embed]` to itself, with the statistics of a router."""
         layer = cast_floating(self, x.dtype)
         attended = layer.attention(layer.input_norm(x), rotary, POSITION_AXIS, documents=documents)
-        return layer._feed_forward(x + attended, documents, keep)
+        return layer._feed_forward(x + attended, documents)
 
     def prefill(
         self, state: tuple[NamedArray, KeyValueCache], number: NamedArray, rotary: RotaryTable
@@ -87,12 +84,12 @@ class DecoderLayer(eqx.Module):
         return layer._feed_forward(x)[0], cache
 
     def _feed_forward(
-        self, x: NamedArray, documents: NamedArray | None = None, keep: bool = False
+        self, x: NamedArray, documents: NamedArray | None = None
     ) -> tuple[NamedArray, RouterStatistics | None]:
         normalised = self.post_attention_norm(x)
         if isinstance(self.mlp, SwiGlu):
             return x + self.mlp(normalised).rearrange(x.axes), None
-        mixed, statistics = self.mlp(normalised, documents, keep=keep)
+        mixed, statistics = self.mlp(normalised, documents)
         return x + mixed, statistics
 
 
@@ -120,7 +117,11 @@ class Qwen3Decoder(LanguageModel):
     def init(
         config: Qwen3Architecture, Vocab: Axis, *, remat: ScanCheckpointSpec = True, key: PRNGKeyArray
     ) -> "Qwen3Decoder":
-        """Makes a decoder in float32; `remat` is the policy of every stack of layers."""
+        """Makes a decoder in float32; `remat` is the policy of every stack of layers.
+
+        Raises:
+            ConfigError: the policy names what no layer has, or cuts no stack as it says.
+        """
         embedding_key, layers_key, head_key = jax.random.split(key, 3)
         weight = hax.random.normal(embedding_key, (Vocab, config.Embed)) * config.initializer_range
         keys = jax.random.split(layers_key, config.num_layers)
@@ -129,6 +130,8 @@ class Qwen3Decoder(LanguageModel):
             make_layers = Stacked.init(Layers, DecoderLayer, remat=remat)
             stacks.append(make_layers(config, kind, key=keys[first : first + Layers.size]))
             first += Layers.size
+        check_remat_names(config, stacks[0].remat)
+        check_remat_levels(stacks[0].remat, [Layers.size for _, Layers in config.stacks])
         tied = config.tie_word_embeddings
         return Qwen3Decoder(
             embedding=hnn.Embedding(weight, Vocab, config.Embed),
@@ -160,8 +163,7 @@ class Qwen3Decoder(LanguageModel):
         x = self._embedded(tokens)
         found = []
         for stack in self.stacks:
-            layer = functools.partial(DecoderLayer.__call__, keep=stack.remat.saves_everything)
-            x, statistics = stack.scan_via(layer)(x, rotary, documents)
+            x, statistics = stack.scan(x, rotary, documents)
             if statistics is not None:
                 found.append(statistics)
         return self._normalised(x), _one_after_the_other(found)
@@ -177,7 +179,7 @@ class Qwen3Decoder(LanguageModel):
         hidden, statistics = self.layer_states(tokens, documents=documents, positions=positions)
         if statistics is None or not isinstance(self.config, Qwen3MoeConfig):
             return hidden, AuxiliaryLoss(jnp.zeros(()), {})
-        return hidden, _router_losses(statistics, self.config)
+        return hidden, router_losses(statistics, self.config)
 
     def prefill(self, tokens: NamedArray, slots: int) -> tuple[NamedArray, DecoderCache]:
         """Maps the beginnings of sequences, `[Batch, position]`, to hidden states and a cache of them.
@@ -235,15 +237,22 @@ def _one_after_the_other(found: list[RouterStatistics]) -> RouterStatistics | No
     return jax.tree.map(lambda *some: hax.concatenate(Layers, some), *found, is_leaf=is_named_array)
 
 
-def _router_losses(statistics: RouterStatistics, config: Qwen3MoeConfig) -> AuxiliaryLoss:
-    balance = load_balance_loss(statistics.load, statistics.importance, config.Experts)
+def router_losses(statistics: RouterStatistics, config: Qwen3MoeConfig) -> AuxiliaryLoss:
+    """The weighted losses of the routers; `ExpertsConfig.load_balance_loss` has two ways to balance."""
+
+    def balance(load: NamedArray, importance: NamedArray) -> Array:
+        return load_balance_loss(load, importance, config.Experts).array
+
     per_layer = {
-        "load_balance": balance.array,
+        "load_balance": balance(statistics.load, statistics.importance),
         "router_z_loss": statistics.z_loss.array,
     }
-    loss = config.experts.load_balance_weight * jnp.mean(per_layer["load_balance"])
-    loss += config.experts.z_loss_weight * jnp.mean(per_layer["router_z_loss"])
     metrics = {name: jnp.mean(values) for name, values in per_layer.items()}
+    if config.experts.load_balance_loss == "pooled":
+        pooled = (hax.mean(one, "layers") for one in (statistics.load, statistics.importance))
+        metrics["load_balance"] = balance(*pooled)
+    loss = config.experts.load_balance_weight_used * metrics["load_balance"]
+    loss += config.experts.z_loss_weight * metrics["router_z_loss"]
     metrics |= {f"{name}_per_layer": values for name, values in per_layer.items()}
     # 1 for even routing, num_experts / experts_per_token where all tokens choose the same experts.
     busiest = hax.max(statistics.load, config.Experts).array / config.experts.experts_per_token

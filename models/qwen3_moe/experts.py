@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, PRNGKeyArray
 
 from models.qwen3_moe.config import Qwen3MoeConfig
 from models.qwen3_moe.layers import SwiGlu, cast_floating, linear
-from stacked_remat import Stacked, checkpoint_name
+from stacked_remat import Stacked, checkpoint_name, internals_are_saved
 from stacked_remat.ops import grouped_experts, per_device
 
 
@@ -40,8 +40,8 @@ def load_balance_loss(load: NamedArray, importance: NamedArray, Experts: Axis) -
     """The auxiliary loss of Switch Transformer (Fedus et al. 2021, eq. 4), extended to top-k routing.
 
     `num_experts * sum_e load_e * importance_e`. It is `experts_per_token` for even routing and grows to at
-    most `num_experts` as a single expert takes more. With both averaged over layers first, it is
-    `load_balancing_loss_func` of Hugging Face transformers.
+    most `num_experts` as a single expert takes more. Of statistics that are averaged over layers it is
+    `load_balancing_loss_func` of Hugging Face's transformers.
 
     Args:
         load: how many times an expert was chosen, per token, `[..., Experts]`.
@@ -122,21 +122,19 @@ class SparseExperts(eqx.Module):
         return choices, gates, of_layer
 
     def __call__(
-        self, x: NamedArray, documents: NamedArray | None = None, *, keep: bool = False
+        self, x: NamedArray, documents: NamedArray | None = None
     ) -> tuple[NamedArray, RouterStatistics]:
         """Maps `[..., Embed]` to `[..., Embed]`, with the router's statistics; takes what `route` takes.
 
-        Args:
-            x: see `route`.
-            documents: see `route`.
-            keep: whether what `gate_proj` gives is kept for the backward pass, which then computes one
-                product less again. Takes `experts_per_token * expert_dim` activations a token, and spares
-                nothing in a layer that is recomputed.
+        In a layer that is not recomputed, what `gate_proj` gives is kept for the backward pass, which then
+        computes one product less again. That takes `experts_per_token * expert_dim` activations a token; in a
+        layer that is recomputed it would spare nothing.
 
         Cost: `6 * tokens * experts_per_token * embed * expert_dim` FLOPs and up to an eighth more for
         padding; see `grouped_experts` for the memory and the backward pass.
         """
         choices, gates, statistics = self.route(x, documents)
+        keep = internals_are_saved()
         output = self._mixed(x, choices, gates, self.experts.stacked, self.config.Experts, keep)
         return checkpoint_name(output, "expert_output"), statistics
 

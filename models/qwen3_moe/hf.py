@@ -64,11 +64,13 @@ def read_decoder(
 
     Raises:
         FileNotFoundError: weights are missing.
-        WeightsError: tensors are missing, unknown or misshapen; all are named, and nothing has been read.
+        WeightsError: tensors are missing, unknown or misshapen, and nothing has been read.
+        ConfigError: the policy names what no layer has, or cuts no stack as it says.
 
     Cost: one tensor in host memory, besides the decoder itself.
     """
     folder = SafetensorsFolder.open(root)
+    _refuse_another_size(folder, config.num_weights(Vocab.size))
     shapes = eqx.filter_eval_shape(Qwen3Decoder.init, config, Vocab, remat=remat, key=jax.random.key(0))
     places = decoder_places(shapes)
     copied = config.tie_word_embeddings and _HEAD in folder.shapes
@@ -189,6 +191,16 @@ def _modules(tree: Any) -> list[tuple[str, Any]]:
     return [(jax.tree_util.keystr(path), module) for path, module in found]
 
 
+def _refuse_another_size(folder: SafetensorsFolder, num_weights: int) -> None:
+    """Refuses a config of another order of magnitude before a list of its tensors is made."""
+    found = sum(math.prod(shape) for shape in folder.shapes.values())
+    if num_weights > 100 * (found + 2**20):
+        raise WeightsError(
+            f"The config describes a model of {num_weights:,} weights, and the tensors in {folder.root} have "
+            f"{found:,}. Check that the model's config is the checkpoint's own."
+        )
+
+
 def _refuse_fused_experts(folder: SafetensorsFolder) -> None:
     fused = next((name for name in folder.shapes if name.endswith(".mlp.experts.gate_up_proj")), None)
     if fused is not None:
@@ -222,7 +234,7 @@ def _read(
 
 @pretrained_config.register
 def _pretrained_config(config: Qwen3Architecture, root: Path) -> tuple[Qwen3Architecture, int]:
-    """The folder's, with the kernel, dtypes and loss weights of `config`, which no checkpoint fixes."""
+    """The folder's, with the kernel, dtypes and auxiliary losses of `config`, which no checkpoint fixes."""
     found, vocab_size = read_hf_config(root)
     found = replace(
         found,
@@ -240,6 +252,9 @@ def _pretrained_config(config: Qwen3Architecture, root: Path) -> tuple[Qwen3Arch
     if config.mlp_dim is None and found.Mlp == replace(found, mlp_dim=None).Mlp:
         found = replace(found, mlp_dim=None)
     if isinstance(config, Qwen3MoeConfig) and isinstance(found, Qwen3MoeConfig):
-        weights = {name: getattr(config.experts, name) for name in ("load_balance_weight", "z_loss_weight")}
-        found = replace(found, experts=replace(found.experts, **weights))
+        names = ["load_balance_loss", "z_loss_weight"]
+        if config.experts.load_balance_weight is not None:
+            names.append("load_balance_weight")
+        own = {name: getattr(config.experts, name) for name in names}
+        found = replace(found, experts=replace(found.experts, **own))
     return found, vocab_size

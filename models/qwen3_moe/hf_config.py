@@ -4,10 +4,12 @@ Every field that changes what the model computes is honoured, or refused by name
 it are on a list, and any other is refused too, since nobody knows what it means.
 """
 
-import json
 from collections.abc import Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from models.qwen3_moe.config import (
     AttentionConfig,
@@ -17,8 +19,15 @@ from models.qwen3_moe.config import (
     Qwen3MoeConfig,
     RotaryConfig,
 )
-from models.safetensors_folder import WeightsError
-from stacked_remat.ops import DefaultRotary, rotary_from_hf, rotary_to_hf
+from models.safetensors_folder import WeightsError, listed, plain, read_json_fields, shown
+from stacked_remat.ops import (
+    DefaultRotary,
+    LinearRotary,
+    Llama3Rotary,
+    YarnRotary,
+    rotary_from_hf,
+    rotary_to_hf,
+)
 
 _WITHOUT_EFFECT = frozenset(
     {
@@ -59,7 +68,8 @@ _WITHOUT_EFFECT = frozenset(
         "use_cache",
     }
 )
-"""Fields that do not change logits. `initializer_range` and `router_aux_loss_coef` are read all the same.
+"""Fields that do not change logits. `initializer_range` is read all the same, and `eos_token_id` where text
+is generated.
 
 `pad_token_id` does change a gradient: transformers gives the row of it none. Here padding is told by
 weights and documents, and a token that is in the text is learnt.
@@ -80,6 +90,9 @@ _REQUIRED_VALUES: Mapping[str, tuple[Any, ...]] = {
 }
 """Fields that change logits, with the values that the decoder has built in."""
 
+_MOST_LAYERS = 10_000
+_LARGEST = float(np.finfo(np.float32).max)
+
 
 def read_hf_config(root: Path) -> tuple[Qwen3Architecture, int]:
     """The architecture of a folder in Hugging Face's format, and the number of rows of its embedding.
@@ -93,12 +106,7 @@ def read_hf_config(root: Path) -> tuple[Qwen3Architecture, int]:
         raise FileNotFoundError(
             f"There is no config.json in {root}; it says what the weights beside it mean."
         )
-    try:
-        document = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise WeightsError(f"{path} is not valid JSON: {error}.") from error
-    if not isinstance(document, dict):
-        raise WeightsError(f"{path} is no mapping of fields, but {type(document).__name__}.")
+    document = read_json_fields(path)
     try:
         return config_from_hf(document)
     except ValueError as error:
@@ -114,10 +122,11 @@ def config_from_hf(document: Mapping[str, Any]) -> tuple[Qwen3Architecture, int]
     entries = dict(document)
     model_type = entries.pop("model_type", None)
     if model_type not in ("qwen3", "qwen3_moe"):
-        raise ValueError(f"model_type is {model_type!r}; qwen3 and qwen3_moe are read.")
+        raise ValueError(f"model_type is {shown(model_type)}; qwen3 and qwen3_moe are read.")
     _refuse_other_values(entries)
+    _check_dtype(_agreed("dtype", entries.get("dtype"), "torch_dtype", entries.get("torch_dtype")))
     take = _Taker(entries)
-    num_layers = take.size("num_hidden_layers")
+    num_layers = take.size("num_hidden_layers", at_most=_MOST_LAYERS)
     num_heads = take.size("num_attention_heads")
     common = {
         "hidden_dim": take.size("hidden_size"),
@@ -139,8 +148,8 @@ def config_from_hf(document: Mapping[str, Any]) -> tuple[Qwen3Architecture, int]
     unknown = sorted(name for name, value in entries.items() if value is not None)
     if unknown := [name for name in unknown if name not in _WITHOUT_EFFECT]:
         raise ValueError(
-            f"{', '.join(unknown)}: fields that a {model_type} decoder does not know, and so can't honour. "
-            f"Remove them if they do not change what the model computes."
+            f"{listed([plain(name) for name in unknown])}: fields that a {model_type} decoder does not know, "
+            f"and so can't honour. Remove them if they do not change what the model computes."
         )
     return config, vocab_size
 
@@ -200,15 +209,17 @@ class _Taker:
             raise ValueError(f"{name} is missing.")
         return default if value is None else value
 
-    def size(self, name: str, default: Any = ..., at_least: int = 1) -> Any:
+    def size(self, name: str, default: Any = ..., at_least: int = 1, at_most: int = 2**31 - 1) -> Any:
         """A whole number.
 
         Raises:
-            ValueError: it is missing, something else, or too small.
+            ValueError: it is missing, something else, too small or too large.
         """
         value = self(name, default)
         if value is not None and (type(value) is not int or value < at_least):
-            raise ValueError(f"{name} is {value!r}; a whole number of at least {at_least} is expected.")
+            raise ValueError(f"{name} is {shown(value)}; a whole number of at least {at_least} is expected.")
+        if value is not None and value > at_most:
+            raise ValueError(f"{name} is {shown(value)}; a whole number of at most {at_most} is expected.")
         return value
 
     def number(self, name: str, default: float) -> float:
@@ -227,7 +238,7 @@ class _Taker:
         """
         value = self(name, default)
         if not isinstance(value, bool):
-            raise ValueError(f"{name} is {value!r}; true or false is expected.")
+            raise ValueError(f"{name} is {shown(value)}; true or false is expected.")
         return value
 
     def sequence(self, name: str, kind: type, default: Any) -> Any:
@@ -240,13 +251,13 @@ class _Taker:
         if value is not None and not (
             isinstance(value, list | tuple) and all(type(entry) is kind for entry in value)
         ):
-            raise ValueError(f"{name} is {value!r}; a list of {kind.__name__} is expected.")
+            raise ValueError(f"{name} is {shown(value)}; a list of {kind.__name__} is expected.")
         return value
 
 
 def _number(name: str, value: Any) -> float:
-    if type(value) not in (int, float) or not 0 <= value < float("inf"):
-        raise ValueError(f"{name} is {value!r}; a number that is not negative is expected.")
+    if type(value) not in (int, float) or not 0 <= value <= _LARGEST:
+        raise ValueError(f"{name} is {shown(value)}; a number that is not negative is expected.")
     return float(value)
 
 
@@ -261,8 +272,29 @@ def _num_kv_heads(take: _Taker, model_type: str, num_heads: int) -> int:
 def _refuse_other_values(entries: dict[str, Any]) -> None:
     for name, served in _REQUIRED_VALUES.items():
         value = entries.pop(name, served[0])
-        if value not in served:
-            raise ValueError(f"{name} is {value!r}; the decoder has {served[0]!r} built in and nothing else.")
+        # False == 0, and yet one is a switch and the other a number.
+        if not any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in served):
+            raise ValueError(
+                f"{name} is {shown(value)}; the decoder has {served[0]!r} built in and nothing else."
+            )
+
+
+def _agreed(name: str, value: Any, alias: str, other: Any) -> Any:
+    """The value of a thing that has two names; None where neither is given."""
+    if value is not None and other is not None and value != other:
+        raise ValueError(
+            f"{name} is {shown(value)} and {alias} is {shown(other)}, and both are names of one thing. "
+            f"Correct the one that is wrong, or leave it out."
+        )
+    return other if value is None else value
+
+
+def _check_dtype(dtype: Any) -> None:
+    if dtype is not None and dtype not in _DTYPES:
+        raise ValueError(f"dtype is {shown(dtype)}; one of {', '.join(_DTYPES)} is expected.")
+
+
+_DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 
 def _attention(take: _Taker, model_type: str, num_layers: int) -> AttentionConfig:
@@ -280,7 +312,8 @@ def _attention(take: _Taker, model_type: str, num_layers: int) -> AttentionConfi
     if strange or len(kinds) != num_layers:
         raise ValueError(
             f"layer_types has {len(kinds)} entries for {num_layers} layers, of the kinds "
-            f"{sorted(set(kinds))}; one of full_attention and sliding_attention is expected for each layer."
+            f"{shown(sorted(set(kinds)))}; one of full_attention and sliding_attention is expected for each "
+            f"layer."
         )
     windowed = tuple(i for i, kind in enumerate(kinds) if kind == "sliding_attention")
     if windowed and window is None:
@@ -303,33 +336,68 @@ def _attention(take: _Taker, model_type: str, num_layers: int) -> AttentionConfi
 def _rotary(take: _Taker) -> RotaryConfig:
     longest = take.size("max_position_embeddings", 32_768)
     theta = take("rope_theta", None)
-    scaling = take("rope_scaling", None)
-    parameters = take("rope_parameters", {})
-    parameters = scaling or parameters  # what transformers takes where a config has both
-    if not isinstance(parameters, Mapping):
-        raise ValueError(f"rope_scaling is {parameters!r}; a mapping with rope_type is expected.")
-    parameters = dict(parameters)
-    inner = parameters.pop("rope_theta", None)
+    scaling, theta = _turning(take, "rope_scaling", theta)
+    parameters, theta = _turning(take, "rope_parameters", theta)
+    if scaling and parameters.get("rope_type", "default") != "default":
+        _agreed("rope_scaling", scaling, "rope_parameters", parameters)
+    used = scaling or parameters  # what transformers takes where a config has both
+    theta = _number("rope_theta", 10_000.0 if theta is None else theta)
     try:
-        found = rotary_from_hf(parameters, max_position_embeddings=longest)
-    except TypeError as error:
-        raise ValueError(f"rope_scaling is {parameters!r}: {error}.") from error
-    given = next((value for value in (inner, theta) if value is not None), 10_000.0)
+        _check_rotary_types(used)
+        found = rotary_from_hf(used, max_position_embeddings=longest)
+        if not np.isfinite(found.frequencies(_ANY_HEAD, theta)).all():
+            raise ValueError("the frequencies that it gives are not finite")
+    except (TypeError, ArithmeticError, ValueError) as error:
+        raise ValueError(
+            f"rope_scaling is {shown(used)} and rope_theta {theta}: {plain(str(error))}"
+        ) from error
     return RotaryConfig(
-        theta=_number("rope_theta", given),
+        theta=theta,
         scaling=None if isinstance(found, DefaultRotary) else found,
         max_position_embeddings=longest,
     )
 
 
+_ANY_HEAD = 64
+
+
+def _turning(take: _Taker, name: str, theta: Any) -> tuple[dict[str, Any], Any]:
+    """One of the two sections that say how positions turn, and the base, which may be in it or beside it."""
+    found = take(name, {})
+    if not isinstance(found, Mapping):
+        raise ValueError(f"{name} is {shown(found)}; a mapping with rope_type is expected.")
+    found = dict(found)
+    theta = _agreed("rope_theta", theta, f"{name}.rope_theta", found.pop("rope_theta", None))
+    kind, older = found.get("rope_type"), found.pop("type", None)
+    kind = _agreed(f"{name}.rope_type", kind, f"{name}.type", older)
+    return found if kind is None else {**found, "rope_type": kind}, theta
+
+
+def _check_rotary_types(parameters: Mapping[str, Any]) -> None:
+    if not isinstance(parameters.get("rope_type", "default"), str):
+        raise ValueError("rope_type is a text")
+    if not isinstance(parameters.get("truncate", True), bool):
+        raise ValueError("truncate is true or false")
+    for name in _ROTARY_NUMBERS & parameters.keys():
+        if parameters[name] is not None:
+            _number(name, parameters[name])
+
+
+_ROTARY_NUMBERS = {field.name for one in (LinearRotary, Llama3Rotary, YarnRotary) for field in fields(one)}
+_ROTARY_NUMBERS -= {"truncate"}
+
+
 def _experts(take: _Taker, num_layers: int) -> ExpertsConfig:
     step = take.size("decoder_sparse_step", 1)  # the distance of sparse layers
     dense = set(take.sequence("mlp_only_layers", int, []))
+    if strange := sorted(layer for layer in dense if not 0 <= layer < num_layers):
+        raise ValueError(f"mlp_only_layers names layer {shown(strange[0])}; there are 0 to {num_layers - 1}.")
     named, newer = (take.size(name, None) for name in ("num_experts", "num_local_experts"))
-    if named is None and newer is None:
+    num_experts = _agreed("num_experts", named, "num_local_experts", newer)
+    if num_experts is None:
         raise ValueError("num_experts or num_local_experts is missing.")
     return ExpertsConfig(
-        num_experts=newer if named is None else named,
+        num_experts=num_experts,
         experts_per_token=take.size("num_experts_per_tok"),
         intermediate_dim=take.size("moe_intermediate_size"),
         norm_topk_prob=take.boolean("norm_topk_prob", False),
@@ -352,7 +420,7 @@ def _experts_to_hf(config: Qwen3MoeConfig, windowed: list[bool]) -> dict[str, An
         "num_experts_per_tok": experts.experts_per_token,
         "moe_intermediate_size": experts.intermediate_dim,
         "norm_topk_prob": experts.norm_topk_prob,
-        "router_aux_loss_coef": experts.load_balance_weight,
+        "router_aux_loss_coef": experts.load_balance_weight_used,
         "output_router_logits": False,
         "decoder_sparse_step": 1,
         "mlp_only_layers": list(experts.dense_layers),

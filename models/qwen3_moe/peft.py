@@ -12,6 +12,10 @@ ExpertsLayout: TypeAlias = Literal["fused", "separate"]
 
 _OF_A_LAYER = re.compile(r"stacks\.(\d+)\.\*\.(attention\.[qkvo]_proj|mlp\..+)")
 _OF_AN_EXPERT = re.compile(r"mlp\.experts\.\*\.(gate|up|down)_proj")
+_WITHOUT_ADAPTERS = {
+    "embed_tokens": "the embedding is no linear, and only linears have adapters here",
+    "lm_head": "this model has no head of its own, since its config has tie_word_embeddings",
+}
 _SEPARATE = re.compile(r"\.mlp\.experts\.\d+\.")
 
 
@@ -77,6 +81,17 @@ def save_adapters(
 
 
 def load_adapters(model: Qwen3Decoder, folder: Path) -> Qwen3Decoder:
-    """The model with the adapters in `folder`, whichever way those of experts are written."""
-    separate = any(_SEPARATE.search(name) for name in peft_tensor_names(folder))
+    """The model with the adapters in `folder`, whichever way those of experts are written.
+
+    Raises:
+        ValueError: they are of the embedding, or of a head that the model hasn't; or as `load_peft`.
+    """
+    tensors = peft_tensor_names(folder)
+    for module, missing in _WITHOUT_ADAPTERS.items():
+        if any(f".{module}." in name for name in tensors) and (module != "lm_head" or model.head is None):
+            raise ValueError(
+                f"{folder} has adapters of {module}: {missing}. Merge them with PEFT (merge_and_unload), "
+                f"save the whole model and read that."
+            )
+    separate = any(_SEPARATE.search(name) for name in tensors)
     return load_peft(model, folder, peft_names(model.config, "separate" if separate else "fused"))

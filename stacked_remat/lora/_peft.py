@@ -116,7 +116,7 @@ def load_peft(model: T, folder: Path, names: PeftNames, *, dtype: DTypeLike = jn
         dtypes = {key: file.get_slice(key).get_dtype() for key in shapes}
         problems = _problems(keys, shapes, places, settings, linears)
         problems += [
-            f"not a float that is read: {key} is {dtype}, expected one of {', '.join(_FLOATS)}"
+            f"not a float that is read: {_plain(key)} is {dtype}, expected one of {', '.join(_FLOATS)}"
             for key, dtype in dtypes.items()
             if dtype not in _FLOATS
         ]
@@ -235,7 +235,7 @@ def _linears(model: Any, names: PeftNames) -> list[_Linear]:
 
 def _tensors_file(folder: Path) -> Path:
     path = folder / TENSORS_FILE
-    if not path.exists():
+    if not path.is_file():
         raise FileNotFoundError(f"No PEFT adapter in {folder}: {TENSORS_FILE} is missing.")
     return path
 
@@ -246,7 +246,7 @@ def _opened(path: Path) -> Iterator[Any]:
     try:
         with safetensors.safe_open(path, "numpy") as file:
             yield file
-    except safetensors.error as error:
+    except (safetensors.error, OSError) as error:
         raise ValueError(
             f"{path} can't be read as a safetensors file ({error}). It may be cut short; fetch or save "
             f"it again."
@@ -265,6 +265,10 @@ def _part_ranks(path: Path, metadata: Mapping[str, str]) -> Mapping[str, Sequenc
     if not fits:
         raise ValueError(f"{_PART_RANKS} in the header of {path} are no ranks: {text!r}. Save it again.")
     return found
+
+
+def _plain(key: str) -> str:
+    return key if key.isprintable() else repr(key)
 
 
 def _some(place: Place) -> PeftParameter:
@@ -299,7 +303,7 @@ def _problems(
         rows = settings.rank(_some(place)) * place.size
         expected[a], expected[b] = (rows, narrow), (wide * place.parts, rows)
     problems = [f"missing: {key} {shape}" for key, shape in expected.items() if key not in shapes]
-    problems += [f"unknown: {key} {shape}" for key, shape in shapes.items() if key not in expected]
+    problems += [f"unknown: {_plain(key)} {shape}" for key, shape in shapes.items() if key not in expected]
     problems += [
         f"misshapen: {key} is {shapes[key]}, expected {shape}"
         for key, shape in expected.items()

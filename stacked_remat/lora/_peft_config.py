@@ -4,6 +4,8 @@ import collections
 import json
 import math
 import re
+import reprlib
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +34,38 @@ _UNSUPPORTED = {
 }
 # With one of these, which layers have adapters is left to the tensors.
 _NARROWING = ("layers_to_transform", "exclude_modules")
+_READ = {
+    "r",
+    "lora_alpha",
+    "rank_pattern",
+    "alpha_pattern",
+    "use_rslora",
+    "target_modules",
+    "target_parameters",
+}
+# What says nothing of the arithmetic in evaluation: names, and how the adapters were trained.
+_WITHOUT_EFFECT = {
+    "auto_mapping",
+    "base_model_name_or_path",
+    "corda_config",
+    "ensure_weight_tying",
+    "eva_config",
+    "inference_mode",
+    "layers_pattern",
+    "loftq_config",
+    "lora_dropout",
+    "lora_ga_config",
+    "megatron_config",
+    "megatron_core",
+    "peft_type",
+    "peft_version",
+    "qalora_group_size",
+    "revision",
+    "runtime_config",
+    "task_type",
+    "velora_config",
+}
+_KNOWN = {*_UNSUPPORTED, *_NARROWING, *_READ, *_WITHOUT_EFFECT}
 
 
 @dataclass(frozen=True)
@@ -50,29 +84,29 @@ class PeftSettings:
 
         Raises:
             FileNotFoundError: there is none.
-            ValueError: it is no JSON, has a value of another type than PEFT writes, or describes something
-                else than plain LoRA.
+            ValueError: it is no JSON, has a value of another type than PEFT writes, a field that is not known
+                here, or describes something else than plain LoRA.
         """
         path = folder / CONFIG_FILE
-        if not path.exists():
+        if not path.is_file():
             raise FileNotFoundError(f"No PEFT adapter in {folder}: {CONFIG_FILE} is missing.")
-        try:
-            entries = json.loads(path.read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise ValueError(
-                f"{path} is not valid JSON ({error}). It may be cut short; fetch or save it again."
-            ) from error
-        if not isinstance(entries, dict):
-            raise ValueError(f"{path} is no mapping of fields, but {type(entries).__name__}.")
+        entries = _entries(path)
         if wrong := [*_ill_typed(entries)]:
             raise ValueError(f"{path} can't be used: {'; '.join(wrong)}. Correct it, or save it again.")
         refused = [
-            f"{name} = {entries[name]!r}"
+            f"{name} = {reprlib.repr(entries[name])}"
             for name, neutral in {"peft_type": ("LORA",), **_UNSUPPORTED}.items()
             if name in entries and entries[name] not in neutral
         ]
         if refused:
             raise ValueError(f"{path} asks for what only PEFT can do: {', '.join(refused)}.")
+        unknown = [name for name, value in entries.items() if name not in _KNOWN and not _is_off(value)]
+        if unknown:
+            raise ValueError(
+                f"{path} has fields that are not known here, and so can't be honoured: "
+                f"{', '.join(map(reprlib.repr, sorted(unknown)[:10]))}. Remove them if they do not change "
+                f"what the adapters compute."
+            )
         return PeftSettings(entries)
 
     def targets(self, member: PeftParameter) -> bool:
@@ -102,32 +136,61 @@ class PeftSettings:
         # A matrix by itself may have been that of a module.
         names = (member.target, member.module) if member.parameter == "weight" else (member.target,)
         for pattern, value in (self.entries.get(which) or {}).items():
-            if any(re.match(rf"(.*\.)?({pattern})$", name) for name in names):
+            if any(re.match(_as_ending(pattern), name) for name in names):
                 return value
         return default
+
+
+def _entries(path: Path) -> dict[str, Any]:
+    """The fields of a JSON file, each there once."""
+
+    def once_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        counts = collections.Counter(name for name, _ in pairs)
+        if twice := [name for name, count in counts.items() if count > 1]:
+            raise ValueError(f"{reprlib.repr(twice[0])} is there more than once")
+        return dict(pairs)
+
+    try:
+        entries = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=once_each)
+    except OSError as error:
+        raise ValueError(f"{path} can't be read: {error.strerror or error}.") from error
+    except (ValueError, RecursionError) as error:
+        raise ValueError(
+            f"{path} is not valid JSON ({error}). It may be cut short; fetch or save it again."
+        ) from error
+    if not isinstance(entries, dict):
+        raise ValueError(f"{path} is no mapping of fields, but {type(entries).__name__}.")
+    return entries
+
+
+def _is_off(value: Any) -> bool:
+    """Whether a field of a later PEFT says that what it is for is not used."""
+    return value is None or value is False or value == [] or value == {}
 
 
 def _ill_typed(entries: Mapping[str, Any]) -> Iterator[str]:
     """What is wrong with the fields that are read."""
     for name, value in _ranks_and_alphas(entries):
         whole = "alpha" not in name
-        if type(value) not in ((int,) if whole else (int, float)) or not 0 < value < math.inf:
-            yield f"{name} is {value!r}, and a positive {'whole number' if whole else 'number'} is expected"
+        if type(value) not in ((int,) if whole else (int, float)) or not 0 < value <= sys.float_info.max:
+            expected = "whole number" if whole else "number"
+            yield f"{name} is {reprlib.repr(value)}, and a positive {expected} is expected"
     for name in ("rank_pattern", "alpha_pattern"):
         if not isinstance(entries.get(name) or {}, dict):
-            yield f"{name} is {entries[name]!r}, and a mapping from patterns to numbers is expected"
+            shown = reprlib.repr(entries[name])
+            yield f"{name} is {shown}, and a mapping from patterns to numbers is expected"
     if not isinstance(entries.get("use_rslora") or False, bool):
-        yield f"use_rslora is {entries['use_rslora']!r}, and true or false is expected"
+        yield f"use_rslora is {reprlib.repr(entries['use_rslora'])}, and true or false is expected"
     for name in ("target_modules", "target_parameters"):
         value = entries.get(name) or []
         listed = isinstance(value, list) and all(isinstance(one, str) for one in value)
         if not (listed or (isinstance(value, str) and name == "target_modules")):
-            yield f"{name} is {value!r}, and a list of names is expected"
-    for pattern in _patterns(entries):
+            yield f"{name} is {reprlib.repr(value)}, and a list of names is expected"
+    for pattern, used in _patterns(entries):
         try:
-            re.compile(pattern)
-        except re.error as error:
-            yield f"{pattern!r} is no regular expression ({error})"
+            re.compile(used)
+        except (re.error, RecursionError, OverflowError) as error:
+            yield f"{reprlib.repr(pattern)} is no regular expression ({error})"
 
 
 def _ranks_and_alphas(entries: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
@@ -139,12 +202,17 @@ def _ranks_and_alphas(entries: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
             yield from ((f"{name}[{pattern!r}]", value) for pattern, value in entries[name].items())
 
 
-def _patterns(entries: Mapping[str, Any]) -> Iterator[str]:
+def _patterns(entries: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """The regular expressions, each with the one that it becomes."""
     for name in ("rank_pattern", "alpha_pattern"):
         if isinstance(entries.get(name), dict):
-            yield from entries[name]
+            yield from ((pattern, _as_ending(pattern)) for pattern in entries[name])
     if isinstance(entries.get("target_modules"), str):
-        yield entries["target_modules"]
+        yield entries["target_modules"], entries["target_modules"]
+
+
+def _as_ending(pattern: str) -> str:
+    return rf"(.*\.)?({pattern})$"
 
 
 def describe(

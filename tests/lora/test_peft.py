@@ -1,7 +1,9 @@
 """The files themselves; that PEFT reads and writes the same is tested with the models."""
 
 import builtins
+import functools
 import json
+import math
 import re
 
 import equinox as eqx
@@ -167,6 +169,7 @@ def test_every_tensor_that_does_not_fit_is_named(saved):
         del tensors[f"{PREFIX}model.layers.2.experts.lora_B.weight"]
         tensors[f"{PREFIX}model.layers.7.attn.q_proj.lora_A.weight"] = np.zeros((2, 6), np.float32)
         tensors[f"{attention}.o_proj.lora_A.weight"] = np.zeros((2, 9), np.float32)
+        tensors["\x1b[2J"] = np.zeros(1, np.float32)
 
     rewrite(saved, spoil)
     with pytest.raises(ValueError, match="do not fit the model") as error:
@@ -174,6 +177,7 @@ def test_every_tensor_that_does_not_fit_is_named(saved):
     assert str(error.value).splitlines()[1:] == [
         f"missing: {attention}.q_proj.lora_A.weight (2, 6)",
         f"missing: {PREFIX}model.layers.2.experts.lora_B.weight (6, 6)",
+        "unknown: '\\x1b[2J' (1,)",
         f"unknown: {PREFIX}model.layers.7.attn.q_proj.lora_A.weight (2, 6)",
         f"misshapen: {attention}.o_proj.lora_A.weight is (2, 9), expected (2, 8)",
     ]
@@ -231,6 +235,46 @@ def test_values_that_peft_does_not_write_are_refused(saved, settings, message):
     rewrite(saved, **settings)
     with pytest.raises(ValueError, match=f"adapter_config.json can't be used: {message}.*Correct it"):
         load_peft(model(), saved, names)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"lora_scale_by": "depth"}, "'lora_scale_by'"),
+        ({"use_later": True, "rank_of_later": 0}, "'rank_of_later', 'use_later'"),
+        ({"\x1b[2J": 1}, r"'\\x1b\[2J'"),
+    ],
+)
+def test_fields_that_are_not_known_are_refused(saved, settings, message):
+    rewrite(saved, **settings)
+    with pytest.raises(ValueError, match=f"has fields that are not known here.*: {message}. Remove them"):
+        load_peft(model(), saved, names)
+
+
+def test_fields_of_a_later_peft_that_say_it_is_not_used_are_read(saved):
+    rewrite(saved, use_later=False, later_config=None, later_modules=[], lora_dropout=0.1, revision="main")
+    load_peft(model(), saved, names)
+
+
+def test_odd_configs_are_read_or_refused_in_a_line(saved):
+    nested = functools.reduce(lambda inner, _: [inner], range(200), [])
+    odd = [None, True, 0, -1, 10**400, 1e308, math.nan, math.inf, "", "(", "(?i)x", "x" * 9999, nested]
+    odd += [[], {}, [None], [[]], {"a": 1}, {"(": 1}, {"(?i)a": 1}, {"x": 10**400}, {"\x1b": []}]
+    whole = json.loads((saved / "adapter_config.json").read_text())
+    for name in [*whole, "bias", "use_qalora", "modules_to_save", "layers_to_transform", "odd"]:
+        for value in odd:
+            (saved / "adapter_config.json").write_text(json.dumps(whole | {name: value}))
+            try:
+                load_peft(model(), saved, names)
+            except ValueError as error:
+                assert len(str(error)) < 5000 and "\x1b" not in str(error)
+
+
+def test_a_field_that_is_given_twice_or_nested_too_deep_is_named(saved):
+    for content, message in (('{"r": 1, "r": 2}', "'r' is there more than once"), ("[" * 10**5, "recursion")):
+        (saved / "adapter_config.json").write_text(content)
+        with pytest.raises(ValueError, match=f"adapter_config.json is not valid JSON .*{message}"):
+            load_peft(model(), saved, names)
 
 
 def test_tensors_that_are_no_floats_are_named(saved):

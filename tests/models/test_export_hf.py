@@ -1,3 +1,4 @@
+import dataclasses
 import json
 import shutil
 from typing import Any
@@ -13,12 +14,13 @@ from haliax import Axis
 from rich.console import Console
 from safetensors.numpy import load_file, save_file
 
-from models.export_hf import main as export_hf, trained_model
+from models.export_hf import beside_the_weights, main as export_hf, trained_model
 from models.generator import generator_of_run
 from models.qwen3_moe import Qwen3Decoder, Qwen3MoeConfig
 from models.qwen3_moe.hf import read_decoder, write_decoder
 from models.qwen3_moe.hf_config import read_hf_config
 from models.qwen3_moe.peft import load_adapters
+from models.safetensors_folder import WeightsError
 from models.train_lm import TrainLmConfig, main as train_lm
 from stacked_remat.lora import merge_lora
 from stacked_remat.training import ConfigError, parse_config
@@ -202,6 +204,40 @@ def test_what_can_not_be_exported_is_named(workplace, tmp_path):
     assert status == 1 and "No checkpoint in" in shown
     status, shown = export("--run_dir", tmp_path, "--out", workplace)
     assert status == 1 and "is not an empty folder" in shown
+
+
+def begun_with(workplace, folder):
+    config = parse_config(TrainLmConfig, ["--config_path", str(workplace / "run.yaml")])
+    return dataclasses.replace(config, initialize_from_hf=str(folder))
+
+
+def test_ends_go_along_where_only_the_config_names_them(workplace, tmp_path):
+    folder = shutil.copytree(workplace / "base", tmp_path / "base")
+    (folder / "generation_config.json").unlink()
+    for ends, expected in (([9, 256, 7], [256, 7, 9]), (9, [256, 9]), (256, 256), (None, 256)):
+        fields = json.loads((folder / "config.json").read_text()) | {"eos_token_id": ends}
+        (folder / "config.json").write_text(json.dumps(fields))
+        assert beside_the_weights(begun_with(workplace, folder)) == ({}, {"eos_token_id": expected})
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"{", b"\xff", b"[]", b'{"eos_token_id": "</s>"}', b'{"eos_token_id": 260}']
+)
+def test_a_damaged_generation_config_is_not_copied(workplace, tmp_path, content):
+    folder = shutil.copytree(workplace / "base", tmp_path / "base")
+    (folder / "generation_config.json").write_bytes(content)
+    with pytest.raises(WeightsError, match=r"base/generation_config.json"):
+        beside_the_weights(begun_with(workplace, folder))
+
+
+def test_a_config_that_can_not_be_read_is_named(tmp_path, monkeypatch):
+    (tmp_path / "checkpoints").mkdir()
+    for saved in ({"vocab_size": 9, "model": {"type": "qwen9"}}, {"vocab_size": 9, "later": 1}, {}, [], None):
+        monkeypatch.setattr("models.export_hf.checkpoint_config", lambda *_, saved=saved, **__: saved)
+        status, shown = export("--run_dir", tmp_path, "--out", tmp_path / "out")
+        assert (
+            status == 1 and f"The config in the checkpoint {tmp_path / 'checkpoints'} can't be used" in shown
+        )
 
 
 @pytest.mark.deep

@@ -1,5 +1,6 @@
 """The command, on a run folder, on a run of adapters, and on exported folders."""
 
+import io
 import json
 import shutil
 
@@ -13,11 +14,13 @@ from rich.console import Console
 import models.generate as command
 from models.export_hf import main as export_hf
 from models.generate import main
-from models.generator import generator_of_folder
+from models.generator import generator_of_folder, source_of_folder
 from models.qwen3_moe import Qwen3Config, Qwen3Decoder
 from models.qwen3_moe.hf import write_decoder
+from models.safetensors_folder import SafetensorsFolder, WeightsError
 from models.text_generation import Piece
 from models.train_lm import main as train_lm
+from stacked_remat.training import load_tokenizer
 
 from ..training.data import word_tokenizer
 
@@ -112,6 +115,43 @@ def test_an_interruption_leaves_what_came(run, monkeypatch):
     assert generate("--checkpoint", run, "--prompt", "ab") == (130, "abcd\n")
 
 
+@pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
+def test_what_a_model_says_is_shown_as_text_and_written_as_it_is_for_pipes(run, monkeypatch, encoding):
+    said = ["\x1b", "[2J\t\x9b", "1m\r\u202eé\n"]
+    monkeypatch.setattr(
+        command,
+        "generate_text",
+        lambda *args, **options: (Piece(0, text, last=text == said[-1]) for text in said),
+    )
+
+    def written(*options):
+        buffer = io.BytesIO()
+        console = Console(file=io.TextIOWrapper(buffer, encoding=encoding, newline=""), width=10)
+        assert main(["--checkpoint", str(run), "--prompt", "a\x07", *options], console) == 0
+        console.file.flush()
+        return buffer.getvalue()
+
+    last = "é" if encoding == "utf-8" else "\\xe9"
+    assert written() == f"a\\x07\\x1b[2J\t\\x9b1m\\r\\u202e{last}\n\n".encode(encoding)
+    assert written("--raw") == ("a\x07" + "".join(said) + "\n").encode()
+
+
+def test_a_cache_that_can_not_fit_is_told_before_any_weights_are_read(exported, run, monkeypatch):
+    monkeypatch.setattr(SafetensorsFolder, "open", None)
+    monkeypatch.setattr("models.generator.trained_model", None)
+    monkeypatch.setattr("models.generator.memory_bytes", lambda _: 2**30)
+    model = ("--model", exported, "--tokenizer", "byte")
+    for source in (model, ("--checkpoint", run)):
+        status, shown = generate(*source, "--prompt", "abc", "--prompt", "a", "--max_new_tokens", 10**9)
+        # 2 of keys and values, layers, sequences, numbers of a head, bytes
+        size = 2 * 2 * 2 * (10**9 + 4) * 8 * 4 >> 20
+        assert status == 1 and f"2 x 1000000004 tokens take {size:,} MiB for their keys and" in shown
+        assert "has 1,024 MiB. Lower --max_new_tokens" in shown
+    monkeypatch.setattr("models.generator.memory_bytes", lambda _: None)
+    status, shown = generate(*model, "--prompt", "abc", "--max_new_tokens", 10**25)
+    assert status == 1 and "Lower --max_new_tokens" in shown
+
+
 def test_a_chat_goes_into_the_template(run):
     status, shown = generate("--checkpoint", run, "--chat", "--prompt", "hi", "--max_new_tokens", 4)
     assert status == 0 and shown.startswith("hi\n")
@@ -146,6 +186,55 @@ def test_a_folder_says_its_dtype_its_tokenizer_and_its_ends(spoken):
     assert status == 0 and shown.startswith("hello\n")
 
 
+@pytest.fixture
+def described(spoken, tmp_path):
+    """A copy of that folder, and what changes fields of its files."""
+    folder = shutil.copytree(spoken, tmp_path / "described")
+
+    def change(file, **fields):
+        path = folder / file
+        before = json.loads(path.read_text()) if path.is_file() else {}
+        path.write_text(json.dumps(before | fields))
+        return folder
+
+    return change
+
+
+def test_the_ends_of_config_json_count_where_generation_config_json_has_none(described):
+    folder = described("config.json", eos_token_id=[3, 5])
+    own = load_tokenizer(str(folder)).end
+    assert source_of_folder(str(folder)).ends == {3, 5, own}
+    described("generation_config.json", eos_token_id=None)
+    assert source_of_folder(str(folder)).ends == {3, 5, own}
+    described("generation_config.json", eos_token_id=7)
+    assert source_of_folder(str(folder)).ends == {7, own}
+
+
+@pytest.mark.parametrize("file", ["config.json", "generation_config.json"])
+@pytest.mark.parametrize("ends", ["</s>", "3", 3.0, True, -1, 10**6, [[3]], [3, None], {"a": 3}], ids=str)
+def test_ends_that_are_no_tokens_are_refused(described, file, ends):
+    folder = described(file, eos_token_id=ends)
+    with pytest.raises(WeightsError, match=f"{file}: eos_token_id is .*; a token of the model, from 0 to"):
+        source_of_folder(str(folder))
+
+
+def test_another_model_is_named_before_a_tokenizer_that_is_missing(described):
+    folder = described("config.json", model_type="gpt2")
+    (folder / "tokenizer.json").unlink()
+    status, shown = generate("--model", folder, "--prompt", "a")
+    assert status == 1 and "model_type is 'gpt2'; qwen3 and qwen3_moe are read" in shown
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b'{"eos_token_id": 3', b"\xff", b"[]", b"[" * 100_000], ids=range(5)
+)
+def test_damaged_generation_configs_are_named(described, content):
+    folder = described("generation_config.json")
+    (folder / "generation_config.json").write_bytes(content)
+    status, shown = generate("--model", folder, "--prompt", "a")
+    assert status == 1 and f"{folder / 'generation_config.json'} is n" in shown and shown.count("\n") == 1
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -158,6 +247,7 @@ def test_a_folder_says_its_dtype_its_tokenizer_and_its_ends(spoken):
         (("--checkpoint", "{run}", "--prompts", "nowhere.txt"), "Can't read --prompts nowhere.txt"),
         (("--checkpoint", "{run}", "--prompt", "a", "--top_p", "2"), "--top_p is a probability above 0"),
         (("--checkpoint", "{run}", "--prompt", "a", "--max_new_tokens", "0"), "--max_new_tokens must be"),
+        (("--checkpoint", "{run}", "--prompt", "a\udcff"), r"--prompt 'a\udcff' is not valid UTF-8."),
         (("--model", "{run}", "--prompt", "a"), "it is a run folder. Use --checkpoint"),
         (("--model", "nowhere", "--prompt", "a"), "There is no folder nowhere, and it is no name on the"),
         (("--model", "{exported}", "--prompt", "a"), "There is no tokenizer.json in"),

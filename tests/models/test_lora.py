@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from haliax import Axis
+from safetensors.numpy import load_file, save_file
 
 from models.lm import build_model, next_token_loss
 from models.lora import with_adapters
@@ -90,6 +91,8 @@ def test_the_defaults_adapt_attention_and_experts_but_neither_router_nor_head():
     ("targets", "message"),
     [
         (("*.q_prj",), r"'\*.q_prj' fits no linear. Nearest of 9: stacks.0.\*.attention.q_proj"),
+        (("*.lm_head",), "'.*lm_head': the loss takes the weights of the head by themselves"),
+        (("*_proj", "embed_tokens"), "'embed_tokens': the embedding is no linear.*Leave it out"),
         (("head",), "A LoraLinear has no single weight.*leave it out of LoraConfig.targets"),
     ],
 )
@@ -142,3 +145,16 @@ def test_the_planner_counts_no_gradients_and_no_moments_of_the_base(standard_pro
     weights = whole.arguments / 3
     assert adapters.arguments < 1.1 * weights
     assert whole.temporaries > 0.9 * weights and adapters.temporaries < 0.3 * weights
+
+
+@pytest.mark.parametrize(
+    ("module", "missing"), [("embed_tokens", "the embedding is no linear"), ("lm_head", "no head of its own")]
+)
+def test_files_with_adapters_of_what_can_have_none_say_what_is_missing(tmp_path, module, missing):
+    tied = adapted_model(config=dataclasses.replace(CONFIG, tie_word_embeddings=True))
+    save_adapters(tmp_path, tied)
+    path = tmp_path / "adapter_model.safetensors"
+    key = f"base_model.model.{'' if module == 'lm_head' else 'model.'}{module}.lora_embedding_A"
+    save_file({**load_file(path), key: np.zeros((2, 17), np.float32)}, path)
+    with pytest.raises(ValueError, match=f"has adapters of {module}: .*{missing}.* Merge them with PEFT"):
+        load_adapters(tied, tmp_path)

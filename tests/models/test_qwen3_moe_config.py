@@ -3,7 +3,12 @@ from typing import Any, get_args, get_type_hints
 
 import draccus
 import draccus.utils
+import equinox as eqx
+import haliax as hax
+import jax
+import jax.numpy as jnp
 import pytest
+from haliax import Axis
 
 from models.lm import LmConfig, check_remat_names
 from models.qwen3_moe import (
@@ -11,6 +16,7 @@ from models.qwen3_moe import (
     ExpertsConfig,
     LayerKind,
     Qwen3Config,
+    Qwen3Decoder,
     Qwen3MoeConfig,
     RotaryConfig,
 )
@@ -199,3 +205,32 @@ def test_policies_for_what_no_layer_has_are_refused(field):
     check_remat_names(
         Qwen3Config(), ScanCheckpointPolicy(**{field: True}) if field.startswith("save") else None
     )
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        Qwen3Config(num_layers=3, tie_word_embeddings=True, attention=AttentionConfig(6, True)),
+        Qwen3MoeConfig(
+            mlp_dim=50, experts=ExpertsConfig(5, 2, 7, dense_layers=(1,)), compute_dtype="bfloat16"
+        ),
+    ],
+    ids=["dense", "sparse"],
+)
+def test_sizes_are_known_before_anything_is_made(config):
+    Vocab, Batch, Pos = Axis("vocab", 19), Axis("batch", 3), Axis("position", 4)
+    model = eqx.filter_eval_shape(Qwen3Decoder.init, config, Vocab, key=jax.random.key(0))
+    assert config.num_weights(Vocab.size) == sum(leaf.size for leaf in jax.tree.leaves(model))
+    tokens = hax.zeros((Batch, Pos), dtype=jnp.int32)
+    _, cache = eqx.filter_eval_shape(lambda model: model.prefill(tokens, 11), model)
+    size = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(cache))
+    assert config.cache_bytes(Batch.size, 11) == size
+
+
+def test_stacks_of_very_many_layers_are_counted_and_not_walked():
+    attention = AttentionConfig(window=3, windowed_layers=(5, 6, 10**8 - 1))
+    config = Qwen3MoeConfig(num_layers=10**8, attention=attention, experts=ExpertsConfig(dense_layers=(0, 6)))
+    sizes = [axis.size for _, axis in config.stacks]
+    assert sizes == [1, 4, 1, 1, 10**8 - 8, 1] and sum(sizes) == config.num_layers
+    assert [kind.sparse for kind, _ in config.stacks] == [False, True, True, False, True, True]
+    assert [kind.window for kind, _ in config.stacks] == [None, None, 3, 3, None, 3]

@@ -11,7 +11,8 @@ from haliax import Axis
 
 from models.lm import LmConfig, build_model, next_token_loss
 from models.qwen3_moe import AttentionConfig, ExpertsConfig, Qwen3Config, Qwen3Decoder, Qwen3MoeConfig
-from models.qwen3_moe.experts import SparseExperts
+from models.qwen3_moe.decoder import router_losses
+from models.qwen3_moe.experts import RouterStatistics, SparseExperts
 from stacked_remat import ScanCheckpointPolicy
 from stacked_remat.ops import rotary_table
 from stacked_remat.training import TokenBatch
@@ -86,6 +87,43 @@ def test_loss_counts_weighted_targets_alone_and_adds_the_load_balance_of_every_l
     np.testing.assert_allclose(metrics["load_balance_per_layer"], per_layer, rtol=1e-5)
     np.testing.assert_allclose(metrics["load_balance"], per_layer.mean(), rtol=1e-5)
     np.testing.assert_allclose(loss, cross_entropy + 0.001 * per_layer.mean(), rtol=1e-5)
+
+
+def hugging_face_balance(logits, top_k, mask):
+    """`load_balancing_loss_func` of transformers: all layers' counts and probabilities are pooled first."""
+    counts, sums, rows = 0.0, 0.0, 0.0
+    for layer in logits:
+        probabilities = np.exp(layer) / np.exp(layer).sum(-1, keepdims=True)
+        chosen = np.argsort(-probabilities, axis=-1)[:, :top_k]
+        for token, counted in enumerate(mask):
+            counts = counts + counted * np.isin(np.arange(layer.shape[-1]), chosen[token])
+            sums = sums + counted * probabilities[token]
+            rows += counted
+    return layer.shape[-1] * np.sum(counts / rows * (sums / rows))
+
+
+def test_the_load_balance_of_transformers_pools_layers_before_it_multiplies():
+    mask = np.array([1, 1, 1, 1, 1, 1, 1, 1, 0, 0], np.float32)
+    logits = np.random.default_rng(0).normal(size=(3, 10, 3)).astype(np.float32)
+    logits += 2 * np.eye(3, dtype=np.float32)[:, None]  # each layer prefers an expert of its own
+    probabilities = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
+    chosen = np.argsort(np.argsort(-probabilities)) < 2
+    load, importance = (
+        hax.named(
+            jnp.asarray((one * mask[:, None]).sum(1) / mask.sum(), jnp.float32), (Layers, CONFIG.Experts)
+        )
+        for one in (chosen, probabilities)
+    )
+    statistics = RouterStatistics(load, importance, hax.zeros(Layers))
+    per_layer = [hugging_face_balance(layer[None], 2, mask) for layer in logits]
+    expected = {"per_layer": np.mean(per_layer), "pooled": hugging_face_balance(logits, 2, mask)}
+    assert abs(expected["per_layer"] - expected["pooled"]) > 0.01
+    for name, balance in expected.items():
+        experts = dataclasses.replace(CONFIG.experts, load_balance_loss=name, load_balance_weight=0.5)
+        losses = router_losses(statistics, dataclasses.replace(CONFIG, experts=experts))
+        np.testing.assert_allclose(losses.metrics["load_balance"], balance, rtol=1e-5)
+        np.testing.assert_allclose(losses.loss, 0.5 * balance, rtol=1e-5)
+        np.testing.assert_allclose(losses.metrics["load_balance_per_layer"], per_layer, rtol=1e-5)
 
 
 def test_a_batch_without_weight_has_no_loss():
@@ -267,19 +305,24 @@ def test_the_loss_keeps_documents_apart():
 @pytest.mark.parametrize(
     ("policy", "kept"),
     [
-        (ScanCheckpointPolicy(disable=True), True),
-        (ScanCheckpointPolicy(save_block_internals=True), True),
-        (ScanCheckpointPolicy(), False),
-        (ScanCheckpointPolicy(nested=True), False),
+        (ScanCheckpointPolicy(disable=True), {True}),
+        (ScanCheckpointPolicy(save_block_internals=True), {True}),
+        (ScanCheckpointPolicy(first_layers=3), {True}),
+        (ScanCheckpointPolicy(), {False}),
+        (ScanCheckpointPolicy(nested=True), {False}),
     ],
+    ids=str,
 )
 def test_products_of_the_experts_are_kept_where_layers_are_not_recomputed(policy, kept, monkeypatch):
-    seen, call = [], SparseExperts.__call__
+    seen, mixed = set(), SparseExperts._mixed
 
-    def spied(self, *args, keep):
-        seen.append(keep)
-        return call(self, *args, keep=keep)
+    def spied(self, *args):
+        seen.add(args[-1])
+        return mixed(self, *args)
 
-    monkeypatch.setattr(SparseExperts, "__call__", spied)
-    eqx.filter_eval_shape(Qwen3Decoder.layer_states, with_policy(make(), policy), batch_of_tokens().tokens)
-    assert set(seen) == {kept}
+    monkeypatch.setattr(SparseExperts, "_mixed", spied)
+    eqx.filter_eval_shape(
+        eqx.filter_grad(lambda model: hax.sum(model.layer_states(batch_of_tokens().tokens)[0]).scalar()),
+        with_policy(make(), policy),
+    )
+    assert seen == kept

@@ -12,7 +12,7 @@ from haliax import Axis
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from safetensors.numpy import load_file, save_file
 
-from models.pretrained import pretrained_config
+from models.pretrained import pretrained_config, resolved_model
 from models.qwen3_moe import (
     AttentionConfig,
     ExpertsConfig,
@@ -24,9 +24,11 @@ from models.qwen3_moe import (
 from models.qwen3_moe.hf import decoder_places, read_decoder, write_decoder
 from models.qwen3_moe.hf_config import read_hf_config
 from models.safetensors_folder import INDEX, SINGLE, SafetensorsFolder, WeightsError
+from models.train_lm import TrainLmConfig
 from stacked_remat import ScanCheckpointPolicy
 from stacked_remat.lora import LoraConfig, apply_lora
 from stacked_remat.ops import YarnRotary
+from stacked_remat.training import ConfigError
 
 Vocab = Axis("vocab", 10)
 CONFIG = Qwen3MoeConfig(
@@ -242,3 +244,57 @@ def test_a_config_may_stretch_the_context_of_the_folder(folder):
     for config in (CONFIG, dataclasses.replace(CONFIG, rotary=longer)):
         found, _ = pretrained_config(config, folder)
         assert isinstance(found, Qwen3MoeConfig) and found.rotary == config.rotary
+
+
+@pytest.mark.parametrize(
+    ("policy", "message"),
+    [
+        (
+            ScanCheckpointPolicy(nested=(7, 9)),
+            r"\[7, 9\] cuts the layers into 7 parts .* longest stack .* has 2",
+        ),
+        (ScanCheckpointPolicy(nested=(1, 1)), "hold 1 layers, fewer than 2"),
+        (
+            ScanCheckpointPolicy(save_block_internals=("keys",)),
+            "remat.save_block_internals has 'keys', which",
+        ),
+        (
+            ScanCheckpointPolicy(
+                first_layers=1, first_policy=ScanCheckpointPolicy(save_block_internals=("keys",))
+            ),
+            "remat.save_block_internals has 'keys', which",
+        ),
+    ],
+    ids=range(4),
+)
+def test_policies_that_no_stack_can_obey_are_refused_before_anything_is_read(
+    folder, monkeypatch, policy, message
+):
+    monkeypatch.setattr(SafetensorsFolder, "read", None)
+    with pytest.raises(ConfigError, match=message):
+        read_decoder(folder, CONFIG, Vocab, remat=policy)
+
+
+def test_a_config_of_another_size_is_refused_in_a_line(folder):
+    for huge in ({"num_layers": 10**8}, {"hidden_dim": 2**30}, {"mlp_dim": 2**30}):
+        with pytest.raises(
+            WeightsError, match="The config describes a model of .* weights, and the tensors in"
+        ):
+            read_decoder(folder, dataclasses.replace(CONFIG, **huge), Vocab)
+
+
+def test_the_auxiliary_loss_has_the_weight_of_the_folder_unless_the_config_has_one(folder):
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"router_aux_loss_coef": 0.25}))
+    said = dataclasses.replace(CONFIG.experts, load_balance_weight=0.5, load_balance_loss="pooled")
+    for experts, weight in ((CONFIG.experts, 0.25), (said, 0.5)):
+        found, _ = pretrained_config(dataclasses.replace(CONFIG, experts=experts), folder)
+        assert isinstance(found, Qwen3MoeConfig)
+        assert found.experts == dataclasses.replace(experts, load_balance_weight=weight)
+        for taken in (False, True):  # whether the architecture is written out or the folder's
+            entries = TrainLmConfig(
+                model=dataclasses.replace(CONFIG, experts=experts),
+                initialize_from_hf=str(folder),
+                use_hf_model_config=taken,
+            )
+            assert resolved_model(entries, check_folder=True) == (found, Vocab.size)

@@ -1,5 +1,8 @@
+import functools
 import json
+import math
 
+import numpy as np
 import pytest
 
 from models.qwen3_moe import (
@@ -11,7 +14,7 @@ from models.qwen3_moe import (
 )
 from models.qwen3_moe.hf_config import config_from_hf, config_to_hf, read_hf_config
 from models.safetensors_folder import WeightsError
-from stacked_remat.ops import YarnRotary
+from stacked_remat.ops import DefaultRotary, YarnRotary
 
 DENSE = {
     "model_type": "qwen3",
@@ -22,6 +25,7 @@ DENSE = {
     "num_attention_heads": 4,
     "num_key_value_heads": 4,
 }
+LINEAR = {"rope_type": "linear", "factor": 2.0}
 MOE = DENSE | {
     "model_type": "qwen3_moe",
     "num_experts": 6,
@@ -159,6 +163,29 @@ def test_both_ways_to_say_how_positions_turn(fields):
         ({"qkv_bias": True}, "qkv_bias is True; the decoder has False built in"),
         ({"use_qk_norm": False}, "use_qk_norm is False"),
         ({"shared_expert_intermediate_size": 64}, "shared_expert_intermediate_size is 64"),
+        ({"num_local_experts": 7}, "num_experts is 6 and num_local_experts is 7, and both are names of one"),
+        ({"dtype": "float32", "torch_dtype": "float16"}, "dtype is 'float32' and torch_dtype is 'float16'"),
+        (
+            {"rope_theta": 5.0, "rope_parameters": {"rope_theta": 6.0}},
+            "rope_theta is 5.0 and rope_parameters",
+        ),
+        (
+            {"rope_scaling": {"rope_type": "linear", "type": "yarn"}},
+            "rope_scaling.rope_type is 'linear' and ",
+        ),
+        (
+            {"rope_scaling": LINEAR, "rope_parameters": LINEAR | {"factor": 3.0}},
+            "rope_scaling is .* and rope_parameters is",
+        ),
+        ({"hidden_size": 10**30}, "hidden_size is 10*; a whole number of at most 2147483647"),
+        ({"num_hidden_layers": 10**5}, "num_hidden_layers is 100000; a whole number of at most 10000"),
+        ({"rope_theta": 10**400}, "rope_theta is 10.*; a number"),
+        ({"rope_scaling": LINEAR | {"factor": True}}, "factor is True; a number"),
+        ({"rope_scaling": {"rope_type": "yarn", "truncate": "no"}}, "truncate is true or false"),
+        ({"use_qk_norm": 1}, "use_qk_norm is 1; the decoder has True built in"),
+        ({"mlp_only_layers": [4]}, "mlp_only_layers names layer 4; there are 0 to 3"),
+        ({"torch_dtype": "x"}, "dtype is 'x'; one of float32, bfloat16"),
+        ({"\x1b[2J": 1}, r"'\\x1b\[2J': fields that"),
     ],
 )
 def test_what_the_decoder_has_not_is_refused(fields, message):
@@ -171,7 +198,10 @@ def test_what_the_decoder_has_not_is_refused(fields, message):
     [
         Qwen3Config(tie_word_embeddings=True, rms_norm_eps=1e-5, initializer_range=0.1),
         Qwen3Config(attention=AttentionConfig(6, True, window=9, windowed_layers=(0, 2))),
-        Qwen3MoeConfig(rotary=RotaryConfig(500.0, YarnRotary(2.0, 64, beta_fast=8.0), 128)),
+        Qwen3MoeConfig(
+            rotary=RotaryConfig(500.0, YarnRotary(2.0, 64, beta_fast=8.0), 128),
+            experts=ExpertsConfig(load_balance_weight=0.5),
+        ),
         Qwen3MoeConfig(
             attention=AttentionConfig(window=9),
             experts=ExpertsConfig(5, 3, 7, False, 0.01, dense_layers=(1,)),
@@ -210,3 +240,79 @@ def test_fields_that_published_configs_add_and_the_decoder_has_built_in_are_read
     coder = {"qkv_bias": False, "use_qk_norm": True, "shared_expert_intermediate_size": 0}
     coder |= {"unsloth_version": "2026.1", "something_new": None}
     assert config_from_hf(MOE | coder) == config_from_hf(MOE)
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "truncate": True}
+YARN |= {"beta_fast": 32, "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0}
+LLAMA = {"rope_type": "llama3", "factor": 8, "original_max_position_embeddings": 64}
+LLAMA |= {"low_freq_factor": 1, "high_freq_factor": 4}
+EVERY = {
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "decoder_sparse_step": 1,
+    "dtype": "float32",
+    "head_dim": 8,
+    "hidden_act": "silu",
+    "initializer_range": 0.02,
+    "layer_types": ["sliding_attention"] * 4,
+    "max_position_embeddings": 128,
+    "max_window_layers": 2,
+    "mlp_only_layers": [0],
+    "norm_topk_prob": True,
+    "num_local_experts": 6,
+    "quantization_config": None,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1e4,
+    "router_aux_loss_coef": 0.1,
+    "sliding_window": 4,
+    "tie_word_embeddings": False,
+    "torch_dtype": "float32",
+    "use_sliding_window": True,
+}
+NESTED: list = functools.reduce(lambda inner, _: [inner], range(200), [])
+ODD = [True, 0, 1, -1, 2**31, 10**400, 0.5, 1e308, 5e-324, math.inf, math.nan, "", "x", "\x1b[2J" * 999]
+ODD += [[], {}, [[]], [None], ["x"], [-1], [10**9], {"a": 1}, {"rope_type": []}, NESTED]
+
+
+def odd_configs():
+    """Configs of which one field, or one field of a section, is something else than it should be."""
+    for base in (MOE, DENSE, MOE | EVERY):
+        yield from (base | {name: value} for name in [*MOE, *EVERY, "odd"] for value in ODD)
+        for section in ("rope_scaling", "rope_parameters"):
+            for whole in (YARN, LLAMA, LINEAR):
+                for name in [*whole, "rope_theta", "type"]:
+                    yield from (base | {section: whole | {name: value}} for value in ODD)
+                yield from (base | {section: value} for value in ODD)
+
+
+def test_odd_configs_are_read_or_refused_in_a_line():
+    for document in odd_configs():
+        try:
+            config, vocab_size = config_from_hf(document)
+            table = (config.rotary.scaling or DefaultRotary()).frequencies(8, config.rotary.theta)
+            assert vocab_size == 50 or document["vocab_size"] == vocab_size
+            assert np.isfinite(table).all() and sum(axis.size for _, axis in config.stacks) < 10**4
+        except ValueError as error:
+            assert len(str(error)) < 1000 and str(error).isprintable()
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "config.json is not valid JSON: Expecting value.* cut short"),
+        (b'{"model_type": "qwen3"', "config.json is not valid JSON: Expecting ',' delimiter.* cut short"),
+        (b'{"model_type": "\xff"}', "config.json is not valid JSON: .* can't decode byte 0xff"),
+        (b"\xff\xfe{\x00}\x00", "config.json is not valid JSON: .* can't decode"),
+        (b"null", "config.json is no mapping of fields, but NoneType"),
+        (b'{"rms_norm_eps": NaN}', "config.json is not valid JSON: NaN is no number of JSON"),
+        (b'{"a": [-Infinity]}', "config.json is not valid JSON: -Infinity is no number"),
+        (b'{"a": {"b": 1, "b": 2}}', "config.json is not valid JSON: 'b' is there more than once"),
+        (b"[" * 200_000, "config.json is nested too deep"),
+        (b'{"hidden_size": ' + b"9" * 5000 + b"}", "config.json is not valid JSON: Exceeds the limit"),
+    ],
+    ids=range(10),
+)
+def test_damaged_files_are_named(tmp_path, content, message):
+    (tmp_path / "config.json").write_bytes(content)
+    with pytest.raises(WeightsError, match=message):
+        read_hf_config(tmp_path)

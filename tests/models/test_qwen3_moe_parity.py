@@ -1,6 +1,7 @@
 """The decoder against Hugging Face's implementation, on random small models; needs torch and transformers."""
 
 import copy
+import dataclasses
 import os
 import warnings
 
@@ -14,7 +15,6 @@ from haliax import Axis
 
 from models.lm import next_token_loss
 from models.qwen3_moe import Qwen3Decoder, Qwen3MoeConfig
-from models.qwen3_moe.experts import load_balance_loss
 from models.qwen3_moe.hf import read_decoder, write_decoder
 from models.qwen3_moe.hf_config import read_hf_config
 from models.safetensors_folder import SafetensorsFolder
@@ -43,6 +43,7 @@ DENSE = dict(
     head_dim=6,
 )
 MOE = DENSE | dict(moe_intermediate_size=10, num_experts=4, num_experts_per_tok=2, norm_topk_prob=True)
+MOE |= dict(router_aux_loss_coef=0.3)
 
 VARIANTS: dict[str, tuple[str, dict]] = {
     "moe": ("Qwen3Moe", MOE),
@@ -113,6 +114,7 @@ def drawn(seed: int) -> tuple[str, dict]:
         norm_topk_prob=normalised,
         decoder_sparse_step=one_of(1, 2),
         mlp_only_layers=one_of([], [0]),
+        router_aux_loss_coef=0.3,
     )
     return "Qwen3Moe", fields
 
@@ -216,17 +218,26 @@ def test_gradients(case, tmp_path):
         assert jnp.linalg.norm(ours - theirs) <= 1e-3 * jnp.linalg.norm(theirs)
 
 
-def test_load_balance_loss_of_statistics_averaged_over_layers(case):
+def test_the_training_loss_with_the_auxiliary_one(case):
     reference, decoder, _, tokens = case
-    if not isinstance(decoder.config, Qwen3MoeConfig):
+    config = decoder.config
+    if not isinstance(config, Qwen3MoeConfig):
         return
-    _, statistics = eqx.filter_jit(decoder.layer_states)(hax.named(jnp.asarray(tokens), (Batch, Pos)))
-    load, importance = (hax.mean(one, "layers") for one in (statistics.load, statistics.importance))
+    real = np.ones_like(tokens)
+    real[1, 7:] = 0
+    masked = {
+        "attention_mask": torch.tensor(real),
+        "labels": torch.tensor(np.where(real == 1, tokens, -100)),
+    }
     with torch.no_grad():
-        logits = reference(torch.tensor(tokens), output_router_logits=True).router_logits
-    experts = decoder.config.experts
-    expected = transformers.models.qwen3_moe.modeling_qwen3_moe.load_balancing_loss_func(
-        logits, experts.num_experts, experts.experts_per_token
-    )
-    ours = load_balance_loss(load, importance, decoder.config.Experts).scalar()
-    np.testing.assert_allclose(ours, expected.item(), rtol=1e-5)
+        expected = reference(torch.tensor(tokens), **masked, output_router_logits=True)
+    experts = dataclasses.replace(config.experts, load_balance_loss="pooled")
+    pooled = dataclasses.replace(decoder, config=dataclasses.replace(config, experts=experts))
+    named, documents = (hax.named(jnp.asarray(one, jnp.int32), (Batch, Pos)) for one in (tokens, real))
+    counted = np.concatenate([real[:, 1:], np.zeros_like(real[:, :1])], axis=1)
+    weights = hax.named(jnp.asarray(counted, jnp.float32), (Batch, Pos))
+    batch = TokenBatch(named, hax.roll(named, -1, Pos), weights, documents)
+    loss, metrics = eqx.filter_jit(next_token_loss)(pooled, batch)
+    np.testing.assert_allclose(metrics["load_balance"], expected.aux_loss.item(), rtol=1e-5)
+    np.testing.assert_allclose(loss - metrics["loss"], 0.3 * expected.aux_loss.item(), rtol=1e-4)
+    np.testing.assert_allclose(loss, expected.loss.item(), rtol=1e-5)

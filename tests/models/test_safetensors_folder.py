@@ -1,8 +1,9 @@
 import json
+import random
 
 import numpy as np
 import pytest
-from safetensors.numpy import save_file
+from safetensors.numpy import save, save_file
 
 from models.safetensors_folder import (
     INDEX,
@@ -115,3 +116,75 @@ def test_a_tensor_in_two_files_that_the_index_does_not_name_is_refused(tmp_path)
     (tmp_path / INDEX).write_text(json.dumps({"weight_map": {"x": "a.safetensors", "v": "b.safetensors"}}))
     with pytest.raises(WeightsError, match=r"a.safetensors and .*b.safetensors both have w"):
         SafetensorsFolder.open(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "file",
+    ["/w.safetensors", "../w.safetensors", "a/../../w.safetensors", "..\\w", "C:\\w", "", ".", 5, None],
+)
+def test_an_index_names_files_below_its_folder_and_no_others(tmp_path, file):
+    (tmp_path / "x").mkdir()
+    save_file({"w": np.ones(2)}, tmp_path / "w.safetensors")
+    file = str(tmp_path / "w.safetensors") if file == "/w.safetensors" else file
+    (tmp_path / "x" / INDEX).write_text(json.dumps({"weight_map": {"w": file}}))
+    with pytest.raises(WeightsError, match=f"{INDEX} names .* as the file of 'w'; a path below the folder"):
+        SafetensorsFolder.open(tmp_path / "x")
+
+
+def test_files_may_be_links_as_in_the_hub_s_cache(tmp_path):
+    (tmp_path / "blobs").mkdir()
+    (tmp_path / "snapshot").mkdir()
+    save_file({"w": np.ones(2)}, tmp_path / "blobs/1234")
+    (tmp_path / "snapshot/a.safetensors").symlink_to("../blobs/1234")
+    (tmp_path / "snapshot" / INDEX).write_text(json.dumps({"weight_map": {"w": "a.safetensors"}}))
+    np.testing.assert_array_equal(SafetensorsFolder.open(tmp_path / "snapshot").read("w"), np.ones(2))
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("", "is no index of safetensors files: .* not valid JSON"),
+        ("{}", "is no index of safetensors files: weight_map is None"),
+        ('{"weight_map": ["a"]}', r"weight_map is \['a'\]"),
+        ('{"weight_map": {}}', "weight_map is {}"),
+        ('{"weight_map": {"w": "a", "w": "b"}}', "'w' is there more than once"),
+        ("[" * 200_000, "nested too deep"),
+    ],
+    ids=lambda content: content[:20],
+)
+def test_damaged_indexes_are_named(tmp_path, content, message):
+    (tmp_path / INDEX).write_text(content)
+    with pytest.raises(WeightsError, match=f"{INDEX} .*{message}"):
+        SafetensorsFolder.open(tmp_path)
+
+
+def damaged(whole: bytes):
+    """A safetensors file cut short, with flipped bytes, and with headers that say something else."""
+    length = int.from_bytes(whole[:8], "little")
+    header, data = json.loads(whole[8 : 8 + length]), whole[8 + length :]
+    yield from (whole[:size] for size in range(len(whole)))
+    draw = random.Random(0)
+    for _ in range(500):
+        flipped = bytearray(whole)
+        flipped[draw.randrange(8 + length)] ^= 1 << draw.randrange(8)
+        yield bytes(flipped)
+    yield from (size.to_bytes(8, "little") + whole[8:] for size in (2**63, 2**40, 0, len(whole)))
+    odd = [None, True, -1, 1.5, 10**30, "x", "F8_E5M2", [], {}, [[]], [0, 8], [8, 0], [2**63, 2], [0, 10**9]]
+    for name in ("dtype", "shape", "data_offsets"):
+        for value in odd:
+            said = json.dumps(header | {"a": header["a"] | {name: value}}).encode()
+            yield len(said).to_bytes(8, "little") + said + data
+
+
+def test_damaged_safetensors_files_are_refused_or_read(tmp_path):
+    refused = 0
+    for content in damaged(save({"a": ARRAYS["a"], "b": ARRAYS["b"]}, metadata={"format": "pt"})):
+        (tmp_path / SINGLE).write_bytes(content)
+        try:
+            folder = SafetensorsFolder.open(tmp_path)
+            for name in folder.files:
+                folder.read(name)
+        except WeightsError as error:
+            refused += 1
+            assert str(tmp_path / SINGLE) in str(error)
+    assert refused > 400

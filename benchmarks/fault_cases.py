@@ -286,6 +286,7 @@ _CONFIGS = [
     Case("a config whose aliases stand for 10**12 values", _with_config(_BOMB), "more than 100,000 values"),
     Case("a config that is a device", _train("--trainer", "!include /dev/zero"), "more than 1 MiB"),
     Case("no such text", _train("--data.sources.text.paths", "[nowhere/*]"), "nowhere/*"),
+    Case("a cut of more layers than there are", _train("--remat", "{nested: [7, 9]}"), "remat"),
     Case("names that no layer has", _train("--remat", "{save_block_internals: [scoers]}"), "scoers"),
 ]
 _SIZES = [
@@ -293,6 +294,11 @@ _SIZES = [
     Case("10**8 layers", _train("--model.num_layers", "100000000"), _FITS),
     Case("10**8 layers, planned", _plan("--model.num_layers", "100000000"), _FITS),
     Case("a vocabulary of 10**11", _train("--vocab_size", "100000000000"), _FITS),
+    Case(
+        "10**9 new tokens",
+        _generate("--checkpoint", "{root}/whole", "--prompt", "a", "--max_new_tokens", "1000000000"),
+        "--max_new_tokens",
+    ),
     Case("3 * 10**9 tokens in a sequence", _train("--data.seq_len", "3000000000"), _FITS),
 ]
 _FOLDERS = [
@@ -311,6 +317,12 @@ _FOLDERS = [
         _damaged("metrics.jsonl", lambda found: b"\0\0\n" + found),
         "line 1 holds no metrics",
     ),
+    Case(
+        "a flipped byte in the arrays of a checkpoint",
+        _flipped("run/checkpoints/*/state/ocdbt*/d/*"),
+        "/run/",
+    ),
+    Case("a flipped byte in a token shard", _flipped("cache/**/*.npy"), "/cache/"),
     Case("overwrite of a run whose checkpoints are a link", _linked_checkpoints, "is a symbolic link to"),
     Case("no run to generate from", _generate("--checkpoint", "{own}", "--prompt", "a"), "is no run folder"),
     Case("no model to generate from", _generate("--model", "{own}/none", "--prompt", "a"), "none"),
@@ -321,20 +333,5 @@ _SIGNALS = [
     Case("SIGINT before the first step", _signalled(signal.SIGINT, after=0), "before a step was done", 75),
     Case("SIGTERM before the first step", _signalled(signal.SIGTERM, after=0.5), "stopped by SIGTERM", 75),
     Case("standard output is closed", _closed_output, "finished", 0),
-]
-# What is still to be seen to: moved to the lists above by who does that.
-LATER = [
-    Case("a cut of more layers than there are", _train("--remat", "{nested: [7, 9]}"), "remat"),
-    Case(
-        "10**9 new tokens",
-        _generate("--checkpoint", "{root}/whole", "--prompt", "a", "--max_new_tokens", "1000000000"),
-        "--max_new_tokens",
-    ),
-    Case(
-        "a flipped byte in the arrays of a checkpoint",
-        _flipped("run/checkpoints/*/state/ocdbt*/d/*"),
-        "/run/",
-    ),
-    Case("a flipped byte in a token shard", _flipped("cache/**/*.npy"), "/cache/"),
 ]
 CASES = [*_CONFIGS, *_SIZES, *_FOLDERS, *_SIGNALS]

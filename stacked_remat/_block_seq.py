@@ -42,7 +42,7 @@ class BlockSeq(ModuleWithStateDictSerialization, Generic[M]):
         remat: the checkpoint policy of `fold` and `scan` where the call names no other.
 
     Raises:
-        TypeError: for an axis that is none, and for a block that is no module.
+        TypeError: for what is not an `Axis`, and for a block that is not an `eqx.Module`.
         ValueError: where the number of blocks is not the size of the axis.
     """
 

@@ -1,20 +1,25 @@
-"""Scans that are called outside of `jit`: one compiled program for all calls that are alike.
+"""Scans that are called outside of `jit`: calls that compute the same share one compiled program.
 
-`lax.scan` recognises a function that it has compiled by its identity, and a step over layers is made anew by
-every call. Here a call is recognised by what it was given.
+JAX compiles a loop for the function that is its body, and a step over layers is made anew by every call.
+Here every call is traced, so that it computes what the code says now, and recognised by the program that
+results.
 """
 
-import types
-import weakref
-from collections.abc import Callable, Hashable
+import collections
+import hashlib
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import equinox as eqx
-import haliax.partitioning
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer, eval_jaxpr
+from jax.extend.core import Jaxpr
 
-from ._compat import is_concrete
+from ._compat import is_concrete, is_reference
+
+_MOST_PROGRAMS = 128
 
 
 @jax.tree_util.register_static
@@ -25,21 +30,15 @@ class Static:
         self.value = value
 
 
-def compiled_once(
-    run: Callable[..., Any], f: Callable[..., Any], settings: Hashable, init: Any, arguments: Any
-) -> Any:
-    """`run(f, settings, init, arguments)`, compiled as a whole where no argument is traced.
+def compiled_once(run: Callable[..., Any], init: Any, arguments: Any) -> Any:
+    """`run(init, arguments)`, compiled as a whole where nothing that it reads is traced.
 
-    Calls share a program where `f` is the same function, the settings are equal, and the trees have the same
-    structure, the same types of arrays and equal leaves of other kinds. The program lives as long as `f`. As
-    with `lax.scan`, globals of `f` are what they were when it was traced.
+    Cost: traces and lowers `run` in every call, and compiles it once for calls that give the same program.
 
     Args:
-        run: a function of the module that calls this.
-        f: what is applied to each layer; only plain functions that close over no array are recognised again.
-        settings: what else `run` depends on.
+        run: returns a tree.
         init: a tree whose arrays and numbers are arguments of the program.
-        arguments: a tree whose arrays are.
+        arguments: a tree whose arrays are; other leaves are constants.
     """
     leaves, structure = jax.tree.flatten((init, arguments))
     numbers = len(jax.tree.leaves(init))
@@ -48,77 +47,81 @@ def compiled_once(
         for i, leaf in enumerate(leaves)
     ]
     arrays = [leaf for leaf, is_ in zip(leaves, is_argument, strict=True) if is_]
-    rest = tuple(None if is_ else _Equal(leaf) for leaf, is_ in zip(leaves, is_argument, strict=True))
-    call = _Call(run, settings, structure, rest)
-    if _is_recognised(f) and call.is_hashable() and all(map(is_concrete, arrays)):
-        # Haliax keeps its axis mapping where JAX's caches do not look.
-        if haliax.partitioning.current_thread_local_mapping() is None:
-            found, static = _program(f)(call, arrays)
-            return eqx.combine(found, static.value)
-    return run(f, settings, init, arguments)
+    if not all(map(_is_known, arrays)):
+        return run(init, arguments)
+
+    def of_arrays(arrays: Sequence[Any]) -> tuple[Any, Static]:
+        given = iter(arrays)
+        merged = [next(given) if is_ else leaf for leaf, is_ in zip(leaves, is_argument, strict=True)]
+        found, rest = eqx.partition(run(*jax.tree.unflatten(structure, merged)), eqx.is_array)
+        return found, Static(rest)
+
+    closed, (found, rest) = jax.make_jaxpr(of_arrays, return_shape=True)(arrays)
+    inputs = [*closed.consts, *arrays]
+    if not all(map(_is_known, inputs)):  # it closes over what is traced
+        return run(init, arguments)
+    program = _program(closed.jaxpr, len(closed.consts), inputs)
+    if program is None:
+        return run(init, arguments)
+    outputs = program(inputs)
+    return eqx.combine(jax.tree.unflatten(jax.tree.structure(found), outputs), rest.value)
 
 
-def _is_recognised(f: Callable[..., Any]) -> bool:
-    # An array that is closed over would become a constant of the program.
-    return isinstance(f, types.FunctionType) and not any(
-        isinstance(leaf, jax.Array | np.ndarray)
-        for leaf in jax.tree.leaves([_contents(cell) for cell in f.__closure__ or ()])
-    )
+def _is_known(array: Any) -> bool:
+    return not is_reference(array) and is_concrete(array)
 
 
-def _contents(cell: types.CellType) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # not assigned yet
-        return None
+_programs: collections.OrderedDict[Any, Callable[[Sequence[Any]], list[Any]]] = collections.OrderedDict()
 
 
-class _Equal:
-    """A leaf that equals only its like: `True` is not `1` here, nor `0.0` `-0.0`."""
+def _program(
+    jaxpr: Jaxpr, constants: int, inputs: Sequence[Any]
+) -> Callable[[Sequence[Any]], list[Any]] | None:
+    """A compiled program for `jaxpr`, that of an earlier call which did the same if there was one.
 
-    def __init__(self, leaf: Any):
-        self.leaf = leaf
-        self._key = (type(leaf), leaf, repr(leaf) if isinstance(leaf, float | complex) else "")
+    None where it is differentiated and has no gradient: forward mode, or JAX's error, is left to JAX.
+    """
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Equal) and self._key == other._key
+    def evaluate(inputs: Sequence[Any]) -> list[Any]:
+        return eval_jaxpr(jaxpr, inputs[:constants], *inputs[constants:])
 
-    def __hash__(self) -> int:
-        return hash(self._key)
-
-
-class _Call(tuple):
-    """What a program depends on beside `f` and the types of its arguments."""
-
-    def __new__(cls, run: Callable[..., Any], settings: Hashable, structure: Any, rest: tuple[Any, ...]):
-        return super().__new__(cls, (run, settings, structure, rest))
-
-    def is_hashable(self) -> bool:
+    types = [jax.typeof(leaf) for leaf in inputs]
+    # Derivatives may have rules of their own, which the program itself does not show.
+    differentiated = any(isinstance(leaf, Tracer) for leaf in inputs)
+    texts = [_text(evaluate, types)]
+    if differentiated:
         try:
-            hash(self)
-        except TypeError:
-            return False
-        return True
-
-    def apply(self, f: Callable[..., Any], arrays: list[Any]) -> tuple[Any, Static]:
-        run, settings, structure, rest = self
-        remaining = iter(arrays)
-        leaves = [next(remaining) if leaf is None else leaf.leaf for leaf in rest]
-        found, static = eqx.partition(run(f, settings, *jax.tree.unflatten(structure, leaves)), eqx.is_array)
-        return found, Static(static)
+            texts.append(_text(_gradient(evaluate), types))
+        except Exception:
+            return None
+    key = (*types, *(out.aval for out in jaxpr.outvars), *texts)
+    program = _programs.pop(key, None) or jax.jit(evaluate)
+    _programs[key] = program
+    if len(_programs) > _MOST_PROGRAMS:
+        _programs.popitem(last=False)
+    return program
 
 
-_programs: weakref.WeakKeyDictionary[Any, Callable[..., Any]] = weakref.WeakKeyDictionary()
+def _gradient(evaluate: Callable[[Sequence[Any]], list[Any]]) -> Callable[[Sequence[Any]], Any]:
+    """The function to the pullback of ones of `evaluate`."""
+
+    def gradient(inputs: Sequence[Any]) -> Any:
+        is_wanted = [jnp.issubdtype(leaf.dtype, jnp.inexact) for leaf in inputs]
+        wanted, rest = eqx.partition(list(inputs), is_wanted)
+        outputs, pullback = jax.vjp(lambda wanted: evaluate(eqx.combine(wanted, rest)), wanted)
+        return pullback([_ones(leaf) for leaf in outputs])
+
+    return gradient
 
 
-def _program(f: Callable[..., Any]) -> Callable[[_Call, list[Any]], tuple[Any, Static]]:
-    if f not in _programs:
-        function = weakref.ref(f)  # what the dictionary holds must not hold its key
+def _ones(leaf: Any) -> Any:
+    if jnp.issubdtype(leaf.dtype, jnp.inexact):
+        return jnp.ones_like(leaf)
+    return np.zeros(leaf.shape, jax.dtypes.float0)
 
-        def apply(call: _Call, arrays: list[Any]) -> tuple[Any, Static]:
-            alive = function()
-            assert alive is not None
-            return call.apply(alive, arrays)
 
-        _programs[f] = jax.jit(apply, static_argnums=0)
-    return _programs[f]
+def _text(fn: Callable[[Sequence[Any]], Any], types: Sequence[Any]) -> str:
+    shapes = [jax.ShapeDtypeStruct(own.shape, own.dtype, weak_type=own.weak_type) for own in types]
+    with jax.log_compiles(False):  # nothing is compiled
+        lowered = jax.jit(fn).lower(shapes)
+    return hashlib.sha256(lowered.as_text().encode()).hexdigest()

@@ -19,7 +19,7 @@ def check_effects(jaxpr: Any, constants: Sequence[Any], *, offloads: bool) -> No
     """
     if any(map(is_reference, constants)):
         raise TypeError(
-            "The layer uses a jax.Ref from outside, which a policy that cuts the layers (nested, "
+            "The layer reads or writes a jax.Ref, which a policy that cuts the layers (nested, "
             "segment_length, max_carries, first_layers) cannot differentiate. Make it part of the carry or "
             "an output, or use remat=True or remat=False; with True the layer runs again in the backward "
             "pass, and so do its writes."

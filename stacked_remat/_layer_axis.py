@@ -27,7 +27,7 @@ from ._layer_axis_rules import (
 
 T = TypeVar("T")
 
-_NAMES_OF_KEYS = ("key", "keys", "prng", "rng", "rngs", "seed", "seeds")
+_NAMES_OF_KEYS = ("key", "keys", "prng", "rng", "rngs", "seed", "seeds", "subkey", "subkeys")
 
 # Inside scan and vmap a NamedArray may have fewer dimensions than axes: JAX rebuilds trees without a check.
 
@@ -266,6 +266,7 @@ def _check_keys(named_leaves: list[tuple[str, Any]], axis: Axis) -> None:
 
 def is_unsplit_key(name: str, leaf: Any) -> bool:
     """Whether an argument is a single random key. A pair of integers is one where its name says so."""
+    leaf = leaf.array if is_named(leaf) else leaf
     if _is_typed_key(leaf):
         return leaf.ndim == 0
     words = {word.lower() for word in re.findall(r"[A-Z]?[a-z]+|[A-Z]+", name)}

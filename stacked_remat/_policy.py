@@ -159,12 +159,16 @@ class ScanCheckpointPolicy:
     def _refuse_beside_all_internals(self) -> None:
         # save_carries=False is Haliax's way of writing "internals alone", and obeyed: carries that no
         # derivative reads are not kept.
-        idle = {"save_inputs": False, "prevent_cse": True}
+        without_effect = {"save_inputs": False, "prevent_cse": True}
         self._refuse(
             "save_block_internals=True keeps everything that the backward pass reads, and nothing is "
             "computed again, so {} has no effect. Drop it, or name the internals to keep: "
             "save_block_internals=[...].",
-            [name for name, value in self.settings() if name in idle and value is idle[name]],
+            [
+                name
+                for name, value in self.settings()
+                if name in without_effect and value is without_effect[name]
+            ],
         )
         if not self.is_nested:  # the internals of a segment leave its boundaries to offload
             self._refuse(

@@ -4,7 +4,6 @@ The arguments are cut in two: what is split over the axis and what all layers sh
 raw arrays, which `_scan_layers.py` runs under the checkpoint policy. `Stacked` and `BlockSeq` come here too.
 """
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
@@ -24,11 +23,9 @@ from ._layer_axis import (
     split_tree,
 )
 from ._layer_axis_rules import check_unmarked
-from ._policy import ScanCheckpointPolicy, ScanCheckpointSpec, resolve_policy
+from ._policy import ScanCheckpointSpec, resolve_policy
 from ._scan_checks import check_axis_or_name, check_reverse, check_unroll
 from ._scan_layers import from_arguments, scan_rolled
-
-Adapter = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 def scan(
@@ -95,47 +92,14 @@ def scan_for(
     reverse: bool = False,
     unroll: int | bool = 1,
     is_scanned: IsScanned = is_named_or_shaped_array,
-    adapt: Sequence[Adapter] = (),
 ) -> Callable[..., tuple[Any, Any]]:
-    """`scan`, with error messages in the words of `caller`.
-
-    `f` is what the user gave, and the last of `adapt`, then the one before it and so on, make a step of it.
-    """
+    """`scan`, with error messages in the words of `caller`."""
     check_axis_or_name(axis, caller.what)
+    policy = resolve_policy(remat)
     reverse, unroll = check_reverse(reverse), check_unroll(unroll)
-    settings = _Settings(
-        axis, resolve_policy(remat), reverse, (type(unroll), unroll), is_scanned, tuple(adapt), caller
-    )
-
-    def scanned(init: Any, /, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        check_unmarked(init)
-        return compiled_once(_scan_arguments, f, settings, init, (args, kwargs))
-
-    return scanned
-
-
-@dataclasses.dataclass(frozen=True)
-class _Settings:
-    """The arguments of `scan_for` but the function, hashable."""
-
-    axis: AxisSelector
-    policy: ScanCheckpointPolicy
-    reverse: bool
-    unroll: tuple[type, int | bool]  # with its type, for 1 == True
-    is_scanned: IsScanned
-    adapt: tuple[Adapter, ...]
-    caller: Caller = dataclasses.field(compare=False)
-
-
-def _scan_arguments(
-    f: Callable[..., Any], settings: _Settings, init: Any, arguments: tuple[Any, Any]
-) -> tuple[Any, Any]:
-    for adapt in reversed(settings.adapt):
-        f = adapt(f)
-    caller, policy = settings.caller, settings.policy
 
     def run(init: Any, arguments: tuple[Any, Any]) -> tuple[Any, Any]:
-        split = split_tree(arguments, settings.axis, is_scanned=settings.is_scanned, **caller._asdict())
+        split = split_tree(arguments, axis, is_scanned=is_scanned, **caller._asdict())
 
         def layer(carry: Any, slices: Sequence[Any]) -> tuple[Any, Any]:
             layer_args, layer_kwargs = split.rebuild(slices)
@@ -147,12 +111,16 @@ def _scan_arguments(
             split.arrays,
             split.axis,
             policy,
-            reverse=settings.reverse,
-            unroll=settings.unroll[1],
+            reverse=reverse,
+            unroll=unroll,
             what=caller.what,
         )
 
-    return from_arguments(run, policy, settings.axis)(init, arguments)
+    def scanned(init: Any, /, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        check_unmarked(init)
+        return compiled_once(from_arguments(run, policy, axis), init, (args, kwargs))
+
+    return scanned
 
 
 def fold(
@@ -197,19 +165,13 @@ def fold_for(
     reverse: bool = False,
     unroll: int | bool = 1,
     is_scanned: IsScanned = is_named_or_shaped_array,
-    adapt: Sequence[Adapter] = (),
 ) -> Callable[..., Any]:
-    """`fold`, with error messages in the words of `caller`, and `adapt` as in `scan_for`."""
-    scanned = scan_for(
-        caller,
-        f,
-        axis,
-        remat=remat,
-        reverse=reverse,
-        unroll=unroll,
-        is_scanned=is_scanned,
-        adapt=(_without_output, *adapt),
-    )
+    """`fold`, with error messages in the words of `caller`."""
+
+    def step(carry: Any, /, *args: Any, **kwargs: Any) -> tuple[Any, None]:
+        return f(carry, *args, **kwargs), None
+
+    scanned = scan_for(caller, step, axis, remat=remat, reverse=reverse, unroll=unroll, is_scanned=is_scanned)
 
     def folded(init: Any, /, *args: Any, **kwargs: Any) -> Any:
         return scanned(init, *args, **kwargs)[0]
@@ -233,35 +195,17 @@ def map(
     It holds one part's internals at a time, where `haliax.vmap` holds all and is faster. Arguments and errors
     as in `scan`.
     """
-    scanned = scan_for(
-        function_caller("map", f),
-        f,
-        axis,
-        remat=remat,
-        reverse=reverse,
-        unroll=unroll,
-        is_scanned=is_mapped,
-        adapt=(_without_carry,),
-    )
+
+    def step(_: None, /, *args: Any, **kwargs: Any) -> tuple[None, Any]:
+        return None, f(*args, **kwargs)
+
+    caller = function_caller("map", f)
+    scanned = scan_for(caller, step, axis, remat=remat, reverse=reverse, unroll=unroll, is_scanned=is_mapped)
 
     def mapped(*args: Any, **kwargs: Any) -> Any:
         return scanned(None, *args, **kwargs)[1]
 
     return mapped
-
-
-def _without_output(f: Callable[..., Any]) -> Callable[..., tuple[Any, None]]:
-    def step(carry: Any, /, *args: Any, **kwargs: Any) -> tuple[Any, None]:
-        return f(carry, *args, **kwargs), None
-
-    return step
-
-
-def _without_carry(f: Callable[..., Any]) -> Callable[..., tuple[None, Any]]:
-    def step(_: None, /, *args: Any, **kwargs: Any) -> tuple[None, Any]:
-        return None, f(*args, **kwargs)
-
-    return step
 
 
 def function_caller(what: Literal["fold", "scan", "map"], f: Callable[..., Any]) -> Caller:

@@ -1,4 +1,4 @@
-"""What a scan refuses: axes that are none, carries that change, outputs that cannot be stacked."""
+"""What a scan refuses: what is not an `Axis`, carries that change, outputs that cannot be stacked."""
 
 import operator
 from typing import Any
@@ -119,7 +119,7 @@ def _check_dtype(where: str, before: Any, after: Any) -> None:
 
 
 def check_output(y: Any) -> None:
-    """Refuse an output with leaves that are no arrays.
+    """Refuse an output whose leaves are not arrays.
 
     Raises:
         TypeError: names the path.

@@ -70,7 +70,7 @@ class Stacked(ModuleWithStateDictSerialization, Generic[M]):
         remat: the checkpoint policy of `fold` and `scan` where the call names no other.
 
     Raises:
-        TypeError: for an axis that is none, and for a block that is no module.
+        TypeError: for what is not an `Axis`, and for a block that is not an `eqx.Module`.
         ValueError: where the block's arrays do not have the layers in front.
     """
 
@@ -144,7 +144,7 @@ class Stacked(ModuleWithStateDictSerialization, Generic[M]):
         Raises:
             ValueError: for an argument whose length is not that of the axis, and for a key that was neither
                 split nor marked as shared.
-            TypeError: for an axis that is none, for a block in the place of its class, and for a block that
+            TypeError: for what is not an `Axis`, for a block in the place of its class, and for a block that
                 is no module.
         """
         what = f"{cls.__name__}.init"
@@ -222,12 +222,11 @@ class Stacked(ModuleWithStateDictSerialization, Generic[M]):
         """
         run = fold_for(
             method_caller(self, "fold", fn, skip=2, first=("stacked",)),
-            fn,
+            _block_second(fn),
             self.Block,
             remat=self.remat if remat is None else remat,
             unroll=1 if unroll is None else unroll,
             reverse=False if reverse is None else reverse,
-            adapt=(_block_second,),
         )
 
         def folded(init: Any, /, *args: Any, **kwargs: Any) -> Any:
@@ -246,12 +245,11 @@ class Stacked(ModuleWithStateDictSerialization, Generic[M]):
         """Scan with `fn(block, carry, *args, **kwargs) -> (carry, output)` in place of the block's call."""
         run = scan_for(
             method_caller(self, "scan", fn, skip=2, first=("stacked",)),
-            fn,
+            _block_second(fn),
             self.Block,
             remat=self.remat if remat is None else remat,
             unroll=1 if unroll is None else unroll,
             reverse=False if reverse is None else reverse,
-            adapt=(_block_second,),
         )
 
         def scanned(init: Any, /, *args: Any, **kwargs: Any) -> tuple[Any, Any]:

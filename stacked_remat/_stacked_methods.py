@@ -114,12 +114,9 @@ def check_layer_index(index: int, Layers: Axis) -> int:
 
 def block_call(block: eqx.Module) -> Callable[..., Any]:
     """The call of a block as a function of any block of its kind, with the parameters for error messages."""
-    return _call_of(type(block))
+    call = type(block).__call__
 
-
-@functools.lru_cache(maxsize=256)  # the same function each time, by which eager calls are recognised
-def _call_of(cls: type) -> Callable[..., Any]:
-    @functools.wraps(cls.__call__)
+    @functools.wraps(call)
     def apply(block: Any, /, *args: Any, **kwargs: Any) -> Any:
         return block(*args, **kwargs)
 

@@ -65,9 +65,8 @@ def sweep(
 
     Raises:
         ValueError: the schedule is for another length, or too deep for the host.
-        TypeError: forward-mode differentiation; layers that use a `jax.Ref`, or, with boundaries on the host,
-        that
-            have ordered effects.
+        TypeError: forward-mode differentiation, a layer that uses a `jax.Ref`, or one that has ordered
+            effects while boundaries are on the host.
     """
     _check(schedule, length - (head.length if head else 0), boundaries)
     _check_lengths(xs, length)

@@ -48,14 +48,14 @@ class Kept(NamedTuple):
     def first(self) -> Carry:
         """The input of the first layer, on the device."""
         if self.head is not None:
-            return read(self.head.carries, 0)
+            return _first(self.head.carries)
         return self.first_scheduled() if self.origin is None else self.origin
 
     def first_scheduled(self) -> Carry:
         """Copies the input of the schedule's first layer to the device."""
         if self.boundaries is None:
-            return read(self.slots, 0)
-        return to_device(read(self.boundaries, 0))
+            return _first(self.slots)
+        return to_device(_first(self.boundaries))
 
     def with_constant_boundaries(self) -> "Kept":
         """Take what is on the host out of derivatives, which are those of `first()`.
@@ -84,6 +84,11 @@ class Kept(NamedTuple):
             origin: Any = [None if leaf.dtype == jax.dtypes.float0 else leaf for leaf in cotangent]
             return Kept([], boundaries, None, origin)
         return Kept(place_all(self.slots), None)
+
+
+def _first(stacked: Carry) -> Carry:
+    # Slices, where an index would become a gather, which JAX has not for host memory, with symbolic shapes.
+    return [lax.index_in_dim(leaf, 0, keepdims=False) for leaf in stacked]
 
 
 def _zero_cotangents(leaves: list[Array]) -> list[Any]:

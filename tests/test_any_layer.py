@@ -2,6 +2,8 @@
 
 import functools
 import gc
+import types
+from typing import Any
 
 import equinox as eqx
 import haliax as hax
@@ -84,6 +86,18 @@ def test_complex_carries_and_constant_outputs(Stack, policy):
     np.testing.assert_allclose(found[1], jax.grad(loop)(weights()), rtol=1e-4, atol=1e-5)
 
 
+@every_stack
+@every_policy
+def test_vmap(Stack, policy):
+    def gradient(weights, x):
+        return jax.grad(lambda w: Stack.init(Layers, Block, remat=policy)(w).fold(x).sum())(weights)
+
+    xs = jnp.stack([jnp.ones(3), jnp.arange(3.0)])
+    found = jax.jit(jax.vmap(gradient, (None, 0)))(weights(), xs)
+    expected = [jax.jit(gradient)(weights(), x) for x in xs]
+    np.testing.assert_allclose(found, jnp.stack(expected), rtol=1e-5)
+
+
 @pytest.mark.policy
 @every_stack
 @every_policy
@@ -140,21 +154,77 @@ class TestOutsideOfJit:
                 np.testing.assert_array_equal(gradient().stacked.weight, expected.stacked.weight)
         assert "Compiling" not in caplog.text
 
-    def test_calls_that_differ_do_not_share_a_program(self):
-        stack = Stacked.init(Layers, Scaled)(weights())
-        found = [float(stack.fold(ONES, scale).sum()) for scale in (0.0, -0.0, 1, True, 1.0, "up", 2.0)]
-        loop = []
-        for scale in (0.0, -0.0, 1, True, 1.0, "up", 2.0):
+    @pytest.mark.parametrize("value", [0.0, -0.0, 1, True, 1.0, "up", 2.0])
+    def test_python_values_are_what_they_are(self, value):
+        """The block takes another path for each, and some are equal."""
+        for stack in (Stacked.init(Layers, Scaled)(weights()), Stacked(Scaled(weights(), value), Layers)):
+            argument = None if stack.stacked.value is not None else value
             x = ONES
-            for block in stack.unstacked():
-                x = block(x, scale)
-            loop.append(float(x.sum()))
-        np.testing.assert_allclose(found, loop, rtol=1e-6)
-        assert fold(lambda x, w: x + w, Layers, reverse=True)(0.0, np.arange(4.0)) == 6.0
+            for block in stack:
+                x = block(x, argument)
+            np.testing.assert_allclose(stack.fold(ONES, argument), x, rtol=1e-6)
+
+    def test_what_the_code_reads_is_read_in_every_call(self, monkeypatch):
+        class Changing(Block):
+            scale = 1.0
+
+            def __call__(self, x, holder):
+                return x * self.scale * holder.scale * FACTORS["global"] * factor * held["array"]
+
+        holder, factor, held = types.SimpleNamespace(scale=1.0), 1.0, {"array": jnp.ones(3)}
+        stack = Stacked.init(Layers, Changing)(weights())
+
+        def total():
+            return float(stack.fold(ONES, holder)[0])
+
+        assert total() == 1.0
+        Changing.scale = 2.0
+        assert total() == 2.0**4
+        holder.scale = 2.0
+        assert total() == 4.0**4
+        factor = 2.0
+        assert total() == 8.0**4
+        monkeypatch.setitem(FACTORS, "global", 2.0)
+        assert total() == 16.0**4
+        held["array"] = 2 * jnp.ones(3)
+        assert total() == 32.0**4
+        monkeypatch.setattr(Changing, "__call__", lambda self, x, holder: x)
+        assert total() == 1.0
+
+    def test_what_is_differentiated_may_be_closed_over(self):
+        holder = types.SimpleNamespace()
+
+        def loss(value):
+            holder.value = value
+            return fold(lambda x, weight: x * weight * holder.value, Layers)(ONES, jnp.ones((4, 3))).sum()
+
+        assert [float(jax.grad(loss)(value)) for value in (1.0, 2.0)] == [12.0, 96.0]
+
+    def test_rules_for_derivatives_are_part_of_a_program(self):
+        def slope_of(slope):
+            @jax.custom_jvp
+            def identity(x):
+                return x
+
+            identity.defjvp(lambda primals, tangents: (primals[0], slope * tangents[0]))
+            run = fold(lambda x, weight: identity(x) * weight, Layers)
+            return float(jax.grad(lambda x: run(x, np.ones(4, np.float32)))(1.0))
+
+        assert [slope_of(1.0), slope_of(2.0)] == [1.0, 16.0]
+
+    def test_what_has_no_gradient_has_a_forward_derivative(self):
+        def layer(x, weight):
+            return jax.lax.while_loop(lambda x: x[0] < 10.0, lambda x: x * weight * 20, x)
+
+        found = jax.jvp(lambda x: fold(layer, Layers)(x, weights()), (jnp.ones(3),), (jnp.ones(3),))
+        np.testing.assert_allclose(found[0], found[1], rtol=1e-6)
+
+    def test_directions_and_unrolling_do_not_share_a_program(self):
         order = [
-            scan(_outputs_carry, Layers, reverse=reverse)(0.0, np.arange(4.0))[1] for reverse in (False, True)
+            scan(_outputs_carry, Layers, reverse=r)(0.0, np.arange(4.0))[1].tolist() for r in (True, False)
         ]
-        assert order[0].tolist() != order[1].tolist()
+        assert order == [[6.0, 5.0, 3.0, 0.0], [0.0, 0.0, 1.0, 3.0]]
+        assert scan(_outputs_carry, Layers, unroll=True)(0.0, np.arange(4.0))[1].tolist() == order[1]
 
     def test_traced_within_an_axis_mapping_anew(self):
         seen = []
@@ -169,11 +239,15 @@ class TestOutsideOfJit:
         assert seen[0] is None and seen[-1] is not None
 
 
+FACTORS = {"global": 1.0}
+
+
 class Scaled(Block):
-    def __call__(self, x, scale):
-        """Takes another path for each of these, some of which are equal."""
-        kind = f"{type(scale).__name__}{scale}"
-        return x * self.weight + float(sum(map(ord, kind)))
+    value: Any = eqx.field(static=True, default=None)
+
+    def __call__(self, x, value):
+        kind = self.value if value is None else value
+        return x * self.weight + float(sum(map(ord, f"{type(kind).__name__}{kind!r}")))
 
 
 def _outputs_carry(x, weight):

@@ -58,7 +58,7 @@ def compiled_once(run: Callable[..., Any], init: Any, arguments: Any) -> Any:
 
     closed, (found, rest) = jax.make_jaxpr(of_arrays, return_shape=True)(arrays)
     inputs = [*closed.consts, *arrays]
-    if not all(map(_is_known, inputs)):  # it closes over what is traced
+    if closed.jaxpr.effects or not all(map(_is_known, inputs)):  # it closes over what is traced
         return run(init, arguments)
     program = _program(closed.jaxpr, len(closed.consts), inputs)
     if program is None:
@@ -79,7 +79,9 @@ def _program(
 ) -> Callable[[Sequence[Any]], list[Any]] | None:
     """A compiled program for `jaxpr`, that of an earlier call which did the same if there was one.
 
-    None where it is differentiated and has no gradient: forward mode, or JAX's error, is left to JAX.
+    None where programs cannot be told apart, since they call Python; and where it is differentiated and has
+    no
+    gradient: forward mode, or JAX's error, is left to JAX.
     """
 
     def evaluate(inputs: Sequence[Any]) -> list[Any]:
@@ -94,7 +96,10 @@ def _program(
             texts.append(_text(_gradient(evaluate), types))
         except Exception:
             return None
-    key = (*types, *(out.aval for out in jaxpr.outvars), *texts)
+    if any("callback" in text or "stablehlo.send" in text for text in texts):
+        return None
+    digests = [hashlib.sha256(text.encode()).hexdigest() for text in texts]
+    key = (*types, *(out.aval for out in jaxpr.outvars), *digests)
     program = _programs.pop(key, None) or jax.jit(evaluate)
     _programs[key] = program
     if len(_programs) > _MOST_PROGRAMS:
@@ -124,4 +129,4 @@ def _text(fn: Callable[[Sequence[Any]], Any], types: Sequence[Any]) -> str:
     shapes = [jax.ShapeDtypeStruct(own.shape, own.dtype, weak_type=own.weak_type) for own in types]
     with jax.log_compiles(False):  # nothing is compiled
         lowered = jax.jit(fn).lower(shapes)
-    return hashlib.sha256(lowered.as_text().encode()).hexdigest()
+    return lowered.as_text()

@@ -212,6 +212,15 @@ class TestOutsideOfJit:
 
         assert [slope_of(1.0), slope_of(2.0)] == [1.0, 16.0]
 
+    def test_functions_of_the_host_are_those_of_the_call(self):
+        def total(add):
+            def layer(x, weight):
+                return jax.pure_callback(lambda x: np.asarray(x + add, np.float32), x, x)
+
+            return float(fold(layer, Layers)(jnp.zeros(()), weights()))
+
+        assert [total(1.0), total(2.0)] == [4.0, 8.0]
+
     def test_what_has_no_gradient_has_a_forward_derivative(self):
         def layer(x, weight):
             return jax.lax.while_loop(lambda x: x[0] < 10.0, lambda x: x * weight * 20, x)

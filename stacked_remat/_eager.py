@@ -79,9 +79,8 @@ def _program(
 ) -> Callable[[Sequence[Any]], list[Any]] | None:
     """A compiled program for `jaxpr`, that of an earlier call which did the same if there was one.
 
-    None where programs cannot be told apart, since they call Python; and where it is differentiated and has
-    no
-    gradient: forward mode, or JAX's error, is left to JAX.
+    None where programs cannot be told apart, because they call Python, and where one is differentiated that
+    has no gradient: JAX has its forward derivative, or the error.
     """
 
     def evaluate(inputs: Sequence[Any]) -> list[Any]:

@@ -4,6 +4,7 @@ import contextlib
 import errno
 import gc
 import logging
+import os
 import signal
 import sys
 import traceback
@@ -100,10 +101,21 @@ def run_command(
             if message is None:
                 raise
             if debug:
-                traceback.print_exc()
-        show(f"error: {printable(message)}")
+                print(printable(traceback.format_exc()), end="", file=sys.stderr)
+        _show_error(f"error: {printable(message)}", show)
         gc.collect()  # what is left half done ends now, and not with tracebacks while Python shuts down
         return 1
+
+
+def _show_error(message: str, show: Callable[[str], None]) -> None:
+    """Shows a message, on standard error where standard output can't be written to."""
+    try:
+        show(message)
+    except OSError:
+        print(message, file=sys.stderr)
+        # Python writes what is still waiting when it ends, and would fail there.
+        with contextlib.suppress(OSError, ValueError), open(os.devnull, "w") as nowhere:
+            os.dup2(nowhere.fileno(), sys.stdout.fileno())
 
 
 @contextlib.contextmanager

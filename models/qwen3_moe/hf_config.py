@@ -76,19 +76,19 @@ weights and documents, and a token that is in the text is learnt.
 """
 
 _REQUIRED_VALUES: Mapping[str, tuple[Any, ...]] = {
-    "attention_dropout": (0, None),
+    "attention_dropout": (0,),
     "chunk_size_feed_forward": (0,),
     "cross_attention_hidden_size": (None,),
     "add_cross_attention": (False,),
     "hidden_act": ("silu",),
-    "pruned_heads": ({}, None),
+    "pruned_heads": ({},),
     "qkv_bias": (False,),
     "quantization_config": (None,),
-    "shared_expert_intermediate_size": (0, None),
+    "shared_expert_intermediate_size": (0,),
     "tie_encoder_decoder": (False,),
     "use_qk_norm": (True,),
 }
-"""Fields that change logits, with the values that the decoder has built in."""
+"""Fields that change logits, with the values that the decoder has built in; null counts as absent."""
 
 _MOST_LAYERS = 10_000
 _LARGEST = float(np.finfo(np.float32).max)
@@ -271,7 +271,8 @@ def _num_kv_heads(take: _Taker, model_type: str, num_heads: int) -> int:
 
 def _refuse_other_values(entries: dict[str, Any]) -> None:
     for name, served in _REQUIRED_VALUES.items():
-        value = entries.pop(name, served[0])
+        value = entries.pop(name, None)
+        value = served[0] if value is None else value
         # False == 0, and yet one is a switch and the other a number.
         if not any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in served):
             raise ValueError(

@@ -240,6 +240,7 @@ def test_fields_that_published_configs_add_and_the_decoder_has_built_in_are_read
     coder = {"qkv_bias": False, "use_qk_norm": True, "shared_expert_intermediate_size": 0}
     coder |= {"unsloth_version": "2026.1", "something_new": None}
     assert config_from_hf(MOE | coder) == config_from_hf(MOE)
+    assert config_from_hf(MOE | dict.fromkeys((*coder, "hidden_act"))) == config_from_hf(MOE)
 
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "truncate": True}

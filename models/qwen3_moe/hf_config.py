@@ -91,6 +91,7 @@ _REQUIRED_VALUES: Mapping[str, tuple[Any, ...]] = {
 """Fields that change logits, with the values that the decoder has built in; null counts as absent."""
 
 _MOST_LAYERS = 10_000
+_MOST_STACKS = 500  # each is traced and compiled by itself, which takes tens of milliseconds
 _LARGEST = float(np.finfo(np.float32).max)
 
 
@@ -145,6 +146,11 @@ def config_from_hf(document: Mapping[str, Any]) -> tuple[Qwen3Architecture, int]
         config = Qwen3MoeConfig(**common, experts=_experts(take, num_layers))
     else:
         config = Qwen3Config(**common)
+    if len(config.stacks) > _MOST_STACKS:
+        raise ValueError(
+            f"the kind of layer changes {len(config.stacks) - 1} times (layer_types, mlp_only_layers, "
+            f"decoder_sparse_step); at most {_MOST_STACKS - 1} times is read."
+        )
     unknown = sorted(name for name, value in entries.items() if value is not None)
     if unknown := [name for name in unknown if name not in _WITHOUT_EFFECT]:
         raise ValueError(

@@ -184,6 +184,10 @@ def test_both_ways_to_say_how_positions_turn(fields):
         ({"rope_scaling": {"rope_type": "yarn", "truncate": "no"}}, "truncate is true or false"),
         ({"use_qk_norm": 1}, "use_qk_norm is 1; the decoder has True built in"),
         ({"mlp_only_layers": [4]}, "mlp_only_layers names layer 4; there are 0 to 3"),
+        (
+            {"num_hidden_layers": 1000, "decoder_sparse_step": 2},
+            "the kind of layer changes 999 times .*; at most 499",
+        ),
         ({"torch_dtype": "x"}, "dtype is 'x'; one of float32, bfloat16"),
         ({"\x1b[2J": 1}, r"'\\x1b\[2J': fields that"),
     ],

@@ -153,6 +153,8 @@ def error_message(error: Exception) -> str | None:
         )
     if isinstance(error, RuntimeError) and text.startswith("Unable to initialize backend"):
         return f"JAX finds no device: {text} Check JAX_PLATFORMS and the driver."
+    if isinstance(error, RuntimeError) and text.startswith("Could not determine home directory"):
+        return "A path begins with ~ and a user who has no home folder here. Write the whole path."
     if not isinstance(error, USER_ERRORS):
         return None
     if isinstance(error, OSError) and error.errno is not None and error.strerror:

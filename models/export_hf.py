@@ -122,7 +122,7 @@ def base_folder(config: TrainLmConfig) -> Path | None:
     """The folder of the weights that training began with; None where there was none, or it is gone."""
     if config.initialize_from_hf is not None:
         with contextlib.suppress(FileNotFoundError, WeightsError):
-            return model_folder(config.initialize_from_hf)
+            return model_folder(config.initialize_from_hf, weights=False)
     return None
 
 

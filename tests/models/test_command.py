@@ -77,6 +77,7 @@ def test_what_the_user_can_not_mend_keeps_its_traceback():
     [
         (jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory"), "remat: nested or offload"),
         (RuntimeError("Unable to initialize backend 'x'"), "Check JAX_PLATFORMS"),
+        (RuntimeError("Could not determine home directory."), "Write the whole path"),
         (FileNotFoundError("No checkpoint in runs/mine."), "No checkpoint in runs/mine."),
         (MemoryError(), "too little memory"),
     ],

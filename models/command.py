@@ -4,6 +4,7 @@ import contextlib
 import errno
 import gc
 import logging
+import os
 import signal
 import sys
 import traceback
@@ -100,10 +101,21 @@ def run_command(
             if message is None:
                 raise
             if debug:
-                traceback.print_exc()
-        show(f"error: {printable(message)}")
+                print(printable(traceback.format_exc()), end="", file=sys.stderr)
+        _show_error(f"error: {printable(message)}", show)
         gc.collect()  # what is left half done ends now, and not with tracebacks while Python shuts down
         return 1
+
+
+def _show_error(message: str, show: Callable[[str], None]) -> None:
+    """Shows a message, on standard error where standard output can't be written to."""
+    try:
+        show(message)
+    except OSError:
+        print(message, file=sys.stderr)
+        # Python writes what is still waiting when it ends, and would fail there.
+        with contextlib.suppress(OSError, ValueError), open(os.devnull, "w") as nowhere:
+            os.dup2(nowhere.fileno(), sys.stdout.fileno())
 
 
 @contextlib.contextmanager
@@ -141,6 +153,8 @@ def error_message(error: Exception) -> str | None:
         )
     if isinstance(error, RuntimeError) and text.startswith("Unable to initialize backend"):
         return f"JAX finds no device: {text} Check JAX_PLATFORMS and the driver."
+    if isinstance(error, RuntimeError) and text.startswith("Could not determine home directory"):
+        return "A path begins with ~ and a user who has no home folder here. Write the whole path."
     if not isinstance(error, USER_ERRORS):
         return None
     if isinstance(error, OSError) and error.errno is not None and error.strerror:

@@ -27,6 +27,7 @@ from models.qwen3_moe.hf import write_decoder
 from models.qwen3_moe.peft import save_adapters
 from models.run_state import ModelOfRun, initial_state, saved_arrays, state_shapes
 from models.safetensors_folder import WeightsError, refuse_what_is_there
+from models.text_stream import printable
 from models.train_lm import TrainLmConfig
 from stacked_remat.lora import merge_lora
 from stacked_remat.training import (
@@ -94,24 +95,35 @@ def export(run_dir: Path, out: Path, *, step: int | None = None, adapters: bool 
 
 
 def beside_the_weights(config: TrainLmConfig) -> tuple[dict[str, str], dict[str, Any]]:
-    """Texts of files, and fields of `config.json`, that say how text is made with the model.
-
-    A chat model has more tokens that end its text than its tokenizer has: the folder of the weights that
-    training began with names them, in a file that is copied, or else in its `config.json`.
-    """
+    """Texts of files, and fields of `config.json`, that say how text is made with the model."""
     texts, end = read_tokenizer_files(config.data.tokenizer), load_tokenizer(config.data.tokenizer).end
-    root = None
-    if config.initialize_from_hf is not None:
-        with contextlib.suppress(FileNotFoundError, WeightsError):  # it need not be there any more
-            root = model_folder(config.initialize_from_hf)
-    if root is None:
-        return texts, {"eos_token_id": end}
-    ends = end_tokens(root, ModelOfRun.of(config).vocab_size)
-    file = root / GENERATION_CONFIG
-    if file.is_file():
+    ends, root = ends_of_run(config, end), base_folder(config)
+    file = None if root is None else root / GENERATION_CONFIG
+    if file is not None and file.is_file():
         texts[file.name] = file.read_text(encoding="utf-8")
-        return texts, {"eos_token_id": end}
-    return texts, {"eos_token_id": [end, *sorted({*ends} - {end})] if {*ends} - {end} else end}
+    return texts, {"eos_token_id": end if len(ends) == 1 else ends}
+
+
+def ends_of_run(config: TrainLmConfig, end: int) -> list[int]:
+    """The tokens that end a text of the trained model: `end`, the tokenizer's own, first.
+
+    A chat model has more of them than its tokenizer: the folder of the weights that training began with
+    names them.
+
+    Raises:
+        WeightsError: a file of that folder can't be read, or says something else than tokens of the model.
+    """
+    root = base_folder(config)
+    found = () if root is None else end_tokens(root, ModelOfRun.of(config).vocab_size)
+    return [end, *sorted({*found} - {end})]
+
+
+def base_folder(config: TrainLmConfig) -> Path | None:
+    """The folder of the weights that training began with; None where there was none, or it is gone."""
+    if config.initialize_from_hf is not None:
+        with contextlib.suppress(FileNotFoundError, WeightsError):
+            return model_folder(config.initialize_from_hf, weights=False)
+    return None
 
 
 def run_config(run_dir: Path, step: int | None = None) -> TrainLmConfig:
@@ -154,7 +166,7 @@ def main(arguments: Sequence[str], console: Console | None = None) -> int:
     def run(arguments: Sequence[str], _: StopSignals) -> int:
         options = parser.parse_args(arguments)
         export(options.run_dir, options.out, step=options.step, adapters=options.adapters)
-        show(f"wrote {options.out}")
+        show(printable(f"wrote {options.out}"))
         return 0
 
     return run_command(run, arguments, show)

@@ -24,6 +24,7 @@ from models.sampling import Sampling
 from models.text_generation import Piece, Stop, Tokens, chat_prompt, end_of_turn, generate_text, in_order
 from models.text_stream import printable
 from stacked_remat.training import (
+    ChatTemplateError,
     ConfigError,
     Tokenizer,
 )
@@ -38,6 +39,7 @@ def main(arguments: Sequence[str], console: Console | None = None) -> int:
     console = Console() if console is None else console
 
     def show(text: str) -> None:
+        text = _encodable(text, console)
         console.print(text, highlight=False, markup=False, soft_wrap=True)
 
     return run_command(lambda arguments, _: _generate(arguments, console), arguments, show)
@@ -47,7 +49,8 @@ def _generate(arguments: Sequence[str], console: Console) -> int:
     options = _parser().parse_args(arguments)
     sampling, texts = _sampling(options), _prompts(options)
     source = _source(options)
-    prompts, stops = _encoded(source.tokenizer, texts, chat=options.chat)
+    name = options.tokenizer or options.model or f"of the run {options.checkpoint}"
+    prompts, stops = _encoded(source.tokenizer, name, texts, chat=options.chat)
     source.check_room(len(prompts), max(map(len, prompts)) + options.max_new_tokens)
     generator = source.generator()
     pieces = generate_text(
@@ -121,6 +124,8 @@ def _source(options: argparse.Namespace) -> GeneratorSource:
 def _sampling(options: argparse.Namespace) -> Sampling:
     if options.max_new_tokens < 1:
         raise ConfigError(f"--max_new_tokens must be at least 1, got {options.max_new_tokens}.")
+    if not 0 <= options.seed < 2**32:  # what JAX makes a key of; it drops further bits
+        raise ConfigError(f"--seed must be from 0 to {2**32 - 1}, got {options.seed}.")
     try:
         return Sampling(options.temperature, options.top_k, options.top_p)
     except ValueError as error:
@@ -146,11 +151,18 @@ def _prompts(options: argparse.Namespace) -> list[str]:
 
 
 def _encoded(
-    tokenizer: Tokenizer, texts: Sequence[str], *, chat: bool
+    tokenizer: Tokenizer, name: str, texts: Sequence[str], *, chat: bool
 ) -> tuple[list[Tokens], tuple[Stop, ...]]:
     """The tokens of the prompts, and what ends a continuation beside the ends of texts."""
     if chat:
-        return [chat_prompt(tokenizer, text) for text in texts], (end_of_turn(tokenizer),)
+        try:
+            return [chat_prompt(tokenizer, text) for text in texts], (end_of_turn(tokenizer),)
+        except ChatTemplateError as error:
+            raise ConfigError(
+                f"The chat template of the tokenizer {name} does not take a user's message and an answer: "
+                f"{error}. Mend it (chat_template.jinja, or `chat_template` in tokenizer_config.json), or "
+                f"leave --chat out and write the prompt as the model expects it."
+            ) from error
     prompts = [tokenizer.encode_beginning(text) for text in texts]
     if not all(len(prompt) for prompt in prompts):
         raise ConfigError(
@@ -161,10 +173,9 @@ def _encoded(
 
 def _writer(console: Console, *, raw: bool) -> Callable[[str, str], None]:
     """A function that writes a text in a style: for a terminal as text alone, or `raw` to the last byte."""
-    encoding = console.encoding
 
     def write(text: str, style: str) -> None:
-        safe = printable(text).encode(encoding, "backslashreplace").decode(encoding)
+        safe = _encodable(printable(text), console)
         # A segment is written as it is, where rich would replace the tabs of a text.
         segments = Segments([Segment(safe, console.get_style(style))])
         console.print(segments, end="", soft_wrap=True)
@@ -175,6 +186,11 @@ def _writer(console: Console, *, raw: bool) -> Callable[[str, str], None]:
         console.file.flush()
 
     return write_raw if raw else write
+
+
+def _encodable(text: str, console: Console) -> str:
+    """The text with the letters that the console's encoding lacks spelt out."""
+    return text.encode(console.encoding, "backslashreplace").decode(console.encoding)
 
 
 def _show(

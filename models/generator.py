@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from haliax import Axis
 
-from models.export_hf import run_config, trained_model
+from models.export_hf import ends_of_run, run_config, trained_model
 from models.hub import model_folder
 from models.lm import LanguageModel, LmConfig
 from models.pretrained import end_tokens, pretrained_config, read_pretrained
@@ -76,6 +76,12 @@ class GeneratorSource:
         cache, memory = self.config.cache_bytes(rows, slots), memory_bytes(jax.local_devices()[0])
         if slots > _MOST_POSITIONS or (memory is not None and weights + cache > memory):
             has = "" if memory is None else f" This device has {_size(memory)}."
+            if memory is not None and weights > memory:
+                raise ConfigError(
+                    f"The weights take {_size(weights)} in {self.config.compute_dtype}, and this device has "
+                    f"{_size(memory)}. Use a larger device or a smaller model; bfloat16 weights (--dtype, or "
+                    f"model.compute_dtype of the run) take half of what float32 ones do."
+                )
             raise ConfigError(
                 f"{rows} x {slots} tokens take {_size(cache)} for their keys and values, beside "
                 f"{_size(weights)} of weights.{has} Lower --max_new_tokens, or continue fewer or "
@@ -95,6 +101,7 @@ def generator_of_run(run_dir: Path, *, step: int | None = None, tokenizer: str |
         CheckpointMismatchError: it is of another model than its config says.
         DataError, ConfigError: there is no such tokenizer, or it is not the model's; the config of the run
             can't be read.
+        WeightsError: what the folder that training began with says of its end tokens can't be read.
     """
     return source_of_run(run_dir, step=step, tokenizer=tokenizer).generator()
 
@@ -134,9 +141,8 @@ def source_of_run(run_dir: Path, *, step: int | None = None, tokenizer: str | No
         model, _ = trained_model(run_dir, step=step)
         return cast_parameters(merge_lora(model, donate=True), config.model.compute_dtype)
 
-    return GeneratorSource(
-        config.model, ModelOfRun.of(config).vocab_size, found, frozenset({found.end}), read
-    )
+    ends = frozenset(ends_of_run(config, found.end))
+    return GeneratorSource(config.model, ModelOfRun.of(config).vocab_size, found, ends, read)
 
 
 def source_of_folder(

@@ -11,11 +11,12 @@ from models.safetensors_folder import WeightsError, shown
 _FILES = ("*.json", "*.safetensors", "*.txt", "*.jinja")
 
 
-def model_folder(name: str) -> Path:
+def model_folder(name: str, *, weights: bool = True) -> Path:
     """The folder of a model: `name` itself where there is one, else the Hub's, downloaded or from its cache.
 
     Args:
         name: a path, or `owner/model` on the Hub, with `@revision` for another than its newest.
+        weights: whether its weights are needed; if not, the Hub's JSON files alone are fetched.
 
     Raises:
         FileNotFoundError: there is no such folder, and the name can't be one on the Hub.
@@ -35,7 +36,7 @@ def model_folder(name: str) -> Path:
         )
     try:
         found = huggingface_hub.snapshot_download(
-            repository, revision=revision or None, allow_patterns=list(_FILES)
+            repository, revision=revision or None, allow_patterns=list(_FILES if weights else _FILES[:1])
         )
     except (
         huggingface_hub.errors.HFValidationError,

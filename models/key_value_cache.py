@@ -56,7 +56,7 @@ class KeyValueCache(eqx.Module):
     ) -> "KeyValueCache":
         """The cache with a layer's keys and values `[Batch, KVHeads, HeadDim]` in the slots `positions`.
 
-        What is to go into a slot that there is not is dropped.
+        Out-of-range writes are dropped.
         """
         (Batch,) = positions.axes
         at = {self._layers: number, Batch: hax.arange(Batch), SLOT_AXIS: positions}

@@ -7,8 +7,10 @@ wrong in one of them is a `WeightsError` that names it.
 
 import collections
 import contextlib
+import errno
 import json
 import os
+import re
 import reprlib
 import shutil
 import uuid
@@ -36,13 +38,16 @@ def read_json_fields(path: Path) -> dict[str, Any]:
 
     Raises:
         FileNotFoundError: there is no such file.
-        WeightsError: it can't be read, is no JSON (a field given twice, NaN and infinity are none), is nested
-            too deep, or holds something else than fields.
+        WeightsError: it can't be read, has more than 64 MiB, is no JSON (a field given twice, NaN and
+            infinity are none), is nested too deep, or holds something else than fields.
     """
     try:
-        text = path.read_text(encoding="utf-8")
-        fields = json.loads(text, object_pairs_hook=_once_each, parse_constant=_no_number)
-    except FileNotFoundError:
+        with path.open("rb") as file:
+            text = file.read(_LARGEST + 1)
+        if len(text) > _LARGEST:
+            raise WeightsError(f"{path} has more than {_LARGEST >> 20} MiB; no file of its kind is so large.")
+        fields = json.loads(text.decode("utf-8"), object_pairs_hook=_once_each, parse_constant=_no_number)
+    except (FileNotFoundError, WeightsError):
         raise
     except OSError as error:
         raise WeightsError(f"{path} can't be read: {error.strerror or error}.") from error
@@ -73,6 +78,7 @@ def listed(lines: Sequence[str], separator: str = ", ") -> str:
     return separator.join([*lines[:_LISTED], *([f"and {more} more"] if more > 0 else [])])
 
 
+_LARGEST = 2**26  # bytes of a JSON file; an index of 100,000 tensors has 2**23
 _LISTED = 50
 _SHORT = reprlib.Repr()
 _SHORT.maxstring = _SHORT.maxother = 80
@@ -165,10 +171,11 @@ def write_safetensors(
 
     Raises:
         FileExistsError: there is something in the folder.
+        OSError: it can't be written, such as for want of space.
 
     Cost: the host memory of one file.
     """
-    root = root.resolve()
+    root = Path(os.path.realpath(root))
     refuse_what_is_there(root)
     groups = _groups(tensors, max_file_bytes)
     names = [SINGLE] if len(groups) == 1 else [_part(i, len(groups)) for i in range(len(groups))]
@@ -178,13 +185,15 @@ def write_safetensors(
     try:
         for file, group in zip(names, groups, strict=True):
             made = {name: np.ascontiguousarray(tensors[name].make()) for name in group}
-            save_file(made, unfinished / file, metadata={"format": "pt"})
+            with _writing(root):
+                save_file(made, unfinished / file, metadata={"format": "pt"})
         if len(groups) > 1:
             documents = {**documents, INDEX: _index(tensors, names, groups)}
         written = {file: json.dumps(content, indent=2) + "\n" for file, content in documents.items()}
-        for file, text in {**texts, **written}.items():
-            (unfinished / file).write_text(text, encoding="utf-8")
-        os.replace(unfinished, root)
+        with _writing(root):
+            for file, text in {**texts, **written}.items():
+                (unfinished / file).write_text(text, encoding="utf-8")
+            os.replace(unfinished, root)
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
 
@@ -195,8 +204,21 @@ def refuse_what_is_there(root: Path) -> None:
     Raises:
         FileExistsError: it isn't.
     """
-    if root.exists() and (not root.is_dir() or any(root.iterdir())):
+    root = Path(os.path.realpath(root))
+    # A link to itself does not exist, and yet is there.
+    if os.path.lexists(root) and (not root.is_dir() or any(root.iterdir())):
         raise FileExistsError(f"{root} exists and is not an empty folder. Export to a new one.")
+
+
+@contextlib.contextmanager
+def _writing(root: Path) -> Iterator[None]:
+    """Names the folder in errors of the system, which safetensors raises as its own."""
+    try:
+        yield
+    except (SafetensorError, OSError) as error:
+        code = re.search(r"os error (\d+)", str(error))
+        number = int(code[1]) if code else getattr(error, "errno", None) or errno.EIO
+        raise OSError(number, os.strerror(number), str(root)) from error
 
 
 @dataclass(frozen=True)
@@ -222,6 +244,7 @@ def _paths(root: Path) -> tuple[list[Path], dict[str, Path]]:
                 f"{root} lacks {listed(missing)}, which its {INDEX} names. The download may be "
                 f"incomplete; fetch the folder again."
             )
+        _refuse_links_to_elsewhere(root, paths)
         return paths, promised
     if not (root / SINGLE).is_file():
         raise FileNotFoundError(
@@ -232,10 +255,7 @@ def _paths(root: Path) -> tuple[list[Path], dict[str, Path]]:
 
 
 def _promised(root: Path) -> dict[str, Path]:
-    """What the index says: the file of every tensor, below the folder.
-
-    The files themselves may be links to elsewhere, as they are in the Hub's cache.
-    """
+    """What the index says: the file of every tensor, below the folder."""
     try:
         weight_map = read_json_fields(root / INDEX).get("weight_map")
     except WeightsError as error:
@@ -252,6 +272,21 @@ def _promised(root: Path) -> dict[str, Path]:
                 f"without `..`, is expected. Fetch the folder again from where you trust it."
             )
     return {name: root / file for name, file in weight_map.items()}
+
+
+def _refuse_links_to_elsewhere(root: Path, paths: Sequence[Path]) -> None:
+    """Lets links lead to the folder itself and, in the Hub's cache, to the blobs of its repository."""
+    real = Path(os.path.realpath(root))
+    allowed = [real]
+    if real.parent.name == "snapshots" and real.parent.parent.name.startswith("models--"):
+        allowed.append(real.parent.parent / "blobs")
+    for path in paths:
+        target = Path(os.path.realpath(path))
+        if not any(target.is_relative_to(folder) for folder in allowed):
+            raise WeightsError(
+                f"{path}, which {INDEX} names, leads by a link to {plain(str(target))}, outside of the "
+                f"folder. Put the file itself there if you trust it, or fetch the folder again."
+            )
 
 
 def _is_below(file: str) -> bool:

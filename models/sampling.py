@@ -7,6 +7,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Key
 
 Logits = Float[Array, "*batch vocab"]
+_SMALLEST_TEMPERATURE = float(jnp.finfo(jnp.float32).tiny)  # what is below is 0 on most devices
+_LARGEST_TOP_K = 2**31 - 1  # tokens are 32-bit numbers
 
 
 @dataclass(frozen=True)
@@ -32,8 +34,15 @@ class Sampling:
             raise ValueError(
                 f"temperature is 0, for the likeliest token, or a positive number; got {self.temperature}."
             )
-        if self.top_k is not None and self.top_k < 1:
-            raise ValueError(f"top_k is a number of tokens and at least 1; got {self.top_k}.")
+        if 0 < self.temperature < _SMALLEST_TEMPERATURE:
+            raise ValueError(
+                f"temperature is {self.temperature}, which many devices take for 0. Give 0, for the "
+                f"likeliest token, or at least 1.2e-38."
+            )
+        if self.top_k is not None and not 1 <= self.top_k <= _LARGEST_TOP_K:
+            raise ValueError(
+                f"top_k is a number of tokens, at least 1 and at most {_LARGEST_TOP_K}; got {self.top_k}."
+            )
         if self.top_p is not None and not 0 < self.top_p <= 1:
             raise ValueError(f"top_p is a probability above 0 and at most 1; got {self.top_p}.")
         for name in ("top_k", "top_p"):
@@ -55,7 +64,9 @@ def next_tokens(
     """
     if sampling.temperature == 0:
         return jnp.argmax(logits, axis=-1).astype(jnp.int32)
-    logits = logits.astype(jnp.float32) / sampling.temperature
+    logits = logits.astype(jnp.float32)
+    # So that the likeliest token stays finite, however small the temperature is.
+    logits = (logits - jnp.max(logits, axis=-1, keepdims=True)) / sampling.temperature
     if sampling.top_k is not None:
         logits = keep_top_k(logits, sampling.top_k)
     if sampling.top_p is not None and sampling.top_p < 1:

@@ -8,8 +8,10 @@ import numpy as np
 
 from stacked_remat.training import Tokenizer
 
-# What a terminal obeys, or turns the text around it by: control characters and bidirectional overrides.
-_COMMANDS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+# What a terminal obeys, or turns the text around it by: control characters, marks of direction.
+_COMMANDS = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]"
+)
 
 
 def printable(text: str) -> str:

@@ -301,13 +301,17 @@ class Qwen3MoeConfig(Qwen3Architecture):
         experts: the router and its experts.
     """
 
-    remat_names: ClassVar[tuple[str, ...] | None] = (*ATTENTION_NAMES, *EXPERTS_NAMES)
-
     experts: ExpertsConfig = field(default_factory=ExpertsConfig)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         _require_layers("model.experts.dense_layers", self.experts.dense_layers, self.num_layers)
+
+    @property
+    def remat_names(self) -> tuple[str, ...]:
+        """What there is to save: nothing of experts where all layers are dense."""
+        has_experts = len(self.experts.dense_layers) < self.num_layers
+        return (*ATTENTION_NAMES, *EXPERTS_NAMES) if has_experts else ATTENTION_NAMES
 
     @property
     def sparse(self) -> ExpertsConfig | None:

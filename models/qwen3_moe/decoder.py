@@ -19,6 +19,7 @@ from models.qwen3_moe.config import LayerKind, Qwen3Architecture, Qwen3MoeConfig
 from models.qwen3_moe.experts import RouterStatistics, SparseExperts, load_balance_loss
 from models.qwen3_moe.layers import SwiGlu, cast_floating, linear, rms_norm
 from stacked_remat import ScanCheckpointSpec, Stacked
+from stacked_remat.lora import LoraLinear
 from stacked_remat.ops import RotaryTable, rotary_table
 from stacked_remat.training import POSITION_AXIS
 
@@ -228,6 +229,12 @@ class Qwen3Decoder(LanguageModel):
     def unembedding(self) -> NamedArray:
         """The head's weights, or the embedding's where they are tied."""
         return self.embedding.weight if self.head is None else self.head.weight
+
+    def logits(self, hidden: NamedArray) -> NamedArray:
+        """Maps hidden states `[..., Embed]` to float32 logits `[..., Vocab]`, with the head's adapter."""
+        if isinstance(self.head, LoraLinear):
+            return cast_floating(self.head, hidden.dtype)(hidden).astype(jnp.float32)
+        return super().logits(hidden)
 
 
 def _one_after_the_other(found: list[RouterStatistics]) -> RouterStatistics | None:

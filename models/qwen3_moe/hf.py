@@ -70,12 +70,12 @@ def read_decoder(
     Cost: one tensor in host memory, besides the decoder itself.
     """
     folder = SafetensorsFolder.open(root)
-    _refuse_another_size(folder, config.num_weights(Vocab.size))
+    _refuse_fused_experts(folder)
+    _refuse_another_size(folder, config, Vocab)
     shapes = eqx.filter_eval_shape(Qwen3Decoder.init, config, Vocab, remat=remat, key=jax.random.key(0))
     places = decoder_places(shapes)
     copied = config.tie_word_embeddings and _HEAD in folder.shapes
     head = [replace(places[".embedding.weight"], names=(_HEAD,))] if copied else []
-    _refuse_fused_experts(folder)
     check_tensors([*places.values(), *head], folder)
     if copied:
         _refuse_another_head(folder)
@@ -191,14 +191,34 @@ def _modules(tree: Any) -> list[tuple[str, Any]]:
     return [(jax.tree_util.keystr(path), module) for path, module in found]
 
 
-def _refuse_another_size(folder: SafetensorsFolder, num_weights: int) -> None:
-    """Refuses a config of another order of magnitude before a list of its tensors is made."""
+def num_tensors(config: Qwen3Architecture) -> int:
+    """How many tensors a checkpoint of this architecture has, computed without a list of them."""
+    total = 2 if config.tie_word_embeddings else 3
+    for kind, Layers in config.stacks:
+        attention = 6 + (4 if config.attention.bias else 0)
+        mlp = 1 + 3 * config.sparse.num_experts if kind.sparse and config.sparse is not None else 3
+        total += Layers.size * (2 + attention + mlp)
+    return total
+
+
+def _refuse_another_size(folder: SafetensorsFolder, config: Qwen3Architecture, Vocab: Axis) -> None:
+    """Refuses a config of another order of magnitude before its stacks or a list of its tensors are made."""
+    num_weights = config.num_weights(Vocab.size)
     found = sum(math.prod(shape) for shape in folder.shapes.values())
     if num_weights > 100 * (found + 2**20):
         raise WeightsError(
             f"The config describes a model of {num_weights:,} weights, and the tensors in {folder.root} have "
             f"{found:,}. Check that the model's config is the checkpoint's own."
         )
+    expected, there = num_tensors(config), len(folder.shapes) + len(folder.absent)
+    if expected > 2 * there + _FEW_TENSORS:
+        raise WeightsError(
+            f"The config describes a model of {expected:,} tensors, and {folder.root} has {there:,}. Check "
+            f"that the model's config is the checkpoint's own."
+        )
+
+
+_FEW_TENSORS = 1000  # that take no time to list, and to name where they are missing
 
 
 def _refuse_fused_experts(folder: SafetensorsFolder) -> None:
@@ -234,7 +254,7 @@ def _read(
 
 @pretrained_config.register
 def _pretrained_config(config: Qwen3Architecture, root: Path) -> tuple[Qwen3Architecture, int]:
-    """The folder's, with the kernel, dtypes and auxiliary losses of `config`, which no checkpoint fixes."""
+    """The folder's, with the kernel, dtype, auxiliary losses and longer context that `config` asks for."""
     found, vocab_size = read_hf_config(root)
     found = replace(
         found,

@@ -76,21 +76,22 @@ weights and documents, and a token that is in the text is learnt.
 """
 
 _REQUIRED_VALUES: Mapping[str, tuple[Any, ...]] = {
-    "attention_dropout": (0, None),
+    "attention_dropout": (0,),
     "chunk_size_feed_forward": (0,),
     "cross_attention_hidden_size": (None,),
     "add_cross_attention": (False,),
     "hidden_act": ("silu",),
-    "pruned_heads": ({}, None),
+    "pruned_heads": ({},),
     "qkv_bias": (False,),
     "quantization_config": (None,),
-    "shared_expert_intermediate_size": (0, None),
+    "shared_expert_intermediate_size": (0,),
     "tie_encoder_decoder": (False,),
     "use_qk_norm": (True,),
 }
-"""Fields that change logits, with the values that the decoder has built in."""
+"""Fields that change logits, with the values that the decoder has built in; null counts as absent."""
 
 _MOST_LAYERS = 10_000
+_MOST_STACKS = 500  # each is traced and compiled by itself, which takes tens of milliseconds
 _LARGEST = float(np.finfo(np.float32).max)
 
 
@@ -145,6 +146,11 @@ def config_from_hf(document: Mapping[str, Any]) -> tuple[Qwen3Architecture, int]
         config = Qwen3MoeConfig(**common, experts=_experts(take, num_layers))
     else:
         config = Qwen3Config(**common)
+    if len(config.stacks) > _MOST_STACKS:
+        raise ValueError(
+            f"the kind of layer changes {len(config.stacks) - 1} times (layer_types, mlp_only_layers, "
+            f"decoder_sparse_step); at most {_MOST_STACKS - 1} times is read."
+        )
     unknown = sorted(name for name, value in entries.items() if value is not None)
     if unknown := [name for name in unknown if name not in _WITHOUT_EFFECT]:
         raise ValueError(
@@ -271,7 +277,8 @@ def _num_kv_heads(take: _Taker, model_type: str, num_heads: int) -> int:
 
 def _refuse_other_values(entries: dict[str, Any]) -> None:
     for name, served in _REQUIRED_VALUES.items():
-        value = entries.pop(name, served[0])
+        value = entries.pop(name, None)
+        value = served[0] if value is None else value
         # False == 0, and yet one is a switch and the other a number.
         if not any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in served):
             raise ValueError(

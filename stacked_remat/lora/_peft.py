@@ -5,8 +5,11 @@ the stacks it is in. That function is all that this module knows of a model.
 """
 
 import contextlib
+import errno
 import json
 import os
+import re
+import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -59,10 +62,11 @@ def save_peft(
     Raises:
         ImportError: safetensors is not installed.
         ValueError: no adapters, two linears of one name, or adapters that can't share a parameter's tensors.
+        OSError: the folder can't be written to; it is removed if it was not there before.
 
     Cost: the adapters once, in the host's memory.
     """
-    write = _safetensors().save_file
+    safetensors = _safetensors()
     linears = _linears(model, names)
     places = places_of([member for linear in linears for member in linear.members.values()])
     pairs: dict[str, dict[tuple[int, int], Pair]] = {}
@@ -79,11 +83,19 @@ def save_peft(
     arrays: dict[str, np.ndarray] = {}
     for target, (a, b) in tensor_keys(members).items():
         arrays[a], arrays[b] = tensors[target].a, tensors[target].b
-    folder.mkdir(parents=True, exist_ok=True)
     metadata = {"format": "pt", _PART_RANKS: json.dumps(ranks)}
-    _replace(folder / TENSORS_FILE, lambda path: write(arrays, path, metadata=metadata))
     text = json.dumps(config, indent=2) + "\n"
-    _replace(folder / CONFIG_FILE, lambda path: path.write_text(text, encoding="utf-8"))
+    is_new = not folder.exists()
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        _replace(folder / TENSORS_FILE, lambda path: safetensors.save_file(arrays, path, metadata=metadata))
+        _replace(folder / CONFIG_FILE, lambda path: path.write_text(text, encoding="utf-8"))
+    except (safetensors.error, OSError) as error:
+        if is_new:
+            shutil.rmtree(folder, ignore_errors=True)
+        code = re.search(r"os error (\d+)", str(error))  # which safetensors says in its text alone
+        number = int(code[1]) if code else getattr(error, "errno", None) or errno.EIO
+        raise OSError(number, os.strerror(number), str(folder)) from error
 
 
 def load_peft(model: T, folder: Path, names: PeftNames, *, dtype: DTypeLike = jnp.float32) -> T:
@@ -107,9 +119,9 @@ def load_peft(model: T, folder: Path, names: PeftNames, *, dtype: DTypeLike = jn
             or tensors that are missing, that no linear has, or of another shape: all of them are named, and
             the model is as it was.
     """
-    settings, path = PeftSettings.read(folder), _tensors_file(folder)
     linears = _linears(model, names)
-    places = places_of([member for linear in linears for member in linear.members.values()])
+    members = [member for linear in linears for member in linear.members.values()]
+    settings, path, places = PeftSettings.read(folder, members), _tensors_file(folder), places_of(members)
     with _opened(path) as file:
         shapes = {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}
         keys = tensor_keys(_adapted(places, settings, set(shapes)))
@@ -336,5 +348,8 @@ class _Safetensors:
 
 def _replace(path: Path, write: Callable[[Path], Any]) -> None:
     unfinished = path.with_name(f".{path.name}.unfinished")
-    write(unfinished)
-    os.replace(unfinished, path)
+    try:
+        write(unfinished)
+        os.replace(unfinished, path)
+    finally:
+        unfinished.unlink(missing_ok=True)

@@ -5,6 +5,7 @@ import json
 import math
 import re
 import reprlib
+import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from typing import Any
 from ._peft_layout import Assembled, PeftParameter
 
 CONFIG_FILE = "adapter_config.json"
+_LARGEST = 2**26  # bytes of that file
 
 # What changes the arithmetic in a way that LoraLinear has not, with the values that switch it off.
 _UNSUPPORTED = {
@@ -74,18 +76,21 @@ class PeftSettings:
 
     Attributes:
         entries: the file.
+        matches: the names that each of its regular expressions fits.
     """
 
     entries: Mapping[str, Any]
+    matches: Mapping[str, frozenset[str]]
 
     @staticmethod
-    def read(folder: Path) -> "PeftSettings":
-        """Reads the file in `folder`.
+    def read(folder: Path, members: Iterable[PeftParameter]) -> "PeftSettings":
+        """Reads the file in `folder`, for a model with these linears.
 
         Raises:
             FileNotFoundError: there is none.
             ValueError: it is no JSON, has a value of another type than PEFT writes, a field that is not known
-                here, or describes something else than plain LoRA.
+                here, describes something else than plain LoRA, or has regular expressions that take longer
+                than 20 seconds or more than 2 GiB.
         """
         path = folder / CONFIG_FILE
         if not path.is_file():
@@ -107,7 +112,7 @@ class PeftSettings:
                 f"{', '.join(map(reprlib.repr, sorted(unknown)[:10]))}. Remove them if they do not change "
                 f"what the adapters compute."
             )
-        return PeftSettings(entries)
+        return PeftSettings(entries, _matches(path, entries, members))
 
     def targets(self, member: PeftParameter) -> bool:
         """Whether the config names the target; never, where it leaves the layers to the tensors."""
@@ -117,7 +122,7 @@ class PeftSettings:
             return _ends_with(member.target, self.entries.get("target_parameters") or [])
         modules = self.entries.get("target_modules") or []
         if isinstance(modules, str):
-            return modules.lower() != "all-linear" and re.fullmatch(modules, member.target) is not None
+            return modules.lower() != "all-linear" and member.target in self.matches[modules]
         return _ends_with(member.target, modules)
 
     def rank(self, member: PeftParameter) -> int:
@@ -133,12 +138,60 @@ class PeftSettings:
         return alpha / (math.sqrt(rank) if self.entries.get("use_rslora") else rank)
 
     def _pattern(self, which: str, member: PeftParameter, default: Any) -> Any:
-        # A matrix by itself may have been that of a module.
-        names = (member.target, member.module) if member.parameter == "weight" else (member.target,)
+        names = _names(member)
         for pattern, value in (self.entries.get(which) or {}).items():
-            if any(re.match(_as_ending(pattern), name) for name in names):
+            if any(name in self.matches[_as_ending(pattern)] for name in names):
                 return value
         return default
+
+
+def _names(member: PeftParameter) -> tuple[str, ...]:
+    """What patterns of ranks may call a linear: a matrix by itself may have been that of a module."""
+    return (member.target, member.module) if member.parameter == "weight" else (member.target,)
+
+
+_SECONDS = 20  # for all regular expressions of a file; milliseconds are usual
+_MEMORY = 2**31  # bytes of the process that matches them
+_MATCH = f"""
+import json, re, resource, sys
+_, most = resource.getrlimit(resource.RLIMIT_AS)
+resource.setrlimit(resource.RLIMIT_AS, ({_MEMORY} if most < 0 else min({_MEMORY}, most), most))
+asked = json.load(sys.stdin)
+found = [[name for name in asked["names"] if re.fullmatch(pattern, name)] for pattern in asked["patterns"]]
+json.dump(found, sys.stdout)
+"""
+
+
+def _matches(
+    path: Path, entries: Mapping[str, Any], members: Iterable[PeftParameter]
+) -> Mapping[str, frozenset[str]]:
+    """The names that each regular expression fits, found by a process that can be stopped.
+
+    Someone else wrote them, and one of a few letters can take longer than anyone waits.
+    """
+    patterns = {used: key for key, _, used in _patterns(entries)}
+    if not patterns:
+        return {}
+    names = list(dict.fromkeys(name for member in members for name in _names(member)))
+    try:
+        answer = subprocess.run(
+            [sys.executable, "-I", "-S", "-c", _MATCH],
+            input=json.dumps({"names": names, "patterns": list(patterns)}),
+            capture_output=True,
+            text=True,
+            encoding="utf-8",
+            timeout=_SECONDS,
+            check=True,
+        )
+    except (subprocess.TimeoutExpired, subprocess.CalledProcessError) as error:
+        raise ValueError(
+            f"The regular expressions in {path} ({', '.join(dict.fromkeys(patterns.values()))}) take longer "
+            f"than {_SECONDS} seconds or more than {_MEMORY / 2**30:g} GiB to match. Write simpler ones, or "
+            f"a list of names."
+        ) from error
+    return {
+        pattern: frozenset(found) for pattern, found in zip(patterns, json.loads(answer.stdout), strict=True)
+    }
 
 
 def _entries(path: Path) -> dict[str, Any]:
@@ -151,7 +204,11 @@ def _entries(path: Path) -> dict[str, Any]:
         return dict(pairs)
 
     try:
-        entries = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=once_each)
+        with path.open("rb") as file:
+            text = file.read(_LARGEST + 1)
+        if len(text) > _LARGEST:
+            raise ValueError(f"it has more than {_LARGEST >> 20} MiB")
+        entries = json.loads(text.decode("utf-8"), object_pairs_hook=once_each)
     except OSError as error:
         raise ValueError(f"{path} can't be read: {error.strerror or error}.") from error
     except (ValueError, RecursionError) as error:
@@ -186,7 +243,7 @@ def _ill_typed(entries: Mapping[str, Any]) -> Iterator[str]:
         listed = isinstance(value, list) and all(isinstance(one, str) for one in value)
         if not (listed or (isinstance(value, str) and name == "target_modules")):
             yield f"{name} is {reprlib.repr(value)}, and a list of names is expected"
-    for pattern, used in _patterns(entries):
+    for _, pattern, used in _patterns(entries):
         try:
             re.compile(used)
         except (re.error, RecursionError, OverflowError) as error:
@@ -202,13 +259,14 @@ def _ranks_and_alphas(entries: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
             yield from ((f"{name}[{pattern!r}]", value) for pattern, value in entries[name].items())
 
 
-def _patterns(entries: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """The regular expressions, each with the one that it becomes."""
+def _patterns(entries: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
+    """The key and the text of every regular expression, and the one that it becomes."""
     for name in ("rank_pattern", "alpha_pattern"):
         if isinstance(entries.get(name), dict):
-            yield from ((pattern, _as_ending(pattern)) for pattern in entries[name])
-    if isinstance(entries.get("target_modules"), str):
-        yield entries["target_modules"], entries["target_modules"]
+            yield from ((name, pattern, _as_ending(pattern)) for pattern in entries[name])
+    modules = entries.get("target_modules")
+    if isinstance(modules, str):
+        yield "target_modules", modules, modules
 
 
 def _as_ending(pattern: str) -> str:

@@ -1,10 +1,12 @@
 """The files themselves; that PEFT reads and writes the same is tested with the models."""
 
 import builtins
+import errno
 import functools
 import json
 import math
 import re
+import resource
 
 import equinox as eqx
 import jax
@@ -317,6 +319,41 @@ def test_a_broken_header_is_named(saved, ranks):
     path = saved / "adapter_model.safetensors"
     safetensors_numpy.save_file(tensors_in(saved), path, metadata={"part_ranks": ranks})
     with pytest.raises(ValueError, match=r"part_ranks in the header of .*adapter_model.safetensors"):
+        load_peft(model(), saved, names)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"target_modules": "(([a-z._0-9]+)+)+!"}, {"rank_pattern": {"(([a-z._0-9]+)+)+!": 2}}],
+    ids=["target_modules", "rank_pattern"],
+)
+def test_patterns_that_take_too_long_are_stopped(saved, monkeypatch, settings):
+    monkeypatch.setattr("stacked_remat.lora._peft_config._SECONDS", 1)
+    rewrite(saved, **settings)
+    (key,) = settings
+    with pytest.raises(ValueError, match=rf"expressions in .*adapter_config.json \({key}\) take longer than"):
+        load_peft(model(), saved, names)
+
+
+def test_a_file_that_can_not_be_written_leaves_nothing_and_names_the_folder(saved, tmp_path):
+    before = {path.name: path.read_bytes() for path in saved.iterdir()}
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    for folder in (tmp_path / "new", saved):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
+        try:
+            with pytest.raises(OSError) as caught:
+                save_peft(folder, adapted(), names)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        assert (caught.value.errno, caught.value.filename) == (errno.EFBIG, str(folder))
+    assert not (tmp_path / "new").exists()
+    assert {path.name: path.read_bytes() for path in saved.iterdir()} == before
+
+
+def test_a_config_that_is_too_large_is_named(saved):
+    with (saved / "adapter_config.json").open("r+b") as file:
+        file.truncate(2**26 + 1)
+    with pytest.raises(ValueError, match="adapter_config.json .*more than 64 MiB"):
         load_peft(model(), saved, names)
 
 

@@ -49,6 +49,23 @@ def test_debug_shows_the_traceback_and_is_no_argument_of_the_command(capsys):
     assert "Traceback" in capsys.readouterr().err
 
 
+def test_debug_spells_out_what_a_terminal_would_obey(capsys):
+    run(fail_with(ConfigError("\x1b]0;title\x07 \u200f")), "--debug")
+    shown = capsys.readouterr().err
+    assert r"\x1b]0;title\x07 \u200f" in shown and "\x1b" not in shown and "\u200f" not in shown
+
+
+def test_where_output_can_not_be_written_the_message_is_on_standard_error(monkeypatch, capsys):
+    def show(text):
+        print(text, flush=True)
+
+    full = open("/dev/full", "w")
+    monkeypatch.setattr("sys.stdout", full)
+    assert run_command(lambda *_: show("a text") or 0, [], show) == 1
+    full.close()  # which writes what is still waiting, as the end of the process does
+    assert "error: No space left on device." in capsys.readouterr().err
+
+
 def test_what_the_user_can_not_mend_keeps_its_traceback():
     assert not issubclass(TypeError, USER_ERRORS) and error_message(TypeError("a mistake of ours")) is None
     with pytest.raises(TypeError, match="a mistake of ours"):
@@ -60,6 +77,7 @@ def test_what_the_user_can_not_mend_keeps_its_traceback():
     [
         (jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory"), "remat: nested or offload"),
         (RuntimeError("Unable to initialize backend 'x'"), "Check JAX_PLATFORMS"),
+        (RuntimeError("Could not determine home directory."), "Write the whole path"),
         (FileNotFoundError("No checkpoint in runs/mine."), "No checkpoint in runs/mine."),
         (MemoryError(), "too little memory"),
     ],

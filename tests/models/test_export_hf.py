@@ -99,7 +99,7 @@ def test_a_trained_model_is_exported_and_read_again(workplace):
     assert status == 0
     config, rows = read_hf_config(workplace / "exported")
     assert rows == 260
-    assert json.loads((workplace / "exported/config.json").read_text())["eos_token_id"] == 256
+    assert json.loads((workplace / "exported/config.json").read_text())["eos_token_id"] == [256, 7]
     assert "[7, 256]" in (workplace / "exported/generation_config.json").read_text()
     again = read_decoder(workplace / "exported", config, Vocab)
     base = read_decoder(workplace / "base", config, Vocab)
@@ -134,7 +134,9 @@ def test_adapters_are_merged_or_written_alone(workplace, adapted):
     assert export("--run_dir", adapted, "--out", workplace / "merged")[0] == 0
     merged = read_decoder(workplace / "merged", config.model, Vocab)
     np.testing.assert_array_equal(logits(merged), logits(merge_lora(model)))
-    np.testing.assert_array_equal(logits(generator_of_run(adapted).model), logits(merged))
+    found = generator_of_run(adapted)
+    np.testing.assert_array_equal(logits(found.model), logits(merged))
+    assert found.ends == {256, 7}
     assert export("--run_dir", adapted, "--out", workplace / "alone", "--adapters")[0] == 0
     base = read_decoder(workplace / "base", config.model, Vocab)
     np.testing.assert_allclose(logits(load_adapters(base, workplace / "alone")), logits(model), atol=1e-5)
@@ -218,6 +220,11 @@ def test_ends_go_along_where_only_the_config_names_them(workplace, tmp_path):
         fields = json.loads((folder / "config.json").read_text()) | {"eos_token_id": ends}
         (folder / "config.json").write_text(json.dumps(fields))
         assert beside_the_weights(begun_with(workplace, folder)) == ({}, {"eos_token_id": expected})
+        # A file that says other things of how text is made goes along, and changes none of them.
+        (folder / "generation_config.json").write_text('{"temperature": 0.6}')
+        texts = {"generation_config.json": '{"temperature": 0.6}'}
+        assert beside_the_weights(begun_with(workplace, folder)) == (texts, {"eos_token_id": expected})
+        (folder / "generation_config.json").unlink()
 
 
 @pytest.mark.parametrize(

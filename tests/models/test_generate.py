@@ -136,6 +136,14 @@ def test_what_a_model_says_is_shown_as_text_and_written_as_it_is_for_pipes(run, 
     assert written("--raw") == ("a\x07" + "".join(said) + "\n").encode()
 
 
+def test_errors_are_shown_whatever_the_encoding():
+    buffer = io.BytesIO()
+    console = Console(file=io.TextIOWrapper(buffer, encoding="ascii"), width=10)
+    assert main(["--model", "/n\xe9", "--prompt", "a"], console) == 1
+    console.file.flush()
+    assert b"There is no folder /n\\xe9" in buffer.getvalue()
+
+
 def test_a_cache_that_can_not_fit_is_told_before_any_weights_are_read(exported, run, monkeypatch):
     monkeypatch.setattr(SafetensorsFolder, "open", None)
     monkeypatch.setattr("models.generator.trained_model", None)
@@ -147,6 +155,10 @@ def test_a_cache_that_can_not_fit_is_told_before_any_weights_are_read(exported, 
         size = 2 * 2 * 2 * (10**9 + 4) * 8 * 4 >> 20
         assert status == 1 and f"2 x 1000000004 tokens take {size:,} MiB for their keys and" in shown
         assert "has 1,024 MiB. Lower --max_new_tokens" in shown
+    monkeypatch.setattr("models.generator.memory_bytes", lambda _: 100)
+    status, shown = generate(*model, "--prompt", "abc", "--max_new_tokens", 1)
+    assert status == 1 and "The weights take 0 MiB in float32, and this device has 0 MiB." in shown
+    assert "--max_new_tokens" not in shown
     monkeypatch.setattr("models.generator.memory_bytes", lambda _: None)
     status, shown = generate(*model, "--prompt", "abc", "--max_new_tokens", 10**25)
     assert status == 1 and "Lower --max_new_tokens" in shown
@@ -247,6 +259,9 @@ def test_damaged_generation_configs_are_named(described, content):
         (("--checkpoint", "{run}", "--prompts", "nowhere.txt"), "Can't read --prompts nowhere.txt"),
         (("--checkpoint", "{run}", "--prompt", "a", "--top_p", "2"), "--top_p is a probability above 0"),
         (("--checkpoint", "{run}", "--prompt", "a", "--max_new_tokens", "0"), "--max_new_tokens must be"),
+        (("--checkpoint", "{run}", "--prompt", "a", "--top_k", "1099511627776"), "at most 2147483647; got"),
+        (("--checkpoint", "{run}", "--prompt", "a", "--seed", "9223372036854775808"), "--seed must be from"),
+        (("--checkpoint", "{run}", "--prompt", "a", "--tokenizer", "~nosuchuser/x"), "Write the whole path"),
         (("--checkpoint", "{run}", "--prompt", "a\udcff"), r"--prompt 'a\udcff' is not valid UTF-8."),
         (("--model", "{run}", "--prompt", "a"), "it is a run folder. Use --checkpoint"),
         (("--model", "nowhere", "--prompt", "a"), "There is no folder nowhere, and it is no name on the"),
@@ -255,16 +270,23 @@ def test_damaged_generation_configs_are_named(described, content):
         (("--model", "{spoken}", "--prompt", ""), "no token that begins a text"),
         (("--model", "{spoken}", "--tokenizer", "{large}", "--prompt", "a"), "Name the model's own with"),
         (("--model", "{untemplated}", "--chat", "--prompt", "a"), "no chat template"),
+        (
+            ("--model", "{refusing}", "--chat", "--prompt", "a"),
+            "refusing does not take a user's message and an answer: never. Mend it (chat_template.jinja",
+        ),
     ],
 )
 def test_what_can_be_mended_is_said_in_a_line(run, exported, spoken, tmp_path, arguments, message):
     untemplated = shutil.copytree(spoken, tmp_path / "untemplated")
     word_tokenizer.save(untemplated, template=None)
+    refusing = shutil.copytree(spoken, tmp_path / "refusing")
+    word_tokenizer.save(refusing, template="{{ raise_exception('never') }}")
     large = word_tokenizer.save(tmp_path / "large")
     definition = json.loads((large / "tokenizer.json").read_text())
     definition["added_tokens"].append({**definition["added_tokens"][-1], "id": 5000, "content": "<far>"})
     (large / "tokenizer.json").write_text(json.dumps(definition))
     places = dict(run=run, exported=exported, spoken=spoken, untemplated=untemplated, large=large)
+    places["refusing"] = refusing
     status, shown = generate(*(argument.format(**places) for argument in arguments))
     assert status == 1 and message in shown
     assert shown.startswith("error: ") and shown.count("\n") == 1

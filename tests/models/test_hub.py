@@ -13,8 +13,8 @@ def asked(monkeypatch, tmp_path):
     calls = []
 
     def download(repository, *, revision, allow_patterns):
-        calls.append((repository, revision))
-        assert "*.safetensors" in allow_patterns and "config.json".endswith(allow_patterns[0][1:])
+        calls.append((repository, revision, "*.safetensors" in allow_patterns))
+        assert "config.json".endswith(allow_patterns[0][1:])
         return str(tmp_path)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
@@ -42,8 +42,8 @@ def test_names_that_the_hub_does_not_allow_are_told(name):
     [("Qwen/Qwen3-0.6B", ("Qwen/Qwen3-0.6B", None)), ("Qwen/Qwen3-0.6B@v1", ("Qwen/Qwen3-0.6B", "v1"))],
 )
 def test_other_names_are_the_hub_s(name, call, asked, tmp_path):
-    assert model_folder(name) == Path(tmp_path)
-    assert asked == [call]
+    assert model_folder(name) == model_folder(name, weights=False) == Path(tmp_path)
+    assert asked == [(*call, True), (*call, False)]
 
 
 @pytest.mark.parametrize("name", ["/nowhere/model", "./nowhere/model", "model", "a/b/c"])

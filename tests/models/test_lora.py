@@ -1,4 +1,5 @@
 import dataclasses
+from typing import Any
 
 import equinox as eqx
 import haliax as hax
@@ -12,10 +13,10 @@ from safetensors.numpy import load_file, save_file
 from models.lm import build_model, next_token_loss
 from models.lora import with_adapters
 from models.plan_lm import PlanLmConfig
-from models.qwen3_moe import ExpertsConfig, Qwen3MoeConfig
+from models.qwen3_moe import ExpertsConfig, Qwen3Config, Qwen3MoeConfig
 from models.qwen3_moe.peft import load_adapters, save_adapters
 from models.step_memory import step_report
-from stacked_remat.lora import LoraConfig, LoraLinear, lora_linears, merge_lora
+from stacked_remat.lora import LoraConfig, LoraLinear, apply_lora, lora_linears, merge_lora
 from stacked_remat.training import ConfigError, DataConfig, MeshConfig, TokenBatch, TrainerConfig
 
 Vocab, Batch, Pos = Axis("vocab", 17), Axis("batch", 2), Axis("position", 6)
@@ -145,6 +146,26 @@ def test_the_planner_counts_no_gradients_and_no_moments_of_the_base(standard_pro
     weights = whole.arguments / 3
     assert adapters.arguments < 1.1 * weights
     assert whole.temporaries > 0.9 * weights and adapters.temporaries < 0.3 * weights
+
+
+def test_adapters_of_a_head_make_logits(tmp_path):
+    config = Qwen3Config(hidden_dim=16, num_layers=1, num_heads=2, num_kv_heads=1)
+
+    def make():
+        base = build_model(config, Vocab, remat=True, key=jax.random.key(0))
+        return apply_lora(base, LoraConfig(2, targets=("head",)), key=jax.random.key(1))
+
+    rng = np.random.default_rng(0)
+    adapted: Any = jax.tree.map(
+        lambda leaf: jnp.asarray(rng.normal(size=leaf.shape), leaf.dtype), eqx.filter_eval_shape(make)
+    )
+    save_adapters(tmp_path, adapted)
+    base = eqx.tree_at(lambda model: model.head, adapted, adapted.head.wrapped)
+    loaded = load_adapters(base, tmp_path)
+    hidden = hax.named(jnp.ones((2, 6, 16)), (Batch, Pos, config.Embed))
+    found, expected = (model.logits(hidden).array for model in (loaded, merge_lora(loaded)))
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-4)
+    assert np.abs(found - base.logits(hidden).array).max() > 0.1
 
 
 @pytest.mark.parametrize(

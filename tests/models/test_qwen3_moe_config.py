@@ -202,6 +202,9 @@ def test_policies_for_what_no_layer_has_are_refused(field):
     check_remat_names(Qwen3MoeConfig(), routed)
     with pytest.raises(ValueError, match="has 'router_gates'"):
         check_remat_names(Qwen3Config(), routed)
+    dense = Qwen3MoeConfig(experts=ExpertsConfig(dense_layers=(0, 1, 2, 3)))
+    with pytest.raises(ValueError, match="has 'router_gates'"):
+        check_remat_names(dense, routed)
     check_remat_names(
         Qwen3Config(), ScanCheckpointPolicy(**{field: True}) if field.startswith("save") else None
     )

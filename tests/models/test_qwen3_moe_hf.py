@@ -21,7 +21,7 @@ from models.qwen3_moe import (
     Qwen3MoeConfig,
     RotaryConfig,
 )
-from models.qwen3_moe.hf import decoder_places, read_decoder, write_decoder
+from models.qwen3_moe.hf import decoder_places, num_tensors, read_decoder, write_decoder
 from models.qwen3_moe.hf_config import read_hf_config
 from models.safetensors_folder import INDEX, SINGLE, SafetensorsFolder, WeightsError
 from models.train_lm import TrainLmConfig
@@ -281,6 +281,31 @@ def test_a_config_of_another_size_is_refused_in_a_line(folder):
             WeightsError, match="The config describes a model of .* weights, and the tensors in"
         ):
             read_decoder(folder, dataclasses.replace(CONFIG, **huge), Vocab)
+
+
+def test_a_config_of_many_more_tensors_is_refused_before_any_is_listed(folder, monkeypatch):
+    monkeypatch.setattr(Qwen3Decoder, "init", None)
+    experts = ExpertsConfig(3_000_000, 1, 1)
+    alternating = AttentionConfig(window=2, windowed_layers=tuple(range(0, 1000, 2)))
+    for many in (
+        Qwen3MoeConfig(hidden_dim=2, num_layers=1, num_heads=1, num_kv_heads=1, experts=experts),
+        Qwen3Config(hidden_dim=2, num_layers=1000, num_heads=1, num_kv_heads=1, attention=alternating),
+    ):
+        with pytest.raises(WeightsError, match="a model of .* tensors, and .* has .* Check that the model's"):
+            read_decoder(folder, many, Vocab)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        CONFIG,
+        Qwen3Config(tie_word_embeddings=True, attention=AttentionConfig(bias=True)),
+    ],
+    ids=["experts", "dense"],
+)
+def test_tensors_are_counted_as_they_are_listed(config):
+    shapes = eqx.filter_eval_shape(Qwen3Decoder.init, config, Vocab, key=jax.random.key(0))
+    assert num_tensors(config) == sum(len(place.names) for place in decoder_places(shapes).values())
 
 
 def test_the_auxiliary_loss_has_the_weight_of_the_folder_unless_the_config_has_one(folder):

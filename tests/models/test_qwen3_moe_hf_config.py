@@ -184,6 +184,10 @@ def test_both_ways_to_say_how_positions_turn(fields):
         ({"rope_scaling": {"rope_type": "yarn", "truncate": "no"}}, "truncate is true or false"),
         ({"use_qk_norm": 1}, "use_qk_norm is 1; the decoder has True built in"),
         ({"mlp_only_layers": [4]}, "mlp_only_layers names layer 4; there are 0 to 3"),
+        (
+            {"num_hidden_layers": 1000, "decoder_sparse_step": 2},
+            "the kind of layer changes 999 times .*; at most 499",
+        ),
         ({"torch_dtype": "x"}, "dtype is 'x'; one of float32, bfloat16"),
         ({"\x1b[2J": 1}, r"'\\x1b\[2J': fields that"),
     ],
@@ -240,6 +244,7 @@ def test_fields_that_published_configs_add_and_the_decoder_has_built_in_are_read
     coder = {"qkv_bias": False, "use_qk_norm": True, "shared_expert_intermediate_size": 0}
     coder |= {"unsloth_version": "2026.1", "something_new": None}
     assert config_from_hf(MOE | coder) == config_from_hf(MOE)
+    assert config_from_hf(MOE | dict.fromkeys((*coder, "hidden_act"))) == config_from_hf(MOE)
 
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "truncate": True}

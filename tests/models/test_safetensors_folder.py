@@ -1,5 +1,7 @@
+import errno
 import json
 import random
+import resource
 
 import numpy as np
 import pytest
@@ -11,6 +13,7 @@ from models.safetensors_folder import (
     Pending,
     SafetensorsFolder,
     WeightsError,
+    read_json_fields,
     write_safetensors,
 )
 
@@ -132,12 +135,55 @@ def test_an_index_names_files_below_its_folder_and_no_others(tmp_path, file):
 
 
 def test_files_may_be_links_as_in_the_hub_s_cache(tmp_path):
-    (tmp_path / "blobs").mkdir()
-    (tmp_path / "snapshot").mkdir()
-    save_file({"w": np.ones(2)}, tmp_path / "blobs/1234")
-    (tmp_path / "snapshot/a.safetensors").symlink_to("../blobs/1234")
-    (tmp_path / "snapshot" / INDEX).write_text(json.dumps({"weight_map": {"w": "a.safetensors"}}))
-    np.testing.assert_array_equal(SafetensorsFolder.open(tmp_path / "snapshot").read("w"), np.ones(2))
+    repository = tmp_path / "models--owner--model"
+    snapshot = repository / "snapshots/1a2b"
+    snapshot.mkdir(parents=True)
+    (repository / "blobs").mkdir()
+    save_file({"w": np.ones(2)}, repository / "blobs/1234")
+    (snapshot / "a.safetensors").symlink_to("../../blobs/1234")
+    (snapshot / INDEX).write_text(json.dumps({"weight_map": {"w": "a.safetensors"}}))
+    np.testing.assert_array_equal(SafetensorsFolder.open(snapshot).read("w"), np.ones(2))
+
+
+@pytest.mark.parametrize("file", ["sub/secret.safetensors", "secret.safetensors"])
+def test_links_of_an_index_s_files_do_not_lead_elsewhere(tmp_path, file):
+    elsewhere, root = tmp_path / "elsewhere", tmp_path / "model"
+    elsewhere.mkdir()
+    root.mkdir()
+    save_file({"w": np.ones(2)}, elsewhere / "secret.safetensors")
+    (root / "sub").symlink_to(elsewhere)
+    (root / "secret.safetensors").symlink_to(elsewhere / "secret.safetensors")
+    (root / INDEX).write_text(json.dumps({"weight_map": {"w": file}}))
+    with pytest.raises(
+        WeightsError, match=f"{root / file}, which {INDEX} names, leads by a link to {elsewhere}"
+    ):
+        SafetensorsFolder.open(root)
+
+
+def test_a_full_disk_is_an_error_of_the_system_that_names_the_folder(tmp_path):
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    for arrays, texts in ((ARRAYS, {}), ({}, {"note.txt": "x" * 10_000})):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (200, limits[1]))
+        try:
+            with pytest.raises(OSError) as caught:
+                write_safetensors(tmp_path / "x", pending(**arrays), documents={}, texts=texts)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        assert (caught.value.errno, caught.value.filename) == (errno.EFBIG, str(tmp_path / "x"))
+        assert not list(tmp_path.iterdir())
+
+
+def test_a_link_to_itself_is_no_place_to_write_to(tmp_path):
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    with pytest.raises(FileExistsError, match="loop exists and is not an empty folder"):
+        write_safetensors(tmp_path / "loop", pending(**ARRAYS), documents={})
+
+
+def test_a_json_file_that_is_too_large_is_not_read(tmp_path):
+    with (tmp_path / "config.json").open("wb") as file:
+        file.truncate(2**26 + 1)
+    with pytest.raises(WeightsError, match="config.json has more than 64 MiB"):
+        read_json_fields(tmp_path / "config.json")
 
 
 @pytest.mark.parametrize(

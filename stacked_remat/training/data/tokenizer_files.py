@@ -12,6 +12,7 @@ from .tokenizers import ByteTokenizer, Tokenizer
 
 _TOKENIZER, _CONFIG, _TEMPLATE = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
 _SPECIAL_TOKENS = "special_tokens_map.json"
+_LARGEST = 2**28  # bytes of a file; tokenizers of 250,000 tokens have 2**25
 _Reader: TypeAlias = Callable[[str], str | None]
 _HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?(@[\w./-]+)?")
 
@@ -50,7 +51,10 @@ def read_tokenizer_files(name: str) -> dict[str, str]:
 
 def _reader(name: str) -> _Reader:
     """What gives a file of the tokenizer by its usual name, or None if there is no such file."""
-    path = Path(name).expanduser()
+    try:
+        path = Path(name).expanduser()
+    except RuntimeError as error:
+        raise DataError(f"data.tokenizer = {name!r}: {error} Write the whole path.") from error
     if path.is_dir():
         return lambda file: _read_text(path / file)
     if path.is_file():
@@ -106,7 +110,15 @@ def _parse_json(name: str, file: str, read: _Reader) -> dict[str, Any]:
 
 def _read_text(path: Path) -> str | None:
     try:
-        return path.read_text(encoding="utf-8") if path.is_file() else None
+        if not path.is_file():
+            return None
+        with path.open("rb") as file:
+            text = file.read(_LARGEST + 1)
+        if len(text) > _LARGEST:
+            raise DataError(
+                f"{path} of data.tokenizer has more than {_LARGEST >> 20} MiB; no file of a tokenizer is."
+            )
+        return text.decode("utf-8")
     except OSError as error:
         raise DataError(f"Can't read {path} of data.tokenizer: {error.strerror}.") from error
     except UnicodeDecodeError as error:

@@ -179,6 +179,13 @@ def test_files_that_are_not_as_they_should_be_are_named(tmp_path, file, written,
         load_tokenizer(str(tmp_path))
 
 
+def test_a_file_that_is_too_large_is_not_read(tmp_path):
+    with (tmp_path / "tokenizer.json").open("wb") as file:
+        file.truncate(2**28 + 1)
+    with pytest.raises(DataError, match=r"tokenizer.json of data.tokenizer has more than 256 MiB"):
+        load_tokenizer(str(tmp_path))
+
+
 def test_what_the_package_raises_while_it_works_is_one_error(tmp_path):
     words = {"type": "WordLevel", "vocab": {"</s>": 0}, "unk_token": "[UNK]"}
     save(tmp_path).joinpath("tokenizer.json").write_text(json.dumps({"version": "1.0", "model": words}))

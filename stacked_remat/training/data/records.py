@@ -271,7 +271,7 @@ def _rows(
 
 
 def _longest(stored: BinaryIO, chunk: Any) -> int:
-    """How long each value of a column may be, however few bytes are stored for it; 0 if no longer than these."""
+    """How long each value of a column may be, if longer than what is stored for it; else 0."""
     if "DELTA_BYTE_ARRAY" in chunk.encodings:  # each may begin with the whole value before it
         return chunk.total_uncompressed_size
     return _dictionary_bytes(stored, chunk)

@@ -7,7 +7,7 @@ import logging
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -26,6 +26,7 @@ from stacked_remat.training import (
     NonFiniteLossError,
     StopSignals,
 )
+from stacked_remat.training.credentials import without_credentials
 
 USER_ERRORS: tuple[type[Exception], ...] = (
     BudgetError,
@@ -41,7 +42,7 @@ USER_ERRORS: tuple[type[Exception], ...] = (
     TargetError,
     WeightsError,
 )
-"""What a user, or who looks after the machine, can mend: ends a command with one message and exit status 1.
+"""What a user or an administrator can fix: ends a command with one message and exit status 1.
 
 Anything else is a mistake in this program, and shows its traceback."""
 
@@ -87,7 +88,7 @@ def run_command(
     arguments = [argument for argument in arguments if argument != _DEBUG]
     with contextlib.ExitStack() as closing:
         if not debug:
-            closing.enter_context(_quiet_checkpoints())
+            _quiet_checkpoints()
         stop = closing.enter_context(StopSignals(at_once=True))  # to the end: a second signal may come late
         try:
             return work(arguments, stop)
@@ -101,30 +102,26 @@ def run_command(
                 raise
             if debug:
                 traceback.print_exc()
-        show(f"error: {printable(message)}")
+        show(without_credentials(f"error: {printable(message)}"))
         gc.collect()  # what is left half done ends now, and not with tracebacks while Python shuts down
         return 1
 
 
-@contextlib.contextmanager
-def _quiet_checkpoints() -> Iterator[None]:
+def _quiet_checkpoints() -> None:
     """Keeps what writes checkpoints from showing the tracebacks of what it raises as well.
 
-    Orbax logs them; TensorStore's threads report to an event loop that the first error has closed.
+    Orbax logs them, and asyncio those of tasks that nobody waits for after the first one; TensorStore's
+    threads report to an event loop that the first error has closed. All of them may be at work, and fail,
+    until the process ends: so nothing is set back.
     """
-    hook = sys.excepthook
+    for name in ("absl", "asyncio"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)
+    sys.excepthook = _show_others
 
-    def show_others(kind: type[BaseException], error: BaseException, trace: Any) -> None:
-        if str(error) != "Event loop is closed":
-            hook(kind, error, trace)
 
-    # For good: Orbax's threads may be at work, and fail, until the process ends.
-    logging.getLogger("absl").setLevel(logging.CRITICAL)
-    sys.excepthook = show_others
-    try:
-        yield
-    finally:
-        sys.excepthook = hook
+def _show_others(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+    if str(error) != "Event loop is closed":
+        sys.__excepthook__(kind, error, trace)
 
 
 def error_message(error: Exception) -> str | None:

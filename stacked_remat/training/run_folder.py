@@ -142,14 +142,14 @@ class RunFolder:
         """Deletes all results; none of them where a link, a mount or a permission is in the way."""
         results = self._results()
         for path in results:
-            _check_deletable(path)
-            _check_deletable(_doomed(path))  # what an earlier deletion left
             if path.is_symlink():
                 raise ConfigError(
                     f"{path} is a symbolic link to {os.readlink(path)}, and trainer.checkpoint.overwrite "
                     f"deletes nothing elsewhere. Remove the link, and what it leads to if that may go, or "
                     f"give this run a folder of its own with --trainer.run_dir. Nothing was deleted."
                 )
+            _check_deletable(path)
+            _check_deletable(_doomed(path))  # what an earlier deletion left
         # At once out of sight: a half-deleted folder of checkpoints must not be taken for a run's.
         moved: list[tuple[Path, Path]] = []
         try:
@@ -192,7 +192,9 @@ def _mount_points() -> list[str]:
     except OSError:
         return []
     escaped = [line.split()[4] for line in lines]  # a space in a path is written \040
-    return [os.fsdecode(re.sub(rb"\\([0-7]{3})", lambda code: bytes([int(code[1], 8)]), at)) for at in escaped]
+    return [
+        os.fsdecode(re.sub(rb"\\([0-7]{3})", lambda code: bytes([int(code[1], 8)]), at)) for at in escaped
+    ]
 
 
 def _delete(path: Path) -> None:

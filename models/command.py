@@ -63,6 +63,7 @@ _FIXES = {
     errno.EIO: "Check the disk, or the connection to it.",
 }
 _DEBUG = "--debug"
+_LOOP_CLOSED = "Event loop is closed"
 
 
 def run_command(
@@ -116,12 +117,17 @@ def _quiet_checkpoints() -> None:
     """
     for name in ("absl", "asyncio"):
         logging.getLogger(name).setLevel(logging.CRITICAL)
-    sys.excepthook = _show_others
+    sys.excepthook, sys.unraisablehook = _show_uncaught, _show_unraisable
 
 
-def _show_others(kind: type[BaseException], error: BaseException, trace: Any) -> None:
-    if str(error) != "Event loop is closed":
+def _show_uncaught(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+    if str(error) != _LOOP_CLOSED:
         sys.__excepthook__(kind, error, trace)
+
+
+def _show_unraisable(unraisable: Any) -> None:
+    if str(unraisable.exc_value) != _LOOP_CLOSED:
+        sys.__unraisablehook__(unraisable)
 
 
 def error_message(error: Exception) -> str | None:

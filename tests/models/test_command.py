@@ -1,10 +1,13 @@
 import errno
+import logging
 import os
 import pathlib
 import re
 import signal
 import subprocess
 import sys
+import types
+from typing import Any
 
 import jax
 import pytest
@@ -98,6 +101,21 @@ def test_a_signal_while_modules_are_imported_ends_the_command_with_one_line(comm
     output, _ = process.communicate()
     name = signal.Signals(number).name
     assert (output, process.returncode) == (f"stopped by {name} while the program was loaded\n", status)
+
+
+def test_only_the_errors_of_a_closed_event_loop_are_kept_from_view(monkeypatch):
+    shown = []
+    monkeypatch.setattr(sys, "__excepthook__", lambda kind, error, trace: shown.append(str(error)))
+    monkeypatch.setattr(sys, "__unraisablehook__", lambda found: shown.append(str(found.exc_value)))
+    for hook in ("excepthook", "unraisablehook"):
+        monkeypatch.setattr(sys, hook, getattr(sys, hook))  # set back after the test
+    run(lambda arguments, stop: 0)
+    for text in ("Event loop is closed", "something else"):
+        sys.excepthook(RuntimeError, RuntimeError(text), None)
+        unraisable: Any = types.SimpleNamespace(exc_value=RuntimeError(text))
+        sys.unraisablehook(unraisable)
+    assert shown == ["something else"] * 2
+    assert logging.getLogger("asyncio").level == logging.CRITICAL
 
 
 def test_a_password_in_an_error_is_not_shown():

@@ -67,9 +67,9 @@ def _decode_one(hint: Any, value: Any, path: tuple[str, ...]) -> Any:
     if hint in (int, float):
         return _number(hint, value, path)
     if hint is str:
-        if isinstance(value, str) and "\0" in value:
-            raise ValueMismatch(path, f"holds a null character, got {shortened(value)}.", " Leave it out.")
         if isinstance(value, str):
+            if "\0" in value:
+                raise _mismatch(hint, value, path, " Leave the null character out.")
             return value
         if isinstance(value, int | date) and not isinstance(value, bool):
             return str(value)

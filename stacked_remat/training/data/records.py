@@ -299,11 +299,11 @@ def _decoded_bytes(column: Any) -> int:
     import pyarrow.compute
     import pyarrow.types
 
+    compute: Any = pyarrow.compute  # whose functions are made when it is imported
     kind = column.type
     if pyarrow.types.is_dictionary(kind):
-        lengths = pyarrow.compute.binary_length(column.dictionary).take(column.indices)
-        lengths = lengths.cast("int64")
-        return column.indices.nbytes + (pyarrow.compute.sum(lengths).as_py() or 0)
+        lengths = compute.binary_length(column.dictionary).take(column.indices)
+        return column.indices.nbytes + (compute.sum(lengths.cast("int64")).as_py() or 0)
     if pyarrow.types.is_struct(kind):
         return sum(map(_decoded_bytes, column.flatten()))
     if pyarrow.types.is_list(kind) or pyarrow.types.is_large_list(kind) or pyarrow.types.is_map(kind):

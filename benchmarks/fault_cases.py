@@ -200,17 +200,51 @@ def _linked_checkpoints(place: Workplace) -> Outcome:
     folder = place.copied_run()
     shutil.move(folder / "checkpoints", place.own / "elsewhere")
     (folder / "checkpoints").symlink_to(place.own / "elsewhere")
+    return _overwritten(place)
+
+
+def _mounted_below_a_result(place: Workplace) -> Outcome | None:
+    mine = place.copied_run() / "checkpoints/150/mine"
+    mine.mkdir()
+    with _mounted(mine, "size=100k") as mounted:
+        return _overwritten(place) if mounted else None
+
+
+def _overwritten(place: Workplace) -> Outcome:
+    """Starts a run anew, which must leave all of the earlier one."""
     overwrite = ("--trainer.checkpoint.overwrite", "true")
     outcome = place.ended("train_lm", *place.train(place.own / "run", *overwrite))
-    lost = "" if (folder / "metrics.jsonl").exists() else "error: the metrics are gone\n"
+    lost = "" if (place.own / "run/metrics.jsonl").exists() else "error: the metrics are gone\n"
     return Outcome(outcome.status, outcome.output + lost)
 
 
-def _signalled(number: int, *, after: float) -> Callable[[Workplace], Outcome]:
-    def run(place: Workplace) -> Outcome:
+def _handles_signals(place: Workplace, process: subprocess.Popen) -> bool:
+    """Whether a process does so itself: from when its modules are being imported, as Linux says."""
+    status = Path(f"/proc/{process.pid}/status")
+    caught = [line.split()[1] for line in status.read_text().splitlines() if line.startswith("SigCgt")]
+    return bool(int(caught[0], 16) >> (signal.SIGTERM - 1) & 1)
+
+
+def _tokenizes(place: Workplace, process: subprocess.Popen) -> bool:
+    return (place.own / "cache").exists()
+
+
+def _has_done_steps(place: Workplace, process: subprocess.Popen) -> bool:
+    file = place.own / "run/metrics.jsonl"
+    return file.exists() and file.read_text().count("\n") > 2
+
+
+def _signalled(
+    number: int, once: Callable[[Workplace, subprocess.Popen], bool], *, after: float = 0
+) -> Callable[[Workplace], Outcome | None]:
+    """A signal comes some seconds after something holds of the command."""
+
+    def run(place: Workplace) -> Outcome | None:
+        if once is _handles_signals and not Path("/proc/self/status").exists():
+            return None
         arguments = place.train(place.own / "run", "--data.cache_dir", f"{place.own}/cache")
         process = subprocess.Popen(command("train_lm", *arguments), **place.process())
-        while not (place.own / "cache").exists() and process.poll() is None:  # its text is being tokenized
+        while process.poll() is None and not once(place, process):
             time.sleep(0.005)
         time.sleep(after)
         process.send_signal(number)
@@ -252,8 +286,14 @@ def _plan(*overrides: str) -> Callable[[Workplace], Outcome]:
     return lambda place: place.ended("plan_lm", *place.train(place.own / "run", *overrides))
 
 
-def _flipped(pattern: str) -> Callable[[Workplace], Outcome]:
-    """A byte in the middle of each file that matches is another, in the run and in the cache."""
+def _flipped(pattern: str, *overrides: str, name: str = "train_lm") -> Callable[[Workplace], Outcome]:
+    """A byte in the middle of each file that matches is another, in the run and in the cache.
+
+    Args:
+        pattern: a glob below the folder of the case.
+        overrides: for training, that goes on; of another command, all of its arguments.
+        name: of the command.
+    """
 
     def run(place: Workplace) -> Outcome:
         place.copied_run()
@@ -262,13 +302,16 @@ def _flipped(pattern: str) -> Callable[[Workplace], Outcome]:
             content = bytearray(file.read_bytes())
             content[len(content) // 2] ^= 1
             file.write_bytes(content)
+        if name != "train_lm":
+            return place.ended(name, *(argument.format(own=place.own) for argument in overrides))
         accept = ("--trainer.checkpoint.accept_changes", "true", "--trainer.num_steps", "160")
-        more = (*accept, "--data.cache_dir", f"{place.own}/cache")
+        more = (*accept, "--data.cache_dir", f"{place.own}/cache", *overrides)
         return place.ended("train_lm", *place.train(place.own / "run", *more))
 
     return run
 
 
+_NEWEST = "run/checkpoints/150/state/ocdbt*/d/*"
 _FITS = "This can't fit"
 _CONFIGS = [
     Case("a number for a section", _with_config("trainer: 5\n", "--trainer.seed", "3"), "has no keys"),
@@ -299,7 +342,7 @@ _SIZES = [
         _generate("--checkpoint", "{root}/whole", "--prompt", "a", "--max_new_tokens", "1000000000"),
         "--max_new_tokens",
     ),
-    Case("3 * 10**9 tokens in a sequence", _train("--data.seq_len", "3000000000"), _FITS),
+    Case("3 * 10**9 tokens in a sequence", _train("--data.seq_len", "3000000000"), "at most 2,147,483,647"),
 ]
 _FOLDERS = [
     Case("a run folder that is a file", _run_is_a_file, "/run: "),
@@ -322,16 +365,47 @@ _FOLDERS = [
         _flipped("run/checkpoints/*/state/ocdbt*/d/*"),
         "/run/",
     ),
+    Case(
+        "a flipped byte in the arrays of the newest checkpoint, with go_back",
+        _flipped(_NEWEST, "--trainer.checkpoint.on_damaged", "go_back"),
+        "Going back to the checkpoint of step 145",
+        0,
+    ),
+    Case(
+        "a damaged checkpoint to export",
+        _flipped(_NEWEST, "--run_dir", "{own}/run", "--out", "{own}/out", name="export_hf"),
+        "checkpoints/150",
+    ),
+    Case(
+        "a damaged checkpoint to generate from",
+        _flipped(_NEWEST, "--checkpoint", "{own}/run", "--prompt", "a", name="generate"),
+        "checkpoints/150",
+    ),
     Case("a flipped byte in a token shard", _flipped("cache/**/*.npy"), "/cache/"),
     Case("overwrite of a run whose checkpoints are a link", _linked_checkpoints, "is a symbolic link to"),
+    Case(
+        "overwrite of a run with a mount below its checkpoints",
+        _mounted_below_a_result,
+        "/checkpoints/150/mine",
+    ),
     Case("no run to generate from", _generate("--checkpoint", "{own}", "--prompt", "a"), "is no run folder"),
     Case("no model to generate from", _generate("--model", "{own}/none", "--prompt", "a"), "none"),
     Case("no run to export", _export("--run_dir", "{own}", "--out", "{own}/out"), "No checkpoint in"),
     Case("an export onto something", _export("--run_dir", "{root}/whole", "--out", "{root}/whole"), "whole"),
 ]
 _SIGNALS = [
-    Case("SIGINT before the first step", _signalled(signal.SIGINT, after=0), "before a step was done", 75),
-    Case("SIGTERM before the first step", _signalled(signal.SIGTERM, after=0.5), "stopped by SIGTERM", 75),
+    Case("SIGINT during imports", _signalled(signal.SIGINT, _handles_signals), "while the program was", 75),
+    Case("SIGINT before the first step", _signalled(signal.SIGINT, _tokenizes), "before a step was done", 75),
+    Case(
+        "SIGTERM before the first step",
+        _signalled(signal.SIGTERM, _tokenizes, after=0.5),
+        "stopped by SIGTERM",
+        75,
+    ),
+    Case("SIGINT after the first step", _signalled(signal.SIGINT, _has_done_steps), "goes on from there", 75),
+    Case(
+        "SIGTERM after the first step", _signalled(signal.SIGTERM, _has_done_steps), "goes on from there", 75
+    ),
     Case("standard output is closed", _closed_output, "finished", 0),
 ]
 CASES = [*_CONFIGS, *_SIZES, *_FOLDERS, *_SIGNALS]

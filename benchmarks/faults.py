@@ -19,6 +19,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from stacked_remat.training.config_value import nearest
+
 from .fault_cases import CASES, Case, Workplace, command
 from .record import RESULTS, versions
 
@@ -27,7 +29,12 @@ _BEFORE_THE_STEPS = 0.25  # the share of kills that come while a process compile
 
 
 def main(arguments: Sequence[str] | None = None) -> Path:
-    options = _parser().parse_args(arguments)
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    names = [case.name for case in CASES]
+    unknown = [name for name in options.only or () if name not in names]
+    if unknown:
+        parser.error(f"--only: there is no case {unknown[0]!r}.{nearest(unknown[0], names)}")
     with tempfile.TemporaryDirectory() as scratch:
         place = Workplace.make(Path(scratch))
         began = time.monotonic()

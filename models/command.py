@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -27,6 +27,7 @@ from stacked_remat.training import (
     NonFiniteLossError,
     StopSignals,
 )
+from stacked_remat.training.credentials import without_credentials
 
 USER_ERRORS: tuple[type[Exception], ...] = (
     BudgetError,
@@ -42,7 +43,7 @@ USER_ERRORS: tuple[type[Exception], ...] = (
     TargetError,
     WeightsError,
 )
-"""What a user, or who looks after the machine, can mend: ends a command with one message and exit status 1.
+"""What a user or an administrator can fix: ends a command with one message and exit status 1.
 
 Anything else is a mistake in this program, and shows its traceback."""
 
@@ -63,6 +64,7 @@ _FIXES = {
     errno.EIO: "Check the disk, or the connection to it.",
 }
 _DEBUG = "--debug"
+_LOOP_CLOSED = "Event loop is closed"
 
 
 def run_command(
@@ -88,7 +90,7 @@ def run_command(
     arguments = [argument for argument in arguments if argument != _DEBUG]
     with contextlib.ExitStack() as closing:
         if not debug:
-            closing.enter_context(_quiet_checkpoints())
+            _quiet_checkpoints()
         stop = closing.enter_context(StopSignals(at_once=True))  # to the end: a second signal may come late
         try:
             return work(arguments, stop)
@@ -101,8 +103,9 @@ def run_command(
             if message is None:
                 raise
             if debug:
-                print(printable(traceback.format_exc()), end="", file=sys.stderr)
-        _show_error(f"error: {printable(message)}", show)
+                text = without_credentials(printable(traceback.format_exc()))
+                print(text, end="", file=sys.stderr)
+        _show_error(without_credentials(f"error: {printable(message)}"), show)
         gc.collect()  # what is left half done ends now, and not with tracebacks while Python shuts down
         return 1
 
@@ -118,25 +121,26 @@ def _show_error(message: str, show: Callable[[str], None]) -> None:
             os.dup2(nowhere.fileno(), sys.stdout.fileno())
 
 
-@contextlib.contextmanager
-def _quiet_checkpoints() -> Iterator[None]:
+def _quiet_checkpoints() -> None:
     """Keeps what writes checkpoints from showing the tracebacks of what it raises as well.
 
-    Orbax logs them; TensorStore's threads report to an event loop that the first error has closed.
+    Orbax logs them, and asyncio those of tasks that nobody waits for after the first one; TensorStore's
+    threads report to an event loop that the first error has closed. All of them may be at work, and fail,
+    until the process ends: so nothing is set back.
     """
-    hook = sys.excepthook
+    for name in ("absl", "asyncio"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)
+    sys.excepthook, sys.unraisablehook = _show_uncaught, _show_unraisable
 
-    def show_others(kind: type[BaseException], error: BaseException, trace: Any) -> None:
-        if str(error) != "Event loop is closed":
-            hook(kind, error, trace)
 
-    # For good: Orbax's threads may be at work, and fail, until the process ends.
-    logging.getLogger("absl").setLevel(logging.CRITICAL)
-    sys.excepthook = show_others
-    try:
-        yield
-    finally:
-        sys.excepthook = hook
+def _show_uncaught(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+    if str(error) != _LOOP_CLOSED:
+        sys.__excepthook__(kind, error, trace)
+
+
+def _show_unraisable(unraisable: Any) -> None:
+    if str(unraisable.exc_value) != _LOOP_CLOSED:
+        sys.__unraisablehook__(unraisable)
 
 
 def error_message(error: Exception) -> str | None:

@@ -149,7 +149,6 @@ class _Step:
     def shapes(self) -> tuple[TokenBatch, TrainState]:
         """Those of its arguments."""
         data = self.config.data
-
         self.partitioning.check_rows(data.batch_size, self.config.trainer.update.microbatches)
         return batch_shapes(data, self.partitioning), self._state(True)
 

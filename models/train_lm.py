@@ -250,10 +250,7 @@ def _first_state(
 def _run_folder(config: TrainLmConfig, closing: contextlib.ExitStack) -> RunFolder:
     """The folder of the run, for this process alone until `closing` ends."""
     given = config.trainer.run_dir
-    try:
-        root = Path(f"runs/{time.strftime('%Y%m%d-%H%M%S')}" if given is None else given).expanduser()
-    except RuntimeError as error:
-        raise ConfigError(f"trainer.run_dir = {given!r} names no home folder: {error}") from error
+    root = Path(f"runs/{time.strftime('%Y%m%d-%H%M%S')}" if given is None else given).expanduser()
     if jax.process_index() == 0:
         closing.enter_context(lock_run_folder(root))
     return RunFolder.open(

@@ -198,10 +198,11 @@ def parse_bytes(size: int | str) -> int:
     """
     if isinstance(size, int) and not isinstance(size, bool) and size >= 0:
         return size
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]i?B|kB|B)\s*", size) if isinstance(size, str) else None
+    written = r"\s*(\d{1,20}(?:\.\d{1,20})?)\s*([KMGT]i?B|kB|B)\s*"
+    match = re.fullmatch(written, size) if isinstance(size, str) else None
     if match is None:
         raise ValueError(
-            f"cannot read {size!r} as a number of bytes: expected a non-negative integer or text such as "
+            f"cannot read {size!r:.60} as a number of bytes: expected a non-negative integer or text such as "
             "'80GiB' (2**30 each), '80GB' (10**9 each), '512MiB' or '1.5TiB'"
         )
     number, unit = match.groups()

@@ -210,8 +210,7 @@ class Checkpoints:
             raise OSError(
                 number or errno.EIO,
                 f"Can't write the checkpoint of step {self._saving}: {reason}. Those before it are as they "
-                f"were. Make room there, or see to it that the folder can be written, and run the same "
-                f"command again",
+                f"were",
                 str(self.folder),
             ) from error
 

@@ -49,7 +49,7 @@ class _Decoder:
                 raise ConfigError(f"`{name}` {entry.where} lacks the key `{field.name}`.")
         try:
             return config_class(**values)
-        except (TypeError, ValueError, OverflowError) as error:
+        except (ValueError, OverflowError) as error:
             named = not path or re.search(rf"\b{re.escape(path[-1])}\b", str(error))
             of = "" if named else f" (of `{name}`)"
             raise ConfigError(f"Bad config {_blamed(entry, str(error))}{of}: {error}") from error

@@ -6,6 +6,9 @@ from typing import Any
 
 from .config_error import ConfigError
 
+DEEPEST = 50
+"""How many levels a config may have: more than any has, and few enough for functions that call themselves."""
+
 
 @dataclass(frozen=True)
 class Entry:
@@ -32,10 +35,18 @@ class Entry:
         return {key: entry.plain for key, entry in self.value.items()} if self.is_section else self.value
 
 
-def entry_of(value: Any, where: str) -> Entry:
-    """The tree of a plain value that was written in one place; keys become text."""
+def entry_of(value: Any, where: str, level: int = 1) -> Entry:
+    """The tree of a plain value that was written in one place; keys become text.
+
+    Raises:
+        ConfigError: it has more than `DEEPEST` levels; this is one of them.
+    """
+    if level > DEEPEST:
+        raise ConfigError(f"What stands {where} has more than {DEEPEST} levels, which no config has.")
     if isinstance(value, Mapping):
-        return Entry({str(key): entry_of(own, where) for key, own in value.items()}, where)
+        return Entry({str(key): entry_of(own, where, level + 1) for key, own in value.items()}, where)
+    if isinstance(value, list):
+        return Entry([entry_of(item, where, level + 1).plain for item in value], where)
     return Entry(value, where)
 
 

@@ -23,11 +23,11 @@ from typing import Any
 import fsspec
 import yaml
 
-from .config_entries import Entry, entry_of, overlaid, shortened
+from .config_entries import DEEPEST, Entry, entry_of, overlaid, shortened
 from .config_error import ConfigError
 
 # More than any config has, and little enough to be read at once: by its aliases a short file may be huge.
-_LARGEST, _MOST_VALUES, _DEEPEST, _MOST_INCLUDES = 2**20, 100_000, 50, 100
+_LARGEST, _MOST_VALUES, _MOST_INCLUDES = 2**20, 100_000, 100
 
 _INCLUDE, _MERGE = "!include", "tag:yaml.org,2002:merge"
 
@@ -181,15 +181,14 @@ class _Loader(yaml.SafeLoader):
     def __init__(self, text: str):
         super().__init__(text)
         self._level = 0
-        self._sizes: dict[
-            int, tuple[int, int]
-        ] = {}  # values and levels of each whole node, aliases written out
+        # Values and levels of each whole node, aliases written out.
+        self._sizes: dict[int, tuple[int, int]] = {}
 
     def compose_node(self, parent: Any, index: Any) -> Any:
         mark, is_alias = self.peek_event().start_mark, self.check_event(yaml.AliasEvent)
         self._level += 1
-        if self._level > _DEEPEST:
-            raise _too_much(f"more than {_DEEPEST} levels", mark)
+        if self._level > DEEPEST:
+            raise _too_much(f"more than {DEEPEST} levels", mark)
         node = super().compose_node(parent, index)
         self._level -= 1
         if node is None:
@@ -204,9 +203,9 @@ class _Loader(yaml.SafeLoader):
         if id(node) not in self._sizes:
             raise _too_much("an alias inside of what it stands for", mark)
         values, levels = self._sizes[id(node)]
-        if values > _MOST_VALUES or self._level + levels > _DEEPEST:
+        if values > _MOST_VALUES or self._level + levels > DEEPEST:
             raise _too_much(
-                f"more than {_MOST_VALUES:,} values or {_DEEPEST} levels, aliases written out", mark
+                f"more than {_MOST_VALUES:,} values or {DEEPEST} levels, aliases written out", mark
             )
         return node
 
@@ -234,6 +233,20 @@ class _Loader(yaml.SafeLoader):
             items = [self.construct_object(item, deep=True) for item in (value.value if several else [value])]
             mapping[_Include] = items
         return mapping
+
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        try:
+            return super().construct_object(node, deep)
+        except (yaml.YAMLError, RecursionError):
+            raise
+        except (
+            Exception
+        ) as error:  # `!!bool abc` is a KeyError in PyYAML, `!!timestamp abc` an AttributeError
+            kind = node.tag.rpartition(":")[2]
+            why = f": {error}" if isinstance(error, ValueError) else ""
+            raise yaml.constructor.ConstructorError(
+                None, None, f"{shortened(node.value)} is no {kind}{why}", node.start_mark
+            ) from error
 
     def construct_include(self, node: yaml.ScalarNode) -> _Include:
         return _Include(str(self.construct_scalar(node)), node.start_mark.line + 1)

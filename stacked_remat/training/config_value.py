@@ -5,6 +5,7 @@ import math
 import typing
 from collections.abc import Mapping
 from datetime import date
+from pathlib import Path
 from typing import Any
 
 import draccus
@@ -13,6 +14,7 @@ from draccus.parsers.decoding import get_decoding_fn
 
 from .config_entries import shortened
 from .config_hints import type_name, type_names, union_parts
+from .credentials import without_credentials
 
 _SCALARS = (bool, int, float, str)
 
@@ -66,6 +68,8 @@ def _decode_one(hint: Any, value: Any, path: tuple[str, ...]) -> Any:
         return _number(hint, value, path)
     if hint is str:
         if isinstance(value, str):
+            if "\0" in value:
+                raise _mismatch(hint, value, path, " Leave the null character out.")
             return value
         if isinstance(value, int | date) and not isinstance(value, bool):
             return str(value)
@@ -95,8 +99,12 @@ def _number(hint: Any, value: Any, path: tuple[str, ...]) -> Any:
     try:
         if hint is float or not isinstance(value, float):
             number = hint(value)
+            if hint is int and not -(2**63) <= number < 2**63:
+                raise _mismatch(hint, value, path, " It must fit in 64 bits: below 2**63.")
             if math.isfinite(number):
                 return number
+    except ValueMismatch:
+        raise
     except (ValueError, OverflowError):
         pass
     raise _mismatch(hint, value, path, _whole(value) if hint is int else "")
@@ -139,6 +147,25 @@ def _mismatch(hint: Any, value: Any, path: tuple[str, ...], fix: str = "") -> Va
     if typing.get_origin(hint) is typing.Literal:
         what = f"one of {', '.join(type_names(hint))}"
     return ValueMismatch(path, f"must be {what}, got {shortened(value)}.", fix)
+
+
+def check_folder(key: str, folder: str) -> None:
+    """Refuses what can't be the path of a local folder.
+
+    Raises:
+        ValueError: says why.
+    """
+    if not folder.strip() or "\0" in folder:
+        raise ValueError(f"{key} must be the path of a folder, got {folder!r}.")
+    if "://" in folder:
+        raise ValueError(
+            f"{key} = {without_credentials(folder)!r} is a URL, and must be a folder of this machine or one "
+            f"that is mounted there. Write its path."
+        )
+    try:
+        Path(folder).expanduser()
+    except RuntimeError as error:
+        raise ValueError(f"{key} = {folder!r} names no home folder: {error}") from error
 
 
 def nearest(name: str, valid: list[str]) -> str:

@@ -3,6 +3,8 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
+from .config_value import check_folder
+
 _LONGEST = 2**31 - 1
 
 
@@ -97,6 +99,7 @@ class DataConfig:
                 f"data.seq_len must be at most {_LONGEST:,}, because positions are 32-bit integers; got "
                 f"{self.seq_len:,}."
             )
+        check_folder("data.cache_dir", self.cache_dir)
         for name in self.sources:
             if not name or not all(letter.isalnum() or letter in "-_" for letter in name):
                 raise ValueError(

@@ -108,9 +108,8 @@ class ConsoleProgress(Progress):
         self._console = lasting_console() if console is None else console
         self._line_every = line_every
         self._bar: RichBar | None = None
-        self._work: tuple[str, float] | None = (
-            None  # what goes on, and when it began or its last line was shown
-        )
+        # What goes on, and when it began or its last line was shown.
+        self._work: tuple[str, float] | None = None
         self._num_steps = 0
         self._first_done: tuple[int, float] | None = None
 

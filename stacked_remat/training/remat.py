@@ -1,8 +1,8 @@
-"""What stands after `remat:` in a config, and the policy that it means."""
+"""The `remat` config entry, and the policy that it means."""
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any, TypeAlias, get_args
+from typing import Any, Literal, TypeAlias, get_args, get_origin
 
 from .._policy import ScanCheckpointPolicy, ScanCheckpointSpec, resolve_policy
 from ..memory import parse_bytes
@@ -14,7 +14,9 @@ RematEntry: TypeAlias = bool | Mapping[str, Any] | str
 RematPresets: TypeAlias = Mapping[str, ScanCheckpointPolicy]
 """Policies under names that a model gives them, since they name what is inside its layers."""
 
-_ALIASES = [name for part in get_args(ScanCheckpointSpec) for name in get_args(part)]
+_ALIASES = [
+    name for part in get_args(ScanCheckpointSpec) if get_origin(part) is Literal for name in get_args(part)
+]
 
 NO_PRESETS: RematPresets = MappingProxyType({})
 
@@ -35,7 +37,7 @@ def remat_policy(value: RematEntry, presets: RematPresets = NO_PRESETS) -> ScanC
     if not isinstance(value, Mapping):
         try:
             return resolve_policy(value)  # pyright: ignore[reportArgumentType]
-        except ValueError as error:
+        except (TypeError, ValueError) as error:
             more = f" Presets of this model: {', '.join(presets)}." if presets else ""
             meant = nearest(str(value), [*_ALIASES, *presets])
             raise ValueError(f"{error}{more}{meant}") from error
@@ -48,7 +50,10 @@ def remat_policy(value: RematEntry, presets: RematPresets = NO_PRESETS) -> ScanC
             )
     if isinstance(value.get("first_policy"), Mapping):
         value = {**value, "first_policy": remat_policy(value["first_policy"])}
-    return ScanCheckpointPolicy(**value)
+    try:
+        return ScanCheckpointPolicy(**value)
+    except TypeError as error:  # a config's values have any type
+        raise ValueError(f"{error} (a field of remat)") from error
 
 
 def remat_entry(spec: ScanCheckpointSpec) -> bool | str | dict[str, Any]:

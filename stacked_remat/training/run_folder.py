@@ -5,7 +5,6 @@ import fcntl
 import json
 import os
 import re
-import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -140,7 +139,7 @@ class RunFolder:
         return found + sorted(self.root.glob("nonfinite_step_*.npz"))
 
     def _delete_results(self) -> None:
-        """Deletes all results, or none of them if one can't be deleted."""
+        """Deletes all results; none of them where a link, a mount or a permission is in the way."""
         results = self._results()
         for path in results:
             if path.is_symlink():
@@ -149,11 +148,13 @@ class RunFolder:
                     f"deletes nothing elsewhere. Remove the link, and what it leads to if that may go, or "
                     f"give this run a folder of its own with --trainer.run_dir. Nothing was deleted."
                 )
+            _check_deletable(path)
+            _check_deletable(_doomed(path))  # what an earlier deletion left
         # At once out of sight: a half-deleted folder of checkpoints must not be taken for a run's.
         moved: list[tuple[Path, Path]] = []
         try:
             for path in results:
-                doomed = path.with_name(f".{path.name}.deleted")
+                doomed = _doomed(path)
                 _delete(doomed)
                 os.replace(path, doomed)
                 moved.append((path, doomed))
@@ -165,11 +166,45 @@ class RunFolder:
             _delete(doomed)
 
 
-def _delete(path: Path) -> None:
+def _doomed(path: Path) -> Path:
+    return path.with_name(f".{path.name}.deleted")
+
+
+def _check_deletable(path: Path) -> None:
+    """Refuses what is mounted, and folders that may not be changed, at a path or below it."""
+    within = f"{path.resolve()}/"
+    problems = {mount: "is a mount point" for mount in _mount_points() if f"{mount}/".startswith(within)}
     if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
+        for folder, _, _ in os.walk(path):
+            if not os.access(folder, os.R_OK | os.W_OK | os.X_OK):
+                problems[folder] = "may not be changed by this user"
+    for place, problem in problems.items():
+        raise ConfigError(
+            f"{place} {problem}, so trainer.checkpoint.overwrite can't delete {path}. Unmount it or change "
+            f"its mode, or give this run a folder of its own with --trainer.run_dir. Nothing was deleted."
+        )
+
+
+def _mount_points() -> list[str]:
+    """Where file systems are mounted, as far as the system says."""
+    try:
+        lines = Path("/proc/self/mountinfo").read_bytes().splitlines()
+    except OSError:
+        return []
+    escaped = [line.split()[4] for line in lines]  # a space in a path is written \040
+    return [
+        os.fsdecode(re.sub(rb"\\([0-7]{3})", lambda code: bytes([int(code[1], 8)]), at)) for at in escaped
+    ]
+
+
+def _delete(path: Path) -> None:
+    """Deletes a file, or a folder with all that is in it; errors name the whole path."""
+    if not path.is_dir() or path.is_symlink():
         path.unlink(missing_ok=True)
+        return
+    for child in path.iterdir():
+        _delete(child)
+    path.rmdir()
 
 
 _WAYS_OUT = (

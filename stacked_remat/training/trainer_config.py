@@ -3,6 +3,11 @@
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
+from .config_value import check_folder
+
+_MOST_STEPS = 2**31 - 1
+_MOST_HOURS = 10**6  # a century; Orbax's times overflow far above
+
 FloatName: TypeAlias = Literal["float32", "bfloat16"]
 
 
@@ -143,6 +148,11 @@ class CheckpointConfig:
             value = getattr(self, name)
             if value is not None and value <= 0:
                 raise ValueError(f"trainer.checkpoint.{name} must be positive, got {value}; null for none.")
+        if self.keep_every_hours is not None and self.keep_every_hours > _MOST_HOURS:
+            raise ValueError(
+                f"trainer.checkpoint.keep_every_hours must be at most {_MOST_HOURS:,}, got "
+                f"{self.keep_every_hours}; null for none."
+            )
 
 
 @dataclass(frozen=True)
@@ -258,8 +268,13 @@ class TrainerConfig:
         )
         if not 0 <= self.seed < 2**63:
             raise ValueError(f"trainer.seed must be at least 0 and below 2**63, got {self.seed}.")
-        if self.run_dir is not None and (not self.run_dir.strip() or "\0" in self.run_dir):
-            raise ValueError(f"trainer.run_dir must be the path of a folder, got {self.run_dir!r}.")
+        if self.num_steps > _MOST_STEPS:
+            raise ValueError(
+                f"trainer.num_steps must be at most {_MOST_STEPS:,}, because steps are counted by 32-bit "
+                f"integers; got {self.num_steps:,}."
+            )
+        if self.run_dir is not None:
+            check_folder("trainer.run_dir", self.run_dir)
         if self.eval_every is not None:
             _require_at_least(1, "trainer", eval_every=self.eval_every)
         start = self.profiler.start_step

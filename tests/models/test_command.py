@@ -1,6 +1,13 @@
 import errno
+import logging
 import os
+import pathlib
+import re
 import signal
+import subprocess
+import sys
+import types
+from typing import Any
 
 import jax
 import pytest
@@ -94,3 +101,43 @@ def test_a_signal_ends_the_work_with_a_message():
     assert run(work) == (143, ["stopped by SIGTERM"])
     assert run(work, interrupted=(75, " early")) == (75, ["stopped by SIGTERM early"])
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+@pytest.mark.parametrize(
+    ("command", "number", "status"),
+    [("train_lm", signal.SIGTERM, 75), ("train_lm", signal.SIGINT, 75), ("export_hf", signal.SIGINT, 130)],
+)
+def test_a_signal_while_modules_are_imported_ends_the_command_with_one_line(command, number, status):
+    words = [sys.executable, "-m", f"models.{command}"]
+    process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    caught = pathlib.Path(f"/proc/{process.pid}/status")
+    if not caught.exists():
+        pytest.skip("this system does not say which signals a process handles")
+    while not re.search(r"SigCgt:\t\w{12}[4-7c-f]\w{3}\n", caught.read_text()):  # SIGTERM, bit 14
+        assert process.poll() is None
+    process.send_signal(number)
+    output, _ = process.communicate()
+    name = signal.Signals(number).name
+    assert (output, process.returncode) == (f"stopped by {name} while the program was loaded\n", status)
+
+
+def test_only_the_errors_of_a_closed_event_loop_are_kept_from_view(monkeypatch):
+    shown = []
+    monkeypatch.setattr(sys, "__excepthook__", lambda kind, error, trace: shown.append(str(error)))
+    monkeypatch.setattr(sys, "__unraisablehook__", lambda found: shown.append(str(found.exc_value)))
+    for hook in ("excepthook", "unraisablehook"):
+        monkeypatch.setattr(sys, hook, getattr(sys, hook))  # set back after the test
+    run(lambda arguments, stop: 0)
+    for text in ("Event loop is closed", "something else"):
+        sys.excepthook(RuntimeError, RuntimeError(text), None)
+        unraisable: Any = types.SimpleNamespace(exc_value=RuntimeError(text))
+        sys.unraisablehook(unraisable)
+    assert shown == ["something else"] * 2
+    assert logging.getLogger("asyncio").level == logging.CRITICAL
+
+
+def test_a_password_in_an_error_is_not_shown():
+    url = "https://user:SECRET@host/x"
+    for error in (ConfigError(f"{url} is no folder"), FileNotFoundError(errno.ENOENT, "Not there", url)):
+        _, (shown,) = run(fail_with(error))
+        assert "https://***@host/x" in shown and "SECRET" not in shown

@@ -140,6 +140,14 @@ _BOMB = "a0: &a0 [x]\n" + "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)
         (_BOMB, r"(?s)drawing.yaml: more than 100,000 values"),
         (_BOMB.replace("[", "{<<: [").replace("]", "]}").replace("{<<: [x]}", "{x: 1}"), "100,000 values"),
         ("title: " + "x" * 2**20, r"drawing.yaml: it has more than 1 MiB"),
+        ("title: !!bool abc", r"(?s)drawing.yaml: 'abc' is no bool.*line 1, column 8"),
+        ("title: !!timestamp abc", r"(?s)drawing.yaml: 'abc' is no timestamp"),
+        ("title: !!timestamp 2020-13-45", r"(?s)'2020-13-45' is no timestamp: month must be in 1..12"),
+        ('title: "a\\0b"', r"`title` .*drawing.yaml.* 'a..00b'"),
+        (
+            "shape: {type: circle, paint: {layers: 10000000000000000000}}",
+            r"paint.layers` .*must fit in 64 bits",
+        ),
         ("a: [", r"Can't read the config file .*drawing.yaml"),
     ],
 )
@@ -157,6 +165,7 @@ def test_mistakes_in_the_file_are_named(tmp_path, text, message):
         (["--title.x", "3"], r"`title` on the command line must be str.null, got {'x': 3}"),
         (["--title"], r"`--title` on the command line lacks its value"),
         (["title", "x"], r"Expected `--key value` on the command line, got 'title'"),
+        (["--title", "!!bool abc"], r"(?s)`--title` on the command line is no YAML: 'abc' is no bool"),
         (["--title", "[a"], r"The value of `--title` on the command line is no YAML"),
         (["--config_path", "missing.yaml"], r"Can't read the config file missing.yaml"),
     ],

@@ -147,6 +147,11 @@ def test_urls_are_read_and_what_they_include_is_beside_them():
             | {"main.yaml": "name: !include 0.yaml", "30.yaml": "x"},
             r"at most 100 files; one more is .*yaml, included by ",
         ),
+        (
+            {"main.yaml": "name: !include a.json", "a.json": "[" * 60 + "]" * 60},
+            r"in .*a.json, included by .*main.yaml line 1 has more than 50 levels",
+        ),
+        ({"main.yaml": "name: !include a.toml", "a.toml": "a" + ".a" * 60 + " = 1"}, "more than 50 levels"),
         ({"main.yaml": "name: !include", "a.yaml": ""}, r"Can't read the config file"),
     ],
 )

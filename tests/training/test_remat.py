@@ -24,6 +24,9 @@ def test_remat_is_an_alias_or_the_fields_of_a_policy(value, policy):
 def test_a_remat_that_is_neither_is_refused():
     with pytest.raises(ValueError, match=r"remat.nestd is not a field.* Did you mean `nested`"):
         remat_policy({"nestd": 3})
+    for strange in ("2020-01-01", 5, {"nested": "x"}):
+        with pytest.raises(ValueError, match=r"remat"):
+            remat_policy(strange)
     with pytest.raises(ValueError, match=r"Unknown remat policy 'nesed'.*Did you mean `nested`"):
         remat_policy("nesed")
 
@@ -51,6 +54,7 @@ def test_what_is_written_for_a_policy_is_read_back(policy):
         ("auto", None, "1TiB", "budget: 72GiB"),
         ("auto", "lots", None, "^budget: cannot read 'lots' as a number of bytes"),
         ("auto", "72GiB", "some", "^host_budget: cannot read 'some'"),
+        ("auto", "9" * 5000 + "GiB", None, r"^budget: cannot read '9{59} as a number of bytes"),
         ("auto", "72", None, "cannot read '72' as a number of bytes"),
         ("auto", "72GiB", "much", "cannot read 'much'"),
         ("nested", "72GiB", None, "budget = 72GiB has no effect beside remat: nested"),

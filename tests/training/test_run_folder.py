@@ -1,6 +1,7 @@
 import errno
 import json
 import os
+from pathlib import Path
 
 import pytest
 import yaml
@@ -106,6 +107,28 @@ def test_overwriting_deletes_nothing_where_it_can_not_delete_all(tmp_path, monke
     with pytest.raises(PermissionError):
         RunFolder.open(folder.root, CONFIG, overwrite=True)
     assert folder.metrics.read_text() == "old" and folder.config.exists() and folder.checkpoints.is_dir()
+
+
+@pytest.mark.parametrize("in_the_way", ["a mount", "a mode"])
+def test_overwriting_deletes_nothing_where_what_is_below_a_result_can_not_be_deleted(
+    tmp_path, monkeypatch, in_the_way
+):
+    folder = RunFolder.open(tmp_path, CONFIG)
+    folder.metrics.write_text("old")
+    below = folder.checkpoints / "4" / "a b"
+    below.mkdir(parents=True)
+    if in_the_way == "a mount":
+        line = f"36 35 98:0 / {str(below).replace(' ', chr(92) + '040')} rw - tmpfs tmpfs rw\n"
+        read = Path.read_bytes
+        monkeypatch.setattr(
+            Path, "read_bytes", lambda path: line.encode() if "proc" in str(path) else read(path)
+        )
+    else:
+        access = os.access
+        monkeypatch.setattr(os, "access", lambda path, mode: path != str(below) and access(path, mode))
+    with pytest.raises(ConfigError, match=f"^{below} (is a mount|may not be).*Nothing was deleted"):
+        RunFolder.open(tmp_path, CONFIG, overwrite=True)
+    assert folder.metrics.read_text() == "old" and folder.config.exists() and below.is_dir()
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,19 @@ from stacked_remat.training import (
     [
         (TrainerConfig, {"num_steps": 0}, r"trainer.num_steps must be at least 1"),
         (TrainerConfig, {"eval_every": 0}, r"trainer.eval_every must be at least 1"),
+        (TrainerConfig, {"num_steps": 2**31}, r"trainer.num_steps must be at most 2,147,483,647, because"),
+        (
+            TrainerConfig,
+            {"run_dir": "https://u:SECRET@h/x"},
+            r"^trainer.run_dir = 'https://\*\*\*@h/x' is a URL",
+        ),
+        (TrainerConfig, {"run_dir": "~nosuchuser/x"}, r"trainer.run_dir = '~nosuchuser/x' names no home"),
+        (TrainerConfig, {"run_dir": "a\0b"}, r"trainer.run_dir must be the path of a folder"),
+        (
+            CheckpointConfig,
+            {"keep_every_hours": 1e300},
+            r"keep_every_hours must be at most 1,000,000, got 1e",
+        ),
         (TrainerConfig, {"seed": -1}, r"trainer.seed must be at least 0"),
         (TrainerConfig, {"seed": 2**63}, r"trainer.seed must be at least 0 and below 2..63, got 9223"),
         (TrainerConfig, {"profiler": ProfilerConfig(start_step=101)}, r"start_step = 101 is never reached"),

@@ -80,7 +80,7 @@ def find_files(
         skipped: is told what was skipped and why.
 
     Raises:
-        DataError: a path that stands for no file, or on a file system that is not to be had.
+        DataError: a path that stands for no file, or on a file system that can not be opened.
     """
     found: dict[str, SourceFile] = {}
     for path in paths:

@@ -1,8 +1,8 @@
 """From documents of any length to sequences of one length, no token lost or used twice.
 
-A document of n tokens has n - 1 places where a token is given and the next is to be told. Packing puts each
-of these places into one sequence. What follows a document's last token is never asked for, so that token (the
-end of the text) is a target and no input, and no position is spent on the border between two documents.
+A document of n tokens has n - 1 places where a token is given and the next is to be predicted. Packing puts
+each of these places into one sequence. What follows a document's last token is never predicted, so that token
+(the end of the text) is a target and no input, and no position is spent on the border between two documents.
 """
 
 import abc

@@ -89,6 +89,8 @@ def format_of(file: SourceFile, how: RecordFormat) -> str:
 
 
 _COMPRESSED = {".gz": "gzip", ".bz2": "bz2", ".xz": "xz", ".zst": "zstd"}
+_DICTIONARY_PAGE = 2  # in Parquet's page headers, which are in Thrift's compact protocol
+_SMALL_DICTIONARY = 2**24  # more than programs write, unless told to
 _UNREAD = (".zip", ".tar", ".tgz", ".7z", ".rar", ".lz4", ".snappy", ".lzma", ".z")
 
 
@@ -189,29 +191,74 @@ def _read_parquet(file: SourceFile, how: RecordFormat, start: int) -> Iterator[R
                 f"{', '.join(table.schema_arrow.names)}. Name the one with the text: "
                 f"data.sources.NAME.text_key."
             )
+        # Many parts of a chat may share a value: a short file may stand for any number of long ones.
+        shared = _shared_texts(file, how, table, columns, stored)
+        table = pyarrow.parquet.ParquetFile(stored, read_dictionary=shared, metadata=table.metadata)
         try:
-            yield from _rows(file, how, start, table, columns)
+            yield from _rows(file, how, start, table, columns, stored)
         except pyarrow.ArrowException as error:
             raise DataError(f"{file.place} can't be read on: {error}. Mend it, or leave it out.") from None
 
 
+def _leaves(table: Any, columns: list[str]) -> list[int]:
+    """The columns that hold a text or the parts of a chat, in the file's own numbering."""
+    paths = [table.schema.column(at).path for at in range(len(table.schema))]
+    return [at for at, path in enumerate(paths) if path.split(".")[0] in columns]
+
+
+def _shared_texts(
+    file: SourceFile, how: RecordFormat, table: Any, columns: list[str], stored: BinaryIO
+) -> list[str]:
+    """The columns whose values must not be written out, since rows of the longest would be too long.
+
+    Raises:
+        DataError: the values that a column's rows share are too long together.
+    """
+    shared = {}
+    for group in range(table.num_row_groups):
+        about = table.metadata.row_group(group)
+        for at in _leaves(table, columns):
+            chunk = about.column(at)
+            longest = _dictionary_bytes(stored, chunk)
+            if longest > max(how.max_bytes, _SMALL_DICTIONARY):
+                raise DataError(f"{file.place}: the dictionary of row group {group} {_too_long(how)}.")
+            if longest * chunk.num_values > how.max_bytes * about.num_rows:
+                shared[table.schema.column(at).path] = None
+    return list(shared)
+
+
+def _dictionary_bytes(stored: BinaryIO, chunk: Any) -> int:
+    """The size of the values that the rows of a column share, decompressed; 0 if they share none."""
+    stored.seek(chunk.dictionary_page_offset or chunk.data_page_offset)
+    header = iter(stored.read(16))
+    fields = []  # kind of the page, and its size: numbers of 7 bits a byte after a byte 0x15 each
+    for _ in range(2):
+        if next(header, None) != 0x15:
+            return 0
+        number = shift = 0
+        for byte in header:
+            number, shift = number | (byte & 0x7F) << shift, shift + 7
+            if byte < 0x80:
+                break
+        fields.append(number >> 1)
+    return fields[1] if fields[0] == _DICTIONARY_PAGE else 0
+
+
 def _rows(
-    file: SourceFile, how: RecordFormat, start: int, table: Any, columns: list[str]
+    file: SourceFile, how: RecordFormat, start: int, table: Any, columns: list[str], stored: BinaryIO
 ) -> Iterator[Record]:
     total, number = max(table.metadata.num_rows, 1), 0
     for group in range(table.num_row_groups):
         about = table.metadata.row_group(group)
-        held = sum(
-            about.column(at).total_uncompressed_size
-            for at in range(about.num_columns)
-            if about.column(at).path_in_schema.split(".")[0] in columns
-        )
+        chunks = [about.column(at) for at in _leaves(table, columns)]
+        held = sum(max(chunk.total_uncompressed_size, 4 * chunk.num_values) for chunk in chunks)
         first, number = number, number + about.num_rows
         if number <= start or not about.num_rows:
             continue
         if held > how.max_bytes * about.num_rows:
             raise DataError(f"{file.place}: on average, a row of row group {group} {_too_long(how)}.")
-        at_once = max(1, min(256, how.max_bytes * about.num_rows // max(held, 1)))
+        longest = max(_longest(stored, chunk) for chunk in chunks)
+        at_once = max(1, min(256, how.max_bytes // max(held // about.num_rows, longest, 1)))
         for batch in table.iter_batches(batch_size=at_once, row_groups=[group], columns=columns):
             rows = batch.slice(min(max(start - first, 0), batch.num_rows))
             first += batch.num_rows
@@ -223,21 +270,45 @@ def _rows(
                     yield _from_fields(file, how, row, offset, fields)
 
 
+def _longest(stored: BinaryIO, chunk: Any) -> int:
+    """How long each value of a column may be, if longer than what is stored for it; else 0."""
+    if "DELTA_BYTE_ARRAY" in chunk.encodings:  # each may begin with the whole value before it
+        return chunk.total_uncompressed_size
+    return _dictionary_bytes(stored, chunk)
+
+
 def _fields(rows: Any, how: RecordFormat) -> Iterator[dict[str, Any] | str]:
     """The fields of each row, or what is wrong with it."""
-    if rows.nbytes <= how.max_bytes:
+    if sum(map(_decoded_bytes, rows.columns)) <= how.max_bytes:
         with contextlib.suppress(UnicodeDecodeError):
             yield from rows.to_pylist()
             return
     for at in range(rows.num_rows):
         row = rows.slice(at, 1)
-        if row.nbytes > how.max_bytes:
+        if sum(map(_decoded_bytes, row.columns)) > how.max_bytes:
             yield _too_long(how)
             continue
         try:
             yield from row.to_pylist()
         except UnicodeDecodeError as error:
             yield f"is no UTF-8 ({error.reason})"
+
+
+def _decoded_bytes(column: Any) -> int:
+    """What a column's values take once each is written out, where several point to one of a dictionary."""
+    import pyarrow.compute
+    import pyarrow.types
+
+    compute: Any = pyarrow.compute  # whose functions are made when it is imported
+    kind = column.type
+    if pyarrow.types.is_dictionary(kind):
+        lengths = compute.binary_length(column.dictionary).take(column.indices)
+        return column.indices.nbytes + (compute.sum(lengths.cast("int64")).as_py() or 0)
+    if pyarrow.types.is_struct(kind):
+        return sum(map(_decoded_bytes, column.flatten()))
+    if pyarrow.types.is_list(kind) or pyarrow.types.is_large_list(kind) or pyarrow.types.is_map(kind):
+        return _decoded_bytes(column.flatten())
+    return column.nbytes
 
 
 _READERS = {"text": _read_text, "jsonl": _read_jsonl, "parquet": _read_parquet}

@@ -88,10 +88,9 @@ def run_command(
     """
     debug = _DEBUG in arguments
     arguments = [argument for argument in arguments if argument != _DEBUG]
-    with contextlib.ExitStack() as closing:
-        if not debug:
-            _quiet_checkpoints()
-        stop = closing.enter_context(StopSignals(at_once=True))  # to the end: a second signal may come late
+    if not debug:
+        _quiet_checkpoints()
+    with StopSignals(at_once=True) as stop:  # to the end: a second signal may come late
         try:
             return work(arguments, stop)
         except Interrupted as signalled:

@@ -50,12 +50,14 @@ class LayerPullback:
         wanted: what is differentiated.
         checkpoint: how the layer is checkpointed when residuals are saved.
         saved: which leaves of the pullback are saved by the replay; none: the layer is run again.
+        saves_on_host: whether some of these are in host memory.
     """
 
     layer: LayerFn
     wanted: Wanted
     checkpoint: Callable[[Callable], Callable]
     saved: tuple[int, ...] = ()
+    saves_on_host: bool = False
 
     def _linearize(self, shared: Arrays, carry: Carry, x: Arrays) -> tuple[tuple[Carry, Arrays], Any]:
         wanted = self.wanted
@@ -108,13 +110,6 @@ class LayerPullback:
             return jax.tree.leaves(probe._linearize(shared, carry, x)[1])
 
         jaxpr = jax.make_jaxpr(residuals)(shared, carry, x).jaxpr
-        if any(getattr(out.aval, "memory_space", None) == jax.memory.Space.Host for out in jaxpr.outvars):
-            raise ValueError(
-                "save_block_internals is a policy of JAX that offloads, and where layers are cut, or kept "
-                "first, their internals live only for a short time, so it would move them out and back. Use "
-                "one that saves them, "
-                'or save_carries="offload" beside it.'
-            )
         of_carry = [
             *(False for _ in (*jaxpr.constvars, *shared)),
             *(True for _ in carry),
@@ -127,7 +122,10 @@ class LayerPullback:
             for i, (out, needed) in enumerate(zip(jaxpr.outvars, depends, strict=True))
             if needed and out not in at_hand
         ]
-        return LayerPullback(self.layer, self.wanted, self.checkpoint, tuple(saved))
+        on_host = any(
+            getattr(jaxpr.outvars[i].aval, "memory_space", None) == jax.memory.Space.Host for i in saved
+        )
+        return LayerPullback(self.layer, self.wanted, self.checkpoint, tuple(saved), on_host)
 
 
 @dataclass(frozen=True)

@@ -182,6 +182,13 @@ class Problem:
         pullback = self._pullback(wanted, checkpoint, kept.first(), xs, shared)
 
         def save(index: Any, carry: Carry) -> tuple[Carry, Arrays]:
+            if pullback.saves_on_host:
+                raise ValueError(
+                    "With layers that are cut, save_block_internals keeps internals on the device while a "
+                    "segment is replayed, and here some are moved to the host: by a policy of JAX that "
+                    "offloads, or by a fold inside the layer. Use one that does not offload, and "
+                    'save_carries="offload" beside it.'
+                )
             (carry, _), saved = pullback.save(*self.inputs(shared, xs, index + before, carry))
             return carry, saved
 
@@ -207,4 +214,9 @@ class Problem:
             index = self.before - 1 - k
             return visitor(Layer(index, read(carries, index), read(saved, index)), *state)
 
-        return repeat(self.before, visit, (carry_ct, state), self.unroll, self.before)
+        # A loop of the kind that the other visits are in: programs within a layer are shared by loops of one
+        # kind.
+        visits = self.schedule.segments if self.on_host else [run.visits for run in self.schedule.runs]
+        is_static = self.unroll is True or len({*visits}) == 1
+        trips = self.before if is_static else jnp.int32(self.before)
+        return repeat(trips, visit, (carry_ct, state), self.unroll, self.before)

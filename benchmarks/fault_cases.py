@@ -32,7 +32,7 @@ trainer:
   mesh: {axes: {data: 1}}
   checkpoint: {every_steps: 5}
 """
-_ROOT = Path(__file__).parents[1]
+REPOSITORY = Path(__file__).parents[1]
 _BOMB = "a0: &a0 [x]\n" + "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]\n" for i in range(1, 12))
 
 
@@ -87,9 +87,9 @@ class Workplace:
         """How its processes are started."""
         cache = {"JAX_COMPILATION_CACHE_DIR": f"{self.root}/compiled", "JAX_PLATFORMS": "cpu"}
         less = {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.1"}
-        environment = {**os.environ, **cache, **less, "PYTHONPATH": f"{_ROOT}"}
+        environment = {**os.environ, **cache, **less, "PYTHONPATH": f"{REPOSITORY}"}
         streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-        return {"cwd": _ROOT, "env": environment, **streams}
+        return {"cwd": REPOSITORY, "env": environment, **streams}
 
     def ended(self, name: str, *arguments: str, **more: Any) -> Outcome:
         """Runs a command to its end."""

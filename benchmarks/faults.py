@@ -21,7 +21,7 @@ from typing import Any
 
 from stacked_remat.training.config_value import nearest
 
-from .fault_cases import CASES, Case, Workplace, command
+from .fault_cases import CASES, REPOSITORY, Case, Workplace, command
 from .record import RESULTS, versions
 
 UNREPEATABLE = {"tokens_per_second", "step_seconds", "peak_memory_bytes"}  # a clock or the machine decides
@@ -100,7 +100,15 @@ def try_case(place: Workplace, case: Case) -> dict[str, Any]:
     if passed is False and outcome is not None:
         print(outcome.output)
     status = None if outcome is None else outcome.status
-    return {"name": case.name, "passed": passed, "status": status, "said": "".join(said)}
+    elsewhere = {
+        f"{place.root / f'case {case.name}'}": "CASE",
+        f"{place.root}": "ROOT",
+        f"{REPOSITORY}": "REPOSITORY",
+    }
+    text = "".join(said)
+    for path, name in elsewhere.items():
+        text = text.replace(path, name)
+    return {"name": case.name, "passed": passed, "status": status, "said": text}
 
 
 def metrics(folder: Path) -> list[dict[str, Any]]:

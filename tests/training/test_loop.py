@@ -283,7 +283,8 @@ def test_utilisation_is_reported_where_the_peak_is_known(tmp_path):
     for (_, share), (_, seconds) in list(zip(recorder.of("mfu"), recorder.of("step_seconds"), strict=True))[
         1:
     ]:
-        np.testing.assert_allclose(share * seconds * 1e9, 3 * 2 * 4 * 8 * 7 * 7, rtol=1e-6)
+        # The product and the gradient of the table; the other factor depends on nothing that is trained.
+        np.testing.assert_allclose(share * seconds * 1e9, 2 * 2 * 4 * 8 * 7 * 7, rtol=1e-6)
 
 
 def test_a_window_of_steps_is_traced(tmp_path):

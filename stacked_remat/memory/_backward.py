@@ -9,7 +9,11 @@ _MOST = 2  # gradients of one product, which has two factors; fused attention is
 
 
 def mark_products(
-    live: Callable[[Any], Any], jaxpr: Any, active: Sequence[bool], factors: dict[int, int]
+    live: Callable[[Any], Any],
+    jaxpr: Any,
+    active: Sequence[bool],
+    factors: dict[tuple[int, ...], int],
+    path: tuple[int, ...] = (),
 ) -> list[bool]:
     """Find how many products each equation stands for, forward and backward.
 
@@ -17,8 +21,10 @@ def mark_products(
         live: gives the equations of a jaxpr that are walked.
         jaxpr: the program, open or closed.
         active: which of its inputs depend on what is trained.
-        factors: by the identity of an equation that holds no jaxpr to walk, to be filled: 1 for the equation
-            itself, and 1 for each operand with a gradient.
+        factors: to be filled for equations that hold no jaxpr to walk: 1 for the equation itself, and 1 for
+            each operand with a gradient. The key is the identity of the equation after those of the equations
+            around it, for calls of one function share a jaxpr.
+        path: the equations around this jaxpr.
 
     Returns:
         Which outputs depend on what is trained.
@@ -30,17 +36,24 @@ def mark_products(
         return not hasattr(atom, "val") and atom in known
 
     for eqn in program.eqns:
-        outputs = _mark(live, eqn, [reads(atom) for atom in eqn.invars], factors)
+        operands = [reads(atom) for atom in eqn.invars]
+        outputs = _mark(live, eqn, operands, factors, (*path, id(eqn)))
         pairs = zip(eqn.outvars, outputs, strict=True)
         known.update(var for var, is_active in pairs if is_active and _has_gradient(var))
     return [reads(atom) for atom in program.outvars]
 
 
-def _mark(live: Callable[[Any], Any], eqn: Any, operands: list[bool], factors: dict[int, int]) -> list[bool]:
+def _mark(
+    live: Callable[[Any], Any],
+    eqn: Any,
+    operands: list[bool],
+    factors: dict[tuple[int, ...], int],
+    path: tuple[int, ...],
+) -> list[bool]:
     name, params = eqn.primitive.name, eqn.params
 
     def inner(jaxpr: Any, active: Sequence[bool]) -> list[bool]:
-        return mark_products(live, jaxpr, active, factors)
+        return mark_products(live, jaxpr, active, factors, path)
 
     if name == "stop_gradient":
         return [False] * len(eqn.outvars)
@@ -59,7 +72,7 @@ def _mark(live: Callable[[Any], Any], eqn: Any, operands: list[bool], factors: d
             found = params.get(key)
             if found is not None and len(getattr(found, "jaxpr", found).invars) == len(operands):
                 return inner(found, operands)
-    factors[id(eqn)] = max(factors.get(id(eqn), 1), 1 + min(_MOST, sum(operands)))
+    factors[path] = max(factors.get(path, 1), 1 + min(_MOST, sum(operands)))
     return [any(operands)] * len(eqn.outvars)
 
 

@@ -76,7 +76,8 @@ class _Walk:
     def __init__(self) -> None:
         self.steps = 0
         self._live: dict[int, tuple[Any, Any]] = {}
-        self._factors: dict[int, int] = {}
+        self._factors: dict[tuple[int, ...], int] = {}
+        self._path: tuple[int, ...] = ()  # of the equation that is walked, through those that hold it
 
     def count_gradients(self, jaxpr: Any, trained: Sequence[bool]) -> None:
         """From now on, products count with those of their gradients."""
@@ -98,8 +99,10 @@ class _Walk:
             if eqns is not None and can_evaluate(eqn):
                 results = evaluate(eqn, inputs)
             else:
+                outer, self._path = self._path, (*self._path, id(eqn))
                 added, results = self._eqn(eqn, inputs)
-                factor = self._factors.get(id(eqn), 1)
+                factor = self._factors.get(self._path, 1)
+                self._path = outer
                 cost = cost + dataclasses.replace(added, matmul=added.matmul * factor)
             known.update(zip(eqn.outvars, results, strict=True))
         return cost, [_read(known, atom) for atom in live.outvars]

@@ -1,0 +1,73 @@
+"""Files written whole or not at all, and JSON read strictly."""
+
+import collections
+import contextlib
+import json
+import os
+import reprlib
+import shutil
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+_LARGEST = 2**26  # bytes of a JSON file; an index of 100,000 tensors takes 2**23
+
+
+@contextlib.contextmanager
+def replaced_whole(path: Path) -> Iterator[Path]:
+    """A path beside `path` to write a file or a folder to, which takes its place on success.
+
+    On failure `path` stays as it was. A folder replaces only an empty folder, or none.
+
+    Raises:
+        OSError: names `path` where the system names no file, as for a full disk.
+    """
+    unfinished = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
+    try:
+        yield unfinished
+        os.replace(unfinished, path)
+    except OSError as error:
+        error.filename = error.filename or str(path)
+        raise
+    finally:
+        if unfinished.is_dir():
+            shutil.rmtree(unfinished, ignore_errors=True)
+        else:
+            unfinished.unlink(missing_ok=True)
+
+
+def read_json_fields(path: Path) -> dict[str, Any]:
+    """The fields of a JSON file.
+
+    Raises:
+        OSError: the file can't be read.
+        ValueError: it is larger than 64 MiB, not valid JSON (duplicate fields, NaN and infinity are not),
+            nested too deeply, or not an object.
+    """
+    with path.open("rb") as file:
+        text = file.read(_LARGEST + 1)
+    if len(text) > _LARGEST:
+        raise ValueError(f"{path} is larger than {_LARGEST >> 20} MiB.")
+    try:
+        fields = json.loads(text.decode("utf-8"), object_pairs_hook=_unique, parse_constant=_no_constant)
+    except RecursionError as error:
+        raise ValueError(f"{path} is nested too deeply to be read.") from error
+    except ValueError as error:
+        raise ValueError(
+            f"{path} is not valid JSON: {error}. It may be truncated; fetch or save it again."
+        ) from error
+    if not isinstance(fields, dict):
+        raise ValueError(f"{path} holds a {type(fields).__name__}; a JSON object was expected.")
+    return fields
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    counts = collections.Counter(name for name, _ in pairs)
+    if repeated := [name for name, count in counts.items() if count > 1]:
+        raise ValueError(f"{reprlib.repr(repeated[0])} appears more than once")
+    return dict(pairs)
+
+
+def _no_constant(text: str) -> None:
+    raise ValueError(f"{text} is not a JSON number")

@@ -7,11 +7,11 @@ from . import _compat as _compat
 from ._block_foldable import BlockFoldable
 from ._block_seq import BlockSeq
 from ._checkpoint import checkpoint_name
-from ._layer_axis_rules import per_layer, shared
 from ._offload_check import OffloadError, check_offload
 from ._policy import ScanCheckpointPolicy, ScanCheckpointSpec
-from ._scan import fold, map, scan
-from ._scan_layers import internals_are_saved
+from ._scan.api import fold, map, scan
+from ._scan.layers import internals_are_saved
+from ._scan.marks import per_layer, shared
 from ._stacked import Stacked
 
 if TYPE_CHECKING:

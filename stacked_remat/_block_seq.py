@@ -7,11 +7,11 @@ import equinox as eqx
 from haliax import Axis
 from haliax.state_dict import ModuleWithStateDictSerialization, StateDict
 
-from ._layer_axis import Caller, argument_namer, check_axis, split_tree, stack_outputs
-from ._layer_axis_rules import check_unmarked
 from ._policy import ScanCheckpointPolicy, ScanCheckpointSpec, resolve_policy
-from ._scan_checks import check_reverse, check_unroll
-from ._scan_layers import from_arguments, scan_unrolled
+from ._scan.checks import check_reverse, check_unroll
+from ._scan.layer_axis import Caller, argument_namer, check_axis, split_tree, stack_outputs
+from ._scan.layers import from_arguments, scan_unrolled
+from ._scan.marks import check_unmarked
 from ._stacked_methods import (
     BuiltByInit,
     P,

@@ -14,7 +14,7 @@ from jaxtyping import Array
 
 from ._checkpoint import checkpoint_name
 from ._policy import OFFLOAD, ScanCheckpointPolicy, ScanCheckpointSpec
-from ._scan import fold
+from ._scan.api import fold
 
 _POLICIES: tuple[ScanCheckpointPolicy, ...] = (
     ScanCheckpointPolicy(save_carries=OFFLOAD),

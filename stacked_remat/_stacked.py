@@ -18,7 +18,9 @@ from haliax.state_dict import (
     unflatten_modules_from_export,
 )
 
-from ._layer_axis import (
+from ._policy import ScanCheckpointPolicy, ScanCheckpointSpec, resolve_policy
+from ._scan.api import fold_for, scan_for, vmap_layers
+from ._scan.layer_axis import (
     Caller,
     SplitTree,
     argument_namer,
@@ -28,9 +30,7 @@ from ._layer_axis import (
     split_tree,
     take_layers,
 )
-from ._layer_axis_rules import Marked
-from ._policy import ScanCheckpointPolicy, ScanCheckpointSpec, resolve_policy
-from ._scan import fold_for, scan_for, vmap_layers
+from ._scan.marks import Marked
 from ._stacked_methods import (
     BuiltByInit,
     P,

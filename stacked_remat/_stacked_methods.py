@@ -10,8 +10,8 @@ from typing import Any, ParamSpec, Protocol, TypeVar
 import equinox as eqx
 from haliax import Axis
 
-from ._layer_axis import Caller, argument_namer
 from ._policy import ScanCheckpointPolicy, resolve_policy
+from ._scan.layer_axis import Caller, argument_namer
 
 B_co = TypeVar("B_co", bound=eqx.Module, covariant=True)
 L = TypeVar("L")

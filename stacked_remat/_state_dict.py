@@ -11,7 +11,7 @@ import numpy as np
 from haliax import Axis
 from haliax.state_dict import StateDict, with_prefix
 
-from ._layer_axis import is_array, is_named, is_split, stack_trees
+from ._scan.layer_axis import is_array, is_named, is_split, stack_trees
 
 M = TypeVar("M", bound=eqx.Module)
 

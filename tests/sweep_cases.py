@@ -9,8 +9,8 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from stacked_remat._schedule import Schedule, shrinking
-from stacked_remat._sweep import sweep
-from stacked_remat._sweep_problem import Head
+from stacked_remat._sweep.api import sweep
+from stacked_remat._sweep.spec import Head
 
 WIDTH, ROWS = 4, 3
 

@@ -15,7 +15,7 @@ from jax.experimental import io_callback
 
 from stacked_remat import BlockSeq, ScanCheckpointPolicy, Stacked, checkpoint_name, fold, scan
 from stacked_remat._placement import compiled_for, platform
-from stacked_remat._scan_layers import internals_are_saved
+from stacked_remat._scan.layers import internals_are_saved
 
 Layers = hax.Axis("layers", 4)
 NAMES = ["hidden"]

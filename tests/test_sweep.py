@@ -8,7 +8,7 @@ import pytest
 from jax import lax
 
 from stacked_remat._schedule import Schedule, bounded, equal, levels, segmented, shrinking
-from stacked_remat._sweep import sweep
+from stacked_remat._sweep.api import sweep
 
 from .sweep_cases import (
     assert_close,

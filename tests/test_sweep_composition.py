@@ -14,9 +14,9 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from stacked_remat import ScanCheckpointPolicy, fold
 from stacked_remat._schedule import Schedule, bounded, equal, segmented, shrinking
-from stacked_remat._sweep import sweep
-from stacked_remat._sweep_forward import forward_sweep
-from stacked_remat._sweep_reverse import Replay, reverse_sweep
+from stacked_remat._sweep.api import sweep
+from stacked_remat._sweep.forward import forward_sweep
+from stacked_remat._sweep.reverse import Replay, reverse_sweep
 
 from .sweep_cases import (
     ROWS,

@@ -10,8 +10,8 @@ import pytest
 from jax import lax
 
 from stacked_remat._schedule import Schedule, bounded, equal, segmented, shrinking
-from stacked_remat._sweep import sweep
-from stacked_remat._sweep_problem import Head
+from stacked_remat._sweep.api import sweep
+from stacked_remat._sweep.spec import Head
 
 from .sweep_cases import (
     ROWS,

@@ -17,7 +17,7 @@ from jax import lax
 from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array, Bool, Float, Int
 
-from .._layer_axis import SplitTree, is_array, is_named, is_split, split_tree
+from .._scan.layer_axis import SplitTree, is_array, is_named, is_split, split_tree
 from .per_device import free_axis_mapping
 
 Rows = Float[Array, "row embed"]

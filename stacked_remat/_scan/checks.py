@@ -10,7 +10,7 @@ import jax.tree_util as jtu
 import numpy as np
 from haliax import Axis
 
-from ._layer_axis import is_array, is_named
+from .layer_axis import is_array, is_named
 
 
 def check_axis_or_name(axis: Any, what: str) -> None:

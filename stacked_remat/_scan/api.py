@@ -12,8 +12,10 @@ import jax
 from haliax import Axis
 from haliax.axis import AxisSelector
 
-from ._eager import Static, compiled_once
-from ._layer_axis import (
+from .._policy import ScanCheckpointSpec, resolve_policy
+from .checks import check_axis_or_name, check_reverse, check_unroll
+from .eager import Static, compiled_once
+from .layer_axis import (
     Caller,
     IsScanned,
     argument_namer,
@@ -22,10 +24,8 @@ from ._layer_axis import (
     name_stacked,
     split_tree,
 )
-from ._layer_axis_rules import check_unmarked
-from ._policy import ScanCheckpointSpec, resolve_policy
-from ._scan_checks import check_axis_or_name, check_reverse, check_unroll
-from ._scan_layers import from_arguments, scan_rolled
+from .layers import from_arguments, scan_rolled
+from .marks import check_unmarked
 
 
 def scan(

@@ -11,17 +11,17 @@ from haliax import Axis
 from haliax.axis import AxisSelector
 from jax.core import eval_jaxpr
 
-from ._checkpoint import checkpoint_name
-from ._derivative_errors import not_transposable
-from ._eager import Static
-from ._effects import check_effects
-from ._layer_axis import is_array, name_stacked, stack_outputs
-from ._placement import platform
-from ._policy import OFFLOAD, ScanCheckpointPolicy, ScanCheckpointSpec, resolve_policy
-from ._scan_checks import check_carry, check_output, describe
-from ._schedule import Tree
-from ._sweep import sweep
-from ._sweep_problem import Head
+from .._checkpoint import checkpoint_name
+from .._placement import platform
+from .._policy import OFFLOAD, ScanCheckpointPolicy, ScanCheckpointSpec, resolve_policy
+from .._schedule import Tree
+from .._sweep.api import sweep
+from .._sweep.derivative_errors import not_transposable
+from .._sweep.effects import check_effects
+from .._sweep.spec import Head
+from .checks import check_carry, check_output, describe
+from .eager import Static
+from .layer_axis import is_array, name_stacked, stack_outputs
 
 Layer = Callable[[Any, Any], tuple[Any, Any]]  # (carry, inputs of the layer) -> (carry, output)
 

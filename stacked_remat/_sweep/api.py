@@ -20,14 +20,14 @@ from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import Jaxpr
 from jaxtyping import Array
 
-from ._compat import not_forwarded
-from ._derivative_errors import reverse_mode_only
-from ._effects import check_effects
-from ._schedule import Schedule
-from ._sweep_activity import is_differentiable
-from ._sweep_gradient import Wanted, merge, pick, spread
-from ._sweep_problem import Head, Problem
-from ._sweep_slots import Carry, Kept
+from .._compat import not_forwarded
+from .._schedule import Schedule
+from .activity import is_differentiable
+from .derivative_errors import reverse_mode_only
+from .effects import check_effects
+from .gradient import Wanted, merge, pick, spread
+from .slots import Carry, Kept
+from .spec import Head, Problem
 
 Arrays = list[Array]
 

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from ._compat import is_reference, ordered_effects
+from .._compat import is_reference, ordered_effects
 
 
 def check_effects(jaxpr: Any, constants: Sequence[Any], *, offloads: bool) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array
 
-from ._placement import to_device
+from .._placement import to_device
 
 Carry = list[Array]
 T = TypeVar("T")

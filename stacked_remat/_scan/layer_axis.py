@@ -12,7 +12,7 @@ import jax.tree_util as jtu
 from haliax import Axis, NamedArray
 from haliax.axis import AxisSelector
 
-from ._layer_axis_rules import (
+from .marks import (
     IsScanned,
     Rule,
     has_axis,

@@ -13,10 +13,10 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
-from ._placement import platform
-from ._sweep_activity import active_outputs, named_inputs
-from ._sweep_reverse import Layer
-from ._sweep_slots import Carry
+from .._placement import platform
+from .activity import active_outputs, named_inputs
+from .reverse import Layer
+from .slots import Carry
 
 Arrays = list[Array]
 LayerFn = Callable[[Arrays, Carry, Arrays], tuple[Carry, Arrays]]

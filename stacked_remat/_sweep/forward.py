@@ -11,9 +11,9 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array
 
-from ._placement import to_host
-from ._schedule import Schedule
-from ._sweep_slots import Carry, Kept, T, repeat, room, trip_count, write
+from .._placement import to_host
+from .._schedule import Schedule
+from .slots import Carry, Kept, T, repeat, room, trip_count, write
 
 
 def forward_sweep(

@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ._placement import to_device
-from ._schedule import Run, Schedule
-from ._sweep_slots import Carry, Kept, entry_at, read, repeat, room, trip_count, write
+from .._placement import to_device
+from .._schedule import Run, Schedule
+from .slots import Carry, Kept, entry_at, read, repeat, room, trip_count, write
 
 State = Any
 

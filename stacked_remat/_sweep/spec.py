@@ -12,12 +12,12 @@ from jax.core import eval_jaxpr
 from jax.extend.core import Jaxpr
 from jaxtyping import Array
 
-from ._schedule import Schedule
-from ._sweep_activity import active_carry
-from ._sweep_forward import forward_sweep, forward_sweep_on_host
-from ._sweep_gradient import Gradients, LayerPullback, Wanted, pick
-from ._sweep_reverse import Layer, Replay, reverse_sweep
-from ._sweep_slots import Carry, Kept, KeptHead, read, repeat, room, write
+from .._schedule import Schedule
+from .activity import active_carry
+from .forward import forward_sweep, forward_sweep_on_host
+from .gradient import Gradients, LayerPullback, Wanted, pick
+from .reverse import Layer, Replay, reverse_sweep
+from .slots import Carry, Kept, KeptHead, read, repeat, room, write
 
 Arrays = list[Array]
 Mask = Sequence[bool]

@@ -17,7 +17,7 @@ import numpy as np
 from jax.core import Tracer, eval_jaxpr
 from jax.extend.core import Jaxpr
 
-from ._compat import is_concrete, is_reference
+from .._compat import is_concrete, is_reference
 
 _MOST_PROGRAMS = 128
 

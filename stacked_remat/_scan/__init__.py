@@ -1,0 +1,1 @@
+"""Fold, scan and map over a named axis."""

@@ -1,0 +1,1 @@
+"""The checkpointed sweep over layers: forward, and backward with a visitor."""

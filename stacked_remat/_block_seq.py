@@ -205,16 +205,16 @@ class BlockSeq(ModuleWithStateDictSerialization, Generic[M]):
             block, (args, kwargs) = inputs
             return fn(block, carry, *args, **kwargs)
 
-        policy = self.remat if remat is None else resolve_policy(remat)
+        resolved = (self.remat if remat is None else resolve_policy(remat)).normalized()
 
         def run(init: Any, arguments: Any) -> tuple[Any, Any]:
             split = split_tree(arguments, self.Block, **caller._asdict())
             inputs = [(block, split.layer(i)) for i, block in enumerate(self.blocks)]
-            return scan_unrolled(layer, init, inputs, self.Block, policy, caller.what, reverse=backwards)
+            return scan_unrolled(layer, init, inputs, self.Block, resolved, caller.what, reverse=backwards)
 
         def scanned(init: Any, /, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
             check_unmarked(init)
-            return from_arguments(run, policy, self.Block)(init, (args, kwargs))
+            return from_arguments(run, resolved, self.Block)(init, (args, kwargs))
 
         return scanned
 

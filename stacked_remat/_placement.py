@@ -33,3 +33,8 @@ def platform() -> str:
 def compiled_for(name: str) -> AbstractContextManager[None]:
     """Trace for a platform other than the one that is attached."""
     return _compiled_for(name)
+
+
+def is_on_host(array: Any) -> bool:
+    """Whether an array, traced or not, is in host memory."""
+    return isinstance(array, jax.Array) and jax.typeof(array).memory_space == jax.memory.Space.Host

@@ -14,10 +14,12 @@ from typing import Any, Literal, TypeAlias
 
 import jax
 
-from ._jax_policies import JaxPolicy, as_written, check_jax_policy, policy_with_names
+from ._jax_policies import JaxPolicy, as_written, check_jax_policy
+from ._remat import Kept, PerLayer, Remat, SaveAll, Swept
 from ._schedule import Schedule, bounded, equal, levels, segmented, shrinking
 
 OFFLOAD = "offload"
+_KEPT: dict[bool | str, Kept] = {True: "keep", OFFLOAD: "offload", False: "drop"}
 _CUTS = ("nested", "segment_length", "max_carries")
 _COUNTS = {"segment_length": "a number of layers in a segment", "max_carries": "a number of carries"}
 
@@ -148,7 +150,7 @@ class ScanCheckpointPolicy:
                 f"first_policy={self.first_policy!r} has no effect without first_layers. Say how many layers "
                 "follow it: first_layers=k."
             )
-        if self.prevent_cse and self.sweeps and not self.saves_some_internals:
+        if self.prevent_cse and (self.is_nested or self.first_layers) and not self.saves_some_internals:
             self._refuse(
                 "With {} layers are replayed in loops of their own, where XLA finds nothing to merge the "
                 "recomputation with, so prevent_cse=True has no effect without save_block_internals=[names]. "
@@ -294,19 +296,27 @@ class ScanCheckpointPolicy:
         """Whether anything is moved to the host."""
         return OFFLOAD in (self.save_carries, self.save_inputs) or bool(self.offloaded_names)
 
-    def for_length(self, length: int) -> "ScanCheckpointPolicy":
-        """The policy of a stack of `length` layers.
-
-        That is `first_policy` where it is that of all of them. A single layer has nothing to cut.
-        """
-        if self.first_layers >= max(length, 1):
-            return resolve_policy(self.first_policy)
-        if length == 1 and self.is_nested:
-            carries = True if self.saves_everything else self.save_carries  # the layer's own are kept anyway
-            return dataclasses.replace(
-                self, nested=False, segment_length=None, max_carries=None, save_carries=carries
-            )
-        return self
+    def normalized(self) -> Remat:
+        """What a scan obeys."""
+        names: Any = () if isinstance(self.save_block_internals, bool) else self.save_block_internals
+        internals = (
+            SaveAll()
+            if self.saves_everything
+            else PerLayer(internals=names, prevent_cse=self.prevent_cse, named=not self.simple)
+        )
+        if self.is_nested or self.first_layers:
+            carries = OFFLOAD if self.save_carries == OFFLOAD else "keep"
+            first = resolve_policy(self.first_policy).normalized()
+            assert not isinstance(first, Swept)
+            return Swept(self.schedule, carries, internals, self.first_layers, first)
+        if isinstance(internals, SaveAll):
+            return internals
+        return dataclasses.replace(
+            internals,
+            carries=_KEPT[self.save_carries],
+            inputs=_KEPT[self.save_inputs],
+            offloaded=self.offloaded_names,
+        )
 
     def schedule(self, length: int) -> Schedule:
         """How `length` layers are cut, which also tells the carries alive and the evaluations.
@@ -333,37 +343,9 @@ class ScanCheckpointPolicy:
         return equal(length, self.nested)
 
     @property
-    def sweeps(self) -> bool:
-        """Whether the gradient of a rolled scan is the reverse sweep over a schedule."""
-        return self.is_nested or self.first_layers > 0
-
-    @property
     def saves_everything(self) -> bool:
         """Whether nothing inside a layer is recomputed."""
         return self.disable or self.save_block_internals is True
-
-    @property
-    def spans_scan(self) -> bool:
-        """Whether the backward pass replays the scan as a whole, not only its layers one by one."""
-        return not self.saves_everything and (self.save_carries is False or self.save_inputs is False)
-
-    def residual_policy(self, carry_name: str, input_name: str) -> JaxPolicy | None:
-        """The `jax.checkpoint` policy for a layer whose carry and inputs bear these names.
-
-        One of JAX's own named policies, which are data and so survive `JAX_REMAT3=1`; `None` where no value
-        is named.
-        """
-        if self.simple:
-            return None
-        named = {carry_name: self.save_carries, input_name: OFFLOAD if self.save_inputs == OFFLOAD else False}
-        saved = [name for name, kept in named.items() if kept is True]
-        offloaded = [name for name, kept in named.items() if kept == OFFLOAD]
-        names = ((*saved, *self.saved_names), (*offloaded, *self.offloaded_names))
-        return policy_with_names(self.save_block_internals, *names)
-
-    def internals_policy(self) -> JaxPolicy:
-        """The `jax.checkpoint` policy for a layer of which only internals are saved."""
-        return policy_with_names(self.save_block_internals, self.saved_names, ())
 
 
 ScanCheckpointSpec: TypeAlias = (

@@ -10,7 +10,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from stacked_remat._schedule import Schedule, shrinking
 from stacked_remat._sweep.api import sweep
-from stacked_remat._sweep.spec import Head
+from stacked_remat._sweep.spec import FirstLayers
 
 WIDTH, ROWS = 4, 3
 
@@ -92,9 +92,9 @@ def check(schedule: Schedule, reverse: bool = False, **kwargs):
     assert_close(jit(lambda: derivatives(run, length))(), expected(length, reverse))
 
 
-def check_head(schedule: Schedule, head: Head, reverse: bool = False, **kwargs):
+def check_head(schedule: Schedule, head: FirstLayers, reverse: bool = False, **kwargs):
     length = head.length + schedule.length
-    run = functools.partial(sweep, length=length, schedule=schedule, reverse=reverse, head=head, **kwargs)
+    run = functools.partial(sweep, length=length, schedule=schedule, reverse=reverse, first_layers=head, **kwargs)
     assert_close(jit(lambda: derivatives(run, length))(), expected(length, reverse))
 
 

@@ -10,7 +10,7 @@ from jax import lax
 
 from stacked_remat._schedule import Schedule, bounded, equal, shrinking
 from stacked_remat._sweep.api import sweep
-from stacked_remat._sweep.spec import Head
+from stacked_remat._sweep.spec import FirstLayers
 
 from .sweep_cases import assert_close, check_head, inputs, jit, loss, mlp, mlp_gradients
 
@@ -32,22 +32,22 @@ KEEPS = {
 )
 @pytest.mark.parametrize("reverse", [False, True])
 def test_values_and_gradients(schedule: Schedule, keep, reverse: bool):
-    check_head(schedule, Head(3, keep), reverse)
+    check_head(schedule, FirstLayers(3, keep), reverse)
 
 
 @pytest.mark.parametrize("schedule", [equal(4, 2), equal(4, 4)], ids=str)
 @pytest.mark.parametrize("reverse", [False, True])
 def test_boundaries_on_the_host(schedule: Schedule, reverse: bool):
-    check_head(schedule, Head(3, keep_everything), reverse, boundaries="host")
+    check_head(schedule, FirstLayers(3, keep_everything), reverse, boundaries="host")
 
 
 @pytest.mark.parametrize("unroll", [2, True])
 def test_unroll(unroll):
-    check_head(shrinking(4), Head(3, keep_everything), unroll=unroll)
+    check_head(shrinking(4), FirstLayers(3, keep_everything), unroll=unroll)
 
 
 def seven(**kwargs):
-    return functools.partial(sweep, length=7, schedule=shrinking(4), head=Head(3, keep_everything), **kwargs)
+    return functools.partial(sweep, length=7, schedule=shrinking(4), first_layers=FirstLayers(3, keep_everything), **kwargs)
 
 
 def test_gradient_of_gradient():
@@ -64,7 +64,7 @@ def test_gradient_of_gradient():
 
 def sweep_on_host():
     return functools.partial(
-        sweep, length=7, schedule=equal(4, 2), head=Head(3, jax.checkpoint), boundaries="host"
+        sweep, length=7, schedule=equal(4, 2), first_layers=FirstLayers(3, jax.checkpoint), boundaries="host"
     )
 
 
@@ -96,7 +96,7 @@ def test_keys_in_the_carry_and_outputs_that_are_not_used(run):
 
 
 def test_the_first_layers_are_evaluated_once_and_the_rest_by_the_schedule():
-    def tanhs(head: Head | None, schedule: Schedule) -> int:
+    def tanhs(head: FirstLayers | None, schedule: Schedule) -> int:
         calls = []
 
         def body(c, w):
@@ -110,19 +110,19 @@ def test_the_first_layers_are_evaluated_once_and_the_rest_by_the_schedule():
             return jnp.tanh(c * w + 0.0 * counted), None
 
         def value(w):
-            return sweep(body, 0.5, w, length=7, schedule=schedule, head=head)[0]
+            return sweep(body, 0.5, w, length=7, schedule=schedule, first_layers=head)[0]
 
         np.asarray(jax.jit(jax.grad(value))(jnp.ones(7)))
         return len(calls)
 
     # Forward 7; then each of the last 4 once more at its visit, and what the schedule replays.
-    assert tanhs(Head(3, keep_everything), equal(4, 4)) == 7 + 4
-    assert tanhs(Head(3, keep_everything), shrinking(4)) == 7 + 4 + shrinking(4).replays
+    assert tanhs(FirstLayers(3, keep_everything), equal(4, 4)) == 7 + 4
+    assert tanhs(FirstLayers(3, keep_everything), shrinking(4)) == 7 + 4 + shrinking(4).replays
     assert tanhs(None, equal(7, 7)) == 7 + 7
 
 
 def test_frozen_weights_cost_nothing():
-    run = functools.partial(sweep, length=12, schedule=shrinking(7), head=Head(5, keep_everything))
+    run = functools.partial(sweep, length=12, schedule=shrinking(7), first_layers=FirstLayers(5, keep_everything))
     frozen, trained = (str(mlp_gradients(run, 12, which)[0]) for which in ((2,), (0, 1, 2)))
     weight_gradients = trained.count("dot_general") - frozen.count("dot_general")
     assert weight_gradients == 4  # two products in the body of each of the two loops that visit
@@ -146,5 +146,5 @@ def test_a_schedule_of_another_length_is_refused():
             (jnp.ones((8, 4, 6)), jnp.ones((8, 6, 4))),
             length=8,
             schedule=shrinking(4),
-            head=Head(3, jax.checkpoint),
+            first_layers=FirstLayers(3, jax.checkpoint),
         )

@@ -11,7 +11,7 @@ from jax import lax
 
 from stacked_remat._schedule import Schedule, bounded, equal, segmented, shrinking
 from stacked_remat._sweep.api import sweep
-from stacked_remat._sweep.spec import Head
+from stacked_remat._sweep.spec import FirstLayers
 
 from .sweep_cases import (
     ROWS,
@@ -70,11 +70,11 @@ def test_no_segment_of_weights_or_gradients_is_copied():
     assert stacks <= {1, 48}
 
 
-@pytest.mark.parametrize("head", [None, Head(5, lambda layer: layer)], ids=["no head", "head"])
-def test_gradients_are_written_in_place(head: Head | None):
+@pytest.mark.parametrize("head", [None, FirstLayers(5, lambda layer: layer)], ids=["no head", "head"])
+def test_gradients_are_written_in_place(head: FirstLayers | None):
     """Inside of the loops a whole stack comes from a write to one of its layers, or is handed on."""
     run = functools.partial(
-        sweep, length=48, schedule=shrinking(48 - (head.length if head else 0)), head=head
+        sweep, length=48, schedule=shrinking(48 - (head.length if head else 0)), first_layers=head
     )
     jaxpr, _ = mlp_gradients(run, 48)
     whole = {(48, WIDTH, 6), (48, 6, WIDTH)}

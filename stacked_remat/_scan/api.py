@@ -13,8 +13,9 @@ from haliax import Axis
 from haliax.axis import AxisSelector
 
 from .._policy import ScanCheckpointSpec, resolve_policy
+from .._static import Static
 from .checks import check_axis_or_name, check_reverse, check_unroll
-from .eager import Static, compiled_once
+from .eager import compiled_once
 from .layer_axis import (
     Caller,
     IsScanned,
@@ -95,7 +96,7 @@ def scan_for(
 ) -> Callable[..., tuple[Any, Any]]:
     """`scan`, with error messages in the words of `caller`."""
     check_axis_or_name(axis, caller.what)
-    policy = resolve_policy(remat)
+    resolved = resolve_policy(remat).normalized()
     reverse, unroll = check_reverse(reverse), check_unroll(unroll)
 
     def run(init: Any, arguments: tuple[Any, Any]) -> tuple[Any, Any]:
@@ -110,7 +111,7 @@ def scan_for(
             init,
             split.arrays,
             split.axis,
-            policy,
+            resolved,
             reverse=reverse,
             unroll=unroll,
             what=caller.what,
@@ -118,7 +119,7 @@ def scan_for(
 
     def scanned(init: Any, /, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         check_unmarked(init)
-        return compiled_once(from_arguments(run, policy, axis), init, (args, kwargs))
+        return compiled_once(from_arguments(run, resolved, axis), init, (args, kwargs))
 
     return scanned
 

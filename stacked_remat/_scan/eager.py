@@ -18,16 +18,9 @@ from jax.core import Tracer, eval_jaxpr
 from jax.extend.core import Jaxpr
 
 from .._compat import is_concrete, is_reference
+from .._static import Static
 
 _MOST_PROGRAMS = 128
-
-
-@jax.tree_util.register_static
-class Static:
-    """A tree without arrays, passed out of a transformation untouched."""
-
-    def __init__(self, value: Any):
-        self.value = value
 
 
 def compiled_once(run: Callable[..., Any], init: Any, arguments: Any) -> Any:

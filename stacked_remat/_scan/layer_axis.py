@@ -3,8 +3,8 @@
 import dataclasses
 import inspect
 import re
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -59,19 +59,100 @@ def check_axis(axis: Any, what: str) -> None:
         )
 
 
-@dataclasses.dataclass(frozen=True)
-class SplitTree:
-    """A tree cut in two: the arrays that are split over `axis`, and all the rest.
+class _Leaf(NamedTuple):
+    """How a leaf of a split tree is put together again.
 
     Attributes:
-        axis: the axis, with its size.
-        arrays: the split leaves as raw arrays, the axis first.
-        rebuild: makes the tree of one layer from a slice of each of `arrays`.
+        kind: whether it is split over the layers, an array that all layers share, or no array.
+        path: where it is in the tree.
+        axes: all axes of a named array.
+        value: the leaf without its array: what is left of a named array, or what is not an array.
     """
 
+    kind: Literal["split", "shared", "static"]
+    path: tuple[Any, ...]
+    axes: tuple[Axis, ...] | None
+    value: Any = None
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class TreeLayout:
+    """The structure of a tree that is split over `axis`. Holds no arrays."""
+
     axis: Axis
+    treedef: Any
+    leaves: tuple[_Leaf, ...]
+
+    def paths(self, kind: Literal["split", "shared"]) -> list[tuple[Any, ...]]:
+        """Where the leaves of a kind are in the tree."""
+        return [leaf.path for leaf in self.leaves if leaf.kind == kind]
+
+    def layer(self, slices: Sequence[Any], shared: Sequence[Any]) -> Any:
+        """The tree of one layer, from a slice of each split array and the shared arrays."""
+
+        def name(leaf: _Leaf, part: Any) -> Any:
+            if leaf.axes is None:
+                return part
+            return NamedArray(part, tuple(own for own in leaf.axes if own.name != self.axis.name))
+
+        return self._build(map(name, self._of_kind("split"), slices), shared)
+
+    def stacked(self, arrays: Sequence[Any], shared: Sequence[Any]) -> Any:
+        """The whole tree, from its split arrays, the axis first, and the shared ones; any may be None."""
+
+        def name(leaf: _Leaf, array: Any) -> Any:
+            if leaf.axes is None:
+                return array
+            position = [own.name for own in leaf.axes].index(self.axis.name)
+            moved = jnp.moveaxis(array, 0, position) if position and array is not None else array
+            return jtu.tree_unflatten(leaf.value, [moved])
+
+        return self._build(map(name, self._of_kind("split"), arrays), shared)
+
+    def split_arrays(self, layer: Any) -> list[Any]:
+        """The leaves of one layer's tree that are split, as raw arrays. `None` for subtrees left out."""
+        found = self.treedef.flatten_up_to(layer)
+        return [_raw(leaf) for leaf, own in zip(found, self.leaves, strict=True) if own.kind == "split"]
+
+    def _of_kind(self, kind: str) -> list[_Leaf]:
+        return [leaf for leaf in self.leaves if leaf.kind == kind]
+
+    def _build(self, split: Iterable[Any], shared: Sequence[Any]) -> Any:
+        split, unnamed = iter(split), iter(shared)
+
+        def leaf(own: _Leaf) -> Any:
+            if own.kind == "static":
+                return own.value
+            if own.kind == "split":
+                return next(split)
+            # A named array is put together without a check: see above.
+            return next(unnamed) if own.axes is None else jtu.tree_unflatten(own.value, [next(unnamed)])
+
+        return jtu.tree_unflatten(self.treedef, [leaf(own) for own in self.leaves])
+
+
+@dataclasses.dataclass(frozen=True)
+class SplitTree:
+    """A tree cut in two: the arrays that are split over the axis of `layout`, and all the rest.
+
+    Attributes:
+        arrays: the split leaves as raw arrays, the axis first.
+        shared: the other arrays, raw.
+        layout: the structure of the tree.
+    """
+
     arrays: list[Any]
-    rebuild: Callable[[Sequence[Any]], Any]
+    shared: list[Any]
+    layout: TreeLayout
+
+    @property
+    def axis(self) -> Axis:
+        """The axis, with its size."""
+        return self.layout.axis
+
+    def rebuild(self, slices: Sequence[Any]) -> Any:
+        """The tree of one layer, from a slice of each of `arrays`."""
+        return self.layout.layer(slices, self.shared)
 
     def layer(self, index: int) -> Any:
         """The tree of one layer. The index is not checked."""
@@ -101,21 +182,24 @@ def split_tree(
     """
     entries, tree = take_marks_off(tree)
     treedef = jtu.tree_structure(tree, is_leaf=is_named)
-    leaves = [leaf for _, leaf, _ in entries]
-    split = [i for i, (_, leaf, rule) in enumerate(entries) if is_split_by(rule, leaf, axis, is_scanned)]
-    sized = [_Sized(name_of(entries[i][0]), leaves[i], entries[i][2]) for i in split]
+    split_leaves = [is_split_by(rule, leaf, axis, is_scanned) for _, leaf, rule in entries]
+    split = [entry for entry, is_split_leaf in zip(entries, split_leaves, strict=True) if is_split_leaf]
+    sized = [_Sized(name_of(path), leaf, rule) for path, leaf, rule in split]
     axis = _resolve_axis(axis, sized, what)
     if is_scanned is is_named_or_shaped_array:  # whoever says what is split has said that a key is not
         _check_keys([(name_of(path), leaf) for path, leaf, rule in entries if rule == "default"], axis)
     _check_sizes(axis, sized, what)
-
-    def rebuild(slices: Sequence[Any]) -> Any:
-        layer = list(leaves)
-        for i, part in zip(split, slices, strict=True):
-            layer[i] = _name_slice(leaves[i], part, axis)
-        return jtu.tree_unflatten(treedef, layer)
-
-    return SplitTree(axis, [_axis_first(leaves[i], axis) for i in split], rebuild)
+    leaves, shared = [], []
+    for (path, leaf, _), is_split_leaf in zip(entries, split_leaves, strict=True):
+        if is_named(leaf):
+            axes, raw, rest = leaf.axes, leaf.array, jtu.tree_structure(leaf)
+        else:
+            axes, raw, rest = None, leaf, None if is_array(leaf) else leaf
+        kind = "split" if is_split_leaf else "shared" if axes is not None or is_array(leaf) else "static"
+        leaves.append(_Leaf(kind, path, axes, rest))
+        shared += [raw] if kind == "shared" else []
+    arrays = [_axis_first(leaf, axis) for _, leaf, _ in split]
+    return SplitTree(arrays, shared, TreeLayout(axis, treedef, tuple(leaves)))
 
 
 def check_stacked(tree: Any, axis: Axis, caller: Caller) -> None:
@@ -282,10 +366,8 @@ def _axis_first(leaf: Any, axis: Axis) -> Any:
     return jnp.moveaxis(leaf.array, position, 0)
 
 
-def _name_slice(template: Any, part: Any, axis: Axis) -> Any:
-    if not is_named(template):
-        return part
-    return NamedArray(part, tuple(own for own in template.axes if own.name != axis.name))
+def _raw(leaf: Any) -> Any:
+    return leaf.array if is_named(leaf) else leaf
 
 
 class _Sized(NamedTuple):

@@ -13,32 +13,34 @@ from jax.core import eval_jaxpr
 
 from .._checkpoint import checkpoint_name
 from .._placement import platform
-from .._policy import OFFLOAD, ScanCheckpointPolicy, ScanCheckpointSpec, resolve_policy
+from .._remat import Internals, PerLayer, Remat, SaveAll, Swept, checkpoint_of, for_length
 from .._schedule import Tree
+from .._static import Static
 from .._sweep.api import sweep
 from .._sweep.derivative_errors import not_transposable
 from .._sweep.effects import check_effects
-from .._sweep.spec import Head
+from .._sweep.spec import FirstLayers
+from .._sweep.store import on_device
 from .checks import check_carry, check_output, describe
-from .eager import Static
 from .layer_axis import is_array, name_stacked, stack_outputs
 
-Layer = Callable[[Any, Any], tuple[Any, Any]]  # (carry, inputs of the layer) -> (carry, output)
+LayerFn = Callable[[Any, Any], tuple[Any, Any]]  # (carry, inputs of the layer) -> (carry, output)
 
 
-def from_arguments(run: Callable, policy: ScanCheckpointPolicy, axis: AxisSelector) -> Callable:
-    """`run(init, arguments)`, which keeps nothing of what it derives from them if the policy drops inputs."""
-    if policy.spans_scan and policy.save_inputs is False:
-        return _checkpoint_whole(run, policy, _names_of(axis))
+def from_arguments(run: Callable, remat: Remat, axis: AxisSelector) -> Callable:
+    """`run(init, arguments)`, which keeps nothing of what it derives from them if inputs are dropped."""
+    match remat:
+        case PerLayer(inputs="drop"):
+            return _checkpoint_whole(run, remat, _names_of(axis))
     return run
 
 
 def scan_unrolled(
-    layer: Layer,
+    layer: LayerFn,
     init: Any,
     inputs: Sequence[Any],
     axis: Axis,
-    remat: ScanCheckpointSpec,
+    remat: Remat,
     what: str,
     *,
     reverse: bool = False,
@@ -58,17 +60,17 @@ def scan_unrolled(
         The final carry and the outputs, with the axis in front.
     """
     order = range(axis.size)[:: -1 if reverse else 1]
-    policy = resolve_policy(remat).for_length(axis.size)
-    parts = [(policy, order[policy.first_layers :])]
-    if policy.first_layers:
-        parts.insert(0, (resolve_policy(policy.first_policy), order[: policy.first_layers]))
+    remat = for_length(remat, axis.size)
+    parts = [(remat, order)]
+    if isinstance(remat, Swept) and remat.first_layers:
+        parts = [(remat.first, order[: remat.first_layers]), (remat, order[remat.first_layers :])]
     carry, outputs = init, []
     with jax.named_scope(f"scan({axis.name})"):
         for own, layers in parts:
-            carry, ys = _walk_unrolled(layer, carry, [inputs[i] for i in layers], own, _names_of(axis))
+            carry, ys = _run_unrolled(layer, carry, [inputs[i] for i in layers], own, _names_of(axis))
             outputs += ys
     stacked = stack_outputs(outputs[:: -1 if reverse else 1], axis, what)
-    return _not_transposable((carry, stacked), policy)
+    return _not_transposable((carry, stacked), remat)
 
 
 _internals_are_saved = jax.make_user_context(default_value=True)
@@ -84,10 +86,11 @@ def internals_are_saved() -> bool:
     return _internals_are_saved.value
 
 
-def _not_transposable(results: Any, policy: ScanCheckpointPolicy) -> Any:
+def _not_transposable(results: Any, remat: Remat) -> Any:
     """The results of a scan, with an error for `jax.linear_transpose` under policies that refuse it."""
-    if not policy.sweeps and (policy.saves_everything or policy.simple):
-        return results
+    match remat:
+        case SaveAll() | PerLayer(named=False):
+            return results
 
     def mark(leaf: Any) -> Any:
         return not_transposable(leaf) if is_array(leaf) and jnp.issubdtype(leaf.dtype, jnp.inexact) else leaf
@@ -112,114 +115,114 @@ def _names_of(axis: AxisSelector) -> _Names:
 
 
 def scan_rolled(
-    layer: Layer,
+    layer: LayerFn,
     init: Any,
     xs: Sequence[Any],
     axis: Axis,
-    policy: ScanCheckpointPolicy,
+    remat: Remat,
     *,
     reverse: bool,
     unroll: int | bool,
     what: str,
 ) -> tuple[Any, Any]:
-    policy = policy.for_length(axis.size)
+    """Apply `layer` to slices of `xs`, one after the other, in a rolled loop."""
+    remat = for_length(remat, axis.size)
     names = _names_of(axis)
     arrays, static = eqx.partition(init, eqx.is_array_like)
-    step = _array_step(layer, init, policy, names)
+    step = array_step(layer, init, remat, names)
 
     def run(carry: Any, xs: Sequence[Any]) -> tuple[Any, Any]:
-        if policy.sweeps and axis.size > 0:
-            return _sweep_layers(step, carry, xs, axis.size, policy, reverse=reverse, unroll=unroll)
+        match remat:
+            case Swept():
+                return _sweep_layers(step, carry, xs, axis.size, remat, reverse=reverse, unroll=unroll)
         rolled = unroll is not True and unroll < axis.size
-        body = _checkpointed(step, policy, names, rolled=rolled)
+        body = _checkpointed(step, remat, names, rolled=rolled)
         return jax.lax.scan(body, carry, xs, length=axis.size, reverse=reverse, unroll=unroll)
 
-    if policy.spans_scan and policy.save_inputs is not False:
-        run = _checkpoint_whole(run, policy, names)
+    match remat:
+        case PerLayer(carries="drop", inputs="keep" | "offload"):
+            run = _checkpoint_whole(run, remat, names)
     with jax.named_scope(f"scan({axis.name})"):
         carry, ys = run(arrays, xs)
-    carry, ys = _not_transposable((carry, ys), policy)
+    carry, ys = _not_transposable((carry, ys), remat)
     return eqx.combine(carry, static), name_stacked(ys, axis, what)
 
 
 def _sweep_layers(
-    step: Layer,
+    step: LayerFn,
     carry: Any,
     xs: Sequence[Any],
     length: int,
-    policy: ScanCheckpointPolicy,
+    remat: Swept,
     *,
     reverse: bool,
     unroll: int | bool,
 ) -> tuple[Any, Any]:
-    first = policy.first_layers
+    first = remat.first_layers
     return sweep(
         step,
         carry,
         xs,
         length=length,
-        schedule=policy.schedule(length - first),
+        schedule=remat.cut(length - first),
         reverse=reverse,
         unroll=unroll,
-        checkpoint=_segment_checkpoint(policy),
-        boundaries="host" if policy.save_carries == OFFLOAD else "device",
-        head=Head(first, _segment_checkpoint(resolve_policy(policy.first_policy))) if first else None,
+        checkpoint=checkpoint_of(remat.internals),
+        boundaries="host" if remat.carries == "offload" else "device",
+        first_layers=FirstLayers(first, checkpoint_of(remat.first)) if first else None,
     )
 
 
-def _segment_checkpoint(policy: ScanCheckpointPolicy) -> Callable[[Callable], Callable]:
-    """How the internals of a layer are kept while its segment is walked."""
-    if policy.saves_everything:
-        return lambda layer: layer
-    if policy.saves_some_internals or policy.prevent_cse:
-        return functools.partial(
-            jax.checkpoint, policy=policy.internals_policy(), prevent_cse=policy.prevent_cse
-        )
-    return jax.checkpoint
-
-
-def _walk_unrolled(
-    layer: Layer, init: Any, inputs: Sequence[Any], policy: ScanCheckpointPolicy, names: _Names
+def _run_unrolled(
+    layer: LayerFn, init: Any, inputs: Sequence[Any], remat: Remat, names: _Names
 ) -> tuple[Any, list[Any]]:
     """Apply `layer` to each of the inputs, and checkpoint the parts that the policy's schedule makes."""
+    tree: Tree = tuple(range(len(inputs)))
+    each = remat.internals if isinstance(remat, Swept) else remat
+    if isinstance(remat, Swept) and inputs:
+        tree = remat.cut(len(inputs)).tree
+        if isinstance(tree, int) or all(isinstance(part, int) for part in tree):
+            remat = each = remat.of_one_layer
 
-    def walk(part: Tree, carry: Any) -> tuple[Any, list[Any]]:
+    def apply(part: Tree, carry: Any) -> tuple[Any, list[Any]]:
         if isinstance(part, int):
-            step = _checkpointed(_array_step(layer, carry, policy, names), policy, names, rolled=False)
+            step = _checkpointed(array_step(layer, carry, remat, names), each, names, rolled=False)
             arrays, y = step(eqx.filter(carry, eqx.is_array_like), inputs[part])
             return eqx.combine(arrays, eqx.filter(carry, eqx.is_array_like, inverse=True)), [y]
         outputs = []
         for inner in part:
-            walk_inner = functools.partial(walk, inner)
+            apply_inner = functools.partial(apply, inner)
             # A layer checkpoints itself.
             if not isinstance(inner, int):
-                walk_inner = _checkpoint_segment(walk_inner, policy, names)
-            carry, ys = walk_inner(carry)
+                apply_inner = _checkpoint_segment(apply_inner, remat, names)
+            carry, ys = apply_inner(carry)
             outputs += ys
         return carry, outputs
 
-    def run(carry: Any) -> tuple[Any, list[Any]]:
-        length = len(inputs)
-        return walk(
-            policy.schedule(length).tree if policy.is_nested and length else tuple(range(length)), carry
-        )
-
-    if policy.spans_scan and policy.save_inputs is not False:
-        run = _checkpoint_whole(run, policy, names)
+    run = functools.partial(apply, tree)
+    match remat:
+        case PerLayer(carries="drop", inputs="keep" | "offload"):
+            run = _checkpoint_whole(run, remat, names)
     return run(init)
 
 
-def _array_step(layer: Layer, init: Any, policy: ScanCheckpointPolicy, names: _Names) -> Layer:
-    """The layer on the arrays of the carry, its results checked and what goes in named for the policy."""
+def array_step(layer: LayerFn, init: Any, remat: Remat, names: _Names) -> LayerFn:
+    """The layer on the arrays of the carry, its results checked and its inputs named for the policy."""
     static = eqx.filter(init, eqx.is_array_like, inverse=True)
-    names_what_goes_in = not (policy.simple or policy.saves_everything or policy.sweeps)
+    match remat:
+        case SaveAll() | Swept(internals=SaveAll()):
+            saves_all = True
+        case _:
+            saves_all = False
 
     def step(arrays: Any, inputs: Any) -> tuple[Any, Any]:
-        if names_what_goes_in:
-            arrays = checkpoint_name(arrays, names.carry)
-            inputs = checkpoint_name(inputs, names.inputs)
+        inputs = on_device(inputs)
+        match remat:
+            case PerLayer(named=True):
+                arrays = checkpoint_name(arrays, names.carry)
+                inputs = checkpoint_name(inputs, names.inputs)
         carry = eqx.combine(arrays, static)
-        with _internals_are_saved(internals_are_saved() and policy.saves_everything):
+        with _internals_are_saved(internals_are_saved() and saves_all):
             result = layer(carry, inputs)
         if not isinstance(result, tuple | list) or len(result) != 2:
             raise ValueError(
@@ -234,32 +237,35 @@ def _array_step(layer: Layer, init: Any, policy: ScanCheckpointPolicy, names: _N
     return step
 
 
-def _checkpointed(step: Layer, policy: ScanCheckpointPolicy, names: _Names, *, rolled: bool) -> Layer:
-    if policy.saves_everything:
-        return step
+def _checkpointed(step: LayerFn, remat: Internals, names: _Names, *, rolled: bool) -> LayerFn:
+    match remat:
+        case SaveAll():
+            return step
     # For GPUs XLA keeps a layer's internals twice where its carry comes from the host, without a barrier.
-    from_host = policy.save_carries == OFFLOAD and platform() == "cuda"
+    from_host = remat.carries == "offload" and platform() == "cuda"
     return _checkpoint(
         step,
-        policy.residual_policy(*names),
-        prevent_cse=policy.prevent_cse or from_host or not rolled,
-        offloads=policy.offloads,
+        remat.jax_policy(*names),
+        prevent_cse=remat.prevent_cse or from_host or not rolled,
+        offloads=remat.offloads,
     )
 
 
-def _checkpoint_whole(run: Callable, policy: ScanCheckpointPolicy, names: _Names) -> Callable:
-    return _checkpoint(run, policy.residual_policy(*names), offloads=policy.offloads)
+def _checkpoint_whole(run: Callable, remat: PerLayer, names: _Names) -> Callable:
+    return _checkpoint(run, remat.jax_policy(*names), offloads=remat.offloads)
 
 
-def _checkpoint_segment(walk: Callable, policy: ScanCheckpointPolicy, names: _Names) -> Callable:
-    if policy.save_carries != OFFLOAD:
-        return _checkpoint(walk, None)  # its carry is held, like all that goes in
+def _checkpoint_segment(run: Callable, remat: Remat, names: _Names) -> Callable:
+    match remat:
+        case Swept(carries="offload"):
+            keep = PerLayer(carries="offload")
+        case _:
+            return _checkpoint(run, None)  # its carry is held, like all that goes in
 
-    def named_walk(carry: Any) -> Any:
-        return walk(checkpoint_name(carry, names.boundary))
+    def named_run(carry: Any) -> Any:
+        return run(checkpoint_name(carry, names.boundary))
 
-    keep = ScanCheckpointPolicy(save_carries=OFFLOAD)
-    return _checkpoint(named_walk, keep.residual_policy(names.boundary, names.inputs), offloads=True)
+    return _checkpoint(named_run, keep.jax_policy(names.boundary, names.inputs), offloads=True)
 
 
 def _checkpoint(

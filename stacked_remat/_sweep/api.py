@@ -10,26 +10,23 @@ transpose.
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
-from jax.extend.core import Jaxpr
 from jaxtyping import Array
 
 from .._compat import not_forwarded
 from .._schedule import Schedule
+from .._static import Static
 from .activity import is_differentiable
 from .derivative_errors import reverse_mode_only
-from .effects import check_effects
-from .gradient import Wanted, merge, pick, spread
-from .slots import Carry, Kept
-from .spec import Head, Problem
-
-Arrays = list[Array]
+from .gradient import Perturbed, merge, pick, scatter_leaves
+from .slots import Arrays, Carry, Checkpoints
+from .spec import FirstLayers, SweepSpec
+from .trace import trace_layer
 
 
 def sweep(
@@ -43,7 +40,7 @@ def sweep(
     unroll: int | bool = 1,
     checkpoint: Callable[[Callable], Callable] = jax.checkpoint,
     boundaries: Literal["device", "host"] = "device",
-    head: Head | None = None,
+    first_layers: FirstLayers | None = None,
 ) -> tuple[Any, Any]:
     """`lax.scan(body, init, xs)` in value and gradients, with the reverse sweep that `schedule` describes.
 
@@ -52,13 +49,13 @@ def sweep(
         init: the first carry.
         xs: pytree of arrays with a leading axis of size `length`, or without leaves.
         length: number of layers.
-        schedule: a cut of as many layers, less those of `head`.
+        schedule: a cut of as many layers, less `first_layers`.
         reverse: whether to go from the last entry of `xs` to the first.
         unroll: layers per iteration of the innermost loops; `True` unrolls everything.
-        checkpoint: how a layer's internals are kept within the segment being walked. The replay keeps what it
-            saves for that segment's layers, save for inputs and what comes from them without the carry.
+        checkpoint: how a layer's internals are kept within the segment being reversed. The replay keeps what
+            it saves for that segment's layers, except inputs and what comes from them without the carry.
         boundaries: `"host"` keeps the segments' first inputs in host memory; the schedule must be cut once.
-        head: the layers that run first, if these are to keep their inputs and residuals.
+        first_layers: the layers that run first, if these are to keep their inputs and residuals.
 
     Returns:
         The last carry and the stacked `y`s.
@@ -68,16 +65,16 @@ def sweep(
         TypeError: forward-mode differentiation, a layer that uses a `jax.Ref`, or one that has ordered
             effects while boundaries are on the host.
     """
-    _check(schedule, length - (head.length if head else 0), boundaries)
+    _check(schedule, length - (first_layers.length if first_layers else 0), boundaries)
     _check_lengths(xs, length)
-    init, jaxpr, shared, trees = _close(body, init, xs, length)
-    check_effects(jaxpr, shared, offloads=boundaries == "host")
-    problem = Problem(
-        jaxpr, len(jax.tree.leaves(init)), schedule, reverse, unroll, checkpoint, boundaries == "host", head
+    on_host = boundaries == "host"
+    traced = trace_layer(lambda shared, carry, x: body(carry, x), [], init, xs, offloads=on_host)
+    spec = SweepSpec(
+        traced.jaxpr, len(traced.init), schedule, reverse, unroll, checkpoint, on_host, first_layers
     )
-    leaves = (jax.tree.leaves(init), jax.tree.leaves(xs), shared)
-    carry, ys = _differentiable(problem)(*jax.tree.map(_reverse_mode_only, leaves))
-    return jax.tree.unflatten(trees[0], carry), jax.tree.unflatten(trees[1], ys)
+    leaves = (traced.init, jax.tree.leaves(xs), traced.shared)
+    carry, ys = _differentiable(spec)(*jax.tree.map(_reverse_mode_only, leaves))
+    return jax.tree.unflatten(traced.carry_tree, carry), jax.tree.unflatten(traced.y_tree, ys)
 
 
 def _check(schedule: Schedule, length: int, boundaries: str) -> None:
@@ -100,136 +97,104 @@ def _check_lengths(xs: Any, length: int) -> None:
             )
 
 
-def _close(body: Callable, init: Any, xs: Any, length: int) -> tuple[Any, Jaxpr, Arrays, tuple[Any, Any]]:
-    """Settle the carry's types and trace the body.
-
-    Returns:
-        The first carry, the body's jaxpr, the values that it closes over, the trees of its carry and output.
-    """
-    init = jax.tree.map(jnp.asarray, init)
-    x = jax.eval_shape(lambda xs: jax.tree.map(lambda leaf: leaf[0], xs), xs)
-    closed, (carry, y) = jax.make_jaxpr(body, return_shape=True)(init, x)
-    if not _same_types(init, carry):
-        # lax.scan settles weakly typed carries, and has the error messages for the other cases.
-        carry, _ = jax.eval_shape(lambda init, xs: lax.scan(body, init, xs, length=length), init, xs)
-        init = jax.tree.map(lambda leaf, like: lax.convert_element_type(leaf, like.dtype), init, carry)
-        closed, (carry, y) = jax.make_jaxpr(body, return_shape=True)(init, x)
-    return init, closed.jaxpr, list(closed.consts), (jax.tree.structure(carry), jax.tree.structure(y))
-
-
-def _same_types(init: Any, carry: Any) -> bool:
-    def types(tree: Any) -> list[Any]:
-        return [(leaf.shape, leaf.dtype, getattr(leaf, "weak_type", False)) for leaf in jax.tree.leaves(tree)]
-
-    return jax.tree.structure(init) == jax.tree.structure(carry) and types(init) == types(carry)
-
-
-def _differentiable(problem: Problem) -> Callable[[Carry, Arrays, Arrays], tuple[Carry, Arrays]]:
+def _differentiable(spec: SweepSpec) -> Callable[[Carry, Arrays, Arrays], tuple[Carry, Arrays]]:
     """The sweep as a function of leaves, with its derivative rule."""
     # A layer may hold sweeps, and the sweep around them differentiates it in several places: made once, and
     # called by name, the rules are traced and compiled to a program of their own once.
-    forward_rule = functools.cache(functools.partial(_forward_rule, problem))
-    backward_rule = functools.cache(functools.partial(_backward_rule, problem))
+    forward_rule = functools.cache(functools.partial(_forward_rule, spec))
+    backward_rule = functools.cache(functools.partial(_backward_rule, spec))
 
     @jax.custom_vjp
     def run(init: Carry, xs: Arrays, shared: Arrays) -> tuple[Carry, Arrays]:
-        return problem.plain(problem.layer, init, xs, shared)
+        return spec.plain(spec.layer, init, xs, shared)
 
     def forward(init: Any, xs: Any, shared: Any) -> tuple[tuple[Carry, Arrays], Any]:
-        perturbed = tuple(
-            tuple(leaf.perturbed and is_differentiable(leaf.value.dtype) for leaf in part)
-            for part in (init, xs, shared)
-        )
+        masks = [_perturbed(part) for part in (init, xs, shared)]
         init, xs, shared = ([leaf.value for leaf in part] for part in (init, xs, shared))
-        outputs = problem.jaxpr.outvars[problem.carries :]
+        outputs = spec.jaxpr.outvars[spec.carries :]
         every_y = [is_differentiable(getattr(out.aval, "dtype", bool)) for out in outputs]
-        init_wanted, xs_wanted, shared_wanted = perturbed
-        wanted = problem.wanted(init_wanted, xs_wanted, shared_wanted, every_y)
-        carry, ys, kept = forward_rule(wanted)(init, xs, shared)
-        return (carry, ys), (kept.with_constant_boundaries(), xs, shared, _Static(perturbed))
+        perturbed = spec.perturbed(*masks, ys=every_y)
+        carry, ys, checkpoints = forward_rule(perturbed)(init, xs, shared)
+        return (carry, ys), (checkpoints.with_constant_boundaries(), xs, shared, Static(tuple(masks)))
 
     def backward(residuals: Any, cotangents: Any) -> tuple[Any, Any, Any]:
-        kept, xs, shared, static = residuals
+        checkpoints, xs, shared, static = residuals
         carry_ct, ys_ct = cotangents
-        # The head's residuals were kept for the cotangents of all outputs.
+        # The first layers' residuals were kept for the cotangents of all outputs.
         has_ct = [
-            is_differentiable(ct.dtype) and (problem.head is not None or not isinstance(ct, SymbolicZero))
+            is_differentiable(ct.dtype)
+            and (spec.first_layers is not None or not isinstance(ct, SymbolicZero))
             for ct in ys_ct
         ]
-        init_wanted, xs_wanted, shared_wanted = static.value
-        wanted = problem.wanted(init_wanted, xs_wanted, shared_wanted, has_ct)
-        carry_ct = [_instantiate(ct) for ct in pick(carry_ct, wanted.carry)]
+        perturbed = spec.perturbed(*static.value, ys=has_ct)
+        carry_ct = [_instantiate(ct) for ct in pick(carry_ct, perturbed.carry)]
         ys_ct = [_instantiate(ct) for ct in pick(ys_ct, has_ct)]
-        found = backward_rule(wanted)(kept, xs, shared, carry_ct, ys_ct)
-        init_ct, xs_ct, shared_ct = found
-        return spread(init_ct, init_wanted), spread(xs_ct, xs_wanted), spread(shared_ct, shared_wanted)
+        found = backward_rule(perturbed)(checkpoints, xs, shared, carry_ct, ys_ct)
+        init_ct, xs_ct, shared_ct = (scatter_leaves(*pair) for pair in zip(found, static.value, strict=True))
+        return init_ct, xs_ct, shared_ct
 
     run.defvjp(forward, backward, symbolic_zeros=True)
     return run
 
 
 def _forward_rule(
-    problem: Problem, wanted: Wanted
-) -> Callable[[Carry, Arrays, Arrays], tuple[Carry, Arrays, Kept]]:
+    spec: SweepSpec, perturbed: Perturbed
+) -> Callable[[Carry, Arrays, Arrays], tuple[Carry, Arrays, Checkpoints]]:
     """The forward sweep, differentiable once more: by the plain scan, and the first carry that it keeps."""
 
     @jax.custom_vjp
     @jax.jit
-    def run(init: Carry, xs: Arrays, shared: Arrays) -> tuple[Carry, Arrays, Kept]:
-        return problem.forward(wanted, init, xs, shared)
+    def run(init: Carry, xs: Arrays, shared: Arrays) -> tuple[Carry, Arrays, Checkpoints]:
+        return spec.forward(perturbed, init, xs, shared)
 
     def forward(init: Carry, xs: Arrays, shared: Arrays) -> Any:
         return run(init, xs, shared), not_forwarded((init, xs, shared))
 
     def backward(inputs: Any, cotangents: Any) -> Any:
-        carry_ct, ys_ct, kept_ct = cotangents
-        _, pullback = jax.vjp(problem.reference, *inputs)
+        carry_ct, ys_ct, checkpoints_ct = cotangents
+        _, pullback = jax.vjp(spec.reference, *inputs)
         init_ct, xs_ct, shared_ct = pullback((carry_ct, ys_ct))
-        return [_plus(a, b) for a, b in zip(init_ct, kept_ct.first(), strict=True)], xs_ct, shared_ct
+        return [_plus(a, b) for a, b in zip(init_ct, checkpoints_ct.first(), strict=True)], xs_ct, shared_ct
 
     run.defvjp(forward, backward)
     return run
 
 
-def _backward_rule(problem: Problem, wanted: Wanted) -> Callable[..., tuple[Carry, Arrays, Arrays]]:
+def _backward_rule(spec: SweepSpec, perturbed: Perturbed) -> Callable[..., tuple[Carry, Arrays, Arrays]]:
     """The reverse sweep, differentiable once more: by the plain scan's pullback, from the first carry."""
 
     @jax.custom_vjp
     @jax.jit
-    def run(kept: Kept, *rest: Any) -> tuple[Carry, Arrays, Arrays]:
-        return problem.pullback(wanted, kept, *rest)
+    def run(checkpoints: Checkpoints, *rest: Any) -> tuple[Carry, Arrays, Arrays]:
+        return spec.pullback(perturbed, checkpoints, *rest)
 
     def reference(
         init: Carry, xs: Arrays, shared: Arrays, carry_ct: Carry, ys_ct: Arrays
     ) -> tuple[Carry, Arrays, Arrays]:
         def part(*parts: Any) -> tuple[Carry, Arrays]:
             whole = (merge(*triple) for triple in zip((init, xs, shared), parts, picks, strict=True))
-            carry, ys = problem.reference(*whole)
-            return pick(carry, wanted.carry), pick(ys, wanted.ys)
+            carry, ys = spec.reference(*whole)
+            return pick(carry, perturbed.carry), pick(ys, perturbed.ys)
 
-        picks = (wanted.init, wanted.xs, wanted.shared)
+        picks = (perturbed.init, perturbed.xs, perturbed.shared)
         _, pullback = jax.vjp(part, *(pick(*pair) for pair in zip((init, xs, shared), picks, strict=True)))
         return pullback((carry_ct, ys_ct))
 
-    def forward(kept: Kept, *rest: Any) -> Any:
-        return run(kept, *rest), not_forwarded((kept, rest))
+    def forward(checkpoints: Checkpoints, *rest: Any) -> Any:
+        return run(checkpoints, *rest), not_forwarded((checkpoints, rest))
 
     def backward(residuals: Any, cotangents: Any) -> Any:
-        kept, rest = residuals
-        _, pullback = jax.vjp(reference, kept.first(), *rest)
+        checkpoints, rest = residuals
+        _, pullback = jax.vjp(reference, checkpoints.first(), *rest)
         init_ct, *rest_ct = pullback(cotangents)
-        return kept.cotangent_of_first(init_ct), *rest_ct
+        return checkpoints.cotangent_of_first(init_ct), *rest_ct
 
     run.defvjp(forward, backward)
     return run
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=(), meta_fields=("value",))
-@dataclass(frozen=True)
-class _Static:
-    """A hashable value that travels among residuals."""
-
-    value: Any
+def _perturbed(leaves: Any) -> tuple[bool, ...]:
+    return tuple(leaf.perturbed and is_differentiable(leaf.value.dtype) for leaf in leaves)
 
 
 def _reverse_mode_only(leaf: Array) -> Array:

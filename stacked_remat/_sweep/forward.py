@@ -13,7 +13,8 @@ from jaxtyping import Array
 
 from .._placement import to_host
 from .._schedule import Schedule
-from .slots import Carry, Kept, T, repeat, room, trip_count, write
+from .slots import Carry, Checkpoints, T, repeat, trip_count
+from .store import empty_stack, write
 
 
 def forward_sweep(
@@ -23,7 +24,7 @@ def forward_sweep(
     *,
     reverse: bool = False,
     unroll: int | bool = 1,
-) -> tuple[Carry, T, Kept]:
+) -> tuple[Carry, T, Checkpoints]:
     """Run all layers, each writing its input to the slot that the schedule names.
 
     Args:
@@ -48,11 +49,11 @@ def forward_sweep(
     table = np.asarray(schedule.forward, np.int32)
     if reverse:
         order, table = order[::-1], table[::-1]
-    start = (room(carry, schedule.slots), carry)
+    start = (empty_stack(carry, schedule.slots), carry)
     (slots, carry), outputs = lax.scan(
         visit, start, (jnp.asarray(order), jnp.asarray(table)), reverse=reverse, unroll=unroll
     )
-    return carry, outputs, Kept(slots, None)
+    return carry, outputs, Checkpoints(slots, None)
 
 
 def forward_sweep_on_host(
@@ -63,7 +64,7 @@ def forward_sweep_on_host(
     *,
     write_output: Callable[[Any, T, T], T],
     unroll: int | bool = 1,
-) -> tuple[Carry, T, Kept]:
+) -> tuple[Carry, T, Checkpoints]:
     """Do as `forward_sweep`, with each segment's first input in a buffer on the host and nothing else kept.
 
     `outputs` are the buffers that `write_output(index, outputs, output)` fills.
@@ -86,4 +87,4 @@ def forward_sweep_on_host(
 
     state = (carry, outputs)
     (last, outputs), boundaries = lax.scan(segment, state, (starts, jnp.arange(len(starts))))
-    return last, outputs, Kept([], boundaries, origin=carry)
+    return last, outputs, Checkpoints([], boundaries, origin=carry)

@@ -1,29 +1,36 @@
-"""The default visitor of the reverse sweep: each layer's gradient, written in place.
+"""A layer's vector-Jacobian product, and the default visitor, which writes every layer's gradient in place.
 
-A layer is `layer(shared, carry, x) -> (carry, y)` on lists of arrays. Only what is differentiated is
-computed: other inputs are constants of each layer's pullback.
+A layer is `layer(shared, carry, x) -> (carry, y)` on lists of arrays. Only what is asked for is computed:
+other inputs are constants of the layer's pullback.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array
 
 from .._placement import platform
 from .activity import active_outputs, named_inputs
-from .reverse import Layer
-from .slots import Carry
+from .slots import Arrays, Carry
+from .store import write, zeros_like
 
-Arrays = list[Array]
-LayerFn = Callable[[Arrays, Carry, Arrays], tuple[Carry, Arrays]]
+LayerFn: TypeAlias = Callable[[Arrays, Carry, Arrays], tuple[Carry, Arrays]]
+Mask: TypeAlias = tuple[bool, ...]
+
+
+class Inputs(NamedTuple):
+    """Which leaves of a layer's inputs a vector-Jacobian product is taken with respect to."""
+
+    shared: Mask
+    carry: Mask
+    xs: Mask
 
 
 @dataclass(frozen=True)
-class Wanted:
+class Perturbed:
     """Which leaves a reverse sweep differentiates.
 
     Attributes:
@@ -34,11 +41,16 @@ class Wanted:
         ys: leaves of the stacked outputs that have a cotangent.
     """
 
-    init: tuple[bool, ...]
-    carry: tuple[bool, ...]
-    xs: tuple[bool, ...]
-    shared: tuple[bool, ...]
-    ys: tuple[bool, ...] = ()
+    init: Mask
+    carry: Mask
+    xs: Mask
+    shared: Mask
+    ys: Mask = ()
+
+    @property
+    def inputs(self) -> Inputs:
+        """The leaves of one layer's inputs."""
+        return Inputs(self.shared, self.carry, self.xs)
 
 
 @dataclass(frozen=True)
@@ -47,56 +59,74 @@ class LayerPullback:
 
     Attributes:
         layer: the layer.
-        wanted: what is differentiated.
+        perturbed: what is differentiated.
         checkpoint: how the layer is checkpointed when residuals are saved.
         saved: which leaves of the pullback are saved by the replay; none: the layer is run again.
         saves_on_host: whether some of these are in host memory.
     """
 
     layer: LayerFn
-    wanted: Wanted
+    perturbed: Perturbed
     checkpoint: Callable[[Callable], Callable]
     saved: tuple[int, ...] = ()
     saves_on_host: bool = False
 
-    def _linearize(self, shared: Arrays, carry: Carry, x: Arrays) -> tuple[tuple[Carry, Arrays], Any]:
-        wanted = self.wanted
+    def _linearize(
+        self, shared: Arrays, carry: Carry, x: Arrays, inputs: Inputs
+    ) -> tuple[tuple[Carry, Arrays], Any]:
+        perturbed = self.perturbed
 
         def run(shared: Arrays, carry: Carry, x: Arrays) -> tuple[tuple[Carry, Arrays], tuple[Carry, Arrays]]:
             carry, y = self.layer(shared, carry, x)
-            return (pick(carry, wanted.carry), pick(y, wanted.ys)), (carry, y)
+            return (pick(carry, perturbed.carry), pick(y, perturbed.ys)), (carry, y)
 
         run = self.checkpoint(run) if self.saved else run
 
         def differentiated(shared_part: Arrays, carry_part: Carry, x_part: Arrays) -> tuple[Any, Any]:
             return run(
-                merge(shared, shared_part, wanted.shared),
-                merge(carry, carry_part, wanted.carry),
-                merge(x, x_part, wanted.xs),
+                merge(shared, shared_part, inputs.shared),
+                merge(carry, carry_part, inputs.carry),
+                merge(x, x_part, inputs.xs),
             )
 
-        parts = pick(shared, wanted.shared), pick(carry, wanted.carry), pick(x, wanted.xs)
+        parts = pick(shared, inputs.shared), pick(carry, inputs.carry), pick(x, inputs.xs)
         _, pullback, results = jax.vjp(differentiated, *parts, has_aux=True)
         return results, pullback
 
     def save(self, shared: Arrays, carry: Carry, x: Arrays) -> tuple[tuple[Carry, Arrays], Arrays]:
         """Run the layer; returns its carry and output, and its residuals."""
-        results, pullback = self._linearize(shared, carry, x)
+        results, pullback = self._linearize(shared, carry, x, self.perturbed.inputs)
         leaves = jax.tree.leaves(pullback)
         return results, [leaves[i] for i in self.saved]
 
     def __call__(
-        self, shared: Arrays, carry: Carry, x: Arrays, saved: Arrays | None, cotangents: tuple[Carry, Arrays]
+        self,
+        shared: Arrays,
+        carry: Carry,
+        x: Arrays,
+        saved: Arrays | None,
+        cotangents: tuple[Carry, Arrays],
+        inputs: Inputs | None = None,
     ) -> tuple[Arrays, Carry, Arrays]:
-        """Compute the cotangents of the wanted leaves of `shared`, `carry` and `x`."""
-        _, pullback = self._linearize(shared, carry, x)
-        if self.saved:
-            # What computed the replaced leaves is now unused, and XLA removes it.
-            leaves, treedef = jax.tree.flatten(pullback)
-            for i, leaf in zip(self.saved, saved or (), strict=True):
-                leaves[i] = leaf
-            pullback = jax.tree.unflatten(treedef, leaves)
-        return pullback(cotangents)
+        """Compute the cotangents of the leaves of `shared`, `carry` and `x` that are in `inputs`.
+
+        All that are perturbed by default. What a replay saved is that of all, so where `saved` is given XLA
+        is left to remove the others.
+        """
+        every = self.perturbed.inputs
+        inputs = every if inputs is None else inputs
+        if not self.saved:
+            return self._linearize(shared, carry, x, inputs)[1](cotangents)
+        # What computed the replaced leaves is now unused, and XLA removes it.
+        leaves, treedef = jax.tree.flatten(self._linearize(shared, carry, x, every)[1])
+        for i, leaf in zip(self.saved, saved or (), strict=True):
+            leaves[i] = leaf
+        of_every = jax.tree.unflatten(treedef, leaves)(cotangents)
+        of_shared, of_carry, of_x = (
+            pick(scatter_leaves(part, had), asked)
+            for part, had, asked in zip(of_every, every, inputs, strict=True)
+        )
+        return of_shared, of_carry, of_x
 
     def with_residuals(self, shared: Arrays, carry: Carry, x: Arrays) -> "LayerPullback":
         """Set `saved` to the residuals that the checkpoint keeps.
@@ -104,10 +134,10 @@ class LayerPullback:
         Not saved are the layer's inputs, which are at hand, and what comes from `x` and `shared` alone: it is
         made again, for a cast or a transpose of weights would fill a buffer with a segment of them.
         """
-        probe = LayerPullback(self.layer, self.wanted, self.checkpoint, saved=(-1,))
+        probe = LayerPullback(self.layer, self.perturbed, self.checkpoint, saved=(-1,))
 
         def residuals(shared: Arrays, carry: Carry, x: Arrays) -> Arrays:
-            return jax.tree.leaves(probe._linearize(shared, carry, x)[1])
+            return jax.tree.leaves(probe._linearize(shared, carry, x, self.perturbed.inputs)[1])
 
         jaxpr = jax.make_jaxpr(residuals)(shared, carry, x).jaxpr
         of_carry = [
@@ -125,63 +155,67 @@ class LayerPullback:
         on_host = any(
             getattr(jaxpr.outvars[i].aval, "memory_space", None) == jax.memory.Space.Host for i in saved
         )
-        return LayerPullback(self.layer, self.wanted, self.checkpoint, tuple(saved), on_host)
+        return LayerPullback(self.layer, self.perturbed, self.checkpoint, tuple(saved), on_host)
 
 
 @dataclass(frozen=True)
-class Gradients:
-    """Visitor that accumulates shared gradients and writes each layer's own into stacked buffers.
-
-    Its state is `(shared gradients, stacked gradients)`, one array per wanted leaf.
+class LayerVisit:
+    """One layer in the reverse sweep, in leaves.
 
     Attributes:
-        pullback: of one layer.
+        layer_index: its place on the axis, a traced integer.
         shared: inputs that all layers share.
-        take: `(array stacked over layers, index) -> entry`.
-        put: `(stacked, index, entry) -> stacked`, in place.
-        xs: the stacked inputs.
-        ys_cotangent: cotangents of the wanted stacked outputs.
+        carry: its input.
+        x: its own inputs.
+        cotangents: of its output, the leaves that have one: of the carry, and of what it puts out.
+        saved: the residuals that the replay kept.
+        pullback: of a layer of this stack.
     """
 
-    pullback: LayerPullback
+    layer_index: Any
     shared: Arrays
-    take: Callable[[Array, Any], Array]
-    put: Callable[[Array, Any, Array], Array]
-    xs: Arrays
-    ys_cotangent: Arrays
+    carry: Carry
+    x: Arrays
+    cotangents: tuple[Carry, Arrays]
+    saved: Arrays | None
+    pullback: LayerPullback
 
-    def init(self) -> tuple[Arrays, Arrays]:
-        """Make zero gradients."""
-        wanted = self.pullback.wanted
-        zeros = [jnp.zeros_like(leaf) for leaf in pick(self.shared, wanted.shared)]
-        return zeros, [jnp.zeros_like(leaf) for leaf in pick(self.xs, wanted.xs)]
-
-    def __call__(self, layer: Layer, cotangent: Carry, state: Any) -> tuple[Carry, Any]:
-        shared_gradient, gradient = state
-        x = [self.take(leaf, layer.index) for leaf in self.xs]
-        y_cotangent = [self.take(leaf, layer.index) for leaf in self.ys_cotangent]
-        of_shared, of_carry, of_x = self.pullback(
-            self.shared, layer.carry, x, layer.saved, (cotangent, y_cotangent)
-        )
-        if platform() == "tpu":
-            # Without the barrier XLA holds a layer's internals until its gradients are in their stacks.
-            of_x = lax.optimization_barrier(of_x)
-        shared_gradient = [lax.add(old, new) for old, new in zip(shared_gradient, of_shared, strict=True)]
-        gradient = [self.put(old, layer.index, new) for old, new in zip(gradient, of_x, strict=True)]
-        return of_carry, (shared_gradient, gradient)
+    def vjp(self, inputs: Inputs | None = None) -> tuple[Arrays, Carry, Arrays]:
+        """The cotangents of its inputs: of `shared`, `carry` and `x`, those leaves that are asked for."""
+        return self.pullback(self.shared, self.carry, self.x, self.saved, self.cotangents, inputs)
 
 
-def pick(leaves: Sequence[Any], wanted: Sequence[bool]) -> list[Any]:
-    """Select the leaves that are wanted."""
-    return [leaf for leaf, want in zip(leaves, wanted, strict=True) if want]
+def zero_gradients(perturbed: Perturbed, shared: Arrays, xs: Arrays) -> tuple[Arrays, Arrays]:
+    """The first state of `write_gradients`."""
+    of_shared = [jnp.zeros_like(leaf) for leaf in pick(shared, perturbed.shared)]
+    return of_shared, [zeros_like(leaf) for leaf in pick(xs, perturbed.xs)]
 
 
-def merge(leaves: Sequence[Any], part: Sequence[Any], wanted: Sequence[bool]) -> list[Any]:
-    """Replace the wanted ones of `leaves` by those of `part`."""
-    chosen = iter(part)
-    return [next(chosen) if want else leaf for leaf, want in zip(leaves, wanted, strict=True)]
+def write_gradients(visit: LayerVisit, state: tuple[Arrays, Arrays]) -> tuple[Carry, tuple[Arrays, Arrays]]:
+    """The default visitor: sums the gradients of shared inputs, and writes each layer's own in place.
+
+    Its state is `(shared gradients, stacked gradients)`, one array per perturbed leaf.
+    """
+    shared_gradient, gradient = state
+    of_shared, of_carry, of_x = visit.vjp()
+    if platform() == "tpu":
+        # Without the barrier XLA holds a layer's internals until its gradients are in their stacks.
+        of_x = lax.optimization_barrier(of_x)
+    shared_gradient = [lax.add(old, new) for old, new in zip(shared_gradient, of_shared, strict=True)]
+    return of_carry, (shared_gradient, write(gradient, visit.layer_index, of_x))
 
 
-def spread(part: Sequence[Any], wanted: Sequence[bool]) -> list[Any]:
-    """Invert `pick`, with `None` for what was not wanted."""
-    return merge([None] * len(wanted), part, wanted)
+def pick(leaves: Sequence[Any], mask: Sequence[bool]) -> list[Any]:
+    """Select the leaves in the mask."""
+    return [leaf for leaf, chosen in zip(leaves, mask, strict=True) if chosen]
+
+
+def merge(leaves: Sequence[Any], part: Sequence[Any], mask: Sequence[bool]) -> list[Any]:
+    """Replace the leaves in the mask by those of `part`."""
+    replacements = iter(part)
+    return [next(replacements) if chosen else leaf for leaf, chosen in zip(leaves, mask, strict=True)]
+
+
+def scatter_leaves(part: Sequence[Any], mask: Sequence[bool]) -> list[Any]:
+    """Invert `pick`, with `None` for leaves that are not in the mask."""
+    return merge([None] * len(mask), part, mask)

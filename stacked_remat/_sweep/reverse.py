@@ -1,10 +1,10 @@
 """The reverse loop of a checkpointed sweep: it replays segments and calls a visitor for every layer.
 
-Everything here is forward computation; what makes it a derivative is the visitor.
+Everything here is forward computation; the visitor is what makes it a derivative.
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -13,13 +13,14 @@ from jax import lax
 
 from .._placement import to_device
 from .._schedule import Run, Schedule
-from .slots import Carry, Kept, entry_at, read, repeat, room, trip_count, write
+from .slots import Carry, Checkpoints, entry_at, repeat, trip_count
+from .store import empty_stack, read, write
 
-State = Any
+State: TypeAlias = Any
 
 
-class Layer(NamedTuple):
-    """What a visitor is told about the layer that it visits.
+class ReplayedLayer(NamedTuple):
+    """What the reverse loop knows of the layer that it visits.
 
     Attributes:
         index: its number in the order of the forward sweep, a traced integer.
@@ -32,36 +33,29 @@ class Layer(NamedTuple):
     saved: Any
 
 
-class Visitor(Protocol):
-    """Called for every layer, from the last to the first, once each, inside a rolled loop.
-
-    The default one writes gradients (`_sweep_gradient.py`). Others may fetch the layer's weights from
-    elsewhere, update them on the spot, or gather statistics: `state` is theirs, a pytree of arrays of fixed
-    shapes that XLA updates in place.
-    """
-
-    def __call__(self, layer: Layer, cotangent: Carry, state: State) -> tuple[Carry, State]:
-        """Turn the cotangent of the layer's output carry into that of its input carry."""
-        ...
+# Called once for every layer, from the last to the first, inside a rolled loop. Takes the layer, the
+# cotangent of its output and a state of its own, a tree of arrays of fixed shapes that XLA updates in place;
+# returns the cotangent of the layer's input, and the state.
+Visitor: TypeAlias = Callable[[ReplayedLayer, Carry, State], tuple[Carry, State]]
 
 
 class Replay(NamedTuple):
-    """How a segment's layers are run again.
+    """How a segment's layers are run again, given the visitor's state, which may hold the layers.
 
     Attributes:
-        advance: `(index, carry) -> carry`.
-        save: `(index, carry) -> (carry, saved)`, if something is to be kept for each layer of the segment
-            being walked; the saved arrays take one buffer with room for the longest walk.
+        advance: `(state, index, carry) -> carry`.
+        save: `(state, index, carry) -> (carry, saved)`, if something is kept for each layer of the segment
+            being reversed; the saved arrays take one buffer, as long as the longest run of visits.
     """
 
-    advance: Callable[[Any, Carry], Carry]
-    save: Callable[[Any, Carry], tuple[Carry, Any]] | None = None
+    advance: Callable[[State, Any, Carry], Carry]
+    save: Callable[[State, Any, Carry], tuple[Carry, Any]] | None = None
 
 
 def reverse_sweep(
     replay: Replay,
     visitor: Visitor,
-    kept: Kept,
+    checkpoints: Checkpoints,
     cotangent: Carry,
     state: State,
     schedule: Schedule,
@@ -75,7 +69,7 @@ def reverse_sweep(
     Args:
         replay: how layers are run again.
         visitor: what is done at each layer.
-        kept: the carries that the forward sweep kept.
+        checkpoints: the carries that the forward sweep kept.
         cotangent: of the final carry.
         state: the visitor's.
         schedule: the cut that the forward sweep used.
@@ -84,26 +78,41 @@ def reverse_sweep(
     Returns:
         The cotangent of the first layer's input, and the visitor's state.
     """
-    if kept.boundaries is not None:
-        return _reverse_from_host(replay, visitor, kept, cotangent, state, schedule, unroll)
-    runs = schedule.runs
+    boundaries = checkpoints.boundaries
+    runs = schedule.runs if boundaries is None else _one_run_per_segment(schedule)
     plan = _Plan.of(runs, saving=replay.save is not None)
-    saved = _saved_room(replay, kept.slots, plan.most_visits)
 
-    def run(r: Any, state: Any) -> Any:
-        slots, saved, cotangent, visited = state
-        slots = _advance(replay, slots, plan, r, unroll)
-        slots, saved = _save(replay, slots, saved, plan, r, unroll)
-        cotangent, visited = _visit(visitor, slots, saved, cotangent, visited, plan, r, unroll)
-        return slots, saved, cotangent, visited
+    def run(r: Any, slots: Carry, saved: Any, cotangent: Carry, state: State) -> tuple[Any, ...]:
+        slots = _advance(replay, slots, state, plan, r, unroll)
+        slots, saved = _save(replay, slots, saved, state, plan, r, unroll)
+        return slots, saved, *_visit(visitor, slots, saved, cotangent, state, plan, r, unroll)
 
-    state = (kept.slots, saved, cotangent, state)
-    _, _, cotangent, state = repeat(len(runs), run, state, unroll is True, len(runs))
-    return cotangent, state
+    if boundaries is None:
+        loop = (checkpoints.slots, _empty_saved(replay, state, checkpoints.slots, plan), cotangent, state)
+        loop = repeat(len(runs), lambda r, loop: run(r, *loop), loop, unroll is True, len(runs))
+        return loop[2:]
+
+    def fetch_and_run(loop: tuple[Any, ...], at: tuple[Any, Carry]) -> tuple[tuple[Any, ...], None]:
+        r, boundary = at
+        return run(r, write(loop[0], 0, to_device(boundary)), *loop[1:]), None
+
+    slots = empty_stack(checkpoints.first_scheduled(), plan.most_visits)
+    loop = (slots, _empty_saved(replay, state, slots, plan), cotangent, state)
+    loop, _ = lax.scan(fetch_and_run, loop, (jnp.arange(len(runs)), boundaries), reverse=True)
+    return loop[2:]
+
+
+def _one_run_per_segment(schedule: Schedule) -> tuple[Run, ...]:
+    """The runs where boundaries are on the host: each is fetched to slot 0, its segment fills the others."""
+    starts = np.cumsum((0, *schedule.segments[:-1]))
+    return tuple(
+        Run(int(start), 0, tuple(range(1, size)), size)
+        for start, size in zip(starts, schedule.segments, strict=True)
+    )
 
 
 class _Plan(NamedTuple):
-    """The runs of a schedule as tables, one entry per run save for `writes`."""
+    """The runs of a schedule as tables, one entry per run except for `writes`."""
 
     start: np.ndarray
     slot: np.ndarray
@@ -136,10 +145,10 @@ class _Plan(NamedTuple):
         return int(self.visits.max())
 
 
-def _advance(replay: Replay, slots: Carry, plan: _Plan, r: Any, unroll: int | bool) -> Carry:
-    def layer(k: Any, state: tuple[Carry, Carry]) -> tuple[Carry, Carry]:
-        slots, carry = state
-        carry = replay.advance(entry_at(plan.start, r) + k, carry)
+def _advance(replay: Replay, slots: Carry, state: State, plan: _Plan, r: Any, unroll: int | bool) -> Carry:
+    def layer(k: Any, loop: tuple[Carry, Carry]) -> tuple[Carry, Carry]:
+        slots, carry = loop
+        carry = replay.advance(state, entry_at(plan.start, r) + k, carry)
         return write(slots, entry_at(plan.writes, entry_at(plan.first_write, r) + k), carry), carry
 
     carry = read(slots, entry_at(plan.slot, r))
@@ -148,7 +157,7 @@ def _advance(replay: Replay, slots: Carry, plan: _Plan, r: Any, unroll: int | bo
 
 
 def _save(
-    replay: Replay, slots: Carry, saved: Any, plan: _Plan, r: Any, unroll: int | bool
+    replay: Replay, slots: Carry, saved: Any, state: State, plan: _Plan, r: Any, unroll: int | bool
 ) -> tuple[Carry, Any]:
     if replay.save is None:
         return slots, saved
@@ -156,14 +165,14 @@ def _save(
     visits = entry_at(plan.visits, r)
     bottom, bottom_slot = entry_at(plan.top, r) - visits + 1, entry_at(plan.top_slot, r) - visits + 1
 
-    def layer(k: Any, state: Any) -> Any:
-        slots, saved, carry = state
+    def layer(k: Any, loop: Any) -> Any:
+        slots, saved, carry = loop
         slots = write(slots, bottom_slot + k, carry)
-        carry, new = save(bottom + k, carry)
+        carry, new = save(state, bottom + k, carry)
         return slots, write(saved, k, new), carry
 
-    state = (slots, saved, read(slots, bottom_slot))
-    slots, saved, _ = repeat(trip_count(plan.visits, r), layer, state, unroll, plan.most_visits)
+    loop = (slots, saved, read(slots, bottom_slot))
+    slots, saved, _ = repeat(trip_count(plan.visits, r), layer, loop, unroll, plan.most_visits)
     return slots, saved
 
 
@@ -177,50 +186,17 @@ def _visit(
     r: Any,
     unroll: int | bool,
 ) -> tuple[Carry, State]:
-    def layer(k: Any, state: Any) -> Any:
-        cotangent, visited = state
-        held = None if saved is None else read(saved, entry_at(plan.visits, r) - 1 - k)
-        at = Layer(entry_at(plan.top, r) - k, read(slots, entry_at(plan.top_slot, r) - k), held)
-        return visitor(at, cotangent, visited)
+    def layer(k: Any, loop: tuple[Carry, State]) -> tuple[Carry, State]:
+        kept = None if saved is None else read(saved, entry_at(plan.visits, r) - 1 - k)
+        carry = read(slots, entry_at(plan.top_slot, r) - k)
+        return visitor(ReplayedLayer(entry_at(plan.top, r) - k, carry, kept), *loop)
 
     return repeat(trip_count(plan.visits, r), layer, (cotangent, state), unroll, plan.most_visits)
 
 
-def _reverse_from_host(
-    replay: Replay,
-    visitor: Visitor,
-    kept: Kept,
-    cotangent: Carry,
-    state: State,
-    schedule: Schedule,
-    unroll: int | bool,
-) -> tuple[Carry, State]:
-    """Make one run per segment: its boundary is fetched to slot 0, its own inputs fill the slots above."""
-    starts = np.cumsum((0, *schedule.segments[:-1]))
-    runs = tuple(
-        Run(int(start), 0, tuple(range(1, size)), size)
-        for start, size in zip(starts, schedule.segments, strict=True)
-    )
-    plan = _Plan.of(runs, saving=replay.save is not None)
-    most = plan.most_visits
-
-    def run(state: Any, at: tuple[Any, Carry]) -> tuple[Any, None]:
-        slots, saved, cotangent, visited = state
-        r, boundary = at
-        slots = write(slots, 0, to_device(boundary))
-        slots = _advance(replay, slots, plan, r, unroll)
-        slots, saved = _save(replay, slots, saved, plan, r, unroll)
-        cotangent, visited = _visit(visitor, slots, saved, cotangent, visited, plan, r, unroll)
-        return (slots, saved, cotangent, visited), None
-
-    slots, boundaries = room(kept.first_scheduled(), most), kept.boundaries or []
-    state = (slots, _saved_room(replay, slots, most), cotangent, state)
-    (_, _, cotangent, state), _ = lax.scan(run, state, (jnp.arange(len(runs)), boundaries), reverse=True)
-    return cotangent, state
-
-
-def _saved_room(replay: Replay, slots: Carry, size: int) -> Any:
+def _empty_saved(replay: Replay, state: State, slots: Carry, plan: _Plan) -> Any:
     if replay.save is None:
         return None
     save = replay.save
-    return room(jax.eval_shape(lambda slots: save(0, read(slots, 0))[1], slots), size)
+    saved = jax.eval_shape(lambda slots: save(state, 0, read(slots, 0))[1], slots)
+    return empty_stack(saved, plan.most_visits)

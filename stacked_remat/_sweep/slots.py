@@ -1,4 +1,4 @@
-"""Carries in numbered slots, and rolled loops whose trip counts come from the tables of a schedule."""
+"""Carries kept in numbered slots, and rolled loops whose trip counts come from a schedule's tables."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
@@ -11,62 +11,63 @@ from jaxtyping import Array
 
 from .._placement import to_device
 
-Carry = list[Array]
+Arrays = list[Array]
+Carry = Arrays
 T = TypeVar("T")
 
 
-class KeptHead(NamedTuple):
-    """What is kept of the first layers, those before the schedule's; an entry a layer.
+class FirstLayersSaved(NamedTuple):
+    """What is kept of the first layers, those before the schedule's; one entry per layer.
 
     Attributes:
         carries: their inputs, one buffer per carry leaf.
-        saved: their residuals beside the inputs.
+        residuals: their residuals other than the inputs.
     """
 
     carries: Carry
-    saved: list[Array]
+    residuals: Arrays
 
 
-class Kept(NamedTuple):
-    """Layer inputs that the forward sweep hands to the reverse sweep.
+class Checkpoints(NamedTuple):
+    """Layer inputs that the forward sweep keeps for the reverse sweep.
 
     Attributes:
-        slots: one buffer per carry leaf, `(schedule.slots, ...)`; boundaries and the segment being walked
-            share it.
+        slots: one buffer per carry leaf, `(schedule.slots, ...)`, shared by segment boundaries and the
+            segment being reversed.
         boundaries: the first input of each segment, `(segments, ...)` on the host; `None` if they are in
             `slots`.
-        head: of the layers before the schedule's, where there are such.
-        origin: the input of the first layer, on the device, where it is in none of the others but
-            `boundaries`. Only derivatives of the sweep read it, so no other compiled program keeps it.
+        first_layers: of the layers before the schedule's, if there are any.
+        origin: the input of the first layer, on the device, if it is only in `boundaries`. Only derivatives
+            of the sweep read it, so other compiled programs do not keep it.
     """
 
     slots: Carry
     boundaries: Carry | None
-    head: KeptHead | None = None
+    first_layers: FirstLayersSaved | None = None
     origin: Carry | None = None
 
     def first(self) -> Carry:
         """The input of the first layer, on the device."""
-        if self.head is not None:
-            return _first(self.head.carries)
+        if self.first_layers is not None:
+            return _first(self.first_layers.carries)
         return self.first_scheduled() if self.origin is None else self.origin
 
     def first_scheduled(self) -> Carry:
-        """Copies the input of the schedule's first layer to the device."""
+        """Copy the input of the schedule's first layer to the device."""
         if self.boundaries is None:
             return _first(self.slots)
         return to_device(_first(self.boundaries))
 
-    def with_constant_boundaries(self) -> "Kept":
-        """Take what is on the host out of derivatives, which are those of `first()`.
+    def with_constant_boundaries(self) -> "Checkpoints":
+        """Exclude what is on the host from derivatives, which are those of `first()`.
 
         JAX loses the memory space of a cotangent where it transposes a program within a program (a branch, a
         loop, a jitted function), and then refuses it.
         """
         return self._replace(boundaries=lax.stop_gradient(self.boundaries))
 
-    def cotangent_of_first(self, cotangent: Carry) -> "Kept":
-        """Build the cotangent that this has, as a function of `first()` alone."""
+    def cotangent_of_first(self, cotangent: Carry) -> "Checkpoints":
+        """The cotangent of this, as a function of `first()` alone."""
 
         def place(stacked: Array, first: Array) -> Any:
             if first.dtype == jax.dtypes.float0:
@@ -77,21 +78,22 @@ class Kept(NamedTuple):
             return [place(*pair) for pair in zip(stacked, cotangent, strict=True)]
 
         boundaries: Any = None if self.boundaries is None else [None] * len(self.boundaries)
-        if self.head is not None:
-            head = KeptHead(place_all(self.head.carries), _zero_cotangents(self.head.saved))
-            return Kept(_zero_cotangents(self.slots), boundaries, head)
+        if self.first_layers is not None:
+            carries, residuals = self.first_layers
+            saved = FirstLayersSaved(place_all(carries), _zero_cotangents(residuals))
+            return Checkpoints(_zero_cotangents(self.slots), boundaries, saved)
         if self.origin is not None:
             origin: Any = [None if leaf.dtype == jax.dtypes.float0 else leaf for leaf in cotangent]
-            return Kept([], boundaries, None, origin)
-        return Kept(place_all(self.slots), None)
+            return Checkpoints([], boundaries, None, origin)
+        return Checkpoints(place_all(self.slots), None)
 
 
 def _first(stacked: Carry) -> Carry:
-    # Slices, where an index would become a gather, which JAX has not for host memory, with symbolic shapes.
+    # Slices: an index would become a gather, which JAX does not have for host memory with symbolic shapes.
     return [lax.index_in_dim(leaf, 0, keepdims=False) for leaf in stacked]
 
 
-def _zero_cotangents(leaves: list[Array]) -> list[Any]:
+def _zero_cotangents(leaves: Arrays) -> list[Any]:
     inexact = (jnp.issubdtype(leaf.dtype, jnp.inexact) for leaf in leaves)
     return [
         jnp.zeros(leaf.shape, leaf.dtype) if is_ else None for leaf, is_ in zip(leaves, inexact, strict=True)
@@ -102,11 +104,11 @@ def repeat(trips: Any, body: Callable[[Any, T], T], state: T, unroll: int | bool
     """Run `for k in range(trips): state = body(k, state)`, rolled unless `unroll` is True.
 
     Args:
-        trips: how often, static or traced.
+        trips: number of iterations, static or traced.
         body: takes `k` and the state.
         state: arrays of fixed shapes.
         unroll: bodies per iteration of the rolled loop.
-        most: a static bound of `trips`.
+        most: a static upper bound of `trips`.
     """
     if unroll is True and not isinstance(trips, jax.Array):
         for k in range(trips):
@@ -132,31 +134,10 @@ def repeat(trips: Any, body: Callable[[Any, T], T], state: T, unroll: int | bool
 
 
 def trip_count(table: np.ndarray, r: Any) -> Any:
-    """Look up a trip count, static where all entries agree."""
+    """Look up a trip count, static if all entries agree."""
     return int(table[0]) if (table == table[0]).all() else entry_at(table, r)
 
 
 def entry_at(table: np.ndarray, r: Any) -> Any:
-    """Look up an entry of a table, static where the index is."""
+    """Look up an entry of a table, static if the index is."""
     return int(table[r]) if isinstance(r, int) else jnp.asarray(table)[r]
-
-
-def room(entry: Any, size: int) -> Any:
-    """Make stacks of zeros for `size` entries like the given one: arrays, or their `ShapeDtypeStruct`s."""
-
-    def stack(leaf: Any) -> Array:
-        return jnp.broadcast_to(jnp.zeros_like(leaf), (size, *leaf.shape))
-
-    return jax.tree.map(stack, entry)
-
-
-def read(stacked: Any, index: Any) -> Any:
-    """Take the entry at `index` of every array of a tree."""
-    return jax.tree.map(lambda leaf: lax.dynamic_index_in_dim(leaf, index, keepdims=False), stacked)
-
-
-def write(stacked: Any, index: Any, entry: Any) -> Any:
-    """Replace the entry at `index` of every array of a tree; in place, in a compiled loop."""
-    return jax.tree.map(
-        lambda leaf, new: lax.dynamic_update_index_in_dim(leaf, new, index, 0), stacked, entry
-    )

@@ -1,4 +1,4 @@
-"""A sweep on lists of arrays: its forward loop, its reverse loop, and the scan that it stands for."""
+"""A sweep over layers on lists of arrays: its forward loop, its reverse loop, and the scan that it equals."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -10,22 +10,21 @@ import jax.numpy as jnp
 from jax import lax
 from jax.core import eval_jaxpr
 from jax.extend.core import Jaxpr
-from jaxtyping import Array
 
 from .._schedule import Schedule
 from .activity import active_carry
 from .forward import forward_sweep, forward_sweep_on_host
-from .gradient import Gradients, LayerPullback, Wanted, pick
-from .reverse import Layer, Replay, reverse_sweep
-from .slots import Carry, Kept, KeptHead, read, repeat, room, write
+from .gradient import LayerPullback, LayerVisit, Perturbed, pick, write_gradients, zero_gradients
+from .reverse import Replay, ReplayedLayer, reverse_sweep
+from .slots import Arrays, Carry, Checkpoints, FirstLayersSaved, repeat
+from .store import empty_stack, on_device, read, write
 
-Arrays = list[Array]
-Mask = Sequence[bool]
+Checkpoint = Callable[[Callable], Callable]
 
 
 @dataclass(frozen=True)
-class Head:
-    """The layers that run first, whose inputs and residuals are kept and which are not replayed.
+class FirstLayers:
+    """The layers that run first, whose inputs and residuals are kept, and which are not replayed.
 
     Attributes:
         length: how many.
@@ -33,66 +32,61 @@ class Head:
     """
 
     length: int
-    checkpoint: Callable[[Callable], Callable]
+    checkpoint: Checkpoint
 
 
 @dataclass(frozen=True)
-class Problem:
-    """Everything about a sweep that is not an array.
+class SweepSpec:
+    """Everything about a sweep except its arrays.
 
-    Layers are numbered as they run. The schedule is that of the layers after the head, which it numbers from
-    zero.
+    Layers are numbered as they run. The schedule covers the layers after the first ones, which it numbers
+    from zero.
 
     Attributes:
-        jaxpr: one layer, `(carry, x) -> (carry, y)` in leaves; its constants are the shared inputs.
+        jaxpr: one layer, `(shared, carry, x) -> (carry, y)` in leaves; its constants come first among what is
+            shared.
         carries: number of carry leaves.
-        schedule: see `sweep`, like the rest.
+        schedule: of the layers after the first ones; `None` if there are no others.
+        reverse, unroll, checkpoint, on_host, first_layers: as in `sweep`.
     """
 
     jaxpr: Jaxpr
     carries: int
-    schedule: Schedule
+    schedule: Schedule | None
     reverse: bool
     unroll: int | bool
-    checkpoint: Callable[[Callable], Callable]
+    checkpoint: Checkpoint
     on_host: bool
-    head: Head | None = None
+    first_layers: FirstLayers | None = None
 
     @property
-    def before(self) -> int:
+    def first(self) -> int:
         """The number of layers that run before the schedule's."""
-        return 0 if self.head is None else self.head.length
+        return 0 if self.first_layers is None else self.first_layers.length
 
     @property
     def length(self) -> int:
         """The number of layers."""
-        return self.before + self.schedule.length
+        return self.first + (0 if self.schedule is None else self.schedule.length)
 
     def layer(self, shared: Arrays, carry: Carry, x: Arrays) -> tuple[Carry, Arrays]:
         """Run one layer."""
-        outputs = eval_jaxpr(self.jaxpr, shared, *carry, *x)
+        constants = len(self.jaxpr.constvars)
+        outputs = eval_jaxpr(self.jaxpr, shared[:constants], *shared[constants:], *carry, *x)
         return outputs[: self.carries], outputs[self.carries :]
 
-    def entry(self, index: Any) -> Any:
-        """Say where the layer that runs as number `index` stands in stacked arrays."""
-        return self.length - 1 - index if self.reverse else index
+    def layer_index(self, number: Any) -> Any:
+        """The place on the axis of the layer that runs as `number`."""
+        return self.length - 1 - number if self.reverse else number
 
-    def take(self, stacked: Array, index: Any) -> Array:
-        """Read the part of a stacked array that belongs to layer `index`."""
-        return lax.dynamic_index_in_dim(stacked, self.entry(index), keepdims=False)
-
-    def put(self, stacked: Array, index: Any, entry: Array) -> Array:
-        """Replace the part of a stacked array that belongs to layer `index`."""
-        return lax.dynamic_update_index_in_dim(stacked, entry, self.entry(index), 0)
-
-    def inputs(self, shared: Arrays, xs: Arrays, index: Any, carry: Carry) -> tuple[Arrays, Carry, Arrays]:
-        """Collect what layer `index` takes, as `layer` takes it."""
-        return shared, carry, [self.take(leaf, index) for leaf in xs]
+    def run_layer(self, shared: Arrays, xs: Arrays, number: Any, carry: Carry) -> tuple[Carry, Arrays]:
+        """Run the layer that runs as `number`, reading its own inputs."""
+        return self.layer(shared, carry, read(xs, self.layer_index(number)))
 
     def plain(self, layer: Callable, init: Carry, xs: Arrays, shared: Arrays) -> tuple[Carry, Arrays]:
         """Scan plainly over `layer`."""
         return lax.scan(
-            lambda carry, x: layer(shared, carry, x),
+            lambda carry, x: layer(shared, carry, on_device(x)),
             init,
             xs,
             length=self.length,
@@ -104,29 +98,37 @@ class Problem:
         """Do the same by the plain checkpointed scan, which has all derivatives."""
         return self.plain(self.checkpoint(self.layer), init, xs, shared)
 
-    def forward(self, wanted: Wanted, init: Carry, xs: Arrays, shared: Arrays) -> tuple[Carry, Arrays, Kept]:
+    def forward(
+        self, perturbed: Perturbed, init: Carry, xs: Arrays, shared: Arrays
+    ) -> tuple[Carry, Arrays, Checkpoints]:
         """Sweep forward."""
-        if self.head is None:
+        if self.first_layers is None:
             return self._forward_scheduled(init, xs, shared)
-        pullback = self._pullback(wanted, self.head.checkpoint, init, xs, shared)
+        pullback = self._pullback(perturbed, self.first_layers.checkpoint, init, xs, shared)
 
-        def layer(carry: Carry, index: Any) -> tuple[Carry, tuple[Arrays, Carry, Arrays]]:
-            (new_carry, y), saved = pullback.save(*self.inputs(shared, xs, index, carry))
-            return new_carry, (y, carry, saved)
+        def layer(carry: Carry, number: Any) -> tuple[Carry, tuple[Arrays, Carry, Arrays]]:
+            x = read(xs, self.layer_index(number))
+            (new_carry, y), residuals = pullback.save(shared, carry, x)
+            return new_carry, (y, carry, residuals)
 
-        carry, (head_ys, carries, saved) = lax.scan(layer, init, jnp.arange(self.before), unroll=self.unroll)
-        carry, ys, kept = self._forward_scheduled(carry, xs, shared)
+        carry, (first_ys, *saved) = lax.scan(layer, init, jnp.arange(self.first), unroll=self.unroll)
+        carry, ys, checkpoints = self._forward_scheduled(carry, xs, shared)
         if self.reverse:
-            ys = [lax.concatenate([late, early[::-1]], 0) for early, late in zip(head_ys, ys, strict=True)]
+            ys = [lax.concatenate([late, early[::-1]], 0) for early, late in zip(first_ys, ys, strict=True)]
         else:
-            ys = [lax.concatenate(pair, 0) for pair in zip(head_ys, ys, strict=True)]
-        return carry, ys, kept._replace(head=KeptHead(carries, saved), origin=None)
+            ys = [lax.concatenate(pair, 0) for pair in zip(first_ys, ys, strict=True)]
+        return carry, ys, checkpoints._replace(first_layers=FirstLayersSaved(*saved), origin=None)
 
-    def _forward_scheduled(self, carry: Carry, xs: Arrays, shared: Arrays) -> tuple[Carry, Arrays, Kept]:
-        length = self.schedule.length
-
+    def _forward_scheduled(
+        self, carry: Carry, xs: Arrays, shared: Arrays
+    ) -> tuple[Carry, Arrays, Checkpoints]:
         def step(index: Any, carry: Carry) -> tuple[Carry, Arrays]:
-            return self.layer(*self.inputs(shared, xs, index + self.before, carry))
+            return self.run_layer(shared, xs, index + self.first, carry)
+
+        if self.schedule is None:
+            _, y = jax.eval_shape(functools.partial(step, 0), carry)
+            return carry, empty_stack(y, 0), Checkpoints([], None)
+        length = self.schedule.length
 
         def write_output(index: Any, ys: Arrays, y: Arrays) -> Arrays:
             return write(ys, length - 1 - index if self.reverse else index, y)
@@ -135,53 +137,114 @@ class Problem:
             return forward_sweep(step, carry, self.schedule, reverse=self.reverse, unroll=self.unroll)
         _, y = jax.eval_shape(functools.partial(step, 0), carry)
         return forward_sweep_on_host(
-            step, carry, room(y, length), self.schedule, write_output=write_output, unroll=self.unroll
+            step, carry, empty_stack(y, length), self.schedule, write_output=write_output, unroll=self.unroll
         )
 
-    def wanted(self, init: Mask, xs: Mask, shared: Mask, ys: Mask) -> Wanted:
-        """Say what to differentiate when these leaves are."""
+    def perturbed(
+        self, init: Sequence[bool], xs: Sequence[bool], shared: Sequence[bool], ys: Sequence[bool]
+    ) -> Perturbed:
+        """What is differentiated if these leaves are."""
         carry = active_carry(self.jaxpr, shared, init, xs)
-        return Wanted(tuple(init), tuple(carry), tuple(xs), tuple(shared), tuple(ys))
+        return Perturbed(tuple(init), tuple(carry), tuple(xs), tuple(shared), tuple(ys))
 
     def pullback(
-        self, wanted: Wanted, kept: Kept, xs: Arrays, shared: Arrays, carry_ct: Carry, ys_ct: Arrays
+        self,
+        perturbed: Perturbed,
+        checkpoints: Checkpoints,
+        xs: Arrays,
+        shared: Arrays,
+        carry_ct: Carry,
+        ys_ct: Arrays,
     ) -> tuple[Carry, Arrays, Arrays]:
-        """Sweep back to the cotangents of the wanted leaves of init, xs and shared."""
-        visitor, replay = self._visitor(wanted, self.checkpoint, kept, xs, shared, ys_ct, self.before)
-        state = visitor.init()
-        carry_ct, state = reverse_sweep(
-            replay, visitor, kept, carry_ct, state, self.schedule, unroll=self.unroll
+        """Sweep back to the cotangents of the perturbed leaves of init, xs and shared."""
+        carry_ct, (shared_ct, xs_ct) = self.sweep_back(
+            perturbed,
+            checkpoints,
+            shared,
+            carry_ct,
+            ys_ct,
+            write_gradients,
+            zero_gradients(perturbed, shared, xs),
+            xs_in=lambda state: xs,
         )
-        if self.head is not None:
-            visitor, _ = self._visitor(wanted, self.head.checkpoint, kept, xs, shared, ys_ct, 0)
-            carry_ct, state = self._visit_head(visitor, kept, carry_ct, state)
-        shared_ct, xs_ct = state
-        of_init = [want for want, active in zip(wanted.init, wanted.carry, strict=True) if active]
+        of_init = [given for given, active in zip(perturbed.init, perturbed.carry, strict=True) if active]
         return pick(carry_ct, of_init), xs_ct, shared_ct
 
+    def sweep_back(
+        self,
+        perturbed: Perturbed,
+        checkpoints: Checkpoints,
+        shared: Arrays,
+        carry_ct: Carry,
+        ys_ct: Arrays,
+        visitor: Callable[[LayerVisit, Any], tuple[Carry, Any]],
+        state: Any,
+        *,
+        xs_in: Callable[[Any], Arrays],
+    ) -> tuple[Carry, Any]:
+        """Visit every layer, from the last to the first.
+
+        Args:
+            perturbed: what the forward sweep was told is differentiated.
+            checkpoints: what the forward sweep kept.
+            shared: inputs that all layers share.
+            carry_ct: cotangents of the perturbed leaves of the last carry.
+            ys_ct: stacked cotangents of the perturbed outputs.
+            visitor: returns the cotangents of the perturbed leaves of the layer's input carry, and its state.
+            state: the visitor's first state.
+            xs_in: the layers' own inputs, stacked, in a state of the visitor, which may replace entries of
+                layers that it visits.
+
+        Returns:
+            The cotangents of the perturbed leaves of the carry that goes into the first layer, and the state.
+        """
+
+        def part(checkpoint: Checkpoint, first: int) -> tuple[Callable, Replay]:
+            pullback = self._pullback(perturbed, checkpoint, checkpoints.first(), xs_in(state), shared)
+            return self._visitor(pullback, shared, ys_ct, visitor, xs_in, first)
+
+        if self.schedule is not None:
+            visit, replay = part(self.checkpoint, self.first)
+            carry_ct, state = reverse_sweep(
+                replay, visit, checkpoints, carry_ct, state, self.schedule, unroll=self.unroll
+            )
+        if self.first_layers is not None:
+            visit, _ = part(self.first_layers.checkpoint, 0)
+            carry_ct, state = self._visit_first(visit, checkpoints, carry_ct, state)
+        return carry_ct, state
+
     def _pullback(
-        self, wanted: Wanted, checkpoint: Callable, carry: Carry, xs: Arrays, shared: Arrays
+        self, perturbed: Perturbed, checkpoint: Checkpoint, carry: Carry, xs: Arrays, shared: Arrays
     ) -> LayerPullback:
-        pullback = LayerPullback(self.layer, wanted, checkpoint)
+        pullback = LayerPullback(self.layer, perturbed, checkpoint)
         if checkpoint is jax.checkpoint:
             return pullback
-        example = jax.eval_shape(lambda: (carry, [leaf[0] for leaf in xs]))
+        example = jax.eval_shape(lambda: (carry, read(xs, 0)))
         return pullback.with_residuals(shared, *example)
 
     def _visitor(
         self,
-        wanted: Wanted,
-        checkpoint: Callable,
-        kept: Kept,
-        xs: Arrays,
+        pullback: LayerPullback,
         shared: Arrays,
         ys_ct: Arrays,
-        before: int,
-    ) -> tuple[Gradients, Replay]:
-        """Make the visitor of the layers from number `before` on, and what runs them again."""
-        pullback = self._pullback(wanted, checkpoint, kept.first(), xs, shared)
+        visitor: Callable[[LayerVisit, Any], tuple[Carry, Any]],
+        xs_in: Callable[[Any], Arrays],
+        first: int,
+    ) -> tuple[Callable, Replay]:
+        """The visitor of the layers from number `first` on, as the loops call it, and what replays them."""
 
-        def save(index: Any, carry: Carry) -> tuple[Carry, Arrays]:
+        def visit(layer: ReplayedLayer, carry_ct: Carry, state: Any) -> tuple[Carry, Any]:
+            index = self.layer_index(layer.index + first)
+            x, y_ct = read(xs_in(state), index), read(ys_ct, index)
+            cotangents = (carry_ct, y_ct)
+            return visitor(
+                LayerVisit(index, shared, layer.carry, x, cotangents, layer.saved, pullback), state
+            )
+
+        def advance(state: Any, index: Any, carry: Carry) -> Carry:
+            return self.run_layer(shared, xs_in(state), index + first, carry)[0]
+
+        def save(state: Any, index: Any, carry: Carry) -> tuple[Carry, Arrays]:
             if pullback.saves_on_host:
                 raise ValueError(
                     "With layers that are cut, save_block_internals keeps internals on the device while a "
@@ -189,34 +252,26 @@ class Problem:
                     "offloads, or by a fold inside the layer. Use one that does not offload, and "
                     'save_carries="offload" beside it.'
                 )
-            (carry, _), saved = pullback.save(*self.inputs(shared, xs, index + before, carry))
+            x = read(xs_in(state), self.layer_index(index + first))
+            (carry, _), saved = pullback.save(shared, carry, x)
             return carry, saved
 
-        replay = Replay(
-            advance=lambda index, carry: self.layer(*self.inputs(shared, xs, index + before, carry))[0],
-            save=save if pullback.saved else None,
-        )
-        visitor = Gradients(
-            pullback,
-            shared,
-            take=lambda stacked, index: self.take(stacked, index + before),
-            put=lambda stacked, index, entry: self.put(stacked, index + before, entry),
-            xs=xs,
-            ys_cotangent=ys_ct,
-        )
-        return visitor, replay
+        return visit, Replay(advance, save if pullback.saved else None)
 
-    def _visit_head(self, visitor: Gradients, kept: Kept, carry_ct: Carry, state: Any) -> tuple[Carry, Any]:
-        assert kept.head is not None
-        carries, saved = kept.head
+    def _visit_first(
+        self, visit: Callable, checkpoints: Checkpoints, carry_ct: Carry, state: Any
+    ) -> tuple[Carry, Any]:
+        assert checkpoints.first_layers is not None
+        carries, residuals = checkpoints.first_layers
 
-        def visit(k: Any, state: tuple[Carry, Any]) -> tuple[Carry, Any]:
-            index = self.before - 1 - k
-            return visitor(Layer(index, read(carries, index), read(saved, index)), *state)
+        def one(k: Any, loop: tuple[Carry, Any]) -> tuple[Carry, Any]:
+            number = self.first - 1 - k
+            return visit(ReplayedLayer(number, read(carries, number), read(residuals, number)), *loop)
 
         # A loop of the kind that the other visits are in: programs within a layer are shared by loops of one
         # kind.
-        visits = self.schedule.segments if self.on_host else [run.visits for run in self.schedule.runs]
-        is_static = self.unroll is True or len({*visits}) == 1
-        trips = self.before if is_static else jnp.int32(self.before)
-        return repeat(trips, visit, (carry_ct, state), self.unroll, self.before)
+        trips: Any = self.first
+        if self.schedule is not None and self.unroll is not True:
+            visits = self.schedule.segments if self.on_host else [run.visits for run in self.schedule.runs]
+            trips = self.first if len({*visits}) == 1 else jnp.int32(self.first)
+        return repeat(trips, one, (carry_ct, state), self.unroll, self.first)

@@ -1,0 +1,122 @@
+"""What a checkpoint policy means for a scan over layers: one of `SaveAll`, `PerLayer` and `Swept`.
+
+`ScanCheckpointPolicy` is what users write; a scan turns it into one of these where it enters, and obeys that.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Literal, TypeAlias
+
+import jax
+
+from ._jax_policies import JaxPolicy, policy_with_names
+from ._schedule import Schedule
+
+Kept: TypeAlias = Literal["keep", "offload", "drop"]
+
+
+@dataclass(frozen=True)
+class SaveAll:
+    """Everything that the backward pass reads is kept; nothing is recomputed."""
+
+
+@dataclass(frozen=True)
+class PerLayer:
+    """Each layer is recomputed from its carry and its inputs, except for the internals that are kept.
+
+    Attributes:
+        carries: the carries between layers; if dropped, the stack is first replayed from its input.
+        inputs: the layers' own inputs; kept means read where they are.
+        internals: names of the internals that are kept, or a policy of JAX.
+        offloaded: names of those that are moved to the host.
+        prevent_cse: put barriers around the recomputation in rolled loops too.
+        named: give checkpoint names to carries and inputs, which all but the plainest policy need.
+    """
+
+    carries: Kept = "keep"
+    inputs: Kept = "keep"
+    internals: tuple[str, ...] | JaxPolicy = ()
+    offloaded: tuple[str, ...] = ()
+    prevent_cse: bool = False
+    named: bool = True
+
+    @property
+    def offloads(self) -> bool:
+        """Whether anything is moved to the host."""
+        return "offload" in (self.carries, self.inputs) or bool(self.offloaded)
+
+    @property
+    def replays_scan(self) -> bool:
+        """Whether the backward pass replays the scan as a whole, not only its layers one by one."""
+        return "drop" in (self.carries, self.inputs)
+
+    def jax_policy(self, carry_name: str, input_name: str) -> JaxPolicy | None:
+        """The `jax.checkpoint` policy of a layer whose carry and inputs have these names.
+
+        One of JAX's own named policies, which are data and so survive `JAX_REMAT3=1`; `None` where no value
+        is named.
+        """
+        if not self.named:
+            return None
+        names = self.internals if isinstance(self.internals, tuple) else ()
+        saved = [carry_name] if self.carries == "keep" else []
+        offloaded = [
+            name
+            for name, kept in ((carry_name, self.carries), (input_name, self.inputs))
+            if kept == "offload"
+        ]
+        return policy_with_names(self.internals, (*saved, *names), (*offloaded, *self.offloaded))
+
+
+@dataclass(frozen=True)
+class Swept:
+    """Layers are cut into segments that are replayed one at a time, by the reverse sweep.
+
+    Attributes:
+        cut: the schedule of so many layers.
+        carries: where the first carry of each segment is kept.
+        internals: what is kept of the layers of the segment that is being reversed.
+        first_layers: how many layers are not cut, from the one that runs first.
+        first: what is kept of those.
+    """
+
+    cut: Callable[[int], Schedule]
+    carries: Literal["keep", "offload"]
+    internals: "Internals"
+    first_layers: int = 0
+    first: "Internals" = SaveAll()
+
+    @property
+    def of_one_layer(self) -> "Internals":
+        """What it means for layers that are all segments of their own."""
+        match self.internals:
+            case PerLayer():
+                return replace(self.internals, carries=self.carries)
+        return self.internals
+
+
+Internals: TypeAlias = SaveAll | PerLayer
+Remat: TypeAlias = SaveAll | PerLayer | Swept
+
+
+def for_length(remat: Remat, length: int) -> Remat:
+    """What it means for so many layers: a single one has nothing to cut."""
+    if not isinstance(remat, Swept):
+        return remat
+    if remat.first_layers >= max(length, 1):
+        return remat.first
+    if length > 1:
+        return remat
+    return remat.of_one_layer
+
+
+def checkpoint_of(internals: Internals) -> Callable[[Callable], Callable]:
+    """How a layer is checkpointed while its residuals are kept, by the replay or of the first layers."""
+    match internals:
+        case SaveAll():
+            return lambda layer: layer
+        case PerLayer(internals=names, prevent_cse=prevent_cse) if names or prevent_cse:
+            named = names if isinstance(names, tuple) else ()
+            policy = policy_with_names(names, named, ())
+            return lambda layer: jax.checkpoint(layer, policy=policy, prevent_cse=prevent_cse)
+    return jax.checkpoint

@@ -1,0 +1,54 @@
+"""Stacks of arrays, one entry per layer, in device or host memory.
+
+The memory that a stack is in is part of its type. Entries are read to the device and written back to where
+the stack is, so the loops of a sweep are the same for both.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array
+
+from .._placement import is_on_host, to_device, to_host
+
+
+def empty_stack(entry: Any, size: int) -> Any:
+    """Stacks of zeros for `size` entries like the given one: arrays, or their `ShapeDtypeStruct`s."""
+
+    def stack(leaf: Any) -> Array:
+        return jnp.broadcast_to(jnp.zeros_like(leaf), (size, *leaf.shape))
+
+    return jax.tree.map(stack, entry)
+
+
+def zeros_like(stack: Array) -> Array:
+    """Zeros of the shape of a stack, in the same memory."""
+    if not is_on_host(stack):
+        return jnp.zeros_like(stack)
+    # A scan stacks on the host one entry at a time; zeros of the whole stack would be made on the device.
+    entry = jnp.zeros(stack.shape[1:], stack.dtype)
+    return lax.scan(lambda carry, _: (carry, to_host(entry)), None, None, length=stack.shape[0])[1]
+
+
+def read(stacked: Any, index: Any) -> Any:
+    """The entry at `index` of every array of a tree, on the device."""
+    return on_device(
+        jax.tree.map(lambda stack: lax.dynamic_index_in_dim(stack, index, keepdims=False), stacked)
+    )
+
+
+def on_device(tree: Any) -> Any:
+    """The arrays of a tree, those on the host moved to the device."""
+    return jax.tree.map(lambda leaf: to_device(leaf) if is_on_host(leaf) else leaf, tree)
+
+
+def write(stacked: Any, index: Any, entry: Any) -> Any:
+    """Replace the entry at `index` of every array of a tree; in place, in a compiled loop."""
+
+    def replaced(stack: Array, new: Array) -> Array:
+        moved = to_host(new) if is_on_host(stack) else new
+        return lax.dynamic_update_index_in_dim(stack, moved, index, 0)
+
+    return jax.tree.map(replaced, stacked, entry)

@@ -1,0 +1,79 @@
+"""A layer traced to a jaxpr, with the types of its carry settled."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend.core import Jaxpr
+
+from .effects import check_effects
+from .slots import Arrays, Carry
+
+
+class TracedLayer(NamedTuple):
+    """A layer in leaves.
+
+    Attributes:
+        jaxpr: `(shared, carry, x) -> (carry, y)`.
+        init: the first carry, with the types that every carry has.
+        shared: what the layer closes over, the constants of `jaxpr`; then what all layers were given.
+        carry_tree: structure of the carry.
+        y_tree: structure of the output.
+    """
+
+    jaxpr: Jaxpr
+    init: Carry
+    shared: Arrays
+    carry_tree: Any
+    y_tree: Any
+
+
+def trace_layer(
+    body: Callable[[Arrays, Any, Any], tuple[Any, Any]], shared: Arrays, init: Any, xs: Any, *, offloads: bool
+) -> TracedLayer:
+    """Trace `body(shared, carry, x) -> (carry, y)`.
+
+    Args:
+        body: one layer, on trees of arrays; it may close over traced values.
+        shared: arrays that all layers are given.
+        init: the first carry.
+        xs: the layers' own inputs, stacked.
+        offloads: whether values are moved to the host.
+
+    Raises:
+        TypeError: effects that cannot be replayed or compiled; a carry that changes its structure, shape or
+            type.
+    """
+    init = jax.tree.map(jnp.asarray, init)
+    x = jax.eval_shape(lambda xs: jax.tree.map(lambda leaf: leaf[0], xs), xs)
+
+    def trace(init: Any) -> tuple[Any, tuple[Any, Any]]:
+        return jax.make_jaxpr(body, return_shape=True)(shared, init, x)
+
+    closed, (carry, y) = trace(init)
+    if not _same_types(init, carry):
+        # lax.scan settles weakly typed carries, and has the error messages for the other cases.
+        def scanned(shared: Arrays, init: Any, x: Any) -> Any:
+            return lax.scan(lambda carry, _: body(shared, carry, x), init, length=2)
+
+        carry, _ = jax.eval_shape(scanned, shared, init, x)
+        init = jax.tree.map(lambda leaf, like: lax.convert_element_type(leaf, like.dtype), init, carry)
+        closed, (carry, y) = trace(init)
+    constants = list(closed.consts)
+    check_effects(closed.jaxpr, constants, offloads=offloads)
+    return TracedLayer(
+        closed.jaxpr,
+        jax.tree.leaves(init),
+        [*constants, *shared],
+        jax.tree.structure(carry),
+        jax.tree.structure(y),
+    )
+
+
+def _same_types(init: Any, carry: Any) -> bool:
+    def types(tree: Any) -> list[Any]:
+        return [(leaf.shape, leaf.dtype, getattr(leaf, "weak_type", False)) for leaf in jax.tree.leaves(tree)]
+
+    return jax.tree.structure(init) == jax.tree.structure(carry) and types(init) == types(carry)

@@ -12,6 +12,9 @@ from ._policy import ScanCheckpointPolicy, ScanCheckpointSpec
 from ._scan.api import fold, map, scan
 from ._scan.layers import internals_are_saved
 from ._scan.marks import per_layer, shared
+from ._scan.sweep_back import SweepBack
+from ._scan.visitor import LayerResult, LayerVisit, SweepResult
+from ._scan.vjp import fold_vjp, scan_vjp
 from ._stacked import Stacked
 
 if TYPE_CHECKING:
@@ -22,14 +25,19 @@ __version__ = "0.1.0"
 __all__ = [
     "BlockFoldable",
     "BlockSeq",
+    "LayerResult",
+    "LayerVisit",
     "OffloadError",
     "ScanCheckpointPolicy",
     "ScanCheckpointSpec",
     "Stacked",
+    "SweepBack",
+    "SweepResult",
     "__version__",
     "check_offload",
     "checkpoint_name",
     "fold",
+    "fold_vjp",
     "internals_are_saved",
     "lora",
     "map",
@@ -37,6 +45,7 @@ __all__ = [
     "ops",
     "per_layer",
     "scan",
+    "scan_vjp",
     "shared",
 ]
 

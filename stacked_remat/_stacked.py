@@ -30,7 +30,9 @@ from ._scan.layer_axis import (
     split_tree,
     take_layers,
 )
-from ._scan.marks import Marked
+from ._scan.marks import Marked, is_array
+from ._scan.sweep_back import SweepBack
+from ._scan.vjp import vjp_for
 from ._stacked_methods import (
     BuiltByInit,
     P,
@@ -256,6 +258,75 @@ class Stacked(ModuleWithStateDictSerialization, Generic[M]):
             return run(init, _stored(self.stacked), *args, **kwargs)
 
         return scanned
+
+    def fold_vjp(
+        self,
+        init: Any,
+        /,
+        *args: Any,
+        remat: ScanCheckpointSpec | None = None,
+        unroll: int | bool | None = None,
+        reverse: bool | None = None,
+        **kwargs: Any,
+    ) -> tuple[Any, SweepBack]:
+        """As `fold`; also returns what sweeps back over the layers, with the gradients or with a visitor.
+
+        ```python
+        y, sweep_back = blocks.fold_vjp(x)
+        result = sweep_back(y_cotangent)                      # result.layers: the gradients of the blocks
+        result = sweep_back(y_cotangent, visitor, state)      # calls visitor(visit, state) for every layer
+        ```
+
+        Arguments are those of `fold`. See `SweepBack` for what it takes and gives, and
+        `stacked_remat.fold_vjp` for the policies that it follows.
+        """
+        check_options([self.stacked], "fold_vjp", remat=remat, unroll=unroll, reverse=reverse)
+        return self._vjp("fold_vjp", remat, unroll, reverse)(init, *args, **kwargs)
+
+    def scan_vjp(
+        self,
+        init: Any,
+        /,
+        *args: Any,
+        remat: ScanCheckpointSpec | None = None,
+        unroll: int | bool | None = None,
+        reverse: bool | None = None,
+        **kwargs: Any,
+    ) -> tuple[tuple[Any, Any], SweepBack]:
+        """As `fold_vjp`, for blocks that return `(carry, output)`; gives `((carry, outputs), sweep_back)`."""
+        check_options([self.stacked], "scan_vjp", remat=remat, unroll=unroll, reverse=reverse)
+        return self._vjp("scan_vjp", remat, unroll, reverse)(init, *args, **kwargs)
+
+    def _vjp(
+        self,
+        verb: str,
+        remat: ScanCheckpointSpec | None,
+        unroll: int | bool | None,
+        reverse: bool | None,
+    ) -> Callable[..., tuple[Any, SweepBack]]:
+        call = block_call(self.stacked)
+        has_output = verb == "scan_vjp"
+
+        def step(carry: Any, block: Any, /, *args: Any, **kwargs: Any) -> Any:
+            found = call(block, carry, *args, **kwargs)
+            return found if has_output else (found, None)
+
+        run = vjp_for(
+            method_caller(self, verb, call, skip=2, first=("stacked",)),
+            step,
+            self.Block,
+            has_output=has_output,
+            remat=self.remat if remat is None else remat,
+            unroll=1 if unroll is None else unroll,
+            reverse=False if reverse is None else reverse,
+        )
+        template = eqx.filter(self, is_array, inverse=True)
+
+        def swept(init: Any, /, *args: Any, **kwargs: Any) -> tuple[Any, SweepBack]:
+            y, sweep_back = run(init, _stored(self.stacked), *args, **kwargs)
+            return y, sweep_back.wrapping(lambda layers: changed(template, stacked=layers))
+
+        return swept
 
     def vmap(self, /, *args: Any, **kwargs: Any) -> Any:
         """Apply every layer to the same arguments, side by side; the outputs get the layers' axis in front.

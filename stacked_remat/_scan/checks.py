@@ -54,8 +54,8 @@ def check_reverse(reverse: bool) -> bool:
     return bool(reverse)
 
 
-def check_carry(before: Any, after: Any) -> None:
-    """Refuse a carry that does not come out of a layer as it went in.
+def check_carry(before: Any, after: Any, what: str = "carry") -> None:
+    """Refuse a carry, or what else passes through a loop, that does not come out as it went in.
 
     Raises:
         ValueError: names the path and what changed, and says how to mend it.
@@ -65,16 +65,16 @@ def check_carry(before: Any, after: Any) -> None:
     if old_tree != new_tree:
         hint = (
             " For a function that returns (carry, output) use scan."
-            if isinstance(after, tuple) and len(after) == 2
+            if what == "carry" and isinstance(after, tuple) and len(after) == 2
             else ""
         )
-        raise ValueError(f"{_structural_change('carry', before, after)}.{hint}")
+        raise ValueError(f"{_structural_change(what, before, after)}.{hint}")
     for (path, a), (_, b) in zip(old, new, strict=True):
-        where = f"The carry{jtu.keystr(path)}"
+        where = f"The {what}{jtu.keystr(path)}"
         if is_named(a) != is_named(b) or eqx.is_array_like(a) != eqx.is_array_like(b):
             raise ValueError(f"{where} goes in as {describe(a)} and comes out as {describe(b)}.")
         if is_named(a) and a.axes != b.axes:
-            fix = " Rearrange it: carry.rearrange(x.axes)." if set(a.axes) == set(b.axes) else ""
+            fix = f" Rearrange it: {what}.rearrange(x.axes)." if set(a.axes) == set(b.axes) else ""
             raise ValueError(f"{where} goes in with {describe(a)} and comes out with {describe(b)}.{fix}")
         if not is_named(a) and eqx.is_array_like(a) and jnp.shape(a) != jnp.shape(b):
             raise ValueError(f"{where} goes in as {describe(a)} and comes out as {describe(b)}.")

@@ -87,18 +87,21 @@ class TreeLayout:
         """Where the leaves of a kind are in the tree."""
         return [leaf.path for leaf in self.leaves if leaf.kind == kind]
 
-    def layer(self, slices: Sequence[Any], shared: Sequence[Any]) -> Any:
-        """The tree of one layer, from a slice of each split array and the shared arrays."""
+    def layer(self, slices: Sequence[Any], shared: Sequence[Any], *, cotangents: bool = False) -> Any:
+        """The tree of one layer, from a slice of each split array and the shared arrays.
+
+        As cotangents they may be None, and so is what is not an array.
+        """
 
         def name(leaf: _Leaf, part: Any) -> Any:
             if leaf.axes is None:
                 return part
             return NamedArray(part, tuple(own for own in leaf.axes if own.name != self.axis.name))
 
-        return self._build(map(name, self._of_kind("split"), slices), shared)
+        return self._build(map(name, self._of_kind("split"), slices), shared, cotangents)
 
-    def stacked(self, arrays: Sequence[Any], shared: Sequence[Any]) -> Any:
-        """The whole tree, from its split arrays, the axis first, and the shared ones; any may be None."""
+    def stacked(self, arrays: Sequence[Any], shared: Sequence[Any], *, cotangents: bool = False) -> Any:
+        """The whole tree, from its split arrays, the axis first, and the shared ones; else as `layer`."""
 
         def name(leaf: _Leaf, array: Any) -> Any:
             if leaf.axes is None:
@@ -107,22 +110,25 @@ class TreeLayout:
             moved = jnp.moveaxis(array, 0, position) if position and array is not None else array
             return jtu.tree_unflatten(leaf.value, [moved])
 
-        return self._build(map(name, self._of_kind("split"), arrays), shared)
+        return self._build(map(name, self._of_kind("split"), arrays), shared, cotangents)
 
-    def split_arrays(self, layer: Any) -> list[Any]:
-        """The leaves of one layer's tree that are split, as raw arrays. `None` for subtrees left out."""
-        found = self.treedef.flatten_up_to(layer)
-        return [_raw(leaf) for leaf, own in zip(found, self.leaves, strict=True) if own.kind == "split"]
+    def arrays(self, tree: Any) -> tuple[list[Any], list[Any]]:
+        """The raw arrays of a tree of this structure, or None in their places: those split, those shared."""
+        leaves = [*zip(self.leaves, self.treedef.flatten_up_to(tree), strict=True)]
+        split, shared = (
+            [_raw(leaf) for own, leaf in leaves if own.kind == kind] for kind in ("split", "shared")
+        )
+        return split, shared
 
     def _of_kind(self, kind: str) -> list[_Leaf]:
         return [leaf for leaf in self.leaves if leaf.kind == kind]
 
-    def _build(self, split: Iterable[Any], shared: Sequence[Any]) -> Any:
+    def _build(self, split: Iterable[Any], shared: Sequence[Any], cotangents: bool) -> Any:
         split, unnamed = iter(split), iter(shared)
 
         def leaf(own: _Leaf) -> Any:
             if own.kind == "static":
-                return own.value
+                return None if cotangents else own.value
             if own.kind == "split":
                 return next(split)
             # A named array is put together without a check: see above.

@@ -206,8 +206,8 @@ def _run_unrolled(
     return run(init)
 
 
-def array_step(layer: LayerFn, init: Any, remat: Remat, names: _Names) -> LayerFn:
-    """The layer on the arrays of the carry, its results checked and its inputs named for the policy."""
+def array_step(layer: LayerFn, init: Any, remat: Remat, names: _Names | None = None) -> LayerFn:
+    """The layer on the arrays of the carry, its results checked and its inputs named, if there are names."""
     static = eqx.filter(init, eqx.is_array_like, inverse=True)
     match remat:
         case SaveAll() | Swept(internals=SaveAll()):
@@ -217,10 +217,9 @@ def array_step(layer: LayerFn, init: Any, remat: Remat, names: _Names) -> LayerF
 
     def step(arrays: Any, inputs: Any) -> tuple[Any, Any]:
         inputs = on_device(inputs)
-        match remat:
-            case PerLayer(named=True):
-                arrays = checkpoint_name(arrays, names.carry)
-                inputs = checkpoint_name(inputs, names.inputs)
+        if names is not None and isinstance(remat, PerLayer) and remat.named:
+            arrays = checkpoint_name(arrays, names.carry)
+            inputs = checkpoint_name(inputs, names.inputs)
         carry = eqx.combine(arrays, static)
         with _internals_are_saved(internals_are_saved() and saves_all):
             result = layer(carry, inputs)

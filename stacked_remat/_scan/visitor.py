@@ -1,0 +1,97 @@
+"""What a visitor of the layers is given in a reverse sweep, and what it returns."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, TypeAlias
+
+Part: TypeAlias = Literal["layer", "carry", "args", "kwargs"]
+
+
+class LayerResult(NamedTuple):
+    """What a visitor returns.
+
+    Attributes:
+        carry: the cotangent of the layer's input carry.
+        layer: the layer with new arrays, to be written in the place of the old ones; `None` leaves it as it
+            is.
+        args: the cotangents of the further arguments; those of shared ones are summed over the layers.
+        kwargs: likewise of the keyword arguments.
+        state: the visitor's state; `None` leaves it as it is.
+        layer_state: this layer's part of the state that each layer has of its own; `None` leaves it as it is.
+    """
+
+    carry: Any
+    layer: Any = None
+    args: Any = None
+    kwargs: Any = None
+    state: Any = None
+    layer_state: Any = None
+
+
+class SweepResult(NamedTuple):
+    """What a reverse sweep returns.
+
+    Attributes:
+        carry: the cotangent of the initial carry.
+        layers: without a visitor, the gradients of the layers; with one, the layers with the arrays that it
+            returned, or as they were.
+        args: the cotangents of the further arguments, where the visitor returns them.
+        kwargs: likewise of the keyword arguments.
+        state: the visitor's last state.
+        layer_state: the state of each layer.
+    """
+
+    carry: Any
+    layers: Any
+    args: Any = None
+    kwargs: Any = None
+    state: Any = None
+    layer_state: Any = None
+
+
+@dataclass(frozen=True)
+class LayerVisit:
+    """One layer, as a visitor of the reverse sweep is given it.
+
+    Trees of cotangents have the structure of what they belong to, with `None` in the place of what has no
+    gradient.
+
+    Attributes:
+        layer_index: its place on the axis, a traced integer: `blocks[layer_index]`, whatever the policy.
+        layer: the layer.
+        carry: its input.
+        args: its further arguments: slices of those that are split, and the shared ones.
+        kwargs: likewise the keyword arguments.
+        cotangent: of what it returns: its output carry; with `scan_vjp` a pair, of carry and output.
+        layer_state: its part of the state that each layer has of its own.
+    """
+
+    layer_index: Any
+    layer: Any
+    carry: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    cotangent: Any
+    layer_state: Any
+    _vjp: Callable[[tuple[str, ...]], tuple[Any, ...]]
+
+    def vjp(self, *wrt: Part) -> tuple[Any, ...]:
+        """The vector-Jacobian products of the layer with `cotangent`.
+
+        Args:
+            *wrt: with respect to what: any of "layer", "carry", "args" and "kwargs".
+
+        Returns:
+            As many trees, in that order. Only these are computed; where the policy saves internals by name
+            all are, and those that are not used are left to XLA to remove.
+
+        Cost: one evaluation of the layer, unless all its internals were saved, and its transpose. Ask once
+        for all that is needed: each call runs the layer again.
+        """
+        parts = ("layer", "carry", "args", "kwargs")
+        if not wrt or not set(wrt) <= set(parts):
+            raise ValueError(f"vjp is with respect to any of {', '.join(map(repr, parts))}; got {wrt!r}.")
+        return self._vjp(wrt)
+
+
+Visitor: TypeAlias = Callable[[LayerVisit, Any], LayerResult]

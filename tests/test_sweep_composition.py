@@ -227,7 +227,7 @@ def test_a_visitor_sees_every_layer_once_from_the_last_with_its_input(schedule: 
     length = schedule.length
     _, _, kept = forward_sweep(step, [jnp.int32(0)], schedule)
     state = (jnp.zeros((length, 2), jnp.int32), jnp.int32(0))
-    replay = Replay(advance=lambda index, carry: step(index, carry)[0])
+    replay = Replay(advance=lambda state, index, carry: step(index, carry)[0])
     cotangent, (seen, _) = reverse_sweep(replay, visitor, kept, [jnp.int32(1)], state, schedule)
     assert cotangent[0] == 2**length
     assert seen.tolist() == [[i, i * (i + 1) // 2] for i in reversed(range(length))]

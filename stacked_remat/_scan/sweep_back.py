@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 from jax import lax
 
-from .._placement import platform
 from .._sweep import gradient
 from .._sweep.gradient import Inputs, LayerPullback, Perturbed, scatter_leaves
 from .._sweep.slots import Arrays, Checkpoints
@@ -284,9 +283,8 @@ def _visited(
 
     def visit_and_write(leaves: gradient.LayerVisit, loop: _Loop) -> tuple[Arrays, _Loop]:
         carry_ct, new = visit(leaves, loop)
-        if platform() == "tpu":
-            # Without the barrier XLA holds a layer's internals until all is written.
-            new = lax.optimization_barrier(new)
+        # Without the barrier XLA holds a layer's internals until all is written.
+        new = lax.optimization_barrier(new)
         return carry_ct, _Loop(
             [_written(*pair, leaves.layer_index) for pair in zip(loop.xs, new.xs, strict=True)],
             [None if ct is None else total + ct for total, ct in zip(loop.shared, new.shared, strict=True)],

@@ -11,6 +11,7 @@ from jax import lax
 from jax.core import eval_jaxpr
 from jax.extend.core import Jaxpr
 
+from .._placement import platform
 from .._schedule import Schedule
 from .activity import active_carry
 from .forward import forward_sweep, forward_sweep_on_host
@@ -236,10 +237,11 @@ class SweepSpec:
         def visit(layer: ReplayedLayer, carry_ct: Carry, state: Any) -> tuple[Carry, Any]:
             index = self.layer_index(layer.index + first)
             x, y_ct = read(xs_in(state), index), read(ys_ct, index)
-            cotangents = (carry_ct, y_ct)
-            return visitor(
-                LayerVisit(index, shared, layer.carry, x, cotangents, layer.saved, pullback), state
-            )
+            carry, cotangents = layer.carry, (carry_ct, y_ct)
+            if self.on_host and platform() == "cuda":
+                # For GPUs XLA keeps a layer's internals twice where its carry comes from the host.
+                carry, cotangents = lax.optimization_barrier((carry, cotangents))
+            return visitor(LayerVisit(index, shared, carry, x, cotangents, layer.saved, pullback), state)
 
         def advance(state: Any, index: Any, carry: Carry) -> Carry:
             return self.run_layer(shared, xs_in(state), index + first, carry)[0]

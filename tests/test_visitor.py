@@ -1,0 +1,359 @@
+"""The reverse sweep with a visitor: gradients, order, updates in place, states, and what is refused."""
+
+import functools
+
+import equinox as eqx
+import haliax as hax
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+from stacked_remat import (
+    LayerResult,
+    ScanCheckpointPolicy,
+    Stacked,
+    checkpoint_name,
+    fold_vjp,
+    memory,
+    shared,
+)
+
+N = 5
+Layers, Batch, Embed = hax.Axis("layers", N), hax.Axis("batch", 2), hax.Axis("embed", 4)
+POLICIES = {
+    "keep carries": True,
+    "keep all": False,
+    "offload": "offload",
+    "nested": "nested",
+    "nested, offload": ScanCheckpointPolicy(nested=True, save_carries="offload"),
+    "three carries": ScanCheckpointPolicy(max_carries=3),
+    "first layers": ScanCheckpointPolicy(nested=True, first_layers=2, save_block_internals=["hidden"]),
+    "names": ScanCheckpointPolicy(save_block_internals=["hidden"]),
+}
+
+
+class Block(eqx.Module):
+    """Named and plain arrays, one that all layers share, an integer and a function."""
+
+    weight: hax.NamedArray
+    scale: jax.Array
+    gain: hax.NamedArray
+    number: jax.Array
+    activation: object
+
+    def __call__(self, carry, offset, *, bias):
+        x, count = carry
+        h = checkpoint_name(hax.dot(x, self.weight, axis="embed").rename({"out": "embed"}), "hidden")
+        x = x + self.activation(h * self.gain) * self.scale + offset + bias
+        return (x, count + self.number), hax.sum(x * x, axis="embed")
+
+
+def random(seed, *axes):
+    return hax.random.normal(jax.random.key(seed), axes) * 0.5
+
+
+def example():
+    block = Block(
+        random(0, Layers, Embed, Embed.alias("out")),
+        jnp.linspace(0.5, 1, N),
+        random(1, Embed),
+        jnp.arange(N),
+        hax.tanh,
+    )
+    carry = (random(2, Batch, Embed), jnp.int32(0))
+    return Stacked(block, Layers), carry, random(3, Embed, Layers), random(4, Batch)
+
+
+def leaves(tree):
+    return [leaf for leaf in jax.tree.leaves(tree) if eqx.is_inexact_array(leaf)]
+
+
+def assert_close(found, expected):
+    assert len(leaves(found)) == len(leaves(expected)) > 0
+    for a, b in zip(leaves(found), leaves(expected), strict=True):
+        assert a.dtype == b.dtype
+        np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-6)
+
+
+@functools.cache
+def expected(reverse):
+    """Gradients by JAX of the Python loop, and the input of every layer."""
+    blocks, carry, offset, bias = example()
+    inputs = {}
+
+    def loop(blocks, x, offset, bias):
+        carry_, outputs = (x, carry[1]), {}
+        for i in range(N)[:: -1 if reverse else 1]:
+            inputs[i] = carry_[0]
+            carry_, outputs[i] = blocks[i](carry_, offset["layers", i], bias=bias)
+        return carry_[0], hax.stack(Layers, [outputs[i] for i in range(N)])
+
+    loop(blocks, carry[0], offset, bias)
+    means = jnp.stack([jnp.mean(inputs[i].array) for i in range(N)])
+    (x, ys), pullback = eqx.filter_vjp(loop, blocks, carry[0], offset, bias)
+    return (x, ys), pullback((random(5, *x.axes), random(6, *ys.axes))), means
+
+
+def visitor(visit, seen):
+    """Uses all that there is: it updates the layer, and returns both states and all cotangents."""
+    layer, carry, args, kwargs = visit.vjp("layer", "carry", "args", "kwargs")
+    weight = visit.layer.weight - 0.1 * layer.weight
+    order, count = seen
+    return LayerResult(
+        carry,
+        eqx.tree_at(lambda block: block.weight, visit.layer, weight),
+        args,
+        kwargs,
+        (order.at[count].set(visit.layer_index), count + 1),
+        {"mean": jnp.mean(visit.carry[0].array), "kept": visit.layer_state["kept"]},
+    )
+
+
+@pytest.mark.policy
+@pytest.mark.parametrize(
+    ("remat", "reverse"),
+    [(policy, False) for policy in POLICIES.values()]
+    + [(POLICIES[name], True) for name in ("keep carries", "nested", "first layers")],
+    ids=[*POLICIES, "keep carries, reverse", "nested, reverse", "first layers, reverse"],
+)
+def test_a_sweep_gives_the_gradients_of_the_loop_and_lets_a_visitor_update_it(remat, reverse):
+    blocks, carry, offset, bias = example()
+    outputs, (of_blocks, of_x, of_offset, of_bias), means = expected(reverse)
+
+    @eqx.filter_jit
+    def forward(blocks, carry, offset, bias):
+        return blocks.scan_vjp(carry, offset, bias=bias, remat=remat, reverse=reverse)
+
+    (found, ys), sweep_back = forward(blocks, carry, offset, bias)
+    assert_close((found[0], ys), outputs)
+    assert int(found[1]) == sum(range(N))
+    cotangent = ((random(5, *found[0].axes), None), random(6, *ys.axes))
+
+    @eqx.filter_jit
+    def backward(sweep_back, layer_state):
+        seen = (jnp.zeros(N, jnp.int32), jnp.int32(0))
+        return sweep_back(cotangent), sweep_back(cotangent, visitor, seen, layer_state)
+
+    layer_state = {"mean": jnp.zeros(N), "kept": jnp.ones((N, 3))}
+    gradients, visited = backward(sweep_back, layer_state)
+    for result in (gradients, visited):
+        assert_close(result.carry[0], of_x)
+        assert_close(result.args, of_offset)
+        assert_close(result.kwargs["bias"], of_bias)
+    assert_close(gradients.layers, of_blocks)
+    assert gradients.layers.stacked.number is None
+    assert gradients.layers.stacked.activation is None
+    assert_close(visited.layers.stacked.weight, blocks.stacked.weight - 0.1 * of_blocks.stacked.weight)
+    assert_close(visited.layers.stacked.scale, blocks.stacked.scale)
+    assert isinstance(visited.layers, Stacked)
+    order, _ = visited.state
+    assert order.tolist() == [*range(N)][:: 1 if reverse else -1]
+    np.testing.assert_allclose(visited.layer_state["mean"], means, rtol=1e-5, atol=1e-6)
+    assert visited.layer_state["kept"].tolist() == layer_state["kept"].tolist()
+
+
+def matrices(seed=0, layers=N, size=4):
+    return jax.random.normal(jax.random.key(seed), (layers, size, size)) / size
+
+
+def layer_fn(x, weight):
+    return x + jnp.tanh(x @ weight)
+
+
+def sgd(visit, state):
+    carry, gradient = visit.vjp("carry", "layer")
+    return LayerResult(carry, visit.layer - 0.1 * gradient, state=state)
+
+
+def gradient_of(weights, x):
+    def loss(weights):
+        y = x
+        for weight in weights:
+            y = layer_fn(y, weight)
+        return jnp.sum(y)
+
+    return jax.grad(loss)(weights)
+
+
+def updated(weights, x, visitor=sgd, remat="nested"):
+    y, sweep_back = fold_vjp(layer_fn, "layers", remat=remat)(x, weights)
+    return sweep_back(jnp.ones_like(y), visitor).layers
+
+
+fold_vjp_of = functools.partial(fold_vjp, layer_fn, Layers)
+
+
+def test_models_side_by_side_and_eager_calls():
+    models = jnp.stack([matrices(seed) for seed in range(3)])
+    x = jnp.ones((2, 4))
+
+    def step(weights):
+        y, sweep_back = fold_vjp_of(remat="nested")(x, weights)
+        return sweep_back(jnp.ones_like(y), sgd).layers
+
+    want = models - 0.1 * jax.vmap(gradient_of, (0, None))(models, x)
+    assert_close(jax.jit(jax.vmap(step))(models), want)
+    assert_close(step(models[0]), want[0])
+
+
+def test_layers_on_eight_devices():
+    weights, x = matrices(size=8), jnp.ones((8, 8))
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    placed = jax.device_put(weights, NamedSharding(mesh, PartitionSpec(None, "data")))
+    batch = jax.device_put(x, NamedSharding(mesh, PartitionSpec("data")))
+
+    @jax.jit
+    def step(weights, x):
+        y, sweep_back = fold_vjp_of(remat="nested")(x, weights)
+        return sweep_back(jnp.ones_like(y), sgd).layers
+
+    found = step(placed, batch)
+    assert_close(found, weights - 0.1 * gradient_of(weights, x))
+    assert found.sharding.is_equivalent_to(placed.sharding, 3)
+
+
+def test_a_frozen_layer_stays_as_it_is_and_only_what_is_asked_for_is_computed():
+    weights, x = matrices(layers=6), jnp.ones((2, 4))
+
+    def carry_only(visit, state):
+        return LayerResult(*visit.vjp("carry"))
+
+    def some(visit, state):
+        return jax.lax.cond(
+            visit.layer_index < 2,
+            lambda: LayerResult(*visit.vjp("carry"), visit.layer),
+            lambda: sgd(visit, None),
+        )
+
+    def products(visitor):
+        def step(weights, x):
+            y, sweep_back = fold_vjp(layer_fn, hax.Axis("layers", 6), remat=True)(x, weights)
+            return sweep_back(jnp.ones_like(y), visitor)
+
+        return step, memory.report(step, weights, x).flops.matmul
+
+    step, of_some = products(some)
+    new = jax.jit(step)(weights, x).layers
+    want = weights - 0.1 * gradient_of(weights, x)
+    assert new[:2].tolist() == weights[:2].tolist()
+    assert_close(new[2:], want[2:])
+    product = 2 * 2 * 4 * 4
+    assert products(carry_only)[1] == 6 * 3 * product  # forward, the layer again, its input's cotangent
+    assert products(sgd)[1] == 6 * 4 * product  # and the weights'
+    assert of_some <= 6 * 4 * product
+
+
+@pytest.mark.parametrize("remat", ["nested", "offload", ScanCheckpointPolicy(max_carries=3)])
+def test_updates_are_written_in_place(remat):
+    weights, x = matrices(layers=48, size=64), jnp.ones((2, 64))
+
+    def step(weights, x):
+        y, sweep_back = fold_vjp(layer_fn, hax.Axis("layers", 48), remat=remat)(x, weights)
+        return sweep_back(jnp.ones_like(y), sgd).layers
+
+    stats = jax.jit(step, donate_argnums=0).lower(weights, x).compile().memory_analysis()
+    assert stats.alias_size_in_bytes == weights.nbytes
+    assert stats.temp_size_in_bytes < 0.15 * weights.nbytes
+
+
+def test_layers_on_the_host_are_read_and_written_there():
+    weights, x = matrices(), jnp.ones((2, 4))
+    host = jax.device_put(weights, weights.sharding.with_memory_kind("pinned_host"))
+    want = gradient_of(weights, x)
+
+    def steps(weights, x):
+        found = []
+        for remat in (True, "offload", "nested", ScanCheckpointPolicy(nested=True, first_layers=2)):
+            y, sweep_back = fold_vjp_of(remat=remat)(x, weights)
+            found.append(sweep_back(jnp.ones_like(y), sgd).layers)
+            found.append(sweep_back(jnp.ones_like(y)).layers)
+        return found
+
+    for i, new in enumerate(jax.jit(steps)(host, x)):
+        assert new.sharding.memory_kind == "pinned_host"
+        on_device = jax.device_put(new, weights.sharding)
+        assert_close(on_device, want if i % 2 else weights - 0.1 * want)
+
+    blocks = Stacked(Weight(host), Layers)
+    for remat in (True, "recompute", "nested"):
+        gradients = jax.jit(jax.grad(lambda blocks, remat=remat: jnp.sum(blocks.fold(x, remat=remat))))(
+            blocks
+        )
+        assert gradients.stacked.value.sharding.memory_kind == "pinned_host"
+        assert_close(jax.device_put(gradients.stacked.value, weights.sharding), want)
+
+
+class Weight(eqx.Module):
+    value: jax.Array
+
+    def __call__(self, x):
+        return layer_fn(x, self.value)
+
+
+def result(**fields):
+    return lambda visit, state: LayerResult(*visit.vjp("carry"), **fields)
+
+
+@pytest.fixture(scope="module")
+def sweep_back():
+    blocks, carry, offset, bias = example()
+    _, sweep_back = blocks.scan_vjp(carry, offset, bias=shared(bias))
+    return functools.partial(sweep_back, ((hax.ones((Batch, Embed)), None), None))
+
+
+class TestRefused:
+    @pytest.mark.parametrize(
+        ("visitor", "message"),
+        [
+            (lambda visit, state: visit.vjp("carry"), "A visitor returns a LayerResult; got a tuple"),
+            (lambda visit, state: LayerResult(*visit.vjp("weights")), 'any of .*"?layer.*got \\(.weights'),
+            (lambda visit, state: LayerResult(()), "The cotangent of the carry has another structure"),
+            (
+                result(state=jnp.zeros(3)),
+                "The state goes in as float32\\[\\] and comes out as float32\\[3\\]",
+            ),
+            (result(layer_state=jnp.int32(0)), "The layer_state goes in as float32 and comes out as int32"),
+            (result(args=(jnp.zeros(3),)), "The cotangent of the argument at .* is float32\\[3\\]"),
+            (
+                lambda visit, state: result(layer=eqx.tree_at(lambda block: block.scale, visit.layer, 1))(
+                    visit, state
+                ),
+                "The layer.scale goes in as float32",
+            ),
+            (
+                lambda visit, state: result(
+                    layer=eqx.tree_at(lambda block: block.gain, visit.layer, replace_fn=lambda gain: 2 * gain)
+                )(visit, state),
+                "The layer.gain.* is shared by all layers",
+            ),
+        ],
+        ids=["tuple", "wrt", "carry", "state", "layer state", "args", "layer", "shared"],
+    )
+    def test_what_a_visitor_returns(self, sweep_back, visitor, message):
+        with pytest.raises((TypeError, ValueError), match=message):
+            sweep_back(visitor, jnp.zeros(()), jnp.zeros(N))
+
+    def test_what_sweep_back_is_given(self, sweep_back):
+        with pytest.raises(ValueError, match="sweep_back was given none"):
+            sweep_back(state=jnp.zeros(()))
+        with pytest.raises(ValueError, match="layer_state.* has leading dimension 3"):
+            sweep_back(sgd, layer_state=jnp.zeros(3))
+        with pytest.raises(ValueError, match="a pair of cotangents"):
+            sweep_back.func(jnp.zeros(()))
+        with pytest.raises(ValueError, match="The cotangent of the carry.*float32\\[3\\], and the carry"):
+            sweep_back.func(((hax.ones(hax.Axis("batch", 3)), None), None))
+
+    @pytest.mark.parametrize(
+        "remat",
+        [
+            "recompute",
+            ScanCheckpointPolicy(save_inputs="offload"),
+            ScanCheckpointPolicy(offload_block_internals=["hidden"]),
+            ScanCheckpointPolicy(save_carries="offload", save_block_internals=["hidden"]),
+        ],
+    )
+    def test_policies_that_a_sweep_cannot_follow(self, remat):
+        with pytest.raises(ValueError, match="cannot follow ScanCheckpointPolicy"):
+            fold_vjp_of(remat=remat)(jnp.ones((2, 4)), matrices())

@@ -20,9 +20,9 @@ from haliax import Axis, NamedArray, axis_mapping
 from haliax.util import ensure_tuple, is_named_array
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
+from .._messages import axes_text, did_you_mean
 from .batches import BATCH_AXIS, POSITION_AXIS, TokenBatch
 from .config_error import ConfigError
-from .config_value import nearest
 from .trainer_config import MeshConfig
 
 T = TypeVar("T")
@@ -139,7 +139,7 @@ class Partitioning:
                 if name not in there:
                     raise ConfigError(
                         f"trainer.mesh.{table}.{name}: no array of this model has an axis `{name}`."
-                        f"{nearest(name, sorted(there))} Valid are {', '.join(sorted(there))}."
+                        f"{did_you_mean(name, there)} Valid are {', '.join(sorted(there))}."
                     )
 
     def check_rows(self, rows: int, microbatches: int = 1) -> None:
@@ -210,13 +210,13 @@ class Partitioning:
             if axis.size % self._parts(over):
                 raise ConfigError(
                     f"trainer.mesh.{table} divides `{axis.name}` over {self._parts(over)} devices, and an "
-                    f"array ({_names(axes)}) has {axis.size} of it. Map another axis, or use a mesh that "
+                    f"array ({axes_text(axes)}) has {axis.size} of it. Map another axis, or use a mesh that "
                     f"fits."
                 )
         twice = [one for one, count in Counter(one for over in physical for one in over).items() if count > 1]
         if twice:
             raise ConfigError(
-                f"trainer.mesh.{table} divides two axes of an array ({_names(axes)}) over {twice[0]!r}; "
+                f"trainer.mesh.{table} divides two axes of an array ({axes_text(axes)}) over {twice[0]!r}; "
                 f"take one of them out."
             )
         return PartitionSpec(*(over or None for over in physical))
@@ -242,7 +242,3 @@ def mesh_sizes(config: MeshConfig, devices: int) -> dict[str, int]:
 
 def _as_tuples(mapping: Mapping[str, list[str] | str]) -> dict[str, tuple[str, ...]]:
     return {name: tuple(ensure_tuple(physical)) for name, physical in mapping.items()}
-
-
-def _names(axes: Sequence[Axis]) -> str:
-    return ", ".join(f"{axis.name}={axis.size}" for axis in axes)

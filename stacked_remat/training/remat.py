@@ -4,9 +4,9 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, Literal, TypeAlias, get_args, get_origin
 
+from .._messages import did_you_mean
 from .._policy import ScanCheckpointPolicy, ScanCheckpointSpec, resolve_policy
 from ..memory import parse_bytes
-from .config_value import nearest
 
 RematEntry: TypeAlias = bool | Mapping[str, Any] | str
 """An alias, the name of a preset, `auto`, or a mapping of `ScanCheckpointPolicy`'s fields."""
@@ -39,13 +39,13 @@ def remat_policy(value: RematEntry, presets: RematPresets = NO_PRESETS) -> ScanC
             return resolve_policy(value)  # pyright: ignore[reportArgumentType]
         except (TypeError, ValueError) as error:
             more = f" Presets of this model: {', '.join(presets)}." if presets else ""
-            meant = nearest(str(value), [*_ALIASES, *presets])
+            meant = did_you_mean(str(value), [*_ALIASES, *presets])
             raise ValueError(f"{error}{more}{meant}") from error
     valid = ScanCheckpointPolicy.__dataclass_fields__
     for name in value:
         if name not in valid:
             raise ValueError(
-                f"remat.{name} is not a field of ScanCheckpointPolicy.{nearest(name, list(valid))} Valid: "
+                f"remat.{name} is not a field of ScanCheckpointPolicy.{did_you_mean(name, valid)} Valid: "
                 f"{', '.join(valid)}."
             )
     if isinstance(value.get("first_policy"), Mapping):

@@ -136,7 +136,7 @@ def test_urls_are_read_and_what_they_include_is_beside_them():
         ),
         (
             {"main.yaml": "<<: !include a.yaml", "a.yaml": "[1]"},
-            r"merges has to be a mapping; a.yaml is none",
+            r"`<<` merges \[1\] in .*a.yaml, included by .*main.yaml line 1; it must be a mapping",
         ),
         (
             {"main.yaml": "wheels: !include a.yaml", "a.yaml": "a: ["},

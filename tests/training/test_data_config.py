@@ -9,11 +9,11 @@ from stacked_remat.training import ConfigError, DataConfig, SourceConfig, config
         ({"held_out_fraction": 1.0}, r"data.held_out_fraction must lie between 0 and 1, got 1.0"),
         ({"seq_len": 0}, r"data.seq_len must be at least 1, got 0"),
         ({"batch_size": -1}, r"data.batch_size must be at least 1"),
-        ({"cache_dir": "s3://u:SECRET@h/x"}, r"^data.cache_dir = 's3://\*\*\*@h/x' is a URL, and must be"),
+        ({"cache_dir": "s3://u:SECRET@h/x"}, r"^data.cache_dir = 's3://\*\*\*@h/x' is a URL; it must be"),
         ({"cache_dir": "~nosuchuser/x"}, r"data.cache_dir = '~nosuchuser/x' names no home folder"),
         ({"cache_dir": " "}, r"data.cache_dir must be the path of a folder"),
         ({"prefetch": -1}, r"data.prefetch must be at least 0"),
-        ({"sources": {"a/b": SourceConfig(("x",))}}, r"the name 'a/b' of a source has to be made of letters"),
+        ({"sources": {"a/b": SourceConfig(("x",))}}, r"the name 'a/b' must consist of letters"),
     ],
 )
 def test_values_out_of_range_are_refused(changes, message):
@@ -69,7 +69,7 @@ def test_sources_are_sections_under_names_of_ones_own(tmp_path):
         ),
         (
             "sources: {web: {paths: texts/}}",
-            r"`sources.web.paths` in .* is a list, got 'texts/'. Write \[texts/\]",
+            r"`sources.web.paths` in .* must be list.str., got 'texts/'. Write \[texts/\]",
         ),
         ("sources: {web: [x]}", r"`sources.web` in .* is a section of keys, got \['x'\]"),
         ("sources: [x]", r"`sources` in .* holds sections, each under its name, got \['x'\]"),

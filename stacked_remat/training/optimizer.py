@@ -1,4 +1,4 @@
-"""From an optimizer config to optax."""
+"""Optax optimizers and learning-rate schedules from their configs."""
 
 import functools
 from collections.abc import Callable, Hashable
@@ -30,15 +30,15 @@ _AxisNames = tuple[str, ...]
 
 
 def learning_rate_schedule(config: OptimizerConfig, num_steps: int) -> optax.Schedule:
-    """The learning rate by step: linear from zero over the warm-up, then what `config.schedule` says.
+    """The learning rate by step: linear from zero during the warm-up, then `config.schedule`.
 
     Raises:
-        ValueError: the warm-up leaves no step to train, or too few for the decay.
+        ValueError: the warm-up leaves no steps, or too few for the decay.
     """
     if config.warmup_steps >= num_steps:
         raise ValueError(
             f"optimizer.warmup_steps = {config.warmup_steps} must be less than trainer.num_steps = "
-            f"{num_steps}: lower the one or raise the other."
+            f"{num_steps}: lower it, or raise trainer.num_steps."
         )
     after = _after_warmup(config.schedule, config.learning_rate, num_steps - config.warmup_steps, num_steps)
     if not config.warmup_steps:
@@ -50,12 +50,12 @@ def learning_rate_schedule(config: OptimizerConfig, num_steps: int) -> optax.Sch
 def build_optimizer(
     config: OptimizerConfig, num_steps: int, *, state_dtype: FloatName = "float32"
 ) -> optax.GradientTransformation:
-    """Clipping, the direction of `config`'s optimizer, weight decay, and the learning rate by step.
+    """Clipping, the update of `config`'s optimizer, weight decay, and the learning rate by step.
 
     Args:
         config: the optimizer and its schedule.
         num_steps: steps of the run, for the schedule.
-        state_dtype: in which the optimizer's arrays are kept; it computes in float32.
+        state_dtype: dtype in which the optimizer's arrays are stored; it computes in float32.
 
     Memory: as the config's class says, in `state_dtype`.
     """
@@ -71,7 +71,7 @@ def build_optimizer(
 
 @functools.singledispatch
 def _after_warmup(schedule: ScheduleConfig, highest: float, steps: int, num_steps: int) -> optax.Schedule:
-    """The learning rate by step since the warm-up, of which `steps` of the run's `num_steps` are left."""
+    """The learning rate by step after the warm-up, which leaves `steps` of the run's `num_steps`."""
     raise TypeError(f"No schedule is registered for {type(schedule).__name__}.")
 
 
@@ -95,8 +95,8 @@ def _(schedule: WarmupStableDecaySchedule, highest: float, steps: int, num_steps
     decay = max(1, round(schedule.decay_fraction * num_steps))
     if decay > steps:
         raise ValueError(
-            f"optimizer.schedule.decay_fraction = {schedule.decay_fraction} asks for {decay} steps of decay, "
-            f"and the warm-up leaves {steps} of trainer.num_steps = {num_steps}: lower it or "
+            f"optimizer.schedule.decay_fraction = {schedule.decay_fraction} takes {decay} steps of decay, "
+            f"but the warm-up leaves {steps} of trainer.num_steps = {num_steps}: lower it or "
             f"optimizer.warmup_steps."
         )
     down = optax.linear_schedule(highest, highest * schedule.min_lr_ratio, decay)
@@ -105,7 +105,7 @@ def _(schedule: WarmupStableDecaySchedule, highest: float, steps: int, num_steps
 
 @functools.singledispatch
 def _direction(config: OptimizerConfig) -> optax.GradientTransformation:
-    """From gradients to the direction of a step, before weight decay and the learning rate."""
+    """From gradients to updates, before weight decay and the learning rate."""
     raise TypeError(f"No optimizer is registered for {type(config).__name__}.")
 
 
@@ -144,8 +144,8 @@ def _(config: MuonConfig) -> optax.GradientTransformation:
         muon_weight_dimension_numbers=matrices,
         consistent_rms=config.update_rms,
     )
-    # optax's Muon has an AdamW of its own, but with Nesterov's momentum. A learning rate of one turns the
-    # direction around, as in every optax alias; the minus turns it back.
+    # optax's Muon has an AdamW for other arrays, but with Nesterov's momentum. Like every optax alias, it
+    # negates updates by its learning rate of 1; the scale negates them again.
     adam = optax.scale_by_adam(b1=config.beta1, b2=config.beta2, eps=config.epsilon)
     parts: dict[Hashable, optax.GradientTransformation] = {
         "muon": optax.chain(muon, optax.scale(-1.0)),
@@ -160,7 +160,7 @@ def _(config: SgdConfig) -> optax.GradientTransformation:
 
 
 def _is_decayed(parameters: Any) -> Any:
-    """Whether each leaf is decayed: all but the weights of norms, and biases."""
+    """Whether each leaf is decayed: all except the weights of norms, and biases."""
 
     def is_norm(node: Any) -> bool:
         return isinstance(node, hnn.LayerNorm | hnn.RmsNorm | eqx.nn.LayerNorm | eqx.nn.RMSNorm)
@@ -174,7 +174,7 @@ def _is_decayed(parameters: Any) -> Any:
 
 
 def _matrices(parameters: Any, left_out: _AxisNames) -> Any:
-    """For each leaf the dimensions of its matrices, or None where it holds none."""
+    """For each leaf the dimensions of its matrices, or None if it is not one."""
 
     def is_linear(node: Any) -> bool:
         return isinstance(node, hnn.Linear | hnn.MoELinear | eqx.nn.Linear)

@@ -89,7 +89,7 @@ def test_a_state_is_divided_by_the_table():
     assert trimmed(specs(placed)) == trimmed(FSDP)
     assert trimmed(specs(partitioning.weight_shapes(state()))) == trimmed(FSDP)
     assert placed["weight"].array.addressable_shards[0].data.shape == (6, 1)
-    made = partitioning.made(lambda: {**state(), "absent": None})
+    made = partitioning.init_sharded(lambda: {**state(), "absent": None})
     assert made["weight"].array.sharding.is_equivalent_to(placed["weight"].array.sharding, 2)
     np.testing.assert_array_equal(made["weight"].array, placed["weight"].array)
 
@@ -120,7 +120,7 @@ def test_several_mesh_axes_for_one_axis():
 @pytest.mark.parametrize(
     ("devices", "mapping", "message"),
     [
-        (8, {"mlp": "data"}, "divides `mlp` over 8 devices, and an array .mlp=6, embed=8. has 6 of it"),
+        (8, {"mlp": "data"}, "divides `mlp` over 8 devices, but an array .mlp=6, embed=8. has 6 of it"),
         (2, {"embed": "data", "mlp": "data"}, "divides two axes of an array"),
     ],
     ids=str,

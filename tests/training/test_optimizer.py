@@ -139,7 +139,7 @@ def test_schedules_without_room_are_refused():
     with pytest.raises(ValueError, match=r"warmup_steps = 10 must be less than trainer.num_steps = 10"):
         learning_rate_schedule(AdamWConfig(warmup_steps=10), 10)
     late = AdamWConfig(warmup_steps=8, schedule=WarmupStableDecaySchedule(decay_fraction=0.5))
-    with pytest.raises(ValueError, match=r"asks for 5 steps of decay, and the warm-up leaves 2"):
+    with pytest.raises(ValueError, match=r"takes 5 steps of decay, but the warm-up leaves 2"):
         learning_rate_schedule(late, 10)
 
 

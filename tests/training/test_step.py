@@ -260,7 +260,7 @@ def test_what_is_trainable_may_be_a_predicate():
 
 def test_what_has_no_gradient_is_not_trainable():
     model = (next_byte(5), jnp.arange(3))
-    with pytest.raises(ValueError, match=r"model\[1\] can't be trained: .* no floating-point array"):
+    with pytest.raises(ValueError, match=r"model\[1\] can't be trained: .* is not a floating-point array"):
         TrainState.init(model, SGD, jax.tree.map(lambda _: True, model))
     with pytest.raises(ValueError, match="Nothing of the model is trainable"):
         TrainState.init(model, SGD, lambda leaf: False)

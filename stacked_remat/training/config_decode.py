@@ -1,5 +1,6 @@
 """From the entries of a config to its dataclasses, or to an error with the key, the place and the fix."""
 
+import contextlib
 import dataclasses
 import math
 import re
@@ -69,35 +70,26 @@ class _Decoder:
 
     def value(self, hint: Any, entry: Entry, path: tuple[str, ...]) -> Any:
         """What a field of this annotation gets for an entry."""
-        parts, name = union_parts(hint), ".".join(path)
+        value, parts, name = entry.plain, union_parts(hint), ".".join(path)
         optional = type(None) in parts
-        if hint is Any or (optional and entry.plain is None):
-            return entry.plain
+        if hint is Any or (optional and value is None):
+            return value
         if optional and entry.replaced is not None and entry.replaced.value is None:
             entry = Entry(entry.value, entry.where)  # keys for an optional section that was null
         if (section := section_class(hint)) is not None:
             return self.section(section, entry, path)
         if (named := named_section_class(hint)) is not None:
             _check_section(entry, name, "holds sections, each under its name", named)
-        expected = type_names(hint)
-        if entry.plain is None:
-            raise ConfigError(f"`{name}` {entry.where} has no value; it must be {'|'.join(expected)}.")
-        parts = [part for part in parts if part is not type(None)]
-        parts.sort(
-            key=lambda part: type(entry.plain) is not (typing.get_origin(part) or part)
-        )  # its own type first
-        misfits = []
-        for part in parts:
+        fix = ""
+        # The value's own type first: `true` for `str | bool` is a bool.
+        for part in sorted(parts, key=lambda part: type(value) is not (typing.get_origin(part) or part)):
             try:
-                return self._fitted(part, entry, path)
+                if part is not type(None) and value is not None:
+                    return self._fitted(part, entry, path)
             except _Misfit as misfit:
-                misfits.append(misfit)
-        what = (
-            f"one of {', '.join(expected)}"
-            if typing.get_origin(hint) is typing.Literal
-            else "|".join(expected)
-        )
-        raise ConfigError(f"`{name}` {entry.where} must be {what}, got {shown(entry.plain)}.{misfits[0]}")
+                fix = fix or str(misfit)
+        expected = "|".join(type_names(hint))
+        raise ConfigError(f"`{name}` {entry.where} must be {expected}, got {_got(value)}.{fix}")
 
     def _fitted(self, hint: Any, entry: Entry, path: tuple[str, ...]) -> Any:
         """The value for an annotation that is not a union, or a `_Misfit`."""
@@ -150,41 +142,34 @@ class _Decoder:
 
 
 def _scalar(kind: Any, value: Any) -> Any:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    is_bool = isinstance(value, bool)
     if kind is bool:
-        if isinstance(value, bool) or value in ("true", "false"):
+        if is_bool or value in ("true", "false"):
             return value in (True, "true")
-        raise _Misfit
-    if kind is str:
+    elif kind is str:
         if isinstance(value, str) and "\0" in value:
             raise _Misfit(" Leave the null character out.")
-        if isinstance(value, str | date) or (is_number and isinstance(value, int)):
+        if isinstance(value, str | int | date) and not is_bool:
             return str(value)
         raise _Misfit("" if isinstance(value, dict | list) else " Put it in quotes.")
-    if not is_number and not isinstance(value, str):
-        raise _Misfit
-    if kind is int:
-        return _integer(value)
-    try:
+    elif isinstance(value, str | int | float) and not is_bool:
+        return _number(kind, value)
+    raise _Misfit
+
+
+def _number(kind: Any, value: str | float) -> Any:
+    with contextlib.suppress(ValueError, OverflowError):
+        if kind is int and not isinstance(value, float):
+            if -(2**63) <= (number := int(value)) < 2**63:
+                return number
+            raise _Misfit(" It must fit in 64 bits: below 2**63.")
+    with contextlib.suppress(ValueError, OverflowError):
         number = float(value)
-    except (ValueError, OverflowError) as error:
-        raise _Misfit from error
-    if not math.isfinite(number):
-        raise _Misfit
-    return number
-
-
-def _integer(value: float | str) -> int:
-    try:
-        number = None if isinstance(value, float) else int(value)
-    except ValueError:
-        number = None
-    if number is None:
-        number = _scalar(float, value)  # such as 1e3
-        raise _Misfit(f" Write {int(number)}." if number.is_integer() else "")
-    if not -(2**63) <= number < 2**63:
-        raise _Misfit(" It must fit in 64 bits: below 2**63.")
-    return number
+        if kind is float and math.isfinite(number):
+            return number
+        if kind is int and number.is_integer():
+            raise _Misfit(f" Write {int(number)}.")
+    raise _Misfit
 
 
 def _check_section(entry: Entry, name: str, what: str, config_class: Any) -> None:
@@ -197,11 +182,14 @@ def _check_section(entry: Entry, name: str, what: str, config_class: Any) -> Non
     else:
         names = [field.name for field in dataclasses.fields(config_class)]
         keys = names[:4] + ["..."] * (len(names) > 4)
-    got = "nothing (null)" if found.plain is None else shown(found.plain)
     raise ConfigError(
-        f"`{name}` {found.where} {what}, got {got}. Write its keys there ({', '.join(keys)}), or leave "
-        f"`{name}` out."
+        f"`{name}` {found.where} {what}, got {_got(found.plain)}. Write its keys there ({', '.join(keys)}), "
+        f"or leave `{name}` out."
     )
+
+
+def _got(value: Any) -> str:
+    return "nothing (null)" if value is None else shown(value)
 
 
 def _chosen(registry: Any, keys: dict[str, Entry], entry: Entry, name: str) -> Any:

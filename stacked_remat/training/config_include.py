@@ -1,13 +1,11 @@
 """Config files that include others: `!include FILE` in the place of any value, and at a merge key.
 
-    <<: !include base.yaml                 # all of it, with the keys below instead of its own
-    optimizer: !include optimizers/lion.yaml
+    <<: !include base.yaml  # all of it, except for the keys below
     trainer:
-      <<: [!include short.yaml, !include quiet.yaml]   # where both have a key, the first one's holds
-      num_steps: 500
+      <<: [!include short.yaml, !include quiet.yaml]  # the first one that has a key gives its value
 
-A name is relative to the file that includes it. Keys beside a merge override single keys of what is included,
-at any depth; a section that names another `type`, or `{}`, replaces the included one.
+A name is relative to the file that includes it. Keys beside a merge override single keys of included files, at
+any depth; a section that names another `type`, or `{}`, replaces the included one.
 """
 
 import functools
@@ -107,10 +105,8 @@ def _text(location: str) -> str:
     try:
         with fsspec.open(location, "rb") if "://" in location else open(location, "rb") as stream:
             found = stream.read(_LARGEST + 1)  # pyright: ignore[reportAttributeAccessIssue]
-    except OSError:
-        raise
     except Exception as error:  # file systems raise what their clients do
-        raise OSError(f"{type(error).__name__}: {error}") from error
+        raise OSError(str(error) or type(error).__name__) from error
     if len(found) > _LARGEST:
         raise ValueError(f"it has more than {_LARGEST >> 20} MiB, which no config has.")
     try:

@@ -89,7 +89,7 @@ def check_remat(
         return remat_policy(remat, presets)
     if budget is None:
         raise ValueError(
-            "remat: auto finds a policy that fits a budget, and none is given. Say how much device "
+            "remat: auto takes the policy that fits a budget, and none is given. Say how much device "
             "memory the step may take: budget: 72GiB."
         )
     for name, size in given.items():

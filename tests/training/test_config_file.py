@@ -109,14 +109,14 @@ _BOMB = "a0: &a0 [x]\n" + "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)
         ("shape: {type: circel}", r"`shape.type` in .* is 'circel'. Did you mean `circle`"),
         ("shape: 3", r"`shape` in .* is a section of keys, got 3"),
         ("shape: {type: circle, paint: }", r"`shape.paint` in .* is a section of keys, got nothing .null."),
-        ("shape: {type: circle, radius: }", r"`shape.radius` in .* has no value"),
+        ("shape: {type: circle, radius: }", r"`shape.radius` in .* must be float, got nothing .null."),
         (
             "shape: {type: circle, radius: wide}",
             r"`shape.radius` in .*drawing.yaml must be float, got 'wide'",
         ),
         (
             "shape: {type: circle, paint: {colour: green}}",
-            r"`shape.paint.colour` in .* must be one of red, blue",
+            r"`shape.paint.colour` in .* must be red.blue",
         ),
         ("shape: {type: circle, paint: {colour: bleu}}", r"got 'bleu'. Did you mean `blue`"),
         ("shape: {type: circle, paint: {layers: 1e3}}", r"`shape.paint.layers` in .* got '1e3'. Write 1000"),
@@ -242,7 +242,7 @@ def test_sections_under_names_of_ones_own(tmp_path):
             ["--layers.a.files", "x"],
             r"`layers.a.files` on the command line must be list.str., got 'x'. Write \[x\]",
         ),
-        (["--layers.a.files", "[x, null]"], r"`layers.a.files.1` on the command line has no value"),
+        (["--layers.a.files", "[x, null]"], r"`layers.a.files.1` on the command line must be str, got nothing"),
         (["--layers", "[a]"], r"`layers` on the command line holds sections, each under its name"),
         (["--layers.a", "{files: [x], weight: -1}"], r"\(of `layers.a`\): A weight is not negative"),
     ):

@@ -74,12 +74,12 @@ def test_sources_are_sections_under_names_of_ones_own(tmp_path):
         ("sources: {web: [x]}", r"`sources.web` in .* is a section of keys, got \['x'\]"),
         ("sources: [x]", r"`sources` in .* holds sections, each under its name, got \['x'\]"),
         ("sources: {web: {weight: 2}}", r"`sources.web` in .* lacks the key `paths`"),
-        ("sources: {web: {paths: [x], format: csv}}", r"`sources.web.format` in .*text, jsonl, parquet"),
+        ("sources: {web: {paths: [x], format: csv}}", r"`sources.web.format` in .*text.jsonl.parquet"),
         (
             "sources: {web: {paths: [x], weight: -1}}",
             r"\(of `sources.web`\): The weight of a data source is positive",
         ),
-        ("packing: tight", r"`packing` in .*split, whole"),
+        ("packing: tight", r"`packing` in .*split.whole"),
     ],
 )
 def test_mistakes_are_named(tmp_path, text, message):

@@ -4,8 +4,8 @@
     trainer:
       <<: [!include short.yaml, !include quiet.yaml]  # the first one that has a key gives its value
 
-A name is relative to the file that includes it. Keys beside a merge override single keys of included files, at
-any depth; a section that names another `type`, or `{}`, replaces the included one.
+A name is relative to the file that includes it. Keys beside a merge override single keys of included files,
+at any depth; a section that names another `type`, or `{}`, replaces the included one.
 """
 
 import functools

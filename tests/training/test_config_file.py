@@ -242,7 +242,10 @@ def test_sections_under_names_of_ones_own(tmp_path):
             ["--layers.a.files", "x"],
             r"`layers.a.files` on the command line must be list.str., got 'x'. Write \[x\]",
         ),
-        (["--layers.a.files", "[x, null]"], r"`layers.a.files.1` on the command line must be str, got nothing"),
+        (
+            ["--layers.a.files", "[x, null]"],
+            r"`layers.a.files.1` on the command line must be str, got nothing",
+        ),
         (["--layers", "[a]"], r"`layers` on the command line holds sections, each under its name"),
         (["--layers.a", "{files: [x], weight: -1}"], r"\(of `layers.a`\): A weight is not negative"),
     ):

@@ -1,3 +1,5 @@
+"""Config files and command lines to configs, and the errors for mistakes in them."""
+
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -190,19 +192,19 @@ def test_mistakes_on_the_command_line_are_named(arguments, message):
         ("<<: !include five.yaml", ["--shape.type", "circle"], r"`shape` in .*five.yaml.* is 5, which has"),
     ],
 )
-def test_keys_are_not_laid_over_what_is_no_section(tmp_path, text, arguments, message):
+def test_keys_in_place_of_a_value_that_is_not_a_section_are_refused(tmp_path, text, arguments, message):
     (tmp_path / "note.txt").write_text("some text")
     (tmp_path / "five.yaml").write_text("shape: 5")
     with pytest.raises(ConfigError, match=message):
         parse(tmp_path, text, *arguments)
 
 
-def test_an_override_of_a_good_file_is_blamed_on_the_command_line(tmp_path):
+def test_the_error_for_a_bad_override_names_the_command_line(tmp_path):
     with pytest.raises(ConfigError, match=r"`shape.paint.layer` on the command line"):
         parse(tmp_path, "shape: {type: circle}", "--shape.paint.layer", "2")
 
 
-def test_a_bad_value_is_blamed_on_where_it_stands(tmp_path):
+def test_the_error_for_a_bad_value_names_the_place_that_wrote_it(tmp_path):
     good, bad = "shape: {type: circle, paint: {layers: 3}}", "shape: {type: circle, paint: {layers: 0}}"
     with pytest.raises(ConfigError, match="Bad config on the command line: paint.layers must be at least 1"):
         parse(tmp_path, good, "--shape.paint.layers", "0")
@@ -231,7 +233,7 @@ class Map:
             raise ValueError(f"scale = {self.scale} is more than largest = {self.largest}.")
 
 
-def test_sections_under_names_of_ones_own(tmp_path):
+def test_named_sections(tmp_path):
     assert parse_config(Map, ["--layers.a.files", "[1, x]", "--layers.a.weight", "1e-4"]) == Map(
         {"a": Layer(("1", "x"), 1e-4)}
     )
@@ -253,7 +255,7 @@ def test_sections_under_names_of_ones_own(tmp_path):
             parse_config(Map, arguments)
 
 
-def test_what_two_places_say_together_is_blamed_on_both(tmp_path):
+def test_the_error_for_two_values_names_both_places(tmp_path):
     path = tmp_path / "map.yaml"
     path.write_text("largest: 5\nlayers: {a: {files: [x]}}")
     with pytest.raises(ConfigError, match=r"Bad config in .*map.yaml and on the command line: scale = 7"):

@@ -1,3 +1,5 @@
+"""The text of `--help` and the reference page of a config."""
+
 import dataclasses
 import importlib
 import re
@@ -147,7 +149,7 @@ def test_the_commands_describe_all_of_their_keys(command, capsys):
     assert "--trainer.num_steps int (default 100)" in lines and "    optimizer steps." in lines
 
 
-def test_sections_types_defaults_and_the_words_of_the_docstrings():
+def test_the_page_has_sections_types_defaults_and_docstrings():
     assert config_reference(Drawing).split("\n\n") == [
         "| key | type | default | |\n|---|---|---|---|\n"
         "| `remat` | `bool` or `dict[str,Any]` or `str` | `true` | anything. |",

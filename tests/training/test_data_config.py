@@ -1,3 +1,5 @@
+"""Values of the `data` section, and the errors for bad ones."""
+
 import pytest
 
 from stacked_remat.training import ConfigError, DataConfig, SourceConfig, config_as_dict, parse_config
@@ -33,7 +35,7 @@ def test_values_out_of_range_are_refused(changes, message):
         ({"paths": ("x",), "weight": float("nan")}, r"positive and finite, got nan"),
     ],
 )
-def test_a_source_that_cannot_be_is_refused(changes, message):
+def test_bad_sources_are_refused(changes, message):
     with pytest.raises(ValueError, match=message):
         SourceConfig(**changes)
 
@@ -44,7 +46,7 @@ def parse(tmp_path, text, *overrides):
     return parse_config(DataConfig, ["--config_path", str(path), *overrides])
 
 
-def test_sources_are_sections_under_names_of_ones_own(tmp_path):
+def test_sources_are_named_sections(tmp_path):
     text = """
     sources:
       web: {paths: [web/, more/*.txt], weight: 3}

@@ -1,3 +1,5 @@
+"""The mean loss on held-out batches, overall and per source."""
+
 import equinox as eqx
 import jax.numpy as jnp
 import numpy as np

@@ -1,3 +1,5 @@
+"""Runs of the training loop: metrics, evaluation, checkpoints, resuming, and steps that are not finite."""
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -64,12 +66,12 @@ class Recorder(Tracker, Progress):
 
 
 def stream(size, seed):
-    """Counts up by one or two modulo 7: half a bit a token for who knows, log 7 for who does not."""
+    """Counts up by one or two modulo 7: an entropy of log 2 per token, from log 7 at the start."""
     return (np.cumsum(np.random.default_rng(seed).integers(1, 3, size)) % 7).astype(np.uint16)
 
 
 def split_over(devices):
-    """Puts a state's table on so many devices, split by its rows, and the rest on each of them."""
+    """Shards the rows of a state's table over this many devices, and copies the rest to each."""
     mesh = Mesh(np.array(jax.devices()[:devices]), ("data",))
 
     def put(leaf):
@@ -129,7 +131,7 @@ def product_loss(model, batch):
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
-    """A run with all that a config can ask for: what it recorded, its result and its folder."""
+    """A run with everything configured: its recorder, its result and its folder."""
     recorder, folder = Recorder(), tmp_path_factory.mktemp("finished")
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         result = run(
@@ -144,7 +146,7 @@ def finished(tmp_path_factory):
     return recorder, result, folder
 
 
-def test_training_lowers_the_held_out_loss_to_what_can_be_known(finished):
+def test_training_lowers_the_held_out_loss_to_its_entropy(finished):
     _, result, _ = finished
     np.testing.assert_allclose(result.held_out_before["held_out"], np.log(7), rtol=1e-5)
     assert result.held_out_after["held_out"] < np.log(2) + 0.15
@@ -186,7 +188,7 @@ def test_a_window_of_steps_is_traced(finished):
     assert list((folder / "profile").rglob("*.xplane.pb"))
 
 
-def test_a_run_that_was_asked_to_stop_goes_on_as_if_it_had_not_been(tmp_path):
+def test_a_stopped_run_resumes_to_the_same_results(tmp_path):
     options = {"num_steps": 12, "log_every": 1, "eval_every": 5}
     whole, first, second = Recorder(), Recorder(), Recorder()
     expected = run(whole, tmp_path / "whole", **options)
@@ -206,7 +208,7 @@ def test_a_run_that_was_asked_to_stop_goes_on_as_if_it_had_not_been(tmp_path):
     assert jnp.any(other.state.model.table != expected.state.model.table)
 
 
-def test_a_run_goes_on_with_another_number_of_devices(tmp_path):
+def test_a_run_resumes_on_another_number_of_devices(tmp_path):
     options = {"num_steps": 8, "log_every": 1, "vocab": 8}
     whole, first, second = Recorder(), Recorder(), Recorder()
     run(whole, tmp_path / "whole", place=split_over(8), **options)

@@ -1,3 +1,5 @@
+"""Meshes of devices, and the sharding of states, gradients, batches and activations."""
+
 import haliax as hax
 import jax
 import jax.numpy as jnp
@@ -35,7 +37,7 @@ FSDP = {"weight": (None, ("data",)), "bias": (None,), "plain": (), "step": (), "
 
 
 def trimmed(specs):
-    """Without what JAX leaves out at will: `None`s at the end, and tuples around single names."""
+    """Without differences that JAX ignores: `None`s at the end, and tuples around single names."""
     return {name: PartitionSpec(*spec) for name, spec in specs.items()}
 
 
@@ -83,7 +85,7 @@ def test_bad_configs(fields, message):
         MeshConfig(**fields)
 
 
-def test_a_state_is_divided_by_the_table():
+def test_a_state_is_sharded_by_its_mapping():
     partitioning = Partitioning.of(MeshConfig())
     placed = partitioning.shard_weights(state())
     assert trimmed(specs(placed)) == trimmed(FSDP)
@@ -94,7 +96,7 @@ def test_a_state_is_divided_by_the_table():
     np.testing.assert_array_equal(made["weight"].array, placed["weight"].array)
 
 
-def test_gradients_are_divided_like_their_weights():
+def test_gradients_are_sharded_like_their_weights():
     partitioning = Partitioning.of(MeshConfig())
 
     def value(weight):
@@ -125,7 +127,7 @@ def test_several_mesh_axes_for_one_axis():
     ],
     ids=str,
 )
-def test_tables_that_do_not_fit_the_weights(devices, mapping, message):
+def test_mappings_that_do_not_fit_the_weights(devices, mapping, message):
     partitioning = Partitioning.of(MeshConfig({"data": devices}, {}, mapping))
     with pytest.raises(ConfigError, match=message):
         partitioning.weight_shapes({"weight": hax.ones((Mlp, Embed))})
@@ -150,7 +152,7 @@ def test_on_one_device_nothing_happens():
         assert jax.sharding.get_abstract_mesh().empty
 
 
-def test_while_it_is_active_activations_are_divided():
+def test_activations_are_sharded_while_it_is_active():
     partitioning = Partitioning.of(MeshConfig())
     x = hax.ones((Axis("batch", 8), Embed))
     with partitioning.active():

@@ -1,3 +1,5 @@
+"""Optimizers and learning-rate schedules: configs, first updates, decay, and Muon's matrices."""
+
 import functools
 from dataclasses import dataclass, field
 from typing import Any
@@ -50,7 +52,7 @@ class Config:
 
 
 def first_update(config, parameters, gradients) -> Any:
-    """What the first step adds to the parameters."""
+    """The first update of the parameters."""
     return _first_update(config)(parameters, gradients)
 
 
@@ -90,7 +92,7 @@ def test_values_out_of_range_are_refused(make, changes, message):
         make(**changes)
 
 
-def test_the_base_of_all_optimizers_is_none_itself():
+def test_the_base_of_all_optimizers_is_abstract():
     with pytest.raises(TypeError, match="abstract"):
         OptimizerConfig()  # pyright: ignore[reportAbstractUsage]
 
@@ -138,7 +140,7 @@ def test_schedules_fall_to_their_ends():
     np.testing.assert_allclose(wsd[15:], np.linspace(0.5, 0.1, 6), rtol=1e-5)
 
 
-def test_schedules_without_room_are_refused():
+def test_schedules_with_too_few_steps_are_refused():
     with pytest.raises(ValueError, match=r"warmup_steps = 10 must be less than trainer.num_steps = 10"):
         learning_rate_schedule(AdamWConfig(warmup_steps=10), 10)
     late = AdamWConfig(warmup_steps=8, schedule=WarmupStableDecaySchedule(decay_fraction=0.5))
@@ -146,7 +148,7 @@ def test_schedules_without_room_are_refused():
         learning_rate_schedule(late, 10)
 
 
-def test_adamw_is_that_of_optax():
+def test_adamw_equals_optax():
     parameters, gradients = {"w": jnp.array([1.0, -2.0])}, {"w": jnp.array([0.3, 0.1])}
     config = AdamWConfig(**{**PLAIN, "weight_decay": 0.1}, learning_rate=0.1)
     reference = optax.adamw(0.1, b1=0.9, b2=0.95, eps=1e-8, weight_decay=0.1)
@@ -160,7 +162,7 @@ def test_adamw_is_that_of_optax():
         np.testing.assert_allclose(updates["w"], expected["w"], rtol=1e-6)
 
 
-def test_first_steps_are_what_each_method_says():
+def test_first_steps_of_each_method():
     parameters, gradients = {"w": jnp.array([1.0, -2.0])}, {"w": jnp.array([0.3, -0.1])}
     lion = first_update(LionConfig(**PLAIN, learning_rate=0.1), parameters, gradients)["w"]
     np.testing.assert_allclose(lion, [-0.1, 0.1], rtol=1e-6)
@@ -198,7 +200,7 @@ def test_norms_and_biases_do_not_decay(make):
 
 
 @pytest.mark.parametrize("make", ALL)
-def test_the_rate_of_every_optimizer_is_that_of_its_schedule(make):
+def test_every_optimizer_follows_its_schedule(make):
     parameters, gradients = {"w": jnp.ones(3)}, {"w": jnp.array([0.1, 0.2, -0.3])}
     config = make(**{**PLAIN, "schedule": LinearSchedule(), "warmup_steps": 2}, learning_rate=0.1)
     assert not first_update(config, parameters, gradients)["w"].any()
@@ -243,7 +245,7 @@ def random_like(tree):
     return jax.tree.map(lambda leaf: jnp.asarray(generator.normal(size=leaf.shape), jnp.float32), tree)
 
 
-def test_muon_makes_each_layers_matrix_orthogonal_and_leaves_the_rest_to_adamw():
+def test_muon_orthogonalises_each_layers_matrix_and_uses_adamw_for_the_rest():
     parameters = eqx.filter(language_model(), eqx.is_inexact_array)
     gradients = random_like(parameters)
     config = MuonConfig(**PLAIN, learning_rate=1.0, newton_schulz_steps=5)
@@ -267,7 +269,7 @@ def test_muon_makes_each_layers_matrix_orthogonal_and_leaves_the_rest_to_adamw()
     assert not np.allclose(everything.weight.array, adam["head"].weight.array)
 
 
-def test_muon_treats_an_expert_as_a_matrix_of_its_own():
+def test_muon_orthogonalises_each_expert_separately():
     Experts = hax.Axis("experts", 2)
     experts = hnn.MoELinear.init(Experts, Embed, Out, key=jax.random.key(0), use_bias=False)
     gradients = random_like(experts)

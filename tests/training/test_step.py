@@ -1,3 +1,5 @@
+"""One training step: gradients, microbatches, skipped steps, and frozen weights."""
+
 import functools
 
 import equinox as eqx
@@ -78,7 +80,7 @@ def test_the_compiled_step_updates_the_state_in_place(options):
     assert state.model.table.is_deleted() and not batch.tokens.array.is_deleted()
 
 
-def test_what_is_no_float_is_left_alone():
+def test_leaves_that_are_not_floats_stay_unchanged():
     model = (next_byte(5), jnp.arange(3), "name")
 
     def loss(model, batch):
@@ -130,7 +132,7 @@ def test_microbatches_do_not_grow_the_program():
     assert exponentials(1) == exponentials(2) == exponentials(4) > 0
 
 
-def test_rows_that_can_not_be_dealt_out_are_refused():
+def test_rows_that_do_not_divide_evenly_are_refused():
     with pytest.raises(ValueError, match=r"batch of 4 sequences can't be cut into .*microbatches = 3"):
         STEP(BATCHES.batch(0), TrainState.init(next_byte(5), SGD), microbatches=3)
 
@@ -266,7 +268,7 @@ def test_what_is_trainable_may_be_a_predicate():
     assert state.trained[0].table is None and state.trained[1].table.shape == (6, 6)
 
 
-def test_what_has_no_gradient_is_not_trainable():
+def test_integers_are_not_trainable():
     model = (next_byte(5), jnp.arange(3))
     with pytest.raises(ValueError, match=r"model\[1\] can't be trained: .* is not a floating-point array"):
         TrainState.init(model, SGD, jax.tree.map(lambda _: True, model))

@@ -61,7 +61,7 @@ def entry_of(value: Any, where: str, level: int = 1, count: Iterator[int] | None
 
 
 def too_large(where: str) -> ConfigError:
-    """The error for a config that no one wrote on purpose."""
+    """The error for a config with too many levels or values."""
     return ConfigError(
         f"The config {where} has more than {_MOST_LEVELS} levels or more than {_MOST_VALUES:,} values, "
         f"aliases written out. Check that this is the file you meant."
@@ -77,9 +77,7 @@ def overlaid(below: Entry, above: Entry) -> Entry:
         return above
     if not below.is_section:
         return Entry(above.value, above.where, replaced=below)
-    if "type" in above.value and (
-        "type" not in below.value or below.value["type"].plain != above.value["type"].plain
-    ):
+    if "type" in above.value and above.plain["type"] != below.plain.get("type"):
         return above
     merged = dict(below.value)
     for key, entry in above.value.items():
@@ -88,16 +86,10 @@ def overlaid(below: Entry, above: Entry) -> Entry:
 
 
 def with_key(tree: Entry, dotted: str, entry: Entry, above: tuple[str, ...] = ()) -> Entry:
-    """The tree with one entry replaced; sections that lead to it are added where they are missing.
-
-    Args:
-        tree: the entries so far.
-        dotted: the key, below `above`.
-        entry: its new entry.
-        above: the keys that lead to the tree.
+    """The tree with one entry replaced, at `dotted` below the keys `above`; adds sections that are missing.
 
     Raises:
-        ConfigError: one of the sections that lead to it is a value, which has no keys.
+        ConfigError: a key that leads to it has a value, and is not a section.
     """
     if not tree.is_section and tree.value is not None:
         name = ".".join(above)

@@ -43,13 +43,13 @@ class ConfigRow:
 
 
 def config_rows(config_class: Any, prefix: str = "", instance: Any = None) -> Iterator[ConfigRow]:
-    """The rows of a dataclass: those of its values, then each section followed by its own rows.
+    """The rows of a dataclass: its values first, then each section with its own rows.
 
     Args:
         config_class: a dataclass of values, dataclasses and registries (`draccus.ChoiceRegistry`), of which
             every known type is described.
-        prefix: of the dotted keys.
-        instance: has the default values, if they are not those of the class.
+        prefix: put before the dotted keys.
+        instance: has the default values in place of the class.
     """
     hints, meanings = typing.get_type_hints(config_class), _meanings(config_class)
     sections = []

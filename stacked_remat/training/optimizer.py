@@ -69,29 +69,23 @@ def build_optimizer(
     return in_float32(optax.chain(*chain), state_dtype)
 
 
-@functools.singledispatch
 def _after_warmup(schedule: ScheduleConfig, highest: float, steps: int, num_steps: int) -> optax.Schedule:
     """The learning rate by step after the warm-up, which leaves `steps` of the run's `num_steps`."""
+    match schedule:
+        case ConstantSchedule():
+            return optax.constant_schedule(highest)
+        case CosineSchedule():
+            return optax.cosine_decay_schedule(highest, steps, alpha=schedule.min_lr_ratio)
+        case LinearSchedule():
+            return optax.linear_schedule(highest, highest * schedule.min_lr_ratio, steps)
+        case WarmupStableDecaySchedule():
+            return _constant_then_linear(schedule, highest, steps, num_steps)
     raise TypeError(f"No schedule is registered for {type(schedule).__name__}.")
 
 
-@_after_warmup.register
-def _(schedule: ConstantSchedule, highest: float, steps: int, num_steps: int) -> optax.Schedule:
-    return optax.constant_schedule(highest)
-
-
-@_after_warmup.register
-def _(schedule: CosineSchedule, highest: float, steps: int, num_steps: int) -> optax.Schedule:
-    return optax.cosine_decay_schedule(highest, steps, alpha=schedule.min_lr_ratio)
-
-
-@_after_warmup.register
-def _(schedule: LinearSchedule, highest: float, steps: int, num_steps: int) -> optax.Schedule:
-    return optax.linear_schedule(highest, highest * schedule.min_lr_ratio, steps)
-
-
-@_after_warmup.register
-def _(schedule: WarmupStableDecaySchedule, highest: float, steps: int, num_steps: int) -> optax.Schedule:
+def _constant_then_linear(
+    schedule: WarmupStableDecaySchedule, highest: float, steps: int, num_steps: int
+) -> optax.Schedule:
     decay = max(1, round(schedule.decay_fraction * num_steps))
     if decay > steps:
         raise ValueError(
@@ -103,24 +97,23 @@ def _(schedule: WarmupStableDecaySchedule, highest: float, steps: int, num_steps
     return optax.join_schedules([optax.constant_schedule(highest), down], [steps - decay])
 
 
-@functools.singledispatch
 def _direction(config: OptimizerConfig) -> optax.GradientTransformation:
     """From gradients to updates, before weight decay and the learning rate."""
+    match config:
+        case AdamWConfig():
+            return optax.scale_by_adam(b1=config.beta1, b2=config.beta2, eps=config.epsilon)
+        case LionConfig():
+            return optax.scale_by_lion(b1=config.beta1, b2=config.beta2)
+        case AdafactorConfig():
+            return _adafactor(config)
+        case MuonConfig():
+            return _muon(config)
+        case SgdConfig():
+            return optax.trace(config.momentum, config.nesterov) if config.momentum else optax.identity()
     raise TypeError(f"No optimizer is registered for {type(config).__name__}.")
 
 
-@_direction.register
-def _(config: AdamWConfig) -> optax.GradientTransformation:
-    return optax.scale_by_adam(b1=config.beta1, b2=config.beta2, eps=config.epsilon)
-
-
-@_direction.register
-def _(config: LionConfig) -> optax.GradientTransformation:
-    return optax.scale_by_lion(b1=config.beta1, b2=config.beta2)
-
-
-@_direction.register
-def _(config: AdafactorConfig) -> optax.GradientTransformation:
+def _adafactor(config: AdafactorConfig) -> optax.GradientTransformation:
     chain = [
         optax.scale_by_factored_rms(
             decay_rate=config.decay_rate, min_dim_size_to_factor=config.min_factored_dim
@@ -133,8 +126,7 @@ def _(config: AdafactorConfig) -> optax.GradientTransformation:
     return optax.chain(*chain)
 
 
-@_direction.register
-def _(config: MuonConfig) -> optax.GradientTransformation:
+def _muon(config: MuonConfig) -> optax.GradientTransformation:
     matrices = functools.partial(_matrices, left_out=config.adamw_axes)
     muon = optax.contrib.muon(
         1.0,
@@ -152,11 +144,6 @@ def _(config: MuonConfig) -> optax.GradientTransformation:
         "adam": adam,
     }
     return optax.partition(parts, functools.partial(_labels, matrices))
-
-
-@_direction.register
-def _(config: SgdConfig) -> optax.GradientTransformation:
-    return optax.trace(config.momentum, config.nesterov) if config.momentum else optax.identity()
 
 
 def _is_decayed(parameters: Any) -> Any:

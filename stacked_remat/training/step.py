@@ -1,8 +1,8 @@
 """A training step as a pure function of a batch and a state."""
 
+import dataclasses
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import equinox as eqx
@@ -34,7 +34,7 @@ Trainable: TypeAlias = Any
 _MICROBATCH = "microbatch"
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class RandomLoss:
     """A loss function that draws random numbers, as dropout does.
 
@@ -163,14 +163,13 @@ def train_step(
     else:
         gradients, metrics = _accumulated(loss, state.trained, batch, key, gradient_dtype, microbatches)
     updates, optimizer_state = optimizer.update(gradients, state.optimizer_state, state.trained)
-    metrics = {**metrics, "grad_norm": optax.tree.norm(_cast(gradients, jnp.float32))}
-    after = TrainState(
-        state.step + 1,
-        _updated(state.trained, updates),
-        state.frozen,
-        optimizer_state,
-        state.key,
-        jnp.zeros_like(state.skips),
+    metrics = {**metrics, "grad_norm": optax.tree.norm(optax.tree.cast(gradients, jnp.float32))}
+    after = dataclasses.replace(
+        state,
+        step=state.step + 1,
+        trained=_updated(state.trained, updates),
+        optimizer_state=optimizer_state,
+        skips=jnp.zeros_like(state.skips),
     )
     if skip_nonfinite:
         after = _unless_nonfinite(after, state, metrics)
@@ -197,7 +196,7 @@ def _gradients(
     loss: _Loss, trained: Any, batch: TokenBatch, key: PRNGKeyArray, dtype: DTypeLike
 ) -> tuple[Any, Metrics]:
     (_, metrics), gradients = eqx.filter_value_and_grad(loss, has_aux=True)(trained, batch, key)
-    return _cast(gradients, dtype), metrics
+    return optax.tree.cast(gradients, dtype), metrics
 
 
 def _accumulated(
@@ -267,7 +266,7 @@ def _unless_nonfinite(after: TrainState, before: TrainState, metrics: Metrics) -
         (before.trained, before.optimizer_state),
     )
     skips = jnp.where(finite, 0, before.skips + 1)
-    return TrainState(after.step, trained, after.frozen, optimizer_state, after.key, skips)
+    return dataclasses.replace(after, trained=trained, optimizer_state=optimizer_state, skips=skips)
 
 
 def _check_differentiable(trained: Any) -> None:
@@ -280,7 +279,3 @@ def _check_differentiable(trained: Any) -> None:
                 f"model{jax.tree_util.keystr(path)} can't be trained: {leaf!r} is not a floating-point "
                 "array. Leave it out of `trainable`."
             )
-
-
-def _cast(tree: Any, dtype: DTypeLike) -> Any:
-    return jax.tree.map(lambda leaf: leaf.astype(dtype), tree)

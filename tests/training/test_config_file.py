@@ -131,6 +131,8 @@ _BOMB = "a0: &a0 [x]\n" + "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)
         ("colour: red", r"Unknown key `colour` in .* Did you mean `shape.paint.colour`"),
         ("title: yes", r"`title` in .* must be str.null, got True. Put it in quotes"),
         ("title: {a: 1}", r"`title` in .* must be str.null, got {'a': 1}"),
+        ("{title: a, title: b}", r"(?s)the key 'title' is given twice: line 1.*line 1, column 12"),
+        ("? [title]\n: b", r"(?s)drawing.yaml: a key must be text.*line 1, column 3"),
         ("title: a\ntitle: b", r"(?s)drawing.yaml.*'title' is given twice: line 1.*line 2"),
         ("shape: {type: circle, paint: {layers: 0}}", r"Bad config .*paint.layers must be at least 1, got 0"),
         ("[1, 2]", r"drawing.yaml holds \[1, 2\]; it must hold a mapping"),

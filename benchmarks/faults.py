@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from stacked_remat.training.config_value import nearest
+from stacked_remat._messages import did_you_mean
 
 from .fault_cases import CASES, REPOSITORY, Case, Workplace, command
 from .record import RESULTS, versions
@@ -34,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> Path:
     names = [case.name for case in CASES]
     unknown = [name for name in options.only or () if name not in names]
     if unknown:
-        parser.error(f"--only: there is no case {unknown[0]!r}.{nearest(unknown[0], names)}")
+        parser.error(f"--only: there is no case {unknown[0]!r}.{did_you_mean(unknown[0], names)}")
     with tempfile.TemporaryDirectory() as scratch:
         place = Workplace.make(Path(scratch))
         began = time.monotonic()

@@ -125,7 +125,7 @@ def initial_state(
         return begin(cast_parameters(weights, dtype))
 
     if config.initialize_from_hf is None or not read_weights:
-        return begin_at_random() if partitioning is None else partitioning.made(begin_at_random)
+        return begin_at_random() if partitioning is None else partitioning.init_sharded(begin_at_random)
     weights = read_pretrained(
         model.architecture,
         model_folder(config.initialize_from_hf),
@@ -134,7 +134,7 @@ def initial_state(
         dtype=dtype,
         sharding=None if partitioning is None else partitioning.weight_sharding,
     )
-    return begin(weights) if partitioning is None else partitioning.made(begin, weights)
+    return begin(weights) if partitioning is None else partitioning.init_sharded(begin, weights)
 
 
 def batch_shapes(data: DataConfig, partitioning: Partitioning) -> TokenBatch:

@@ -11,9 +11,9 @@ def axes_text(axes: Iterable[Any]) -> str:
 
 
 def did_you_mean(name: str, valid: Collection[str]) -> str:
-    """`Did you mean 'x'?` with a space before it, or nothing where no valid name is close."""
+    """A space and "Did you mean `x`?", or nothing where no valid name is close."""
     close = difflib.get_close_matches(name, valid, n=1)
-    return f" Did you mean {close[0]!r}?" if close else ""
+    return f" Did you mean `{close[0]}`?" if close else ""
 
 
 def shortened(items: Sequence[str], separator: str = ", ", most: int = 50) -> str:

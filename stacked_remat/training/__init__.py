@@ -1,4 +1,4 @@
-"""Training: config in, a trained model out. Knows batches, steps and run folders; names no architecture."""
+"""Training for any model: configs, data, steps, the loop around them, checkpoints and trackers."""
 
 from . import extra as extra
 from .batches import BATCH_AXIS, POSITION_AXIS, TokenBatch

@@ -1,4 +1,4 @@
-"""What a training step receives."""
+"""The batch of tokens that a training step receives."""
 
 import equinox as eqx
 import haliax as hax
@@ -12,16 +12,16 @@ POSITION_AXIS = "position"
 
 
 class TokenBatch(eqx.Module):
-    """One step's data, every array over the axes `batch` and `position`.
+    """One step's data; every array has the axes `batch` and `position`.
 
     Attributes:
         tokens: int32 inputs.
         targets: int32, the token that follows each input in its document.
-        weights: float32, 0 where there is no target and 1 elsewhere.
-        documents: int32; positions of a row with the same number are of the same document, and see no others.
-            Counted from 1; padding, at the end of a row, has 0. None where every row is one document: padding
-            is then known by its weight alone, like tokens that are not to be learnt.
-        positions: int32, counted from 0 in every document of a row. None where every row is one document.
+        weights: float32, weight of each target in the loss: 0 for padding and tokens that are not trained on,
+            1 elsewhere.
+        documents: int32 number of each position's document in its row, from 1; 0 for padding, at the end of a
+            row. Positions attend only within their document. None where every row is one document.
+        positions: int32 position in its document, from 0. None where every row is one document.
     """
 
     tokens: NamedArray
@@ -43,7 +43,7 @@ class TokenBatch(eqx.Module):
         documents: Int[ndarray, "batch position"] | None = None,
         positions: Int[ndarray, "batch position"] | None = None,
     ) -> "TokenBatch":
-        """The batch of these arrays, on the default device."""
+        """A batch from NumPy arrays, on the default device."""
         axes = (Axis(BATCH_AXIS, tokens.shape[0]), Axis(POSITION_AXIS, tokens.shape[1]))
 
         def named(array: ndarray) -> NamedArray:

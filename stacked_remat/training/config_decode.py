@@ -1,14 +1,22 @@
-"""From what was written for a config to its dataclasses, or to an error that says where and what is wrong."""
+"""From the entries of a config to its dataclasses, or to an error with the key, the place and the fix."""
 
+import contextlib
 import dataclasses
+import math
 import re
 import typing
+from collections.abc import Mapping
+from datetime import date
 from typing import Any, TypeVar
 
-from .config_entries import Entry, leaves, shortened
+import draccus.utils
+from draccus.parsers.decoding import get_decoding_fn
+
+from .._messages import did_you_mean
+from .config_entries import Entry, entry_of, leaves, shown
 from .config_error import ConfigError
-from .config_hints import allows_none, is_registry, keys_below, named_section_class, section_class
-from .config_value import ValueMismatch, decode_value, nearest
+from .config_hints import is_registry, named_section_class, section_class, type_names, union_parts
+from .config_reference import config_rows
 
 Config = TypeVar("Config")
 
@@ -16,11 +24,17 @@ Config = TypeVar("Config")
 def decode_config(config_class: type[Config], tree: Entry) -> Config:
     """The config of this class that a tree of entries describes.
 
+    Numbers may be written as text, since YAML takes `1e-4` for text; no other value changes its type.
+
     Raises:
-        ConfigError: an unknown key, one that is lacking, or a value that is of another type or out of range;
-            names the key, where it was written, and the nearest that would do.
+        ConfigError: an unknown or missing key, or a value of another type or out of range; names the key,
+            where it was written, and the nearest valid one.
     """
     return _Decoder(config_class).section(config_class, tree, ())
+
+
+class _Misfit(Exception):
+    """A value that its annotation does not allow; its text says what to write, where that is known."""
 
 
 class _Decoder:
@@ -32,7 +46,7 @@ class _Decoder:
     def section(self, config_class: Any, entry: Entry, path: tuple[str, ...]) -> Any:
         """The instance of `config_class`, or of the type chosen from it, that a section describes."""
         name = ".".join(path)
-        _check_section(entry, name, "is a section of keys", _keys_of(config_class))
+        _check_section(entry, name, "is a section of keys", config_class)
         registry, keys = None, dict(entry.value)
         if is_registry(config_class):
             registry, config_class = config_class, _chosen(config_class, keys, entry, name)
@@ -40,9 +54,9 @@ class _Decoder:
         valid = [field.name for field in fields]
         for key, own in keys.items():
             if key not in valid:
-                hint = self._meant(key, path, registry, valid)
+                hint = self._meant(key, registry, valid)
                 raise ConfigError(f"Unknown key `{'.'.join((*path, key))}` {own.where}.{hint}")
-        values = {key: self._entry(hints[key], own, (*path, key)) for key, own in keys.items()}
+        values = {key: self.value(hints[key], own, (*path, key)) for key, own in keys.items()}
         for field in fields:
             required = field.default is field.default_factory is dataclasses.MISSING
             if required and field.name not in values:
@@ -54,72 +68,143 @@ class _Decoder:
             of = "" if named else f" (of `{name}`)"
             raise ConfigError(f"Bad config {_blamed(entry, str(error))}{of}: {error}") from error
 
-    def _entry(self, hint: Any, entry: Entry, path: tuple[str, ...]) -> Any:
-        name = ".".join(path)
-        if allows_none(hint):
-            if entry.plain is None:
-                return None
-            if entry.replaced is not None and entry.replaced.value is None:
-                entry = Entry(entry.value, entry.where)  # an optional section that was left out below
+    def value(self, hint: Any, entry: Entry, path: tuple[str, ...]) -> Any:
+        """What a field of this annotation gets for an entry."""
+        value, parts, name = entry.plain, union_parts(hint), ".".join(path)
+        optional = type(None) in parts
+        if hint is Any or (optional and value is None):
+            return value
+        if optional and entry.replaced is not None and entry.replaced.value is None:
+            entry = Entry(entry.value, entry.where)  # keys for an optional section that was null
         if (section := section_class(hint)) is not None:
             return self.section(section, entry, path)
         if (named := named_section_class(hint)) is not None:
-            _check_section(entry, name, "holds sections, each under its name", _keys_of(named))
-            return {key: self.section(named, own, (*path, key)) for key, own in entry.value.items()}
-        try:
-            return decode_value(hint, entry.plain, path)
-        except ValueMismatch as error:
-            raise ConfigError(f"`{'.'.join(error.path)}` {entry.where} {error.problem}") from error
+            _check_section(entry, name, "holds sections, each under its name", named)
+        fix = ""
+        # The value's own type first: `true` for `str | bool` is a bool.
+        for part in sorted(parts, key=lambda part: type(value) is not (typing.get_origin(part) or part)):
+            try:
+                if part is not type(None) and value is not None:
+                    return self._fitted(part, entry, path)
+            except _Misfit as misfit:
+                fix = fix or str(misfit)
+        expected = "|".join(type_names(hint))
+        raise ConfigError(f"`{name}` {entry.where} must be {expected}, got {_got(value)}.{fix}")
 
-    def _meant(self, key: str, path: tuple[str, ...], registry: Any, valid: list[str]) -> str:
+    def _fitted(self, hint: Any, entry: Entry, path: tuple[str, ...]) -> Any:
+        """The value for an annotation that is not a union, or a `_Misfit`."""
+        value, origin, arguments = entry.plain, typing.get_origin(hint) or hint, typing.get_args(hint)
+        if origin in (bool, int, float, str):
+            return _scalar(hint, value)
+        if origin is typing.Literal:
+            for choice in arguments:
+                if value == choice and type(value) is type(choice):
+                    return choice
+            raise _Misfit(did_you_mean(str(value), [str(choice) for choice in arguments]))
+        if origin in (tuple, list):
+            if not isinstance(value, list):
+                raise _Misfit("" if isinstance(value, Mapping) else f" Write [{value}].")
+            hints = arguments or (Any, ...)
+            if origin is list or hints[-1] is Ellipsis:
+                hints = hints[:1] * len(value)
+            if len(hints) != len(value):
+                raise _Misfit
+            items = enumerate(zip(hints, value, strict=True))
+            return origin(
+                self.value(own, entry_of(item, entry.where), (*path, str(at))) for at, (own, item) in items
+            )
+        if origin is dict:
+            if not entry.is_section:
+                raise _Misfit
+            own = arguments[1] if arguments else Any
+            return {key: self.value(own, item, (*path, key)) for key, item in entry.value.items()}
+        try:
+            return get_decoding_fn(hint)(value, path)
+        except (draccus.utils.DraccusException, ValueError, TypeError) as error:
+            raise ConfigError(f"`{'.'.join(path)}` {entry.where} can't be read: {error}") from error
+
+    def _meant(self, key: str, registry: Any, valid: list[str]) -> str:
         """What an unknown key may have been meant to be."""
         listed = f" Valid: {', '.join(valid) or 'none'}."
-        others = {} if registry is None else registry.get_known_choices()
+        choices = {} if registry is None else registry.get_known_choices()
         owners = [
-            name
-            for name, choice in others.items()
-            if key in {field.name for field in dataclasses.fields(choice)}
+            f"`type: {name}`"
+            for name, choice in choices.items()
+            if key in [field.name for field in dataclasses.fields(choice)]
         ]
         if owners:
-            return f" It is one of `type: {'`, `type: '.join(owners)}`.{listed}"
-        there = [".".join(other) for other in keys_below(self._config_class) if other[-1] == key]
-        if there:
-            return f" Did you mean `{'` or `'.join(there[:3])}`?{listed}"
-        return nearest(key, valid) + listed
+            return f" It is one of {', '.join(owners)}.{listed}"
+        rows = config_rows(self._config_class)
+        same = dict.fromkeys(row.dotted for row in rows if row.dotted.rpartition(".")[2] == key)
+        if same:
+            return f" Did you mean `{'` or `'.join(list(same)[:3])}`?{listed}"
+        return did_you_mean(key, valid) + listed
 
 
-def _check_section(entry: Entry, name: str, what: str, keys: list[str]) -> None:
-    """Refuses anything else where a section belongs, be it under keys that were laid over it."""
+def _scalar(kind: Any, value: Any) -> Any:
+    is_bool = isinstance(value, bool)
+    if kind is bool:
+        if is_bool or value in ("true", "false"):
+            return value in (True, "true")
+    elif kind is str:
+        if isinstance(value, str) and "\0" in value:
+            raise _Misfit(" Leave the null character out.")
+        if isinstance(value, str | int | date) and not is_bool:
+            return str(value)
+        raise _Misfit("" if isinstance(value, dict | list) else " Put it in quotes.")
+    elif isinstance(value, str | int | float) and not is_bool:
+        return _number(kind, value)
+    raise _Misfit
+
+
+def _number(kind: Any, value: str | float) -> Any:
+    with contextlib.suppress(ValueError, OverflowError):
+        if kind is int and not isinstance(value, float):
+            if -(2**63) <= (number := int(value)) < 2**63:
+                return number
+            raise _Misfit(" It must fit in 64 bits: below 2**63.")
+    with contextlib.suppress(ValueError, OverflowError):
+        number = float(value)
+        if kind is float and math.isfinite(number):
+            return number
+        if kind is int and number.is_integer():
+            raise _Misfit(f" Write {int(number)}.")
+    raise _Misfit
+
+
+def _check_section(entry: Entry, name: str, what: str, config_class: Any) -> None:
+    """Refuses anything else in place of a section, also where another file lays keys over it."""
     found = entry if entry.replaced is None else entry.replaced
-    if not found.is_section:
-        got = "nothing (null)" if found.plain is None else shortened(found.plain)
-        raise ConfigError(
-            f"`{name}` {found.where} {what}, got {got}. Write its keys there ({', '.join(keys)}), or leave "
-            f"`{name}` out."
-        )
-
-
-def _keys_of(config_class: Any) -> list[str]:
-    """The keys of a section, for errors; where `type` chooses among several sections, that alone."""
+    if found.is_section:
+        return
     if is_registry(config_class):
-        return [f"type: {'|'.join(config_class.get_known_choices())}", "..."]
-    names = [field.name for field in dataclasses.fields(config_class)]
-    return names[:4] + ["..."] * (len(names) > 4)
+        keys = [f"type: {'|'.join(config_class.get_known_choices())}", "..."]
+    else:
+        names = [field.name for field in dataclasses.fields(config_class)]
+        keys = names[:4] + ["..."] * (len(names) > 4)
+    raise ConfigError(
+        f"`{name}` {found.where} {what}, got {_got(found.plain)}. Write its keys there ({', '.join(keys)}), "
+        f"or leave `{name}` out."
+    )
+
+
+def _got(value: Any) -> str:
+    return "nothing (null)" if value is None else shown(value)
 
 
 def _chosen(registry: Any, keys: dict[str, Entry], entry: Entry, name: str) -> Any:
     """The class that a section's `type` names; takes that key out of `keys`."""
     choices = registry.get_known_choices()
-    chosen = keys.pop("type", None)
-    if chosen is None:
+    if "type" not in keys:
         default = registry.default_choice_name()
         if default is None:
             raise ConfigError(
                 f"`{name}` {entry.where} lacks the key `type`. Known types: {', '.join(choices)}."
             )
         return choices[default]
+    chosen = keys.pop("type")
     if not isinstance(chosen.value, str) or chosen.value not in choices:
-        hint = nearest(str(chosen.plain), list(choices))
+        hint = did_you_mean(str(chosen.plain), choices)
         raise ConfigError(
             f"`{name}.type` {chosen.where} is {chosen.plain!r}.{hint} Valid: {', '.join(choices)}."
         )
@@ -127,11 +212,11 @@ def _chosen(registry: Any, keys: dict[str, Entry], entry: Entry, name: str) -> A
 
 
 def _blamed(section: Entry, message: str) -> str:
-    """Where the entries stand that a message of a section's validation speaks of; all of them if of none."""
+    """Where the entries that a validation error mentions were written; all places if it mentions none."""
     found = list(leaves(section))
     for length in (2, 1):  # `paint.layers`, then `layers` alone
         names = [(re.escape(".".join(path[-length:])), entry.where) for path, entry in found]
-        spoken_of = [where for name, where in names if re.search(rf"\b{name}\b", message)]
-        if spoken_of:
-            return " and ".join(dict.fromkeys(spoken_of))
+        mentioned = [where for name, where in names if re.search(rf"\b{name}\b", message)]
+        if mentioned:
+            return " and ".join(dict.fromkeys(mentioned))
     return " and ".join(dict.fromkeys(entry.where for _, entry in found)) or section.where

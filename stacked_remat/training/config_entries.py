@@ -1,13 +1,14 @@
-"""What was written for a config, before it is checked: a tree that knows where each entry of it stands."""
+"""A config as it was written: a tree of entries that know where each was written."""
 
+import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from .config_error import ConfigError
 
-DEEPEST = 50
-"""How many levels a config may have: more than any has, and few enough for functions that call themselves."""
+# More than any config has, and few enough to be read at once: aliases make a short file describe a huge tree.
+_MOST_LEVELS, _MOST_VALUES = 50, 100_000
 
 
 @dataclass(frozen=True)
@@ -16,8 +17,8 @@ class Entry:
 
     Attributes:
         value: a scalar, a list, or for a section a dict of entries by key.
-        where: the place where it was written, as errors say it: `in FILE`, `on the command line`.
-        replaced: what stood below a section that was laid over it, if that was no section.
+        where: where it was written, for errors: `in FILE` or `on the command line`.
+        replaced: for a section, the value that was not a section and that it replaced, if any.
     """
 
     value: Any
@@ -35,32 +36,48 @@ class Entry:
         return {key: entry.plain for key, entry in self.value.items()} if self.is_section else self.value
 
 
-def entry_of(value: Any, where: str, level: int = 1) -> Entry:
-    """The tree of a plain value that was written in one place; keys become text.
+def entry_of(value: Any, where: str, level: int = 1, count: Iterator[int] | None = None) -> Entry:
+    """The tree of a plain value, in which parts may be entries already.
+
+    Args:
+        value: mappings with text as keys, lists and scalars.
+        where: where it was written.
+        level: the level of `value` in the whole.
+        count: counts the values of the whole.
 
     Raises:
-        ConfigError: it has more than `DEEPEST` levels; this is one of them.
+        ConfigError: too many levels or values.
     """
-    if level > DEEPEST:
-        raise ConfigError(f"What stands {where} has more than {DEEPEST} levels, which no config has.")
+    count = itertools.count() if count is None else count
+    if level > _MOST_LEVELS or next(count) > _MOST_VALUES:
+        raise too_large(where)
+    if isinstance(value, Entry):
+        return value
     if isinstance(value, Mapping):
-        return Entry({str(key): entry_of(own, where, level + 1) for key, own in value.items()}, where)
+        return Entry({key: entry_of(own, where, level + 1, count) for key, own in value.items()}, where)
     if isinstance(value, list):
-        return Entry([entry_of(item, where, level + 1).plain for item in value], where)
+        return Entry([entry_of(item, where, level + 1, count).plain for item in value], where)
     return Entry(value, where)
 
 
-def overlaid(below: Entry, above: Entry) -> Entry:
-    """Two trees as one: what `above` says holds, and of `below` what it does not speak of.
+def too_large(where: str) -> ConfigError:
+    """The error for a config with too many levels or values."""
+    return ConfigError(
+        f"The config {where} has more than {_MOST_LEVELS} levels or more than {_MOST_VALUES:,} values, "
+        f"aliases written out. Check that this is the file you meant."
+    )
 
-    A section that names another `type` than the one below replaces all of that, for its keys are others; so
-    does an empty one.
+
+def overlaid(below: Entry, above: Entry) -> Entry:
+    """Two trees merged key by key; where both have a value, that of `above` holds.
+
+    A section that is empty, or names another `type` than the one below, replaces all of it.
     """
-    if above.is_section and above.value and not below.is_section:
-        return Entry(above.value, above.where, replaced=below)
-    if not (below.is_section and above.is_section and above.value):
+    if not above.is_section or not above.value:
         return above
-    if _type_of(above) not in (None, _type_of(below)):
+    if not below.is_section:
+        return Entry(above.value, above.where, replaced=below)
+    if "type" in above.value and above.plain["type"] != below.plain.get("type"):
         return above
     merged = dict(below.value)
     for key, entry in above.value.items():
@@ -69,22 +86,16 @@ def overlaid(below: Entry, above: Entry) -> Entry:
 
 
 def with_key(tree: Entry, dotted: str, entry: Entry, above: tuple[str, ...] = ()) -> Entry:
-    """The tree with one entry replaced, by its dotted key; sections on the way are made if need be.
-
-    Args:
-        tree: the entries so far.
-        dotted: the key, below `above`.
-        entry: what it is to hold.
-        above: the keys that lead to the tree.
+    """The tree with one entry replaced, at `dotted` below the keys `above`; adds sections that are missing.
 
     Raises:
-        ConfigError: on the way stands a value, which has no keys.
+        ConfigError: a key that leads to it has a value, and is not a section.
     """
     if not tree.is_section and tree.value is not None:
         name = ".".join(above)
         raise ConfigError(
             f"`{name}.{dotted}` {entry.where} is a key of the section `{name}`, but `{name}` {tree.where} is "
-            f"{shortened(tree.plain)}, which has no keys. Write a section there, or leave `{name}` out."
+            f"{shown(tree.plain)}, which has no keys. Write a section there, or leave `{name}` out."
         )
     key, dot, rest = dotted.partition(".")
     keys: dict[str, Entry] = dict(tree.value or {})
@@ -94,8 +105,8 @@ def with_key(tree: Entry, dotted: str, entry: Entry, above: tuple[str, ...] = ()
     return Entry(keys, entry.where, replaced=tree)
 
 
-def shortened(value: Any) -> str:
-    """A value as an error shows it: its `repr`, cut where it is long."""
+def shown(value: Any) -> str:
+    """A value as an error shows it: its `repr`, shortened where it is long."""
     try:
         text = repr(value)
     except ValueError:  # an integer of more digits than Python writes out
@@ -104,13 +115,9 @@ def shortened(value: Any) -> str:
 
 
 def leaves(tree: Entry, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Entry]]:
-    """Every value that is no section, with its path."""
+    """Every value that is not a section, with its path."""
     if tree.is_section:
         for key, entry in tree.value.items():
             yield from leaves(entry, (*path, key))
     else:
         yield path, tree
-
-
-def _type_of(section: Entry) -> Any:
-    return section.value["type"].plain if "type" in section.value else None

@@ -4,9 +4,9 @@ from .credentials import without_credentials
 
 
 class ConfigError(ValueError):
-    """A config that can't be used; the message names the key, where it came from, and the fix.
+    """A config that can't be used; the message names the key, where it was written, and the fix.
 
-    What passwords and tokens are in its URLs is left out.
+    Passwords and tokens in URLs are removed from the message.
     """
 
     def __init__(self, message: str):

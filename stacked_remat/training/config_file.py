@@ -5,19 +5,17 @@ from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import draccus
-import yaml
 
 from .config_decode import decode_config
 from .config_entries import Entry, with_key
 from .config_error import ConfigError
-from .config_help import describe_keys
-from .config_include import read_config_file, read_config_value
+from .config_include import ON_THE_COMMAND_LINE, read_config_file, read_config_value
+from .config_reference import config_help
 from .credentials import all_without_credentials
 
 Config = TypeVar("Config")
 
 _CONFIG_PATH = "config_path"
-_ON_THE_COMMAND_LINE = "on the command line"
 
 
 def parse_config(config_class: type[Config], arguments: Sequence[str]) -> Config:
@@ -26,16 +24,16 @@ def parse_config(config_class: type[Config], arguments: Sequence[str]) -> Config
     Args:
         config_class: a dataclass of values, dataclasses and registries (`draccus.ChoiceRegistry`).
         arguments: the command line without the program's name. The file and the values are YAML, in which
-            `!include FILE` stands for what is in another file. `--help` prints all keys and exits.
+            `!include FILE` inserts the content of another file. `--help` prints all keys and exits.
 
     Raises:
         ConfigError: an unknown key, a value of the wrong type or out of range, or a file that can't be read.
     """
     if "--help" in arguments or "-h" in arguments:
-        print(describe_keys(config_class))
+        print(config_help(config_class))
         raise SystemExit(0)
     path, overrides = _read_arguments(arguments)
-    tree = Entry({}, _ON_THE_COMMAND_LINE) if path is None else read_config_file(path)
+    tree = Entry({}, ON_THE_COMMAND_LINE) if path is None else read_config_file(path)
     for key, entry in overrides.items():
         tree = with_key(tree, key, entry)
     return decode_config(config_class, tree)
@@ -44,8 +42,8 @@ def parse_config(config_class: type[Config], arguments: Sequence[str]) -> Config
 def config_as_dict(config: Any) -> dict[str, Any]:
     """The config as plain dicts, lists and scalars, with every default filled in and registries' `type` keys.
 
-    Written as YAML or JSON it is read back to an equal config, but for passwords and tokens in URLs: it is
-    saved and logged without them.
+    Written as YAML or JSON it is read back to an equal config, except for passwords and tokens in URLs, which
+    are left out.
     """
     return all_without_credentials(draccus.encode(config))
 
@@ -62,21 +60,12 @@ def _read_arguments(arguments: Sequence[str]) -> tuple[str | None, dict[str, Ent
         key, equals, value = flag[2:].partition("=")
         if not equals:
             if not remaining:
-                raise ConfigError(f"`--{key}` on the command line lacks its value: write `--{key} VALUE`.")
+                raise ConfigError(f"`--{key}` on the command line has no value: write `--{key} VALUE`.")
             value = remaining.pop(0)
         if key == _CONFIG_PATH:
             path = value
         elif key == "config" or difflib.get_close_matches(key, [_CONFIG_PATH], cutoff=0.8):
             raise ConfigError(f"Unknown key `{key}` on the command line. Did you mean `--{_CONFIG_PATH}`?")
         else:
-            overrides[key] = _read_value(key, value)
+            overrides[key] = read_config_value(key, value)
     return path, overrides
-
-
-def _read_value(key: str, value: str) -> Entry:
-    try:
-        return read_config_value(value, _ON_THE_COMMAND_LINE)
-    except (yaml.YAMLError, ValueError) as error:
-        if isinstance(error, ConfigError):
-            raise
-        raise ConfigError(f"The value of `--{key}` on the command line is no YAML: {error}") from error

@@ -1,67 +1,63 @@
-"""Config files that include others: `!include FILE` wherever a value may stand, and at a merge key.
+"""Config files that include others: `!include FILE` in the place of any value, and at a merge key.
 
-    <<: !include base.yaml                 # all of it, with the keys below instead of its own
-    optimizer: !include optimizers/lion.yaml
+    <<: !include base.yaml  # all of it, except for the keys below
     trainer:
-      <<: [!include short.yaml, !include quiet.yaml]   # where both have a key, the first one's holds
-      num_steps: 500
+      <<: [!include short.yaml, !include quiet.yaml]  # the first one that has a key gives its value
 
-A name is relative to the file that includes it. Keys beside a merge override single keys of what is included,
-however deep; a section that names another `type`, or `{}`, replaces the included one.
+A name is relative to the file that includes it. Keys beside a merge override single keys of included files,
+at any depth; a section that names another `type`, or `{}`, replaces the included one.
 """
 
+import functools
 import itertools
 import json
 import os
 import posixpath
 import tomllib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import fsspec
 import yaml
 
-from .config_entries import DEEPEST, Entry, entry_of, overlaid, shortened
+from .config_entries import Entry, entry_of, overlaid, shown, too_large
 from .config_error import ConfigError
 
-# More than any config has, and little enough to be read at once: by its aliases a short file may be huge.
-_LARGEST, _MOST_VALUES, _MOST_INCLUDES = 2**20, 100_000, 100
+ON_THE_COMMAND_LINE = "on the command line"
 
-_INCLUDE, _MERGE = "!include", "tag:yaml.org,2002:merge"
+_LARGEST, _MOST_INCLUDES = 2**20, 100  # more bytes and files than any config has
+_MERGE = "tag:yaml.org,2002:merge"
 
 
 def read_config_file(location: str) -> Entry:
-    """The entries of a config file with those of the files that it includes.
+    """The entries of a config file and of the files that it includes.
 
     Args:
-        location: a path, or a URL of any file system that fsspec knows. YAML; `.json` and `.toml` are read as
-            what they are, and include nothing.
+        location: a path, or a URL of any file system that fsspec knows. YAML; a `.json` or `.toml` file is
+            read in its own format, and includes nothing.
 
     Raises:
-        ConfigError: a file that can't be read, that includes itself, or that holds no mapping; names all
-            files on the way to it.
+        ConfigError: a file that can't be read, includes itself, or is not a mapping; names the file and all
+            files that lead to it.
     """
     tree = _read(_File(location))
     if not tree.is_section:
-        got = "is empty" if tree.value is None else f"holds {shortened(tree.plain)}"
+        got = "is empty" if tree.value is None else f"holds {shown(tree.plain)}"
         raise ConfigError(f"The config file {location} {got}; it must hold a mapping of keys to values.")
     return tree
 
 
-def read_config_value(text: str, where: str) -> Entry:
-    """The entries of YAML from elsewhere; names of files to include are relative to the working directory.
-
-    Args:
-        text: the YAML.
-        where: where it stands, for errors.
+def read_config_value(key: str, text: str) -> Entry:
+    """The entries of YAML from the command line; included files are relative to the working directory.
 
     Raises:
-        yaml.YAMLError: the text is none.
-        ConfigError: as `read_config_file`.
+        ConfigError: the text is not YAML; or as `read_config_file`.
     """
-    return _resolved(_parse(text, where), _File("", where=where))
+    try:
+        return _parsed(text, _File(""))
+    except yaml.YAMLError as error:
+        raise ConfigError(f"The value of `--{key}` {ON_THE_COMMAND_LINE} is not YAML: {error}") from error
 
 
 @dataclass(frozen=True)
@@ -69,209 +65,122 @@ class _File:
     """A file being read.
 
     Attributes:
-        location: path or URL.
-        includers: the files on the way to it and the line there, from the nearest.
-        seen: what tells these files, and this, from others.
-        where: how errors call it.
-        count: counts all files that are included, however deep.
+        location: path or URL; empty for the command line.
+        includers: the files that lead to it with the line of each include, the nearest first.
+        count: counts all included files.
     """
 
     location: str
-    includers: tuple[str, ...] = ()
-    seen: tuple[str, ...] = ()
-    where: str = field(default="", kw_only=True)
-    count: Iterator[int] = field(default_factory=itertools.count, kw_only=True)
+    includers: tuple[tuple[str, int], ...] = ()
+    count: Iterator[int] = field(default_factory=itertools.count)
 
     @property
     def name(self) -> str:
-        return self.location + "".join(f", included by {includer}" for includer in self.includers)
+        chain = [f"{file} line {line}" if file else "the command line" for file, line in self.includers]
+        return ", included by ".join([self.location, *chain])
 
     @property
-    def place(self) -> str:
-        return self.where or f"in {self.name}"
+    def where(self) -> str:
+        return f"in {self.name}" if self.location else ON_THE_COMMAND_LINE
 
-    def included(self, include: "_Include") -> "_File":
-        location = _beside(self.location, include.name)
-        here = f"{self.location} line {include.line}" if self.location else "the command line"
-        seen = (*self.seen, _identity(self.location))
-        found = _File(location, (here, *self.includers), seen, count=self.count)
+    def included(self, name: str, line: int) -> "_File":
+        found = _File(_beside(self.location, name), ((self.location, line), *self.includers), self.count)
         if next(self.count) == _MOST_INCLUDES:
             raise ConfigError(f"A config includes at most {_MOST_INCLUDES} files; one more is {found.name}.")
-        if _identity(location) in found.seen:
+        if found.location in [file for file, _ in found.includers]:
             raise ConfigError(f"A config file can't include itself: {found.name}.")
         return found
 
 
-@dataclass(frozen=True)
-class _Include:
-    """What stands for a file that is not read yet."""
-
-    name: str
-    line: int
-
-
 def _read(file: _File) -> Entry:
-    location = file.location
     try:
-        text = _text(location)
-        for ending, loads in {".json": json.loads, ".toml": tomllib.loads}.items():
-            if location.endswith(ending):
-                return entry_of(loads(text), file.place)
-        return _resolved(_parse(text, location), file)
+        return _parsed(_text(file.location), file)
     except ConfigError:
         raise
-    except UnicodeDecodeError as error:
-        raise ConfigError(
-            f"Can't read the config file {file.name}: it is not UTF-8 text (byte {error.start}). Save it as "
-            f"UTF-8, or restore it."
-        ) from error
-    except RecursionError as error:
-        raise ConfigError(
-            f"Can't read the config file {file.name}: it is nested too deeply. A config has a few levels."
-        ) from error
-    except (OSError, ImportError, ValueError, yaml.YAMLError) as error:
+    except (OSError, ValueError, yaml.YAMLError) as error:
         raise ConfigError(f"Can't read the config file {file.name}: {error}") from error
 
 
 def _text(location: str) -> str:
-    """What is in a file, unless that is more than a config can be: a device or a data file, say."""
-    if "://" in location:
-        try:
-            with fsspec.open(location, "rb") as stream:
-                found = stream.read(_LARGEST + 1)  # pyright: ignore[reportAttributeAccessIssue]
-        except (OSError, ImportError, ValueError):
-            raise
-        except Exception as error:  # file systems raise what their clients do
-            raise OSError(f"{type(error).__name__}: {error}") from error
-    else:
-        with Path(location).open("rb") as stream:
-            found = stream.read(_LARGEST + 1)
+    try:
+        with fsspec.open(location, "rb") if "://" in location else open(location, "rb") as stream:
+            found = stream.read(_LARGEST + 1)  # pyright: ignore[reportAttributeAccessIssue]
+    except Exception as error:  # file systems raise what their clients do
+        raise OSError(str(error) or type(error).__name__) from error
     if len(found) > _LARGEST:
-        raise ValueError(f"it has more than {_LARGEST >> 20} MiB, which is no config.")
-    return found.decode("utf-8-sig")
+        raise ValueError(f"it has more than {_LARGEST >> 20} MiB, which no config has.")
+    try:
+        return found.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"it is not UTF-8 text (byte {error.start}). Save it as UTF-8, or restore it."
+        ) from error
 
 
-def _resolved(value: Any, file: _File) -> Entry:
-    """The tree of what stands in `file`, with the files that it includes."""
-    if isinstance(value, _Include):
-        return _read(file.included(value))
-    if isinstance(value, list):
-        return Entry([_resolved(item, file).plain for item in value], file.place)
-    if not isinstance(value, dict):
-        return Entry(value, file.place)
-    keys = {str(key): _resolved(item, file) for key, item in value.items() if key is not _Include}
-    bases = value.get(_Include, ())
-    own = Entry(keys, file.place) if keys or not bases else None
-    for base in bases:
-        below = _resolved(base, file)
-        if not below.is_section:
-            name = base.name if isinstance(base, _Include) else repr(base)
-            raise ConfigError(f"What `<<:` {file.place} merges has to be a mapping; {name} is none.")
-        own = below if own is None else overlaid(below, own)
-    assert own is not None
-    return own
+def _parsed(text: str, file: _File) -> Entry:
+    loads = {".json": json.loads, ".toml": tomllib.loads}.get(posixpath.splitext(file.location)[1])
+    try:
+        plain = loads(text) if loads else yaml.load(text, functools.partial(_Loader, file=file))  # pyright: ignore[reportArgumentType]
+        return entry_of(plain, file.where)
+    except RecursionError as error:
+        raise too_large(file.where) from error
 
 
 class _Loader(yaml.SafeLoader):
-    """Plain values, with every `!include` still to be read.
+    """Gives plain values, and entries in place of included files. Refuses a key that is given twice."""
 
-    Refuses a key that is given twice, and more values, aliases written out, or levels than a config has.
-    """
-
-    def __init__(self, text: str):
+    def __init__(self, text: str, file: _File):
         super().__init__(text)
-        self._level = 0
-        # Values and levels of each whole node, aliases written out.
-        self._sizes: dict[int, tuple[int, int]] = {}
-
-    def compose_node(self, parent: Any, index: Any) -> Any:
-        mark, is_alias = self.peek_event().start_mark, self.check_event(yaml.AliasEvent)
-        self._level += 1
-        if self._level > DEEPEST:
-            raise _too_much(f"more than {DEEPEST} levels", mark)
-        node = super().compose_node(parent, index)
-        self._level -= 1
-        if node is None:
-            return None
-        if not is_alias:
-            parts = [] if isinstance(node, yaml.ScalarNode) else node.value
-            if isinstance(node, yaml.MappingNode):
-                parts = [part for pair in node.value for part in pair]
-            within = [self._sizes[id(part)] for part in parts]
-            values, levels = zip(*within, strict=True) if within else ((0,), (0,))
-            self._sizes[id(node)] = (1 + sum(values), 1 + max(levels))
-        if id(node) not in self._sizes:
-            raise _too_much("an alias inside of what it stands for", mark)
-        values, levels = self._sizes[id(node)]
-        if values > _MOST_VALUES or self._level + levels > DEEPEST:
-            raise _too_much(
-                f"more than {_MOST_VALUES:,} values or {DEEPEST} levels, aliases written out", mark
-            )
-        return node
-
-    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
-        node = super().compose_mapping_node(anchor)
-        lines: dict[str, int] = {}
-        for key, _ in node.value:
-            line = key.start_mark.line + 1
-            if isinstance(key, yaml.ScalarNode) and lines.setdefault(key.value, line) != line:
-                raise yaml.constructor.ConstructorError(
-                    None,
-                    None,
-                    f"the key {key.value!r} is there twice: line {lines[key.value]}",
-                    key.start_mark,
-                )
-        return node
-
-    def construct_yaml_map(self, node: yaml.MappingNode) -> Any:
-        merges = [value for key, value in node.value if key.tag == _MERGE and _includes(value)]
-        kept = [(key, value) for key, value in node.value if not (key.tag == _MERGE and _includes(value))]
-        node = yaml.MappingNode(node.tag, kept, node.start_mark, node.end_mark)
-        mapping: dict[Any, Any] = self.construct_mapping(node, deep=True)
-        for value in merges:
-            several = isinstance(value, yaml.SequenceNode)
-            items = [self.construct_object(item, deep=True) for item in (value.value if several else [value])]
-            mapping[_Include] = items
-        return mapping
+        self.name = file.location or file.where
+        self._file = file
 
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
         try:
             return super().construct_object(node, deep)
-        except (yaml.YAMLError, RecursionError):
+        except (yaml.YAMLError, RecursionError, ConfigError):
             raise
-        except (
-            Exception
-        ) as error:  # `!!bool abc` is a KeyError in PyYAML, `!!timestamp abc` an AttributeError
-            kind = node.tag.rpartition(":")[2]
+        except Exception as error:  # PyYAML: a KeyError for `!!bool abc`, an AttributeError for a timestamp
             why = f": {error}" if isinstance(error, ValueError) else ""
-            raise yaml.constructor.ConstructorError(
-                None, None, f"{shortened(node.value)} is no {kind}{why}", node.start_mark
-            ) from error
+            raise _error(f"{shown(node.value)} is not a {node.tag.rpartition(':')[2]}{why}", node) from error
 
-    def construct_include(self, node: yaml.ScalarNode) -> _Include:
-        return _Include(str(self.construct_scalar(node)), node.start_mark.line + 1)
+    def construct_map(self, node: yaml.MappingNode) -> Any:
+        """A dict, or an entry where it merges included files."""
+        lines: dict[str, int] = {}
+        tree: Any = {}
+        merged: list[Any] = []
+        for key, value in node.value:
+            if not isinstance(key, yaml.ScalarNode):
+                raise _error("a key must be text", key)
+            if key.value in lines:
+                raise _error(f"the key {key.value!r} is given twice: line {lines[key.value]}", key)
+            lines[key.value] = key.start_mark.line + 1
+            found = self.construct_object(value, deep=True)
+            if key.tag == _MERGE:
+                merged = found if isinstance(found, list) else [found]
+            else:
+                tree[key.value] = found
+        where = self._file.where
+        for below in merged:
+            if isinstance(below, dict) and isinstance(tree, dict):
+                tree = {**below, **tree}  # YAML's own merge replaces whole values
+                continue
+            entry = entry_of(below, where)
+            if not entry.is_section:
+                raise ConfigError(f"`<<` merges {shown(entry.plain)} {entry.where}; it must be a mapping.")
+            tree = overlaid(entry, entry_of(tree, where)) if tree else entry
+        return tree
+
+    def construct_include(self, node: yaml.ScalarNode) -> Entry:
+        """The entries of another file."""
+        return _read(self._file.included(str(self.construct_scalar(node)), node.start_mark.line + 1))
 
 
-_Loader.add_constructor("tag:yaml.org,2002:map", _Loader.construct_yaml_map)
-_Loader.add_constructor(_INCLUDE, _Loader.construct_include)
+_Loader.add_constructor("tag:yaml.org,2002:map", _Loader.construct_map)
+_Loader.add_constructor("!include", _Loader.construct_include)
 
 
-def _too_much(what: str, mark: Any) -> yaml.YAMLError:
-    return yaml.constructor.ConstructorError(None, None, f"{what}, which no config has", mark)
-
-
-def _includes(value: yaml.Node) -> bool:
-    items: Sequence[yaml.Node] = value.value if isinstance(value, yaml.SequenceNode) else [value]
-    return any(item.tag == _INCLUDE for item in items)
-
-
-def _parse(text: str, name: str) -> Any:
-    loader = _Loader(text)
-    loader.name = name
-    try:
-        return loader.get_single_data()
-    finally:
-        loader.dispose()
+def _error(problem: str, node: yaml.Node) -> yaml.YAMLError:
+    return yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
 
 
 def _beside(including: str, name: str) -> str:
@@ -279,10 +188,5 @@ def _beside(including: str, name: str) -> str:
     name = os.path.expanduser(name)
     if "://" in name or os.path.isabs(name):
         return name
-    scheme, separator, rest = including.rpartition("://")
-    joined = posixpath.join(posixpath.dirname(rest), name)
-    return f"{scheme}{separator}{posixpath.normpath(joined)}" if separator else joined
-
-
-def _identity(location: str) -> str:
-    return location if "://" in location or not location else os.path.realpath(location)
+    scheme, separator, path = including.rpartition("://")
+    return scheme + separator + posixpath.normpath(posixpath.join(posixpath.dirname(path), name))

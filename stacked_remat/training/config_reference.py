@@ -1,73 +1,161 @@
-"""A page of the documentation with every key of a config: its type, its default and what it means.
+"""Every key of a config with its type, default and meaning: for `--help`, and as a page of documentation.
 
-All of it is read off the config's dataclasses and their docstrings, as `--help` is.
+The meanings come from the `Attributes:` of the dataclasses' docstrings.
 """
 
 import dataclasses
 import inspect
+import json
+import re
+import textwrap
 import typing
-from collections.abc import Container, Iterable, Iterator
-from typing import Any
+from collections.abc import Iterable, Iterator
+from typing import Any, Literal
 
-from .config_help import as_written, field_default, field_meanings, registry_types
+import draccus
+
 from .config_hints import is_registry, named_section_class, section_class, type_names
 
 _HEADER = "| key | type | default | |\n|---|---|---|---|"
+_WIDTH = 100
+
+
+@dataclasses.dataclass(frozen=True)
+class ConfigRow:
+    """A key of a config (of a value, a section, or sections under free names), or a type of a section.
+
+    Attributes:
+        kind: which of these.
+        dotted: the dotted key; for a type, its section's.
+        names: the names of a value's type; the types that a section chooses among; the name of a type.
+        default: as one would write it; None if it is required. For a section, the type chosen by default, or
+            `null` if the section is left out by default.
+        meaning: what the docstring of the class says about the field.
+        description: what the docstring of a section's class says before its fields.
+    """
+
+    kind: Literal["value", "section", "named", "type"]
+    dotted: str
+    names: tuple[str, ...] = ()
+    default: str | None = None
+    meaning: str = ""
+    description: str = ""
+
+
+def config_rows(config_class: Any, prefix: str = "", instance: Any = None) -> Iterator[ConfigRow]:
+    """The rows of a dataclass: its values first, then each section with its own rows.
+
+    Args:
+        config_class: a dataclass of values, dataclasses and registries (`draccus.ChoiceRegistry`), of which
+            every known type is described.
+        prefix: put before the dotted keys.
+        instance: has the default values in place of the class.
+    """
+    hints, meanings = typing.get_type_hints(config_class), _meanings(config_class)
+    sections = []
+    for field in dataclasses.fields(config_class):
+        hint, dotted, meaning = hints[field.name], f"{prefix}{field.name}", meanings.get(field.name, "")
+        value = _default(field) if instance is None else getattr(instance, field.name)
+        if (named := named_section_class(hint)) is not None:
+            row = ConfigRow("named", f"{dotted}.NAME", (), None, meaning, _description(named))
+            sections.append((row, named, None))
+        elif (section := section_class(hint)) is not None:
+            default = "null" if value is None else None
+            row = ConfigRow("section", dotted, (), default, meaning, _description(section))
+            sections.append((row, section, value if dataclasses.is_dataclass(value) else None))
+        else:
+            default = None if value is dataclasses.MISSING else _written(value)
+            yield ConfigRow("value", dotted, tuple(type_names(hint)), default, meaning)
+    for row, section, value in sections:
+        yield from _section(row, section, value)
+
+
+def _section(row: ConfigRow, section: Any, instance: Any) -> Iterator[ConfigRow]:
+    prefix = f"{row.dotted}."
+    if not is_registry(section):
+        yield row
+        yield from config_rows(section, prefix, instance)
+        return
+    choices = section.get_known_choices()
+    chosen = next((name for name, choice in choices.items() if type(instance) is choice), row.default)
+    yield dataclasses.replace(row, names=tuple(choices), default=chosen, description="")
+    rows = {
+        name: list(config_rows(choice, prefix, instance if name == chosen else None))
+        for name, choice in choices.items()
+    }
+    first, *others = rows.values()
+    shared = [row for row in first if others and all(row in other for other in others)]
+    yield from shared
+    for name, choice in choices.items():
+        own = [row for row in rows[name] if row not in shared]
+        yield ConfigRow("type", row.dotted, (name,), description=_description(choice))
+        yield from own
+
+
+def config_help(config_class: Any) -> str:
+    """What `--help` prints: the keys as they are written on the command line, a paragraph each."""
+    summary = (inspect.getdoc(config_class) or "").partition("\n")[0]
+    path = ["--config_path FILE", "    a YAML file of the keys below, which override it on the command line."]
+    lines = [summary, "", *path]
+    for row, following in _with_next(config_class):
+        default = "required" if row.default is None else f"default {row.default}"
+        if row.kind == "value":
+            lines.append(f"--{row.dotted} {'|'.join(row.names)} ({default})")
+        elif row.kind == "named":
+            lines.append(f"--{row.dotted}.* (any number of sections, each under a name of your own)")
+        elif row.kind == "section":
+            unset = " (default null, which leaves the section out)" if row.default == "null" else ""
+            lines.append(f"--{row.dotted}.*{unset}")
+        elif following is not None and following.dotted.startswith(f"{row.dotted}."):
+            lines.append(f"With --{row.dotted}.type {row.names[0]}:")
+        lines += textwrap.wrap(row.meaning, _WIDTH, initial_indent="    ", subsequent_indent="    ")
+        if row.kind == "section" and row.names:
+            lines.append(f"--{row.dotted}.type {' | '.join(row.names)} ({default})")
+    return "\n".join(lines)
 
 
 def config_reference(config_class: Any) -> str:
-    """The reference of a config's keys as Markdown, a heading for each section of the file.
+    """The reference of a config's keys as Markdown, with a heading for each section of the file.
 
     Args:
         config_class: a dataclass of values, dataclasses and registries (`draccus.ChoiceRegistry`), of which
             every known type is described.
     """
-    return "\n\n".join(filter(None, _keys(config_class, "", None))) + "\n"
-
-
-def _section(dotted: str, hint: Any, default: Any, meaning: str) -> Iterator[str]:
-    """The paragraphs of a section below the top: its heading, what it is, and its keys."""
-    yield f"{'#' * min(2 + dotted.count('.'), 4)} `{dotted}`"
-    yield _sentence(meaning) + (" Left out by default." if default is None else "")
-    instance = default if dataclasses.is_dataclass(default) else None
-    section = named_section_class(hint) or section_class(hint)
-    if not is_registry(section):
-        yield _description(section)
-        yield from _keys(section, f"{dotted}.", instance)
-        return
-    choices, chosen, shared = registry_types(section, instance)
-    yield f"`type` is one of {_listed(choices)}" + (f"; `{chosen}` if it is not named." if chosen else ".")
-    if shared:
-        yield "All types have:"
-        yield from _keys(next(iter(choices.values())), f"{dotted}.", None, shared)
-    for name, choice in choices.items():
-        yield f"#### `{dotted}`, `type: {name}`"
-        yield _description(choice)
-        own = {field.name for field in dataclasses.fields(choice)} - shared
-        yield from _keys(choice, f"{dotted}.", instance if name == chosen else None, own)
-
-
-def _keys(config_class: Any, prefix: str, default: Any, only: Container[str] | None = None) -> Iterator[str]:
-    """A table of the values of one dataclass, then its sections."""
-    hints, meanings = typing.get_type_hints(config_class), field_meanings(config_class)
-    rows, sections = [], []
-    for field in dataclasses.fields(config_class):
-        if only is not None and field.name not in only:
-            continue
-        hint, meaning = hints[field.name], meanings.get(field.name, "")
-        value = field_default(field) if default is None else getattr(default, field.name)
-        dotted = f"{prefix}{field.name}"
-        if section_class(hint) is None and named_section_class(hint) is None:
-            shown = "required" if value is dataclasses.MISSING else f"`{as_written(value)}`"
-            rows.append(f"| `{dotted}` | {_listed(type_names(hint), ' or ')} | {shown} | {meaning} |")
-        elif named_section_class(hint) is not None:
-            sections.append((f"{dotted}.NAME", hint, dataclasses.MISSING, meaning))
+    paragraphs: list[str] = []
+    before = ""
+    for row, following in _with_next(config_class):
+        if row.kind == "value":
+            default = "required" if row.default is None else f"`{row.default}`"
+            line = f"| `{row.dotted}` | {_listed(row.names, ' or ')} | {default} | {row.meaning} |"
+            paragraphs.append(f"{paragraphs.pop() if before == 'value' else _HEADER}\n{line}")
+        elif row.kind == "type":
+            paragraphs += [f"#### `{row.dotted}`, `type: {row.names[0]}`", row.description]
         else:
-            sections.append((dotted, hint, value, meaning))
-    if rows:
-        yield "\n".join([_HEADER, *rows])
-    for section in sections:
-        yield from _section(*section)
+            unset = " Left out by default." if row.default == "null" else ""
+            heading = f"{'#' * min(2 + row.dotted.count('.'), 4)} `{row.dotted}`"
+            paragraphs += [heading, row.meaning[:1].upper() + row.meaning[1:] + unset, row.description]
+        if row.kind == "section" and row.names:
+            chosen = "." if row.default in (None, "null") else f"; `{row.default}` if it is not named."
+            paragraphs.append(f"`type` is one of {_listed(row.names)}{chosen}")
+            if following is not None and following.kind != "type":
+                paragraphs.append("All types have:")
+        before = row.kind
+    return "\n\n".join(filter(None, paragraphs)) + "\n"
+
+
+def _with_next(config_class: Any) -> Iterator[tuple[ConfigRow, ConfigRow | None]]:
+    rows = list(config_rows(config_class))
+    return zip(rows, [*rows[1:], None], strict=True)
+
+
+def _default(field: dataclasses.Field) -> Any:
+    return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+
+
+def _written(value: Any) -> str:
+    """A value as one would write it in the file."""
+    encoded = draccus.encode(value)
+    return encoded if isinstance(encoded, str) else json.dumps(encoded)
 
 
 def _description(config_class: Any) -> str:
@@ -77,8 +165,17 @@ def _description(config_class: Any) -> str:
     return "" if made_by_dataclass else text
 
 
-def _sentence(text: str) -> str:
-    return text[:1].upper() + text[1:]
+def _meanings(config_class: type) -> dict[str, str]:
+    """What the `Attributes:` of a class and of its bases say about each field."""
+    found: dict[str, str] = {}
+    for base in reversed(config_class.__mro__):
+        _, _, attributes = inspect.cleandoc(base.__doc__ or "").partition("\nAttributes:\n")
+        block = re.split(r"\n(?=\S)", attributes)[0]
+        for entry in re.split(r"\n(?=    \S)", block):
+            name, colon, meaning = entry.strip().partition(":")
+            if colon:
+                found[name] = " ".join(meaning.split())
+    return found
 
 
 def _listed(names: Iterable[str], separator: str = ", ") -> str:

@@ -1,31 +1,31 @@
-"""What to train on and how it is cut, as the `data` section of a config file says it."""
+"""The `data` section of a config: sources of text, tokenizer, and the shape of batches."""
 
 from dataclasses import dataclass, field
 from typing import Literal
 
-from .config_value import check_folder
+from .config_checks import check_at_least, check_folder
 
 _LONGEST = 2**31 - 1
 
 
 @dataclass(frozen=True)
 class SourceConfig:
-    """Files of one kind, and their share of the mixture.
+    """Files of one format, and their share of the mixture.
 
     Attributes:
-        paths: files, globs, or folders read with all that is below them; local, or URLs of any file system
-            that fsspec knows (`s3://`, `gs://`, `hf://`, `https://`). Compressed files (`.gz`, `.bz2`, `.xz`)
-            are read as what they hold.
-        held_out: files to evaluate on, written like `paths`; where there are none, a part of `paths` is held
-            out, as `data.held_out_fraction` says.
-        format: `text` is a document a file, `jsonl` an object a line, `parquet` a document a row; `auto` goes
-            by the ending of each file's name.
+        paths: files, globs, or folders, which are read recursively; local, or URLs of any file system that
+            fsspec knows (`s3://`, `gs://`, `hf://`, `https://`). Compressed files (`.gz`, `.bz2`, `.xz`) are
+            decompressed.
+        held_out: files to evaluate on, written like `paths`; without them, `data.held_out_fraction` of
+            `paths` is held out.
+        format: `text` is one document per file, `jsonl` one object per line, `parquet` one document per row;
+            `auto` goes by the extension of each file's name.
         text_key: key, or column, of a document's text.
-        messages_key: key, or column, of a chat: a list of messages with `role` and `content`, written out
-            with the tokenizer's chat template. Read where there is no text.
-        train_on: of chats, whether all tokens are targets (`all`) or those of the assistant's turns alone
-            (`answers`); other documents are always trained on whole.
-        weight: share of the training sequences that come from here, relative to the other sources' weights.
+        messages_key: key, or column, of a chat: a list of messages with `role` and `content`, formatted with
+            the tokenizer's chat template. Used for records without text.
+        train_on: in chats, whether all tokens are targets (`all`) or only those of the assistant's turns
+            (`answers`); in other documents all tokens are.
+        weight: share of the training sequences that come from this source, relative to the other weights.
     """
 
     paths: tuple[str, ...]
@@ -51,25 +51,25 @@ class SourceConfig:
 
 @dataclass(frozen=True)
 class DataConfig:
-    """What text to train on, and how it is cut.
+    """The text to train on, and the shape of batches.
 
     Attributes:
-        sources: where the text is, each under a name of your own; the Python standard library of the running
-            interpreter if there are none, so that nothing need be downloaded.
+        sources: where the text is, each under a name of your own; without any, the source code of the running
+            interpreter's standard library, so that nothing needs to be downloaded.
         tokenizer: `byte` for UTF-8 bytes; or a Hugging Face tokenizer: a folder, a `tokenizer.json`, or a
             name on the hub such as `owner/name` or `owner/name@revision`.
         cache_dir: local folder for the tokens, so that text is tokenized once.
-        held_out_fraction: share of the documents, chosen by their names, that is never trained on; of sources
-            that have no `held_out` files of their own. What one source holds out, no other trains on.
+        held_out_fraction: share of the documents, chosen by their names, that is held out from each source
+            without `held_out` files. A document that one source holds out is trained on by none.
         seq_len: tokens in a sequence.
         batch_size: sequences in a step, over all processes.
-        packing: `split` cuts the documents, one after the other, into sequences without a gap; `whole` cuts
-            only documents longer than a sequence, fits the others in and pads what is left.
-        separate_documents: whether a document sees no other in its sequence. If false, sequences are like one
-            document each, which kernels that know no boundaries between documents can serve.
+        packing: `split` joins the documents and cuts them into sequences without padding; `whole` cuts only
+            documents longer than a sequence, fits the others in and pads the rest.
+        separate_documents: whether tokens attend only within their document. If false, each sequence is
+            treated as one document, as kernels without document boundaries need it.
         on_malformed: whether a record that can't be read ends the run (`error`) or is counted (`skip`).
-        max_record_bytes: bytes of a text, a line or a row, decompressed, above which it is a record that
-            can't be read; such a record is never read whole into memory.
+        max_record_bytes: largest size of a text, a line or a row, decompressed; a larger record counts as
+            one that can't be read, and is never held in memory whole.
         prefetch: batches that are made in advance, in a thread; 0 for none.
     """
 
@@ -91,9 +91,9 @@ class DataConfig:
                 f"data.held_out_fraction must lie between 0 and 1, got {self.held_out_fraction}; 0.05 holds "
                 f"out about one document in twenty."
             )
-        for name, lowest in {"seq_len": 1, "batch_size": 1, "max_record_bytes": 1, "prefetch": 0}.items():
-            if getattr(self, name) < lowest:
-                raise ValueError(f"data.{name} must be at least {lowest}, got {getattr(self, name)}.")
+        sizes = {"batch_size": self.batch_size, "max_record_bytes": self.max_record_bytes}
+        check_at_least(1, "data", seq_len=self.seq_len, **sizes)
+        check_at_least(0, "data", prefetch=self.prefetch)
         if self.seq_len > _LONGEST:
             raise ValueError(
                 f"data.seq_len must be at most {_LONGEST:,}, because positions are 32-bit integers; got "
@@ -103,6 +103,6 @@ class DataConfig:
         for name in self.sources:
             if not name or not all(letter.isalnum() or letter in "-_" for letter in name):
                 raise ValueError(
-                    f"data.sources: the name {name!r} of a source has to be made of letters, digits, `-` and "
-                    f"`_`; it becomes part of a folder's name."
+                    f"data.sources: the name {name!r} must consist of letters, digits, `-` and `_`; it "
+                    f"becomes part of a folder's name."
                 )

@@ -1,4 +1,4 @@
-"""The loss on text that is never trained on: all of it, and that of each source."""
+"""The mean loss on held-out text: over all sources, and for each of several."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
@@ -25,19 +25,19 @@ def held_out_evaluators(
     *,
     partitioning: Partitioning | None = None,
 ) -> dict[str, Evaluator]:
-    """Evaluators by the names of their metrics: `held_out`, and `held_out/NAME` for each of several sources.
+    """Evaluators by name of metric: `held_out`, and `held_out/NAME` for each of several sources.
 
-    They are compiled once for all, where their batches have the same shape.
+    They share one compilation where their batches have the same shape.
 
     Args:
-        loss_function: what is averaged.
+        loss_function: its `loss` metric is averaged.
         held_out: the held-out text of all sources together.
-        by_source: that of each, by name; a single one is not evaluated once more.
-        num_batches: how many batches an evaluation reads; of a source that has fewer, all of them.
-        partitioning: what batches are divided over; the functions are to be called while it is active.
+        by_source: the held-out text of each source; a single source is not evaluated twice.
+        num_batches: batches per evaluation; all batches of a source that has fewer.
+        partitioning: shards the batches; must be active when the evaluators are called.
 
     Raises:
-        ConfigError: there is less held-out text than that in all.
+        ConfigError: `held_out` has fewer batches.
     """
     compiled = _compiled(loss_function)
     evaluators = {"held_out": _evaluator(compiled, held_out, num_batches, "held_out", partitioning)}
@@ -58,17 +58,17 @@ def held_out_evaluator(
 ) -> Evaluator:
     """A function from a model to its mean `loss` per token, in nats, on the first `num_batches` batches.
 
-    Every call reads the same batches, so that its results can be compared. It compiles at the first.
+    Every call reads the same batches; the first one compiles.
 
     Args:
-        loss_function: what is averaged.
-        held_out: where the batches come from.
-        num_batches: how many of them.
-        name: of the set, for the error.
-        partitioning: what batches are divided over; the function is to be called while it is active.
+        loss_function: its `loss` metric is averaged.
+        held_out: the batches.
+        num_batches: how many of them to read.
+        name: of the set, for errors.
+        partitioning: shards the batches; must be active when the function is called.
 
     Raises:
-        ConfigError: there is less held-out text than that.
+        ConfigError: there are fewer batches, or none of their tokens counts.
     """
     return _evaluator(_compiled(loss_function), held_out, num_batches, name, partitioning)
 
@@ -89,8 +89,8 @@ def _evaluator(
             f"The set {name} has {len(held_out)} batches, fewer than trainer.eval_batches = {num_batches}. "
             f"Lower trainer.eval_batches, data.batch_size or data.seq_len, or hold out more text."
         )
-    own_rows_are_all = jax.process_count() == 1
-    if own_rows_are_all and not any(held_out.batch(i).weights.array.any() for i in range(num_batches)):
+    has_all_rows = jax.process_count() == 1
+    if has_all_rows and not any(held_out.batch(i).weights.array.any() for i in range(num_batches)):
         raise ConfigError(
             f"No token in the first {num_batches} batches of the set {name} counts as a target. Raise "
             f"trainer.eval_batches, or hold out other text."

@@ -1,4 +1,4 @@
-"""The loop around the pure step: it owns batches, evaluation, checkpoints, metrics and what is shown."""
+"""The training loop around the pure step: batches, evaluation, checkpoints, metrics and progress."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -24,19 +24,19 @@ from .trainer_config import TrainerConfig
 
 
 class NonFiniteLossError(ArithmeticError):
-    """A loss or a gradient became NaN or infinite; training on would only spread it."""
+    """A loss or a gradient is NaN or infinite, and training stopped."""
 
 
 @dataclass(frozen=True)
 class Position:
-    """Where a run stands, besides its arrays; kept in checkpoints as JSON.
+    """The progress of a run apart from its arrays; saved in checkpoints as JSON.
 
     Attributes:
         step: steps done.
         data: position of the stream of batches.
         held_out_before: loss on each held-out set before the first step.
-        held_out_after: loss on each held-out set when it was evaluated last.
-        skipped: steps skipped so far because they were not finite.
+        held_out_after: loss on each held-out set at the latest evaluation.
+        skipped: number of steps skipped so far because they were not finite.
     """
 
     step: int
@@ -48,14 +48,14 @@ class Position:
 
 @dataclass(frozen=True)
 class TrainingResult:
-    """What a run ends with.
+    """The result of a run.
 
     Attributes:
         state: the state after the last step.
         held_out_before: loss on each held-out set before the first step.
-        held_out_after: loss on each held-out set after the last step, or, if the run was stopped, when it was
-            evaluated last.
-        stopped_by: what asked the run to stop before its last step, if anything did.
+        held_out_after: loss on each held-out set at the latest evaluation: after the last step, unless the
+            run was stopped before.
+        stopped_by: what `should_stop` returned if it stopped the run before its last step.
     """
 
     state: TrainState
@@ -66,13 +66,13 @@ class TrainingResult:
 
 @dataclass(frozen=True)
 class RunOutputs:
-    """Where a run's results go; closing them is the caller's.
+    """Where a run writes its results; the caller closes them.
 
     Attributes:
         folder: for traces, and for the data of a step that is not finite.
-        checkpoints: where the state is saved; None for a run that can't go on in another process.
+        checkpoints: where the state is saved; None for a run that can't be resumed.
         trackers: all receive the same metrics.
-        progress: what the user sees.
+        progress: shows the run to the user.
     """
 
     folder: RunFolder
@@ -95,23 +95,22 @@ def train(
     should_stop: Callable[[], str | None] = lambda: None,
     partitioning: Partitioning | None = None,
 ) -> TrainingResult:
-    """Trains up to step `config.num_steps` and evaluates before, after, and as often as the config says.
+    """Trains up to step `config.num_steps`; evaluates before, after, and every `config.eval_every` steps.
 
     Args:
-        state: where to start; its buffers are donated and can't be used afterwards.
-        loss_function: what to minimise.
-        optimizer: the gradient transformation that `state` was made with.
+        state: the state to start from; its buffers are donated.
+        loss_function: the loss to minimise.
+        optimizer: the gradient transformation that `state` was initialised with.
         schedule: the learning rate by step, for the log.
         training: batches to train on.
-        evaluators: for each held-out set by name, a function from the model to its loss; `NAME_loss` in the
-            metrics.
-        config: how long, and how often to log, evaluate and save.
-        outputs: where results go.
-        position: that of `state`, if it comes from a checkpoint.
-        should_stop: asked after every step and after the evaluation that follows it; its answer, such as the
-            name of a signal, ends the run after a checkpoint.
-        partitioning: how the state lies on the devices, and how batches are divided over them; it is to be
-            active meanwhile.
+        evaluators: for each held-out set by name, a function from the model to its loss, which is logged as
+            `NAME_loss`.
+        config: how long to train, and how often to log, evaluate and save.
+        outputs: where to write results.
+        position: the position of `state`, if it comes from a checkpoint.
+        should_stop: called after every step and after the evaluation that follows it; the text that it
+            returns, such as the name of a signal, ends the run after a checkpoint.
+        partitioning: the sharding of the state and of batches; must be active.
 
     Raises:
         NonFiniteLossError: a step is not finite, and the config does not say to skip it, or too many were
@@ -170,7 +169,7 @@ def _save(
     evaluation: "_Evaluation",
     stopping: bool,
 ) -> None:
-    """Writes a checkpoint if one is due; the last one is on disk when this returns."""
+    """Writes a checkpoint if one is due; waits for the last one."""
     checkpoints = reporter.outputs.checkpoints
     last = stopping or done == config.num_steps
     if checkpoints is None or not (last or checkpoints.is_due(done)):
@@ -184,7 +183,7 @@ def _save(
 
 @final
 class _Evaluation:
-    """The losses on the held-out sets, first and last."""
+    """The first and the latest losses on the held-out sets."""
 
     def __init__(
         self,
@@ -207,7 +206,7 @@ class _Evaluation:
 
 @final
 class _Reporter:
-    """Turns what a step returns into lines for trackers and the terminal, or into an error."""
+    """Reports a step's metrics to trackers and the terminal, and stops the run if they are not finite."""
 
     def __init__(self, config: TrainerConfig, schedule: optax.Schedule, outputs: RunOutputs):
         self.clock = Clock()
@@ -219,7 +218,7 @@ class _Reporter:
         self._peak: float | None = None
 
     def prepare(self, loss_function: LossFunction | RandomLoss, state: TrainState, batch: TokenBatch) -> None:
-        """Finds what the utilisation of the device takes to know."""
+        """Finds the peak and the FLOPs of a step, for the utilisation."""
         devices = list(state.step.devices())
         peak = self._config.profiler.peak_flops or peak_flops(devices[0])
         if peak is not None:
@@ -227,7 +226,7 @@ class _Reporter:
             self._flops = training_flops(loss_function, state.model, batch, state.trained)
 
     def stepped(self, done: int, metrics: Metrics, batch: TokenBatch) -> None:
-        """Waits for step `done` to end and reports it."""
+        """Waits for step `done` and reports it."""
         loss, norm = float(metrics["loss"]), float(metrics["grad_norm"])
         self.clock.tick(batch.num_tokens)
         learning_rate = float(self._schedule(np.int32(done - 1 - self.skipped)))
@@ -257,13 +256,13 @@ class _Reporter:
             tracker.log(done, metrics)
 
     def _utilisation(self) -> dict[str, float]:
-        """Model FLOPs utilisation (Chowdhery et al. 2022), where the peak and the FLOPs are known."""
+        """The model FLOPs utilisation (Chowdhery et al. 2022), if the peak and the FLOPs are known."""
         if self._peak is None or self._flops is None:
             return {}
         return {"mfu": self._flops / (self._peak * self.clock.step_seconds)}
 
     def _not_finite(self, done: int, metrics: Metrics, learning_rate: float, batch: TokenBatch) -> None:
-        """Reports a skipped step, or ends the run with the step's data on disk."""
+        """Reports a skipped step, or saves the step's data and raises."""
         found = f"loss {float(metrics['loss'])}, gradient norm {float(metrics['grad_norm']):.3g}"
         if "skips" in metrics:
             self.skipped += 1
@@ -275,10 +274,10 @@ class _Reporter:
         path = self.outputs.folder.nonfinite_step(done)
         with named_in_errors(path):
             np.savez(path, **_step_data(done, metrics, batch))
-        skip = "or trainer.update.on_nonfinite: skip, with which the same command goes on after the last save"
+        skip = "or trainer.update.on_nonfinite: skip, with which the same command resumes from the last save"
         raise NonFiniteLossError(
             f"Step {done} is not finite: {found}, with learning rate {learning_rate:.3g}. Training stopped; "
-            f"its batch and metrics are in {path}. Usual fixes: a lower optimizer.learning_rate, more "
+            f"the step's batch and metrics are in {path}. Usual fixes: a lower optimizer.learning_rate, more "
             f"optimizer.warmup_steps or a smaller optimizer.max_grad_norm"
             f"{'' if 'skips' in metrics else f'; {skip}'}."
         )

@@ -1,4 +1,4 @@
-"""Whether the arrays that a run has to hold fit at all, found before any of them is made."""
+"""A check that a run's arrays fit in memory, before any of them is made."""
 
 import os
 from collections.abc import Mapping
@@ -15,16 +15,16 @@ _CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.lim
 
 
 def check_fits(parts: Mapping[str, Any], fix: str, *, limit: int | None = None) -> None:
-    """Refuses arrays that are more than there is memory for; costs no memory itself.
+    """Refuses arrays that need more memory than there is; allocates nothing.
 
     Args:
-        parts: what has to be held at the same time, by what an error calls it: trees of arrays, or of shapes
-            with or without a sharding.
-        fix: a sentence that says what to do.
-        limit: bytes of one device; what the devices here have if not given. Devices of the CPU share it.
+        parts: trees that are held at the same time, by their names in the error: arrays, or shapes with or
+            without a sharding.
+        fix: the last sentence of the error: what to do.
+        limit: bytes of one device; by default of the devices here. CPU devices share one memory.
 
     Raises:
-        ConfigError: says what each part takes, how much there is, and `fix`.
+        ConfigError: says what each part takes, and how much memory there is.
     """
     device = jax.local_devices()[0]
     shared = limit is None and device.platform == "cpu"
@@ -44,10 +44,7 @@ def check_fits(parts: Mapping[str, Any], fix: str, *, limit: int | None = None) 
 
 
 def memory_bytes(device: Any) -> int | None:
-    """Bytes that arrays on a device may take; for a CPU what the machine has, swap included.
-
-    None where nobody says.
-    """
+    """Bytes of memory of a device; for a CPU, of the machine with its swap. None if not known."""
     statistics = device.memory_stats()
     if statistics and "bytes_limit" in statistics:
         return int(statistics["bytes_limit"])
@@ -68,7 +65,7 @@ def _machine_bytes() -> int | None:
 
 
 def _bytes_of(all_devices: bool) -> Any:
-    """The function from an array, or its shape, to its bytes: on one device, or on all of this process."""
+    """A function from an array, or its shape, to its bytes on one device, or on all of this process."""
 
     def count(array: Any) -> int:
         sharding = getattr(array, "sharding", None)

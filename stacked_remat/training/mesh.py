@@ -1,11 +1,11 @@
-"""One mesh of devices, and one table from the named axes of arrays to the axes of the mesh.
+"""Sharding: a mesh of devices, and which named axes of arrays are divided over its axes.
 
-`MeshConfig` is what a config says, `Partitioning` what it comes to on the devices at hand. Data parallel
-training maps `batch` in `compute_mapping`; fully sharded training (FSDP, ZeRO-3: Rajbhandari et al. 2020)
-maps an axis of the weights in `param_mapping` besides, over which the optimizer's state is divided too.
+Data parallel training maps `batch` in `compute_mapping`; fully sharded training (FSDP, ZeRO-3: Rajbhandari et
+al. 2020) also maps an axis of the weights in `param_mapping`, which shards the optimizer's state too.
 """
 
 import contextlib
+import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,9 +20,9 @@ from haliax import Axis, NamedArray, axis_mapping
 from haliax.util import ensure_tuple, is_named_array
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
+from .._messages import axes_text, did_you_mean
 from .batches import BATCH_AXIS, POSITION_AXIS, TokenBatch
 from .config_error import ConfigError
-from .config_value import nearest
 from .trainer_config import MeshConfig
 
 T = TypeVar("T")
@@ -31,12 +31,12 @@ T = TypeVar("T")
 @final
 @dataclass(frozen=True)
 class Partitioning:
-    """A mesh of devices and what is divided over it. On a single device nothing here does anything.
+    """A mesh of devices and the named axes that are sharded over it. Does nothing on a single device.
 
     Attributes:
         mesh: the devices.
-        compute_mapping: axes of activations to axes of the mesh.
-        param_mapping: axes of weights to axes of the mesh.
+        compute_mapping: from axes of activations to axes of the mesh.
+        param_mapping: from axes of weights to axes of the mesh.
     """
 
     mesh: Mesh
@@ -45,39 +45,37 @@ class Partitioning:
 
     @staticmethod
     def of(config: MeshConfig, devices: Sequence[Any] | None = None) -> "Partitioning":
-        """What a config comes to on these devices, or on all that JAX has.
-
-        It takes the first of them if it needs fewer.
+        """The partitioning of a config on the first of these devices, or of all that JAX has.
 
         Raises:
-            ConfigError: they can't be arranged like that.
+            ConfigError: the devices can't be arranged in this mesh.
         """
-        there = list(jax.devices() if devices is None else devices)
-        sizes = mesh_sizes(config, len(there))
+        available = list(jax.devices() if devices is None else devices)
+        sizes = mesh_sizes(config, len(available))
         used = math.prod(sizes.values())
-        if used < len(there) and jax.process_count() > 1:
+        if used < len(available) and jax.process_count() > 1:
             raise ConfigError(
-                f"trainer.mesh.axes {config.axes} takes {used} of {len(there)} devices; with several "
-                f"processes all have to be in the mesh."
+                f"trainer.mesh.axes {config.axes} takes {used} of {len(available)} devices; with several "
+                f"processes all must be in the mesh."
             )
-        grid = np.array(there[:used], dtype=object).reshape(tuple(sizes.values()))
+        grid = np.array(available[:used], dtype=object).reshape(tuple(sizes.values()))
         mesh = Mesh(grid, tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
         return Partitioning(mesh, _as_tuples(config.compute_mapping), _as_tuples(config.param_mapping))
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
-        """Within it programs are traced for this mesh. Not to be entered inside of `jax.jit`."""
+        """A context in which programs are traced for this mesh. Not to be entered inside `jax.jit`."""
         with jax.set_mesh(self.mesh) if self.mesh.size > 1 else contextlib.nullcontext(), self.activations():
             yield
 
     @contextlib.contextmanager
     def activations(self) -> Iterator[None]:
-        """Within it Haliax divides activations as `compute_mapping` says, over the mesh in use."""
+        """A context in which Haliax shards activations by `compute_mapping` over the mesh in use."""
         with axis_mapping(self.compute_mapping) if self.mesh.size > 1 else contextlib.nullcontext():
             yield
 
-    def made(self, make: Callable[..., T], *args: Any) -> T:
-        """`make(*args)`, a state, with every array made where it belongs. Gives up the buffers of `args`.
+    def init_sharded(self, make: Callable[..., T], *args: Any) -> T:
+        """The state `make(*args)`, with every array created sharded, never whole. Donates `args`.
 
         Raises:
             ConfigError: as in `weight_sharding`.
@@ -89,21 +87,21 @@ class Partitioning:
         return eqx.filter_jit(lambda *args: self.shard_weights(make(*args)), donate="all")(*args)
 
     def weight_sharding(self, weight: Any) -> Sharding:
-        """Where a weight belongs: a named array, or the shape of one; a plain array is whole everywhere.
+        """The sharding of a weight: a named array, or its shape; a plain array is copied to every device.
 
         Raises:
-            ConfigError: the table does not fit the array: an axis does not divide evenly, or two of them go
-                by one axis of the mesh.
+            ConfigError: an axis of the array does not divide evenly, or two of its axes are mapped to one
+                axis of the mesh.
         """
         if self.mesh.size == 1:
             return SingleDeviceSharding(self.mesh.devices.flat[0])
         axes = weight.axes if is_named_array(weight) else ()
         if axes and weight.array.shape != tuple(axis.size for axis in axes):
-            axes = ()  # an optimizer's statistics, which lack some of the weight's axes
+            axes = ()  # an optimizer's statistics, without some of the weight's axes
         return NamedSharding(self.mesh, self._spec(axes, self.param_mapping, "param_mapping"))
 
     def weight_shapes(self, tree: T) -> T:
-        """The shapes of a state's arrays, with where they belong.
+        """The shapes of a state's arrays, with their shardings.
 
         Raises:
             ConfigError: as in `weight_sharding`.
@@ -111,7 +109,7 @@ class Partitioning:
         return self._map(lambda leaf, at: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=at), tree)
 
     def shard_weights(self, tree: T) -> T:
-        """A state with every array where it belongs; inside `jax.jit`, a constraint that it be there.
+        """A state with every array moved to its sharding; inside `jax.jit`, a sharding constraint.
 
         Raises:
             ConfigError: as in `weight_sharding`.
@@ -126,27 +124,27 @@ class Partitioning:
         return self._map(put, tree)
 
     def check_names(self, state: Any) -> None:
-        """Whether the tables name axes that a state, or its shapes, or its batches have.
+        """Checks that the mappings name axes of a state (or of its shapes) or of batches.
 
         Raises:
-            ConfigError: there is no array with an axis of that name.
+            ConfigError: no array has an axis of that name.
         """
         leaves = jax.tree.leaves(state, is_leaf=is_named_array)
-        there = {axis.name for leaf in leaves if is_named_array(leaf) for axis in leaf.axes}
-        there |= {BATCH_AXIS, POSITION_AXIS}
+        names = {axis.name for leaf in leaves if is_named_array(leaf) for axis in leaf.axes}
+        valid = sorted(names | {BATCH_AXIS, POSITION_AXIS})
         for table in ("compute_mapping", "param_mapping"):
             for name in getattr(self, table):
-                if name not in there:
+                if name not in valid:
                     raise ConfigError(
                         f"trainer.mesh.{table}.{name}: no array of this model has an axis `{name}`."
-                        f"{nearest(name, sorted(there))} Valid are {', '.join(sorted(there))}."
+                        f"{did_you_mean(name, valid)} Valid: {', '.join(valid)}."
                     )
 
     def check_rows(self, rows: int, microbatches: int = 1) -> None:
-        """Whether a batch of so many sequences, in microbatches, can be divided over the devices.
+        """Checks that a batch of this many sequences, in microbatches, divides evenly over the devices.
 
         Raises:
-            ConfigError: it can't.
+            ConfigError: it does not.
         """
         parts = self._parts(self.compute_mapping.get(BATCH_AXIS, ()))
         if rows % (parts * microbatches):
@@ -158,7 +156,7 @@ class Partitioning:
             )
 
     def shard_batch(self, batch: TokenBatch) -> TokenBatch:
-        """The batch of all processes from this one's rows, divided over the devices."""
+        """The batch of all processes, sharded over the devices, from this process's rows."""
         if self.mesh.size == 1:
             return batch
         processes = jax.process_count()
@@ -176,7 +174,7 @@ class Partitioning:
         return jax.tree.map(share, batch, is_leaf=is_named_array)
 
     def batch_shapes(self, batch: TokenBatch) -> TokenBatch:
-        """The shapes of a batch of all processes, with where they belong."""
+        """The shapes of a batch of all processes, with their shardings."""
         if self.mesh.size == 1:
             return batch
 
@@ -191,14 +189,14 @@ class Partitioning:
         return NamedSharding(self.mesh, self._spec(axes, self.compute_mapping, "compute_mapping"))
 
     def _map(self, fn: Any, tree: T) -> T:
-        """`fn(array, sharding)` of every array of a state."""
+        """Applies `fn(array, sharding)` to every array of a state."""
 
         def each(leaf: Any) -> Any:
             array = leaf.array if is_named_array(leaf) else leaf
             if not hasattr(array, "shape") or not hasattr(array, "dtype"):
                 return leaf
-            made = fn(array, self.weight_sharding(leaf))
-            return NamedArray(made, leaf.axes) if is_named_array(leaf) else made
+            mapped = fn(array, self.weight_sharding(leaf))
+            return NamedArray(mapped, leaf.axes) if is_named_array(leaf) else mapped
 
         return jax.tree.map(each, tree, is_leaf=is_named_array)
 
@@ -209,40 +207,37 @@ class Partitioning:
         for axis, over in zip(axes, physical, strict=True):
             if axis.size % self._parts(over):
                 raise ConfigError(
-                    f"trainer.mesh.{table} divides `{axis.name}` over {self._parts(over)} devices, and an "
-                    f"array ({_names(axes)}) has {axis.size} of it. Map another axis, or use a mesh that "
-                    f"fits."
+                    f"trainer.mesh.{table} divides `{axis.name}` over {self._parts(over)} devices, but an "
+                    f"array ({axes_text(axes)}) has {axis.size} of it. Map another axis, or change "
+                    f"trainer.mesh.axes."
                 )
-        twice = [one for one, count in Counter(one for over in physical for one in over).items() if count > 1]
+        counts = Counter(itertools.chain(*physical))
+        twice = [name for name, count in counts.items() if count > 1]
         if twice:
             raise ConfigError(
-                f"trainer.mesh.{table} divides two axes of an array ({_names(axes)}) over {twice[0]!r}; "
-                f"take one of them out."
+                f"trainer.mesh.{table} divides two axes of an array ({axes_text(axes)}) over {twice[0]!r}; "
+                f"remove one of them."
             )
         return PartitionSpec(*(over or None for over in physical))
 
     def _parts(self, physical: Sequence[str]) -> int:
-        return math.prod(self.mesh.shape[one] for one in physical)
+        return math.prod(self.mesh.shape[name] for name in physical)
 
 
 def mesh_sizes(config: MeshConfig, devices: int) -> dict[str, int]:
-    """The axes of the mesh and their sizes on so many devices.
+    """The axes of the mesh and their sizes on this many devices.
 
     Raises:
-        ConfigError: they can't be arranged like that.
+        ConfigError: the devices can't be arranged in this mesh.
     """
     fixed = math.prod(size for size in config.axes.values() if size != -1)
     if fixed > devices or (-1 in config.axes.values() and devices % fixed):
         raise ConfigError(
             f"trainer.mesh.axes {config.axes} takes {fixed} devices, and a multiple of that with a -1; there "
-            f"are {devices}. Change a size, or give one axis -1 for all devices that the others leave."
+            f"are {devices}. Change a size, or give one axis -1 for all remaining devices."
         )
     return {name: devices // fixed if size == -1 else size for name, size in config.axes.items()}
 
 
 def _as_tuples(mapping: Mapping[str, list[str] | str]) -> dict[str, tuple[str, ...]]:
     return {name: tuple(ensure_tuple(physical)) for name, physical in mapping.items()}
-
-
-def _names(axes: Sequence[Axis]) -> str:
-    return ", ".join(f"{axis.name}={axis.size}" for axis in axes)

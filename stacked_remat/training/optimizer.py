@@ -1,4 +1,4 @@
-"""From an optimizer config to optax."""
+"""Optax optimizers and learning-rate schedules from their configs."""
 
 import functools
 from collections.abc import Callable, Hashable
@@ -30,15 +30,15 @@ _AxisNames = tuple[str, ...]
 
 
 def learning_rate_schedule(config: OptimizerConfig, num_steps: int) -> optax.Schedule:
-    """The learning rate by step: linear from zero over the warm-up, then what `config.schedule` says.
+    """The learning rate by step: linear from zero during the warm-up, then `config.schedule`.
 
     Raises:
-        ValueError: the warm-up leaves no step to train, or too few for the decay.
+        ValueError: the warm-up leaves no steps, or too few for the decay.
     """
     if config.warmup_steps >= num_steps:
         raise ValueError(
             f"optimizer.warmup_steps = {config.warmup_steps} must be less than trainer.num_steps = "
-            f"{num_steps}: lower the one or raise the other."
+            f"{num_steps}: lower it, or raise trainer.num_steps."
         )
     after = _after_warmup(config.schedule, config.learning_rate, num_steps - config.warmup_steps, num_steps)
     if not config.warmup_steps:
@@ -50,12 +50,12 @@ def learning_rate_schedule(config: OptimizerConfig, num_steps: int) -> optax.Sch
 def build_optimizer(
     config: OptimizerConfig, num_steps: int, *, state_dtype: FloatName = "float32"
 ) -> optax.GradientTransformation:
-    """Clipping, the direction of `config`'s optimizer, weight decay, and the learning rate by step.
+    """Clipping, the update of `config`'s optimizer, weight decay, and the learning rate by step.
 
     Args:
         config: the optimizer and its schedule.
         num_steps: steps of the run, for the schedule.
-        state_dtype: in which the optimizer's arrays are kept; it computes in float32.
+        state_dtype: dtype in which the optimizer's arrays are stored; it computes in float32.
 
     Memory: as the config's class says, in `state_dtype`.
     """
@@ -69,58 +69,51 @@ def build_optimizer(
     return in_float32(optax.chain(*chain), state_dtype)
 
 
-@functools.singledispatch
 def _after_warmup(schedule: ScheduleConfig, highest: float, steps: int, num_steps: int) -> optax.Schedule:
-    """The learning rate by step since the warm-up, of which `steps` of the run's `num_steps` are left."""
+    """The learning rate by step after the warm-up, which leaves `steps` of the run's `num_steps`."""
+    match schedule:
+        case ConstantSchedule():
+            return optax.constant_schedule(highest)
+        case CosineSchedule():
+            return optax.cosine_decay_schedule(highest, steps, alpha=schedule.min_lr_ratio)
+        case LinearSchedule():
+            return optax.linear_schedule(highest, highest * schedule.min_lr_ratio, steps)
+        case WarmupStableDecaySchedule():
+            return _constant_then_linear(schedule, highest, steps, num_steps)
     raise TypeError(f"No schedule is registered for {type(schedule).__name__}.")
 
 
-@_after_warmup.register
-def _(schedule: ConstantSchedule, highest: float, steps: int, num_steps: int) -> optax.Schedule:
-    return optax.constant_schedule(highest)
-
-
-@_after_warmup.register
-def _(schedule: CosineSchedule, highest: float, steps: int, num_steps: int) -> optax.Schedule:
-    return optax.cosine_decay_schedule(highest, steps, alpha=schedule.min_lr_ratio)
-
-
-@_after_warmup.register
-def _(schedule: LinearSchedule, highest: float, steps: int, num_steps: int) -> optax.Schedule:
-    return optax.linear_schedule(highest, highest * schedule.min_lr_ratio, steps)
-
-
-@_after_warmup.register
-def _(schedule: WarmupStableDecaySchedule, highest: float, steps: int, num_steps: int) -> optax.Schedule:
+def _constant_then_linear(
+    schedule: WarmupStableDecaySchedule, highest: float, steps: int, num_steps: int
+) -> optax.Schedule:
     decay = max(1, round(schedule.decay_fraction * num_steps))
     if decay > steps:
         raise ValueError(
-            f"optimizer.schedule.decay_fraction = {schedule.decay_fraction} asks for {decay} steps of decay, "
-            f"and the warm-up leaves {steps} of trainer.num_steps = {num_steps}: lower it or "
+            f"optimizer.schedule.decay_fraction = {schedule.decay_fraction} takes {decay} steps of decay, "
+            f"but the warm-up leaves {steps} of trainer.num_steps = {num_steps}: lower it or "
             f"optimizer.warmup_steps."
         )
     down = optax.linear_schedule(highest, highest * schedule.min_lr_ratio, decay)
     return optax.join_schedules([optax.constant_schedule(highest), down], [steps - decay])
 
 
-@functools.singledispatch
 def _direction(config: OptimizerConfig) -> optax.GradientTransformation:
-    """From gradients to the direction of a step, before weight decay and the learning rate."""
+    """From gradients to updates, before weight decay and the learning rate."""
+    match config:
+        case AdamWConfig():
+            return optax.scale_by_adam(b1=config.beta1, b2=config.beta2, eps=config.epsilon)
+        case LionConfig():
+            return optax.scale_by_lion(b1=config.beta1, b2=config.beta2)
+        case AdafactorConfig():
+            return _adafactor(config)
+        case MuonConfig():
+            return _muon(config)
+        case SgdConfig():
+            return optax.trace(config.momentum, config.nesterov) if config.momentum else optax.identity()
     raise TypeError(f"No optimizer is registered for {type(config).__name__}.")
 
 
-@_direction.register
-def _(config: AdamWConfig) -> optax.GradientTransformation:
-    return optax.scale_by_adam(b1=config.beta1, b2=config.beta2, eps=config.epsilon)
-
-
-@_direction.register
-def _(config: LionConfig) -> optax.GradientTransformation:
-    return optax.scale_by_lion(b1=config.beta1, b2=config.beta2)
-
-
-@_direction.register
-def _(config: AdafactorConfig) -> optax.GradientTransformation:
+def _adafactor(config: AdafactorConfig) -> optax.GradientTransformation:
     chain = [
         optax.scale_by_factored_rms(
             decay_rate=config.decay_rate, min_dim_size_to_factor=config.min_factored_dim
@@ -133,8 +126,7 @@ def _(config: AdafactorConfig) -> optax.GradientTransformation:
     return optax.chain(*chain)
 
 
-@_direction.register
-def _(config: MuonConfig) -> optax.GradientTransformation:
+def _muon(config: MuonConfig) -> optax.GradientTransformation:
     matrices = functools.partial(_matrices, left_out=config.adamw_axes)
     muon = optax.contrib.muon(
         1.0,
@@ -144,8 +136,8 @@ def _(config: MuonConfig) -> optax.GradientTransformation:
         muon_weight_dimension_numbers=matrices,
         consistent_rms=config.update_rms,
     )
-    # optax's Muon has an AdamW of its own, but with Nesterov's momentum. A learning rate of one turns the
-    # direction around, as in every optax alias; the minus turns it back.
+    # optax's Muon has an AdamW for other arrays, but with Nesterov's momentum. Like every optax alias, it
+    # negates updates by its learning rate of 1; the scale negates them again.
     adam = optax.scale_by_adam(b1=config.beta1, b2=config.beta2, eps=config.epsilon)
     parts: dict[Hashable, optax.GradientTransformation] = {
         "muon": optax.chain(muon, optax.scale(-1.0)),
@@ -154,13 +146,8 @@ def _(config: MuonConfig) -> optax.GradientTransformation:
     return optax.partition(parts, functools.partial(_labels, matrices))
 
 
-@_direction.register
-def _(config: SgdConfig) -> optax.GradientTransformation:
-    return optax.trace(config.momentum, config.nesterov) if config.momentum else optax.identity()
-
-
 def _is_decayed(parameters: Any) -> Any:
-    """Whether each leaf is decayed: all but the weights of norms, and biases."""
+    """Whether each leaf is decayed: all except the weights of norms, and biases."""
 
     def is_norm(node: Any) -> bool:
         return isinstance(node, hnn.LayerNorm | hnn.RmsNorm | eqx.nn.LayerNorm | eqx.nn.RMSNorm)
@@ -174,7 +161,7 @@ def _is_decayed(parameters: Any) -> Any:
 
 
 def _matrices(parameters: Any, left_out: _AxisNames) -> Any:
-    """For each leaf the dimensions of its matrices, or None where it holds none."""
+    """For each leaf the dimensions of its matrices, or None if it is not one."""
 
     def is_linear(node: Any) -> bool:
         return isinstance(node, hnn.Linear | hnn.MoELinear | eqx.nn.Linear)

@@ -1,13 +1,15 @@
-"""Which optimizer, how fast and how long: registries of frozen dataclasses, read by `type:`."""
+"""Configs of optimizers and learning-rate schedules, chosen by `type:`."""
 
 import abc
 from dataclasses import dataclass, field
 
 import draccus
 
+from .config_checks import check_at_least, check_positive
+
 
 class ScheduleConfig(draccus.ChoiceRegistry, abc.ABC):
-    """What the learning rate does after its warm-up; `schedule: {type: NAME, ...}`, cosine if not named."""
+    """The learning rate after the warm-up: `schedule: {type: NAME, ...}`, cosine by default."""
 
     @classmethod
     def default_choice_name(cls) -> str:
@@ -75,15 +77,15 @@ class WarmupStableDecaySchedule(ScheduleConfig):
 
 @dataclass(frozen=True)
 class OptimizerConfig(draccus.ChoiceRegistry, abc.ABC):
-    """What every optimizer has; `optimizer: {type: NAME, ...}`, AdamW if none is named.
+    """Base of all optimizers: `optimizer: {type: NAME, ...}`, AdamW by default.
 
-    Weights decay by `learning_rate * weight_decay` a step, apart from the gradient, whatever the optimizer.
+    Weight decay is decoupled from the gradient for every optimizer: `learning_rate * weight_decay` per step.
 
     Attributes:
         learning_rate: the highest learning rate, reached at the end of the warm-up.
         warmup_steps: steps from zero to the highest learning rate.
         schedule: the learning rate after the warm-up.
-        weight_decay: decay of every weight except those of norms and biases.
+        weight_decay: decay of all weights except norms and biases.
         max_grad_norm: gradients with a larger global norm are scaled down to it; null turns this off.
     """
 
@@ -100,11 +102,9 @@ class OptimizerConfig(draccus.ChoiceRegistry, abc.ABC):
 
     @abc.abstractmethod
     def __post_init__(self) -> None:
-        """Refuses values out of range; that of a subclass calls this one."""
-        for name in ("warmup_steps", "weight_decay"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"optimizer.{name} must be at least 0, got {getattr(self, name)}.")
-        _require_positive(learning_rate=self.learning_rate, max_grad_norm=self.max_grad_norm)
+        """Refuses values out of range; a subclass's calls this one."""
+        check_at_least(0, "optimizer", warmup_steps=self.warmup_steps, weight_decay=self.weight_decay)
+        check_positive("optimizer", learning_rate=self.learning_rate, max_grad_norm=self.max_grad_norm)
 
 
 @OptimizerConfig.register_subclass("adamw")
@@ -115,7 +115,7 @@ class AdamWConfig(OptimizerConfig):
     Attributes:
         beta1: decay of the mean of gradients.
         beta2: decay of the mean of squared gradients.
-        epsilon: added to the root of the latter.
+        epsilon: added to the root of the mean of squared gradients.
     """
 
     beta1: float = 0.9
@@ -125,7 +125,7 @@ class AdamWConfig(OptimizerConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         _require_decay(beta1=self.beta1, beta2=self.beta2)
-        _require_positive(epsilon=self.epsilon)
+        check_positive("optimizer", epsilon=self.epsilon)
 
 
 @OptimizerConfig.register_subclass("lion")
@@ -133,7 +133,7 @@ class AdamWConfig(OptimizerConfig):
 class LionConfig(OptimizerConfig):
     """Lion (Chen et al. 2023): the sign of a mean of gradients. Memory: one array like the parameters.
 
-    It wants a learning rate three to ten times lower than AdamW's, and a weight decay as much higher.
+    Use a learning rate three to ten times lower than AdamW's, and a weight decay higher by the same factor.
 
     Attributes:
         beta1: share of the mean in the direction of a step.
@@ -151,17 +151,16 @@ class LionConfig(OptimizerConfig):
 @OptimizerConfig.register_subclass("adafactor")
 @dataclass(frozen=True)
 class AdafactorConfig(OptimizerConfig):
-    """Adafactor (Shazeer & Stern 2018): squared gradients as rows times columns, no mean of gradients.
+    """Adafactor (Shazeer & Stern 2018): factored squared gradients, no mean of gradients.
 
-    The two longest dimensions of an array are factored, layers and experts are not, so the memory is that of
-    one row and one column for each matrix. The scale of a parameter and its clipping are those of the whole
-    stack.
+    Memory: one row and one column for each layer's and expert's matrix, as the two longest dimensions of an
+    array are factored. Scaling and clipping go by the root mean square of a whole stack.
 
     Attributes:
-        decay_rate: the mean of squared gradients forgets by `1 - step ** -decay_rate`.
-        clipping_threshold: largest root mean square of an array's direction; null turns this off.
-        scale_by_parameter: whether a step is relative to the root mean square of the parameter.
-        min_factored_dim: arrays whose second longest dimension is shorter keep all squared gradients.
+        decay_rate: the decay of the mean of squared gradients at a step is `1 - step ** -decay_rate`.
+        clipping_threshold: largest root mean square of an array's update; null turns this off.
+        scale_by_parameter: whether updates are scaled by the root mean square of the parameter.
+        min_factored_dim: arrays whose second longest dimension is shorter are not factored.
     """
 
     decay_rate: float = 0.8
@@ -171,7 +170,8 @@ class AdafactorConfig(OptimizerConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _require_positive(
+        check_positive(
+            "optimizer",
             decay_rate=self.decay_rate,
             clipping_threshold=self.clipping_threshold,
             min_factored_dim=self.min_factored_dim,
@@ -183,18 +183,18 @@ class AdafactorConfig(OptimizerConfig):
 class MuonConfig(OptimizerConfig):
     """Muon (Jordan 2024) for the matrix of each layer and expert, AdamW for everything else.
 
-    A matrix is the weight of a linear map, `In` by `Out`; further axes (layers, experts) are matrices of
-    their own. Steps are scaled to AdamW's size (Liu et al. 2025), so the learning rate is that of AdamW.
+    A matrix is the weight of a linear map, `In` by `Out`; each layer and expert has its own. Updates are
+    scaled to AdamW's size (Liu et al. 2025), so that AdamW's learning rates apply.
     Memory: one array like the matrices, two like the rest.
 
     Attributes:
         momentum: decay of the mean of gradients of a matrix.
         newton_schulz_steps: iterations of the orthogonalisation.
-        update_rms: root mean square of a matrix's direction.
-        adamw_axes: linear maps from or to an axis of one of these names are left to AdamW, as embeddings are.
+        update_rms: root mean square of a matrix's update.
+        adamw_axes: linear maps from or to an axis of one of these names use AdamW, as embeddings do.
         beta1: AdamW's decay of the mean of gradients.
         beta2: AdamW's decay of the mean of squared gradients.
-        epsilon: AdamW's, and that of the orthogonalisation.
+        epsilon: of AdamW and of the orthogonalisation.
     """
 
     momentum: float = 0.95
@@ -208,8 +208,11 @@ class MuonConfig(OptimizerConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         _require_decay(momentum=self.momentum, beta1=self.beta1, beta2=self.beta2)
-        _require_positive(
-            newton_schulz_steps=self.newton_schulz_steps, update_rms=self.update_rms, epsilon=self.epsilon
+        check_positive(
+            "optimizer",
+            newton_schulz_steps=self.newton_schulz_steps,
+            update_rms=self.update_rms,
+            epsilon=self.epsilon,
         )
 
 
@@ -220,7 +223,7 @@ class SgdConfig(OptimizerConfig):
 
     Attributes:
         momentum: decay of the sum of gradients; 0 for none.
-        nesterov: whether a step looks ahead along the momentum.
+        nesterov: whether to use Nesterov's momentum.
     """
 
     momentum: float = 0.9
@@ -236,12 +239,6 @@ class SgdConfig(OptimizerConfig):
 def _require_share(name: str, value: float) -> None:
     if not 0 <= value <= 1:
         raise ValueError(f"optimizer.schedule.{name} must lie in [0, 1], got {value}.")
-
-
-def _require_positive(**values: float | None) -> None:
-    for name, value in values.items():
-        if value is not None and value <= 0:
-            raise ValueError(f"optimizer.{name} must be positive, got {value}.")
 
 
 def _require_decay(**values: float) -> None:

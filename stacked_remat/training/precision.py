@@ -1,4 +1,4 @@
-"""Which dtype each part of a training state is kept in; arithmetic on it is in float32."""
+"""Dtypes in which weights and optimizer state are stored; arithmetic on them is in float32."""
 
 from typing import Any, TypeVar
 
@@ -14,10 +14,7 @@ T = TypeVar("T")
 
 
 def cast_parameters(model: T, dtype: FloatName) -> T:
-    """The model with its floating-point arrays in `dtype`.
-
-    What is already kept in fewer bits, as quantised weights are, stays so.
-    """
+    """The model with its floating-point arrays in `dtype`; arrays of fewer bits are not widened."""
     wanted = jnp.dtype(dtype)
 
     def cast(leaf: Any) -> Any:
@@ -31,10 +28,10 @@ def cast_parameters(model: T, dtype: FloatName) -> T:
 def in_float32(
     optimizer: optax.GradientTransformation, storage: FloatName = "float32"
 ) -> optax.GradientTransformation:
-    """An optimizer that computes in float32 and keeps its arrays of parameters' shapes in `storage`.
+    """An optimizer that computes in float32 and stores its arrays of parameters' shapes in `storage`.
 
-    Statistics of other shapes (Adafactor's rows and columns, counters, coefficients) stay as they are: they
-    are small. Updates are float32.
+    Statistics of other shapes (Adafactor's rows and columns, counters, coefficients) are small and keep their
+    dtypes. Updates are float32.
     """
 
     def init(params: Any) -> Any:

@@ -1,4 +1,4 @@
-"""A window of steps traced by JAX's profiler."""
+"""Traces of a few steps by JAX's profiler."""
 
 from pathlib import Path
 from typing import final
@@ -10,9 +10,9 @@ from .trainer_config import ProfilerConfig
 
 @final
 class ProfilerWindow:
-    """Traces the steps that a config names into a folder that TensorBoard and Perfetto read.
+    """Traces the steps of a config into a folder that TensorBoard and Perfetto read.
 
-    A run that goes on from a later step has no trace.
+    A run that resumes after the first of these steps has no trace.
     """
 
     def __init__(self, config: ProfilerConfig, folder: Path):
@@ -29,7 +29,7 @@ class ProfilerWindow:
             self._running = True
 
     def after_step(self, step: int) -> None:
-        """Ends the trace if this was its last step, whose results have been waited for."""
+        """Ends the trace if this was its last step; its results must have been waited for."""
         if step == self._last:
             self.stop()
 

@@ -1,4 +1,4 @@
-"""What a run shows in the terminal: a bar where there is one, plain lines where there is not."""
+"""Progress of a run: a bar in a terminal, plain lines elsewhere."""
 
 import abc
 import os
@@ -22,9 +22,9 @@ _SECONDS_BETWEEN_LINES = 15.0
 
 @final
 class LastingOutput:
-    """A text stream for what need not be read: its reader may go away, or its disk be full.
+    """A text stream that stays usable when its reader goes away or its disk is full.
 
-    What can't be written is dropped, and so is all that follows; letters that its encoding lacks become `?`.
+    From the first failed write on, all text is dropped. Characters outside its encoding become `?`.
     """
 
     def __init__(self, stream: Any):
@@ -32,7 +32,7 @@ class LastingOutput:
         self._stream = stream
 
     def write(self, text: str) -> int:
-        """Writes what can be written; says that all was."""
+        """Writes the text, or drops it."""
         encoding = getattr(self._stream, "encoding", None) or "utf-8"
         try:
             self._stream.write(text.encode(encoding, "replace").decode(encoding))
@@ -41,7 +41,7 @@ class LastingOutput:
         return len(text)
 
     def flush(self) -> None:
-        """Writes what is still waiting."""
+        """Flushes the stream, or drops what is buffered."""
         try:
             self._stream.flush()
         except OSError:
@@ -51,74 +51,74 @@ class LastingOutput:
         return getattr(self._stream, name)
 
     def _drop(self) -> None:
-        # Python writes what is waiting when it ends, and would fail there.
+        # Python flushes the stream when it ends, and would fail there.
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, self._stream.fileno())
         os.close(nowhere)
 
 
 def lasting_console() -> Console:
-    """Standard output, as something that a command can go on without."""
+    """A console on standard output that stays usable when that is closed."""
     return Console(file=None if sys.stdout is None else LastingOutput(sys.stdout))  # pyright: ignore[reportArgumentType]
 
 
 class Progress(abc.ABC):
-    """Receives a run's progress to show it."""
+    """Shows the progress of a run."""
 
     @abc.abstractmethod
     def message(self, text: str) -> None:
-        """Shows a line that stays."""
+        """Shows a line."""
 
     @abc.abstractmethod
     def work(self, what: str, done: int, total: int, status: str) -> None:
-        """Shows how far work before the steps is, such as tokenizing; it ends when `done` is `total`.
+        """Shows the progress of work before the steps, such as tokenizing; it ends when `done` is `total`.
 
         Args:
-            what: a few words, the same in all calls for one work.
-            done: of `total`, in any unit.
-            total: at least 1.
-            status: a few words more.
+            what: name of the work, the same in all calls.
+            done: how much is done, in any unit.
+            total: how much there is, at least 1.
+            status: a few words to show beside it.
         """
 
     @abc.abstractmethod
     def start(self, num_steps: int, done: int = 0) -> None:
-        """Begins `num_steps` steps, of which an earlier process did the first `done`."""
+        """Begins a run of `num_steps` steps, `done` of which an earlier process did."""
 
     @abc.abstractmethod
     def advance(self, step: int, loss: float, tokens_per_second: float, memory: int | None = None) -> None:
-        """Step `step` of `num_steps` is done.
+        """Shows that a step is done.
 
         Args:
-            step: its number.
+            step: its number, from 1.
             loss: its loss.
-            tokens_per_second: nan as long as it is not known.
-            memory: the most bytes in use so far, if that is known.
+            tokens_per_second: nan if it is not known yet.
+            memory: peak bytes in use so far, if known.
         """
 
     @abc.abstractmethod
     def stop(self) -> None:
-        """Ends the steps, or the work, finished or not."""
+        """Ends the steps or the work, finished or not."""
 
 
 @final
 class ConsoleProgress(Progress):
-    """A bar with loss, tokens per second, memory and time left; with no terminal, a line every few steps."""
+    """A bar with loss, tokens per second, memory and time left; plain lines without a terminal."""
 
     def __init__(self, console: Console | None = None, *, line_every: int = 20):
         self._console = lasting_console() if console is None else console
         self._line_every = line_every
         self._bar: RichBar | None = None
-        # What goes on, and when it began or its last line was shown.
+        # The current work, and when it began or its last line was shown.
         self._work: tuple[str, float] | None = None
         self._num_steps = 0
         self._first_done: tuple[int, float] | None = None
 
     def message(self, text: str) -> None:
-        """Prints the line, above the bar if there is one."""
+        """Prints the line, above the bar if one is shown."""
         self._console.print(text, highlight=False, markup=False, soft_wrap=True)
 
     def work(self, what: str, done: int, total: int, status: str) -> None:
-        """Puts up a bar, moves it, takes it down at the end; with no terminal, a line now and then."""
+        """Shows a bar until the work ends; without a terminal, a line every 15 seconds."""
         if self._work is None or self._work[0] != what:
             self.stop()
             self._work = (what, time.monotonic())
@@ -137,7 +137,7 @@ class ConsoleProgress(Progress):
             self.stop()
 
     def start(self, num_steps: int, done: int = 0) -> None:
-        """Puts up the bar. It says that the first step compiles until that step is done."""
+        """Shows the bar, which says until the first step is done that it compiles."""
         self._num_steps = num_steps
         self._first_done = None
         if self._console.is_terminal:
@@ -155,7 +155,7 @@ class ConsoleProgress(Progress):
             self._bar.add_task("training", total=num_steps, completed=done, status="compiling the first step")
 
     def advance(self, step: int, loss: float, tokens_per_second: float, memory: int | None = None) -> None:
-        """Moves the bar, or prints a line if this step's turn has come."""
+        """Moves the bar, or prints a line every `line_every` steps."""
         status = f"loss {loss:.3f}  {tokens_per_second:,.0f} tokens/s{_gibibytes(memory)}"
         if self._bar is not None:
             self._bar.update(self._bar.task_ids[0], completed=step, status=status)
@@ -167,7 +167,7 @@ class ConsoleProgress(Progress):
             self._first_done = (step, time.monotonic())
 
     def stop(self) -> None:
-        """Takes down the bar."""
+        """Removes the bar."""
         if self._bar is not None:
             self._bar.stop()
             self._bar = None

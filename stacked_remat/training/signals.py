@@ -1,4 +1,4 @@
-"""Ending a process from outside: at once before there is anything to save, then between two steps."""
+"""Stopping a run by signals: at once while there is nothing to save, later between two steps."""
 
 import os
 import signal
@@ -9,31 +9,31 @@ from types import FrameType
 from typing import Any, final
 
 EXIT_INTERRUPTED = 75
-"""Exit status of a run that a signal ended: the same command goes on, or starts again (EX_TEMPFAIL)."""
+"""Exit status of a run that a signal ended and that the same command resumes (EX_TEMPFAIL)."""
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _SHOW_CURSOR = b"\x1b[?25h\n"
 
 
 class Interrupted(KeyboardInterrupt):
-    """A signal came where `StopSignals` is to end the work at once; its text is the signal's name."""
+    """Raised for a signal while `StopSignals` ends work at once; its text is the signal's name."""
 
 
 @final
 class StopSignals:
-    """While it is entered, the first SIGTERM or SIGINT only asks to stop; a second SIGINT ends the process.
+    """A context in which the first SIGTERM or SIGINT only asks to stop, and a second SIGINT ends the process.
 
-    The second one is obeyed even while the main thread is inside of a long call, such as XLA's compiler,
-    which Python's own handlers have to wait for: the exit status is then 130, and nothing is cleaned up.
+    The second SIGINT works even while the main thread is in a long call, such as XLA's compiler, for which
+    Python's own handlers wait. The exit status is then 130, and nothing is cleaned up.
 
-    In a thread that is not the main one it does nothing, because Python handles signals in that one alone.
+    Does nothing outside the main thread, where Python handles no signals.
     """
 
     def __init__(self, *, at_once: bool = False) -> None:
-        """Handles nothing yet.
+        """Handles nothing until it is entered.
 
         Args:
-            at_once: whether the first signal raises `Interrupted`, in the main thread, until `defer`.
+            at_once: whether the first signal raises `Interrupted` in the main thread, until `defer`.
         """
         self._at_once = at_once
         self._received: str | None = None
@@ -43,7 +43,7 @@ class StopSignals:
 
     @property
     def received(self) -> str | None:
-        """Name of the signal that asks to stop, if one came."""
+        """Name of the first signal received, or None."""
         return self._received
 
     def defer(self) -> None:
@@ -70,14 +70,14 @@ class StopSignals:
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         if self._received is not None:
-            return  # a second SIGINT is the thread's
+            return  # the thread handles a second SIGINT
         self._received = signal.Signals(number).name
         if self._at_once:
             raise Interrupted(self._received)
 
 
 def _end_at_the_second(reader: socket.socket) -> None:
-    """Reads the signals as they come: Python writes their numbers even where no handler can run yet."""
+    """Reads signals from the wake-up socket, to which Python writes even while no handler can run."""
     received = False
     with reader:
         while numbers := reader.recv(16):

@@ -1,9 +1,9 @@
-"""One step of training, as a pure function of a batch and a state."""
+"""A training step as a pure function of a batch and a state."""
 
+import dataclasses
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias
 
 import equinox as eqx
 import haliax as hax
@@ -18,47 +18,45 @@ from .batches import BATCH_AXIS, TokenBatch
 from .mesh import Partitioning
 from .trainer_config import TrainerConfig
 
-T = TypeVar("T")
-
 Metrics: TypeAlias = dict[str, Array]
 """Named scalars, or arrays of one number per layer."""
 
 LossFunction: TypeAlias = Callable[[Any, TokenBatch], tuple[Float[Array, ""], Metrics]]
-"""(model, batch) to the scalar to minimise and metrics, of which `loss` is the one to show.
+"""From (model, batch) to the scalar to minimise and metrics, one of which is `loss`.
 
-`loss` is the mean over the batch's weights, with its gradient; what the scalar has beyond it (a load-balance
-loss) is taken for a mean over the batch. Only microbatches make a difference between the two.
+`loss` is the mean over the batch's weights, and differentiable. The rest of the scalar (a load-balance loss)
+is averaged over microbatches, where `loss` is weighted by their shares of the weights.
 """
 
 Trainable: TypeAlias = Any
-"""Which arrays of a model are trained: a predicate of a leaf, or a tree of bools like the model."""
+"""Which arrays of a model are trained: a predicate on leaves, or a tree of bools like the model."""
 
 _MICROBATCH = "microbatch"
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class RandomLoss:
     """A loss function that draws random numbers, as dropout does.
 
     Attributes:
-        function: maps (model, batch, key) to what a `LossFunction` returns; every step and microbatch has its
-            key.
+        function: from (model, batch, key) to what a `LossFunction` returns; each step and microbatch has its
+            own key.
     """
 
     function: Callable[[Any, TokenBatch, PRNGKeyArray], tuple[Float[Array, ""], Metrics]]
 
 
 class TrainState(eqx.Module):
-    """All that changes from step to step, and what a step needs besides.
+    """The state of training between two steps.
 
     Attributes:
         step: steps done.
-        trained: the model with `None` for all that is not trained.
-        frozen: the model with `None` for all that is; no step changes it. A checkpoint of what training has
-            changed is the state without it.
-        optimizer_state: the optimizer's own, of the trained arrays alone.
-        key: every step's random numbers are drawn from it and the step's number.
-        skips: steps skipped in a row up to now, because they were not finite.
+        trained: the model with `None` in place of all leaves that are not trained.
+        frozen: the model with `None` in place of all leaves that are trained. No step changes it, and
+            checkpoints leave it out.
+        optimizer_state: the optimizer's state for the trained arrays.
+        key: folded with the number of the step for each step's random numbers.
+        skips: how many of the latest steps in a row were skipped because they were not finite.
     """
 
     step: Int[Array, ""]
@@ -80,12 +78,12 @@ class TrainState(eqx.Module):
 
         Args:
             model: any tree.
-            optimizer: the one that `train_step` is to use.
-            trainable: what is trained; all floating-point arrays unless told otherwise.
-            key: for what is random in the steps; `jax.random.key(0)` if not given.
+            optimizer: the optimizer that `train_step` will use.
+            trainable: which arrays are trained; all floating-point arrays by default.
+            key: for random numbers in the steps; `jax.random.key(0)` by default.
 
         Raises:
-            ValueError: what is to be trained has no gradient, or is nothing at all.
+            ValueError: no array is trainable, or one that is not of floating-point numbers.
         """
         trained, frozen = eqx.partition(model, trainable)
         _check_differentiable(trained)
@@ -100,7 +98,7 @@ class TrainState(eqx.Module):
 
     @property
     def model(self) -> Any:
-        """The whole model; copies nothing."""
+        """The whole model, without copies."""
         return eqx.combine(self.trained, self.frozen)
 
 
@@ -111,7 +109,7 @@ def build_step(
     optimizer: optax.GradientTransformation,
     partitioning: Partitioning | None = None,
 ) -> Callable[[TokenBatch, TrainState], tuple[TrainState, Metrics]]:
-    """`train_step` with the microbatches, dtypes and policies that a config asks for."""
+    """`train_step` with the settings of a config."""
     return functools.partial(
         train_step,
         loss_function=loss_function,
@@ -134,63 +132,59 @@ def train_step(
     skip_nonfinite: bool = False,
     partitioning: Partitioning | None = None,
 ) -> tuple[TrainState, Metrics]:
-    """Moves the state one step down the gradient of the loss on `batch`.
+    """Updates the state by the gradient of the loss on `batch`.
 
-    What is frozen gets neither gradient nor optimizer state. Meant to be compiled with the state donated, so
-    that it is updated in place, and what is frozen stays where it is:
-    `eqx.filter_jit(functools.partial(train_step, ...), donate="all-except-first")`.
+    Frozen arrays get neither gradients nor optimizer state. Compile it with the state donated, so that it is
+    updated in place: `eqx.filter_jit(functools.partial(train_step, ...), donate="all-except-first")`.
 
     Args:
         batch: the step's data.
-        state: where to start.
-        loss_function: what to minimise.
-        optimizer: what `state` was made with.
-        microbatches: equal parts of the batch to go through one after the other.
-        gradient_dtype: in which gradients are added up.
-        skip_nonfinite: whether a step whose loss or gradient is not finite changes nothing but `step` and
+        state: the state before the step.
+        loss_function: the loss to minimise.
+        optimizer: the optimizer that `state` was initialised with.
+        microbatches: number of equal parts of the batch that are processed one after the other.
+        gradient_dtype: dtype in which gradients are added up.
+        skip_nonfinite: whether a step with a loss or gradient that is not finite changes only `step` and
             `skips`.
-        partitioning: what weights, gradients and the optimizer's state are divided over; nothing if not
-            given. The step is to be traced while it is active.
+        partitioning: the sharding of weights, gradients and optimizer state; must be active while the step
+            is traced.
 
     Returns:
         The next state, and the loss function's metrics (before the step) with `grad_norm` (before clipping)
         and, with `skip_nonfinite`, `skips`.
 
-    Memory: the model's, and with microbatches one more array like what is trained in `gradient_dtype`.
+    Memory: the model's, and with microbatches one more copy of the trained arrays in `gradient_dtype`.
     """
     key = jax.random.fold_in(state.key, state.step)
-    divided = partitioning.shard_weights if partitioning is not None else _as_it_is
-    loss = _of_trained(loss_function, state.frozen, divided)
+    shard = partitioning.shard_weights if partitioning is not None else lambda tree: tree
+    loss = _of_trained(loss_function, state.frozen, shard)
     if microbatches == 1:
         gradients, metrics = _gradients(loss, state.trained, batch, key, gradient_dtype)
     else:
         gradients, metrics = _accumulated(loss, state.trained, batch, key, gradient_dtype, microbatches)
     updates, optimizer_state = optimizer.update(gradients, state.optimizer_state, state.trained)
-    metrics = {**metrics, "grad_norm": optax.tree.norm(_cast(gradients, jnp.float32))}
-    after = TrainState(
-        state.step + 1,
-        _updated(state.trained, updates),
-        state.frozen,
-        optimizer_state,
-        state.key,
-        jnp.zeros_like(state.skips),
+    metrics = {**metrics, "grad_norm": optax.tree.norm(optax.tree.cast(gradients, jnp.float32))}
+    after = dataclasses.replace(
+        state,
+        step=state.step + 1,
+        trained=_updated(state.trained, updates),
+        optimizer_state=optimizer_state,
+        skips=jnp.zeros_like(state.skips),
     )
     if skip_nonfinite:
         after = _unless_nonfinite(after, state, metrics)
         metrics["skips"] = after.skips
-    return divided(after), metrics
+    return shard(after), metrics
 
 
 _Loss: TypeAlias = Callable[[Any, TokenBatch, PRNGKeyArray], tuple[Float[Array, ""], Metrics]]
 
 
-def _of_trained(
-    loss_function: LossFunction | RandomLoss, frozen: Any, divided: Callable[[Any], Any]
-) -> _Loss:
-    """The loss as a function of what is trained, the batch and a key."""
+def _of_trained(loss_function: LossFunction | RandomLoss, frozen: Any, shard: Callable[[Any], Any]) -> _Loss:
+    """The loss as a function of the trained arrays, the batch and a key."""
 
     def loss(trained: Any, batch: TokenBatch, key: PRNGKeyArray) -> tuple[Float[Array, ""], Metrics]:
-        model = eqx.combine(divided(trained), frozen)  # what holds for weights holds for their gradients
+        model = eqx.combine(shard(trained), frozen)  # which shards the gradients too
         if isinstance(loss_function, RandomLoss):
             return loss_function.function(model, batch, key)
         return loss_function(model, batch)
@@ -202,16 +196,15 @@ def _gradients(
     loss: _Loss, trained: Any, batch: TokenBatch, key: PRNGKeyArray, dtype: DTypeLike
 ) -> tuple[Any, Metrics]:
     (_, metrics), gradients = eqx.filter_value_and_grad(loss, has_aux=True)(trained, batch, key)
-    return _cast(gradients, dtype), metrics
+    return optax.tree.cast(gradients, dtype), metrics
 
 
 def _accumulated(
     loss: _Loss, trained: Any, batch: TokenBatch, key: PRNGKeyArray, dtype: DTypeLike, count: int
 ) -> tuple[Any, Metrics]:
-    """The gradient and metrics of the whole batch, a microbatch at a time.
+    """The gradient and metrics of the whole batch, one microbatch at a time.
 
-    The mean loss of the batch is the sum over microbatches of their mean losses, each times its share of the
-    weights.
+    The mean loss of the batch is the sum of the microbatches' mean losses times their shares of the weights.
     """
     parts = _split(batch, count)
     total = jnp.maximum(hax.sum(batch.weights).scalar(), 1.0)
@@ -239,10 +232,10 @@ def _accumulated(
 def _split(batch: TokenBatch, count: int) -> TokenBatch:
     """The batch with a leading axis of microbatches.
 
-    Rows are dealt out in turn, so that each device of a batch that is sharded by rows keeps its own.
+    Rows go to the microbatches in turn, so that rows that are sharded over devices stay on their devices.
 
     Raises:
-        ValueError: the rows can't be dealt out evenly.
+        ValueError: the microbatches can't have equal numbers of rows.
     """
 
     def split(leaf: Any) -> Any:
@@ -259,7 +252,7 @@ def _split(batch: TokenBatch, count: int) -> TokenBatch:
 
 
 def _updated(trained: Any, updates: Any) -> Any:
-    """Adds the updates in their dtype and rounds to that of the parameters."""
+    """Adds the updates in their dtype and rounds to the parameters' dtype."""
     return jax.tree.map(
         lambda leaf, update: (leaf.astype(update.dtype) + update).astype(leaf.dtype), trained, updates
     )
@@ -273,24 +266,16 @@ def _unless_nonfinite(after: TrainState, before: TrainState, metrics: Metrics) -
         (before.trained, before.optimizer_state),
     )
     skips = jnp.where(finite, 0, before.skips + 1)
-    return TrainState(after.step, trained, after.frozen, optimizer_state, after.key, skips)
+    return dataclasses.replace(after, trained=trained, optimizer_state=optimizer_state, skips=skips)
 
 
 def _check_differentiable(trained: Any) -> None:
     leaves = jax.tree_util.tree_leaves_with_path(trained)
     if not leaves:
-        raise ValueError("Nothing of the model is trainable: no leaf was picked that has a gradient.")
+        raise ValueError("Nothing of the model is trainable: `trainable` selects no leaf.")
     for path, leaf in leaves:
         if not eqx.is_inexact_array(leaf):
             raise ValueError(
-                f"model{jax.tree_util.keystr(path)} can't be trained: {leaf!r} is no floating-point array. "
-                "Leave it out of `trainable`."
+                f"model{jax.tree_util.keystr(path)} can't be trained: {leaf!r} is not a floating-point "
+                "array. Leave it out of `trainable`."
             )
-
-
-def _as_it_is(tree: T) -> T:
-    return tree
-
-
-def _cast(tree: Any, dtype: DTypeLike) -> Any:
-    return jax.tree.map(lambda leaf: leaf.astype(dtype), tree)

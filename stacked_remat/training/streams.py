@@ -1,4 +1,4 @@
-"""What the loop asks of its data."""
+"""Protocols of the data that the training loop reads."""
 
 from typing import Any, Protocol
 
@@ -6,28 +6,28 @@ from .batches import TokenBatch
 
 
 class TokenStream(Protocol):
-    """Batches to train on, without end."""
+    """An endless stream of batches to train on."""
 
     def next(self) -> TokenBatch:
-        """The batch at the stream's position; moves on by one."""
+        """The batch at the stream's position, which advances by one."""
         ...
 
     def get_state(self) -> dict[str, Any]:
-        """The position, small and fit for JSON."""
+        """The position, as a small JSON object."""
         ...
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Goes to a position that `get_state` returned."""
+        """Sets the position to one that `get_state` returned."""
         ...
 
 
 class HeldOutSet(Protocol):
-    """Batches that are never trained on, always the same ones."""
+    """A fixed list of batches that are never trained on."""
 
     def __len__(self) -> int:
-        """How many."""
+        """The number of batches."""
         ...
 
     def batch(self, index: int) -> TokenBatch:
-        """One of them."""
+        """The batch of this index."""
         ...

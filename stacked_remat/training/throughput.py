@@ -1,4 +1,4 @@
-"""How fast a run is: time a step, tokens a second, and the share of the device's peak that the model uses."""
+"""Throughput of a run: time per step, tokens per second, model FLOPs, and peak memory."""
 
 import contextlib
 import resource
@@ -14,7 +14,7 @@ from ..memory import TARGETS, count_flops
 from .batches import TokenBatch
 from .step import LossFunction, RandomLoss
 
-# What JAX calls the devices whose peaks `stacked_remat.memory` knows.
+# JAX's `device_kind` of the devices whose peaks `stacked_remat.memory` knows.
 _DEVICE_KINDS = {
     "NVIDIA A100-SXM4-80GB": "a100-80gb",
     "NVIDIA A100 80GB PCIe": "a100-80gb",
@@ -31,7 +31,7 @@ _DEVICE_KINDS = {
 
 
 class Clock:
-    """Time and tokens of the steps since the last restart, without the first step, the compiler's time."""
+    """Time and tokens of the steps since the last restart, without the first step, which compiles."""
 
     def __init__(self) -> None:
         self._began: float | None = None
@@ -39,7 +39,7 @@ class Clock:
         self._steps = self._tokens = 0
 
     def tick(self, tokens: int) -> None:
-        """A step of so many tokens is done."""
+        """Counts a finished step of this many tokens."""
         self._now = time.monotonic()
         if self._began is None:
             self._began = self._now
@@ -49,7 +49,7 @@ class Clock:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """What is done meanwhile is no part of a step."""
+        """A context whose time is not counted."""
         before = time.monotonic()
         yield
         if self._began is not None:
@@ -57,18 +57,18 @@ class Clock:
             self._began, self._now = self._began + paused, self._now + paused
 
     def restart(self) -> None:
-        """Counts from the last step on."""
+        """Starts counting anew at the last step."""
         if self._began is not None:
             self._began, self._steps, self._tokens = self._now, 0, 0
 
     @property
     def step_seconds(self) -> float:
-        """Mean time of a step; nan as long as there is none."""
+        """Mean time of a step; nan before the first one is counted."""
         return self._elapsed / self._steps if self._steps else float("nan")
 
     @property
     def tokens_per_second(self) -> float:
-        """Tokens by time; nan as long as there is no step."""
+        """Tokens per second; nan before the first step is counted."""
         return self._tokens / self._elapsed if self._steps and self._elapsed > 0 else float("nan")
 
     @property
@@ -77,7 +77,7 @@ class Clock:
 
 
 def peak_flops(device: Any) -> float | None:
-    """Dense bfloat16 FLOP/s of a device, by what JAX calls its kind; None where it is not known."""
+    """Dense bfloat16 FLOP/s of a device by its `device_kind`; None if it is not known."""
     name = _DEVICE_KINDS.get(device.device_kind)
     return None if name is None else TARGETS[name].flops
 
@@ -85,19 +85,19 @@ def peak_flops(device: Any) -> float | None:
 def training_flops(
     loss_function: LossFunction | RandomLoss, model: Any, batch: TokenBatch, trained: Any = None
 ) -> float | None:
-    """FLOPs of the matrix products that one step has to do, recomputation not counted; costs one tracing.
+    """FLOPs of the matrix products of one step, without recomputation; costs one tracing.
 
-    For each product of the loss itself and one for the gradient of each of its factors that depends on what
-    is trained: three for a weight that is trained, two for a frozen one, one where no gradient goes through.
+    Each product of the loss counts once, and once more for the gradient of each factor that depends on
+    trained arrays: three times for a trained weight, twice for a frozen one, once without gradients.
 
     Args:
-        loss_function: what is minimised.
+        loss_function: the loss.
         model: its weights, or their shapes.
-        batch: what it is applied to.
-        trained: the model with `None` for all that is frozen; all floating-point arrays if not given.
+        batch: a batch, or its shapes.
+        trained: the model with `None` in place of frozen arrays; all floating-point arrays by default.
 
     Returns:
-        The count; None where the trips of a loop depend on the data.
+        The count; None if the trip count of a loop depends on the data.
     """
     trained = eqx.filter(model, eqx.is_inexact_array) if trained is None else trained
     frozen = jax.tree.map(
@@ -118,7 +118,7 @@ def training_flops(
 
 
 def peak_memory_bytes() -> int | None:
-    """The most that the first device had in use so far; on a CPU the most that this process had."""
+    """The peak memory of the first device so far; on a CPU, the peak of this process."""
     statistics = jax.local_devices()[0].memory_stats()
     if statistics and "peak_bytes_in_use" in statistics:
         return int(statistics["peak_bytes_in_use"])

@@ -1,9 +1,9 @@
-"""How a run goes on, whatever it trains: length, updates, precision, checkpoints, reports."""
+"""Trainer settings: length, devices, updates, precision, checkpoints, reports."""
 
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
-from .config_value import check_folder
+from .config_checks import check_at_least, check_choices, check_folder, check_positive
 
 _MOST_STEPS = 2**31 - 1
 _MOST_HOURS = 10**6  # a century; Orbax's times overflow far above
@@ -13,14 +13,13 @@ FloatName: TypeAlias = Literal["float32", "bfloat16"]
 
 @dataclass(frozen=True)
 class UpdateConfig:
-    """From a batch to one update of the weights.
+    """How a batch updates the weights.
 
     Attributes:
-        microbatches: parts of a batch whose gradients are computed one after the other and added up. The
-            update is that of the whole batch; the memory for activations that of a part.
-        on_nonfinite: what happens when the loss or the gradient's norm is NaN or infinite: `stop` ends the
-            run and leaves the step's data in the run folder, `skip` leaves weights and optimizer as they were
-            and goes on.
+        microbatches: equal parts of a batch whose gradients are computed one after the other and added up.
+            The update is that of the whole batch; activations take the memory of one part.
+        on_nonfinite: what to do when the loss or the gradient norm is NaN or infinite: `stop` ends the run
+            and writes the step's data to the run folder, `skip` leaves weights and optimizer unchanged.
         max_consecutive_skips: skipped steps in a row after which `skip` stops too.
     """
 
@@ -29,25 +28,21 @@ class UpdateConfig:
     max_consecutive_skips: int = 10
 
     def __post_init__(self) -> None:
-        _require_at_least(
-            1,
-            "trainer.update",
-            microbatches=self.microbatches,
-            max_consecutive_skips=self.max_consecutive_skips,
-        )
-        _require_one_of("trainer.update", on_nonfinite=(self.on_nonfinite, ("stop", "skip")))
+        skips = self.max_consecutive_skips
+        check_at_least(1, "trainer.update", microbatches=self.microbatches, max_consecutive_skips=skips)
+        check_choices("trainer.update", self)
 
 
 @dataclass(frozen=True)
 class PrecisionConfig:
-    """In which dtypes the training state is kept; in which it computes is the model's to say.
+    """Dtypes in which the training state is stored; the dtype of computation belongs to the model's config.
 
-    Sums and the optimizer's arithmetic are in float32 whatever is kept.
+    Losses and the optimizer's arithmetic are float32 in any case.
 
     Attributes:
         parameters: the weights.
-        gradients: gradients as they are added up over microbatches and handed to the optimizer.
-        optimizer_state: the optimizer's arrays in the shape of a parameter.
+        gradients: gradients as they are added up over microbatches and passed to the optimizer.
+        optimizer_state: the optimizer's arrays that have the shape of a parameter.
     """
 
     parameters: FloatName = "float32"
@@ -55,43 +50,25 @@ class PrecisionConfig:
     optimizer_state: FloatName = "float32"
 
     def __post_init__(self) -> None:
-        _require_one_of(
-            "trainer.precision",
-            **{
-                name: (getattr(self, name), ("float32", "bfloat16"))
-                for name in ("parameters", "gradients", "optimizer_state")
-            },
-        )
-
-
-def _data_parallel() -> dict[str, int]:
-    return {"data": -1}
-
-
-def _batch_over_data() -> dict[str, list[str] | str]:
-    return {"batch": "data"}
-
-
-def _embed_over_data() -> dict[str, list[str] | str]:
-    return {"embed": "data"}
+        check_choices("trainer.precision", self)
 
 
 @dataclass(frozen=True)
 class MeshConfig:
-    """The devices of a run, and what is divided over them.
+    """The mesh of devices, and the named axes that are sharded over it.
 
     Attributes:
-        axes: the axes of the mesh and their sizes; one may be -1 for all devices that are left. Sizes that
-            take fewer than there are leave the rest idle.
-        compute_mapping: for the axes of activations, by name, the axis of the mesh that divides them, or a
-            list of several. `batch: data` is data parallelism.
+        axes: the axes of the mesh and their sizes; one may be -1 for all remaining devices. Where the sizes
+            need fewer devices than there are, the first ones are used.
+        compute_mapping: for each named axis of activations that is sharded, the mesh axis, or a list of
+            several. `batch: data` is data parallelism.
         param_mapping: the same for weights, gradients and the optimizer's state. `embed: data` is FSDP: a
-            layer's weights are gathered when it is their turn. `{}` leaves all of them on every device.
+            layer's weights are gathered when the layer runs. `{}` copies all of them to every device.
     """
 
-    axes: dict[str, int] = field(default_factory=_data_parallel)
-    compute_mapping: dict[str, list[str] | str] = field(default_factory=_batch_over_data)
-    param_mapping: dict[str, list[str] | str] = field(default_factory=_embed_over_data)
+    axes: dict[str, int] = field(default_factory=lambda: {"data": -1})
+    compute_mapping: dict[str, list[str] | str] = field(default_factory=lambda: {"batch": "data"})
+    param_mapping: dict[str, list[str] | str] = field(default_factory=lambda: {"embed": "data"})
 
     def __post_init__(self) -> None:
         if not self.axes:
@@ -116,19 +93,19 @@ class MeshConfig:
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    """When checkpoints are written, besides the one at the end, which of them stay, and what may go on.
+    """When checkpoints are written besides the one at the end, which are kept, and how a run resumes.
 
     Attributes:
         every_steps: steps between checkpoints; null for none by step.
         every_minutes: minutes between checkpoints; null for none by time.
-        keep_last: how many of the latest stay.
-        keep_every_steps: those at multiples of this stay for good.
-        keep_every_hours: one in this many hours stays for good.
-        asynchronous: whether training goes on while a checkpoint is written.
-        overwrite: whether to start anew where `run_dir` holds an earlier run, whose results are deleted.
-        accept_changes: whether a run may be continued with a config that would give other results.
-        on_damaged: what happens where the latest checkpoint is damaged or half deleted: `stop` ends the run,
-            `go_back` says so and goes on from the latest whole one.
+        keep_last: how many of the latest are kept.
+        keep_every_steps: checkpoints at multiples of this are kept forever; null for none.
+        keep_every_hours: one checkpoint in this many hours is kept forever; null for none.
+        asynchronous: whether training continues while a checkpoint is written.
+        overwrite: whether to delete the results of an earlier run in `run_dir` and start again.
+        accept_changes: whether a run may resume with a config that would give other results.
+        on_damaged: what to do when the latest checkpoint is damaged or incomplete: `stop` ends the run,
+            `go_back` resumes from the latest intact one, with a message.
     """
 
     every_steps: int | None = None
@@ -142,12 +119,11 @@ class CheckpointConfig:
     on_damaged: Literal["stop", "go_back"] = "stop"
 
     def __post_init__(self) -> None:
-        _require_at_least(1, "trainer.checkpoint", keep_last=self.keep_last)
-        _require_one_of("trainer.checkpoint", on_damaged=(self.on_damaged, ("stop", "go_back")))
-        for name in ("every_steps", "every_minutes", "keep_every_steps", "keep_every_hours"):
-            value = getattr(self, name)
-            if value is not None and value <= 0:
-                raise ValueError(f"trainer.checkpoint.{name} must be positive, got {value}; null for none.")
+        check_at_least(1, "trainer.checkpoint", keep_last=self.keep_last)
+        check_choices("trainer.checkpoint", self)
+        optional = ("every_steps", "every_minutes", "keep_every_steps", "keep_every_hours")
+        values = {name: getattr(self, name) for name in optional}
+        check_positive("trainer.checkpoint", "; null for none", **values)
         if self.keep_every_hours is not None and self.keep_every_hours > _MOST_HOURS:
             raise ValueError(
                 f"trainer.checkpoint.keep_every_hours must be at most {_MOST_HOURS:,}, got "
@@ -157,13 +133,13 @@ class CheckpointConfig:
 
 @dataclass(frozen=True)
 class ProfilerConfig:
-    """What is measured of the device.
+    """Traces, and the peak that utilisation is measured against.
 
     Attributes:
         start_step: first step of a trace by JAX's profiler; null for no trace.
         num_steps: steps in the trace.
-        peak_flops: FLOP/s of one device, for the model FLOPs utilisation; if null, that of the device where
-            it is known (dense bfloat16), and otherwise no utilisation is reported.
+        peak_flops: peak FLOP/s of one device, for the model FLOPs utilisation; null takes the device's known
+            dense bfloat16 peak, or reports no utilisation where it is not known.
     """
 
     start_step: int | None = None
@@ -171,11 +147,8 @@ class ProfilerConfig:
     peak_flops: float | None = None
 
     def __post_init__(self) -> None:
-        _require_at_least(1, "trainer.profiler", num_steps=self.num_steps)
-        if self.start_step is not None:
-            _require_at_least(1, "trainer.profiler", start_step=self.start_step)
-        if self.peak_flops is not None and self.peak_flops <= 0:
-            raise ValueError(f"trainer.profiler.peak_flops must be positive, got {self.peak_flops}.")
+        check_at_least(1, "trainer.profiler", num_steps=self.num_steps, start_step=self.start_step)
+        check_positive("trainer.profiler", peak_flops=self.peak_flops)
 
 
 @dataclass(frozen=True)
@@ -185,7 +158,7 @@ class WandbConfig:
     Attributes:
         project: project to log to.
         entity: user or team; your default one if null.
-        name: shown name of the run; that of the run folder if null.
+        name: display name of the run; the run folder's name if null.
         mode: `offline` keeps everything in the run folder.
     """
 
@@ -195,7 +168,7 @@ class WandbConfig:
     mode: Literal["online", "offline"] = "online"
 
     def __post_init__(self) -> None:
-        _require_one_of("trainer.trackers.wandb", mode=(self.mode, ("online", "offline")))
+        check_choices("trainer.trackers.wandb", self)
 
 
 @dataclass(frozen=True)
@@ -204,8 +177,8 @@ class TrackioConfig:
 
     Attributes:
         project: project to log to.
-        name: name of the run; that of the run folder if null.
-        space_id: Hugging Face Space to log to; on this machine if null.
+        name: name of the run; the run folder's name if null.
+        space_id: Hugging Face Space to log to; this machine if null.
     """
 
     project: str | None = None
@@ -215,12 +188,12 @@ class TrackioConfig:
 
 @dataclass(frozen=True)
 class TrackersConfig:
-    """Where metrics go besides the JSON lines of the run folder.
+    """Where metrics are logged besides `metrics.jsonl` in the run folder.
 
     Attributes:
-        tensorboard: whether to write event files into the run folder; takes the package tensorboardX.
-        wandb: Weights & Biases; takes the package wandb.
-        trackio: Trackio; takes the package trackio.
+        tensorboard: whether to write event files to the run folder; needs the package tensorboardX.
+        wandb: Weights & Biases; needs the package wandb.
+        trackio: Trackio; needs the package trackio.
     """
 
     tensorboard: bool = False
@@ -230,23 +203,23 @@ class TrackersConfig:
 
 @dataclass(frozen=True)
 class TrainerConfig:
-    """How long to train, what to report, and where to.
+    """Trainer settings: how long to train, on which devices, and what to report and save.
 
     Attributes:
         num_steps: optimizer steps.
         seed: of the initial weights and of the order of the batches.
         log_every: steps between lines in the metrics file.
-        eval_every: steps between evaluations on held-out text, besides those at the start and the end; null
-            for those two alone.
-        eval_batches: batches in an evaluation, always the same ones; of several sources, as many of each too.
-        run_dir: folder for config, metrics and checkpoints; `runs/DATE-TIME` if not given. A run that was
-            interrupted is continued by the same command with the same folder.
-        mesh: the devices, and what is divided over them.
-        update: microbatches, and what happens to steps that are not finite.
-        precision: dtypes of weights, gradients and optimizer.
-        checkpoint: when checkpoints are written and which stay.
+        eval_every: steps between evaluations on held-out text; null for those before the first and after the
+            last step only.
+        eval_batches: batches in an evaluation, always the same ones; with several sources, also for each.
+        run_dir: folder for config, metrics and checkpoints; `runs/DATE-TIME` if null. The same command with
+            the same folder resumes an interrupted run.
+        mesh: the mesh of devices, and the axes that are sharded over it.
+        update: microbatches, and what to do with steps that are not finite.
+        precision: dtypes of weights, gradients and optimizer state.
+        checkpoint: when checkpoints are written, and which are kept.
         profiler: traces, and the device's peak.
-        trackers: where metrics go besides the metrics file.
+        trackers: where metrics are logged besides the metrics file.
     """
 
     num_steps: int = 100
@@ -263,9 +236,12 @@ class TrainerConfig:
     trackers: TrackersConfig = field(default_factory=TrackersConfig)
 
     def __post_init__(self) -> None:
-        _require_at_least(
-            1, "trainer", num_steps=self.num_steps, log_every=self.log_every, eval_batches=self.eval_batches
-        )
+        counts = {
+            "log_every": self.log_every,
+            "eval_every": self.eval_every,
+            "eval_batches": self.eval_batches,
+        }
+        check_at_least(1, "trainer", num_steps=self.num_steps, **counts)
         if not 0 <= self.seed < 2**63:
             raise ValueError(f"trainer.seed must be at least 0 and below 2**63, got {self.seed}.")
         if self.num_steps > _MOST_STEPS:
@@ -275,23 +251,9 @@ class TrainerConfig:
             )
         if self.run_dir is not None:
             check_folder("trainer.run_dir", self.run_dir)
-        if self.eval_every is not None:
-            _require_at_least(1, "trainer", eval_every=self.eval_every)
         start = self.profiler.start_step
         if start is not None and start > self.num_steps:
             raise ValueError(
                 f"trainer.profiler.start_step = {start} is never reached with trainer.num_steps = "
                 f"{self.num_steps}."
             )
-
-
-def _require_at_least(lowest: int, section: str, **values: float) -> None:
-    for name, value in values.items():
-        if value < lowest:
-            raise ValueError(f"{section}.{name} must be at least {lowest}, got {value}.")
-
-
-def _require_one_of(section: str, **values: tuple[str, tuple[str, ...]]) -> None:
-    for name, (value, valid) in values.items():
-        if value not in valid:
-            raise ValueError(f"{section}.{name} must be one of {', '.join(valid)}, got {value!r}.")

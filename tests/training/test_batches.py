@@ -1,3 +1,5 @@
+"""The axes and sizes of a batch of tokens."""
+
 import numpy as np
 
 from stacked_remat.training import TokenBatch

@@ -1,3 +1,5 @@
+"""Config files and command lines to configs, and the errors for mistakes in them."""
+
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -109,14 +111,14 @@ _BOMB = "a0: &a0 [x]\n" + "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)
         ("shape: {type: circel}", r"`shape.type` in .* is 'circel'. Did you mean `circle`"),
         ("shape: 3", r"`shape` in .* is a section of keys, got 3"),
         ("shape: {type: circle, paint: }", r"`shape.paint` in .* is a section of keys, got nothing .null."),
-        ("shape: {type: circle, radius: }", r"`shape.radius` in .* has no value"),
+        ("shape: {type: circle, radius: }", r"`shape.radius` in .* must be float, got nothing .null."),
         (
             "shape: {type: circle, radius: wide}",
             r"`shape.radius` in .*drawing.yaml must be float, got 'wide'",
         ),
         (
             "shape: {type: circle, paint: {colour: green}}",
-            r"`shape.paint.colour` in .* must be one of red, blue",
+            r"`shape.paint.colour` in .* must be red.blue",
         ),
         ("shape: {type: circle, paint: {colour: bleu}}", r"got 'bleu'. Did you mean `blue`"),
         ("shape: {type: circle, paint: {layers: 1e3}}", r"`shape.paint.layers` in .* got '1e3'. Write 1000"),
@@ -129,20 +131,22 @@ _BOMB = "a0: &a0 [x]\n" + "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)
         ("colour: red", r"Unknown key `colour` in .* Did you mean `shape.paint.colour`"),
         ("title: yes", r"`title` in .* must be str.null, got True. Put it in quotes"),
         ("title: {a: 1}", r"`title` in .* must be str.null, got {'a': 1}"),
-        ("title: a\ntitle: b", r"(?s)drawing.yaml.*'title' is there twice: line 1.*line 2"),
+        ("{title: a, title: b}", r"(?s)the key 'title' is given twice: line 1.*line 1, column 12"),
+        ("? [title]\n: b", r"(?s)drawing.yaml: a key must be text.*line 1, column 3"),
+        ("title: a\ntitle: b", r"(?s)drawing.yaml.*'title' is given twice: line 1.*line 2"),
         ("shape: {type: circle, paint: {layers: 0}}", r"Bad config .*paint.layers must be at least 1, got 0"),
         ("[1, 2]", r"drawing.yaml holds \[1, 2\]; it must hold a mapping"),
         ("", r"drawing.yaml is empty; it must hold a mapping"),
         ("shape: {type: circle, radius: 0x" + "f" * 9999 + "}", r"got a number of thousands of digits"),
         (b"title: \xff", r"drawing.yaml: it is not UTF-8 text \(byte 7\)"),
-        ("title: " + "[" * 2000, r"(?s)drawing.yaml: more than 50 levels"),
-        ("title: &a [*a]", r"(?s)drawing.yaml: an alias inside of what it stands for"),
-        (_BOMB, r"(?s)drawing.yaml: more than 100,000 values"),
-        (_BOMB.replace("[", "{<<: [").replace("]", "]}").replace("{<<: [x]}", "{x: 1}"), "100,000 values"),
+        ("title: " + "[" * 2000, r"drawing.yaml has more than 50 levels"),
+        ("title: &a [*a]", r"(?s)drawing.yaml: found unconstructable recursive node.*line 1, column 8"),
+        (_BOMB, r"drawing.yaml has .* more than 100,000 values"),
+        (_BOMB.replace("[", "{<<: [").replace("]", "]}").replace("{<<: [x]}", "{x: 1}"), "Unknown key `a0`"),
         ("title: " + "x" * 2**20, r"drawing.yaml: it has more than 1 MiB"),
-        ("title: !!bool abc", r"(?s)drawing.yaml: 'abc' is no bool.*line 1, column 8"),
-        ("title: !!timestamp abc", r"(?s)drawing.yaml: 'abc' is no timestamp"),
-        ("title: !!timestamp 2020-13-45", r"(?s)'2020-13-45' is no timestamp: month must be in 1..12"),
+        ("title: !!bool abc", r"(?s)drawing.yaml: 'abc' is not a bool.*line 1, column 8"),
+        ("title: !!timestamp abc", r"(?s)drawing.yaml: 'abc' is not a timestamp"),
+        ("title: !!timestamp 2020-13-45", r"(?s)'2020-13-45' is not a timestamp: month must be in 1..12"),
         ('title: "a\\0b"', r"`title` .*drawing.yaml.* 'a..00b'"),
         (
             "shape: {type: circle, paint: {layers: 10000000000000000000}}",
@@ -163,10 +167,10 @@ def test_mistakes_in_the_file_are_named(tmp_path, text, message):
         (["--shape.type", "square", "--shape.sid", "3"], r"`shape.sid` on the command line.*`side`"),
         (["--config", "a.yaml"], r"Unknown key `config` .* Did you mean `--config_path`"),
         (["--title.x", "3"], r"`title` on the command line must be str.null, got {'x': 3}"),
-        (["--title"], r"`--title` on the command line lacks its value"),
+        (["--title"], r"`--title` on the command line has no value"),
         (["title", "x"], r"Expected `--key value` on the command line, got 'title'"),
-        (["--title", "!!bool abc"], r"(?s)`--title` on the command line is no YAML: 'abc' is no bool"),
-        (["--title", "[a"], r"The value of `--title` on the command line is no YAML"),
+        (["--title", "!!bool abc"], r"(?s)`--title` on the command line is not YAML: 'abc' is not a bool"),
+        (["--title", "[a"], r"The value of `--title` on the command line is not YAML"),
         (["--config_path", "missing.yaml"], r"Can't read the config file missing.yaml"),
     ],
 )
@@ -190,19 +194,19 @@ def test_mistakes_on_the_command_line_are_named(arguments, message):
         ("<<: !include five.yaml", ["--shape.type", "circle"], r"`shape` in .*five.yaml.* is 5, which has"),
     ],
 )
-def test_keys_are_not_laid_over_what_is_no_section(tmp_path, text, arguments, message):
+def test_keys_in_place_of_a_value_that_is_not_a_section_are_refused(tmp_path, text, arguments, message):
     (tmp_path / "note.txt").write_text("some text")
     (tmp_path / "five.yaml").write_text("shape: 5")
     with pytest.raises(ConfigError, match=message):
         parse(tmp_path, text, *arguments)
 
 
-def test_an_override_of_a_good_file_is_blamed_on_the_command_line(tmp_path):
+def test_the_error_for_a_bad_override_names_the_command_line(tmp_path):
     with pytest.raises(ConfigError, match=r"`shape.paint.layer` on the command line"):
         parse(tmp_path, "shape: {type: circle}", "--shape.paint.layer", "2")
 
 
-def test_a_bad_value_is_blamed_on_where_it_stands(tmp_path):
+def test_the_error_for_a_bad_value_names_the_place_that_wrote_it(tmp_path):
     good, bad = "shape: {type: circle, paint: {layers: 3}}", "shape: {type: circle, paint: {layers: 0}}"
     with pytest.raises(ConfigError, match="Bad config on the command line: paint.layers must be at least 1"):
         parse(tmp_path, good, "--shape.paint.layers", "0")
@@ -231,15 +235,21 @@ class Map:
             raise ValueError(f"scale = {self.scale} is more than largest = {self.largest}.")
 
 
-def test_sections_under_names_of_ones_own(tmp_path):
+def test_named_sections(tmp_path):
     assert parse_config(Map, ["--layers.a.files", "[1, x]", "--layers.a.weight", "1e-4"]) == Map(
         {"a": Layer(("1", "x"), 1e-4)}
     )
     for arguments, message in (
         (["--layers.a.weight", "2"], r"`layers.a` on the command line lacks the key `files`"),
         (["--layers.a.file", "[x]"], r"Unknown key `layers.a.file` .* Did you mean `files`"),
-        (["--layers.a.files", "x"], r"`layers.a.files` on the command line is a list, got 'x'. Write \[x\]"),
-        (["--layers.a.files", "[x, null]"], r"`layers.a.files.1` on the command line has no value"),
+        (
+            ["--layers.a.files", "x"],
+            r"`layers.a.files` on the command line must be list.str., got 'x'. Write \[x\]",
+        ),
+        (
+            ["--layers.a.files", "[x, null]"],
+            r"`layers.a.files.1` on the command line must be str, got nothing",
+        ),
         (["--layers", "[a]"], r"`layers` on the command line holds sections, each under its name"),
         (["--layers.a", "{files: [x], weight: -1}"], r"\(of `layers.a`\): A weight is not negative"),
     ):
@@ -247,7 +257,7 @@ def test_sections_under_names_of_ones_own(tmp_path):
             parse_config(Map, arguments)
 
 
-def test_what_two_places_say_together_is_blamed_on_both(tmp_path):
+def test_the_error_for_two_values_names_both_places(tmp_path):
     path = tmp_path / "map.yaml"
     path.write_text("largest: 5\nlayers: {a: {files: [x]}}")
     with pytest.raises(ConfigError, match=r"Bad config in .*map.yaml and on the command line: scale = 7"):

@@ -1,3 +1,5 @@
+"""Config files that include others, and the errors for mistakes in them."""
+
 from dataclasses import dataclass, field
 
 import draccus
@@ -44,7 +46,7 @@ def parse(folder, files, *overrides, main="main.yaml"):
     return parse_config(Car, ["--config_path", str(folder / main), *overrides])
 
 
-def test_a_section_a_list_and_a_value_may_come_from_files_beside_the_one_that_names_them(tmp_path):
+def test_sections_lists_and_values_may_come_from_other_files(tmp_path):
     files = {
         "main.yaml": "motor: !include parts/motor.yaml\nwheels: {makers: !include parts/makers.json}",
         "parts/motor.yaml": "type: electric\npower: !include power.yaml",
@@ -54,7 +56,7 @@ def test_a_section_a_list_and_a_value_may_come_from_files_beside_the_one_that_na
     assert parse(tmp_path, files) == Car(Electric(90), Wheels(makers=("a", "b")))
 
 
-def test_keys_beside_a_merge_override_single_keys_however_deep_and_the_command_line_them(tmp_path):
+def test_keys_beside_a_merge_override_single_keys_at_any_depth(tmp_path):
     files = {
         "main.yaml": "name: mine\n<<: !include base.yaml\nwheels: {count: 3}",
         "base.yaml": "name: base\nmotor: {type: petrol, litres: 2}\nwheels: {count: 6, makers: [a]}",
@@ -74,7 +76,7 @@ def test_a_section_of_another_type_or_an_empty_one_replaces_the_included_one(tmp
     assert parse(tmp_path, empty).wheels == Wheels()
 
 
-def test_of_several_merged_files_the_first_holds_and_merges_nest(tmp_path):
+def test_the_first_of_several_merged_files_wins_and_merges_nest(tmp_path):
     files = {
         "main.yaml": "wheels:\n  <<: [!include a.yaml, !include b.yaml, {makers: [c]}]",
         "a.yaml": "<<: !include deep.yaml\ncount: 1",
@@ -86,7 +88,7 @@ def test_of_several_merged_files_the_first_holds_and_merges_nest(tmp_path):
     assert parse(tmp_path, files).wheels == Wheels(1, ("b",))
 
 
-def test_yamls_own_anchors_and_merges_keep_working(tmp_path):
+def test_anchors_and_merges_of_yaml_work(tmp_path):
     files = {
         "main.yaml": "wheels: &w {<<: !include count.yaml}\nmotor: &m\n  <<: {power: 4}\n  type: electric",
         "count.yaml": "count: 3",
@@ -102,7 +104,7 @@ def test_the_command_line_includes_too(tmp_path, monkeypatch):
         parse(tmp_path, files, "--wheels", "!include four.yaml")
 
 
-def test_urls_are_read_and_what_they_include_is_beside_them():
+def test_urls_are_read_and_their_includes_are_relative_to_them():
     memory = fsspec.filesystem("memory")
     memory.pipe("/configs/main.yaml", b"<<: !include ../shared/base.yaml\nname: url")
     memory.pipe("/shared/base.yaml", b"wheels: {count: 8}")
@@ -136,7 +138,7 @@ def test_urls_are_read_and_what_they_include_is_beside_them():
         ),
         (
             {"main.yaml": "<<: !include a.yaml", "a.yaml": "[1]"},
-            r"merges has to be a mapping; a.yaml is none",
+            r"`<<` merges \[1\] in .*a.yaml, included by .*main.yaml line 1; it must be a mapping",
         ),
         (
             {"main.yaml": "wheels: !include a.yaml", "a.yaml": "a: ["},
@@ -155,7 +157,7 @@ def test_urls_are_read_and_what_they_include_is_beside_them():
         ({"main.yaml": "name: !include", "a.yaml": ""}, r"Can't read the config file"),
     ],
 )
-def test_mistakes_name_the_file_and_those_on_the_way_to_it(tmp_path, files, message):
+def test_mistakes_name_the_file_and_those_that_include_it(tmp_path, files, message):
     (tmp_path / "x").mkdir()
     with pytest.raises(ConfigError, match=message):
         parse(tmp_path / "x", files)

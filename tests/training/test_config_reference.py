@@ -1,13 +1,155 @@
+"""The text of `--help` and the reference page of a config."""
+
+import dataclasses
+import importlib
 import re
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import draccus
+import pytest
 
 from models.train_lm import TrainLmConfig
-from stacked_remat.training.config_hints import keys_below
-from stacked_remat.training.config_reference import config_reference
-
-from .test_config_help import Drawing
+from stacked_remat.training import config_as_dict, config_reference, parse_config
 
 
-def test_sections_types_defaults_and_the_words_of_the_docstrings():
+class Shape(draccus.ChoiceRegistry):
+    pass
+
+
+@dataclass(frozen=True)
+class Paint:
+    """What covers it.
+
+    Attributes:
+        colour: how it looks, which
+            takes two lines.
+        layers: how thick.
+    """
+
+    layers: int
+    colour: Literal["red", "blue"] = "red"
+
+
+@Shape.register_subclass("circle")
+@dataclass(frozen=True)
+class Circle(Shape):
+    radius: float = 1.0
+
+
+@Shape.register_subclass("square")
+@dataclass(frozen=True)
+class Square(Shape):
+    """Four sides.
+
+    Attributes:
+        side: of any of the four.
+    """
+
+    side: int | None = None
+
+
+@dataclass(frozen=True)
+class Pen(draccus.ChoiceRegistry):
+    """What is drawn with.
+
+    Attributes:
+        width: of a line.
+    """
+
+    width: float = 1.0
+
+
+@Pen.register_subclass("quill")
+@dataclass(frozen=True)
+class Quill(Pen):
+    pass
+
+
+@Pen.register_subclass("marker")
+@dataclass(frozen=True)
+class Marker(Pen):
+    inks: tuple[str, ...] = ("red",)
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """A drawing of one shape.
+
+    It is not shown.
+
+    Attributes:
+        shape: by `type`.
+        paint: null for none.
+        remat: anything.
+        pen: by `type`.
+        frames: around it.
+    """
+
+    shape: Shape = field(default_factory=lambda: Circle(2.5))
+    paint: Paint | None = None
+    remat: bool | dict[str, Any] | str = True
+    pen: Pen = field(default_factory=Quill)
+    frames: dict[str, Paint] = field(default_factory=dict)
+
+
+def help_of(config_class, capsys):
+    with pytest.raises(SystemExit) as stop:
+        parse_config(config_class, ["--help"])
+    assert stop.value.code == 0
+    return capsys.readouterr().out
+
+
+def test_help_gives_each_key_its_type_default_and_meaning(capsys):
+    assert help_of(Drawing, capsys).splitlines() == [
+        "A drawing of one shape.",
+        "",
+        "--config_path FILE",
+        "    a YAML file of the keys below, which override it on the command line.",
+        "--remat bool|dict[str,Any]|str (default true)",
+        "    anything.",
+        "--shape.*",
+        "    by `type`.",
+        "--shape.type circle | square (default circle)",
+        "With --shape.type circle:",
+        "--shape.radius float (default 2.5)",
+        "With --shape.type square:",
+        "--shape.side int|null (default null)",
+        "    of any of the four.",
+        "--paint.* (default null, which leaves the section out)",
+        "    null for none.",
+        "--paint.layers int (required)",
+        "    how thick.",
+        "--paint.colour red|blue (default red)",
+        "    how it looks, which takes two lines.",
+        "--pen.*",
+        "    by `type`.",
+        "--pen.type quill | marker (default quill)",
+        "--pen.width float (default 1.0)",
+        "    of a line.",
+        "With --pen.type marker:",
+        '--pen.inks list[str] (default ["red"])',
+        "--frames.NAME.* (any number of sections, each under a name of your own)",
+        "    around it.",
+        "--frames.NAME.layers int (required)",
+        "    how thick.",
+        "--frames.NAME.colour red|blue (default red)",
+        "    how it looks, which takes two lines.",
+    ]
+
+
+@pytest.mark.parametrize("command", ["train_lm.TrainLmConfig", "plan_lm.PlanLmConfig"])
+def test_the_commands_describe_all_of_their_keys(command, capsys):
+    module, name = command.split(".")
+    config_class = getattr(importlib.import_module(f"models.{module}"), name)
+    lines = help_of(config_class, capsys).splitlines()
+    for one in dataclasses.fields(config_class):
+        at = next(i for i, line in enumerate(lines) if line.startswith((f"--{one.name} ", f"--{one.name}.")))
+        assert lines[at + 1].startswith("    "), f"{name} does not say what {one.name} is"
+    assert "--trainer.num_steps int (default 100)" in lines and "    optimizer steps." in lines
+
+
+def test_the_page_has_sections_types_defaults_and_docstrings():
     assert config_reference(Drawing).split("\n\n") == [
         "| key | type | default | |\n|---|---|---|---|\n"
         "| `remat` | `bool` or `dict[str,Any]` or `str` | `true` | anything. |",
@@ -45,12 +187,21 @@ def test_sections_types_defaults_and_the_words_of_the_docstrings():
 
 def test_the_page_has_every_key_and_says_what_it_is():
     page = config_reference(TrainLmConfig)
-    for path in keys_below(TrainLmConfig):
-        key = re.escape(".".join(path))
-        row = re.search(rf"^\| `{key}` \| .* \| (.*) \|$", page, re.MULTILINE)
-        heading = re.search(rf"^#+ `{key}(\.NAME)?`$", page, re.MULTILINE)
-        assert row or heading, f"the reference lacks {key}"
-        assert heading or row[1], f"no docstring says what {key} is"  # pyright: ignore
+    rows = dict(re.findall(r"^\| `([\w.]+)` \| .* \| (.*) \|$", page, re.MULTILINE))
+    headings = re.findall(r"^#+ `([\w.]+?)(?:\.NAME)?`$", page, re.MULTILINE)
+
+    def check(value, path):
+        if path in rows:
+            assert rows[path], f"no docstring says what {path} is"
+            return
+        assert path in headings, f"the reference lacks {path}"
+        for key, own in (value or {}).items():
+            if key != "type":
+                check(own, f"{path}.{key}")
+
+    for key, value in config_as_dict(TrainLmConfig()).items():
+        check(value, key)
     assert "| `trainer.mesh.param_mapping` | `dict[str,list[str]|str]` | `{" in page
     for type_of_model in ("qwen3", "qwen3_moe"):
         assert f"`type: {type_of_model}`" in page
+    assert all(rows.values()), "no docstring says what a key is"

@@ -1,3 +1,5 @@
+"""Values of the `data` section, and the errors for bad ones."""
+
 import pytest
 
 from stacked_remat.training import ConfigError, DataConfig, SourceConfig, config_as_dict, parse_config
@@ -9,11 +11,11 @@ from stacked_remat.training import ConfigError, DataConfig, SourceConfig, config
         ({"held_out_fraction": 1.0}, r"data.held_out_fraction must lie between 0 and 1, got 1.0"),
         ({"seq_len": 0}, r"data.seq_len must be at least 1, got 0"),
         ({"batch_size": -1}, r"data.batch_size must be at least 1"),
-        ({"cache_dir": "s3://u:SECRET@h/x"}, r"^data.cache_dir = 's3://\*\*\*@h/x' is a URL, and must be"),
+        ({"cache_dir": "s3://u:SECRET@h/x"}, r"^data.cache_dir = 's3://\*\*\*@h/x' is a URL; it must be"),
         ({"cache_dir": "~nosuchuser/x"}, r"data.cache_dir = '~nosuchuser/x' names no home folder"),
         ({"cache_dir": " "}, r"data.cache_dir must be the path of a folder"),
         ({"prefetch": -1}, r"data.prefetch must be at least 0"),
-        ({"sources": {"a/b": SourceConfig(("x",))}}, r"the name 'a/b' of a source has to be made of letters"),
+        ({"sources": {"a/b": SourceConfig(("x",))}}, r"the name 'a/b' must consist of letters"),
     ],
 )
 def test_values_out_of_range_are_refused(changes, message):
@@ -33,7 +35,7 @@ def test_values_out_of_range_are_refused(changes, message):
         ({"paths": ("x",), "weight": float("nan")}, r"positive and finite, got nan"),
     ],
 )
-def test_a_source_that_cannot_be_is_refused(changes, message):
+def test_bad_sources_are_refused(changes, message):
     with pytest.raises(ValueError, match=message):
         SourceConfig(**changes)
 
@@ -44,7 +46,7 @@ def parse(tmp_path, text, *overrides):
     return parse_config(DataConfig, ["--config_path", str(path), *overrides])
 
 
-def test_sources_are_sections_under_names_of_ones_own(tmp_path):
+def test_sources_are_named_sections(tmp_path):
     text = """
     sources:
       web: {paths: [web/, more/*.txt], weight: 3}
@@ -69,17 +71,17 @@ def test_sources_are_sections_under_names_of_ones_own(tmp_path):
         ),
         (
             "sources: {web: {paths: texts/}}",
-            r"`sources.web.paths` in .* is a list, got 'texts/'. Write \[texts/\]",
+            r"`sources.web.paths` in .* must be list.str., got 'texts/'. Write \[texts/\]",
         ),
         ("sources: {web: [x]}", r"`sources.web` in .* is a section of keys, got \['x'\]"),
         ("sources: [x]", r"`sources` in .* holds sections, each under its name, got \['x'\]"),
         ("sources: {web: {weight: 2}}", r"`sources.web` in .* lacks the key `paths`"),
-        ("sources: {web: {paths: [x], format: csv}}", r"`sources.web.format` in .*text, jsonl, parquet"),
+        ("sources: {web: {paths: [x], format: csv}}", r"`sources.web.format` in .*text.jsonl.parquet"),
         (
             "sources: {web: {paths: [x], weight: -1}}",
             r"\(of `sources.web`\): The weight of a data source is positive",
         ),
-        ("packing: tight", r"`packing` in .*split, whole"),
+        ("packing: tight", r"`packing` in .*split.whole"),
     ],
 )
 def test_mistakes_are_named(tmp_path, text, message):

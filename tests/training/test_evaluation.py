@@ -1,3 +1,5 @@
+"""The mean loss on held-out batches, overall and per source."""
+
 import equinox as eqx
 import jax.numpy as jnp
 import numpy as np
@@ -19,6 +21,7 @@ def test_every_token_counts_the_same_in_a_short_last_sequence_too():
     log_probs = table - np.log(np.exp(table).sum(axis=1, keepdims=True))
     expected = -log_probs[stream[:-1], stream[1:]].mean()
     evaluate = held_out_evaluator(next_byte_loss, packed, 3)
+    assert held_out_evaluator(next_byte_loss, packed, 1)(model) != evaluate(model)
     np.testing.assert_allclose(evaluate(model), expected, rtol=1e-5)
     assert evaluate(model) == evaluate(model)
     np.testing.assert_allclose(evaluate(next_byte(7)), np.log(7), rtol=1e-6)

@@ -1,3 +1,7 @@
+"""Runs of the training loop: metrics, evaluation, checkpoints, resuming, and steps that are not finite."""
+
+import shutil
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -64,12 +68,12 @@ class Recorder(Tracker, Progress):
 
 
 def stream(size, seed):
-    """Counts up by one or two modulo 7: half a bit a token for who knows, log 7 for who does not."""
+    """Counts up by one or two modulo 7: an entropy of log 2 per token, from log 7 at the start."""
     return (np.cumsum(np.random.default_rng(seed).integers(1, 3, size)) % 7).astype(np.uint16)
 
 
 def split_over(devices):
-    """Puts a state's table on so many devices, split by its rows, and the rest on each of them."""
+    """Shards the rows of a state's table over this many devices, and copies the rest to each."""
     mesh = Mesh(np.array(jax.devices()[:devices]), ("data",))
 
     def put(leaf):
@@ -121,58 +125,72 @@ def run(
         checkpoints.close()
 
 
-def test_training_lowers_the_held_out_loss_to_what_can_be_known(tmp_path):
-    result = run(Recorder(), tmp_path)
+def product_loss(model, batch):
+    log_probs = jax.nn.log_softmax(jax.nn.one_hot(batch.tokens.array, 7) @ model.table)
+    loss = -jnp.mean(jnp.take_along_axis(log_probs, batch.targets.array[..., None], axis=-1))
+    return loss, {"loss": loss}
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """A run with everything configured: its recorder, its result and its folder."""
+    recorder, folder = Recorder(), tmp_path_factory.mktemp("finished")
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        result = run(
+            recorder,
+            folder,
+            loss_function=product_loss,
+            num_sets=2,
+            eval_every=12,
+            checkpoint=CheckpointConfig(every_steps=20, keep_last=10),
+            profiler=ProfilerConfig(start_step=3, num_steps=2, peak_flops=1e9),
+        )
+    return recorder, result, folder
+
+
+def test_training_lowers_the_held_out_loss_to_its_entropy(finished):
+    _, result, _ = finished
     np.testing.assert_allclose(result.held_out_before["held_out"], np.log(7), rtol=1e-5)
     assert result.held_out_after["held_out"] < np.log(2) + 0.15
     assert int(result.state.step) == 30 and result.stopped_by is None
 
 
-def test_the_same_seed_gives_the_same_run_and_another_does_not(tmp_path):
-    first, second, other = (
-        run(Recorder(), tmp_path / str(number), seed=seed).state.model.table
-        for number, seed in enumerate((0, 0, 1))
-    )
-    np.testing.assert_array_equal(first, second)
-    assert jnp.any(first != other)
-
-
-def test_metrics_come_at_the_start_the_end_and_in_between(tmp_path):
-    recorder = Recorder()
-    result = run(recorder, tmp_path, num_steps=12, log_every=5, eval_every=6)
+def test_metrics_come_at_the_start_the_end_and_in_between(finished):
+    recorder, _, _ = finished
     trained = [(step, line) for step, line in recorder.logged if "loss" in line]
-    assert [step for step, _ in trained] == [1, 5, 10, 12]
-    names = {"loss", "grad_norm", "learning_rate", "tokens_per_second", "step_seconds", "peak_memory_bytes"}
-    assert set(trained[0][1]) == names
+    assert [step for step, _ in trained] == [1, 10, 20, 30]
+    names = {"loss", "grad_norm", "learning_rate", "tokens_per_second", "step_seconds"}
+    assert set(trained[0][1]) == names | {"peak_memory_bytes", "mfu"}
     assert trained[0][1]["learning_rate"] == 0
     for _, line in trained[1:]:
         np.testing.assert_allclose(line["tokens_per_second"] * line["step_seconds"], 32, rtol=1e-6)
-    held_out = recorder.of("held_out_loss")
-    assert [step for step, _ in held_out] == [0, 6, 12]
-    assert held_out[0][1] == result.held_out_before["held_out"]
-    assert held_out[2][1] == result.held_out_after["held_out"]
-    assert recorder.calls == ["start 12 after 0", *range(1, 13), "stop"]  # closing trackers is the caller's
+        # The product and the gradient of the table; the other factor depends on nothing that is trained.
+        np.testing.assert_allclose(line["mfu"] * line["step_seconds"] * 1e9, 2 * 2 * 32 * 7 * 7, rtol=1e-6)
+    assert recorder.calls == ["start 30 after 0", *range(1, 31), "stop"]  # the caller closes trackers
 
 
-def test_several_held_out_sets_are_evaluated_each_under_its_name(tmp_path):
-    recorder = Recorder()
-    result = run(recorder, tmp_path, num_steps=4, eval_every=2, num_sets=2)
-    assert [step for step, _ in recorder.of("code_loss")] == [0, 2, 4]
+def test_each_held_out_set_is_evaluated_before_after_and_in_between(finished):
+    recorder, result, _ = finished
+    for name in ("held_out", "code"):
+        losses = recorder.of(f"{name}_loss")
+        assert [step for step, _ in losses] == [0, 12, 24, 30]
+        assert losses[0][1] == result.held_out_before[name] and losses[-1][1] == result.held_out_after[name]
     assert set(result.held_out_after) == {"held_out", "code"}
-    assert recorder.of("code_loss")[-1][1] == result.held_out_after["code"]
-    assert "code loss after 4 steps" in recorder.shown[-1]
+    assert "code loss after 30 steps" in recorder.shown[-1]
     assert result.held_out_after["code"] != result.held_out_after["held_out"]
 
 
-def test_evaluation_reads_as_many_batches_as_it_is_told(tmp_path):
-    few, many = (
-        run(Recorder(), tmp_path / str(n), num_steps=2, eval_batches=n).held_out_after["held_out"]
-        for n in (1, 10)
-    )
-    assert few != many
+def test_checkpoints_are_written_when_the_config_says_and_at_the_end(finished):
+    _, _, folder = finished
+    assert {path.name for path in (folder / "checkpoints").iterdir()} == {"20", "30"}
 
 
-def test_a_run_that_was_asked_to_stop_goes_on_as_if_it_had_not_been(tmp_path):
+def test_a_window_of_steps_is_traced(finished):
+    _, _, folder = finished
+    assert list((folder / "profile").rglob("*.xplane.pb"))
+
+
+def test_a_stopped_run_resumes_to_the_same_results(tmp_path):
     options = {"num_steps": 12, "log_every": 1, "eval_every": 5}
     whole, first, second = Recorder(), Recorder(), Recorder()
     expected = run(whole, tmp_path / "whole", **options)
@@ -187,25 +205,20 @@ def test_a_run_that_was_asked_to_stop_goes_on_as_if_it_had_not_been(tmp_path):
         assert first.of(name) + second.of(name) == whole.of(name)
     again = run(Recorder(), tmp_path / "run", **options)  # nothing is left to do
     assert again.held_out_after == expected.held_out_after
+    assert not whole.of("mfu") and not (tmp_path / "whole" / "profile").exists()  # neither was asked for
+    other = run(Recorder(), tmp_path / "other", seed=1, **options)
+    assert jnp.any(other.state.model.table != expected.state.model.table)
 
 
-@pytest.mark.parametrize("devices", [1, 2])
-def test_a_run_goes_on_with_another_number_of_devices(tmp_path, devices):
-    options = {"num_steps": 8, "log_every": 1, "vocab": 8}
-    whole, first, second = Recorder(), Recorder(), Recorder()
-    run(whole, tmp_path / "whole", place=split_over(8), **options)
-    run(first, tmp_path / "run", place=split_over(8), stop_after=5, **options)
-    resumed = run(second, tmp_path / "run", place=split_over(devices), **options)
-    assert len(resumed.state.model.table.devices()) == devices
-    losses, expected = (np.array(found) for found in (first.of("loss") + second.of("loss"), whole.of("loss")))
-    np.testing.assert_array_equal(losses[:5], expected[:5])
-    np.testing.assert_allclose(losses, expected, rtol=1e-5)
-
-
-def test_checkpoints_are_written_when_the_config_says_and_at_the_end(tmp_path):
-    config = CheckpointConfig(every_steps=5, keep_last=10)
-    run(Recorder(), tmp_path, num_steps=12, checkpoint=config)
-    assert {path.name for path in (tmp_path / "checkpoints").iterdir()} == {"5", "10", "12"}
+def test_a_run_resumes_on_another_number_of_devices(tmp_path):
+    options = {"num_steps": 8, "log_every": 1, "vocab": 8, "checkpoint": CheckpointConfig(every_steps=5)}
+    whole, resumed = Recorder(), Recorder()
+    run(whole, tmp_path, place=split_over(8), **options)
+    shutil.rmtree(tmp_path / "checkpoints" / "8")
+    result = run(resumed, tmp_path, place=split_over(2), **options)
+    assert len(result.state.model.table.devices()) == 2
+    assert resumed.calls[0] == "start 8 after 5"
+    np.testing.assert_allclose(resumed.of("loss"), whole.of("loss")[5:], rtol=1e-5)
 
 
 def diverges_below(limit, once=False):
@@ -268,28 +281,3 @@ def test_too_many_skips_in_a_row_stop_the_run(tmp_path):
         run(recorder, tmp_path, loss_function=diverges_below(1.7), update=skip)
     assert sum("skipped" in line for line in recorder.shown) == 3
     assert list(tmp_path.glob("nonfinite_step_*.npz"))
-
-
-def test_utilisation_is_reported_where_the_peak_is_known(tmp_path):
-    def product_loss(model, batch):
-        one_hot = jax.nn.one_hot(batch.tokens.array, 7)
-        log_probs = jax.nn.log_softmax(one_hot @ model.table)
-        loss = -jnp.mean(jnp.take_along_axis(log_probs, batch.targets.array[..., None], axis=-1))
-        return loss, {"loss": loss}
-
-    recorder = Recorder()
-    profiler = ProfilerConfig(peak_flops=1e9)
-    run(recorder, tmp_path, loss_function=product_loss, num_steps=12, log_every=5, profiler=profiler)
-    for (_, share), (_, seconds) in list(zip(recorder.of("mfu"), recorder.of("step_seconds"), strict=True))[
-        1:
-    ]:
-        # The product and the gradient of the table; the other factor depends on nothing that is trained.
-        np.testing.assert_allclose(share * seconds * 1e9, 2 * 2 * 4 * 8 * 7 * 7, rtol=1e-6)
-
-
-def test_a_window_of_steps_is_traced(tmp_path):
-    profiler = ProfilerConfig(start_step=3, num_steps=2)
-    run(Recorder(), tmp_path, num_steps=8, profiler=profiler)
-    assert list((tmp_path / "profile").rglob("*.xplane.pb"))
-    run(Recorder(), tmp_path / "other", num_steps=8)
-    assert not (tmp_path / "other" / "profile").exists()

@@ -1,3 +1,5 @@
+"""Arrays that fit in memory are accepted, and larger ones refused."""
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -20,7 +22,7 @@ def test_what_fits_is_let_through_and_one_byte_more_is_not():
         check_fits(parts, "Lower it.", limit=2048 + 511)
 
 
-def test_a_device_holds_its_share_and_the_machine_that_of_all_of_its_devices():
+def test_a_device_holds_its_share_and_the_machine_all_shares():
     machine = memory_bytes(jax.devices()[0])
     assert machine is not None
     mesh = jax.make_mesh((8,), ("data",), devices=jax.devices())
@@ -33,10 +35,10 @@ def test_a_device_holds_its_share_and_the_machine_that_of_all_of_its_devices():
 
 
 @pytest.mark.parametrize("size", [10**8, 10**11, 10**22])
-def test_sizes_beyond_all_integers_of_the_machine_are_counted(size):
+def test_sizes_beyond_64_bits_are_counted(size):
     with pytest.raises(ConfigError, match=rf"w, float32 of {size:,} x 1,000,000. Lower vocab_size."):
         check_fits({"weights": {"w": shape(size, 10**6)}}, "Lower vocab_size.")
 
 
-def test_keys_and_small_arrays_are_no_matter():
+def test_keys_and_small_arrays_fit():
     check_fits({"state": {"key": jax.random.key(0), "n": np.zeros(3)}}, "", limit=24)

@@ -1,3 +1,5 @@
+"""Meshes of devices, and the sharding of states, gradients, batches and activations."""
+
 import haliax as hax
 import jax
 import jax.numpy as jnp
@@ -35,7 +37,7 @@ FSDP = {"weight": (None, ("data",)), "bias": (None,), "plain": (), "step": (), "
 
 
 def trimmed(specs):
-    """Without what JAX leaves out at will: `None`s at the end, and tuples around single names."""
+    """Without differences that JAX ignores: `None`s at the end, and tuples around single names."""
     return {name: PartitionSpec(*spec) for name, spec in specs.items()}
 
 
@@ -83,18 +85,18 @@ def test_bad_configs(fields, message):
         MeshConfig(**fields)
 
 
-def test_a_state_is_divided_by_the_table():
+def test_a_state_is_sharded_by_its_mapping():
     partitioning = Partitioning.of(MeshConfig())
     placed = partitioning.shard_weights(state())
     assert trimmed(specs(placed)) == trimmed(FSDP)
     assert trimmed(specs(partitioning.weight_shapes(state()))) == trimmed(FSDP)
     assert placed["weight"].array.addressable_shards[0].data.shape == (6, 1)
-    made = partitioning.made(lambda: {**state(), "absent": None})
+    made = partitioning.init_sharded(lambda: {**state(), "absent": None})
     assert made["weight"].array.sharding.is_equivalent_to(placed["weight"].array.sharding, 2)
     np.testing.assert_array_equal(made["weight"].array, placed["weight"].array)
 
 
-def test_gradients_are_divided_like_their_weights():
+def test_gradients_are_sharded_like_their_weights():
     partitioning = Partitioning.of(MeshConfig())
 
     def value(weight):
@@ -120,12 +122,12 @@ def test_several_mesh_axes_for_one_axis():
 @pytest.mark.parametrize(
     ("devices", "mapping", "message"),
     [
-        (8, {"mlp": "data"}, "divides `mlp` over 8 devices, and an array .mlp=6, embed=8. has 6 of it"),
+        (8, {"mlp": "data"}, "divides `mlp` over 8 devices, but an array .mlp=6, embed=8. has 6 of it"),
         (2, {"embed": "data", "mlp": "data"}, "divides two axes of an array"),
     ],
     ids=str,
 )
-def test_tables_that_do_not_fit_the_weights(devices, mapping, message):
+def test_mappings_that_do_not_fit_the_weights(devices, mapping, message):
     partitioning = Partitioning.of(MeshConfig({"data": devices}, {}, mapping))
     with pytest.raises(ConfigError, match=message):
         partitioning.weight_shapes({"weight": hax.ones((Mlp, Embed))})
@@ -150,7 +152,7 @@ def test_on_one_device_nothing_happens():
         assert jax.sharding.get_abstract_mesh().empty
 
 
-def test_while_it_is_active_activations_are_divided():
+def test_activations_are_sharded_while_it_is_active():
     partitioning = Partitioning.of(MeshConfig())
     x = hax.ones((Axis("batch", 8), Embed))
     with partitioning.active():

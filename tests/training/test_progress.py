@@ -1,3 +1,5 @@
+"""What a run prints, in a terminal and without one."""
+
 import io
 import os
 import time
@@ -53,7 +55,7 @@ def shown_in_a_terminal(memory):
     return out.getvalue()
 
 
-def test_a_run_that_goes_on_starts_where_it_was():
+def test_a_resumed_run_starts_at_its_step():
     out = io.StringIO()
     lines = ConsoleProgress(Console(file=out, width=80), line_every=100)
     lines.start(50, done=40)
@@ -88,7 +90,7 @@ def test_long_work_is_a_line_now_and_then(monkeypatch):
     assert 2 <= len(shown) < 8 and shown[-1] == "100%"
 
 
-def test_work_in_a_terminal_is_a_bar_that_goes_when_it_ends_or_is_stopped():
+def test_work_in_a_terminal_is_a_bar_until_it_ends_or_is_stopped():
     out = io.StringIO()
     progress = ConsoleProgress(Console(file=out, force_terminal=True, width=120, color_system=None))
     work(progress)
@@ -99,7 +101,7 @@ def test_work_in_a_terminal_is_a_bar_that_goes_when_it_ends_or_is_stopped():
     assert "2/2" in out.getvalue()
 
 
-def test_output_that_no_one_reads_any_more_is_dropped(tmp_path):
+def test_output_without_a_reader_is_dropped(tmp_path):
     reader, writer = os.pipe()
     with open(writer, "w", encoding="ascii") as stream:
         console = Console(file=LastingOutput(stream))  # pyright: ignore[reportArgumentType]

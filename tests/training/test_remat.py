@@ -1,3 +1,5 @@
+"""The `remat` config entry to a policy, and back."""
+
 import pytest
 import yaml
 
@@ -21,7 +23,7 @@ def test_remat_is_an_alias_or_the_fields_of_a_policy(value, policy):
     assert remat_policy(value) == policy
 
 
-def test_a_remat_that_is_neither_is_refused():
+def test_other_entries_are_refused():
     with pytest.raises(ValueError, match=r"remat.nestd is not a field.* Did you mean `nested`"):
         remat_policy({"nestd": 3})
     for strange in ("2020-01-01", 5, {"nested": "x"}):
@@ -41,7 +43,7 @@ def test_a_remat_that_is_neither_is_refused():
     ],
     ids=str,
 )
-def test_what_is_written_for_a_policy_is_read_back(policy):
+def test_the_entry_of_a_policy_is_read_back(policy):
     entry = yaml.safe_load(yaml.safe_dump(remat_entry(policy)))
     assert remat_policy(entry) == policy
     assert remat_entry("nested") == "nested" and remat_entry(False) is False
@@ -66,7 +68,7 @@ def test_a_budget_goes_with_auto_and_nothing_else(remat, budget, host_budget, me
         check_remat(remat, budget, host_budget)
 
 
-def test_a_remat_without_a_budget_is_a_policy_and_auto_is_none_yet():
+def test_entries_resolve_to_policies_and_auto_to_none():
     assert check_remat({"nested": 3}, None, None) == ScanCheckpointPolicy(nested=3)
     assert check_remat("auto", "72GiB", "1.5TiB") is None
 

@@ -1,3 +1,5 @@
+"""Signals that stop a run."""
+
 import os
 import signal
 import subprocess

@@ -1,3 +1,5 @@
+"""The clock, the peaks of devices, and the count of training FLOPs."""
+
 from types import SimpleNamespace
 
 import equinox as eqx
@@ -41,12 +43,12 @@ def test_the_clock_leaves_out_the_first_step_and_pauses(monkeypatch):
     ("kind", "flops"),
     [("NVIDIA H200", 989e12), ("TPU v5p", 459e12), ("TPU v6 lite", 918e12), ("cpu", None), ("TPU v99", None)],
 )
-def test_peaks_go_by_what_jax_calls_a_device(kind, flops):
+def test_peaks_go_by_the_kind_of_device(kind, flops):
     assert peak_flops(SimpleNamespace(device_kind=kind)) == flops
 
 
 @pytest.mark.parametrize("remat", [False, True, "nested"])
-def test_flops_are_those_of_the_model_whatever_is_computed_again(remat):
+def test_flops_do_not_count_recomputation(remat):
     def layer(x, w):
         return hax.tanh(hax.dot(x, w, axis="in").rename({"out": "in"}))
 
@@ -106,7 +108,7 @@ def test_frozen_weights_have_no_gradient_product(remat):
     assert training_flops(loss, model, BATCH) == everything
 
 
-def test_flops_that_depend_on_the_data_are_not_claimed():
+def test_flops_that_depend_on_the_data_are_none():
     def loss(weights, batch):
         trips = batch.tokens.array[0, 0]
         return jnp.sum(jax.lax.fori_loop(0, trips, lambda _, w: w @ w, weights)), {}
@@ -114,5 +116,5 @@ def test_flops_that_depend_on_the_data_are_not_claimed():
     assert training_flops(loss, jnp.ones((3, 3)), BATCH) is None
 
 
-def test_memory_on_a_cpu_is_that_of_the_process():
+def test_memory_on_a_cpu_is_the_process_memory():
     assert (peak_memory_bytes() or 0) > 50 * 2**20

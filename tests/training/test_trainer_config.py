@@ -1,3 +1,5 @@
+"""Values of the `trainer` section, and the errors for bad ones."""
+
 import dataclasses
 
 import pytest

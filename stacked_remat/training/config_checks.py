@@ -1,0 +1,46 @@
+"""Checks of values that several configs have in common; they raise a `ValueError` that names the key."""
+
+import typing
+from pathlib import Path
+from typing import Any
+
+from .credentials import without_credentials
+
+
+def check_at_least(lowest: int, section: str, **values: float | None) -> None:
+    """Refuses values below `lowest`; None is not checked."""
+    for name, value in values.items():
+        if value is not None and value < lowest:
+            raise ValueError(f"{section}.{name} must be at least {lowest}, got {value}.")
+
+
+def check_positive(section: str, fix: str = "", **values: float | None) -> None:
+    """Refuses values that are not above 0; None is not checked. `fix` ends the message."""
+    for name, value in values.items():
+        if value is not None and value <= 0:
+            raise ValueError(f"{section}.{name} must be positive, got {value}{fix}.")
+
+
+def check_choices(section: str, config: Any) -> None:
+    """Refuses values that the `Literal` annotations of a dataclass do not list."""
+    for name, hint in typing.get_type_hints(type(config)).items():
+        valid = typing.get_args(hint) if typing.get_origin(hint) is typing.Literal else ()
+        if valid and getattr(config, name) not in valid:
+            raise ValueError(
+                f"{section}.{name} must be one of {', '.join(valid)}, got {getattr(config, name)!r}."
+            )
+
+
+def check_folder(key: str, folder: str) -> None:
+    """Refuses text that can't be the path of a local folder."""
+    if not folder.strip() or "\0" in folder:
+        raise ValueError(f"{key} must be the path of a folder, got {folder!r}.")
+    if "://" in folder:
+        raise ValueError(
+            f"{key} = {without_credentials(folder)!r} is a URL; it must be a folder of this machine, or one "
+            f"that is mounted there. Write its path."
+        )
+    try:
+        Path(folder).expanduser()
+    except RuntimeError as error:
+        raise ValueError(f"{key} = {folder!r} names no home folder: {error}") from error

@@ -11,9 +11,9 @@ from haliax import NamedArray
 from haliax.util import is_named_array
 from jaxtyping import Array
 
-State = TypeVar("State")
+from .._messages import entry_problems
 
-_SHOWN = 8
+State = TypeVar("State")
 
 
 def arrays_by_name(tree: Any) -> dict[str, Any]:
@@ -37,17 +37,9 @@ def layout(tree: Any) -> dict[str, dict[str, Any]]:
 
 
 def differences(saved: Mapping[str, Mapping[str, Any]], wanted: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """One line for each array that is not the same in two layouts."""
-    lines = [f"{name}: only in the checkpoint, {_shown(saved[name])}" for name in saved if name not in wanted]
-    lines += [f"{name}: only in this run, {_shown(wanted[name])}" for name in wanted if name not in saved]
-    lines += [
-        f"{name}: {_shown(saved[name])} in the checkpoint, {_shown(wanted[name])} in this run"
-        for name in saved
-        if name in wanted and dict(saved[name]) != dict(wanted[name])
-    ]
-    if len(lines) > _SHOWN:
-        lines = [*lines[:_SHOWN], f"and {len(lines) - _SHOWN} more"]
-    return lines
+    """One line for each array that a checkpoint lacks, has in excess, or has in another layout."""
+    here, there = ({name: _shown(entry) for name, entry in entries.items()} for entries in (wanted, saved))
+    return entry_problems(here, there)
 
 
 def with_arrays(like: State, arrays: Mapping[str, Any]) -> State:

@@ -32,6 +32,7 @@ from orbax.checkpoint.checkpoint_managers import (
     PreservationPolicy,
 )
 
+from .._messages import shortened
 from .array_layout import arrays_by_name, differences, digests, is_key, layout, select, with_arrays
 from .checksums import checksums, json_with_checksum, read_json_with_checksum
 from .trainer_config import CheckpointConfig
@@ -378,8 +379,10 @@ def _read(path: Path, like: Any, prefix: str) -> tuple[dict[str, Any], dict[str,
     saved = {name[len(prefix) :]: entry for name, entry in run["layout"].items() if name.startswith(prefix)}
     differing = differences(saved, layout(like))
     if differing:
-        lines = "\n  ".join(differing)
-        raise CheckpointMismatchError(f"The checkpoint {path} is of another model or optimizer:\n  {lines}")
+        raise CheckpointMismatchError(
+            f"The checkpoint {path} does not fit this run's model or optimizer:\n  "
+            + shortened(differing, "\n  ", most=8)
+        )
     wanted = arrays_by_name(like)
     targets = {prefix + name: _target(array) for name, array in wanted.items() if np.prod(array.shape)}
     arguments = ocp.args.PyTreeRestore(

@@ -96,10 +96,8 @@ def test_without_a_checkpoint_there_is_nothing_to_restore(tmp_path):
 def test_another_model_is_refused_with_what_differs(tmp_path):
     saved_at(tmp_path, 3)
     checkpoints = opened(tmp_path)
-    expected = (
-        r"3 is of another model.*\n  trained.linear.weight: float32\[out 2, embed 8\] in the checkpoint, "
-    )
-    expected += r"float32\[out 5, embed 8\] in this run"
+    expected = r"3 does not fit this run's model.*\n  mismatched: trained.linear.weight is "
+    expected += r"float32\[out 2, embed 8\], expected float32\[out 5, embed 8\]"
     with pytest.raises(CheckpointMismatchError, match=expected):
         checkpoints.restore(shapes(out=Out.resize(5)))
     checkpoints.close()

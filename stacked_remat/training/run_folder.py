@@ -29,7 +29,7 @@ _FREE = (
     "trainer.update.on_nonfinite",
     "trainer.update.max_consecutive_skips",
 )
-_ABSENT = "nothing"
+_ABSENT = "not set"
 
 
 @dataclass(frozen=True)
@@ -240,7 +240,7 @@ def config_changes(earlier: Mapping[str, Any], now: Mapping[str, Any]) -> list[s
     """One line for each key by which two resolved configs would give different results."""
     there, here = dict(_flat(earlier, ())), dict(_flat(now, ()))
     return [
-        f"{key}: {there.get(key, _ABSENT)} there, {here.get(key, _ABSENT)} now"
+        f"{key} was {there.get(key, _ABSENT)} and is {here.get(key, _ABSENT)}"
         for key in sorted({*there, *here})
         if there.get(key, _ABSENT) != here.get(key, _ABSENT)
         and not any(key == free or key.startswith(f"{free}.") for free in _FREE)

@@ -40,7 +40,7 @@ def test_an_unfinished_run_of_the_same_config_is_opened_again(tmp_path):
 def test_a_run_of_another_config_is_refused_with_the_keys_that_differ(tmp_path):
     folder = RunFolder.open(tmp_path, CONFIG)
     with pytest.raises(
-        ConfigError, match=r"model.depth: nothing there, 1 now\n  model.width: 2 there, 3 now\n"
+        ConfigError, match=r"model.depth was not set and is 1\n  model.width was 2 and is 3\n"
     ):
         RunFolder.open(tmp_path, changed(width=3, depth=1))
     assert yaml.safe_load(folder.config.read_text()) == CONFIG
@@ -156,7 +156,7 @@ def test_changes_name_only_what_changes_results():
         "trainer": {"num_steps": 1, "run_dir": "a", "trackers": {"wandb": {"project": "p"}}},
     }
     now = {"remat": "nested", "trainer": {"num_steps": 2, "run_dir": "b", "trackers": {"wandb": {}}}}
-    assert config_changes(earlier, now) == ["trainer.num_steps: 1 there, 2 now"]
+    assert config_changes(earlier, now) == ["trainer.num_steps was 1 and is 2"]
 
 
 def test_one_process_at_a_time_is_in_a_folder(tmp_path):

@@ -1,4 +1,4 @@
-"""A fixed list of batches to evaluate on."""
+"""The fixed batches of held-out documents, for evaluation."""
 
 from collections.abc import Sequence
 from typing import final
@@ -14,8 +14,8 @@ from .packing import PackedDocuments
 class HeldOutBatches:
     """The sequences of held-out documents, each once, as batches.
 
-    Their order is mixed up, the same way in every run, so that the first few batches stand for all; the seed
-    of a run does not change what it is evaluated on. The last batch is filled up with rows of weight 0.
+    Their order is shuffled in the same way in every run, whatever its seed, so that the first few batches
+    are a fair sample. The last batch is padded with rows of weight 0.
 
     Attributes:
         batch_size: sequences in a batch, over all processes.
@@ -38,7 +38,7 @@ class HeldOutBatches:
         self._own = slice(process.index * rows, (process.index + 1) * rows)
 
     def __len__(self) -> int:
-        """Batches, the last of which may have rows of weight 0."""
+        """Number of batches; the last may have rows of weight 0."""
         return -(-self.num_sequences // self.batch_size)
 
     def batch(self, index: int) -> TokenBatch:

@@ -63,7 +63,7 @@ def test_answers_that_cannot_be_told_are_refused():
     forgets = (
         "{% for m in messages %}{% if loop.last or m.role == 'user' %}{{ m.content }}{% endif %}{% endfor %}"
     )
-    with pytest.raises(ChatTemplateError, match=r"the answer of message 1 stands can't be told.*generation"):
+    with pytest.raises(ChatTemplateError, match=r"the answer of message 1 can't be found.*generation"):
         ChatTemplate(forgets, {}).render_with_answers(CHAT)
     sly = [{"role": "assistant", "content": "\ufdd1x"}]
     with pytest.raises(ChatTemplateError, match=r"noncharacters"):
@@ -85,7 +85,7 @@ def test_what_a_template_refuses_or_must_not_do_is_an_error(source, message):
 
 
 def test_a_template_that_is_no_program_is_refused():
-    with pytest.raises(DataError, match=r"chat template is no Jinja, line 2"):
+    with pytest.raises(DataError, match=r"chat template is not valid Jinja, line 2"):
         ChatTemplate("a\n{% for %}", {}).render(CHAT)
 
 
@@ -122,6 +122,6 @@ def test_a_template_that_takes_too_long_or_too_much_is_stopped(monkeypatch, sour
     thread.start()
     thread.join()
     (message,) = told
-    assert re.search(r"was stopped: for one chat it takes more than (1 seconds|2 GiB)\. .*mend it", message)
+    assert re.search(r"was stopped: it took more than (1 seconds|2 GiB) for one chat\. Fix", message)
     monkeypatch.undo()
     assert ChatTemplate("{{ messages[0].content }}", {}).render(CHAT) == "one?"

@@ -100,8 +100,8 @@ def test_versions_change_with_size_time_and_what_a_remote_file_system_says(folde
 @pytest.mark.parametrize(
     ("path", "message"),
     [
-        ("missing.txt", r"'.*missing.txt' in data.sources.x.paths stands for no file"),
-        ("*.nothing", r"stands for no file. Give a file that exists, a folder with files, or a glob"),
+        ("missing.txt", r"'.*missing.txt' in data.sources.x.paths matches no file"),
+        ("*.nothing", r"matches no file. Give a file that exists, a folder with files, or a glob"),
         ("nowhere://x", r"Can't look for the files of 'nowhere://x' in data.sources.x.paths: .*nowhere"),
     ],
 )
@@ -118,7 +118,7 @@ def test_the_standard_library_is_sources_without_tests():
     found = {file.name for file in files}
     assert {"json/decoder.py", "heapq.py"} <= found and len(files) > 300
     assert not any({"test", "tests", "site-packages"} & set(name.split("/")) for name in found)
-    assert all(Path(file.url).is_relative_to(sysconfig.get_path("stdlib")) for file in files)
+    assert all(Path(str(file.local_path)).is_relative_to(sysconfig.get_path("stdlib")) for file in files)
     assert [file.name for file in files] == sorted(found)
 
 
@@ -165,11 +165,11 @@ def test_one_odd_file_does_not_block_a_folder(folder):
     ) == 10
     (line,) = told
     assert f"skipped in '{folder}' of key: {folder}/pipe.txt is a pipe, a socket or a device, " in line
-    assert "gone.txt is a link to nothing" in line and "itself.txt is a link to nothing" in line
+    assert "gone.txt is a broken link" in line and "itself.txt is a broken link" in line
     assert names(f"{folder}/[1].txt", f"{folder}/a::b.txt") == ["[1].txt", "a::b.txt"]
     assert "c?.txt" in names(f"{folder}/*.txt")
-    for path, reason in (("gone.txt", "link to nothing"), ("pipe.txt", "a pipe")):
-        with pytest.raises(DataError, match=rf"stands for no file \(.*{reason}"):
+    for path, reason in (("gone.txt", "broken link"), ("pipe.txt", "a pipe")):
+        with pytest.raises(DataError, match=rf"matches no file \(.*{reason}"):
             find_files([str(folder / path)], "key")
 
 

@@ -106,7 +106,7 @@ def test_a_url_is_read_like_a_file(tmp_path):
 @pytest.mark.parametrize(
     ("line", "problem"),
     [
-        ('{"text": ', r"a.jsonl:2 is no JSON \(Expecting value"),
+        ('{"text": ', r"a.jsonl:2 is not JSON \(Expecting value"),
         ("[" * 200_000, r"a.jsonl:2 is JSON that is nested too deeply"),
         ("[1]", r"a.jsonl:2 holds list, not an object with keys"),
         ('{"txt": "a"}', r"a.jsonl:2 has neither 'text' nor 'messages', but 'txt'"),
@@ -125,9 +125,9 @@ def test_a_malformed_line_is_named_and_the_others_are_read(tmp_path, line, probl
 
 def test_bytes_that_are_no_text_are_named_with_their_line(tmp_path):
     (tmp_path / "a.txt").write_bytes(b"one\ntwo\nthr\xffee")
-    assert "a.txt:3 is no UTF-8" in str(read(tmp_path / "a.txt")[0].problem)
+    assert "a.txt:3 is not UTF-8" in str(read(tmp_path / "a.txt")[0].problem)
     (tmp_path / "a.jsonl").write_bytes(b'{"text": "a"}\n{"text": "\xff"}\n')
-    assert "a.jsonl:2 is no UTF-8" in str(read(tmp_path / "a.jsonl")[1].problem)
+    assert "a.jsonl:2 is not UTF-8" in str(read(tmp_path / "a.jsonl")[1].problem)
 
 
 def test_a_row_without_text_is_malformed(tmp_path):
@@ -144,7 +144,7 @@ def test_the_format_can_be_said(tmp_path):
 
 def test_files_that_cannot_be_read_at_all_are_refused(tmp_path):
     (tmp_path / "a.parquet").write_bytes(b"no parquet at all")
-    with pytest.raises(DataError, match=r"a.parquet is no Parquet file"):
+    with pytest.raises(DataError, match=r"a.parquet is not a Parquet file"):
         read(tmp_path / "a.parquet")
     pyarrow.parquet.write_table(pyarrow.table({"body": ["a"], "n": [1]}), tmp_path / "b.parquet")
     with pytest.raises(DataError, match=r"neither a column 'text' nor 'messages'; it has body, n.*text_key"):
@@ -193,7 +193,7 @@ def test_rows_of_parquet_that_are_no_text_or_too_long_are_problems(tmp_path):
     found = read(tmp_path / "a.parquet", RecordFormat(max_bytes=4000))
     assert [record.content for record in found] == ["good", None, None, "fine"]
     problems = [record.problem for record in found if record.problem]
-    assert "a.parquet:2 is no UTF-8" in problems[0] and "a.parquet:3 is longer than" in problems[1]
+    assert "a.parquet:2 is not UTF-8" in problems[0] and "a.parquet:3 is longer than" in problems[1]
     with pytest.raises(DataError, match=r"a.parquet: on average, a row of row group 0 is longer than the 9 "):
         read(tmp_path / "a.parquet", RecordFormat(max_bytes=9))
 
@@ -235,7 +235,7 @@ def test_damaged_parquet_is_named(tmp_path):
         except DataError as error:
             assert str(path) in str(error)
     path.write_bytes(written[: len(written) // 2])
-    with pytest.raises(DataError, match=r"a.parquet is no Parquet file"):
+    with pytest.raises(DataError, match=r"a.parquet is not a Parquet file"):
         read(path)
 
 

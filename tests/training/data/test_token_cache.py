@@ -188,7 +188,7 @@ def test_a_malformed_record_ends_the_run_or_is_counted(tmp_path):
     folder.mkdir()
     lines = ['{"text": "good"}', "{", '{"text": ""}', '{"text": "half \\ud800"}', '{"text": "fine"}']
     (folder / "a.jsonl").write_text("\n".join(lines))
-    with pytest.raises(DataError, match=r"texts/a.jsonl:2 is no JSON .* data.on_malformed: skip"):
+    with pytest.raises(DataError, match=r"texts/a.jsonl:2 is not JSON .* data.on_malformed: skip"):
         build(folder, tmp_path / "cache")
     cached = build(folder, tmp_path / "cache", on_malformed="skip")
     assert texts(cached) == ["good", "fine"]

@@ -165,7 +165,7 @@ def test_skipped_records_are_reported_with_examples(tmp_path):
     assert len(progress.messages) == 2
     assert progress.messages[1].startswith("one: 7 records can't be read and were skipped, such as /")
     assert progress.messages[1].count("a.jsonl:") == 5
-    with pytest.raises(DataError, match=r"a.jsonl:41 is no JSON"):
+    with pytest.raises(DataError, match=r"a.jsonl:41 is not JSON"):
         open_data(tmp_path, sources=source, held_out_fraction=0.2)
 
 
@@ -179,10 +179,10 @@ def test_too_few_documents_to_split_are_refused(tmp_path, number):
 
 
 def test_a_path_without_files_names_its_key(tmp_path):
-    with pytest.raises(DataError, match=r"missing' in data.sources.x.paths stands for no file"):
+    with pytest.raises(DataError, match=r"missing' in data.sources.x.paths matches no file"):
         open_data(tmp_path, sources={"x": SourceConfig((str(tmp_path / "missing"),))})
     (tmp_path / "a.txt").write_text("a")
-    with pytest.raises(DataError, match=r"in data.sources.x.held_out stands for no file"):
+    with pytest.raises(DataError, match=r"in data.sources.x.held_out matches no file"):
         paths = (str(tmp_path / "a.txt"),), (str(tmp_path / "missing"),)
         open_data(tmp_path, sources={"x": SourceConfig(*paths)})
 

@@ -1,11 +1,10 @@
 """Packs documents of any length into sequences of one length; no token is lost or used twice.
 
-A document of n tokens has n - 1 positions, each with an input token and the next token as target. Packing puts
-each of them into one sequence. The last token of a document (the end of the text) is a target but never an
-input, so no position is spent between two documents.
+A document of n tokens has n - 1 positions, each with an input token and the next token as target. Packing
+puts each of them into one sequence. The last token of a document (the end of the text) is a target but never
+an input, so no position is spent between two documents.
 """
 
-import abc
 import hashlib
 from collections import defaultdict
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ from jaxtyping import Int64
 from .data_error import DataError
 from .tokenized import TokenizedDocuments
 
-Sequence: TypeAlias = dict[str, np.ndarray]
+PackedSequence: TypeAlias = dict[str, np.ndarray]
 """The fields of a `TokenBatch` for one sequence."""
 
 
@@ -36,20 +35,8 @@ class Piece:
     count: int
 
 
-class Packing(abc.ABC):
-    """The pieces of documents that make up each sequence."""
-
-    @abc.abstractmethod
-    def __len__(self) -> int:
-        """Sequences in an epoch."""
-
-    @abc.abstractmethod
-    def pieces(self, sequence: int) -> list[Piece]:
-        """The pieces of a sequence, in order."""
-
-
 @final
-class SplitPacking(Packing):
+class _SplitPacking:
     """All documents concatenated and cut every `seq_len`; only the last sequence can have padding.
 
     Memory: 8 bytes a document.
@@ -60,10 +47,9 @@ class SplitPacking(Packing):
         self._seq_len = seq_len
 
     def __len__(self) -> int:
-        """Sequences in an epoch."""
         return -(-int(self._ends[-1]) // self._seq_len)
 
-    def pieces(self, sequence: int) -> list[Piece]:
+    def __getitem__(self, sequence: int) -> list[Piece]:
         """The pieces of a sequence; cost: a binary search, and its documents."""
         at, stop = sequence * self._seq_len, min((sequence + 1) * self._seq_len, int(self._ends[-1]))
         document = int(np.searchsorted(self._ends, at, side="right"))
@@ -76,49 +62,36 @@ class SplitPacking(Packing):
         return found
 
 
-@final
-class WholePacking(Packing):
+def _pack_whole(lengths: Int64[np.ndarray, " documents"], seq_len: int) -> list[list[Piece]]:
     """Documents uncut, packed by best fit with the longest first (Johnson, 1974).
 
     Documents longer than a sequence are cut into whole sequences and a rest. Memory: about 100 bytes a
     document. Cost: seconds for a million documents, at the start of every run.
     """
-
-    def __init__(self, lengths: Int64[np.ndarray, " documents"], seq_len: int):
-        pieces = [
-            Piece(document, first, min(seq_len, int(count) - first))
-            for document, count in enumerate(lengths)
-            for first in range(0, int(count), seq_len)
-        ]
-        pieces.sort(key=lambda piece: -piece.count)  # stable: ties keep the order of documents
-        self._sequences: list[list[Piece]] = []
-        with_room: dict[int, list[int]] = defaultdict(list)  # sequences by their free positions
-        rooms = 0  # bit n is set if a sequence has n free positions
-        for piece in pieces:
-            fitting = rooms >> piece.count
-            if fitting:
-                room = piece.count + (fitting & -fitting).bit_length() - 1
-                chosen = with_room[room].pop()
-                if not with_room[room]:
-                    rooms &= ~(1 << room)
-            else:
-                room, chosen = seq_len, len(self._sequences)
-                self._sequences.append([])
-            self._sequences[chosen].append(piece)
-            if room > piece.count:
-                with_room[room - piece.count].append(chosen)
-                rooms |= 1 << (room - piece.count)
-
-    def __len__(self) -> int:
-        """Sequences in an epoch."""
-        return len(self._sequences)
-
-    def pieces(self, sequence: int) -> list[Piece]:
-        """The pieces of a sequence, the longest first."""
-        return self._sequences[sequence]
-
-
-_PACKINGS = {"split": SplitPacking, "whole": WholePacking}
+    pieces = [
+        Piece(document, first, min(seq_len, int(count) - first))
+        for document, count in enumerate(lengths)
+        for first in range(0, int(count), seq_len)
+    ]
+    pieces.sort(key=lambda piece: -piece.count)  # stable: ties keep the order of documents
+    sequences: list[list[Piece]] = []
+    with_room: dict[int, list[int]] = defaultdict(list)  # sequences by their free positions
+    rooms = 0  # bit n is set if a sequence has n free positions
+    for piece in pieces:
+        fitting = rooms >> piece.count
+        if fitting:
+            room = piece.count + (fitting & -fitting).bit_length() - 1
+            chosen = with_room[room].pop()
+            if not with_room[room]:
+                rooms &= ~(1 << room)
+        else:
+            room, chosen = seq_len, len(sequences)
+            sequences.append([])
+        sequences[chosen].append(piece)
+        if room > piece.count:
+            with_room[room - piece.count].append(chosen)
+            rooms |= 1 << (room - piece.count)
+    return sequences
 
 
 @final
@@ -163,26 +136,27 @@ class PackedDocuments:
             f"{self._documents.fingerprint} {packing} {seq_len}".encode()
         ).hexdigest()
         self._separate = separate
-        self._packing: Packing = _PACKINGS[packing](self._documents.lengths - 1, seq_len)
+        pack = _SplitPacking if packing == "split" else _pack_whole
+        self._pieces = pack(self._documents.lengths - 1, seq_len)
 
     def __repr__(self) -> str:
         return f"PackedDocuments({len(self)} sequences of {self.seq_len}, {self.fingerprint[:16]})"
 
     def __len__(self) -> int:
         """Sequences in an epoch."""
-        return len(self._packing)
+        return len(self._pieces)
 
-    def __getitem__(self, index: int) -> Sequence:
+    def __getitem__(self, index: int) -> PackedSequence:
         """A sequence: int32 `tokens`, `targets`, `documents` and `positions`, float32 `weights`.
 
-        `documents` numbers the pieces from 1; `positions` counts from 0 in each piece; padding at the end is 0
-        in all fields. Without `separate`, these two fields are left out.
+        `documents` numbers the pieces from 1; `positions` counts from 0 in each piece; padding at the end is
+        0 in all fields. Without `separate`, these two fields are left out.
         """
         names = ("tokens", "targets", "documents", "positions")
-        found: Sequence = {name: np.zeros(self.seq_len, np.int32) for name in names}
+        found: PackedSequence = {name: np.zeros(self.seq_len, np.int32) for name in names}
         found["weights"] = np.zeros(self.seq_len, np.float32)
         at = 0
-        for number, piece in enumerate(self._packing.pieces(int(index)), 1):
+        for number, piece in enumerate(self._pieces[int(index)], 1):
             where = slice(at, at + piece.count)
             stop = piece.first + piece.count + 1
             tokens = self._documents.tokens(piece.document, piece.first, stop)

@@ -155,10 +155,11 @@ def test_a_build_that_is_killed_goes_on_after_the_last_whole_shard(folder, tmp_p
         process.send_signal(signal.SIGKILL)
     written = {shard: (shard / "tokens.npy").stat().st_mtime_ns for shard in shards(cache)}
     assert len(written) == 4 and not list(cache.glob("*/complete.json"))
-    half = shards(cache)[0].with_name(".unfinished")  # as a kill while a shard is written leaves it
+    half = shards(cache)[0].with_name(".shard-00004.0123abcd")  # as a kill while a shard is written leaves it
     half.mkdir()
     (half / "tokens.npy").write_bytes(b"half")
     resumed = build(folder, cache, shard_tokens=3000)
+    assert not half.exists()
     assert {shard: (shard / "tokens.npy").stat().st_mtime_ns for shard in shards(cache)[:4]} == written
     whole = build(folder, tmp_path / "whole", shard_tokens=3000)
     assert texts(resumed) == expected()
@@ -241,7 +242,9 @@ def test_a_key_is_that_of_the_document_wherever_its_folder_lies(folder, tmp_path
 
 def test_a_cache_that_cannot_be_written_is_said(folder, tmp_path):
     (tmp_path / "cache").write_text("a file in the way")
-    with pytest.raises(DataError, match=r"Can't write the token cache .*cache/texts-.* Set data.cache_dir"):
+    with pytest.raises(
+        DataError, match=r"Can't write or read the token cache .*cache/texts-.* Set data.cache_dir"
+    ):
         build(folder, tmp_path / "cache")
 
 
@@ -250,7 +253,7 @@ def test_files_without_text_are_refused(tmp_path):
     folder.mkdir()
     (folder / "a.jsonl").write_text('{"text": ""}\n{')
     with pytest.raises(
-        DataError, match=r"hold no text: 1 documents are empty and 1 can't be read. First: .*:2"
+        DataError, match=r"have no text: 1 documents are empty and 1 can't be read. First: .*:2"
     ):
         build(folder, tmp_path / "cache", on_malformed="skip")
 
@@ -303,6 +306,6 @@ def test_a_disk_that_is_full_or_cannot_be_written_is_said(folder, tmp_path, monk
         raise OSError(number, os.strerror(number), str(path))
 
     monkeypatch.setattr(Path, fails, fail)
-    expected = rf"Can't write the token cache .*cache/texts-.*{os.strerror(number)}.*with room"
+    expected = rf"Can't write or read the token cache .*cache/texts-.*{os.strerror(number)}.*has free space"
     with pytest.raises(DataError, match=expected):
         build(folder, tmp_path / "cache")

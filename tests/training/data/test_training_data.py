@@ -173,7 +173,7 @@ def test_skipped_records_are_reported_with_examples(tmp_path):
 def test_too_few_documents_to_split_are_refused(tmp_path, number):
     (tmp_path / "only.txt").write_text("one file" * number)
     source = {"one": SourceConfig((str(tmp_path / "only.txt"),))}
-    message = r"data.sources.one has 1 documents: . to train on and . held out" if number else "hold no text"
+    message = r"data.sources.one has 1 documents: . to train on and . held out" if number else "have no text"
     with pytest.raises(DataError, match=message):
         open_data(tmp_path, sources=source)
 
@@ -198,7 +198,7 @@ def chats(path, role):
 
 def test_a_source_in_which_nothing_counts_is_refused(tmp_path):
     tokenizer = load_tokenizer(str(save(tmp_path / "words")))
-    with pytest.raises(DataError, match=r"data\.sources\.chats .* none of them counts .* `assistant` says"):
+    with pytest.raises(DataError, match=r"data\.sources\.chats .* none of which counts .* `assistant` do"):
         open_data(tmp_path, tokenizer, sources=chats(tmp_path / "gpt.jsonl", "gpt"), held_out_fraction=0.3)
 
 
@@ -257,9 +257,7 @@ def test_a_file_that_is_read_in_two_ways_can_be_held_out_only_by_name(tmp_path):
     (tmp_path / "other.txt").write_text("held out")
     path = (str(tmp_path / "a.jsonl"),)
     sources = {"lines": SourceConfig(path), "whole": SourceConfig(path, format="text")}
-    with pytest.raises(
-        DataError, match=r"sources.whole reads .*a.jsonl as text and .*lines as jsonl: .*held"
-    ):
+    with pytest.raises(DataError, match=r"sources.whole reads .*a.jsonl as text, .*lines as jsonl, .*held"):
         open_data(tmp_path, sources=sources)
     held_out = (str(tmp_path / "other.txt"),)
     open_data(

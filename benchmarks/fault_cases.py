@@ -358,7 +358,7 @@ _FOLDERS = [
     Case(
         "damaged metrics",
         _damaged("metrics.jsonl", lambda found: b"\0\0\n" + found),
-        "line 1 holds no metrics",
+        "line 1 is not a line of metrics",
     ),
     Case(
         "a flipped byte in the arrays of a checkpoint",

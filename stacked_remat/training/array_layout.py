@@ -1,4 +1,4 @@
-"""The arrays of a training state by name, and how two states differ in them."""
+"""The arrays of a training state by name, their layouts and their digests."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
@@ -17,15 +17,15 @@ State = TypeVar("State")
 
 
 def arrays_by_name(tree: Any) -> dict[str, Any]:
-    """The arrays of a tree, or the shapes that stand for them, by their path: `trained.head.weight`.
+    """The arrays (or `jax.ShapeDtypeStruct`s) of a tree by path: `trained.head.weight`.
 
-    The array of a `NamedArray` goes by the name of the latter. Keys of random numbers come as they are.
+    The array of a `NamedArray` has the path of the latter. Random keys are left as they are.
     """
     return {name: _array(leaf) for name, leaf in _leaves(tree) if _is_array(_array(leaf))}
 
 
 def layout(tree: Any) -> dict[str, dict[str, Any]]:
-    """What a checkpoint says of each array: its shape and dtype, and its axes where they have names."""
+    """The shape and dtype of each array, and the names of its axes if it has any, as JSON."""
     entries: dict[str, dict[str, Any]] = {}
     for name, leaf in _leaves(tree):
         array = _array(leaf)
@@ -43,7 +43,7 @@ def differences(saved: Mapping[str, Mapping[str, Any]], wanted: Mapping[str, Map
 
 
 def with_arrays(like: State, arrays: Mapping[str, Any]) -> State:
-    """`like` with the arrays of these names put in place of its own."""
+    """`like` with its arrays of these names replaced."""
 
     def replace(path: tuple[Any, ...], leaf: Any) -> Any:
         name = _name(path)
@@ -55,21 +55,21 @@ def with_arrays(like: State, arrays: Mapping[str, Any]) -> State:
 
 
 def select(tree: Any, chosen: Callable[[Any], Any] | None) -> Any:
-    """The arrays of a tree that `chosen`, a function from the tree to a tree of booleans, marks; else all."""
+    """The arrays of a tree that `chosen` marks with a tree of booleans; all if it is None."""
     return tree if chosen is None else eqx.filter(tree, chosen(tree))
 
 
 def digests(tree: Any) -> dict[str, list[int]]:
-    """Two numbers for each array by name, which almost surely differ where the bits of two arrays do.
+    """Two numbers for each array by name, which almost surely differ if the bits of two arrays do.
 
-    Cost: one pass over the arrays where they lie, and no copy.
+    Cost: one pass over the arrays on their devices, without a copy.
     """
     return {name: [int(number) for number in _digest(array)] for name, array in arrays_by_name(tree).items()}
 
 
 @jax.jit
 def _digest(array: Array) -> tuple[Array, Array]:
-    """The sum of an array's bits, and that weighed by their positions, modulo 2**32: exact in any order."""
+    """The plain and the position-weighted sum of an array's bits modulo 2**32, exact in any order."""
     if is_key(array):
         array = jax.random.key_data(array)
     if array.dtype == jnp.bool_:
@@ -85,7 +85,7 @@ def _digest(array: Array) -> tuple[Array, Array]:
 
 
 def is_key(array: Any) -> bool:
-    """Whether an array, or the shape that stands for it, holds keys of random numbers."""
+    """Whether an array or a `jax.ShapeDtypeStruct` is of random keys."""
     return jnp.issubdtype(array.dtype, jax.dtypes.prng_key)
 
 

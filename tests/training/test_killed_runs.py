@@ -28,7 +28,7 @@ DURING_A_SAVE = [
     ["os.rename:checkpoints/8.orbax-checkpoint-tmp/:2"],
     ["shutil.rmtree:checkpoints/4:1", "os.remove::3"],
     ["os.rename:checkpoints/16.orbax-checkpoint-tmp':1"],
-    ["os.rename:.result.json.unfinished:1"],
+    ["os.rename:.result.json.:1"],
 ]
 
 

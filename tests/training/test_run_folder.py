@@ -66,7 +66,7 @@ def test_a_finished_run_is_not_touched(tmp_path):
 
 def test_results_without_a_config_are_not_touched(tmp_path):
     (tmp_path / "metrics.jsonl").write_text("whose?")
-    with pytest.raises(FileExistsError, match=r"results of an earlier run \(metrics.jsonl\) and no config"):
+    with pytest.raises(FileExistsError, match=r"results of an earlier run \(metrics.jsonl\) but no config"):
         RunFolder.open(tmp_path, CONFIG)
 
 
@@ -126,7 +126,7 @@ def test_overwriting_deletes_nothing_where_what_is_below_a_result_can_not_be_del
     else:
         access = os.access
         monkeypatch.setattr(os, "access", lambda path, mode: path != str(below) and access(path, mode))
-    with pytest.raises(ConfigError, match=f"^{below} (is a mount|may not be).*Nothing was deleted"):
+    with pytest.raises(ConfigError, match=f"^{below} (is a mount|can't be).*Nothing was deleted"):
         RunFolder.open(tmp_path, CONFIG, overwrite=True)
     assert folder.metrics.read_text() == "old" and folder.config.exists() and below.is_dir()
 

@@ -60,7 +60,7 @@ def test_lines_after_the_step_a_run_goes_on_from_are_dropped(tmp_path, resumed_a
 def test_a_damaged_line_is_named_and_the_file_is_as_it_was(tmp_path, line):
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(before := b'{"step": 0}\n' + line + b'\n{"step": 2}\n')
-    with pytest.raises(ConfigError, match=r"metrics.jsonl is damaged: line 2 holds no metrics"):
+    with pytest.raises(ConfigError, match=r"metrics.jsonl is damaged: line 2 is not a line of metrics"):
         JsonLinesTracker(path, resumed_after=1)
     assert path.read_bytes() == before
 

@@ -1,12 +1,11 @@
-"""What the commands survive: runs killed at random moments, faults, and bad inputs.
+"""Tests the commands with runs killed at random moments, faults, and bad inputs.
 
     python -m benchmarks.faults --kills 60
 
-Trains a tiny model with `models.train_lm` without a break; then again, killing the process with SIGKILL at
-random moments and starting the same command again until it is finished, and compares every metric with those
-of the unbroken run bit for bit. Then gives the commands the faults and bad inputs of
-`benchmarks/fault_cases.py`, each of which must end with exit status 1 and one message that names the path or
-key, or as that file says. Writes `results/faults.json`, and fails if anything differs.
+Trains a tiny model with `models.train_lm`; then again, killing the process with SIGKILL at random moments and
+restarting the same command until it is finished, and compares every metric with the uninterrupted run's bit
+for bit. Then tries the faults and bad inputs of `benchmarks/fault_cases.py`, each of which must end as stated
+there. Writes `results/faults.json`, and fails if anything differs.
 """
 
 import argparse
@@ -19,13 +18,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from stacked_remat.training.config_value import nearest
+from stacked_remat._messages import did_you_mean
 
 from .fault_cases import CASES, REPOSITORY, Case, Workplace, command
 from .record import RESULTS, versions
 
-UNREPEATABLE = {"tokens_per_second", "step_seconds", "peak_memory_bytes"}  # a clock or the machine decides
-_BEFORE_THE_STEPS = 0.25  # the share of kills that come while a process compiles, loads and restores
+UNREPEATABLE = {"tokens_per_second", "step_seconds", "peak_memory_bytes"}
+_BEFORE_THE_STEPS = 0.25  # share of kills while a process imports, compiles and restores
 
 
 def main(arguments: Sequence[str] | None = None) -> Path:
@@ -34,7 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> Path:
     names = [case.name for case in CASES]
     unknown = [name for name in options.only or () if name not in names]
     if unknown:
-        parser.error(f"--only: there is no case {unknown[0]!r}.{nearest(unknown[0], names)}")
+        parser.error(f"--only: there is no case {unknown[0]!r}.{did_you_mean(unknown[0], names)}")
     with tempfile.TemporaryDirectory() as scratch:
         place = Workplace.make(Path(scratch))
         began = time.monotonic()
@@ -61,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> Path:
 
 
 def kill_runs(place: Workplace, kills: int, duration: float, draw: random.Random) -> dict[str, Any]:
-    """Kills and restarts runs until so many kills were done and the last run is finished."""
+    """Kills and restarts runs until this many kills were done and the last run is finished."""
     done = before = runs = lines = 0
     differing: list[str] = []
     expected = metrics(place.root / "whole")
@@ -92,7 +91,7 @@ def kill_runs(place: Workplace, kills: int, duration: float, draw: random.Random
 
 
 def try_case(place: Workplace, case: Case) -> dict[str, Any]:
-    """Runs one case in a folder of its own and says whether it ended as it should."""
+    """Runs one case in a folder of its own."""
     outcome = case.run(place.inside(case.name))
     passed = None if outcome is None else case.ends_well(outcome)
     said = "" if outcome is None else outcome.output.strip().splitlines()[-1:]
@@ -100,19 +99,18 @@ def try_case(place: Workplace, case: Case) -> dict[str, Any]:
     if passed is False and outcome is not None:
         print(outcome.output)
     status = None if outcome is None else outcome.status
-    elsewhere = {
-        f"{place.root / f'case {case.name}'}": "CASE",
-        f"{place.root}": "ROOT",
-        f"{REPOSITORY}": "REPOSITORY",
-    }
     text = "".join(said)
-    for path, name in elsewhere.items():
-        text = text.replace(path, name)
+    for path, name in (
+        (place.root / f"case {case.name}", "CASE"),
+        (place.root, "ROOT"),
+        (REPOSITORY, "REPOSITORY"),
+    ):
+        text = text.replace(f"{path}", name)
     return {"name": case.name, "passed": passed, "status": status, "said": text}
 
 
 def metrics(folder: Path) -> list[dict[str, Any]]:
-    """The lines of a run's metrics, without what a clock or the machine decides."""
+    """The lines of a run's metrics, without times and memory."""
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     return [{name: value for name, value in line.items() if name not in UNREPEATABLE} for line in lines]
 
@@ -120,11 +118,11 @@ def metrics(folder: Path) -> list[dict[str, Any]]:
 def _train(place: Workplace, run: str) -> None:
     done = subprocess.run(command("train_lm", *place.train(run)), check=False, **place.process())
     if done.returncode:
-        raise SystemExit(f"The unbroken run failed:\n{done.stdout}")
+        raise SystemExit(f"The uninterrupted run failed:\n{done.stdout}")
 
 
 def _await_a_step(process: subprocess.Popen, folder: Path) -> None:
-    """Returns when this process writes its first line of metrics, or has ended."""
+    """Waits until this process writes its first line of metrics, or ends."""
     file = folder / "metrics.jsonl"
     began = time.time()
     while process.poll() is None and not (file.exists() and file.stat().st_mtime > began):

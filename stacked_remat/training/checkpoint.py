@@ -313,8 +313,8 @@ def _check_unsaved(run: Mapping[str, Any], rest: Any, where: Path) -> None:
     if others:
         raise CheckpointMismatchError(
             f"The checkpoint {where} belongs to a run with other frozen weights: "
-            f"{shortened(others, most=3)}. Give the run the weights that it began with (the same files, or the same "
-            f"revision on the Hub), or start a new run."
+            f"{shortened(others, most=3)}. Give the run the weights that it began with (the same files, or "
+            f"the same revision on the Hub), or start a new run."
         )
 
 

@@ -21,7 +21,7 @@ def test_a_killed_run_ends_as_if_it_had_not_been_and_faults_end_in_one_message(t
 def test_a_name_of_no_case_is_refused(capsys):
     with pytest.raises(SystemExit):
         main(["--only", "damaged metric"])
-    assert "no case 'damaged metric'. Did you mean `damaged metrics`?" in capsys.readouterr().err
+    assert "no case 'damaged metric'. Did you mean 'damaged metrics'?" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

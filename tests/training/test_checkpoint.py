@@ -310,7 +310,7 @@ def test_others_read_a_part_of_a_checkpoint_and_its_config(tmp_path):
         load_checkpoint(folder, shapes(), step=7)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int32", "int8", "bool"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "bool"])
 def test_digests_tell_arrays_apart_however_they_lie(dtype):
     numbers = (np.arange(24).reshape(4, 6) * 7) % 5
     changed = numbers.copy()

@@ -4,6 +4,7 @@ import huggingface_hub
 import pytest
 
 from stacked_remat.training import ByteTokenizer, DataError, load_tokenizer, read_tokenizer_files
+from stacked_remat.training.data import tokenizer_files
 
 from .word_tokenizer import save
 
@@ -181,10 +182,10 @@ def test_files_that_are_not_as_they_should_be_are_named(tmp_path, file, written,
         load_tokenizer(str(tmp_path))
 
 
-def test_a_file_that_is_too_large_is_not_read(tmp_path):
-    with (tmp_path / "tokenizer.json").open("wb") as file:
-        file.truncate(2**28 + 1)
-    with pytest.raises(DataError, match=r"tokenizer.json of data.tokenizer is larger than 256 MiB"):
+def test_a_file_that_is_too_large_is_not_read(tmp_path, monkeypatch):
+    monkeypatch.setattr(tokenizer_files, "_LARGEST", 2**20)
+    (tmp_path / "tokenizer.json").write_bytes(bytes(2**20 + 1))
+    with pytest.raises(DataError, match=r"tokenizer.json of data.tokenizer is larger than 1 MiB"):
         load_tokenizer(str(tmp_path))
 
 

@@ -1,9 +1,8 @@
 """The arrays of a training state by name, their layouts and their digests."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, TypeVar
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -52,11 +51,6 @@ def with_arrays(like: State, arrays: Mapping[str, Any]) -> State:
         return NamedArray(arrays[name], leaf.axes) if isinstance(leaf, NamedArray) else arrays[name]
 
     return jax.tree_util.tree_map_with_path(replace, like, is_leaf=is_named_array)
-
-
-def select(tree: Any, chosen: Callable[[Any], Any] | None) -> Any:
-    """The arrays of a tree that `chosen` marks with a tree of booleans; all if it is None."""
-    return tree if chosen is None else eqx.filter(tree, chosen(tree))
 
 
 def digests(tree: Any) -> dict[str, list[int]]:

@@ -32,7 +32,7 @@ from orbax.checkpoint.checkpoint_managers import (
 )
 
 from .._messages import shortened
-from .array_layout import arrays_by_name, differences, digests, is_key, layout, select, with_arrays
+from .array_layout import arrays_by_name, differences, digests, is_key, layout, with_arrays
 from .checksums import checksums, json_with_checksum, read_json_with_checksum
 from .trainer_config import CheckpointConfig
 
@@ -125,12 +125,12 @@ class Checkpoints:
             RuntimeError: there is a checkpoint of this step or a later one.
         """
         self.wait()
-        chosen = select(state, self._saved)
+        chosen, rest = self._divided(state)
         named = arrays_by_name(chosen)
         arrays = {name: _data(array) for name, array in named.items() if array.size}
         keys = {name: str(jax.random.key_impl(array)) for name, array in named.items() if is_key(array)}
         if self._unsaved is None:
-            self._unsaved = digests(_others(state, self._saved))
+            self._unsaved = digests(rest)
         run = {
             "position": dict(position),
             "config": self._run_config,
@@ -171,9 +171,9 @@ class Checkpoints:
         """
         self.wait()
         step, damaged = self._latest_whole()
-        where = self.folder / str(step)
-        _check_unsaved(_read_run(where), _others(like, self._saved), where)
-        restored, run = _read(where, select(like, self._saved), "")
+        chosen, rest = self._divided(like)
+        check_unsaved(self.folder, rest, step=step)
+        restored, run = _read(self.folder / str(step), chosen, "")
         for path in damaged:
             path.rename(_aside(path))
         if damaged:
@@ -198,6 +198,10 @@ class Checkpoints:
         with self._writing():
             self._manager.close()
 
+    def _divided(self, state: Any) -> tuple[Any, Any]:
+        """The part of a state that is saved, and the rest."""
+        return (state, None) if self._saved is None else eqx.partition(state, self._saved(state))
+
     @contextlib.contextmanager
     def _writing(self) -> Iterator[None]:
         """Turns errors of writing into one that names the checkpoint."""
@@ -207,10 +211,10 @@ class Checkpoints:
             code = _SYSTEM_ERROR.search(str(error))
             number = error.errno if isinstance(error, OSError) else code and int(code.group(1))
             reason = os.strerror(number) if number else error
-            message = (
+            problem = (
                 f"Can't write the checkpoint of step {self._saving}: {reason}. Earlier ones are unchanged"
             )
-            raise OSError(number or errno.EIO, message, str(self.folder)) from error
+            raise OSError(number or errno.EIO, problem, str(self.folder)) from error
 
     def _write_checksums(self) -> None:
         """Writes the checksums of the checkpoint that is being saved."""
@@ -288,7 +292,14 @@ def check_unsaved(folder: Path, rest: Any, *, step: int | None = None) -> None:
         CheckpointMismatchError: arrays differ; the message names them.
     """
     path = _existing(folder, step)
-    _check_unsaved(_read_run(path), rest, path)
+    saved, found = _read_run(path)["unsaved"], digests(rest)
+    differing = [name for name in sorted({*saved, *found}) if saved.get(name) != found.get(name)]
+    if differing:
+        raise CheckpointMismatchError(
+            f"The checkpoint {path} belongs to a run with other frozen weights: "
+            f"{shortened(differing, most=3)}. Give the run the weights that it began with (the same files, "
+            f"or the same revision on the Hub), or start a new run."
+        )
 
 
 def checkpoint_config(folder: Path, *, step: int | None = None) -> dict[str, Any]:
@@ -299,23 +310,6 @@ def checkpoint_config(folder: Path, *, step: int | None = None) -> dict[str, Any
         CheckpointDamagedError: the checkpoint is damaged.
     """
     return _read_run(_existing(folder, step))["config"]
-
-
-def _others(state: Any, saved: Callable[[Any], Any] | None) -> Any:
-    """The arrays of a state that are not saved."""
-    return None if saved is None else eqx.filter(state, saved(state), inverse=True)
-
-
-def _check_unsaved(run: Mapping[str, Any], rest: Any, where: Path) -> None:
-    earlier = run["unsaved"]
-    found = digests(rest)
-    others = [name for name in sorted({*earlier, *found}) if earlier.get(name) != found.get(name)]
-    if others:
-        raise CheckpointMismatchError(
-            f"The checkpoint {where} belongs to a run with other frozen weights: "
-            f"{shortened(others, most=3)}. Give the run the weights that it began with (the same files, or "
-            f"the same revision on the Hub), or start a new run."
-        )
 
 
 def _steps(folder: Path) -> list[int]:
@@ -388,8 +382,10 @@ def _read(path: Path, like: Any, prefix: str) -> tuple[dict[str, Any], dict[str,
     with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
         found = reader.restore(path.absolute() / _STATE, args=arguments)
     empty = {name: jnp.zeros(a.shape, a.dtype) for name, a in wanted.items() if not np.prod(a.shape)}
-    arrays = {name[len(prefix) :]: _typed(array, run["keys"].get(name)) for name, array in found.items()}
-    return {**arrays, **empty}, run
+    for name, implementation in run["keys"].items():
+        if name in found:
+            found[name] = jax.random.wrap_key_data(found[name], impl=implementation)
+    return {name.removeprefix(prefix): array for name, array in found.items()} | empty, run
 
 
 def _read_run(path: Path) -> dict[str, Any]:
@@ -416,10 +412,6 @@ def _kept(config: CheckpointConfig) -> list[PreservationPolicy]:
 
 def _data(array: Any) -> Any:
     return jax.random.key_data(array) if is_key(array) else array
-
-
-def _typed(data: Any, implementation: str | None) -> Any:
-    return data if implementation is None else jax.random.wrap_key_data(data, impl=implementation)
 
 
 def _target(array: Any) -> jax.ShapeDtypeStruct:

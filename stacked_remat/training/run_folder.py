@@ -143,8 +143,8 @@ class RunFolder:
 
     def _delete_results(self) -> None:
         """Deletes all results, or none if a link, a mount or a permission prevents deleting one."""
-        results = self._results()
-        for path in results:
+        results, deleted = self._results(), self.root / ".deleted"
+        for path in (*results, deleted):  # an earlier deletion may have been interrupted
             if path.is_symlink():
                 raise ConfigError(
                     f"{path} is a symbolic link to {os.readlink(path)}, and trainer.checkpoint.overwrite "
@@ -152,32 +152,27 @@ class RunFolder:
                     f"its own with --trainer.run_dir. Nothing was deleted."
                 )
             _check_deletable(path)
-            _check_deletable(_doomed(path))  # left by a deletion that was interrupted
-        # Renamed first: a half-deleted folder of checkpoints must not be taken for a whole one.
-        moved: list[tuple[Path, Path]] = []
+        if deleted.exists():
+            shutil.rmtree(deleted)
+        if not results:
+            return
+        # Moved first: a half-deleted folder of checkpoints must not be taken for a whole one.
+        deleted.mkdir()
         try:
             for path in results:
-                doomed = _doomed(path)
-                _delete(doomed)
-                os.replace(path, doomed)
-                moved.append((path, doomed))
+                os.replace(path, deleted / path.name)
         except BaseException:
-            for path, doomed in moved:
-                os.replace(doomed, path)
+            for path in deleted.iterdir():
+                os.replace(path, self.root / path.name)
             raise
-        for _, doomed in moved:
-            _delete(doomed)
-
-
-def _doomed(path: Path) -> Path:
-    return path.with_name(f".{path.name}.deleted")
+        shutil.rmtree(deleted)
 
 
 def _check_deletable(path: Path) -> None:
     """Refuses mount points, and folders without write permission, at a path or below it."""
     within = f"{path.resolve()}/"
     problems = {mount: "is a mount point" for mount in _mount_points() if f"{mount}/".startswith(within)}
-    if path.is_dir() and not path.is_symlink():
+    if path.is_dir():
         for folder, _, _ in os.walk(path):
             if not os.access(folder, os.R_OK | os.W_OK | os.X_OK):
                 problems[folder] = "can't be changed by this user"
@@ -198,13 +193,6 @@ def _mount_points() -> list[str]:
     return [
         os.fsdecode(re.sub(rb"\\([0-7]{3})", lambda code: bytes([int(code[1], 8)]), at)) for at in escaped
     ]
-
-
-def _delete(path: Path) -> None:
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)
 
 
 _WAYS_OUT = (

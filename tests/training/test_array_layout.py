@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import optax
 
 from stacked_remat.training import TrainState
-from stacked_remat.training.array_layout import arrays_by_name, differences, layout, select, with_arrays
+from stacked_remat.training.array_layout import arrays_by_name, differences, layout, with_arrays
 
 Embed, Out = hax.make_axes(embed=3, out=2)
 
@@ -41,12 +41,3 @@ def test_differences_name_path_shape_axes_and_dtype():
     assert f"mismatched: trained.head.weight is {weight}" in lines
     assert differences({"a": {"shape": [2], "dtype": "int32"}}, {}) == ["unknown: a int32[2]"]
     assert differences({}, {"b": {"shape": [], "dtype": "int32"}}) == ["missing: b int32[]"]
-
-
-def test_a_selection_leaves_the_rest_out():
-    def weights_alone(tree):
-        return jax.tree.map(lambda leaf: eqx.is_inexact_array(leaf), tree)
-
-    names = set(arrays_by_name(select(state(), weights_alone)))
-    assert "trained.head.weight" in names and "step" not in names and "optimizer_state.0.count" not in names
-    assert select(state(), None) is not None

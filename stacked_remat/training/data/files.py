@@ -16,6 +16,7 @@ import fsspec
 import fsspec.core
 from fsspec.implementations.local import LocalFileSystem
 
+from ..._messages import shortened
 from ..credentials import without_credentials
 from .data_error import DataError
 
@@ -96,9 +97,8 @@ def find_files(
                 f"or a glob such as texts/**/*.txt."
             )
         if passed:
-            more = f" and {len(passed) - 3} more" if len(passed) > 3 else ""
-            reasons = ", ".join(passed[:3]).encode("utf-8", "replace").decode("utf-8")
-            skipped(f"skipped in {shown!r} of {key}: {reasons}{more}")
+            reasons = shortened(passed, most=3).encode("utf-8", "replace").decode("utf-8")
+            skipped(f"skipped in {shown!r} of {key}: {reasons}")
         for file in files:
             found.setdefault(file.identity, file)
     return tuple(sorted(found.values(), key=lambda file: (file.name, file.url)))

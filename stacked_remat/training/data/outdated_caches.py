@@ -56,10 +56,9 @@ def remove_outdated(folder: Path, name: str, files: Iterable[SourceFile]) -> lis
 
 
 def _is_outdated(folder: Path, versions: Mapping[str, str]) -> bool:
-    identity = _identity(folder)
-    held = identity.get("files", []) if isinstance(identity, dict) else []
     try:
-        return any(versions.get(file["url"], file["version"]) != file["version"] for file in held)
+        files = _identity(folder)["files"]
+        return any(versions.get(file["url"], file["version"]) != file["version"] for file in files)
     except (TypeError, KeyError):
         return False
 

@@ -1,8 +1,8 @@
 """A small run that kills itself: `python -m tests.training.killable_run FOLDER [MOMENT ...]`.
 
-A moment is `step:N`, when step N is done, or `EVENT:TEXT:N`: the N-th audit event of this name (`os.mkdir`,
-`os.rename`, ...) since the one before whose arguments contain the text. When the last of the moments has come
-the process gets a SIGKILL, so that nothing it might do at exit is done.
+A moment is `step:N`, the end of step N, or `EVENT:TEXT:N`, the N-th audit event of this name (`os.mkdir`,
+`os.rename`, ...) after the previous moment whose arguments contain the text. At the last moment the process
+kills itself with SIGKILL.
 """
 
 import os
@@ -49,13 +49,13 @@ TOKENS = (np.random.default_rng(0).integers(0, 30, 3000) ** 2 // 30).astype(np.u
 
 
 def noisy_loss(model, batch, key):
-    """Every third embedding or so is dropped, so that the random numbers matter."""
+    """Drops about every third embedding, so that the random numbers matter."""
     kept = jax.random.bernoulli(key, 0.7, (30, 30)).astype(jnp.float32)
     return next_byte_loss(jax.tree.map(lambda table: table * kept, model), batch)
 
 
 def main(folder, moments):
-    death = Death(moments)
+    killer = Killer(moments)
     run = RunFolder.open(folder, config_as_dict(TRAINER))
     checkpoints = Checkpoints(run.checkpoints, TRAINER.checkpoint, run_config=config_as_dict(TRAINER))
     optimizer = build_optimizer(OPTIMIZER, TRAINER.num_steps)
@@ -77,27 +77,27 @@ def main(folder, moments):
             )
         },
         config=TRAINER,
-        outputs=RunOutputs(run, checkpoints, [tracker, death], ConsoleProgress()),
+        outputs=RunOutputs(run, checkpoints, [tracker, killer], ConsoleProgress()),
         position=position,
     )
     checkpoints.close()
     run.finish({"held_out_after": dict(result.held_out_after)})
 
 
-class Death(Tracker):
+class Killer(Tracker):
     def __init__(self, moments):
         self.moments = [moment.split(":") for moment in moments]
         self.count = 0
         if self.moments:
-            sys.addaudithook(lambda event, arguments: self.came(event, str(arguments)))
+            sys.addaudithook(lambda event, arguments: self.happened(event, str(arguments)))
 
     def log(self, step, metrics):
-        self.came("step", str(step))
+        self.happened("step", str(step))
 
     def close(self):
         pass
 
-    def came(self, event, text):
+    def happened(self, event, text):
         if not self.moments or self.moments[0][0] != event:
             return None
         wanted = self.moments[0]

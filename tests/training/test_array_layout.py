@@ -1,3 +1,5 @@
+"""Tests of stacked_remat/training/array_layout.py."""
+
 import equinox as eqx
 import haliax as hax
 import jax
@@ -16,7 +18,7 @@ def state(out=Out, dtype=jnp.float32):
     return TrainState.init({"head": model, "name": "x", "nothing": None}, optax.adam(1e-3))
 
 
-def test_arrays_are_named_by_their_path_also_where_there_are_only_shapes():
+def test_arrays_and_shapes_are_named_by_their_paths():
     names = {"step", "skips", "key", "trained.head.weight", "optimizer_state.0.count"}
     names |= {f"optimizer_state.0.{moment}.head.weight" for moment in ("mu", "nu")}
     assert set(arrays_by_name(state())) == names

@@ -80,7 +80,7 @@ def whole(tmp_path_factory):
     return folder
 
 
-def test_a_run_that_is_killed_again_and_again_ends_as_if_it_had_not_been(whole, tmp_path):
+def test_a_killed_run_ends_like_an_uninterrupted_one(whole, tmp_path):
     folder = tmp_path / "run"
     for moment in (BEFORE_ANY_CHECKPOINT, ABOUT_TO_COMMIT):
         run(folder, moment)
@@ -90,7 +90,7 @@ def test_a_run_that_is_killed_again_and_again_ends_as_if_it_had_not_been(whole, 
 
 
 @pytest.mark.slow
-def test_it_may_be_killed_at_any_moment_of_a_save(whole, tmp_path):
+def test_a_run_may_be_killed_at_any_moment_of_a_save(whole, tmp_path):
     folder = tmp_path / "run"
     for moment in DURING_A_SAVE:
         run(folder, moment)

@@ -1,3 +1,5 @@
+"""Tests of stacked_remat/training/data/batch_stream.py."""
+
 import collections
 import json
 
@@ -64,7 +66,7 @@ def test_processes_share_the_batches_of_one(count):
 
 
 @pytest.mark.parametrize("prefetch", [0, 1, 4])
-def test_a_position_leads_to_the_batches_after_it(prefetch):
+def test_a_saved_position_leads_to_the_next_batches(prefetch):
     batches = stream(prefetch=prefetch)
     numbers(batches, 5)
     state = json.loads(json.dumps(batches.get_state()))
@@ -106,7 +108,7 @@ def test_a_mixture_follows_its_weights_evenly():
             assert len(set(epoch)) == 5
 
 
-def test_sources_of_a_mixture_are_in_orders_of_their_own():
+def test_each_source_of_a_mixture_has_an_order_of_its_own():
     drawn = numbers(stream({"a": source(50), "b": source(50, first=100)}, batch_size=100), 1)[0]
     assert (drawn[drawn < 100] != drawn[drawn >= 100] - 100).any()
 
@@ -144,7 +146,7 @@ def test_the_order_of_sources_is_part_of_the_data():
         stream({"b": b, "a": a}).set_state(state)
 
 
-def test_shares_that_cannot_be_are_refused():
+def test_impossible_shares_are_refused():
     with pytest.raises(DataError, match=r"data.batch_size = 3 can't be shared equally by 2 processes"):
         stream(process=ProcessShare(0, 2))
     with pytest.raises(ValueError, match=r"process 2 of 2"):

@@ -1,3 +1,5 @@
+"""Tests of stacked_remat/training/data/tokenizer_files.py."""
+
 import json
 
 import huggingface_hub
@@ -72,7 +74,7 @@ def test_a_name_that_the_hub_does_not_know_is_refused(hub):
         load_tokenizer("some/thing")
 
 
-def test_offline_what_was_fetched_before_is_enough(tmp_path, monkeypatch):
+def test_cached_files_are_used_offline(tmp_path, monkeypatch):
     """With the real client, on a cache laid out as it lays it out."""
     repository = tmp_path / "hub" / "models--someone--words"
     snapshot = save(repository / "snapshots" / ("a" * 40))
@@ -85,7 +87,7 @@ def test_offline_what_was_fetched_before_is_enough(tmp_path, monkeypatch):
         load_tokenizer("someone/else")
 
 
-def test_a_file_that_the_hub_is_known_not_to_have_is_not_missed_without_it(hub, tmp_path, monkeypatch):
+def test_files_known_to_be_missing_are_not_needed_offline(hub, tmp_path, monkeypatch):
     fetch = huggingface_hub.hf_hub_download
     known = {"chat_template.jinja": object(), "special_tokens_map.json": object()}
 
@@ -102,7 +104,7 @@ def test_a_file_that_the_hub_is_known_not_to_have_is_not_missed_without_it(hub, 
         load_tokenizer("someone/words")
 
 
-def test_a_hub_that_cannot_be_reached_is_said(monkeypatch):
+def test_an_unreachable_hub_is_named(monkeypatch):
     def download(*_, **__):
         raise huggingface_hub.errors.LocalEntryNotFoundError("no connection")
 
@@ -111,7 +113,7 @@ def test_a_hub_that_cannot_be_reached_is_said(monkeypatch):
         load_tokenizer("someone/words")
 
 
-def test_what_is_no_tokenizer_is_refused(tmp_path):
+def test_an_invalid_tokenizer_is_refused(tmp_path):
     with pytest.raises(DataError, match=r"has no tokenizer.json.*save_pretrained"):
         load_tokenizer(str(tmp_path))
     for name in (str(tmp_path / "missing.json"), "a/b/c", "missing.json"):
@@ -176,7 +178,7 @@ EMPTY = '{"model": {"type": "BPE", "vocab": {}, "merges": []}}'
         ("chat_template.jinja", b"\x80", r"chat_template.jinja of data.tokenizer is not UTF-8"),
     ],
 )
-def test_files_that_are_not_as_they_should_be_are_named(tmp_path, file, written, message):
+def test_damaged_files_are_named(tmp_path, file, written, message):
     (save(tmp_path) / file).write_bytes(written)
     with pytest.raises(DataError, match=message):
         load_tokenizer(str(tmp_path))
@@ -189,7 +191,7 @@ def test_a_file_that_is_too_large_is_not_read(tmp_path, monkeypatch):
         load_tokenizer(str(tmp_path))
 
 
-def test_what_the_package_raises_while_it_works_is_one_error(tmp_path):
+def test_errors_of_the_package_are_data_errors(tmp_path):
     words = {"type": "WordLevel", "vocab": {"</s>": 0}, "unk_token": "[UNK]"}
     save(tmp_path).joinpath("tokenizer.json").write_text(json.dumps({"version": "1.0", "model": words}))
     tokenizer = load_tokenizer(str(tmp_path))

@@ -1,6 +1,7 @@
 """Tests of benchmarks/faults.py."""
 
 import json
+import re
 
 import pytest
 
@@ -13,18 +14,18 @@ from benchmarks.faults import main
 def test_killed_runs_end_like_uninterrupted_ones_and_faults_in_one_message(tmp_path, monkeypatch):
     config = fault_cases._CONFIG.replace("num_steps: 150", "num_steps: 20")
     monkeypatch.setattr(fault_cases, "_CONFIG", config)
-    path = main(["--kills", "1", "--only", "damaged metrics", "--out", str(tmp_path)])
+    path = main(["--kills", "1", "--only", "an empty config", "--out", str(tmp_path)])
     found = json.loads(path.read_text())
     assert found["kills"] >= 1 and found["lines"] >= 20 * found["runs"] and found["differing"] == []
     assert [(row["name"], row["passed"], row["status"]) for row in found["cases"]] == [
-        ("damaged metrics", True, 1)
+        ("an empty config", True, 1)
     ]
 
 
 def test_an_unknown_case_is_refused(capsys):
     with pytest.raises(SystemExit):
         main(["--only", "damaged metric"])
-    assert "no case 'damaged metric'. Did you mean 'damaged metrics'?" in capsys.readouterr().err
+    assert re.search("no case 'damaged metric'. Did you mean .damaged metrics.", capsys.readouterr().err)
 
 
 @pytest.mark.parametrize(

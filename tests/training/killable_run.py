@@ -1,10 +1,15 @@
-"""A small run that kills itself: `python -m tests.training.killable_run FOLDER [MOMENT ...]`.
+"""Small runs that kill themselves: `python -m tests.training.killable_run RUNS`.
+
+RUNS is JSON, a list of the folder and the moments of each run. Each has a process of its own, which is forked
+after the imports; the exit statuses are printed.
 
 A moment is `step:N`, the end of step N, or `EVENT:TEXT:N`, the N-th audit event of this name (`os.mkdir`,
 `os.rename`, ...) after the previous moment whose arguments contain the text. At the last moment the process
 kills itself with SIGKILL.
 """
 
+import contextlib
+import json
 import os
 import signal
 import sys
@@ -54,7 +59,19 @@ def noisy_loss(model, batch, key):
     return next_byte_loss(jax.tree.map(lambda table: table * kept, model), batch)
 
 
-def main(folder, moments):
+def main(runs):
+    statuses = []
+    for folder, moments in runs:
+        process = os.fork()
+        if not process:
+            with contextlib.redirect_stdout(sys.stderr):
+                train_and_die(Path(folder), moments)
+            os._exit(0)
+        statuses.append(os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]))
+    print(json.dumps(statuses))
+
+
+def train_and_die(folder, moments):
     killer = Killer(moments)
     run = RunFolder.open(folder, config_as_dict(TRAINER))
     checkpoints = Checkpoints(run.checkpoints, TRAINER.checkpoint, run_config=config_as_dict(TRAINER))
@@ -116,4 +133,4 @@ class Killer(Tracker):
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2:])
+    main(json.loads(sys.argv[1]))

@@ -1,4 +1,4 @@
-"""Layers in the state-dict form of a torch `Sequential`: `prefix.0.key`, `prefix.1.key`, …"""
+"""Converts layers to and from state dicts with keys like those of a torch `Sequential`: `prefix.0.key`."""
 
 import re
 from collections.abc import Sequence

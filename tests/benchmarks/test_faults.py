@@ -5,15 +5,14 @@ import re
 
 import pytest
 
-from benchmarks import fault_cases
-from benchmarks.fault_cases import CASES, Outcome
+from benchmarks.fault_cases import _CONFIG, CASES, Outcome
 from benchmarks.faults import main
 
 
 @pytest.mark.deep
 def test_killed_runs_end_like_uninterrupted_ones_and_faults_in_one_message(tmp_path, monkeypatch):
-    config = fault_cases._CONFIG.replace("num_steps: 150", "num_steps: 20")
-    monkeypatch.setattr(fault_cases, "_CONFIG", config)
+    config = _CONFIG.replace("num_steps: 150", "num_steps: 20")
+    monkeypatch.setattr("benchmarks.fault_cases._CONFIG", config)
     path = main(["--kills", "1", "--only", "an empty config", "--out", str(tmp_path)])
     found = json.loads(path.read_text())
     assert found["kills"] >= 1 and found["lines"] >= 20 * found["runs"] and found["differing"] == []

@@ -36,10 +36,8 @@ def main(arguments: Sequence[str] | None = None) -> Path:
         parser.error(f"--only: there is no case {unknown[0]!r}.{did_you_mean(unknown[0], names)}")
     with tempfile.TemporaryDirectory() as scratch:
         place = Workplace.make(Path(scratch))
-        began = time.monotonic()
-        _train(place, "whole")
-        duration = time.monotonic() - began
-        kills = kill_runs(place, options.kills, duration, random.Random(options.seed))
+        seconds = _train(place, "whole")
+        kills = kill_runs(place, options.kills, seconds, random.Random(options.seed))
         rows = [try_case(place, case) for case in CASES if options.only is None or case.name in options.only]
     found = {"versions": versions(), "seed": options.seed, **kills, "cases": rows}
     options.out.mkdir(parents=True, exist_ok=True)
@@ -59,8 +57,17 @@ def main(arguments: Sequence[str] | None = None) -> Path:
     return path
 
 
-def kill_runs(place: Workplace, kills: int, duration: float, draw: random.Random) -> dict[str, Any]:
-    """Kills and restarts runs until this many kills were done and the last run is finished."""
+def kill_runs(
+    place: Workplace, kills: int, seconds: tuple[float, float], draw: random.Random
+) -> dict[str, Any]:
+    """Kills and restarts runs until this many kills were done and the last run is finished.
+
+    Args:
+        place: with the uninterrupted run.
+        kills: to do.
+        seconds: that a run takes before and after the end of its first step.
+        draw: of the moments.
+    """
     done = before = runs = lines = 0
     differing: list[str] = []
     expected = metrics(place.root / "whole")
@@ -69,13 +76,12 @@ def kill_runs(place: Workplace, kills: int, duration: float, draw: random.Random
         folder = place.root / run
         while not (folder / "result.json").exists():
             early = draw.random() < _BEFORE_THE_STEPS
-            moment = draw.uniform(0, duration)
+            moment = draw.uniform(0, seconds[0 if early else 1])
             unread = {**place.process(), "stdout": subprocess.DEVNULL}
             process = subprocess.Popen(command("train_lm", *place.train(run)), **unread)
             if done < kills:
                 if not early:
                     _await_a_step(process, folder)
-                    moment /= 2
                 _sleep(process, moment)
                 process.kill()
             killed = process.wait() == -9
@@ -115,10 +121,16 @@ def metrics(folder: Path) -> list[dict[str, Any]]:
     return [{name: value for name, value in line.items() if name not in UNREPEATABLE} for line in lines]
 
 
-def _train(place: Workplace, run: str) -> None:
-    done = subprocess.run(command("train_lm", *place.train(run)), check=False, **place.process())
-    if done.returncode:
-        raise SystemExit(f"The uninterrupted run failed:\n{done.stdout}")
+def _train(place: Workplace, run: str) -> tuple[float, float]:
+    """Trains, and returns the seconds before and after the end of the first step."""
+    began = time.monotonic()
+    process = subprocess.Popen(command("train_lm", *place.train(run)), **place.process())
+    _await_a_step(process, place.root / run)
+    first_step = time.monotonic()
+    output, _ = process.communicate()
+    if process.returncode:
+        raise SystemExit(f"The uninterrupted run failed:\n{output}")
+    return first_step - began, time.monotonic() - first_step
 
 
 def _await_a_step(process: subprocess.Popen, folder: Path) -> None:

@@ -1,36 +1,26 @@
-"""The faults and bad inputs of `benchmarks.faults`: how each is made, and how the command should end."""
+"""The faults and bad inputs of `benchmarks.faults`, and how the commands should end."""
 
 import contextlib
 import os
 import resource
 import shutil
-import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from signal import SIGINT, SIGTERM
 from typing import Any
 
 _CONFIG = """
-model:
-  type: qwen3_moe
-  hidden_dim: 16
-  num_layers: 2
-  num_heads: 2
-  num_kv_heads: 1
-  experts: {num_experts: 2, experts_per_token: 1, intermediate_dim: 8}
+model: {type: qwen3_moe, hidden_dim: 16, num_layers: 2, num_heads: 2, num_kv_heads: 1,
+        experts: {num_experts: 2, experts_per_token: 1, intermediate_dim: 8}}
 remat: nested
 data: {held_out_fraction: 0.3, seq_len: 16, batch_size: 4}
 optimizer: {learning_rate: 0.02, warmup_steps: 2}
-trainer:
-  num_steps: 150
-  log_every: 1
-  eval_every: 40
-  eval_batches: 2
-  mesh: {axes: {data: 1}}
-  checkpoint: {every_steps: 5}
+trainer: {num_steps: 150, log_every: 1, eval_every: 40, eval_batches: 2, mesh: {axes: {data: 1}},
+          checkpoint: {every_steps: 5}}
 """
 REPOSITORY = Path(__file__).parents[1]
 _BOMB = "a0: &a0 [x]\n" + "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]\n" for i in range(1, 12))
@@ -43,7 +33,7 @@ def command(name: str, *arguments: str) -> list[str]:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a command ended: its exit status, and all that it wrote."""
+    """The exit status and the output of a command."""
 
     status: int
     output: str
@@ -51,11 +41,11 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Workplace:
-    """A config, a text and the folders of runs.
+    """A folder with a config, a text and runs.
 
     Attributes:
-        root: holds all of it, the unbroken run as `whole`.
-        own: the folder of one case.
+        root: of all; the uninterrupted run is in `whole`.
+        own: of one case.
     """
 
     root: Path
@@ -71,25 +61,29 @@ class Workplace:
         return Workplace(root, root)
 
     def inside(self, name: str) -> "Workplace":
-        """The same with a folder for one case."""
+        """The same, with the folder of one case."""
         own = self.root / f"case {name}"
         own.mkdir()
         return Workplace(self.root, own)
 
     def train(self, run: str | Path, *overrides: str, config: str | Path = "config.yaml") -> list[str]:
-        """The arguments of `models.train_lm` for a run in a folder of this place."""
+        """The arguments of `models.train_lm` for a run in this folder."""
         data = ("--data.sources.text.paths", f"[{self.root}/text/*.txt]")
         cache = ("--data.cache_dir", f"{self.root}/cache")
         run_dir = ("--trainer.run_dir", f"{self.root / run}")
         return ["--config_path", f"{self.root / config}", *data, *cache, *run_dir, *overrides]
 
     def process(self) -> dict[str, Any]:
-        """How its processes are started."""
+        """The options of `subprocess` for its processes."""
         cache = {"JAX_COMPILATION_CACHE_DIR": f"{self.root}/compiled", "JAX_PLATFORMS": "cpu"}
         less = {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.1"}
         environment = {**os.environ, **cache, **less, "PYTHONPATH": f"{REPOSITORY}"}
         streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
         return {"cwd": REPOSITORY, "env": environment, **streams}
+
+    def named(self, arguments: Iterable[str]) -> Iterator[str]:
+        """The arguments with the names of its folders filled in."""
+        return (argument.format(root=self.root, own=self.own) for argument in arguments)
 
     def ended(self, name: str, *arguments: str, **more: Any) -> Outcome:
         """Runs a command to its end."""
@@ -97,7 +91,7 @@ class Workplace:
         return Outcome(done.returncode, done.stdout)
 
     def copied_run(self) -> Path:
-        """The unbroken run as if it had been ended after its last checkpoint."""
+        """A copy of the uninterrupted run as it was after its last checkpoint."""
         shutil.copytree(self.root / "whole", self.own / "run")
         (self.own / "run/result.json").unlink()
         config = self.own / "run/config.yaml"
@@ -110,10 +104,10 @@ class Case:
     """A fault or a bad input.
 
     Attributes:
-        name: what it is.
-        run: makes it and runs the command; None where it can't be made, for want of rights say.
-        message: part of what the command says.
-        status: exit status.
+        name: of the case.
+        run: causes the fault and runs the command; returns None where this process lacks the rights.
+        message: part of the command's message.
+        status: the exit status.
     """
 
     name: str
@@ -122,14 +116,19 @@ class Case:
     status: int = 1
 
     def ends_well(self, outcome: Outcome) -> bool:
-        """Whether the command said this, in one message, and ended with the status."""
+        """Whether the command ended with the status and the message, and no other."""
         one_message = outcome.output.count("error: ") == (self.status == 1)
         no_trace = "Traceback" not in outcome.output
         return outcome.status == self.status and one_message and no_trace and self.message in outcome.output
 
 
-def _train(*overrides: str) -> Callable[[Workplace], Outcome]:
-    return lambda place: place.ended("train_lm", *place.train(place.own / "run", *overrides))
+def _train(*overrides: str, name: str = "train_lm") -> Callable[[Workplace], Outcome]:
+    return lambda place: place.ended(name, *place.train(place.own / "run", *overrides))
+
+
+def _ended(name: str, *arguments: str) -> Callable[[Workplace], Outcome]:
+    """Another command; its arguments may name the folders as `{root}` and `{own}`."""
+    return lambda place: place.ended(name, *place.named(arguments))
 
 
 def _with_config(text: str | bytes, *overrides: str) -> Callable[[Workplace], Outcome]:
@@ -154,7 +153,7 @@ def _without_permission(place: Workplace) -> Outcome | None:
 
 @contextlib.contextmanager
 def _mounted(folder: Path, options: str) -> Iterator[bool]:
-    """A small file system; False where this process may not mount one."""
+    """Mounts a small file system; yields whether this process may."""
     mount = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", f"{folder}"]
     try:
         done = subprocess.run(mount, check=False, capture_output=True).returncode == 0
@@ -176,15 +175,13 @@ def _on_a_disk(options: str) -> Callable[[Workplace], Outcome | None]:
 
 
 def _files_limited(place: Workplace) -> Outcome:
-    def limit() -> None:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, 40_000))
-
+    limits = (resource.RLIMIT_FSIZE, (40_000, 40_000))
     arguments = place.train(place.own / "run")
-    return place.ended("train_lm", *arguments, preexec_fn=limit)
+    return place.ended("train_lm", *arguments, preexec_fn=lambda: resource.setrlimit(*limits))
 
 
 def _damaged(name: str, damage: Callable[[bytes], bytes]) -> Callable[[Workplace], Outcome]:
-    """A file of the run that goes on is damaged, and not touched by the command."""
+    """Damages a file of the run to resume, which the command must not change."""
 
     def run(place: Workplace) -> Outcome:
         file = place.copied_run() / name
@@ -211,7 +208,7 @@ def _mounted_below_a_result(place: Workplace) -> Outcome | None:
 
 
 def _overwritten(place: Workplace) -> Outcome:
-    """Starts a run anew, which must leave all of the earlier one."""
+    """Starts a new run, which must not delete the earlier one."""
     overwrite = ("--trainer.checkpoint.overwrite", "true")
     outcome = place.ended("train_lm", *place.train(place.own / "run", *overwrite))
     lost = "" if (place.own / "run/metrics.jsonl").exists() else "error: the metrics are gone\n"
@@ -219,10 +216,10 @@ def _overwritten(place: Workplace) -> Outcome:
 
 
 def _handles_signals(place: Workplace, process: subprocess.Popen) -> bool:
-    """Whether a process does so itself: from when its modules are being imported, as Linux says."""
+    """Whether a process has its own handler, which it sets before it imports modules, according to Linux."""
     status = Path(f"/proc/{process.pid}/status")
     caught = [line.split()[1] for line in status.read_text().splitlines() if line.startswith("SigCgt")]
-    return bool(int(caught[0], 16) >> (signal.SIGTERM - 1) & 1)
+    return bool(int(caught[0], 16) >> (SIGTERM - 1) & 1)
 
 
 def _tokenizes(place: Workplace, process: subprocess.Popen) -> bool:
@@ -237,7 +234,7 @@ def _has_done_steps(place: Workplace, process: subprocess.Popen) -> bool:
 def _signalled(
     number: int, once: Callable[[Workplace, subprocess.Popen], bool], *, after: float = 0
 ) -> Callable[[Workplace], Outcome | None]:
-    """A signal comes some seconds after something holds of the command."""
+    """Sends a signal some seconds after a condition of the command holds."""
 
     def run(place: Workplace) -> Outcome | None:
         if once is _handles_signals and not Path("/proc/self/status").exists():
@@ -270,28 +267,12 @@ def _closed_output(place: Workplace) -> Outcome:
     )
 
 
-def _generate(*arguments: str) -> Callable[[Workplace], Outcome]:
-    return lambda place: place.ended(
-        "generate", *(argument.format(root=place.root, own=place.own) for argument in arguments)
-    )
-
-
-def _export(*arguments: str) -> Callable[[Workplace], Outcome]:
-    return lambda place: place.ended(
-        "export_hf", *(argument.format(root=place.root, own=place.own) for argument in arguments)
-    )
-
-
-def _plan(*overrides: str) -> Callable[[Workplace], Outcome]:
-    return lambda place: place.ended("plan_lm", *place.train(place.own / "run", *overrides))
-
-
 def _flipped(pattern: str, *overrides: str, name: str = "train_lm") -> Callable[[Workplace], Outcome]:
-    """A byte in the middle of each file that matches is another, in the run and in the cache.
+    """Flips a bit in the middle of each matching file of the run and the cache.
 
     Args:
-        pattern: a glob below the folder of the case.
-        overrides: for training, that goes on; of another command, all of its arguments.
+        pattern: a glob in the folder of the case.
+        overrides: for resuming the training; all arguments of another command.
         name: of the command.
     """
 
@@ -303,7 +284,7 @@ def _flipped(pattern: str, *overrides: str, name: str = "train_lm") -> Callable[
             content[len(content) // 2] ^= 1
             file.write_bytes(content)
         if name != "train_lm":
-            return place.ended(name, *(argument.format(own=place.own) for argument in overrides))
+            return place.ended(name, *place.named(overrides))
         accept = ("--trainer.checkpoint.accept_changes", "true", "--trainer.num_steps", "160")
         more = (*accept, "--data.cache_dir", f"{place.own}/cache", *overrides)
         return place.ended("train_lm", *place.train(place.own / "run", *more))
@@ -311,17 +292,20 @@ def _flipped(pattern: str, *overrides: str, name: str = "train_lm") -> Callable[
     return run
 
 
-_NEWEST = "run/checkpoints/150/state/ocdbt*/d/*"
+_ARRAYS = "run/checkpoints/{}/state/ocdbt*/d/*"
+_NEWEST = _ARRAYS.format(150)
 _FITS = "This can't fit"
-_CONFIGS = [
-    Case("a number for a section", _with_config("trainer: 5\n", "--trainer.seed", "3"), "has no keys"),
-    Case(
-        "an included text for a section",
-        _with_config("trainer: !include note.txt\n", "--trainer.seed", "3"),
-        "has no keys",
-    ),
-    Case("null for a section", _with_config("trainer:\n", "--trainer.seed", "3"), "got nothing (null)"),
-    Case("an unknown key", _with_config(_CONFIG, "--trainer.num_step", "3"), "Did you mean `num_steps`?"),
+_OUT = ("--out", "{own}/out")
+_WHOLE = ("--run_dir", "{root}/whole")
+_PROMPT = ("--prompt", "a")
+_GO_BACK = _flipped(_NEWEST, "--trainer.checkpoint.on_damaged", "go_back")
+_SEED = ("--trainer.seed", "3")
+_NOTE = "trainer: !include note.txt\n"
+CASES = [
+    Case("a number for a section", _with_config("trainer: 5\n", *_SEED), "has no keys"),
+    Case("an included text for a section", _with_config(_NOTE, *_SEED), "has no keys"),
+    Case("null for a section", _with_config("trainer:\n", *_SEED), "got nothing (null)"),
+    Case("an unknown key", _with_config(_CONFIG, "--trainer.num_step", "3"), "num_steps"),
     Case("an empty config", _with_config(""), "case.yaml is empty"),
     Case("half a config", _with_config(_CONFIG[:80]), "case.yaml"),
     Case("a config that is not UTF-8", _with_config(b"trainer: \xff"), "not UTF-8"),
@@ -331,20 +315,16 @@ _CONFIGS = [
     Case("no such text", _train("--data.sources.text.paths", "[nowhere/*]"), "nowhere/*"),
     Case("a cut of more layers than there are", _train("--remat", "{nested: [7, 9]}"), "remat"),
     Case("names that no layer has", _train("--remat", "{save_block_internals: [scoers]}"), "scoers"),
-]
-_SIZES = [
     Case("hidden_dim 200,000", _train("--model.hidden_dim", "200000"), _FITS),
     Case("10**8 layers", _train("--model.num_layers", "100000000"), _FITS),
-    Case("10**8 layers, planned", _plan("--model.num_layers", "100000000"), _FITS),
+    Case("10**8 layers, planned", _train("--model.num_layers", "100000000", name="plan_lm"), _FITS),
     Case("a vocabulary of 10**11", _train("--vocab_size", "100000000000"), _FITS),
     Case(
         "10**9 new tokens",
-        _generate("--checkpoint", "{root}/whole", "--prompt", "a", "--max_new_tokens", "1000000000"),
+        _ended("generate", "--checkpoint", "{root}/whole", *_PROMPT, "--max_new_tokens", "1000000000"),
         "--max_new_tokens",
     ),
     Case("3 * 10**9 tokens in a sequence", _train("--data.seq_len", "3000000000"), "at most 2,147,483,647"),
-]
-_FOLDERS = [
     Case("a run folder that is a file", _run_is_a_file, "/run: "),
     Case("a run folder below a file", _train("--trainer.run_dir", f"{__file__}/run"), "fault_cases.py"),
     Case("a name that is too long", _train("--trainer.run_dir", "/tmp/" + "x" * 300), "too long"),
@@ -355,57 +335,30 @@ _FOLDERS = [
     Case("an empty config.yaml in the run", _damaged("config.yaml", lambda _: b""), "config.yaml is empty"),
     Case("half a config.yaml in the run", _damaged("config.yaml", lambda found: found[:99]), "can't be read"),
     Case("a config.yaml that is not UTF-8", _damaged("config.yaml", lambda found: b"\xff" + found), "UTF-8"),
-    Case(
-        "damaged metrics",
-        _damaged("metrics.jsonl", lambda found: b"\0\0\n" + found),
-        "line 1 holds no metrics",
-    ),
-    Case(
-        "a flipped byte in the arrays of a checkpoint",
-        _flipped("run/checkpoints/*/state/ocdbt*/d/*"),
-        "/run/",
-    ),
-    Case(
-        "a flipped byte in the arrays of the newest checkpoint, with go_back",
-        _flipped(_NEWEST, "--trainer.checkpoint.on_damaged", "go_back"),
-        "Going back to the checkpoint of step 145",
-        0,
-    ),
+    Case("damaged metrics", _damaged("metrics.jsonl", lambda found: b"\0\n" + found), "line 1 is not a line"),
+    Case("a flipped byte in the arrays of a checkpoint", _flipped(_ARRAYS.format("*")), "/run/"),
+    Case("a flipped byte in the arrays of the newest checkpoint, with go_back", _GO_BACK, "of step 145", 0),
     Case(
         "a damaged checkpoint to export",
-        _flipped(_NEWEST, "--run_dir", "{own}/run", "--out", "{own}/out", name="export_hf"),
+        _flipped(_NEWEST, "--run_dir", "{own}/run", *_OUT, name="export_hf"),
         "checkpoints/150",
     ),
     Case(
         "a damaged checkpoint to generate from",
-        _flipped(_NEWEST, "--checkpoint", "{own}/run", "--prompt", "a", name="generate"),
+        _flipped(_NEWEST, "--checkpoint", "{own}/run", *_PROMPT, name="generate"),
         "checkpoints/150",
     ),
     Case("a flipped byte in a token shard", _flipped("cache/**/*.npy"), "/cache/"),
     Case("overwrite of a run whose checkpoints are a link", _linked_checkpoints, "is a symbolic link to"),
-    Case(
-        "overwrite of a run with a mount below its checkpoints",
-        _mounted_below_a_result,
-        "/checkpoints/150/mine",
-    ),
-    Case("no run to generate from", _generate("--checkpoint", "{own}", "--prompt", "a"), "is no run folder"),
-    Case("no model to generate from", _generate("--model", "{own}/none", "--prompt", "a"), "none"),
-    Case("no run to export", _export("--run_dir", "{own}", "--out", "{own}/out"), "No checkpoint in"),
-    Case("an export onto something", _export("--run_dir", "{root}/whole", "--out", "{root}/whole"), "whole"),
-]
-_SIGNALS = [
-    Case("SIGINT during imports", _signalled(signal.SIGINT, _handles_signals), "while the program was", 75),
-    Case("SIGINT before the first step", _signalled(signal.SIGINT, _tokenizes), "before a step was done", 75),
-    Case(
-        "SIGTERM before the first step",
-        _signalled(signal.SIGTERM, _tokenizes, after=0.5),
-        "stopped by SIGTERM",
-        75,
-    ),
-    Case("SIGINT after the first step", _signalled(signal.SIGINT, _has_done_steps), "goes on from there", 75),
-    Case(
-        "SIGTERM after the first step", _signalled(signal.SIGTERM, _has_done_steps), "goes on from there", 75
-    ),
+    Case("overwrite of a run with a mount below its checkpoints", _mounted_below_a_result, "150/mine"),
+    Case("no run to generate from", _ended("generate", "--checkpoint", "{own}", *_PROMPT), "run folder"),
+    Case("no model to generate from", _ended("generate", "--model", "{own}/none", *_PROMPT), "none"),
+    Case("no run to export", _ended("export_hf", "--run_dir", "{own}", *_OUT), "No checkpoint in"),
+    Case("an export onto something", _ended("export_hf", *_WHOLE, "--out", "{root}/whole"), "whole"),
+    Case("SIGINT during imports", _signalled(SIGINT, _handles_signals), "while the program was", 75),
+    Case("SIGINT before the first step", _signalled(SIGINT, _tokenizes), "before a step was done", 75),
+    Case("SIGTERM before the first step", _signalled(SIGTERM, _tokenizes, after=0.5), "by SIGTERM", 75),
+    Case("SIGINT after the first step", _signalled(SIGINT, _has_done_steps), "--trainer.run_dir", 75),
+    Case("SIGTERM after the first step", _signalled(SIGTERM, _has_done_steps), "--trainer.run_dir", 75),
     Case("standard output is closed", _closed_output, "finished", 0),
 ]
-CASES = [*_CONFIGS, *_SIZES, *_FOLDERS, *_SIGNALS]

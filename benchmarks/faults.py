@@ -1,12 +1,11 @@
-"""What the commands survive: runs killed at random moments, faults, and bad inputs.
+"""Tests the commands with runs killed at random moments, faults, and bad inputs.
 
     python -m benchmarks.faults --kills 60
 
-Trains a tiny model with `models.train_lm` without a break; then again, killing the process with SIGKILL at
-random moments and starting the same command again until it is finished, and compares every metric with those
-of the unbroken run bit for bit. Then gives the commands the faults and bad inputs of
-`benchmarks/fault_cases.py`, each of which must end with exit status 1 and one message that names the path or
-key, or as that file says. Writes `results/faults.json`, and fails if anything differs.
+Trains a tiny model with `models.train_lm`; then again, killing the process with SIGKILL at random moments and
+restarting the same command until it is finished, and compares every metric with the uninterrupted run's bit
+for bit. Then tries the faults and bad inputs of `benchmarks/fault_cases.py`, each of which must end as stated
+there. Writes `results/faults.json`, and fails if anything differs.
 """
 
 import argparse
@@ -24,8 +23,8 @@ from stacked_remat._messages import did_you_mean
 from .fault_cases import CASES, REPOSITORY, Case, Workplace, command
 from .record import RESULTS, versions
 
-UNREPEATABLE = {"tokens_per_second", "step_seconds", "peak_memory_bytes"}  # a clock or the machine decides
-_BEFORE_THE_STEPS = 0.25  # the share of kills that come while a process compiles, loads and restores
+UNREPEATABLE = {"tokens_per_second", "step_seconds", "peak_memory_bytes"}
+_BEFORE_THE_STEPS = 0.25  # share of kills while a process imports, compiles and restores
 
 
 def main(arguments: Sequence[str] | None = None) -> Path:
@@ -37,10 +36,8 @@ def main(arguments: Sequence[str] | None = None) -> Path:
         parser.error(f"--only: there is no case {unknown[0]!r}.{did_you_mean(unknown[0], names)}")
     with tempfile.TemporaryDirectory() as scratch:
         place = Workplace.make(Path(scratch))
-        began = time.monotonic()
-        _train(place, "whole")
-        duration = time.monotonic() - began
-        kills = kill_runs(place, options.kills, duration, random.Random(options.seed))
+        seconds = _train(place, "whole")
+        kills = kill_runs(place, options.kills, seconds, random.Random(options.seed))
         rows = [try_case(place, case) for case in CASES if options.only is None or case.name in options.only]
     found = {"versions": versions(), "seed": options.seed, **kills, "cases": rows}
     options.out.mkdir(parents=True, exist_ok=True)
@@ -60,8 +57,17 @@ def main(arguments: Sequence[str] | None = None) -> Path:
     return path
 
 
-def kill_runs(place: Workplace, kills: int, duration: float, draw: random.Random) -> dict[str, Any]:
-    """Kills and restarts runs until so many kills were done and the last run is finished."""
+def kill_runs(
+    place: Workplace, kills: int, seconds: tuple[float, float], draw: random.Random
+) -> dict[str, Any]:
+    """Kills and restarts runs until this many kills were done and the last run is finished.
+
+    Args:
+        place: with the uninterrupted run.
+        kills: to do.
+        seconds: that a run takes before and after the end of its first step.
+        draw: of the moments.
+    """
     done = before = runs = lines = 0
     differing: list[str] = []
     expected = metrics(place.root / "whole")
@@ -70,13 +76,12 @@ def kill_runs(place: Workplace, kills: int, duration: float, draw: random.Random
         folder = place.root / run
         while not (folder / "result.json").exists():
             early = draw.random() < _BEFORE_THE_STEPS
-            moment = draw.uniform(0, duration)
+            moment = draw.uniform(0, seconds[0 if early else 1])
             unread = {**place.process(), "stdout": subprocess.DEVNULL}
             process = subprocess.Popen(command("train_lm", *place.train(run)), **unread)
             if done < kills:
                 if not early:
                     _await_a_step(process, folder)
-                    moment /= 2
                 _sleep(process, moment)
                 process.kill()
             killed = process.wait() == -9
@@ -92,7 +97,7 @@ def kill_runs(place: Workplace, kills: int, duration: float, draw: random.Random
 
 
 def try_case(place: Workplace, case: Case) -> dict[str, Any]:
-    """Runs one case in a folder of its own and says whether it ended as it should."""
+    """Runs one case in a folder of its own."""
     outcome = case.run(place.inside(case.name))
     passed = None if outcome is None else case.ends_well(outcome)
     said = "" if outcome is None else outcome.output.strip().splitlines()[-1:]
@@ -100,31 +105,36 @@ def try_case(place: Workplace, case: Case) -> dict[str, Any]:
     if passed is False and outcome is not None:
         print(outcome.output)
     status = None if outcome is None else outcome.status
-    elsewhere = {
-        f"{place.root / f'case {case.name}'}": "CASE",
-        f"{place.root}": "ROOT",
-        f"{REPOSITORY}": "REPOSITORY",
-    }
     text = "".join(said)
-    for path, name in elsewhere.items():
-        text = text.replace(path, name)
+    for path, name in (
+        (place.root / f"case {case.name}", "CASE"),
+        (place.root, "ROOT"),
+        (REPOSITORY, "REPOSITORY"),
+    ):
+        text = text.replace(f"{path}", name)
     return {"name": case.name, "passed": passed, "status": status, "said": text}
 
 
 def metrics(folder: Path) -> list[dict[str, Any]]:
-    """The lines of a run's metrics, without what a clock or the machine decides."""
+    """The lines of a run's metrics, without times and memory."""
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     return [{name: value for name, value in line.items() if name not in UNREPEATABLE} for line in lines]
 
 
-def _train(place: Workplace, run: str) -> None:
-    done = subprocess.run(command("train_lm", *place.train(run)), check=False, **place.process())
-    if done.returncode:
-        raise SystemExit(f"The unbroken run failed:\n{done.stdout}")
+def _train(place: Workplace, run: str) -> tuple[float, float]:
+    """Trains, and returns the seconds before and after the end of the first step."""
+    began = time.monotonic()
+    process = subprocess.Popen(command("train_lm", *place.train(run)), **place.process())
+    _await_a_step(process, place.root / run)
+    first_step = time.monotonic()
+    output, _ = process.communicate()
+    if process.returncode:
+        raise SystemExit(f"The uninterrupted run failed:\n{output}")
+    return first_step - began, time.monotonic() - first_step
 
 
 def _await_a_step(process: subprocess.Popen, folder: Path) -> None:
-    """Returns when this process writes its first line of metrics, or has ended."""
+    """Waits until this process writes its first line of metrics, or ends."""
     file = folder / "metrics.jsonl"
     began = time.time()
     while process.poll() is None and not (file.exists() and file.stat().st_mtime > began):

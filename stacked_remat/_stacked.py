@@ -395,7 +395,7 @@ class Stacked(ModuleWithStateDictSerialization, Generic[M]):
         """This stack with its arrays read from keys `prefix.0.key`, `prefix.1.key`, …
 
         Raises:
-            ValueError: names every layer that is missing, misshapen or one too many, and arrays that all
+            ValueError: names every layer that is missing, mismatched or unknown, and arrays that all
                 layers of this stack share and that differ there.
         """
         first = eqx.filter_eval_shape(lambda stack: stack[:1].unstacked(), self)

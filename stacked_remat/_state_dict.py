@@ -1,4 +1,4 @@
-"""Layers in the state-dict form of a torch `Sequential`: `prefix.0.key`, `prefix.1.key`, …"""
+"""Converts layers to and from state dicts with keys like those of a torch `Sequential`: `prefix.0.key`."""
 
 import re
 from collections.abc import Sequence
@@ -11,6 +11,7 @@ import numpy as np
 from haliax import Axis
 from haliax.state_dict import StateDict, with_prefix
 
+from ._messages import entry_problems
 from ._scan.layer_axis import is_array, is_named, is_split, stack_trees
 
 M = TypeVar("M", bound=eqx.Module)
@@ -31,10 +32,10 @@ def layers_from_state_dict(templates: Sequence[M], state_dict: StateDict, prefix
     Args:
         templates: a module for each layer; only shapes, axes and what is not an array are read from it.
         state_dict: may hold other keys as well.
-        prefix: where the layers stand.
+        prefix: of the layers' keys, before their indices.
 
     Raises:
-        ValueError: names every missing or misshapen key and every layer too many, before anything is read.
+        ValueError: names every missing or mismatched key and every unknown layer, before anything is read.
     """
     _check_layers(templates, state_dict, prefix)
     layers = []
@@ -49,7 +50,7 @@ def layers_from_state_dict(templates: Sequence[M], state_dict: StateDict, prefix
 
 
 def stack_as(stacked: M, layers: Sequence[M], axis: Axis) -> M:
-    """The layers as one tree in which what all share is shared as it is in `stacked`.
+    """The layers as one stacked tree; arrays that all layers share in `stacked` are shared again.
 
     Raises:
         ValueError: names an array that is shared in `stacked` and differs between the layers.
@@ -62,8 +63,8 @@ def stack_as(stacked: M, layers: Sequence[M], axis: Axis) -> M:
         for index, array in enumerate(arrays):
             if not np.array_equal(array, arrays[0]):
                 raise ValueError(
-                    f"All layers of the stack share {jtu.keystr(path)[1:]}, but the state dict has another "
-                    f"one for layer {index} than for layer 0. Give it the axis `{axis.name}` in the stack."
+                    f"All layers of the stack share {jtu.keystr(path)[1:]}, but in the state dict layer "
+                    f"{index} differs from layer 0. Give the array the axis `{axis.name}` in the stack."
                 )
         return of_layers[0]
 
@@ -71,24 +72,19 @@ def stack_as(stacked: M, layers: Sequence[M], axis: Axis) -> M:
 
 
 def _check_layers(templates: Sequence[eqx.Module], state_dict: StateDict, prefix: str | None) -> None:
-    problems = []
+    problems, expected = [], dict[str, tuple[int, ...]]()
     for index, template in enumerate(templates):
-        expected = _shapes(template, with_prefix(prefix, str(index)))
-        missing = [key for key in expected if key not in state_dict]
-        if missing and len(missing) == len(expected):
-            problems.append(
-                f"layer {index} is missing (no key starts with {with_prefix(prefix, str(index))!r})"
-            )
-            continue
-        problems += [f"layer {index} is missing {key!r}" for key in missing]
-        problems += [
-            f"layer {index} has {key!r} of shape {np.shape(state_dict[key])} where {shape} is expected"
-            for key, shape in expected.items()
-            if key in state_dict and np.shape(state_dict[key]) != shape
-        ]
+        own_prefix = with_prefix(prefix, str(index))
+        shapes = _shapes(template, own_prefix)
+        if shapes and not any(key in state_dict for key in shapes):
+            problems.append(f"missing: layer {index} (no key starts with {own_prefix!r})")
+        else:
+            expected |= shapes
+    found = {key: np.shape(state_dict[key]) for key in expected if key in state_dict}
+    problems += entry_problems(expected, found)
     count = len(templates)
     too_many = sorted({index for index in _layer_indices(state_dict, prefix) if index >= count})
-    problems += [f"layer {index} is one too many: the stack has {count} layers" for index in too_many]
+    problems += [f"unknown: layer {index} (the stack has {count} layers)" for index in too_many]
     if problems:
         raise ValueError(
             f"The state dict does not fit the stack at prefix {prefix!r}:\n  " + "\n  ".join(problems)
@@ -104,7 +100,7 @@ def _shapes(template: eqx.Module, prefix: str | None) -> dict[str, tuple[int, ..
 
 
 def _with_lists(tree: Any) -> Any:
-    """The tree with lists for tuples: Equinox's modules hold tuples, and Haliax's state dicts know lists."""
+    """The tree with tuples made lists: Haliax's state dicts support lists only."""
 
     def to_list(node: Any) -> Any:
         return [_with_lists(child) for child in node] if isinstance(node, tuple) else node

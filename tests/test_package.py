@@ -32,5 +32,5 @@ def test_names_are_documented():
 
 def test_training_says_which_extra_it_takes():
     check_installed()
-    with pytest.raises(ModuleNotFoundError, match=r"takes no_such_package.*'stacked_remat\[train\]'"):
+    with pytest.raises(ModuleNotFoundError, match=r"needs no_such_package.*'stacked_remat\[train\]'"):
         check_installed((*PACKAGES, "no_such_package"))

@@ -1,9 +1,8 @@
-"""The arrays of a training state by name, and how two states differ in them."""
+"""The arrays of a training state by name, their layouts and their digests."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, TypeVar
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,21 +10,21 @@ from haliax import NamedArray
 from haliax.util import is_named_array
 from jaxtyping import Array
 
-State = TypeVar("State")
+from .._messages import entry_problems
 
-_SHOWN = 8
+State = TypeVar("State")
 
 
 def arrays_by_name(tree: Any) -> dict[str, Any]:
-    """The arrays of a tree, or the shapes that stand for them, by their path: `trained.head.weight`.
+    """The arrays (or `jax.ShapeDtypeStruct`s) of a tree by path: `trained.head.weight`.
 
-    The array of a `NamedArray` goes by the name of the latter. Keys of random numbers come as they are.
+    The array of a `NamedArray` has the path of the latter. Random keys are left as they are.
     """
     return {name: _array(leaf) for name, leaf in _leaves(tree) if _is_array(_array(leaf))}
 
 
 def layout(tree: Any) -> dict[str, dict[str, Any]]:
-    """What a checkpoint says of each array: its shape and dtype, and its axes where they have names."""
+    """The shape and dtype of each array, and the names of its axes if it has any, as JSON."""
     entries: dict[str, dict[str, Any]] = {}
     for name, leaf in _leaves(tree):
         array = _array(leaf)
@@ -37,21 +36,13 @@ def layout(tree: Any) -> dict[str, dict[str, Any]]:
 
 
 def differences(saved: Mapping[str, Mapping[str, Any]], wanted: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """One line for each array that is not the same in two layouts."""
-    lines = [f"{name}: only in the checkpoint, {_shown(saved[name])}" for name in saved if name not in wanted]
-    lines += [f"{name}: only in this run, {_shown(wanted[name])}" for name in wanted if name not in saved]
-    lines += [
-        f"{name}: {_shown(saved[name])} in the checkpoint, {_shown(wanted[name])} in this run"
-        for name in saved
-        if name in wanted and dict(saved[name]) != dict(wanted[name])
-    ]
-    if len(lines) > _SHOWN:
-        lines = [*lines[:_SHOWN], f"and {len(lines) - _SHOWN} more"]
-    return lines
+    """One line for each array that a checkpoint lacks, has in excess, or has in another layout."""
+    here, there = ({name: _shown(entry) for name, entry in entries.items()} for entries in (wanted, saved))
+    return entry_problems(here, there)
 
 
 def with_arrays(like: State, arrays: Mapping[str, Any]) -> State:
-    """`like` with the arrays of these names put in place of its own."""
+    """`like` with its arrays of these names replaced."""
 
     def replace(path: tuple[Any, ...], leaf: Any) -> Any:
         name = _name(path)
@@ -62,22 +53,17 @@ def with_arrays(like: State, arrays: Mapping[str, Any]) -> State:
     return jax.tree_util.tree_map_with_path(replace, like, is_leaf=is_named_array)
 
 
-def select(tree: Any, chosen: Callable[[Any], Any] | None) -> Any:
-    """The arrays of a tree that `chosen`, a function from the tree to a tree of booleans, marks; else all."""
-    return tree if chosen is None else eqx.filter(tree, chosen(tree))
-
-
 def digests(tree: Any) -> dict[str, list[int]]:
-    """Two numbers for each array by name, which almost surely differ where the bits of two arrays do.
+    """Two numbers for each array by name, which almost surely differ if the bits of two arrays do.
 
-    Cost: one pass over the arrays where they lie, and no copy.
+    Cost: one pass over the arrays on their devices, without a copy.
     """
     return {name: [int(number) for number in _digest(array)] for name, array in arrays_by_name(tree).items()}
 
 
 @jax.jit
 def _digest(array: Array) -> tuple[Array, Array]:
-    """The sum of an array's bits, and that weighed by their positions, modulo 2**32: exact in any order."""
+    """The plain and the position-weighted sum of an array's bits modulo 2**32, exact in any order."""
     if is_key(array):
         array = jax.random.key_data(array)
     if array.dtype == jnp.bool_:
@@ -93,7 +79,7 @@ def _digest(array: Array) -> tuple[Array, Array]:
 
 
 def is_key(array: Any) -> bool:
-    """Whether an array, or the shape that stands for it, holds keys of random numbers."""
+    """Whether an array or a `jax.ShapeDtypeStruct` is of random keys."""
     return jnp.issubdtype(array.dtype, jax.dtypes.prng_key)
 
 

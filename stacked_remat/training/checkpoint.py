@@ -1,9 +1,8 @@
-"""Training states on disk, written in the background, each whole or not at all.
+"""Checkpoints: training states on disk, written in the background, each whole or not at all.
 
-A checkpoint is a folder named by its step, written by Orbax: the arrays of the state by name, and beside them
-in JSON the position of the data and the loop, the config, and the shape and dtype of every array. Orbax's own
-checksums leave out the arrays, so `checksums.json` has one of every file; they are compared before anything
-is read.
+A checkpoint is a folder named by its step, written by Orbax: the arrays of the state by name, and in JSON the
+position of the data and the loop, the config, and the shape and dtype of every array. Orbax's checksums leave
+out the arrays, so `checksums.json` has one for every file, which is compared before the file is read.
 """
 
 import contextlib
@@ -32,7 +31,8 @@ from orbax.checkpoint.checkpoint_managers import (
     PreservationPolicy,
 )
 
-from .array_layout import arrays_by_name, differences, digests, is_key, layout, select, with_arrays
+from .._messages import shortened
+from .array_layout import arrays_by_name, differences, digests, is_key, layout, with_arrays
 from .checksums import checksums, json_with_checksum, read_json_with_checksum
 from .trainer_config import CheckpointConfig
 
@@ -42,26 +42,26 @@ _STATE = "state"
 _RUN = "run"
 _RUN_FILE = f"{_RUN}/metadata"  # as Orbax names what it writes as JSON
 _CHECKSUMS = "checksums.json"
-_SYSTEM_ERROR = re.compile(r"os_error_code='(\d+)'")  # in the texts of tensorstore's errors
+_SYSTEM_ERROR = re.compile(r"os_error_code='(\d+)'")  # in TensorStore's errors
 
 
 class CheckpointMismatchError(ValueError):
-    """A checkpoint of another model or optimizer; the message names the arrays that differ."""
+    """A checkpoint has the arrays of another model or optimizer; the message names them."""
 
 
 class CheckpointDamagedError(ValueError):
-    """A checkpoint whose files are not those that were written; the message names them."""
+    """Files of a checkpoint are damaged or missing; the message names them."""
 
 
 @final
 class Checkpoints:
     """The checkpoints of one run.
 
-    A save copies the state to the host and returns; the rest happens in the background. A process that is
-    killed meanwhile leaves the checkpoints before that one as they were.
+    `save` copies the state to the host and returns; it is written in the background. A process that is killed
+    meanwhile leaves earlier checkpoints unchanged.
 
     Attributes:
-        folder: holds a folder for each checkpoint.
+        folder: of the checkpoints.
     """
 
     def __init__(
@@ -73,16 +73,16 @@ class Checkpoints:
         saved: Callable[[Any], Any] | None = None,
         message: Callable[[str], None] = warnings.warn,
     ):
-        """Opens the folder, makes it if needed, and removes what an earlier process left unfinished.
+        """Opens or makes the folder, and removes unfinished checkpoints of an earlier process.
 
         Args:
-            folder: holds a folder for each checkpoint.
+            folder: of the checkpoints.
             config: when to save and what to keep.
-            run_config: the resolved config of the run, kept in each checkpoint.
-            saved: maps a state to a tree of booleans, those of its arrays that are saved; all if not given.
-                What is not saved never changes, and has to be there when the state is restored: checkpoints
-                hold its digests, and with other arrays none of them is restored.
-            message: is told which checkpoints are damaged where the config says to go back.
+            run_config: the resolved config of the run, saved in each checkpoint.
+            saved: maps a state to a tree of booleans that marks the arrays to save; all if not given. The
+                others must never change, and must be given to `restore`: checkpoints have their digests, and
+                are not restored with other arrays.
+            message: called with the damaged checkpoints that are skipped.
         """
         self.folder = folder
         self._config = config
@@ -95,7 +95,7 @@ class Checkpoints:
         options = ocp.CheckpointManagerOptions(
             preservation_policy=AnyPreservationPolicy(_kept(config)),
             cleanup_tmp_directories=True,
-            # Called when all is written, before the rename with which the checkpoint begins to count.
+            # Called when all files are written, before the rename that makes the checkpoint exist.
             async_options=ocp.AsyncOptions(post_finalization_callback=self._write_checksums),
         )
         logging.getLogger("absl").addFilter(_is_not_raised)
@@ -103,7 +103,7 @@ class Checkpoints:
         self._manager = ocp.CheckpointManager(folder.absolute(), options=options)
 
     def latest(self) -> int | None:
-        """The step of the latest checkpoint, whole or damaged, if there is one."""
+        """The step of the latest checkpoint, whole or damaged; None if there is none."""
         return max(_steps(self.folder), default=None)
 
     def is_due(self, step: int) -> bool:
@@ -116,21 +116,21 @@ class Checkpoints:
         """Writes a checkpoint, in the background unless the config says otherwise.
 
         Args:
-            step: names the checkpoint; there is none of this step yet.
-            state: its arrays are saved. Their buffers may be donated as soon as this returns.
-            position: anything more that is needed to go on, fit for JSON.
+            step: of the checkpoint; later than those of all others.
+            state: the arrays to save. Their buffers may be donated as soon as this returns.
+            position: anything else that is needed to resume, as JSON.
 
         Raises:
             OSError: this checkpoint or the one before it can't be written.
             RuntimeError: there is a checkpoint of this step or a later one.
         """
         self.wait()
-        chosen = select(state, self._saved)
+        chosen, rest = self._divided(state)
         named = arrays_by_name(chosen)
         arrays = {name: _data(array) for name, array in named.items() if array.size}
         keys = {name: str(jax.random.key_impl(array)) for name, array in named.items() if is_key(array)}
         if self._unsaved is None:
-            self._unsaved = digests(_others(state, self._saved))
+            self._unsaved = digests(rest)
         run = {
             "position": dict(position),
             "config": self._run_config,
@@ -144,8 +144,8 @@ class Checkpoints:
             written = self._manager.save(step, args=ocp.args.Composite(**items))
         if not written:
             raise RuntimeError(
-                f"No checkpoint of step {step} was written to {self.folder}, where the latest is of step "
-                f"{self.latest()}: Orbax refuses one that is not later."
+                f"No checkpoint of step {step} was written to {self.folder}: steps must increase, and the "
+                f"latest checkpoint is of step {self.latest()}."
             )
         self._last_save = time.monotonic()
         if not self._config.asynchronous:
@@ -154,26 +154,26 @@ class Checkpoints:
     def restore(self, like: State) -> tuple[State, dict[str, Any]]:
         """The state and the position of the latest checkpoint.
 
-        Where that is damaged and the config says to go back, those of the latest whole one. The damaged ones
-        are renamed to `STEP.damaged` once that is read, and it is said which they are.
+        If it is damaged and the config says to go back, those of the latest whole one. The damaged ones are
+        then renamed to `STEP.damaged`, with a message.
 
         Args:
-            like: a state of the same structure. Its arrays may be `jax.ShapeDtypeStruct`s where they are
-                saved, and each is restored with the sharding that stands here, on the default device if there
-                is none: the number of devices need not be that of the run that saved.
+            like: a state of the same structure. Saved arrays may be `jax.ShapeDtypeStruct`s. Each array is
+                restored with its sharding here, or on the default device; the number of devices may differ
+                from that of the run that saved.
 
         Raises:
             FileNotFoundError: there is no checkpoint.
-            CheckpointDamagedError: the latest one is damaged, and the config does not say to go back; or no
-                other is whole.
-            CheckpointMismatchError: arrays differ in name, shape or dtype, or those that are not saved in
-                what they hold.
+            CheckpointDamagedError: the latest checkpoint is damaged, and the config does not say to go back,
+                or no checkpoint is whole.
+            CheckpointMismatchError: arrays differ in name, shape or dtype, or arrays that are not saved in
+                their values.
         """
         self.wait()
         step, damaged = self._latest_whole()
-        where = self.folder / str(step)
-        _check_unsaved(_read_run(where), _others(like, self._saved), where)
-        restored, run = _read(where, select(like, self._saved), "")
+        chosen, rest = self._divided(like)
+        check_unsaved(self.folder, rest, step=step)
+        restored, run = _read(self.folder / str(step), chosen, "")
         for path in damaged:
             path.rename(_aside(path))
         if damaged:
@@ -181,16 +181,16 @@ class Checkpoints:
         return with_arrays(like, restored), run["position"]
 
     def wait(self) -> None:
-        """Returns when all checkpoints are on disk.
+        """Waits until all checkpoints are on disk.
 
         Raises:
-            OSError: one can't be written.
+            OSError: a checkpoint can't be written.
         """
         with self._writing():
             self._manager.wait_until_finished()
 
     def close(self) -> None:
-        """Waits, and ends the threads that write.
+        """Waits, and ends the background threads.
 
         Raises:
             OSError: a checkpoint can't be written.
@@ -198,24 +198,26 @@ class Checkpoints:
         with self._writing():
             self._manager.close()
 
+    def _divided(self, state: Any) -> tuple[Any, Any]:
+        """The part of a state that is saved, and the rest."""
+        return (state, None) if self._saved is None else eqx.partition(state, self._saved(state))
+
     @contextlib.contextmanager
     def _writing(self) -> Iterator[None]:
-        """Makes of whatever can go wrong while files are written one error that says what there is left."""
+        """Turns errors of writing into one that names the checkpoint."""
         try:
             yield
-        except (OSError, ValueError) as error:  # Orbax's tensorstore raises the latter, with a text alone
-            told = _SYSTEM_ERROR.search(str(error))
-            number = error.errno if isinstance(error, OSError) else told and int(told.group(1))
+        except (OSError, ValueError) as error:  # TensorStore raises ValueErrors
+            code = _SYSTEM_ERROR.search(str(error))
+            number = error.errno if isinstance(error, OSError) else code and int(code.group(1))
             reason = os.strerror(number) if number else error
-            raise OSError(
-                number or errno.EIO,
-                f"Can't write the checkpoint of step {self._saving}: {reason}. Those before it are as they "
-                f"were",
-                str(self.folder),
-            ) from error
+            problem = (
+                f"Can't write the checkpoint of step {self._saving}: {reason}. Earlier ones are unchanged"
+            )
+            raise OSError(number or errno.EIO, problem, str(self.folder)) from error
 
     def _write_checksums(self) -> None:
-        """Writes those of the checkpoint that is being saved."""
+        """Writes the checksums of the checkpoint that is being saved."""
         if jax.process_index() == 0:
             (unfinished,) = self.folder.glob(f"{self._saving}.*tmp*")
             paths = [path for item in (_RUN, _STATE) for path in (unfinished / item).rglob("*")]
@@ -225,7 +227,7 @@ class Checkpoints:
             (unfinished / _CHECKSUMS).write_text(json_with_checksum({"files": found}), encoding="utf-8")
 
     def _latest_whole(self) -> tuple[int, list[Path]]:
-        """The step of the latest whole checkpoint, and the folders of the damaged ones after it."""
+        """The step of the latest whole checkpoint, and the folders of later, damaged ones."""
         steps = _steps(self.folder)
         damaged: dict[Path, str] = {}
         for step in reversed(steps):
@@ -234,22 +236,21 @@ class Checkpoints:
             if problem is None:
                 for other, known in damaged.items():
                     self._message(
-                        f"{known} Going back to the checkpoint of step {step}; what is left of the damaged "
-                        f"one is kept as {_aside(other)}."
+                        f"{known} Going back to the checkpoint of step {step}; the damaged one is kept as "
+                        f"{_aside(other)}."
                     )
                 return step, list(damaged)
             damaged[path] = problem
             if self._config.on_damaged == "stop" and step != steps[0]:
                 raise CheckpointDamagedError(
-                    f"{problem} Copy it again from where it is whole, or go back to an earlier checkpoint "
-                    f"(there are those of steps {', '.join(map(str, steps[:-1]))}) with "
-                    f"--trainer.checkpoint.on_damaged go_back."
+                    f"{problem} Restore it from a copy, or go back to an earlier checkpoint (of step "
+                    f"{', '.join(map(str, steps[:-1]))}) with --trainer.checkpoint.on_damaged go_back."
                 )
         if not damaged:
             raise FileNotFoundError(f"No checkpoint in {self.folder}.")
         raise CheckpointDamagedError(
-            f"{' '.join(damaged.values())} There is no earlier one: copy it again from where it is whole, or "
-            f"begin anew with --trainer.checkpoint.overwrite true."
+            f"{' '.join(damaged.values())} There is no earlier one: restore it from a copy, or start a new "
+            f"run with --trainer.checkpoint.overwrite true."
         )
 
 
@@ -257,41 +258,48 @@ def load_checkpoint(folder: Path, like: State, *, step: int | None = None, part:
     """Reads a state, or a part of one, from a run's folder of checkpoints.
 
     Args:
-        folder: holds a folder for each checkpoint.
+        folder: of the checkpoints.
         like: a tree of the same structure; its arrays may be `jax.ShapeDtypeStruct`s.
         step: of the checkpoint; the latest if not given.
-        part: path of the part that `like` is of: `trained` for the trained weights alone.
+        part: path of `like` in the state, such as `trained`; all of the state if not given.
 
     Raises:
         FileNotFoundError: there is no such checkpoint.
-        CheckpointDamagedError: its files are not those that were written.
+        CheckpointDamagedError: the checkpoint is damaged.
         CheckpointMismatchError: arrays differ in name, shape or dtype.
     """
     path = _existing(folder, step)
     problem = _damage(path)
     if problem is not None:
         others = [str(other) for other in _steps(folder) if str(other) != path.name]
-        there = f", or name another one as the step: {', '.join(others)}" if others else ""
-        raise CheckpointDamagedError(f"{problem} Copy it again from where it is whole{there}.")
+        choice = f", or choose another step: {', '.join(others)}" if others else ""
+        raise CheckpointDamagedError(f"{problem} Restore it from a copy{choice}.")
     arrays, _ = _read(path, like, f"{part}." if part else "")
     return with_arrays(like, arrays)
 
 
 def check_unsaved(folder: Path, rest: Any, *, step: int | None = None) -> None:
-    """Makes sure that what a run's checkpoints leave out is what the run had.
+    """Checks that the arrays which a checkpoint leaves out are those of its run.
 
     Args:
-        folder: holds a folder for each checkpoint.
-        rest: a state with `None` for all that is saved.
+        folder: of the checkpoints.
+        rest: a state with `None` for all arrays that are saved.
         step: of the checkpoint; the latest if not given.
 
     Raises:
         FileNotFoundError: there is no such checkpoint.
-        CheckpointDamagedError: what it says of itself is not what was written.
-        CheckpointMismatchError: it is not; names the arrays.
+        CheckpointDamagedError: the checkpoint is damaged.
+        CheckpointMismatchError: arrays differ; the message names them.
     """
     path = _existing(folder, step)
-    _check_unsaved(_read_run(path), rest, path)
+    saved, found = _read_run(path)["unsaved"], digests(rest)
+    differing = [name for name in sorted({*saved, *found}) if saved.get(name) != found.get(name)]
+    if differing:
+        raise CheckpointMismatchError(
+            f"The checkpoint {path} belongs to a run with other frozen weights: "
+            f"{shortened(differing, most=3)}. Give the run the weights that it began with (the same files, "
+            f"or the same revision on the Hub), or start a new run."
+        )
 
 
 def checkpoint_config(folder: Path, *, step: int | None = None) -> dict[str, Any]:
@@ -299,31 +307,13 @@ def checkpoint_config(folder: Path, *, step: int | None = None) -> dict[str, Any
 
     Raises:
         FileNotFoundError: there is no such checkpoint.
-        CheckpointDamagedError: what it says of itself is not what was written.
+        CheckpointDamagedError: the checkpoint is damaged.
     """
     return _read_run(_existing(folder, step))["config"]
 
 
-def _others(state: Any, saved: Callable[[Any], Any] | None) -> Any:
-    """The arrays of a state that are not saved."""
-    return None if saved is None else eqx.filter(state, saved(state), inverse=True)
-
-
-def _check_unsaved(run: Mapping[str, Any], rest: Any, where: Path) -> None:
-    earlier = run["unsaved"]
-    found = digests(rest)
-    others = [name for name in sorted({*earlier, *found}) if earlier.get(name) != found.get(name)]
-    if others:
-        shown = ", ".join(others[:3]) + (f" and {len(others) - 3} more" if len(others) > 3 else "")
-        raise CheckpointMismatchError(
-            f"The checkpoint {where} goes with other weights than these, which training leaves as they are: "
-            f"{shown}. Give the run the weights that it began with (the same files, or the same revision on "
-            f"the Hub), or begin a new run."
-        )
-
-
 def _steps(folder: Path) -> list[int]:
-    """The steps of the checkpoints in a folder, the damaged ones too, of which Orbax hides some."""
+    """The steps of a folder's checkpoints, including damaged ones, some of which Orbax hides."""
     paths = folder.iterdir() if folder.is_dir() else ()
     return sorted(int(path.name) for path in paths if path.name.isdecimal() and path.is_dir())
 
@@ -332,40 +322,40 @@ def _existing(folder: Path, step: int | None) -> Path:
     """The folder of a checkpoint; of the latest if no step is given."""
     steps = _steps(folder)
     if not steps or (step is not None and step not in steps):
-        there = f" There are those of steps {', '.join(map(str, steps))}." if steps else ""
-        there = there if folder.is_dir() else " There is no such folder."
-        raise FileNotFoundError(
-            f"No checkpoint{'' if step is None else f' of step {step}'} in {folder}.{there}"
-        )
+        wanted = "" if step is None else f" of step {step}"
+        choice = f" There are those of steps {', '.join(map(str, steps))}." if steps else ""
+        choice = choice if folder.is_dir() else " There is no such folder."
+        raise FileNotFoundError(f"No checkpoint{wanted} in {folder}.{choice}")
     return folder / str(steps[-1] if step is None else step)
 
 
 def _damage(path: Path, only: Sequence[str] = ()) -> str | None:
-    """What is wrong with the files of a checkpoint, or with some of them: a sentence that names them.
+    """A sentence that names the damaged files of a checkpoint, or of only some of its files.
 
-    Cost: reads each file once. Where several processes restore, each reads all of them.
+    Cost: reads each file once, in each process.
     """
     try:
         recorded = read_json_with_checksum(path / _CHECKSUMS)["files"]
     except FileNotFoundError:
         return (
-            f"The checkpoint {path} is half deleted, or of a version of this library that wrote no "
-            f"checksums: {path / _CHECKSUMS} is missing."
+            f"The checkpoint {path} is half deleted, or of a version of this library without checksums: "
+            f"{path / _CHECKSUMS} is missing."
         )
     except ValueError as error:
         return f"The checkpoint {path} is damaged: {error}"
     files = {path / name: recorded[name] for name in only or recorded}
-    there = [file for file in files if file.is_file()]
-    found = dict(zip(there, checksums(there), strict=True))
+    existing = [file for file in files if file.is_file()]
+    found = dict(zip(existing, checksums(existing), strict=True))
     damaged = [str(file) for file in files if found.get(file) != files[file]]
     if not damaged:
         return None
-    shown = ", ".join(damaged[:3]) + (f" and {len(damaged) - 3} more" if len(damaged) > 3 else "")
-    return f"The checkpoint {path} is damaged: not as written, or missing: {shown}."
+    return (
+        f"The checkpoint {path} is damaged; files that changed or are missing: {shortened(damaged, most=3)}."
+    )
 
 
 def _aside(path: Path) -> Path:
-    """Where a damaged checkpoint is kept."""
+    """A new path for a damaged checkpoint."""
     number = 0
     while (aside := path.with_name(f"{path.name}.damaged{f'-{number}' if number else ''}")).exists():
         number += 1
@@ -373,13 +363,15 @@ def _aside(path: Path) -> Path:
 
 
 def _read(path: Path, like: Any, prefix: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The arrays of `like`, from those of the checkpoint whose names begin with `prefix`, and its JSON."""
+    """The arrays of `like`, whose names in the checkpoint begin with `prefix`, and the JSON."""
     run = _read_run(path)
     saved = {name[len(prefix) :]: entry for name, entry in run["layout"].items() if name.startswith(prefix)}
     differing = differences(saved, layout(like))
     if differing:
-        lines = "\n  ".join(differing)
-        raise CheckpointMismatchError(f"The checkpoint {path} is of another model or optimizer:\n  {lines}")
+        raise CheckpointMismatchError(
+            f"The checkpoint {path} does not fit this run's model or optimizer:\n  "
+            + shortened(differing, "\n  ", most=8)
+        )
     wanted = arrays_by_name(like)
     targets = {prefix + name: _target(array) for name, array in wanted.items() if np.prod(array.shape)}
     arguments = ocp.args.PyTreeRestore(
@@ -390,19 +382,21 @@ def _read(path: Path, like: Any, prefix: str) -> tuple[dict[str, Any], dict[str,
     with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
         found = reader.restore(path.absolute() / _STATE, args=arguments)
     empty = {name: jnp.zeros(a.shape, a.dtype) for name, a in wanted.items() if not np.prod(a.shape)}
-    arrays = {name[len(prefix) :]: _typed(array, run["keys"].get(name)) for name, array in found.items()}
-    return {**arrays, **empty}, run
+    for name, implementation in run["keys"].items():
+        if name in found:
+            found[name] = jax.random.wrap_key_data(found[name], impl=implementation)
+    return {name.removeprefix(prefix): array for name, array in found.items()} | empty, run
 
 
 def _read_run(path: Path) -> dict[str, Any]:
     problem = _damage(path, only=(_RUN_FILE,))
     if problem is not None:
-        raise CheckpointDamagedError(f"{problem} Copy it again from where it is whole, or use another one.")
+        raise CheckpointDamagedError(f"{problem} Restore it from a copy, or use another one.")
     return json.loads((path / _RUN_FILE).read_text(encoding="utf-8"))
 
 
 def _is_not_raised(record: logging.LogRecord) -> bool:
-    """Whether a line of the log says more than an error that is raised: Orbax does both."""
+    """Leaves out Orbax's log of errors that it also raises."""
     return not (record.exc_info and "orbax" in record.pathname)
 
 
@@ -418,10 +412,6 @@ def _kept(config: CheckpointConfig) -> list[PreservationPolicy]:
 
 def _data(array: Any) -> Any:
     return jax.random.key_data(array) if is_key(array) else array
-
-
-def _typed(data: Any, implementation: str | None) -> Any:
-    return data if implementation is None else jax.random.wrap_key_data(data, impl=implementation)
 
 
 def _target(array: Any) -> jax.ShapeDtypeStruct:

@@ -1,8 +1,4 @@
-"""Checksums of files and of JSON, written with them and compared when they are read.
-
-They find bytes that a disk, a copy or a kill has damaged; they do not protect against somebody who changes
-both.
-"""
+"""Checksums of files and of JSON objects, which find accidental damage but not deliberate changes."""
 
 import json
 import os
@@ -18,10 +14,10 @@ _KEY = "checksum"
 
 
 def checksum(path: Path) -> str:
-    """The XXH3 checksum of a file's bytes; costs reading it once, 4 MiB of memory.
+    """The XXH3 checksum of a file, read once with 4 MiB of memory.
 
     Raises:
-        OSError: it can't be read.
+        OSError: the file can't be read.
     """
     found = xxhash.xxh3_64()
     piece = memoryview(bytearray(_PIECE))
@@ -30,34 +26,34 @@ def checksum(path: Path) -> str:
             while count := file.readinto(piece):
                 found.update(piece[:count])
     except OSError as error:
-        raise OSError(error.errno, error.strerror, str(path)) from error  # reading alone does not name it
+        raise OSError(error.errno, error.strerror, str(path)) from error  # `readinto` does not name the file
     return found.hexdigest()
 
 
 def checksums(paths: Iterable[Path]) -> list[str]:
-    """The checksums of files, several at a time."""
+    """The checksums of files, computed in parallel."""
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as threads:
         return list(threads.map(checksum, paths))
 
 
 def json_with_checksum(fields: Mapping[str, Any]) -> str:
-    """An object as JSON, with a checksum of the other fields among them."""
+    """An object as JSON, with a checksum as one more field."""
     return json.dumps({**fields, _KEY: _of_fields(fields)}, indent=2)
 
 
 def read_json_with_checksum(path: Path) -> dict[str, Any]:
-    """What `json_with_checksum` wrote to a file.
+    """The object that was written as `json_with_checksum`.
 
     Raises:
         OSError: the file can't be read.
-        ValueError: it is not what was written.
+        ValueError: the file is damaged.
     """
     try:
         fields = json.loads(path.read_bytes())
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is damaged: it is not JSON ({error}).") from error
+        raise ValueError(f"{path} is damaged: it is not valid JSON ({error}).") from error
     if not isinstance(fields, dict) or fields.pop(_KEY, None) != _of_fields(fields):
-        raise ValueError(f"{path} is damaged: it is not what was written (its checksum differs).")
+        raise ValueError(f"{path} is damaged: its checksum differs.")
     return fields
 
 

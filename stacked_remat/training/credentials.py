@@ -1,10 +1,10 @@
-"""URLs without the passwords and tokens in them, for messages, logs and files."""
+"""Removes passwords and tokens from URLs in messages, logs and files."""
 
 import re
 from typing import Any
 
 _URL = re.compile(r"[A-Za-z][\w+.-]*://[^\s'\"<>]*")
-# A password may hold a `/` that should have been written %2F: what follows the colon is then no port.
+# A password may contain a `/` that should have been written %2F: then no port follows the colon.
 _USER = re.compile(r"(?<=://)([^/?#]*@|[^/?#@:]*:(?!\d+([/?#]|$))[^?#]*@)")
 _VALUE = re.compile(r"(?<=[?&;#])([^=&;#]*=)?[^=&;#]+")
 _URL_BEGIN = re.compile(r"[A-Za-z][\w+.-]*://")
@@ -12,17 +12,14 @@ _WEB = re.compile(r"https?://", re.IGNORECASE)
 
 
 def without_credentials(text: str) -> str:
-    """The text with `***` in place of users, passwords and the values of queries in its URLs.
-
-    What stands in a query is a secret or is not, and nothing says which; so all of it is left out.
-    """
-    if _URL_BEGIN.match(text):  # nothing but a URL, with whatever letters in it
+    """The text with `***` for users, passwords and all values of queries in its URLs."""
+    if _URL_BEGIN.match(text):  # all of the text is a URL, which may contain spaces
         return _redacted(text)
     return _URL.sub(lambda found: _redacted(found.group()), text)
 
 
 def all_without_credentials(tree: Any) -> Any:
-    """The same for all strings in nested dicts, lists and tuples, keys aside."""
+    """The same for all strings in nested dicts, lists and tuples, except for keys."""
     if isinstance(tree, str):
         return without_credentials(tree)
     if isinstance(tree, dict):

@@ -1,21 +1,21 @@
-"""Training takes packages that the library does without; this says which extra brings them."""
+"""Checks that the packages of the `train` extra are installed."""
 
 import importlib.util
 
-# In the order of pyproject.toml, by the names that they are imported by.
+# By the names of their modules, in the order of pyproject.toml.
 PACKAGES = ("optax", "draccus", "rich", "yaml", "orbax", "grain", "fsspec")
 
 
 def check_installed(packages: tuple[str, ...] = PACKAGES) -> None:
-    """Raise unless the packages can be imported.
+    """Checks that the packages can be imported.
 
     Raises:
-        ModuleNotFoundError: names those that are missing, and the extra to install.
+        ModuleNotFoundError: names the missing packages and the extra to install.
     """
     missing = [name for name in packages if importlib.util.find_spec(name) is None]
     if missing:
         raise ModuleNotFoundError(
-            f"stacked_remat.training takes {', '.join(missing)}, not installed here: "
+            f"stacked_remat.training needs {', '.join(missing)}, which is not installed: "
             "pip install 'stacked_remat[train]'.",
             name=missing[0],
         )

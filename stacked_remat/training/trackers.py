@@ -1,10 +1,9 @@
-"""Where metrics go."""
+"""Trackers, which write the metrics of a run to files or services."""
 
 import abc
-import contextlib
 import importlib
+import itertools
 import json
-import os
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -12,40 +11,41 @@ from typing import Any, final
 
 import numpy as np
 
+from .._files import replaced_whole
 from .config_error import ConfigError
 from .run_folder import named_in_errors
-from .trainer_config import TrackersConfig, TrackioConfig, WandbConfig
+from .trainer_config import TrackersConfig
 
 _LOCAL = {"wandb": "mode: offline", "trackio": "space_id: null"}
 _SETTINGS = {"tensorboardX": "TensorBoard", "wandb": "Weights & Biases", "trackio": "Trackio"}
 
 
 class Tracker(abc.ABC):
-    """Receives metrics as a run goes on."""
+    """Receives the metrics of a run."""
 
     @abc.abstractmethod
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Records numbers, or arrays of numbers, measured at the end of step `step` (0: before the first)."""
+        """Records numbers, or arrays of numbers, of the end of step `step` (0: before the first)."""
 
     @abc.abstractmethod
     def close(self) -> None:
-        """Says that no more will come."""
+        """Ends the tracker."""
 
 
 @final
 class JsonLinesTracker(Tracker):
-    """One JSON object a line: the step and its metrics. A line is in the file before `log` returns."""
+    """One JSON object per line: the step and its metrics. `log` flushes each line to the file."""
 
     def __init__(self, path: Path, *, resumed_after: int | None = None):
         """Opens the file to append to it.
 
         Args:
             path: the file.
-            resumed_after: step that the run goes on from. Lines of later steps, and a last one that is not
-                whole, are dropped first: an earlier process wrote them after its last checkpoint.
+            resumed_after: the step after which the run resumes. Lines of later steps, and an incomplete last
+                line, are dropped first: an earlier process wrote them after its last checkpoint.
 
         Raises:
-            ConfigError: a line before them is damaged; the file is as it was.
+            ConfigError: a line is damaged; the file is unchanged.
         """
         if resumed_after is not None and path.exists():
             _keep_lines(path, resumed_after)
@@ -53,7 +53,7 @@ class JsonLinesTracker(Tracker):
         self._file = path.open("a", encoding="utf-8")
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Appends a line; numbers that are not finite become null, as JSON has none."""
+        """Appends a line; numbers that are not finite become null."""
         entry = {"step": step, **{name: _as_json(value) for name, value in metrics.items()}}
         with named_in_errors(self._path):
             self._file.write(json.dumps(entry, allow_nan=False) + "\n")
@@ -70,7 +70,7 @@ class TensorBoardTracker(Tracker):
     """Event files for TensorBoard, written by tensorboardX."""
 
     def __init__(self, folder: Path, *, resumed_after: int | None = None):
-        """Opens a new event file in `folder`; events of steps after `resumed_after` are shown no more.
+        """Opens a new event file in `folder`, which hides earlier events of steps after `resumed_after`.
 
         Raises:
             ConfigError: tensorboardX is not installed.
@@ -80,7 +80,7 @@ class TensorBoardTracker(Tracker):
         self._writer = tensorboardX.SummaryWriter(str(folder), purge_step=purge)
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Adds a scalar for each number; those of an array are named by their index."""
+        """Adds a scalar for each number; numbers of an array are named by their index."""
         for name, value in _scalars(metrics):
             self._writer.add_scalar(name, value, step)
 
@@ -94,98 +94,88 @@ class HostedTracker(Tracker):
     """A run of Weights & Biases or of Trackio."""
 
     def __init__(self, run: Any, finish: Callable[[], None]):
-        """Takes over a run that was started.
+        """Wraps a run that was started.
 
         Args:
             run: what the package's `init` returned.
-            finish: ends it, when everything has been written or sent.
+            finish: ends the run after everything has been written or sent.
         """
         self._run = run
         self._finish = finish
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Logs a number for each metric; those of an array are named by their index."""
+        """Logs each number; numbers of an array are named by their index."""
         self._run.log(dict(_scalars(metrics)), step=step)
 
     def close(self) -> None:
-        """Waits for what is still on its way."""
+        """Waits until everything has been written or sent."""
         self._finish()
-
-
-def _start_wandb(config: WandbConfig, folder: Path, run_config: Mapping[str, Any]) -> HostedTracker:
-    """Starts a run of Weights & Biases, or goes on with the one whose id is in `folder`."""
-    wandb = _package("wandb")
-    with _named_errors("wandb"):
-        run = wandb.init(
-            project=config.project,
-            entity=config.entity,
-            name=config.name or folder.name,
-            mode=config.mode,
-            dir=str(folder),
-            config=dict(run_config),
-            id=_run_id(folder / "wandb_run_id.txt"),
-            resume="allow",
-        )
-    return HostedTracker(run, run.finish)
-
-
-def _start_trackio(
-    config: TrackioConfig, folder: Path, run_config: Mapping[str, Any], *, resume: bool
-) -> HostedTracker:
-    """Starts a run of Trackio, or goes on with the latest of its name.
-
-    Trackio finds runs by their names alone, so only a run that goes on from a checkpoint may be found.
-    """
-    trackio = _package("trackio")
-    with _named_errors("trackio"):
-        run = trackio.init(
-            project=config.project,
-            name=config.name or folder.name,
-            space_id=config.space_id,
-            config=dict(run_config),
-            resume="allow" if resume else "never",
-        )
-    return HostedTracker(run, trackio.finish)  # Run.finish leaves it to be finished again when Python ends
 
 
 def build_trackers(
     config: TrackersConfig, folder: Path, run_config: Mapping[str, Any], *, resumed_after: int | None = None
 ) -> list[Tracker]:
-    """The trackers that a config asks for, besides the JSON lines.
+    """The trackers of a config, besides the JSON lines.
 
     Args:
-        config: which ones.
+        config: of the trackers.
         folder: the run folder.
-        run_config: the resolved config, shown beside the run.
-        resumed_after: step that the run goes on from, if it is not new.
+        run_config: the resolved config, recorded with the run.
+        resumed_after: the step after which the run resumes; None for a new run.
 
     Raises:
-        ConfigError: a package is not installed, or refuses the run, for want of a login or a network, say;
-            the message names it.
+        ConfigError: a package is not installed or can't start the run, for lack of a login or a network
+            perhaps; the message names it.
     """
     built: list[Tracker] = []
     if config.tensorboard:
         built.append(TensorBoardTracker(folder / "tensorboard", resumed_after=resumed_after))
     if config.wandb.project is not None:
-        built.append(_start_wandb(config.wandb, folder, run_config))
+        options = {
+            "project": config.wandb.project,
+            "entity": config.wandb.entity,
+            "name": config.wandb.name or folder.name,
+            "mode": config.wandb.mode,
+            "dir": str(folder),
+            "config": dict(run_config),
+            "id": _run_id(folder / "wandb_run_id.txt"),
+            "resume": "allow",
+        }
+        built.append(_hosted("wandb", options))
     if config.trackio.project is not None:
-        built.append(_start_trackio(config.trackio, folder, run_config, resume=resumed_after is not None))
+        options = {
+            "project": config.trackio.project,
+            "name": config.trackio.name or folder.name,
+            "space_id": config.trackio.space_id,
+            "config": dict(run_config),
+            # Trackio finds runs by name, so that a new run must not resume another one of its name.
+            "resume": "never" if resumed_after is None else "allow",
+        }
+        built.append(_hosted("trackio", options))
     return built
 
 
+def _hosted(name: str, options: Mapping[str, Any]) -> HostedTracker:
+    package = _package(name)
+    try:
+        run = package.init(**options)
+    except Exception as error:  # packages raise anything
+        raise ConfigError(
+            f"trainer.trackers.{name}: {_SETTINGS[name]} could not start the run: {error} Log in there, keep "
+            f"the run on this machine ({_LOCAL[name]}), or remove the section."
+        ) from error
+    return HostedTracker(run, package.finish)  # Trackio would finish a run again after `Run.finish`
+
+
 def check_trackers(config: TrackersConfig) -> None:
-    """Imports the packages of the trackers that a config asks for.
+    """Imports the packages of a config's trackers.
 
     Raises:
         ConfigError: one is not installed; the message names it.
     """
-    for asked_for, package in (
-        (config.tensorboard, "tensorboardX"),
-        (config.wandb.project is not None, "wandb"),
-        (config.trackio.project is not None, "trackio"),
-    ):
-        if asked_for:
-            _package(package)
+    enabled = (config.tensorboard, config.wandb.project is not None, config.trackio.project is not None)
+    for name in itertools.compress(_SETTINGS, enabled):
+        _package(name)
 
 
 def _package(name: str) -> Any:
@@ -194,20 +184,7 @@ def _package(name: str) -> Any:
     except ImportError as error:
         install = "'stacked_remat[tensorboard]'" if name == "tensorboardX" else name
         raise ConfigError(
-            f"trainer.trackers asks for {_SETTINGS[name]}, which needs the package {name}: "
-            f"pip install {install}"
-        ) from error
-
-
-@contextlib.contextmanager
-def _named_errors(package: str) -> Iterator[None]:
-    """Says which setting asked for what a package refuses, in whatever way it does."""
-    try:
-        yield
-    except Exception as error:
-        raise ConfigError(
-            f"trainer.trackers.{package}: {_SETTINGS[package]} could not start the run: {error} Log in "
-            f"there, keep the run on this machine ({_LOCAL[package]}), or leave the section out."
+            f"trainer.trackers: {_SETTINGS[name]} needs the package {name}: pip install {install}"
         ) from error
 
 
@@ -218,7 +195,7 @@ def _run_id(path: Path) -> str:
 
 
 def _keep_lines(path: Path, last_step: int) -> None:
-    """Drops the lines of later steps, all at once."""
+    """Drops the lines of later steps."""
     kept = []
     for number, line in enumerate(path.read_bytes().splitlines(keepends=True), 1):
         try:
@@ -226,13 +203,11 @@ def _keep_lines(path: Path, last_step: int) -> None:
                 kept.append(line)
         except (ValueError, LookupError, TypeError, RecursionError) as error:
             raise ConfigError(
-                f"{path} is damaged: line {number} holds no metrics ({error}). Delete that line, or move the "
-                f"file away, and start the same command again."
+                f"{path} is damaged: line {number} is not a line of metrics ({error}). Delete that line, or "
+                f"move the file away, and start the same command again."
             ) from error
-    rewritten = path.with_name(f".{path.name}.rewritten")
-    with named_in_errors(path):
+    with replaced_whole(path) as rewritten:
         rewritten.write_bytes(b"".join(kept))
-        os.replace(rewritten, path)
 
 
 def _scalars(metrics: Mapping[str, Any]) -> Iterator[tuple[str, float]]:

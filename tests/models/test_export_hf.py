@@ -168,7 +168,7 @@ def test_adapters_go_on_with_the_weights_that_they_began_with_and_no_others(work
     more = ("--initialize_from_hf", str(workplace / "other"), "--lora.rank", "2", "--trainer.num_steps", "4")
     assert train(workplace, "moved", *more, "--trainer.checkpoint.accept_changes", "true") == 1
     shown = " ".join(capsys.readouterr().out.split())
-    assert "goes with other weights than these" in shown and ": frozen.norm.weight. Give" in shown
+    assert "a run with other frozen weights" in shown and ": frozen.norm.weight. Give" in shown
     assert (workplace / "moved/config.yaml").read_text() == before
 
 

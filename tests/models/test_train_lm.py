@@ -268,7 +268,7 @@ def test_a_run_that_a_signal_ends_goes_on_with_the_same_command_and_no_other_mod
         ("--trainer.checkpoint.accept_changes", "true"),
     )
     assert train(workplace, *wider) == 1
-    assert "model.experts.intermediate_dim: 8 there, 16 now" in capsys.readouterr().out
+    assert "model.experts.intermediate_dim was 8 and is 16" in capsys.readouterr().out
     assert train(workplace, *wider, *accept) == 1
     shown = capsys.readouterr().out
     assert "trained.stacks.0.stacked.mlp.experts.stacked.gate_proj.weight: float32[layers 2, " in shown

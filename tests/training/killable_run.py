@@ -1,10 +1,15 @@
-"""A small run that kills itself: `python -m tests.training.killable_run FOLDER [MOMENT ...]`.
+"""Small runs that kill themselves: `python -m tests.training.killable_run RUNS`.
 
-A moment is `step:N`, when step N is done, or `EVENT:TEXT:N`: the N-th audit event of this name (`os.mkdir`,
-`os.rename`, ...) since the one before whose arguments contain the text. When the last of the moments has come
-the process gets a SIGKILL, so that nothing it might do at exit is done.
+RUNS is JSON, a list of the folder and the moments of each run. Each has a process of its own, which is forked
+after the imports; the exit statuses are printed.
+
+A moment is `step:N`, the end of step N, or `EVENT:TEXT:N`, the N-th audit event of this name (`os.mkdir`,
+`os.rename`, ...) after the previous moment whose arguments contain the text. At the last moment the process
+kills itself with SIGKILL.
 """
 
+import contextlib
+import json
 import os
 import signal
 import sys
@@ -49,13 +54,25 @@ TOKENS = (np.random.default_rng(0).integers(0, 30, 3000) ** 2 // 30).astype(np.u
 
 
 def noisy_loss(model, batch, key):
-    """Every third embedding or so is dropped, so that the random numbers matter."""
+    """Drops about every third embedding, so that the random numbers matter."""
     kept = jax.random.bernoulli(key, 0.7, (30, 30)).astype(jnp.float32)
     return next_byte_loss(jax.tree.map(lambda table: table * kept, model), batch)
 
 
-def main(folder, moments):
-    death = Death(moments)
+def main(runs):
+    statuses = []
+    for folder, moments in runs:
+        process = os.fork()
+        if not process:
+            with contextlib.redirect_stdout(sys.stderr):
+                train_and_die(Path(folder), moments)
+            os._exit(0)
+        statuses.append(os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]))
+    print(json.dumps(statuses))
+
+
+def train_and_die(folder, moments):
+    killer = Killer(moments)
     run = RunFolder.open(folder, config_as_dict(TRAINER))
     checkpoints = Checkpoints(run.checkpoints, TRAINER.checkpoint, run_config=config_as_dict(TRAINER))
     optimizer = build_optimizer(OPTIMIZER, TRAINER.num_steps)
@@ -77,27 +94,27 @@ def main(folder, moments):
             )
         },
         config=TRAINER,
-        outputs=RunOutputs(run, checkpoints, [tracker, death], ConsoleProgress()),
+        outputs=RunOutputs(run, checkpoints, [tracker, killer], ConsoleProgress()),
         position=position,
     )
     checkpoints.close()
     run.finish({"held_out_after": dict(result.held_out_after)})
 
 
-class Death(Tracker):
+class Killer(Tracker):
     def __init__(self, moments):
         self.moments = [moment.split(":") for moment in moments]
         self.count = 0
         if self.moments:
-            sys.addaudithook(lambda event, arguments: self.came(event, str(arguments)))
+            sys.addaudithook(lambda event, arguments: self.happened(event, str(arguments)))
 
     def log(self, step, metrics):
-        self.came("step", str(step))
+        self.happened("step", str(step))
 
     def close(self):
         pass
 
-    def came(self, event, text):
+    def happened(self, event, text):
         if not self.moments or self.moments[0][0] != event:
             return None
         wanted = self.moments[0]
@@ -116,4 +133,4 @@ class Death(Tracker):
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2:])
+    main(json.loads(sys.argv[1]))

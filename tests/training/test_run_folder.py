@@ -1,3 +1,5 @@
+"""Tests of stacked_remat/training/run_folder.py."""
+
 import errno
 import json
 import os
@@ -15,13 +17,13 @@ def changed(**model):
     return {**CONFIG, "model": {**CONFIG["model"], **model}}
 
 
-def test_it_holds_the_resolved_config(tmp_path):
+def test_a_new_folder_has_the_resolved_config(tmp_path):
     folder = RunFolder.open(tmp_path / "a" / "b", CONFIG)
     assert yaml.safe_load(folder.config.read_text()) == CONFIG
     assert {folder.metrics.parent, folder.checkpoints.parent} == {tmp_path / "a" / "b"}
 
 
-def test_an_empty_folder_is_taken(tmp_path):
+def test_a_folder_without_results_is_used(tmp_path):
     (tmp_path / "notes.txt").write_text("mine")
     assert RunFolder.open(tmp_path, {}).config.exists()
 
@@ -40,7 +42,7 @@ def test_an_unfinished_run_of_the_same_config_is_opened_again(tmp_path):
 def test_a_run_of_another_config_is_refused_with_the_keys_that_differ(tmp_path):
     folder = RunFolder.open(tmp_path, CONFIG)
     with pytest.raises(
-        ConfigError, match=r"model.depth: nothing there, 1 now\n  model.width: 2 there, 3 now\n"
+        ConfigError, match=r"model.depth was not set and is 1\n  model.width was 2 and is 3\n"
     ):
         RunFolder.open(tmp_path, changed(width=3, depth=1))
     assert yaml.safe_load(folder.config.read_text()) == CONFIG
@@ -66,7 +68,7 @@ def test_a_finished_run_is_not_touched(tmp_path):
 
 def test_results_without_a_config_are_not_touched(tmp_path):
     (tmp_path / "metrics.jsonl").write_text("whose?")
-    with pytest.raises(FileExistsError, match=r"results of an earlier run \(metrics.jsonl\) and no config"):
+    with pytest.raises(FileExistsError, match=r"results of an earlier run \(metrics.jsonl\) but no config"):
         RunFolder.open(tmp_path, CONFIG)
 
 
@@ -83,7 +85,7 @@ def test_overwriting_deletes_results_and_nothing_else(tmp_path):
     assert yaml.safe_load(folder.config.read_text()) == changed(width=3)
 
 
-def test_overwriting_deletes_nothing_where_it_can_not_delete_all(tmp_path, monkeypatch):
+def test_overwriting_deletes_all_or_nothing(tmp_path, monkeypatch):
     folder, elsewhere = RunFolder.open(tmp_path / "run", CONFIG), tmp_path / "big_disk"
     folder.metrics.write_text("old")
     elsewhere.mkdir()
@@ -110,7 +112,7 @@ def test_overwriting_deletes_nothing_where_it_can_not_delete_all(tmp_path, monke
 
 
 @pytest.mark.parametrize("in_the_way", ["a mount", "a mode"])
-def test_overwriting_deletes_nothing_where_what_is_below_a_result_can_not_be_deleted(
+def test_overwriting_deletes_nothing_if_a_folder_in_a_result_can_not_be_deleted(
     tmp_path, monkeypatch, in_the_way
 ):
     folder = RunFolder.open(tmp_path, CONFIG)
@@ -126,7 +128,7 @@ def test_overwriting_deletes_nothing_where_what_is_below_a_result_can_not_be_del
     else:
         access = os.access
         monkeypatch.setattr(os, "access", lambda path, mode: path != str(below) and access(path, mode))
-    with pytest.raises(ConfigError, match=f"^{below} (is a mount|may not be).*Nothing was deleted"):
+    with pytest.raises(ConfigError, match=f"^{below} (is a mount|can't be).*Nothing was deleted"):
         RunFolder.open(tmp_path, CONFIG, overwrite=True)
     assert folder.metrics.read_text() == "old" and folder.config.exists() and below.is_dir()
 
@@ -140,7 +142,7 @@ def test_overwriting_deletes_nothing_where_what_is_below_a_result_can_not_be_del
         (b"- model", r"holds \['model'\]"),
     ],
 )
-def test_a_damaged_config_is_one_message_and_nothing_is_touched(tmp_path, damaged, message):
+def test_a_damaged_config_is_an_error_and_stays(tmp_path, damaged, message):
     folder = RunFolder.open(tmp_path, CONFIG)
     folder.config.write_bytes(damaged)
     with pytest.raises(
@@ -156,10 +158,10 @@ def test_changes_name_only_what_changes_results():
         "trainer": {"num_steps": 1, "run_dir": "a", "trackers": {"wandb": {"project": "p"}}},
     }
     now = {"remat": "nested", "trainer": {"num_steps": 2, "run_dir": "b", "trackers": {"wandb": {}}}}
-    assert config_changes(earlier, now) == ["trainer.num_steps: 1 there, 2 now"]
+    assert config_changes(earlier, now) == ["trainer.num_steps was 1 and is 2"]
 
 
-def test_one_process_at_a_time_is_in_a_folder(tmp_path):
+def test_one_process_at_a_time_locks_a_folder(tmp_path):
     with (
         lock_run_folder(tmp_path / "run"),
         pytest.raises(FileExistsError, match=r"Another process trains in .*run. .*--trainer.run_dir"),

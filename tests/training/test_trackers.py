@@ -1,3 +1,5 @@
+"""Tests of stacked_remat/training/trackers.py."""
+
 import contextlib
 import json
 import sys
@@ -36,7 +38,7 @@ def test_lines_hold_numbers_arrays_and_null_for_what_is_not_finite(tmp_path):
     assert json.loads(path.read_text().splitlines()[1]) == {"step": 3, "loss": 0.5, "tokens": 7}
 
 
-def test_lines_are_added_to_those_that_are_there(tmp_path):
+def test_lines_are_appended(tmp_path):
     path = tmp_path / "metrics.jsonl"
     for step in range(2):
         tracker = JsonLinesTracker(path)
@@ -46,7 +48,7 @@ def test_lines_are_added_to_those_that_are_there(tmp_path):
 
 
 @pytest.mark.parametrize(("resumed_after", "kept"), [(None, 5), (7, 5), (5, 4), (-1, 0)])
-def test_lines_after_the_step_a_run_goes_on_from_are_dropped(tmp_path, resumed_after, kept):
+def test_lines_after_the_resumed_step_are_dropped(tmp_path, resumed_after, kept):
     path = tmp_path / "metrics.jsonl"
     lines = [json.dumps({"step": step}) + "\n" for step in (0, 1, 5, 5, 6)]
     half = "" if resumed_after is None else '{"step": 3, "lo'
@@ -57,15 +59,15 @@ def test_lines_after_the_step_a_run_goes_on_from_are_dropped(tmp_path, resumed_a
 
 
 @pytest.mark.parametrize("line", [b"\xff", b"{", b"[1]", b'{"stop": 1}', b'{"step": null}', b"\0\0"])
-def test_a_damaged_line_is_named_and_the_file_is_as_it_was(tmp_path, line):
+def test_a_damaged_line_is_named_and_the_file_unchanged(tmp_path, line):
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(before := b'{"step": 0}\n' + line + b'\n{"step": 2}\n')
-    with pytest.raises(ConfigError, match=r"metrics.jsonl is damaged: line 2 holds no metrics"):
+    with pytest.raises(ConfigError, match=r"metrics.jsonl is damaged: line 2 is not a line of metrics"):
         JsonLinesTracker(path, resumed_after=1)
     assert path.read_bytes() == before
 
 
-def test_a_full_disk_is_named_by_the_file_on_it():
+def test_the_error_of_a_full_disk_names_the_file():
     if not Path("/dev/full").exists():
         pytest.skip("only Linux has a file that is always full")
     tracker = JsonLinesTracker(Path("/dev/full"))
@@ -120,7 +122,7 @@ def packages(monkeypatch):
     return fakes
 
 
-def test_nothing_is_imported_that_is_not_asked_for(tmp_path, monkeypatch):
+def test_only_configured_packages_are_imported(tmp_path, monkeypatch):
     for name in ("wandb", "trackio", "tensorboardX"):
         monkeypatch.setitem(sys.modules, name, None)  # importing it fails
     assert build_trackers(TrackersConfig(), tmp_path, {}) == []
@@ -135,7 +137,7 @@ def test_nothing_is_imported_that_is_not_asked_for(tmp_path, monkeypatch):
         (TrackersConfig(trackio=TrackioConfig(project="p")), "trackio", "trackio"),
     ],
 )
-def test_a_package_that_is_missing_is_named(tmp_path, monkeypatch, config, package, install):
+def test_a_missing_package_is_named(tmp_path, monkeypatch, config, package, install):
     monkeypatch.setitem(sys.modules, package, None)
     for check in (lambda: check_trackers(config), lambda: build_trackers(config, tmp_path, {})):
         with pytest.raises(ConfigError, match=f"needs the package {package}: pip install {install}"):
@@ -156,7 +158,7 @@ def test_every_tracker_gets_a_scalar_for_each_number(tmp_path, packages):
         assert packages[name].logged == [(4, scalars)] and packages[name].finished == 1
 
 
-def test_runs_elsewhere_are_started_as_configured_and_gone_on_with(tmp_path, packages):
+def test_hosted_runs_are_started_as_configured_and_resumed(tmp_path, packages):
     folder = tmp_path / "run7"
     folder.mkdir()
     for resumed_after in (None, 12):
@@ -188,7 +190,7 @@ def test_tensorboard_event_files_are_written(tmp_path):
 
 
 @pytest.mark.parametrize("package", ["wandb", "trackio"])
-def test_what_a_package_refuses_names_the_setting_and_the_ways_out(tmp_path, packages, package):
+def test_an_error_of_a_package_names_the_setting_and_the_fix(tmp_path, packages, package):
     def refuse(**_):
         raise RuntimeError("No API key configured.")
 
@@ -208,7 +210,7 @@ def log_a_run_that_is_interrupted(config, folder):
         tracker.close()
 
 
-def test_a_real_run_of_wandb_goes_on_as_the_same_run(tmp_path, monkeypatch):
+def test_a_real_run_of_wandb_resumes(tmp_path, monkeypatch):
     pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_SILENT", "true")
     folder = tmp_path / "mine"
@@ -218,9 +220,7 @@ def test_a_real_run_of_wandb_goes_on_as_the_same_run(tmp_path, monkeypatch):
     assert files == [f"run-{identifier}.wandb"] * len(files) and files
 
 
-def test_a_real_run_of_trackio_goes_on_as_the_same_run_and_no_other_of_its_name_does(
-    tmp_path, monkeypatch, capfd
-):
+def test_a_real_run_of_trackio_resumes_and_a_new_one_of_its_name_does_not(tmp_path, monkeypatch, capfd):
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))  # read when it is imported
     trackio = pytest.importorskip("trackio")
     config = TrackersConfig(trackio=TrackioConfig(project="p"))

@@ -1,5 +1,5 @@
-"""From files to batches: what is read, how it is tokenized once, packed, mixed and put in order.
+"""The data pipeline, from files to training batches.
 
-Each file is one station on the way: `files`, `records`, `tokenizers`, `token_cache`, `packing`,
-`batch_stream`. The public names are those of `stacked_remat.training`.
+Its steps, in order: `files`, `records`, `tokenizers`, `token_cache`, `packing`, `batch_stream`. The public
+names are in `stacked_remat.training`.
 """

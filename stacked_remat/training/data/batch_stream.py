@@ -1,4 +1,4 @@
-"""Training batches without end, in an order that a seed fixes, from a place that can be saved."""
+"""An endless stream of training batches, in the order of a seed, whose position can be saved."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -8,11 +8,12 @@ import grain
 import numpy as np
 
 from ..batches import TokenBatch
+from ..run_folder import config_changes
 from .data_error import DataError
 from .packing import PackedDocuments
 
-# Sequences in what goes on without end. Grain 0.2.18 divides the length of its own endless datasets by the
-# batch size in floating point, which overflows for a batch size of 1.
+# Sequences in an endless stream. Grain 0.2.18 divides the length of its own endless datasets by the batch
+# size in floating point, which overflows for a batch size of 1.
 _ENDLESS = 2**44
 
 
@@ -21,8 +22,8 @@ class ProcessShare:
     """Which rows of each batch belong to this process.
 
     Attributes:
-        index: of this process, as `jax.process_index()` says.
-        count: of all, as `jax.process_count()` says.
+        index: `jax.process_index()`.
+        count: `jax.process_count()`.
     """
 
     index: int = 0
@@ -30,13 +31,13 @@ class ProcessShare:
 
     def __post_init__(self) -> None:
         if not 0 <= self.index < self.count:
-            raise ValueError(f"process {self.index} of {self.count}: indices run from 0 to the count - 1.")
+            raise ValueError(f"process {self.index} of {self.count}: indices are 0 to {self.count - 1}.")
 
     def rows(self, batch_size: int) -> int:
-        """Rows of this process in a batch of `batch_size`.
+        """This process's number of rows of a batch.
 
         Raises:
-            DataError: the processes cannot have equal shares.
+            DataError: the processes can't have equal shares.
         """
         if batch_size % self.count:
             raise DataError(
@@ -51,8 +52,8 @@ class MixtureShare:
     """One source in a mixture.
 
     Attributes:
-        sequences: what it holds.
-        weight: its share of all sequences, relative to the others' weights.
+        sequences: its sequences.
+        weight: its share of all sequences, relative to the weights of the others.
     """
 
     sequences: PackedDocuments
@@ -61,19 +62,19 @@ class MixtureShare:
 
 @final
 class BatchStream:
-    """Batches from a mixture of sources, one epoch of each source after the other without a gap.
+    """Batches from a mixture of sources, each repeated epoch after epoch.
 
-    Every epoch of a source has each of its sequences once, in an order of its own. Which source comes next
-    follows the weights evenly, not by chance: among any number of sequences each source has its share, to one
+    Every epoch of a source has each of its sequences once, in an order of its own. Sources alternate evenly
+    by their weights, not at random: in any number of sequences each source has its share, to within one
     sequence and a percent of the smallest weight. Batches depend on the sources, the seed and the batch size,
-    and not on how many processes share them.
+    not on the number of processes.
 
     Args:
         sources: by name; the order of the names matters.
         batch_size: sequences in a batch, over all processes.
-        seed: of the order; any integer from 0 on.
-        process: this process reads its rows, and no others.
-        prefetch: batches made in advance, in a thread.
+        seed: of the order; not negative.
+        process: this process, which reads only its own rows.
+        prefetch: batches made in advance by a thread.
     """
 
     def __init__(
@@ -87,7 +88,7 @@ class BatchStream:
     ):
         process = ProcessShare() if process is None else process
         if not sources:
-            raise ValueError("A stream of batches needs at least one source, got none.")
+            raise ValueError("A stream of batches needs at least one source; got none.")
         rows = process.rows(batch_size)
         orders = np.random.SeedSequence(seed).generate_state(len(sources))
         endless = [
@@ -118,20 +119,24 @@ class BatchStream:
         return TokenBatch.of(**arrays)
 
     def get_state(self) -> dict[str, Any]:
-        """The place after the last batch that `next` gave, as JSON has it, and what identifies the data."""
+        """The position after the last batch of `next`, and the identity of the data, as JSON."""
         return {"batches": self._delivered, "data": self._identity}
 
     def set_state(self, state: Mapping[str, Any]) -> None:
-        """Goes to a place: the next batch is the one that came after `get_state` was asked.
+        """Moves to a position that `get_state` returned.
 
         Raises:
-            DataError: the state is of other data, or of another order of them; says what differs.
+            DataError: the state belongs to other data or another order; the message says what differs.
         """
-        difference = _difference(state["data"], self._identity, "")
-        if difference is not None:
+        saved = state["data"]
+        orders = [list(data["sources"]) for data in (saved, self._identity)]
+        differences = config_changes(saved, self._identity)
+        if orders[0] != orders[1]:
+            differences.append(f"the order of sources was {orders[0]} and is {orders[1]}")
+        if differences:
             raise DataError(
-                f"The saved position is one in other training data: {difference}. Go on with the data that "
-                f"the run began with, or begin a new run."
+                f"The saved position belongs to other training data: {differences[0]}. Resume with the data "
+                f"that the run began with, or start a new run."
             )
         grain.experimental.set_next_index(self._iterator, int(state["batches"]))
         self._delivered = int(state["batches"])
@@ -139,19 +144,3 @@ class BatchStream:
     def close(self) -> None:
         """Ends the thread that makes batches in advance."""
         self._iterator.close()
-
-
-def _difference(saved: Any, here: Any, path: str) -> str | None:
-    """The first thing in which two nested mappings differ, in words."""
-    if isinstance(saved, Mapping) and isinstance(here, Mapping):
-        for key in dict.fromkeys((*saved, *here)):
-            name = f"{path}.{key}" if path else str(key)
-            if (key in saved) != (key in here):
-                return f"{name} was {'there' if key in saved else 'not there'} then"
-            found = _difference(saved[key], here[key], name)
-            if found is not None:
-                return found
-        if list(saved) != list(here):
-            return f"the order of {path or 'the entries'} was {list(saved)} and is {list(here)}"
-        return None
-    return None if saved == here else f"{path} was {saved!r} and is {here!r}"

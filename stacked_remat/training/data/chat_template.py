@@ -1,34 +1,34 @@
-"""Chat templates, which come with tokenizers as Jinja programs: from messages to one text."""
+"""Chat templates, the Jinja programs of tokenizers that turn messages into one text."""
 
 import atexit
+import contextlib
 import importlib.util
 import json
+import multiprocessing
 import os
-import pickle
 import re
-import selectors
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, final
 
 from .data_error import DataError
 
-# Unicode keeps these noncharacters for a program's own use: here they enclose what the assistant says.
+# Noncharacters of Unicode, which are for a program's own use: here they enclose the assistant's answers.
 _BEGIN, _END = "\ufdd0", "\ufdd1"
 _MARKS = re.compile(f"[{_BEGIN}{_END}]")
 
-_SECONDS = 10  # that one chat may take; milliseconds are usual
+_SECONDS = 10  # for one chat; milliseconds are usual
 _MEMORY = 2**31  # bytes of the process that runs templates
-_LONGEST = 2**28  # bytes of its answer
+_LONGEST = 2**28  # bytes of an answer
 
 
 class ChatTemplateError(ValueError):
-    """A chat template that refuses the messages it is given, or fails on them."""
+    """A chat template raised an error for the messages that it was given."""
 
 
 @dataclass(frozen=True)
@@ -37,8 +37,8 @@ class RenderedChat:
 
     Attributes:
         text: all of it.
-        answers: of each turn of the assistant, the first letter and the one after its last, with what ends
-            the turn; None where they were not asked for.
+        answers: first character of each of the assistant's turns, and the one after its last (the end of the
+            turn is included); None if they were not asked for.
     """
 
     text: str
@@ -49,13 +49,13 @@ class RenderedChat:
 class ChatTemplate:
     """A chat template.
 
-    Templates are programs by others. They run in Jinja's sandbox, in a process of their own that is ended
-    when a chat takes 10 seconds or 2 GiB. What depends on the clock (`strftime_now`) is not defined for them,
-    so that the same messages always give the same text.
+    Templates are untrusted programs. They run in Jinja's sandbox, in a process of their own that is killed
+    when a chat takes 10 seconds or 2 GiB. `strftime_now` is not defined, so that the same messages always
+    give the same text.
 
     Attributes:
         source: the Jinja program.
-        special_tokens: what the program may refer to, such as `bos_token`.
+        special_tokens: values of the names that the program may use, such as `bos_token`.
     """
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]):
@@ -66,24 +66,25 @@ class ChatTemplate:
         """The text of a chat.
 
         Args:
-            messages: turns with `role`, `content` and what else the program reads.
-            add_generation_prompt: whether to end with what begins an answer.
+            messages: turns with `role`, `content` and any other fields that the program reads.
+            add_generation_prompt: whether to end with the beginning of an answer.
 
         Raises:
-            ChatTemplateError: the template refuses the messages, with its reason.
-            DataError: Jinja is not installed, the program is none, or it takes too long or too much memory.
+            ChatTemplateError: the template raised an error for these messages.
+            DataError: Jinja is not installed, or the template is not valid Jinja, takes too long or takes too
+                much memory.
         """
         return _MARKS.sub("", self._run(messages, add_generation_prompt))
 
     def render_with_answers(self, messages: Sequence[Mapping[str, Any]]) -> RenderedChat:
-        """The text of a chat, and where the assistant speaks in it.
+        """The text of a chat, and the positions of the assistant's answers in it.
 
-        That is what the template marks with `{% generation %}`. One without such marks is run once more for
-        the messages up to each answer, and once for those up to its end.
+        Answers are what the template marks with `{% generation %}`. A template without such marks is run
+        twice more for each answer: on the messages before it, and on those up to and including it.
 
         Raises:
-            ChatTemplateError: as for `render`; or there are no marks, and the template writes a turn
-                otherwise once another follows.
+            ChatTemplateError: as for `render`; or there are no marks, and the text of a turn depends on the
+                turns after it.
             DataError: as for `render`.
         """
         marked = self._run(messages, False)
@@ -96,8 +97,8 @@ class ChatTemplate:
                 after = self.render(messages[: at + 1])
                 if not (marked.startswith(after) and after.startswith(before)):
                     raise ChatTemplateError(
-                        f"where the answer of message {at} stands can't be told, because the template "
-                        f"writes messages otherwise once others follow; train on all of the chat, or mark "
+                        f"the answer of message {at} can't be found in the text, because the template "
+                        f"changes earlier messages when others follow; train on all of the chat, or mark "
                         f"answers in the template with {{% generation %}} and {{% endgeneration %}}"
                     )
                 answers.append((len(before), len(after)))
@@ -116,21 +117,23 @@ class ChatTemplate:
             return answer["text"]
         if "limit" in answer:
             raise DataError(
-                f"The tokenizer's chat template was stopped: for one chat it takes more than "
-                f"{f'{_SECONDS} seconds' if answer['limit'] == 'time' else f'{_MEMORY / 2**30:g} GiB'}. "
-                f"It is a program that came with the tokenizer (chat_template.jinja, or `chat_template` in "
-                f"tokenizer_config.json): mend it, or take another tokenizer."
+                f"The tokenizer's chat template was stopped: it took more than "
+                f"{f'{_SECONDS} seconds' if answer['limit'] == 'time' else f'{_MEMORY / 2**30:g} GiB'} for "
+                f"one chat. Fix the template (chat_template.jinja, or `chat_template` in "
+                f"tokenizer_config.json), or use another tokenizer."
             )
         if "line" in answer:
             raise DataError(
-                f"The tokenizer's chat template is no Jinja, line {answer['line']}: {answer['error']}"
+                f"The tokenizer's chat template is not valid Jinja, line {answer['line']}: {answer['error']}"
             )
         raise ChatTemplateError(answer["error"])
 
 
 def _without_marks(marked: str) -> RenderedChat:
     if any(mark != (_BEGIN, _END)[number % 2] for number, mark in enumerate(_MARKS.findall(marked))):
-        raise ChatTemplateError("the messages hold Unicode noncharacters, which mark answers here")
+        raise ChatTemplateError(
+            "the messages contain the Unicode noncharacters U+FDD0 or U+FDD1, which mark answers here"
+        )
     text, answers = "", []
     for number, piece in enumerate(_MARKS.split(marked)):
         if number % 2:
@@ -141,82 +144,61 @@ def _without_marks(marked: str) -> RenderedChat:
 
 @final
 class _Worker:
-    """The process that runs templates, one request after the other; started when it is first asked."""
+    """The process that runs templates, one request at a time; started by the first request."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
+        self._connection: Connection | None = None
         self._owner = 0
 
     def ask(self, source: str, values: Mapping[str, Any]) -> dict[str, Any]:
-        """What `chat_template_worker.py` answers; a limit that was passed if it does not in time."""
-        request = pickle.dumps((source, dict(values)))
+        """The answer of `chat_template_worker.py`, or the limit that was exceeded."""
+        answer: dict[str, Any] = {"limit": "memory"}  # which a process that ended has exceeded
         with self._lock:
-            process = self._running()
-            assert process.stdin is not None
+            connection = self._running()
             try:
-                process.stdin.write(len(request).to_bytes(8, "little") + request)
-                process.stdin.flush()
-                return json.loads(self._read(process))
-            except TimeoutError:
-                self.close()
-                return {"limit": "time"}
-            except (EOFError, BrokenPipeError):  # it was ended for the memory that it took
-                self.close()
-                return {"limit": "memory"}
-            except BaseException:  # an interrupt: what it answers later would be taken for another's answer
-                self.close()
-                raise
+                with contextlib.suppress(EOFError, OSError):
+                    connection.send((source, dict(values)))
+                    in_time = connection.poll(_SECONDS)
+                    answer = json.loads(connection.recv_bytes(_LONGEST)) if in_time else {"limit": "time"}
+            finally:  # also for an interrupt: a late answer must not be taken for the next request's
+                if "limit" in answer:
+                    self.close()
+        return answer
 
     def close(self) -> None:
         """Ends the process."""
         process, self._process = self._process, None
-        if process is not None and self._owner == os.getpid():
-            process.kill()
-            process.wait()
-            for pipe in (process.stdin, process.stdout):
-                assert pipe is not None
-                try:
-                    pipe.close()
-                except BrokenPipeError:
-                    pass
+        if process is not None and self._connection is not None:
+            self._connection.close()
+            if self._owner == os.getpid():
+                process.kill()
+                process.wait()
 
-    def _running(self) -> subprocess.Popen[bytes]:
+    def _running(self) -> Connection:
         if self._process is not None and self._owner == os.getpid() and self._process.poll() is None:
-            return self._process
+            assert self._connection is not None
+            return self._connection
         if importlib.util.find_spec("jinja2") is None:
             raise DataError(
-                "Chats take jinja2 for their template, which is not installed: pip install "
-                "'stacked_remat[data]'."
+                "Chat templates need jinja2, which is not installed: pip install 'stacked_remat[data]'."
             )
         self.close()
-        program = str(Path(__file__).with_name("chat_template_worker.py"))
         self._owner = os.getpid()
-        self._process = subprocess.Popen(
-            [sys.executable, "-P", program, str(_MEMORY), str(_SECONDS)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-            start_new_session=True,  # Ctrl-C is for the process that asks
-        )
-        return self._process
-
-    def _read(self, process: subprocess.Popen[bytes]) -> bytes:
-        """The next answer."""
-        assert process.stdout is not None
-        deadline = time.monotonic() + _SECONDS
-        found = bytearray()
-        with selectors.DefaultSelector() as selector:
-            selector.register(process.stdout, selectors.EVENT_READ)
-            while len(found) < 8 or len(found) < 8 + int.from_bytes(found[:8], "little"):
-                if not selector.select(deadline - time.monotonic()):
-                    raise TimeoutError
-                piece = os.read(process.stdout.fileno(), 2**20)
-                if not piece or len(found) > _LONGEST:
-                    raise EOFError
-                found += piece
-        return bytes(found[8:])
+        program = str(Path(__file__).with_name("chat_template_worker.py"))
+        self._connection, other_end = multiprocessing.Pipe()
+        with other_end:
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", program, *map(str, (other_end.fileno(), _MEMORY, _SECONDS))],
+                pass_fds=[other_end.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+                start_new_session=True,  # Ctrl-C is for the process that asks
+            )
+        return self._connection
 
 
 _worker = _Worker()

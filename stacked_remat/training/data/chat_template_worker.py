@@ -1,19 +1,19 @@
-"""A program that runs chat templates: a process of its own, whose memory and time are bounded.
+"""The program of the process that runs chat templates within limits of memory and time.
 
-Templates are programs by others: Jinja's sandbox keeps them from files and from Python's internals, and not
-from endless loops and giant texts. `chat_template.py` starts this program.
+Templates are untrusted: Jinja's sandbox denies them files and Python's internals, but not endless loops and
+huge texts. `chat_template.py` starts this program.
 """
 
 import functools
 import json
-import pickle
 import resource
 import signal
 import sys
+from multiprocessing.connection import Connection
 from typing import Any
 
 BEGIN, END = "\ufdd0", "\ufdd1"
-_SHOWN = 1000  # letters of an error that a template makes up
+_SHOWN = 1000  # characters of an error message
 
 
 @functools.cache
@@ -24,7 +24,7 @@ def _environment() -> Any:
     import jinja2.sandbox
 
     class Generation(jinja2.ext.Extension):
-        """Knows the tags that some templates put around what the assistant says."""
+        """The tags that some templates put around the assistant's answers."""
 
         tags = {"generation"}
 
@@ -48,7 +48,7 @@ def _environment() -> Any:
 
 
 def _as_json(value: Any, indent: int | None = None, **options: Any) -> str:
-    """Plain JSON; Jinja's own filter escapes what would be HTML."""
+    """Plain JSON; Jinja's own filter escapes HTML."""
     return json.dumps(value, ensure_ascii=False, indent=indent, **options)
 
 
@@ -62,31 +62,33 @@ def _answer(source: str, values: dict[str, Any]) -> dict[str, Any]:
         compiled = _compile(source)
     except MemoryError:
         return {"limit": "memory"}
-    except Exception as error:  # also what Jinja computes while it compiles, because it is constant
+    except Exception as error:  # Jinja also evaluates constants while it compiles
         return {"line": getattr(error, "lineno", 1), "error": str(error)[:_SHOWN]}
     try:
         return {"text": compiled.render(**values)}
     except MemoryError:
         return {"limit": "memory"}
-    except Exception as error:  # whatever a program of others can raise
+    except Exception as error:  # templates can raise anything
         return {"error": str(error)[:_SHOWN]}
 
 
-def main(memory: int, seconds: int) -> None:
-    """Answers requests from standard input, each a pickle after its length, with JSON after its length."""
+def main(descriptor: int, memory: int, seconds: int) -> None:
+    """Answers requests from a connection with JSON until its other end is closed."""
     resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
-    requests, answers = sys.stdin.buffer, sys.stdout.buffer
-    while header := requests.read(8):
-        source, values = pickle.loads(requests.read(int.from_bytes(header, "little")))
-        signal.alarm(2 * seconds)  # ends this process if the one that asks is no longer there to do so
+    connection = Connection(descriptor)
+    while True:
+        try:
+            source, values = connection.recv()
+        except EOFError:
+            return
+        signal.alarm(2 * seconds)  # ends this process if the one that asked no longer exists to do so
         try:
             answer = json.dumps(_answer(source, values)).encode()
         except MemoryError:
             answer = b'{"limit": "memory"}'
         signal.alarm(0)
-        answers.write(len(answer).to_bytes(8, "little") + answer)
-        answers.flush()
+        connection.send_bytes(answer)
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]))
+    main(*map(int, sys.argv[1:]))

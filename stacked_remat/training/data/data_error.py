@@ -6,7 +6,7 @@ from ..credentials import without_credentials
 class DataError(ValueError):
     """Data that can't be used; the message names the file, the line or row if there is one, and the fix.
 
-    What passwords and tokens are in its URLs is left out.
+    Credentials in URLs of the message are replaced.
     """
 
     def __init__(self, message: str):

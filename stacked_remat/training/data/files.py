@@ -1,4 +1,4 @@
-"""From paths, globs, folders and URLs to a sorted list of files, each with what tells its versions apart."""
+"""Finds the files of paths, globs, folders and URLs, each with an identity and a version."""
 
 import errno
 import hashlib
@@ -9,7 +9,6 @@ import stat
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl, unquote, urlsplit
 
@@ -17,17 +16,17 @@ import fsspec
 import fsspec.core
 from fsspec.implementations.local import LocalFileSystem
 
+from ..._messages import shortened
 from ..credentials import without_credentials
 from .data_error import DataError
 
-# Installed packages differ from machine to machine, tests hold tables of data, pydoc_data is one large
-# generated text.
+# Installed packages differ between machines, tests contain tables of data, pydoc_data is generated.
 _NOT_LIBRARY = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "pydoc_data"})
 
 _WEB = ("http://", "https://")
 _FILE = "file://"
 
-# Two addresses that differ only in such entries of their queries are of one file.
+# Addresses that differ only in these entries of their queries are the same file.
 _SECRET = re.compile(r"token|sig|secret|key|pass|pwd|auth|cred|expires|x-(amz|goog|ms)-", re.IGNORECASE)
 
 
@@ -36,13 +35,13 @@ class SourceFile:
     """A file to read.
 
     Attributes:
-        url: where it is, for fsspec.
-        name: its path below the folder, or the fixed part of the glob, that it was found by.
-        size: stored bytes; 0 where the file system does not say.
+        url: its address, for fsspec.
+        name: its path below the folder or the fixed part of the glob by which it was found.
+        size: stored bytes; 0 where the file system does not tell.
         version: changes when the contents do.
-        identity: that of the file itself, the same however it is spelt: by `..`, by links, by its URL.
-        split_name: its documents are split into trained-on and held-out by this name, which does not change
-            when the folder moves; `name`, or that by which another source found the same file first.
+        identity: the same for all paths, links and URLs of the file.
+        split_name: decides which of its documents are held out, and does not change when the folder moves:
+            `name`, or the name by which another source found the same file first.
     """
 
     url: str
@@ -54,13 +53,13 @@ class SourceFile:
 
     @property
     def place(self) -> str:
-        """Where it is, for people and for what is saved: without credentials."""
+        """Its address without credentials, for messages and saved files."""
         shown = without_credentials(self.url).removeprefix(_FILE)
         return shown.encode("utf-8", "replace").decode("utf-8")
 
     @property
     def local_path(self) -> str | None:
-        """Its path on this machine, if it is there."""
+        """Its path, if it is on this machine."""
         path = self.url.removeprefix(_FILE)
         return path if path.startswith("/") else None
 
@@ -68,40 +67,38 @@ class SourceFile:
 def find_files(
     paths: Sequence[str], key: str, skipped: Callable[[str], None] = lambda reason: None
 ) -> tuple[SourceFile, ...]:
-    """The files that `paths` stand for, each once, in the order of their names.
+    """The files that `paths` match, each once, sorted by name.
 
-    A path that exists on this machine is that file or folder, whatever letters are in its name. Hidden files,
-    and those in hidden folders, are left out of folders and globs. What is there and is no file to read (a
-    link to nothing, a pipe) is skipped.
+    A path that exists on this machine is that file or folder, even with letters of a glob in it. Hidden files
+    and folders are left out of folders and globs. Broken links, pipes and the like are skipped.
 
     Args:
         paths: files, globs or folders; local or URLs.
-        key: where the paths stand in the config, for errors.
-        skipped: is told what was skipped and why.
+        key: the config key of the paths, for errors.
+        skipped: called with what was skipped and why.
 
     Raises:
-        DataError: a path that stands for no file, or on a file system that can not be opened.
+        DataError: a path matches no file, or its file system can't be opened.
     """
     found: dict[str, SourceFile] = {}
     for path in paths:
         shown, passed = without_credentials(path), list[str]()
         try:
             files = list(_files_of(path, passed.append))
-        except Exception as error:  # file systems raise what they like
-            hidden = "://" in path  # the address with its credentials stands in the original
+        except Exception as error:  # file systems raise anything
+            hidden = "://" in path  # the original error may show credentials
             raise DataError(f"Can't look for the files of {shown!r} in {key}: {error}") from (
                 None if hidden else error
             )
         if not files:
             reason = f" ({passed[0]})" if passed else ""
             raise DataError(
-                f"{shown!r} in {key} stands for no file{reason}. Give a file that exists, a folder "
-                f"with files, or a glob such as texts/**/*.txt."
+                f"{shown!r} in {key} matches no file{reason}. Give a file that exists, a folder with files, "
+                f"or a glob such as texts/**/*.txt."
             )
         if passed:
-            more = f" and {len(passed) - 3} more" if len(passed) > 3 else ""
-            reasons = ", ".join(passed[:3]).encode("utf-8", "replace").decode("utf-8")
-            skipped(f"skipped in {shown!r} of {key}: {reasons}{more}")
+            reasons = shortened(passed, most=3).encode("utf-8", "replace").decode("utf-8")
+            skipped(f"skipped in {shown!r} of {key}: {reasons}")
         for file in files:
             found.setdefault(file.identity, file)
     return tuple(sorted(found.values(), key=lambda file: (file.name, file.url)))
@@ -109,13 +106,13 @@ def find_files(
 
 def standard_library_files() -> tuple[SourceFile, ...]:
     """The Python sources of the running interpreter's standard library, without its tests."""
-    root = Path(sysconfig.get_path("stdlib"))
-    files = []
-    for path in sorted(root.rglob("*.py")):
-        name = path.relative_to(root)
-        if path.is_file() and not _NOT_LIBRARY.intersection(name.parts):
-            files.append(_of_status(str(path), name.as_posix(), path.stat()))
-    return tuple(sorted(files, key=lambda file: file.name))
+    root = sysconfig.get_path("stdlib")
+    sources = (
+        place
+        for place in _below(root, ())
+        if place.endswith(".py") and not _NOT_LIBRARY.intersection(place.removeprefix(root).split("/"))
+    )
+    return tuple(sorted(_local_files(sources, root, lambda reason: None), key=lambda file: file.name))
 
 
 def _files_of(path: str, skip: Callable[[str], None]) -> Iterator[SourceFile]:
@@ -132,7 +129,7 @@ def _files_of(path: str, skip: Callable[[str], None]) -> Iterator[SourceFile]:
 
 
 def _listed(path: str, skip: Callable[[str], None]) -> Iterator[SourceFile]:
-    """What a file system of fsspec knows of a glob or a URL."""
+    """The files of a glob or a URL, from a file system of fsspec."""
     filesystem, root = fsspec.core.url_to_fs(path)
     magic = "*[" if root.startswith(_WEB) else "*?["
     if any(letter in root for letter in magic):
@@ -150,12 +147,12 @@ def _listed(path: str, skip: Callable[[str], None]) -> Iterator[SourceFile]:
 
 
 def _below(folder: str, above: tuple[tuple[int, int], ...]) -> Iterator[str]:
-    """All in a folder but folders, links to folders followed; those that lead back up are not."""
+    """All files in a folder. Links to folders are followed, unless they lead to a folder above."""
     status = os.stat(folder)
     own = (status.st_dev, status.st_ino)
     if own in above:
         return
-    # Links last: of a file that is there twice, the name is the one without them.
+    # Links last: a file that is found twice keeps its name without links.
     for entry in sorted(os.scandir(folder), key=lambda entry: (entry.is_symlink(), entry.name)):
         if os.path.isdir(entry.path):  # the entry itself raises for a link to itself
             yield from _below(entry.path, (*above, own))
@@ -170,7 +167,7 @@ def _local_files(places: Iterable[str], root: str, skip: Callable[[str], None]) 
         except OSError as error:
             if error.errno not in (errno.ENOENT, errno.ELOOP):
                 raise
-            skip(f"{place} is a link to nothing")
+            skip(f"{place} is a broken link")
             continue
         if stat.S_ISREG(status.st_mode):
             yield _of_status(_FILE + place, place.removeprefix(root).lstrip("/"), status)
@@ -184,7 +181,7 @@ def _of_status(url: str, name: str, status: os.stat_result) -> SourceFile:
 
 
 def _local_identity(url: str, status: os.stat_result) -> str:
-    # Some file systems give no numbers to files.
+    # Some file systems have no inode numbers.
     return f"{status.st_dev}:{status.st_ino}" if status.st_ino else os.path.realpath(url.removeprefix(_FILE))
 
 
@@ -193,22 +190,22 @@ def _visible(files: Iterable[SourceFile]) -> Iterator[SourceFile]:
 
 
 def _describe(filesystem: Any, place: str, root: str) -> SourceFile:
-    """A file that is not on this machine, or is reached as if it were not."""
+    """A file that is not on this machine, or is accessed through another protocol."""
     information = filesystem.info(place)
     size = information.get("size") or 0
     url = filesystem.unstrip_protocol(place)
     name = place.removeprefix(root).lstrip("/") if root else place
     told = filesystem.ukey(without_credentials(place))
     if place.startswith(_WEB):
-        # What follows is a query: it says nothing of what the file is, and may hold a secret.
+        # The query is not part of the file's name and may hold a secret.
         name, _, query = name.partition("?")
         told += f" {information.get('ETag', '')} {hashlib.sha256(query.encode()).hexdigest()[:8]}"
     return SourceFile(url, name, size, f"{size} bytes, {told}", _identity(url), name)
 
 
 def _identity(url: str) -> str:
-    """The same for all addresses of a file."""
-    last = url.rpartition("::")[2]  # what comes before it says how the file is reached
+    """One text for all addresses of a file."""
+    last = url.rpartition("::")[2]  # the rest says how the file is accessed
     if last.startswith(_FILE) and os.path.exists(last.removeprefix(_FILE)):
         return _local_identity(last, os.stat(last.removeprefix(_FILE)))
     parts = urlsplit(last)

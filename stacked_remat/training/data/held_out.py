@@ -1,4 +1,4 @@
-"""A fixed list of batches to evaluate on."""
+"""The fixed batches of held-out documents, for evaluation."""
 
 from collections.abc import Sequence
 from typing import final
@@ -14,8 +14,8 @@ from .packing import PackedDocuments
 class HeldOutBatches:
     """The sequences of held-out documents, each once, as batches.
 
-    Their order is mixed up, the same way in every run, so that the first few batches stand for all; the seed
-    of a run does not change what it is evaluated on. The last batch is filled up with rows of weight 0.
+    Their order is shuffled in the same way in every run, whatever its seed, so that the first few batches
+    are a fair sample. The last batch is padded with rows of weight 0.
 
     Attributes:
         batch_size: sequences in a batch, over all processes.
@@ -30,15 +30,13 @@ class HeldOutBatches:
         rows = process.rows(batch_size)
         self.batch_size = batch_size
         self.seq_len = sources[0].seq_len
-        self._sources = tuple(sources)
-        places = [(source, index) for source, packed in enumerate(sources) for index in range(len(packed))]
+        places = [(packed, index) for packed in sources for index in range(len(packed))]
         self.num_sequences = len(places)
-        order = np.random.default_rng(0).permutation(self.num_sequences)
-        self._places = [places[at] for at in order]
+        self._places = [places[at] for at in np.random.default_rng(0).permutation(self.num_sequences)]
         self._own = slice(process.index * rows, (process.index + 1) * rows)
 
     def __len__(self) -> int:
-        """Batches, the last of which may have rows of weight 0."""
+        """Number of batches; the last may have rows of weight 0."""
         return -(-self.num_sequences // self.batch_size)
 
     def batch(self, index: int) -> TokenBatch:
@@ -48,11 +46,9 @@ class HeldOutBatches:
             IndexError: there are fewer batches.
         """
         if not 0 <= index < len(self):
-            raise IndexError(f"There are {len(self)} held-out batches, from 0 on; got {index}.")
-        empty = {name: np.zeros_like(array) for name, array in self._sources[0][0].items()}
-        rows = [
-            self._sources[source][at]
-            for source, at in self._places[index * self.batch_size :][: self.batch_size]
-        ]
+            raise IndexError(f"There are {len(self)} held-out batches; got index {index}.")
+        places = self._places[index * self.batch_size :][: self.batch_size]
+        rows = [packed[at] for packed, at in places]
+        empty = {name: np.zeros_like(array) for name, array in rows[0].items()}
         own = (rows + [empty] * (self.batch_size - len(rows)))[self._own]
         return TokenBatch.of(**{name: np.stack([row[name] for row in own]) for name in empty})

@@ -1,4 +1,4 @@
-"""Tokenizers of pretrained models, as the `tokenizers` package runs them."""
+"""Tokenizers of pretrained models, run by the `tokenizers` package."""
 
 import contextlib
 import hashlib
@@ -12,18 +12,18 @@ from .chat_template import ChatTemplate, RenderedChat
 from .data_error import DataError
 from .tokenizers import Counted, Tokenizer, Tokens
 
-# What a tokenizer.json without a config calls the end of a text.
+# Names of the end-of-text token where no config names it.
 _USUAL_ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]")
 
 
 @final
 class HuggingFaceTokenizer(Tokenizer):
-    """A fast tokenizer as the `tokenizers` package runs it, in parallel over documents.
+    """A fast tokenizer of the `tokenizers` package, which runs in parallel over documents.
 
     Attributes:
-        vocab_size: one more than the largest token; models may round their embedding up from it.
+        vocab_size: one more than the largest token; a model's embedding may be larger.
         end: the `eos_token` of its config.
-        fingerprint: a hash of the files it was made from.
+        fingerprint: a hash of its files.
     """
 
     def __init__(self, name: str, definition: str, config: Mapping[str, Any], template: str | None):
@@ -59,7 +59,7 @@ class HuggingFaceTokenizer(Tokenizer):
             return self._tokenizer.decode([int(token) for token in tokens], skip_special_tokens=True)
 
     def encode_documents(self, texts: Sequence[str]) -> list[Tokens]:
-        """What the tokenizer's post-processing makes of each text, and the end token if it is not there."""
+        """Each text after the tokenizer's post-processing, with the end token appended if it is missing."""
         found = []
         with self._running():
             encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=True)
@@ -71,7 +71,7 @@ class HuggingFaceTokenizer(Tokenizer):
         return found
 
     def encode_chats(self, chats: Sequence[RenderedChat]) -> list[tuple[Tokens, Counted | None]]:
-        """The tokens of what the template wrote, with none added."""
+        """The tokens of rendered chats, with none added."""
         with self._running():
             encodings = self._tokenizer.encode_batch([chat.text for chat in chats], add_special_tokens=False)
         return [
@@ -87,8 +87,8 @@ class HuggingFaceTokenizer(Tokenizer):
         """The template that came with the tokenizer."""
         if self._template is None:
             raise DataError(
-                f"The tokenizer {self._name} has no chat template, which chats take. Name the "
-                "tokenizer of a chat model, or put a chat_template.jinja beside its tokenizer.json."
+                f"The tokenizer {self._name} has no chat template, which chats need. Name the tokenizer of a "
+                f"chat model, or put a chat_template.jinja beside its tokenizer.json."
             )
         return self._template
 
@@ -99,7 +99,7 @@ def _in_answers(chat: RenderedChat, offsets: Sequence[tuple[int, int]]) -> Count
     starts, ends = np.array(offsets, dtype=np.int64).reshape(-1, 2).T
     counted = np.zeros(len(starts), dtype=bool)
     for first, stop in chat.answers:
-        counted |= (starts < stop) & (first < ends)  # a token may take in a space before the answer
+        counted |= (starts < stop) & (first < ends)  # a token may include a space before the answer
     return counted
 
 
@@ -108,24 +108,24 @@ def _parse(name: str, definition: str) -> Any:
         import tokenizers
     except ImportError as error:
         raise DataError(
-            f"data.tokenizer = {name!r} takes the tokenizers package, which is not installed: "
+            f"data.tokenizer = {name!r} needs the tokenizers package, which is not installed: "
             f"pip install 'stacked_remat[data]'."
         ) from error
     with _in_package(f"The tokenizer.json of data.tokenizer = {name!r} can't be read"):
         tokenizer = tokenizers.Tokenizer.from_str(definition)
-    tokenizer.no_truncation()  # a tokenizer.json may remember a length to cut or pad to
+    tokenizer.no_truncation()  # a tokenizer.json may contain a length to cut or pad to
     tokenizer.no_padding()
     return tokenizer
 
 
 @contextlib.contextmanager
 def _in_package(problem: str) -> Iterator[None]:
-    """Makes one error of what the package raises: `Exception`, nothing narrower, and Rust's panics."""
+    """Turns the package's errors, which are of class `Exception` or Rust's panics, into a DataError."""
     try:
         yield
     except BaseException as error:
         if isinstance(error, Exception) or type(error).__name__ == "PanicException":
-            raise DataError(f"{problem}: {error}. Get it again, or take another tokenizer.") from error
+            raise DataError(f"{problem}: {error}. Get it again, or use another tokenizer.") from error
         raise
 
 
@@ -145,7 +145,7 @@ def _find_end(name: str, end: str | None, vocabulary: Mapping[str, int]) -> int:
         if candidate in vocabulary:
             return vocabulary[candidate]
     raise DataError(
-        f"data.tokenizer = {name!r} names no token for the end of a text: "
+        f"data.tokenizer = {name!r} has no end-of-text token: "
         + (f"its `eos_token` {end!r} is not in the vocabulary." if end else "it has no `eos_token`.")
         + ' Put a tokenizer_config.json beside it with {"eos_token": "<one of its tokens>"}.'
     )

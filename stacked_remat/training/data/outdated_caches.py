@@ -1,4 +1,4 @@
-"""Token caches that no run can find again: which they are, that no process reads them, and their removal."""
+"""Removes outdated token caches that no process uses."""
 
 import fcntl
 import functools
@@ -13,15 +13,15 @@ from typing import Any
 from .files import SourceFile
 
 COMPLETE, UNFINISHED, LOCK = "complete.json", "unfinished.json", ".lock"
-"""The identity of a cache, that of one that is being built, and the file that its builder locks."""
+"""The identity of a cache and of one that is being built, and the file that its builder locks."""
 
-_READERS = ".readers"  # the file that every reader locks, all of them at once
-_OURS = re.compile(r"complete\.json|unfinished\.json|\.lock|\.readers|\.unfinished|shard-\d{5,}")
+_READERS = ".readers"  # every reader holds a shared lock of this file
+_OURS = re.compile(r"\.?(complete\.json|unfinished\.json|shard-\d{5,})(\.[0-9a-f]{8})?|\.lock|\.readers")
 
 
 @functools.cache
 def hold(folder: Path) -> None:
-    """Keeps the cache from being removed as long as this process lives, where the file system has locks."""
+    """Keeps the cache from being removed while this process runs, where the file system has locks."""
     try:
         flags = os.O_RDONLY if (folder / _READERS).exists() else os.O_RDONLY | os.O_CREAT
         descriptor = os.open(folder / _READERS, flags, 0o666)
@@ -33,18 +33,18 @@ def hold(folder: Path) -> None:
 def remove_outdated(folder: Path, name: str, files: Iterable[SourceFile]) -> list[Path]:
     """Removes the caches that the one in `folder` replaces.
 
-    These are caches of a source of the same name, beside it, that hold an earlier version of one of its
-    files: nothing is found by that version any more. Caches by other tokenizers of the same versions, of
-    other files or read otherwise stay, as do those that a process has open and folders with anything that
-    this library did not write.
+    These are the caches beside it, of a source of the same name, with an earlier version of one of its files,
+    which can't be found again. Caches of the same versions by other tokenizers, of other files or read
+    differently stay, as do those that a process has open and folders with anything that this library did not
+    write.
 
     Args:
         folder: the new cache.
         name: of its source.
-        files: what it was made of.
+        files: of its source.
 
     Returns:
-        The folders that are no longer there.
+        The removed folders.
     """
     versions = {file.place: file.version for file in files}
     others = [
@@ -56,10 +56,9 @@ def remove_outdated(folder: Path, name: str, files: Iterable[SourceFile]) -> lis
 
 
 def _is_outdated(folder: Path, versions: Mapping[str, str]) -> bool:
-    identity = _identity(folder)
-    held = identity.get("files", []) if isinstance(identity, dict) else []
     try:
-        return any(versions.get(file["url"], file["version"]) != file["version"] for file in held)
+        files = _identity(folder)["files"]
+        return any(versions.get(file["url"], file["version"]) != file["version"] for file in files)
     except (TypeError, KeyError):
         return False
 
@@ -74,7 +73,7 @@ def _identity(folder: Path) -> Any:
 
 
 def _remove(folder: Path) -> bool:
-    """Removes a cache unless a process reads or builds it, or something else lies in it."""
+    """Removes a cache unless a process reads or builds it, or it has other files in it."""
     try:
         if not all(_OURS.fullmatch(path.name) for path in folder.iterdir()):
             return False
@@ -83,7 +82,7 @@ def _remove(folder: Path) -> bool:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             doomed = folder.with_name(f".{folder.name}.deleted")
             shutil.rmtree(doomed, ignore_errors=True)
-            os.replace(folder, doomed)  # at once out of sight: half a cache must not be taken for a whole one
+            os.replace(folder, doomed)  # renamed first: half a cache must not be taken for a whole one
             shutil.rmtree(doomed, ignore_errors=True)
     except OSError:
         return False

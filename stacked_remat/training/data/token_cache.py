@@ -1,11 +1,11 @@
-"""Text tokenized once: a folder of shards for each state of the files and the tokenizer."""
+"""A cache of tokenized text: one folder of shards for each version of the files and tokenizer."""
 
 import contextlib
 import dataclasses
 import fcntl
 import hashlib
 import json
-import os
+import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +14,7 @@ from typing import Any, Literal
 import numpy as np
 from jaxtyping import UInt32
 
+from ..._files import replaced_whole
 from ..checksums import json_with_checksum, read_json_with_checksum
 from ..progress import Progress
 from .chat_template import ChatTemplateError, RenderedChat
@@ -25,22 +26,22 @@ from .token_shards import ShardSummary, open_shards, read_summaries, shard_folde
 from .tokenized import TokenizedDocuments, damaged_cache
 from .tokenizers import Counted, Tokenizer, Tokens
 
-_FORMAT = 2  # changes when the files of a cache do
+_FORMAT = 2  # of the files of a cache
 _GROUP_RECORDS, _GROUP_LETTERS = 256, 2**20  # tokenized at once
 _PROBLEMS_KEPT = 5
 
 
 @dataclass(frozen=True)
 class CacheRequest:
-    """What to tokenize, and how.
+    """The files to tokenize, and how.
 
     Attributes:
-        name: of the source; begins the name of the cache's folder.
+        name: of the source; the name of the cache's folder begins with it.
         files: in the order of their documents.
-        how: how the files are read.
-        tokenizer: what makes tokens of them.
-        answers_only: whether only the assistant's turns in chats count as targets.
-        on_malformed: whether a record that can't be read is an error or is counted.
+        how: how to read the files.
+        tokenizer: to tokenize them.
+        answers_only: whether only the assistant's turns of chats count as targets.
+        on_malformed: whether a record that can't be read is an error, or counted and skipped.
     """
 
     name: str
@@ -51,7 +52,7 @@ class CacheRequest:
     on_malformed: Literal["error", "skip"] = "error"
 
     def identity(self) -> dict[str, Any]:
-        """All that the tokens depend on: a cache is found again by a hash of it."""
+        """Everything that the tokens depend on; the name of the cache's folder has a hash of it."""
         return {
             "format": _FORMAT,
             "tokenizer": self.tokenizer.fingerprint,
@@ -73,13 +74,13 @@ class CacheRequest:
 
 @dataclass(frozen=True)
 class CachedTokens:
-    """What a cache holds.
+    """The contents of a cache.
 
     Attributes:
         documents: the documents as tokens.
-        keys: for each a number from 0 to 2**32 - 1, a hash of its file's name and its place there.
-        file_indices: for each the index of its file.
-        counts: documents and tokens, and what was left out, summed over shards.
+        keys: a 32-bit hash of each document's file name and place in the file.
+        file_indices: index of each document's file.
+        counts: documents, tokens, and what was left out, summed over shards.
     """
 
     documents: TokenizedDocuments
@@ -91,19 +92,19 @@ class CachedTokens:
 def open_token_cache(
     request: CacheRequest, cache_dir: Path, progress: Progress, *, shard_tokens: int = 2**24
 ) -> CachedTokens:
-    """The tokens of the request's files, from the cache if they are there, else tokenized now.
+    """The tokens of the request's files, from the cache or tokenized now.
 
-    Tokens are written in shards. After a kill the next call goes on after the last whole shard, and what
-    comes out is the same. One process at a time builds; others wait for it. The folder's name holds a hash of
-    the tokenizer and of the files' places, sizes and times (or what else their file system tells them apart
-    by), so that a change of any builds a new cache. Then those of the same source that hold an earlier
-    version of one of its files, which nothing can find again, are removed, unless a process has them open.
+    Tokens are written in shards. After a kill the next call resumes after the last whole shard, with the
+    same result. One process at a time builds; others wait. The folder's name has a hash of the tokenizer and
+    of the files' addresses, sizes and times (or other versions of their file system), so that any change
+    builds a new cache. Caches of the same source with an earlier version of one of its files, which can't be
+    found again, are then removed unless a process has them open.
 
     Args:
         request: what to tokenize.
         cache_dir: a local folder; the cache is a folder in it.
-        progress: shows how far it is.
-        shard_tokens: tokens after which a shard is finished; they are in memory until then.
+        progress: shows the progress.
+        shard_tokens: tokens of a shard, which are in memory until it is written.
 
     Raises:
         DataError: a file or a record can't be read, the cache can't be written or is damaged, or there is no
@@ -116,41 +117,44 @@ def open_token_cache(
         if not (folder / COMPLETE).exists():
             with _locked(folder):
                 if not (folder / COMPLETE).exists():
-                    _write_whole(folder / UNFINISHED, identity)
-                    count = _build(request, folder, progress, shard_tokens)
-                    whole = json_with_checksum({**request.identity(), "shards": count})
-                    _write_whole(folder / COMPLETE, whole)
-                    (folder / UNFINISHED).unlink()
-                    _make_room(request, folder, progress)
+                    _build(request, folder, progress, shard_tokens)
         hold(folder)
         return _open(request, folder)
-    except OSError as error:  # of reading, DataErrors have been made
+    except OSError as error:  # errors of reading are DataErrors already
         raise DataError(
-            f"Can't write the token cache {folder}, or can't read it: {error}. Set data.cache_dir to a local "
-            f"folder that can be written, with room."
+            f"Can't write or read the token cache {folder}: {error}. Set data.cache_dir to a local folder "
+            f"that can be written and has free space."
         ) from error
     finally:
         progress.stop()
 
 
-def _make_room(request: CacheRequest, folder: Path, progress: Progress) -> None:
-    removed = remove_outdated(folder, request.name, request.files)
-    if removed:
-        names = ", ".join(path.name for path in removed)
-        progress.message(f"removed token caches of earlier versions of the files of {request.name}: {names}")
-
-
 @contextlib.contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Waits until no other process builds here. The system gives the lock back when a process dies."""
+    """Waits until no other process builds here. The system releases the lock of a process that dies."""
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / LOCK).open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
 
-def _build(request: CacheRequest, folder: Path, progress: Progress, shard_tokens: int) -> int:
-    """Tokenizes what is not in a shard yet; returns how many shards there are then."""
+def _build(request: CacheRequest, folder: Path, progress: Progress, shard_tokens: int) -> None:
+    """Makes a cache whole, and removes those that it replaces."""
+    with replaced_whole(folder / UNFINISHED) as path:
+        path.write_text(json.dumps(request.identity()), encoding="utf-8")
+    for killed in folder.glob(".shard-*"):
+        shutil.rmtree(killed)
+    count = _write_shards(request, folder, progress, shard_tokens)
+    with replaced_whole(folder / COMPLETE) as path:
+        path.write_text(json_with_checksum({**request.identity(), "shards": count}), encoding="utf-8")
+    (folder / UNFINISHED).unlink()
+    if removed := remove_outdated(folder, request.name, request.files):
+        names = ", ".join(path.name for path in removed)
+        progress.message(f"removed token caches of earlier versions of the files of {request.name}: {names}")
+
+
+def _write_shards(request: CacheRequest, folder: Path, progress: Progress, shard_tokens: int) -> int:
+    """Tokenizes what is not in a shard yet, and returns the number of shards."""
     finished = read_summaries(folder)
     start = finished[-1] if finished else ShardSummary()
     shard = _Shard(request)
@@ -175,7 +179,7 @@ def _build(request: CacheRequest, folder: Path, progress: Progress, shard_tokens
 
 
 def _groups(request: CacheRequest, first_file: int, first_record: int) -> Iterator[list[tuple[int, Record]]]:
-    """Records, each with the index of its file, some at a time."""
+    """Groups of records, each with the index of its file."""
     group: list[tuple[int, Record]] = []
     letters = 0
     for at in range(first_file, len(request.files)):
@@ -191,7 +195,7 @@ def _groups(request: CacheRequest, first_file: int, first_record: int) -> Iterat
 
 
 class _Shard:
-    """Collects documents until they are enough for a shard."""
+    """Collects the documents of a shard."""
 
     def __init__(self, request: CacheRequest):
         self._request = request
@@ -223,7 +227,7 @@ class _Shard:
         self._next = (at, record.number + 1)
 
     def write(self, folder: Path, index: int) -> None:
-        """Writes what was collected as the shard of this index."""
+        """Writes the collected documents as the shard of this index."""
         summary = ShardSummary(
             *self._next,
             num_empty=self._num_empty,
@@ -234,19 +238,21 @@ class _Shard:
         write_shard(folder, index, self._documents, places, summary)
 
     def _text_of(self, file: SourceFile, record: Record) -> str | RenderedChat | None:
-        """The text to tokenize, or None after a problem has been counted."""
+        """The text to tokenize, or None after counting a problem."""
         problem, text = record.problem, record.content or ""
         if not isinstance(text, str):
             try:
                 text = _render(self._request, text)
             except ChatTemplateError as error:
                 problem, text = f"{place_of(file, record)} does not fit the chat template: {error}", ""
-        if problem is None and not _is_unicode(text if isinstance(text, str) else text.text):
-            problem = f"{place_of(file, record)} holds half a surrogate pair, which is no Unicode text"
         if problem is None:
-            return text
+            try:
+                (text if isinstance(text, str) else text.text).encode("utf-8")
+                return text
+            except UnicodeEncodeError:
+                problem = f"{place_of(file, record)} has half a surrogate pair, which is not valid Unicode"
         if self._request.on_malformed == "error":
-            raise DataError(f"{problem}. Mend it, or count such records with data.on_malformed: skip.")
+            raise DataError(f"{problem}. Fix it, or skip such records with data.on_malformed: skip.")
         self._problems.append(problem)
         return None
 
@@ -259,22 +265,14 @@ def _render(request: CacheRequest, messages: Sequence[Message]) -> RenderedChat:
 
 
 def _encode(tokenizer: Tokenizer, texts: Sequence[str | RenderedChat]) -> list[tuple[Tokens, Counted | None]]:
-    """The documents of texts and chats, in their order; each kind is tokenized at once."""
+    """The documents of texts and chats, in their order; each kind is tokenized in one call."""
     plain = iter(tokenizer.encode_documents([text for text in texts if isinstance(text, str)]))
     chats = iter(tokenizer.encode_chats([text for text in texts if isinstance(text, RenderedChat)]))
     return [(next(plain), None) if isinstance(text, str) else next(chats) for text in texts]
 
 
-def _is_unicode(text: str) -> bool:
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
 def _key(request: CacheRequest, at: int, record: Record) -> int:
-    """The same for the same document wherever its folder lies and whatever else is in it."""
+    """A hash of a document that depends neither on the location of its folder nor on its other files."""
     name = request.files[at].split_name
     place = name if record.number == 0 else f"{name}:{record.number}"
     return int.from_bytes(hashlib.sha256(place.encode("utf-8", "surrogateescape")).digest()[:4], "big")
@@ -288,24 +286,15 @@ def _open(request: CacheRequest, folder: Path) -> CachedTokens:
         raise damaged_cache(folder / COMPLETE, folder) from None
     if len(summaries) != whole["shards"]:
         raise damaged_cache(shard_folder(folder, len(summaries)), folder)
-    counts = ShardSummary(
-        num_documents=sum(summary.num_documents for summary in summaries),
-        num_tokens=sum(summary.num_tokens for summary in summaries),
-        num_empty=sum(summary.num_empty for summary in summaries),
-        num_malformed=sum(summary.num_malformed for summary in summaries),
-        problems=tuple(problem for summary in summaries for problem in summary.problems)[:_PROBLEMS_KEPT],
-    )
+    numbers = ("num_documents", "num_tokens", "num_empty", "num_malformed")
+    totals: dict[str, Any] = {name: sum(getattr(summary, name) for summary in summaries) for name in numbers}
+    problems = tuple(problem for summary in summaries for problem in summary.problems)[:_PROBLEMS_KEPT]
+    counts = ShardSummary(**totals, problems=problems)
     if counts.num_documents == 0:
         raise DataError(
-            f"The {len(request.files)} files of {request.name} hold no text: {counts.num_empty} documents "
+            f"The {len(request.files)} files of {request.name} have no text: {counts.num_empty} documents "
             f"are empty and {counts.num_malformed} can't be read."
             + "".join(f" First: {problem}." for problem in counts.problems[:1])
         )
     documents, places = open_shards(folder)
     return CachedTokens(documents, places[1], places[0], counts)
-
-
-def _write_whole(path: Path, text: str) -> None:
-    unfinished = path.with_name(f".{path.name}.unfinished")
-    unfinished.write_text(text, encoding="utf-8")
-    os.replace(unfinished, path)

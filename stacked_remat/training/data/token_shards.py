@@ -1,9 +1,8 @@
-"""Tokens on disk in shards, each written whole or not at all."""
+"""The shards of a token cache, each a folder that is written whole or not at all."""
 
 import dataclasses
 import hashlib
 import os
-import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,6 +10,7 @@ from pathlib import Path
 import numpy as np
 from jaxtyping import Integer, UInt32
 
+from ..._files import replaced_whole
 from ..checksums import checksum, json_with_checksum, read_json_with_checksum
 from .tokenized import ArrayFile, TokenizedDocuments, damaged_cache
 from .tokenizers import Counted, Tokens
@@ -21,17 +21,17 @@ _SUMMARY = "shard.json"
 
 @dataclass(frozen=True)
 class ShardSummary:
-    """What a shard holds, and where the next one goes on.
+    """The contents of a shard, and where the next one begins.
 
     Attributes:
         next_file: index of the file where the next shard begins.
         next_record: number of the record in that file.
         num_documents: documents in the shard.
-        num_tokens: their tokens.
-        num_empty: documents without text, left out.
-        num_malformed: records that could not be read, left out.
-        problems: what was wrong with the first of them.
-        fingerprint: a hash of the tokens and of where documents end.
+        num_tokens: tokens of the documents.
+        num_empty: documents without text, which were left out.
+        num_malformed: records that could not be read, which were left out.
+        problems: the problems of the first of these.
+        fingerprint: a hash of the tokens and document boundaries.
         checksums: of the shard's files, by name.
     """
 
@@ -53,19 +53,15 @@ def write_shard(
     places: Integer[np.ndarray, "2 documents"],
     summary: ShardSummary,
 ) -> None:
-    """Writes a shard; it is not there until all of it is on the disk.
+    """Writes a shard, which exists only when all of it is on the disk.
 
     Args:
         folder: of the shards.
-        index: how many shards come before.
-        documents: their tokens, and which of these count as targets, None for all; no document for a shard
-            that only says what was left out.
-        places: for each document the index of its file, and a number by which it is held out or not.
-        summary: where to go on, and what was left out; the rest is filled in here.
+        index: number of shards before it.
+        documents: their tokens, and which of these count as targets (None for all); may be empty.
+        places: for each document the index of its file, and its key for holding it out.
+        summary: where the next shard begins, and what was left out; the rest is filled in here.
     """
-    unfinished = folder / ".unfinished"
-    shutil.rmtree(unfinished, ignore_errors=True)
-    unfinished.mkdir(parents=True)
     lengths = np.array([len(tokens) for tokens, _ in documents], dtype=np.uint32)
     tokens = np.concatenate([tokens for tokens, _ in documents]) if documents else np.zeros(0, np.uint16)
     arrays = {_TOKENS: tokens, _LENGTHS: lengths, _PLACES: places.astype(np.uint32)}
@@ -73,30 +69,29 @@ def write_shard(
         arrays[_COUNTED] = np.concatenate(
             [np.ones(len(own), bool) if counted is None else counted for own, counted in documents]
         )
-    for name, array in arrays.items():
-        with (unfinished / name).open("wb") as file:
-            np.save(file, array)
-            file.flush()
-            os.fsync(file.fileno())
-    summary = dataclasses.replace(
-        summary,
-        num_documents=len(documents),
-        num_tokens=int(tokens.size),
-        checksums={name: checksum(unfinished / name) for name in arrays},
-        fingerprint=hashlib.sha256(b"".join(arrays[name].tobytes() for name in sorted(arrays))).hexdigest(),
-    )
-    with (unfinished / _SUMMARY).open("w", encoding="utf-8") as file:
-        file.write(json_with_checksum(dataclasses.asdict(summary)))
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(unfinished, shard_folder(folder, index))
+    with replaced_whole(shard_folder(folder, index)) as unfinished:
+        unfinished.mkdir(parents=True)
+        for name, array in arrays.items():
+            np.save(unfinished / name, array)
+        raw = b"".join(arrays[name].tobytes() for name in sorted(arrays))
+        summary = dataclasses.replace(
+            summary,
+            num_documents=len(documents),
+            num_tokens=int(tokens.size),
+            checksums={name: checksum(unfinished / name) for name in arrays},
+            fingerprint=hashlib.sha256(raw).hexdigest(),
+        )
+        (unfinished / _SUMMARY).write_text(json_with_checksum(dataclasses.asdict(summary)), encoding="utf-8")
+        for path in unfinished.iterdir():
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
 
 
 def read_summaries(folder: Path) -> list[ShardSummary]:
-    """The shards that are there, in order.
+    """The summaries of a folder's shards, in order.
 
     Raises:
-        DataError: what one says of itself is damaged or missing.
+        DataError: one is damaged or missing.
     """
     found = []
     while (shard := shard_folder(folder, len(found))).exists():
@@ -109,10 +104,10 @@ def read_summaries(folder: Path) -> list[ShardSummary]:
 
 
 def open_shards(folder: Path) -> tuple[TokenizedDocuments, UInt32[np.ndarray, "2 documents"]]:
-    """The documents of all shards of a folder, and their places: the index of the file, and the key.
+    """The documents of a folder's shards, and their places: index of the file, and key.
 
     Raises:
-        DataError: a file is damaged or missing; that of tokens says so only when it is read.
+        DataError: a file is damaged or missing; for a file of tokens, only when it is first used.
     """
     summaries = read_summaries(folder)
     full = [index for index, summary in enumerate(summaries) if summary.num_documents]
@@ -140,5 +135,5 @@ def open_shards(folder: Path) -> tuple[TokenizedDocuments, UInt32[np.ndarray, "2
 
 
 def shard_folder(folder: Path, index: int) -> Path:
-    """Where the shard of this index is."""
+    """The folder of a shard."""
     return folder / f"shard-{index:05d}"

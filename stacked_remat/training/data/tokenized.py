@@ -1,5 +1,6 @@
-"""Documents as tokens: on disk or in memory, and which of them belong together."""
+"""Tokenized documents, on disk or in memory."""
 
+import dataclasses
 import functools
 import hashlib
 from collections.abc import Sequence
@@ -14,17 +15,17 @@ from ..checksums import checksum
 from .data_error import DataError
 
 Shard: TypeAlias = Any
-"""The tokens of some documents, one after the other: an array, or an `ArrayFile`."""
+"""The concatenated tokens of some documents: an array, or an `ArrayFile`."""
 
 
 @final
 @dataclass(frozen=True, eq=False)
 class ArrayFile:
-    """An array that numpy saved, in a folder of a folder of shards.
+    """A file that `numpy.save` wrote into a shard of a token cache.
 
     Attributes:
-        path: of the file.
-        checksum: of the file as it was written.
+        path: the file.
+        checksum: of the file when it was written.
     """
 
     path: Path
@@ -32,10 +33,10 @@ class ArrayFile:
 
     @functools.cached_property
     def whole(self) -> Path:
-        """The path, after the file was compared with the checksum, once.
+        """The path; the file is compared with its checksum when this is first asked for.
 
         Raises:
-            DataError: it is not what was written.
+            DataError: the file is missing or damaged.
         """
         try:
             found = checksum(self.path)
@@ -47,8 +48,8 @@ class ArrayFile:
 
 
 def damaged_cache(path: Path, folder: Path) -> DataError:
-    """The error for a file of a token cache that is not what was written."""
-    found = "damaged: it is not what was written" if path.exists() else "missing"
+    """The error for a missing or damaged file of a token cache."""
+    found = "damaged: its checksum differs" if path.exists() else "missing"
     return DataError(
         f"{path} is {found}. Delete the token cache {folder}, and the next run tokenizes its text again."
     )
@@ -59,16 +60,16 @@ def damaged_cache(path: Path, folder: Path) -> DataError:
 class TokenizedDocuments:
     """Documents as tokens, in a fixed order.
 
-    Memory: 16 bytes a document; shards on disk are mapped, and read where they are needed, after each was
-    compared with its checksum when it is needed for the first time.
+    Memory: 16 bytes a document. Shards on disk are memory-mapped, and compared with their checksums when
+    first used.
 
     Attributes:
-        shards: where the tokens are; a document lies in one of them.
-        counted: for each shard, which of its tokens count where they are targets; None if all do.
+        shards: the tokens; each document is in one shard.
+        counted: for each shard, which of its tokens count as targets; None if all do.
         shard_starts: number of tokens in the shards before each, and in all of them at the end.
-        starts: the first token of each document, counted over all shards.
-        lengths: tokens of each document.
-        fingerprint: a hash of all tokens and of where documents end.
+        starts: index of each document's first token, over all shards.
+        lengths: number of tokens of each document.
+        fingerprint: a hash of all tokens and document boundaries.
     """
 
     shards: tuple[Shard, ...]
@@ -80,7 +81,7 @@ class TokenizedDocuments:
 
     @staticmethod
     def of(documents: Sequence[Integer[np.ndarray, " tokens"]]) -> "TokenizedDocuments":
-        """Documents that are in memory, with every token counted."""
+        """Documents in memory, all of whose tokens count as targets."""
         lengths = np.array([len(document) for document in documents], dtype=np.int64)
         tokens = np.concatenate(documents) if documents else np.zeros(0, np.uint16)
         digest = hashlib.sha256(lengths.tobytes() + tokens.astype(np.uint32).tobytes()).hexdigest()
@@ -89,19 +90,19 @@ class TokenizedDocuments:
         return TokenizedDocuments((tokens,), (None,), starts, ends - lengths, lengths, digest)
 
     def __len__(self) -> int:
-        """How many documents there are."""
+        """Number of documents."""
         return len(self.lengths)
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of all documents."""
+        """Number of tokens of all documents."""
         return int(self.lengths.sum())
 
     @functools.cached_property
     def num_counted(self) -> int:
-        """Tokens after the first of a document that count where they are targets.
+        """Number of tokens that count as targets; the first of a document never does.
 
-        Cost: reads what says so, a byte a token, where not all do.
+        Cost: reads a byte a token, where not all tokens count.
         """
         total = 0
         for shard, counted in enumerate(self.counted):
@@ -119,18 +120,12 @@ class TokenizedDocuments:
         """Some of the documents, in the same order.
 
         Args:
-            chosen: which.
-            what: what tells this choice from others, for the fingerprint.
+            chosen: whether to keep each document.
+            what: a text that identifies the choice, for the fingerprint.
         """
         digest = hashlib.sha256(f"{self.fingerprint} {what}".encode()).hexdigest()
-        return TokenizedDocuments(
-            self.shards,
-            self.counted,
-            self.shard_starts,
-            self.starts[chosen],
-            self.lengths[chosen],
-            digest,
-        )
+        starts, lengths = self.starts[chosen], self.lengths[chosen]
+        return dataclasses.replace(self, starts=starts, lengths=lengths, fingerprint=digest)
 
     def tokens(self, document: int, first: int, stop: int) -> Integer[np.ndarray, " tokens"]:
         """The tokens of a document from `first` to before `stop`."""
@@ -138,13 +133,13 @@ class TokenizedDocuments:
         return _array(self.shards[shard])[offset + first : offset + stop]
 
     def weights(self, document: int, first: int, stop: int) -> Float32[np.ndarray, " tokens"] | float:
-        """For the tokens from `first` to before `stop`, 1 if it counts as a target, else 0."""
+        """For each token from `first` to before `stop`, 1 if it counts as a target, else 0."""
         shard, offset = self._place(document)
         counted = self.counted[shard]
         return 1.0 if counted is None else _array(counted)[offset + first : offset + stop].astype(np.float32)
 
     def _place(self, document: int) -> tuple[int, int]:
-        """The shard of a document, and where in it the document begins."""
+        """A document's shard and its first token in it."""
         start = int(self.starts[document])
         shard = int(np.searchsorted(self.shard_starts, start, side="right")) - 1
         return shard, start - int(self.shard_starts[shard])
@@ -154,7 +149,7 @@ def _array(shard: Shard) -> np.ndarray:
     return _mapped(shard) if isinstance(shard, ArrayFile) else shard
 
 
-# A mapped file keeps a descriptor open, and there may be more shards than a process may open files.
+# A mapped file keeps a descriptor open; there may be more shards than descriptors.
 @functools.lru_cache(maxsize=128)
 def _mapped(file: ArrayFile) -> np.ndarray:
     return np.load(file.whole, mmap_mode="r")

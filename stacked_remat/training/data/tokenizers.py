@@ -1,4 +1,4 @@
-"""From text to tokens and back: bytes as tokens, or a tokenizer that comes with a pretrained model."""
+"""The interface of tokenizers, and the one whose tokens are bytes."""
 
 import abc
 from collections.abc import Sequence
@@ -15,12 +15,12 @@ Counted = Bool[np.ndarray, " tokens"]
 
 
 class Tokenizer(abc.ABC):
-    """Text to tokens and back.
+    """Converts text to tokens and back.
 
     Attributes:
         vocab_size: one more than the largest token.
         end: the token that ends a document.
-        fingerprint: changes when the same text gives other tokens.
+        fingerprint: changes whenever the same text would give other tokens.
     """
 
     vocab_size: int
@@ -34,32 +34,32 @@ class Tokenizer(abc.ABC):
 
     @abc.abstractmethod
     def encode(self, text: str) -> Tokens:
-        """The tokens of a text, with none added at its ends; special tokens in the text become their own."""
+        """The tokens of a text, with none added; special tokens written in the text are recognized."""
 
     @abc.abstractmethod
     def decode(self, tokens: Tokens) -> str:
-        """The text of tokens, special ones left out; what is no UTF-8 becomes U+FFFD."""
+        """The text of tokens, without special ones; invalid UTF-8 becomes U+FFFD."""
 
     @abc.abstractmethod
     def encode_documents(self, texts: Sequence[str]) -> list[Tokens]:
-        """The tokens of whole documents: what the tokenizer begins a text with, the text, the end token."""
+        """The tokens of whole documents, with the tokenizer's beginning token, if any, and end token."""
 
     @abc.abstractmethod
     def encode_chats(self, chats: Sequence[RenderedChat]) -> list[tuple[Tokens, Counted | None]]:
-        """The tokens of whole chats, and which have a part in an answer; None where a chat does not say."""
+        """The tokens of whole chats, and which overlap an answer; None for a chat without `answers`."""
 
     def encode_beginning(self, text: str) -> Tokens:
-        """The tokens of a document that is to be continued after `text`: without an end token."""
+        """The tokens of the beginning of a document, without an end token."""
         (document,) = self.encode_documents([text])
         return self._unended(document, text)
 
     def encode_chat_beginning(self, text: str) -> Tokens:
-        """The tokens of a chat that is to be continued after `text`, which its template wrote."""
+        """The tokens of the beginning of a rendered chat, without an end token."""
         ((chat, _),) = self.encode_chats([RenderedChat(text)])
         return self._unended(chat, text)
 
     def _unended(self, tokens: Tokens, text: str) -> Tokens:
-        """The tokens without an end that is not in the text itself."""
+        """The tokens without an end token that is not in the text itself."""
         of_text = self.encode(text)
         added = tokens[-1:] == self.end and not (len(of_text) and of_text[-1] == self.end)
         return tokens[:-1] if added else tokens
@@ -67,14 +67,14 @@ class Tokenizer(abc.ABC):
     @property
     @abc.abstractmethod
     def chat_template(self) -> ChatTemplate:
-        """What makes one text of a chat.
+        """Renders chats as text.
 
         Raises:
-            DataError: the tokenizer came with none.
+            DataError: the tokenizer has none.
         """
 
 
-# The layout that most chat models share; it needs no special tokens.
+# The ChatML layout, which most chat models use; it needs no special tokens.
 _BYTE_CHAT = """{% for message in messages %}<|im_start|>{{ message.role }}
 {{ message.content }}<|im_end|>
 {% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
@@ -83,35 +83,35 @@ _BYTE_CHAT = """{% for message in messages %}<|im_start|>{{ message.role }}
 
 @final
 class ByteTokenizer(Tokenizer):
-    """Tokens 0 to 255 are the bytes of UTF-8 text; 256 begins and ends a document. Nothing to download."""
+    """Tokens 0 to 255 are the bytes of UTF-8 text; 256 begins and ends a document."""
 
     vocab_size: ClassVar[int] = 257
     end: ClassVar[int] = 256
     fingerprint: ClassVar[str] = "bytes, 1"
 
     def encode(self, text: str | bytes) -> Tokens:
-        """Maps text to one token a byte."""
+        """One token per byte."""
         raw = text.encode("utf-8") if isinstance(text, str) else text
         return np.frombuffer(raw, dtype=np.uint8).astype(np.uint16)
 
     def decode(self, tokens: Tokens) -> str:
-        """Maps tokens back to text, separators left out; bytes that are no UTF-8 become U+FFFD."""
+        """The text of tokens, without separators; invalid UTF-8 becomes U+FFFD."""
         kept = np.asarray(tokens)[np.asarray(tokens) < 256]
         return kept.astype(np.uint8).tobytes().decode("utf-8", errors="replace")
 
     def encode_documents(self, texts: Sequence[str]) -> list[Tokens]:
-        """One token a byte, between two of token 256."""
+        """One token per byte, between two of token 256."""
         separator = np.array([self.end], dtype=np.uint16)
         return [np.concatenate([separator, self.encode(text), separator]) for text in texts]
 
     def encode_chats(self, chats: Sequence[RenderedChat]) -> list[tuple[Tokens, Counted | None]]:
-        """One token a byte, between two of token 256, which are in no answer."""
+        """One token per byte, between two of token 256, which belong to no answer."""
         tokens = self.encode_documents([chat.text for chat in chats])
         return [(own, _in_answers(chat, len(own))) for own, chat in zip(tokens, chats, strict=True)]
 
     @property
     def chat_template(self) -> ChatTemplate:
-        """The ChatML layout, its marks spelt out as bytes."""
+        """The ChatML layout, with its marks as bytes."""
         return ChatTemplate(_BYTE_CHAT, {})
 
 

@@ -1,4 +1,4 @@
-"""All data of a run: from its config to a stream of training batches and the batches to evaluate on."""
+"""Opens the data of a run: a stream of training batches and the batches of held-out documents."""
 
 import dataclasses
 import hashlib
@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import final
 
 import numpy as np
-from jaxtyping import Bool
 
 from ..data_config import DataConfig, SourceConfig
 from ..progress import Progress
@@ -22,19 +21,17 @@ from .token_cache import CachedTokens, CacheRequest, open_token_cache
 from .tokenized import TokenizedDocuments
 from .tokenizers import Tokenizer
 
-_STANDARD_LIBRARY = "python-standard-library"
-
 
 @final
 @dataclass(frozen=True)
 class TrainingData:
-    """What a run trains on and is evaluated on.
+    """The data of a run.
 
     Attributes:
-        training: batches without end.
+        training: an endless stream of batches.
         held_out: batches of the held-out documents of all sources together.
         held_out_by_source: the same for each source.
-        summary: for people, a line.
+        summary: one line for messages.
     """
 
     training: BatchStream
@@ -51,21 +48,21 @@ def open_training_data(
     progress: Progress,
     process: ProcessShare | None = None,
 ) -> TrainingData:
-    """Finds the config's files, tokenizes what is not in the cache yet, splits, packs and mixes it.
+    """Finds the config's files, tokenizes what is not in the cache yet, and splits, packs and mixes it.
 
     Args:
-        config: what to read.
-        tokenizer: what `config.tokenizer` names, from `load_tokenizer`.
+        config: of the data.
+        tokenizer: that of `config.tokenizer`, from `load_tokenizer`.
         seed: of the order of training.
-        progress: shows tokenizing, and says how many records were left out.
+        progress: shows the progress of tokenizing, and how many records were skipped.
         process: this process's share of every batch; all of it if not given.
 
     Raises:
-        DataError: a path that stands for no file, a record that can't be read, too little text, or batches
-            that do not fit into this machine's memory.
+        DataError: a path matches no file, a record can't be read, there is too little text, or batches do not
+            fit into this machine's memory.
     """
     process = ProcessShare() if process is None else process
-    _check_room(config, process)
+    _check_memory(config, process)
     training: dict[str, MixtureShare] = {}
     held_out: dict[str, PackedDocuments] = {}
     for source in _sources(config, progress):
@@ -78,11 +75,11 @@ def open_training_data(
         for half, what in zip(packed, ("train on", "hold out"), strict=True):
             if not half.num_counted:
                 raise DataError(
-                    f"data.sources.{name} has {half.num_targets} tokens to {what}, and none of them counts "
-                    f"as a target: under train_on: answers that is what the role `assistant` says. Check the "
-                    f"roles of its chats, or write train_on: all."
+                    f"data.sources.{name} has {half.num_targets} tokens to {what}, none of which counts as a "
+                    f"target: with train_on: answers only messages of the role `assistant` do. Check the "
+                    f"roles of its chats, or set train_on: all."
                 )
-        training[name] = MixtureShare(packed[0], 1.0 if source.config is None else source.config.weight)
+        training[name] = MixtureShare(packed[0], source.config.weight)
         held_out[name] = packed[1]
     stream = BatchStream(
         training, batch_size=config.batch_size, seed=seed, process=process, prefetch=config.prefetch
@@ -99,52 +96,48 @@ def open_training_data(
 
 @dataclass(frozen=True)
 class _Source:
-    """The files of a source, none of which is held out by any.
+    """The files of a source.
 
     Attributes:
         name: in the config.
-        config: what it says of the source; None for the standard library.
-        files: to train on.
+        config: of the source.
+        files: to train on; no source names them under `held_out`.
         held_out: to evaluate on; empty if a fraction of the documents is held out instead.
-        also_split: indices of those of `files` of which another source holds out a fraction.
+        also_split: indices of the `files` of which another source holds out a fraction.
     """
 
     name: str
-    config: SourceConfig | None
+    config: SourceConfig
     files: tuple[SourceFile, ...]
     held_out: tuple[SourceFile, ...] = ()
     also_split: tuple[int, ...] = ()
 
     @property
     def record_format(self) -> RecordFormat:
-        config = self.config
-        if config is None:
-            return RecordFormat(format="text")
-        return RecordFormat(config.format, config.text_key, config.messages_key)
+        return RecordFormat(self.config.format, self.config.text_key, self.config.messages_key)
 
 
 def _sources(config: DataConfig, progress: Progress) -> list[_Source]:
-    """All sources with their files: what is held out anywhere is trained on nowhere."""
+    """All sources with their files, without those that any source holds out."""
     if not config.sources:
-        return [_Source(_STANDARD_LIBRARY, None, standard_library_files())]
+        files = standard_library_files()
+        return [_Source("python-standard-library", SourceConfig(("*.py",), format="text"), files)]
     held_by: dict[str, str] = {}
     found, apart = {}, {}
     for name, source in config.sources.items():
         key = f"data.sources.{name}"
         found[name] = find_files(source.paths, f"{key}.paths", progress.message)
-        apart[name] = (
-            find_files(source.held_out, f"{key}.held_out", progress.message) if source.held_out else ()
-        )
+        apart[name] = find_files(source.held_out, f"{key}.held_out", progress.message)
         held_by |= {file.identity: key for file in apart[name]}
-    names: dict[str, str] = {}  # a file is split by its name, so it goes by one in all sources
+    names: dict[str, str] = {}  # a file is split by its name, which must be the same in all sources
     sources = []
     for name, source in config.sources.items():
         rest = tuple(file for file in found[name] if file.identity not in held_by)
         if not rest:
             holding = sorted({f"{held_by[file.identity]}.held_out" for file in found[name]})
             raise DataError(
-                f"{' and '.join(holding)} holds out every file that data.sources.{name}.paths stands for: "
-                f"there is nothing left to train on."
+                f"{' and '.join(holding)} holds out every file of data.sources.{name}.paths: nothing is left "
+                f"to train on."
             )
         rest = tuple(
             dataclasses.replace(file, split_name=names.setdefault(file.identity, file.name)) for file in rest
@@ -154,7 +147,7 @@ def _sources(config: DataConfig, progress: Progress) -> list[_Source]:
 
 
 def _with_others(source: _Source, sources: list[_Source]) -> _Source:
-    """The source, knowing of which of its files others hold out a fraction."""
+    """The source with `also_split` set."""
     splitting = {
         file.identity: (other, file)
         for other in sources
@@ -163,11 +156,11 @@ def _with_others(source: _Source, sources: list[_Source]) -> _Source:
     }
     for file in source.files:
         other, same = splitting.get(file.identity, (source, file))
-        ways = [format_of(same, other.record_format), format_of(file, source.record_format)]
-        if ways[0] != ways[1]:
+        formats = [format_of(same, other.record_format), format_of(file, source.record_format)]
+        if formats[0] != formats[1]:
             raise DataError(
-                f"data.sources.{other.name} reads {file.place} as {ways[0]} and data.sources.{source.name} "
-                f"as {ways[1]}: what the one holds out can't be told from what the other trains on. Give "
+                f"data.sources.{other.name} reads {file.place} as {formats[0]}, data.sources.{source.name} "
+                f"as {formats[1]}, so the documents that one holds out can't be left out of the other. Give "
                 f"both the same format, or name files to hold out under held_out."
             )
     also = tuple(at for at, file in enumerate(source.files) if file.identity in splitting)
@@ -177,61 +170,55 @@ def _with_others(source: _Source, sources: list[_Source]) -> _Source:
 def _split(
     source: _Source, config: DataConfig, tokenizer: Tokenizer, progress: Progress
 ) -> tuple[TokenizedDocuments, TokenizedDocuments]:
-    """The documents of a source that are trained on, and those that are held out."""
+    """The documents of a source to train on, and those to hold out."""
     name, fraction = source.name, config.held_out_fraction
-    cached = _cached(name, source.files, source, config, tokenizer, progress)
-    in_fraction = cached.keys < fraction * 2**32
+    cached = _cached(source, source.files, name, config, tokenizer, progress)
+    documents, in_fraction = cached.documents, cached.keys < fraction * 2**32
     if source.held_out:
         elsewhere = in_fraction & np.isin(cached.file_indices, source.also_split)
         if elsewhere.all():
             raise DataError(
-                f"Other sources hold out all documents of data.sources.{name}: there is nothing left to "
-                f"train on. Name files to hold out under their held_out."
+                f"Other sources hold out all documents of data.sources.{name}: nothing is left to train on. "
+                f"Name files to hold out under their held_out."
             )
-        apart = _cached(f"{name}-held-out", source.held_out, source, config, tokenizer, progress)
-        return _without(cached.documents, elsewhere), apart.documents
+        if elsewhere.any():
+            digest = hashlib.sha256(np.packbits(elsewhere).tobytes()).hexdigest()
+            documents = documents.select(~elsewhere, f"without what other sources hold out, {digest}")
+        apart = _cached(source, source.held_out, f"{name}-held-out", config, tokenizer, progress)
+        return documents, apart.documents
     if in_fraction.all() or not in_fraction.any():
         raise DataError(
             f"data.sources.{name} has {len(in_fraction)} documents: {(~in_fraction).sum()} to train on and "
             f"{in_fraction.sum()} held out at data.held_out_fraction = {fraction}. Both need at least one: "
             f"change the fraction, or name files to hold out under data.sources.{name}.held_out."
         )
-    return tuple(  # pyright: ignore[reportReturnType]
-        cached.documents.select(chosen, f"{half}, {fraction} held out")
-        for half, chosen in (("trained on", ~in_fraction), ("held out", in_fraction))
-    )
+    trained_on = documents.select(~in_fraction, f"trained on, {fraction} held out")
+    return trained_on, documents.select(in_fraction, f"held out, {fraction} held out")
 
 
-def _without(documents: TokenizedDocuments, left_out: Bool[np.ndarray, " documents"]) -> TokenizedDocuments:
-    if not left_out.any():
-        return documents
-    digest = hashlib.sha256(np.packbits(left_out).tobytes()).hexdigest()
-    return documents.select(~left_out, f"without what other sources hold out, {digest}")
-
-
-def _check_room(config: DataConfig, process: ProcessShare) -> None:
-    """Refuses batches that can't be in memory before any is made."""
+def _check_memory(config: DataConfig, process: ProcessShare) -> None:
+    """Refuses batches that do not fit into memory before any is made."""
     rows, ahead = process.rows(config.batch_size), 1 + config.prefetch
     size = 20 * config.seq_len * rows * ahead  # five fields of four bytes
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if size > memory:
         raise DataError(
             f"Batches of {rows:,} sequences (data.batch_size) of data.seq_len = {config.seq_len:,} tokens, "
-            f"{ahead:,} at a time (data.prefetch and one), take {size / 2**30:,.1f} GiB, and this machine "
-            f"has {memory / 2**30:,.1f}. Make them smaller."
+            f"{ahead:,} at a time (data.prefetch + 1), take {size / 2**30:,.1f} GiB, and this machine has "
+            f"{memory / 2**30:,.1f}. Make them smaller."
         )
 
 
 def _cached(
-    name: str,
-    files: tuple[SourceFile, ...],
     source: _Source,
+    files: tuple[SourceFile, ...],
+    name: str,
     config: DataConfig,
     tokenizer: Tokenizer,
     progress: Progress,
 ) -> CachedTokens:
     how = dataclasses.replace(source.record_format, max_bytes=config.max_record_bytes)
-    answers_only = source.config is not None and source.config.train_on == "answers"
+    answers_only = source.config.train_on == "answers"
     request = CacheRequest(name, files, how, tokenizer, answers_only, config.on_malformed)
     cached = open_token_cache(request, Path(config.cache_dir), progress)
     if cached.counts.num_malformed:

@@ -1,3 +1,5 @@
+"""Tests of stacked_remat/training/data/files.py."""
+
 import os
 import sysconfig
 import traceback
@@ -33,17 +35,17 @@ def names(*paths):
     return [file.name for file in find_files(paths, "key")]
 
 
-def test_a_folder_is_all_below_it_but_what_is_hidden(folder):
+def test_a_folder_stands_for_all_files_below_it_except_hidden_ones(folder):
     assert names(str(folder)) == ["a.txt", "b.txt", "sub/c.txt", "sub/d.md"]
     assert names(f"{folder}/") == names(f"file://{folder}") == names(str(folder))
 
 
-def test_a_glob_is_what_it_matches_and_names_begin_after_its_fixed_part(folder):
+def test_names_of_a_glob_begin_after_its_fixed_part(folder):
     assert names(f"{folder}/**/*.txt") == ["a.txt", "b.txt", "sub/c.txt"]
     assert names(f"{folder}/sub/[cd].*") == ["c.txt", "d.md"]
 
 
-def test_a_file_is_itself_and_comes_once_however_often_it_is_found(folder):
+def test_a_file_that_is_found_often_comes_once(folder):
     files = find_files([f"{folder}/b.txt", f"{folder}/*.txt", str(folder / "b.txt")], "key")
     assert [file.name for file in files] == ["a.txt", "b.txt"]
     assert files[1].size == 5 and Path(files[1].url.removeprefix("file://")).read_text() == "b.txt"
@@ -68,20 +70,20 @@ class Web:
         return place
 
 
-def test_a_query_in_a_web_address_is_no_glob_and_no_part_of_the_name(monkeypatch):
+def test_a_query_in_a_url_is_neither_a_glob_nor_part_of_the_name(monkeypatch):
     url = "https://host/folder/a.jsonl.gz?download=true"
     monkeypatch.setattr(fsspec.core, "url_to_fs", lambda path: (Web(), path))
     (file,) = find_files([url], "key")
     assert (file.url, file.name, file.size) == (url, "a.jsonl.gz", 0) and "key of https" in file.version
 
 
-def test_names_do_not_depend_on_where_the_folder_lies(folder, memory):
+def test_names_do_not_depend_on_the_location_of_the_folder(folder, memory):
     assert names("memory://texts") == ["a.txt", "sub/b.txt"]
     assert names("memory://texts/*.txt") == ["a.txt"]
     assert names("memory://texts/sub/b.txt") == ["b.txt"]
 
 
-def test_versions_change_with_size_time_and_what_a_remote_file_system_says(folder, memory):
+def test_versions_change_with_size_time_and_the_remote_version(folder, memory):
     def version(path):
         return find_files([str(path)], "key")[0].version
 
@@ -100,8 +102,8 @@ def test_versions_change_with_size_time_and_what_a_remote_file_system_says(folde
 @pytest.mark.parametrize(
     ("path", "message"),
     [
-        ("missing.txt", r"'.*missing.txt' in data.sources.x.paths stands for no file"),
-        ("*.nothing", r"stands for no file. Give a file that exists, a folder with files, or a glob"),
+        ("missing.txt", r"'.*missing.txt' in data.sources.x.paths matches no file"),
+        ("*.nothing", r"matches no file. Give a file that exists, a folder with files, or a glob"),
         ("nowhere://x", r"Can't look for the files of 'nowhere://x' in data.sources.x.paths: .*nowhere"),
     ],
 )
@@ -118,11 +120,11 @@ def test_the_standard_library_is_sources_without_tests():
     found = {file.name for file in files}
     assert {"json/decoder.py", "heapq.py"} <= found and len(files) > 300
     assert not any({"test", "tests", "site-packages"} & set(name.split("/")) for name in found)
-    assert all(Path(file.url).is_relative_to(sysconfig.get_path("stdlib")) for file in files)
+    assert all(Path(str(file.local_path)).is_relative_to(sysconfig.get_path("stdlib")) for file in files)
     assert [file.name for file in files] == sorted(found)
 
 
-def test_a_file_is_the_same_however_it_is_spelt(folder, memory):
+def test_a_file_has_one_identity_for_all_its_paths(folder, memory):
     (folder / "sub").joinpath("link.txt").symlink_to(folder / "b.txt")
     (folder / "links").symlink_to(folder)
     os.link(folder / "b.txt", folder / "hard.txt")
@@ -143,7 +145,7 @@ def test_a_file_is_the_same_however_it_is_spelt(folder, memory):
         *("https://host/%78.txt?v=1#part", "simplecache::https://host/x.txt?v=1&X-Amz-Signature=1"),
     ],
 )
-def test_an_address_is_the_same_with_other_credentials(other):
+def test_credentials_do_not_change_the_identity_of_a_url(other):
     same = files_module._identity("https://host/x.txt?v=1&token=A")
     assert files_module._identity(other) == same != files_module._identity("https://host/x.txt?v=2")
 
@@ -165,15 +167,15 @@ def test_one_odd_file_does_not_block_a_folder(folder):
     ) == 10
     (line,) = told
     assert f"skipped in '{folder}' of key: {folder}/pipe.txt is a pipe, a socket or a device, " in line
-    assert "gone.txt is a link to nothing" in line and "itself.txt is a link to nothing" in line
+    assert "gone.txt is a broken link" in line and "itself.txt is a broken link" in line
     assert names(f"{folder}/[1].txt", f"{folder}/a::b.txt") == ["[1].txt", "a::b.txt"]
     assert "c?.txt" in names(f"{folder}/*.txt")
-    for path, reason in (("gone.txt", "link to nothing"), ("pipe.txt", "a pipe")):
-        with pytest.raises(DataError, match=rf"stands for no file \(.*{reason}"):
+    for path, reason in (("gone.txt", "broken link"), ("pipe.txt", "a pipe")):
+        with pytest.raises(DataError, match=rf"matches no file \(.*{reason}"):
             find_files([str(folder / path)], "key")
 
 
-def test_no_message_and_nothing_that_is_saved_holds_a_password_or_a_token(tmp_path, monkeypatch):
+def test_messages_and_saved_files_hold_no_credentials(tmp_path, monkeypatch):
     url = "https://me:pa55@host/folder/*.jsonl?token=s3cret&X-Amz-Signature=s1gn"
     file = files_module.SourceFile(url, "a.jsonl", 1, "v", "i", "a.jsonl")
     assert file.place == "https://***@host/folder/*.jsonl?token=***&X-Amz-Signature=***"

@@ -1,3 +1,5 @@
+"""Tests of stacked_remat/training/data/held_out.py."""
+
 import numpy as np
 import pytest
 
@@ -17,7 +19,7 @@ def rows(batches):
     return tokens[weights > 0], weights
 
 
-def test_every_sequence_of_every_source_comes_once_and_the_rest_is_empty():
+def test_every_sequence_comes_once_and_the_rest_is_padding():
     batches = HeldOutBatches([source(7), source(4, first=50)], 4)
     assert len(batches) == 3 and batches.num_sequences == 11
     tokens, weights = rows(batches)
@@ -27,7 +29,7 @@ def test_every_sequence_of_every_source_comes_once_and_the_rest_is_empty():
     assert not np.asarray(last.documents.array)[-1].any() and last.tokens.array.shape == (4, 3)
 
 
-def test_the_first_batches_stand_for_all_and_are_always_the_same():
+def test_the_first_batches_are_a_sample_of_all_and_always_the_same():
     first, second = (HeldOutBatches([source(50), source(50, first=100)], 20).batch(0) for _ in range(2))
     tokens = np.asarray(first.tokens.array)[:, 0]
     np.testing.assert_array_equal(tokens, np.asarray(second.tokens.array)[:, 0])
@@ -42,7 +44,7 @@ def test_processes_share_each_batch():
         np.testing.assert_array_equal(together, np.asarray(whole.batch(index).tokens.array))
 
 
-def test_there_are_no_more_batches_than_it_says():
+def test_an_index_out_of_range_is_refused():
     batches = HeldOutBatches([source(5)], 4)
     for index in (2, -1):
         with pytest.raises(IndexError, match=r"There are 2 held-out batches"):

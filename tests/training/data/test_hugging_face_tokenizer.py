@@ -1,3 +1,5 @@
+"""Tests of stacked_remat/training/data/hugging_face_tokenizer.py."""
+
 import numpy as np
 import pytest
 
@@ -23,7 +25,7 @@ def test_text_comes_back_and_merges_are_used():
     assert tokenizer.vocab_size == word_tokenizer().get_vocab_size() and tokenizer.end == ID("</s>")
 
 
-def test_a_document_has_what_the_tokenizer_adds_and_ends_with_the_end_token_once():
+def test_a_document_has_the_tokenizers_own_tokens_and_one_end_token():
     (plain,) = make().encode_documents(["odd"])
     assert plain.tolist() == [*make().encode("odd"), ID("</s>")]
     (begun,) = make(WITH_BEGIN).encode_documents(["odd"])
@@ -34,7 +36,7 @@ def test_a_document_has_what_the_tokenizer_adds_and_ends_with_the_end_token_once
     assert once.tolist() == begun.tolist()
 
 
-def test_a_remembered_length_does_not_cut_or_pad():
+def test_truncation_and_padding_of_the_file_are_ignored():
     tokenizer = word_tokenizer()
     tokenizer.enable_truncation(2)
     tokenizer.enable_padding(length=9)
@@ -42,7 +44,7 @@ def test_a_remembered_length_does_not_cut_or_pad():
     assert tokens.tolist() == make().encode_documents(["never odd or even"])[0].tolist()
 
 
-def test_a_chat_is_what_its_template_writes_and_answers_are_counted_by_letters():
+def test_a_chat_is_the_text_of_its_template_and_answers_count():
     tokenizer = make(WITH_BEGIN)
     chat = [{"role": "user", "content": "hello é"}, {"role": "assistant", "content": "there"}]
     rendered = tokenizer.chat_template.render_with_answers(chat)
@@ -60,7 +62,7 @@ def test_a_token_that_begins_before_an_answer_and_reaches_into_it_counts():
     assert make().decode(tokens[counted]) == " or"
 
 
-def test_the_template_may_name_special_tokens():
+def test_the_template_can_use_special_tokens():
     assert make(template="{{ bos_token }}{{ eos_token }}").chat_template.render([]) == "<s></s>"
     assert isinstance(make().chat_template, ChatTemplate)
 
@@ -70,7 +72,7 @@ def test_without_a_template_chats_are_refused():
         _ = make(template=None).chat_template
 
 
-def test_the_fingerprint_changes_with_all_that_changes_tokens():
+def test_the_fingerprint_changes_with_everything_that_changes_tokens():
     other = word_tokenizer()
     other.add_special_tokens(["<new>"])
     variants = [
@@ -86,7 +88,7 @@ def test_the_fingerprint_changes_with_all_that_changes_tokens():
     assert make().fingerprint == make().fingerprint
 
 
-def test_the_end_token_is_the_configs_or_a_usual_one():
+def test_the_end_token_is_that_of_the_config_or_a_usual_one():
     assert make(config={"eos_token": "</turn>"}).end == ID("</turn>")
     assert make(config={}).end == ID("</s>")
     with pytest.raises(DataError, match=r"its `eos_token` '<end>' is not in the vocabulary. Put a"):
@@ -96,12 +98,12 @@ def test_the_end_token_is_the_configs_or_a_usual_one():
         make(unnamed, {})
 
 
-def test_what_is_no_tokenizer_is_refused():
+def test_an_invalid_tokenizer_is_refused():
     with pytest.raises(DataError, match=r"The tokenizer.json of data.tokenizer = 'words' can't be read"):
         make("{}")
 
 
-def test_what_is_to_be_continued_begins_a_document_and_ends_none():
+def test_the_beginning_of_a_document_has_no_end_token():
     plain, begun = make(), make(WITH_BEGIN)
     assert plain.encode_beginning("odd").tolist() == plain.encode("odd").tolist()
     assert begun.encode_beginning("odd").tolist() == [ID("<s>"), *plain.encode("odd")]

@@ -1,3 +1,5 @@
+"""Tests of stacked_remat/training/data/outdated_caches.py."""
+
 import pytest
 
 from stacked_remat.training import ByteTokenizer
@@ -36,7 +38,7 @@ def change(folder):
     (folder / "a.txt").write_text("another a")
 
 
-def test_a_cache_of_earlier_versions_is_removed_when_the_new_one_is_done(folder):
+def test_a_cache_of_earlier_versions_is_removed_by_the_new_one(folder):
     assert build(folder) == []
     (old,) = caches(folder)
     assert build(folder) == [] and caches(folder) == {old}
@@ -46,7 +48,7 @@ def test_a_cache_of_earlier_versions_is_removed_when_the_new_one_is_done(folder)
     assert len(caches(folder)) == 1 and old not in caches(folder)
 
 
-def test_what_another_run_may_ask_for_stays(folder):
+def test_caches_that_another_run_may_use_stay(folder):
     build(folder)
     other = ByteTokenizer()
     vars(other)["fingerprint"] = "another"
@@ -61,7 +63,7 @@ def test_what_another_run_may_ask_for_stays(folder):
     assert build(folder) == [] and len(caches(folder)) == 4  # one file more is no other version
 
 
-def test_a_half_built_one_is_removed_too(folder):
+def test_an_unfinished_cache_is_removed_too(folder):
     build(folder)
     (old,) = (folder.parent / "cache").iterdir()
     (old / "complete.json").rename(old / "unfinished.json")
@@ -70,7 +72,7 @@ def test_a_half_built_one_is_removed_too(folder):
 
 
 @pytest.mark.parametrize("spoil", ["notes", "no identity", "strange identity"])
-def test_what_this_library_did_not_write_stays(folder, spoil):
+def test_folders_with_other_files_stay(folder, spoil):
     build(folder)
     (old,) = (folder.parent / "cache").iterdir()
     if spoil == "notes":
@@ -81,7 +83,7 @@ def test_what_this_library_did_not_write_stays(folder, spoil):
     assert build(folder) == [] and old.exists()
 
 
-def test_one_that_a_process_has_open_stays(folder):
+def test_a_cache_that_a_process_has_open_stays(folder):
     build(folder)
     (old,) = (folder.parent / "cache").iterdir()
     hold(old)

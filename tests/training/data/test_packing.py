@@ -1,3 +1,5 @@
+"""Tests of stacked_remat/training/data/packing.py."""
+
 import collections
 
 import numpy as np
@@ -36,7 +38,7 @@ def places(packed):
 @pytest.mark.parametrize("packing", PACKINGS)
 @settings(max_examples=60)
 @given(lengths=LENGTHS, seq_len=st.integers(1, 9))
-def test_every_token_is_told_from_the_one_before_it_exactly_once(packing, lengths, seq_len):
+def test_every_token_is_a_target_exactly_once(packing, lengths, seq_len):
     packed = PackedDocuments(numbered(lengths), seq_len, packing)
     expected = [
         (100 * number + at, 100 * number + at + 1)
@@ -51,7 +53,7 @@ def test_every_token_is_told_from_the_one_before_it_exactly_once(packing, length
 @pytest.mark.parametrize("packing", PACKINGS)
 @settings(max_examples=60)
 @given(lengths=LENGTHS, seq_len=st.integers(1, 9))
-def test_documents_and_positions_tell_pieces_apart(packing, lengths, seq_len):
+def test_documents_and_positions_separate_pieces(packing, lengths, seq_len):
     for sequence in sequences(PackedDocuments(numbered(lengths), seq_len, packing)):
         assert all(field.shape == (seq_len,) for field in sequence.values())
         counts = sequence["weights"] > 0
@@ -70,7 +72,7 @@ def test_documents_and_positions_tell_pieces_apart(packing, lengths, seq_len):
             assert [token for token, _ in piece] == list(range(first, first + len(piece)))
 
 
-def test_split_has_no_padding_but_at_the_very_end():
+def test_split_has_padding_only_at_the_end():
     packed = PackedDocuments(numbered([4, 9, 2, 7]), 5, "split")
     assert len(packed) == 4  # 3 + 8 + 1 + 6 places
     weights = np.concatenate([sequence["weights"] for sequence in sequences(packed)])
@@ -79,7 +81,7 @@ def test_split_has_no_padding_but_at_the_very_end():
 
 @settings(max_examples=60)
 @given(lengths=LENGTHS, seq_len=st.integers(1, 9))
-def test_whole_cuts_no_document_that_fits_and_leaves_no_two_half_empty(lengths, seq_len):
+def test_whole_cuts_no_document_that_fits_and_no_two_sequences_are_half_empty(lengths, seq_len):
     packed = PackedDocuments(numbered(lengths), seq_len, "whole")
     pieces = collections.Counter()
     filled = []
@@ -93,7 +95,7 @@ def test_whole_cuts_no_document_that_fits_and_leaves_no_two_half_empty(lengths, 
     assert all(a + b > seq_len for a, b in zip(sorted(filled), sorted(filled)[1:], strict=False))
 
 
-def test_whole_takes_the_sequence_that_is_left_fullest():
+def test_whole_is_best_fit():
     packed = PackedDocuments(numbered([8, 6, 4, 3]), 10, "whole")  # 7, 5, 3 and 2 places
     found = [
         sorted({int(token) // 100 for token in s["tokens"][s["weights"] > 0]}) for s in sequences(packed)
@@ -101,7 +103,7 @@ def test_whole_takes_the_sequence_that_is_left_fullest():
     assert found == [[0, 2], [1, 3]]
 
 
-def test_what_does_not_count_has_no_weight_as_a_target():
+def test_tokens_that_do_not_count_have_weight_zero():
     tokens = np.arange(8, dtype=np.uint16)
     counted = np.array([0, 0, 1, 1, 0, 0, 1, 0], dtype=bool)
     documents = TokenizedDocuments(
@@ -112,7 +114,7 @@ def test_what_does_not_count_has_no_weight_as_a_target():
     assert sequence["weights"].tolist() == [0, 1, 1, 0, 1, 0, 0, 0]
 
 
-def test_documents_without_anything_to_tell_are_refused():
+def test_documents_without_targets_are_refused():
     with pytest.raises(DataError, match=r"None of the 2 documents has two tokens"):
         PackedDocuments(numbered([1, 1]), 4, "split")
 
@@ -129,7 +131,7 @@ def test_the_fingerprint_changes_with_tokens_length_and_packing():
     assert made[0].fingerprint == PackedDocuments(numbered([4, 5]), 4, "split").fingerprint
 
 
-def test_boundaries_between_documents_can_be_left_out():
+def test_fields_of_boundaries_can_be_left_out():
     apart = sequences(PackedDocuments(numbered([4, 9, 2, 7]), 5, "split"))
     joined = sequences(PackedDocuments(numbered([4, 9, 2, 7]), 5, "split", separate=False))
     for one, other in zip(apart, joined, strict=True):

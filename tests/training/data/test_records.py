@@ -1,3 +1,5 @@
+"""Tests of stacked_remat/training/data/records.py."""
+
 import bz2
 import gzip
 import json
@@ -58,7 +60,7 @@ def test_a_row_of_parquet_is_a_text_or_a_chat(tmp_path):
 
 
 @pytest.mark.parametrize("start", [0, 1, 255, 256, 257, 511, 599, 600])
-def test_reading_goes_on_from_any_record(tmp_path, start):
+def test_reading_starts_at_any_record(tmp_path, start):
     texts = [f"row {number}" for number in range(600)]
     path = lines(tmp_path / "a.jsonl", *({"text": text} for text in texts))
     pyarrow.parquet.write_table(pyarrow.table({"text": texts}), tmp_path / "a.parquet", row_group_size=300)
@@ -68,13 +70,13 @@ def test_reading_goes_on_from_any_record(tmp_path, start):
         assert [record.number for record in found] == list(range(start, 600))
 
 
-def test_what_went_before_the_start_is_not_parsed(tmp_path):
+def test_records_before_the_start_are_not_parsed(tmp_path):
     path = lines(tmp_path / "a.jsonl", "no json\n", {"text": "b"})
     assert [record.problem for record in read(path, start=1)] == [None]
 
 
 @pytest.mark.parametrize(("ending", "codec"), [(".gz", gzip), (".bz2", bz2), (".xz", lzma)])
-def test_compressed_files_are_read_as_what_they_hold(tmp_path, ending, codec):
+def test_compressed_files_are_decompressed(tmp_path, ending, codec):
     path = tmp_path / f"a.jsonl{ending}"
     path.write_bytes(codec.compress(b'{"text": "one"}\n{"text": "two"}\n'))
     assert contents(path) == ["one", "two"]
@@ -106,7 +108,7 @@ def test_a_url_is_read_like_a_file(tmp_path):
 @pytest.mark.parametrize(
     ("line", "problem"),
     [
-        ('{"text": ', r"a.jsonl:2 is no JSON \(Expecting value"),
+        ('{"text": ', r"a.jsonl:2 is not JSON \(Expecting value"),
         ("[" * 200_000, r"a.jsonl:2 is JSON that is nested too deeply"),
         ("[1]", r"a.jsonl:2 holds list, not an object with keys"),
         ('{"txt": "a"}', r"a.jsonl:2 has neither 'text' nor 'messages', but 'txt'"),
@@ -123,11 +125,11 @@ def test_a_malformed_line_is_named_and_the_others_are_read(tmp_path, line, probl
     assert re.search(problem, str(two.problem)) and two.problem.startswith(str(tmp_path))
 
 
-def test_bytes_that_are_no_text_are_named_with_their_line(tmp_path):
+def test_invalid_utf8_is_named_with_its_line(tmp_path):
     (tmp_path / "a.txt").write_bytes(b"one\ntwo\nthr\xffee")
-    assert "a.txt:3 is no UTF-8" in str(read(tmp_path / "a.txt")[0].problem)
+    assert "a.txt:3 is not UTF-8" in str(read(tmp_path / "a.txt")[0].problem)
     (tmp_path / "a.jsonl").write_bytes(b'{"text": "a"}\n{"text": "\xff"}\n')
-    assert "a.jsonl:2 is no UTF-8" in str(read(tmp_path / "a.jsonl")[1].problem)
+    assert "a.jsonl:2 is not UTF-8" in str(read(tmp_path / "a.jsonl")[1].problem)
 
 
 def test_a_row_without_text_is_malformed(tmp_path):
@@ -135,16 +137,16 @@ def test_a_row_without_text_is_malformed(tmp_path):
     assert "a.parquet:2 has neither 'text'" in str(read(tmp_path / "a.parquet")[1].problem)
 
 
-def test_the_format_can_be_said(tmp_path):
+def test_the_format_can_be_given(tmp_path):
     path = lines(tmp_path / "a.log", {"text": "one"})
     assert contents(path, format="jsonl") == ["one"] == contents(path.rename(tmp_path / "a.json"))
     path = lines(tmp_path / "a.log", {"text": "one"})
     assert contents(path) == ['{"text": "one"}\n']
 
 
-def test_files_that_cannot_be_read_at_all_are_refused(tmp_path):
+def test_unreadable_files_are_refused(tmp_path):
     (tmp_path / "a.parquet").write_bytes(b"no parquet at all")
-    with pytest.raises(DataError, match=r"a.parquet is no Parquet file"):
+    with pytest.raises(DataError, match=r"a.parquet is not a Parquet file"):
         read(tmp_path / "a.parquet")
     pyarrow.parquet.write_table(pyarrow.table({"body": ["a"], "n": [1]}), tmp_path / "b.parquet")
     with pytest.raises(DataError, match=r"neither a column 'text' nor 'messages'; it has body, n.*text_key"):
@@ -164,20 +166,20 @@ def test_files_that_cannot_be_read_at_all_are_refused(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.txt.gz", "a.jsonl.xz"])
-def test_what_is_too_long_is_a_problem_and_never_in_memory(tmp_path, name):
-    line = b'{"text": "' + b"x" * 2**25 + b'"}'
+def test_long_records_are_problems_and_never_in_memory(tmp_path, name):
+    line = b'{"text": "' + b"x" * 2**24 + b'"}'
     written = line if ".txt" in name else b'{"text": "a"}\n' + line + b'\n{"text": "b"}\n'
     codec = {".gz": gzip.compress, ".xz": lzma.compress}.get((tmp_path / name).suffix, bytes)
     (tmp_path / name).write_bytes(codec(written))
     del line, written
-    how = RecordFormat(max_bytes=2**20)
+    how = RecordFormat(max_bytes=2**18)
     tracemalloc.start()
     found = read(tmp_path / name, how)
     assert tracemalloc.get_traced_memory()[1] < 2**24
     tracemalloc.stop()
     (problem,) = [record.problem for record in found if record.problem]
     assert re.search(
-        rf"{name}:\d is longer than the 1,048,576 bytes that data.max_record_bytes allows", problem
+        rf"{name}:\d is longer than the 262,144 bytes that data.max_record_bytes allows", problem
     )
     assert [record.content for record in found if not record.problem] == (
         [] if ".txt" in name else ["a", "b"]
@@ -186,20 +188,20 @@ def test_what_is_too_long_is_a_problem_and_never_in_memory(tmp_path, name):
         assert [record.number for record in read(tmp_path / name, how, start=2)] == [2]
 
 
-def test_rows_of_parquet_that_are_no_text_or_too_long_are_problems(tmp_path):
+def test_invalid_and_long_rows_of_parquet_are_problems(tmp_path):
     raw = pyarrow.array([b"good", b"\xff\xfe", b"x" * 5000, b"fine"], pyarrow.binary())
     text = pyarrow.Array.from_buffers(pyarrow.string(), 4, raw.buffers())
     pyarrow.parquet.write_table(pyarrow.table({"text": text}), tmp_path / "a.parquet")
     found = read(tmp_path / "a.parquet", RecordFormat(max_bytes=4000))
     assert [record.content for record in found] == ["good", None, None, "fine"]
     problems = [record.problem for record in found if record.problem]
-    assert "a.parquet:2 is no UTF-8" in problems[0] and "a.parquet:3 is longer than" in problems[1]
+    assert "a.parquet:2 is not UTF-8" in problems[0] and "a.parquet:3 is longer than" in problems[1]
     with pytest.raises(DataError, match=r"a.parquet: on average, a row of row group 0 is longer than the 9 "):
         read(tmp_path / "a.parquet", RecordFormat(max_bytes=9))
 
 
 @pytest.mark.parametrize("chat", [False, True])
-def test_many_rows_of_parquet_that_share_a_long_value_take_the_memory_of_a_few(tmp_path, chat):
+def test_rows_of_parquet_that_share_a_long_value_are_read_a_few_at_a_time(tmp_path, chat):
     long = "a" * 2**20
     fields = {"messages": [[{"role": "user", "content": long}] * 64] * 3} if chat else {"text": [long] * 128}
     path, how = tmp_path / "a.parquet", RecordFormat(max_bytes=2**22)
@@ -215,7 +217,7 @@ def test_many_rows_of_parquet_that_share_a_long_value_take_the_memory_of_a_few(t
     assert 0 < most < 2**25
 
 
-def test_a_dictionary_of_parquet_that_is_too_long_is_refused_unread(tmp_path):
+def test_a_long_dictionary_of_parquet_is_refused_unread(tmp_path):
     texts = [letter * 2**23 for letter in "abc"] * 9
     pyarrow.parquet.write_table(
         pyarrow.table({"text": texts}), tmp_path / "a.parquet", dictionary_pagesize_limit=2**30
@@ -235,7 +237,7 @@ def test_damaged_parquet_is_named(tmp_path):
         except DataError as error:
             assert str(path) in str(error)
     path.write_bytes(written[: len(written) // 2])
-    with pytest.raises(DataError, match=r"a.parquet is no Parquet file"):
+    with pytest.raises(DataError, match=r"a.parquet is not a Parquet file"):
         read(path)
 
 

@@ -1,3 +1,5 @@
+"""Tests of stacked_remat/training/data/token_cache.py."""
+
 import errno
 import json
 import os
@@ -62,7 +64,7 @@ def shards(cache):
     return sorted(cache.glob("*/shard-*"))
 
 
-def test_documents_come_in_the_order_of_files_and_records_however_many_shards(folder, tmp_path):
+def test_the_order_of_documents_does_not_depend_on_shards(folder, tmp_path):
     one, many = build(folder, tmp_path / "one"), build(folder, tmp_path / "many", shard_tokens=3000)
     assert texts(one) == texts(many) == expected()
     assert (len(shards(tmp_path / "one")), len(shards(tmp_path / "many"))) == (1, 8)
@@ -142,7 +144,7 @@ token_cache.open_token_cache(request, Path(sys.argv[2]), Silent(), shard_tokens=
 """
 
 
-def test_a_build_that_is_killed_goes_on_after_the_last_whole_shard(folder, tmp_path):
+def test_a_killed_build_resumes_after_the_last_whole_shard(folder, tmp_path):
     cache = tmp_path / "cache"
     command = [sys.executable, "-c", BUILD, str(folder), str(cache)]
     pipe = subprocess.PIPE
@@ -155,10 +157,11 @@ def test_a_build_that_is_killed_goes_on_after_the_last_whole_shard(folder, tmp_p
         process.send_signal(signal.SIGKILL)
     written = {shard: (shard / "tokens.npy").stat().st_mtime_ns for shard in shards(cache)}
     assert len(written) == 4 and not list(cache.glob("*/complete.json"))
-    half = shards(cache)[0].with_name(".unfinished")  # as a kill while a shard is written leaves it
+    half = shards(cache)[0].with_name(".shard-00004.0123abcd")  # as a kill while a shard is written leaves it
     half.mkdir()
     (half / "tokens.npy").write_bytes(b"half")
     resumed = build(folder, cache, shard_tokens=3000)
+    assert not half.exists()
     assert {shard: (shard / "tokens.npy").stat().st_mtime_ns for shard in shards(cache)[:4]} == written
     whole = build(folder, tmp_path / "whole", shard_tokens=3000)
     assert texts(resumed) == expected()
@@ -168,7 +171,7 @@ def test_a_build_that_is_killed_goes_on_after_the_last_whole_shard(folder, tmp_p
         assert all((one / file.name).read_bytes() == file.read_bytes() for file in other.iterdir())
 
 
-def test_while_another_builds_it_waits_and_takes_what_the_other_built(folder, tmp_path):
+def test_one_process_builds_and_others_wait(folder, tmp_path):
     cache, progress, found = tmp_path / "cache", Silent(), []
     build(folder, cache)
     (complete,) = cache.glob("*/complete.json")
@@ -183,12 +186,12 @@ def test_while_another_builds_it_waits_and_takes_what_the_other_built(folder, tm
     assert texts(found[0]) == expected() and not progress.works
 
 
-def test_a_malformed_record_ends_the_run_or_is_counted(tmp_path):
+def test_a_malformed_record_is_an_error_or_is_counted(tmp_path):
     folder = tmp_path / "texts"
     folder.mkdir()
     lines = ['{"text": "good"}', "{", '{"text": ""}', '{"text": "half \\ud800"}', '{"text": "fine"}']
     (folder / "a.jsonl").write_text("\n".join(lines))
-    with pytest.raises(DataError, match=r"texts/a.jsonl:2 is no JSON .* data.on_malformed: skip"):
+    with pytest.raises(DataError, match=r"texts/a.jsonl:2 is not JSON .* data.on_malformed: skip"):
         build(folder, tmp_path / "cache")
     cached = build(folder, tmp_path / "cache", on_malformed="skip")
     assert texts(cached) == ["good", "fine"]
@@ -228,7 +231,7 @@ def test_a_chat_that_its_template_refuses_is_malformed(tmp_path):
         build(folder, tmp_path / "cache", tokenizer=tokenizer)
 
 
-def test_a_key_is_that_of_the_document_wherever_its_folder_lies(folder, tmp_path):
+def test_keys_do_not_depend_on_the_location_of_the_folder(folder, tmp_path):
     before = build(folder, tmp_path / "cache")
     keys = dict(zip(texts(before), before.keys, strict=True))
     folder.rename(tmp_path / "moved")
@@ -239,9 +242,11 @@ def test_a_key_is_that_of_the_document_wherever_its_folder_lies(folder, tmp_path
     assert 0.4 < np.mean(before.keys < 2**31) < 0.6 and len(set(keys.values())) > 1795
 
 
-def test_a_cache_that_cannot_be_written_is_said(folder, tmp_path):
+def test_a_cache_that_can_not_be_written_is_named(folder, tmp_path):
     (tmp_path / "cache").write_text("a file in the way")
-    with pytest.raises(DataError, match=r"Can't write the token cache .*cache/texts-.* Set data.cache_dir"):
+    with pytest.raises(
+        DataError, match=r"Can't write or read the token cache .*cache/texts-.* Set data.cache_dir"
+    ):
         build(folder, tmp_path / "cache")
 
 
@@ -250,12 +255,12 @@ def test_files_without_text_are_refused(tmp_path):
     folder.mkdir()
     (folder / "a.jsonl").write_text('{"text": ""}\n{')
     with pytest.raises(
-        DataError, match=r"hold no text: 1 documents are empty and 1 can't be read. First: .*:2"
+        DataError, match=r"have no text: 1 documents are empty and 1 can't be read. First: .*:2"
     ):
         build(folder, tmp_path / "cache", on_malformed="skip")
 
 
-def test_whatever_happens_to_a_file_of_a_cache_is_said_or_changes_nothing(tmp_path, monkeypatch):
+def test_any_damage_to_a_cache_is_found(tmp_path, monkeypatch):
     folder, cache = tmp_path / "chats", tmp_path / "cache"
     folder.mkdir()
     objects = [{"messages": [{**CHAT[0], "content": str(n)}, CHAT[1]]} for n in range(60)]
@@ -298,11 +303,11 @@ def test_whatever_happens_to_a_file_of_a_cache_is_said_or_changes_nothing(tmp_pa
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS, errno.EACCES])
 @pytest.mark.parametrize("fails", ["mkdir", "write_text", "open"])
-def test_a_disk_that_is_full_or_cannot_be_written_is_said(folder, tmp_path, monkeypatch, number, fails):
+def test_a_full_or_read_only_disk_is_named(folder, tmp_path, monkeypatch, number, fails):
     def fail(path, *_, **__):
         raise OSError(number, os.strerror(number), str(path))
 
     monkeypatch.setattr(Path, fails, fail)
-    expected = rf"Can't write the token cache .*cache/texts-.*{os.strerror(number)}.*with room"
+    expected = rf"Can't write or read the token cache .*cache/texts-.*{os.strerror(number)}.*has free space"
     with pytest.raises(DataError, match=expected):
         build(folder, tmp_path / "cache")

@@ -1,9 +1,12 @@
+"""Tests of stacked_remat/training/data/tokenizer_files.py."""
+
 import json
 
 import huggingface_hub
 import pytest
 
 from stacked_remat.training import ByteTokenizer, DataError, load_tokenizer, read_tokenizer_files
+from stacked_remat.training.data import tokenizer_files
 
 from .word_tokenizer import save
 
@@ -65,11 +68,13 @@ def test_a_name_on_the_hub_is_fetched_file_by_file_at_its_revision(hub, tmp_path
 
 
 def test_a_name_that_the_hub_does_not_know_is_refused(hub):
-    with pytest.raises(DataError, match=r"'some/thing' is no folder or file here, and was not found on the"):
+    with pytest.raises(
+        DataError, match=r"'some/thing' is not a local folder or file, and was not found on the"
+    ):
         load_tokenizer("some/thing")
 
 
-def test_offline_what_was_fetched_before_is_enough(tmp_path, monkeypatch):
+def test_cached_files_are_used_offline(tmp_path, monkeypatch):
     """With the real client, on a cache laid out as it lays it out."""
     repository = tmp_path / "hub" / "models--someone--words"
     snapshot = save(repository / "snapshots" / ("a" * 40))
@@ -78,11 +83,11 @@ def test_offline_what_was_fetched_before_is_enough(tmp_path, monkeypatch):
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     assert load_tokenizer("someone/words").fingerprint == load_tokenizer(str(snapshot)).fingerprint
-    with pytest.raises(DataError, match=r"'someone/else' is no folder or file here.*can't be reached"):
+    with pytest.raises(DataError, match=r"'someone/else' is not a local folder or file.*can't be reached"):
         load_tokenizer("someone/else")
 
 
-def test_a_file_that_the_hub_is_known_not_to_have_is_not_missed_without_it(hub, tmp_path, monkeypatch):
+def test_files_known_to_be_missing_are_not_needed_offline(hub, tmp_path, monkeypatch):
     fetch = huggingface_hub.hf_hub_download
     known = {"chat_template.jinja": object(), "special_tokens_map.json": object()}
 
@@ -99,16 +104,16 @@ def test_a_file_that_the_hub_is_known_not_to_have_is_not_missed_without_it(hub, 
         load_tokenizer("someone/words")
 
 
-def test_a_hub_that_cannot_be_reached_is_said(monkeypatch):
+def test_an_unreachable_hub_is_named(monkeypatch):
     def download(*_, **__):
         raise huggingface_hub.errors.LocalEntryNotFoundError("no connection")
 
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
-    with pytest.raises(DataError, match=r"the hub can't be reached: no connection"):
+    with pytest.raises(DataError, match=r"the Hub can't be reached: no connection"):
         load_tokenizer("someone/words")
 
 
-def test_what_is_no_tokenizer_is_refused(tmp_path):
+def test_an_invalid_tokenizer_is_refused(tmp_path):
     with pytest.raises(DataError, match=r"has no tokenizer.json.*save_pretrained"):
         load_tokenizer(str(tmp_path))
     for name in (str(tmp_path / "missing.json"), "a/b/c", "missing.json"):
@@ -116,7 +121,7 @@ def test_what_is_no_tokenizer_is_refused(tmp_path):
             load_tokenizer(name)
     save(tmp_path)
     (tmp_path / "tokenizer_config.json").write_text("{")
-    with pytest.raises(DataError, match=r"The tokenizer_config.json of data.tokenizer = .* is no JSON"):
+    with pytest.raises(DataError, match=r"data.tokenizer = .*/tokenizer_config.json is not valid JSON"):
         load_tokenizer(str(tmp_path))
 
 
@@ -146,12 +151,12 @@ EMPTY = '{"model": {"type": "BPE", "vocab": {}, "merges": []}}'
     [
         ("tokenizer.json", b"", r"tokenizer.json of data.tokenizer = .* can't be read: EOF"),
         ("tokenizer.json", b'{"version": "1.0", "mod', r"can't be read: EOF"),
-        ("tokenizer.json", b"\xff\xfe", r"tokenizer.json of data.tokenizer is no UTF-8 text"),
+        ("tokenizer.json", b"\xff\xfe", r"tokenizer.json of data.tokenizer is not UTF-8 text"),
         ("tokenizer.json", EMPTY.encode(), r"has no token in its vocabulary"),
-        ("tokenizer_config.json", b"", r"The tokenizer_config.json .* is no JSON"),
-        ("tokenizer_config.json", b"\xff", r"tokenizer_config.json of data.tokenizer is no UTF-8"),
-        ("tokenizer_config.json", b"[" * 10**5, r"is no JSON"),
-        ("tokenizer_config.json", b"[1]", r"tokenizer_config.json .* holds list, not an object"),
+        ("tokenizer_config.json", b"", r"data.tokenizer = .*/tokenizer_config.json is not valid JSON"),
+        ("tokenizer_config.json", b"\xff", r"tokenizer_config.json is not valid JSON: .utf-8. codec"),
+        ("tokenizer_config.json", b"[" * 10**5, r"is nested too deeply"),
+        ("tokenizer_config.json", b"[1]", r"tokenizer_config.json holds a list; a JSON object was expected"),
         ("tokenizer_config.json", b'{"eos_token": 5}', r"`eos_token` in the config .* is 5; expected a text"),
         (
             "tokenizer_config.json",
@@ -169,24 +174,24 @@ EMPTY = '{"model": {"type": "BPE", "vocab": {}, "merges": []}}'
             b'{"chat_template": [{"name": "default", "template": {}}]}',
             r"of type dict",
         ),
-        ("special_tokens_map.json", b"null", r"special_tokens_map.json .* holds NoneType"),
-        ("chat_template.jinja", b"\x80", r"chat_template.jinja of data.tokenizer is no UTF-8"),
+        ("special_tokens_map.json", b"null", r"special_tokens_map.json holds a NoneType"),
+        ("chat_template.jinja", b"\x80", r"chat_template.jinja of data.tokenizer is not UTF-8"),
     ],
 )
-def test_files_that_are_not_as_they_should_be_are_named(tmp_path, file, written, message):
+def test_damaged_files_are_named(tmp_path, file, written, message):
     (save(tmp_path) / file).write_bytes(written)
     with pytest.raises(DataError, match=message):
         load_tokenizer(str(tmp_path))
 
 
-def test_a_file_that_is_too_large_is_not_read(tmp_path):
-    with (tmp_path / "tokenizer.json").open("wb") as file:
-        file.truncate(2**28 + 1)
-    with pytest.raises(DataError, match=r"tokenizer.json of data.tokenizer has more than 256 MiB"):
+def test_a_file_that_is_too_large_is_not_read(tmp_path, monkeypatch):
+    monkeypatch.setattr(tokenizer_files, "_LARGEST", 2**20)
+    (tmp_path / "tokenizer.json").write_bytes(bytes(2**20 + 1))
+    with pytest.raises(DataError, match=r"tokenizer.json of data.tokenizer is larger than 1 MiB"):
         load_tokenizer(str(tmp_path))
 
 
-def test_what_the_package_raises_while_it_works_is_one_error(tmp_path):
+def test_errors_of_the_package_are_data_errors(tmp_path):
     words = {"type": "WordLevel", "vocab": {"</s>": 0}, "unk_token": "[UNK]"}
     save(tmp_path).joinpath("tokenizer.json").write_text(json.dumps({"version": "1.0", "model": words}))
     tokenizer = load_tokenizer(str(tmp_path))

@@ -1,4 +1,4 @@
-"""The same tokens as transformers makes of the same files; skipped where it is not installed."""
+"""Compares tokenizers with those of transformers; skipped where it is not installed."""
 
 import pytest
 

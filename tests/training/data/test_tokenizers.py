@@ -1,3 +1,5 @@
+"""Tests of stacked_remat/training/data/tokenizers.py."""
+
 import numpy as np
 from hypothesis import given, settings, strategies as st
 
@@ -8,7 +10,7 @@ TOKENIZER = ByteTokenizer()
 
 @settings(max_examples=30)
 @given(st.text())
-def test_text_comes_back(text):
+def test_text_survives_encoding_and_decoding(text):
     tokens = TOKENIZER.encode(text)
     assert tokens.ndim == 1 and len(tokens) == len(text.encode())
     assert TOKENIZER.decode(tokens) == text
@@ -38,13 +40,13 @@ def test_the_bytes_of_answers_are_counted():
     assert len(counted) == len(tokens) == 8 and all_counted is None
 
 
-def test_a_chat_is_spelt_out():
+def test_a_chat_is_written_as_bytes():
     messages = [{"role": "user", "content": "hi"}]
     shown = TOKENIZER.chat_template.render(messages, add_generation_prompt=True)
     assert shown == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
 
 
-def test_what_is_to_be_continued_begins_a_document_and_ends_none():
+def test_the_beginning_of_a_document_has_no_end_token():
     assert TOKENIZER.encode_beginning("AB").tolist() == [256, 65, 66]
     assert TOKENIZER.encode_beginning("").tolist() == [256]
     assert TOKENIZER.encode_chat_beginning("AB").tolist() == [256, 65, 66]

@@ -1,3 +1,5 @@
+"""Tests of stacked_remat/training/data/training_data.py."""
+
 import dataclasses
 import json
 
@@ -57,7 +59,7 @@ def folder(tmp_path):
     return tmp_path / "texts"
 
 
-def test_documents_are_trained_on_or_held_out_and_none_is_lost(folder, tmp_path):
+def test_every_document_is_trained_on_or_held_out(folder, tmp_path):
     source = {"all": SourceConfig((str(folder),))}
     data = open_data(tmp_path, sources=source, held_out_fraction=0.3, packing="whole", batch_size=1)
     held_out = held_out_text(data.held_out)
@@ -88,7 +90,7 @@ def test_lines_of_one_file_are_split_too(tmp_path):
     assert 10 <= len(held_out_text(data.held_out)) <= 30
 
 
-def test_held_out_files_of_ones_own_are_used_instead(folder, tmp_path):
+def test_named_held_out_files_replace_the_fraction(folder, tmp_path):
     (tmp_path / "exam.jsonl").write_text('{"body": "exam"}')
     (tmp_path / "book.jsonl").write_text('{"body": "one"}\n{"body": "two"}')
     own = SourceConfig((str(tmp_path / "book.jsonl"),), (str(tmp_path / "exam.jsonl"),), text_key="body")
@@ -128,7 +130,7 @@ def test_another_tokenizer_and_only_answers(tmp_path):
         assert targets[-1] == tokenizer.encode("</turn>")[0]
 
 
-def test_the_seed_orders_training_and_not_the_held_out(folder, tmp_path):
+def test_the_seed_changes_the_order_of_training_only(folder, tmp_path):
     source = {"all": SourceConfig((str(folder),))}
     one, other = (open_data(tmp_path, sources=source, held_out_fraction=0.3, seed=seed) for seed in (0, 1))
     assert np.any(np.asarray(one.training.next().tokens.array != other.training.next().tokens.array))
@@ -147,7 +149,7 @@ def test_processes_get_their_rows_and_no_prefetch_is_needed(folder, tmp_path):
     assert shares[0].held_out.batch(0).tokens.array.shape == (2, 32)
 
 
-def test_the_standard_library_is_the_default_and_its_tests_are_not(tmp_path):
+def test_the_standard_library_is_the_default(tmp_path):
     progress = Silent()
     data = open_data(tmp_path, progress=progress, seq_len=2048)
     assert progress.works[0][0] == "tokenizing python-standard-library"
@@ -165,7 +167,7 @@ def test_skipped_records_are_reported_with_examples(tmp_path):
     assert len(progress.messages) == 2
     assert progress.messages[1].startswith("one: 7 records can't be read and were skipped, such as /")
     assert progress.messages[1].count("a.jsonl:") == 5
-    with pytest.raises(DataError, match=r"a.jsonl:41 is no JSON"):
+    with pytest.raises(DataError, match=r"a.jsonl:41 is not JSON"):
         open_data(tmp_path, sources=source, held_out_fraction=0.2)
 
 
@@ -173,16 +175,16 @@ def test_skipped_records_are_reported_with_examples(tmp_path):
 def test_too_few_documents_to_split_are_refused(tmp_path, number):
     (tmp_path / "only.txt").write_text("one file" * number)
     source = {"one": SourceConfig((str(tmp_path / "only.txt"),))}
-    message = r"data.sources.one has 1 documents: . to train on and . held out" if number else "hold no text"
+    message = r"data.sources.one has 1 documents: . to train on and . held out" if number else "have no text"
     with pytest.raises(DataError, match=message):
         open_data(tmp_path, sources=source)
 
 
 def test_a_path_without_files_names_its_key(tmp_path):
-    with pytest.raises(DataError, match=r"missing' in data.sources.x.paths stands for no file"):
+    with pytest.raises(DataError, match=r"missing' in data.sources.x.paths matches no file"):
         open_data(tmp_path, sources={"x": SourceConfig((str(tmp_path / "missing"),))})
     (tmp_path / "a.txt").write_text("a")
-    with pytest.raises(DataError, match=r"in data.sources.x.held_out stands for no file"):
+    with pytest.raises(DataError, match=r"in data.sources.x.held_out matches no file"):
         paths = (str(tmp_path / "a.txt"),), (str(tmp_path / "missing"),)
         open_data(tmp_path, sources={"x": SourceConfig(*paths)})
 
@@ -196,13 +198,13 @@ def chats(path, role):
     return {"chats": SourceConfig((str(path),), train_on="answers")}
 
 
-def test_a_source_in_which_nothing_counts_is_refused(tmp_path):
+def test_a_source_without_targets_is_refused(tmp_path):
     tokenizer = load_tokenizer(str(save(tmp_path / "words")))
-    with pytest.raises(DataError, match=r"data\.sources\.chats .* none of them counts .* `assistant` says"):
+    with pytest.raises(DataError, match=r"data\.sources\.chats .* none of which counts .* `assistant` do"):
         open_data(tmp_path, tokenizer, sources=chats(tmp_path / "gpt.jsonl", "gpt"), held_out_fraction=0.3)
 
 
-def test_the_summary_counts_what_counts(tmp_path):
+def test_the_summary_counts_targets(tmp_path):
     source = chats(tmp_path / "chats.jsonl", "assistant")
     tokenizer = load_tokenizer(str(save(tmp_path / "words")))
     data = open_data(tmp_path, tokenizer, sources=source, held_out_fraction=0.3)
@@ -210,7 +212,7 @@ def test_the_summary_counts_what_counts(tmp_path):
     assert f", {held_out:,} in " in data.summary
 
 
-def test_files_that_are_held_out_are_not_trained_on_too(folder, tmp_path):
+def test_held_out_files_are_not_trained_on(folder, tmp_path):
     one = str(folder / "part0/00.txt")
     data = open_data(
         tmp_path, sources={"all": SourceConfig((str(folder),), held_out=(one,))}, packing="whole"
@@ -236,7 +238,7 @@ def trained_on(tmp_path, **options):
     return found, set(held_out_text(data.held_out))
 
 
-def test_what_one_source_holds_out_no_other_trains_on_however_it_is_spelt(folder, tmp_path):
+def test_what_one_source_holds_out_no_other_trains_on(folder, tmp_path):
     (tmp_path / "other").symlink_to(folder)
     held = (str(folder / "part0" / "00.txt"), str(folder / "part0" / "03.txt"))
     sources = {
@@ -252,14 +254,12 @@ def test_what_one_source_holds_out_no_other_trains_on_however_it_is_spelt(folder
     assert trained["named"] == below - held_out and (below & held_out) > {"text 0", "text 3"}
 
 
-def test_a_file_that_is_read_in_two_ways_can_be_held_out_only_by_name(tmp_path):
+def test_a_file_read_in_two_formats_is_held_out_only_by_name(tmp_path):
     (tmp_path / "a.jsonl").write_text("\n".join(json.dumps({"text": f"line {n}"}) for n in range(30)))
     (tmp_path / "other.txt").write_text("held out")
     path = (str(tmp_path / "a.jsonl"),)
     sources = {"lines": SourceConfig(path), "whole": SourceConfig(path, format="text")}
-    with pytest.raises(
-        DataError, match=r"sources.whole reads .*a.jsonl as text and .*lines as jsonl: .*held"
-    ):
+    with pytest.raises(DataError, match=r"sources.whole reads .*a.jsonl as text, .*lines as jsonl, .*held"):
         open_data(tmp_path, sources=sources)
     held_out = (str(tmp_path / "other.txt"),)
     open_data(
@@ -274,7 +274,7 @@ def test_batches_that_do_not_fit_into_memory_are_refused_with_their_size(folder,
         open_data(tmp_path, sources={"all": SourceConfig((str(folder),))}, **change)
 
 
-def test_a_damaged_shard_ends_training_with_its_name(folder, tmp_path):
+def test_a_damaged_shard_is_an_error_that_names_it(folder, tmp_path):
     sources = {"all": SourceConfig((str(folder),))}
     open_data(tmp_path, sources=sources)
     (tokens,) = (tmp_path / "cache").rglob("tokens.npy")

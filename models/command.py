@@ -12,9 +12,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+from rich.console import Console
 
-from models.safetensors_folder import WeightsError
-from models.text_stream import printable
+from models.generation.text_stream import printable
+from models.hf_io.safetensors_folder import WeightsError
 from stacked_remat import OffloadError
 from stacked_remat.memory import BudgetError, TargetError
 from stacked_remat.training import (
@@ -107,6 +108,20 @@ def run_command(
         _show_error(without_credentials(f"error: {printable(message)}"), show)
         gc.collect()  # what is left half done ends now, and not with tracebacks while Python shuts down
         return 1
+
+
+def shown_on(console: Console) -> Callable[[str], None]:
+    """A function that prints a line on a console, as text without markup."""
+
+    def show(text: str) -> None:
+        console.print(encodable(text, console), highlight=False, markup=False, soft_wrap=True)
+
+    return show
+
+
+def encodable(text: str, console: Console) -> str:
+    """The text with escapes for the characters that the console's encoding lacks."""
+    return text.encode(console.encoding, "backslashreplace").decode(console.encoding)
 
 
 def _show_error(message: str, show: Callable[[str], None]) -> None:

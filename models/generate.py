@@ -18,31 +18,30 @@ import jax
 from rich.console import Console
 from rich.segment import Segment, Segments
 
-from models.command import run_command
-from models.generator import Dtype, GeneratorSource, source_of_folder, source_of_run
-from models.sampling import Sampling
-from models.text_generation import Piece, Stop, Tokens, chat_prompt, end_of_turn, generate_text, in_order
-from models.text_stream import printable
-from stacked_remat.training import (
-    ChatTemplateError,
-    ConfigError,
-    Tokenizer,
+from models.command import encodable, run_command, shown_on
+from models.generation.generator import Dtype, GeneratorSource, source_of_folder, source_of_run
+from models.generation.sampling import Sampling
+from models.generation.text_generation import (
+    Piece,
+    Stop,
+    Tokens,
+    chat_prompt,
+    end_of_turn,
+    generate_text,
+    in_order,
 )
+from models.generation.text_stream import printable
+from stacked_remat.training import ChatTemplateError, ConfigError, Tokenizer
 
 
 def main(arguments: Sequence[str], console: Console | None = None) -> int:
-    """The command: returns the exit status, after one message for anything that the user can mend.
+    """The command.
 
     Returns:
         0 when all prompts have been continued, 1 after an error, 130 when Ctrl-C ended it.
     """
     console = Console() if console is None else console
-
-    def show(text: str) -> None:
-        text = _encodable(text, console)
-        console.print(text, highlight=False, markup=False, soft_wrap=True)
-
-    return run_command(lambda arguments, _: _generate(arguments, console), arguments, show)
+    return run_command(lambda arguments, _: _generate(arguments, console), arguments, shown_on(console))
 
 
 def _generate(arguments: Sequence[str], console: Console) -> int:
@@ -175,7 +174,7 @@ def _writer(console: Console, *, raw: bool) -> Callable[[str, str], None]:
     """A function that writes a text in a style: for a terminal as text alone, or `raw` to the last byte."""
 
     def write(text: str, style: str) -> None:
-        safe = _encodable(printable(text), console)
+        safe = encodable(printable(text), console)
         # A segment is written as it is, where rich would replace the tabs of a text.
         segments = Segments([Segment(safe, console.get_style(style))])
         console.print(segments, end="", soft_wrap=True)
@@ -186,11 +185,6 @@ def _writer(console: Console, *, raw: bool) -> Callable[[str, str], None]:
         console.file.flush()
 
     return write_raw if raw else write
-
-
-def _encodable(text: str, console: Console) -> str:
-    """The text with the letters that the console's encoding lacks spelt out."""
-    return text.encode(console.encoding, "backslashreplace").decode(console.encoding)
 
 
 def _show(

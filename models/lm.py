@@ -7,8 +7,7 @@ from these to logits. The loss sits between them, so that it alone decides how m
 import abc
 import functools
 import math
-from collections.abc import Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Sequence
 from typing import Any, ClassVar, Literal
 
 import draccus
@@ -96,10 +95,6 @@ class LanguageModel(eqx.Module):
         weight = self.unembedding()
         (Embed,) = (axis for axis in weight.axes if axis != self.Vocab)
         return hax.dot(hidden, weight.astype(hidden.dtype), axis=Embed).astype(jnp.float32)
-
-
-LEFT_TO_THE_FOLDER: Mapping[str, bool] = MappingProxyType({"left_to_the_folder": True})
-"""Metadata of a config's field whose null stands for what the folder of pretrained weights says."""
 
 
 class LmConfig(draccus.ChoiceRegistry):

@@ -14,14 +14,17 @@ from haliax import Axis
 from rich.console import Console
 from safetensors.numpy import load_file, save_file
 
-from models.export_hf import beside_the_weights, main as export_hf, trained_model
-from models.generator import generator_of_run
-from models.qwen3_moe import Qwen3Decoder, Qwen3MoeConfig
-from models.qwen3_moe.hf import read_decoder, write_decoder
-from models.qwen3_moe.hf_config import read_hf_config
-from models.qwen3_moe.peft import load_adapters
-from models.safetensors_folder import WeightsError
-from models.train_lm import TrainLmConfig, main as train_lm
+from models.export_hf import generation_files, main as export_hf
+from models.generation.generator import generator_of_run
+from models.hf_io.adapters import load_adapters
+from models.hf_io.decoder_weights import read_decoder, write_decoder
+from models.hf_io.formats import read_hf_config
+from models.hf_io.safetensors_folder import WeightsError
+from models.qwen3_moe import Qwen3MoeConfig
+from models.run_config import LmRunConfig
+from models.trained_run import trained_model
+from models.train_lm import main as train_lm
+from models.transformer.decoder import Decoder
 from stacked_remat.lora import merge_lora
 from stacked_remat.training import ConfigError, parse_config
 
@@ -53,9 +56,9 @@ def workplace(tmp_path_factory):
     for number in range(30):
         (folder / "text" / f"{number}.txt").write_text(f"the {number}. of many documents " * 8)
     (folder / "run.yaml").write_text(CONFIG)
-    config = parse_config(TrainLmConfig, ["--config_path", str(folder / "run.yaml")])
+    config = parse_config(LmRunConfig, ["--config_path", str(folder / "run.yaml")])
     assert isinstance(config.model, Qwen3MoeConfig)
-    make = eqx.filter_jit(lambda: Qwen3Decoder.init(config.model, Vocab, key=jax.random.key(5)))
+    make = eqx.filter_jit(lambda: Decoder.init(config.model, Vocab, key=jax.random.key(5)))
     texts = {"generation_config.json": '{"eos_token_id": [7, 256]}'}
     write_decoder(folder / "base", make(), texts=texts)
     return folder
@@ -117,7 +120,7 @@ def test_a_trained_model_is_exported_and_read_again(workplace):
 
 def test_training_begins_with_the_weights_of_the_folder(workplace, adapted):
     first = yaml.safe_load((adapted / "metrics.jsonl").read_text().splitlines()[0])
-    config = parse_config(TrainLmConfig, ["--config_path", str(workplace / "run.yaml")])
+    config = parse_config(LmRunConfig, ["--config_path", str(workplace / "run.yaml")])
     assert isinstance(config.model, Qwen3MoeConfig)
     base = read_decoder(workplace / "base", config.model, Vocab)
     model: Any = trained_model(adapted)[0]
@@ -130,7 +133,7 @@ def test_training_begins_with_the_weights_of_the_folder(workplace, adapted):
 
 def test_adapters_are_merged_or_written_alone(workplace, adapted):
     model, config = trained_model(adapted)
-    assert isinstance(model, Qwen3Decoder) and isinstance(config.model, Qwen3MoeConfig)
+    assert isinstance(model, Decoder) and isinstance(config.model, Qwen3MoeConfig)
     assert export("--run_dir", adapted, "--out", workplace / "merged")[0] == 0
     merged = read_decoder(workplace / "merged", config.model, Vocab)
     np.testing.assert_array_equal(logits(merged), logits(merge_lora(model)))
@@ -198,7 +201,7 @@ def test_an_embedding_without_room_for_the_tokenizer_is_refused(workplace, capsy
 
 def test_the_folder_s_architecture_needs_a_folder():
     with pytest.raises(ConfigError, match="use_hf_model_config has no effect without initialize_from_hf"):
-        parse_config(TrainLmConfig, ["--use_hf_model_config", "true"])
+        parse_config(LmRunConfig, ["--use_hf_model_config", "true"])
 
 
 def test_what_can_not_be_exported_is_named(workplace, tmp_path):
@@ -209,7 +212,7 @@ def test_what_can_not_be_exported_is_named(workplace, tmp_path):
 
 
 def begun_with(workplace, folder):
-    config = parse_config(TrainLmConfig, ["--config_path", str(workplace / "run.yaml")])
+    config = parse_config(LmRunConfig, ["--config_path", str(workplace / "run.yaml")])
     return dataclasses.replace(config, initialize_from_hf=str(folder))
 
 
@@ -219,11 +222,11 @@ def test_ends_go_along_where_only_the_config_names_them(workplace, tmp_path):
     for ends, expected in (([9, 256, 7], [256, 7, 9]), (9, [256, 9]), (256, 256), (None, 256)):
         fields = json.loads((folder / "config.json").read_text()) | {"eos_token_id": ends}
         (folder / "config.json").write_text(json.dumps(fields))
-        assert beside_the_weights(begun_with(workplace, folder)) == ({}, {"eos_token_id": expected})
+        assert generation_files(begun_with(workplace, folder)) == ({}, {"eos_token_id": expected})
         # A file that says other things of how text is made goes along, and changes none of them.
         (folder / "generation_config.json").write_text('{"temperature": 0.6}')
         texts = {"generation_config.json": '{"temperature": 0.6}'}
-        assert beside_the_weights(begun_with(workplace, folder)) == (texts, {"eos_token_id": expected})
+        assert generation_files(begun_with(workplace, folder)) == (texts, {"eos_token_id": expected})
         (folder / "generation_config.json").unlink()
 
 
@@ -234,13 +237,13 @@ def test_a_damaged_generation_config_is_not_copied(workplace, tmp_path, content)
     folder = shutil.copytree(workplace / "base", tmp_path / "base")
     (folder / "generation_config.json").write_bytes(content)
     with pytest.raises(WeightsError, match=r"base/generation_config.json"):
-        beside_the_weights(begun_with(workplace, folder))
+        generation_files(begun_with(workplace, folder))
 
 
 def test_a_config_that_can_not_be_read_is_named(tmp_path, monkeypatch):
     (tmp_path / "checkpoints").mkdir()
     for saved in ({"vocab_size": 9, "model": {"type": "qwen9"}}, {"vocab_size": 9, "later": 1}, {}, [], None):
-        monkeypatch.setattr("models.export_hf.checkpoint_config", lambda *_, saved=saved, **__: saved)
+        monkeypatch.setattr("models.trained_run.checkpoint_config", lambda *_, saved=saved, **__: saved)
         status, shown = export("--run_dir", tmp_path, "--out", tmp_path / "out")
         assert (
             status == 1 and f"The config in the checkpoint {tmp_path / 'checkpoints'} can't be used" in shown

@@ -14,12 +14,13 @@ from rich.console import Console
 import models.generate as command
 from models.export_hf import main as export_hf
 from models.generate import main
-from models.generator import generator_of_folder, source_of_folder
-from models.qwen3_moe import Qwen3Config, Qwen3Decoder
-from models.qwen3_moe.hf import write_decoder
-from models.safetensors_folder import SafetensorsFolder, WeightsError
-from models.text_generation import Piece
+from models.generation.generator import generator_of_folder, source_of_folder
+from models.generation.text_generation import Piece
+from models.hf_io.decoder_weights import write_decoder
+from models.hf_io.safetensors_folder import SafetensorsFolder, WeightsError
+from models.qwen3_moe import Qwen3Config
 from models.train_lm import main as train_lm
+from models.transformer.decoder import Decoder
 from stacked_remat.training import load_tokenizer
 
 from ..training.data import word_tokenizer
@@ -146,8 +147,8 @@ def test_errors_are_shown_whatever_the_encoding():
 
 def test_a_cache_that_can_not_fit_is_told_before_any_weights_are_read(exported, run, monkeypatch):
     monkeypatch.setattr(SafetensorsFolder, "open", None)
-    monkeypatch.setattr("models.generator.trained_model", None)
-    monkeypatch.setattr("models.generator.memory_bytes", lambda _: 2**30)
+    monkeypatch.setattr("models.generation.generator.trained_model", None)
+    monkeypatch.setattr("models.generation.generator.memory_bytes", lambda _: 2**30)
     model = ("--model", exported, "--tokenizer", "byte")
     for source in (model, ("--checkpoint", run)):
         status, shown = generate(*source, "--prompt", "abc", "--prompt", "a", "--max_new_tokens", 10**9)
@@ -155,11 +156,11 @@ def test_a_cache_that_can_not_fit_is_told_before_any_weights_are_read(exported, 
         size = 2 * 2 * 2 * (10**9 + 4) * 8 * 4 >> 20
         assert status == 1 and f"2 x 1000000004 tokens take {size:,} MiB for their keys and" in shown
         assert "has 1,024 MiB. Lower --max_new_tokens" in shown
-    monkeypatch.setattr("models.generator.memory_bytes", lambda _: 100)
+    monkeypatch.setattr("models.generation.generator.memory_bytes", lambda _: 100)
     status, shown = generate(*model, "--prompt", "abc", "--max_new_tokens", 1)
     assert status == 1 and "The weights take 0 MiB in float32, and this device has 0 MiB." in shown
     assert "--max_new_tokens" not in shown
-    monkeypatch.setattr("models.generator.memory_bytes", lambda _: None)
+    monkeypatch.setattr("models.generation.generator.memory_bytes", lambda _: None)
     status, shown = generate(*model, "--prompt", "abc", "--max_new_tokens", 10**25)
     assert status == 1 and "Lower --max_new_tokens" in shown
 
@@ -175,7 +176,7 @@ def spoken(tmp_path_factory):
     folder = tmp_path_factory.mktemp("spoken") / "model"
     Vocab = Axis("vocab", word_tokenizer.word_tokenizer().get_vocab_size())
     config = Qwen3Config(hidden_dim=16, num_layers=1, num_heads=2, num_kv_heads=1)
-    model = eqx.filter_jit(Qwen3Decoder.init)(config, Vocab, key=jax.random.key(0))
+    model = eqx.filter_jit(Decoder.init)(config, Vocab, key=jax.random.key(0))
     write_decoder(folder, jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), model))
     word_tokenizer.save(folder)
     return folder
@@ -185,12 +186,12 @@ def test_a_folder_says_its_dtype_its_tokenizer_and_its_ends(spoken):
     (spoken / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 9]}))
     found = generator_of_folder(str(spoken))
     assert {leaf.dtype for leaf in jax.tree.leaves(found.model)} == {jnp.dtype("bfloat16")}
-    assert isinstance(found.model, Qwen3Decoder) and found.model.config.compute_dtype == "bfloat16"
+    assert isinstance(found.model, Decoder) and found.model.config.compute_dtype == "bfloat16"
     assert found.ends == {7, 9, found.tokenizer.end}
     (spoken / "generation_config.json").write_text(json.dumps({"eos_token_id": 7}))
     wide = generator_of_folder(str(spoken), dtype="float32")
     assert {leaf.dtype for leaf in jax.tree.leaves(wide.model)} == {jnp.dtype("float32")}
-    assert isinstance(wide.model, Qwen3Decoder) and wide.model.config.compute_dtype == "float32"
+    assert isinstance(wide.model, Decoder) and wide.model.config.compute_dtype == "float32"
     assert wide.ends == {7, found.tokenizer.end}
     (spoken / "generation_config.json").unlink()
     assert generator_of_folder(str(spoken)).ends == {found.tokenizer.end}
@@ -244,14 +245,14 @@ def test_damaged_generation_configs_are_named(described, content):
     folder = described("generation_config.json")
     (folder / "generation_config.json").write_bytes(content)
     status, shown = generate("--model", folder, "--prompt", "a")
-    assert status == 1 and f"{folder / 'generation_config.json'} is n" in shown and shown.count("\n") == 1
+    assert status == 1 and f"{folder / 'generation_config.json'} " in shown and shown.count("\n") == 1
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (("--checkpoint", "{run}"), "give --prompt TEXT, or --prompts FILE"),
-        (("--checkpoint", "nowhere", "--prompt", "a"), "nowhere is no run folder: it has no checkpoints/"),
+        (("--checkpoint", "nowhere", "--prompt", "a"), "nowhere is not a run folder: it has no checkpoints/"),
         (("--checkpoint", "{exported}", "--prompt", "a"), "Hugging Face's format: use --model"),
         (("--checkpoint", "{run}", "--step", "7", "--prompt", "a"), "There are those of steps 60"),
         (("--checkpoint", "{run}", "--dtype", "float32", "--prompt", "a"), "--dtype has no effect with"),
@@ -264,7 +265,7 @@ def test_damaged_generation_configs_are_named(described, content):
         (("--checkpoint", "{run}", "--prompt", "a", "--tokenizer", "~nosuchuser/x"), "Write the whole path"),
         (("--checkpoint", "{run}", "--prompt", "a\udcff"), r"--prompt 'a\udcff' is not valid UTF-8."),
         (("--model", "{run}", "--prompt", "a"), "it is a run folder. Use --checkpoint"),
-        (("--model", "nowhere", "--prompt", "a"), "There is no folder nowhere, and it is no name on the"),
+        (("--model", "nowhere", "--prompt", "a"), "There is no folder nowhere, and it is not a name on the"),
         (("--model", "{exported}", "--prompt", "a"), "There is no tokenizer.json in"),
         (("--model", "{exported}", "--step", "2", "--prompt", "a"), "--step has no effect with --model"),
         (("--model", "{spoken}", "--prompt", ""), "no token that begins a text"),

@@ -12,9 +12,10 @@ import pytest
 from haliax import Axis
 
 from models.lm import build_model, next_token_loss
-from models.plan_lm import PlanLmConfig
-from models.qwen3_moe import ExpertsConfig, Qwen3Config, Qwen3MoeConfig
-from models.step_memory import step_report
+from models.run_config import LmRunConfig
+from models.qwen3_moe import Qwen3Config, Qwen3MoeConfig
+from models.step_memory import StepMemory
+from models.transformer.config import ExpertsConfig
 from stacked_remat import ScanCheckpointPolicy
 from stacked_remat.training import (
     DataConfig,
@@ -142,12 +143,12 @@ def test_microbatches_are_divided_too():
 
 def test_a_report_is_of_one_device_of_the_mesh():
     def report_on(devices):
-        config = PlanLmConfig(
+        config = LmRunConfig(
             model=CONFIGS["dense"],
             data=DataConfig(seq_len=16, batch_size=8),
             trainer=TrainerConfig(mesh=MeshConfig({"data": devices})),
         )
-        return step_report(config, "nested")
+        return StepMemory(config.resolved()).report("nested")
 
     whole, share = report_on(1), report_on(8)
     assert share.devices == 8 and share.arguments < 0.25 * whole.arguments

@@ -8,7 +8,6 @@ from rich.console import Console
 import models.plan_lm as plan_lm
 from models.plan_lm import POLICIES, PlanLmConfig, compared, main, policy_table, step_reports
 from models.qwen3_moe import Qwen3Config
-from models.step_memory import plan_step
 from stacked_remat import ScanCheckpointPolicy
 from stacked_remat._policy import _ALIASES, resolve_policy
 from stacked_remat.training import DataConfig, MeshConfig, TrainerConfig, remat_policy
@@ -18,7 +17,7 @@ CONFIG = PlanLmConfig(
     remat="nested",
     data=DataConfig(seq_len=16, batch_size=64),
     trainer=TrainerConfig(mesh=MeshConfig(axes={"data": 1})),
-)
+).resolved()
 
 # optax's Adam raises a float to an integer power.
 pytestmark = pytest.mark.usefixtures("standard_promotion")
@@ -93,7 +92,7 @@ def test_auto_shows_how_the_policy_is_found(reports):
     console = Console(file=io.StringIO(), width=200)
     keep_all, full, nested = (reports[name].total for name in ("False", "True", "nested"))
     assert nested < full < keep_all
-    between = plan_step(CONFIG, budget=(full + keep_all) // 2)
+    between = CONFIG.step.plan(budget=(full + keep_all) // 2)
     policy = resolve_policy(between.policy)
     assert not policy.is_nested and 0 < policy.first_layers < 12
     assert between.report.total <= between.budget

@@ -6,7 +6,7 @@ import pytest
 from haliax import Axis
 
 from models.qwen3_moe import Qwen3MoeConfig
-from models.qwen3_moe.attention import Attention
+from models.transformer.attention import Attention
 from stacked_remat.ops import rotary_table
 
 Batch, Pos = Axis("batch", 2), Axis("position", 5)

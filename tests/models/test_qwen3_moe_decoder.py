@@ -10,9 +10,10 @@ import pytest
 from haliax import Axis
 
 from models.lm import LmConfig, build_model, next_token_loss
-from models.qwen3_moe import AttentionConfig, ExpertsConfig, Qwen3Config, Qwen3Decoder, Qwen3MoeConfig
-from models.qwen3_moe.decoder import router_losses
-from models.qwen3_moe.experts import RouterStatistics, SparseExperts
+from models.qwen3_moe import Qwen3Config, Qwen3MoeConfig
+from models.transformer.config import AttentionConfig, ExpertsConfig
+from models.transformer.decoder import Decoder, router_losses
+from models.transformer.experts import RouterStatistics, SparseExperts
 from stacked_remat import ScanCheckpointPolicy
 from stacked_remat.ops import rotary_table
 from stacked_remat.training import TokenBatch
@@ -24,8 +25,8 @@ CONFIG = Qwen3MoeConfig(
 
 
 @functools.cache
-def make(config=CONFIG) -> Qwen3Decoder:
-    return Qwen3Decoder.init(config, Vocab, key=jax.random.key(0))
+def make(config=CONFIG) -> Decoder:
+    return Decoder.init(config, Vocab, key=jax.random.key(0))
 
 
 def with_policy(model, policy):
@@ -222,7 +223,7 @@ def test_the_names_inside_a_layer_can_be_saved(name):
 
 def test_remat_is_the_policy_of_the_stack():
     key = jax.random.key(0)
-    made = eqx.filter_eval_shape(Qwen3Decoder.init, CONFIG, Vocab, remat="nested", key=key)
+    made = eqx.filter_eval_shape(Decoder.init, CONFIG, Vocab, remat="nested", key=key)
     assert made.stacks[0].remat == ScanCheckpointPolicy(nested=True)
 
 
@@ -260,7 +261,7 @@ def test_later_tokens_do_not_change_earlier_states():
 
 def test_build_model_makes_the_registered_model_and_names_what_it_lacks():
     model = eqx.filter_eval_shape(build_model, CONFIG, Vocab, remat="nested", key=jax.random.key(0))
-    assert isinstance(model, Qwen3Decoder) and model.Vocab == Vocab
+    assert isinstance(model, Decoder) and model.Vocab == Vocab
 
     class Unregistered(LmConfig):
         pass

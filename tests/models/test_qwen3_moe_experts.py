@@ -5,8 +5,9 @@ import numpy as np
 import pytest
 from haliax import Axis
 
-from models.qwen3_moe import ExpertsConfig, Qwen3MoeConfig
-from models.qwen3_moe.experts import SparseExperts, load_balance_loss
+from models.qwen3_moe import Qwen3MoeConfig
+from models.transformer.config import ExpertsConfig
+from models.transformer.experts import SparseExperts, load_balance_loss
 
 Batch, Pos = Axis("batch", 2), Axis("position", 3)
 
@@ -143,7 +144,7 @@ def test_what_is_kept_for_the_backward_pass_changes_no_gradient(monkeypatch):
     layer, x = make(num_experts=5, experts_per_token=3)
 
     def gradients(keep):
-        monkeypatch.setattr("models.qwen3_moe.experts.internals_are_saved", lambda: keep)
+        monkeypatch.setattr("models.transformer.experts.internals_are_saved", lambda: keep)
         return jax.grad(lambda layer, x: hax.sum(hax.tanh(layer(x)[0])).scalar(), (0, 1))(layer, x)
 
     for kept, computed in zip(*map(jax.tree.leaves, (gradients(True), gradients(False))), strict=True):

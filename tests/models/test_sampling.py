@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models.sampling import Sampling, keep_top_k, keep_top_p, next_tokens
+from models.generation.sampling import Sampling, keep_top_k, keep_top_p, next_tokens
 
 PROBABILITIES = np.array([0.125, 0.5, 0.0625, 0.25, 0.0625])
 LOGITS = jnp.log(jnp.asarray(PROBABILITIES, jnp.float32))

@@ -7,10 +7,10 @@ import jax
 import numpy as np
 import pytest
 
-import models.text_generation as text_generation
-from models.generator import Generator
-from models.sampling import Sampling
-from models.text_generation import Piece, chat_prompt, end_of_turn, generate_text, in_order
+import models.generation.text_generation as text_generation
+from models.generation.generator import Generator
+from models.generation.sampling import Sampling
+from models.generation.text_generation import Piece, chat_prompt, end_of_turn, generate_text, in_order
 from stacked_remat.training import ByteTokenizer, ConfigError, load_tokenizer
 
 from ..training.data import word_tokenizer

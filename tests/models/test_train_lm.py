@@ -16,7 +16,8 @@ from haliax import Axis
 
 import models.train_lm as train_lm
 from models.lm import build_model
-from models.train_lm import TrainLmConfig, main
+from models.run_config import LmRunConfig
+from models.train_lm import main
 from stacked_remat import OffloadError
 from stacked_remat.training import (
     EXIT_INTERRUPTED,
@@ -126,7 +127,7 @@ def test_it_trains_and_leaves_config_metrics_and_checkpoint(finished):
     assert len(held_out) == 2 and held_out[0] > 5.4 and held_out[1] < held_out[0] - 0.5
     assert len(lines[-2]["load_balance_per_layer"]) == 2
     # the resolved config, from which the run's model can be rebuilt and its checkpoint read
-    config = parse_config(TrainLmConfig, ["--config_path", str(folder / "config.yaml")])
+    config = parse_config(LmRunConfig, ["--config_path", str(folder / "config.yaml")])
     assert yaml.safe_load((folder / "config.yaml").read_text())["model"]["type"] == "qwen3_moe"
     assert checkpoint_config(folder / "checkpoints")["remat"] == "nested"
     assert json.loads((folder / "result.json").read_text())["held_out_after"]["held_out"] == held_out[1]
@@ -307,7 +308,7 @@ def test_every_part_of_the_trainers_config_reaches_the_run(workplace, monkeypatc
     skip = ("--trainer.update.on_nonfinite", "skip", "--trainer.precision", bfloat16)
     assert train(workplace, *options, *skip, "--trainer.profiler.peak_flops", "1e12") == 0
     folder = workplace / "run"
-    config = parse_config(TrainLmConfig, ["--config_path", str(folder / "config.yaml")])
+    config = parse_config(LmRunConfig, ["--config_path", str(folder / "config.yaml")])
     assert isinstance(config.optimizer, SgdConfig)
     last = [line for line in metrics_of(folder) if "loss" in line][-1]
     assert last["skips"] == 0
@@ -357,7 +358,7 @@ def test_what_the_user_can_mend_is_one_message_and_no_run_folder(
 
 def test_the_config_files_are_configs_of_this_command():
     tiny, deep = (
-        parse_config(TrainLmConfig, ["--config_path", f"models/configs/qwen3_moe_{name}.yaml"])
+        parse_config(LmRunConfig, ["--config_path", f"models/configs/qwen3_moe_{name}.yaml"])
         for name in ("tiny", "deep")
     )
     assert tiny.remat == deep.remat == "nested"

@@ -134,7 +134,7 @@ def test_help_gives_each_key_its_type_default_and_meaning(capsys):
     ]
 
 
-@pytest.mark.parametrize("command", ["train_lm.TrainLmConfig", "plan_lm.PlanLmConfig"])
+@pytest.mark.parametrize("command", ["run_config.LmRunConfig", "plan_lm.PlanLmConfig"])
 def test_the_commands_describe_all_of_their_keys(command, capsys):
     module, name = command.split(".")
     config_class = getattr(importlib.import_module(f"models.{module}"), name)

@@ -1,6 +1,6 @@
 import re
 
-from models.train_lm import TrainLmConfig
+from models.run_config import LmRunConfig
 from stacked_remat.training.config_hints import keys_below
 from stacked_remat.training.config_reference import config_reference
 
@@ -44,8 +44,8 @@ def test_sections_types_defaults_and_the_words_of_the_docstrings():
 
 
 def test_the_page_has_every_key_and_says_what_it_is():
-    page = config_reference(TrainLmConfig)
-    for path in keys_below(TrainLmConfig):
+    page = config_reference(LmRunConfig)
+    for path in keys_below(LmRunConfig):
         key = re.escape(".".join(path))
         row = re.search(rf"^\| `{key}` \| .* \| (.*) \|$", page, re.MULTILINE)
         heading = re.search(rf"^#+ `{key}(\.NAME)?`$", page, re.MULTILINE)

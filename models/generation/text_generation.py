@@ -6,10 +6,10 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 from jaxtyping import Int, PRNGKeyArray
 
-from models.decoding import continued_tokens
-from models.generator import Generator
-from models.sampling import Sampling
-from models.text_stream import TextStream
+from models.generation.decoding import continued_tokens
+from models.generation.generator import Generator
+from models.generation.sampling import Sampling
+from models.generation.text_stream import TextStream
 from stacked_remat.training import Tokenizer
 
 Tokens = Int[np.ndarray, " tokens"]

@@ -11,8 +11,8 @@ import numpy as np
 from haliax import Axis, NamedArray
 from jaxtyping import Array, Int, Key, PRNGKeyArray
 
+from models.generation.sampling import Sampling, next_tokens
 from models.lm import LanguageModel
-from models.sampling import Sampling, next_tokens
 from stacked_remat.training import BATCH_AXIS, POSITION_AXIS
 
 Tokens = Int[np.ndarray, " tokens"]

@@ -10,20 +10,20 @@ import jax.numpy as jnp
 from haliax import Axis, AxisSpec, NamedArray
 from jaxtyping import DTypeLike, PRNGKeyArray
 
-from models.qwen3_moe.config import Qwen3Architecture
+from models.transformer.config import DecoderConfig
 
 T = TypeVar("T")
 
 
 def linear(
-    config: Qwen3Architecture, In: AxisSpec, Out: AxisSpec, *, bias: bool = False, key: PRNGKeyArray
+    config: DecoderConfig, In: AxisSpec, Out: AxisSpec, *, bias: bool = False, key: PRNGKeyArray
 ) -> hnn.Linear:
     """A linear map, weights `[Out, In]` drawn from N(0, initializer_range^2) in float32, a bias from zero."""
     weight = hax.random.normal(key, hax.concat_axis_specs(Out, In)) * config.initializer_range
     return hnn.Linear(weight, hax.zeros(Out) if bias else None, In, Out)
 
 
-def rms_norm(config: Qwen3Architecture, Over: AxisSpec) -> hnn.RmsNorm:
+def rms_norm(config: DecoderConfig, Over: AxisSpec) -> hnn.RmsNorm:
     """An RMS norm over `Over` with a weight and no bias, computed in float32 whatever comes in."""
     return hnn.RmsNorm.init(Over, eps=config.rms_norm_eps, use_bias=False, dtype=jnp.float32)
 
@@ -36,7 +36,7 @@ class SwiGlu(eqx.Module):
     down_proj: hnn.Linear
 
     @staticmethod
-    def init(config: Qwen3Architecture, Inner: Axis, *, key: PRNGKeyArray) -> "SwiGlu":
+    def init(config: DecoderConfig, Inner: Axis, *, key: PRNGKeyArray) -> "SwiGlu":
         """Makes the three projections, to and from `Inner` and without biases, from `key`."""
         gate_key, up_key, down_key = jax.random.split(key, 3)
         return SwiGlu(

@@ -15,8 +15,8 @@ from haliax import Axis, NamedArray
 from haliax.util import is_named_array
 from jaxtyping import Array, Float, PRNGKeyArray
 
-from models.qwen3_moe.config import Qwen3MoeConfig
-from models.qwen3_moe.layers import SwiGlu, cast_floating, linear
+from models.transformer.config import SparseDecoderConfig
+from models.transformer.layers import SwiGlu, cast_floating, linear
 from stacked_remat import Stacked, checkpoint_name, internals_are_saved
 from stacked_remat.ops import grouped_experts, per_device
 
@@ -63,10 +63,10 @@ class SparseExperts(eqx.Module):
 
     router: hnn.Linear
     experts: Stacked
-    config: Qwen3MoeConfig = eqx.field(static=True)
+    config: SparseDecoderConfig = eqx.field(static=True)
 
     @staticmethod
-    def init(config: Qwen3MoeConfig, *, key: PRNGKeyArray) -> "SparseExperts":
+    def init(config: SparseDecoderConfig, *, key: PRNGKeyArray) -> "SparseExperts":
         """Makes the router and all experts from `key`."""
         router_key, experts_key = jax.random.split(key)
         # Whether an expert's intermediates are kept is for the policy of the stack of layers to say.

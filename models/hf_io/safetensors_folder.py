@@ -1,19 +1,15 @@
 """A folder in Hugging Face's format: safetensors files, with an index where there are several, and JSON.
 
-Nothing here knows a model. Headers are read when a folder is opened, tensors one at a time when they are
-asked for; what is written appears under its name only when all of it is there. Files are not trusted: what is
-wrong in one of them is a `WeightsError` that names it.
+Opening a folder reads the headers; tensors are read one at a time. Files are not trusted: a damaged one is a
+`WeightsError` that names it.
 """
 
-import collections
 import contextlib
 import errno
 import json
 import os
 import re
 import reprlib
-import shutil
-import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath, PureWindowsPath
@@ -25,6 +21,9 @@ from jaxtyping import Shaped
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
+from stacked_remat._files import read_json_fields, replaced_whole
+from stacked_remat._messages import printable, shortened
+
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 
@@ -33,68 +32,31 @@ class WeightsError(ValueError):
     """Weights that can't be used; the message names the folder, the tensors and the fix."""
 
 
-def read_json_fields(path: Path) -> dict[str, Any]:
-    """The fields of a JSON file.
+def read_json(path: Path) -> dict[str, Any]:
+    """The fields of a JSON file, as `stacked_remat._files.read_json_fields` reads them.
 
     Raises:
         FileNotFoundError: there is no such file.
-        WeightsError: it can't be read, has more than 64 MiB, is no JSON (a field given twice, NaN and
-            infinity are none), is nested too deep, or holds something else than fields.
+        WeightsError: it can't be read, or is not a JSON object.
     """
     try:
-        with path.open("rb") as file:
-            text = file.read(_LARGEST + 1)
-        if len(text) > _LARGEST:
-            raise WeightsError(f"{path} has more than {_LARGEST >> 20} MiB; no file of its kind is so large.")
-        fields = json.loads(text.decode("utf-8"), object_pairs_hook=_once_each, parse_constant=_no_number)
-    except (FileNotFoundError, WeightsError):
+        return read_json_fields(path)
+    except FileNotFoundError:
         raise
     except OSError as error:
         raise WeightsError(f"{path} can't be read: {error.strerror or error}.") from error
-    except RecursionError as error:
-        raise WeightsError(f"{path} is nested too deep to be read.") from error
     except ValueError as error:
-        raise WeightsError(
-            f"{path} is not valid JSON: {error}. It may be cut short; fetch or save it again."
-        ) from error
-    if not isinstance(fields, dict):
-        raise WeightsError(f"{path} is no mapping of fields, but {type(fields).__name__}.")
-    return fields
+        raise WeightsError(str(error)) from error
 
 
 def shown(value: Any) -> str:
-    """A value of someone else's file for a message: what is long or deep is cut, what is no text escaped."""
+    """The repr of an untrusted value for a message, shortened where it is long or deep."""
     return _SHORT.repr(value)
 
 
-def plain(name: str) -> str:
-    """A text of someone else's for a message: as it is, where it is short and can be printed."""
-    return name if name.isprintable() and len(name) < 500 else shown(name)
-
-
-def listed(lines: Sequence[str], separator: str = ", ") -> str:
-    """The first of `lines`, and how many more there are."""
-    more = len(lines) - _LISTED
-    return separator.join([*lines[:_LISTED], *([f"and {more} more"] if more > 0 else [])])
-
-
-_LARGEST = 2**26  # bytes of a JSON file; an index of 100,000 tensors has 2**23
-_LISTED = 50
 _SHORT = reprlib.Repr()
 _SHORT.maxstring = _SHORT.maxother = 80
 _SHORT.maxlevel = 3
-
-
-def _once_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    fields = dict(pairs)
-    if len(fields) < len(pairs):
-        ((name, _),) = collections.Counter(name for name, _ in pairs).most_common(1)
-        raise ValueError(f"{shown(name)} is there more than once")
-    return fields
-
-
-def _no_number(name: str) -> None:
-    raise ValueError(f"{name} is no number of JSON")
 
 
 @dataclass(frozen=True)
@@ -135,7 +97,7 @@ class SafetensorsFolder:
                         continue  # the index says in which file it is to be read
                     if name in files:
                         raise WeightsError(
-                            f"{files[name]} and {path} both have {plain(name)}, and {INDEX} doesn't say "
+                            f"{files[name]} and {path} both have {printable(name)}, and {INDEX} doesn't say "
                             f"which is meant. Name it there, or fetch the folder again."
                         )
                     header = tensors.get_slice(name)
@@ -176,29 +138,23 @@ def write_safetensors(
     Cost: the host memory of one file.
     """
     root = Path(os.path.realpath(root))
-    refuse_what_is_there(root)
+    check_new_folder(root)
     groups = _groups(tensors, max_file_bytes)
     names = [SINGLE] if len(groups) == 1 else [_part(i, len(groups)) for i in range(len(groups))]
+    if len(groups) > 1:
+        documents = {**documents, INDEX: _index(tensors, names, groups)}
+    written = {file: json.dumps(content, indent=2) + "\n" for file, content in documents.items()}
     root.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = root.with_name(f".{root.name}.{uuid.uuid4().hex[:8]}")
-    unfinished.mkdir()
-    try:
+    with _errors_naming(root), replaced_whole(root) as unfinished:
+        unfinished.mkdir()
         for file, group in zip(names, groups, strict=True):
             made = {name: np.ascontiguousarray(tensors[name].make()) for name in group}
-            with _writing(root):
-                save_file(made, unfinished / file, metadata={"format": "pt"})
-        if len(groups) > 1:
-            documents = {**documents, INDEX: _index(tensors, names, groups)}
-        written = {file: json.dumps(content, indent=2) + "\n" for file, content in documents.items()}
-        with _writing(root):
-            for file, text in {**texts, **written}.items():
-                (unfinished / file).write_text(text, encoding="utf-8")
-            os.replace(unfinished, root)
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
+            save_file(made, unfinished / file, metadata={"format": "pt"})
+        for file, text in {**texts, **written}.items():
+            (unfinished / file).write_text(text, encoding="utf-8")
 
 
-def refuse_what_is_there(root: Path) -> None:
+def check_new_folder(root: Path) -> None:
     """Makes sure that a folder to be written does not exist or is empty.
 
     Raises:
@@ -211,7 +167,7 @@ def refuse_what_is_there(root: Path) -> None:
 
 
 @contextlib.contextmanager
-def _writing(root: Path) -> Iterator[None]:
+def _errors_naming(root: Path) -> Iterator[None]:
     """Names the folder in errors of the system, which safetensors raises as its own."""
     try:
         yield
@@ -241,7 +197,7 @@ def _paths(root: Path) -> tuple[list[Path], dict[str, Path]]:
         paths = sorted(set(promised.values()))
         if missing := [str(path.relative_to(root)) for path in paths if not path.is_file()]:
             raise FileNotFoundError(
-                f"{root} lacks {listed(missing)}, which its {INDEX} names. The download may be "
+                f"{root} lacks {shortened(missing)}, which its {INDEX} names. The download may be "
                 f"incomplete; fetch the folder again."
             )
         _refuse_links_to_elsewhere(root, paths)
@@ -257,12 +213,12 @@ def _paths(root: Path) -> tuple[list[Path], dict[str, Path]]:
 def _promised(root: Path) -> dict[str, Path]:
     """What the index says: the file of every tensor, below the folder."""
     try:
-        weight_map = read_json_fields(root / INDEX).get("weight_map")
+        weight_map = read_json(root / INDEX).get("weight_map")
     except WeightsError as error:
-        raise WeightsError(f"{INDEX} is no index of safetensors files: {error}") from error
+        raise WeightsError(f"{INDEX} is not an index of safetensors files: {error}") from error
     if not isinstance(weight_map, dict) or not weight_map:
         raise WeightsError(
-            f"{root / INDEX} is no index of safetensors files: weight_map is {shown(weight_map)}, and a "
+            f"{root / INDEX} is not an index of safetensors files: weight_map is {shown(weight_map)}, and a "
             f"mapping from tensors to files is expected. Fetch it again."
         )
     for name, file in weight_map.items():
@@ -284,7 +240,7 @@ def _refuse_links_to_elsewhere(root: Path, paths: Sequence[Path]) -> None:
         target = Path(os.path.realpath(path))
         if not any(target.is_relative_to(folder) for folder in allowed):
             raise WeightsError(
-                f"{path}, which {INDEX} names, leads by a link to {plain(str(target))}, outside of the "
+                f"{path}, which {INDEX} names, leads by a link to {printable(str(target))}, outside of the "
                 f"folder. Put the file itself there if you trust it, or fetch the folder again."
             )
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import huggingface_hub
 import huggingface_hub.errors
 
-from models.safetensors_folder import WeightsError, shown
+from models.hf_io.safetensors_folder import WeightsError, shown
 
 _FILES = ("*.json", "*.safetensors", "*.txt", "*.jinja")
 
@@ -31,7 +31,7 @@ def model_folder(name: str, *, weights: bool = True) -> Path:
     repository, _, revision = name.partition("@")
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", repository) or name.startswith((".", "/", "~")):
         raise FileNotFoundError(
-            f"There is no folder {name}, and it is no name on the Hugging Face Hub, which would be "
+            f"There is no folder {name}, and it is not a name on the Hugging Face Hub, which would be "
             f"owner/model."
         )
     try:
@@ -44,7 +44,7 @@ def model_folder(name: str, *, weights: bool = True) -> Path:
         huggingface_hub.errors.LocalEntryNotFoundError,
     ) as error:
         raise WeightsError(
-            f"{name} is no folder here, and it could not be fetched from the Hugging Face Hub: {error}. "
+            f"{name} is not a folder here, and it could not be fetched from the Hugging Face Hub: {error}. "
             f"Check the name, the network, and `hf auth login` where access is restricted."
         ) from error
     return Path(found)

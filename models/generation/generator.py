@@ -10,13 +10,13 @@ import jax
 import jax.numpy as jnp
 from haliax import Axis
 
-from models.export_hf import ends_of_run, run_config, trained_model
-from models.hub import model_folder
+from models.hf_io.decoder_weights import read_decoder
+from models.hf_io.formats import read_hf_config
+from models.hf_io.hub import model_folder
+from models.hf_io.pretrained import end_tokens
+from models.hf_io.safetensors_folder import read_json
 from models.lm import LanguageModel, LmConfig
-from models.pretrained import end_tokens, pretrained_config, read_pretrained
-from models.qwen3_moe import Qwen3MoeConfig
-from models.run_state import ModelOfRun
-from models.safetensors_folder import read_json_fields
+from models.trained_run import ends_of_run, read_run_config, trained_model
 from stacked_remat.lora import merge_lora
 from stacked_remat.training import ConfigError, Tokenizer, cast_parameters, load_tokenizer, memory_bytes
 
@@ -131,10 +131,10 @@ def source_of_run(run_dir: Path, *, step: int | None = None, tokenizer: str | No
     if not (run_dir / "checkpoints").is_dir():
         hint = " It is a model in Hugging Face's format: use --model." if _is_model(run_dir) else ""
         raise FileNotFoundError(
-            f"{run_dir} is no run folder: it has no checkpoints/ in it. Name the one that models.train_lm "
+            f"{run_dir} is not a run folder: it has no checkpoints/ in it. Name the one that models.train_lm "
             f"wrote to (trainer.run_dir).{hint}"
         )
-    config = run_config(run_dir, step)
+    config = read_run_config(run_dir, step)
     found = load_tokenizer(config.data.tokenizer if tokenizer is None else tokenizer)
 
     def read() -> LanguageModel:
@@ -142,7 +142,7 @@ def source_of_run(run_dir: Path, *, step: int | None = None, tokenizer: str | No
         return cast_parameters(merge_lora(model, donate=True), config.model.compute_dtype)
 
     ends = frozenset(ends_of_run(config, found.end))
-    return GeneratorSource(config.model, ModelOfRun.of(config).vocab_size, found, ends, read)
+    return GeneratorSource(config.model, config.Vocab.size, found, ends, read)
 
 
 def source_of_folder(
@@ -161,7 +161,7 @@ def source_of_folder(
     root = model_folder(name)
     if not _is_model(root) and (root / "checkpoints").is_dir():
         raise FileNotFoundError(f"{root} has no config.json: it is a run folder. Use --checkpoint {root}.")
-    config, rows = pretrained_config(Qwen3MoeConfig(), root)
+    config, rows = read_hf_config(root)
     dtype = _saved_dtype(root) if dtype is None else dtype
     config = replace(config, compute_dtype=dtype)  # pyright: ignore[reportArgumentType]
     if tokenizer is None and not (root / "tokenizer.json").is_file():
@@ -171,7 +171,7 @@ def source_of_folder(
         )
     found = load_tokenizer(str(root) if tokenizer is None else tokenizer)
     ends = frozenset({found.end, *end_tokens(root, rows)})
-    read = functools.partial(read_pretrained, config, root, Axis("vocab", rows), remat=False, dtype=dtype)
+    read = functools.partial(read_decoder, root, config, Axis("vocab", rows), remat=False, dtype=dtype)
     return GeneratorSource(config, rows, found, ends, read)
 
 
@@ -180,7 +180,7 @@ def _is_model(root: Path) -> bool:
 
 
 def _saved_dtype(root: Path) -> Dtype:
-    fields = read_json_fields(root / "config.json")
+    fields = read_json(root / "config.json")
     return "bfloat16" if "bfloat16" in (fields.get("dtype"), fields.get("torch_dtype")) else "float32"
 
 

@@ -10,7 +10,7 @@ ATTENTION_NAMES = ("query", "key", "value", *_ATTENTION)
 EXPERTS_NAMES = ("router_probs", "router_choices", "router_gates", "expert_output")
 """What `checkpoint_name` calls the values inside a layer, in its two halves."""
 
-QWEN3_REMAT_PRESETS: Mapping[str, ScanCheckpointPolicy] = MappingProxyType(
+DECODER_REMAT_PRESETS: Mapping[str, ScanCheckpointPolicy] = MappingProxyType(
     {
         "attention_saved": ScanCheckpointPolicy(save_block_internals=_ATTENTION),
         "attention_offloaded": ScanCheckpointPolicy(offload_block_internals=_ATTENTION),

@@ -8,9 +8,9 @@ import jax
 from haliax import Axis, AxisSelector, NamedArray
 from jaxtyping import PRNGKeyArray
 
-from models.key_value_cache import SLOT_AXIS, KeyValueCache
-from models.qwen3_moe.config import Qwen3Architecture
-from models.qwen3_moe.layers import linear, rms_norm
+from models.generation.key_value_cache import SLOT_AXIS, KeyValueCache
+from models.transformer.config import DecoderConfig
+from models.transformer.layers import linear, rms_norm
 from stacked_remat import checkpoint_name
 from stacked_remat.ops import RotaryTable, apply_rotary, causal_attention, decode_attention
 from stacked_remat.training import POSITION_AXIS
@@ -30,10 +30,10 @@ class Attention(eqx.Module):
     q_norm: hnn.RmsNorm
     k_norm: hnn.RmsNorm
     window: int | None = eqx.field(static=True)
-    config: Qwen3Architecture = eqx.field(static=True)
+    config: DecoderConfig = eqx.field(static=True)
 
     @staticmethod
-    def init(config: Qwen3Architecture, window: int | None, *, key: PRNGKeyArray) -> "Attention":
+    def init(config: DecoderConfig, window: int | None, *, key: PRNGKeyArray) -> "Attention":
         """Makes the four projections from `key`; a query sees `window` positions, or with None all."""
         q_key, k_key, v_key, o_key = jax.random.split(key, 4)
         KeyHeads = (config.KVHeads, config.HeadDim)

@@ -12,12 +12,12 @@ from haliax import Axis, NamedArray
 from haliax.util import is_named_array
 from jaxtyping import Array, PRNGKeyArray
 
-from models.key_value_cache import KeyValueCache
+from models.generation.key_value_cache import KeyValueCache
 from models.lm import AuxiliaryLoss, LanguageModel, build_model, check_remat_levels, check_remat_names
-from models.qwen3_moe.attention import Attention
-from models.qwen3_moe.config import LayerKind, Qwen3Architecture, Qwen3MoeConfig
-from models.qwen3_moe.experts import RouterStatistics, SparseExperts, load_balance_loss
-from models.qwen3_moe.layers import SwiGlu, cast_floating, linear, rms_norm
+from models.transformer.attention import Attention
+from models.transformer.config import DecoderConfig, LayerKind, SparseDecoderConfig
+from models.transformer.experts import RouterStatistics, SparseExperts, load_balance_loss
+from models.transformer.layers import SwiGlu, cast_floating, linear, rms_norm
 from stacked_remat import ScanCheckpointSpec, Stacked
 from stacked_remat.lora import LoraLinear
 from stacked_remat.ops import RotaryTable, rotary_table
@@ -36,10 +36,10 @@ class DecoderLayer(eqx.Module):
     mlp: SparseExperts | SwiGlu
 
     @staticmethod
-    def init(config: Qwen3Architecture, kind: LayerKind, *, key: PRNGKeyArray) -> "DecoderLayer":
+    def init(config: DecoderConfig, kind: LayerKind, *, key: PRNGKeyArray) -> "DecoderLayer":
         """Makes one layer of this kind from `key`."""
         attention_key, mlp_key = jax.random.split(key)
-        if kind.sparse and isinstance(config, Qwen3MoeConfig):
+        if kind.sparse and isinstance(config, SparseDecoderConfig):
             mlp = SparseExperts.init(config, key=mlp_key)
         else:
             mlp = SwiGlu.init(config, config.Mlp, key=mlp_key)
@@ -94,7 +94,7 @@ class DecoderLayer(eqx.Module):
         return x + mixed, statistics
 
 
-class Qwen3Decoder(LanguageModel):
+class Decoder(LanguageModel):
     """A causal language model with the architecture of Qwen3 and Qwen3 MoE, such as Qwen3-30B-A3B.
 
     Tokens are `[..., position]`. With equal weights its logits are those of Hugging Face's
@@ -112,12 +112,12 @@ class Qwen3Decoder(LanguageModel):
     norm: hnn.RmsNorm
     head: hnn.Linear | None
     Vocab: Axis = eqx.field(static=True)
-    config: Qwen3Architecture = eqx.field(static=True)
+    config: DecoderConfig = eqx.field(static=True)
 
     @staticmethod
     def init(
-        config: Qwen3Architecture, Vocab: Axis, *, remat: ScanCheckpointSpec = True, key: PRNGKeyArray
-    ) -> "Qwen3Decoder":
+        config: DecoderConfig, Vocab: Axis, *, remat: ScanCheckpointSpec = True, key: PRNGKeyArray
+    ) -> "Decoder":
         """Makes a decoder in float32; `remat` is the policy of every stack of layers.
 
         Raises:
@@ -134,7 +134,7 @@ class Qwen3Decoder(LanguageModel):
         check_remat_names(config, stacks[0].remat)
         check_remat_levels(stacks[0].remat, [Layers.size for _, Layers in config.stacks])
         tied = config.tie_word_embeddings
-        return Qwen3Decoder(
+        return Decoder(
             embedding=hnn.Embedding(weight, Vocab, config.Embed),
             stacks=tuple(stacks),
             norm=rms_norm(config, config.Embed),
@@ -178,7 +178,7 @@ class Qwen3Decoder(LanguageModel):
     ) -> tuple[NamedArray, AuxiliaryLoss]:
         """Maps tokens `[..., position]` to hidden states, with the auxiliary losses of the routers."""
         hidden, statistics = self.layer_states(tokens, documents=documents, positions=positions)
-        if statistics is None or not isinstance(self.config, Qwen3MoeConfig):
+        if statistics is None or not isinstance(self.config, SparseDecoderConfig):
             return hidden, AuxiliaryLoss(jnp.zeros(()), {})
         return hidden, router_losses(statistics, self.config)
 
@@ -244,7 +244,7 @@ def _one_after_the_other(found: list[RouterStatistics]) -> RouterStatistics | No
     return jax.tree.map(lambda *some: hax.concatenate(Layers, some), *found, is_leaf=is_named_array)
 
 
-def router_losses(statistics: RouterStatistics, config: Qwen3MoeConfig) -> AuxiliaryLoss:
+def router_losses(statistics: RouterStatistics, config: SparseDecoderConfig) -> AuxiliaryLoss:
     """The weighted losses of the routers; `ExpertsConfig.load_balance_loss` has two ways to balance."""
 
     def balance(load: NamedArray, importance: NamedArray) -> Array:
@@ -269,6 +269,6 @@ def router_losses(statistics: RouterStatistics, config: Qwen3MoeConfig) -> Auxil
 
 @build_model.register
 def _build(
-    config: Qwen3Architecture, Vocab: Axis, *, remat: ScanCheckpointSpec, key: PRNGKeyArray
+    config: DecoderConfig, Vocab: Axis, *, remat: ScanCheckpointSpec, key: PRNGKeyArray
 ) -> LanguageModel:
-    return Qwen3Decoder.init(config, Vocab, remat=remat, key=key)
+    return Decoder.init(config, Vocab, remat=remat, key=key)

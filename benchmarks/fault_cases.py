@@ -388,7 +388,7 @@ _FOLDERS = [
         _mounted_below_a_result,
         "/checkpoints/150/mine",
     ),
-    Case("no run to generate from", _generate("--checkpoint", "{own}", "--prompt", "a"), "is not a run folder"),
+    Case("no run to generate from", _generate("--checkpoint", "{own}", "--prompt", "a"), "not a run folder"),
     Case("no model to generate from", _generate("--model", "{own}/none", "--prompt", "a"), "none"),
     Case("no run to export", _export("--run_dir", "{own}", "--out", "{own}/out"), "No checkpoint in"),
     Case("an export onto something", _export("--run_dir", "{root}/whole", "--out", "{root}/whole"), "whole"),

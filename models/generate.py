@@ -1,11 +1,11 @@
-"""Continues prompts with what a run trained, or with a model of Hugging Face's format.
+"""Continues prompts with what a run trained, or with a model in Hugging Face's format.
 
     python -m models.generate --checkpoint runs/mine --prompt "Once upon a time"
     python -m models.generate --model exported --chat --prompt "Who are you?" --temperature 0
 
 The first reads the latest checkpoint of a run folder of `models.train_lm`, its adapters included; the second
-a folder such as `models.export_hf` writes, or a name on the Hugging Face Hub. All prompts are continued side
-by side, and text is shown as it comes, that of the first prompt first.
+a folder such as `models.export_hf` writes, or a name on the Hugging Face Hub. Prompts are continued as one
+batch, and the text of the first is streamed, then that of the others.
 """
 
 import argparse
@@ -50,7 +50,7 @@ def _generate(arguments: Sequence[str], console: Console) -> int:
     source = _source(options)
     name = options.tokenizer or options.model or f"of the run {options.checkpoint}"
     prompts, stops = _encoded(source.tokenizer, name, texts, chat=options.chat)
-    source.check_room(len(prompts), max(map(len, prompts)) + options.max_new_tokens)
+    source.check_memory(len(prompts), max(map(len, prompts)) + options.max_new_tokens)
     generator = source.generator()
     pieces = generate_text(
         generator,
@@ -62,13 +62,10 @@ def _generate(arguments: Sequence[str], console: Console) -> int:
     )
     try:
         _show(_writer(console, raw=options.raw), texts, in_order(pieces, len(texts)), chat=options.chat)
-    except KeyboardInterrupt:  # enough was seen
+    except KeyboardInterrupt:
         console.out("")
-        return _INTERRUPTED
+        return 130
     return 0
-
-
-_INTERRUPTED = 130
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -100,7 +97,7 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--raw",
         action="store_true",
-        help="write texts as they are, for pipes and files; otherwise control characters are spelt out",
+        help="write texts unchanged, for pipes and files; otherwise control characters are escaped",
     )
     add("--seed", type=int, default=0, help="of the random numbers (default 0)")
     return parser
@@ -152,14 +149,14 @@ def _prompts(options: argparse.Namespace) -> list[str]:
 def _encoded(
     tokenizer: Tokenizer, name: str, texts: Sequence[str], *, chat: bool
 ) -> tuple[list[Tokens], tuple[Stop, ...]]:
-    """The tokens of the prompts, and what ends a continuation beside the ends of texts."""
+    """The tokens of the prompts, and further sequences of tokens that end a continuation."""
     if chat:
         try:
             return [chat_prompt(tokenizer, text) for text in texts], (end_of_turn(tokenizer),)
         except ChatTemplateError as error:
             raise ConfigError(
                 f"The chat template of the tokenizer {name} does not take a user's message and an answer: "
-                f"{error}. Mend it (chat_template.jinja, or `chat_template` in tokenizer_config.json), or "
+                f"{error}. Correct it (chat_template.jinja, or `chat_template` in tokenizer_config.json), or "
                 f"leave --chat out and write the prompt as the model expects it."
             ) from error
     prompts = [tokenizer.encode_beginning(text) for text in texts]
@@ -171,7 +168,7 @@ def _encoded(
 
 
 def _writer(console: Console, *, raw: bool) -> Callable[[str, str], None]:
-    """A function that writes a text in a style: for a terminal as text alone, or `raw` to the last byte."""
+    """A function that writes a text in a style: printable for a terminal, or `raw` and unchanged."""
 
     def write(text: str, style: str) -> None:
         safe = encodable(printable(text), console)

@@ -21,6 +21,7 @@ from stacked_remat.lora import merge_lora
 from stacked_remat.training import ConfigError, Tokenizer, cast_parameters, load_tokenizer, memory_bytes
 
 Dtype = Literal["float32", "bfloat16"]
+_MOST_POSITIONS = 2**31 - 1  # positions are 32-bit numbers
 
 
 @dataclass(frozen=True)
@@ -37,13 +38,10 @@ class Generator:
     tokenizer: Tokenizer
     ends: frozenset[int]
 
-    def __post_init__(self) -> None:
-        _check_tokenizer(self.tokenizer, self.model.Vocab.size)
-
 
 @dataclass(frozen=True)
 class GeneratorSource:
-    """A model that is to continue text, before its weights are read.
+    """A model that continues text, before its weights are read.
 
     Attributes:
         config: its architecture.
@@ -60,10 +58,14 @@ class GeneratorSource:
     read: Callable[[], LanguageModel]
 
     def __post_init__(self) -> None:
-        _check_tokenizer(self.tokenizer, self.vocab_size)
+        if self.tokenizer.vocab_size > self.vocab_size:
+            raise ConfigError(
+                f"The tokenizer has {self.tokenizer.vocab_size} tokens, and the model's embedding "
+                f"{self.vocab_size} rows. Name the model's own with --tokenizer."
+            )
 
-    def check_room(self, rows: int, slots: int) -> None:
-        """Refuses to continue more or longer sequences than the memory of the device holds.
+    def check_memory(self, rows: int, slots: int) -> None:
+        """Refuses more or longer sequences than the memory of the device holds.
 
         Args:
             rows: sequences.
@@ -74,51 +76,32 @@ class GeneratorSource:
         """
         weights = self.config.num_weights(self.vocab_size) * jnp.dtype(self.config.compute_dtype).itemsize
         cache, memory = self.config.cache_bytes(rows, slots), memory_bytes(jax.local_devices()[0])
-        if slots > _MOST_POSITIONS or (memory is not None and weights + cache > memory):
-            has = "" if memory is None else f" This device has {_size(memory)}."
-            if memory is not None and weights > memory:
-                raise ConfigError(
-                    f"The weights take {_size(weights)} in {self.config.compute_dtype}, and this device has "
-                    f"{_size(memory)}. Use a larger device or a smaller model; bfloat16 weights (--dtype, or "
-                    f"model.compute_dtype of the run) take half of what float32 ones do."
-                )
+        if memory is not None and weights > memory:
             raise ConfigError(
-                f"{rows} x {slots} tokens take {_size(cache)} for their keys and values, beside "
-                f"{_size(weights)} of weights.{has} Lower --max_new_tokens, or continue fewer or "
+                f"The weights take {_mebibytes(weights)} in {self.config.compute_dtype}, and this device has "
+                f"{_mebibytes(memory)}. Use a larger device or a smaller model; bfloat16 weights (--dtype, "
+                f"or model.compute_dtype of the run) take half of what float32 ones do."
+            )
+        if slots > _MOST_POSITIONS or (memory is not None and weights + cache > memory):
+            has = "" if memory is None else f" This device has {_mebibytes(memory)}."
+            raise ConfigError(
+                f"{rows} x {slots} tokens take {_mebibytes(cache)} for their keys and values, beside "
+                f"{_mebibytes(weights)} of weights.{has} Lower --max_new_tokens, or continue fewer or "
                 f"shorter prompts at once."
             )
 
     def generator(self) -> Generator:
-        """The model with its weights; raises what `generator_of_run` and `generator_of_folder` do."""
+        """Reads the weights.
+
+        Raises:
+            CheckpointMismatchError: the checkpoint is of another model than its config says.
+            FileNotFoundError, WeightsError: weights are missing, damaged, or of another model.
+        """
         return Generator(self.read(), self.tokenizer, self.ends)
 
 
-def generator_of_run(run_dir: Path, *, step: int | None = None, tokenizer: str | None = None) -> Generator:
-    """What a run trained, adapters merged as `models.export_hf` merges them; takes what `source_of_run` does.
-
-    Raises:
-        FileNotFoundError: there is no such run or checkpoint.
-        CheckpointMismatchError: it is of another model than its config says.
-        DataError, ConfigError: there is no such tokenizer, or it is not the model's; the config of the run
-            can't be read.
-        WeightsError: what the folder that training began with says of its end tokens can't be read.
-    """
-    return source_of_run(run_dir, step=step, tokenizer=tokenizer).generator()
-
-
-def generator_of_folder(name: str, *, dtype: Dtype | None = None, tokenizer: str | None = None) -> Generator:
-    """A model in Hugging Face's format; takes what `source_of_folder` does.
-
-    Raises:
-        FileNotFoundError: there is no such folder, or weights are missing.
-        WeightsError: they are not of a model that is known here, or a file is damaged.
-        DataError, ConfigError: there is no such tokenizer, or it is not the model's.
-    """
-    return source_of_folder(name, dtype=dtype, tokenizer=tokenizer).generator()
-
-
 def source_of_run(run_dir: Path, *, step: int | None = None, tokenizer: str | None = None) -> GeneratorSource:
-    """What a run trained.
+    """What a run trained, adapters merged as `models.export_hf` merges them.
 
     Args:
         run_dir: the run folder.
@@ -126,7 +109,10 @@ def source_of_run(run_dir: Path, *, step: int | None = None, tokenizer: str | No
         tokenizer: another than the run's config names.
 
     Raises:
-        As `generator_of_run`, but for what is wrong with the weights.
+        FileNotFoundError: there is no such run or checkpoint.
+        DataError, ConfigError: there is no such tokenizer, or it is not the model's; the config of the run
+            can't be read.
+        WeightsError: the folder that training began with names end tokens that can't be read.
     """
     if not (run_dir / "checkpoints").is_dir():
         hint = " It is a model in Hugging Face's format: use --model." if _is_model(run_dir) else ""
@@ -156,14 +142,18 @@ def source_of_folder(
         tokenizer: another than the folder's.
 
     Raises:
-        As `generator_of_folder`, but for what is wrong with the weights.
+        FileNotFoundError: there is no such folder.
+        WeightsError: the model is of an unknown architecture, or a file is damaged.
+        DataError, ConfigError: there is no such tokenizer, or it is not the model's.
     """
     root = model_folder(name)
     if not _is_model(root) and (root / "checkpoints").is_dir():
         raise FileNotFoundError(f"{root} has no config.json: it is a run folder. Use --checkpoint {root}.")
     config, rows = read_hf_config(root)
-    dtype = _saved_dtype(root) if dtype is None else dtype
-    config = replace(config, compute_dtype=dtype)  # pyright: ignore[reportArgumentType]
+    if dtype is None:
+        fields = read_json(root / "config.json")
+        dtype = "bfloat16" if "bfloat16" in (fields.get("dtype"), fields.get("torch_dtype")) else "float32"
+    config = replace(config, compute_dtype=dtype)
     if tokenizer is None and not (root / "tokenizer.json").is_file():
         raise FileNotFoundError(
             f"There is no tokenizer.json in {root}. Name a tokenizer with --tokenizer: a folder, a file, a "
@@ -179,21 +169,5 @@ def _is_model(root: Path) -> bool:
     return (root / "config.json").is_file()
 
 
-def _saved_dtype(root: Path) -> Dtype:
-    fields = read_json(root / "config.json")
-    return "bfloat16" if "bfloat16" in (fields.get("dtype"), fields.get("torch_dtype")) else "float32"
-
-
-def _check_tokenizer(tokenizer: Tokenizer, rows: int) -> None:
-    if tokenizer.vocab_size > rows:
-        raise ConfigError(
-            f"The tokenizer has {tokenizer.vocab_size} tokens, and the model's embedding {rows} rows. Name "
-            f"the model's own with --tokenizer."
-        )
-
-
-def _size(num_bytes: int) -> str:
-    return f"{num_bytes >> 20:,} MiB"  # whole numbers of any size
-
-
-_MOST_POSITIONS = 2**31 - 1  # positions are 32-bit numbers
+def _mebibytes(num_bytes: int) -> str:
+    return f"{num_bytes >> 20:,} MiB"  # exact for integers of any size

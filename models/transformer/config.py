@@ -18,10 +18,10 @@ from stacked_remat.training import RematPresets
 
 @dataclass(frozen=True)
 class LayerKind:
-    """What one layer may have that another has not; layers of equal kind in a row make one stack.
+    """How layers of a decoder may differ; consecutive layers of equal kind form one stack.
 
     Attributes:
-        sparse: whether its feed-forward half is a router with experts, or one MLP.
+        sparse: whether its feed-forward half is a router with experts rather than one MLP.
         window: how many positions its attention sees; None for all.
     """
 
@@ -31,14 +31,14 @@ class LayerKind:
 
 @dataclass(frozen=True)
 class AttentionConfig:
-    """What all heads of a layer share.
+    """Settings of attention.
 
     Attributes:
         head_dim: width of a head; `hidden_dim / num_heads` if not given.
         bias: whether the four projections have biases.
-        window: how many positions a query sees, itself included; null for all before it.
+        window: how many positions a query sees, itself included; null for all up to itself.
         windowed_layers: numbers of the layers that obey `window`; null for all of them.
-        backend: kernel: `auto`, or one of `stacked_remat.ops.causal_attention` by name.
+        backend: the kernel: `auto`, or a name that `stacked_remat.ops.causal_attention` takes.
     """
 
     head_dim: int | None = None
@@ -48,29 +48,27 @@ class AttentionConfig:
     backend: Literal["auto", "cudnn", "splash", "blockwise", "exact"] = "auto"
 
     def __post_init__(self) -> None:
-        kernels = get_args(get_type_hints(AttentionConfig)["backend"])
-        if self.backend not in kernels:
-            raise ValueError(f"model.attention.backend is {self.backend!r}; there are {', '.join(kernels)}.")
+        _require_choice("model.attention", self, "backend")
         if self.window is not None and self.window < 1:
             raise ValueError(
-                f"model.attention.window is a number of positions and at least 1, got {self.window}; null "
-                f"lets every position see all before it."
+                f"model.attention.window must be at least 1 position, got {self.window}; null lets every "
+                f"position see all before it."
             )
         if self.windowed_layers is not None and self.window is None:
             raise ValueError(
-                "model.attention.windowed_layers says which layers obey model.attention.window, which is not "
-                "given. Give the window, or leave both out."
+                "model.attention.windowed_layers has no effect without model.attention.window. Give the "
+                "window, or leave both out."
             )
 
 
 @dataclass(frozen=True)
 class RotaryConfig:
-    """How positions turn queries and keys.
+    """The rotary position embedding.
 
     Attributes:
         theta: base of the wavelengths.
-        scaling: how they are stretched for longer contexts, as Hugging Face's `rope_scaling` says it, such as
-            `{rope_type: yarn, factor: 4.0, original_max_position_embeddings: 32768}`; null for not at all.
+        scaling: how they are stretched for longer contexts, as in Hugging Face's `rope_scaling`, such as
+            `{rope_type: yarn, factor: 4.0, original_max_position_embeddings: 32768}`; null for none.
         max_position_embeddings: the longest context that the weights are meant for, as exported configs say.
     """
 
@@ -86,20 +84,20 @@ class RotaryConfig:
 
 @dataclass(frozen=True)
 class ExpertsConfig:
-    """The feed-forward half of a layer: a router that sends every token to a few experts.
+    """A router that sends every token to a few experts.
 
     Attributes:
         num_experts: experts in a layer.
         experts_per_token: how many of them each token visits.
         intermediate_dim: inner width of one expert.
         norm_topk_prob: whether the weights of the chosen experts are rescaled to sum to one.
-        load_balance_weight: weight in the training loss of the load-balance loss; null for what the folder of
-            `initialize_from_hf` calls `router_aux_loss_coef`, and for 0.001 without a folder.
+        load_balance_weight: weight in the training loss of the load-balance loss; null for the
+            `router_aux_loss_coef` of the folder of `initialize_from_hf`, and for 0.001 without a folder.
         z_loss_weight: the same for the router's z-loss, which keeps its logits small; the mean over layers.
         dense_layers: numbers of the layers that have one MLP of `model.mlp_dim` in place of experts.
-        load_balance_loss: `per_layer` for the mean of each layer's load-balance loss, which asks every layer
-            to be even; `pooled` for that of loads and probabilities averaged over layers first, which is what
-            Hugging Face's transformers adds and lets layers that differ make up for each other.
+        load_balance_loss: `per_layer` for the mean of each layer's load-balance loss, which makes every layer
+            even; `pooled` for the loss of loads and probabilities averaged over layers, as in Hugging Face's
+            transformers, in which layers may make up for each other.
     """
 
     num_experts: int = 8
@@ -121,8 +119,7 @@ class ExpertsConfig:
         if self.experts_per_token > self.num_experts:
             raise ValueError(
                 f"model.experts.experts_per_token = {self.experts_per_token} is more than "
-                f"model.experts.num_experts = {self.num_experts}: a token can't visit more experts than "
-                f"there are. Lower the one or raise the other."
+                f"model.experts.num_experts = {self.num_experts}. Lower the one or raise the other."
             )
         for name in ("load_balance_weight", "z_loss_weight"):
             weight = getattr(self, name)
@@ -131,15 +128,11 @@ class ExpertsConfig:
                     f"model.experts.{name} must not be negative or infinite, got {weight}; 0 turns the loss "
                     f"off."
                 )
-        if self.load_balance_loss not in ("per_layer", "pooled"):
-            raise ValueError(
-                f"model.experts.load_balance_loss = {self.load_balance_loss!r} is not one of 'per_layer', "
-                f"'pooled'."
-            )
+        _require_choice("model.experts", self, "load_balance_loss")
 
     @property
     def load_balance_weight_used(self) -> float:
-        """The weight, where nothing is said the usual one."""
+        """The weight, or its default."""
         return 0.001 if self.load_balance_weight is None else self.load_balance_weight
 
 
@@ -189,10 +182,7 @@ class DecoderConfig(LmConfig):
         )
         self._check_heads()
         _require_layers("model.attention.windowed_layers", self.attention.windowed_layers, self.num_layers)
-        if self.compute_dtype not in ("float32", "bfloat16"):
-            raise ValueError(
-                f"model.compute_dtype = {self.compute_dtype!r} is not one of 'float32', 'bfloat16'."
-            )
+        _require_choice("model", self, "compute_dtype")
 
     def _check_heads(self) -> None:
         if self.num_heads % self.num_kv_heads:
@@ -241,11 +231,11 @@ class DecoderConfig(LmConfig):
 
     @property
     def sparse(self) -> ExpertsConfig | None:
-        """The experts of the layers that have some; None where no layer has."""
+        """The experts of the layers that have some; None if no layer has."""
         return None
 
     def kind_of(self, layer: int) -> LayerKind:
-        """What the layer of this number is like."""
+        """The kind of one layer."""
         windowed = self.attention.windowed_layers
         return LayerKind(
             sparse=self.sparse is not None and layer not in self.sparse.dense_layers,
@@ -256,7 +246,7 @@ class DecoderConfig(LmConfig):
     def stacks(self) -> tuple[tuple[LayerKind, Axis], ...]:
         """The kind and the `Layers` axis of every stack in order: a stack ends where the kind changes."""
         named = {*(self.attention.windowed_layers or ()), *(self.sparse.dense_layers if self.sparse else ())}
-        # The only layers whose kind may be another than that of the layer before.
+        # The only layers whose kind may differ from the layer before.
         firsts = sorted({0, *named, *(layer + 1 for layer in named)} - {self.num_layers})
         runs = [(kind, next(run)) for kind, run in itertools.groupby(firsts, self.kind_of)]
         ends = [first for _, first in runs[1:]] + [self.num_layers]
@@ -302,7 +292,7 @@ class SparseDecoderConfig(DecoderConfig):
 
     @property
     def remat_names(self) -> tuple[str, ...]:
-        """What there is to save: nothing of experts where all layers are dense."""
+        """The names inside its layers: those of experts only if a layer has some."""
         has_experts = len(self.experts.dense_layers) < self.num_layers
         return (*ATTENTION_NAMES, *EXPERTS_NAMES) if has_experts else ATTENTION_NAMES
 
@@ -337,6 +327,12 @@ draccus.decode.register(RotaryScaling, _decode_scaling)
 draccus.encode.register(RotaryScaling, lambda scaling, *_: rotary_to_hf(scaling))
 
 
+def _require_choice(where: str, config: object, name: str) -> None:
+    valid, value = get_args(get_type_hints(type(config))[name]), getattr(config, name)
+    if value not in valid:
+        raise ValueError(f"{where}.{name} = {value!r} is not one of {', '.join(map(repr, valid))}.")
+
+
 def _require_positive(where: str, **values: float) -> None:
     for name, value in values.items():
         if value <= 0:
@@ -349,6 +345,6 @@ def _require_layers(where: str, layers: tuple[int, ...] | None, num_layers: int)
     strange = [layer for layer in layers if not 0 <= layer < num_layers]
     if strange or list(layers) != sorted(set(layers)):
         raise ValueError(
-            f"{where} = {list(layers)} must be numbers of layers from 0 to {num_layers - 1}, each once and "
-            f"in order" + (f"; there is no layer {strange[0]}." if strange else ".")
+            f"{where} = {list(layers)} must be numbers of layers from 0 to {num_layers - 1}, in increasing "
+            f"order" + (f"; there is no layer {strange[0]}." if strange else ".")
         )

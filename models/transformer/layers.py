@@ -1,4 +1,4 @@
-"""The parts of a Qwen3 layer: linear maps, RMS norms, the gated MLP, and the cast to the compute dtype."""
+"""The parts of a decoder layer: linear maps, RMS norms, the gated MLP, and the cast to the compute dtype."""
 
 from typing import TypeVar
 
@@ -24,12 +24,12 @@ def linear(
 
 
 def rms_norm(config: DecoderConfig, Over: AxisSpec) -> hnn.RmsNorm:
-    """An RMS norm over `Over` with a weight and no bias, computed in float32 whatever comes in."""
+    """An RMS norm over `Over` with a weight and no bias, always computed in float32."""
     return hnn.RmsNorm.init(Over, eps=config.rms_norm_eps, use_bias=False, dtype=jnp.float32)
 
 
 class SwiGlu(eqx.Module):
-    """A gated MLP, `down(silu(gate(x)) * up(x))` (Shazeer 2020): that of a dense layer, or one expert."""
+    """A gated MLP, `down(silu(gate(x)) * up(x))` (Shazeer 2020), of a dense layer or of one expert."""
 
     gate_proj: hnn.Linear
     up_proj: hnn.Linear
@@ -48,7 +48,7 @@ class SwiGlu(eqx.Module):
     def __call__(
         self, x: NamedArray, gate: NamedArray | None = None, gated: NamedArray | None = None
     ) -> NamedArray:
-        """Maps `[..., Embed]` to `[..., Embed]`, times `gate` if given; `gated` is `gate_proj(x)` if at hand.
+        """Maps `[..., Embed]` to `[..., Embed]`, times `gate` if given; `gated` is `gate_proj(x)` if known.
 
         `gate` is applied before the last map, so that its gradient does not need that map's output.
         """
@@ -57,5 +57,5 @@ class SwiGlu(eqx.Module):
 
 
 def cast_floating(tree: T, dtype: DTypeLike) -> T:
-    """Casts the floating-point arrays of `tree` to `dtype` and leaves everything else as it is."""
+    """Casts the floating-point arrays of `tree` to `dtype` and leaves everything else unchanged."""
     return jax.tree.map(lambda leaf: leaf.astype(dtype) if eqx.is_inexact_array(leaf) else leaf, tree)

@@ -15,15 +15,15 @@ from rich.console import Console
 from safetensors.numpy import load_file, save_file
 
 from models.export_hf import generation_files, main as export_hf
-from models.generation.generator import generator_of_run
+from models.generation.generator import source_of_run
 from models.hf_io.adapters import load_adapters
 from models.hf_io.decoder_weights import read_decoder, write_decoder
 from models.hf_io.formats import read_hf_config
 from models.hf_io.safetensors_folder import WeightsError
 from models.qwen3_moe import Qwen3MoeConfig
 from models.run_config import LmRunConfig
-from models.trained_run import trained_model
 from models.train_lm import main as train_lm
+from models.trained_run import trained_model
 from models.transformer.decoder import Decoder
 from stacked_remat.lora import merge_lora
 from stacked_remat.training import ConfigError, parse_config
@@ -137,7 +137,7 @@ def test_adapters_are_merged_or_written_alone(workplace, adapted):
     assert export("--run_dir", adapted, "--out", workplace / "merged")[0] == 0
     merged = read_decoder(workplace / "merged", config.model, Vocab)
     np.testing.assert_array_equal(logits(merged), logits(merge_lora(model)))
-    found = generator_of_run(adapted)
+    found = source_of_run(adapted).generator()
     np.testing.assert_array_equal(logits(found.model), logits(merged))
     assert found.ends == {256, 7}
     assert export("--run_dir", adapted, "--out", workplace / "alone", "--adapters")[0] == 0
@@ -180,7 +180,7 @@ def test_adapters_go_on_with_the_weights_that_they_began_with_and_no_others(work
     [
         (("--model.hidden_dim", "32"), "model.hidden_dim: 32 in the config, 16 in the folder"),
         (("--vocab_size", "300"), "vocab_size: 300 in the config, 260 in the folder"),
-        (("--initialize_from_hf", "nowhere"), "no folder nowhere, and it is no name on the"),
+        (("--initialize_from_hf", "nowhere"), "no folder nowhere, and it is not a name on the"),
         (("--use_hf_model_config", "true", "--vocab_size", "20"), "vocab_size: 20 in the config"),
         (
             ("--use_hf_model_config", "true", "--model.attention.bias", "true"),

@@ -14,7 +14,7 @@ from rich.console import Console
 import models.generate as command
 from models.export_hf import main as export_hf
 from models.generate import main
-from models.generation.generator import generator_of_folder, source_of_folder
+from models.generation.generator import source_of_folder
 from models.generation.text_generation import Piece
 from models.hf_io.decoder_weights import write_decoder
 from models.hf_io.safetensors_folder import SafetensorsFolder, WeightsError
@@ -184,17 +184,17 @@ def spoken(tmp_path_factory):
 
 def test_a_folder_says_its_dtype_its_tokenizer_and_its_ends(spoken):
     (spoken / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 9]}))
-    found = generator_of_folder(str(spoken))
+    found = source_of_folder(str(spoken)).generator()
     assert {leaf.dtype for leaf in jax.tree.leaves(found.model)} == {jnp.dtype("bfloat16")}
     assert isinstance(found.model, Decoder) and found.model.config.compute_dtype == "bfloat16"
     assert found.ends == {7, 9, found.tokenizer.end}
     (spoken / "generation_config.json").write_text(json.dumps({"eos_token_id": 7}))
-    wide = generator_of_folder(str(spoken), dtype="float32")
+    wide = source_of_folder(str(spoken), dtype="float32").generator()
     assert {leaf.dtype for leaf in jax.tree.leaves(wide.model)} == {jnp.dtype("float32")}
     assert isinstance(wide.model, Decoder) and wide.model.config.compute_dtype == "float32"
     assert wide.ends == {7, found.tokenizer.end}
     (spoken / "generation_config.json").unlink()
-    assert generator_of_folder(str(spoken)).ends == {found.tokenizer.end}
+    assert source_of_folder(str(spoken)).ends == {found.tokenizer.end}
     status, shown = generate("--model", spoken, "--chat", "--prompt", "hello", "--max_new_tokens", 3)
     assert status == 0 and shown.startswith("hello\n")
 
@@ -258,7 +258,7 @@ def test_damaged_generation_configs_are_named(described, content):
         (("--checkpoint", "{run}", "--dtype", "float32", "--prompt", "a"), "--dtype has no effect with"),
         (("--checkpoint", "{run}", "--tokenizer", "no/../such", "--prompt", "a"), "'no/../such' is neither"),
         (("--checkpoint", "{run}", "--prompts", "nowhere.txt"), "Can't read --prompts nowhere.txt"),
-        (("--checkpoint", "{run}", "--prompt", "a", "--top_p", "2"), "--top_p is a probability above 0"),
+        (("--checkpoint", "{run}", "--prompt", "a", "--top_p", "2"), "--top_p must be above 0"),
         (("--checkpoint", "{run}", "--prompt", "a", "--max_new_tokens", "0"), "--max_new_tokens must be"),
         (("--checkpoint", "{run}", "--prompt", "a", "--top_k", "1099511627776"), "at most 2147483647; got"),
         (("--checkpoint", "{run}", "--prompt", "a", "--seed", "9223372036854775808"), "--seed must be from"),
@@ -273,7 +273,7 @@ def test_damaged_generation_configs_are_named(described, content):
         (("--model", "{untemplated}", "--chat", "--prompt", "a"), "no chat template"),
         (
             ("--model", "{refusing}", "--chat", "--prompt", "a"),
-            "refusing does not take a user's message and an answer: never. Mend it (chat_template.jinja",
+            "refusing does not take a user's message and an answer: never. Correct it (chat_template.jinja",
         ),
     ],
 )

@@ -13,8 +13,8 @@ from safetensors.numpy import load_file, save_file
 from models.hf_io.adapters import load_adapters, save_adapters
 from models.lm import build_model, next_token_loss
 from models.lora import with_adapters
-from models.run_config import LmRunConfig
 from models.qwen3_moe import Qwen3Config, Qwen3MoeConfig
+from models.run_config import LmRunConfig
 from models.step_memory import StepMemory
 from models.transformer.config import ExpertsConfig
 from stacked_remat.lora import LoraConfig, LoraLinear, apply_lora, lora_linears, merge_lora
@@ -171,7 +171,8 @@ def test_adapters_of_a_head_make_logits(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("module", "missing"), [("embed_tokens", "the embedding is not a linear map"), ("lm_head", "no head of its own")]
+    ("module", "missing"),
+    [("embed_tokens", "the embedding is not a linear map"), ("lm_head", "no head of its own")],
 )
 def test_files_with_adapters_of_what_can_have_none_say_what_is_missing(tmp_path, module, missing):
     tied = adapted_model(config=dataclasses.replace(CONFIG, tie_word_embeddings=True))

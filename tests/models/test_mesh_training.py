@@ -12,8 +12,8 @@ import pytest
 from haliax import Axis
 
 from models.lm import build_model, next_token_loss
-from models.run_config import LmRunConfig
 from models.qwen3_moe import Qwen3Config, Qwen3MoeConfig
+from models.run_config import LmRunConfig
 from models.step_memory import StepMemory
 from models.transformer.config import ExpertsConfig
 from stacked_remat import ScanCheckpointPolicy

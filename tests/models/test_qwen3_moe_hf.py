@@ -145,9 +145,7 @@ def test_all_that_differs_is_named_and_nothing_is_read(decoder, folder, monkeypa
     assert "4 differ" in lines[0]
     assert "  unknown: model.layers.9.strange [2, 3]" in lines
     (down,) = (line for line in lines if "down_proj" in line)
-    assert down == (
-        "  mismatched: model.layers.0.mlp.down_proj.weight is [8, 6], expected [8, 5]"
-    )
+    assert down == ("  mismatched: model.layers.0.mlp.down_proj.weight is [8, 6], expected [8, 5]")
 
 
 def test_missing_tensors_are_named(folder):

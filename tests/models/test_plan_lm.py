@@ -8,6 +8,7 @@ from rich.console import Console
 import models.plan_lm as plan_lm
 from models.plan_lm import POLICIES, PlanLmConfig, compared, main, policy_table, step_reports
 from models.qwen3_moe import Qwen3Config
+from models.step_memory import StepMemory
 from stacked_remat import ScanCheckpointPolicy
 from stacked_remat._policy import _ALIASES, resolve_policy
 from stacked_remat.training import DataConfig, MeshConfig, TrainerConfig, remat_policy
@@ -58,7 +59,8 @@ def test_there_is_a_row_for_every_alias():
     assert {resolve_policy(alias) for alias in _ALIASES} <= set(rows)
 
 
-def test_the_command_prints_the_table(monkeypatch, tmp_path):
+def test_the_command_prints_the_table(monkeypatch, tmp_path, reports):
+    monkeypatch.setattr(StepMemory, "report", lambda self, remat: reports["True"])
     monkeypatch.setattr(plan_lm, "POLICIES", {"True": True})
     monkeypatch.setattr(Qwen3Config, "remat_presets", {"kept": ScanCheckpointPolicy(disable=True)})
     console = Console(file=io.StringIO(), width=200)
@@ -75,12 +77,12 @@ def test_the_command_prints_the_table(monkeypatch, tmp_path):
 
 
 @pytest.mark.deep
-def test_what_the_model_names_itself_is_compared_too():
+def test_what_the_model_names_itself_is_compared_too(reports):
     policies = compared(CONFIG)
     assert list(policies) == [*POLICIES, *CONFIG.model.remat_presets]
     named = dataclasses.replace(CONFIG, remat="attention_saved")
     (name, found), *_ = step_reports(named, {"attention_saved": policies["attention_saved"]})
-    (_, plain), *_ = step_reports(CONFIG, {"True": True})
+    plain = reports["True"]
     assert found.temporaries > plain.temporaries and found.flops.matmul < plain.flops.matmul
     console = Console(file=io.StringIO(), width=200)
     console.print(policy_table(named, {name: found}))

@@ -1,3 +1,4 @@
+import collections
 import dataclasses
 import functools
 
@@ -18,6 +19,8 @@ from stacked_remat import ScanCheckpointPolicy
 from stacked_remat.ops import rotary_table
 from stacked_remat.training import TokenBatch
 
+from ..jaxprs import equations_of
+
 Vocab, Batch, Pos, Layers = Axis("vocab", 19), Axis("batch", 2), Axis("position", 5), Axis("layers", 3)
 CONFIG = Qwen3MoeConfig(
     hidden_dim=16, num_layers=3, num_heads=4, num_kv_heads=2, experts=ExpertsConfig(3, 2, 6)
@@ -26,7 +29,15 @@ CONFIG = Qwen3MoeConfig(
 
 @functools.cache
 def make(config=CONFIG) -> Decoder:
-    return Decoder.init(config, Vocab, key=jax.random.key(0))
+    """Random weights; norms are ones."""
+    shapes = eqx.filter_eval_shape(Decoder.init, config, Vocab, key=jax.random.key(0))
+    rng = np.random.default_rng(0)
+
+    def value(path, leaf):
+        norm = "norm" in jax.tree_util.keystr(path)
+        return jnp.asarray(np.ones(leaf.shape) if norm else 0.02 * rng.normal(size=leaf.shape), leaf.dtype)
+
+    return jax.tree_util.tree_map_with_path(value, shapes)
 
 
 def with_policy(model, policy):
@@ -167,7 +178,8 @@ def test_layers_of_several_kinds_are_stacks_that_follow_one_another():
         x, found = layer(x, rotary, None)
         loads += [] if found is None else [found.load.array]
     np.testing.assert_allclose(from_scan.array, model.norm(x).array, atol=1e-5)
-    np.testing.assert_array_equal(statistics.load.array, jnp.stack(loads))
+    counts = (np.rint(10 * np.asarray(load)) for load in (statistics.load.array, jnp.stack(loads)))
+    np.testing.assert_array_equal(*counts)  # of ten tokens
 
 
 def test_a_dense_decoder_has_no_auxiliary_loss():
@@ -194,12 +206,11 @@ def unchecked():
     "policy",
     [
         ScanCheckpointPolicy(),
-        ScanCheckpointPolicy(save_carries="offload"),
-        ScanCheckpointPolicy(nested=True),
-        ScanCheckpointPolicy(save_block_internals=["attention_output", "router_probs"]),
         ScanCheckpointPolicy(nested=True, save_block_internals=["router_probs"]),
+        CONFIG.remat_presets["attention_offloaded"],
+        CONFIG.remat_presets["nested_attention_saved"],
     ],
-    ids=str,
+    ids=range(4),
 )
 def test_every_policy_gives_the_same_finite_gradients(policy, unchecked):
     (expected_loss, _), expected = unchecked
@@ -210,15 +221,25 @@ def test_every_policy_gives_the_same_finite_gradients(policy, unchecked):
         np.testing.assert_allclose(got, wanted, atol=1e-6, rtol=1e-4)
 
 
-@pytest.mark.parametrize("name", [name for name in CONFIG.remat_names or () if name != "expert_output"])
-def test_the_names_inside_a_layer_can_be_saved(name):
+def backward(policy) -> collections.Counter:
+    """How often each name, primitive, and primitive with its types is in the program of the gradient."""
     batch = batch_of_tokens()
-    saved, plain = (
-        str(jax.make_jaxpr(jax.grad(lambda m: next_token_loss(m, batch)[0]))(with_policy(make(), policy)))
-        for policy in (ScanCheckpointPolicy(save_block_internals=[name]), ScanCheckpointPolicy())
-    )
-    assert f"name={name}]" in plain
-    assert saved != plain
+    gradient = jax.grad(lambda model: next_token_loss(model, batch)[0])
+    found = equations_of(gradient, with_policy(make(), policy))
+    names = [equation.params["name"] for equation in found if equation.primitive.name == "name"]
+    kinds = [(equation.primitive.name, *(str(var.aval) for var in equation.outvars)) for equation in found]
+    return collections.Counter([*names, *kinds, *(kind for kind, *_ in kinds)])
+
+
+@pytest.fixture(scope="module")
+def recomputed():
+    return backward(ScanCheckpointPolicy())
+
+
+@pytest.mark.parametrize("name", [name for name in CONFIG.remat_names or () if name != "expert_output"])
+def test_the_names_inside_a_layer_can_be_saved(name, recomputed):
+    assert recomputed[name]
+    assert backward(ScanCheckpointPolicy(save_block_internals=[name])) != recomputed
 
 
 def test_remat_is_the_policy_of_the_stack():
@@ -270,25 +291,9 @@ def test_build_model_makes_the_registered_model_and_names_what_it_lacks():
         build_model(Unregistered(), Vocab, remat=True, key=jax.random.key(0))
 
 
-@pytest.mark.parametrize("preset", ["attention_offloaded", "nested_attention_saved"])
-def test_presets_give_the_same_gradients(preset, unchecked):
-    (expected_loss, _), expected = unchecked
-    policy = CONFIG.remat_presets[preset]
-    (loss, _), gradients = loss_and_gradients(with_policy(make(), policy), batch_of_tokens())
-    np.testing.assert_allclose(loss, expected_loss, rtol=1e-6)
-    for got, wanted in zip(jax.tree.leaves(gradients), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_allclose(got, wanted, atol=1e-6, rtol=1e-4)
-
-
-def test_saving_attention_leaves_it_out_of_the_backward_pass():
+def test_saving_attention_leaves_it_out_of_the_backward_pass(recomputed):
     """The blockwise kernel runs in two loops forward and backward, and in a third where it is recomputed."""
-    batch = batch_of_tokens()
-
-    def loops(policy):
-        model = with_policy(make(), policy)
-        return str(jax.make_jaxpr(jax.grad(lambda m: next_token_loss(m, batch)[0]))(model)).count("while[")
-
-    assert loops(CONFIG.remat_presets["attention_saved"]) < loops(ScanCheckpointPolicy())
+    assert backward(CONFIG.remat_presets["attention_saved"])["while"] < recomputed["while"]
 
 
 def test_the_loss_keeps_documents_apart():
@@ -296,7 +301,7 @@ def test_the_loss_keeps_documents_apart():
     documents = hax.named(jnp.array([[1, 1, 2, 2, 2]] * 2), (Batch, Pos))
     positions = hax.named(jnp.array([[0, 1, 0, 1, 2]] * 2), (Batch, Pos))
     packed = dataclasses.replace(tokens, documents=documents, positions=positions)
-    hidden, _ = make().hidden_states(tokens.tokens, documents=documents, positions=positions)
+    hidden, _ = eqx.filter_jit(make().hidden_states)(tokens.tokens, documents=documents, positions=positions)
     log_probs = jax.nn.log_softmax(make().logits(hidden).array)
     picked = -jnp.take_along_axis(log_probs, packed.targets.array[..., None], axis=-1)
     np.testing.assert_allclose(loss_of(make(), packed)[1]["loss"], jnp.mean(picked), rtol=1e-5)

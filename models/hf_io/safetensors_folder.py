@@ -17,6 +17,7 @@ from types import MappingProxyType
 from typing import Any
 
 import numpy as np
+from huggingface_hub import split_state_dict_into_shards_factory
 from jaxtyping import Shaped
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
@@ -139,16 +140,21 @@ def write_safetensors(
     """
     root = Path(os.path.realpath(root))
     check_new_folder(root)
-    groups = _groups(tensors, max_file_bytes)
-    names = [SINGLE] if len(groups) == 1 else [_part(i, len(groups)) for i in range(len(groups))]
-    if len(groups) > 1:
-        documents = {**documents, INDEX: _index(tensors, names, groups)}
+    split = split_state_dict_into_shards_factory(
+        dict(tensors),
+        get_storage_size=lambda tensor: tensor.num_bytes,
+        filename_pattern="model{suffix}.safetensors",
+        max_shard_size=max_file_bytes,
+    )
+    if split.is_sharded:
+        index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
+        documents = {**documents, INDEX: index}
     written = {file: json.dumps(content, indent=2) + "\n" for file, content in documents.items()}
     root.parent.mkdir(parents=True, exist_ok=True)
     with _errors_naming(root), replaced_whole(root) as unfinished:
         unfinished.mkdir()
-        for file, group in zip(names, groups, strict=True):
-            made = {name: np.ascontiguousarray(tensors[name].make()) for name in group}
+        for file, names in split.filename_to_tensors.items():
+            made = {name: np.ascontiguousarray(tensors[name].make()) for name in names}
             save_file(made, unfinished / file, metadata={"format": "pt"})
         for file, text in {**texts, **written}.items():
             (unfinished / file).write_text(text, encoding="utf-8")
@@ -264,26 +270,3 @@ def _opened(path: Path) -> Iterator[Any]:
         raise WeightsError(
             f"{path} can't be read as a safetensors file ({error}). It may be cut short; fetch it again."
         ) from error
-
-
-def _groups(tensors: Mapping[str, Pending], max_file_bytes: int) -> list[list[str]]:
-    groups: list[list[str]] = [[]]
-    size = 0
-    for name, tensor in tensors.items():
-        if groups[-1] and size + tensor.num_bytes > max_file_bytes:
-            groups.append([])
-            size = 0
-        groups[-1].append(name)
-        size += tensor.num_bytes
-    return groups
-
-
-def _part(number: int, count: int) -> str:
-    return f"model-{number + 1:05d}-of-{count:05d}.safetensors"
-
-
-def _index(tensors: Mapping[str, Pending], names: list[str], groups: list[list[str]]) -> dict[str, Any]:
-    return {
-        "metadata": {"total_size": sum(tensor.num_bytes for tensor in tensors.values())},
-        "weight_map": {name: file for file, group in zip(names, groups, strict=True) for name in group},
-    }

@@ -402,10 +402,8 @@ _SIGNALS = [
         "stopped by SIGTERM",
         75,
     ),
-    Case("SIGINT after the first step", _signalled(signal.SIGINT, _has_done_steps), "goes on from there", 75),
-    Case(
-        "SIGTERM after the first step", _signalled(signal.SIGTERM, _has_done_steps), "goes on from there", 75
-    ),
+    Case("SIGINT after the first step", _signalled(signal.SIGINT, _has_done_steps), "resumes it", 75),
+    Case("SIGTERM after the first step", _signalled(signal.SIGTERM, _has_done_steps), "resumes it", 75),
     Case("standard output is closed", _closed_output, "finished", 0),
 ]
 CASES = [*_CONFIGS, *_SIZES, *_FOLDERS, *_SIGNALS]

@@ -172,7 +172,7 @@ def _writer(console: Console, *, raw: bool) -> Callable[[str, str], None]:
 
     def write(text: str, style: str) -> None:
         safe = encodable(printable(text), console)
-        # A segment is written as it is, where rich would replace the tabs of a text.
+        # A segment is written unchanged; rich would replace the tabs of a text.
         segments = Segments([Segment(safe, console.get_style(style))])
         console.print(segments, end="", soft_wrap=True)
 

@@ -117,11 +117,11 @@ class LmConfig(draccus.ChoiceRegistry):
 
     def num_weights(self, vocab_size: int) -> int:
         """How many numbers the model has, computed without making it."""
-        raise NotImplementedError(f"{type(self).__name__} does not say how many weights its model has.")
+        raise NotImplementedError(f"{type(self).__name__} has no num_weights.")
 
     def cache_bytes(self, rows: int, slots: int) -> int:
         """The size of the cache that `LanguageModel.prefill` makes of so many sequences."""
-        raise NotImplementedError(f"{type(self).__name__} does not say how large its model's cache is.")
+        raise NotImplementedError(f"{type(self).__name__} has no cache_bytes.")
 
 
 def check_remat_names(config: LmConfig, policy: ScanCheckpointPolicy | None) -> None:

@@ -115,7 +115,7 @@ def _where(found: MemoryReport) -> str:
 
 def _cpu_note(config: PlanLmConfig) -> str:
     on_cpu = config.target == "local" and jax.default_backend() == "cpu"
-    return "; on a CPU, what is offloaded stays in the same memory" if on_cpu else ""
+    return "; on a CPU, offloaded arrays stay in the same memory" if on_cpu else ""
 
 
 def main(arguments: Sequence[str], console: Console | None = None) -> int:

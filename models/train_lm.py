@@ -228,7 +228,7 @@ def _conclude(result: TrainingResult, folder: RunFolder, progress: Progress) -> 
     if result.stopped_by is not None:
         progress.message(
             f"stopped by {result.stopped_by} after step {int(result.state.step)}; the same command with "
-            f"--trainer.run_dir {folder.root} goes on from there"
+            f"--trainer.run_dir {folder.root} resumes it"
         )
         return
     folder.finish({"held_out_before": result.held_out_before, "held_out_after": result.held_out_after})

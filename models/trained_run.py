@@ -31,13 +31,13 @@ def read_run_config(run_dir: Path, step: int | None = None) -> LmRunConfig:
 
     Raises:
         FileNotFoundError: there is no such checkpoint.
-        ConfigError: what the checkpoint says of its run is not a config of `models.train_lm`.
+        ConfigError: the config in the checkpoint is not one of `models.train_lm`.
     """
     folder = run_dir / "checkpoints"
     try:
         saved = checkpoint_config(folder, step=step)
         if not isinstance(saved, dict) or saved.get("vocab_size") is None:
-            raise ConfigError("it is not that of a run, which has a vocab_size")
+            raise ConfigError("it has no vocab_size")
         entries = [f"--{key}={yaml.safe_dump(value)}" for key, value in saved.items()]
         return parse_config(LmRunConfig, entries)
     except (OSError, CheckpointDamagedError):

@@ -54,7 +54,7 @@ def read_decoder(
     Raises:
         FileNotFoundError: weights are missing.
         WeightsError: tensors are missing, unknown or misshapen, and nothing has been read.
-        ConfigError: the policy names what no layer has, or cuts no stack as it says.
+        ConfigError: the policy has names that no layer has, or levels that can't cut the stacks.
 
     Cost: one tensor in host memory, besides the decoder itself.
     """

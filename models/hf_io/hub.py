@@ -16,18 +16,18 @@ def model_folder(name: str, *, weights: bool = True) -> Path:
 
     Args:
         name: a path, or `owner/model` on the Hub, with `@revision` for another than its newest.
-        weights: whether its weights are needed; if not, the Hub's JSON files alone are fetched.
+        weights: whether its weights are needed; if not, only the Hub's JSON files are fetched.
 
     Raises:
         FileNotFoundError: there is no such folder, and the name can't be one on the Hub.
-        WeightsError: the Hub does not have it, or does not let it be read.
+        WeightsError: the Hub does not have it, or denies access.
     """
     try:
         folder = Path(name).expanduser()
         if folder.is_dir():
             return folder
     except (OSError, RuntimeError, ValueError) as error:  # too long, no such user, a null byte, no permission
-        raise FileNotFoundError(f"{shown(name)} can't be looked at as a folder: {error}.") from error
+        raise FileNotFoundError(f"{shown(name)} can't be a folder: {error}.") from error
     repository, _, revision = name.partition("@")
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", repository) or name.startswith((".", "/", "~")):
         raise FileNotFoundError(

@@ -16,7 +16,7 @@ def pretrained_config(config: LmConfig, root: Path) -> tuple[DecoderConfig, int]
     """The architecture of the folder and the size of its vocabulary.
 
     Args:
-        config: takes precedence in what is not the folder's to decide: kernel, dtype, auxiliary losses and a
+        config: takes precedence in what the folder does not decide: kernel, dtype, auxiliary losses and a
             longer context.
         root: the folder.
 
@@ -54,7 +54,7 @@ def pretrained_config(config: LmConfig, root: Path) -> tuple[DecoderConfig, int]
 def differing_fields(path: str, config: object, found: object, usual: object = ...) -> list[str]:
     """A line for each field in which `config` is neither `found` nor, where it is given, `usual`.
 
-    A null in a field with the metadata `from_folder` stands for what the folder says.
+    A null in a field with the metadata `from_folder` means the folder's value.
     """
     alike = type(config) is type(found) if usual is ... else dataclasses.is_dataclass(found)
     if not (alike and dataclasses.is_dataclass(config)):
@@ -69,10 +69,9 @@ def differing_fields(path: str, config: object, found: object, usual: object = .
 
 
 def end_tokens(root: Path, num_tokens: int) -> tuple[int, ...]:
-    """The tokens that end a text, of which a chat model has several; empty where the folder names none.
+    """The tokens that end a text; a chat model has several, and a folder may name none.
 
-    As in transformers, `eos_token_id` of `generation_config.json` counts, and that of `config.json` where the
-    first is not given.
+    As in transformers, `eos_token_id` is read from `generation_config.json`, else from `config.json`.
 
     Args:
         root: the folder.

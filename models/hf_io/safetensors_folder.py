@@ -69,7 +69,7 @@ class SafetensorsFolder:
         files: the file of every tensor.
         shapes: the shape of every tensor.
         dtypes: what the format calls the dtype of every tensor: `BF16`, `I64`, ...
-        absent: tensors that the index promises and the file that it names lacks, with that file.
+        absent: tensors that are in the index but not in the file that it names, with that file.
     """
 
     root: Path
@@ -84,8 +84,8 @@ class SafetensorsFolder:
 
         Raises:
             FileNotFoundError: there are no weights, or files that the index names are missing.
-            WeightsError: a file that is cut short or is no safetensors file, or a tensor that two files have
-                and no index assigns to one.
+            WeightsError: a file is truncated or not a safetensors file, or a tensor is in two files and no
+                index assigns it to one.
         """
         paths, promised = _paths(root)
         files: dict[str, Path] = {}
@@ -95,7 +95,7 @@ class SafetensorsFolder:
             with _opened(path) as tensors:
                 for name in tensors.keys():
                     if promised.get(name, path) != path:
-                        continue  # the index says in which file it is to be read
+                        continue  # the index names another file for it
                     if name in files:
                         raise WeightsError(
                             f"{files[name]} and {path} both have {printable(name)}, and {INDEX} doesn't say "
@@ -121,20 +121,20 @@ def write_safetensors(
     texts: Mapping[str, str] = MappingProxyType({}),
     max_file_bytes: int = 5 * 2**30,
 ) -> None:
-    """Writes tensors, in as many files as it takes, and JSON documents such as `config.json` beside them.
+    """Writes tensors, in as many files as needed, and JSON documents such as `config.json`.
 
-    The folder takes its name when all of it is written, so that it is never half there.
+    The folder gets its name when all of it is written, so that it is never partial.
 
     Args:
         root: the folder, which must not exist or be empty.
         tensors: what to write, in this order.
         documents: contents by file name, to be written as JSON.
         texts: contents of further files, by their names.
-        max_file_bytes: where a file ends; a tensor that is larger has a file of its own.
+        max_file_bytes: of a file; a larger tensor has a file of its own.
 
     Raises:
         FileExistsError: there is something in the folder.
-        OSError: it can't be written, such as for want of space.
+        OSError: it can't be written.
 
     Cost: the host memory of one file.
     """
@@ -161,13 +161,13 @@ def write_safetensors(
 
 
 def check_new_folder(root: Path) -> None:
-    """Makes sure that a folder to be written does not exist or is empty.
+    """Refuses to write to a folder that exists and is not empty.
 
     Raises:
-        FileExistsError: it isn't.
+        FileExistsError: it does.
     """
     root = Path(os.path.realpath(root))
-    # A link to itself does not exist, and yet is there.
+    # `exists` is false for a link to itself.
     if os.path.lexists(root) and (not root.is_dir() or any(root.iterdir())):
         raise FileExistsError(f"{root} exists and is not an empty folder. Export to a new one.")
 
@@ -185,7 +185,7 @@ def _errors_naming(root: Path) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Pending:
-    """A tensor that is made when its turn to be written has come.
+    """A tensor that is made only when it is written.
 
     Attributes:
         num_bytes: its size.
@@ -197,7 +197,7 @@ class Pending:
 
 
 def _paths(root: Path) -> tuple[list[Path], dict[str, Path]]:
-    """The files that hold tensors, and in which of them an index says each is."""
+    """The files that hold tensors, and the file of each tensor by the index, if there is one."""
     if (root / INDEX).is_file():
         promised = _promised(root)
         paths = sorted(set(promised.values()))
@@ -217,7 +217,7 @@ def _paths(root: Path) -> tuple[list[Path], dict[str, Path]]:
 
 
 def _promised(root: Path) -> dict[str, Path]:
-    """What the index says: the file of every tensor, below the folder."""
+    """The file of every tensor by the index, below the folder."""
     try:
         weight_map = read_json(root / INDEX).get("weight_map")
     except WeightsError as error:
@@ -237,7 +237,7 @@ def _promised(root: Path) -> dict[str, Path]:
 
 
 def _refuse_links_to_elsewhere(root: Path, paths: Sequence[Path]) -> None:
-    """Lets links lead to the folder itself and, in the Hub's cache, to the blobs of its repository."""
+    """Allows links to the folder itself and, in the Hub's cache, to the blobs of its repository."""
     real = Path(os.path.realpath(root))
     allowed = [real]
     if real.parent.name == "snapshots" and real.parent.parent.name.startswith("models--"):
@@ -246,7 +246,7 @@ def _refuse_links_to_elsewhere(root: Path, paths: Sequence[Path]) -> None:
         target = Path(os.path.realpath(path))
         if not any(target.is_relative_to(folder) for folder in allowed):
             raise WeightsError(
-                f"{path}, which {INDEX} names, leads by a link to {printable(str(target))}, outside of the "
+                f"{path}, which {INDEX} names, is a link to {printable(str(target))}, outside of the "
                 f"folder. Put the file itself there if you trust it, or fetch the folder again."
             )
 
@@ -268,5 +268,5 @@ def _opened(path: Path) -> Iterator[Any]:
             yield tensors
     except (SafetensorError, OSError) as error:
         raise WeightsError(
-            f"{path} can't be read as a safetensors file ({error}). It may be cut short; fetch it again."
+            f"{path} can't be read as a safetensors file ({error}). It may be truncated; fetch it again."
         ) from error

@@ -61,7 +61,7 @@ class Place:
 
 
 def check_tensors(places: Sequence[Place], folder: SafetensorsFolder) -> None:
-    """Makes sure that a checkpoint has what a model needs, and nothing else.
+    """Refuses a checkpoint that does not have exactly the tensors of a model.
 
     Raises:
         WeightsError: counts and names the tensors that are missing, unknown, of another shape, in the index
@@ -95,7 +95,7 @@ def read_array(
         place: the array and its tensors.
         read: maps a tensor's name to the tensor.
         dtype: of the array; tensors are cast on the device.
-        sharding: of the array. Any: every device is given its own part of every tensor.
+        sharding: of the array, any; every device gets its own part of every tensor.
 
     Returns:
         The array, of shape `(*place.stacked, *place.layer_shape)`.
@@ -114,21 +114,21 @@ def read_array(
             tensor = read(name).reshape(place.layer_shape)
             for shard in holders:
                 shard.put(position, tensor)
-            jax.block_until_ready([shard.array for shard in holders])  # or tensors queue up on the host
+            jax.block_until_ready([shard.array for shard in holders])  # or tensors accumulate on the host
             del tensor  # before the next one is read
     return jax.make_array_from_single_device_arrays(shape, sharding, [shard.array for shard in shards])
 
 
 def pending_tensors(place: Place, array: Shaped[Array, "..."]) -> Iterator[tuple[str, Pending]]:
-    """The tensors that one array of a model holds, each made when it is asked for.
+    """The tensors of one array of a model, each made only when it is written.
 
     Raises:
         WeightsError: parts of the array are on devices of other processes.
     """
     if not array.is_fully_addressable:
         raise WeightsError(
-            f"{place.path} is spread over several processes, and one process writes a checkpoint. Bring it "
-            f"together first, with jax.experimental.multihost_utils.process_allgather."
+            f"{place.path} is divided over several processes, and one process writes a checkpoint. Gather it "
+            f"first, with jax.experimental.multihost_utils.process_allgather."
         )
     num_bytes = math.prod(place.tensor_shape) * array.dtype.itemsize
     for position, name in place.numbered():
@@ -137,7 +137,7 @@ def pending_tensors(place: Place, array: Shaped[Array, "..."]) -> Iterator[tuple
 
 @dataclass
 class _Shard:
-    """What one device holds of an array that is being filled."""
+    """One device's part of an array that is being filled."""
 
     array: Any
     start: tuple[int, ...]

@@ -35,7 +35,7 @@ def peft_names(config: DecoderConfig, experts: ExpertsLayout = "fused") -> PeftN
         if block == "attention":
             return f"{layer}.self_attn.{projection}"
         if projection == "router":
-            # A parameter of a module that is no torch.nn.Linear.
+            # A parameter of a module other than torch.nn.Linear.
             return PeftParameter(f"{layer}.mlp.gate", "weight")
         if block == "mlp":
             # Beside experts, PEFT takes a module of this name for one of theirs, but not its parameter.

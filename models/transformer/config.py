@@ -69,7 +69,7 @@ class RotaryConfig:
         theta: base of the wavelengths.
         scaling: how they are stretched for longer contexts, as in Hugging Face's `rope_scaling`, such as
             `{rope_type: yarn, factor: 4.0, original_max_position_embeddings: 32768}`; null for none.
-        max_position_embeddings: the longest context that the weights are meant for, as exported configs say.
+        max_position_embeddings: the longest context of the weights, for exported configs.
     """
 
     theta: float = 1_000_000.0

@@ -7,7 +7,7 @@ Takes the same config files as `models.train_lm`.
 """
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,7 @@ from rich.table import Table
 from models.command import run_command, shown_on
 from models.run_config import LmRunConfig
 from models.step_memory import StepMemory
+from stacked_remat import ScanCheckpointPolicy
 from stacked_remat.memory import MemoryReport, find_target
 from stacked_remat.training import lasting_console, parse_config, remat_policy
 
@@ -60,18 +61,10 @@ class PlanLmConfig(LmRunConfig):
         return StepMemory(self, self.target, self.devices)
 
 
-def step_reports(
-    config: PlanLmConfig, policies: Mapping[str, bool | dict[str, Any] | str]
-) -> Iterator[tuple[str, MemoryReport]]:
-    """Compiles the step under one policy after the other."""
-    for name, remat in policies.items():
-        policy = remat_policy(remat, config.model.remat_presets)
-        yield name, config.step.report(policy)
-
-
-def compared(config: PlanLmConfig) -> dict[str, bool | dict[str, Any] | str]:
+def compared(config: LmRunConfig) -> dict[str, ScanCheckpointPolicy]:
     """`POLICIES`, and the presets of the model."""
-    return {**POLICIES, **{name: name for name in config.model.remat_presets}}
+    presets = config.model.remat_presets
+    return {name: remat_policy(entry, presets) for name, entry in POLICIES.items()} | dict(presets)
 
 
 def policy_table(config: PlanLmConfig, reports: Mapping[str, MemoryReport]) -> Table:
@@ -79,23 +72,22 @@ def policy_table(config: PlanLmConfig, reports: Mapping[str, MemoryReport]) -> T
     some = next(iter(reports.values()))
     baseline = reports[_BASELINE].flops.matmul if _BASELINE in reports else None
     inexact = any(not found.flops.exact for found in reports.values())
+    each = f"each of {some.devices} devices of " if some.devices > 1 else ""
     table = Table(
         title=f"one training step, {config.data.batch_size} x {config.data.seq_len} tokens, compiled for "
-        f"{_where(some)} and not run",
+        f"{each}{some.target} and not run",
         caption=f"arguments (weights, optimizer state, batch): {some.arguments / 2**30:.3f} GiB; "
         + (f"matrix products under True: {baseline / 1e12:.3f} TFLOP; " if baseline else "")
         + ("? loops whose length depends on the data, such as documents, count once; " if inexact else "")
         + f"* `remat` of this config{_cpu_note(config)}",
     )
-    for heading in ("remat", "device temporaries", "host", "device total", "FLOPs / True", "compiled in"):
-        table.add_column(
-            heading, justify="left" if heading == "remat" else "right", no_wrap=heading == "remat"
-        )
-    presets, entries = config.model.remat_presets, compared(config)
+    table.add_column("remat", no_wrap=True)
+    for heading in ("device temporaries", "host", "device total", "FLOPs / True", "compiled in"):
+        table.add_column(heading, justify="right")
+    policies = compared(config)
     for name, found in reports.items():
-        marked = name in entries and remat_policy(entries[name], presets) == config.policy
         table.add_row(
-            name + (" *" if marked else ""),
+            name + (" *" if policies.get(name) == config.policy else ""),
             f"{found.temporaries / 2**30:.3f} GiB",
             f"{found.host.total / 2**30:.3f} GiB",
             f"{found.total / 2**30:.3f} GiB",
@@ -103,14 +95,6 @@ def policy_table(config: PlanLmConfig, reports: Mapping[str, MemoryReport]) -> T
             f"{found.compile_seconds:.1f} s",
         )
     return table
-
-
-def _where(found: MemoryReport) -> str:
-    return (
-        found.target
-        if found.devices == 1
-        else f"{found.devices} devices of {found.target}, for each of them,"
-    )
 
 
 def _cpu_note(config: PlanLmConfig) -> str:
@@ -135,10 +119,8 @@ def _plan(arguments: Sequence[str], console: Console) -> int:
     found: dict[str, MemoryReport] = {}
     with RichProgress(console=console, transient=True) as progress:
         policies = compared(config)
-        task = progress.add_task("compiling", total=len(policies))
-        for name, one in step_reports(config, policies):
-            found[name] = one
-            progress.advance(task)
+        for name, policy in progress.track(policies.items(), description="compiling"):
+            found[name] = config.step.report(policy)
     console.print(policy_table(config, found))
     return 0
 

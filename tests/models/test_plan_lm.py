@@ -6,7 +6,7 @@ import pytest
 from rich.console import Console
 
 import models.plan_lm as plan_lm
-from models.plan_lm import POLICIES, PlanLmConfig, compared, main, policy_table, step_reports
+from models.plan_lm import POLICIES, PlanLmConfig, compared, main, policy_table
 from models.qwen3_moe import Qwen3Config
 from models.step_memory import StepMemory
 from stacked_remat import ScanCheckpointPolicy
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.usefixtures("standard_promotion")
 @pytest.fixture(scope="module")
 def reports():
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        return dict(step_reports(CONFIG, {name: POLICIES[name] for name in ("False", "True", "nested")}))
+        return {name: CONFIG.step.report(compared(CONFIG)[name]) for name in ("False", "True", "nested")}
 
 
 def test_keeping_less_takes_less_memory_and_more_arithmetic(reports):
@@ -81,11 +81,11 @@ def test_what_the_model_names_itself_is_compared_too(reports):
     policies = compared(CONFIG)
     assert list(policies) == [*POLICIES, *CONFIG.model.remat_presets]
     named = dataclasses.replace(CONFIG, remat="attention_saved")
-    (name, found), *_ = step_reports(named, {"attention_saved": policies["attention_saved"]})
+    found = named.step.report(policies["attention_saved"])
     plain = reports["True"]
     assert found.temporaries > plain.temporaries and found.flops.matmul < plain.flops.matmul
     console = Console(file=io.StringIO(), width=200)
-    console.print(policy_table(named, {name: found}))
+    console.print(policy_table(named, {"attention_saved": found}))
     assert "attention_saved *" in console.file.getvalue()  # pyright: ignore[reportAttributeAccessIssue]
 
 

@@ -50,6 +50,17 @@ def layer_states(model, tokens):
     return model.layer_states(tokens)
 
 
+@eqx.filter_jit
+def python_loop(model, tokens):
+    """The hidden states, and the loads of all routers."""
+    x, loads = model.embedding(tokens), []
+    rotary = rotary_table(hax.arange(Pos), model.config.HeadDim, theta=model.config.rotary.theta)
+    for layer in (layer for stack in model.stacks for layer in stack.unstacked()):
+        x, found = layer(x, rotary, None)
+        loads += [] if found is None else [found.load.array]
+    return model.norm(x), loads
+
+
 loss_of = eqx.filter_jit(next_token_loss)
 loss_and_gradients = eqx.filter_jit(eqx.filter_value_and_grad(next_token_loss, has_aux=True))
 
@@ -72,12 +83,8 @@ def test_shapes_and_dtypes():
 def test_it_is_the_python_loop_over_its_layers():
     model, batch = make(), batch_of_tokens()
     from_scan, _ = layer_states(model, batch.tokens)
-    rotary = rotary_table(hax.arange(Pos), CONFIG.HeadDim, theta=CONFIG.rotary.theta)
-    x = model.embedding(batch.tokens)
-    (stack,) = model.stacks
-    for layer in stack.unstacked():
-        x, _ = layer(x, rotary, None)
-    np.testing.assert_allclose(from_scan.array, model.norm(x).array, atol=1e-5)
+    from_loop, _ = python_loop(model, batch.tokens)
+    np.testing.assert_allclose(from_scan.array, from_loop.array, atol=1e-5)
 
 
 def test_the_first_loss_is_that_of_a_uniform_guess():
@@ -172,12 +179,8 @@ def test_layers_of_several_kinds_are_stacks_that_follow_one_another():
     assert [stack.Layers.size for stack in model.stacks] == [1, 2, 1]
     from_scan, statistics = layer_states(model, batch.tokens)
     assert statistics.load.axes == (Layers, MIXED.Experts)
-    x, loads = model.embedding(batch.tokens), []
-    rotary = rotary_table(hax.arange(Pos), MIXED.HeadDim, theta=MIXED.rotary.theta)
-    for layer in (layer for stack in model.stacks for layer in stack.unstacked()):
-        x, found = layer(x, rotary, None)
-        loads += [] if found is None else [found.load.array]
-    np.testing.assert_allclose(from_scan.array, model.norm(x).array, atol=1e-5)
+    from_loop, loads = python_loop(model, batch.tokens)
+    np.testing.assert_allclose(from_scan.array, from_loop.array, atol=1e-5)
     counts = (np.rint(10 * np.asarray(load)) for load in (statistics.load.array, jnp.stack(loads)))
     np.testing.assert_array_equal(*counts)  # of ten tokens
 
@@ -266,7 +269,7 @@ def test_bfloat16_computes_in_bfloat16_and_trains_float32():
     batch = batch_of_tokens()
     hidden, _ = layer_states(low, batch.tokens)
     assert hidden.dtype == jnp.bfloat16
-    (loss, _), gradients = loss_and_gradients(low, batch)
+    (loss, _), gradients = eqx.filter_eval_shape(loss_and_gradients, low, batch)
     assert loss.dtype == jnp.float32
     assert {leaf.dtype for leaf in jax.tree.leaves(gradients)} == {jnp.dtype("float32")}
     exact, _ = layer_states(make(), batch.tokens)

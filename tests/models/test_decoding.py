@@ -28,7 +28,9 @@ EXPERTS = ExpertsConfig(3, 2, 6)
 MODELS = {
     "dense": Qwen3Config(**SIZES, attention=AttentionConfig(bias=True)),
     "moe": Qwen3MoeConfig(**SIZES, experts=EXPERTS),
-    "tied, window": Qwen3Config(**SIZES, tie_word_embeddings=True, attention=AttentionConfig(window=3)),
+    "tied, window": Qwen3Config(
+        **SIZES, tie_word_embeddings=True, attention=AttentionConfig(bias=True, window=3)
+    ),
     "stacks": Qwen3MoeConfig(
         **SIZES | dict(num_layers=3, num_kv_heads=1),
         attention=AttentionConfig(head_dim=6, window=2, windowed_layers=(2,)),
@@ -78,7 +80,7 @@ def decode(model, tokens, positions, cache):
     return model.logits(hidden), cache
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", ["tied, window", "stacks"])
 def test_prefill_and_decode_give_the_logits_of_the_whole_sequence(name):
     expected, model = full_logits(name).array, make(name)
     assert jnp.max(jnp.abs(expected)) > 1

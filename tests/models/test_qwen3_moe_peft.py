@@ -246,5 +246,5 @@ def test_targets_are_short_and_ranks_are_patterns_where_they_differ(ours, tmp_pa
     assert config["rank_pattern"] == {r"experts\.gate_up_proj": 6}
     assert config["alpha_pattern"] == {r"experts\.gate_up_proj": 4}
     assert isinstance(peft_names(CONFIG)("stacks.2.*.mlp.router", (0,)), PeftParameter)
-    with pytest.raises(ValueError, match="embedding is no linear"):
+    with pytest.raises(ValueError, match="embedding is not a linear map"):
         peft_names(CONFIG)("embedding", ())

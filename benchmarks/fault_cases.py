@@ -388,7 +388,7 @@ _FOLDERS = [
         _mounted_below_a_result,
         "/checkpoints/150/mine",
     ),
-    Case("no run to generate from", _generate("--checkpoint", "{own}", "--prompt", "a"), "not a run folder"),
+    Case("no run to generate from", _generate("--checkpoint", "{own}", "--prompt", "a"), "is no run folder"),
     Case("no model to generate from", _generate("--model", "{own}/none", "--prompt", "a"), "none"),
     Case("no run to export", _export("--run_dir", "{own}", "--out", "{own}/out"), "No checkpoint in"),
     Case("an export onto something", _export("--run_dir", "{root}/whole", "--out", "{root}/whole"), "whole"),
@@ -402,8 +402,10 @@ _SIGNALS = [
         "stopped by SIGTERM",
         75,
     ),
-    Case("SIGINT after the first step", _signalled(signal.SIGINT, _has_done_steps), "resumes it", 75),
-    Case("SIGTERM after the first step", _signalled(signal.SIGTERM, _has_done_steps), "resumes it", 75),
+    Case("SIGINT after the first step", _signalled(signal.SIGINT, _has_done_steps), "goes on from there", 75),
+    Case(
+        "SIGTERM after the first step", _signalled(signal.SIGTERM, _has_done_steps), "goes on from there", 75
+    ),
     Case("standard output is closed", _closed_output, "finished", 0),
 ]
 CASES = [*_CONFIGS, *_SIZES, *_FOLDERS, *_SIGNALS]

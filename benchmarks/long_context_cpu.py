@@ -23,7 +23,7 @@ import numpy as np
 from haliax import Axis
 
 from models.lm import build_model, next_token_loss
-from models.train_lm import TrainLmConfig
+from models.run_config import LmRunConfig
 from stacked_remat.training import (
     BATCH_AXIS,
     POSITION_AXIS,
@@ -60,7 +60,7 @@ def main(arguments: list[str] | None = None) -> Path | None:
 
 def run_step(config_path: Path, policy: str, overrides: list[str]) -> dict[str, Any]:
     """Compiles and runs one step on random tokens; peak memory is that of the whole process so far."""
-    config = parse_config(TrainLmConfig, ["--config_path", str(config_path), "--remat", policy, *overrides])
+    config = parse_config(LmRunConfig, ["--config_path", str(config_path), "--remat", policy, *overrides])
     axes = (Axis(BATCH_AXIS, config.data.batch_size), Axis(POSITION_AXIS, config.data.seq_len))
     tokens = hax.random.randint(jax.random.key(1), axes, 0, VOCAB.size)
     batch = TokenBatch(tokens, hax.roll(tokens, -1, axes[1]), hax.ones(axes, dtype=jnp.float32))

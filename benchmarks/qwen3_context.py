@@ -29,9 +29,8 @@ from haliax import Axis
 
 from models.lm import build_model, next_token_loss
 from models.lora import with_adapters
-from models.pretrained import resolved_model
-from models.qwen3_moe.config import Qwen3Architecture
-from models.train_lm import TrainLmConfig
+from models.run_config import LmRunConfig
+from models.transformer.config import DecoderConfig
 from stacked_remat import ScanCheckpointPolicy, ScanCheckpointSpec, memory
 from stacked_remat.training import (
     BATCH_AXIS,
@@ -59,7 +58,7 @@ LEANEST = ("nested", "nested, offload", "offload")
 
 def main(arguments: list[str] | None = None) -> Path:
     options = _parser().parse_args(arguments)
-    config = parse_config(TrainLmConfig, ["--config_path", str(options.config)])
+    config = parse_config(LmRunConfig, ["--config_path", str(options.config)])
     if options.longest:
         name, rows = "longest", _longest(config, options)
     elif options.presets:
@@ -80,16 +79,15 @@ def main(arguments: list[str] | None = None) -> Path:
 
 
 def forward_and_backward(
-    config: TrainLmConfig, tokens: int, *, rows: int = 1
+    config: LmRunConfig, tokens: int, *, rows: int = 1
 ) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     """Loss and gradients of what is trained as a function of the policy, and the shapes of its arguments."""
-    architecture, vocab_size = resolved_model(config, check_folder=False)
-    Vocab = Axis("vocab", vocab_size)
+    config = config.resolved(check_folder=False)
 
     def initial(remat: ScanCheckpointSpec) -> Any:
         def make() -> Any:
             key = jax.random.key(0)
-            model = build_model(architecture, Vocab, remat=remat, key=key)
+            model = build_model(config.model, config.Vocab, remat=remat, key=key)
             model = cast_parameters(model, config.trainer.precision.parameters)
             model, trainable = with_adapters(model, config.lora, key=key)
             return eqx.partition(model, trainable)
@@ -115,7 +113,7 @@ def forward_and_backward(
     return loss_and_gradients, (eqx.filter_eval_shape(batch), initial(True))
 
 
-def _contexts(config: TrainLmConfig, options: argparse.Namespace) -> list[dict[str, Any]]:
+def _contexts(config: LmRunConfig, options: argparse.Namespace) -> list[dict[str, Any]]:
     rows = []
     devices = memory.find_target(options.target).devices(options.devices)
     partitioning = Partitioning.of(config.trainer.mesh, devices)
@@ -130,14 +128,14 @@ def _contexts(config: TrainLmConfig, options: argparse.Namespace) -> list[dict[s
     return rows
 
 
-def _presets(config: TrainLmConfig, options: argparse.Namespace) -> list[dict[str, Any]]:
+def _presets(config: LmRunConfig, options: argparse.Namespace) -> list[dict[str, Any]]:
     """Every policy that the model names itself, with each backend, beside `True` and `nested`."""
     policies = {"True": POLICIES["True"], "nested": POLICIES["nested"]}
     policies |= {name: remat_policy(name, config.model.remat_presets) for name in config.model.remat_presets}
     rows = []
     for backend in options.presets:
         architecture = config.model
-        if not isinstance(architecture, Qwen3Architecture):
+        if not isinstance(architecture, DecoderConfig):
             raise SystemExit(f"{options.config}: a Qwen3 model is expected.")
         attention = dataclasses.replace(architecture.attention, backend=backend)
         altered = dataclasses.replace(config, model=dataclasses.replace(architecture, attention=attention))
@@ -150,7 +148,7 @@ def _presets(config: TrainLmConfig, options: argparse.Namespace) -> list[dict[st
     return rows
 
 
-def _longest(config: TrainLmConfig, options: argparse.Namespace) -> list[dict[str, Any]]:
+def _longest(config: LmRunConfig, options: argparse.Namespace) -> list[dict[str, Any]]:
     """For each budget and policy the longest context, in steps of `--step`, by the planner's verdict."""
     rows = []
     for budget in options.longest:
@@ -174,7 +172,7 @@ def _longest(config: TrainLmConfig, options: argparse.Namespace) -> list[dict[st
 
 
 def _fitting(
-    config: TrainLmConfig, tokens: int, name: str, budget: str, target: str
+    config: LmRunConfig, tokens: int, name: str, budget: str, target: str
 ) -> memory.MemoryReport | None:
     fn, args = forward_and_backward(config, tokens)
     try:

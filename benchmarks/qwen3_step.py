@@ -29,9 +29,8 @@ import jax
 import jax.numpy as jnp
 from haliax import Axis
 
-from models.pretrained import resolved_model
 from models.qwen3_moe import Qwen3MoeConfig
-from models.train_lm import TrainLmConfig
+from models.run_config import LmRunConfig
 from stacked_remat import OffloadError, check_offload
 from stacked_remat.ops import causal_attention
 from stacked_remat.training import BATCH_AXIS, POSITION_AXIS, TokenBatch, parse_config
@@ -42,7 +41,7 @@ from .record import RESULTS, allocate_as_needed, peak_resident_bytes, versions
 
 def main(arguments: list[str] | None = None) -> Path | None:
     options = _parser().parse_args(arguments)
-    config = parse_config(TrainLmConfig, ["--config_path", str(options.config), *options.overrides])
+    config = parse_config(LmRunConfig, ["--config_path", str(options.config), *options.overrides])
     if options.alone:
         print(json.dumps(_alone(config, options)))
         return None
@@ -76,9 +75,10 @@ def main(arguments: list[str] | None = None) -> Path | None:
     return path
 
 
-def model_flops(config: TrainLmConfig, tokens: int) -> float:
+def model_flops(config: LmRunConfig, tokens: int) -> float:
     """FLOPs a token of forward and backward pass, without recomputation: three times the forward pass."""
-    model, vocab_size = resolved_model(config, check_folder=False)
+    config = config.resolved(check_folder=False)
+    model = config.model
     if not isinstance(model, Qwen3MoeConfig):
         raise SystemExit(f"model.type must be qwen3_moe here; the config has {type(model).__name__}.")
     heads = model.num_heads * model.HeadDim.size
@@ -89,7 +89,7 @@ def model_flops(config: TrainLmConfig, tokens: int) -> float:
     dense = 3 * model.hidden_dim * model.Mlp.size * len(model.experts.dense_layers)
     attention = 4 * heads * tokens / 2
     layers = model.num_layers * (2 * projections + attention) + 2 * (sparse * active + dense)
-    return 3 * (layers + 2 * model.hidden_dim * vocab_size)
+    return 3 * (layers + 2 * model.hidden_dim * config.Vocab.size)
 
 
 def matmul_peak(size: int) -> float:
@@ -131,7 +131,7 @@ def random_parts(shapes: Any) -> Any:
     return jax.tree.unflatten(structure, arrays)
 
 
-def attention_differences(config: TrainLmConfig, tokens: int) -> dict[str, float | str]:
+def attention_differences(config: LmRunConfig, tokens: int) -> dict[str, float | str]:
     """How far attention in bfloat16 and its gradients are from the definition in float32, by kernel.
 
     Returns:
@@ -140,7 +140,7 @@ def attention_differences(config: TrainLmConfig, tokens: int) -> dict[str, float
     Raises:
         ArithmeticError: a kernel is wrong.
     """
-    model = resolved_model(config, check_folder=False)[0]
+    model = config.resolved(check_folder=False).model
     assert isinstance(model, Qwen3MoeConfig)
     heads = Axis("kv_heads", model.num_kv_heads)
     group = Axis("group", model.num_heads // model.num_kv_heads)
@@ -193,7 +193,7 @@ def _in_a_process(
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def _alone(config: TrainLmConfig, options: argparse.Namespace) -> dict[str, Any]:
+def _alone(config: LmRunConfig, options: argparse.Namespace) -> dict[str, Any]:
     model_flops(config, 1)  # is it such a model?
     shapes = forward_and_backward(config, options.check)[1][1]
     if options.alone == "time":
@@ -216,15 +216,15 @@ def _offload_check() -> str:
     return "passed"
 
 
-def _compiled(config: TrainLmConfig, tokens: int, name: str) -> tuple[Callable[..., Any], TokenBatch]:
+def _compiled(config: LmRunConfig, tokens: int, name: str) -> tuple[Callable[..., Any], TokenBatch]:
     fn, _ = forward_and_backward(config, tokens)
     axes = (Axis(BATCH_AXIS, 1), Axis(POSITION_AXIS, tokens))
-    ids = hax.random.randint(jax.random.key(1), axes, 0, resolved_model(config, check_folder=False)[1])
+    ids = hax.random.randint(jax.random.key(1), axes, 0, config.resolved(check_folder=False).Vocab.size)
     batch = TokenBatch(ids, hax.roll(ids, -1, axes[1]), hax.ones(axes, dtype=jnp.float32))
     return eqx.filter_jit(fn(POLICIES[name])), batch
 
 
-def _differences(config: TrainLmConfig, parts: Any, tokens: int, policies: list[str]) -> dict[str, float]:
+def _differences(config: LmRunConfig, parts: Any, tokens: int, policies: list[str]) -> dict[str, float]:
     """How far the gradients of each policy are from those of the first, relative to their norm.
 
     Raises:
@@ -244,7 +244,7 @@ def _differences(config: TrainLmConfig, parts: Any, tokens: int, policies: list[
     return differences
 
 
-def _timed(config: TrainLmConfig, parts: Any, tokens: int, name: str, rounds: int) -> dict[str, Any]:
+def _timed(config: LmRunConfig, parts: Any, tokens: int, name: str, rounds: int) -> dict[str, Any]:
     run, batch = _compiled(config, tokens, name)
     jax.block_until_ready(run(batch, parts))
     seconds = []

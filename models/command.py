@@ -1,4 +1,4 @@
-"""What the commands have in common: a user's mistakes as one message each, signals, and where text goes."""
+"""Runs a command: reports each user error as one message, handles signals, and prints text safely."""
 
 import contextlib
 import errno
@@ -12,9 +12,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+from rich.console import Console
 
-from models.safetensors_folder import WeightsError
-from models.text_stream import printable
+from models.generation.text_stream import printable
+from models.hf_io.safetensors_folder import WeightsError
 from stacked_remat import OffloadError
 from stacked_remat.memory import BudgetError, TargetError
 from stacked_remat.training import (
@@ -43,28 +44,26 @@ USER_ERRORS: tuple[type[Exception], ...] = (
     TargetError,
     WeightsError,
 )
-"""What a user or an administrator can fix: ends a command with one message and exit status 1.
+"""Errors that a user or an administrator can fix; any other is a bug, and shows its traceback."""
 
-Anything else is a mistake in this program, and shows its traceback."""
-
+_PERMISSION = "Change its owner or its mode, or name another path."
 _FIXES = {
-    errno.EACCES: "Change its owner or its mode, or name another path.",
-    errno.EPERM: "Change its owner or its mode, or name another path.",
+    errno.EACCES: _PERMISSION,
+    errno.EPERM: _PERMISSION,
     errno.EROFS: "Name a path on a file system that can be written to.",
-    errno.ENOSPC: "Free some space, or name a folder on another disk; the same command then goes on.",
-    errno.EDQUOT: "Free some of your quota, or name a folder on another disk; the same command then goes on.",
+    errno.ENOSPC: "Free some space, or name a folder on another disk; the same command then resumes.",
+    errno.EDQUOT: "Free some of your quota, or name a folder on another disk; the same command then resumes.",
     errno.EFBIG: "Raise the limit on the size of files (ulimit -f).",
     errno.ENAMETOOLONG: "Use a shorter name.",
     errno.EISDIR: "Name a file there, not a folder.",
-    errno.ENOTDIR: "A part of this path is a file, where a folder belongs: name another path.",
-    errno.EEXIST: "Something else stands there: name another path, or move it away.",
+    errno.ENOTDIR: "A part of this path is a file, and a folder is expected: name another path.",
+    errno.EEXIST: "Something else is there: name another path, or move it away.",
     errno.ENOENT: "Check the path.",
-    errno.ELOOP: "Mend the symbolic links of this path.",
+    errno.ELOOP: "Repair the symbolic links of this path.",
     errno.EMFILE: "Raise the limit on open files (ulimit -n).",
     errno.EIO: "Check the disk, or the connection to it.",
 }
 _DEBUG = "--debug"
-_LOOP_CLOSED = "Event loop is closed"
 
 
 def run_command(
@@ -74,17 +73,17 @@ def run_command(
     *,
     interrupted: tuple[int, str] | None = None,
 ) -> int:
-    """Runs a command to its exit status; what the user can mend ends it with one message.
+    """Runs a command and returns its exit status; a user error ends it with one message and status 1.
 
     `--debug` among the arguments shows the traceback as well. The first SIGINT or SIGTERM ends the work at
     once, and cleanly, until it calls `StopSignals.defer`; a second SIGINT ends the process.
 
     Args:
-        work: takes the arguments without `--debug`, and what tells it of signals; returns the exit status.
+        work: takes the arguments without `--debug`, and the signals that came; returns the exit status.
         arguments: of the command line.
         show: shows a line.
-        interrupted: exit status after a signal, and what to say then; 128 and its number, and nothing more,
-            if not given.
+        interrupted: exit status after a signal, and a text to add to the message; 128 plus the signal's
+            number, and no text, if not given.
     """
     debug = _DEBUG in arguments
     arguments = [argument for argument in arguments if argument != _DEBUG]
@@ -105,8 +104,22 @@ def run_command(
                 text = without_credentials(printable(traceback.format_exc()))
                 print(text, end="", file=sys.stderr)
         _show_error(without_credentials(f"error: {printable(message)}"), show)
-        gc.collect()  # what is left half done ends now, and not with tracebacks while Python shuts down
+        gc.collect()  # finalizers run now, and not with tracebacks while Python shuts down
         return 1
+
+
+def shown_on(console: Console) -> Callable[[str], None]:
+    """A function that prints a line on a console, as text without markup."""
+
+    def show(text: str) -> None:
+        console.print(encodable(text, console), highlight=False, markup=False, soft_wrap=True)
+
+    return show
+
+
+def encodable(text: str, console: Console) -> str:
+    """The text with escapes for the characters that the console's encoding lacks."""
+    return text.encode(console.encoding, "backslashreplace").decode(console.encoding)
 
 
 def _show_error(message: str, show: Callable[[str], None]) -> None:
@@ -115,38 +128,30 @@ def _show_error(message: str, show: Callable[[str], None]) -> None:
         show(message)
     except OSError:
         print(message, file=sys.stderr)
-        # Python writes what is still waiting when it ends, and would fail there.
+        # Python flushes standard output when it ends, and would fail there.
         with contextlib.suppress(OSError, ValueError), open(os.devnull, "w") as nowhere:
             os.dup2(nowhere.fileno(), sys.stdout.fileno())
 
 
 def _quiet_checkpoints() -> None:
-    """Keeps what writes checkpoints from showing the tracebacks of what it raises as well.
+    """Hides tracebacks of errors while checkpoints are written that are also raised.
 
-    Orbax logs them, and asyncio those of tasks that nobody waits for after the first one; TensorStore's
-    threads report to an event loop that the first error has closed. All of them may be at work, and fail,
-    until the process ends: so nothing is set back.
+    Orbax logs them, and asyncio those of tasks that nobody awaits after the first one; TensorStore's threads
+    report to an event loop that the first error has closed. All of them may fail until the process ends, so
+    nothing is restored.
     """
+
+    def is_shown(error: Any) -> bool:
+        return str(error) != "Event loop is closed"
+
     for name in ("absl", "asyncio"):
         logging.getLogger(name).setLevel(logging.CRITICAL)
-    sys.excepthook, sys.unraisablehook = _show_uncaught, _show_unraisable
-
-
-def _show_uncaught(kind: type[BaseException], error: BaseException, trace: Any) -> None:
-    if str(error) != _LOOP_CLOSED:
-        sys.__excepthook__(kind, error, trace)
-
-
-def _show_unraisable(unraisable: Any) -> None:
-    if str(unraisable.exc_value) != _LOOP_CLOSED:
-        sys.__unraisablehook__(unraisable)
+    sys.excepthook = lambda *error: sys.__excepthook__(*error) if is_shown(error[1]) else None
+    sys.unraisablehook = lambda found: sys.__unraisablehook__(found) if is_shown(found.exc_value) else None
 
 
 def error_message(error: Exception) -> str | None:
-    """What to tell the user of an error: what happened, to which path or key, and the fix.
-
-    None for an error that the user can't mend.
-    """
+    """What happened, to which path or key, and the fix; None for an error that the user can't fix."""
     text = str(error)
     if isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" in text:
         return (
@@ -155,14 +160,14 @@ def error_message(error: Exception) -> str | None:
             f"(trainer.update.microbatches)."
         )
     if isinstance(error, RuntimeError) and text.startswith("Unable to initialize backend"):
-        return f"JAX finds no device: {text} Check JAX_PLATFORMS and the driver."
+        return f"JAX found no device: {text} Check JAX_PLATFORMS and the driver."
     if isinstance(error, RuntimeError) and text.startswith("Could not determine home directory"):
-        return "A path begins with ~ and a user who has no home folder here. Write the whole path."
+        return "A path begins with ~ and a user without a home folder here. Write the whole path."
     if not isinstance(error, USER_ERRORS):
         return None
     if isinstance(error, OSError) and error.errno is not None and error.strerror:
         path = f"{error.filename}: " if error.filename else ""
-        return f"{path}{error.strerror}. {_FIXES.get(error.errno, 'Check the path and what it is on.')}"
+        return f"{path}{error.strerror}. {_FIXES.get(error.errno, 'Check the path and its file system.')}"
     if isinstance(error, MemoryError):
         return f"This machine has too little memory. {text}".strip()
     return text

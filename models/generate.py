@@ -1,11 +1,11 @@
-"""Continues prompts with what a run trained, or with a model of Hugging Face's format.
+"""Continues prompts with what a run trained, or with a model in Hugging Face's format.
 
     python -m models.generate --checkpoint runs/mine --prompt "Once upon a time"
     python -m models.generate --model exported --chat --prompt "Who are you?" --temperature 0
 
 The first reads the latest checkpoint of a run folder of `models.train_lm`, its adapters included; the second
-a folder such as `models.export_hf` writes, or a name on the Hugging Face Hub. All prompts are continued side
-by side, and text is shown as it comes, that of the first prompt first.
+a folder such as `models.export_hf` writes, or a name on the Hugging Face Hub. Prompts are continued as one
+batch, and the text of the first is streamed, then that of the others.
 """
 
 import argparse
@@ -18,31 +18,30 @@ import jax
 from rich.console import Console
 from rich.segment import Segment, Segments
 
-from models.command import run_command
-from models.generator import Dtype, GeneratorSource, source_of_folder, source_of_run
-from models.sampling import Sampling
-from models.text_generation import Piece, Stop, Tokens, chat_prompt, end_of_turn, generate_text, in_order
-from models.text_stream import printable
-from stacked_remat.training import (
-    ChatTemplateError,
-    ConfigError,
-    Tokenizer,
+from models.command import encodable, run_command, shown_on
+from models.generation.generator import Dtype, GeneratorSource, source_of_folder, source_of_run
+from models.generation.sampling import Sampling
+from models.generation.text_generation import (
+    Piece,
+    Stop,
+    Tokens,
+    chat_prompt,
+    end_of_turn,
+    generate_text,
+    in_order,
 )
+from models.generation.text_stream import printable
+from stacked_remat.training import ChatTemplateError, ConfigError, Tokenizer
 
 
 def main(arguments: Sequence[str], console: Console | None = None) -> int:
-    """The command: returns the exit status, after one message for anything that the user can mend.
+    """The command.
 
     Returns:
         0 when all prompts have been continued, 1 after an error, 130 when Ctrl-C ended it.
     """
     console = Console() if console is None else console
-
-    def show(text: str) -> None:
-        text = _encodable(text, console)
-        console.print(text, highlight=False, markup=False, soft_wrap=True)
-
-    return run_command(lambda arguments, _: _generate(arguments, console), arguments, show)
+    return run_command(lambda arguments, _: _generate(arguments, console), arguments, shown_on(console))
 
 
 def _generate(arguments: Sequence[str], console: Console) -> int:
@@ -51,7 +50,7 @@ def _generate(arguments: Sequence[str], console: Console) -> int:
     source = _source(options)
     name = options.tokenizer or options.model or f"of the run {options.checkpoint}"
     prompts, stops = _encoded(source.tokenizer, name, texts, chat=options.chat)
-    source.check_room(len(prompts), max(map(len, prompts)) + options.max_new_tokens)
+    source.check_memory(len(prompts), max(map(len, prompts)) + options.max_new_tokens)
     generator = source.generator()
     pieces = generate_text(
         generator,
@@ -63,13 +62,10 @@ def _generate(arguments: Sequence[str], console: Console) -> int:
     )
     try:
         _show(_writer(console, raw=options.raw), texts, in_order(pieces, len(texts)), chat=options.chat)
-    except KeyboardInterrupt:  # enough was seen
+    except KeyboardInterrupt:
         console.out("")
-        return _INTERRUPTED
+        return 130
     return 0
-
-
-_INTERRUPTED = 130
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -101,7 +97,7 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--raw",
         action="store_true",
-        help="write texts as they are, for pipes and files; otherwise control characters are spelt out",
+        help="write texts unchanged, for pipes and files; otherwise control characters are escaped",
     )
     add("--seed", type=int, default=0, help="of the random numbers (default 0)")
     return parser
@@ -153,14 +149,14 @@ def _prompts(options: argparse.Namespace) -> list[str]:
 def _encoded(
     tokenizer: Tokenizer, name: str, texts: Sequence[str], *, chat: bool
 ) -> tuple[list[Tokens], tuple[Stop, ...]]:
-    """The tokens of the prompts, and what ends a continuation beside the ends of texts."""
+    """The tokens of the prompts, and further sequences of tokens that end a continuation."""
     if chat:
         try:
             return [chat_prompt(tokenizer, text) for text in texts], (end_of_turn(tokenizer),)
         except ChatTemplateError as error:
             raise ConfigError(
                 f"The chat template of the tokenizer {name} does not take a user's message and an answer: "
-                f"{error}. Mend it (chat_template.jinja, or `chat_template` in tokenizer_config.json), or "
+                f"{error}. Correct it (chat_template.jinja, or `chat_template` in tokenizer_config.json), or "
                 f"leave --chat out and write the prompt as the model expects it."
             ) from error
     prompts = [tokenizer.encode_beginning(text) for text in texts]
@@ -172,11 +168,11 @@ def _encoded(
 
 
 def _writer(console: Console, *, raw: bool) -> Callable[[str, str], None]:
-    """A function that writes a text in a style: for a terminal as text alone, or `raw` to the last byte."""
+    """A function that writes a text in a style: printable for a terminal, or `raw` and unchanged."""
 
     def write(text: str, style: str) -> None:
-        safe = _encodable(printable(text), console)
-        # A segment is written as it is, where rich would replace the tabs of a text.
+        safe = encodable(printable(text), console)
+        # A segment is written unchanged; rich would replace the tabs of a text.
         segments = Segments([Segment(safe, console.get_style(style))])
         console.print(segments, end="", soft_wrap=True)
 
@@ -186,11 +182,6 @@ def _writer(console: Console, *, raw: bool) -> Callable[[str, str], None]:
         console.file.flush()
 
     return write_raw if raw else write
-
-
-def _encodable(text: str, console: Console) -> str:
-    """The text with the letters that the console's encoding lacks spelt out."""
-    return text.encode(console.encoding, "backslashreplace").decode(console.encoding)
 
 
 def _show(

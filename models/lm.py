@@ -1,14 +1,13 @@
-"""What every language model here has in common: its config registry, its two halves, and its loss.
+"""The interface of language models: their registry of configs, hidden states, logits, and the loss.
 
-A model is a function of tokens to hidden states (the expensive part, with the stack of layers) and the matrix
-from these to logits. The loss sits between them, so that it alone decides how many logits exist at once.
+A model maps tokens to hidden states, which is the expensive part, and has the matrix from these to logits.
+The loss applies that matrix itself, so that it decides how many logits exist at once.
 """
 
 import abc
 import functools
 import math
-from collections.abc import Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Sequence
 from typing import Any, ClassVar, Literal
 
 import draccus
@@ -24,7 +23,7 @@ from stacked_remat.training import NO_PRESETS, ConfigError, Metrics, RematPreset
 
 
 class AuxiliaryLoss(eqx.Module):
-    """What the layers add to the loss, and what they report.
+    """The terms that layers add to the loss, and their metrics.
 
     Attributes:
         loss: a scalar, already weighted, to be added to the cross entropy.
@@ -54,18 +53,18 @@ class LanguageModel(eqx.Module):
             tokens: integers.
             documents: integers like `tokens`; a position sees only positions with its own. 0 is padding,
                 which auxiliary losses leave out. None for one document and no padding.
-            positions: integers like `tokens`, where a token stands in its document; None to count from the
+            positions: integers like `tokens`, the position of each in its document; None to count from the
                 start of the sequence.
         """
 
     @abc.abstractmethod
     def prefill(self, tokens: NamedArray, slots: int) -> tuple[NamedArray, Any]:
-        """Reads the beginnings of sequences at once, and keeps what later tokens need of them.
+        """Reads the beginnings of sequences at once, and makes the cache that later tokens need.
 
         Args:
-            tokens: integers `[Batch, position]`. Rows may differ in length: fill the shorter ones up at their
-                ends with any tokens, which no earlier position sees and `decode` writes over.
-            slots: how many tokens the longest sequence is to have in the end.
+            tokens: integers `[Batch, position]`. Rows may differ in length: pad the shorter ones at their
+                ends with any tokens, which no earlier position sees and `decode` overwrites.
+            slots: how many tokens the longest sequence will have in the end.
 
         Returns:
             Hidden states `[Batch, position, Embed]`, as `hidden_states` gives them, and the cache: a tree of
@@ -78,13 +77,13 @@ class LanguageModel(eqx.Module):
 
         Args:
             tokens: integers `[Batch]`.
-            positions: integers `[Batch]`, where each stands in its sequence; below the cache's slots. Those
-                before it have been read.
+            positions: integers `[Batch]`, the position of each in its sequence, below the cache's slots;
+                earlier positions have been read.
             cache: of `prefill` or an earlier `decode`.
 
         Returns:
-            Hidden states `[Batch, Embed]`, those of `hidden_states` of the whole sequence at `positions`, and
-            the cache with these tokens. Donated to a jitted function, it is updated in place.
+            Hidden states `[Batch, Embed]`, as `hidden_states` of the whole sequence has them at `positions`,
+            and the cache with these tokens. Donated to a jitted function, it is updated in place.
         """
 
     @abc.abstractmethod
@@ -98,20 +97,16 @@ class LanguageModel(eqx.Module):
         return hax.dot(hidden, weight.astype(hidden.dtype), axis=Embed).astype(jnp.float32)
 
 
-LEFT_TO_THE_FOLDER: Mapping[str, bool] = MappingProxyType({"left_to_the_folder": True})
-"""Metadata of a config's field whose null stands for what the folder of pretrained weights says."""
-
-
 class LmConfig(draccus.ChoiceRegistry):
     """Registry of model configs: `model: {type: NAME, ...}` in YAML picks the dataclass of that name.
 
-    A config is data alone; the module that defines the model registers how to make it with `build_model`.
+    A config is only data; the module that defines the model registers its constructor with `build_model`.
 
     Attributes:
         num_layers: how many layers it has.
         compute_dtype: dtype of activations.
-        remat_presets: policies that name what is inside its layers, under names for `remat:`.
-        remat_names: what `checkpoint_name` calls the values inside its layers; None where that is not known.
+        remat_presets: named policies for the `remat` config entry.
+        remat_names: the names that `checkpoint_name` gives to values inside its layers; None if unknown.
     """
 
     remat_presets: ClassVar[RematPresets] = NO_PRESETS
@@ -122,18 +117,18 @@ class LmConfig(draccus.ChoiceRegistry):
 
     def num_weights(self, vocab_size: int) -> int:
         """How many numbers the model has, computed without making it."""
-        raise NotImplementedError(f"{type(self).__name__} does not say how many weights its model has.")
+        raise NotImplementedError(f"{type(self).__name__} has no num_weights.")
 
     def cache_bytes(self, rows: int, slots: int) -> int:
         """The size of the cache that `LanguageModel.prefill` makes of so many sequences."""
-        raise NotImplementedError(f"{type(self).__name__} does not say how large its model's cache is.")
+        raise NotImplementedError(f"{type(self).__name__} has no cache_bytes.")
 
 
 def check_remat_names(config: LmConfig, policy: ScanCheckpointPolicy | None) -> None:
-    """Refuses a policy that saves or offloads what the model's layers have not: it would do nothing.
+    """Refuses a policy that saves or offloads names that the model's layers lack, which would do nothing.
 
     Raises:
-        ConfigError: names what there is.
+        ConfigError: lists the names.
     """
     if policy is None or config.remat_names is None:
         return
@@ -144,21 +139,20 @@ def check_remat_names(config: LmConfig, policy: ScanCheckpointPolicy | None) -> 
         for name in names:
             if name not in config.remat_names:
                 raise ConfigError(
-                    f"remat.{field} has {name!r}, which nothing in a layer of this model is called. Valid: "
+                    f"remat.{field} has {name!r}, which names nothing in a layer of this model. Valid: "
                     f"{', '.join(config.remat_names)}."
                 )
 
 
 def check_remat_levels(policy: ScanCheckpointPolicy, stacks: Sequence[int]) -> None:
-    """Refuses levels that cut none of the stacks of layers as they say.
+    """Refuses levels that can't cut the stacks of layers.
 
     Args:
         policy: of all stacks.
         stacks: how many layers each has.
 
     Raises:
-        ConfigError: the outer levels alone make more parts than any stack has layers, or all levels hold too
-            few; says which.
+        ConfigError: the outer levels make more parts than any stack has layers, or all levels hold too few.
     """
     if not isinstance(policy.nested, tuple):
         return

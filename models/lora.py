@@ -1,4 +1,4 @@
-"""What the `lora:` section of a config does to a language model."""
+"""Applies the `lora` section of a config to a language model."""
 
 import equinox as eqx
 import jax
@@ -9,18 +9,17 @@ from stacked_remat.lora import LoraConfig, apply_lora, lora_filter
 from stacked_remat.training import ConfigError, Trainable
 
 _HEAD = "the loss takes the weights of the head by themselves, so that it can't have an adapter"
-_EMBEDDING = "the embedding is no linear, and only linears have adapters"
+_EMBEDDING = "the embedding is not a linear map, and only these have adapters"
 _WITHOUT_ADAPTERS = {"lm_head": _HEAD, "embed_tokens": _EMBEDDING, "embedding": _EMBEDDING}
-"""What is missing where the parts of a model that are named so are to be adapted."""
 
 
 def with_adapters(
     model: LanguageModel, lora: LoraConfig | None, *, key: PRNGKeyArray
 ) -> tuple[LanguageModel, Trainable]:
-    """The model that is trained, and which of its arrays are: adapters alone, or everything without `lora`.
+    """The model to train, and which of its arrays: only adapters, or all without `lora`.
 
     Raises:
-        ConfigError: a target fits no linear, or the head, whose weights the loss takes by themselves.
+        ConfigError: a target fits no linear map, or the head, whose weights the loss takes by themselves.
     """
     if lora is None:
         return model, eqx.is_inexact_array
@@ -31,7 +30,7 @@ def with_adapters(
                 f"without lora."
             )
     try:
-        # Of the key that made the model, so that adapters are not drawn from the bits of its weights.
+        # Another key than the model's, so that adapters are independent of its weights.
         adapted = apply_lora(model, lora, key=jax.random.fold_in(key, 1))
         eqx.filter_eval_shape(lambda model: model.unembedding(), adapted)
     except (ValueError, AttributeError) as error:

@@ -1,4 +1,4 @@
-"""What one training step of a config needs in memory, by compiling it, and the policy that fits a budget."""
+"""The memory that a training step needs, found by compiling it, and the policy that fits a budget."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -6,139 +6,102 @@ from typing import Any
 
 import jax
 
-from models.lm import LmConfig, next_token_loss
-from models.pretrained import resolved_model
-from models.run_state import ModelOfRun, StepConfig, batch_shapes, run_optimizer, state_shapes
+from models.lm import next_token_loss
+from models.run_config import LmRunConfig
+from models.run_state import batch_shapes, run_optimizer, state_shapes
 from stacked_remat import ScanCheckpointSpec
 from stacked_remat.memory import MemoryReport, Plan, Target, find_target, plan, report
 from stacked_remat.training import Partitioning, TokenBatch, TrainState, build_step, check_fits
 
 
-def step_report(
-    config: StepConfig,
-    remat: ScanCheckpointSpec,
-    *,
-    target: str | Target = "local",
-    devices: int | None = None,
-) -> MemoryReport:
-    """What one training step needs under `remat`, its state updated in place; costs one compilation.
-
-    Args:
-        config: the model, its data, its optimizer and the mesh.
-        remat: policy of the model's stacks.
-        target: the device to compile for.
-        devices: how many of them; all of `local`, one of another target, if not given.
-
-    Raises:
-        ConfigError: the mesh does not fit the devices, or the model or the batch the mesh.
-    """
-    step = _Step(config, *_on(config, target, devices))
-    with step.partitioning.activations():
-        return report(step.under(remat), *step.shapes(), donate="state", target=target)
-
-
-def check_memory(
-    config: StepConfig,
-    *,
-    target: str | Target = "local",
-    devices: int | None = None,
-) -> None:
-    """Refuses a config whose weights, optimizer state and one batch are more than a device has memory for.
-
-    They are there whatever the policy. Costs one tracing of how the model is made, whatever its size.
-
-    Args:
-        config: the model, its data, its optimizer and the mesh.
-        target: the device.
-        devices: how many of them; all of `local`, one of another target, if not given.
-
-    Raises:
-        ConfigError: says how much each takes, and how much there is; as `step_report`.
-    """
-    batch, state = _Step(config, *_on(config, target, devices)).shapes()
-    check_fits(
-        {
-            "trained weights": state.trained,
-            "frozen weights": state.frozen,
-            "optimizer state": state.optimizer_state,
-            "a batch": batch,
-        },
-        f"Now model.num_layers = {config.model.num_layers:,}, vocab_size = {state.model.Vocab.size:,}, "
-        f"data.batch_size = {config.data.batch_size:,} and data.seq_len = {config.data.seq_len:,}: lower "
-        f"what is too large, or divide the arrays over more devices (trainer.mesh).",
-        limit=find_target(target).memory,
-    )
-
-
-def plan_step(
-    config: StepConfig,
-    *,
-    budget: int | str,
-    host_budget: int | str | None = None,
-    target: str | Target = "local",
-    devices: int | None = None,
-) -> Plan:
-    """The first policy, as `stacked_remat.memory.plan` tries them, that trains `config` within a budget.
-
-    Args:
-        config: the model, its data, its optimizer and the mesh.
-        budget: memory of each device for the whole step, as `stacked_remat.memory.plan` takes it.
-        host_budget: the same for the host.
-        target: the device to compile for.
-        devices: how many of them; all of `local`, one of another target, if not given.
-
-    Raises:
-        BudgetError: no policy fits.
-        ConfigError: the mesh does not fit the devices, or the model or the batch the mesh.
-    """
-    step = _Step(config, *_on(config, target, devices))
-    with step.partitioning.activations():
-        return plan(
-            step.under,
-            *step.shapes(),
-            budget=budget,
-            host_budget=host_budget,
-            target=target,
-            donate="state",
-            layers=step.architecture.num_layers,
-        )
-
-
-def _on(config: StepConfig, target: str | Target, devices: int | None) -> tuple[Partitioning, LmConfig, int]:
-    """The mesh on the target, and what the config's model comes to."""
-    chosen = find_target(target)
-    if devices is None:
-        devices = jax.device_count() if chosen.name == "local" else 1
-    return Partitioning.of(config.trainer.mesh, chosen.devices(devices)), *resolved_model(
-        config, check_folder=False
-    )
-
-
 @dataclass(frozen=True)
-class _Step:
-    """One training step as a function of the policy.
+class StepMemory:
+    """Compiles one training step of a config, its state updated in place, under any policy.
 
     Attributes:
-        config: what it does.
-        partitioning: the devices.
-        architecture: the model.
-        vocab_size: rows of its embedding.
+        config: of the run, resolved.
+        target: the device to compile for.
+        devices: how many of them; all of `local`, one of another target, if not given.
+
+    Raises:
+        ConfigError: the mesh does not fit the devices, or the model or the batch the mesh.
     """
 
-    config: StepConfig
-    partitioning: Partitioning
-    architecture: LmConfig
-    vocab_size: int
+    config: LmRunConfig
+    target: str | Target = "local"
+    devices: int | None = None
 
-    def under(self, remat: ScanCheckpointSpec) -> Callable[..., Any]:
-        """The step under a policy."""
+    def report(self, remat: ScanCheckpointSpec) -> MemoryReport:
+        """The memory of the step under a policy; costs one compilation."""
+        partitioning = self._partitioning()
+        with partitioning.activations():
+            return report(
+                self._step(partitioning, remat),
+                *self._shapes(partitioning),
+                donate="state",
+                target=self.target,
+            )
+
+    def plan(self, *, budget: int | str, host_budget: int | str | None = None) -> Plan:
+        """The first policy, as `stacked_remat.memory.plan` tries them, under which the step fits a budget.
+
+        Args:
+            budget: memory of each device for the whole step, as `stacked_remat.memory.plan` takes it.
+            host_budget: the same for the host.
+
+        Raises:
+            BudgetError: no policy fits.
+        """
+        partitioning = self._partitioning()
+        with partitioning.activations():
+            return plan(
+                lambda remat: self._step(partitioning, remat),
+                *self._shapes(partitioning),
+                budget=budget,
+                host_budget=host_budget,
+                target=self.target,
+                donate="state",
+                layers=self.config.model.num_layers,
+            )
+
+    def check(self) -> None:
+        """Refuses a config whose weights, optimizer state and one batch are larger than a device's memory.
+
+        These are there under every policy. Costs one tracing of how the model is made, whatever its size.
+
+        Raises:
+            ConfigError: with the size of each and the memory of the device.
+        """
+        batch, state = self._shapes(self._partitioning())
+        data = self.config.data
+        check_fits(
+            {
+                "trained weights": state.trained,
+                "frozen weights": state.frozen,
+                "optimizer state": state.optimizer_state,
+                "a batch": batch,
+            },
+            f"Now model.num_layers = {self.config.model.num_layers:,}, vocab_size = "
+            f"{self.config.Vocab.size:,}, data.batch_size = {data.batch_size:,} and data.seq_len = "
+            f"{data.seq_len:,}: lower what is too large, or divide the arrays over more devices "
+            f"(trainer.mesh).",
+            limit=find_target(self.target).memory,
+        )
+
+    def _partitioning(self) -> Partitioning:
+        chosen, devices = find_target(self.target), self.devices
+        if devices is None:
+            devices = jax.device_count() if chosen.name == "local" else 1
+        return Partitioning.of(self.config.trainer.mesh, chosen.devices(devices))
+
+    def _step(self, partitioning: Partitioning, remat: ScanCheckpointSpec) -> Callable[..., Any]:
         train_step = build_step(
             self.config.trainer,
             loss_function=next_token_loss,
             optimizer=run_optimizer(self.config),
-            partitioning=self.partitioning,
+            partitioning=partitioning,
         )
-        structure = jax.tree.structure(self._state(remat))
+        structure = jax.tree.structure(state_shapes(self.config, partitioning, remat=remat))
 
         def step(batch: TokenBatch, state: TrainState) -> Any:
             state = jax.tree.unflatten(structure, jax.tree.leaves(state))  # the same arrays under this policy
@@ -146,12 +109,8 @@ class _Step:
 
         return step
 
-    def shapes(self) -> tuple[TokenBatch, TrainState]:
-        """Those of its arguments."""
+    def _shapes(self, partitioning: Partitioning) -> tuple[TokenBatch, TrainState]:
+        """The shapes of the step's arguments."""
         data = self.config.data
-        self.partitioning.check_rows(data.batch_size, self.config.trainer.update.microbatches)
-        return batch_shapes(data, self.partitioning), self._state(True)
-
-    def _state(self, remat: ScanCheckpointSpec) -> TrainState:
-        model = ModelOfRun(self.architecture, self.vocab_size, remat)
-        return state_shapes(self.config, model, self.partitioning)
+        partitioning.check_rows(data.batch_size, self.config.trainer.update.microbatches)
+        return batch_shapes(data, partitioning), state_shapes(self.config, partitioning, remat=True)

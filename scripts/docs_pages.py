@@ -4,7 +4,7 @@ from typing import Any
 
 from mkdocs.structure.files import File, Files
 
-from models.train_lm import TrainLmConfig
+from models.run_config import LmRunConfig
 from stacked_remat.training import config_reference
 
 _INTRODUCTION = """# Config reference
@@ -19,6 +19,6 @@ more, `target`. [Training runs](training.md) says how files include others.
 
 def on_files(files: Files, config: Any) -> Files:
     """Adds the config reference to the pages."""
-    page = _INTRODUCTION + config_reference(TrainLmConfig)
+    page = _INTRODUCTION + config_reference(LmRunConfig)
     files.append(File.generated(config, "config-reference.md", content=page))
     return files

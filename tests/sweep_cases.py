@@ -94,7 +94,9 @@ def check(schedule: Schedule, reverse: bool = False, **kwargs):
 
 def check_head(schedule: Schedule, head: FirstLayers, reverse: bool = False, **kwargs):
     length = head.length + schedule.length
-    run = functools.partial(sweep, length=length, schedule=schedule, reverse=reverse, first_layers=head, **kwargs)
+    run = functools.partial(
+        sweep, length=length, schedule=schedule, reverse=reverse, first_layers=head, **kwargs
+    )
     assert_close(jit(lambda: derivatives(run, length))(), expected(length, reverse))
 
 

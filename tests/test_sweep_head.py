@@ -47,7 +47,9 @@ def test_unroll(unroll):
 
 
 def seven(**kwargs):
-    return functools.partial(sweep, length=7, schedule=shrinking(4), first_layers=FirstLayers(3, keep_everything), **kwargs)
+    return functools.partial(
+        sweep, length=7, schedule=shrinking(4), first_layers=FirstLayers(3, keep_everything), **kwargs
+    )
 
 
 def test_gradient_of_gradient():
@@ -122,7 +124,9 @@ def test_the_first_layers_are_evaluated_once_and_the_rest_by_the_schedule():
 
 
 def test_frozen_weights_cost_nothing():
-    run = functools.partial(sweep, length=12, schedule=shrinking(7), first_layers=FirstLayers(5, keep_everything))
+    run = functools.partial(
+        sweep, length=12, schedule=shrinking(7), first_layers=FirstLayers(5, keep_everything)
+    )
     frozen, trained = (str(mlp_gradients(run, 12, which)[0]) for which in ((2,), (0, 1, 2)))
     weight_gradients = trained.count("dot_general") - frozen.count("dot_general")
     assert weight_gradients == 4  # two products in the body of each of the two loops that visit

@@ -1,37 +1,25 @@
-"""What PEFT calls the adapters of this decoder's linears."""
+"""PEFT's names of the adapters of Qwen3 decoders."""
 
 import re
-from pathlib import Path
-from typing import Literal, TypeAlias
 
-from models.qwen3_moe.config import Qwen3Architecture
-from models.qwen3_moe.decoder import Qwen3Decoder
-from stacked_remat.lora import PeftNames, PeftParameter, load_peft, peft_tensor_names, save_peft
-
-ExpertsLayout: TypeAlias = Literal["fused", "separate"]
+from models.hf_io.formats import ExpertsLayout
+from models.transformer.config import DecoderConfig
+from stacked_remat.lora import PeftNames, PeftParameter
 
 _OF_A_LAYER = re.compile(r"stacks\.(\d+)\.\*\.(attention\.[qkvo]_proj|mlp\..+)")
 _OF_AN_EXPERT = re.compile(r"mlp\.experts\.\*\.(gate|up|down)_proj")
-_WITHOUT_ADAPTERS = {
-    "embed_tokens": "the embedding is no linear, and only linears have adapters here",
-    "lm_head": "this model has no head of its own, since its config has tie_word_embeddings",
-}
-_SEPARATE = re.compile(r"\.mlp\.experts\.\d+\.")
 
 
-def peft_names(config: Qwen3Architecture, experts: ExpertsLayout = "fused") -> PeftNames:
+def peft_names(config: DecoderConfig, experts: ExpertsLayout = "fused") -> PeftNames:
     """The names of Hugging Face's Qwen3 and Qwen3 MoE, for `save_peft` and `load_peft`.
 
     Args:
         config: of the decoder.
-        experts: how adapters of experts are written. `fused`: as PEFT writes them for transformers 5, whose
-            experts are two parameters, `gate_up_proj` and `down_proj` (`target_parameters`). The adapters of
-            gate and up become one of twice the rank, with the product unchanged. `separate`: a pair of
-            tensors for every expert, `mlp.experts.7.up_proj`, as PEFT wrote them for transformers 4 and still
-            reads them; gate and up have to be adapted both or neither.
+        experts: the layout of experts. In `fused`, the adapters of gate and up become one of twice the rank
+            in `gate_up_proj`, with the product unchanged, so that both or neither have to be adapted.
 
     Returns:
-        A function that raises `ValueError` for the path of a linear that is not this decoder's.
+        A function that raises `ValueError` for a path that is not of a linear map of this decoder.
     """
     sizes = [Layers.size for _, Layers in config.stacks]
     num_experts = config.sparse.num_experts if config.sparse is not None else 0
@@ -41,13 +29,13 @@ def peft_names(config: Qwen3Architecture, experts: ExpertsLayout = "fused") -> P
             return "lm_head"
         found = _OF_A_LAYER.fullmatch(path)
         if found is None:
-            raise ValueError(f"{path} is no linear of the Qwen3 decoder.")
+            raise ValueError(f"{path} is not a linear map of this decoder.")
         layer = f"model.layers.{sum(sizes[: int(found[1])]) + index[0]}"
         block, _, projection = found[2].rpartition(".")
         if block == "attention":
             return f"{layer}.self_attn.{projection}"
         if projection == "router":
-            # A parameter of a module that is no torch.nn.Linear.
+            # A parameter of a module other than torch.nn.Linear.
             return PeftParameter(f"{layer}.mlp.gate", "weight")
         if block == "mlp":
             # Beside experts, PEFT takes a module of this name for one of theirs, but not its parameter.
@@ -55,7 +43,7 @@ def peft_names(config: Qwen3Architecture, experts: ExpertsLayout = "fused") -> P
                 PeftParameter(f"{layer}.mlp.{projection}", "weight") if num_experts else f"{layer}.{found[2]}"
             )
         if _OF_AN_EXPERT.fullmatch(found[2]) is None:
-            raise ValueError(f"{path} is no linear of the Qwen3 decoder.")
+            raise ValueError(f"{path} is not a linear map of this decoder.")
         return _of_expert(f"{layer}.mlp.experts", projection, index[1], num_experts, experts)
 
     return name
@@ -70,28 +58,3 @@ def _of_expert(
         return PeftParameter(module, "down_proj", expert, num_experts, order=1)
     part = ("gate_proj", "up_proj").index(projection)
     return PeftParameter(module, "gate_up_proj", expert, num_experts, part, parts=2)
-
-
-def save_adapters(
-    folder: Path, model: Qwen3Decoder, *, experts: ExpertsLayout = "fused", base_model: str | None = None
-) -> None:
-    """Writes the adapters of `model` for PEFT; see `stacked_remat.lora.save_peft` and `peft_names`."""
-    names = peft_names(model.config, experts)
-    save_peft(folder, model, names, base_model=base_model, task_type="CAUSAL_LM")
-
-
-def load_adapters(model: Qwen3Decoder, folder: Path) -> Qwen3Decoder:
-    """The model with the adapters in `folder`, whichever way those of experts are written.
-
-    Raises:
-        ValueError: they are of the embedding, or of a head that the model hasn't; or as `load_peft`.
-    """
-    tensors = peft_tensor_names(folder)
-    for module, missing in _WITHOUT_ADAPTERS.items():
-        if any(f".{module}." in name for name in tensors) and (module != "lm_head" or model.head is None):
-            raise ValueError(
-                f"{folder} has adapters of {module}: {missing}. Merge them with PEFT (merge_and_unload), "
-                f"save the whole model and read that."
-            )
-    separate = any(_SEPARATE.search(name) for name in tensors)
-    return load_peft(model, folder, peft_names(model.config, "separate" if separate else "fused"))

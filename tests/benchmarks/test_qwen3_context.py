@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.qwen3_context import CONFIG, POLICIES, forward_and_backward
 from benchmarks.record import RESULTS
-from models.train_lm import TrainLmConfig
+from models.run_config import LmRunConfig
 from stacked_remat import memory
 from stacked_remat._compat import cudnn_is_installed
 from stacked_remat.training import parse_config
@@ -156,7 +156,7 @@ SMALLER = ["--model.num_layers", "10", "--model.experts.num_experts", "16", "--v
 def test_a_shallower_one_takes_memory_in_proportion_to_its_tokens(backend, policy, whole, a_token):
     """10 layers as wide as the real ones: `nested` keeps 4 carries of 4 KiB a token, `offload` one or two."""
     smaller = [*SMALLER, "--model.attention.backend", backend]
-    config = parse_config(TrainLmConfig, ["--config_path", str(CONFIG), *smaller])
+    config = parse_config(LmRunConfig, ["--config_path", str(CONFIG), *smaller])
     found = []
     for tokens in (8_192, 16_384):
         fn, args = forward_and_backward(config, tokens)

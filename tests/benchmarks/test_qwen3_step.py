@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.qwen3_context import CONFIG
 from benchmarks.qwen3_step import attention_differences, main, model_flops, random_parts
-from models.train_lm import TrainLmConfig
+from models.run_config import LmRunConfig
 from stacked_remat.ops._attention_backends import BACKENDS, Exact
 from stacked_remat.training import parse_config
 
@@ -70,7 +70,7 @@ def test_no_rounds_are_refused(capsys):
 
 
 def test_the_model_takes_96_gflop_a_token_at_65536():
-    config = parse_config(TrainLmConfig, ["--config_path", str(CONFIG)])
+    config = parse_config(LmRunConfig, ["--config_path", str(CONFIG)])
     assert model_flops(config, 65_536) == pytest.approx(96e9, rel=0.02)
 
 
@@ -86,7 +86,7 @@ def test_a_stack_of_weights_is_made_a_layer_at_a_time():
 
 @pytest.fixture
 def config():
-    return parse_config(TrainLmConfig, ["--config_path", str(CONFIG)])
+    return parse_config(LmRunConfig, ["--config_path", str(CONFIG)])
 
 
 def test_kernels_of_attention_are_compared_with_the_definition(config):

@@ -36,7 +36,7 @@ def fail_with(error):
         (errno.EROFS, "can be written to"),
         (errno.ENOSPC, "Free some space"),
         (errno.ENAMETOOLONG, "shorter name"),
-        (errno.ENOTDIR, "is a file, where a folder belongs"),
+        (errno.ENOTDIR, "is a file, and a folder is expected"),
         (errno.EISDIR, "not a folder"),
         (errno.EXDEV, "Check the path"),
     ],

@@ -5,10 +5,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from models.pretrained import resolved_model
-from models.run_state import ModelOfRun, state_shapes
-from models.train_lm import TrainLmConfig
-from stacked_remat.training import parse_config, remat_policy
+from models.run_config import LmRunConfig
+from models.run_state import state_shapes
+from stacked_remat.training import parse_config
 
 FOLDER = Path(__file__).resolve().parents[2] / "models" / "configs"
 CONFIGS = sorted(FOLDER.glob("**/*.yaml"))
@@ -17,10 +16,8 @@ PARAMETERS = {"qwen3_0_6b": 596_049_920, "qwen3_30b_a3b_65k_lora": 30_532_122_62
 
 def shapes_of(path):
     """The shapes of the state that training begins with; nothing is read but the config file."""
-    config = parse_config(TrainLmConfig, ["--config_path", str(path)])
-    architecture, vocab_size = resolved_model(config, check_folder=False)
-    remat = remat_policy(config.remat, architecture.remat_presets)
-    return config, state_shapes(config, ModelOfRun(architecture, vocab_size, remat))
+    config = parse_config(LmRunConfig, ["--config_path", str(path)]).resolved(check_folder=False)
+    return config, state_shapes(config)
 
 
 def size(tree):

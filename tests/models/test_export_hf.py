@@ -14,58 +14,49 @@ from haliax import Axis
 from rich.console import Console
 from safetensors.numpy import load_file, save_file
 
-from models.export_hf import beside_the_weights, main as export_hf, trained_model
-from models.generator import generator_of_run
-from models.qwen3_moe import Qwen3Decoder, Qwen3MoeConfig
-from models.qwen3_moe.hf import read_decoder, write_decoder
-from models.qwen3_moe.hf_config import read_hf_config
-from models.qwen3_moe.peft import load_adapters
-from models.safetensors_folder import WeightsError
-from models.train_lm import TrainLmConfig, main as train_lm
+from models.export_hf import generation_files, main as export_hf
+from models.generation.generator import source_of_run
+from models.hf_io.adapters import load_adapters
+from models.hf_io.decoder_weights import read_decoder, write_decoder
+from models.hf_io.formats import read_hf_config
+from models.hf_io.safetensors_folder import WeightsError
+from models.qwen3_moe import Qwen3MoeConfig
+from models.run_config import LmRunConfig
+from models.trained_run import trained_model
+from models.transformer.decoder import Decoder
 from stacked_remat.lora import merge_lora
 from stacked_remat.training import ConfigError, parse_config
 
 from ..training.data import word_tokenizer
+from . import tiny_run
+from .tiny_run import make_workplace
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 
-CONFIG = """
-model:
-  type: qwen3_moe
-  hidden_dim: 16
-  num_layers: 2
-  num_heads: 2
-  num_kv_heads: 1
-  experts: {num_experts: 2, experts_per_token: 1, intermediate_dim: 8}
-vocab_size: 260
-data: {seq_len: 16, batch_size: 2, sources: {text: {paths: [text/]}}}
-optimizer: {learning_rate: 1.0e-2, warmup_steps: 0}
-trainer: {num_steps: 2, eval_batches: 1, mesh: {axes: {data: 1}}}
-"""
 Vocab = Axis("vocab", 260)
 
 
 @pytest.fixture(scope="module")
 def workplace(tmp_path_factory):
     """A folder with text, and a model to begin with."""
-    folder = tmp_path_factory.mktemp("workplace")
-    (folder / "text").mkdir()
-    for number in range(30):
-        (folder / "text" / f"{number}.txt").write_text(f"the {number}. of many documents " * 8)
-    (folder / "run.yaml").write_text(CONFIG)
-    config = parse_config(TrainLmConfig, ["--config_path", str(folder / "run.yaml")])
+    folder = make_workplace(tmp_path_factory.mktemp("workplace"))
+    config = begun_with(folder, None)
     assert isinstance(config.model, Qwen3MoeConfig)
-    make = eqx.filter_jit(lambda: Qwen3Decoder.init(config.model, Vocab, key=jax.random.key(5)))
+    make = eqx.filter_jit(lambda: Decoder.init(config.model, Vocab, key=jax.random.key(5)))
     texts = {"generation_config.json": '{"eos_token_id": [7, 256]}'}
     write_decoder(folder / "base", make(), texts=texts)
     return folder
 
 
+def begun_with(workplace, folder):
+    config = parse_config(LmRunConfig, ["--config_path", str(workplace / "config.yaml")])
+    return dataclasses.replace(config, initialize_from_hf=folder and str(folder))
+
+
 def train(workplace, run, *more):
-    options = ["--config_path", "run.yaml", "--trainer.run_dir", run, *more]
-    with pytest.MonkeyPatch.context() as patch, jax.numpy_dtype_promotion("standard"):
+    with pytest.MonkeyPatch.context() as patch:
         patch.chdir(workplace)
-        return train_lm(options)
+        return tiny_run.train(workplace, "--trainer.num_steps", "3", *more, run=run)
 
 
 def export(*arguments):
@@ -87,37 +78,35 @@ def logits(decoder):
 @pytest.fixture(scope="module")
 def adapted(workplace):
     """A run that trained adapters of the model to begin with."""
-    start = ("--initialize_from_hf", str(workplace / "base"), "--lora.rank", "2")
-    assert train(workplace, "adapted", *start) == 0
+    start = ("--initialize_from_hf", str(workplace / "base"), "--use_hf_model_config", "true")
+    assert train(workplace, "adapted", *start, "--lora.rank", "2") == 0
     return workplace / "adapted"
 
 
-def test_a_trained_model_is_exported_and_read_again(workplace):
-    start = ("--initialize_from_hf", str(workplace / "base"))
-    assert train(workplace, "whole", *start, "--use_hf_model_config", "true") == 0
-    status, _ = export("--run_dir", workplace / "whole", "--out", workplace / "exported")
-    assert status == 0
-    config, rows = read_hf_config(workplace / "exported")
+def test_a_trained_model_is_exported_and_read_again(finished, tmp_path):
+    assert export("--run_dir", finished, "--out", tmp_path / "exported")[0] == 0
+    config, rows = read_hf_config(tmp_path / "exported")
     assert rows == 260
-    assert json.loads((workplace / "exported/config.json").read_text())["eos_token_id"] == [256, 7]
-    assert "[7, 256]" in (workplace / "exported/generation_config.json").read_text()
-    again = read_decoder(workplace / "exported", config, Vocab)
-    base = read_decoder(workplace / "base", config, Vocab)
-    expected, _ = trained_model(workplace / "whole")
-    np.testing.assert_array_equal(logits(again), logits(expected))
-    assert np.abs(logits(again) - logits(base)).max() > 1e-3
-    files = (workplace / "whole/checkpoints").rglob("d/*")
-    arrays = max(files, key=lambda file: file.stat().st_size)
+    assert json.loads((tmp_path / "exported/config.json").read_text())["eos_token_id"] == 256
+    expected, _ = trained_model(finished)
+    np.testing.assert_array_equal(
+        logits(read_decoder(tmp_path / "exported", config, Vocab)), logits(expected)
+    )
+
+
+def test_a_damaged_checkpoint_is_named_and_nothing_is_written(finished, tmp_path):
+    run = shutil.copytree(finished, tmp_path / "run")
+    arrays = max((run / "checkpoints").rglob("d/*"), key=lambda file: file.stat().st_size)
     damaged = bytearray(arrays.read_bytes())
     damaged[len(damaged) // 2] ^= 1
     arrays.write_bytes(damaged)
-    status, shown = export("--run_dir", workplace / "whole", "--out", workplace / "damaged")
-    assert status == 1 and str(arrays) in shown.replace("\n", "") and not (workplace / "damaged").exists()
+    status, shown = export("--run_dir", run, "--out", tmp_path / "damaged")
+    assert status == 1 and str(arrays) in shown.replace("\n", "") and not (tmp_path / "damaged").exists()
 
 
 def test_training_begins_with_the_weights_of_the_folder(workplace, adapted):
     first = yaml.safe_load((adapted / "metrics.jsonl").read_text().splitlines()[0])
-    config = parse_config(TrainLmConfig, ["--config_path", str(workplace / "run.yaml")])
+    config = begun_with(workplace, None)
     assert isinstance(config.model, Qwen3MoeConfig)
     base = read_decoder(workplace / "base", config.model, Vocab)
     model: Any = trained_model(adapted)[0]
@@ -130,11 +119,13 @@ def test_training_begins_with_the_weights_of_the_folder(workplace, adapted):
 
 def test_adapters_are_merged_or_written_alone(workplace, adapted):
     model, config = trained_model(adapted)
-    assert isinstance(model, Qwen3Decoder) and isinstance(config.model, Qwen3MoeConfig)
+    assert isinstance(model, Decoder) and isinstance(config.model, Qwen3MoeConfig)
     assert export("--run_dir", adapted, "--out", workplace / "merged")[0] == 0
+    assert json.loads((workplace / "merged/config.json").read_text())["eos_token_id"] == [256, 7]
+    assert "[7, 256]" in (workplace / "merged/generation_config.json").read_text()
     merged = read_decoder(workplace / "merged", config.model, Vocab)
     np.testing.assert_array_equal(logits(merged), logits(merge_lora(model)))
-    found = generator_of_run(adapted)
+    found = source_of_run(adapted).generator()
     np.testing.assert_array_equal(logits(found.model), logits(merged))
     assert found.ends == {256, 7}
     assert export("--run_dir", adapted, "--out", workplace / "alone", "--adapters")[0] == 0
@@ -144,7 +135,7 @@ def test_adapters_are_merged_or_written_alone(workplace, adapted):
 
 @pytest.mark.deep
 def test_a_run_of_adapters_goes_on(workplace, adapted):
-    more = ("--initialize_from_hf", str(workplace / "base"), "--lora.rank", "2", "--trainer.num_steps", "3")
+    more = ("--initialize_from_hf", str(workplace / "base"), "--lora.rank", "2", "--trainer.num_steps", "5")
     accept = ("--trainer.checkpoint.accept_changes", "true")
     before, _ = trained_model(adapted)
     (adapted / "result.json").unlink()
@@ -177,7 +168,7 @@ def test_adapters_go_on_with_the_weights_that_they_began_with_and_no_others(work
     [
         (("--model.hidden_dim", "32"), "model.hidden_dim: 32 in the config, 16 in the folder"),
         (("--vocab_size", "300"), "vocab_size: 300 in the config, 260 in the folder"),
-        (("--initialize_from_hf", "nowhere"), "no folder nowhere, and it is no name on the"),
+        (("--initialize_from_hf", "nowhere"), "no folder nowhere, and it is not a name on the"),
         (("--use_hf_model_config", "true", "--vocab_size", "20"), "vocab_size: 20 in the config"),
         (
             ("--use_hf_model_config", "true", "--model.attention.bias", "true"),
@@ -198,7 +189,7 @@ def test_an_embedding_without_room_for_the_tokenizer_is_refused(workplace, capsy
 
 def test_the_folder_s_architecture_needs_a_folder():
     with pytest.raises(ConfigError, match="use_hf_model_config has no effect without initialize_from_hf"):
-        parse_config(TrainLmConfig, ["--use_hf_model_config", "true"])
+        parse_config(LmRunConfig, ["--use_hf_model_config", "true"])
 
 
 def test_what_can_not_be_exported_is_named(workplace, tmp_path):
@@ -208,22 +199,17 @@ def test_what_can_not_be_exported_is_named(workplace, tmp_path):
     assert status == 1 and "is not an empty folder" in shown
 
 
-def begun_with(workplace, folder):
-    config = parse_config(TrainLmConfig, ["--config_path", str(workplace / "run.yaml")])
-    return dataclasses.replace(config, initialize_from_hf=str(folder))
-
-
 def test_ends_go_along_where_only_the_config_names_them(workplace, tmp_path):
     folder = shutil.copytree(workplace / "base", tmp_path / "base")
     (folder / "generation_config.json").unlink()
     for ends, expected in (([9, 256, 7], [256, 7, 9]), (9, [256, 9]), (256, 256), (None, 256)):
         fields = json.loads((folder / "config.json").read_text()) | {"eos_token_id": ends}
         (folder / "config.json").write_text(json.dumps(fields))
-        assert beside_the_weights(begun_with(workplace, folder)) == ({}, {"eos_token_id": expected})
+        assert generation_files(begun_with(workplace, folder)) == ({}, {"eos_token_id": expected})
         # A file that says other things of how text is made goes along, and changes none of them.
         (folder / "generation_config.json").write_text('{"temperature": 0.6}')
         texts = {"generation_config.json": '{"temperature": 0.6}'}
-        assert beside_the_weights(begun_with(workplace, folder)) == (texts, {"eos_token_id": expected})
+        assert generation_files(begun_with(workplace, folder)) == (texts, {"eos_token_id": expected})
         (folder / "generation_config.json").unlink()
 
 
@@ -234,13 +220,13 @@ def test_a_damaged_generation_config_is_not_copied(workplace, tmp_path, content)
     folder = shutil.copytree(workplace / "base", tmp_path / "base")
     (folder / "generation_config.json").write_bytes(content)
     with pytest.raises(WeightsError, match=r"base/generation_config.json"):
-        beside_the_weights(begun_with(workplace, folder))
+        generation_files(begun_with(workplace, folder))
 
 
 def test_a_config_that_can_not_be_read_is_named(tmp_path, monkeypatch):
     (tmp_path / "checkpoints").mkdir()
     for saved in ({"vocab_size": 9, "model": {"type": "qwen9"}}, {"vocab_size": 9, "later": 1}, {}, [], None):
-        monkeypatch.setattr("models.export_hf.checkpoint_config", lambda *_, saved=saved, **__: saved)
+        monkeypatch.setattr("models.trained_run.checkpoint_config", lambda *_, saved=saved, **__: saved)
         status, shown = export("--run_dir", tmp_path, "--out", tmp_path / "out")
         assert (
             status == 1 and f"The config in the checkpoint {tmp_path / 'checkpoints'} can't be used" in shown

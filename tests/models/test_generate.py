@@ -7,6 +7,7 @@ import shutil
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from haliax import Axis
 from rich.console import Console
@@ -14,53 +15,30 @@ from rich.console import Console
 import models.generate as command
 from models.export_hf import main as export_hf
 from models.generate import main
-from models.generator import generator_of_folder, source_of_folder
-from models.qwen3_moe import Qwen3Config, Qwen3Decoder
-from models.qwen3_moe.hf import write_decoder
-from models.safetensors_folder import SafetensorsFolder, WeightsError
-from models.text_generation import Piece
-from models.train_lm import main as train_lm
+from models.generation.generator import source_of_folder
+from models.generation.sampling import Sampling
+from models.generation.text_generation import Piece, chat_prompt, end_of_turn
+from models.hf_io.decoder_weights import write_decoder
+from models.hf_io.safetensors_folder import SafetensorsFolder, WeightsError
+from models.qwen3_moe import Qwen3Config
+from models.transformer.decoder import Decoder
 from stacked_remat.training import load_tokenizer
 
 from ..training.data import word_tokenizer
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 
-CONFIG = """
-model: {type: qwen3, hidden_dim: 16, num_layers: 2, num_heads: 2, num_kv_heads: 1, initializer_range: 0.1}
-data: {seq_len: 16, batch_size: 8, sources: {text: {paths: [text/]}}}
-optimizer: {learning_rate: 2.0e-2, warmup_steps: 0}
-trainer: {num_steps: 60, eval_batches: 1}
-"""
 
-
-def train(folder, run):
-    with pytest.MonkeyPatch.context() as patch, jax.numpy_dtype_promotion("standard"):
-        patch.chdir(folder)
-        assert train_lm(["--config_path", "run.yaml", "--trainer.run_dir", run]) == 0
-    return folder / run
+@pytest.fixture
+def run(finished):
+    """A run that has learnt to say the same three times, and to end."""
+    return finished
 
 
 @pytest.fixture(scope="module")
-def workplace(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("workplace")
-    (folder / "text").mkdir()
-    for number in range(20):
-        (folder / "text" / f"{number}.txt").write_text("abcd" * 3)
-    (folder / "run.yaml").write_text(CONFIG)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def run(workplace):
-    """A run that has learnt to say the same again and again, and to end."""
-    return train(workplace, "run")
-
-
-@pytest.fixture(scope="module")
-def exported(workplace, run):
-    folder = workplace / "exported"
-    assert export_hf(["--run_dir", str(run), "--out", str(folder)], Console(quiet=True)) == 0
+def exported(finished, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("generate") / "exported"
+    assert export_hf(["--run_dir", str(finished), "--out", str(folder)], Console(quiet=True)) == 0
     return folder
 
 
@@ -73,15 +51,11 @@ def generate(*arguments):
 def test_a_run_continues_what_it_learnt_and_ends_where_texts_end(run):
     status, shown = generate("--checkpoint", run, "--prompt", "abcdab", "--temperature", 0)
     assert (status, shown) == (0, "abcdabcdabcd\n")
-    status, shown = generate(
-        "--checkpoint", run, "--prompt", "abcdab", "--temperature", 0, "--max_new_tokens", 3
-    )
-    assert (status, shown) == (0, "abcdabcda\n")
 
 
 def test_an_exported_folder_gives_the_same(run, exported):
     status, shown = generate(
-        "--model", exported, "--tokenizer", "byte", "--prompt", "abcdabc", "--temperature", 0
+        "--model", exported, "--tokenizer", "byte", "--prompt", "abcdab", "--temperature", 0
     )
     assert (status, shown) == (0, "abcdabcdabcd\n")
 
@@ -94,16 +68,34 @@ def test_prompts_come_in_order_and_from_files_too(run, tmp_path):
     assert (status, shown) == (0, f"--- 1 of 3\n{each}--- 2 of 3\n{each}--- 3 of 3\n{each}")
 
 
-def test_samples_obey_their_options(run):
-    def sample(*options):
-        status, shown = generate(
-            "--checkpoint", run, "--prompt", "ab", "--max_new_tokens", 12, "--temperature", 8, *options
-        )
-        assert status == 0
-        return shown
+@pytest.fixture
+def asked(monkeypatch):
+    """What is asked of the model, which says nothing."""
+    calls = []
 
-    assert sample("--seed", 1) != sample("--seed", 2)
-    assert sample("--top_k", 1) == sample("--top_p", 1e-6) == "abcdabcdabcd\n"
+    def record(generator, prompts, **options):
+        calls.append((prompts, options))
+        return (Piece(row, "", True) for row in range(len(prompts)))
+
+    monkeypatch.setattr(command, "generate_text", record)
+    return calls
+
+
+def test_options_reach_the_model(run, asked):
+    options = ("--temperature", 8, "--top_k", 3, "--top_p", 0.5, "--seed", 7, "--max_new_tokens", 12)
+    assert generate("--checkpoint", run, "--prompt", "ab", *options) == (0, "ab\n")
+    (([prompt], found),) = asked
+    assert prompt.tolist()[-2:] == list(b"ab")
+    assert found["sampling"] == Sampling(8.0, 3, 0.5) and found["max_new_tokens"] == 12
+    assert found["key"] == jax.random.key(7) and found["stops"] == ()
+
+
+def test_a_chat_goes_into_the_template(run, asked):
+    assert generate("--checkpoint", run, "--chat", "--prompt", "hi") == (0, "hi\n\n")
+    (([prompt], found),) = asked
+    tokenizer = load_tokenizer("byte")
+    np.testing.assert_array_equal(prompt, chat_prompt(tokenizer, "hi"))
+    assert found["stops"] == (end_of_turn(tokenizer),)
 
 
 def test_an_interruption_leaves_what_came(run, monkeypatch):
@@ -146,8 +138,8 @@ def test_errors_are_shown_whatever_the_encoding():
 
 def test_a_cache_that_can_not_fit_is_told_before_any_weights_are_read(exported, run, monkeypatch):
     monkeypatch.setattr(SafetensorsFolder, "open", None)
-    monkeypatch.setattr("models.generator.trained_model", None)
-    monkeypatch.setattr("models.generator.memory_bytes", lambda _: 2**30)
+    monkeypatch.setattr("models.generation.generator.trained_model", None)
+    monkeypatch.setattr("models.generation.generator.memory_bytes", lambda _: 2**30)
     model = ("--model", exported, "--tokenizer", "byte")
     for source in (model, ("--checkpoint", run)):
         status, shown = generate(*source, "--prompt", "abc", "--prompt", "a", "--max_new_tokens", 10**9)
@@ -155,18 +147,13 @@ def test_a_cache_that_can_not_fit_is_told_before_any_weights_are_read(exported, 
         size = 2 * 2 * 2 * (10**9 + 4) * 8 * 4 >> 20
         assert status == 1 and f"2 x 1000000004 tokens take {size:,} MiB for their keys and" in shown
         assert "has 1,024 MiB. Lower --max_new_tokens" in shown
-    monkeypatch.setattr("models.generator.memory_bytes", lambda _: 100)
+    monkeypatch.setattr("models.generation.generator.memory_bytes", lambda _: 100)
     status, shown = generate(*model, "--prompt", "abc", "--max_new_tokens", 1)
     assert status == 1 and "The weights take 0 MiB in float32, and this device has 0 MiB." in shown
     assert "--max_new_tokens" not in shown
-    monkeypatch.setattr("models.generator.memory_bytes", lambda _: None)
+    monkeypatch.setattr("models.generation.generator.memory_bytes", lambda _: None)
     status, shown = generate(*model, "--prompt", "abc", "--max_new_tokens", 10**25)
     assert status == 1 and "Lower --max_new_tokens" in shown
-
-
-def test_a_chat_goes_into_the_template(run):
-    status, shown = generate("--checkpoint", run, "--chat", "--prompt", "hi", "--max_new_tokens", 4)
-    assert status == 0 and shown.startswith("hi\n")
 
 
 @pytest.fixture(scope="module")
@@ -175,7 +162,7 @@ def spoken(tmp_path_factory):
     folder = tmp_path_factory.mktemp("spoken") / "model"
     Vocab = Axis("vocab", word_tokenizer.word_tokenizer().get_vocab_size())
     config = Qwen3Config(hidden_dim=16, num_layers=1, num_heads=2, num_kv_heads=1)
-    model = eqx.filter_jit(Qwen3Decoder.init)(config, Vocab, key=jax.random.key(0))
+    model = eqx.filter_jit(Decoder.init)(config, Vocab, key=jax.random.key(0))
     write_decoder(folder, jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), model))
     word_tokenizer.save(folder)
     return folder
@@ -183,17 +170,17 @@ def spoken(tmp_path_factory):
 
 def test_a_folder_says_its_dtype_its_tokenizer_and_its_ends(spoken):
     (spoken / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 9]}))
-    found = generator_of_folder(str(spoken))
+    found = source_of_folder(str(spoken)).generator()
     assert {leaf.dtype for leaf in jax.tree.leaves(found.model)} == {jnp.dtype("bfloat16")}
-    assert isinstance(found.model, Qwen3Decoder) and found.model.config.compute_dtype == "bfloat16"
+    assert isinstance(found.model, Decoder) and found.model.config.compute_dtype == "bfloat16"
     assert found.ends == {7, 9, found.tokenizer.end}
     (spoken / "generation_config.json").write_text(json.dumps({"eos_token_id": 7}))
-    wide = generator_of_folder(str(spoken), dtype="float32")
+    wide = source_of_folder(str(spoken), dtype="float32").generator()
     assert {leaf.dtype for leaf in jax.tree.leaves(wide.model)} == {jnp.dtype("float32")}
-    assert isinstance(wide.model, Qwen3Decoder) and wide.model.config.compute_dtype == "float32"
+    assert isinstance(wide.model, Decoder) and wide.model.config.compute_dtype == "float32"
     assert wide.ends == {7, found.tokenizer.end}
     (spoken / "generation_config.json").unlink()
-    assert generator_of_folder(str(spoken)).ends == {found.tokenizer.end}
+    assert source_of_folder(str(spoken)).ends == {found.tokenizer.end}
     status, shown = generate("--model", spoken, "--chat", "--prompt", "hello", "--max_new_tokens", 3)
     assert status == 0 and shown.startswith("hello\n")
 
@@ -244,27 +231,42 @@ def test_damaged_generation_configs_are_named(described, content):
     folder = described("generation_config.json")
     (folder / "generation_config.json").write_bytes(content)
     status, shown = generate("--model", folder, "--prompt", "a")
-    assert status == 1 and f"{folder / 'generation_config.json'} is n" in shown and shown.count("\n") == 1
+    assert status == 1 and f"{folder / 'generation_config.json'} " in shown and shown.count("\n") == 1
+
+
+@pytest.fixture(scope="module")
+def places(finished, exported, spoken, tmp_path_factory):
+    """A run, models, and tokenizers that something is wrong with, by name."""
+    folder = tmp_path_factory.mktemp("places")
+    untemplated, refusing = (shutil.copytree(spoken, folder / name) for name in ("untemplated", "refusing"))
+    word_tokenizer.save(untemplated, template=None)
+    word_tokenizer.save(refusing, template="{{ raise_exception('never') }}")
+    large = word_tokenizer.save(folder / "large")
+    definition = json.loads((large / "tokenizer.json").read_text())
+    definition["added_tokens"].append({**definition["added_tokens"][-1], "id": 5000, "content": "<far>"})
+    (large / "tokenizer.json").write_text(json.dumps(definition))
+    names = dict(run=finished, exported=exported, spoken=spoken, untemplated=untemplated, large=large)
+    return {**names, "refusing": refusing}
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (("--checkpoint", "{run}"), "give --prompt TEXT, or --prompts FILE"),
-        (("--checkpoint", "nowhere", "--prompt", "a"), "nowhere is no run folder: it has no checkpoints/"),
+        (("--checkpoint", "nowhere", "--prompt", "a"), "nowhere is not a run folder: it has no checkpoints/"),
         (("--checkpoint", "{exported}", "--prompt", "a"), "Hugging Face's format: use --model"),
         (("--checkpoint", "{run}", "--step", "7", "--prompt", "a"), "There are those of steps 60"),
         (("--checkpoint", "{run}", "--dtype", "float32", "--prompt", "a"), "--dtype has no effect with"),
         (("--checkpoint", "{run}", "--tokenizer", "no/../such", "--prompt", "a"), "'no/../such' is neither"),
         (("--checkpoint", "{run}", "--prompts", "nowhere.txt"), "Can't read --prompts nowhere.txt"),
-        (("--checkpoint", "{run}", "--prompt", "a", "--top_p", "2"), "--top_p is a probability above 0"),
+        (("--checkpoint", "{run}", "--prompt", "a", "--top_p", "2"), "--top_p must be above 0"),
         (("--checkpoint", "{run}", "--prompt", "a", "--max_new_tokens", "0"), "--max_new_tokens must be"),
         (("--checkpoint", "{run}", "--prompt", "a", "--top_k", "1099511627776"), "at most 2147483647; got"),
         (("--checkpoint", "{run}", "--prompt", "a", "--seed", "9223372036854775808"), "--seed must be from"),
         (("--checkpoint", "{run}", "--prompt", "a", "--tokenizer", "~nosuchuser/x"), "Write the whole path"),
         (("--checkpoint", "{run}", "--prompt", "a\udcff"), r"--prompt 'a\udcff' is not valid UTF-8."),
         (("--model", "{run}", "--prompt", "a"), "it is a run folder. Use --checkpoint"),
-        (("--model", "nowhere", "--prompt", "a"), "There is no folder nowhere, and it is no name on the"),
+        (("--model", "nowhere", "--prompt", "a"), "There is no folder nowhere, and it is not a name on the"),
         (("--model", "{exported}", "--prompt", "a"), "There is no tokenizer.json in"),
         (("--model", "{exported}", "--step", "2", "--prompt", "a"), "--step has no effect with --model"),
         (("--model", "{spoken}", "--prompt", ""), "no token that begins a text"),
@@ -272,21 +274,11 @@ def test_damaged_generation_configs_are_named(described, content):
         (("--model", "{untemplated}", "--chat", "--prompt", "a"), "no chat template"),
         (
             ("--model", "{refusing}", "--chat", "--prompt", "a"),
-            "refusing does not take a user's message and an answer: never. Mend it (chat_template.jinja",
+            "refusing does not take a user's message and an answer: never. Correct it (chat_template.jinja",
         ),
     ],
 )
-def test_what_can_be_mended_is_said_in_a_line(run, exported, spoken, tmp_path, arguments, message):
-    untemplated = shutil.copytree(spoken, tmp_path / "untemplated")
-    word_tokenizer.save(untemplated, template=None)
-    refusing = shutil.copytree(spoken, tmp_path / "refusing")
-    word_tokenizer.save(refusing, template="{{ raise_exception('never') }}")
-    large = word_tokenizer.save(tmp_path / "large")
-    definition = json.loads((large / "tokenizer.json").read_text())
-    definition["added_tokens"].append({**definition["added_tokens"][-1], "id": 5000, "content": "<far>"})
-    (large / "tokenizer.json").write_text(json.dumps(definition))
-    places = dict(run=run, exported=exported, spoken=spoken, untemplated=untemplated, large=large)
-    places["refusing"] = refusing
+def test_what_can_be_mended_is_said_in_a_line(places, arguments, message):
     status, shown = generate(*(argument.format(**places) for argument in arguments))
     assert status == 1 and message in shown
     assert shown.startswith("error: ") and shown.count("\n") == 1

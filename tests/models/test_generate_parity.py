@@ -8,11 +8,13 @@ import numpy as np
 import pytest
 from haliax import Axis
 
-from models.decoding import continued_tokens
-from models.generator import generator_of_folder
-from models.qwen3_moe import AttentionConfig, ExpertsConfig, Qwen3Config, Qwen3Decoder, Qwen3MoeConfig
-from models.qwen3_moe.hf import write_decoder
-from models.sampling import Sampling
+from models.generation.decoding import continued_tokens
+from models.generation.generator import source_of_folder
+from models.generation.sampling import Sampling
+from models.hf_io.decoder_weights import write_decoder
+from models.qwen3_moe import Qwen3Config, Qwen3MoeConfig
+from models.transformer.config import AttentionConfig, ExpertsConfig
+from models.transformer.decoder import Decoder
 
 from ..training.data import word_tokenizer
 
@@ -58,9 +60,9 @@ def test_a_batch_continues_as_hugging_face_continues_each_prompt(name, tmp_path)
     folder = word_tokenizer.save(tmp_path / "words")
     tokenizer = word_tokenizer.word_tokenizer()
     Vocab = Axis("vocab", tokenizer.get_vocab_size())
-    model = eqx.filter_jit(Qwen3Decoder.init)(MODELS[name], Vocab, key=jax.random.key(3))
+    model = eqx.filter_jit(Decoder.init)(MODELS[name], Vocab, key=jax.random.key(3))
     write_decoder(tmp_path / "exported", model)
-    generator = generator_of_folder(str(tmp_path / "exported"), tokenizer=str(folder))
+    generator = source_of_folder(str(tmp_path / "exported"), tokenizer=str(folder)).generator()
     prompts = [generator.tokenizer.encode(text) for text in ("never odd or even", " hello")]
     assert len({len(prompt) for prompt in prompts}) == 2
     steps = continued_tokens(

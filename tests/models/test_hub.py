@@ -4,8 +4,8 @@ import huggingface_hub
 import huggingface_hub.errors
 import pytest
 
-from models.hub import model_folder
-from models.safetensors_folder import WeightsError
+from models.hf_io.hub import model_folder
+from models.hf_io.safetensors_folder import WeightsError
 
 
 @pytest.fixture
@@ -48,7 +48,7 @@ def test_other_names_are_the_hub_s(name, call, asked, tmp_path):
 
 @pytest.mark.parametrize("name", ["/nowhere/model", "./nowhere/model", "model", "a/b/c"])
 def test_what_can_be_neither_is_refused(name, asked):
-    with pytest.raises(FileNotFoundError, match=f"no folder {name}, and it is no name on the"):
+    with pytest.raises(FileNotFoundError, match=f"no folder {name}, and it is not a name on the"):
         model_folder(name)
     assert not asked
 
@@ -59,13 +59,13 @@ def test_what_the_hub_has_not_is_named(monkeypatch):
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     with pytest.raises(
-        WeightsError, match="some/model is no folder here, and it could not be fetched .*offline"
+        WeightsError, match="some/model is not a folder here, and it could not be fetched .*offline"
     ):
         model_folder("some/model")
 
 
 @pytest.mark.parametrize("name", ["x" * 5000, "~nobody_of_this_name/model", "a\0b"])
 def test_names_that_no_folder_can_have_are_told(name, asked):
-    with pytest.raises(FileNotFoundError, match="can't be looked at as a folder|no folder"):
+    with pytest.raises(FileNotFoundError, match="can't be a folder|no folder"):
         model_folder(name)
     assert not asked

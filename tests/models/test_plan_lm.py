@@ -6,9 +6,9 @@ import pytest
 from rich.console import Console
 
 import models.plan_lm as plan_lm
-from models.plan_lm import POLICIES, PlanLmConfig, compared, main, policy_table, step_reports
+from models.plan_lm import POLICIES, PlanLmConfig, compared, main, policy_table
 from models.qwen3_moe import Qwen3Config
-from models.step_memory import plan_step
+from models.step_memory import StepMemory
 from stacked_remat import ScanCheckpointPolicy
 from stacked_remat._policy import _ALIASES, resolve_policy
 from stacked_remat.training import DataConfig, MeshConfig, TrainerConfig, remat_policy
@@ -18,7 +18,7 @@ CONFIG = PlanLmConfig(
     remat="nested",
     data=DataConfig(seq_len=16, batch_size=64),
     trainer=TrainerConfig(mesh=MeshConfig(axes={"data": 1})),
-)
+).resolved()
 
 # optax's Adam raises a float to an integer power.
 pytestmark = pytest.mark.usefixtures("standard_promotion")
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.usefixtures("standard_promotion")
 @pytest.fixture(scope="module")
 def reports():
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        return dict(step_reports(CONFIG, {name: POLICIES[name] for name in ("False", "True", "nested")}))
+        return {name: CONFIG.step.report(compared(CONFIG)[name]) for name in ("False", "True", "nested")}
 
 
 def test_keeping_less_takes_less_memory_and_more_arithmetic(reports):
@@ -59,7 +59,8 @@ def test_there_is_a_row_for_every_alias():
     assert {resolve_policy(alias) for alias in _ALIASES} <= set(rows)
 
 
-def test_the_command_prints_the_table(monkeypatch, tmp_path):
+def test_the_command_prints_the_table(monkeypatch, tmp_path, reports):
+    monkeypatch.setattr(StepMemory, "report", lambda self, remat: reports["True"])
     monkeypatch.setattr(plan_lm, "POLICIES", {"True": True})
     monkeypatch.setattr(Qwen3Config, "remat_presets", {"kept": ScanCheckpointPolicy(disable=True)})
     console = Console(file=io.StringIO(), width=200)
@@ -76,15 +77,15 @@ def test_the_command_prints_the_table(monkeypatch, tmp_path):
 
 
 @pytest.mark.deep
-def test_what_the_model_names_itself_is_compared_too():
+def test_what_the_model_names_itself_is_compared_too(reports):
     policies = compared(CONFIG)
     assert list(policies) == [*POLICIES, *CONFIG.model.remat_presets]
     named = dataclasses.replace(CONFIG, remat="attention_saved")
-    (name, found), *_ = step_reports(named, {"attention_saved": policies["attention_saved"]})
-    (_, plain), *_ = step_reports(CONFIG, {"True": True})
+    found = named.step.report(policies["attention_saved"])
+    plain = reports["True"]
     assert found.temporaries > plain.temporaries and found.flops.matmul < plain.flops.matmul
     console = Console(file=io.StringIO(), width=200)
-    console.print(policy_table(named, {name: found}))
+    console.print(policy_table(named, {"attention_saved": found}))
     assert "attention_saved *" in console.file.getvalue()  # pyright: ignore[reportAttributeAccessIssue]
 
 
@@ -93,7 +94,7 @@ def test_auto_shows_how_the_policy_is_found(reports):
     console = Console(file=io.StringIO(), width=200)
     keep_all, full, nested = (reports[name].total for name in ("False", "True", "nested"))
     assert nested < full < keep_all
-    between = plan_step(CONFIG, budget=(full + keep_all) // 2)
+    between = CONFIG.step.plan(budget=(full + keep_all) // 2)
     policy = resolve_policy(between.policy)
     assert not policy.is_nested and 0 < policy.first_layers < 12
     assert between.report.total <= between.budget

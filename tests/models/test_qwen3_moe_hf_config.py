@@ -5,15 +5,10 @@ import math
 import numpy as np
 import pytest
 
-from models.qwen3_moe import (
-    AttentionConfig,
-    ExpertsConfig,
-    Qwen3Config,
-    Qwen3MoeConfig,
-    RotaryConfig,
-)
-from models.qwen3_moe.hf_config import config_from_hf, config_to_hf, read_hf_config
-from models.safetensors_folder import WeightsError
+from models.hf_io.formats import config_from_hf, config_to_hf, read_hf_config
+from models.hf_io.safetensors_folder import WeightsError
+from models.qwen3_moe import Qwen3Config, Qwen3MoeConfig
+from models.transformer.config import AttentionConfig, ExpertsConfig, RotaryConfig
 from stacked_remat.ops import DefaultRotary, YarnRotary
 
 DENSE = {
@@ -121,11 +116,11 @@ def test_both_ways_to_say_how_positions_turn(fields):
         ({"model_type": "llama"}, "model_type is 'llama'; qwen3 and qwen3_moe are read"),
         ({"hidden_size": None}, "hidden_size is missing"),
         ({"num_experts": None}, "num_experts or num_local_experts is missing"),
-        ({"hidden_act": "gelu"}, "hidden_act is 'gelu'; the decoder has 'silu' built in"),
-        ({"attention_dropout": 0.1}, "attention_dropout is 0.1; the decoder has 0 built in"),
+        ({"hidden_act": "gelu"}, "hidden_act is 'gelu'; only 'silu' is supported"),
+        ({"attention_dropout": 0.1}, "attention_dropout is 0.1; only 0 is supported"),
         ({"quantization_config": {"bits": 4}}, "quantization_config is {'bits': 4}"),
         ({"rope_scaling": {"rope_type": "dynamic"}}, "rope_type 'dynamic' is not supported"),
-        ({"logit_softcap": 30.0}, "logit_softcap: fields that a qwen3_moe decoder does not know"),
+        ({"logit_softcap": 30.0}, "logit_softcap: unknown fields of a qwen3_moe decoder"),
         ({"layer_types": ["full_attention"]}, "layer_types has 1 entries for 4 layers"),
         ({"layer_types": ["linear"] * 4}, r"of the kinds \['linear'\]"),
         ({"layer_types": ["sliding_attention"] * 4}, "layer_types has sliding_attention, but .* don't"),
@@ -160,10 +155,10 @@ def test_both_ways_to_say_how_positions_turn(fields):
             {"use_sliding_window": True, "layer_types": ["full_attention"] * 4},
             "layer_types has full_attention beside use_sliding_window",
         ),
-        ({"qkv_bias": True}, "qkv_bias is True; the decoder has False built in"),
+        ({"qkv_bias": True}, "qkv_bias is True; only False is supported"),
         ({"use_qk_norm": False}, "use_qk_norm is False"),
         ({"shared_expert_intermediate_size": 64}, "shared_expert_intermediate_size is 64"),
-        ({"num_local_experts": 7}, "num_experts is 6 and num_local_experts is 7, and both are names of one"),
+        ({"num_local_experts": 7}, "num_experts is 6 and num_local_experts is 7, and both name one"),
         ({"dtype": "float32", "torch_dtype": "float16"}, "dtype is 'float32' and torch_dtype is 'float16'"),
         (
             {"rope_theta": 5.0, "rope_parameters": {"rope_theta": 6.0}},
@@ -181,15 +176,15 @@ def test_both_ways_to_say_how_positions_turn(fields):
         ({"num_hidden_layers": 10**5}, "num_hidden_layers is 100000; a whole number of at most 10000"),
         ({"rope_theta": 10**400}, "rope_theta is 10.*; a number"),
         ({"rope_scaling": LINEAR | {"factor": True}}, "factor is True; a number"),
-        ({"rope_scaling": {"rope_type": "yarn", "truncate": "no"}}, "truncate is true or false"),
-        ({"use_qk_norm": 1}, "use_qk_norm is 1; the decoder has True built in"),
+        ({"rope_scaling": {"rope_type": "yarn", "truncate": "no"}}, "truncate is not true or false"),
+        ({"use_qk_norm": 1}, "use_qk_norm is 1; only True is supported"),
         ({"mlp_only_layers": [4]}, "mlp_only_layers names layer 4; there are 0 to 3"),
         (
             {"num_hidden_layers": 1000, "decoder_sparse_step": 2},
             "the kind of layer changes 999 times .*; at most 499",
         ),
         ({"torch_dtype": "x"}, "dtype is 'x'; one of float32, bfloat16"),
-        ({"\x1b[2J": 1}, r"'\\x1b\[2J': fields that"),
+        ({"\x1b[2J": 1}, r"'\\x1b\[2J': unknown fields"),
     ],
 )
 def test_what_the_decoder_has_not_is_refused(fields, message):
@@ -233,7 +228,7 @@ def test_the_file_is_named_where_it_is_wrong(tmp_path):
     with pytest.raises(WeightsError, match="config.json is not valid JSON"):
         read_hf_config(tmp_path)
     (tmp_path / "config.json").write_text("[1, 2]")
-    with pytest.raises(WeightsError, match="config.json is no mapping of fields, but list"):
+    with pytest.raises(WeightsError, match="config.json holds a list; a JSON object was expected"):
         read_hf_config(tmp_path)
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     with pytest.raises(WeightsError, match="config.json can't be used: model_type is 'llama'"):
@@ -304,15 +299,15 @@ def test_odd_configs_are_read_or_refused_in_a_line():
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"", "config.json is not valid JSON: Expecting value.* cut short"),
-        (b'{"model_type": "qwen3"', "config.json is not valid JSON: Expecting ',' delimiter.* cut short"),
+        (b"", "config.json is not valid JSON: Expecting value.* truncated"),
+        (b'{"model_type": "qwen3"', "config.json is not valid JSON: Expecting ',' delimiter.* truncated"),
         (b'{"model_type": "\xff"}', "config.json is not valid JSON: .* can't decode byte 0xff"),
         (b"\xff\xfe{\x00}\x00", "config.json is not valid JSON: .* can't decode"),
-        (b"null", "config.json is no mapping of fields, but NoneType"),
-        (b'{"rms_norm_eps": NaN}', "config.json is not valid JSON: NaN is no number of JSON"),
-        (b'{"a": [-Infinity]}', "config.json is not valid JSON: -Infinity is no number"),
-        (b'{"a": {"b": 1, "b": 2}}', "config.json is not valid JSON: 'b' is there more than once"),
-        (b"[" * 200_000, "config.json is nested too deep"),
+        (b"null", "config.json holds a NoneType; a JSON object was"),
+        (b'{"rms_norm_eps": NaN}', "config.json is not valid JSON: NaN is not a JSON number"),
+        (b'{"a": [-Infinity]}', "config.json is not valid JSON: -Infinity is not a JSON number"),
+        (b'{"a": {"b": 1, "b": 2}}', "config.json is not valid JSON: 'b' appears more than once"),
+        (b"[" * 200_000, "config.json is nested too deeply"),
         (b'{"hidden_size": ' + b"9" * 5000 + b"}", "config.json is not valid JSON: Exceeds the limit"),
     ],
     ids=range(10),

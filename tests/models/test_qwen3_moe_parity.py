@@ -13,11 +13,12 @@ import numpy as np
 import pytest
 from haliax import Axis
 
+from models.hf_io.decoder_weights import read_decoder, write_decoder
+from models.hf_io.formats import read_hf_config
+from models.hf_io.safetensors_folder import SafetensorsFolder
 from models.lm import next_token_loss
-from models.qwen3_moe import Qwen3Decoder, Qwen3MoeConfig
-from models.qwen3_moe.hf import read_decoder, write_decoder
-from models.qwen3_moe.hf_config import read_hf_config
-from models.safetensors_folder import SafetensorsFolder
+from models.qwen3_moe import Qwen3MoeConfig
+from models.transformer.decoder import Decoder
 from stacked_remat.training import TokenBatch
 
 with warnings.catch_warnings():
@@ -139,7 +140,7 @@ def hugging_face_model(family: str, fields: dict):
     return model
 
 
-def decoder_from(model, folder) -> Qwen3Decoder:
+def decoder_from(model, folder) -> Decoder:
     """Ours, read from what Hugging Face's model saves."""
     model.save_pretrained(folder, max_shard_size="20KB")
     config, vocab_size = read_hf_config(folder)

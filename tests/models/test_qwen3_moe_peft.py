@@ -11,8 +11,11 @@ import numpy as np
 import pytest
 from haliax import Axis, NamedArray
 
-from models.qwen3_moe import AttentionConfig, ExpertsConfig, Qwen3Decoder, Qwen3MoeConfig
-from models.qwen3_moe.peft import load_adapters, peft_names, save_adapters
+from models.hf_io.adapters import load_adapters, save_adapters
+from models.qwen3_moe import Qwen3MoeConfig
+from models.qwen3_moe.peft import peft_names
+from models.transformer.config import AttentionConfig, ExpertsConfig
+from models.transformer.decoder import Decoder
 from stacked_remat.lora import LoraConfig, PeftParameter, apply_lora, lora_filter, merge_lora
 
 with warnings.catch_warnings():
@@ -94,7 +97,7 @@ def ours(hf_weights):
         array = np.stack(one_by_one).reshape([axis.size for axis in named.axes])
         return NamedArray(jnp.asarray(array), named.axes)
 
-    shapes = eqx.filter_eval_shape(Qwen3Decoder.init, CONFIG, Vocab, key=jax.random.key(0))
+    shapes = eqx.filter_eval_shape(Decoder.init, CONFIG, Vocab, key=jax.random.key(0))
     return jax.tree_util.tree_map_with_path(fill, shapes, is_leaf=lambda node: isinstance(node, NamedArray))
 
 
@@ -243,5 +246,5 @@ def test_targets_are_short_and_ranks_are_patterns_where_they_differ(ours, tmp_pa
     assert config["rank_pattern"] == {r"experts\.gate_up_proj": 6}
     assert config["alpha_pattern"] == {r"experts\.gate_up_proj": 4}
     assert isinstance(peft_names(CONFIG)("stacks.2.*.mlp.router", (0,)), PeftParameter)
-    with pytest.raises(ValueError, match="embedding is no linear"):
+    with pytest.raises(ValueError, match="embedding is not a linear map"):
         peft_names(CONFIG)("embedding", ())

@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 from safetensors.numpy import save, save_file
 
-from models.safetensors_folder import (
+from models.hf_io.safetensors_folder import (
     INDEX,
     SINGLE,
     Pending,
     SafetensorsFolder,
     WeightsError,
-    read_json_fields,
+    read_json,
     write_safetensors,
 )
 
@@ -82,7 +82,7 @@ def test_files_that_are_cut_short_are_named(tmp_path):
     write_safetensors(tmp_path / "x", pending(**ARRAYS), documents={})
     path = tmp_path / "x" / SINGLE
     path.write_bytes(path.read_bytes()[:-8])
-    with pytest.raises(WeightsError, match=f"{SINGLE} can't be read as a safetensors file .* cut short"):
+    with pytest.raises(WeightsError, match=f"{SINGLE} can't be read as a safetensors file .* truncated"):
         SafetensorsFolder.open(tmp_path / "x")
 
 
@@ -92,7 +92,7 @@ def test_an_index_that_promises_too_much_is_told(tmp_path):
     path.write_text(path.read_text().replace('"c"', '"d"'))
     assert list(SafetensorsFolder.open(tmp_path / "x").absent) == ["d"]
     path.write_text("[]")
-    with pytest.raises(WeightsError, match=f"{INDEX} is no index of safetensors files"):
+    with pytest.raises(WeightsError, match=f"{INDEX} is not an index of safetensors files"):
         SafetensorsFolder.open(tmp_path / "x")
 
 
@@ -154,9 +154,7 @@ def test_links_of_an_index_s_files_do_not_lead_elsewhere(tmp_path, file):
     (root / "sub").symlink_to(elsewhere)
     (root / "secret.safetensors").symlink_to(elsewhere / "secret.safetensors")
     (root / INDEX).write_text(json.dumps({"weight_map": {"w": file}}))
-    with pytest.raises(
-        WeightsError, match=f"{root / file}, which {INDEX} names, leads by a link to {elsewhere}"
-    ):
+    with pytest.raises(WeightsError, match=f"{root / file}, which {INDEX} names, is a link to {elsewhere}"):
         SafetensorsFolder.open(root)
 
 
@@ -182,19 +180,19 @@ def test_a_link_to_itself_is_no_place_to_write_to(tmp_path):
 def test_a_json_file_that_is_too_large_is_not_read(tmp_path):
     with (tmp_path / "config.json").open("wb") as file:
         file.truncate(2**26 + 1)
-    with pytest.raises(WeightsError, match="config.json has more than 64 MiB"):
-        read_json_fields(tmp_path / "config.json")
+    with pytest.raises(WeightsError, match="config.json is larger than 64 MiB"):
+        read_json(tmp_path / "config.json")
 
 
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("", "is no index of safetensors files: .* not valid JSON"),
-        ("{}", "is no index of safetensors files: weight_map is None"),
+        ("", "is not an index of safetensors files: .* not valid JSON"),
+        ("{}", "is not an index of safetensors files: weight_map is None"),
         ('{"weight_map": ["a"]}', r"weight_map is \['a'\]"),
         ('{"weight_map": {}}', "weight_map is {}"),
-        ('{"weight_map": {"w": "a", "w": "b"}}', "'w' is there more than once"),
-        ("[" * 200_000, "nested too deep"),
+        ('{"weight_map": {"w": "a", "w": "b"}}', "'w' appears more than once"),
+        ("[" * 200_000, "nested too deeply"),
     ],
     ids=lambda content: content[:20],
 )

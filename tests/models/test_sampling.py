@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models.sampling import Sampling, keep_top_k, keep_top_p, next_tokens
+from models.generation.sampling import Sampling, keep_top_k, keep_top_p, next_tokens
 
 PROBABILITIES = np.array([0.125, 0.5, 0.0625, 0.25, 0.0625])
 LOGITS = jnp.log(jnp.asarray(PROBABILITIES, jnp.float32))
@@ -132,13 +132,13 @@ def test_a_row_depends_on_its_own_key_alone():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (dict(temperature=-1.0), "temperature is 0, for the likeliest token, or a positive number; got -1.0"),
+        (dict(temperature=-1.0), "temperature must be 0, for the likeliest token, or positive; got -1.0"),
         (dict(temperature=float("nan")), "got nan"),
-        (dict(temperature=1e-38), "temperature is 1e-38, which many devices take for 0. Give 0"),
-        (dict(temperature=1e-300), "temperature is 1e-300"),
-        (dict(top_k=0), "top_k is a number of tokens, at least 1 and at most 2147483647; got 0"),
+        (dict(temperature=1e-38), "temperature = 1e-38 is 0 on many devices. Give 0"),
+        (dict(temperature=1e-300), "temperature = 1e-300"),
+        (dict(top_k=0), "top_k must be a number of tokens from 1 to at most 2147483647; got 0"),
         (dict(top_k=2**40), "got 1099511627776"),
-        (dict(top_p=0.0), "top_p is a probability above 0 and at most 1; got 0.0"),
+        (dict(top_p=0.0), "top_p must be above 0 and at most 1; got 0.0"),
         (dict(top_p=1.5), "got 1.5"),
         (dict(temperature=0.0, top_k=3), "top_k has no effect with temperature 0"),
         (dict(temperature=0.0, top_p=0.9), "top_p has no effect with temperature 0"),

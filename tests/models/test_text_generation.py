@@ -7,11 +7,11 @@ import jax
 import numpy as np
 import pytest
 
-import models.text_generation as text_generation
-from models.generator import Generator
-from models.sampling import Sampling
-from models.text_generation import Piece, chat_prompt, end_of_turn, generate_text, in_order
-from stacked_remat.training import ByteTokenizer, ConfigError, load_tokenizer
+import models.generation.text_generation as text_generation
+from models.generation.generator import Generator
+from models.generation.sampling import Sampling
+from models.generation.text_generation import Piece, chat_prompt, end_of_turn, generate_text, in_order
+from stacked_remat.training import ByteTokenizer, load_tokenizer
 
 from ..training.data import word_tokenizer
 
@@ -100,11 +100,6 @@ def test_the_first_row_comes_at_once_and_the_others_after_it():
     ordered = in_order(source(), 3)
     assert next(ordered).text == "a" and len(pulled) == 1
     assert [piece.text for piece in ordered] == ["b", "x", "y", "s"]
-
-
-def test_a_tokenizer_that_is_not_the_model_s_is_refused():
-    with pytest.raises(ConfigError, match=r"257 tokens, and the model's embedding 200 rows.*--tokenizer"):
-        generator(rows=200)
 
 
 def test_a_chat_is_begun_and_ended_as_its_template_does(tmp_path):

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import draccus
 import pytest
 
-from models.train_lm import TrainLmConfig
+from models.run_config import LmRunConfig
 from stacked_remat.training import config_as_dict, config_reference, parse_config
 
 
@@ -138,7 +138,7 @@ def test_help_gives_each_key_its_type_default_and_meaning(capsys):
     ]
 
 
-@pytest.mark.parametrize("command", ["train_lm.TrainLmConfig", "plan_lm.PlanLmConfig"])
+@pytest.mark.parametrize("command", ["run_config.LmRunConfig", "plan_lm.PlanLmConfig"])
 def test_the_commands_describe_all_of_their_keys(command, capsys):
     module, name = command.split(".")
     config_class = getattr(importlib.import_module(f"models.{module}"), name)
@@ -186,7 +186,7 @@ def test_the_page_has_sections_types_defaults_and_docstrings():
 
 
 def test_the_page_has_every_key_and_says_what_it_is():
-    page = config_reference(TrainLmConfig)
+    page = config_reference(LmRunConfig)
     rows = dict(re.findall(r"^\| `([\w.]+)` \| .* \| (.*) \|$", page, re.MULTILINE))
     headings = re.findall(r"^#+ `([\w.]+?)(?:\.NAME)?`$", page, re.MULTILINE)
 
@@ -199,7 +199,7 @@ def test_the_page_has_every_key_and_says_what_it_is():
             if key != "type":
                 check(own, f"{path}.{key}")
 
-    for key, value in config_as_dict(TrainLmConfig()).items():
+    for key, value in config_as_dict(LmRunConfig()).items():
         check(value, key)
     assert "| `trainer.mesh.param_mapping` | `dict[str,list[str]|str]` | `{" in page
     for type_of_model in ("qwen3", "qwen3_moe"):

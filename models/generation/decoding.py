@@ -1,4 +1,4 @@
-"""Continuing sequences with a language model: the prompts at once, then a token of each at a time."""
+"""Decodes with a language model: reads all prompts at once, then adds one token to each at a time."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -11,8 +11,8 @@ import numpy as np
 from haliax import Axis, NamedArray
 from jaxtyping import Array, Int, Key, PRNGKeyArray
 
+from models.generation.sampling import Sampling, next_tokens
 from models.lm import LanguageModel
-from models.sampling import Sampling, next_tokens
 from stacked_remat.training import BATCH_AXIS, POSITION_AXIS
 
 Tokens = Int[np.ndarray, " tokens"]
@@ -23,8 +23,8 @@ class Decoding(eqx.Module):
 
     Attributes:
         tokens: `[batch]`, the newest of each, which the model has not read yet.
-        positions: `[batch]`, where they stand.
-        cache: what the model keeps of the tokens before them.
+        positions: `[batch]`, their positions.
+        cache: of the tokens before them.
     """
 
     tokens: NamedArray
@@ -40,20 +40,20 @@ def continued_tokens(
     sampling: Sampling,
     key: PRNGKeyArray,
 ) -> Iterator[Int[np.ndarray, " batch"]]:
-    """Continues all prompts side by side: gives the next token of every one, `max_new_tokens` times.
+    """Continues all prompts as one batch: yields the next token of every one, `max_new_tokens` times.
 
-    A row gets what it would get alone: the same logits up to rounding, and random numbers of its own.
+    A row does not depend on the others: its logits are equal up to rounding, its random numbers its own.
 
     Args:
         model: any causal language model.
         prompts: at least one token each; they may differ in length.
-        max_new_tokens: at the most; the caller may stop before.
+        max_new_tokens: at most; the caller may stop earlier.
         sampling: how tokens are drawn.
         key: of the random numbers. Row r draws from `jax.random.fold_in(key, r)`.
 
     Cost: one forward pass over `prompts x longest prompt`, then a step for each token, which reads the
-    weights and the cache once. The cache is allocated once, for the longest prompt and the new tokens, and
-    updated in place. Compiles twice for each number and length of prompts.
+    weights and the cache once. The cache, for the longest prompt and the new tokens, is updated in place.
+    Compiles twice for each number and length of prompts.
     """
     assert prompts and all(len(prompt) for prompt in prompts) and max_new_tokens > 0
     lengths = [len(prompt) for prompt in prompts]
@@ -62,7 +62,7 @@ def continued_tokens(
     for row, prompt in zip(padded, prompts, strict=True):
         row[: len(prompt)] = prompt
     keys = jax.vmap(lambda row: jax.random.fold_in(key, row))(jnp.arange(Batch.size))
-    slots = Pos.size + max_new_tokens - 1  # the last new token is not read any more
+    slots = Pos.size + max_new_tokens - 1  # the last new token is not read
     named = (hax.named(jnp.asarray(padded), (Batch, Pos)), hax.named(jnp.asarray(lengths, jnp.int32), Batch))
     decoding = first_tokens(model, *named, keys, sampling, slots)
     yield np.asarray(decoding.tokens.array)
@@ -80,11 +80,11 @@ def first_tokens(
     sampling: Sampling,
     slots: int,
 ) -> Decoding:
-    """Reads the prompts, `[batch, position]` of which the first `lengths` tokens count, and draws the next.
+    """Reads the prompts, the first `lengths` tokens of `[batch, position]`, and draws the next.
 
     Args:
         model: as in `continued_tokens`.
-        prompts: rows are filled up at their ends.
+        prompts: rows are padded at their ends.
         lengths: `[batch]`.
         keys: one a row.
         sampling: how tokens are drawn.
@@ -100,9 +100,9 @@ def first_tokens(
 def one_more_token(
     model_and_keys: tuple[LanguageModel, Key[Array, " batch"]], decoding: Decoding, sampling: Sampling
 ) -> Decoding:
-    """Reads the newest tokens and draws the next. What is decoded so far is donated: it can't be used again.
+    """Reads the newest tokens and draws the next; `decoding` is donated and can't be used again.
 
-    Cost: one token a row through the model; no memory beside the cache but that of one layer's step.
+    Cost: one token a row through the model; beside the cache, only the memory of one layer's step.
     """
     model, keys = model_and_keys
     hidden, cache = model.decode(decoding.tokens, decoding.positions, decoding.cache)
@@ -117,7 +117,7 @@ def _drawn(
     keys: Key[Array, " batch"],
     sampling: Sampling,
 ) -> NamedArray:
-    """The tokens that are to stand at `positions`, from the hidden states `[batch, Embed]` before them."""
+    """Draws the tokens at `positions` from the hidden states `[batch, Embed]` before them."""
     (Batch,) = positions.axes
     logits = model.logits(hidden).rearrange((Batch, model.Vocab))
     keys = jax.vmap(jax.random.fold_in)(keys, positions.array)

@@ -1,4 +1,4 @@
-"""Remat policies that name what is inside a Qwen3 layer, for `remat:` in a config."""
+"""Named remat policies of decoders, which keep values inside a layer, for the `remat` config entry."""
 
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -8,9 +8,9 @@ from stacked_remat import ScanCheckpointPolicy
 _ATTENTION = ("attention_output", "attention_lse")
 ATTENTION_NAMES = ("query", "key", "value", *_ATTENTION)
 EXPERTS_NAMES = ("router_probs", "router_choices", "router_gates", "expert_output")
-"""What `checkpoint_name` calls the values inside a layer, in its two halves."""
+"""The names that `checkpoint_name` gives to values inside the two halves of a layer."""
 
-QWEN3_REMAT_PRESETS: Mapping[str, ScanCheckpointPolicy] = MappingProxyType(
+DECODER_REMAT_PRESETS: Mapping[str, ScanCheckpointPolicy] = MappingProxyType(
     {
         "attention_saved": ScanCheckpointPolicy(save_block_internals=_ATTENTION),
         "attention_offloaded": ScanCheckpointPolicy(offload_block_internals=_ATTENTION),
@@ -18,18 +18,18 @@ QWEN3_REMAT_PRESETS: Mapping[str, ScanCheckpointPolicy] = MappingProxyType(
         "nested_attention_saved": ScanCheckpointPolicy(nested=True, save_block_internals=_ATTENTION),
     }
 )
-"""By name. What each costs beside the policy it is based on, in bytes a token and layer, with activations of
-`b` bytes, `H` query heads and `K` key-value heads of width `d`:
+"""The cost of each beside its base policy, in bytes a token and layer, with activations of `b` bytes, `H`
+query heads and `K` key-value heads of width `d`:
 
-| preset | kept besides carries | where | not computed again |
+| preset | kept besides carries | where | not recomputed |
 |---|---|---|---|
 | `attention_saved` | `H * (d * b + 4)` | device, all layers | attention |
 | `attention_offloaded` | the same | host, all layers | the same |
 | `projections_saved` | `(2 * H + 2 * K) * d * b + 4 * H` | device, all layers | and its three projections |
-| `nested_attention_saved` | `H * (d * b + 4)` | device, one segment | attention, in the segment's walk |
+| `nested_attention_saved` | `H * (d * b + 4)` | device, one segment | attention, in the reverse pass |
 
-cuDNN's kernel keeps numbers of its own that have no name (there is no `attention_lse`): with it attention is
-computed again all the same: these policies cost memory, and the nested one, which replays layers to fill
-it, arithmetic too. Choose `attention.backend: blockwise` with them. What they come to at 65,536 tokens is in
-docs/long-context.md.
+cuDNN's kernel keeps residuals that have no name (there is no `attention_lse`), so attention is recomputed
+anyway: with it these policies only cost memory, and the nested one, which replays layers to fill it, also
+arithmetic. Choose `attention.backend: blockwise` with them. docs/long-context.md has the cost at 65,536
+tokens.
 """

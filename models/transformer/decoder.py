@@ -1,4 +1,4 @@
-"""The Qwen3 decoder, dense or with experts: embedding, stacks of layers, a norm and a head."""
+"""The decoder, dense or with experts: embedding, stacks of layers, a norm and a head."""
 
 import functools
 from typing import TypeAlias
@@ -12,12 +12,12 @@ from haliax import Axis, NamedArray
 from haliax.util import is_named_array
 from jaxtyping import Array, PRNGKeyArray
 
-from models.key_value_cache import KeyValueCache
+from models.generation.key_value_cache import KeyValueCache
 from models.lm import AuxiliaryLoss, LanguageModel, build_model, check_remat_levels, check_remat_names
-from models.qwen3_moe.attention import Attention
-from models.qwen3_moe.config import LayerKind, Qwen3Architecture, Qwen3MoeConfig
-from models.qwen3_moe.experts import RouterStatistics, SparseExperts, load_balance_loss
-from models.qwen3_moe.layers import SwiGlu, cast_floating, linear, rms_norm
+from models.transformer.attention import Attention
+from models.transformer.config import DecoderConfig, LayerKind, SparseDecoderConfig
+from models.transformer.experts import RouterStatistics, SparseExperts, load_balance_loss
+from models.transformer.layers import SwiGlu, cast_floating, linear, rms_norm
 from stacked_remat import ScanCheckpointSpec, Stacked
 from stacked_remat.lora import LoraLinear
 from stacked_remat.ops import RotaryTable, rotary_table
@@ -36,10 +36,10 @@ class DecoderLayer(eqx.Module):
     mlp: SparseExperts | SwiGlu
 
     @staticmethod
-    def init(config: Qwen3Architecture, kind: LayerKind, *, key: PRNGKeyArray) -> "DecoderLayer":
+    def init(config: DecoderConfig, kind: LayerKind, *, key: PRNGKeyArray) -> "DecoderLayer":
         """Makes one layer of this kind from `key`."""
         attention_key, mlp_key = jax.random.split(key)
-        if kind.sparse and isinstance(config, Qwen3MoeConfig):
+        if kind.sparse and isinstance(config, SparseDecoderConfig):
             mlp = SparseExperts.init(config, key=mlp_key)
         else:
             mlp = SwiGlu.init(config, config.Mlp, key=mlp_key)
@@ -61,7 +61,7 @@ class DecoderLayer(eqx.Module):
     def prefill(
         self, state: tuple[NamedArray, KeyValueCache], number: NamedArray, rotary: RotaryTable
     ) -> tuple[NamedArray, KeyValueCache]:
-        """The layer of this number in its stack, on `[Batch, position, Embed]`; fills its part of a cache."""
+        """Maps `[Batch, position, Embed]` to itself, and fills this layer's part of its stack's cache."""
         x, cache = state
         layer = cast_floating(self, x.dtype)
         attended, cache = layer.attention.prefill(layer.input_norm(x), rotary, cache, number)
@@ -75,7 +75,7 @@ class DecoderLayer(eqx.Module):
         positions: NamedArray,
         layers: "DecoderLayer",
     ) -> tuple[NamedArray, KeyValueCache]:
-        """The layer of this number in its stack, `layers`, on one token a row, `[Batch, Embed]`."""
+        """Maps one token a row, `[Batch, Embed]`, to itself, as layer `number` of the stack `layers`."""
         x, cache = state
         layer = cast_floating(self, x.dtype)
         attended, cache = layer.attention.decode(layer.input_norm(x), rotary, positions, cache, number)
@@ -94,17 +94,14 @@ class DecoderLayer(eqx.Module):
         return x + mixed, statistics
 
 
-class Qwen3Decoder(LanguageModel):
-    """A causal language model with the architecture of Qwen3 and Qwen3 MoE, such as Qwen3-30B-A3B.
-
-    Tokens are `[..., position]`. With equal weights its logits are those of Hugging Face's
-    `Qwen3ForCausalLM` and `Qwen3MoeForCausalLM`.
+class Decoder(LanguageModel):
+    """A causal language model on tokens `[..., position]`.
 
     Attributes:
         embedding: of the tokens.
         stacks: the layers in order, a stack for every run of layers of one kind (`config.stacks`).
         norm: of the last layer's output.
-        head: None where it is the embedding.
+        head: None where the embedding is used in its place.
     """
 
     embedding: hnn.Embedding
@@ -112,16 +109,16 @@ class Qwen3Decoder(LanguageModel):
     norm: hnn.RmsNorm
     head: hnn.Linear | None
     Vocab: Axis = eqx.field(static=True)
-    config: Qwen3Architecture = eqx.field(static=True)
+    config: DecoderConfig = eqx.field(static=True)
 
     @staticmethod
     def init(
-        config: Qwen3Architecture, Vocab: Axis, *, remat: ScanCheckpointSpec = True, key: PRNGKeyArray
-    ) -> "Qwen3Decoder":
+        config: DecoderConfig, Vocab: Axis, *, remat: ScanCheckpointSpec = True, key: PRNGKeyArray
+    ) -> "Decoder":
         """Makes a decoder in float32; `remat` is the policy of every stack of layers.
 
         Raises:
-            ConfigError: the policy names what no layer has, or cuts no stack as it says.
+            ConfigError: the policy has names that no layer has, or levels that can't cut the stacks.
         """
         embedding_key, layers_key, head_key = jax.random.split(key, 3)
         weight = hax.random.normal(embedding_key, (Vocab, config.Embed)) * config.initializer_range
@@ -134,7 +131,7 @@ class Qwen3Decoder(LanguageModel):
         check_remat_names(config, stacks[0].remat)
         check_remat_levels(stacks[0].remat, [Layers.size for _, Layers in config.stacks])
         tied = config.tie_word_embeddings
-        return Qwen3Decoder(
+        return Decoder(
             embedding=hnn.Embedding(weight, Vocab, config.Embed),
             stacks=tuple(stacks),
             norm=rms_norm(config, config.Embed),
@@ -152,11 +149,11 @@ class Qwen3Decoder(LanguageModel):
     ) -> tuple[NamedArray, RouterStatistics | None]:
         """Maps tokens `[..., position]` to hidden states `[..., position, Embed]`, with statistics per layer.
 
-        Arguments are those of `hidden_states`.
+        Takes what `hidden_states` takes.
 
         Returns:
             The normalised output of the last layer, and router statistics `[layers, Experts]` of the layers
-            that have experts, in order; None where none has.
+            that have experts, in order; None if none has.
         """
         if positions is None:
             positions = hax.arange(tokens.resolve_axis(POSITION_AXIS))
@@ -167,7 +164,7 @@ class Qwen3Decoder(LanguageModel):
             x, statistics = stack.scan(x, rotary, documents)
             if statistics is not None:
                 found.append(statistics)
-        return self._normalised(x), _one_after_the_other(found)
+        return self._normalised(x), _concatenated(found)
 
     def hidden_states(
         self,
@@ -178,14 +175,14 @@ class Qwen3Decoder(LanguageModel):
     ) -> tuple[NamedArray, AuxiliaryLoss]:
         """Maps tokens `[..., position]` to hidden states, with the auxiliary losses of the routers."""
         hidden, statistics = self.layer_states(tokens, documents=documents, positions=positions)
-        if statistics is None or not isinstance(self.config, Qwen3MoeConfig):
+        if statistics is None or not isinstance(self.config, SparseDecoderConfig):
             return hidden, AuxiliaryLoss(jnp.zeros(()), {})
         return hidden, router_losses(statistics, self.config)
 
     def prefill(self, tokens: NamedArray, slots: int) -> tuple[NamedArray, DecoderCache]:
         """Maps the beginnings of sequences, `[Batch, position]`, to hidden states and a cache of them.
 
-        See `LanguageModel.prefill`. Among these, a layer's cache is written while the layers are walked.
+        See `LanguageModel.prefill`.
         """
         (Batch,) = (axis for axis in tokens.axes if axis.name != POSITION_AXIS)
         rotary = self._rotary(hax.arange(tokens.resolve_axis(POSITION_AXIS)))
@@ -194,8 +191,8 @@ class Qwen3Decoder(LanguageModel):
             cache = KeyValueCache.empty(
                 stack.Layers, Batch, config.KVHeads, slots, config.HeadDim, config.compute_dtype
             )
-            walk = stack.fold_via(DecoderLayer.prefill, remat=False)
-            x, cache = walk((x, cache), hax.arange(stack.Layers), rotary)
+            fold = stack.fold_via(DecoderLayer.prefill, remat=False)
+            x, cache = fold((x, cache), hax.arange(stack.Layers), rotary)
             caches.append(cache)
         return self._normalised(x), tuple(caches)
 
@@ -204,15 +201,15 @@ class Qwen3Decoder(LanguageModel):
     ) -> tuple[NamedArray, DecoderCache]:
         """Maps one token a row, `[Batch]` at `positions`, to hidden states `[Batch, Embed]`.
 
-        See `LanguageModel.decode`. The cache goes from layer to layer as a carry, so that each writes its own
-        token into the one buffer and no layer's keys are stacked anew.
+        See `LanguageModel.decode`. The cache is a carry of the layers, so that each writes its token into one
+        buffer and nothing is stacked again.
         """
         rotary, x, caches = self._rotary(positions), self._embedded(tokens), []
         for stack, before in zip(self.stacks, cache, strict=True):
-            # A closure goes to every layer whole, where an argument with the layers' axis would be split.
+            # In a closure, because an argument with the layers' axis would be split over the layers.
             decode = functools.partial(DecoderLayer.decode, layers=stack.stacked)
-            walk = stack.fold_via(decode, remat=False)
-            x, after = walk((x, before), hax.arange(stack.Layers), rotary, positions)
+            fold = stack.fold_via(decode, remat=False)
+            x, after = fold((x, before), hax.arange(stack.Layers), rotary, positions)
             caches.append(after)
         return self._normalised(x), tuple(caches)
 
@@ -237,15 +234,15 @@ class Qwen3Decoder(LanguageModel):
         return super().logits(hidden)
 
 
-def _one_after_the_other(found: list[RouterStatistics]) -> RouterStatistics | None:
+def _concatenated(found: list[RouterStatistics]) -> RouterStatistics | None:
     if not found:
         return None
     Layers = Axis("layers", sum(statistics.load.axis_size("layers") for statistics in found))
     return jax.tree.map(lambda *some: hax.concatenate(Layers, some), *found, is_leaf=is_named_array)
 
 
-def router_losses(statistics: RouterStatistics, config: Qwen3MoeConfig) -> AuxiliaryLoss:
-    """The weighted losses of the routers; `ExpertsConfig.load_balance_loss` has two ways to balance."""
+def router_losses(statistics: RouterStatistics, config: SparseDecoderConfig) -> AuxiliaryLoss:
+    """The weighted losses of the routers; see `ExpertsConfig.load_balance_loss`."""
 
     def balance(load: NamedArray, importance: NamedArray) -> Array:
         return load_balance_loss(load, importance, config.Experts).array
@@ -269,6 +266,6 @@ def router_losses(statistics: RouterStatistics, config: Qwen3MoeConfig) -> Auxil
 
 @build_model.register
 def _build(
-    config: Qwen3Architecture, Vocab: Axis, *, remat: ScanCheckpointSpec, key: PRNGKeyArray
+    config: DecoderConfig, Vocab: Axis, *, remat: ScanCheckpointSpec, key: PRNGKeyArray
 ) -> LanguageModel:
-    return Qwen3Decoder.init(config, Vocab, remat=remat, key=key)
+    return Decoder.init(config, Vocab, remat=remat, key=key)

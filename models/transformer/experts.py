@@ -1,7 +1,7 @@
 """The sparse feed-forward half of a layer: a top-k router and SwiGLU experts.
 
-The experts are a stack over the named axis `Experts`. Each is applied to the tokens that chose it and to no
-others, by `stacked_remat.ops.grouped_experts`: exact for any routing, without a capacity.
+The experts are a stack over the named axis `Experts`. Each is applied only to the tokens that chose it, by
+`stacked_remat.ops.grouped_experts`: exact for any routing, without a capacity.
 """
 
 import functools
@@ -15,14 +15,14 @@ from haliax import Axis, NamedArray
 from haliax.util import is_named_array
 from jaxtyping import Array, Float, PRNGKeyArray
 
-from models.qwen3_moe.config import Qwen3MoeConfig
-from models.qwen3_moe.layers import SwiGlu, cast_floating, linear
+from models.transformer.config import SparseDecoderConfig
+from models.transformer.layers import SwiGlu, cast_floating, linear
 from stacked_remat import Stacked, checkpoint_name, internals_are_saved
 from stacked_remat.ops import grouped_experts, per_device
 
 
 class RouterStatistics(eqx.Module):
-    """How one layer's router spread its tokens, padding left out, over the axis `Experts`, in float32.
+    """How one layer's router spread its tokens, without padding, over the axis `Experts`, in float32.
 
     Attributes:
         load: how many times an expert was chosen, per token; sums to `experts_per_token`. Has no gradient.
@@ -39,9 +39,9 @@ class RouterStatistics(eqx.Module):
 def load_balance_loss(load: NamedArray, importance: NamedArray, Experts: Axis) -> NamedArray:
     """The auxiliary loss of Switch Transformer (Fedus et al. 2021, eq. 4), extended to top-k routing.
 
-    `num_experts * sum_e load_e * importance_e`. It is `experts_per_token` for even routing and grows to at
-    most `num_experts` as a single expert takes more. Of statistics that are averaged over layers it is
-    `load_balancing_loss_func` of Hugging Face's transformers.
+    `num_experts * sum_e load_e * importance_e`: `experts_per_token` for even routing, and at most
+    `num_experts`. For statistics averaged over layers it is `load_balancing_loss_func` of Hugging Face's
+    transformers.
 
     Args:
         load: how many times an expert was chosen, per token, `[..., Experts]`.
@@ -58,18 +58,18 @@ class SparseExperts(eqx.Module):
     """Routes every token to `experts_per_token` experts and sums their weighted outputs.
 
     Names for remat policies: `router_probs`, `router_choices` (integers), `router_gates` and `expert_output`.
-    The last spares nothing: the experts' backward pass starts from the tokens and never reads it.
+    Saving the last has no use: the experts' backward pass starts from the tokens and never reads it.
     """
 
     router: hnn.Linear
     experts: Stacked
-    config: Qwen3MoeConfig = eqx.field(static=True)
+    config: SparseDecoderConfig = eqx.field(static=True)
 
     @staticmethod
-    def init(config: Qwen3MoeConfig, *, key: PRNGKeyArray) -> "SparseExperts":
+    def init(config: SparseDecoderConfig, *, key: PRNGKeyArray) -> "SparseExperts":
         """Makes the router and all experts from `key`."""
         router_key, experts_key = jax.random.split(key)
-        # Whether an expert's intermediates are kept is for the policy of the stack of layers to say.
+        # The policy of the stack of layers decides whether an expert's intermediates are kept.
         make_experts = Stacked.init(config.Experts, SwiGlu, remat=False)
         keys = jax.random.split(experts_key, config.Experts.size)
         return SparseExperts(
@@ -126,9 +126,8 @@ class SparseExperts(eqx.Module):
     ) -> tuple[NamedArray, RouterStatistics]:
         """Maps `[..., Embed]` to `[..., Embed]`, with the router's statistics; takes what `route` takes.
 
-        In a layer that is not recomputed, what `gate_proj` gives is kept for the backward pass, which then
-        computes one product less again. That takes `experts_per_token * expert_dim` activations a token; in a
-        layer that is recomputed it would spare nothing.
+        In a layer that is not recomputed, the output of `gate_proj` is kept for the backward pass, which then
+        recomputes one product less, at `experts_per_token * expert_dim` activations a token.
 
         Cost: `6 * tokens * experts_per_token * embed * expert_dim` FLOPs and up to an eighth more for
         padding; see `grouped_experts` for the memory and the backward pass.
@@ -139,10 +138,10 @@ class SparseExperts(eqx.Module):
         return checkpoint_name(output, "expert_output"), statistics
 
     def decode(self, x: NamedArray, layers: "SparseExperts", number: NamedArray) -> NamedArray:
-        """The same for a few tokens, without a copy of the layer's experts.
+        """Maps a few tokens `[..., Embed]` to themselves, without a copy of the layer's experts.
 
-        A loop over layers cuts the weights of all experts out of the stack, whether tokens visit them or not.
-        Here the experts of all layers are one row of experts, in which this layer's follow one another.
+        A loop over layers slices the weights of all experts out of the stack, whether tokens visit them or
+        not. Here the experts of all layers form one axis, on which this layer's are contiguous.
 
         Args:
             x: `[..., Embed]`.

@@ -1,4 +1,4 @@
-"""Grouped-query attention with normalised and rotated queries and keys."""
+"""Grouped-query attention with RMS norms and rotary embedding of queries and keys."""
 
 from collections.abc import Sequence
 
@@ -8,9 +8,9 @@ import jax
 from haliax import Axis, AxisSelector, NamedArray
 from jaxtyping import PRNGKeyArray
 
-from models.key_value_cache import SLOT_AXIS, KeyValueCache
-from models.qwen3_moe.config import Qwen3Architecture
-from models.qwen3_moe.layers import linear, rms_norm
+from models.generation.key_value_cache import SLOT_AXIS, KeyValueCache
+from models.transformer.config import DecoderConfig
+from models.transformer.layers import linear, rms_norm
 from stacked_remat import checkpoint_name
 from stacked_remat.ops import RotaryTable, apply_rotary, causal_attention, decode_attention
 from stacked_remat.training import POSITION_AXIS
@@ -20,7 +20,7 @@ class Attention(eqx.Module):
     """Causal grouped-query attention (Ainslie et al. 2023) with RMS norms on queries and keys.
 
     Names for remat policies: `query`, `key`, `value` (after norm and rotation), `attention_output` (before
-    the output projection) and `attention_lse`, the last two as `stacked_remat.ops.causal_attention` has them.
+    the output projection) and `attention_lse`, the last two by `stacked_remat.ops.causal_attention`.
     """
 
     q_proj: hnn.Linear
@@ -30,10 +30,10 @@ class Attention(eqx.Module):
     q_norm: hnn.RmsNorm
     k_norm: hnn.RmsNorm
     window: int | None = eqx.field(static=True)
-    config: Qwen3Architecture = eqx.field(static=True)
+    config: DecoderConfig = eqx.field(static=True)
 
     @staticmethod
-    def init(config: Qwen3Architecture, window: int | None, *, key: PRNGKeyArray) -> "Attention":
+    def init(config: DecoderConfig, window: int | None, *, key: PRNGKeyArray) -> "Attention":
         """Makes the four projections from `key`; a query sees `window` positions, or with None all."""
         q_key, k_key, v_key, o_key = jax.random.split(key, 4)
         KeyHeads = (config.KVHeads, config.HeadDim)
@@ -53,24 +53,20 @@ class Attention(eqx.Module):
     def __call__(
         self, x: NamedArray, rotary: RotaryTable, Pos: AxisSelector, *, documents: NamedArray | None = None
     ) -> NamedArray:
-        """Maps `[..., Pos, Embed]` to `[..., Pos, Embed]`.
-
-        A position sees itself and what came before it within its window and its document.
-        """
-        query, key, value = self._heads(x, rotary)
-        attended = self._attend(query, key, value, Pos, documents, self.config.attention.backend)
-        return self.o_proj(attended).rearrange(x.axes)
+        """Maps `[..., Pos, Embed]` to itself; a position sees its document up to itself within its window."""
+        heads = self._heads(x, rotary)
+        return self._attend(x, *heads, Pos, self.config.attention.backend, documents)
 
     def prefill(
         self, x: NamedArray, rotary: RotaryTable, cache: KeyValueCache, layer: NamedArray
     ) -> tuple[NamedArray, KeyValueCache]:
-        """Maps `[Batch, position, Embed]` to itself, with keys and values in the layer's first slots.
+        """Maps `[Batch, position, Embed]` to itself, and writes keys and values into the layer's first slots.
 
-        Takes the kernel that serves the device, whatever kernel the model was trained with elsewhere.
+        Uses the device's default kernel, whichever the model was trained with.
         """
         query, key, value = self._heads(x, rotary)
-        attended = self._attend(query, key, value, POSITION_AXIS, None, "auto")
-        return self.o_proj(attended).rearrange(x.axes), cache.with_prompt(layer, key, value)
+        output = self._attend(x, query, key, value, POSITION_AXIS, "auto")
+        return output, cache.with_prompt(layer, key, value)
 
     def decode(
         self,
@@ -96,8 +92,8 @@ class Attention(eqx.Module):
     def _heads(self, x: NamedArray, rotary: RotaryTable) -> tuple[NamedArray, NamedArray, NamedArray]:
         """Queries, keys and values, the first two after norm and rotation.
 
-        Names are for what the projections give: the norm's backward pass reads it, and all that follows is
-        cheap to compute from it.
+        The names are of the projections' outputs, which the norm's backward pass reads; the rest is cheap to
+        compute from them.
         """
         HeadDim = self.config.HeadDim
         query, key, value = (
@@ -112,30 +108,24 @@ class Attention(eqx.Module):
 
     def _attend(
         self,
+        x: NamedArray,
         query: NamedArray,
         key: NamedArray,
         value: NamedArray,
         Pos: AxisSelector,
-        documents: NamedArray | None,
         backend: str,
+        documents: NamedArray | None = None,
     ) -> NamedArray:
-        return causal_attention(
-            query,
-            key,
-            value,
-            Pos,
-            self.config.KVHeads,
-            self.config.HeadDim,
-            documents=documents,
-            window=self.window,
-            backend=backend,
-        )
+        """The output, with the axes of `x`."""
+        axes = (Pos, self.config.KVHeads, self.config.HeadDim)
+        options = {"documents": documents, "window": self.window, "backend": backend}
+        return self.o_proj(causal_attention(query, key, value, *axes, **options)).rearrange(x.axes)
 
 
 def _named(heads: NamedArray, name: str, of_heads: Sequence[Axis]) -> NamedArray:
-    """`heads` under a name for remat policies, with a single axis behind that of positions.
+    """`heads` under a name for remat policies, with all axes of heads flattened into one.
 
-    Where several are kept, XLA copies the stack of all layers into another layout, 20 GiB at 65,536 tokens.
+    With several, XLA copies the stack of all layers into another layout, 20 GiB at 65,536 tokens.
     """
     own = tuple(axis for axis in heads.axes if axis in of_heads)
     flat = checkpoint_name(heads.flatten_axes(own, "heads"), name)

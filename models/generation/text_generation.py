@@ -1,4 +1,4 @@
-"""Continuing texts and chats: from prompts to text as it comes."""
+"""Generates text from prompts and chats, and streams it."""
 
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple, TypeAlias
@@ -6,19 +6,19 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 from jaxtyping import Int, PRNGKeyArray
 
-from models.decoding import continued_tokens
-from models.generator import Generator
-from models.sampling import Sampling
-from models.text_stream import TextStream
+from models.generation.decoding import continued_tokens
+from models.generation.generator import Generator
+from models.generation.sampling import Sampling
+from models.generation.text_stream import TextStream
 from stacked_remat.training import Tokenizer
 
 Tokens = Int[np.ndarray, " tokens"]
 Stop: TypeAlias = tuple[int, ...]
-"""Tokens in a row that end a text."""
+"""A sequence of tokens that ends a text."""
 
 
 class Piece(NamedTuple):
-    """Some more text of a prompt's continuation, and whether it was the last."""
+    """The next part of a prompt's continuation, and whether it is the last."""
 
     row: int
     text: str
@@ -26,10 +26,10 @@ class Piece(NamedTuple):
 
 
 def chat_prompt(tokenizer: Tokenizer, text: str) -> Tokens:
-    """The tokens of a chat in which the user has said `text`, up to where the assistant begins.
+    """The tokens of a chat with the user's message `text`, up to where the assistant's begins.
 
     Raises:
-        DataError, ChatTemplateError: the tokenizer has no template, or this refuses the message.
+        DataError, ChatTemplateError: the tokenizer has no template, or it refuses the message.
     """
     messages = [{"role": "user", "content": text}]
     return tokenizer.encode_chat_beginning(
@@ -38,9 +38,9 @@ def chat_prompt(tokenizer: Tokenizer, text: str) -> Tokens:
 
 
 def end_of_turn(tokenizer: Tokenizer) -> Stop:
-    """The tokens with which the chat template ends what the assistant says; empty if with none.
+    """The tokens with which the chat template ends an assistant's message; may be empty.
 
-    They need not be the tokenizer's end token: the tokenizers of base models end whole texts by another.
+    They may differ from the tokenizer's end token, which for base models ends whole texts.
     """
     said = "\ue000"  # in no template
     messages = [{"role": "user", "content": said}, {"role": "assistant", "content": said}]
@@ -57,15 +57,15 @@ def generate_text(
     key: PRNGKeyArray,
     stops: Sequence[Stop] = (),
 ) -> Iterator[Piece]:
-    """Continues all prompts side by side and gives their text as it comes, until all have ended.
+    """Continues all prompts as one batch and streams their text, until all have ended.
 
     Args:
         generator: the model.
         prompts: tokens, at least one each.
-        max_new_tokens: of each prompt, at the most.
+        max_new_tokens: of each prompt, at most.
         sampling: how tokens are drawn.
         key: of the random numbers.
-        stops: tokens in a row that end a text, beside the generator's ends.
+        stops: sequences of tokens that end a text, beside the generator's ends.
 
     Cost: that of `continued_tokens`.
     """
@@ -87,7 +87,7 @@ def generate_text(
 
 
 def in_order(pieces: Iterator[Piece], rows: int) -> Iterator[Piece]:
-    """The pieces of row 0 as they come, then those of row 1, and so on; later rows wait in memory."""
+    """Streams the pieces of row 0, then those of row 1, and so on; later rows are held in memory."""
     waiting: list[list[Piece]] = [[] for _ in range(rows)]
     current = 0
     for piece in pieces:

@@ -1,19 +1,15 @@
 """A folder in Hugging Face's format: safetensors files, with an index where there are several, and JSON.
 
-Nothing here knows a model. Headers are read when a folder is opened, tensors one at a time when they are
-asked for; what is written appears under its name only when all of it is there. Files are not trusted: what is
-wrong in one of them is a `WeightsError` that names it.
+Opening a folder reads the headers; tensors are read one at a time. Files are not trusted: a damaged one is a
+`WeightsError` that names it.
 """
 
-import collections
 import contextlib
 import errno
 import json
 import os
 import re
 import reprlib
-import shutil
-import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath, PureWindowsPath
@@ -21,9 +17,13 @@ from types import MappingProxyType
 from typing import Any
 
 import numpy as np
+from huggingface_hub import split_state_dict_into_shards_factory
 from jaxtyping import Shaped
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
+
+from stacked_remat._files import read_json_fields, replaced_whole
+from stacked_remat._messages import printable, shortened
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -33,68 +33,31 @@ class WeightsError(ValueError):
     """Weights that can't be used; the message names the folder, the tensors and the fix."""
 
 
-def read_json_fields(path: Path) -> dict[str, Any]:
-    """The fields of a JSON file.
+def read_json(path: Path) -> dict[str, Any]:
+    """The fields of a JSON file, as `stacked_remat._files.read_json_fields` reads them.
 
     Raises:
         FileNotFoundError: there is no such file.
-        WeightsError: it can't be read, has more than 64 MiB, is no JSON (a field given twice, NaN and
-            infinity are none), is nested too deep, or holds something else than fields.
+        WeightsError: it can't be read, or is not a JSON object.
     """
     try:
-        with path.open("rb") as file:
-            text = file.read(_LARGEST + 1)
-        if len(text) > _LARGEST:
-            raise WeightsError(f"{path} has more than {_LARGEST >> 20} MiB; no file of its kind is so large.")
-        fields = json.loads(text.decode("utf-8"), object_pairs_hook=_once_each, parse_constant=_no_number)
-    except (FileNotFoundError, WeightsError):
+        return read_json_fields(path)
+    except FileNotFoundError:
         raise
     except OSError as error:
         raise WeightsError(f"{path} can't be read: {error.strerror or error}.") from error
-    except RecursionError as error:
-        raise WeightsError(f"{path} is nested too deep to be read.") from error
     except ValueError as error:
-        raise WeightsError(
-            f"{path} is not valid JSON: {error}. It may be cut short; fetch or save it again."
-        ) from error
-    if not isinstance(fields, dict):
-        raise WeightsError(f"{path} is no mapping of fields, but {type(fields).__name__}.")
-    return fields
+        raise WeightsError(str(error)) from error
 
 
 def shown(value: Any) -> str:
-    """A value of someone else's file for a message: what is long or deep is cut, what is no text escaped."""
+    """The repr of an untrusted value for a message, shortened where it is long or deep."""
     return _SHORT.repr(value)
 
 
-def plain(name: str) -> str:
-    """A text of someone else's for a message: as it is, where it is short and can be printed."""
-    return name if name.isprintable() and len(name) < 500 else shown(name)
-
-
-def listed(lines: Sequence[str], separator: str = ", ") -> str:
-    """The first of `lines`, and how many more there are."""
-    more = len(lines) - _LISTED
-    return separator.join([*lines[:_LISTED], *([f"and {more} more"] if more > 0 else [])])
-
-
-_LARGEST = 2**26  # bytes of a JSON file; an index of 100,000 tensors has 2**23
-_LISTED = 50
 _SHORT = reprlib.Repr()
 _SHORT.maxstring = _SHORT.maxother = 80
 _SHORT.maxlevel = 3
-
-
-def _once_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    fields = dict(pairs)
-    if len(fields) < len(pairs):
-        ((name, _),) = collections.Counter(name for name, _ in pairs).most_common(1)
-        raise ValueError(f"{shown(name)} is there more than once")
-    return fields
-
-
-def _no_number(name: str) -> None:
-    raise ValueError(f"{name} is no number of JSON")
 
 
 @dataclass(frozen=True)
@@ -106,7 +69,7 @@ class SafetensorsFolder:
         files: the file of every tensor.
         shapes: the shape of every tensor.
         dtypes: what the format calls the dtype of every tensor: `BF16`, `I64`, ...
-        absent: tensors that the index promises and the file that it names lacks, with that file.
+        absent: tensors that are in the index but not in the file that it names, with that file.
     """
 
     root: Path
@@ -121,8 +84,8 @@ class SafetensorsFolder:
 
         Raises:
             FileNotFoundError: there are no weights, or files that the index names are missing.
-            WeightsError: a file that is cut short or is no safetensors file, or a tensor that two files have
-                and no index assigns to one.
+            WeightsError: a file is truncated or not a safetensors file, or a tensor is in two files and no
+                index assigns it to one.
         """
         paths, promised = _paths(root)
         files: dict[str, Path] = {}
@@ -132,10 +95,10 @@ class SafetensorsFolder:
             with _opened(path) as tensors:
                 for name in tensors.keys():
                     if promised.get(name, path) != path:
-                        continue  # the index says in which file it is to be read
+                        continue  # the index names another file for it
                     if name in files:
                         raise WeightsError(
-                            f"{files[name]} and {path} both have {plain(name)}, and {INDEX} doesn't say "
+                            f"{files[name]} and {path} both have {printable(name)}, and {INDEX} doesn't say "
                             f"which is meant. Name it there, or fetch the folder again."
                         )
                     header = tensors.get_slice(name)
@@ -158,60 +121,59 @@ def write_safetensors(
     texts: Mapping[str, str] = MappingProxyType({}),
     max_file_bytes: int = 5 * 2**30,
 ) -> None:
-    """Writes tensors, in as many files as it takes, and JSON documents such as `config.json` beside them.
+    """Writes tensors, in as many files as needed, and JSON documents such as `config.json`.
 
-    The folder takes its name when all of it is written, so that it is never half there.
+    The folder gets its name when all of it is written, so that it is never partial.
 
     Args:
         root: the folder, which must not exist or be empty.
         tensors: what to write, in this order.
         documents: contents by file name, to be written as JSON.
         texts: contents of further files, by their names.
-        max_file_bytes: where a file ends; a tensor that is larger has a file of its own.
+        max_file_bytes: of a file; a larger tensor has a file of its own.
 
     Raises:
         FileExistsError: there is something in the folder.
-        OSError: it can't be written, such as for want of space.
+        OSError: it can't be written.
 
     Cost: the host memory of one file.
     """
     root = Path(os.path.realpath(root))
-    refuse_what_is_there(root)
-    groups = _groups(tensors, max_file_bytes)
-    names = [SINGLE] if len(groups) == 1 else [_part(i, len(groups)) for i in range(len(groups))]
+    check_new_folder(root)
+    split = split_state_dict_into_shards_factory(
+        dict(tensors),
+        get_storage_size=lambda tensor: tensor.num_bytes,
+        filename_pattern="model{suffix}.safetensors",
+        max_shard_size=max_file_bytes,
+    )
+    if split.is_sharded:
+        index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
+        documents = {**documents, INDEX: index}
+    written = {file: json.dumps(content, indent=2) + "\n" for file, content in documents.items()}
     root.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = root.with_name(f".{root.name}.{uuid.uuid4().hex[:8]}")
-    unfinished.mkdir()
-    try:
-        for file, group in zip(names, groups, strict=True):
-            made = {name: np.ascontiguousarray(tensors[name].make()) for name in group}
-            with _writing(root):
-                save_file(made, unfinished / file, metadata={"format": "pt"})
-        if len(groups) > 1:
-            documents = {**documents, INDEX: _index(tensors, names, groups)}
-        written = {file: json.dumps(content, indent=2) + "\n" for file, content in documents.items()}
-        with _writing(root):
-            for file, text in {**texts, **written}.items():
-                (unfinished / file).write_text(text, encoding="utf-8")
-            os.replace(unfinished, root)
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
+    with _errors_naming(root), replaced_whole(root) as unfinished:
+        unfinished.mkdir()
+        for file, names in split.filename_to_tensors.items():
+            made = {name: np.ascontiguousarray(tensors[name].make()) for name in names}
+            save_file(made, unfinished / file, metadata={"format": "pt"})
+        for file, text in {**texts, **written}.items():
+            (unfinished / file).write_text(text, encoding="utf-8")
 
 
-def refuse_what_is_there(root: Path) -> None:
-    """Makes sure that a folder to be written does not exist or is empty.
+def check_new_folder(root: Path) -> None:
+    """Refuses to write to a folder that exists and is not empty.
 
     Raises:
-        FileExistsError: it isn't.
+        FileExistsError: it does.
     """
     root = Path(os.path.realpath(root))
-    # A link to itself does not exist, and yet is there.
+    # `exists` is false for a link to itself.
     if os.path.lexists(root) and (not root.is_dir() or any(root.iterdir())):
         raise FileExistsError(f"{root} exists and is not an empty folder. Export to a new one.")
 
 
 @contextlib.contextmanager
-def _writing(root: Path) -> Iterator[None]:
+def _errors_naming(root: Path) -> Iterator[None]:
     """Names the folder in errors of the system, which safetensors raises as its own."""
     try:
         yield
@@ -223,7 +185,7 @@ def _writing(root: Path) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Pending:
-    """A tensor that is made when its turn to be written has come.
+    """A tensor that is made only when it is written.
 
     Attributes:
         num_bytes: its size.
@@ -235,13 +197,13 @@ class Pending:
 
 
 def _paths(root: Path) -> tuple[list[Path], dict[str, Path]]:
-    """The files that hold tensors, and in which of them an index says each is."""
+    """The files that hold tensors, and the file of each tensor by the index, if there is one."""
     if (root / INDEX).is_file():
         promised = _promised(root)
         paths = sorted(set(promised.values()))
         if missing := [str(path.relative_to(root)) for path in paths if not path.is_file()]:
             raise FileNotFoundError(
-                f"{root} lacks {listed(missing)}, which its {INDEX} names. The download may be "
+                f"{root} lacks {shortened(missing)}, which its {INDEX} names. The download may be "
                 f"incomplete; fetch the folder again."
             )
         _refuse_links_to_elsewhere(root, paths)
@@ -255,14 +217,14 @@ def _paths(root: Path) -> tuple[list[Path], dict[str, Path]]:
 
 
 def _promised(root: Path) -> dict[str, Path]:
-    """What the index says: the file of every tensor, below the folder."""
+    """The file of every tensor by the index, below the folder."""
     try:
-        weight_map = read_json_fields(root / INDEX).get("weight_map")
+        weight_map = read_json(root / INDEX).get("weight_map")
     except WeightsError as error:
-        raise WeightsError(f"{INDEX} is no index of safetensors files: {error}") from error
+        raise WeightsError(f"{INDEX} is not an index of safetensors files: {error}") from error
     if not isinstance(weight_map, dict) or not weight_map:
         raise WeightsError(
-            f"{root / INDEX} is no index of safetensors files: weight_map is {shown(weight_map)}, and a "
+            f"{root / INDEX} is not an index of safetensors files: weight_map is {shown(weight_map)}, and a "
             f"mapping from tensors to files is expected. Fetch it again."
         )
     for name, file in weight_map.items():
@@ -275,7 +237,7 @@ def _promised(root: Path) -> dict[str, Path]:
 
 
 def _refuse_links_to_elsewhere(root: Path, paths: Sequence[Path]) -> None:
-    """Lets links lead to the folder itself and, in the Hub's cache, to the blobs of its repository."""
+    """Allows links to the folder itself and, in the Hub's cache, to the blobs of its repository."""
     real = Path(os.path.realpath(root))
     allowed = [real]
     if real.parent.name == "snapshots" and real.parent.parent.name.startswith("models--"):
@@ -284,7 +246,7 @@ def _refuse_links_to_elsewhere(root: Path, paths: Sequence[Path]) -> None:
         target = Path(os.path.realpath(path))
         if not any(target.is_relative_to(folder) for folder in allowed):
             raise WeightsError(
-                f"{path}, which {INDEX} names, leads by a link to {plain(str(target))}, outside of the "
+                f"{path}, which {INDEX} names, is a link to {printable(str(target))}, outside of the "
                 f"folder. Put the file itself there if you trust it, or fetch the folder again."
             )
 
@@ -306,28 +268,5 @@ def _opened(path: Path) -> Iterator[Any]:
             yield tensors
     except (SafetensorError, OSError) as error:
         raise WeightsError(
-            f"{path} can't be read as a safetensors file ({error}). It may be cut short; fetch it again."
+            f"{path} can't be read as a safetensors file ({error}). It may be truncated; fetch it again."
         ) from error
-
-
-def _groups(tensors: Mapping[str, Pending], max_file_bytes: int) -> list[list[str]]:
-    groups: list[list[str]] = [[]]
-    size = 0
-    for name, tensor in tensors.items():
-        if groups[-1] and size + tensor.num_bytes > max_file_bytes:
-            groups.append([])
-            size = 0
-        groups[-1].append(name)
-        size += tensor.num_bytes
-    return groups
-
-
-def _part(number: int, count: int) -> str:
-    return f"model-{number + 1:05d}-of-{count:05d}.safetensors"
-
-
-def _index(tensors: Mapping[str, Pending], names: list[str], groups: list[list[str]]) -> dict[str, Any]:
-    return {
-        "metadata": {"total_size": sum(tensor.num_bytes for tensor in tensors.values())},
-        "weight_map": {name: file for file, group in zip(names, groups, strict=True) for name in group},
-    }

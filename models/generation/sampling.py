@@ -1,4 +1,4 @@
-"""Choosing the next token from its logits."""
+"""Samples the next token from its logits: temperature, top-k and top-p."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Key
 
 Logits = Float[Array, "*batch vocab"]
-_SMALLEST_TEMPERATURE = float(jnp.finfo(jnp.float32).tiny)  # what is below is 0 on most devices
+_SMALLEST_TEMPERATURE = float(jnp.finfo(jnp.float32).tiny)  # smaller numbers are 0 on most devices
 _LARGEST_TOP_K = 2**31 - 1  # tokens are 32-bit numbers
 
 
@@ -18,8 +18,8 @@ class Sampling:
     Attributes:
         temperature: logits are divided by it; 0 for the likeliest token each time.
         top_k: how many of the likeliest tokens remain; None for all.
-        top_p: the mass that the tokens which remain have to reach, of those that `top_k` leaves, as few as
-            do; None for all.
+        top_p: of the tokens that `top_k` leaves, the fewest remain whose probabilities reach this; None for
+            all.
 
     Raises:
         ValueError: out of range, or without effect.
@@ -32,19 +32,19 @@ class Sampling:
     def __post_init__(self) -> None:
         if not 0 <= self.temperature < float("inf"):
             raise ValueError(
-                f"temperature is 0, for the likeliest token, or a positive number; got {self.temperature}."
+                f"temperature must be 0, for the likeliest token, or positive; got {self.temperature}."
             )
         if 0 < self.temperature < _SMALLEST_TEMPERATURE:
             raise ValueError(
-                f"temperature is {self.temperature}, which many devices take for 0. Give 0, for the "
-                f"likeliest token, or at least 1.2e-38."
+                f"temperature = {self.temperature} is 0 on many devices. Give 0, for the likeliest token, or "
+                f"at least 1.2e-38."
             )
         if self.top_k is not None and not 1 <= self.top_k <= _LARGEST_TOP_K:
             raise ValueError(
-                f"top_k is a number of tokens, at least 1 and at most {_LARGEST_TOP_K}; got {self.top_k}."
+                f"top_k must be a number of tokens from 1 to at most {_LARGEST_TOP_K}; got {self.top_k}."
             )
         if self.top_p is not None and not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p is a probability above 0 and at most 1; got {self.top_p}.")
+            raise ValueError(f"top_p must be above 0 and at most 1; got {self.top_p}.")
         for name in ("top_k", "top_p"):
             if self.temperature == 0 and getattr(self, name) is not None:
                 raise ValueError(
@@ -75,7 +75,7 @@ def next_tokens(
 
 
 def keep_top_k(logits: Logits, k: int) -> Logits:
-    """The logits with minus infinity for all but the `k` highest; of equal ones the first remain."""
+    """The logits with minus infinity for all but the `k` highest; among equals the first remain."""
     order = jnp.argsort(logits, axis=-1, descending=True, stable=True)
     kept = jnp.arange(logits.shape[-1]) < k
     return _kept(logits, order, jnp.broadcast_to(kept, logits.shape))
@@ -84,7 +84,7 @@ def keep_top_k(logits: Logits, k: int) -> Logits:
 def keep_top_p(logits: Logits, p: float) -> Logits:
     """The logits with minus infinity outside the smallest set of tokens whose probabilities reach `p`.
 
-    Of equal ones the first remain, and the likeliest token always does (Holtzman et al. 2020, "The Curious
+    Among equals the first remain, and the likeliest token always does (Holtzman et al. 2020, "The Curious
     Case of Neural Text Degeneration").
     """
     order = jnp.argsort(logits, axis=-1, descending=True, stable=True)
@@ -95,6 +95,6 @@ def keep_top_p(logits: Logits, p: float) -> Logits:
 
 
 def _kept(logits: Logits, order: Array, kept: Array) -> Logits:
-    """The logits whose place in the order is kept."""
+    """The logits whose place in the order is kept, and minus infinity elsewhere."""
     places = jnp.argsort(order, axis=-1)
     return jnp.where(jnp.take_along_axis(kept, places, axis=-1), logits, -jnp.inf)

@@ -1,4 +1,4 @@
-"""Keys and values of the tokens that a model has read, so that a new token computes none but its own."""
+"""The key-value cache: a new token computes only its own keys and values."""
 
 import equinox as eqx
 import haliax as hax
@@ -8,13 +8,13 @@ from jaxtyping import DTypeLike
 from stacked_remat.training import POSITION_AXIS
 
 SLOT_AXIS = "slot"
-"""The axis of a cache along which slot i holds what stands at position i of its sequence."""
+"""The axis of a cache on which slot i holds position i of its sequence."""
 
 
 class KeyValueCache(eqx.Module):
     """Keys and values of a stack of layers, one sequence a row, in buffers that are written in place.
 
-    A row's slots after its last token hold what nothing reads: zeros, or what came of padding.
+    A row's slots after its last token are never read; they hold zeros, or values of padding.
 
     Attributes:
         key: `[Layers, Batch, KVHeads, slot, HeadDim]`, after norm and rotation.
@@ -30,10 +30,9 @@ class KeyValueCache(eqx.Module):
     ) -> "KeyValueCache":
         """A cache for sequences of up to `slots` tokens.
 
-        Cost: `2 * layers * batch * kv_heads * slots * head_dim` numbers of `dtype`. Layers that see a window
-        hold all slots too.
+        Cost: `2 * layers * batch * kv_heads * slots * head_dim` numbers of `dtype`, in windowed layers too.
         """
-        # In this order attention reads a head's slots one after the other, without a transposed copy.
+        # In this order a head's slots are contiguous, and attention needs no transposed copy.
         axes = (Layers, Batch, KVHeads, Axis(SLOT_AXIS, slots), HeadDim)
         return KeyValueCache(hax.zeros(axes, dtype), hax.zeros(axes, dtype))
 
@@ -42,7 +41,7 @@ class KeyValueCache(eqx.Module):
         return self.key[self._layers, number], self.value[self._layers, number]
 
     def with_prompt(self, number: NamedArray, key: NamedArray, value: NamedArray) -> "KeyValueCache":
-        """The cache with what `[Batch, position, KVHeads, HeadDim]` holds in a layer's first slots."""
+        """The cache with `[Batch, position, KVHeads, HeadDim]` written to a layer's first slots."""
 
         def write(buffer: NamedArray, new: NamedArray) -> NamedArray:
             one = Axis(self._layers.name, 1)
@@ -54,7 +53,7 @@ class KeyValueCache(eqx.Module):
     def with_token(
         self, number: NamedArray, positions: NamedArray, key: NamedArray, value: NamedArray
     ) -> "KeyValueCache":
-        """The cache with a layer's keys and values `[Batch, KVHeads, HeadDim]` in the slots `positions`.
+        """The cache with `[Batch, KVHeads, HeadDim]` written to a layer's slots `positions`.
 
         Out-of-range writes are dropped.
         """

@@ -1,4 +1,4 @@
-"""The parts of a Qwen3 layer: linear maps, RMS norms, the gated MLP, and the cast to the compute dtype."""
+"""The parts of a decoder layer: linear maps, RMS norms, the gated MLP, and the cast to the compute dtype."""
 
 from typing import TypeVar
 
@@ -10,33 +10,33 @@ import jax.numpy as jnp
 from haliax import Axis, AxisSpec, NamedArray
 from jaxtyping import DTypeLike, PRNGKeyArray
 
-from models.qwen3_moe.config import Qwen3Architecture
+from models.transformer.config import DecoderConfig
 
 T = TypeVar("T")
 
 
 def linear(
-    config: Qwen3Architecture, In: AxisSpec, Out: AxisSpec, *, bias: bool = False, key: PRNGKeyArray
+    config: DecoderConfig, In: AxisSpec, Out: AxisSpec, *, bias: bool = False, key: PRNGKeyArray
 ) -> hnn.Linear:
     """A linear map, weights `[Out, In]` drawn from N(0, initializer_range^2) in float32, a bias from zero."""
     weight = hax.random.normal(key, hax.concat_axis_specs(Out, In)) * config.initializer_range
     return hnn.Linear(weight, hax.zeros(Out) if bias else None, In, Out)
 
 
-def rms_norm(config: Qwen3Architecture, Over: AxisSpec) -> hnn.RmsNorm:
-    """An RMS norm over `Over` with a weight and no bias, computed in float32 whatever comes in."""
+def rms_norm(config: DecoderConfig, Over: AxisSpec) -> hnn.RmsNorm:
+    """An RMS norm over `Over` with a weight and no bias, always computed in float32."""
     return hnn.RmsNorm.init(Over, eps=config.rms_norm_eps, use_bias=False, dtype=jnp.float32)
 
 
 class SwiGlu(eqx.Module):
-    """A gated MLP, `down(silu(gate(x)) * up(x))` (Shazeer 2020): that of a dense layer, or one expert."""
+    """A gated MLP, `down(silu(gate(x)) * up(x))` (Shazeer 2020), of a dense layer or of one expert."""
 
     gate_proj: hnn.Linear
     up_proj: hnn.Linear
     down_proj: hnn.Linear
 
     @staticmethod
-    def init(config: Qwen3Architecture, Inner: Axis, *, key: PRNGKeyArray) -> "SwiGlu":
+    def init(config: DecoderConfig, Inner: Axis, *, key: PRNGKeyArray) -> "SwiGlu":
         """Makes the three projections, to and from `Inner` and without biases, from `key`."""
         gate_key, up_key, down_key = jax.random.split(key, 3)
         return SwiGlu(
@@ -48,7 +48,7 @@ class SwiGlu(eqx.Module):
     def __call__(
         self, x: NamedArray, gate: NamedArray | None = None, gated: NamedArray | None = None
     ) -> NamedArray:
-        """Maps `[..., Embed]` to `[..., Embed]`, times `gate` if given; `gated` is `gate_proj(x)` if at hand.
+        """Maps `[..., Embed]` to `[..., Embed]`, times `gate` if given; `gated` is `gate_proj(x)` if known.
 
         `gate` is applied before the last map, so that its gradient does not need that map's output.
         """
@@ -57,5 +57,5 @@ class SwiGlu(eqx.Module):
 
 
 def cast_floating(tree: T, dtype: DTypeLike) -> T:
-    """Casts the floating-point arrays of `tree` to `dtype` and leaves everything else as it is."""
+    """Casts the floating-point arrays of `tree` to `dtype` and leaves everything else unchanged."""
     return jax.tree.map(lambda leaf: leaf.astype(dtype) if eqx.is_inexact_array(leaf) else leaf, tree)

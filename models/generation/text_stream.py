@@ -1,4 +1,4 @@
-"""From tokens that come one at a time to text that can be shown at once, up to where it is to stop."""
+"""Decodes a stream of tokens to text that can be shown at once, up to a stop."""
 
 import re
 from collections.abc import Iterable, Sequence
@@ -8,16 +8,16 @@ import numpy as np
 
 from stacked_remat.training import Tokenizer
 
-# What a terminal obeys, or turns the text around it by: control characters, marks of direction.
+# Control characters, which a terminal obeys, and marks of direction, which reorder the text around them.
 _COMMANDS = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]"
 )
 
 
 def printable(text: str) -> str:
-    r"""The text with every character that a terminal would obey spelt out, such as `\x1b`.
+    r"""The text with escapes such as `\x1b` for what a terminal would obey, except newlines and tabs.
 
-    Newlines and tabs stay. Characters are looked at one by one, so it does not matter where a text is cut.
+    Works character by character, so that a text may be cut anywhere.
     """
     return _COMMANDS.sub(lambda found: found[0].encode("unicode_escape").decode("ascii"), text)
 
@@ -27,17 +27,16 @@ _CONTEXT = 8  # tokens before the first new one, because tokenizers may treat a 
 
 @final
 class TextStream:
-    """The text of one sequence's new tokens, piece by piece.
+    """The text of one sequence's new tokens, in pieces.
 
-    A piece is given when it is certain: not while a token ends within a character, nor while the newest
-    tokens may turn out to be the beginning of a stop.
+    A piece is held back while a token ends within a character, and while the newest tokens may begin a stop.
 
     Attributes:
-        ended: whether a stop has come. It is not part of the text, and nothing comes after it.
+        ended: whether a stop has come, which is not part of the text.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], stops: Iterable[tuple[int, ...]]):
-        """Begins after the tokens of `prompt`; each of `stops` is one or more tokens in a row."""
+        """Starts after the tokens of `prompt`; each of `stops` is a sequence of tokens."""
         self.ended = False
         self._tokenizer = tokenizer
         self._stops = [stop for stop in stops if stop]
@@ -46,31 +45,31 @@ class TextStream:
         self._context, self._shown = 0, self._new  # from where to decode, and what has been shown
 
     def push(self, token: int) -> str:
-        """The text that has become certain with one more token."""
+        """The text that can be shown after one more token."""
         assert not self.ended
         self._tokens.append(token)
-        if any(self._matches(stop) for stop in self._stops):
-            del self._tokens[-next(len(stop) for stop in self._stops if self._matches(stop)) :]
+        if stop := next((stop for stop in self._stops if self._matches(stop)), None):
+            del self._tokens[-len(stop) :]
             self.ended = True
             return self.rest()
         return self._release(len(self._tokens) - self._undecided(), whole=False)
 
     def rest(self) -> str:
-        """The text that was held back, when no more tokens come."""
+        """The text that is held back, after the last token."""
         return self._release(len(self._tokens), whole=True)
 
     def _matches(self, stop: tuple[int, ...]) -> bool:
         return len(stop) <= len(self._tokens) - self._new and tuple(self._tokens[-len(stop) :]) == stop
 
     def _undecided(self) -> int:
-        """How many of the newest tokens begin a stop."""
+        """How many of the newest tokens may begin a stop."""
         begun = (
             length for stop in self._stops for length in range(1, len(stop)) if self._matches(stop[:length])
         )
         return max(begun, default=0)
 
     def _release(self, until: int, *, whole: bool) -> str:
-        """The text up to a token that has not been shown; nothing if its last character lacks bytes."""
+        """The text not shown yet up to a token; empty if its last character is incomplete."""
         before = self._decode(self._context, self._shown)
         now = self._decode(self._context, until)
         if len(now) <= len(before) or (now.endswith("\ufffd") and not whole):

@@ -1,8 +1,7 @@
 """Tensors of a checkpoint, one a layer or one an expert, in and out of the stacked arrays of a model.
 
-A `Place` says of one array of the model which tensors make it up. From these everything else follows: what a
-checkpoint must have, how the array is filled on its devices without ever standing on the host as a whole, and
-what is written.
+A `Place` lists the tensors of one array of the model. From these follow what a checkpoint must have, what is
+written, and how the array is filled on its devices without ever being on the host as a whole.
 """
 
 import itertools
@@ -18,7 +17,8 @@ from jax import lax
 from jax.sharding import Sharding
 from jaxtyping import Array, DTypeLike, Shaped
 
-from models.safetensors_folder import Pending, SafetensorsFolder, WeightsError, listed, plain
+from models.hf_io.safetensors_folder import Pending, SafetensorsFolder, WeightsError
+from stacked_remat._messages import entry_problems, printable, shortened
 
 Tensor: TypeAlias = Shaped[np.ndarray, "..."]
 
@@ -31,66 +31,58 @@ class Place:
     """One array of a model and the tensors of a checkpoint that it holds.
 
     Attributes:
-        path: where the array stands in the model, for messages.
-        names: the tensors' names, in the order of the stacking axes, the last running fastest.
-        stacked: sizes of the stacking axes, which come first in the array; empty for an array of its own.
+        path: of the array in the model, for messages.
+        name: of the tensors, with a `{}` for the index along each stacking axis.
+        stacked: sizes of the stacking axes, which come first in the array; empty if a tensor is the array.
         tensor_shape: the shape of each tensor in the checkpoint.
         layer_shape: the shape of each in the array; of equal size.
+        first: what the names count the first stacking axis from.
     """
 
     path: str
-    names: tuple[str, ...]
+    name: str
     stacked: tuple[int, ...]
     tensor_shape: tuple[int, ...]
     layer_shape: tuple[int, ...]
+    first: int = 0
 
     def __post_init__(self) -> None:
-        assert len(self.names) == math.prod(self.stacked), self.path
         assert math.prod(self.tensor_shape) == math.prod(self.layer_shape), self.path
 
     def numbered(self) -> Iterator[tuple[tuple[int, ...], str]]:
-        """The tensors with their indices along the stacking axes."""
-        return zip(itertools.product(*map(range, self.stacked)), self.names, strict=True)
+        """The indices along the stacking axes and the name of every tensor, the last axis running fastest."""
+        for at in itertools.product(*map(range, self.stacked)):
+            yield at, self.name.format(*(place + self.first * (axis == 0) for axis, place in enumerate(at)))
+
+    @property
+    def names(self) -> Iterator[str]:
+        """The names of all tensors."""
+        return (name for _, name in self.numbered())
 
 
 def check_tensors(places: Sequence[Place], folder: SafetensorsFolder) -> None:
-    """Makes sure that a checkpoint has what a model needs, and nothing else.
+    """Refuses a checkpoint that does not have exactly the tensors of a model.
 
     Raises:
-        WeightsError: counts and names the tensors that are missing, unknown, of another shape, promised by
-            the index and in no file, or not of a floating dtype, such as those that are quantized.
+        WeightsError: counts and names the tensors that are missing, unknown, of another shape, in the index
+            and in no file, or not of a floating dtype, such as those that are quantized.
     """
-    expected = {name: place for place in places for name in place.names}
-    problems = [
-        f"missing: {name} {list(place.tensor_shape)} (for {place.path})"
-        for name, place in expected.items()
-        if name not in folder.shapes and name not in folder.absent
-    ]
+    shapes = {name: list(place.tensor_shape) for place in places for name in place.names}
+    expected = {name: shape for name, shape in shapes.items() if name not in folder.absent}
+    problems = entry_problems(expected, {name: list(shape) for name, shape in folder.shapes.items()})
     problems += [
-        f"incomplete: {plain(name)}, which the index places in {file.name}; fetch the folder again"
+        f"incomplete: {printable(name)}, which the index places in {file.name}; fetch the folder again"
         for name, file in folder.absent.items()
     ]
     problems += [
-        f"unknown: {plain(name)} {list(shape)}"
-        for name, shape in folder.shapes.items()
-        if name not in expected
-    ]
-    problems += [
-        f"misshapen: {name} {list(folder.shapes[name])}, expected {list(place.tensor_shape)} "
-        f"(for {place.path})"
-        for name, place in expected.items()
-        if name in folder.shapes and folder.shapes[name] != place.tensor_shape
-    ]
-    problems += [
-        f"not a float: {name} is {folder.dtypes[name]}, expected one of {', '.join(_FLOATS)} "
-        f"(for {place.path})"
-        for name, place in expected.items()
+        f"not a float: {name} is {folder.dtypes[name]}, expected one of {', '.join(_FLOATS)}"
+        for name in expected
         if name in folder.shapes and folder.dtypes[name] not in _FLOATS
     ]
     if problems:
         raise WeightsError(
             f"The tensors in {folder.root} are not those of this model; {len(problems)} differ. Check that "
-            f"the model's config is the checkpoint's own.\n  " + listed(problems, "\n  ")
+            f"the model's config is the checkpoint's own.\n  " + shortened(problems, "\n  ")
         )
 
 
@@ -103,7 +95,7 @@ def read_array(
         place: the array and its tensors.
         read: maps a tensor's name to the tensor.
         dtype: of the array; tensors are cast on the device.
-        sharding: of the array. Any: every device is given its own part of every tensor.
+        sharding: of the array, any; every device gets its own part of every tensor.
 
     Returns:
         The array, of shape `(*place.stacked, *place.layer_shape)`.
@@ -122,21 +114,21 @@ def read_array(
             tensor = read(name).reshape(place.layer_shape)
             for shard in holders:
                 shard.put(position, tensor)
-            jax.block_until_ready([shard.array for shard in holders])  # or tensors queue up on the host
+            jax.block_until_ready([shard.array for shard in holders])  # or tensors accumulate on the host
             del tensor  # before the next one is read
     return jax.make_array_from_single_device_arrays(shape, sharding, [shard.array for shard in shards])
 
 
 def pending_tensors(place: Place, array: Shaped[Array, "..."]) -> Iterator[tuple[str, Pending]]:
-    """The tensors that one array of a model holds, each made when it is asked for.
+    """The tensors of one array of a model, each made only when it is written.
 
     Raises:
         WeightsError: parts of the array are on devices of other processes.
     """
     if not array.is_fully_addressable:
         raise WeightsError(
-            f"{place.path} is spread over several processes, and one process writes a checkpoint. Bring it "
-            f"together first, with jax.experimental.multihost_utils.process_allgather."
+            f"{place.path} is divided over several processes, and one process writes a checkpoint. Gather it "
+            f"first, with jax.experimental.multihost_utils.process_allgather."
         )
     num_bytes = math.prod(place.tensor_shape) * array.dtype.itemsize
     for position, name in place.numbered():
@@ -145,7 +137,7 @@ def pending_tensors(place: Place, array: Shaped[Array, "..."]) -> Iterator[tuple
 
 @dataclass
 class _Shard:
-    """What one device holds of an array that is being filled."""
+    """One device's part of an array that is being filled."""
 
     array: Any
     start: tuple[int, ...]

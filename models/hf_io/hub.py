@@ -6,7 +6,7 @@ from pathlib import Path
 import huggingface_hub
 import huggingface_hub.errors
 
-from models.safetensors_folder import WeightsError, shown
+from models.hf_io.safetensors_folder import WeightsError, shown
 
 _FILES = ("*.json", "*.safetensors", "*.txt", "*.jinja")
 
@@ -16,22 +16,22 @@ def model_folder(name: str, *, weights: bool = True) -> Path:
 
     Args:
         name: a path, or `owner/model` on the Hub, with `@revision` for another than its newest.
-        weights: whether its weights are needed; if not, the Hub's JSON files alone are fetched.
+        weights: whether its weights are needed; if not, only the Hub's JSON files are fetched.
 
     Raises:
         FileNotFoundError: there is no such folder, and the name can't be one on the Hub.
-        WeightsError: the Hub does not have it, or does not let it be read.
+        WeightsError: the Hub does not have it, or denies access.
     """
     try:
         folder = Path(name).expanduser()
         if folder.is_dir():
             return folder
     except (OSError, RuntimeError, ValueError) as error:  # too long, no such user, a null byte, no permission
-        raise FileNotFoundError(f"{shown(name)} can't be looked at as a folder: {error}.") from error
+        raise FileNotFoundError(f"{shown(name)} can't be a folder: {error}.") from error
     repository, _, revision = name.partition("@")
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", repository) or name.startswith((".", "/", "~")):
         raise FileNotFoundError(
-            f"There is no folder {name}, and it is no name on the Hugging Face Hub, which would be "
+            f"There is no folder {name}, and it is not a name on the Hugging Face Hub, which would be "
             f"owner/model."
         )
     try:
@@ -44,7 +44,7 @@ def model_folder(name: str, *, weights: bool = True) -> Path:
         huggingface_hub.errors.LocalEntryNotFoundError,
     ) as error:
         raise WeightsError(
-            f"{name} is no folder here, and it could not be fetched from the Hugging Face Hub: {error}. "
+            f"{name} is not a folder here, and it could not be fetched from the Hugging Face Hub: {error}. "
             f"Check the name, the network, and `hf auth login` where access is restricted."
         ) from error
     return Path(found)

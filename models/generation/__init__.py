@@ -1,0 +1,1 @@
+"""Text generation: sampling, the key-value cache, decoding, and text as it is produced."""

@@ -1,0 +1,173 @@
+"""Models that continue text: what a run trained, or a folder in Hugging Face's format."""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from haliax import Axis
+
+from models.hf_io.decoder_weights import read_decoder
+from models.hf_io.formats import read_hf_config
+from models.hf_io.hub import model_folder
+from models.hf_io.pretrained import end_tokens
+from models.hf_io.safetensors_folder import read_json
+from models.lm import LanguageModel, LmConfig
+from models.trained_run import ends_of_run, read_run_config, trained_model
+from stacked_remat.lora import merge_lora
+from stacked_remat.training import ConfigError, Tokenizer, cast_parameters, load_tokenizer, memory_bytes
+
+Dtype = Literal["float32", "bfloat16"]
+_MOST_POSITIONS = 2**31 - 1  # positions are 32-bit numbers
+
+
+@dataclass(frozen=True)
+class Generator:
+    """A model that continues text.
+
+    Attributes:
+        model: its weights in the dtype in which it computes.
+        tokenizer: its tokens.
+        ends: tokens that end a text, the tokenizer's own among them.
+    """
+
+    model: LanguageModel
+    tokenizer: Tokenizer
+    ends: frozenset[int]
+
+
+@dataclass(frozen=True)
+class GeneratorSource:
+    """A model that continues text, before its weights are read.
+
+    Attributes:
+        config: its architecture.
+        vocab_size: rows of its embedding.
+        tokenizer: its tokens.
+        ends: tokens that end a text, the tokenizer's own among them.
+        read: reads the model, its weights in the dtype in which it computes.
+    """
+
+    config: LmConfig
+    vocab_size: int
+    tokenizer: Tokenizer
+    ends: frozenset[int]
+    read: Callable[[], LanguageModel]
+
+    def __post_init__(self) -> None:
+        if self.tokenizer.vocab_size > self.vocab_size:
+            raise ConfigError(
+                f"The tokenizer has {self.tokenizer.vocab_size} tokens, and the model's embedding "
+                f"{self.vocab_size} rows. Name the model's own with --tokenizer."
+            )
+
+    def check_memory(self, rows: int, slots: int) -> None:
+        """Refuses more or longer sequences than the memory of the device holds.
+
+        Args:
+            rows: sequences.
+            slots: tokens of each.
+
+        Raises:
+            ConfigError: the weights and the cache of keys and values are larger than all of its memory.
+        """
+        weights = self.config.num_weights(self.vocab_size) * jnp.dtype(self.config.compute_dtype).itemsize
+        cache, memory = self.config.cache_bytes(rows, slots), memory_bytes(jax.local_devices()[0])
+        if memory is not None and weights > memory:
+            raise ConfigError(
+                f"The weights take {_mebibytes(weights)} in {self.config.compute_dtype}, and this device has "
+                f"{_mebibytes(memory)}. Use a larger device or a smaller model; bfloat16 weights (--dtype, "
+                f"or model.compute_dtype of the run) take half of what float32 ones do."
+            )
+        if slots > _MOST_POSITIONS or (memory is not None and weights + cache > memory):
+            has = "" if memory is None else f" This device has {_mebibytes(memory)}."
+            raise ConfigError(
+                f"{rows} x {slots} tokens take {_mebibytes(cache)} for their keys and values, beside "
+                f"{_mebibytes(weights)} of weights.{has} Lower --max_new_tokens, or continue fewer or "
+                f"shorter prompts at once."
+            )
+
+    def generator(self) -> Generator:
+        """Reads the weights.
+
+        Raises:
+            CheckpointMismatchError: the checkpoint is of another model than its config says.
+            FileNotFoundError, WeightsError: weights are missing, damaged, or of another model.
+        """
+        return Generator(self.read(), self.tokenizer, self.ends)
+
+
+def source_of_run(run_dir: Path, *, step: int | None = None, tokenizer: str | None = None) -> GeneratorSource:
+    """What a run trained, adapters merged as `models.export_hf` merges them.
+
+    Args:
+        run_dir: the run folder.
+        step: of the checkpoint; the latest if not given.
+        tokenizer: another than the run's config names.
+
+    Raises:
+        FileNotFoundError: there is no such run or checkpoint.
+        DataError, ConfigError: there is no such tokenizer, or it is not the model's; the config of the run
+            can't be read.
+        WeightsError: the folder that training began with names end tokens that can't be read.
+    """
+    if not (run_dir / "checkpoints").is_dir():
+        hint = " It is a model in Hugging Face's format: use --model." if _is_model(run_dir) else ""
+        raise FileNotFoundError(
+            f"{run_dir} is not a run folder: it has no checkpoints/ in it. Name the one that models.train_lm "
+            f"wrote to (trainer.run_dir).{hint}"
+        )
+    config = read_run_config(run_dir, step)
+    found = load_tokenizer(config.data.tokenizer if tokenizer is None else tokenizer)
+
+    def read() -> LanguageModel:
+        model, _ = trained_model(run_dir, step=step)
+        return cast_parameters(merge_lora(model, donate=True), config.model.compute_dtype)
+
+    ends = frozenset(ends_of_run(config, found.end))
+    return GeneratorSource(config.model, config.Vocab.size, found, ends, read)
+
+
+def source_of_folder(
+    name: str, *, dtype: Dtype | None = None, tokenizer: str | None = None
+) -> GeneratorSource:
+    """A model in Hugging Face's format.
+
+    Args:
+        name: a folder, or a name on the Hub.
+        dtype: in which to compute; the one that the folder's `config.json` names if not given.
+        tokenizer: another than the folder's.
+
+    Raises:
+        FileNotFoundError: there is no such folder.
+        WeightsError: the model is of an unknown architecture, or a file is damaged.
+        DataError, ConfigError: there is no such tokenizer, or it is not the model's.
+    """
+    root = model_folder(name)
+    if not _is_model(root) and (root / "checkpoints").is_dir():
+        raise FileNotFoundError(f"{root} has no config.json: it is a run folder. Use --checkpoint {root}.")
+    config, rows = read_hf_config(root)
+    if dtype is None:
+        fields = read_json(root / "config.json")
+        dtype = "bfloat16" if "bfloat16" in (fields.get("dtype"), fields.get("torch_dtype")) else "float32"
+    config = replace(config, compute_dtype=dtype)
+    if tokenizer is None and not (root / "tokenizer.json").is_file():
+        raise FileNotFoundError(
+            f"There is no tokenizer.json in {root}. Name a tokenizer with --tokenizer: a folder, a file, a "
+            f"name on the Hugging Face Hub, or byte for UTF-8 bytes."
+        )
+    found = load_tokenizer(str(root) if tokenizer is None else tokenizer)
+    ends = frozenset({found.end, *end_tokens(root, rows)})
+    read = functools.partial(read_decoder, root, config, Axis("vocab", rows), remat=False, dtype=dtype)
+    return GeneratorSource(config, rows, found, ends, read)
+
+
+def _is_model(root: Path) -> bool:
+    return (root / "config.json").is_file()
+
+
+def _mebibytes(num_bytes: int) -> str:
+    return f"{num_bytes >> 20:,} MiB"  # exact for integers of any size

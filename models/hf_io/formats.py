@@ -1,0 +1,110 @@
+"""The registry of architectures in Hugging Face's formats: each package of `models` registers its own."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, TypeAlias
+
+from models.hf_io.config_fields import ConfigFields, decoder_fields
+from models.hf_io.safetensors_folder import WeightsError, read_json, shown
+from models.transformer.config import DecoderConfig
+from stacked_remat.lora import PeftNames
+
+ExpertsLayout: TypeAlias = Literal["fused", "separate"]
+"""How adapters of experts are written: `fused`, as PEFT writes them for transformers 5, whose experts are two
+parameters (`target_parameters`), or `separate`, a pair of tensors for every expert, as for transformers 4."""
+
+_MOST_STACKS = 500  # each is traced and compiled by itself, which takes tens of milliseconds
+
+
+@dataclass(frozen=True)
+class HfFormat:
+    """What Hugging Face's files call the parts of one architecture.
+
+    Attributes:
+        model_type: its name in `config.json`.
+        config_class: of its decoders.
+        read_config: makes the config from the arguments of `DecoderConfig` that all architectures share and
+            the fields that are left; raises `ValueError` for a value that is not supported.
+        write_config: the fields of `config.json` that are this architecture's own; raises `WeightsError` for
+            a config that this format can't express.
+        tensor_names: names of the parts of a decoder, where they are others than here: of `embedding`,
+            `stacks` (all layers), `norm` and `head`, and of attributes of a layer.
+        peft_names: names of the adapters of a decoder.
+    """
+
+    model_type: str
+    config_class: type[DecoderConfig]
+    read_config: Callable[[ConfigFields, dict[str, Any]], DecoderConfig]
+    write_config: Callable[[Any], dict[str, Any]]
+    tensor_names: Mapping[str, str]
+    peft_names: Callable[[DecoderConfig, ExpertsLayout], PeftNames]
+
+
+_FORMATS: dict[str, HfFormat] = {}
+
+
+def register_format(*formats: HfFormat) -> None:
+    """Makes formats known to all that reads and writes Hugging Face's files."""
+    _FORMATS.update({one.model_type: one for one in formats})
+
+
+def format_of(config: DecoderConfig) -> HfFormat:
+    """The format of a decoder's config.
+
+    Raises:
+        WeightsError: none is registered.
+    """
+    for one in _FORMATS.values():
+        if one.config_class is type(config):
+            return one
+    raise WeightsError(f"No format of Hugging Face's is registered for a {type(config).__name__}.")
+
+
+def read_hf_config(root: Path) -> tuple[DecoderConfig, int]:
+    """The architecture of a folder in Hugging Face's format, and the number of rows of its embedding.
+
+    Raises:
+        FileNotFoundError: there is no `config.json`.
+        WeightsError: it is not valid JSON, of an unknown architecture, or asks for something unsupported.
+    """
+    path = root / "config.json"
+    if not path.is_file():
+        raise FileNotFoundError(f"There is no config.json in {root}; it describes the weights beside it.")
+    document = read_json(path)
+    try:
+        return config_from_hf(document)
+    except ValueError as error:
+        raise WeightsError(f"{path} can't be used: {error}") from error
+
+
+def config_from_hf(document: Mapping[str, Any]) -> tuple[DecoderConfig, int]:
+    """The architecture that a `config.json` describes, and its vocabulary's size.
+
+    Raises:
+        ValueError: an unknown `model_type`; a field that is missing, unknown, or has an unsupported value.
+    """
+    fields = ConfigFields(document)
+    model_type = fields("model_type", None)
+    if not isinstance(model_type, str) or model_type not in _FORMATS:
+        raise ValueError(f"model_type is {shown(model_type)}; {' and '.join(_FORMATS)} are read.")
+    shared, vocab_size = fields.decoder(), fields.size("vocab_size")
+    config = _FORMATS[model_type].read_config(fields, shared)
+    if len(config.stacks) > _MOST_STACKS:
+        raise ValueError(
+            f"the kind of layer changes {len(config.stacks) - 1} times (layer_types, mlp_only_layers, "
+            f"decoder_sparse_step); at most {_MOST_STACKS - 1} times is supported."
+        )
+    fields.check_unknown(model_type)
+    return config, vocab_size
+
+
+def config_to_hf(config: DecoderConfig, vocab_size: int, *, dtype: str) -> dict[str, Any]:
+    """The `config.json` of a decoder, as `AutoModelForCausalLM` of transformers 4.51 and later reads it.
+
+    Raises:
+        WeightsError: no format is registered for it, or this can't express it.
+    """
+    found = format_of(config)
+    own = found.write_config(config)
+    return {"model_type": found.model_type, **decoder_fields(config, vocab_size, dtype=dtype), **own}

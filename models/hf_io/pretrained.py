@@ -1,0 +1,94 @@
+"""Reads from a folder in Hugging Face's format a model's architecture and the tokens that end its texts."""
+
+import dataclasses
+from dataclasses import replace
+from pathlib import Path
+
+from models.hf_io.formats import read_hf_config
+from models.hf_io.safetensors_folder import WeightsError, read_json, shown
+from models.lm import LmConfig
+from models.transformer.config import DecoderConfig, SparseDecoderConfig
+
+GENERATION_CONFIG = "generation_config.json"
+
+
+def pretrained_config(config: LmConfig, root: Path) -> tuple[DecoderConfig, int]:
+    """The architecture of the folder and the size of its vocabulary.
+
+    Args:
+        config: takes precedence in what the folder does not decide: kernel, dtype, auxiliary losses and a
+            longer context.
+        root: the folder.
+
+    Raises:
+        WeightsError: the folder or the config is of another kind of model, or `config.json` asks for
+            something unsupported.
+    """
+    found, vocab_size = read_hf_config(root)
+    if not isinstance(config, DecoderConfig):
+        raise WeightsError(f"{root} holds a decoder, and the config describes a {type(config).__name__}.")
+    found = replace(
+        found,
+        attention=replace(found.attention, backend=config.attention.backend),
+        compute_dtype=config.compute_dtype,
+        initializer_range=config.initializer_range,
+    )
+    if config.rotary.scaling is not None:  # a longer context than the folder was made for
+        longest = config.rotary.max_position_embeddings
+        rotary = replace(found.rotary, scaling=config.rotary.scaling, max_position_embeddings=longest)
+        found = replace(found, rotary=rotary)
+    # A size that the config leaves to its default equals the same size written out.
+    if config.attention.head_dim is None and found.HeadDim.size * found.num_heads == found.hidden_dim:
+        found = replace(found, attention=replace(found.attention, head_dim=None))
+    if config.mlp_dim is None and found.Mlp == replace(found, mlp_dim=None).Mlp:
+        found = replace(found, mlp_dim=None)
+    if isinstance(config, SparseDecoderConfig) and isinstance(found, SparseDecoderConfig):
+        names = ["load_balance_loss", "z_loss_weight"]
+        if config.experts.load_balance_weight is not None:
+            names.append("load_balance_weight")
+        own = {name: getattr(config.experts, name) for name in names}
+        found = replace(found, experts=replace(found.experts, **own))
+    return found, vocab_size
+
+
+def differing_fields(path: str, config: object, found: object, usual: object = ...) -> list[str]:
+    """A line for each field in which `config` is neither `found` nor, where it is given, `usual`.
+
+    A null in a field with the metadata `from_folder` means the folder's value.
+    """
+    alike = type(config) is type(found) if usual is ... else dataclasses.is_dataclass(found)
+    if not (alike and dataclasses.is_dataclass(config)):
+        same = config in (found, usual)
+        return [] if same else [f"{path}: {config!r} in the config, {found!r} in the folder"]
+    lines = []
+    for field in dataclasses.fields(config):
+        own, other, default = (getattr(one, field.name, ...) for one in (config, found, usual))
+        if own is not None or "from_folder" not in field.metadata:
+            lines += differing_fields(f"{path}.{field.name}", own, other, default)
+    return lines
+
+
+def end_tokens(root: Path, num_tokens: int) -> tuple[int, ...]:
+    """The tokens that end a text; a chat model has several, and a folder may name none.
+
+    As in transformers, `eos_token_id` is read from `generation_config.json`, else from `config.json`.
+
+    Args:
+        root: the folder.
+        num_tokens: how many tokens the model has.
+
+    Raises:
+        WeightsError: a file can't be read, or names something else than tokens of the model.
+    """
+    for path in (root / GENERATION_CONFIG, root / "config.json"):
+        ends = read_json(path).get("eos_token_id") if path.is_file() else None
+        if ends is None:
+            continue
+        tokens = ends if isinstance(ends, list) else [ends]
+        if not all(type(token) is int and 0 <= token < num_tokens for token in tokens):
+            raise WeightsError(
+                f"{path}: eos_token_id is {shown(ends)}; a token of the model, from 0 to {num_tokens - 1}, "
+                f"or a list of such is expected. Correct it, or leave it out."
+            )
+        return tuple(tokens)
+    return ()

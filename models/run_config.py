@@ -1,0 +1,115 @@
+"""The config of a language-model run: read by every command, and resolved once into what is trained."""
+
+import dataclasses
+import functools
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+from haliax import Axis
+
+from models.hf_io.hub import model_folder
+from models.hf_io.pretrained import differing_fields, pretrained_config
+from models.lm import LmConfig, check_remat_names
+from models.qwen3_moe import Qwen3MoeConfig
+from stacked_remat import ScanCheckpointPolicy
+from stacked_remat.lora import LoraConfig
+from stacked_remat.training import (
+    AdamWConfig,
+    ConfigError,
+    DataConfig,
+    OptimizerConfig,
+    TrainerConfig,
+    check_remat,
+    learning_rate_schedule,
+    load_tokenizer,
+)
+
+
+@dataclass(frozen=True)
+class LmRunConfig:
+    """Everything a run depends on.
+
+    Attributes:
+        model: the architecture, by `type`.
+        initialize_from_hf: weights to begin with, a folder in Hugging Face's format or a name on its Hub
+            (`owner/model`, `owner/model@revision`); null for random ones.
+        use_hf_model_config: whether the architecture is that folder's; if not, `model` must be equal to it.
+        vocab_size: rows of the embedding; if null, those in that folder, or one for each of the tokenizer's.
+        lora: adapters to train instead of the model's own weights, which then get neither gradients nor
+            optimizer state; null to train these.
+        remat: memory policy of the model's stack of layers: an alias (true, false, nested, offload, ...), a
+            preset of the model (attention_saved, ...), the fields of a `ScanCheckpointPolicy`, or `auto` for
+            the first that fits `budget`, tried from most device memory to least (`models.plan_lm` shows
+            them), found by compiling the step before the first one.
+        budget: device memory for `remat: auto`, such as 72GiB; leave a tenth of the device free.
+        host_budget: the same for the host; null for no limit.
+        data: the text.
+        optimizer: the optimizer, by `type` (AdamW if none is named), and its schedule.
+        trainer: length, updates, precision, checkpoints, reports and the run folder.
+    """
+
+    model: LmConfig = field(default_factory=Qwen3MoeConfig)
+    initialize_from_hf: str | None = None
+    use_hf_model_config: bool = False
+    vocab_size: int | None = None
+    lora: LoraConfig | None = None
+    remat: bool | dict[str, Any] | str = True
+    budget: str | None = None
+    host_budget: str | None = None
+    data: DataConfig = field(default_factory=DataConfig)
+    optimizer: OptimizerConfig = field(default_factory=AdamWConfig)
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+
+    def __post_init__(self) -> None:
+        check_remat_names(self.model, self.policy)
+        learning_rate_schedule(self.optimizer, self.trainer.num_steps)
+        if self.use_hf_model_config and self.initialize_from_hf is None:
+            raise ValueError("use_hf_model_config has no effect without initialize_from_hf: name the folder.")
+        if self.data.batch_size % self.trainer.update.microbatches:
+            raise ValueError(
+                f"data.batch_size = {self.data.batch_size} can't be cut into trainer.update.microbatches = "
+                f"{self.trainer.update.microbatches} equal parts; make the one a multiple of the other."
+            )
+
+    @functools.cached_property
+    def policy(self) -> ScanCheckpointPolicy | None:
+        """The policy that `remat` stands for; None for `auto`."""
+        return check_remat(self.remat, self.budget, self.host_budget, self.model.remat_presets)
+
+    @property
+    def Vocab(self) -> Axis:
+        """The rows of the embedding; only of a config whose `vocab_size` is given or resolved."""
+        assert self.vocab_size is not None
+        return Axis("vocab", self.vocab_size)
+
+    def resolved(self, *, check_folder: bool = True) -> Self:
+        """The config with the architecture and the rows of the embedding that the run has.
+
+        Args:
+            check_folder: whether to read the folder of `initialize_from_hf` even where it doesn't decide
+                the architecture.
+
+        Raises:
+            ConfigError: `model` or `vocab_size` is not that of the folder; names every field that differs.
+            WeightsError, FileNotFoundError: the folder can't be read.
+        """
+        model, rows = self.model, self.vocab_size
+        if self.initialize_from_hf is not None and (check_folder or self.use_hf_model_config):
+            root = model_folder(self.initialize_from_hf)
+            found, found_rows = pretrained_config(model, root)
+            # With use_hf_model_config, a field that has its default was not written.
+            usual = type(model)() if self.use_hf_model_config else ...
+            differing = differing_fields("model", model, found, usual)
+            if rows is not None and rows != found_rows:
+                differing.append(f"vocab_size: {rows} in the config, {found_rows} in the folder")
+            if differing:
+                fix = "write use_hf_model_config: true to take the folder's architecture"
+                raise ConfigError(
+                    f"The model of the config is not the one in {root}:\n  "
+                    + "\n  ".join(differing)
+                    + f"\nCorrect it, or {'leave it out' if self.use_hf_model_config else fix}."
+                )
+            model, rows = found, found_rows
+        if rows is None:
+            rows = load_tokenizer(self.data.tokenizer).vocab_size
+        return dataclasses.replace(self, model=model, vocab_size=rows)

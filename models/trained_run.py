@@ -1,0 +1,94 @@
+"""Reads what a run trained: its config, its model and the tokens that end its texts, from a checkpoint."""
+
+import contextlib
+from pathlib import Path
+
+import equinox as eqx
+import yaml
+
+from models.hf_io.hub import model_folder
+from models.hf_io.pretrained import end_tokens
+from models.hf_io.safetensors_folder import WeightsError
+from models.lm import LanguageModel
+from models.run_config import LmRunConfig
+from models.run_state import initial_state, saved_arrays, state_shapes
+from stacked_remat.training import (
+    CheckpointDamagedError,
+    ConfigError,
+    check_unsaved,
+    checkpoint_config,
+    load_checkpoint,
+    parse_config,
+)
+
+
+def read_run_config(run_dir: Path, step: int | None = None) -> LmRunConfig:
+    """The resolved config of the run that wrote a checkpoint.
+
+    Args:
+        run_dir: the run folder.
+        step: of the checkpoint; the latest if not given.
+
+    Raises:
+        FileNotFoundError: there is no such checkpoint.
+        ConfigError: the config in the checkpoint is not one of `models.train_lm`.
+    """
+    folder = run_dir / "checkpoints"
+    try:
+        saved = checkpoint_config(folder, step=step)
+        if not isinstance(saved, dict) or saved.get("vocab_size") is None:
+            raise ConfigError("it has no vocab_size")
+        entries = [f"--{key}={yaml.safe_dump(value)}" for key, value in saved.items()]
+        return parse_config(LmRunConfig, entries)
+    except (OSError, CheckpointDamagedError):
+        raise
+    except Exception as error:  # a damaged checkpoint may raise anything
+        problem = str(error).replace(" on the command line", "")
+        raise ConfigError(
+            f"The config in the checkpoint {folder} can't be used: {problem}. It is damaged, or of another "
+            f"version: choose another with --step, or train again."
+        ) from error
+
+
+def trained_model(run_dir: Path, *, step: int | None = None) -> tuple[LanguageModel, LmRunConfig]:
+    """The model of a run's checkpoint with its adapters, if it has some, and the run's config.
+
+    Takes what `read_run_config` does.
+
+    Raises:
+        FileNotFoundError: there is no such checkpoint.
+        CheckpointMismatchError: it is of another model than its config says.
+
+    Cost: the model in memory; with adapters also the weights under them, which are read or made again.
+    """
+    folder, config = run_dir / "checkpoints", read_run_config(run_dir, step)
+    if config.lora is None:
+        state = state_shapes(config)
+    else:
+        state = initial_state(config)
+        check_unsaved(folder, eqx.filter(state, saved_arrays(state), inverse=True), step=step)
+    return eqx.combine(
+        load_checkpoint(folder, state.trained, step=step, part="trained"), state.frozen
+    ), config
+
+
+def base_folder(config: LmRunConfig) -> Path | None:
+    """The folder of the weights that training began with; None where there was none, or it is gone."""
+    if config.initialize_from_hf is not None:
+        with contextlib.suppress(FileNotFoundError, WeightsError):
+            return model_folder(config.initialize_from_hf, weights=False)
+    return None
+
+
+def ends_of_run(config: LmRunConfig, end: int) -> list[int]:
+    """The tokens that end a text of the trained model: `end`, the tokenizer's own, first.
+
+    A chat model has more of them than its tokenizer: the folder of the weights that training began with
+    names them.
+
+    Raises:
+        WeightsError: a file of that folder can't be read, or names something else than tokens of the model.
+    """
+    root = base_folder(config)
+    found = () if root is None else end_tokens(root, config.Vocab.size)
+    return [end, *sorted({*found} - {end})]

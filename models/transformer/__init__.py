@@ -1,0 +1,1 @@
+"""Decoders: attention, MLPs, experts, and the stacks of layers made of them."""

@@ -1,0 +1,350 @@
+"""Configs of decoders, dense and with experts, and the named axes that they define."""
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal, get_args, get_type_hints
+
+import draccus
+import jax.numpy as jnp
+from haliax import Axis
+
+from models.lm import LmConfig
+from models.transformer.remat_presets import ATTENTION_NAMES, DECODER_REMAT_PRESETS, EXPERTS_NAMES
+from stacked_remat.ops import RotaryScaling, rotary_from_hf, rotary_to_hf
+from stacked_remat.training import RematPresets
+
+
+@dataclass(frozen=True)
+class LayerKind:
+    """How layers of a decoder may differ; consecutive layers of equal kind form one stack.
+
+    Attributes:
+        sparse: whether its feed-forward half is a router with experts rather than one MLP.
+        window: how many positions its attention sees; None for all.
+    """
+
+    sparse: bool
+    window: int | None
+
+
+@dataclass(frozen=True)
+class AttentionConfig:
+    """Settings of attention.
+
+    Attributes:
+        head_dim: width of a head; `hidden_dim / num_heads` if not given.
+        bias: whether the four projections have biases.
+        window: how many positions a query sees, itself included; null for all up to itself.
+        windowed_layers: numbers of the layers that obey `window`; null for all of them.
+        backend: the kernel: `auto`, or a name that `stacked_remat.ops.causal_attention` takes.
+    """
+
+    head_dim: int | None = None
+    bias: bool = False
+    window: int | None = None
+    windowed_layers: tuple[int, ...] | None = None
+    backend: Literal["auto", "cudnn", "splash", "blockwise", "exact"] = "auto"
+
+    def __post_init__(self) -> None:
+        _require_choice("model.attention", self, "backend")
+        if self.window is not None and self.window < 1:
+            raise ValueError(
+                f"model.attention.window must be at least 1 position, got {self.window}; null lets every "
+                f"position see all before it."
+            )
+        if self.windowed_layers is not None and self.window is None:
+            raise ValueError(
+                "model.attention.windowed_layers has no effect without model.attention.window. Give the "
+                "window, or leave both out."
+            )
+
+
+@dataclass(frozen=True)
+class RotaryConfig:
+    """The rotary position embedding.
+
+    Attributes:
+        theta: base of the wavelengths.
+        scaling: how they are stretched for longer contexts, as in Hugging Face's `rope_scaling`, such as
+            `{rope_type: yarn, factor: 4.0, original_max_position_embeddings: 32768}`; null for none.
+        max_position_embeddings: the longest context of the weights, for exported configs.
+    """
+
+    theta: float = 1_000_000.0
+    scaling: RotaryScaling | None = None
+    max_position_embeddings: int = 32_768
+
+    def __post_init__(self) -> None:
+        _require_positive("model.rotary", max_position_embeddings=self.max_position_embeddings)
+        if self.theta <= 1:
+            raise ValueError(f"model.rotary.theta must be above 1, got {self.theta}.")
+
+
+@dataclass(frozen=True)
+class ExpertsConfig:
+    """A router that sends every token to a few experts.
+
+    Attributes:
+        num_experts: experts in a layer.
+        experts_per_token: how many of them each token visits.
+        intermediate_dim: inner width of one expert.
+        norm_topk_prob: whether the weights of the chosen experts are rescaled to sum to one.
+        load_balance_weight: weight in the training loss of the load-balance loss; null for the
+            `router_aux_loss_coef` of the folder of `initialize_from_hf`, and for 0.001 without a folder.
+        z_loss_weight: the same for the router's z-loss, which keeps its logits small; the mean over layers.
+        dense_layers: numbers of the layers that have one MLP of `model.mlp_dim` in place of experts.
+        load_balance_loss: `per_layer` for the mean of each layer's load-balance loss, which makes every layer
+            even; `pooled` for the loss of loads and probabilities averaged over layers, as in Hugging Face's
+            transformers, in which layers may make up for each other.
+    """
+
+    num_experts: int = 8
+    experts_per_token: int = 2
+    intermediate_dim: int = 128
+    norm_topk_prob: bool = True
+    load_balance_weight: float | None = field(default=None, metadata={"from_folder": True})
+    z_loss_weight: float = 0.0
+    dense_layers: tuple[int, ...] = ()
+    load_balance_loss: Literal["per_layer", "pooled"] = "per_layer"
+
+    def __post_init__(self) -> None:
+        _require_positive(
+            "model.experts",
+            num_experts=self.num_experts,
+            experts_per_token=self.experts_per_token,
+            intermediate_dim=self.intermediate_dim,
+        )
+        if self.experts_per_token > self.num_experts:
+            raise ValueError(
+                f"model.experts.experts_per_token = {self.experts_per_token} is more than "
+                f"model.experts.num_experts = {self.num_experts}. Lower the one or raise the other."
+            )
+        for name in ("load_balance_weight", "z_loss_weight"):
+            weight = getattr(self, name)
+            if weight is not None and not 0 <= weight < math.inf:
+                raise ValueError(
+                    f"model.experts.{name} must not be negative or infinite, got {weight}; 0 turns the loss "
+                    f"off."
+                )
+        _require_choice("model.experts", self, "load_balance_loss")
+
+    @property
+    def load_balance_weight_used(self) -> float:
+        """The weight, or its default."""
+        return 0.001 if self.load_balance_weight is None else self.load_balance_weight
+
+
+@dataclass(frozen=True)
+class DecoderConfig(LmConfig):
+    """A decoder in which every layer has one MLP, and what decoders with experts share with it.
+
+    Attributes:
+        hidden_dim: width of the residual stream.
+        num_layers: decoder layers.
+        num_heads: query heads.
+        num_kv_heads: key and value heads; each serves `num_heads / num_kv_heads` query heads.
+        attention: width of a head, biases, window, kernel.
+        mlp_dim: inner width of the MLP of a dense layer; `3 * hidden_dim` if not given.
+        rotary: the rotary position embedding.
+        rms_norm_eps: added to the mean square in every norm.
+        initializer_range: standard deviation of the initial weights.
+        tie_word_embeddings: whether the head reuses the embedding's weights.
+        compute_dtype: dtype of activations; parameters are cast to it a layer at a time.
+    """
+
+    remat_presets: ClassVar[RematPresets] = DECODER_REMAT_PRESETS
+    remat_names: ClassVar[tuple[str, ...] | None] = ATTENTION_NAMES
+
+    hidden_dim: int = 128
+    num_layers: int = 4
+    num_heads: int = 4
+    num_kv_heads: int = 2
+    attention: AttentionConfig = field(default_factory=AttentionConfig)
+    mlp_dim: int | None = None
+    rotary: RotaryConfig = field(default_factory=RotaryConfig)
+    rms_norm_eps: float = 1e-6
+    initializer_range: float = 0.02
+    tie_word_embeddings: bool = False
+    compute_dtype: Literal["float32", "bfloat16"] = "float32"
+
+    def __post_init__(self) -> None:
+        _require_positive(
+            "model",
+            hidden_dim=self.hidden_dim,
+            num_layers=self.num_layers,
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            rms_norm_eps=self.rms_norm_eps,
+            initializer_range=self.initializer_range,
+            mlp_dim=self.Mlp.size,
+        )
+        self._check_heads()
+        _require_layers("model.attention.windowed_layers", self.attention.windowed_layers, self.num_layers)
+        _require_choice("model", self, "compute_dtype")
+
+    def _check_heads(self) -> None:
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"model.num_heads = {self.num_heads} must be a multiple of model.num_kv_heads = "
+                f"{self.num_kv_heads}, because every key-value head serves the same number of query heads."
+            )
+        given = self.attention.head_dim is not None
+        if not given and self.hidden_dim % self.num_heads:
+            raise ValueError(
+                f"model.hidden_dim = {self.hidden_dim} is not divisible by model.num_heads = "
+                f"{self.num_heads}; change one of them, or give model.attention.head_dim."
+            )
+        if self.HeadDim.size < 2 or self.HeadDim.size % 2:
+            what = "model.attention.head_dim" if given else "model.hidden_dim / model.num_heads"
+            raise ValueError(
+                f"{what} = {self.HeadDim.size} must be even and at least 2, because the rotary embedding "
+                f"turns pairs of coordinates."
+            )
+
+    @property
+    def Embed(self) -> Axis:
+        """The residual stream."""
+        return Axis("embed", self.hidden_dim)
+
+    @property
+    def KVHeads(self) -> Axis:
+        """Key and value heads."""
+        return Axis("kv_heads", self.num_kv_heads)
+
+    @property
+    def HeadsPerKV(self) -> Axis:
+        """Query heads that share one key-value head; (KVHeads, HeadsPerKV) are all query heads, in order."""
+        return Axis("heads_per_kv", self.num_heads // self.num_kv_heads)
+
+    @property
+    def HeadDim(self) -> Axis:
+        """Coordinates of one head."""
+        given = self.attention.head_dim
+        return Axis("head_dim", self.hidden_dim // self.num_heads if given is None else given)
+
+    @property
+    def Mlp(self) -> Axis:
+        """Inner width of the MLP of a dense layer."""
+        return Axis("mlp", 3 * self.hidden_dim if self.mlp_dim is None else self.mlp_dim)
+
+    @property
+    def sparse(self) -> ExpertsConfig | None:
+        """The experts of the layers that have some; None if no layer has."""
+        return None
+
+    def kind_of(self, layer: int) -> LayerKind:
+        """The kind of one layer."""
+        windowed = self.attention.windowed_layers
+        return LayerKind(
+            sparse=self.sparse is not None and layer not in self.sparse.dense_layers,
+            window=self.attention.window if windowed is None or layer in windowed else None,
+        )
+
+    @property
+    def stacks(self) -> tuple[tuple[LayerKind, Axis], ...]:
+        """The kind and the `Layers` axis of every stack in order: a stack ends where the kind changes."""
+        named = {*(self.attention.windowed_layers or ()), *(self.sparse.dense_layers if self.sparse else ())}
+        # The only layers whose kind may differ from the layer before.
+        firsts = sorted({0, *named, *(layer + 1 for layer in named)} - {self.num_layers})
+        runs = [(kind, next(run)) for kind, run in itertools.groupby(firsts, self.kind_of)]
+        ends = [first for _, first in runs[1:]] + [self.num_layers]
+        return tuple(
+            (kind, Axis("layers", end - first)) for (kind, first), end in zip(runs, ends, strict=True)
+        )
+
+    def num_weights(self, vocab_size: int) -> int:
+        """How many numbers the decoder has, computed without making it."""
+        return sum(Layers.size * self._weights_of(kind) for kind, Layers in self.stacks) + self.hidden_dim * (
+            vocab_size * (1 if self.tie_word_embeddings else 2) + 1
+        )
+
+    def _weights_of(self, kind: LayerKind) -> int:
+        width, heads, keys = (n * self.HeadDim.size for n in (1, self.num_heads, self.num_kv_heads))
+        attention = 2 * self.hidden_dim * (heads + keys) + 2 * width
+        if self.attention.bias:
+            attention += heads + 2 * keys + self.hidden_dim
+        mlp = 3 * self.hidden_dim * self.Mlp.size
+        if kind.sparse and self.sparse is not None:
+            mlp = self.sparse.num_experts * self.hidden_dim * (1 + 3 * self.sparse.intermediate_dim)
+        return attention + mlp + 2 * self.hidden_dim
+
+    def cache_bytes(self, rows: int, slots: int) -> int:
+        """The size of the keys and values of all layers, of so many sequences of so many tokens."""
+        numbers = 2 * self.num_layers * rows * slots * self.num_kv_heads * self.HeadDim.size
+        return numbers * jnp.dtype(self.compute_dtype).itemsize
+
+
+@dataclass(frozen=True)
+class SparseDecoderConfig(DecoderConfig):
+    """A decoder with experts in every layer, or in all but some.
+
+    Attributes:
+        experts: the router and its experts.
+    """
+
+    experts: ExpertsConfig = field(default_factory=ExpertsConfig)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _require_layers("model.experts.dense_layers", self.experts.dense_layers, self.num_layers)
+
+    @property
+    def remat_names(self) -> tuple[str, ...]:
+        """The names inside its layers: those of experts only if a layer has some."""
+        has_experts = len(self.experts.dense_layers) < self.num_layers
+        return (*ATTENTION_NAMES, *EXPERTS_NAMES) if has_experts else ATTENTION_NAMES
+
+    @property
+    def sparse(self) -> ExpertsConfig | None:
+        """The experts."""
+        return self.experts
+
+    @property
+    def Experts(self) -> Axis:
+        """Experts of one layer."""
+        return Axis("experts", self.experts.num_experts)
+
+    @property
+    def ExpertDim(self) -> Axis:
+        """Inner width of one expert."""
+        return Axis("expert_dim", self.experts.intermediate_dim)
+
+
+def _decode_scaling(raw: Any, path: Sequence[str]) -> RotaryScaling:
+    """Reads the section of a YAML file as Hugging Face's field of the same contents."""
+    given = "original_max_position_embeddings"
+    if not isinstance(raw, dict):
+        raise ValueError(f"{'.'.join(path)} needs rope_type and its fields; got {raw!r}.")
+    found = rotary_from_hf(raw, max_position_embeddings=raw.get(given, 1))
+    if hasattr(found, given) and given not in raw:
+        raise ValueError(f"{'.'.join(path)} needs {given}; got {raw!r}.")
+    return found
+
+
+draccus.decode.register(RotaryScaling, _decode_scaling)
+draccus.encode.register(RotaryScaling, lambda scaling, *_: rotary_to_hf(scaling))
+
+
+def _require_choice(where: str, config: object, name: str) -> None:
+    valid, value = get_args(get_type_hints(type(config))[name]), getattr(config, name)
+    if value not in valid:
+        raise ValueError(f"{where}.{name} = {value!r} is not one of {', '.join(map(repr, valid))}.")
+
+
+def _require_positive(where: str, **values: float) -> None:
+    for name, value in values.items():
+        if value <= 0:
+            raise ValueError(f"{where}.{name} must be positive, got {value}.")
+
+
+def _require_layers(where: str, layers: tuple[int, ...] | None, num_layers: int) -> None:
+    if layers is None:
+        return
+    strange = [layer for layer in layers if not 0 <= layer < num_layers]
+    if strange or list(layers) != sorted(set(layers)):
+        raise ValueError(
+            f"{where} = {list(layers)} must be numbers of layers from 0 to {num_layers - 1}, in increasing "
+            f"order" + (f"; there is no layer {strange[0]}." if strange else ".")
+        )

@@ -1,0 +1,100 @@
+"""The registry of Hugging Face's formats, and that shared code names no architecture."""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from haliax import Axis
+from safetensors import safe_open
+
+import models.hf_io.formats as formats
+from models.hf_io.adapters import load_adapters, save_adapters
+from models.hf_io.decoder_weights import read_decoder, write_decoder
+from models.hf_io.formats import HfFormat, read_hf_config
+from models.hf_io.safetensors_folder import SINGLE, WeightsError
+from models.transformer.config import AttentionConfig, DecoderConfig
+from models.transformer.decoder import Decoder
+from stacked_remat.lora import LoraConfig, apply_lora
+
+MODELS = Path(__file__).resolve().parents[2] / "models"
+SHARED = ["transformer", "hf_io", "generation"]
+COMMANDS = ["export_hf.py", "generate.py", "plan_lm.py", "train_lm.py"]
+ARCHITECTURES = re.compile(r"qwen|llama|gemma|mi[sx]tral|gpt|olmo|deepseek", re.IGNORECASE)
+Vocab = Axis("vocab", 7)
+
+
+@dataclass(frozen=True)
+class OtherConfig(DecoderConfig):
+    """A second architecture, which differs from a decoder in names alone."""
+
+
+@pytest.fixture
+def other(monkeypatch):
+    """Registers the second architecture."""
+    names = {"embedding": "net.tokens", "stacks": "net.h", "norm": "net.ln", "head": "out", "mlp": "ffn"}
+    monkeypatch.setattr(formats, "_FORMATS", dict(formats._FORMATS))
+    formats.register_format(
+        HfFormat(
+            model_type="other",
+            config_class=OtherConfig,
+            read_config=read_other,
+            write_config=lambda config: {"architectures": ["OtherForCausalLM"]},
+            tensor_names=names,
+            peft_names=lambda config, layout: lambda path, index: ".".join([path, *map(str, index)]),
+        )
+    )
+    attention = AttentionConfig(head_dim=4)
+    return OtherConfig(
+        hidden_dim=8, num_layers=2, num_heads=2, num_kv_heads=1, mlp_dim=6, attention=attention
+    )
+
+
+def read_other(fields, shared):
+    bias = fields.boolean("attention_bias", False)
+    attention = AttentionConfig(head_dim=fields.size("head_dim"), bias=bias)
+    return OtherConfig(**shared, num_kv_heads=fields.size("num_key_value_heads"), attention=attention)
+
+
+def decoder_of(config):
+    shapes = eqx.filter_eval_shape(Decoder.init, config, Vocab, key=jax.random.key(0))
+    rng = np.random.default_rng(0)
+    return jax.tree.map(lambda leaf: jnp.asarray(rng.normal(size=leaf.shape), leaf.dtype), shapes)
+
+
+def test_a_second_architecture_brings_a_config_and_its_names(other, tmp_path):
+    decoder = decoder_of(other)
+    write_decoder(tmp_path / "model", decoder)
+    with safe_open(tmp_path / "model" / SINGLE, framework="np") as tensors:
+        names = set(tensors.keys())
+    assert {"net.tokens.weight", "net.h.1.ffn.up_proj.weight", "net.ln.weight", "out.weight"} <= names
+    config, rows = read_hf_config(tmp_path / "model")
+    assert config == other and rows == Vocab.size
+    again = read_decoder(tmp_path / "model", config, Vocab)
+    for one, two in zip(jax.tree.leaves(again), jax.tree.leaves(decoder), strict=True):
+        np.testing.assert_array_equal(one, two)
+    adapted = apply_lora(decoder, LoraConfig(rank=2), key=jax.random.key(1))
+    save_adapters(tmp_path / "adapters", adapted)
+    loaded = load_adapters(decoder, tmp_path / "adapters")
+    assert jax.tree.structure(loaded) == jax.tree.structure(adapted)
+
+
+def test_an_architecture_that_is_not_registered_is_named(tmp_path):
+    with pytest.raises(WeightsError, match="No format of Hugging Face's is registered for a OtherConfig"):
+        write_decoder(tmp_path / "model", decoder_of(OtherConfig(num_layers=1)))
+    assert not list(tmp_path.iterdir())
+
+
+def test_shared_code_and_commands_name_no_architecture():
+    files = [path for folder in SHARED for path in sorted((MODELS / folder).rglob("*.py"))]
+    named = [
+        f"{path.relative_to(MODELS)}:{number}: {line}"
+        for path in [*files, *(MODELS / name for name in COMMANDS)]
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
+        if ARCHITECTURES.search(line)
+    ]
+    assert len(files) > 15 and not named

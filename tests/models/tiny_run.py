@@ -1,0 +1,51 @@
+"""A tiny training run: its config, its text, and the command that trains it."""
+
+import jax
+
+from models.train_lm import main
+
+STEPS = 60
+CONFIG = f"""
+model:
+  type: qwen3_moe
+  hidden_dim: 16
+  num_layers: 2
+  num_heads: 2
+  num_kv_heads: 1
+  initializer_range: 0.1
+  experts: {{num_experts: 2, experts_per_token: 1, intermediate_dim: 8}}
+vocab_size: 260
+remat: nested
+data: {{held_out_fraction: 0.3, seq_len: 16, batch_size: 4}}
+optimizer: {{learning_rate: 0.02, warmup_steps: 2}}
+trainer: {{num_steps: {STEPS}, log_every: 1, eval_batches: 2, mesh: {{axes: {{data: 1}}}}}}
+"""
+
+
+def make_workplace(folder):
+    """A config file and a text of forty files, each of which says the same three times and ends."""
+    (folder / "text").mkdir()
+    for number in range(40):
+        (folder / "text" / f"{number}.txt").write_text("abcd" * 3)
+    (folder / "config.yaml").write_text(CONFIG)
+    return folder
+
+
+def arguments_of(workplace, *overrides, run="run"):
+    return [
+        "--config_path",
+        str(workplace / "config.yaml"),
+        "--data.sources.text.paths",
+        f"[{workplace}/text/*.txt]",
+        "--data.cache_dir",
+        str(workplace / "cache"),
+        "--trainer.run_dir",
+        str(workplace / run),
+        *overrides,
+    ]
+
+
+def train(workplace, *overrides, run="run"):
+    """The exit status; optax's Adam needs the standard promotion."""
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        return main(arguments_of(workplace, *overrides, run=run))

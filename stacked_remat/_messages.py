@@ -1,7 +1,8 @@
 """Text of error messages: axes, long lists, and what a misspelt name may have been meant to be."""
 
 import difflib
-from collections.abc import Collection, Iterable, Sequence
+import reprlib
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 
@@ -20,3 +21,24 @@ def shortened(items: Sequence[str], separator: str = ", ", most: int = 50) -> st
     """The first items, and how many more there are."""
     more = [f"and {len(items) - most} more"] if len(items) > most else []
     return separator.join([*items[:most], *more])
+
+
+def printable(text: str) -> str:
+    """A text from a file, in quotes and cut where it is long or holds letters that can't be printed."""
+    return text if text.isprintable() and len(text) < 500 else reprlib.repr(text)
+
+
+def entry_problems(expected: Mapping[str, Any], found: Mapping[str, Any]) -> list[str]:
+    """One line for each entry that is missing, unknown, or not as expected.
+
+    Args:
+        expected: the shape of each entry, or anything else to compare and to show.
+        found: the same of the entries that there are.
+    """
+    lines = [f"missing: {key} {shape}" for key, shape in expected.items() if key not in found]
+    lines += [f"unknown: {printable(key)} {shape}" for key, shape in found.items() if key not in expected]
+    return lines + [
+        f"mismatched: {key} is {found[key]}, expected {shape}"
+        for key, shape in expected.items()
+        if key in found and found[key] != shape
+    ]

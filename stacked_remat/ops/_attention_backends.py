@@ -1,4 +1,4 @@
-"""The ways to compute attention, each with what it can serve."""
+"""Implementations of causal attention, and which calls each supports."""
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
@@ -13,18 +13,18 @@ from ._attention_splash import splash_attention, splash_block_size
 
 
 @dataclass(frozen=True)
-class Problem:
-    """What a backend has to know to tell whether it serves.
+class AttentionCall:
+    """What decides whether a backend supports a call.
 
     Attributes:
-        platform: of the device the program is for: `"cpu"`, `"cuda"`, `"tpu"`.
+        platform: of the device that the program is for: `"cpu"`, `"cuda"` or `"tpu"`.
         dtype: of queries, keys and values.
         position: number of positions.
         head_dim: width of a head.
         has_documents: whether there are document boundaries.
         blocks: scale, block size and window.
         batch: number of sequences.
-        devices: how many the compiler is left to divide the program among; 1 inside `jax.shard_map`.
+        devices: over how many the compiler partitions the program; 1 inside `jax.shard_map`.
     """
 
     platform: str
@@ -38,24 +38,21 @@ class Problem:
 
 
 class Backend(ABC):
-    """A way to compute causal grouped-query attention."""
+    """An implementation of causal grouped-query attention."""
 
-    @abstractmethod
-    def reason_against(self, problem: Problem) -> str | None:
-        """Why it cannot serve; None if it can."""
+    def reason_against(self, call: AttentionCall) -> str | None:
+        """Why the call is not supported; None if it is."""
+        return None
 
     @abstractmethod
     def __call__(
         self, query: Query, key: Key, value: Key, documents: Documents | None, blocks: Blocks
     ) -> Query:
-        """Compute it."""
+        """Attention, like `query`, in its dtype."""
 
 
 class Blockwise(Backend):
-    """Serves everything; see `_attention_blockwise.py`."""
-
-    def reason_against(self, problem: Problem) -> str | None:
-        return None
+    """Supports every call; see `_attention_blockwise.py`."""
 
     def __call__(
         self, query: Query, key: Key, value: Key, documents: Documents | None, blocks: Blocks
@@ -64,10 +61,7 @@ class Blockwise(Backend):
 
 
 class Exact(Backend):
-    """The definition, which holds all scores at once; the reference for the others."""
-
-    def reason_against(self, problem: Problem) -> str | None:
-        return None
+    """The definition, with all scores in memory at once; the reference for the others."""
 
     def __call__(
         self, query: Query, key: Key, value: Key, documents: Documents | None, blocks: Blocks
@@ -90,19 +84,17 @@ class Exact(Backend):
 class CuDnn(Backend):
     """The fused kernels of NVIDIA's library."""
 
-    def reason_against(self, problem: Problem) -> str | None:
-        if problem.platform != "cuda":
-            return f"it runs on NVIDIA GPUs, and the program is for {problem.platform!r}"
-        if problem.dtype not in (jnp.bfloat16, jnp.float16):
-            return f"it takes bfloat16 and float16, not {problem.dtype}"
-        if problem.head_dim > _widest_head() or problem.head_dim % 8:
-            return (
-                f"it takes head widths that are multiples of 8 up to {_widest_head()}, not {problem.head_dim}"
-            )
-        if problem.has_documents:
-            return "it knows no document boundaries: a mask would take memory for position x position"
-        if problem.blocks.window is not None:
-            return "a window is not passed on to it"
+    def reason_against(self, call: AttentionCall) -> str | None:
+        if call.platform != "cuda":
+            return f"it runs on NVIDIA GPUs, and the program is for {call.platform!r}"
+        if call.dtype not in (jnp.bfloat16, jnp.float16):
+            return f"it takes bfloat16 and float16, not {call.dtype}"
+        if call.head_dim > _widest_head() or call.head_dim % 8:
+            return f"it takes head widths that are multiples of 8 up to {_widest_head()}, not {call.head_dim}"
+        if call.has_documents:
+            return "it has no document boundaries: a mask would take memory for position x position"
+        if call.blocks.window is not None:
+            return "windows are not supported"
         if not cudnn_is_installed():
             return "JAX finds no cuDNN here (pip install nvidia-cudnn-cu13)"
         return None
@@ -123,7 +115,7 @@ class CuDnn(Backend):
 
 
 def _widest_head() -> int:
-    """256 on GPUs from Hopper on. JAX asks the one at hand, whatever GPU a program is compiled for."""
+    """256 on GPUs from Hopper on. Like JAX, this asks the attached GPU, even in a compilation for another."""
     capability = getattr(jax.local_devices()[0], "compute_capability", "0")
     return 256 if float(capability) >= 9.0 else 128
 
@@ -131,23 +123,23 @@ def _widest_head() -> int:
 class Splash(Backend):
     """JAX's kernels for TPUs; see `_attention_splash.py`."""
 
-    def reason_against(self, problem: Problem) -> str | None:
-        if problem.platform != "tpu":
-            return f"it runs on TPUs, and the program is for {problem.platform!r}"
-        if problem.dtype not in (jnp.bfloat16, jnp.float32):
-            return f"it takes bfloat16 and float32, not {problem.dtype}"
-        if problem.head_dim > 512:
-            return f"its blocks fit a TPU's vector memory for heads up to 512 wide, not {problem.head_dim}"
-        if problem.devices > 1:
+    def reason_against(self, call: AttentionCall) -> str | None:
+        if call.platform != "tpu":
+            return f"it runs on TPUs, and the program is for {call.platform!r}"
+        if call.dtype not in (jnp.bfloat16, jnp.float32):
+            return f"it takes bfloat16 and float32, not {call.dtype}"
+        if call.head_dim > 512:
+            return f"its blocks fit a TPU's vector memory for heads up to 512 wide, not {call.head_dim}"
+        if call.devices > 1:
             return (
-                f"the compiler can't divide it among {problem.devices} devices: attend inside "
+                f"the compiler can't divide it among {call.devices} devices: call it inside "
                 "jax.shard_map(..., check_vma=False)"
             )
         size = splash_block_size(
-            problem.position,
-            problem.batch if problem.has_documents else 1,
-            problem.blocks.window,
-            problem.head_dim * problem.dtype.itemsize,
+            call.position,
+            call.batch if call.has_documents else 1,
+            call.blocks.window,
+            call.head_dim * call.dtype.itemsize,
         )
         return size if isinstance(size, str) else None
 
@@ -170,4 +162,4 @@ BACKENDS: dict[str, Backend] = {
     "blockwise": Blockwise(),
     "exact": Exact(),
 }
-"""By name; those that are chosen by themselves come first, in the order in which they are asked."""
+"""By name, in the order in which `"auto"` tries them."""

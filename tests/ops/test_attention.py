@@ -15,7 +15,7 @@ from hypothesis import given, settings, strategies as st
 from stacked_remat import ScanCheckpointPolicy, fold, memory
 from stacked_remat._compat import cudnn_is_installed
 from stacked_remat.ops import _attention_backends, causal_attention
-from stacked_remat.ops._attention_backends import BACKENDS, Exact, Problem
+from stacked_remat.ops._attention_backends import BACKENDS, AttentionCall, Exact
 from stacked_remat.ops._attention_blockwise import (
     Blocks,
     _first_key_block,
@@ -190,21 +190,24 @@ def test_no_group_axis_is_one_head_a_key_head():
             dict(backend="cudnn"),
             "'cudnn' cannot serve here: it runs on NVIDIA GPUs, and the program is for 'cpu'",
         ),
-        (dict(window=0), "window is a number of positions and at least 1; got 0"),
-        (dict(block_size=0), "block_size is a number of positions and at least 1; got 0"),
-        (dict(window=2.5), "window is a number of positions and at least 1; got 2.5"),
-        (dict(HeadDim=Axis("head_dim", 3)), "query has .*head_dim=6, where head_dim=3 was asked for"),
-        (dict(Pos=Axis("position", 4)), "query has .*position=5.*, where position=4 was asked for"),
-        (dict(query=hax.ones((Batch, Pos, KVHeads, HeadDim), dtype=int)), "query is of int32"),
-        (dict(documents=hax.ones((Batch, Pos))), "documents are integers; these are float32"),
-        (dict(documents=jnp.ones((2, 5), int)), "documents are a named array of integers; got ArrayImpl"),
-        (dict(documents=hax.ones(Batch, dtype=int)), "documents have batch=2; they take position=5"),
+        (dict(window=0), "window must be a number of positions, at least 1; got 0"),
+        (dict(block_size=0), "block_size must be a number of positions, at least 1; got 0"),
+        (dict(window=2.5), "window must be a number of positions, at least 1; got 2.5"),
+        (dict(HeadDim=Axis("head_dim", 3)), "query has .*head_dim=6; head_dim=3 was expected"),
+        (dict(Pos=Axis("position", 4)), "query has .*position=5.*; position=4 was expected"),
+        (dict(query=hax.ones((Batch, Pos, KVHeads, HeadDim), dtype=int)), "query is int32"),
+        (dict(documents=hax.ones((Batch, Pos))), "documents must be integers; got float32"),
+        (dict(documents=jnp.ones((2, 5), int)), "documents must be a named array of integers; got ArrayImpl"),
+        (dict(documents=hax.ones(Batch, dtype=int)), "documents have batch=2; they must have position=5"),
         (
             dict(documents=hax.ones((Pos, Axis("x", 2)), dtype=int)),
-            "documents have position=5, x=2; they take position=5, and of the others any of batch=2",
+            "documents have position=5, x=2; they must have position=5 and may have batch=2",
         ),
         (dict(Pos="time"), r"query lacks the axes \['time'\]; it has batch=2, position=5"),
-        (dict(value=hax.ones((Batch, Pos, KVHeads, HeadDim, Axis("more", 2)))), "they must be alike"),
+        (
+            dict(value=hax.ones((Batch, Pos, KVHeads, HeadDim, Axis("more", 2)))),
+            "they must have the same axes",
+        ),
     ],
 )
 def test_what_does_not_fit_is_refused(change, message):
@@ -222,7 +225,7 @@ def test_what_does_not_fit_is_refused(change, message):
         (dict(head_dim=136), "multiples of 8 up to 128, not 136"),
         (dict(head_dim=100), "multiples of 8 up to 128, not 100"),
         (dict(has_documents=True), "no document boundaries"),
-        (dict(blocks=Blocks(1.0, 8, window=4)), "a window is not passed on"),
+        (dict(blocks=Blocks(1.0, 8, window=4)), "windows are not supported"),
         ({}, None),
         (dict(installed=False), r"JAX finds no cuDNN here (pip install nvidia-cudnn-cu13)"),
     ],
@@ -231,9 +234,9 @@ def test_cudnn_says_why_it_cannot_serve(change, message, monkeypatch):
     change = dict(change)
     installed = change.pop("installed", True)
     monkeypatch.setattr(_attention_backends, "cudnn_is_installed", lambda: installed)
-    problem = dict(platform="cuda", dtype=jnp.dtype("bfloat16"), position=64, head_dim=128)
-    problem |= dict(has_documents=False, blocks=Blocks(1.0, 8))
-    whole = Problem(**(problem | change))
+    call = dict(platform="cuda", dtype=jnp.dtype("bfloat16"), position=64, head_dim=128)
+    call |= dict(has_documents=False, blocks=Blocks(1.0, 8))
+    whole = AttentionCall(**(call | change))
     reason = BACKENDS["cudnn"].reason_against(whole)
     assert reason is None if message is None else message in reason
     assert choose_backend("auto", whole) is BACKENDS["blockwise" if message else "cudnn"]
@@ -276,9 +279,9 @@ def test_what_the_blocks_cannot_differentiate_is_refused():
         return jax.jvp(gradient, (query,), (query,))[1]
 
     assert jnp.all(jnp.isfinite(product("exact").array))
-    with pytest.raises(NotImplementedError, match="first derivatives alone.*backend='exact'"):
+    with pytest.raises(NotImplementedError, match="first derivatives only.*backend='exact'"):
         product("blockwise")
-    with pytest.raises(NotImplementedError, match="first derivatives alone.*backend='exact'"):
+    with pytest.raises(NotImplementedError, match="first derivatives only.*backend='exact'"):
         jax.grad(lambda query: hax.sum(jax.grad(total)(query, "blockwise") ** 2).scalar())(query)
 
 

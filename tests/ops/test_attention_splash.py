@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from stacked_remat import ScanCheckpointPolicy, fold, memory
 from stacked_remat.ops import causal_attention
-from stacked_remat.ops._attention_backends import BACKENDS, Exact, Problem
+from stacked_remat.ops._attention_backends import BACKENDS, AttentionCall, Exact
 from stacked_remat.ops._attention_blockwise import Blocks
 from stacked_remat.ops._attention_splash import CausalWindow, splash_attention, splash_block_size
 
@@ -135,14 +135,14 @@ def test_blocks_divide_the_sequence_and_their_table_fits(position, sequences, wi
         (dict(head_dim=1024), "for heads up to 512 wide, not 1024"),
         (dict(position=2**18, batch=5, blocks=Blocks(1.0, 8)), "1280 x 256 blocks of 1024 positions"),
         (dict(position=2**18, batch=5, blocks=Blocks(1.0, 8), has_documents=False), None),
-        (dict(devices=4), "the compiler can't divide it among 4 devices: attend inside jax.shard_map"),
+        (dict(devices=4), "the compiler can't divide it among 4 devices: call it inside jax.shard_map"),
         ({}, None),
     ],
 )
 def test_it_says_why_it_cannot_serve(change, message):
-    problem = dict(platform="tpu", dtype=jnp.dtype("bfloat16"), position=1024, head_dim=128)
-    problem |= dict(has_documents=True, blocks=Blocks(1.0, 8, window=4))
-    reason = BACKENDS["splash"].reason_against(Problem(**(problem | change)))
+    call = dict(platform="tpu", dtype=jnp.dtype("bfloat16"), position=1024, head_dim=128)
+    call |= dict(has_documents=True, blocks=Blocks(1.0, 8, window=4))
+    reason = BACKENDS["splash"].reason_against(AttentionCall(**(call | change)))
     assert reason is None if message is None else message in reason
 
 

@@ -78,9 +78,9 @@ def test_documents_packed_differently_have_tables_of_their_own():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (dict(positions=hax.zeros(Pos)), "positions are integers; these are float32"),
+        (dict(positions=hax.zeros(Pos)), "positions must be integers; got float32"),
         (dict(positions=hax.arange(HeadDim)), "positions already have the axis 'head_dim'"),
-        (dict(HeadDim=Axis("head_dim", 5)), "turns pairs of coordinates; a head has 5"),
+        (dict(HeadDim=Axis("head_dim", 5)), "needs an even number of coordinates; a head has 5"),
         (dict(theta=1.0), "theta, the base of the wavelengths, must be above 1; got 1.0"),
     ],
 )
@@ -239,9 +239,7 @@ def test_scalings_are_those_of_hugging_face(parameters, head_dim, theta):
 def test_a_table_of_other_positions_or_heads_is_refused():
     Pos, HeadDim = Axis("position", 4), Axis("head_dim", 6)
     table = rotary_table(hax.arange(Pos), HeadDim, theta=1e4)
-    with pytest.raises(
-        ValueError, match="x has position=3, head_dim=6; the rotary table asks for position=4"
-    ):
+    with pytest.raises(ValueError, match="x has position=3, head_dim=6; the rotary table has position=4"):
         apply_rotary(hax.ones((Pos.resize(3), HeadDim)), table, HeadDim)
     with pytest.raises(ValueError, match="x has position=4, head_dim=8; .* head_dim=6"):
         apply_rotary(hax.ones((Pos, HeadDim.resize(8))), table, HeadDim)

@@ -32,9 +32,9 @@ class RotaryScaling(ABC):
         """The rescaled frequencies, given `theta**(-2i/HeadDim)`."""
 
     @property
-    @abstractmethod
     def attention_factor_used(self) -> float:
         """Factor of cosines and sines; the scores of attention are multiplied by its square."""
+        return 1.0
 
     def frequencies(self, head_dim: int, theta: float) -> Frequencies:
         """Radians per position for each of the `head_dim / 2` pairs.
@@ -57,10 +57,6 @@ class DefaultRotary(RotaryScaling):
 
     rope_type: ClassVar[str] = "default"
 
-    @property
-    def attention_factor_used(self) -> float:
-        return 1.0
-
     def rescale(self, frequencies: Frequencies, theta: float) -> Frequencies:
         return frequencies
 
@@ -78,10 +74,6 @@ class LinearRotary(RotaryScaling):
 
     def __post_init__(self) -> None:
         _require_at_least_one("linear", factor=self.factor)
-
-    @property
-    def attention_factor_used(self) -> float:
-        return 1.0
 
     def rescale(self, frequencies: Frequencies, theta: float) -> Frequencies:
         return frequencies / self.factor
@@ -112,10 +104,6 @@ class Llama3Rotary(RotaryScaling):
                 f"llama3: low_freq_factor = {self.low_freq_factor} must be positive and below "
                 f"high_freq_factor = {self.high_freq_factor}."
             )
-
-    @property
-    def attention_factor_used(self) -> float:
-        return 1.0
 
     def rescale(self, frequencies: Frequencies, theta: float) -> Frequencies:
         rotations = self.original_max_position_embeddings * frequencies / (2 * math.pi)

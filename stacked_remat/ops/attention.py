@@ -1,7 +1,6 @@
 """Causal grouped-query attention on named axes: checks, the choice of a backend, and the order of axes."""
 
 import math
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -90,28 +89,21 @@ def causal_attention(
     def attend(
         query: NamedArray, key: NamedArray, value: NamedArray, documents: NamedArray | None
     ) -> NamedArray:
-        own = axis_name(KVHeads)  # by name: a device may have fewer
-        batch, group = _batch_and_group(query, key, value, Pos, own, HeadDim)
-        position, heads = query.resolve_axis(axis_name(Pos)), key.resolve_axis(axis_name(KVHeads))
-        axes = _Axes(batch, position, heads, group, HeadDim)
-        return _attend(axes, query, key, value, documents, blocks, backend)
+        # By name, because a device may have some of the heads.
+        axes = _batch_and_group(query, key, value, Pos, axis_name(KVHeads), HeadDim)
+        position, heads = key.resolve_axis(axis_name(Pos)), key.resolve_axis(axis_name(KVHeads))
+        return _attend(*axes, position, heads, HeadDim, query, key, value, documents, blocks, backend)
 
     over = (*batch, key.resolve_axis(axis_name(KVHeads)))
     return per_device(attend, query, key, value, documents, over=over, out=query.axes)
 
 
-class _Axes(NamedTuple):
-    """Axes by their role in attention."""
-
-    batch: tuple[Axis, ...]
-    position: Axis
-    heads: Axis
-    group: tuple[Axis, ...]
-    head_dim: Axis
-
-
 def _attend(
-    axes: _Axes,
+    batch: tuple[Axis, ...],
+    group: tuple[Axis, ...],
+    position: Axis,
+    heads: Axis,
+    head_dim: Axis,
     query: NamedArray,
     key: NamedArray,
     value: NamedArray,
@@ -119,8 +111,7 @@ def _attend(
     blocks: Blocks,
     backend: str,
 ) -> NamedArray:
-    batch, position, heads, group, head_dim = axes
-    size = math.prod(axis.size for axis in batch)
+    size, groups = (math.prod(axis.size for axis in axes) for axes in (batch, group))
     call = AttentionCall(
         platform(),
         query.dtype,
@@ -132,22 +123,18 @@ def _attend(
         _devices_left_to_the_compiler(query.array),
     )
     chosen = choose_backend(backend, call)
-
-    def plain(x: NamedArray, *last: Axis) -> NamedArray:
-        return x.rearrange((*batch, *last))
-
-    groups = math.prod(axis.size for axis in group)
-    query_array = plain(query, position, heads, *group, head_dim).array
-    query_array = query_array.reshape(size, position.size, heads.size, groups, head_dim.size)
+    whole = (*batch, position, heads, *group, head_dim)
+    query_array = query.rearrange(whole).array.reshape(size, position.size, heads.size, groups, head_dim.size)
     key_array, value_array = (
-        plain(x, position, heads, head_dim).array.reshape(size, position.size, heads.size, head_dim.size)
+        x.rearrange((*batch, position, heads, head_dim)).array.reshape(
+            size, position.size, heads.size, head_dim.size
+        )
         for x in (key, value)
     )
     document_array = None
     if documents is not None:
         document_array = documents.broadcast_to((*batch, position)).array.reshape(size, position.size)
-    attended = chosen(query_array, key_array, value_array, document_array, blocks)
-    whole = (*batch, position, heads, *group, head_dim)
+    attended = chosen.attend(query_array, key_array, value_array, document_array, blocks)
     return NamedArray(attended.reshape([axis.size for axis in whole]), whole).rearrange(query.axes)
 
 

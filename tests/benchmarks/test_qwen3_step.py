@@ -10,7 +10,7 @@ import pytest
 from benchmarks.qwen3_context import CONFIG
 from benchmarks.qwen3_step import attention_differences, main, model_flops, random_parts
 from models.train_lm import TrainLmConfig
-from stacked_remat.ops._attention_backends import BACKENDS, Exact
+from stacked_remat.ops._attention_backends import BACKENDS, Backend, exact_attention
 from stacked_remat.training import parse_config
 
 TINY = [
@@ -96,10 +96,7 @@ def test_kernels_of_attention_are_compared_with_the_definition(config):
 
 
 def test_a_wrong_kernel_of_attention_ends_the_benchmark(config, monkeypatch):
-    class Wrong(Exact):
-        def __call__(self, query, key, value, documents, blocks):
-            return super().__call__(1.1 * query, key, value, documents, blocks)
-
-    monkeypatch.setitem(BACKENDS, "blockwise", Wrong())
+    wrong = Backend(lambda query, *rest: exact_attention(1.1 * query, *rest))
+    monkeypatch.setitem(BACKENDS, "blockwise", wrong)
     with pytest.raises(ArithmeticError, match=r"attention by blockwise: off by 0\.\d+ of its norm"):
         attention_differences(config, 16)

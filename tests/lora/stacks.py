@@ -1,4 +1,4 @@
-"""A stack of blocks with linears of several kinds: over one axis and several, with a bias, and in experts."""
+"""A model for the tests of adapters: linears over one axis and several, with a bias, and in experts."""
 
 import functools
 from typing import TypeVar
@@ -46,7 +46,7 @@ class Expert(eqx.Module):
 
 
 class Block(eqx.Module):
-    """The residual stream through a map over two axes and back, then the mean of the experts."""
+    """A residual map over two axes and back, then the mean of the experts."""
 
     q_proj: hnn.Linear
     o_proj: hnn.Linear
@@ -95,7 +95,7 @@ def adapted() -> Model:
 
 
 def with_trained_adapters(of: T, config: LoraConfig) -> T:
-    """A tree with adapters whose B is not zero, as after some training."""
+    """The tree with adapters whose B is not zero, as after training."""
     shapes = eqx.filter_eval_shape(lambda: apply_lora(of, config, key=jax.random.key(1)))
     base, _ = eqx.partition(of, eqx.is_array)
     places = iter(jax.tree.leaves(base))
@@ -109,7 +109,7 @@ def with_trained_adapters(of: T, config: LoraConfig) -> T:
 
 
 def filled(shapes: T, seed: int) -> T:
-    """Normal numbers in place of shapes, from NumPy: to compile a generator for each shape takes seconds."""
+    """Normal numbers in place of shapes, from NumPy, because compiling a generator for each shape is slow."""
     rng = np.random.default_rng(seed)
 
     def fill(leaf):

@@ -1,3 +1,5 @@
+"""Tests of adding, applying, selecting and merging adapters."""
+
 import functools
 from typing import Any
 
@@ -42,7 +44,7 @@ def same(left, right, rtol=2e-5, atol=2e-6):
 
 
 def paths_adapted(tree, *targets):
-    """Which linears of the tree have an adapter, found without the library's own paths."""
+    """The linears of the tree that get an adapter, by JAX's paths."""
     config = LoraConfig(2, 1.0, targets)
     make = tree if callable(tree) and not isinstance(tree, eqx.Module) else lambda: tree
     made = eqx.filter_eval_shape(lambda: apply_lora(make(), config, key=jax.random.key(0)))
@@ -168,7 +170,7 @@ def test_merging_sums_in_float32_and_rounds_once():
 
 
 @pytest.mark.parametrize("plain", [False, True])
-def test_weights_that_are_given_up_are_merged_in_place(plain):
+def test_donated_weights_are_merged_in_place(plain):
     if plain:
         layers = Stacked.init(Layers, Plain)(jax.random.split(jax.random.key(0), Layers.size))
         make = functools.partial(with_trained_adapters, layers, LoraConfig(2, 3.0, ("*.linear",)))
@@ -258,7 +260,7 @@ def test_the_layers_of_a_block_seq_have_numbers_and_containers_their_keys():
     assert paths_adapted(tree, "first.0") == {"['first'][0]"}
 
 
-def test_haliax_stacks_of_its_own_are_stacks_too():
+def test_haliaxs_own_stacks_are_stacks_too():
     def layers():
         return hnn.Stacked.init(Layers, Block)(key=jax.random.split(jax.random.key(0), Layers.size))
 
@@ -281,7 +283,7 @@ def test_a_linear_is_adapted_once_and_then_merged():
     assert isinstance(again.layers.stacked.q_proj, LoraLinear)
 
 
-def test_what_can_not_be_adapted_is_refused():
+def test_linears_that_can_not_be_adapted_are_refused():
     with pytest.raises(ValueError, match="maps scalars"):
         scalar = eqx.nn.Linear("scalar", 2, key=jax.random.key(0))
         apply_lora([scalar], LoraConfig(targets=("0",)), key=jax.random.key(0))
@@ -291,7 +293,7 @@ def test_what_can_not_be_adapted_is_refused():
         lora_filter(model())
 
 
-def test_the_filter_marks_adapters_alone():
+def test_the_filter_marks_only_adapters():
     tree = adapted()
     trained, frozen = eqx.partition(tree, lora_filter(tree))
     assert {leaf.shape for leaf in jax.tree.leaves(trained.layers.stacked.q_proj)} == {
@@ -327,7 +329,7 @@ def test_a_config_takes_a_list_and_is_hashable():
     assert hash(LoraConfig()) == hash(LoraConfig()) and LoraConfig(4, 8.0).scale == 2.0
 
 
-def test_an_adapted_linear_tells_the_axes_or_widths_of_the_one_within():
+def test_an_adapted_linear_has_the_axes_or_widths_of_the_wrapped_one():
     named = adapted().layers.stacked.q_proj
     assert (named.In, named.Out) == (named.wrapped.In, named.wrapped.Out)
     with pytest.raises(AttributeError, match="In and Out"):

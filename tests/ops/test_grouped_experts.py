@@ -104,14 +104,15 @@ def named_expert(weights, rows, gates):
 def test_named_weights_with_the_axis_anywhere():
     Experts, Embed, Out = Axis("experts", 3), Axis("embed", EMBED), Axis("out", EMBED)
     weights = hax.random.normal(jax.random.key(0), (Embed, Experts, Out))
-    _, x, choices, gates, _ = example(3, np.array([[0, 2], [2, 1]]))
+    choices = np.array([[0, 2], [2, 1]])
+    _, x, _, gates, _ = example(3, choices)
 
     def total(weights):
-        return jnp.sum(grouped_experts(named_expert, weights, Experts, x, choices, gates))
+        return jnp.sum(grouped_experts(named_expert, weights, Experts, x, jnp.asarray(choices), gates))
 
     def by_hand(weights):
         rows = [
-            named_expert(weights[Experts, int(choices[t, c])], x[t : t + 1], gates[t, c : c + 1])
+            named_expert(weights[Experts, choices[t, c]], x[t : t + 1], gates[t, c : c + 1])
             for t in range(2)
             for c in range(2)
         ]

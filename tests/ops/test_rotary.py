@@ -64,7 +64,7 @@ def test_scores_depend_on_the_distance_alone():
     np.testing.assert_allclose(scores(0), scores(1000), atol=1e-4)
 
 
-def test_documents_packed_differently_have_tables_of_their_own():
+def test_sequences_packed_differently_have_their_own_tables():
     positions = hax.named(jnp.array([[0, 1, 2, 0, 1], [0, 1, 2, 3, 4]]), (Batch, Pos))
     x = normal(4, Pos, KVHeads, Batch, HeadDim)
     turned = apply_rotary(x, rotary_table(positions, HeadDim, theta=THETA), HeadDim)
@@ -84,7 +84,7 @@ def test_documents_packed_differently_have_tables_of_their_own():
         (dict(theta=1.0), "theta, the base of the wavelengths, must be above 1; got 1.0"),
     ],
 )
-def test_a_table_of_what_does_not_fit_is_refused(change, message):
+def test_arguments_of_a_table_are_checked(change, message):
     arguments = dict(positions=hax.arange(Pos), HeadDim=HeadDim, theta=THETA) | change
     with pytest.raises(ValueError, match=message):
         rotary_table(**arguments)
@@ -109,7 +109,7 @@ def test_slow_pairs_are_interpolated_and_fast_ones_are_not(scaling):
     ratio = plain / scaling.frequencies(128, 1e6)
     turns = plain * scaling.original_max_position_embeddings / (2 * math.pi)
     fast, slow = (32, 1) if isinstance(scaling, YarnRotary) else (4, 1)
-    # Rounded outwards, the ramp may begin and end a pair early and late.
+    # Rounded outwards, the ramp may begin a pair early and end a pair late.
     np.testing.assert_allclose(ratio[turns > fast * 1.25], 1.0, rtol=1e-12)
     np.testing.assert_allclose(ratio[turns < slow / 1.25], 4.0, rtol=1e-12)
     between = ratio[(turns < fast / 1.25) & (turns > slow * 1.25)]
@@ -147,7 +147,7 @@ def test_the_attention_factor_multiplies_cosines_and_sines():
         (lambda: Llama3Rotary(8.0, 8192, 4.0, 4.0), "low_freq_factor = 4.0 must be positive and below"),
     ],
 )
-def test_scalings_that_make_no_sense_can_not_be_made(make, message):
+def test_fields_of_scalings_are_checked(make, message):
     with pytest.raises(ValueError, match=message):
         make()
 
@@ -184,7 +184,7 @@ def test_scalings_are_read_from_configs_new_and_old():
         (dict(rope_type="default", partial_rotary_factor=0.5), "partial_rotary_factor is not supported"),
     ],
 )
-def test_configs_that_can_not_be_followed_are_refused_by_name(parameters, message):
+def test_unsupported_configs_are_refused_by_name(parameters, message):
     with pytest.raises(ValueError, match=message):
         from_hf(**parameters)
 

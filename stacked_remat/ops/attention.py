@@ -172,27 +172,35 @@ def _batch_and_group(
     HeadDim: Axis,
 ) -> tuple[tuple[Axis, ...], tuple[Axis, ...]]:
     own = {axis_name(axis) for axis in (Pos, KVHeads, HeadDim)}
+    check_axes(query, key, value, own, own)
     for what, x in (("query", query), ("key", key), ("value", value)):
-        missing = own - {axis.name for axis in x.axes}
-        if missing:
-            raise ValueError(f"{what} lacks the axes {sorted(missing)}; it has {axes_text(x.axes)}.")
         for axis in (Pos, KVHeads, HeadDim):
             if isinstance(axis, Axis) and axis not in x.axes:
                 raise ValueError(f"{what} has {axes_text(x.axes)}; {axes_text([axis])} was expected.")
         if not jnp.issubdtype(x.dtype, jnp.floating):
             raise ValueError(f"{what} is {x.dtype}; attention takes floating-point numbers.")
+    batch = tuple(axis for axis in key.axes if axis.name not in own)
+    group = tuple(axis for axis in query.axes if axis.name not in own and axis not in batch)
+    return batch, group
+
+
+def check_axes(
+    query: NamedArray, key: NamedArray, value: NamedArray, of_query: set[str], of_key: set[str]
+) -> None:
+    """Check the axes that query and key must have; query must also have all other axes of key."""
+    for what, x, names in (("query", query, of_query), ("key", key, of_key), ("value", value, of_key)):
+        if missing := names - {axis.name for axis in x.axes}:
+            raise ValueError(f"{what} lacks the axes {sorted(missing)}; it has {axes_text(x.axes)}.")
     if set(key.axes) != set(value.axes):
         raise ValueError(
             f"key has {axes_text(key.axes)} and value has {axes_text(value.axes)}; they must have the same "
             "axes."
         )
-    batch = tuple(axis for axis in key.axes if axis.name not in own)
-    if not set(key.axes) <= set(query.axes):
+    shared = [axis for axis in key.axes if axis.name not in of_key - of_query]
+    if not set(shared) <= set(query.axes):
         raise ValueError(
-            f"query has {axes_text(query.axes)}; it must have the axes of key, {axes_text(key.axes)}."
+            f"query has {axes_text(query.axes)}; it must have the axes of key: {axes_text(shared)}."
         )
-    group = tuple(axis for axis in query.axes if axis.name not in own and axis not in batch)
-    return batch, group
 
 
 def _check_documents(documents: NamedArray | None, axes: tuple[Axis, ...]) -> None:

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from haliax import Axis, AxisSelector, NamedArray, axis_name
 
 from .._messages import axes_text
+from .attention import check_axes
 
 
 def decode_attention(
@@ -76,24 +77,12 @@ def _check(
         raise ValueError(f"window must be a number of slots, at least 1; got {window}.")
     if not jnp.issubdtype(positions.dtype, jnp.integer):
         raise ValueError(f"positions must be integers; got {positions.dtype}.")
-    for what, x, own in (("query", query, {HeadDim.name}), ("key", key, {slot, HeadDim.name})):
-        if missing := own - {axis.name for axis in x.axes}:
-            raise ValueError(f"{what} lacks the axes {sorted(missing)}; it has {axes_text(x.axes)}.")
-    if set(key.axes) != set(value.axes):
-        raise ValueError(
-            f"key has {axes_text(key.axes)} and value has {axes_text(value.axes)}; they must have the same "
-            "axes."
-        )
     if any(axis.name == slot for axis in query.axes):
         raise ValueError(
             f"query has the axis {slot!r} of the cache's slots; rename its own axis of positions, as in "
             f"query.rename({{{slot!r}: 'query_position'}})."
         )
-    if any(axis.name != slot and axis not in query.axes for axis in key.axes):
-        raise ValueError(
-            f"query has {axes_text(query.axes)}; it must have the axes of key, {axes_text(key.axes)}, but "
-            f"{slot}."
-        )
+    check_axes(query, key, value, {HeadDim.name}, {slot, HeadDim.name})
     if not set(positions.axes) <= set(query.axes) - {HeadDim}:
         raise ValueError(
             f"positions have {axes_text(positions.axes)}; they may have the axes of query, "

@@ -1,4 +1,4 @@
-"""Results name the versions that they were made with."""
+"""Tests of the versions that results have."""
 
 import jax
 

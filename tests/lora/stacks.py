@@ -16,14 +16,7 @@ from stacked_remat.lora import LoraConfig, apply_lora, lora_filter
 Layers, Experts = hax.make_axes(layers=5, experts=3)
 Embed, Heads, Dim, Hidden, Pos = hax.make_axes(embed=6, heads=2, dim=4, hidden=8, position=7)
 
-POLICIES = {
-    "False": False,
-    "True": True,
-    "nested": "nested",
-    "offload": "offload",
-    "save_all": "save_all",
-    "recompute": "recompute",
-}
+POLICIES = {"False": False, "nested": "nested", "offload": "offload"}
 
 
 T = TypeVar("T")

@@ -1,4 +1,4 @@
-"""Rotary embedding by its definition, a pair and a position at a time; scalings against Hugging Face's."""
+"""Tests of rotary embedding against its definition, and of scalings against Hugging Face's."""
 
 import json
 import math

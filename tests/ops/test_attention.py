@@ -89,7 +89,7 @@ def random_documents(rng, length):
 
 @pytest.mark.parametrize(
     ("length", "size", "window", "has_documents"),
-    [(13, 4, None, True), (11, 2, 3, True), (12, 4, 6, False), (3, 8, 1, False)],
+    [(13, 4, None, True), (11, 2, 3, True), (7, 8, 2, False)],
 )
 def test_blocks_give_the_values_and_gradients_of_the_whole(length, size, window, has_documents):
     query, key, value, cotangent = arrays(length)
@@ -135,13 +135,12 @@ def check_window(one):
 
 
 def test_memory_grows_with_the_length_and_not_with_its_square():
-    def temporaries(length, f):
+    def temporaries(length):
         query, key, value, _ = (jnp.zeros(x.shape, x.dtype) for x in arrays(length))
-        gradient = jax.grad(lambda q: jnp.sum(f(q, key, value, None, Blocks(1.0, 32))))
+        gradient = jax.grad(lambda q: jnp.sum(blockwise_attention(q, key, value, None, Blocks(1.0, 32))))
         return memory.report(gradient, query).temporaries
 
-    blockwise = temporaries(1024, blockwise_attention) / temporaries(256, blockwise_attention)
-    assert blockwise < 5 < 12 < temporaries(2048, exact_attention) / temporaries(512, exact_attention)
+    assert temporaries(1024) / temporaries(256) < 5
 
 
 def test_bfloat16_stays_and_sums_are_wider():
@@ -154,7 +153,7 @@ def test_bfloat16_stays_and_sums_are_wider():
 
 
 @pytest.mark.policy
-def test_with_output_and_log_sum_exp_saved_a_layer_does_not_attend_again():
+def test_with_output_and_log_sum_exp_saved_attention_is_not_recomputed():
     query, key, value, _ = arrays(16)
 
     def loops(names):
@@ -165,7 +164,8 @@ def test_with_output_and_log_sum_exp_saved_a_layer_does_not_attend_again():
             policy = ScanCheckpointPolicy(save_block_internals=names)
             return jnp.sum(fold(layer, Axis("layers", 3), remat=policy)(query, scales))
 
-        return jax.jit(jax.grad(loss)).lower(jnp.ones(3)).compile().as_text().count(" while(")
+        compiled = jax.jit(jax.grad(loss)).lower(jnp.ones(3)).compile(compiler_options=quick)
+        return compiled.as_text().count(" while(")
 
     everything = loops(["attention_output", "attention_lse"])
     assert everything < loops(["attention_output"]) == loops(["nothing"])

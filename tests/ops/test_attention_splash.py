@@ -40,9 +40,7 @@ def values_and_gradients(f, query, key, value, cotangent):
     return both(query, key, value, cotangent)
 
 
-@pytest.mark.parametrize(
-    ("head_dim", "window", "documents"), [(64, None, DOCUMENTS), (128, 100, None), (8, 150, DOCUMENTS)]
-)
+@pytest.mark.parametrize(("head_dim", "window", "documents"), [(64, 150, DOCUMENTS), (128, None, None)])
 def test_values_and_gradients_are_those_of_exact_attention(head_dim, window, documents):
     documents = None if documents is None else jnp.asarray(documents)
     found, expected = (

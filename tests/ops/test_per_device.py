@@ -149,8 +149,11 @@ def cross_entropy(keys):
     )
 
 
-@pytest.mark.parametrize("operation", [attention, cross_entropy])
-@pytest.mark.parametrize("mapping", [{"batch": "data"}, {"batch": "data", "kv": "model"}], ids=str)
+@pytest.mark.parametrize(
+    ("operation", "mapping"),
+    [(attention, {"batch": "data", "kv": "model"}), (cross_entropy, {"batch": "data"})],
+    ids=["attention", "cross_entropy"],
+)
 def test_operations_divide_tokens_without_gathering_them(operation, mapping):
     args, run = operation(jax.random.split(jax.random.key(0), 3))
 

@@ -1,14 +1,29 @@
 """A static value among the leaves of a pytree."""
 
-from dataclasses import dataclass
 from typing import Any
 
 import jax
 
 
 @jax.tree_util.register_static
-@dataclass(frozen=True)
 class Static:
-    """Carries a hashable value through transformations, as part of the structure of a tree."""
+    """Carries a value through transformations, as part of the structure of a tree.
 
-    value: Any
+    Two are equal if their values are; values that cannot be hashed, if they are the same object.
+    """
+
+    def __init__(self, value: Any):
+        self.value = value
+
+    def _key(self) -> Any:
+        try:
+            hash(self.value)
+        except TypeError:
+            return id(self.value)
+        return self.value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Static) and self._key() == other._key()
+
+    def __hash__(self) -> int:
+        return hash(self._key())

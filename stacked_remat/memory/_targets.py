@@ -199,6 +199,21 @@ _NO_TPU = {"TPU_SKIP_MDS_QUERY": "1", "TPU_ACCELERATOR_TYPE": "v5p-8", "TPU_WORK
 
 _XLA = "openxla/xla xla/backends/gpu/target_config/specs (read from the device)"
 
+_H100 = CudaTarget(
+    name="h100",
+    memory=84_942_979_072,
+    flops=989e12,
+    source=f"NVIDIA H100 datasheet (SXM5); {_XLA}",
+    description="NVIDIA H100 80GB HBM3",
+    capability=(9, 0),
+    cores=132,
+    lanes=128,
+    shared_memory=(233_472, 232_448),
+    l2_cache=52_428_800,
+    clock_ghz=1.98,
+    bandwidth=3_352_320_000_000,
+)
+
 _ALL: tuple[Target, ...] = (
     LocalTarget(),
     CudaTarget(
@@ -215,32 +230,13 @@ _ALL: tuple[Target, ...] = (
         clock_ghz=1.41,
         bandwidth=2_039_040_000_000,
     ),
-    CudaTarget(
-        name="h100",
-        memory=84_942_979_072,
-        flops=989e12,
-        source=f"NVIDIA H100 datasheet (SXM5); {_XLA}",
-        description="NVIDIA H100 80GB HBM3",
-        capability=(9, 0),
-        cores=132,
-        lanes=128,
-        shared_memory=(233_472, 232_448),
-        l2_cache=52_428_800,
-        clock_ghz=1.98,
-        bandwidth=3_352_320_000_000,
-    ),
-    CudaTarget(
+    _H100,
+    dataclasses.replace(
+        _H100,
         name="h200",
         memory=150_000_000_000,
-        flops=989e12,
         source=f"NVIDIA H200 datasheet (SXM5); {_XLA}; memory rounded down to what drivers leave",
         description="NVIDIA H200",
-        capability=(9, 0),
-        cores=132,
-        lanes=128,
-        shared_memory=(233_472, 232_448),
-        l2_cache=52_428_800,
-        clock_ghz=1.98,
         bandwidth=4_800_000_000_000,
     ),
     CudaTarget(

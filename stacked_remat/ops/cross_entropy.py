@@ -120,20 +120,13 @@ def _of_tokens(
         ignored |= (counted == 0) & ((labels < 0) | (labels >= Vocab.size))
     # A negative index would count from the end; an index beyond the end reads NaN.
     labels = jnp.where(ignored, 0, jnp.where(labels < 0, Vocab.size, labels))
-    losses = _chunked(flat, matrix, labels, z_loss, chunk_size)
-    losses = jnp.where(ignored, 0.0, losses)
+    size = min(chunk_size, count) or 1
+    padding = (0, -count % size)
+    losses: Any = _losses(jnp.pad(flat, (padding, (0, 0))), matrix, jnp.pad(labels, padding), z_loss, size)
+    losses = jnp.where(ignored, 0.0, losses[:count])
     if counted is not None:
         losses = losses * counted.astype(jnp.float32)
     return NamedArray(losses.reshape([axis.size for axis in tokens]), tokens)
-
-
-def _chunked(hidden: Hidden, head: Head, targets: Targets, z_loss: float, chunk_size: int) -> PerToken:
-    count = targets.shape[0]
-    size = min(chunk_size, count) or 1
-    padding = -count % size
-    hidden = jnp.pad(hidden, ((0, padding), (0, 0)))
-    losses: Any = _losses(hidden, head, jnp.pad(targets, (0, padding)), z_loss, size)
-    return losses[:count]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))

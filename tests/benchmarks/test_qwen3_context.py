@@ -135,7 +135,7 @@ def test_a_step_at_65536_tokens_took_six_carries_less_with_nested():
         ("devices", "What each device needs", on_eight_devices),
     ],
 )
-def test_the_page_says_what_was_recorded(page, heading, rows):
+def test_tables_of_the_docs_are_the_recorded_rows(page, heading, rows):
     text = (DOCS / f"{page}.md").read_text()
     (section,) = re.findall(rf"^## {heading}.*?(?=^## )", text, re.MULTILINE | re.DOTALL)
     assert re.findall(r"^\| .*\d.* \|$", section, re.MULTILINE) == list(rows())
@@ -153,7 +153,7 @@ SMALLER = ["--model.num_layers", "10", "--model.experts.num_experts", "16", "--v
         ("blockwise", "nested", 1045e6, 69),
     ],
 )
-def test_a_shallower_one_takes_memory_in_proportion_to_its_tokens(backend, policy, whole, a_token):
+def test_memory_of_a_shallower_model_is_proportional_to_tokens(backend, policy, whole, a_token):
     """10 layers of full width: `nested` keeps 4 carries of 4 KiB per token, `offload` one or two."""
     smaller = [*SMALLER, "--model.attention.backend", backend]
     config = parse_config(TrainLmConfig, ["--config_path", str(CONFIG), *smaller])

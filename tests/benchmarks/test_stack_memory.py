@@ -46,7 +46,7 @@ def test_it_writes_json_and_a_plot(tmp_path, capsys):
     assert "lax.scan + jax.checkpoint" in capsys.readouterr().out
 
 
-def test_with_run_it_also_times_what_it_compiled(tmp_path):
+def test_with_run_it_also_times(tmp_path):
     pytest.importorskip("matplotlib")
     main([*TINY, "--out", str(tmp_path), "--only", "stacked_remat True$", "--run"])
     rows = json.loads((tmp_path / "stack_time_cpu_16.json").read_text())["rows"]

@@ -25,7 +25,7 @@ def test_products_are_two_for_each_pair():
 
 
 @pytest.mark.parametrize(("window", "blocks"), [(None, 15), (100, 9)])
-def test_a_splash_kernel_counts_the_blocks_that_its_table_says_it_visits(window, blocks):
+def test_a_splash_kernel_counts_the_blocks_of_its_table(window, blocks):
     query, key = jnp.ones((2, 640, 1, 3, 8)), jnp.ones((2, 640, 1, 8))  # six heads over five blocks of 128
 
     def attend(query, key, value):

@@ -106,7 +106,7 @@ def total(found, policy):
     return report.total
 
 
-def test_what_is_left_of_the_budget_is_spent_on_carries(comparison):
+def test_the_rest_of_the_budget_is_spent_on_carries(comparison):
     _, carries, nested = (trial.report.total for trial in comparison.trials[:3])
     budget = (nested + carries) // 2
     found = plan(Counting(), *blocks_and_input(), budget=budget, candidates=["nested"], layers=Layers.size)

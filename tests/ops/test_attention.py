@@ -223,7 +223,7 @@ def test_no_group_axis_is_one_head_a_key_head():
         ),
     ],
 )
-def test_what_does_not_fit_is_refused(change, message):
+def test_arguments_are_checked(change, message):
     query = hax.ones((Batch, Pos, KVHeads, HeadsPerKV, HeadDim))
     key = hax.ones((Batch, Pos, KVHeads, HeadDim))
     arguments = dict(query=query, key=key, value=key, Pos=Pos, KVHeads=KVHeads, HeadDim=HeadDim) | change

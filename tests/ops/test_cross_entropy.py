@@ -188,7 +188,7 @@ def test_the_gradient_of_a_weight_is_the_loss_of_its_token():
         (dict(chunk_size=0), "chunk_size must be a number of tokens, at least 1; got 0"),
     ],
 )
-def test_what_does_not_fit_is_refused(change, message):
+def test_arguments_are_checked(change, message):
     hidden, head, targets, _ = example(3)
     arguments = dict(hidden=hidden, head=head, targets=targets, Embed=Embed, Vocab=Vocab) | change
     with pytest.raises(ValueError, match=message):

@@ -56,7 +56,7 @@ def test_several_positions_of_a_sequence_at_once():
     np.testing.assert_allclose(found.array, whole.array, atol=1e-6)
 
 
-def test_what_stands_after_a_position_or_before_its_window_has_no_part():
+def test_slots_outside_the_window_have_no_effect():
     query, key, value = sequences()
     own = at(query, Positions)
     distance = Positions.broadcast_axis(Slot) - hax.arange(Slot)
@@ -101,7 +101,7 @@ def test_half_precision_has_wide_scores_and_sums():
         (dict(positions=hax.arange(Slot)), "positions have slot=9; they may have"),
     ],
 )
-def test_what_does_not_fit_is_refused(change, message):
+def test_arguments_are_checked(change, message):
     query, key, value = sequences()
     with pytest.raises(ValueError, match=message):
         attend(at(query, Positions), key, value, **change)

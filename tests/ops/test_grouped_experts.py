@@ -157,13 +157,13 @@ def test_arithmetic_is_that_of_the_active_experts_and_some_padding():
 
 
 @pytest.mark.parametrize("tokens", [1_024, 4_096, 32_768])
-def test_with_a_product_saved_it_is_near_that_of_the_active_experts(tokens):
+def test_arithmetic_with_a_saved_product(tokens):
     assert flops_of((0, 1, 2), tokens, gated) <= 1.35 * 9
     assert flops_of((1, 2), tokens, gated) <= 1.35 * 6
 
 
 @pytest.mark.parametrize("saved", [None, gated])
-def test_arithmetic_at_65536_tokens_beside_that_of_the_active_experts(saved):
+def test_arithmetic_at_65536_tokens(saved):
     """9 products a pair without recomputation, 6 of frozen weights; 12 and 9 in a checkpointed layer."""
     trained, frozen = (flops_of(wanted, 65_536, saved) for wanted in ((0, 1, 2), (1, 2)))
     assert trained <= 1.35 * 9 and trained <= 12
@@ -230,7 +230,7 @@ def test_half_precision_has_wide_sums():
         (dict(Experts=Axis("experts", 4)), "4"),
     ],
 )
-def test_what_does_not_fit_is_refused(change, message):
+def test_arguments_are_checked(change, message):
     weights, x, choices, gates, _ = example(5, np.array([[0, 2], [2, 1], [3, 4]]))
     arguments = dict(
         expert=swiglu, weights=weights, Experts=Axis("experts", 5), x=x, choices=choices, gates=gates

@@ -52,7 +52,7 @@ def test_rotation_keeps_lengths_dtype_and_the_first_position():
     assert apply_rotary(x.astype(jnp.bfloat16), table, HeadDim).dtype == jnp.bfloat16
 
 
-def test_scores_depend_on_the_distance_alone():
+def test_scores_depend_only_on_the_distance():
     query, key = normal(2, HeadDim), normal(3, HeadDim)
 
     def scores(first):

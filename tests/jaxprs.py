@@ -1,7 +1,7 @@
 """The equations of a traced program, with those of its loops, branches and calls."""
 
 import collections
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
@@ -29,22 +29,27 @@ def equations_of(fn: Callable, *args: Any) -> list[Any]:
     return list(equations(jax.make_jaxpr(fn)(*args)))
 
 
+def count(jaxpr: Any, name: str) -> int:
+    """How often a primitive is in a jaxpr."""
+    return sum(equation.primitive.name == name for equation in equations(jaxpr))
+
+
 def primitives(fn: Callable, *args: Any) -> collections.Counter[str]:
     """How often each primitive is in the program of `fn`."""
     return collections.Counter(equation.primitive.name for equation in equations_of(fn, *args))
 
 
-def outline(fn: Callable, *args: Any) -> tuple:
-    """What tells two programs of `fn` apart: primitives, types of results, and parameters that are plain values."""
-    return tuple(
+def outline(equations: Iterable[Any]) -> list[tuple]:
+    """Primitives, types of results and plain parameters: equal for programs that differ in names alone."""
+    return [
         (
             equation.primitive.name,
-            tuple(var.aval for var in equation.outvars),
-            tuple((key, value) for key, value in sorted(equation.params.items()) if _is_plain(value)),
+            [var.aval for var in equation.outvars],
+            {key: value for key, value in equation.params.items() if _is_plain(key, value)},
         )
-        for equation in equations_of(fn, *args)
-    )
+        for equation in equations
+    ]
 
 
-def _is_plain(value: Any) -> bool:
-    return isinstance(value, bool | int | float | str | None)
+def _is_plain(key: str, value: Any) -> bool:
+    return key != "name" and isinstance(value, bool | int | float | str)

@@ -115,7 +115,9 @@ def test_blocks_give_the_values_and_gradients_of_the_whole(length, size, window,
 def test_documents_in_any_order_are_respected():
     query, key, value, _ = arrays(9)
     documents = jnp.array([[1, 0, 1, 0, 2, 0, 1, 2, 2], [3, 3, 0, 3, 0, 0, 3, 1, 1]])
-    found = run(lambda *x: blockwise_attention(*x, Blocks(6**-0.5, 2)), query, key, value, documents)
+    found = run(
+        lambda q, k, v, d: blockwise_attention(q, k, v, d, Blocks(6**-0.5, 2)), query, key, value, documents
+    )
     expected = naive_attention(*(np.asarray(x) for x in (query, key, value, documents)))
     np.testing.assert_allclose(found, expected, atol=1e-5)
 
@@ -145,9 +147,9 @@ def test_memory_grows_with_the_length_and_not_with_its_square():
 
 def test_bfloat16_stays_and_sums_are_wider():
     query, key, value, _ = arrays(64, dtype=jnp.bfloat16)
-    found = run(lambda *x: blockwise_attention(*x, None, Blocks(0.4, 8)), query, key, value)
+    found = run(lambda q, k, v: blockwise_attention(q, k, v, None, Blocks(0.4, 8)), query, key, value)
     query, key, value = (x.astype(jnp.float32) for x in (query, key, value))
-    wide = run(lambda *x: blockwise_attention(*x, None, Blocks(0.4, 64)), query, key, value)
+    wide = run(lambda q, k, v: blockwise_attention(q, k, v, None, Blocks(0.4, 64)), query, key, value)
     assert found.dtype == jnp.bfloat16
     np.testing.assert_allclose(found.astype(jnp.float32), wide, atol=0.03)
 
@@ -179,7 +181,10 @@ def test_extra_batch_axes_and_any_order_of_axes():
     expected = attend(query, key, value, backend="exact")
     order = (HeadDim, Pos, HeadsPerKV, Group, KVHeads, Batch)
     found = run(
-        lambda *x: causal_attention(*x, "position", "kv_heads", HeadDim), query.rearrange(order), key, value
+        lambda q, k, v: causal_attention(q, k, v, "position", "kv_heads", HeadDim),
+        query.rearrange(order),
+        key,
+        value,
     )
     assert found.axes == order and expected.axes == axes
     np.testing.assert_allclose(found.rearrange(axes).array, expected.array, atol=1e-5)

@@ -1,9 +1,9 @@
-"""A training step at 65,536 tokens on the CPU, really run: its time, its loss and the process's peak memory.
+"""Runs a training step at 65,536 tokens on the CPU: its time, loss and peak memory.
 
     python -m benchmarks.long_context_cpu
 
-Runs the step of `models/configs/qwen3_moe_65k_cpu.yaml` in a process of its own for each policy, and writes
-`results/long_context_cpu.json`. Gradients' norms must agree, or it says so and fails.
+Runs the step of `models/configs/qwen3_moe_65k_cpu.yaml` in one process for each policy, and writes
+`results/long_context_cpu.json`. It fails if the norms of gradients differ.
 """
 
 import argparse
@@ -35,7 +35,7 @@ from stacked_remat.training import (
     train_step,
 )
 
-from .record import RESULTS, peak_resident_bytes, versions
+from .record import RESULTS, peak_resident_bytes, write_results
 
 CONFIG = Path(__file__).parents[1] / "models/configs/qwen3_moe_65k_cpu.yaml"
 VOCAB = Axis("vocab", 257)
@@ -53,13 +53,13 @@ def main(arguments: list[str] | None = None) -> Path | None:
             f"gradients differ between policies: {dict(zip(options.policies, norms, strict=True))}"
         )
     path = options.out / "long_context_cpu.json"
-    path.write_text(json.dumps({"versions": versions(), "rows": rows}, indent=1) + "\n")
+    write_results(path, rows=rows)
     print(f"wrote {path}")
     return path
 
 
 def run_step(config_path: Path, policy: str, overrides: list[str]) -> dict[str, Any]:
-    """Compiles and runs one step on random tokens; peak memory is that of the whole process so far."""
+    """Compile and run one step on random tokens; peak memory is of the whole process so far."""
     config = parse_config(LmRunConfig, ["--config_path", str(config_path), "--remat", policy, *overrides])
     axes = (Axis(BATCH_AXIS, config.data.batch_size), Axis(POSITION_AXIS, config.data.seq_len))
     tokens = hax.random.randint(jax.random.key(1), axes, 0, VOCAB.size)
@@ -84,15 +84,8 @@ def run_step(config_path: Path, policy: str, overrides: list[str]) -> dict[str, 
 
 
 def _in_a_process(options: argparse.Namespace, policy: str) -> dict[str, Any]:
-    command = [
-        sys.executable,
-        "-m",
-        "benchmarks.long_context_cpu",
-        "--alone",
-        "--config",
-        str(options.config),
-    ]
-    command += ["--policies", policy, "--overrides", *options.overrides]
+    command = [sys.executable, "-m", "benchmarks.long_context_cpu", "--alone"]
+    command += ["--config", str(options.config), "--policies", policy, "--overrides", *options.overrides]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
     row = json.loads(done.stdout.splitlines()[-1])
     print(

@@ -1,22 +1,20 @@
-"""Qwen3-30B-A3B at long context: memory of forward and backward under each policy, and the longest that fits.
+"""Memory of Qwen3-30B-A3B at long context under each policy, and the longest context that fits.
 
-Everything is compiled for a device that need not be there, and nothing is run:
+Forward and backward are compiled for a device that need not be attached, and nothing is run:
 
     python -m benchmarks.qwen3_context --target h200
     python -m benchmarks.qwen3_context --target h200 --longest 80GiB 139GiB
     python -m benchmarks.qwen3_context --target h200 --presets auto blockwise --tokens 65536
     python -m benchmarks.qwen3_context --target v5p --devices 8 --tokens 65536 --policies nested
 
-With `--devices`, weights are divided over a mesh of so many, as the config's `trainer.mesh` says, and each
-device has a sequence of its own.
-Model and adapters are those of `models/configs/qwen3_30b_a3b_65k_lora.yaml`; else it is one sequence. Writes
+Model and adapters are those of `models/configs/qwen3_30b_a3b_65k_lora.yaml`, with one sequence per device.
+With `--devices`, weights are sharded over a mesh by the config's `trainer.mesh`. Writes
 `results/qwen3_context_<target>.json`, `results/qwen3_longest_<target>.json`, or with `--presets`, for the
-policies that the model names itself beside `True` and `nested`, `results/qwen3_presets_<target>.json`.
+model's own policies, `True` and `nested`, `results/qwen3_presets_<target>.json`.
 """
 
 import argparse
 import dataclasses
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -42,7 +40,7 @@ from stacked_remat.training import (
     remat_policy,
 )
 
-from .record import RESULTS, memory_row, versions
+from .record import RESULTS, memory_row, write_results
 
 CONFIG = Path(__file__).parents[1] / "models/configs/qwen3_30b_a3b_65k_lora.yaml"
 
@@ -53,7 +51,7 @@ POLICIES: dict[str, ScanCheckpointSpec] = {
     "offload": "offload",
 }
 LEANEST = ("nested", "nested, offload", "offload")
-"""What the search for the longest context tries, from the least to the most traffic with the host."""
+"""The policies of the search for the longest context, by increasing traffic with the host."""
 
 
 def main(arguments: list[str] | None = None) -> Path:
@@ -67,13 +65,7 @@ def main(arguments: list[str] | None = None) -> Path:
         name, rows = "context", _contexts(config, options)
     where = options.target if options.devices == 1 else f"{options.target}_{options.devices}"
     path = options.out / f"qwen3_{name}_{where}.json"
-    path.write_text(
-        json.dumps(
-            {"target": options.target, "devices": options.devices, "versions": versions(), "rows": rows},
-            indent=1,
-        )
-        + "\n"
-    )
+    write_results(path, target=options.target, devices=options.devices, rows=rows)
     print(f"wrote {path}")
     return path
 
@@ -81,7 +73,7 @@ def main(arguments: list[str] | None = None) -> Path:
 def forward_and_backward(
     config: LmRunConfig, tokens: int, *, rows: int = 1
 ) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """Loss and gradients of what is trained as a function of the policy, and the shapes of its arguments."""
+    """Loss and gradients of what is trained, as a function of the policy, and the shapes of its arguments."""
     config = config.resolved(check_folder=False)
 
     def initial(remat: ScanCheckpointSpec) -> Any:
@@ -129,7 +121,7 @@ def _contexts(config: LmRunConfig, options: argparse.Namespace) -> list[dict[str
 
 
 def _presets(config: LmRunConfig, options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Every policy that the model names itself, with each backend, beside `True` and `nested`."""
+    """Every policy of the model's own, `True` and `nested`, with each backend."""
     policies = {"True": POLICIES["True"], "nested": POLICIES["nested"]}
     policies |= {name: remat_policy(name, config.model.remat_presets) for name in config.model.remat_presets}
     rows = []
@@ -149,7 +141,7 @@ def _presets(config: LmRunConfig, options: argparse.Namespace) -> list[dict[str,
 
 
 def _longest(config: LmRunConfig, options: argparse.Namespace) -> list[dict[str, Any]]:
-    """For each budget and policy the longest context, in steps of `--step`, by the planner's verdict."""
+    """For each budget and policy the longest context that the planner says fits, in steps of `--step`."""
     rows = []
     for budget in options.longest:
         for name in LEANEST:
@@ -200,7 +192,7 @@ def _parser() -> argparse.ArgumentParser:
         "--presets",
         nargs="+",
         default=[],
-        help="backends of attention to try the policies with that the model names",
+        help="backends of attention to try with the model's own policies",
     )
     parser.add_argument("--devices", type=int, default=1)
     parser.add_argument("--longest", nargs="+", default=[], help="budgets to find the longest context for")

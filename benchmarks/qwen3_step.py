@@ -1,15 +1,15 @@
-"""Qwen3-30B-A3B at long context, really run: gradients checked, then time, throughput and allocated memory.
+"""Runs Qwen3-30B-A3B at long context: gradients checked, then time, throughput and allocated memory.
 
     python -m benchmarks.qwen3_step --tokens 8192 32768 65536
 
-For a GPU that holds the weights (an H200). They are random and made on the device. First, at a context where
-all fit, the kernels of attention are compared with its definition, and the gradients of each policy with
-those of the first; a policy whose gradients differ is not timed. Then forward and backward are timed, and the
-medians, tokens a second, the share of the measured bf16 matrix-product peak and the peak of allocated memory
-are written to `results/qwen3_step_<device>.json`, after every policy.
-Everything that allocates runs in a process of its own, so that one policy's peak is not another's.
+For a GPU that holds the weights (an H200), which are random. First, at a context where all policies fit, the
+kernels of attention are compared with its definition, and the gradients of each policy with those of the
+first; a policy whose gradients differ is not timed. Then forward and backward are timed, and medians, tokens
+per second, the share of the measured bf16 matrix-product peak and the peak of allocated memory are written to
+`results/qwen3_step_<device>.json` after every policy. Each policy runs in its own process, so that peaks of
+memory are separate.
 
-Utilisation counts three forward passes a token and no recomputation, 96 GFLOP at 65,536 tokens.
+Utilisation counts three forward passes and no recomputation, 96 GFLOP per token at 65,536 tokens.
 """
 
 import argparse
@@ -36,7 +36,7 @@ from stacked_remat.ops import causal_attention
 from stacked_remat.training import BATCH_AXIS, POSITION_AXIS, TokenBatch, parse_config
 
 from .qwen3_context import CONFIG, POLICIES, forward_and_backward
-from .record import RESULTS, allocate_as_needed, peak_resident_bytes, versions
+from .record import RESULTS, allocate_as_needed, peak_resident_bytes, write_results
 
 
 def main(arguments: list[str] | None = None) -> Path | None:
@@ -67,8 +67,7 @@ def main(arguments: list[str] | None = None) -> Path | None:
                 row["utilisation_of_matmul_peak"] = useful / found["matmul_peak"]
             rows.append(row)
             print(json.dumps(row), flush=True)
-            record = {"versions": versions(), "check_tokens": options.check, **found, "rows": rows}
-            path.write_text(json.dumps(record, indent=1) + "\n")
+            write_results(path, check_tokens=options.check, **found, rows=rows)
     print(f"wrote {path}")
     if wrong := [name for name in options.policies if name not in agreeing]:
         raise SystemExit(f"wrong gradients, not timed: {', '.join(wrong)}")
@@ -76,7 +75,7 @@ def main(arguments: list[str] | None = None) -> Path | None:
 
 
 def model_flops(config: LmRunConfig, tokens: int) -> float:
-    """FLOPs a token of forward and backward pass, without recomputation: three times the forward pass."""
+    """FLOPs per token of forward and backward without recomputation: three times the forward pass."""
     config = config.resolved(check_folder=False)
     model = config.model
     if not isinstance(model, Qwen3MoeConfig):
@@ -93,8 +92,8 @@ def model_flops(config: LmRunConfig, tokens: int) -> float:
 
 
 def matmul_peak(size: int) -> float:
-    """Measured FLOP/s of square bf16 matrix products, ten at a time, so that starting one costs nothing."""
-    # Random, as a model's are: the rate depends on the values, and zeros are faster.
+    """Measured FLOP/s of square bf16 matrix products, ten at a time to hide the cost of launches."""
+    # Random, because the rate depends on the values, and zeros are faster.
     a, b = (jax.random.normal(key, (size, size), jnp.bfloat16) for key in jax.random.split(jax.random.key(0)))
     product = jax.jit(lambda a, b: a @ b)
     product(a, b).block_until_ready()
@@ -107,9 +106,9 @@ def matmul_peak(size: int) -> float:
 
 
 def random_parts(shapes: Any) -> Any:
-    """Arrays of these shapes, made on the device one by one: normal and a fiftieth in size, vectors one.
+    """Random arrays of these shapes: normal with standard deviation 0.02; vectors are ones.
 
-    Stacks are made a layer at a time: the random bits of a whole one would be the peak that is measured.
+    Stacks are made a layer at a time, because the random bits of a whole one would be the peak of memory.
     """
 
     def normal(key: Any, shape: tuple[int, ...], dtype: Any) -> Any:
@@ -132,10 +131,10 @@ def random_parts(shapes: Any) -> Any:
 
 
 def attention_differences(config: LmRunConfig, tokens: int) -> dict[str, float | str]:
-    """How far attention in bfloat16 and its gradients are from the definition in float32, by kernel.
+    """The error of attention in bfloat16 and its gradients, against the definition in float32, by kernel.
 
     Returns:
-        The largest of the four, each relative to its norm, or why the kernel cannot serve here.
+        The largest of the four relative errors, or why the kernel does not support the call.
 
     Raises:
         ArithmeticError: a kernel is wrong.
@@ -167,7 +166,7 @@ def attention_differences(config: LmRunConfig, tokens: int) -> dict[str, float |
     for backend in ("blockwise", "cudnn"):
         try:
             pairs = zip(results(backend, jnp.bfloat16), expected, strict=True)
-        except ValueError as error:  # it cannot serve
+        except ValueError as error:
             found[backend] = re.sub(r".* cannot serve here: (.*)\. Use 'auto'\.", r"\1", str(error))
             continue
         off = max(float(jnp.linalg.norm(a - b) / jnp.linalg.norm(b)) for a, b in pairs)
@@ -180,7 +179,7 @@ def attention_differences(config: LmRunConfig, tokens: int) -> dict[str, float |
 def _in_a_process(
     options: argparse.Namespace, job: str, policies: list[str], tokens: list[int]
 ) -> dict[str, Any]:
-    """What the job found, or under `refused` the last line of what it said."""
+    """The job's result, or its last error under `refused`."""
     command = [sys.executable, "-m", "benchmarks.qwen3_step", "--alone", job, "--config", str(options.config)]
     command += [f"--{key}={getattr(options, key)}" for key in ("check", "rounds", "matmul")]
     command += ["--policies", *policies, "--tokens", *map(str, tokens)]
@@ -194,7 +193,7 @@ def _in_a_process(
 
 
 def _alone(config: LmRunConfig, options: argparse.Namespace) -> dict[str, Any]:
-    model_flops(config, 1)  # is it such a model?
+    model_flops(config, 1)  # refuses other models
     shapes = forward_and_backward(config, options.check)[1][1]
     if options.alone == "time":
         parts = random_parts(shapes)
@@ -225,10 +224,10 @@ def _compiled(config: LmRunConfig, tokens: int, name: str) -> tuple[Callable[...
 
 
 def _differences(config: LmRunConfig, parts: Any, tokens: int, policies: list[str]) -> dict[str, float]:
-    """How far the gradients of each policy are from those of the first, relative to their norm.
+    """The relative difference between the gradients of each policy and of the first.
 
     Raises:
-        ArithmeticError: the gradients of the first are zero or not finite, and nothing can be compared.
+        ArithmeticError: the gradients of the first are zero or not finite.
     """
     reference, differences = None, {}
     for name in policies:
@@ -239,7 +238,7 @@ def _differences(config: LmRunConfig, parts: Any, tokens: int, policies: list[st
         off, whole = (float(sum(column)) ** 0.5 for column in zip(*squares, strict=True))
         if not 0 < whole < float("inf"):
             raise ArithmeticError(f"the norm of the gradients of {policies[0]} is {whole}")
-        # A NaN can't be written as JSON, and agrees with nothing.
+        # NaN can't be written as JSON.
         differences[name] = off / whole if off < float("inf") else 1e300
     return differences
 
@@ -283,7 +282,7 @@ def _parser() -> argparse.ArgumentParser:
         "--matmul", type=_at_least_one, default=8_192, help="size of the matrix products of the peak"
     )
     parser.add_argument(
-        "--alone", choices=("check", "time"), help="do one job in this process and print what it found"
+        "--alone", choices=("check", "time"), help="run one job in this process and print its result"
     )
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--overrides", nargs=argparse.REMAINDER, default=[], help="keys of the config, last")

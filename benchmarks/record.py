@@ -1,6 +1,7 @@
-"""Where the benchmarks leave what they found, and what they ran with."""
+"""Writes the results of benchmarks, with the versions of what they ran with."""
 
 import importlib.metadata
+import json
 import os
 import re
 import resource
@@ -16,28 +17,33 @@ _NAMES = ("jax", "jaxlib", "equinox", "haliax", "flax", "jax-cuda13-plugin", "li
 
 
 def versions() -> dict[str, str]:
-    """The versions of everything that is measured, as far as it is installed."""
+    """The installed versions of everything that is measured."""
     found = {}
     for name in _NAMES:
         try:
-            # The one that is imported, where an environment also has what is left of another.
+            # The version that is imported, if an environment also has remains of another.
             found[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
     return found
 
 
-def allocate_as_needed() -> None:
-    """Let this process and its children take a GPU's memory as they need it, not most of it at the start.
+def write_results(path: Path, **fields: Any) -> None:
+    """Write a JSON file of `fields` and versions."""
+    path.write_text(json.dumps({"versions": versions(), **fields}, indent=1) + "\n")
 
-    Peaks of allocated memory say something only then, and two processes fit on one GPU. Call it before JAX
-    uses a device.
+
+def allocate_as_needed() -> None:
+    """Let this process and its children allocate GPU memory as needed, not most of it at the start.
+
+    Otherwise peaks of allocated memory mean nothing, and two processes do not fit on one GPU. Call it before
+    JAX uses a device.
     """
     os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
 
 
 def memory_row(found: MemoryReport) -> dict[str, Any]:
-    """What a report says, in bytes, FLOPs and seconds, as rows of results hold it."""
+    """A report as a row of results, in bytes, FLOPs and seconds."""
     return {
         "arguments": found.arguments,
         "outputs": found.outputs,
@@ -52,9 +58,9 @@ def memory_row(found: MemoryReport) -> dict[str, Any]:
 
 
 def peak_resident_bytes() -> int:
-    """The most memory that this process has had resident so far.
+    """The peak of resident memory of this process so far.
 
-    Linux hands the peak in `ru_maxrss` down to child processes, so there it is the kernel's own figure.
+    On Linux this is not `ru_maxrss`, which child processes inherit.
     """
     if (status := Path("/proc/self/status")).exists():
         found = re.search(r"^VmHWM:\s+(\d+) kB$", status.read_text(), re.MULTILINE)

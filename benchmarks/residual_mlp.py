@@ -1,7 +1,7 @@
-"""One stack, `x + silu(x @ up) @ down`, written for every library that can recompute it.
+"""A stack of `x + silu(x @ up) @ down` in every library that can recompute it.
 
-Each variant is the gradient of the same function with respect to the same weights and input, so that all
-that differs is what a library keeps and copies.
+Each variant is the gradient of the same function with respect to the same weights and input; they differ only
+in what a library keeps and copies.
 """
 
 import dataclasses
@@ -40,12 +40,12 @@ Program = tuple[Callable[..., Any], tuple[Any, ...]]
 
 @dataclasses.dataclass(frozen=True)
 class Variant:
-    """A way to write the stack.
+    """The stack in one library, with one setting.
 
     Attributes:
         name: library and setting.
         build: makes the function to compile, and the shapes of its arguments.
-        needs: the module that has to be installed.
+        needs: the module that it imports.
     """
 
     name: str
@@ -53,7 +53,7 @@ class Variant:
     needs: str = "jax"
 
     def missing(self) -> str | None:
-        """What to install, if it is not there."""
+        """What to install, if the module is missing."""
         try:
             importlib.import_module(self.needs)
         except ImportError:
@@ -78,7 +78,7 @@ class Block(eqx.Module):
         )
 
     def __call__(self, x: hax.NamedArray) -> hax.NamedArray:
-        """The carry that goes into the next layer."""
+        """The next carry."""
         hidden = hax.nn.silu(hax.dot(x, self.up, axis="width"))
         return x + hax.dot(hidden, self.down, axis="inner")
 
@@ -96,7 +96,7 @@ def _named(stacked: Any, sizes: Sizes, *, frozen: bool = False) -> Program:
 
 
 def ours(remat: ScanCheckpointSpec, *, frozen: bool = False) -> Callable[[Sizes], Program]:
-    """The stack with this library's `Stacked`; `frozen` weights get no gradient."""
+    """The stack with this library's `Stacked`; `frozen` weights have no gradient."""
     return lambda sizes: _named(lambda axis: Stacked.init(axis, Block, remat=remat), sizes, frozen=frozen)
 
 
@@ -189,19 +189,19 @@ def _input(sizes: Sizes) -> jax.ShapeDtypeStruct:
 
 
 def _two_levels(layers: int) -> tuple[int, int]:
-    """The two factors nearest to each other, the larger outermost, where it costs less memory."""
+    """The two closest factors, the larger outermost, which costs less memory."""
     inner = max(n for n in range(1, layers + 1) if layers % n == 0 and n * n <= layers)
     return layers // inner, inner
 
 
 def _three_levels(layers: int) -> tuple[int, int, int]:
-    """The three factors nearest to each other, the largest outermost."""
+    """The three closest factors, the largest outermost."""
     inner = max(n for n in range(1, layers + 1) if layers % n == 0 and n**3 <= layers)
     return *_two_levels(layers // inner), inner
 
 
 def variants() -> Iterator[Variant]:
-    """Every way to write the stack, peers first."""
+    """Every variant, other libraries first."""
     yield Variant("lax.scan", plain(False))
     yield Variant("lax.scan + jax.checkpoint", plain(True))
     for remat in (False, True, "nested", "offload"):

@@ -1,17 +1,16 @@
-"""Memory of one deep stack under every policy, beside the other libraries that can recompute one.
+"""Memory of a deep stack under every policy, and with other libraries.
 
-Everything is compiled for a device that need not be there, and nothing is run:
+Everything is compiled for a device that need not be attached, and nothing is run:
 
     python -m benchmarks.stack_memory --target h200
     python -m benchmarks.stack_memory --target v5p --inner 2048 --only stacked_remat
 
-Writes `results/stack_memory_<target>.json`, and a plot beside it for each inner width. Where the device is at
-hand, `--target local --run` goes on to `stack_time`: gradients compared, every policy timed, and the memory
-that was allocated beside what the compiler announced.
+Writes `results/stack_memory_<target>.json`, and a plot for each inner width. On an attached device,
+`--target local --run` also runs `stack_time`: compares gradients, times every policy, and measures the memory
+that is allocated.
 """
 
 import argparse
-import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,7 +21,7 @@ import jax
 from stacked_remat import memory
 
 from . import stack_time
-from .record import RESULTS, allocate_as_needed, memory_row, versions
+from .record import RESULTS, allocate_as_needed, memory_row, write_results
 from .residual_mlp import Sizes, Variant, variants
 
 
@@ -45,9 +44,7 @@ def main(arguments: list[str] | None = None) -> Path:
             title = f"{sizes.layers} layers, {sizes.tokens} x {sizes.width}, inner width {inner}"
             memory.plot(found, options.out / f"stack_memory_{options.target}_{inner}.png", title)
     path = options.out / f"stack_memory_{options.target}.json"
-    path.write_text(
-        json.dumps({"target": options.target, "versions": versions(), "rows": rows}, indent=1) + "\n"
-    )
+    write_results(path, target=options.target, rows=rows)
     print(f"wrote {path}")
     for inner in options.inner if options.run else ():
         sizes = ("layers", "tokens", "width", "only", "out")

@@ -1,13 +1,13 @@
-"""Time of one gradient of the deep stack under every policy, beside the other libraries, on this device.
+"""Time of a gradient of the deep stack under every policy, and with other libraries, on this device.
 
-The gradients are compared first, and then every variant runs once a round, so that what slows the machine
-down slows down all of them:
+The gradients are compared first. Then every variant runs once per round, so that a slow machine slows all of
+them:
 
     python -m benchmarks.stack_time --tokens 512 --width 256 --inner 1024 --dtype float32 --rounds 21
 
 Writes `results/stack_time_<platform>_<inner>.json` after every round. A variant that does not fit, or whose
-gradients differ, is named there and not timed. On an accelerator it also says what a process that runs one
-variant alone has allocated, beside what the compiler announced.
+gradients differ, is named there and not timed. On an accelerator the file also has the memory that a process
+allocates for one variant, beside the compiler's figure.
 """
 
 import argparse
@@ -29,7 +29,7 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
 
-from .record import RESULTS, allocate_as_needed, versions
+from .record import RESULTS, allocate_as_needed, write_results
 from .residual_mlp import Sizes, Variant, variants
 
 _REFERENCE = "lax.scan + jax.checkpoint"
@@ -43,7 +43,7 @@ class Compiled:
     Attributes:
         name: of the variant.
         run: computes the gradient.
-        announced: what the compiler says that a run takes of the device, in bytes.
+        announced: bytes of device memory of a run, by the compiler.
         seconds: of each run so far.
     """
 
@@ -71,19 +71,18 @@ def main(arguments: list[str] | None = None) -> Path | None:
     chosen = [v for v in variants() if re.search(options.only, v.name) and "frozen" not in v.name]
     chosen = [variant for variant in chosen if variant.missing() is None]
     device = jax.local_devices()[0]
-    # First, while this process has allocated nothing: both share the device.
+    # First, before this process allocates memory on the same device.
     on_cpu = device.platform == "cpu"
     alone = {variant.name: None if on_cpu else _allocated(variant.name, options) for variant in chosen}
     ready, refused, wrong = _checked(chosen, sizes)
     path = options.out / f"stack_time_{device.platform}_{sizes.inner}.json"
-    found = {"device": device.device_kind, "sizes": dataclasses.asdict(sizes), "versions": versions()}
+    found = {"device": device.device_kind, "sizes": dataclasses.asdict(sizes)}
     rows = []
     for done in range(1, options.rounds + 1):
         for one in ready:
             one.timed()
         rows = [_row(one, ready, alone[one.name]) for one in ready]
-        record = {**found, "rounds": done, "rows": rows, "refused": refused}
-        path.write_text(json.dumps(record, indent=1) + "\n")
+        write_results(path, **found, rounds=done, rows=rows, refused=refused)
     for row in rows:
         print(f"{row['name']:40} {row['median_seconds']:9.4f} s  {row['to_baselines']}", flush=True)
     print(f"wrote {path}")
@@ -93,7 +92,7 @@ def main(arguments: list[str] | None = None) -> Path | None:
 
 
 def _checked(chosen: list[Variant], sizes: Sizes) -> tuple[list[Compiled], dict[str, str], list[str]]:
-    """The variants that are right, why each of the others is not timed, and which of these are wrong."""
+    """The variants to time, the reasons why others are not timed, and those with wrong gradients."""
     expected = expected_gradients(sizes)
     ready: list[Compiled] = []
     refused: dict[str, str] = {}
@@ -111,7 +110,7 @@ def _checked(chosen: list[Variant], sizes: Sizes) -> tuple[list[Compiled], dict[
 
 
 def compile_variant(variant: Variant, sizes: Sizes) -> Compiled:
-    """Compile a variant for the device at hand, on weights and an input that are the same for all."""
+    """Compile a variant for this device, with the same weights and input as all others."""
     fn, shapes = variant.build(sizes)
     compiled = jax.jit(fn).lower(*shapes).compile()
     arguments = jtu.tree_map_with_path(lambda path, leaf: _value(path, leaf, sizes), shapes)
@@ -152,7 +151,7 @@ def _by_role(gradient: Any, sizes: Sizes) -> dict[str, jax.Array]:
 
 
 def _role(path: Any, leaf: Any, sizes: Sizes) -> str:
-    """What an argument is, whatever a library calls it; weights are `up` and `down`, or in that order."""
+    """The role of an argument in any library; weights are named `up` and `down`, or in that order."""
     if leaf.size == sizes.tokens * sizes.width and leaf.ndim == 2:
         return "x"
     names = jtu.keystr(path)
@@ -163,7 +162,7 @@ def _value(path: Any, leaf: Any, sizes: Sizes) -> jax.Array:
     return _values(_role(path, leaf, sizes), leaf.shape, leaf.dtype)
 
 
-# What the variants of one size take, in the three shapes that libraries stack weights in.
+# Libraries stack weights in three shapes.
 @functools.lru_cache(maxsize=8)
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def _values(role: str, shape: tuple[int, ...], dtype: Any) -> jax.Array:
@@ -174,7 +173,7 @@ def _values(role: str, shape: tuple[int, ...], dtype: Any) -> jax.Array:
 
 
 def _allocated(name: str, options: argparse.Namespace) -> int | None:
-    """What a process that does nothing else has allocated at its highest, in bytes."""
+    """Peak of allocated bytes in a process that runs only this variant."""
     sizes = [f"--{key}={getattr(options, key)}" for key in ("layers", "tokens", "width", "inner", "dtype")]
     command = [sys.executable, "-m", "benchmarks.stack_time", *sizes, "--alone", name]
     done = subprocess.run(command, capture_output=True, text=True)
@@ -188,7 +187,7 @@ def _row(one: Compiled, ready: list[Compiled], allocated: int | None) -> dict[st
         "name": one.name,
         "median_seconds": medians[one.name],
         "to_baselines": {
-            # Of the rounds' ratios: the two ran one after the other in each.
+            # The median of each round's ratio.
             base.name: round(float(np.median(np.divide(one.seconds, base.seconds))), 4)
             for base in ready
             if base.name in baselines

@@ -1,4 +1,4 @@
-"""Linears with a low-rank adapter beside them: made, told apart from the rest of a model, and merged."""
+"""Linears with low-rank adapters: adding, selecting and merging adapters in a model."""
 
 import difflib
 import fnmatch
@@ -28,8 +28,7 @@ RANK_AXIS = "lora_rank"
 class LoraLinear(eqx.Module):
     """A linear with a low-rank adapter: `wrapped(x) + (x · A) · B * scale`, never merged.
 
-    A and B are cast to the dtype of `x`. In a stack they have the stack's axes as the wrapped weight has
-    them, and are split over the layers with it.
+    A and B are cast to the dtype of `x`. In a stack they have the stack's axes, as the wrapped weight has.
 
     Attributes:
         wrapped: the linear, named or plain.
@@ -38,7 +37,7 @@ class LoraLinear(eqx.Module):
         scale: factor of the adapter's output.
 
     Cost beside that of `wrapped`: `2 * rank * (In + Out)` FLOPs for every row of `x`, and twice that
-    backward. Where only A and B are trained, the gradient of the wrapped weight is never computed.
+    backward. If only A and B are trained, the gradient of the wrapped weight is not computed.
     """
 
     wrapped: hnn.Linear | eqx.nn.Linear
@@ -47,9 +46,9 @@ class LoraLinear(eqx.Module):
     scale: float = eqx.field(static=True)
 
     def __call__(self, x: Any, *, key: PRNGKeyArray | None = None) -> Any:
-        """Apply it as the wrapped linear is applied; `key` goes to that."""
+        """Apply the wrapped linear, to which `key` is passed, and the adapter."""
         whole: Any = self.wrapped(x, key=key)
-        # Scaled where it is smallest.
+        # The low-rank activations are the smallest array to scale.
         if isinstance(self.a, NamedArray) and isinstance(self.wrapped, hnn.Linear):
             low = x.dot(self.a.astype(x.dtype), axis=self.wrapped.In) * self.scale
             adapted = low.dot(self.b.astype(x.dtype), axis=RANK_AXIS)
@@ -69,12 +68,12 @@ class LoraLinear(eqx.Module):
 
     @property
     def in_features(self) -> Any:
-        """The width that a plain linear takes."""
+        """The input width of a plain linear."""
         return self._plain.in_features
 
     @property
     def out_features(self) -> Any:
-        """The width that a plain linear gives."""
+        """The output width of a plain linear."""
         return self._plain.out_features
 
     @property
@@ -86,20 +85,20 @@ class LoraLinear(eqx.Module):
     @property
     def _plain(self) -> eqx.nn.Linear:
         if not isinstance(self.wrapped, eqx.nn.Linear):
-            raise AttributeError("A linear of Haliax has axes, In and Out, and no numbers of features.")
+            raise AttributeError("A linear of Haliax has no numbers of features; see In and Out.")
         return self.wrapped
 
     @property
     def weight(self) -> Any:
-        """There is none: the adapter is not part of the wrapped weight.
+        """Raises an error, because the adapter is not part of the wrapped weight.
 
         Raises:
             AttributeError: always.
         """
         raise AttributeError(
-            "A LoraLinear has no single weight. Call it; or take `wrapped.weight`, which lacks the adapter; "
-            "or merge the adapters with `merge_lora`. A linear whose weight is used by itself, such as a "
-            "head whose loss is computed in chunks, can't be adapted: leave it out of LoraConfig.targets."
+            "A LoraLinear has no single weight. Call it, use `wrapped.weight`, which lacks the adapter, or "
+            "merge with `merge_lora`. A linear whose weight is used directly, such as a head in a chunked "
+            "loss, can't be adapted: leave it out of LoraConfig.targets."
         )
 
 
@@ -107,23 +106,23 @@ _LINEARS = (hnn.Linear, eqx.nn.Linear, LoraLinear)
 
 
 def apply_lora(model: T, config: LoraConfig, *, key: PRNGKeyArray, dtype: DTypeLike = jnp.float32) -> T:
-    """Give an adapter to every linear, of Haliax or Equinox, whose path fits one of the patterns.
+    """Add an adapter to every linear, of Haliax or Equinox, whose path matches one of the patterns.
 
-    A is drawn from N(0, 1 / In) and B is zero, so that the model computes what it did before. The adapter of
-    a path is the same whatever else is adapted.
+    A is drawn from N(0, 1 / In) and B is zero, so the model's outputs do not change. The adapter of a path
+    does not depend on the other targets.
 
     Args:
         model: any tree of modules, stacks among them.
-        config: which linears, and the size of their adapters.
-        key: of A.
+        config: which linears, and the rank and scale of adapters.
+        key: for A.
         dtype: of A and B.
 
     Returns:
-        The model with `LoraLinear`s in the places of these linears; the arrays of the model are not copied.
+        The model with `LoraLinear`s in place of these linears; its arrays are not copied.
 
     Raises:
-        ValueError: a pattern that fits no linear, with the paths that come nearest; a linear that has an
-            adapter already, or that maps scalars.
+        ValueError: a pattern matches no linear (names the nearest paths), or a linear has an adapter already
+            or maps scalars.
     """
     paths = list(find_modules(model, _LINEARS))
     for target in config.targets:
@@ -141,21 +140,19 @@ def apply_lora(model: T, config: LoraConfig, *, key: PRNGKeyArray, dtype: DTypeL
         if isinstance(linear, hnn.Linear):
             return _adapted_named(linear, config, own_key, dtype)
         if "scalar" in (linear.in_features, linear.out_features):
-            raise ValueError(
-                f"{path} maps scalars; an adapter has no lower rank. Leave it out of the targets."
-            )
+            raise ValueError(f"{path} maps scalars and can't have an adapter. Leave it out of the targets.")
         return _adapted_plain(linear, config, own_key, dtype)
 
     return map_modules(model, _LINEARS, adapt)
 
 
 def lora_filter(model: Any) -> Any:
-    """A tree like the model with True for A and B of every adapter and False for all else.
+    """A tree like the model, True for A and B of every adapter and False elsewhere.
 
     For `equinox.partition`, or as `trainable` of `stacked_remat.training.TrainState.init`.
 
     Raises:
-        ValueError: the model has no adapters, so that nothing would be trained.
+        ValueError: the model has no adapters.
     """
     if not find_modules(model, (LoraLinear,)):
         raise ValueError("The model has no adapters: apply_lora makes them.")
@@ -171,37 +168,37 @@ def lora_filter(model: Any) -> Any:
 
 
 def merge_lora(model: T, *, donate: bool = False) -> T:
-    """The model with plain linears again, of weights `W + scale * A · B`: for export, not for training.
+    """The model with plain linears of weights `W + scale * A · B`: for export, not for training.
 
     Args:
-        model: a model with adapters, or without, which is then returned as it is.
-        donate: whether to write the new weights over W, so that `model` can't be used any more.
+        model: a model with or without adapters.
+        donate: whether to reuse the memory of W, after which `model` can't be used.
 
-    Sums are computed in float32 and rounded to the dtype of W, a layer at a time: memory is one layer of one
+    Sums are computed in float32 and rounded to the dtype of W, a layer at a time. Memory: one layer of one
     linear in float32, and the new weights unless `donate`.
     """
     return map_modules(model, (LoraLinear,), lambda path, node: _merged(node, donate))
 
 
 def lora_linears(model: Any) -> dict[str, hnn.Linear | eqx.nn.Linear | LoraLinear]:
-    """Every linear, adapted or not, by the path that the patterns of `LoraConfig` are matched with."""
+    """Every linear, adapted or not, by the path that patterns of `LoraConfig` match."""
     return find_modules(model, _LINEARS)
 
 
 def replace_linears(model: T, by_path: Mapping[str, LoraLinear]) -> T:
-    """The model with other linears at some of the paths of `lora_linears`."""
+    """The model with some linears replaced, by the paths of `lora_linears`."""
     return map_modules(model, _LINEARS, lambda path, linear: by_path.get(path, linear))
 
 
 def stack_axes(linear: hnn.Linear) -> tuple[Axis, ...]:
-    """The axes that a linear's weight owes to the stacks it is in."""
+    """The axes of a linear's weight that are of the stacks around it."""
     In, Out = linear_axes(linear)
     own = {axis.name for axis in (*In, *Out)}
     return tuple(axis for axis in linear.weight.axes if axis.name not in own)
 
 
 def linear_axes(linear: hnn.Linear) -> tuple[tuple[Axis, ...], tuple[Axis, ...]]:
-    """The axes that a linear contracts, and those that it makes."""
+    """The input and output axes of a linear."""
     return axis_spec_to_tuple(linear.In), axis_spec_to_tuple(linear.Out)
 
 
@@ -224,7 +221,7 @@ def _merged(node: LoraLinear, donate: bool) -> Any:
     linear = node.wrapped
     merge_named, merge_plain = _DONATING if donate else _COPYING
     if isinstance(linear, hnn.Linear):
-        # A reparametrised weight is multiplied by this factor when it is used.
+        # Haliax multiplies a reparametrised weight by this factor when it is applied.
         factor = node.scale / linear.reparam.active_scale
         weight = merge_named(linear.weight, node.a, node.b, factor, stack_axes(linear)[:1])
     else:
@@ -260,7 +257,7 @@ def _merge_plain(weight: Array, a: Any, b: Any, factor: float) -> Array:
 
 
 def _in_place(merge: Callable[..., Array], weight: Array, a: Array, b: Array) -> Array:
-    """`merge` of every layer, each written where that of `weight` was."""
+    """`merge` of every layer, written over that of `weight`."""
 
     def layer(i: Array, weight: Array) -> Array:
         own = (lax.dynamic_index_in_dim(x, i, keepdims=False) for x in (weight, a, b))
@@ -282,6 +279,6 @@ def _no_match(target: str, paths: list[str]) -> str:
         return f"lora.targets: {target!r} fits no linear: the model has none of Haliax or Equinox."
     nearest = difflib.get_close_matches(target, paths, n=5, cutoff=0.0)
     return (
-        f"lora.targets: {target!r} fits no linear. Nearest of {len(paths)}: {', '.join(nearest)}. A pattern "
-        "has to fit the whole path; `*` stands for any characters."
+        f"lora.targets: {target!r} fits no linear. Nearest of {len(paths)}: {', '.join(nearest)}. A "
+        "pattern has to match the whole path; `*` matches any characters."
     )

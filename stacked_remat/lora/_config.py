@@ -1,4 +1,4 @@
-"""Which linears get adapters, and how large these are."""
+"""The config of low-rank adapters."""
 
 import math
 from dataclasses import dataclass
@@ -8,19 +8,17 @@ from dataclasses import dataclass
 class LoraConfig:
     """Low-rank adapters (Hu et al. 2021) on the linears whose path fits a pattern.
 
-    A linear's path is the names of the attributes that lead to it, with dots between them. The layers of a
-    stack are `*`, those of a `BlockSeq` their numbers: `layers.*.attention.q_proj`,
-    `layers.*.mlp.experts.*.up_proj`, `head`. A pattern is such a path in which `*` stands for any
-    characters, dots among them, `?` for one and `[ab]` for one of these; it has to fit the whole path. So
-    `*.q_proj` is every linear of that name, `*experts*` every linear with that word in its path, and a path
-    is its own pattern.
+    A linear's path is the names of its attributes, with dots between them. The layers of a stack are `*`,
+    those of a `BlockSeq` their numbers: `layers.*.attention.q_proj`, `layers.*.mlp.experts.*.up_proj`,
+    `head`. In a pattern, `*` matches any characters, dots included, `?` one character and `[ab]` one of
+    these; it has to match the whole path. `*.q_proj` is every linear of that name, `*experts*` every linear
+    with that word in its path.
 
     Attributes:
         rank: columns of A and rows of B.
         alpha: the adapter's output is multiplied by `alpha / rank`.
-        targets: patterns; a linear that fits one of them is adapted. By default those whose name ends in
-            `_proj`: attention and experts, where models are written with Hugging Face's names, but neither
-            routers nor the head.
+        targets: patterns; a linear that matches one of them is adapted. The default is names that end in
+            `_proj`: in models with Hugging Face's names, attention and experts, but not routers or the head.
     """
 
     rank: int = 16
@@ -33,7 +31,7 @@ class LoraConfig:
         if not (math.isfinite(self.alpha) and self.alpha > 0):
             raise ValueError(f"lora.alpha must be positive and finite, got {self.alpha!r}.")
         if isinstance(self.targets, str):
-            raise ValueError(f"lora.targets is a list of patterns, got the text {self.targets!r}.")
+            raise ValueError(f"lora.targets must be a list of patterns, got the text {self.targets!r}.")
         object.__setattr__(self, "targets", tuple(self.targets))
         if not self.targets or not all(isinstance(target, str) and target for target in self.targets):
             raise ValueError(
@@ -42,5 +40,5 @@ class LoraConfig:
 
     @property
     def scale(self) -> float:
-        """What the adapters' outputs are multiplied by."""
+        """Factor of the adapters' outputs."""
         return self.alpha / self.rank

@@ -37,7 +37,7 @@ def find_modules(tree: Any, kinds: tuple[type, ...]) -> dict[str, Any]:
 
 
 def _dotted(node: Any, path: tuple[Any, ...]) -> str:
-    """The path as patterns see it; what is at each step decides how the step is written."""
+    """The path that patterns are matched with."""
     parts = []
     for entry in path:
         if isinstance(entry, jtu.GetAttrKey):
@@ -52,7 +52,7 @@ def _dotted(node: Any, path: tuple[Any, ...]) -> str:
         elif isinstance(entry, jtu.DictKey):
             parts.append(str(entry.key))
             node = node[entry.key]
-        else:  # a node that does not say how it is taken apart, and so nor what lies below it
+        else:  # a custom node, whose children can't be found by key
             parts.append(str(entry).strip(".[]<>"))
             node = None
     return ".".join(parts)

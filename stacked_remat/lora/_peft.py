@@ -1,7 +1,6 @@
-"""Adapters in the files of Hugging Face's PEFT: `adapter_model.safetensors` and `adapter_config.json`.
+"""Reads and writes adapters in PEFT's format: `adapter_model.safetensors` and `adapter_config.json`.
 
-What the linears are called there is for the model to say, by a function from a linear's path and its place in
-the stacks it is in. That function is all that this module knows of a model.
+The model provides the names of its linears, as a function of a linear's path and its index in its stacks.
 """
 
 import contextlib
@@ -21,6 +20,8 @@ import numpy as np
 from haliax import Axis, NamedArray
 from jaxtyping import DTypeLike
 
+from .._files import replaced_whole
+from .._messages import entry_problems, printable
 from ._adapter import RANK_AXIS, LoraLinear, linear_axes, lora_linears, replace_linears, stack_axes
 from ._peft_config import CONFIG_FILE, PeftSettings, describe
 from ._peft_layout import Assembled, Pair, PeftParameter, Place, assemble, places_of, take_apart, tensor_keys
@@ -29,12 +30,12 @@ T = TypeVar("T")
 Index: TypeAlias = tuple[int, ...]
 
 PeftNames: TypeAlias = Callable[[str, Index], str | PeftParameter]
-"""(path of a linear, its index along the axes of its stacks) to the module, or the part of a parameter, that
-Hugging Face's model has in its place."""
+"""(path of a linear, index along the axes of its stacks) to the name of the module in Hugging Face's model,
+or to the part of a parameter."""
 
 TENSORS_FILE = "adapter_model.safetensors"
 _FLOATS = ("F64", "F32", "F16", "BF16")
-# PEFT ignores it: how the rank of each target is made up of those of its parts.
+# Metadata that PEFT ignores: the ranks of the parts of each target.
 _PART_RANKS = "part_ranks"
 
 
@@ -46,25 +47,24 @@ def save_peft(
     base_model: str | None = None,
     task_type: str | None = None,
 ) -> None:
-    """Writes the adapters of `model` as PEFT does, in float32, for `peft.PeftModel.from_pretrained`.
+    """Write the adapters of `model` in PEFT's format, in float32, for `peft.PeftModel.from_pretrained`.
 
-    Files of these names that are there already are replaced, each whole or not at all. Axes of In and Out are
-    flattened in their order.
+    Existing files are replaced, each whole or not at all. Axes of In and Out are flattened in their order.
 
     Args:
-        folder: is made if need be.
+        folder: is created if needed.
         model: a model with adapters.
-        names: what Hugging Face's model calls each linear, adapted or not.
-        base_model: the name or folder of the model that the adapters belong to, for PEFT's config.
-        task_type: the class of PEFT's that is to wrap the model, such as `CAUSAL_LM`; None for the plain one,
-            which takes any module.
+        names: the name of each linear in Hugging Face's model, adapted or not.
+        base_model: name or folder of the base model, for PEFT's config.
+        task_type: selects PEFT's class around the model, such as `CAUSAL_LM`; None for the generic one.
 
     Raises:
         ImportError: safetensors is not installed.
-        ValueError: no adapters, two linears of one name, or adapters that can't share a parameter's tensors.
-        OSError: the folder can't be written to; it is removed if it was not there before.
+        ValueError: there are no adapters, two linears have one name, or adapters can't share the tensors of a
+            parameter.
+        OSError: the folder can't be written to; it is removed if it is new.
 
-    Cost: the adapters once, in the host's memory.
+    Cost: one copy of the adapters in host memory.
     """
     safetensors = _safetensors()
     linears = _linears(model, names)
@@ -88,36 +88,37 @@ def save_peft(
     is_new = not folder.exists()
     folder.mkdir(parents=True, exist_ok=True)
     try:
-        _replace(folder / TENSORS_FILE, lambda path: safetensors.save_file(arrays, path, metadata=metadata))
-        _replace(folder / CONFIG_FILE, lambda path: path.write_text(text, encoding="utf-8"))
-    except (safetensors.error, OSError) as error:
+        with replaced_whole(folder / TENSORS_FILE) as path:
+            safetensors.numpy.save_file(arrays, path, metadata=metadata)
+        with replaced_whole(folder / CONFIG_FILE) as path:
+            path.write_text(text, encoding="utf-8")
+    except (safetensors.SafetensorError, OSError) as error:
         if is_new:
             shutil.rmtree(folder, ignore_errors=True)
-        code = re.search(r"os error (\d+)", str(error))  # which safetensors says in its text alone
+        code = re.search(r"os error (\d+)", str(error))  # safetensors has it only in its message
         number = int(code[1]) if code else getattr(error, "errno", None) or errno.EIO
         raise OSError(number, os.strerror(number), str(folder)) from error
 
 
 def load_peft(model: T, folder: Path, names: PeftNames, *, dtype: DTypeLike = jnp.float32) -> T:
-    """Puts the adapters that PEFT has written, or `save_peft`, into `model`.
+    """Load adapters written by PEFT or `save_peft` into `model`.
 
-    The result computes what PEFT's model computes in evaluation. Linears that have an adapter get the file's;
-    those that have none are adapted where the file says so. Layers of one stack whose ranks differ are filled
-    up with zeros to the largest. Adapters of a fused parameter that were trained as one (gate and up) become
-    two with a copy of their common A.
+    The result computes what PEFT's model computes in evaluation. Existing adapters are replaced, and linears
+    without one are adapted if the files have one for them. Where ranks differ between the layers of a stack,
+    they are padded with zeros to the largest. An adapter of a fused parameter (gate and up) becomes two with
+    a copy of A each.
 
     Args:
         model: the base model, or one with adapters.
         folder: has `adapter_model.safetensors` and `adapter_config.json`.
-        names: what Hugging Face's model calls each linear.
+        names: the name of each linear in Hugging Face's model.
         dtype: of A and B.
 
     Raises:
         ImportError: safetensors is not installed.
-        FileNotFoundError: one of the files is missing.
-        ValueError: a file that is cut short or of another format; a kind of adapter that LoraLinear is not;
-            or tensors that are missing, that no linear has, or of another shape: all of them are named, and
-            the model is as it was.
+        OSError: one of the files is missing or can't be read.
+        ValueError: a file is truncated or of another format, the adapters are of a kind that LoraLinear does
+            not have, or tensors are missing, unknown or of another shape: names all of them.
     """
     linears = _linears(model, names)
     members = [member for linear in linears for member in linear.members.values()]
@@ -128,7 +129,7 @@ def load_peft(model: T, folder: Path, names: PeftNames, *, dtype: DTypeLike = jn
         dtypes = {key: file.get_slice(key).get_dtype() for key in shapes}
         problems = _problems(keys, shapes, places, settings, linears)
         problems += [
-            f"not a float that is read: {_plain(key)} is {dtype}, expected one of {', '.join(_FLOATS)}"
+            f"mismatched: {printable(key)} is {dtype}, expected one of {', '.join(_FLOATS)}"
             for key, dtype in dtypes.items()
             if dtype not in _FLOATS
         ]
@@ -140,7 +141,7 @@ def load_peft(model: T, folder: Path, names: PeftNames, *, dtype: DTypeLike = jn
             place, scale = places[target], settings.scale(_some(places[target]))
             ranks = part_ranks.get(target)
             if ranks is not None and sum(ranks) != settings.rank(_some(place)):
-                ranks = None  # written anew by something that knows nothing of parts
+                ranks = None  # rewritten by a tool that does not know part_ranks
             for at, pair in take_apart(place, file.get_tensor(a), file.get_tensor(b), scale, ranks).items():
                 pairs[place.members[at]] = pair
     found = {linear.path: linear.adapted(pairs, dtype) for linear in linears}
@@ -148,12 +149,12 @@ def load_peft(model: T, folder: Path, names: PeftNames, *, dtype: DTypeLike = jn
 
 
 def peft_tensor_names(folder: Path) -> list[str]:
-    """The names of the tensors in a folder of PEFT's, by which a model may tell how they were written.
+    """The names of the tensors in a folder in PEFT's format.
 
     Raises:
         ImportError: safetensors is not installed.
         FileNotFoundError: there is no `adapter_model.safetensors`.
-        ValueError: it is cut short or no safetensors file.
+        ValueError: it is truncated or not a safetensors file.
     """
     with _opened(_tensors_file(folder)) as file:
         return list(file.keys())
@@ -161,15 +162,15 @@ def peft_tensor_names(folder: Path) -> list[str]:
 
 @dataclass(frozen=True)
 class _Linear:
-    """One linear of the model, for all the layers it stands for.
+    """One linear of the model, in all layers of its stacks.
 
     Attributes:
         path: its path.
         module: the module, adapted or not.
-        stack: sizes of the axes that it owes to stacks.
-        narrow: inputs, all axes together.
-        wide: outputs, all axes together.
-        members: what each of its matrices is called, by the index in the stacks.
+        stack: sizes of the axes of its stacks.
+        narrow: size of all input axes.
+        wide: size of all output axes.
+        members: the name of each of its matrices, by index in the stacks.
     """
 
     path: str
@@ -180,7 +181,7 @@ class _Linear:
     members: Mapping[Index, PeftParameter] = field(repr=False)
 
     def pairs(self) -> dict[PeftParameter, Pair]:
-        """The adapters as they are; none where the linear has none."""
+        """The adapters; empty if the linear has none."""
         if not isinstance(self.module, LoraLinear):
             return {}
         a, b = self.module.a, self.module.b
@@ -197,7 +198,7 @@ class _Linear:
         return {member: Pair(a[index], b[index], scale) for index, member in self.members.items()}
 
     def adapted(self, pairs: Mapping[PeftParameter, Pair], dtype: DTypeLike) -> LoraLinear | None:
-        """The linear with those of `pairs` that are its own, None where none is."""
+        """The linear with its own adapters of `pairs`, None if there are none."""
         own = {index: pairs[member] for index, member in self.members.items() if member in pairs}
         if not own:
             return None
@@ -258,10 +259,10 @@ def _opened(path: Path) -> Iterator[Any]:
     try:
         with safetensors.safe_open(path, "numpy") as file:
             yield file
-    except (safetensors.error, OSError) as error:
+    except (safetensors.SafetensorError, OSError) as error:
         raise ValueError(
-            f"{path} can't be read as a safetensors file ({error}). It may be cut short; fetch or save "
-            f"it again."
+            f"{path} can't be read as a safetensors file ({error}). It may be truncated; fetch or save it "
+            "again."
         ) from error
 
 
@@ -275,12 +276,8 @@ def _part_ranks(path: Path, metadata: Mapping[str, str]) -> Mapping[str, Sequenc
             f"{_PART_RANKS} in the header of {path} can't be read: {text!r}. Save it again."
         ) from error
     if not fits:
-        raise ValueError(f"{_PART_RANKS} in the header of {path} are no ranks: {text!r}. Save it again.")
+        raise ValueError(f"{_PART_RANKS} in the header of {path} are not ranks: {text!r}. Save it again.")
     return found
-
-
-def _plain(key: str) -> str:
-    return key if key.isprintable() else repr(key)
 
 
 def _some(place: Place) -> PeftParameter:
@@ -288,7 +285,7 @@ def _some(place: Place) -> PeftParameter:
 
 
 def _adapted(places: Mapping[str, Place], settings: PeftSettings, keys: set[str]) -> dict[str, PeftParameter]:
-    """The targets that have adapters: those that the config names, and those that have tensors."""
+    """The targets with adapters: those named by the config, and those with tensors."""
     by_module: dict[str, dict[str, PeftParameter]] = {}
     for target, place in places.items():
         by_module.setdefault(_some(place).module, {})[target] = _some(place)
@@ -314,42 +311,19 @@ def _problems(
         place, (narrow, wide) = places[target], sizes[_some(places[target])]
         rows = settings.rank(_some(place)) * place.size
         expected[a], expected[b] = (rows, narrow), (wide * place.parts, rows)
-    problems = [f"missing: {key} {shape}" for key, shape in expected.items() if key not in shapes]
-    problems += [f"unknown: {_plain(key)} {shape}" for key, shape in shapes.items() if key not in expected]
-    problems += [
-        f"misshapen: {key} is {shapes[key]}, expected {shape}"
-        for key, shape in expected.items()
-        if key in shapes and shapes[key] != shape
-    ]
+    problems = entry_problems(expected, shapes)
     for linear in linears:
         without = [member.target for member in linear.members.values() if member.target not in keys]
         if isinstance(linear.module, LoraLinear) and len(without) == len(linear.members):
-            problems.append(f"missing: {linear.path} has an adapter, and the file none for {without[0]}")
+            problems.append(f"missing: {linear.path} has an adapter, the file has none for {without[0]}")
     return problems
 
 
 def _safetensors() -> Any:
     try:
-        import safetensors
         import safetensors.numpy
     except ImportError as error:
         raise ImportError(
             "PEFT's files are read and written with safetensors: pip install 'stacked_remat[weights]'."
         ) from error
-    return _Safetensors(safetensors.safe_open, safetensors.numpy.save_file, safetensors.SafetensorError)
-
-
-@dataclass(frozen=True)
-class _Safetensors:
-    safe_open: Callable[..., Any]
-    save_file: Callable[..., None]
-    error: type[Exception]
-
-
-def _replace(path: Path, write: Callable[[Path], Any]) -> None:
-    unfinished = path.with_name(f".{path.name}.unfinished")
-    try:
-        write(unfinished)
-        os.replace(unfinished, path)
-    finally:
-        unfinished.unlink(missing_ok=True)
+    return safetensors

@@ -1,4 +1,4 @@
-"""PEFT's `adapter_config.json`: which targets have adapters, of what rank and scale."""
+"""PEFT's `adapter_config.json`: which targets have adapters, and their ranks and scales."""
 
 import collections
 import json
@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from .._files import read_json_fields
 from ._peft_layout import Assembled, PeftParameter
 
 CONFIG_FILE = "adapter_config.json"
-_LARGEST = 2**26  # bytes of that file
 
-# What changes the arithmetic in a way that LoraLinear has not, with the values that switch it off.
+# Fields that change the arithmetic as LoraLinear can't, with the values that switch them off.
 _UNSUPPORTED = {
     "use_dora": (False, None),
     "use_qalora": (False, None),
@@ -34,49 +34,25 @@ _UNSUPPORTED = {
     "monteclora_config": (None,),
     "alora_invocation_tokens": (None, []),
 }
-# With one of these, which layers have adapters is left to the tensors.
+# With one of these, the tensors decide which layers have adapters.
 _NARROWING = ("layers_to_transform", "exclude_modules")
-_READ = {
-    "r",
-    "lora_alpha",
-    "rank_pattern",
-    "alpha_pattern",
-    "use_rslora",
-    "target_modules",
-    "target_parameters",
-}
-# What says nothing of the arithmetic in evaluation: names, and how the adapters were trained.
-_WITHOUT_EFFECT = {
-    "auto_mapping",
-    "base_model_name_or_path",
-    "corda_config",
-    "ensure_weight_tying",
-    "eva_config",
-    "inference_mode",
-    "layers_pattern",
-    "loftq_config",
-    "lora_dropout",
-    "lora_ga_config",
-    "megatron_config",
-    "megatron_core",
-    "peft_type",
-    "peft_version",
-    "qalora_group_size",
-    "revision",
-    "runtime_config",
-    "task_type",
-    "velora_config",
-}
+_READ = "r lora_alpha rank_pattern alpha_pattern use_rslora target_modules target_parameters".split()
+# Names, and how the adapters were trained: no effect on the arithmetic in evaluation.
+_WITHOUT_EFFECT = (
+    "auto_mapping base_model_name_or_path corda_config ensure_weight_tying eva_config inference_mode "
+    "layers_pattern loftq_config lora_dropout lora_ga_config megatron_config megatron_core peft_type "
+    "peft_version qalora_group_size revision runtime_config task_type velora_config".split()
+)
 _KNOWN = {*_UNSUPPORTED, *_NARROWING, *_READ, *_WITHOUT_EFFECT}
 
 
 @dataclass(frozen=True)
 class PeftSettings:
-    """What an `adapter_config.json` says of the adapters.
+    """The settings of an `adapter_config.json`.
 
     Attributes:
-        entries: the file.
-        matches: the names that each of its regular expressions fits.
+        entries: the fields of the file.
+        matches: the names that match each of its regular expressions.
     """
 
     entries: Mapping[str, Any]
@@ -84,18 +60,18 @@ class PeftSettings:
 
     @staticmethod
     def read(folder: Path, members: Iterable[PeftParameter]) -> "PeftSettings":
-        """Reads the file in `folder`, for a model with these linears.
+        """Read the file in `folder`, for a model with these linears.
 
         Raises:
-            FileNotFoundError: there is none.
-            ValueError: it is no JSON, has a value of another type than PEFT writes, a field that is not known
-                here, describes something else than plain LoRA, or has regular expressions that take longer
-                than 20 seconds or more than 2 GiB.
+            OSError: it is missing or can't be read.
+            ValueError: it is not JSON, has a value of a type that PEFT does not write or an unknown field,
+                describes anything but plain LoRA, or has regular expressions that take longer than 20 seconds
+                or more than 2 GiB.
         """
         path = folder / CONFIG_FILE
         if not path.is_file():
             raise FileNotFoundError(f"No PEFT adapter in {folder}: {CONFIG_FILE} is missing.")
-        entries = _entries(path)
+        entries = read_json_fields(path)
         if wrong := [*_ill_typed(entries)]:
             raise ValueError(f"{path} can't be used: {'; '.join(wrong)}. Correct it, or save it again.")
         refused = [
@@ -108,14 +84,14 @@ class PeftSettings:
         unknown = [name for name, value in entries.items() if name not in _KNOWN and not _is_off(value)]
         if unknown:
             raise ValueError(
-                f"{path} has fields that are not known here, and so can't be honoured: "
+                f"{path} has unknown fields: "
                 f"{', '.join(map(reprlib.repr, sorted(unknown)[:10]))}. Remove them if they do not change "
                 f"what the adapters compute."
             )
         return PeftSettings(entries, _matches(path, entries, members))
 
     def targets(self, member: PeftParameter) -> bool:
-        """Whether the config names the target; never, where it leaves the layers to the tensors."""
+        """Whether the config names the target; False if it leaves the layers to the tensors."""
         if any(self.entries.get(name) for name in _NARROWING):
             return False
         if member.parameter:
@@ -146,7 +122,7 @@ class PeftSettings:
 
 
 def _names(member: PeftParameter) -> tuple[str, ...]:
-    """What patterns of ranks may call a linear: a matrix by itself may have been that of a module."""
+    """The names that patterns of ranks match; for the weight of a module, also the module's."""
     return (member.target, member.module) if member.parameter == "weight" else (member.target,)
 
 
@@ -165,9 +141,9 @@ json.dump(found, sys.stdout)
 def _matches(
     path: Path, entries: Mapping[str, Any], members: Iterable[PeftParameter]
 ) -> Mapping[str, frozenset[str]]:
-    """The names that each regular expression fits, found by a process that can be stopped.
+    """The names that match each regular expression, found by a process with limits of time and memory.
 
-    Someone else wrote them, and one of a few letters can take longer than anyone waits.
+    The file may come from anyone, and a short expression can take forever.
     """
     patterns = {used: key for key, _, used in _patterns(entries)}
     if not patterns:
@@ -194,39 +170,13 @@ def _matches(
     }
 
 
-def _entries(path: Path) -> dict[str, Any]:
-    """The fields of a JSON file, each there once."""
-
-    def once_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        counts = collections.Counter(name for name, _ in pairs)
-        if twice := [name for name, count in counts.items() if count > 1]:
-            raise ValueError(f"{reprlib.repr(twice[0])} is there more than once")
-        return dict(pairs)
-
-    try:
-        with path.open("rb") as file:
-            text = file.read(_LARGEST + 1)
-        if len(text) > _LARGEST:
-            raise ValueError(f"it has more than {_LARGEST >> 20} MiB")
-        entries = json.loads(text.decode("utf-8"), object_pairs_hook=once_each)
-    except OSError as error:
-        raise ValueError(f"{path} can't be read: {error.strerror or error}.") from error
-    except (ValueError, RecursionError) as error:
-        raise ValueError(
-            f"{path} is not valid JSON ({error}). It may be cut short; fetch or save it again."
-        ) from error
-    if not isinstance(entries, dict):
-        raise ValueError(f"{path} is no mapping of fields, but {type(entries).__name__}.")
-    return entries
-
-
 def _is_off(value: Any) -> bool:
-    """Whether a field of a later PEFT says that what it is for is not used."""
+    """Whether a field of a later PEFT is switched off."""
     return value is None or value is False or value == [] or value == {}
 
 
 def _ill_typed(entries: Mapping[str, Any]) -> Iterator[str]:
-    """What is wrong with the fields that are read."""
+    """Errors in the fields that are read."""
     for name, value in _ranks_and_alphas(entries):
         whole = "alpha" not in name
         if type(value) not in ((int,) if whole else (int, float)) or not 0 < value <= sys.float_info.max:
@@ -247,7 +197,7 @@ def _ill_typed(entries: Mapping[str, Any]) -> Iterator[str]:
         try:
             re.compile(used)
         except (re.error, RecursionError, OverflowError) as error:
-            yield f"{reprlib.repr(pattern)} is no regular expression ({error})"
+            yield f"{reprlib.repr(pattern)} is not a regular expression ({error})"
 
 
 def _ranks_and_alphas(entries: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
@@ -260,7 +210,7 @@ def _ranks_and_alphas(entries: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _patterns(entries: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
-    """The key and the text of every regular expression, and the one that it becomes."""
+    """The field and the text of every regular expression, and the expression that is matched."""
     for name in ("rank_pattern", "alpha_pattern"):
         if isinstance(entries.get(name), dict):
             yield from ((name, pattern, _as_ending(pattern)) for pattern in entries[name])
@@ -280,14 +230,14 @@ def describe(
     base_model: str | None,
     task_type: str | None,
 ) -> dict[str, Any]:
-    """The entries of the file for adapters of these targets.
+    """The fields of the file for adapters of these targets.
 
     Args:
-        tensors: what is written, by target.
+        tensors: the adapters, by target.
         members: one linear of each target.
-        others: the targets that have no adapter, so that no name is shortened to one that fits them too.
-        base_model: what the adapters belong to.
-        task_type: which of PEFT's classes wraps the model.
+        others: the targets without adapters, which shortened names must not match.
+        base_model: name or folder of the base model.
+        task_type: selects PEFT's class around the model.
     """
     kinds = {target: (tensor.rank, tensor.scale * tensor.rank) for target, tensor in tensors.items()}
     ((rank, alpha), _), *_ = collections.Counter(kinds.values()).most_common()
@@ -306,7 +256,7 @@ def describe(
         "r": rank,
         "lora_alpha": _integral(alpha),
         "target_modules": shortest_suffixes(modules, [*others, *parameters]),
-        # With its module: other modules, unknown here, may have a parameter of that name.
+        # With the module: others, unknown here, may have a parameter of that name.
         "target_parameters": shortest_suffixes(parameters, [*others, *modules], at_least=2) or None,
         "rank_pattern": {},
         "alpha_pattern": {},
@@ -321,7 +271,7 @@ def describe(
 
 
 def shortest_suffixes(names: Iterable[str], others: Sequence[str], at_least: int = 1) -> list[str]:
-    """For every name the fewest last components that end none of the others; each suffix once, sorted."""
+    """The shortest suffix of components of every name that is no suffix of `others`; sorted, unique."""
     taken = {suffix for other in others for suffix in _suffixes(other)}
     chosen = set()
     for name in names:

@@ -1,10 +1,9 @@
-"""Where PEFT keeps the two matrices of an adapter, and how several adapters share two tensors.
+"""The layout of PEFT's tensors: two for an adapter, shared by the adapters of a fused parameter.
 
 The adapter of a module has `MODULE.lora_A.weight`, `[rank, in]`, and `MODULE.lora_B.weight`, `[out, rank]`.
-That of a parameter that holds many matrices, such as the experts of a layer, has the rows of all the A below
-one another and the columns of all the B interleaved. Where matrices of their own are parts of one fused
-matrix (gate and up, one above the other), their adapters are one of the summed rank: the A below one another,
-the B on the diagonal of a larger B.
+For a parameter with many matrices, such as the experts of a layer, the rows of all A are concatenated and the
+columns of all B interleaved. Adapters of the parts of one fused matrix (gate and up) form one adapter of the
+summed rank: the A concatenated, the B on the diagonal of a larger B.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,17 +17,17 @@ PREFIX = "base_model.model."
 
 @dataclass(frozen=True)
 class PeftParameter:
-    """The place of one linear's adapter among those of a parameter (PEFT's `target_parameters`).
+    """The position of one linear's adapter in a parameter (PEFT's `target_parameters`).
 
     Attributes:
         module: the module that holds the parameter, `model.layers.0.mlp.experts`.
         parameter: its name there, `gate_up_proj`.
         index: which of its matrices this is; an expert's number.
-        size: how many it holds; 1 for a matrix by itself.
+        size: how many matrices it has; 1 for a single matrix.
         part: which of the equal blocks of that matrix's rows are the linear's outputs.
         parts: how many blocks there are.
-        order: where the parameter stands among those of its module, in the order of their definition, on
-            which the names of the tensors depend.
+        order: the position of the parameter in the order of definition in its module, on which the names of
+            tensors depend.
     """
 
     module: str
@@ -45,7 +44,7 @@ class PeftParameter:
 
     @property
     def target(self) -> str:
-        """The name that patterns of ranks and targets are matched with."""
+        """The name that patterns are matched with."""
         return f"{self.module}.{self.parameter}" if self.parameter else self.module
 
 
@@ -66,11 +65,11 @@ class Pair:
 
 @dataclass(frozen=True)
 class Place:
-    """Two tensors, and all the linears whose adapters they hold: one where no parameter is shared.
+    """Two tensors, and the linears whose adapters they hold: one if no parameter is shared.
 
     Attributes:
         target: see `PeftParameter`.
-        members: who is in it, by part and index.
+        members: the linears, by part and index.
         size: see `PeftParameter`.
         parts: see `PeftParameter`.
     """
@@ -82,10 +81,10 @@ class Place:
 
 
 def places_of(members: Sequence[PeftParameter]) -> dict[str, Place]:
-    """Groups members by their target.
+    """Group members by target.
 
     Raises:
-        ValueError: two linears in one place, or members that disagree on what they are in.
+        ValueError: two linears have one position, or members of a target disagree on its layout.
     """
     groups: dict[str, dict[tuple[int, int], PeftParameter]] = {}
     for one in members:
@@ -106,8 +105,8 @@ def places_of(members: Sequence[PeftParameter]) -> dict[str, Place]:
 def tensor_keys(targets: Mapping[str, PeftParameter]) -> dict[str, tuple[str, str]]:
     """The keys of A and B for every adapted target, given one of its members.
 
-    PEFT wraps a module once for every adapted parameter, the first defined innermost, and names the tensors
-    of a wrapper that is inside others after the path through these.
+    PEFT wraps a module once for every adapted parameter, the first defined innermost, and the names of an
+    inner wrapper's tensors have the path through the outer ones.
     """
     by_module: dict[str, list[str]] = {}
     for target in sorted(targets, key=lambda target: targets[target].order):
@@ -122,14 +121,14 @@ def tensor_keys(targets: Mapping[str, PeftParameter]) -> dict[str, tuple[str, st
 
 @dataclass(frozen=True)
 class Assembled:
-    """What `assemble` makes of the pairs of one place.
+    """The tensors of one place.
 
     Attributes:
         a: the tensor of all A.
         b: the tensor of all B.
-        rank: of one matrix, all its parts together.
+        rank: of one matrix, summed over its parts.
         scale: factor of every output.
-        part_ranks: how the rank is made up.
+        part_ranks: the rank of each part.
     """
 
     a: Float[np.ndarray, "size*rank in"]
@@ -140,10 +139,10 @@ class Assembled:
 
 
 def assemble(place: Place, pairs: Mapping[tuple[int, int], Pair]) -> Assembled:
-    """The two tensors that hold `pairs`, by part and index.
+    """The two tensors for `pairs`, which are by part and index.
 
     Raises:
-        ValueError: matrices without an adapter beside others that have one, or pairs of several scales.
+        ValueError: only some of the matrices have an adapter, or scales differ.
     """
     present = sorted({part for part, _ in pairs})
     lacking = [(p, i) for p in present for i in range(place.size) if (p, i) not in pairs]
@@ -173,12 +172,12 @@ def take_apart(
     """The inverse of `assemble`.
 
     Args:
-        place: what the tensors hold.
+        place: the layout of the tensors.
         a: the tensor of all A.
         b: the tensor of all B.
         scale: of all of them.
-        part_ranks: the rank of each part where these stand on the diagonal of B, as `assemble` writes them, 0
-            for a part without adapter. `None` where the parts share their A: each then has the whole rank.
+        part_ranks: the rank of each part if they are on the diagonal of B, as `assemble` writes them, 0 for a
+            part without adapter. `None` if the parts share A: each has the whole rank.
     """
     a = a.reshape(place.size, -1, a.shape[-1])
     b = b.reshape(b.shape[0], -1, place.size)

@@ -1,4 +1,4 @@
-"""Memory and arithmetic of a program on any accelerator, found by compiling it and running nothing.
+"""The memory and arithmetic of a program on any accelerator, found without running it.
 
 ```python
 from stacked_remat import memory

@@ -1,11 +1,11 @@
-"""Which operands of products depend on what is trained: each has a product in the backward pass."""
+"""Finds which operands of products depend on what is trained: each adds a product to the backward pass."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from .._sweep.activity import is_differentiable
 
-_MOST = 2  # gradients of one product, which has two factors; fused attention is a row of products
+_MOST = 2  # gradients of one product, which has two factors; fused attention has more operands
 
 
 def mark_products(
@@ -15,15 +15,15 @@ def mark_products(
     factors: dict[tuple[int, ...], int],
     path: tuple[int, ...] = (),
 ) -> list[bool]:
-    """Find how many products each equation stands for, forward and backward.
+    """Count how many products each equation needs, forward and backward.
 
     Args:
-        live: gives the equations of a jaxpr that are walked.
+        live: removes the equations of a jaxpr that are not counted.
         jaxpr: the program, open or closed.
         active: which of its inputs depend on what is trained.
-        factors: to be filled for equations that hold no jaxpr to walk: 1 for the equation itself, and 1 for
-            each operand with a gradient. The key is the identity of the equation after those of the equations
-            around it, for calls of one function share a jaxpr.
+        factors: filled in for equations that hold no jaxpr: 1 for the equation itself, and 1 for each operand
+            with a gradient. Keys are the ids of the equations around it and its own, because calls of one
+            function share a jaxpr.
         path: the equations around this jaxpr.
 
     Returns:
@@ -83,7 +83,7 @@ def _looped(
     num_consts: int,
     num_carry: int,
 ) -> list[bool]:
-    """A loop's outputs: what becomes active on some trip is active on all."""
+    """Which outputs of a loop are active; a carry that becomes active on one trip is so on all."""
     consts, carry, xs = (
         operands[:num_consts],
         operands[num_consts:][:num_carry],
@@ -100,8 +100,8 @@ def _looped(
 def scan_parts(eqn: Any) -> tuple[int, int]:
     """How many constants and how many carries a `scan` has.
 
-    Scanned inputs and stacked outputs have one axis more outside the body than inside; the layout of the
-    equation's parameters that would say the same differs between versions of JAX.
+    Found from shapes, because the equation's parameters differ between versions of JAX: scanned inputs and
+    stacked outputs have one more axis outside the body than inside.
     """
     body = eqn.params["jaxpr"]
     inner = getattr(body, "jaxpr", body)

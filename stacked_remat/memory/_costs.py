@@ -1,4 +1,4 @@
-"""What one equation of a traced program costs in arithmetic, when nothing is nested inside it."""
+"""The arithmetic of one equation of a traced program that holds no other program."""
 
 import dataclasses
 import math
@@ -9,13 +9,13 @@ _NONE: frozenset[str] = frozenset()
 
 @dataclasses.dataclass(frozen=True)
 class Cost:
-    """Arithmetic of a piece of a program, with the reasons why the figures may be off.
+    """Arithmetic of part of a program, with the reasons why it may be inexact.
 
     Attributes:
         matmul: multiplications and additions of matrix products and convolutions, two per pair.
         elementwise: one per element of arithmetic, transcendental or reduced element.
-        too_low: reasons why the truth may be higher.
-        too_high: reasons why the truth may be lower.
+        too_low: reasons why the true figures may be higher.
+        too_high: reasons why they may be lower.
     """
 
     matmul: int = 0
@@ -46,9 +46,9 @@ class Cost:
 
 
 def leaf_cost(eqn: Any) -> Cost:
-    """Return the cost of an equation that holds no jaxpr to look into.
+    """Return the cost of an equation that holds no jaxpr.
 
-    An operation that is neither known nor elementwise counts nothing and says so in `too_low`.
+    An operation that is neither known nor elementwise counts as zero and is named in `too_low`.
     """
     name = eqn.primitive.name
     if name in _FREE:
@@ -99,7 +99,7 @@ def _conv(eqn: Any) -> int:
 
 
 def _ragged_dot(eqn: Any) -> int:
-    """Each row meets its own group's matrix only, however a backend may carry it out."""
+    """Each row is multiplied with its own group's matrix only, whatever a backend does."""
     numbers = eqn.params["ragged_dot_dimension_numbers"]
     (_, contracted), (_, batch) = numbers.dot_dimension_numbers
     skipped = {*contracted, *batch, *numbers.rhs_group_dimensions}
@@ -142,7 +142,7 @@ _PER_OUTPUT = frozenset(
     "rng_bit_generator iota_2x32_shape clamp".split()
 )
 
-# Moves or relabels data, or works on program structure: no arithmetic.
+# Moves or relabels data: no arithmetic.
 _FREE = frozenset(
     "reshape broadcast_in_dim broadcast_to broadcast stack unstack roll transpose squeeze expand_dims slice "
     "dynamic_slice dynamic_update_slice gather concatenate pad rev copy copy_p convert_element_type "
@@ -155,7 +155,7 @@ _FREE = frozenset(
     "debug_callback debug_print zeros_like accum_grad_in_ref".split()
 )
 
-# One output of the input's shape, and yet not elementwise.
+# One output of the input's shape, but not elementwise.
 _OPAQUE = frozenset(
     "cholesky eigh eig qr lu svd triangular_solve fft ffi_call custom_call pure_callback io_callback "
     "tpu_custom_call tridiagonal_solve schur hessenberg householder_product".split()

@@ -1,10 +1,9 @@
-"""Counting a program's arithmetic, loop bodies times the number of times they run.
+"""Counts a program's arithmetic, loop bodies times the number of times they run.
 
-XLA's own cost analysis counts the body of a loop once. A training step over scanned layers is nothing
-but loops, so the count is taken from the traced program instead. Loops whose trip count is not
-written down are walked: the integers that steer them are followed on the host (see `_integers`), which
-finds the exact count for loops whose bounds come from a table, however deep. What cannot be known is
-reported as such and never silently counted once.
+XLA's own cost analysis counts the body of a loop once, and a training step over scanned layers is mostly
+loops, so the traced program is counted instead. Where a trip count is not a constant, the integers that it
+depends on are evaluated (see `_integers.py`): the count is exact for loops whose bounds come from a table,
+nested ones too. A trip count that depends on data is reported, never silently taken as one.
 """
 
 import bisect
@@ -22,7 +21,7 @@ from ._backward import mark_products, scan_parts
 from ._costs import Cost, leaf_cost
 from ._integers import as_known, can_evaluate, evaluate, is_small_integer
 
-_MAX_STEPS = 500_000  # equations evaluated before the walk of loops gives up (some ten seconds)
+_MAX_STEPS = 500_000  # equations visited before loops are no longer followed (about ten seconds)
 
 _Value = np.ndarray | None
 _Values = Sequence[_Value]
@@ -37,7 +36,7 @@ class Flops:
         elementwise: one for each element of an arithmetic, transcendental or reducing operation.
             Compilers fuse and simplify these, so it is a guide where `matmul` is exact.
         too_low: reasons why the true figures may be higher (empty when there are none).
-        too_high: reasons why they may be lower: a branch that depends on data counts as its dearest side.
+        too_high: reasons why they may be lower: a branch that depends on data counts its most expensive side.
     """
 
     matmul: int
@@ -63,30 +62,30 @@ def count_flops(jaxpr: Any, *, trained: Sequence[bool] | None = None) -> Flops:
         count body times trips; `while` loops whose trip count depends on the arguments are counted
         once and named in `too_low`.
     """
-    walk = _Walk()
+    counter = _Counter()
     if trained is not None:
-        walk.count_gradients(jaxpr, trained)
-    cost, _ = walk.run(jaxpr, [None] * len(jaxpr.in_avals))
+        counter.count_gradients(jaxpr, trained)
+    cost, _ = counter.run(jaxpr, [None] * len(jaxpr.in_avals))
     return Flops(cost.matmul, cost.elementwise, tuple(sorted(cost.too_low)), tuple(sorted(cost.too_high)))
 
 
-class _Walk:
-    """One pass over a program; integers that are known are carried along."""
+class _Counter:
+    """Counts one program, and evaluates the integers in it that are known."""
 
     def __init__(self) -> None:
         self.steps = 0
         self._live: dict[int, tuple[Any, Any]] = {}
         self._factors: dict[tuple[int, ...], int] = {}
-        self._path: tuple[int, ...] = ()  # of the equation that is walked, through those that hold it
+        self._path: tuple[int, ...] = ()  # of the current equation, through those that hold it
 
     def count_gradients(self, jaxpr: Any, trained: Sequence[bool]) -> None:
         """From now on, products count with those of their gradients."""
         mark_products(self._without_dead_code, jaxpr, trained, self._factors)
 
     def run(self, jaxpr: Any, values: _Values, eqns: Any = None) -> tuple[Cost, list[_Value]]:
-        """Walk a jaxpr (open or closed) given what is known of its inputs.
+        """The cost and the known results of a jaxpr (open or closed), given what is known of its inputs.
 
-        With `eqns`, only these of its equations are walked, for their results: the cost is not all there.
+        With `eqns`, only these equations are evaluated, for their results, and the cost is incomplete.
         """
         live = self._without_dead_code(jaxpr)
         consts = [as_known(const) for const in getattr(jaxpr, "consts", ())]
@@ -115,7 +114,7 @@ class _Walk:
         return self._live[id(jaxpr)][1]
 
     def integer_eqns(self, jaxpr: Any) -> Any:
-        """The equations that the integer results of a program need."""
+        """The equations that the integer results of a jaxpr depend on."""
         live = self._without_dead_code(jaxpr)
         wanted = [is_small_integer(var.aval) for var in live.outvars]
         return partial_eval.dce_jaxpr(live, wanted, instantiate=True)[0].eqns
@@ -133,7 +132,7 @@ class _Walk:
             return self._kernel(eqn, values), unknown
         if name == "shard_map":
             shape, manual = params["mesh"].shape, params.get("manual_axes")
-            # What keeps its shape inside is not divided, and the same on every device.
+            # An input with the same shape inside is not divided, so it is the same on every device.
             inputs = [
                 value if value is not None and value.shape == var.aval.shape else None
                 for value, var in zip(values, params["jaxpr"].invars, strict=True)
@@ -162,8 +161,8 @@ class _Walk:
             reason = f"a kernel with a dynamic grid{_where(eqn)} is counted once"
             return body + Cost(too_low=frozenset({reason}))
         steps = math.prod(grid)
-        # The second argument of JAX's splash attention is its table of blocks: zero where nothing is visible.
-        # All its matrix products are in the branch that is taken elsewhere.
+        # The second argument of JAX's splash attention is its table of blocks, zero where nothing is visible.
+        # All its matrix products are in the branch for the other blocks.
         if (eqn.params.get("name") or "").startswith("splash_") and values[1] is not None:
             steps = steps // values[1].size * np.count_nonzero(values[1])
             reason = "what a splash kernel does on the first and last block of a row counts on every block"
@@ -175,17 +174,17 @@ class _Walk:
         if index is not None:
             return self.run(branches[min(max(int(index), 0), len(branches) - 1)], operands)
         runs = [self.run(branch, operands) for branch in branches]
-        dearest = max((cost for cost, _ in runs), key=lambda cost: (cost.matmul, cost.elementwise))
+        most = max((cost for cost, _ in runs), key=lambda cost: (cost.matmul, cost.elementwise))
         results = [
             first if all(_same(first, other) for other in others) else None
             for first, *others in zip(*(result for _, result in runs), strict=True)
         ]
-        if any((cost.matmul, cost.elementwise) != (dearest.matmul, dearest.elementwise) for cost, _ in runs):
-            reason = f"a branch that depends on data{_where(eqn)} counts as its dearest side"
-            dearest = dearest + Cost(too_high=frozenset({reason}))
+        if any((cost.matmul, cost.elementwise) != (most.matmul, most.elementwise) for cost, _ in runs):
+            reason = f"a branch that depends on data{_where(eqn)} counts its most expensive side"
+            most = most + Cost(too_high=frozenset({reason}))
         for cost, _ in runs:
-            dearest = dearest + Cost(too_low=cost.too_low, too_high=cost.too_high)
-        return dearest, results
+            most = most + Cost(too_low=cost.too_low, too_high=cost.too_high)
+        return most, results
 
     def _scan(self, eqn: Any, values: list[_Value]) -> tuple[Cost, list[_Value]]:
         body, length = eqn.params["jaxpr"], eqn.params["length"]
@@ -219,12 +218,17 @@ class _Walk:
 
 
 class _Loop:
-    """One loop: its body, and what is known of what goes into it."""
+    """One loop: its body, and what is known of its inputs."""
 
     def __init__(
-        self, walk: _Walk, body: Any, consts: _Values, carry: _Values, slices: Callable[[int], list[_Value]]
+        self,
+        counter: _Counter,
+        body: Any,
+        consts: _Values,
+        carry: _Values,
+        slices: Callable[[int], list[_Value]],
     ) -> None:
-        self._walk, self._consts, self._carry, self._slices = walk, list(consts), list(carry), slices
+        self._counter, self._consts, self._carry, self._slices = counter, list(consts), list(carry), slices
         inner = getattr(body, "jaxpr", body)
         self._carried = inner.invars[len(consts) : len(consts) + len(carry)]
         self._outs = inner.outvars
@@ -232,25 +236,25 @@ class _Loop:
         self._fixed = [value if out is var else None for value, out, var in pairs]
         num_xs = len(inner.invars) - len(consts) - len(carry)
         self._num_ys = len(inner.outvars) - len(carry)
-        self._each, _ = walk.run(body, [*consts, *self._fixed, *[None] * num_xs])
+        self._each, _ = counter.run(body, [*consts, *self._fixed, *[None] * num_xs])
         moved = any(v is not None and f is None for v, f in zip(carry, self._fixed, strict=True))
         self._moving = moved or any(value is not None for value in slices(0))
         self._body, self._eqns = body, None
-        # A body that costs the same on every trip need not be walked on every trip: its integers will do.
+        # A body that costs the same on every trip is counted once; then only its integers are evaluated.
         if self._is_constant():
-            self._eqns = walk.integer_eqns(body)
+            self._eqns = counter.integer_eqns(body)
         self._strides = self._find_strides()
         self._memo: dict[Any, tuple[Cost, list[_Value]]] = {}
 
     def _is_constant(self) -> bool:
-        """Whether integers that move from trip to trip have no say in the cost, or cannot settle it."""
+        """Whether knowing the integers that change from trip to trip does not change the cost."""
         if self._each.exact or not self._moving:
             return True
-        first, _ = self._walk.run(self._body, [*self._consts, *self._carry, *self._slices(0)])
+        first, _ = self._counter.run(self._body, [*self._consts, *self._carry, *self._slices(0)])
         return (first.too_low, first.too_high) == (self._each.too_low, self._each.too_high)
 
     def _find_strides(self) -> list[int] | None:
-        """By how much each carry moves on every trip; None unless that is a constant and all there is."""
+        """The constant that each trip adds to each carry; None if the integers change in any other way."""
         ys = self._outs[len(self._carry) :]
         if self._eqns is None or any(is_small_integer(out.aval) for out in ys):
             return None
@@ -264,16 +268,16 @@ class _Loop:
         return None if steps else strides
 
     def _after(self, trips: int) -> list[_Value]:
-        """The carry after that many trips, if it moves by strides."""
+        """The carry after that many trips, where each trip adds a constant."""
         moved = zip(self._carry, self._strides or [], strict=True)
         return [None if value is None else value.astype(np.int64) + trips * stride for value, stride in moved]
 
     def _trip(self, state: _Values, trip: int) -> tuple[Cost, list[_Value], list[_Value]]:
-        """Cost of a trip, the carry after it, and what it stacks."""
+        """The cost of a trip, the carry after it, and its stacked outputs."""
         values = [*state, *self._slices(trip)]
         key = tuple(None if value is None else value.tobytes() for value in values)
         if key not in self._memo:
-            cost, results = self._walk.run(self._body, [*self._consts, *values], self._eqns)
+            cost, results = self._counter.run(self._body, [*self._consts, *values], self._eqns)
             self._memo[key] = (cost if self._eqns is None else self._each), results
         cost, results = self._memo[key]
         return cost, results[: len(self._carry)], results[len(self._carry) :]
@@ -287,7 +291,7 @@ class _Loop:
             return self._each * len(order), [*self._after(len(order)), *unknown_ys]
         state, total, stacked = self._carry, Cost(), []
         for trip in range(len(order)):
-            if self._walk.steps > _MAX_STEPS:
+            if self._counter.steps > _MAX_STEPS:
                 return self._each * len(order), [*self._fixed, *unknown_ys]
             cost, state, ys = self._trip(state, trip)
             total = total + cost
@@ -298,10 +302,10 @@ class _Loop:
     def repeated(
         self, go_on: Callable[[_Values], tuple[Cost, list[_Value]]], reason: str, monotone: bool
     ) -> tuple[Cost, list[_Value]]:
-        """Cost and results of a loop that runs while `go_on` says so.
+        """Cost and results of a loop that runs while `go_on` is true.
 
-        `reason` says that its trip count is unknown. A `monotone` test, once false, stays false as the carry
-        moves on by its strides.
+        `reason` is reported if its trip count is unknown. A `monotone` test, once false, stays false while
+        each trip adds a constant to the carry.
         """
         test, _ = go_on(self._fixed)
         unknown = self._each + test + Cost(too_low=frozenset({reason}))
@@ -314,7 +318,7 @@ class _Loop:
         state, total, trips = self._carry, Cost(), 0
         while True:
             (decision,) = go_on(state)[1]
-            if decision is None or self._walk.steps > _MAX_STEPS:
+            if decision is None or self._counter.steps > _MAX_STEPS:
                 return unknown, list(self._fixed)
             if not decision:
                 return total + test * (trips + 1), state
@@ -334,7 +338,7 @@ def _read(known: dict[Any, _Value], atom: Any) -> _Value:
 
 
 def _stride(eqn: Any, carried: Sequence[Any]) -> tuple[Any, int]:
-    """The carry that an equation adds a written constant to, and the constant."""
+    """The carry that an equation adds a literal to, and the literal."""
     if eqn.primitive.name == "add":
         for var, step in (eqn.invars, eqn.invars[::-1]):
             known = as_known(getattr(step, "val", None))
@@ -357,13 +361,8 @@ def _where(eqn: Any) -> str:
     return f" ({source_info_util.summarize(eqn.source_info)})"
 
 
-_TINY_BODIES = frozenset({"reduce", "reduce_window", "scatter", "scatter-add", "scatter-mul", "argmax"}) | {
-    "scatter-min",
-    "scatter-max",
-    "scatter_sub",
-    "select_and_gather_add",
-    "select_and_scatter_add",
-    "reduce_precision",
-    "sort",
-    "custom_lin",
-}
+# Their jaxprs combine two elements, which `leaf_cost` counts.
+_TINY_BODIES = frozenset(
+    "reduce reduce_window scatter scatter-add scatter-mul scatter-min scatter-max scatter_sub argmax sort "
+    "select_and_gather_add select_and_scatter_add reduce_precision custom_lin".split()
+)

@@ -1,4 +1,4 @@
-"""Choosing what to recompute: compile the policies, keep the first that fits."""
+"""Chooses a remat policy: compiles candidates and takes the first that fits in memory."""
 
 import dataclasses
 import operator
@@ -11,7 +11,7 @@ from jaxtyping import PyTree
 
 from .._policy import ScanCheckpointPolicy, ScanCheckpointSpec, resolve_policy
 from ._report import DoesNotFit, MemoryReport, report
-from ._table import Table, readable_bytes, readable_count
+from ._table import Table, Tabular, readable_bytes, readable_count
 from ._targets import Target
 
 CANDIDATES: tuple[ScanCheckpointSpec, ...] = (
@@ -22,8 +22,8 @@ CANDIDATES: tuple[ScanCheckpointSpec, ...] = (
     "offload",
     *(ScanCheckpointPolicy(max_carries=most) for most in (8, 6, 4, 3, 2)),
 )
-"""What `plan` tries: from most device memory to least, those that need the host last; and where that has no
-room either, ever fewer carries, which cost ever more recomputation."""
+"""What `plan` tries: from most device memory to least, then those that use the host, then fewer and fewer
+carries, which cost more and more recomputation."""
 
 
 class BudgetError(RuntimeError):
@@ -36,8 +36,8 @@ class Trial:
 
     Attributes:
         policy: what was tried.
-        report: what it needs; None if the compiler gave up on it.
-        failure: the compiler's reason, where it gave up.
+        report: what it needs; None if the compiler refused it.
+        failure: the compiler's reason, if it refused.
     """
 
     policy: ScanCheckpointSpec
@@ -46,7 +46,7 @@ class Trial:
 
 
 @dataclasses.dataclass(frozen=True)
-class Comparison:
+class Comparison(Tabular):
     """Policies of one program side by side, in the order in which they were tried."""
 
     trials: tuple[Trial, ...]
@@ -59,19 +59,13 @@ class Comparison:
         failures = [f"{trial.policy!r}: {trial.failure}" for trial in self.trials if trial.failure]
         return Table(title, columns, tuple(rows), (*failures, *notes))
 
-    def __str__(self) -> str:
-        return str(self._table())
-
-    def __rich__(self) -> Any:
-        return self._table().__rich__()
-
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class Plan(Tabular):
     """The policy to use, and how it was found.
 
     Attributes:
-        policy: the first candidate that fits, as it was given; with `first_layers` where layers were given.
+        policy: the first candidate that fits, as it was given; with `first_layers` if `layers` was given.
         report: what it needs.
         tried: everything that was compiled, in order.
         budget: bytes of device memory it had to fit in.
@@ -86,12 +80,6 @@ class Plan:
         note = f"{self.policy!r} fits {readable_bytes(self.budget)} a device"
         return self.tried._table("plan", (note,))
 
-    def __str__(self) -> str:
-        return str(self._table())
-
-    def __rich__(self) -> Any:
-        return self._table().__rich__()
-
 
 def compare(
     fn_of_policy: Callable[[ScanCheckpointSpec], Callable[..., Any]],
@@ -101,7 +89,7 @@ def compare(
     donate: str | Sequence[str] = (),
     **kwargs: PyTree,
 ) -> Comparison:
-    """Compile a program under every policy and put the reports side by side. Nothing is executed.
+    """Compile a program under every policy and compare the reports. Nothing is executed.
 
     Args:
         fn_of_policy: makes the function to compile from a policy, for example
@@ -113,7 +101,7 @@ def compare(
         **kwargs: its keyword arguments.
 
     Returns:
-        A trial for each candidate. One that the compiler refuses is there too, with the reason.
+        A trial for each candidate, with the reason for one that the compiler refuses.
 
     Cost: one compilation a candidate.
     """
@@ -134,35 +122,35 @@ def plan(
 ) -> Plan:
     """Find the first of the candidates that fits in a budget. Nothing is executed.
 
-    With `layers` it goes on to spend what that candidate leaves of the budget, on the most `first_layers`
-    that still fit. Of a nested candidate they keep their carries, and so are not replayed, or their internals
-    too, whichever leaves less arithmetic; of one that offloads every carry they keep theirs on the device; of
-    another they keep their internals.
+    With `layers`, what that candidate leaves of the budget is spent on the most `first_layers` that fit. For
+    a nested candidate they keep their carries, and so are not replayed, or their internals too, whichever
+    needs less arithmetic; for one that offloads every carry they keep theirs on the device; for any other
+    they keep their internals.
 
     Args:
-        fn_of_policy: makes the function to compile from a policy, as for `compare`. Compile what will run:
-            the whole training step with its optimizer state, and with what it donates.
+        fn_of_policy: makes the function to compile from a policy, as for `compare`. It should be what will
+            run: the whole training step, with its optimizer state and donation.
         *args: its arguments, as for `report`.
-        budget: device memory, arguments and results included, for each device: bytes, or text such as
-            `"80GiB"` or `"80GB"`. Leave room for what the compiler does not see (the allocator's
-            fragmentation, library workspaces, other programs): nine tenths of the device is a usual figure.
-        host_budget: the same for the memory of the host that one device uses; None for no limit.
+        budget: memory of each device, arguments and results included: bytes, or text such as `"80GiB"` or
+            `"80GB"`. Allow for what the compiler does not count (fragmentation, library workspaces, other
+            programs): nine tenths of the device is a usual figure.
+        host_budget: the same for the host memory that one device uses; None for no limit.
         candidates: the policies, cheapest first.
         target: as for `report`.
         donate: as for `report`.
-        layers: how many layers the stack has, to give a part of them another policy; None not to.
+        layers: how many layers the stack has, to search for `first_layers`; None for no search.
         **kwargs: its keyword arguments.
 
     Returns:
         The plan. No candidate beyond the first that fits is compiled.
 
     Raises:
-        BudgetError: none fits; shows all of them and the smallest.
-        ValueError: a budget that cannot be read; no candidates; fewer layers than one.
-        TypeError: `layers` is no integer.
+        BudgetError: no candidate fits; shows all of them and the smallest.
+        ValueError: a budget that cannot be read, no candidates, or fewer layers than one.
+        TypeError: `layers` is not an integer.
 
-    Cost: one compilation a candidate, and with `layers` two to `4 + log2(layers)` more, for a nested
-    candidate at most twice as many.
+    Cost: one compilation per candidate, and with `layers` two to `4 + log2(layers)` more, at most twice that
+    for a nested candidate.
     """
     limit, host_limit = parse_bytes(budget), None if host_budget is None else parse_bytes(host_budget)
     layers = None if layers is None else _number_of_layers(layers)
@@ -211,7 +199,7 @@ def parse_bytes(size: int | str) -> int:
 
 
 class _Search:
-    """Compiles policies against a budget and remembers all of them, in order."""
+    """Compiles policies, remembers their reports in order, and compares them with a budget."""
 
     def __init__(
         self, compile_policy: Callable[[ScanCheckpointSpec], Trial], limit: int, host_limit: int | None
@@ -241,11 +229,11 @@ class _Search:
             if self._fits(trial):
                 return trial
             if trial.report is not None and trial.report.arguments > self._limit:
-                break  # as they will be under every other policy
+                break  # the arguments are the same under every policy
         raise BudgetError(_nothing_fits(self.tried, self._limit, self._host_limit))
 
     def with_most_first_layers(self, chosen: Trial, layers: int) -> Trial:
-        """Find the first layers that save most: with their carries alone, or with their internals too."""
+        """Search for the `first_layers` that leave the least arithmetic."""
         base = resolve_policy(chosen.policy)
         if base.saves_everything:
             return chosen
@@ -257,14 +245,14 @@ class _Search:
         kept = resolve_policy(carries.policy).first_layers
         if kept == 0:
             return chosen
-        # A layer that keeps its internals is spared two evaluations, one that keeps its carry is spared one.
+        # Keeping a layer's internals saves two evaluations of it, keeping its carry saves one.
         fewest = self._with_first(chosen, False, kept // 2 + 1)
         if fewest is None or not self._fits(fewest):
             return carries
         return min(carries, self._most(fewest, False, layers), key=_arithmetic)
 
     def _with_first(self, trial: Trial, policy: ScanCheckpointSpec, count: int) -> Trial | None:
-        """Compile another number of first layers; None if the policy cannot have any."""
+        """Compile with that many first layers; None if the policy cannot have any."""
         base = resolve_policy(trial.policy)
         try:
             other = dataclasses.replace(base, first_layers=count, first_policy=policy)
@@ -273,7 +261,7 @@ class _Search:
         return self._try(other)
 
     def _most(self, fitting: Trial, policy: ScanCheckpointSpec, layers: int) -> Trial:
-        """Search between those of `fitting` and all layers, by where a straight line between trials says."""
+        """Search for the most first layers, from those of `fitting` on, by interpolation between trials."""
         keeps = resolve_policy(policy)
         best, beyond = fitting, next((t for t in self._trials if resolve_policy(t.policy) == keeps), None)
         low, high = resolve_policy(fitting.policy).first_layers, layers

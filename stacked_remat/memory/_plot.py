@@ -1,4 +1,4 @@
-"""One picture of what recomputation buys: device memory against arithmetic, a point for each policy."""
+"""Plots device memory against arithmetic, a point for each policy."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,7 +12,7 @@ def plot(
     path: str | Path,
     title: str = "Memory against recomputation",
 ) -> Path:
-    """Draw the device memory of every policy against its arithmetic, and write it as a PNG.
+    """Plot the device memory of every policy against its arithmetic, as a PNG.
 
     Args:
         reports: as `compare` returns them, or by name.
@@ -20,8 +20,8 @@ def plot(
         title: heading of the picture.
 
     Returns:
-        The path written to. Points are total bytes on a device (filled) and, where a policy uses it, on
-        the host (hollow, joined to its point); arithmetic is relative to the policy that does least.
+        `path`. Points are total bytes on a device (filled) and, where a policy uses it, on the host (hollow,
+        joined by a line); arithmetic is relative to the policy with the least.
 
     Raises:
         ImportError: matplotlib is not installed; names the extra.

@@ -1,4 +1,4 @@
-"""What a program will need in memory and arithmetic, found by compiling it and running nothing."""
+"""The memory and arithmetic that a program needs, found by compiling it without running it."""
 
 import contextlib
 import dataclasses
@@ -14,14 +14,15 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 from jaxtyping import PyTree
 
+from .._messages import shortened
 from .._placement import compiled_for
 from ._flops import Flops, count_flops
-from ._table import Table, readable_bytes, readable_count
+from ._table import Table, Tabular, readable_bytes, readable_count
 from ._targets import Target, TargetError, find_target
 
 
 class DoesNotFit(RuntimeError):
-    """The compiler itself refused the program for want of device memory (XLA:TPU does)."""
+    """The compiler refused the program because device memory is too small (XLA:TPU does)."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,20 +40,20 @@ class HostBytes:
 
 
 @dataclasses.dataclass(frozen=True)
-class MemoryReport:
+class MemoryReport(Tabular):
     """What one call of a program needs, per device unless said otherwise.
 
     Attributes:
         target: name of the target it was compiled for.
         arguments: bytes of the arguments in device memory.
         outputs: bytes of the results in device memory, aliased ones included.
-        temporaries: bytes the program allocates while it runs, at the most.
-        aliased: bytes of results that take the place of donated arguments.
+        temporaries: peak bytes that the program allocates while it runs.
+        aliased: bytes of results written into donated arguments.
         host: the same four for host memory.
-        flops: arithmetic of one call, over all devices together.
+        flops: arithmetic of one call, summed over devices.
         compile_seconds: wall time of the compilation.
         devices: number of devices the program runs on.
-        capacity: bytes of memory that one device has; None where the target does not say.
+        capacity: bytes of memory of one device; None where it is not known.
     """
 
     target: str
@@ -91,12 +92,6 @@ class MemoryReport:
         ]
         return Table(f"memory on {where}", ("", "device", "host"), tuple(rows), tuple(notes))
 
-    def __str__(self) -> str:
-        return str(self._table())
-
-    def __rich__(self) -> Any:
-        return self._table().__rich__()
-
 
 def report(
     fn: Callable[..., Any],
@@ -105,21 +100,21 @@ def report(
     donate: str | Sequence[str] = (),
     **kwargs: PyTree,
 ) -> MemoryReport:
-    """Compile `fn(*args, **kwargs)` for `target` and say what a call would need. Nothing is executed.
+    """Compile `fn(*args, **kwargs)` for `target` and report what a call needs. Nothing is executed.
 
     Args:
         fn: a function, an Equinox module, or either already wrapped in `jax.jit` or `eqx.filter_jit`
             (their donation counts).
         *args: arguments as `eqx.filter_jit` takes them: arrays and `jax.ShapeDtypeStruct`s are traced,
             anything else is static. Shardings on a mesh are kept if the mesh is of the target's devices
-            (see `target_mesh`) and carried over to as many of the target's devices if it is not.
+            (see `target_mesh`), and otherwise moved to as many of the target's devices.
         target: a name in `TARGETS` or a `Target`.
         donate: names of the arguments whose buffers may be reused for results, or `"all"` (with the
             arrays in `fn`).
-        **kwargs: keyword arguments of `fn`. `target` and `donate` are those of `report`: where `fn` takes
-            arguments of these names, give them by position.
+        **kwargs: keyword arguments of `fn`, but not `target` and `donate`: if `fn` takes arguments of these
+            names, pass them by position.
 
-    Where the arguments lie on a mesh, `fn` is traced with that in use (`jax.sharding.use_abstract_mesh`).
+    If the arguments lie on a mesh, `fn` is traced with it in use (`jax.sharding.use_abstract_mesh`).
 
     Returns:
         The report. Library workspaces and autotuning may differ on the device itself.
@@ -130,7 +125,7 @@ def report(
             size arguments on the host.
         DoesNotFit: the compiler gave up for want of memory.
 
-    Cost: tracing and one full compilation; host memory for neither arguments nor results.
+    Cost: tracing and one full compilation; no memory for arguments or results.
     """
     chosen = find_target(target)
     fn, donate = _unwrap(fn, donate)
@@ -142,8 +137,8 @@ def report(
         _, args, kwargs = call
         return _compile(chosen, placement, lambda: jitted.trace(*args, **kwargs))
     arrays, static = eqx.partition(call, _is_abstract)
-    given_up = _donated(fn, args, kwargs, donate)
-    donated, kept = eqx.filter(arrays, given_up), eqx.filter(arrays, given_up, inverse=True)
+    is_donated = _donated(fn, args, kwargs, donate)
+    donated, kept = eqx.partition(arrays, is_donated)
 
     def run(donated: PyTree, kept: PyTree) -> PyTree:
         fn, args, kwargs = eqx.combine(donated, kept, static)
@@ -154,14 +149,9 @@ def report(
 
 def _compile(target: Target, placement: "_Placement", trace: Callable[[], Any]) -> MemoryReport:
     with warnings.catch_warnings():
-        # What was donated in vain shows in the report.
+        # Donation that was not used shows in the report.
         warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
-        in_use = (
-            contextlib.nullcontext()
-            if placement.mesh is None
-            else jax.sharding.use_abstract_mesh(placement.mesh.abstract_mesh)
-        )
-        with compiled_for(target.devices()[0].platform), in_use:
+        with compiled_for(target.devices()[0].platform), placement.in_use():
             traced = trace()
         start = time.perf_counter()
         try:
@@ -172,18 +162,15 @@ def _compile(target: Target, placement: "_Placement", trace: Callable[[], Any]) 
             raise
         seconds = time.perf_counter() - start
     stats = compiled.memory_analysis()
+
+    def sizes(where: str) -> dict[str, int]:
+        kinds = {"arguments": "argument", "outputs": "output", "temporaries": "temp", "aliased": "alias"}
+        return {name: getattr(stats, f"{where}{kind}_size_in_bytes") for name, kind in kinds.items()}
+
     return MemoryReport(
         target=target.name,
-        arguments=stats.argument_size_in_bytes,
-        outputs=stats.output_size_in_bytes,
-        temporaries=stats.temp_size_in_bytes,
-        aliased=stats.alias_size_in_bytes,
-        host=HostBytes(
-            arguments=stats.host_argument_size_in_bytes,
-            outputs=stats.host_output_size_in_bytes,
-            temporaries=stats.host_temp_size_in_bytes,
-            aliased=stats.host_alias_size_in_bytes,
-        ),
+        **sizes(""),
+        host=HostBytes(**sizes("host_")),
         flops=count_flops(traced.jaxpr),
         compile_seconds=seconds,
         devices=placement.devices,
@@ -209,7 +196,7 @@ def _is_jax_jit(fn: Any) -> bool:
 
 
 def _unwrap(fn: Any, donate: str | Sequence[str]) -> tuple[Any, str | Sequence[str]]:
-    """Look inside `eqx.filter_jit`, which would take shapes for static values."""
+    """Unwrap `eqx.filter_jit`, which would treat shapes as static values."""
     is_filter_jit = hasattr(fn, "donate_first") and hasattr(fn, "__wrapped__")
     if donate and (is_filter_jit or _is_jax_jit(fn)):
         raise ValueError("fn is jitted already: give its donation to the jit, not to report")
@@ -221,7 +208,7 @@ def _unwrap(fn: Any, donate: str | Sequence[str]) -> tuple[Any, str | Sequence[s
 
 
 def _donated(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], donate: str | Sequence[str]) -> PyTree:
-    """Which of `(fn, args, kwargs)` are given up, as a prefix tree of booleans."""
+    """Which of `(fn, args, kwargs)` are donated, as a prefix tree of booleans."""
     if donate == "all":
         return True, True, True
     if donate == "all-except-first":
@@ -234,14 +221,14 @@ def _donated(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], donate: str
     if missing := sorted(names - kwargs.keys() - set(by_position)):
         expected = sorted({*by_position, *kwargs})
         raise ValueError(
-            f"donate={missing[0]!r} is not an argument of this call: expected 'all' or out of {expected}"
+            f"donate={missing[0]!r} is not an argument of this call: expected 'all' or some of {expected}"
         )
     return False, tuple(name in names for name in by_position), {name: name in names for name in kwargs}
 
 
 @dataclasses.dataclass(frozen=True)
 class _Placement:
-    """Where a call's arguments go on a target: one device, or a mesh of them."""
+    """Where a call's arguments are on a target: one device, or a mesh."""
 
     target: Target
     mesh: Mesh | None
@@ -255,12 +242,10 @@ class _Placement:
             if isinstance(sharding, NamedSharding) and sharding.mesh.size > 1:
                 meshes.setdefault(tuple(sharding.mesh.shape.items()), sharding.mesh)
             elif isinstance(sharding, Sharding) and sharding.num_devices > 1:
-                raise ValueError(
-                    f"arguments over several devices need NamedShardings to be sized, got {sharding}"
-                )
+                raise ValueError(f"arguments on several devices must have NamedShardings, got {sharding}")
         if len(meshes) > 1:
             raise ValueError(
-                f"arguments lie on different meshes: {sorted(meshes)}; give all of them one mesh"
+                f"arguments lie on different meshes: {sorted(meshes)}; put all of them on one mesh"
             )
         if not meshes:
             return _Placement(target, None, 1)
@@ -271,16 +256,21 @@ class _Placement:
             mesh = Mesh(grid, mesh.axis_names, axis_types=mesh.axis_types)
         return _Placement(target, mesh, mesh.size)
 
+    def in_use(self) -> contextlib.AbstractContextManager[Any]:
+        if self.mesh is None:
+            return contextlib.nullcontext()
+        return jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh)
+
     def place(self, call: PyTree) -> PyTree:
         """Replace every array by its shape on the target."""
-        on_host: dict[str, str] = {}
+        on_host: list[str] = []
 
         def shape(path: Any, leaf: Any) -> Any:
             if not _is_array(leaf):
                 return leaf
             kind = _memory_kind(leaf)
             if kind is not None:
-                on_host[jax.tree_util.keystr(path)] = kind
+                on_host.append(f"{jax.tree_util.keystr(path)} ({kind})")
             weak = bool(getattr(leaf, "weak_type", False))
             return jax.ShapeDtypeStruct(
                 leaf.shape, leaf.dtype, sharding=self._sharding(leaf, kind), weak_type=weak
@@ -288,7 +278,8 @@ class _Placement:
 
         placed = jax.tree_util.tree_map_with_path(shape, call, is_leaf=_is_array)
         if on_host and not self.target.sizes_host_arguments:
-            raise TargetError(_HOST_ARGUMENTS.format(target=self.target.name, where=_some(on_host)))
+            where = shortened(on_host, most=5)
+            raise TargetError(_HOST_ARGUMENTS.format(target=self.target.name, where=where))
         return placed
 
     def _sharding(self, leaf: Any, kind: str | None) -> Sharding:
@@ -306,13 +297,8 @@ _HOST_ARGUMENTS = (
 )
 
 
-def _some(items: dict[str, str], most: int = 5) -> str:
-    shown = [f"{path} ({kind})" for path, kind in items.items()]
-    return ", ".join(shown[:most]) + (f" and {len(shown) - most} more" if len(shown) > most else "")
-
-
 def _memory_kind(leaf: Any) -> str | None:
-    """The memory an argument was put in, None for its device's own."""
+    """The kind of host memory that an argument is in; None for device memory."""
     sharding = getattr(leaf, "sharding", None)
     kind = getattr(sharding, "memory_kind", None)
     return kind if kind is not None and "host" in kind else None

@@ -1,6 +1,7 @@
-"""Small tables of figures, as plain text or, where rich is installed, as rich tables."""
+"""Tables of figures as plain text, and with rich where it is installed."""
 
 import dataclasses
+from abc import ABC, abstractmethod
 from typing import Any
 
 
@@ -30,11 +31,24 @@ class Table:
 
         table = RichTable(title=self.title, caption="\n".join(self.notes) or None, caption_justify="left")
         for k, column in enumerate(self.columns):
-            # What a narrow terminal has no room for goes on the next line: a policy cut short names none.
+            # In a narrow terminal text wraps; a policy's name cut short would be useless.
             table.add_column(Text(column), justify="left" if k == 0 else "right", overflow="fold")
         for row in self.rows:
             table.add_row(*map(Text, row))
         return table
+
+
+class Tabular(ABC):
+    """Shown as a table."""
+
+    @abstractmethod
+    def _table(self) -> Table: ...
+
+    def __str__(self) -> str:
+        return str(self._table())
+
+    def __rich__(self) -> Any:
+        return self._table().__rich__()
 
 
 def readable_bytes(count: int) -> str:

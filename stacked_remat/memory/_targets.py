@@ -1,7 +1,7 @@
-"""The accelerators a program can be sized for, present or not.
+"""The accelerators that programs can be compiled for, attached or not.
 
-A target knows how to hand out the *devices* that JAX compiles for. For an accelerator that is not
-attached these are compile-only devices: XLA's compiler for that chip runs in full, and nothing else.
+A target returns the devices that JAX compiles for. For an accelerator that is not attached these are
+compile-only: XLA's compiler for that chip runs in full, but no program does.
 """
 
 import dataclasses
@@ -21,7 +21,7 @@ from jax.sharding import Mesh
 
 
 class TargetError(RuntimeError):
-    """A target that cannot do what was asked of it; the message says what to do instead."""
+    """A target cannot do what was asked; the message says what to do instead."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,9 +29,9 @@ class Target(ABC):
     """A kind of device that programs are compiled for.
 
     Attributes:
-        name: what `report(..., target=name)` calls it.
-        memory: bytes of memory on one device, as its driver reports them; None where nobody says.
-        flops: peak dense bfloat16 FLOP/s of one device, without sparsity; None where nobody says.
+        name: as in `report(..., target=name)`.
+        memory: bytes of memory of one device, as its driver reports them; None where it is not known.
+        flops: peak dense bfloat16 FLOP/s of one device, without sparsity; None where it is not known.
         source: where the figures come from.
     """
 
@@ -41,7 +41,7 @@ class Target(ABC):
     source: str
 
     sizes_host_arguments: ClassVar[bool] = True
-    """Whether arguments that live on the host are counted there."""
+    """Whether arguments in host memory are counted as such."""
 
     @abstractmethod
     def devices(self, count: int = 1) -> tuple[Any, ...]:
@@ -54,7 +54,7 @@ class Target(ABC):
 
 @dataclasses.dataclass(frozen=True)
 class LocalTarget(Target):
-    """Whatever JAX runs on in this process, CPU included."""
+    """The devices that JAX runs on in this process, CPU included."""
 
     name: str = "local"
     memory: int | None = None
@@ -74,7 +74,7 @@ class LocalTarget(Target):
 
 @dataclasses.dataclass(frozen=True)
 class CudaTarget(Target):
-    """An NVIDIA GPU, described by the figures XLA's cost model and code generator ask for.
+    """An NVIDIA GPU, with the figures that XLA's cost model and code generator need.
 
     Attributes:
         description: the device's name as the driver gives it.
@@ -142,7 +142,7 @@ class TpuTarget(Target):
     """A TPU generation.
 
     Attributes:
-        slices: number of devices to the topology that has them, smallest first.
+        slices: (number of devices, topology), smallest first.
     """
 
     slices: tuple[tuple[int, str], ...]
@@ -168,8 +168,8 @@ def _cuda_devices(target: CudaTarget, count: int) -> tuple[Any, ...]:
 
 
 def _register_cuda_plugin() -> None:
-    """Register the plugin that JAX gave up on because no driver answers; the compiler needs none."""
-    jax.devices()  # settles the backends first, or JAX would take the GPU for attached
+    """Register the plugin that JAX skipped because it found no driver; the compiler needs none."""
+    jax.devices()  # initialises the backends first, or JAX would treat the GPU as attached
     version = next(v for v in (13, 12) if importlib.util.find_spec(f"jax_cuda{v}_plugin"))
     os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"
     importlib.import_module(f"jax_plugins.xla_cuda{version}").initialize()
@@ -185,8 +185,8 @@ def _tpu_devices(target: TpuTarget, count: int) -> tuple[Any, ...]:
     if topology is None:
         sizes = ", ".join(str(size) for size, _ in target.slices)
         raise TargetError(f"target {target.name!r} has slices of {sizes} devices; {count} were asked for")
-    # An attached backend starts first: it may need the very metadata server that a machine without a
-    # TPU would wait minutes for.
+    # An attached backend starts first: it may need the metadata server that a machine without a TPU would
+    # wait minutes for.
     if jax.default_backend() != "tpu":
         for key, value in _NO_TPU.items():
             os.environ.setdefault(key, value)
@@ -194,10 +194,25 @@ def _tpu_devices(target: TpuTarget, count: int) -> tuple[Any, ...]:
     return tuple(found.devices)[:count]
 
 
-# What libtpu would otherwise ask the metadata server of a TPU machine for.
+# What libtpu would otherwise ask of a TPU machine's metadata server.
 _NO_TPU = {"TPU_SKIP_MDS_QUERY": "1", "TPU_ACCELERATOR_TYPE": "v5p-8", "TPU_WORKER_HOSTNAMES": "localhost"}
 
 _XLA = "openxla/xla xla/backends/gpu/target_config/specs (read from the device)"
+
+_H100 = CudaTarget(
+    name="h100",
+    memory=84_942_979_072,
+    flops=989e12,
+    source=f"NVIDIA H100 datasheet (SXM5); {_XLA}",
+    description="NVIDIA H100 80GB HBM3",
+    capability=(9, 0),
+    cores=132,
+    lanes=128,
+    shared_memory=(233_472, 232_448),
+    l2_cache=52_428_800,
+    clock_ghz=1.98,
+    bandwidth=3_352_320_000_000,
+)
 
 _ALL: tuple[Target, ...] = (
     LocalTarget(),
@@ -215,32 +230,13 @@ _ALL: tuple[Target, ...] = (
         clock_ghz=1.41,
         bandwidth=2_039_040_000_000,
     ),
-    CudaTarget(
-        name="h100",
-        memory=84_942_979_072,
-        flops=989e12,
-        source=f"NVIDIA H100 datasheet (SXM5); {_XLA}",
-        description="NVIDIA H100 80GB HBM3",
-        capability=(9, 0),
-        cores=132,
-        lanes=128,
-        shared_memory=(233_472, 232_448),
-        l2_cache=52_428_800,
-        clock_ghz=1.98,
-        bandwidth=3_352_320_000_000,
-    ),
-    CudaTarget(
+    _H100,
+    dataclasses.replace(
+        _H100,
         name="h200",
         memory=150_000_000_000,
-        flops=989e12,
         source=f"NVIDIA H200 datasheet (SXM5); {_XLA}; memory rounded down to what drivers leave",
         description="NVIDIA H200",
-        capability=(9, 0),
-        cores=132,
-        lanes=128,
-        shared_memory=(233_472, 232_448),
-        l2_cache=52_428_800,
-        clock_ghz=1.98,
         bandwidth=4_800_000_000_000,
     ),
     CudaTarget(
@@ -284,14 +280,14 @@ _ALL: tuple[Target, ...] = (
 )
 
 TARGETS: Mapping[str, Target] = MappingProxyType({target.name: target for target in _ALL})
-"""Every target by name. A `Target` of your own can be passed wherever a name can."""
+"""Every target by name. Wherever a name is taken, so is a `Target` of your own."""
 
 
 def find_target(target: str | Target) -> Target:
     """Return the target of that name, or `target` itself.
 
     Raises:
-        ValueError: no target has that name; the message lists those there are.
+        ValueError: no target has that name; lists all names.
     """
     if isinstance(target, Target):
         return target
@@ -301,14 +297,14 @@ def find_target(target: str | Target) -> Target:
 
 
 def target_mesh(target: str | Target, axes: Mapping[str, int]) -> Mesh:
-    """Make a mesh of a target's devices, to give a report's arguments shardings on.
+    """Make a mesh of a target's devices, for the shardings of a report's arguments.
 
     Args:
         target: name or `Target`.
         axes: mesh axis names to their sizes, for example `{"data": 2, "model": 4}`.
 
     Returns:
-        A `jax.sharding.Mesh`; the devices may be compile-only ones that nothing can run on.
+        A `jax.sharding.Mesh`; its devices may be compile-only.
 
     Raises:
         TargetError: as `Target.devices`.

@@ -1,8 +1,8 @@
-"""Exact attention a block of queries by a block of keys at a time, in plain JAX, on any device.
+"""Exact attention in blocks of queries and keys, in plain JAX, on any device.
 
-The softmax is accumulated online (Milakov & Gimelshein 2018) and its backward pass computes the scores again
-from the log-sum-exp (Dao et al. 2022, "FlashAttention"), so that nothing of size sequence x sequence exists.
-Blocks that causality, the window or the documents rule out are not computed.
+The softmax is accumulated online (Milakov & Gimelshein 2018) and the backward pass recomputes the scores from
+the log-sum-exp (Dao et al. 2022, "FlashAttention"), so that no array is of size sequence x sequence. Blocks
+that causality, the window or the documents mask out are not computed.
 """
 
 import functools
@@ -26,7 +26,7 @@ _NEVER = -1e30  # finite, so that differences of two of them are not NaN
 
 @dataclass(frozen=True)
 class Blocks:
-    """What is static about a call.
+    """The static arguments of a call.
 
     Attributes:
         scale: factor of the scores.
@@ -45,14 +45,14 @@ def blockwise_attention(
     """Causal grouped-query attention; documents are integers, and positions see only their own document.
 
     Names for remat policies: `attention_output`, and `attention_lse`, the log-sum-exp of each row of scores
-    in float32. With both saved the backward pass of a checkpointed layer does not attend again.
+    in float32. With both saved, the backward pass of a checkpointed layer does not recompute attention.
 
     Returns:
         Like `query`, in its dtype. Sums are in float32.
 
     Cost: forward `2 * heads * position**2 * head_dim` FLOPs (half of the square), backward 2.5 times that,
-    and less where documents or the window rule blocks out. Memory: the results, the log-sum-exp, one block
-    of scores, and for the backward pass the gradient of `query` in float32.
+    less where documents or the window skip blocks. Memory: the results, the log-sum-exp, one block of scores,
+    and in the backward pass the gradient of `query` in float32.
     """
     length = query.shape[1]
     size = min(blocks.size, length)
@@ -60,15 +60,14 @@ def blockwise_attention(
     query, key, value = (
         jnp.pad(x, ((0, 0), (0, padding)) + ((0, 0),) * (x.ndim - 2)) for x in (query, key, value)
     )
-    # Padding comes last, and causality hides it from all that came before.
+    # Padding comes last, so causality hides it.
     if documents is not None:
         documents = jnp.pad(documents, ((0, 0), (0, padding)), mode="edge")
     blocks = Blocks(blocks.scale, size, blocks.window)
-    # What is kept stands outside of the custom derivative, among its arguments, so that both of JAX's
-    # implementations of checkpointing find the names (`JAX_REMAT3` does not look into a forward rule).
+    # Named outside of the custom derivative, whose forward rule `JAX_REMAT3` does not look into.
     output, lse = _forward(*lax.stop_gradient((query, key, value)), documents, blocks)
-    # With a single axis behind that of positions: XLA copied a whole stack of kept outputs into another
-    # layout, 20 GiB at 65,536 tokens of 48 layers, where it was free to order several.
+    # With one axis after that of positions: with several, XLA copied the stack of saved outputs into another
+    # layout, 20 GiB at 65,536 tokens of 48 layers.
     output = checkpoint_name(output.reshape(*output.shape[:2], -1), "attention_output").reshape(output.shape)
     lse = checkpoint_name(lse.reshape(*lse.shape[:2], -1), "attention_lse").reshape(lse.shape)
     attended: Any = _with_derivative(_Attended(query, key, value, documents, output, lse), blocks)
@@ -76,7 +75,7 @@ def blockwise_attention(
 
 
 class _Attended(NamedTuple):
-    """What attention took and gave, which its backward pass takes."""
+    """The inputs and results of attention, which its backward pass needs."""
 
     query: Query
     key: Key
@@ -88,7 +87,7 @@ class _Attended(NamedTuple):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
 def _with_derivative(attended: _Attended, blocks: Blocks) -> Query:
-    """The output, as a function of what it was computed from."""
+    """`attended.output`, with the derivative of attention."""
     return attended.output
 
 
@@ -107,15 +106,15 @@ _with_derivative.defvjp(_forward_rule, _backward_rule)
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _once_only(blocks: Blocks, attended: _Attended, cotangent: Query) -> tuple[Query, Key, Key]:
-    """The backward pass, with an error for a derivative: the output is a constant there, which it isn't."""
+    """The backward pass. Its derivative is an error: it would treat the output as a constant."""
     return _backward(attended, cotangent, blocks)
 
 
 @_once_only.defjvp
 def _refuse(blocks: Blocks, primals: Any, tangents: Any) -> Any:
     raise NotImplementedError(
-        "The blockwise attention backend has first derivatives alone. For those of its gradients (Hessians "
-        "and their products with vectors, gradient penalties) call causal_attention with backend='exact'."
+        "The blockwise attention backend has first derivatives only. For derivatives of gradients (Hessians, "
+        "Hessian-vector products, gradient penalties) call causal_attention with backend='exact'."
     )
 
 
@@ -160,7 +159,7 @@ def _backward(attended: _Attended, cotangent: Query, blocks: Blocks) -> tuple[Qu
     query, key, value, documents, output, lse = attended
     size, count = blocks.size, query.shape[1] // blocks.size
     last = _last_query_block(documents, count, blocks)
-    # Of each row of weights, the part of its gradient that keeps their sum at one.
+    # The gradient of the softmax's normalisation, for each row.
     kept = jnp.sum(cotangent.astype(jnp.float32) * output.astype(jnp.float32), axis=-1)
 
     def key_block(query_gradient: Array, j: Array) -> tuple[Array, tuple[Array, Array]]:
@@ -193,7 +192,7 @@ def _backward(attended: _Attended, cotangent: Query, blocks: Blocks) -> tuple[Qu
 
 
 def _scores(q: Array, k: Array, documents: Documents | None, i: Array, j: Array, blocks: Blocks) -> Array:
-    """Scores of a block, `[batch, kv_heads, group, query, key]`, in float32; never what may not be seen."""
+    """Scores of a block, `[batch, kv_heads, group, query, key]`, in float32, masked."""
     scores = _einsum("bqkgd,bskd->bkgqs", q, k) * blocks.scale
     row = i * blocks.size + jnp.arange(blocks.size, dtype=jnp.int32)[:, None]
     column = j * blocks.size + jnp.arange(blocks.size, dtype=jnp.int32)[None, :]
@@ -208,9 +207,9 @@ def _scores(q: Array, k: Array, documents: Documents | None, i: Array, j: Array,
 
 
 def _overlap(documents: Documents | None, count: int, blocks: Blocks) -> Any:
-    """Whether a block of queries, by row, may see anything in a block of keys, by column.
+    """Whether any query of a block (row) sees any key of a block (column).
 
-    Known while tracing where there are no documents, so that loops have trip counts that can be counted.
+    Without documents it is a NumPy array, so that trip counts are known while tracing.
     """
     row, column = np.arange(count)[:, None], np.arange(count)[None, :]
     shared = row >= column
@@ -220,21 +219,17 @@ def _overlap(documents: Documents | None, count: int, blocks: Blocks) -> Any:
         return shared
     cut = documents.reshape(documents.shape[0], count, blocks.size)
     low, high = jnp.min(cut, axis=-1), jnp.max(cut, axis=-1)
-    # Documents are compared by range, which is exact where they come one after the other.
+    # Documents are compared by range, which is exact where they are contiguous and in order.
     meet = (low[:, :, None] <= high[:, None, :]) & (low[:, None, :] <= high[:, :, None])
     return jnp.any(meet, axis=0) & shared
 
 
 def _first_key_block(documents: Documents | None, count: int, blocks: Blocks) -> Int[Array, " block"]:
-    overlap = _overlap(documents, count, blocks)
-    numpy = np if documents is None else jnp
-    return jnp.asarray(numpy.argmax(overlap, axis=1), jnp.int32)
+    return jnp.asarray(_overlap(documents, count, blocks).argmax(axis=1), jnp.int32)
 
 
 def _last_query_block(documents: Documents | None, count: int, blocks: Blocks) -> Int[Array, " block"]:
-    overlap = _overlap(documents, count, blocks)
-    numpy = np if documents is None else jnp
-    return jnp.asarray(count - 1 - numpy.argmax(overlap[::-1], axis=0), jnp.int32)
+    return jnp.asarray(count - 1 - _overlap(documents, count, blocks)[::-1].argmax(axis=0), jnp.int32)
 
 
 def _block(x: Array, i: Array, size: int) -> Array:

@@ -1,7 +1,7 @@
-"""Attention by JAX's splash kernels for TPUs: Dao et al. 2022, with blocks skipped that a table rules out.
+"""Attention with JAX's splash kernels for TPUs (`jax.experimental.pallas.ops.tpu.splash_attention`).
 
-The kernels come with JAX (`jax.experimental.pallas.ops.tpu.splash_attention`). What is here: which block
-sizes serve, the mask, and the order of axes that they want.
+They compute in blocks (Dao et al. 2022) and skip those that a table masks out. This file has the choice of
+block sizes, the mask, and the order of axes that they need.
 """
 
 import functools
@@ -17,24 +17,24 @@ from jaxtyping import Array, Bool, Int
 from ._attention_blockwise import Documents, Key, Query
 
 LANES = 128
-"""Blocks are a multiple of it: so wide are a TPU's vector registers."""
+"""The width of a TPU's vector registers, of which blocks are a multiple."""
 
 _BLOCK = 512  # its scores and sums fit the vector memory of a v5e, v5p and v6e for heads up to 512 wide
-_LARGE_BLOCK, _LARGE_ROW = 1024, 512  # and a block twice as long if a position of a head has so few bytes
+_LARGE_BLOCK, _LARGE_ROW = 1024, 512  # a larger block fits if a position of a head has at most so many bytes
 _TABLE = 512 * 512  # entries of the table of blocks, at three bytes, in a scalar memory of one MiB
 
 
 @dataclass(frozen=True)
 class CausalWindow(splash.Mask):
-    """What a position sees, as the splash kernels ask for it: by block on the host, by entry in the kernel.
+    """The mask of the splash kernels: by block on the host, by entry in the kernel.
 
-    JAX's own masks evaluate every entry on the host, which at 65,536 positions takes half a minute. A block
-    is only ever asked whether any and whether all of it is visible, so that two entries can stand for it.
+    JAX's own masks evaluate every entry on the host, which takes half a minute at 65,536 positions. JAX only
+    asks whether any and whether all entries of a block are visible, so two entries represent it.
 
     Attributes:
-        position: number of positions in a sequence; no block may reach into two.
+        position: number of positions in a sequence; no block may span two sequences.
         window: how many positions a position sees, itself included; None for all before it.
-        sequences: how many stand one after the other; none sees another.
+        sequences: how many are concatenated; none sees another.
     """
 
     position: int
@@ -47,32 +47,32 @@ class CausalWindow(splash.Mask):
 
     @property
     def q_sequence(self) -> Int[np.ndarray, " position"]:
-        """The numbers of the rows; that it is there tells the kernels to use `mask_function`."""
+        """The numbers of the rows; if not None, the kernels use `mask_function`."""
         return np.arange(self.shape[0], dtype=np.int32)
 
     def mask_function(self, row: Int[Array, "*block"], column: Int[Array, "*block"]) -> Bool[Array, "*block"]:
-        """Whether a row sees a column; runs inside the kernel, on blocks of one sequence."""
+        """Whether a row sees a column; called in the kernel, on blocks of one sequence."""
         visible = row >= column
         return visible if self.window is None else visible & (row - column < self.window)
 
     def __getitem__(self, index: tuple[slice, slice]) -> Bool[np.ndarray, "1 2"]:
-        """Two entries for a block: visible both if all of it is, one of them if some of it is."""
+        """Two entries for a block: (any entry is visible, all are)."""
         rows, columns = index
         if rows.start // self.position != columns.start // self.position:
             return np.array([[False, False]])
         nearest, farthest = rows.start - (columns.stop - 1), rows.stop - 1 - columns.start
         window = self.position if self.window is None else self.window
-        # All distances between these two occur in the block.
+        # Every distance between these two occurs in the block.
         some = farthest >= 0 and nearest < window
         return np.array([[some, nearest >= 0 and farthest < window]])
 
 
 def splash_block_size(position: int, sequences: int, window: int | None, row_bytes: int) -> int | str:
-    """Positions in a block of queries and of keys, or why there is no size that serves.
+    """Positions in a block of queries and of keys, or why no size is possible.
 
     Args:
         position: number of positions in a sequence.
-        sequences: how many have boundaries of documents of their own.
+        sequences: how many sequences have their own document boundaries.
         window: how many positions a position sees; None for all before it.
         row_bytes: bytes of one position of one head.
     """
@@ -104,27 +104,26 @@ def splash_attention(
 ) -> Query:
     """Causal grouped-query attention; documents are integers, and positions see only their own document.
 
-    The output and the log-sum-exp are both named `attention_output`: the kernels take one name for what their
-    backward pass reads, so with that name saved it does not attend again.
+    The output and the log-sum-exp are both named `attention_output`, because the kernels take one name. With
+    it saved, the backward pass of a checkpointed layer does not recompute attention.
 
     Args:
-        query: as in `_attention_blockwise.py`, and so are the others.
-        block_size: as `splash_block_size` gives it.
-        interpret: whether to run the kernels on the CPU, an operation at a time, for tests.
+        query: this and the others as in `_attention_blockwise.py`.
+        block_size: from `splash_block_size`.
+        interpret: whether to interpret the kernels on the CPU, for tests.
 
     Returns:
         Like `query`, in its dtype. Sums are in float32; matrix products of float32 have JAX's default
         precision, which on a TPU is that of bfloat16 unless `jax.default_matmul_precision` says otherwise.
 
     Cost: `2 * heads * position**2 * head_dim` FLOPs forward and 3.5 times that backward, which computes
-    scores twice; less for a window, but documents rule out no blocks. Memory: the results, a copy of each
-    array with heads first, and while a gradient's forward kernel runs, for one key head, the log-sum-exp 128
-    times over.
+    scores twice; less for a window, but documents skip no blocks. Memory: the results, a copy of each array
+    with heads first, and while a gradient's forward kernel runs, 128 copies of one key head's log-sum-exp.
     """
     batch, position, kv_heads, group, head_dim = query.shape
-    # A kernel takes one key head of one sequence. A batch without documents is more heads; with documents it
-    # is a longer sequence, because a kernel has one vector of them. One head after the other, by lax.map,
-    # takes less memory than jax.vmap, under which JAX_REMAT3 has no names.
+    # A kernel takes one key head of one sequence. Without documents the batch becomes more heads; with
+    # documents, of which a kernel takes one vector, it becomes a longer sequence. lax.map over heads takes
+    # less memory than jax.vmap, under which JAX_REMAT3 finds no names.
     sequences = 1 if documents is None else batch
     length = sequences * position
 
@@ -139,7 +138,7 @@ def splash_attention(
 
     def attend(head: tuple[Array, Array, Array]) -> Array:
         query, key, value = head
-        # The kernels know no scale, so the queries take it, and are rounded once more.
+        # The kernels take no scale, so queries are scaled, and rounded once more.
         return jnp.moveaxis(kernel(jnp.moveaxis(query * scale, 1, 0), key, value, segments), 0, 1)
 
     attended = jax.lax.map(attend, (heads_first(query), heads_first(key), heads_first(value)))
@@ -157,7 +156,7 @@ def _kernel(mask: CausalWindow, group: int, size: int, interpret: bool) -> Calla
         block_q_dq=size,
         block_kv_dq=size,
     )
-    # The tables outlive the trace in which they are first asked for, so they must not be its own.
+    # The tables are cached beyond the trace that first needs them, so they must not be tracers.
     with jax.ensure_compile_time_eval():
         kernel = splash.make_splash_mqa(
             splash.MultiHeadMask([mask] * group),

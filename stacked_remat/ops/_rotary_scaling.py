@@ -1,7 +1,7 @@
-"""How fast each pair of coordinates turns: the default, and the ways to stretch it for longer contexts.
+"""Frequencies of rotary embeddings: the default, and rescalings for longer contexts.
 
 Fields have the names of Hugging Face's `rope_scaling` (`rope_parameters` in its newer configs). Frequencies
-are computed in NumPy and float64: they are constants of the program.
+are computed in NumPy and float64, as constants of the program.
 """
 
 import dataclasses
@@ -19,31 +19,33 @@ Frequencies = Float[np.ndarray, " half"]
 
 @dataclass(frozen=True)
 class RotaryScaling(ABC):
-    """What becomes of the frequencies of a rotary embedding.
+    """How the frequencies of a rotary embedding are rescaled.
 
     Attributes:
-        rope_type: Hugging Face's name of it.
+        rope_type: its name in Hugging Face's configs.
     """
 
     rope_type: ClassVar[str]
 
     @abstractmethod
     def rescale(self, frequencies: Frequencies, theta: float) -> Frequencies:
-        """What becomes of `theta**(-2i/HeadDim)`."""
+        """The rescaled frequencies, given `theta**(-2i/HeadDim)`."""
 
     @property
-    @abstractmethod
     def attention_factor_used(self) -> float:
-        """Factor of cosines and sines: its square multiplies the scores of attention."""
+        """Factor of cosines and sines; the scores of attention are multiplied by its square."""
+        return 1.0
 
     def frequencies(self, head_dim: int, theta: float) -> Frequencies:
-        """Radians a position for each of the `head_dim / 2` pairs.
+        """Radians per position for each of the `head_dim / 2` pairs.
 
         Raises:
-            ValueError: an odd head, or `theta` of at most one.
+            ValueError: `head_dim` is odd, or `theta` is at most one.
         """
         if head_dim < 2 or head_dim % 2:
-            raise ValueError(f"a rotary embedding turns pairs of coordinates; a head has {head_dim}.")
+            raise ValueError(
+                f"a rotary embedding needs an even number of coordinates; a head has {head_dim}."
+            )
         if not theta > 1:
             raise ValueError(f"theta, the base of the wavelengths, must be above 1; got {theta}.")
         return self.rescale(theta ** (np.arange(head_dim // 2) * (-2.0 / head_dim)), theta)
@@ -51,13 +53,9 @@ class RotaryScaling(ABC):
 
 @dataclass(frozen=True)
 class DefaultRotary(RotaryScaling):
-    """The frequencies as they are (Su et al. 2021, "RoFormer")."""
+    """The frequencies without rescaling (Su et al. 2021, "RoFormer")."""
 
     rope_type: ClassVar[str] = "default"
-
-    @property
-    def attention_factor_used(self) -> float:
-        return 1.0
 
     def rescale(self, frequencies: Frequencies, theta: float) -> Frequencies:
         return frequencies
@@ -77,23 +75,19 @@ class LinearRotary(RotaryScaling):
     def __post_init__(self) -> None:
         _require_at_least_one("linear", factor=self.factor)
 
-    @property
-    def attention_factor_used(self) -> float:
-        return 1.0
-
     def rescale(self, frequencies: Frequencies, theta: float) -> Frequencies:
         return frequencies / self.factor
 
 
 @dataclass(frozen=True)
 class Llama3Rotary(RotaryScaling):
-    """Long wavelengths stretched, short ones kept, with a ramp between ("The Llama 3 Herd of Models", 2024).
+    """Long wavelengths stretched, short ones unchanged, a ramp between ("The Llama 3 Herd of Models", 2024).
 
     Attributes:
         factor: how many times longer the context becomes.
-        original_max_position_embeddings: the context that was trained on.
+        original_max_position_embeddings: the context length of training.
         low_freq_factor: wavelengths longer than the original context divided by this are stretched.
-        high_freq_factor: wavelengths shorter than the original context divided by this are kept.
+        high_freq_factor: wavelengths shorter than the original context divided by this are unchanged.
     """
 
     rope_type: ClassVar[str] = "llama3"
@@ -111,26 +105,22 @@ class Llama3Rotary(RotaryScaling):
                 f"high_freq_factor = {self.high_freq_factor}."
             )
 
-    @property
-    def attention_factor_used(self) -> float:
-        return 1.0
-
     def rescale(self, frequencies: Frequencies, theta: float) -> Frequencies:
-        turns = self.original_max_position_embeddings * frequencies / (2 * math.pi)
-        kept = (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
+        rotations = self.original_max_position_embeddings * frequencies / (2 * math.pi)
+        kept = (rotations - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
         return _blend(frequencies, self.factor, np.clip(kept, 0, 1))
 
 
 @dataclass(frozen=True)
 class YarnRotary(RotaryScaling):
-    """YaRN (Peng et al. 2023): slow pairs interpolated, fast ones kept, and a ramp between.
+    """YaRN (Peng et al. 2023): slow pairs interpolated, fast ones unchanged, and a ramp between.
 
     Attributes:
         factor: how many times longer the context becomes.
-        original_max_position_embeddings: the context that was trained on.
+        original_max_position_embeddings: the context length of training.
         attention_factor: of cosines and sines; None for `0.1 ln(factor) + 1`, the paper's.
-        beta_fast: pairs that turn more often than this over the original context are kept.
-        beta_slow: pairs that turn less often than this are interpolated.
+        beta_fast: pairs with more rotations than this over the original context are unchanged.
+        beta_slow: pairs with fewer rotations than this are interpolated.
         mscale: weight of `ln(factor)` in the attention factor's numerator; together with `mscale_all_dim`.
         mscale_all_dim: the same in its denominator.
         truncate: whether the ends of the ramp are rounded to whole pairs, outwards.
@@ -180,7 +170,7 @@ class YarnRotary(RotaryScaling):
     def rescale(self, frequencies: Frequencies, theta: float) -> Frequencies:
         head_dim = 2 * len(frequencies)
         low, high = (
-            self._pair_that_turns(times, head_dim, theta) for times in (self.beta_fast, self.beta_slow)
+            self._pair_with_rotations(times, head_dim, theta) for times in (self.beta_fast, self.beta_slow)
         )
         if self.truncate:
             low, high = math.floor(low), math.ceil(high)
@@ -191,8 +181,8 @@ class YarnRotary(RotaryScaling):
             frequencies, self.factor, 1 - np.clip((np.arange(len(frequencies)) - low) / (high - low), 0, 1)
         )
 
-    def _pair_that_turns(self, times: float, head_dim: int, theta: float) -> float:
-        """The pair, as a fraction, that turns so many times over the original context."""
+    def _pair_with_rotations(self, times: float, head_dim: int, theta: float) -> float:
+        """The (fractional) pair with that many rotations over the original context."""
         length = self.original_max_position_embeddings
         return head_dim * math.log(length / (times * 2 * math.pi)) / (2 * math.log(theta))
 
@@ -203,15 +193,15 @@ _SCALINGS: dict[str, type[RotaryScaling]] = {
 
 
 def rotary_from_hf(parameters: Mapping[str, Any] | None, *, max_position_embeddings: int) -> RotaryScaling:
-    """The scaling that a Hugging Face config asks for.
+    """The scaling of a Hugging Face config.
 
     Args:
         parameters: `rope_scaling` of `config.json`, or `rope_parameters` of newer ones without its
-            `rope_theta`; None for none. Its `rope_type` may be called `type`, as it once was.
-        max_position_embeddings: of the same config; the original length where that is not given.
+            `rope_theta`; None for none. `rope_type` may have its older name `type`.
+        max_position_embeddings: of the same config; the default of the original length.
 
     Raises:
-        ValueError: a `rope_type` that is not supported, or a field that it does not have; says which.
+        ValueError: a `rope_type` that is not supported, or an unknown or missing field; names it.
     """
     fields = {name: value for name, value in (parameters or {}).items() if value is not None}
     legacy = fields.pop("type", "default")
@@ -219,16 +209,16 @@ def rotary_from_hf(parameters: Mapping[str, Any] | None, *, max_position_embeddi
     if rope_type not in _SCALINGS:
         raise ValueError(f"rope_type {rope_type!r} is not supported. Those that are: {', '.join(_SCALINGS)}.")
     if fields.pop("partial_rotary_factor", 1.0) != 1.0:
-        raise ValueError("partial_rotary_factor is not supported: all coordinates of a head are turned.")
+        raise ValueError("partial_rotary_factor is not supported: all coordinates of a head are rotated.")
     chosen = _SCALINGS[rope_type]
     known = {field.name for field in dataclasses.fields(chosen)}
     if "original_max_position_embeddings" in known:
         fields.setdefault("original_max_position_embeddings", max_position_embeddings)
     if rope_type == "yarn":
         fields = _as_yarn_reads_them(fields, max_position_embeddings)
-    if strange := sorted(fields.keys() - known):
+    if unknown := sorted(fields.keys() - known):
         has = ", ".join(sorted(known)) or "no fields"
-        raise ValueError(f"rope_type {rope_type!r} has no {', '.join(strange)}. It has: {has}.")
+        raise ValueError(f"rope_type {rope_type!r} has no {', '.join(unknown)}. It has: {has}.")
     required = {field.name for field in dataclasses.fields(chosen) if field.default is dataclasses.MISSING}
     if missing := sorted(required - fields.keys()):
         raise ValueError(f"rope_type {rope_type!r} needs {', '.join(missing)}.")
@@ -236,7 +226,7 @@ def rotary_from_hf(parameters: Mapping[str, Any] | None, *, max_position_embeddi
 
 
 def rotary_to_hf(scaling: RotaryScaling | None) -> dict[str, Any] | None:
-    """The `rope_scaling` of a Hugging Face config, without what is at its default; the way back."""
+    """The `rope_scaling` of a Hugging Face config, without defaults; the inverse of `rotary_from_hf`."""
     if scaling is None:
         return None
     fields = {
@@ -247,8 +237,8 @@ def rotary_to_hf(scaling: RotaryScaling | None) -> dict[str, Any] | None:
 
 
 def _as_yarn_reads_them(fields: dict[str, Any], max_position_embeddings: int) -> dict[str, Any]:
-    """Leave out what transformers' YaRN ignores, and fill in the factor as it does."""
-    # Its defaults stand for zeros too, and one of the two scales alone has no effect.
+    """Drop the fields that transformers' YaRN ignores, and fill in the factor as it does."""
+    # It replaces zeros by its defaults, and ignores one of the two scales alone.
     zeros = ("beta_fast", "beta_slow", "mscale", "mscale_all_dim")
     fields = {name: value for name, value in fields.items() if value or name not in zeros}
     if "attention_factor" in fields or not {"mscale", "mscale_all_dim"} <= fields.keys():

@@ -1,10 +1,6 @@
-"""Causal grouped-query attention on named axes, by the kernel that serves the device.
-
-The kernels work on plain arrays; here are the axes, and the choice.
-"""
+"""Causal grouped-query attention on named axes: checks, the choice of a backend, and the order of axes."""
 
 import math
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,8 +9,9 @@ from haliax import Axis, AxisSelector, NamedArray, axis_name
 from jax.sharding import AxisType
 from jaxtyping import Array
 
+from .._messages import axes_text
 from .._placement import platform
-from ._attention_backends import BACKENDS, Backend, Problem
+from ._attention_backends import BACKENDS, AttentionCall, Backend
 from ._attention_blockwise import Blocks
 from .per_device import per_device
 
@@ -33,55 +30,56 @@ def causal_attention(
     backend: str = "auto",
     block_size: int | None = None,
 ) -> NamedArray:
-    """Softmax attention of every position to itself and what came before it (Ainslie et al. 2023 for groups).
+    """Softmax attention of every position to itself and those before it (Ainslie et al. 2023 for groups).
 
     Names for remat policies: `attention_output`, and with the blockwise backend `attention_lse` (float32, a
-    number a head and position). With both saved, a checkpointed layer's backward pass does not attend again.
-    The splash backend calls both `attention_output`, because its kernels take one name, and inside a rule of
-    theirs where `JAX_REMAT3` finds none: with that they attend again. cuDNN's kernels keep numbers of their
-    own without a name and always attend again, so that saving `attention_output` brings nothing there.
+    number per head and position). With both saved, the backward pass of a checkpointed layer does not
+    recompute attention. The splash backend names both `attention_output`, which `JAX_REMAT3` does not find:
+    with that it recomputes. cuDNN's residuals have no names, so it always recomputes.
 
     Args:
         query: `[..., Pos, KVHeads, HeadsPerKV..., HeadDim]` in any order: the axes that `key` lacks are query
             heads that share a key head.
         key: `[..., Pos, KVHeads, HeadDim]`.
         value: like `key`.
-        Pos: the axis along which a position attends.
+        Pos: the axis of positions.
         KVHeads: the axis of key and value heads.
         HeadDim: the axis that is contracted.
         documents: integers `[..., Pos]`; a position sees only positions with its own. None for one document.
         window: how many positions a query sees, itself included; None for all before it.
-        scale: factor of the scores, a Python number; `HeadDim.size ** -0.5` if not given. Multiply `query` by
-            one that is learnt.
-        backend: `"auto"` for the first of `"cudnn"`, `"splash"` and `"blockwise"` that serves, or one of
-            these or `"exact"` by name.
-        block_size: positions in a block of the blockwise backend; by default 512, and on a CPU 256, where the
-            scores of more leave its caches. The other backends choose their own.
+        scale: factor of the scores, a Python number; `HeadDim.size ** -0.5` if not given. Multiply `query`
+            by a factor that is learnt.
+        backend: `"auto"` for the first of `"cudnn"`, `"splash"` and `"blockwise"` that supports the call, or
+            one of these or `"exact"` by name.
+        block_size: positions in a block of the blockwise backend; by default 512, and on a CPU 256, so that
+            scores stay in its caches. The other backends choose their own.
 
     Returns:
         Like `query`, in its axis order and dtype. Scores and sums are in float32.
 
     Raises:
-        ValueError: axes or dtypes that do not fit; a window or block without positions; an unknown backend,
-            or one that cannot serve, with the reason.
-        NotImplementedError: a derivative of the gradient, but for `"exact"`.
+        ValueError: axes or dtypes do not match; a window or block size below 1; an unknown backend, or one
+            that does not support the call, with the reason.
+        NotImplementedError: a derivative of the gradient, except for `"exact"`.
 
     Cost: `2 * heads * Pos**2 * HeadDim` FLOPs forward, 2.5 times that backward, less where documents or the
-    window rule blocks out; memory in proportion to `Pos`. (`"exact"`: twice that, and `heads * Pos**2`.
-    `"splash"`: 3.5 times backward, and documents rule out no blocks.)
+    window skip blocks; memory proportional to `Pos`. (`"exact"`: twice that, and `heads * Pos**2`.
+    `"splash"`: 3.5 times backward, and documents skip no blocks.)
 
-    Among several devices: over the batch axes and `KVHeads`, as far as Haliax's axis mapping
-    (`haliax.axis_mapping`) gives them to axes of the mesh in use (`jax.set_mesh`), each device attends for
-    its own part; likewise inside `jax.shard_map(..., check_vma=False)`. Otherwise the compiler divides the
-    work of all backends but splash, which then doesn't serve.
+    On several devices: if Haliax's axis mapping (`haliax.axis_mapping`) maps batch axes or `KVHeads` to axes
+    of the mesh in use (`jax.set_mesh`), each device computes its own part; likewise inside
+    `jax.shard_map(..., check_vma=False)`. Otherwise the compiler partitions the work, which splash does not
+    support.
     """
     batch, _ = _batch_and_group(query, key, value, Pos, KVHeads, HeadDim)
     _check_documents(documents, (*batch, query.resolve_axis(axis_name(Pos))))
     for what, number in (("window", window), ("block_size", block_size)):
         if number is not None and (not isinstance(number, int | np.integer) or number < 1):
-            raise ValueError(f"{what} is a number of positions and at least 1; got {number!r}.")
+            raise ValueError(f"{what} must be a number of positions, at least 1; got {number!r}.")
     if isinstance(scale, jax.Array):
-        raise ValueError("scale is a Python number; multiply query by a factor that is computed or learnt.")
+        raise ValueError(
+            "scale must be a Python number; multiply query by a factor that is computed or learnt."
+        )
     if query.size == 0:
         return query
     if block_size is None:
@@ -91,28 +89,21 @@ def causal_attention(
     def attend(
         query: NamedArray, key: NamedArray, value: NamedArray, documents: NamedArray | None
     ) -> NamedArray:
-        own = axis_name(KVHeads)  # of which a device may have some
-        batch, group = _batch_and_group(query, key, value, Pos, own, HeadDim)
-        position, heads = query.resolve_axis(axis_name(Pos)), key.resolve_axis(axis_name(KVHeads))
-        axes = _Axes(batch, position, heads, group, HeadDim)
-        return _attend(axes, query, key, value, documents, blocks, backend)
+        # By name, because a device may have some of the heads.
+        axes = _batch_and_group(query, key, value, Pos, axis_name(KVHeads), HeadDim)
+        position, heads = key.resolve_axis(axis_name(Pos)), key.resolve_axis(axis_name(KVHeads))
+        return _attend(*axes, position, heads, HeadDim, query, key, value, documents, blocks, backend)
 
     over = (*batch, key.resolve_axis(axis_name(KVHeads)))
     return per_device(attend, query, key, value, documents, over=over, out=query.axes)
 
 
-class _Axes(NamedTuple):
-    """Axes by their part in attention."""
-
-    batch: tuple[Axis, ...]
-    position: Axis
-    heads: Axis
-    group: tuple[Axis, ...]
-    head_dim: Axis
-
-
 def _attend(
-    axes: _Axes,
+    batch: tuple[Axis, ...],
+    group: tuple[Axis, ...],
+    position: Axis,
+    heads: Axis,
+    head_dim: Axis,
     query: NamedArray,
     key: NamedArray,
     value: NamedArray,
@@ -120,9 +111,8 @@ def _attend(
     blocks: Blocks,
     backend: str,
 ) -> NamedArray:
-    batch, position, heads, group, head_dim = axes
-    size = math.prod(axis.size for axis in batch)
-    problem = Problem(
+    size, groups = (math.prod(axis.size for axis in axes) for axes in (batch, group))
+    call = AttentionCall(
         platform(),
         query.dtype,
         position.size,
@@ -132,44 +122,40 @@ def _attend(
         size,
         _devices_left_to_the_compiler(query.array),
     )
-    chosen = choose_backend(backend, problem)
-
-    def plain(x: NamedArray, *last: Axis) -> NamedArray:
-        return x.rearrange((*batch, *last))
-
-    groups = math.prod(axis.size for axis in group)
-    query_array = plain(query, position, heads, *group, head_dim).array
-    query_array = query_array.reshape(size, position.size, heads.size, groups, head_dim.size)
+    chosen = choose_backend(backend, call)
+    whole = (*batch, position, heads, *group, head_dim)
+    query_array = query.rearrange(whole).array.reshape(size, position.size, heads.size, groups, head_dim.size)
     key_array, value_array = (
-        plain(x, position, heads, head_dim).array.reshape(size, position.size, heads.size, head_dim.size)
+        x.rearrange((*batch, position, heads, head_dim)).array.reshape(
+            size, position.size, heads.size, head_dim.size
+        )
         for x in (key, value)
     )
     document_array = None
     if documents is not None:
         document_array = documents.broadcast_to((*batch, position)).array.reshape(size, position.size)
-    attended = chosen(query_array, key_array, value_array, document_array, blocks)
-    whole = (*batch, position, heads, *group, head_dim)
+    attended = chosen.attend(query_array, key_array, value_array, document_array, blocks)
     return NamedArray(attended.reshape([axis.size for axis in whole]), whole).rearrange(query.axes)
 
 
-def choose_backend(name: str, problem: Problem) -> Backend:
-    """The backend of that name, or for `"auto"` the first that can serve.
+def choose_backend(name: str, call: AttentionCall) -> Backend:
+    """The backend of that name, or for `"auto"` the first that supports the call.
 
     Raises:
-        ValueError: no backend has that name, or it cannot serve; says why.
+        ValueError: no backend has that name, or it does not support the call; says why.
     """
     if name == "auto":
-        return next(one for one in BACKENDS.values() if one.reason_against(problem) is None)
+        return next(one for one in BACKENDS.values() if one.reason_against(call) is None)
     if name not in BACKENDS:
         raise ValueError(f"Unknown attention backend {name!r}. Use 'auto' or one of {', '.join(BACKENDS)}.")
-    reason = BACKENDS[name].reason_against(problem)
+    reason = BACKENDS[name].reason_against(call)
     if reason is not None:
         raise ValueError(f"The attention backend {name!r} cannot serve here: {reason}. Use 'auto'.")
     return BACKENDS[name]
 
 
 def _devices_left_to_the_compiler(x: Array) -> int:
-    """Devices of the mesh that `x` lies on, without the axes that `jax.shard_map` has taken."""
+    """Devices of the mesh of `x`, without the axes that `jax.shard_map` has made manual."""
     mesh = jax.typeof(x).sharding.mesh
     manual = AxisType.Manual
     return math.prod(
@@ -186,40 +172,48 @@ def _batch_and_group(
     HeadDim: Axis,
 ) -> tuple[tuple[Axis, ...], tuple[Axis, ...]]:
     own = {axis_name(axis) for axis in (Pos, KVHeads, HeadDim)}
+    check_axes(query, key, value, own, own)
     for what, x in (("query", query), ("key", key), ("value", value)):
-        missing = own - {axis.name for axis in x.axes}
-        if missing:
-            raise ValueError(f"{what} lacks the axes {sorted(missing)}; it has {_axes(x)}.")
         for axis in (Pos, KVHeads, HeadDim):
             if isinstance(axis, Axis) and axis not in x.axes:
-                raise ValueError(f"{what} has {_axes(x)}, where {axis.name}={axis.size} was asked for.")
+                raise ValueError(f"{what} has {axes_text(x.axes)}; {axes_text([axis])} was expected.")
         if not jnp.issubdtype(x.dtype, jnp.floating):
-            raise ValueError(f"{what} is of {x.dtype}; attention takes floating-point numbers.")
-    if set(key.axes) != set(value.axes):
-        raise ValueError(f"key has {_axes(key)} and value has {_axes(value)}; they must be alike.")
+            raise ValueError(f"{what} is {x.dtype}; attention takes floating-point numbers.")
     batch = tuple(axis for axis in key.axes if axis.name not in own)
-    strange = [axis for axis in key.axes if axis not in query.axes]
-    if strange:
-        raise ValueError(f"key has {_axes(key)}, which query with {_axes(query)} does not have in common.")
     group = tuple(axis for axis in query.axes if axis.name not in own and axis not in batch)
     return batch, group
 
 
+def check_axes(
+    query: NamedArray, key: NamedArray, value: NamedArray, of_query: set[str], of_key: set[str]
+) -> None:
+    """Check the axes that query and key must have; query must also have all other axes of key."""
+    for what, x, names in (("query", query, of_query), ("key", key, of_key), ("value", value, of_key)):
+        if missing := names - {axis.name for axis in x.axes}:
+            raise ValueError(f"{what} lacks the axes {sorted(missing)}; it has {axes_text(x.axes)}.")
+    if set(key.axes) != set(value.axes):
+        raise ValueError(
+            f"key has {axes_text(key.axes)} and value has {axes_text(value.axes)}; they must have the same "
+            "axes."
+        )
+    shared = [axis for axis in key.axes if axis.name not in of_key - of_query]
+    if not set(shared) <= set(query.axes):
+        raise ValueError(
+            f"query has {axes_text(query.axes)}; it must have the axes of key: {axes_text(shared)}."
+        )
+
+
 def _check_documents(documents: NamedArray | None, axes: tuple[Axis, ...]) -> None:
-    """Refuses documents that do not say of every position to which it belongs."""
+    """Check that documents have the axis of positions, and no axis that keys lack."""
     if documents is None:
         return
     if not isinstance(documents, NamedArray):
-        raise ValueError(f"documents are a named array of integers; got {type(documents).__name__}.")
+        raise ValueError(f"documents must be a named array of integers; got {type(documents).__name__}.")
     position = axes[-1]
     if position not in documents.axes or set(documents.axes) - set(axes):
         raise ValueError(
-            f"documents have {_axes(documents) or 'no axis'}; they take {position.name}={position.size}, and "
-            f"of the others any of {', '.join(f'{axis.name}={axis.size}' for axis in axes[:-1]) or 'none'}."
+            f"documents have {axes_text(documents.axes)}; they must have {axes_text([position])} and may "
+            f"have {axes_text(axes[:-1])}."
         )
     if not jnp.issubdtype(documents.dtype, jnp.integer):
-        raise ValueError(f"documents are integers; these are {documents.dtype}.")
-
-
-def _axes(x: NamedArray) -> str:
-    return ", ".join(f"{axis.name}={axis.size}" for axis in x.axes)
+        raise ValueError(f"documents must be integers; got {documents.dtype}.")

@@ -1,7 +1,8 @@
 """Cross entropy from hidden states, a chunk of tokens at a time.
 
-The logits of all tokens are the largest array of a long-context step: 65,536 tokens of a vocabulary of
-151,936 take 37 GiB in float32. Here they exist for one chunk, and the backward pass computes them again.
+The logits of all tokens are the largest array of a long-context step: with 65,536 tokens and a vocabulary of
+151,936 they take 37 GiB in float32. Here the logits of one chunk exist at a time, and the backward pass
+recomputes them.
 """
 
 import functools
@@ -15,6 +16,8 @@ from jax import lax
 from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array, Float, Int
 
+from .._messages import axes_text
+from .._static import Static
 from .per_device import per_device
 
 Hidden = Float[Array, "token embed"]
@@ -23,7 +26,7 @@ Targets = Int[Array, " token"]
 PerToken = Float[Array, " token"]
 
 IGNORED_TARGET = -100
-"""The target of a position that has none, as PyTorch and Hugging Face's transformers mark it."""
+"""The target of a position without one, as in PyTorch and Hugging Face's transformers."""
 
 
 def chunked_cross_entropy(
@@ -49,12 +52,12 @@ def chunked_cross_entropy(
     Args:
         hidden: `[..., Embed]`.
         head: `[Embed, Vocab]` in any order, cast to the dtype of `hidden`.
-        targets: integers `[...]`. The loss of -100 is zero and has no gradient, whatever its weight: so
-            padding is marked where there are no weights. That of any other integer without a row is NaN.
+        targets: integers `[...]`. The loss of -100 is zero and has no gradient, whatever its weight. The
+            loss of any other integer outside `Vocab` is NaN.
         Embed: the axis that is contracted.
         Vocab: the axis of the logits.
-        weights: float `[...]`; the target of a token of weight 0 may be anything. The gradient of a weight is
-            the token's loss, and zero where its target has no row.
+        weights: float `[...]`; a token of weight 0 may have any target. The gradient of a weight is the
+            token's loss, and zero where its target is outside `Vocab`.
         z_loss: factor of the squared log-sum-exp, which keeps logits from drifting (Chowdhery et al. 2022); a
             Python number.
         chunk_size: tokens whose logits exist at once.
@@ -63,28 +66,30 @@ def chunked_cross_entropy(
         Float32 `[...]`, in the axis order of `targets`.
 
     Raises:
-        ValueError: axes that do not fit, targets that are no integers, or a chunk size that is not positive.
+        ValueError: axes do not match, targets are not integers, or the chunk size is not positive.
 
-    Among several devices: each does the tokens that Haliax's axis mapping gives it, in chunks of its own,
-    with the whole of `head`. Inside `jax.shard_map` this takes `check_vma=False`.
+    On several devices: each computes the tokens that Haliax's axis mapping gives it, in its own chunks, with
+    all of `head`. Inside `jax.shard_map` this needs `check_vma=False`.
 
-    Cost: `8 * tokens * embed * vocab` FLOPs with the gradient, where holding the logits takes 6, and 2 less
-    where `head` is frozen. Memory: a few times `chunk_size * vocab` in float32, and the gradient of `head` in
+    Cost: `8 * tokens * embed * vocab` FLOPs with the gradient (6 if the logits were kept), and 2 less if
+    `head` is frozen. Memory: a few times `chunk_size * vocab` in float32, and the gradient of `head` in
     float32.
     """
     tokens = targets.axes
     if not jnp.issubdtype(targets.dtype, jnp.integer):
-        raise ValueError(f"targets are integers; these are {targets.dtype}.")
+        raise ValueError(f"targets must be integers; got {targets.dtype}.")
     if set(hidden.axes) != {*tokens, Embed} or set(head.axes) != {Embed, Vocab}:
         raise ValueError(
-            f"hidden has the axes {_names(hidden)}, head {_names(head)} and targets {_names(targets)}; these "
-            f"must be (..., {Embed.name}={Embed.size}), ({Embed.name}={Embed.size}, {Vocab.name}="
-            f"{Vocab.size}) and (...)."
+            f"hidden has the axes ({axes_text(hidden.axes)}), head ({axes_text(head.axes)}) and targets "
+            f"({axes_text(tokens)}); these must be (..., {axes_text([Embed])}), "
+            f"({axes_text([Embed, Vocab])}) and (...)."
         )
     if weights is not None and set(weights.axes) != set(tokens):
-        raise ValueError(f"weights has the axes {_names(weights)}, targets has {_names(targets)}.")
+        raise ValueError(
+            f"weights has the axes ({axes_text(weights.axes)}), targets has ({axes_text(targets.axes)})."
+        )
     if chunk_size < 1:
-        raise ValueError(f"chunk_size is a number of tokens and at least 1; got {chunk_size}.")
+        raise ValueError(f"chunk_size must be a number of tokens, at least 1; got {chunk_size}.")
 
     def losses(
         hidden: NamedArray, head: NamedArray, targets: NamedArray, weights: NamedArray | None
@@ -108,27 +113,20 @@ def _of_tokens(
     count = math.prod(axis.size for axis in tokens)
     flat = hidden.rearrange((*tokens, Embed)).array.reshape(count, Embed.size)
     matrix = head.rearrange((Embed, Vocab)).array.astype(flat.dtype)
-    labels = targets.array.reshape(count).astype(jnp.int32)  # narrower ones may not hold what they are told
+    labels = targets.array.reshape(count).astype(jnp.int32)  # narrower types could not hold Vocab.size
     counted = None if weights is None else weights.rearrange(tokens).array.reshape(count)
     ignored = labels == IGNORED_TARGET
     if counted is not None:
         ignored |= (counted == 0) & ((labels < 0) | (labels >= Vocab.size))
-    # A negative index would count from the end; beyond the end there is no logit, and NaN in its place.
+    # A negative index would count from the end; an index beyond the end reads NaN.
     labels = jnp.where(ignored, 0, jnp.where(labels < 0, Vocab.size, labels))
-    losses = _chunked(flat, matrix, labels, z_loss, chunk_size)
-    losses = jnp.where(ignored, 0.0, losses)
+    size = min(chunk_size, count) or 1
+    padding = (0, -count % size)
+    losses: Any = _losses(jnp.pad(flat, (padding, (0, 0))), matrix, jnp.pad(labels, padding), z_loss, size)
+    losses = jnp.where(ignored, 0.0, losses[:count])
     if counted is not None:
         losses = losses * counted.astype(jnp.float32)
     return NamedArray(losses.reshape([axis.size for axis in tokens]), tokens)
-
-
-def _chunked(hidden: Hidden, head: Head, targets: Targets, z_loss: float, chunk_size: int) -> PerToken:
-    count = targets.shape[0]
-    size = min(chunk_size, count) or 1
-    padding = -count % size
-    hidden = jnp.pad(hidden, ((0, padding), (0, 0)))
-    losses: Any = _losses(hidden, head, jnp.pad(targets, (0, padding)), z_loss, size)
-    return losses[:count]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
@@ -152,7 +150,7 @@ def _forward(
 
 def _forward_rule(hidden: Any, head: Any, targets: Any, z_loss: float, size: int) -> tuple[PerToken, Any]:
     losses, lse = _forward(hidden.value, head.value, targets.value, z_loss, size)
-    return losses, (hidden.value, head.value, targets.value, lse, _Flag(head.perturbed))
+    return losses, (hidden.value, head.value, targets.value, lse, Static(head.perturbed))
 
 
 def _backward_rule(z_loss: float, size: int, residuals: Any, cotangent: Any) -> tuple[Any, Any, None]:
@@ -183,21 +181,9 @@ def _backward_rule(z_loss: float, size: int, residuals: Any, cotangent: Any) -> 
 _losses.defvjp(_forward_rule, _backward_rule, symbolic_zeros=True)
 
 
-@jax.tree_util.register_static
-class _Flag:
-    """A bool among residuals."""
-
-    def __init__(self, value: bool):
-        self.value = value
-
-
 def _logits(hidden: Hidden, head: Head) -> Float[Array, "token vocab"]:
     return jnp.einsum("te,ev->tv", hidden, head, preferred_element_type=jnp.float32)
 
 
 def _cut(x: Array, size: int) -> Array:
     return x.reshape(-1, size, *x.shape[1:])
-
-
-def _names(x: NamedArray) -> str:
-    return f"({', '.join(f'{axis.name}={axis.size}' for axis in x.axes)})"

@@ -1,13 +1,16 @@
-"""Attention of new queries to keys and values that a cache holds, on named axes.
+"""Attention of new queries to the keys and values of a cache, on named axes.
 
-One query position of a sequence takes so little arithmetic that the plain form is limited by reading the
-cache: there is one way to compute it, on every device.
+One query takes so little arithmetic that reading the cache is the limit, so one plain implementation serves
+every device.
 """
 
 import haliax as hax
 import haliax.nn as hnn
 import jax.numpy as jnp
 from haliax import Axis, AxisSelector, NamedArray, axis_name
+
+from .._messages import axes_text
+from .attention import check_axes
 
 
 def decode_attention(
@@ -21,19 +24,19 @@ def decode_attention(
     window: int | None = None,
     scale: float | None = None,
 ) -> NamedArray:
-    """Softmax attention to the slots of a cache up to a position, where slot i holds what stands at i.
+    """Softmax attention to the slots of a cache up to each query's position; slot i holds position i.
 
-    With the keys of a whole sequence in the slots, a query at position i gets what `causal_attention` gives
-    it. Slots after its position may hold anything finite: what a longer sequence left there, or zeros.
+    Equals `causal_attention` on the whole sequence, for the query's position. Slots after that position may
+    hold anything finite.
 
     Args:
-        query: `[..., KVHeads, HeadsPerKV..., HeadDim]` in any order; it may have several positions under an
-            axis of their own. Axes that `key` lacks share its heads.
-        key: `[..., KVHeads, Slot, HeadDim]` in any order; the axes before `Slot` are those of `query` too.
+        query: `[..., KVHeads, HeadsPerKV..., HeadDim]` in any order; several positions have an axis of their
+            own. Query heads along axes that `key` lacks share a key head.
+        key: `[..., KVHeads, Slot, HeadDim]` in any order; `query` has all its axes but `Slot`.
         value: like `key`.
         Slot: the axis of positions in the cache.
         HeadDim: the axis that is contracted.
-        positions: integers over some axes of `query`: where each query stands. Its own key and value are in
+        positions: integers over some axes of `query`: the position of each query. Its key and value are in
             the cache already.
         window: how many slots a query sees, its own included; None for all up to it.
         scale: factor of the scores; `HeadDim.size ** -0.5` if not given.
@@ -42,10 +45,10 @@ def decode_attention(
         Like `query`, in its axis order and dtype. Scores and sums are in float32.
 
     Raises:
-        ValueError: axes that do not fit, positions that are not integers, a window below one.
+        ValueError: axes do not match, positions are not integers, or the window is below one.
 
-    Cost: `4 * heads * Slot * HeadDim` FLOPs a query, masked slots among them, and one reading of the cache;
-    memory for `heads * Slot` scores a query. Fastest where `key` and `value` end in `Slot, HeadDim`.
+    Cost: `4 * heads * Slot * HeadDim` FLOPs per query, masked slots included, and one read of the cache;
+    memory for `heads * Slot` scores per query. Fastest where `key` and `value` end in `Slot, HeadDim`.
     """
     _check(query, key, value, axis_name(Slot), HeadDim, positions, window)
     slots = hax.arange(key.resolve_axis(axis_name(Slot)))
@@ -71,27 +74,17 @@ def _check(
     window: int | None,
 ) -> None:
     if window is not None and window < 1:
-        raise ValueError(f"window is a number of slots and at least 1; got {window}.")
+        raise ValueError(f"window must be a number of slots, at least 1; got {window}.")
     if not jnp.issubdtype(positions.dtype, jnp.integer):
-        raise ValueError(f"positions are integers; these are {positions.dtype}.")
-    for what, x, own in (("query", query, {HeadDim.name}), ("key", key, {slot, HeadDim.name})):
-        if missing := own - {axis.name for axis in x.axes}:
-            raise ValueError(f"{what} lacks the axes {sorted(missing)}; it has {_axes(x)}.")
-    if set(key.axes) != set(value.axes):
-        raise ValueError(f"key has {_axes(key)} and value has {_axes(value)}; they must be alike.")
+        raise ValueError(f"positions must be integers; got {positions.dtype}.")
     if any(axis.name == slot for axis in query.axes):
         raise ValueError(
             f"query has the axis {slot!r} of the cache's slots; rename its own axis of positions, as in "
             f"query.rename({{{slot!r}: 'query_position'}})."
         )
-    strange = [axis for axis in key.axes if axis.name != slot and axis not in query.axes]
-    if strange:
-        raise ValueError(f"key has {_axes(key)}, which query with {_axes(query)} does not have in common.")
+    check_axes(query, key, value, {HeadDim.name}, {slot, HeadDim.name})
     if not set(positions.axes) <= set(query.axes) - {HeadDim}:
         raise ValueError(
-            f"positions have {_axes(positions)}, and query {_axes(query)}; name each query's own."
+            f"positions have {axes_text(positions.axes)}; they may have the axes of query, "
+            f"{axes_text(query.axes)}, but not {HeadDim.name}."
         )
-
-
-def _axes(x: NamedArray) -> str:
-    return ", ".join(f"{axis.name}={axis.size}" for axis in x.axes) or "no axes"

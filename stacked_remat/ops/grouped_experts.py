@@ -1,15 +1,17 @@
-"""Experts applied to the tokens that chose them, and to no others.
+"""Applies each expert of a mixture to the tokens that chose it.
 
-The (token, expert) pairs are sorted by expert and walked in blocks of rows that belong to one expert each: at
-most rows / block + experts of them and at most one a row, whatever the routing, so that no token is dropped.
-A block gathers its tokens, applies its expert and adds the result back. Memory grows with the tokens, not
-with tokens x experts, and every loop has a trip count that is known in advance.
+The (token, expert) pairs are sorted by expert and cut into blocks of rows of one expert each. There are at
+most rows / block + experts blocks, and at most one per row, whatever the routing, so no token is dropped and
+trip counts are static. A block gathers its tokens, applies its expert and adds the result to its tokens.
+Memory grows with tokens, not with tokens x experts.
 """
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 from haliax import Axis
@@ -18,13 +20,14 @@ from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array, Bool, Float, Int
 
 from .._scan.layer_axis import SplitTree, is_array, is_named, is_split, split_tree
+from .._static import Static
 from .per_device import free_axis_mapping
 
 Rows = Float[Array, "row embed"]
 Expert: TypeAlias = Callable[..., Rows]
-"""(weights of one expert, rows, gates of the rows) to rows that are weighed by their gates.
+"""(weights of one expert, rows, gates of the rows) to rows multiplied by their gates.
 
-With `saved` there is a fourth argument, what that gave.
+With `saved` there is a fourth argument, its result.
 """
 Saved: TypeAlias = Callable[[Any, Rows], Any]
 """(weights of one expert, rows) to arrays `[row, ...]`."""
@@ -42,7 +45,7 @@ def grouped_experts(
     block_size: int | None = None,
     blocks_at_once: int = 8,
 ) -> Float[Array, "token out"]:
-    """The sum over each token's chosen experts, weighed by their gates.
+    """The sum over each token's chosen experts, weighted by their gates.
 
     Equals
 
@@ -53,44 +56,43 @@ def grouped_experts(
     ```
 
     Args:
-        expert: applies one expert to some rows and weighs them. It may not close over traced values. Weigh
-            before the last linear map, `(hidden * gate) @ down`: then the gates' gradient does not need that
-            map's output, and the backward pass leaves its recomputation out. Adapters go with the weights:
-            whatever the tree holds for an expert is handed over.
+        expert: applies one expert to some rows and multiplies them by their gates. It may not close over
+            traced values. Multiply before the last linear map, `(hidden * gate) @ down`: then the gradient
+            of the gates does not need that map's output, and the backward pass does not recompute it.
+            Adapters can be part of the weights.
         weights: a tree whose named arrays have the axis `Experts` and whose plain arrays have it first.
         Experts: the axis of the experts.
         x: tokens.
-        choices: the experts of each token; none twice for one token. A number that is no expert's chooses
-            nothing.
+        choices: the experts of each token; none twice for one token. An out-of-range number chooses no
+            expert.
         gates: their factors.
-        saved: the part of `expert` that the backward pass is not to compute again: for a gated MLP one of the
-            two maps of its rows. Its result for every pair is kept from the forward to the backward pass, and
-            `expert` takes it as a fourth argument. It is worth its memory where the layer is not recomputed
-            anyway. Like `expert`, it may not close over traced values.
-        block_size: rows in a block. By default a power of two between 8 and 256 that lets padding cost at
-            most an eighth, where there are rows enough.
-        blocks_at_once: blocks that one turn of the loop computes side by side.
+        saved: the part of `expert` that the backward pass shall not recompute: for a gated MLP one of its
+            first two maps. Its result for every pair is kept for the backward pass, and `expert` takes it as
+            a fourth argument. It is worth its memory if the layer is not recomputed anyway. Like `expert`, it
+            may not close over traced values.
+        block_size: rows in a block. By default a power of two between 8 and 256 for which padding is at most
+            an eighth, if there are enough rows.
+        blocks_at_once: blocks that one iteration of the loop computes together.
 
     Returns:
         In the dtype of `x`; sums are in float32.
 
     Raises:
-        ValueError: arrays among the weights without the axis, shapes that do not fit, choices that are no
-            integers.
+        ValueError: an array of weights lacks the axis, shapes do not match, or choices are not integers.
 
-    Cost: with `n` pairs, `expert` on at most `n + experts * block_size` rows (and `blocks_at_once` blocks
-    more), once forward, and once and its two products backward; what is not differentiated costs neither
-    arithmetic nor memory. In products of a gated MLP weighed before its last map, padding (a sixteenth at
-    65,536 tokens of 8 among 128 experts) left out:
+    Cost: with `n` pairs, `expert` on at most `n + experts * block_size` rows (and `blocks_at_once` more
+    blocks), once forward, and once and its two products backward; inputs that are not differentiated cost
+    neither arithmetic nor memory. In products of a gated MLP with gates before its last map, without padding
+    (a sixteenth at 65,536 tokens of 8 among 128 experts):
 
-    | | forward | backward, trained | backward, frozen | in all, by what takes no product twice |
+    | | forward | backward, trained | backward, frozen | total / without recomputation, trained and frozen |
     |---|---|---|---|---|
     | without `saved` | 3 | 8 | 5 | 11 / 9 and 8 / 6 |
     | one of the first two maps saved | 3 | 7 | 4 | 10 / 9 and 7 / 6 |
     | either, in a layer that is recomputed | 3 | 8 | 5 | 11 / 12 and 8 / 9 |
 
-    Memory beside the arguments: the result and the gradients in float32, five integers a pair, a few blocks,
-    and what is saved. Inside `jax.shard_map` it takes `check_vma=False`.
+    Memory beside the arguments: the result and the gradients in float32, five integers per pair, a few
+    blocks, and what is saved. Inside `jax.shard_map` this needs `check_vma=False`.
     """
     split = _split(weights, Experts)
     _check_tokens(x, choices, gates)
@@ -98,42 +100,44 @@ def grouped_experts(
         block_size = _block_size(choices.size, Experts.size)
     for what, number in (("block_size", block_size), ("blocks_at_once", blocks_at_once)):
         if not isinstance(number, int) or number < 1:
-            raise ValueError(f"{what} is a whole number of at least 1; got {number!r}.")
+            raise ValueError(f"{what} must be an int, at least 1; got {number!r}.")
     count = x.shape[0]
     if count == 0:
         x, choices, gates = (jnp.zeros((1, *some.shape[1:]), some.dtype) for some in (x, choices, gates))
     plan = _plan(choices, Experts.size, block_size, blocks_at_once)
-    return _differentiable(_Walk(expert, saved, split.rebuild))(x, gates, split.arrays, plan)[:count]
+    inputs: Any = _Inputs(x, gates, tuple(split.arrays))
+    out: Any = _apply_experts(_BlockLoop(expert, saved, split.rebuild), inputs, plan)
+    return out[:count]
 
 
 class _Plan(NamedTuple):
-    """What each block does; the leading axes are turns of the loop, and blocks in a turn.
+    """The blocks; the leading axes are iterations of the loop, and blocks in an iteration.
 
     Attributes:
-        expert: its expert.
-        pair: which (token, choice) pair each of its rows is.
+        expert: the block's expert.
+        pair: the (token, choice) pair of each row.
         token: the token of that pair.
-        real: whether the row is one; the last block of an expert may have fewer.
+        real: False for padding rows of an expert's last block.
     """
 
-    expert: Int[Array, "turn block"]
-    pair: Int[Array, "turn block row"]
-    token: Int[Array, "turn block row"]
-    real: Bool[Array, "turn block row"]
+    expert: Int[Array, "iteration block"]
+    pair: Int[Array, "iteration block row"]
+    token: Int[Array, "iteration block row"]
+    real: Bool[Array, "iteration block row"]
 
 
 def _plan(choices: Int[Array, "token choice"], experts: int, size: int, at_once: int) -> _Plan:
     flat = choices.reshape(-1).astype(jnp.int32)
-    # Beyond the last expert they come last, and into nobody's count.
+    # Out-of-range choices are sorted last and not counted.
     flat = jnp.where((flat < 0) | (flat >= experts), experts, flat)
     order = jnp.argsort(flat, stable=True).astype(jnp.int32)
     counts = jnp.zeros(experts, jnp.int32).at[flat].add(1)
     ends = jnp.cumsum(counts)
     last_block = jnp.cumsum(-(-counts // size))
-    # Only the last block of an expert has rows to spare, and every block has a row.
+    # Only the last block of an expert has padding, and every block has at least one row.
     most = min(flat.size, flat.size // size + experts)
-    turns = -(-most // at_once)
-    block = jnp.arange(turns * at_once, dtype=jnp.int32)
+    iterations = -(-most // at_once)
+    block = jnp.arange(iterations * at_once, dtype=jnp.int32)
     ended = jnp.sum(
         last_block[None, :] <= block[:, None], axis=1, dtype=jnp.int32
     )  # experts before the block
@@ -143,7 +147,7 @@ def _plan(choices: Int[Array, "token choice"], experts: int, size: int, at_once:
     row = first_row[:, None] + jnp.arange(size, dtype=jnp.int32)[None, :]
     real = (row < ends[expert][:, None]) & (block < last_block[-1])[:, None]
     pair = order[jnp.minimum(row, flat.size - 1)]
-    shape = (turns, at_once)
+    shape = (iterations, at_once)
     return _Plan(
         expert.reshape(shape),
         pair.reshape(*shape, size),
@@ -159,8 +163,16 @@ def _block_size(pairs: int, experts: int) -> int:
     return size
 
 
-@dataclass(frozen=True)
-class _Walk:
+class _Inputs(NamedTuple):
+    """What is differentiated: of all tokens, or of the blocks of one iteration."""
+
+    x: Array
+    gates: Array
+    weights: tuple[Array, ...]
+
+
+@dataclass(frozen=True, eq=False)  # hashed by identity: an expert need not be hashable
+class _BlockLoop:
     """The loop over blocks, on raw arrays.
 
     Attributes:
@@ -173,164 +185,124 @@ class _Walk:
     saved: Saved | None
     rebuild: Callable[[Any], Any]
 
-    def apply(self, arrays: list[Array], rows: Array, gates: Array, kept: Any) -> Array:
-        """Apply the experts of the blocks of one turn, `[block, ...]` each; `kept` is what `keep` gives."""
+    def apply(self, inputs: _Inputs, kept: Any) -> Array:
+        """Apply the experts of the blocks of one iteration, `[block, ...]` each; `kept` comes from `keep`."""
 
-        def of_block(own: list[Array], rows: Array, gates: Array, kept: Any) -> Array:
+        def of_block(inputs: _Inputs, kept: Any) -> Array:
             more = () if self.saved is None else (kept,)
-            return self.expert(self.rebuild(own), rows, gates, *more)
+            return self.expert(self.rebuild(inputs.weights), inputs.x, inputs.gates, *more)
 
         with free_axis_mapping():
-            return jax.vmap(of_block)(arrays, rows, gates, kept)
+            return jax.vmap(of_block)(inputs, kept)
 
-    def keep(self, arrays: list[Array], rows: Array) -> Any:
-        """The part of the experts that is saved, `[block, row, ...]`; None where nothing is."""
+    def keep(self, inputs: _Inputs) -> Any:
+        """The saved part of the experts, `[block, row, ...]`; None where nothing is saved."""
         if self.saved is None:
             return None
         saved = self.saved
         with free_axis_mapping():
-            return jax.vmap(lambda own, rows: saved(self.rebuild(own), rows))(arrays, rows)
+            return jax.vmap(lambda own, rows: saved(self.rebuild(own), rows))(inputs.weights, inputs.x)
 
-    def both(self, arrays: list[Array], rows: Array, gates: Array) -> tuple[Array, Any]:
-        """Apply the experts, and what of them is saved."""
-        kept = self.keep(arrays, rows)
-        return self.apply(arrays, rows, gates, kept), kept
+    def gather(self, inputs: _Inputs, at: _Plan) -> _Inputs:
+        """The inputs of the blocks of one iteration."""
+        own = tuple(jnp.take(array, at.expert, axis=0) for array in inputs.weights)
+        rows, gates = jnp.take(inputs.x, at.token, axis=0), jnp.take(inputs.gates.reshape(-1), at.pair)
+        return _Inputs(rows, gates, own)
 
-    def inputs(self, x: Array, gates: Array, arrays: list[Array], at: _Plan) -> tuple[Any, Array, Array]:
-        """Gather what the blocks of one turn take."""
-        own = [jnp.take(array, at.expert, axis=0) for array in arrays]
-        return own, jnp.take(x, at.token, axis=0), jnp.take(gates.reshape(-1), at.pair)
+    def forward(self, inputs: _Inputs, plan: _Plan) -> tuple[Array, Any]:
+        """Add every block's rows to its tokens; also what is saved, `[iteration, block, row, ...]`."""
 
-    def forward(self, x: Array, gates: Array, arrays: list[Array], plan: _Plan) -> tuple[Array, Any]:
-        """Add every block's rows to its tokens; what is saved comes beside it, `[turn, block, row, ...]`."""
+        def rows_of(at: _Plan) -> tuple[Array, Any]:
+            own = self.gather(inputs, at)
+            kept = self.keep(own)
+            return self.apply(own, kept), kept
 
-        def turn(out: Array, at: _Plan) -> tuple[Array, Any]:
-            rows, kept = self.both(*self.inputs(x, gates, arrays, at))
+        def iteration(out: Array, at: _Plan) -> tuple[Array, Any]:
+            rows, kept = rows_of(at)
             rows = jnp.where(at.real[..., None], rows, 0).astype(jnp.float32)
             return out.at[at.token].add(rows), kept
 
-        shapes, _ = jax.eval_shape(self.both, *jax.eval_shape(self.inputs, x, gates, arrays, _first(plan)))
-        start = jnp.zeros((x.shape[0], shapes.shape[-1]), jnp.float32)
-        out, kept = lax.scan(turn, start, plan)
-        return out.astype(x.dtype), kept
+        shape, _ = jax.eval_shape(rows_of, _Plan(*(leaf[0] for leaf in plan)))
+        start = jnp.zeros((inputs.x.shape[0], shape.shape[-1]), jnp.float32)
+        out, kept = lax.scan(iteration, start, plan)
+        return out.astype(inputs.x.dtype), kept
 
-    def backward(
-        self,
-        wanted: "_Wanted",
-        x: Array,
-        gates: Array,
-        arrays: list[Array],
-        plan: _Plan,
-        kept: Any,
-        ct: Array,
-    ) -> tuple[Array | None, Array | None, list[Array | None]]:
-        """The cotangents of what is wanted, `None` for the rest."""
+    def backward(self, perturbed: _Inputs, inputs: _Inputs, plan: _Plan, kept: Any, ct: Array) -> _Inputs:
+        """The cotangents of what is perturbed, `None` for the rest."""
 
-        def turn(gradients: tuple[Any, Any, Any], at_and_kept: tuple[_Plan, Any]) -> tuple[Any, None]:
+        def iteration(gradients: _Inputs, at_and_kept: tuple[_Plan, Any]) -> tuple[_Inputs, None]:
             at, kept = at_and_kept
-            inputs = self.inputs(x, gates, arrays, at)
             of_result = jnp.where(at.real[..., None], jnp.take(ct, at.token, axis=0), 0)
-            of_rows, of_factors, of_own = self.turn_backward(wanted, inputs, kept, of_result)
-            x_gradient, gate_gradient, array_gradients = gradients
-            if of_rows is not None:
-                x_gradient = x_gradient.at[at.token].add(of_rows.astype(jnp.float32))
-            if of_factors is not None:
-                real = jnp.where(at.real, of_factors, 0).astype(jnp.float32)
-                gate_gradient = gate_gradient.at[at.pair].add(real)
-            array_gradients = [
-                None if new is None else old.at[at.expert].add(new.astype(jnp.float32))
-                for old, new in zip(array_gradients, of_own, strict=True)
-            ]
-            return (x_gradient, gate_gradient, array_gradients), None
+            new = self.iteration_backward(perturbed, self.gather(inputs, at), kept, of_result)
+            if new.gates is not None:
+                new = new._replace(gates=jnp.where(at.real, new.gates, 0))
+            places = _Inputs(at.token, at.pair, (at.expert,) * len(inputs.weights))
+            return jax.tree.map(_add_at, gradients, eqx.filter(places, perturbed), new), None
 
-        start = jax.tree.map(
-            lambda leaf: jnp.zeros(leaf.shape, jnp.float32), wanted.pick(x, gates.reshape(-1), arrays)
-        )
-        (of_x, of_gates, of_arrays), _ = lax.scan(turn, start, (plan, kept))
-        return (
-            None if of_x is None else of_x.astype(x.dtype),
-            None if of_gates is None else of_gates.reshape(gates.shape).astype(gates.dtype),
-            [
-                None if new is None else new.astype(old.dtype)
-                for old, new in zip(arrays, of_arrays, strict=True)
-            ],
+        flat = inputs._replace(gates=inputs.gates.reshape(-1))
+        start = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), eqx.filter(flat, perturbed))
+        gradients, _ = lax.scan(iteration, start, (plan, kept))
+        return jax.tree.map(
+            lambda new, old: new.reshape(old.shape).astype(old.dtype),
+            gradients,
+            eqx.filter(inputs, perturbed),
         )
 
-    def turn_backward(
-        self, wanted: "_Wanted", inputs: tuple[list[Array], Array, Array], kept: Any, of_result: Array
-    ) -> tuple[Array | None, Array | None, list[Array | None]]:
-        """The cotangents of what is wanted of the inputs of one turn, from that of its rows."""
-        own, rows, factors = inputs
-
-        def merged(part: tuple[Any, Any, list[Any]]) -> tuple[list[Array], Array, Array]:
-            some_rows, some_factors, some = part
-            return (
-                [a if b is None else b for a, b in zip(own, some, strict=True)],
-                rows if some_rows is None else some_rows,
-                factors if some_factors is None else some_factors,
-            )
-
-        part = wanted.pick(rows, factors, own)
-        result, pullback = jax.vjp(lambda part, kept: self.apply(*merged(part), kept), part, kept)
+    def iteration_backward(self, perturbed: _Inputs, inputs: _Inputs, kept: Any, of_result: Array) -> _Inputs:
+        """The cotangents of the perturbed inputs of one iteration, from that of its rows."""
+        part, constant = eqx.partition(inputs, perturbed)
+        result, pullback = jax.vjp(
+            lambda part, kept: self.apply(eqx.combine(part, constant), kept), part, kept
+        )
         of_part, of_kept = pullback(of_result.astype(result.dtype))
         if self.saved is not None:
-            # A linear map's pullback does not read its result, so that this computes nothing again.
-            _, pullback = jax.vjp(lambda part: self.keep(*merged(part)[:2]), part)
+            # The pullback of a linear map does not read its result, so this recomputes nothing.
+            _, pullback = jax.vjp(lambda part: self.keep(eqx.combine(part, constant)), part)
             of_part = jax.tree.map(jnp.add, of_part, *pullback(of_kept))
         return of_part
 
 
-@jax.tree_util.register_static
-@dataclass(frozen=True)
-class _Wanted:
-    """What is differentiated: the tokens, the gates, and which arrays of weights."""
-
-    x: bool
-    gates: bool
-    arrays: tuple[bool, ...]
-
-    def pick(self, x: Any, gates: Any, arrays: list[Any]) -> tuple[Any, Any, list[Any]]:
-        """Put `None` for what is not wanted."""
-        some = [array if want else None for array, want in zip(arrays, self.arrays, strict=True)]
-        return x if self.x else None, gates if self.gates else None, some
+def _add_at(old: Array, index: Array, new: Array) -> Array:
+    return old.at[index].add(new.astype(jnp.float32))
 
 
-def _differentiable(walk: _Walk) -> Callable[[Array, Array, list[Array], _Plan], Array]:
-    @jax.custom_vjp
-    def run(x: Array, gates: Array, arrays: list[Array], plan: _Plan) -> Array:
-        return walk.forward(x, gates, arrays, plan)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _apply_experts(loop: _BlockLoop, inputs: _Inputs, plan: _Plan) -> Array:
+    return loop.forward(inputs, plan)[0]
 
-    def forward(x: Any, gates: Any, arrays: Any, plan: Any) -> tuple[Array, Any]:
-        def differentiated(leaf: Any) -> bool:
-            return leaf.perturbed and jnp.issubdtype(leaf.value.dtype, jnp.inexact)
 
-        wanted = _Wanted(differentiated(x), differentiated(gates), tuple(map(differentiated, arrays)))
-        plan = _Plan(*(leaf.value for leaf in plan))
-        values = (x.value, gates.value, [leaf.value for leaf in arrays])
-        out, kept = walk.forward(*values, plan)
-        return out, (wanted, *values, plan, kept)
+def _forward_rule(loop: _BlockLoop, inputs: Any, plan: Any) -> tuple[Array, Any]:
+    perturbed = jax.tree.map(
+        lambda leaf: leaf.perturbed and jnp.issubdtype(leaf.value.dtype, jnp.inexact), inputs
+    )
+    inputs, plan = jax.tree.map(lambda leaf: leaf.value, (inputs, plan))
+    out, kept = loop.forward(inputs, plan)
+    return out, (Static(perturbed), inputs, plan, kept)
 
-    def backward(residuals: Any, cotangent: Any) -> tuple[Any, Any, Any, None]:
-        wanted, x, gates, arrays, plan, kept = residuals
-        if isinstance(cotangent, SymbolicZero):
-            return None, None, [None] * len(arrays), None
-        return *walk.backward(wanted, x, gates, arrays, plan, kept, cotangent), None
 
-    run.defvjp(forward, backward, symbolic_zeros=True)
-    return run
+def _backward_rule(loop: _BlockLoop, residuals: Any, cotangent: Any) -> tuple[Any, None]:
+    perturbed, inputs, plan, kept = residuals
+    if isinstance(cotangent, SymbolicZero):
+        return None, None
+    return loop.backward(perturbed.value, inputs, plan, kept, cotangent), None
+
+
+_apply_experts.defvjp(_forward_rule, _backward_rule, symbolic_zeros=True)
 
 
 def _check_tokens(x: Any, choices: Any, gates: Any) -> None:
     for what, some in (("x", x), ("choices", choices), ("gates", gates)):
         if is_named(some) or some.ndim != 2 or (some.shape[1] == 0):
-            raise ValueError(f"{what} is a plain array with a row for each token; got one of {some.shape}.")
+            raise ValueError(
+                f"{what} must be a plain array with a row for each token; got the shape {some.shape}."
+            )
     if choices.shape != gates.shape or choices.shape[0] != x.shape[0]:
         raise ValueError(
-            f"choices {choices.shape} and gates {gates.shape} must be alike, with a row for each of the "
-            f"{x.shape[0]} tokens."
+            f"choices {choices.shape} and gates {gates.shape} must have the same shape, with a row for "
+            f"each of the {x.shape[0]} tokens."
         )
     if not jnp.issubdtype(choices.dtype, jnp.integer):
-        raise ValueError(f"choices are integers; these are {choices.dtype}.")
+        raise ValueError(f"choices must be integers; got {choices.dtype}.")
 
 
 def _split(weights: Any, Experts: Axis) -> SplitTree:
@@ -338,15 +310,11 @@ def _split(weights: Any, Experts: Axis) -> SplitTree:
         if is_array(leaf) and not is_named(leaf) and leaf.shape[:1] != (Experts.size,):
             raise ValueError(
                 f"weights{jax.tree_util.keystr(path)} has the shape {leaf.shape}; the first axis of a plain "
-                f"array is that of the {Experts.size} experts."
+                f"array must be the {Experts.size} experts."
             )
         if (is_named(leaf) or is_array(leaf)) and not is_split(leaf, Experts):
             raise ValueError(
-                f"weights{jax.tree_util.keystr(path)} has no axis `{Experts.name}`: every array among the "
-                "weights belongs to one expert. Broadcast it, or close over it as a Python value."
+                f"weights{jax.tree_util.keystr(path)} has no axis `{Experts.name}`, which every array of the "
+                "weights must have. Broadcast it, or close over it as a Python value."
             )
     return split_tree(weights, Experts, what="grouped_experts")
-
-
-def _first(plan: _Plan) -> _Plan:
-    return _Plan(*(leaf[0] for leaf in plan))

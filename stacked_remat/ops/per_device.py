@@ -1,8 +1,8 @@
-"""Operations that every device of a mesh does for its own part of some named axes.
+"""Runs an operation on each device of a mesh, for its part of some named axes.
 
-What the compiler makes of a loop over tokens that lie on several devices is all of them on every device. A
-kernel it cannot divide at all. Here an operation is told which axes it may be divided over; which of them
-are, and over what, is for Haliax's axis mapping (`haliax.axis_mapping`) and the mesh (`jax.set_mesh`) to say.
+The compiler would gather the tokens of a loop over tokens on every device, and cannot partition a kernel at
+all. The caller says over which axes an operation may be divided; which of them are is up to Haliax's axis
+mapping (`haliax.axis_mapping`) and the mesh (`jax.set_mesh`).
 """
 
 import contextlib
@@ -34,24 +34,23 @@ def per_device(
 
 
 def per_device(fn: Callable[..., Any], *args: Any, over: Sequence[Axis], out: Any) -> Any:
-    """`fn(*args)`, by each device for its own part.
+    """`fn(*args)`, computed by each device for its own part.
 
     Args:
-        fn: treats the positions of the axes `over` independently of one another; returns a named array, or a
+        fn: computes positions along the axes `over` independently of each other; returns a named array or a
             tuple of them.
-        args: trees of named and plain arrays; the latter, and named ones without these axes, are whole on
-            every device.
+        args: trees of named and plain arrays; plain ones, and named ones without these axes, are replicated.
         over: axes that may be divided.
-        out: the axes of the result, in order; a tuple of those of each where there are several.
+        out: the axes of the result, in order, or a tuple of the axes of each result.
 
     Returns:
-        The results with their whole axes. Where no axis is mapped to a mesh, that of a plain call.
+        The results with their full axes. If no axis is mapped to a mesh, this is a plain call of `fn`.
 
     Raises:
-        ValueError: an axis does not divide evenly over what it is mapped to, is mapped to an axis that the
-            mesh has not, or to the same one as another.
+        ValueError: an axis does not divide evenly, is mapped to an axis that the mesh lacks, or to the same
+            one as another axis.
 
-    The axes of the mesh are to be `AxisType.Auto`, which is not what `jax.make_mesh` makes them by itself.
+    The axes of the mesh must be `AxisType.Auto`, which is not the default of `jax.make_mesh`.
     """
     cut = _cut(over)
     if not cut:
@@ -94,16 +93,16 @@ def per_device(fn: Callable[..., Any], *args: Any, over: Sequence[Axis], out: An
     )
     arrays = [leaves[place].array if is_named_array(leaves[place]) else leaves[place] for place in places]
     if not any(isinstance(array, Tracer) for array in arrays):
-        run = jax.jit(run)  # by itself, jax.shard_map takes no mesh with axes that are left to the compiler
+        run = jax.jit(run)  # outside of jit, jax.shard_map takes no mesh with Auto axes
     return jax.tree.map(lambda axes, array: NamedArray(array, axes), out, run(*arrays), is_leaf=_is_axes)
 
 
 @contextlib.contextmanager
 def free_axis_mapping() -> Iterator[None]:
-    """Within it Haliax maps axes to those of the mesh that no `jax.shard_map` around has taken.
+    """Restrict Haliax's axis mapping to mesh axes that no enclosing `jax.shard_map` has made manual.
 
-    The rules of a `jax.custom_vjp` need it where they call functions on named axes: they are traced when what
-    called `jax.shard_map` has returned.
+    The rules of a `jax.custom_vjp` that call functions on named axes need it, because they are traced after
+    `jax.shard_map` has returned.
     """
     mapping, free = current_thread_local_mapping(), _free_mesh_axes()
     left = {
@@ -120,7 +119,7 @@ def _is_axes(node: Any) -> bool:
 
 
 def _cut(over: Sequence[Axis]) -> dict[str, tuple[str, ...]]:
-    """What each axis is divided over: mesh axes of more than one device that nobody else has taken."""
+    """The mesh axes that each axis is divided over: those of more than one device that are not manual."""
     mapping, free = current_thread_local_mapping() or {}, _free_mesh_axes()
     mesh = jax.sharding.get_abstract_mesh()
     found: dict[str, tuple[str, ...]] = {}

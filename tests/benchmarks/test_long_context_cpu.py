@@ -1,3 +1,5 @@
+"""Tests of the benchmark of a long context on the CPU."""
+
 import json
 
 import pytest

@@ -1,4 +1,4 @@
-"""What was recorded of Qwen3-30B-A3B at long context is what was promised, and what the page says."""
+"""Tests of the recorded memory of Qwen3-30B-A3B at long context: its limits, and the tables of the docs."""
 
 import functools
 import importlib.util
@@ -81,9 +81,9 @@ def presets():
         yield f"| {backend} | `{row['policy']}` | {sizes} | {flops:.2f} |"
 
 
-def test_what_attention_put_out_is_kept_once_and_spares_attending_again():
+def test_saved_attention_is_kept_once_and_not_recomputed():
     found = {(row["backend"], row["policy"]): row for row in recorded("qwen3_presets_h200")}
-    kept = 65_536 * 32 * (128 * 2 + 4)  # of a layer: an output in bfloat16 and a float32 a head and position
+    kept = 65_536 * 32 * (128 * 2 + 4)  # per layer: an output in bfloat16 and a float32 per head and position
     plain, saved, nested, nested_saved = (
         found["blockwise", name] for name in ("True", "attention_saved", "nested", "nested_attention_saved")
     )
@@ -101,7 +101,7 @@ def on_eight_devices():
         yield f"| `{row['policy']}` | {sizes} | {row['matmul_flops'] / rows[0]['matmul_flops']:.2f} |"
 
 
-def test_eight_devices_need_an_eighth_of_the_weights_and_little_more_than_one_for_the_rest():
+def test_eight_devices_need_an_eighth_of_the_weights_and_few_more_temporaries():
     (alone,) = (row for row in recorded("qwen3_context_h200") if _is_nested_at_65536(row))
     (shared,) = (row for row in recorded("qwen3_context_v5p_8") if _is_nested_at_65536(row))
     assert shared["arguments"] < 1.2 * alone["arguments"] / 8
@@ -135,7 +135,7 @@ def test_a_step_at_65536_tokens_took_six_carries_less_with_nested():
         ("devices", "What each device needs", on_eight_devices),
     ],
 )
-def test_the_page_says_what_was_recorded(page, heading, rows):
+def test_tables_of_the_docs_are_the_recorded_rows(page, heading, rows):
     text = (DOCS / f"{page}.md").read_text()
     (section,) = re.findall(rf"^## {heading}.*?(?=^## )", text, re.MULTILINE | re.DOTALL)
     assert re.findall(r"^\| .*\d.* \|$", section, re.MULTILINE) == list(rows())
@@ -153,8 +153,8 @@ SMALLER = ["--model.num_layers", "10", "--model.experts.num_experts", "16", "--v
         ("blockwise", "nested", 1045e6, 69),
     ],
 )
-def test_a_shallower_one_takes_memory_in_proportion_to_its_tokens(backend, policy, whole, a_token):
-    """10 layers as wide as the real ones: `nested` keeps 4 carries of 4 KiB a token, `offload` one or two."""
+def test_memory_of_a_shallower_model_is_proportional_to_tokens(backend, policy, whole, a_token):
+    """10 layers of full width: `nested` keeps 4 carries of 4 KiB per token, `offload` one or two."""
     smaller = [*SMALLER, "--model.attention.backend", backend]
     config = parse_config(LmRunConfig, ["--config_path", str(CONFIG), *smaller])
     found = []

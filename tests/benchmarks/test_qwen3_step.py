@@ -1,7 +1,6 @@
-"""The benchmark for a GPU also runs, small, where there is none."""
+"""Tests of the benchmark of training steps, at small sizes on the CPU."""
 
 import json
-import re
 
 import jax
 import jax.numpy as jnp
@@ -9,9 +8,11 @@ import pytest
 
 from benchmarks.qwen3_context import CONFIG
 from benchmarks.qwen3_step import attention_differences, main, model_flops, random_parts
-from models.run_config import LmRunConfig
-from stacked_remat.ops._attention_backends import BACKENDS, Exact
+from models.train_lm import LmRunConfig
+from stacked_remat.ops._attention_backends import BACKENDS, Backend, exact_attention
 from stacked_remat.training import parse_config
+
+from ..jaxprs import equations_of
 
 TINY = [
     "--config",
@@ -56,7 +57,7 @@ def test_a_policy_with_wrong_gradients_is_named_and_not_timed(tmp_path, monkeypa
     assert len(json.loads((tmp_path / "qwen3_step_gpu.json").read_text())["rows"]) == 4
 
 
-def test_a_model_that_it_does_not_know_is_refused(tmp_path):
+def test_other_models_are_refused(tmp_path):
     dense = tmp_path / "dense.yaml"
     dense.write_text("model:\n  type: qwen3\nvocab_size: 32\n")
     with pytest.raises(SystemExit, match="model.type must be qwen3_moe here; the config has Qwen3Config"):
@@ -79,9 +80,9 @@ def test_a_stack_of_weights_is_made_a_layer_at_a_time():
     made = random_parts([stack])[0]
     assert (made.shape, made.dtype) == (stack.shape, stack.dtype) and made.std() > 0.01
     assert not jnp.array_equal(made[0], made[1])
-    # A GPU's compiler keeps the random bits, of twice the size of what they become.
-    program = str(jax.make_jaxpr(lambda: random_parts([stack]))())
-    assert re.findall(r"random_bits\[[^]]*shape=\(([^)]*)\)", program) == ["64, 128"]
+    # A GPU's compiler keeps the random bits, which are twice as large.
+    bits = [one for one in equations_of(lambda: random_parts([stack])) if one.primitive.name == "random_bits"]
+    assert [one.params["shape"] for one in bits] == [(64, 128)]
 
 
 @pytest.fixture
@@ -96,10 +97,7 @@ def test_kernels_of_attention_are_compared_with_the_definition(config):
 
 
 def test_a_wrong_kernel_of_attention_ends_the_benchmark(config, monkeypatch):
-    class Wrong(Exact):
-        def __call__(self, query, key, value, documents, blocks):
-            return super().__call__(1.1 * query, key, value, documents, blocks)
-
-    monkeypatch.setitem(BACKENDS, "blockwise", Wrong())
+    wrong = Backend(lambda query, *rest: exact_attention(1.1 * query, *rest))
+    monkeypatch.setitem(BACKENDS, "blockwise", wrong)
     with pytest.raises(ArithmeticError, match=r"attention by blockwise: off by 0\.\d+ of its norm"):
         attention_differences(config, 16)

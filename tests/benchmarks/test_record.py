@@ -1,4 +1,4 @@
-"""Results name the versions that they were made with."""
+"""Tests of the versions that results have."""
 
 import jax
 
@@ -11,7 +11,7 @@ def install(folder, name, version):
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
 
 
-def test_the_version_is_of_what_is_imported(tmp_path, monkeypatch):
+def test_the_version_is_of_the_imported_package(tmp_path, monkeypatch):
     install(tmp_path / "imported", "libtpu", "2.0")
     install(tmp_path / "left_over", "libtpu", "1.0")
     monkeypatch.syspath_prepend(tmp_path / "left_over")
@@ -19,7 +19,7 @@ def test_the_version_is_of_what_is_imported(tmp_path, monkeypatch):
     assert versions()["libtpu"] == "2.0"
 
 
-def test_what_is_not_installed_is_not_named(monkeypatch):
+def test_missing_packages_are_left_out(monkeypatch):
     monkeypatch.setattr("sys.path", [])
     assert versions() == {}
 

@@ -1,4 +1,4 @@
-"""The benchmark runs at any size, and the memory it claims for the large one does not regress."""
+"""Tests of the benchmark of memory at small sizes, and of the memory that it recorded."""
 
 import functools
 import importlib.util
@@ -20,7 +20,7 @@ GIB = 2**30
 
 @pytest.mark.parametrize("variant", list(variants()), ids=lambda variant: variant.name)
 def test_every_variant_is_the_same_program(variant, standard_promotion):
-    """Forward two products a layer, backward four, and at most four more for what is recomputed."""
+    """Two products per layer forward, four backward, and at most four more of recomputation."""
     pytest.importorskip(variant.needs)
     fn, args = variant.build(Sizes(layers=8, tokens=64, width=16, inner=16))
     layer = 2 * 64 * 16 * 16
@@ -37,20 +37,20 @@ def test_every_variant_is_the_same_program(variant, standard_promotion):
 
 def test_it_writes_json_and_a_plot(tmp_path, capsys):
     pytest.importorskip("matplotlib")
-    path = main([*TINY, "--out", str(tmp_path), "--only", "^lax.scan|stacked_remat True"])
+    path = main([*TINY, "--out", str(tmp_path), "--only", "^lax.scan"])
     assert path == tmp_path / "stack_memory_local.json"
     rows = json.loads(path.read_text())["rows"]
-    assert [row["name"] for row in rows] == ["lax.scan", "lax.scan + jax.checkpoint", "stacked_remat True"]
+    assert [row["name"] for row in rows] == ["lax.scan", "lax.scan + jax.checkpoint"]
     assert rows[0]["temporaries"] > rows[1]["temporaries"] > 0
     assert (tmp_path / "stack_memory_local_16.png").exists()
-    assert "stacked_remat True" in capsys.readouterr().out
+    assert "lax.scan + jax.checkpoint" in capsys.readouterr().out
 
 
-def test_with_run_it_also_times_what_it_compiled(tmp_path):
+def test_with_run_it_also_times(tmp_path):
     pytest.importorskip("matplotlib")
-    main([*TINY, "--out", str(tmp_path), "--only", "stacked_remat (True|nested)$", "--run"])
+    main([*TINY, "--out", str(tmp_path), "--only", "stacked_remat True$", "--run"])
     rows = json.loads((tmp_path / "stack_time_cpu_16.json").read_text())["rows"]
-    assert [row["name"] for row in rows] == ["stacked_remat True", "stacked_remat nested"]
+    assert [row["name"] for row in rows] == ["stacked_remat True"]
 
 
 def test_a_peer_that_is_not_installed_is_named():
@@ -58,7 +58,7 @@ def test_a_peer_that_is_not_installed_is_named():
     assert missing == "a peer is left out: pip install no_such_peer"
 
 
-def test_a_choice_that_leaves_nothing(tmp_path):
+def test_a_choice_without_variants(tmp_path):
     with pytest.raises(SystemExit, match="leaves nothing"):
         main([*TINY, "--out", str(tmp_path), "--only", "no such thing"])
 
@@ -71,7 +71,7 @@ def measured(name, target, **sizes):
 
 @functools.cache
 def recorded(target):
-    """What the benchmark found, by name and inner width."""
+    """The recorded rows, by name and inner width."""
     rows = json.loads((RESULTS / f"stack_memory_{target}.json").read_text())["rows"]
     return {(row["name"], row["inner"]): row for row in rows if "refused" not in row}
 
@@ -118,7 +118,7 @@ def test_memory_is_within_a_tenth_of_what_the_benchmark_recorded(name, inner, ta
         ("v5p", "nested + offload", 2_048, 2.6, 2.1),
     ],
 )
-def test_what_was_recorded_is_as_little_as_was_promised(target, name, inner, device, host):
+def test_recorded_memory_is_within_limits(target, name, inner, device, host):
     row = recorded(target)[f"stacked_remat {name}", inner]
     assert row["temporaries"] <= device * GIB
     assert row["host_temporaries"] <= host * GIB

@@ -1,6 +1,7 @@
-"""The timing benchmark runs at any size and refuses to time what is wrong."""
+"""Tests of the benchmark of time at small sizes: wrong gradients are not timed."""
 
 import dataclasses
+import functools
 import json
 import re
 
@@ -12,15 +13,32 @@ from benchmarks.residual_mlp import Sizes, variants
 from benchmarks.stack_time import Compiled, check_gradients, compile_variant, expected_gradients, main
 
 SIZES = Sizes(layers=4, tokens=32, width=16, inner=24, dtype="float32")
+VARIANTS = list(variants())
 TINY = ["--layers=4", "--tokens=32", "--width=16", "--inner=24", "--dtype=float32", "--rounds=2"]
 
 
-@pytest.mark.parametrize("variant", list(variants()), ids=lambda variant: variant.name)
+_compiled = functools.cache(compile_variant)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def each_variant_is_compiled_once():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("benchmarks.stack_time.compile_variant", compiled_once)
+        yield
+    _compiled.cache_clear()
+
+
+def compiled_once(variant, sizes):
+    (same,) = (one for one in VARIANTS if one.name == variant.name)
+    return dataclasses.replace(_compiled(same, sizes), seconds=[])
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=lambda variant: variant.name)
 def test_every_variant_gives_the_same_gradients(variant, standard_promotion):
     pytest.importorskip(variant.needs)
     if "frozen" in variant.name:
         pytest.skip("has no gradient of the weights")
-    check_gradients(compile_variant(variant, SIZES), expected_gradients(SIZES), SIZES)
+    check_gradients(compiled_once(variant, SIZES), expected_gradients(SIZES), SIZES)
 
 
 def _wrong(right: Compiled):
@@ -35,9 +53,9 @@ def _too_large(right: Compiled):
     ("run", "reason"),
     [(_wrong, "stacked_remat True: the gradient of .* is off by 0.01"), (_too_large, "RESOURCE_EXHAUSTED")],
 )
-def test_what_is_wrong_or_does_not_fit_is_not_timed_and_the_others_are(run, reason, tmp_path, monkeypatch):
+def test_a_variant_that_is_wrong_or_does_not_fit_is_not_timed(run, reason, tmp_path, monkeypatch):
     def compiled(variant, sizes):
-        right = compile_variant(variant, sizes)
+        right = compiled_once(variant, sizes)
         bad = variant.name == "stacked_remat True"
         return dataclasses.replace(right, run=lambda: run(right)) if bad else right
 
@@ -53,7 +71,7 @@ def test_what_is_wrong_or_does_not_fit_is_not_timed_and_the_others_are(run, reas
     assert re.match(reason, found["refused"]["stacked_remat True"])
 
 
-def test_a_run_that_is_cut_short_leaves_the_rounds_before(tmp_path, monkeypatch):
+def test_an_interrupted_run_leaves_the_rounds_before(tmp_path, monkeypatch):
     timed, calls = Compiled.timed, []
 
     def cut_short(self):
@@ -70,11 +88,9 @@ def test_a_run_that_is_cut_short_leaves_the_rounds_before(tmp_path, monkeypatch)
 
 
 def test_variants_share_their_weights():
-    sizes = dataclasses.replace(SIZES, inner=25)  # no other test's
+    sizes = dataclasses.replace(SIZES, inner=25)  # of no other test
     named = {variant.name: variant for variant in variants()}
-    ready = [
-        compile_variant(named[name], sizes) for name in ("lax.scan", "haliax True", "stacked_remat True")
-    ]
+    ready = [compiled_once(named[name], sizes) for name in ("lax.scan", "haliax True", "stacked_remat True")]
     assert len(ready) == 3
     assert sum(array.size == 4 * 16 * 25 for array in jax.live_arrays()) == 2
 

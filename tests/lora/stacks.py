@@ -1,4 +1,4 @@
-"""A stack of blocks with linears of several kinds: over one axis and several, with a bias, and in experts."""
+"""A model for the tests of adapters: linears over one axis and several, with a bias, and in experts."""
 
 import functools
 from typing import TypeVar
@@ -16,14 +16,7 @@ from stacked_remat.lora import LoraConfig, apply_lora, lora_filter
 Layers, Experts = hax.make_axes(layers=5, experts=3)
 Embed, Heads, Dim, Hidden, Pos = hax.make_axes(embed=6, heads=2, dim=4, hidden=8, position=7)
 
-POLICIES = {
-    "False": False,
-    "True": True,
-    "nested": "nested",
-    "offload": "offload",
-    "save_all": "save_all",
-    "recompute": "recompute",
-}
+POLICIES = {"False": False, "nested": "nested", "offload": "offload"}
 
 
 T = TypeVar("T")
@@ -46,7 +39,7 @@ class Expert(eqx.Module):
 
 
 class Block(eqx.Module):
-    """The residual stream through a map over two axes and back, then the mean of the experts."""
+    """A residual map over two axes and back, then the mean of the experts."""
 
     q_proj: hnn.Linear
     o_proj: hnn.Linear
@@ -95,7 +88,7 @@ def adapted() -> Model:
 
 
 def with_trained_adapters(of: T, config: LoraConfig) -> T:
-    """A tree with adapters whose B is not zero, as after some training."""
+    """The tree with adapters whose B is not zero, as after training."""
     shapes = eqx.filter_eval_shape(lambda: apply_lora(of, config, key=jax.random.key(1)))
     base, _ = eqx.partition(of, eqx.is_array)
     places = iter(jax.tree.leaves(base))
@@ -109,7 +102,7 @@ def with_trained_adapters(of: T, config: LoraConfig) -> T:
 
 
 def filled(shapes: T, seed: int) -> T:
-    """Normal numbers in place of shapes, from NumPy: to compile a generator for each shape takes seconds."""
+    """Normal numbers in place of shapes, from NumPy, because compiling a generator for each shape is slow."""
     rng = np.random.default_rng(seed)
 
     def fill(leaf):

@@ -1,4 +1,4 @@
-"""That training adapters costs what adapters cost: no gradient and no optimizer state of what they adapt."""
+"""Tests that training adapters has no gradients and no optimizer state of frozen weights."""
 
 import functools
 
@@ -21,7 +21,7 @@ from .stacks import filled
 Layers, Wide, Hidden = hax.make_axes(layers=12, wide=128, hidden=256)
 Batch, Pos = Axis(BATCH_AXIS, 1), Axis(POSITION_AXIS, 4)
 WEIGHTS = 2 * Layers.size * Wide.size * Hidden.size * 4
-# Not False: it keeps what every layer has computed, and a Haliax linear computes its scaled weight.
+# Not False, which keeps the internals of layers: a Haliax linear's scaled weight is one.
 POLICIES = {"True": True, "nested": "nested", "offload": "offload"}
 ADAM = optax.adam(1e-2)
 
@@ -81,9 +81,9 @@ def test_the_compiled_step_holds_no_gradient_of_the_frozen_weights(remat, standa
         for rank in (None, 2)
     }
     assert found[None].temporaries > 0.9 * WEIGHTS
-    # What the loops slice out of the stacks: one layer's weights, its adapters' gradients and the carries.
+    # One layer's weights, sliced out of the stacks, its adapters' gradients and the carries.
     assert found[2].temporaries < 2 * WEIGHTS / Layers.size
-    # Weights and two moments of each, against weights alone: the state is the memory.
+    # Weights and two moments of each, against weights only.
     assert found[None].arguments > 2.9 * WEIGHTS and found[2].arguments < 1.1 * WEIGHTS
     assert found[2].aliased > 0.99 * WEIGHTS
     assert found[2].flops.matmul < 0.8 * found[None].flops.matmul

@@ -1,4 +1,4 @@
-"""The count of arithmetic, against counts made by hand."""
+"""Tests of `count_flops` against counts made by hand."""
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +25,7 @@ def test_products_are_two_for_each_pair():
 
 
 @pytest.mark.parametrize(("window", "blocks"), [(None, 15), (100, 9)])
-def test_a_splash_kernel_counts_the_blocks_that_its_table_says_it_visits(window, blocks):
+def test_a_splash_kernel_counts_the_blocks_of_its_table(window, blocks):
     query, key = jnp.ones((2, 640, 1, 3, 8)), jnp.ones((2, 640, 1, 8))  # six heads over five blocks of 128
 
     def attend(query, key, value):
@@ -65,7 +65,7 @@ def test_elementwise_work_is_one_per_element_and_moving_data_is_free():
     assert (moved.matmul, moved.elementwise) == (0, 0)
 
 
-def test_what_is_not_used_does_not_count():
+def test_unused_results_do_not_count():
     assert count(lambda x: (x @ x, x)[1], SQUARE).matmul == 0
 
     def body(x, _):
@@ -141,7 +141,7 @@ def test_a_loop_whose_counter_does_more_than_count():
 
 
 @pytest.mark.parametrize("low", [0, np.int32(0)])
-def test_a_long_loop_is_not_walked(low):
+def test_a_long_loop_is_counted_without_following_it(low):
     """With bounds of Python integers the loop is a scan, otherwise a while loop."""
 
     def body(_, state):
@@ -167,7 +167,7 @@ LENGTHS = np.array([4, 3, 2, 1], dtype=np.int32)
 
 
 def shrinking_segments(x):
-    """Segments whose lengths come from a table, read by the loop outside; layers count on through them."""
+    """Segments whose lengths are read from a table by the outer loop, and a counter of all layers."""
     lengths = jnp.asarray(LENGTHS)
 
     def segment(carry, index):
@@ -195,7 +195,7 @@ def test_integers_come_out_of_loops():
     assert count(fn, SQUARE).matmul == 20 * PRODUCT
 
 
-def test_an_outer_while_loop_that_walks_a_table_backwards():
+def test_an_outer_while_loop_that_reads_a_table_backwards():
     starts = np.array([0, 4, 7, 9, 10], dtype=np.int32)
 
     def fn(x):
@@ -223,17 +223,17 @@ def test_a_branch_on_a_known_integer_is_taken():
     assert found.exact
 
 
-def test_a_branch_on_data_counts_as_its_dearest_side_and_says_so():
+def test_a_branch_on_data_counts_its_most_expensive_side_and_says_so():
     found = count(lambda x: jax.lax.cond(x[0, 0] > 0, lambda x: x @ x @ x, lambda x: x @ x, x), SQUARE)
     assert found.matmul == 2 * PRODUCT
     assert not found.exact
-    assert "dearest" in found.too_high[0]
+    assert "most expensive" in found.too_high[0]
     same = count(lambda x: jax.lax.cond(x[0, 0] > 0, lambda x: x @ x.T, lambda x: x.T @ x, x), SQUARE)
     assert same.matmul == PRODUCT
     assert same.exact
 
 
-def test_a_long_loop_over_a_branch_on_data_is_not_walked():
+def test_a_long_loop_over_a_branch_on_data_is_not_followed():
     def body(_, x):
         return jax.lax.cond(x[0, 0] > 0, lambda x: x @ x, lambda x: x, x)
 
@@ -259,7 +259,7 @@ def test_work_inside_an_unknown_operation_is_never_silent():
     assert any("lu" in reason for reason in found.too_low)
 
 
-def test_a_loop_too_long_to_walk_says_so(monkeypatch):
+def test_a_loop_too_long_to_follow_says_so(monkeypatch):
     monkeypatch.setattr("stacked_remat.memory._flops._MAX_STEPS", 100)
 
     def fn(x):

@@ -1,4 +1,4 @@
-"""The planner compiles from the cheapest to the leanest and stops at the first that fits."""
+"""Tests of `plan` and `compare`: candidates are compiled in order up to the first that fits."""
 
 import dataclasses
 
@@ -9,7 +9,16 @@ import pytest
 
 from stacked_remat import ScanCheckpointPolicy, Stacked
 from stacked_remat._policy import resolve_policy
-from stacked_remat.memory import CANDIDATES, BudgetError, compare, parse_bytes, plan
+from stacked_remat.memory import (
+    CANDIDATES,
+    BudgetError,
+    DoesNotFit,
+    HostBytes,
+    _plan,
+    compare,
+    parse_bytes,
+    plan,
+)
 
 Layers, Width = hax.Axis("layers", 16), hax.Axis("width", 64)
 Tokens = hax.Axis("tokens", 512)
@@ -45,7 +54,23 @@ class Counting:
         def gradient(blocks, x):
             return eqx.filter_grad(lambda blocks: hax.sum(blocks.fold(x, remat=remat)).scalar())(blocks)
 
+        gradient.policy = repr(remat)
         return gradient
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_report_for_each_policy():
+    """The tests of this file ask for reports of the same program: each policy is compiled once."""
+    reports, real = {}, _plan.report
+
+    def report(fn, *args, **kwargs):
+        if fn.policy not in reports:
+            reports[fn.policy] = real(fn, *args, **kwargs)
+        return reports[fn.policy]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_plan, "report", report)
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +106,7 @@ def total(found, policy):
     return report.total
 
 
-def test_what_is_left_of_the_budget_is_spent_on_carries(comparison):
+def test_the_rest_of_the_budget_is_spent_on_carries(comparison):
     _, carries, nested = (trial.report.total for trial in comparison.trials[:3])
     budget = (nested + carries) // 2
     found = plan(Counting(), *blocks_and_input(), budget=budget, candidates=["nested"], layers=Layers.size)
@@ -94,7 +119,7 @@ def test_what_is_left_of_the_budget_is_spent_on_carries(comparison):
     assert len(found.tried.trials) <= 8
 
 
-def test_and_on_internals_where_that_spares_more(comparison):
+def test_or_on_internals_where_that_leaves_less_arithmetic(comparison):
     everything, _, nested = (trial.report.total for trial in comparison.trials[:3])
     budget = int(nested + 0.9 * (everything - nested))
     found = plan(
@@ -122,7 +147,7 @@ def test_a_policy_that_has_no_first_layers_is_left_as_it_is():
         assert found.policy is policy and len(found.tried.trials) == 1
 
 
-def test_candidates_of_ones_own():
+def test_other_candidates_than_the_default():
     policy = ScanCheckpointPolicy(nested=2)
     found = plan(Counting(), *blocks_and_input(), budget="1GiB", candidates=[policy, True])
     assert found.policy is policy
@@ -139,13 +164,9 @@ def test_no_candidate_fits(comparison):
 
 
 def test_the_host_has_a_budget_too(monkeypatch):
-    from stacked_remat.memory import _plan
-
     real = _plan.report
 
     def with_host(fn, *args, **kwargs):
-        from stacked_remat.memory import HostBytes
-
         return dataclasses.replace(real(fn, *args, **kwargs), host=HostBytes(temporaries=100))
 
     monkeypatch.setattr(_plan, "report", with_host)
@@ -154,9 +175,7 @@ def test_the_host_has_a_budget_too(monkeypatch):
         plan(Counting(), *blocks_and_input(), budget="1GiB", host_budget=99, candidates=[True])
 
 
-def test_what_the_compiler_refuses_is_passed_over(monkeypatch):
-    from stacked_remat.memory import DoesNotFit, _plan
-
+def test_a_policy_that_the_compiler_refuses_is_skipped(monkeypatch):
     real = _plan.report
 
     def refuse_once(fn, *args, **kwargs):
@@ -170,11 +189,11 @@ def test_what_the_compiler_refuses_is_passed_over(monkeypatch):
     assert "refused" in str(found)
 
 
-def test_an_error_of_the_users_own_is_not_hidden():
+def test_an_error_in_the_users_function_is_raised():
     def broken(remat):
-        raise TypeError("of my own")
+        raise TypeError("the user's")
 
-    with pytest.raises(TypeError, match="of my own"):
+    with pytest.raises(TypeError, match="the user's"):
         plan(broken, budget="1GiB")
 
 
@@ -210,8 +229,7 @@ def test_budgets_that_cannot(text):
 
 @pytest.fixture
 def offloading_costs_the_host(comparison, monkeypatch):
-    """The CPU has one memory: let what offloads need some of the host, and less of the device."""
-    from stacked_remat.memory import HostBytes, _plan
+    """The CPU has one memory: pretend that offloading policies use the host, and less of the device."""
 
     def moved(trial):
         if not resolve_policy(trial.policy).offloads:
@@ -235,7 +253,7 @@ def test_fewer_carries_where_the_host_is_too_small(offloading_costs_the_host):
         plan(Counting(), *blocks_and_input(), budget=budget - 1, host_budget=99)
 
 
-def test_the_smallest_found_says_what_it_needs_of_the_host(offloading_costs_the_host):
+def test_the_error_names_the_host_memory_of_the_smallest(offloading_costs_the_host):
     with pytest.raises(BudgetError, match="is 'offload' with .* a device and 100 B on the host"):
         plan(Counting(), *blocks_and_input(), budget=1, host_budget=99, candidates=["offload"])
 

@@ -1,4 +1,4 @@
-"""The plot is a PNG with a point for each policy."""
+"""Tests of `plot`."""
 
 import sys
 

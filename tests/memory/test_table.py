@@ -1,4 +1,4 @@
-"""Tables say the same in text and in rich, on narrow terminals too."""
+"""Tests of tables in text and in rich, on a narrow terminal."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Targets are found by name, describe real devices, and say what they lack."""
+"""Tests of targets: their names, their figures, their compilers and the errors without them."""
 
 import importlib.util
 
@@ -19,7 +19,7 @@ def test_the_names():
     assert find_target(TARGETS["h200"]) is TARGETS["h200"]
 
 
-def test_an_unknown_name_lists_those_there_are():
+def test_an_unknown_name_lists_all_names():
     with pytest.raises(ValueError, match="unknown target 'h20'.*" + ".*".join(NAMES)):
         find_target("h20")
 
@@ -33,7 +33,7 @@ def test_figures_are_in_bytes_and_flops(name):
 
 
 @pytest.mark.parametrize("name", ["a100-80gb", "h100", "h200", "b200"])
-def test_the_description_that_xla_reads_is_the_targets_own(name):
+def test_the_description_for_xla_has_the_targets_figures(name):
     target = TARGETS[name]
     assert isinstance(target, CudaTarget)
     config = target.target_config()

@@ -1,3 +1,5 @@
+"""Tests of `per_device` on virtual devices, alone and inside other operations."""
+
 import haliax as hax
 import jax
 import jax.numpy as jnp
@@ -28,7 +30,7 @@ def sizes(x):
     [
         ({"row": "data"}, {"data": 4}, 2),
         ({"row": ("data", "model")}, {"data": 4, "model": 2}, 1),
-        ({"row": "data"}, {"data": 2, "model": 4}, 4),  # the rest of the mesh is left to the compiler
+        ({"row": "data"}, {"data": 2, "model": 4}, 4),  # the compiler partitions over the other axis
         ({"row": "data"}, {"data": 1, "model": 4}, 8),
         ({"col": "data"}, {"data": 4}, 8),
         ({}, {"data": 4}, 8),
@@ -42,7 +44,7 @@ def test_each_device_does_its_own_rows(mapping, axes, rows):
     assert seen.axes == (Row, Col)
 
 
-def test_without_a_mesh_or_a_mapping_it_is_the_plain_call():
+def test_without_a_mesh_or_a_mapping_it_is_a_plain_call():
     assert per_device(lambda x: x * 2, X, over=(Row,), out=(Row, Col)).axes == (Row, Col)
     with hax.axis_mapping({"row": "data"}):
         assert float(per_device(sizes, X, over=(Row,), out=(Row, Col)).array[0, 0]) == 8
@@ -88,7 +90,7 @@ def test_axes_that_do_not_divide_are_named():
         ({"row": "nope"}, "axis `row` is mapped to 'nope'; the mesh has data, model"),
     ],
 )
-def test_mappings_that_no_mesh_can_follow_are_refused(mapping, message):
+def test_invalid_mappings_are_refused(mapping, message):
     with (
         jax.set_mesh(mesh(data=4, model=2)),
         hax.axis_mapping(mapping),
@@ -103,7 +105,7 @@ def test_it_needs_no_jit_around_it():
     np.testing.assert_array_equal(seen.array, np.full((8, 3), 2.0))
 
 
-def test_the_mapping_of_what_is_divided_does_not_hold_within():
+def test_divided_axes_are_not_mapped_inside():
     seen = []
 
     def look(x):
@@ -147,9 +149,12 @@ def cross_entropy(keys):
     )
 
 
-@pytest.mark.parametrize("operation", [attention, cross_entropy])
-@pytest.mark.parametrize("mapping", [{"batch": "data"}, {"batch": "data", "kv": "model"}], ids=str)
-def test_operations_divide_their_tokens_and_gather_none(operation, mapping):
+@pytest.mark.parametrize(
+    ("operation", "mapping"),
+    [(attention, {"batch": "data", "kv": "model"}), (cross_entropy, {"batch": "data"})],
+    ids=["attention", "cross_entropy"],
+)
+def test_operations_divide_tokens_without_gathering_them(operation, mapping):
     args, run = operation(jax.random.split(jax.random.key(0), 3))
 
     def gradient(*args):

@@ -1,4 +1,4 @@
-"""Rotary embedding by its definition, a pair and a position at a time; scalings against Hugging Face's."""
+"""Tests of rotary embedding against its definition, and of scalings against Hugging Face's."""
 
 import json
 import math
@@ -52,7 +52,7 @@ def test_rotation_keeps_lengths_dtype_and_the_first_position():
     assert apply_rotary(x.astype(jnp.bfloat16), table, HeadDim).dtype == jnp.bfloat16
 
 
-def test_scores_depend_on_the_distance_alone():
+def test_scores_depend_only_on_the_distance():
     query, key = normal(2, HeadDim), normal(3, HeadDim)
 
     def scores(first):
@@ -64,7 +64,7 @@ def test_scores_depend_on_the_distance_alone():
     np.testing.assert_allclose(scores(0), scores(1000), atol=1e-4)
 
 
-def test_documents_packed_differently_have_tables_of_their_own():
+def test_sequences_packed_differently_have_their_own_tables():
     positions = hax.named(jnp.array([[0, 1, 2, 0, 1], [0, 1, 2, 3, 4]]), (Batch, Pos))
     x = normal(4, Pos, KVHeads, Batch, HeadDim)
     turned = apply_rotary(x, rotary_table(positions, HeadDim, theta=THETA), HeadDim)
@@ -78,13 +78,13 @@ def test_documents_packed_differently_have_tables_of_their_own():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (dict(positions=hax.zeros(Pos)), "positions are integers; these are float32"),
+        (dict(positions=hax.zeros(Pos)), "positions must be integers; got float32"),
         (dict(positions=hax.arange(HeadDim)), "positions already have the axis 'head_dim'"),
-        (dict(HeadDim=Axis("head_dim", 5)), "turns pairs of coordinates; a head has 5"),
+        (dict(HeadDim=Axis("head_dim", 5)), "needs an even number of coordinates; a head has 5"),
         (dict(theta=1.0), "theta, the base of the wavelengths, must be above 1; got 1.0"),
     ],
 )
-def test_a_table_of_what_does_not_fit_is_refused(change, message):
+def test_arguments_of_a_table_are_checked(change, message):
     arguments = dict(positions=hax.arange(Pos), HeadDim=HeadDim, theta=THETA) | change
     with pytest.raises(ValueError, match=message):
         rotary_table(**arguments)
@@ -109,7 +109,7 @@ def test_slow_pairs_are_interpolated_and_fast_ones_are_not(scaling):
     ratio = plain / scaling.frequencies(128, 1e6)
     turns = plain * scaling.original_max_position_embeddings / (2 * math.pi)
     fast, slow = (32, 1) if isinstance(scaling, YarnRotary) else (4, 1)
-    # Rounded outwards, the ramp may begin and end a pair early and late.
+    # Rounded outwards, the ramp may begin a pair early and end a pair late.
     np.testing.assert_allclose(ratio[turns > fast * 1.25], 1.0, rtol=1e-12)
     np.testing.assert_allclose(ratio[turns < slow / 1.25], 4.0, rtol=1e-12)
     between = ratio[(turns < fast / 1.25) & (turns > slow * 1.25)]
@@ -147,7 +147,7 @@ def test_the_attention_factor_multiplies_cosines_and_sines():
         (lambda: Llama3Rotary(8.0, 8192, 4.0, 4.0), "low_freq_factor = 4.0 must be positive and below"),
     ],
 )
-def test_scalings_that_make_no_sense_can_not_be_made(make, message):
+def test_fields_of_scalings_are_checked(make, message):
     with pytest.raises(ValueError, match=message):
         make()
 
@@ -184,7 +184,7 @@ def test_scalings_are_read_from_configs_new_and_old():
         (dict(rope_type="default", partial_rotary_factor=0.5), "partial_rotary_factor is not supported"),
     ],
 )
-def test_configs_that_can_not_be_followed_are_refused_by_name(parameters, message):
+def test_unsupported_configs_are_refused_by_name(parameters, message):
     with pytest.raises(ValueError, match=message):
         from_hf(**parameters)
 
@@ -239,9 +239,7 @@ def test_scalings_are_those_of_hugging_face(parameters, head_dim, theta):
 def test_a_table_of_other_positions_or_heads_is_refused():
     Pos, HeadDim = Axis("position", 4), Axis("head_dim", 6)
     table = rotary_table(hax.arange(Pos), HeadDim, theta=1e4)
-    with pytest.raises(
-        ValueError, match="x has position=3, head_dim=6; the rotary table asks for position=4"
-    ):
+    with pytest.raises(ValueError, match="x has position=3, head_dim=6; the rotary table has position=4"):
         apply_rotary(hax.ones((Pos.resize(3), HeadDim)), table, HeadDim)
     with pytest.raises(ValueError, match="x has position=4, head_dim=8; .* head_dim=6"):
         apply_rotary(hax.ones((Pos, HeadDim.resize(8))), table, HeadDim)

@@ -1,0 +1,50 @@
+"""The equations of a traced program, with those of its loops, branches and calls."""
+
+import collections
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+
+
+def equations(jaxpr: Any) -> Iterator[Any]:
+    """Every equation of a jaxpr, each before those of the jaxprs that it holds."""
+    for equation in jaxpr.eqns:
+        yield equation
+        yield from inner_equations(equation)
+
+
+def inner_equations(equation: Any) -> Iterator[Any]:
+    for value in jax.tree.leaves(equation.params, is_leaf=_is_jaxpr):
+        if _is_jaxpr(value):
+            yield from equations(value)
+
+
+def _is_jaxpr(value: Any) -> bool:
+    return hasattr(value, "eqns")
+
+
+def equations_of(fn: Callable, *args: Any) -> list[Any]:
+    """The equations of `fn` traced for `args`, whose leaves are arrays."""
+    return list(equations(jax.make_jaxpr(fn)(*args)))
+
+
+def primitives(fn: Callable, *args: Any) -> collections.Counter[str]:
+    """How often each primitive is in the program of `fn`."""
+    return collections.Counter(equation.primitive.name for equation in equations_of(fn, *args))
+
+
+def outline(fn: Callable, *args: Any) -> tuple:
+    """What tells two programs of `fn` apart: primitives, types of results, and parameters that are plain values."""
+    return tuple(
+        (
+            equation.primitive.name,
+            tuple(var.aval for var in equation.outvars),
+            tuple((key, value) for key, value in sorted(equation.params.items()) if _is_plain(value)),
+        )
+        for equation in equations_of(fn, *args)
+    )
+
+
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, bool | int | float | str | None)

@@ -29,6 +29,11 @@ def equations_of(fn: Callable, *args: Any) -> list[Any]:
     return list(equations(jax.make_jaxpr(fn)(*args)))
 
 
+def count(jaxpr: Any, name: str) -> int:
+    """How often a primitive is in a jaxpr."""
+    return sum(equation.primitive.name == name for equation in equations(jaxpr))
+
+
 def primitives(fn: Callable, *args: Any) -> collections.Counter[str]:
     """How often each primitive is in the program of `fn`."""
     return collections.Counter(equation.primitive.name for equation in equations_of(fn, *args))

@@ -1,5 +1,6 @@
 """A step on raw arrays, applied to one layer after the other under a checkpoint policy."""
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -59,7 +60,8 @@ def scan_unrolled(
     """
     order = range(axis.size)[:: -1 if reverse else 1]
     policy = resolve_policy(remat).for_length(axis.size)
-    parts = [(policy, order[policy.first_layers :])]
+    rest = dataclasses.replace(policy, first_layers=0, first_policy=False)
+    parts = [(rest, order[policy.first_layers :])]
     if policy.first_layers:
         parts.insert(0, (resolve_policy(policy.first_policy), order[: policy.first_layers]))
     carry, outputs = init, []

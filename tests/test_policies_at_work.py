@@ -339,6 +339,7 @@ STACKS = {
         ("nested", None, 0),
         ("offload", (3,), N),
         (ScanCheckpointPolicy(nested=3, save_carries="offload"), (3,), 3),
+        (ScanCheckpointPolicy(first_layers=2, save_carries="offload"), (3,), N - 2),
         (ScanCheckpointPolicy(nested=3, save_carries="offload", save_block_internals=True), (3,), 3),
         (ScanCheckpointPolicy(offload_block_internals=["h"]), (3,), N),
         (ScanCheckpointPolicy(save_inputs="offload"), (5,), N),

@@ -30,7 +30,7 @@ KEEPS = {
 @pytest.mark.parametrize("keep", KEEPS.values(), ids=KEEPS)
 @pytest.mark.parametrize(
     "schedule, reverse",
-    [(shrinking(4), False), (equal(4, 4), True), (bounded(4, max_carries=2), True)],
+    [(shrinking(4), False), (bounded(4, max_carries=2), True)],
     ids=str,
 )
 def test_values_and_gradients(schedule: Schedule, keep, reverse: bool):
@@ -58,9 +58,12 @@ def test_gradient_of_gradient():
         gradient = jax.grad(lambda p: loss(run, p, frozen, 7)[0])(p)
         return sum(jnp.sum(leaf**2) for leaf in jax.tree.leaves(gradient))
 
-    for run in (seven(), sweep_on_host()):
-        actual = jit(jax.grad(functools.partial(penalty, run)))(parameters)
-        assert_close(actual, jit(jax.grad(functools.partial(penalty, lax.scan)))(parameters))
+    plain, device, host = (
+        jit(jax.grad(functools.partial(penalty, run)))(parameters)
+        for run in (lax.scan, seven(), sweep_on_host())
+    )
+    assert_close(device, plain)
+    assert_close(host, plain)
 
 
 def sweep_on_host():

@@ -142,7 +142,7 @@ def test_bfloat16_stays_and_sums_are_wider():
     np.testing.assert_allclose(found.astype(jnp.float32), wide, atol=0.03)
 
 
-@pytest.mark.policy
+@pytest.mark.remat3
 def test_with_output_and_log_sum_exp_saved_a_layer_does_not_attend_again():
     query, key, value, _ = arrays(16)
 

@@ -10,6 +10,7 @@ import pytest
 
 from stacked_remat import BlockSeq, ScanCheckpointPolicy, Stacked
 
+
 class Wide(eqx.Module):
     """A block whose internals are 4 times its carry, so that policies differ."""
 

@@ -1,7 +1,7 @@
 """The equations of a traced program, with those of its loops, branches and calls."""
 
 import collections
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
@@ -39,16 +39,16 @@ def primitives(fn: Callable, *args: Any) -> collections.Counter[str]:
     return collections.Counter(equation.primitive.name for equation in equations_of(fn, *args))
 
 
-def outline(fn: Callable, *args: Any) -> tuple:
+def outline(equations: Iterable[Any]) -> list[tuple]:
     """Primitives, types of results and plain parameters: equal for programs that differ in names alone."""
-    return tuple(
+    return [
         (
             equation.primitive.name,
-            tuple(var.aval for var in equation.outvars),
-            tuple((key, value) for key, value in sorted(equation.params.items()) if _is_plain(key, value)),
+            [var.aval for var in equation.outvars],
+            {key: value for key, value in equation.params.items() if _is_plain(key, value)},
         )
-        for equation in equations_of(fn, *args)
-    )
+        for equation in equations
+    ]
 
 
 def _is_plain(key: str, value: Any) -> bool:

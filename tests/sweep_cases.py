@@ -1,4 +1,4 @@
-"""Blocks, losses and the Python loop that the tests of the sweep share."""
+"""Blocks, losses and the Python loop for the tests of the sweep."""
 
 import functools
 
@@ -19,7 +19,7 @@ jit = quick_jit
 
 
 def stack(length: int, dtype=jnp.float32) -> dict:
-    """Layers with weights, an integer, a typed key, and nothing."""
+    """Layers with weights, an integer, a typed key and `None`."""
     keys = jax.random.split(jax.random.key(length), 3)
     return {
         "w": 0.5 * jax.random.normal(keys[0], (length, WIDTH, WIDTH), dtype),
@@ -97,7 +97,7 @@ def check_head(schedule: Schedule, head: Head, reverse: bool = False, **kwargs):
 
 def mlp(carry, x):
     up, down = x
-    # Naming tanh's result would not spare its recomputation, for its derivative uses it unnamed.
+    # The derivative of tanh uses its unnamed result, so naming that would not save its recomputation.
     h = checkpoint_name(carry @ up, "h")
     return carry + jnp.tanh(h) @ down, None
 

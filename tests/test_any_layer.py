@@ -1,4 +1,4 @@
-"""What layers may do under every policy: values, effects, calls outside of `jit`, derivatives."""
+"""What layers may do under every policy: complex carries, effects, eager calls, second derivatives."""
 
 import functools
 import gc
@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.core import eval_jaxpr
 from jax.experimental import io_callback
 
 from stacked_remat import BlockSeq, ScanCheckpointPolicy, Stacked, checkpoint_name, fold, scan
@@ -42,7 +43,7 @@ POLICIES = {
 }
 OFFLOADING = [name for name, policy in POLICIES.items() if "offload" in repr(policy)]
 CUT = [name for name in POLICIES if name.startswith(("nested", "first"))]
-# One for each kind of program, for what does not depend on the details of a policy.
+# One policy for each kind of program.
 KINDS = ("true", "recompute", "offload", "inputs", "nested names", "nested offload", "first layers")
 every_policy = pytest.mark.parametrize("policy", with_remat3(POLICIES))
 every_stack_and_policy = pytest.mark.parametrize(
@@ -170,8 +171,8 @@ class TestOutsideOfJit:
         assert "Compiling" not in caplog.text
 
     @pytest.mark.parametrize("value", [0.0, -0.0, 1, True, 1.0, "up", 2.0])
-    def test_python_values_are_what_they_are(self, value):
-        """The block takes another path for each, and some are equal."""
+    def test_python_values_that_are_equal_are_told_apart(self, value):
+        """The block computes something else for each of them."""
         for stack in (Stacked.init(Layers, Scaled)(weights()), Stacked(Scaled(weights(), value), Layers)):
             argument = None if stack.stacked.value is not None else value
             x = ONES
@@ -179,7 +180,7 @@ class TestOutsideOfJit:
                 x = block(x, argument)
             np.testing.assert_allclose(stack.fold(ONES, argument), x, rtol=1e-6)
 
-    def test_what_the_code_reads_is_read_in_every_call(self, monkeypatch):
+    def test_values_outside_of_the_layer_are_read_in_every_call(self, monkeypatch):
         class Changing(Block):
             scale = 1.0
 
@@ -206,7 +207,7 @@ class TestOutsideOfJit:
         monkeypatch.setattr(Changing, "__call__", lambda self, x, holder: x)
         assert total() == 1.0
 
-    def test_what_is_differentiated_may_be_closed_over(self):
+    def test_a_layer_may_close_over_what_is_differentiated(self):
         holder = types.SimpleNamespace()
 
         def loss(value):
@@ -227,7 +228,7 @@ class TestOutsideOfJit:
 
         assert [slope_of(1.0), slope_of(2.0)] == [1.0, 16.0]
 
-    def test_functions_of_the_host_are_those_of_the_call(self):
+    def test_callbacks_are_those_of_the_call(self):
         def total(add):
             def layer(x, weight):
                 return jax.pure_callback(lambda x: np.asarray(x + add, np.float32), x, x)
@@ -236,7 +237,7 @@ class TestOutsideOfJit:
 
         assert [total(1.0), total(2.0)] == [4.0, 8.0]
 
-    def test_what_has_no_gradient_has_a_forward_derivative(self):
+    def test_a_layer_without_a_gradient_has_a_forward_derivative(self):
         def layer(x, weight):
             return jax.lax.while_loop(lambda x: x[0] < 10.0, lambda x: x * weight * 20, x)
 
@@ -250,7 +251,7 @@ class TestOutsideOfJit:
         assert order == [[6.0, 5.0, 3.0, 0.0], [0.0, 0.0, 1.0, 3.0]]
         assert scan(_outputs_carry, Layers, unroll=True)(0.0, np.arange(4.0))[1].tolist() == order[1]
 
-    def test_traced_within_an_axis_mapping_anew(self):
+    def test_another_axis_mapping_traces_again(self):
         seen = []
 
         def body(x, weight):
@@ -280,7 +281,7 @@ def _outputs_carry(x, weight):
 
 class TestEffects:
     @pytest.mark.parametrize("name", ["nested offload names", "nested names", "offload", "first layers"])
-    def test_a_layer_only_sees_carries_of_the_stack(self, name):
+    def test_callbacks_get_only_carries_of_the_stack(self, name):
         seen = []
 
         def body(x, weight):
@@ -335,7 +336,7 @@ def test_export_with_symbolic_shapes(policy):
 
 
 @pytest.mark.parametrize("name", [name for name in POLICIES if name not in ("false", "save_all", "simple")])
-def test_a_transpose_says_what_to_use(name):
+def test_the_error_for_a_transpose_names_remat_false(name):
     def linear(x):
         return fold(lambda x, weight: x * weight, Layers, remat=POLICIES[name])(x, weights())
 
@@ -371,7 +372,7 @@ class TestStacksInStacks:
         ids=str,
     )
     def test_programs_grow_with_their_depth(self, settings):
-        """By as much for each level, where two copies of a level would double them."""
+        """Linearly: two copies of a level would double them."""
 
         def size(remat, depth):
             shape = jnp.zeros((Layers.size,) * depth + (3,))
@@ -384,7 +385,7 @@ class TestStacksInStacks:
         assert sizes[-1] < 2 * size("nested", 4)
 
 
-class TestWhatALayerIsTold:
+class TestInternalsAreSaved:
     @pytest.mark.parametrize(
         "policy, saved",
         [
@@ -400,28 +401,28 @@ class TestWhatALayerIsTold:
     )
     @every_stack
     def test_whether_its_internals_are_saved(self, Stack, policy, saved):
-        told = []
+        answers = []
 
-        class Asking(Block):
+        class AskingBlock(Block):
             def __call__(self, x):
-                told.append(internals_are_saved())
+                answers.append(internals_are_saved())
                 return super().__call__(x)
 
-        Stack.init(Layers, Asking, remat=policy)(weights()).fold(ONES)
+        Stack.init(Layers, AskingBlock, remat=policy)(weights()).fold(ONES)
         expected = {saved, True} if Stack is BlockSeq and "first_layers=2" in repr(policy) else {saved}
-        assert set(told) == expected and internals_are_saved()
+        assert set(answers) == expected and internals_are_saved()
 
     def test_within_a_scan_that_recomputes_nothing_is_saved(self):
-        told = []
+        answers = []
 
         def inner(x, weight):
-            told.append(internals_are_saved())
+            answers.append(internals_are_saved())
             return x * weight
 
         fold(lambda x, w: fold(inner, Layers, remat=False)(x, w), Layers.alias("outer"), remat=True)(
             ONES, jnp.ones((4, 4, 3))
         )
-        assert set(told) == {False}
+        assert set(answers) == {False}
 
 
 def test_a_trace_for_one_platform_is_not_reused_for_another():
@@ -431,4 +432,4 @@ def test_a_trace_for_one_platform_is_not_reused_for_another():
 
     with compiled_for("cuda"):
         found = jax.make_jaxpr(for_platform)(0)
-    assert for_platform(0) == 1 and jax.core.eval_jaxpr(found.jaxpr, found.consts, 0) == [2]
+    assert for_platform(0) == 1 and eval_jaxpr(found.jaxpr, found.consts, 0) == [2]

@@ -168,7 +168,7 @@ def the_library_imports_what_it_declares_and_no_model(source: Source) -> Iterato
         return
     for name, line in _imports(source, source.nodes):
         if name.split(".")[0] in {"models", "benchmarks", "tests"}:
-            yield f"{source.path}:{line} imports {name}: models import the library, never the other way round"
+            yield f"{source.path}:{line} imports {name}: the library must not import its applications"
     known = (
         THIRD_PARTY
         | {"stacked_remat"}
@@ -280,8 +280,10 @@ def no_test_reads_the_text_of_a_jaxpr(source: Source) -> Iterator[str]:
     if not source.path.startswith("tests/"):
         return
     for node in source.nodes:
-        text = isinstance(node, ast.Call) and ast.unparse(node.func) in ("str", "repr")
-        if (text and "make_jaxpr(" in ast.unparse(node)) or getattr(node, "attr", "") == "pretty_print":
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in ("str", "repr"):
+            if "make_jaxpr(" in ast.unparse(node):
+                yield f"{source.path}:{node.lineno}: read the equations, with tests/jaxprs.py"
+        elif isinstance(node, ast.Attribute) and node.attr == "pretty_print":
             yield f"{source.path}:{node.lineno}: read the equations, with tests/jaxprs.py"
 
 

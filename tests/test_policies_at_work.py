@@ -1,4 +1,4 @@
-"""What each policy does: values and gradients, what it keeps and offloads. test_policy_memory.py compiles."""
+"""What each policy does: values and gradients, what it keeps and what it offloads."""
 
 import functools
 
@@ -57,7 +57,7 @@ Out = hax.Axis("out", 3)
 
 
 def arguments(N):
-    """A carry, weights and a per-layer shift with the axis last, and a factor that all layers share."""
+    """A carry, weights, a shift for each layer with the axis last, and a factor that all layers share."""
     keys = jax.random.split(jax.random.key(N), 4)
     return (
         jax.random.normal(keys[0], (3,)),
@@ -206,7 +206,7 @@ def by_name(layers, x, remat):
 
 
 def kept(layers, remat, x, way=by_fold):
-    """The shapes that the forward pass leaves for the backward pass, beside the weights."""
+    """The shapes of what the forward pass keeps for the backward pass, without the weights."""
 
     def forward(layers, x):
         return way(layers, x, remat)
@@ -217,7 +217,7 @@ def kept(layers, remat, x, way=by_fold):
 
 
 class Elementwise(eqx.Module):
-    """Weights of shape (5,), of which a carry of shape (3,) reads the sum."""
+    """Weights of shape (5,), whose sum a carry of shape (3,) is multiplied by."""
 
     weight: jax.Array
 
@@ -290,7 +290,7 @@ def test_nested_keeps_a_carry_for_each_segment_and_for_each_layer_of_the_last(ne
     ],
     ids=str,
 )
-def test_what_the_first_layers_keep_beside_the_rest(remat, expected):
+def test_what_the_first_layers_keep(remat, expected):
     layers = Stacked(Elementwise(jnp.ones((N, 5))), hax.Axis("layers", N))
     assert kept(layers, remat, jnp.ones(3)) == expected
 
@@ -350,7 +350,7 @@ def test_offload_is_in_the_program(Stack, remat, shape, times):
     gradient = jax.grad(lambda layers, x: jnp.sum(layers.fold(x)))
     found = host_transfers(gradient, STACKS[Stack](remat), jnp.ones(3))
     assert {moved[-1:] for moved in found} == ({shape} if times else set())
-    if Stack == "BlockSeq":  # no loop: a transfer of the program is one transfer
+    if Stack == "BlockSeq":  # no loop, so the program has every transfer
         assert len(found) == times
 
 
@@ -380,7 +380,7 @@ def test_block_seq_keeps_what_stacked_keeps():
 
 @pytest.mark.remat3
 @pytest.mark.skipif(REMAT3_OF_JAX_0_10, reason="JAX 0.10's remat3 knows no barriers")
-def test_barriers_stand_where_layers_share_one_program():
+def test_barriers_are_where_layers_share_one_program():
     """Without them XLA merges the recomputation with the forward pass. (XLA on the CPU ignores them.)"""
     Layers = hax.Axis("layers", 4)
     stack = Stacked(Elementwise(jnp.ones((4, 5))), Layers)

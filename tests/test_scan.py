@@ -56,7 +56,7 @@ def unrolled(fn, *args):
 
 
 class TestOptionsOfMap:
-    def test_reverse_goes_the_other_way_and_keeps_the_order(self):
+    def test_reverse_starts_at_the_end_and_keeps_the_order_of_outputs(self):
         order = []
 
         def visit(x, i):
@@ -96,7 +96,7 @@ def test_unroll_changes_the_program_of_a_sweep(data, remat):
             step = fold(lambda carry, x: jnp.tanh(carry + x), Time, remat=remat, unroll=unroll)
             return jnp.sum(step(init, data))
 
-        return outline(jax.grad(run), jnp.ones((3, 2)), data.array)
+        return outline(equations_of(jax.grad(run), jnp.ones((3, 2)), data.array))
 
     assert program(2) != program(1)
 
@@ -191,7 +191,7 @@ def test_a_carry_may_be_any_tree_with_static_parts(data):
 
 
 @pytest.mark.parametrize("remat", [False, "nested"])
-def test_a_number_takes_the_dtype_that_it_meets(remat):
+def test_a_number_as_carry_takes_the_dtype_of_the_data(remat):
     values = jnp.arange(5, dtype=jnp.bfloat16)
     total = fold(lambda carry, x: carry + x, Time, remat=remat)(0, values)
     assert total.dtype == jnp.bfloat16 and float(total) == 10.0

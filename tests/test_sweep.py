@@ -1,4 +1,4 @@
-"""The sweep against the Python loop that it stands for."""
+"""Values and gradients of the sweep equal the Python loop's under every schedule."""
 
 import functools
 

@@ -1,4 +1,4 @@
-"""The sweep under the other transformations, on several devices, and with another visitor."""
+"""The sweep under other transformations, on several devices, and with a visitor."""
 
 import functools
 import re

@@ -1,4 +1,4 @@
-"""A sweep whose first layers keep their inputs and residuals: arithmetic, composition, what it costs."""
+"""A sweep whose first layers keep their inputs and residuals: values, composition and cost."""
 
 import functools
 

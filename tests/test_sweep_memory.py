@@ -1,4 +1,4 @@
-"""What the sweep keeps, what it computes, and what it leaves alone."""
+"""What the sweep keeps and computes, and that frozen parts cost nothing."""
 
 import functools
 import math
@@ -29,7 +29,7 @@ def shapes_made(jaxpr) -> set[tuple[int, ...]]:
     return {
         var.aval.shape
         for equation in equations(jaxpr)
-        if equation.primitive.name != "reverse_mode_only"  # hands on what goes in
+        if equation.primitive.name != "reverse_mode_only"  # returns its arguments
         for var in equation.outvars
         if hasattr(var.aval, "shape")
     }
@@ -52,7 +52,7 @@ def test_no_segment_of_weights_or_gradients_is_copied():
 
 @pytest.mark.parametrize("head", [None, Head(5, lambda layer: layer)], ids=["no head", "head"])
 def test_gradients_are_written_in_place(head: Head | None):
-    """Inside of the loops a whole stack comes from a write to one of its layers, or is handed on."""
+    """Inside the loops, only writes to one layer make a whole stack; other operations pass it through."""
     run = functools.partial(
         sweep, length=48, schedule=shrinking(48 - (head.length if head else 0)), head=head
     )
@@ -66,7 +66,7 @@ def test_gradients_are_written_in_place(head: Head | None):
         if any(getattr(var.aval, "shape", None) in whole for var in equation.outvars)
     }
     assert "dynamic_update_slice" in makers
-    assert makers <= {"dynamic_update_slice", "while", "jit"}  # the last two hand on what they are given
+    assert makers <= {"dynamic_update_slice", "while", "jit"}  # the last two pass it through
 
 
 def test_frozen_stacks_cost_nothing():
@@ -127,7 +127,7 @@ def test_compiled_memory_is_that_of_the_slots():
     assert temporaries(six) <= 6 + layer + 2
 
 
-# Internals saved within the segment being walked.
+# Internals saved for one segment at a time.
 
 save_h = functools.partial(jax.checkpoint, policy=jax.checkpoint_policies.save_only_these_names("h"))
 

@@ -17,8 +17,6 @@ from stacked_remat import ScanCheckpointPolicy
 from stacked_remat.ops import rotary_table
 from stacked_remat.training import TokenBatch
 
-from ..jaxprs import equations_of, outline, primitives
-
 Vocab, Batch, Pos, Layers = Axis("vocab", 19), Axis("batch", 2), Axis("position", 5), Axis("layers", 3)
 CONFIG = Qwen3MoeConfig(
     hidden_dim=16, num_layers=3, num_heads=4, num_kv_heads=2, experts=ExpertsConfig(3, 2, 6)
@@ -214,13 +212,12 @@ def test_every_policy_gives_the_same_finite_gradients(policy, unchecked):
 @pytest.mark.parametrize("name", [name for name in CONFIG.remat_names or () if name != "expert_output"])
 def test_the_names_inside_a_layer_can_be_saved(name):
     batch = batch_of_tokens()
-    gradient = jax.grad(lambda m: next_token_loss(m, batch)[0])
     saved, plain = (
-        equations_of(gradient, with_policy(make(), policy))
+        str(jax.make_jaxpr(jax.grad(lambda m: next_token_loss(m, batch)[0]))(with_policy(make(), policy)))
         for policy in (ScanCheckpointPolicy(save_block_internals=[name]), ScanCheckpointPolicy())
     )
-    assert name in {equation.params.get("name") for equation in plain}
-    assert outline(saved) != outline(plain)
+    assert f"name={name}]" in plain
+    assert saved != plain
 
 
 def test_remat_is_the_policy_of_the_stack():
@@ -288,7 +285,7 @@ def test_saving_attention_leaves_it_out_of_the_backward_pass():
 
     def loops(policy):
         model = with_policy(make(), policy)
-        return primitives(jax.grad(lambda m: next_token_loss(m, batch)[0]), model)["while"]
+        return str(jax.make_jaxpr(jax.grad(lambda m: next_token_loss(m, batch)[0]))(model)).count("while[")
 
     assert loops(CONFIG.remat_presets["attention_saved"]) < loops(ScanCheckpointPolicy())
 

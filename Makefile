@@ -1,4 +1,4 @@
-# Every target makes or reuses its virtual environment by itself. Overrides: VENV=path PYTHON=/path/to/python3.
+# Each target makes or reuses its virtual environment. Overrides: VENV=path PYTHON=/path/to/python3.
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
@@ -8,15 +8,14 @@ PYTHON ?=
 WORKERS ?= 2
 REPORTS ?= $(VENV)/reports
 PYTEST_ARGS ?=
-MARKS ?= not slow
 RUN := $(VENV)/bin/python
 
 .PHONY: help
-help:  ## say what there is
-	@sed -nE 's/^([a-z]+):.*## (.*)/make \1|\2/p' $(firstword $(MAKEFILE_LIST)) | column -t -s '|'
+help:  ## list the targets
+	@sed -nE 's/^([a-z-]+):.*## (.*)/make \1|\2/p' $(firstword $(MAKEFILE_LIST)) | column -t -s '|'
 
 .PHONY: venv
-venv:  ## make the virtual environment, or bring it up to date
+venv:  ## make or update the virtual environment
 	@scripts/make_venv.sh "$(VENV)" "$(PYTHON)"
 
 .PHONY: demo
@@ -24,26 +23,36 @@ demo: venv  ## train a small Qwen3 MoE on real text, then print what each remat 
 	$(RUN) -m models.train_lm --config_path models/configs/qwen3_moe_tiny.yaml
 	$(RUN) -m models.plan_lm --config_path models/configs/qwen3_moe_deep.yaml
 
-# What XLA compiled for longer than half a second stays beside the environment, so that the next run takes a fraction of the time.
-test: export JAX_COMPILATION_CACHE_DIR := $(abspath $(VENV))/compiled
-test: export JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS := 0.5
-test: export JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES := 0
+# Programs that took XLA more than half a second are kept beside the environment for the next run.
+test test-all: export JAX_COMPILATION_CACHE_DIR := $(abspath $(VENV))/compiled
+test test-all: export JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS := 0.5
+test test-all: export JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES := 0
 
-# The policy tests run a second time with the remat implementation that is to become JAX's default. That there are none
-# (pytest's 5) is an error, unless PYTEST_ARGS chose some of the tests.
-.PHONY: test
+# Most of the time of the tests is compilation, so `make test` lets LLVM optimize less; `make test-all` does not.
+test: export XLA_FLAGS := $(XLA_FLAGS) --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true
+test: MARKS := not slow and not deep
+test-all: MARKS := not slow
+
+.PHONY: test test-all
 test: venv  ## run the tests (PYTEST_ARGS="tests/test_x.py -k name" for some of them)
+test-all: venv  ## run the tests, those marked deep too
+
+# Tests that save or offload values by name run again with JAX_REMAT3=1, which replaces jax.checkpoint by the implementation that is to
+# become JAX's default. That there are none (exit status 5) is an error, unless PYTEST_ARGS selects tests. With worksteal, most
+# tests of a file run in one process and share what they compile.
+test test-all:
 	@mkdir -p "$(REPORTS)" && rm -f "$(REPORTS)"/*.xml
 	@status=0; \
-	$(RUN) -m pytest -n $(WORKERS) --junitxml="$(REPORTS)/suite.xml" -m "$(MARKS)" $(PYTEST_ARGS) || status=$$?; \
-	JAX_REMAT3=1 $(RUN) -m pytest -n $(WORKERS) --junitxml="$(REPORTS)/policy-remat3.xml" $(PYTEST_ARGS) \
-	    -m "policy and not slow and not deep" || { code=$$?; [ $$code = $(if $(PYTEST_ARGS),5,none) ] || status=$$code; }; \
+	$(RUN) -m pytest -n $(WORKERS) --dist worksteal --junitxml="$(REPORTS)/suite.xml" -m "$(MARKS)" $(PYTEST_ARGS) || status=$$?; \
+	JAX_REMAT3=1 $(RUN) -m pytest -n $(WORKERS) --dist worksteal --junitxml="$(REPORTS)/remat3.xml" \
+	    -m "remat3 and not slow and not deep" $(or $(PYTEST_ARGS),$$(grep -rl --include='test_*.py' remat3 tests)) \
+	    || { code=$$?; [ $$code = $(if $(PYTEST_ARGS),5,none) ] || status=$$code; }; \
 	exit $$status
 
-# An environment of its own: with an accelerator's plugin installed, JAX would look for the accelerator everywhere else too. One
-# worker: libtpu serves one process at a time.
+# In an environment of its own, because with an accelerator's plugin installed JAX looks for the accelerator. With one worker, because
+# libtpu serves one process at a time.
 .PHONY: memory
-memory:  ## hold the memory that the benchmarks recorded for an H200 and a TPU v5p, by compiling
+memory:  ## compile for an H200 and a TPU v5p and compare with the recorded memory
 	@scripts/make_venv.sh "$(VENV)-memory" "$(PYTHON)" test,cuda-report,tpu-report
 	@mkdir -p "$(REPORTS)"
 	$(VENV)-memory/bin/python -m pytest --junitxml="$(REPORTS)/memory.xml" \
@@ -51,7 +60,7 @@ memory:  ## hold the memory that the benchmarks recorded for an H200 and a TPU v
 	    tests/ops/test_attention_splash.py
 
 .PHONY: parity
-parity:  ## compare models, adapters and tokenizers with PyTorch, transformers and PEFT, which it installs
+parity:  ## install PyTorch, transformers and PEFT, and compare models, adapters and tokenizers with theirs
 	@scripts/make_venv.sh "$(VENV)-parity" "$(PYTHON)" test tests/parity_requirements.txt
 	@mkdir -p "$(REPORTS)"
 	$(VENV)-parity/bin/python -m pytest -n $(WORKERS) --junitxml="$(REPORTS)/parity.xml" -m "torch and not slow"
@@ -62,13 +71,13 @@ haliax: venv  ## run Haliax's own tests of scan with this library in its place
 	$(RUN) scripts/haliax_suite.py --junitxml="$(abspath $(REPORTS))/haliax.xml"
 
 .PHONY: lint
-lint: venv  ## ruff and pyright
+lint: venv  ## run ruff and pyright
 	$(RUN) -m ruff format --check
 	$(RUN) -m ruff check
 	$(RUN) -m pyright --pythonpath "$(RUN)"
 
 .PHONY: check
-check: lint  ## ruff, pyright, and the wheel in an environment of its own
+check: lint  ## run ruff and pyright, and use the wheel in an environment of its own
 	$(RUN) scripts/check_wheel.py
 
 .PHONY: docs
@@ -76,7 +85,7 @@ docs: venv  ## build the documentation into site/
 	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict --quiet
 
 .PHONY: format
-format: venv  ## let ruff format the code and mend what it can
+format: venv  ## let ruff format the code and fix what it can
 	$(RUN) -m ruff format
 	$(RUN) -m ruff check --fix
 
@@ -85,6 +94,6 @@ constraints:  ## pin the newest versions for CI in constraints/
 	scripts/make_constraints.sh
 
 .PHONY: clean
-clean:  ## remove the virtual environments and everything that is built (not runs/)
+clean:  ## remove virtual environments and build outputs (not runs/)
 	rm -rf .venv .venv-newest .venv-tools .venv-memory .venv-parity build dist site .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,7 +1,7 @@
-"""Build the wheel and prove it in an environment of its own.
+"""Build the wheel, install it in an environment of its own, and use it there.
 
-The wheel must hold one top-level package, and that package must import and fold with the core dependencies
-alone, at the versions of constraints/py3XX.txt.
+The wheel must hold one top-level package, and that package must import and fold with only the core
+dependencies, at the versions of constraints/py3XX.txt.
 
     python scripts/check_wheel.py
 """

@@ -1,4 +1,4 @@
-"""Pages of the documentation that are made when it is built; mkdocs calls what is here by its name."""
+"""Pages of the documentation that are generated when it is built, as hooks of mkdocs."""
 
 from typing import Any
 

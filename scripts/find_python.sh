@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Print the path of a Python that starts: `default` (3.11 or later, 3.11 preferred) or `newest` (the newest from 3.12).
 #
-# Looks on PATH and among pyenv's versions. Every candidate is started before it is believed, because a pyenv shim exists
-# for a version that pyenv will not run.
+# Looks on PATH and among pyenv's versions. Starts each candidate, because a pyenv shim may exist for a version that pyenv
+# does not run.
 set -euo pipefail
 
 pyenv_root=${PYENV_ROOT:-$(pyenv root 2>/dev/null || true)}

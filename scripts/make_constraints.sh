@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Write constraints/py3XX.txt anew: the newest version of every direct and indirect dependency, for each supported Python.
+# Write constraints/py3XX.txt: the newest version of every direct and indirect dependency, for each supported Python.
 #
-# Resolves with uv, from its own small environment where uv is not installed; needs none of those Pythons.
+# Resolves with uv, which it installs in an environment of its own if necessary. Needs none of those Pythons.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 

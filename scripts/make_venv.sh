@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # Make or reuse the virtual environment $1, with Python $2 (default: the one it has, or the first found from 3.11).
 #
-# Installs this checkout, editable, with the extras $3 (default: everything that running, testing, checking and documenting
-# it takes), at the versions of constraints/py3XX.txt, and what the file $4 asks for, if one is named. Uses uv where it is installed, venv and pip elsewhere. A fingerprint of all that goes
-# in lies in the environment, so that a second call returns at once.
+# Installs this checkout, editable, with the extras $3 (default: all that running, testing, checking and documenting take), at the
+# versions of constraints/py3XX.txt, and the requirements in file $4 if given. Uses uv where it is installed, venv and pip
+# elsewhere. Stores a fingerprint of its inputs in the environment and returns at once where that has not changed.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 

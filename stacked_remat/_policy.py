@@ -31,14 +31,15 @@ class ScanCheckpointPolicy:
     With N layers, a carry of C bytes, internals of I bytes a layer and a block that costs F to evaluate, a
     gradient costs:
 
-    | policy | kept for the backward pass | arithmetic |
+    | `remat=` | kept for the backward pass | arithmetic |
     |---|---|---|
-    | `disable=True` | N·(C + I) | 3·N·F |
-    | the default | N·C, and I while one layer is walked | 4·N·F |
-    | `save_carries="offload"` | N·C on the host, I | 4·N·F |
-    | `save_block_internals=[names]` | N·(C + named), I | less than 4·N·F |
-    | `nested=True` | about √(2N)·C, and I | just under 5·N·F |
-    | `save_carries=False` | nothing until the backward pass, then N·C and I | 5·N·F |
+    | `False` | N·(C + I) | 3·N·F |
+    | `"save_all"` | the same, inside `jax.checkpoint` | 3·N·F |
+    | `True`, `"full"` | N·C, and I for one layer at a time | 4·N·F |
+    | `"offload"` | N·C on the host, and I | 4·N·F |
+    | `ScanCheckpointPolicy(save_block_internals=[names])` | N·(C + named values), and I | less than 4·N·F |
+    | `"nested"` | about √(2N)·C, and I | just under 5·N·F |
+    | `"recompute"` | nothing until the backward pass begins, then N·C and I | 5·N·F |
 
     Policies are frozen, hashable and compare by value. Contradictory settings are refused when one is built.
 

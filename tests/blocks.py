@@ -1,11 +1,36 @@
-"""Blocks that the tests stack: one of named arrays, one of plain arrays, with names for their internals."""
+"""Blocks that the tests stack, quick compilation, and which policies are tested with `JAX_REMAT3=1` too."""
+
+import functools
+from collections.abc import Mapping
+from typing import Any
 
 import equinox as eqx
 import haliax as hax
 import jax
 import jax.numpy as jnp
+import pytest
 
-from stacked_remat import checkpoint_name
+from stacked_remat import ScanCheckpointPolicy, checkpoint_name
+
+# For tests of values, most of whose time is compilation.
+quick_jit = functools.partial(
+    jax.jit,
+    compiler_options={"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True},
+)
+
+
+def with_remat3(policies: Mapping[str, Any]) -> list[Any]:
+    """Policies for `parametrize`; those that save or offload values by name are marked `remat3`."""
+
+    def marks(spec: Any) -> tuple:
+        policy = spec if isinstance(spec, ScanCheckpointPolicy) else ScanCheckpointPolicy()
+        names = policy.save_block_internals not in (False, True) or policy.offload_block_internals
+        offloads = spec == "offload" or "offload" in (policy.save_carries, policy.save_inputs)
+        within_first = isinstance(policy.first_policy, ScanCheckpointPolicy)
+        return (pytest.mark.remat3,) if names or offloads or within_first else ()
+
+    return [pytest.param(spec, marks=marks(spec), id=name) for name, spec in policies.items()]
+
 
 Hidden = hax.Axis("hidden", 3)
 

@@ -1,25 +1,25 @@
-"""Blocks, losses and the Python loop that the tests of the sweep share."""
+"""Blocks, losses and the Python loop for the tests of the sweep."""
 
 import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from stacked_remat._schedule import Schedule, shrinking
 from stacked_remat._sweep.api import sweep
 from stacked_remat._sweep.spec import FirstLayers
 
+from .blocks import quick_jit
+
 WIDTH, ROWS = 4, 3
 
-# What is tested is arithmetic, so the compiler need not optimize.
-jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
+jit = quick_jit
 
 
 def stack(length: int, dtype=jnp.float32) -> dict:
-    """Layers with weights, an integer, a typed key, and nothing."""
+    """Layers with weights, an integer, a typed key and `None`."""
     keys = jax.random.split(jax.random.key(length), 3)
     return {
         "w": 0.5 * jax.random.normal(keys[0], (length, WIDTH, WIDTH), dtype),
@@ -42,11 +42,8 @@ def block(shift, carry, x):
 def loop(body, init, xs, *, length: int, reverse: bool = False):
     """The Python loop."""
     carry, ys = init, [None] * length
-    body = jax.jit(body)
     for i in reversed(range(length)) if reverse else range(length):
-        carry, ys[i] = body(
-            carry, jax.tree.map(lambda leaf, i=i: lax.dynamic_index_in_dim(leaf, i, 0, False), xs)
-        )
+        carry, ys[i] = body(carry, jax.tree.map(lambda leaf, i=i: leaf[i], xs))
     return carry, jax.tree.map(lambda *leaves: jnp.stack(leaves), *ys)
 
 
@@ -83,7 +80,7 @@ def assert_close(actual, expected, tolerance: float = 2e-5):
 
 @functools.cache
 def expected(length: int, reverse: bool = False):
-    return derivatives(functools.partial(loop, length=length, reverse=reverse), length)
+    return jit(lambda: derivatives(functools.partial(loop, length=length, reverse=reverse), length))()
 
 
 def check(schedule: Schedule, reverse: bool = False, **kwargs):
@@ -102,7 +99,7 @@ def check_head(schedule: Schedule, head: FirstLayers, reverse: bool = False, **k
 
 def mlp(carry, x):
     up, down = x
-    # Naming tanh's result would not spare its recomputation, for its derivative uses it unnamed.
+    # The derivative of tanh uses its unnamed result, so naming that would not save its recomputation.
     h = checkpoint_name(carry @ up, "h")
     return carry + jnp.tanh(h) @ down, None
 

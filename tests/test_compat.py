@@ -1,3 +1,5 @@
+"""`stacked_remat._compat`: what a version of JAX lacks is restored, and what it has is left alone."""
+
 import haliax as hax
 import jax
 import jax.core

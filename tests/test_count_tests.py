@@ -1,4 +1,4 @@
-"""`scripts/count_tests.py`: the last line of a CI run tells the truth."""
+"""`scripts/count_tests.py` counts passed, failed and skipped tests."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""What is split over the layers and what is shared where an argument says so, and what error messages say."""
+"""`shared` and `per_layer`, single random keys, and errors that say how to share or split an argument."""
 
 import equinox as eqx
 import haliax as hax
@@ -24,7 +24,7 @@ def message_of(call):
 
 
 def seen_by(apply):
-    """What each layer gets of an argument of `apply`, which hands a recorder to a fold, a scan or a map."""
+    """The part of an argument that each layer gets; `apply` passes a function that records it to a fold."""
     seen = []
 
     def record(part):
@@ -36,7 +36,7 @@ def seen_by(apply):
 
 
 class Recorder(eqx.Module):
-    """A block that hands its argument `x` to a function."""
+    """A block that passes its argument `x` to a function."""
 
     weight: jax.Array
 
@@ -60,7 +60,7 @@ FOLDS = [
 
 
 class TestMarks:
-    """A square array fits both ways, and a mark says which."""
+    """A square array can be split or shared, and a mark says which."""
 
     square = jnp.arange(16.0).reshape(4, 4)
 
@@ -100,7 +100,7 @@ class TestMarks:
     @pytest.mark.parametrize("remat", [False, "nested"])
     @pytest.mark.parametrize("stack", STACKS, ids=["Stacked", "BlockSeq"])
     def test_marked_arguments_of_transformations(self, stack, remat):
-        """Marked trees are PyTrees: `jit`, `grad` and `vmap` take them as arguments."""
+        """Marked trees are PyTrees, which `jit`, `grad` and `vmap` take as arguments."""
 
         def loss(weights, scales):
             step = lambda block, x, weight, scale: jnp.tanh(weight @ x) * scale  # noqa: E731
@@ -112,12 +112,13 @@ class TestMarks:
                 x = jnp.tanh(weight @ x) * scale
             return jnp.sum(x)
 
-        scales = jnp.arange(1.0, 5.0)
-        of_marked = jax.jit(jax.grad(loss, argnums=(0, 1)))(shared(self.square), per_layer(scales))
-        of_loop = jax.grad(expected, argnums=(0, 1))(self.square, scales)
+        scales = jnp.linspace(0.5, 1.0, 4)
+        square = 0.03 * self.square
+        of_marked = jax.jit(jax.grad(loss, argnums=(0, 1)))(shared(square), per_layer(scales))
+        of_loop = jax.grad(expected, argnums=(0, 1))(square, scales)
         for got, want in zip(jax.tree.leaves(of_marked), of_loop, strict=True):
             np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-6)
-        batch = jnp.stack([self.square, -0.1 * self.square])
+        batch = jnp.stack([square, -square])
         got = jax.vmap(loss, in_axes=(0, None))(shared(batch), scales)
         want = jnp.stack([expected(weight, scales) for weight in batch])
         np.testing.assert_allclose(got, want, rtol=1e-5)
@@ -138,7 +139,7 @@ class TestMarks:
             assert "whole array" not in str(error.value)
 
     @pytest.mark.parametrize("x", [3, [0.1, 0.2, 0.3, 0.4], "text"])
-    def test_per_layer_takes_arrays(self, x):
+    def test_per_layer_refuses_what_has_no_arrays(self, x):
         with pytest.raises(TypeError, match=r"holds none. Write per_layer\(jnp.asarray\(x\)\)"):
             per_layer(x)
 
@@ -149,7 +150,7 @@ class TestMarks:
 
 
 class TestHowToShare:
-    """What each operation advises works there."""
+    """The advice in each error works."""
 
     @pytest.mark.parametrize(
         "name, run",
@@ -210,8 +211,8 @@ class TestKeys:
 
     @pytest.mark.parametrize("Stack", [Stacked, BlockSeq])
     @pytest.mark.parametrize("name", ["key", "rng", "seed", "init_key", "seeds", "dropoutKey", "key2"])
-    def test_a_raw_key_for_two_layers_is_known_by_its_name(self, Stack, name):
-        """A single old-style key is two integers, so that it could be split over two layers."""
+    def test_a_raw_key_for_two_layers_is_recognized_by_its_name(self, Stack, name):
+        """A raw key is two integers, which could be split over two layers."""
         build = Stack.init(Layers.resize(2), lambda **keys: PlainBlock(3, key=keys[name]))
         with pytest.raises(ValueError, match=rf"{name}=jax.random.split\({name}, 2\)"):
             build(**{name: jax.random.PRNGKey(0)})
@@ -219,14 +220,14 @@ class TestKeys:
     @pytest.mark.parametrize("apply", FOLDS)
     @pytest.mark.parametrize("key", [jax.random.key(0), jax.random.PRNGKey(0)], ids=["typed", "raw"])
     def test_a_call_refuses_a_single_key(self, apply, key):
-        """In every layer it would give the same dropout mask."""
+        """It would give every layer the same dropout mask."""
         for argument, name in (
             (key, "x"),
             ({"rng": key}, r"x\['rng'\]"),
             ([None, {"key": key}], r"x\[1\]\['key'\]"),
         ):
             if name == "x" and key.ndim == 1:
-                continue  # two integers are known for a key by its name
+                continue  # two integers are recognized as a key by their name
             with pytest.raises(
                 ValueError, match=rf"{name} is a single random key.*every layer.*split\({name}, 4\)"
             ):
@@ -242,7 +243,9 @@ class TestKeys:
             ValueError, match=r"key=jax.random.split\(key, 2\).*key=stacked_remat.shared\(key\)"
         ):
             call(0.0, key=jax.random.PRNGKey(0))
-        call(0.0, key=per_layer(jnp.zeros(2, jnp.uint32)))  # whoever says so has a number for each layer
+        call(
+            0.0, key=per_layer(jnp.zeros(2, jnp.uint32))
+        )  # the mark says that there is a number for each layer
         vmapped = jax.vmap(lambda key: stack.vmap_via(lambda block, *, key: block.weight)(key=shared(key)))
         assert vmapped(jax.random.split(jax.random.key(0), 3)).shape == (3, 2)
 

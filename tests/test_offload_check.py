@@ -1,4 +1,6 @@
-"""The check of a device's offloading: passes here, tells what is wrong, and is made once."""
+"""`check_offload` passes on a correct device, says what is wrong on others, and runs once for each kind."""
+
+import functools
 
 import jax
 import numpy as np
@@ -6,15 +8,17 @@ import pytest
 
 from stacked_remat import OffloadError, _offload_check, check_offload
 
+gradients = functools.cache(_offload_check._gradients)
+
 
 @pytest.fixture(autouse=True)
 def nothing_known(monkeypatch):
     monkeypatch.setattr(_offload_check, "_known_good", set())
+    monkeypatch.setattr(_offload_check, "_gradients", gradients)
 
 
 def test_it_passes_where_the_compiler_is_right():
     check_offload()
-    check_offload(jax.devices()[-1])
 
 
 def test_it_checks_the_default_device(monkeypatch):
@@ -33,14 +37,14 @@ def test_what_is_no_device_is_refused(device, fix):
 
 def broken(monkeypatch, damage):
     """Counts the runs, and damages those that offload the carries."""
-    real, runs = _offload_check._gradients, []
+    runs = []
 
-    def gradients(remat, device):
+    def damaged(remat, device):
         runs.append(remat)
-        found = real(True, device)
+        found = gradients(True, jax.devices()[0])
         return damage(found) if remat is not True and remat.save_carries == "offload" else found
 
-    monkeypatch.setattr(_offload_check, "_gradients", gradients)
+    monkeypatch.setattr(_offload_check, "_gradients", damaged)
     return runs
 
 

@@ -1,4 +1,4 @@
-"""What `import stacked_remat` gives: its names, its packages, and which extra one of these takes."""
+"""`import stacked_remat`: its names, its packages, and the extra that training needs."""
 
 import re
 from pathlib import Path

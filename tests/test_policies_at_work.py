@@ -1,4 +1,4 @@
-"""What each policy does: values and gradients, what it keeps and offloads. test_policy_memory.py compiles."""
+"""What each policy does: values and gradients, what it keeps and what it offloads."""
 
 import functools
 
@@ -12,9 +12,8 @@ import pytest
 
 from stacked_remat import BlockSeq, ScanCheckpointPolicy, Stacked, checkpoint_name, fold, scan
 
-from .blocks import NamedBlock, PlainBlock
-
-pytestmark = pytest.mark.policy
+from .blocks import NamedBlock, PlainBlock, quick_jit, with_remat3
+from .jaxprs import equations_of
 
 POLICIES = {
     "True": True,
@@ -53,13 +52,12 @@ POLICIES = {
         save_carries="offload", first_layers=5, first_policy=True
     ),
 }
-DEPTHS = (1, 2, 7, 12, 48)
 Hidden = hax.Axis("hidden", 3)
 Out = hax.Axis("out", 3)
 
 
 def arguments(N):
-    """A carry, weights and a per-layer shift with the axis last, and a factor that all layers share."""
+    """A carry, weights, a shift for each layer with the axis last, and a factor that all layers share."""
     keys = jax.random.split(jax.random.key(N), 4)
     return (
         jax.random.normal(keys[0], (3,)),
@@ -82,7 +80,7 @@ def plain_layer(carry, weight, shift, factor, index):
 
 
 def run_policy(remat, reverse, N, ways):
-    """The same layers by `scan` and `fold`, named and plain, each on its own copy of the arguments."""
+    """The layers by `scan` with named arrays and by `fold` with plain ones, each on its own arguments."""
     Layers = hax.Axis("layers", N)
     index = np.arange(N, dtype=np.float32)
     options = dict(remat=remat, reverse=reverse)
@@ -96,21 +94,13 @@ def run_policy(remat, reverse, N, ways):
             hax.named(index, Layers),
         )
 
-    def plain(run, carry, weight, shift, factor):  # the factor comes in through a closure over a traced value
-        return run(lambda c, w, s, i: plain_layer(c, w, s, factor, i), carry, weight, shift.T, index)
+    def plain(carry, weight, shift, factor):  # the layer closes over the factor, which is traced
+        def step(carry, weight, shift, index):
+            return plain_layer(carry, weight, shift, factor, index)[0]
 
-    def plain_scan(f, *args):
-        return scan(f, Layers, **options)(*args)
+        return fold(step, "layers", **options)(carry, weight, shift.T, index)
 
-    def plain_fold(f, *args):
-        return fold(lambda *layer: f(*layer)[0], "layers", **options)(*args)
-
-    return {
-        "named scan": scan(named_layer, Layers, **options)(*named(*ways["named scan"])),
-        "named fold": fold(lambda *a: named_layer(*a)[0], Layers, **options)(*named(*ways["named fold"])),
-        "plain scan": plain(plain_scan, *ways["plain scan"]),
-        "plain fold": plain(plain_fold, *ways["plain fold"]),
-    }
+    return {"scan": scan(named_layer, Layers, **options)(*named(*ways["scan"])), "fold": plain(*ways["fold"])}
 
 
 def run_loop(reverse, N, ways):
@@ -124,7 +114,7 @@ def run_loop(reverse, N, ways):
 
 
 def weighted_sum(results):
-    """A number that every entry of the results has a different part in."""
+    """A sum in which every entry of the results has its own weight."""
 
     def weighted(leaf):
         return jnp.sum(leaf * jnp.cos(jnp.arange(leaf.size, dtype=leaf.dtype)).reshape(leaf.shape))
@@ -132,85 +122,62 @@ def weighted_sum(results):
     return sum(weighted(leaf) for leaf in jax.tree.leaves(results))
 
 
-def values_and_gradients(run, N, ways, transform):
+def values_and_gradients(run, N):
     """What `run` returns for each way of running, and the gradient with respect to each way's arguments."""
 
     def loss(ways):
         results = {way: jax.tree.leaves(result) for way, result in run(N, ways).items()}
         return weighted_sum(results), results
 
-    gradients, results = transform(jax.grad(loss, has_aux=True))({way: arguments(N) for way in ways})
-    return {way: (results[way], gradients[way]) for way in ways}
-
-
-def eager(f):
-    return f
-
-
-def quick_jit(f):
-    """Compilation takes most of the time of these tests, so XLA is asked to optimise less."""
-    return jax.jit(
-        f, compiler_options={"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+    gradients, results = quick_jit(jax.grad(loss, has_aux=True))(
+        {way: arguments(N) for way in ("scan", "fold")}
     )
+    return {way: (results[way], gradients[way]) for way in results}
 
 
 @functools.cache
 def reference(reverse, N):
-    return values_and_gradients(functools.partial(run_loop, reverse), N, ("scan", "fold"), eager)
+    return values_and_gradients(functools.partial(run_loop, reverse), N)
 
 
-# Policies whose loops differ in reverse; the others share theirs and are reversed at one depth.
-REVERSED_AT_EVERY_DEPTH = (
-    "offload",
-    "nested",
-    "inputs offloaded",
-    "levels",
-    "4 carries",
-    "5 keep a name, nested=2, boundaries offloaded",
-)
-
-
-def runs_of_policies():
-    """N = 12 in one direction stands for all depths where `deep` is left out, under JAX_REMAT3."""
-    for reverse in (False, True):
-        for N in DEPTHS:
-            for name, remat in POLICIES.items():
-                if not reverse or N == 7 or name in REVERSED_AT_EVERY_DEPTH:
-                    marks = [pytest.mark.deep] if N > (7 if reverse else 12) else []
-                    yield pytest.param(remat, N, reverse, marks=marks, id=f"{name}-{N}-{reverse}")
-
-
-@pytest.mark.parametrize("remat, N, reverse", list(runs_of_policies()))
+@pytest.mark.parametrize("N, reverse", [(12, False), (7, True)])
+@pytest.mark.parametrize("remat", with_remat3(POLICIES))
 def test_values_and_gradients_equal_the_python_loop(remat, N, reverse):
-    ways = ("named scan", "named fold", "plain scan", "plain fold")
-    expected = reference(reverse, N)
-    results = values_and_gradients(functools.partial(run_policy, remat, reverse), N, ways, quick_jit)
-    for way, got in results.items():
-        close = functools.partial(np.testing.assert_allclose, rtol=2e-4, atol=2e-5, err_msg=way)
-        jax.tree.map(close, got, expected[way.split()[1]])
+    found = values_and_gradients(functools.partial(run_policy, remat, reverse), N)
+    close = functools.partial(np.testing.assert_allclose, rtol=2e-4, atol=2e-5)
+    jax.tree.map(close, found, reference(reverse, N))
 
 
-@pytest.mark.parametrize("N", [1, 7])
-@pytest.mark.parametrize("remat", POLICIES.values(), ids=POLICIES)
-def test_block_seq_obeys_the_policy_as_stacked_does(remat, N):
-    Layers = hax.Axis("layers", N)
-    keys = jax.random.split(jax.random.key(0), N)
-    stack = Stacked.init(Layers, PlainBlock, remat=remat)(3, key=keys)
-    sequence = BlockSeq.init(Layers, PlainBlock, remat=remat)(3, key=keys)
-    scales = jnp.linspace(0.5, 2.0, N)
+@pytest.mark.parametrize("name", ["recompute", "offload", "levels", "2 keep internals, nested"])
+def test_a_stack_of_one_layer(name):
+    found = values_and_gradients(functools.partial(run_policy, POLICIES[name], False), 1)
+    close = functools.partial(np.testing.assert_allclose, rtol=2e-4, atol=2e-5)
+    jax.tree.map(close, found, reference(False, 1))
 
-    @eqx.filter_jit
-    @eqx.filter_value_and_grad
-    def loss(arguments):
-        layers, x = arguments
-        return jnp.sum(layers.fold(x, scales) ** 2)
 
-    value, (stack_gradient, x_gradient) = loss((stack, jnp.arange(3.0)))
-    sequence_value, (sequence_gradient, sequence_x_gradient) = loss((sequence, jnp.arange(3.0)))
-    np.testing.assert_allclose(value, sequence_value, rtol=1e-5)
-    np.testing.assert_allclose(x_gradient, sequence_x_gradient, rtol=1e-4)
-    for a, b in zip(stack_gradient.unstacked(), sequence_gradient.blocks, strict=True):
-        jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-6), a, b)
+@functools.cache
+def value_and_gradient_of_a_block_seq(remat):
+    """Under a policy, or of the Python loop where that is `None`."""
+    keys, scales = jax.random.split(jax.random.key(0), 7), jnp.linspace(0.1, 0.7, 7)
+    sequence = BlockSeq.init(hax.Axis("layers", 7), PlainBlock)(3, key=keys)
+    arrays, static = eqx.partition((sequence, jnp.linspace(-0.5, 1.0, 3)), eqx.is_array)
+
+    def loss(arrays):
+        layers, x = eqx.combine(arrays, static)
+        if remat is not None:
+            return jnp.sum(layers.fold(x, scales, remat=remat) ** 2)
+        for block, scale in zip(layers.blocks, scales, strict=True):
+            x = block(x, scale)
+        return jnp.sum(x**2)
+
+    value, gradient = quick_jit(jax.value_and_grad(loss))(arrays)
+    return value, jax.tree.leaves(gradient)
+
+
+@pytest.mark.parametrize("remat", with_remat3(POLICIES))
+def test_values_and_gradients_of_a_block_seq_equal_the_python_loop(remat):
+    close = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-6)
+    jax.tree.map(close, value_and_gradient_of_a_block_seq(remat), value_and_gradient_of_a_block_seq(None))
 
 
 N = 12
@@ -239,7 +206,7 @@ def by_name(layers, x, remat):
 
 
 def kept(layers, remat, x, way=by_fold):
-    """The shapes that the forward pass leaves for the backward pass, beside the weights."""
+    """The shapes of what the forward pass keeps for the backward pass, without the weights."""
 
     def forward(layers, x):
         return way(layers, x, remat)
@@ -250,7 +217,7 @@ def kept(layers, remat, x, way=by_fold):
 
 
 class Elementwise(eqx.Module):
-    """Weights of shape (5,), of which a carry of shape (3,) reads the sum."""
+    """Weights of shape (5,), whose sum a carry of shape (3,) is multiplied by."""
 
     weight: jax.Array
 
@@ -265,6 +232,7 @@ REMAT3_OF_JAX_0_10 = (
 )
 
 
+@pytest.mark.remat3
 @pytest.mark.parametrize("way", [by_fold, by_scan, in_reverse, by_name])
 @pytest.mark.parametrize(
     "remat, expected",
@@ -304,6 +272,7 @@ def test_nested_keeps_a_carry_for_each_segment_and_for_each_layer_of_the_last(ne
     assert sum(int(np.prod(shape)) // 3 for shape in shapes if shape[-1:] == (3,)) == carries
 
 
+@pytest.mark.remat3
 @pytest.mark.parametrize(
     "remat, expected",
     [
@@ -321,7 +290,7 @@ def test_nested_keeps_a_carry_for_each_segment_and_for_each_layer_of_the_last(ne
     ],
     ids=str,
 )
-def test_what_the_first_layers_keep_beside_the_rest(remat, expected):
+def test_what_the_first_layers_keep(remat, expected):
     layers = Stacked(Elementwise(jnp.ones((N, 5))), hax.Axis("layers", N))
     assert kept(layers, remat, jnp.ones(3)) == expected
 
@@ -344,22 +313,12 @@ def test_save_inputs_false_does_not_keep_the_transposed_copy():
 
 
 def host_transfers(fn, *args):
-    """The checkpoint names and shapes that a program sends to the host, read off its jaxpr."""
-    found = []
-
-    def walk(jaxpr):
-        for eqn in jaxpr.eqns:
-            if eqn.primitive.name == "device_put" and "host" in str(eqn.params["devices"]).lower():
-                found.append(eqn.outvars[0].aval.shape)
-            for param in jax.tree.leaves(
-                list(eqn.params.values()), is_leaf=lambda p: hasattr(p, "eqns") or hasattr(p, "jaxpr")
-            ):
-                inner = getattr(param, "jaxpr", param)
-                if hasattr(inner, "eqns"):
-                    walk(inner)
-
-    walk(jax.make_jaxpr(fn)(*args).jaxpr)
-    return found
+    """The shapes that a program moves to the host."""
+    return [
+        equation.outvars[0].aval.shape
+        for equation in equations_of(fn, *args)
+        if equation.primitive.name == "device_put" and "host" in str(equation.params["devices"]).lower()
+    ]
 
 
 STACKS = {
@@ -370,6 +329,7 @@ STACKS = {
 }
 
 
+@pytest.mark.remat3
 @pytest.mark.skipif(REMAT3_OF_JAX_0_10, reason="JAX 0.10's remat3 ignores offload policies")
 @pytest.mark.parametrize("Stack", STACKS)
 @pytest.mark.parametrize(
@@ -379,6 +339,7 @@ STACKS = {
         ("nested", None, 0),
         ("offload", (3,), N),
         (ScanCheckpointPolicy(nested=3, save_carries="offload"), (3,), 3),
+        (ScanCheckpointPolicy(first_layers=2, save_carries="offload"), (3,), N - 2),
         (ScanCheckpointPolicy(nested=3, save_carries="offload", save_block_internals=True), (3,), 3),
         (ScanCheckpointPolicy(offload_block_internals=["h"]), (3,), N),
         (ScanCheckpointPolicy(save_inputs="offload"), (5,), N),
@@ -389,18 +350,19 @@ def test_offload_is_in_the_program(Stack, remat, shape, times):
     gradient = jax.grad(lambda layers, x: jnp.sum(layers.fold(x)))
     found = host_transfers(gradient, STACKS[Stack](remat), jnp.ones(3))
     assert {moved[-1:] for moved in found} == ({shape} if times else set())
-    if Stack == "BlockSeq":  # no loop: a transfer of the program is one transfer
+    if Stack == "BlockSeq":  # no loop, so the program has every transfer
         assert len(found) == times
 
 
 def test_simple_names_nothing():
     layers = Stacked(Elementwise(jnp.ones((N, 5))), hax.Axis("layers", N))
 
-    def program(remat):
-        return str(jax.make_jaxpr(lambda layers, x: layers.fold(x, remat=remat))(layers, jnp.ones(3)))
+    def names(remat):
+        found = equations_of(lambda layers, x: layers.fold(x, remat=remat), layers, jnp.ones(3))
+        return {equation.params["name"] for equation in found if equation.primitive.name == "name"}
 
-    assert "scan(layers) carry" in program(True)
-    assert "scan(layers) carry" not in program(ScanCheckpointPolicy(simple=True))
+    assert names(True) == {"scan(layers) carry", "scan(layers) inputs", "h", "o"}
+    assert names(ScanCheckpointPolicy(simple=True)) == {"h", "o"}
 
 
 def test_block_seq_keeps_what_stacked_keeps():
@@ -416,8 +378,9 @@ def test_block_seq_keeps_what_stacked_keeps():
     assert len(kept(sequence, False, jnp.ones(3))) >= 3 * N
 
 
+@pytest.mark.remat3
 @pytest.mark.skipif(REMAT3_OF_JAX_0_10, reason="JAX 0.10's remat3 knows no barriers")
-def test_barriers_stand_where_layers_share_one_program():
+def test_barriers_are_where_layers_share_one_program():
     """Without them XLA merges the recomputation with the forward pass. (XLA on the CPU ignores them.)"""
     Layers = hax.Axis("layers", 4)
     stack = Stacked(Elementwise(jnp.ones((4, 5))), Layers)

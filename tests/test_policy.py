@@ -1,4 +1,4 @@
-"""What a policy is: values, contradictions, aliases. What it does is in test_policies_at_work.py."""
+"""Fields, contradictions and aliases of policies. What they do is in test_policies_at_work.py."""
 
 import dataclasses
 

@@ -10,8 +10,6 @@ import pytest
 
 from stacked_remat import BlockSeq, ScanCheckpointPolicy, Stacked
 
-pytestmark = pytest.mark.policy
-
 
 class Wide(eqx.Module):
     """A block whose internals are 4 times its carry, so that policies differ."""
@@ -52,6 +50,7 @@ class TestCompiledMemory:
         assert growth(False) > 4.0
         assert growth("save_all") == pytest.approx(growth(False), rel=0.05)
 
+    @pytest.mark.remat3
     def test_named_internals_cost_their_size(self):
         assert growth(ScanCheckpointPolicy(save_block_internals=["unknown"])) == pytest.approx(1.0, abs=0.05)
 
@@ -81,5 +80,6 @@ class TestCompiledMemory:
     def test_more_segments_than_the_root_cost_their_boundaries(self):
         assert temporaries(ScanCheckpointPolicy(nested=32), 64) > 1.4 * temporaries("nested", 64)
 
+    @pytest.mark.remat3
     def test_offload_is_harmless_on_cpu(self):
         assert temporaries("offload", 64) <= 1.1 * temporaries(True, 64)

@@ -1,17 +1,21 @@
-"""What the README and the documentation show runs, and the README's map is complete."""
+"""The Python on the README's and the documentation's pages runs, and their tables of policies agree."""
 
+import inspect
 import re
-import subprocess
+import typing
 from pathlib import Path
 
 import pytest
 
+from stacked_remat import ScanCheckpointPolicy, ScanCheckpointSpec
+
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-MAPPED = ("stacked_remat/", "models/", "benchmarks/", "scripts/")
 
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-MAP_ROW = re.compile(r"^\| `([^`]+)` \| (.*?) \|$", re.MULTILINE)
+POLICY_TABLE = re.compile(
+    r"^\| `remat=` \| kept for the backward pass \| arithmetic \|\n((?:\|.*\|\n)+)", re.MULTILINE
+)
 
 
 def _program(page: Path) -> str:
@@ -34,31 +38,20 @@ def test_the_python_on_the_page_runs(page):
     exec(compile(_program(page), page, "exec"), {"__name__": page.stem})
 
 
-def _map() -> dict[str, str]:
-    section = (ROOT / "README.md").read_text(encoding="utf-8").split("## The map\n")[1].split("\n## ")[0]
-    return dict(MAP_ROW.findall(section))
+def _policy_table(text: str) -> list[list[str]]:
+    (table,) = POLICY_TABLE.findall(text)
+    return [[cell.strip() for cell in row.split("|")[1:-1]] for row in table.splitlines()[1:]]
 
 
-def _tracked() -> set[str]:
-    git = subprocess.run(["git", "ls-files", *MAPPED], cwd=ROOT, capture_output=True, text=True, check=False)
-    if git.returncode != 0:
-        pytest.skip("this is no git checkout, so what is tracked is unknown")
-    return {path for path in git.stdout.splitlines() if (ROOT / path).exists()}
-
-
-def test_the_map_names_every_file_and_no_other():
-    rows = _map()
-    folders = tuple(row for row in rows if row.endswith("/"))
-    tracked = _tracked()
-    missing = {path for path in tracked if path not in rows and not path.startswith(folders)}
-    gone = {
-        row
-        for row in rows
-        if row not in tracked and not (row in folders and any(path.startswith(row) for path in tracked))
+def test_the_tables_of_policies_agree_and_name_every_alias():
+    table = _policy_table(inspect.getdoc(ScanCheckpointPolicy) or "")
+    for page in ("README.md", "docs/policies.md"):
+        assert _policy_table((ROOT / page).read_text(encoding="utf-8")) == table, page
+    named = {code for row in table for code in re.findall(r"`([^`]+)`", row[0])}
+    aliases = {
+        repr(alias).replace("'", '"')
+        for kind in typing.get_args(ScanCheckpointSpec)
+        for alias in typing.get_args(kind)
+        if isinstance(alias, str)
     }
-    assert not missing, f"the README's map lacks {sorted(missing)}"
-    assert not gone, f"the README's map names what is not there: {sorted(gone)}"
-
-
-def test_every_line_of_the_map_says_something():
-    assert all(purpose.strip() for purpose in _map().values())
+    assert aliases | {"True", "False"} == {code for code in named if "(" not in code}

@@ -1,4 +1,4 @@
-"""Schedules against a simulation that really executes them."""
+"""Schedules are correct and cost what they say, by a simulation that executes them."""
 
 import functools
 import math

@@ -1,4 +1,4 @@
-"""What blocks `Stacked` and `BlockSeq` take, which options, and how they are lists of layers."""
+"""Which blocks and options `Stacked` and `BlockSeq` take, and how they act as sequences of layers."""
 
 import equinox as eqx
 import haliax as hax
@@ -120,7 +120,7 @@ def test_it_is_a_sequence(Stack):
 
 @both
 def test_slices_of_any_stack(Stack):
-    """The axis may stand anywhere, an array be shared, and a subclass have a constructor of its own."""
+    """The axis may be at any place, an array shared, and a subclass may have its own constructor."""
 
     class Block(eqx.Module):
         late: hax.NamedArray

@@ -1,4 +1,4 @@
-"""The sweep under the other transformations, on several devices, and with another visitor."""
+"""The sweep under other transformations, on several devices, and with a visitor."""
 
 import functools
 import re
@@ -38,10 +38,12 @@ def test_gradient_of_gradient():
         gradient = jax.grad(lambda p: loss(run, p, frozen, 5)[0])(p)
         return sum(jnp.sum(leaf**2) for leaf in jax.tree.leaves(gradient))
 
-    for boundaries in ("device", "host"):
-        run = functools.partial(sweep, length=5, schedule=segmented(5, 2), boundaries=boundaries)
-        actual = jit(jax.grad(functools.partial(penalty, run)))(parameters)
-        assert_close(actual, jit(jax.grad(functools.partial(penalty, lax.scan)))(parameters))
+    on_host = functools.partial(sweep, length=5, schedule=segmented(5, 2), boundaries="host")
+    plain, device, host = (
+        jit(jax.grad(functools.partial(penalty, run)))(parameters) for run in (lax.scan, nested(5), on_host)
+    )
+    assert_close(device, plain)
+    assert_close(host, plain)
 
 
 def test_gradient_of_gradient_of_gradient():

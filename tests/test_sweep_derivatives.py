@@ -1,4 +1,4 @@
-"""Derivatives of derivatives of a sweep, wherever it stands."""
+"""Second and third derivatives of sweeps inside loops, branches and other sweeps."""
 
 import functools
 from typing import Any

@@ -1,4 +1,4 @@
-"""What the sweep keeps, what it computes, and what it leaves alone."""
+"""What the sweep keeps and computes, and that frozen parts cost nothing."""
 
 import functools
 import math
@@ -13,6 +13,7 @@ from stacked_remat._schedule import Schedule, bounded, equal, segmented, shrinki
 from stacked_remat._sweep.api import sweep
 from stacked_remat._sweep.spec import FirstLayers
 
+from .jaxprs import count, equations, inner_equations
 from .sweep_cases import (
     ROWS,
     WIDTH,
@@ -24,35 +25,14 @@ from .sweep_cases import (
 )
 
 
-def equations(jaxpr):
-    """All equations, with those of inner jaxprs."""
-    for equation in jaxpr.eqns:
-        yield equation
-        for value in jax.tree.leaves(equation.params, is_leaf=lambda leaf: hasattr(leaf, "eqns")):
-            inner = getattr(value, "jaxpr", value)
-            if hasattr(inner, "eqns"):
-                yield from equations(inner)
-
-
-def equations_of_loop(loop):
-    for value in loop.params.values():
-        inner = getattr(value, "jaxpr", value)
-        if hasattr(inner, "eqns"):
-            yield from equations(inner)
-
-
 def shapes_made(jaxpr) -> set[tuple[int, ...]]:
     return {
         var.aval.shape
         for equation in equations(jaxpr)
-        if equation.primitive.name != "reverse_mode_only"  # hands on what goes in
+        if equation.primitive.name != "reverse_mode_only"  # returns its arguments
         for var in equation.outvars
         if hasattr(var.aval, "shape")
     }
-
-
-def count(jaxpr, name: str) -> int:
-    return sum(equation.primitive.name == name for equation in equations(jaxpr))
 
 
 def test_carries_are_kept_in_the_slots_of_the_schedule_and_nowhere_else():
@@ -72,7 +52,7 @@ def test_no_segment_of_weights_or_gradients_is_copied():
 
 @pytest.mark.parametrize("head", [None, FirstLayers(5, lambda layer: layer)], ids=["no head", "head"])
 def test_gradients_are_written_in_place(head: FirstLayers | None):
-    """Inside of the loops a whole stack comes from a write to one of its layers, or is handed on."""
+    """Inside the loops, only writes to one layer make a whole stack; other operations pass it through."""
     run = functools.partial(
         sweep, length=48, schedule=shrinking(48 - (head.length if head else 0)), first_layers=head
     )
@@ -82,11 +62,11 @@ def test_gradients_are_written_in_place(head: FirstLayers | None):
     makers = {
         equation.primitive.name
         for loop in loops
-        for equation in equations_of_loop(loop)
+        for equation in inner_equations(loop)
         if any(getattr(var.aval, "shape", None) in whole for var in equation.outvars)
     }
     assert "dynamic_update_slice" in makers
-    assert makers <= {"dynamic_update_slice", "while", "jit"}  # the last two hand on what they are given
+    assert makers <= {"dynamic_update_slice", "while", "jit"}  # the last two pass it through
 
 
 def test_frozen_stacks_cost_nothing():
@@ -147,17 +127,16 @@ def test_compiled_memory_is_that_of_the_slots():
     assert temporaries(six) <= 6 + layer + 2
 
 
-# Internals saved within the segment being walked.
+# Internals saved for one segment at a time.
 
 save_h = functools.partial(jax.checkpoint, policy=jax.checkpoint_policies.save_only_these_names("h"))
 
 
-@pytest.mark.policy
+@pytest.mark.remat3
 @pytest.mark.parametrize(
     ("schedule", "boundaries"),
     [
         (shrinking(7), "device"),
-        (equal(12, 4), "device"),
         (bounded(12, max_carries=3), "device"),
         (segmented(7, 3), "host"),
     ],
@@ -174,7 +153,7 @@ def test_saved_names(schedule: Schedule, boundaries: Literal["device", "host"]):
     assert_close(jit(jax.grad(value, (0, 1, 2)))(*args), jax.jit(jax.grad(reference, (0, 1, 2)))(*args))
 
 
-@pytest.mark.policy
+@pytest.mark.remat3
 def test_saved_names_are_kept_for_one_segment_and_not_computed_again():
     plain, _ = mlp_gradients(nested(12), 12)
     saving, _ = mlp_gradients(nested(12, checkpoint=save_h), 12)

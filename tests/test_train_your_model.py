@@ -1,4 +1,4 @@
-"""The commands of "Train your model" run as they stand, one after the other, in an empty folder."""
+"""The commands of the page "Train your model" run, one after the other, in an empty folder."""
 
 import importlib.util
 import json
@@ -33,6 +33,7 @@ def run(block, folder):
 
 
 @pytest.mark.torch
+@pytest.mark.deep
 def test_every_command_of_the_page_runs(tmp_path):
     shown = {}
     for block in BLOCK.findall(PAGE.read_text(encoding="utf-8")):

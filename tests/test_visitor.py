@@ -1,6 +1,7 @@
 """The reverse sweep with a visitor: gradients, order, updates in place, states, and what is refused."""
 
 import functools
+from collections.abc import Callable
 
 import equinox as eqx
 import haliax as hax
@@ -19,6 +20,8 @@ from stacked_remat import (
     memory,
     shared,
 )
+
+from .blocks import with_remat3
 
 N = 5
 Layers, Batch, Embed = hax.Axis("layers", N), hax.Axis("batch", 2), hax.Axis("embed", 4)
@@ -41,7 +44,7 @@ class Block(eqx.Module):
     scale: jax.Array
     gain: hax.NamedArray
     number: jax.Array
-    activation: object
+    activation: Callable
 
     def __call__(self, carry, offset, *, bias):
         x, count = carry
@@ -111,14 +114,11 @@ def visitor(visit, seen):
     )
 
 
-@pytest.mark.policy
-@pytest.mark.parametrize(
-    ("remat", "reverse"),
-    [(policy, False) for policy in POLICIES.values()]
-    + [(POLICIES[name], True) for name in ("keep carries", "nested", "first layers")],
-    ids=[*POLICIES, "keep carries, reverse", "nested, reverse", "first layers, reverse"],
-)
+@pytest.mark.parametrize("reverse", [False, True], ids=["forward", "reverse"])
+@pytest.mark.parametrize("remat", with_remat3(POLICIES))
 def test_a_sweep_gives_the_gradients_of_the_loop_and_lets_a_visitor_update_it(remat, reverse):
+    if reverse and remat not in (True, "nested", POLICIES["first layers"]):
+        return  # three policies show the other order
     blocks, carry, offset, bias = example()
     outputs, (of_blocks, of_x, of_offset, of_bias), means = expected(reverse)
 
@@ -223,7 +223,7 @@ def test_a_frozen_layer_stays_as_it_is_and_only_what_is_asked_for_is_computed():
     def some(visit, state):
         return jax.lax.cond(
             visit.layer_index < 2,
-            lambda: LayerResult(*visit.vjp("carry"), visit.layer),
+            lambda: LayerResult(visit.vjp("carry")[0], visit.layer),
             lambda: sgd(visit, None),
         )
 

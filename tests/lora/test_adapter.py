@@ -16,6 +16,7 @@ from stacked_remat import BlockSeq, Stacked
 from stacked_remat.lora import LoraConfig, LoraLinear, apply_lora, lora_filter, lora_linears, merge_lora
 from stacked_remat.lora._adapter import _DONATING
 
+from ..blocks import with_remat3
 from .stacks import (
     ALL,
     POLICIES,
@@ -114,8 +115,7 @@ def chain_rule():
     return value_and_gradients(True, merge=True)
 
 
-@pytest.mark.policy
-@pytest.mark.parametrize("remat", POLICIES.values(), ids=POLICIES)
+@pytest.mark.parametrize("remat", with_remat3(POLICIES))
 def test_under_a_policy_outputs_and_gradients_are_those_of_the_merged_weights(remat, chain_rule):
     value, gradients = value_and_gradients(remat, merge=False)
     np.testing.assert_allclose(value, chain_rule[0], rtol=1e-5)

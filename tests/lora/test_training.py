@@ -16,6 +16,7 @@ from stacked_remat.lora import LoraConfig, apply_lora, lora_filter
 from stacked_remat.memory import report
 from stacked_remat.training import BATCH_AXIS, POSITION_AXIS, TokenBatch, TrainState, train_step
 
+from ..blocks import with_remat3
 from .stacks import filled
 
 Layers, Wide, Hidden = hax.make_axes(layers=12, wide=128, hidden=256)
@@ -68,8 +69,7 @@ def first_batch():
     return TokenBatch(tokens, tokens, tokens.astype(jnp.float32))
 
 
-@pytest.mark.policy
-@pytest.mark.parametrize("remat", POLICIES.values(), ids=POLICIES)
+@pytest.mark.parametrize("remat", with_remat3(POLICIES))
 def test_the_compiled_step_holds_no_gradient_of_the_frozen_weights(remat, standard_promotion):
     found = {
         rank: report(

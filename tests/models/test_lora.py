@@ -68,7 +68,6 @@ def chain_rule():
     return loss_and_gradients(adapted_model(), merged=True)
 
 
-@pytest.mark.policy
 @pytest.mark.parametrize("remat", [False, "nested"], ids=str)
 def test_attention_and_experts_are_trained_as_their_merged_weights_would_be(remat, chain_rule):
     loss, gradients = loss_and_gradients(adapted_model(remat))

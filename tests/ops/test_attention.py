@@ -154,8 +154,8 @@ def test_bfloat16_stays_and_sums_are_wider():
     np.testing.assert_allclose(found.astype(jnp.float32), wide, atol=0.03)
 
 
-@pytest.mark.policy
-def test_with_output_and_log_sum_exp_saved_attention_is_not_recomputed():
+@pytest.mark.remat3
+def test_with_output_and_log_sum_exp_saved_a_layer_does_not_attend_again():
     query, key, value, _ = arrays(16)
 
     def loops(names):

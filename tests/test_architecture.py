@@ -1,0 +1,382 @@
+"""Rules for the source: which layer imports which, the length and the names of files, and their first line.
+
+See "Layers" in CONTRIBUTING.md. The rules read syntax trees, so nothing has to be importable. Each rule
+yields every violation in a file.
+"""
+
+import ast
+import dataclasses
+import functools
+import re
+import sys
+import tomllib
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+FOLDERS = ("stacked_remat", "models", "benchmarks", "scripts", "tests")
+
+# The layer of each module and package directly under stacked_remat/. `_sweep` covers `_sweep.py`, `_sweep/`
+# and `_sweep_*.py`.
+LAYERS = {
+    "_compat": "compat",
+    "_derivative_errors": "base",
+    "_eager": "base",
+    "_effects": "base",
+    "_files": "base",
+    "_messages": "base",
+    "_static": "base",
+    "_schedule": "schedule",
+    "_placement": "placement",
+    "_policy": "policy",
+    "_jax_policies": "policy",
+    "_sweep": "sweep",
+    "_checkpoint": "scan",
+    "_layer_axis": "scan",
+    "_scan": "scan",
+    "_block_foldable": "stacks",
+    "_block_seq": "stacks",
+    "_offload_check": "stacks",
+    "_stacked": "stacks",
+    "_state_dict": "stacks",
+    "lora": "ops",
+    "ops": "ops",
+    "memory": "memory",
+    "training": "training",
+}
+_CORE = {"compat", "base", "schedule", "placement", "policy", "sweep", "scan", "stacks"}
+# What a layer may import beside itself. `public` is stacked_remat/__init__.py.
+ALLOWED_IMPORTS = {
+    "compat": set(),
+    "base": {"compat"},
+    "schedule": {"base"},
+    "placement": {"compat", "base"},
+    "policy": {"compat", "base", "schedule"},
+    "sweep": {"compat", "base", "schedule", "placement"},
+    "scan": {"compat", "base", "schedule", "placement", "policy", "sweep"},
+    "stacks": _CORE,
+    "ops": _CORE,
+    "memory": _CORE | {"ops", "public"},
+    "training": _CORE | {"ops", "memory", "public"},
+}
+
+THIRD_PARTY = {"jax", "equinox", "haliax", "jaxtyping", "numpy"}  # numpy comes with jax
+# Packages that import more than these when they are imported, and the extras that install it.
+EXTRAS = {"training": ["train"], "nnx": ["nnx"]}
+IMPORT_NAMES = {"pyyaml": "yaml", "orbax-checkpoint": "orbax"}  # where a distribution and its module differ
+
+ARCHITECTURES = re.compile(r"qwen|llama|gemma|mistral|mixtral|gpt2|gpt_|olmo|deepseek", re.IGNORECASE)
+FOR_ANY_ARCHITECTURE = (
+    "stacked_remat/training/",
+    "models/transformer/",
+    "models/hf_io/",
+    "models/generation/",
+    "models/export_hf.py",
+)
+BANNED_NAMES = {"utils", "util", "common", "helpers", "helper", "misc"}
+LONGEST_FILE = 500
+LONGEST_FUNCTION = 60
+LONGEST_PURPOSE = 110
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """A Python file, parsed."""
+
+    path: str  # from the root of the checkout
+    text: str
+
+    @functools.cached_property
+    def tree(self) -> ast.Module:
+        return ast.parse(self.text, filename=self.path)
+
+    @functools.cached_property
+    def nodes(self) -> list[ast.AST]:
+        return list(ast.walk(self.tree))
+
+    @property
+    def package(self) -> str:
+        return ".".join(Path(self.path).parts[:-1])
+
+    @property
+    def unit(self) -> str | None:
+        """The module or package directly under stacked_remat/; empty for its `__init__.py`."""
+        parts = Path(self.path).with_suffix("").parts
+        return parts[1].replace("__init__", "") if parts[0] == "stacked_remat" else None
+
+    @functools.cached_property
+    def run_on_import(self) -> list[ast.AST]:
+        return list(_outside_functions(self.tree))
+
+
+def _outside_functions(tree: ast.AST) -> Iterator[ast.AST]:
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) or _for_type_checkers(node):
+            continue
+        yield node
+        yield from _outside_functions(node)
+
+
+def _for_type_checkers(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+
+
+def _imports(source: Source, nodes: Iterable[ast.AST]) -> Iterator[tuple[str, int]]:
+    """Dotted name and line of every import among `nodes`, relative ones resolved."""
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, node.lineno) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            package = source.package.split(".")
+            above = package[: len(package) - node.level + 1] if node.level else []
+            base = ".".join([*above, node.module] if node.module else above)
+            yield from ((f"{base}.{alias.name}", node.lineno) for alias in node.names)
+
+
+def _layer(unit: str) -> str | None:
+    owners = [known for known in LAYERS if unit == known or unit.startswith(f"{known}_")]
+    return LAYERS[max(owners, key=len)] if owners else None
+
+
+def _extra_modules(extras: Iterable[str]) -> set[str]:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    needed = [need for extra in extras for need in project["optional-dependencies"][extra]]
+    names = {re.split(r"[\[<>=!~; ]", need, maxsplit=1)[0].lower() for need in needed}
+    return {IMPORT_NAMES.get(name, name.replace("-", "_")) for name in names}
+
+
+def layers_import_only_what_is_below_them(source: Source) -> Iterator[str]:
+    if not source.unit:
+        return
+    own = _layer(source.unit)
+    if own is None:
+        yield f"{source.path}: add `{source.unit}` to LAYERS in {Path(__file__).name}"
+        return
+    allowed = ALLOWED_IMPORTS[own] | {own}
+    for name, line in _imports(source, source.nodes):
+        parts = name.split(".")
+        if parts[0] == "stacked_remat":
+            other = _layer(parts[1]) or "public"
+            if other not in allowed or (own == "compat" and other == own):
+                yield f"{source.path}:{line}: {own} may import {sorted(allowed)}, but not {other} ({name})"
+
+
+def the_library_imports_what_it_declares_and_no_model(source: Source) -> Iterator[str]:
+    if source.unit is None:
+        return
+    for name, line in _imports(source, source.nodes):
+        if name.split(".")[0] in {"models", "benchmarks", "tests"}:
+            yield f"{source.path}:{line} imports {name}: the library must not import its applications"
+    known = (
+        THIRD_PARTY
+        | {"stacked_remat"}
+        | sys.stdlib_module_names
+        | _extra_modules(EXTRAS.get(source.unit, []))
+    )
+    for name, line in _imports(source, source.run_on_import):
+        if name.split(".")[0] not in known:
+            yield f"{source.path}:{line}: a core install lacks {name}: import it inside a function"
+
+
+def only_optional_dependencies_are_imported_inside_functions(source: Source) -> Iterator[str]:
+    if source.unit is None:
+        return
+    elsewhere = {id(node) for node in source.run_on_import}
+    elsewhere |= {id(inner) for node in source.nodes if _for_type_checkers(node) for inner in ast.walk(node)}
+    for name, line in _imports(source, (node for node in source.nodes if id(node) not in elsewhere)):
+        first = name.split(".")[0]
+        optional = name.startswith("jax.experimental.") or first not in THIRD_PARTY | sys.stdlib_module_names
+        if not optional or first == "stacked_remat":
+            yield f"{source.path}:{line}: move `{name}` to the top"
+
+
+def the_schedule_is_pure_integers(source: Source) -> Iterator[str]:
+    if source.unit == "_schedule":
+        for name, line in _imports(source, source.nodes):
+            if name.split(".")[0] not in sys.stdlib_module_names | {"stacked_remat"}:
+                yield f"{source.path}:{line} imports {name}"
+
+
+def private_jax_and_haliax_stay_in_compat(source: Source) -> Iterator[str]:
+    if source.unit in (None, "_compat"):
+        return
+    for name, line in _imports(source, source.nodes):
+        parts = name.split(".")
+        if parts[0] in {"jax", "jaxlib", "haliax", "equinox"} and any(p.startswith("_") for p in parts[1:]):
+            yield f"{source.path}:{line}: {name} belongs in _compat.py, with the version and the reason"
+    for node in source.nodes:
+        if isinstance(node, ast.Attribute) and node.attr == "_src":
+            yield f"{source.path}:{node.lineno}: {ast.unparse(node)} belongs in _compat.py"
+
+
+def what_serves_any_architecture_names_none(source: Source) -> Iterator[str]:
+    if source.path.startswith(FOR_ANY_ARCHITECTURE):
+        for number, line in enumerate(source.text.splitlines(), 1):
+            if found := ARCHITECTURES.search(line):
+                yield f"{source.path}:{number} names {found.group()!r}: an architecture registers itself"
+
+
+def an_init_only_reexports(source: Source) -> Iterator[str]:
+    path = Path(source.path)
+    if path.name != "__init__.py" or path.parts[0] not in ("stacked_remat", "models"):
+        return
+    for node in source.tree.body:
+        docstring = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+        names = isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) in ("__all__", "__version__")
+        inside = isinstance(node, ast.ImportFrom) and (
+            node.level > 0 or source.package in (node.module or "")
+        )
+        if not (docstring or names or inside or (source.unit == "" and _imports_lazily(node))):
+            yield f"{source.path}:{node.lineno}: an __init__ only re-exports"
+
+
+def _imports_lazily(node: ast.stmt) -> bool:
+    """Whether a statement serves to import the packages of the library when they are first used."""
+    if isinstance(node, ast.FunctionDef):
+        return node.name in ("__getattr__", "__dir__")
+    if isinstance(node, ast.Import | ast.ImportFrom):
+        return ast.unparse(node).split()[1] in sys.stdlib_module_names
+    return _for_type_checkers(node)
+
+
+def files_and_functions_are_short(source: Source) -> Iterator[str]:
+    length = source.text.count("\n")
+    if length >= LONGEST_FILE:
+        yield f"{source.path} has {length} lines: split it by purpose"
+    for node in source.nodes:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            lines = _lines_of_code(node)
+            if lines >= LONGEST_FUNCTION:
+                yield f"{source.path}:{node.lineno}: {node.name} has {lines} lines"
+
+
+def _lines_of_code(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    """Lines from the `def` on, without the docstring."""
+    first = function.body[0]
+    documented = ast.get_docstring(function, clean=False) is not None
+    docstring = (first.end_lineno or 0) - first.lineno + 1 if documented else 0
+    return (function.end_lineno or 0) - function.lineno + 1 - docstring
+
+
+def files_are_named_for_what_they_do(source: Source) -> Iterator[str]:
+    if Path(source.path).stem.strip("_") in BANNED_NAMES:
+        yield f"{source.path}: name it for what it does"
+
+
+def the_first_line_says_the_purpose(source: Source) -> Iterator[str]:
+    if not source.text and source.path.startswith("tests/") and source.path.endswith("__init__.py"):
+        return
+    docstring = ast.get_docstring(source.tree, clean=False) or ""
+    purpose = docstring.partition("\n")[0].strip()
+    if not source.text.startswith('"""') or not purpose:
+        yield f"{source.path}: begin with a docstring whose first line says what the file is for"
+    elif not purpose.endswith(".") or len(purpose) > LONGEST_PURPOSE:
+        yield f"{source.path}: {purpose!r} is not one sentence of at most {LONGEST_PURPOSE} characters"
+
+
+def no_test_reads_the_text_of_a_jaxpr(source: Source) -> Iterator[str]:
+    if not source.path.startswith("tests/"):
+        return
+    for node in source.nodes:
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in ("str", "repr"):
+            if "make_jaxpr(" in ast.unparse(node):
+                yield f"{source.path}:{node.lineno}: read the equations, with tests/jaxprs.py"
+        elif isinstance(node, ast.Attribute) and node.attr == "pretty_print":
+            yield f"{source.path}:{node.lineno}: read the equations, with tests/jaxprs.py"
+
+
+RULES = [
+    layers_import_only_what_is_below_them,
+    the_library_imports_what_it_declares_and_no_model,
+    only_optional_dependencies_are_imported_inside_functions,
+    the_schedule_is_pure_integers,
+    private_jax_and_haliax_stay_in_compat,
+    what_serves_any_architecture_names_none,
+    an_init_only_reexports,
+    files_and_functions_are_short,
+    files_are_named_for_what_they_do,
+    the_first_line_says_the_purpose,
+    no_test_reads_the_text_of_a_jaxpr,
+]
+every_rule = pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
+
+
+@functools.cache
+def sources() -> list[Source]:
+    paths = [path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py"))]
+    return [Source(str(path.relative_to(ROOT)), path.read_text(encoding="utf-8")) for path in paths]
+
+
+@every_rule
+def test_every_file_obeys(rule):
+    problems = [problem for source in sources() for problem in rule(source)]
+    assert not problems, "\n".join(problems)
+
+
+VIOLATIONS = {
+    layers_import_only_what_is_below_them: [
+        ("stacked_remat/_new.py", '"""New."""'),
+        ("stacked_remat/_sweep/forward.py", "from .._scan import fold"),
+        ("stacked_remat/_sweep.py", "from ._policy import OFFLOAD"),
+        ("stacked_remat/_schedule.py", "from ._placement import platform"),
+        ("stacked_remat/_compat.py", "from . import _files"),
+        ("stacked_remat/_stacked.py", "from . import fold"),
+        ("stacked_remat/ops/rotary.py", "from ..memory import report"),
+    ],
+    the_library_imports_what_it_declares_and_no_model: [
+        ("stacked_remat/training/loop.py", "def f():\n    from models.lm import loss"),
+        ("stacked_remat/_stacked.py", "import yaml"),
+    ],
+    only_optional_dependencies_are_imported_inside_functions: [
+        ("stacked_remat/_stacked.py", "def f():\n    import jax.numpy"),
+        ("stacked_remat/_stacked.py", "def f():\n    from ._scan import fold"),
+    ],
+    the_schedule_is_pure_integers: [("stacked_remat/_schedule.py", "import jax")],
+    private_jax_and_haliax_stay_in_compat: [
+        ("stacked_remat/_scan/rolled.py", "from jax._src import core"),
+        ("stacked_remat/_scan/rolled.py", "jax._src.core.f()"),
+    ],
+    what_serves_any_architecture_names_none: [
+        ("stacked_remat/training/loop.py", "# for Qwen3"),
+        ("models/transformer/attention.py", "# for Qwen3"),
+        ("models/export_hf.py", "from . import qwen3_moe"),
+    ],
+    an_init_only_reexports: [
+        ("stacked_remat/ops/__init__.py", "x = 1"),
+        ("models/__init__.py", "import os"),
+    ],
+    files_and_functions_are_short: [
+        ("tests/test_long.py", "\n" * LONGEST_FILE),
+        ("models/lm.py", "def f():\n" + "    x = 1\n" * LONGEST_FUNCTION),
+    ],
+    files_are_named_for_what_they_do: [("models/_utils.py", "")],
+    the_first_line_says_the_purpose: [
+        ("models/lm.py", ""),
+        ("models/lm.py", "x = 1"),
+        ("tests/test_lm.py", '"""\nThe loss."""'),
+        ("tests/test_lm.py", '"""The loss"""'),
+        ("tests/test_lm.py", f'"""{"x" * LONGEST_PURPOSE}."""'),
+    ],
+    no_test_reads_the_text_of_a_jaxpr: [
+        ("tests/test_scan.py", "assert 'unroll=2' in str(jax.make_jaxpr(f)(1))"),
+    ],
+}
+
+
+@every_rule
+def test_a_violation_is_found(rule):
+    for path, text in VIOLATIONS[rule]:
+        assert len(list(rule(Source(path, text)))) == 1, (path, text)
+
+
+FOLDER_ROW = re.compile(r"^\| `([^`]+/)` \| (.+?) \|$", re.MULTILINE)
+
+
+def test_contributing_describes_every_folder_and_no_other():
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    described = {folder for folder, _ in FOLDER_ROW.findall(text)}
+    with_python = {f"{Path(source.path).parent}/" for source in sources()}
+    assert described >= {folder for folder in with_python if not folder.startswith("tests/")}
+    assert not [folder for folder in described if not (ROOT / folder).is_dir()]

@@ -1,0 +1,1 @@
+"""Measurements of this library beside its peers; run from a checkout."""

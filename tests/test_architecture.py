@@ -18,13 +18,9 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("stacked_remat", "models", "benchmarks", "scripts", "tests")
 
-# The layer of each module and package directly under stacked_remat/. `_sweep` covers `_sweep.py`, `_sweep/`
-# and `_sweep_*.py`.
+# The layer of each module and package directly under stacked_remat/. `_stacked` covers `_stacked_*.py` too.
 LAYERS = {
     "_compat": "compat",
-    "_derivative_errors": "base",
-    "_eager": "base",
-    "_effects": "base",
     "_files": "base",
     "_messages": "base",
     "_static": "base",
@@ -32,9 +28,9 @@ LAYERS = {
     "_placement": "placement",
     "_policy": "policy",
     "_jax_policies": "policy",
+    "_remat": "policy",
     "_sweep": "sweep",
     "_checkpoint": "scan",
-    "_layer_axis": "scan",
     "_scan": "scan",
     "_block_foldable": "stacks",
     "_block_seq": "stacks",

@@ -1,3 +1,5 @@
+"""Commands report a user's mistake in one message and end cleanly on signals."""
+
 import errno
 import logging
 import os

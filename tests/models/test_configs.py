@@ -1,3 +1,5 @@
+"""Every file in models/configs is a valid config and says what it needs."""
+
 import re
 from pathlib import Path
 

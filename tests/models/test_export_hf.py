@@ -1,3 +1,5 @@
+"""Trained runs are exported to folders in Hugging Face's format."""
+
 import dataclasses
 import json
 import shutil

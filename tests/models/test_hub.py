@@ -1,3 +1,5 @@
+"""Model folders are found by path or by their name on the Hugging Face Hub."""
+
 from pathlib import Path
 
 import huggingface_hub

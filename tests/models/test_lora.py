@@ -1,3 +1,5 @@
+"""The `lora` section of a config adapts and trains a decoder."""
+
 import dataclasses
 from typing import Any
 

@@ -1,3 +1,5 @@
+"""The planner prints the memory of each policy and the one that fits a budget."""
+
 import dataclasses
 import io
 

@@ -1,3 +1,5 @@
+"""Attention of the decoder is causal."""
+
 import haliax as hax
 import jax
 import jax.numpy as jnp

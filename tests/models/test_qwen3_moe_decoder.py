@@ -1,3 +1,5 @@
+"""The decoder: shapes, losses, policies and stacks of several kinds of layers."""
+
 import collections
 import dataclasses
 import functools

@@ -1,3 +1,5 @@
+"""Routing and experts of the decoder."""
+
 import haliax as hax
 import jax
 import jax.numpy as jnp

@@ -1,3 +1,5 @@
+"""Weights of Qwen3 to and from Hugging Face's files."""
+
 import dataclasses
 import json
 import weakref

@@ -1,3 +1,5 @@
+"""Configs of Qwen3 to and from Hugging Face's config.json."""
+
 import functools
 import json
 import math

@@ -1,3 +1,5 @@
+"""The names that PEFT gives to the adapters of the decoder's linears."""
+
 import dataclasses
 
 import pytest

@@ -1,3 +1,5 @@
+"""Folders of safetensors files are written whole and read by tensor."""
+
 import errno
 import json
 import random

@@ -1,3 +1,5 @@
+"""Training a language model from a config file, with the command's files and messages."""
+
 import contextlib
 import json
 import os

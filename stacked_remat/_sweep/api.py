@@ -9,7 +9,7 @@ transpose.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import jax
@@ -41,6 +41,7 @@ def sweep(
     checkpoint: Callable[[Callable], Callable] = jax.checkpoint,
     boundaries: Literal["device", "host"] = "device",
     first_layers: FirstLayers | None = None,
+    unsliced: Sequence[bool] | None = None,
 ) -> tuple[Any, Any]:
     """`lax.scan(body, init, xs)` in value and gradients, with the reverse sweep that `schedule` describes.
 
@@ -56,6 +57,8 @@ def sweep(
             it saves for that segment's layers, except inputs and what comes from them without the carry.
         boundaries: `"host"` keeps the segments' first inputs in host memory; the schedule must be cut once.
         first_layers: the layers that run first, if these are to keep their inputs and residuals.
+        unsliced: which leaves of `xs` every layer takes whole; none by default. Their gradients are summed in
+            place, where a layer reads a part of them.
 
     Returns:
         The last carry and the stacked `y`s.
@@ -68,11 +71,15 @@ def sweep(
     _check(schedule, length - (first_layers.length if first_layers else 0), boundaries)
     _check_lengths(xs, length)
     on_host = boundaries == "host"
-    traced = trace_layer(lambda shared, carry, x: body(carry, x), [], init, xs, offloads=on_host)
-    spec = SweepSpec(
-        traced.jaxpr, len(traced.init), schedule, reverse, unroll, checkpoint, on_host, first_layers
+    stacks = jax.tree.leaves(xs)
+    whole = tuple(unsliced or [False] * len(stacks))
+    traced = trace_layer(
+        lambda shared, carry, x: body(carry, x), [], init, xs, unsliced=whole, offloads=on_host
     )
-    leaves = (traced.init, jax.tree.leaves(xs), traced.shared)
+    spec = SweepSpec(
+        traced.jaxpr, len(traced.init), schedule, reverse, unroll, checkpoint, on_host, first_layers, whole
+    )
+    leaves = (traced.init, stacks, traced.shared)
     carry, ys = _differentiable(spec)(*jax.tree.map(_reverse_mode_only, leaves))
     return jax.tree.unflatten(traced.carry_tree, carry), jax.tree.unflatten(traced.y_tree, ys)
 

@@ -107,21 +107,26 @@ class LayerPullback:
         saved: Arrays | None,
         cotangents: tuple[Carry, Arrays],
         inputs: Inputs | None = None,
+        totals: Sequence[Any] = (),
     ) -> tuple[Arrays, Carry, Arrays]:
         """Compute the cotangents of the leaves of `shared`, `carry` and `x` that are in `inputs`.
 
         All that are perturbed by default. What a replay saved is that of all, so where `saved` is given XLA
-        is left to remove the others.
+        is left to remove the others. `totals` has an array for each leaf of `x` in `inputs` whose cotangent
+        is to be added to it in place, where the layer reads it, and `None` for the others.
         """
         every = self.perturbed.inputs
         inputs = every if inputs is None else inputs
         if not self.saved:
-            return self._linearize(shared, carry, x, inputs)[1](cotangents)
+            return _transposed(self._linearize(shared, carry, x, inputs)[1], cotangents, inputs, totals)
         # What computed the replaced leaves is now unused, and XLA removes it.
         leaves, treedef = jax.tree.flatten(self._linearize(shared, carry, x, every)[1])
         for i, leaf in zip(self.saved, saved or (), strict=True):
             leaves[i] = leaf
-        of_every = jax.tree.unflatten(treedef, leaves)(cotangents)
+        pullback = jax.tree.unflatten(treedef, leaves)
+        if inputs == every:
+            return _transposed(pullback, cotangents, inputs, totals)
+        of_every = pullback(cotangents)
         of_shared, of_carry, of_x = (
             pick(scatter_leaves(part, had), asked)
             for part, had, asked in zip(of_every, every, inputs, strict=True)
@@ -158,6 +163,24 @@ class LayerPullback:
         return LayerPullback(self.layer, self.perturbed, self.checkpoint, tuple(saved), on_host)
 
 
+def _transposed(pullback: Any, cotangents: Any, inputs: Inputs, totals: Sequence[Any]) -> Any:
+    """Apply a pullback, and add the cotangents for which there are totals to them in place."""
+    if all(total is None for total in totals):
+        return pullback(cotangents)
+    refs = [None if total is None else jax.new_ref(total) for total in totals]
+    of_shared, of_carry = ([_VALUE] * sum(mask) for mask in inputs[:2])
+    of_x = [_VALUE if ref is None else ref for ref in refs]
+    of_shared, of_carry, of_x = pullback.with_refs(of_shared, of_carry, of_x)(cotangents)
+    return (
+        of_shared,
+        of_carry,
+        [ct if ref is None else jax.freeze(ref) for ct, ref in zip(of_x, refs, strict=True)],
+    )
+
+
+_VALUE = 0  # asks `with_refs` for a cotangent as a value; any leaf that is not a reference does
+
+
 @dataclass(frozen=True)
 class LayerVisit:
     """One layer in the reverse sweep, in leaves.
@@ -167,6 +190,7 @@ class LayerVisit:
         shared: inputs that all layers share.
         carry: its input.
         x: its own inputs.
+        unsliced: which of these are whole stacks.
         cotangents: of its output, the leaves that have one: of the carry, and of what it puts out.
         saved: the residuals that the replay kept.
         pullback: of a layer of this stack.
@@ -176,13 +200,14 @@ class LayerVisit:
     shared: Arrays
     carry: Carry
     x: Arrays
+    unsliced: Mask
     cotangents: tuple[Carry, Arrays]
     saved: Arrays | None
     pullback: LayerPullback
 
-    def vjp(self, inputs: Inputs | None = None) -> tuple[Arrays, Carry, Arrays]:
+    def vjp(self, inputs: Inputs | None = None, totals: Sequence[Any] = ()) -> tuple[Arrays, Carry, Arrays]:
         """The cotangents of its inputs: of `shared`, `carry` and `x`, those leaves that are asked for."""
-        return self.pullback(self.shared, self.carry, self.x, self.saved, self.cotangents, inputs)
+        return self.pullback(self.shared, self.carry, self.x, self.saved, self.cotangents, inputs, totals)
 
 
 def zero_gradients(perturbed: Perturbed, shared: Arrays, xs: Arrays) -> tuple[Arrays, Arrays]:
@@ -197,12 +222,17 @@ def write_gradients(visit: LayerVisit, state: tuple[Arrays, Arrays]) -> tuple[Ca
     Its state is `(shared gradients, stacked gradients)`, one array per perturbed leaf.
     """
     shared_gradient, gradient = state
-    of_shared, of_carry, of_x = visit.vjp()
+    unsliced = pick(visit.unsliced, visit.pullback.perturbed.xs)
+    sliced = [not whole for whole in unsliced]
+    totals = [total if whole else None for total, whole in zip(gradient, unsliced, strict=True)]
+    of_shared, of_carry, of_x = visit.vjp(totals=totals)
+    of_own = pick(of_x, sliced)
     if platform() == "tpu":
         # Without the barrier XLA holds a layer's internals until its gradients are in their stacks.
-        of_x = lax.optimization_barrier(of_x)
+        of_own = lax.optimization_barrier(of_own)
     shared_gradient = [lax.add(old, new) for old, new in zip(shared_gradient, of_shared, strict=True)]
-    return of_carry, (shared_gradient, write(gradient, visit.layer_index, of_x))
+    written = write(pick(gradient, sliced), visit.layer_index, of_own)
+    return of_carry, (shared_gradient, merge(of_x, written, sliced))
 
 
 def pick(leaves: Sequence[Any], mask: Sequence[bool]) -> list[Any]:

@@ -15,10 +15,10 @@ from .._placement import platform
 from .._schedule import Schedule
 from .activity import active_carry
 from .forward import forward_sweep, forward_sweep_on_host
-from .gradient import LayerPullback, LayerVisit, Perturbed, pick, write_gradients, zero_gradients
+from .gradient import LayerPullback, LayerVisit, Mask, Perturbed, merge, pick, write_gradients, zero_gradients
 from .reverse import Replay, ReplayedLayer, reverse_sweep
 from .slots import Arrays, Carry, Checkpoints, FirstLayersSaved, repeat
-from .store import empty_stack, on_device, read, write
+from .store import empty_stack, on_device, read, read_own, write
 
 Checkpoint = Callable[[Callable], Callable]
 
@@ -49,6 +49,7 @@ class SweepSpec:
         carries: number of carry leaves.
         schedule: of the layers after the first ones; `None` if there are no others.
         reverse, unroll, checkpoint, on_host, first_layers: as in `sweep`.
+        unsliced: which stacks a layer takes whole.
     """
 
     jaxpr: Jaxpr
@@ -59,6 +60,7 @@ class SweepSpec:
     checkpoint: Checkpoint
     on_host: bool
     first_layers: FirstLayers | None = None
+    unsliced: Mask = ()
 
     @property
     def first(self) -> int:
@@ -82,14 +84,19 @@ class SweepSpec:
 
     def run_layer(self, shared: Arrays, xs: Arrays, number: Any, carry: Carry) -> tuple[Carry, Arrays]:
         """Run the layer that runs as `number`, reading its own inputs."""
-        return self.layer(shared, carry, read(xs, self.layer_index(number)))
+        return self.layer(shared, carry, self.own(xs, self.layer_index(number)))
+
+    def own(self, xs: Arrays, layer_index: Any) -> Arrays:
+        """What a layer takes of the stacks."""
+        return read_own(xs, layer_index, self.unsliced)
 
     def plain(self, layer: Callable, init: Carry, xs: Arrays, shared: Arrays) -> tuple[Carry, Arrays]:
         """Scan plainly over `layer`."""
+        sliced = [not whole for whole in self.unsliced]
         return lax.scan(
-            lambda carry, x: layer(shared, carry, on_device(x)),
+            lambda carry, x: layer(shared, carry, merge(xs, on_device(x), sliced)),
             init,
-            xs,
+            pick(xs, sliced),
             length=self.length,
             reverse=self.reverse,
             unroll=self.unroll,
@@ -108,7 +115,7 @@ class SweepSpec:
         pullback = self._pullback(perturbed, self.first_layers.checkpoint, init, xs, shared)
 
         def layer(carry: Carry, number: Any) -> tuple[Carry, tuple[Arrays, Carry, Arrays]]:
-            x = read(xs, self.layer_index(number))
+            x = self.own(xs, self.layer_index(number))
             (new_carry, y), residuals = pullback.save(shared, carry, x)
             return new_carry, (y, carry, residuals)
 
@@ -220,7 +227,7 @@ class SweepSpec:
         pullback = LayerPullback(self.layer, perturbed, checkpoint)
         if checkpoint is jax.checkpoint:
             return pullback
-        example = jax.eval_shape(lambda: (carry, read(xs, 0)))
+        example = jax.eval_shape(lambda: (carry, self.own(xs, 0)))
         return pullback.with_residuals(shared, *example)
 
     def _visitor(
@@ -236,12 +243,13 @@ class SweepSpec:
 
         def visit(layer: ReplayedLayer, carry_ct: Carry, state: Any) -> tuple[Carry, Any]:
             index = self.layer_index(layer.index + first)
-            x, y_ct = read(xs_in(state), index), read(ys_ct, index)
+            x, y_ct = self.own(xs_in(state), index), read(ys_ct, index)
             carry, cotangents = layer.carry, (carry_ct, y_ct)
             if self.on_host and platform() == "cuda":
                 # For GPUs XLA keeps a layer's internals twice where its carry comes from the host.
                 carry, cotangents = lax.optimization_barrier((carry, cotangents))
-            return visitor(LayerVisit(index, shared, carry, x, cotangents, layer.saved, pullback), state)
+            leaves = LayerVisit(index, shared, carry, x, self.unsliced, cotangents, layer.saved, pullback)
+            return visitor(leaves, state)
 
         def advance(state: Any, index: Any, carry: Carry) -> Carry:
             return self.run_layer(shared, xs_in(state), index + first, carry)[0]
@@ -254,7 +262,7 @@ class SweepSpec:
                     "offloads, or by a fold inside the layer. Use one that does not offload, and "
                     'save_carries="offload" beside it.'
                 )
-            x = read(xs_in(state), self.layer_index(index + first))
+            x = self.own(xs_in(state), self.layer_index(index + first))
             (carry, _), saved = pullback.save(shared, carry, x)
             return carry, saved
 

@@ -4,6 +4,7 @@ The memory that a stack is in is part of its type. Entries are read to the devic
 the stack is, so the loops of a sweep are the same for both.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -37,6 +38,11 @@ def read(stacked: Any, index: Any) -> Any:
     return on_device(
         jax.tree.map(lambda stack: lax.dynamic_index_in_dim(stack, index, keepdims=False), stacked)
     )
+
+
+def read_own(stacks: list[Array], index: Any, unsliced: Sequence[bool]) -> list[Array]:
+    """What a layer takes of each stack: its entry, or the whole stack where that is what it takes."""
+    return [stack if whole else read(stack, index) for stack, whole in zip(stacks, unsliced, strict=True)]
 
 
 def on_device(tree: Any) -> Any:

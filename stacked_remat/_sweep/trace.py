@@ -1,6 +1,6 @@
 """A layer traced to a jaxpr, with the types of its carry settled."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -10,6 +10,7 @@ from jax.extend.core import Jaxpr
 
 from .effects import check_effects
 from .slots import Arrays, Carry
+from .store import read_own
 
 
 class TracedLayer(NamedTuple):
@@ -31,7 +32,13 @@ class TracedLayer(NamedTuple):
 
 
 def trace_layer(
-    body: Callable[[Arrays, Any, Any], tuple[Any, Any]], shared: Arrays, init: Any, xs: Any, *, offloads: bool
+    body: Callable[[Arrays, Any, Any], tuple[Any, Any]],
+    shared: Arrays,
+    init: Any,
+    xs: Any,
+    *,
+    unsliced: Sequence[bool],
+    offloads: bool,
 ) -> TracedLayer:
     """Trace `body(shared, carry, x) -> (carry, y)`.
 
@@ -40,6 +47,7 @@ def trace_layer(
         shared: arrays that all layers are given.
         init: the first carry.
         xs: the layers' own inputs, stacked.
+        unsliced: which leaves of `xs` a layer takes whole.
         offloads: whether values are moved to the host.
 
     Raises:
@@ -47,7 +55,8 @@ def trace_layer(
             type.
     """
     init = jax.tree.map(jnp.asarray, init)
-    x = jax.eval_shape(lambda xs: jax.tree.map(lambda leaf: leaf[0], xs), xs)
+    stacks, tree = jax.tree.flatten(xs)
+    x = jax.eval_shape(lambda stacks: jax.tree.unflatten(tree, read_own(stacks, 0, unsliced)), stacks)
 
     def trace(init: Any) -> tuple[Any, tuple[Any, Any]]:
         return jax.make_jaxpr(body, return_shape=True)(shared, init, x)

@@ -11,13 +11,12 @@ from ._policy import ScanCheckpointPolicy, ScanCheckpointSpec, resolve_policy
 from ._scan.checks import check_reverse, check_unroll
 from ._scan.layer_axis import Caller, argument_namer, check_axis, split_tree, stack_outputs
 from ._scan.layers import from_arguments, scan_unrolled
-from ._scan.marks import check_unmarked
+from ._scan.marks import changed, check_unmarked
 from ._stacked_methods import (
     BuiltByInit,
     P,
     block_builder,
     block_call,
-    changed,
     check_layer_index,
     check_options,
     init_policy,

@@ -30,7 +30,7 @@ from ._scan.layer_axis import (
     split_tree,
     take_layers,
 )
-from ._scan.marks import Marked, is_array
+from ._scan.marks import Marked, changed, is_array, map_unsliced
 from ._scan.sweep_back import SweepBack
 from ._scan.vjp import vjp_for
 from ._stacked_methods import (
@@ -38,7 +38,6 @@ from ._stacked_methods import (
     P,
     block_builder,
     block_call,
-    changed,
     check_layer_index,
     check_options,
     init_policy,

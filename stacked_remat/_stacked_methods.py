@@ -1,6 +1,5 @@
 """What the methods of `Stacked` and `BlockSeq` have in common: builders, options, and names for errors."""
 
-import copy
 import functools
 import inspect
 import operator
@@ -14,7 +13,6 @@ from ._policy import ScanCheckpointPolicy, resolve_policy
 from ._scan.layer_axis import Caller, argument_namer
 
 B_co = TypeVar("B_co", bound=eqx.Module, covariant=True)
-L = TypeVar("L")
 P = ParamSpec("P")
 
 
@@ -128,11 +126,3 @@ def method_caller(
 ) -> Caller:
     """A method of `Stacked` or `BlockSeq`, for error messages about its arguments."""
     return Caller(f"{type(layers).__name__}.{verb}", argument_namer(fn, skip, first))
-
-
-def changed(layers: L, **fields: Any) -> L:
-    """A copy with other fields. A subclass may be built in its own way, and arrays may be anything."""
-    copied = copy.copy(layers)
-    for name, value in fields.items():
-        object.__setattr__(copied, name, value)  # modules are frozen
-    return copied

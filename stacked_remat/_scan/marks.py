@@ -5,6 +5,8 @@ split along its first dimension. Everything else (named arrays without the axis,
 values) is shared by all layers. `shared` and `per_layer` say otherwise of one argument.
 """
 
+import copy
+import dataclasses
 from collections.abc import Callable
 from typing import Any, Literal, TypeAlias, TypeVar
 
@@ -15,7 +17,7 @@ from haliax.axis import AxisSelector
 
 T = TypeVar("T")
 IsScanned: TypeAlias = bool | Callable[[Any], bool]
-Rule: TypeAlias = Literal["default", "shared", "per_layer", "stored"]
+Rule: TypeAlias = Literal["default", "shared", "per_layer", "stored", "unsliced"]
 Entry: TypeAlias = tuple[tuple[Any, ...], Any, Rule]  # path, leaf, and the rule that it obeys
 
 
@@ -110,6 +112,69 @@ def per_layer(x: Any) -> Any:
             "Write per_layer(jnp.asarray(x)), or pass it without per_layer for every layer to get it whole."
         )
     return Marked(x, "per_layer")
+
+
+class LayerStack(eqx.Module):
+    """What a layer is given for a field that is `unsliced`: the stack of all layers, and which of them it is.
+
+    Attributes:
+        stack: the field of all layers, named arrays with the layers' axis in front, plain arrays with it as
+            first dimension.
+        layer_index: this layer's place on the axis, a traced integer.
+    """
+
+    stack: Any
+    layer_index: Any
+
+
+def unsliced(**kwargs: Any) -> Any:
+    """Declare a field of a block that a stack of such blocks does not slice.
+
+    ```python
+    class Experts(eqx.Module):
+        weights: jax.Array = unsliced()  # [expert, embed, inner]
+
+        def __call__(self, x):
+            stack, layer_index = self.weights.stack, self.weights.layer_index
+            weight = stack[layer_index, self.choose(x)]
+    ```
+
+    In `fold`, `scan` and their `_vjp` forms of a `Stacked`, the field is a `LayerStack`: a block that needs a
+    part of its weights reads that from the stack, and no copy of the layer's weights is made. Gradients are
+    added to those of the stack where the block reads it by slices or indices. Everywhere else the field is as
+    it was set: `blocks[i]`, `vmap`, state dicts.
+
+    Args:
+        **kwargs: as of `equinox.field`.
+    """
+    return eqx.field(metadata={_UNSLICED: True}, **kwargs)
+
+
+_UNSLICED = "stacked_remat.unsliced"
+
+
+def map_unsliced(fn: Callable[[Any], Any], tree: T) -> T:
+    """The tree with `fn` applied to the fields of modules that are declared `unsliced`."""
+    if isinstance(tree, eqx.Module):
+        new: dict[str, Any] = {}
+        for field in dataclasses.fields(tree):
+            value = getattr(tree, field.name, None)
+            mapped = fn(value) if field.metadata.get(_UNSLICED) else map_unsliced(fn, value)
+            if mapped is not value:
+                new[field.name] = mapped
+        return changed(tree, **new) if new else tree
+    if not isinstance(tree, tuple | list | dict):
+        return tree
+    entries, treedef = jtu.tree_flatten(tree, is_leaf=lambda node: node is not tree)
+    return jtu.tree_unflatten(treedef, [map_unsliced(fn, entry) for entry in entries])
+
+
+def changed(module: T, **fields: Any) -> T:
+    """A copy with other fields. A subclass may be built in its own way, and arrays may be anything."""
+    copied = copy.copy(module)
+    for name, value in fields.items():
+        object.__setattr__(copied, name, value)  # modules are frozen
+    return copied
 
 
 def check_unmarked(carry: Any) -> None:

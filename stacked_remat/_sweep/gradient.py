@@ -171,11 +171,8 @@ def _transposed(pullback: Any, cotangents: Any, inputs: Inputs, totals: Sequence
     of_shared, of_carry = ([_VALUE] * sum(mask) for mask in inputs[:2])
     of_x = [_VALUE if ref is None else ref for ref in refs]
     of_shared, of_carry, of_x = pullback.with_refs(of_shared, of_carry, of_x)(cotangents)
-    return (
-        of_shared,
-        of_carry,
-        [ct if ref is None else jax.freeze(ref) for ct, ref in zip(of_x, refs, strict=True)],
-    )
+    of_x = [ct if ref is None else jax.freeze(ref) for ct, ref in zip(of_x, refs, strict=True)]
+    return of_shared, of_carry, of_x
 
 
 _VALUE = 0  # asks `with_refs` for a cotangent as a value; any leaf that is not a reference does

@@ -11,7 +11,7 @@ from ._offload_check import OffloadError, check_offload
 from ._policy import ScanCheckpointPolicy, ScanCheckpointSpec
 from ._scan.api import fold, map, scan
 from ._scan.layers import internals_are_saved
-from ._scan.marks import per_layer, shared
+from ._scan.marks import LayerStack, per_layer, shared, unsliced
 from ._scan.sweep_back import SweepBack
 from ._scan.visitor import LayerResult, LayerVisit, SweepResult
 from ._scan.vjp import fold_vjp, scan_vjp
@@ -26,6 +26,7 @@ __all__ = [
     "BlockFoldable",
     "BlockSeq",
     "LayerResult",
+    "LayerStack",
     "LayerVisit",
     "OffloadError",
     "ScanCheckpointPolicy",
@@ -47,6 +48,7 @@ __all__ = [
     "scan",
     "scan_vjp",
     "shared",
+    "unsliced",
 ]
 
 

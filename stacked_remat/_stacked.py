@@ -231,7 +231,7 @@ class Stacked(ModuleWithStateDictSerialization, Generic[M]):
         )
 
         def folded(init: Any, /, *args: Any, **kwargs: Any) -> Any:
-            return run(init, _stored(self.stacked), *args, **kwargs)
+            return run(init, _applied(self.stacked), *args, **kwargs)
 
         return folded
 
@@ -254,7 +254,7 @@ class Stacked(ModuleWithStateDictSerialization, Generic[M]):
         )
 
         def scanned(init: Any, /, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-            return run(init, _stored(self.stacked), *args, **kwargs)
+            return run(init, _applied(self.stacked), *args, **kwargs)
 
         return scanned
 
@@ -322,7 +322,7 @@ class Stacked(ModuleWithStateDictSerialization, Generic[M]):
         template = eqx.filter(self, is_array, inverse=True)
 
         def swept(init: Any, /, *args: Any, **kwargs: Any) -> tuple[Any, SweepBack]:
-            y, sweep_back = run(init, _stored(self.stacked), *args, **kwargs)
+            y, sweep_back = run(init, _applied(self.stacked), *args, **kwargs)
             return y, sweep_back.wrapping(lambda layers: changed(template, stacked=layers))
 
         return swept
@@ -425,6 +425,11 @@ class Stacked(ModuleWithStateDictSerialization, Generic[M]):
     def _split(self) -> SplitTree:
         what = type(self).__name__
         return split_tree(_stored(self.stacked), self.Block, name_of=_name_in_stack, what=what)
+
+
+def _applied(tree: Any) -> Marked:
+    """The same, with the fields marked that are not sliced."""
+    return _stored(map_unsliced(lambda field: Marked(field, "unsliced"), tree))
 
 
 def _stored(tree: Any) -> Marked:

@@ -112,6 +112,7 @@ def scan_for(
             split.arrays,
             split.axis,
             resolved,
+            unsliced=split.unsliced,
             reverse=reverse,
             unroll=unroll,
             what=caller.what,

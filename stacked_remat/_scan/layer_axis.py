@@ -14,6 +14,7 @@ from haliax.axis import AxisSelector
 
 from .marks import (
     IsScanned,
+    LayerStack,
     Rule,
     has_axis,
     is_array,
@@ -22,6 +23,7 @@ from .marks import (
     is_split,
     is_split_by,
     leaf_size,
+    map_unsliced,
     take_marks_off,
 )
 
@@ -67,12 +69,14 @@ class _Leaf(NamedTuple):
         path: where it is in the tree.
         axes: all axes of a named array.
         value: the leaf without its array: what is left of a named array, or what is not an array.
+        unsliced: whether a layer is given the whole stack.
     """
 
     kind: Literal["split", "shared", "static"]
     path: tuple[Any, ...]
     axes: tuple[Axis, ...] | None
     value: Any = None
+    unsliced: bool = False
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -87,18 +91,42 @@ class TreeLayout:
         """Where the leaves of a kind are in the tree."""
         return [leaf.path for leaf in self.leaves if leaf.kind == kind]
 
+    @property
+    def unsliced(self) -> list[bool]:
+        """Which of the split leaves a layer is given whole."""
+        return [leaf.unsliced for leaf in self._of_kind("split")]
+
     def layer(self, slices: Sequence[Any], shared: Sequence[Any], *, cotangents: bool = False) -> Any:
         """The tree of one layer, from a slice of each split array and the shared arrays.
 
         As cotangents they may be None, and so is what is not an array.
         """
+        return self._layer(slices, shared, None, cotangents)
 
+    def arguments(self, x: Sequence[Any], shared: Sequence[Any]) -> Any:
+        """What a layer is called with: as `layer`, with a `LayerStack` for each field that is unsliced.
+
+        `x` has the whole stack for those, and, if there are any, the layer's index behind all others.
+        """
+        if not any(self.unsliced):
+            return self.layer(x, shared)
+        return _with_stacks(self._layer(x[:-1], shared, self.axis, False), x[-1])
+
+    def arguments_of_one(self, slices: Sequence[Any], shared: Sequence[Any]) -> Any:
+        """The same from slices alone, with stacks of a single layer."""
+        stacks = [part[None] if whole else part for part, whole in zip(slices, self.unsliced, strict=True)]
+        return _with_stacks(self._layer(stacks, shared, self.axis.resize(1), False), jnp.int32(0))
+
+    def _layer(
+        self, parts: Sequence[Any], shared: Sequence[Any], Stack: Axis | None, cotangents: bool
+    ) -> Any:
         def name(leaf: _Leaf, part: Any) -> Any:
             if leaf.axes is None:
                 return part
-            return NamedArray(part, tuple(own for own in leaf.axes if own.name != self.axis.name))
+            own = tuple(own for own in leaf.axes if own.name != self.axis.name)
+            return NamedArray(part, (Stack, *own) if leaf.unsliced and Stack is not None else own)
 
-        return self._build(map(name, self._of_kind("split"), slices), shared, cotangents)
+        return self._build(map(name, self._of_kind("split"), parts), shared, cotangents)
 
     def stacked(self, arrays: Sequence[Any], shared: Sequence[Any], *, cotangents: bool = False) -> Any:
         """The whole tree, from its split arrays, the axis first, and the shared ones; else as `layer`."""
@@ -137,12 +165,18 @@ class TreeLayout:
         return jtu.tree_unflatten(self.treedef, [leaf(own) for own in self.leaves])
 
 
+def _with_stacks(arguments: Any, layer_index: Any) -> Any:
+    (first, *args), kwargs = arguments
+    return (map_unsliced(lambda stack: LayerStack(stack, layer_index), first), *args), kwargs
+
+
 @dataclasses.dataclass(frozen=True)
 class SplitTree:
     """A tree cut in two: the arrays that are split over the axis of `layout`, and all the rest.
 
     Attributes:
-        arrays: the split leaves as raw arrays, the axis first.
+        arrays: the split leaves as raw arrays, the axis first. Where some are unsliced, the layers' indices
+            follow.
         shared: the other arrays, raw.
         layout: the structure of the tree.
     """
@@ -156,13 +190,20 @@ class SplitTree:
         """The axis, with its size."""
         return self.layout.axis
 
+    @property
+    def unsliced(self) -> list[bool]:
+        """Which of `arrays` a layer is given whole."""
+        mask = self.layout.unsliced
+        return [*mask, False] if any(mask) else mask
+
     def rebuild(self, slices: Sequence[Any]) -> Any:
-        """The tree of one layer, from a slice of each of `arrays`."""
-        return self.layout.layer(slices, self.shared)
+        """The tree of one layer, from its part of each of `arrays`."""
+        return self.layout.arguments(slices, self.shared)
 
     def layer(self, index: int) -> Any:
-        """The tree of one layer. The index is not checked."""
-        return self.rebuild([array[index] for array in self.arrays])
+        """The tree of one layer, nothing in it unsliced. The index is not checked."""
+        slices = [array[index] for array in self.arrays[: len(self.layout.unsliced)]]
+        return self.layout.layer(slices, self.shared)
 
 
 def split_tree(
@@ -196,15 +237,17 @@ def split_tree(
         _check_keys([(name_of(path), leaf) for path, leaf, rule in entries if rule == "default"], axis)
     _check_sizes(axis, sized, what)
     leaves, shared = [], []
-    for (path, leaf, _), is_split_leaf in zip(entries, split_leaves, strict=True):
+    for (path, leaf, rule), is_split_leaf in zip(entries, split_leaves, strict=True):
         if is_named(leaf):
             axes, raw, rest = leaf.axes, leaf.array, jtu.tree_structure(leaf)
         else:
             axes, raw, rest = None, leaf, None if is_array(leaf) else leaf
         kind = "split" if is_split_leaf else "shared" if axes is not None or is_array(leaf) else "static"
-        leaves.append(_Leaf(kind, path, axes, rest))
+        leaves.append(_Leaf(kind, path, axes, rest, kind == "split" and rule == "unsliced"))
         shared += [raw] if kind == "shared" else []
     arrays = [_axis_first(leaf, axis) for _, leaf, _ in split]
+    if any(leaf.unsliced for leaf in leaves):
+        arrays.append(jnp.arange(axis.size))
     return SplitTree(arrays, shared, TreeLayout(axis, treedef, tuple(leaves)))
 
 

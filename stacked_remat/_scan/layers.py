@@ -19,6 +19,7 @@ from .._static import Static
 from .._sweep.api import sweep
 from .._sweep.derivative_errors import not_transposable
 from .._sweep.effects import check_effects
+from .._sweep.gradient import merge, pick
 from .._sweep.spec import FirstLayers
 from .._sweep.store import on_device
 from .checks import check_carry, check_output, describe
@@ -121,23 +122,36 @@ def scan_rolled(
     axis: Axis,
     remat: Remat,
     *,
+    unsliced: Sequence[bool],
     reverse: bool,
     unroll: int | bool,
     what: str,
 ) -> tuple[Any, Any]:
-    """Apply `layer` to slices of `xs`, one after the other, in a rolled loop."""
+    """Apply `layer` to slices of `xs` (all of those that are `unsliced`), one after the other, in a loop."""
     remat = for_length(remat, axis.size)
     names = _names_of(axis)
     arrays, static = eqx.partition(init, eqx.is_array_like)
-    step = array_step(layer, init, remat, names)
+    sliced = [not whole for whole in unsliced]
 
     def run(carry: Any, xs: Sequence[Any]) -> tuple[Any, Any]:
-        match remat:
-            case Swept():
-                return _sweep_layers(step, carry, xs, axis.size, remat, reverse=reverse, unroll=unroll)
-        rolled = unroll is not True and unroll < axis.size
-        body = _checkpointed(step, remat, names, rolled=rolled)
-        return jax.lax.scan(body, carry, xs, length=axis.size, reverse=reverse, unroll=unroll)
+        if isinstance(remat, Swept):
+            return _sweep_layers(
+                array_step(layer, init, remat),
+                carry,
+                xs,
+                axis.size,
+                remat,
+                unsliced=unsliced,
+                reverse=reverse,
+                unroll=unroll,
+            )
+
+        def of_slices(carry: Any, slices: Any) -> tuple[Any, Any]:
+            return layer(carry, merge(xs, slices, sliced))
+
+        step = array_step(of_slices, init, remat, names)
+        body = _checkpointed(step, remat, names, rolled=unroll is not True and unroll < axis.size)
+        return jax.lax.scan(body, carry, pick(xs, sliced), length=axis.size, reverse=reverse, unroll=unroll)
 
     match remat:
         case PerLayer(carries="drop", inputs="keep" | "offload"):
@@ -155,6 +169,7 @@ def _sweep_layers(
     length: int,
     remat: Swept,
     *,
+    unsliced: Sequence[bool],
     reverse: bool,
     unroll: int | bool,
 ) -> tuple[Any, Any]:
@@ -170,6 +185,7 @@ def _sweep_layers(
         checkpoint=checkpoint_of(remat.internals),
         boundaries="host" if remat.carries == "offload" else "device",
         first_layers=FirstLayers(first, checkpoint_of(remat.first)) if first else None,
+        unsliced=unsliced,
     )
 
 
@@ -216,7 +232,8 @@ def array_step(layer: LayerFn, init: Any, remat: Remat, names: _Names | None = N
             saves_all = False
 
     def step(arrays: Any, inputs: Any) -> tuple[Any, Any]:
-        inputs = on_device(inputs)
+        if names is not None:  # a sweep reads them to the device itself
+            inputs = on_device(inputs)
         if names is not None and isinstance(remat, PerLayer) and remat.named:
             arrays = checkpoint_name(arrays, names.carry)
             inputs = checkpoint_name(inputs, names.inputs)

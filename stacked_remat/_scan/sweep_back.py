@@ -1,5 +1,6 @@
 """`SweepBack`: a reverse sweep over layers, as a function of a cotangent and a visitor."""
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
@@ -12,7 +13,7 @@ from jax import lax
 
 from .._sweep import gradient
 from .._sweep.gradient import Inputs, LayerPullback, Perturbed, scatter_leaves
-from .._sweep.slots import Arrays, Checkpoints
+from .._sweep.slots import Arrays, Carry, Checkpoints
 from .._sweep.spec import SweepSpec
 from .._sweep.store import read, write, zeros_like
 from .checks import check_carry, describe
@@ -31,6 +32,7 @@ class SweepTypes:
         carry_tree: structure of the arrays of a carry.
         carry_static: what else is in it.
         outputs: the types of what the forward sweep returned, for cotangents to be compared with.
+        own: where fields are unsliced, the sweep of layers that are given slices, for a layer's own gradient.
     """
 
     spec: SweepSpec
@@ -42,6 +44,7 @@ class SweepTypes:
     y_tree: Any
     outputs: Any
     has_output: bool
+    own: SweepSpec | None = None
 
     def carry(self, leaves: Arrays) -> Any:
         return eqx.combine(jtu.tree_unflatten(self.carry_tree, leaves), self.carry_static)
@@ -73,18 +76,37 @@ class SweepTypes:
 
         shared = owned(masks.shared, [None] * self.constants + self.owners("shared"))
         carry = masks.carry if "carry" in wrt else (False,) * len(masks.carry)
-        return Inputs(shared, carry, owned(masks.xs, self.owners("split")))
+        owners = [*self.owners("split"), None]  # the last one, if there is, is the index
+        return Inputs(shared, carry, owned(masks.xs, owners[: len(masks.xs)]))
 
-    def visit(self, leaves: gradient.LayerVisit, layer_state: Any) -> LayerVisit:
+    def slices(self, leaves: gradient.LayerVisit) -> Arrays:
+        """A layer's own part of the split leaves."""
+        whole = self.layout.unsliced
+        return [
+            read(part, leaves.layer_index) if is_ else part
+            for part, is_ in zip(leaves.x[: len(whole)], whole, strict=True)
+        ]
+
+    def visit(self, leaves: gradient.LayerVisit, own_shared: Arrays | None, layer_state: Any) -> LayerVisit:
         """A visit in trees."""
-        (layer, *args), kwargs = self.layout.layer(leaves.x, leaves.shared[self.constants :])
+        slices, shared = self.slices(leaves), leaves.shared[self.constants :]
+        (layer, *args), kwargs = self.layout.layer(slices, shared)
+
+        def cotangents(inputs: Inputs, wrt: tuple[str, ...]) -> tuple[Arrays, Carry, Arrays]:
+            if self.own is None or own_shared is None or "layer" not in wrt:
+                return leaves.vjp(inputs)
+            constants = len(own_shared) - len(shared)
+            mask = (False,) * constants + inputs.shared[self.constants :]
+            pullback = LayerPullback(self.own.layer, self.perturbed, jax.checkpoint)
+            own_inputs = Inputs(mask, inputs.carry, inputs.xs[: len(slices)])
+            return pullback(own_shared, leaves.carry, slices, None, leaves.cotangents, own_inputs)
 
         def vjp(wrt: tuple[str, ...]) -> tuple[Any, ...]:
             inputs = self.inputs(wrt)
-            of_shared, of_carry, of_x = leaves.vjp(inputs)
+            of_shared, of_carry, of_x = cotangents(inputs, wrt)
             (layer, *args), kwargs = self.layout.layer(
-                scatter_leaves(of_x, inputs.xs),
-                scatter_leaves(of_shared, inputs.shared)[self.constants :],
+                scatter_leaves(of_x, inputs.xs[: len(slices)]),
+                scatter_leaves(of_shared, inputs.shared[self.constants :]),
                 cotangents=True,
             )
             found = {"layer": layer, "args": tuple(args), "kwargs": kwargs}
@@ -104,15 +126,15 @@ class SweepTypes:
         )
 
     def argument_cotangents(
-        self, leaves: gradient.LayerVisit, args: Any, kwargs: Any
+        self, slices: Arrays, shared: Arrays, args: Any, kwargs: Any
     ) -> tuple[list[Any], list[Any]]:
         """The cotangents of arguments that a visitor returned: of split leaves, and of shared ones.
 
         Raises:
             ValueError: they do not fit the arguments; names the path.
         """
-        types = leaves.x, leaves.shared[self.constants :]
-        masks = self.perturbed.xs, self.perturbed.shared[self.constants :]
+        types = slices, shared
+        masks = self.perturbed.xs[: len(slices)], self.perturbed.shared[self.constants :]
         nothing = self.layout.layer(*([None] * len(part) for part in types), cotangents=True)
         (layer, *no_args), no_kwargs = nothing
         given_args = [no if ct is None else ct for ct, no in zip(args or no_args, no_args, strict=True)]
@@ -128,11 +150,11 @@ class SweepTypes:
                         f"The cotangent of the argument at {jtu.keystr(path)} is {describe(ct)}, and the "
                         f"argument {describe(leaf)}. Give it the same shape and dtype."
                     )
-        split, shared = (
+        of_slices, of_shared = (
             [ct if is_ else None for ct, is_ in zip(part, mask, strict=True)]
             for part, mask in zip(found, masks, strict=True)
         )
-        return split, shared
+        return of_slices, of_shared
 
 
 class SweepBack(eqx.Module):
@@ -144,6 +166,7 @@ class SweepBack(eqx.Module):
     _checkpoints: Checkpoints
     _xs: Arrays
     _shared: Arrays
+    _own_shared: Arrays | None
     _info: SweepTypes = eqx.field(static=True)
     _wrap: Callable[[Any], Any] = eqx.field(static=True, default=lambda layers: layers)
 
@@ -185,7 +208,7 @@ class SweepBack(eqx.Module):
 
     def wrapping(self, wrap: Callable[[Any], Any]) -> "SweepBack":
         """This, with `wrap` around the layers of its results."""
-        return SweepBack(self._checkpoints, self._xs, self._shared, self._info, wrap)
+        return dataclasses.replace(self, _wrap=wrap)
 
 
 def _cotangents(info: SweepTypes, cotangent: Any) -> tuple[Arrays, Arrays]:
@@ -235,7 +258,9 @@ def _gradients(sweep: "SweepBack", carry_ct: Arrays, ys_ct: Arrays) -> SweepResu
         masks, sweep._checkpoints, sweep._xs, sweep._shared, carry_ct, ys_ct
     )
     of_shared = scatter_leaves(shared_ct, masks.shared)[info.constants :]
-    (layers, *args), kwargs = info.layout.stacked(scatter_leaves(xs_ct, masks.xs), of_shared, cotangents=True)
+    (layers, *args), kwargs = info.layout.stacked(
+        scatter_leaves(xs_ct, masks.xs)[: len(info.layout.unsliced)], of_shared, cotangents=True
+    )
     carry = jtu.tree_unflatten(info.carry_tree, scatter_leaves(init_ct, masks.init))
     return SweepResult(carry, layers, tuple(args), kwargs)
 
@@ -270,16 +295,18 @@ def _visited(
     )
     arrays, static = eqx.partition(state, eqx.is_array_like)
     is_layer = [owner == "layer" for owner in info.owners("split")]
+    count = len(is_layer)
 
     def xs_in(loop: _Loop) -> Arrays:
-        return [
+        layers = [
             new if new is not None and is_ else old
-            for new, is_, old in zip(loop.xs, is_layer, sweep._xs, strict=True)
+            for new, is_, old in zip(loop.xs, is_layer, sweep._xs[:count], strict=True)
         ]
+        return [*layers, *sweep._xs[count:]]
 
     def visit(leaves: gradient.LayerVisit, loop: _Loop) -> tuple[Arrays, _Loop]:
         part = own.rebuild(read(_first_given(loop.layer_state, own.arrays), leaves.layer_index))
-        return _call(visitor, info, own, leaves, eqx.combine(loop.state, static), part)
+        return _call(visitor, sweep, own, leaves, eqx.combine(loop.state, static), part)
 
     def visit_and_write(leaves: gradient.LayerVisit, loop: _Loop) -> tuple[Arrays, _Loop]:
         carry_ct, new = visit(leaves, loop)
@@ -296,7 +323,7 @@ def _visited(
         )
 
     loop = _Loop(
-        [None] * len(sweep._xs),
+        [None] * count,
         [None] * (len(sweep._shared) - info.constants),
         jax.tree.map(jnp.asarray, arrays),
         [None] * len(own.arrays),
@@ -324,7 +351,8 @@ def _example(sweep: SweepBack, carry_ct: Arrays, ys_ct: Arrays) -> gradient.Laye
         jnp.int32(0),
         shared,
         sweep._checkpoints.first(),
-        read(sweep._xs, 0),
+        spec.own(sweep._xs, 0),
+        spec.unsliced,
         (carry_ct, read(ys_ct, 0)),
         None,
         LayerPullback(spec.layer, sweep._info.perturbed, jax.checkpoint),
@@ -333,7 +361,10 @@ def _example(sweep: SweepBack, carry_ct: Arrays, ys_ct: Arrays) -> gradient.Laye
 
 def _first_loop(sweep: SweepBack, own: SplitTree, is_layer: list[bool], loop: _Loop, new: _Loop) -> _Loop:
     """The loop's first carry: what the visitor writes to, as `new` tells."""
-    stacks = [stack if is_ else zeros_like(stack) for stack, is_ in zip(sweep._xs, is_layer, strict=True)]
+    stacks = [
+        stack if is_ else zeros_like(stack)
+        for stack, is_ in zip(sweep._xs[: len(is_layer)], is_layer, strict=True)
+    ]
     shared = [jnp.zeros_like(leaf) for leaf in sweep._shared[sweep._info.constants :]]
     return _Loop(
         _where_given(new.xs, stacks),
@@ -345,14 +376,16 @@ def _first_loop(sweep: SweepBack, own: SplitTree, is_layer: list[bool], loop: _L
 
 def _call(
     visitor: Visitor,
-    info: SweepTypes,
+    sweep: SweepBack,
     own: SplitTree,
     leaves: gradient.LayerVisit,
     state: Any,
     layer_state: Any,
 ) -> tuple[Arrays, _Loop]:
     """Let the visitor see a layer; returns the cotangent of its input, and what is to be written."""
-    visit = info.visit(leaves, layer_state)
+    info = sweep._info
+    slices, shared = info.slices(leaves), leaves.shared[info.constants :]
+    visit = info.visit(leaves, sweep._own_shared, layer_state)
     result = visitor(visit, state)
     if not isinstance(result, LayerResult):
         raise TypeError(
@@ -362,14 +395,12 @@ def _call(
     carry_ct = _cotangent_leaves(result.carry, info.outputs[0], info.perturbed.carry, "carry")
     layer = _or_before(result.layer, visit.layer, "layer")
     new, new_shared = info.layout.arrays(((layer, *visit.args), visit.kwargs))
-    cts, shared_cts = info.argument_cotangents(leaves, result.args, result.kwargs)
+    cts, shared_cts = info.argument_cotangents(slices, shared, result.args, result.kwargs)
     xs = [
         ct if owner != "layer" else None if array is old else array
-        for owner, array, old, ct in zip(info.owners("split"), new, leaves.x, cts, strict=True)
+        for owner, array, old, ct in zip(info.owners("split"), new, slices, cts, strict=True)
     ]
-    for path, array, old in zip(
-        info.layout.paths("shared"), new_shared, leaves.shared[info.constants :], strict=True
-    ):
+    for path, array, old in zip(info.layout.paths("shared"), new_shared, shared, strict=True):
         if array is not old:
             raise ValueError(
                 f"The layer{jtu.keystr(path[2:])} is shared by all layers, so a visitor cannot replace it at "
@@ -422,7 +453,7 @@ def _result(
     static: Any,
 ) -> SweepResult:
     info = sweep._info
-    (layers, *_), _ = info.layout.stacked(xs, sweep._shared[info.constants :])
+    (layers, *_), _ = info.layout.stacked(xs[: len(is_layer)], sweep._shared[info.constants :])
     of_args = [None if is_ else leaf for leaf, is_ in zip(loop.xs, is_layer, strict=True)]
     (_, *args), kwargs = info.layout.stacked(of_args, loop.shared, cotangents=True)
     return SweepResult(

@@ -1,5 +1,6 @@
 """`fold_vjp` and `scan_vjp`: a fold, and the reverse sweep over its layers as a function."""
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -13,9 +14,10 @@ from .._policy import ScanCheckpointPolicy, ScanCheckpointSpec, resolve_policy
 from .._remat import PerLayer, Remat, SaveAll, Swept, checkpoint_of, for_length
 from .._schedule import Schedule, equal
 from .._sweep.activity import is_differentiable
+from .._sweep.gradient import Mask
 from .._sweep.slots import Arrays
 from .._sweep.spec import FirstLayers, SweepSpec
-from .._sweep.trace import trace_layer
+from .._sweep.trace import TracedLayer, trace_layer
 from .api import function_caller
 from .checks import check_axis_or_name, check_reverse, check_unroll
 from .eager import compiled_once
@@ -171,23 +173,35 @@ def _forward(
     has_output: bool,
     what: str,
 ) -> tuple[Any, SweepBack]:
-    layout = split.layout
-
-    def layer(carry: Any, inputs: tuple[Arrays, Arrays]) -> tuple[Any, Any]:
-        args, kwargs = layout.layer(*inputs)
-        return f(carry, *args, **kwargs)
-
+    layout, unsliced = split.layout, tuple(split.unsliced)
     arrays, static = eqx.partition(init, eqx.is_array_like)
-    step = array_step(layer, init, remat)
     xs = [jnp.asarray(leaf) for leaf in split.arrays]
     shared = [jnp.asarray(leaf) for leaf in split.shared]
-    traced = trace_layer(
-        lambda shared, carry, x: step(carry, (x, shared)), shared, arrays, xs, offloads=plan.on_host
-    )
+
+    def trace(arguments: Callable[..., Any], xs: Arrays, unsliced: Mask) -> TracedLayer:
+        def layer(carry: Any, inputs: tuple[Arrays, Arrays]) -> tuple[Any, Any]:
+            args, kwargs = arguments(*inputs)
+            return f(carry, *args, **kwargs)
+
+        step = array_step(layer, init, remat)
+        return trace_layer(
+            lambda shared, carry, x: step(carry, (x, shared)),
+            shared,
+            arrays,
+            xs,
+            unsliced=unsliced,
+            offloads=plan.on_host,
+        )
+
+    traced = trace(layout.arguments, xs, unsliced)
     schedule, checkpoint, on_host, first_layers = plan
     spec = SweepSpec(
-        traced.jaxpr, len(traced.init), schedule, reverse, unroll, checkpoint, on_host, first_layers
+        traced.jaxpr, len(traced.init), schedule, reverse, unroll, checkpoint, on_host, first_layers, unsliced
     )
+    own = None
+    if any(unsliced):  # for gradients of a layer alone, which are not those of a stack
+        sliced = (False,) * (len(xs) - 1)
+        own = trace(layout.arguments_of_one, xs[:-1], sliced)
     constants = len(traced.shared) - len(shared)
     perturbed = spec.perturbed(
         _differentiable(traced.init),
@@ -201,10 +215,19 @@ def _forward(
     ys = name_stacked(jtu.tree_unflatten(traced.y_tree, ys), split.axis, what)
     outputs = jax.eval_shape(lambda: (carry, ys))
     info = SweepTypes(
-        spec, perturbed, layout, constants, traced.carry_tree, static, traced.y_tree, outputs, has_output
+        spec,
+        perturbed,
+        layout,
+        constants,
+        traced.carry_tree,
+        static,
+        traced.y_tree,
+        outputs,
+        has_output,
+        None if own is None else dataclasses.replace(spec, jaxpr=own.jaxpr, unsliced=sliced),
     )
     y = eqx.combine(carry, static)
-    return (y, ys) if has_output else y, SweepBack(checkpoints, xs, traced.shared, info)
+    return (y, ys) if has_output else y, SweepBack(checkpoints, xs, traced.shared, own and own.shared, info)
 
 
 def _differentiable(leaves: Any) -> list[bool]:

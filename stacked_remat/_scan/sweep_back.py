@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 from jax import lax
 
+from .._messages import axes_text
 from .._sweep import gradient
 from .._sweep.gradient import Inputs, LayerPullback, Perturbed, scatter_leaves
 from .._sweep.slots import Arrays, Carry, Checkpoints
@@ -19,7 +20,7 @@ from .._sweep.store import read, write, zeros_like
 from .checks import check_carry, describe
 from .eager import compiled_once
 from .layer_axis import SplitTree, TreeLayout, split_tree
-from .marks import Marked
+from .marks import Marked, is_named
 from .visitor import LayerResult, LayerVisit, Part, SweepResult, Visitor
 
 
@@ -231,13 +232,19 @@ def _cotangents(info: SweepTypes, cotangent: Any) -> tuple[Arrays, Arrays]:
 def _cotangent_leaves(tree: Any, like: Any, mask: tuple[bool, ...], name: str) -> Arrays:
     arrays = eqx.filter(tree, lambda leaf: eqx.is_array_like(leaf) and leaf.dtype != jax.dtypes.float0)
     paths_and_types, treedef = jtu.tree_flatten_with_path(like)
+    for part, of in zip(*(jax.tree.leaves(side, is_leaf=is_named) for side in (arrays, like)), strict=False):
+        if is_named(part) and is_named(of) and part.axes != of.axes:
+            raise ValueError(
+                f"The cotangent of the {name} has axes {axes_text(part.axes)}, and the {name} "
+                f"{axes_text(of.axes)}. Give it the same axes in the same order."
+            )
     try:
         leaves = [None] * len(mask) if tree is None else treedef.flatten_up_to(arrays)
     except ValueError as error:
         raise ValueError(
             f"The cotangent of the {name} has another structure than the {name}: {error}"
         ) from None
-    found = []
+    found: Arrays = []
     for leaf, (path, of), is_perturbed in zip(leaves, paths_and_types, mask, strict=True):
         if not is_perturbed:
             continue

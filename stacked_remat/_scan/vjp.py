@@ -179,11 +179,7 @@ def _forward(
     shared = [jnp.asarray(leaf) for leaf in split.shared]
 
     def trace(arguments: Callable[..., Any], xs: Arrays, unsliced: Mask) -> TracedLayer:
-        def layer(carry: Any, inputs: tuple[Arrays, Arrays]) -> tuple[Any, Any]:
-            args, kwargs = arguments(*inputs)
-            return f(carry, *args, **kwargs)
-
-        step = array_step(layer, init, remat)
+        step = array_step(_layer_of(f, arguments), init, remat)
         return trace_layer(
             lambda shared, carry, x: step(carry, (x, shared)),
             shared,
@@ -228,6 +224,14 @@ def _forward(
     )
     y = eqx.combine(carry, static)
     return (y, ys) if has_output else y, SweepBack(checkpoints, xs, traced.shared, own and own.shared, info)
+
+
+def _layer_of(f: Callable[..., tuple[Any, Any]], arguments: Callable[..., Any]) -> Callable[..., Any]:
+    def layer(carry: Any, inputs: tuple[Arrays, Arrays]) -> tuple[Any, Any]:
+        args, kwargs = arguments(*inputs)
+        return f(carry, *args, **kwargs)
+
+    return layer
 
 
 def _differentiable(leaves: Any) -> list[bool]:

@@ -258,7 +258,7 @@ class _Loop:
         ys = self._outs[len(self._carry) :]
         if self._eqns is None or any(is_small_integer(out.aval) for out in ys):
             return None
-        steps = {eqn.outvars[0]: _stride(eqn, self._carried) for eqn in self._eqns}
+        steps = {eqn.outvars[0]: _stride(eqn, self._carried) for eqn in self._eqns if eqn.outvars}
         strides = []
         for value, var, out in zip(self._carry, self._carried, self._outs, strict=False):
             source, stride = (var, 0) if value is None or out is var else steps.pop(out, (None, 0))

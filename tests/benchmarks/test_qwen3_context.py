@@ -130,9 +130,9 @@ def test_a_step_at_65536_tokens_took_six_carries_less_with_nested():
     [
         ("long-context", "Memory, by context", contexts),
         ("long-context", "How long a context", longest),
-        ("long-context", "Keeping what attention", presets),
+        ("long-context", "Keeping the outputs of attention", presets),
         ("long-context", "Try it without", on_the_cpu),
-        ("devices", "What each device needs", on_eight_devices),
+        ("devices", "Memory per device", on_eight_devices),
     ],
 )
 def test_tables_of_the_docs_are_the_recorded_rows(page, heading, rows):

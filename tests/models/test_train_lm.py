@@ -220,7 +220,7 @@ def test_a_run_that_a_signal_ends_goes_on_with_the_same_command_and_no_other_mod
     assert "model.experts.intermediate_dim was 8 and is 16" in capsys.readouterr().out
     assert train(workplace, *wider, *accept) == 1
     shown = capsys.readouterr().out
-    assert "trained.stacks.0.stacked.mlp.experts.stacked.gate_proj.weight: float32[layers 2, " in shown
+    assert "trained.stacks.0.stacked.mlp.experts.stacked.gate_proj.weight is float32[layers 2, " in shown
     assert "expert_dim 8" in shown and "expert_dim 16" in shown
 
     assert train(workplace) == 0
@@ -278,7 +278,10 @@ def test_every_part_of_the_trainers_config_reaches_the_run(workplace, monkeypatc
         (("--lora.targets", "['*.qproj']"), "'*.qproj' fits no linear. Nearest of 9: "),
         (("--remat", "auto"), "remat: auto takes the policy that fits a budget"),
         (("--budget", "1GiB"), "budget = 1GiB has no effect beside remat: nested"),
-        (("--data.sources.text.paths", "[nowhere/*.md]"), "'nowhere/*.md' in data.sources.text.paths stands"),
+        (
+            ("--data.sources.text.paths", "[nowhere/*.md]"),
+            "data.sources.text.paths matches no file",
+        ),
         (("--data.tokenizer", "./nowhere"), "data.tokenizer = './nowhere' is neither `byte`"),
         (("--trainer.eval_batches", "99"), "Lower trainer.eval_batches"),
         (("--trainer.update.microbatches", "3"), "data.batch_size = 4 can't be cut into"),

@@ -1,0 +1,116 @@
+"""Memory of sweeps with a visitor, of layers on the host and of fields that are not sliced, by compiling."""
+
+import functools
+
+import equinox as eqx
+import haliax as hax
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import SingleDeviceSharding
+
+from stacked_remat import LayerResult, LayerStack, ScanCheckpointPolicy, Stacked, memory, unsliced
+
+from .test_stack_memory import NO_CUDA, NO_TPU
+
+LAYERS, TOKENS, WIDTH, INNER = 48, 65_536, 2048, 16_384
+Layers = hax.Axis("layers", LAYERS)
+GIB = 2**30
+STACK = LAYERS * 2 * WIDTH * INNER * 2  # bytes of the weights: 6 GiB
+ON_H200 = pytest.param("h200", marks=pytest.mark.skipif(NO_CUDA, reason="needs the CUDA plugin"))
+ON_V5P = pytest.param("v5p", marks=pytest.mark.skipif(NO_TPU, reason="needs libtpu"))
+POLICIES = {
+    "True": True,
+    "offload": "offload",
+    "nested": "nested",
+    "nested, offload": ScanCheckpointPolicy(nested=True, save_carries="offload"),
+    "max_carries": ScanCheckpointPolicy(max_carries=6),
+}
+
+
+class Block(eqx.Module):
+    up: jax.Array
+    down: jax.Array
+
+    def __call__(self, x):
+        return x + jax.nn.silu(x @ self.up) @ self.down
+
+
+def blocks(sharding=None):
+    shapes = ((LAYERS, WIDTH, INNER), (LAYERS, INNER, WIDTH))
+    return Stacked(Block(*(jax.ShapeDtypeStruct(s, jnp.bfloat16, sharding=sharding) for s in shapes)), Layers)
+
+
+X = jax.ShapeDtypeStruct((TOKENS, WIDTH), jnp.bfloat16)
+
+
+def sgd(visit, state):
+    carry, gradient = visit.vjp("carry", "layer")
+    new = jax.tree.map(lambda w, g: (w - 0.01 * g).astype(w.dtype), visit.layer, gradient)
+    return LayerResult(carry, new)
+
+
+def gradients(remat, blocks, x):
+    y, pullback = jax.vjp(lambda blocks: blocks.fold(x, remat=remat), blocks)
+    return pullback(y)
+
+
+def update(remat, blocks, x):
+    y, sweep_back = blocks.fold_vjp(x, remat=remat)
+    return sweep_back(y, sgd).layers
+
+
+@pytest.mark.parametrize("remat", POLICIES.values(), ids=POLICIES.keys())
+@pytest.mark.parametrize("target", [ON_H200, ON_V5P])
+def test_updates_take_the_temporaries_of_gradients_and_are_written_in_place(target, remat):
+    plain = memory.report(functools.partial(gradients, remat), blocks(), X, target=target)
+    fused = memory.report(functools.partial(update, remat), blocks(), X, target=target, donate=["blocks"])
+    assert fused.aliased == STACK
+    assert fused.temporaries < plain.temporaries + 0.15 * STACK
+
+
+@pytest.mark.parametrize(("remat", "most"), [("nested", 5.2), ("offload", 2.8)])
+@pytest.mark.parametrize("target", [ON_V5P])
+def test_layers_on_the_host_are_updated_there(target, remat, most):
+    device = memory.find_target(target).devices()[0]
+    host = SingleDeviceSharding(device, memory_kind="pinned_host")
+    x = jax.ShapeDtypeStruct(X.shape, X.dtype, sharding=SingleDeviceSharding(device))
+
+    def step(blocks, x):
+        # The type of a shape does not say that it is on the host, as that of an array does.
+        return update(remat, jax.device_put(blocks, jax.memory.Space.Host), x)
+
+    step = jax.jit(step, donate_argnums=0, out_shardings=host)
+    stats = step.lower(blocks(host), x).compile().memory_analysis()
+    assert stats.host_alias_size_in_bytes == STACK
+    assert stats.argument_size_in_bytes < GIB  # nothing of the weights is on the device
+    assert stats.temp_size_in_bytes < most * GIB
+
+
+class Experts(eqx.Module):
+    """`tokens` rows, each of which reads one of 64 experts of its layer."""
+
+    weight: jax.Array = unsliced()
+
+    def __call__(self, x, choice):
+        assert isinstance(self.weight, LayerStack)
+        weight = self.weight.stack[self.weight.layer_index, choice]
+        return x + jnp.tanh(jnp.einsum("td,tde->te", x, weight))
+
+
+@pytest.mark.parametrize("remat", [True, "nested"])
+@pytest.mark.parametrize("target", [ON_H200, ON_V5P])
+def test_no_copy_is_made_of_a_layer_whose_field_is_not_sliced(target, remat):
+    experts, tokens, width = 64, 8, 512
+    stack = Stacked(Experts(jax.ShapeDtypeStruct((LAYERS, experts, width, width), jnp.bfloat16)), Layers)
+    x = jax.ShapeDtypeStruct((tokens, width), jnp.bfloat16)
+    choice = jax.ShapeDtypeStruct((LAYERS, tokens), jnp.int32)
+    one_layer = experts * width * width * 2
+
+    def loss(stack, x, choice):
+        return jnp.sum(stack.fold(x, choice, remat=remat).astype(jnp.float32))
+
+    of_x = memory.report(jax.grad(loss, 1), stack, x, choice, target=target)
+    of_stack = memory.report(jax.grad(loss), stack, x, choice, target=target)
+    assert of_x.temporaries < one_layer
+    assert of_stack.temporaries < one_layer  # and the gradients are the output

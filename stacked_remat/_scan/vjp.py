@@ -1,6 +1,5 @@
 """`fold_vjp` and `scan_vjp`: a fold, and the reverse sweep over its layers as a function."""
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -137,6 +136,11 @@ class _SweepPlan(NamedTuple):
     on_host: bool = False
     first_layers: FirstLayers | None = None
 
+    def spec(self, traced: TracedLayer, reverse: bool, unroll: int | bool, unsliced: Mask) -> SweepSpec:
+        """The sweep over layers that are traced."""
+        schedule, *kept = self
+        return SweepSpec(traced.jaxpr, len(traced.init), schedule, reverse, unroll, *kept, unsliced)
+
 
 def _sweep_plan(remat: Remat, length: int, policy: ScanCheckpointPolicy) -> _SweepPlan:
     """How the sweep keeps what a policy says, those included that a plain scan obeys under `jax.grad`.
@@ -190,14 +194,12 @@ def _forward(
         )
 
     traced = trace(layout.arguments, xs, unsliced)
-    schedule, checkpoint, on_host, first_layers = plan
-    spec = SweepSpec(
-        traced.jaxpr, len(traced.init), schedule, reverse, unroll, checkpoint, on_host, first_layers, unsliced
-    )
-    own = None
-    if any(unsliced):  # for gradients of a layer alone, which are not those of a stack
+    spec = plan.spec(traced, reverse, unroll, unsliced)
+    own = own_spec = None
+    if any(unsliced):  # for the gradient of one layer alone
         sliced = (False,) * (len(xs) - 1)
         own = trace(layout.arguments_of_one, xs[:-1], sliced)
+        own_spec = plan.spec(own, reverse, unroll, sliced)
     constants = len(traced.shared) - len(shared)
     perturbed = spec.perturbed(
         _differentiable(traced.init),
@@ -220,7 +222,7 @@ def _forward(
         traced.y_tree,
         outputs,
         has_output,
-        None if own is None else dataclasses.replace(spec, jaxpr=own.jaxpr, unsliced=sliced),
+        own_spec,
     )
     y = eqx.combine(carry, static)
     return (y, ys) if has_output else y, SweepBack(checkpoints, xs, traced.shared, own and own.shared, info)

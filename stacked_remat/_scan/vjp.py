@@ -138,8 +138,17 @@ class _SweepPlan(NamedTuple):
 
     def spec(self, traced: TracedLayer, reverse: bool, unroll: int | bool, unsliced: Mask) -> SweepSpec:
         """The sweep over layers that are traced."""
-        schedule, *kept = self
-        return SweepSpec(traced.jaxpr, len(traced.init), schedule, reverse, unroll, *kept, unsliced)
+        return SweepSpec(
+            traced.jaxpr,
+            len(traced.init),
+            self.schedule,
+            reverse,
+            unroll,
+            self.checkpoint,
+            self.on_host,
+            self.first_layers,
+            unsliced,
+        )
 
 
 def _sweep_plan(remat: Remat, length: int, policy: ScanCheckpointPolicy) -> _SweepPlan:
@@ -184,14 +193,8 @@ def _forward(
 
     def trace(arguments: Callable[..., Any], xs: Arrays, unsliced: Mask) -> TracedLayer:
         step = array_step(_layer_of(f, arguments), init, remat)
-        return trace_layer(
-            lambda shared, carry, x: step(carry, (x, shared)),
-            shared,
-            arrays,
-            xs,
-            unsliced=unsliced,
-            offloads=plan.on_host,
-        )
+        body = _shared_first(step)
+        return trace_layer(body, shared, arrays, xs, unsliced=unsliced, offloads=plan.on_host)
 
     traced = trace(layout.arguments, xs, unsliced)
     spec = plan.spec(traced, reverse, unroll, unsliced)
@@ -226,6 +229,10 @@ def _forward(
     )
     y = eqx.combine(carry, static)
     return (y, ys) if has_output else y, SweepBack(checkpoints, xs, traced.shared, own and own.shared, info)
+
+
+def _shared_first(step: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda shared, carry, x: step(carry, (x, shared))
 
 
 def _layer_of(f: Callable[..., tuple[Any, Any]], arguments: Callable[..., Any]) -> Callable[..., Any]:

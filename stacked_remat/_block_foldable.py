@@ -1,29 +1,48 @@
-"""What `Stacked` and `BlockSeq` have in common, as a protocol to annotate with."""
+"""`BlockFoldable`: what `Stacked` and `BlockSeq` have in common."""
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol, Self, TypeVar, overload, runtime_checkable
+import abc
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar, overload
 
 import equinox as eqx
 from haliax import Axis
+from haliax.state_dict import ModuleWithStateDictSerialization, StateDict
 
-from ._policy import ScanCheckpointSpec
+from ._policy import ScanCheckpointPolicy, ScanCheckpointSpec, resolve_policy
+from ._scan.marks import changed
+from ._stacked_methods import check_options
+from ._state_dict import layers_to_state_dict
 
-M_co = TypeVar("M_co", bound=eqx.Module, covariant=True)
+M = TypeVar("M", bound=eqx.Module)
 
 
-@runtime_checkable
-class BlockFoldable(Protocol[M_co]):
+class BlockFoldable(ModuleWithStateDictSerialization, Generic[M]):
     """Layers that can be folded, scanned and mapped over: a `Stacked` or a `BlockSeq`.
 
-    `remat=None` means the policy that the layers were built with.
+    As in a list, `len(blocks)` is the number of layers, `blocks[i]` one of them, `blocks[2:5]` a stack of
+    some, and `for block in blocks` goes through all.
+
+    Attributes:
+        Block: the axis of the layers; `Layers` is another name for it.
+        remat: the checkpoint policy of `fold` and `scan` where the call names no other.
     """
 
-    Block: Axis
+    if TYPE_CHECKING:  # a type checker takes abstract variables for fields that come first
+
+        @property
+        def Block(self) -> Axis: ...
+
+        @property
+        def remat(self) -> ScanCheckpointPolicy: ...
+
+    else:
+        Block: eqx.AbstractVar[Axis]
+        remat: eqx.AbstractVar[ScanCheckpointPolicy]
 
     @property
     def Layers(self) -> Axis:
-        """The axis of the layers; `Block` is another name for it."""
-        ...
+        """The axis of the layers."""
+        return self.Block
 
     def fold(
         self,
@@ -35,8 +54,28 @@ class BlockFoldable(Protocol[M_co]):
         reverse: bool | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Apply the layers one after the other, and return the last carry; see `Stacked.fold`."""
-        ...
+        """Apply the layers one after the other: `for block in layers: carry = block(carry, *args, **kwargs)`.
+
+        Args:
+            init: the carry that goes into the first layer, a tree of arrays.
+            *args: passed on to the blocks. Named arrays with the layers' axis and plain arrays of at least
+                one dimension are split over the layers; the rest is shared. `shared(x)` gives every layer the
+                whole array, and `per_layer(x)` says that it is split.
+            remat: a policy for this call instead of the stack's own.
+            unroll: how many layers one iteration of the loop holds; `True` for all.
+            reverse: go from the last layer to the first.
+            **kwargs: as `*args`.
+
+        Returns:
+            The carry after the last layer that is applied, with the shapes of `init`.
+
+        Raises:
+            ValueError, TypeError: as `stacked_remat.scan` does; also for an option that is also a parameter
+                of the block.
+        """
+        check_options(self._kinds(), "fold", remat=remat, unroll=unroll, reverse=reverse)
+        run = self.fold_via(self._block_call(), remat=remat, unroll=unroll, reverse=reverse)
+        return run(init, *args, **kwargs)
 
     def scan(
         self,
@@ -49,7 +88,9 @@ class BlockFoldable(Protocol[M_co]):
         **kwargs: Any,
     ) -> tuple[Any, Any]:
         """As `fold`, for blocks that return `(carry, output)`; also stacks the outputs."""
-        ...
+        check_options(self._kinds(), "scan", remat=remat, unroll=unroll, reverse=reverse)
+        run = self.scan_via(self._block_call(), remat=remat, unroll=unroll, reverse=reverse)
+        return run(init, *args, **kwargs)
 
     def fold_via(
         self,
@@ -59,8 +100,18 @@ class BlockFoldable(Protocol[M_co]):
         unroll: int | bool | None = None,
         reverse: bool | None = None,
     ) -> Callable[..., Any]:
-        """Fold with `fn(block, carry, *args, **kwargs)` in place of the blocks' own call."""
-        ...
+        """Fold with `fn(block, carry, *args, **kwargs)` in place of the blocks' own call.
+
+        Returns:
+            A function of the initial carry and the further arguments. What `fn` closes over goes to every
+            layer whole.
+        """
+        run = self._scan_via("fold", fn, *self._options(remat, unroll, reverse))
+
+        def folded(init: Any, /, *args: Any, **kwargs: Any) -> Any:
+            return run(init, *args, **kwargs)[0]
+
+        return folded
 
     def scan_via(
         self,
@@ -71,34 +122,79 @@ class BlockFoldable(Protocol[M_co]):
         reverse: bool | None = None,
     ) -> Callable[..., tuple[Any, Any]]:
         """Scan with `fn(block, carry, *args, **kwargs) -> (carry, output)` in place of the blocks' call."""
-        ...
+        return self._scan_via("scan", fn, *self._options(remat, unroll, reverse))
 
     def vmap(self, /, *args: Any, **kwargs: Any) -> Any:
-        """Apply every layer by itself; the outputs get the layers' axis in front."""
-        ...
+        """Apply every layer to the same arguments, side by side; the outputs get the layers' axis in front.
 
+        Arguments are split and shared as in `fold`. Costs the internals of all layers at once.
+        """
+        return self.vmap_via(self._block_call())(*args, **kwargs)
+
+    @abc.abstractmethod
     def vmap_via(self, fn: Callable[..., Any]) -> Callable[..., Any]:
         """As `vmap`, with `fn(block, *args, **kwargs)` in place of the blocks' own call."""
-        ...
 
     def with_remat(self, remat: ScanCheckpointSpec) -> Self:
-        """These layers with another checkpoint policy."""
-        ...
+        """These layers, the same arrays, with another checkpoint policy."""
+        return changed(self, remat=resolve_policy(remat))
 
-    def unstacked(self) -> Sequence[M_co]:
+    @abc.abstractmethod
+    def unstacked(self) -> Sequence[M]:
         """The layers as separate modules."""
-        ...
 
-    def get_layer(self, index: int) -> M_co:
+    @abc.abstractmethod
+    def get_layer(self, index: int) -> M:
         """One layer; negative indices count from the end, and one outside is an `IndexError`."""
-        ...
 
-    def __len__(self) -> int: ...
+    def to_state_dict(self, prefix: str | None = None) -> StateDict:
+        """The layers' arrays in the form of a torch `Sequential`, under `prefix.0.key`, `prefix.1.key`, …"""
+        return layers_to_state_dict(self.unstacked(), prefix)
 
-    def __iter__(self) -> Iterator[M_co]: ...
+    def __len__(self) -> int:
+        return self.Block.size
+
+    @abc.abstractmethod
+    def __iter__(self) -> Iterator[M]: ...
 
     @overload
-    def __getitem__(self, index: int) -> M_co: ...
+    def __getitem__(self, index: int) -> M: ...
 
     @overload
     def __getitem__(self, index: slice) -> Self: ...
+
+    def __getitem__(self, index: int | slice) -> Any:
+        return self._layers(index) if isinstance(index, slice) else self.get_layer(index)
+
+    @abc.abstractmethod
+    def _layers(self, rows: slice) -> Self:
+        """Some of the layers."""
+
+    @abc.abstractmethod
+    def _kinds(self) -> Iterable[M]:
+        """Blocks of every kind among the layers."""
+
+    @abc.abstractmethod
+    def _block_call(self) -> Callable[..., Any]:
+        """The call of a block, as a function of the block and its arguments."""
+
+    def _options(
+        self, remat: ScanCheckpointSpec | None, unroll: int | bool | None, reverse: bool | None
+    ) -> tuple[ScanCheckpointSpec, int | bool, bool]:
+        """The options of a call, with the defaults for those not given."""
+        return (
+            self.remat if remat is None else remat,
+            1 if unroll is None else unroll,
+            False if reverse is None else reverse,
+        )
+
+    @abc.abstractmethod
+    def _scan_via(
+        self,
+        verb: str,
+        fn: Callable[..., Any],
+        remat: ScanCheckpointSpec,
+        unroll: int | bool,
+        reverse: bool,
+    ) -> Callable[..., tuple[Any, Any]]:
+        """`scan_via`, and `fold_via` with None as outputs, as `verb` says."""

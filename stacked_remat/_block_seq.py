@@ -1,12 +1,13 @@
 """`BlockSeq`: layers that need not be alike, with the methods and the policies of `Stacked`."""
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Generic, Self, TypeVar, overload
+from typing import Any, Self, TypeVar, overload
 
 import equinox as eqx
 from haliax import Axis
-from haliax.state_dict import ModuleWithStateDictSerialization, StateDict
+from haliax.state_dict import StateDict
 
+from ._block_foldable import BlockFoldable
 from ._policy import ScanCheckpointPolicy, ScanCheckpointSpec, resolve_policy
 from ._scan.checks import check_reverse, check_unroll
 from ._scan.layer_axis import Caller, argument_namer, check_axis, split_tree, stack_outputs
@@ -18,17 +19,16 @@ from ._stacked_methods import (
     block_builder,
     block_call,
     check_layer_index,
-    check_options,
     init_policy,
     method_caller,
 )
-from ._state_dict import layers_from_state_dict, layers_to_state_dict
+from ._state_dict import layers_from_state_dict
 
 M = TypeVar("M", bound=eqx.Module)
 B = TypeVar("B", bound=eqx.Module)
 
 
-class BlockSeq(ModuleWithStateDictSerialization, Generic[M]):
+class BlockSeq(BlockFoldable[M]):
     """A sequence of layers, applied one after the other by a Python loop.
 
     The layers may differ in shapes, structure and control flow as long as the carry fits. It obeys policies
@@ -69,11 +69,6 @@ class BlockSeq(ModuleWithStateDictSerialization, Generic[M]):
             raise ValueError(
                 f"`{self.Block.name}` has {self.Block.size} layers, but {len(self.blocks)} blocks were given."
             )
-
-    @property
-    def Layers(self) -> Axis:
-        """The axis of the layers."""
-        return self.Block
 
     @overload
     @classmethod
@@ -122,89 +117,28 @@ class BlockSeq(ModuleWithStateDictSerialization, Generic[M]):
 
         return build_sequence
 
-    def fold(
-        self,
-        init: Any,
-        /,
-        *args: Any,
-        remat: ScanCheckpointSpec | None = None,
-        unroll: int | bool | None = None,
-        reverse: bool | None = None,
-        **kwargs: Any,
-    ) -> Any:
-        """Apply the layers one after the other, as `Stacked.fold` does.
-
-        The loop is unrolled whatever `unroll` says, which is only checked.
-        """
-        check_options(self.blocks, "fold", remat=remat, unroll=unroll, reverse=reverse)
-        run = self.fold_via(self._block_call(), remat=remat, unroll=unroll, reverse=reverse)
-        return run(init, *args, **kwargs)
-
-    def scan(
-        self,
-        init: Any,
-        /,
-        *args: Any,
-        remat: ScanCheckpointSpec | None = None,
-        unroll: int | bool | None = None,
-        reverse: bool | None = None,
-        **kwargs: Any,
-    ) -> tuple[Any, Any]:
-        """As `fold`, for blocks that return `(carry, output)`; also stacks the outputs."""
-        check_options(self.blocks, "scan", remat=remat, unroll=unroll, reverse=reverse)
-        run = self.scan_via(self._block_call(), remat=remat, unroll=unroll, reverse=reverse)
-        return run(init, *args, **kwargs)
-
-    def fold_via(
-        self,
-        fn: Callable[..., Any],
-        *,
-        remat: ScanCheckpointSpec | None = None,
-        unroll: int | bool | None = None,
-        reverse: bool | None = None,
-    ) -> Callable[..., Any]:
-        """Fold with `fn(block, carry, *args, **kwargs)` in place of the blocks' own call."""
-
-        def with_output(block: Any, carry: Any, /, *args: Any, **kwargs: Any) -> tuple[Any, None]:
-            return fn(block, carry, *args, **kwargs), None
-
-        run = self._scanner(method_caller(self, "fold", fn, skip=2), with_output, remat, unroll, reverse)
-
-        def folded(init: Any, /, *args: Any, **kwargs: Any) -> Any:
-            return run(init, *args, **kwargs)[0]
-
-        return folded
-
-    def scan_via(
-        self,
-        fn: Callable[..., tuple[Any, Any]],
-        *,
-        remat: ScanCheckpointSpec | None = None,
-        unroll: int | bool | None = None,
-        reverse: bool | None = None,
-    ) -> Callable[..., tuple[Any, Any]]:
-        """Scan with `fn(block, carry, *args, **kwargs) -> (carry, output)` in place of the blocks' call."""
-        return self._scanner(method_caller(self, "scan", fn, skip=2), fn, remat, unroll, reverse)
+    def _kinds(self) -> Sequence[M]:
+        return self.blocks
 
     def _block_call(self) -> Callable[..., Any]:
         return block_call(self.blocks[0]) if self.blocks else lambda block, *args, **kwargs: None
 
-    def _scanner(
+    def _scan_via(
         self,
-        caller: Caller,
-        fn: Callable[..., tuple[Any, Any]],
-        remat: ScanCheckpointSpec | None,
-        unroll: int | bool | None,
-        reverse: bool | None,
+        verb: str,
+        fn: Callable[..., Any],
+        remat: ScanCheckpointSpec,
+        unroll: int | bool,
+        reverse: bool,
     ) -> Callable[..., tuple[Any, Any]]:
-        check_unroll(1 if unroll is None else unroll)  # and no more: layers that differ can only be unrolled
-        backwards = check_reverse(False if reverse is None else reverse)
+        caller = method_caller(self, verb, fn, skip=2)
+        check_unroll(unroll)  # and no more: layers that differ can only be unrolled
+        backwards, resolved = check_reverse(reverse), resolve_policy(remat).normalized()
 
         def layer(carry: Any, inputs: Any) -> tuple[Any, Any]:
             block, (args, kwargs) = inputs
-            return fn(block, carry, *args, **kwargs)
-
-        resolved = (self.remat if remat is None else resolve_policy(remat)).normalized()
+            found = fn(block, carry, *args, **kwargs)
+            return found if verb == "scan" else (found, None)
 
         def run(init: Any, arguments: Any) -> tuple[Any, Any]:
             split = split_tree(arguments, self.Block, **caller._asdict())
@@ -216,10 +150,6 @@ class BlockSeq(ModuleWithStateDictSerialization, Generic[M]):
             return from_arguments(run, resolved, self.Block)(init, (args, kwargs))
 
         return scanned
-
-    def vmap(self, /, *args: Any, **kwargs: Any) -> Any:
-        """Apply every layer to the same arguments; the outputs get the layers' axis in front."""
-        return self.vmap_via(self._block_call())(*args, **kwargs)
 
     def vmap_via(self, fn: Callable[..., Any]) -> Callable[..., Any]:
         """As `vmap`, with `fn(block, *args, **kwargs)` in place of the blocks' own call."""
@@ -235,10 +165,6 @@ class BlockSeq(ModuleWithStateDictSerialization, Generic[M]):
 
         return mapped
 
-    def with_remat(self, remat: ScanCheckpointSpec) -> Self:
-        """These layers with another checkpoint policy."""
-        return changed(self, remat=resolve_policy(remat))
-
     def unstacked(self) -> tuple[M, ...]:
         """The layers."""
         return tuple(self.blocks)
@@ -247,27 +173,12 @@ class BlockSeq(ModuleWithStateDictSerialization, Generic[M]):
         """One layer; negative indices count from the end, and one outside is an `IndexError`."""
         return self.blocks[check_layer_index(index, self.Block)]
 
-    def __len__(self) -> int:
-        return self.Block.size
-
     def __iter__(self) -> Iterator[M]:
         return iter(self.blocks)
 
-    @overload
-    def __getitem__(self, index: int) -> M: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> Self: ...
-
-    def __getitem__(self, index: int | slice) -> Any:
-        if not isinstance(index, slice):
-            return self.get_layer(index)
-        blocks = self.blocks[index]
+    def _layers(self, rows: slice) -> Self:
+        blocks = self.blocks[rows]
         return changed(self, blocks=blocks, Block=self.Block.resize(len(blocks)))
-
-    def to_state_dict(self, prefix: str | None = None) -> StateDict:
-        """The layers' arrays in the form of a torch `Sequential`, under `prefix.0.key`, `prefix.1.key`, …"""
-        return layers_to_state_dict(self.blocks, prefix)
 
     def from_state_dict(self, state_dict: StateDict, prefix: str | None = None) -> Self:
         """This sequence with its arrays read from `prefix.0.key`, …, with errors as in `Stacked`."""

@@ -1,25 +1,24 @@
 """`Stacked`: one copy of a block whose arrays have a leading `Layers` axis.
 
 A stack of layers of one kind is a single module with the layers' arrays stacked, so that applying it is a
-scan: the block is traced and compiled once, however deep the stack. How a scan behaves stands in `_scan.py`;
-here are only the modules' verbs.
+scan: the block is traced and compiled once, however deep the stack. What a scan does is in `_scan/`.
 """
 
 from collections.abc import Callable, Iterator
-from typing import Any, Generic, Self, TypeVar, overload
+from typing import Any, Self, TypeVar, overload
 
 import equinox as eqx
 import jax.tree_util as jtu
 from haliax import Axis
 from haliax.state_dict import (
-    ModuleWithStateDictSerialization,
     StateDict,
     flatten_modules_for_export,
     unflatten_modules_from_export,
 )
 
+from ._block_foldable import BlockFoldable
 from ._policy import ScanCheckpointPolicy, ScanCheckpointSpec, resolve_policy
-from ._scan.api import fold_for, scan_for, vmap_layers
+from ._scan.api import scan_for, vmap_layers
 from ._scan.layer_axis import (
     Caller,
     SplitTree,
@@ -43,13 +42,13 @@ from ._stacked_methods import (
     init_policy,
     method_caller,
 )
-from ._state_dict import layers_from_state_dict, layers_to_state_dict, stack_as
+from ._state_dict import layers_from_state_dict, stack_as
 
 M = TypeVar("M", bound=eqx.Module)
 B = TypeVar("B", bound=eqx.Module)
 
 
-class Stacked(ModuleWithStateDictSerialization, Generic[M]):
+class Stacked(BlockFoldable[M]):
     """Layers of one kind, applied one after the other (`fold`, `scan`) or side by side (`vmap`).
 
     ```python
@@ -61,8 +60,7 @@ class Stacked(ModuleWithStateDictSerialization, Generic[M]):
     All layers have the same structure, shapes and Python control flow. Blocks with named axes and blocks of
     plain arrays both work. For layers that differ use `BlockSeq`.
 
-    As in a list, `len(blocks)` is the number of layers, `blocks[i]` one of them, `blocks[2:5]` a stack of
-    some, and `for block in blocks` goes through all. Each copies the arrays of the layers that it takes.
+    Indexing, slicing and iterating copy the arrays of the layers that they take.
 
     Attributes:
         stacked: the block, its named arrays with the axis `Block` in front, its plain arrays with it as first
@@ -91,11 +89,6 @@ class Stacked(ModuleWithStateDictSerialization, Generic[M]):
                 f"{what}.init(Layers, Block)(...)."
             )
         check_stacked(self.stacked, self.Block, Caller(what, _name_in_stack))
-
-    @property
-    def Layers(self) -> Axis:
-        """The axis of the layers."""
-        return self.Block
 
     @overload
     @classmethod
@@ -159,99 +152,23 @@ class Stacked(ModuleWithStateDictSerialization, Generic[M]):
 
         return build_stack
 
-    def fold(
+    def _kinds(self) -> tuple[M]:
+        return (self.stacked,)
+
+    def _block_call(self) -> Callable[..., Any]:
+        return block_call(self.stacked)
+
+    def _scan_via(
         self,
-        init: Any,
-        /,
-        *args: Any,
-        remat: ScanCheckpointSpec | None = None,
-        unroll: int | bool | None = None,
-        reverse: bool | None = None,
-        **kwargs: Any,
-    ) -> Any:
-        """Apply the layers one after the other: `for block in layers: carry = block(carry, *args, **kwargs)`.
-
-        Args:
-            init: the carry that goes into the first layer, a tree of arrays.
-            *args: passed on to the blocks. Named arrays with the layers' axis and plain arrays of at least
-                one dimension are split over the layers; the rest is shared. `shared(x)` gives every layer the
-                whole array, and `per_layer(x)` says that it is split.
-            remat: a policy for this call instead of the stack's own.
-            unroll: how many layers one turn of the loop holds; `True` for all.
-            reverse: go from the last layer to the first.
-            **kwargs: as `*args`.
-
-        Returns:
-            The carry after the last layer that is applied, with the shapes of `init`.
-
-        Raises:
-            ValueError, TypeError: as `stacked_remat.scan` does; also where an option is given whose name is
-                that of a parameter of the block.
-        """
-        check_options([self.stacked], "fold", remat=remat, unroll=unroll, reverse=reverse)
-        run = self.fold_via(block_call(self.stacked), remat=remat, unroll=unroll, reverse=reverse)
-        return run(init, *args, **kwargs)
-
-    def scan(
-        self,
-        init: Any,
-        /,
-        *args: Any,
-        remat: ScanCheckpointSpec | None = None,
-        unroll: int | bool | None = None,
-        reverse: bool | None = None,
-        **kwargs: Any,
-    ) -> tuple[Any, Any]:
-        """As `fold`, for blocks that return `(carry, output)`; also stacks the outputs."""
-        check_options([self.stacked], "scan", remat=remat, unroll=unroll, reverse=reverse)
-        run = self.scan_via(block_call(self.stacked), remat=remat, unroll=unroll, reverse=reverse)
-        return run(init, *args, **kwargs)
-
-    def fold_via(
-        self,
+        verb: str,
         fn: Callable[..., Any],
-        *,
-        remat: ScanCheckpointSpec | None = None,
-        unroll: int | bool | None = None,
-        reverse: bool | None = None,
-    ) -> Callable[..., Any]:
-        """Fold with `fn(block, carry, *args, **kwargs)` in place of the block's own call.
-
-        Returns:
-            A function of the initial carry and the further arguments. What `fn` closes over goes to every
-            layer whole.
-        """
-        run = fold_for(
-            method_caller(self, "fold", fn, skip=2, first=("stacked",)),
-            _block_second(fn),
-            self.Block,
-            remat=self.remat if remat is None else remat,
-            unroll=1 if unroll is None else unroll,
-            reverse=False if reverse is None else reverse,
-        )
-
-        def folded(init: Any, /, *args: Any, **kwargs: Any) -> Any:
-            return run(init, _applied(self.stacked), *args, **kwargs)
-
-        return folded
-
-    def scan_via(
-        self,
-        fn: Callable[..., tuple[Any, Any]],
-        *,
-        remat: ScanCheckpointSpec | None = None,
-        unroll: int | bool | None = None,
-        reverse: bool | None = None,
+        remat: ScanCheckpointSpec,
+        unroll: int | bool,
+        reverse: bool,
     ) -> Callable[..., tuple[Any, Any]]:
-        """Scan with `fn(block, carry, *args, **kwargs) -> (carry, output)` in place of the block's call."""
-        run = scan_for(
-            method_caller(self, "scan", fn, skip=2, first=("stacked",)),
-            _block_second(fn),
-            self.Block,
-            remat=self.remat if remat is None else remat,
-            unroll=1 if unroll is None else unroll,
-            reverse=False if reverse is None else reverse,
-        )
+        caller = method_caller(self, verb, fn, skip=2, first=("stacked",))
+        step = _block_second(fn, has_output=verb == "scan")
+        run = scan_for(caller, step, self.Block, remat=remat, unroll=unroll, reverse=reverse)
 
         def scanned(init: Any, /, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
             return run(init, _applied(self.stacked), *args, **kwargs)
@@ -279,7 +196,7 @@ class Stacked(ModuleWithStateDictSerialization, Generic[M]):
         Arguments are those of `fold`. See `SweepBack` for what it takes and gives, and
         `stacked_remat.fold_vjp` for the policies that it follows.
         """
-        check_options([self.stacked], "fold_vjp", remat=remat, unroll=unroll, reverse=reverse)
+        check_options(self._kinds(), "fold_vjp", remat=remat, unroll=unroll, reverse=reverse)
         return self._vjp("fold_vjp", remat, unroll, reverse)(init, *args, **kwargs)
 
     def scan_vjp(
@@ -293,7 +210,7 @@ class Stacked(ModuleWithStateDictSerialization, Generic[M]):
         **kwargs: Any,
     ) -> tuple[tuple[Any, Any], SweepBack]:
         """As `fold_vjp`, for blocks that return `(carry, output)`; gives `((carry, outputs), sweep_back)`."""
-        check_options([self.stacked], "scan_vjp", remat=remat, unroll=unroll, reverse=reverse)
+        check_options(self._kinds(), "scan_vjp", remat=remat, unroll=unroll, reverse=reverse)
         return self._vjp("scan_vjp", remat, unroll, reverse)(init, *args, **kwargs)
 
     def _vjp(
@@ -303,21 +220,16 @@ class Stacked(ModuleWithStateDictSerialization, Generic[M]):
         unroll: int | bool | None,
         reverse: bool | None,
     ) -> Callable[..., tuple[Any, SweepBack]]:
-        call = block_call(self.stacked)
-        has_output = verb == "scan_vjp"
-
-        def step(carry: Any, block: Any, /, *args: Any, **kwargs: Any) -> Any:
-            found = call(block, carry, *args, **kwargs)
-            return found if has_output else (found, None)
-
+        call, has_output = self._block_call(), verb == "scan_vjp"
+        remat, unroll, reverse = self._options(remat, unroll, reverse)
         run = vjp_for(
             method_caller(self, verb, call, skip=2, first=("stacked",)),
-            step,
+            _block_second(call, has_output),
             self.Block,
             has_output=has_output,
-            remat=self.remat if remat is None else remat,
-            unroll=1 if unroll is None else unroll,
-            reverse=False if reverse is None else reverse,
+            remat=remat,
+            unroll=unroll,
+            reverse=reverse,
         )
         template = eqx.filter(self, is_array, inverse=True)
 
@@ -326,13 +238,6 @@ class Stacked(ModuleWithStateDictSerialization, Generic[M]):
             return y, sweep_back.wrapping(lambda layers: changed(template, stacked=layers))
 
         return swept
-
-    def vmap(self, /, *args: Any, **kwargs: Any) -> Any:
-        """Apply every layer to the same arguments, side by side; the outputs get the layers' axis in front.
-
-        Arguments are split and shared as in `fold`. Costs the internals of all layers at once.
-        """
-        return self.vmap_via(block_call(self.stacked))(*args, **kwargs)
 
     def vmap_via(self, fn: Callable[..., Any]) -> Callable[..., Any]:
         """As `vmap`, with `fn(block, *args, **kwargs)` in place of the block's own call."""
@@ -345,10 +250,6 @@ class Stacked(ModuleWithStateDictSerialization, Generic[M]):
             return vmap_layers(layer, self.Block, caller)(_stored(self.stacked), *args, **kwargs)
 
         return mapped
-
-    def with_remat(self, remat: ScanCheckpointSpec) -> Self:
-        """These layers, the same arrays, with another checkpoint policy."""
-        return changed(self, remat=resolve_policy(remat))
 
     def unstacked(self) -> tuple[M, ...]:
         """The layers as separate modules. Copies their arrays."""
@@ -366,29 +267,14 @@ class Stacked(ModuleWithStateDictSerialization, Generic[M]):
         """
         return self._split().layer(check_layer_index(index, self.Block))
 
-    def __len__(self) -> int:
-        return self.Block.size
-
     def __iter__(self) -> Iterator[M]:
         split = self._split()
         return (split.layer(i) for i in range(self.Block.size))
 
-    @overload
-    def __getitem__(self, index: int) -> M: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> Self: ...
-
-    def __getitem__(self, index: int | slice) -> Any:
-        if not isinstance(index, slice):
-            return self.get_layer(index)
+    def _layers(self, rows: slice) -> Self:
         check_stacked(self.stacked, self.Block, Caller(type(self).__name__, _name_in_stack))
-        stacked, Layers = take_layers(self.stacked, self.Block, index)
+        stacked, Layers = take_layers(self.stacked, self.Block, rows)
         return changed(self, stacked=stacked, Block=Layers)
-
-    def to_state_dict(self, prefix: str | None = None) -> StateDict:
-        """The layers' arrays in the form of a torch `Sequential`, under `prefix.0.key`, `prefix.1.key`, …"""
-        return layers_to_state_dict(self.unstacked(), prefix)
 
     def from_state_dict(self, state_dict: StateDict, prefix: str | None = None) -> Self:
         """This stack with its arrays read from keys `prefix.0.key`, `prefix.1.key`, …
@@ -441,10 +327,11 @@ def _name_in_stack(path: tuple[Any, ...]) -> str:
     return f"stacked{jtu.keystr(path)}"
 
 
-def _block_second(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """`fn(block, carry, ...)` as a step with the carry first."""
+def _block_second(fn: Callable[..., Any], has_output: bool) -> Callable[..., tuple[Any, Any]]:
+    """`fn(block, carry, ...)` as a step with the carry first, and None as its output if it has none."""
 
     def step(carry: Any, block: Any, /, *args: Any, **kwargs: Any) -> Any:
-        return fn(block, carry, *args, **kwargs)
+        found = fn(block, carry, *args, **kwargs)
+        return found if has_output else (found, None)
 
     return step

@@ -2,7 +2,7 @@
 
 import abc
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar, overload
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Self, TypeVar, overload
 
 import equinox as eqx
 from haliax import Axis
@@ -26,6 +26,8 @@ class BlockFoldable(ModuleWithStateDictSerialization, Generic[M]):
         Block: the axis of the layers; `Layers` is another name for it.
         remat: the checkpoint policy of `fold` and `scan` where the call names no other.
     """
+
+    slices_its_own_layers: ClassVar[bool] = True
 
     if TYPE_CHECKING:  # a type checker takes abstract variables for fields that come first
 

@@ -1,6 +1,6 @@
 """Whether a device's compiler moves carries to the host and back correctly, found out by running it.
 
-Offloading is an annotation that XLA carries out, and it has carried it out wrongly without a word: one
+Offloading is an annotation that XLA carries out, and it has silently given wrong results: one
 release read offloaded residuals of a scan in the wrong order on GPUs (openxla/xla#46231).
 """
 

@@ -3,7 +3,7 @@
 A block takes a *carry* and its own *inputs* (its weights and whatever else is split over the layers) and
 returns the next carry. Its derivative reads some of the values computed on the way, the *internals*. A
 `ScanCheckpointPolicy` says for each of the three whether the forward pass leaves it for the backward pass. It
-only decides; `_scan.py` carries it out.
+only decides; `_scan/` carries it out.
 """
 
 import dataclasses
@@ -54,7 +54,7 @@ class ScanCheckpointPolicy:
             only when the scanned inputs are themselves temporaries that nothing else keeps.
         save_block_internals: names given by `checkpoint_name` inside the block that are kept, or `True` for
             everything that the backward pass reads (nothing is then recomputed, and carries are kept exactly
-            where a derivative reads them). With `nested`, they are kept for the segment being walked, and
+            where a derivative reads them). With `nested`, they are kept for the segment being reversed, and
             `save_carries="offload"` still moves the boundaries. One of `jax.checkpoint_policies`
             (`dots_saveable`, ...), or any function of that kind, says it by operation; `JAX_REMAT3=1` obeys
             only those that go by names, and others are then refused.
@@ -138,7 +138,7 @@ class ScanCheckpointPolicy:
         both = sorted(set(self.saved_names) & set(self.offloaded_names))
         if both:
             raise ValueError(
-                f"{both} stand in both save_block_internals and offload_block_internals; keep each in one."
+                f"{both} are in both save_block_internals and offload_block_internals; keep each in one."
             )
         if self.is_nested:
             self._refuse_for_nested()
@@ -201,7 +201,7 @@ class ScanCheckpointPolicy:
             )
         if self.offloaded_names:
             raise ValueError(
-                f"With {cuts[0]}, block internals live only while one segment is walked, so "
+                f"With {cuts[0]}, block internals live only while one segment is reversed, so "
                 f"offload_block_internals={list(self.offloaded_names)} would move them out and back. "
                 'Put them in save_block_internals, or offload the boundaries with save_carries="offload".'
             )
@@ -336,7 +336,7 @@ class ScanCheckpointPolicy:
             return segmented(length, self.segment_length)
         if isinstance(self.nested, tuple):
             return levels(length, self.nested)
-        if self.nested is True and self.save_carries == OFFLOAD:  # boundaries leave their room on the device
+        if self.nested is True and self.save_carries == OFFLOAD:  # boundaries take no slots on the device
             return equal(length, math.isqrt(length - 1) + 1 if length > 1 else 1)
         if isinstance(self.nested, bool):
             return shrinking(length)

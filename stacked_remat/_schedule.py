@@ -10,7 +10,7 @@ and what is at the top is consumed first.
               again, write their inputs to slots above it, then visit layers backwards, popping a slot each
 
 A slot is freed by its visit, so runs that come later may pile higher on what is left: with segments that are
-one shorter each, boundaries and the segment being walked share one buffer (`shrinking`).
+one shorter each, boundaries and the segment being reversed share one buffer (`shrinking`).
 """
 
 import itertools
@@ -65,7 +65,7 @@ class Schedule:
         runs: what the reverse sweep does, in order.
         segments: lengths of the segments in forward order, where the layers are cut once; else empty.
         tree: the cuts as parts within parts, in forward order, a layer being its number. While a part is
-            walked, the input of each part within it is held.
+            reversed, the input of each part within it is held.
     """
 
     length: int
@@ -122,8 +122,8 @@ _Cut = Callable[[_Part], list[_Part]]
 def shrinking(length: int) -> Schedule:
     """The cut with the fewest carries that evaluates no layer more than twice before its visit.
 
-    With `S` slots the segments are `S, S - 1, ...` long: when segment `j` is walked, the boundaries before it
-    fill `j` slots and its own inputs the rest. So `S * (S + 1) / 2 >= length`, about `sqrt(2 * length)`
+    With `S` slots the segments are `S, S - 1, ...` long: when segment `j` is reversed, the boundaries before
+    it fill `j` slots and its own inputs the rest. So `S * (S + 1) / 2 >= length`, about `sqrt(2 * length)`
     carries. This is binomial checkpointing for one replay.
 
     Args:

@@ -96,7 +96,7 @@ def test_the_repr_shows_what_was_set():
         (dict(simple=True, save_inputs=False), "simple=True.*names no values"),
         (dict(save_block_internals=True, save_carries="offload"), "leaves nothing to offload"),
         (dict(save_block_internals=True, offload_block_internals=["a"]), "leaves nothing to offload"),
-        (dict(save_block_internals=["a"], offload_block_internals=["a", "b"]), r"\['a'\] stand in both"),
+        (dict(save_block_internals=["a"], offload_block_internals=["a", "b"]), r"\['a'\] are in both"),
         (dict(nested=True, save_carries=False), "save_carries=False keeps none"),
         (dict(nested=2, save_inputs="offload"), "save_inputs='offload' cannot be obeyed"),
         (dict(nested=2, save_inputs="offload", save_block_internals=True), "nested=2 reads the scanned"),

@@ -351,6 +351,69 @@ def test_fields_that_are_not_sliced_are_read_from_the_stack_and_their_gradients_
         assert_close(of_x, want[1])
 
 
+class Slice(eqx.Module):
+    weight: jax.Array = unsliced()
+
+    def __call__(self, x):
+        weight = LayerStack.of(self.weight)
+        return layer_fn(x, weight.stack[:, :, :4][weight.layer_index])
+
+
+class Inner(eqx.Module):
+    layers: Stacked
+
+    def __call__(self, x):
+        return self.layers.fold(x, remat="nested")
+
+
+def test_unsliced_fields_anywhere():
+    """Read through a static slice, in a stack within a stack, outside of folds; not from the host."""
+    stacks = [Stacked(Slice(matrices(seed, 3)), hax.Axis("inner", 3)) for seed in range(2)]
+    outer = Stacked(Inner(jax.tree.map(lambda *leaves: jnp.stack(leaves), *stacks)), hax.Axis("layers", 2))
+    x = jnp.ones((2, 4))
+
+    def loop(outer):
+        y = x
+        for stack in outer:
+            for layer in stack.layers:
+                y = layer(y)
+        return jnp.sum(y)
+
+    found = jax.jit(jax.grad(lambda outer: jnp.sum(outer.fold(x, remat="nested"))))(outer)
+    assert_close(found, jax.jit(jax.grad(loop))(outer))
+    host = jax.device_put(matrices(), matrices().sharding.with_memory_kind("pinned_host"))
+    for call in ("fold", "fold_vjp"):
+        with pytest.raises(ValueError, match="An unsliced field is read where it is"):
+            getattr(Stacked(Slice(host), Layers), call)(x)
+
+
+def test_no_layers_second_derivatives_and_eager_calls_on_the_host():
+    weights, x = matrices(), jnp.ones((2, 4))
+    for remat in (True, "nested", "offload"):
+        y, sweep_back = fold_vjp(layer_fn, hax.Axis("layers", 0), remat=remat)(x, weights[:0])
+        assert y.tolist() == x.tolist() == sweep_back(x).carry.tolist()
+        assert sweep_back(x, sgd).layers.shape == (0, 4, 4)
+
+    def of_sweep(weights):
+        _, sweep_back = fold_vjp_of(remat="nested")(x, weights)
+        return jnp.sum(sweep_back(jnp.ones_like(x)).carry ** 2)
+
+    def of_loop(weights):
+        def run(x):
+            for weight in weights:
+                x = layer_fn(x, weight)
+            return jnp.sum(x)
+
+        return jnp.sum(jax.grad(run)(x) ** 2)
+
+    assert_close(jax.jit(jax.grad(of_sweep))(weights), jax.jit(jax.grad(of_loop))(weights))
+    host = jax.device_put(weights, weights.sharding.with_memory_kind("pinned_host"))
+    y, sweep_back = fold_vjp_of(remat="nested")(x, host)
+    new = sweep_back(jnp.ones_like(y), sgd).layers
+    assert new.sharding.memory_kind == "pinned_host"
+    assert_close(jax.device_put(new, weights.sharding), weights - 0.1 * gradient_of(weights, x))
+
+
 class Weight(eqx.Module):
     value: jax.Array
 
@@ -381,6 +444,9 @@ class TestRefused:
                 "The state goes in as float32\\[\\] and comes out as float32\\[3\\]",
             ),
             (result(layer_state=jnp.int32(0)), "The layer_state goes in as float32 and comes out as int32"),
+            (result(args=jnp.zeros(3)), "args of a LayerResult is a tuple of 1 cotangents"),
+            (result(kwargs={"k": 1.0}), "kwargs of a LayerResult .* keys among \\['bias'\\]"),
+            (3, "A visitor is a function"),
             (result(args=(jnp.zeros(3),)), "The cotangent of the argument at .* is float32\\[3\\]"),
             (
                 lambda visit, state: result(layer=eqx.tree_at(lambda block: block.scale, visit.layer, 1))(
@@ -395,7 +461,19 @@ class TestRefused:
                 "The layer.gain.* is shared by all layers",
             ),
         ],
-        ids=["tuple", "wrt", "carry", "state", "layer state", "args", "layer", "shared"],
+        ids=[
+            "tuple",
+            "wrt",
+            "carry",
+            "state",
+            "layer state",
+            "no tuple",
+            "kwargs",
+            "no visitor",
+            "args",
+            "layer",
+            "shared",
+        ],
     )
     def test_what_a_visitor_returns(self, sweep_back, visitor, message):
         with pytest.raises((TypeError, ValueError), match=message):
@@ -406,6 +484,8 @@ class TestRefused:
             sweep_back(state=jnp.zeros(()))
         with pytest.raises(ValueError, match="layer_state.* has leading dimension 3"):
             sweep_back(sgd, layer_state=jnp.zeros(3))
+        with pytest.raises(TypeError, match="The cotangent of the carry\\[0\\] is 'oops'"):
+            sweep_back.func((("oops", None), None))
         with pytest.raises(ValueError, match="a pair of cotangents"):
             sweep_back.func(jnp.zeros(()))
         with pytest.raises(ValueError, match="has axes batch=3, and the carry batch=2, embed=4"):

@@ -1,7 +1,7 @@
 """Fold, scan and map over a named axis.
 
 The arguments are cut in two: what is split over the axis and what all layers share. What remains is a step on
-raw arrays, which `_scan_layers.py` runs under the checkpoint policy. `Stacked` and `BlockSeq` come here too.
+raw arrays, which `layers.py` runs under the checkpoint policy. `Stacked` and `BlockSeq` come here too.
 """
 
 from collections.abc import Callable, Sequence

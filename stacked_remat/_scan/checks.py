@@ -113,8 +113,8 @@ def _check_dtype(where: str, before: Any, after: Any) -> None:
     if old.weak_type or old.dtype == new.dtype:  # a Python number takes the dtype that it meets
         return
     raise ValueError(
-        f"{where} goes in as {old.dtype} and comes out as {new.dtype}. Cast what the layer returns, "
-        "y.astype(carry.dtype), or what goes into the first one."
+        f"{where} goes in as {old.dtype} and comes out as {new.dtype}. Cast what comes out, "
+        f"y.astype(x.dtype), or what goes in first."
     )
 
 

@@ -118,7 +118,6 @@ def _ones(leaf: Any) -> Any:
 
 
 def _text(fn: Callable[[Sequence[Any]], Any], types: Sequence[Any]) -> str:
-    shapes = [jax.ShapeDtypeStruct(own.shape, own.dtype, weak_type=own.weak_type) for own in types]
     with jax.log_compiles(False):  # nothing is compiled
-        lowered = jax.jit(fn).lower(shapes)
+        lowered = jax.jit(fn).lower(list(types))
     return lowered.as_text()

@@ -21,7 +21,7 @@ from .._sweep.derivative_errors import not_transposable
 from .._sweep.effects import check_effects
 from .._sweep.gradient import merge, pick
 from .._sweep.spec import FirstLayers
-from .._sweep.store import on_device
+from .._sweep.store import check_unsliced, on_device
 from .checks import check_carry, check_output, describe
 from .layer_axis import is_array, name_stacked, stack_outputs
 
@@ -131,6 +131,7 @@ def scan_rolled(
     remat = for_length(remat, axis.size)
     names = _names_of(axis)
     arrays, static = eqx.partition(init, eqx.is_array_like)
+    check_unsliced(xs, unsliced)
     sliced = [not whole for whole in unsliced]
 
     def run(carry: Any, xs: Sequence[Any]) -> tuple[Any, Any]:

@@ -11,8 +11,9 @@ from collections.abc import Callable
 from typing import Any, Literal, TypeAlias, TypeVar
 
 import equinox as eqx
+import jax.numpy as jnp
 import jax.tree_util as jtu
-from haliax import NamedArray, axis_name
+from haliax import Axis, NamedArray, axis_name
 from haliax.axis import AxisSelector
 
 T = TypeVar("T")
@@ -126,6 +127,19 @@ class LayerStack(eqx.Module):
     stack: Any
     layer_index: Any
 
+    @staticmethod
+    def of(field: Any) -> "LayerStack":
+        """The field as it is in a fold; elsewhere a stack of one layer, with the axis `layers` in front."""
+        if isinstance(field, LayerStack):
+            return field
+
+        def of_one(leaf: Any) -> Any:
+            if is_named(leaf):
+                return NamedArray(leaf.array[None], (Axis("layers", 1), *leaf.axes))
+            return leaf[None] if is_array(leaf) else leaf
+
+        return LayerStack(jtu.tree_map(of_one, field, is_leaf=is_named), jnp.int32(0))
+
 
 def unsliced(**kwargs: Any) -> Any:
     """Declare a field of a block that a stack of such blocks does not slice.
@@ -135,26 +149,33 @@ def unsliced(**kwargs: Any) -> Any:
         weights: jax.Array = unsliced()  # [expert, embed, inner]
 
         def __call__(self, x):
-            stack, layer_index = self.weights.stack, self.weights.layer_index
-            weight = stack[layer_index, self.choose(x)]
+            weights = LayerStack.of(self.weights)
+            weight = weights.stack[weights.layer_index, self.choose(x)]
     ```
 
     In `fold`, `scan` and their `_vjp` forms of a `Stacked`, the field is a `LayerStack`: a block that needs a
-    part of its weights reads that from the stack, and no copy of the layer's weights is made. Gradients are
-    added to those of the stack where the block reads it by slices or indices. Everywhere else the field is as
-    it was set: `blocks[i]`, `vmap`, state dicts.
+    part of its weights reads that from the stack, and no copy of the layer's weights is made. Everywhere else
+    the field is as it was set: `blocks[i]`, `vmap`, state dicts.
+
+    Gradients are added in place to those of the stack where the block indexes it by traced integers; what it
+    slices otherwise costs a stack of temporaries. A block may read the entry of its own layer alone. Policies
+    that save internals save none for `visit.vjp("layer")`, which runs the layer again. The stack has to be in
+    device memory.
 
     Args:
         **kwargs: as of `equinox.field`.
     """
-    return eqx.field(metadata={_UNSLICED: True}, **kwargs)
+    metadata = {**kwargs.pop("metadata", {}), _UNSLICED: True}
+    return eqx.field(metadata=metadata, **kwargs)
 
 
 _UNSLICED = "stacked_remat.unsliced"
 
 
 def map_unsliced(fn: Callable[[Any], Any], tree: T) -> T:
-    """The tree with `fn` applied to the fields of modules that are declared `unsliced`."""
+    """The tree with `fn` applied to fields that are declared `unsliced`, those of inner stacks left out."""
+    if getattr(tree, "slices_its_own_layers", False):
+        return tree
     if isinstance(tree, eqx.Module):
         new: dict[str, Any] = {}
         for field in dataclasses.fields(tree):

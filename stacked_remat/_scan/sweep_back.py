@@ -13,6 +13,7 @@ from jax import lax
 
 from .._messages import axes_text
 from .._sweep import gradient
+from .._sweep.api import backward_rule
 from .._sweep.gradient import Inputs, LayerPullback, Perturbed, scatter_leaves
 from .._sweep.slots import Arrays, Carry, Checkpoints
 from .._sweep.spec import SweepSpec
@@ -138,7 +139,18 @@ class SweepTypes:
         masks = self.perturbed.xs[: len(slices)], self.perturbed.shared[self.constants :]
         nothing = self.layout.layer(*([None] * len(part) for part in types), cotangents=True)
         (layer, *no_args), no_kwargs = nothing
-        given_args = [no if ct is None else ct for ct, no in zip(args or no_args, no_args, strict=True)]
+        given = no_args if args is None else args
+        if not isinstance(given, tuple | list) or len(given) != len(no_args):
+            raise TypeError(
+                f"args of a LayerResult is a tuple of {len(no_args)} cotangents, one for each further "
+                f"argument (None for one without); got {describe(args)}."
+            )
+        if not isinstance(kwargs, dict | None) or not set(kwargs or {}) <= set(no_kwargs):
+            raise TypeError(
+                "kwargs of a LayerResult are cotangents of keyword arguments, in a dict with keys among "
+                f"{sorted(no_kwargs)}; got {kwargs!r}."
+            )
+        given_args = [no if ct is None else ct for ct, no in zip(given, no_args, strict=True)]
         given_kwargs = {**no_kwargs, **{name: ct for name, ct in (kwargs or {}).items() if ct is not None}}
         try:
             found = self.layout.arrays(((layer, *given_args), given_kwargs))
@@ -146,7 +158,7 @@ class SweepTypes:
             raise ValueError(f"The cotangents of the arguments have another structure: {error}") from None
         for kind, cts, of in zip(("split", "shared"), found, types, strict=True):
             for path, ct, leaf in zip(self.layout.paths(kind), cts, of, strict=True):
-                if ct is not None and (ct.shape, ct.dtype) != (leaf.shape, leaf.dtype):
+                if ct is not None and (jnp.shape(ct), jnp.result_type(ct)) != (leaf.shape, leaf.dtype):
                     raise ValueError(
                         f"The cotangent of the argument at {jtu.keystr(path)} is {describe(ct)}, and the "
                         f"argument {describe(leaf)}. Give it the same shape and dtype."
@@ -202,6 +214,11 @@ class SweepBack(eqx.Module):
                 return _gradients(sweep, carry_ct, ys_ct)
             return _visited(sweep, carry_ct, ys_ct, visitor, state, layer_state)
 
+        if visitor is not None and not callable(visitor):
+            raise TypeError(
+                "A visitor is a function (visit, state) -> LayerResult; got "
+                f"{describe(visitor)}. Write sweep_back(cotangent, visitor, state)."
+            )
         if visitor is None and not (state is None and layer_state is None):
             raise ValueError("state and layer_state are for a visitor, and sweep_back was given none.")
         result = compiled_once(run, cotangent, (self, state, layer_state))
@@ -230,7 +247,13 @@ def _cotangents(info: SweepTypes, cotangent: Any) -> tuple[Arrays, Arrays]:
 
 
 def _cotangent_leaves(tree: Any, like: Any, mask: tuple[bool, ...], name: str) -> Arrays:
-    arrays = eqx.filter(tree, lambda leaf: eqx.is_array_like(leaf) and leaf.dtype != jax.dtypes.float0)
+    for path, leaf in jtu.tree_leaves_with_path(tree):
+        if not eqx.is_array_like(leaf):
+            raise TypeError(
+                f"The cotangent of the {name}{jtu.keystr(path)} is {leaf!r}. Give an array, or None for "
+                "zeros."
+            )
+    arrays = eqx.filter(tree, lambda leaf: getattr(leaf, "dtype", None) != jax.dtypes.float0)
     paths_and_types, treedef = jtu.tree_flatten_with_path(like)
     for part, of in zip(*(jax.tree.leaves(side, is_leaf=is_named) for side in (arrays, like)), strict=False):
         if is_named(part) and is_named(of) and part.axes != of.axes:
@@ -261,8 +284,8 @@ def _cotangent_leaves(tree: Any, like: Any, mask: tuple[bool, ...], name: str) -
 def _gradients(sweep: "SweepBack", carry_ct: Arrays, ys_ct: Arrays) -> SweepResult:
     info = sweep._info
     masks = info.perturbed
-    init_ct, xs_ct, shared_ct = info.spec.pullback(
-        masks, sweep._checkpoints, sweep._xs, sweep._shared, carry_ct, ys_ct
+    init_ct, xs_ct, shared_ct = backward_rule(info.spec, masks)(
+        sweep._checkpoints, sweep._xs, sweep._shared, carry_ct, ys_ct
     )
     of_shared = scatter_leaves(shared_ct, masks.shared)[info.constants :]
     (layers, *args), kwargs = info.layout.stacked(

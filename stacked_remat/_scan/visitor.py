@@ -89,7 +89,7 @@ class LayerVisit:
         for all that is needed: each call runs the layer again.
         """
         parts = ("layer", "carry", "args", "kwargs")
-        if not wrt or not set(wrt) <= set(parts):
+        if not wrt or not all(part in parts for part in wrt):
             raise ValueError(f"vjp is with respect to any of {', '.join(map(repr, parts))}; got {wrt!r}.")
         return self._vjp(wrt)
 

@@ -13,9 +13,11 @@ from .._policy import ScanCheckpointPolicy, ScanCheckpointSpec, resolve_policy
 from .._remat import PerLayer, Remat, SaveAll, Swept, checkpoint_of, for_length
 from .._schedule import Schedule, equal
 from .._sweep.activity import is_differentiable
+from .._sweep.api import forward_rule
 from .._sweep.gradient import Mask
 from .._sweep.slots import Arrays
 from .._sweep.spec import FirstLayers, SweepSpec
+from .._sweep.store import check_unsliced
 from .._sweep.trace import TracedLayer, trace_layer
 from .api import function_caller
 from .checks import check_axis_or_name, check_reverse, check_unroll
@@ -190,6 +192,7 @@ def _forward(
     arrays, static = eqx.partition(init, eqx.is_array_like)
     xs = [jnp.asarray(leaf) for leaf in split.arrays]
     shared = [jnp.asarray(leaf) for leaf in split.shared]
+    check_unsliced(xs, unsliced)
 
     def trace(arguments: Callable[..., Any], xs: Arrays, unsliced: Mask) -> TracedLayer:
         step = array_step(_layer_of(f, arguments), init, remat)
@@ -211,10 +214,9 @@ def _forward(
         ys=_differentiable([out.aval for out in traced.jaxpr.outvars[len(traced.init) :]]),
     )
     with jax.named_scope(f"scan({split.axis.name})"):
-        carry, ys, checkpoints = spec.forward(perturbed, traced.init, xs, traced.shared)
+        carry, ys, checkpoints = forward_rule(spec, perturbed)(traced.init, xs, traced.shared)
     carry = jtu.tree_unflatten(traced.carry_tree, carry)
     ys = name_stacked(jtu.tree_unflatten(traced.y_tree, ys), split.axis, what)
-    outputs = jax.eval_shape(lambda: (carry, ys))
     info = SweepTypes(
         spec,
         perturbed,
@@ -223,12 +225,14 @@ def _forward(
         traced.carry_tree,
         static,
         traced.y_tree,
-        outputs,
+        jax.eval_shape(lambda: (carry, ys)),
         has_output,
         own_spec,
     )
     y = eqx.combine(carry, static)
-    return (y, ys) if has_output else y, SweepBack(checkpoints, xs, traced.shared, own and own.shared, info)
+    checkpoints = checkpoints.with_constant_boundaries()
+    sweep_back = SweepBack(checkpoints, xs, traced.shared, own and own.shared, info)
+    return (y, ys) if has_output else y, sweep_back
 
 
 def _shared_first(step: Callable[..., Any]) -> Callable[..., Any]:

@@ -108,8 +108,8 @@ def _differentiable(spec: SweepSpec) -> Callable[[Carry, Arrays, Arrays], tuple[
     """The sweep as a function of leaves, with its derivative rule."""
     # A layer may hold sweeps, and the sweep around them differentiates it in several places: made once, and
     # called by name, the rules are traced and compiled to a program of their own once.
-    forward_rule = functools.cache(functools.partial(_forward_rule, spec))
-    backward_rule = functools.cache(functools.partial(_backward_rule, spec))
+    forward_of = functools.cache(functools.partial(forward_rule, spec))
+    backward_of = functools.cache(functools.partial(backward_rule, spec))
 
     @jax.custom_vjp
     def run(init: Carry, xs: Arrays, shared: Arrays) -> tuple[Carry, Arrays]:
@@ -121,7 +121,7 @@ def _differentiable(spec: SweepSpec) -> Callable[[Carry, Arrays, Arrays], tuple[
         outputs = spec.jaxpr.outvars[spec.carries :]
         every_y = [is_differentiable(getattr(out.aval, "dtype", bool)) for out in outputs]
         perturbed = spec.perturbed(*masks, ys=every_y)
-        carry, ys, checkpoints = forward_rule(perturbed)(init, xs, shared)
+        carry, ys, checkpoints = forward_of(perturbed)(init, xs, shared)
         return (carry, ys), (checkpoints.with_constant_boundaries(), xs, shared, Static(tuple(masks)))
 
     def backward(residuals: Any, cotangents: Any) -> tuple[Any, Any, Any]:
@@ -136,7 +136,7 @@ def _differentiable(spec: SweepSpec) -> Callable[[Carry, Arrays, Arrays], tuple[
         perturbed = spec.perturbed(*static.value, ys=has_ct)
         carry_ct = [_instantiate(ct) for ct in pick(carry_ct, perturbed.carry)]
         ys_ct = [_instantiate(ct) for ct in pick(ys_ct, has_ct)]
-        found = backward_rule(perturbed)(checkpoints, xs, shared, carry_ct, ys_ct)
+        found = backward_of(perturbed)(checkpoints, xs, shared, carry_ct, ys_ct)
         init_ct, xs_ct, shared_ct = (scatter_leaves(*pair) for pair in zip(found, static.value, strict=True))
         return init_ct, xs_ct, shared_ct
 
@@ -144,7 +144,7 @@ def _differentiable(spec: SweepSpec) -> Callable[[Carry, Arrays, Arrays], tuple[
     return run
 
 
-def _forward_rule(
+def forward_rule(
     spec: SweepSpec, perturbed: Perturbed
 ) -> Callable[[Carry, Arrays, Arrays], tuple[Carry, Arrays, Checkpoints]]:
     """The forward sweep, differentiable once more: by the plain scan, and the first carry that it keeps."""
@@ -167,7 +167,7 @@ def _forward_rule(
     return run
 
 
-def _backward_rule(spec: SweepSpec, perturbed: Perturbed) -> Callable[..., tuple[Carry, Arrays, Arrays]]:
+def backward_rule(spec: SweepSpec, perturbed: Perturbed) -> Callable[..., tuple[Carry, Arrays, Arrays]]:
     """The reverse sweep, differentiable once more: by the plain scan's pullback, from the first carry."""
 
     @jax.custom_vjp

@@ -69,7 +69,7 @@ def forward_sweep_on_host(
 
     `outputs` are the buffers that `write_output(index, outputs, output)` fills.
     """
-    # A scan stacks what is on the host without making room on the device first.
+    # A scan stacks what is on the host without a buffer on the device first.
     starts = jnp.asarray(np.cumsum((0, *schedule.segments[:-1])), jnp.int32)
     sizes = np.asarray(schedule.segments, np.int32)
 

@@ -170,7 +170,12 @@ def _transposed(pullback: Any, cotangents: Any, inputs: Inputs, totals: Sequence
     refs = [None if total is None else jax.new_ref(total) for total in totals]
     of_shared, of_carry = ([_VALUE] * sum(mask) for mask in inputs[:2])
     of_x = [_VALUE if ref is None else ref for ref in refs]
-    of_shared, of_carry, of_x = pullback.with_refs(of_shared, of_carry, of_x)(cotangents)
+    try:
+        of_shared, of_carry, of_x = pullback.with_refs(of_shared, of_carry, of_x)(cotangents)
+    except TypeError:  # JAX (0.10.2, 0.12) cannot transpose a static slice into a reference
+        of_shared, of_carry, of_x = pullback(cotangents)
+        summed = [ct if total is None else lax.add(total, ct) for ct, total in zip(of_x, totals, strict=True)]
+        return of_shared, of_carry, summed
     of_x = [ct if ref is None else jax.freeze(ref) for ct, ref in zip(of_x, refs, strict=True)]
     return of_shared, of_carry, of_x
 

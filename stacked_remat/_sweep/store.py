@@ -41,8 +41,21 @@ def read(stacked: Any, index: Any) -> Any:
 
 
 def read_own(stacks: list[Array], index: Any, unsliced: Sequence[bool]) -> list[Array]:
-    """What a layer takes of each stack: its entry, or the whole stack where that is what it takes."""
+    """What a layer takes of each stack: its entry, or the whole stack where it is unsliced."""
     return [stack if whole else read(stack, index) for stack, whole in zip(stacks, unsliced, strict=True)]
+
+
+def check_unsliced(stacks: Sequence[Array], unsliced: Sequence[bool]) -> None:
+    """Refuse stacks in host memory of which a layer takes the whole.
+
+    Raises:
+        ValueError: says what to do instead.
+    """
+    if any(whole and is_on_host(stack) for stack, whole in zip(stacks, unsliced, strict=True)):
+        raise ValueError(
+            "An unsliced field is read where it is, and this one is in host memory. Move it to the device "
+            "(jax.device_put(field, jax.memory.Space.Device)), or do not declare it unsliced."
+        )
 
 
 def on_device(tree: Any) -> Any:

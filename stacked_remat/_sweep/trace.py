@@ -56,7 +56,11 @@ def trace_layer(
     """
     init = jax.tree.map(jnp.asarray, init)
     stacks, tree = jax.tree.flatten(xs)
-    x = jax.eval_shape(lambda stacks: jax.tree.unflatten(tree, read_own(stacks, 0, unsliced)), stacks)
+    if all(len(stack) for stack in stacks):
+        own = jax.eval_shape(lambda stacks: read_own(stacks, 0, unsliced), stacks)
+    else:  # no layers
+        own = [jax.ShapeDtypeStruct(stack.shape[1:], stack.dtype) for stack in stacks]
+    x = jax.tree.unflatten(tree, own)
 
     def trace(init: Any) -> tuple[Any, tuple[Any, Any]]:
         return jax.make_jaxpr(body, return_shape=True)(shared, init, x)

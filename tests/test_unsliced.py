@@ -1,0 +1,112 @@
+"""Fields that are not sliced: read from the stack of all layers, with gradients summed there."""
+
+from typing import Any
+
+import equinox as eqx
+import haliax as hax
+import jax
+import jax.numpy as jnp
+import pytest
+
+from stacked_remat import LayerResult, LayerStack, Stacked, checkpoint_name, unsliced
+
+from .blocks import with_remat3
+from .test_visitor import POLICIES, Embed, Layers, N, assert_close, layer_fn, matrices, random
+
+Expert = hax.Axis("expert", 3)
+
+
+class Experts(eqx.Module):
+    """Weights of which each row reads those of one expert: from the stack, or from its layer's."""
+
+    weight: hax.NamedArray = unsliced()
+    gain: Any = unsliced()
+
+    def __call__(self, x, choice):
+        if isinstance(self.weight, LayerStack):
+            layer_index, stack = self.weight.layer_index, self.weight.stack
+            assert stack.axes == (Layers.resize(stack.axes[0].size), Expert, Embed, Embed.alias("out"))
+            return (
+                jnp.einsum("bd,bde->be", x, stack.array[layer_index, choice]) * self.gain.stack[layer_index]
+            )
+        return jnp.einsum("bd,bde->be", x, self.weight.array[choice]) * self.gain
+
+
+class Mixture(eqx.Module):
+    experts: Experts
+    scale: jax.Array
+
+    def __call__(self, x, choice):
+        return x + jnp.tanh(checkpoint_name(self.experts(x, choice), "hidden")) * self.scale
+
+
+@pytest.mark.parametrize("remat", with_remat3({**POLICIES, "recompute": "recompute"}))
+def test_fields_that_are_not_sliced_are_read_from_the_stack_and_their_gradients_summed_there(remat):
+    weight = random(0, Layers, Expert, Embed, Embed.alias("out"))
+    blocks = Stacked(Mixture(Experts(weight, jnp.linspace(0.5, 1, N)), jnp.linspace(1, 2, N)), Layers)
+    x = jax.random.normal(jax.random.key(1), (2, 4))
+    choice = jax.random.randint(jax.random.key(2), (N, 2), 0, Expert.size)
+
+    def loop(blocks, x):
+        for i in range(N):
+            x = blocks[i](x, choice[i])
+        return jnp.sum(x**2)
+
+    want = jax.jit(jax.grad(loop, (0, 1)))(blocks, x)
+
+    def loss(blocks, x):
+        return jnp.sum(blocks.fold(x, choice, remat=remat) ** 2)
+
+    def of_tree(visit, state):
+        carry, gradient = visit.vjp("carry", "layer")
+        new = jax.tree.map(lambda leaf, of: leaf - 0.1 * of, visit.layer, gradient)
+        return LayerResult(carry, new)
+
+    def both(blocks, x):
+        y, sweep_back = blocks.fold_vjp(x, choice, remat=remat)
+        result = sweep_back(2 * y)
+        of_x = sweep_back(2 * y, lambda visit, state: LayerResult(*visit.vjp("carry"))).carry
+        return (result.layers, result.carry), sweep_back(2 * y, of_tree).layers, of_x
+
+    assert_close(jax.jit(jax.grad(loss, (0, 1)))(blocks, x), want)
+    if remat != "recompute":
+        gradients, new, of_x = jax.jit(both)(blocks, x)
+        assert_close(gradients, want)
+        assert_close(new, jax.tree.map(lambda leaf, of: leaf - 0.1 * of, blocks, want[0]))
+        assert_close(of_x, want[1])
+
+
+class Slice(eqx.Module):
+    weight: jax.Array = unsliced()
+
+    def __call__(self, x):
+        weight = LayerStack.of(self.weight)
+        return layer_fn(x, weight.stack[:, :, :4][weight.layer_index])
+
+
+class Inner(eqx.Module):
+    layers: Stacked
+
+    def __call__(self, x):
+        return self.layers.fold(x, remat="nested")
+
+
+def test_unsliced_fields_anywhere():
+    """Read through a static slice, in a stack within a stack, outside of folds; not from the host."""
+    stacks = [Stacked(Slice(matrices(seed, 3)), hax.Axis("inner", 3)) for seed in range(2)]
+    outer = Stacked(Inner(jax.tree.map(lambda *leaves: jnp.stack(leaves), *stacks)), hax.Axis("layers", 2))
+    x = jnp.ones((2, 4))
+
+    def loop(outer):
+        y = x
+        for stack in outer:
+            for layer in stack.layers:
+                y = layer(y)
+        return jnp.sum(y)
+
+    found = jax.jit(jax.grad(lambda outer: jnp.sum(outer.fold(x, remat="nested"))))(outer)
+    assert_close(found, jax.jit(jax.grad(loop))(outer))
+    host = jax.device_put(matrices(), matrices().sharding.with_memory_kind("pinned_host"))
+    for call in ("fold", "fold_vjp"):
+        with pytest.raises(ValueError, match="An unsliced field is read where it is"):
+            getattr(Stacked(Slice(host), Layers), call)(x)

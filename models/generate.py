@@ -38,7 +38,8 @@ def main(arguments: Sequence[str], console: Console | None = None) -> int:
     """The command.
 
     Returns:
-        0 when all prompts have been continued, 1 after an error, 130 when Ctrl-C ended it.
+        0 when all prompts have been continued, 1 after an error, 130 or 143 when SIGINT (Ctrl-C)
+        or SIGTERM ended it.
     """
     console = Console() if console is None else console
     return run_command(lambda arguments, _: _generate(arguments, console), arguments, shown_on(console))
@@ -63,8 +64,8 @@ def _generate(arguments: Sequence[str], console: Console) -> int:
     try:
         _show(_writer(console, raw=options.raw), texts, in_order(pieces, len(texts)), chat=options.chat)
     except KeyboardInterrupt:
-        console.out("")
-        return 130
+        console.out("")  # ends the line of the text so far
+        raise
     return 0
 
 

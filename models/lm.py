@@ -124,7 +124,7 @@ class LmConfig(draccus.ChoiceRegistry):
         raise NotImplementedError(f"{type(self).__name__} has no cache_bytes.")
 
 
-def check_remat_names(config: LmConfig, policy: ScanCheckpointPolicy | None) -> None:
+def check_remat_names(config: LmConfig, policy: ScanCheckpointPolicy | None, key: str = "remat") -> None:
     """Refuses a policy that saves or offloads names that the model's layers lack, which would do nothing.
 
     Raises:
@@ -133,13 +133,13 @@ def check_remat_names(config: LmConfig, policy: ScanCheckpointPolicy | None) -> 
     if policy is None or config.remat_names is None:
         return
     if isinstance(policy.first_policy, ScanCheckpointPolicy):
-        check_remat_names(config, policy.first_policy)
+        check_remat_names(config, policy.first_policy, f"{key}.first_policy")
     saved = {"save_block_internals": policy.saved_names, "offload_block_internals": policy.offloaded_names}
     for field, names in saved.items():
         for name in names:
             if name not in config.remat_names:
                 raise ConfigError(
-                    f"remat.{field} has {name!r}, which names nothing in a layer of this model. Valid: "
+                    f"{key}.{field} has {name!r}, which names nothing in a layer of this model. Valid: "
                     f"{', '.join(config.remat_names)}."
                 )
 

@@ -7,10 +7,11 @@ from typing import Any, Self
 
 from haliax import Axis
 
+from models.architectures import Qwen3MoeConfig
 from models.hf_io.hub import model_folder
 from models.hf_io.pretrained import differing_fields, pretrained_config
-from models.lm import LmConfig, check_remat_names
-from models.qwen3_moe import Qwen3MoeConfig
+from models.lm import LmConfig, check_remat_levels, check_remat_names
+from models.transformer.config import DecoderConfig
 from stacked_remat import ScanCheckpointPolicy
 from stacked_remat.lora import LoraConfig
 from stacked_remat.training import (
@@ -61,6 +62,8 @@ class LmRunConfig:
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
 
     def __post_init__(self) -> None:
+        if self.vocab_size is not None and self.vocab_size < 1:
+            raise ValueError(f"vocab_size must be at least 1, got {self.vocab_size}.")
         check_remat_names(self.model, self.policy)
         learning_rate_schedule(self.optimizer, self.trainer.num_steps)
         if self.use_hf_model_config and self.initialize_from_hf is None:
@@ -86,11 +89,12 @@ class LmRunConfig:
         """The config with the architecture and the rows of the embedding that the run has.
 
         Args:
-            check_folder: whether to read the folder of `initialize_from_hf` even where it doesn't decide
-                the architecture.
+            check_folder: whether to read the folder of `initialize_from_hf`, and the tokenizer, even where
+                they don't decide the architecture.
 
         Raises:
-            ConfigError: `model` or `vocab_size` is not that of the folder; names every field that differs.
+            ConfigError: `model` or `vocab_size` is not that of the folder (names every field that differs);
+                `vocab_size` is less than the tokenizer's; or the levels of `remat` can't cut the stacks.
             WeightsError, FileNotFoundError: the folder can't be read.
         """
         model, rows = self.model, self.vocab_size
@@ -110,6 +114,14 @@ class LmRunConfig:
                     + f"\nCorrect it, or {'leave it out' if self.use_hf_model_config else fix}."
                 )
             model, rows = found, found_rows
-        if rows is None:
-            rows = load_tokenizer(self.data.tokenizer).vocab_size
+        if rows is None or check_folder or self.data.tokenizer == "byte":  # which needs no file
+            tokens = load_tokenizer(self.data.tokenizer).vocab_size
+            rows = tokens if rows is None else rows
+            if tokens > rows:
+                raise ConfigError(
+                    f"The tokenizer {self.data.tokenizer!r} has {tokens} tokens, and the model's embedding "
+                    f"{rows} rows. Use the model's own tokenizer, or a larger vocab_size."
+                )
+        if isinstance(model, DecoderConfig) and self.policy is not None:
+            check_remat_levels(self.policy, [Layers.size for _, Layers in model.stacks])
         return dataclasses.replace(self, model=model, vocab_size=rows)

@@ -35,7 +35,6 @@ from stacked_remat.training import (
     RunFolder,
     RunOutputs,
     StopSignals,
-    Tokenizer,
     Tracker,
     TrainingResult,
     TrainState,
@@ -72,7 +71,7 @@ def train_lm(config: LmRunConfig, progress: Progress, stop: StopSignals) -> Trai
     check_trackers(config.trainer.trackers)
     partitioning = _partitioning(config)
     tokenizer = load_tokenizer(config.data.tokenizer)
-    config = _resolved(config, tokenizer, progress)
+    config = _resolved(config, progress)
     check_step(config, partitioning)
     if config.policy is not None and config.policy.offloads:
         check_offload()
@@ -106,7 +105,7 @@ def train_lm(config: LmRunConfig, progress: Progress, stop: StopSignals) -> Trai
         if position is not None:
             _check_length(config, position, folder)
             data.training.set_state(position.data)  # refuses other data while the folder is still as it was
-            progress.message(f"going on after step {position.step} of an earlier process")
+            progress.message(f"resuming after step {position.step} of an earlier process")
         trackers = _trackers(config, folder, position)
         for tracker in trackers:
             closing.callback(tracker.close)
@@ -198,14 +197,9 @@ def _check_length(config: LmRunConfig, position: Position, folder: RunFolder) ->
         )
 
 
-def _resolved(config: LmRunConfig, tokenizer: Tokenizer, progress: Progress) -> LmRunConfig:
+def _resolved(config: LmRunConfig, progress: Progress) -> LmRunConfig:
     """The config with its final model, vocabulary size and policy; refuses what can't fit."""
     config = config.resolved()
-    if tokenizer.vocab_size > config.Vocab.size:
-        raise ConfigError(
-            f"The tokenizer {config.data.tokenizer!r} has {tokenizer.vocab_size} tokens, and the model's "
-            f"embedding {config.Vocab.size} rows. Use the model's own tokenizer, or a larger vocab_size."
-        )
     step = StepMemory(config)
     step.check()
     if config.policy is not None or config.budget is None:

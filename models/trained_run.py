@@ -43,7 +43,7 @@ def read_run_config(run_dir: Path, step: int | None = None) -> LmRunConfig:
     except (OSError, CheckpointDamagedError):
         raise
     except Exception as error:  # a damaged checkpoint may raise anything
-        problem = str(error).replace(" on the command line", "")
+        problem = str(error).replace(" on the command line", "").rstrip(".")
         raise ConfigError(
             f"The config in the checkpoint {folder} can't be used: {problem}. It is damaged, or of another "
             f"version: choose another with --step, or train again."

@@ -15,15 +15,21 @@ _LARGEST = 2**26  # bytes of a JSON file; an index of 100,000 tensors takes 2**2
 
 
 @contextlib.contextmanager
-def replaced_whole(path: Path) -> Iterator[Path]:
+def replaced_whole(path: Path, *, shared: bool = False) -> Iterator[Path]:
     """A path beside `path` to write a file or a folder to, which takes its place on success.
 
-    On failure `path` stays as it was. A folder replaces only an empty folder, or none.
+    On failure `path` stays as it was. A folder replaces only an empty folder, or none. What a killed process
+    left is removed, unless `shared`.
+
+    Args:
+        path: the file or folder.
+        shared: whether several processes may write it at once.
 
     Raises:
         OSError: names `path` where the system names no file, as for a full disk.
     """
-    unfinished = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
+    unfinished = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8] if shared else 'unfinished'}")
+    _remove(unfinished)
     try:
         yield unfinished
         os.replace(unfinished, path)
@@ -31,10 +37,14 @@ def replaced_whole(path: Path) -> Iterator[Path]:
         error.filename = error.filename or str(path)
         raise
     finally:
-        if unfinished.is_dir():
-            shutil.rmtree(unfinished, ignore_errors=True)
-        else:
-            unfinished.unlink(missing_ok=True)
+        _remove(unfinished)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def read_json_fields(path: Path) -> dict[str, Any]:
@@ -50,7 +60,7 @@ def read_json_fields(path: Path) -> dict[str, Any]:
     if len(text) > _LARGEST:
         raise ValueError(f"{path} is larger than {_LARGEST >> 20} MiB.")
     try:
-        fields = json.loads(text.decode("utf-8"), object_pairs_hook=_unique, parse_constant=_no_constant)
+        fields = json.loads(text.decode("utf-8"), object_pairs_hook=unique_keys, parse_constant=_no_constant)
     except RecursionError as error:
         raise ValueError(f"{path} is nested too deeply to be read.") from error
     except ValueError as error:
@@ -62,7 +72,8 @@ def read_json_fields(path: Path) -> dict[str, Any]:
     return fields
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An `object_pairs_hook` of `json.loads` that raises a ValueError for a key that is given twice."""
     counts = collections.Counter(name for name, _ in pairs)
     if repeated := [name for name, count in counts.items() if count > 1]:
         raise ValueError(f"{reprlib.repr(repeated[0])} appears more than once")

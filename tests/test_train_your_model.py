@@ -50,7 +50,7 @@ def test_every_command_of_the_page_runs(tmp_path):
 
     assert "fits 1.00 GiB" in of("models.plan_lm")
     assert "stopped by SIGTERM" in of("kill -TERM") and "stopped with exit status 75" in of("kill -TERM")
-    assert "going on after step" in shown["python -m models.train_lm --config_path my-model.yaml\n"]
+    assert "resuming after step" in shown["python -m models.train_lm --config_path my-model.yaml\n"]
     result = json.loads((tmp_path / "runs" / "mine" / "result.json").read_text())
     assert result["held_out_after"]["held_out"] < result["held_out_before"]["held_out"] - 1
     assert len(of("models.generate")) > len("The statement")

@@ -42,6 +42,7 @@ class HfFormat:
 
 
 _FORMATS: dict[str, HfFormat] = {}
+_NONE = "no architecture is registered: import models.architectures"
 
 
 def register_format(*formats: HfFormat) -> None:
@@ -58,7 +59,8 @@ def format_of(config: DecoderConfig) -> HfFormat:
     for one in _FORMATS.values():
         if one.config_class is type(config):
             return one
-    raise WeightsError(f"No format of Hugging Face's is registered for a {type(config).__name__}.")
+    which = f"No format of Hugging Face's is registered for a {type(config).__name__}" if _FORMATS else _NONE
+    raise WeightsError(f"{which}.")
 
 
 def read_hf_config(root: Path) -> tuple[DecoderConfig, int]:
@@ -87,7 +89,8 @@ def config_from_hf(document: Mapping[str, Any]) -> tuple[DecoderConfig, int]:
     fields = ConfigFields(document)
     model_type = fields("model_type", None)
     if not isinstance(model_type, str) or model_type not in _FORMATS:
-        raise ValueError(f"model_type is {shown(model_type)}; {' and '.join(_FORMATS)} are read.")
+        known = f"{' and '.join(_FORMATS)} are read" if _FORMATS else _NONE
+        raise ValueError(f"model_type is {shown(model_type)}; {known}.")
     shared, vocab_size = fields.decoder(), fields.size("vocab_size")
     config = _FORMATS[model_type].read_config(fields, shared)
     if len(config.stacks) > _MOST_STACKS:

@@ -151,7 +151,7 @@ def write_safetensors(
         documents = {**documents, INDEX: index}
     written = {file: json.dumps(content, indent=2) + "\n" for file, content in documents.items()}
     root.parent.mkdir(parents=True, exist_ok=True)
-    with _errors_naming(root), replaced_whole(root) as unfinished:
+    with _errors_naming(root), replaced_whole(root, shared=True) as unfinished:
         unfinished.mkdir()
         for file, names in split.filename_to_tensors.items():
             made = {name: np.ascontiguousarray(tensors[name].make()) for name in names}

@@ -69,7 +69,7 @@ def _heads(fields: ConfigFields, model_type: str, shared: dict[str, Any]) -> dic
 
 
 def _num_kv_heads(fields: ConfigFields, model_type: str, num_heads: int) -> int:
-    """Where nothing is said, what `Qwen3Config` and `Qwen3MoeConfig` of transformers fields."""
+    """The default of transformers' `Qwen3Config` and `Qwen3MoeConfig` where the field is absent."""
     name = "num_key_value_heads"
     if name not in fields:
         return 32 if model_type == "qwen3" else 4

@@ -88,9 +88,9 @@ def save_peft(
     is_new = not folder.exists()
     folder.mkdir(parents=True, exist_ok=True)
     try:
-        with replaced_whole(folder / TENSORS_FILE) as path:
+        with replaced_whole(folder / TENSORS_FILE, shared=True) as path:
             safetensors.numpy.save_file(arrays, path, metadata=metadata)
-        with replaced_whole(folder / CONFIG_FILE) as path:
+        with replaced_whole(folder / CONFIG_FILE, shared=True) as path:
             path.write_text(text, encoding="utf-8")
     except (safetensors.SafetensorError, OSError) as error:
         if is_new:

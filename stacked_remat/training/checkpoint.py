@@ -323,7 +323,7 @@ def _existing(folder: Path, step: int | None) -> Path:
     steps = _steps(folder)
     if not steps or (step is not None and step not in steps):
         wanted = "" if step is None else f" of step {step}"
-        choice = f" There are those of steps {', '.join(map(str, steps))}." if steps else ""
+        choice = f" It has steps {', '.join(map(str, steps))}." if steps else ""
         choice = choice if folder.is_dir() else " There is no such folder."
         raise FileNotFoundError(f"No checkpoint{wanted} in {folder}.{choice}")
     return folder / str(steps[-1] if step is None else step)

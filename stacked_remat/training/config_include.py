@@ -21,6 +21,7 @@ from typing import Any
 import fsspec
 import yaml
 
+from .._files import unique_keys
 from .config_entries import Entry, entry_of, overlaid, shown, too_large
 from .config_error import ConfigError
 
@@ -118,7 +119,10 @@ def _text(location: str) -> str:
 
 
 def _parsed(text: str, file: _File) -> Entry:
-    loads = {".json": json.loads, ".toml": tomllib.loads}.get(posixpath.splitext(file.location)[1])
+    loads = {
+        ".json": functools.partial(json.loads, object_pairs_hook=unique_keys),
+        ".toml": tomllib.loads,
+    }.get(posixpath.splitext(file.location)[1])
     try:
         plain = loads(text) if loads else yaml.load(text, functools.partial(_Loader, file=file))  # pyright: ignore[reportArgumentType]
         return entry_of(plain, file.where)

@@ -32,6 +32,10 @@ def remat_policy(value: RematEntry, presets: RematPresets = NO_PRESETS) -> ScanC
     Raises:
         ValueError: an unknown alias or field, or fields that contradict each other.
     """
+    return _policy(value, presets, "remat")
+
+
+def _policy(value: RematEntry, presets: RematPresets, key: str) -> ScanCheckpointPolicy:
     if not isinstance(value, Mapping):
         try:
             return presets[value] if value in presets else resolve_policy(value)  # pyright: ignore[reportArgumentType]
@@ -43,15 +47,15 @@ def remat_policy(value: RematEntry, presets: RematPresets = NO_PRESETS) -> ScanC
     for name in value:
         if name not in valid:
             raise ValueError(
-                f"remat.{name} is not a field of ScanCheckpointPolicy.{did_you_mean(name, valid)} Valid: "
+                f"{key}.{name} is not a field of ScanCheckpointPolicy.{did_you_mean(name, valid)} Valid: "
                 f"{', '.join(valid)}."
             )
     if isinstance(value.get("first_policy"), Mapping):
-        value = {**value, "first_policy": remat_policy(value["first_policy"])}
+        value = {**value, "first_policy": _policy(value["first_policy"], NO_PRESETS, f"{key}.first_policy")}
     try:
         return ScanCheckpointPolicy(**value)
     except TypeError as error:  # a config may hold values of any type
-        raise ValueError(f"{error} (a field of remat)") from error
+        raise ValueError(f"{error} (a field of {key})") from error
 
 
 def remat_entry(spec: ScanCheckpointSpec) -> bool | str | dict[str, Any]:

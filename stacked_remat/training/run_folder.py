@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import jax
 import yaml
 
 from .._files import replaced_whole
@@ -101,12 +102,12 @@ class RunFolder:
     def begin(self, config: Mapping[str, Any]) -> None:
         """Writes the config and removes an earlier result: the run begins or resumes."""
         self.result.unlink(missing_ok=True)
-        with replaced_whole(self.config) as path:
+        with replaced_whole(self.config, shared=jax.process_count() > 1) as path:
             path.write_text(yaml.safe_dump(dict(config), sort_keys=False), encoding="utf-8")
 
     def finish(self, result: Mapping[str, Any]) -> None:
         """Writes the result."""
-        with replaced_whole(self.result) as path:
+        with replaced_whole(self.result, shared=jax.process_count() > 1) as path:
             path.write_text(json.dumps(dict(result), indent=2) + "\n", encoding="utf-8")
 
     def _check(self, config: Mapping[str, Any], accept_changes: bool) -> None:

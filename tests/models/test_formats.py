@@ -15,7 +15,7 @@ from safetensors import safe_open
 import models.hf_io.formats as formats
 from models.hf_io.adapters import load_adapters, save_adapters
 from models.hf_io.decoder_weights import read_decoder, write_decoder
-from models.hf_io.formats import HfFormat, read_hf_config
+from models.hf_io.formats import HfFormat, config_from_hf, format_of, read_hf_config
 from models.hf_io.safetensors_folder import SINGLE, WeightsError
 from models.transformer.config import AttentionConfig, DecoderConfig
 from models.transformer.decoder import Decoder
@@ -87,6 +87,15 @@ def test_an_architecture_that_is_not_registered_is_named(tmp_path):
     with pytest.raises(WeightsError, match="No format of Hugging Face's is registered for a OtherConfig"):
         write_decoder(tmp_path / "model", decoder_of(OtherConfig(num_layers=1)))
     assert not list(tmp_path.iterdir())
+
+
+def test_an_empty_registry_says_what_to_import(monkeypatch):
+    monkeypatch.setattr(formats, "_FORMATS", {})
+    for use in (lambda: config_from_hf({"model_type": "qwen3"}), lambda: format_of(OtherConfig())):
+        with pytest.raises(
+            ValueError, match=r"no architecture is registered: import models.architectures\.$"
+        ):
+            use()
 
 
 def test_shared_code_and_commands_name_no_architecture():

@@ -2,7 +2,9 @@
 
 import io
 import json
+import os
 import shutil
+import signal
 
 import equinox as eqx
 import jax
@@ -98,13 +100,14 @@ def test_a_chat_goes_into_the_template(run, asked):
     assert found["stops"] == (end_of_turn(tokenizer),)
 
 
-def test_an_interruption_leaves_what_came(run, monkeypatch):
+@pytest.mark.parametrize(("name", "status"), [("SIGINT", 130), ("SIGTERM", 143)])
+def test_an_interruption_leaves_what_came(run, monkeypatch, name, status):
     def interrupted(*args, **options):
         yield Piece(0, "cd", False)
-        raise KeyboardInterrupt
+        os.kill(os.getpid(), getattr(signal, name))
 
     monkeypatch.setattr(command, "generate_text", interrupted)
-    assert generate("--checkpoint", run, "--prompt", "ab") == (130, "abcd\n")
+    assert generate("--checkpoint", run, "--prompt", "ab") == (status, f"abcd\nstopped by {name}\n")
 
 
 @pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
@@ -255,7 +258,7 @@ def places(finished, exported, spoken, tmp_path_factory):
         (("--checkpoint", "{run}"), "give --prompt TEXT, or --prompts FILE"),
         (("--checkpoint", "nowhere", "--prompt", "a"), "nowhere is not a run folder: it has no checkpoints/"),
         (("--checkpoint", "{exported}", "--prompt", "a"), "Hugging Face's format: use --model"),
-        (("--checkpoint", "{run}", "--step", "7", "--prompt", "a"), "There are those of steps 60"),
+        (("--checkpoint", "{run}", "--step", "7", "--prompt", "a"), "It has steps 60"),
         (("--checkpoint", "{run}", "--dtype", "float32", "--prompt", "a"), "--dtype has no effect with"),
         (("--checkpoint", "{run}", "--tokenizer", "no/../such", "--prompt", "a"), "'no/../such' is neither"),
         (("--checkpoint", "{run}", "--prompts", "nowhere.txt"), "Can't read --prompts nowhere.txt"),

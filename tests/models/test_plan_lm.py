@@ -127,6 +127,9 @@ def test_auto_has_a_command(tmp_path):
         (["--targt", "local"], "Did you mean `target`?"),
         (["--model.type", "qwen3", "--model.num_layers", "100000000"], "This can't fit: it takes at least"),
         (["--remat", "nestd"], "Unknown remat policy 'nestd'"),
+        (["--remat", "{nested: [7, 9]}"], "cuts the layers into 7 parts"),
+        (["--vocab_size", "10"], "The tokenizer 'byte' has"),
+        (["--vocab_size", "0"], "vocab_size must be at least 1, got 0"),
     ],
 )
 def test_what_the_user_can_mend_is_one_message(arguments, message):

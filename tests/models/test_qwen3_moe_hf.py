@@ -256,7 +256,7 @@ def test_a_config_may_stretch_the_context_of_the_folder(folder):
             ScanCheckpointPolicy(
                 first_layers=1, first_policy=ScanCheckpointPolicy(save_block_internals=("keys",))
             ),
-            "remat.save_block_internals has 'keys', which",
+            "remat.first_policy.save_block_internals has 'keys', which",
         ),
     ],
     ids=range(4),

@@ -201,7 +201,7 @@ def test_a_run_goes_on_with_another_number_of_devices(workplace, monkeypatch, ca
     with stopped_after(5, monkeypatch):
         assert train(workplace, *DEVICES, "4") == 75
     assert train(workplace, *DEVICES, "2") == 0
-    assert "going on after step 5" in capsys.readouterr().out
+    assert "resuming after step 5" in capsys.readouterr().out
     np.testing.assert_allclose(losses_of(workplace / "run"), losses_of(finished), rtol=1e-4)
 
 
@@ -224,7 +224,7 @@ def test_a_run_that_a_signal_ends_goes_on_with_the_same_command_and_no_other_mod
     assert "expert_dim 8" in shown and "expert_dim 16" in shown
 
     assert train(workplace) == 0
-    assert "going on after step 5" in capsys.readouterr().out
+    assert "resuming after step 5" in capsys.readouterr().out
     assert repeated_metrics(workplace / "run") == repeated_metrics(finished)
 
 
@@ -244,7 +244,7 @@ def test_the_command_is_killed_and_goes_on_as_if_it_had_not_been(workplace, fini
     process.communicate()
     process = start()
     shown, _ = process.communicate()
-    assert process.returncode == 0 and b"going on after step" in shown, shown
+    assert process.returncode == 0 and b"resuming after step" in shown, shown
     assert repeated_metrics(workplace / "run") == repeated_metrics(finished)
 
 

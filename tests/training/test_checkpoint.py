@@ -308,7 +308,7 @@ def test_a_part_of_a_checkpoint_and_its_config_can_be_read(tmp_path):
     model = load_checkpoint(folder, shapes().trained, step=1, part="trained")
     assert eqx.tree_equal(model, state(seed=1).trained)
     assert checkpoint_config(folder) == {"n": 1}
-    with pytest.raises(FileNotFoundError, match=r"of step 7 in .* There are those of steps 1, 2"):
+    with pytest.raises(FileNotFoundError, match=r"of step 7 in .* It has steps 1, 2"):
         load_checkpoint(folder, shapes(), step=7)
 
 

@@ -73,6 +73,11 @@ def test_entries_resolve_to_policies_and_auto_to_none():
     assert check_remat("auto", "72GiB", "1.5TiB") is None
 
 
+def test_a_wrong_field_is_named_with_its_whole_key():
+    with pytest.raises(ValueError, match=r"^remat.first_policy.foo is not a field"):
+        remat_policy({"first_layers": 1, "first_policy": {"foo": 1}})
+
+
 def test_a_preset_is_named_like_an_alias():
     assert remat_policy("frugal", PRESETS) == PRESETS["frugal"]
     assert check_remat("frugal", None, None, PRESETS) == PRESETS["frugal"]

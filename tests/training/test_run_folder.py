@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from stacked_remat._files import replaced_whole
 from stacked_remat.training import ConfigError, RunFolder, config_changes, lock_run_folder
 
 CONFIG = {"model": {"type": "x", "width": 2}, "trainer": {"log_every": 1, "checkpoint": {"keep_last": 2}}}
@@ -21,6 +22,27 @@ def test_a_new_folder_has_the_resolved_config(tmp_path):
     folder = RunFolder.open(tmp_path / "a" / "b", CONFIG)
     assert yaml.safe_load(folder.config.read_text()) == CONFIG
     assert {folder.metrics.parent, folder.checkpoints.parent} == {tmp_path / "a" / "b"}
+
+
+@pytest.mark.parametrize("kind", ["file", "folder", "link"])
+def test_what_a_kill_left_is_removed_when_the_file_is_written_again(tmp_path, kind):
+    kept, left = tmp_path / "kept", tmp_path / "run" / ".config.yaml.unfinished"
+    (left if kind == "folder" else left.parent).mkdir(parents=True)
+    kept.mkdir()
+    if kind != "folder":
+        left.symlink_to(kept) if kind == "link" else left.write_text("half")
+    RunFolder(left.parent).begin(CONFIG)
+    assert [path.name for path in left.parent.iterdir()] == ["config.yaml"] and kept.is_dir()
+
+
+def test_processes_that_write_the_same_file_do_not_meet(tmp_path):
+    with (
+        replaced_whole(tmp_path / "a", shared=True) as one,
+        replaced_whole(tmp_path / "a", shared=True) as two,
+    ):
+        one.write_text("one")
+        two.write_text("two")
+    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("a", "one")]
 
 
 def test_a_folder_without_results_is_used(tmp_path):

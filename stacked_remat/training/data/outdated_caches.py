@@ -16,7 +16,7 @@ COMPLETE, UNFINISHED, LOCK = "complete.json", "unfinished.json", ".lock"
 """The identity of a cache and of one that is being built, and the file that its builder locks."""
 
 _READERS = ".readers"  # every reader holds a shared lock of this file
-_OURS = re.compile(r"\.?(complete\.json|unfinished\.json|shard-\d{5,})(\.[0-9a-f]{8})?|\.lock|\.readers")
+_OURS = re.compile(r"\.?(complete\.json|unfinished\.json|shard-\d{5,})(\.unfinished)?|\.lock|\.readers")
 
 
 @functools.cache

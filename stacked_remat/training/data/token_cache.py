@@ -5,7 +5,6 @@ import dataclasses
 import fcntl
 import hashlib
 import json
-import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -142,8 +141,6 @@ def _build(request: CacheRequest, folder: Path, progress: Progress, shard_tokens
     """Makes a cache whole, and removes those that it replaces."""
     with replaced_whole(folder / UNFINISHED) as path:
         path.write_text(json.dumps(request.identity()), encoding="utf-8")
-    for killed in folder.glob(".shard-*"):
-        shutil.rmtree(killed)
     count = _write_shards(request, folder, progress, shard_tokens)
     with replaced_whole(folder / COMPLETE) as path:
         path.write_text(json_with_checksum({**request.identity(), "shards": count}), encoding="utf-8")

@@ -157,7 +157,9 @@ def test_a_killed_build_resumes_after_the_last_whole_shard(folder, tmp_path):
         process.send_signal(signal.SIGKILL)
     written = {shard: (shard / "tokens.npy").stat().st_mtime_ns for shard in shards(cache)}
     assert len(written) == 4 and not list(cache.glob("*/complete.json"))
-    half = shards(cache)[0].with_name(".shard-00004.0123abcd")  # as a kill while a shard is written leaves it
+    half = shards(cache)[0].with_name(
+        ".shard-00004.unfinished"
+    )  # as a kill while a shard is written leaves it
     half.mkdir()
     (half / "tokens.npy").write_bytes(b"half")
     resumed = build(folder, cache, shard_tokens=3000)

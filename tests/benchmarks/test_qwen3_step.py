@@ -24,7 +24,7 @@ TINY = [
     "--matmul",
     "8",
 ]
-SMALL = ["--overrides", "--model.num_layers", "2", "--model.hidden_dim", "16", "--vocab_size", "32"]
+SMALL = ["--overrides", "--model.num_layers", "2", "--model.hidden_dim", "16", "--vocab_size", "260"]
 
 
 @pytest.mark.deep
@@ -59,7 +59,7 @@ def test_a_policy_with_wrong_gradients_is_named_and_not_timed(tmp_path, monkeypa
 
 def test_other_models_are_refused(tmp_path):
     dense = tmp_path / "dense.yaml"
-    dense.write_text("model:\n  type: qwen3\nvocab_size: 32\n")
+    dense.write_text("model:\n  type: qwen3\nvocab_size: 260\n")
     with pytest.raises(SystemExit, match="model.type must be qwen3_moe here; the config has Qwen3Config"):
         main(["--config", str(dense), "--alone", "check"])
 

@@ -28,6 +28,16 @@ def printable(text: str) -> str:
     return text if text.isprintable() and len(text) < 500 else reprlib.repr(text)
 
 
+def float_problems(dtypes: Mapping[str, str]) -> list[str]:
+    """One line for each tensor of a safetensors file whose dtype there is not a float."""
+    floats = ("F64", "F32", "F16", "BF16")
+    return [
+        f"not a float: {printable(name)} is {dtype}, expected one of {', '.join(floats)}"
+        for name, dtype in dtypes.items()
+        if dtype not in floats
+    ]
+
+
 def entry_problems(expected: Mapping[str, Any], found: Mapping[str, Any]) -> list[str]:
     """One line for each entry that is missing, unknown, or not as expected.
 

@@ -18,12 +18,9 @@ from jax.sharding import Sharding
 from jaxtyping import Array, DTypeLike, Shaped
 
 from models.hf_io.safetensors_folder import Pending, SafetensorsFolder, WeightsError
-from stacked_remat._messages import entry_problems, printable, shortened
+from stacked_remat._messages import entry_problems, float_problems, printable, shortened
 
 Tensor: TypeAlias = Shaped[np.ndarray, "..."]
-
-
-_FLOATS = ("F64", "F32", "F16", "BF16")
 
 
 @dataclass(frozen=True)
@@ -74,11 +71,7 @@ def check_tensors(places: Sequence[Place], folder: SafetensorsFolder) -> None:
         f"incomplete: {printable(name)}, which the index places in {file.name}; fetch the folder again"
         for name, file in folder.absent.items()
     ]
-    problems += [
-        f"not a float: {name} is {folder.dtypes[name]}, expected one of {', '.join(_FLOATS)}"
-        for name in expected
-        if name in folder.shapes and folder.dtypes[name] not in _FLOATS
-    ]
+    problems += float_problems({name: folder.dtypes[name] for name in expected if name in folder.shapes})
     if problems:
         raise WeightsError(
             f"The tensors in {folder.root} are not those of this model; {len(problems)} differ. Check that "

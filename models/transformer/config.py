@@ -4,7 +4,7 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, get_args, get_type_hints
+from typing import Any, ClassVar, Literal
 
 import draccus
 import jax.numpy as jnp
@@ -14,6 +14,7 @@ from models.lm import LmConfig
 from models.transformer.remat_presets import ATTENTION_NAMES, DECODER_REMAT_PRESETS, EXPERTS_NAMES
 from stacked_remat.ops import RotaryScaling, rotary_from_hf, rotary_to_hf
 from stacked_remat.training import RematPresets
+from stacked_remat.training.config_checks import check_choices, check_positive
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ class AttentionConfig:
     backend: Literal["auto", "cudnn", "splash", "blockwise", "exact"] = "auto"
 
     def __post_init__(self) -> None:
-        _require_choice("model.attention", self, "backend")
+        check_choices("model.attention", self)
         if self.window is not None and self.window < 1:
             raise ValueError(
                 f"model.attention.window must be at least 1 position, got {self.window}; null lets every "
@@ -77,7 +78,7 @@ class RotaryConfig:
     max_position_embeddings: int = 32_768
 
     def __post_init__(self) -> None:
-        _require_positive("model.rotary", max_position_embeddings=self.max_position_embeddings)
+        check_positive("model.rotary", max_position_embeddings=self.max_position_embeddings)
         if self.theta <= 1:
             raise ValueError(f"model.rotary.theta must be above 1, got {self.theta}.")
 
@@ -110,7 +111,7 @@ class ExpertsConfig:
     load_balance_loss: Literal["per_layer", "pooled"] = "per_layer"
 
     def __post_init__(self) -> None:
-        _require_positive(
+        check_positive(
             "model.experts",
             num_experts=self.num_experts,
             experts_per_token=self.experts_per_token,
@@ -128,7 +129,7 @@ class ExpertsConfig:
                     f"model.experts.{name} must not be negative or infinite, got {weight}; 0 turns the loss "
                     f"off."
                 )
-        _require_choice("model.experts", self, "load_balance_loss")
+        check_choices("model.experts", self)
 
     @property
     def load_balance_weight_used(self) -> float:
@@ -170,7 +171,7 @@ class DecoderConfig(LmConfig):
     compute_dtype: Literal["float32", "bfloat16"] = "float32"
 
     def __post_init__(self) -> None:
-        _require_positive(
+        check_positive(
             "model",
             hidden_dim=self.hidden_dim,
             num_layers=self.num_layers,
@@ -182,7 +183,7 @@ class DecoderConfig(LmConfig):
         )
         self._check_heads()
         _require_layers("model.attention.windowed_layers", self.attention.windowed_layers, self.num_layers)
-        _require_choice("model", self, "compute_dtype")
+        check_choices("model", self)
 
     def _check_heads(self) -> None:
         if self.num_heads % self.num_kv_heads:
@@ -325,18 +326,6 @@ def _decode_scaling(raw: Any, path: Sequence[str]) -> RotaryScaling:
 
 draccus.decode.register(RotaryScaling, _decode_scaling)
 draccus.encode.register(RotaryScaling, lambda scaling, *_: rotary_to_hf(scaling))
-
-
-def _require_choice(where: str, config: object, name: str) -> None:
-    valid, value = get_args(get_type_hints(type(config))[name]), getattr(config, name)
-    if value not in valid:
-        raise ValueError(f"{where}.{name} = {value!r} is not one of {', '.join(map(repr, valid))}.")
-
-
-def _require_positive(where: str, **values: float) -> None:
-    for name, value in values.items():
-        if value <= 0:
-            raise ValueError(f"{where}.{name} must be positive, got {value}.")
 
 
 def _require_layers(where: str, layers: tuple[int, ...] | None, num_layers: int) -> None:

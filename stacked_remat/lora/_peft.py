@@ -21,7 +21,7 @@ from haliax import Axis, NamedArray
 from jaxtyping import DTypeLike
 
 from .._files import replaced_whole
-from .._messages import entry_problems, printable
+from .._messages import entry_problems, float_problems
 from ._adapter import RANK_AXIS, LoraLinear, linear_axes, lora_linears, replace_linears, stack_axes
 from ._peft_config import CONFIG_FILE, PeftSettings, describe
 from ._peft_layout import Assembled, Pair, PeftParameter, Place, assemble, places_of, take_apart, tensor_keys
@@ -34,7 +34,6 @@ PeftNames: TypeAlias = Callable[[str, Index], str | PeftParameter]
 or to the part of a parameter."""
 
 TENSORS_FILE = "adapter_model.safetensors"
-_FLOATS = ("F64", "F32", "F16", "BF16")
 # Metadata that PEFT ignores: the ranks of the parts of each target.
 _PART_RANKS = "part_ranks"
 
@@ -126,13 +125,8 @@ def load_peft(model: T, folder: Path, names: PeftNames, *, dtype: DTypeLike = jn
     with _opened(path) as file:
         shapes = {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}
         keys = tensor_keys(_adapted(places, settings, set(shapes)))
-        dtypes = {key: file.get_slice(key).get_dtype() for key in shapes}
         problems = _problems(keys, shapes, places, settings, linears)
-        problems += [
-            f"mismatched: {printable(key)} is {dtype}, expected one of {', '.join(_FLOATS)}"
-            for key, dtype in dtypes.items()
-            if dtype not in _FLOATS
-        ]
+        problems += float_problems({key: file.get_slice(key).get_dtype() for key in shapes})
         if problems:
             raise ValueError(f"The adapters in {path} do not fit the model:\n" + "\n".join(problems))
         part_ranks = _part_ranks(path, file.metadata() or {})

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from ..memory._table import readable_bytes
 from .array_layout import arrays_by_name, is_key
 from .config_error import ConfigError
 
@@ -32,13 +33,13 @@ def check_fits(parts: Mapping[str, Any], fix: str, *, limit: int | None = None) 
     sizes = {name: sum(map(_bytes_of(shared), arrays_by_name(tree).values())) for name, tree in parts.items()}
     if limit is None or sum(sizes.values()) <= limit:
         return
-    shown = ", ".join(f"{name} {_gibibytes(size)}" for name, size in sizes.items() if size)
+    shown = ", ".join(f"{name} {readable_bytes(size)}" for name, size in sizes.items() if size)
     arrays = [item for tree in parts.values() for item in arrays_by_name(tree).items()]
     name, largest = max(arrays, key=lambda item: _bytes_of(shared)(item[1]))
     where = "this machine" if shared else "a device"
     raise ConfigError(
-        f"This can't fit: it takes at least {_gibibytes(sum(sizes.values()))} of memory ({shown}), and "
-        f"{where} has {_gibibytes(limit)}. The largest array is {name}, {largest.dtype} of "
+        f"This can't fit: it takes at least {readable_bytes(sum(sizes.values()))} of memory ({shown}), and "
+        f"{where} has {readable_bytes(limit)}. The largest array is {name}, {largest.dtype} of "
         f"{' x '.join(f'{size:,}' for size in largest.shape)}. {fix}"
     )
 
@@ -78,7 +79,3 @@ def _bytes_of(all_devices: bool) -> Any:
         return int(np.prod(shape, dtype=object)) * array.dtype.itemsize * copies
 
     return count
-
-
-def _gibibytes(size: int) -> str:
-    return f"{size / 2**30:,.2f} GiB" if size >= 2**30 / 100 else f"{size:,} bytes"

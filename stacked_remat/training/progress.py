@@ -17,6 +17,8 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
+from ..memory._table import readable_bytes
+
 _SECONDS_BETWEEN_LINES = 15.0
 
 
@@ -156,7 +158,8 @@ class ConsoleProgress(Progress):
 
     def advance(self, step: int, loss: float, tokens_per_second: float, memory: int | None = None) -> None:
         """Moves the bar, or prints a line every `line_every` steps."""
-        status = f"loss {loss:.3f}  {tokens_per_second:,.0f} tokens/s{_gibibytes(memory)}"
+        status = f"loss {loss:.3f}  {tokens_per_second:,.0f} tokens/s"
+        status += "" if memory is None else f"  {readable_bytes(memory)}"
         if self._bar is not None:
             self._bar.update(self._bar.task_ids[0], completed=step, status=status)
         elif step % self._line_every == 0 or step == self._num_steps or self._first_done is None:
@@ -178,7 +181,3 @@ class ConsoleProgress(Progress):
             return None
         first, then = self._first_done
         return (time.monotonic() - then) / (step - first) * (self._num_steps - step)
-
-
-def _gibibytes(memory: int | None) -> str:
-    return "" if memory is None else f"  {memory / 2**30:.2f} GiB"

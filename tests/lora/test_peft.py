@@ -289,7 +289,7 @@ def test_tensors_that_are_not_floats_are_named(saved):
         tensors[key] = tensors[key].astype(np.int8)
 
     rewrite(saved, as_integers)
-    with pytest.raises(ValueError, match=f"mismatched: {re.escape(key)} is I8, expected one of F64"):
+    with pytest.raises(ValueError, match=f"not a float: {re.escape(key)} is I8, expected one of F64"):
         load_peft(model(), saved, names)
 
 

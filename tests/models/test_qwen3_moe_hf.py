@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import weakref
+from types import SimpleNamespace
 
 import equinox as eqx
 import haliax as hax
@@ -302,7 +303,8 @@ def test_tensors_are_counted_as_they_are_listed(config):
     assert num_tensors(config) == sum(len(list(place.names)) for place in decoder_places(shapes).values())
 
 
-def test_the_auxiliary_loss_has_the_weight_of_the_folder_unless_the_config_has_one(folder):
+def test_the_auxiliary_loss_has_the_weight_of_the_folder_unless_the_config_has_one(folder, monkeypatch):
+    monkeypatch.setattr("models.run_config.load_tokenizer", lambda _: SimpleNamespace(vocab_size=Vocab.size))
     path = folder / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"router_aux_loss_coef": 0.25}))
     said = dataclasses.replace(CONFIG.experts, load_balance_weight=0.5, load_balance_loss="pooled")

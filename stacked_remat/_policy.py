@@ -9,7 +9,7 @@ only decides; `_scan/` carries it out.
 import dataclasses
 import math
 import operator
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Literal, TypeAlias
 
 import jax
@@ -121,133 +121,121 @@ class ScanCheckpointPolicy:
         object.__setattr__(
             self, "first_layers", first and _positive("first_layers", first, "a number of layers")
         )
-        self._refuse_contradictions()
+        for reason in self._contradictions():
+            raise ValueError(reason)
 
-    def _refuse_contradictions(self) -> None:
-        if self.disable:
-            self._refuse(
-                "disable=True turns checkpointing off and leaves {} without effect. Drop one or the other.",
-                self._set_beside("disable"),
+    def _contradictions(self) -> Iterator[str]:
+        """What the settings cannot mean together: the reason, and what to write instead."""
+        written = {name: f"{name}={as_written(value)!r}" for name, value in self.settings()}
+        cuts = [f"{name}={getattr(self, name)!r}" for name in _CUTS if name in written]
+
+        def listed(*names: str, but: tuple[str, ...] = ()) -> str:
+            chosen = (name for name in written if (name in names if names else name not in but))
+            return " and ".join(written[name] for name in chosen)
+
+        if self.disable and (others := listed(but=("disable",))):
+            yield (
+                f"disable=True turns checkpointing off and leaves {others} without effect. Drop one or the "
+                "other."
             )
-        if self.simple:
-            self._refuse(
-                "simple=True is one plain jax.checkpoint around each layer, which names no values, so {} "
-                "cannot be obeyed. Drop one or the other.",
-                self._set_beside("simple", "prevent_cse", *_CUTS),  # layers that are cut need no names anyway
+        # Layers that are cut need no names.
+        if self.simple and (others := listed(but=("simple", "prevent_cse", *_CUTS))):
+            yield (
+                "simple=True is one plain jax.checkpoint around each layer, which names no values, so "
+                f"{others} cannot be obeyed. Drop one or the other."
             )
-        both = sorted(set(self.saved_names) & set(self.offloaded_names))
-        if both:
-            raise ValueError(
-                f"{both} are in both save_block_internals and offload_block_internals; keep each in one."
+        if both := sorted(set(self.saved_names) & set(self.offloaded_names)):
+            yield f"{both} are in both save_block_internals and offload_block_internals; keep each in one."
+        if len(cuts) > 1:
+            yield f"{' and '.join(cuts)} each say how the layers are cut; keep one."
+        if cuts:
+            yield from self._contradictions_of_cut(cuts[0])
+        # save_carries=False is Haliax's way of writing "internals alone", and obeyed: carries that no
+        # derivative reads are not kept.
+        unread = ["save_inputs"] * (self.save_inputs is False) + ["prevent_cse"]
+        if self.save_block_internals is True and (others := listed(*unread)):
+            yield (
+                "save_block_internals=True keeps everything that the backward pass reads, and nothing is "
+                f"computed again, so {others} has no effect. Drop it, or name the internals to keep: "
+                "save_block_internals=[...]."
             )
-        if self.is_nested:
-            self._refuse_for_nested()
-        if self.save_block_internals is True:
-            self._refuse_beside_all_internals()
+        # The internals of a segment leave its boundaries to offload.
+        offloads = [name for name, value in self.settings() if value == OFFLOAD or name.startswith(OFFLOAD)]
+        if self.save_block_internals is True and not cuts and offloads:
+            yield (
+                "save_block_internals=True keeps everything on the device and leaves nothing to offload, so "
+                f"{listed(*offloads)} cannot be obeyed. Name the internals to keep instead: "
+                "save_block_internals=[...]."
+            )
         if self.first_layers:
-            self._refuse_for_first_layers()
+            yield from self._contradictions_of_first_layers(written)
         elif self.first_policy is not False:
-            raise ValueError(
+            yield (
                 f"first_policy={self.first_policy!r} has no effect without first_layers. Say how many layers "
                 "follow it: first_layers=k."
             )
-        if self.prevent_cse and (self.is_nested or self.first_layers) and not self.saves_some_internals:
-            self._refuse(
-                "With {} layers are replayed in loops of their own, where XLA finds nothing to merge the "
-                "recomputation with, so prevent_cse=True has no effect without save_block_internals=[names]. "
-                "Drop it.",
-                [name for name, _ in self.settings() if name in (*_CUTS, "first_layers")],
+        swept = listed(*_CUTS, "first_layers")
+        if self.prevent_cse and swept and isinstance(self.save_block_internals, bool):
+            yield (
+                f"With {swept} layers are replayed in loops of their own, where XLA finds nothing to merge "
+                "the recomputation with, so prevent_cse=True has no effect without "
+                "save_block_internals=[names]. Drop it."
             )
 
-    def _refuse_beside_all_internals(self) -> None:
-        # save_carries=False is Haliax's way of writing "internals alone", and obeyed: carries that no
-        # derivative reads are not kept.
-        without_effect = {"save_inputs": False, "prevent_cse": True}
-        self._refuse(
-            "save_block_internals=True keeps everything that the backward pass reads, and nothing is "
-            "computed again, so {} has no effect. Drop it, or name the internals to keep: "
-            "save_block_internals=[...].",
-            [
-                name
-                for name, value in self.settings()
-                if name in without_effect and value is without_effect[name]
-            ],
-        )
-        if not self.is_nested:  # the internals of a segment leave its boundaries to offload
-            self._refuse(
-                "save_block_internals=True keeps everything on the device and leaves nothing to offload, so "
-                "{} cannot be obeyed. Name the internals to keep instead: save_block_internals=[...].",
-                [name for name, value in self.settings() if value == OFFLOAD or name.startswith(OFFLOAD)],
-            )
-
-    def _refuse_for_nested(self) -> None:
-        cuts = [f"{name}={value!r}" for name, value in self.settings() if name in _CUTS]
-        if len(cuts) > 1:
-            raise ValueError(f"{' and '.join(cuts)} each say how the layers are cut; keep one.")
+    def _contradictions_of_cut(self, cut: str) -> Iterator[str]:
         if self.save_carries == OFFLOAD and (self.max_carries is not None or isinstance(self.nested, tuple)):
-            raise ValueError(
-                f'save_carries="offload" moves the boundaries of one cut to the host, and {cuts[0]} cuts '
-                "more than once. Use nested=True, nested=k or segment_length=k."
+            yield (
+                f'save_carries="offload" moves the boundaries of one cut to the host, and {cut} cuts more '
+                "than once. Use nested=True, nested=k or segment_length=k."
             )
         if self.save_carries is False:
-            raise ValueError(
-                f"{cuts[0]} keeps the carry at the start of each segment, and save_carries=False keeps none. "
-                'For a backward pass that starts from the stack\'s input alone use "recompute".'
+            yield (
+                f"{cut} keeps the carry at the start of each segment, and save_carries=False keeps none. For "
+                'a backward pass that starts from the stack\'s input alone use "recompute".'
             )
         if self.save_inputs is not True:
-            raise ValueError(
-                f"{cuts[0]} reads the scanned inputs where they are whenever a segment is replayed, so "
+            yield (
+                f"{cut} reads the scanned inputs where they are whenever a segment is replayed, so "
                 f"save_inputs={self.save_inputs!r} cannot be obeyed. Leave save_inputs=True."
             )
         if self.offloaded_names:
-            raise ValueError(
-                f"With {cuts[0]}, block internals live only while one segment is reversed, so "
+            yield (
+                f"With {cut}, block internals live only while one segment is reversed, so "
                 f"offload_block_internals={list(self.offloaded_names)} would move them out and back. "
                 'Put them in save_block_internals, or offload the boundaries with save_carries="offload".'
             )
 
-    def _refuse_for_first_layers(self) -> None:
+    def _contradictions_of_first_layers(self, written: Mapping[str, str]) -> Iterator[str]:
         first = resolve_policy(self.first_policy)
         allowed = ("save_block_internals", "disable", "prevent_cse")
-        clashing = [f"{name}={value!r}" for name, value in first.settings() if name not in allowed]
-        if clashing:
-            raise ValueError(
-                f"The first layers keep what they keep on the device, so first_policy cannot say "
+        if clashing := [f"{name}={value!r}" for name, value in first.settings() if name not in allowed]:
+            yield (
+                "The first layers keep what they keep on the device, so first_policy cannot say "
                 f"{' and '.join(clashing)}. Use False, True or save_block_internals=[names], and let the "
                 "other settings cut or offload the rest."
             )
-        if first.prevent_cse and not first.saves_some_internals:
-            raise ValueError(
+        if first.prevent_cse and isinstance(first.save_block_internals, bool):
+            yield (
                 "first_policy says prevent_cse=True, which has no effect there without "
                 "save_block_internals=[names]. Drop it."
             )
-        rest = dict(self.settings())
         if self.saves_everything and not self.is_nested:
-            raise ValueError(
+            yield (
                 "With save_block_internals=True the layers after the first already keep every internal, so "
                 f"first_layers={self.first_layers} would have no effect. Drop it, or let the rest recompute."
             )
         for name in ("save_inputs", "save_block_internals", "offload_block_internals"):
-            if name in rest and not (self.is_nested and name == "save_block_internals"):
-                raise ValueError(
-                    f"{name}={as_written(rest[name])!r} cannot be obeyed beside "
-                    f"first_layers={self.first_layers}: the layers after the first can be cut (nested, "
-                    "segment_length, max_carries), or keep or offload their carries."
+            if name in written and not (self.is_nested and name == "save_block_internals"):
+                yield (
+                    f"{written[name]} cannot be obeyed beside first_layers={self.first_layers}: the layers "
+                    "after the first can be cut (nested, segment_length, max_carries), or keep or offload "
+                    "their carries."
                 )
         if self.save_carries is False:
-            raise ValueError(
-                "save_carries=False replays the whole stack from its input, its first layers too. Use "
-                "nested beside first_layers."
+            yield (
+                "save_carries=False replays the whole stack from its input, its first layers too. Use nested "
+                "beside first_layers."
             )
-
-    def _refuse(self, reason: str, names: list[str]) -> None:
-        """Raise with the settings of these names in the place of the reason's braces, if there are any."""
-        if names:
-            clashing = (f"{name}={as_written(getattr(self, name))!r}" for name in names)
-            raise ValueError(reason.format(" and ".join(clashing)))
-
-    def _set_beside(self, *names: str) -> list[str]:
-        return [name for name, _ in self.settings() if name not in names]
 
     def settings(self) -> list[tuple[str, Any]]:
         """The fields that were set to something else than their defaults, in order."""
@@ -276,11 +264,6 @@ class ScanCheckpointPolicy:
     def saved_names(self) -> tuple[str, ...]:
         """The internals kept on the device by name."""
         return self.save_block_internals if isinstance(self.save_block_internals, tuple) else ()
-
-    @property
-    def saves_some_internals(self) -> bool:
-        """Whether internals are kept on the device by name or by operation, and not all of them."""
-        return not isinstance(self.save_block_internals, bool)
 
     @property
     def offloaded_names(self) -> tuple[str, ...]:

@@ -79,7 +79,7 @@ def check_carry(before: Any, after: Any, what: str = "carry") -> None:
         if not is_named(a) and eqx.is_array_like(a) and jnp.shape(a) != jnp.shape(b):
             raise ValueError(f"{where} goes in as {describe(a)} and comes out as {describe(b)}.")
         if eqx.is_array_like(a) or is_named(a):
-            _check_dtype(where, *(leaf.array if is_named(leaf) else leaf for leaf in (a, b)))
+            _check_dtype(where, *(leaf.array if is_named(leaf) else leaf for leaf in (a, b)), what)
         elif a != b:
             raise ValueError(
                 f"{where} is not an array, so it must stay as it is; {a!r} goes in and {b!r} comes out."
@@ -108,13 +108,13 @@ def _children(tree: Any) -> dict[str, Any]:
     return {jtu.keystr(path): node for path, node in paths_and_nodes}
 
 
-def _check_dtype(where: str, before: Any, after: Any) -> None:
+def _check_dtype(where: str, before: Any, after: Any, what: str) -> None:
     old, new = jax.typeof(before), jax.typeof(after)
     if old.weak_type or old.dtype == new.dtype:  # a Python number takes the dtype that it meets
         return
     raise ValueError(
         f"{where} goes in as {old.dtype} and comes out as {new.dtype}. Cast what comes out, "
-        f"y.astype(x.dtype), or what goes in first."
+        f"y.astype({what}.dtype), or what goes in first."
     )
 
 

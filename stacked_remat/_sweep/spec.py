@@ -1,5 +1,6 @@
 """A sweep over layers on lists of arrays: its forward loop, its reverse loop, and the scan that it equals."""
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -132,9 +133,9 @@ class SweepSpec:
         def step(index: Any, carry: Carry) -> tuple[Carry, Arrays]:
             return self.run_layer(shared, xs, index + self.first, carry)
 
-        avals: Any = [out.aval for out in self.jaxpr.outvars[self.carries :]]
-        y = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals]
         if self.schedule is None:
+            avals: Any = [out.aval for out in self.jaxpr.outvars[self.carries :]]
+            y = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals]
             return carry, empty_stack(y, 0), Checkpoints([], None)
         length = self.schedule.length
 
@@ -143,6 +144,7 @@ class SweepSpec:
 
         if not self.on_host:
             return forward_sweep(step, carry, self.schedule, reverse=self.reverse, unroll=self.unroll)
+        _, y = jax.eval_shape(functools.partial(step, 0), carry)
         return forward_sweep_on_host(
             step, carry, empty_stack(y, length), self.schedule, write_output=write_output, unroll=self.unroll
         )

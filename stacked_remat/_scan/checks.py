@@ -79,7 +79,8 @@ def check_carry(before: Any, after: Any, what: str = "carry") -> None:
         if not is_named(a) and eqx.is_array_like(a) and jnp.shape(a) != jnp.shape(b):
             raise ValueError(f"{where} goes in as {describe(a)} and comes out as {describe(b)}.")
         if eqx.is_array_like(a) or is_named(a):
-            _check_dtype(where, *(leaf.array if is_named(leaf) else leaf for leaf in (a, b)), what)
+            a, b = (leaf.array if is_named(leaf) else leaf for leaf in (a, b))
+            _check_dtype(where, a, b, what)
         elif a != b:
             raise ValueError(
                 f"{where} is not an array, so it must stay as it is; {a!r} goes in and {b!r} comes out."

@@ -19,17 +19,11 @@ from haliax.state_dict import (
 from ._block_foldable import BlockFoldable
 from ._policy import ScanCheckpointPolicy, ScanCheckpointSpec, resolve_policy
 from ._scan.api import scan_for, vmap_layers
-from ._scan.layer_axis import (
-    Caller,
-    SplitTree,
-    argument_namer,
-    check_axis,
-    check_stacked,
-    numbers_to_arrays,
-    split_tree,
-    take_layers,
-)
+from ._scan.arguments import Caller, argument_namer, check_stacked
+from ._scan.checks import check_axis
+from ._scan.layer_axis import layer_getter
 from ._scan.marks import Marked, changed, is_array, map_unsliced
+from ._scan.stacking import numbers_to_arrays, take_layers
 from ._scan.sweep_back import SweepBack
 from ._scan.vjp import vjp_for
 from ._stacked_methods import (
@@ -253,8 +247,7 @@ class Stacked(BlockFoldable[M]):
 
     def unstacked(self) -> tuple[M, ...]:
         """The layers as separate modules. Copies their arrays."""
-        layers = self._split()
-        return tuple(layers.layer(i) for i in range(self.Block.size))
+        return tuple(self)
 
     def get_layer(self, index: int) -> M:
         """One layer as a module of its own.
@@ -265,11 +258,10 @@ class Stacked(BlockFoldable[M]):
         Raises:
             IndexError: for an index outside of the stack.
         """
-        return self._split().layer(check_layer_index(index, self.Block))
+        return self._layer_getter()(check_layer_index(index, self.Block))
 
     def __iter__(self) -> Iterator[M]:
-        split = self._split()
-        return (split.layer(i) for i in range(self.Block.size))
+        return map(self._layer_getter(), range(self.Block.size))
 
     def _layers(self, rows: slice) -> Self:
         check_stacked(self.stacked, self.Block, Caller(type(self).__name__, _name_in_stack))
@@ -308,9 +300,8 @@ class Stacked(BlockFoldable[M]):
         restored = restore(_stored(self.stacked), _stored(template.stacked))
         return changed(self, stacked=restored)
 
-    def _split(self) -> SplitTree:
-        what = type(self).__name__
-        return split_tree(_stored(self.stacked), self.Block, name_of=_name_in_stack, what=what)
+    def _layer_getter(self) -> Callable[[int], M]:
+        return layer_getter(_stored(self.stacked), self.Block, Caller(type(self).__name__, _name_in_stack))
 
 
 def _applied(tree: Any) -> Marked:

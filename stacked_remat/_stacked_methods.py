@@ -10,7 +10,7 @@ import equinox as eqx
 from haliax import Axis
 
 from ._policy import ScanCheckpointPolicy, resolve_policy
-from ._scan.layer_axis import Caller, argument_namer
+from ._scan.arguments import Caller, argument_namer
 
 B_co = TypeVar("B_co", bound=eqx.Module, covariant=True)
 P = ParamSpec("P")

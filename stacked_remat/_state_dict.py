@@ -12,7 +12,8 @@ from haliax import Axis
 from haliax.state_dict import StateDict, with_prefix
 
 from ._messages import entry_problems
-from ._scan.layer_axis import is_array, is_named, is_split, stack_trees
+from ._scan.marks import is_array, is_named, is_split, raw_array
+from ._scan.stacking import stack_trees
 
 M = TypeVar("M", bound=eqx.Module)
 
@@ -59,7 +60,7 @@ def stack_as(stacked: M, layers: Sequence[M], axis: Axis) -> M:
     def choose(path: tuple[Any, ...], old: Any, new: Any, *of_layers: Any) -> Any:
         if is_split(old, axis) or not (is_named(old) or is_array(old)):
             return new
-        arrays = [leaf.array if is_named(leaf) else leaf for leaf in of_layers]
+        arrays = [raw_array(leaf) for leaf in of_layers]
         for index, array in enumerate(arrays):
             if not np.array_equal(array, arrays[0]):
                 raise ValueError(

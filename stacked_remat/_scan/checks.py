@@ -10,7 +10,23 @@ import jax.tree_util as jtu
 import numpy as np
 from haliax import Axis
 
-from .layer_axis import is_array, is_named
+from .._messages import axes_text
+from .marks import is_array, is_named, raw_array
+
+
+def check_axis(axis: Any, what: str) -> None:
+    """Refuse what is not an `Axis`.
+
+    Raises:
+        TypeError: says how to write one.
+    """
+    if not isinstance(axis, Axis):
+        name = repr(axis) if isinstance(axis, str) else "'layers'"
+        size = axis if isinstance(axis, int) else "size"
+        raise TypeError(
+            f"{what} takes the axis of the layers; got {axis!r} ({type(axis).__name__}). "
+            f"Write hax.Axis({name}, {size})."
+        )
 
 
 def check_axis_or_name(axis: Any, what: str) -> None:
@@ -79,8 +95,7 @@ def check_carry(before: Any, after: Any, what: str = "carry") -> None:
         if not is_named(a) and eqx.is_array_like(a) and jnp.shape(a) != jnp.shape(b):
             raise ValueError(f"{where} goes in as {describe(a)} and comes out as {describe(b)}.")
         if eqx.is_array_like(a) or is_named(a):
-            a, b = (leaf.array if is_named(leaf) else leaf for leaf in (a, b))
-            _check_dtype(where, a, b, what)
+            _check_dtype(where, raw_array(a), raw_array(b), what)
         elif a != b:
             raise ValueError(
                 f"{where} is not an array, so it must stay as it is; {a!r} goes in and {b!r} comes out."
@@ -138,7 +153,7 @@ def describe(x: Any) -> str:
     if x is None:
         return "None"
     if is_named(x):
-        return f"NamedArray axes ({', '.join(f'{own.name}={own.size}' for own in x.axes)})"
+        return f"NamedArray axes ({axes_text(x.axes)})"
     if is_array(x):
         return f"{x.dtype}[{','.join(str(size) for size in x.shape)}]"
     if isinstance(x, tuple | list):

@@ -23,9 +23,10 @@ from .._sweep.gradient import merge, pick
 from .._sweep.spec import FirstLayers
 from .._sweep.store import check_unsliced, on_device
 from .checks import check_carry, check_output, describe
-from .layer_axis import is_array, name_stacked, stack_outputs
+from .marks import is_array
+from .stacking import name_stacked, stack_outputs
 
-LayerFn = Callable[[Any, Any], tuple[Any, Any]]  # (carry, inputs of the layer) -> (carry, output)
+Step = Callable[[Any, Any], tuple[Any, Any]]  # (carry, inputs of the layer) -> (carry, output)
 
 
 def from_arguments(run: Callable, remat: Remat, axis: AxisSelector) -> Callable:
@@ -37,7 +38,7 @@ def from_arguments(run: Callable, remat: Remat, axis: AxisSelector) -> Callable:
 
 
 def scan_unrolled(
-    layer: LayerFn,
+    layer: Step,
     init: Any,
     inputs: Sequence[Any],
     axis: Axis,
@@ -67,8 +68,8 @@ def scan_unrolled(
         parts = [(remat.first, order[: remat.first_layers]), (remat, order[remat.first_layers :])]
     carry, outputs = init, []
     with jax.named_scope(f"scan({axis.name})"):
-        for own, layers in parts:
-            carry, ys = _run_unrolled(layer, carry, [inputs[i] for i in layers], own, _names_of(axis))
+        for part, layers in parts:
+            carry, ys = _run_unrolled(layer, carry, [inputs[i] for i in layers], part, _names_of(axis))
             outputs += ys
     stacked = stack_outputs(outputs[:: -1 if reverse else 1], axis, what)
     return _not_transposable((carry, stacked), remat)
@@ -116,7 +117,7 @@ def _names_of(axis: AxisSelector) -> _Names:
 
 
 def scan_rolled(
-    layer: LayerFn,
+    layer: Step,
     init: Any,
     xs: Sequence[Any],
     axis: Axis,
@@ -136,15 +137,15 @@ def scan_rolled(
 
     def run(carry: Any, xs: Sequence[Any]) -> tuple[Any, Any]:
         if isinstance(remat, Swept):
-            return _sweep_layers(
+            return sweep(
                 array_step(layer, init, remat),
                 carry,
                 xs,
-                axis.size,
-                remat,
-                unsliced=unsliced,
+                length=axis.size,
                 reverse=reverse,
                 unroll=unroll,
+                unsliced=unsliced,
+                **sweep_options(remat, axis.size),
             )
 
         def of_slices(carry: Any, slices: Any) -> tuple[Any, Any]:
@@ -163,35 +164,19 @@ def scan_rolled(
     return eqx.combine(carry, static), name_stacked(ys, axis, what)
 
 
-def _sweep_layers(
-    step: LayerFn,
-    carry: Any,
-    xs: Sequence[Any],
-    length: int,
-    remat: Swept,
-    *,
-    unsliced: Sequence[bool],
-    reverse: bool,
-    unroll: int | bool,
-) -> tuple[Any, Any]:
+def sweep_options(remat: Swept, length: int) -> dict[str, Any]:
+    """What a policy says of the sweep over so many layers; see `SweepSpec`."""
     first = remat.first_layers
-    return sweep(
-        step,
-        carry,
-        xs,
-        length=length,
-        schedule=remat.cut(length - first),
-        reverse=reverse,
-        unroll=unroll,
-        checkpoint=checkpoint_of(remat.internals),
-        boundaries="host" if remat.carries == "offload" else "device",
-        first_layers=FirstLayers(first, checkpoint_of(remat.first)) if first else None,
-        unsliced=unsliced,
-    )
+    return {
+        "schedule": remat.cut(length - first),
+        "checkpoint": checkpoint_of(remat.internals),
+        "boundaries": "host" if remat.carries == "offload" else "device",
+        "first_layers": FirstLayers(first, checkpoint_of(remat.first)) if first else None,
+    }
 
 
 def _run_unrolled(
-    layer: LayerFn, init: Any, inputs: Sequence[Any], remat: Remat, names: _Names
+    layer: Step, init: Any, inputs: Sequence[Any], remat: Remat, names: _Names
 ) -> tuple[Any, list[Any]]:
     """Apply `layer` to each of the inputs, and checkpoint the parts that the policy's schedule makes."""
     tree: Tree = tuple(range(len(inputs)))
@@ -223,7 +208,7 @@ def _run_unrolled(
     return run(init)
 
 
-def array_step(layer: LayerFn, init: Any, remat: Remat, names: _Names | None = None) -> LayerFn:
+def array_step(layer: Step, init: Any, remat: Remat, names: _Names | None = None) -> Step:
     """The layer on the arrays of the carry, its results checked and its inputs named, if there are names."""
     static = eqx.filter(init, eqx.is_array_like, inverse=True)
     match remat:
@@ -254,7 +239,7 @@ def array_step(layer: LayerFn, init: Any, remat: Remat, names: _Names | None = N
     return step
 
 
-def _checkpointed(step: LayerFn, remat: Internals, names: _Names, *, rolled: bool) -> LayerFn:
+def _checkpointed(step: Step, remat: Internals, names: _Names, *, rolled: bool) -> Step:
     match remat:
         case SaveAll():
             return step

@@ -31,6 +31,11 @@ def is_array(leaf: Any) -> bool:
     return hasattr(leaf, "shape") and hasattr(leaf, "dtype") and not is_named(leaf)
 
 
+def raw_array(leaf: Any) -> Any:
+    """The array of a named array; any other leaf as it is."""
+    return leaf.array if is_named(leaf) else leaf
+
+
 def is_named_or_shaped_array(leaf: Any) -> bool:
     """The default of `is_scanned`: named arrays, and plain arrays of at least one dimension."""
     return is_named(leaf) or (is_array(leaf) and leaf.ndim >= 1)

@@ -36,7 +36,7 @@ class ReplayedLayer(NamedTuple):
 # Called once for every layer, from the last to the first, inside a rolled loop. Takes the layer, the
 # cotangent of its output and a state of its own, a tree of arrays of fixed shapes that XLA updates in place;
 # returns the cotangent of the layer's input, and the state.
-Visitor: TypeAlias = Callable[[ReplayedLayer, Carry, State], tuple[Carry, State]]
+ReplayVisitor: TypeAlias = Callable[[ReplayedLayer, Carry, State], tuple[Carry, State]]
 
 
 class Replay(NamedTuple):
@@ -54,7 +54,7 @@ class Replay(NamedTuple):
 
 def reverse_sweep(
     replay: Replay,
-    visitor: Visitor,
+    visitor: ReplayVisitor,
     checkpoints: Checkpoints,
     cotangent: Carry,
     state: State,
@@ -177,7 +177,7 @@ def _save(
 
 
 def _visit(
-    visitor: Visitor,
+    visitor: ReplayVisitor,
     slots: Carry,
     saved: Any,
     cotangent: Carry,

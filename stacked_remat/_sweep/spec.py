@@ -3,7 +3,7 @@
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -15,10 +15,20 @@ from .._placement import platform
 from .._schedule import Schedule
 from .activity import active_carry
 from .forward import forward_sweep, forward_sweep_on_host
-from .gradient import LayerPullback, LayerVisit, Mask, Perturbed, merge, pick, write_gradients, zero_gradients
+from .gradient import (
+    LayerPullback,
+    LeafVisit,
+    LeafVisitor,
+    Mask,
+    Perturbed,
+    merge,
+    pick,
+    write_gradients,
+    zero_gradients,
+)
 from .reverse import Replay, ReplayedLayer, reverse_sweep
 from .slots import Arrays, Carry, Checkpoints, FirstLayersSaved, repeat
-from .store import empty_stack, on_device, read, read_own, write
+from .store import empty_stack, on_device, read, read_layer, write
 
 Checkpoint = Callable[[Callable], Callable]
 
@@ -48,19 +58,24 @@ class SweepSpec:
             shared.
         carries: number of carry leaves.
         schedule: of the layers after the first ones; `None` if there are no others.
-        reverse, unroll, checkpoint, on_host, first_layers: as in `sweep`.
+        checkpoint, boundaries, first_layers, reverse, unroll: as in `sweep`.
         unsliced: which stacks a layer takes whole.
     """
 
     jaxpr: Jaxpr
     carries: int
     schedule: Schedule | None
-    reverse: bool
-    unroll: int | bool
-    checkpoint: Checkpoint
-    on_host: bool
+    checkpoint: Checkpoint = jax.checkpoint
+    boundaries: Literal["device", "host"] = "device"
     first_layers: FirstLayers | None = None
+    reverse: bool = False
+    unroll: int | bool = 1
     unsliced: Mask = ()
+
+    @property
+    def on_host(self) -> bool:
+        """Whether segments' first inputs are kept on the host."""
+        return self.boundaries == "host"
 
     @property
     def first(self) -> int:
@@ -84,11 +99,11 @@ class SweepSpec:
 
     def run_layer(self, shared: Arrays, xs: Arrays, number: Any, carry: Carry) -> tuple[Carry, Arrays]:
         """Run the layer that runs as `number`, reading its own inputs."""
-        return self.layer(shared, carry, self.own(xs, self.layer_index(number)))
+        return self.layer(shared, carry, self.layer_inputs(xs, self.layer_index(number)))
 
-    def own(self, xs: Arrays, layer_index: Any) -> Arrays:
-        """What a layer takes of the stacks."""
-        return read_own(xs, layer_index, self.unsliced)
+    def layer_inputs(self, xs: Arrays, layer_index: Any) -> Arrays:
+        """The layer's own inputs."""
+        return read_layer(xs, layer_index, self.unsliced)
 
     def plain(self, layer: Callable, init: Carry, xs: Arrays, shared: Arrays) -> tuple[Carry, Arrays]:
         """Scan plainly over `layer`."""
@@ -115,7 +130,7 @@ class SweepSpec:
         pullback = self._pullback(perturbed, self.first_layers.checkpoint, init, xs, shared)
 
         def layer(carry: Carry, number: Any) -> tuple[Carry, tuple[Arrays, Carry, Arrays]]:
-            x = self.own(xs, self.layer_index(number))
+            x = self.layer_inputs(xs, self.layer_index(number))
             (new_carry, y), residuals = pullback.save(shared, carry, x)
             return new_carry, (y, carry, residuals)
 
@@ -186,7 +201,7 @@ class SweepSpec:
         shared: Arrays,
         carry_ct: Carry,
         ys_ct: Arrays,
-        visitor: Callable[[LayerVisit, Any], tuple[Carry, Any]],
+        visitor: LeafVisitor,
         state: Any,
         *,
         xs_in: Callable[[Any], Arrays],
@@ -228,7 +243,7 @@ class SweepSpec:
         pullback = LayerPullback(self.layer, perturbed, checkpoint)
         if checkpoint is jax.checkpoint:
             return pullback
-        example = jax.eval_shape(lambda: (carry, self.own(xs, 0)))
+        example = jax.eval_shape(lambda: (carry, self.layer_inputs(xs, 0)))
         return pullback.with_residuals(shared, *example)
 
     def _visitor(
@@ -236,7 +251,7 @@ class SweepSpec:
         pullback: LayerPullback,
         shared: Arrays,
         ys_ct: Arrays,
-        visitor: Callable[[LayerVisit, Any], tuple[Carry, Any]],
+        visitor: LeafVisitor,
         xs_in: Callable[[Any], Arrays],
         first: int,
     ) -> tuple[Callable, Replay]:
@@ -244,12 +259,12 @@ class SweepSpec:
 
         def visit(layer: ReplayedLayer, carry_ct: Carry, state: Any) -> tuple[Carry, Any]:
             index = self.layer_index(layer.index + first)
-            x, y_ct = self.own(xs_in(state), index), read(ys_ct, index)
+            x, y_ct = self.layer_inputs(xs_in(state), index), read(ys_ct, index)
             carry, cotangents = layer.carry, (carry_ct, y_ct)
             if self.on_host and platform() == "cuda":
                 # For GPUs XLA keeps a layer's internals twice where its carry comes from the host.
                 carry, cotangents = lax.optimization_barrier((carry, cotangents))
-            leaves = LayerVisit(index, shared, carry, x, self.unsliced, cotangents, layer.saved, pullback)
+            leaves = LeafVisit(index, shared, carry, x, self.unsliced, cotangents, layer.saved, pullback)
             return visitor(leaves, state)
 
         def advance(state: Any, index: Any, carry: Carry) -> Carry:
@@ -263,7 +278,7 @@ class SweepSpec:
                     "offloads, or by a fold inside the layer. Use one that does not offload, and "
                     'save_carries="offload" beside it.'
                 )
-            x = self.own(xs_in(state), self.layer_index(index + first))
+            x = self.layer_inputs(xs_in(state), self.layer_index(index + first))
             (carry, _), saved = pullback.save(shared, carry, x)
             return carry, saved
 

@@ -40,13 +40,13 @@ def read(stacked: Any, index: Any) -> Any:
     )
 
 
-def read_own(stacks: list[Array], index: Any, unsliced: Sequence[bool]) -> list[Array]:
-    """What a layer takes of each stack: its entry, or the whole stack where it is unsliced."""
+def read_layer(stacks: list[Array], index: Any, unsliced: Sequence[bool]) -> list[Array]:
+    """A layer's part of each stack: its entry, or the whole stack where it is unsliced."""
     return [stack if whole else read(stack, index) for stack, whole in zip(stacks, unsliced, strict=True)]
 
 
 def check_unsliced(stacks: Sequence[Array], unsliced: Sequence[bool]) -> None:
-    """Refuse stacks in host memory of which a layer takes the whole.
+    """Refuse unsliced stacks in host memory.
 
     Raises:
         ValueError: says what to do instead.

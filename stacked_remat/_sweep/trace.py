@@ -10,7 +10,7 @@ from jax.extend.core import Jaxpr
 
 from .effects import check_effects
 from .slots import Arrays, Carry
-from .store import read_own
+from .store import read_layer
 
 
 class TracedLayer(NamedTuple):
@@ -57,10 +57,10 @@ def trace_layer(
     init = jax.tree.map(jnp.asarray, init)
     stacks, tree = jax.tree.flatten(xs)
     if all(len(stack) for stack in stacks):
-        own = jax.eval_shape(lambda stacks: read_own(stacks, 0, unsliced), stacks)
+        entries = jax.eval_shape(lambda stacks: read_layer(stacks, 0, unsliced), stacks)
     else:  # no layers
-        own = [jax.ShapeDtypeStruct(stack.shape[1:], stack.dtype) for stack in stacks]
-    x = jax.tree.unflatten(tree, own)
+        entries = [jax.ShapeDtypeStruct(stack.shape[1:], stack.dtype) for stack in stacks]
+    x = jax.tree.unflatten(tree, entries)
 
     def trace(init: Any) -> tuple[Any, tuple[Any, Any]]:
         return jax.make_jaxpr(body, return_shape=True)(shared, init, x)

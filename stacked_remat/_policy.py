@@ -8,7 +8,6 @@ only decides; `_scan/` carries it out.
 
 import dataclasses
 import math
-import operator
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Literal, TypeAlias
 
@@ -16,7 +15,7 @@ import jax
 
 from ._jax_policies import JaxPolicy, as_written, check_jax_policy
 from ._remat import Kept, PerLayer, Remat, SaveAll, Swept
-from ._schedule import Schedule, bounded, equal, levels, segmented, shrinking
+from ._schedule import Schedule, bounded, equal, levels, segmented, shrinking, whole_number
 
 OFFLOAD = "offload"
 _KEPT: dict[bool | str, Kept] = {True: "keep", OFFLOAD: "offload", False: "drop"}
@@ -114,13 +113,11 @@ class ScanCheckpointPolicy:
         object.__setattr__(self, "nested", _nesting(self.nested))
         for field in ("segment_length", "max_carries"):
             value = getattr(self, field)
-            object.__setattr__(
-                self, field, None if value is None else _positive(field, value, _COUNTS[field])
-            )
-        first = _integer("first_layers", self.first_layers, "a number of layers")
-        object.__setattr__(
-            self, "first_layers", first and _positive("first_layers", first, "a number of layers")
-        )
+            if value is not None:
+                value = whole_number(field, value, _COUNTS[field], "Leave it out for none.")
+                object.__setattr__(self, field, value)
+        first = whole_number("first_layers", self.first_layers, "a number of layers", least=0)
+        object.__setattr__(self, "first_layers", first)
         for reason in self._contradictions():
             raise ValueError(reason)
 
@@ -401,31 +398,14 @@ def _nesting(nested: Any) -> bool | int | tuple[int, ...]:
         return nested
     scalar = isinstance(nested, str) or not isinstance(nested, Iterable) or getattr(nested, "ndim", 1) == 0
     if scalar:
-        return _positive("nested", nested, "a number of segments")
+        return whole_number("nested", nested, "a number of segments", "Leave it out for none.")
     sizes = tuple(
-        _positive(f"nested[{i}]", size, "a number of parts", "Leave the level out to not cut it.")
+        whole_number(f"nested[{i}]", size, "a number of parts", "Leave the level out to not cut it.")
         for i, size in enumerate(nested)
     )
     if not sizes:
         raise ValueError("nested=() has no level. Write nested=True, a number of segments, or (a, b, ...).")
     return sizes
-
-
-def _integer(field: str, value: Any, meaning: str) -> int:
-    try:
-        count = operator.index(value)
-    except TypeError:
-        count = None
-    if count is None or isinstance(value, bool):
-        raise TypeError(f"{field} is {meaning} (an int); got {value!r}.")
-    return count
-
-
-def _positive(field: str, value: Any, meaning: str, otherwise: str = "Leave it out for none.") -> int:
-    count = _integer(field, value, meaning)
-    if count < 1:
-        raise ValueError(f"{field} is {meaning} and at least 1; got {count}. {otherwise}")
-    return count
 
 
 _AUTO = """remat="auto" cannot be resolved here: what fits depends on the whole program and on the device. \

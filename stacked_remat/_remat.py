@@ -45,11 +45,6 @@ class PerLayer:
         """Whether anything is moved to the host."""
         return "offload" in (self.carries, self.inputs) or bool(self.offloaded)
 
-    @property
-    def replays_scan(self) -> bool:
-        """Whether the backward pass replays the scan as a whole, not only its layers one by one."""
-        return "drop" in (self.carries, self.inputs)
-
     def jax_policy(self, carry_name: str, input_name: str) -> JaxPolicy | None:
         """The `jax.checkpoint` policy of a layer whose carry and inputs have these names.
 

@@ -1,6 +1,5 @@
 """What a scan refuses: what is not an `Axis`, carries that change, outputs that cannot be stacked."""
 
-import operator
 from typing import Any
 
 import equinox as eqx
@@ -11,6 +10,7 @@ import numpy as np
 from haliax import Axis
 
 from .._messages import axes_text
+from .._schedule import whole_number
 from .marks import is_array, is_named, raw_array
 
 
@@ -50,13 +50,7 @@ def check_unroll(unroll: int | bool) -> int | bool:
     """
     if isinstance(unroll, bool):
         return unroll or 1
-    try:
-        count = operator.index(unroll)
-    except TypeError:
-        raise TypeError(f"unroll is a bool or a number of layers (an int); got {unroll!r}.") from None
-    if count < 1:
-        raise ValueError(f"unroll is a number of layers and at least 1; got {count}.")
-    return count
+    return whole_number("unroll", unroll, "a bool or a number of layers")
 
 
 def check_reverse(reverse: bool) -> bool:

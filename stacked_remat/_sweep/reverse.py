@@ -3,7 +3,8 @@
 Everything here is forward computation; the visitor is what makes it a derivative.
 """
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -80,7 +81,7 @@ def reverse_sweep(
     """
     boundaries = checkpoints.boundaries
     runs = schedule.runs if boundaries is None else _one_run_per_segment(schedule)
-    plan = _Plan.of(runs, saving=replay.save is not None)
+    plan = _Plan(runs, saving=replay.save is not None)
 
     def run(r: Any, slots: Carry, saved: Any, cotangent: Carry, state: State) -> tuple[Any, ...]:
         slots = _advance(replay, slots, state, plan, r, unroll)
@@ -111,38 +112,23 @@ def _one_run_per_segment(schedule: Schedule) -> tuple[Run, ...]:
     )
 
 
-class _Plan(NamedTuple):
+class _Plan:
     """The runs of a schedule as tables, one entry per run except for `writes`."""
 
-    start: np.ndarray
-    slot: np.ndarray
-    advances: np.ndarray
-    first_write: np.ndarray
-    writes: np.ndarray
-    top: np.ndarray
-    top_slot: np.ndarray
-    visits: np.ndarray
+    def __init__(self, runs: tuple[Run, ...], saving: bool):
+        def table(entries: Iterable[int]) -> np.ndarray:
+            return np.asarray([*entries], np.int32)
 
-    @classmethod
-    def of(cls, runs: tuple[Run, ...], saving: bool) -> "_Plan":
+        self.start = table(run.start for run in runs)
+        self.slot = table(run.slot for run in runs)
         # A saving replay runs the layers to be visited itself, up to the last one.
-        advances = [max(0, run.replays - run.visits + 1) if saving else run.replays for run in runs]
-        writes = [slot for run in runs for slot in run.writes]
-        columns = (
-            [run.start for run in runs],
-            [run.slot for run in runs],
-            advances,
-            np.cumsum([0, *(run.replays for run in runs[:-1])]),
-            writes or [0],
-            [run.top for run in runs],
-            [run.top_slot for run in runs],
-            [run.visits for run in runs],
-        )
-        return cls(*(np.asarray(column, np.int32) for column in columns))
-
-    @property
-    def most_visits(self) -> int:
-        return int(self.visits.max())
+        self.advances = table(max(0, run.replays - run.visits + 1) if saving else run.replays for run in runs)
+        self.first_write = table(itertools.accumulate((run.replays for run in runs[:-1]), initial=0))
+        self.writes = table([slot for run in runs for slot in run.writes] or [0])
+        self.top = table(run.top for run in runs)
+        self.top_slot = table(run.top_slot for run in runs)
+        self.visits = table(run.visits for run in runs)
+        self.most_visits = int(self.visits.max())
 
 
 def _advance(replay: Replay, slots: Carry, state: State, plan: _Plan, r: Any, unroll: int | bool) -> Carry:

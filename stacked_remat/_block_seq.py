@@ -133,7 +133,7 @@ class BlockSeq(BlockFoldable[M]):
         reverse: bool,
     ) -> Callable[..., tuple[Any, Any]]:
         caller = method_caller(self, verb, fn, skip=2)
-        check_unroll(unroll)  # and no more: layers that differ can only be unrolled
+        check_unroll(unroll)  # but ignored: layers that differ can only be unrolled
         backwards, resolved = check_reverse(reverse), resolve_policy(remat).normalized()
 
         def layer(carry: Any, inputs: Any) -> tuple[Any, Any]:

@@ -1,9 +1,9 @@
 """What the backward pass of a scan over layers keeps, moves to the host, or recomputes.
 
 A block takes a *carry* and its own *inputs* (its weights and whatever else is split over the layers) and
-returns the next carry. Its derivative reads some of the values computed on the way, the *internals*. A
-`ScanCheckpointPolicy` says for each of the three whether the forward pass leaves it for the backward pass. It
-only decides; `_scan/` carries it out.
+returns the next carry. Its derivative reads some of the intermediate values, the *internals*. A
+`ScanCheckpointPolicy` says for each of the three whether the forward pass keeps it for the backward pass;
+`_scan/` obeys it.
 """
 
 import dataclasses
@@ -55,7 +55,7 @@ class ScanCheckpointPolicy:
             everything that the backward pass reads (nothing is then recomputed, and carries are kept exactly
             where a derivative reads them). With `nested`, they are kept for the segment being reversed, and
             `save_carries="offload"` still moves the boundaries. One of `jax.checkpoint_policies`
-            (`dots_saveable`, ...), or any function of that kind, says it by operation; `JAX_REMAT3=1` obeys
+            (`dots_saveable`, ...), or any function of that kind, chooses by operation; `JAX_REMAT3=1` obeys
             only those that go by names, and others are then refused.
         offload_block_internals: names that are moved to the host instead.
         prevent_cse: put barriers around recomputation even inside a rolled loop. Where layers share one
@@ -64,7 +64,7 @@ class ScanCheckpointPolicy:
             are saved by name.
         disable: no checkpointing at all: everything the backward pass reads is kept.
         simple: plain `jax.checkpoint` around each layer, without naming the carry or the inputs. The memory
-            is that of the default; it takes names out of the picture when debugging.
+            is the same as by default; for debugging, it excludes names as a cause.
         nested: cut the layers into segments, keep the carry at the start of each, and replay one segment at a
             time (Chen et al. 2016, "Training deep nets with sublinear memory cost"). `True` cuts into
             segments that each have a layer less than the one before, which needs the fewest carries for one
@@ -81,7 +81,7 @@ class ScanCheckpointPolicy:
             internals k·I, and the arithmetic is 2·k·F less. As many as there are layers, or more: all of
             them follow `first_policy`.
         first_policy: `False` keeps the internals of these layers, one with `save_block_internals=[names]`
-            those of its names, and `True` their carries alone.
+            only those names, and `True` only their carries.
 
     Raises:
         ValueError: for contradictory settings, with the reason.
@@ -122,7 +122,7 @@ class ScanCheckpointPolicy:
             raise ValueError(reason)
 
     def _contradictions(self) -> Iterator[str]:
-        """What the settings cannot mean together: the reason, and what to write instead."""
+        """Settings that contradict each other: the reason, and what to write instead."""
         written = {name: f"{name}={as_written(value)!r}" for name, value in self.settings()}
         cuts = [f"{name}={getattr(self, name)!r}" for name in _CUTS if name in written]
 

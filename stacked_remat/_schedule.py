@@ -1,8 +1,8 @@
 """How `N` layers are cut for a checkpointed reverse sweep: pure integers, no JAX.
 
 A reverse sweep visits the layers from the last to the first and needs the input carry of each. Keeping all
-`N` of them costs `N` carries; a `Schedule` says how to get by with fewer *slots*, at the price of running
-some layers forward again. It is a stack: a slot holds the input of one layer, later slots hold later layers,
+`N` of them costs `N` carries; a `Schedule` needs fewer *slots*, at the cost of running some layers forward
+again. It is a stack: a slot holds the input of one layer, later slots hold later layers,
 and what is at the top is consumed first.
 
     forward:  every layer writes its input to a slot; a slot that is written again loses what it held
@@ -24,7 +24,7 @@ from typing import Any, TypeAlias
 
 @dataclass(frozen=True)
 class Run:
-    """One replay and the visits that it makes possible.
+    """One replay and the visits that follow it.
 
     Attributes:
         start: the layer whose input is held in `slot` when the run begins.
@@ -106,7 +106,7 @@ Tree: TypeAlias = "int | tuple[Tree, ...]"
 
 @dataclass(frozen=True)
 class _Part:
-    """Layers `start` to `stop` whose first input is held; `key` tells the cut what may be done with them."""
+    """Layers `start` to `stop` whose first input is held; `key` is for the cut."""
 
     start: int
     stop: int

@@ -127,13 +127,13 @@ class Stacked(BlockFoldable[M]):
         Returns:
             A function of the block's arguments, which returns a stack of this class. Named arrays with the
             axis and plain arrays of at least one dimension are split over the layers, keys among them; the
-            rest is shared. `shared` and `per_layer` say it of one argument.
+            rest is shared. `shared` and `per_layer` choose for one argument.
 
         Raises:
-            ValueError: for an argument whose length is not that of the axis, and for a key that was neither
-                split nor marked as shared.
-            TypeError: for what is not an `Axis`, for a block in the place of its class, and for a block that
-                is no module.
+            ValueError: for an argument of another length than the axis, and for a key that was neither split
+                nor marked as shared.
+            TypeError: for what is not an `Axis`, for a block instead of its class, and for a block that is not
+                a module.
         """
         what = f"{cls.__name__}.init"
         check_axis(Layers, what)
@@ -179,7 +179,7 @@ class Stacked(BlockFoldable[M]):
         reverse: bool | None = None,
         **kwargs: Any,
     ) -> tuple[Any, SweepBack]:
-        """As `fold`; also returns what sweeps back over the layers, with the gradients or with a visitor.
+        """As `fold`; also returns a function that sweeps back over the layers: a `SweepBack`.
 
         ```python
         y, sweep_back = blocks.fold_vjp(x)
@@ -187,8 +187,8 @@ class Stacked(BlockFoldable[M]):
         result = sweep_back(y_cotangent, visitor, state)      # calls visitor(visit, state) for every layer
         ```
 
-        Arguments are those of `fold`. See `SweepBack` for what it takes and gives, and
-        `stacked_remat.fold_vjp` for the policies that it follows.
+        Arguments as in `fold`. See `SweepBack` for what it takes and returns, and `stacked_remat.fold_vjp`
+        for the policies that it follows.
         """
         check_options(self._kinds(), "fold_vjp", remat=remat, unroll=unroll, reverse=reverse)
         return self._vjp("fold_vjp", remat, unroll, reverse)(init, *args, **kwargs)
@@ -280,9 +280,9 @@ class Stacked(BlockFoldable[M]):
         return changed(self, stacked=stack_as(self.stacked, layers, self.Block)) if layers else self
 
     def flatten_for_export(self) -> Self:
-        """This stack with every layer's modules in the form in which they are exported, as Haliax has it.
+        """This stack with every layer's modules in Haliax's export form.
 
-        A linear layer of several axes, for one, becomes one of a matrix.
+        A linear layer of several axes, for example, becomes one with a matrix.
         """
         caller = Caller("flatten_for_export", argument_namer(flatten_modules_for_export, 1, ("stacked",)))
         flat = vmap_layers(flatten_modules_for_export, self.Block, caller)(_stored(self.stacked))
@@ -292,7 +292,7 @@ class Stacked(BlockFoldable[M]):
         """The inverse of `flatten_for_export`.
 
         Args:
-            template: a stack with the axes that the result is to have; only its structure is read.
+            template: a stack with the axes of the result; only its structure is read.
         """
         names = argument_namer(unflatten_modules_from_export, 2, ("stacked", "template.stacked"))
         caller = Caller("unflatten_from_export", names)
@@ -305,7 +305,7 @@ class Stacked(BlockFoldable[M]):
 
 
 def _applied(tree: Any) -> Marked:
-    """The same, with the fields marked that are not sliced."""
+    """The arrays of a stack for `fold` and `scan`, with unsliced fields marked."""
     return _stored(map_unsliced(lambda field: Marked(field, "unsliced"), tree))
 
 

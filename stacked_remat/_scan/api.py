@@ -1,7 +1,7 @@
 """Fold, scan and map over a named axis.
 
-The arguments are cut in two: what is split over the axis and what all layers share. What remains is a step on
-raw arrays, which `layers.py` runs under the checkpoint policy. `Stacked` and `BlockSeq` come here too.
+The arguments are divided into arrays that are split over the axis and arrays that all layers share. That
+leaves a step on raw arrays, which `layers.py` runs under the checkpoint policy. `Stacked` uses this too.
 """
 
 from collections.abc import Callable, Sequence
@@ -32,7 +32,7 @@ def scan(
     unroll: int | bool = 1,
     is_scanned: IsScanned = is_named_or_shaped_array,
 ) -> Callable[..., tuple[Any, Any]]:
-    """Apply `f` along an axis, from carry to carry, and stack what it puts out.
+    """Apply `f` along an axis, from carry to carry, and stack its outputs.
 
     `scan(f, axis)(init, *args, **kwargs)` equals
 
@@ -45,8 +45,8 @@ def scan(
     ```
 
     where only named arrays with the axis and plain arrays of at least one dimension are indexed (plain arrays
-    along their first dimension); everything else goes to every layer whole. `shared(x)` and `per_layer(x)`
-    say it of one argument, or of a part of one. Compile time does not grow with the axis.
+    along their first dimension); everything else is passed to every layer unchanged. `shared(x)` and
+    `per_layer(x)` choose for one argument, or for a part of one. Compile time does not grow with the axis.
 
     Args:
         f: takes the carry and one layer of the arguments; returns the next carry and an output, both trees.
@@ -54,7 +54,7 @@ def scan(
         remat: what the backward pass keeps, offloads and recomputes; see `ScanCheckpointPolicy` for the
             costs.
         reverse: go from the last layer to the first. Outputs keep the order of the axis.
-        unroll: how many layers one turn of the loop holds; `True` for all.
+        unroll: how many layers one iteration of the loop runs; `True` for all.
         is_scanned: which of the arrays without a mark may be split: a bool or a predicate of a leaf.
 
     Returns:

@@ -1,4 +1,4 @@
-"""What a scan refuses: what is not an `Axis`, carries that change, outputs that cannot be stacked."""
+"""Checks of a scan: its axis and options, carries that change, outputs that cannot be stacked."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ from .marks import is_array, is_named, raw_array
 
 
 def check_axis(axis: Any, what: str) -> None:
-    """Refuse what is not an `Axis`.
+    """Refuse anything but an `Axis`.
 
     Raises:
         TypeError: says how to write one.
@@ -30,7 +30,7 @@ def check_axis(axis: Any, what: str) -> None:
 
 
 def check_axis_or_name(axis: Any, what: str) -> None:
-    """Refuse what is neither an `Axis` nor the name of one.
+    """Refuse anything but an `Axis` or the name of one.
 
     Raises:
         TypeError: says what to write.
@@ -43,7 +43,7 @@ def check_axis_or_name(axis: Any, what: str) -> None:
 
 
 def check_unroll(unroll: int | bool) -> int | bool:
-    """The number of layers that one turn of the loop holds; `True` for all.
+    """The number of layers that one iteration of the loop runs; `True` for all.
 
     Raises:
         ValueError, TypeError: for anything else.
@@ -65,10 +65,10 @@ def check_reverse(reverse: bool) -> bool:
 
 
 def check_carry(before: Any, after: Any, what: str = "carry") -> None:
-    """Refuse a carry, or what else passes through a loop, that does not come out as it went in.
+    """Refuse a carry, or another loop state, whose structure, axes, shapes or dtypes change.
 
     Raises:
-        ValueError: names the path and what changed, and says how to mend it.
+        ValueError: names the path and what changed, and the fix.
     """
     old, old_tree = jtu.tree_flatten_with_path(before, is_leaf=is_named)
     new, new_tree = jtu.tree_flatten_with_path(after, is_leaf=is_named)
@@ -97,7 +97,7 @@ def check_carry(before: Any, after: Any, what: str = "carry") -> None:
 
 
 def _structural_change(where: str, before: Any, after: Any) -> str:
-    """How two trees of unlike structure differ, at the path that leads to it."""
+    """Where and how the structures of two trees differ."""
     old, new = _children(before), _children(after)
     if type(before) is not type(after) or (isinstance(before, tuple | list) and len(old) != len(new)):
         return f"The {where} changes structure: {describe(before)} goes in, {describe(after)} comes out"
@@ -113,7 +113,7 @@ def _structural_change(where: str, before: Any, after: Any) -> str:
 
 
 def _children(tree: Any) -> dict[str, Any]:
-    """The entries of a node by key, in the way that a path writes it."""
+    """The entries of a node by key, written as in a path."""
     paths_and_nodes = jtu.tree_flatten_with_path(tree, is_leaf=lambda node: node is not tree)[0]
     return {jtu.keystr(path): node for path, node in paths_and_nodes}
 
@@ -123,8 +123,8 @@ def _check_dtype(where: str, before: Any, after: Any, what: str) -> None:
     if old.weak_type or old.dtype == new.dtype:  # a Python number takes the dtype that it meets
         return
     raise ValueError(
-        f"{where} goes in as {old.dtype} and comes out as {new.dtype}. Cast what comes out, "
-        f"y.astype({what}.dtype), or what goes in first."
+        f"{where} goes in as {old.dtype} and comes out as {new.dtype}. Cast the result, "
+        f"y.astype({what}.dtype), or the initial {what}."
     )
 
 

@@ -30,7 +30,7 @@ Step = Callable[[Any, Any], tuple[Any, Any]]  # (carry, inputs of the layer) -> 
 
 
 def from_arguments(run: Callable, remat: Remat, axis: AxisSelector) -> Callable:
-    """`run(init, arguments)`, which keeps nothing of what it derives from them if inputs are dropped."""
+    """`run(init, arguments)`, which keeps nothing derived from the arguments if inputs are dropped."""
     match remat:
         case PerLayer(inputs="drop"):
             return _checkpoint_whole(run, remat, _names_of(axis))
@@ -52,7 +52,7 @@ def scan_unrolled(
     Args:
         layer: takes the carry and the inputs of one layer; returns the next carry and an output.
         init: the initial carry.
-        inputs: what each of the `axis.size` layers takes beside the carry: any tree, its module included.
+        inputs: for each of the `axis.size` layers, what it takes beside the carry: any tree, with its module.
         axis: the axis of the stacked outputs.
         remat: as in `scan`. Program size grows with the number of layers.
         what: the operation, for error messages.
@@ -81,8 +81,8 @@ _internals_are_saved = jax.make_user_context(default_value=True)
 def internals_are_saved() -> bool:
     """Whether the scans around a layer keep its internals for the backward pass; called while it is traced.
 
-    A block may then choose what it computes: where its layers are recomputed, an intermediate result that
-    would spare the backward pass some work is lost all the same. `True` outside of scans. A `jax.checkpoint`
+    A block may then choose what it computes: where layers are recomputed, an intermediate result that would
+    save the backward pass some work is not kept. `True` outside of scans. A `jax.checkpoint`
     around a scan is not seen.
     """
     return _internals_are_saved.value
@@ -101,7 +101,7 @@ def _not_transposable(results: Any, remat: Remat) -> Any:
 
 
 class _Names(NamedTuple):
-    """The checkpoint names of what goes into a layer."""
+    """The checkpoint names of a layer's carry and inputs."""
 
     carry: str
     inputs: str
@@ -178,7 +178,7 @@ def sweep_options(remat: Swept, length: int) -> dict[str, Any]:
 def _run_unrolled(
     layer: Step, init: Any, inputs: Sequence[Any], remat: Remat, names: _Names
 ) -> tuple[Any, list[Any]]:
-    """Apply `layer` to each of the inputs, and checkpoint the parts that the policy's schedule makes."""
+    """Apply `layer` to each of the inputs, and checkpoint the parts of the policy's schedule."""
     tree: Tree = tuple(range(len(inputs)))
     each = remat.internals if isinstance(remat, Swept) else remat
     if isinstance(remat, Swept) and inputs:
@@ -262,7 +262,7 @@ def _checkpoint_segment(run: Callable, remat: Remat, names: _Names) -> Callable:
         case Swept(carries="offload"):
             keep = PerLayer(carries="offload")
         case _:
-            return _checkpoint(run, None)  # its carry is held, like all that goes in
+            return _checkpoint(run, None)  # its carry is kept, as all arguments are
 
     def named_run(carry: Any) -> Any:
         return run(checkpoint_name(carry, names.boundary))
@@ -277,7 +277,7 @@ def _checkpoint(
     prevent_cse: bool = True,
     offloads: bool = False,
 ) -> Callable[..., Any]:
-    """`jax.checkpoint` of a function of trees with leaves of all kinds; holds none of them after a call."""
+    """`jax.checkpoint` of a function of trees with leaves of all kinds; keeps none alive after a call."""
 
     def checkpointed(*args: Any) -> Any:
         arrays, static = eqx.partition(args, eqx.is_array)

@@ -19,7 +19,7 @@ from haliax.axis import AxisSelector
 T = TypeVar("T")
 IsScanned: TypeAlias = bool | Callable[[Any], bool]
 Rule: TypeAlias = Literal["default", "shared", "per_layer", "stored", "unsliced"]
-Entry: TypeAlias = tuple[tuple[Any, ...], Any, Rule]  # path, leaf, and the rule that it obeys
+Entry: TypeAlias = tuple[tuple[Any, ...], Any, Rule]  # path, leaf, and its rule
 
 
 def is_named(leaf: Any) -> bool:
@@ -60,11 +60,11 @@ def leaf_size(leaf: Any, axis: AxisSelector) -> int | None:
 
 
 class Marked(eqx.Module):
-    """A tree and how it is split over the layers. A scan hands `value` on, and not the mark.
+    """A tree and how it is split over the layers. A scan passes `value` on, without the mark.
 
     Attributes:
         value: the tree.
-        rule: `"stored"` are the arrays of a stack itself, which are split as arguments without a mark are.
+        rule: `"stored"` marks the arrays of a stack itself, which are split as unmarked arguments are.
     """
 
     value: Any
@@ -72,7 +72,7 @@ class Marked(eqx.Module):
 
 
 def shared(x: T) -> T:
-    """Mark an argument, or a part of one, to go to every layer whole.
+    """Mark an argument, or a part of one, to be passed to every layer unsplit.
 
     ```python
     y = blocks.fold(x, mask=shared(mask))
@@ -83,17 +83,17 @@ def shared(x: T) -> T:
     and `init`, `fold`, `scan` and `vmap` of stacks.
 
     Args:
-        x: any tree. A part of it that is marked by itself obeys its own mark.
+        x: any tree. A mark inside it takes precedence.
 
     Returns:
-        The tree in a PyTree node that a scan takes off again: the layers get `x` as it is.
+        The tree in a PyTree node that a scan removes: the layers get `x` as it is.
     """
     mark: Any = Marked(x, "shared")
     return mark
 
 
 def per_layer(x: Any) -> Any:
-    """Mark an argument, or a part of one, to be split over the layers, and refuse it where it can't be.
+    """Mark an argument, or a part of one, to be split over the layers, with an error where it can't be.
 
     ```python
     y = blocks.fold(x, per_layer(drop_rates))
@@ -103,10 +103,10 @@ def per_layer(x: Any) -> Any:
     arrays that have neither are shared by all layers; with it they are an error of the scan.
 
     Args:
-        x: a tree with at least one array, or None. What is not an array in it goes to every layer whole.
+        x: a tree with at least one array, or None. Other leaves are passed to every layer unchanged.
 
     Returns:
-        The tree in a PyTree node that a scan takes off again.
+        The tree in a PyTree node that a scan removes.
 
     Raises:
         TypeError: there is no array in `x`.
@@ -115,13 +115,13 @@ def per_layer(x: Any) -> Any:
     if leaves and not any(is_array(leaf) or _is_named_or_marked(leaf) for leaf in leaves):
         raise TypeError(
             f"per_layer splits arrays over the layers; {x!r} ({type(x).__name__}) holds none. "
-            "Write per_layer(jnp.asarray(x)), or pass it without per_layer for every layer to get it whole."
+            "Write per_layer(jnp.asarray(x)), or pass it without per_layer to give every layer all of it."
         )
     return Marked(x, "per_layer")
 
 
 class LayerStack(eqx.Module):
-    """What a layer is given for a field that is `unsliced`: the stack of all layers, and which of them it is.
+    """What a layer is given for a field that is `unsliced`: the stack of all layers, and its own index.
 
     Attributes:
         stack: the field of all layers, named arrays with the layers' axis in front, plain arrays with it as
@@ -159,11 +159,11 @@ def unsliced(**kwargs: Any) -> Any:
     ```
 
     In `fold`, `scan` and their `_vjp` forms of a `Stacked`, the field is a `LayerStack`: a block that needs a
-    part of its weights reads that from the stack, and no copy of the layer's weights is made. Everywhere else
+    part of its weights reads it from the stack, and no copy of the layer's weights is made. Everywhere else
     the field is as it was set: `blocks[i]`, `vmap`, state dicts.
 
-    Gradients are added in place to those of the stack where the block indexes it by traced integers; what it
-    slices otherwise costs a stack of temporaries. A block may read the entry of its own layer alone. Policies
+    Gradients are added in place to the gradient of the stack where the block indexes it by traced integers;
+    other slices cost a stack of temporaries. A block may only read its own layer's entry. Policies
     that save internals save none for `visit.vjp("layer")`, which runs the layer again. The stack has to be in
     device memory.
 
@@ -178,7 +178,7 @@ _UNSLICED = "stacked_remat.unsliced"
 
 
 def map_unsliced(fn: Callable[[Any], Any], tree: T) -> T:
-    """The tree with `fn` applied to fields that are declared `unsliced`, those of inner stacks left out."""
+    """The tree with `fn` applied to fields that are declared `unsliced`, except in inner stacks."""
     if getattr(tree, "slices_its_own_layers", False):
         return tree
     if isinstance(tree, eqx.Module):
@@ -196,7 +196,7 @@ def map_unsliced(fn: Callable[[Any], Any], tree: T) -> T:
 
 
 def changed(module: T, **fields: Any) -> T:
-    """A copy with other fields. A subclass may be built in its own way, and arrays may be anything."""
+    """A copy with other fields. A subclass may have another constructor, so none is called."""
     copied = copy.copy(module)
     for name, value in fields.items():
         object.__setattr__(copied, name, value)  # modules are frozen

@@ -26,7 +26,7 @@ from .visitor import LayerResult, LayerVisit, SweepResult, Visitor
 
 
 class SweepBack(eqx.Module):
-    """The reverse sweep over layers whose forward sweep has been done; a PyTree, which may leave a `jit`.
+    """The reverse sweep over layers after their forward sweep; a PyTree, which may be returned from `jit`.
 
     It holds the layers, the arguments and what the policy keeps.
     """
@@ -114,7 +114,7 @@ def _gradients(sweep: SweepBack, carry_ct: Arrays, ys_ct: Arrays) -> SweepResult
 class _Loop(NamedTuple):
     """What a sweep with a visitor carries from layer to layer, or one layer's part of it.
 
-    `None` in a list is for what the visitor leaves as it is.
+    A list has `None` for what the visitor leaves as it is.
 
     Attributes:
         layers: for each split array that belongs to the layers: its stack.
@@ -229,7 +229,7 @@ def _new_leaves(
         if types.part(leaf) == "layer" and new is not old:
             raise ValueError(
                 f"The layer{jtu.keystr(leaf.path[2:])} is shared by all layers, so a visitor cannot "
-                "replace it at one. Leave it as it is, and sum what belongs to it in the visitor's state."
+                "replace it at one. Leave it as it is, and sum its gradients in the visitor's state."
             )
     inputs = types.inputs(("args", "kwargs"))
     layers = zip(new_xs, types.slices(leaves), types.parts("split"), strict=True)
@@ -274,7 +274,7 @@ def _argument_cotangents(visit: LayerVisit, result: LayerResult) -> tuple[list[A
 
 
 def _filled(new: Any, before: Any, what: str) -> Any:
-    """What a visitor returned, where it is None what there was before.
+    """What a visitor returned, with the old leaves where it is None.
 
     Raises:
         ValueError: it has another structure, axes, shape or dtype; names the path.

@@ -41,15 +41,15 @@ def fold_vjp(
     unroll: int | bool = 1,
     is_scanned: IsScanned = is_named_or_shaped_array,
 ) -> Callable[..., tuple[Any, "SweepBack"]]:
-    """Apply `f` along an axis, and return what sweeps back over the layers.
+    """Apply `f` along an axis, and return a function that sweeps back over the layers.
 
     ```python
     y, sweep_back = fold_vjp(f, axis, remat="nested")(init, layers, *args, **kwargs)
     ```
 
-    `y` is that of `fold(f, axis)(init, layers, *args, **kwargs)`. The forward sweep keeps what the policy
-    says; `sweep_back(cotangent)` gives the gradients, and `sweep_back(cotangent, visitor, state)` calls
-    `visitor` for every layer, from the last to the first. See `SweepBack`.
+    `y` equals `fold(f, axis)(init, layers, *args, **kwargs)`. The forward sweep keeps what the policy says;
+    `sweep_back(cotangent)` gives the gradients, and `sweep_back(cotangent, visitor, state)` calls `visitor`
+    for every layer, from the last to the first. See `SweepBack`.
 
     Args:
         f: takes the carry, one layer, and the further arguments; returns the next carry.
@@ -57,7 +57,7 @@ def fold_vjp(
         remat: what is kept for the reverse sweep. Policies that drop carries or inputs (`"recompute"`), or
             move internals to the host by name, cannot be followed here.
         reverse: apply the layers from the last to the first. The reverse sweep then goes from the first.
-        unroll: how many layers one iteration of the innermost loops holds.
+        unroll: how many layers one iteration of the innermost loops runs.
         is_scanned: which of the arrays without a mark may be split: a bool or a predicate of a leaf.
 
     Returns:
@@ -136,10 +136,10 @@ def vjp_for(
 
 
 def _sweep_options(remat: Remat, length: int, policy: ScanCheckpointPolicy) -> dict[str, Any]:
-    """What a policy says of a `SweepSpec`, for those too that a plain scan obeys under `jax.grad`.
+    """The fields of a `SweepSpec` for any policy, also one that a plain scan obeys under `jax.grad`.
 
     Raises:
-        ValueError: it cannot.
+        ValueError: a sweep cannot follow it.
     """
     match remat:
         case _ if length == 0:

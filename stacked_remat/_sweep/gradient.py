@@ -119,7 +119,7 @@ class LayerPullback:
         inputs = every if inputs is None else inputs
         if not self.saved:
             return _transposed(self._linearize(shared, carry, x, inputs)[1], cotangents, inputs, totals)
-        # What computed the replaced leaves is now unused, and XLA removes it.
+        # The computation of the replaced leaves is now unused, and XLA removes it.
         leaves, treedef = jax.tree.flatten(self._linearize(shared, carry, x, every)[1])
         for i, leaf in zip(self.saved, saved or (), strict=True):
             leaves[i] = leaf
@@ -136,8 +136,8 @@ class LayerPullback:
     def with_residuals(self, shared: Arrays, carry: Carry, x: Arrays) -> "LayerPullback":
         """Set `saved` to the residuals that the checkpoint keeps.
 
-        Not saved are the layer's inputs, which are at hand, and what comes from `x` and `shared` alone: it is
-        made again, for a cast or a transpose of weights would fill a buffer with a segment of them.
+        Not saved are the layer's inputs, which are available, and what depends on `x` and `shared` alone,
+        which is computed again: a cast or a transpose of weights would fill a buffer with a segment of them.
         """
         probe = replace(self, saved=(-1,))
 
@@ -148,9 +148,9 @@ class LayerPullback:
         constants = len(jaxpr.constvars) + len(shared)
         is_carry = [False] * constants + [True] * len(carry) + [False] * len(x)
         depends = active_outputs(jaxpr, is_carry, counts=lambda _: True)
-        at_hand = named_inputs(jaxpr)
+        available = named_inputs(jaxpr)
         needed = [
-            out not in at_hand and of_carry for out, of_carry in zip(jaxpr.outvars, depends, strict=True)
+            out not in available and of_carry for out, of_carry in zip(jaxpr.outvars, depends, strict=True)
         ]
         spaces = [getattr(out.aval, "memory_space", None) for out in pick(jaxpr.outvars, needed)]
         saved = tuple(pick(range(len(needed)), needed))
@@ -182,7 +182,7 @@ class LeafVisit:
     """One layer in the reverse sweep, in leaves.
 
     Attributes:
-        layer_index: its place on the axis, a traced integer.
+        layer_index: its index on the axis, a traced integer.
         shared: inputs that all layers share.
         carry: its input.
         x: its own inputs.

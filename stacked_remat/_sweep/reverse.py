@@ -21,12 +21,12 @@ State: TypeAlias = Any
 
 
 class ReplayedLayer(NamedTuple):
-    """What the reverse loop knows of the layer that it visits.
+    """The layer that the reverse loop visits.
 
     Attributes:
         index: its number in the order of the forward sweep, a traced integer.
         carry: its input.
-        saved: what the replay of its segment kept for it (`Replay.save`), or `None`.
+        saved: what the replay of its segment kept (`Replay.save`), or `None`.
     """
 
     index: Any
@@ -69,7 +69,7 @@ def reverse_sweep(
 
     Args:
         replay: how layers are run again.
-        visitor: what is done at each layer.
+        visitor: called for each layer.
         checkpoints: the carries that the forward sweep kept.
         cotangent: of the final carry.
         state: the visitor's.

@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 class FirstLayersSaved(NamedTuple):
-    """What is kept of the first layers, those before the schedule's; one entry per layer.
+    """What is kept of the first layers, before the schedule's; one entry per layer.
 
     Attributes:
         carries: their inputs, one buffer per carry leaf.
@@ -59,7 +59,7 @@ class Checkpoints(NamedTuple):
         return to_device(_first(self.boundaries))
 
     def with_constant_boundaries(self) -> "Checkpoints":
-        """Exclude what is on the host from derivatives, which are those of `first()`.
+        """Exclude what is on the host from derivatives, which go through `first()` alone.
 
         JAX loses the memory space of a cotangent where it transposes a program within a program (a branch, a
         loop, a jitted function), and then refuses it.

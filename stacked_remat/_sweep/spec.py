@@ -94,7 +94,7 @@ class SweepSpec:
         return outputs[: self.carries], outputs[self.carries :]
 
     def layer_index(self, number: Any) -> Any:
-        """The place on the axis of the layer that runs as `number`."""
+        """The index on the axis of the layer that runs as `number`."""
         return self.length - 1 - number if self.reverse else number
 
     def run_layer(self, shared: Arrays, xs: Arrays, number: Any, carry: Carry) -> tuple[Carry, Arrays]:
@@ -167,7 +167,7 @@ class SweepSpec:
     def perturbed(
         self, init: Sequence[bool], xs: Sequence[bool], shared: Sequence[bool], ys: Sequence[bool]
     ) -> Perturbed:
-        """What is differentiated if these leaves are."""
+        """What is differentiated if these leaves are, the carries in between included."""
         carry = active_carry(self.jaxpr, shared, init, xs)
         return Perturbed(tuple(init), tuple(carry), tuple(xs), tuple(shared), tuple(ys))
 
@@ -209,7 +209,7 @@ class SweepSpec:
         """Visit every layer, from the last to the first.
 
         Args:
-            perturbed: what the forward sweep was told is differentiated.
+            perturbed: the same as for the forward sweep.
             checkpoints: what the forward sweep kept.
             shared: inputs that all layers share.
             carry_ct: cotangents of the perturbed leaves of the last carry.

@@ -19,7 +19,7 @@ class TracedLayer(NamedTuple):
     Attributes:
         jaxpr: `(shared, carry, x) -> (carry, y)`.
         init: the first carry, with the types that every carry has.
-        shared: what the layer closes over, the constants of `jaxpr`; then what all layers were given.
+        shared: the constants of `jaxpr`, which the layer closes over; then the arrays passed to all layers.
         carry_tree: structure of the carry.
         y_tree: structure of the output.
     """

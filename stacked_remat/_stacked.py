@@ -132,8 +132,8 @@ class Stacked(BlockFoldable[M]):
         Raises:
             ValueError: for an argument of another length than the axis, and for a key that was neither split
                 nor marked as shared.
-            TypeError: for what is not an `Axis`, for a block instead of its class, and for a block that is not
-                a module.
+            TypeError: for what is not an `Axis`, for a block instead of its class, and for a block that is no
+                module.
         """
         what = f"{cls.__name__}.init"
         check_axis(Layers, what)

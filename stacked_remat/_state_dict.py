@@ -75,10 +75,10 @@ def stack_as(stacked: M, layers: Sequence[M], axis: Axis) -> M:
 def _check_layers(templates: Sequence[eqx.Module], state_dict: StateDict, prefix: str | None) -> None:
     problems, expected = [], dict[str, tuple[int, ...]]()
     for index, template in enumerate(templates):
-        own_prefix = with_prefix(prefix, str(index))
-        shapes = _shapes(template, own_prefix)
+        layer_prefix = with_prefix(prefix, str(index))
+        shapes = _shapes(template, layer_prefix)
         if shapes and not any(key in state_dict for key in shapes):
-            problems.append(f"missing: layer {index} (no key starts with {own_prefix!r})")
+            problems.append(f"missing: layer {index} (no key starts with {layer_prefix!r})")
         else:
             expected |= shapes
     found = {key: np.shape(state_dict[key]) for key in expected if key in state_dict}

@@ -191,5 +191,5 @@ def layer_getter(tree: Any, axis: Axis, caller: Caller) -> Callable[[int], Any]:
 
 
 def _axis_first(leaf: Any, axis: Axis) -> Any:
-    position = [own.name for own in leaf.axes].index(axis.name) if is_named(leaf) else 0
+    position = leaf.axis_indices(axis.name) if is_named(leaf) else 0
     return jnp.moveaxis(leaf.array, position, 0) if position else raw_array(leaf)

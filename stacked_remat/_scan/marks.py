@@ -42,7 +42,7 @@ def is_named_or_shaped_array(leaf: Any) -> bool:
 
 
 def has_axis(leaf: NamedArray, axis: AxisSelector) -> bool:
-    return axis_name(axis) in [own.name for own in leaf.axes]
+    return axis_name(axis) in [other.name for other in leaf.axes]
 
 
 def is_split(leaf: Any, axis: AxisSelector, is_scanned: IsScanned = is_named_or_shaped_array) -> bool:
@@ -55,7 +55,7 @@ def is_split(leaf: Any, axis: AxisSelector, is_scanned: IsScanned = is_named_or_
 def leaf_size(leaf: Any, axis: AxisSelector) -> int | None:
     """The number of layers that a leaf holds, or None for one that has no dimension to split."""
     if is_named(leaf):
-        return next((own.size for own in leaf.axes if own.name == axis_name(axis)), None)
+        return next((other.size for other in leaf.axes if other.name == axis_name(axis)), None)
     return leaf.shape[0] if leaf.ndim else None
 
 
@@ -221,11 +221,11 @@ def take_marks_off(tree: Any, rule: Rule = "default", path: tuple[Any, ...] = ()
     """Path, leaf and rule of every leaf, and the tree without marks. The innermost mark counts."""
     entries, parts = [], []
     paths_and_nodes, treedef = jtu.tree_flatten_with_path(tree, is_leaf=_is_named_or_marked)
-    for own, node in paths_and_nodes:
+    for below, node in paths_and_nodes:
         inside, part = (
-            take_marks_off(node.value, node.rule, (*path, *own))
+            take_marks_off(node.value, node.rule, (*path, *below))
             if isinstance(node, Marked)
-            else ([((*path, *own), node, rule)], node)
+            else ([((*path, *below), node, rule)], node)
         )
         entries += inside
         parts.append(part)

@@ -2,14 +2,14 @@
 
 A reverse sweep visits the layers from the last to the first and needs the input carry of each. Keeping all
 `N` of them costs `N` carries; a `Schedule` needs fewer *slots*, at the cost of running some layers forward
-again. It is a stack: a slot holds the input of one layer, later slots hold later layers,
-and what is at the top is consumed first.
+again. It is a stack: a slot holds the input of one layer, later slots hold later layers, and the top is
+consumed first.
 
     forward:  every layer writes its input to a slot; a slot that is written again loses what it held
     reverse:  for each *run*: read the carry held at the top of the stack, run some layers forward
               again, write their inputs to slots above it, then visit layers backwards, popping a slot each
 
-A slot is freed by its visit, so runs that come later may pile higher on what is left: with segments that are
+A slot is freed by its visit, so later runs may use the freed slots: with segments that are
 one shorter each, boundaries and the segment being reversed share one buffer (`shrinking`).
 """
 

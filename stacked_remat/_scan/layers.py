@@ -33,7 +33,7 @@ def from_arguments(run: Callable, remat: Remat, axis: AxisSelector) -> Callable:
     """`run(init, arguments)`, which keeps nothing derived from the arguments if inputs are dropped."""
     match remat:
         case PerLayer(inputs="drop"):
-            return _checkpoint_whole(run, remat, _names_of(axis))
+            return _checkpoint(run, remat.jax_policy(*_names_of(axis)), offloads=remat.offloads)
     return run
 
 
@@ -155,11 +155,8 @@ def scan_rolled(
         body = _checkpointed(step, remat, names, rolled=unroll is not True and unroll < axis.size)
         return jax.lax.scan(body, carry, pick(xs, sliced), length=axis.size, reverse=reverse, unroll=unroll)
 
-    match remat:
-        case PerLayer(carries="drop", inputs="keep" | "offload"):
-            run = _checkpoint_whole(run, remat, names)
     with jax.named_scope(f"scan({axis.name})"):
-        carry, ys = run(arrays, xs)
+        carry, ys = _replayed_whole(run, remat, names)(arrays, xs)
     carry, ys = _not_transposable((carry, ys), remat)
     return eqx.combine(carry, static), name_stacked(ys, axis, what)
 
@@ -201,11 +198,7 @@ def _run_unrolled(
             outputs += ys
         return carry, outputs
 
-    run = functools.partial(apply, tree)
-    match remat:
-        case PerLayer(carries="drop", inputs="keep" | "offload"):
-            run = _checkpoint_whole(run, remat, names)
-    return run(init)
+    return _replayed_whole(functools.partial(apply, tree), remat, names)(init)
 
 
 def array_step(layer: Step, init: Any, remat: Remat, names: _Names | None = None) -> Step:
@@ -253,8 +246,12 @@ def _checkpointed(step: Step, remat: Internals, names: _Names, *, rolled: bool) 
     )
 
 
-def _checkpoint_whole(run: Callable, remat: PerLayer, names: _Names) -> Callable:
-    return _checkpoint(run, remat.jax_policy(*names), offloads=remat.offloads)
+def _replayed_whole(run: Callable, remat: Remat, names: _Names) -> Callable:
+    """A scan that the backward pass replays from its input, if that is what the policy says."""
+    match remat:
+        case PerLayer(carries="drop", inputs="keep" | "offload"):
+            return _checkpoint(run, remat.jax_policy(*names), offloads=remat.offloads)
+    return run
 
 
 def _checkpoint_segment(run: Callable, remat: Remat, names: _Names) -> Callable:

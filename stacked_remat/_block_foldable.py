@@ -24,7 +24,7 @@ class BlockFoldable(ModuleWithStateDictSerialization, Generic[M]):
 
     Attributes:
         Block: the axis of the layers; `Layers` is another name for it.
-        remat: the checkpoint policy of `fold` and `scan` where the call names no other.
+        remat: the checkpoint policy of `fold` and `scan`, unless the call gives another.
     """
 
     slices_its_own_layers: ClassVar[bool] = True

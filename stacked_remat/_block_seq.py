@@ -40,7 +40,7 @@ class BlockSeq(BlockFoldable[M]):
     Attributes:
         blocks: the layers.
         Block: the axis of the layers; `Layers` is another name for it.
-        remat: the checkpoint policy of `fold` and `scan` where the call names no other.
+        remat: the checkpoint policy of `fold` and `scan`, unless the call gives another.
 
     Raises:
         TypeError: for what is not an `Axis`, and for a block that is not an `eqx.Module`.

@@ -44,9 +44,8 @@ class ScanCheckpointPolicy:
 
     Attributes:
         save_carries: `True` keeps the carry that goes into each layer. `"offload"` moves it to the host in
-            the forward pass and fetches it in the backward pass. `False` keeps none of them for its own sake:
-            the backward pass first replays the stack from its input, starting from whatever internals were
-            saved.
+            the forward pass and fetches it in the backward pass. `False` keeps none: the
+            backward pass first replays the stack, from its input and the internals that were saved.
         save_inputs: `True` reads the scanned inputs where they are; nothing is copied. `False` also drops
             what the scan derives from its arguments (arrays with the scanned axis moved to the front) and
             derives it again. `"offload"` copies each layer's inputs to the host, weights included: it pays
@@ -76,8 +75,8 @@ class ScanCheckpointPolicy:
         max_carries: keep at most so many carries alive instead, with the least recomputation that allows it
             (Griewank and Walther 2000, "Algorithm 799: revolve").
         first_layers: how many layers, from the one that runs first, follow `first_policy`; the rest follow
-            the other settings, which then cut, offload or keep carries. It spends the memory that the rest
-            leaves over: with `nested=True, first_layers=k` the carries cost about (k + √(2(N - k)))·C, the
+            the other settings, which then cut, offload or keep carries. It uses the memory that the rest
+            leaves free: with `nested=True, first_layers=k` the carries cost about (k + √(2(N - k)))·C, the
             internals k·I, and the arithmetic is 2·k·F less. As many as there are layers, or more: all of
             them follow `first_policy`.
         first_policy: `False` keeps the internals of these layers, one with `save_block_internals=[names]`

@@ -9,7 +9,7 @@ consumed first.
     reverse:  for each *run*: read the carry held at the top of the stack, run some layers forward
               again, write their inputs to slots above it, then visit layers backwards, popping a slot each
 
-A slot is freed by its visit, so later runs may use the freed slots: with segments that are
+A slot is freed by its visit, so later runs may use it: with segments that are
 one shorter each, boundaries and the segment being reversed share one buffer (`shrinking`).
 """
 
@@ -294,7 +294,7 @@ def whole_number(name: str, value: Any, meaning: str, fix: str = "", *, least: i
     """An argument as an int.
 
     Raises:
-        TypeError, ValueError: it is no int, or less than `least`; says what it means, and the fix.
+        TypeError, ValueError: it is not an int, or less than `least`; gives the meaning and the fix.
     """
     try:
         number = None if isinstance(value, bool) else operator.index(value)

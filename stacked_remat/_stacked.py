@@ -43,7 +43,7 @@ B = TypeVar("B", bound=eqx.Module)
 
 
 class Stacked(BlockFoldable[M]):
-    """Layers of one kind, applied one after the other (`fold`, `scan`) or side by side (`vmap`).
+    """Layers of one kind, applied one after the other (`fold`, `scan`) or in parallel (`vmap`).
 
     ```python
     Layers = hax.Axis("layers", 48)
@@ -60,7 +60,7 @@ class Stacked(BlockFoldable[M]):
         stacked: the block, its named arrays with the axis `Block` in front, its plain arrays with it as first
             dimension.
         Block: the axis of the layers; `Layers` is another name for it.
-        remat: the checkpoint policy of `fold` and `scan` where the call names no other.
+        remat: the checkpoint policy of `fold` and `scan`, unless the call gives another.
 
     Raises:
         TypeError: for what is not an `Axis`, and for a block that is not an `eqx.Module`.
@@ -122,7 +122,7 @@ class Stacked(BlockFoldable[M]):
             Block: a module class, with a static `init` (Haliax style) or a constructor (Equinox style), or
                 any function that returns a module.
             remat: the checkpoint policy; `True` by default. See `ScanCheckpointPolicy`.
-            gradient_checkpointing: the other name of `remat`.
+            gradient_checkpointing: another name for `remat`.
 
         Returns:
             A function of the block's arguments, which returns a stack of this class. Named arrays with the

@@ -116,7 +116,7 @@ def test_two_levels_are_equal_segments():
 
 @functools.cache
 def fewest_replays(length: int, carries: int) -> float:
-    """Forward evaluations to visit `length` layers with `carries`, one of which holds the first's input."""
+    """Forward evaluations to visit `length` layers with `carries`, one for the input of the first."""
     if length <= carries:
         return length - 1
     if carries == 1:

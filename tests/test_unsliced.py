@@ -17,7 +17,7 @@ Expert = hax.Axis("expert", 3)
 
 
 class Experts(eqx.Module):
-    """Weights of which each row reads those of one expert: from the stack, or from its layer's."""
+    """Each row reads the weights of one expert: from the stack, or from its layer's."""
 
     weight: hax.NamedArray = unsliced()
     gain: Any = unsliced()

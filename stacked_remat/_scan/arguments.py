@@ -130,7 +130,7 @@ def check_sizes(axis: Axis, split: list[Argument], what: str) -> None:
     lines += [f"  {_describe_size(entry, axis)}" for entry in wrong]
     if agreeing:
         shown = ", ".join(agreeing[:4]) + (f" and {len(agreeing) - 4} more" if len(agreeing) > 4 else "")
-        lines.append(f"  {shown} {'has' if len(agreeing) == 1 else 'have'} {axis.size}, as it should be")
+        lines.append(f"  {shown} {'has' if len(agreeing) == 1 else 'have'} the right size, {axis.size}")
     keys = [entry.name for entry in wrong if _is_typed_key(entry.leaf) or _may_be_raw_key(entry.leaf)]
     for name in keys:
         lines.append(

@@ -29,7 +29,7 @@ class Leaf(NamedTuple):
     """How a leaf of a split tree is put together again.
 
     Attributes:
-        kind: whether it is split over the layers, an array that all layers share, or no array.
+        kind: whether it is split over the layers, an array that all layers share, or not an array.
         path: where it is in the tree.
         axes: all axes of a named array.
         value: the leaf without its array: the structure of a named array, or what is not an array.
@@ -61,7 +61,7 @@ class TreeLayout:
 
     @property
     def unsliced(self) -> tuple[bool, ...]:
-        """Which of the split arrays a layer is given whole."""
+        """For which of the split arrays a layer is given the whole stack."""
         mask = tuple(leaf.unsliced for leaf in self.of_kind("split"))
         return (*mask, False) if any(mask) else mask
 

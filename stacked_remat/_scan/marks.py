@@ -1,8 +1,8 @@
 """Which parts of an argument are split over the layers and which are shared, and the marks that say so.
 
-A named array is split when it has the axis, wherever the axis stands. A plain array has no names, so it is
+A named array is split if it has the axis, in any position. A plain array has no names, so it is
 split along its first dimension. Everything else (named arrays without the axis, scalars, functions, Python
-values) is shared by all layers. `shared` and `per_layer` say otherwise of one argument.
+values) is shared by all layers. `shared` and `per_layer` override this for an argument.
 """
 
 import copy

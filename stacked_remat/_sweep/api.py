@@ -57,8 +57,8 @@ def sweep(
         first_layers: the layers that run first, if these are to keep their inputs and residuals.
         reverse: whether to go from the last entry of `xs` to the first.
         unroll: layers per iteration of the innermost loops; `True` unrolls everything.
-        unsliced: which leaves of `xs` every layer takes whole; none by default. Their gradients are summed in
-            place, where a layer reads a part of them.
+        unsliced: for which leaves of `xs` every layer takes the stack; none by default. Their gradients are
+            summed in place, where a layer reads a part of them.
 
     Returns:
         The last carry and the stacked `y`s.

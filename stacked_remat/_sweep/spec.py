@@ -59,7 +59,7 @@ class SweepSpec:
         carries: number of carry leaves.
         schedule: of the layers after the first ones; `None` if there are no others.
         checkpoint, boundaries, first_layers, reverse, unroll: as in `sweep`.
-        unsliced: which stacks a layer takes whole.
+        unsliced: for which of `xs` a layer takes the whole stack.
     """
 
     jaxpr: Jaxpr

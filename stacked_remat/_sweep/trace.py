@@ -47,7 +47,7 @@ def trace_layer(
         shared: arrays that all layers are given.
         init: the first carry.
         xs: the layers' own inputs, stacked.
-        unsliced: which leaves of `xs` a layer takes whole.
+        unsliced: for which leaves of `xs` a layer takes the whole stack.
         offloads: whether values are moved to the host.
 
     Raises:

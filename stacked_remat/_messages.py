@@ -1,4 +1,4 @@
-"""Text of error messages: axes, long lists, and what a misspelt name may have been meant to be."""
+"""Text of error messages: axes, long lists, suggestions for misspelt names."""
 
 import difflib
 import reprlib
@@ -29,7 +29,7 @@ def printable(text: str) -> str:
 
 
 def float_problems(dtypes: Mapping[str, str]) -> list[str]:
-    """One line for each tensor of a safetensors file whose dtype there is not a float."""
+    """One line for each tensor of a safetensors file whose dtype is not a float."""
     floats = ("F64", "F32", "F16", "BF16")
     return [
         f"not a float: {printable(name)} is {dtype}, expected one of {', '.join(floats)}"
@@ -43,7 +43,7 @@ def entry_problems(expected: Mapping[str, Any], found: Mapping[str, Any]) -> lis
 
     Args:
         expected: the shape of each entry, or anything else to compare and to show.
-        found: the same of the entries that there are.
+        found: likewise for the entries that exist.
     """
     lines = [f"missing: {key} {shape}" for key, shape in expected.items() if key not in found]
     lines += [f"unknown: {printable(key)} {shape}" for key, shape in found.items() if key not in expected]

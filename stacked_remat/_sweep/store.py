@@ -40,9 +40,29 @@ def read(stacked: Any, index: Any) -> Any:
     )
 
 
-def read_layer(stacks: list[Array], index: Any, unsliced: Sequence[bool]) -> list[Array]:
-    """A layer's part of each stack: its entry, or the whole stack where it is unsliced."""
-    return [stack if whole else read(stack, index) for stack, whole in zip(stacks, unsliced, strict=True)]
+def read_layer(
+    stacks: list[Array], index: Any, unsliced: Sequence[bool], ahead: Sequence[Array] = ()
+) -> list[Array]:
+    """A layer's part of each stack: its entry, or the whole stack where it is unsliced.
+
+    `ahead` has the entries of the stacks on the host, if `read_ahead` has read them.
+    """
+    entries = iter(ahead)
+
+    def part(stack: Array, whole: bool) -> Array:
+        if whole:
+            return stack
+        return next(entries) if ahead and is_on_host(stack) else read(stack, index)
+
+    return [part(stack, whole) for stack, whole in zip(stacks, unsliced, strict=True)]
+
+
+def read_ahead(stacks: list[Array], index: Any) -> list[Array]:
+    """The entries at `index` of the stacks on the host, for `read_layer` an iteration later.
+
+    In the carry of a loop they are transferred while the iteration before computes.
+    """
+    return [read(stack, index) for stack in stacks if is_on_host(stack)]
 
 
 def check_unsliced(stacks: Sequence[Array], unsliced: Sequence[bool]) -> None:

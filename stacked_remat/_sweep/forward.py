@@ -14,7 +14,7 @@ from jaxtyping import Array
 from .._placement import to_host
 from .._schedule import Schedule
 from .slots import Arrays, Carry, Checkpoints, T, repeat, trip_count
-from .store import empty_stack, write
+from .store import empty_stack, settle, write
 
 
 def forward_sweep(
@@ -44,6 +44,7 @@ def forward_sweep(
     def visit(state: tuple[Carry, Carry, Arrays], at: tuple[Array, Array]) -> tuple[Any, T]:
         slots, carry, fetched = state
         index, slot = at
+        fetched, index = settle(fetched, index)
         ahead = fetch(jnp.minimum(index + 1, last))
         slots = write(slots, slot, carry)
         carry, output = step(index, carry, fetched)
@@ -86,7 +87,7 @@ def forward_sweep_on_host(
 
         def layer(k: Any, state: State) -> State:
             carry, outputs, fetched = state
-            index = at[0] + k
+            fetched, index = settle(fetched, at[0] + k)
             ahead = fetch(jnp.minimum(index + 1, last))
             carry, output = step(index, carry, fetched)
             return carry, write_output(index, outputs, output), ahead

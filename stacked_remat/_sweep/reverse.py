@@ -15,7 +15,7 @@ from jax import lax
 from .._placement import to_device
 from .._schedule import Run, Schedule
 from .slots import Arrays, Carry, Checkpoints, entry_at, repeat, trip_count
-from .store import empty_stack, read, write
+from .store import empty_stack, read, settle, write
 
 State: TypeAlias = Any
 
@@ -150,7 +150,7 @@ def _advance(
 ) -> tuple[Carry, Arrays]:
     def layer(k: Any, loop: tuple[Carry, Carry, Arrays]) -> tuple[Carry, Carry, Arrays]:
         slots, carry, fetched = loop
-        index = entry_at(plan.start, r) + k
+        fetched, index = settle(fetched, entry_at(plan.start, r) + k)
         ahead = replay.fetch(state, index + 1)
         carry = replay.advance(state, index, carry, fetched)
         return write(slots, entry_at(plan.writes, entry_at(plan.first_write, r) + k), carry), carry, ahead
@@ -181,9 +181,10 @@ def _save(
 
     def layer(k: Any, loop: Any) -> Any:
         slots, saved, carry, fetched = loop
-        ahead = replay.fetch(state, jnp.minimum(bottom + k + 1, top))
+        fetched, index = settle(fetched, bottom + k)
+        ahead = replay.fetch(state, jnp.minimum(index + 1, top))
         slots = write(slots, bottom_slot + k, carry)
-        carry, new = save(state, bottom + k, carry, fetched)
+        carry, new = save(state, index, carry, fetched)
         return slots, write(saved, k, new), carry, ahead
 
     loop = (slots, saved, read(slots, bottom_slot), fetched)
@@ -205,7 +206,7 @@ def _visit(
 
     def layer(k: Any, loop: tuple[Arrays, Carry, State]) -> tuple[Arrays, Carry, State]:
         fetched, cotangent, state = loop
-        index = entry_at(plan.top, r) - k
+        fetched, index = settle(fetched, entry_at(plan.top, r) - k)
         ahead = replay.fetch(state, jnp.where(k == visits - 1, entry_at(plan.next_first, r), index - 1))
         kept = None if saved is None else read(saved, visits - 1 - k)
         carry = read(slots, entry_at(plan.top_slot, r) - k)

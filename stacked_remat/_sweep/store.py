@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
-from .._placement import is_on_host, to_device, to_host
+from .._placement import is_on_host, platform, to_device, to_host
 
 
 def empty_stack(entry: Any, size: int) -> Any:
@@ -63,6 +63,17 @@ def read_ahead(stacks: list[Array], index: Any) -> list[Array]:
     In the carry of a loop they are transferred while the iteration before computes.
     """
     return [read(stack, index) for stack in stacks if is_on_host(stack)]
+
+
+def settle(fetched: list[Array], index: Any) -> tuple[list[Array], Any]:
+    """What was read ahead, and the layer's index, from which the next one that is to be read is computed.
+
+    A loop's carry has one buffer. For TPUs XLA would begin the next transfer into it only after the last use
+    of what is there; so that is first copied to another, in a way that XLA does not remove.
+    """
+    if not fetched or platform() not in ("tpu","cuda"):
+        return fetched, index
+    return lax.optimization_barrier(([jnp.where(index >= 0, leaf, 0) for leaf in fetched], index))
 
 
 def check_unsliced(stacks: Sequence[Array], unsliced: Sequence[bool]) -> None:

@@ -70,6 +70,9 @@ FOR_ANY_ARCHITECTURE = (
     "models/hf_io/",
     "models/generation/",
     "models/export_hf.py",
+    "models/generate.py",
+    "models/plan_lm.py",
+    "models/train_lm.py",
 )
 BANNED_NAMES = {"utils", "util", "common", "helpers", "helper", "misc"}
 LONGEST_FILE = 500

@@ -1,20 +1,34 @@
 """Generates text from prompts and chats, and streams it."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
-import numpy as np
-from jaxtyping import Int, PRNGKeyArray
+from jaxtyping import PRNGKeyArray
 
-from models.generation.decoding import continued_tokens
-from models.generation.generator import Generator
+from models.generation.decoding import Tokens, continued_tokens
 from models.generation.sampling import Sampling
 from models.generation.text_stream import TextStream
+from models.lm import LanguageModel
 from stacked_remat.training import Tokenizer
 
-Tokens = Int[np.ndarray, " tokens"]
 Stop: TypeAlias = tuple[int, ...]
 """A sequence of tokens that ends a text."""
+
+
+@dataclass(frozen=True)
+class Generator:
+    """A model that continues text.
+
+    Attributes:
+        model: its weights in the dtype in which it computes.
+        tokenizer: its tokens.
+        ends: tokens that end a text, the tokenizer's own among them.
+    """
+
+    model: LanguageModel
+    tokenizer: Tokenizer
+    ends: frozenset[int]
 
 
 class Piece(NamedTuple):

@@ -6,7 +6,8 @@ from pathlib import Path
 import huggingface_hub
 import huggingface_hub.errors
 
-from models.hf_io.safetensors_folder import WeightsError, shown
+from models.hf_io.safetensors_folder import WeightsError
+from stacked_remat._messages import shown
 
 _FILES = ("*.json", "*.safetensors", "*.txt", "*.jinja")
 

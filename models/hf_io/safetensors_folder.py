@@ -9,7 +9,6 @@ import errno
 import json
 import os
 import re
-import reprlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath, PureWindowsPath
@@ -23,7 +22,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from stacked_remat._files import read_json_fields, replaced_whole
-from stacked_remat._messages import printable, shortened
+from stacked_remat._messages import printable, shortened, shown
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -48,16 +47,6 @@ def read_json(path: Path) -> dict[str, Any]:
         raise WeightsError(f"{path} can't be read: {error.strerror or error}.") from error
     except ValueError as error:
         raise WeightsError(str(error)) from error
-
-
-def shown(value: Any) -> str:
-    """The repr of an untrusted value for a message, shortened where it is long or deep."""
-    return _SHORT.repr(value)
-
-
-_SHORT = reprlib.Repr()
-_SHORT.maxstring = _SHORT.maxother = 80
-_SHORT.maxlevel = 3
 
 
 @dataclass(frozen=True)

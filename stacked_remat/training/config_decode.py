@@ -12,8 +12,8 @@ from typing import Any, TypeVar
 import draccus.utils
 from draccus.parsers.decoding import get_decoding_fn
 
-from .._messages import did_you_mean
-from .config_entries import Entry, entry_of, leaves, shown
+from .._messages import did_you_mean, shown
+from .config_entries import Entry, entry_of, leaves
 from .config_error import ConfigError
 from .config_hints import is_registry, named_section_class, section_class, type_names, union_parts
 from .config_reference import config_rows

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import pytest
 
-from models.command import USER_ERRORS, error_message, run_command
+from models.command import USER_ERRORS, error_message, escaped, run_command
 from stacked_remat.training import ConfigError
 
 
@@ -143,3 +143,17 @@ def test_a_password_in_an_error_is_not_shown():
     for error in (ConfigError(f"{url} is no folder"), FileNotFoundError(errno.ENOENT, "Not there", url)):
         _, (shown,) = run(fail_with(error))
         assert "https://***@host/x" in shown and "SECRET" not in shown
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("a\tb\nc é 漢 \U0001f600", "a\tb\nc é 漢 \U0001f600"),
+        ("\x1b[2J\x1b]0;title\x07", "\\x1b[2J\\x1b]0;title\\x07"),
+        ("\x9b31m\x00\x08\x0b\r\x7f", "\\x9b31m\\x00\\x08\\x0b\\r\\x7f"),
+        ("a\u202eb\u2066c\ud800", "a\\u202eb\\u2066c\\ud800"),
+    ],
+)
+def test_what_a_terminal_would_obey_is_spelt_out(text, shown):
+    assert escaped(text) == shown
+    assert "".join(map(escaped, text)) == shown  # wherever the text is cut

@@ -1,8 +1,6 @@
-"""The registry of Hugging Face's formats, and that shared code names no architecture."""
+"""The registry of Hugging Face's formats."""
 
-import re
 from dataclasses import dataclass
-from pathlib import Path
 
 import equinox as eqx
 import jax
@@ -21,10 +19,6 @@ from models.transformer.config import AttentionConfig, DecoderConfig
 from models.transformer.decoder import Decoder
 from stacked_remat.lora import LoraConfig, apply_lora
 
-MODELS = Path(__file__).resolve().parents[2] / "models"
-SHARED = ["transformer", "hf_io", "generation"]
-COMMANDS = ["export_hf.py", "generate.py", "plan_lm.py", "train_lm.py"]
-ARCHITECTURES = re.compile(r"qwen|llama|gemma|mi[sx]tral|gpt|olmo|deepseek", re.IGNORECASE)
 Vocab = Axis("vocab", 7)
 
 
@@ -96,14 +90,3 @@ def test_an_empty_registry_says_what_to_import(monkeypatch):
             ValueError, match=r"no architecture is registered: import models.architectures\.$"
         ):
             use()
-
-
-def test_shared_code_and_commands_name_no_architecture():
-    files = [path for folder in SHARED for path in sorted((MODELS / folder).rglob("*.py"))]
-    named = [
-        f"{path.relative_to(MODELS)}:{number}: {line}"
-        for path in [*files, *(MODELS / name for name in COMMANDS)]
-        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
-        if ARCHITECTURES.search(line)
-    ]
-    assert len(files) > 15 and not named

@@ -17,9 +17,9 @@ from rich.console import Console
 import models.generate as command
 from models.export_hf import main as export_hf
 from models.generate import main
-from models.generation.generator import source_of_folder
 from models.generation.sampling import Sampling
 from models.generation.text_generation import Piece, chat_prompt, end_of_turn
+from models.generator_source import source_of_folder
 from models.hf_io.decoder_weights import write_decoder
 from models.hf_io.safetensors_folder import SafetensorsFolder, WeightsError
 from models.qwen3_moe import Qwen3Config
@@ -141,8 +141,8 @@ def test_errors_are_shown_whatever_the_encoding():
 
 def test_a_cache_that_can_not_fit_is_told_before_any_weights_are_read(exported, run, monkeypatch):
     monkeypatch.setattr(SafetensorsFolder, "open", None)
-    monkeypatch.setattr("models.generation.generator.trained_model", None)
-    monkeypatch.setattr("models.generation.generator.memory_bytes", lambda _: 2**30)
+    monkeypatch.setattr("models.generator_source.trained_model", None)
+    monkeypatch.setattr("models.generator_source.memory_bytes", lambda _: 2**30)
     model = ("--model", exported, "--tokenizer", "byte")
     for source in (model, ("--checkpoint", run)):
         status, shown = generate(*source, "--prompt", "abc", "--prompt", "a", "--max_new_tokens", 10**9)
@@ -150,11 +150,11 @@ def test_a_cache_that_can_not_fit_is_told_before_any_weights_are_read(exported, 
         size = 2 * 2 * 2 * (10**9 + 4) * 8 * 4 >> 20
         assert status == 1 and f"2 x 1000000004 tokens take {size:,} MiB for their keys and" in shown
         assert "has 1,024 MiB. Lower --max_new_tokens" in shown
-    monkeypatch.setattr("models.generation.generator.memory_bytes", lambda _: 100)
+    monkeypatch.setattr("models.generator_source.memory_bytes", lambda _: 100)
     status, shown = generate(*model, "--prompt", "abc", "--max_new_tokens", 1)
     assert status == 1 and "The weights take 0 MiB in float32, and this device has 0 MiB." in shown
     assert "--max_new_tokens" not in shown
-    monkeypatch.setattr("models.generation.generator.memory_bytes", lambda _: None)
+    monkeypatch.setattr("models.generator_source.memory_bytes", lambda _: None)
     status, shown = generate(*model, "--prompt", "abc", "--max_new_tokens", 10**25)
     assert status == 1 and "Lower --max_new_tokens" in shown
 

@@ -9,8 +9,8 @@ import pytest
 from haliax import Axis
 
 from models.generation.decoding import continued_tokens
-from models.generation.generator import source_of_folder
 from models.generation.sampling import Sampling
+from models.generator_source import source_of_folder
 from models.hf_io.decoder_weights import write_decoder
 from models.qwen3_moe import Qwen3Config, Qwen3MoeConfig
 from models.transformer.config import AttentionConfig, ExpertsConfig

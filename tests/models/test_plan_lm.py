@@ -76,6 +76,9 @@ def test_the_command_prints_the_table(monkeypatch, tmp_path, reports):
     assert "2 x 8 tokens" in shown
     rows = [line.split("│")[1].strip() for line in shown.splitlines() if line.startswith("│")]
     assert rows == ["True *", "kept"]
+    assert main(["--config_path", str(path), "--remat", "{nested: 2}"], console) == 0
+    shown = console.file.getvalue().partition("kept")[2]  # pyright: ignore[reportAttributeAccessIssue]
+    assert "{'nested': 2} *" in shown and "True *" not in shown
 
 
 @pytest.mark.deep

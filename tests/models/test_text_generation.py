@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 import models.generation.text_generation as text_generation
-from models.generation.generator import Generator
 from models.generation.sampling import Sampling
 from models.generation.text_generation import Piece, chat_prompt, end_of_turn, generate_text, in_order
+from models.generator_source import Generator
 from stacked_remat.training import ByteTokenizer, load_tokenizer
 
 from ..training.data import word_tokenizer

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from haliax import Axis
 
+from models.generation.text_generation import Generator
 from models.hf_io.decoder_weights import read_decoder
 from models.hf_io.formats import read_hf_config
 from models.hf_io.hub import model_folder
@@ -22,21 +23,6 @@ from stacked_remat.training import ConfigError, Tokenizer, cast_parameters, load
 
 Dtype = Literal["float32", "bfloat16"]
 _MOST_POSITIONS = 2**31 - 1  # positions are 32-bit numbers
-
-
-@dataclass(frozen=True)
-class Generator:
-    """A model that continues text.
-
-    Attributes:
-        model: its weights in the dtype in which it computes.
-        tokenizer: its tokens.
-        ends: tokens that end a text, the tokenizer's own among them.
-    """
-
-    model: LanguageModel
-    tokenizer: Tokenizer
-    ends: frozenset[int]
 
 
 @dataclass(frozen=True)
@@ -124,7 +110,7 @@ def source_of_run(run_dir: Path, *, step: int | None = None, tokenizer: str | No
     found = load_tokenizer(config.data.tokenizer if tokenizer is None else tokenizer)
 
     def read() -> LanguageModel:
-        model, _ = trained_model(run_dir, step=step)
+        model = trained_model(run_dir, config, step=step)
         return cast_parameters(merge_lora(model, donate=True), config.model.compute_dtype)
 
     ends = frozenset(ends_of_run(config, found.end))

@@ -1,4 +1,4 @@
-"""Configs of the Qwen3 decoder: axes, checks and defaults."""
+"""Configs of decoders: axes, checks and defaults."""
 
 import dataclasses
 from typing import Any, get_args, get_type_hints

@@ -1,4 +1,4 @@
-"""Weights of Qwen3 to and from Hugging Face's files."""
+"""Weights of decoders to and from safetensors files in Hugging Face's format."""
 
 import dataclasses
 import json

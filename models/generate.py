@@ -50,13 +50,14 @@ def _generate(arguments: Sequence[str], console: Console) -> int:
     name = options.tokenizer or options.model or f"of the run {options.checkpoint}"
     prompts, stops = _encoded(source.tokenizer, name, texts, chat=options.chat)
     source.check_memory(len(prompts), max(map(len, prompts)) + options.max_new_tokens)
-    generator = source.generator()
     pieces = generate_text(
-        generator,
+        source.read(),
+        source.tokenizer,
         prompts,
         max_new_tokens=options.max_new_tokens,
         sampling=sampling,
         key=jax.random.key(options.seed),
+        ends=source.ends,
         stops=stops,
     )
     try:

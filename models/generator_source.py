@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 from haliax import Axis
 
-from models.generation.text_generation import Generator
 from models.hf_io.decoder_weights import read_decoder
 from models.hf_io.formats import read_hf_config
 from models.hf_io.hub import model_folder
@@ -34,7 +33,8 @@ class GeneratorSource:
         vocab_size: rows of its embedding.
         tokenizer: its tokens.
         ends: tokens that end a text, the tokenizer's own among them.
-        read: reads the model, its weights in the dtype in which it computes.
+        read: reads the model, its weights in the dtype in which it computes. Raises CheckpointMismatchError,
+            FileNotFoundError or WeightsError for weights that are missing, damaged, or of another model.
     """
 
     config: LmConfig
@@ -75,15 +75,6 @@ class GeneratorSource:
                 f"{_mebibytes(weights)} of weights.{has} Lower --max_new_tokens, or continue fewer or "
                 f"shorter prompts at once."
             )
-
-    def generator(self) -> Generator:
-        """Reads the weights.
-
-        Raises:
-            CheckpointMismatchError: the checkpoint is of another model than its config says.
-            FileNotFoundError, WeightsError: weights are missing, damaged, or of another model.
-        """
-        return Generator(self.read(), self.tokenizer, self.ends)
 
 
 def source_of_run(run_dir: Path, *, step: int | None = None, tokenizer: str | None = None) -> GeneratorSource:

@@ -45,7 +45,6 @@ from stacked_remat.training import (
     learning_rate_schedule,
     load_tokenizer,
     lock_run_folder,
-    named_in_errors,
     open_training_data,
     parse_config,
     remat_entry,
@@ -69,7 +68,8 @@ def train_lm(config: LmRunConfig, progress: Progress, stop: StopSignals) -> Trai
         NonFiniteLossError: training diverged.
     """
     check_trackers(config.trainer.trackers)
-    partitioning = _partitioning(config)
+    partitioning = Partitioning.of(config.trainer.mesh)
+    partitioning.check_rows(config.data.batch_size, config.trainer.update.microbatches)
     tokenizer = load_tokenizer(config.data.tokenizer)
     config = _resolved(config, progress)
     check_step(config, partitioning)
@@ -100,7 +100,7 @@ def train_lm(config: LmRunConfig, progress: Progress, stop: StopSignals) -> Trai
             saved=saved_arrays,
             message=progress.message,
         )
-        closing.callback(_close, checkpoints)
+        closing.callback(checkpoints.close)
         state, position = _first_state(config, partitioning, checkpoints)
         if position is not None:
             _check_length(config, position, folder)
@@ -144,22 +144,10 @@ def main(arguments: Sequence[str]) -> int:
     return run_command(run, arguments, progress.message, interrupted=(EXIT_INTERRUPTED, early))
 
 
-def _close(checkpoints: Checkpoints) -> None:
-    with named_in_errors(checkpoints.folder):
-        checkpoints.close()
-
-
 def _asked_to_stop(stop: StopSignals) -> str | None:
     """The signal that asks to stop, if one came; from the first call on, a signal no longer raises."""
     stop.defer()
     return stop.received
-
-
-def _partitioning(config: LmRunConfig) -> Partitioning:
-    """The devices of the run; refuses batches that can't be divided over them."""
-    partitioning = Partitioning.of(config.trainer.mesh)
-    partitioning.check_rows(config.data.batch_size, config.trainer.update.microbatches)
-    return partitioning
 
 
 def _first_state(

@@ -1,7 +1,6 @@
 """Generates text from prompts and chats, and streams it."""
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Sequence
 from typing import NamedTuple, TypeAlias
 
 from jaxtyping import PRNGKeyArray
@@ -14,21 +13,6 @@ from stacked_remat.training import Tokenizer
 
 Stop: TypeAlias = tuple[int, ...]
 """A sequence of tokens that ends a text."""
-
-
-@dataclass(frozen=True)
-class Generator:
-    """A model that continues text.
-
-    Attributes:
-        model: its weights in the dtype in which it computes.
-        tokenizer: its tokens.
-        ends: tokens that end a text, the tokenizer's own among them.
-    """
-
-    model: LanguageModel
-    tokenizer: Tokenizer
-    ends: frozenset[int]
 
 
 class Piece(NamedTuple):
@@ -63,31 +47,33 @@ def end_of_turn(tokenizer: Tokenizer) -> Stop:
 
 
 def generate_text(
-    generator: Generator,
+    model: LanguageModel,
+    tokenizer: Tokenizer,
     prompts: Sequence[Tokens],
     *,
     max_new_tokens: int,
     sampling: Sampling,
     key: PRNGKeyArray,
+    ends: Collection[int],
     stops: Sequence[Stop] = (),
 ) -> Iterator[Piece]:
     """Continues all prompts as one batch and streams their text, until all have ended.
 
     Args:
-        generator: the model.
+        model: any causal language model.
+        tokenizer: its tokens.
         prompts: tokens, at least one each.
         max_new_tokens: of each prompt, at most.
         sampling: how tokens are drawn.
         key: of the random numbers.
-        stops: sequences of tokens that end a text, beside the generator's ends.
+        ends: tokens that end a text.
+        stops: sequences of tokens that end a text too.
 
     Cost: that of `continued_tokens`.
     """
-    every_stop = [*((end,) for end in sorted(generator.ends)), *stops]
-    streams = [TextStream(generator.tokenizer, prompt.tolist(), every_stop) for prompt in prompts]
-    steps = continued_tokens(
-        generator.model, prompts, max_new_tokens=max_new_tokens, sampling=sampling, key=key
-    )
+    every_stop = [*((end,) for end in sorted(ends)), *stops]
+    streams = [TextStream(tokenizer, prompt.tolist(), every_stop) for prompt in prompts]
+    steps = continued_tokens(model, prompts, max_new_tokens=max_new_tokens, sampling=sampling, key=key)
     for tokens in steps:
         for row, stream in enumerate(streams):
             if not stream.ended:

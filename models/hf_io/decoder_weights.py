@@ -185,8 +185,8 @@ def _check_separate_experts(folder: SafetensorsFolder, config: DecoderConfig) ->
     layout = format_of(config).experts_layout
     if fused := [name for name in folder.shapes if layout(name) == "fused"]:
         raise WeightsError(
-            f"{folder.root} has the experts of a layer in one tensor, {fused[0]}. Load it with transformers and "
-            f"save it again, save_pretrained(..., save_original_format=True), with a tensor an expert."
+            f"{folder.root} has the experts of a layer in one tensor, {fused[0]}. Load it with transformers "
+            f"and save it again, save_pretrained(..., save_original_format=True), with a tensor an expert."
         )
 
 

@@ -34,7 +34,7 @@ from .data.tokenizer_files import (
 from .data.tokenizers import ByteTokenizer as ByteTokenizer, Tokenizer as Tokenizer
 from .data.training_data import TrainingData as TrainingData, open_training_data as open_training_data
 from .data_config import DataConfig as DataConfig, SourceConfig as SourceConfig
-from .evaluation import held_out_evaluator as held_out_evaluator, held_out_evaluators as held_out_evaluators
+from .evaluation import held_out_evaluators as held_out_evaluators
 from .loop import (
     NonFiniteLossError as NonFiniteLossError,
     Position as Position,
@@ -76,7 +76,6 @@ from .run_folder import (
     RunFolder as RunFolder,
     config_changes as config_changes,
     lock_run_folder as lock_run_folder,
-    named_in_errors as named_in_errors,
 )
 from .signals import (
     EXIT_INTERRUPTED as EXIT_INTERRUPTED,

@@ -210,12 +210,15 @@ def unchecked():
 @pytest.mark.parametrize(
     "policy",
     [
-        ScanCheckpointPolicy(),
+        ScanCheckpointPolicy(first_layers=2, first_policy=CONFIG.remat_presets["projections_saved"]),
+        ScanCheckpointPolicy(
+            nested=True, first_layers=1, first_policy=CONFIG.remat_presets["attention_saved"]
+        ),
         ScanCheckpointPolicy(nested=True, save_block_internals=["router_probs"]),
         CONFIG.remat_presets["attention_offloaded"],
         CONFIG.remat_presets["nested_attention_saved"],
     ],
-    ids=range(4),
+    ids=range(5),
 )
 def test_every_policy_gives_the_same_finite_gradients(policy, unchecked):
     (expected_loss, _), expected = unchecked

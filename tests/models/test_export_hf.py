@@ -133,8 +133,8 @@ def test_adapters_are_merged_or_written_alone(workplace, adapted):
     assert "[7, 256]" in (workplace / "merged/generation_config.json").read_text()
     merged = read_decoder(workplace / "merged", config.model, Vocab)
     np.testing.assert_array_equal(logits(merged), logits(merge_lora(model)))
-    found = source_of_run(adapted).generator()
-    np.testing.assert_array_equal(logits(found.model), logits(merged))
+    found = source_of_run(adapted)
+    np.testing.assert_array_equal(logits(found.read()), logits(merged))
     assert found.ends == {256, 7}
     assert export("--run_dir", adapted, "--out", workplace / "alone", "--adapters")[0] == 0
     base = read_decoder(workplace / "base", config.model, Vocab)

@@ -75,7 +75,7 @@ def asked(monkeypatch):
     """What is asked of the model, which says nothing."""
     calls = []
 
-    def record(generator, prompts, **options):
+    def record(model, tokenizer, prompts, **options):
         calls.append((prompts, options))
         return (Piece(row, "", True) for row in range(len(prompts)))
 
@@ -173,14 +173,16 @@ def spoken(tmp_path_factory):
 
 def test_a_folder_says_its_dtype_its_tokenizer_and_its_ends(spoken):
     (spoken / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 9]}))
-    found = source_of_folder(str(spoken)).generator()
-    assert {leaf.dtype for leaf in jax.tree.leaves(found.model)} == {jnp.dtype("bfloat16")}
-    assert isinstance(found.model, Decoder) and found.model.config.compute_dtype == "bfloat16"
+    found = source_of_folder(str(spoken))
+    model = found.read()
+    assert {leaf.dtype for leaf in jax.tree.leaves(model)} == {jnp.dtype("bfloat16")}
+    assert isinstance(model, Decoder) and model.config.compute_dtype == "bfloat16"
     assert found.ends == {7, 9, found.tokenizer.end}
     (spoken / "generation_config.json").write_text(json.dumps({"eos_token_id": 7}))
-    wide = source_of_folder(str(spoken), dtype="float32").generator()
-    assert {leaf.dtype for leaf in jax.tree.leaves(wide.model)} == {jnp.dtype("float32")}
-    assert isinstance(wide.model, Decoder) and wide.model.config.compute_dtype == "float32"
+    wide = source_of_folder(str(spoken), dtype="float32")
+    model = wide.read()
+    assert {leaf.dtype for leaf in jax.tree.leaves(model)} == {jnp.dtype("float32")}
+    assert isinstance(model, Decoder) and model.config.compute_dtype == "float32"
     assert wide.ends == {7, found.tokenizer.end}
     (spoken / "generation_config.json").unlink()
     assert source_of_folder(str(spoken)).ends == {found.tokenizer.end}

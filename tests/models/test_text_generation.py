@@ -1,7 +1,5 @@
 """From prompts to text: what goes in, when each row ends, in which order pieces are shown."""
 
-import types
-from typing import Any
 
 import jax
 import numpy as np
@@ -10,17 +8,11 @@ import pytest
 import models.generation.text_generation as text_generation
 from models.generation.sampling import Sampling
 from models.generation.text_generation import Piece, chat_prompt, end_of_turn, generate_text, in_order
-from models.generator_source import Generator
 from stacked_remat.training import ByteTokenizer, load_tokenizer
 
 from ..training.data import word_tokenizer
 
 BYTES = ByteTokenizer()
-
-
-def generator(rows=257, ends=(BYTES.end,)):
-    model: Any = types.SimpleNamespace(Vocab=types.SimpleNamespace(size=rows))
-    return Generator(model, BYTES, frozenset(ends))
 
 
 @pytest.fixture
@@ -42,14 +34,16 @@ def written(monkeypatch):
     return write
 
 
-def pieces_of(*texts, stops=(), max_new_tokens=99, **options):
+def pieces_of(*texts, stops=(), max_new_tokens=99, ends=(BYTES.end,)):
     prompts = [BYTES.encode_beginning("so") for _ in texts]
     found = generate_text(
-        generator(**options),
+        None,
+        BYTES,
         prompts,
         max_new_tokens=max_new_tokens,
         sampling=Sampling(),
         key=jax.random.key(0),
+        ends=ends,
         stops=stops,
     )
     return list(found)

@@ -106,9 +106,7 @@ def train_lm(config: LmRunConfig, progress: Progress, stop: StopSignals) -> Trai
             _check_length(config, position, folder)
             data.training.set_state(position.data)  # refuses other data while the folder is still as it was
             progress.message(f"resuming after step {position.step} of an earlier process")
-        trackers = _trackers(config, folder, position)
-        for tracker in trackers:
-            closing.callback(tracker.close)
+        trackers = _trackers(config, folder, position, closing)
         folder.begin(config_as_dict(config))
         progress.message(_summary(config, data.summary, state, folder))
         result = train(
@@ -198,12 +196,17 @@ def _resolved(config: LmRunConfig, progress: Progress) -> LmRunConfig:
     return dataclasses.replace(config, remat=remat_entry(found.policy), budget=None, host_budget=None)
 
 
-def _trackers(config: LmRunConfig, folder: RunFolder, position: Position | None) -> list[Tracker]:
+def _trackers(
+    config: LmRunConfig, folder: RunFolder, position: Position | None, closing: contextlib.ExitStack
+) -> list[Tracker]:
     done = -1 if position is None else position.step
     more = build_trackers(
         config.trainer.trackers, folder.root, config_as_dict(config), resumed_after=position and position.step
     )
-    return [JsonLinesTracker(folder.metrics, resumed_after=done), *more]
+    trackers = [JsonLinesTracker(folder.metrics, resumed_after=done), *more]
+    for tracker in trackers:
+        closing.callback(tracker.close)
+    return trackers
 
 
 def _conclude(result: TrainingResult, folder: RunFolder, progress: Progress) -> None:

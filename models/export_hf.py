@@ -44,7 +44,9 @@ def export(run_dir: Path, out: Path, *, step: int | None = None, adapters: bool 
     texts, fields = ({}, {}) if adapters else generation_files(config)
     model = trained_model(run_dir, config, step=step)
     if not isinstance(model, Decoder):
-        raise WeightsError(f"No format of Hugging Face's is known for a {type(model).__name__}.")
+        raise WeightsError(
+            f"A {type(model).__name__} can't be exported: only decoders have a Hugging Face format."
+        )
     if adapters:
         if config.lora is None:
             raise WeightsError(f"{run_dir} trained no adapters. Export the whole model, without --adapters.")

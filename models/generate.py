@@ -81,7 +81,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--step", type=int, help="of the checkpoint; the latest if not given")
     add(
         "--tokenizer",
-        help="another than the run's, or the model's: byte, a folder, a file, a name on the Hub",
+        help="replaces the run's or the model's: byte, a folder, a file, a name on the Hub",
     )
     add("--dtype", choices=("float32", "bfloat16"), help="of --model; what its config.json says if not given")
     add("--prompt", action="append", default=[], help="a text to continue; may be given several times")

@@ -83,7 +83,7 @@ def source_of_run(run_dir: Path, *, step: int | None = None, tokenizer: str | No
     Args:
         run_dir: the run folder.
         step: of the checkpoint; the latest if not given.
-        tokenizer: another than the run's config names.
+        tokenizer: replaces the one that the run's config names.
 
     Raises:
         FileNotFoundError: there is no such run or checkpoint.
@@ -116,7 +116,7 @@ def source_of_folder(
     Args:
         name: a folder, or a name on the Hub.
         dtype: in which to compute; the one that the folder's `config.json` names if not given.
-        tokenizer: another than the folder's.
+        tokenizer: replaces the folder's.
 
     Raises:
         FileNotFoundError: there is no such folder.

@@ -58,7 +58,7 @@ ALLOWED_IMPORTS = {
     "training": _CORE | {"ops", "memory", "public"},
 }
 
-# What a package of models/ may import from models/ beside itself; commands and what they share may import all.
+# What a package of models/ may import from models/ beside itself; the other files there may import all of it.
 MODEL_IMPORTS = {
     "transformer": {"lm"},
     "generation": {"lm"},

@@ -40,9 +40,9 @@ def end_of_turn(tokenizer: Tokenizer) -> Stop:
 
     They may differ from the tokenizer's end token, which for base models ends whole texts.
     """
-    said = "\ue000"  # in no template
-    messages = [{"role": "user", "content": said}, {"role": "assistant", "content": said}]
-    after = tokenizer.chat_template.render(messages).rpartition(said)[2]
+    content = "\ue000"  # in no template
+    messages = [{"role": role, "content": content} for role in ("user", "assistant")]
+    after = tokenizer.chat_template.render(messages).rpartition(content)[2]
     return tuple(int(token) for token in tokenizer.encode(after.strip()))
 
 

@@ -195,8 +195,8 @@ def agreed(name: str, value: Any, alias: str, other: Any) -> Any:
     """
     if value is not None and other is not None and value != other:
         raise ValueError(
-            f"{name} is {shown(value)} and {alias} is {shown(other)}, and both name one thing. Correct the "
-            f"one that is wrong, or leave it out."
+            f"{name} is {shown(value)} and {alias} is {shown(other)}, and these are two names of one field. "
+            f"Correct the one that is wrong, or leave it out."
         )
     return other if value is None else value
 

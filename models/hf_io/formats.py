@@ -65,7 +65,7 @@ def format_of(config: DecoderConfig) -> HfFormat:
     for one in _FORMATS.values():
         if one.config_class is type(config):
             return one
-    which = f"No format of Hugging Face's is registered for a {type(config).__name__}" if _FORMATS else _NONE
+    which = f"No Hugging Face format is registered for {type(config).__name__}" if _FORMATS else _NONE
     raise WeightsError(f"{which}.")
 
 

@@ -16,7 +16,7 @@ def model_folder(name: str, *, weights: bool = True) -> Path:
     """The folder of a model: `name` itself where there is one, else the Hub's, downloaded or from its cache.
 
     Args:
-        name: a path, or `owner/model` on the Hub, with `@revision` for another than its newest.
+        name: a path, or `owner/model` on the Hub, with `@revision` for one that is not its newest.
         weights: whether its weights are needed; if not, only the Hub's JSON files are fetched.
 
     Raises:

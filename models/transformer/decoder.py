@@ -214,8 +214,8 @@ class Decoder(LanguageModel):
         return self._normalised(x), tuple(caches)
 
     def _rotary(self, positions: NamedArray) -> RotaryTable:
-        turning = self.config.rotary
-        return rotary_table(positions, self.config.HeadDim, theta=turning.theta, scaling=turning.scaling)
+        rotary = self.config.rotary
+        return rotary_table(positions, self.config.HeadDim, theta=rotary.theta, scaling=rotary.scaling)
 
     def _embedded(self, tokens: NamedArray) -> NamedArray:
         return self.embedding(tokens).astype(self.config.compute_dtype)

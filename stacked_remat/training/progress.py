@@ -137,7 +137,7 @@ class ConsoleProgress(Progress):
             self.stop()
 
     def start(self, num_steps: int, done: int = 0) -> None:
-        """Shows the bar, which says until the first step is done that it compiles."""
+        """Shows the bar, with a note until the first step is done that it is compiling."""
         self._num_steps = num_steps
         self._first_done = None
         columns = (TextColumn("training"), BarColumn(), MofNCompleteColumn(), _STATUS, TimeElapsedColumn())

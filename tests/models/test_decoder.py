@@ -192,7 +192,7 @@ def test_a_dense_decoder_has_no_auxiliary_loss():
     assert loss == metrics["loss"] and set(metrics) == {"loss"}
 
 
-def test_documents_in_one_sequence_are_as_if_each_were_alone():
+def test_packed_documents_do_not_see_each_other():
     model, tokens = make(MIXED), batch_of_tokens().tokens
     documents = hax.named(jnp.array([0, 0, 1, 1, 1]), Pos)
     positions = hax.named(jnp.array([0, 1, 0, 1, 2]), Pos)

@@ -142,7 +142,7 @@ def test_adapters_are_merged_or_written_alone(workplace, adapted):
 
 
 @pytest.mark.deep
-def test_a_run_of_adapters_goes_on(workplace, adapted):
+def test_a_run_of_adapters_resumes(workplace, adapted):
     more = ("--initialize_from_hf", str(workplace / "base"), "--lora.rank", "2", "--trainer.num_steps", "5")
     accept = ("--trainer.checkpoint.accept_changes", "true")
     before, _ = model_of(adapted)
@@ -155,7 +155,7 @@ def test_a_run_of_adapters_goes_on(workplace, adapted):
     assert np.any(np.asarray(one.b.array) != np.asarray(other.b.array))
 
 
-def test_adapters_go_on_with_the_weights_that_they_began_with_and_no_others(workplace, adapted, capsys):
+def test_adapters_resume_only_with_the_weights_they_began_with(workplace, adapted, capsys):
     shutil.copytree(adapted, workplace / "moved")
     (workplace / "moved/result.json").unlink(missing_ok=True)
     shutil.copytree(workplace / "base", workplace / "other")
@@ -207,7 +207,7 @@ def test_what_can_not_be_exported_is_named(workplace, tmp_path):
     assert status == 1 and "is not an empty folder" in shown
 
 
-def test_ends_go_along_where_only_the_config_names_them(workplace, tmp_path):
+def test_end_tokens_of_the_config_are_exported(workplace, tmp_path):
     folder = shutil.copytree(workplace / "base", tmp_path / "base")
     (folder / "generation_config.json").unlink()
     for ends, expected in (([9, 256, 7], [256, 7, 9]), (9, [256, 9]), (256, 256), (None, 256)):

@@ -78,7 +78,7 @@ def test_a_second_architecture_brings_a_config_and_its_names(other, tmp_path):
 
 
 def test_an_architecture_that_is_not_registered_is_named(tmp_path):
-    with pytest.raises(WeightsError, match="No format of Hugging Face's is registered for a OtherConfig"):
+    with pytest.raises(WeightsError, match="No Hugging Face format is registered for OtherConfig"):
         write_decoder(tmp_path / "model", decoder_of(OtherConfig(num_layers=1)))
     assert not list(tmp_path.iterdir())
 

@@ -135,7 +135,7 @@ def test_auto_has_a_command(tmp_path):
         (["--vocab_size", "0"], "vocab_size must be at least 1, got 0"),
     ],
 )
-def test_what_the_user_can_mend_is_one_message(arguments, message):
+def test_user_errors_are_one_message(arguments, message):
     console = Console(file=io.StringIO(), width=200)
     assert main(arguments, console) == 1
     shown = console.file.getvalue()  # pyright: ignore[reportAttributeAccessIssue]

@@ -24,7 +24,7 @@ def streamed(text, *stops, tokenizer=BYTES, prompt="so "):
     return [*pieces, "" if stream.ended else stream.rest()], stream
 
 
-def test_a_character_comes_when_it_is_whole():
+def test_a_character_is_shown_when_it_is_complete():
     pieces, _ = streamed("aé€b", END)
     assert pieces == ["a", "", "é", "", "", "€", "b", ""]
 
@@ -36,7 +36,7 @@ def test_the_pieces_are_the_text(text, prompt):
     assert "".join(pieces) == text and not stream.ended
 
 
-def test_bytes_that_are_no_character_come_at_the_end():
+def test_incomplete_characters_are_shown_at_the_end():
     pieces, _ = streamed([97, 0xE2, 0x82])
     assert "".join(pieces[:3]) == "a" and "".join(pieces) == "a\ufffd"
 
@@ -46,7 +46,7 @@ def test_the_end_token_ends_it():
     assert pieces == ["a", "", ""] and stream.ended
 
 
-def test_what_may_begin_a_stop_is_held_back_until_it_is_known():
+def test_a_possible_stop_is_held_back():
     stop = tuple(BYTES.encode("<|end|>").tolist())
     pieces, stream = streamed("a <|e <|end|> b", END, stop)
     assert "".join(pieces) == "a <|e " and stream.ended

@@ -68,7 +68,7 @@ def test_a_union_keeps_the_type_that_was_written(tmp_path, text, value):
     assert parse(tmp_path, f"remat: {text}").remat == value
 
 
-def test_what_is_written_out_is_read_back(tmp_path):
+def test_configs_round_trip(tmp_path):
     drawing = Drawing(Square(4), None, {"nested": 3})
     assert parse(tmp_path, yaml.safe_dump(config_as_dict(drawing))) == drawing
     assert config_as_dict(Drawing())["shape"] == {

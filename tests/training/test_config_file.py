@@ -61,6 +61,12 @@ def test_the_file_gives_values_and_the_command_line_overrides_them(tmp_path):
     assert changed == Drawing(Circle(2.0, Paint("blue", 3)), "b=c", {"nested": 2})
 
 
+def test_a_tilde_in_the_path_is_expanded(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "drawing.yaml").write_text("title: home")
+    assert parse_config(Drawing, ["--config_path", "~/drawing.yaml"]).title == "home"
+
+
 @pytest.mark.parametrize(
     ("text", "value"), [("nested", "nested"), ("true", True), ("{nested: 2}", {"nested": 2})]
 )

@@ -1,5 +1,6 @@
 """The registry of Hugging Face's formats."""
 
+import dataclasses
 from dataclasses import dataclass
 
 import equinox as eqx
@@ -75,6 +76,12 @@ def test_a_second_architecture_brings_a_config_and_its_names(other, tmp_path):
     save_adapters(tmp_path / "adapters", adapted)
     loaded = load_adapters(decoder, tmp_path / "adapters")
     assert jax.tree.structure(loaded) == jax.tree.structure(adapted)
+
+
+def test_the_names_of_tensors_show_the_layout_of_experts(other):
+    known = dataclasses.replace(format_of(other), tensor_names={"experts": "pool"})
+    names = ("net.h.0.pool.3.up.weight", "net.h.0.pool.up", "net.h.0.experts.3.up.weight")
+    assert [known.experts_layout(name) for name in names] == ["separate", "fused", None]
 
 
 def test_an_architecture_that_is_not_registered_is_named(tmp_path):

@@ -3,13 +3,9 @@
 The model provides the names of its linears, as a function of a linear's path and its index in its stacks.
 """
 
-import contextlib
-import errno
 import json
-import os
-import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
@@ -20,7 +16,7 @@ import numpy as np
 from haliax import Axis, NamedArray
 from jaxtyping import DTypeLike
 
-from .._files import replaced_whole
+from .._files import import_safetensors, opened_safetensors, replaced_whole, written_safetensors
 from .._messages import entry_problems, float_problems
 from ._adapter import RANK_AXIS, LoraLinear, linear_axes, lora_linears, replace_linears, stack_axes
 from ._peft_config import CONFIG_FILE, PeftSettings, describe
@@ -65,7 +61,7 @@ def save_peft(
 
     Cost: one copy of the adapters in host memory.
     """
-    safetensors = _safetensors()
+    safetensors = import_safetensors()
     linears = _linears(model, names)
     places = places_of([member for linear in linears for member in linear.members.values()])
     pairs: dict[str, dict[tuple[int, int], Pair]] = {}
@@ -87,16 +83,15 @@ def save_peft(
     is_new = not folder.exists()
     folder.mkdir(parents=True, exist_ok=True)
     try:
-        with replaced_whole(folder / TENSORS_FILE, shared=True) as path:
-            safetensors.numpy.save_file(arrays, path, metadata=metadata)
-        with replaced_whole(folder / CONFIG_FILE, shared=True) as path:
-            path.write_text(text, encoding="utf-8")
-    except (safetensors.SafetensorError, OSError) as error:
+        with written_safetensors(folder):
+            with replaced_whole(folder / TENSORS_FILE, shared=True) as path:
+                safetensors.numpy.save_file(arrays, path, metadata=metadata)
+            with replaced_whole(folder / CONFIG_FILE, shared=True) as path:
+                path.write_text(text, encoding="utf-8")
+    except OSError:
         if is_new:
             shutil.rmtree(folder, ignore_errors=True)
-        code = re.search(r"os error (\d+)", str(error))  # safetensors has it only in its message
-        number = int(code[1]) if code else getattr(error, "errno", None) or errno.EIO
-        raise OSError(number, os.strerror(number), str(folder)) from error
+        raise
 
 
 def load_peft(model: T, folder: Path, names: PeftNames, *, dtype: DTypeLike = jnp.float32) -> T:
@@ -122,7 +117,7 @@ def load_peft(model: T, folder: Path, names: PeftNames, *, dtype: DTypeLike = jn
     linears = _linears(model, names)
     members = [member for linear in linears for member in linear.members.values()]
     settings, path, places = PeftSettings.read(folder, members), _tensors_file(folder), places_of(members)
-    with _opened(path) as file:
+    with opened_safetensors(path) as file:
         shapes = {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}
         keys = tensor_keys(_adapted(places, settings, set(shapes)))
         problems = _problems(keys, shapes, places, settings, linears)
@@ -150,7 +145,7 @@ def peft_tensor_names(folder: Path) -> list[str]:
         FileNotFoundError: there is no `adapter_model.safetensors`.
         ValueError: it is truncated or not a safetensors file.
     """
-    with _opened(_tensors_file(folder)) as file:
+    with opened_safetensors(_tensors_file(folder)) as file:
         return list(file.keys())
 
 
@@ -247,19 +242,6 @@ def _tensors_file(folder: Path) -> Path:
     return path
 
 
-@contextlib.contextmanager
-def _opened(path: Path) -> Iterator[Any]:
-    safetensors = _safetensors()
-    try:
-        with safetensors.safe_open(path, "numpy") as file:
-            yield file
-    except (safetensors.SafetensorError, OSError) as error:
-        raise ValueError(
-            f"{path} can't be read as a safetensors file ({error}). It may be truncated; fetch or save it "
-            "again."
-        ) from error
-
-
 def _part_ranks(path: Path, metadata: Mapping[str, str]) -> Mapping[str, Sequence[int]]:
     text = metadata.get(_PART_RANKS, "{}")
     try:
@@ -311,13 +293,3 @@ def _problems(
         if isinstance(linear.module, LoraLinear) and len(without) == len(linear.members):
             problems.append(f"missing: {linear.path} has an adapter, the file has none for {without[0]}")
     return problems
-
-
-def _safetensors() -> Any:
-    try:
-        import safetensors.numpy
-    except ImportError as error:
-        raise ImportError(
-            "PEFT's files are read and written with safetensors: pip install 'stacked_remat[weights]'."
-        ) from error
-    return safetensors

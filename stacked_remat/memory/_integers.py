@@ -67,8 +67,9 @@ _IDENTITIES = frozenset(
 )
 
 _EVALUATED = frozenset(
-    "add add_any sub mul div rem max min neg abs sign integer_pow lt le gt ge eq ne and or xor not shift_left "
-    "convert_element_type reshape squeeze expand_dims transpose broadcast_in_dim rev pad iota concatenate "
-    "stack select_n clamp slice dynamic_slice dynamic_update_slice gather scatter scatter-add "
-    "reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or argmax argmin cumsum cummax cummin".split()
+    "add add_any sub mul div rem max min neg abs sign integer_pow lt le gt ge eq ne and or xor not "
+    "shift_left convert_element_type reshape squeeze expand_dims transpose broadcast_in_dim rev pad iota "
+    "concatenate stack select_n clamp slice dynamic_slice dynamic_update_slice gather scatter scatter-add "
+    "reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or argmax argmin cumsum cummax "
+    "cummin".split()
 )

@@ -68,9 +68,7 @@ class PeftSettings:
                 describes anything but plain LoRA, or has regular expressions that take longer than 20 seconds
                 or more than 2 GiB.
         """
-        path = folder / CONFIG_FILE
-        if not path.is_file():
-            raise FileNotFoundError(f"No PEFT adapter in {folder}: {CONFIG_FILE} is missing.")
+        path = adapter_file(folder, CONFIG_FILE)
         entries = read_json_fields(path)
         if wrong := [*_ill_typed(entries)]:
             raise ValueError(f"{path} can't be used: {'; '.join(wrong)}. Correct it, or save it again.")
@@ -124,6 +122,13 @@ class PeftSettings:
 def _names(member: PeftParameter) -> tuple[str, ...]:
     """The names that patterns of ranks match; for the weight of a module, also the module's."""
     return (member.target, member.module) if member.parameter == "weight" else (member.target,)
+
+
+def adapter_file(folder: Path, name: str) -> Path:
+    """The path of one of the two files of an adapter, which must exist."""
+    if not (folder / name).is_file():
+        raise FileNotFoundError(f"No PEFT adapter in {folder}: {name} is missing.")
+    return folder / name
 
 
 _SECONDS = 20  # for all regular expressions of a file; milliseconds are usual

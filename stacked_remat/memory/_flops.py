@@ -18,7 +18,7 @@ from jax.extend.core import jaxprs_in_params
 from jax.interpreters import partial_eval
 
 from ._backward import called_jaxpr, mark_products, scan_parts
-from ._costs import Cost, leaf_cost
+from ._costs import Flops, leaf_cost
 from ._integers import as_known, evaluate
 
 _MAX_STEPS = 500_000  # equations visited before loops are no longer followed (about ten seconds)
@@ -27,28 +27,6 @@ _ENDLESS = -1  # trips
 
 _Value = np.ndarray | None
 _Values = Sequence[_Value]
-
-
-@dataclasses.dataclass(frozen=True)
-class Flops:
-    """Arithmetic of one call of a program, summed over all the devices it runs on.
-
-    Attributes:
-        matmul: of matrix products and convolutions, a multiply-add being two.
-        elementwise: one for each element of an arithmetic, transcendental or reducing operation.
-            Compilers fuse and simplify these, so it is a guide where `matmul` is exact.
-        too_low: reasons why the true figures may be higher (empty when there are none).
-        too_high: reasons why they may be lower: a branch that depends on data counts its most expensive side.
-    """
-
-    matmul: int
-    elementwise: int
-    too_low: tuple[str, ...] = ()
-    too_high: tuple[str, ...] = ()
-
-    @property
-    def exact(self) -> bool:
-        return not self.too_low and not self.too_high
 
 
 def count_flops(jaxpr: Any, *, trained: Sequence[bool] | None = None) -> Flops:
@@ -67,8 +45,7 @@ def count_flops(jaxpr: Any, *, trained: Sequence[bool] | None = None) -> Flops:
     counter = _Counter()
     if trained is not None:
         counter.count_gradients(jaxpr, trained)
-    cost, _ = counter.run(jaxpr, [None] * len(jaxpr.in_avals))
-    return Flops(cost.matmul, cost.elementwise, tuple(sorted(cost.too_low)), tuple(sorted(cost.too_high)))
+    return counter.run(jaxpr, [None] * len(jaxpr.in_avals))[0]
 
 
 class _Counter:
@@ -77,7 +54,7 @@ class _Counter:
     def __init__(self) -> None:
         self.steps = 0
         self._live: dict[int, tuple[Any, Any]] = {}
-        self._runs: dict[Any, tuple[Cost, list[_Value]]] = {}
+        self._runs: dict[Any, tuple[Flops, list[_Value]]] = {}
         self._factors: dict[tuple[int, ...], int] = {}
         self._path: tuple[int, ...] = ()  # of the current equation, through those that hold it
 
@@ -85,7 +62,7 @@ class _Counter:
         """From now on, products count with those of their gradients."""
         mark_products(self._without_dead_code, jaxpr, trained, self._factors)
 
-    def run(self, jaxpr: Any, values: _Values) -> tuple[Cost, list[_Value]]:
+    def run(self, jaxpr: Any, values: _Values) -> tuple[Flops, list[_Value]]:
         """The cost and the known results of a jaxpr (open or closed), given what is known of its inputs."""
         self.steps += 1
         live = self._without_dead_code(jaxpr)
@@ -96,7 +73,7 @@ class _Counter:
             consts = [as_known(const) for const in getattr(jaxpr, "consts", ())]
             known: dict[Any, _Value] = dict(zip(live.constvars, consts, strict=False))
             known.update(zip(live.invars, values, strict=True))
-            cost = Cost()
+            cost = Flops()
             for eqn in live.eqns:
                 self.steps += 1
                 outer, self._path = self._path, (*self._path, id(eqn))
@@ -115,7 +92,7 @@ class _Counter:
             self._live[id(jaxpr)] = (jaxpr, live)
         return self._live[id(jaxpr)][1]
 
-    def _eqn(self, eqn: Any, values: list[_Value]) -> tuple[Cost, list[_Value]]:
+    def _eqn(self, eqn: Any, values: list[_Value]) -> tuple[Flops, list[_Value]]:
         name, params = eqn.primitive.name, eqn.params
         unknown: list[_Value] = [None] * len(eqn.outvars)
         if name == "scan":
@@ -141,28 +118,28 @@ class _Counter:
         nested = [] if name in _TINY_BODIES else list(jaxprs_in_params(params))
         if not nested:
             return leaf_cost(eqn), evaluate(eqn, values)
-        cost = Cost(too_low=frozenset({f"what is inside {name!r}{_where(eqn)} is counted once"}))
+        cost = Flops(too_low=(f"what is inside {name!r}{_where(eqn)} is counted once",))
         for inner in nested:
             cost = cost + self.run(inner, [None] * len(getattr(inner, "jaxpr", inner).invars))[0]
         return cost, unknown
 
-    def _kernel(self, eqn: Any, values: list[_Value]) -> Cost:
+    def _kernel(self, eqn: Any, values: list[_Value]) -> Flops:
         """A Pallas kernel: its body times the steps of its grid."""
         grid, inner = eqn.params["grid_mapping"].grid, eqn.params["jaxpr"]
         body, _ = self.run(inner, [None] * len(inner.invars))
         if not all(isinstance(size, int) for size in grid):
             reason = f"a kernel with a dynamic grid{_where(eqn)} is counted once"
-            return body + Cost(too_low=frozenset({reason}))
+            return body + Flops(too_low=(reason,))
         steps = math.prod(grid)
         # The second argument of JAX's splash attention is its table of blocks, zero where nothing is visible.
         # All its matrix products are in the branch for the other blocks.
         if (eqn.params.get("name") or "").startswith("splash_") and values[1] is not None:
             steps = steps // values[1].size * np.count_nonzero(values[1])
             reason = "what a splash kernel does on the first and last block of a row counts on every block"
-            body = dataclasses.replace(body, too_high=frozenset({reason}))
+            body = dataclasses.replace(body, too_high=(reason,))
         return body * int(steps)
 
-    def _cond(self, eqn: Any, values: list[_Value]) -> tuple[Cost, list[_Value]]:
+    def _cond(self, eqn: Any, values: list[_Value]) -> tuple[Flops, list[_Value]]:
         branches, (index, *operands) = eqn.params["branches"], values
         if index is not None:
             return self.run(branches[min(max(int(index), 0), len(branches) - 1)], operands)
@@ -174,12 +151,12 @@ class _Counter:
         ]
         if any((cost.matmul, cost.elementwise) != (most.matmul, most.elementwise) for cost, _ in runs):
             reason = f"a branch that depends on data{_where(eqn)} counts its most expensive side"
-            most = most + Cost(too_high=frozenset({reason}))
+            most = most + Flops(too_high=(reason,))
         for cost, _ in runs:
-            most = most + Cost(too_low=cost.too_low, too_high=cost.too_high)
+            most = most + Flops(too_low=cost.too_low, too_high=cost.too_high)
         return most, results
 
-    def _scan(self, eqn: Any, values: list[_Value]) -> tuple[Cost, list[_Value]]:
+    def _scan(self, eqn: Any, values: list[_Value]) -> tuple[Flops, list[_Value]]:
         body, length = eqn.params["jaxpr"], eqn.params["length"]
         num_consts, num_carry = scan_parts(eqn)
         consts, carry, xs = (
@@ -189,14 +166,14 @@ class _Counter:
         )
         no_ys: list[_Value] = [None] * (len(eqn.outvars) - num_carry)
         if length == 0:
-            return Cost(), [*carry, *no_ys]
+            return Flops(), [*carry, *no_ys]
         order = range(length)[::-1] if eqn.params["reverse"] else range(length)
         slices = ([None if x is None else x[row] for x in xs] for row in order)
         first = next(slices)
         each, fixed, strides = self._any_trip(body, consts, carry, first)
         if strides is not None:
             return each * length, [*_after(carry, strides, length), *no_ys]
-        state, total, stacked = carry, Cost(), []
+        state, total, stacked = carry, Flops(), []
         for own in itertools.chain([first], slices):
             if self.steps > _MAX_STEPS:
                 return each * length, [*fixed, *no_ys]
@@ -206,14 +183,14 @@ class _Counter:
         rows = stacked[::-1] if eqn.params["reverse"] else stacked
         return total, [*state, *(_stack(ys) for ys in zip(*rows, strict=True))]
 
-    def _while(self, eqn: Any, values: list[_Value]) -> tuple[Cost, list[_Value]]:
+    def _while(self, eqn: Any, values: list[_Value]) -> tuple[Flops, list[_Value]]:
         params = eqn.params
         first, second = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
         cond_consts, consts, state = values[:first], values[first:second], values[second:]
         each, fixed, strides = self._any_trip(params["body_jaxpr"], consts, state, [])
         test, _ = self.run(params["cond_jaxpr"], [*cond_consts, *fixed])
         reason = f"a while loop{_where(eqn)} whose trip count is not known in advance is counted once"
-        unknown = each + test + Cost(too_low=frozenset({reason})), fixed
+        unknown = each + test + Flops(too_low=(reason,)), fixed
         if strides is not None:
             starts = [*cond_consts, *state], [*cond_consts, *_after(state, strides, 1)]
             trips = _strided_trips(self._without_dead_code(params["cond_jaxpr"]), *starts)
@@ -221,7 +198,7 @@ class _Counter:
                 return unknown
             if trips is not None:
                 return each * trips + test * (trips + 1), _after(state, strides, trips)
-        total, trips = Cost(), 0
+        total, trips = Flops(), 0
         while self.steps <= _MAX_STEPS:
             (goes_on,) = self.run(params["cond_jaxpr"], [*cond_consts, *state])[1]
             if goes_on is None:
@@ -234,7 +211,7 @@ class _Counter:
 
     def _any_trip(
         self, body: Any, consts: _Values, carry: _Values, slices: _Values
-    ) -> tuple[Cost, list[_Value], _Values | None]:
+    ) -> tuple[Flops, list[_Value], _Values | None]:
         """What holds for every trip of a loop.
 
         Returns:

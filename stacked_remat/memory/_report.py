@@ -16,7 +16,8 @@ from jaxtyping import PyTree
 
 from .._messages import shortened
 from .._placement import compiled_for
-from ._flops import Flops, count_flops
+from ._costs import Flops
+from ._flops import count_flops
 from ._table import Table, Tabular, readable_bytes, readable_count
 from ._targets import Target, TargetError, find_target
 

@@ -107,7 +107,7 @@ def apply_lora(model: T, config: LoraConfig, *, key: PRNGKeyArray, dtype: DTypeL
     does not depend on the other targets.
 
     Args:
-        model: any tree of modules, stacks among them.
+        model: any tree of modules, with or without stacks.
         config: which linears, and the rank and scale of adapters.
         key: for A.
         dtype: of A and B.
@@ -270,9 +270,9 @@ _DONATING = (
 
 def _no_match(target: str, paths: list[str]) -> str:
     if not paths:
-        return f"lora.targets: {target!r} fits no linear: the model has none of Haliax or Equinox."
+        return f"lora.targets: {target!r} matches no linear: the model has no linear of Haliax or Equinox."
     nearest = difflib.get_close_matches(target, paths, n=5, cutoff=0.0)
     return (
-        f"lora.targets: {target!r} fits no linear. Nearest of {len(paths)}: {', '.join(nearest)}. A "
+        f"lora.targets: {target!r} matches no linear. Nearest of {len(paths)}: {', '.join(nearest)}. A "
         "pattern has to match the whole path; `*` matches any characters."
     )

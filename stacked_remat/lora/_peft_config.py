@@ -17,7 +17,7 @@ from ._peft_layout import Assembled, PeftParameter
 
 CONFIG_FILE = "adapter_config.json"
 
-# Fields that change the arithmetic as LoraLinear can't, with the values that switch them off.
+# Fields that change the arithmetic in ways that LoraLinear does not support, and the values for off.
 _UNSUPPORTED = {
     "use_dora": (False, None),
     "use_qalora": (False, None),
@@ -78,7 +78,7 @@ class PeftSettings:
             if name in entries and entries[name] not in neutral
         ]
         if refused:
-            raise ValueError(f"{path} asks for what only PEFT can do: {', '.join(refused)}.")
+            raise ValueError(f"{path} has settings that are not supported: {', '.join(refused)}.")
         unknown = [name for name, value in entries.items() if name not in _KNOWN and not _is_off(value)]
         if unknown:
             raise ValueError(
@@ -176,7 +176,7 @@ def _matches(
 
 
 def _is_off(value: Any) -> bool:
-    """Whether a field of a later PEFT is switched off."""
+    """Whether an unknown field is off."""
     return value is None or value is False or value == [] or value == {}
 
 

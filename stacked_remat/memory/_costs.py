@@ -23,12 +23,11 @@ class Flops:
     too_high: tuple[str, ...] = ()
 
     def __add__(self, other: "Flops") -> "Flops":
-        low, high = ({*self.too_low, *other.too_low}, {*self.too_high, *other.too_high})
         return Flops(
             self.matmul + other.matmul,
             self.elementwise + other.elementwise,
-            tuple(sorted(low)),
-            tuple(sorted(high)),
+            _union(self.too_low, other.too_low),
+            _union(self.too_high, other.too_high),
         )
 
     def __mul__(self, times: int) -> "Flops":
@@ -39,6 +38,10 @@ class Flops:
     @property
     def exact(self) -> bool:
         return not self.too_low and not self.too_high
+
+
+def _union(some: tuple[str, ...], others: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(sorted({*some, *others})) if others else some
 
 
 def leaf_cost(eqn: Any) -> Flops:
@@ -95,7 +98,7 @@ def _conv(eqn: Any) -> int:
 
 
 def _ragged_dot(eqn: Any) -> int:
-    """Each row is multiplied with its own group's matrix only, whatever a backend does."""
+    """Each row times its own group's matrix, though some backends compute more."""
     numbers = eqn.params["ragged_dot_dimension_numbers"]
     (_, contracted), (_, batch) = numbers.dot_dimension_numbers
     skipped = {*contracted, *batch, *numbers.rhs_group_dimensions}

@@ -78,9 +78,9 @@ class _Counter:
                 self.steps += 1
                 outer, self._path = self._path, (*self._path, id(eqn))
                 added, results = self._eqn(eqn, [_read(known, atom) for atom in eqn.invars])
-                factor = self._factors.get(self._path, 1)
-                self._path = outer
-                cost = cost + dataclasses.replace(added, matmul=added.matmul * factor)
+                if factor := self._factors.get(self._path):
+                    added = dataclasses.replace(added, matmul=added.matmul * factor)
+                cost, self._path = cost + added, outer
                 known.update(zip(eqn.outvars, results, strict=True))
             self._runs[key] = cost, [_read(known, atom) for atom in live.outvars]
         return self._runs[key]

@@ -50,15 +50,12 @@ def evaluate(eqn: Any, values: Sequence[np.ndarray | None]) -> list[np.ndarray |
     name = eqn.primitive.name
     if name in _IDENTITIES and len(values) == len(eqn.outvars):
         return list(values)
-    known = [
-        np.asarray(value, var.aval.dtype)
-        for value, var in zip(values, eqn.invars, strict=True)
-        if value is not None
-    ]
+    known = [value for value in values if value is not None]
     if name not in _EVALUATED or len(known) < len(values) or not is_small_integer(eqn.outvars[0].aval):
         return [None] * len(eqn.outvars)
+    typed = [np.asarray(value, var.aval.dtype) for value, var in zip(known, eqn.invars, strict=True)]
     with jax.default_device(jax.local_devices(backend="cpu")[0]), jax.ensure_compile_time_eval():
-        return [np.asarray(eqn.primitive.bind(*known, **eqn.params))]
+        return [np.asarray(eqn.primitive.bind(*typed, **eqn.params))]
 
 
 _IDENTITIES = frozenset(

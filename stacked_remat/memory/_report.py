@@ -124,7 +124,7 @@ def report(
         ValueError: an unknown target; a name in `donate` that `fn` does not take.
         TargetError: the target's compiler plugin is not installed, has too few devices, or cannot
             size arguments on the host.
-        DoesNotFit: the compiler gave up for want of memory.
+        DoesNotFit: the compiler refused the program because device memory is too small.
 
     Cost: tracing and one full compilation; no memory for arguments or results.
     """

@@ -148,7 +148,7 @@ def choose_backend(name: str, call: AttentionCall) -> Backend:
         raise ValueError(f"Unknown attention backend {name!r}. Use 'auto' or one of {', '.join(BACKENDS)}.")
     reason = BACKENDS[name].reason_against(call)
     if reason is not None:
-        raise ValueError(f"The attention backend {name!r} cannot serve here: {reason}. Use 'auto'.")
+        raise ValueError(f"The attention backend {name!r} does not support this call: {reason}. Use 'auto'.")
     return BACKENDS[name]
 
 

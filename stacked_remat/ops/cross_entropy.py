@@ -52,7 +52,7 @@ def chunked_cross_entropy(
     Args:
         hidden: `[..., Embed]`.
         head: `[Embed, Vocab]` in any order, cast to the dtype of `hidden`.
-        targets: integers `[...]`. The loss of -100 is zero and has no gradient, whatever its weight. The
+        targets: integers `[...]`. The loss of -100 is zero and has no gradient, for any weight. The
             loss of any other integer outside `Vocab` is NaN.
         Embed: the axis that is contracted.
         Vocab: the axis of the logits.

@@ -1,8 +1,8 @@
 """Runs an operation on each device of a mesh, for its part of some named axes.
 
 The compiler would gather the tokens of a loop over tokens on every device, and cannot partition a kernel at
-all. The caller says over which axes an operation may be divided; which of them are is up to Haliax's axis
-mapping (`haliax.axis_mapping`) and the mesh (`jax.set_mesh`).
+all. The caller names the axes over which an operation may be divided; Haliax's axis mapping
+(`haliax.axis_mapping`) and the mesh (`jax.set_mesh`) decide which of them are.
 """
 
 import contextlib
@@ -128,10 +128,10 @@ def _cut(over: Sequence[Axis]) -> dict[str, tuple[str, ...]]:
     found: dict[str, tuple[str, ...]] = {}
     for axis in over:
         wanted = ensure_tuple(mapping.get(axis.name, ()))
-        strange = [one for one in wanted if not mesh.empty and one not in mesh.axis_names]
-        if strange:
+        unknown = [one for one in wanted if not mesh.empty and one not in mesh.axis_names]
+        if unknown:
             raise ValueError(
-                f"The axis `{axis.name}` is mapped to {strange[0]!r}; the mesh has "
+                f"The axis `{axis.name}` is mapped to {unknown[0]!r}; the mesh has "
                 f"{', '.join(mesh.axis_names)}."
             )
         physical = tuple(one for one in wanted if one in free)

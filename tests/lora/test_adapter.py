@@ -271,7 +271,7 @@ def test_haliaxs_own_stacks_are_stacks_too():
 
 
 def test_a_pattern_that_fits_nothing_is_an_error_with_the_nearest_paths():
-    with pytest.raises(ValueError, match=r"'\*.qproj' fits no linear. Nearest of 5: layers.\*.q_proj, "):
+    with pytest.raises(ValueError, match=r"'\*.qproj' matches no linear. Nearest of 5: layers.\*.q_proj, "):
         apply_lora(model(), LoraConfig(2, 1.0, ("*.o_proj", "*.qproj")), key=jax.random.key(0))
     with pytest.raises(ValueError, match="the model has none"):
         apply_lora({}, ALL, key=jax.random.key(0))

@@ -9,6 +9,8 @@ from typing import Any
 class Flops:
     """Arithmetic of one call of a program, summed over all the devices it runs on.
 
+    Two of them add up, and one can be multiplied by a number of calls.
+
     Attributes:
         matmul: of matrix products and convolutions, a multiply-add being two.
         elementwise: one for each element of an arithmetic, transcendental or reducing operation.

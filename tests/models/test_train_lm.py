@@ -157,7 +157,8 @@ def test_a_model_that_can_not_be_applied_here_is_refused_before_there_is_a_run(w
     assert train(workplace, "--model.attention.backend", "cudnn") == 1
     shown = " ".join(capsys.readouterr().out.split())
     assert (
-        "can't be applied here: The attention backend 'cudnn' cannot serve here: it runs on NVIDIA" in shown
+        "can't be applied here: The attention backend 'cudnn' does not support this call: it runs on NVIDIA"
+        in shown
     )
     assert not (workplace / "run").exists()
 
@@ -275,7 +276,7 @@ def test_every_part_of_the_trainers_config_reaches_the_run(workplace, monkeypatc
         (("--remat", "{nestd: 2}"), "remat.nestd is not a field"),
         (("--optimizer.warmup_steps", "99"), "warmup_steps = 99 must be less than trainer.num_steps = 60"),
         (("--lora.rnk", "3"), "Unknown key `lora.rnk`"),
-        (("--lora.targets", "['*.qproj']"), "'*.qproj' fits no linear. Nearest of 9: "),
+        (("--lora.targets", "['*.qproj']"), "'*.qproj' matches no linear. Nearest of 9: "),
         (("--remat", "auto"), "remat: auto takes the policy that fits a budget"),
         (("--budget", "1GiB"), "budget = 1GiB has no effect beside remat: nested"),
         (

@@ -91,7 +91,7 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--temperature", type=float, default=1.0, help="divides logits (default 1); 0 for the likeliest token"
     )
-    add("--top_k", type=int, help="draw among so many of the likeliest tokens")
+    add("--top_k", type=int, help="sample from the K likeliest tokens")
     add("--top_p", type=float, help="draw among the fewest tokens whose probabilities reach this")
     add("--debug", action="store_true", help="show the traceback of an error")
     add(

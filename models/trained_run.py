@@ -88,7 +88,7 @@ def ends_of_run(config: LmRunConfig, end: int) -> list[int]:
     names them.
 
     Raises:
-        WeightsError: a file of that folder can't be read, or names something else than tokens of the model.
+        WeightsError: a file of that folder can't be read, or names something other than tokens of the model.
     """
     root = base_folder(config)
     found = () if root is None else end_tokens(root, config.Vocab.size)

@@ -139,7 +139,7 @@ def test_errors_are_shown_whatever_the_encoding():
     assert b"There is no folder /n\\xe9" in buffer.getvalue()
 
 
-def test_a_cache_that_can_not_fit_is_refused_before_weights_are_read(exported, run, monkeypatch):
+def test_a_cache_that_cannot_fit_is_refused_before_weights_are_read(exported, run, monkeypatch):
     monkeypatch.setattr(SafetensorsFolder, "open", None)
     monkeypatch.setattr("models.generator_source.trained_model", None)
     monkeypatch.setattr("models.generator_source.memory_bytes", lambda _: 2**30)

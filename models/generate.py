@@ -133,8 +133,8 @@ def _prompts(options: argparse.Namespace) -> list[str]:
     if options.prompts is not None:
         try:
             lines = options.prompts.read_text(encoding="utf-8").splitlines()
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"Can't read --prompts {options.prompts}: {error}") from error
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"--prompts {options.prompts} is not UTF-8: {error}. Convert it.") from error
         texts += [line for line in lines if line.strip()]
     for text in texts:
         try:

@@ -30,7 +30,7 @@ class HfFormat:
         write_config: the fields of `config.json` that are this architecture's own; raises `WeightsError` for
             a config that this format can't express.
         tensor_names: names of the parts of a decoder, where they differ from the attribute's name: of
-            `embedding`, `stacks` (all layers), `norm` and `head`, and of attributes of a layer, such as `experts`.
+            `embedding`, `stacks` (all layers), `norm` and `head`, and of a layer's attributes (`experts`).
         peft_names: names of the adapters of a decoder.
     """
 

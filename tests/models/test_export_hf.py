@@ -202,7 +202,7 @@ def test_use_hf_model_config_needs_a_folder():
 
 def test_what_cannot_be_exported_is_named(workplace, tmp_path):
     status, shown = export("--run_dir", tmp_path, "--out", tmp_path / "out")
-    assert status == 1 and "No checkpoint in" in shown
+    assert status == 1 and "is not a run folder" in shown
     status, shown = export("--run_dir", tmp_path, "--out", workplace)
     assert status == 1 and "is not an empty folder" in shown
 

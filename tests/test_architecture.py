@@ -68,7 +68,7 @@ MODEL_IMPORTS = {
 
 THIRD_PARTY = {"jax", "equinox", "haliax", "jaxtyping", "numpy"}  # numpy comes with jax
 # Packages that import more than these when they are imported, and the extras that install it.
-EXTRAS = {"training": ["train"], "nnx": ["nnx"]}
+EXTRAS = {"training": ["train"]}
 IMPORT_NAMES = {"pyyaml": "yaml", "orbax-checkpoint": "orbax"}  # where a distribution and its module differ
 
 ARCHITECTURES = re.compile(r"qwen|llama|gemma|mistral|mixtral|gpt2|gpt_|olmo|deepseek", re.IGNORECASE)
@@ -77,10 +77,17 @@ FOR_ANY_ARCHITECTURE = (
     "models/transformer/",
     "models/hf_io/",
     "models/generation/",
+    "models/command.py",
     "models/export_hf.py",
     "models/generate.py",
+    "models/generator_source.py",
+    "models/lm.py",
+    "models/lora.py",
     "models/plan_lm.py",
+    "models/run_state.py",
+    "models/step_memory.py",
     "models/train_lm.py",
+    "models/trained_run.py",
 )
 BANNED_NAMES = {"utils", "util", "common", "helpers", "helper", "misc"}
 LONGEST_FILE = 500

@@ -59,7 +59,7 @@ class SweepBack(eqx.Module):
 
         Raises:
             ValueError: what is given or returned does not fit; names the path.
-            TypeError: the visitor returns something else than a `LayerResult`.
+            TypeError: the visitor returns something other than a `LayerResult`.
 
         Cost: that of the policy's backward pass, and the visitor's own work for each layer.
         """

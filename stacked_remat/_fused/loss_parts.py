@@ -144,12 +144,27 @@ def _check_uses(model: Any, inputs: Sequence[Var], equations: list[JaxprEqn], na
             continue
         for eqn in equations:
             is_fold = eqn.primitive is fold_p and eqn.params["fold"].number == leaf._number
-            if list(eqn.invars[: len(own)]) != own if is_fold else any(var in own for var in _variables(eqn)):
+            if list(eqn.invars[: len(own)]) != own if is_fold else _reads(eqn, set(own)):
                 by = "changes" if is_fold else f"uses (in `{eqn.primitive.name}`)"
                 raise ValueError(
                     f"The loss {by} the weights of {leaf._name} outside of its layers. A fused update gives "
                     "them to the fold alone: cast or change them in the block's own call."
                 )
+
+
+def _reads(eqn: JaxprEqn, variables: set[Var]) -> bool:
+    """Whether an equation reads some of these; a call that is given them and leaves them unread does not."""
+    if variables.isdisjoint(_variables(eqn)):
+        return False
+    inner = list(jaxprs_in_params(eqn.params))
+    if not inner or any(len(body.invars) != len(eqn.invars) for body in inner):
+        return True
+    for body in inner:
+        pairs = zip(body.invars, eqn.invars, strict=True)
+        own = {var for var, given in pairs if isinstance(given, Var) and given in variables}
+        if any(_reads(of_body, own) for of_body in body.eqns):
+            return True
+    return False
 
 
 def _is_stack_in_loss(node: Any) -> bool:
@@ -217,7 +232,8 @@ class Values:
         self.loss = loss
         self.values: dict[Var, Any] = {**loss.constants, **dict(zip(loss.inputs, arrays, strict=True))}
         self.cotangents: dict[Var, Any] = {}
-        self.active = {var for var, is_ in zip(loss.inputs, wanted, strict=False) if is_}
+        self.wanted = [var for var, is_ in zip(loss.inputs, wanted, strict=False) if is_]
+        self.active = set(self.wanted)
 
     def read(self, var: Var | Literal) -> Any:
         return var.val if isinstance(var, Literal) else self.values[var]

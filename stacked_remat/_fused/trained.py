@@ -1,12 +1,14 @@
 """Which arrays of a model a fused update trains, and the trees in which an optimizer is given them."""
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any, TypeVar
 
 import equinox as eqx
 import jax
 import jax.tree_util as jtu
+from haliax import Axis, NamedArray
+from jaxtyping import DTypeLike
 
 from .._messages import axes_text
 from .._stacked import Stacked
@@ -115,20 +117,10 @@ class Trained:
             nodes[i] = StackInLoss(nodes[i], number, name)
         return self._tree(nodes)
 
-    def is_trained(self) -> list[bool]:
-        """For each array of the model whether it is."""
-        pairs = zip(leaves_or_none(self.model), leaves_or_none(self._tree(self.trained)), strict=True)
+    def is_of_rest(self) -> list[bool]:
+        """For each array of the model whether it is trained and in no stack that is."""
+        pairs = zip(leaves_or_none(self.model), leaves_or_none(self.only_rest()), strict=True)
         return [trained is not None for leaf, trained in pairs if eqx.is_array(leaf)]
-
-    def of_rest(self, of_arrays: Sequence[T]) -> list[T]:
-        """From what belongs to the arrays of the model, to what belongs to those of `only_rest`."""
-        given, found = iter(of_arrays), []
-        for i, (node, trained) in enumerate(zip(self.nodes, self.trained, strict=True)):
-            for leaf, own in zip(leaves_or_none(node), leaves_or_none(trained), strict=True):
-                of_leaf = next(given) if eqx.is_array(leaf) else None
-                if own is not None and of_leaf is not None and i not in self.followed:
-                    found.append(of_leaf)
-        return found
 
     def layer_mask(self, number: int) -> list[bool]:
         """For each leaf of a layer, None among them, whether it is trained."""
@@ -136,6 +128,11 @@ class Trained:
 
     def _nothing(self) -> list[Any]:
         return [eqx.filter(node, False) if _is_stack(node) else None for node in self.nodes]
+
+    def layer_types(self, number: int) -> Any:
+        """The types of one layer of a stack, with None in the place of each leaf that is not trained."""
+        layers = eqx.filter_eval_shape(lambda stack: stack[:1].unstacked(), self.nodes[self.followed[number]])
+        return masked(layers[0], self.layer_mask(number))
 
     def only_layer(self, number: int, layer: Any) -> Any:
         """The model with this layer in the place of a stack, and None in the place of all other arrays."""
@@ -161,20 +158,57 @@ class Trained:
             nodes[i] = stack
         return eqx.combine(jax.tree.unflatten(jax.tree.structure(self.only_rest()), rest), self._tree(nodes))
 
-    def check_optimizer(self, optimizer: Any) -> None:
-        """Refuse an optimizer that needs the gradients of several parts of the model at once."""
+    def check_optimizer(self, optimizer: Any, dtype: DTypeLike | None) -> None:
+        """Refuse an optimizer that needs the gradients of several parts of the model at once.
+
+        `dtype` is that of the gradients, None for that of the arrays.
+        """
         nodes, owners = list(self.trained), []
         for i, node in enumerate(self.nodes):
             number = self.followed.index(i) if i in self.followed else None
             if number is not None:
-                layers = eqx.filter_eval_shape(lambda stack: stack[:1].unstacked(), node)
-                nodes[i] = _with_layer(node, masked(layers[0], self.layer_mask(number)))
+                nodes[i] = _with_layer(node, self.layer_types(number))
             owners += [-1 if number is None else number] * len(jax.tree.leaves(nodes[i]))
-        check_separable(optimizer, self._tree(nodes), owners)
+        check_separable(optimizer, self._tree(nodes), owners, dtype)
+
+
+def state_of_layers(leaves: Iterable[Any], of_one: Any, Layers: Axis) -> Any:
+    """The states of all layers as a tree.
+
+    Args:
+        leaves: its arrays, with the layers in front.
+        of_one: the types of the state of one layer.
+        Layers: the axis to be put in front of the named arrays that have the shapes that their names say;
+            Adafactor's statistics, for one, have not.
+    """
+
+    def with_axis(leaf: Any) -> Any:
+        if not _is_named(leaf) or not eqx.is_array(leaf.array) or leaf.array.shape[1:] != _shape(leaf):
+            return leaf
+        return NamedArray(leaf.array, (Layers, *leaf.axes))
+
+    state = jax.tree.unflatten(jax.tree.structure(of_one), leaves)
+    return jax.tree.map(with_axis, state, is_leaf=_is_named)
+
+
+def layer_structure(state: Any) -> Any:
+    """The structure of the state of one layer, of that of `state_of_layers`."""
+
+    def without_axis(leaf: Any) -> Any:
+        if not _is_named(leaf) or not eqx.is_array(leaf.array) or leaf.array.shape != _shape(leaf):
+            return leaf
+        of_one: Any = jax.ShapeDtypeStruct(leaf.array.shape[1:], leaf.array.dtype)
+        return NamedArray(of_one, leaf.axes[1:])
+
+    return jax.tree.structure(jax.tree.map(without_axis, state, is_leaf=_is_named))
+
+
+def _shape(named: NamedArray) -> tuple[int, ...]:
+    return tuple(axis.size for axis in named.axes)
 
 
 def _is_named(node: Any) -> bool:
-    return hasattr(node, "axes") and hasattr(node, "array")
+    return isinstance(node, NamedArray)
 
 
 def _with_layer(stack: Any, layer: Any) -> Any:

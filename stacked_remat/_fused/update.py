@@ -7,12 +7,13 @@ from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, DTypeLike, Float
 
 from .._scan.visitor import LayerResult, LayerVisit
 from .folds import Fold, Place
 from .loss_parts import Part, Values, cut_at_folds
-from .trained import Trained, leaves_or_none, masked, replaced
+from .trained import Trained, layer_structure, leaves_or_none, masked, replaced, state_of_layers
 
 
 class Optimizer(Protocol):
@@ -137,16 +138,20 @@ class FusedUpdate:
                 of several layers at once.
         """
         trained = Trained.of(model, self.trainable)
-        trained.check_optimizer(self.optimizer)
-        stacks = [
-            stack.vmap_via(
-                lambda layer, i=i: self.optimizer.init(
-                    trained.only_layer(i, masked(layer, trained.layer_mask(i)))
-                )
-            )()
-            for i, stack in enumerate(trained.stacks)
-        ]
-        return FusedState(tuple(stacks), self.optimizer.init(trained.only_rest()))
+        trained.check_optimizer(self.optimizer, self.gradient_dtype)
+        stacks = tuple(self._state_of(trained, number) for number in range(len(trained.stacks)))
+        return FusedState(stacks, self.optimizer.init(trained.only_rest()))
+
+    def _state_of(self, trained: Trained, number: int) -> Any:
+        def init(layer: Any) -> Any:
+            return self.optimizer.init(trained.only_layer(number, layer))
+
+        def leaves(layer: Any) -> list[Any]:
+            return jax.tree.leaves(init(masked(layer, trained.layer_mask(number))))
+
+        stack = trained.stacks[number]
+        of_one = jax.eval_shape(init, trained.layer_types(number))
+        return state_of_layers(stack.vmap_via(leaves)(), of_one, stack.Layers)
 
     def __call__(self, model: Any, state: FusedState, /, *args: Any, **kwargs: Any) -> FusedResult:
         """One step: `(model, state, *args, **kwargs)` to a `FusedResult`."""
@@ -158,7 +163,7 @@ class FusedUpdate:
             )
         parts = cut_at_folds(self.loss, trained.in_loss(), args, kwargs, trained.names)
         arrays = [leaf for leaf in jax.tree.leaves((model, args, kwargs)) if eqx.is_array(leaf)]
-        values = Values(parts, arrays, trained.is_trained())
+        values = Values(parts, arrays, trained.is_of_rest())
         return _step(self, trained, state, values)
 
     def scaled(self, gradients: list[Any], norm: Any) -> list[Any]:
@@ -203,9 +208,10 @@ class _Sweep(NamedTuple):
 
 
 def _visitor(
-    fused: FusedUpdate, trained: Trained, values: Values, part: Part, fold: Fold, norm: Any, updates: bool
+    fused: FusedUpdate, trained: Trained, values: Values, part: Part, fold: Fold, state: Any, norm: Any
 ) -> Callable[[LayerVisit, Any], LayerResult]:
-    """Adds up the squares of gradients; if it `updates`, updates each layer, by `norm` or the layer's own."""
+    """Adds up the squares of gradients; with a state, updates each layer, by `norm` or the layer's own."""
+    structure = layer_structure(state)
     names: tuple[_Further, ...] = ("args", "kwargs")
     is_active = {
         name: [at is not None and values.is_active(part.inputs[at]) for at in fold.positions(name)]
@@ -217,15 +223,18 @@ def _visitor(
         carry, layer, *others = visit.vjp("carry", "layer", *wanted)
         cotangents = {name: masked(tree, is_active[name]) for name, tree in zip(wanted, others, strict=True)}
         mask = trained.layer_mask(fold.number)
-        gradients = fused.cast(jax.tree.leaves(masked(layer, mask)))
+        # Without the barrier XLA holds a layer's internals until the optimizer is done.
+        gradients = fused.cast(lax.optimization_barrier(jax.tree.leaves(masked(layer, mask))))
         own = _sum_of_squares(gradients)
         result = LayerResult(carry, state=squares + own, **cotangents)
-        if not updates:
+        if state is None:
             return result
         gradients = fused.scaled(gradients, jnp.sqrt(own) if norm is None else norm)
         params = trained.only_layer(fold.number, masked(visit.layer, mask))
-        new, state = fused.updated(gradients, visit.layer_state, params)
-        return result._replace(layer=replaced(visit.layer, mask, new), layer_state=state)
+        before = jax.tree.unflatten(structure, visit.layer_state)
+        new, after = fused.updated(gradients, before, params)
+        layer = replaced(visit.layer, mask, new)
+        return result._replace(layer=layer, layer_state=jax.tree.leaves(after))
 
     return visit_layer
 
@@ -241,10 +250,11 @@ def _step(fused: FusedUpdate, trained: Trained, state: FusedState, values: Value
     sweeps: list[_Sweep] = []
 
     def sweep(way: _Sweep, norm: Any, updates: bool) -> Any:
-        visitor = _visitor(fused, trained, values, way.part, way.fold, norm, updates)
-        layer_state = state.stacks[way.fold.number] if updates else None
-        result = way.sweep_back(way.cotangent, visitor, squares, layer_state)
-        stacks[way.fold.number] = result.layers, result.layer_state
+        before = state.stacks[way.fold.number] if updates else None
+        visitor = _visitor(fused, trained, values, way.part, way.fold, before, norm)
+        result = way.sweep_back(way.cotangent, visitor, squares, jax.tree.leaves(before))
+        after = jax.tree.unflatten(jax.tree.structure(before), result.layer_state)
+        stacks[way.fold.number] = result.layers, after
         return result
 
     for part, pull_back in zip(values.loss.parts[::-1], pullbacks[::-1], strict=True):
@@ -261,7 +271,7 @@ def _step(fused: FusedUpdate, trained: Trained, state: FusedState, values: Value
             for at, cotangent in zip(positions, leaves_or_none(tree), strict=tree is not None):
                 if at is not None:
                     values.add_cotangents([part.inputs[at]], [cotangent])
-    gradients = fused.cast([values.cotangent(var) for var in trained.of_rest(values.loss.inputs)])
+    gradients = fused.cast([values.cotangent(var) for var in values.wanted])
     own = _sum_of_squares(gradients)
     norm = jnp.sqrt(squares + own)
     for way in sweeps if sweeps_twice else ():

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Iterable
-from typing import Any, TypeVar
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -14,8 +14,6 @@ from .._messages import axes_text
 from .._stacked import Stacked
 from .folds import StackInLoss
 from .separable import check_separable
-
-T = TypeVar("T")
 
 
 def _is_stack(node: Any) -> bool:
@@ -96,7 +94,7 @@ class Trained:
         for name, i in zip(self.names, self.followed, strict=True):
             Layers = self.nodes[i].Layers
             for path, leaf in jtu.tree_leaves_with_path(self.trained[i], is_leaf=_is_named):
-                if _is_named(leaf) and leaf.array is not None and Layers not in leaf.axes:
+                if _has_array(leaf) and Layers not in leaf.axes:
                     raise ValueError(
                         f"{name}{jtu.keystr(path)} ({axes_text(leaf.axes)}) is shared by all layers, so a "
                         "fused update cannot update it with one of them. Give it the layers' axis, keep it "
@@ -183,7 +181,7 @@ def state_of_layers(leaves: Iterable[Any], of_one: Any, Layers: Axis) -> Any:
     """
 
     def with_axis(leaf: Any) -> Any:
-        if not _is_named(leaf) or not eqx.is_array(leaf.array) or leaf.array.shape[1:] != _shape(leaf):
+        if not _has_array(leaf) or leaf.array.shape[1:] != _shape(leaf):
             return leaf
         return NamedArray(leaf.array, (Layers, *leaf.axes))
 
@@ -195,7 +193,7 @@ def layer_structure(state: Any) -> Any:
     """The structure of the state of one layer, of that of `state_of_layers`."""
 
     def without_axis(leaf: Any) -> Any:
-        if not _is_named(leaf) or not eqx.is_array(leaf.array) or leaf.array.shape != _shape(leaf):
+        if not _has_array(leaf) or leaf.array.shape != _shape(leaf):
             return leaf
         of_one: Any = jax.ShapeDtypeStruct(leaf.array.shape[1:], leaf.array.dtype)
         return NamedArray(of_one, leaf.axes[1:])
@@ -209,6 +207,11 @@ def _shape(named: NamedArray) -> tuple[int, ...]:
 
 def _is_named(node: Any) -> bool:
     return isinstance(node, NamedArray)
+
+
+def _has_array(node: Any) -> bool:
+    """Whether it is a named array, and not what an optimizer has in the place of one that it leaves out."""
+    return _is_named(node) and hasattr(node.array, "shape")
 
 
 def _with_layer(stack: Any, layer: Any) -> Any:

@@ -22,6 +22,7 @@ from stacked_remat.training import (
     POSITION_AXIS,
     ConfigError,
     DataConfig,
+    FusedOptimizer,
     Partitioning,
     TokenBatch,
     TrainState,
@@ -30,10 +31,14 @@ from stacked_remat.training import (
 )
 
 
-def run_optimizer(config: LmRunConfig) -> optax.GradientTransformation:
+def run_optimizer(config: LmRunConfig) -> optax.GradientTransformation | FusedOptimizer:
     """The optimizer with the schedule and dtypes of a run."""
-    dtype = config.trainer.precision.optimizer_state
-    return build_optimizer(config.optimizer, config.trainer.num_steps, state_dtype=dtype)
+    dtype, steps = config.trainer.precision.optimizer_state, config.trainer.num_steps
+    if not config.trainer.update.fused:
+        return build_optimizer(config.optimizer, steps, state_dtype=dtype)
+    without_clipping = dataclasses.replace(config.optimizer, max_grad_norm=None)
+    of_layer = build_optimizer(without_clipping, steps, state_dtype=dtype)
+    return FusedOptimizer(of_layer, config.optimizer.max_grad_norm)
 
 
 def initial_state(

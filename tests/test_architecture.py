@@ -57,7 +57,7 @@ ALLOWED_IMPORTS = {
     "fused": {"compat", "base", "policy", "scan", "stacks"},
     "ops": _CORE,
     "memory": _CORE | {"ops", "public"},
-    "training": _CORE | {"ops", "memory", "public"},
+    "training": _CORE | {"fused", "ops", "memory", "public"},
 }
 
 THIRD_PARTY = {"jax", "equinox", "haliax", "jaxtyping", "numpy"}  # numpy comes with jax

@@ -46,7 +46,16 @@ from .progress import ConsoleProgress, Progress, lasting_console
 from .remat import NO_PRESETS, RematEntry, RematPresets, check_remat, remat_entry, remat_policy
 from .run_folder import RunFolder, config_changes, lock_run_folder, named_in_errors
 from .signals import EXIT_INTERRUPTED, Interrupted, StopSignals
-from .step import LossFunction, Metrics, RandomLoss, Trainable, TrainState, build_step, train_step
+from .step import (
+    FusedOptimizer,
+    LossFunction,
+    Metrics,
+    RandomLoss,
+    Trainable,
+    TrainState,
+    build_step,
+    train_step,
+)
 from .streams import HeldOutSet, TokenStream
 from .throughput import peak_flops, training_flops
 from .trackers import (
@@ -90,6 +99,7 @@ __all__ = [
     "CosineSchedule",
     "DataConfig",
     "DataError",
+    "FusedOptimizer",
     "HeldOutBatches",
     "HeldOutSet",
     "HostedTracker",

@@ -250,8 +250,10 @@ class Values:
                 self.cotangents[var] = cotangent if before is None else before + cotangent
 
     def cotangent(self, var: Any) -> Any:
-        """Removes the cotangent of a variable and returns it, zeros if there is none."""
+        """Removes the cotangent of a variable and returns it: zeros if there is none, None for integers."""
         found = self.cotangents.pop(var, None)
+        if not is_differentiable(_type(var).dtype):
+            return None
         return jnp.zeros(_type(var).shape, _type(var).dtype) if found is None else found
 
     def forward(self) -> list[Callable[[], Any]]:

@@ -166,19 +166,19 @@ class FusedUpdate:
         values = Values(parts, arrays, trained.is_of_rest())
         return _step(self, trained, state, values)
 
-    def scaled(self, gradients: list[Any], norm: Any) -> list[Any]:
+    def _scaled(self, gradients: list[Any], norm: Any) -> list[Any]:
         """The gradients, scaled down where `norm` is greater than the greatest."""
         most = self.max_grad_norm
         if most is None:
             return gradients
         return [jnp.where(norm < most, leaf, leaf / norm.astype(leaf.dtype) * most) for leaf in gradients]
 
-    def cast(self, gradients: list[Any]) -> list[Any]:
+    def _cast(self, gradients: list[Any]) -> list[Any]:
         """The gradients in `gradient_dtype`."""
         dtype = self.gradient_dtype
         return gradients if dtype is None else [leaf.astype(dtype) for leaf in gradients]
 
-    def updated(self, gradients: list[Any], state: Any, params: Any) -> tuple[list[Any], Any]:
+    def _updated(self, gradients: list[Any], state: Any, params: Any) -> tuple[list[Any], Any]:
         """The trained leaves of `params` after an update by their gradients, and the next state."""
         leaves, structure = jax.tree.flatten(params)
         updates, state = self.optimizer.update(jax.tree.unflatten(structure, gradients), state, params)
@@ -224,15 +224,15 @@ def _visitor(
         cotangents = {name: masked(tree, is_active[name]) for name, tree in zip(wanted, others, strict=True)}
         mask = trained.layer_mask(fold.number)
         # Without the barrier XLA holds a layer's internals until the optimizer is done.
-        gradients = fused.cast(lax.optimization_barrier(jax.tree.leaves(masked(layer, mask))))
+        gradients = fused._cast(lax.optimization_barrier(jax.tree.leaves(masked(layer, mask))))
         own = _sum_of_squares(gradients)
         result = LayerResult(carry, state=squares + own, **cotangents)
         if state is None:
             return result
-        gradients = fused.scaled(gradients, jnp.sqrt(own) if norm is None else norm)
+        gradients = fused._scaled(gradients, jnp.sqrt(own) if norm is None else norm)
         params = trained.only_layer(fold.number, masked(visit.layer, mask))
         before = jax.tree.unflatten(structure, visit.layer_state)
-        new, after = fused.updated(gradients, before, params)
+        new, after = fused._updated(gradients, before, params)
         layer = replaced(visit.layer, mask, new)
         return result._replace(layer=layer, layer_state=jax.tree.leaves(after))
 
@@ -249,12 +249,13 @@ def _step(fused: FusedUpdate, trained: Trained, state: FusedState, values: Value
     stacks: dict[int, tuple[Any, Any]] = {}
     sweeps: list[_Sweep] = []
 
-    def sweep(way: _Sweep, norm: Any, updates: bool) -> Any:
-        before = state.stacks[way.fold.number] if updates else None
-        visitor = _visitor(fused, trained, values, way.part, way.fold, before, norm)
-        result = way.sweep_back(way.cotangent, visitor, squares, jax.tree.leaves(before))
+    def sweep(of_fold: _Sweep, norm: Any, updates: bool) -> Any:
+        part, fold, sweep_back, cotangent = of_fold
+        before = state.stacks[fold.number] if updates else None
+        visitor = _visitor(fused, trained, values, part, fold, before, norm)
+        result = sweep_back(cotangent, visitor, squares, jax.tree.leaves(before))
         after = jax.tree.unflatten(jax.tree.structure(before), result.layer_state)
-        stacks[way.fold.number] = result.layers, after
+        stacks[fold.number] = result.layers, after
         return result
 
     for part, pull_back in zip(values.loss.parts[::-1], pullbacks[::-1], strict=True):
@@ -271,13 +272,13 @@ def _step(fused: FusedUpdate, trained: Trained, state: FusedState, values: Value
             for at, cotangent in zip(positions, leaves_or_none(tree), strict=tree is not None):
                 if at is not None:
                     values.add_cotangents([part.inputs[at]], [cotangent])
-    gradients = fused.cast([values.cotangent(var) for var in values.wanted])
+    gradients = fused._cast([values.cotangent(var) for var in values.wanted])
     own = _sum_of_squares(gradients)
     norm = jnp.sqrt(squares + own)
-    for way in sweeps if sweeps_twice else ():
-        sweep(way, norm, True)
-    gradients = fused.scaled(gradients, norm if sweeps_twice else jnp.sqrt(own))
-    new, of_rest = fused.updated(gradients, state.rest, trained.only_rest())
+    for of_fold in sweeps if sweeps_twice else ():
+        sweep(of_fold, norm, True)
+    gradients = fused._scaled(gradients, norm if sweeps_twice else jnp.sqrt(own))
+    new, of_rest = fused._updated(gradients, state.rest, trained.only_rest())
     layers, states = zip(*(stacks[number] for number in range(len(stacks))), strict=True)
     return FusedResult(trained.updated(layers, new), FusedState(states, of_rest), value, norm)
 

@@ -62,9 +62,12 @@ class PlanLmConfig(LmRunConfig):
 
 
 def compared(config: LmRunConfig) -> dict[str, ScanCheckpointPolicy]:
-    """`POLICIES`, and the presets of the model."""
+    """`POLICIES`, the presets of the model, and the config's own policy where it is none of these."""
     presets = config.model.remat_presets
-    return {name: remat_policy(entry, presets) for name, entry in POLICIES.items()} | dict(presets)
+    policies = {name: remat_policy(entry, presets) for name, entry in POLICIES.items()} | dict(presets)
+    if config.policy is not None and config.policy not in policies.values():
+        policies[str(config.remat)] = config.policy
+    return policies
 
 
 def policy_table(config: PlanLmConfig, reports: Mapping[str, MemoryReport]) -> Table:

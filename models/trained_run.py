@@ -50,10 +50,13 @@ def read_run_config(run_dir: Path, step: int | None = None) -> LmRunConfig:
         ) from error
 
 
-def trained_model(run_dir: Path, *, step: int | None = None) -> tuple[LanguageModel, LmRunConfig]:
-    """The model of a run's checkpoint with its adapters, if it has some, and the run's config.
+def trained_model(run_dir: Path, config: LmRunConfig, *, step: int | None = None) -> LanguageModel:
+    """The model of a run's checkpoint, with its adapters if it has some.
 
-    Takes what `read_run_config` does.
+    Args:
+        run_dir: the run folder.
+        config: what `read_run_config` found there.
+        step: of the checkpoint; the latest if not given.
 
     Raises:
         FileNotFoundError: there is no such checkpoint.
@@ -61,15 +64,13 @@ def trained_model(run_dir: Path, *, step: int | None = None) -> tuple[LanguageMo
 
     Cost: the model in memory; with adapters also the weights under them, which are read or made again.
     """
-    folder, config = run_dir / "checkpoints", read_run_config(run_dir, step)
+    folder = run_dir / "checkpoints"
     if config.lora is None:
         state = state_shapes(config)
     else:
         state = initial_state(config)
         check_unsaved(folder, eqx.filter(state, saved_arrays(state), inverse=True), step=step)
-    return eqx.combine(
-        load_checkpoint(folder, state.trained, step=step, part="trained"), state.frozen
-    ), config
+    return eqx.combine(load_checkpoint(folder, state.trained, step=step, part="trained"), state.frozen)
 
 
 def base_folder(config: LmRunConfig) -> Path | None:

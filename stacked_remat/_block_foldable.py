@@ -24,7 +24,7 @@ class BlockFoldable(ModuleWithStateDictSerialization, Generic[M]):
 
     Attributes:
         Block: the axis of the layers; `Layers` is another name for it.
-        remat: the checkpoint policy of `fold` and `scan` where the call names no other.
+        remat: the checkpoint policy of `fold` and `scan`, unless the call gives another.
     """
 
     slices_its_own_layers: ClassVar[bool] = True
@@ -62,9 +62,9 @@ class BlockFoldable(ModuleWithStateDictSerialization, Generic[M]):
             init: the carry that goes into the first layer, a tree of arrays.
             *args: passed on to the blocks. Named arrays with the layers' axis and plain arrays of at least
                 one dimension are split over the layers; the rest is shared. `shared(x)` gives every layer the
-                whole array, and `per_layer(x)` says that it is split.
+                whole array, and `per_layer(x)` splits it or is an error.
             remat: a policy for this call instead of the stack's own.
-            unroll: how many layers one iteration of the loop holds; `True` for all.
+            unroll: how many layers one iteration of the loop runs; `True` for all.
             reverse: go from the last layer to the first.
             **kwargs: as `*args`.
 
@@ -105,8 +105,8 @@ class BlockFoldable(ModuleWithStateDictSerialization, Generic[M]):
         """Fold with `fn(block, carry, *args, **kwargs)` in place of the blocks' own call.
 
         Returns:
-            A function of the initial carry and the further arguments. What `fn` closes over goes to every
-            layer whole.
+            A function of the initial carry and the further arguments. What `fn` closes over is shared
+            by all layers.
         """
         run = self._scan_via("fold", fn, *self._options(remat, unroll, reverse))
 
@@ -127,7 +127,7 @@ class BlockFoldable(ModuleWithStateDictSerialization, Generic[M]):
         return self._scan_via("scan", fn, *self._options(remat, unroll, reverse))
 
     def vmap(self, /, *args: Any, **kwargs: Any) -> Any:
-        """Apply every layer to the same arguments, side by side; the outputs get the layers' axis in front.
+        """Apply all layers to the same arguments with `vmap`; the outputs get the layers' axis in front.
 
         Arguments are split and shared as in `fold`. Costs the internals of all layers at once.
         """
@@ -147,7 +147,7 @@ class BlockFoldable(ModuleWithStateDictSerialization, Generic[M]):
 
     @abc.abstractmethod
     def get_layer(self, index: int) -> M:
-        """One layer; negative indices count from the end, and one outside is an `IndexError`."""
+        """One layer; negative indices count from the end, an index out of range is an `IndexError`."""
 
     def to_state_dict(self, prefix: str | None = None) -> StateDict:
         """The layers' arrays in the form of a torch `Sequential`, under `prefix.0.key`, `prefix.1.key`, …"""
@@ -199,4 +199,4 @@ class BlockFoldable(ModuleWithStateDictSerialization, Generic[M]):
         unroll: int | bool,
         reverse: bool,
     ) -> Callable[..., tuple[Any, Any]]:
-        """`scan_via`, and `fold_via` with None as outputs, as `verb` says."""
+        """`scan_via`, or, for the verb `fold`, `fold_via` with None as outputs."""

@@ -9,10 +9,12 @@ from haliax.state_dict import StateDict
 
 from ._block_foldable import BlockFoldable
 from ._policy import ScanCheckpointPolicy, ScanCheckpointSpec, resolve_policy
-from ._scan.checks import check_reverse, check_unroll
-from ._scan.layer_axis import Caller, argument_namer, check_axis, split_tree, stack_outputs
+from ._scan.arguments import Caller, argument_namer
+from ._scan.checks import check_axis, check_reverse, check_unroll
+from ._scan.layer_axis import layer_getter
 from ._scan.layers import from_arguments, scan_unrolled
 from ._scan.marks import changed, check_unmarked
+from ._scan.stacking import stack_outputs
 from ._stacked_methods import (
     BuiltByInit,
     P,
@@ -38,7 +40,7 @@ class BlockSeq(BlockFoldable[M]):
     Attributes:
         blocks: the layers.
         Block: the axis of the layers; `Layers` is another name for it.
-        remat: the checkpoint policy of `fold` and `scan` where the call names no other.
+        remat: the checkpoint policy of `fold` and `scan`, unless the call gives another.
 
     Raises:
         TypeError: for what is not an `Axis`, and for a block that is not an `eqx.Module`.
@@ -109,8 +111,7 @@ class BlockSeq(BlockFoldable[M]):
         caller = Caller(what, argument_namer(build, skip=0))
 
         def build_sequence(*args: Any, **kwargs: Any) -> Self:
-            split = split_tree((args, kwargs), Layers, **caller._asdict())
-            calls = (split.layer(i) for i in range(Layers.size))
+            calls = map(layer_getter((args, kwargs), Layers, caller), range(Layers.size))
             return cls(
                 [build(*layer_args, **layer_kwargs) for layer_args, layer_kwargs in calls], Layers, policy
             )
@@ -132,7 +133,7 @@ class BlockSeq(BlockFoldable[M]):
         reverse: bool,
     ) -> Callable[..., tuple[Any, Any]]:
         caller = method_caller(self, verb, fn, skip=2)
-        check_unroll(unroll)  # and no more: layers that differ can only be unrolled
+        check_unroll(unroll)  # but ignored: layers that differ can only be unrolled
         backwards, resolved = check_reverse(reverse), resolve_policy(remat).normalized()
 
         def layer(carry: Any, inputs: Any) -> tuple[Any, Any]:
@@ -141,8 +142,8 @@ class BlockSeq(BlockFoldable[M]):
             return found if verb == "scan" else (found, None)
 
         def run(init: Any, arguments: Any) -> tuple[Any, Any]:
-            split = split_tree(arguments, self.Block, **caller._asdict())
-            inputs = [(block, split.layer(i)) for i, block in enumerate(self.blocks)]
+            arguments_of = layer_getter(arguments, self.Block, caller)
+            inputs = [(block, arguments_of(i)) for i, block in enumerate(self.blocks)]
             return scan_unrolled(layer, init, inputs, self.Block, resolved, caller.what, reverse=backwards)
 
         def scanned(init: Any, /, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
@@ -156,10 +157,10 @@ class BlockSeq(BlockFoldable[M]):
         caller = method_caller(self, "vmap", fn, skip=1)
 
         def mapped(*args: Any, **kwargs: Any) -> Any:
-            split = split_tree((args, kwargs), self.Block, **caller._asdict())
+            arguments_of = layer_getter((args, kwargs), self.Block, caller)
             outputs = []
             for i, block in enumerate(self.blocks):
-                layer_args, layer_kwargs = split.layer(i)
+                layer_args, layer_kwargs = arguments_of(i)
                 outputs.append(fn(block, *layer_args, **layer_kwargs))
             return stack_outputs(outputs, self.Block, caller.what)
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
-from ._scan.layer_axis import is_array
+from ._scan.marks import is_array
 
 T = TypeVar("T")
 

@@ -8,9 +8,9 @@
   traced. Where that happens twice (a rule within a rule, in the body of a scan), they are counted once, and
   the rule gets other arrays than it returned. `not_forwarded` keeps residuals out of this.
 - Haliax (1.4.dev453) has no public way out of `haliax.axis_mapping`, within which every product is given a
-  sharding: where `jax.shard_map` has taken the whole mesh there is none to give. `no_axis_mapping` is one.
-- JAX (0.10.2, 0.12) has no public answer to whether it found cuDNN, which its CUDA plugin comes without; what
-  calls it fails while tracing. `cudnn_is_installed` asks what JAX asks.
+  sharding: inside a `jax.shard_map` over the whole mesh it must have none. `no_axis_mapping` turns it off.
+- JAX (0.10.2, 0.12) has no public function that tells whether it found cuDNN, which its CUDA plugin does not
+  include; calls of cuDNN then fail while tracing. `cudnn_is_installed` asks what JAX asks.
 - JAX (0.10.2, 0.12) transposes a move of an array to the host without moving its cotangent back, and then
   refuses the cotangent. `move_cotangents_back` makes the transpose name the space that the array came from,
   without which offloaded residuals have no second derivatives.

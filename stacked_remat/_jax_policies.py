@@ -18,7 +18,7 @@ JaxPolicy: TypeAlias = Callable[..., Any]
 def policy_with_names(
     internals: bool | Iterable[str] | JaxPolicy, saved: tuple[str, ...], offloaded: tuple[str, ...]
 ) -> JaxPolicy:
-    """A policy that saves and offloads these names, and, if `internals` is callable, what that says.
+    """A policy that saves and offloads these names, and, if `internals` is callable, obeys it too.
 
     Raises:
         ValueError: `JAX_REMAT3` cannot obey `internals`.
@@ -31,7 +31,7 @@ def policy_with_names(
             'values inside the block with checkpoint_name(value, "name") and write '
             'save_block_internals=["name"], or unset JAX_REMAT3.'
         )
-    # What goes into a layer is held whether it is named or not.
+    # A layer's arguments are kept whether they are named or not.
     return _joined_policy(internals, saved, offloaded) if offloaded else internals
 
 
@@ -71,7 +71,7 @@ def _named_policy(saved: tuple[str, ...], offloaded: tuple[str, ...]) -> Callabl
 
 
 def check_jax_policy(policy: JaxPolicy) -> None:
-    """Ask it about an operation: a function of another kind fails, or answers something else."""
+    """Call it on an operation: a function of another kind fails, or returns something else."""
     try:
         answer = policy(lax.sin_p, jax.ShapeDtypeStruct((), jnp.float32))
     except Exception as error:
@@ -92,7 +92,7 @@ class _AsWritten(str):
 
 
 def as_written(value: Any) -> Any:
-    """A setting as one writes it: names and cuts are kept as tuples, and functions have names."""
+    """A setting as the user wrote it: a list for a tuple, the name of a function."""
     if callable(value):
         known = vars(jax.checkpoint_policies).items()
         name = next((f"jax.checkpoint_policies.{name}" for name, policy in known if policy is value), None)

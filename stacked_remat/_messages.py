@@ -1,4 +1,4 @@
-"""Text of error messages: axes, long lists, and what a misspelt name may have been meant to be."""
+"""Text of error messages: axes, long lists, suggestions for misspelt names."""
 
 import difflib
 import reprlib
@@ -23,13 +23,26 @@ def shortened(items: Sequence[str], separator: str = ", ", most: int = 50) -> st
     return separator.join([*items[:most], *more])
 
 
+_SHORT = reprlib.Repr()
+_SHORT.maxstring = _SHORT.maxother = 100
+_SHORT.maxlevel = 3
+
+
+def shown(value: Any) -> str:
+    """The repr of a value from a file, shortened where it is long or deep."""
+    try:
+        return _SHORT.repr(value)
+    except ValueError:  # an integer of more digits than Python writes out
+        return "a number of thousands of digits"
+
+
 def printable(text: str) -> str:
     """A text from a file, in quotes and cut where it is long or holds letters that can't be printed."""
     return text if text.isprintable() and len(text) < 500 else reprlib.repr(text)
 
 
 def float_problems(dtypes: Mapping[str, str]) -> list[str]:
-    """One line for each tensor of a safetensors file whose dtype there is not a float."""
+    """One line for each tensor of a safetensors file whose dtype is not a float."""
     floats = ("F64", "F32", "F16", "BF16")
     return [
         f"not a float: {printable(name)} is {dtype}, expected one of {', '.join(floats)}"
@@ -43,7 +56,7 @@ def entry_problems(expected: Mapping[str, Any], found: Mapping[str, Any]) -> lis
 
     Args:
         expected: the shape of each entry, or anything else to compare and to show.
-        found: the same of the entries that there are.
+        found: likewise for the entries that exist.
     """
     lines = [f"missing: {key} {shape}" for key, shape in expected.items() if key not in found]
     lines += [f"unknown: {printable(key)} {shape}" for key, shape in found.items() if key not in expected]

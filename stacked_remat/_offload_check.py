@@ -1,4 +1,4 @@
-"""Whether a device's compiler moves carries to the host and back correctly, found out by running it.
+"""Tests by running it whether a device's compiler moves carries to the host and back correctly.
 
 Offloading is an annotation that XLA carries out, and it has silently given wrong results: one
 release read offloaded residuals of a scan in the wrong order on GPUs (openxla/xla#46231).
@@ -33,15 +33,15 @@ def check_offload(device: Any = None) -> None:
     """Make sure that a device computes the same gradients with offloading as without.
 
     Runs a stack of 8 layers of 128 x 128 under the policies that offload, once per process and kind of
-    device; later calls return at once. Call it before training with a policy that offloads.
+    device; later calls return immediately. Call it before training with a policy that offloads.
 
     Args:
         device: one of this process's devices; the default one (`jax.default_device`) if not given.
 
     Raises:
-        TypeError: `device` is no device.
-        OffloadError: they differ, or the compiler refuses the program. Says under which policies, and what to
-            use instead.
+        TypeError: `device` is not a device.
+        OffloadError: they differ, or the compiler refuses the program. Names the policies, and says
+            what to use instead.
 
     Cost: four small compilations, and 6 MiB of device memory.
     """

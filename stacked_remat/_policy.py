@@ -1,14 +1,13 @@
 """What the backward pass of a scan over layers keeps, moves to the host, or recomputes.
 
 A block takes a *carry* and its own *inputs* (its weights and whatever else is split over the layers) and
-returns the next carry. Its derivative reads some of the values computed on the way, the *internals*. A
-`ScanCheckpointPolicy` says for each of the three whether the forward pass leaves it for the backward pass. It
-only decides; `_scan/` carries it out.
+returns the next carry. Its derivative reads some of the intermediate values, the *internals*. A
+`ScanCheckpointPolicy` says for each of the three whether the forward pass keeps it for the backward pass;
+`_scan/` obeys it.
 """
 
 import dataclasses
 import math
-import operator
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Literal, TypeAlias
 
@@ -16,7 +15,7 @@ import jax
 
 from ._jax_policies import JaxPolicy, as_written, check_jax_policy
 from ._remat import Kept, PerLayer, Remat, SaveAll, Swept
-from ._schedule import Schedule, bounded, equal, levels, segmented, shrinking
+from ._schedule import Schedule, bounded, equal, levels, segmented, shrinking, whole_number
 
 OFFLOAD = "offload"
 _KEPT: dict[bool | str, Kept] = {True: "keep", OFFLOAD: "offload", False: "drop"}
@@ -45,9 +44,8 @@ class ScanCheckpointPolicy:
 
     Attributes:
         save_carries: `True` keeps the carry that goes into each layer. `"offload"` moves it to the host in
-            the forward pass and fetches it in the backward pass. `False` keeps none of them for its own sake:
-            the backward pass first replays the stack from its input, starting from whatever internals were
-            saved.
+            the forward pass and fetches it in the backward pass. `False` keeps none: the
+            backward pass first replays the stack, from its input and the internals that were saved.
         save_inputs: `True` reads the scanned inputs where they are; nothing is copied. `False` also drops
             what the scan derives from its arguments (arrays with the scanned axis moved to the front) and
             derives it again. `"offload"` copies each layer's inputs to the host, weights included: it pays
@@ -56,7 +54,7 @@ class ScanCheckpointPolicy:
             everything that the backward pass reads (nothing is then recomputed, and carries are kept exactly
             where a derivative reads them). With `nested`, they are kept for the segment being reversed, and
             `save_carries="offload"` still moves the boundaries. One of `jax.checkpoint_policies`
-            (`dots_saveable`, ...), or any function of that kind, says it by operation; `JAX_REMAT3=1` obeys
+            (`dots_saveable`, ...), or any function of that kind, chooses by operation; `JAX_REMAT3=1` obeys
             only those that go by names, and others are then refused.
         offload_block_internals: names that are moved to the host instead.
         prevent_cse: put barriers around recomputation even inside a rolled loop. Where layers share one
@@ -65,7 +63,7 @@ class ScanCheckpointPolicy:
             are saved by name.
         disable: no checkpointing at all: everything the backward pass reads is kept.
         simple: plain `jax.checkpoint` around each layer, without naming the carry or the inputs. The memory
-            is that of the default; it takes names out of the picture when debugging.
+            is the same as by default; for debugging, it excludes names as a cause.
         nested: cut the layers into segments, keep the carry at the start of each, and replay one segment at a
             time (Chen et al. 2016, "Training deep nets with sublinear memory cost"). `True` cuts into
             segments that each have a layer less than the one before, which needs the fewest carries for one
@@ -77,12 +75,12 @@ class ScanCheckpointPolicy:
         max_carries: keep at most so many carries alive instead, with the least recomputation that allows it
             (Griewank and Walther 2000, "Algorithm 799: revolve").
         first_layers: how many layers, from the one that runs first, follow `first_policy`; the rest follow
-            the other settings, which then cut, offload or keep carries. It spends the memory that the rest
-            leaves over: with `nested=True, first_layers=k` the carries cost about (k + √(2(N - k)))·C, the
+            the other settings, which then cut, offload or keep carries. It uses the memory that the rest
+            leaves free: with `nested=True, first_layers=k` the carries cost about (k + √(2(N - k)))·C, the
             internals k·I, and the arithmetic is 2·k·F less. As many as there are layers, or more: all of
             them follow `first_policy`.
         first_policy: `False` keeps the internals of these layers, one with `save_block_internals=[names]`
-            those of its names, and `True` their carries alone.
+            only those names, and `True` only their carries.
 
     Raises:
         ValueError: for contradictory settings, with the reason.
@@ -114,18 +112,16 @@ class ScanCheckpointPolicy:
         object.__setattr__(self, "nested", _nesting(self.nested))
         for field in ("segment_length", "max_carries"):
             value = getattr(self, field)
-            object.__setattr__(
-                self, field, None if value is None else _positive(field, value, _COUNTS[field])
-            )
-        first = _integer("first_layers", self.first_layers, "a number of layers")
-        object.__setattr__(
-            self, "first_layers", first and _positive("first_layers", first, "a number of layers")
-        )
+            if value is not None:
+                value = whole_number(field, value, _COUNTS[field], "Leave it out for none.")
+                object.__setattr__(self, field, value)
+        first = whole_number("first_layers", self.first_layers, "a number of layers", least=0)
+        object.__setattr__(self, "first_layers", first)
         for reason in self._contradictions():
             raise ValueError(reason)
 
     def _contradictions(self) -> Iterator[str]:
-        """What the settings cannot mean together: the reason, and what to write instead."""
+        """Settings that contradict each other: the reason, and what to write instead."""
         written = {name: f"{name}={as_written(value)!r}" for name, value in self.settings()}
         cuts = [f"{name}={getattr(self, name)!r}" for name in _CUTS if name in written]
 
@@ -401,31 +397,14 @@ def _nesting(nested: Any) -> bool | int | tuple[int, ...]:
         return nested
     scalar = isinstance(nested, str) or not isinstance(nested, Iterable) or getattr(nested, "ndim", 1) == 0
     if scalar:
-        return _positive("nested", nested, "a number of segments")
+        return whole_number("nested", nested, "a number of segments", "Leave it out for none.")
     sizes = tuple(
-        _positive(f"nested[{i}]", size, "a number of parts", "Leave the level out to not cut it.")
+        whole_number(f"nested[{i}]", size, "a number of parts", "Leave the level out to not cut it.")
         for i, size in enumerate(nested)
     )
     if not sizes:
         raise ValueError("nested=() has no level. Write nested=True, a number of segments, or (a, b, ...).")
     return sizes
-
-
-def _integer(field: str, value: Any, meaning: str) -> int:
-    try:
-        count = operator.index(value)
-    except TypeError:
-        count = None
-    if count is None or isinstance(value, bool):
-        raise TypeError(f"{field} is {meaning} (an int); got {value!r}.")
-    return count
-
-
-def _positive(field: str, value: Any, meaning: str, otherwise: str = "Leave it out for none.") -> int:
-    count = _integer(field, value, meaning)
-    if count < 1:
-        raise ValueError(f"{field} is {meaning} and at least 1; got {count}. {otherwise}")
-    return count
 
 
 _AUTO = """remat="auto" cannot be resolved here: what fits depends on the whole program and on the device. \

@@ -1,6 +1,6 @@
 """What a checkpoint policy means for a scan over layers: one of `SaveAll`, `PerLayer` and `Swept`.
 
-`ScanCheckpointPolicy` is what users write; a scan turns it into one of these where it enters, and obeys that.
+Users write a `ScanCheckpointPolicy`; a scan first converts it to one of these.
 """
 
 from collections.abc import Callable
@@ -45,11 +45,6 @@ class PerLayer:
         """Whether anything is moved to the host."""
         return "offload" in (self.carries, self.inputs) or bool(self.offloaded)
 
-    @property
-    def replays_scan(self) -> bool:
-        """Whether the backward pass replays the scan as a whole, not only its layers one by one."""
-        return "drop" in (self.carries, self.inputs)
-
     def jax_policy(self, carry_name: str, input_name: str) -> JaxPolicy | None:
         """The `jax.checkpoint` policy of a layer whose carry and inputs have these names.
 
@@ -88,7 +83,7 @@ class Swept:
 
     @property
     def of_one_layer(self) -> "Internals":
-        """What it means for layers that are all segments of their own."""
+        """The same for layers that are each a segment of their own."""
         match self.internals:
             case PerLayer():
                 return replace(self.internals, carries=self.carries)
@@ -100,7 +95,7 @@ Remat: TypeAlias = SaveAll | PerLayer | Swept
 
 
 def for_length(remat: Remat, length: int) -> Remat:
-    """What it means for so many layers: a single one has nothing to cut."""
+    """The same for `length` layers: a single one has nothing to cut."""
     if not isinstance(remat, Swept):
         return remat
     if remat.first_layers >= max(length, 1):
@@ -111,7 +106,7 @@ def for_length(remat: Remat, length: int) -> Remat:
 
 
 def checkpoint_of(internals: Internals) -> Callable[[Callable], Callable]:
-    """How a layer is checkpointed while its residuals are kept, by the replay or of the first layers."""
+    """How a layer is checkpointed whose residuals are kept: in a replay, or as one of the first layers."""
     match internals:
         case SaveAll():
             return lambda layer: layer

@@ -1,29 +1,30 @@
 """How `N` layers are cut for a checkpointed reverse sweep: pure integers, no JAX.
 
 A reverse sweep visits the layers from the last to the first and needs the input carry of each. Keeping all
-`N` of them costs `N` carries; a `Schedule` says how to get by with fewer *slots*, at the price of running
-some layers forward again. It is a stack: a slot holds the input of one layer, later slots hold later layers,
-and what is at the top is consumed first.
+`N` of them costs `N` carries; a `Schedule` needs fewer *slots*, at the cost of running some layers forward
+again. It is a stack: a slot holds the input of one layer, later slots hold later layers, and the top is
+consumed first.
 
     forward:  every layer writes its input to a slot; a slot that is written again loses what it held
     reverse:  for each *run*: read the carry held at the top of the stack, run some layers forward
               again, write their inputs to slots above it, then visit layers backwards, popping a slot each
 
-A slot is freed by its visit, so runs that come later may pile higher on what is left: with segments that are
+A slot is freed by its visit, so later runs may use it: with segments that are
 one shorter each, boundaries and the segment being reversed share one buffer (`shrinking`).
 """
 
 import itertools
 import math
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 
 @dataclass(frozen=True)
 class Run:
-    """One replay and the visits that it makes possible.
+    """One replay and the visits that follow it.
 
     Attributes:
         start: the layer whose input is held in `slot` when the run begins.
@@ -105,7 +106,7 @@ Tree: TypeAlias = "int | tuple[Tree, ...]"
 
 @dataclass(frozen=True)
 class _Part:
-    """Layers `start` to `stop` whose first input is held; `key` tells the cut what may be done with them."""
+    """Layers `start` to `stop` whose first input is held; `key` is for the cut."""
 
     start: int
     stop: int
@@ -129,7 +130,7 @@ def shrinking(length: int) -> Schedule:
     Args:
         length: number of layers, positive.
     """
-    length = _positive(length, "length", "the number of layers")
+    length = whole_number("length", length, "the number of layers")
     slots = (math.isqrt(8 * length + 1) - 1) // 2
     slots += slots * (slots + 1) // 2 < length
     sizes: list[int] = []
@@ -147,8 +148,8 @@ def equal(length: int, segments: int) -> Schedule:
         length: number of layers, positive.
         segments: how many, positive; more than `length` means `length`.
     """
-    length = _positive(length, "length", "the number of layers")
-    segments = min(_positive(segments, "segments", "how many segments the layers are cut into"), length)
+    length = whole_number("length", length, "the number of layers")
+    segments = min(whole_number("segments", segments, "how many segments the layers are cut into"), length)
     size, longer = divmod(length, segments)
     return _once(length, [size + (j < longer) for j in range(segments)])
 
@@ -160,8 +161,8 @@ def segmented(length: int, segment_length: int) -> Schedule:
         length: number of layers, positive.
         segment_length: layers in a segment, positive; more than `length` means `length`.
     """
-    length = _positive(length, "length", "the number of layers")
-    size = min(_positive(segment_length, "segment_length", "how many layers a segment has"), length)
+    length = whole_number("length", length, "the number of layers")
+    size = min(whole_number("segment_length", segment_length, "how many layers a segment has"), length)
     return _once(length, [min(size, length - start) for start in range(0, length, size)])
 
 
@@ -175,9 +176,9 @@ def levels(length: int, sizes: Sequence[int]) -> Schedule:
         length: number of layers, positive.
         sizes: at least one positive number, with a product of at least `length`.
     """
-    length = _positive(length, "length", "the number of layers")
+    length = whole_number("length", length, "the number of layers")
     sizes = tuple(
-        _positive(size, f"sizes[{i}]", "how many parts that level has") for i, size in enumerate(sizes)
+        whole_number(f"sizes[{i}]", size, "how many parts that level has") for i, size in enumerate(sizes)
     )
     if not sizes or math.prod(sizes) < length:
         held = math.prod(sizes) if sizes else 0
@@ -207,8 +208,8 @@ def bounded(length: int, *, max_carries: int) -> Schedule:
         length: number of layers, positive.
         max_carries: at least 2, or 1 for a single layer; as many as `length` keeps everything.
     """
-    length = _positive(length, "length", "the number of layers")
-    carries = _positive(max_carries, "max_carries", "how many layer inputs may be held at once")
+    length = whole_number("length", length, "the number of layers")
+    carries = whole_number("max_carries", max_carries, "how many layer inputs may be held at once")
     if carries == 1 and length > 1:
         raise ValueError(
             f"max_carries=1 is too few for {length} layers: the stack's input and the input of the layer "
@@ -289,9 +290,18 @@ def _writes(stack: list[_Part], start: int, slot: int) -> tuple[int, ...]:
     return tuple(writes)
 
 
-def _positive(value: int, name: str, meaning: str) -> int:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name} ({meaning}) must be an int, got {value!r}")
-    if value < 1:
-        raise ValueError(f"{name} ({meaning}) must be at least 1, got {value}")
-    return value
+def whole_number(name: str, value: Any, meaning: str, fix: str = "", *, least: int = 1) -> int:
+    """An argument as an int.
+
+    Raises:
+        TypeError, ValueError: it is not an int, or less than `least`; gives the meaning and the fix.
+    """
+    try:
+        number = None if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        number = None
+    if number is None:
+        raise TypeError(f"{name} is {meaning} (an int); got {value!r}.")
+    if number < least:
+        raise ValueError(f"{name} is {meaning} and at least {least}; got {number}. {fix}".rstrip())
+    return number

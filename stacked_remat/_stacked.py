@@ -19,17 +19,11 @@ from haliax.state_dict import (
 from ._block_foldable import BlockFoldable
 from ._policy import ScanCheckpointPolicy, ScanCheckpointSpec, resolve_policy
 from ._scan.api import scan_for, vmap_layers
-from ._scan.layer_axis import (
-    Caller,
-    SplitTree,
-    argument_namer,
-    check_axis,
-    check_stacked,
-    numbers_to_arrays,
-    split_tree,
-    take_layers,
-)
+from ._scan.arguments import Caller, argument_namer, check_stacked
+from ._scan.checks import check_axis
+from ._scan.layer_axis import layer_getter
 from ._scan.marks import Marked, changed, is_array, map_unsliced
+from ._scan.stacking import numbers_to_arrays, take_layers
 from ._scan.sweep_back import SweepBack
 from ._scan.vjp import vjp_for
 from ._stacked_methods import (
@@ -49,7 +43,7 @@ B = TypeVar("B", bound=eqx.Module)
 
 
 class Stacked(BlockFoldable[M]):
-    """Layers of one kind, applied one after the other (`fold`, `scan`) or side by side (`vmap`).
+    """Layers of one kind, applied one after the other (`fold`, `scan`) or in parallel (`vmap`).
 
     ```python
     Layers = hax.Axis("layers", 48)
@@ -66,7 +60,7 @@ class Stacked(BlockFoldable[M]):
         stacked: the block, its named arrays with the axis `Block` in front, its plain arrays with it as first
             dimension.
         Block: the axis of the layers; `Layers` is another name for it.
-        remat: the checkpoint policy of `fold` and `scan` where the call names no other.
+        remat: the checkpoint policy of `fold` and `scan`, unless the call gives another.
 
     Raises:
         TypeError: for what is not an `Axis`, and for a block that is not an `eqx.Module`.
@@ -128,18 +122,18 @@ class Stacked(BlockFoldable[M]):
             Block: a module class, with a static `init` (Haliax style) or a constructor (Equinox style), or
                 any function that returns a module.
             remat: the checkpoint policy; `True` by default. See `ScanCheckpointPolicy`.
-            gradient_checkpointing: the other name of `remat`.
+            gradient_checkpointing: another name for `remat`.
 
         Returns:
             A function of the block's arguments, which returns a stack of this class. Named arrays with the
             axis and plain arrays of at least one dimension are split over the layers, keys among them; the
-            rest is shared. `shared` and `per_layer` say it of one argument.
+            rest is shared. `shared` and `per_layer` choose for one argument.
 
         Raises:
-            ValueError: for an argument whose length is not that of the axis, and for a key that was neither
-                split nor marked as shared.
-            TypeError: for what is not an `Axis`, for a block in the place of its class, and for a block that
-                is no module.
+            ValueError: for an argument of another length than the axis, and for a key that was neither split
+                nor marked as shared.
+            TypeError: for what is not an `Axis`, for a block instead of its class, and for a block that is no
+                module.
         """
         what = f"{cls.__name__}.init"
         check_axis(Layers, what)
@@ -185,7 +179,7 @@ class Stacked(BlockFoldable[M]):
         reverse: bool | None = None,
         **kwargs: Any,
     ) -> tuple[Any, SweepBack]:
-        """As `fold`; also returns what sweeps back over the layers, with the gradients or with a visitor.
+        """As `fold`; also returns a function that sweeps back over the layers: a `SweepBack`.
 
         ```python
         y, sweep_back = blocks.fold_vjp(x)
@@ -193,8 +187,8 @@ class Stacked(BlockFoldable[M]):
         result = sweep_back(y_cotangent, visitor, state)      # calls visitor(visit, state) for every layer
         ```
 
-        Arguments are those of `fold`. See `SweepBack` for what it takes and gives, and
-        `stacked_remat.fold_vjp` for the policies that it follows.
+        Arguments as in `fold`. See `SweepBack` for what it takes and returns, and `stacked_remat.fold_vjp`
+        for the policies that it follows.
         """
         check_options(self._kinds(), "fold_vjp", remat=remat, unroll=unroll, reverse=reverse)
         return self._vjp("fold_vjp", remat, unroll, reverse)(init, *args, **kwargs)
@@ -253,8 +247,7 @@ class Stacked(BlockFoldable[M]):
 
     def unstacked(self) -> tuple[M, ...]:
         """The layers as separate modules. Copies their arrays."""
-        layers = self._split()
-        return tuple(layers.layer(i) for i in range(self.Block.size))
+        return tuple(self)
 
     def get_layer(self, index: int) -> M:
         """One layer as a module of its own.
@@ -265,11 +258,10 @@ class Stacked(BlockFoldable[M]):
         Raises:
             IndexError: for an index outside of the stack.
         """
-        return self._split().layer(check_layer_index(index, self.Block))
+        return self._layer_getter()(check_layer_index(index, self.Block))
 
     def __iter__(self) -> Iterator[M]:
-        split = self._split()
-        return (split.layer(i) for i in range(self.Block.size))
+        return map(self._layer_getter(), range(self.Block.size))
 
     def _layers(self, rows: slice) -> Self:
         check_stacked(self.stacked, self.Block, Caller(type(self).__name__, _name_in_stack))
@@ -288,9 +280,9 @@ class Stacked(BlockFoldable[M]):
         return changed(self, stacked=stack_as(self.stacked, layers, self.Block)) if layers else self
 
     def flatten_for_export(self) -> Self:
-        """This stack with every layer's modules in the form in which they are exported, as Haliax has it.
+        """This stack with every layer's modules in Haliax's export form.
 
-        A linear layer of several axes, for one, becomes one of a matrix.
+        A linear layer of several axes, for example, becomes one with a matrix.
         """
         caller = Caller("flatten_for_export", argument_namer(flatten_modules_for_export, 1, ("stacked",)))
         flat = vmap_layers(flatten_modules_for_export, self.Block, caller)(_stored(self.stacked))
@@ -300,7 +292,7 @@ class Stacked(BlockFoldable[M]):
         """The inverse of `flatten_for_export`.
 
         Args:
-            template: a stack with the axes that the result is to have; only its structure is read.
+            template: a stack with the axes of the result; only its structure is read.
         """
         names = argument_namer(unflatten_modules_from_export, 2, ("stacked", "template.stacked"))
         caller = Caller("unflatten_from_export", names)
@@ -308,13 +300,12 @@ class Stacked(BlockFoldable[M]):
         restored = restore(_stored(self.stacked), _stored(template.stacked))
         return changed(self, stacked=restored)
 
-    def _split(self) -> SplitTree:
-        what = type(self).__name__
-        return split_tree(_stored(self.stacked), self.Block, name_of=_name_in_stack, what=what)
+    def _layer_getter(self) -> Callable[[int], M]:
+        return layer_getter(_stored(self.stacked), self.Block, Caller(type(self).__name__, _name_in_stack))
 
 
 def _applied(tree: Any) -> Marked:
-    """The same, with the fields marked that are not sliced."""
+    """The arrays of a stack for `fold` and `scan`, with unsliced fields marked."""
     return _stored(map_unsliced(lambda field: Marked(field, "unsliced"), tree))
 
 

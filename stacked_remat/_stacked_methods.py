@@ -10,7 +10,7 @@ import equinox as eqx
 from haliax import Axis
 
 from ._policy import ScanCheckpointPolicy, resolve_policy
-from ._scan.layer_axis import Caller, argument_namer
+from ._scan.arguments import Caller, argument_namer
 
 B_co = TypeVar("B_co", bound=eqx.Module, covariant=True)
 P = ParamSpec("P")
@@ -26,7 +26,7 @@ class BuiltByInit(Protocol[P, B_co]):
 
 
 def init_policy(remat: Any, gradient_checkpointing: Any) -> ScanCheckpointPolicy:
-    """The policy that the two names of the argument give, `True` where neither does."""
+    """The policy given under either name of the argument; `True` by default."""
     if remat is not None and gradient_checkpointing is not None:
         raise ValueError(
             f"remat={remat!r} and gradient_checkpointing={gradient_checkpointing!r} name one argument. "
@@ -40,8 +40,8 @@ def block_builder(Block: Any, what: str) -> Callable[..., Any]:
     """The static `init` of a block, Haliax style, or the block itself.
 
     Raises:
-        TypeError: for a module where its class belongs, for what can't be called, and for a class with an
-            `init` that is an ordinary method.
+        TypeError: for a module instead of its class, for an object that can't be called, and for a class
+            with an `init` that is an ordinary method.
     """
     kind = type(Block).__name__
     # Equinox's partial and jitted functions are modules too.
@@ -71,10 +71,10 @@ def block_builder(Block: Any, what: str) -> Callable[..., Any]:
 
 
 def check_options(blocks: Iterable[Any], verb: str, **options: Any) -> None:
-    """Refuse an option of a fold whose name is that of a parameter of its blocks.
+    """Refuse an option of a fold that has the name of a parameter of its blocks.
 
     Raises:
-        TypeError: shows how to say which of the two is meant.
+        TypeError: shows how to write each of the two.
     """
     for kind in {type(block) for block in blocks}:
         for name, value in options.items():
@@ -99,7 +99,7 @@ def check_layer_index(index: int, Layers: Axis) -> int:
 
     Raises:
         IndexError: for an index outside of the axis.
-        TypeError: for what is no integer.
+        TypeError: for anything but an integer.
     """
     if isinstance(index, str | tuple | list | float):
         raise TypeError(f"A layer is chosen by an integer, several by one slice [start:stop]; got {index!r}.")

@@ -12,7 +12,8 @@ from haliax import Axis
 from haliax.state_dict import StateDict, with_prefix
 
 from ._messages import entry_problems
-from ._scan.layer_axis import is_array, is_named, is_split, stack_trees
+from ._scan.marks import is_array, is_named, is_split, raw_array
+from ._scan.stacking import stack_trees
 
 M = TypeVar("M", bound=eqx.Module)
 
@@ -59,7 +60,7 @@ def stack_as(stacked: M, layers: Sequence[M], axis: Axis) -> M:
     def choose(path: tuple[Any, ...], old: Any, new: Any, *of_layers: Any) -> Any:
         if is_split(old, axis) or not (is_named(old) or is_array(old)):
             return new
-        arrays = [leaf.array if is_named(leaf) else leaf for leaf in of_layers]
+        arrays = [raw_array(leaf) for leaf in of_layers]
         for index, array in enumerate(arrays):
             if not np.array_equal(array, arrays[0]):
                 raise ValueError(
@@ -74,10 +75,10 @@ def stack_as(stacked: M, layers: Sequence[M], axis: Axis) -> M:
 def _check_layers(templates: Sequence[eqx.Module], state_dict: StateDict, prefix: str | None) -> None:
     problems, expected = [], dict[str, tuple[int, ...]]()
     for index, template in enumerate(templates):
-        own_prefix = with_prefix(prefix, str(index))
-        shapes = _shapes(template, own_prefix)
+        layer_prefix = with_prefix(prefix, str(index))
+        shapes = _shapes(template, layer_prefix)
         if shapes and not any(key in state_dict for key in shapes):
-            problems.append(f"missing: layer {index} (no key starts with {own_prefix!r})")
+            problems.append(f"missing: layer {index} (no key starts with {layer_prefix!r})")
         else:
             expected |= shapes
     found = {key: np.shape(state_dict[key]) for key in expected if key in state_dict}

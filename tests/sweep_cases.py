@@ -83,16 +83,10 @@ def expected(length: int, reverse: bool = False):
     return jit(lambda: derivatives(functools.partial(loop, length=length, reverse=reverse), length))()
 
 
-def check(schedule: Schedule, reverse: bool = False, **kwargs):
-    length = schedule.length
-    run = functools.partial(sweep, length=length, schedule=schedule, reverse=reverse, **kwargs)
-    assert_close(jit(lambda: derivatives(run, length))(), expected(length, reverse))
-
-
-def check_head(schedule: Schedule, head: FirstLayers, reverse: bool = False, **kwargs):
-    length = head.length + schedule.length
+def check(schedule: Schedule, reverse: bool = False, first_layers: FirstLayers | None = None, **kwargs):
+    length = schedule.length + (first_layers.length if first_layers else 0)
     run = functools.partial(
-        sweep, length=length, schedule=schedule, reverse=reverse, first_layers=head, **kwargs
+        sweep, length=length, schedule=schedule, reverse=reverse, first_layers=first_layers, **kwargs
     )
     assert_close(jit(lambda: derivatives(run, length))(), expected(length, reverse))
 

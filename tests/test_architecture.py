@@ -60,6 +60,14 @@ ALLOWED_IMPORTS = {
     "training": _CORE | {"fused", "ops", "memory", "public"},
 }
 
+# What a package of models/ may import from models/ beside itself; the other files there may import all of it.
+MODEL_IMPORTS = {
+    "transformer": {"lm"},
+    "generation": {"lm"},
+    "hf_io": {"lm", "transformer"},
+    "qwen3_moe": {"lm", "transformer", "hf_io"},
+}
+
 THIRD_PARTY = {"jax", "equinox", "haliax", "jaxtyping", "numpy"}  # numpy comes with jax
 # Packages that import more than these when they are imported, and the extras that install it.
 EXTRAS = {"training": ["train"], "nnx": ["nnx"]}
@@ -72,6 +80,9 @@ FOR_ANY_ARCHITECTURE = (
     "models/hf_io/",
     "models/generation/",
     "models/export_hf.py",
+    "models/generate.py",
+    "models/plan_lm.py",
+    "models/train_lm.py",
 )
 BANNED_NAMES = {"utils", "util", "common", "helpers", "helper", "misc"}
 LONGEST_FILE = 500
@@ -159,6 +170,14 @@ def layers_import_only_what_is_below_them(source: Source) -> Iterator[str]:
             other = _layer(parts[1]) or "public"
             if other not in allowed or (own == "compat" and other == own):
                 yield f"{source.path}:{line}: {own} may import {sorted(allowed)}, but not {other} ({name})"
+
+
+def packages_of_models_import_only_what_is_below_them(source: Source) -> Iterator[str]:
+    own = source.package.removeprefix("models.")
+    for name, line in _imports(source, source.nodes):
+        parts = name.split(".")
+        if own in MODEL_IMPORTS and parts[0] == "models" and parts[1] not in MODEL_IMPORTS[own] | {own}:
+            yield f"{source.path}:{line}: {own} may import {sorted(MODEL_IMPORTS[own])}, but not {name}"
 
 
 def the_library_imports_what_it_declares_and_no_model(source: Source) -> Iterator[str]:
@@ -287,6 +306,7 @@ def no_test_reads_the_text_of_a_jaxpr(source: Source) -> Iterator[str]:
 
 RULES = [
     layers_import_only_what_is_below_them,
+    packages_of_models_import_only_what_is_below_them,
     the_library_imports_what_it_declares_and_no_model,
     only_optional_dependencies_are_imported_inside_functions,
     the_schedule_is_pure_integers,
@@ -322,6 +342,11 @@ VIOLATIONS = {
         ("stacked_remat/_compat.py", "from . import _files"),
         ("stacked_remat/_stacked.py", "from . import fold"),
         ("stacked_remat/ops/rotary.py", "from ..memory import report"),
+    ],
+    packages_of_models_import_only_what_is_below_them: [
+        ("models/transformer/attention.py", "from models.generation import decoding"),
+        ("models/hf_io/formats.py", "from models.qwen3_moe import hf"),
+        ("models/generation/decoding.py", "def f():\n    import models.run_config"),
     ],
     the_library_imports_what_it_declares_and_no_model: [
         ("stacked_remat/training/loop.py", "def f():\n    from models.lm import loss"),

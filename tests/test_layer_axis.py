@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from stacked_remat import BlockSeq, Stacked, fold, map, per_layer, scan, shared
-from stacked_remat._scan.layer_axis import is_unsplit_key
+from stacked_remat._scan.arguments import is_unsplit_key
 
 from .blocks import PlainBlock, PlainScanBlock
 

@@ -117,7 +117,7 @@ def test_the_repr_shows_what_was_set():
         (dict(max_carries=0), "max_carries is a number of carries and at least 1; got 0. Leave it out"),
         (dict(nested=0), "at least 1; got 0"),
         (dict(nested=-1), "at least 1; got -1"),
-        (dict(first_layers=-1), "first_layers is a number of layers and at least 1; got -1"),
+        (dict(first_layers=-1), "first_layers is a number of layers and at least 0; got -1"),
         (dict(first_policy=True), "first_policy=True has no effect without first_layers"),
         (dict(first_layers=2, first_policy="nested"), "first_policy cannot say nested=True"),
         (dict(first_layers=2, first_policy="offload"), "first_policy cannot say save_carries='offload'"),

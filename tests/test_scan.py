@@ -240,7 +240,7 @@ class TestErrors:
         assert "module.weight has leading dimension 4 (shape (4, 2))" in message
         assert "rest[0]['a'] has leading dimension 6" in message
         assert "mask has leading dimension 7 (shape (7, 7))" in message
-        assert "x has 5, as it should be" in message
+        assert "x has the right size, 5" in message
 
     def test_a_plain_array_meant_for_all_layers_is_told_how_to_share(self, data):
         with pytest.raises(

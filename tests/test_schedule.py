@@ -116,7 +116,7 @@ def test_two_levels_are_equal_segments():
 
 @functools.cache
 def fewest_replays(length: int, carries: int) -> float:
-    """Forward evaluations to visit `length` layers with `carries`, one of which holds the first's input."""
+    """Forward evaluations to visit `length` layers with `carries`, one for the input of the first."""
     if length <= carries:
         return length - 1
     if carries == 1:
@@ -156,13 +156,13 @@ def test_long_sequences_are_cheap_to_cut():
 @pytest.mark.parametrize(
     ("build", "error", "match"),
     [
-        (lambda: shrinking(0), ValueError, "length .* at least 1, got 0"),
-        (lambda: shrinking(True), TypeError, "length .* must be an int, got True"),
-        (lambda: equal(4, -1), ValueError, "segments .* at least 1, got -1"),
-        (lambda: equal(4, cast(int, 2.0)), TypeError, "segments .* must be an int, got 2.0"),
+        (lambda: shrinking(0), ValueError, "length .* at least 1; got 0"),
+        (lambda: shrinking(True), TypeError, "length .*an int.; got True"),
+        (lambda: equal(4, -1), ValueError, "segments .* at least 1; got -1"),
+        (lambda: equal(4, cast(int, 2.0)), TypeError, "segments .*an int.; got 2.0"),
         (lambda: segmented(4, 0), ValueError, "segment_length .* at least 1"),
         (lambda: levels(4, ()), ValueError, "hold 0 layers, fewer than 4"),
-        (lambda: levels(4, (2, True)), TypeError, r"sizes\[1\] .* must be an int"),
+        (lambda: levels(4, (2, True)), TypeError, r"sizes\[1\] .*an int"),
         (lambda: bounded(4, max_carries=1), ValueError, "max_carries=1 is too few for 4 layers.*at least 2"),
         (lambda: bounded(4, max_carries=0), ValueError, "max_carries .* at least 1"),
     ],

@@ -50,11 +50,14 @@ def test_no_segment_of_weights_or_gradients_is_copied():
     assert stacks <= {1, 48}
 
 
-@pytest.mark.parametrize("head", [None, FirstLayers(5, lambda layer: layer)], ids=["no head", "head"])
-def test_gradients_are_written_in_place(head: FirstLayers | None):
+@pytest.mark.parametrize("first_layers", [None, FirstLayers(5, lambda layer: layer)], ids=["none", "five"])
+def test_gradients_are_written_in_place(first_layers: FirstLayers | None):
     """Inside the loops, only writes to one layer make a whole stack; other operations pass it through."""
     run = functools.partial(
-        sweep, length=48, schedule=shrinking(48 - (head.length if head else 0)), first_layers=head
+        sweep,
+        length=48,
+        schedule=shrinking(48 - (first_layers.length if first_layers else 0)),
+        first_layers=first_layers,
     )
     jaxpr, _ = mlp_gradients(run, 48)
     whole = {(48, WIDTH, 6), (48, 6, WIDTH)}

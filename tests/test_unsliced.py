@@ -17,7 +17,7 @@ Expert = hax.Axis("expert", 3)
 
 
 class Experts(eqx.Module):
-    """Weights of which each row reads those of one expert: from the stack, or from its layer's."""
+    """Each row reads the weights of one expert: from the stack, or from its layer's."""
 
     weight: hax.NamedArray = unsliced()
     gain: Any = unsliced()
@@ -108,5 +108,5 @@ def test_unsliced_fields_anywhere():
     assert_close(found, jax.jit(jax.grad(loop))(outer))
     host = jax.device_put(matrices(), matrices().sharding.with_memory_kind("pinned_host"))
     for call in ("fold", "fold_vjp"):
-        with pytest.raises(ValueError, match="An unsliced field is read where it is"):
+        with pytest.raises(ValueError, match="An unsliced field is not moved to the device"):
             getattr(Stacked(Slice(host), Layers), call)(x)

@@ -5,9 +5,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from models.hf_io.formats import read_hf_config
-from models.hf_io.safetensors_folder import WeightsError, read_json, shown
+from models.hf_io.safetensors_folder import WeightsError, read_json
 from models.lm import LmConfig
 from models.transformer.config import DecoderConfig, SparseDecoderConfig
+from stacked_remat._messages import shown
 
 GENERATION_CONFIG = "generation_config.json"
 

@@ -8,8 +8,8 @@ import jax
 from haliax import Axis, AxisSelector, NamedArray
 from jaxtyping import PRNGKeyArray
 
-from models.generation.key_value_cache import SLOT_AXIS, KeyValueCache
 from models.transformer.config import DecoderConfig
+from models.transformer.key_value_cache import SLOT_AXIS, KeyValueCache
 from models.transformer.layers import linear, rms_norm
 from stacked_remat import checkpoint_name
 from stacked_remat.ops import RotaryTable, apply_rotary, causal_attention, decode_attention

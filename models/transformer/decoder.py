@@ -12,11 +12,11 @@ from haliax import Axis, NamedArray
 from haliax.util import is_named_array
 from jaxtyping import Array, PRNGKeyArray
 
-from models.generation.key_value_cache import KeyValueCache
 from models.lm import AuxiliaryLoss, LanguageModel, build_model, check_remat_levels, check_remat_names
 from models.transformer.attention import Attention
 from models.transformer.config import DecoderConfig, LayerKind, SparseDecoderConfig
 from models.transformer.experts import RouterStatistics, SparseExperts, load_balance_loss
+from models.transformer.key_value_cache import KeyValueCache
 from models.transformer.layers import SwiGlu, cast_floating, linear, rms_norm
 from stacked_remat import ScanCheckpointSpec, Stacked
 from stacked_remat.lora import LoraLinear
@@ -214,8 +214,8 @@ class Decoder(LanguageModel):
         return self._normalised(x), tuple(caches)
 
     def _rotary(self, positions: NamedArray) -> RotaryTable:
-        turning = self.config.rotary
-        return rotary_table(positions, self.config.HeadDim, theta=turning.theta, scaling=turning.scaling)
+        rotary = self.config.rotary
+        return rotary_table(positions, self.config.HeadDim, theta=rotary.theta, scaling=rotary.scaling)
 
     def _embedded(self, tokens: NamedArray) -> NamedArray:
         return self.embedding(tokens).astype(self.config.compute_dtype)

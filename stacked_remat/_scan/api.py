@@ -1,7 +1,7 @@
 """Fold, scan and map over a named axis.
 
-The arguments are cut in two: what is split over the axis and what all layers share. What remains is a step on
-raw arrays, which `layers.py` runs under the checkpoint policy. `Stacked` and `BlockSeq` come here too.
+The arguments are divided into arrays that are split over the axis and arrays that all layers share. That
+leaves a step on raw arrays, which `layers.py` runs under the checkpoint policy. `Stacked` uses this too.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,19 +14,13 @@ from haliax.axis import AxisSelector
 
 from .._policy import ScanCheckpointSpec, resolve_policy
 from .._static import Static
+from .arguments import Caller, argument_namer
 from .checks import check_axis_or_name, check_reverse, check_unroll
 from .eager import compiled_once
-from .layer_axis import (
-    Caller,
-    IsScanned,
-    argument_namer,
-    is_array,
-    is_named_or_shaped_array,
-    name_stacked,
-    split_tree,
-)
+from .layer_axis import split_tree
 from .layers import from_arguments, scan_rolled
-from .marks import check_unmarked
+from .marks import IsScanned, check_unmarked, is_array, is_named_or_shaped_array
+from .stacking import name_stacked
 
 
 def scan(
@@ -38,7 +32,7 @@ def scan(
     unroll: int | bool = 1,
     is_scanned: IsScanned = is_named_or_shaped_array,
 ) -> Callable[..., tuple[Any, Any]]:
-    """Apply `f` along an axis, from carry to carry, and stack what it puts out.
+    """Apply `f` along an axis, from carry to carry, and stack its outputs.
 
     `scan(f, axis)(init, *args, **kwargs)` equals
 
@@ -51,8 +45,8 @@ def scan(
     ```
 
     where only named arrays with the axis and plain arrays of at least one dimension are indexed (plain arrays
-    along their first dimension); everything else goes to every layer whole. `shared(x)` and `per_layer(x)`
-    say it of one argument, or of a part of one. Compile time does not grow with the axis.
+    along their first dimension); everything else is passed to every layer unchanged. `shared(x)` and
+    `per_layer(x)` choose for one argument, or for a part of one. Compile time does not grow with the axis.
 
     Args:
         f: takes the carry and one layer of the arguments; returns the next carry and an output, both trees.
@@ -60,7 +54,7 @@ def scan(
         remat: what the backward pass keeps, offloads and recomputes; see `ScanCheckpointPolicy` for the
             costs.
         reverse: go from the last layer to the first. Outputs keep the order of the axis.
-        unroll: how many layers one turn of the loop holds; `True` for all.
+        unroll: how many layers one iteration of the loop runs; `True` for all.
         is_scanned: which of the arrays without a mark may be split: a bool or a predicate of a leaf.
 
     Returns:
@@ -100,19 +94,19 @@ def scan_for(
     reverse, unroll = check_reverse(reverse), check_unroll(unroll)
 
     def run(init: Any, arguments: tuple[Any, Any]) -> tuple[Any, Any]:
-        split = split_tree(arguments, axis, is_scanned=is_scanned, **caller._asdict())
+        layout, arrays, shared = split_tree(arguments, axis, caller, is_scanned=is_scanned)
 
         def layer(carry: Any, slices: Sequence[Any]) -> tuple[Any, Any]:
-            layer_args, layer_kwargs = split.rebuild(slices)
+            layer_args, layer_kwargs = layout.arguments(slices, shared)
             return f(carry, *layer_args, **layer_kwargs)
 
         return scan_rolled(
             layer,
             init,
-            split.arrays,
-            split.axis,
+            arrays,
+            layout.axis,
             resolved,
-            unsliced=split.unsliced,
+            unsliced=layout.unsliced,
             reverse=reverse,
             unroll=unroll,
             what=caller.what,
@@ -147,32 +141,11 @@ def fold(
 
     with arguments, costs and errors as in `scan`.
     """
-    return fold_for(
-        function_caller("fold", f),
-        f,
-        axis,
-        remat=remat,
-        reverse=reverse,
-        unroll=unroll,
-        is_scanned=is_scanned,
-    )
-
-
-def fold_for(
-    caller: Caller,
-    f: Callable[..., Any],
-    axis: AxisSelector,
-    *,
-    remat: ScanCheckpointSpec,
-    reverse: bool = False,
-    unroll: int | bool = 1,
-    is_scanned: IsScanned = is_named_or_shaped_array,
-) -> Callable[..., Any]:
-    """`fold`, with error messages in the words of `caller`."""
 
     def step(carry: Any, /, *args: Any, **kwargs: Any) -> tuple[Any, None]:
         return f(carry, *args, **kwargs), None
 
+    caller = function_caller("fold", f)
     scanned = scan_for(caller, step, axis, remat=remat, reverse=reverse, unroll=unroll, is_scanned=is_scanned)
 
     def folded(init: Any, /, *args: Any, **kwargs: Any) -> Any:
@@ -222,14 +195,14 @@ def vmap_layers(f: Callable[..., Any], axis: Axis, caller: Caller) -> Callable[.
     """
 
     def mapped(*args: Any, **kwargs: Any) -> Any:
-        split = split_tree((args, kwargs), axis, **caller._asdict())
+        layout, arrays, shared = split_tree((args, kwargs), axis, caller)
 
         def one_layer(slices: Sequence[Any]) -> tuple[Any, Static]:
-            layer_args, layer_kwargs = split.rebuild(slices)
-            arrays, static = eqx.partition(f(*layer_args, **layer_kwargs), is_array)
-            return arrays, Static(static)
+            layer_args, layer_kwargs = layout.layer(slices, shared)
+            found, static = eqx.partition(f(*layer_args, **layer_kwargs), is_array)
+            return found, Static(static)
 
-        arrays, static = jax.vmap(one_layer, axis_size=split.axis.size)(split.arrays)
-        return name_stacked(eqx.combine(arrays, static.value), split.axis, caller.what)
+        found, static = jax.vmap(one_layer, axis_size=axis.size)(arrays)
+        return name_stacked(eqx.combine(found, static.value), axis, caller.what)
 
     return mapped

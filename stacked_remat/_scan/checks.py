@@ -1,6 +1,5 @@
-"""What a scan refuses: what is not an `Axis`, carries that change, outputs that cannot be stacked."""
+"""Checks of a scan: its axis and options, carries that change, outputs that cannot be stacked."""
 
-import operator
 from typing import Any
 
 import equinox as eqx
@@ -10,11 +9,28 @@ import jax.tree_util as jtu
 import numpy as np
 from haliax import Axis
 
-from .layer_axis import is_array, is_named
+from .._messages import axes_text
+from .._schedule import whole_number
+from .marks import is_array, is_named, raw_array
+
+
+def check_axis(axis: Any, what: str) -> None:
+    """Refuse anything but an `Axis`.
+
+    Raises:
+        TypeError: says how to write one.
+    """
+    if not isinstance(axis, Axis):
+        name = repr(axis) if isinstance(axis, str) else "'layers'"
+        size = axis if isinstance(axis, int) else "size"
+        raise TypeError(
+            f"{what} takes the axis of the layers; got {axis!r} ({type(axis).__name__}). "
+            f"Write hax.Axis({name}, {size})."
+        )
 
 
 def check_axis_or_name(axis: Any, what: str) -> None:
-    """Refuse what is neither an `Axis` nor the name of one.
+    """Refuse anything but an `Axis` or the name of one.
 
     Raises:
         TypeError: says what to write.
@@ -27,20 +43,14 @@ def check_axis_or_name(axis: Any, what: str) -> None:
 
 
 def check_unroll(unroll: int | bool) -> int | bool:
-    """The number of layers that one turn of the loop holds; `True` for all.
+    """The number of layers that one iteration of the loop runs; `True` for all.
 
     Raises:
         ValueError, TypeError: for anything else.
     """
     if isinstance(unroll, bool):
         return unroll or 1
-    try:
-        count = operator.index(unroll)
-    except TypeError:
-        raise TypeError(f"unroll is a bool or a number of layers (an int); got {unroll!r}.") from None
-    if count < 1:
-        raise ValueError(f"unroll is a number of layers and at least 1; got {count}.")
-    return count
+    return whole_number("unroll", unroll, "a bool or a number of layers")
 
 
 def check_reverse(reverse: bool) -> bool:
@@ -55,10 +65,10 @@ def check_reverse(reverse: bool) -> bool:
 
 
 def check_carry(before: Any, after: Any, what: str = "carry") -> None:
-    """Refuse a carry, or what else passes through a loop, that does not come out as it went in.
+    """Refuse a carry, or another loop state, whose structure, axes, shapes or dtypes change.
 
     Raises:
-        ValueError: names the path and what changed, and says how to mend it.
+        ValueError: names the path and what changed, and the fix.
     """
     old, old_tree = jtu.tree_flatten_with_path(before, is_leaf=is_named)
     new, new_tree = jtu.tree_flatten_with_path(after, is_leaf=is_named)
@@ -79,8 +89,7 @@ def check_carry(before: Any, after: Any, what: str = "carry") -> None:
         if not is_named(a) and eqx.is_array_like(a) and jnp.shape(a) != jnp.shape(b):
             raise ValueError(f"{where} goes in as {describe(a)} and comes out as {describe(b)}.")
         if eqx.is_array_like(a) or is_named(a):
-            a, b = (leaf.array if is_named(leaf) else leaf for leaf in (a, b))
-            _check_dtype(where, a, b, what)
+            _check_dtype(where, raw_array(a), raw_array(b), what)
         elif a != b:
             raise ValueError(
                 f"{where} is not an array, so it must stay as it is; {a!r} goes in and {b!r} comes out."
@@ -88,7 +97,7 @@ def check_carry(before: Any, after: Any, what: str = "carry") -> None:
 
 
 def _structural_change(where: str, before: Any, after: Any) -> str:
-    """How two trees of unlike structure differ, at the path that leads to it."""
+    """Where and how the structures of two trees differ."""
     old, new = _children(before), _children(after)
     if type(before) is not type(after) or (isinstance(before, tuple | list) and len(old) != len(new)):
         return f"The {where} changes structure: {describe(before)} goes in, {describe(after)} comes out"
@@ -104,7 +113,7 @@ def _structural_change(where: str, before: Any, after: Any) -> str:
 
 
 def _children(tree: Any) -> dict[str, Any]:
-    """The entries of a node by key, in the way that a path writes it."""
+    """The entries of a node by key, written as in a path."""
     paths_and_nodes = jtu.tree_flatten_with_path(tree, is_leaf=lambda node: node is not tree)[0]
     return {jtu.keystr(path): node for path, node in paths_and_nodes}
 
@@ -114,8 +123,8 @@ def _check_dtype(where: str, before: Any, after: Any, what: str) -> None:
     if old.weak_type or old.dtype == new.dtype:  # a Python number takes the dtype that it meets
         return
     raise ValueError(
-        f"{where} goes in as {old.dtype} and comes out as {new.dtype}. Cast what comes out, "
-        f"y.astype({what}.dtype), or what goes in first."
+        f"{where} goes in as {old.dtype} and comes out as {new.dtype}. Cast the result, "
+        f"y.astype({what}.dtype), or the initial {what}."
     )
 
 
@@ -138,7 +147,7 @@ def describe(x: Any) -> str:
     if x is None:
         return "None"
     if is_named(x):
-        return f"NamedArray axes ({', '.join(f'{own.name}={own.size}' for own in x.axes)})"
+        return f"NamedArray axes ({axes_text(x.axes)})"
     if is_array(x):
         return f"{x.dtype}[{','.join(str(size) for size in x.shape)}]"
     if isinstance(x, tuple | list):

@@ -1,8 +1,7 @@
-"""Scans that are called outside of `jit`: calls that compute the same share one compiled program.
+"""Scans that are called outside of `jit`: calls with the same program share one compilation.
 
-JAX compiles a loop for the function that is its body, and a step over layers is made anew by every call.
-Here every call is traced, so that it computes what the code says now, and recognised by the program that
-results.
+JAX caches a compiled loop by its body function, and every call makes a new one for its layers. Here every
+call is traced, so that changed code takes effect, and compiled programs are cached by the traced program.
 """
 
 import collections
@@ -24,7 +23,7 @@ _MOST_PROGRAMS = 128
 
 
 def compiled_once(run: Callable[..., Any], init: Any, arguments: Any) -> Any:
-    """`run(init, arguments)`, compiled as a whole where nothing that it reads is traced.
+    """`run(init, arguments)`, compiled as one program where none of its inputs is traced.
 
     Cost: traces and lowers `run` in every call, and compiles it once for calls that give the same program.
 
@@ -70,10 +69,10 @@ _programs: collections.OrderedDict[Any, Callable[[Sequence[Any]], list[Any]]] = 
 def _program(
     jaxpr: Jaxpr, constants: int, inputs: Sequence[Any]
 ) -> Callable[[Sequence[Any]], list[Any]] | None:
-    """A compiled program for `jaxpr`, that of an earlier call which did the same if there was one.
+    """A compiled program for `jaxpr`, from an earlier call if one had the same program.
 
-    None where programs cannot be told apart, because they call Python, and where one is differentiated that
-    has no gradient: JAX has its forward derivative, or the error.
+    None for a program that calls Python, since such programs cannot be compared, and for a differentiated one
+    without a gradient: JAX has its forward derivative, or the error.
     """
 
     def evaluate(inputs: Sequence[Any]) -> list[Any]:
@@ -100,7 +99,7 @@ def _program(
 
 
 def _gradient(evaluate: Callable[[Sequence[Any]], list[Any]]) -> Callable[[Sequence[Any]], Any]:
-    """The function to the pullback of ones of `evaluate`."""
+    """A function that applies the pullback of `evaluate` to ones."""
 
     def gradient(inputs: Sequence[Any]) -> Any:
         is_wanted = [jnp.issubdtype(leaf.dtype, jnp.inexact) for leaf in inputs]

@@ -23,21 +23,22 @@ from .._sweep.gradient import merge, pick
 from .._sweep.spec import FirstLayers
 from .._sweep.store import check_unsliced, on_device
 from .checks import check_carry, check_output, describe
-from .layer_axis import is_array, name_stacked, stack_outputs
+from .marks import is_array
+from .stacking import name_stacked, stack_outputs
 
-LayerFn = Callable[[Any, Any], tuple[Any, Any]]  # (carry, inputs of the layer) -> (carry, output)
+Step = Callable[[Any, Any], tuple[Any, Any]]  # (carry, inputs of the layer) -> (carry, output)
 
 
 def from_arguments(run: Callable, remat: Remat, axis: AxisSelector) -> Callable:
-    """`run(init, arguments)`, which keeps nothing of what it derives from them if inputs are dropped."""
+    """`run(init, arguments)`, which keeps nothing derived from the arguments if inputs are dropped."""
     match remat:
         case PerLayer(inputs="drop"):
-            return _checkpoint_whole(run, remat, _names_of(axis))
+            return _checkpoint(run, remat.jax_policy(*_names_of(axis)), offloads=remat.offloads)
     return run
 
 
 def scan_unrolled(
-    layer: LayerFn,
+    layer: Step,
     init: Any,
     inputs: Sequence[Any],
     axis: Axis,
@@ -51,7 +52,7 @@ def scan_unrolled(
     Args:
         layer: takes the carry and the inputs of one layer; returns the next carry and an output.
         init: the initial carry.
-        inputs: what each of the `axis.size` layers takes beside the carry: any tree, its module included.
+        inputs: for each of the `axis.size` layers, what it takes beside the carry: any tree, with its module.
         axis: the axis of the stacked outputs.
         remat: as in `scan`. Program size grows with the number of layers.
         what: the operation, for error messages.
@@ -67,8 +68,8 @@ def scan_unrolled(
         parts = [(remat.first, order[: remat.first_layers]), (remat, order[remat.first_layers :])]
     carry, outputs = init, []
     with jax.named_scope(f"scan({axis.name})"):
-        for own, layers in parts:
-            carry, ys = _run_unrolled(layer, carry, [inputs[i] for i in layers], own, _names_of(axis))
+        for part, layers in parts:
+            carry, ys = _run_unrolled(layer, carry, [inputs[i] for i in layers], part, _names_of(axis))
             outputs += ys
     stacked = stack_outputs(outputs[:: -1 if reverse else 1], axis, what)
     return _not_transposable((carry, stacked), remat)
@@ -80,8 +81,8 @@ _internals_are_saved = jax.make_user_context(default_value=True)
 def internals_are_saved() -> bool:
     """Whether the scans around a layer keep its internals for the backward pass; called while it is traced.
 
-    A block may then choose what it computes: where its layers are recomputed, an intermediate result that
-    would spare the backward pass some work is lost all the same. `True` outside of scans. A `jax.checkpoint`
+    A block may then choose what it computes: where layers are recomputed, an intermediate result that would
+    save the backward pass some work is not kept. `True` outside of scans. A `jax.checkpoint`
     around a scan is not seen.
     """
     return _internals_are_saved.value
@@ -100,7 +101,7 @@ def _not_transposable(results: Any, remat: Remat) -> Any:
 
 
 class _Names(NamedTuple):
-    """The checkpoint names of what goes into a layer."""
+    """The checkpoint names of a layer's carry and inputs."""
 
     carry: str
     inputs: str
@@ -116,7 +117,7 @@ def _names_of(axis: AxisSelector) -> _Names:
 
 
 def scan_rolled(
-    layer: LayerFn,
+    layer: Step,
     init: Any,
     xs: Sequence[Any],
     axis: Axis,
@@ -136,15 +137,15 @@ def scan_rolled(
 
     def run(carry: Any, xs: Sequence[Any]) -> tuple[Any, Any]:
         if isinstance(remat, Swept):
-            return _sweep_layers(
+            return sweep(
                 array_step(layer, init, remat),
                 carry,
                 xs,
-                axis.size,
-                remat,
-                unsliced=unsliced,
+                length=axis.size,
                 reverse=reverse,
                 unroll=unroll,
+                unsliced=unsliced,
+                **sweep_options(remat, axis.size),
             )
 
         def of_slices(carry: Any, slices: Any) -> tuple[Any, Any]:
@@ -154,46 +155,27 @@ def scan_rolled(
         body = _checkpointed(step, remat, names, rolled=unroll is not True and unroll < axis.size)
         return jax.lax.scan(body, carry, pick(xs, sliced), length=axis.size, reverse=reverse, unroll=unroll)
 
-    match remat:
-        case PerLayer(carries="drop", inputs="keep" | "offload"):
-            run = _checkpoint_whole(run, remat, names)
     with jax.named_scope(f"scan({axis.name})"):
-        carry, ys = run(arrays, xs)
+        carry, ys = _replayed_whole(run, remat, names)(arrays, xs)
     carry, ys = _not_transposable((carry, ys), remat)
     return eqx.combine(carry, static), name_stacked(ys, axis, what)
 
 
-def _sweep_layers(
-    step: LayerFn,
-    carry: Any,
-    xs: Sequence[Any],
-    length: int,
-    remat: Swept,
-    *,
-    unsliced: Sequence[bool],
-    reverse: bool,
-    unroll: int | bool,
-) -> tuple[Any, Any]:
+def sweep_options(remat: Swept, length: int) -> dict[str, Any]:
+    """What a policy says of the sweep over so many layers; see `SweepSpec`."""
     first = remat.first_layers
-    return sweep(
-        step,
-        carry,
-        xs,
-        length=length,
-        schedule=remat.cut(length - first),
-        reverse=reverse,
-        unroll=unroll,
-        checkpoint=checkpoint_of(remat.internals),
-        boundaries="host" if remat.carries == "offload" else "device",
-        first_layers=FirstLayers(first, checkpoint_of(remat.first)) if first else None,
-        unsliced=unsliced,
-    )
+    return {
+        "schedule": remat.cut(length - first),
+        "checkpoint": checkpoint_of(remat.internals),
+        "boundaries": "host" if remat.carries == "offload" else "device",
+        "first_layers": FirstLayers(first, checkpoint_of(remat.first)) if first else None,
+    }
 
 
 def _run_unrolled(
-    layer: LayerFn, init: Any, inputs: Sequence[Any], remat: Remat, names: _Names
+    layer: Step, init: Any, inputs: Sequence[Any], remat: Remat, names: _Names
 ) -> tuple[Any, list[Any]]:
-    """Apply `layer` to each of the inputs, and checkpoint the parts that the policy's schedule makes."""
+    """Apply `layer` to each of the inputs, and checkpoint the parts of the policy's schedule."""
     tree: Tree = tuple(range(len(inputs)))
     each = remat.internals if isinstance(remat, Swept) else remat
     if isinstance(remat, Swept) and inputs:
@@ -216,14 +198,10 @@ def _run_unrolled(
             outputs += ys
         return carry, outputs
 
-    run = functools.partial(apply, tree)
-    match remat:
-        case PerLayer(carries="drop", inputs="keep" | "offload"):
-            run = _checkpoint_whole(run, remat, names)
-    return run(init)
+    return _replayed_whole(functools.partial(apply, tree), remat, names)(init)
 
 
-def array_step(layer: LayerFn, init: Any, remat: Remat, names: _Names | None = None) -> LayerFn:
+def array_step(layer: Step, init: Any, remat: Remat, names: _Names | None = None) -> Step:
     """The layer on the arrays of the carry, its results checked and its inputs named, if there are names."""
     static = eqx.filter(init, eqx.is_array_like, inverse=True)
     match remat:
@@ -254,7 +232,7 @@ def array_step(layer: LayerFn, init: Any, remat: Remat, names: _Names | None = N
     return step
 
 
-def _checkpointed(step: LayerFn, remat: Internals, names: _Names, *, rolled: bool) -> LayerFn:
+def _checkpointed(step: Step, remat: Internals, names: _Names, *, rolled: bool) -> Step:
     match remat:
         case SaveAll():
             return step
@@ -268,8 +246,12 @@ def _checkpointed(step: LayerFn, remat: Internals, names: _Names, *, rolled: boo
     )
 
 
-def _checkpoint_whole(run: Callable, remat: PerLayer, names: _Names) -> Callable:
-    return _checkpoint(run, remat.jax_policy(*names), offloads=remat.offloads)
+def _replayed_whole(run: Callable, remat: Remat, names: _Names) -> Callable:
+    """A scan that the backward pass replays from its input, if that is what the policy says."""
+    match remat:
+        case PerLayer(carries="drop", inputs="keep" | "offload"):
+            return _checkpoint(run, remat.jax_policy(*names), offloads=remat.offloads)
+    return run
 
 
 def _checkpoint_segment(run: Callable, remat: Remat, names: _Names) -> Callable:
@@ -277,7 +259,7 @@ def _checkpoint_segment(run: Callable, remat: Remat, names: _Names) -> Callable:
         case Swept(carries="offload"):
             keep = PerLayer(carries="offload")
         case _:
-            return _checkpoint(run, None)  # its carry is held, like all that goes in
+            return _checkpoint(run, None)  # its carry is kept, as all arguments are
 
     def named_run(carry: Any) -> Any:
         return run(checkpoint_name(carry, names.boundary))
@@ -292,7 +274,7 @@ def _checkpoint(
     prevent_cse: bool = True,
     offloads: bool = False,
 ) -> Callable[..., Any]:
-    """`jax.checkpoint` of a function of trees with leaves of all kinds; holds none of them after a call."""
+    """`jax.checkpoint` of a function of trees with leaves of all kinds; keeps none alive after a call."""
 
     def checkpointed(*args: Any) -> Any:
         arrays, static = eqx.partition(args, eqx.is_array)

@@ -1,8 +1,8 @@
 """Which parts of an argument are split over the layers and which are shared, and the marks that say so.
 
-A named array is split when it has the axis, wherever the axis stands. A plain array has no names, so it is
+A named array is split if it has the axis, in any position. A plain array has no names, so it is
 split along its first dimension. Everything else (named arrays without the axis, scalars, functions, Python
-values) is shared by all layers. `shared` and `per_layer` say otherwise of one argument.
+values) is shared by all layers. `shared` and `per_layer` override this for an argument.
 """
 
 import copy
@@ -19,7 +19,7 @@ from haliax.axis import AxisSelector
 T = TypeVar("T")
 IsScanned: TypeAlias = bool | Callable[[Any], bool]
 Rule: TypeAlias = Literal["default", "shared", "per_layer", "stored", "unsliced"]
-Entry: TypeAlias = tuple[tuple[Any, ...], Any, Rule]  # path, leaf, and the rule that it obeys
+Entry: TypeAlias = tuple[tuple[Any, ...], Any, Rule]  # path, leaf, and its rule
 
 
 def is_named(leaf: Any) -> bool:
@@ -31,13 +31,18 @@ def is_array(leaf: Any) -> bool:
     return hasattr(leaf, "shape") and hasattr(leaf, "dtype") and not is_named(leaf)
 
 
+def raw_array(leaf: Any) -> Any:
+    """The array of a named array; any other leaf as it is."""
+    return leaf.array if is_named(leaf) else leaf
+
+
 def is_named_or_shaped_array(leaf: Any) -> bool:
     """The default of `is_scanned`: named arrays, and plain arrays of at least one dimension."""
     return is_named(leaf) or (is_array(leaf) and leaf.ndim >= 1)
 
 
 def has_axis(leaf: NamedArray, axis: AxisSelector) -> bool:
-    return axis_name(axis) in [own.name for own in leaf.axes]
+    return axis_name(axis) in [other.name for other in leaf.axes]
 
 
 def is_split(leaf: Any, axis: AxisSelector, is_scanned: IsScanned = is_named_or_shaped_array) -> bool:
@@ -50,16 +55,16 @@ def is_split(leaf: Any, axis: AxisSelector, is_scanned: IsScanned = is_named_or_
 def leaf_size(leaf: Any, axis: AxisSelector) -> int | None:
     """The number of layers that a leaf holds, or None for one that has no dimension to split."""
     if is_named(leaf):
-        return next((own.size for own in leaf.axes if own.name == axis_name(axis)), None)
+        return next((other.size for other in leaf.axes if other.name == axis_name(axis)), None)
     return leaf.shape[0] if leaf.ndim else None
 
 
 class Marked(eqx.Module):
-    """A tree and how it is split over the layers. A scan hands `value` on, and not the mark.
+    """A tree and how it is split over the layers. A scan passes `value` on, without the mark.
 
     Attributes:
         value: the tree.
-        rule: `"stored"` are the arrays of a stack itself, which are split as arguments without a mark are.
+        rule: `"stored"` marks the arrays of a stack itself, which are split as unmarked arguments are.
     """
 
     value: Any
@@ -67,7 +72,7 @@ class Marked(eqx.Module):
 
 
 def shared(x: T) -> T:
-    """Mark an argument, or a part of one, to go to every layer whole.
+    """Mark an argument, or a part of one, to be passed to every layer unsplit.
 
     ```python
     y = blocks.fold(x, mask=shared(mask))
@@ -78,17 +83,17 @@ def shared(x: T) -> T:
     and `init`, `fold`, `scan` and `vmap` of stacks.
 
     Args:
-        x: any tree. A part of it that is marked by itself obeys its own mark.
+        x: any tree. A mark inside it takes precedence.
 
     Returns:
-        The tree in a PyTree node that a scan takes off again: the layers get `x` as it is.
+        The tree in a PyTree node that a scan removes: the layers get `x` as it is.
     """
     mark: Any = Marked(x, "shared")
     return mark
 
 
 def per_layer(x: Any) -> Any:
-    """Mark an argument, or a part of one, to be split over the layers, and refuse it where it can't be.
+    """Mark an argument, or a part of one, to be split over the layers, with an error where it can't be.
 
     ```python
     y = blocks.fold(x, per_layer(drop_rates))
@@ -98,10 +103,10 @@ def per_layer(x: Any) -> Any:
     arrays that have neither are shared by all layers; with it they are an error of the scan.
 
     Args:
-        x: a tree with at least one array, or None. What is not an array in it goes to every layer whole.
+        x: a tree with at least one array, or None. Other leaves are passed to every layer unchanged.
 
     Returns:
-        The tree in a PyTree node that a scan takes off again.
+        The tree in a PyTree node that a scan removes.
 
     Raises:
         TypeError: there is no array in `x`.
@@ -110,13 +115,13 @@ def per_layer(x: Any) -> Any:
     if leaves and not any(is_array(leaf) or _is_named_or_marked(leaf) for leaf in leaves):
         raise TypeError(
             f"per_layer splits arrays over the layers; {x!r} ({type(x).__name__}) holds none. "
-            "Write per_layer(jnp.asarray(x)), or pass it without per_layer for every layer to get it whole."
+            "Write per_layer(jnp.asarray(x)), or pass it without per_layer to give every layer all of it."
         )
     return Marked(x, "per_layer")
 
 
 class LayerStack(eqx.Module):
-    """What a layer is given for a field that is `unsliced`: the stack of all layers, and which of them it is.
+    """What a layer is given for a field that is `unsliced`: the stack of all layers, and its own index.
 
     Attributes:
         stack: the field of all layers, named arrays with the layers' axis in front, plain arrays with it as
@@ -154,11 +159,11 @@ def unsliced(**kwargs: Any) -> Any:
     ```
 
     In `fold`, `scan` and their `_vjp` forms of a `Stacked`, the field is a `LayerStack`: a block that needs a
-    part of its weights reads that from the stack, and no copy of the layer's weights is made. Everywhere else
+    part of its weights reads it from the stack, and no copy of the layer's weights is made. Everywhere else
     the field is as it was set: `blocks[i]`, `vmap`, state dicts.
 
-    Gradients are added in place to those of the stack where the block indexes it by traced integers; what it
-    slices otherwise costs a stack of temporaries. A block may read the entry of its own layer alone. Policies
+    Gradients are added in place to the gradient of the stack where the block indexes it by traced integers;
+    other slices cost a stack of temporaries. A block may only read its own layer's entry. Policies
     that save internals save none for `visit.vjp("layer")`, which runs the layer again. The stack has to be in
     device memory.
 
@@ -173,7 +178,7 @@ _UNSLICED = "stacked_remat.unsliced"
 
 
 def map_unsliced(fn: Callable[[Any], Any], tree: T) -> T:
-    """The tree with `fn` applied to fields that are declared `unsliced`, those of inner stacks left out."""
+    """The tree with `fn` applied to fields that are declared `unsliced`, except in inner stacks."""
     if getattr(tree, "slices_its_own_layers", False):
         return tree
     if isinstance(tree, eqx.Module):
@@ -191,7 +196,7 @@ def map_unsliced(fn: Callable[[Any], Any], tree: T) -> T:
 
 
 def changed(module: T, **fields: Any) -> T:
-    """A copy with other fields. A subclass may be built in its own way, and arrays may be anything."""
+    """A copy with other fields. A subclass may have another constructor, so none is called."""
     copied = copy.copy(module)
     for name, value in fields.items():
         object.__setattr__(copied, name, value)  # modules are frozen
@@ -216,11 +221,11 @@ def take_marks_off(tree: Any, rule: Rule = "default", path: tuple[Any, ...] = ()
     """Path, leaf and rule of every leaf, and the tree without marks. The innermost mark counts."""
     entries, parts = [], []
     paths_and_nodes, treedef = jtu.tree_flatten_with_path(tree, is_leaf=_is_named_or_marked)
-    for own, node in paths_and_nodes:
+    for below, node in paths_and_nodes:
         inside, part = (
-            take_marks_off(node.value, node.rule, (*path, *own))
+            take_marks_off(node.value, node.rule, (*path, *below))
             if isinstance(node, Marked)
-            else ([((*path, *own), node, rule)], node)
+            else ([((*path, *below), node, rule)], node)
         )
         entries += inside
         parts.append(part)

@@ -12,12 +12,11 @@ class LayerResult(NamedTuple):
 
     Attributes:
         carry: the cotangent of the layer's input carry.
-        layer: the layer with new arrays, to be written in the place of the old ones; `None` leaves it as it
-            is.
+        layer: the layer with new arrays, which replace the old ones; `None` leaves it as it is.
         args: the cotangents of the further arguments; those of shared ones are summed over the layers.
         kwargs: likewise of the keyword arguments.
         state: the visitor's state; `None` leaves it as it is.
-        layer_state: this layer's part of the state that each layer has of its own; `None` leaves it as it is.
+        layer_state: this layer's entry of the layers' state; `None` leaves it as it is.
     """
 
     carry: Any
@@ -53,17 +52,16 @@ class SweepResult(NamedTuple):
 class LayerVisit:
     """One layer, as a visitor of the reverse sweep is given it.
 
-    Trees of cotangents have the structure of what they belong to, with `None` in the place of what has no
-    gradient.
+    Trees of cotangents have the structure of their primals, with `None` for leaves without a gradient.
 
     Attributes:
-        layer_index: its place on the axis, a traced integer: `blocks[layer_index]`, whatever the policy.
+        layer_index: its index on the axis, a traced integer: `blocks[layer_index]`, whatever the policy.
         layer: the layer.
         carry: its input.
         args: its further arguments: slices of those that are split, and the shared ones.
         kwargs: likewise the keyword arguments.
-        cotangent: of what it returns: its output carry; with `scan_vjp` a pair, of carry and output.
-        layer_state: its part of the state that each layer has of its own.
+        cotangent: of its output carry; with `scan_vjp` a pair, of carry and output.
+        layer_state: its entry of the layers' state.
     """
 
     layer_index: Any
@@ -82,8 +80,8 @@ class LayerVisit:
             *wrt: with respect to what: any of "layer", "carry", "args" and "kwargs".
 
         Returns:
-            As many trees, in that order. Only these are computed; where the policy saves internals by name
-            all are, and those that are not used are left to XLA to remove.
+            As many trees, in that order. Only these are computed; where the policy saves internals by name,
+            all are, and XLA removes the unused ones.
 
         Cost: one evaluation of the layer, unless all its internals were saved, and its transpose. Ask once
         for all that is needed: each call runs the layer again.

@@ -1,7 +1,8 @@
 """`fold_vjp` and `scan_vjp`: a fold, and the reverse sweep over its layers as a function."""
 
+import dataclasses
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -11,7 +12,7 @@ from haliax.axis import AxisSelector
 
 from .._policy import ScanCheckpointPolicy, ScanCheckpointSpec, resolve_policy
 from .._remat import PerLayer, Remat, SaveAll, Swept, checkpoint_of, for_length
-from .._schedule import Schedule, equal
+from .._schedule import equal
 from .._sweep.activity import is_differentiable
 from .._sweep.api import forward_rule
 from .._sweep.gradient import Mask
@@ -20,12 +21,15 @@ from .._sweep.spec import FirstLayers, SweepSpec
 from .._sweep.store import check_unsliced
 from .._sweep.trace import TracedLayer, trace_layer
 from .api import function_caller
+from .arguments import Caller
 from .checks import check_axis_or_name, check_reverse, check_unroll
 from .eager import compiled_once
-from .layer_axis import Caller, SplitTree, name_stacked, split_tree
-from .layers import array_step
+from .layer_axis import TreeLayout, split_tree
+from .layers import array_step, sweep_options
 from .marks import IsScanned, check_unmarked, is_named_or_shaped_array
-from .sweep_back import SweepBack, SweepTypes
+from .stacking import name_stacked
+from .sweep_back import SweepBack
+from .sweep_types import SweepTypes
 
 
 def fold_vjp(
@@ -37,15 +41,15 @@ def fold_vjp(
     unroll: int | bool = 1,
     is_scanned: IsScanned = is_named_or_shaped_array,
 ) -> Callable[..., tuple[Any, "SweepBack"]]:
-    """Apply `f` along an axis, and return what sweeps back over the layers.
+    """Apply `f` along an axis, and return a function that sweeps back over the layers.
 
     ```python
     y, sweep_back = fold_vjp(f, axis, remat="nested")(init, layers, *args, **kwargs)
     ```
 
-    `y` is that of `fold(f, axis)(init, layers, *args, **kwargs)`. The forward sweep keeps what the policy
-    says; `sweep_back(cotangent)` gives the gradients, and `sweep_back(cotangent, visitor, state)` calls
-    `visitor` for every layer, from the last to the first. See `SweepBack`.
+    `y` equals `fold(f, axis)(init, layers, *args, **kwargs)`. The forward sweep keeps what the policy says;
+    `sweep_back(cotangent)` gives the gradients, and `sweep_back(cotangent, visitor, state)` calls `visitor`
+    for every layer, from the last to the first. See `SweepBack`.
 
     Args:
         f: takes the carry, one layer, and the further arguments; returns the next carry.
@@ -53,7 +57,7 @@ def fold_vjp(
         remat: what is kept for the reverse sweep. Policies that drop carries or inputs (`"recompute"`), or
             move internals to the host by name, cannot be followed here.
         reverse: apply the layers from the last to the first. The reverse sweep then goes from the first.
-        unroll: how many layers one iteration of the innermost loops holds.
+        unroll: how many layers one iteration of the innermost loops runs.
         is_scanned: which of the arrays without a mark may be split: a bool or a predicate of a leaf.
 
     Returns:
@@ -118,10 +122,11 @@ def vjp_for(
     reverse, unroll = check_reverse(reverse), check_unroll(unroll)
 
     def run(init: Any, arguments: tuple[Any, Any]) -> tuple[Any, SweepBack]:
-        split = split_tree(arguments, axis, is_scanned=is_scanned, **caller._asdict())
-        form = for_length(policy.normalized(), split.axis.size)
-        plan = _sweep_plan(form, split.axis.size, policy)
-        return _forward(f, init, split, form, plan, reverse, unroll, has_output, caller.what)
+        split = split_tree(arguments, axis, caller, is_scanned=is_scanned)
+        length = split[0].axis.size
+        remat = for_length(policy.normalized(), length)
+        options = {**_sweep_options(remat, length, policy), "reverse": reverse, "unroll": unroll}
+        return _forward(f, init, split, remat, options, has_output, caller.what)
 
     def vjp(init: Any, layers: Any, /, *args: Any, **kwargs: Any) -> tuple[Any, SweepBack]:
         check_unmarked(init)
@@ -130,46 +135,22 @@ def vjp_for(
     return vjp
 
 
-class _SweepPlan(NamedTuple):
-    """A policy as the sweep obeys it; see `SweepSpec`."""
-
-    schedule: Schedule | None
-    checkpoint: Callable[[Callable], Callable] = jax.checkpoint
-    on_host: bool = False
-    first_layers: FirstLayers | None = None
-
-    def spec(self, traced: TracedLayer, reverse: bool, unroll: int | bool, unsliced: Mask) -> SweepSpec:
-        """The sweep over layers that are traced."""
-        return SweepSpec(
-            traced.jaxpr,
-            len(traced.init),
-            self.schedule,
-            reverse,
-            unroll,
-            self.checkpoint,
-            self.on_host,
-            self.first_layers,
-            unsliced,
-        )
-
-
-def _sweep_plan(remat: Remat, length: int, policy: ScanCheckpointPolicy) -> _SweepPlan:
-    """How the sweep keeps what a policy says, those included that a plain scan obeys under `jax.grad`.
+def _sweep_options(remat: Remat, length: int, policy: ScanCheckpointPolicy) -> dict[str, Any]:
+    """The fields of a `SweepSpec` for any policy, also one that a plain scan obeys under `jax.grad`.
 
     Raises:
-        ValueError: it cannot.
+        ValueError: a sweep cannot follow it.
     """
     match remat:
         case _ if length == 0:
-            return _SweepPlan(None)
-        case Swept(first_layers=count):
-            first = FirstLayers(count, checkpoint_of(remat.first)) if count else None
-            on_host = remat.carries == "offload"
-            return _SweepPlan(remat.cut(length - count), checkpoint_of(remat.internals), on_host, first)
+            return {"schedule": None}
+        case Swept():
+            return sweep_options(remat, length)
         case PerLayer(carries="keep" | "offload", inputs="keep", internals=(), offloaded=()):
-            return _SweepPlan(equal(length, length), on_host=remat.carries == "offload")
+            boundaries = "host" if remat.carries == "offload" else "device"
+            return {"schedule": equal(length, length), "boundaries": boundaries}
         case SaveAll() | PerLayer(carries="keep", inputs="keep", offloaded=()):
-            return _SweepPlan(None, first_layers=FirstLayers(length, checkpoint_of(remat)))
+            return {"schedule": None, "first_layers": FirstLayers(length, checkpoint_of(remat))}
     raise ValueError(
         f"A sweep over layers with a visitor cannot follow {policy!r}. It keeps the carry of each layer or "
         'segment, on the device or on the host (True, "offload", "nested", max_carries=k), and, with carries '
@@ -180,32 +161,32 @@ def _sweep_plan(remat: Remat, length: int, policy: ScanCheckpointPolicy) -> _Swe
 def _forward(
     f: Callable[..., tuple[Any, Any]],
     init: Any,
-    split: SplitTree,
+    split: tuple[TreeLayout, Arrays, Arrays],
     remat: Remat,
-    plan: _SweepPlan,
-    reverse: bool,
-    unroll: int | bool,
+    options: dict[str, Any],
     has_output: bool,
     what: str,
 ) -> tuple[Any, SweepBack]:
-    layout, unsliced = split.layout, tuple(split.unsliced)
-    arrays, static = eqx.partition(init, eqx.is_array_like)
-    xs = [jnp.asarray(leaf) for leaf in split.arrays]
-    shared = [jnp.asarray(leaf) for leaf in split.shared]
-    check_unsliced(xs, unsliced)
+    layout, xs, shared = split[0], *jax.tree.map(jnp.asarray, split[1:])
+    check_unsliced(xs, layout.unsliced)
 
-    def trace(arguments: Callable[..., Any], xs: Arrays, unsliced: Mask) -> TracedLayer:
-        step = array_step(_layer_of(f, arguments), init, remat)
+    def trace(arguments: Callable[..., Any], unsliced: Mask) -> TracedLayer:
+        def layer(carry: Any, inputs: tuple[Arrays, Arrays]) -> tuple[Any, Any]:
+            args, kwargs = arguments(*inputs)
+            return f(carry, *args, **kwargs)
+
+        step, arrays = array_step(layer, init, remat), eqx.filter(init, eqx.is_array_like)
+        offloads = options.get("boundaries") == "host"
         body = _shared_first(step)
-        return trace_layer(body, shared, arrays, xs, unsliced=unsliced, offloads=plan.on_host)
+        return trace_layer(body, shared, arrays, xs, unsliced=unsliced, offloads=offloads)
 
-    traced = trace(layout.arguments, xs, unsliced)
-    spec = plan.spec(traced, reverse, unroll, unsliced)
-    own = own_spec = None
-    if any(unsliced):  # for the gradient of one layer alone
-        sliced = (False,) * (len(xs) - 1)
-        own = trace(layout.arguments_of_one, xs[:-1], sliced)
-        own_spec = plan.spec(own, reverse, unroll, sliced)
+    traced = trace(layout.arguments, layout.unsliced)
+    spec = SweepSpec(traced.jaxpr, len(traced.init), unsliced=layout.unsliced, **options)
+    layer_of_slices, constants_of_slices = None, []
+    if any(layout.unsliced):
+        of_slices = trace(layout.arguments_of_one, (False,) * len(xs))
+        layer_of_slices = dataclasses.replace(spec, jaxpr=of_slices.jaxpr).layer
+        constants_of_slices = of_slices.shared[: len(of_slices.shared) - len(shared)]
     constants = len(traced.shared) - len(shared)
     perturbed = spec.perturbed(
         _differentiable(traced.init),
@@ -213,38 +194,22 @@ def _forward(
         [False] * constants + _differentiable(shared),
         ys=_differentiable([out.aval for out in traced.jaxpr.outvars[len(traced.init) :]]),
     )
-    with jax.named_scope(f"scan({split.axis.name})"):
+    with jax.named_scope(f"scan({layout.axis.name})"):
         carry, ys, checkpoints = forward_rule(spec, perturbed)(traced.init, xs, traced.shared)
     carry = jtu.tree_unflatten(traced.carry_tree, carry)
-    ys = name_stacked(jtu.tree_unflatten(traced.y_tree, ys), split.axis, what)
-    info = SweepTypes(
-        spec,
-        perturbed,
-        layout,
-        constants,
-        traced.carry_tree,
-        static,
-        traced.y_tree,
-        jax.eval_shape(lambda: (carry, ys)),
-        has_output,
-        own_spec,
-    )
-    y = eqx.combine(carry, static)
+    ys = name_stacked(jtu.tree_unflatten(traced.y_tree, ys), layout.axis, what)
+    static = eqx.filter(init, eqx.is_array_like, inverse=True)
+    outputs = jax.eval_shape(lambda: (carry, ys))
+    trees = (traced.carry_tree, static, traced.y_tree, outputs)
+    types = SweepTypes(spec, perturbed, layout, constants, *trees, has_output, layer_of_slices)
     checkpoints = checkpoints.with_constant_boundaries()
-    sweep_back = SweepBack(checkpoints, xs, traced.shared, own and own.shared, info)
+    sweep_back = SweepBack(checkpoints, xs, traced.shared, constants_of_slices, types)
+    y = eqx.combine(carry, static)
     return (y, ys) if has_output else y, sweep_back
 
 
 def _shared_first(step: Callable[..., Any]) -> Callable[..., Any]:
     return lambda shared, carry, x: step(carry, (x, shared))
-
-
-def _layer_of(f: Callable[..., tuple[Any, Any]], arguments: Callable[..., Any]) -> Callable[..., Any]:
-    def layer(carry: Any, inputs: tuple[Arrays, Arrays]) -> tuple[Any, Any]:
-        args, kwargs = arguments(*inputs)
-        return f(carry, *args, **kwargs)
-
-    return layer
 
 
 def _differentiable(leaves: Any) -> list[bool]:

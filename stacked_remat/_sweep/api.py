@@ -36,11 +36,11 @@ def sweep(
     *,
     length: int,
     schedule: Schedule,
-    reverse: bool = False,
-    unroll: int | bool = 1,
     checkpoint: Callable[[Callable], Callable] = jax.checkpoint,
     boundaries: Literal["device", "host"] = "device",
     first_layers: FirstLayers | None = None,
+    reverse: bool = False,
+    unroll: int | bool = 1,
     unsliced: Sequence[bool] | None = None,
 ) -> tuple[Any, Any]:
     """`lax.scan(body, init, xs)` in value and gradients, with the reverse sweep that `schedule` describes.
@@ -51,14 +51,14 @@ def sweep(
         xs: pytree of arrays with a leading axis of size `length`, or without leaves.
         length: number of layers.
         schedule: a cut of as many layers, less `first_layers`.
-        reverse: whether to go from the last entry of `xs` to the first.
-        unroll: layers per iteration of the innermost loops; `True` unrolls everything.
         checkpoint: how a layer's internals are kept within the segment being reversed. The replay keeps what
             it saves for that segment's layers, except inputs and what comes from them without the carry.
         boundaries: `"host"` keeps the segments' first inputs in host memory; the schedule must be cut once.
         first_layers: the layers that run first, if these are to keep their inputs and residuals.
-        unsliced: which leaves of `xs` every layer takes whole; none by default. Their gradients are summed in
-            place, where a layer reads a part of them.
+        reverse: whether to go from the last entry of `xs` to the first.
+        unroll: layers per iteration of the innermost loops; `True` unrolls everything.
+        unsliced: for which leaves of `xs` every layer takes the stack; none by default. Their gradients are
+            summed in place, where a layer reads a part of them.
 
     Returns:
         The last carry and the stacked `y`s.
@@ -68,40 +68,31 @@ def sweep(
         TypeError: forward-mode differentiation, a layer that uses a `jax.Ref`, or one that has ordered
             effects while boundaries are on the host.
     """
-    _check(schedule, length - (first_layers.length if first_layers else 0), boundaries)
-    _check_lengths(xs, length)
-    on_host = boundaries == "host"
-    stacks = jax.tree.leaves(xs)
-    whole = tuple(unsliced or [False] * len(stacks))
-    traced = trace_layer(
-        lambda shared, carry, x: body(carry, x), [], init, xs, unsliced=whole, offloads=on_host
-    )
-    spec = SweepSpec(
-        traced.jaxpr, len(traced.init), schedule, reverse, unroll, checkpoint, on_host, first_layers, whole
-    )
-    leaves = (traced.init, stacks, traced.shared)
-    carry, ys = _differentiable(spec)(*jax.tree.map(_reverse_mode_only, leaves))
-    return jax.tree.unflatten(traced.carry_tree, carry), jax.tree.unflatten(traced.y_tree, ys)
-
-
-def _check(schedule: Schedule, length: int, boundaries: str) -> None:
-    if schedule.length != length:
-        raise ValueError(f"the schedule is for {schedule.length} layers, but there are {length}")
+    scheduled = length - (first_layers.length if first_layers else 0)
+    if schedule.length != scheduled:
+        raise ValueError(f"the schedule is for {schedule.length} layers, but there are {scheduled}")
     if boundaries not in ("device", "host"):
         raise ValueError(f'boundaries must be "device" or "host", got {boundaries!r}')
     if boundaries == "host" and not schedule.segments:
         raise ValueError(
             "boundaries can be kept on the host only where the layers are cut once: use equal segments"
         )
-
-
-def _check_lengths(xs: Any, length: int) -> None:
     for path, leaf in jax.tree_util.tree_leaves_with_path(xs):
         if jnp.shape(leaf)[:1] != (length,):
-            where = f"xs{jax.tree_util.keystr(path)}"
             raise ValueError(
-                f"{where} has shape {jnp.shape(leaf)}; its leading axis must have size {length}, one a layer"
+                f"xs{jax.tree_util.keystr(path)} has shape {jnp.shape(leaf)}; its leading axis must have "
+                f"size {length}, one a layer"
             )
+    stacks = jax.tree.leaves(xs)
+    whole = tuple(unsliced or [False] * len(stacks))
+    traced = trace_layer(
+        lambda shared, carry, x: body(carry, x), [], init, xs, unsliced=whole, offloads=boundaries == "host"
+    )
+    options: Any = (checkpoint, boundaries, first_layers, reverse, unroll, whole)
+    spec = SweepSpec(traced.jaxpr, len(traced.init), schedule, *options)
+    leaves = (traced.init, stacks, traced.shared)
+    carry, ys = _differentiable(spec)(*jax.tree.map(_reverse_mode_only, leaves))
+    return jax.tree.unflatten(traced.carry_tree, carry), jax.tree.unflatten(traced.y_tree, ys)
 
 
 def _differentiable(spec: SweepSpec) -> Callable[[Carry, Arrays, Arrays], tuple[Carry, Arrays]]:

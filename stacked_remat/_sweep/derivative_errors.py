@@ -1,7 +1,7 @@
-"""Errors for derivatives that a fold does not have, wherever they are found out.
+"""Errors for derivatives that a fold does not have.
 
-JAX has errors of its own for them, but they know neither what was differentiated nor what to do instead, and
-under `jit` they come from far outside of the fold. So what goes into a sweep and what comes out of a
+JAX has errors of its own for them, but these say neither what was differentiated nor what to do instead, and
+under `jit` they are raised far outside of the fold. So the inputs of a sweep and the results of a
 checkpointed scan pass through identities whose rules raise. Compiled programs do not contain them.
 """
 

@@ -1,4 +1,4 @@
-"""What a layer must not do under policies that run it again or move its values to the host."""
+"""Refuses effects in layers that are run again or whose values are moved to the host."""
 
 from collections.abc import Sequence
 from typing import Any

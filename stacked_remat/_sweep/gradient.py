@@ -5,7 +5,7 @@ other inputs are constants of the layer's pullback.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -17,7 +17,7 @@ from .activity import active_outputs, named_inputs
 from .slots import Arrays, Carry
 from .store import write, zeros_like
 
-LayerFn: TypeAlias = Callable[[Arrays, Carry, Arrays], tuple[Carry, Arrays]]
+LeafLayer: TypeAlias = Callable[[Arrays, Carry, Arrays], tuple[Carry, Arrays]]  # see above
 Mask: TypeAlias = tuple[bool, ...]
 
 
@@ -65,7 +65,7 @@ class LayerPullback:
         saves_on_host: whether some of these are in host memory.
     """
 
-    layer: LayerFn
+    layer: LeafLayer
     perturbed: Perturbed
     checkpoint: Callable[[Callable], Callable]
     saved: tuple[int, ...] = ()
@@ -111,7 +111,7 @@ class LayerPullback:
     ) -> tuple[Arrays, Carry, Arrays]:
         """Compute the cotangents of the leaves of `shared`, `carry` and `x` that are in `inputs`.
 
-        All that are perturbed by default. What a replay saved is that of all, so where `saved` is given XLA
+        All that are perturbed by default. A replay saves the residuals of all, so where `saved` is given XLA
         is left to remove the others. `totals` has an array for each leaf of `x` in `inputs` whose cotangent
         is to be added to it in place, where the layer reads it, and `None` for the others.
         """
@@ -119,7 +119,7 @@ class LayerPullback:
         inputs = every if inputs is None else inputs
         if not self.saved:
             return _transposed(self._linearize(shared, carry, x, inputs)[1], cotangents, inputs, totals)
-        # What computed the replaced leaves is now unused, and XLA removes it.
+        # The computation of the replaced leaves is now unused, and XLA removes it.
         leaves, treedef = jax.tree.flatten(self._linearize(shared, carry, x, every)[1])
         for i, leaf in zip(self.saved, saved or (), strict=True):
             leaves[i] = leaf
@@ -136,31 +136,25 @@ class LayerPullback:
     def with_residuals(self, shared: Arrays, carry: Carry, x: Arrays) -> "LayerPullback":
         """Set `saved` to the residuals that the checkpoint keeps.
 
-        Not saved are the layer's inputs, which are at hand, and what comes from `x` and `shared` alone: it is
-        made again, for a cast or a transpose of weights would fill a buffer with a segment of them.
+        Not saved are the layer's inputs, which are available, and what depends on `x` and `shared` alone,
+        which is computed again: a cast or a transpose of weights would fill a buffer with a segment of them.
         """
-        probe = LayerPullback(self.layer, self.perturbed, self.checkpoint, saved=(-1,))
+        probe = replace(self, saved=(-1,))
 
         def residuals(shared: Arrays, carry: Carry, x: Arrays) -> Arrays:
             return jax.tree.leaves(probe._linearize(shared, carry, x, self.perturbed.inputs)[1])
 
         jaxpr = jax.make_jaxpr(residuals)(shared, carry, x).jaxpr
-        of_carry = [
-            *(False for _ in (*jaxpr.constvars, *shared)),
-            *(True for _ in carry),
-            *(False for _ in x),
+        constants = len(jaxpr.constvars) + len(shared)
+        is_carry = [False] * constants + [True] * len(carry) + [False] * len(x)
+        depends = active_outputs(jaxpr, is_carry, counts=lambda _: True)
+        available = named_inputs(jaxpr)
+        needed = [
+            out not in available and of_carry for out, of_carry in zip(jaxpr.outvars, depends, strict=True)
         ]
-        depends = active_outputs(jaxpr, of_carry, counts=lambda _: True)
-        at_hand = named_inputs(jaxpr)
-        saved = [
-            i
-            for i, (out, needed) in enumerate(zip(jaxpr.outvars, depends, strict=True))
-            if needed and out not in at_hand
-        ]
-        on_host = any(
-            getattr(jaxpr.outvars[i].aval, "memory_space", None) == jax.memory.Space.Host for i in saved
-        )
-        return LayerPullback(self.layer, self.perturbed, self.checkpoint, tuple(saved), on_host)
+        spaces = [getattr(out.aval, "memory_space", None) for out in pick(jaxpr.outvars, needed)]
+        saved = tuple(pick(range(len(needed)), needed))
+        return replace(self, saved=saved, saves_on_host=jax.memory.Space.Host in spaces)
 
 
 def _transposed(pullback: Any, cotangents: Any, inputs: Inputs, totals: Sequence[Any]) -> Any:
@@ -184,16 +178,16 @@ _VALUE = 0  # asks `with_refs` for a cotangent as a value; any leaf that is not 
 
 
 @dataclass(frozen=True)
-class LayerVisit:
+class LeafVisit:
     """One layer in the reverse sweep, in leaves.
 
     Attributes:
-        layer_index: its place on the axis, a traced integer.
+        layer_index: its index on the axis, a traced integer.
         shared: inputs that all layers share.
         carry: its input.
         x: its own inputs.
         unsliced: which of these are whole stacks.
-        cotangents: of its output, the leaves that have one: of the carry, and of what it puts out.
+        cotangents: those of its new carry and of its output, of the leaves that have one.
         saved: the residuals that the replay kept.
         pullback: of a layer of this stack.
     """
@@ -212,13 +206,18 @@ class LayerVisit:
         return self.pullback(self.shared, self.carry, self.x, self.saved, self.cotangents, inputs, totals)
 
 
+# Called once for every layer, from the last to the first. Takes the layer and a state of its own; returns the
+# cotangents of the perturbed leaves of the layer's input carry, and the state.
+LeafVisitor: TypeAlias = Callable[[LeafVisit, Any], tuple[Carry, Any]]
+
+
 def zero_gradients(perturbed: Perturbed, shared: Arrays, xs: Arrays) -> tuple[Arrays, Arrays]:
     """The first state of `write_gradients`."""
     of_shared = [jnp.zeros_like(leaf) for leaf in pick(shared, perturbed.shared)]
     return of_shared, [zeros_like(leaf) for leaf in pick(xs, perturbed.xs)]
 
 
-def write_gradients(visit: LayerVisit, state: tuple[Arrays, Arrays]) -> tuple[Carry, tuple[Arrays, Arrays]]:
+def write_gradients(visit: LeafVisit, state: tuple[Arrays, Arrays]) -> tuple[Carry, tuple[Arrays, Arrays]]:
     """The default visitor: sums the gradients of shared inputs, and writes each layer's own in place.
 
     Its state is `(shared gradients, stacked gradients)`, one array per perturbed leaf.
@@ -228,12 +227,12 @@ def write_gradients(visit: LayerVisit, state: tuple[Arrays, Arrays]) -> tuple[Ca
     sliced = [not whole for whole in unsliced]
     totals = [total if whole else None for total, whole in zip(gradient, unsliced, strict=True)]
     of_shared, of_carry, of_x = visit.vjp(totals=totals)
-    of_own = pick(of_x, sliced)
+    of_sliced = pick(of_x, sliced)
     if platform() == "tpu":
         # Without the barrier XLA holds a layer's internals until its gradients are in their stacks.
-        of_own = lax.optimization_barrier(of_own)
+        of_sliced = lax.optimization_barrier(of_sliced)
     shared_gradient = [lax.add(old, new) for old, new in zip(shared_gradient, of_shared, strict=True)]
-    written = write(pick(gradient, sliced), visit.layer_index, of_own)
+    written = write(pick(gradient, sliced), visit.layer_index, of_sliced)
     return of_carry, (shared_gradient, merge(of_x, written, sliced))
 
 

@@ -3,7 +3,8 @@
 Everything here is forward computation; the visitor is what makes it a derivative.
 """
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -20,12 +21,12 @@ State: TypeAlias = Any
 
 
 class ReplayedLayer(NamedTuple):
-    """What the reverse loop knows of the layer that it visits.
+    """The layer that the reverse loop visits.
 
     Attributes:
         index: its number in the order of the forward sweep, a traced integer.
         carry: its input.
-        saved: what the replay of its segment kept for it (`Replay.save`), or `None`.
+        saved: what the replay of its segment kept (`Replay.save`), or `None`.
     """
 
     index: Any
@@ -36,7 +37,7 @@ class ReplayedLayer(NamedTuple):
 # Called once for every layer, from the last to the first, inside a rolled loop. Takes the layer, the
 # cotangent of its output and a state of its own, a tree of arrays of fixed shapes that XLA updates in place;
 # returns the cotangent of the layer's input, and the state.
-Visitor: TypeAlias = Callable[[ReplayedLayer, Carry, State], tuple[Carry, State]]
+ReplayVisitor: TypeAlias = Callable[[ReplayedLayer, Carry, State], tuple[Carry, State]]
 
 
 class Replay(NamedTuple):
@@ -54,7 +55,7 @@ class Replay(NamedTuple):
 
 def reverse_sweep(
     replay: Replay,
-    visitor: Visitor,
+    visitor: ReplayVisitor,
     checkpoints: Checkpoints,
     cotangent: Carry,
     state: State,
@@ -68,7 +69,7 @@ def reverse_sweep(
 
     Args:
         replay: how layers are run again.
-        visitor: what is done at each layer.
+        visitor: called for each layer.
         checkpoints: the carries that the forward sweep kept.
         cotangent: of the final carry.
         state: the visitor's.
@@ -80,7 +81,7 @@ def reverse_sweep(
     """
     boundaries = checkpoints.boundaries
     runs = schedule.runs if boundaries is None else _one_run_per_segment(schedule)
-    plan = _Plan.of(runs, saving=replay.save is not None)
+    plan = _Plan(runs, saving=replay.save is not None)
 
     def run(r: Any, slots: Carry, saved: Any, cotangent: Carry, state: State) -> tuple[Any, ...]:
         slots = _advance(replay, slots, state, plan, r, unroll)
@@ -111,38 +112,23 @@ def _one_run_per_segment(schedule: Schedule) -> tuple[Run, ...]:
     )
 
 
-class _Plan(NamedTuple):
+class _Plan:
     """The runs of a schedule as tables, one entry per run except for `writes`."""
 
-    start: np.ndarray
-    slot: np.ndarray
-    advances: np.ndarray
-    first_write: np.ndarray
-    writes: np.ndarray
-    top: np.ndarray
-    top_slot: np.ndarray
-    visits: np.ndarray
+    def __init__(self, runs: tuple[Run, ...], saving: bool):
+        def table(entries: Iterable[int]) -> np.ndarray:
+            return np.asarray([*entries], np.int32)
 
-    @classmethod
-    def of(cls, runs: tuple[Run, ...], saving: bool) -> "_Plan":
+        self.start = table(run.start for run in runs)
+        self.slot = table(run.slot for run in runs)
         # A saving replay runs the layers to be visited itself, up to the last one.
-        advances = [max(0, run.replays - run.visits + 1) if saving else run.replays for run in runs]
-        writes = [slot for run in runs for slot in run.writes]
-        columns = (
-            [run.start for run in runs],
-            [run.slot for run in runs],
-            advances,
-            np.cumsum([0, *(run.replays for run in runs[:-1])]),
-            writes or [0],
-            [run.top for run in runs],
-            [run.top_slot for run in runs],
-            [run.visits for run in runs],
-        )
-        return cls(*(np.asarray(column, np.int32) for column in columns))
-
-    @property
-    def most_visits(self) -> int:
-        return int(self.visits.max())
+        self.advances = table(max(0, run.replays - run.visits + 1) if saving else run.replays for run in runs)
+        self.first_write = table(itertools.accumulate((run.replays for run in runs[:-1]), initial=0))
+        self.writes = table([slot for run in runs for slot in run.writes] or [0])
+        self.top = table(run.top for run in runs)
+        self.top_slot = table(run.top_slot for run in runs)
+        self.visits = table(run.visits for run in runs)
+        self.most_visits = int(self.visits.max())
 
 
 def _advance(replay: Replay, slots: Carry, state: State, plan: _Plan, r: Any, unroll: int | bool) -> Carry:
@@ -177,7 +163,7 @@ def _save(
 
 
 def _visit(
-    visitor: Visitor,
+    visitor: ReplayVisitor,
     slots: Carry,
     saved: Any,
     cotangent: Carry,

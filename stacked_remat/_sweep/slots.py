@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 class FirstLayersSaved(NamedTuple):
-    """What is kept of the first layers, those before the schedule's; one entry per layer.
+    """What is kept of the first layers, before the schedule's; one entry per layer.
 
     Attributes:
         carries: their inputs, one buffer per carry leaf.
@@ -59,7 +59,7 @@ class Checkpoints(NamedTuple):
         return to_device(_first(self.boundaries))
 
     def with_constant_boundaries(self) -> "Checkpoints":
-        """Exclude what is on the host from derivatives, which are those of `first()`.
+        """Exclude what is on the host from derivatives, which go through `first()` alone.
 
         JAX loses the memory space of a cotangent where it transposes a program within a program (a branch, a
         loop, a jitted function), and then refuses it.
@@ -68,36 +68,15 @@ class Checkpoints(NamedTuple):
 
     def cotangent_of_first(self, cotangent: Carry) -> "Checkpoints":
         """The cotangent of this, as a function of `first()` alone."""
-
-        def place(stacked: Array, first: Array) -> Any:
-            if first.dtype == jax.dtypes.float0:
-                return None
-            return jnp.zeros_like(stacked).at[0].set(first)
-
-        def place_all(stacked: Carry) -> Carry:
-            return [place(*pair) for pair in zip(stacked, cotangent, strict=True)]
-
-        boundaries: Any = None if self.boundaries is None else [None] * len(self.boundaries)
-        if self.first_layers is not None:
-            carries, residuals = self.first_layers
-            saved = FirstLayersSaved(place_all(carries), _zero_cotangents(residuals))
-            return Checkpoints(_zero_cotangents(self.slots), boundaries, saved)
-        if self.origin is not None:
-            origin: Any = [None if leaf.dtype == jax.dtypes.float0 else leaf for leaf in cotangent]
-            return Checkpoints([], boundaries, None, origin)
-        return Checkpoints(place_all(self.slots), None)
+        on_device = self._replace(boundaries=None)  # which `first()` does not read
+        _, pullback = jax.vjp(Checkpoints.first, on_device)
+        (found,) = pullback(cotangent)
+        return found._replace(boundaries=self.boundaries and [None] * len(self.boundaries))
 
 
 def _first(stacked: Carry) -> Carry:
     # Slices: an index would become a gather, which JAX does not have for host memory with symbolic shapes.
     return [lax.index_in_dim(leaf, 0, keepdims=False) for leaf in stacked]
-
-
-def _zero_cotangents(leaves: Arrays) -> list[Any]:
-    inexact = (jnp.issubdtype(leaf.dtype, jnp.inexact) for leaf in leaves)
-    return [
-        jnp.zeros(leaf.shape, leaf.dtype) if is_ else None for leaf, is_ in zip(leaves, inexact, strict=True)
-    ]
 
 
 def repeat(trips: Any, body: Callable[[Any, T], T], state: T, unroll: int | bool, most: int) -> T:

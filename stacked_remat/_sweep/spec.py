@@ -3,7 +3,7 @@
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -15,10 +15,20 @@ from .._placement import platform
 from .._schedule import Schedule
 from .activity import active_carry
 from .forward import forward_sweep, forward_sweep_on_host
-from .gradient import LayerPullback, LayerVisit, Mask, Perturbed, merge, pick, write_gradients, zero_gradients
+from .gradient import (
+    LayerPullback,
+    LeafVisit,
+    LeafVisitor,
+    Mask,
+    Perturbed,
+    merge,
+    pick,
+    write_gradients,
+    zero_gradients,
+)
 from .reverse import Replay, ReplayedLayer, reverse_sweep
 from .slots import Arrays, Carry, Checkpoints, FirstLayersSaved, repeat
-from .store import empty_stack, on_device, read, read_own, write
+from .store import empty_stack, on_device, read, read_layer, write
 
 Checkpoint = Callable[[Callable], Callable]
 
@@ -48,19 +58,24 @@ class SweepSpec:
             shared.
         carries: number of carry leaves.
         schedule: of the layers after the first ones; `None` if there are no others.
-        reverse, unroll, checkpoint, on_host, first_layers: as in `sweep`.
-        unsliced: which stacks a layer takes whole.
+        checkpoint, boundaries, first_layers, reverse, unroll: as in `sweep`.
+        unsliced: for which of `xs` a layer takes the whole stack.
     """
 
     jaxpr: Jaxpr
     carries: int
     schedule: Schedule | None
-    reverse: bool
-    unroll: int | bool
-    checkpoint: Checkpoint
-    on_host: bool
+    checkpoint: Checkpoint = jax.checkpoint
+    boundaries: Literal["device", "host"] = "device"
     first_layers: FirstLayers | None = None
+    reverse: bool = False
+    unroll: int | bool = 1
     unsliced: Mask = ()
+
+    @property
+    def on_host(self) -> bool:
+        """Whether segments' first inputs are kept on the host."""
+        return self.boundaries == "host"
 
     @property
     def first(self) -> int:
@@ -79,16 +94,16 @@ class SweepSpec:
         return outputs[: self.carries], outputs[self.carries :]
 
     def layer_index(self, number: Any) -> Any:
-        """The place on the axis of the layer that runs as `number`."""
+        """The index on the axis of the layer that runs as `number`."""
         return self.length - 1 - number if self.reverse else number
 
     def run_layer(self, shared: Arrays, xs: Arrays, number: Any, carry: Carry) -> tuple[Carry, Arrays]:
         """Run the layer that runs as `number`, reading its own inputs."""
-        return self.layer(shared, carry, self.own(xs, self.layer_index(number)))
+        return self.layer(shared, carry, self.layer_inputs(xs, self.layer_index(number)))
 
-    def own(self, xs: Arrays, layer_index: Any) -> Arrays:
-        """What a layer takes of the stacks."""
-        return read_own(xs, layer_index, self.unsliced)
+    def layer_inputs(self, xs: Arrays, layer_index: Any) -> Arrays:
+        """The layer's own inputs."""
+        return read_layer(xs, layer_index, self.unsliced)
 
     def plain(self, layer: Callable, init: Carry, xs: Arrays, shared: Arrays) -> tuple[Carry, Arrays]:
         """Scan plainly over `layer`."""
@@ -115,7 +130,7 @@ class SweepSpec:
         pullback = self._pullback(perturbed, self.first_layers.checkpoint, init, xs, shared)
 
         def layer(carry: Carry, number: Any) -> tuple[Carry, tuple[Arrays, Carry, Arrays]]:
-            x = self.own(xs, self.layer_index(number))
+            x = self.layer_inputs(xs, self.layer_index(number))
             (new_carry, y), residuals = pullback.save(shared, carry, x)
             return new_carry, (y, carry, residuals)
 
@@ -152,7 +167,7 @@ class SweepSpec:
     def perturbed(
         self, init: Sequence[bool], xs: Sequence[bool], shared: Sequence[bool], ys: Sequence[bool]
     ) -> Perturbed:
-        """What is differentiated if these leaves are."""
+        """What is differentiated if these leaves are, the carries in between included."""
         carry = active_carry(self.jaxpr, shared, init, xs)
         return Perturbed(tuple(init), tuple(carry), tuple(xs), tuple(shared), tuple(ys))
 
@@ -186,7 +201,7 @@ class SweepSpec:
         shared: Arrays,
         carry_ct: Carry,
         ys_ct: Arrays,
-        visitor: Callable[[LayerVisit, Any], tuple[Carry, Any]],
+        visitor: LeafVisitor,
         state: Any,
         *,
         xs_in: Callable[[Any], Arrays],
@@ -194,7 +209,7 @@ class SweepSpec:
         """Visit every layer, from the last to the first.
 
         Args:
-            perturbed: what the forward sweep was told is differentiated.
+            perturbed: the same as for the forward sweep.
             checkpoints: what the forward sweep kept.
             shared: inputs that all layers share.
             carry_ct: cotangents of the perturbed leaves of the last carry.
@@ -228,7 +243,7 @@ class SweepSpec:
         pullback = LayerPullback(self.layer, perturbed, checkpoint)
         if checkpoint is jax.checkpoint:
             return pullback
-        example = jax.eval_shape(lambda: (carry, self.own(xs, 0)))
+        example = jax.eval_shape(lambda: (carry, self.layer_inputs(xs, 0)))
         return pullback.with_residuals(shared, *example)
 
     def _visitor(
@@ -236,7 +251,7 @@ class SweepSpec:
         pullback: LayerPullback,
         shared: Arrays,
         ys_ct: Arrays,
-        visitor: Callable[[LayerVisit, Any], tuple[Carry, Any]],
+        visitor: LeafVisitor,
         xs_in: Callable[[Any], Arrays],
         first: int,
     ) -> tuple[Callable, Replay]:
@@ -244,12 +259,12 @@ class SweepSpec:
 
         def visit(layer: ReplayedLayer, carry_ct: Carry, state: Any) -> tuple[Carry, Any]:
             index = self.layer_index(layer.index + first)
-            x, y_ct = self.own(xs_in(state), index), read(ys_ct, index)
+            x, y_ct = self.layer_inputs(xs_in(state), index), read(ys_ct, index)
             carry, cotangents = layer.carry, (carry_ct, y_ct)
             if self.on_host and platform() == "cuda":
                 # For GPUs XLA keeps a layer's internals twice where its carry comes from the host.
                 carry, cotangents = lax.optimization_barrier((carry, cotangents))
-            leaves = LayerVisit(index, shared, carry, x, self.unsliced, cotangents, layer.saved, pullback)
+            leaves = LeafVisit(index, shared, carry, x, self.unsliced, cotangents, layer.saved, pullback)
             return visitor(leaves, state)
 
         def advance(state: Any, index: Any, carry: Carry) -> Carry:
@@ -263,7 +278,7 @@ class SweepSpec:
                     "offloads, or by a fold inside the layer. Use one that does not offload, and "
                     'save_carries="offload" beside it.'
                 )
-            x = self.own(xs_in(state), self.layer_index(index + first))
+            x = self.layer_inputs(xs_in(state), self.layer_index(index + first))
             (carry, _), saved = pullback.save(shared, carry, x)
             return carry, saved
 

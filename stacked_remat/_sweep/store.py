@@ -1,7 +1,7 @@
 """Stacks of arrays, one entry per layer, in device or host memory.
 
-The memory that a stack is in is part of its type. Entries are read to the device and written back to where
-the stack is, so the loops of a sweep are the same for both.
+The memory of a stack is part of its type. Entries are read to the device and written back to the stack's
+memory, so the loops of a sweep are the same for both.
 """
 
 from collections.abc import Sequence
@@ -40,20 +40,20 @@ def read(stacked: Any, index: Any) -> Any:
     )
 
 
-def read_own(stacks: list[Array], index: Any, unsliced: Sequence[bool]) -> list[Array]:
-    """What a layer takes of each stack: its entry, or the whole stack where it is unsliced."""
+def read_layer(stacks: list[Array], index: Any, unsliced: Sequence[bool]) -> list[Array]:
+    """A layer's part of each stack: its entry, or the whole stack where it is unsliced."""
     return [stack if whole else read(stack, index) for stack, whole in zip(stacks, unsliced, strict=True)]
 
 
 def check_unsliced(stacks: Sequence[Array], unsliced: Sequence[bool]) -> None:
-    """Refuse stacks in host memory of which a layer takes the whole.
+    """Refuse unsliced stacks in host memory.
 
     Raises:
         ValueError: says what to do instead.
     """
     if any(whole and is_on_host(stack) for stack, whole in zip(stacks, unsliced, strict=True)):
         raise ValueError(
-            "An unsliced field is read where it is, and this one is in host memory. Move it to the device "
+            "An unsliced field is not moved to the device, and this one is in host memory. Move it there "
             "(jax.device_put(field, jax.memory.Space.Device)), or do not declare it unsliced."
         )
 

@@ -10,7 +10,7 @@ from jax.extend.core import Jaxpr
 
 from .effects import check_effects
 from .slots import Arrays, Carry
-from .store import read_own
+from .store import read_layer
 
 
 class TracedLayer(NamedTuple):
@@ -19,7 +19,7 @@ class TracedLayer(NamedTuple):
     Attributes:
         jaxpr: `(shared, carry, x) -> (carry, y)`.
         init: the first carry, with the types that every carry has.
-        shared: what the layer closes over, the constants of `jaxpr`; then what all layers were given.
+        shared: the constants of `jaxpr`, which the layer closes over; then the arrays passed to all layers.
         carry_tree: structure of the carry.
         y_tree: structure of the output.
     """
@@ -47,7 +47,7 @@ def trace_layer(
         shared: arrays that all layers are given.
         init: the first carry.
         xs: the layers' own inputs, stacked.
-        unsliced: which leaves of `xs` a layer takes whole.
+        unsliced: for which leaves of `xs` a layer takes the whole stack.
         offloads: whether values are moved to the host.
 
     Raises:
@@ -57,10 +57,10 @@ def trace_layer(
     init = jax.tree.map(jnp.asarray, init)
     stacks, tree = jax.tree.flatten(xs)
     if all(len(stack) for stack in stacks):
-        own = jax.eval_shape(lambda stacks: read_own(stacks, 0, unsliced), stacks)
+        entries = jax.eval_shape(lambda stacks: read_layer(stacks, 0, unsliced), stacks)
     else:  # no layers
-        own = [jax.ShapeDtypeStruct(stack.shape[1:], stack.dtype) for stack in stacks]
-    x = jax.tree.unflatten(tree, own)
+        entries = [jax.ShapeDtypeStruct(stack.shape[1:], stack.dtype) for stack in stacks]
+    x = jax.tree.unflatten(tree, entries)
 
     def trace(init: Any) -> tuple[Any, tuple[Any, Any]]:
         return jax.make_jaxpr(body, return_shape=True)(shared, init, x)

@@ -1,7 +1,7 @@
 """Applies each expert of a mixture to the tokens that chose it.
 
 The (token, expert) pairs are sorted by expert and cut into blocks of rows of one expert each. There are at
-most rows / block + experts blocks, and at most one per row, whatever the routing, so no token is dropped and
+most rows / block + experts blocks, and at most one per row, for any routing, so no token is dropped and
 trip counts are static. A block gathers its tokens, applies its expert and adds the result to its tokens.
 Memory grows with tokens, not with tokens x experts.
 """
@@ -19,7 +19,9 @@ from jax import lax
 from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array, Bool, Float, Int
 
-from .._scan.layer_axis import SplitTree, is_array, is_named, is_split, split_tree
+from .._scan.arguments import Caller
+from .._scan.layer_axis import TreeLayout, split_tree
+from .._scan.marks import is_array, is_named, is_split
 from .._static import Static
 from .per_device import free_axis_mapping
 
@@ -66,9 +68,9 @@ def grouped_experts(
         choices: the experts of each token; none twice for one token. An out-of-range number chooses no
             expert.
         gates: their factors.
-        saved: the part of `expert` that the backward pass shall not recompute: for a gated MLP one of its
+        saved: the part of `expert` that the backward pass does not recompute: for a gated MLP one of its
             first two maps. Its result for every pair is kept for the backward pass, and `expert` takes it as
-            a fourth argument. It is worth its memory if the layer is not recomputed anyway. Like `expert`, it
+            a fourth argument. It helps only if the layer itself is not recomputed. Like `expert`, it
             may not close over traced values.
         block_size: rows in a block. By default a power of two between 8 and 256 for which padding is at most
             an eighth, if there are enough rows.
@@ -94,7 +96,7 @@ def grouped_experts(
     Memory beside the arguments: the result and the gradients in float32, five integers per pair, a few
     blocks, and what is saved. Inside `jax.shard_map` this needs `check_vma=False`.
     """
-    split = _split(weights, Experts)
+    layout, arrays, shared = _split(weights, Experts)
     _check_tokens(x, choices, gates)
     if block_size is None:
         block_size = _block_size(choices.size, Experts.size)
@@ -105,8 +107,9 @@ def grouped_experts(
     if count == 0:
         x, choices, gates = (jnp.zeros((1, *some.shape[1:]), some.dtype) for some in (x, choices, gates))
     plan = _plan(choices, Experts.size, block_size, blocks_at_once)
-    inputs: Any = _Inputs(x, gates, tuple(split.arrays))
-    out: Any = _apply_experts(_BlockLoop(expert, saved, split.rebuild), inputs, plan)
+    inputs: Any = _Inputs(x, gates, tuple(arrays))
+    rebuild = functools.partial(layout.layer, shared=shared)
+    out: Any = _apply_experts(_BlockLoop(expert, saved, rebuild), inputs, plan)
     return out[:count]
 
 
@@ -305,7 +308,7 @@ def _check_tokens(x: Any, choices: Any, gates: Any) -> None:
         raise ValueError(f"choices must be integers; got {choices.dtype}.")
 
 
-def _split(weights: Any, Experts: Axis) -> SplitTree:
+def _split(weights: Any, Experts: Axis) -> tuple[TreeLayout, list[Array], list[Any]]:
     for path, leaf in jax.tree_util.tree_leaves_with_path(weights, is_leaf=is_named):
         if is_array(leaf) and not is_named(leaf) and leaf.shape[:1] != (Experts.size,):
             raise ValueError(
@@ -317,4 +320,4 @@ def _split(weights: Any, Experts: Axis) -> SplitTree:
                 f"weights{jax.tree_util.keystr(path)} has no axis `{Experts.name}`, which every array of the "
                 "weights must have. Broadcast it, or close over it as a Python value."
             )
-    return split_tree(weights, Experts, what="grouped_experts")
+    return split_tree(weights, Experts, Caller("grouped_experts"))

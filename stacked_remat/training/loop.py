@@ -175,7 +175,7 @@ def _save(
     if checkpoints is None or not (last or checkpoints.is_due(done)):
         return
     position = Position(done, data, evaluation.before, evaluation.after, reporter.skipped)
-    with reporter.clock.paused(), named_in_errors(checkpoints.folder):
+    with reporter.clock.paused():
         checkpoints.save(done, state, asdict(position))
         if last:
             checkpoints.wait()

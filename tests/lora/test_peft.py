@@ -215,7 +215,7 @@ def test_the_tensors_may_decide_which_layers_are_adapted(saved):
 )
 def test_other_kinds_of_adapters_are_refused(saved, settings, message):
     rewrite(saved, **settings)
-    with pytest.raises(ValueError, match=f"asks for what only PEFT can do: {message}"):
+    with pytest.raises(ValueError, match=f"has settings that are not supported: {message}"):
         load_peft(model(), saved, names)
 
 

@@ -143,7 +143,7 @@ def test_batches_that_do_not_divide(microbatches):
         partitioning.check_rows(12, microbatches)
 
 
-def test_on_one_device_nothing_happens():
+def test_one_device_needs_no_sharding():
     partitioning = Partitioning.of(MeshConfig({"data": 1}))
     tree = state()
     assert partitioning.shard_weights(tree) is tree and partitioning.shard_batch(BATCH) is BATCH

@@ -13,7 +13,7 @@ from stacked_remat._sweep.api import sweep
 from stacked_remat._sweep.spec import FirstLayers
 
 from .jaxprs import count
-from .sweep_cases import assert_close, check_head, inputs, jit, loss, mlp, mlp_gradients
+from .sweep_cases import assert_close, check, inputs, jit, loss, mlp, mlp_gradients
 
 
 def keep_everything(layer):
@@ -34,17 +34,17 @@ KEEPS = {
     ids=str,
 )
 def test_values_and_gradients(schedule: Schedule, keep, reverse: bool):
-    check_head(schedule, FirstLayers(3, keep), reverse)
+    check(schedule, first_layers=FirstLayers(3, keep), reverse=reverse)
 
 
 @pytest.mark.parametrize("schedule, reverse", [(equal(4, 2), False), (equal(4, 4), True)], ids=str)
 def test_boundaries_on_the_host(schedule: Schedule, reverse: bool):
-    check_head(schedule, FirstLayers(3, keep_everything), reverse, boundaries="host")
+    check(schedule, first_layers=FirstLayers(3, keep_everything), reverse=reverse, boundaries="host")
 
 
 @pytest.mark.parametrize("unroll", [2, True])
 def test_unroll(unroll):
-    check_head(shrinking(4), FirstLayers(3, keep_everything), unroll=unroll)
+    check(shrinking(4), first_layers=FirstLayers(3, keep_everything), unroll=unroll)
 
 
 def seven(**kwargs):
@@ -102,7 +102,7 @@ def test_keys_in_the_carry_and_outputs_that_are_not_used(run):
 
 
 def test_the_first_layers_are_evaluated_once_and_the_rest_by_the_schedule():
-    def tanhs(head: FirstLayers | None, schedule: Schedule) -> int:
+    def tanhs(first_layers: FirstLayers | None, schedule: Schedule) -> int:
         calls = []
 
         def body(c, w):
@@ -116,7 +116,7 @@ def test_the_first_layers_are_evaluated_once_and_the_rest_by_the_schedule():
             return jnp.tanh(c * w + 0.0 * counted), None
 
         def value(w):
-            return sweep(body, 0.5, w, length=7, schedule=schedule, first_layers=head)[0]
+            return sweep(body, 0.5, w, length=7, schedule=schedule, first_layers=first_layers)[0]
 
         np.asarray(jax.jit(jax.grad(value))(jnp.ones(7)))
         return len(calls)

@@ -25,21 +25,6 @@ _MOST_POSITIONS = 2**31 - 1  # positions are 32-bit numbers
 
 
 @dataclass(frozen=True)
-class Generator:
-    """A model that continues text.
-
-    Attributes:
-        model: its weights in the dtype in which it computes.
-        tokenizer: its tokens.
-        ends: tokens that end a text, the tokenizer's own among them.
-    """
-
-    model: LanguageModel
-    tokenizer: Tokenizer
-    ends: frozenset[int]
-
-
-@dataclass(frozen=True)
 class GeneratorSource:
     """A model that continues text, before its weights are read.
 
@@ -48,7 +33,8 @@ class GeneratorSource:
         vocab_size: rows of its embedding.
         tokenizer: its tokens.
         ends: tokens that end a text, the tokenizer's own among them.
-        read: reads the model, its weights in the dtype in which it computes.
+        read: reads the model, its weights in the dtype in which it computes. Raises CheckpointMismatchError,
+            FileNotFoundError or WeightsError for weights that are missing, damaged, or of another model.
     """
 
     config: LmConfig
@@ -90,15 +76,6 @@ class GeneratorSource:
                 f"shorter prompts at once."
             )
 
-    def generator(self) -> Generator:
-        """Reads the weights.
-
-        Raises:
-            CheckpointMismatchError: the checkpoint is of another model than its config says.
-            FileNotFoundError, WeightsError: weights are missing, damaged, or of another model.
-        """
-        return Generator(self.read(), self.tokenizer, self.ends)
-
 
 def source_of_run(run_dir: Path, *, step: int | None = None, tokenizer: str | None = None) -> GeneratorSource:
     """What a run trained, adapters merged as `models.export_hf` merges them.
@@ -106,7 +83,7 @@ def source_of_run(run_dir: Path, *, step: int | None = None, tokenizer: str | No
     Args:
         run_dir: the run folder.
         step: of the checkpoint; the latest if not given.
-        tokenizer: another than the run's config names.
+        tokenizer: replaces the one that the run's config names.
 
     Raises:
         FileNotFoundError: there is no such run or checkpoint.
@@ -124,7 +101,7 @@ def source_of_run(run_dir: Path, *, step: int | None = None, tokenizer: str | No
     found = load_tokenizer(config.data.tokenizer if tokenizer is None else tokenizer)
 
     def read() -> LanguageModel:
-        model, _ = trained_model(run_dir, step=step)
+        model = trained_model(run_dir, config, step=step)
         return cast_parameters(merge_lora(model, donate=True), config.model.compute_dtype)
 
     ends = frozenset(ends_of_run(config, found.end))
@@ -139,7 +116,7 @@ def source_of_folder(
     Args:
         name: a folder, or a name on the Hub.
         dtype: in which to compute; the one that the folder's `config.json` names if not given.
-        tokenizer: another than the folder's.
+        tokenizer: replaces the folder's.
 
     Raises:
         FileNotFoundError: there is no such folder.

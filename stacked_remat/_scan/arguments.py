@@ -1,0 +1,168 @@
+"""Names of arguments for error messages, and checks of their sizes and keys."""
+
+import inspect
+import re
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+from haliax import Axis
+from haliax.axis import AxisSelector
+
+from .._messages import axes_text
+from .marks import Rule, is_array, is_named, is_split, leaf_size, raw_array
+
+_NAMES_OF_KEYS = ("key", "keys", "prng", "rng", "rngs", "seed", "seeds", "subkey", "subkeys")
+
+
+class Caller(NamedTuple):
+    """The operation that splits arguments over an axis, for error messages.
+
+    Attributes:
+        what: the operation, as the user writes it.
+        name_of: how to call the leaf at a tree path.
+    """
+
+    what: str
+    name_of: Callable[[tuple[Any, ...]], str] = jtu.keystr
+
+
+class Argument(NamedTuple):
+    """A leaf of the arguments, by the name that error messages give it."""
+
+    name: str
+    leaf: Any
+    rule: Rule = "default"
+
+
+def argument_namer(fn: Callable, skip: int, first: tuple[str, ...] = ()) -> Callable[[tuple[Any, ...]], str]:
+    """How to name a path into `(args, kwargs)` by the parameters of `fn`.
+
+    Args:
+        fn: what takes the arguments.
+        skip: how many of its first parameters are not among them.
+        first: names of the first of the arguments, if these are not parameters of `fn`.
+    """
+    try:
+        parameters = list(inspect.signature(fn).parameters.values())[skip:]
+    except (TypeError, ValueError):  # builtins have no signature
+        parameters = []
+    named = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    positional = [*first, *named]
+    variadic = next((p.name for p in parameters if p.kind is p.VAR_POSITIONAL), "args")
+
+    def name_of(path: tuple[Any, ...]) -> str:
+        group, entry = path[0].idx, path[1]
+        if group == 1:
+            root = str(entry.key)
+        elif entry.idx < len(positional):
+            root = positional[entry.idx]
+        else:
+            root = f"{variadic}[{entry.idx - len(positional)}]"
+        return root + jtu.keystr(path[2:])
+
+    return name_of
+
+
+def resolve_axis(axis: AxisSelector, split: list[Argument], what: str) -> Axis:
+    """The axis with its size, which the arguments tell where only its name is given.
+
+    Raises:
+        ValueError: nothing is split.
+    """
+    if isinstance(axis, Axis):
+        return axis
+    for _, leaf, _ in sorted(split, key=lambda argument: not is_named(argument.leaf)):
+        size = leaf_size(leaf, axis)
+        if size is not None:
+            return Axis(axis, size)
+    raise ValueError(
+        f"{what} over {axis!r} was given nothing to split over that axis, so its size is unknown. "
+        f"Pass an axis instead of a name: hax.Axis({axis!r}, size)."
+    )
+
+
+def check_keys(arguments: list[Argument], axis: Axis) -> None:
+    """Refuse a single unmarked random key, from which every layer would draw the same numbers."""
+    for name, leaf, rule in arguments:
+        if rule == "default" and is_unsplit_key(name, leaf):
+            given = f"{name}=" if name.isidentifier() else ""
+            raise ValueError(
+                f"{name} is a single random key, from which every layer of `{axis.name}` would draw the same "
+                f"numbers. Give each its own, {given}jax.random.split({name}, {axis.size}), or say that they "
+                f"share it, {given}stacked_remat.shared({name})."
+            )
+
+
+def is_unsplit_key(name: str, leaf: Any) -> bool:
+    """Whether an argument is a single random key. A pair of integers is one where its name says so."""
+    leaf = raw_array(leaf)
+    if _is_typed_key(leaf):
+        return leaf.ndim == 0
+    words = {word.lower() for word in re.findall(r"[A-Z]?[a-z]+|[A-Z]+", name)}
+    return _may_be_raw_key(leaf) and leaf.ndim == 1 and not words.isdisjoint(_NAMES_OF_KEYS)
+
+
+def check_stacked(tree: Any, axis: Axis, caller: Caller) -> None:
+    """Refuse a tree whose split leaves have another size than `axis`.
+
+    Raises:
+        ValueError: names each path and size.
+    """
+    paths_and_leaves = jtu.tree_leaves_with_path(tree, is_leaf=is_named)
+    split = [Argument(caller.name_of(path), leaf) for path, leaf in paths_and_leaves if is_split(leaf, axis)]
+    check_sizes(axis, split, caller.what)
+
+
+def check_sizes(axis: Axis, split: list[Argument], what: str) -> None:
+    """Refuse arguments whose size along `axis` is another.
+
+    Raises:
+        ValueError: names each path and size, and says how to mark an argument that is not to be split.
+    """
+    wrong = [entry for entry in split if leaf_size(entry.leaf, axis) != axis.size]
+    if not wrong:
+        return
+    agreeing = [entry.name for entry in split if leaf_size(entry.leaf, axis) == axis.size]
+    lines = [f"{what} over `{axis.name}` (size {axis.size}) was given inputs of different lengths:"]
+    lines += [f"  {_describe_size(entry, axis)}" for entry in wrong]
+    if agreeing:
+        shown = ", ".join(agreeing[:4]) + (f" and {len(agreeing) - 4} more" if len(agreeing) > 4 else "")
+        lines.append(f"  {shown} {'has' if len(agreeing) == 1 else 'have'} the right size, {axis.size}")
+    keys = [entry.name for entry in wrong if _is_typed_key(entry.leaf) or _may_be_raw_key(entry.leaf)]
+    for name in keys:
+        lines.append(
+            f"If {name} is a random key, give each layer its own: jax.random.split({name}, {axis.size})."
+        )
+    plain = [entry.name for entry in wrong if entry.rule == "default" and not is_named(entry.leaf)]
+    if to_share := [name for name in plain if name not in keys]:
+        lines.append(
+            "A plain array has no axis names, so it is split along its first dimension, one part for each of "
+            f"the {axis.size} layers. To give every layer the whole array instead, mark it, "
+            f"stacked_remat.shared({to_share[0]}), or pass it as a NamedArray without the axis `{axis.name}`."
+        )
+    raise ValueError("\n".join(lines))
+
+
+def _describe_size(entry: Argument, axis: Axis) -> str:
+    name, leaf, rule = entry
+    size = leaf_size(leaf, axis)
+    if is_named(leaf):
+        found = f"no axis `{axis.name}`" if size is None else f"`{axis.name}` of size {size}"
+        found += f" (axes {axes_text(leaf.axes)})"
+    elif size is None:
+        found = "no dimension to split"
+    else:
+        found = f"leading dimension {size} (shape {tuple(leaf.shape)})"
+    return f"{name}, marked per_layer, has {found}" if rule == "per_layer" else f"{name} has {found}"
+
+
+def _is_typed_key(leaf: Any) -> bool:
+    return is_array(leaf) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
+def _may_be_raw_key(leaf: Any) -> bool:
+    """Whether `leaf` could be one of JAX's old-style keys, or a stack of them."""
+    return is_array(leaf) and leaf.dtype == jnp.uint32 and leaf.ndim in (1, 2) and leaf.shape[-1] == 2

@@ -1,0 +1,101 @@
+"""Stacks trees along an axis: modules, and the outputs of layers."""
+
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+import haliax as hax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+from haliax import Axis, NamedArray
+
+from .._messages import axes_text
+from .marks import has_axis, is_array, is_named, is_split
+
+T = TypeVar("T")
+
+
+def take_layers(tree: T, axis: Axis, rows: slice) -> tuple[T, Axis]:
+    """Some of the layers of a stacked tree, and the axis that they have. What is shared stays as it is."""
+
+    def take(leaf: Any) -> Any:
+        if not is_split(leaf, axis):
+            return leaf
+        return leaf[{axis.name: rows}] if is_named(leaf) else leaf[rows]
+
+    taken = jtu.tree_map(take, tree, is_leaf=is_named)
+    return taken, axis.resize(len(range(*rows.indices(axis.size))))
+
+
+def stack_trees(trees: Sequence[T], axis: Axis) -> T:
+    """One tree with the arrays stacked along a new leading `axis`, and the first tree's other leaves."""
+
+    def stack(*leaves: Any) -> Any:
+        if is_named(leaves[0]):
+            return hax.stack(axis, leaves)
+        return jnp.stack(leaves) if is_array(leaves[0]) else leaves[0]
+
+    return jtu.tree_map(stack, *trees, is_leaf=is_named)
+
+
+def stack_outputs(outputs: Sequence[Any], axis: Axis, what: str) -> Any:
+    """The outputs of layers that may differ, stacked along a new leading `axis`; None for no layers.
+
+    Raises:
+        ValueError: where the layers' outputs differ in structure, axes or shape, or have the axis already.
+    """
+    if not outputs:
+        return None
+    (first, treedef), *rest = (jtu.tree_flatten_with_path(output, is_leaf=is_named) for output in outputs)
+    for i, (leaves, other) in enumerate(rest, start=1):
+        if other != treedef:
+            raise ValueError(
+                f"The outputs of {what} over `{axis.name}` cannot be stacked: layer 0 returns {treedef}, "
+                f"layer {i} {other}. Let all layers return the same structure."
+            )
+        for (path, a), (_, b) in zip(first, leaves, strict=True):
+            if _form(a) != _form(b):
+                raise ValueError(
+                    f"The output{jtu.keystr(path)} of {what} over `{axis.name}` cannot be stacked: it has "
+                    f"{_form(a)} in layer 0 and {_form(b)} in layer {i}. Let all layers return the same."
+                )
+    for path, leaf in first:
+        _check_is_new(leaf, axis, path, what)
+    return stack_trees([numbers_to_arrays(output) for output in outputs], axis)
+
+
+def numbers_to_arrays(output: T) -> T:
+    """The output of a layer, with an array for each Python number, so that it can be stacked."""
+    return jtu.tree_map(
+        lambda leaf: jnp.asarray(leaf) if isinstance(leaf, bool | int | float | complex) else leaf,
+        output,
+        is_leaf=is_named,
+    )
+
+
+def _form(leaf: Any) -> str:
+    """The axes, in any order, or the shape of an output."""
+    if is_named(leaf):
+        return f"axes {axes_text(sorted(leaf.axes, key=lambda axis: axis.name))}"
+    return f"shape {jnp.shape(leaf)}" if is_array(leaf) or isinstance(leaf, int | float | complex) else ""
+
+
+def name_stacked(tree: T, axis: Axis, what: str) -> T:
+    """Give `axis` back to named arrays whose raw arrays have gained a leading dimension.
+
+    Raises:
+        ValueError: where a named array already has an axis of that name.
+    """
+
+    def prepend(path: tuple[Any, ...], leaf: Any) -> Any:
+        _check_is_new(leaf, axis, path, what)
+        return NamedArray(leaf.array, (axis, *leaf.axes)) if is_named(leaf) else leaf
+
+    return jtu.tree_map_with_path(prepend, tree, is_leaf=is_named)
+
+
+def _check_is_new(leaf: Any, axis: Axis, path: tuple[Any, ...], what: str) -> None:
+    if is_named(leaf) and has_axis(leaf, axis):
+        raise ValueError(
+            f"The output{jtu.keystr(path)} of {what} over `{axis.name}` already has an axis of that "
+            f"name: {axes_text(leaf.axes)}. Rename it: y.rename({{{axis.name!r}: ...}})."
+        )

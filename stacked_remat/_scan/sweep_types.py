@@ -1,0 +1,155 @@
+"""The trees of a reverse sweep with a visitor, made from the leaves that the sweep works on, and back."""
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+
+from .._sweep.activity import is_differentiable
+from .._sweep.gradient import Inputs, LayerPullback, LeafLayer, LeafVisit, Perturbed, scatter_leaves
+from .._sweep.slots import Arrays
+from .._sweep.spec import SweepSpec
+from .._sweep.store import read
+from .checks import describe
+from .layer_axis import Leaf, TreeLayout
+from .marks import is_named, raw_array
+from .visitor import LayerVisit
+
+
+@dataclass(frozen=True, eq=False)
+class SweepTypes:
+    """Everything about a reverse sweep except its arrays.
+
+    Attributes:
+        spec: the sweep over leaves.
+        perturbed: what is differentiated.
+        layout: of the arguments of all layers.
+        constants: number of arrays that the layer closes over, which come first among the shared ones.
+        carry_tree: structure of the arrays of a carry.
+        carry_static: what else is in it.
+        y_tree: structure of an output.
+        outputs: the types of what the forward sweep returned, for cotangents to be compared with.
+        has_output: whether a layer returns an output beside the carry.
+        layer_of_slices: where fields are unsliced, a layer that takes slices of them, for its own gradient.
+    """
+
+    spec: SweepSpec
+    perturbed: Perturbed
+    layout: TreeLayout
+    constants: int
+    carry_tree: Any
+    carry_static: Any
+    y_tree: Any
+    outputs: Any
+    has_output: bool
+    layer_of_slices: LeafLayer | None
+
+    def carry_cotangent(self, leaves: Arrays) -> Any:
+        """The cotangent of a carry, from its leaves that have one."""
+        return jtu.tree_unflatten(self.carry_tree, scatter_leaves(leaves, self.perturbed.carry))
+
+    def part(self, leaf: Leaf) -> str:
+        """Which of "layer", "args" and "kwargs" a leaf of the arguments belongs to."""
+        group, entry = leaf.path[:2]
+        return "kwargs" if group.idx else "args" if entry.idx else "layer"
+
+    def parts(self, kind: Literal["split", "shared"]) -> list[str]:
+        """The part of each split or shared array."""
+        found = [self.part(leaf) for leaf in self.layout.of_kind(kind)]
+        return found + ["index"] * (len(self.layout.unsliced) - len(found)) if kind == "split" else found
+
+    def inputs(self, wrt: tuple[str, ...]) -> Inputs:
+        """The leaves that belong to these parts and have a cotangent."""
+        owners = (
+            ["closure"] * self.constants + self.parts("shared"),
+            ["carry"] * len(self.perturbed.carry),
+            self.parts("split"),
+        )
+        pairs = zip(self.perturbed.inputs, owners, strict=True)
+        return Inputs(
+            *(tuple(is_ and part in wrt for is_, part in zip(*pair, strict=True)) for pair in pairs)
+        )
+
+    def slices(self, leaves: LeafVisit) -> Arrays:
+        """The layer's own slices of the split arrays."""
+        pairs = zip(leaves.x, self.layout.unsliced, strict=True)
+        return [read(part, leaves.layer_index) if whole else part for part, whole in pairs]
+
+    def visit(self, leaves: LeafVisit, constants_of_slices: Arrays, layer_state: Any) -> LayerVisit:
+        """A visit in trees; `constants_of_slices` are what `layer_of_slices` closes over."""
+        slices, shared = self.slices(leaves), leaves.shared[self.constants :]
+        (layer, *args), kwargs = self.layout.layer(slices, shared)
+        carry_ct, y_ct = leaves.cotangents
+        cotangent = self.carry_cotangent(carry_ct)
+        if self.has_output:
+            y_leaves = scatter_leaves(y_ct, self.perturbed.ys)
+            cotangent = cotangent, jtu.tree_unflatten(self.y_tree, y_leaves)
+
+        def vjp(wrt: tuple[str, ...]) -> tuple[Any, ...]:
+            inputs, constants = self.inputs(wrt), self.constants
+            if self.layer_of_slices is None or "layer" not in wrt:
+                found = leaves.vjp(inputs)
+            else:
+                mask, constants = inputs.shared[constants:], len(constants_of_slices)
+                inputs = inputs._replace(shared=(False,) * constants + mask)
+                pullback = LayerPullback(self.layer_of_slices, self.perturbed, jax.checkpoint)
+                given = [*constants_of_slices, *shared]
+                found = pullback(given, leaves.carry, slices, None, leaves.cotangents, inputs)
+            of_shared, of_carry, of_x = (scatter_leaves(*pair) for pair in zip(found, inputs, strict=True))
+            (layer, *args), kwargs = self.layout.layer(of_x, of_shared[constants:], cotangents=True)
+            trees = {"layer": layer, "args": tuple(args), "kwargs": kwargs}
+            if "carry" in wrt:
+                trees["carry"] = jtu.tree_unflatten(self.carry_tree, of_carry)
+            return tuple(trees[part] for part in wrt)
+
+        carry = eqx.combine(jtu.tree_unflatten(self.carry_tree, leaves.carry), self.carry_static)
+        return LayerVisit(leaves.layer_index, layer, carry, tuple(args), kwargs, cotangent, layer_state, vjp)
+
+
+def cotangent_leaves(cotangent: Any, like: Any, mask: tuple[bool, ...], what: str) -> Arrays:
+    """The leaves of a cotangent that are in the mask, zeros for missing ones; checked as below."""
+    types, structure = jtu.tree_flatten(like, is_leaf=is_named)
+    leaves = structure.flatten_up_to(checked_cotangent(cotangent, like, what))
+    return [
+        jnp.zeros(type_.shape, type_.dtype) if leaf is None else leaf
+        for leaf, type_, is_perturbed in zip(leaves, map(raw_array, types), mask, strict=True)
+        if is_perturbed
+    ]
+
+
+def checked_cotangent(cotangent: Any, like: Any, what: str) -> Any:
+    """A cotangent of `like` with raw arrays as leaves, and None for missing ones.
+
+    Raises:
+        TypeError: a leaf is not an array; names the path.
+        ValueError: structure, axes, shape or dtype differ; names the path.
+    """
+
+    def check(path: tuple[Any, ...], type_: Any, leaf: Any) -> Any:
+        where, given, expected = f"{what}{jtu.keystr(path)}", raw_array(leaf), raw_array(type_)
+        if given is None or not is_differentiable(expected.dtype):
+            return None
+        if not eqx.is_array_like(given):
+            raise TypeError(f"The cotangent of {where} is {leaf!r}. Give an array, or None for zeros.")
+        given = jnp.asarray(given)
+        same_axes = getattr(leaf, "axes", None) == getattr(type_, "axes", None)
+        found, wanted = (
+            (describe(given), describe(expected)) if same_axes else (describe(leaf), describe(type_))
+        )
+        if found != wanted:
+            raise ValueError(
+                f"The cotangent of {where} is {found}, and {where} is {wanted}. Give it the same axes in the "
+                "same order, and the same shape and dtype."
+            )
+        return given
+
+    paths_and_types, structure = jtu.tree_flatten_with_path(like, is_leaf=is_named)
+    try:
+        leaves = [None] * len(paths_and_types) if cotangent is None else structure.flatten_up_to(cotangent)
+    except ValueError as error:
+        raise ValueError(f"The cotangent of {what} has another structure than {what}: {error}") from None
+    checked = [check(*entry, leaf) for entry, leaf in zip(paths_and_types, leaves, strict=True)]
+    return jtu.tree_unflatten(structure, checked)

@@ -27,6 +27,7 @@ from stacked_remat.training import (
     TokenBatch,
     TrainState,
     build_optimizer,
+    build_step,
     cast_parameters,
 )
 
@@ -133,7 +134,16 @@ def check_step(config: LmRunConfig, partitioning: Partitioning) -> None:
     state, batch = state_shapes(config, partitioning), batch_shapes(config.data, partitioning)
     try:
         with partitioning.active():
-            eqx.filter_eval_shape(next_token_loss, state.model, batch)
+            if config.trainer.update.fused:  # has rules of its own for the loss
+                step = build_step(
+                    config.trainer,
+                    loss_function=next_token_loss,
+                    optimizer=run_optimizer(config),
+                    partitioning=partitioning,
+                )
+                eqx.filter_eval_shape(step, batch, state)
+            else:
+                eqx.filter_eval_shape(next_token_loss, state.model, batch)
     except ValueError as error:
         raise ConfigError(f"The model of this config can't be applied here: {error}") from error
 

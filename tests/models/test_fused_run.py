@@ -11,6 +11,8 @@ from .tiny_run import make_workplace, train
 
 FEW = ("--trainer.num_steps", "4", "--trainer.log_every", "1")
 FUSED = ("--trainer.update.fused", "true")
+ADAFACTOR = ("--optimizer.type", "adafactor", "--optimizer.clipping_threshold", "null")
+ADAFACTOR += ("--optimizer.scale_by_parameter", "false")  # both go by a layer's array with fused updates
 LORA = ("--lora.rank", "2", "--optimizer.max_grad_norm", "null")
 
 
@@ -20,11 +22,13 @@ def workplace(tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    ("options", "devices"), [((), 4), (LORA, 1)], ids=["clipped, on four devices", "adapters"]
+    ("options", "devices"),
+    [((), 4), (LORA, 1), (ADAFACTOR, 1)],
+    ids=["clipped, on four devices", "adapters", "adafactor"],
 )
 def test_a_run_with_fused_updates_equals_one_without(workplace, options, devices):
     def metrics(*overrides, run):
-        run = f"{run} {len(options)}"
+        run = f"{run}{len(options)}"
         assert train(workplace, *FEW, *options, *overrides, run=run) == 0
         lines = (workplace / run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
         return [json.loads(line) for line in lines]

@@ -192,7 +192,7 @@ def _added(leaf: Any, step: Any) -> Any:
 
 
 def _sum_of_squares(leaves: list[Any]) -> Any:
-    return sum((jnp.sum(jnp.square(jnp.abs(leaf.astype(jnp.float32)))) for leaf in leaves), jnp.zeros(()))
+    return sum((jnp.sum(jnp.square(jnp.abs(leaf).astype(jnp.float32))) for leaf in leaves), jnp.zeros(()))
 
 
 _Further: TypeAlias = Literal["args", "kwargs"]
@@ -217,7 +217,8 @@ def _visitor(
         name: [at is not None and values.is_active(part.inputs[at]) for at in fold.positions(name)]
         for name in names
     }
-    wanted: list[_Further] = [name for name in names if any(is_active[name])]
+    # With a norm it is the second sweep, and these are known.
+    wanted: list[_Further] = [name for name in names if any(is_active[name]) and norm is None]
 
     def visit_layer(visit: LayerVisit, squares: Any) -> LayerResult:
         carry, layer, *others = visit.vjp("carry", "layer", *wanted)

@@ -56,7 +56,8 @@ memory:  ## compile for an H200 and a TPU v5p and compare with the recorded memo
 	@scripts/make_venv.sh "$(VENV)-memory" "$(PYTHON)" test,cuda-report,tpu-report
 	@mkdir -p "$(REPORTS)"
 	$(VENV)-memory/bin/python -m pytest --junitxml="$(REPORTS)/memory.xml" \
-	    tests/benchmarks/test_stack_memory.py tests/benchmarks/test_visitor_memory.py tests/benchmarks/test_qwen3_context.py tests/memory/test_targets.py \
+	    tests/benchmarks/test_stack_memory.py tests/benchmarks/test_visitor_memory.py tests/benchmarks/test_fused_update_memory.py \
+	    tests/benchmarks/test_qwen3_context.py tests/memory/test_targets.py \
 	    tests/ops/test_attention_splash.py
 
 .PHONY: parity

@@ -31,6 +31,7 @@ LAYERS = {
     "_remat": "policy",
     "_sweep": "sweep",
     "_checkpoint": "scan",
+    "_fused": "fused",
     "_scan": "scan",
     "_block_foldable": "stacks",
     "_block_seq": "stacks",
@@ -53,9 +54,10 @@ ALLOWED_IMPORTS = {
     "sweep": {"compat", "base", "schedule", "placement"},
     "scan": {"compat", "base", "schedule", "placement", "policy", "sweep"},
     "stacks": _CORE,
+    "fused": {"compat", "base", "policy", "scan", "stacks"},
     "ops": _CORE,
     "memory": _CORE | {"ops", "public"},
-    "training": _CORE | {"ops", "memory", "public"},
+    "training": _CORE | {"fused", "ops", "memory", "public"},
 }
 
 # What a package of models/ may import from models/ beside itself; the other files there may import all of it.

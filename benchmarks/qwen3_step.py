@@ -167,7 +167,7 @@ def attention_differences(config: LmRunConfig, tokens: int) -> dict[str, float |
         try:
             pairs = zip(results(backend, jnp.bfloat16), expected, strict=True)
         except ValueError as error:
-            found[backend] = re.sub(r".* cannot serve here: (.*)\. Use 'auto'\.", r"\1", str(error))
+            found[backend] = re.sub(r".* does not support this call: (.*)\. Use 'auto'\.", r"\1", str(error))
             continue
         off = max(float(jnp.linalg.norm(a - b) / jnp.linalg.norm(b)) for a, b in pairs)
         if not off <= 2e-2:

@@ -5,16 +5,17 @@ import errno
 import gc
 import logging
 import os
+import re
 import signal
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
 from rich.console import Console
 
-from models.generation.text_stream import printable
 from models.hf_io.safetensors_folder import WeightsError
 from stacked_remat import OffloadError
 from stacked_remat.memory import BudgetError, TargetError
@@ -64,6 +65,8 @@ _FIXES = {
     errno.EIO: "Check the disk, or the connection to it.",
 }
 _DEBUG = "--debug"
+# Control characters, which a terminal obeys, and marks of direction, which reorder the text around them.
+_OBEYED = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
 def run_command(
@@ -101,9 +104,9 @@ def run_command(
             if message is None:
                 raise
             if debug:
-                text = without_credentials(printable(traceback.format_exc()))
+                text = without_credentials(escaped(traceback.format_exc()))
                 print(text, end="", file=sys.stderr)
-        _show_error(without_credentials(f"error: {printable(message)}"), show)
+        _show_error(without_credentials(f"error: {escaped(message)}"), show)
         gc.collect()  # finalizers run now, and not with tracebacks while Python shuts down
         return 1
 
@@ -115,6 +118,19 @@ def shown_on(console: Console) -> Callable[[str], None]:
         console.print(encodable(text, console), highlight=False, markup=False, soft_wrap=True)
 
     return show
+
+
+def escaped(text: str) -> str:
+    r"""The text with escapes such as `\x1b` for what a terminal would obey, except newlines and tabs.
+
+    Works character by character, so that a text may be cut anywhere.
+    """
+    return _OBEYED.sub(lambda found: found[0].encode("unicode_escape").decode("ascii"), text)
+
+
+def local_path(text: str) -> Path:
+    """A path from the command line, with `~` expanded."""
+    return Path(text).expanduser()
 
 
 def encodable(text: str, console: Console) -> str:

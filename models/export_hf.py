@@ -15,8 +15,7 @@ from typing import Any
 
 from rich.console import Console
 
-from models.command import run_command, shown_on
-from models.generation.text_stream import printable
+from models.command import escaped, local_path, run_command, shown_on
 from models.hf_io.adapters import save_adapters
 from models.hf_io.decoder_weights import write_decoder
 from models.hf_io.pretrained import GENERATION_CONFIG
@@ -32,7 +31,7 @@ def export(run_dir: Path, out: Path, *, step: int | None = None, adapters: bool 
     """Writes the model of a run's checkpoint, or its adapters alone, to a new folder.
 
     Raises:
-        FileNotFoundError, CheckpointMismatchError, ConfigError: as `trained_model`.
+        FileNotFoundError, CheckpointMismatchError, ConfigError: as `read_run_config` and `trained_model`.
         FileExistsError: there is something in the folder.
         WeightsError: there are no adapters, the model has no such format, or the folder that training began
             with names end tokens that can't be read.
@@ -41,10 +40,13 @@ def export(run_dir: Path, out: Path, *, step: int | None = None, adapters: bool 
     Cost: that of `trained_model`, and the host memory of one file; adapters are merged in place.
     """
     check_new_folder(out)
-    texts, fields = ({}, {}) if adapters else generation_files(read_run_config(run_dir, step))
-    model, config = trained_model(run_dir, step=step)
+    config = read_run_config(run_dir, step)
+    texts, fields = ({}, {}) if adapters else generation_files(config)
+    model = trained_model(run_dir, config, step=step)
     if not isinstance(model, Decoder):
-        raise WeightsError(f"No format of Hugging Face's is known for a {type(model).__name__}.")
+        raise WeightsError(
+            f"A {type(model).__name__} can't be exported: only decoders have a Hugging Face format."
+        )
     if adapters:
         if config.lora is None:
             raise WeightsError(f"{run_dir} trained no adapters. Export the whole model, without --adapters.")
@@ -69,8 +71,8 @@ def main(arguments: Sequence[str], console: Console | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m models.export_hf", description=(__doc__ or "").splitlines()[0]
     )
-    parser.add_argument("--run_dir", type=Path, required=True, help="the run folder")
-    parser.add_argument("--out", type=Path, required=True, help="a new folder")
+    parser.add_argument("--run_dir", type=local_path, required=True, help="the run folder")
+    parser.add_argument("--out", type=local_path, required=True, help="a new folder")
     parser.add_argument("--step", type=int, help="of the checkpoint; the latest if not given")
     parser.add_argument("--adapters", action="store_true", help="the adapters alone, for PEFT")
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
@@ -80,7 +82,7 @@ def main(arguments: Sequence[str], console: Console | None = None) -> int:
     def run(arguments: Sequence[str], _: object) -> int:
         options = parser.parse_args(arguments)
         export(options.run_dir, options.out, step=options.step, adapters=options.adapters)
-        show(printable(f"wrote {options.out}"))
+        show(escaped(f"wrote {options.out}"))
         return 0
 
     return run_command(run, arguments, show)

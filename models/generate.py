@@ -11,15 +11,13 @@ batch, and the text of the first is streamed, then that of the others.
 import argparse
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import cast
 
 import jax
 from rich.console import Console
 from rich.segment import Segment, Segments
 
-from models.command import encodable, run_command, shown_on
-from models.generation.generator import Dtype, GeneratorSource, source_of_folder, source_of_run
+from models.command import encodable, escaped, local_path, run_command, shown_on
 from models.generation.sampling import Sampling
 from models.generation.text_generation import (
     Piece,
@@ -30,7 +28,7 @@ from models.generation.text_generation import (
     generate_text,
     in_order,
 )
-from models.generation.text_stream import printable
+from models.generator_source import Dtype, GeneratorSource, source_of_folder, source_of_run
 from stacked_remat.training import ChatTemplateError, ConfigError, Tokenizer
 
 
@@ -52,13 +50,14 @@ def _generate(arguments: Sequence[str], console: Console) -> int:
     name = options.tokenizer or options.model or f"of the run {options.checkpoint}"
     prompts, stops = _encoded(source.tokenizer, name, texts, chat=options.chat)
     source.check_memory(len(prompts), max(map(len, prompts)) + options.max_new_tokens)
-    generator = source.generator()
     pieces = generate_text(
-        generator,
+        source.read(),
+        source.tokenizer,
         prompts,
         max_new_tokens=options.max_new_tokens,
         sampling=sampling,
         key=jax.random.key(options.seed),
+        ends=source.ends,
         stops=stops,
     )
     try:
@@ -76,23 +75,23 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument(
-        "--checkpoint", type=Path, metavar="RUN_FOLDER", help="a run folder of models.train_lm"
+        "--checkpoint", type=local_path, metavar="RUN_FOLDER", help="a run folder of models.train_lm"
     )
     source.add_argument("--model", help="a folder in Hugging Face's format, or owner/model on its Hub")
     add("--step", type=int, help="of the checkpoint; the latest if not given")
     add(
         "--tokenizer",
-        help="another than the run's, or the model's: byte, a folder, a file, a name on the Hub",
+        help="replaces the run's or the model's: byte, a folder, a file, a name on the Hub",
     )
     add("--dtype", choices=("float32", "bfloat16"), help="of --model; what its config.json says if not given")
     add("--prompt", action="append", default=[], help="a text to continue; may be given several times")
-    add("--prompts", type=Path, metavar="FILE", help="a file with a prompt on each line")
+    add("--prompts", type=local_path, metavar="FILE", help="a file with a prompt on each line")
     add("--chat", action="store_true", help="prompts are what the user says, put into the chat template")
     add("--max_new_tokens", type=int, default=128, help="for each prompt, at the most (default 128)")
     add(
         "--temperature", type=float, default=1.0, help="divides logits (default 1); 0 for the likeliest token"
     )
-    add("--top_k", type=int, help="draw among so many of the likeliest tokens")
+    add("--top_k", type=int, help="sample from the K likeliest tokens")
     add("--top_p", type=float, help="draw among the fewest tokens whose probabilities reach this")
     add("--debug", action="store_true", help="show the traceback of an error")
     add(
@@ -134,8 +133,8 @@ def _prompts(options: argparse.Namespace) -> list[str]:
     if options.prompts is not None:
         try:
             lines = options.prompts.read_text(encoding="utf-8").splitlines()
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"Can't read --prompts {options.prompts}: {error}") from error
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"--prompts {options.prompts} is not UTF-8: {error}. Convert it.") from error
         texts += [line for line in lines if line.strip()]
     for text in texts:
         try:
@@ -172,7 +171,7 @@ def _writer(console: Console, *, raw: bool) -> Callable[[str, str], None]:
     """A function that writes a text in a style: printable for a terminal, or `raw` and unchanged."""
 
     def write(text: str, style: str) -> None:
-        safe = encodable(printable(text), console)
+        safe = encodable(escaped(text), console)
         # A segment is written unchanged; rich would replace the tabs of a text.
         segments = Segments([Segment(safe, console.get_style(style))])
         console.print(segments, end="", soft_wrap=True)

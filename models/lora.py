@@ -19,7 +19,7 @@ def with_adapters(
     """The model to train, and which of its arrays: only adapters, or all without `lora`.
 
     Raises:
-        ConfigError: a target fits no linear map, or the head, whose weights the loss takes by themselves.
+        ConfigError: a target matches no linear, or the head, whose weights the loss takes by themselves.
     """
     if lora is None:
         return model, eqx.is_inexact_array

@@ -45,7 +45,6 @@ from stacked_remat.training import (
     learning_rate_schedule,
     load_tokenizer,
     lock_run_folder,
-    named_in_errors,
     open_training_data,
     parse_config,
     remat_entry,
@@ -69,7 +68,8 @@ def train_lm(config: LmRunConfig, progress: Progress, stop: StopSignals) -> Trai
         NonFiniteLossError: training diverged.
     """
     check_trackers(config.trainer.trackers)
-    partitioning = _partitioning(config)
+    partitioning = Partitioning.of(config.trainer.mesh)
+    partitioning.check_rows(config.data.batch_size, config.trainer.update.microbatches)
     tokenizer = load_tokenizer(config.data.tokenizer)
     config = _resolved(config, progress)
     check_step(config, partitioning)
@@ -100,15 +100,13 @@ def train_lm(config: LmRunConfig, progress: Progress, stop: StopSignals) -> Trai
             saved=saved_arrays,
             message=progress.message,
         )
-        closing.callback(_close, checkpoints)
+        closing.callback(checkpoints.close)
         state, position = _first_state(config, partitioning, checkpoints)
         if position is not None:
             _check_length(config, position, folder)
             data.training.set_state(position.data)  # refuses other data while the folder is still as it was
             progress.message(f"resuming after step {position.step} of an earlier process")
-        trackers = _trackers(config, folder, position)
-        for tracker in trackers:
-            closing.callback(tracker.close)
+        trackers = _trackers(config, folder, position, closing)
         folder.begin(config_as_dict(config))
         progress.message(_summary(config, data.summary, state, folder))
         result = train(
@@ -144,22 +142,10 @@ def main(arguments: Sequence[str]) -> int:
     return run_command(run, arguments, progress.message, interrupted=(EXIT_INTERRUPTED, early))
 
 
-def _close(checkpoints: Checkpoints) -> None:
-    with named_in_errors(checkpoints.folder):
-        checkpoints.close()
-
-
 def _asked_to_stop(stop: StopSignals) -> str | None:
     """The signal that asks to stop, if one came; from the first call on, a signal no longer raises."""
     stop.defer()
     return stop.received
-
-
-def _partitioning(config: LmRunConfig) -> Partitioning:
-    """The devices of the run; refuses batches that can't be divided over them."""
-    partitioning = Partitioning.of(config.trainer.mesh)
-    partitioning.check_rows(config.data.batch_size, config.trainer.update.microbatches)
-    return partitioning
 
 
 def _first_state(
@@ -210,12 +196,17 @@ def _resolved(config: LmRunConfig, progress: Progress) -> LmRunConfig:
     return dataclasses.replace(config, remat=remat_entry(found.policy), budget=None, host_budget=None)
 
 
-def _trackers(config: LmRunConfig, folder: RunFolder, position: Position | None) -> list[Tracker]:
+def _trackers(
+    config: LmRunConfig, folder: RunFolder, position: Position | None, closing: contextlib.ExitStack
+) -> list[Tracker]:
     done = -1 if position is None else position.step
     more = build_trackers(
         config.trainer.trackers, folder.root, config_as_dict(config), resumed_after=position and position.step
     )
-    return [JsonLinesTracker(folder.metrics, resumed_after=done), *more]
+    trackers = [JsonLinesTracker(folder.metrics, resumed_after=done), *more]
+    for tracker in trackers:
+        closing.callback(tracker.close)
+    return trackers
 
 
 def _conclude(result: TrainingResult, folder: RunFolder, progress: Progress) -> None:

@@ -30,10 +30,17 @@ def read_run_config(run_dir: Path, step: int | None = None) -> LmRunConfig:
         step: of the checkpoint; the latest if not given.
 
     Raises:
-        FileNotFoundError: there is no such checkpoint.
+        FileNotFoundError: there is no such run or checkpoint.
         ConfigError: the config in the checkpoint is not one of `models.train_lm`.
     """
     folder = run_dir / "checkpoints"
+    if not folder.is_dir():
+        is_model = (run_dir / "config.json").is_file()
+        hint = " It is a Hugging Face model: use models.generate --model." if is_model else ""
+        raise FileNotFoundError(
+            f"{run_dir} is not a run folder: it has no checkpoints/ in it. Name the one that models.train_lm "
+            f"wrote to (trainer.run_dir).{hint}"
+        )
     try:
         saved = checkpoint_config(folder, step=step)
         if not isinstance(saved, dict) or saved.get("vocab_size") is None:
@@ -50,10 +57,13 @@ def read_run_config(run_dir: Path, step: int | None = None) -> LmRunConfig:
         ) from error
 
 
-def trained_model(run_dir: Path, *, step: int | None = None) -> tuple[LanguageModel, LmRunConfig]:
-    """The model of a run's checkpoint with its adapters, if it has some, and the run's config.
+def trained_model(run_dir: Path, config: LmRunConfig, *, step: int | None = None) -> LanguageModel:
+    """The model of a run's checkpoint, with its adapters if it has some.
 
-    Takes what `read_run_config` does.
+    Args:
+        run_dir: the run folder.
+        config: what `read_run_config` found there.
+        step: of the checkpoint; the latest if not given.
 
     Raises:
         FileNotFoundError: there is no such checkpoint.
@@ -61,15 +71,13 @@ def trained_model(run_dir: Path, *, step: int | None = None) -> tuple[LanguageMo
 
     Cost: the model in memory; with adapters also the weights under them, which are read or made again.
     """
-    folder, config = run_dir / "checkpoints", read_run_config(run_dir, step)
+    folder = run_dir / "checkpoints"
     if config.lora is None:
         state = state_shapes(config)
     else:
         state = initial_state(config)
         check_unsaved(folder, eqx.filter(state, saved_arrays(state), inverse=True), step=step)
-    return eqx.combine(
-        load_checkpoint(folder, state.trained, step=step, part="trained"), state.frozen
-    ), config
+    return eqx.combine(load_checkpoint(folder, state.trained, step=step, part="trained"), state.frozen)
 
 
 def base_folder(config: LmRunConfig) -> Path | None:
@@ -87,7 +95,7 @@ def ends_of_run(config: LmRunConfig, end: int) -> list[int]:
     names them.
 
     Raises:
-        WeightsError: a file of that folder can't be read, or names something else than tokens of the model.
+        WeightsError: a file of that folder can't be read, or names something other than tokens of the model.
     """
     root = base_folder(config)
     found = () if root is None else end_tokens(root, config.Vocab.size)

@@ -1,9 +1,11 @@
-"""Files written whole or not at all, and JSON read strictly."""
+"""Files written whole or not at all, JSON read strictly, and safetensors files with clear errors."""
 
 import collections
 import contextlib
+import errno
 import json
 import os
+import re
 import reprlib
 import shutil
 import uuid
@@ -70,6 +72,51 @@ def read_json_fields(path: Path) -> dict[str, Any]:
     if not isinstance(fields, dict):
         raise ValueError(f"{path} holds a {type(fields).__name__}; a JSON object was expected.")
     return fields
+
+
+@contextlib.contextmanager
+def opened_safetensors(path: Path, error_type: type[ValueError] = ValueError) -> Iterator[Any]:
+    """A safetensors file whose tensors are NumPy arrays.
+
+    Raises:
+        ImportError: safetensors is not installed.
+        error_type: it can't be read, or is not a safetensors file.
+    """
+    safetensors = import_safetensors()
+    try:
+        with safetensors.safe_open(path, "numpy") as file:
+            yield file
+    except (safetensors.SafetensorError, OSError) as error:
+        raise error_type(
+            f"{path} can't be read as a safetensors file ({error}). It may be truncated; fetch or save it "
+            f"again."
+        ) from error
+
+
+@contextlib.contextmanager
+def written_safetensors(folder: Path) -> Iterator[None]:
+    """Turns what safetensors raises for an error of the system into an OSError that names the folder."""
+    try:
+        yield
+    except (import_safetensors().SafetensorError, OSError) as error:
+        code = re.search(r"os error (\d+)", str(error))  # safetensors has it only in its message
+        number = int(code[1]) if code else getattr(error, "errno", None) or errno.EIO
+        raise OSError(number, os.strerror(number), str(folder)) from error
+
+
+def import_safetensors() -> Any:
+    """The package, which is optional.
+
+    Raises:
+        ImportError: it is not installed; says how to install it.
+    """
+    try:
+        import safetensors.numpy
+    except ImportError as error:
+        raise ImportError(
+            "Weights and adapters are in files of safetensors: pip install 'stacked_remat[weights]'."
+        ) from error
+    return safetensors
 
 
 def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

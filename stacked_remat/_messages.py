@@ -23,6 +23,19 @@ def shortened(items: Sequence[str], separator: str = ", ", most: int = 50) -> st
     return separator.join([*items[:most], *more])
 
 
+_SHORT = reprlib.Repr()
+_SHORT.maxstring = _SHORT.maxother = 100
+_SHORT.maxlevel = 3
+
+
+def shown(value: Any) -> str:
+    """The repr of a value from a file, shortened where it is long or deep."""
+    try:
+        return _SHORT.repr(value)
+    except ValueError:  # an integer of more digits than Python writes out
+        return "a number of thousands of digits"
+
+
 def printable(text: str) -> str:
     """A text from a file, in quotes and cut where it is long or holds letters that can't be printed."""
     return text if text.isprintable() and len(text) < 500 else reprlib.repr(text)

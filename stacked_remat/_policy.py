@@ -59,8 +59,8 @@ class ScanCheckpointPolicy:
         offload_block_internals: names that are moved to the host instead.
         prevent_cse: put barriers around recomputation even inside a rolled loop. Where layers share one
             program (`BlockSeq`, a fully unrolled scan) they are always there, since XLA would merge the
-            recomputation with the forward pass. Layers that are cut have use for them only where internals
-            are saved by name.
+            recomputation with the forward pass. Layers that are cut need them only where internals are
+            saved by name.
         disable: no checkpointing at all: everything the backward pass reads is kept.
         simple: plain `jax.checkpoint` around each layer, without naming the carry or the inputs. The memory
             is the same as by default; for debugging, it excludes names as a cause.
@@ -234,7 +234,7 @@ class ScanCheckpointPolicy:
             )
 
     def settings(self) -> list[tuple[str, Any]]:
-        """The fields that were set to something else than their defaults, in order."""
+        """Fields that differ from their defaults, in order."""
         values = ((field, getattr(self, field.name)) for field in dataclasses.fields(self))
         return [(field.name, value) for field, value in values if value is not field.default and value != ()]
 

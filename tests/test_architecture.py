@@ -31,6 +31,7 @@ LAYERS = {
     "_remat": "policy",
     "_sweep": "sweep",
     "_checkpoint": "scan",
+    "_fused": "fused",
     "_scan": "scan",
     "_block_foldable": "stacks",
     "_block_seq": "stacks",
@@ -53,14 +54,23 @@ ALLOWED_IMPORTS = {
     "sweep": {"compat", "base", "schedule", "placement"},
     "scan": {"compat", "base", "schedule", "placement", "policy", "sweep"},
     "stacks": _CORE,
+    "fused": {"compat", "base", "policy", "scan", "stacks"},
     "ops": _CORE,
     "memory": _CORE | {"ops", "public"},
-    "training": _CORE | {"ops", "memory", "public"},
+    "training": _CORE | {"fused", "ops", "memory", "public"},
+}
+
+# What a package of models/ may import from models/ beside itself; the other files there may import all of it.
+MODEL_IMPORTS = {
+    "transformer": {"lm"},
+    "generation": {"lm"},
+    "hf_io": {"lm", "transformer"},
+    "qwen3_moe": {"lm", "transformer", "hf_io"},
 }
 
 THIRD_PARTY = {"jax", "equinox", "haliax", "jaxtyping", "numpy"}  # numpy comes with jax
 # Packages that import more than these when they are imported, and the extras that install it.
-EXTRAS = {"training": ["train"], "nnx": ["nnx"]}
+EXTRAS = {"training": ["train"]}
 IMPORT_NAMES = {"pyyaml": "yaml", "orbax-checkpoint": "orbax"}  # where a distribution and its module differ
 
 ARCHITECTURES = re.compile(r"qwen|llama|gemma|mistral|mixtral|gpt2|gpt_|olmo|deepseek", re.IGNORECASE)
@@ -69,7 +79,17 @@ FOR_ANY_ARCHITECTURE = (
     "models/transformer/",
     "models/hf_io/",
     "models/generation/",
+    "models/command.py",
     "models/export_hf.py",
+    "models/generate.py",
+    "models/generator_source.py",
+    "models/lm.py",
+    "models/lora.py",
+    "models/plan_lm.py",
+    "models/run_state.py",
+    "models/step_memory.py",
+    "models/train_lm.py",
+    "models/trained_run.py",
 )
 BANNED_NAMES = {"utils", "util", "common", "helpers", "helper", "misc"}
 LONGEST_FILE = 500
@@ -157,6 +177,14 @@ def layers_import_only_what_is_below_them(source: Source) -> Iterator[str]:
             other = _layer(parts[1]) or "public"
             if other not in allowed or (own == "compat" and other == own):
                 yield f"{source.path}:{line}: {own} may import {sorted(allowed)}, but not {other} ({name})"
+
+
+def packages_of_models_import_only_what_is_below_them(source: Source) -> Iterator[str]:
+    own = source.package.removeprefix("models.")
+    for name, line in _imports(source, source.nodes):
+        parts = name.split(".")
+        if own in MODEL_IMPORTS and parts[0] == "models" and parts[1] not in MODEL_IMPORTS[own] | {own}:
+            yield f"{source.path}:{line}: {own} may import {sorted(MODEL_IMPORTS[own])}, but not {name}"
 
 
 def the_library_imports_what_it_declares_and_no_model(source: Source) -> Iterator[str]:
@@ -285,6 +313,7 @@ def no_test_reads_the_text_of_a_jaxpr(source: Source) -> Iterator[str]:
 
 RULES = [
     layers_import_only_what_is_below_them,
+    packages_of_models_import_only_what_is_below_them,
     the_library_imports_what_it_declares_and_no_model,
     only_optional_dependencies_are_imported_inside_functions,
     the_schedule_is_pure_integers,
@@ -320,6 +349,11 @@ VIOLATIONS = {
         ("stacked_remat/_compat.py", "from . import _files"),
         ("stacked_remat/_stacked.py", "from . import fold"),
         ("stacked_remat/ops/rotary.py", "from ..memory import report"),
+    ],
+    packages_of_models_import_only_what_is_below_them: [
+        ("models/transformer/attention.py", "from models.generation import decoding"),
+        ("models/hf_io/formats.py", "from models.qwen3_moe import hf"),
+        ("models/generation/decoding.py", "def f():\n    import models.run_config"),
     ],
     the_library_imports_what_it_declares_and_no_model: [
         ("stacked_remat/training/loop.py", "def f():\n    from models.lm import loss"),

@@ -296,15 +296,26 @@ def test_no_layers_second_derivatives_and_eager_calls_on_the_host():
         _, sweep_back = fold_vjp_of(remat="nested")(x, weights)
         return jnp.mean(sweep_back(jnp.ones_like(x)).carry ** 2)
 
-    def of_loop(weights):
-        def run(x):
-            for weight in weights:
-                x = layer_fn(x, weight)
-            return jnp.sum(x)
+    def loop(x, weights):
+        for weight in weights:
+            x = layer_fn(x, weight)
+        return jnp.sum(x)
 
-        return jnp.mean(jax.grad(run)(x) ** 2)
+    def of_loop(weights):
+        return jnp.mean(jax.grad(loop)(x, weights) ** 2)
 
     assert_close(jax.jit(jax.grad(of_sweep))(weights), jax.jit(jax.grad(of_loop))(weights))
+
+    def of_visitor(weights, remat):
+        y, sweep_back = fold_vjp_of(remat=remat)(x, weights)
+        new = sweep_back(y, sgd).layers
+        return jnp.sum(y), jnp.sum(new)
+
+    for remat in (True, "nested", False):
+        run = functools.partial(of_visitor, remat=remat)
+        with pytest.raises(TypeError, match="the results of a sweep with a visitor have no derivatives"):
+            jax.grad(lambda weights, run=run: run(weights)[1])(weights)
+        assert_close(jax.jit(jax.grad(run, has_aux=True))(weights)[0], jax.grad(loop, 1)(x, weights))
     host = jax.device_put(weights, weights.sharding.with_memory_kind("pinned_host"))
     y, sweep_back = fold_vjp_of(remat="nested")(x, host)
     new = sweep_back(jnp.ones_like(y), sgd).layers

@@ -1,1 +1,1 @@
-"""Text generation: sampling, the key-value cache, decoding, and text as it is produced."""
+"""Text generation: sampling, decoding with a cache, and text as it is produced."""

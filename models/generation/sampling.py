@@ -95,6 +95,6 @@ def keep_top_p(logits: Logits, p: float) -> Logits:
 
 
 def _kept(logits: Logits, order: Array, kept: Array) -> Logits:
-    """The logits whose place in the order is kept, and minus infinity elsewhere."""
+    """The logits with minus infinity where `kept`, which follows `order`, is false."""
     places = jnp.argsort(order, axis=-1)
     return jnp.where(jnp.take_along_axis(kept, places, axis=-1), logits, -jnp.inf)

@@ -1,18 +1,16 @@
 """Generates text from prompts and chats, and streams it."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import NamedTuple, TypeAlias
 
-import numpy as np
-from jaxtyping import Int, PRNGKeyArray
+from jaxtyping import PRNGKeyArray
 
-from models.generation.decoding import continued_tokens
-from models.generation.generator import Generator
+from models.generation.decoding import Tokens, continued_tokens
 from models.generation.sampling import Sampling
 from models.generation.text_stream import TextStream
+from models.lm import LanguageModel
 from stacked_remat.training import Tokenizer
 
-Tokens = Int[np.ndarray, " tokens"]
 Stop: TypeAlias = tuple[int, ...]
 """A sequence of tokens that ends a text."""
 
@@ -42,38 +40,40 @@ def end_of_turn(tokenizer: Tokenizer) -> Stop:
 
     They may differ from the tokenizer's end token, which for base models ends whole texts.
     """
-    said = "\ue000"  # in no template
-    messages = [{"role": "user", "content": said}, {"role": "assistant", "content": said}]
-    after = tokenizer.chat_template.render(messages).rpartition(said)[2]
+    content = "\ue000"  # in no template
+    messages = [{"role": role, "content": content} for role in ("user", "assistant")]
+    after = tokenizer.chat_template.render(messages).rpartition(content)[2]
     return tuple(int(token) for token in tokenizer.encode(after.strip()))
 
 
 def generate_text(
-    generator: Generator,
+    model: LanguageModel,
+    tokenizer: Tokenizer,
     prompts: Sequence[Tokens],
     *,
     max_new_tokens: int,
     sampling: Sampling,
     key: PRNGKeyArray,
+    ends: Collection[int],
     stops: Sequence[Stop] = (),
 ) -> Iterator[Piece]:
     """Continues all prompts as one batch and streams their text, until all have ended.
 
     Args:
-        generator: the model.
+        model: any causal language model.
+        tokenizer: its tokens.
         prompts: tokens, at least one each.
         max_new_tokens: of each prompt, at most.
         sampling: how tokens are drawn.
         key: of the random numbers.
-        stops: sequences of tokens that end a text, beside the generator's ends.
+        ends: tokens that end a text.
+        stops: sequences of tokens that end a text too.
 
     Cost: that of `continued_tokens`.
     """
-    every_stop = [*((end,) for end in sorted(generator.ends)), *stops]
-    streams = [TextStream(generator.tokenizer, prompt.tolist(), every_stop) for prompt in prompts]
-    steps = continued_tokens(
-        generator.model, prompts, max_new_tokens=max_new_tokens, sampling=sampling, key=key
-    )
+    every_stop = [*((end,) for end in sorted(ends)), *stops]
+    streams = [TextStream(tokenizer, prompt.tolist(), every_stop) for prompt in prompts]
+    steps = continued_tokens(model, prompts, max_new_tokens=max_new_tokens, sampling=sampling, key=key)
     for tokens in steps:
         for row, stream in enumerate(streams):
             if not stream.ended:

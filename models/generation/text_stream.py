@@ -1,26 +1,11 @@
 """Decodes a stream of tokens to text that can be shown at once, up to a stop."""
 
-import re
 from collections.abc import Iterable, Sequence
 from typing import final
 
 import numpy as np
 
 from stacked_remat.training import Tokenizer
-
-# Control characters, which a terminal obeys, and marks of direction, which reorder the text around them.
-_COMMANDS = re.compile(
-    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]"
-)
-
-
-def printable(text: str) -> str:
-    r"""The text with escapes such as `\x1b` for what a terminal would obey, except newlines and tabs.
-
-    Works character by character, so that a text may be cut anywhere.
-    """
-    return _COMMANDS.sub(lambda found: found[0].encode("unicode_escape").decode("ascii"), text)
-
 
 _CONTEXT = 8  # tokens before the first new one, because tokenizers may treat a beginning of text differently
 

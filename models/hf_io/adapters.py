@@ -1,6 +1,5 @@
 """Adapters of a decoder in PEFT's format."""
 
-import re
 from pathlib import Path
 
 from models.hf_io.formats import ExpertsLayout, format_of
@@ -11,7 +10,6 @@ _MISSING = {
     "embedding": "the embedding is not a linear map, and only these have adapters here",
     "head": "this model has no head of its own, since its config has tie_word_embeddings",
 }
-_SEPARATE = re.compile(r"\.mlp\.experts\.\d+\.")
 
 
 def save_adapters(
@@ -36,5 +34,5 @@ def load_adapters(model: Decoder, folder: Path) -> Decoder:
                 f"{folder} has adapters of {module}: {missing}. Merge them with PEFT (merge_and_unload), "
                 f"save the whole model and read that."
             )
-    layout = "separate" if any(_SEPARATE.search(name) for name in tensors) else "fused"
+    layout = "separate" if "separate" in map(known.experts_layout, tensors) else "fused"
     return load_peft(model, folder, known.peft_names(model.config, layout))

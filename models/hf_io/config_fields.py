@@ -10,9 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from models.hf_io.safetensors_folder import shown
 from models.transformer.config import DecoderConfig, RotaryConfig
-from stacked_remat._messages import printable, shortened
+from stacked_remat._messages import printable, shortened, shown
 from stacked_remat.ops import DefaultRotary, RotaryScaling, rotary_from_hf, rotary_to_hf
 
 _WITHOUT_EFFECT = frozenset(
@@ -31,20 +30,17 @@ _WITHOUT_EFFECT = frozenset(
 padding, and a token that occurs in the text is trained.
 """
 
-_ONLY_VALUES: Mapping[str, Any] = {
+_BUILT_IN: Mapping[str, Any] = {
     "attention_dropout": 0,
     "chunk_size_feed_forward": 0,
     "cross_attention_hidden_size": None,
     "add_cross_attention": False,
     "hidden_act": "silu",
     "pruned_heads": {},
-    "qkv_bias": False,
     "quantization_config": None,
-    "shared_expert_intermediate_size": 0,
     "tie_encoder_decoder": False,
-    "use_qk_norm": True,
 }
-"""Fields that change logits, with the value that the decoder has built in; null counts as absent."""
+"""Fields that change logits, with the value that every decoder has built in; null counts as absent."""
 
 _MOST_LAYERS = 10_000
 _LARGEST = float(np.finfo(np.float32).max)
@@ -105,7 +101,7 @@ class ConfigFields:
 
     def decoder(self) -> dict[str, Any]:
         """The arguments of `DecoderConfig` that every architecture's `config.json` names alike."""
-        self._check_only_values()
+        self.check_built_in(_BUILT_IN)
         dtype = agreed("dtype", self("dtype", None), "torch_dtype", self("torch_dtype", None))
         if dtype is not None and dtype not in _DTYPES:
             raise ValueError(f"dtype is {shown(dtype)}; one of {', '.join(_DTYPES)} is expected.")
@@ -120,6 +116,14 @@ class ConfigFields:
             "tie_word_embeddings": self.boolean("tie_word_embeddings", False),
         }
 
+    def check_built_in(self, values: Mapping[str, Any]) -> None:
+        """Refuses fields with another value than the only one that is supported."""
+        for name, only in values.items():
+            value = self(name, only)
+            # False == 0, but one is a switch and the other a number.
+            if value != only or isinstance(value, bool) != isinstance(only, bool):
+                raise ValueError(f"{name} is {shown(value)}; only {only!r} is supported.")
+
     def check_unknown(self, model_type: str) -> None:
         """Refuses fields that were not read, unless they are known to have no effect."""
         left = sorted(name for name, value in self._left.items() if value is not None)
@@ -128,13 +132,6 @@ class ConfigFields:
                 f"{shortened(unknown)}: unknown fields of a {model_type} decoder. Remove them if they do not "
                 f"change what the model computes."
             )
-
-    def _check_only_values(self) -> None:
-        for name, served in _ONLY_VALUES.items():
-            value = self(name, served)
-            # False == 0, but one is a switch and the other a number.
-            if value != served or isinstance(value, bool) != isinstance(served, bool):
-                raise ValueError(f"{name} is {shown(value)}; only {served!r} is supported.")
 
     def _rotary(self) -> RotaryConfig:
         longest = self.size("max_position_embeddings", 32_768)
@@ -198,8 +195,8 @@ def agreed(name: str, value: Any, alias: str, other: Any) -> Any:
     """
     if value is not None and other is not None and value != other:
         raise ValueError(
-            f"{name} is {shown(value)} and {alias} is {shown(other)}, and both name one thing. Correct the "
-            f"one that is wrong, or leave it out."
+            f"{name} is {shown(value)} and {alias} is {shown(other)}, and these are two names of one field. "
+            f"Correct the one that is wrong, or leave it out."
         )
     return other if value is None else value
 

@@ -59,7 +59,7 @@ def read_decoder(
     Cost: one tensor in host memory, besides the decoder itself.
     """
     folder = SafetensorsFolder.open(root)
-    _check_separate_experts(folder)
+    _check_separate_experts(folder, config)
     _check_size(folder, config, Vocab)
     shapes = eqx.filter_eval_shape(Decoder.init, config, Vocab, remat=remat, key=jax.random.key(0))
     places = decoder_places(shapes)
@@ -181,12 +181,12 @@ def _check_size(folder: SafetensorsFolder, config: DecoderConfig, Vocab: Axis) -
         )
 
 
-def _check_separate_experts(folder: SafetensorsFolder) -> None:
-    fused = next((name for name in folder.shapes if name.endswith(".mlp.experts.gate_up_proj")), None)
-    if fused is not None:
+def _check_separate_experts(folder: SafetensorsFolder, config: DecoderConfig) -> None:
+    layout = format_of(config).experts_layout
+    if fused := [name for name in folder.shapes if layout(name) == "fused"]:
         raise WeightsError(
-            f"{folder.root} has the experts of a layer in one tensor, {fused}. Load it with transformers and "
-            f"save it again, save_pretrained(..., save_original_format=True), with a tensor an expert."
+            f"{folder.root} has the experts of a layer in one tensor, {fused[0]}. Load it with transformers "
+            f"and save it again, save_pretrained(..., save_original_format=True), with a tensor an expert."
         )
 
 

@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 from models.hf_io.config_fields import ConfigFields, decoder_fields
-from models.hf_io.safetensors_folder import WeightsError, read_json, shown
+from models.hf_io.safetensors_folder import WeightsError, read_json
 from models.transformer.config import DecoderConfig
+from stacked_remat._messages import shown
 from stacked_remat.lora import PeftNames
 
 ExpertsLayout: TypeAlias = Literal["fused", "separate"]
@@ -28,8 +29,8 @@ class HfFormat:
             the fields that are left; raises `ValueError` for a value that is not supported.
         write_config: the fields of `config.json` that are this architecture's own; raises `WeightsError` for
             a config that this format can't express.
-        tensor_names: names of the parts of a decoder, where they are others than here: of `embedding`,
-            `stacks` (all layers), `norm` and `head`, and of attributes of a layer.
+        tensor_names: names of the parts of a decoder, where they differ from the attribute's name: of
+            `embedding`, `stacks` (all layers), `norm` and `head`, and of a layer's attributes (`experts`).
         peft_names: names of the adapters of a decoder.
     """
 
@@ -40,13 +41,18 @@ class HfFormat:
     tensor_names: Mapping[str, str]
     peft_names: Callable[[DecoderConfig, ExpertsLayout], PeftNames]
 
+    def experts_layout(self, tensor: str) -> ExpertsLayout | None:
+        """The layout of experts that the name of a tensor shows; None where it is not of experts."""
+        _, found, rest = tensor.partition(f".{self.tensor_names.get('experts', 'experts')}.")
+        return None if not found else "separate" if rest.partition(".")[0].isdecimal() else "fused"
+
 
 _FORMATS: dict[str, HfFormat] = {}
 _NONE = "no architecture is registered: import models.architectures"
 
 
 def register_format(*formats: HfFormat) -> None:
-    """Makes formats known to all that reads and writes Hugging Face's files."""
+    """Registers formats for reading and writing."""
     _FORMATS.update({one.model_type: one for one in formats})
 
 
@@ -59,7 +65,7 @@ def format_of(config: DecoderConfig) -> HfFormat:
     for one in _FORMATS.values():
         if one.config_class is type(config):
             return one
-    which = f"No format of Hugging Face's is registered for a {type(config).__name__}" if _FORMATS else _NONE
+    which = f"No Hugging Face format is registered for {type(config).__name__}" if _FORMATS else _NONE
     raise WeightsError(f"{which}.")
 
 

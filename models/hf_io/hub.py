@@ -6,7 +6,8 @@ from pathlib import Path
 import huggingface_hub
 import huggingface_hub.errors
 
-from models.hf_io.safetensors_folder import WeightsError, shown
+from models.hf_io.safetensors_folder import WeightsError
+from stacked_remat._messages import shown
 
 _FILES = ("*.json", "*.safetensors", "*.txt", "*.jinja")
 
@@ -15,7 +16,7 @@ def model_folder(name: str, *, weights: bool = True) -> Path:
     """The folder of a model: `name` itself where there is one, else the Hub's, downloaded or from its cache.
 
     Args:
-        name: a path, or `owner/model` on the Hub, with `@revision` for another than its newest.
+        name: a path, or `owner/model` on the Hub, with `@revision` for one that is not its newest.
         weights: whether its weights are needed; if not, only the Hub's JSON files are fetched.
 
     Raises:
@@ -44,7 +45,7 @@ def model_folder(name: str, *, weights: bool = True) -> Path:
         huggingface_hub.errors.LocalEntryNotFoundError,
     ) as error:
         raise WeightsError(
-            f"{name} is not a folder here, and it could not be fetched from the Hugging Face Hub: {error}. "
-            f"Check the name, the network, and `hf auth login` where access is restricted."
+            f"{name} is not a folder here, and it could not be fetched from the Hugging Face Hub: "
+            f"{str(error).rstrip('.')}. Check the name, the network, and `hf auth login` for gated models."
         ) from error
     return Path(found)

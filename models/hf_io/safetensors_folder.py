@@ -4,13 +4,9 @@ Opening a folder reads the headers; tensors are read one at a time. Files are no
 `WeightsError` that names it.
 """
 
-import contextlib
-import errno
 import json
 import os
-import re
-import reprlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from types import MappingProxyType
@@ -19,11 +15,10 @@ from typing import Any
 import numpy as np
 from huggingface_hub import split_state_dict_into_shards_factory
 from jaxtyping import Shaped
-from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from stacked_remat._files import read_json_fields, replaced_whole
-from stacked_remat._messages import printable, shortened
+from stacked_remat._files import opened_safetensors, read_json_fields, replaced_whole, written_safetensors
+from stacked_remat._messages import printable, shortened, shown
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -48,16 +43,6 @@ def read_json(path: Path) -> dict[str, Any]:
         raise WeightsError(f"{path} can't be read: {error.strerror or error}.") from error
     except ValueError as error:
         raise WeightsError(str(error)) from error
-
-
-def shown(value: Any) -> str:
-    """The repr of an untrusted value for a message, shortened where it is long or deep."""
-    return _SHORT.repr(value)
-
-
-_SHORT = reprlib.Repr()
-_SHORT.maxstring = _SHORT.maxother = 80
-_SHORT.maxlevel = 3
 
 
 @dataclass(frozen=True)
@@ -92,7 +77,7 @@ class SafetensorsFolder:
         shapes: dict[str, tuple[int, ...]] = {}
         dtypes: dict[str, str] = {}
         for path in paths:
-            with _opened(path) as tensors:
+            with opened_safetensors(path, WeightsError) as tensors:
                 for name in tensors.keys():
                     if promised.get(name, path) != path:
                         continue  # the index names another file for it
@@ -109,7 +94,7 @@ class SafetensorsFolder:
 
     def read(self, name: str) -> Shaped[np.ndarray, "..."]:
         """One tensor, in the dtype of the file; costs its own size in host memory."""
-        with _opened(self.files[name]) as tensors:
+        with opened_safetensors(self.files[name], WeightsError) as tensors:
             return tensors.get_tensor(name)
 
 
@@ -151,7 +136,7 @@ def write_safetensors(
         documents = {**documents, INDEX: index}
     written = {file: json.dumps(content, indent=2) + "\n" for file, content in documents.items()}
     root.parent.mkdir(parents=True, exist_ok=True)
-    with _errors_naming(root), replaced_whole(root, shared=True) as unfinished:
+    with written_safetensors(root), replaced_whole(root, shared=True) as unfinished:
         unfinished.mkdir()
         for file, names in split.filename_to_tensors.items():
             made = {name: np.ascontiguousarray(tensors[name].make()) for name in names}
@@ -170,17 +155,6 @@ def check_new_folder(root: Path) -> None:
     # `exists` is false for a link to itself.
     if os.path.lexists(root) and (not root.is_dir() or any(root.iterdir())):
         raise FileExistsError(f"{root} exists and is not an empty folder. Export to a new one.")
-
-
-@contextlib.contextmanager
-def _errors_naming(root: Path) -> Iterator[None]:
-    """Names the folder in errors of the system, which safetensors raises as its own."""
-    try:
-        yield
-    except (SafetensorError, OSError) as error:
-        code = re.search(r"os error (\d+)", str(error))
-        number = int(code[1]) if code else getattr(error, "errno", None) or errno.EIO
-        raise OSError(number, os.strerror(number), str(root)) from error
 
 
 @dataclass(frozen=True)
@@ -259,14 +233,3 @@ def _is_below(file: str) -> bool:
         and ".." not in (*path.parts, *elsewhere.parts)
         and not (path.is_absolute() or elsewhere.anchor)
     )
-
-
-@contextlib.contextmanager
-def _opened(path: Path) -> Iterator[Any]:
-    try:
-        with safe_open(path, framework="np") as tensors:
-            yield tensors
-    except (SafetensorError, OSError) as error:
-        raise WeightsError(
-            f"{path} can't be read as a safetensors file ({error}). It may be truncated; fetch it again."
-        ) from error

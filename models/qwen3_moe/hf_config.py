@@ -3,9 +3,12 @@
 from typing import Any
 
 from models.hf_io.config_fields import ConfigFields, agreed
-from models.hf_io.safetensors_folder import WeightsError, shown
+from models.hf_io.safetensors_folder import WeightsError
 from models.qwen3_moe.config import Qwen3Config, Qwen3MoeConfig
 from models.transformer.config import AttentionConfig, DecoderConfig, ExpertsConfig
+from stacked_remat._messages import shown
+
+_BUILT_IN = {"qkv_bias": False, "shared_expert_intermediate_size": 0, "use_qk_norm": True}
 
 
 def read_dense(fields: ConfigFields, shared: dict[str, Any]) -> Qwen3Config:
@@ -62,6 +65,7 @@ def _window_fields(config: DecoderConfig, windowed: list[bool]) -> dict[str, Any
 
 
 def _heads(fields: ConfigFields, model_type: str, shared: dict[str, Any]) -> dict[str, Any]:
+    fields.check_built_in(_BUILT_IN)
     return {
         "num_kv_heads": _num_kv_heads(fields, model_type, shared["num_heads"]),
         "attention": _attention(fields, model_type, shared["num_layers"]),
@@ -80,9 +84,8 @@ def _attention(fields: ConfigFields, model_type: str, num_layers: int) -> Attent
     window = fields.size("sliding_window", None if "sliding_window" in fields else 4096)
     if not fields.boolean("use_sliding_window", False):
         window = None
-    first = fields.size(
-        "max_window_layers", 28, at_least=0
-    )  # of dense models; the others have windows in all layers or in none
+    # Of dense models; the others have windows in all layers or in none.
+    first = fields.size("max_window_layers", 28, at_least=0)
     kinds = fields.sequence("layer_types", str, None)
     if kinds is None:
         full = first if model_type == "qwen3" else 0

@@ -1,1 +1,1 @@
-"""Decoders: attention, MLPs, experts, and the stacks of layers made of them."""
+"""Decoders: attention and its cache, MLPs, experts, and the stacks of layers made of them."""

@@ -78,7 +78,7 @@ class RotaryConfig:
     max_position_embeddings: int = 32_768
 
     def __post_init__(self) -> None:
-        check_positive("model.rotary", max_position_embeddings=self.max_position_embeddings)
+        check_positive("model.rotary", self, "max_position_embeddings")
         if self.theta <= 1:
             raise ValueError(f"model.rotary.theta must be above 1, got {self.theta}.")
 
@@ -111,12 +111,7 @@ class ExpertsConfig:
     load_balance_loss: Literal["per_layer", "pooled"] = "per_layer"
 
     def __post_init__(self) -> None:
-        check_positive(
-            "model.experts",
-            num_experts=self.num_experts,
-            experts_per_token=self.experts_per_token,
-            intermediate_dim=self.intermediate_dim,
-        )
+        check_positive("model.experts", self, "num_experts", "experts_per_token", "intermediate_dim")
         if self.experts_per_token > self.num_experts:
             raise ValueError(
                 f"model.experts.experts_per_token = {self.experts_per_token} is more than "
@@ -171,16 +166,8 @@ class DecoderConfig(LmConfig):
     compute_dtype: Literal["float32", "bfloat16"] = "float32"
 
     def __post_init__(self) -> None:
-        check_positive(
-            "model",
-            hidden_dim=self.hidden_dim,
-            num_layers=self.num_layers,
-            num_heads=self.num_heads,
-            num_kv_heads=self.num_kv_heads,
-            rms_norm_eps=self.rms_norm_eps,
-            initializer_range=self.initializer_range,
-            mlp_dim=self.Mlp.size,
-        )
+        sizes = ("hidden_dim", "num_layers", "num_heads", "num_kv_heads", "mlp_dim")
+        check_positive("model", self, *sizes, "rms_norm_eps", "initializer_range")
         self._check_heads()
         _require_layers("model.attention.windowed_layers", self.attention.windowed_layers, self.num_layers)
         check_choices("model", self)

@@ -60,18 +60,19 @@ def read_layer(
 def read_ahead(stacks: list[Array], index: Any) -> list[Array]:
     """The entries at `index` of the stacks on the host, for `read_layer` an iteration later.
 
-    In the carry of a loop they are transferred while the iteration before computes.
+    In the carry of a loop they are transferred while the iteration before computes. None are read for GPUs,
+    for which XLA would copy a stack that is read ahead and written in one iteration.
     """
-    return [read(stack, index) for stack in stacks if is_on_host(stack)]
+    return [read(stack, index) for stack in stacks if platform() == "tpu" and is_on_host(stack)]
 
 
 def settle(fetched: list[Array], index: Any) -> tuple[list[Array], Any]:
     """What was read ahead, and the layer's index, from which the next one that is to be read is computed.
 
-    A loop's carry has one buffer. For TPUs XLA would begin the next transfer into it only after the last use
-    of what is there; so that is first copied to another, in a way that XLA does not remove.
+    A loop's carry has one buffer, and XLA would begin the next transfer into it only after the last use of
+    what is there; so that is first copied to another buffer, in a way that XLA does not remove.
     """
-    if not fetched or platform() not in ("tpu","cuda"):
+    if not fetched:
         return fetched, index
     return lax.optimization_barrier(([jnp.where(index >= 0, leaf, 0) for leaf in fetched], index))
 

@@ -1,4 +1,4 @@
-"""Low-rank adapters for the linears of any module, stacked ones among them, and PEFT's files of them."""
+"""Low-rank adapters for the linears of any module, stacked or not, and reading and writing PEFT's files."""
 
 from ._adapter import (
     LoraLinear as LoraLinear,

@@ -59,34 +59,29 @@ class LoraLinear(eqx.Module):
     @property
     def In(self) -> Any:
         """The input axes of a named linear."""
-        return self._named.In
+        return self._wrapped_as(hnn.Linear).In
 
     @property
     def Out(self) -> Any:
         """The output axes of a named linear."""
-        return self._named.Out
+        return self._wrapped_as(hnn.Linear).Out
 
     @property
     def in_features(self) -> Any:
         """The input width of a plain linear."""
-        return self._plain.in_features
+        return self._wrapped_as(eqx.nn.Linear).in_features
 
     @property
     def out_features(self) -> Any:
         """The output width of a plain linear."""
-        return self._plain.out_features
+        return self._wrapped_as(eqx.nn.Linear).out_features
 
-    @property
-    def _named(self) -> hnn.Linear:
-        if not isinstance(self.wrapped, hnn.Linear):
+    def _wrapped_as(self, kind: type) -> Any:
+        if isinstance(self.wrapped, kind):
+            return self.wrapped
+        if kind is hnn.Linear:
             raise AttributeError("A linear of Equinox has no named axes; see in_features and out_features.")
-        return self.wrapped
-
-    @property
-    def _plain(self) -> eqx.nn.Linear:
-        if not isinstance(self.wrapped, eqx.nn.Linear):
-            raise AttributeError("A linear of Haliax has no numbers of features; see In and Out.")
-        return self.wrapped
+        raise AttributeError("A linear of Haliax has no numbers of features; see In and Out.")
 
     @property
     def weight(self) -> Any:
@@ -112,7 +107,7 @@ def apply_lora(model: T, config: LoraConfig, *, key: PRNGKeyArray, dtype: DTypeL
     does not depend on the other targets.
 
     Args:
-        model: any tree of modules, stacks among them.
+        model: any tree of modules, with or without stacks.
         config: which linears, and the rank and scale of adapters.
         key: for A.
         dtype: of A and B.
@@ -158,11 +153,10 @@ def lora_filter(model: Any) -> Any:
         raise ValueError("The model has no adapters: apply_lora makes them.")
 
     def mark(node: Any) -> Any:
-        marks = jax.tree.map(lambda _: False, node)
         if not isinstance(node, LoraLinear):
-            return marks
-        adapter = jax.tree.map(lambda _: True, (node.a, node.b))
-        return eqx.tree_at(lambda marks: (marks.a, marks.b), marks, adapter)
+            return False
+        marks = jax.tree.map(lambda _: False, node)
+        return eqx.tree_at(lambda of: (of.a, of.b), marks, jax.tree.map(lambda _: True, (node.a, node.b)))
 
     return jax.tree.map(mark, model, is_leaf=lambda node: isinstance(node, LoraLinear))
 
@@ -276,9 +270,9 @@ _DONATING = (
 
 def _no_match(target: str, paths: list[str]) -> str:
     if not paths:
-        return f"lora.targets: {target!r} fits no linear: the model has none of Haliax or Equinox."
+        return f"lora.targets: {target!r} matches no linear: the model has no linear of Haliax or Equinox."
     nearest = difflib.get_close_matches(target, paths, n=5, cutoff=0.0)
     return (
-        f"lora.targets: {target!r} fits no linear. Nearest of {len(paths)}: {', '.join(nearest)}. A "
+        f"lora.targets: {target!r} matches no linear. Nearest of {len(paths)}: {', '.join(nearest)}. A "
         "pattern has to match the whole path; `*` matches any characters."
     )

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class LoraConfig:
-    """Low-rank adapters (Hu et al. 2021) on the linears whose path fits a pattern.
+    """Low-rank adapters (Hu et al. 2021) on the linears whose path matches a pattern.
 
     A linear's path is the names of its attributes, with dots between them. The layers of a stack are `*`,
     those of a `BlockSeq` their numbers: `layers.*.attention.q_proj`, `layers.*.mlp.experts.*.up_proj`,

@@ -3,13 +3,9 @@
 The model provides the names of its linears, as a function of a linear's path and its index in its stacks.
 """
 
-import contextlib
-import errno
 import json
-import os
-import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
@@ -20,11 +16,11 @@ import numpy as np
 from haliax import Axis, NamedArray
 from jaxtyping import DTypeLike
 
-from .._files import replaced_whole
+from .._files import import_safetensors, opened_safetensors, replaced_whole, written_safetensors
 from .._messages import entry_problems, float_problems
 from ._adapter import RANK_AXIS, LoraLinear, linear_axes, lora_linears, replace_linears, stack_axes
-from ._peft_config import CONFIG_FILE, PeftSettings, describe
-from ._peft_layout import Assembled, Pair, PeftParameter, Place, assemble, places_of, take_apart, tensor_keys
+from ._peft_config import CONFIG_FILE, PeftSettings, adapter_file, describe
+from ._peft_layout import Pair, PeftParameter, Place, any_of, assemble, places_of, take_apart, tensor_keys
 
 T = TypeVar("T")
 Index: TypeAlias = tuple[int, ...]
@@ -65,38 +61,35 @@ def save_peft(
 
     Cost: one copy of the adapters in host memory.
     """
-    safetensors = _safetensors()
+    safetensors = import_safetensors()
     linears = _linears(model, names)
     places = places_of([member for linear in linears for member in linear.members.values()])
-    pairs: dict[str, dict[tuple[int, int], Pair]] = {}
-    for linear in linears:
-        for member, pair in linear.pairs().items():
-            pairs.setdefault(member.target, {})[member.part, member.index] = pair
+    pairs = {member: pair for linear in linears for member, pair in linear.pairs().items()}
     if not pairs:
         raise ValueError("The model has no adapters to save: apply_lora makes them.")
-    tensors: dict[str, Assembled] = {target: assemble(places[target], pairs[target]) for target in pairs}
-    members = {target: _some(places[target]) for target in tensors}
+    assembled = {target: assemble(place, pairs) for target, place in places.items()}
+    tensors = {target: tensor for target, tensor in assembled.items() if tensor is not None}
+    members = {target: any_of(places[target]) for target in tensors}
     others = [target for target in places if target not in tensors]
     config = describe(tensors, members, others, base_model, task_type)
     ranks = {target: tensor.part_ranks for target, tensor in tensors.items() if len(tensor.part_ranks) > 1}
-    arrays: dict[str, np.ndarray] = {}
+    arrays = {}
     for target, (a, b) in tensor_keys(members).items():
-        arrays[a], arrays[b] = tensors[target].a, tensors[target].b
+        arrays |= {a: tensors[target].a, b: tensors[target].b}
     metadata = {"format": "pt", _PART_RANKS: json.dumps(ranks)}
     text = json.dumps(config, indent=2) + "\n"
     is_new = not folder.exists()
     folder.mkdir(parents=True, exist_ok=True)
     try:
-        with replaced_whole(folder / TENSORS_FILE, shared=True) as path:
-            safetensors.numpy.save_file(arrays, path, metadata=metadata)
-        with replaced_whole(folder / CONFIG_FILE, shared=True) as path:
-            path.write_text(text, encoding="utf-8")
-    except (safetensors.SafetensorError, OSError) as error:
+        with written_safetensors(folder):
+            with replaced_whole(folder / TENSORS_FILE, shared=True) as path:
+                safetensors.numpy.save_file(arrays, path, metadata=metadata)
+            with replaced_whole(folder / CONFIG_FILE, shared=True) as path:
+                path.write_text(text, encoding="utf-8")
+    except OSError:
         if is_new:
             shutil.rmtree(folder, ignore_errors=True)
-        code = re.search(r"os error (\d+)", str(error))  # safetensors has it only in its message
-        number = int(code[1]) if code else getattr(error, "errno", None) or errno.EIO
-        raise OSError(number, os.strerror(number), str(folder)) from error
+        raise
 
 
 def load_peft(model: T, folder: Path, names: PeftNames, *, dtype: DTypeLike = jnp.float32) -> T:
@@ -121,8 +114,9 @@ def load_peft(model: T, folder: Path, names: PeftNames, *, dtype: DTypeLike = jn
     """
     linears = _linears(model, names)
     members = [member for linear in linears for member in linear.members.values()]
-    settings, path, places = PeftSettings.read(folder, members), _tensors_file(folder), places_of(members)
-    with _opened(path) as file:
+    settings = PeftSettings.read(folder, members)
+    path, places = adapter_file(folder, TENSORS_FILE), places_of(members)
+    with opened_safetensors(path) as file:
         shapes = {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}
         keys = tensor_keys(_adapted(places, settings, set(shapes)))
         problems = _problems(keys, shapes, places, settings, linears)
@@ -132,12 +126,10 @@ def load_peft(model: T, folder: Path, names: PeftNames, *, dtype: DTypeLike = jn
         part_ranks = _part_ranks(path, file.metadata() or {})
         pairs: dict[PeftParameter, Pair] = {}
         for target, (a, b) in keys.items():
-            place, scale = places[target], settings.scale(_some(places[target]))
-            ranks = part_ranks.get(target)
-            if ranks is not None and sum(ranks) != settings.rank(_some(place)):
+            place, one, ranks = places[target], any_of(places[target]), part_ranks.get(target)
+            if ranks is not None and (sum(ranks) != settings.rank(one) or len(ranks) != one.parts):
                 ranks = None  # rewritten by a tool that does not know part_ranks
-            for at, pair in take_apart(place, file.get_tensor(a), file.get_tensor(b), scale, ranks).items():
-                pairs[place.members[at]] = pair
+            pairs |= take_apart(place, file.get_tensor(a), file.get_tensor(b), settings.scale(one), ranks)
     found = {linear.path: linear.adapted(pairs, dtype) for linear in linears}
     return replace_linears(model, {path: new for path, new in found.items() if new is not None})
 
@@ -150,7 +142,7 @@ def peft_tensor_names(folder: Path) -> list[str]:
         FileNotFoundError: there is no `adapter_model.safetensors`.
         ValueError: it is truncated or not a safetensors file.
     """
-    with _opened(_tensors_file(folder)) as file:
+    with opened_safetensors(adapter_file(folder, TENSORS_FILE)) as file:
         return list(file.keys())
 
 
@@ -185,9 +177,8 @@ class _Linear:
             a = a.rearrange((*Stack, *In, RANK_AXIS)).array
             b = b.rearrange((*Stack, RANK_AXIS, *Out)).array
         a, b = np.asarray(a, np.float32), np.asarray(b, np.float32)
-        rank = self._rank()
-        a = np.swapaxes(a.reshape(*self.stack, self.narrow, rank), -1, -2)
-        b = np.swapaxes(b.reshape(*self.stack, rank, self.wide), -1, -2)
+        a = np.swapaxes(a.reshape(*self.stack, self.narrow, -1), -1, -2)
+        b = np.swapaxes(b.reshape(*self.stack, -1, self.wide), -1, -2)
         scale = self.module.scale
         return {member: Pair(a[index], b[index], scale) for index, member in self.members.items()}
 
@@ -203,8 +194,7 @@ class _Linear:
         for index, pair in own.items():
             a[index][:, : pair.a.shape[0]] = pair.a.T
             b[index][: pair.a.shape[0]] = pair.b.T
-            if pair.scale != scale:
-                b[index] *= pair.scale / scale
+            b[index] *= pair.scale / scale
         wrapped = self.module.wrapped if isinstance(self.module, LoraLinear) else self.module
         if not isinstance(wrapped, hnn.Linear):
             return LoraLinear(wrapped, jnp.asarray(a, dtype), jnp.asarray(b, dtype), scale)
@@ -212,10 +202,6 @@ class _Linear:
         return LoraLinear(
             wrapped, _named(a, (*Stack, *In, Rank), dtype), _named(b, (*Stack, Rank, *Out), dtype), scale
         )
-
-    def _rank(self) -> int:
-        a = self.module.a
-        return a.resolve_axis(RANK_AXIS).size if isinstance(a, NamedArray) else a.shape[-1]
 
 
 def _named(array: np.ndarray, axes: tuple[Axis, ...], dtype: DTypeLike) -> NamedArray:
@@ -240,26 +226,6 @@ def _linears(model: Any, names: PeftNames) -> list[_Linear]:
     return found
 
 
-def _tensors_file(folder: Path) -> Path:
-    path = folder / TENSORS_FILE
-    if not path.is_file():
-        raise FileNotFoundError(f"No PEFT adapter in {folder}: {TENSORS_FILE} is missing.")
-    return path
-
-
-@contextlib.contextmanager
-def _opened(path: Path) -> Iterator[Any]:
-    safetensors = _safetensors()
-    try:
-        with safetensors.safe_open(path, "numpy") as file:
-            yield file
-    except (safetensors.SafetensorError, OSError) as error:
-        raise ValueError(
-            f"{path} can't be read as a safetensors file ({error}). It may be truncated; fetch or save it "
-            "again."
-        ) from error
-
-
 def _part_ranks(path: Path, metadata: Mapping[str, str]) -> Mapping[str, Sequence[int]]:
     text = metadata.get(_PART_RANKS, "{}")
     try:
@@ -274,15 +240,11 @@ def _part_ranks(path: Path, metadata: Mapping[str, str]) -> Mapping[str, Sequenc
     return found
 
 
-def _some(place: Place) -> PeftParameter:
-    return next(iter(place.members.values()))
-
-
 def _adapted(places: Mapping[str, Place], settings: PeftSettings, keys: set[str]) -> dict[str, PeftParameter]:
     """The targets with adapters: those named by the config, and those with tensors."""
     by_module: dict[str, dict[str, PeftParameter]] = {}
     for target, place in places.items():
-        by_module.setdefault(_some(place).module, {})[target] = _some(place)
+        by_module.setdefault(any_of(place).module, {})[target] = any_of(place)
     adapted: dict[str, PeftParameter] = {}
     for targets in by_module.values():
         named = {target: member for target, member in targets.items() if settings.targets(member)}
@@ -302,22 +264,12 @@ def _problems(
     sizes = {member: (one.narrow, one.wide) for one in linears for member in one.members.values()}
     expected: dict[str, tuple[int, ...]] = {}
     for target, (a, b) in keys.items():
-        place, (narrow, wide) = places[target], sizes[_some(places[target])]
-        rows = settings.rank(_some(place)) * place.size
-        expected[a], expected[b] = (rows, narrow), (wide * place.parts, rows)
+        one = any_of(places[target])
+        (narrow, wide), rows = sizes[one], settings.rank(one) * one.size
+        expected[a], expected[b] = (rows, narrow), (wide * one.parts, rows)
     problems = entry_problems(expected, shapes)
     for linear in linears:
         without = [member.target for member in linear.members.values() if member.target not in keys]
         if isinstance(linear.module, LoraLinear) and len(without) == len(linear.members):
             problems.append(f"missing: {linear.path} has an adapter, the file has none for {without[0]}")
     return problems
-
-
-def _safetensors() -> Any:
-    try:
-        import safetensors.numpy
-    except ImportError as error:
-        raise ImportError(
-            "PEFT's files are read and written with safetensors: pip install 'stacked_remat[weights]'."
-        ) from error
-    return safetensors

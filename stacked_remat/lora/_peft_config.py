@@ -17,7 +17,7 @@ from ._peft_layout import Assembled, PeftParameter
 
 CONFIG_FILE = "adapter_config.json"
 
-# Fields that change the arithmetic as LoraLinear can't, with the values that switch them off.
+# Fields that change the arithmetic in ways that LoraLinear does not support, and the values for off.
 _UNSUPPORTED = {
     "use_dora": (False, None),
     "use_qalora": (False, None),
@@ -68,9 +68,7 @@ class PeftSettings:
                 describes anything but plain LoRA, or has regular expressions that take longer than 20 seconds
                 or more than 2 GiB.
         """
-        path = folder / CONFIG_FILE
-        if not path.is_file():
-            raise FileNotFoundError(f"No PEFT adapter in {folder}: {CONFIG_FILE} is missing.")
+        path = adapter_file(folder, CONFIG_FILE)
         entries = read_json_fields(path)
         if wrong := [*_ill_typed(entries)]:
             raise ValueError(f"{path} can't be used: {'; '.join(wrong)}. Correct it, or save it again.")
@@ -80,7 +78,7 @@ class PeftSettings:
             if name in entries and entries[name] not in neutral
         ]
         if refused:
-            raise ValueError(f"{path} asks for what only PEFT can do: {', '.join(refused)}.")
+            raise ValueError(f"{path} has settings that are not supported: {', '.join(refused)}.")
         unknown = [name for name, value in entries.items() if name not in _KNOWN and not _is_off(value)]
         if unknown:
             raise ValueError(
@@ -124,6 +122,13 @@ class PeftSettings:
 def _names(member: PeftParameter) -> tuple[str, ...]:
     """The names that patterns of ranks match; for the weight of a module, also the module's."""
     return (member.target, member.module) if member.parameter == "weight" else (member.target,)
+
+
+def adapter_file(folder: Path, name: str) -> Path:
+    """The path of one of the two files of an adapter, which must exist."""
+    if not (folder / name).is_file():
+        raise FileNotFoundError(f"No PEFT adapter in {folder}: {name} is missing.")
+    return folder / name
 
 
 _SECONDS = 20  # for all regular expressions of a file; milliseconds are usual
@@ -171,7 +176,7 @@ def _matches(
 
 
 def _is_off(value: Any) -> bool:
-    """Whether a field of a later PEFT is switched off."""
+    """Whether an unknown field is off."""
     return value is None or value is False or value == [] or value == {}
 
 

@@ -6,8 +6,10 @@ columns of all B interleaved. Adapters of the parts of one fused matrix (gate an
 summed rank: the A concatenated, the B on the diagonal of a larger B.
 """
 
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import numpy as np
 from jaxtyping import Float
@@ -63,43 +65,32 @@ class Pair:
     scale: float
 
 
-@dataclass(frozen=True)
-class Place:
-    """Two tensors, and the linears whose adapters they hold: one if no parameter is shared.
-
-    Attributes:
-        target: see `PeftParameter`.
-        members: the linears, by part and index.
-        size: see `PeftParameter`.
-        parts: see `PeftParameter`.
-    """
-
-    target: str
-    members: Mapping[tuple[int, int], PeftParameter]
-    size: int
-    parts: int
+Place: TypeAlias = Mapping[tuple[int, int], PeftParameter]
+"""The linears whose adapters two tensors hold, by part and index; one if no parameter is shared."""
 
 
-def places_of(members: Sequence[PeftParameter]) -> dict[str, Place]:
+def any_of(place: Place) -> PeftParameter:
+    """One of the linears; all have the same target, sizes and order."""
+    return next(iter(place.values()))
+
+
+def places_of(members: Iterable[PeftParameter]) -> dict[str, Place]:
     """Group members by target.
 
     Raises:
         ValueError: two linears have one position, or members of a target disagree on its layout.
     """
-    groups: dict[str, dict[tuple[int, int], PeftParameter]] = {}
+    places: dict[str, dict[tuple[int, int], PeftParameter]] = {}
     for one in members:
-        group = groups.setdefault(one.target, {})
-        if (one.part, one.index) in group:
+        place = places.setdefault(one.target, {})
+        if (one.part, one.index) in place:
             raise ValueError(f"Two linears are named {one}.")
-        group[one.part, one.index] = one
-    places = {}
-    for target, group in groups.items():
-        kinds = {(one.size, one.parts, one.order) for one in group.values()}
+        place[one.part, one.index] = one
+    for target, place in places.items():
+        kinds = {(one.size, one.parts, one.order) for one in place.values()}
         if len(kinds) > 1:
             raise ValueError(f"The linears named {target} disagree on (size, parts, order): {sorted(kinds)}.")
-        ((size, parts, _),) = kinds
-        places[target] = Place(target, group, size, parts)
-    return places
+    return {**places}
 
 
 def tensor_keys(targets: Mapping[str, PeftParameter]) -> dict[str, tuple[str, str]]:
@@ -138,59 +129,60 @@ class Assembled:
     part_ranks: tuple[int, ...]
 
 
-def assemble(place: Place, pairs: Mapping[tuple[int, int], Pair]) -> Assembled:
-    """The two tensors for `pairs`, which are by part and index.
+def assemble(place: Place, pairs: Mapping[PeftParameter, Pair]) -> Assembled | None:
+    """The two tensors for those of `pairs` that are of this place; None if none is.
 
     Raises:
         ValueError: only some of the matrices have an adapter, or scales differ.
     """
-    present = sorted({part for part, _ in pairs})
-    lacking = [(p, i) for p in present for i in range(place.size) if (p, i) not in pairs]
-    scales = {pair.scale for pair in pairs.values()}
+    own = {at: pairs[member] for at, member in place.items() if member in pairs}
+    if not own:
+        return None
+    layout, present = any_of(place), sorted({part for part, _ in own})
+    lacking = [(p, i) for p in present for i in range(layout.size) if (p, i) not in own]
+    scales = {pair.scale for pair in own.values()}
     if lacking or len(scales) > 1:
         reason = f"(part, index) {lacking} have none" if lacking else f"they have the scales {sorted(scales)}"
-        raise ValueError(f"The adapters of {place.target} can't be written as one: {reason}.")
-    ranks = {part: pairs[part, 0].a.shape[0] for part in present}
-    some = pairs[present[0], 0]
+        raise ValueError(f"The adapters of {layout.target} can't be written as one: {reason}.")
+    ranks = {part: own[part, 0].a.shape[0] for part in present}
+    some = own[present[0], 0]
     wide, rank = some.b.shape[0], sum(ranks.values())
-    a = np.zeros((place.size, rank, some.a.shape[1]), np.float32)
-    b = np.zeros((place.parts * wide, rank, place.size), np.float32)
+    a = np.zeros((layout.size, rank, some.a.shape[1]), np.float32)
+    b = np.zeros((layout.parts * wide, rank, layout.size), np.float32)
     first = 0
     for part in present:
         columns = slice(first, first + ranks[part])
-        for index in range(place.size):
-            a[index, columns] = pairs[part, index].a
-            b[part * wide : (part + 1) * wide, columns, index] = pairs[part, index].b
+        for index in range(layout.size):
+            a[index, columns] = own[part, index].a
+            b[part * wide : (part + 1) * wide, columns, index] = own[part, index].b
         first = columns.stop
-    part_ranks = tuple(ranks.get(part, 0) for part in range(place.parts))
+    part_ranks = tuple(ranks.get(part, 0) for part in range(layout.parts))
     return Assembled(a.reshape(-1, a.shape[-1]), b.reshape(b.shape[0], -1), rank, scales.pop(), part_ranks)
 
 
 def take_apart(
     place: Place, a: np.ndarray, b: np.ndarray, scale: float, part_ranks: Sequence[int] | None
-) -> dict[tuple[int, int], Pair]:
+) -> dict[PeftParameter, Pair]:
     """The inverse of `assemble`.
 
     Args:
-        place: the layout of the tensors.
+        place: the linears whose adapters the tensors hold.
         a: the tensor of all A.
         b: the tensor of all B.
         scale: of all of them.
         part_ranks: the rank of each part if they are on the diagonal of B, as `assemble` writes them, 0 for a
             part without adapter. `None` if the parts share A: each has the whole rank.
     """
-    a = a.reshape(place.size, -1, a.shape[-1])
-    b = b.reshape(b.shape[0], -1, place.size)
-    wide, first, pairs = b.shape[0] // place.parts, 0, {}
-    for part in range(place.parts):
-        columns = slice(None)
-        if part_ranks is not None:
-            columns = slice(first, first + part_ranks[part])
-            first = columns.stop
-        if columns.start == columns.stop is not None:
-            continue
-        for index in range(place.size):
-            if (part, index) in place.members:
-                rows = b[part * wide : (part + 1) * wide, columns, index]
-                pairs[part, index] = Pair(a[index, columns], rows, scale)
+    layout = any_of(place)
+    a = a.reshape(layout.size, -1, a.shape[-1])
+    b = b.reshape(b.shape[0], -1, layout.size)
+    wide, columns = b.shape[0] // layout.parts, [slice(None)] * layout.parts
+    if part_ranks is not None:
+        ends = itertools.accumulate(part_ranks)
+        columns = [slice(end - rank, end) for rank, end in zip(part_ranks, ends, strict=True)]
+    pairs = {}
+    for (part, index), member in place.items():
+        own = a[index, columns[part]]
+        if len(own):
+            pairs[member] = Pair(own, b[part * wide : (part + 1) * wide, columns[part], index], scale)
     return pairs

@@ -7,10 +7,12 @@ print(memory.report(train_step, model, optimizer_state, batch, donate="all", tar
 ```
 """
 
-from ._flops import Flops, count_flops
+from ._costs import Flops
+from ._flops import count_flops
 from ._plan import CANDIDATES, BudgetError, Comparison, Plan, Trial, compare, parse_bytes, plan
 from ._plot import plot
 from ._report import DoesNotFit, HostBytes, MemoryReport, report
+from ._table import readable_bytes
 from ._targets import (
     TARGETS,
     CudaTarget,
@@ -44,6 +46,7 @@ __all__ = [
     "parse_bytes",
     "plan",
     "plot",
+    "readable_bytes",
     "report",
     "target_mesh",
 ]

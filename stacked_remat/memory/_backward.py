@@ -68,10 +68,9 @@ def _mark(
         runs = [inner(branch, operands[1:]) for branch in params["branches"]]
         return [any(outputs) for outputs in zip(*runs, strict=True)]
     if name != "pallas_call":
-        for key in ("jaxpr", "call_jaxpr", "fun_jaxpr", "fwd_jaxpr", "call"):
-            found = params.get(key)
-            if found is not None and len(getattr(found, "jaxpr", found).invars) == len(operands):
-                return inner(found, operands)
+        called = called_jaxpr(eqn)
+        if called is not None:
+            return inner(called, operands)
     factors[path] = max(factors.get(path, 1), 1 + min(_MOST, sum(operands)))
     return [any(operands)] * len(eqn.outvars)
 
@@ -95,6 +94,15 @@ def _looped(
         if grown == carry:
             return [*carry, *outputs[num_carry:]]
         carry = grown
+
+
+def called_jaxpr(eqn: Any) -> Any:
+    """The jaxpr of an equation that calls one with its own operands; None for any other equation."""
+    for key in ("jaxpr", "call_jaxpr", "fun_jaxpr", "fwd_jaxpr", "call"):
+        found = eqn.params.get(key)
+        if found is not None and len(getattr(found, "jaxpr", found).invars) == len(eqn.invars):
+            return found
+    return None
 
 
 def scan_parts(eqn: Any) -> tuple[int, int]:

@@ -4,69 +4,70 @@ import dataclasses
 import math
 from typing import Any
 
-_NONE: frozenset[str] = frozenset()
-
 
 @dataclasses.dataclass(frozen=True)
-class Cost:
-    """Arithmetic of part of a program, with the reasons why it may be inexact.
+class Flops:
+    """Arithmetic of one call of a program, summed over all the devices it runs on.
+
+    Two of them add up, and one can be multiplied by a number of calls.
 
     Attributes:
-        matmul: multiplications and additions of matrix products and convolutions, two per pair.
-        elementwise: one per element of arithmetic, transcendental or reduced element.
-        too_low: reasons why the true figures may be higher.
-        too_high: reasons why they may be lower.
+        matmul: of matrix products and convolutions, a multiply-add being two.
+        elementwise: one for each element of an arithmetic, transcendental or reducing operation.
+            Compilers fuse and simplify these, so it is a guide where `matmul` is exact.
+        too_low: reasons why the true figures may be higher (empty when there are none), sorted.
+        too_high: reasons why they may be lower, as where a conditional counts its most expensive branch.
     """
 
     matmul: int = 0
     elementwise: int = 0
-    too_low: frozenset[str] = _NONE
-    too_high: frozenset[str] = _NONE
+    too_low: tuple[str, ...] = ()
+    too_high: tuple[str, ...] = ()
 
-    def __add__(self, other: "Cost") -> "Cost":
-        return Cost(
+    def __add__(self, other: "Flops") -> "Flops":
+        return Flops(
             self.matmul + other.matmul,
             self.elementwise + other.elementwise,
-            self.too_low | other.too_low,
-            self.too_high | other.too_high,
+            _union(self.too_low, other.too_low),
+            _union(self.too_high, other.too_high),
         )
 
-    def __mul__(self, times: int) -> "Cost":
+    def __mul__(self, times: int) -> "Flops":
         if times == 0:
-            return Cost()
+            return Flops()
         return dataclasses.replace(self, matmul=self.matmul * times, elementwise=self.elementwise * times)
 
     @property
     def exact(self) -> bool:
         return not self.too_low and not self.too_high
 
-    @property
-    def total(self) -> int:
-        return self.matmul + self.elementwise
+
+def _union(some: tuple[str, ...], others: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(sorted({*some, *others})) if others else some
 
 
-def leaf_cost(eqn: Any) -> Cost:
+def leaf_cost(eqn: Any) -> Flops:
     """Return the cost of an equation that holds no jaxpr.
 
     An operation that is neither known nor elementwise counts as zero and is named in `too_low`.
     """
     name = eqn.primitive.name
     if name in _FREE:
-        return Cost()
+        return Flops()
     if name in _MATMULS:
-        return Cost(matmul=_MATMULS[name](eqn))
+        return Flops(matmul=_MATMULS[name](eqn))
     if name in _PER_OUTPUT:
-        return Cost(elementwise=sum(_size(out) for out in eqn.outvars))
+        return Flops(elementwise=sum(_size(out) for out in eqn.outvars))
     if name in _PER_INPUT:
-        return Cost(elementwise=_size(eqn.invars[0]))
+        return Flops(elementwise=_size(eqn.invars[0]))
     if name.startswith("scatter"):
-        return Cost(elementwise=_size(eqn.invars[2]) if name != "scatter" else 0)
+        return Flops(elementwise=_size(eqn.invars[2]) if name != "scatter" else 0)
     if name == "sort":
         rows = eqn.invars[0].aval.shape[eqn.params["dimension"]]
-        return Cost(elementwise=_size(eqn.invars[0]) * max(1, math.ceil(math.log2(max(rows, 1)))))
+        return Flops(elementwise=_size(eqn.invars[0]) * max(1, math.ceil(math.log2(max(rows, 1)))))
     if _is_elementwise(eqn):
-        return Cost(elementwise=_size(eqn.outvars[0]))
-    return Cost(too_low=frozenset({f"the arithmetic of {name!r} is not counted"}))
+        return Flops(elementwise=_size(eqn.outvars[0]))
+    return Flops(too_low=(f"the arithmetic of {name!r} is not counted",))
 
 
 def _size(atom: Any) -> int:
@@ -99,7 +100,7 @@ def _conv(eqn: Any) -> int:
 
 
 def _ragged_dot(eqn: Any) -> int:
-    """Each row is multiplied with its own group's matrix only, whatever a backend does."""
+    """Each row times its own group's matrix, though some backends compute more."""
     numbers = eqn.params["ragged_dot_dimension_numbers"]
     (_, contracted), (_, batch) = numbers.dot_dimension_numbers
     skipped = {*contracted, *batch, *numbers.rhs_group_dimensions}

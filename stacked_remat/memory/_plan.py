@@ -1,7 +1,6 @@
 """Chooses a remat policy: compiles candidates and takes the first that fits in memory."""
 
 import dataclasses
-import operator
 import re
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -22,8 +21,8 @@ CANDIDATES: tuple[ScanCheckpointSpec, ...] = (
     "offload",
     *(ScanCheckpointPolicy(max_carries=most) for most in (8, 6, 4, 3, 2)),
 )
-"""What `plan` tries: from most device memory to least, then those that use the host, then fewer and fewer
-carries, which cost more and more recomputation."""
+"""What `plan` tries: from most device memory to least, then policies that use the host, then fewer carries
+and more recomputation."""
 
 
 class BudgetError(RuntimeError):
@@ -35,8 +34,8 @@ class Trial:
     """One policy, compiled.
 
     Attributes:
-        policy: what was tried.
-        report: what it needs; None if the compiler refused it.
+        policy: the policy, as it was given.
+        report: its memory and arithmetic; None if the compiler refused it.
         failure: the compiler's reason, if it refused.
     """
 
@@ -66,7 +65,7 @@ class Plan(Tabular):
 
     Attributes:
         policy: the first candidate that fits, as it was given; with `first_layers` if `layers` was given.
-        report: what it needs.
+        report: its memory and arithmetic.
         tried: everything that was compiled, in order.
         budget: bytes of device memory it had to fit in.
     """
@@ -122,10 +121,9 @@ def plan(
 ) -> Plan:
     """Find the first of the candidates that fits in a budget. Nothing is executed.
 
-    With `layers`, what that candidate leaves of the budget is spent on the most `first_layers` that fit. For
-    a nested candidate they keep their carries, and so are not replayed, or their internals too, whichever
-    needs less arithmetic; for one that offloads every carry they keep theirs on the device; for any other
-    they keep their internals.
+    With `layers`, the rest of the budget is used for as many `first_layers` as fit. For a nested candidate
+    they keep their carries, and so are not replayed, or their internals too, whichever needs less arithmetic;
+    for one that offloads every carry they keep theirs on the device; for any other they keep their internals.
 
     Args:
         fn_of_policy: makes the function to compile from a policy, as for `compare`. It should be what will
@@ -153,7 +151,7 @@ def plan(
     for a nested candidate.
     """
     limit, host_limit = parse_bytes(budget), None if host_budget is None else parse_bytes(host_budget)
-    layers = None if layers is None else _number_of_layers(layers)
+    _check_layers(layers)
     if not candidates:
         raise ValueError("plan needs at least one candidate policy; got none")
     search = _Search(
@@ -166,16 +164,13 @@ def plan(
     return Plan(chosen.policy, chosen.report, search.tried, limit)
 
 
-def _number_of_layers(layers: Any) -> int:
-    try:
-        count = operator.index(layers)
-    except TypeError:
-        count = None
-    if count is None or isinstance(layers, bool):
+def _check_layers(layers: Any) -> None:
+    if layers is None:
+        return
+    if isinstance(layers, bool) or not hasattr(layers, "__index__"):
         raise TypeError(f"layers is the number of layers of the stack (an int), or None; got {layers!r}")
-    if count < 1:
+    if layers < 1:
         raise ValueError(f"layers is the number of layers of the stack, at least 1, or None; got {layers}")
-    return count
 
 
 def parse_bytes(size: int | str) -> int:
@@ -281,9 +276,8 @@ class _Search:
     def _guess(self, best: Trial, beyond: Trial | None, low: int, high: int) -> int:
         if beyond is None or beyond.report is None or best.report is None:
             return (low + high) // 2
-        room = self._limit - best.report.total
-        rise = beyond.report.total - best.report.total
-        share = room / rise if rise > 0 else 0.5
+        free, growth = self._limit - best.report.total, beyond.report.total - best.report.total
+        share = free / growth if growth > 0 else 0.5
         return min(max(low + int(share * (high - low)), low + 1), high - 1)
 
 
@@ -330,14 +324,10 @@ def _nothing_fits(tried: Comparison, limit: int, host_limit: int | None) -> str:
     if not compiled:
         return f"no candidate fits {what}: the compiler refused all of them\n{tried}"
     needs, smallest = min(found or compiled, key=lambda pair: pair[0].total)
-    if host_limit is None:
-        which, of_host = "", ""
-    elif found:
-        which, of_host = " that the host has room for", ""
-    else:
-        which, of_host = "", f" and {readable_bytes(needs.host.total)} on the host"
+    which = "" if host_limit is None or not found else " within the host's budget"
+    of_host = "" if host_limit is None else f" and {readable_bytes(needs.host.total)} on the host"
     if needs.arguments > limit:
-        what += f": the arguments alone take {readable_bytes(needs.arguments)}, whatever the policy"
+        what += f": the arguments alone take {readable_bytes(needs.arguments)} under every policy"
     return (
         f"no candidate fits {what}. The smallest found{which} is {smallest!r} with "
         f"{readable_bytes(needs.total)} a device{of_host}. Shorten the context, shard over more devices, "

@@ -16,7 +16,8 @@ from jaxtyping import PyTree
 
 from .._messages import shortened
 from .._placement import compiled_for
-from ._flops import Flops, count_flops
+from ._costs import Flops
+from ._flops import count_flops
 from ._table import Table, Tabular, readable_bytes, readable_count
 from ._targets import Target, TargetError, find_target
 
@@ -123,22 +124,19 @@ def report(
         ValueError: an unknown target; a name in `donate` that `fn` does not take.
         TargetError: the target's compiler plugin is not installed, has too few devices, or cannot
             size arguments on the host.
-        DoesNotFit: the compiler gave up for want of memory.
+        DoesNotFit: the compiler refused the program because device memory is too small.
 
     Cost: tracing and one full compilation; no memory for arguments or results.
     """
     chosen = find_target(target)
     fn, donate = _unwrap(fn, donate)
     jitted: Any = fn
-    call = (fn, args, kwargs)
-    placement = _Placement.of(chosen, call)
-    call = placement.place(call)
+    placement = _Placement.of(chosen, (fn, args, kwargs))
+    call = placement.place((fn, args, kwargs))
     if _is_jax_jit(fn):
-        _, args, kwargs = call
-        return _compile(chosen, placement, lambda: jitted.trace(*args, **kwargs))
+        return _compile(chosen, placement, lambda: jitted.trace(*call[1], **call[2]))
     arrays, static = eqx.partition(call, _is_abstract)
-    is_donated = _donated(fn, args, kwargs, donate)
-    donated, kept = eqx.partition(arrays, is_donated)
+    donated, kept = eqx.partition(arrays, _donated(fn, args, kwargs, donate))
 
     def run(donated: PyTree, kept: PyTree) -> PyTree:
         fn, args, kwargs = eqx.combine(donated, kept, static)
@@ -202,22 +200,21 @@ def _unwrap(fn: Any, donate: str | Sequence[str]) -> tuple[Any, str | Sequence[s
         raise ValueError("fn is jitted already: give its donation to the jit, not to report")
     if not is_filter_jit:
         return fn, donate
-    if fn.donate_first:
-        return fn.__wrapped__, "all"
-    return fn.__wrapped__, "all-except-first" if fn.donate_rest else ()
+    return fn.__wrapped__, "all" if fn.donate_first else "all-except-first" if fn.donate_rest else ()
 
 
 def _donated(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], donate: str | Sequence[str]) -> PyTree:
     """Which of `(fn, args, kwargs)` are donated, as a prefix tree of booleans."""
     if donate == "all":
-        return True, True, True
+        return True
     if donate == "all-except-first":
         return True, (False, *[True] * (len(args) - 1))[: len(args)], True
+    if not donate:
+        return False
     names = {donate} if isinstance(donate, str) else set(donate)
-    parameters = list(inspect.signature(fn).parameters) if names else []
-    by_position = (
-        [parameters[min(k, len(parameters) - 1)] for k in range(len(args))] if names else [""] * len(args)
-    )
+    parameters = list(inspect.signature(fn).parameters)
+    # The arguments after the last parameter are its own: `*args`.
+    by_position = [parameters[min(k, len(parameters) - 1)] for k in range(len(args))]
     if missing := sorted(names - kwargs.keys() - set(by_position)):
         expected = sorted({*by_position, *kwargs})
         raise ValueError(

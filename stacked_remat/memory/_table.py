@@ -52,20 +52,17 @@ class Tabular(ABC):
 
 
 def readable_bytes(count: int) -> str:
-    """Write a number of bytes with three digits or so: `3.52 GiB`."""
-    size = float(count)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(size) < 1024:
-            return f"{size:.0f} B" if unit == "B" else f"{size:.2f} {unit}"
-        size /= 1024
-    return f"{size:.2f} TiB"
+    """Write a number of bytes with two decimals: `3.52 GiB`."""
+    return _scaled(count, 1024, ("B", "KiB", "MiB", "GiB", "TiB"), ".2f")
 
 
 def readable_count(count: int) -> str:
-    """Write a large number with a decimal prefix: `12.3 T`."""
-    size = float(count)
-    for prefix in ("", "k", "M", "G", "T", "P"):
-        if abs(size) < 1000:
-            return f"{size:.0f}" if prefix == "" else f"{size:.3g} {prefix}"
-        size /= 1000
-    return f"{size:.3g} E"
+    """Write a large number with three digits and a decimal prefix: `12.3 T`."""
+    return _scaled(count, 1000, ("", "k", "M", "G", "T", "P", "E"), ".3g").rstrip()
+
+
+def _scaled(count: float, base: int, units: tuple[str, ...], digits: str) -> str:
+    power = 0
+    while abs(count) >= base and power < len(units) - 1:
+        count, power = count / base, power + 1
+    return f"{count:{digits if power else '.0f'}} {units[power]}"

@@ -153,26 +153,22 @@ class TpuTarget(Target):
 
 @functools.cache
 def _cuda_devices(target: CudaTarget, count: int) -> tuple[Any, ...]:
-    if not any(importlib.util.find_spec(f"jax_cuda{v}_plugin") for v in (13, 12)):
+    version = next((v for v in (13, 12) if importlib.util.find_spec(f"jax_cuda{v}_plugin")), None)
+    if version is None:
         raise TargetError(
             f"target {target.name!r} needs JAX's CUDA plugin (no GPU is needed): "
             "pip install 'stacked_remat[cuda-report]'"
         )
-    config, topology = target.target_config(), f"1x1x{count}"
+    options = {"target_config": target.target_config(), "topology": f"1x1x{count}"}
     try:
-        found = topologies.get_topology_desc(target.name, "cuda", target_config=config, topology=topology)
+        found = topologies.get_topology_desc(target.name, "cuda", **options)
     except NotImplementedError:
-        _register_cuda_plugin()
-        found = topologies.get_topology_desc(target.name, "cuda", target_config=config, topology=topology)
+        # JAX skipped the plugin because it found no driver; the compiler needs none.
+        jax.devices()  # initialises the backends first, or JAX would treat the GPU as attached
+        os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"
+        importlib.import_module(f"jax_plugins.xla_cuda{version}").initialize()
+        found = topologies.get_topology_desc(target.name, "cuda", **options)
     return tuple(found.devices)
-
-
-def _register_cuda_plugin() -> None:
-    """Register the plugin that JAX skipped because it found no driver; the compiler needs none."""
-    jax.devices()  # initialises the backends first, or JAX would treat the GPU as attached
-    version = next(v for v in (13, 12) if importlib.util.find_spec(f"jax_cuda{v}_plugin"))
-    os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"
-    importlib.import_module(f"jax_plugins.xla_cuda{version}").initialize()
 
 
 @functools.cache
@@ -185,8 +181,8 @@ def _tpu_devices(target: TpuTarget, count: int) -> tuple[Any, ...]:
     if topology is None:
         sizes = ", ".join(str(size) for size, _ in target.slices)
         raise TargetError(f"target {target.name!r} has slices of {sizes} devices; {count} were asked for")
-    # An attached backend starts first: it may need the metadata server that a machine without a TPU would
-    # wait minutes for.
+    # An attached backend starts first, because it may need the metadata server. Without a TPU, libtpu would
+    # wait minutes for that server to tell what these variables say.
     if jax.default_backend() != "tpu":
         for key, value in _NO_TPU.items():
             os.environ.setdefault(key, value)
@@ -194,7 +190,6 @@ def _tpu_devices(target: TpuTarget, count: int) -> tuple[Any, ...]:
     return tuple(found.devices)[:count]
 
 
-# What libtpu would otherwise ask of a TPU machine's metadata server.
 _NO_TPU = {"TPU_SKIP_MDS_QUERY": "1", "TPU_ACCELERATOR_TYPE": "v5p-8", "TPU_WORKER_HOSTNAMES": "localhost"}
 
 _XLA = "openxla/xla xla/backends/gpu/target_config/specs (read from the device)"
@@ -292,7 +287,7 @@ def find_target(target: str | Target) -> Target:
     if isinstance(target, Target):
         return target
     if target not in TARGETS:
-        raise ValueError(f"unknown target {target!r}: expected one of {', '.join(TARGETS)}, or a Target")
+        raise ValueError(f"unknown target {target!r}: expected one of {', '.join(TARGETS)}.")
     return TARGETS[target]
 
 

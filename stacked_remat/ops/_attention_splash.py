@@ -17,7 +17,7 @@ from jaxtyping import Array, Bool, Int
 from ._attention_blockwise import Documents, Key, Query
 
 LANES = 128
-"""The width of a TPU's vector registers, of which blocks are a multiple."""
+"""The width of a TPU's vector registers; block sizes are multiples of it."""
 
 _BLOCK = 512  # its scores and sums fit the vector memory of a v5e, v5p and v6e for heads up to 512 wide
 _LARGE_BLOCK, _LARGE_ROW = 1024, 512  # a larger block fits if a position of a head has at most so many bytes
@@ -121,9 +121,9 @@ def splash_attention(
     with heads first, and while a gradient's forward kernel runs, 128 copies of one key head's log-sum-exp.
     """
     batch, position, kv_heads, group, head_dim = query.shape
-    # A kernel takes one key head of one sequence. Without documents the batch becomes more heads; with
-    # documents, of which a kernel takes one vector, it becomes a longer sequence. lax.map over heads takes
-    # less memory than jax.vmap, under which JAX_REMAT3 finds no names.
+    # A kernel takes one key head of one sequence, and one vector of documents. Without documents the batch
+    # becomes more heads; with documents it becomes a longer sequence. lax.map over heads takes less memory
+    # than jax.vmap, under which JAX_REMAT3 finds no names.
     sequences = 1 if documents is None else batch
     length = sequences * position
 

@@ -154,7 +154,9 @@ class YarnRotary(RotaryScaling):
                 "only together; give both or neither."
             )
         if self.attention_factor is not None and self.mscale is not None:
-            raise ValueError("yarn: attention_factor replaces what mscale and mscale_all_dim would give.")
+            raise ValueError(
+                "yarn: attention_factor and mscale can't both be set: attention_factor overrides it."
+            )
 
     @property
     def attention_factor_used(self) -> float:
@@ -215,7 +217,7 @@ def rotary_from_hf(parameters: Mapping[str, Any] | None, *, max_position_embeddi
     if "original_max_position_embeddings" in known:
         fields.setdefault("original_max_position_embeddings", max_position_embeddings)
     if rope_type == "yarn":
-        fields = _as_yarn_reads_them(fields, max_position_embeddings)
+        fields = _yarn_fields(fields, max_position_embeddings)
     if unknown := sorted(fields.keys() - known):
         has = ", ".join(sorted(known)) or "no fields"
         raise ValueError(f"rope_type {rope_type!r} has no {', '.join(unknown)}. It has: {has}.")
@@ -236,7 +238,7 @@ def rotary_to_hf(scaling: RotaryScaling | None) -> dict[str, Any] | None:
     return {"rope_type": scaling.rope_type, **given}
 
 
-def _as_yarn_reads_them(fields: dict[str, Any], max_position_embeddings: int) -> dict[str, Any]:
+def _yarn_fields(fields: dict[str, Any], max_position_embeddings: int) -> dict[str, Any]:
     """Drop the fields that transformers' YaRN ignores, and fill in the factor as it does."""
     # It replaces zeros by its defaults, and ignores one of the two scales alone.
     zeros = ("beta_fast", "beta_slow", "mscale", "mscale_all_dim")

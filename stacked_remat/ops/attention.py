@@ -1,5 +1,6 @@
 """Causal grouped-query attention on named axes: checks, the choice of a backend, and the order of axes."""
 
+import functools
 import math
 
 import jax
@@ -71,8 +72,10 @@ def causal_attention(
     `jax.shard_map(..., check_vma=False)`. Otherwise the compiler partitions the work, which splash does not
     support.
     """
-    batch, _ = _batch_and_group(query, key, value, Pos, KVHeads, HeadDim)
-    _check_documents(documents, (*batch, query.resolve_axis(axis_name(Pos))))
+    position, heads = axis_name(Pos), axis_name(KVHeads)
+    _check_arrays(query, key, value, Pos, KVHeads, HeadDim)
+    batch = tuple(axis for axis in key.axes if axis.name not in (position, heads, HeadDim.name))
+    _check_documents(documents, (*batch, query.resolve_axis(position)))
     for what, number in (("window", window), ("block_size", block_size)):
         if number is not None and (not isinstance(number, int | np.integer) or number < 1):
             raise ValueError(f"{what} must be a number of positions, at least 1; got {number!r}.")
@@ -86,54 +89,49 @@ def causal_attention(
         block_size = 256 if platform() == "cpu" else 512
     blocks = Blocks(HeadDim.size**-0.5 if scale is None else scale, block_size, window)
 
-    def attend(
-        query: NamedArray, key: NamedArray, value: NamedArray, documents: NamedArray | None
-    ) -> NamedArray:
-        # By name, because a device may have some of the heads.
-        axes = _batch_and_group(query, key, value, Pos, axis_name(KVHeads), HeadDim)
-        position, heads = key.resolve_axis(axis_name(Pos)), key.resolve_axis(axis_name(KVHeads))
-        return _attend(*axes, position, heads, HeadDim, query, key, value, documents, blocks, backend)
-
-    over = (*batch, key.resolve_axis(axis_name(KVHeads)))
+    attend = functools.partial(
+        _attend, position=position, heads=heads, HeadDim=HeadDim, blocks=blocks, backend=backend
+    )
+    over = (*batch, key.resolve_axis(heads))
     return per_device(attend, query, key, value, documents, over=over, out=query.axes)
 
 
 def _attend(
-    batch: tuple[Axis, ...],
-    group: tuple[Axis, ...],
-    position: Axis,
-    heads: Axis,
-    head_dim: Axis,
     query: NamedArray,
     key: NamedArray,
     value: NamedArray,
     documents: NamedArray | None,
+    *,
+    position: str,
+    heads: str,
+    HeadDim: Axis,
     blocks: Blocks,
     backend: str,
 ) -> NamedArray:
+    """Attention of one device, which may have some of the batch and of the heads."""
+    own = Pos, KVHeads, _ = key.resolve_axis(position), key.resolve_axis(heads), HeadDim
+    batch = tuple(axis for axis in key.axes if axis not in own)
+    group = tuple(axis for axis in query.axes if axis not in (*own, *batch))
     size, groups = (math.prod(axis.size for axis in axes) for axes in (batch, group))
     call = AttentionCall(
         platform(),
         query.dtype,
-        position.size,
-        head_dim.size,
+        Pos.size,
+        HeadDim.size,
         documents is not None,
         blocks,
         size,
         _devices_left_to_the_compiler(query.array),
     )
     chosen = choose_backend(backend, call)
-    whole = (*batch, position, heads, *group, head_dim)
-    query_array = query.rearrange(whole).array.reshape(size, position.size, heads.size, groups, head_dim.size)
+    whole, shape = (*batch, Pos, KVHeads, *group, HeadDim), (size, Pos.size, KVHeads.size)
+    query_array = query.rearrange(whole).array.reshape(*shape, groups, HeadDim.size)
     key_array, value_array = (
-        x.rearrange((*batch, position, heads, head_dim)).array.reshape(
-            size, position.size, heads.size, head_dim.size
-        )
-        for x in (key, value)
+        x.rearrange((*batch, *own)).array.reshape(*shape, HeadDim.size) for x in (key, value)
     )
     document_array = None
     if documents is not None:
-        document_array = documents.broadcast_to((*batch, position)).array.reshape(size, position.size)
+        document_array = documents.broadcast_to((*batch, Pos)).array.reshape(size, Pos.size)
     attended = chosen.attend(query_array, key_array, value_array, document_array, blocks)
     return NamedArray(attended.reshape([axis.size for axis in whole]), whole).rearrange(query.axes)
 
@@ -150,7 +148,7 @@ def choose_backend(name: str, call: AttentionCall) -> Backend:
         raise ValueError(f"Unknown attention backend {name!r}. Use 'auto' or one of {', '.join(BACKENDS)}.")
     reason = BACKENDS[name].reason_against(call)
     if reason is not None:
-        raise ValueError(f"The attention backend {name!r} cannot serve here: {reason}. Use 'auto'.")
+        raise ValueError(f"The attention backend {name!r} does not support this call: {reason}. Use 'auto'.")
     return BACKENDS[name]
 
 
@@ -163,14 +161,14 @@ def _devices_left_to_the_compiler(x: Array) -> int:
     )
 
 
-def _batch_and_group(
+def _check_arrays(
     query: NamedArray,
     key: NamedArray,
     value: NamedArray,
     Pos: AxisSelector,
     KVHeads: AxisSelector,
     HeadDim: Axis,
-) -> tuple[tuple[Axis, ...], tuple[Axis, ...]]:
+) -> None:
     own = {axis_name(axis) for axis in (Pos, KVHeads, HeadDim)}
     check_axes(query, key, value, own, own)
     for what, x in (("query", query), ("key", key), ("value", value)):
@@ -179,9 +177,6 @@ def _batch_and_group(
                 raise ValueError(f"{what} has {axes_text(x.axes)}; {axes_text([axis])} was expected.")
         if not jnp.issubdtype(x.dtype, jnp.floating):
             raise ValueError(f"{what} is {x.dtype}; attention takes floating-point numbers.")
-    batch = tuple(axis for axis in key.axes if axis.name not in own)
-    group = tuple(axis for axis in query.axes if axis.name not in own and axis not in batch)
-    return batch, group
 
 
 def check_axes(

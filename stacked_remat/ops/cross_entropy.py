@@ -52,7 +52,7 @@ def chunked_cross_entropy(
     Args:
         hidden: `[..., Embed]`.
         head: `[Embed, Vocab]` in any order, cast to the dtype of `hidden`.
-        targets: integers `[...]`. The loss of -100 is zero and has no gradient, whatever its weight. The
+        targets: integers `[...]`. The loss of -100 is zero and has no gradient, for any weight. The
             loss of any other integer outside `Vocab` is NaN.
         Embed: the axis that is contracted.
         Vocab: the axis of the logits.
@@ -91,11 +91,8 @@ def chunked_cross_entropy(
     if chunk_size < 1:
         raise ValueError(f"chunk_size must be a number of tokens, at least 1; got {chunk_size}.")
 
-    def losses(
-        hidden: NamedArray, head: NamedArray, targets: NamedArray, weights: NamedArray | None
-    ) -> NamedArray:
-        return _of_tokens(hidden, head, targets, weights, Embed, Vocab, float(z_loss), chunk_size)
-
+    options = {"Embed": Embed, "Vocab": Vocab, "z_loss": float(z_loss), "chunk_size": chunk_size}
+    losses = functools.partial(_of_tokens, **options)
     return per_device(losses, hidden, head, targets, weights, over=tokens, out=tokens)
 
 
@@ -104,6 +101,7 @@ def _of_tokens(
     head: NamedArray,
     targets: NamedArray,
     weights: NamedArray | None,
+    *,
     Embed: Axis,
     Vocab: Axis,
     z_loss: float,

@@ -50,29 +50,7 @@ def decode_attention(
     Cost: `4 * heads * Slot * HeadDim` FLOPs per query, masked slots included, and one read of the cache;
     memory for `heads * Slot` scores per query. Fastest where `key` and `value` end in `Slot, HeadDim`.
     """
-    _check(query, key, value, axis_name(Slot), HeadDim, positions, window)
-    slots = hax.arange(key.resolve_axis(axis_name(Slot)))
-    distance = positions.broadcast_axis(slots.axes[0]) - slots
-    visible = distance >= 0
-    if window is not None:
-        visible = visible & (distance < window)
-    scores = hax.dot(query, key, axis=HeadDim, preferred_element_type=jnp.float32)
-    scores = scores * (HeadDim.size**-0.5 if scale is None else scale)
-    scores = hax.where(visible, scores, float(jnp.finfo(jnp.float32).min))
-    weights = hnn.softmax(scores, axis=slots.axes[0]).astype(value.dtype)
-    attended = hax.dot(weights, value, axis=slots.axes[0], preferred_element_type=jnp.float32)
-    return attended.rearrange(query.axes).astype(query.dtype)
-
-
-def _check(
-    query: NamedArray,
-    key: NamedArray,
-    value: NamedArray,
-    slot: str,
-    HeadDim: Axis,
-    positions: NamedArray,
-    window: int | None,
-) -> None:
+    slot = axis_name(Slot)
     if window is not None and window < 1:
         raise ValueError(f"window must be a number of slots, at least 1; got {window}.")
     if not jnp.issubdtype(positions.dtype, jnp.integer):
@@ -88,3 +66,14 @@ def _check(
             f"positions have {axes_text(positions.axes)}; they may have the axes of query, "
             f"{axes_text(query.axes)}, but not {HeadDim.name}."
         )
+    slots = hax.arange(key.resolve_axis(slot))
+    distance = positions.broadcast_axis(slots.axes[0]) - slots
+    visible = distance >= 0
+    if window is not None:
+        visible = visible & (distance < window)
+    scores = hax.dot(query, key, axis=HeadDim, preferred_element_type=jnp.float32)
+    scores = scores * (HeadDim.size**-0.5 if scale is None else scale)
+    scores = hax.where(visible, scores, float(jnp.finfo(jnp.float32).min))
+    weights = hnn.softmax(scores, axis=slots.axes[0]).astype(value.dtype)
+    attended = hax.dot(weights, value, axis=slots.axes[0], preferred_element_type=jnp.float32)
+    return attended.rearrange(query.axes).astype(query.dtype)

@@ -1,7 +1,7 @@
 """Applies each expert of a mixture to the tokens that chose it.
 
 The (token, expert) pairs are sorted by expert and cut into blocks of rows of one expert each. There are at
-most rows / block + experts blocks, and at most one per row, whatever the routing, so no token is dropped and
+most rows / block + experts blocks, and at most one per row, for any routing, so no token is dropped and
 trip counts are static. A block gathers its tokens, applies its expert and adds the result to its tokens.
 Memory grows with tokens, not with tokens x experts.
 """
@@ -68,9 +68,9 @@ def grouped_experts(
         choices: the experts of each token; none twice for one token. An out-of-range number chooses no
             expert.
         gates: their factors.
-        saved: the part of `expert` that the backward pass shall not recompute: for a gated MLP one of its
+        saved: the part of `expert` that the backward pass does not recompute: for a gated MLP one of its
             first two maps. Its result for every pair is kept for the backward pass, and `expert` takes it as
-            a fourth argument. It is worth its memory if the layer is not recomputed anyway. Like `expert`, it
+            a fourth argument. It helps only if the layer itself is not recomputed. Like `expert`, it
             may not close over traced values.
         block_size: rows in a block. By default a power of two between 8 and 256 for which padding is at most
             an eighth, if there are enough rows.

@@ -1,8 +1,8 @@
 """Runs an operation on each device of a mesh, for its part of some named axes.
 
 The compiler would gather the tokens of a loop over tokens on every device, and cannot partition a kernel at
-all. The caller says over which axes an operation may be divided; which of them are is up to Haliax's axis
-mapping (`haliax.axis_mapping`) and the mesh (`jax.set_mesh`).
+all. The caller names the axes over which an operation may be divided; Haliax's axis mapping
+(`haliax.axis_mapping`) and the mesh (`jax.set_mesh`) decide which of them are.
 """
 
 import contextlib
@@ -64,37 +64,32 @@ def per_device(fn: Callable[..., Any], *args: Any, over: Sequence[Axis], out: An
                 f"devices of {', '.join(cut[axis.name])}: give it a multiple of {parts[axis.name]}, or map "
                 f"it to no axis of the mesh."
             )
-    leaves, structure = jax.tree.flatten(args, is_leaf=is_named_array)
-    places = [place for place, leaf in enumerate(leaves) if is_named_array(leaf) or eqx.is_array(leaf)]
-    axes = [leaves[place].axes if is_named_array(leaves[place]) else None for place in places]
+    arrays, static = eqx.partition(args, _is_any_array, is_leaf=is_named_array)
 
     def local(axes: Sequence[Axis]) -> Axes:
         return tuple(axis.resize(axis.size // parts.get(axis.name, 1)) for axis in axes)
 
-    def spec(axes: Sequence[Axis] | None) -> PartitionSpec:
-        return PartitionSpec(*(cut.get(axis.name) for axis in axes or ()))
+    def spec(axes: Sequence[Axis]) -> PartitionSpec:
+        return PartitionSpec(*(cut.get(axis.name) for axis in axes))
 
-    def own(*arrays: Any) -> Any:
-        mine = list(leaves)
-        for place, array, of in zip(places, arrays, axes, strict=True):
-            mine[place] = array if of is None else NamedArray(array, local(of))
+    def own(arrays: Any) -> Any:
+        mine = _map_arrays(lambda x: NamedArray(x.array, local(x.axes)) if is_named_array(x) else x, arrays)
         with free_axis_mapping():
-            results = fn(*jax.tree.unflatten(structure, mine))
+            results = fn(*eqx.combine(mine, static, is_leaf=is_named_array))
         return jax.tree.map(
             lambda axes, one: one.rearrange(local(axes)).array, out, results, is_leaf=_is_axes
         )
 
     run = jax.shard_map(
         own,
-        in_specs=tuple(spec(of) for of in axes),
+        in_specs=(_map_arrays(lambda x: spec(x.axes if is_named_array(x) else ()), arrays),),
         out_specs=jax.tree.map(spec, out, is_leaf=_is_axes),
         axis_names={name for names in cut.values() for name in names},
         check_vma=False,
     )
-    arrays = [leaves[place].array if is_named_array(leaves[place]) else leaves[place] for place in places]
-    if not any(isinstance(array, Tracer) for array in arrays):
+    if not any(isinstance(array, Tracer) for array in jax.tree.leaves(arrays)):
         run = jax.jit(run)  # outside of jit, jax.shard_map takes no mesh with Auto axes
-    return jax.tree.map(lambda axes, array: NamedArray(array, axes), out, run(*arrays), is_leaf=_is_axes)
+    return jax.tree.map(lambda axes, array: NamedArray(array, axes), out, run(arrays), is_leaf=_is_axes)
 
 
 @contextlib.contextmanager
@@ -114,6 +109,14 @@ def free_axis_mapping() -> Iterator[None]:
         yield
 
 
+def _is_any_array(node: Any) -> bool:
+    return is_named_array(node) or eqx.is_array(node)
+
+
+def _map_arrays(function: Callable[[Any], Any], arrays: Any) -> Any:
+    return jax.tree.map(function, arrays, is_leaf=is_named_array)
+
+
 def _is_axes(node: Any) -> bool:
     return isinstance(node, tuple) and all(isinstance(axis, Axis) for axis in node)
 
@@ -125,10 +128,10 @@ def _cut(over: Sequence[Axis]) -> dict[str, tuple[str, ...]]:
     found: dict[str, tuple[str, ...]] = {}
     for axis in over:
         wanted = ensure_tuple(mapping.get(axis.name, ()))
-        strange = [one for one in wanted if not mesh.empty and one not in mesh.axis_names]
-        if strange:
+        unknown = [one for one in wanted if not mesh.empty and one not in mesh.axis_names]
+        if unknown:
             raise ValueError(
-                f"The axis `{axis.name}` is mapped to {strange[0]!r}; the mesh has "
+                f"The axis `{axis.name}` is mapped to {unknown[0]!r}; the mesh has "
                 f"{', '.join(mesh.axis_names)}."
             )
         physical = tuple(one for one in wanted if one in free)

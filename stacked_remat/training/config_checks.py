@@ -7,17 +7,17 @@ from typing import Any
 from .credentials import without_credentials
 
 
-def check_at_least(lowest: int, section: str, **values: float | None) -> None:
-    """Refuses values below `lowest`; None is not checked."""
-    for name, value in values.items():
-        if value is not None and value < lowest:
+def check_at_least(lowest: int, section: str, config: Any, *names: str) -> None:
+    """Refuses fields of a config below `lowest`; None is not checked."""
+    for name in names:
+        if (value := getattr(config, name)) is not None and value < lowest:
             raise ValueError(f"{section}.{name} must be at least {lowest}, got {value}.")
 
 
-def check_positive(section: str, fix: str = "", **values: float | None) -> None:
-    """Refuses values that are not above 0; None is not checked. `fix` ends the message."""
-    for name, value in values.items():
-        if value is not None and value <= 0:
+def check_positive(section: str, config: Any, *names: str, fix: str = "") -> None:
+    """Refuses fields of a config that are not above 0; None is not checked. `fix` ends the message."""
+    for name in names:
+        if (value := getattr(config, name)) is not None and value <= 0:
             raise ValueError(f"{section}.{name} must be positive, got {value}{fix}.")
 
 

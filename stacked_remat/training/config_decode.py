@@ -12,8 +12,8 @@ from typing import Any, TypeVar
 import draccus.utils
 from draccus.parsers.decoding import get_decoding_fn
 
-from .._messages import did_you_mean
-from .config_entries import Entry, entry_of, leaves, shown
+from .._messages import did_you_mean, shown
+from .config_entries import Entry, entry_of, leaves
 from .config_error import ConfigError
 from .config_hints import is_registry, named_section_class, section_class, type_names, union_parts
 from .config_reference import config_rows
@@ -101,18 +101,12 @@ class _Decoder:
                 if value == choice and type(value) is type(choice):
                     return choice
             raise _Misfit(did_you_mean(str(value), [str(choice) for choice in arguments]))
-        if origin in (tuple, list):
-            if not isinstance(value, list):
-                raise _Misfit("" if isinstance(value, Mapping) else f" Write [{value}].")
-            hints = arguments or (Any, ...)
-            if origin is list or hints[-1] is Ellipsis:
-                hints = hints[:1] * len(value)
-            if len(hints) != len(value):
-                raise _Misfit
-            items = enumerate(zip(hints, value, strict=True))
-            return origin(
-                self.value(own, entry_of(item, entry.where), (*path, str(at))) for at, (own, item) in items
-            )
+        if origin in (tuple, list) and not isinstance(value, list):
+            raise _Misfit("" if isinstance(value, Mapping) else f" Write [{value}].")
+        if origin is list or arguments[1:] == (Ellipsis,):
+            own = arguments[0] if arguments else Any
+            items = ((str(at), entry_of(item, entry.where)) for at, item in enumerate(value))
+            return origin(self.value(own, item, (*path, at)) for at, item in items)
         if origin is dict:
             if not entry.is_section:
                 raise _Misfit

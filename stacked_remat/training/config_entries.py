@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from .._messages import shown
 from .config_error import ConfigError
 
 # More than any config has, and few enough to be read at once: aliases make a short file describe a huge tree.
@@ -103,15 +104,6 @@ def with_key(tree: Entry, dotted: str, entry: Entry, above: tuple[str, ...] = ()
     if tree.is_section:
         return Entry(keys, tree.where, tree.replaced)
     return Entry(keys, entry.where, replaced=tree)
-
-
-def shown(value: Any) -> str:
-    """A value as an error shows it: its `repr`, shortened where it is long."""
-    try:
-        text = repr(value)
-    except ValueError:  # an integer of more digits than Python writes out
-        return "a number of thousands of digits"
-    return text if len(text) <= 120 else f"{text[:100]}... ({len(text):,} characters)"
 
 
 def leaves(tree: Entry, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Entry]]:

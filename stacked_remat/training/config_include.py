@@ -8,7 +8,6 @@ A name is relative to the file that includes it. Keys beside a merge override si
 at any depth; a section that names another `type`, or `{}`, replaces the included one.
 """
 
-import functools
 import itertools
 import json
 import os
@@ -22,13 +21,13 @@ import fsspec
 import yaml
 
 from .._files import unique_keys
-from .config_entries import Entry, entry_of, overlaid, shown, too_large
+from .._messages import shown
+from .config_entries import Entry, entry_of, overlaid, too_large
 from .config_error import ConfigError
 
 ON_THE_COMMAND_LINE = "on the command line"
 
 _LARGEST, _MOST_INCLUDES = 2**20, 100  # more bytes and files than any config has
-_MERGE = "tag:yaml.org,2002:merge"
 
 
 def read_config_file(location: str) -> Entry:
@@ -42,7 +41,7 @@ def read_config_file(location: str) -> Entry:
         ConfigError: a file that can't be read, includes itself, or is not a mapping; names the file and all
             files that lead to it.
     """
-    tree = _read(_File(location))
+    tree = _read(_File(_beside("", location)))
     if not tree.is_section:
         got = "is empty" if tree.value is None else f"holds {shown(tree.plain)}"
         raise ConfigError(f"The config file {location} {got}; it must hold a mapping of keys to values.")
@@ -63,34 +62,29 @@ def read_config_value(key: str, text: str) -> Entry:
 
 @dataclass(frozen=True)
 class _File:
-    """A file being read.
-
-    Attributes:
-        location: path or URL; empty for the command line.
-        includers: the files that lead to it with the line of each include, the nearest first.
-        count: counts all included files.
-    """
+    """A file being read: its path or URL, empty for the command line, and the files that lead to it."""
 
     location: str
-    includers: tuple[tuple[str, int], ...] = ()
-    count: Iterator[int] = field(default_factory=itertools.count)
-
-    @property
-    def name(self) -> str:
-        chain = [f"{file} line {line}" if file else "the command line" for file, line in self.includers]
-        return ", included by ".join([self.location, *chain])
+    chain: str = ""  # `, included by FILE line N` for each of them, the nearest first
+    includers: tuple[str, ...] = ()
+    count: Iterator[int] = field(default_factory=itertools.count)  # of all included files
 
     @property
     def where(self) -> str:
-        return f"in {self.name}" if self.location else ON_THE_COMMAND_LINE
+        return f"in {self.location}{self.chain}" if self.location else ON_THE_COMMAND_LINE
 
-    def included(self, name: str, line: int) -> "_File":
-        found = _File(_beside(self.location, name), ((self.location, line), *self.includers), self.count)
+    def included(self, name: str, line: int) -> Entry:
+        """The entries of a file that this one includes in a line."""
+        by = f"{self.location} line {line}" if self.location else "the command line"
+        location, includers = _beside(self.location, name), (*self.includers, self.location)
+        found = _File(location, f", included by {by}{self.chain}", includers, self.count)
         if next(self.count) == _MOST_INCLUDES:
-            raise ConfigError(f"A config includes at most {_MOST_INCLUDES} files; one more is {found.name}.")
-        if found.location in [file for file, _ in found.includers]:
-            raise ConfigError(f"A config file can't include itself: {found.name}.")
-        return found
+            raise ConfigError(
+                f"A config includes at most {_MOST_INCLUDES} files; one more is {location}{found.chain}."
+            )
+        if location in includers:
+            raise ConfigError(f"A config file can't include itself: {location}{found.chain}.")
+        return _read(found)
 
 
 def _read(file: _File) -> Entry:
@@ -98,16 +92,16 @@ def _read(file: _File) -> Entry:
         return _parsed(_text(file.location), file)
     except ConfigError:
         raise
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        raise ConfigError(f"Can't read the config file {file.name}: {error}") from error
+    except Exception as error:  # file systems raise what their clients do
+        problem = str(error) or type(error).__name__
+        if isinstance(error, OSError):
+            problem = f"{error.strerror or problem}. Check the path and its permissions."
+        raise ConfigError(f"Can't read the config file {file.location}{file.chain}: {problem}") from error
 
 
 def _text(location: str) -> str:
-    try:
-        with fsspec.open(location, "rb") if "://" in location else open(location, "rb") as stream:
-            found = stream.read(_LARGEST + 1)  # pyright: ignore[reportAttributeAccessIssue]
-    except Exception as error:  # file systems raise what their clients do
-        raise OSError(str(error) or type(error).__name__) from error
+    with fsspec.open(location, "rb") if "://" in location else open(location, "rb") as stream:
+        found = stream.read(_LARGEST + 1)  # pyright: ignore[reportAttributeAccessIssue]
     if len(found) > _LARGEST:
         raise ValueError(f"it has more than {_LARGEST >> 20} MiB, which no config has.")
     try:
@@ -119,12 +113,14 @@ def _text(location: str) -> str:
 
 
 def _parsed(text: str, file: _File) -> Entry:
-    loads = {
-        ".json": functools.partial(json.loads, object_pairs_hook=unique_keys),
-        ".toml": tomllib.loads,
-    }.get(posixpath.splitext(file.location)[1])
     try:
-        plain = loads(text) if loads else yaml.load(text, functools.partial(_Loader, file=file))  # pyright: ignore[reportArgumentType]
+        match posixpath.splitext(file.location)[1]:
+            case ".json":
+                plain = json.loads(text, object_pairs_hook=unique_keys)
+            case ".toml":
+                plain = tomllib.loads(text)
+            case _:
+                plain = _Loader(text, file).get_single_data()
         return entry_of(plain, file.where)
     except RecursionError as error:
         raise too_large(file.where) from error
@@ -135,8 +131,7 @@ class _Loader(yaml.SafeLoader):
 
     def __init__(self, text: str, file: _File):
         super().__init__(text)
-        self.name = file.location or file.where
-        self._file = file
+        self.name, self._file = file.location or file.where, file
 
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
         try:
@@ -159,24 +154,23 @@ class _Loader(yaml.SafeLoader):
                 raise _error(f"the key {key.value!r} is given twice: line {lines[key.value]}", key)
             lines[key.value] = key.start_mark.line + 1
             found = self.construct_object(value, deep=True)
-            if key.tag == _MERGE:
+            if key.tag == "tag:yaml.org,2002:merge":
                 merged = found if isinstance(found, list) else [found]
             else:
                 tree[key.value] = found
-        where = self._file.where
         for below in merged:
             if isinstance(below, dict) and isinstance(tree, dict):
                 tree = {**below, **tree}  # YAML's own merge replaces whole values
                 continue
-            entry = entry_of(below, where)
+            entry = entry_of(below, self._file.where)
             if not entry.is_section:
                 raise ConfigError(f"`<<` merges {shown(entry.plain)} {entry.where}; it must be a mapping.")
-            tree = overlaid(entry, entry_of(tree, where)) if tree else entry
+            tree = overlaid(entry, entry_of(tree, self._file.where)) if tree else entry
         return tree
 
     def construct_include(self, node: yaml.ScalarNode) -> Entry:
         """The entries of another file."""
-        return _read(self._file.included(str(self.construct_scalar(node)), node.start_mark.line + 1))
+        return self._file.included(str(self.construct_scalar(node)), node.start_mark.line + 1)
 
 
 _Loader.add_constructor("tag:yaml.org,2002:map", _Loader.construct_map)

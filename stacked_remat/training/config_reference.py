@@ -28,8 +28,9 @@ class ConfigRow:
         kind: which of these.
         dotted: the dotted key; for a type, its section's.
         names: the names of a value's type; the types that a section chooses among; the name of a type.
-        default: as one would write it; None if it is required. For a section, the type chosen by default, or
-            `null` if the section is left out by default.
+        default: as one would write it; None if it is required. For a section, its type in the default
+            config, or `null` if it is left out there.
+        type_required: whether a section that is written has to name its `type`.
         meaning: what the docstring of the class says about the field.
         description: what the docstring of a section's class says before its fields.
     """
@@ -38,6 +39,7 @@ class ConfigRow:
     dotted: str
     names: tuple[str, ...] = ()
     default: str | None = None
+    type_required: bool = False
     meaning: str = ""
     description: str = ""
 
@@ -57,15 +59,15 @@ def config_rows(config_class: Any, prefix: str = "", instance: Any = None) -> It
         hint, dotted, meaning = hints[field.name], f"{prefix}{field.name}", meanings.get(field.name, "")
         value = _default(field) if instance is None else getattr(instance, field.name)
         if (named := named_section_class(hint)) is not None:
-            row = ConfigRow("named", f"{dotted}.NAME", (), None, meaning, _description(named))
+            row = ConfigRow("named", f"{dotted}.NAME", meaning=meaning, description=_description(named))
             sections.append((row, named, None))
         elif (section := section_class(hint)) is not None:
             default = "null" if value is None else None
-            row = ConfigRow("section", dotted, (), default, meaning, _description(section))
+            row = ConfigRow("section", dotted, (), default, False, meaning, _description(section))
             sections.append((row, section, value if dataclasses.is_dataclass(value) else None))
         else:
             default = None if value is dataclasses.MISSING else _written(value)
-            yield ConfigRow("value", dotted, tuple(type_names(hint)), default, meaning)
+            yield ConfigRow("value", dotted, tuple(type_names(hint)), default, meaning=meaning)
     for row, section, value in sections:
         yield from _section(row, section, value)
 
@@ -78,7 +80,10 @@ def _section(row: ConfigRow, section: Any, instance: Any) -> Iterator[ConfigRow]
         return
     choices = section.get_known_choices()
     chosen = next((name for name, choice in choices.items() if type(instance) is choice), row.default)
-    yield dataclasses.replace(row, names=tuple(choices), default=chosen, description="")
+    required = section.default_choice_name() is None
+    yield dataclasses.replace(
+        row, names=tuple(choices), default=chosen, type_required=required, description=""
+    )
     rows = {
         name: list(config_rows(choice, prefix, instance if name == chosen else None))
         for name, choice in choices.items()
@@ -110,7 +115,8 @@ def config_help(config_class: Any) -> str:
             lines.append(f"With --{row.dotted}.type {row.names[0]}:")
         lines += textwrap.wrap(row.meaning, _WIDTH, initial_indent="    ", subsequent_indent="    ")
         if row.kind == "section" and row.names:
-            lines.append(f"--{row.dotted}.type {' | '.join(row.names)} ({default})")
+            required = ", required beside other keys" if row.type_required and row.default else ""
+            lines.append(f"--{row.dotted}.type {' | '.join(row.names)} ({default}{required})")
     return "\n".join(lines)
 
 
@@ -131,12 +137,13 @@ def config_reference(config_class: Any) -> str:
         elif row.kind == "type":
             paragraphs += [f"#### `{row.dotted}`, `type: {row.names[0]}`", row.description]
         else:
-            unset = " Left out by default." if row.default == "null" else ""
+            unset = "Left out by default." if row.default == "null" else ""
             heading = f"{'#' * min(2 + row.dotted.count('.'), 4)} `{row.dotted}`"
-            paragraphs += [heading, row.meaning[:1].upper() + row.meaning[1:] + unset, row.description]
+            paragraphs += [heading, row.description or row.meaning[:1].upper() + row.meaning[1:], unset]
         if row.kind == "section" and row.names:
-            chosen = "." if row.default in (None, "null") else f"; `{row.default}` if it is not named."
-            paragraphs.append(f"`type` is one of {_listed(row.names)}{chosen}")
+            left_out = "the section is left out" if row.type_required else "it is not named"
+            chosen = "" if row.default in (None, "null") else f"; `{row.default}` if {left_out}"
+            paragraphs.append(f"`type` is one of {_listed(row.names)}{chosen}.")
             if following is not None and following.kind != "type":
                 paragraphs.append("All types have:")
         before = row.kind

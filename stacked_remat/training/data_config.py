@@ -60,7 +60,7 @@ class DataConfig:
             name on the hub such as `owner/name` or `owner/name@revision`.
         cache_dir: local folder for the tokens, so that text is tokenized once.
         held_out_fraction: share of the documents, chosen by their names, that is held out from each source
-            without `held_out` files. A document that one source holds out is trained on by none.
+            without `held_out` files. A document held out by one source is never trained on.
         seq_len: tokens in a sequence.
         batch_size: sequences in a step, over all processes.
         packing: `split` joins the documents and cuts them into sequences without padding; `whole` cuts only
@@ -91,9 +91,8 @@ class DataConfig:
                 f"data.held_out_fraction must lie between 0 and 1, got {self.held_out_fraction}; 0.05 holds "
                 f"out about one document in twenty."
             )
-        sizes = {"batch_size": self.batch_size, "max_record_bytes": self.max_record_bytes}
-        check_at_least(1, "data", seq_len=self.seq_len, **sizes)
-        check_at_least(0, "data", prefetch=self.prefetch)
+        check_at_least(1, "data", self, "seq_len", "batch_size", "max_record_bytes")
+        check_at_least(0, "data", self, "prefetch")
         if self.seq_len > _LONGEST:
             raise ValueError(
                 f"data.seq_len must be at most {_LONGEST:,}, because positions are 32-bit integers; got "

@@ -27,54 +27,26 @@ def held_out_evaluators(
 ) -> dict[str, Evaluator]:
     """Evaluators by name of metric: `held_out`, and `held_out/NAME` for each of several sources.
 
-    They share one compilation where their batches have the same shape.
+    Each call reads the same batches. The first one compiles, once for all evaluators whose batches have the
+    same shape.
 
     Args:
-        loss_function: its `loss` metric is averaged.
+        loss_function: its `loss` metric is averaged over the tokens.
         held_out: the held-out text of all sources together.
-        by_source: the held-out text of each source; a single source is not evaluated twice.
-        num_batches: batches per evaluation; all batches of a source that has fewer.
+        by_source: the held-out text of each source; may be empty, and a single one is not evaluated twice.
+        num_batches: batches per evaluation, the first ones; all batches of a source that has fewer.
         partitioning: shards the batches; must be active when the evaluators are called.
 
     Raises:
-        ConfigError: `held_out` has fewer batches.
+        ConfigError: `held_out` has fewer batches, or none of the tokens of a set counts.
     """
-    compiled = _compiled(loss_function)
+    compiled = eqx.filter_jit(lambda model, batch: loss_function(model, batch)[1]["loss"])
     evaluators = {"held_out": _evaluator(compiled, held_out, num_batches, "held_out", partitioning)}
     if len(by_source) > 1:
         for source, one in by_source.items():
             name, count = f"held_out/{source}", min(num_batches, len(one))
             evaluators[name] = _evaluator(compiled, one, count, name, partitioning)
     return evaluators
-
-
-def held_out_evaluator(
-    loss_function: LossFunction,
-    held_out: HeldOutSet,
-    num_batches: int,
-    *,
-    name: str = "held_out",
-    partitioning: Partitioning | None = None,
-) -> Evaluator:
-    """A function from a model to its mean `loss` per token, in nats, on the first `num_batches` batches.
-
-    Every call reads the same batches; the first one compiles.
-
-    Args:
-        loss_function: its `loss` metric is averaged.
-        held_out: the batches.
-        num_batches: how many of them to read.
-        name: of the set, for errors.
-        partitioning: shards the batches; must be active when the function is called.
-
-    Raises:
-        ConfigError: there are fewer batches, or none of their tokens counts.
-    """
-    return _evaluator(_compiled(loss_function), held_out, num_batches, name, partitioning)
-
-
-def _compiled(loss_function: LossFunction) -> Callable[[Any, TokenBatch], Any]:
-    return eqx.filter_jit(lambda model, batch: loss_function(model, batch)[1]["loss"])
 
 
 def _evaluator(

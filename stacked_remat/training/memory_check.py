@@ -1,12 +1,12 @@
 """A check that a run's arrays fit in memory, before any of them is made."""
 
+import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 
 from ..memory._table import readable_bytes
 from .array_layout import arrays_by_name, is_key
@@ -30,12 +30,14 @@ def check_fits(parts: Mapping[str, Any], fix: str, *, limit: int | None = None) 
     device = jax.local_devices()[0]
     shared = limit is None and device.platform == "cpu"
     limit = memory_bytes(device) if limit is None else limit
-    sizes = {name: sum(map(_bytes_of(shared), arrays_by_name(tree).values())) for name, tree in parts.items()}
+    arrays = [(part, *item) for part, tree in parts.items() for item in arrays_by_name(tree).items()]
+    sizes = dict.fromkeys(parts, 0)
+    for part, _, array in arrays:
+        sizes[part] += _bytes(array, shared)
     if limit is None or sum(sizes.values()) <= limit:
         return
     shown = ", ".join(f"{name} {readable_bytes(size)}" for name, size in sizes.items() if size)
-    arrays = [item for tree in parts.values() for item in arrays_by_name(tree).items()]
-    name, largest = max(arrays, key=lambda item: _bytes_of(shared)(item[1]))
+    _, name, largest = max(arrays, key=lambda item: _bytes(item[2], shared))
     where = "this machine" if shared else "a device"
     raise ConfigError(
         f"This can't fit: it takes at least {readable_bytes(sum(sizes.values()))} of memory ({shown}), and "
@@ -65,17 +67,12 @@ def _machine_bytes() -> int | None:
     return physical + sum(int(line.split()[1]) * 1024 for line in lines if line.startswith("SwapTotal:"))
 
 
-def _bytes_of(all_devices: bool) -> Any:
-    """A function from an array, or its shape, to its bytes on one device, or on all of this process."""
-
-    def count(array: Any) -> int:
-        sharding = getattr(array, "sharding", None)
-        if is_key(array):
-            return 0
-        shape, copies = array.shape, 1
-        if sharding is not None:
-            shape = sharding.shard_shape(shape)
-            copies = len(sharding.addressable_devices) if all_devices else 1
-        return int(np.prod(shape, dtype=object)) * array.dtype.itemsize * copies
-
-    return count
+def _bytes(array: Any, all_devices: bool) -> int:
+    """The bytes of an array, or of its shape, on one device, or on all of this process."""
+    if is_key(array):
+        return 0
+    shape, copies, sharding = array.shape, 1, getattr(array, "sharding", None)
+    if sharding is not None:
+        shape = sharding.shard_shape(shape)
+        copies = len(sharding.addressable_devices) if all_devices else 1
+    return math.prod(shape) * array.dtype.itemsize * copies

@@ -23,51 +23,48 @@ class ConstantSchedule(ScheduleConfig):
     """The highest rate to the end."""
 
 
-@ScheduleConfig.register_subclass("cosine")
 @dataclass(frozen=True)
-class CosineSchedule(ScheduleConfig):
-    """Half a cosine down to the last step (Loshchilov & Hutter 2017).
+class _Decay(ScheduleConfig):
+    """A learning rate that falls.
 
     Attributes:
         min_lr_ratio: learning rate of the last step as a share of the highest.
     """
 
-    min_lr_ratio: float = 0.1
+    min_lr_ratio: float = 0.0
 
     def __post_init__(self) -> None:
-        _require_share("min_lr_ratio", self.min_lr_ratio)
+        if not 0 <= self.min_lr_ratio <= 1:
+            raise ValueError(f"optimizer.schedule.min_lr_ratio must lie in [0, 1], got {self.min_lr_ratio}.")
+
+
+@ScheduleConfig.register_subclass("cosine")
+@dataclass(frozen=True)
+class CosineSchedule(_Decay):
+    """Half a cosine down to the last step (Loshchilov & Hutter 2017)."""
+
+    min_lr_ratio: float = 0.1
 
 
 @ScheduleConfig.register_subclass("linear")
 @dataclass(frozen=True)
-class LinearSchedule(ScheduleConfig):
-    """A straight line down to the last step.
-
-    Attributes:
-        min_lr_ratio: learning rate of the last step as a share of the highest.
-    """
-
-    min_lr_ratio: float = 0.0
-
-    def __post_init__(self) -> None:
-        _require_share("min_lr_ratio", self.min_lr_ratio)
+class LinearSchedule(_Decay):
+    """A straight line down to the last step."""
 
 
 @ScheduleConfig.register_subclass("wsd")
 @dataclass(frozen=True)
-class WarmupStableDecaySchedule(ScheduleConfig):
+class WarmupStableDecaySchedule(_Decay):
     """The highest rate, then a straight line down over the last part of the run (Hu et al. 2024).
 
     Attributes:
         decay_fraction: share of all steps that the decay takes.
-        min_lr_ratio: learning rate of the last step as a share of the highest.
     """
 
     decay_fraction: float = 0.2
-    min_lr_ratio: float = 0.0
 
     def __post_init__(self) -> None:
-        _require_share("min_lr_ratio", self.min_lr_ratio)
+        super().__post_init__()
         if not 0 < self.decay_fraction <= 1:
             raise ValueError(
                 f"optimizer.schedule.decay_fraction must lie in (0, 1], got {self.decay_fraction}; for no "
@@ -103,8 +100,8 @@ class OptimizerConfig(draccus.ChoiceRegistry, abc.ABC):
     @abc.abstractmethod
     def __post_init__(self) -> None:
         """Refuses values out of range; a subclass's calls this one."""
-        check_at_least(0, "optimizer", warmup_steps=self.warmup_steps, weight_decay=self.weight_decay)
-        check_positive("optimizer", learning_rate=self.learning_rate, max_grad_norm=self.max_grad_norm)
+        check_at_least(0, "optimizer", self, "warmup_steps", "weight_decay")
+        check_positive("optimizer", self, "learning_rate", "max_grad_norm")
 
 
 @OptimizerConfig.register_subclass("adamw")
@@ -124,8 +121,8 @@ class AdamWConfig(OptimizerConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _require_decay(beta1=self.beta1, beta2=self.beta2)
-        check_positive("optimizer", epsilon=self.epsilon)
+        _check_decays(self, "beta1", "beta2")
+        check_positive("optimizer", self, "epsilon")
 
 
 @OptimizerConfig.register_subclass("lion")
@@ -145,7 +142,7 @@ class LionConfig(OptimizerConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _require_decay(beta1=self.beta1, beta2=self.beta2)
+        _check_decays(self, "beta1", "beta2")
 
 
 @OptimizerConfig.register_subclass("adafactor")
@@ -170,12 +167,7 @@ class AdafactorConfig(OptimizerConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_positive(
-            "optimizer",
-            decay_rate=self.decay_rate,
-            clipping_threshold=self.clipping_threshold,
-            min_factored_dim=self.min_factored_dim,
-        )
+        check_positive("optimizer", self, "decay_rate", "clipping_threshold", "min_factored_dim")
 
 
 @OptimizerConfig.register_subclass("muon")
@@ -207,13 +199,8 @@ class MuonConfig(OptimizerConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _require_decay(momentum=self.momentum, beta1=self.beta1, beta2=self.beta2)
-        check_positive(
-            "optimizer",
-            newton_schulz_steps=self.newton_schulz_steps,
-            update_rms=self.update_rms,
-            epsilon=self.epsilon,
-        )
+        _check_decays(self, "momentum", "beta1", "beta2")
+        check_positive("optimizer", self, "newton_schulz_steps", "update_rms", "epsilon")
 
 
 @OptimizerConfig.register_subclass("sgd")
@@ -231,17 +218,12 @@ class SgdConfig(OptimizerConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _require_decay(momentum=self.momentum)
+        _check_decays(self, "momentum")
         if self.nesterov and not self.momentum:
             raise ValueError("optimizer.nesterov has no effect without optimizer.momentum: set one of them.")
 
 
-def _require_share(name: str, value: float) -> None:
-    if not 0 <= value <= 1:
-        raise ValueError(f"optimizer.schedule.{name} must lie in [0, 1], got {value}.")
-
-
-def _require_decay(**values: float) -> None:
-    for name, value in values.items():
-        if not 0 <= value < 1:
+def _check_decays(config: OptimizerConfig, *names: str) -> None:
+    for name in names:
+        if not 0 <= (value := getattr(config, name)) < 1:
             raise ValueError(f"optimizer.{name} must lie in [0, 1), got {value}.")

@@ -11,6 +11,7 @@ from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
     Progress as RichBar,
+    ProgressColumn,
     TaskProgressColumn,
     TextColumn,
     TimeElapsedColumn,
@@ -20,6 +21,7 @@ from rich.progress import (
 from ..memory._table import readable_bytes
 
 _SECONDS_BETWEEN_LINES = 15.0
+_STATUS = TextColumn("{task.fields[status]}")
 
 
 @final
@@ -124,12 +126,8 @@ class ConsoleProgress(Progress):
         if self._work is None or self._work[0] != what:
             self.stop()
             self._work = (what, time.monotonic())
-            if self._console.is_terminal:
-                columns = (TextColumn(what, markup=False), BarColumn(), TaskProgressColumn())
-                columns += (TextColumn("{task.fields[status]}"), TimeRemainingColumn())
-                self._bar = RichBar(*columns, console=self._console)
-                self._bar.start()
-                self._bar.add_task(what, total=total, status=status)
+            columns = (TextColumn(what, markup=False), BarColumn(), TaskProgressColumn(), _STATUS)
+            self._show_bar(*columns, TimeRemainingColumn(), total=total, status=status)
         if self._bar is not None:
             self._bar.update(self._bar.task_ids[0], completed=done, status=status)
         elif done == total or time.monotonic() > self._work[1] + _SECONDS_BETWEEN_LINES:
@@ -139,22 +137,12 @@ class ConsoleProgress(Progress):
             self.stop()
 
     def start(self, num_steps: int, done: int = 0) -> None:
-        """Shows the bar, which says until the first step is done that it compiles."""
+        """Shows the bar, with a note until the first step is done that it is compiling."""
         self._num_steps = num_steps
         self._first_done = None
-        if self._console.is_terminal:
-            columns = (
-                TextColumn("training"),
-                BarColumn(),
-                MofNCompleteColumn(),
-                TextColumn("{task.fields[status]}"),
-                TimeElapsedColumn(),
-                TextColumn("left"),
-                TimeRemainingColumn(),
-            )
-            self._bar = RichBar(*columns, console=self._console)
-            self._bar.start()
-            self._bar.add_task("training", total=num_steps, completed=done, status="compiling the first step")
+        columns = (TextColumn("training"), BarColumn(), MofNCompleteColumn(), _STATUS, TimeElapsedColumn())
+        columns += (TextColumn("left"), TimeRemainingColumn())
+        self._show_bar(*columns, total=num_steps, completed=done, status="compiling the first step")
 
     def advance(self, step: int, loss: float, tokens_per_second: float, memory: int | None = None) -> None:
         """Moves the bar, or prints a line every `line_every` steps."""
@@ -175,6 +163,12 @@ class ConsoleProgress(Progress):
             self._bar.stop()
             self._bar = None
         self._work = None
+
+    def _show_bar(self, *columns: ProgressColumn, **task: Any) -> None:
+        if self._console.is_terminal:
+            self._bar = RichBar(*columns, console=self._console)
+            self._bar.start()
+            self._bar.add_task("", **task)
 
     def _seconds_left(self, step: int) -> float | None:
         if self._first_done is None:

@@ -130,7 +130,7 @@ class RunFolder:
             lines = "\n  ".join(changes)
             raise ConfigError(
                 f"{self.root} has a run of another config, which can't be resumed with this one:\n  {lines}\n"
-                f"{_WAYS_OUT} To resume from its last checkpoint nevertheless, give "
+                f"{_WAYS_OUT} To resume from its last checkpoint anyway, give "
                 f"--trainer.checkpoint.accept_changes true."
             )
         if self.result.exists() and not changes:

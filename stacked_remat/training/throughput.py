@@ -57,7 +57,7 @@ class Clock:
             self._began, self._now = self._began + paused, self._now + paused
 
     def restart(self) -> None:
-        """Starts counting anew at the last step."""
+        """Starts a new count at the last step."""
         if self._began is not None:
             self._began, self._steps, self._tokens = self._now, 0, 0
 

@@ -4,6 +4,7 @@ import abc
 import importlib
 import itertools
 import json
+import math
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -55,7 +56,10 @@ class JsonLinesTracker(Tracker):
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Appends a line; numbers that are not finite become null."""
-        entry = {"step": step, **{name: _as_json(value) for name, value in metrics.items()}}
+        entry = {
+            "step": step,
+            **{name: _as_json(np.asarray(value).tolist()) for name, value in metrics.items()},
+        }
         with named_in_errors(self._path):
             self._file.write(json.dumps(entry, allow_nan=False) + "\n")
             self._file.flush()
@@ -223,8 +227,4 @@ def _scalars(metrics: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
 def _as_json(value: Any) -> Any:
     if isinstance(value, list):
         return [_as_json(item) for item in value]
-    if isinstance(value, float):
-        return value if np.isfinite(value) else None
-    if isinstance(value, int | str | None):
-        return value
-    return _as_json(np.asarray(value).tolist())
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -21,16 +21,29 @@ class UpdateConfig:
         on_nonfinite: what to do when the loss or the gradient norm is NaN or infinite: `stop` ends the run
             and writes the step's data to the run folder, `skip` leaves weights and optimizer unchanged.
         max_consecutive_skips: skipped steps in a row after which `skip` stops too.
+        fused: whether each layer is updated within the backward pass, as soon as its gradient exists, so that
+            no gradient of the whole model takes memory.
     """
 
     microbatches: int = 1
     on_nonfinite: Literal["stop", "skip"] = "stop"
     max_consecutive_skips: int = 10
+    fused: bool = False
 
     def __post_init__(self) -> None:
-        skips = self.max_consecutive_skips
-        check_at_least(1, "trainer.update", microbatches=self.microbatches, max_consecutive_skips=skips)
+        check_at_least(1, "trainer.update", self, "microbatches", "max_consecutive_skips")
         check_choices("trainer.update", self)
+        if self.fused and self.microbatches > 1:
+            raise ValueError(
+                "trainer.update.fused updates a layer as soon as its gradient exists, and "
+                f"trainer.update.microbatches = {self.microbatches} adds up gradients first: leave out one "
+                "of them. With remat: nested or offload a larger batch fits at once."
+            )
+        if self.fused and self.on_nonfinite == "skip":
+            raise ValueError(
+                "trainer.update.fused has changed the weights before the gradient norm is known, so it "
+                "cannot skip a step: leave out one of fused and on_nonfinite: skip."
+            )
 
 
 @dataclass(frozen=True)
@@ -119,11 +132,10 @@ class CheckpointConfig:
     on_damaged: Literal["stop", "go_back"] = "stop"
 
     def __post_init__(self) -> None:
-        check_at_least(1, "trainer.checkpoint", keep_last=self.keep_last)
+        check_at_least(1, "trainer.checkpoint", self, "keep_last")
         check_choices("trainer.checkpoint", self)
         optional = ("every_steps", "every_minutes", "keep_every_steps", "keep_every_hours")
-        values = {name: getattr(self, name) for name in optional}
-        check_positive("trainer.checkpoint", "; null for none", **values)
+        check_positive("trainer.checkpoint", self, *optional, fix="; null for none")
         if self.keep_every_hours is not None and self.keep_every_hours > _MOST_HOURS:
             raise ValueError(
                 f"trainer.checkpoint.keep_every_hours must be at most {_MOST_HOURS:,}, got "
@@ -147,8 +159,8 @@ class ProfilerConfig:
     peak_flops: float | None = None
 
     def __post_init__(self) -> None:
-        check_at_least(1, "trainer.profiler", num_steps=self.num_steps, start_step=self.start_step)
-        check_positive("trainer.profiler", peak_flops=self.peak_flops)
+        check_at_least(1, "trainer.profiler", self, "num_steps", "start_step")
+        check_positive("trainer.profiler", self, "peak_flops")
 
 
 @dataclass(frozen=True)
@@ -236,12 +248,7 @@ class TrainerConfig:
     trackers: TrackersConfig = field(default_factory=TrackersConfig)
 
     def __post_init__(self) -> None:
-        counts = {
-            "log_every": self.log_every,
-            "eval_every": self.eval_every,
-            "eval_batches": self.eval_batches,
-        }
-        check_at_least(1, "trainer", num_steps=self.num_steps, **counts)
+        check_at_least(1, "trainer", self, "num_steps", "log_every", "eval_every", "eval_batches")
         if not 0 <= self.seed < 2**63:
             raise ValueError(f"trainer.seed must be at least 0 and below 2**63, got {self.seed}.")
         if self.num_steps > _MOST_STEPS:

@@ -270,10 +270,10 @@ def test_haliaxs_own_stacks_are_stacks_too():
     assert paths_adapted(layers, "[*].q_proj") == {".stacked.q_proj"}
 
 
-def test_a_pattern_that_fits_nothing_is_an_error_with_the_nearest_paths():
-    with pytest.raises(ValueError, match=r"'\*.qproj' fits no linear. Nearest of 5: layers.\*.q_proj, "):
+def test_a_pattern_that_matches_nothing_is_an_error_with_the_nearest_paths():
+    with pytest.raises(ValueError, match=r"'\*.qproj' matches no linear. Nearest of 5: layers.\*.q_proj, "):
         apply_lora(model(), LoraConfig(2, 1.0, ("*.o_proj", "*.qproj")), key=jax.random.key(0))
-    with pytest.raises(ValueError, match="the model has none"):
+    with pytest.raises(ValueError, match="the model has no linear"):
         apply_lora({}, ALL, key=jax.random.key(0))
 
 
@@ -287,7 +287,7 @@ def test_a_linear_is_adapted_once_and_then_merged():
     assert isinstance(again.layers.stacked.q_proj, LoraLinear)
 
 
-def test_linears_that_can_not_be_adapted_are_refused():
+def test_linears_that_cannot_be_adapted_are_refused():
     with pytest.raises(ValueError, match="maps scalars"):
         scalar = eqx.nn.Linear("scalar", 2, key=jax.random.key(0))
         apply_lora([scalar], LoraConfig(targets=("0",)), key=jax.random.key(0))

@@ -195,6 +195,17 @@ def test_integers_come_out_of_loops():
     assert count(fn, SQUARE).matmul == 20 * PRODUCT
 
 
+def test_an_inner_loop_is_followed_once_for_all_trips(monkeypatch):
+    monkeypatch.setattr("stacked_remat.memory._flops._MAX_STEPS", 2000)
+
+    def outer(k, x):
+        return jax.lax.fori_loop(k & 1, jnp.int32(2), lambda _, x: shrinking_segments(x)[0], x)
+
+    found = count(lambda x: jax.lax.fori_loop(jnp.int32(0), jnp.int32(100), outer, x), SQUARE)
+    assert found.matmul == 10 * 150 * PRODUCT
+    assert found.exact
+
+
 def test_an_outer_while_loop_that_reads_a_table_backwards():
     starts = np.array([0, 4, 7, 9, 10], dtype=np.int32)
 

@@ -249,7 +249,7 @@ def test_fewer_carries_where_the_host_is_too_small(offloading_costs_the_host):
     found = plan(Counting(), *blocks_and_input(), budget=budget, host_budget=99)
     assert resolve_policy(found.policy).max_carries is not None and found.report.total <= budget
     assert resolve_policy(plan(Counting(), *blocks_and_input(), budget=budget).policy).offloads
-    with pytest.raises(BudgetError, match=r"found that the host has room for is .*\(max_carries=2\)"):
+    with pytest.raises(BudgetError, match=r"found within the host's budget is .*\(max_carries=2\)"):
         plan(Counting(), *blocks_and_input(), budget=budget - 1, host_budget=99)
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import pytest
 
-from models.command import USER_ERRORS, error_message, run_command
+from models.command import USER_ERRORS, error_message, escaped, run_command
 from stacked_remat.training import ConfigError
 
 
@@ -43,14 +43,14 @@ def fail_with(error):
         (errno.EXDEV, "Check the path"),
     ],
 )
-def test_an_error_of_the_system_is_its_path_what_happened_and_the_fix(code, fix, capsys):
+def test_system_errors_name_the_path_the_problem_and_the_fix(code, fix, capsys):
     error = OSError(code, os.strerror(code), "/runs/mine")
     status, (shown,) = run(fail_with(error))
     assert status == 1 and shown.startswith(f"error: /runs/mine: {os.strerror(code)}. ") and fix in shown
     assert "Traceback" not in capsys.readouterr().err
 
 
-def test_debug_shows_the_traceback_and_is_no_argument_of_the_command(capsys):
+def test_debug_shows_the_traceback_and_is_not_an_argument_of_the_command(capsys):
     def work(arguments, stop):
         raise ConfigError(f"got {arguments}")
 
@@ -58,13 +58,13 @@ def test_debug_shows_the_traceback_and_is_no_argument_of_the_command(capsys):
     assert "Traceback" in capsys.readouterr().err
 
 
-def test_debug_spells_out_what_a_terminal_would_obey(capsys):
+def test_debug_escapes_control_characters(capsys):
     run(fail_with(ConfigError("\x1b]0;title\x07 \u200f")), "--debug")
     shown = capsys.readouterr().err
     assert r"\x1b]0;title\x07 \u200f" in shown and "\x1b" not in shown and "\u200f" not in shown
 
 
-def test_where_output_can_not_be_written_the_message_is_on_standard_error(monkeypatch, capsys):
+def test_where_output_cannot_be_written_the_message_is_on_standard_error(monkeypatch, capsys):
     def show(text):
         print(text, flush=True)
 
@@ -75,7 +75,7 @@ def test_where_output_can_not_be_written_the_message_is_on_standard_error(monkey
     assert "error: No space left on device." in capsys.readouterr().err
 
 
-def test_what_the_user_can_not_mend_keeps_its_traceback():
+def test_bugs_keep_their_traceback():
     assert not issubclass(TypeError, USER_ERRORS) and error_message(TypeError("a mistake of ours")) is None
     with pytest.raises(TypeError, match="a mistake of ours"):
         run(fail_with(TypeError("a mistake of ours")))
@@ -123,7 +123,7 @@ def test_a_signal_while_modules_are_imported_ends_the_command_with_one_line(comm
     assert (output, process.returncode) == (f"stopped by {name} while the program was loaded\n", status)
 
 
-def test_only_the_errors_of_a_closed_event_loop_are_kept_from_view(monkeypatch):
+def test_only_errors_of_a_closed_event_loop_are_hidden(monkeypatch):
     shown = []
     monkeypatch.setattr(sys, "__excepthook__", lambda kind, error, trace: shown.append(str(error)))
     monkeypatch.setattr(sys, "__unraisablehook__", lambda found: shown.append(str(found.exc_value)))
@@ -143,3 +143,17 @@ def test_a_password_in_an_error_is_not_shown():
     for error in (ConfigError(f"{url} is no folder"), FileNotFoundError(errno.ENOENT, "Not there", url)):
         _, (shown,) = run(fail_with(error))
         assert "https://***@host/x" in shown and "SECRET" not in shown
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("a\tb\nc é 漢 \U0001f600", "a\tb\nc é 漢 \U0001f600"),
+        ("\x1b[2J\x1b]0;title\x07", "\\x1b[2J\\x1b]0;title\\x07"),
+        ("\x9b31m\x00\x08\x0b\r\x7f", "\\x9b31m\\x00\\x08\\x0b\\r\\x7f"),
+        ("a\u202eb\u2066c\ud800", "a\\u202eb\\u2066c\\ud800"),
+    ],
+)
+def test_control_characters_are_escaped(text, shown):
+    assert escaped(text) == shown
+    assert "".join(map(escaped, text)) == shown  # wherever the text is cut

@@ -137,7 +137,7 @@ def test_a_batch_gives_what_each_prompt_gives_alone_and_an_argmax_loop():
     assert len(np.unique(together)) > 3
 
 
-def test_sampling_is_reproducible_and_rows_draw_apart():
+def test_sampling_is_reproducible_and_rows_draw_independently():
     sampling, prompts = Sampling(temperature=1.5, top_k=9, top_p=0.95), prompts_of(3, 3)[:1] * 2
     first = continued("dense", prompts, 8, sampling)
     np.testing.assert_array_equal(first, continued("dense", prompts, 8, sampling))
@@ -145,7 +145,7 @@ def test_sampling_is_reproducible_and_rows_draw_apart():
     assert np.any(first != continued("dense", prompts, 8, sampling, seed=6))
 
 
-def test_tokens_are_drawn_from_the_model_s_distribution():
+def test_tokens_are_drawn_from_the_distribution_of_the_model():
     """The second token, given the first, over many rows of one prompt."""
     prompts = prompts_of(2)[:1] * 1000
     drawn = continued("dense", prompts, 2, Sampling(temperature=0.9))
@@ -158,7 +158,7 @@ def test_tokens_are_drawn_from_the_model_s_distribution():
     assert np.all(np.abs(found - expected) <= 5 * np.sqrt(expected * (1 - expected) / len(second)) + 1e-3)
 
 
-def test_a_step_compiles_once_and_tells_no_step_from_another(monkeypatch):
+def test_a_step_compiles_once_for_all_steps(monkeypatch):
     traced = []
     monkeypatch.setattr(
         Attention, "decode", lambda *args, real=Attention.decode: traced.append(1) or real(*args)
@@ -188,7 +188,7 @@ def test_the_cache_is_updated_in_place():
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves(state.cache))
 
 
-def test_a_step_copies_no_layer_s_experts():
+def test_a_step_copies_the_experts_of_no_layer():
     config = dataclasses.replace(MODELS["moe"], experts=ExpertsConfig(64, 2, 64))
     model = eqx.filter_eval_shape(Decoder.init, config, Vocab, key=jax.random.key(0))
     Rows = Axis(
@@ -202,7 +202,7 @@ def test_a_step_copies_no_layer_s_experts():
     assert found.temporaries < experts / 3 / 2  # half of those of one of three layers
 
 
-def test_the_cache_is_in_the_compute_dtype_and_as_long_as_asked():
+def test_the_cache_has_the_compute_dtype_and_the_given_length():
     config = dataclasses.replace(MODELS["moe"], compute_dtype="bfloat16")
     model = eqx.filter_eval_shape(Decoder.init, config, Vocab, key=jax.random.key(0))
     _, (cache,) = eqx.filter_eval_shape(lambda model, tokens: model.prefill(tokens, 11), model, tokens_of(3))

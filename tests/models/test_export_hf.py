@@ -17,14 +17,14 @@ from rich.console import Console
 from safetensors.numpy import load_file, save_file
 
 from models.export_hf import generation_files, main as export_hf
-from models.generation.generator import source_of_run
+from models.generator_source import source_of_run
 from models.hf_io.adapters import load_adapters
 from models.hf_io.decoder_weights import read_decoder, write_decoder
 from models.hf_io.formats import read_hf_config
 from models.hf_io.safetensors_folder import WeightsError
 from models.qwen3_moe import Qwen3MoeConfig
 from models.run_config import LmRunConfig
-from models.trained_run import trained_model
+from models.trained_run import read_run_config, trained_model
 from models.transformer.decoder import Decoder
 from stacked_remat.lora import merge_lora
 from stacked_remat.training import ConfigError, parse_config
@@ -61,6 +61,11 @@ def train(workplace, run, *more):
         return tiny_run.train(workplace, "--trainer.num_steps", "3", *more, run=run)
 
 
+def model_of(run):
+    config = read_run_config(run)
+    return trained_model(run, config), config
+
+
 def export(*arguments):
     console = Console(record=True, width=200)
     status = export_hf([str(argument) for argument in arguments], console)
@@ -85,12 +90,13 @@ def adapted(workplace):
     return workplace / "adapted"
 
 
-def test_a_trained_model_is_exported_and_read_again(finished, tmp_path):
-    assert export("--run_dir", finished, "--out", tmp_path / "exported")[0] == 0
+def test_a_trained_model_is_exported_and_read_again(finished, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert export("--run_dir", finished, "--out", "~/exported")[0] == 0
     config, rows = read_hf_config(tmp_path / "exported")
     assert rows == 260
     assert json.loads((tmp_path / "exported/config.json").read_text())["eos_token_id"] == 256
-    expected, _ = trained_model(finished)
+    expected, _ = model_of(finished)
     np.testing.assert_array_equal(
         logits(read_decoder(tmp_path / "exported", config, Vocab)), logits(expected)
     )
@@ -111,7 +117,7 @@ def test_training_begins_with_the_weights_of_the_folder(workplace, adapted):
     config = begun_with(workplace, None)
     assert isinstance(config.model, Qwen3MoeConfig)
     base = read_decoder(workplace / "base", config.model, Vocab)
-    model: Any = trained_model(adapted)[0]
+    model: Any = model_of(adapted)[0]
     np.testing.assert_array_equal(
         model.stacks[0].stacked.attention.q_proj.wrapped.weight.array,
         base.stacks[0].stacked.attention.q_proj.weight.array,
@@ -120,15 +126,15 @@ def test_training_begins_with_the_weights_of_the_folder(workplace, adapted):
 
 
 def test_adapters_are_merged_or_written_alone(workplace, adapted):
-    model, config = trained_model(adapted)
+    model, config = model_of(adapted)
     assert isinstance(model, Decoder) and isinstance(config.model, Qwen3MoeConfig)
     assert export("--run_dir", adapted, "--out", workplace / "merged")[0] == 0
     assert json.loads((workplace / "merged/config.json").read_text())["eos_token_id"] == [256, 7]
     assert "[7, 256]" in (workplace / "merged/generation_config.json").read_text()
     merged = read_decoder(workplace / "merged", config.model, Vocab)
     np.testing.assert_array_equal(logits(merged), logits(merge_lora(model)))
-    found = source_of_run(adapted).generator()
-    np.testing.assert_array_equal(logits(found.model), logits(merged))
+    found = source_of_run(adapted)
+    np.testing.assert_array_equal(logits(found.read()), logits(merged))
     assert found.ends == {256, 7}
     assert export("--run_dir", adapted, "--out", workplace / "alone", "--adapters")[0] == 0
     base = read_decoder(workplace / "base", config.model, Vocab)
@@ -136,20 +142,20 @@ def test_adapters_are_merged_or_written_alone(workplace, adapted):
 
 
 @pytest.mark.deep
-def test_a_run_of_adapters_goes_on(workplace, adapted):
+def test_a_run_of_adapters_resumes(workplace, adapted):
     more = ("--initialize_from_hf", str(workplace / "base"), "--lora.rank", "2", "--trainer.num_steps", "5")
     accept = ("--trainer.checkpoint.accept_changes", "true")
-    before, _ = trained_model(adapted)
+    before, _ = model_of(adapted)
     (adapted / "result.json").unlink()
     assert train(workplace, "adapted", *more, *accept) == 0
-    after, _ = trained_model(adapted)
+    after, _ = model_of(adapted)
     models: list[Any] = [before, after]
     one, other = (model.stacks[0].stacked.attention.q_proj for model in models)
     np.testing.assert_array_equal(one.wrapped.weight.array, other.wrapped.weight.array)
     assert np.any(np.asarray(one.b.array) != np.asarray(other.b.array))
 
 
-def test_adapters_go_on_with_the_weights_that_they_began_with_and_no_others(workplace, adapted, capsys):
+def test_adapters_resume_only_with_the_weights_they_began_with(workplace, adapted, capsys):
     shutil.copytree(adapted, workplace / "moved")
     (workplace / "moved/result.json").unlink(missing_ok=True)
     shutil.copytree(workplace / "base", workplace / "other")
@@ -178,7 +184,7 @@ def test_adapters_go_on_with_the_weights_that_they_began_with_and_no_others(work
         ),
     ],
 )
-def test_another_model_than_the_folder_s_is_refused(workplace, capsys, more, message):
+def test_a_model_other_than_that_of_the_folder_is_refused(workplace, capsys, more, message):
     assert train(workplace, "refused", "--initialize_from_hf", "base", *more) == 1
     assert message in capsys.readouterr().out
     assert not (workplace / "refused").exists()
@@ -189,19 +195,19 @@ def test_an_embedding_without_room_for_the_tokenizer_is_refused(workplace, capsy
     assert "has 257 tokens, and the model's embedding 200 rows" in capsys.readouterr().out
 
 
-def test_the_folder_s_architecture_needs_a_folder():
+def test_use_hf_model_config_needs_a_folder():
     with pytest.raises(ConfigError, match="use_hf_model_config has no effect without initialize_from_hf"):
         parse_config(LmRunConfig, ["--use_hf_model_config", "true"])
 
 
-def test_what_can_not_be_exported_is_named(workplace, tmp_path):
+def test_what_cannot_be_exported_is_named(workplace, tmp_path):
     status, shown = export("--run_dir", tmp_path, "--out", tmp_path / "out")
-    assert status == 1 and "No checkpoint in" in shown
+    assert status == 1 and "is not a run folder" in shown
     status, shown = export("--run_dir", tmp_path, "--out", workplace)
     assert status == 1 and "is not an empty folder" in shown
 
 
-def test_ends_go_along_where_only_the_config_names_them(workplace, tmp_path):
+def test_end_tokens_of_the_config_are_exported(workplace, tmp_path):
     folder = shutil.copytree(workplace / "base", tmp_path / "base")
     (folder / "generation_config.json").unlink()
     for ends, expected in (([9, 256, 7], [256, 7, 9]), (9, [256, 9]), (256, 256), (None, 256)):
@@ -225,7 +231,7 @@ def test_a_damaged_generation_config_is_not_copied(workplace, tmp_path, content)
         generation_files(begun_with(workplace, folder))
 
 
-def test_a_config_that_can_not_be_read_is_named(tmp_path, monkeypatch):
+def test_a_config_that_cannot_be_read_is_named(tmp_path, monkeypatch):
     (tmp_path / "checkpoints").mkdir()
     for saved in ({"vocab_size": 9, "model": {"type": "qwen9"}}, {"vocab_size": 9, "later": 1}, {}, [], None):
         monkeypatch.setattr("models.trained_run.checkpoint_config", lambda *_, saved=saved, **__: saved)

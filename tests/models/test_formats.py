@@ -1,8 +1,7 @@
-"""The registry of Hugging Face's formats, and that shared code names no architecture."""
+"""The registry of Hugging Face's formats."""
 
-import re
+import dataclasses
 from dataclasses import dataclass
-from pathlib import Path
 
 import equinox as eqx
 import jax
@@ -21,10 +20,6 @@ from models.transformer.config import AttentionConfig, DecoderConfig
 from models.transformer.decoder import Decoder
 from stacked_remat.lora import LoraConfig, apply_lora
 
-MODELS = Path(__file__).resolve().parents[2] / "models"
-SHARED = ["transformer", "hf_io", "generation"]
-COMMANDS = ["export_hf.py", "generate.py", "plan_lm.py", "train_lm.py"]
-ARCHITECTURES = re.compile(r"qwen|llama|gemma|mi[sx]tral|gpt|olmo|deepseek", re.IGNORECASE)
 Vocab = Axis("vocab", 7)
 
 
@@ -83,8 +78,14 @@ def test_a_second_architecture_brings_a_config_and_its_names(other, tmp_path):
     assert jax.tree.structure(loaded) == jax.tree.structure(adapted)
 
 
+def test_the_names_of_tensors_show_the_layout_of_experts(other):
+    known = dataclasses.replace(format_of(other), tensor_names={"experts": "pool"})
+    names = ("net.h.0.pool.3.up.weight", "net.h.0.pool.up", "net.h.0.experts.3.up.weight")
+    assert [known.experts_layout(name) for name in names] == ["separate", "fused", None]
+
+
 def test_an_architecture_that_is_not_registered_is_named(tmp_path):
-    with pytest.raises(WeightsError, match="No format of Hugging Face's is registered for a OtherConfig"):
+    with pytest.raises(WeightsError, match="No Hugging Face format is registered for OtherConfig"):
         write_decoder(tmp_path / "model", decoder_of(OtherConfig(num_layers=1)))
     assert not list(tmp_path.iterdir())
 
@@ -96,14 +97,3 @@ def test_an_empty_registry_says_what_to_import(monkeypatch):
             ValueError, match=r"no architecture is registered: import models.architectures\.$"
         ):
             use()
-
-
-def test_shared_code_and_commands_name_no_architecture():
-    files = [path for folder in SHARED for path in sorted((MODELS / folder).rglob("*.py"))]
-    named = [
-        f"{path.relative_to(MODELS)}:{number}: {line}"
-        for path in [*files, *(MODELS / name for name in COMMANDS)]
-        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
-        if ARCHITECTURES.search(line)
-    ]
-    assert len(files) > 15 and not named

@@ -17,9 +17,9 @@ from rich.console import Console
 import models.generate as command
 from models.export_hf import main as export_hf
 from models.generate import main
-from models.generation.generator import source_of_folder
 from models.generation.sampling import Sampling
 from models.generation.text_generation import Piece, chat_prompt, end_of_turn
+from models.generator_source import source_of_folder
 from models.hf_io.decoder_weights import write_decoder
 from models.hf_io.safetensors_folder import SafetensorsFolder, WeightsError
 from models.qwen3_moe import Qwen3Config
@@ -75,7 +75,7 @@ def asked(monkeypatch):
     """What is asked of the model, which says nothing."""
     calls = []
 
-    def record(generator, prompts, **options):
+    def record(model, tokenizer, prompts, **options):
         calls.append((prompts, options))
         return (Piece(row, "", True) for row in range(len(prompts)))
 
@@ -101,7 +101,7 @@ def test_a_chat_goes_into_the_template(run, asked):
 
 
 @pytest.mark.parametrize(("name", "status"), [("SIGINT", 130), ("SIGTERM", 143)])
-def test_an_interruption_leaves_what_came(run, monkeypatch, name, status):
+def test_an_interrupted_text_stays_shown(run, monkeypatch, name, status):
     def interrupted(*args, **options):
         yield Piece(0, "cd", False)
         os.kill(os.getpid(), getattr(signal, name))
@@ -111,7 +111,7 @@ def test_an_interruption_leaves_what_came(run, monkeypatch, name, status):
 
 
 @pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
-def test_what_a_model_says_is_shown_as_text_and_written_as_it_is_for_pipes(run, monkeypatch, encoding):
+def test_text_is_escaped_for_terminals_and_raw_for_pipes(run, monkeypatch, encoding):
     said = ["\x1b", "[2J\t\x9b", "1m\r\u202eé\n"]
     monkeypatch.setattr(
         command,
@@ -139,10 +139,10 @@ def test_errors_are_shown_whatever_the_encoding():
     assert b"There is no folder /n\\xe9" in buffer.getvalue()
 
 
-def test_a_cache_that_can_not_fit_is_told_before_any_weights_are_read(exported, run, monkeypatch):
+def test_a_cache_that_cannot_fit_is_refused_before_weights_are_read(exported, run, monkeypatch):
     monkeypatch.setattr(SafetensorsFolder, "open", None)
-    monkeypatch.setattr("models.generation.generator.trained_model", None)
-    monkeypatch.setattr("models.generation.generator.memory_bytes", lambda _: 2**30)
+    monkeypatch.setattr("models.generator_source.trained_model", None)
+    monkeypatch.setattr("models.generator_source.memory_bytes", lambda _: 2**30)
     model = ("--model", exported, "--tokenizer", "byte")
     for source in (model, ("--checkpoint", run)):
         status, shown = generate(*source, "--prompt", "abc", "--prompt", "a", "--max_new_tokens", 10**9)
@@ -150,11 +150,11 @@ def test_a_cache_that_can_not_fit_is_told_before_any_weights_are_read(exported, 
         size = 2 * 2 * 2 * (10**9 + 4) * 8 * 4 >> 20
         assert status == 1 and f"2 x 1000000004 tokens take {size:,} MiB for their keys and" in shown
         assert "has 1,024 MiB. Lower --max_new_tokens" in shown
-    monkeypatch.setattr("models.generation.generator.memory_bytes", lambda _: 100)
+    monkeypatch.setattr("models.generator_source.memory_bytes", lambda _: 100)
     status, shown = generate(*model, "--prompt", "abc", "--max_new_tokens", 1)
     assert status == 1 and "The weights take 0 MiB in float32, and this device has 0 MiB." in shown
     assert "--max_new_tokens" not in shown
-    monkeypatch.setattr("models.generation.generator.memory_bytes", lambda _: None)
+    monkeypatch.setattr("models.generator_source.memory_bytes", lambda _: None)
     status, shown = generate(*model, "--prompt", "abc", "--max_new_tokens", 10**25)
     assert status == 1 and "Lower --max_new_tokens" in shown
 
@@ -171,16 +171,18 @@ def spoken(tmp_path_factory):
     return folder
 
 
-def test_a_folder_says_its_dtype_its_tokenizer_and_its_ends(spoken):
+def test_dtype_tokenizer_and_end_tokens_are_read_from_the_folder(spoken):
     (spoken / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 9]}))
-    found = source_of_folder(str(spoken)).generator()
-    assert {leaf.dtype for leaf in jax.tree.leaves(found.model)} == {jnp.dtype("bfloat16")}
-    assert isinstance(found.model, Decoder) and found.model.config.compute_dtype == "bfloat16"
+    found = source_of_folder(str(spoken))
+    model = found.read()
+    assert {leaf.dtype for leaf in jax.tree.leaves(model)} == {jnp.dtype("bfloat16")}
+    assert isinstance(model, Decoder) and model.config.compute_dtype == "bfloat16"
     assert found.ends == {7, 9, found.tokenizer.end}
     (spoken / "generation_config.json").write_text(json.dumps({"eos_token_id": 7}))
-    wide = source_of_folder(str(spoken), dtype="float32").generator()
-    assert {leaf.dtype for leaf in jax.tree.leaves(wide.model)} == {jnp.dtype("float32")}
-    assert isinstance(wide.model, Decoder) and wide.model.config.compute_dtype == "float32"
+    wide = source_of_folder(str(spoken), dtype="float32")
+    model = wide.read()
+    assert {leaf.dtype for leaf in jax.tree.leaves(model)} == {jnp.dtype("float32")}
+    assert isinstance(model, Decoder) and model.config.compute_dtype == "float32"
     assert wide.ends == {7, found.tokenizer.end}
     (spoken / "generation_config.json").unlink()
     assert source_of_folder(str(spoken)).ends == {found.tokenizer.end}
@@ -214,7 +216,7 @@ def test_the_ends_of_config_json_count_where_generation_config_json_has_none(des
 
 @pytest.mark.parametrize("file", ["config.json", "generation_config.json"])
 @pytest.mark.parametrize("ends", ["</s>", "3", 3.0, True, -1, 10**6, [[3]], [3, None], {"a": 3}], ids=str)
-def test_ends_that_are_no_tokens_are_refused(described, file, ends):
+def test_end_tokens_that_the_model_lacks_are_refused(described, file, ends):
     folder = described(file, eos_token_id=ends)
     with pytest.raises(WeightsError, match=f"{file}: eos_token_id is .*; a token of the model, from 0 to"):
         source_of_folder(str(folder))
@@ -257,11 +259,17 @@ def places(finished, exported, spoken, tmp_path_factory):
     [
         (("--checkpoint", "{run}"), "give --prompt TEXT, or --prompts FILE"),
         (("--checkpoint", "nowhere", "--prompt", "a"), "nowhere is not a run folder: it has no checkpoints/"),
-        (("--checkpoint", "{exported}", "--prompt", "a"), "Hugging Face's format: use --model"),
+        (
+            ("--checkpoint", "{exported}", "--prompt", "a"),
+            "Hugging Face model: use models.generate --model",
+        ),
         (("--checkpoint", "{run}", "--step", "7", "--prompt", "a"), "It has steps 60"),
         (("--checkpoint", "{run}", "--dtype", "float32", "--prompt", "a"), "--dtype has no effect with"),
         (("--checkpoint", "{run}", "--tokenizer", "no/../such", "--prompt", "a"), "'no/../such' is neither"),
-        (("--checkpoint", "{run}", "--prompts", "nowhere.txt"), "Can't read --prompts nowhere.txt"),
+        (
+            ("--checkpoint", "{run}", "--prompts", "nowhere.txt"),
+            "nowhere.txt: No such file or directory. C",
+        ),
         (("--checkpoint", "{run}", "--prompt", "a", "--top_p", "2"), "--top_p must be above 0"),
         (("--checkpoint", "{run}", "--prompt", "a", "--max_new_tokens", "0"), "--max_new_tokens must be"),
         (("--checkpoint", "{run}", "--prompt", "a", "--top_k", "1099511627776"), "at most 2147483647; got"),
@@ -281,13 +289,13 @@ def places(finished, exported, spoken, tmp_path_factory):
         ),
     ],
 )
-def test_what_can_be_mended_is_said_in_a_line(places, arguments, message):
+def test_user_errors_are_one_line(places, arguments, message):
     status, shown = generate(*(argument.format(**places) for argument in arguments))
     assert status == 1 and message in shown
     assert shown.startswith("error: ") and shown.count("\n") == 1
 
 
-def test_one_source_has_to_be_named(capsys):
+def test_exactly_one_source_is_required(capsys):
     for arguments in ((), ("--checkpoint", "a", "--model", "b")):
         with pytest.raises(SystemExit):
             main(["--prompt", "a", *arguments])

@@ -9,8 +9,8 @@ import pytest
 from haliax import Axis
 
 from models.generation.decoding import continued_tokens
-from models.generation.generator import source_of_folder
 from models.generation.sampling import Sampling
+from models.generator_source import source_of_folder
 from models.hf_io.decoder_weights import write_decoder
 from models.qwen3_moe import Qwen3Config, Qwen3MoeConfig
 from models.transformer.config import AttentionConfig, ExpertsConfig
@@ -62,11 +62,11 @@ def test_a_batch_continues_as_hugging_face_continues_each_prompt(name, tmp_path)
     Vocab = Axis("vocab", tokenizer.get_vocab_size())
     model = eqx.filter_jit(Decoder.init)(MODELS[name], Vocab, key=jax.random.key(3))
     write_decoder(tmp_path / "exported", model)
-    generator = source_of_folder(str(tmp_path / "exported"), tokenizer=str(folder)).generator()
-    prompts = [generator.tokenizer.encode(text) for text in ("never odd or even", " hello")]
+    source = source_of_folder(str(tmp_path / "exported"), tokenizer=str(folder))
+    prompts = [source.tokenizer.encode(text) for text in ("never odd or even", " hello")]
     assert len({len(prompt) for prompt in prompts}) == 2
     steps = continued_tokens(
-        generator.model,
+        source.read(),
         prompts,
         max_new_tokens=NEW,
         sampling=Sampling(temperature=0.0),

@@ -23,18 +23,18 @@ def asked(monkeypatch, tmp_path):
     return calls
 
 
-def test_a_folder_is_taken_as_it_is(tmp_path, asked):
+def test_a_local_folder_is_used_as_it_is(tmp_path, asked):
     assert model_folder(str(tmp_path)) == tmp_path
     assert not asked
 
 
-def test_the_home_folder_is_found(tmp_path, asked, monkeypatch):
+def test_a_tilde_is_expanded(tmp_path, asked, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path.parent))
     assert model_folder(f"~/{tmp_path.name}") == tmp_path
 
 
 @pytest.mark.parametrize("name", ["Qwen/Qwen3--30B", "Qwen/.."])
-def test_names_that_the_hub_does_not_allow_are_told(name):
+def test_names_that_the_hub_does_not_allow_are_refused(name):
     with pytest.raises(WeightsError, match="could not be fetched from the Hugging Face Hub"):
         model_folder(name)
 
@@ -43,31 +43,31 @@ def test_names_that_the_hub_does_not_allow_are_told(name):
     ("name", "call"),
     [("Qwen/Qwen3-0.6B", ("Qwen/Qwen3-0.6B", None)), ("Qwen/Qwen3-0.6B@v1", ("Qwen/Qwen3-0.6B", "v1"))],
 )
-def test_other_names_are_the_hub_s(name, call, asked, tmp_path):
+def test_other_names_are_looked_up_on_the_hub(name, call, asked, tmp_path):
     assert model_folder(name) == model_folder(name, weights=False) == Path(tmp_path)
     assert asked == [(*call, True), (*call, False)]
 
 
 @pytest.mark.parametrize("name", ["/nowhere/model", "./nowhere/model", "model", "a/b/c"])
-def test_what_can_be_neither_is_refused(name, asked):
+def test_names_of_neither_a_folder_nor_a_repository_are_refused(name, asked):
     with pytest.raises(FileNotFoundError, match=f"no folder {name}, and it is not a name on the"):
         model_folder(name)
     assert not asked
 
 
-def test_what_the_hub_has_not_is_named(monkeypatch):
+def test_repositories_missing_on_the_hub_are_named(monkeypatch):
     def download(*_, **__):
-        raise huggingface_hub.errors.LocalEntryNotFoundError("offline")
+        raise huggingface_hub.errors.LocalEntryNotFoundError("offline.")
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     with pytest.raises(
-        WeightsError, match="some/model is not a folder here, and it could not be fetched .*offline"
+        WeightsError, match="some/model is not a folder here, and it could not be fetched .*: offline. Check"
     ):
         model_folder("some/model")
 
 
 @pytest.mark.parametrize("name", ["x" * 5000, "~nobody_of_this_name/model", "a\0b"])
-def test_names_that_no_folder_can_have_are_told(name, asked):
+def test_names_that_no_folder_can_have_are_refused(name, asked):
     with pytest.raises(FileNotFoundError, match="can't be a folder|no folder"):
         model_folder(name)
     assert not asked

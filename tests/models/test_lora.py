@@ -70,7 +70,9 @@ def chain_rule():
     return loss_and_gradients(adapted_model(), merged=True)
 
 
-@pytest.mark.parametrize("remat", [False, "nested"], ids=str)
+@pytest.mark.parametrize(
+    "remat", [False, "nested", pytest.param("offload", marks=pytest.mark.remat3)], ids=str
+)
 def test_attention_and_experts_are_trained_as_their_merged_weights_would_be(remat, chain_rule):
     loss, gradients = loss_and_gradients(adapted_model(remat))
     np.testing.assert_allclose(loss, chain_rule[0], rtol=1e-5)
@@ -93,13 +95,13 @@ def test_the_defaults_adapt_attention_and_experts_but_neither_router_nor_head():
 @pytest.mark.parametrize(
     ("targets", "message"),
     [
-        (("*.q_prj",), r"'\*.q_prj' fits no linear. Nearest of 9: stacks.0.\*.attention.q_proj"),
+        (("*.q_prj",), r"'\*.q_prj' matches no linear. Nearest of 9: stacks.0.\*.attention.q_proj"),
         (("*.lm_head",), "'.*lm_head': the loss takes the weights of the head by themselves"),
         (("*_proj", "embed_tokens"), "'embed_tokens': the embedding is not a linear map.*Leave it out"),
         (("head",), "A LoraLinear has no single weight.*leave it out of LoraConfig.targets"),
     ],
 )
-def test_targets_that_can_not_be_are_an_error_in_the_config(targets, message):
+def test_invalid_targets_are_config_errors(targets, message):
     with pytest.raises(ConfigError, match=message):
         eqx.filter_eval_shape(lambda: adapted_model(lora=LoraConfig(targets=targets)))
 
@@ -117,7 +119,7 @@ def test_a_base_in_bfloat16_computes_what_one_in_float32_that_is_cast_does():
 
 
 @pytest.mark.parametrize("experts", ["fused", "separate"])
-def test_adapters_survive_their_files(experts, tmp_path):
+def test_adapters_round_trip_through_files(experts, tmp_path):
     pytest.importorskip("safetensors")
     model = adapted_model()
     save_adapters(tmp_path, model, experts=experts)
@@ -175,7 +177,7 @@ def test_adapters_of_a_head_make_logits(tmp_path):
     ("module", "missing"),
     [("embed_tokens", "the embedding is not a linear map"), ("lm_head", "no head of its own")],
 )
-def test_files_with_adapters_of_what_can_have_none_say_what_is_missing(tmp_path, module, missing):
+def test_adapters_of_embeddings_and_missing_heads_are_refused(tmp_path, module, missing):
     tied = adapted_model(config=dataclasses.replace(CONFIG, tie_word_embeddings=True))
     save_adapters(tmp_path, tied)
     path = tmp_path / "adapter_model.safetensors"

@@ -76,6 +76,9 @@ def test_the_command_prints_the_table(monkeypatch, tmp_path, reports):
     assert "2 x 8 tokens" in shown
     rows = [line.split("│")[1].strip() for line in shown.splitlines() if line.startswith("│")]
     assert rows == ["True *", "kept"]
+    assert main(["--config_path", str(path), "--remat", "{nested: 2}"], console) == 0
+    shown = console.file.getvalue().partition("kept")[2]  # pyright: ignore[reportAttributeAccessIssue]
+    assert "{'nested': 2} *" in shown and "True *" not in shown
 
 
 @pytest.mark.deep
@@ -123,7 +126,8 @@ def test_auto_has_a_command(tmp_path):
     ("arguments", "message"),
     [
         (["--remat", "auto"], "budget: 72GiB"),
-        (["--target", "abacus"], "abacus"),
+        (["--target", "abacus"], "unknown target 'abacus': expected one of local"),
+        (["--devices", "0"], "devices must be at least 1, got 0."),
         (["--targt", "local"], "Did you mean `target`?"),
         (["--model.type", "qwen3", "--model.num_layers", "100000000"], "This can't fit: it takes at least"),
         (["--remat", "nestd"], "Unknown remat policy 'nestd'"),
@@ -132,7 +136,7 @@ def test_auto_has_a_command(tmp_path):
         (["--vocab_size", "0"], "vocab_size must be at least 1, got 0"),
     ],
 )
-def test_what_the_user_can_mend_is_one_message(arguments, message):
+def test_user_errors_are_one_message(arguments, message):
     console = Console(file=io.StringIO(), width=200)
     assert main(arguments, console) == 1
     shown = console.file.getvalue()  # pyright: ignore[reportAttributeAccessIssue]

@@ -31,7 +31,7 @@ MOE = DENSE | {
 }
 
 
-def test_what_is_not_said_is_as_hugging_face_has_it():
+def test_absent_fields_have_the_defaults_of_transformers():
     config, vocab_size = config_from_hf(DENSE)
     assert vocab_size == 50
     assert config == Qwen3Config(
@@ -56,7 +56,7 @@ def test_what_is_not_said_is_as_hugging_face_has_it():
         (MOE, {"num_key_value_heads": 2}, 2),
     ],
 )
-def test_key_value_heads_that_are_not_said_are_those_of_transformers(document, said, expected):
+def test_absent_key_value_heads_have_the_default_of_transformers(document, said, expected):
     rest = {name: value for name, value in document.items() if name != "num_key_value_heads"}
     config, _ = config_from_hf(rest | said | {"num_attention_heads": 64, "hidden_size": 128})
     assert config.num_kv_heads == expected
@@ -107,7 +107,7 @@ def test_windows(document, expected):
     ],
     ids=["old", "new", "both"],
 )
-def test_both_ways_to_say_how_positions_turn(fields):
+def test_both_spellings_of_rope_scaling_are_read(fields):
     rotary = config_from_hf(DENSE | fields | {"max_position_embeddings": 1024})[0].rotary
     assert rotary == RotaryConfig(100.0, YarnRotary(4.0, 1024), 1024)
 
@@ -160,7 +160,7 @@ def test_both_ways_to_say_how_positions_turn(fields):
         ({"qkv_bias": True}, "qkv_bias is True; only False is supported"),
         ({"use_qk_norm": False}, "use_qk_norm is False"),
         ({"shared_expert_intermediate_size": 64}, "shared_expert_intermediate_size is 64"),
-        ({"num_local_experts": 7}, "num_experts is 6 and num_local_experts is 7, and both name one"),
+        ({"num_local_experts": 7}, "num_experts is 6 and num_local_experts is 7, and these are two names"),
         ({"dtype": "float32", "torch_dtype": "float16"}, "dtype is 'float32' and torch_dtype is 'float16'"),
         (
             {"rope_theta": 5.0, "rope_parameters": {"rope_theta": 6.0}},
@@ -189,7 +189,7 @@ def test_both_ways_to_say_how_positions_turn(fields):
         ({"\x1b[2J": 1}, r"'\\x1b\[2J': unknown fields"),
     ],
 )
-def test_what_the_decoder_has_not_is_refused(fields, message):
+def test_unsupported_fields_are_refused(fields, message):
     with pytest.raises(ValueError, match=message):
         config_from_hf(MOE | fields)
 
@@ -209,7 +209,7 @@ def test_what_the_decoder_has_not_is_refused(fields, message):
         ),
     ],
 )
-def test_a_config_comes_back_as_it_was_written(config):
+def test_a_config_round_trips(config):
     document = json.loads(json.dumps(config_to_hf(config, 77, dtype="bfloat16")))
     back, vocab_size = config_from_hf(document)
     assert vocab_size == 77 and document["torch_dtype"] == "bfloat16"
@@ -217,13 +217,13 @@ def test_a_config_comes_back_as_it_was_written(config):
     assert back.stacks == config.stacks and back.sparse == config.sparse and back.rotary == config.rotary
 
 
-def test_windows_in_some_layers_of_a_sparse_model_have_no_name_there():
+def test_sparse_models_with_windows_in_some_layers_cannot_be_written():
     config = Qwen3MoeConfig(attention=AttentionConfig(window=9, windowed_layers=(0,)))
     with pytest.raises(WeightsError, match="a window in all layers or in none"):
         config_to_hf(config, 77, dtype="float32")
 
 
-def test_the_file_is_named_where_it_is_wrong(tmp_path):
+def test_errors_name_the_file(tmp_path):
     with pytest.raises(FileNotFoundError, match=f"no config.json in {tmp_path}"):
         read_hf_config(tmp_path)
     (tmp_path / "config.json").write_text("{")

@@ -31,7 +31,7 @@ def test_layers_are_counted_through_all_stacks(path, index, name):
     assert peft_names(CONFIG)(path, index) == name
 
 
-def test_experts_may_have_names_of_their_own():
+def test_experts_may_have_separate_names():
     names = peft_names(CONFIG, "separate")
     assert names("stacks.1.*.mlp.experts.*.up_proj", (0, 2)) == "model.layers.2.mlp.experts.2.up_proj"
 
@@ -42,6 +42,6 @@ def test_a_dense_decoder_has_names_too():
 
 
 @pytest.mark.parametrize("path", ["embedding", "stacks.0.*.norm", "stacks.0.*.mlp.experts.up_proj"])
-def test_what_is_no_linear_of_the_decoder_is_refused(path):
+def test_paths_of_no_linear_map_are_refused(path):
     with pytest.raises(ValueError, match="is not a linear map of"):
         peft_names(CONFIG)(path, (0,))

@@ -28,7 +28,7 @@ ARRAYS = {"a": np.arange(6.0).reshape(2, 3), "b": np.ones(4, np.float32), "c": n
 
 
 @pytest.mark.parametrize("max_file_bytes", [1, 50, 10_000])
-def test_tensors_come_back_whatever_the_files(tmp_path, max_file_bytes):
+def test_tensors_round_trip_in_any_number_of_files(tmp_path, max_file_bytes):
     root = tmp_path / "x"
     write_safetensors(
         root, pending(**ARRAYS), documents={"note.json": {"k": 1}}, max_file_bytes=max_file_bytes
@@ -41,7 +41,7 @@ def test_tensors_come_back_whatever_the_files(tmp_path, max_file_bytes):
     assert json.loads((root / "note.json").read_text()) == {"k": 1}
 
 
-def test_there_are_as_many_files_as_the_size_says(tmp_path):
+def test_the_file_size_decides_the_number_of_files(tmp_path):
     write_safetensors(tmp_path / "x", pending(**ARRAYS), documents={}, max_file_bytes=50)
     files = SafetensorsFolder.open(tmp_path / "x").files
     assert [files[name].name[6:11] for name in "abc"] == ["00001", "00002", "00002"]
@@ -49,7 +49,7 @@ def test_there_are_as_many_files_as_the_size_says(tmp_path):
     assert index["metadata"]["total_size"] == 64
 
 
-def test_a_failure_leaves_nothing_behind(tmp_path):
+def test_a_failed_write_leaves_nothing(tmp_path):
     def fail():
         raise RuntimeError("no more")
 
@@ -136,7 +136,7 @@ def test_an_index_names_files_below_its_folder_and_no_others(tmp_path, file):
         SafetensorsFolder.open(tmp_path / "x")
 
 
-def test_files_may_be_links_as_in_the_hub_s_cache(tmp_path):
+def test_files_may_be_links_as_in_the_cache_of_the_hub(tmp_path):
     repository = tmp_path / "models--owner--model"
     snapshot = repository / "snapshots/1a2b"
     snapshot.mkdir(parents=True)
@@ -148,7 +148,7 @@ def test_files_may_be_links_as_in_the_hub_s_cache(tmp_path):
 
 
 @pytest.mark.parametrize("file", ["sub/secret.safetensors", "secret.safetensors"])
-def test_links_of_an_index_s_files_do_not_lead_elsewhere(tmp_path, file):
+def test_links_out_of_the_folder_are_refused(tmp_path, file):
     elsewhere, root = tmp_path / "elsewhere", tmp_path / "model"
     elsewhere.mkdir()
     root.mkdir()
@@ -173,7 +173,7 @@ def test_a_full_disk_is_an_error_of_the_system_that_names_the_folder(tmp_path):
         assert not list(tmp_path.iterdir())
 
 
-def test_a_link_to_itself_is_no_place_to_write_to(tmp_path):
+def test_a_link_to_itself_is_refused(tmp_path):
     (tmp_path / "loop").symlink_to(tmp_path / "loop")
     with pytest.raises(FileExistsError, match="loop exists and is not an empty folder"):
         write_safetensors(tmp_path / "loop", pending(**ARRAYS), documents={})

@@ -113,7 +113,7 @@ def test_top_p_keeps_the_smallest_set_that_reaches_p(p, expected):
     assert PROBABILITIES[expected].sum() - PROBABILITIES[expected].min() < p
 
 
-def test_what_is_kept_is_not_changed_and_rows_are_apart():
+def test_kept_logits_are_unchanged_and_rows_are_independent():
     rows = jnp.stack([LOGITS, LOGITS[::-1], LOGITS + 3])
     for keep in (functools.partial(keep_top_k, k=2), functools.partial(keep_top_p, p=0.6)):
         found = keep(rows)
@@ -144,6 +144,6 @@ def test_a_row_depends_on_its_own_key_alone():
         (dict(temperature=0.0, top_p=0.9), "top_p has no effect with temperature 0"),
     ],
 )
-def test_what_makes_no_sense_is_refused(options, message):
+def test_invalid_settings_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
         Sampling(**options)

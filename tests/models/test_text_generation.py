@@ -1,14 +1,10 @@
 """From prompts to text: what goes in, when each row ends, in which order pieces are shown."""
 
-import types
-from typing import Any
-
 import jax
 import numpy as np
 import pytest
 
 import models.generation.text_generation as text_generation
-from models.generation.generator import Generator
 from models.generation.sampling import Sampling
 from models.generation.text_generation import Piece, chat_prompt, end_of_turn, generate_text, in_order
 from stacked_remat.training import ByteTokenizer, load_tokenizer
@@ -16,11 +12,6 @@ from stacked_remat.training import ByteTokenizer, load_tokenizer
 from ..training.data import word_tokenizer
 
 BYTES = ByteTokenizer()
-
-
-def generator(rows=257, ends=(BYTES.end,)):
-    model: Any = types.SimpleNamespace(Vocab=types.SimpleNamespace(size=rows))
-    return Generator(model, BYTES, frozenset(ends))
 
 
 @pytest.fixture
@@ -42,14 +33,16 @@ def written(monkeypatch):
     return write
 
 
-def pieces_of(*texts, stops=(), max_new_tokens=99, **options):
+def pieces_of(*texts, stops=(), max_new_tokens=99, ends=(BYTES.end,)):
     prompts = [BYTES.encode_beginning("so") for _ in texts]
     found = generate_text(
-        generator(**options),
+        None,
+        BYTES,
         prompts,
         max_new_tokens=max_new_tokens,
         sampling=Sampling(),
         key=jax.random.key(0),
+        ends=ends,
         stops=stops,
     )
     return list(found)
@@ -61,7 +54,7 @@ def text_of(pieces, row):
     return "".join(piece.text for piece in own)
 
 
-def test_a_row_that_ended_does_not_go_on_and_the_last_ends_all(written):
+def test_generation_stops_when_all_rows_have_ended(written):
     texts = ("ab.xyzxyz", "abcd.zzzz")
     steps = written(*texts)
     pieces = pieces_of(*texts)
@@ -69,7 +62,7 @@ def test_a_row_that_ended_does_not_go_on_and_the_last_ends_all(written):
     assert len(steps) == 5
 
 
-def test_rows_that_do_not_end_are_cut_with_what_was_held_back(written):
+def test_rows_that_do_not_end_are_cut_at_max_new_tokens(written):
     texts = ("abcdef", "a<|em.")
     written(*texts)
     pieces = pieces_of(*texts, stops=[tuple(b"<|end|>")], max_new_tokens=4)
@@ -83,7 +76,7 @@ def test_every_end_and_every_stop_ends(written):
     assert [text_of(pieces, row) for row in range(2)] == ["ab", "abc"]
 
 
-def test_the_first_row_comes_at_once_and_the_others_after_it():
+def test_the_first_row_is_streamed_and_the_others_follow():
     pulled = []
 
     def source():
@@ -102,7 +95,7 @@ def test_the_first_row_comes_at_once_and_the_others_after_it():
     assert [piece.text for piece in ordered] == ["b", "x", "y", "s"]
 
 
-def test_a_chat_is_begun_and_ended_as_its_template_does(tmp_path):
+def test_chat_prompts_and_ends_follow_the_template(tmp_path):
     shown = BYTES.decode(chat_prompt(BYTES, "hi"))
     assert shown == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
     assert chat_prompt(BYTES, "hi")[0] == BYTES.end

@@ -206,7 +206,7 @@ def test_no_group_axis_is_one_head_a_key_head():
         ),
         (
             dict(backend="cudnn"),
-            "'cudnn' cannot serve here: it runs on NVIDIA GPUs, and the program is for 'cpu'",
+            "'cudnn' does not support this call: it runs on NVIDIA GPUs, and the program is for 'cpu'",
         ),
         (dict(window=0), "window must be a number of positions, at least 1; got 0"),
         (dict(block_size=0), "block_size must be a number of positions, at least 1; got 0"),

@@ -142,7 +142,7 @@ def test_the_attention_factor_multiplies_cosines_and_sines():
         (lambda: yarn(attention_factor=0.0), "attention_factor must be positive, got 0.0"),
         (
             lambda: yarn(attention_factor=1.0, mscale=1.0, mscale_all_dim=1.0),
-            "attention_factor replaces what mscale and mscale_all_dim",
+            "attention_factor and mscale can't both be set",
         ),
         (lambda: Llama3Rotary(8.0, 8192, 4.0, 4.0), "low_freq_factor = 4.0 must be positive and below"),
     ],

@@ -34,7 +34,7 @@ from stacked_remat.training import (
     TrainState,
     build_optimizer,
     config_as_dict,
-    held_out_evaluator,
+    held_out_evaluators,
     learning_rate_schedule,
     train,
 )
@@ -88,11 +88,9 @@ def train_and_die(folder, moments):
         optimizer=optimizer,
         schedule=learning_rate_schedule(OPTIMIZER, TRAINER.num_steps),
         training=stream_of(TOKENS[:2500], 16, 8, 0),
-        evaluators={
-            "held_out": held_out_evaluator(
-                next_byte_loss, held_out_of(TOKENS[2500:], 16, 8), TRAINER.eval_batches
-            )
-        },
+        evaluators=held_out_evaluators(
+            next_byte_loss, held_out_of(TOKENS[2500:], 16, 8), {}, TRAINER.eval_batches
+        ),
         config=TRAINER,
         outputs=RunOutputs(run, checkpoints, [tracker, killer], ConsoleProgress()),
         position=position,

@@ -117,7 +117,7 @@ def test_an_unfinished_save_is_not_a_checkpoint(tmp_path):
     assert eqx.tree_equal(load_checkpoint(folder, shapes()), state(seed=5))
 
 
-def test_a_half_deleted_older_checkpoint_does_no_harm(tmp_path):
+def test_a_half_deleted_older_checkpoint_is_ignored(tmp_path):
     saved_at(tmp_path, 1, 2)
     for path in (tmp_path / "checkpoints" / "1").rglob("*"):
         if path.is_file():

@@ -61,6 +61,12 @@ def test_the_file_gives_values_and_the_command_line_overrides_them(tmp_path):
     assert changed == Drawing(Circle(2.0, Paint("blue", 3)), "b=c", {"nested": 2})
 
 
+def test_a_tilde_in_the_path_is_expanded(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "drawing.yaml").write_text("title: home")
+    assert parse_config(Drawing, ["--config_path", "~/drawing.yaml"]).title == "home"
+
+
 @pytest.mark.parametrize(
     ("text", "value"), [("nested", "nested"), ("true", True), ("{nested: 2}", {"nested": 2})]
 )
@@ -68,7 +74,7 @@ def test_a_union_keeps_the_type_that_was_written(tmp_path, text, value):
     assert parse(tmp_path, f"remat: {text}").remat == value
 
 
-def test_what_is_written_out_is_read_back(tmp_path):
+def test_configs_round_trip(tmp_path):
     drawing = Drawing(Square(4), None, {"nested": 3})
     assert parse(tmp_path, yaml.safe_dump(config_as_dict(drawing))) == drawing
     assert config_as_dict(Drawing())["shape"] == {

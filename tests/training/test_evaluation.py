@@ -5,10 +5,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from stacked_remat.training import ConfigError, held_out_evaluator, held_out_evaluators
+from stacked_remat.training import ConfigError, held_out_evaluators
 
 from .next_byte import NextByte, next_byte, next_byte_loss
 from .token_batches import held_out_of
+
+
+def evaluator(held_out, num_batches):
+    return held_out_evaluators(next_byte_loss, held_out, {}, num_batches)["held_out"]
 
 
 def test_every_token_counts_the_same_in_a_short_last_sequence_too():
@@ -20,8 +24,8 @@ def test_every_token_counts_the_same_in_a_short_last_sequence_too():
     table = np.asarray(model.table, np.float64)
     log_probs = table - np.log(np.exp(table).sum(axis=1, keepdims=True))
     expected = -log_probs[stream[:-1], stream[1:]].mean()
-    evaluate = held_out_evaluator(next_byte_loss, packed, 3)
-    assert held_out_evaluator(next_byte_loss, packed, 1)(model) != evaluate(model)
+    evaluate = evaluator(packed, 3)
+    assert evaluator(packed, 1)(model) != evaluate(model)
     np.testing.assert_allclose(evaluate(model), expected, rtol=1e-5)
     assert evaluate(model) == evaluate(model)
     np.testing.assert_allclose(evaluate(next_byte(7)), np.log(7), rtol=1e-6)
@@ -29,8 +33,10 @@ def test_every_token_counts_the_same_in_a_short_last_sequence_too():
 
 def test_too_little_held_out_text_is_refused():
     packed = held_out_of(np.zeros(81, np.uint16), 8, 4)
-    with pytest.raises(ConfigError, match=r"The set code has 3 batches, fewer than trainer.eval_batches = 4"):
-        held_out_evaluator(next_byte_loss, packed, 4, name="code")
+    with pytest.raises(
+        ConfigError, match=r"The set held_out has 3 batches, fewer than trainer.eval_batches = 4"
+    ):
+        evaluator(packed, 4)
 
 
 def test_batches_in_which_no_token_counts_are_refused():
@@ -43,8 +49,8 @@ def test_batches_in_which_no_token_counts_are_refused():
         def batch(self, index):
             return eqx.tree_at(lambda b: b.weights.array, packed.batch(index), replace_fn=jnp.zeros_like)
 
-    with pytest.raises(ConfigError, match=r"No token in the first 2 batches of the set chats counts"):
-        held_out_evaluator(next_byte_loss, Unweighted(), 2, name="chats")
+    with pytest.raises(ConfigError, match=r"No token in the first 2 batches of the set held_out counts"):
+        evaluator(Unweighted(), 2)
 
 
 def test_each_of_several_sources_has_a_loss_of_its_own_and_all_share_one_compilation():
@@ -65,8 +71,8 @@ def test_each_of_several_sources_has_a_loss_of_its_own_and_all_share_one_compila
     assert len(traces) == 1
     assert found == {
         "held_out": found["held_out/web"],
-        "held_out/web": held_out_evaluator(next_byte_loss, sources["web"], 3)(model),
-        "held_out/my_chats": held_out_evaluator(next_byte_loss, sources["my_chats"], 2)(model),
+        "held_out/web": evaluator(sources["web"], 3)(model),
+        "held_out/my_chats": evaluator(sources["my_chats"], 2)(model),
     }
     assert found["held_out/web"] != found["held_out/my_chats"]
 

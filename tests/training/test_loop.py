@@ -23,7 +23,7 @@ from stacked_remat.training import (
     TrainState,
     UpdateConfig,
     build_optimizer,
-    held_out_evaluator,
+    held_out_evaluators,
     learning_rate_schedule,
     train,
 )
@@ -96,11 +96,9 @@ def run(
     trainer = TrainerConfig(**{"num_steps": 30, "log_every": 10, "eval_batches": 3, **config})
     optimizer = build_optimizer(OPTIMIZER, trainer.num_steps)
     evaluators = {
-        name: held_out_evaluator(
-            loss_function,
-            held_out_of(stream(400, 1 + number), 8, 4),
-            trainer.eval_batches,
-        )
+        name: held_out_evaluators(
+            loss_function, held_out_of(stream(400, 1 + number), 8, 4), {}, trainer.eval_batches
+        )["held_out"]
         for number, name in enumerate(("held_out", "code")[:num_sets])
     }
     state, position = place(TrainState.init(next_byte(vocab), optimizer)), None

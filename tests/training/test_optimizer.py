@@ -122,7 +122,7 @@ def test_an_unknown_key_names_those_of_the_chosen_optimizer():
         parse_config(Config, ["--optimizer.type", "addam"])
 
 
-def test_every_schedule_warms_up_to_its_height():
+def test_every_schedule_warms_up_to_the_learning_rate():
     for schedule in (CosineSchedule(), LinearSchedule(), ConstantSchedule(), WarmupStableDecaySchedule()):
         np.testing.assert_allclose(rates(schedule, 4)[:5], [0, 0.125, 0.25, 0.375, 0.5], rtol=1e-6)
         np.testing.assert_allclose(rates(schedule, 0)[0], 0.5)

@@ -34,7 +34,7 @@ def test_only_floats_are_cast_and_none_is_widened():
     assert kept["w"].dtype == jnp.float32 and kept["small"].dtype == jnp.bfloat16
 
 
-def test_the_optimizer_computes_in_float32_whatever_comes_in():
+def test_the_optimizer_computes_in_float32():
     seen = []
 
     def update(updates, state, parameters=None):

@@ -18,7 +18,7 @@ def run(progress, steps, memory=None):
     progress.stop()
 
 
-def test_without_a_terminal_there_are_plain_lines_now_and_then():
+def test_without_a_terminal_plain_lines_are_printed():
     out = io.StringIO()
     run(ConsoleProgress(Console(file=out, width=40), line_every=4), 9)
     lines = out.getvalue().splitlines()
@@ -81,7 +81,7 @@ def test_short_work_before_the_steps_is_one_line_at_its_end():
     assert lines == ["[tokenizing] web  100%  3,000 tokens"]
 
 
-def test_long_work_is_a_line_now_and_then(monkeypatch):
+def test_long_work_prints_a_line_at_intervals(monkeypatch):
     clock = iter(range(0, 1000, 10))
     monkeypatch.setattr(time, "monotonic", lambda: next(clock))
     out = io.StringIO()

@@ -25,7 +25,7 @@ def test_a_new_folder_has_the_resolved_config(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["file", "folder", "link"])
-def test_what_a_kill_left_is_removed_when_the_file_is_written_again(tmp_path, kind):
+def test_leftovers_of_a_killed_write_are_removed(tmp_path, kind):
     kept, left = tmp_path / "kept", tmp_path / "run" / ".config.yaml.unfinished"
     (left if kind == "folder" else left.parent).mkdir(parents=True)
     kept.mkdir()
@@ -35,7 +35,7 @@ def test_what_a_kill_left_is_removed_when_the_file_is_written_again(tmp_path, ki
     assert [path.name for path in left.parent.iterdir()] == ["config.yaml"] and kept.is_dir()
 
 
-def test_processes_that_write_the_same_file_do_not_meet(tmp_path):
+def test_processes_can_write_the_same_file(tmp_path):
     with (
         replaced_whole(tmp_path / "a", shared=True) as one,
         replaced_whole(tmp_path / "a", shared=True) as two,
@@ -134,7 +134,7 @@ def test_overwriting_deletes_all_or_nothing(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("in_the_way", ["a mount", "a mode"])
-def test_overwriting_deletes_nothing_if_a_folder_in_a_result_can_not_be_deleted(
+def test_overwriting_deletes_nothing_if_a_folder_in_a_result_cannot_be_deleted(
     tmp_path, monkeypatch, in_the_way
 ):
     folder = RunFolder.open(tmp_path, CONFIG)

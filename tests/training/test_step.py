@@ -51,7 +51,7 @@ def summed_loss(model, batch):
     return loss + auxiliary, {"loss": loss, "auxiliary": auxiliary, "rows": jnp.ones(2) * auxiliary}
 
 
-def test_a_step_goes_down_the_gradient():
+def test_a_step_follows_the_negative_gradient():
     state, batch = TrainState.init(next_byte(5), SGD), BATCHES.batch(0)
     after, metrics = STEP(batch, state)
     gradient = jax.jit(jax.grad(lambda model: next_byte_loss(model, batch)[0]))(state.model).table
@@ -137,7 +137,7 @@ def test_rows_that_do_not_divide_evenly_are_refused():
         STEP(BATCHES.batch(0), TrainState.init(next_byte(5), SGD), microbatches=3)
 
 
-def test_gradients_are_added_up_in_the_dtype_asked_for():
+def test_gradients_accumulate_in_the_given_dtype():
     state = TrainState.init(random_model(), SGD)
     seen = []
 
@@ -210,7 +210,7 @@ def test_a_step_that_is_not_finite_is_skipped_and_counted():
     assert eqx.tree_equal(after.model, step(good, first)[0].model)  # as if the bad steps had not been
 
 
-def test_what_is_random_differs_by_step_and_microbatch_and_repeats_with_the_key():
+def test_random_numbers_differ_by_step_and_microbatch_and_repeat_with_the_key():
     def noisy(model, batch, key):
         loss, _ = next_byte_loss(model, batch)
         noise = jax.random.uniform(key)

@@ -16,11 +16,10 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, final
 
+from .chat_template_worker import BEGIN, END
 from .data_error import DataError
 
-# Noncharacters of Unicode, which are for a program's own use: here they enclose the assistant's answers.
-_BEGIN, _END = "\ufdd0", "\ufdd1"
-_MARKS = re.compile(f"[{_BEGIN}{_END}]")
+_MARKS = re.compile(f"[{BEGIN}{END}]")
 
 _SECONDS = 10  # for one chat; milliseconds are usual
 _MEMORY = 2**31  # bytes of the process that runs templates
@@ -88,7 +87,7 @@ class ChatTemplate:
             DataError: as for `render`.
         """
         marked = self._run(messages, False)
-        if _BEGIN in marked:
+        if BEGIN in marked:
             return _without_marks(marked)
         answers = []
         for at, message in enumerate(messages):
@@ -130,7 +129,7 @@ class ChatTemplate:
 
 
 def _without_marks(marked: str) -> RenderedChat:
-    if any(mark != (_BEGIN, _END)[number % 2] for number, mark in enumerate(_MARKS.findall(marked))):
+    if any(mark != (BEGIN, END)[number % 2] for number, mark in enumerate(_MARKS.findall(marked))):
         raise ChatTemplateError(
             "the messages contain the Unicode noncharacters U+FDD0 or U+FDD1, which mark answers here"
         )

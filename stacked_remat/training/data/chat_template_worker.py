@@ -12,6 +12,7 @@ import sys
 from multiprocessing.connection import Connection
 from typing import Any
 
+# Noncharacters of Unicode, which are for a program's own use: here they enclose the assistant's answers.
 BEGIN, END = "\ufdd0", "\ufdd1"
 _SHOWN = 1000  # characters of an error message
 

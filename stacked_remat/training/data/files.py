@@ -37,7 +37,7 @@ class SourceFile:
     Attributes:
         url: its address, for fsspec.
         name: its path below the folder or the fixed part of the glob by which it was found.
-        size: stored bytes; 0 where the file system does not tell.
+        size: stored bytes; 0 if unknown.
         version: changes when the contents do.
         identity: the same for all paths, links and URLs of the file.
         split_name: decides which of its documents are held out, and does not change when the folder moves:
@@ -170,14 +170,11 @@ def _local_files(places: Iterable[str], root: str, skip: Callable[[str], None]) 
             skip(f"{place} is a broken link")
             continue
         if stat.S_ISREG(status.st_mode):
-            yield _of_status(_FILE + place, place.removeprefix(root).lstrip("/"), status)
+            url, name = _FILE + place, place.removeprefix(root).lstrip("/")
+            version = f"{status.st_size} bytes, modified {status.st_mtime_ns // 1000} us"
+            yield SourceFile(url, name, status.st_size, version, _local_identity(url, status), name)
         else:
             skip(f"{place} is a pipe, a socket or a device")
-
-
-def _of_status(url: str, name: str, status: os.stat_result) -> SourceFile:
-    version = f"{status.st_size} bytes, modified {status.st_mtime_ns // 1000} us"
-    return SourceFile(url, name, status.st_size, version, _local_identity(url, status), name)
 
 
 def _local_identity(url: str, status: os.stat_result) -> str:

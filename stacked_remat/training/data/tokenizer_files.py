@@ -23,7 +23,7 @@ def load_tokenizer(name: str) -> Tokenizer:
 
     Args:
         name: `byte`; a folder with a `tokenizer.json`; such a file; or a name on the Hugging Face Hub, with
-            `@revision` for another one than the newest.
+            `@revision` for one that is not the newest.
 
     Raises:
         DataError: there is no such tokenizer, it can't be read, it has no end-of-text token, or a package is

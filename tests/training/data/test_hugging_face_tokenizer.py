@@ -17,7 +17,7 @@ def make(definition=PLAIN, config=CONFIG, template=CHAT_TEMPLATE):
     return HuggingFaceTokenizer("words", definition, config, template)
 
 
-def test_text_comes_back_and_merges_are_used():
+def test_text_round_trips_and_merges_are_used():
     tokenizer = make()
     tokens = tokenizer.encode("never odd or even, né?")
     assert tokenizer.decode(tokens) == "never odd or even, né?"

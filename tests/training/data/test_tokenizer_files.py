@@ -137,7 +137,7 @@ def test_its_files_have_the_names_that_other_libraries_look_for(tmp_path, hub):
         read_tokenizer_files(str(folder))
 
 
-def test_the_home_folder_is_found(tmp_path, monkeypatch):
+def test_a_tilde_is_expanded(tmp_path, monkeypatch):
     save(tmp_path / "words")
     monkeypatch.setenv("HOME", str(tmp_path))
     assert "tokenizer.json" in read_tokenizer_files("~/words")

@@ -238,7 +238,7 @@ def trained_on(tmp_path, **options):
     return found, set(held_out_text(data.held_out))
 
 
-def test_what_one_source_holds_out_no_other_trains_on(folder, tmp_path):
+def test_held_out_documents_of_one_source_are_not_trained_on_by_another(folder, tmp_path):
     (tmp_path / "other").symlink_to(folder)
     held = (str(folder / "part0" / "00.txt"), str(folder / "part0" / "03.txt"))
     sources = {

@@ -1,4 +1,4 @@
-"""Weights of Qwen3 to and from Hugging Face's files."""
+"""Weights of decoders to and from safetensors files in Hugging Face's format."""
 
 import dataclasses
 import json
@@ -57,14 +57,14 @@ def assert_equal(one, other):
         np.testing.assert_array_equal(a, b)
 
 
-def test_what_is_written_is_read(decoder, folder):
+def test_weights_round_trip(decoder, folder):
     config, vocab_size = read_hf_config(folder)
     again = read_decoder(folder, config, Axis("vocab", vocab_size), remat="nested")
     assert_equal(again, decoder)
     assert [stack.remat for stack in again.stacks] == [ScanCheckpointPolicy(nested=True)] * 2
 
 
-def test_files_end_where_they_should_and_the_index_names_them(folder):
+def test_files_are_split_by_size_and_indexed(folder):
     files = sorted(path.name for path in folder.glob("*.safetensors"))
     assert len(files) > 3 and files[0] == f"model-00001-of-{len(files):05d}.safetensors"
     sizes = [sum(array.nbytes for array in load_file(folder / name).values()) for name in files]
@@ -89,14 +89,14 @@ def test_a_tensor_is_a_layer_of_one_expert(decoder, folder):
     assert tensors.shapes["model.layers.1.self_attn.k_proj.bias"] == (4,)
 
 
-def test_arrays_take_the_dtype_asked_for(decoder, folder):
+def test_arrays_have_the_requested_dtype(decoder, folder):
     half = read_decoder(folder, CONFIG, Vocab, dtype="bfloat16")
     assert_equal(half, jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), decoder))
     write_decoder(folder.parent / "half", half)
     assert_equal(read_decoder(folder.parent / "half", CONFIG, Vocab, dtype="bfloat16"), half)
 
 
-def test_arrays_are_made_where_they_are_to_be(decoder, folder):
+def test_arrays_are_made_with_their_sharding(decoder, folder):
     mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("expert", "data"))
     axes = {"experts": "expert", "embed": "data", "layers": None}
 
@@ -132,7 +132,7 @@ def test_one_tensor_at_a_time_is_on_the_host(folder, monkeypatch):
     read_decoder(folder, CONFIG, Vocab)
 
 
-def test_all_that_differs_is_named_and_nothing_is_read(decoder, folder, monkeypatch):
+def test_all_differences_are_named_and_nothing_is_read(decoder, folder, monkeypatch):
     path = next(folder.glob("*-00001-*"))
     tensors = load_file(path)
     save_file({**tensors, "model.layers.9.strange": np.zeros((2, 3), np.float32)}, path)
@@ -168,7 +168,7 @@ def test_experts_in_one_tensor_are_refused_in_one_line(decoder, tmp_path):
         read_decoder(tmp_path / "weights", CONFIG, Vocab)
 
 
-def test_what_only_the_index_has_is_named_with_the_rest(decoder, tmp_path):
+def test_tensors_only_in_the_index_are_named(decoder, tmp_path):
     write_decoder(tmp_path / "weights", decoder, max_file_bytes=2000)
     index = json.loads((tmp_path / "weights" / INDEX).read_text())
     name = "model.layers.2.self_attn.q_proj.weight"
@@ -185,7 +185,7 @@ def test_what_only_the_index_has_is_named_with_the_rest(decoder, tmp_path):
     assert not any(line.startswith("  missing: ") for line in lines)
 
 
-def test_a_head_that_repeats_a_tied_embedding_is_left_alone(decoder, tmp_path, monkeypatch):
+def test_a_head_that_repeats_a_tied_embedding_is_accepted(decoder, tmp_path, monkeypatch):
     tied = dataclasses.replace(
         decoder, head=None, config=dataclasses.replace(CONFIG, tie_word_embeddings=True)
     )
@@ -234,7 +234,7 @@ def test_adapters_are_not_written_as_if_they_were_weights(decoder, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_a_config_may_stretch_the_context_of_the_folder(folder):
+def test_a_config_may_extend_the_context_of_the_folder(folder):
     longer = RotaryConfig(scaling=YarnRotary(2.0, 32_768), max_position_embeddings=65_536)
     for config in (CONFIG, dataclasses.replace(CONFIG, rotary=longer)):
         found, _ = pretrained_config(config, folder)

@@ -192,7 +192,7 @@ def test_a_dense_decoder_has_no_auxiliary_loss():
     assert loss == metrics["loss"] and set(metrics) == {"loss"}
 
 
-def test_documents_in_one_sequence_are_as_if_each_were_alone():
+def test_packed_documents_do_not_see_each_other():
     model, tokens = make(MIXED), batch_of_tokens().tokens
     documents = hax.named(jnp.array([0, 0, 1, 1, 1]), Pos)
     positions = hax.named(jnp.array([0, 1, 0, 1, 2]), Pos)
@@ -210,12 +210,15 @@ def unchecked():
 @pytest.mark.parametrize(
     "policy",
     [
-        ScanCheckpointPolicy(),
+        ScanCheckpointPolicy(first_layers=2, first_policy=CONFIG.remat_presets["projections_saved"]),
+        ScanCheckpointPolicy(
+            nested=True, first_layers=1, first_policy=CONFIG.remat_presets["attention_saved"]
+        ),
         ScanCheckpointPolicy(nested=True, save_block_internals=["router_probs"]),
         CONFIG.remat_presets["attention_offloaded"],
         CONFIG.remat_presets["nested_attention_saved"],
     ],
-    ids=range(4),
+    ids=range(5),
 )
 def test_every_policy_gives_the_same_finite_gradients(policy, unchecked):
     (expected_loss, _), expected = unchecked

@@ -25,21 +25,6 @@ _MOST_POSITIONS = 2**31 - 1  # positions are 32-bit numbers
 
 
 @dataclass(frozen=True)
-class Generator:
-    """A model that continues text.
-
-    Attributes:
-        model: its weights in the dtype in which it computes.
-        tokenizer: its tokens.
-        ends: tokens that end a text, the tokenizer's own among them.
-    """
-
-    model: LanguageModel
-    tokenizer: Tokenizer
-    ends: frozenset[int]
-
-
-@dataclass(frozen=True)
 class GeneratorSource:
     """A model that continues text, before its weights are read.
 
@@ -48,7 +33,8 @@ class GeneratorSource:
         vocab_size: rows of its embedding.
         tokenizer: its tokens.
         ends: tokens that end a text, the tokenizer's own among them.
-        read: reads the model, its weights in the dtype in which it computes.
+        read: reads the model, its weights in the dtype in which it computes. Raises CheckpointMismatchError,
+            FileNotFoundError or WeightsError for weights that are missing, damaged, or of another model.
     """
 
     config: LmConfig
@@ -90,15 +76,6 @@ class GeneratorSource:
                 f"shorter prompts at once."
             )
 
-    def generator(self) -> Generator:
-        """Reads the weights.
-
-        Raises:
-            CheckpointMismatchError: the checkpoint is of another model than its config says.
-            FileNotFoundError, WeightsError: weights are missing, damaged, or of another model.
-        """
-        return Generator(self.read(), self.tokenizer, self.ends)
-
 
 def source_of_run(run_dir: Path, *, step: int | None = None, tokenizer: str | None = None) -> GeneratorSource:
     """What a run trained, adapters merged as `models.export_hf` merges them.
@@ -106,7 +83,7 @@ def source_of_run(run_dir: Path, *, step: int | None = None, tokenizer: str | No
     Args:
         run_dir: the run folder.
         step: of the checkpoint; the latest if not given.
-        tokenizer: another than the run's config names.
+        tokenizer: replaces the one that the run's config names.
 
     Raises:
         FileNotFoundError: there is no such run or checkpoint.
@@ -114,17 +91,11 @@ def source_of_run(run_dir: Path, *, step: int | None = None, tokenizer: str | No
             can't be read.
         WeightsError: the folder that training began with names end tokens that can't be read.
     """
-    if not (run_dir / "checkpoints").is_dir():
-        hint = " It is a model in Hugging Face's format: use --model." if _is_model(run_dir) else ""
-        raise FileNotFoundError(
-            f"{run_dir} is not a run folder: it has no checkpoints/ in it. Name the one that models.train_lm "
-            f"wrote to (trainer.run_dir).{hint}"
-        )
     config = read_run_config(run_dir, step)
     found = load_tokenizer(config.data.tokenizer if tokenizer is None else tokenizer)
 
     def read() -> LanguageModel:
-        model, _ = trained_model(run_dir, step=step)
+        model = trained_model(run_dir, config, step=step)
         return cast_parameters(merge_lora(model, donate=True), config.model.compute_dtype)
 
     ends = frozenset(ends_of_run(config, found.end))
@@ -139,7 +110,7 @@ def source_of_folder(
     Args:
         name: a folder, or a name on the Hub.
         dtype: in which to compute; the one that the folder's `config.json` names if not given.
-        tokenizer: another than the folder's.
+        tokenizer: replaces the folder's.
 
     Raises:
         FileNotFoundError: there is no such folder.
@@ -147,7 +118,7 @@ def source_of_folder(
         DataError, ConfigError: there is no such tokenizer, or it is not the model's.
     """
     root = model_folder(name)
-    if not _is_model(root) and (root / "checkpoints").is_dir():
+    if not (root / "config.json").is_file() and (root / "checkpoints").is_dir():
         raise FileNotFoundError(f"{root} has no config.json: it is a run folder. Use --checkpoint {root}.")
     config, rows = read_hf_config(root)
     if dtype is None:
@@ -163,10 +134,6 @@ def source_of_folder(
     ends = frozenset({found.end, *end_tokens(root, rows)})
     read = functools.partial(read_decoder, root, config, Axis("vocab", rows), remat=False, dtype=dtype)
     return GeneratorSource(config, rows, found, ends, read)
-
-
-def _is_model(root: Path) -> bool:
-    return (root / "config.json").is_file()
 
 
 def _mebibytes(num_bytes: int) -> str:

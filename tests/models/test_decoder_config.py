@@ -1,4 +1,4 @@
-"""Configs of the Qwen3 decoder: axes, checks and defaults."""
+"""Configs of decoders: axes, checks and defaults."""
 
 import dataclasses
 from typing import Any, get_args, get_type_hints
@@ -160,7 +160,7 @@ def test_the_base_of_the_wavelengths_is_above_one():
         RotaryConfig(theta=1.0)
 
 
-def test_scaling_is_read_and_written_under_hugging_face_s_names():
+def test_scaling_is_read_and_written_under_names_of_hugging_face():
     scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024}
     entries = {"type": "qwen3", "rotary": {"theta": 100.0, "scaling": scaling}}
     config = draccus.decode(LmConfig, entries)
@@ -182,7 +182,7 @@ def test_scaling_is_read_and_written_under_hugging_face_s_names():
         ),
     ],
 )
-def test_scaling_that_is_not_served_is_refused(scaling, message):
+def test_unsupported_scaling_is_refused(scaling, message):
     with pytest.raises(draccus.utils.DecodingError, match=message):
         draccus.decode(LmConfig, {"type": "qwen3", "rotary": {"scaling": scaling}})
 
@@ -232,7 +232,7 @@ def test_sizes_are_known_before_anything_is_made(config):
     assert config.cache_bytes(Batch.size, 11) == size
 
 
-def test_stacks_of_very_many_layers_are_counted_and_not_walked():
+def test_stacks_of_many_layers_are_counted_without_a_loop_over_layers():
     attention = AttentionConfig(window=3, windowed_layers=(5, 6, 10**8 - 1))
     config = Qwen3MoeConfig(num_layers=10**8, attention=attention, experts=ExpertsConfig(dense_layers=(0, 6)))
     sizes = [axis.size for _, axis in config.stacks]

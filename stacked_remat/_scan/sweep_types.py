@@ -100,7 +100,7 @@ class SweepTypes:
                 pullback = LayerPullback(self.layer_of_slices, self.perturbed, jax.checkpoint)
                 given = [*constants_of_slices, *shared]
                 found = pullback(given, leaves.carry, slices, None, leaves.cotangents, inputs)
-            if self.spec.on_host and platform() == "cuda":
+            if platform() == "tpu" or (self.spec.on_host and platform() == "cuda"):
                 # Without the barrier XLA keeps a layer's internals until the visitor has used the cotangents.
                 found = lax.optimization_barrier(found)
             of_shared, of_carry, of_x = (scatter_leaves(*pair) for pair in zip(found, inputs, strict=True))

@@ -80,12 +80,13 @@ def forward_sweep_on_host(
     sizes = np.asarray(schedule.segments, np.int32)
 
     last = schedule.length - 1
-    State = tuple[Carry, T, Arrays]
 
-    def segment(state: State, at: tuple[Array, Array]) -> tuple[State, Carry]:
+    def segment(
+        state: tuple[Carry, T, Arrays], at: tuple[Array, Array]
+    ) -> tuple[tuple[Carry, T, Arrays], Carry]:
         boundary = to_host(state[0])
 
-        def layer(k: Any, state: State) -> State:
+        def layer(k: Any, state: tuple[Carry, T, Arrays]) -> tuple[Carry, T, Arrays]:
             carry, outputs, fetched = state
             fetched, index = settle(fetched, at[0] + k)
             ahead = fetch(jnp.minimum(index + 1, last))

@@ -38,18 +38,19 @@ POLICIES = {
 
 
 class Block(eqx.Module):
-    """Named and plain arrays, one that all layers share, an integer and a function."""
+    """Named and plain arrays, one that all layers share, an integer, a function and a Python number."""
 
     weight: hax.NamedArray
     scale: jax.Array
     gain: hax.NamedArray
     number: jax.Array
     activation: Callable
+    power: float
 
     def __call__(self, carry, offset, *, bias):
         x, count = carry
         h = checkpoint_name(hax.dot(x, self.weight, axis="embed").rename({"out": "embed"}), "hidden")
-        x = x + self.activation(h * self.gain) * self.scale + offset + bias
+        x = x + self.activation(h * self.gain) * self.scale**self.power + offset + bias
         return (x, count + self.number), hax.sum(x * x, axis="embed")
 
 
@@ -64,6 +65,7 @@ def example():
         random(1, Embed),
         jnp.arange(N),
         hax.tanh,
+        1.0,
     )
     carry = (random(2, Batch, Embed), jnp.int32(0))
     return Stacked(block, Layers), carry, random(3, Embed, Layers), random(4, Batch)
@@ -358,6 +360,12 @@ class TestRefused:
                 )(visit, state),
                 "The layer.gain.* is shared by all layers",
             ),
+            (
+                lambda visit, state: result(layer=eqx.tree_at(lambda block: block.power, visit.layer, 2.0))(
+                    visit, state
+                ),
+                "The layer.power is 1.0, the same for all layers",
+            ),
         ],
         ids=[
             "tuple",
@@ -371,6 +379,7 @@ class TestRefused:
             "args",
             "layer",
             "shared",
+            "number",
         ],
     )
     def test_what_a_visitor_returns(self, sweep_back, visitor, message):
@@ -382,6 +391,16 @@ class TestRefused:
             sweep_back(state=jnp.zeros(()))
         with pytest.raises(ValueError, match="layer_state.* has leading dimension 3"):
             sweep_back(sgd, layer_state=jnp.zeros(3))
+        with pytest.raises(ValueError, match="layer_state holds no arrays; got a value of type float"):
+            sweep_back(sgd, layer_state=0.0)
+        states = {"sum": shared(jnp.zeros(3)), "own": jnp.zeros(N)}
+        with pytest.raises(ValueError, match="The layer_state\\['sum'\\] is shared by all layers"):
+            sweep_back(
+                lambda visit, state: result(layer_state=jax.tree.map(lambda x: x + 1, visit.layer_state))(
+                    visit, state
+                ),
+                layer_state=states,
+            )
         with pytest.raises(TypeError, match="The cotangent of the carry\\[0\\] is 'oops'"):
             sweep_back.func((("oops", None), None))
         with pytest.raises(ValueError, match="a pair of cotangents"):

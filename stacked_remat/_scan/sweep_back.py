@@ -19,8 +19,8 @@ from .._sweep.store import read, write, zeros_like
 from .arguments import Caller
 from .checks import check_carry, describe
 from .eager import compiled_once
-from .layer_axis import TreeLayout, split_tree
-from .marks import Marked, is_array
+from .layer_axis import Leaf, TreeLayout, split_tree
+from .marks import Marked, is_array, is_named, raw_array
 from .sweep_types import SweepTypes, checked_cotangent, cotangent_leaves
 from .visitor import LayerResult, LayerVisit, SweepResult, Visitor
 
@@ -73,6 +73,12 @@ class SweepBack(eqx.Module):
             raise TypeError(
                 "A visitor is a function (visit, state) -> LayerResult; got "
                 f"{describe(visitor)}. Write sweep_back(cotangent, visitor, state)."
+            )
+        leaves = jax.tree.leaves(layer_state, is_leaf=is_named)
+        if leaves and not any(map(is_array, map(raw_array, leaves))):
+            raise ValueError(
+                f"layer_state holds no arrays; got {describe(layer_state)}. Stack a state for each layer "
+                "(jnp.zeros(Layers.size)), or pass what goes from layer to layer as state."
             )
         if visitor is None and not (state is None and layer_state is None):
             raise ValueError("state and layer_state are for a visitor, and sweep_back was given none.")
@@ -223,18 +229,15 @@ def _new_leaves(
     carry_ct = cotangent_leaves(result.carry, types.outputs[0], types.perturbed.carry, "the carry")
     layer = _filled(result.layer, visit.layer, "layer")
     args, kwargs = _argument_cotangents(visit, result)
+    of_layer = [leaf for leaf in types.layout.leaves if types.part(leaf) == "layer"]
+    _check_unsplit([(f"layer{jtu.keystr(leaf.path[2:])}", leaf) for leaf in of_layer], layer, visit.layer)
     new_xs, new_shared = types.layout.arrays(((layer, *args), kwargs))
-    old_shared = leaves.shared[types.constants :]
-    for leaf, new, old in zip(types.layout.of_kind("shared"), new_shared, old_shared, strict=True):
-        if types.part(leaf) == "layer" and new is not old:
-            raise ValueError(
-                f"The layer{jtu.keystr(leaf.path[2:])} is shared by all layers, so a visitor cannot "
-                "replace it at one. Leave it as it is, and sum its gradients in the visitor's state."
-            )
     inputs = types.inputs(("args", "kwargs"))
     layers = zip(new_xs, types.slices(leaves), types.parts("split"), strict=True)
     new_state = eqx.filter(_filled(result.state, state, "state"), eqx.is_array_like)
     new_layer_state = _filled(result.layer_state, visit.layer_state, "layer_state")
+    of_state = [(f"layer_state{jtu.keystr(leaf.path)}", leaf) for leaf in state_layout.leaves]
+    _check_unsplit(of_state, new_layer_state, visit.layer_state)
     entries = (state_layout.arrays(tree)[0] for tree in (new_layer_state, visit.layer_state))
     return carry_ct, _Loop(
         [new if part == "layer" and new is not old else None for new, old, part in layers],
@@ -243,6 +246,26 @@ def _new_leaves(
         jax.tree.map(jnp.asarray, new_state),
         [None if new is old else new for new, old in zip(*entries, strict=True)],
     )
+
+
+def _check_unsplit(leaves: list[tuple[str, Leaf]], new: Any, before: Any) -> None:
+    """Refuse changes of what is not split over the layers.
+
+    Raises:
+        ValueError: names the leaf.
+    """
+    pairs = zip(
+        *(map(raw_array, jtu.tree_leaves(tree, is_leaf=is_named)) for tree in (new, before)), strict=True
+    )
+    for (name, leaf), (changed, old) in zip(leaves, pairs, strict=True):
+        same = changed is old or not (is_array(changed) or is_array(old)) and changed == old
+        if leaf.kind == "split" or same:
+            continue
+        what = "is shared by all layers" if leaf.kind == "shared" else f"is {old!r}, the same for all layers"
+        raise ValueError(
+            f"The {name} {what}, so a visitor cannot replace it at one. Return it unchanged, or None for it "
+            "(eqx.filter), and keep what is summed over the layers in the visitor's state."
+        )
 
 
 def _argument_cotangents(visit: LayerVisit, result: LayerResult) -> tuple[list[Any], dict[str, Any]]:

@@ -287,6 +287,43 @@ def test_layers_on_the_host_are_read_and_written_there():
         assert_close(jax.device_put(gradients.stacked.value, weights.sharding), want)
 
 
+class Scaled(eqx.Module):
+    value: jax.Array
+    gain: hax.NamedArray
+
+    def __call__(self, x, bias):
+        return layer_fn(x, self.value) * self.gain.array[None] + bias[None]
+
+
+def test_arrays_on_the_host_that_all_layers_share():
+    blocks = Stacked(Scaled(matrices(), hax.arange(Embed) / 4), Layers)
+    x, bias = jnp.ones((2, 4)), jnp.linspace(0, 1, 4)
+
+    def visitor(visit, state):
+        carry, gradient, args = visit.vjp("carry", "layer", "args")
+        new = eqx.tree_at(lambda block: block.value, visit.layer, visit.layer.value - gradient.value)
+        return LayerResult(carry, new, args)
+
+    def steps(blocks, bias):
+        found = []
+        for remat in (True, "nested"):
+            y, sweep_back = blocks.fold_vjp(x, shared(bias), remat=remat)
+            swept = sweep_back(jnp.ones_like(y))
+            visited = sweep_back(jnp.ones_like(y), visitor)
+            found += [(swept.layers, *swept.args), (visited.layers, *visited.args)]
+        for remat in (True, "recompute", "nested"):
+            loss = lambda blocks, bias, remat=remat: jnp.sum(blocks.fold(x, shared(bias), remat=remat))
+            found.append(jax.grad(loss, (0, 1))(blocks, bias))
+        return found
+
+    def on_host(tree):
+        return jax.device_put(tree, bias.sharding.with_memory_kind("pinned_host"))
+
+    want, found = jax.jit(steps)(blocks, bias), jax.jit(steps)(on_host(blocks), on_host(bias))
+    assert {leaf.sharding.memory_kind for leaf in jax.tree.leaves(found)} == {"pinned_host"}
+    assert_close(jax.device_put(found, bias.sharding), want)
+
+
 def test_no_layers_second_derivatives_and_eager_calls_on_the_host():
     weights, x = matrices(), jnp.ones((2, 4))
     for remat in (True, "nested", "offload"):

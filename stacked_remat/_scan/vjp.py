@@ -18,7 +18,7 @@ from .._sweep.api import forward_rule
 from .._sweep.gradient import Mask
 from .._sweep.slots import Arrays
 from .._sweep.spec import FirstLayers, SweepSpec
-from .._sweep.store import check_unsliced
+from .._sweep.store import check_unsliced, on_device
 from .._sweep.trace import TracedLayer, trace_layer
 from .api import function_caller
 from .arguments import Caller
@@ -168,6 +168,7 @@ def _forward(
     what: str,
 ) -> tuple[Any, SweepBack]:
     layout, xs, shared = split[0], *jax.tree.map(jnp.asarray, split[1:])
+    shared = on_device(shared)
     check_unsliced(xs, layout.unsliced)
 
     def trace(arguments: Callable[..., Any], unsliced: Mask) -> TracedLayer:

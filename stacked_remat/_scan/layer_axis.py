@@ -100,7 +100,8 @@ class TreeLayout:
         """
         if not any(self.unsliced):
             return self.layer(parts, shared)
-        return _with_stacks(self.layer(parts, shared, Stack=self.axis), parts[-1])
+        Stack = self.axis.resize(max(self.axis.size, 1))  # no layers are traced with a stack of one
+        return _with_stacks(self.layer(parts, shared, Stack=Stack), parts[-1])
 
     def arguments_of_one(self, slices: Sequence[Any], shared: Sequence[Any]) -> Any:
         """The same from slices alone, with stacks of a single layer."""

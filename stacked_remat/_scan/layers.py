@@ -21,7 +21,7 @@ from .._sweep.derivative_errors import not_transposable
 from .._sweep.effects import check_effects
 from .._sweep.gradient import merge, pick
 from .._sweep.spec import FirstLayers
-from .._sweep.store import check_unsliced, on_device
+from .._sweep.store import at_least_one, check_unsliced, on_device
 from .checks import check_carry, check_output, describe
 from .marks import is_array
 from .stacking import name_stacked, stack_outputs
@@ -149,7 +149,7 @@ def scan_rolled(
             )
 
         def of_slices(carry: Any, slices: Any) -> tuple[Any, Any]:
-            return layer(carry, merge(xs, slices, sliced))
+            return layer(carry, merge([at_least_one(stack) for stack in xs], slices, sliced))
 
         step = array_step(of_slices, init, remat, names)
         body = _checkpointed(step, remat, names, rolled=unroll is not True and unroll < axis.size)

@@ -45,6 +45,11 @@ def read_layer(stacks: list[Array], index: Any, unsliced: Sequence[bool]) -> lis
     return [stack if whole else read(stack, index) for stack, whole in zip(stacks, unsliced, strict=True)]
 
 
+def at_least_one(stack: Array) -> Array:
+    """The stack, or zeros of one layer if it has none: a layer is traced even if there are none to run."""
+    return stack if len(stack) else jnp.zeros_like(stack, shape=(1, *stack.shape[1:]))
+
+
 def check_unsliced(stacks: Sequence[Array], unsliced: Sequence[bool]) -> None:
     """Refuse unsliced stacks in host memory.
 

@@ -30,7 +30,7 @@ class Caller(NamedTuple):
 
 
 class Argument(NamedTuple):
-    """A leaf of the arguments, by the name that error messages give it."""
+    """One leaf, with its name in error messages."""
 
     name: str
     leaf: Any

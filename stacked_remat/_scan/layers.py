@@ -31,9 +31,8 @@ Step = Callable[[Any, Any], tuple[Any, Any]]  # (carry, inputs of the layer) -> 
 
 def from_arguments(run: Callable, remat: Remat, axis: AxisSelector) -> Callable:
     """`run(init, arguments)`, which keeps nothing derived from the arguments if inputs are dropped."""
-    match remat:
-        case PerLayer(inputs="drop"):
-            return _checkpoint(run, remat.jax_policy(*_names_of(axis)), offloads=remat.offloads)
+    if isinstance(remat, PerLayer) and remat.inputs == "drop":
+        return _checkpoint(run, remat.jax_policy(*_names_of(axis)), offloads=remat.offloads)
     return run
 
 
@@ -162,7 +161,7 @@ def scan_rolled(
 
 
 def sweep_options(remat: Swept, length: int) -> dict[str, Any]:
-    """What a policy says of the sweep over so many layers; see `SweepSpec`."""
+    """`sweep` options of a policy for `length` layers; see `SweepSpec`."""
     first = remat.first_layers
     return {
         "schedule": remat.cut(length - first),
@@ -233,10 +232,9 @@ def array_step(layer: Step, init: Any, remat: Remat, names: _Names | None = None
 
 
 def _checkpointed(step: Step, remat: Internals, names: _Names, *, rolled: bool) -> Step:
-    match remat:
-        case SaveAll():
-            return step
-    # For GPUs XLA keeps a layer's internals twice where its carry comes from the host, without a barrier.
+    if isinstance(remat, SaveAll):
+        return step
+    # A barrier, as in `SweepSpec.sweep_back`.
     from_host = remat.carries == "offload" and platform() == "cuda"
     return _checkpoint(
         step,
@@ -247,19 +245,16 @@ def _checkpointed(step: Step, remat: Internals, names: _Names, *, rolled: bool) 
 
 
 def _replayed_whole(run: Callable, remat: Remat, names: _Names) -> Callable:
-    """A scan that the backward pass replays from its input, if that is what the policy says."""
-    match remat:
-        case PerLayer(carries="drop", inputs="keep" | "offload"):
-            return _checkpoint(run, remat.jax_policy(*names), offloads=remat.offloads)
+    """Checkpoint the whole scan if carries are dropped."""
+    if isinstance(remat, PerLayer) and remat.carries == "drop" and remat.inputs != "drop":
+        return _checkpoint(run, remat.jax_policy(*names), offloads=remat.offloads)
     return run
 
 
 def _checkpoint_segment(run: Callable, remat: Remat, names: _Names) -> Callable:
-    match remat:
-        case Swept(carries="offload"):
-            keep = PerLayer(carries="offload")
-        case _:
-            return _checkpoint(run, None)  # its carry is kept, as all arguments are
+    if not (isinstance(remat, Swept) and remat.carries == "offload"):
+        return _checkpoint(run, None)  # its carry is kept, as all arguments are
+    keep = PerLayer(carries="offload")
 
     def named_run(carry: Any) -> Any:
         return run(checkpoint_name(carry, names.boundary))

@@ -21,7 +21,7 @@ from .visitor import LayerVisit
 
 @dataclass(frozen=True, eq=False)
 class SweepTypes:
-    """Everything about a reverse sweep except its arrays.
+    """Static description of a reverse sweep.
 
     Attributes:
         spec: the sweep over leaves.

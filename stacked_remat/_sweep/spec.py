@@ -1,4 +1,4 @@
-"""A sweep over layers on lists of arrays: its forward loop, its reverse loop, and the scan that it equals."""
+"""A sweep over layers on lists of arrays: its forward loop, its reverse loop, and the equivalent scan."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -48,7 +48,7 @@ class FirstLayers:
 
 @dataclass(frozen=True)
 class SweepSpec:
-    """Everything about a sweep except its arrays.
+    """Static description of a sweep.
 
     Layers are numbered as they run. The schedule covers the layers after the first ones, which it numbers
     from zero.
@@ -167,7 +167,7 @@ class SweepSpec:
     def perturbed(
         self, init: Sequence[bool], xs: Sequence[bool], shared: Sequence[bool], ys: Sequence[bool]
     ) -> Perturbed:
-        """What is differentiated if these leaves are, the carries in between included."""
+        """Which leaves are differentiated, given which inputs are."""
         carry = active_carry(self.jaxpr, shared, init, xs)
         return Perturbed(tuple(init), tuple(carry), tuple(xs), tuple(shared), tuple(ys))
 
@@ -255,7 +255,7 @@ class SweepSpec:
         xs_in: Callable[[Any], Arrays],
         first: int,
     ) -> tuple[Callable, Replay]:
-        """The visitor of the layers from number `first` on, as the loops call it, and what replays them."""
+        """Adapt a `LeafVisitor` to the reverse loop; also returns the `Replay`."""
 
         def visit(layer: ReplayedLayer, carry_ct: Carry, state: Any) -> tuple[Carry, Any]:
             index = self.layer_index(layer.index + first)
@@ -294,8 +294,7 @@ class SweepSpec:
             number = self.first - 1 - k
             return visit(ReplayedLayer(number, read(carries, number), read(residuals, number)), *loop)
 
-        # A loop of the kind that the other visits are in: programs within a layer are shared by loops of one
-        # kind.
+        # Use the same kind of loop as the other visits, so inner programs compile once.
         trips: Any = self.first
         if self.schedule is not None and self.unroll is not True:
             visits = self.schedule.segments if self.on_host else [run.visits for run in self.schedule.runs]

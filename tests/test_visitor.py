@@ -12,6 +12,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from stacked_remat import (
+    BlockSeq,
     LayerResult,
     ScanCheckpointPolicy,
     Stacked,
@@ -375,16 +376,29 @@ class TestRefused:
         [
             (lambda visit, state: visit.vjp("carry"), "A visitor returns a LayerResult; got a tuple"),
             (lambda visit, state: LayerResult(*visit.vjp("weights")), 'any of .*"?layer.*got \\(.weights'),
-            (lambda visit, state: LayerResult(()), "The cotangent of the carry has another structure"),
+            (
+                lambda visit, state: LayerResult(()),
+                "of the carry returned by the visitor has another structure",
+            ),
+            (
+                lambda visit, state: LayerResult((visit.vjp("carry"), None)),
+                "visitor is a tuple of 1 .*unpack it",
+            ),
             (
                 result(state=jnp.zeros(3)),
                 "The state goes in as float32\\[\\] and comes out as float32\\[3\\]",
             ),
             (result(layer_state=jnp.int32(0)), "The layer_state goes in as float32 and comes out as int32"),
+            (
+                lambda visit, state: result(
+                    layer=eqx.tree_at(lambda block: block.number, visit.layer, jnp.float32(1))
+                )(visit, state),
+                "The layer.number goes in as int32 .*y.astype\\(layer.number.dtype\\), or the initial layer.number",
+            ),
             (result(args=jnp.zeros(3)), "args of a LayerResult is a tuple of 1 cotangents"),
             (result(kwargs={"k": 1.0}), "kwargs of a LayerResult .* keys among \\['bias'\\]"),
             (3, "A visitor is a function"),
-            (result(args=(jnp.zeros(3),)), "The cotangent of args\\[0\\] is float32\\[3\\], and"),
+            (result(args=(jnp.zeros(3),)), "of args\\[0\\] returned by the visitor is float32\\[3\\], and"),
             (
                 lambda visit, state: result(layer=eqx.tree_at(lambda block: block.scale, visit.layer, 1))(
                     visit, state
@@ -408,8 +422,10 @@ class TestRefused:
             "tuple",
             "wrt",
             "carry",
+            "carry in a tuple",
             "state",
             "layer state",
+            "dtype",
             "no tuple",
             "kwargs",
             "no visitor",
@@ -426,7 +442,7 @@ class TestRefused:
     def test_what_sweep_back_is_given(self, sweep_back):
         with pytest.raises(ValueError, match="sweep_back was given none"):
             sweep_back(state=jnp.zeros(()))
-        with pytest.raises(ValueError, match="layer_state.* has leading dimension 3"):
+        with pytest.raises(ValueError, match="layer_state has leading dimension 3"):
             sweep_back(sgd, layer_state=jnp.zeros(3))
         with pytest.raises(ValueError, match="layer_state holds no arrays; got a value of type float"):
             sweep_back(sgd, layer_state=0.0)
@@ -438,8 +454,14 @@ class TestRefused:
                 ),
                 layer_state=states,
             )
-        with pytest.raises(TypeError, match="The cotangent of the carry\\[0\\] is 'oops'"):
+        with pytest.raises(
+            TypeError, match="The cotangent of the carry\\[0\\] given to sweep_back is a value of type str"
+        ):
             sweep_back.func((("oops", None), None))
+        with pytest.raises(TypeError, match="fold_vjp\\(f, axis\\)\\(\\) missing 1 .* 'layers'"):
+            fold_vjp_of()(jnp.zeros(4))
+        with pytest.raises(TypeError, match="A BlockSeq has no fold_vjp and no scan_vjp"):
+            BlockSeq([], hax.Axis("layers", 0)).scan_vjp(jnp.zeros(4))
         with pytest.raises(ValueError, match="a pair of cotangents"):
             sweep_back.func(jnp.zeros(()))
         with pytest.raises(
@@ -457,5 +479,5 @@ class TestRefused:
         ],
     )
     def test_policies_that_a_sweep_cannot_follow(self, remat):
-        with pytest.raises(ValueError, match="cannot follow ScanCheckpointPolicy"):
+        with pytest.raises(ValueError, match="ScanCheckpointPolicy.* is not supported with a visitor"):
             fold_vjp_of(remat=remat)(jnp.ones((2, 4)), matrices())

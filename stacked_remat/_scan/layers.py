@@ -220,8 +220,8 @@ def array_step(layer: Step, init: Any, remat: Remat, names: _Names | None = None
             result = layer(carry, inputs)
         if not isinstance(result, tuple | list) or len(result) != 2:
             raise ValueError(
-                "scan takes a function (or a block) that returns a pair (carry, output); it returned "
-                f"{describe(result)}. For one that returns only the carry use fold."
+                "scan and scan_vjp take a function (or a block) that returns a pair (carry, output); it "
+                f"returned {describe(result)}. For one that returns only the carry use fold or fold_vjp."
             )
         new_carry, y = result
         check_carry(carry, new_carry)
@@ -234,7 +234,7 @@ def array_step(layer: Step, init: Any, remat: Remat, names: _Names | None = None
 def _checkpointed(step: Step, remat: Internals, names: _Names, *, rolled: bool) -> Step:
     if isinstance(remat, SaveAll):
         return step
-    # A barrier, as in `SweepSpec.sweep_back`.
+    # For the barrier see `SweepSpec._visitor`.
     from_host = remat.carries == "offload" and platform() == "cuda"
     return _checkpoint(
         step,

@@ -45,7 +45,7 @@ class SweepBack(eqx.Module):
 
         Args:
             cotangent: of what the forward sweep returned, in the same structure, shapes and dtypes.
-            visitor: `(visit, state) -> LayerResult`, traced once for each loop. Without one the result has
+            visitor: `(visit, state) -> LayerResult`, traced once for each loop and once for its types. Without one the result has
                 the gradients of the layers, the initial carry and the arguments, as `jax.vjp` of the fold.
             state: the visitor's, any tree of arrays whose shapes and dtypes stay as they are.
             layer_state: a state for each layer, a tree of arrays stacked over the layers' axis as the layers
@@ -98,10 +98,10 @@ def _cotangents(types: SweepTypes, cotangent: Any) -> tuple[Arrays, Arrays]:
             "sweep_back of scan_vjp takes a pair of cotangents, of the carry and of the outputs; got "
             f"{describe(cotangent)}."
         )
-    (carry_ct, ys_ct), (carry, ys) = given, types.outputs
+    (carry_ct, ys_ct), (carry, ys), source = given, types.outputs, "given to sweep_back"
     return (
-        cotangent_leaves(carry_ct, carry, types.perturbed.carry, "the carry"),
-        cotangent_leaves(ys_ct, ys, types.perturbed.ys, "the outputs"),
+        cotangent_leaves(carry_ct, carry, types.perturbed.carry, "the carry", source),
+        cotangent_leaves(ys_ct, ys, types.perturbed.ys, "the outputs", source),
     )
 
 
@@ -226,7 +226,8 @@ def _new_leaves(
             f"A visitor returns a LayerResult; got {describe(result)}. Its first field is the cotangent of "
             'the layer\'s input: (carry_ct,) = visit.vjp("carry"); return LayerResult(carry_ct).'
         )
-    carry_ct = cotangent_leaves(result.carry, types.outputs[0], types.perturbed.carry, "the carry")
+    like, mask = types.outputs[0], types.perturbed.carry
+    carry_ct = cotangent_leaves(result.carry, like, mask, "the carry", "returned by the visitor")
     layer = _filled(result.layer, visit.layer, "layer")
     args, kwargs = _argument_cotangents(visit, result)
     of_layer = [leaf for leaf in types.layout.leaves if types.part(leaf) == "layer"]
@@ -288,7 +289,7 @@ def _argument_cotangents(visit: LayerVisit, result: LayerResult) -> tuple[list[A
         )
 
     def checked(cotangent: Any, argument: Any, name: str) -> Any:
-        return checked_cotangent(cotangent, eqx.filter(argument, is_array), name)
+        return checked_cotangent(cotangent, eqx.filter(argument, is_array), name, "returned by the visitor")
 
     return (
         [checked(ct, arg, f"args[{i}]") for i, (ct, arg) in enumerate(zip(args, visit.args, strict=True))],

@@ -153,11 +153,7 @@ class BlockSeq(BlockFoldable[M]):
         return scanned
 
     def fold_vjp(self, *args: Any, **kwargs: Any) -> Any:
-        """Not supported.
-
-        Raises:
-            TypeError: says what to use instead.
-        """
+        """Not supported: a `TypeError` that says what to use instead."""
         raise TypeError(
             "A BlockSeq has no fold_vjp and no scan_vjp: its layers may differ, so no loop visits them. Use "
             "jax.vjp of its fold or scan, or a Stacked."

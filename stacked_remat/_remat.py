@@ -84,9 +84,8 @@ class Swept:
     @property
     def of_one_layer(self) -> "Internals":
         """The policy when every segment is one layer."""
-        match self.internals:
-            case PerLayer():
-                return replace(self.internals, carries=self.carries)
+        if isinstance(self.internals, PerLayer):
+            return replace(self.internals, carries=self.carries)
         return self.internals
 
 

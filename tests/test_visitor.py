@@ -313,7 +313,10 @@ def test_arrays_on_the_host_that_all_layers_share():
             visited = sweep_back(jnp.ones_like(y), visitor)
             found += [(swept.layers, *swept.args), (visited.layers, *visited.args)]
         for remat in (True, "recompute", "nested"):
-            loss = lambda blocks, bias, remat=remat: jnp.sum(blocks.fold(x, shared(bias), remat=remat))
+
+            def loss(blocks, bias, remat=remat):
+                return jnp.sum(blocks.fold(x, shared(bias), remat=remat))
+
             found.append(jax.grad(loss, (0, 1))(blocks, bias))
         return found
 
@@ -393,7 +396,7 @@ class TestRefused:
                 lambda visit, state: result(
                     layer=eqx.tree_at(lambda block: block.number, visit.layer, jnp.float32(1))
                 )(visit, state),
-                "The layer.number goes in as int32 .*y.astype\\(layer.number.dtype\\), or the initial layer.number",
+                "The layer.number goes in as int32 .*y.astype\\(layer.number.dtype\\), or the initial layer",
             ),
             (result(args=jnp.zeros(3)), "args of a LayerResult is a tuple of 1 cotangents"),
             (result(kwargs={"k": 1.0}), "kwargs of a LayerResult .* keys among \\['bias'\\]"),

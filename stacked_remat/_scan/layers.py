@@ -89,9 +89,8 @@ def internals_are_saved() -> bool:
 
 def _not_transposable(results: Any, remat: Remat) -> Any:
     """The results of a scan, with an error for `jax.linear_transpose` under policies that refuse it."""
-    match remat:
-        case SaveAll() | PerLayer(named=False):
-            return results
+    if isinstance(remat, SaveAll) or (isinstance(remat, PerLayer) and not remat.named):
+        return results
 
     def mark(leaf: Any) -> Any:
         return not_transposable(leaf) if is_array(leaf) and jnp.issubdtype(leaf.dtype, jnp.inexact) else leaf
@@ -203,11 +202,7 @@ def _run_unrolled(
 def array_step(layer: Step, init: Any, remat: Remat, names: _Names | None = None) -> Step:
     """The layer on the arrays of the carry, its results checked and its inputs named, if there are names."""
     static = eqx.filter(init, eqx.is_array_like, inverse=True)
-    match remat:
-        case SaveAll() | Swept(internals=SaveAll()):
-            saves_all = True
-        case _:
-            saves_all = False
+    saves_all = isinstance(remat.internals if isinstance(remat, Swept) else remat, SaveAll)
 
     def step(arrays: Any, inputs: Any) -> tuple[Any, Any]:
         if names is not None:  # a sweep reads them to the device itself

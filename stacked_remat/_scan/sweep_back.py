@@ -45,8 +45,9 @@ class SweepBack(eqx.Module):
 
         Args:
             cotangent: of what the forward sweep returned, in the same structure, shapes and dtypes.
-            visitor: `(visit, state) -> LayerResult`, traced once for each loop and once for its types. Without one the result has
-                the gradients of the layers, the initial carry and the arguments, as `jax.vjp` of the fold.
+            visitor: `(visit, state) -> LayerResult`, traced once for each loop and once for its types.
+                Without one the result has the gradients of the layers, the initial carry and the arguments, as
+                `jax.vjp` of the fold.
             state: the visitor's, any tree of arrays whose shapes and dtypes stay as they are.
             layer_state: a state for each layer, a tree of arrays stacked over the layers' axis as the layers
                 are: the visitor sees a slice of it, and what it returns replaces that slice.

@@ -154,9 +154,9 @@ def _sweep_options(remat: Remat, length: int, policy: ScanCheckpointPolicy) -> d
         case SaveAll() | PerLayer(carries="keep", inputs="keep", offloaded=()):
             return {"schedule": None, "first_layers": FirstLayers(length, checkpoint_of(remat))}
     raise ValueError(
-        f"{policy!r} is not supported with a visitor, which needs the carry of each layer or "
-        'segment, kept on the device or on the host (True, "offload", "nested", max_carries=k), and, with carries '
-        "on the device, internals by name (save_block_internals=[names]). Use one of these."
+        f"{policy!r} is not supported with a visitor. Keep the carry of each layer or segment, on the "
+        'device or on the host (True, "offload", "nested", max_carries=k), and, with carries on the device, '
+        "internals by name (save_block_internals=[names])."
     )
 
 

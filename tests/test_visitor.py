@@ -373,6 +373,21 @@ def sweep_back():
     return functools.partial(sweep_back, ((hax.ones((Batch, Embed)), None), None))
 
 
+def test_layers_with_functions_and_numbers_are_frozen_in_a_branch(sweep_back):
+    def some(visit, state):
+        def arrays(change):
+            new = eqx.tree_at(lambda block: block.scale, visit.layer, visit.layer.scale + change)
+            return eqx.filter(eqx.tree_at(lambda block: block.gain, new, None), eqx.is_array)
+
+        layer = jax.lax.cond(visit.layer_index < 2, lambda: arrays(0.0), lambda: arrays(1.0))
+        return LayerResult(visit.vjp("carry")[0], layer)
+
+    blocks, new = example()[0].stacked, sweep_back(some).layers.stacked
+    assert_close(new.scale - blocks.scale, jnp.array([0.0, 0, 1, 1, 1]))
+    assert (new.activation, new.power) == (blocks.activation, blocks.power)
+    assert new.gain.array.tolist() == blocks.gain.array.tolist()
+
+
 class TestRefused:
     @pytest.mark.parametrize(
         ("visitor", "message"),
@@ -385,7 +400,7 @@ class TestRefused:
             ),
             (
                 lambda visit, state: LayerResult((visit.vjp("carry"), None)),
-                "visitor is a tuple of 1 .*unpack it",
+                "visitor is a tuple of 1 .*Unpack it",
             ),
             (
                 result(state=jnp.zeros(3)),

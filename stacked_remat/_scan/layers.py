@@ -147,7 +147,7 @@ def scan_rolled(
             )
 
         def of_slices(carry: Any, slices: Any) -> tuple[Any, Any]:
-            return layer(carry, merge([at_least_one(stack) for stack in xs], slices, sliced))
+            return layer(carry, merge([*map(at_least_one, xs)], slices, sliced))
 
         step = array_step(of_slices, init, remat, names)
         body = _checkpointed(step, remat, names, rolled=unroll is not True and unroll < axis.size)

@@ -46,8 +46,8 @@ class SweepBack(eqx.Module):
         Args:
             cotangent: of what the forward sweep returned, in the same structure, shapes and dtypes.
             visitor: `(visit, state) -> LayerResult`, traced once for each loop and once for its types.
-                Without one the result has the gradients of the layers, the initial carry and the arguments, as
-                `jax.vjp` of the fold.
+                Without one the result has the gradients of the layers, the initial carry and the arguments,
+                as `jax.vjp` of the fold.
             state: the visitor's, any tree of arrays whose shapes and dtypes stay as they are.
             layer_state: a state for each layer, a tree of arrays stacked over the layers' axis as the layers
                 are: the visitor sees a slice of it, and what it returns replaces that slice.
@@ -260,8 +260,8 @@ def _check_unsplit(leaves: list[tuple[str, Leaf]], new: Any, before: Any) -> Non
         *(map(raw_array, jtu.tree_leaves(tree, is_leaf=is_named)) for tree in (new, before)), strict=True
     )
     for (name, leaf), (changed, old) in zip(leaves, pairs, strict=True):
-        same = changed is old or not (is_array(changed) or is_array(old)) and changed == old
-        if leaf.kind == "split" or same:
+        both_static = not is_array(changed) and not is_array(old)
+        if leaf.kind == "split" or changed is old or (both_static and changed == old):
             continue
         what = "is shared by all layers" if leaf.kind == "shared" else f"is {old!r}, the same for all layers"
         raise ValueError(

@@ -137,7 +137,7 @@ def checked_cotangent(cotangent: Any, like: Any, what: str, source: str) -> Any:
         if not eqx.is_array_like(given):
             fix = "Give an array, or None for zeros."
             if isinstance(leaf, tuple):
-                fix = 'visit.vjp returns a tuple; unpack it: (carry_ct,) = visit.vjp("carry").'
+                fix = 'Unpack it: visit.vjp returns a tuple, (carry_ct,) = visit.vjp("carry").'
             raise TypeError(f"The cotangent of {where} {source} is {describe(leaf)}. {fix}")
         given = jnp.asarray(given)
         same_axes = getattr(leaf, "axes", None) == getattr(type_, "axes", None)

@@ -56,7 +56,7 @@ def trace_layer(
     """
     init = jax.tree.map(jnp.asarray, init)
     stacks, tree = jax.tree.flatten(xs)
-    entries = jax.eval_shape(lambda: read_layer([at_least_one(stack) for stack in stacks], 0, unsliced))
+    entries = jax.eval_shape(lambda stacks: read_layer([*map(at_least_one, stacks)], 0, unsliced), stacks)
     x = jax.tree.unflatten(tree, entries)
 
     def trace(init: Any) -> tuple[Any, tuple[Any, Any]]:

@@ -112,6 +112,8 @@ def test_no_layers_and_layers_under_another_name(layers):
         assert_close(found, jnp.sum(want))
         y, sweep_back = blocks.fold_vjp(x, remat=remat)
         assert_close(y, want)
+        of_y = jax.grad(lambda x, remat=remat: jnp.sum(blocks.fold_vjp(x, remat=remat)[0]))(x)
+        assert_close(of_y, of_x)
         for result in (sweep_back(x), sweep_back(x, lambda visit, _: LayerResult(*visit.vjp("carry")))):
             assert_close(result.carry, of_x)
             assert result.layers.stacked.weight.axes == (Blocks, Embed)

@@ -28,7 +28,7 @@ from .gradient import (
 )
 from .reverse import Replay, ReplayedLayer, reverse_sweep
 from .slots import Arrays, Carry, Checkpoints, FirstLayersSaved, repeat
-from .store import empty_stack, on_device, read, read_layer, write
+from .store import at_least_one, empty_stack, on_device, read, read_layer, write
 
 Checkpoint = Callable[[Callable], Callable]
 
@@ -109,7 +109,7 @@ class SweepSpec:
         """Scan plainly over `layer`."""
         sliced = [not whole for whole in self.unsliced]
         return lax.scan(
-            lambda carry, x: layer(shared, carry, merge(xs, on_device(x), sliced)),
+            lambda carry, x: layer(shared, carry, merge([*map(at_least_one, xs)], on_device(x), sliced)),
             init,
             pick(xs, sliced),
             length=self.length,
@@ -151,7 +151,7 @@ class SweepSpec:
         if self.schedule is None:
             avals: Any = [out.aval for out in self.jaxpr.outvars[self.carries :]]
             y = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals]
-            return carry, empty_stack(y, 0), Checkpoints([], None)
+            return carry, empty_stack(y, 0), Checkpoints([], None, origin=carry)
         length = self.schedule.length
 
         def write_output(index: Any, ys: Arrays, y: Arrays) -> Arrays:

@@ -366,6 +366,18 @@ def result(**fields):
     return lambda visit, state: LayerResult(*visit.vjp("carry"), **fields)
 
 
+def layer_with(**fields):
+    """A visitor that replaces fields of the layer."""
+
+    def replace(visit, state):
+        new = eqx.tree_at(
+            lambda block: [getattr(block, name) for name in fields], visit.layer, [*fields.values()]
+        )
+        return result(layer=new)(visit, state)
+
+    return replace
+
+
 @pytest.fixture(scope="module")
 def sweep_back():
     blocks, carry, offset, bias = example()
@@ -408,33 +420,16 @@ class TestRefused:
             ),
             (result(layer_state=jnp.int32(0)), "The layer_state goes in as float32 and comes out as int32"),
             (
-                lambda visit, state: result(
-                    layer=eqx.tree_at(lambda block: block.number, visit.layer, jnp.float32(1))
-                )(visit, state),
+                layer_with(number=jnp.float32(1)),
                 "The layer.number goes in as int32 .*y.astype\\(layer.number.dtype\\), or the initial layer",
             ),
             (result(args=jnp.zeros(3)), "args of a LayerResult is a tuple of 1 cotangents"),
             (result(kwargs={"k": 1.0}), "kwargs of a LayerResult .* keys among \\['bias'\\]"),
             (3, "A visitor is a function"),
             (result(args=(jnp.zeros(3),)), "of args\\[0\\] returned by the visitor is float32\\[3\\], and"),
-            (
-                lambda visit, state: result(layer=eqx.tree_at(lambda block: block.scale, visit.layer, 1))(
-                    visit, state
-                ),
-                "The layer.scale goes in as float32",
-            ),
-            (
-                lambda visit, state: result(
-                    layer=eqx.tree_at(lambda block: block.gain, visit.layer, replace_fn=lambda gain: 2 * gain)
-                )(visit, state),
-                "The layer.gain.* is shared by all layers",
-            ),
-            (
-                lambda visit, state: result(layer=eqx.tree_at(lambda block: block.power, visit.layer, 2.0))(
-                    visit, state
-                ),
-                "The layer.power is 1.0, the same for all layers",
-            ),
+            (layer_with(scale=1), "The layer.scale goes in as float32"),
+            (layer_with(gain=hax.ones(Embed)), "The layer.gain.* is shared by all layers"),
+            (layer_with(power=2.0), "The layer.power is 1.0, the same for all layers"),
         ],
         ids=[
             "tuple",

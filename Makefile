@@ -35,7 +35,7 @@ test-all: MARKS := not slow
 
 .PHONY: test test-all
 test: venv  ## run the tests (PYTEST_ARGS="tests/test_x.py -k name" for some of them)
-test-all: venv  ## run the tests, those marked deep too
+test-all: venv  ## run the tests, those marked deep too; those marked slow run only with `pytest -m slow`
 
 # Tests that save or offload values by name run again with JAX_REMAT3=1, which replaces jax.checkpoint by the implementation that is to
 # become JAX's default. That there are none (exit status 5) is an error, unless PYTEST_ARGS selects tests. With worksteal, most
@@ -56,7 +56,8 @@ memory:  ## compile for an H200 and a TPU v5p and compare with the recorded memo
 	@scripts/make_venv.sh "$(VENV)-memory" "$(PYTHON)" test,cuda-report,tpu-report
 	@mkdir -p "$(REPORTS)"
 	$(VENV)-memory/bin/python -m pytest --junitxml="$(REPORTS)/memory.xml" \
-	    tests/benchmarks/test_stack_memory.py tests/benchmarks/test_visitor_memory.py tests/benchmarks/test_qwen3_context.py tests/memory/test_targets.py \
+	    tests/benchmarks/test_stack_memory.py tests/benchmarks/test_visitor_memory.py tests/benchmarks/test_fused_update_memory.py \
+	    tests/benchmarks/test_qwen3_context.py tests/memory/test_targets.py \
 	    tests/ops/test_attention_splash.py
 
 .PHONY: parity

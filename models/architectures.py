@@ -1,4 +1,4 @@
-"""All architectures: to import it registers their configs, builders and formats."""
+"""Importing this module registers every config, builder and format."""
 
 from models.qwen3_moe import Qwen3Config as Qwen3Config, Qwen3MoeConfig as Qwen3MoeConfig
 from models.transformer import decoder as decoder  # registers the builder that both share

@@ -91,7 +91,7 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--temperature", type=float, default=1.0, help="divides logits (default 1); 0 for the likeliest token"
     )
-    add("--top_k", type=int, help="draw among so many of the likeliest tokens")
+    add("--top_k", type=int, help="sample from the K likeliest tokens")
     add("--top_p", type=float, help="draw among the fewest tokens whose probabilities reach this")
     add("--debug", action="store_true", help="show the traceback of an error")
     add(
@@ -133,8 +133,8 @@ def _prompts(options: argparse.Namespace) -> list[str]:
     if options.prompts is not None:
         try:
             lines = options.prompts.read_text(encoding="utf-8").splitlines()
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"Can't read --prompts {options.prompts}: {error}") from error
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"--prompts {options.prompts} is not UTF-8: {error}. Convert it.") from error
         texts += [line for line in lines if line.strip()]
     for text in texts:
         try:

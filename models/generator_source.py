@@ -91,12 +91,6 @@ def source_of_run(run_dir: Path, *, step: int | None = None, tokenizer: str | No
             can't be read.
         WeightsError: the folder that training began with names end tokens that can't be read.
     """
-    if not (run_dir / "checkpoints").is_dir():
-        hint = " It is a model in Hugging Face's format: use --model." if _is_model(run_dir) else ""
-        raise FileNotFoundError(
-            f"{run_dir} is not a run folder: it has no checkpoints/ in it. Name the one that models.train_lm "
-            f"wrote to (trainer.run_dir).{hint}"
-        )
     config = read_run_config(run_dir, step)
     found = load_tokenizer(config.data.tokenizer if tokenizer is None else tokenizer)
 
@@ -124,7 +118,7 @@ def source_of_folder(
         DataError, ConfigError: there is no such tokenizer, or it is not the model's.
     """
     root = model_folder(name)
-    if not _is_model(root) and (root / "checkpoints").is_dir():
+    if not (root / "config.json").is_file() and (root / "checkpoints").is_dir():
         raise FileNotFoundError(f"{root} has no config.json: it is a run folder. Use --checkpoint {root}.")
     config, rows = read_hf_config(root)
     if dtype is None:
@@ -140,10 +134,6 @@ def source_of_folder(
     ends = frozenset({found.end, *end_tokens(root, rows)})
     read = functools.partial(read_decoder, root, config, Axis("vocab", rows), remat=False, dtype=dtype)
     return GeneratorSource(config, rows, found, ends, read)
-
-
-def _is_model(root: Path) -> bool:
-    return (root / "config.json").is_file()
 
 
 def _mebibytes(num_bytes: int) -> str:

@@ -20,7 +20,7 @@ from models.command import run_command, shown_on
 from models.run_config import LmRunConfig
 from models.step_memory import StepMemory
 from stacked_remat import ScanCheckpointPolicy
-from stacked_remat.memory import MemoryReport, find_target
+from stacked_remat.memory import MemoryReport, find_target, readable_bytes
 from stacked_remat.training import lasting_console, parse_config, remat_policy
 
 POLICIES: Mapping[str, bool | dict[str, Any] | str] = {
@@ -39,11 +39,10 @@ _BASELINE = "True"
 
 @dataclass(frozen=True)
 class PlanLmConfig(LmRunConfig):
-    """A training config, as `models.train_lm` reads it, and the device to plan for.
+    """A training config and a device to plan for. The table marks `remat`; `auto` shows how it is found.
 
     Attributes:
-        remat: what `models.train_lm` would use; marked in the table. `auto` shows how it is found instead.
-        target: the device to compile for: `local`, or one that is not here (`h200`, `v5p`, ...).
+        target: the device to compile for: `local`, or one that is not attached (`h200`, `v5p`, ...).
         devices: how many of them `trainer.mesh` has; if null, all of `local`, one of another target. The
             report is for each device.
     """
@@ -53,6 +52,8 @@ class PlanLmConfig(LmRunConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.devices is not None and self.devices < 1:
+            raise ValueError(f"devices must be at least 1, got {self.devices}.")
         find_target(self.target)
 
     @property
@@ -71,7 +72,7 @@ def compared(config: LmRunConfig) -> dict[str, ScanCheckpointPolicy]:
 
 
 def policy_table(config: PlanLmConfig, reports: Mapping[str, MemoryReport]) -> Table:
-    """A row a policy: memory in GiB, and matrix-product FLOPs as a multiple of those of `remat: true`."""
+    """A row a policy: memory, and matrix-product FLOPs as a multiple of those of `remat: true`."""
     some = next(iter(reports.values()))
     baseline = reports[_BASELINE].flops.matmul if _BASELINE in reports else None
     inexact = any(not found.flops.exact for found in reports.values())
@@ -79,7 +80,7 @@ def policy_table(config: PlanLmConfig, reports: Mapping[str, MemoryReport]) -> T
     table = Table(
         title=f"one training step, {config.data.batch_size} x {config.data.seq_len} tokens, compiled for "
         f"{each}{some.target} and not run",
-        caption=f"arguments (weights, optimizer state, batch): {some.arguments / 2**30:.3f} GiB; "
+        caption=f"arguments (weights, optimizer state, batch): {readable_bytes(some.arguments)}; "
         + (f"matrix products under True: {baseline / 1e12:.3f} TFLOP; " if baseline else "")
         + ("? loops whose length depends on the data, such as documents, count once; " if inexact else "")
         + f"* `remat` of this config{_cpu_note(config)}",
@@ -91,9 +92,7 @@ def policy_table(config: PlanLmConfig, reports: Mapping[str, MemoryReport]) -> T
     for name, found in reports.items():
         table.add_row(
             name + (" *" if policies.get(name) == config.policy else ""),
-            f"{found.temporaries / 2**30:.3f} GiB",
-            f"{found.host.total / 2**30:.3f} GiB",
-            f"{found.total / 2**30:.3f} GiB",
+            *(readable_bytes(count) for count in (found.temporaries, found.host.total, found.total)),
             f"{found.flops.matmul / baseline:.2f}{'' if found.flops.exact else ' ?'}" if baseline else "",
             f"{found.compile_seconds:.1f} s",
         )

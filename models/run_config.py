@@ -71,7 +71,7 @@ class LmRunConfig:
         if self.data.batch_size % self.trainer.update.microbatches:
             raise ValueError(
                 f"data.batch_size = {self.data.batch_size} can't be cut into trainer.update.microbatches = "
-                f"{self.trainer.update.microbatches} equal parts; make the one a multiple of the other."
+                f"{self.trainer.update.microbatches} equal parts; make batch_size a multiple of microbatches."
             )
 
     @functools.cached_property

@@ -22,18 +22,24 @@ from stacked_remat.training import (
     POSITION_AXIS,
     ConfigError,
     DataConfig,
+    FusedOptimizer,
     Partitioning,
     TokenBatch,
     TrainState,
     build_optimizer,
+    build_step,
     cast_parameters,
 )
 
 
-def run_optimizer(config: LmRunConfig) -> optax.GradientTransformation:
+def run_optimizer(config: LmRunConfig) -> optax.GradientTransformation | FusedOptimizer:
     """The optimizer with the schedule and dtypes of a run."""
-    dtype = config.trainer.precision.optimizer_state
-    return build_optimizer(config.optimizer, config.trainer.num_steps, state_dtype=dtype)
+    dtype, steps = config.trainer.precision.optimizer_state, config.trainer.num_steps
+    if not config.trainer.update.fused:
+        return build_optimizer(config.optimizer, steps, state_dtype=dtype)
+    without_clipping = dataclasses.replace(config.optimizer, max_grad_norm=None)
+    of_layer = build_optimizer(without_clipping, steps, state_dtype=dtype)
+    return FusedOptimizer(of_layer, config.optimizer.max_grad_norm)
 
 
 def initial_state(
@@ -128,7 +134,16 @@ def check_step(config: LmRunConfig, partitioning: Partitioning) -> None:
     state, batch = state_shapes(config, partitioning), batch_shapes(config.data, partitioning)
     try:
         with partitioning.active():
-            eqx.filter_eval_shape(next_token_loss, state.model, batch)
+            if config.trainer.update.fused:  # has rules of its own for the loss
+                step = build_step(
+                    config.trainer,
+                    loss_function=next_token_loss,
+                    optimizer=run_optimizer(config),
+                    partitioning=partitioning,
+                )
+                eqx.filter_eval_shape(step, batch, state)
+            else:
+                eqx.filter_eval_shape(next_token_loss, state.model, batch)
     except ValueError as error:
         raise ConfigError(f"The model of this config can't be applied here: {error}") from error
 

@@ -30,10 +30,17 @@ def read_run_config(run_dir: Path, step: int | None = None) -> LmRunConfig:
         step: of the checkpoint; the latest if not given.
 
     Raises:
-        FileNotFoundError: there is no such checkpoint.
+        FileNotFoundError: there is no such run or checkpoint.
         ConfigError: the config in the checkpoint is not one of `models.train_lm`.
     """
     folder = run_dir / "checkpoints"
+    if not folder.is_dir():
+        is_model = (run_dir / "config.json").is_file()
+        hint = " It is a Hugging Face model: use models.generate --model." if is_model else ""
+        raise FileNotFoundError(
+            f"{run_dir} is not a run folder: it has no checkpoints/ in it. Name the one that models.train_lm "
+            f"wrote to (trainer.run_dir).{hint}"
+        )
     try:
         saved = checkpoint_config(folder, step=step)
         if not isinstance(saved, dict) or saved.get("vocab_size") is None:
@@ -88,7 +95,7 @@ def ends_of_run(config: LmRunConfig, end: int) -> list[int]:
     names them.
 
     Raises:
-        WeightsError: a file of that folder can't be read, or names something else than tokens of the model.
+        WeightsError: a file of that folder can't be read, or names something other than tokens of the model.
     """
     root = base_folder(config)
     found = () if root is None else end_tokens(root, config.Vocab.size)

@@ -7,6 +7,7 @@ from . import _compat as _compat
 from ._block_foldable import BlockFoldable
 from ._block_seq import BlockSeq
 from ._checkpoint import checkpoint_name
+from ._fused import FusedResult, FusedState, FusedUpdate, fused_update
 from ._offload_check import OffloadError, check_offload
 from ._policy import ScanCheckpointPolicy, ScanCheckpointSpec
 from ._scan.api import fold, map, scan
@@ -25,6 +26,9 @@ __version__ = "0.1.0"
 __all__ = [
     "BlockFoldable",
     "BlockSeq",
+    "FusedResult",
+    "FusedState",
+    "FusedUpdate",
     "LayerResult",
     "LayerStack",
     "LayerVisit",
@@ -39,6 +43,7 @@ __all__ = [
     "checkpoint_name",
     "fold",
     "fold_vjp",
+    "fused_update",
     "internals_are_saved",
     "lora",
     "map",

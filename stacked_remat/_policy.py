@@ -233,7 +233,7 @@ class ScanCheckpointPolicy:
             )
 
     def settings(self) -> list[tuple[str, Any]]:
-        """The fields that were set to something else than their defaults, in order."""
+        """Fields that differ from their defaults, in order."""
         values = ((field, getattr(self, field.name)) for field in dataclasses.fields(self))
         return [(field.name, value) for field, value in values if value is not field.default and value != ()]
 

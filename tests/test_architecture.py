@@ -31,6 +31,7 @@ LAYERS = {
     "_remat": "policy",
     "_sweep": "sweep",
     "_checkpoint": "scan",
+    "_fused": "fused",
     "_scan": "scan",
     "_block_foldable": "stacks",
     "_block_seq": "stacks",
@@ -53,9 +54,10 @@ ALLOWED_IMPORTS = {
     "sweep": {"compat", "base", "schedule", "placement"},
     "scan": {"compat", "base", "schedule", "placement", "policy", "sweep"},
     "stacks": _CORE,
+    "fused": {"compat", "base", "policy", "scan", "stacks"},
     "ops": _CORE,
     "memory": _CORE | {"ops", "public"},
-    "training": _CORE | {"ops", "memory", "public"},
+    "training": _CORE | {"fused", "ops", "memory", "public"},
 }
 
 # What a package of models/ may import from models/ beside itself; the other files there may import all of it.
@@ -68,7 +70,7 @@ MODEL_IMPORTS = {
 
 THIRD_PARTY = {"jax", "equinox", "haliax", "jaxtyping", "numpy"}  # numpy comes with jax
 # Packages that import more than these when they are imported, and the extras that install it.
-EXTRAS = {"training": ["train"], "nnx": ["nnx"]}
+EXTRAS = {"training": ["train"]}
 IMPORT_NAMES = {"pyyaml": "yaml", "orbax-checkpoint": "orbax"}  # where a distribution and its module differ
 
 ARCHITECTURES = re.compile(r"qwen|llama|gemma|mistral|mixtral|gpt2|gpt_|olmo|deepseek", re.IGNORECASE)
@@ -77,10 +79,17 @@ FOR_ANY_ARCHITECTURE = (
     "models/transformer/",
     "models/hf_io/",
     "models/generation/",
+    "models/command.py",
     "models/export_hf.py",
     "models/generate.py",
+    "models/generator_source.py",
+    "models/lm.py",
+    "models/lora.py",
     "models/plan_lm.py",
+    "models/run_state.py",
+    "models/step_memory.py",
     "models/train_lm.py",
+    "models/trained_run.py",
 )
 BANNED_NAMES = {"utils", "util", "common", "helpers", "helper", "misc"}
 LONGEST_FILE = 500

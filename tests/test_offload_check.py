@@ -30,7 +30,7 @@ def test_it_checks_the_default_device(monkeypatch):
 
 
 @pytest.mark.parametrize("device, fix", [("gpu", r"jax.local_devices\(backend='gpu'\)\[0\]"), (0, "got 0")])
-def test_what_is_no_device_is_refused(device, fix):
+def test_what_is_not_a_device_is_refused(device, fix):
     with pytest.raises(TypeError, match=fix):
         check_offload(device)
 

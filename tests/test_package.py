@@ -1,5 +1,6 @@
 """`import stacked_remat`: its names, its packages, and the extra that training needs."""
 
+import pkgutil
 import re
 from pathlib import Path
 
@@ -28,6 +29,8 @@ def test_names_are_documented():
         name for name in set(stacked_remat.__all__) - packages if f"::: stacked_remat.{name}\n" not in pages
     ]
     assert not missing, f"docs/api lacks {missing}"
+    for name in re.findall(r"^::: (\S+)$", pages, re.MULTILINE):
+        pkgutil.resolve_name(name)
 
 
 def test_training_says_which_extra_it_takes():

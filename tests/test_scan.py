@@ -261,7 +261,7 @@ class TestErrors:
             fold(lambda carry, x, scale: carry, Time, is_scanned=True)(0.0, data, jnp.ones(()))
 
     @pytest.mark.parametrize("axis", [3, None, (Time,), [Time, Width]], ids=str)
-    def test_what_is_no_axis(self, axis):
+    def test_what_is_not_an_axis(self, axis):
         for name, run in (("fold", fold), ("scan", scan), ("map", map)):
             with pytest.raises(TypeError, match=f"{name} goes along one axis: an Axis or its name; got"):
                 run(lambda carry, x: carry, axis)
@@ -353,7 +353,7 @@ class TestErrors:
                 jax.linear_transpose(run, 1.0)(1.0)
         np.testing.assert_allclose(jax.jit(jax.vmap(jax.grad(run)))(jnp.ones(2)), [120.0, 120.0])
 
-    def test_an_output_that_is_no_array(self, data):
+    def test_an_output_that_is_not_an_array(self, data):
         with pytest.raises(
             TypeError, match=r"output\['kind'\] of a layer is 'x' .str., which cannot be stacked"
         ):

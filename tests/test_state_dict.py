@@ -20,7 +20,7 @@ def keys():
 
 
 @both
-def test_what_is_no_array_is_not_read_from_a_state_dict(Stack):
+def test_what_is_not_an_array_is_not_read_from_a_state_dict(Stack):
     class Block(eqx.Module):
         weight: jax.Array
         dropout: eqx.nn.Dropout

@@ -218,18 +218,26 @@ def test_keys_in_the_carry(boundaries: Literal["device", "host"]):
 
 @pytest.mark.parametrize("schedule", [shrinking(7), equal(6, 2), bounded(9, max_carries=3)], ids=str)
 def test_a_visitor_sees_every_layer_once_from_the_last_with_its_input(schedule: Schedule):
-    def step(index, carry):
-        return [carry[0] + index + 1], None
+    def fetch(index):
+        return [jnp.int32(index)]
+
+    def step(index, carry, fetched):
+        return [carry[0] + fetched[0] + 1], None
 
     def visitor(layer, cotangent, state):
         seen, at = state
-        seen = lax.dynamic_update_index_in_dim(seen, jnp.stack([layer.index, layer.carry[0]]), at, 0)
+        row = jnp.stack([layer.index, *layer.fetched, layer.carry[0]])
+        seen = lax.dynamic_update_index_in_dim(seen, row, at, 0)
         return [cotangent[0] * 2], (seen, at + 1)
 
     length = schedule.length
-    _, _, kept = forward_sweep(step, [jnp.int32(0)], schedule)
-    state = (jnp.zeros((length, 2), jnp.int32), jnp.int32(0))
-    replay = Replay(advance=lambda state, index, carry: step(index, carry)[0])
+    _, _, kept = forward_sweep(step, [jnp.int32(0)], schedule, fetch)
+    state = (jnp.zeros((length, 3), jnp.int32), jnp.int32(0))
+
+    def advance(state, index, carry, fetched):
+        return step(index, carry, fetched)[0]
+
+    replay = Replay(lambda state, index: fetch(index), advance)
     cotangent, (seen, _) = reverse_sweep(replay, visitor, kept, [jnp.int32(1)], state, schedule)
     assert cotangent[0] == 2**length
-    assert seen.tolist() == [[i, i * (i + 1) // 2] for i in reversed(range(length))]
+    assert seen.tolist() == [[i, i, i * (i + 1) // 2] for i in reversed(range(length))]

@@ -29,8 +29,8 @@ class HfFormat:
             the fields that are left; raises `ValueError` for a value that is not supported.
         write_config: the fields of `config.json` that are this architecture's own; raises `WeightsError` for
             a config that this format can't express.
-        tensor_names: names of the parts of a decoder, where they are others than here: of `embedding`,
-            `stacks` (all layers), `norm` and `head`, and of attributes of a layer, such as `experts`.
+        tensor_names: names of the parts of a decoder, where they differ from the attribute's name: of
+            `embedding`, `stacks` (all layers), `norm` and `head`, and of a layer's attributes (`experts`).
         peft_names: names of the adapters of a decoder.
     """
 
@@ -52,7 +52,7 @@ _NONE = "no architecture is registered: import models.architectures"
 
 
 def register_format(*formats: HfFormat) -> None:
-    """Makes formats known to all that reads and writes Hugging Face's files."""
+    """Registers formats for reading and writing."""
     _FORMATS.update({one.model_type: one for one in formats})
 
 

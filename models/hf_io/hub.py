@@ -45,7 +45,7 @@ def model_folder(name: str, *, weights: bool = True) -> Path:
         huggingface_hub.errors.LocalEntryNotFoundError,
     ) as error:
         raise WeightsError(
-            f"{name} is not a folder here, and it could not be fetched from the Hugging Face Hub: {error}. "
-            f"Check the name, the network, and `hf auth login` where access is restricted."
+            f"{name} is not a folder here, and it could not be fetched from the Hugging Face Hub: "
+            f"{str(error).rstrip('.')}. Check the name, the network, and `hf auth login` for gated models."
         ) from error
     return Path(found)

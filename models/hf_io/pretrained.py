@@ -79,7 +79,7 @@ def end_tokens(root: Path, num_tokens: int) -> tuple[int, ...]:
         num_tokens: how many tokens the model has.
 
     Raises:
-        WeightsError: a file can't be read, or names something else than tokens of the model.
+        WeightsError: a file can't be read, or names something other than tokens of the model.
     """
     for path in (root / GENERATION_CONFIG, root / "config.json"):
         ends = read_json(path).get("eos_token_id") if path.is_file() else None

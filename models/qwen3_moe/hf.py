@@ -15,7 +15,7 @@ TENSOR_NAMES = {
     "attention": "self_attn",
     "router": "gate",
 }
-"""Hugging Face's names of the parts of a decoder, where they are others than here."""
+"""Hugging Face's names of the parts of a decoder, where they differ from the attribute's name."""
 
 register_format(
     HfFormat("qwen3", Qwen3Config, read_dense, write_dense, TENSOR_NAMES, peft_names),

@@ -58,7 +58,7 @@ class Attention(eqx.Module):
         return self._attend(x, *heads, Pos, self.config.attention.backend, documents)
 
     def prefill(
-        self, x: NamedArray, rotary: RotaryTable, cache: KeyValueCache, layer: NamedArray
+        self, x: NamedArray, rotary: RotaryTable, cache: KeyValueCache, layer_index: NamedArray
     ) -> tuple[NamedArray, KeyValueCache]:
         """Maps `[Batch, position, Embed]` to itself, and writes keys and values into the layer's first slots.
 
@@ -66,7 +66,7 @@ class Attention(eqx.Module):
         """
         query, key, value = self._heads(x, rotary)
         output = self._attend(x, query, key, value, POSITION_AXIS, "auto")
-        return output, cache.with_prompt(layer, key, value)
+        return output, cache.with_prompt(layer_index, key, value)
 
     def decode(
         self,
@@ -74,14 +74,14 @@ class Attention(eqx.Module):
         rotary: RotaryTable,
         positions: NamedArray,
         cache: KeyValueCache,
-        layer: NamedArray,
+        layer_index: NamedArray,
     ) -> tuple[NamedArray, KeyValueCache]:
         """Maps one token a row, `[Batch, Embed]` at `positions`, to itself, and writes it into the cache."""
         query, key, value = self._heads(x, rotary)
-        cache = cache.with_token(layer, positions, key, value)
+        cache = cache.with_token(layer_index, positions, key, value)
         attended = decode_attention(
             query,
-            *cache.of_layer(layer),
+            *cache.of_layer(layer_index),
             SLOT_AXIS,
             self.config.HeadDim,
             positions=positions,

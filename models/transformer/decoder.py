@@ -59,29 +59,29 @@ class DecoderLayer(eqx.Module):
         return layer._feed_forward(x + attended, documents)
 
     def prefill(
-        self, state: tuple[NamedArray, KeyValueCache], number: NamedArray, rotary: RotaryTable
+        self, state: tuple[NamedArray, KeyValueCache], layer_index: NamedArray, rotary: RotaryTable
     ) -> tuple[NamedArray, KeyValueCache]:
         """Maps `[Batch, position, Embed]` to itself, and fills this layer's part of its stack's cache."""
         x, cache = state
         layer = cast_floating(self, x.dtype)
-        attended, cache = layer.attention.prefill(layer.input_norm(x), rotary, cache, number)
+        attended, cache = layer.attention.prefill(layer.input_norm(x), rotary, cache, layer_index)
         return layer._feed_forward(x + attended)[0], cache
 
     def decode(
         self,
         state: tuple[NamedArray, KeyValueCache],
-        number: NamedArray,
+        layer_index: NamedArray,
         rotary: RotaryTable,
         positions: NamedArray,
         layers: "DecoderLayer",
     ) -> tuple[NamedArray, KeyValueCache]:
-        """Maps one token a row, `[Batch, Embed]`, to itself, as layer `number` of the stack `layers`."""
+        """Maps one token a row, `[Batch, Embed]`, to itself, as layer `layer_index` of the stack `layers`."""
         x, cache = state
         layer = cast_floating(self, x.dtype)
-        attended, cache = layer.attention.decode(layer.input_norm(x), rotary, positions, cache, number)
+        attended, cache = layer.attention.decode(layer.input_norm(x), rotary, positions, cache, layer_index)
         x = x + attended
         if isinstance(layer.mlp, SparseExperts) and isinstance(layers.mlp, SparseExperts):
-            return x + layer.mlp.decode(layer.post_attention_norm(x), layers.mlp, number), cache
+            return x + layer.mlp.decode(layer.post_attention_norm(x), layers.mlp, layer_index), cache
         return layer._feed_forward(x)[0], cache
 
     def _feed_forward(

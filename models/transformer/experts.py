@@ -109,10 +109,10 @@ class SparseExperts(eqx.Module):
         real = hax.ones(tokens)
         if documents is not None:
             real = hax.where(documents != 0, real, 0.0)
-        number = hax.maximum(hax.sum(real), 1.0)
+        count = hax.maximum(hax.sum(real), 1.0)
 
         def mean(x: NamedArray) -> NamedArray:
-            return hax.sum(x * real, axis=tokens) / number
+            return hax.sum(x * real, axis=tokens) / count
 
         of_layer = RouterStatistics(
             load=mean(chosen),
@@ -137,7 +137,7 @@ class SparseExperts(eqx.Module):
         output = self._mixed(x, choices, gates, self.experts.stacked, self.config.Experts, keep)
         return checkpoint_name(output, "expert_output"), statistics
 
-    def decode(self, x: NamedArray, layers: "SparseExperts", number: NamedArray) -> NamedArray:
+    def decode(self, x: NamedArray, layers: "SparseExperts", layer_index: NamedArray) -> NamedArray:
         """Maps a few tokens `[..., Embed]` to themselves, without a copy of the layer's experts.
 
         A loop over layers slices the weights of all experts out of the stack, whether tokens visit them or
@@ -146,7 +146,7 @@ class SparseExperts(eqx.Module):
         Args:
             x: `[..., Embed]`.
             layers: these weights of all layers of the stack, whose axis is the first of every array.
-            number: of this layer.
+            layer_index: the index of this layer in the stack.
         """
         Experts, stacked = self.config.Experts, layers.experts.stacked
         Layers = jax.tree.leaves(stacked, is_leaf=is_named_array)[0].axes[0]
@@ -155,7 +155,7 @@ class SparseExperts(eqx.Module):
             lambda named: named.flatten_axes((Layers, Experts), All), stacked, is_leaf=is_named_array
         )
         choices, gates, _ = self.route(x)
-        return self._mixed(x, choices + number * Experts.size, gates, weights, All)
+        return self._mixed(x, choices + layer_index * Experts.size, gates, weights, All)
 
     def _mixed(
         self,

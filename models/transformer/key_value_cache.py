@@ -36,29 +36,29 @@ class KeyValueCache(eqx.Module):
         axes = (Layers, Batch, KVHeads, Axis(SLOT_AXIS, slots), HeadDim)
         return KeyValueCache(hax.zeros(axes, dtype), hax.zeros(axes, dtype))
 
-    def of_layer(self, number: NamedArray) -> tuple[NamedArray, NamedArray]:
+    def of_layer(self, layer_index: NamedArray) -> tuple[NamedArray, NamedArray]:
         """The keys and values of one layer, `[Batch, KVHeads, slot, HeadDim]`."""
-        return self.key[self._layers, number], self.value[self._layers, number]
+        return self.key[self._layers, layer_index], self.value[self._layers, layer_index]
 
-    def with_prompt(self, number: NamedArray, key: NamedArray, value: NamedArray) -> "KeyValueCache":
+    def with_prompt(self, layer_index: NamedArray, key: NamedArray, value: NamedArray) -> "KeyValueCache":
         """The cache with `[Batch, position, KVHeads, HeadDim]` written to a layer's first slots."""
 
         def write(buffer: NamedArray, new: NamedArray) -> NamedArray:
             one = Axis(self._layers.name, 1)
             named = new.rename({POSITION_AXIS: SLOT_AXIS}).broadcast_axis(one).astype(buffer.dtype)
-            return buffer.updated_slice({self._layers: number}, named)
+            return buffer.updated_slice({self._layers: layer_index}, named)
 
         return KeyValueCache(write(self.key, key), write(self.value, value))
 
     def with_token(
-        self, number: NamedArray, positions: NamedArray, key: NamedArray, value: NamedArray
+        self, layer_index: NamedArray, positions: NamedArray, key: NamedArray, value: NamedArray
     ) -> "KeyValueCache":
         """The cache with `[Batch, KVHeads, HeadDim]` written to a layer's slots `positions`.
 
         Out-of-range writes are dropped.
         """
         (Batch,) = positions.axes
-        at = {self._layers: number, Batch: hax.arange(Batch), SLOT_AXIS: positions}
+        at = {self._layers: layer_index, Batch: hax.arange(Batch), SLOT_AXIS: positions}
 
         def write(buffer: NamedArray, new: NamedArray) -> NamedArray:
             return buffer.at[at].set(new.astype(buffer.dtype), mode="drop")

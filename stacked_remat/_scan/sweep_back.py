@@ -12,7 +12,9 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 from jax import lax
 
+from .._sweep.activity import is_differentiable
 from .._sweep.api import backward_rule
+from .._sweep.derivative_errors import not_differentiable
 from .._sweep.gradient import LayerPullback, LeafVisit, scatter_leaves
 from .._sweep.slots import Arrays, Checkpoints
 from .._sweep.store import read, write, zeros_like
@@ -58,7 +60,7 @@ class SweepBack(eqx.Module):
 
         Raises:
             ValueError: what is given or returned does not fit; names the path.
-            TypeError: the visitor returns something else than a `LayerResult`.
+            TypeError: the visitor returns something other than a `LayerResult`.
 
         Cost: that of the policy's backward pass, and the visitor's own work for each layer.
         """
@@ -68,7 +70,8 @@ class SweepBack(eqx.Module):
             cotangents = _cotangents(sweep._types, cotangent)
             if visitor is None:
                 return _gradients(sweep, *cotangents)
-            return _visited(sweep, *cotangents, visitor, state, layer_state)
+            found = _visited(sweep, *cotangents, visitor, state, layer_state)
+            return jax.tree.map(_without_derivatives, found)
 
         if visitor is not None and not callable(visitor):
             raise TypeError(
@@ -136,6 +139,12 @@ class _Loop(NamedTuple):
     shared: list[Any]
     state: Any
     layer_state: list[Any]
+
+
+def _without_derivatives(leaf: Any) -> Any:
+    # Second derivatives go through the first carry alone, and a visitor's results depend on others too.
+    has_derivative = isinstance(leaf, jax.Array) and is_differentiable(leaf.dtype)
+    return not_differentiable(leaf) if has_derivative else leaf
 
 
 def _visited(

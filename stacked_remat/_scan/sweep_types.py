@@ -7,7 +7,9 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
+from jax import lax
 
+from .._placement import platform
 from .._sweep.activity import is_differentiable
 from .._sweep.gradient import Inputs, LayerPullback, LeafLayer, LeafVisit, Perturbed, scatter_leaves
 from .._sweep.slots import Arrays
@@ -98,6 +100,9 @@ class SweepTypes:
                 pullback = LayerPullback(self.layer_of_slices, self.perturbed, jax.checkpoint)
                 given = [*constants_of_slices, *shared]
                 found = pullback(given, leaves.carry, slices, None, leaves.cotangents, inputs)
+            if platform() == "tpu" or (self.spec.on_host and platform() == "cuda"):
+                # Without the barrier XLA keeps a layer's internals until the visitor has used the cotangents.
+                found = lax.optimization_barrier(found)
             of_shared, of_carry, of_x = (scatter_leaves(*pair) for pair in zip(found, inputs, strict=True))
             (layer, *args), kwargs = self.layout.layer(of_x, of_shared[constants:], cotangents=True)
             trees = {"layer": layer, "args": tuple(args), "kwargs": kwargs}

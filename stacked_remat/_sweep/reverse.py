@@ -14,8 +14,8 @@ from jax import lax
 
 from .._placement import to_device
 from .._schedule import Run, Schedule
-from .slots import Carry, Checkpoints, entry_at, repeat, trip_count
-from .store import empty_stack, read, write
+from .slots import Arrays, Carry, Checkpoints, entry_at, repeat, trip_count
+from .store import empty_stack, read, settle, write
 
 State: TypeAlias = Any
 
@@ -27,11 +27,13 @@ class ReplayedLayer(NamedTuple):
         index: its number in the order of the forward sweep, a traced integer.
         carry: its input.
         saved: what the replay of its segment kept (`Replay.save`), or `None`.
+        fetched: what `Replay.fetch` gave for it.
     """
 
     index: Any
     carry: Carry
     saved: Any
+    fetched: Arrays
 
 
 # Called once for every layer, from the last to the first, inside a rolled loop. Takes the layer, the
@@ -44,13 +46,15 @@ class Replay(NamedTuple):
     """How a segment's layers are run again, given the visitor's state, which may hold the layers.
 
     Attributes:
-        advance: `(state, index, carry) -> carry`.
-        save: `(state, index, carry) -> (carry, saved)`, if something is kept for each layer of the segment
-            being reversed; the saved arrays take one buffer, as long as the longest run of visits.
+        fetch: `(state, index) -> fetched`, what a layer reads from the host. It is called one layer ahead.
+        advance: `(state, index, carry, fetched) -> carry`.
+        save: `(state, index, carry, fetched) -> (carry, saved)`, if something is kept for each layer of the
+            segment being reversed; the saved arrays take one buffer, as long as the longest run of visits.
     """
 
-    advance: Callable[[State, Any, Carry], Carry]
-    save: Callable[[State, Any, Carry], tuple[Carry, Any]] | None = None
+    fetch: Callable[[State, Any], Arrays]
+    advance: Callable[[State, Any, Carry, Arrays], Carry]
+    save: Callable[[State, Any, Carry, Arrays], tuple[Carry, Any]] | None = None
 
 
 def reverse_sweep(
@@ -82,25 +86,31 @@ def reverse_sweep(
     boundaries = checkpoints.boundaries
     runs = schedule.runs if boundaries is None else _one_run_per_segment(schedule)
     plan = _Plan(runs, saving=replay.save is not None)
+    fetched = replay.fetch(state, int(plan.first[0]))
 
-    def run(r: Any, slots: Carry, saved: Any, cotangent: Carry, state: State) -> tuple[Any, ...]:
-        slots = _advance(replay, slots, state, plan, r, unroll)
-        slots, saved = _save(replay, slots, saved, state, plan, r, unroll)
-        return slots, saved, *_visit(visitor, slots, saved, cotangent, state, plan, r, unroll)
+    def run(
+        r: Any, slots: Carry, saved: Any, fetched: Arrays, cotangent: Carry, state: State
+    ) -> tuple[Any, ...]:
+        slots, fetched = _advance(replay, slots, fetched, state, plan, r, unroll)
+        slots, saved, fetched = _save(replay, slots, saved, fetched, state, plan, r, unroll)
+        loop = (fetched, cotangent, state)
+        return slots, saved, *_visit(replay, visitor, slots, saved, loop, plan, r, unroll)
 
     if boundaries is None:
-        loop = (checkpoints.slots, _empty_saved(replay, state, checkpoints.slots, plan), cotangent, state)
+        saved = _empty_saved(replay, state, checkpoints.slots, fetched, plan)
+        loop = (checkpoints.slots, saved, fetched, cotangent, state)
         loop = repeat(len(runs), lambda r, loop: run(r, *loop), loop, unroll is True, len(runs))
-        return loop[2:]
+        return loop[3:]
 
     def fetch_and_run(loop: tuple[Any, ...], at: tuple[Any, Carry]) -> tuple[tuple[Any, ...], None]:
         r, boundary = at
         return run(r, write(loop[0], 0, to_device(boundary)), *loop[1:]), None
 
     slots = empty_stack(checkpoints.first_scheduled(), plan.most_visits)
-    loop = (slots, _empty_saved(replay, state, slots, plan), cotangent, state)
-    loop, _ = lax.scan(fetch_and_run, loop, (jnp.arange(len(runs)), boundaries), reverse=True)
-    return loop[2:]
+    loop = (slots, _empty_saved(replay, state, slots, fetched, plan), fetched, cotangent, state)
+    in_order = jnp.arange(len(runs))[::-1]  # the boundaries are stacked in the order of the forward sweep
+    loop, _ = lax.scan(fetch_and_run, loop, (in_order, boundaries), reverse=True)
+    return loop[3:]
 
 
 def _one_run_per_segment(schedule: Schedule) -> tuple[Run, ...]:
@@ -108,7 +118,7 @@ def _one_run_per_segment(schedule: Schedule) -> tuple[Run, ...]:
     starts = np.cumsum((0, *schedule.segments[:-1]))
     return tuple(
         Run(int(start), 0, tuple(range(1, size)), size)
-        for start, size in zip(starts, schedule.segments, strict=True)
+        for start, size in zip(starts[::-1], schedule.segments[::-1], strict=True)
     )
 
 
@@ -129,60 +139,85 @@ class _Plan:
         self.top_slot = table(run.top_slot for run in runs)
         self.visits = table(run.visits for run in runs)
         self.most_visits = int(self.visits.max())
+        # The layers that a run reads first and, in its last visit, fetches for the next run.
+        bottom = self.top - self.visits + 1 if saving else self.top
+        self.first = np.where(self.advances > 0, self.start, bottom)
+        self.next_first = np.append(self.first[1:], self.top[-1:])
 
 
-def _advance(replay: Replay, slots: Carry, state: State, plan: _Plan, r: Any, unroll: int | bool) -> Carry:
-    def layer(k: Any, loop: tuple[Carry, Carry]) -> tuple[Carry, Carry]:
-        slots, carry = loop
-        carry = replay.advance(state, entry_at(plan.start, r) + k, carry)
-        return write(slots, entry_at(plan.writes, entry_at(plan.first_write, r) + k), carry), carry
+def _advance(
+    replay: Replay, slots: Carry, fetched: Arrays, state: State, plan: _Plan, r: Any, unroll: int | bool
+) -> tuple[Carry, Arrays]:
+    def layer(k: Any, loop: tuple[Carry, Carry, Arrays]) -> tuple[Carry, Carry, Arrays]:
+        slots, carry, fetched = loop
+        fetched, index = settle(fetched, entry_at(plan.start, r) + k)
+        ahead = replay.fetch(state, index + 1)
+        carry = replay.advance(state, index, carry, fetched)
+        return write(slots, entry_at(plan.writes, entry_at(plan.first_write, r) + k), carry), carry, ahead
 
-    carry = read(slots, entry_at(plan.slot, r))
     most = int(plan.advances.max())
-    return repeat(trip_count(plan.advances, r), layer, (slots, carry), unroll, most)[0] if most else slots
+    if not most:
+        return slots, fetched
+    loop = (slots, read(slots, entry_at(plan.slot, r)), fetched)
+    slots, _, fetched = repeat(trip_count(plan.advances, r), layer, loop, unroll, most)
+    return slots, fetched
 
 
 def _save(
-    replay: Replay, slots: Carry, saved: Any, state: State, plan: _Plan, r: Any, unroll: int | bool
-) -> tuple[Carry, Any]:
-    if replay.save is None:
-        return slots, saved
-    save = replay.save
-    visits = entry_at(plan.visits, r)
-    bottom, bottom_slot = entry_at(plan.top, r) - visits + 1, entry_at(plan.top_slot, r) - visits + 1
-
-    def layer(k: Any, loop: Any) -> Any:
-        slots, saved, carry = loop
-        slots = write(slots, bottom_slot + k, carry)
-        carry, new = save(state, bottom + k, carry)
-        return slots, write(saved, k, new), carry
-
-    loop = (slots, saved, read(slots, bottom_slot))
-    slots, saved, _ = repeat(trip_count(plan.visits, r), layer, loop, unroll, plan.most_visits)
-    return slots, saved
-
-
-def _visit(
-    visitor: ReplayVisitor,
+    replay: Replay,
     slots: Carry,
     saved: Any,
-    cotangent: Carry,
+    fetched: Arrays,
     state: State,
     plan: _Plan,
     r: Any,
     unroll: int | bool,
-) -> tuple[Carry, State]:
-    def layer(k: Any, loop: tuple[Carry, State]) -> tuple[Carry, State]:
-        kept = None if saved is None else read(saved, entry_at(plan.visits, r) - 1 - k)
+) -> tuple[Carry, Any, Arrays]:
+    if replay.save is None:
+        return slots, saved, fetched
+    save = replay.save
+    visits, top = entry_at(plan.visits, r), entry_at(plan.top, r)
+    bottom, bottom_slot = top - visits + 1, entry_at(plan.top_slot, r) - visits + 1
+
+    def layer(k: Any, loop: Any) -> Any:
+        slots, saved, carry, fetched = loop
+        fetched, index = settle(fetched, bottom + k)
+        ahead = replay.fetch(state, jnp.minimum(index + 1, top))
+        slots = write(slots, bottom_slot + k, carry)
+        carry, new = save(state, index, carry, fetched)
+        return slots, write(saved, k, new), carry, ahead
+
+    loop = (slots, saved, read(slots, bottom_slot), fetched)
+    slots, saved, _, fetched = repeat(trip_count(plan.visits, r), layer, loop, unroll, plan.most_visits)
+    return slots, saved, fetched
+
+
+def _visit(
+    replay: Replay,
+    visitor: ReplayVisitor,
+    slots: Carry,
+    saved: Any,
+    loop: tuple[Arrays, Carry, State],
+    plan: _Plan,
+    r: Any,
+    unroll: int | bool,
+) -> tuple[Arrays, Carry, State]:
+    visits = entry_at(plan.visits, r)
+
+    def layer(k: Any, loop: tuple[Arrays, Carry, State]) -> tuple[Arrays, Carry, State]:
+        fetched, cotangent, state = loop
+        fetched, index = settle(fetched, entry_at(plan.top, r) - k)
+        ahead = replay.fetch(state, jnp.where(k == visits - 1, entry_at(plan.next_first, r), index - 1))
+        kept = None if saved is None else read(saved, visits - 1 - k)
         carry = read(slots, entry_at(plan.top_slot, r) - k)
-        return visitor(ReplayedLayer(entry_at(plan.top, r) - k, carry, kept), *loop)
+        return ahead, *visitor(ReplayedLayer(index, carry, kept, fetched), cotangent, state)
 
-    return repeat(trip_count(plan.visits, r), layer, (cotangent, state), unroll, plan.most_visits)
+    return repeat(trip_count(plan.visits, r), layer, loop, unroll, plan.most_visits)
 
 
-def _empty_saved(replay: Replay, state: State, slots: Carry, plan: _Plan) -> Any:
+def _empty_saved(replay: Replay, state: State, slots: Carry, fetched: Arrays, plan: _Plan) -> Any:
     if replay.save is None:
         return None
     save = replay.save
-    saved = jax.eval_shape(lambda slots: save(state, 0, read(slots, 0))[1], slots)
+    saved = jax.eval_shape(lambda slots: save(state, 0, read(slots, 0), fetched)[1], slots)
     return empty_stack(saved, plan.most_visits)

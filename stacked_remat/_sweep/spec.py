@@ -1,6 +1,5 @@
 """A sweep over layers on lists of arrays: its forward loop, its reverse loop, and the equivalent scan."""
 
-import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -28,7 +27,7 @@ from .gradient import (
 )
 from .reverse import Replay, ReplayedLayer, reverse_sweep
 from .slots import Arrays, Carry, Checkpoints, FirstLayersSaved, repeat
-from .store import at_least_one, empty_stack, on_device, read, read_layer, write
+from .store import at_least_one, empty_stack, on_device, read, read_ahead, read_layer, write
 
 Checkpoint = Callable[[Callable], Callable]
 
@@ -97,13 +96,15 @@ class SweepSpec:
         """The index on the axis of the layer that runs as `number`."""
         return self.length - 1 - number if self.reverse else number
 
-    def run_layer(self, shared: Arrays, xs: Arrays, number: Any, carry: Carry) -> tuple[Carry, Arrays]:
-        """Run the layer that runs as `number`, reading its own inputs."""
-        return self.layer(shared, carry, self.layer_inputs(xs, self.layer_index(number)))
+    def run_layer(
+        self, shared: Arrays, xs: Arrays, number: Any, carry: Carry, fetched: Arrays
+    ) -> tuple[Carry, Arrays]:
+        """Run the layer that runs as `number`, reading its own inputs but those that have been fetched."""
+        return self.layer(shared, carry, self.layer_inputs(xs, self.layer_index(number), fetched))
 
-    def layer_inputs(self, xs: Arrays, layer_index: Any) -> Arrays:
-        """The layer's own inputs."""
-        return read_layer(xs, layer_index, self.unsliced)
+    def layer_inputs(self, xs: Arrays, layer_index: Any, fetched: Arrays | tuple[()] = ()) -> Arrays:
+        """The layer's own inputs, with those that have been fetched from the host."""
+        return read_layer(xs, layer_index, self.unsliced, fetched)
 
     def plain(self, layer: Callable, init: Carry, xs: Arrays, shared: Arrays) -> tuple[Carry, Arrays]:
         """Scan plainly over `layer`."""
@@ -145,8 +146,11 @@ class SweepSpec:
     def _forward_scheduled(
         self, carry: Carry, xs: Arrays, shared: Arrays
     ) -> tuple[Carry, Arrays, Checkpoints]:
-        def step(index: Any, carry: Carry) -> tuple[Carry, Arrays]:
-            return self.run_layer(shared, xs, index + self.first, carry)
+        def fetch(index: Any) -> Arrays:
+            return read_ahead(xs, self.layer_index(index + self.first))
+
+        def step(index: Any, carry: Carry, fetched: Arrays) -> tuple[Carry, Arrays]:
+            return self.run_layer(shared, xs, index + self.first, carry, fetched)
 
         if self.schedule is None:
             avals: Any = [out.aval for out in self.jaxpr.outvars[self.carries :]]
@@ -158,10 +162,11 @@ class SweepSpec:
             return write(ys, length - 1 - index if self.reverse else index, y)
 
         if not self.on_host:
-            return forward_sweep(step, carry, self.schedule, reverse=self.reverse, unroll=self.unroll)
-        _, y = jax.eval_shape(functools.partial(step, 0), carry)
+            return forward_sweep(step, carry, self.schedule, fetch, reverse=self.reverse, unroll=self.unroll)
+        _, y = jax.eval_shape(lambda carry: step(0, carry, fetch(0)), carry)
+        ys = empty_stack(y, length)
         return forward_sweep_on_host(
-            step, carry, empty_stack(y, length), self.schedule, write_output=write_output, unroll=self.unroll
+            step, carry, ys, self.schedule, fetch, write_output=write_output, unroll=self.unroll
         )
 
     def perturbed(
@@ -259,7 +264,7 @@ class SweepSpec:
 
         def visit(layer: ReplayedLayer, carry_ct: Carry, state: Any) -> tuple[Carry, Any]:
             index = self.layer_index(layer.index + first)
-            x, y_ct = self.layer_inputs(xs_in(state), index), read(ys_ct, index)
+            x, y_ct = self.layer_inputs(xs_in(state), index, layer.fetched), read(ys_ct, index)
             carry, cotangents = layer.carry, (carry_ct, y_ct)
             if self.on_host and platform() == "cuda":
                 # For GPUs XLA keeps a layer's internals twice where its carry comes from the host.
@@ -267,10 +272,13 @@ class SweepSpec:
             leaves = LeafVisit(index, shared, carry, x, self.unsliced, cotangents, layer.saved, pullback)
             return visitor(leaves, state)
 
-        def advance(state: Any, index: Any, carry: Carry) -> Carry:
-            return self.run_layer(shared, xs_in(state), index + first, carry)[0]
+        def fetch(state: Any, index: Any) -> Arrays:
+            return read_ahead(xs_in(state), self.layer_index(index + first))
 
-        def save(state: Any, index: Any, carry: Carry) -> tuple[Carry, Arrays]:
+        def advance(state: Any, index: Any, carry: Carry, fetched: Arrays) -> Carry:
+            return self.run_layer(shared, xs_in(state), index + first, carry, fetched)[0]
+
+        def save(state: Any, index: Any, carry: Carry, fetched: Arrays) -> tuple[Carry, Arrays]:
             if pullback.saves_on_host:
                 raise ValueError(
                     "With layers that are cut, save_block_internals keeps internals on the device while a "
@@ -278,11 +286,11 @@ class SweepSpec:
                     "offloads, or by a fold inside the layer. Use one that does not offload, and "
                     'save_carries="offload" beside it.'
                 )
-            x = self.layer_inputs(xs_in(state), self.layer_index(index + first))
+            x = self.layer_inputs(xs_in(state), self.layer_index(index + first), fetched)
             (carry, _), saved = pullback.save(shared, carry, x)
             return carry, saved
 
-        return visit, Replay(advance, save if pullback.saved else None)
+        return visit, Replay(fetch, advance, save if pullback.saved else None)
 
     def _visit_first(
         self, visit: Callable, checkpoints: Checkpoints, carry_ct: Carry, state: Any
@@ -292,7 +300,8 @@ class SweepSpec:
 
         def one(k: Any, loop: tuple[Carry, Any]) -> tuple[Carry, Any]:
             number = self.first - 1 - k
-            return visit(ReplayedLayer(number, read(carries, number), read(residuals, number)), *loop)
+            layer = ReplayedLayer(number, read(carries, number), read(residuals, number), [])
+            return visit(layer, *loop)
 
         # Use the same kind of loop as the other visits, so inner programs compile once.
         trips: Any = self.first

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
-from .._placement import is_on_host, to_device, to_host
+from .._placement import is_on_host, platform, to_device, to_host
 
 
 def empty_stack(entry: Any, size: int) -> Any:
@@ -40,9 +40,41 @@ def read(stacked: Any, index: Any) -> Any:
     )
 
 
-def read_layer(stacks: list[Array], index: Any, unsliced: Sequence[bool]) -> list[Array]:
-    """A layer's part of each stack: its entry, or the whole stack where it is unsliced."""
-    return [stack if whole else read(stack, index) for stack, whole in zip(stacks, unsliced, strict=True)]
+def read_layer(
+    stacks: list[Array], index: Any, unsliced: Sequence[bool], ahead: Sequence[Array] = ()
+) -> list[Array]:
+    """A layer's part of each stack: its entry, or the whole stack where it is unsliced.
+
+    `ahead` has the entries of the stacks on the host, if `read_ahead` has read them.
+    """
+    entries = iter(ahead)
+
+    def part(stack: Array, whole: bool) -> Array:
+        if whole:
+            return stack
+        return next(entries) if ahead and is_on_host(stack) else read(stack, index)
+
+    return [part(stack, whole) for stack, whole in zip(stacks, unsliced, strict=True)]
+
+
+def read_ahead(stacks: list[Array], index: Any) -> list[Array]:
+    """The entries at `index` of the stacks on the host, for `read_layer` an iteration later.
+
+    In the carry of a loop they are transferred while the iteration before computes. None are read for GPUs,
+    for which XLA would copy a stack that is read ahead and written in one iteration.
+    """
+    return [read(stack, index) for stack in stacks if platform() == "tpu" and is_on_host(stack)]
+
+
+def settle(fetched: list[Array], index: Any) -> tuple[list[Array], Any]:
+    """What was read ahead, and the layer's index, from which the next one that is to be read is computed.
+
+    A loop's carry has one buffer, and XLA would begin the next transfer into it only after the last use of
+    what is there; so that is first copied to another buffer, in a way that XLA does not remove.
+    """
+    if not fetched:
+        return fetched, index
+    return lax.optimization_barrier(([jnp.where(index >= 0, leaf, 0) for leaf in fetched], index))
 
 
 def at_least_one(stack: Array) -> Array:

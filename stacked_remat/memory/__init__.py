@@ -12,6 +12,7 @@ from ._flops import count_flops
 from ._plan import CANDIDATES, BudgetError, Comparison, Plan, Trial, compare, parse_bytes, plan
 from ._plot import plot
 from ._report import DoesNotFit, HostBytes, MemoryReport, report
+from ._table import readable_bytes
 from ._targets import (
     TARGETS,
     CudaTarget,
@@ -45,6 +46,7 @@ __all__ = [
     "parse_bytes",
     "plan",
     "plot",
+    "readable_bytes",
     "report",
     "target_mesh",
 ]

@@ -16,7 +16,7 @@ class Flops:
         elementwise: one for each element of an arithmetic, transcendental or reducing operation.
             Compilers fuse and simplify these, so it is a guide where `matmul` is exact.
         too_low: reasons why the true figures may be higher (empty when there are none), sorted.
-        too_high: reasons why they may be lower: a branch that depends on data counts its most expensive side.
+        too_high: reasons why they may be lower, as where a conditional counts its most expensive branch.
     """
 
     matmul: int = 0

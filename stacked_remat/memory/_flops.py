@@ -150,7 +150,7 @@ class _Counter:
             for first, *others in zip(*(result for _, result in runs), strict=True)
         ]
         if any((cost.matmul, cost.elementwise) != (most.matmul, most.elementwise) for cost, _ in runs):
-            reason = f"a branch that depends on data{_where(eqn)} counts its most expensive side"
+            reason = f"a conditional that depends on data{_where(eqn)} counts its most expensive branch"
             most = most + Flops(too_high=(reason,))
         for cost, _ in runs:
             most = most + Flops(too_low=cost.too_low, too_high=cost.too_high)

@@ -287,7 +287,7 @@ def find_target(target: str | Target) -> Target:
     if isinstance(target, Target):
         return target
     if target not in TARGETS:
-        raise ValueError(f"unknown target {target!r}: expected one of {', '.join(TARGETS)}, or a Target")
+        raise ValueError(f"unknown target {target!r}: expected one of {', '.join(TARGETS)}.")
     return TARGETS[target]
 
 

@@ -83,6 +83,7 @@ from .signals import (
     StopSignals as StopSignals,
 )
 from .step import (
+    FusedOptimizer as FusedOptimizer,
     LossFunction as LossFunction,
     Metrics as Metrics,
     RandomLoss as RandomLoss,

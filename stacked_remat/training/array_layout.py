@@ -48,7 +48,7 @@ def with_arrays(like: State, arrays: Mapping[str, Any]) -> State:
         name = _name(path)
         if name not in arrays or not _is_array(_array(leaf)):
             return leaf
-        return NamedArray(arrays[name], leaf.axes) if isinstance(leaf, NamedArray) else arrays[name]
+        return jax.tree.map(lambda _: arrays[name], leaf)  # its axes may not be those of the array
 
     return jax.tree_util.tree_map_with_path(replace, like, is_leaf=is_named_array)
 

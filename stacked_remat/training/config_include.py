@@ -94,6 +94,8 @@ def _read(file: _File) -> Entry:
         raise
     except Exception as error:  # file systems raise what their clients do
         problem = str(error) or type(error).__name__
+        if isinstance(error, OSError):
+            problem = f"{error.strerror or problem}. Check the path and its permissions."
         raise ConfigError(f"Can't read the config file {file.location}{file.chain}: {problem}") from error
 
 

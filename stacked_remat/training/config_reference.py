@@ -137,9 +137,9 @@ def config_reference(config_class: Any) -> str:
         elif row.kind == "type":
             paragraphs += [f"#### `{row.dotted}`, `type: {row.names[0]}`", row.description]
         else:
-            unset = " Left out by default." if row.default == "null" else ""
+            unset = "Left out by default." if row.default == "null" else ""
             heading = f"{'#' * min(2 + row.dotted.count('.'), 4)} `{row.dotted}`"
-            paragraphs += [heading, row.meaning[:1].upper() + row.meaning[1:] + unset, row.description]
+            paragraphs += [heading, row.description or row.meaning[:1].upper() + row.meaning[1:], unset]
         if row.kind == "section" and row.names:
             left_out = "the section is left out" if row.type_required else "it is not named"
             chosen = "" if row.default in (None, "null") else f"; `{row.default}` if {left_out}"

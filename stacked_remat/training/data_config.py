@@ -60,7 +60,7 @@ class DataConfig:
             name on the hub such as `owner/name` or `owner/name@revision`.
         cache_dir: local folder for the tokens, so that text is tokenized once.
         held_out_fraction: share of the documents, chosen by their names, that is held out from each source
-            without `held_out` files. A document that one source holds out is trained on by none.
+            without `held_out` files. A document held out by one source is never trained on.
         seq_len: tokens in a sequence.
         batch_size: sequences in a step, over all processes.
         packing: `split` joins the documents and cuts them into sequences without padding; `whole` cuts only

@@ -16,7 +16,7 @@ from .mesh import Partitioning
 from .profiler import ProfilerWindow
 from .progress import Progress
 from .run_folder import RunFolder, named_in_errors
-from .step import LossFunction, Metrics, RandomLoss, TrainState, build_step
+from .step import FusedOptimizer, LossFunction, Metrics, RandomLoss, TrainState, build_step
 from .streams import TokenStream
 from .throughput import Clock, peak_flops, peak_memory_bytes, training_flops
 from .trackers import Tracker
@@ -85,7 +85,7 @@ def train(
     state: TrainState,
     *,
     loss_function: LossFunction | RandomLoss,
-    optimizer: optax.GradientTransformation,
+    optimizer: optax.GradientTransformation | FusedOptimizer,
     schedule: optax.Schedule,
     training: TokenStream,
     evaluators: Mapping[str, Callable[[Any], float]],

@@ -196,7 +196,7 @@ class Partitioning:
             if not hasattr(array, "shape") or not hasattr(array, "dtype"):
                 return leaf
             mapped = fn(array, self.weight_sharding(leaf))
-            return NamedArray(mapped, leaf.axes) if is_named_array(leaf) else mapped
+            return jax.tree.map(lambda _: mapped, leaf)  # its axes may not be those of the array
 
         return jax.tree.map(each, tree, is_leaf=is_named_array)
 

@@ -14,6 +14,7 @@ from haliax import Axis
 from haliax.util import is_named_array
 from jaxtyping import Array, DTypeLike, Float, Int, PRNGKeyArray
 
+from .._fused import FusedState, fused_update
 from .batches import BATCH_AXIS, TokenBatch
 from .mesh import Partitioning
 from .trainer_config import TrainerConfig
@@ -46,6 +47,31 @@ class RandomLoss:
     function: Callable[[Any, TokenBatch, PRNGKeyArray], tuple[Float[Array, ""], Metrics]]
 
 
+@dataclasses.dataclass(frozen=True)
+class FusedOptimizer:
+    """An optimizer that is applied within the backward pass, to each layer once its gradient exists.
+
+    See `stacked_remat.fused_update`. No gradient of a stack exists, so there are no microbatches, and a step
+    that is not finite cannot be skipped.
+
+    Attributes:
+        optimizer: updates every layer by its own gradient.
+        max_grad_norm: gradients with a larger global norm are scaled down to it; None for no clipping. It
+            takes one more backward pass over the stacks.
+    """
+
+    optimizer: optax.GradientTransformation
+    max_grad_norm: float | None = None
+
+    def init(self, model: Any, trainable: Trainable) -> FusedState:
+        """The state for the arrays of a model that are trained."""
+        return fused_update(_no_loss, self.optimizer, trainable=trainable).init(model)
+
+
+def _no_loss(*_: Any) -> Any:
+    raise AssertionError("the optimizer's state needs no loss")
+
+
 class TrainState(eqx.Module):
     """The state of training between two steps.
 
@@ -62,14 +88,14 @@ class TrainState(eqx.Module):
     step: Int[Array, ""]
     trained: Any
     frozen: Any
-    optimizer_state: optax.OptState
+    optimizer_state: optax.OptState | FusedState
     key: PRNGKeyArray
     skips: Int[Array, ""]
 
     @staticmethod
     def init(
         model: Any,
-        optimizer: optax.GradientTransformation,
+        optimizer: optax.GradientTransformation | FusedOptimizer,
         trainable: Trainable = eqx.is_inexact_array,
         *,
         key: PRNGKeyArray | None = None,
@@ -87,11 +113,12 @@ class TrainState(eqx.Module):
         """
         trained, frozen = eqx.partition(model, trainable)
         _check_differentiable(trained)
+        is_fused = isinstance(optimizer, FusedOptimizer)
         return TrainState(
             jnp.zeros((), jnp.int32),
             trained,
             frozen,
-            optimizer.init(trained),
+            optimizer.init(model, trainable) if is_fused else optimizer.init(trained),
             jax.random.key(0) if key is None else key,
             jnp.zeros((), jnp.int32),
         )
@@ -106,7 +133,7 @@ def build_step(
     config: TrainerConfig,
     *,
     loss_function: LossFunction | RandomLoss,
-    optimizer: optax.GradientTransformation,
+    optimizer: optax.GradientTransformation | FusedOptimizer,
     partitioning: Partitioning | None = None,
 ) -> Callable[[TokenBatch, TrainState], tuple[TrainState, Metrics]]:
     """`train_step` with the settings of a config."""
@@ -126,7 +153,7 @@ def train_step(
     state: TrainState,
     *,
     loss_function: LossFunction | RandomLoss,
-    optimizer: optax.GradientTransformation,
+    optimizer: optax.GradientTransformation | FusedOptimizer,
     microbatches: int = 1,
     gradient_dtype: DTypeLike = jnp.float32,
     skip_nonfinite: bool = False,
@@ -153,10 +180,21 @@ def train_step(
         The next state, and the loss function's metrics (before the step) with `grad_norm` (before clipping)
         and, with `skip_nonfinite`, `skips`.
 
+    Raises:
+        ValueError: a `FusedOptimizer` with microbatches or `skip_nonfinite`.
+
     Memory: the model's, and with microbatches one more copy of the trained arrays in `gradient_dtype`.
     """
     key = jax.random.fold_in(state.key, state.step)
     shard = partitioning.shard_weights if partitioning is not None else lambda tree: tree
+    if isinstance(optimizer, FusedOptimizer):
+        if microbatches > 1 or skip_nonfinite:
+            raise ValueError(
+                "A fused update has changed the weights before all gradients are known: it takes neither "
+                "microbatches nor skip_nonfinite."
+            )
+        after, metrics = _fused_step(loss_function, optimizer, batch, state, key, gradient_dtype, shard)
+        return shard(after), metrics
     loss = _of_trained(loss_function, state.frozen, shard)
     if microbatches == 1:
         gradients, metrics = _gradients(loss, state.trained, batch, key, gradient_dtype)
@@ -177,6 +215,36 @@ def train_step(
     return shard(after), metrics
 
 
+def _fused_step(
+    loss_function: LossFunction | RandomLoss,
+    optimizer: FusedOptimizer,
+    batch: TokenBatch,
+    state: TrainState,
+    key: PRNGKeyArray,
+    dtype: DTypeLike,
+    shard: Callable[[Any], Any],
+) -> tuple[TrainState, Metrics]:
+    is_trained = jax.tree.map(lambda leaf: leaf is not None, state.trained, is_leaf=lambda leaf: leaf is None)
+    step = fused_update(
+        _of_model(loss_function),
+        optimizer.optimizer,
+        trainable=is_trained,
+        has_aux=True,
+        max_grad_norm=optimizer.max_grad_norm,
+        gradient_dtype=dtype,
+    )
+    before: Any = state.optimizer_state
+    result = step(eqx.combine(shard(state.trained), state.frozen), before, batch, key)
+    after = dataclasses.replace(
+        state,
+        step=state.step + 1,
+        trained=eqx.filter(result.model, is_trained),
+        optimizer_state=result.state,
+        skips=jnp.zeros_like(state.skips),
+    )
+    return after, {**result.value[1], "grad_norm": result.grad_norm}
+
+
 _Loss: TypeAlias = Callable[[Any, TokenBatch, PRNGKeyArray], tuple[Float[Array, ""], Metrics]]
 
 
@@ -185,11 +253,16 @@ def _of_trained(loss_function: LossFunction | RandomLoss, frozen: Any, shard: Ca
 
     def loss(trained: Any, batch: TokenBatch, key: PRNGKeyArray) -> tuple[Float[Array, ""], Metrics]:
         model = eqx.combine(shard(trained), frozen)  # which shards the gradients too
-        if isinstance(loss_function, RandomLoss):
-            return loss_function.function(model, batch, key)
-        return loss_function(model, batch)
+        return _of_model(loss_function)(model, batch, key)
 
     return loss
+
+
+def _of_model(loss_function: LossFunction | RandomLoss) -> _Loss:
+    """The loss as a function of a model, a batch and a key."""
+    if isinstance(loss_function, RandomLoss):
+        return loss_function.function
+    return lambda model, batch, key: loss_function(model, batch)
 
 
 def _gradients(

@@ -21,15 +21,29 @@ class UpdateConfig:
         on_nonfinite: what to do when the loss or the gradient norm is NaN or infinite: `stop` ends the run
             and writes the step's data to the run folder, `skip` leaves weights and optimizer unchanged.
         max_consecutive_skips: skipped steps in a row after which `skip` stops too.
+        fused: whether each layer is updated within the backward pass, as soon as its gradient exists, so that
+            no gradient of the whole model takes memory.
     """
 
     microbatches: int = 1
     on_nonfinite: Literal["stop", "skip"] = "stop"
     max_consecutive_skips: int = 10
+    fused: bool = False
 
     def __post_init__(self) -> None:
         check_at_least(1, "trainer.update", self, "microbatches", "max_consecutive_skips")
         check_choices("trainer.update", self)
+        if self.fused and self.microbatches > 1:
+            raise ValueError(
+                "trainer.update.fused updates a layer as soon as its gradient exists, and "
+                f"trainer.update.microbatches = {self.microbatches} adds up gradients first: leave out one "
+                "of them. With remat: nested or offload a larger batch fits at once."
+            )
+        if self.fused and self.on_nonfinite == "skip":
+            raise ValueError(
+                "trainer.update.fused has changed the weights before the gradient norm is known, so it "
+                "cannot skip a step: leave out one of fused and on_nonfinite: skip."
+            )
 
 
 @dataclass(frozen=True)

@@ -287,7 +287,7 @@ def test_a_linear_is_adapted_once_and_then_merged():
     assert isinstance(again.layers.stacked.q_proj, LoraLinear)
 
 
-def test_linears_that_can_not_be_adapted_are_refused():
+def test_linears_that_cannot_be_adapted_are_refused():
     with pytest.raises(ValueError, match="maps scalars"):
         scalar = eqx.nn.Linear("scalar", 2, key=jax.random.key(0))
         apply_lora([scalar], LoraConfig(targets=("0",)), key=jax.random.key(0))

@@ -336,7 +336,7 @@ def test_patterns_that_take_too_long_are_stopped(saved, monkeypatch, settings):
         load_peft(model(), saved, names)
 
 
-def test_a_file_that_can_not_be_written_leaves_nothing_and_names_the_folder(saved, tmp_path):
+def test_a_file_that_cannot_be_written_leaves_nothing_and_names_the_folder(saved, tmp_path):
     before = {path.name: path.read_bytes() for path in saved.iterdir()}
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     for folder in (tmp_path / "new", saved):

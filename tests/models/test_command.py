@@ -50,7 +50,7 @@ def test_system_errors_name_the_path_the_problem_and_the_fix(code, fix, capsys):
     assert "Traceback" not in capsys.readouterr().err
 
 
-def test_debug_shows_the_traceback_and_is_no_argument_of_the_command(capsys):
+def test_debug_shows_the_traceback_and_is_not_an_argument_of_the_command(capsys):
     def work(arguments, stop):
         raise ConfigError(f"got {arguments}")
 
@@ -64,7 +64,7 @@ def test_debug_escapes_control_characters(capsys):
     assert r"\x1b]0;title\x07 \u200f" in shown and "\x1b" not in shown and "\u200f" not in shown
 
 
-def test_where_output_can_not_be_written_the_message_is_on_standard_error(monkeypatch, capsys):
+def test_where_output_cannot_be_written_the_message_is_on_standard_error(monkeypatch, capsys):
     def show(text):
         print(text, flush=True)
 

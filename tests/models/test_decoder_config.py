@@ -160,7 +160,7 @@ def test_the_base_of_the_wavelengths_is_above_one():
         RotaryConfig(theta=1.0)
 
 
-def test_scaling_is_read_and_written_under_hugging_face_s_names():
+def test_scaling_is_read_and_written_under_names_of_hugging_face():
     scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024}
     entries = {"type": "qwen3", "rotary": {"theta": 100.0, "scaling": scaling}}
     config = draccus.decode(LmConfig, entries)

@@ -145,7 +145,7 @@ def test_sampling_is_reproducible_and_rows_draw_independently():
     assert np.any(first != continued("dense", prompts, 8, sampling, seed=6))
 
 
-def test_tokens_are_drawn_from_the_model_s_distribution():
+def test_tokens_are_drawn_from_the_distribution_of_the_model():
     """The second token, given the first, over many rows of one prompt."""
     prompts = prompts_of(2)[:1] * 1000
     drawn = continued("dense", prompts, 2, Sampling(temperature=0.9))
@@ -188,7 +188,7 @@ def test_the_cache_is_updated_in_place():
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves(state.cache))
 
 
-def test_a_step_copies_no_layer_s_experts():
+def test_a_step_copies_the_experts_of_no_layer():
     config = dataclasses.replace(MODELS["moe"], experts=ExpertsConfig(64, 2, 64))
     model = eqx.filter_eval_shape(Decoder.init, config, Vocab, key=jax.random.key(0))
     Rows = Axis(

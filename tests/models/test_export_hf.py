@@ -184,7 +184,7 @@ def test_adapters_resume_only_with_the_weights_they_began_with(workplace, adapte
         ),
     ],
 )
-def test_another_model_than_the_folder_s_is_refused(workplace, capsys, more, message):
+def test_a_model_other_than_that_of_the_folder_is_refused(workplace, capsys, more, message):
     assert train(workplace, "refused", "--initialize_from_hf", "base", *more) == 1
     assert message in capsys.readouterr().out
     assert not (workplace / "refused").exists()
@@ -195,14 +195,14 @@ def test_an_embedding_without_room_for_the_tokenizer_is_refused(workplace, capsy
     assert "has 257 tokens, and the model's embedding 200 rows" in capsys.readouterr().out
 
 
-def test_the_folder_s_architecture_needs_a_folder():
+def test_use_hf_model_config_needs_a_folder():
     with pytest.raises(ConfigError, match="use_hf_model_config has no effect without initialize_from_hf"):
         parse_config(LmRunConfig, ["--use_hf_model_config", "true"])
 
 
-def test_what_can_not_be_exported_is_named(workplace, tmp_path):
+def test_what_cannot_be_exported_is_named(workplace, tmp_path):
     status, shown = export("--run_dir", tmp_path, "--out", tmp_path / "out")
-    assert status == 1 and "No checkpoint in" in shown
+    assert status == 1 and "is not a run folder" in shown
     status, shown = export("--run_dir", tmp_path, "--out", workplace)
     assert status == 1 and "is not an empty folder" in shown
 
@@ -231,7 +231,7 @@ def test_a_damaged_generation_config_is_not_copied(workplace, tmp_path, content)
         generation_files(begun_with(workplace, folder))
 
 
-def test_a_config_that_can_not_be_read_is_named(tmp_path, monkeypatch):
+def test_a_config_that_cannot_be_read_is_named(tmp_path, monkeypatch):
     (tmp_path / "checkpoints").mkdir()
     for saved in ({"vocab_size": 9, "model": {"type": "qwen9"}}, {"vocab_size": 9, "later": 1}, {}, [], None):
         monkeypatch.setattr("models.trained_run.checkpoint_config", lambda *_, saved=saved, **__: saved)

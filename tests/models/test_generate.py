@@ -139,7 +139,7 @@ def test_errors_are_shown_whatever_the_encoding():
     assert b"There is no folder /n\\xe9" in buffer.getvalue()
 
 
-def test_a_cache_that_can_not_fit_is_refused_before_weights_are_read(exported, run, monkeypatch):
+def test_a_cache_that_cannot_fit_is_refused_before_weights_are_read(exported, run, monkeypatch):
     monkeypatch.setattr(SafetensorsFolder, "open", None)
     monkeypatch.setattr("models.generator_source.trained_model", None)
     monkeypatch.setattr("models.generator_source.memory_bytes", lambda _: 2**30)
@@ -259,11 +259,17 @@ def places(finished, exported, spoken, tmp_path_factory):
     [
         (("--checkpoint", "{run}"), "give --prompt TEXT, or --prompts FILE"),
         (("--checkpoint", "nowhere", "--prompt", "a"), "nowhere is not a run folder: it has no checkpoints/"),
-        (("--checkpoint", "{exported}", "--prompt", "a"), "Hugging Face's format: use --model"),
+        (
+            ("--checkpoint", "{exported}", "--prompt", "a"),
+            "Hugging Face model: use models.generate --model",
+        ),
         (("--checkpoint", "{run}", "--step", "7", "--prompt", "a"), "It has steps 60"),
         (("--checkpoint", "{run}", "--dtype", "float32", "--prompt", "a"), "--dtype has no effect with"),
         (("--checkpoint", "{run}", "--tokenizer", "no/../such", "--prompt", "a"), "'no/../such' is neither"),
-        (("--checkpoint", "{run}", "--prompts", "nowhere.txt"), "Can't read --prompts nowhere.txt"),
+        (
+            ("--checkpoint", "{run}", "--prompts", "nowhere.txt"),
+            "nowhere.txt: No such file or directory. C",
+        ),
         (("--checkpoint", "{run}", "--prompt", "a", "--top_p", "2"), "--top_p must be above 0"),
         (("--checkpoint", "{run}", "--prompt", "a", "--max_new_tokens", "0"), "--max_new_tokens must be"),
         (("--checkpoint", "{run}", "--prompt", "a", "--top_k", "1099511627776"), "at most 2147483647; got"),

@@ -57,11 +57,11 @@ def test_names_of_neither_a_folder_nor_a_repository_are_refused(name, asked):
 
 def test_repositories_missing_on_the_hub_are_named(monkeypatch):
     def download(*_, **__):
-        raise huggingface_hub.errors.LocalEntryNotFoundError("offline")
+        raise huggingface_hub.errors.LocalEntryNotFoundError("offline.")
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     with pytest.raises(
-        WeightsError, match="some/model is not a folder here, and it could not be fetched .*offline"
+        WeightsError, match="some/model is not a folder here, and it could not be fetched .*: offline. Check"
     ):
         model_folder("some/model")
 

@@ -70,7 +70,9 @@ def chain_rule():
     return loss_and_gradients(adapted_model(), merged=True)
 
 
-@pytest.mark.parametrize("remat", [False, "nested"], ids=str)
+@pytest.mark.parametrize(
+    "remat", [False, "nested", pytest.param("offload", marks=pytest.mark.remat3)], ids=str
+)
 def test_attention_and_experts_are_trained_as_their_merged_weights_would_be(remat, chain_rule):
     loss, gradients = loss_and_gradients(adapted_model(remat))
     np.testing.assert_allclose(loss, chain_rule[0], rtol=1e-5)

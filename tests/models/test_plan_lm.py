@@ -126,7 +126,8 @@ def test_auto_has_a_command(tmp_path):
     ("arguments", "message"),
     [
         (["--remat", "auto"], "budget: 72GiB"),
-        (["--target", "abacus"], "abacus"),
+        (["--target", "abacus"], "unknown target 'abacus': expected one of local"),
+        (["--devices", "0"], "devices must be at least 1, got 0."),
         (["--targt", "local"], "Did you mean `target`?"),
         (["--model.type", "qwen3", "--model.num_layers", "100000000"], "This can't fit: it takes at least"),
         (["--remat", "nestd"], "Unknown remat policy 'nestd'"),

@@ -217,7 +217,7 @@ def test_a_config_round_trips(config):
     assert back.stacks == config.stacks and back.sparse == config.sparse and back.rotary == config.rotary
 
 
-def test_sparse_models_with_windows_in_some_layers_can_not_be_written():
+def test_sparse_models_with_windows_in_some_layers_cannot_be_written():
     config = Qwen3MoeConfig(attention=AttentionConfig(window=9, windowed_layers=(0,)))
     with pytest.raises(WeightsError, match="a window in all layers or in none"):
         config_to_hf(config, 77, dtype="float32")

@@ -136,7 +136,7 @@ def test_an_index_names_files_below_its_folder_and_no_others(tmp_path, file):
         SafetensorsFolder.open(tmp_path / "x")
 
 
-def test_files_may_be_links_as_in_the_hub_s_cache(tmp_path):
+def test_files_may_be_links_as_in_the_cache_of_the_hub(tmp_path):
     repository = tmp_path / "models--owner--model"
     snapshot = repository / "snapshots/1a2b"
     snapshot.mkdir(parents=True)

@@ -153,7 +153,7 @@ def test_overwriting_a_finished_run_needs_to_be_told_and_remat_does_not_change_t
     np.testing.assert_allclose(losses_of(folder), losses_of(finished), rtol=1e-4)
 
 
-def test_a_model_that_can_not_be_applied_here_is_refused_before_there_is_a_run(workplace, capsys):
+def test_a_model_that_cannot_be_applied_here_is_refused_before_there_is_a_run(workplace, capsys):
     assert train(workplace, "--model.attention.backend", "cudnn") == 1
     shown = " ".join(capsys.readouterr().out.split())
     assert (

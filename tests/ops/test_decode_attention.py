@@ -33,7 +33,7 @@ def attend(query, key, value, positions=Positions, **options):
 
 
 @pytest.mark.parametrize(("window", "scale"), [(None, None), (1, None), (4, 0.2)])
-def test_it_is_causal_attention_at_each_row_s_position(window, scale):
+def test_it_is_causal_attention_at_the_position_of_each_row(window, scale):
     query, key, value = sequences()
     options = dict(window=window, scale=scale)
 

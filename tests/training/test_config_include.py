@@ -122,7 +122,7 @@ def test_urls_are_read_and_their_includes_are_relative_to_them():
     [
         (
             {"main.yaml": "\n<<: !include a.yaml", "a.yaml": "wheels: !include gone.yaml"},
-            r"file .*gone.yaml, included by .*a.yaml line 1, included by .*main.yaml line 2",
+            r"gone.yaml, included by .*a.yaml line 1, included by .*main.yaml line 2: No such file .* Check",
         ),
         (
             {"main.yaml": "<<: !include a.yaml", "a.yaml": "<<: !include ./../x/main.yaml"},

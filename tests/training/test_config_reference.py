@@ -163,8 +163,8 @@ def test_the_page_has_sections_types_defaults_and_docstrings():
         "| key | type | default | |\n|---|---|---|---|\n"
         "| `shape.side` | `int` or `null` | `null` | of any of the four. |",
         "## `paint`",
-        "Null for none. Left out by default.",
         "What covers it.",
+        "Left out by default.",
         "| key | type | default | |\n|---|---|---|---|\n"
         "| `paint.layers` | `int` | required | how thick. |\n"
         "| `paint.colour` | `red` or `blue` | `red` | how it looks, which takes two lines. |",
@@ -177,7 +177,6 @@ def test_the_page_has_sections_types_defaults_and_docstrings():
         "#### `pen`, `type: marker`",
         '| key | type | default | |\n|---|---|---|---|\n| `pen.inks` | `list[str]` | `["red"]` |  |',
         "### `frames.NAME`",
-        "Around it.",
         "What covers it.",
         "| key | type | default | |\n|---|---|---|---|\n"
         "| `frames.NAME.layers` | `int` | required | how thick. |\n"

@@ -23,8 +23,8 @@ def state():
         "step": jnp.zeros((), jnp.int32),
         "key": jax.random.key(0),
         "absent": None,
-        # What Adafactor keeps of a weight: a tree like it, with arrays that lack an axis.
-        "rows": hax.NamedArray(jnp.ones(6), (Mlp,)),
+        # What Adafactor keeps of a weight: a tree like it, with an array that lacks an axis.
+        "rows": jax.tree.map(lambda _: jnp.ones(6), hax.ones((Mlp, Embed))),
     }
 
 
@@ -33,7 +33,7 @@ def specs(tree):
     return {name: tuple(leaf.sharding.spec) for name, leaf in found.items() if leaf is not None}
 
 
-FSDP = {"weight": (None, ("data",)), "bias": (None,), "plain": (), "step": (), "key": (), "rows": (None,)}
+FSDP = {"weight": (None, ("data",)), "bias": (None,), "plain": (), "step": (), "key": (), "rows": ()}
 
 
 def trimmed(specs):

@@ -134,7 +134,7 @@ def test_overwriting_deletes_all_or_nothing(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("in_the_way", ["a mount", "a mode"])
-def test_overwriting_deletes_nothing_if_a_folder_in_a_result_can_not_be_deleted(
+def test_overwriting_deletes_nothing_if_a_folder_in_a_result_cannot_be_deleted(
     tmp_path, monkeypatch, in_the_way
 ):
     folder = RunFolder.open(tmp_path, CONFIG)

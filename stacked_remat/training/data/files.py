@@ -37,7 +37,7 @@ class SourceFile:
     Attributes:
         url: its address, for fsspec.
         name: its path below the folder or the fixed part of the glob by which it was found.
-        size: stored bytes; 0 where the file system does not tell.
+        size: stored bytes; 0 if unknown.
         version: changes when the contents do.
         identity: the same for all paths, links and URLs of the file.
         split_name: decides which of its documents are held out, and does not change when the folder moves:

@@ -75,22 +75,22 @@ def _pack_whole(lengths: Int64[np.ndarray, " documents"], seq_len: int) -> list[
     ]
     pieces.sort(key=lambda piece: -piece.count)  # stable: ties keep the order of documents
     sequences: list[list[Piece]] = []
-    with_room: dict[int, list[int]] = defaultdict(list)  # sequences by their free positions
-    rooms = 0  # bit n is set if a sequence has n free positions
+    by_free: dict[int, list[int]] = defaultdict(list)  # sequences by their free positions
+    free_sizes = 0  # bit n is set if a sequence has n free positions
     for piece in pieces:
-        fitting = rooms >> piece.count
+        fitting = free_sizes >> piece.count
         if fitting:
-            room = piece.count + (fitting & -fitting).bit_length() - 1
-            chosen = with_room[room].pop()
-            if not with_room[room]:
-                rooms &= ~(1 << room)
+            free = piece.count + (fitting & -fitting).bit_length() - 1
+            chosen = by_free[free].pop()
+            if not by_free[free]:
+                free_sizes &= ~(1 << free)
         else:
-            room, chosen = seq_len, len(sequences)
+            free, chosen = seq_len, len(sequences)
             sequences.append([])
         sequences[chosen].append(piece)
-        if room > piece.count:
-            with_room[room - piece.count].append(chosen)
-            rooms |= 1 << (room - piece.count)
+        if free > piece.count:
+            by_free[free - piece.count].append(chosen)
+            free_sizes |= 1 << (free - piece.count)
     return sequences
 
 

@@ -121,8 +121,8 @@ def open_token_cache(
         return _open(request, folder)
     except OSError as error:  # errors of reading are DataErrors already
         raise DataError(
-            f"Can't write or read the token cache {folder}: {error}. Set data.cache_dir to a local folder "
-            f"that can be written and has free space."
+            f"Can't write or read the token cache {folder}: {error.strerror or error}. Set "
+            f"data.cache_dir to a local folder that can be written and has free space."
         ) from error
     finally:
         progress.stop()

@@ -61,7 +61,7 @@ def test_without_marks_answers_follow_the_generation_prompt():
     assert ByteTokenizer().chat_template.render_with_answers(CHAT[:1]).answers == ()
 
 
-def test_answers_that_can_not_be_found_are_refused():
+def test_answers_that_cannot_be_found_are_refused():
     forgets = (
         "{% for m in messages %}{% if loop.last or m.role == 'user' %}{{ m.content }}{% endif %}{% endfor %}"
     )

@@ -1,0 +1,218 @@
+"""Which arrays of a model a fused update trains, and the trees in which an optimizer is given them."""
+
+import dataclasses
+from collections.abc import Iterable
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.tree_util as jtu
+from haliax import Axis, NamedArray
+from jaxtyping import DTypeLike
+
+from .._messages import axes_text
+from .._stacked import Stacked
+from .folds import StackInLoss
+from .separable import check_separable
+
+
+def _is_stack(node: Any) -> bool:
+    return isinstance(node, Stacked)
+
+
+def _is_none(node: Any) -> bool:
+    return node is None
+
+
+def leaves_or_none(tree: Any) -> list[Any]:
+    """The leaves of a tree, None being one."""
+    return jax.tree.leaves(tree, is_leaf=_is_none)
+
+
+def masked(tree: Any, mask: Iterable[bool]) -> Any:
+    """A tree with None in the place of the leaves, None being one, that the mask leaves out."""
+    leaves, structure = jax.tree.flatten(tree, is_leaf=_is_none)
+    kept = [leaf if is_ else None for leaf, is_ in zip(leaves, mask, strict=True)]
+    return jax.tree.unflatten(structure, kept)
+
+
+def replaced(tree: Any, mask: Iterable[bool], new: Iterable[Any]) -> Any:
+    """A tree with other leaves where the mask says so."""
+    leaves, structure = jax.tree.flatten(tree, is_leaf=_is_none)
+    given = iter(new)
+    return jax.tree.unflatten(
+        structure, [next(given) if is_ else leaf for leaf, is_ in zip(leaves, mask, strict=True)]
+    )
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Trained:
+    """What of a model is trained, and how the optimizer sees it.
+
+    Attributes:
+        model: the model.
+        nodes: its leaves, each stack being one.
+        trained: the same, with None in the place of every array that is not trained.
+        followed: the places among them of the stacks with trained arrays.
+        names: of these stacks, for errors.
+    """
+
+    model: Any
+    nodes: list[Any]
+    trained: list[Any]
+    followed: list[int]
+    names: list[str]
+
+    @staticmethod
+    def of(model: Any, trainable: Any) -> "Trained":
+        trained = eqx.filter(model, trainable)
+        paths_and_nodes, structure = jtu.tree_flatten_with_path(model, is_leaf=_is_stack)
+        nodes = structure.flatten_up_to(trained)
+        followed = [i for i, node in enumerate(nodes) if _is_stack(node) and jax.tree.leaves(node)]
+        found = Trained(
+            model,
+            [node for _, node in paths_and_nodes],
+            nodes,
+            followed,
+            [f"model{jtu.keystr(paths_and_nodes[i][0])}" for i in followed],
+        )
+        found._check()
+        return found
+
+    def _check(self) -> None:
+        if not self.followed:
+            raise ValueError(
+                "The model has no Stacked with trained arrays, so there is nothing to fuse. Let its layers "
+                "be a Stacked, check trainable, or use jax.value_and_grad and optimizer.update."
+            )
+        for path, leaf in jtu.tree_leaves_with_path(self._tree(self.trained)):
+            if not eqx.is_inexact_array(leaf) and not isinstance(leaf, jax.ShapeDtypeStruct):
+                raise ValueError(
+                    f"model{jtu.keystr(path)} can't be trained: {leaf!r} is not a floating-point array. "
+                    "Leave it out of trainable."
+                )
+        for name, i in zip(self.names, self.followed, strict=True):
+            Layers = self.nodes[i].Layers
+            for path, leaf in jtu.tree_leaves_with_path(self.trained[i], is_leaf=_is_named):
+                if _has_array(leaf) and Layers not in leaf.axes:
+                    raise ValueError(
+                        f"{name}{jtu.keystr(path)} ({axes_text(leaf.axes)}) is shared by all layers, so a "
+                        "fused update cannot update it with one of them. Give it the layers' axis, keep it "
+                        "outside of the stack, or leave it out of trainable."
+                    )
+
+    @property
+    def stacks(self) -> list[Stacked]:
+        return [self.nodes[i] for i in self.followed]
+
+    def _tree(self, nodes: list[Any]) -> Any:
+        return jax.tree.unflatten(jax.tree.structure(self.model, is_leaf=_is_stack), nodes)
+
+    def in_loss(self) -> Any:
+        """The model with a `StackInLoss` in the place of each stack that is trained."""
+        nodes = list(self.nodes)
+        for number, (i, name) in enumerate(zip(self.followed, self.names, strict=True)):
+            nodes[i] = StackInLoss(nodes[i], number, name)
+        return self._tree(nodes)
+
+    def is_of_rest(self) -> list[bool]:
+        """For each array of the model whether it is trained and in no stack that is."""
+        pairs = zip(leaves_or_none(self.model), leaves_or_none(self.only_rest()), strict=True)
+        return [trained is not None for leaf, trained in pairs if eqx.is_array(leaf)]
+
+    def layer_mask(self, number: int) -> list[bool]:
+        """For each leaf of a layer, None among them, whether it is trained."""
+        return [leaf is not None for leaf in leaves_or_none(self.trained[self.followed[number]])]
+
+    def _nothing(self) -> list[Any]:
+        return [eqx.filter(node, False) if _is_stack(node) else None for node in self.nodes]
+
+    def layer_types(self, number: int) -> Any:
+        """The types of one layer of a stack, with None in the place of each leaf that is not trained."""
+        layers = eqx.filter_eval_shape(lambda stack: stack[:1].unstacked(), self.nodes[self.followed[number]])
+        return masked(layers[0], self.layer_mask(number))
+
+    def only_layer(self, number: int, layer: Any) -> Any:
+        """The model with this layer in the place of a stack, and None in the place of all other arrays."""
+        nodes = self._nothing()
+        i = self.followed[number]
+        nodes[i] = _with_layer(nodes[i], layer)
+        return self._tree(nodes)
+
+    def only_rest(self) -> Any:
+        """The model with None in the place of all that is not trained, or in a stack that is."""
+        nodes = self._nothing()
+        return self._tree(
+            [
+                old if i in self.followed else new
+                for i, (old, new) in enumerate(zip(nodes, self.trained, strict=True))
+            ]
+        )
+
+    def updated(self, stacks: Iterable[Any], rest: list[Any]) -> Any:
+        """The model with other stacks, and with other arrays in the place of those of `only_rest`."""
+        nodes = list(self.nodes)
+        for i, stack in zip(self.followed, stacks, strict=True):
+            nodes[i] = stack
+        return eqx.combine(jax.tree.unflatten(jax.tree.structure(self.only_rest()), rest), self._tree(nodes))
+
+    def check_optimizer(self, optimizer: Any, dtype: DTypeLike | None) -> None:
+        """Refuse an optimizer that needs the gradients of several parts of the model at once.
+
+        `dtype` is that of the gradients, None for that of the arrays.
+        """
+        nodes, owners = list(self.trained), []
+        for i, node in enumerate(self.nodes):
+            number = self.followed.index(i) if i in self.followed else None
+            if number is not None:
+                nodes[i] = _with_layer(node, self.layer_types(number))
+            owners += [-1 if number is None else number] * len(jax.tree.leaves(nodes[i]))
+        check_separable(optimizer, self._tree(nodes), owners, dtype)
+
+
+def state_of_layers(leaves: Iterable[Any], of_one: Any, Layers: Axis) -> Any:
+    """The states of all layers as a tree.
+
+    Args:
+        leaves: its arrays, with the layers in front.
+        of_one: the types of the state of one layer.
+        Layers: the axis to be put in front of the named arrays that have the shapes that their names say;
+            Adafactor's statistics, for one, have not.
+    """
+
+    def with_axis(leaf: Any) -> Any:
+        if not _has_array(leaf) or leaf.array.shape[1:] != _shape(leaf):
+            return leaf
+        return NamedArray(leaf.array, (Layers, *leaf.axes))
+
+    state = jax.tree.unflatten(jax.tree.structure(of_one), leaves)
+    return jax.tree.map(with_axis, state, is_leaf=_is_named)
+
+
+def layer_structure(state: Any) -> Any:
+    """The structure of the state of one layer, of that of `state_of_layers`."""
+
+    def without_axis(leaf: Any) -> Any:
+        if not _has_array(leaf) or leaf.array.shape != _shape(leaf):
+            return leaf
+        of_one: Any = jax.ShapeDtypeStruct(leaf.array.shape[1:], leaf.array.dtype)
+        return NamedArray(of_one, leaf.axes[1:])
+
+    return jax.tree.structure(jax.tree.map(without_axis, state, is_leaf=_is_named))
+
+
+def _shape(named: NamedArray) -> tuple[int, ...]:
+    return tuple(axis.size for axis in named.axes)
+
+
+def _is_named(node: Any) -> bool:
+    return isinstance(node, NamedArray)
+
+
+def _has_array(node: Any) -> bool:
+    """Whether it is a named array, and not what an optimizer has in the place of one that it leaves out."""
+    return _is_named(node) and hasattr(node.array, "shape")
+
+
+def _with_layer(stack: Any, layer: Any) -> Any:
+    return eqx.tree_at(lambda stack: stack.stacked, stack, layer, is_leaf=_is_none)

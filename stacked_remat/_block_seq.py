@@ -152,6 +152,15 @@ class BlockSeq(BlockFoldable[M]):
 
         return scanned
 
+    def fold_vjp(self, *args: Any, **kwargs: Any) -> Any:
+        """Not supported: a `TypeError` that says what to use instead."""
+        raise TypeError(
+            "A BlockSeq has no fold_vjp and no scan_vjp: its layers may differ, so no loop visits them. Use "
+            "jax.vjp of its fold or scan, or a Stacked."
+        )
+
+    scan_vjp = fold_vjp
+
     def vmap_via(self, fn: Callable[..., Any]) -> Callable[..., Any]:
         """As `vmap`, with `fn(block, *args, **kwargs)` in place of the blocks' own call."""
         caller = method_caller(self, "vmap", fn, skip=1)

@@ -59,7 +59,7 @@ class ScanCheckpointPolicy:
         offload_block_internals: names that are moved to the host instead.
         prevent_cse: put barriers around recomputation even inside a rolled loop. Where layers share one
             program (`BlockSeq`, a fully unrolled scan) they are always there, since XLA would merge the
-            recomputation with the forward pass. Layers that are cut need them only where internals are
+            recomputation with the forward pass. With a cut, barriers matter only if internals are
             saved by name.
         disable: no checkpointing at all: everything the backward pass reads is kept.
         simple: plain `jax.checkpoint` around each layer, without naming the carry or the inputs. The memory
@@ -146,8 +146,7 @@ class ScanCheckpointPolicy:
             yield f"{' and '.join(cuts)} each say how the layers are cut; keep one."
         if cuts:
             yield from self._contradictions_of_cut(cuts[0])
-        # save_carries=False is Haliax's way of writing "internals alone", and obeyed: carries that no
-        # derivative reads are not kept.
+        # Haliax writes save_carries=False for internals only: carries that no derivative reads are not kept.
         unread = ["save_inputs"] * (self.save_inputs is False) + ["prevent_cse"]
         if self.save_block_internals is True and (others := listed(*unread)):
             yield (
@@ -206,7 +205,7 @@ class ScanCheckpointPolicy:
         allowed = ("save_block_internals", "disable", "prevent_cse")
         if clashing := [f"{name}={value!r}" for name, value in first.settings() if name not in allowed]:
             yield (
-                "The first layers keep what they keep on the device, so first_policy cannot say "
+                "The first layers keep what they keep on the device, so first_policy cannot set "
                 f"{' and '.join(clashing)}. Use False, True or save_block_internals=[names], and let the "
                 "other settings cut or offload the rest."
             )
@@ -334,7 +333,7 @@ ScanCheckpointSpec: TypeAlias = (
 
 
 def resolve_policy(spec: ScanCheckpointSpec) -> ScanCheckpointPolicy:
-    """The policy that a `remat=` argument stands for.
+    """The policy for a `remat=` argument.
 
     Raises:
         ValueError: for an unknown alias; lists the valid ones.
@@ -379,7 +378,7 @@ def _names(field: str, value: Any) -> tuple[str, ...]:
 
 
 def _internals(value: Any) -> bool | tuple[str, ...] | JaxPolicy:
-    """What `save_block_internals` stands for."""
+    """Normalise `save_block_internals`."""
     if value is jax.checkpoint_policies.everything_saveable:
         return True
     if value is jax.checkpoint_policies.nothing_saveable:

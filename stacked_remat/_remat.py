@@ -30,7 +30,7 @@ class PerLayer:
         internals: names of the internals that are kept, or a policy of JAX.
         offloaded: names of those that are moved to the host.
         prevent_cse: put barriers around the recomputation in rolled loops too.
-        named: give checkpoint names to carries and inputs, which all but the plainest policy need.
+        named: give checkpoint names to carries and inputs, which every policy except `simple=True` needs.
     """
 
     carries: Kept = "keep"
@@ -68,7 +68,7 @@ class Swept:
     """Layers are cut into segments that are replayed one at a time, by the reverse sweep.
 
     Attributes:
-        cut: the schedule of so many layers.
+        cut: maps a number of layers to a schedule.
         carries: where the first carry of each segment is kept.
         internals: what is kept of the layers of the segment that is being reversed.
         first_layers: how many layers are not cut, from the one that runs first.
@@ -83,10 +83,9 @@ class Swept:
 
     @property
     def of_one_layer(self) -> "Internals":
-        """The same for layers that are each a segment of their own."""
-        match self.internals:
-            case PerLayer():
-                return replace(self.internals, carries=self.carries)
+        """The policy when every segment is one layer."""
+        if isinstance(self.internals, PerLayer):
+            return replace(self.internals, carries=self.carries)
         return self.internals
 
 
@@ -95,7 +94,7 @@ Remat: TypeAlias = SaveAll | PerLayer | Swept
 
 
 def for_length(remat: Remat, length: int) -> Remat:
-    """The same for `length` layers: a single one has nothing to cut."""
+    """Simplify for `length` layers: one layer needs no cut."""
     if not isinstance(remat, Swept):
         return remat
     if remat.first_layers >= max(length, 1):
@@ -106,7 +105,7 @@ def for_length(remat: Remat, length: int) -> Remat:
 
 
 def checkpoint_of(internals: Internals) -> Callable[[Callable], Callable]:
-    """How a layer is checkpointed whose residuals are kept: in a replay, or as one of the first layers."""
+    """The `jax.checkpoint` wrapper of a layer whose residuals are saved."""
     match internals:
         case SaveAll():
             return lambda layer: layer

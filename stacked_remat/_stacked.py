@@ -188,7 +188,7 @@ class Stacked(BlockFoldable[M]):
         ```
 
         Arguments as in `fold`. See `SweepBack` for what it takes and returns, and `stacked_remat.fold_vjp`
-        for the policies that it follows.
+        for the policies that it supports.
         """
         check_options(self._kinds(), "fold_vjp", remat=remat, unroll=unroll, reverse=reverse)
         return self._vjp("fold_vjp", remat, unroll, reverse)(init, *args, **kwargs)

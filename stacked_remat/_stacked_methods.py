@@ -80,10 +80,15 @@ def check_options(blocks: Iterable[Any], verb: str, **options: Any) -> None:
         for name, value in options.items():
             if value is not None and name in _parameters(kind):
                 call = f"{kind.__name__}.__call__"
+                of_block = f"{verb}_via(lambda block, x: block(x, {name}=...))(x)"
+                of_verb = f"{verb}_via({call}, {name}=...)(x)"
+                if verb.endswith("_vjp"):  # stacks have no such methods
+                    step = f"stacked_remat.{verb}(lambda x, block: block"
+                    of_block = f"{step}(x, {name}=...), Layers)(x, layers.stacked)"
+                    of_verb = f"{step}(x), Layers, {name}=...)(x, layers.stacked)"
                 raise TypeError(
                     f"{name}={value!r} may be for {verb} or for {call}, which has a parameter `{name}` too. "
-                    f"For the block write {verb}_via(lambda block, x: block(x, {name}=...))(x), "
-                    f"for {verb} write {verb}_via({call}, {name}=...)(x)."
+                    f"For the block write {of_block}, for {verb} write {of_verb}."
                 )
 
 

@@ -400,7 +400,7 @@ class TestRefused:
                 lambda m, x: jnp.mean(m.fold(x)) + m.stacked.value.sum(),
                 "model has fold and scan, and no .stacked",
             ),
-            (lambda m, x: jnp.mean(m.fold(x, remat="recompute")), "cannot follow"),
+            (lambda m, x: jnp.mean(m.fold(x, remat="recompute")), "is not supported with a visitor"),
             (lambda m, x: m.fold(x), "returns a scalar array of floating point; got float32\\[3,8\\]"),
             (lambda m, x: (jnp.mean(m.fold(x)), 3), "returns a scalar array"),
         ],

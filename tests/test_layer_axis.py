@@ -1,4 +1,4 @@
-"""`shared` and `per_layer`, single random keys, and errors that say how to share or split an argument."""
+"""`shared`, also on the host, `per_layer`, single random keys, and errors that say how to share or split."""
 
 import equinox as eqx
 import haliax as hax
@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from stacked_remat import BlockSeq, Stacked, fold, map, per_layer, scan, shared
+from stacked_remat import BlockSeq, LayerResult, Stacked, fold, map, per_layer, scan, shared
 from stacked_remat._scan.arguments import is_unsplit_key
 
 from .blocks import PlainBlock, PlainScanBlock
@@ -278,3 +278,46 @@ class TestKeys:
         assert not is_unsplit_key("key", jax.random.split(jax.random.key(0), 2))
         assert not is_unsplit_key("key", jnp.zeros(2, jnp.int32))
         assert not is_unsplit_key("key", 3)
+
+
+class Scaled(eqx.Module):
+    value: jax.Array
+    gain: hax.NamedArray
+
+    def __call__(self, x, bias):
+        return jnp.tanh(x @ self.value) * self.gain.array[None] + bias[None]
+
+
+def test_arrays_on_the_host_that_all_layers_share():
+    weights = jax.random.normal(jax.random.key(0), (Layers.size, 4, 4)) / 2
+    blocks = Stacked(Scaled(weights, hax.arange(hax.Axis("embed", 4)) / 4), Layers)
+    x, bias = jnp.ones((2, 4)), jnp.linspace(0, 1, 4)
+
+    def visitor(visit, state):
+        carry, gradient, args = visit.vjp("carry", "layer", "args")
+        new = eqx.tree_at(lambda block: block.value, visit.layer, visit.layer.value - gradient.value)
+        return LayerResult(carry, new, args)
+
+    def steps(blocks, bias):
+        found = []
+        for remat in (True, "nested"):
+            y, sweep_back = blocks.fold_vjp(x, shared(bias), remat=remat)
+            swept = sweep_back(jnp.ones_like(y))
+            visited = sweep_back(jnp.ones_like(y), visitor)
+            found += [(swept.layers, *swept.args), (visited.layers, *visited.args)]
+        for remat in (True, "recompute", "nested"):
+
+            def loss(blocks, bias, remat=remat):
+                return jnp.sum(blocks.fold(x, shared(bias), remat=remat))
+
+            found.append(jax.grad(loss, (0, 1))(blocks, bias))
+        return found
+
+    def on_host(tree):
+        return jax.device_put(tree, bias.sharding.with_memory_kind("pinned_host"))
+
+    want, found = jax.jit(steps)(blocks, bias), jax.jit(steps)(on_host(blocks), on_host(bias))
+    assert {leaf.sharding.memory_kind for leaf in jax.tree.leaves(found)} == {"pinned_host"}
+    moved = jax.device_put(found, bias.sharding)
+    for a, b in zip(jax.tree.leaves(moved), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-6)

@@ -323,7 +323,8 @@ class TestErrors:
             (
                 {"h": jnp.zeros(3, jnp.bfloat16)},
                 lambda c, x: {"h": c["h"].astype(jnp.float32)},
-                r"carry\['h'\] goes in as bfloat16 and comes out as float32. Cast.*y.astype\(carry.dtype\)",
+                r"carry\['h'\] goes in as bfloat16 and comes out as float32. Cast.*"
+                r"y.astype\(carry\['h'\].dtype\), or the initial carry\['h'\]",
             ),
             (
                 hax.zeros(Width, dtype=jnp.int32),

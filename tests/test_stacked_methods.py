@@ -69,6 +69,10 @@ def test_an_option_may_be_a_parameter_of_the_block(Stack, verb, name, value):
         TypeError, match=rf"{name}={value} may be for {verb} or for Block.__call__.*{verb}_via"
     ):
         getattr(stack, verb)(1.0, **{name: value})
+    if Stack is Stacked:
+        options = rf"block\(x\), Layers, {name}=...\)\(x, layers.stacked\)"
+        with pytest.raises(TypeError, match=rf"for {verb}_vjp write stacked_remat.{verb}_vjp.*{options}"):
+            getattr(stack, f"{verb}_vjp")(1.0, **{name: value})
     getattr(stack, f"{verb}_via")(Block.__call__, **{name: value})(1.0)
 
 

@@ -91,6 +91,34 @@ class Inner(eqx.Module):
         return self.layers.fold(x, remat="nested")
 
 
+class Row(eqx.Module):
+    weight: hax.NamedArray = unsliced()
+    gain: Any = unsliced()
+
+    def __call__(self, x):
+        weight, gain = LayerStack.of(self.weight, "blocks"), LayerStack.of(self.gain)
+        return x * weight.stack["blocks", weight.layer_index].array * gain.stack[gain.layer_index]
+
+
+@pytest.mark.parametrize("layers", [0, 2])
+def test_no_layers_and_layers_under_another_name(layers):
+    Blocks = hax.Axis("blocks", layers)
+    blocks = Stacked(Row(random(0, Blocks, Embed), jnp.linspace(0.5, 1, layers)), Blocks)
+    x = want = jnp.ones(4)
+    for block in blocks:
+        want = block(want)
+    for remat in (True, False, "nested"):
+        found, of_x = jax.value_and_grad(lambda x, remat=remat: jnp.sum(blocks.fold(x, remat=remat)))(x)
+        assert_close(found, jnp.sum(want))
+        y, sweep_back = blocks.fold_vjp(x, remat=remat)
+        assert_close(y, want)
+        of_y = jax.grad(lambda x, remat=remat: jnp.sum(blocks.fold_vjp(x, remat=remat)[0]))(x)
+        assert_close(of_y, of_x)
+        for result in (sweep_back(x), sweep_back(x, lambda visit, _: LayerResult(*visit.vjp("carry")))):
+            assert_close(result.carry, of_x)
+            assert result.layers.stacked.weight.axes == (Blocks, Embed)
+
+
 def test_unsliced_fields_anywhere():
     """Read through a static slice, in a stack within a stack, outside of folds; not from the host."""
     stacks = [Stacked(Slice(matrices(seed, 3)), hax.Axis("inner", 3)) for seed in range(2)]

@@ -12,6 +12,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from stacked_remat import (
+    BlockSeq,
     LayerResult,
     ScanCheckpointPolicy,
     Stacked,
@@ -39,18 +40,19 @@ POLICIES = {
 
 
 class Block(eqx.Module):
-    """Named and plain arrays, one that all layers share, an integer and a function."""
+    """Named and plain arrays, one that all layers share, an integer, a function and a Python number."""
 
     weight: hax.NamedArray
     scale: jax.Array
     gain: hax.NamedArray
     number: jax.Array
     activation: Callable
+    power: float
 
     def __call__(self, carry, offset, *, bias):
         x, count = carry
         h = checkpoint_name(hax.dot(x, self.weight, axis="embed").rename({"out": "embed"}), "hidden")
-        x = x + self.activation(h * self.gain) * self.scale + offset + bias
+        x = x + self.activation(h * self.gain) * self.scale**self.power + offset + bias
         return (x, count + self.number), hax.sum(x * x, axis="embed")
 
 
@@ -65,6 +67,7 @@ def example():
         random(1, Embed),
         jnp.arange(N),
         hax.tanh,
+        1.0,
     )
     carry = (random(2, Batch, Embed), jnp.int32(0))
     return Stacked(block, Layers), carry, random(3, Embed, Layers), random(4, Batch)
@@ -339,11 +342,38 @@ def result(**fields):
     return lambda visit, state: LayerResult(*visit.vjp("carry"), **fields)
 
 
+def layer_with(**fields):
+    """A visitor that replaces fields of the layer."""
+
+    def replace(visit, state):
+        new = eqx.tree_at(
+            lambda block: [getattr(block, name) for name in fields], visit.layer, [*fields.values()]
+        )
+        return result(layer=new)(visit, state)
+
+    return replace
+
+
 @pytest.fixture(scope="module")
 def sweep_back():
     blocks, carry, offset, bias = example()
     _, sweep_back = blocks.scan_vjp(carry, offset, bias=shared(bias))
     return functools.partial(sweep_back, ((hax.ones((Batch, Embed)), None), None))
+
+
+def test_layers_with_functions_and_numbers_are_frozen_in_a_branch(sweep_back):
+    def some(visit, state):
+        def arrays(change):
+            new = eqx.tree_at(lambda block: block.scale, visit.layer, visit.layer.scale + change)
+            return eqx.filter(eqx.tree_at(lambda block: block.gain, new, None), eqx.is_array)
+
+        layer = jax.lax.cond(visit.layer_index < 2, lambda: arrays(0.0), lambda: arrays(1.0))
+        return LayerResult(visit.vjp("carry")[0], layer)
+
+    blocks, new = example()[0].stacked, sweep_back(some).layers.stacked
+    assert_close(new.scale - blocks.scale, jnp.array([0.0, 0, 1, 1, 1]))
+    assert (new.activation, new.power) == (blocks.activation, blocks.power)
+    assert new.gain.array.tolist() == blocks.gain.array.tolist()
 
 
 class TestRefused:
@@ -352,41 +382,46 @@ class TestRefused:
         [
             (lambda visit, state: visit.vjp("carry"), "A visitor returns a LayerResult; got a tuple"),
             (lambda visit, state: LayerResult(*visit.vjp("weights")), 'any of .*"?layer.*got \\(.weights'),
-            (lambda visit, state: LayerResult(()), "The cotangent of the carry has another structure"),
+            (
+                lambda visit, state: LayerResult(()),
+                "of the carry returned by the visitor has another structure",
+            ),
+            (
+                lambda visit, state: LayerResult((visit.vjp("carry"), None)),
+                "visitor is a tuple of 1 .*Unpack it",
+            ),
             (
                 result(state=jnp.zeros(3)),
                 "The state goes in as float32\\[\\] and comes out as float32\\[3\\]",
             ),
             (result(layer_state=jnp.int32(0)), "The layer_state goes in as float32 and comes out as int32"),
+            (
+                layer_with(number=jnp.float32(1)),
+                "The layer.number goes in as int32 .*y.astype\\(layer.number.dtype\\), or the initial layer",
+            ),
             (result(args=jnp.zeros(3)), "args of a LayerResult is a tuple of 1 cotangents"),
             (result(kwargs={"k": 1.0}), "kwargs of a LayerResult .* keys among \\['bias'\\]"),
             (3, "A visitor is a function"),
-            (result(args=(jnp.zeros(3),)), "The cotangent of args\\[0\\] is float32\\[3\\], and"),
-            (
-                lambda visit, state: result(layer=eqx.tree_at(lambda block: block.scale, visit.layer, 1))(
-                    visit, state
-                ),
-                "The layer.scale goes in as float32",
-            ),
-            (
-                lambda visit, state: result(
-                    layer=eqx.tree_at(lambda block: block.gain, visit.layer, replace_fn=lambda gain: 2 * gain)
-                )(visit, state),
-                "The layer.gain.* is shared by all layers",
-            ),
+            (result(args=(jnp.zeros(3),)), "of args\\[0\\] returned by the visitor is float32\\[3\\], and"),
+            (layer_with(scale=1), "The layer.scale goes in as float32"),
+            (layer_with(gain=hax.ones(Embed)), "The layer.gain.* is shared by all layers"),
+            (layer_with(power=2.0), "The layer.power is 1.0, the same for all layers"),
         ],
         ids=[
             "tuple",
             "wrt",
             "carry",
+            "carry in a tuple",
             "state",
             "layer state",
+            "dtype",
             "no tuple",
             "kwargs",
             "no visitor",
             "args",
             "layer",
             "shared",
+            "number",
         ],
     )
     def test_what_a_visitor_returns(self, sweep_back, visitor, message):
@@ -396,10 +431,26 @@ class TestRefused:
     def test_what_sweep_back_is_given(self, sweep_back):
         with pytest.raises(ValueError, match="sweep_back was given none"):
             sweep_back(state=jnp.zeros(()))
-        with pytest.raises(ValueError, match="layer_state.* has leading dimension 3"):
+        with pytest.raises(ValueError, match="layer_state has leading dimension 3"):
             sweep_back(sgd, layer_state=jnp.zeros(3))
-        with pytest.raises(TypeError, match="The cotangent of the carry\\[0\\] is 'oops'"):
+        with pytest.raises(ValueError, match="layer_state holds no arrays; got a value of type float"):
+            sweep_back(sgd, layer_state=0.0)
+        states = {"sum": shared(jnp.zeros(3)), "own": jnp.zeros(N)}
+        with pytest.raises(ValueError, match="The layer_state\\['sum'\\] is shared by all layers"):
+            sweep_back(
+                lambda visit, state: result(layer_state=jax.tree.map(lambda x: x + 1, visit.layer_state))(
+                    visit, state
+                ),
+                layer_state=states,
+            )
+        with pytest.raises(
+            TypeError, match="The cotangent of the carry\\[0\\] given to sweep_back is a value of type str"
+        ):
             sweep_back.func((("oops", None), None))
+        with pytest.raises(TypeError, match="fold_vjp\\(f, axis\\)\\(\\) missing 1 .* 'layers'"):
+            fold_vjp_of()(jnp.zeros(4))
+        with pytest.raises(TypeError, match="A BlockSeq has no fold_vjp and no scan_vjp"):
+            BlockSeq([], hax.Axis("layers", 0)).scan_vjp(jnp.zeros(4))
         with pytest.raises(ValueError, match="a pair of cotangents"):
             sweep_back.func(jnp.zeros(()))
         with pytest.raises(
@@ -417,5 +468,5 @@ class TestRefused:
         ],
     )
     def test_policies_that_a_sweep_cannot_follow(self, remat):
-        with pytest.raises(ValueError, match="cannot follow ScanCheckpointPolicy"):
+        with pytest.raises(ValueError, match="ScanCheckpointPolicy.* is not supported with a visitor"):
             fold_vjp_of(remat=remat)(jnp.ones((2, 4)), matrices())

@@ -14,6 +14,7 @@ from haliax.axis import AxisSelector
 
 from .._policy import ScanCheckpointSpec, resolve_policy
 from .._static import Static
+from .._sweep.store import on_device
 from .arguments import Caller, argument_namer
 from .checks import check_axis_or_name, check_reverse, check_unroll
 from .eager import compiled_once
@@ -95,6 +96,7 @@ def scan_for(
 
     def run(init: Any, arguments: tuple[Any, Any]) -> tuple[Any, Any]:
         layout, arrays, shared = split_tree(arguments, axis, caller, is_scanned=is_scanned)
+        shared = on_device(shared)
 
         def layer(carry: Any, slices: Sequence[Any]) -> tuple[Any, Any]:
             layer_args, layer_kwargs = layout.arguments(slices, shared)

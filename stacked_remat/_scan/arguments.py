@@ -30,7 +30,7 @@ class Caller(NamedTuple):
 
 
 class Argument(NamedTuple):
-    """A leaf of the arguments, by the name that error messages give it."""
+    """One leaf, with its name in error messages."""
 
     name: str
     leaf: Any
@@ -127,7 +127,7 @@ def check_sizes(axis: Axis, split: list[Argument], what: str) -> None:
         return
     agreeing = [entry.name for entry in split if leaf_size(entry.leaf, axis) == axis.size]
     lines = [f"{what} over `{axis.name}` (size {axis.size}) was given inputs of different lengths:"]
-    lines += [f"  {_describe_size(entry, axis)}" for entry in wrong]
+    lines += [f"  {_describe_size(entry, axis, what)}" for entry in wrong]
     if agreeing:
         shown = ", ".join(agreeing[:4]) + (f" and {len(agreeing) - 4} more" if len(agreeing) > 4 else "")
         lines.append(f"  {shown} {'has' if len(agreeing) == 1 else 'have'} the right size, {axis.size}")
@@ -146,7 +146,7 @@ def check_sizes(axis: Axis, split: list[Argument], what: str) -> None:
     raise ValueError("\n".join(lines))
 
 
-def _describe_size(entry: Argument, axis: Axis) -> str:
+def _describe_size(entry: Argument, axis: Axis, what: str) -> str:
     name, leaf, rule = entry
     size = leaf_size(leaf, axis)
     if is_named(leaf):
@@ -156,7 +156,8 @@ def _describe_size(entry: Argument, axis: Axis) -> str:
         found = "no dimension to split"
     else:
         found = f"leading dimension {size} (shape {tuple(leaf.shape)})"
-    return f"{name}, marked per_layer, has {found}" if rule == "per_layer" else f"{name} has {found}"
+    is_marked = rule == "per_layer" and what != "sweep_back"  # which marks layer_state itself
+    return f"{name}, marked per_layer, has {found}" if is_marked else f"{name} has {found}"
 
 
 def _is_typed_key(leaf: Any) -> bool:

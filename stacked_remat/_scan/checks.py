@@ -89,7 +89,7 @@ def check_carry(before: Any, after: Any, what: str = "carry") -> None:
         if not is_named(a) and eqx.is_array_like(a) and jnp.shape(a) != jnp.shape(b):
             raise ValueError(f"{where} goes in as {describe(a)} and comes out as {describe(b)}.")
         if eqx.is_array_like(a) or is_named(a):
-            _check_dtype(where, raw_array(a), raw_array(b), what)
+            _check_dtype(f"{what}{jtu.keystr(path)}", raw_array(a), raw_array(b))
         elif a != b:
             raise ValueError(
                 f"{where} is not an array, so it must stay as it is; {a!r} goes in and {b!r} comes out."
@@ -118,13 +118,13 @@ def _children(tree: Any) -> dict[str, Any]:
     return {jtu.keystr(path): node for path, node in paths_and_nodes}
 
 
-def _check_dtype(where: str, before: Any, after: Any, what: str) -> None:
+def _check_dtype(where: str, before: Any, after: Any) -> None:
     old, new = jax.typeof(before), jax.typeof(after)
     if old.weak_type or old.dtype == new.dtype:  # a Python number takes the dtype that it meets
         return
     raise ValueError(
-        f"{where} goes in as {old.dtype} and comes out as {new.dtype}. Cast the result, "
-        f"y.astype({what}.dtype), or the initial {what}."
+        f"The {where} goes in as {old.dtype} and comes out as {new.dtype}. Cast the result, "
+        f"y.astype({where}.dtype), or the initial {where}."
     )
 
 

@@ -9,6 +9,7 @@ import jax.tree_util as jtu
 from haliax import Axis, NamedArray
 from haliax.axis import AxisSelector
 
+from .._placement import is_on_host, to_host
 from .arguments import Argument, Caller, check_keys, check_sizes, resolve_axis
 from .marks import (
     IsScanned,
@@ -34,6 +35,7 @@ class Leaf(NamedTuple):
         axes: all axes of a named array.
         value: the leaf without its array: the structure of a named array, or what is not an array.
         unsliced: whether a layer is given the whole stack.
+        on_host: whether it is a shared array in host memory, which the layers take from the device.
     """
 
     kind: Literal["split", "shared", "static"]
@@ -41,6 +43,7 @@ class Leaf(NamedTuple):
     axes: tuple[Axis, ...] | None
     value: Any
     unsliced: bool
+    on_host: bool
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -97,7 +100,8 @@ class TreeLayout:
         """
         if not any(self.unsliced):
             return self.layer(parts, shared)
-        return _with_stacks(self.layer(parts, shared, Stack=self.axis), parts[-1])
+        Stack = self.axis.resize(max(self.axis.size, 1))  # no layers are traced with a stack of one
+        return _with_stacks(self.layer(parts, shared, Stack=Stack), parts[-1])
 
     def arguments_of_one(self, slices: Sequence[Any], shared: Sequence[Any]) -> Any:
         """The same from slices alone, with stacks of a single layer."""
@@ -105,7 +109,10 @@ class TreeLayout:
         return _with_stacks(self.layer(stacks, shared, Stack=self.axis.resize(1)), jnp.int32(0))
 
     def stacked(self, arrays: Sequence[Any], shared: Sequence[Any], *, cotangents: bool = False) -> Any:
-        """The whole tree, from its split and its shared arrays; `cotangents` as in `layer`."""
+        """The whole tree, each array in its memory, from its split and its shared arrays.
+
+        `cotangents` as in `layer`.
+        """
 
         def name(leaf: Leaf, array: Any) -> Any:
             if leaf.axes is None:
@@ -114,7 +121,11 @@ class TreeLayout:
             moved = jnp.moveaxis(array, 0, position) if position and array is not None else array
             return jtu.tree_unflatten(leaf.value, [moved])
 
-        return self._build(map(name, self.of_kind("split"), arrays), shared, cotangents)
+        kept = [
+            to_host(array) if leaf.on_host else array
+            for leaf, array in zip(self.of_kind("shared"), shared, strict=True)
+        ]
+        return self._build(map(name, self.of_kind("split"), arrays), kept, cotangents)
 
     def arrays(self, tree: Any) -> tuple[list[Any], list[Any]]:
         """The split and the shared arrays of a tree of this structure; None for missing ones and indices."""
@@ -175,7 +186,8 @@ def split_tree(
         axes, value = None, None if is_array(leaf) else leaf
         if is_named(leaf):
             axes, value = leaf.axes, jtu.tree_structure(leaf)
-        leaves.append(Leaf(kind, path, axes, value, is_ and rule == "unsliced"))
+        on_host = kind == "shared" and is_on_host(raw_array(leaf))
+        leaves.append(Leaf(kind, path, axes, value, is_ and rule == "unsliced", on_host))
         if kind != "static":
             (arrays if is_ else shared).append(_axis_first(leaf, axis) if is_ else raw_array(leaf))
     if any(leaf.unsliced for leaf in leaves):

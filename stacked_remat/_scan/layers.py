@@ -21,7 +21,7 @@ from .._sweep.derivative_errors import not_transposable
 from .._sweep.effects import check_effects
 from .._sweep.gradient import merge, pick
 from .._sweep.spec import FirstLayers
-from .._sweep.store import check_unsliced, on_device
+from .._sweep.store import at_least_one, check_unsliced, on_device
 from .checks import check_carry, check_output, describe
 from .marks import is_array
 from .stacking import name_stacked, stack_outputs
@@ -31,9 +31,8 @@ Step = Callable[[Any, Any], tuple[Any, Any]]  # (carry, inputs of the layer) -> 
 
 def from_arguments(run: Callable, remat: Remat, axis: AxisSelector) -> Callable:
     """`run(init, arguments)`, which keeps nothing derived from the arguments if inputs are dropped."""
-    match remat:
-        case PerLayer(inputs="drop"):
-            return _checkpoint(run, remat.jax_policy(*_names_of(axis)), offloads=remat.offloads)
+    if isinstance(remat, PerLayer) and remat.inputs == "drop":
+        return _checkpoint(run, remat.jax_policy(*_names_of(axis)), offloads=remat.offloads)
     return run
 
 
@@ -90,9 +89,8 @@ def internals_are_saved() -> bool:
 
 def _not_transposable(results: Any, remat: Remat) -> Any:
     """The results of a scan, with an error for `jax.linear_transpose` under policies that refuse it."""
-    match remat:
-        case SaveAll() | PerLayer(named=False):
-            return results
+    if isinstance(remat, SaveAll) or (isinstance(remat, PerLayer) and not remat.named):
+        return results
 
     def mark(leaf: Any) -> Any:
         return not_transposable(leaf) if is_array(leaf) and jnp.issubdtype(leaf.dtype, jnp.inexact) else leaf
@@ -149,7 +147,7 @@ def scan_rolled(
             )
 
         def of_slices(carry: Any, slices: Any) -> tuple[Any, Any]:
-            return layer(carry, merge(xs, slices, sliced))
+            return layer(carry, merge([*map(at_least_one, xs)], slices, sliced))
 
         step = array_step(of_slices, init, remat, names)
         body = _checkpointed(step, remat, names, rolled=unroll is not True and unroll < axis.size)
@@ -162,7 +160,7 @@ def scan_rolled(
 
 
 def sweep_options(remat: Swept, length: int) -> dict[str, Any]:
-    """What a policy says of the sweep over so many layers; see `SweepSpec`."""
+    """`sweep` options of a policy for `length` layers; see `SweepSpec`."""
     first = remat.first_layers
     return {
         "schedule": remat.cut(length - first),
@@ -204,11 +202,7 @@ def _run_unrolled(
 def array_step(layer: Step, init: Any, remat: Remat, names: _Names | None = None) -> Step:
     """The layer on the arrays of the carry, its results checked and its inputs named, if there are names."""
     static = eqx.filter(init, eqx.is_array_like, inverse=True)
-    match remat:
-        case SaveAll() | Swept(internals=SaveAll()):
-            saves_all = True
-        case _:
-            saves_all = False
+    saves_all = isinstance(remat.internals if isinstance(remat, Swept) else remat, SaveAll)
 
     def step(arrays: Any, inputs: Any) -> tuple[Any, Any]:
         if names is not None:  # a sweep reads them to the device itself
@@ -221,8 +215,8 @@ def array_step(layer: Step, init: Any, remat: Remat, names: _Names | None = None
             result = layer(carry, inputs)
         if not isinstance(result, tuple | list) or len(result) != 2:
             raise ValueError(
-                "scan takes a function (or a block) that returns a pair (carry, output); it returned "
-                f"{describe(result)}. For one that returns only the carry use fold."
+                "scan and scan_vjp take a function (or a block) that returns a pair (carry, output); it "
+                f"returned {describe(result)}. For one that returns only the carry use fold or fold_vjp."
             )
         new_carry, y = result
         check_carry(carry, new_carry)
@@ -233,10 +227,9 @@ def array_step(layer: Step, init: Any, remat: Remat, names: _Names | None = None
 
 
 def _checkpointed(step: Step, remat: Internals, names: _Names, *, rolled: bool) -> Step:
-    match remat:
-        case SaveAll():
-            return step
-    # For GPUs XLA keeps a layer's internals twice where its carry comes from the host, without a barrier.
+    if isinstance(remat, SaveAll):
+        return step
+    # For the barrier see `SweepSpec._visitor`.
     from_host = remat.carries == "offload" and platform() == "cuda"
     return _checkpoint(
         step,
@@ -247,19 +240,16 @@ def _checkpointed(step: Step, remat: Internals, names: _Names, *, rolled: bool) 
 
 
 def _replayed_whole(run: Callable, remat: Remat, names: _Names) -> Callable:
-    """A scan that the backward pass replays from its input, if that is what the policy says."""
-    match remat:
-        case PerLayer(carries="drop", inputs="keep" | "offload"):
-            return _checkpoint(run, remat.jax_policy(*names), offloads=remat.offloads)
+    """Checkpoint the whole scan if carries are dropped."""
+    if isinstance(remat, PerLayer) and remat.carries == "drop" and remat.inputs != "drop":
+        return _checkpoint(run, remat.jax_policy(*names), offloads=remat.offloads)
     return run
 
 
 def _checkpoint_segment(run: Callable, remat: Remat, names: _Names) -> Callable:
-    match remat:
-        case Swept(carries="offload"):
-            keep = PerLayer(carries="offload")
-        case _:
-            return _checkpoint(run, None)  # its carry is kept, as all arguments are
+    if not (isinstance(remat, Swept) and remat.carries == "offload"):
+        return _checkpoint(run, None)  # its carry is kept, as all arguments are
+    keep = PerLayer(carries="offload")
 
     def named_run(carry: Any) -> Any:
         return run(checkpoint_name(carry, names.boundary))

@@ -133,14 +133,19 @@ class LayerStack(eqx.Module):
     layer_index: Any
 
     @staticmethod
-    def of(field: Any) -> "LayerStack":
-        """The field as it is in a fold; elsewhere a stack of one layer, with the axis `layers` in front."""
+    def of(field: Any, axis_name: str = "layers") -> "LayerStack":
+        """The field as it is in a fold; elsewhere a stack of one layer.
+
+        Args:
+            field: of a block, declared `unsliced`.
+            axis_name: of the layers' axis, which a named array of one layer then has in front.
+        """
         if isinstance(field, LayerStack):
             return field
 
         def of_one(leaf: Any) -> Any:
             if is_named(leaf):
-                return NamedArray(leaf.array[None], (Axis("layers", 1), *leaf.axes))
+                return NamedArray(leaf.array[None], (Axis(axis_name, 1), *leaf.axes))
             return leaf[None] if is_array(leaf) else leaf
 
         return LayerStack(jtu.tree_map(of_one, field, is_leaf=is_named), jnp.int32(0))

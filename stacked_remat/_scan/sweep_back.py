@@ -21,8 +21,8 @@ from .._sweep.store import read, write, zeros_like
 from .arguments import Caller
 from .checks import check_carry, describe
 from .eager import compiled_once
-from .layer_axis import TreeLayout, split_tree
-from .marks import Marked, is_array
+from .layer_axis import Leaf, TreeLayout, split_tree
+from .marks import Marked, is_array, is_named, raw_array
 from .sweep_types import SweepTypes, checked_cotangent, cotangent_leaves
 from .visitor import LayerResult, LayerVisit, SweepResult, Visitor
 
@@ -47,8 +47,9 @@ class SweepBack(eqx.Module):
 
         Args:
             cotangent: of what the forward sweep returned, in the same structure, shapes and dtypes.
-            visitor: `(visit, state) -> LayerResult`, traced once for each loop. Without one the result has
-                the gradients of the layers, the initial carry and the arguments, as `jax.vjp` of the fold.
+            visitor: `(visit, state) -> LayerResult`, traced once for each loop and once for its types.
+                Without one the result has the gradients of the layers, the initial carry and the arguments,
+                as `jax.vjp` of the fold.
             state: the visitor's, any tree of arrays whose shapes and dtypes stay as they are.
             layer_state: a state for each layer, a tree of arrays stacked over the layers' axis as the layers
                 are: the visitor sees a slice of it, and what it returns replaces that slice.
@@ -77,6 +78,12 @@ class SweepBack(eqx.Module):
                 "A visitor is a function (visit, state) -> LayerResult; got "
                 f"{describe(visitor)}. Write sweep_back(cotangent, visitor, state)."
             )
+        leaves = jax.tree.leaves(layer_state, is_leaf=is_named)
+        if leaves and not any(map(is_array, map(raw_array, leaves))):
+            raise ValueError(
+                f"layer_state holds no arrays; got {describe(layer_state)}. Stack a state for each layer "
+                "(jnp.zeros(Layers.size)), or pass what goes from layer to layer as state."
+            )
         if visitor is None and not (state is None and layer_state is None):
             raise ValueError("state and layer_state are for a visitor, and sweep_back was given none.")
         result = compiled_once(run, cotangent, (self, state, layer_state))
@@ -95,10 +102,10 @@ def _cotangents(types: SweepTypes, cotangent: Any) -> tuple[Arrays, Arrays]:
             "sweep_back of scan_vjp takes a pair of cotangents, of the carry and of the outputs; got "
             f"{describe(cotangent)}."
         )
-    (carry_ct, ys_ct), (carry, ys) = given, types.outputs
+    (carry_ct, ys_ct), (carry, ys), source = given, types.outputs, "given to sweep_back"
     return (
-        cotangent_leaves(carry_ct, carry, types.perturbed.carry, "the carry"),
-        cotangent_leaves(ys_ct, ys, types.perturbed.ys, "the outputs"),
+        cotangent_leaves(carry_ct, carry, types.perturbed.carry, "the carry", source),
+        cotangent_leaves(ys_ct, ys, types.perturbed.ys, "the outputs", source),
     )
 
 
@@ -229,21 +236,19 @@ def _new_leaves(
             f"A visitor returns a LayerResult; got {describe(result)}. Its first field is the cotangent of "
             'the layer\'s input: (carry_ct,) = visit.vjp("carry"); return LayerResult(carry_ct).'
         )
-    carry_ct = cotangent_leaves(result.carry, types.outputs[0], types.perturbed.carry, "the carry")
+    like, mask = types.outputs[0], types.perturbed.carry
+    carry_ct = cotangent_leaves(result.carry, like, mask, "the carry", "returned by the visitor")
     layer = _filled(result.layer, visit.layer, "layer")
     args, kwargs = _argument_cotangents(visit, result)
+    of_layer = [leaf for leaf in types.layout.leaves if types.part(leaf) == "layer"]
+    _check_unsplit([(f"layer{jtu.keystr(leaf.path[2:])}", leaf) for leaf in of_layer], layer, visit.layer)
     new_xs, new_shared = types.layout.arrays(((layer, *args), kwargs))
-    old_shared = leaves.shared[types.constants :]
-    for leaf, new, old in zip(types.layout.of_kind("shared"), new_shared, old_shared, strict=True):
-        if types.part(leaf) == "layer" and new is not old:
-            raise ValueError(
-                f"The layer{jtu.keystr(leaf.path[2:])} is shared by all layers, so a visitor cannot "
-                "replace it at one. Leave it as it is, and sum its gradients in the visitor's state."
-            )
     inputs = types.inputs(("args", "kwargs"))
     layers = zip(new_xs, types.slices(leaves), types.parts("split"), strict=True)
     new_state = eqx.filter(_filled(result.state, state, "state"), eqx.is_array_like)
     new_layer_state = _filled(result.layer_state, visit.layer_state, "layer_state")
+    of_state = [(f"layer_state{jtu.keystr(leaf.path)}", leaf) for leaf in state_layout.leaves]
+    _check_unsplit(of_state, new_layer_state, visit.layer_state)
     entries = (state_layout.arrays(tree)[0] for tree in (new_layer_state, visit.layer_state))
     return carry_ct, _Loop(
         [new if part == "layer" and new is not old else None for new, old, part in layers],
@@ -252,6 +257,26 @@ def _new_leaves(
         jax.tree.map(jnp.asarray, new_state),
         [None if new is old else new for new, old in zip(*entries, strict=True)],
     )
+
+
+def _check_unsplit(leaves: list[tuple[str, Leaf]], new: Any, before: Any) -> None:
+    """Refuse changes of what is not split over the layers.
+
+    Raises:
+        ValueError: names the leaf.
+    """
+    pairs = zip(
+        *(map(raw_array, jtu.tree_leaves(tree, is_leaf=is_named)) for tree in (new, before)), strict=True
+    )
+    for (name, leaf), (changed, old) in zip(leaves, pairs, strict=True):
+        both_static = not is_array(changed) and not is_array(old)
+        if leaf.kind == "split" or changed is old or (both_static and changed == old):
+            continue
+        what = "is shared by all layers" if leaf.kind == "shared" else f"is {old!r}, the same for all layers"
+        raise ValueError(
+            f"The {name} {what}, so a visitor cannot replace it at one. Return it unchanged, or None for it "
+            "(eqx.filter), and keep what is summed over the layers in the visitor's state."
+        )
 
 
 def _argument_cotangents(visit: LayerVisit, result: LayerResult) -> tuple[list[Any], dict[str, Any]]:
@@ -274,7 +299,7 @@ def _argument_cotangents(visit: LayerVisit, result: LayerResult) -> tuple[list[A
         )
 
     def checked(cotangent: Any, argument: Any, name: str) -> Any:
-        return checked_cotangent(cotangent, eqx.filter(argument, is_array), name)
+        return checked_cotangent(cotangent, eqx.filter(argument, is_array), name, "returned by the visitor")
 
     return (
         [checked(ct, arg, f"args[{i}]") for i, (ct, arg) in enumerate(zip(args, visit.args, strict=True))],

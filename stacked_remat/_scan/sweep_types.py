@@ -23,7 +23,7 @@ from .visitor import LayerVisit
 
 @dataclass(frozen=True, eq=False)
 class SweepTypes:
-    """Everything about a reverse sweep except its arrays.
+    """Static description of a reverse sweep.
 
     Attributes:
         spec: the sweep over leaves.
@@ -114,10 +114,10 @@ class SweepTypes:
         return LayerVisit(leaves.layer_index, layer, carry, tuple(args), kwargs, cotangent, layer_state, vjp)
 
 
-def cotangent_leaves(cotangent: Any, like: Any, mask: tuple[bool, ...], what: str) -> Arrays:
+def cotangent_leaves(cotangent: Any, like: Any, mask: tuple[bool, ...], what: str, source: str) -> Arrays:
     """The leaves of a cotangent that are in the mask, zeros for missing ones; checked as below."""
     types, structure = jtu.tree_flatten(like, is_leaf=is_named)
-    leaves = structure.flatten_up_to(checked_cotangent(cotangent, like, what))
+    leaves = structure.flatten_up_to(checked_cotangent(cotangent, like, what, source))
     return [
         jnp.zeros(type_.shape, type_.dtype) if leaf is None else leaf
         for leaf, type_, is_perturbed in zip(leaves, map(raw_array, types), mask, strict=True)
@@ -125,8 +125,10 @@ def cotangent_leaves(cotangent: Any, like: Any, mask: tuple[bool, ...], what: st
     ]
 
 
-def checked_cotangent(cotangent: Any, like: Any, what: str) -> Any:
+def checked_cotangent(cotangent: Any, like: Any, what: str, source: str) -> Any:
     """A cotangent of `like` with raw arrays as leaves, and None for missing ones.
+
+    Errors say `what` it is the cotangent of, and its `source`: who gave it.
 
     Raises:
         TypeError: a leaf is not an array; names the path.
@@ -138,7 +140,10 @@ def checked_cotangent(cotangent: Any, like: Any, what: str) -> Any:
         if given is None or not is_differentiable(expected.dtype):
             return None
         if not eqx.is_array_like(given):
-            raise TypeError(f"The cotangent of {where} is {leaf!r}. Give an array, or None for zeros.")
+            fix = "Give an array, or None for zeros."
+            if isinstance(leaf, tuple):
+                fix = 'Unpack it: visit.vjp returns a tuple, (carry_ct,) = visit.vjp("carry").'
+            raise TypeError(f"The cotangent of {where} {source} is {describe(leaf)}. {fix}")
         given = jnp.asarray(given)
         same_axes = getattr(leaf, "axes", None) == getattr(type_, "axes", None)
         found, wanted = (
@@ -146,8 +151,8 @@ def checked_cotangent(cotangent: Any, like: Any, what: str) -> Any:
         )
         if found != wanted:
             raise ValueError(
-                f"The cotangent of {where} is {found}, and {where} is {wanted}. Give it the same axes in the "
-                "same order, and the same shape and dtype."
+                f"The cotangent of {where} {source} is {found}, and {where} is {wanted}. Give it the same "
+                "axes in the same order, and the same shape and dtype."
             )
         return given
 
@@ -155,6 +160,8 @@ def checked_cotangent(cotangent: Any, like: Any, what: str) -> Any:
     try:
         leaves = [None] * len(paths_and_types) if cotangent is None else structure.flatten_up_to(cotangent)
     except ValueError as error:
-        raise ValueError(f"The cotangent of {what} has another structure than {what}: {error}") from None
+        raise ValueError(
+            f"The cotangent of {what} {source} has another structure than {what}: {error}"
+        ) from None
     checked = [check(*entry, leaf) for entry, leaf in zip(paths_and_types, leaves, strict=True)]
     return jtu.tree_unflatten(structure, checked)

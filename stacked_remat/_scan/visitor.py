@@ -12,11 +12,12 @@ class LayerResult(NamedTuple):
 
     Attributes:
         carry: the cotangent of the layer's input carry.
-        layer: the layer with new arrays, which replace the old ones; `None` leaves it as it is.
+        layer: the layer with new arrays, which replace the old ones; `None` leaves it unchanged, and so does
+            `None` in place of a leaf.
         args: the cotangents of the further arguments; those of shared ones are summed over the layers.
-        kwargs: likewise of the keyword arguments.
-        state: the visitor's state; `None` leaves it as it is.
-        layer_state: this layer's entry of the layers' state; `None` leaves it as it is.
+        kwargs: the cotangents of the keyword arguments.
+        state: the visitor's state; `None` leaves it unchanged.
+        layer_state: this layer's entry of the layers' state; `None` leaves it unchanged.
     """
 
     carry: Any
@@ -35,7 +36,7 @@ class SweepResult(NamedTuple):
         layers: without a visitor, the gradients of the layers; with one, the layers with the arrays that it
             returned, or as they were.
         args: the cotangents of the further arguments, where the visitor returns them.
-        kwargs: likewise of the keyword arguments.
+        kwargs: the cotangents of the keyword arguments.
         state: the visitor's last state.
         layer_state: the state of each layer.
     """
@@ -59,7 +60,7 @@ class LayerVisit:
         layer: the layer.
         carry: its input.
         args: its further arguments: slices of those that are split, and the shared ones.
-        kwargs: likewise the keyword arguments.
+        kwargs: its keyword arguments.
         cotangent: of its output carry; with `scan_vjp` a pair, of carry and output.
         layer_state: its entry of the layers' state.
     """

@@ -18,7 +18,7 @@ from .._sweep.api import forward_rule
 from .._sweep.gradient import Mask
 from .._sweep.slots import Arrays
 from .._sweep.spec import FirstLayers, SweepSpec
-from .._sweep.store import check_unsliced
+from .._sweep.store import check_unsliced, on_device
 from .._sweep.trace import TracedLayer, trace_layer
 from .api import function_caller
 from .arguments import Caller
@@ -55,7 +55,7 @@ def fold_vjp(
         f: takes the carry, one layer, and the further arguments; returns the next carry.
         axis: an `Axis`, or the name of an axis that one of the arguments has.
         remat: what is kept for the reverse sweep. Policies that drop carries or inputs (`"recompute"`), or
-            move internals to the host by name, cannot be followed here.
+            move internals to the host by name, are not supported.
         reverse: apply the layers from the last to the first. The reverse sweep then goes from the first.
         unroll: how many layers one iteration of the innermost loops runs.
         is_scanned: which of the arrays without a mark may be split: a bool or a predicate of a leaf.
@@ -65,7 +65,7 @@ def fold_vjp(
         which returns the last carry and a `SweepBack`.
 
     Raises:
-        ValueError: as `fold`; and for a policy that cannot be followed.
+        ValueError: as `fold`; and for a policy that is not supported.
     """
     return vjp_for(
         function_caller("fold", f),
@@ -132,6 +132,8 @@ def vjp_for(
         check_unmarked(init)
         return compiled_once(run, init, ((layers, *args), kwargs))
 
+    # The name in Python's error for a call without layers.
+    vjp.__qualname__ = f"{'scan' if has_output else 'fold'}_vjp(f, axis)"
     return vjp
 
 
@@ -139,7 +141,7 @@ def _sweep_options(remat: Remat, length: int, policy: ScanCheckpointPolicy) -> d
     """The fields of a `SweepSpec` for any policy, also one that a plain scan obeys under `jax.grad`.
 
     Raises:
-        ValueError: a sweep cannot follow it.
+        ValueError: it is not supported with a visitor.
     """
     match remat:
         case _ if length == 0:
@@ -152,9 +154,9 @@ def _sweep_options(remat: Remat, length: int, policy: ScanCheckpointPolicy) -> d
         case SaveAll() | PerLayer(carries="keep", inputs="keep", offloaded=()):
             return {"schedule": None, "first_layers": FirstLayers(length, checkpoint_of(remat))}
     raise ValueError(
-        f"A sweep over layers with a visitor cannot follow {policy!r}. It keeps the carry of each layer or "
-        'segment, on the device or on the host (True, "offload", "nested", max_carries=k), and, with carries '
-        "on the device, internals by name (save_block_internals=[names]). Use one of these."
+        f"{policy!r} is not supported with a visitor. Keep the carry of each layer or segment, on the "
+        'device or on the host (True, "offload", "nested", max_carries=k), and, with carries on the device, '
+        "internals by name (save_block_internals=[names])."
     )
 
 
@@ -168,6 +170,7 @@ def _forward(
     what: str,
 ) -> tuple[Any, SweepBack]:
     layout, xs, shared = split[0], *jax.tree.map(jnp.asarray, split[1:])
+    shared = on_device(shared)
     check_unsliced(xs, layout.unsliced)
 
     def trace(arguments: Callable[..., Any], unsliced: Mask) -> TracedLayer:

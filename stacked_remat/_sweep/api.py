@@ -97,8 +97,7 @@ def sweep(
 
 def _differentiable(spec: SweepSpec) -> Callable[[Carry, Arrays, Arrays], tuple[Carry, Arrays]]:
     """The sweep as a function of leaves, with its derivative rule."""
-    # A layer may hold sweeps, and the sweep around them differentiates it in several places: made once, and
-    # called by name, the rules are traced and compiled to a program of their own once.
+    # Nested sweeps differentiate a layer in several places; caching traces and compiles each rule once.
     forward_of = functools.cache(functools.partial(forward_rule, spec))
     backward_of = functools.cache(functools.partial(backward_rule, spec))
 

@@ -71,7 +71,7 @@ def forward_sweep_on_host(
     write_output: Callable[[Any, T, T], T],
     unroll: int | bool = 1,
 ) -> tuple[Carry, T, Checkpoints]:
-    """Do as `forward_sweep`, with each segment's first input in a buffer on the host and nothing else kept.
+    """Like `forward_sweep`, with each segment's first input in a buffer on the host and nothing else kept.
 
     `outputs` are the buffers that `write_output(index, outputs, output)` fills.
     """

@@ -37,8 +37,8 @@ class Checkpoints(NamedTuple):
         boundaries: the first input of each segment, `(segments, ...)` on the host; `None` if they are in
             `slots`.
         first_layers: of the layers before the schedule's, if there are any.
-        origin: the input of the first layer, on the device, if it is only in `boundaries`. Only derivatives
-            of the sweep read it, so other compiled programs do not keep it.
+        origin: the input of the first layer, on the device, if it is only in `boundaries` or there are no
+            layers. Only derivatives of the sweep read it, so other compiled programs do not keep it.
     """
 
     slots: Carry

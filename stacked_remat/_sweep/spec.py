@@ -1,4 +1,4 @@
-"""A sweep over layers on lists of arrays: its forward loop, its reverse loop, and the scan that it equals."""
+"""A sweep over layers on lists of arrays: its forward loop, its reverse loop, and the equivalent scan."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ from .gradient import (
 )
 from .reverse import Replay, ReplayedLayer, reverse_sweep
 from .slots import Arrays, Carry, Checkpoints, FirstLayersSaved, repeat
-from .store import empty_stack, on_device, read, read_ahead, read_layer, write
+from .store import at_least_one, empty_stack, on_device, read, read_ahead, read_layer, write
 
 Checkpoint = Callable[[Callable], Callable]
 
@@ -47,7 +47,7 @@ class FirstLayers:
 
 @dataclass(frozen=True)
 class SweepSpec:
-    """Everything about a sweep except its arrays.
+    """Static description of a sweep.
 
     Layers are numbered as they run. The schedule covers the layers after the first ones, which it numbers
     from zero.
@@ -110,7 +110,7 @@ class SweepSpec:
         """Scan plainly over `layer`."""
         sliced = [not whole for whole in self.unsliced]
         return lax.scan(
-            lambda carry, x: layer(shared, carry, merge(xs, on_device(x), sliced)),
+            lambda carry, x: layer(shared, carry, merge([*map(at_least_one, xs)], on_device(x), sliced)),
             init,
             pick(xs, sliced),
             length=self.length,
@@ -155,7 +155,7 @@ class SweepSpec:
         if self.schedule is None:
             avals: Any = [out.aval for out in self.jaxpr.outvars[self.carries :]]
             y = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals]
-            return carry, empty_stack(y, 0), Checkpoints([], None)
+            return carry, empty_stack(y, 0), Checkpoints([], None, origin=carry)
         length = self.schedule.length
 
         def write_output(index: Any, ys: Arrays, y: Arrays) -> Arrays:
@@ -172,7 +172,7 @@ class SweepSpec:
     def perturbed(
         self, init: Sequence[bool], xs: Sequence[bool], shared: Sequence[bool], ys: Sequence[bool]
     ) -> Perturbed:
-        """What is differentiated if these leaves are, the carries in between included."""
+        """Which leaves are differentiated, given which inputs are."""
         carry = active_carry(self.jaxpr, shared, init, xs)
         return Perturbed(tuple(init), tuple(carry), tuple(xs), tuple(shared), tuple(ys))
 
@@ -260,7 +260,7 @@ class SweepSpec:
         xs_in: Callable[[Any], Arrays],
         first: int,
     ) -> tuple[Callable, Replay]:
-        """The visitor of the layers from number `first` on, as the loops call it, and what replays them."""
+        """Adapt a `LeafVisitor` to the reverse loop; also returns the `Replay`."""
 
         def visit(layer: ReplayedLayer, carry_ct: Carry, state: Any) -> tuple[Carry, Any]:
             index = self.layer_index(layer.index + first)
@@ -303,8 +303,7 @@ class SweepSpec:
             layer = ReplayedLayer(number, read(carries, number), read(residuals, number), [])
             return visit(layer, *loop)
 
-        # A loop of the kind that the other visits are in: programs within a layer are shared by loops of one
-        # kind.
+        # Use the same kind of loop as the other visits, so inner programs compile once.
         trips: Any = self.first
         if self.schedule is not None and self.unroll is not True:
             visits = self.schedule.segments if self.on_host else [run.visits for run in self.schedule.runs]

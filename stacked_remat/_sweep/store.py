@@ -77,6 +77,11 @@ def settle(fetched: list[Array], index: Any) -> tuple[list[Array], Any]:
     return lax.optimization_barrier(([jnp.where(index >= 0, leaf, 0) for leaf in fetched], index))
 
 
+def at_least_one(stack: Array) -> Array:
+    """The stack, or zeros of one layer if it has none: a layer is traced even if there are none to run."""
+    return stack if len(stack) else jnp.zeros_like(stack, shape=(1, *stack.shape[1:]))
+
+
 def check_unsliced(stacks: Sequence[Array], unsliced: Sequence[bool]) -> None:
     """Refuse unsliced stacks in host memory.
 

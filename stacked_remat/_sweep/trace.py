@@ -10,7 +10,7 @@ from jax.extend.core import Jaxpr
 
 from .effects import check_effects
 from .slots import Arrays, Carry
-from .store import read_layer
+from .store import at_least_one, read_layer
 
 
 class TracedLayer(NamedTuple):
@@ -56,10 +56,7 @@ def trace_layer(
     """
     init = jax.tree.map(jnp.asarray, init)
     stacks, tree = jax.tree.flatten(xs)
-    if all(len(stack) for stack in stacks):
-        entries = jax.eval_shape(lambda stacks: read_layer(stacks, 0, unsliced), stacks)
-    else:  # no layers
-        entries = [jax.ShapeDtypeStruct(stack.shape[1:], stack.dtype) for stack in stacks]
+    entries = jax.eval_shape(lambda stacks: read_layer([*map(at_least_one, stacks)], 0, unsliced), stacks)
     x = jax.tree.unflatten(tree, entries)
 
     def trace(init: Any) -> tuple[Any, tuple[Any, Any]]:

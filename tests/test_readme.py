@@ -33,7 +33,14 @@ def _name(page: Path) -> str:
     return str(page.relative_to(ROOT))
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if _program(page).strip()], ids=_name)
+@pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param(page, id=_name(page), marks=pytest.mark.deep if page.stem == "porting" else ())
+        for page in PAGES
+        if _program(page).strip()
+    ],
+)
 def test_the_python_on_the_page_runs(page):
     exec(compile(_program(page), page, "exec"), {"__name__": page.stem})
 

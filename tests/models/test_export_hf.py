@@ -112,6 +112,7 @@ def test_a_damaged_checkpoint_is_named_and_nothing_is_written(finished, tmp_path
     assert status == 1 and str(arrays) in shown.replace("\n", "") and not (tmp_path / "damaged").exists()
 
 
+@pytest.mark.deep
 def test_training_begins_with_the_weights_of_the_folder(workplace, adapted):
     first = yaml.safe_load((adapted / "metrics.jsonl").read_text().splitlines()[0])
     config = begun_with(workplace, None)

@@ -23,8 +23,11 @@ def workplace(tmp_path_factory):
 
 @pytest.mark.parametrize(
     ("options", "devices"),
-    [((), 4), (LORA, 1), (ADAFACTOR, 1)],
-    ids=["clipped, on four devices", "adapters", "adafactor"],
+    [
+        pytest.param((), 4, marks=pytest.mark.deep, id="clipped, on four devices"),
+        pytest.param(LORA, 1, marks=pytest.mark.deep, id="adapters"),
+        pytest.param(ADAFACTOR, 1, id="adafactor"),
+    ],
 )
 def test_a_run_with_fused_updates_equals_one_without(workplace, options, devices):
     def metrics(*overrides, run):

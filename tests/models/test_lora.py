@@ -71,7 +71,13 @@ def chain_rule():
 
 
 @pytest.mark.parametrize(
-    "remat", [False, "nested", pytest.param("offload", marks=pytest.mark.remat3)], ids=str
+    "remat",
+    [
+        pytest.param(False, marks=pytest.mark.deep),
+        "nested",
+        pytest.param("offload", marks=pytest.mark.remat3),
+    ],
+    ids=str,
 )
 def test_attention_and_experts_are_trained_as_their_merged_weights_would_be(remat, chain_rule):
     loss, gradients = loss_and_gradients(adapted_model(remat))

@@ -45,8 +45,14 @@ POLICIES = {
     "offload internals": ScanCheckpointPolicy(offload_block_internals=["attention_output"]),
 }
 # The dense model compiles sooner; experts with the policy whose program has most parts.
-CASES = [("dense", "True"), ("dense", "nested, offload"), ("experts", "nested")]
-DEEP = [("dense", "False"), ("dense", "offload"), ("dense", "save"), ("dense", "offload internals")]
+CASES = [("dense", "nested, offload"), ("experts", "nested")]
+DEEP = [
+    ("dense", "True"),
+    ("dense", "False"),
+    ("dense", "offload"),
+    ("dense", "save"),
+    ("dense", "offload internals"),
+]
 CASES += [pytest.param(*case, marks=pytest.mark.deep) for case in DEEP]
 MESHES = {
     "data parallel": (MeshConfig(param_mapping={}), 1),
@@ -126,7 +132,7 @@ def test_every_policy_gives_the_gradients_of_one_device_and_gathers_no_stack(kin
     assert share(found[0]) == 1 / 8
 
 
-@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("mesh", ["data parallel", pytest.param("hybrid", marks=pytest.mark.deep)])
 def test_other_meshes(mesh):
     config, part = MESHES[mesh]
     _, found = compiled_on(config, "dense", "nested")
@@ -141,6 +147,7 @@ def test_microbatches_are_divided_too():
     assert share(after) == 1 / 4
 
 
+@pytest.mark.deep
 def test_a_report_is_of_one_device_of_the_mesh():
     def report_on(devices):
         config = LmRunConfig(

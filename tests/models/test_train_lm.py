@@ -137,6 +137,7 @@ def as_if_finished_in(workplace, finished):
     (workplace / "run" / "config.yaml").write_text(yaml.safe_dump(config))
 
 
+@pytest.mark.deep
 def test_overwriting_a_finished_run_needs_to_be_told_and_remat_does_not_change_the_result(
     workplace, capsys, finished
 ):
@@ -206,6 +207,7 @@ def test_a_run_resumes_on_another_number_of_devices(workplace, monkeypatch, caps
     np.testing.assert_allclose(losses_of(workplace / "run"), losses_of(finished), rtol=1e-4)
 
 
+@pytest.mark.deep
 def test_the_same_command_resumes_after_a_signal_and_refuses_another_model(
     workplace, capsys, monkeypatch, finished
 ):

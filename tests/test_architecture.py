@@ -20,6 +20,7 @@ FOLDERS = ("stacked_remat", "models", "benchmarks", "scripts", "tests")
 
 # The layer of each module and package directly under stacked_remat/. `_stacked` covers `_stacked_*.py` too.
 LAYERS = {
+    "_activity": "base",
     "_compat": "compat",
     "_files": "base",
     "_messages": "base",

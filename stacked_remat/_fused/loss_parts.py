@@ -10,6 +10,7 @@ import jax.tree_util as jtu
 from jax.core import eval_jaxpr
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var, jaxprs_in_params
 
+from .._activity import active_variables, is_differentiable
 from .folds import Fold, StackInLoss, fold_p, run, with_arrays
 
 _CALLS = ("jit", "pjit")  # the names of jit's primitive in the versions of JAX
@@ -58,7 +59,7 @@ def cut_at_folds(
         loss: a function of the model and the other arguments.
         model: with a `StackInLoss` in the place of each stack that is followed.
         args: the other arguments.
-        kwargs: likewise.
+        kwargs: those by name.
         names: of these stacks, for errors.
 
     Raises:
@@ -203,27 +204,6 @@ def _type(var: Any) -> Any:
     return var.aval
 
 
-def is_differentiable(dtype: Any) -> bool:
-    return jnp.issubdtype(dtype, jnp.inexact)
-
-
-def influenced(jaxpr: Jaxpr, inputs: Iterable[Any]) -> set[Var]:
-    """The variables of a jaxpr that depend on these inputs; all outputs of what is not a jit are taken to."""
-    found = {var for var in inputs if isinstance(var, Var)}
-    for eqn in jaxpr.eqns:
-        if found.isdisjoint(_variables(eqn)):
-            continue
-        if eqn.primitive.name in _CALLS:
-            (inner,) = jaxprs_in_params(eqn.params)
-            pairs = zip(inner.invars, eqn.invars, strict=True)
-            through = influenced(inner, [own for own, var in pairs if isinstance(var, Var) and var in found])
-            results = zip(eqn.outvars, inner.outvars, strict=True)
-            found |= {var for var, own in results if isinstance(own, Var) and own in through}
-        else:
-            found |= set(eqn.outvars)
-    return found
-
-
 class Values:
     """Values and cotangents of the variables of a loss, evaluated part by part."""
 
@@ -260,22 +240,19 @@ class Values:
         """Evaluate all parts; returns for each its pullback, or what sweeps back over its layers."""
         return [self._sweep(part) if part.fold else self._evaluate(part) for part in self.loss.parts]
 
-    def _activate(self, variables: Iterable[Var]) -> None:
-        self.active |= {var for var in variables if is_differentiable(_type(var).dtype)}
-
     def _sweep(self, part: Part) -> Any:
         assert part.fold is not None
         y, sweep_back = run(part.fold, "_vjp", [self.read(var) for var in part.inputs])
         arrays = [leaf for leaf in jax.tree.leaves(y) if eqx.is_array(leaf)]
         self.values |= dict(zip(part.outputs, arrays, strict=True))
-        self._activate(part.outputs)
+        self.active |= {var for var in part.outputs if is_differentiable(_type(var).dtype)}
         return sweep_back
 
     def _evaluate(self, part: Part) -> Callable[[], None]:
         jaxpr = part.jaxpr
         assert jaxpr is not None
-        self._activate(influenced(jaxpr, [var for var in part.inputs if self.is_active(var)]))
         inputs: list[Any] = [var for var in part.inputs if self.is_active(var)]
+        self.active |= active_variables(jaxpr, inputs)
         outputs = [var for var in part.outputs if self.is_active(var)]
 
         def evaluate(active: list[Any]) -> tuple[list[Any], list[Any]]:

@@ -7,8 +7,8 @@ import jax
 import jax.tree_util as jtu
 from jaxtyping import DTypeLike
 
+from .._activity import active_variables
 from .._messages import shortened
-from .loss_parts import influenced
 
 
 def check_separable(optimizer: Any, params: Any, owners: Sequence[int], dtype: DTypeLike | None) -> None:
@@ -42,7 +42,7 @@ def check_separable(optimizer: Any, params: Any, owners: Sequence[int], dtype: D
         own = [i for i in range(count) if owners[i] == owner]
         reached = {invars[i] for i in own} | {invars[count + states + i] for i in own}
         while True:
-            found = influenced(jaxpr, reached)
+            found = active_variables(jaxpr, reached, counts=lambda _: True)
             later = {before for before, after in zip(state_in, state_out, strict=True) if after in found}
             if later <= reached:
                 break

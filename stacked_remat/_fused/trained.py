@@ -8,6 +8,7 @@ import equinox as eqx
 import jax
 import jax.tree_util as jtu
 from haliax import Axis, NamedArray
+from haliax.util import is_named_array
 from jaxtyping import DTypeLike
 
 from .._messages import axes_text
@@ -93,7 +94,7 @@ class Trained:
                 )
         for name, i in zip(self.names, self.followed, strict=True):
             Layers = self.nodes[i].Layers
-            for path, leaf in jtu.tree_leaves_with_path(self.trained[i], is_leaf=_is_named):
+            for path, leaf in jtu.tree_leaves_with_path(self.trained[i], is_leaf=is_named_array):
                 if _has_array(leaf) and Layers not in leaf.axes:
                     raise ValueError(
                         f"{name}{jtu.keystr(path)} ({axes_text(leaf.axes)}) is shared by all layers, so a "
@@ -186,7 +187,7 @@ def state_of_layers(leaves: Iterable[Any], of_one: Any, Layers: Axis) -> Any:
         return NamedArray(leaf.array, (Layers, *leaf.axes))
 
     state = jax.tree.unflatten(jax.tree.structure(of_one), leaves)
-    return jax.tree.map(with_axis, state, is_leaf=_is_named)
+    return jax.tree.map(with_axis, state, is_leaf=is_named_array)
 
 
 def layer_structure(state: Any) -> Any:
@@ -198,20 +199,16 @@ def layer_structure(state: Any) -> Any:
         of_one: Any = jax.ShapeDtypeStruct(leaf.array.shape[1:], leaf.array.dtype)
         return NamedArray(of_one, leaf.axes[1:])
 
-    return jax.tree.structure(jax.tree.map(without_axis, state, is_leaf=_is_named))
+    return jax.tree.structure(jax.tree.map(without_axis, state, is_leaf=is_named_array))
 
 
 def _shape(named: NamedArray) -> tuple[int, ...]:
     return tuple(axis.size for axis in named.axes)
 
 
-def _is_named(node: Any) -> bool:
-    return isinstance(node, NamedArray)
-
-
 def _has_array(node: Any) -> bool:
     """Whether it is a named array, and not what an optimizer has in the place of one that it leaves out."""
-    return _is_named(node) and hasattr(node.array, "shape")
+    return is_named_array(node) and hasattr(node.array, "shape")
 
 
 def _with_layer(stack: Any, layer: Any) -> Any:

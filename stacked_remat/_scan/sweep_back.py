@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 from jax import lax
 
-from .._sweep.activity import is_differentiable
+from .._activity import is_differentiable
 from .._sweep.api import backward_rule
 from .._sweep.derivative_errors import not_differentiable
 from .._sweep.gradient import LayerPullback, LeafVisit, scatter_leaves

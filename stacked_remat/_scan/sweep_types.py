@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 from jax import lax
 
+from .._activity import is_differentiable
 from .._placement import platform
-from .._sweep.activity import is_differentiable
 from .._sweep.gradient import Inputs, LayerPullback, LeafLayer, LeafVisit, Perturbed, scatter_leaves
 from .._sweep.slots import Arrays
 from .._sweep.spec import SweepSpec

@@ -10,10 +10,10 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 from haliax.axis import AxisSelector
 
+from .._activity import is_differentiable
 from .._policy import ScanCheckpointPolicy, ScanCheckpointSpec, resolve_policy
 from .._remat import PerLayer, Remat, SaveAll, Swept, checkpoint_of, for_length
 from .._schedule import equal
-from .._sweep.activity import is_differentiable
 from .._sweep.api import forward_rule
 from .._sweep.gradient import Mask
 from .._sweep.slots import Arrays

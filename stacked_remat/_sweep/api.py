@@ -18,10 +18,10 @@ from jax import lax
 from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array
 
+from .._activity import is_differentiable
 from .._compat import not_forwarded
 from .._schedule import Schedule
 from .._static import Static
-from .activity import is_differentiable
 from .derivative_errors import reverse_mode_only
 from .gradient import Perturbed, merge, pick, scatter_leaves
 from .slots import Arrays, Carry, Checkpoints

@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from .._activity import active_outputs, named_inputs
 from .._placement import platform
-from .activity import active_outputs, named_inputs
 from .slots import Arrays, Carry
 from .store import write, zeros_like
 

@@ -10,9 +10,9 @@ from jax import lax
 from jax.core import eval_jaxpr
 from jax.extend.core import Jaxpr
 
+from .._activity import active_carry
 from .._placement import platform
 from .._schedule import Schedule
-from .activity import active_carry
 from .forward import forward_sweep, forward_sweep_on_host
 from .gradient import (
     LayerPullback,

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from .._sweep.activity import is_differentiable
+from .._activity import is_differentiable
 
 _MOST = 2  # gradients of one product, which has two factors; fused attention has more operands
 

@@ -202,13 +202,7 @@ def train_step(
         gradients, metrics = _accumulated(loss, state.trained, batch, key, gradient_dtype, microbatches)
     updates, optimizer_state = optimizer.update(gradients, state.optimizer_state, state.trained)
     metrics = {**metrics, "grad_norm": optax.tree.norm(optax.tree.cast(gradients, jnp.float32))}
-    after = dataclasses.replace(
-        state,
-        step=state.step + 1,
-        trained=_updated(state.trained, updates),
-        optimizer_state=optimizer_state,
-        skips=jnp.zeros_like(state.skips),
-    )
+    after = _after(state, _updated(state.trained, updates), optimizer_state)
     if skip_nonfinite:
         after = _unless_nonfinite(after, state, metrics)
         metrics["skips"] = after.skips
@@ -235,14 +229,19 @@ def _fused_step(
     )
     before: Any = state.optimizer_state
     result = step(eqx.combine(shard(state.trained), state.frozen), before, batch, key)
-    after = dataclasses.replace(
+    after = _after(state, eqx.filter(result.model, is_trained), result.state)
+    return after, {**result.value[1], "grad_norm": result.grad_norm}
+
+
+def _after(state: TrainState, trained: Any, optimizer_state: Any) -> TrainState:
+    """The state one step later."""
+    return dataclasses.replace(
         state,
         step=state.step + 1,
-        trained=eqx.filter(result.model, is_trained),
-        optimizer_state=result.state,
+        trained=trained,
+        optimizer_state=optimizer_state,
         skips=jnp.zeros_like(state.skips),
     )
-    return after, {**result.value[1], "grad_norm": result.grad_norm}
 
 
 _Loss: TypeAlias = Callable[[Any, TokenBatch, PRNGKeyArray], tuple[Float[Array, ""], Metrics]]

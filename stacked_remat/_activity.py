@@ -4,7 +4,8 @@ A conservative answer from the jaxpr's equations alone: an output that is said t
 on an active input; one that is said to be active may still have a zero derivative.
 """
 
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -40,14 +41,17 @@ def active_outputs(
     jaxpr: core.Jaxpr, inputs: Sequence[bool], counts: Callable[[Any], bool] = is_differentiable
 ) -> list[bool]:
     """Find which outputs depend on an active input (constants first) through values whose dtype counts."""
-    variables = (*jaxpr.constvars, *jaxpr.invars)
-    active = {var for var, is_active in zip(variables, inputs, strict=True) if is_active}
+    active = active_variables(jaxpr, itertools.compress((*jaxpr.constvars, *jaxpr.invars), inputs), counts)
+    return [_is_in(atom, active) for atom in jaxpr.outvars]
 
-    def is_active(atom: object) -> bool:
-        return isinstance(atom, core.Var) and atom in active
 
+def active_variables(
+    jaxpr: core.Jaxpr, inputs: Iterable[core.Var], counts: Callable[[Any], bool] = is_differentiable
+) -> set[core.Var]:
+    """Find these inputs and all variables that depend on them through values whose dtype counts."""
+    active = set(inputs)
     for equation in jaxpr.eqns:
-        operands = [is_active(atom) for atom in equation.invars]
+        operands = [_is_in(atom, active) for atom in equation.invars]
         if not any(operands):
             continue
         inner = _called(equation)
@@ -57,7 +61,11 @@ def active_outputs(
             for var, depends in zip(equation.outvars, outputs, strict=True)
             if depends and counts(getattr(var.aval, "dtype", jnp.dtype(bool)))
         )
-    return [is_active(atom) for atom in jaxpr.outvars]
+    return active
+
+
+def _is_in(atom: object, variables: set[core.Var]) -> bool:
+    return isinstance(atom, core.Var) and atom in variables
 
 
 def named_inputs(jaxpr: core.Jaxpr) -> set[core.Var]:

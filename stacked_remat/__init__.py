@@ -19,7 +19,7 @@ from ._scan.vjp import fold_vjp, scan_vjp
 from ._stacked import Stacked
 
 if TYPE_CHECKING:
-    from . import lora, memory, ops, training as training
+    from . import lora, memory, ops, streaming, training as training
 
 __version__ = "0.1.0"
 
@@ -53,13 +53,14 @@ __all__ = [
     "scan",
     "scan_vjp",
     "shared",
+    "streaming",
     "unsliced",
 ]
 
 
 def __getattr__(name: str) -> Any:
-    """The packages of the library, each imported when it is first used."""
-    if name in ("lora", "memory", "ops", "training"):
+    """The packages and modules of the library, each imported when it is first used."""
+    if name in ("lora", "memory", "ops", "streaming", "training"):
         return importlib.import_module(f"{__name__}.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 

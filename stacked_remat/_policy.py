@@ -21,6 +21,7 @@ OFFLOAD = "offload"
 _KEPT: dict[bool | str, Kept] = {True: "keep", OFFLOAD: "offload", False: "drop"}
 _CUTS = ("nested", "segment_length", "max_carries")
 _COUNTS = {"segment_length": "a number of layers in a segment", "max_carries": "a number of carries"}
+_READING = "host_segment_length"  # says nothing of what is kept
 
 
 @dataclasses.dataclass(frozen=True, repr=False, eq=False)
@@ -81,6 +82,10 @@ class ScanCheckpointPolicy:
             them follow `first_policy`.
         first_policy: `False` keeps the internals of these layers, one with `save_block_internals=[names]`
             only those names, and `True` only their carries.
+        host_segment_length: how many layers whose arrays are in host memory are read to the device together;
+            it divides their number. Above 1 such a segment takes the place of a layer: the other settings
+            count segments, and a segment being reversed is run once more and keeps a carry for each
+            of its layers. No effect on layers in device memory.
 
     Raises:
         ValueError: for contradictory settings, with the reason.
@@ -99,6 +104,7 @@ class ScanCheckpointPolicy:
     max_carries: int | None = None
     first_layers: int = 0
     first_policy: "ScanCheckpointSpec" = False
+    host_segment_length: int = 1
 
     def __post_init__(self):
         _check_tri_state("save_carries", self.save_carries)
@@ -117,12 +123,15 @@ class ScanCheckpointPolicy:
                 object.__setattr__(self, field, value)
         first = whole_number("first_layers", self.first_layers, "a number of layers", least=0)
         object.__setattr__(self, "first_layers", first)
+        together = whole_number(_READING, self.host_segment_length, "a number of layers")
+        object.__setattr__(self, _READING, together)
         for reason in self._contradictions():
             raise ValueError(reason)
 
     def _contradictions(self) -> Iterator[str]:
         """Settings that contradict each other: the reason, and what to write instead."""
-        written = {name: f"{name}={as_written(value)!r}" for name, value in self.settings()}
+        settings = [(name, value) for name, value in self.settings() if name != _READING]
+        written = {name: f"{name}={as_written(value)!r}" for name, value in settings}
         cuts = [f"{name}={getattr(self, name)!r}" for name in _CUTS if name in written]
 
         def listed(*names: str, but: tuple[str, ...] = ()) -> str:
@@ -155,7 +164,7 @@ class ScanCheckpointPolicy:
                 "save_block_internals=[...]."
             )
         # The internals of a segment leave its boundaries to offload.
-        offloads = [name for name, value in self.settings() if value == OFFLOAD or name.startswith(OFFLOAD)]
+        offloads = [name for name, value in settings if value == OFFLOAD or name.startswith(OFFLOAD)]
         if self.save_block_internals is True and not cuts and offloads:
             yield (
                 "save_block_internals=True keeps everything on the device and leaves nothing to offload, so "

@@ -10,6 +10,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, DTypeLike, Float
 
+from .._placement import is_on_host, to_host
+from .._scan.api import scan
 from .._scan.visitor import LayerResult, LayerVisit
 from .folds import Fold, Place
 from .loss_parts import Part, Values, cut_at_folds
@@ -131,7 +133,7 @@ class FusedUpdate:
     gradient_dtype: DTypeLike | None
 
     def init(self, model: Any) -> FusedState:
-        """The optimizer's state for a model.
+        """The optimizer's state for a model; for layers on the host it is on the host too.
 
         Raises:
             ValueError: nothing is trained, layers share a trained array, or the optimizer needs the gradients
@@ -149,9 +151,16 @@ class FusedUpdate:
         def leaves(layer: Any) -> list[Any]:
             return jax.tree.leaves(init(masked(layer, trained.layer_mask(number))))
 
+        def leaves_on_host(_: None, layer: Any) -> tuple[None, list[Any]]:
+            return None, [to_host(leaf) if leaf.ndim else leaf for leaf in leaves(layer)]
+
         stack = trained.stacks[number]
         of_one = jax.eval_shape(init, trained.layer_types(number))
-        return state_of_layers(stack.vmap_via(leaves)(), of_one, stack.Layers)
+        if any(map(is_on_host, jax.tree.leaves(masked(stack.stacked, trained.layer_mask(number))))):
+            _, found = scan(leaves_on_host, stack.Layers)(None, stack.stacked)
+        else:
+            found = stack.vmap_via(leaves)()
+        return state_of_layers(found, of_one, stack.Layers)
 
     def __call__(self, model: Any, state: FusedState, /, *args: Any, **kwargs: Any) -> FusedResult:
         """One step: `(model, state, *args, **kwargs)` to a `FusedResult`."""

@@ -91,7 +91,8 @@ def scan_for(
 ) -> Callable[..., tuple[Any, Any]]:
     """`scan`, with error messages in the words of `caller`."""
     check_axis_or_name(axis, caller.what)
-    resolved = resolve_policy(remat).normalized()
+    policy = resolve_policy(remat)
+    resolved = policy.normalized()
     reverse, unroll = check_reverse(reverse), check_unroll(unroll)
 
     def run(init: Any, arguments: tuple[Any, Any]) -> tuple[Any, Any]:
@@ -111,6 +112,7 @@ def scan_for(
             unsliced=layout.unsliced,
             reverse=reverse,
             unroll=unroll,
+            host_segment_length=policy.host_segment_length,
             what=caller.what,
         )
 

@@ -12,9 +12,9 @@ from haliax.axis import AxisSelector
 from jax.core import eval_jaxpr
 
 from .._checkpoint import checkpoint_name
-from .._placement import platform
+from .._placement import is_on_host, platform
 from .._remat import Internals, PerLayer, Remat, SaveAll, Swept, checkpoint_of, for_length
-from .._schedule import Tree
+from .._schedule import Tree, equal
 from .._static import Static
 from .._sweep.api import sweep
 from .._sweep.derivative_errors import not_transposable
@@ -124,17 +124,21 @@ def scan_rolled(
     unsliced: Sequence[bool],
     reverse: bool,
     unroll: int | bool,
+    host_segment_length: int,
     what: str,
 ) -> tuple[Any, Any]:
     """Apply `layer` to slices of `xs` (all of those that are `unsliced`), one after the other, in a loop."""
-    remat = for_length(remat, axis.size)
+    options, given, remat = None, remat, for_length(remat, axis.size)
+    # A plain scan would keep what it reads from the host, and read nothing ahead.
+    if axis.size and (isinstance(remat, Swept) or any(map(is_on_host, xs))):
+        options = sweep_options(given, axis, xs, host_segment_length)
     names = _names_of(axis)
     arrays, static = eqx.partition(init, eqx.is_array_like)
     check_unsliced(xs, unsliced)
     sliced = [not whole for whole in unsliced]
 
     def run(carry: Any, xs: Sequence[Any]) -> tuple[Any, Any]:
-        if isinstance(remat, Swept):
+        if options is not None:
             return sweep(
                 array_step(layer, init, remat),
                 carry,
@@ -143,12 +147,13 @@ def scan_rolled(
                 reverse=reverse,
                 unroll=unroll,
                 unsliced=unsliced,
-                **sweep_options(remat, axis.size),
+                **options,
             )
 
         def of_slices(carry: Any, slices: Any) -> tuple[Any, Any]:
             return layer(carry, merge([*map(at_least_one, xs)], slices, sliced))
 
+        assert not isinstance(remat, Swept)
         step = array_step(of_slices, init, remat, names)
         body = _checkpointed(step, remat, names, rolled=unroll is not True and unroll < axis.size)
         return jax.lax.scan(body, carry, pick(xs, sliced), length=axis.size, reverse=reverse, unroll=unroll)
@@ -159,15 +164,57 @@ def scan_rolled(
     return eqx.combine(carry, static), name_stacked(ys, axis, what)
 
 
-def sweep_options(remat: Swept, length: int) -> dict[str, Any]:
-    """`sweep` options of a policy for `length` layers; see `SweepSpec`."""
-    first = remat.first_layers
-    return {
-        "schedule": remat.cut(length - first),
-        "checkpoint": checkpoint_of(remat.internals),
-        "boundaries": "host" if remat.carries == "offload" else "device",
-        "first_layers": FirstLayers(first, checkpoint_of(remat.first)) if first else None,
-    }
+def sweep_options(
+    remat: Remat, axis: Axis, xs: Sequence[Any], host_segment_length: int
+) -> dict[str, Any] | None:
+    """The fields of a `SweepSpec` that say what a policy means for these stacks.
+
+    None for a policy that only a plain scan obeys.
+
+    Raises:
+        ValueError: stacks on the host can't be read `host_segment_length` layers at a time.
+    """
+    read_length = host_segment_length if any(map(is_on_host, xs)) else 1
+    length = axis.size // read_length
+    if axis.size % read_length:
+        divisors = [str(k) for k in range(1, axis.size + 1) if axis.size % k == 0]
+        raise ValueError(
+            f"The {axis.size} layers of axis {axis.name!r} can't be read from the host "
+            f"{read_length} at a time. Let host_segment_length be one of {', '.join(divisors)}."
+        )
+    found = _sweep_options(for_length(remat, length), length)
+    if read_length == 1:
+        return found
+    keeps_more = found and (
+        found.get("first_layers") or found.get("checkpoint", jax.checkpoint) is not jax.checkpoint
+    )
+    if found is None or keeps_more:
+        raise ValueError(
+            f"With host_segment_length={read_length} the layers of a segment are run again one by one, from "
+            "the carry that is kept of it, and the policy says otherwise. Let it keep carries alone (True, "
+            '"offload", "nested", max_carries=k), or leave host_segment_length at 1.'
+        )
+    return {**found, "read_length": read_length}
+
+
+def _sweep_options(remat: Remat, length: int) -> dict[str, Any] | None:
+    match remat:
+        case _ if length == 0:
+            return {"schedule": None}
+        case Swept():
+            first = remat.first_layers
+            return {
+                "schedule": remat.cut(length - first),
+                "checkpoint": checkpoint_of(remat.internals),
+                "boundaries": "host" if remat.carries == "offload" else "device",
+                "first_layers": FirstLayers(first, checkpoint_of(remat.first)) if first else None,
+            }
+        case PerLayer(carries="keep" | "offload", inputs="keep", internals=(), offloaded=()):
+            boundaries = "host" if remat.carries == "offload" else "device"
+            return {"schedule": equal(length, length), "boundaries": boundaries}
+        case SaveAll() | PerLayer(carries="keep", inputs="keep", offloaded=()):
+            return {"schedule": None, "first_layers": FirstLayers(length, checkpoint_of(remat))}
+    return None
 
 
 def _run_unrolled(

@@ -17,7 +17,7 @@ from .._sweep.api import backward_rule
 from .._sweep.derivative_errors import not_differentiable
 from .._sweep.gradient import LayerPullback, LeafVisit, scatter_leaves
 from .._sweep.slots import Arrays, Checkpoints
-from .._sweep.store import read, write, zeros_like
+from .._sweep.store import read, read_layer, write, zeros_like
 from .arguments import Caller
 from .checks import check_carry, describe
 from .eager import compiled_once
@@ -208,7 +208,7 @@ def _example(sweep: SweepBack, carry_ct: Arrays, ys_ct: Arrays) -> LeafVisit:
         jnp.int32(0),
         sweep._shared,
         sweep._checkpoints.first(),
-        spec.layer_inputs(sweep._xs, 0),
+        read_layer(sweep._xs, 0, spec.unsliced),
         spec.unsliced,
         (carry_ct, read(ys_ct, 0)),
         None,

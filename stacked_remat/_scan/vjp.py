@@ -11,13 +11,12 @@ import jax.tree_util as jtu
 from haliax.axis import AxisSelector
 
 from .._activity import is_differentiable
-from .._policy import ScanCheckpointPolicy, ScanCheckpointSpec, resolve_policy
-from .._remat import PerLayer, Remat, SaveAll, Swept, checkpoint_of, for_length
-from .._schedule import equal
+from .._policy import ScanCheckpointSpec, resolve_policy
+from .._remat import Remat, for_length
 from .._sweep.api import forward_rule
 from .._sweep.gradient import Mask
 from .._sweep.slots import Arrays
-from .._sweep.spec import FirstLayers, SweepSpec
+from .._sweep.spec import SweepSpec
 from .._sweep.store import check_unsliced, on_device
 from .._sweep.trace import TracedLayer, trace_layer
 from .api import function_caller
@@ -123,10 +122,16 @@ def vjp_for(
 
     def run(init: Any, arguments: tuple[Any, Any]) -> tuple[Any, SweepBack]:
         split = split_tree(arguments, axis, caller, is_scanned=is_scanned)
-        length = split[0].axis.size
-        remat = for_length(policy.normalized(), length)
-        options = {**_sweep_options(remat, length, policy), "reverse": reverse, "unroll": unroll}
-        return _forward(f, init, split, remat, options, has_output, caller.what)
+        Layers, remat = split[0].axis, policy.normalized()
+        found = sweep_options(remat, Layers, split[1], policy.host_segment_length)
+        if found is None:
+            raise ValueError(
+                f"{policy!r} is not supported with a visitor. Keep the carry of each layer or segment, on "
+                'the device or on the host (True, "offload", "nested", max_carries=k), and, with carries on '
+                "the device, internals by name (save_block_internals=[names])."
+            )
+        options = {**found, "reverse": reverse, "unroll": unroll}
+        return _forward(f, init, split, for_length(remat, Layers.size), options, has_output, caller.what)
 
     def vjp(init: Any, layers: Any, /, *args: Any, **kwargs: Any) -> tuple[Any, SweepBack]:
         check_unmarked(init)
@@ -135,29 +140,6 @@ def vjp_for(
     # The name in Python's error for a call without layers.
     vjp.__qualname__ = f"{'scan' if has_output else 'fold'}_vjp(f, axis)"
     return vjp
-
-
-def _sweep_options(remat: Remat, length: int, policy: ScanCheckpointPolicy) -> dict[str, Any]:
-    """The fields of a `SweepSpec` for any policy, also one that a plain scan obeys under `jax.grad`.
-
-    Raises:
-        ValueError: it is not supported with a visitor.
-    """
-    match remat:
-        case _ if length == 0:
-            return {"schedule": None}
-        case Swept():
-            return sweep_options(remat, length)
-        case PerLayer(carries="keep" | "offload", inputs="keep", internals=(), offloaded=()):
-            boundaries = "host" if remat.carries == "offload" else "device"
-            return {"schedule": equal(length, length), "boundaries": boundaries}
-        case SaveAll() | PerLayer(carries="keep", inputs="keep", offloaded=()):
-            return {"schedule": None, "first_layers": FirstLayers(length, checkpoint_of(remat))}
-    raise ValueError(
-        f"{policy!r} is not supported with a visitor. Keep the carry of each layer or segment, on the "
-        'device or on the host (True, "offload", "nested", max_carries=k), and, with carries on the device, '
-        "internals by name (save_block_internals=[names])."
-    )
 
 
 def _forward(

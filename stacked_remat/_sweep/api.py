@@ -35,13 +35,14 @@ def sweep(
     xs: Any,
     *,
     length: int,
-    schedule: Schedule,
+    schedule: Schedule | None,
     checkpoint: Callable[[Callable], Callable] = jax.checkpoint,
     boundaries: Literal["device", "host"] = "device",
     first_layers: FirstLayers | None = None,
     reverse: bool = False,
     unroll: int | bool = 1,
     unsliced: Sequence[bool] | None = None,
+    read_length: int = 1,
 ) -> tuple[Any, Any]:
     """`lax.scan(body, init, xs)` in value and gradients, with the reverse sweep that `schedule` describes.
 
@@ -50,7 +51,8 @@ def sweep(
         init: the first carry.
         xs: pytree of arrays with a leading axis of size `length`, or without leaves.
         length: number of layers.
-        schedule: a cut of as many layers, less `first_layers`.
+        schedule: a cut of as many layers, less `first_layers`, or of segments of `read_length`; None for
+            none.
         checkpoint: how a layer's internals are kept within the segment being reversed. The replay keeps what
             it saves for that segment's layers, except inputs and what comes from them without the carry.
         boundaries: `"host"` keeps the segments' first inputs in host memory; the schedule must be cut once.
@@ -59,6 +61,7 @@ def sweep(
         unroll: layers per iteration of the innermost loops; `True` unrolls everything.
         unsliced: for which leaves of `xs` every layer takes the stack; none by default. Their gradients are
             summed in place, where a layer reads a part of them.
+        read_length: how many layers are read together; the schedule is then one of segments of so many.
 
     Returns:
         The last carry and the stacked `y`s.
@@ -69,11 +72,12 @@ def sweep(
             effects while boundaries are on the host.
     """
     scheduled = length - (first_layers.length if first_layers else 0)
-    if schedule.length != scheduled:
-        raise ValueError(f"the schedule is for {schedule.length} layers, but there are {scheduled}")
+    of_schedule = schedule.length * read_length if schedule else 0
+    if of_schedule != scheduled:
+        raise ValueError(f"the schedule is for {of_schedule} layers, but there are {scheduled}")
     if boundaries not in ("device", "host"):
         raise ValueError(f'boundaries must be "device" or "host", got {boundaries!r}')
-    if boundaries == "host" and not schedule.segments:
+    if boundaries == "host" and not (schedule and schedule.segments):
         raise ValueError(
             "boundaries can be kept on the host only where the layers are cut once: use equal segments"
         )
@@ -88,7 +92,7 @@ def sweep(
     traced = trace_layer(
         lambda shared, carry, x: body(carry, x), [], init, xs, unsliced=whole, offloads=boundaries == "host"
     )
-    options: Any = (checkpoint, boundaries, first_layers, reverse, unroll, whole)
+    options: Any = (checkpoint, boundaries, first_layers, reverse, unroll, whole, read_length)
     spec = SweepSpec(traced.jaxpr, len(traced.init), schedule, *options)
     leaves = (traced.init, stacks, traced.shared)
     carry, ys = _differentiable(spec)(*jax.tree.map(_reverse_mode_only, leaves))
@@ -103,7 +107,7 @@ def _differentiable(spec: SweepSpec) -> Callable[[Carry, Arrays, Arrays], tuple[
 
     @jax.custom_vjp
     def run(init: Carry, xs: Arrays, shared: Arrays) -> tuple[Carry, Arrays]:
-        return spec.plain(spec.layer, init, xs, shared)
+        return spec.primal(init, xs, shared)
 
     def forward(init: Any, xs: Any, shared: Any) -> tuple[tuple[Carry, Arrays], Any]:
         masks = [_perturbed(part) for part in (init, xs, shared)]

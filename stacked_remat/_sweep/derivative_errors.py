@@ -13,8 +13,9 @@ from jax.interpreters import ad, batching, mlir
 from jaxtyping import Array
 
 _FORWARD_MODE = (
-    "a fold whose policy has nested, segment_length, max_carries or first_layers has no forward-mode "
-    "derivative (jvp, jacfwd, linearize); use remat=True or remat=False for it, or reverse mode"
+    "a fold whose policy has nested, segment_length, max_carries or first_layers, or whose layers are on the "
+    "host, has no forward-mode derivative (jvp, jacfwd, linearize); use remat=True or remat=False for it, "
+    "with the layers on the device, or reverse mode"
 )
 _TRANSPOSE = (
     "a fold whose policy names what it keeps, or cuts its layers, cannot be transposed "

@@ -1,7 +1,7 @@
 """A sweep over layers on lists of arrays: its forward loop, its reverse loop, and the equivalent scan."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import jax
@@ -11,8 +11,8 @@ from jax.core import eval_jaxpr
 from jax.extend.core import Jaxpr
 
 from .._activity import active_carry
-from .._placement import platform
-from .._schedule import Schedule
+from .._placement import is_on_host, platform
+from .._schedule import Schedule, equal
 from .forward import forward_sweep, forward_sweep_on_host
 from .gradient import (
     LayerPullback,
@@ -27,7 +27,7 @@ from .gradient import (
 )
 from .reverse import Replay, ReplayedLayer, reverse_sweep
 from .slots import Arrays, Carry, Checkpoints, FirstLayersSaved, repeat
-from .store import at_least_one, empty_stack, on_device, read, read_ahead, read_layer, write
+from .store import at_least_one, empty_stack, on_device, read, read_ahead, read_layer, settle, write
 
 Checkpoint = Callable[[Callable], Callable]
 
@@ -59,6 +59,9 @@ class SweepSpec:
         schedule: of the layers after the first ones; `None` if there are no others.
         checkpoint, boundaries, first_layers, reverse, unroll: as in `sweep`.
         unsliced: for which of `xs` a layer takes the whole stack.
+        read_length: how many layers are read together. Where it is above 1, such a segment takes the place of
+            a layer: the schedule counts segments, and one that is visited is run again, its carries
+            kept, and its layers are visited.
     """
 
     jaxpr: Jaxpr
@@ -70,6 +73,7 @@ class SweepSpec:
     reverse: bool = False
     unroll: int | bool = 1
     unsliced: Mask = ()
+    read_length: int = 1
 
     @property
     def on_host(self) -> bool:
@@ -83,8 +87,21 @@ class SweepSpec:
 
     @property
     def length(self) -> int:
-        """The number of layers."""
+        """The number of layers, or of segments of `read_length`."""
         return self.first + (0 if self.schedule is None else self.schedule.length)
+
+    @property
+    def segment(self) -> "SweepSpec":
+        """The sweep over the layers of one segment, which are on the device then."""
+        schedule = equal(self.read_length, self.read_length)
+        return replace(
+            self,
+            schedule=schedule,
+            checkpoint=jax.checkpoint,
+            boundaries="device",
+            first_layers=None,
+            read_length=1,
+        )
 
     def layer(self, shared: Arrays, carry: Carry, x: Arrays) -> tuple[Carry, Arrays]:
         """Run one layer."""
@@ -92,28 +109,61 @@ class SweepSpec:
         outputs = eval_jaxpr(self.jaxpr, shared[:constants], *shared[constants:], *carry, *x)
         return outputs[: self.carries], outputs[self.carries :]
 
+    def step(self, shared: Arrays, carry: Carry, x: Arrays) -> tuple[Carry, Arrays]:
+        """Run what is read together: one layer, or a segment, whose inputs and outputs are stacked."""
+        if self.read_length == 1:
+            return self.layer(shared, carry, x)
+        return self.segment.plain(self.layer, carry, x, shared)
+
     def layer_index(self, number: Any) -> Any:
         """The index on the axis of the layer that runs as `number`."""
         return self.length - 1 - number if self.reverse else number
 
-    def run_layer(
+    def run_step(
         self, shared: Arrays, xs: Arrays, number: Any, carry: Carry, fetched: Arrays
     ) -> tuple[Carry, Arrays]:
-        """Run the layer that runs as `number`, reading its own inputs but those that have been fetched."""
-        return self.layer(shared, carry, self.layer_inputs(xs, self.layer_index(number), fetched))
+        """Run the step with this number, reading its own inputs but those that have been fetched."""
+        return self.step(shared, carry, self.inputs(xs, self.layer_index(number), fetched))
 
-    def layer_inputs(self, xs: Arrays, layer_index: Any, fetched: Arrays | tuple[()] = ()) -> Arrays:
-        """The layer's own inputs, with those that have been fetched from the host."""
-        return read_layer(xs, layer_index, self.unsliced, fetched)
+    def inputs(self, xs: Arrays, index: Any, fetched: Arrays | tuple[()] = ()) -> Arrays:
+        """The own inputs of the step at `index`, with those that have been fetched from the host."""
+        return read_layer(xs, index, self.unsliced, fetched, self.read_length)
+
+    def fetch(self, xs: Arrays, number: Any) -> Arrays:
+        """The inputs of a step that are on the host, for `inputs`, if they are to be read ahead."""
+        return read_ahead(xs, self.layer_index(number), self.read_length)
+
+    def primal(self, init: Carry, xs: Arrays, shared: Arrays) -> tuple[Carry, Arrays]:
+        """Run all layers, with nothing kept."""
+        if not any(map(is_on_host, xs)):
+            return self.plain(self.layer, init, xs, shared)
+
+        def body(loop: tuple[Carry, Arrays], number: Any) -> tuple[tuple[Carry, Arrays], Arrays]:
+            carry, fetched = loop
+            fetched, number = settle(fetched, number)
+            ahead = self.fetch(xs, jnp.minimum(number + 1, self.length - 1))
+            carry, y = self.run_step(shared, xs, number, carry, fetched)
+            return (carry, ahead), y
+
+        loop, numbers = (init, self.fetch(xs, 0)), jnp.arange(self.length)
+        numbers = numbers[::-1] if self.reverse else numbers
+        (carry, _), ys = lax.scan(body, loop, numbers, reverse=self.reverse, unroll=self.unroll)
+        return carry, self._one_a_layer(ys)
+
+    def _one_a_layer(self, ys: Arrays) -> Arrays:
+        """The outputs of all layers, from those of the steps."""
+        if self.read_length == 1:
+            return ys
+        return [leaf.reshape(-1, *leaf.shape[2:]) for leaf in ys]
 
     def plain(self, layer: Callable, init: Carry, xs: Arrays, shared: Arrays) -> tuple[Carry, Arrays]:
-        """Scan plainly over `layer`."""
+        """Scan plainly over `layer`, one at a time."""
         sliced = [not whole for whole in self.unsliced]
         return lax.scan(
             lambda carry, x: layer(shared, carry, merge([*map(at_least_one, xs)], on_device(x), sliced)),
             init,
             pick(xs, sliced),
-            length=self.length,
+            length=self.length * self.read_length,
             reverse=self.reverse,
             unroll=self.unroll,
         )
@@ -131,7 +181,7 @@ class SweepSpec:
         pullback = self._pullback(perturbed, self.first_layers.checkpoint, init, xs, shared)
 
         def layer(carry: Carry, number: Any) -> tuple[Carry, tuple[Arrays, Carry, Arrays]]:
-            x = self.layer_inputs(xs, self.layer_index(number))
+            x = self.inputs(xs, self.layer_index(number))
             (new_carry, y), residuals = pullback.save(shared, carry, x)
             return new_carry, (y, carry, residuals)
 
@@ -146,11 +196,11 @@ class SweepSpec:
     def _forward_scheduled(
         self, carry: Carry, xs: Arrays, shared: Arrays
     ) -> tuple[Carry, Arrays, Checkpoints]:
-        def fetch(index: Any) -> Arrays:
-            return read_ahead(xs, self.layer_index(index + self.first))
+        def fetch(number: Any) -> Arrays:
+            return self.fetch(xs, number + self.first)
 
-        def step(index: Any, carry: Carry, fetched: Arrays) -> tuple[Carry, Arrays]:
-            return self.run_layer(shared, xs, index + self.first, carry, fetched)
+        def step(number: Any, carry: Carry, fetched: Arrays) -> tuple[Carry, Arrays]:
+            return self.run_step(shared, xs, number + self.first, carry, fetched)
 
         if self.schedule is None:
             avals: Any = [out.aval for out in self.jaxpr.outvars[self.carries :]]
@@ -162,12 +212,15 @@ class SweepSpec:
             return write(ys, length - 1 - index if self.reverse else index, y)
 
         if not self.on_host:
-            return forward_sweep(step, carry, self.schedule, fetch, reverse=self.reverse, unroll=self.unroll)
+            options: Any = {"reverse": self.reverse, "unroll": self.unroll}
+            carry, ys, checkpoints = forward_sweep(step, carry, self.schedule, fetch, **options)
+            return carry, self._one_a_layer(ys), checkpoints
         _, y = jax.eval_shape(lambda carry: step(0, carry, fetch(0)), carry)
         ys = empty_stack(y, length)
-        return forward_sweep_on_host(
+        carry, ys, checkpoints = forward_sweep_on_host(
             step, carry, ys, self.schedule, fetch, write_output=write_output, unroll=self.unroll
         )
+        return carry, self._one_a_layer(ys), checkpoints
 
     def perturbed(
         self, init: Sequence[bool], xs: Sequence[bool], shared: Sequence[bool], ys: Sequence[bool]
@@ -227,6 +280,8 @@ class SweepSpec:
         Returns:
             The cotangents of the perturbed leaves of the carry that goes into the first layer, and the state.
         """
+        if self.read_length > 1:
+            visitor = self._of_segment(perturbed, visitor)
 
         def part(checkpoint: Checkpoint, first: int) -> tuple[Callable, Replay]:
             pullback = self._pullback(perturbed, checkpoint, checkpoints.first(), xs_in(state), shared)
@@ -242,13 +297,31 @@ class SweepSpec:
             carry_ct, state = self._visit_first(visit, checkpoints, carry_ct, state)
         return carry_ct, state
 
+    def _of_segment(self, perturbed: Perturbed, visitor: LeafVisitor) -> LeafVisitor:
+        """A visitor of segments, which runs a segment again and visits its layers."""
+        sweep = self.segment
+
+        def visit_segment(segment: LeafVisit, state: Any) -> tuple[Carry, Any]:
+            first = segment.layer_index * self.read_length
+
+            def visit(layer: LeafVisit, state: Any) -> tuple[Carry, Any]:
+                return visitor(replace(layer, layer_index=first + layer.layer_index), state)
+
+            x, shared = segment.x, segment.shared
+            _, _, checkpoints = sweep.forward(perturbed, segment.carry, x, shared)
+            return sweep.sweep_back(
+                perturbed, checkpoints, shared, *segment.cotangents, visit, state, xs_in=lambda _: x
+            )
+
+        return visit_segment
+
     def _pullback(
         self, perturbed: Perturbed, checkpoint: Checkpoint, carry: Carry, xs: Arrays, shared: Arrays
     ) -> LayerPullback:
-        pullback = LayerPullback(self.layer, perturbed, checkpoint)
+        pullback = LayerPullback(self.step, perturbed, checkpoint)
         if checkpoint is jax.checkpoint:
             return pullback
-        example = jax.eval_shape(lambda: (carry, self.layer_inputs(xs, 0)))
+        example = jax.eval_shape(lambda: (carry, self.inputs(xs, 0)))
         return pullback.with_residuals(shared, *example)
 
     def _visitor(
@@ -264,7 +337,8 @@ class SweepSpec:
 
         def visit(layer: ReplayedLayer, carry_ct: Carry, state: Any) -> tuple[Carry, Any]:
             index = self.layer_index(layer.index + first)
-            x, y_ct = self.layer_inputs(xs_in(state), index, layer.fetched), read(ys_ct, index)
+            x = self.inputs(xs_in(state), index, layer.fetched)
+            y_ct = read(ys_ct, index, self.read_length)
             carry, cotangents = layer.carry, (carry_ct, y_ct)
             if self.on_host and platform() == "cuda":
                 # For GPUs XLA keeps a layer's internals twice where its carry comes from the host.
@@ -273,10 +347,10 @@ class SweepSpec:
             return visitor(leaves, state)
 
         def fetch(state: Any, index: Any) -> Arrays:
-            return read_ahead(xs_in(state), self.layer_index(index + first))
+            return self.fetch(xs_in(state), index + first)
 
         def advance(state: Any, index: Any, carry: Carry, fetched: Arrays) -> Carry:
-            return self.run_layer(shared, xs_in(state), index + first, carry, fetched)[0]
+            return self.run_step(shared, xs_in(state), index + first, carry, fetched)[0]
 
         def save(state: Any, index: Any, carry: Carry, fetched: Arrays) -> tuple[Carry, Arrays]:
             if pullback.saves_on_host:
@@ -286,7 +360,7 @@ class SweepSpec:
                     "offloads, or by a fold inside the layer. Use one that does not offload, and "
                     'save_carries="offload" beside it.'
                 )
-            x = self.layer_inputs(xs_in(state), self.layer_index(index + first), fetched)
+            x = self.inputs(xs_in(state), self.layer_index(index + first), fetched)
             (carry, _), saved = pullback.save(shared, carry, x)
             return carry, saved
 

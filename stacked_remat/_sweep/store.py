@@ -33,37 +33,45 @@ def zeros_like(stack: Array) -> Array:
     return lax.scan(lambda carry, _: (carry, to_host(entry)), None, None, length=stack.shape[0])[1]
 
 
-def read(stacked: Any, index: Any) -> Any:
-    """The entry at `index` of every array of a tree, on the device."""
-    return on_device(
-        jax.tree.map(lambda stack: lax.dynamic_index_in_dim(stack, index, keepdims=False), stacked)
-    )
+def read(stacked: Any, index: Any, length: int = 1) -> Any:
+    """The entry at `index` of every array of a tree, on the device.
+
+    With a `length` above 1 the arrays count as cut into parts of so many entries, and it is the part at
+    `index`, entries in front.
+    """
+
+    def entry(stack: Array) -> Array:
+        if length == 1:
+            return lax.dynamic_index_in_dim(stack, index, keepdims=False)
+        return lax.dynamic_slice_in_dim(stack, index * length, length)
+
+    return on_device(jax.tree.map(entry, stacked))
 
 
 def read_layer(
-    stacks: list[Array], index: Any, unsliced: Sequence[bool], ahead: Sequence[Array] = ()
+    stacks: list[Array], index: Any, unsliced: Sequence[bool], ahead: Sequence[Array] = (), length: int = 1
 ) -> list[Array]:
     """A layer's part of each stack: its entry, or the whole stack where it is unsliced.
 
-    `ahead` has the entries of the stacks on the host, if `read_ahead` has read them.
+    `ahead` has the entries of the stacks on the host, if `read_ahead` has read them; `length` as in `read`.
     """
     entries = iter(ahead)
 
     def part(stack: Array, whole: bool) -> Array:
         if whole:
             return stack
-        return next(entries) if ahead and is_on_host(stack) else read(stack, index)
+        return next(entries) if ahead and is_on_host(stack) else read(stack, index, length)
 
     return [part(stack, whole) for stack, whole in zip(stacks, unsliced, strict=True)]
 
 
-def read_ahead(stacks: list[Array], index: Any) -> list[Array]:
+def read_ahead(stacks: list[Array], index: Any, length: int = 1) -> list[Array]:
     """The entries at `index` of the stacks on the host, for `read_layer` an iteration later.
 
     In the carry of a loop they are transferred while the iteration before computes. None are read for GPUs,
     for which XLA would copy a stack that is read ahead and written in one iteration.
     """
-    return [read(stack, index) for stack in stacks if platform() == "tpu" and is_on_host(stack)]
+    return [read(stack, index, length) for stack in stacks if platform() == "tpu" and is_on_host(stack)]
 
 
 def settle(fetched: list[Array], index: Any) -> tuple[list[Array], Any]:

@@ -1,0 +1,115 @@
+"""Layers whose arrays are in host memory, and come to the device while they run.
+
+A sweep reads each layer of a stack on the host to the device when it runs, and writes its gradient, or what
+updates it, back to the host.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+
+from . import _placement
+from ._scan.marks import changed, is_named, is_split, map_unsliced, raw_array
+from ._stacked import Stacked
+
+T = TypeVar("T")
+
+
+def to_host(model: T, *, segment_length: int = 1, where: Any = eqx.is_array) -> T:
+    """A model with the arrays of its stacks' layers in host memory.
+
+    ```python
+    model = streaming.to_host(model)
+    frozen = streaming.to_host(model, where=lambda leaf: leaf.dtype == jnp.bfloat16)
+    ```
+
+    Its results and gradients are those of the model on the device. The gradient of an array on the host is on
+    the host too.
+
+    Args:
+        model: a `Stacked`, or any tree with some.
+        segment_length: how many layers come to the device together: `host_segment_length` of the stacks'
+            policies, see `ScanCheckpointPolicy`.
+        where: which arrays, a predicate of leaves or a tree of bools like the model. Whatever it says, what
+            all layers share and what holds no numbers (random keys) stays on the device.
+
+    Returns:
+        The model, with other policies where `segment_length` is not theirs.
+
+    Raises:
+        ValueError: for a model without such arrays, and for an array of an `unsliced` field; names the path.
+
+    Cost: one copy. Shardings stay as they are.
+    """
+    chosen, count = eqx.filter(model, where), 0
+
+    def moved(name: str, stack: Stacked, wanted: Stacked) -> Stacked:
+        nonlocal count
+        fields, unsliced = stack.stacked, set[int]()
+        map_unsliced(lambda field: unsliced.update(map(id, jtu.tree_leaves(field, is_leaf=is_named))), fields)
+        paths_and_leaves, structure = jtu.tree_flatten_with_path(fields, is_leaf=is_named)
+        leaves = []
+        for (path, leaf), like in zip(paths_and_leaves, structure.flatten_up_to(wanted.stacked), strict=True):
+            if raw_array(like) is None or not _is_of_layers(leaf, stack):
+                leaves.append(leaf)
+                continue
+            if id(leaf) in unsliced:
+                raise ValueError(
+                    f"{name}.stacked{jtu.keystr(path)} is unsliced: layers read it where it is, so it can't "
+                    "be on the host. Leave it out: where=..."
+                )
+            count += 1
+            leaves.append(_placement.to_host(leaf))
+        return _with(stack, jtu.tree_unflatten(structure, leaves), segment_length)
+
+    found = _of_stacks(moved, model, chosen)
+    if not count:
+        raise ValueError(
+            "The model has no Stacked with an array for to_host to move. Let its layers be a Stacked, and "
+            "check where=."
+        )
+    return found
+
+
+def to_device(model: T) -> T:
+    """The model with the arrays of its stacks in device memory: the inverse of `to_host`."""
+
+    def moved(name: str, stack: Stacked, _: Stacked) -> Stacked:
+        fields = jax.tree.map(
+            lambda leaf: _placement.to_device(leaf) if _placement.is_on_host(leaf) else leaf, stack.stacked
+        )
+        return _with(stack, fields, 1)
+
+    return _of_stacks(moved, model, model)
+
+
+def _of_stacks(fn: Callable[[str, Stacked, Any], Stacked], model: Any, other: Any) -> Any:
+    """The model with `fn(name, stack, the same of other)` in the place of each stack."""
+    paths_and_nodes, structure = jtu.tree_flatten_with_path(model, is_leaf=_is_stack)
+    others = structure.flatten_up_to(other)
+    return jtu.tree_unflatten(
+        structure,
+        [
+            fn(f"model{jtu.keystr(path)}", node, like) if _is_stack(node) else node
+            for (path, node), like in zip(paths_and_nodes, others, strict=True)
+        ],
+    )
+
+
+def _with(stack: Stacked, fields: Any, segment_length: int) -> Stacked:
+    policy = dataclasses.replace(stack.remat, host_segment_length=segment_length)
+    return changed(stack, stacked=fields, remat=policy)
+
+
+def _is_stack(node: Any) -> bool:
+    return isinstance(node, Stacked)
+
+
+def _is_of_layers(leaf: Any, stack: Stacked) -> bool:
+    array = raw_array(leaf)
+    return is_split(leaf, stack.Block) and jnp.issubdtype(array.dtype, jnp.number)

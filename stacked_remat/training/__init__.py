@@ -109,6 +109,7 @@ from .trainer_config import (
     ProfilerConfig as ProfilerConfig,
     TrackersConfig as TrackersConfig,
     TrackioConfig as TrackioConfig,
+    StreamingConfig as StreamingConfig,
     TrainerConfig as TrainerConfig,
     UpdateConfig as UpdateConfig,
     WandbConfig as WandbConfig,

@@ -11,7 +11,14 @@ from models.run_config import LmRunConfig
 from models.run_state import batch_shapes, run_optimizer, state_shapes
 from stacked_remat import ScanCheckpointSpec
 from stacked_remat.memory import MemoryReport, Plan, Target, find_target, plan, report
-from stacked_remat.training import Partitioning, TokenBatch, TrainState, build_step, check_fits
+from stacked_remat.training import (
+    Partitioning,
+    TokenBatch,
+    TrainState,
+    build_step,
+    check_fits,
+    check_host_fits,
+)
 
 
 @dataclass(frozen=True)
@@ -67,25 +74,34 @@ class StepMemory:
     def check(self) -> None:
         """Refuses a config whose weights, optimizer state and one batch are larger than a device's memory.
 
-        These are there under every policy. Costs one tracing of how the model is made, whatever its size.
+        With `trainer.streaming`, where the device is attached, also what is in host memory and larger than
+        what is left of that. All of it is there under every policy. Costs one tracing of how the model is
+        made, whatever its size.
 
         Raises:
-            ConfigError: with the size of each and the memory of the device.
+            ConfigError: with the size of each and the memory.
         """
         batch, state = self._shapes(self._partitioning())
-        data = self.config.data
+        data, target = self.config.data, find_target(self.target)
+        weights = {
+            "trained weights": state.trained,
+            "frozen weights": state.frozen,
+            "optimizer state": state.optimizer_state,
+        }
+        if self.config.trainer.streaming is not None and target.name == "local":
+            saved = {"a checkpoint that is being written": (state.trained, state.optimizer_state)}
+            check_host_fits(
+                weights | saved,
+                "Give the process more, store less (trainer.precision, or optimizer.type: adafactor), train "
+                "adapters (lora), or divide the arrays over more hosts (trainer.mesh).",
+            )
         check_fits(
-            {
-                "trained weights": state.trained,
-                "frozen weights": state.frozen,
-                "optimizer state": state.optimizer_state,
-                "a batch": batch,
-            },
+            weights | {"a batch": batch},
             f"Now model.num_layers = {self.config.model.num_layers:,}, vocab_size = "
             f"{self.config.Vocab.size:,}, data.batch_size = {data.batch_size:,} and data.seq_len = "
             f"{data.seq_len:,}: lower what is too large, or divide the arrays over more devices "
             f"(trainer.mesh).",
-            limit=find_target(self.target).memory,
+            limit=target.memory,
         )
 
     def _partitioning(self) -> Partitioning:

@@ -142,7 +142,7 @@ class _Shard:
             *(part.indices(size) for part, size in zip(index, shape, strict=True)), strict=True
         )
         own = tuple(b - a for a, b in zip(start, stop, strict=True))
-        # Zeros that are never written take no memory of their own; on the device, those of a stack might not fit.
+        # From NumPy, whose zeros take no memory before they are written: on a device they might not fit.
         return _Shard(jax.device_put(np.zeros(own, dtype), at), start, stop)
 
     def holds(self, position: tuple[int, ...]) -> bool:

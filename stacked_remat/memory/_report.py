@@ -281,7 +281,11 @@ class _Placement:
 
     def _sharding(self, leaf: Any, kind: str | None) -> Sharding:
         if self.mesh is None:
-            return SingleDeviceSharding(self.target.devices()[0], memory_kind=kind)
+            (device,) = self.target.devices(1)
+            if kind is None:
+                return SingleDeviceSharding(device)
+            # JAX does not see the memory in the sharding of a single device.
+            return NamedSharding(Mesh([device], ("device",)), PartitionSpec(), memory_kind=kind)
         sharding = getattr(leaf, "sharding", None)
         spec = sharding.spec if isinstance(sharding, NamedSharding) else PartitionSpec()
         return NamedSharding(self.mesh, spec, memory_kind=kind)

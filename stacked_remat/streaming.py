@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import equinox as eqx
 import jax
+import jax.core
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np

@@ -15,7 +15,7 @@ from jax import lax
 from .._placement import to_device
 from .._schedule import Run, Schedule
 from .slots import Arrays, Carry, Checkpoints, entry_at, repeat, trip_count
-from .store import empty_stack, read, settle, write
+from .store import empty_stack, read, read_before_writes, settle, write
 
 State: TypeAlias = Any
 
@@ -208,6 +208,7 @@ def _visit(
         fetched, cotangent, state = loop
         fetched, index = settle(fetched, entry_at(plan.top, r) - k)
         ahead = replay.fetch(state, jnp.where(k == visits - 1, entry_at(plan.next_first, r), index - 1))
+        ahead, state = read_before_writes(ahead, state)
         kept = None if saved is None else read(saved, visits - 1 - k)
         carry = read(slots, entry_at(plan.top_slot, r) - k)
         return ahead, *visitor(ReplayedLayer(index, carry, kept, fetched), cotangent, state)

@@ -27,7 +27,17 @@ from .gradient import (
 )
 from .reverse import Replay, ReplayedLayer, reverse_sweep
 from .slots import Arrays, Carry, Checkpoints, FirstLayersSaved, repeat
-from .store import at_least_one, empty_stack, on_device, read, read_ahead, read_layer, settle, write
+from .store import (
+    at_least_one,
+    empty_stack,
+    has_host_stacks,
+    on_device,
+    read,
+    read_ahead,
+    read_layer,
+    settle,
+    write,
+)
 
 Checkpoint = Callable[[Callable], Callable]
 
@@ -343,8 +353,9 @@ class SweepSpec:
             if self.on_host and platform() == "cuda":
                 # For GPUs XLA keeps a layer's internals twice where its carry comes from the host.
                 carry, cotangents = lax.optimization_barrier((carry, cotangents))
-            leaves = LeafVisit(index, shared, carry, x, self.unsliced, cotangents, layer.saved, pullback)
-            return visitor(leaves, state)
+            to_host = has_host_stacks(state)
+            of_layer = (index, shared, carry, x, self.unsliced, cotangents, layer.saved, pullback, to_host)
+            return visitor(LeafVisit(*of_layer), state)
 
         def fetch(state: Any, index: Any) -> Arrays:
             return self.fetch(xs_in(state), index + first)

@@ -94,7 +94,8 @@ def test_values_and_gradients_are_those_of_layers_on_the_device(segment, remat, 
     run = eqx.filter_jit(eqx.filter_value_and_grad(loss, has_aux=True))
     found, expected = run((streamed, *inputs())), run((resident, *inputs()))
     for leaf, wanted in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_allclose(leaf, wanted, rtol=1e-6, atol=1e-6)
+        # Beside other code XLA may fuse, and so round, otherwise: to the scale of the array.
+        np.testing.assert_allclose(leaf, wanted, rtol=0, atol=1e-6 * max(1, np.abs(wanted).max()))
     _, gradient = found
     of_block = gradient[0].stacked
     assert on_host((of_block.weight, of_block.bias)) == [True, True]

@@ -24,13 +24,18 @@ def empty_stack(entry: Any, size: int) -> Any:
     return jax.tree.map(stack, entry)
 
 
+def empty_stack_on_host(entry: Any, size: int) -> Any:
+    """The same in host memory."""
+    # A scan stacks on the host one entry at a time; zeros of the whole stack would be made on the device.
+    zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), entry)
+    return lax.scan(lambda carry, _: (carry, to_host(zeros)), None, None, length=size)[1]
+
+
 def zeros_like(stack: Array) -> Array:
     """Zeros of the shape of a stack, in the same memory."""
     if not is_on_host(stack):
         return jnp.zeros_like(stack)
-    # A scan stacks on the host one entry at a time; zeros of the whole stack would be made on the device.
-    entry = jnp.zeros(stack.shape[1:], stack.dtype)
-    return lax.scan(lambda carry, _: (carry, to_host(entry)), None, None, length=stack.shape[0])[1]
+    return empty_stack_on_host(jax.ShapeDtypeStruct(stack.shape[1:], stack.dtype), len(stack))
 
 
 def read(stacked: Any, index: Any, length: int = 1) -> Any:

@@ -35,8 +35,9 @@ def to_host(model: T, *, segment_length: int = 1, where: Any = eqx.is_array) -> 
         model: a `Stacked`, or any tree with some.
         segment_length: how many layers come to the device together: `host_segment_length` of the stacks'
             policies, see `ScanCheckpointPolicy`.
-        where: which arrays, a predicate of leaves or a tree of bools like the model. Whatever it says, what
-            all layers share and what holds no numbers (random keys) stays on the device.
+        where: which arrays, a predicate of leaves or a tree of bools like the model. Only those of
+            at least two dimensions in each layer are moved: vectors and numbers are small (and XLA for TPUs
+            reads no bfloat16 vector out of a stack on the host), and so stay, as does what all layers share.
 
     Returns:
         The model, with other policies where `segment_length` is not theirs.
@@ -55,7 +56,7 @@ def to_host(model: T, *, segment_length: int = 1, where: Any = eqx.is_array) -> 
         paths_and_leaves, structure = jtu.tree_flatten_with_path(fields, is_leaf=is_named)
         leaves = []
         for (path, leaf), like in zip(paths_and_leaves, structure.flatten_up_to(wanted.stacked), strict=True):
-            if raw_array(like) is None or not _is_of_layers(leaf, stack):
+            if raw_array(like) is None or not _is_moved(leaf, stack):
                 leaves.append(leaf)
                 continue
             if id(leaf) in unsliced:
@@ -110,6 +111,6 @@ def _is_stack(node: Any) -> bool:
     return isinstance(node, Stacked)
 
 
-def _is_of_layers(leaf: Any, stack: Stacked) -> bool:
+def _is_moved(leaf: Any, stack: Stacked) -> bool:
     array = raw_array(leaf)
-    return is_split(leaf, stack.Block) and jnp.issubdtype(array.dtype, jnp.number)
+    return is_split(leaf, stack.Block) and array.ndim > 2 and jnp.issubdtype(array.dtype, jnp.number)

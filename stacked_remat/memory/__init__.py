@@ -1,4 +1,4 @@
-"""The memory and arithmetic of a program on any accelerator, found without running it.
+"""The memory, arithmetic and transfers of a program on any accelerator, found without running it.
 
 ```python
 from stacked_remat import memory
@@ -22,7 +22,9 @@ from ._targets import (
     TpuTarget,
     find_target,
     target_mesh,
+    target_of_device,
 )
+from ._time_bound import TimeBound, tokens_to_hide
 
 __all__ = [
     "CANDIDATES",
@@ -38,6 +40,7 @@ __all__ = [
     "Plan",
     "Target",
     "TargetError",
+    "TimeBound",
     "TpuTarget",
     "Trial",
     "compare",
@@ -49,4 +52,6 @@ __all__ = [
     "readable_bytes",
     "report",
     "target_mesh",
+    "target_of_device",
+    "tokens_to_hide",
 ]

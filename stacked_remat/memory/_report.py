@@ -1,4 +1,4 @@
-"""The memory and arithmetic that a program needs, found by compiling it without running it."""
+"""The memory, arithmetic and transfers of a program, found by compiling it without running it."""
 
 import contextlib
 import dataclasses
@@ -19,7 +19,8 @@ from .._placement import compiled_for
 from ._costs import Flops
 from ._flops import count_flops
 from ._table import Table, Tabular, readable_bytes, readable_count
-from ._targets import Target, TargetError, find_target
+from ._targets import Target, TargetError, find_target, target_of_device
+from ._time_bound import TimeBound
 
 
 class DoesNotFit(RuntimeError):
@@ -51,10 +52,12 @@ class MemoryReport(Tabular):
         temporaries: peak bytes that the program allocates while it runs.
         aliased: bytes of results written into donated arguments.
         host: the same four for host memory.
-        flops: arithmetic of one call, summed over devices.
+        flops: arithmetic of one call, and bytes moved between host and device, summed over devices.
         compile_seconds: wall time of the compilation.
         devices: number of devices the program runs on.
         capacity: bytes of memory of one device; None where it is not known.
+        least_time: of one call, by its arithmetic and its transfers; None where the device's peak or link is
+            not known.
     """
 
     target: str
@@ -67,6 +70,7 @@ class MemoryReport(Tabular):
     compile_seconds: float
     devices: int = 1
     capacity: int | None = None
+    least_time: TimeBound | None = None
 
     @property
     def total(self) -> int:
@@ -87,11 +91,24 @@ class MemoryReport(Tabular):
             *([] if self.capacity is None else [f"one device has {readable_bytes(self.capacity)}"]),
             f"{readable_count(self.flops.matmul)} FLOP in matrix products",
             f"{readable_count(self.flops.elementwise)} FLOP elementwise",
+            *self._transfers(),
             f"compiled in {self.compile_seconds:.1f} s",
             *(f"FLOP at least: {reason}" for reason in self.flops.too_low),
             *(f"FLOP at most: {reason}" for reason in self.flops.too_high),
         ]
         return Table(f"memory on {where}", ("", "device", "host"), tuple(rows), tuple(notes))
+
+    def _transfers(self) -> list[str]:
+        moved = self.flops.bytes_from_host, self.flops.bytes_to_host
+        if not any(moved):
+            return []
+        notes = ["{} from the host, {} to the host".format(*map(readable_bytes, moved))]
+        if (least := self.least_time) is not None:
+            notes.append(
+                f"at least {least.compute:.3g} s of compute and {least.transfer:.3g} s of transfers: "
+                f"{least.verdict()}"
+            )
+        return notes
 
 
 def report(
@@ -160,6 +177,8 @@ def _compile(target: Target, placement: "_Placement", trace: Callable[[], Any]) 
             raise
         seconds = time.perf_counter() - start
     stats = compiled.memory_analysis()
+    flops = count_flops(traced.jaxpr)
+    known = target if target.flops else target_of_device(target.devices()[0])
 
     def sizes(where: str) -> dict[str, int]:
         kinds = {"arguments": "argument", "outputs": "output", "temporaries": "temp", "aliased": "alias"}
@@ -169,10 +188,11 @@ def _compile(target: Target, placement: "_Placement", trace: Callable[[], Any]) 
         target=target.name,
         **sizes(""),
         host=HostBytes(**sizes("host_")),
-        flops=count_flops(traced.jaxpr),
+        flops=flops,
         compile_seconds=seconds,
         devices=placement.devices,
         capacity=target.memory or _attached_memory(target),
+        least_time=None if known is None else TimeBound.of(flops, known, placement.devices),
     )
 
 
@@ -280,8 +300,13 @@ class _Placement:
         return placed
 
     def _sharding(self, leaf: Any, kind: str | None) -> Sharding:
+        device = self.target.devices()[0]
+        if self.mesh is None and kind is None:
+            return SingleDeviceSharding(device)
         if self.mesh is None:
-            return SingleDeviceSharding(self.target.devices()[0], memory_kind=kind)
+            # JAX takes the memory space of a shape from a `NamedSharding` alone.
+            mesh = Mesh(np.asarray(device, dtype=object), ())
+            return NamedSharding(mesh, PartitionSpec(), memory_kind=kind)
         sharding = getattr(leaf, "sharding", None)
         spec = sharding.spec if isinstance(sharding, NamedSharding) else PartitionSpec()
         return NamedSharding(self.mesh, spec, memory_kind=kind)

@@ -26,11 +26,16 @@ def empty_stack(entry: Any, size: int) -> Any:
 
 def zeros_like(stack: Array) -> Array:
     """Zeros of the shape of a stack, in the same memory."""
-    if not is_on_host(stack):
-        return jnp.zeros_like(stack)
+    return zeros_on_host(stack) if is_on_host(stack) else jnp.zeros_like(stack)
+
+
+def zeros_on_host(like: Any) -> Array:
+    """Zeros in host memory, of the shape and dtype of `like`."""
+    if not like.shape:
+        return to_host(jnp.zeros((), like.dtype))
     # A scan stacks on the host one entry at a time; zeros of the whole stack would be made on the device.
-    entry = jnp.zeros(stack.shape[1:], stack.dtype)
-    return lax.scan(lambda carry, _: (carry, to_host(entry)), None, None, length=stack.shape[0])[1]
+    entry = jnp.zeros(like.shape[1:], like.dtype)
+    return lax.scan(lambda carry, _: (carry, to_host(entry)), None, None, length=like.shape[0])[1]
 
 
 def read(stacked: Any, index: Any, length: int = 1) -> Any:

@@ -16,6 +16,7 @@ from jaxtyping import PyTree
 
 from .._messages import shortened
 from .._placement import compiled_for
+from .._sweep.store import zeros_on_host
 from ._costs import Flops
 from ._flops import count_flops
 from ._table import Table, Tabular, readable_bytes, readable_count
@@ -134,13 +135,17 @@ def report(
 
     If the arguments lie on a mesh, `fn` is traced with it in use (`jax.sharding.use_abstract_mesh`).
 
+    Arguments in host memory, by their sharding's memory kind, are in host memory for `fn` too. Without a GPU,
+    XLA takes none for one: there they are zeros that the program makes first, so they count as temporaries of
+    the host, or as outputs where they are updated in place. Making them is not among the transfers.
+
     Returns:
         The report. Library workspaces and autotuning may differ on the device itself.
 
     Raises:
         ValueError: an unknown target; a name in `donate` that `fn` does not take.
         TargetError: the target's compiler plugin is not installed, has too few devices, or cannot
-            size arguments on the host.
+            size arguments on the host for several devices or for a function in `jax.jit`.
         DoesNotFit: the compiler refused the program because device memory is too small.
 
     Cost: tracing and one full compilation; no memory for arguments or results.
@@ -148,21 +153,28 @@ def report(
     chosen = find_target(target)
     fn, donate = _unwrap(fn, donate)
     jitted: Any = fn
-    placement = _Placement.of(chosen, (fn, args, kwargs))
+    placement = _Placement.of(chosen, (fn, args, kwargs), makes_arguments=not _is_jax_jit(fn))
     call = placement.place((fn, args, kwargs))
     if _is_jax_jit(fn):
         return _compile(chosen, placement, lambda: jitted.trace(*call[1], **call[2]))
     arrays, static = eqx.partition(call, _is_abstract)
+    made, arrays = eqx.partition(
+        arrays, jax.tree.map(placement.is_made, (fn, args, kwargs), is_leaf=_is_array)
+    )
     donated, kept = eqx.partition(arrays, _donated(fn, args, kwargs, donate))
 
     def run(donated: PyTree, kept: PyTree) -> PyTree:
-        fn, args, kwargs = eqx.combine(donated, kept, static)
+        fn, args, kwargs = eqx.combine(donated, kept, jax.tree.map(zeros_on_host, made), static)
         return eqx.filter(fn(*args, **kwargs), eqx.is_array)
 
-    return _compile(chosen, placement, lambda: jax.jit(run, donate_argnums=0).trace(donated, kept))
+    size = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(made))
+    return _compile(chosen, placement, lambda: jax.jit(run, donate_argnums=0).trace(donated, kept), size)
 
 
-def _compile(target: Target, placement: "_Placement", trace: Callable[[], Any]) -> MemoryReport:
+def _compile(
+    target: Target, placement: "_Placement", trace: Callable[[], Any], made: int = 0
+) -> MemoryReport:
+    """The report; `made` are the bytes that the program first moves to the host in place of arguments."""
     with warnings.catch_warnings():
         # Donation that was not used shows in the report.
         warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
@@ -177,7 +189,7 @@ def _compile(target: Target, placement: "_Placement", trace: Callable[[], Any]) 
             raise
         seconds = time.perf_counter() - start
     stats = compiled.memory_analysis()
-    flops = count_flops(traced.jaxpr)
+    flops = count_flops(traced.jaxpr) + Flops(bytes_to_host=-made)
     known = target if target.flops else target_of_device(target.devices()[0])
 
     def sizes(where: str) -> dict[str, int]:
@@ -245,14 +257,18 @@ def _donated(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], donate: str
 
 @dataclasses.dataclass(frozen=True)
 class _Placement:
-    """Where a call's arguments are on a target: one device, or a mesh."""
+    """Where a call's arguments are on a target: one device, or a mesh.
+
+    `makes_arguments` says whether those on the host can be made by the program.
+    """
 
     target: Target
     mesh: Mesh | None
     devices: int
+    makes_arguments: bool
 
     @staticmethod
-    def of(target: Target, call: PyTree) -> "_Placement":
+    def of(target: Target, call: PyTree, makes_arguments: bool) -> "_Placement":
         meshes = {}
         for leaf in jax.tree.leaves(call, is_leaf=_is_array):
             sharding = getattr(leaf, "sharding", None)
@@ -265,13 +281,13 @@ class _Placement:
                 f"arguments lie on different meshes: {sorted(meshes)}; put all of them on one mesh"
             )
         if not meshes:
-            return _Placement(target, None, 1)
+            return _Placement(target, None, 1, makes_arguments)
         ((shape, mesh),) = meshes.items()
         devices = target.devices(mesh.size)
         if not isinstance(mesh, Mesh) or set(mesh.devices.flat) != set(devices):
             grid = np.asarray(devices, dtype=object).reshape([size for _, size in shape])
             mesh = Mesh(grid, mesh.axis_names, axis_types=mesh.axis_types)
-        return _Placement(target, mesh, mesh.size)
+        return _Placement(target, mesh, mesh.size, False)
 
     def in_use(self) -> contextlib.AbstractContextManager[Any]:
         if self.mesh is None:
@@ -294,10 +310,14 @@ class _Placement:
             )
 
         placed = jax.tree_util.tree_map_with_path(shape, call, is_leaf=_is_array)
-        if on_host and not self.target.sizes_host_arguments:
+        if on_host and not self.target.sizes_host_arguments and not self.makes_arguments:
             where = shortened(on_host, most=5)
             raise TargetError(_HOST_ARGUMENTS.format(target=self.target.name, where=where))
         return placed
+
+    def is_made(self, leaf: Any) -> bool:
+        """Whether the program makes this argument, a leaf of the call as it was given."""
+        return not self.target.sizes_host_arguments and _memory_kind(leaf) is not None
 
     def _sharding(self, leaf: Any, kind: str | None) -> Sharding:
         device = self.target.devices()[0]
@@ -313,9 +333,10 @@ class _Placement:
 
 
 _HOST_ARGUMENTS = (
-    "target {target!r} cannot size arguments that live on the host: without the device attached, XLA:GPU "
-    "would count them as device memory. On the host: {where}. Move them inside the function (jax.device_put "
-    "there is honoured), use a TPU target, or compile on the GPU itself with target='local'."
+    "target {target!r} cannot size arguments that live on the host for several devices, or for a function in "
+    "jax.jit: without the device attached, XLA:GPU would count them as device memory. On the host: {where}. "
+    "Size one device, give the function without jax.jit, use a TPU target, or compile on the GPU itself with "
+    "target='local'."
 )
 
 

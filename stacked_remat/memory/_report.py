@@ -19,6 +19,7 @@ from .._placement import compiled_for
 from .._sweep.store import zeros_on_host
 from ._costs import Flops
 from ._flops import count_flops
+from ._host_arguments import host_memory_kind, is_array_or_shape, on_one_device
 from ._table import Table, Tabular, readable_bytes, readable_count
 from ._targets import Target, TargetError, find_target, target_of_device
 from ._time_bound import TimeBound
@@ -92,24 +93,34 @@ class MemoryReport(Tabular):
             *([] if self.capacity is None else [f"one device has {readable_bytes(self.capacity)}"]),
             f"{readable_count(self.flops.matmul)} FLOP in matrix products",
             f"{readable_count(self.flops.elementwise)} FLOP elementwise",
-            *self._transfers(),
+            *self._of_transfers(),
             f"compiled in {self.compile_seconds:.1f} s",
             *(f"FLOP at least: {reason}" for reason in self.flops.too_low),
             *(f"FLOP at most: {reason}" for reason in self.flops.too_high),
         ]
         return Table(f"memory on {where}", ("", "device", "host"), tuple(rows), tuple(notes))
 
-    def _transfers(self) -> list[str]:
+    def transfers(self, tokens: int | None = None) -> str:
+        """What goes to the host and back in one call, and `TimeBound.verdict` on it; `"-"` if nothing does.
+
+        Args:
+            tokens: of one call, on all devices.
+        """
+        moved = self.flops.bytes_from_host + self.flops.bytes_to_host
+        if not moved:
+            return "-"
+        size = readable_bytes(moved)
+        return size if self.least_time is None else f"{size}, {self.least_time.verdict(tokens)}"
+
+    def _of_transfers(self) -> list[str]:
         moved = self.flops.bytes_from_host, self.flops.bytes_to_host
         if not any(moved):
             return []
-        notes = ["{} from the host, {} to the host".format(*map(readable_bytes, moved))]
-        if (least := self.least_time) is not None:
-            notes.append(
-                f"at least {least.compute:.3g} s of compute and {least.transfer:.3g} s of transfers: "
-                f"{least.verdict()}"
-            )
-        return notes
+        sizes = "{} from the host, {} to the host".format(*map(readable_bytes, moved))
+        if (least := self.least_time) is None:
+            return [sizes]
+        seconds = f"{least.compute:.3g} s of compute and {least.transfer:.3g} s of transfers"
+        return [sizes, f"at least {seconds}: {least.verdict()}"]
 
 
 def report(
@@ -159,7 +170,7 @@ def report(
         return _compile(chosen, placement, lambda: jitted.trace(*call[1], **call[2]))
     arrays, static = eqx.partition(call, _is_abstract)
     made, arrays = eqx.partition(
-        arrays, jax.tree.map(placement.is_made, (fn, args, kwargs), is_leaf=_is_array)
+        arrays, jax.tree.map(placement.is_made, (fn, args, kwargs), is_leaf=is_array_or_shape)
     )
     donated, kept = eqx.partition(arrays, _donated(fn, args, kwargs, donate))
 
@@ -217,10 +228,6 @@ def _is_abstract(leaf: Any) -> bool:
     return isinstance(leaf, jax.ShapeDtypeStruct)
 
 
-def _is_array(leaf: Any) -> bool:
-    return eqx.is_array(leaf) or _is_abstract(leaf)
-
-
 def _is_jax_jit(fn: Any) -> bool:
     return hasattr(fn, "trace") and hasattr(fn, "lower")
 
@@ -270,7 +277,7 @@ class _Placement:
     @staticmethod
     def of(target: Target, call: PyTree, makes_arguments: bool) -> "_Placement":
         meshes = {}
-        for leaf in jax.tree.leaves(call, is_leaf=_is_array):
+        for leaf in jax.tree.leaves(call, is_leaf=is_array_or_shape):
             sharding = getattr(leaf, "sharding", None)
             if isinstance(sharding, NamedSharding) and sharding.mesh.size > 1:
                 meshes.setdefault(tuple(sharding.mesh.shape.items()), sharding.mesh)
@@ -299,9 +306,9 @@ class _Placement:
         on_host: list[str] = []
 
         def shape(path: Any, leaf: Any) -> Any:
-            if not _is_array(leaf):
+            if not is_array_or_shape(leaf):
                 return leaf
-            kind = _memory_kind(leaf)
+            kind = host_memory_kind(leaf)
             if kind is not None:
                 on_host.append(f"{jax.tree_util.keystr(path)} ({kind})")
             weak = bool(getattr(leaf, "weak_type", False))
@@ -309,7 +316,7 @@ class _Placement:
                 leaf.shape, leaf.dtype, sharding=self._sharding(leaf, kind), weak_type=weak
             )
 
-        placed = jax.tree_util.tree_map_with_path(shape, call, is_leaf=_is_array)
+        placed = jax.tree_util.tree_map_with_path(shape, call, is_leaf=is_array_or_shape)
         if on_host and not self.target.sizes_host_arguments and not self.makes_arguments:
             where = shortened(on_host, most=5)
             raise TargetError(_HOST_ARGUMENTS.format(target=self.target.name, where=where))
@@ -317,16 +324,12 @@ class _Placement:
 
     def is_made(self, leaf: Any) -> bool:
         """Whether the program makes this argument, a leaf of the call as it was given."""
-        return not self.target.sizes_host_arguments and _memory_kind(leaf) is not None
+        return not self.target.sizes_host_arguments and host_memory_kind(leaf) is not None
 
     def _sharding(self, leaf: Any, kind: str | None) -> Sharding:
-        device = self.target.devices()[0]
-        if self.mesh is None and kind is None:
-            return SingleDeviceSharding(device)
         if self.mesh is None:
-            # JAX takes the memory space of a shape from a `NamedSharding` alone.
-            mesh = Mesh(np.asarray(device, dtype=object), ())
-            return NamedSharding(mesh, PartitionSpec(), memory_kind=kind)
+            device = self.target.devices()[0]
+            return SingleDeviceSharding(device) if kind is None else on_one_device(device, kind)
         sharding = getattr(leaf, "sharding", None)
         spec = sharding.spec if isinstance(sharding, NamedSharding) else PartitionSpec()
         return NamedSharding(self.mesh, spec, memory_kind=kind)
@@ -338,10 +341,3 @@ _HOST_ARGUMENTS = (
     "Size one device, give the function without jax.jit, use a TPU target, or compile on the GPU itself with "
     "target='local'."
 )
-
-
-def _memory_kind(leaf: Any) -> str | None:
-    """The kind of host memory that an argument is in; None for device memory."""
-    sharding = getattr(leaf, "sharding", None)
-    kind = getattr(sharding, "memory_kind", None)
-    return kind if kind is not None and "host" in kind else None

@@ -26,15 +26,15 @@ def empty_stack(entry: Any, size: int) -> Any:
 
 def zeros_like(stack: Array) -> Array:
     """Zeros of the shape of a stack, in the same memory."""
-    return zeros_on_host(stack) if is_on_host(stack) else jnp.zeros_like(stack)
+    return full_on_host(stack, 0) if is_on_host(stack) else jnp.zeros_like(stack)
 
 
-def zeros_on_host(like: Any) -> Array:
-    """Zeros in host memory, of the shape and dtype of `like`."""
+def full_on_host(like: Any, value: int) -> Array:
+    """An array in host memory that is `value` everywhere, of the shape and dtype of `like`."""
     if not like.shape:
-        return to_host(jnp.zeros((), like.dtype))
-    # A scan stacks on the host one entry at a time; zeros of the whole stack would be made on the device.
-    entry = jnp.zeros(like.shape[1:], like.dtype)
+        return to_host(jnp.full((), value, like.dtype))
+    # A scan stacks on the host one entry at a time; the whole stack would be made on the device.
+    entry = jnp.full(like.shape[1:], value, like.dtype)
     return lax.scan(lambda carry, _: (carry, to_host(entry)), None, None, length=like.shape[0])[1]
 
 

@@ -9,6 +9,7 @@ print(memory.report(train_step, model, optimizer_state, batch, donate="all", tar
 
 from ._costs import Flops
 from ._flops import count_flops
+from ._host_arguments import arguments_on_host
 from ._plan import CANDIDATES, BudgetError, Comparison, Plan, Trial, compare, parse_bytes, plan
 from ._plot import plot
 from ._report import DoesNotFit, HostBytes, MemoryReport, report
@@ -43,6 +44,7 @@ __all__ = [
     "TimeBound",
     "TpuTarget",
     "Trial",
+    "arguments_on_host",
     "compare",
     "count_flops",
     "find_target",

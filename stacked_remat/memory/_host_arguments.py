@@ -30,9 +30,20 @@ def on_one_device(device: Any, memory_kind: str) -> NamedSharding:
 def arguments_on_host(
     to_host: Callable[..., Sequence[PyTree]], args: tuple[PyTree, ...]
 ) -> tuple[PyTree, ...]:
-    """The shapes of `to_host(*args)`, which moves arrays to the host. It is traced, not run.
+    """Return the shapes of `to_host(*args)`, for a report of a program with weights on the host.
 
-    Arrays that it only moves, or leaves where they are, keep their shardings.
+    ```python
+    moved = memory.arguments_on_host(lambda model, x: (streaming.to_host(model), x), (model, x))
+    print(memory.report(step, *moved, target="v5p"))
+    ```
+
+    Args:
+        to_host: returns its arguments with some arrays moved to the host. It is traced, not run.
+        args: its arguments: arrays, shapes, and anything else.
+
+    Returns:
+        Its results with shapes in place of arrays. Arrays that are only moved, or left where they are, keep
+        their shardings.
 
     Raises:
         TargetError: for arrays on several devices whose compiler knows no host memory without them.

@@ -16,7 +16,7 @@ from jaxtyping import PyTree
 
 from .._messages import shortened
 from .._placement import compiled_for
-from .._sweep.store import zeros_on_host
+from .._sweep.store import full_on_host
 from ._costs import Flops
 from ._flops import count_flops
 from ._host_arguments import host_memory_kind, is_array_or_shape, on_one_device
@@ -147,8 +147,8 @@ def report(
     If the arguments lie on a mesh, `fn` is traced with it in use (`jax.sharding.use_abstract_mesh`).
 
     Arguments in host memory, by their sharding's memory kind, are in host memory for `fn` too. Without a GPU,
-    XLA takes none for one: there they are zeros that the program makes first, so they count as temporaries of
-    the host, or as outputs where they are updated in place. Making them is not among the transfers.
+    XLA takes none for one: there the program makes them first, so they count as temporaries of the host, or
+    as outputs where they are updated in place. Making them is not among the transfers.
 
     Returns:
         The report. Library workspaces and autotuning may differ on the device itself.
@@ -174,11 +174,15 @@ def report(
     )
     donated, kept = eqx.partition(arrays, _donated(fn, args, kwargs, donate))
 
+    shapes, structure = jax.tree.flatten(made)
+
     def run(donated: PyTree, kept: PyTree) -> PyTree:
-        fn, args, kwargs = eqx.combine(donated, kept, jax.tree.map(zeros_on_host, made), static)
+        # XLA would make one array of those that are equal, and one product of those with both.
+        filled = jax.tree.unflatten(structure, map(full_on_host, shapes, range(len(shapes))))
+        fn, args, kwargs = eqx.combine(donated, kept, filled, static)
         return eqx.filter(fn(*args, **kwargs), eqx.is_array)
 
-    size = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(made))
+    size = sum(shape.size * shape.dtype.itemsize for shape in shapes)
     return _compile(chosen, placement, lambda: jax.jit(run, donate_argnums=0).trace(donated, kept), size)
 
 

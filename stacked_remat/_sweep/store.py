@@ -26,16 +26,23 @@ def empty_stack(entry: Any, size: int) -> Any:
 
 def empty_stack_on_host(entry: Any, size: int) -> Any:
     """The same in host memory."""
-    # A scan stacks on the host one entry at a time; zeros of the whole stack would be made on the device.
-    zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), entry)
-    return lax.scan(lambda carry, _: (carry, to_host(zeros)), None, None, length=size)[1]
+    return jax.tree.map(
+        lambda leaf: full_on_host(jax.ShapeDtypeStruct((size, *leaf.shape), leaf.dtype), 0), entry
+    )
 
 
 def zeros_like(stack: Array) -> Array:
     """Zeros of the shape of a stack, in the same memory."""
-    if not is_on_host(stack):
-        return jnp.zeros_like(stack)
-    return empty_stack_on_host(jax.ShapeDtypeStruct(stack.shape[1:], stack.dtype), len(stack))
+    return full_on_host(stack, 0) if is_on_host(stack) else jnp.zeros_like(stack)
+
+
+def full_on_host(like: Any, value: int) -> Array:
+    """An array in host memory that is `value` everywhere, of the shape and dtype of `like`."""
+    if not like.shape:
+        return to_host(jnp.full((), value, like.dtype))
+    # A scan stacks on the host one entry at a time; the whole stack would be made on the device.
+    entry = jnp.full(like.shape[1:], value, like.dtype)
+    return lax.scan(lambda carry, _: (carry, to_host(entry)), None, None, length=like.shape[0])[1]
 
 
 def read(stacked: Any, index: Any, length: int = 1) -> Any:

@@ -203,14 +203,15 @@ _PROGRAMS: tuple[Program, ...] = (loss, gradient, update)
 def _sized(
     block: str, name: str, program: Program, build: Build, x: jax.ShapeDtypeStruct, target: str
 ) -> dict[str, Any]:
-    """What a program takes on the device; weights are made on the host inside of it."""
-
-    def made(seed: jax.Array, x: jax.Array) -> Any:
-        found = program(build(jax.random.key(seed)), x)
-        # Read new weights back, or XLA would not compute them.
-        return (found[0], read(found[1], x)) if program in (update, sliced_by_index) else found
-
-    found = memory.report(made, jax.ShapeDtypeStruct((), jnp.uint32), x, target=target)
+    """What a program takes on the device."""
+    arguments: Any = eqx.filter_eval_shape(build, jax.random.key(0)), x
+    if build.segment:
+        # A shape does not say where an array is.
+        arguments = memory.arguments_on_host(
+            lambda stack, x: (streaming.to_host(stack, segment_length=build.segment), x), arguments
+        )
+    donated = ["stack"] if program in (update, sliced_by_index) else []
+    found = memory.report(program, *arguments, target=target, donate=donated)
     return _row(block, name, program.__name__, build.layers, found)
 
 

@@ -86,7 +86,11 @@ def reverse_sweep(
     boundaries = checkpoints.boundaries
     runs = schedule.runs if boundaries is None else _one_run_per_segment(schedule)
     plan = _Plan(runs, saving=replay.save is not None)
-    fetched = replay.fetch(state, int(plan.first[0]))
+    first: Any = int(plan.first[0])
+    if jax.eval_shape(lambda: replay.fetch(state, first)):
+        # Without the barrier XLA reads the first layer before the forward sweep, and holds it meanwhile.
+        first, cotangent = lax.optimization_barrier((jnp.int32(first), cotangent))
+    fetched = replay.fetch(state, first)
 
     def run(
         r: Any, slots: Carry, saved: Any, fetched: Arrays, cotangent: Carry, state: State

@@ -124,7 +124,8 @@ def _plan(arguments: Sequence[str], console: Console) -> int:
         console.print(planned)
         return 0
     policies = compared(config)
-    rows = {name: (policy, False) for name, policy in policies.items()} if _fits(step) else {}
+    fits = not can_stream or _fits(step)
+    rows = {name: (policy, False) for name, policy in policies.items() if fits}
     if can_stream:
         rows |= {f"{name}, streamed": (policies[name], True) for name in STREAMED if name in policies}
     found: dict[str, MemoryReport] = {}

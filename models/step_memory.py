@@ -1,6 +1,5 @@
 """The memory that a training step needs, found by compiling it, and the policy that fits a budget."""
 
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -150,19 +149,15 @@ class StepMemory:
     def _on_host(self, batch: TokenBatch, state: TrainState) -> tuple[TokenBatch, TrainState]:
         """The arguments with the layers' weights on the host: the frozen ones, or all with their state."""
         if self.config.lora is not None:
-            return batch, replace(state, frozen=_layers_on_host(state.frozen))
+            return batch, replace(state, frozen=streaming.to_host(state.frozen))
         fused: Any = state.optimizer_state
         stacks, rest = eqx.partition(fused.stacks, _is_of_matrices)
         fused = fused._replace(stacks=eqx.combine(jax.device_put(stacks, jax.memory.Space.Host), rest))
-        return batch, replace(state, trained=_layers_on_host(state.trained), optimizer_state=fused)
+        return batch, replace(state, trained=streaming.to_host(state.trained), optimizer_state=fused)
 
 
 def _is_of_matrices(leaf: Any) -> bool:
-    # XLA:TPU cannot take a vector in bfloat16 from a stack on the host; vectors are small.
-    return eqx.is_array(leaf) and leaf.ndim > 2
-
-
-_layers_on_host = functools.partial(streaming.to_host, where=_is_of_matrices)
+    return eqx.is_array(leaf) and leaf.ndim > 2  # as `streaming.to_host` moves them
 
 
 def _is_on_device(leaf: Any) -> bool:

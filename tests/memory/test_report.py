@@ -189,6 +189,17 @@ def test_arguments_on_the_host_are_made_by_the_program_where_they_would_be_misco
     assert as_arguments.aliased + as_arguments.host.aliased == 8 * 1024
     assert as_arguments.flops == found.flops
 
+    def products(pair, x):
+        def layer(x, weights):
+            first, second = jax.device_put(weights, jax.memory.Space.Device)
+            return (x[0] @ first, x[1] @ second), None
+
+        return jax.lax.scan(layer, (x, x), pair)[0]
+
+    pair = [jax.ShapeDtypeStruct((4, 16, 16), jnp.float32, sharding=host)] * 2
+    both = report(products, pair, jax.ShapeDtypeStruct((16, 16), jnp.float32), target=cuda)
+    assert both.temporaries + both.host.temporaries >= 2 * 4 * 1024  # as equal ones they would be one
+
     of_the_path = r"'h200' cannot size.*\['weights'\] \(pinned_host\)"
     with pytest.raises(TargetError, match=of_the_path):
         report(jax.jit(doubled), KIB, pinned, target=cuda)

@@ -20,8 +20,8 @@ from models.command import run_command, shown_on
 from models.run_config import LmRunConfig
 from models.step_memory import StepMemory
 from stacked_remat import ScanCheckpointPolicy
-from stacked_remat.memory import MemoryReport, find_target, readable_bytes
-from stacked_remat.training import lasting_console, parse_config, remat_policy
+from stacked_remat.memory import DoesNotFit, MemoryReport, find_target, readable_bytes
+from stacked_remat.training import ConfigError, lasting_console, parse_config, remat_policy
 
 POLICIES: Mapping[str, bool | dict[str, Any] | str] = {
     "False": False,
@@ -33,6 +33,9 @@ POLICIES: Mapping[str, bool | dict[str, Any] | str] = {
     "nested, offload": {"nested": True, "save_carries": "offload"},
 }
 """What is compared: names for the table, and `remat` entries. The presets of the model follow."""
+
+STREAMED = ("nested", "offload")
+"""Which of them are compared with the layers' weights on the host too, where they can be there."""
 
 _BASELINE = "True"
 
@@ -72,7 +75,7 @@ def compared(config: LmRunConfig) -> dict[str, ScanCheckpointPolicy]:
 
 
 def policy_table(config: PlanLmConfig, reports: Mapping[str, MemoryReport]) -> Table:
-    """A row a policy: memory, and matrix-product FLOPs as a multiple of those of `remat: true`."""
+    """A row a policy: memory, transfers, and matrix-product FLOPs as a multiple of those of `remat: true`."""
     some = next(iter(reports.values()))
     baseline = reports[_BASELINE].flops.matmul if _BASELINE in reports else None
     inexact = any(not found.flops.exact for found in reports.values())
@@ -86,13 +89,14 @@ def policy_table(config: PlanLmConfig, reports: Mapping[str, MemoryReport]) -> T
         + f"* `remat` of this config{_cpu_note(config)}",
     )
     table.add_column("remat", no_wrap=True)
-    for heading in ("device temporaries", "host", "device total", "FLOPs / True", "compiled in"):
+    for heading in ("device temporaries", "host", "device total", "transfers", "FLOPs / True", "compiled in"):
         table.add_column(heading, justify="right")
     policies = compared(config)
     for name, found in reports.items():
         table.add_row(
             name + (" *" if policies.get(name) == config.policy else ""),
             *(readable_bytes(count) for count in (found.temporaries, found.host.total, found.total)),
+            found.transfers(config.data.batch_size * config.data.seq_len),
             f"{found.flops.matmul / baseline:.2f}{'' if found.flops.exact else ' ?'}" if baseline else "",
             f"{found.compile_seconds:.1f} s",
         )
@@ -112,19 +116,41 @@ def main(arguments: Sequence[str], console: Console | None = None) -> int:
 
 def _plan(arguments: Sequence[str], console: Console) -> int:
     config = parse_config(PlanLmConfig, arguments).resolved(check_folder=False)
-    config.step.check()
+    step, can_stream = config.step, config.step.can_stream
+    step.check(streamed=can_stream)
     if config.policy is None and config.budget is not None:
         with console.status("compiling"):
-            planned = config.step.plan(budget=config.budget, host_budget=config.host_budget)
+            planned = step.plan(budget=config.budget, host_budget=config.host_budget, streamed=can_stream)
         console.print(planned)
         return 0
+    policies = compared(config)
+    fits = not can_stream or _fits(step)
+    rows = {name: (policy, False) for name, policy in policies.items() if fits}
+    if can_stream:
+        rows |= {f"{name}, streamed": (policies[name], True) for name in STREAMED if name in policies}
     found: dict[str, MemoryReport] = {}
+    refused: dict[str, Exception] = {}
     with RichProgress(console=console, transient=True) as progress:
-        policies = compared(config)
-        for name, policy in progress.track(policies.items(), description="compiling"):
-            found[name] = config.step.report(policy)
+        for name, (policy, streamed) in progress.track(rows.items(), description="compiling"):
+            try:
+                found[name] = step.report(policy, streamed=streamed)
+            except (DoesNotFit, ValueError) as error:  # such as a policy that a fused update does not take
+                refused[name] = error
+    if not found:
+        raise next(iter(refused.values()))
     console.print(policy_table(config, found))
+    for name, error in refused.items():
+        console.print(f"{name}: {str(error).splitlines()[0]}", markup=False)
     return 0
+
+
+def _fits(step: StepMemory) -> bool:
+    """Whether the arguments fit the device with all weights there."""
+    try:
+        step.check()
+    except ConfigError:
+        return False
+    return True
 
 
 if __name__ == "__main__":

@@ -96,7 +96,10 @@ def initial_state(
     stacks = {Layers.name for _, Layers in config.model.stacks} if streamed is not None else set()
 
     def sharding(weight: NamedArray) -> Sharding:
-        return partitioning.weight_sharding(weight, on_host=any(axis.name in stacks for axis in weight.axes))
+        is_moved = (
+            any(axis.name in stacks for axis in weight.axes) and len(weight.axes) > 2
+        )  # as `to_host` does
+        return partitioning.weight_sharding(weight, on_host=is_moved)
 
     weights = read_decoder(
         model_folder(config.initialize_from_hf),

@@ -1,16 +1,25 @@
 """The memory that a training step needs, found by compiling it, and the policy that fits a budget."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+import equinox as eqx
 import jax
 
 from models.lm import next_token_loss
 from models.run_config import LmRunConfig
 from models.run_state import batch_shapes, run_optimizer, state_shapes
-from stacked_remat import ScanCheckpointSpec
-from stacked_remat.memory import MemoryReport, Plan, Target, find_target, plan, report
+from stacked_remat import ScanCheckpointSpec, streaming
+from stacked_remat.memory import (
+    MemoryReport,
+    Plan,
+    Target,
+    arguments_on_host,
+    find_target,
+    plan,
+    report,
+)
 from stacked_remat.training import (
     Partitioning,
     TokenBatch,
@@ -38,23 +47,44 @@ class StepMemory:
     target: str | Target = "local"
     devices: int | None = None
 
-    def report(self, remat: ScanCheckpointSpec) -> MemoryReport:
-        """The memory of the step under a policy; costs one compilation."""
+    @property
+    def can_stream(self) -> bool:
+        """Whether the step could run, and be sized here, with its layers' weights on the host too.
+
+        False with `trainer.streaming`, where they are.
+        """
+        target = find_target(self.target)
+        is_sized = target.sizes_host_arguments or self._partitioning().mesh.size == 1
+        trainer = self.config.trainer
+        return (
+            is_sized and trainer.streaming is None and (self.config.lora is not None or trainer.update.fused)
+        )
+
+    def report(self, remat: ScanCheckpointSpec, *, streamed: bool = False) -> MemoryReport:
+        """The memory of the step under a policy; costs one compilation.
+
+        Args:
+            remat: the policy.
+            streamed: whether the layers' weights are on the host; see `can_stream`.
+        """
         partitioning = self._partitioning()
         with partitioning.activations():
             return report(
                 self._step(partitioning, remat),
-                *self._shapes(partitioning),
+                *self._shapes(partitioning, streamed),
                 donate="state",
                 target=self.target,
             )
 
-    def plan(self, *, budget: int | str, host_budget: int | str | None = None) -> Plan:
+    def plan(
+        self, *, budget: int | str, host_budget: int | str | None = None, streamed: bool = False
+    ) -> Plan:
         """The first policy, as `stacked_remat.memory.plan` tries them, under which the step fits a budget.
 
         Args:
             budget: memory of each device for the whole step, as `stacked_remat.memory.plan` takes it.
             host_budget: the same for the host.
+            streamed: whether to try with the layers' weights on the host if none fits; see `can_stream`.
 
         Raises:
             BudgetError: no policy fits.
@@ -69,19 +99,24 @@ class StepMemory:
                 target=self.target,
                 donate="state",
                 layers=self.config.model.num_layers,
+                streamed=self._on_host if streamed else None,
+                tokens_per_step=self.config.data.batch_size * self.config.data.seq_len,
             )
 
-    def check(self) -> None:
+    def check(self, *, streamed: bool = False) -> None:
         """Refuses a config whose weights, optimizer state and one batch are larger than a device's memory.
 
         With `trainer.streaming`, where the device is attached, also what is in host memory and larger than
         what is left of that. All of it is there under every policy. Costs one tracing of how the model is
         made, whatever its size.
 
+        Args:
+            streamed: whether the layers' weights are on the host, and not counted.
+
         Raises:
             ConfigError: with the size of each and the memory.
         """
-        batch, state = self._shapes(self._partitioning())
+        batch, state = self._shapes(self._partitioning(), streamed)
         data, target = self.config.data, find_target(self.target)
         weights = {
             "trained weights": state.trained,
@@ -125,8 +160,22 @@ class StepMemory:
 
         return step
 
-    def _shapes(self, partitioning: Partitioning) -> tuple[TokenBatch, TrainState]:
+    def _shapes(self, partitioning: Partitioning, streamed: bool = False) -> tuple[TokenBatch, TrainState]:
         """The shapes of the step's arguments."""
         data = self.config.data
         partitioning.check_rows(data.batch_size, self.config.trainer.update.microbatches)
-        return batch_shapes(data, partitioning), state_shapes(self.config, partitioning, remat=True)
+        shapes = batch_shapes(data, partitioning), state_shapes(self.config, partitioning, remat=True)
+        return arguments_on_host(self._on_host, shapes) if streamed else shapes
+
+    def _on_host(self, batch: TokenBatch, state: TrainState) -> tuple[TokenBatch, TrainState]:
+        """The arguments with the layers' weights on the host: the frozen ones, or all with their state."""
+        if self.config.lora is not None:
+            return batch, replace(state, frozen=streaming.to_host(state.frozen))
+        fused: Any = state.optimizer_state
+        stacks, rest = eqx.partition(fused.stacks, _is_of_matrices)
+        fused = fused._replace(stacks=eqx.combine(jax.device_put(stacks, jax.memory.Space.Host), rest))
+        return batch, replace(state, trained=streaming.to_host(state.trained), optimizer_state=fused)
+
+
+def _is_of_matrices(leaf: Any) -> bool:
+    return eqx.is_array(leaf) and leaf.ndim > 2  # as `streaming.to_host` moves them

@@ -83,9 +83,9 @@ class ScanCheckpointPolicy:
         first_policy: `False` keeps the internals of these layers, one with `save_block_internals=[names]`
             only those names, and `True` only their carries.
         host_segment_length: how many layers whose arrays are in host memory are read to the device together;
-            it divides their number. Above 1 such a segment takes the place of a layer: the other settings
-            count segments, and a segment being reversed is run once more and keeps a carry for each
-            of its layers. No effect on layers in device memory.
+            it divides their number. Above 1 a cut counts such segments in the place of layers, and a segment
+            being reversed is run once more and keeps a carry for each of its layers. No effect on
+            layers in device memory.
 
     Raises:
         ValueError: for contradictory settings, with the reason.

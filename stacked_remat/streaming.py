@@ -5,7 +5,7 @@ updates it, back to the host.
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import equinox as eqx
@@ -60,7 +60,9 @@ def init(
         def layer(slices: Any) -> list[Any]:
             args, kwargs = layout.layer(slices, shared)
             leaves = jax.tree.leaves(eqx.filter(build(*args, **kwargs), eqx.is_array))
-            return [_placement.to_host(leaf) if _has_numbers(leaf) else leaf for leaf in leaves]
+            return [
+                _placement.to_host(leaf) if _is_matrix(leaf.shape, leaf.dtype) else leaf for leaf in leaves
+            ]
 
         shapes, rest = eqx.partition(template.stacked, is_array)
         made = jtu.tree_unflatten(jtu.tree_structure(shapes), _stacked_on_host(layer, arrays, Layers.size))
@@ -83,7 +85,7 @@ def _stacked_on_host(layer: Callable[[Any], list[Any]], arrays: Any, length: int
 
 
 def _empty(leaf: Any, length: int) -> Any:
-    if not _has_numbers(leaf):
+    if not _is_matrix(leaf.shape, leaf.dtype):
         return empty_stack(leaf, length)
     # From NumPy, whose zeros take no memory before they are written.
     return jax.device_put(np.zeros((length, *leaf.shape), leaf.dtype), leaf.sharding)
@@ -107,8 +109,9 @@ def to_host(model: T, *, segment_length: int = 1, where: Any = eqx.is_array) -> 
         model: a `Stacked`, or any tree with some.
         segment_length: how many layers come to the device together: `host_segment_length` of the stacks'
             policies, see `ScanCheckpointPolicy`.
-        where: which arrays, a predicate of leaves or a tree of bools like the model. Whatever it says, what
-            all layers share and what holds no numbers (random keys) stays on the device.
+        where: which arrays, a predicate of leaves or a tree of bools like the model. Only those of
+            at least two dimensions in each layer are moved: vectors and numbers are small (and XLA for TPUs
+            reads no bfloat16 vector out of a stack on the host), and so stay, as does what all layers share.
 
     Returns:
         The model, with other policies where `segment_length` is not theirs.
@@ -127,7 +130,7 @@ def to_host(model: T, *, segment_length: int = 1, where: Any = eqx.is_array) -> 
         paths_and_leaves, structure = jtu.tree_flatten_with_path(fields, is_leaf=is_named)
         leaves = []
         for (path, leaf), like in zip(paths_and_leaves, structure.flatten_up_to(wanted.stacked), strict=True):
-            if raw_array(like) is None or not _is_of_layers(leaf, stack):
+            if raw_array(like) is None or not _is_moved(leaf, stack):
                 leaves.append(leaf)
                 continue
             if id(leaf) in unsliced:
@@ -182,9 +185,11 @@ def _is_stack(node: Any) -> bool:
     return isinstance(node, Stacked)
 
 
-def _is_of_layers(leaf: Any, stack: Stacked) -> bool:
-    return is_split(leaf, stack.Block) and _has_numbers(raw_array(leaf))
+def _is_moved(leaf: Any, stack: Stacked) -> bool:
+    array = raw_array(leaf)
+    return is_split(leaf, stack.Block) and _is_matrix(array.shape[1:], array.dtype)
 
 
-def _has_numbers(array: Any) -> bool:
-    return jnp.issubdtype(array.dtype, jnp.number)
+def _is_matrix(shape: Sequence[int], dtype: Any) -> bool:
+    """Whether an array of one layer is moved."""
+    return len(shape) > 1 and jnp.issubdtype(dtype, jnp.number)

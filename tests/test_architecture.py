@@ -41,6 +41,7 @@ LAYERS = {
     "_state_dict": "stacks",
     "lora": "ops",
     "ops": "ops",
+    "streaming": "streaming",
     "memory": "memory",
     "training": "training",
 }
@@ -55,10 +56,11 @@ ALLOWED_IMPORTS = {
     "sweep": {"compat", "base", "schedule", "placement"},
     "scan": {"compat", "base", "schedule", "placement", "policy", "sweep"},
     "stacks": _CORE,
-    "fused": {"compat", "base", "policy", "scan", "stacks"},
+    "fused": {"compat", "base", "placement", "policy", "scan", "stacks"},
     "ops": _CORE,
+    "streaming": _CORE,
     "memory": _CORE | {"ops", "public"},
-    "training": _CORE | {"fused", "ops", "memory", "public"},
+    "training": _CORE | {"fused", "ops", "streaming", "memory", "public"},
 }
 
 # What a package of models/ may import from models/ beside itself; the other files there may import all of it.

@@ -133,7 +133,7 @@ class FusedUpdate:
     gradient_dtype: DTypeLike | None
 
     def init(self, model: Any) -> FusedState:
-        """The optimizer's state for a model; for layers on the host it is on the host too.
+        """The optimizer's state for a model: for layers on the host, that of their matrices is there too.
 
         Raises:
             ValueError: nothing is trained, layers share a trained array, or the optimizer needs the gradients
@@ -152,7 +152,7 @@ class FusedUpdate:
             return jax.tree.leaves(init(masked(layer, trained.layer_mask(number))))
 
         def leaves_on_host(_: None, layer: Any) -> tuple[None, list[Any]]:
-            return None, [to_host(leaf) if leaf.ndim else leaf for leaf in leaves(layer)]
+            return None, [to_host(leaf) if leaf.ndim > 1 else leaf for leaf in leaves(layer)]
 
         stack = trained.stacks[number]
         of_one = jax.eval_shape(init, trained.layer_types(number))

@@ -194,7 +194,7 @@ def sweep_options(
             "the carry that is kept of it, and the policy says otherwise. Let it keep carries alone (True, "
             '"offload", "nested", max_carries=k), or leave host_segment_length at 1.'
         )
-    return {**found, "read_length": read_length}
+    return {**found, "read_length": read_length, "keeps_in_segments": isinstance(remat, PerLayer)}
 
 
 def _sweep_options(remat: Remat, length: int) -> dict[str, Any] | None:

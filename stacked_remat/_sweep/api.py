@@ -43,6 +43,7 @@ def sweep(
     unroll: int | bool = 1,
     unsliced: Sequence[bool] | None = None,
     read_length: int = 1,
+    keeps_in_segments: bool = False,
 ) -> tuple[Any, Any]:
     """`lax.scan(body, init, xs)` in value and gradients, with the reverse sweep that `schedule` describes.
 
@@ -61,7 +62,7 @@ def sweep(
         unroll: layers per iteration of the innermost loops; `True` unrolls everything.
         unsliced: for which leaves of `xs` every layer takes the stack; none by default. Their gradients are
             summed in place, where a layer reads a part of them.
-        read_length: how many layers are read together; the schedule is then one of segments of so many.
+        read_length, keeps_in_segments: as in `SweepSpec`; the schedule is one of segments of `read_length`.
 
     Returns:
         The last carry and the stacked `y`s.
@@ -92,7 +93,16 @@ def sweep(
     traced = trace_layer(
         lambda shared, carry, x: body(carry, x), [], init, xs, unsliced=whole, offloads=boundaries == "host"
     )
-    options: Any = (checkpoint, boundaries, first_layers, reverse, unroll, whole, read_length)
+    options: Any = (
+        checkpoint,
+        boundaries,
+        first_layers,
+        reverse,
+        unroll,
+        whole,
+        read_length,
+        keeps_in_segments,
+    )
     spec = SweepSpec(traced.jaxpr, len(traced.init), schedule, *options)
     leaves = (traced.init, stacks, traced.shared)
     carry, ys = _differentiable(spec)(*jax.tree.map(_reverse_mode_only, leaves))

@@ -15,7 +15,7 @@ from jax import lax
 from .._activity import active_outputs, named_inputs
 from .._placement import platform
 from .slots import Arrays, Carry
-from .store import write, zeros_like
+from .store import apart_from_transfers, write, zeros_like
 
 LeafLayer: TypeAlias = Callable[[Arrays, Carry, Arrays], tuple[Carry, Arrays]]  # see above
 Mask: TypeAlias = tuple[bool, ...]
@@ -190,6 +190,7 @@ class LeafVisit:
         cotangents: those of its new carry and of its output, of the leaves that have one.
         saved: the residuals that the replay kept.
         pullback: of a layer of this stack.
+        writes_to_host: whether the visitor does.
     """
 
     layer_index: Any
@@ -200,10 +201,17 @@ class LeafVisit:
     cotangents: tuple[Carry, Arrays]
     saved: Arrays | None
     pullback: LayerPullback
+    writes_to_host: bool = False
 
     def vjp(self, inputs: Inputs | None = None, totals: Sequence[Any] = ()) -> tuple[Arrays, Carry, Arrays]:
         """The cotangents of its inputs: of `shared`, `carry` and `x`, those leaves that are asked for."""
-        return self.pullback(self.shared, self.carry, self.x, self.saved, self.cotangents, inputs, totals)
+
+        def compute() -> tuple[Arrays, Carry, Arrays]:
+            return self.pullback(self.shared, self.carry, self.x, self.saved, self.cotangents, inputs, totals)
+
+        if self.writes_to_host and platform() == "cuda":
+            return apart_from_transfers(compute)
+        return compute()
 
 
 # Called once for every layer, from the last to the first. Takes the layer and a state of its own; returns the

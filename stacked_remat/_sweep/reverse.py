@@ -15,7 +15,7 @@ from jax import lax
 from .._placement import to_device
 from .._schedule import Run, Schedule
 from .slots import Arrays, Carry, Checkpoints, entry_at, repeat, trip_count
-from .store import empty_stack, read, settle, write
+from .store import empty_stack, read, read_before_writes, settle, write
 
 State: TypeAlias = Any
 
@@ -86,7 +86,11 @@ def reverse_sweep(
     boundaries = checkpoints.boundaries
     runs = schedule.runs if boundaries is None else _one_run_per_segment(schedule)
     plan = _Plan(runs, saving=replay.save is not None)
-    fetched = replay.fetch(state, int(plan.first[0]))
+    first: Any = int(plan.first[0])
+    if jax.eval_shape(lambda: replay.fetch(state, first)):
+        # Without the barrier XLA reads the first layer before the forward sweep, and holds it meanwhile.
+        first, cotangent = lax.optimization_barrier((jnp.int32(first), cotangent))
+    fetched = replay.fetch(state, first)
 
     def run(
         r: Any, slots: Carry, saved: Any, fetched: Arrays, cotangent: Carry, state: State
@@ -208,6 +212,7 @@ def _visit(
         fetched, cotangent, state = loop
         fetched, index = settle(fetched, entry_at(plan.top, r) - k)
         ahead = replay.fetch(state, jnp.where(k == visits - 1, entry_at(plan.next_first, r), index - 1))
+        ahead, state = read_before_writes(ahead, state)
         kept = None if saved is None else read(saved, visits - 1 - k)
         carry = read(slots, entry_at(plan.top_slot, r) - k)
         return ahead, *visitor(ReplayedLayer(index, carry, kept, fetched), cotangent, state)

@@ -39,12 +39,15 @@ class Checkpoints(NamedTuple):
         first_layers: of the layers before the schedule's, if there are any.
         origin: the input of the first layer, on the device, if it is only in `boundaries` or there are no
             layers. Only derivatives of the sweep read it, so other compiled programs do not keep it.
+        in_segments: the inputs of the layers within each step but the first, `(steps, layers - 1, ...)`, if
+            they are kept.
     """
 
     slots: Carry
     boundaries: Carry | None
     first_layers: FirstLayersSaved | None = None
     origin: Carry | None = None
+    in_segments: Carry | None = None
 
     def first(self) -> Carry:
         """The input of the first layer, on the device."""
@@ -64,14 +67,18 @@ class Checkpoints(NamedTuple):
         JAX loses the memory space of a cotangent where it transposes a program within a program (a branch, a
         loop, a jitted function), and then refuses it.
         """
-        return self._replace(boundaries=lax.stop_gradient(self.boundaries))
+        boundaries, in_segments = lax.stop_gradient((self.boundaries, self.in_segments))
+        return self._replace(boundaries=boundaries, in_segments=in_segments)
 
     def cotangent_of_first(self, cotangent: Carry) -> "Checkpoints":
         """The cotangent of this, as a function of `first()` alone."""
-        on_device = self._replace(boundaries=None)  # which `first()` does not read
+        on_device = self._replace(boundaries=None, in_segments=None)  # which `first()` does not read
         _, pullback = jax.vjp(Checkpoints.first, on_device)
         (found,) = pullback(cotangent)
-        return found._replace(boundaries=self.boundaries and [None] * len(self.boundaries))
+        return found._replace(
+            boundaries=self.boundaries and [None] * len(self.boundaries),
+            in_segments=self.in_segments and [None] * len(self.in_segments),
+        )
 
 
 def _first(stacked: Carry) -> Carry:

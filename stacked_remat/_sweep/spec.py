@@ -27,7 +27,18 @@ from .gradient import (
 )
 from .reverse import Replay, ReplayedLayer, reverse_sweep
 from .slots import Arrays, Carry, Checkpoints, FirstLayersSaved, repeat
-from .store import at_least_one, empty_stack, on_device, read, read_ahead, read_layer, settle, write
+from .store import (
+    at_least_one,
+    empty_stack,
+    empty_stack_on_host,
+    has_host_stacks,
+    on_device,
+    read,
+    read_ahead,
+    read_layer,
+    settle,
+    write,
+)
 
 Checkpoint = Callable[[Callable], Callable]
 
@@ -60,8 +71,9 @@ class SweepSpec:
         checkpoint, boundaries, first_layers, reverse, unroll: as in `sweep`.
         unsliced: for which of `xs` a layer takes the whole stack.
         read_length: how many layers are read together. Where it is above 1, such a segment takes the place of
-            a layer: the schedule counts segments, and one that is visited is run again, its carries
-            kept, and its layers are visited.
+            a layer: the schedule counts segments, and the layers of a segment are visited with it.
+        keeps_in_segments: whether the carries within segments are kept; if not, a segment that is visited is
+            run again first.
     """
 
     jaxpr: Jaxpr
@@ -74,6 +86,7 @@ class SweepSpec:
     unroll: int | bool = 1
     unsliced: Mask = ()
     read_length: int = 1
+    keeps_in_segments: bool = False
 
     @property
     def on_host(self) -> bool:
@@ -101,6 +114,7 @@ class SweepSpec:
             boundaries="device",
             first_layers=None,
             read_length=1,
+            keeps_in_segments=False,
         )
 
     def layer(self, shared: Arrays, carry: Carry, x: Arrays) -> tuple[Carry, Arrays]:
@@ -199,8 +213,14 @@ class SweepSpec:
         def fetch(number: Any) -> Arrays:
             return self.fetch(xs, number + self.first)
 
-        def step(number: Any, carry: Carry, fetched: Arrays) -> tuple[Carry, Arrays]:
-            return self.run_step(shared, xs, number + self.first, carry, fetched)
+        def step(number: Any, carry: Carry, fetched: Arrays) -> tuple[Carry, tuple[Arrays, Arrays | None]]:
+            number = number + self.first
+            if not self.keeps_in_segments:
+                carry, y = self.run_step(shared, xs, number, carry, fetched)
+                return carry, (y, None)
+            x = self.inputs(xs, self.layer_index(number), fetched)
+            carry, y, kept = self.segment._forward_scheduled(carry, x, shared)
+            return carry, (y, [slots[1:] for slots in kept.slots])
 
         if self.schedule is None:
             avals: Any = [out.aval for out in self.jaxpr.outvars[self.carries :]]
@@ -208,19 +228,19 @@ class SweepSpec:
             return carry, empty_stack(y, 0), Checkpoints([], None, origin=carry)
         length = self.schedule.length
 
-        def write_output(index: Any, ys: Arrays, y: Arrays) -> Arrays:
-            return write(ys, length - 1 - index if self.reverse else index, y)
+        def write_output(index: Any, outputs: Any, output: Any) -> Any:
+            return write(outputs, length - 1 - index if self.reverse else index, output)
 
-        if not self.on_host:
+        if self.on_host:
+            _, (y, kept) = jax.eval_shape(lambda carry: step(0, carry, fetch(0)), carry)
+            buffers = empty_stack(y, length), empty_stack_on_host(kept, length)
+            carry, (ys, kept), checkpoints = forward_sweep_on_host(
+                step, carry, buffers, self.schedule, fetch, write_output=write_output, unroll=self.unroll
+            )
+        else:
             options: Any = {"reverse": self.reverse, "unroll": self.unroll}
-            carry, ys, checkpoints = forward_sweep(step, carry, self.schedule, fetch, **options)
-            return carry, self._one_a_layer(ys), checkpoints
-        _, y = jax.eval_shape(lambda carry: step(0, carry, fetch(0)), carry)
-        ys = empty_stack(y, length)
-        carry, ys, checkpoints = forward_sweep_on_host(
-            step, carry, ys, self.schedule, fetch, write_output=write_output, unroll=self.unroll
-        )
-        return carry, self._one_a_layer(ys), checkpoints
+            carry, (ys, kept), checkpoints = forward_sweep(step, carry, self.schedule, fetch, **options)
+        return carry, self._one_a_layer(ys), checkpoints._replace(in_segments=kept)
 
     def perturbed(
         self, init: Sequence[bool], xs: Sequence[bool], shared: Sequence[bool], ys: Sequence[bool]
@@ -281,7 +301,7 @@ class SweepSpec:
             The cotangents of the perturbed leaves of the carry that goes into the first layer, and the state.
         """
         if self.read_length > 1:
-            visitor = self._of_segment(perturbed, visitor)
+            visitor = self._of_segment(perturbed, visitor, checkpoints.in_segments)
 
         def part(checkpoint: Checkpoint, first: int) -> tuple[Callable, Replay]:
             pullback = self._pullback(perturbed, checkpoint, checkpoints.first(), xs_in(state), shared)
@@ -297,8 +317,8 @@ class SweepSpec:
             carry_ct, state = self._visit_first(visit, checkpoints, carry_ct, state)
         return carry_ct, state
 
-    def _of_segment(self, perturbed: Perturbed, visitor: LeafVisitor) -> LeafVisitor:
-        """A visitor of segments, which runs a segment again and visits its layers."""
+    def _of_segment(self, perturbed: Perturbed, visitor: LeafVisitor, kept: Carry | None) -> LeafVisitor:
+        """A visitor of segments, which visits their layers; `kept` are the carries within segments."""
         sweep = self.segment
 
         def visit_segment(segment: LeafVisit, state: Any) -> tuple[Carry, Any]:
@@ -308,7 +328,13 @@ class SweepSpec:
                 return visitor(replace(layer, layer_index=first + layer.layer_index), state)
 
             x, shared = segment.x, segment.shared
-            _, _, checkpoints = sweep.forward(perturbed, segment.carry, x, shared)
+            if kept is None:
+                _, _, checkpoints = sweep.forward(perturbed, segment.carry, x, shared)
+            else:
+                others = read(kept, segment.layer_index)
+                pairs = zip(segment.carry, others, strict=True)
+                slots = [lax.concatenate([first[None], rest], 0) for first, rest in pairs]
+                checkpoints = Checkpoints(slots, None)
             return sweep.sweep_back(
                 perturbed, checkpoints, shared, *segment.cotangents, visit, state, xs_in=lambda _: x
             )
@@ -343,8 +369,9 @@ class SweepSpec:
             if self.on_host and platform() == "cuda":
                 # For GPUs XLA keeps a layer's internals twice where its carry comes from the host.
                 carry, cotangents = lax.optimization_barrier((carry, cotangents))
-            leaves = LeafVisit(index, shared, carry, x, self.unsliced, cotangents, layer.saved, pullback)
-            return visitor(leaves, state)
+            to_host = has_host_stacks(state)
+            of_layer = (index, shared, carry, x, self.unsliced, cotangents, layer.saved, pullback, to_host)
+            return visitor(LeafVisit(*of_layer), state)
 
         def fetch(state: Any, index: Any) -> Arrays:
             return self.fetch(xs_in(state), index + first)

@@ -4,7 +4,7 @@ The memory of a stack is part of its type. Entries are read to the device and wr
 memory, so the loops of a sweep are the same for both.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -24,13 +24,25 @@ def empty_stack(entry: Any, size: int) -> Any:
     return jax.tree.map(stack, entry)
 
 
+def empty_stack_on_host(entry: Any, size: int) -> Any:
+    """The same in host memory."""
+    return jax.tree.map(
+        lambda leaf: full_on_host(jax.ShapeDtypeStruct((size, *leaf.shape), leaf.dtype), 0), entry
+    )
+
+
 def zeros_like(stack: Array) -> Array:
     """Zeros of the shape of a stack, in the same memory."""
-    if not is_on_host(stack):
-        return jnp.zeros_like(stack)
-    # A scan stacks on the host one entry at a time; zeros of the whole stack would be made on the device.
-    entry = jnp.zeros(stack.shape[1:], stack.dtype)
-    return lax.scan(lambda carry, _: (carry, to_host(entry)), None, None, length=stack.shape[0])[1]
+    return full_on_host(stack, 0) if is_on_host(stack) else jnp.zeros_like(stack)
+
+
+def full_on_host(like: Any, value: int) -> Array:
+    """An array in host memory that is `value` everywhere, of the shape and dtype of `like`."""
+    if not like.shape:
+        return to_host(jnp.full((), value, like.dtype))
+    # A scan stacks on the host one entry at a time; the whole stack would be made on the device.
+    entry = jnp.full(like.shape[1:], value, like.dtype)
+    return lax.scan(lambda carry, _: (carry, to_host(entry)), None, None, length=like.shape[0])[1]
 
 
 def read(stacked: Any, index: Any, length: int = 1) -> Any:
@@ -68,10 +80,10 @@ def read_layer(
 def read_ahead(stacks: list[Array], index: Any, length: int = 1) -> list[Array]:
     """The entries at `index` of the stacks on the host, for `read_layer` an iteration later.
 
-    In the carry of a loop they are transferred while the iteration before computes. None are read for GPUs,
-    for which XLA would copy a stack that is read ahead and written in one iteration.
+    In the carry of a loop they are transferred while the iteration before computes. On a CPU nothing is
+    transferred.
     """
-    return [read(stack, index, length) for stack in stacks if platform() == "tpu" and is_on_host(stack)]
+    return [read(stack, index, length) for stack in stacks if platform() != "cpu" and is_on_host(stack)]
 
 
 def settle(fetched: list[Array], index: Any) -> tuple[list[Array], Any]:
@@ -83,6 +95,31 @@ def settle(fetched: list[Array], index: Any) -> tuple[list[Array], Any]:
     if not fetched:
         return fetched, index
     return lax.optimization_barrier(([jnp.where(index >= 0, leaf, 0) for leaf in fetched], index))
+
+
+def read_before_writes(ahead: list[Array], state: Any) -> tuple[list[Array], Any]:
+    """What was read ahead, and a state whose stacks on the host may now be written.
+
+    XLA for GPUs would otherwise copy a stack that is read and written in one iteration.
+    """
+    if platform() == "cuda" and ahead and has_host_stacks(state):
+        return lax.optimization_barrier((ahead, state))
+    return ahead, state
+
+
+def has_host_stacks(state: Any) -> bool:
+    """Whether some arrays of a tree are on the host."""
+    return any(map(is_on_host, jax.tree.leaves(state)))
+
+
+def apart_from_transfers(compute: Callable[[], Any]) -> Any:
+    """The arrays that `compute` returns, in the body of a loop that XLA does not know to run once.
+
+    XLA for GPUs reorders what is computed beside transfers, and then holds more of it at a time.
+    """
+    zeros = jax.tree.map(lambda type_: jnp.zeros(type_.shape, type_.dtype), jax.eval_shape(compute))
+    once = lax.optimization_barrier(jnp.int32(1))
+    return lax.fori_loop(0, once, lambda *_: compute(), zeros)
 
 
 def at_least_one(stack: Array) -> Array:

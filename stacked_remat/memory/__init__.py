@@ -1,4 +1,4 @@
-"""The memory and arithmetic of a program on any accelerator, found without running it.
+"""The memory, arithmetic and transfers of a program on any accelerator, found without running it.
 
 ```python
 from stacked_remat import memory
@@ -9,6 +9,7 @@ print(memory.report(train_step, model, optimizer_state, batch, donate="all", tar
 
 from ._costs import Flops
 from ._flops import count_flops
+from ._host_arguments import arguments_on_host
 from ._plan import CANDIDATES, BudgetError, Comparison, Plan, Trial, compare, parse_bytes, plan
 from ._plot import plot
 from ._report import DoesNotFit, HostBytes, MemoryReport, report
@@ -22,7 +23,9 @@ from ._targets import (
     TpuTarget,
     find_target,
     target_mesh,
+    target_of_device,
 )
+from ._time_bound import TimeBound, tokens_to_hide
 
 __all__ = [
     "CANDIDATES",
@@ -38,8 +41,10 @@ __all__ = [
     "Plan",
     "Target",
     "TargetError",
+    "TimeBound",
     "TpuTarget",
     "Trial",
+    "arguments_on_host",
     "compare",
     "count_flops",
     "find_target",
@@ -49,4 +54,6 @@ __all__ = [
     "readable_bytes",
     "report",
     "target_mesh",
+    "target_of_device",
+    "tokens_to_hide",
 ]

@@ -1,13 +1,15 @@
-"""The arithmetic of one equation of a traced program that holds no other program."""
+"""The arithmetic and the transfers of one equation of a traced program that holds no other program."""
 
 import dataclasses
 import math
 from typing import Any
 
+import jax
+
 
 @dataclasses.dataclass(frozen=True)
 class Flops:
-    """Arithmetic of one call of a program, summed over all the devices it runs on.
+    """Arithmetic and transfers of one call of a program, summed over all the devices it runs on.
 
     Two of them add up, and one can be multiplied by a number of calls.
 
@@ -15,12 +17,18 @@ class Flops:
         matmul: of matrix products and convolutions, a multiply-add being two.
         elementwise: one for each element of an arithmetic, transcendental or reducing operation.
             Compilers fuse and simplify these, so it is a guide where `matmul` is exact.
+        bytes_from_host: bytes moved from host memory to device memory (`jax.device_put` between the two, and
+            policies that offload). Outside of `jax.shard_map`, an array counts once, however many devices
+            have a copy of it.
+        bytes_to_host: bytes moved from device memory to host memory.
         too_low: reasons why the true figures may be higher (empty when there are none), sorted.
         too_high: reasons why they may be lower, as where a conditional counts its most expensive branch.
     """
 
     matmul: int = 0
     elementwise: int = 0
+    bytes_from_host: int = 0
+    bytes_to_host: int = 0
     too_low: tuple[str, ...] = ()
     too_high: tuple[str, ...] = ()
 
@@ -28,6 +36,8 @@ class Flops:
         return Flops(
             self.matmul + other.matmul,
             self.elementwise + other.elementwise,
+            self.bytes_from_host + other.bytes_from_host,
+            self.bytes_to_host + other.bytes_to_host,
             _union(self.too_low, other.too_low),
             _union(self.too_high, other.too_high),
         )
@@ -35,7 +45,13 @@ class Flops:
     def __mul__(self, times: int) -> "Flops":
         if times == 0:
             return Flops()
-        return dataclasses.replace(self, matmul=self.matmul * times, elementwise=self.elementwise * times)
+        matmul, elementwise, from_host, to_host = (count * times for count in self.counts)
+        return Flops(matmul, elementwise, from_host, to_host, self.too_low, self.too_high)
+
+    @property
+    def counts(self) -> tuple[int, int, int, int]:
+        """`matmul`, `elementwise`, `bytes_from_host` and `bytes_to_host`."""
+        return self.matmul, self.elementwise, self.bytes_from_host, self.bytes_to_host
 
     @property
     def exact(self) -> bool:
@@ -52,6 +68,8 @@ def leaf_cost(eqn: Any) -> Flops:
     An operation that is neither known nor elementwise counts as zero and is named in `too_low`.
     """
     name = eqn.primitive.name
+    if name == "device_put":
+        return _transfers(eqn)
     if name in _FREE:
         return Flops()
     if name in _MATMULS:
@@ -68,6 +86,14 @@ def leaf_cost(eqn: Any) -> Flops:
     if _is_elementwise(eqn):
         return Flops(elementwise=_size(eqn.outvars[0]))
     return Flops(too_low=(f"the arithmetic of {name!r} is not counted",))
+
+
+def _transfers(eqn: Any) -> Flops:
+    moved = {jax.memory.Space.Host: 0, jax.memory.Space.Device: 0}
+    for source, result in zip(eqn.invars, eqn.outvars, strict=True):
+        if source.aval.memory_space != result.aval.memory_space and result.aval.memory_space in moved:
+            moved[result.aval.memory_space] += _size(result) * result.aval.dtype.itemsize
+    return Flops(bytes_from_host=moved[jax.memory.Space.Device], bytes_to_host=moved[jax.memory.Space.Host])
 
 
 def _size(atom: Any) -> int:
@@ -147,7 +173,7 @@ _PER_OUTPUT = frozenset(
 _FREE = frozenset(
     "reshape broadcast_in_dim broadcast_to broadcast stack unstack roll transpose squeeze expand_dims slice "
     "dynamic_slice dynamic_update_slice gather concatenate pad rev copy copy_p convert_element_type "
-    "bitcast_convert_type iota stop_gradient device_put optimization_barrier name select_n split tile "
+    "bitcast_convert_type iota stop_gradient optimization_barrier name select_n split tile "
     "sharding_constraint mesh_cast reshard reduce_precision create_token layout_constraint empty empty2 "
     "random_wrap random_unwrap random_seed random_clone axis_index program_id num_programs get swap "
     "addupdate ref_get ref_set new_ref freeze free_ref masked_load masked_swap multiple_of pvary pcast "

@@ -1,4 +1,4 @@
-"""Counts a program's arithmetic, loop bodies times the number of times they run.
+"""Counts a program's arithmetic and transfers, loop bodies times the number of times they run.
 
 XLA's own cost analysis counts the body of a loop once, and a training step over scanned layers is mostly
 loops, so the traced program is counted instead. Where a trip count is not a constant, the integers that it
@@ -30,12 +30,13 @@ _Values = Sequence[_Value]
 
 
 def count_flops(jaxpr: Any, *, trained: Sequence[bool] | None = None) -> Flops:
-    """Count the arithmetic of a traced program.
+    """Count the arithmetic of a traced program, and what it moves between host and device memory.
 
     Args:
         jaxpr: a closed jaxpr, as `jax.make_jaxpr(f)(*args)` or `jax.jit(f).trace(*args).jaxpr` return.
         trained: for each of its inputs whether its gradient is taken. With it, the products of the backward
-            pass count too: one for each operand of a product that depends on such an input.
+            pass count too: one for each operand of a product that depends on such an input. Its other
+            arithmetic and its transfers do not.
 
     Returns:
         The count. Equations whose results are never used are left out, as XLA leaves them out. Loops
@@ -144,12 +145,15 @@ class _Counter:
         if index is not None:
             return self.run(branches[min(max(int(index), 0), len(branches) - 1)], operands)
         runs = [self.run(branch, operands) for branch in branches]
-        most = max((cost for cost, _ in runs), key=lambda cost: (cost.matmul, cost.elementwise))
+        counts = [cost.counts for cost, _ in runs]
+        matmul, elementwise, *_ = max(counts)
+        from_host, to_host = (max(count[direction] for count in counts) for direction in (2, 3))
+        most = Flops(matmul, elementwise, from_host, to_host)
         results = [
             first if all(_same(first, other) for other in others) else None
             for first, *others in zip(*(result for _, result in runs), strict=True)
         ]
-        if any((cost.matmul, cost.elementwise) != (most.matmul, most.elementwise) for cost, _ in runs):
+        if any(found != most.counts for found in counts):
             reason = f"a conditional that depends on data{_where(eqn)} counts its most expensive branch"
             most = most + Flops(too_high=(reason,))
         for cost, _ in runs:

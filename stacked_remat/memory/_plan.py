@@ -1,6 +1,7 @@
 """Chooses a remat policy: compiles candidates and takes the first that fits in memory."""
 
 import dataclasses
+import functools
 import re
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -9,6 +10,7 @@ import jax
 from jaxtyping import PyTree
 
 from .._policy import ScanCheckpointPolicy, ScanCheckpointSpec, resolve_policy
+from ._host_arguments import arguments_on_host
 from ._report import DoesNotFit, MemoryReport, report
 from ._table import Table, Tabular, readable_bytes, readable_count
 from ._targets import Target
@@ -37,25 +39,38 @@ class Trial:
         policy: the policy, as it was given.
         report: its memory and arithmetic; None if the compiler refused it.
         failure: the compiler's reason, if it refused.
+        streamed: whether weights were on the host.
     """
 
     policy: ScanCheckpointSpec
     report: MemoryReport | None
     failure: str = ""
+    streamed: bool = False
+
+    @property
+    def name(self) -> str:
+        return _name(self.policy, self.streamed)
 
 
 @dataclasses.dataclass(frozen=True)
 class Comparison(Tabular):
-    """Policies of one program side by side, in the order in which they were tried."""
+    """Policies of one program side by side, in the order in which they were tried.
+
+    Attributes:
+        trials: one for each policy.
+        tokens_per_step: of one call on all devices, for the tokens per second that the link allows; None
+            where they were not given.
+    """
 
     trials: tuple[Trial, ...]
+    tokens_per_step: int | None = None
 
     def _table(self, title: str = "memory by policy", notes: tuple[str, ...] = ()) -> Table:
         found = [trial.report for trial in self.trials if trial.report is not None]
         least = min((report.flops.matmul for report in found), default=0)
-        rows = [_row(trial, least) for trial in self.trials]
-        columns = ("policy", "total", "temporaries", "host", "FLOP", "x least", "compiled in")
-        failures = [f"{trial.policy!r}: {trial.failure}" for trial in self.trials if trial.failure]
+        rows = [_row(trial, least, self.tokens_per_step) for trial in self.trials]
+        columns = ("policy", "total", "temporaries", "host", "transfers", "FLOP", "x least", "compiled in")
+        failures = [f"{trial.name}: {trial.failure}" for trial in self.trials if trial.failure]
         return Table(title, columns, tuple(rows), (*failures, *notes))
 
 
@@ -68,15 +83,17 @@ class Plan(Tabular):
         report: its memory and arithmetic.
         tried: everything that was compiled, in order.
         budget: bytes of device memory it had to fit in.
+        streamed: whether it fits with weights on the host only.
     """
 
     policy: ScanCheckpointSpec
     report: MemoryReport
     tried: Comparison
     budget: int
+    streamed: bool = False
 
     def _table(self) -> Table:
-        note = f"{self.policy!r} fits {readable_bytes(self.budget)} a device"
+        note = f"{_name(self.policy, self.streamed)} fits {readable_bytes(self.budget)} a device"
         return self.tried._table("plan", (note,))
 
 
@@ -86,6 +103,8 @@ def compare(
     candidates: Sequence[ScanCheckpointSpec] = CANDIDATES,
     target: str | Target = "local",
     donate: str | Sequence[str] = (),
+    streamed: Callable[..., Sequence[PyTree]] | None = None,
+    tokens_per_step: int | None = None,
     **kwargs: PyTree,
 ) -> Comparison:
     """Compile a program under every policy and compare the reports. Nothing is executed.
@@ -97,15 +116,19 @@ def compare(
         candidates: the policies, in the order they are compiled and shown.
         target: as for `report`.
         donate: as for `report`.
+        streamed: as for `plan`: every candidate is compiled with weights on the host too.
+        tokens_per_step: as for `plan`.
         **kwargs: its keyword arguments.
 
     Returns:
         A trial for each candidate, with the reason for one that the compiler refuses.
 
-    Cost: one compilation a candidate.
+    Cost: one compilation a candidate, two with `streamed`.
     """
-    trials = [_try(fn_of_policy, args, kwargs, policy, target, donate) for policy in candidates]
-    return Comparison(tuple(trials))
+    attempt = _attempts(fn_of_policy, args, kwargs, target, donate, streamed)
+    places = (False,) if streamed is None else (False, True)
+    trials = [attempt(policy, on_host) for on_host in places for policy in candidates]
+    return Comparison(tuple(trials), tokens_per_step)
 
 
 def plan(
@@ -117,6 +140,8 @@ def plan(
     target: str | Target = "local",
     donate: str | Sequence[str] = (),
     layers: int | None = None,
+    streamed: Callable[..., Sequence[PyTree]] | None = None,
+    tokens_per_step: int | None = None,
     **kwargs: PyTree,
 ) -> Plan:
     """Find the first of the candidates that fits in a budget. Nothing is executed.
@@ -137,6 +162,11 @@ def plan(
         target: as for `report`.
         donate: as for `report`.
         layers: how many layers the stack has, to search for `first_layers`; None for no search.
+        streamed: from the arguments to the same arguments with weights on the host, for example
+            `lambda model, x: (streaming.to_host(model), x)`. If no candidate fits, they are tried again with
+            these; the table says whether the transfers hide behind compute at the target's peak, or how fast
+            the link lets the step be (see `TimeBound`). It is traced, not run.
+        tokens_per_step: of one call on all devices, to give that in tokens per second.
         **kwargs: its keyword arguments.
 
     Returns:
@@ -146,22 +176,26 @@ def plan(
         BudgetError: no candidate fits; shows all of them and the smallest.
         ValueError: a budget that cannot be read, no candidates, or fewer layers than one.
         TypeError: `layers` is not an integer.
+        TargetError: as `report`, for arguments on the host.
 
-    Cost: one compilation per candidate, and with `layers` two to `4 + log2(layers)` more, at most twice that
-    for a nested candidate.
+    Cost: one compilation per candidate, with `streamed` at most two. With `layers` two to `4 + log2(layers)`
+    more, at most twice that for a nested candidate.
     """
     limit, host_limit = parse_bytes(budget), None if host_budget is None else parse_bytes(host_budget)
     _check_layers(layers)
     if not candidates:
         raise ValueError("plan needs at least one candidate policy; got none")
-    search = _Search(
-        lambda policy: _try(fn_of_policy, args, kwargs, policy, target, donate), limit, host_limit
-    )
+    attempt = _attempts(fn_of_policy, args, kwargs, target, donate, streamed)
+    search = _Search(attempt, limit, host_limit, tokens_per_step)
     chosen = search.first_to_fit(candidates)
+    if chosen is None and streamed is not None:
+        chosen = search.first_to_fit(candidates, streamed=True)
+    if chosen is None:
+        raise BudgetError(_nothing_fits(search.tried, limit, host_limit))
     if layers is not None:
         chosen = search.with_most_first_layers(chosen, layers)
     assert chosen.report is not None
-    return Plan(chosen.policy, chosen.report, search.tried, limit)
+    return Plan(chosen.policy, chosen.report, search.tried, limit, chosen.streamed)
 
 
 def _check_layers(layers: Any) -> None:
@@ -196,18 +230,16 @@ def parse_bytes(size: int | str) -> int:
 class _Search:
     """Compiles policies, remembers their reports in order, and compares them with a budget."""
 
-    def __init__(
-        self, compile_policy: Callable[[ScanCheckpointSpec], Trial], limit: int, host_limit: int | None
-    ):
-        self._compile, self._limit, self._host_limit = compile_policy, limit, host_limit
+    def __init__(self, attempt: "_Attempt", limit: int, host_limit: int | None, tokens: int | None):
+        self._attempt, self._limit, self._host_limit, self._tokens = attempt, limit, host_limit, tokens
         self._trials: list[Trial] = []
 
     @property
     def tried(self) -> Comparison:
-        return Comparison(tuple(self._trials))
+        return Comparison(tuple(self._trials), self._tokens)
 
-    def _try(self, policy: ScanCheckpointSpec) -> Trial:
-        self._trials.append(self._compile(policy))
+    def _try(self, policy: ScanCheckpointSpec, streamed: bool) -> Trial:
+        self._trials.append(self._attempt(policy, streamed))
         return self._trials[-1]
 
     def _fits(self, trial: Trial) -> bool:
@@ -218,14 +250,14 @@ class _Search:
             and (self._host_limit is None or found.host.total <= self._host_limit)
         )
 
-    def first_to_fit(self, candidates: Sequence[ScanCheckpointSpec]) -> Trial:
+    def first_to_fit(self, candidates: Sequence[ScanCheckpointSpec], streamed: bool = False) -> Trial | None:
         for policy in candidates:
-            trial = self._try(policy)
+            trial = self._try(policy, streamed)
             if self._fits(trial):
                 return trial
             if trial.report is not None and trial.report.arguments > self._limit:
                 break  # the arguments are the same under every policy
-        raise BudgetError(_nothing_fits(self.tried, self._limit, self._host_limit))
+        return None
 
     def with_most_first_layers(self, chosen: Trial, layers: int) -> Trial:
         """Search for the `first_layers` that leave the least arithmetic."""
@@ -253,12 +285,13 @@ class _Search:
             other = dataclasses.replace(base, first_layers=count, first_policy=policy)
         except ValueError:
             return None
-        return self._try(other)
+        return self._try(other, trial.streamed)
 
     def _most(self, fitting: Trial, policy: ScanCheckpointSpec, layers: int) -> Trial:
         """Search for the most first layers, from those of `fitting` on, by interpolation between trials."""
         keeps = resolve_policy(policy)
-        best, beyond = fitting, next((t for t in self._trials if resolve_policy(t.policy) == keeps), None)
+        alike = (trial for trial in self._trials if trial.streamed == fitting.streamed)
+        best, beyond = fitting, next((t for t in alike if resolve_policy(t.policy) == keeps), None)
         low, high = resolve_policy(fitting.policy).first_layers, layers
         guesses = 0
         while high - low > 1:
@@ -281,6 +314,28 @@ class _Search:
         return min(max(low + int(share * (high - low)), low + 1), high - 1)
 
 
+_Attempt = Callable[[ScanCheckpointSpec, bool], Trial]  # from a policy and whether weights are on the host
+
+
+def _attempts(
+    fn_of_policy: Callable[[ScanCheckpointSpec], Callable[..., Any]],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    target: str | Target,
+    donate: str | Sequence[str],
+    streamed: Callable[..., Sequence[PyTree]] | None,
+) -> _Attempt:
+    @functools.cache
+    def arguments(on_host: bool) -> tuple[Any, ...]:
+        return arguments_on_host(streamed, args) if streamed is not None and on_host else args
+
+    def attempt(policy: ScanCheckpointSpec, on_host: bool) -> Trial:
+        trial = _try(fn_of_policy, arguments(on_host), kwargs, policy, target, donate)
+        return dataclasses.replace(trial, streamed=on_host)
+
+    return attempt
+
+
 def _try(
     fn_of_policy: Callable[[ScanCheckpointSpec], Callable[..., Any]],
     args: tuple[Any, ...],
@@ -295,20 +350,25 @@ def _try(
         return Trial(policy, None, str(error).splitlines()[0])
 
 
+def _name(policy: ScanCheckpointSpec, streamed: bool) -> str:
+    return f"{policy!r}, streamed" if streamed else repr(policy)
+
+
 def _arithmetic(trial: Trial) -> int:
     assert trial.report is not None
     return trial.report.flops.matmul
 
 
-def _row(trial: Trial, least: int) -> tuple[str, ...]:
+def _row(trial: Trial, least: int, tokens: int | None) -> tuple[str, ...]:
     found = trial.report
     if found is None:
-        return (repr(trial.policy), "refused", "", "", "", "", "")
+        return (trial.name, "refused", "", "", "", "", "", "")
     return (
-        repr(trial.policy),
+        trial.name,
         readable_bytes(found.total),
         readable_bytes(found.temporaries),
         readable_bytes(found.host.total),
+        found.transfers(tokens),
         readable_count(found.flops.matmul) + ("" if found.flops.exact else " ?"),
         f"{found.flops.matmul / least:.2f}" if least else "-",
         f"{found.compile_seconds:.1f} s",
@@ -316,7 +376,7 @@ def _row(trial: Trial, least: int) -> tuple[str, ...]:
 
 
 def _nothing_fits(tried: Comparison, limit: int, host_limit: int | None) -> str:
-    compiled = [(trial.report, trial.policy) for trial in tried.trials if trial.report is not None]
+    compiled = [(trial.report, trial.name) for trial in tried.trials if trial.report is not None]
     found = [pair for pair in compiled if host_limit is None or pair[0].host.total <= host_limit]
     what = f"{readable_bytes(limit)} a device"
     if host_limit is not None:
@@ -329,7 +389,7 @@ def _nothing_fits(tried: Comparison, limit: int, host_limit: int | None) -> str:
     if needs.arguments > limit:
         what += f": the arguments alone take {readable_bytes(needs.arguments)} under every policy"
     return (
-        f"no candidate fits {what}. The smallest found{which} is {smallest!r} with "
+        f"no candidate fits {what}. The smallest found{which} is {smallest} with "
         f"{readable_bytes(needs.total)} a device{of_host}. Shorten the context, shard over more devices, "
-        f"freeze weights, or allow the host more memory.\n{tried}"
+        f"freeze weights, keep weights on the host, or allow the host more memory.\n{tried}"
     )

@@ -1,4 +1,4 @@
-"""The memory and arithmetic that a program needs, found by compiling it without running it."""
+"""The memory, arithmetic and transfers of a program, found by compiling it without running it."""
 
 import contextlib
 import dataclasses
@@ -16,10 +16,13 @@ from jaxtyping import PyTree
 
 from .._messages import shortened
 from .._placement import compiled_for
+from .._sweep.store import full_on_host
 from ._costs import Flops
 from ._flops import count_flops
+from ._host_arguments import host_memory_kind, is_array_or_shape, on_one_device
 from ._table import Table, Tabular, readable_bytes, readable_count
-from ._targets import Target, TargetError, find_target
+from ._targets import Target, TargetError, find_target, target_of_device
+from ._time_bound import TimeBound
 
 
 class DoesNotFit(RuntimeError):
@@ -51,10 +54,12 @@ class MemoryReport(Tabular):
         temporaries: peak bytes that the program allocates while it runs.
         aliased: bytes of results written into donated arguments.
         host: the same four for host memory.
-        flops: arithmetic of one call, summed over devices.
+        flops: arithmetic of one call, and bytes moved between host and device, summed over devices.
         compile_seconds: wall time of the compilation.
         devices: number of devices the program runs on.
         capacity: bytes of memory of one device; None where it is not known.
+        least_time: of one call, by its arithmetic and its transfers; None where the device's peak or link is
+            not known.
     """
 
     target: str
@@ -67,6 +72,7 @@ class MemoryReport(Tabular):
     compile_seconds: float
     devices: int = 1
     capacity: int | None = None
+    least_time: TimeBound | None = None
 
     @property
     def total(self) -> int:
@@ -87,11 +93,34 @@ class MemoryReport(Tabular):
             *([] if self.capacity is None else [f"one device has {readable_bytes(self.capacity)}"]),
             f"{readable_count(self.flops.matmul)} FLOP in matrix products",
             f"{readable_count(self.flops.elementwise)} FLOP elementwise",
+            *self._of_transfers(),
             f"compiled in {self.compile_seconds:.1f} s",
             *(f"FLOP at least: {reason}" for reason in self.flops.too_low),
             *(f"FLOP at most: {reason}" for reason in self.flops.too_high),
         ]
         return Table(f"memory on {where}", ("", "device", "host"), tuple(rows), tuple(notes))
+
+    def transfers(self, tokens: int | None = None) -> str:
+        """What goes to the host and back in one call, and `TimeBound.verdict` on it; `"-"` if nothing does.
+
+        Args:
+            tokens: of one call, on all devices.
+        """
+        moved = self.flops.bytes_from_host + self.flops.bytes_to_host
+        if not moved:
+            return "-"
+        size = readable_bytes(moved)
+        return size if self.least_time is None else f"{size}, {self.least_time.verdict(tokens)}"
+
+    def _of_transfers(self) -> list[str]:
+        moved = self.flops.bytes_from_host, self.flops.bytes_to_host
+        if not any(moved):
+            return []
+        sizes = "{} from the host, {} to the host".format(*map(readable_bytes, moved))
+        if (least := self.least_time) is None:
+            return [sizes]
+        seconds = f"{least.compute:.3g} s of compute and {least.transfer:.3g} s of transfers"
+        return [sizes, f"at least {seconds}: {least.verdict()}"]
 
 
 def report(
@@ -117,13 +146,17 @@ def report(
 
     If the arguments lie on a mesh, `fn` is traced with it in use (`jax.sharding.use_abstract_mesh`).
 
+    Arguments in host memory, by their sharding's memory kind, are in host memory for `fn` too. Without a GPU,
+    XLA takes none for one: there the program makes them first, so they count as temporaries of the host, or
+    as outputs where they are updated in place. Making them is not among the transfers.
+
     Returns:
         The report. Library workspaces and autotuning may differ on the device itself.
 
     Raises:
         ValueError: an unknown target; a name in `donate` that `fn` does not take.
         TargetError: the target's compiler plugin is not installed, has too few devices, or cannot
-            size arguments on the host.
+            size arguments on the host for several devices or for a function in `jax.jit`.
         DoesNotFit: the compiler refused the program because device memory is too small.
 
     Cost: tracing and one full compilation; no memory for arguments or results.
@@ -131,21 +164,32 @@ def report(
     chosen = find_target(target)
     fn, donate = _unwrap(fn, donate)
     jitted: Any = fn
-    placement = _Placement.of(chosen, (fn, args, kwargs))
+    placement = _Placement.of(chosen, (fn, args, kwargs), makes_arguments=not _is_jax_jit(fn))
     call = placement.place((fn, args, kwargs))
     if _is_jax_jit(fn):
         return _compile(chosen, placement, lambda: jitted.trace(*call[1], **call[2]))
     arrays, static = eqx.partition(call, _is_abstract)
+    made, arrays = eqx.partition(
+        arrays, jax.tree.map(placement.is_made, (fn, args, kwargs), is_leaf=is_array_or_shape)
+    )
     donated, kept = eqx.partition(arrays, _donated(fn, args, kwargs, donate))
 
+    shapes, structure = jax.tree.flatten(made)
+
     def run(donated: PyTree, kept: PyTree) -> PyTree:
-        fn, args, kwargs = eqx.combine(donated, kept, static)
+        # XLA would make one array of those that are equal, and one product of those with both.
+        filled = jax.tree.unflatten(structure, map(full_on_host, shapes, range(len(shapes))))
+        fn, args, kwargs = eqx.combine(donated, kept, filled, static)
         return eqx.filter(fn(*args, **kwargs), eqx.is_array)
 
-    return _compile(chosen, placement, lambda: jax.jit(run, donate_argnums=0).trace(donated, kept))
+    size = sum(shape.size * shape.dtype.itemsize for shape in shapes)
+    return _compile(chosen, placement, lambda: jax.jit(run, donate_argnums=0).trace(donated, kept), size)
 
 
-def _compile(target: Target, placement: "_Placement", trace: Callable[[], Any]) -> MemoryReport:
+def _compile(
+    target: Target, placement: "_Placement", trace: Callable[[], Any], made: int = 0
+) -> MemoryReport:
+    """The report; `made` are the bytes that the program first moves to the host in place of arguments."""
     with warnings.catch_warnings():
         # Donation that was not used shows in the report.
         warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
@@ -160,6 +204,8 @@ def _compile(target: Target, placement: "_Placement", trace: Callable[[], Any]) 
             raise
         seconds = time.perf_counter() - start
     stats = compiled.memory_analysis()
+    flops = count_flops(traced.jaxpr) + Flops(bytes_to_host=-made)
+    known = target if target.flops else target_of_device(target.devices()[0])
 
     def sizes(where: str) -> dict[str, int]:
         kinds = {"arguments": "argument", "outputs": "output", "temporaries": "temp", "aliased": "alias"}
@@ -169,10 +215,11 @@ def _compile(target: Target, placement: "_Placement", trace: Callable[[], Any]) 
         target=target.name,
         **sizes(""),
         host=HostBytes(**sizes("host_")),
-        flops=count_flops(traced.jaxpr),
+        flops=flops,
         compile_seconds=seconds,
         devices=placement.devices,
         capacity=target.memory or _attached_memory(target),
+        least_time=None if known is None else TimeBound.of(flops, known, placement.devices),
     )
 
 
@@ -183,10 +230,6 @@ def _attached_memory(target: Target) -> int | None:
 
 def _is_abstract(leaf: Any) -> bool:
     return isinstance(leaf, jax.ShapeDtypeStruct)
-
-
-def _is_array(leaf: Any) -> bool:
-    return eqx.is_array(leaf) or _is_abstract(leaf)
 
 
 def _is_jax_jit(fn: Any) -> bool:
@@ -225,16 +268,20 @@ def _donated(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], donate: str
 
 @dataclasses.dataclass(frozen=True)
 class _Placement:
-    """Where a call's arguments are on a target: one device, or a mesh."""
+    """Where a call's arguments are on a target: one device, or a mesh.
+
+    `makes_arguments` says whether those on the host can be made by the program.
+    """
 
     target: Target
     mesh: Mesh | None
     devices: int
+    makes_arguments: bool
 
     @staticmethod
-    def of(target: Target, call: PyTree) -> "_Placement":
+    def of(target: Target, call: PyTree, makes_arguments: bool) -> "_Placement":
         meshes = {}
-        for leaf in jax.tree.leaves(call, is_leaf=_is_array):
+        for leaf in jax.tree.leaves(call, is_leaf=is_array_or_shape):
             sharding = getattr(leaf, "sharding", None)
             if isinstance(sharding, NamedSharding) and sharding.mesh.size > 1:
                 meshes.setdefault(tuple(sharding.mesh.shape.items()), sharding.mesh)
@@ -245,13 +292,13 @@ class _Placement:
                 f"arguments lie on different meshes: {sorted(meshes)}; put all of them on one mesh"
             )
         if not meshes:
-            return _Placement(target, None, 1)
+            return _Placement(target, None, 1, makes_arguments)
         ((shape, mesh),) = meshes.items()
         devices = target.devices(mesh.size)
         if not isinstance(mesh, Mesh) or set(mesh.devices.flat) != set(devices):
             grid = np.asarray(devices, dtype=object).reshape([size for _, size in shape])
             mesh = Mesh(grid, mesh.axis_names, axis_types=mesh.axis_types)
-        return _Placement(target, mesh, mesh.size)
+        return _Placement(target, mesh, mesh.size, False)
 
     def in_use(self) -> contextlib.AbstractContextManager[Any]:
         if self.mesh is None:
@@ -263,9 +310,9 @@ class _Placement:
         on_host: list[str] = []
 
         def shape(path: Any, leaf: Any) -> Any:
-            if not _is_array(leaf):
+            if not is_array_or_shape(leaf):
                 return leaf
-            kind = _memory_kind(leaf)
+            kind = host_memory_kind(leaf)
             if kind is not None:
                 on_host.append(f"{jax.tree_util.keystr(path)} ({kind})")
             weak = bool(getattr(leaf, "weak_type", False))
@@ -273,33 +320,28 @@ class _Placement:
                 leaf.shape, leaf.dtype, sharding=self._sharding(leaf, kind), weak_type=weak
             )
 
-        placed = jax.tree_util.tree_map_with_path(shape, call, is_leaf=_is_array)
-        if on_host and not self.target.sizes_host_arguments:
+        placed = jax.tree_util.tree_map_with_path(shape, call, is_leaf=is_array_or_shape)
+        if on_host and not self.target.sizes_host_arguments and not self.makes_arguments:
             where = shortened(on_host, most=5)
             raise TargetError(_HOST_ARGUMENTS.format(target=self.target.name, where=where))
         return placed
 
+    def is_made(self, leaf: Any) -> bool:
+        """Whether the program makes this argument, a leaf of the call as it was given."""
+        return not self.target.sizes_host_arguments and host_memory_kind(leaf) is not None
+
     def _sharding(self, leaf: Any, kind: str | None) -> Sharding:
         if self.mesh is None:
-            (device,) = self.target.devices(1)
-            if kind is None:
-                return SingleDeviceSharding(device)
-            # JAX does not see the memory in the sharding of a single device.
-            return NamedSharding(Mesh([device], ("device",)), PartitionSpec(), memory_kind=kind)
+            device = self.target.devices()[0]
+            return SingleDeviceSharding(device) if kind is None else on_one_device(device, kind)
         sharding = getattr(leaf, "sharding", None)
         spec = sharding.spec if isinstance(sharding, NamedSharding) else PartitionSpec()
         return NamedSharding(self.mesh, spec, memory_kind=kind)
 
 
 _HOST_ARGUMENTS = (
-    "target {target!r} cannot size arguments that live on the host: without the device attached, XLA:GPU "
-    "would count them as device memory. On the host: {where}. Move them inside the function (jax.device_put "
-    "there is honoured), use a TPU target, or compile on the GPU itself with target='local'."
+    "target {target!r} cannot size arguments that live on the host for several devices, or for a function in "
+    "jax.jit: without the device attached, XLA:GPU would count them as device memory. On the host: {where}. "
+    "Size one device, give the function without jax.jit, use a TPU target, or compile on the GPU itself with "
+    "target='local'."
 )
-
-
-def _memory_kind(leaf: Any) -> str | None:
-    """The kind of host memory that an argument is in; None for device memory."""
-    sharding = getattr(leaf, "sharding", None)
-    kind = getattr(sharding, "memory_kind", None)
-    return kind if kind is not None and "host" in kind else None

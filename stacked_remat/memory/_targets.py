@@ -32,12 +32,16 @@ class Target(ABC):
         name: as in `report(..., target=name)`.
         memory: bytes of memory of one device, as its driver reports them; None where it is not known.
         flops: peak dense bfloat16 FLOP/s of one device, without sparsity; None where it is not known.
+        link: peak bytes per second between the memory of one device and its host, in each direction; None
+            where it is not known. For another host, give a target of your own, as
+            `dataclasses.replace(TARGETS["h200"], name="gh200", link=450e9)` for NVLink-C2C.
         source: where the figures come from.
     """
 
     name: str
     memory: int | None
     flops: float | None
+    link: float | None
     source: str
 
     sizes_host_arguments: ClassVar[bool] = True
@@ -59,6 +63,7 @@ class LocalTarget(Target):
     name: str = "local"
     memory: int | None = None
     flops: float | None = None
+    link: float | None = None
     source: str = "the attached device"
 
     def devices(self, count: int = 1) -> tuple[Any, ...]:
@@ -192,12 +197,18 @@ def _tpu_devices(target: TpuTarget, count: int) -> tuple[Any, ...]:
 
 _NO_TPU = {"TPU_SKIP_MDS_QUERY": "1", "TPU_ACCELERATOR_TYPE": "v5p-8", "TPU_WORKER_HOSTNAMES": "localhost"}
 
+# PCI Express of 16 lanes, in each direction; datasheets give the sum of both.
+_PCIE_4, _PCIE_5 = 32e9, 64e9
+
+_SCALING_BOOK = "PCIe: Austin et al. 2025, 'How to Scale Your Model', part 2"
+
 _XLA = "openxla/xla xla/backends/gpu/target_config/specs (read from the device)"
 
 _H100 = CudaTarget(
     name="h100",
     memory=84_942_979_072,
     flops=989e12,
+    link=_PCIE_5,
     source=f"NVIDIA H100 datasheet (SXM5); {_XLA}",
     description="NVIDIA H100 80GB HBM3",
     capability=(9, 0),
@@ -215,6 +226,7 @@ _ALL: tuple[Target, ...] = (
         name="a100-80gb",
         memory=85_100_068_864,
         flops=312e12,
+        link=_PCIE_4,
         source=f"NVIDIA A100 datasheet; {_XLA}",
         description="NVIDIA A100-SXM4-80GB",
         capability=(8, 0),
@@ -238,6 +250,7 @@ _ALL: tuple[Target, ...] = (
         name="b200",
         memory=191_514_411_008,
         flops=2250e12,
+        link=_PCIE_5,
         source=f"NVIDIA DGX B200 datasheet; {_XLA}",
         description="NVIDIA B200",
         capability=(10, 0),
@@ -252,7 +265,8 @@ _ALL: tuple[Target, ...] = (
         name="v5e",
         memory=16 * 2**30,
         flops=197e12,
-        source="cloud.google.com/tpu/docs/v5e",
+        link=16e9,
+        source=f"cloud.google.com/tpu/docs/v5e; {_SCALING_BOOK}",
         slices=((1, "v5e:1x1"), (4, "v5e:2x2"), (8, "v5e:2x4"), (16, "v5e:4x4"), (32, "v5e:4x8"))
         + ((64, "v5e:8x8"), (128, "v5e:8x16"), (256, "v5e:16x16")),
     ),
@@ -260,7 +274,8 @@ _ALL: tuple[Target, ...] = (
         name="v5p",
         memory=95 * 2**30,
         flops=459e12,
-        source="cloud.google.com/tpu/docs/v5p",
+        link=16e9,
+        source=f"cloud.google.com/tpu/docs/v5p; {_SCALING_BOOK}",
         slices=((1, "v5p:1x1x1"), (4, "v5p:2x2x1"), (8, "v5p:2x2x2"), (16, "v5p:2x2x4"))
         + ((32, "v5p:2x4x4"), (64, "v5p:4x4x4"), (128, "v5p:4x4x8"), (256, "v5p:4x8x8")),
     ),
@@ -268,7 +283,8 @@ _ALL: tuple[Target, ...] = (
         name="v6e",
         memory=32 * 2**30,
         flops=918e12,
-        source="cloud.google.com/tpu/docs/v6e",
+        link=32e9,
+        source=f"cloud.google.com/tpu/docs/v6e; {_SCALING_BOOK}",
         slices=((1, "v6e:1x1"), (4, "v6e:2x2"), (8, "v6e:2x4"), (16, "v6e:4x4"), (32, "v6e:4x8"))
         + ((64, "v6e:8x8"), (128, "v6e:8x16"), (256, "v6e:16x16")),
     ),
@@ -289,6 +305,27 @@ def find_target(target: str | Target) -> Target:
     if target not in TARGETS:
         raise ValueError(f"unknown target {target!r}: expected one of {', '.join(TARGETS)}.")
     return TARGETS[target]
+
+
+def target_of_device(device: Any) -> Target | None:
+    """Return the target that describes a device, by its `device_kind`; None if there is none."""
+    name = _DEVICE_KINDS.get(device.device_kind)
+    return None if name is None else TARGETS[name]
+
+
+_DEVICE_KINDS = {
+    "NVIDIA A100-SXM4-80GB": "a100-80gb",
+    "NVIDIA A100 80GB PCIe": "a100-80gb",
+    "NVIDIA H100 80GB HBM3": "h100",
+    "NVIDIA H200": "h200",
+    "NVIDIA B200": "b200",
+    "TPU v5 lite": "v5e",
+    "TPU v5e": "v5e",
+    "TPU v5": "v5p",
+    "TPU v5p": "v5p",
+    "TPU v6 lite": "v6e",
+    "TPU v6e": "v6e",
+}
 
 
 def target_mesh(target: str | Target, axes: Mapping[str, int]) -> Mesh:

@@ -10,24 +10,9 @@ from typing import Any
 import equinox as eqx
 import jax
 
-from ..memory import TARGETS, count_flops
+from ..memory import count_flops, target_of_device
 from .batches import TokenBatch
 from .step import LossFunction, RandomLoss
-
-# JAX's `device_kind` of the devices whose peaks `stacked_remat.memory` knows.
-_DEVICE_KINDS = {
-    "NVIDIA A100-SXM4-80GB": "a100-80gb",
-    "NVIDIA A100 80GB PCIe": "a100-80gb",
-    "NVIDIA H100 80GB HBM3": "h100",
-    "NVIDIA H200": "h200",
-    "NVIDIA B200": "b200",
-    "TPU v5 lite": "v5e",
-    "TPU v5e": "v5e",
-    "TPU v5": "v5p",
-    "TPU v5p": "v5p",
-    "TPU v6 lite": "v6e",
-    "TPU v6e": "v6e",
-}
 
 
 class Clock:
@@ -78,8 +63,8 @@ class Clock:
 
 def peak_flops(device: Any) -> float | None:
     """Dense bfloat16 FLOP/s of a device by its `device_kind`; None if it is not known."""
-    name = _DEVICE_KINDS.get(device.device_kind)
-    return None if name is None else TARGETS[name].flops
+    target = target_of_device(device)
+    return None if target is None else target.flops
 
 
 def training_flops(

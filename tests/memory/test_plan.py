@@ -7,10 +7,11 @@ import haliax as hax
 import jax
 import pytest
 
-from stacked_remat import ScanCheckpointPolicy, Stacked
+from stacked_remat import ScanCheckpointPolicy, Stacked, streaming
 from stacked_remat._policy import resolve_policy
 from stacked_remat.memory import (
     CANDIDATES,
+    TARGETS,
     BudgetError,
     DoesNotFit,
     HostBytes,
@@ -19,9 +20,11 @@ from stacked_remat.memory import (
     parse_bytes,
     plan,
 )
+from stacked_remat.memory._table import readable_count
 
 Layers, Width = hax.Axis("layers", 16), hax.Axis("width", 64)
 Tokens = hax.Axis("tokens", 512)
+LAYERS = Layers.size
 CARRY = 4 * Tokens.size * Width.size
 
 
@@ -64,9 +67,10 @@ def one_report_for_each_policy():
     reports, real = {}, _plan.report
 
     def report(fn, *args, **kwargs):
-        if fn.policy not in reports:
-            reports[fn.policy] = real(fn, *args, **kwargs)
-        return reports[fn.policy]
+        key = fn.policy, str(args)
+        if key not in reports:
+            reports[key] = real(fn, *args, **kwargs)
+        return reports[key]
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_plan, "report", report)
@@ -256,6 +260,50 @@ def test_fewer_carries_where_the_host_is_too_small(offloading_costs_the_host):
 def test_the_error_names_the_host_memory_of_the_smallest(offloading_costs_the_host):
     with pytest.raises(BudgetError, match="is 'offload' with .* a device and 100 B on the host"):
         plan(Counting(), *blocks_and_input(), budget=1, host_budget=99, candidates=["offload"])
+
+
+@pytest.fixture
+def the_host_has_memory_of_its_own(monkeypatch):
+    """The CPU has one memory: pretend that arguments on the host are not on the device."""
+    real = _plan.report
+
+    def report(fn, blocks, x, **options):
+        found = real(fn, blocks, x, **options)
+        if blocks.stacked.weight.array.sharding is None:
+            return found
+        weights = LAYERS * 4 * Width.size**2
+        return dataclasses.replace(
+            found, arguments=found.arguments - weights, host=HostBytes(arguments=weights)
+        )
+
+    monkeypatch.setattr(_plan, "report", report)
+
+
+def test_candidates_are_tried_with_weights_on_the_host_where_none_fits(the_host_has_memory_of_its_own):
+    target = dataclasses.replace(TARGETS["local"], flops=1e12, link=1e9)
+    options = {"candidates": ["nested"], "target": target}
+
+    def streamed(blocks, x):
+        return streaming.to_host(blocks), x
+
+    resident, on_host = compare(Counting(), *blocks_and_input(), streamed=streamed, **options).trials
+    assert on_host.streamed and on_host.name == "'nested', streamed"
+    assert resident.report.flops.bytes_from_host == 0
+    assert on_host.report.flops.bytes_from_host > 2 * LAYERS * 4 * Width.size**2
+    assert on_host.report.total < resident.report.total
+
+    budget = resident.report.total - 1
+    found = plan(
+        Counting(), *blocks_and_input(), budget=budget, streamed=streamed, tokens_per_step=512, **options
+    )
+    assert found.streamed and found.report.total <= budget
+    seconds = found.report.least_time.transfer
+    assert f"bound by the link at {readable_count(int(512 / seconds))} tokens/s" in str(found)
+    assert "'nested', streamed fits" in str(found)
+    fits = plan(Counting(), *blocks_and_input(), budget=budget + 1, streamed=streamed, **options)
+    assert not fits.streamed and len(fits.tried.trials) == 1
+    with pytest.raises(BudgetError, match="The smallest found is .*, streamed with"):
+        plan(Counting(), *blocks_and_input(), budget=1, streamed=streamed, **options)
 
 
 @pytest.mark.parametrize(

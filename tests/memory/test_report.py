@@ -1,6 +1,5 @@
 """Tests of `report` on programs small enough to count every byte."""
 
-import dataclasses
 import sys
 from typing import Any
 
@@ -172,15 +171,40 @@ def test_shardings_that_cannot_be_moved():
         report(lambda x: x, jax.ShapeDtypeStruct((8, 32), jnp.float32, sharding=Elsewhere()))
 
 
-def test_arguments_on_the_host_are_refused_where_they_would_be_miscounted(monkeypatch):
+def test_arguments_on_the_host_are_made_by_the_program_where_they_would_be_miscounted(monkeypatch):
     host = SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host")
-    pinned = jax.ShapeDtypeStruct((256,), jnp.float32, sharding=host)
-    local = memory.TARGETS["local"]
-    cuda = dataclasses.replace(memory.TARGETS["h200"], name="h200")
+    pinned = {"weights": jax.ShapeDtypeStruct((8, 256), jnp.float32, sharding=host)}
+    local, cuda = memory.TARGETS["local"], memory.TARGETS["h200"]
     monkeypatch.setattr(type(cuda), "devices", lambda self, count=1: local.devices(count))
-    with pytest.raises(TargetError, match=r"'h200' cannot size.*\['weights'\] \(pinned_host\)"):
-        report(lambda x, weights: x + weights["weights"], KIB, {"weights": pinned}, target=cuda)
-    assert report(lambda x: x, pinned).arguments + report(lambda x: x, pinned).host.arguments == 1024
+
+    def doubled(x, weights):
+        on_device = jax.device_put(weights["weights"], jax.memory.Space.Device)
+        return x, jax.device_put(2 * on_device, jax.memory.Space.Host)
+
+    found = report(doubled, KIB, pinned, target=cuda, donate="weights")
+    assert found.arguments + found.host.arguments == 1024
+    assert (found.flops.bytes_from_host, found.flops.bytes_to_host) == (8 * 1024, 8 * 1024)
+    as_arguments = report(doubled, KIB, pinned, donate="weights")
+    assert as_arguments.arguments + as_arguments.host.arguments == 9 * 1024
+    assert as_arguments.aliased + as_arguments.host.aliased == 8 * 1024
+    assert as_arguments.flops == found.flops
+
+    def products(pair, x):
+        def layer(x, weights):
+            first, second = jax.device_put(weights, jax.memory.Space.Device)
+            return (x[0] @ first, x[1] @ second), None
+
+        return jax.lax.scan(layer, (x, x), pair)[0]
+
+    pair = [jax.ShapeDtypeStruct((4, 16, 16), jnp.float32, sharding=host)] * 2
+    both = report(products, pair, jax.ShapeDtypeStruct((16, 16), jnp.float32), target=cuda)
+    assert both.temporaries + both.host.temporaries >= 2 * 4 * 1024  # as equal ones they would be one
+
+    of_the_path = r"'h200' cannot size.*\['weights'\] \(pinned_host\)"
+    with pytest.raises(TargetError, match=of_the_path):
+        report(jax.jit(doubled), KIB, pinned, target=cuda)
+    with pytest.raises(TargetError, match=of_the_path):
+        report(doubled, on(MESH), pinned, target=cuda)
 
 
 def test_the_table_in_text_and_in_rich():

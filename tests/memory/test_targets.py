@@ -29,6 +29,7 @@ def test_figures_are_in_bytes_and_flops(name):
     target = TARGETS[name]
     assert target.memory is not None and 16e9 < target.memory < 300e9
     assert target.flops is not None and 1e14 < target.flops < 3e15
+    assert target.link is not None and 1e10 < target.link < 1e11
     assert target.source
 
 

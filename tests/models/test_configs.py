@@ -13,7 +13,11 @@ from stacked_remat.training import parse_config
 
 FOLDER = Path(__file__).resolve().parents[2] / "models" / "configs"
 CONFIGS = sorted(FOLDER.glob("**/*.yaml"))
-PARAMETERS = {"qwen3_0_6b": 596_049_920, "qwen3_30b_a3b_65k_lora": 30_532_122_624}  # as published
+PARAMETERS = {  # as published
+    "qwen3_0_6b": 596_049_920,
+    "qwen3_30b_a3b_65k_lora": 30_532_122_624,
+    "qwen3_235b_a22b_65k_lora": 235_093_634_560,
+}
 
 
 def shapes_of(path):

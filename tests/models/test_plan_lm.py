@@ -8,12 +8,15 @@ import pytest
 from rich.console import Console
 
 import models.plan_lm as plan_lm
+import models.step_memory as step_memory
 from models.plan_lm import POLICIES, PlanLmConfig, compared, main, policy_table
 from models.qwen3_moe import Qwen3Config
+from models.run_state import state_shapes
 from models.step_memory import StepMemory
 from stacked_remat import ScanCheckpointPolicy
 from stacked_remat._policy import _ALIASES, resolve_policy
-from stacked_remat.training import DataConfig, MeshConfig, TrainerConfig, remat_policy
+from stacked_remat.lora import LoraConfig
+from stacked_remat.training import DataConfig, MeshConfig, TrainerConfig, UpdateConfig, remat_policy
 
 CONFIG = PlanLmConfig(
     model=Qwen3Config(hidden_dim=32, num_layers=12, num_heads=2, num_kv_heads=1, mlp_dim=32),
@@ -62,7 +65,7 @@ def test_there_is_a_row_for_every_alias():
 
 
 def test_the_command_prints_the_table(monkeypatch, tmp_path, reports):
-    monkeypatch.setattr(StepMemory, "report", lambda self, remat: reports["True"])
+    monkeypatch.setattr(StepMemory, "report", lambda self, remat, **_: reports["True"])
     monkeypatch.setattr(plan_lm, "POLICIES", {"True": True})
     monkeypatch.setattr(Qwen3Config, "remat_presets", {"kept": ScanCheckpointPolicy(disable=True)})
     console = Console(file=io.StringIO(), width=200)
@@ -92,6 +95,33 @@ def test_what_the_model_names_itself_is_compared_too(reports):
     console = Console(file=io.StringIO(), width=200)
     console.print(policy_table(named, {"attention_saved": found}))
     assert "attention_saved *" in console.file.getvalue()  # pyright: ignore[reportAttributeAccessIssue]
+
+
+ADAPTERS = dataclasses.replace(CONFIG, lora=LoraConfig(rank=2))
+FUSED_TRAINER = dataclasses.replace(CONFIG.trainer, update=UpdateConfig(fused=True))
+FUSED = dataclasses.replace(CONFIG, trainer=FUSED_TRAINER)
+
+
+@pytest.mark.parametrize(("config", "copies"), [(ADAPTERS, 1), (FUSED, 3)], ids=["adapters", "fused"])
+def test_matrices_of_layers_go_to_the_host_with_what_updates_them(config, copies, monkeypatch):
+    called = {}
+    monkeypatch.setattr(step_memory, "report", lambda fn, *args, **_: called.update(args=args))
+    assert config.step.can_stream and not CONFIG.step.can_stream
+    config.step.report("nested", streamed=True)
+    shapes = jax.tree.leaves(called["args"])
+    on_host = [leaf.shape for leaf in shapes if leaf.sharding and leaf.sharding.memory_kind == "pinned_host"]
+    weights = jax.tree.leaves(state_shapes(CONFIG).trained)
+    matrices = [leaf.shape for leaf in weights if leaf.ndim > 2 and leaf.shape[0] == CONFIG.model.num_layers]
+    assert sorted(on_host) == sorted(copies * matrices)  # with both of AdamW's moments where they are trained
+
+
+@pytest.mark.deep
+def test_matrices_on_the_host_are_read_forward_and_backward():
+    matrices = sum(4 * leaf.size for leaf in jax.tree.leaves(state_shapes(CONFIG).trained) if leaf.ndim > 2)
+    resident, streamed = (ADAPTERS.step.report(True, streamed=streamed) for streamed in (False, True))
+    assert resident.flops.bytes_from_host == 0
+    assert (streamed.flops.bytes_from_host, streamed.flops.bytes_to_host) == (2 * matrices, 0)
+    assert streamed.flops.matmul == resident.flops.matmul
 
 
 @pytest.mark.deep

@@ -1,0 +1,330 @@
+"""Layers on the host: device memory against depth and segment length, and time against layers on the device.
+
+Compiled for a device that need not be attached, and not run:
+
+    python -m benchmarks.streaming --target h200
+    python -m benchmarks.streaming --target v5p
+
+With `--run`, on the attached device: checks that streamed layers give the gradients and the updates of
+resident ones, then times both in turns:
+
+    python -m benchmarks.streaming --run --layers 48 --tokens 65536 --inner 16384
+    JAX_PLATFORMS=cpu python -m benchmarks.streaming --run --layers 48 --tokens 512 --width 128 --inner 512
+
+Writes `results/streaming_<target>.json` and a plot of memory, or `results/streaming_time_<backend>.json`.
+"""
+
+import argparse
+import functools
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import haliax as hax
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import lax
+
+from stacked_remat import ScanCheckpointPolicy, Stacked, fused_update, memory, streaming
+
+from .record import RESULTS, allocate_as_needed, memory_row, write_results
+from .residual_mlp import Sizes, haliax
+
+OFFLOAD = ScanCheckpointPolicy(save_carries="offload")
+EXPERTS = (48, 128, 2048, 192)
+"""Layers, experts, width and inner width of the mixture of experts: 4.5 GiB."""
+
+
+class Mlp(eqx.Module):
+    """`x + silu(x @ up) @ down`."""
+
+    up: jax.Array
+    down: jax.Array
+
+    @staticmethod
+    def init(width: int, inner: int, *, key: jax.Array) -> "Mlp":
+        """One layer in bfloat16."""
+        up, down = jax.random.split(key)
+        return Mlp(_normal(up, (width, inner)), _normal(down, (inner, width)))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """The next carry."""
+        return x + jax.nn.silu(x @ self.up) @ self.down
+
+
+class Experts(eqx.Module):
+    """A mixture of experts that takes `[expert, token, width]`: tokens that a router has dealt out evenly."""
+
+    weight: jax.Array
+
+    @staticmethod
+    def init(experts: int, width: int, inner: int, *, key: jax.Array) -> "Experts":
+        """One layer in bfloat16."""
+        return Experts(_normal(key, (experts, width, inner)))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """The next carry."""
+        hidden = jax.nn.silu(jnp.einsum("etd,edf->etf", x, self.weight))
+        return x + jnp.einsum("etf,edf->etd", hidden, self.weight)
+
+
+def _normal(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    return jax.random.normal(key, shape, jnp.bfloat16) * 0.02
+
+
+class Build(NamedTuple):
+    """How to make a stack.
+
+    Attributes:
+        layers: how many.
+        block: makes a layer from a key.
+        remat: the policy.
+        segment: how many layers come to the device together; 0: all are there.
+    """
+
+    layers: int
+    block: Callable[..., Any]
+    remat: Any
+    segment: int = 0
+
+    def __call__(self, key: jax.Array) -> Stacked:
+        """Make it, one layer at a time: those on the host never exist on the device together."""
+
+        def one(_: None, key: jax.Array) -> tuple[None, Any]:
+            block = self.block(key=key)
+            return None, jax.device_put(block, jax.memory.Space.Host) if self.segment else block
+
+        _, blocks = lax.scan(one, None, jax.random.split(key, self.layers))
+        stack = Stacked(blocks, hax.Axis("layers", self.layers), self.remat)
+        return streaming.to_host(stack, segment_length=self.segment) if self.segment else stack
+
+
+Program = Callable[[Any, jax.Array], Any]
+"""Takes a stack and its input."""
+
+
+def loss(stack: Any, x: jax.Array) -> jax.Array:
+    """The mean square of what a stack returns."""
+    return jnp.mean(jnp.square(stack.fold(x).astype(jnp.float32)))
+
+
+def gradient(stack: Any, x: jax.Array) -> jax.Array:
+    """The gradient of the input: that of a model whose layers are frozen."""
+    return jax.grad(loss, 1)(stack, x)
+
+
+_STEP = fused_update(loss, optax.sgd(1e-3))
+
+
+def update(stack: Any, x: jax.Array) -> Any:
+    """A step of SGD within the backward pass: the loss and the new weights."""
+    result = _STEP(stack, _STEP.init(stack), x)
+    return result.value, result.model
+
+
+def sliced_by_index(stack: Any, x: jax.Array) -> Any:
+    """`update` by a scan over indices that takes each layer out of the stack, and its gradient."""
+
+    @jax.checkpoint
+    def layer(stacked: Any, x: jax.Array, index: jax.Array) -> jax.Array:
+        block = jax.tree.map(lambda leaf: lax.dynamic_index_in_dim(leaf, index, 0, False), stacked)
+        return block(x)
+
+    def of_indices(stacked: Any) -> jax.Array:
+        x_last, _ = lax.scan(
+            lambda carry, index: (layer(stacked, carry, index), None), x, jnp.arange(len(stack))
+        )
+        return jnp.mean(jnp.square(x_last.astype(jnp.float32)))
+
+    value, found = jax.value_and_grad(of_indices)(stack.stacked)
+    new = jax.tree.map(lambda leaf, ct: leaf - (1e-3 * ct).astype(leaf.dtype), stack.stacked, found)
+    return value, eqx.tree_at(lambda stack: stack.stacked, stack, new)
+
+
+def read(stack: Any, x: jax.Array) -> jax.Array:
+    """A sum over all weights: little more than their transfer."""
+
+    def add(block: Any, total: jax.Array) -> jax.Array:
+        return total + sum(jnp.sum(leaf.astype(jnp.float32)) for leaf in jax.tree.leaves(block))
+
+    return stack.fold_via(add, remat=False)(x.ravel()[0].astype(jnp.float32))
+
+
+def main(arguments: list[str] | None = None) -> Path:
+    options = _parser().parse_args(arguments)
+    if options.run:
+        return run(options)
+    rows = [*_depths(options), *_experts(options)]
+    path = options.out / f"streaming_{options.target}.json"
+    write_results(path, target=options.target, rows=rows)
+    _plot([row for row in rows if row["block"] == "mlp"], path.with_suffix(".png"), options.target)
+    print(f"wrote {path}")
+    return path
+
+
+def _depths(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """A step of SGD by depth and segment length, beside gradients in Haliax."""
+    for layers in options.depths:
+        block = functools.partial(Mlp.init, options.width, options.inner)
+        x = jax.ShapeDtypeStruct((options.tokens, options.width), jnp.bfloat16)
+        for segment in options.segments:
+            build = Build(layers, block, OFFLOAD, segment)
+            yield _sized("mlp", f"segments of {segment}", update, build, x, options.target)
+        yield _sized("mlp", "nested, resident", update, Build(layers, block, "nested"), x, options.target)
+        sizes = Sizes(layers, options.tokens, options.width, options.inner)
+        for remat in (True, "nested"):
+            fn, args = haliax(remat)(sizes)
+            found = memory.report(fn, *args, target=options.target)
+            yield _row("mlp", f"Haliax {remat}, resident", "gradient", layers, found)
+
+
+def _experts(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """48 layers of 128 experts, 4.5 GiB, with few tokens, so that weights are all that counts."""
+    layers, experts, width, inner = EXPERTS
+    block = functools.partial(Experts.init, experts, width, inner)
+    x = jax.ShapeDtypeStruct((experts, 4, width), jnp.bfloat16)
+    programs: list[tuple[str, Program, int]] = [("resident", program, 0) for program in _PROGRAMS]
+    programs += [("scan over indices, resident", sliced_by_index, 0)]
+    programs += [
+        (f"segments of {segment}", program, segment) for segment in (8, 4, 1) for program in _PROGRAMS
+    ]
+    for name, program, segment in programs:
+        yield _sized("experts", name, program, Build(layers, block, True, segment), x, options.target)
+
+
+_PROGRAMS: tuple[Program, ...] = (loss, gradient, update)
+
+
+def _sized(
+    block: str, name: str, program: Program, build: Build, x: jax.ShapeDtypeStruct, target: str
+) -> dict[str, Any]:
+    """What a program takes on the device."""
+    arguments: Any = eqx.filter_eval_shape(build, jax.random.key(0)), x
+    if build.segment:
+        # A shape does not say where an array is.
+        arguments = memory.arguments_on_host(
+            lambda stack, x: (streaming.to_host(stack, segment_length=build.segment), x), arguments
+        )
+    donated = ["stack"] if program in (update, sliced_by_index) else []
+    found = memory.report(program, *arguments, target=target, donate=donated)
+    return _row(block, name, program.__name__, build.layers, found)
+
+
+def _row(block: str, name: str, program: str, layers: int, found: memory.MemoryReport) -> dict[str, Any]:
+    print(
+        f"{block:8} {layers:4} layers  {program:16} {name:28} device {found.total / 2**30:7.2f} GiB  "
+        f"host {found.host.total / 2**30:6.2f} GiB",
+        flush=True,
+    )
+    return {"block": block, "layers": layers, "program": program, "name": name, **memory_row(found)}
+
+
+def _plot(rows: list[dict[str, Any]], path: Path, target: str) -> None:
+    """Device memory against depth, a line for each segment length and peer."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    axes = figure.add_subplot()
+    for name in dict.fromkeys(row["name"] for row in rows):
+        points = [(row["layers"], row["total"] / 2**30) for row in rows if row["name"] == name]
+        axes.plot(*zip(*points, strict=True), "s--" if "resident" in name else "o-", label=name)
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log", base=2)
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_formatter("{x:g}")
+    axes.set_xlabel("layers")
+    axes.set_ylabel("GiB on the device")
+    axes.set_title(f"Device memory by depth and segment length ({target})")
+    axes.grid(alpha=0.3)
+    figure.legend(loc="outside right upper", fontsize="small")
+    FigureCanvasAgg(figure).print_png(str(path))
+
+
+def run(options: argparse.Namespace) -> Path:
+    """Compare results with those of resident layers, then time both in turns."""
+    allocate_as_needed()
+    device = jax.local_devices()[0]
+    x = jax.random.normal(jax.random.key(1), (options.tokens, options.width), jnp.bfloat16)
+    block = functools.partial(Mlp.init, options.width, options.inner)
+    stacks = {
+        segment: jax.jit(Build(options.layers, block, options.remat, segment).__call__)(jax.random.key(0))
+        for segment in dict.fromkeys((0, *options.segments))
+    }
+    timed: dict[tuple[str, int], Callable[[], Any]] = {}
+    for program in (gradient, update, sliced_by_index, read):
+        compiled = jax.jit(program)
+        for segment, stack in stacks.items():
+            if program is not sliced_by_index or not segment:
+                timed[program.__name__, segment] = functools.partial(compiled, stack, x)
+    for (name, segment), call in timed.items():
+        _check(f"{name}, segments of {segment}", call(), timed[name, 0]())
+    seconds: dict[tuple[str, int], list[float]] = {key: [] for key in timed}
+    for _ in range(options.rounds):
+        for key, call in timed.items():
+            began = time.perf_counter()
+            jax.block_until_ready(call())
+            seconds[key].append(time.perf_counter() - began)
+    rows = [_timed_row(*key, seconds) for key in timed]
+    for row in rows:
+        print(row, flush=True)
+    sizes = {
+        name: getattr(options, name) for name in ("layers", "tokens", "width", "inner", "remat", "rounds")
+    }
+    path = options.out / f"streaming_time_{device.platform}.json"
+    write_results(path, device=device.device_kind, sizes=sizes, rows=rows)
+    print(f"wrote {path}")
+    return path
+
+
+def _check(name: str, found: Any, expected: Any) -> None:
+    for leaf, wanted in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        leaf, wanted = (np.asarray(each, np.float32) for each in (leaf, wanted))
+        error = np.linalg.norm(leaf - wanted) / max(np.linalg.norm(wanted), 1e-30)
+        if not error <= 1e-2:
+            raise SystemExit(f"{name}: the results are off by {error:.2g} of their norm")
+
+
+def _timed_row(name: str, segment: int, seconds: dict[tuple[str, int], list[float]]) -> dict[str, Any]:
+    """Medians, and those of each round's ratio to resident layers.
+
+    Of the time of the transfers (weights are read by the forward and by the backward pass), `hidden` is the
+    share that did not make the step longer.
+    """
+    own, resident = seconds[name, segment], seconds["update" if name == "sliced_by_index" else name, 0]
+    row = {
+        "program": name,
+        "segment": segment,
+        "median_seconds": statistics.median(own),
+        "to_resident": round(statistics.median(np.divide(own, resident).tolist()), 3),
+        "seconds": [round(value, 5) for value in own],
+    }
+    if segment and name in ("gradient", "update") and jax.default_backend() != "cpu":
+        transfers = 2 * statistics.median(seconds["read", segment])
+        row["hidden"] = round(1 - (row["median_seconds"] - statistics.median(resident)) / transfers, 3)
+    return row
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--target", default="h200", choices=list(memory.TARGETS))
+    parser.add_argument("--depths", type=int, nargs="+", default=[24, 48, 96, 192])
+    parser.add_argument("--segments", type=int, nargs="+", default=[1, 2, 4, 8])
+    parser.add_argument("--tokens", type=int, default=65_536)
+    parser.add_argument("--width", type=int, default=2_048)
+    parser.add_argument("--inner", type=int, default=16_384)
+    parser.add_argument("--run", action="store_true", help="run and time on the attached device instead")
+    parser.add_argument("--layers", type=int, default=48, help="of the stack that is timed")
+    parser.add_argument("--remat", default="offload", help="policy of the stack that is timed")
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    return parser
+
+
+if __name__ == "__main__":
+    main()

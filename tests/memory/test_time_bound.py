@@ -1,0 +1,153 @@
+"""Tests of the bytes that programs move between host and device, and of the time bounds from them."""
+
+import dataclasses
+import math
+
+import equinox as eqx
+import haliax as hax
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+from stacked_remat import ScanCheckpointPolicy, Stacked, fused_update, memory
+from stacked_remat._placement import compiled_for
+from stacked_remat.memory import TARGETS, Flops, TargetError, TimeBound, count_flops, tokens_to_hide
+
+LAYERS, TOKENS, WIDTH = 7, 3, 8
+Layers = hax.Axis("layers", LAYERS)
+WEIGHT, CARRY = 4 * WIDTH * WIDTH, 4 * TOKENS * WIDTH  # bytes of one layer's
+PRODUCT = 2 * TOKENS * WIDTH * WIDTH
+
+
+class Block(eqx.Module):
+    weight: jax.Array
+
+    def __call__(self, x):
+        return x + jnp.tanh(x @ self.weight)
+
+
+def blocks(dtype=jnp.float32):
+    weight = jnp.ones((LAYERS, WIDTH, WIDTH), dtype)
+    return jax.device_put(Stacked(Block(weight), Layers), jax.memory.Space.Host)
+
+
+X = jnp.ones((TOKENS, WIDTH))
+NESTED_OFFLOAD = ScanCheckpointPolicy(nested=True, save_carries="offload")
+
+
+def moved(fn, *args):
+    found = count_flops(jax.make_jaxpr(fn)(*args))
+    assert found.exact
+    return found.bytes_from_host, found.bytes_to_host, found.matmul // PRODUCT
+
+
+@pytest.mark.parametrize(
+    ("remat", "replayed", "carries"),
+    [
+        (True, 0, 0),
+        ("offload", 0, LAYERS),
+        ("nested", 3, 0),  # segments of 4 and 3; the inputs of the last one's layers are kept
+        (NESTED_OFFLOAD, 4, 3),  # segments of 3, 2 and 2
+        (ScanCheckpointPolicy(max_carries=2), 15, 0),
+    ],
+)
+def test_bytes_of_a_step_with_its_weights_on_the_host(remat, replayed, carries):
+    def loss(x, blocks):
+        return jnp.sum(blocks.fold(x, remat=remat))
+
+    reads = 2 * LAYERS + replayed  # forward, replay, visits
+    kept = carries * CARRY
+    of_x = moved(jax.grad(loss), X, blocks())
+    assert of_x == (reads * WEIGHT + kept, kept, reads + LAYERS)
+
+    of_weights = moved(jax.grad(loss, 1), X, blocks())
+    written = 2 * LAYERS * WEIGHT  # each layer's gradient, into a buffer of zeros
+    assert of_weights == (reads * WEIGHT + kept, written + kept, reads + 2 * LAYERS)
+
+    fused = fused_update(lambda blocks, x: loss(x, blocks), optax.sgd(0.1, momentum=0.9))
+    state = fused.init(blocks())
+    state = eqx.tree_at(lambda s: s.stacks, state, jax.device_put(state.stacks, jax.memory.Space.Host))
+    step = moved(fused, blocks(), state, X)
+    # Momentum is read and written once for each layer, as are the weights that are written.
+    assert step == ((reads + LAYERS) * WEIGHT + kept, 2 * LAYERS * WEIGHT + kept, reads + 2 * LAYERS)
+
+    with compiled_for("tpu"):  # where either sweep begins with a layer that is read ahead
+        ahead = moved(jax.grad(loss), X, blocks())
+    assert ahead == (of_x[0] + 2 * WEIGHT, *of_x[1:])
+
+
+def test_a_conditional_counts_the_most_in_each_direction():
+    def either(x, y):
+        return jax.lax.cond(
+            x[0, 0] > 0,
+            lambda: jax.device_put(y, jax.memory.Space.Device)[:1] @ x,
+            lambda: jax.device_put(jax.device_put(x, jax.memory.Space.Host), jax.memory.Space.Device)[:1],
+        )
+
+    x, y = jnp.ones((4, 4)), jax.device_put(jnp.ones((8, 4)), jax.memory.Space.Host)
+    found = count_flops(jax.make_jaxpr(either)(x, y))
+    assert (found.matmul, found.bytes_from_host, found.bytes_to_host) == (2 * 4 * 4, 4 * 8 * 4, 4 * 4 * 4)
+    assert found.too_high
+    same = count_flops(jax.make_jaxpr(lambda y: jax.device_put(y, jax.memory.Space.Host))(y))
+    assert same.bytes_from_host == same.bytes_to_host == 0  # it is there already
+
+
+def test_a_report_of_weights_on_the_host_has_its_least_time():
+    target = dataclasses.replace(TARGETS["local"], flops=1e9, link=1e6)
+
+    def fold(blocks, x):
+        return blocks.fold(x)
+
+    on_host = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), blocks()
+    )
+    for arguments in (blocks(), on_host):
+        found = memory.report(fold, arguments, X, target=target)
+        assert found.flops.bytes_from_host == LAYERS * WEIGHT
+        assert found.least_time == TimeBound(LAYERS * PRODUCT / 1e9, LAYERS * WEIGHT / 1e6)
+        assert found.least_time.seconds == found.least_time.transfer
+        assert f"bound by the link at {found.least_time.transfer:.3g} s" in str(found)
+        assert "1.75 KiB from the host, 0 B to the host" in str(found)
+        assert memory.report(fold, arguments, X).least_time is None
+    resident = memory.report(fold, jax.device_put(blocks(), jax.memory.Space.Device), X, target=target)
+    assert resident.least_time is not None and resident.least_time.hidden
+    assert "from the host" not in str(resident)
+
+
+def test_verdicts():
+    bound = TimeBound(compute=1.0, transfer=2.0)
+    assert bound.verdict(64_000) == "bound by the link at 32 k tokens/s"
+    assert bound.at(0.4).compute == 2.5 and bound.at(0.4).verdict(64_000) == "hidden"
+    with pytest.raises(ValueError, match="a share of the peak, above 0 and at most 1; got 40"):
+        bound.at(40)
+
+
+def test_tokens_that_hide_the_transfers():
+    def cost(tokens, fn):
+        x = jax.ShapeDtypeStruct((tokens, WIDTH), jnp.bfloat16)
+        return count_flops(jax.make_jaxpr(fn)(x, blocks(jnp.bfloat16)))
+
+    def both(fn, **options):
+        return tokens_to_hide({64: cost(64, fn), 96: cost(96, fn)}, "h200", **options)
+
+    # Each weight of two bytes is read once for a multiply-add with each token.
+    ratio = 989e12 / 64e9
+    assert both(lambda x, blocks: blocks.fold(x)) == pytest.approx(ratio)
+    assert both(lambda x, blocks: blocks.fold(x), utilization=0.4) == pytest.approx(0.4 * ratio)
+    # Of a frozen stack it is read twice for three of them; with carries of two bytes a token to and fro.
+    gradient = jax.grad(lambda x, blocks, remat: jnp.sum(blocks.fold(x, remat=remat)).astype(jnp.float32))
+    assert both(lambda x, blocks: gradient(x, blocks, True)) == pytest.approx(ratio * 2 / 3)
+    assert both(lambda x, blocks: gradient(x, blocks, "offload")) == math.inf  # WIDTH is far below the ratio
+    wide = {tokens: Flops(6 * tokens, bytes_from_host=10, bytes_to_host=tokens) for tokens in (1, 2)}
+    target = dataclasses.replace(TARGETS["local"], flops=3.0, link=1.0)
+    assert tokens_to_hide(wide, target) == pytest.approx(5.0)  # 2 t = 10
+    assert tokens_to_hide(wide, target, utilization=0.5) == pytest.approx(2.5)
+    assert tokens_to_hide({1: Flops(1), 2: Flops(9)}, target) == 0
+
+
+def test_counts_and_targets_that_give_no_bound():
+    with pytest.raises(ValueError, match="the costs of two numbers of tokens; got 1"):
+        tokens_to_hide({1: Flops(1)}, "h200")
+    with pytest.raises(TargetError, match="'local' has no known peak or link: give a Target"):
+        tokens_to_hide({1: Flops(1, bytes_to_host=1), 2: Flops(2)}, "local")

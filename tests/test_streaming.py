@@ -1,0 +1,199 @@
+"""Stacks in host memory, read in segments: the results of stacks on the device, and where everything is."""
+
+import equinox as eqx
+import haliax as hax
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from stacked_remat import LayerStack, ScanCheckpointPolicy, Stacked, fused_update, shared, streaming, unsliced
+
+LAYERS, WIDTH = 12, 8
+Layers = hax.Axis("layers", LAYERS)
+Width, Out = hax.Axis("width", WIDTH), hax.Axis("out", WIDTH)
+
+
+class Block(eqx.Module):
+    """A named and a plain matrix, an array that is shared, one that is read where it is, and a key."""
+
+    weight: hax.NamedArray
+    bias: jax.Array  # [1, 1]
+    scale: hax.NamedArray
+    table: jax.Array = unsliced()  # [2, 1]
+    key: jax.Array | None = None
+
+    def __call__(self, x, strength, offset):
+        table = LayerStack.of(self.table)
+        row = table.stack[table.layer_index][:, 0]
+        h = hax.tanh(hax.dot(x, self.weight, axis="width").rename({"out": "width"}) * self.scale)
+        new = x + (h + self.bias[0, 0] * row[1]) * strength + offset
+        return new, jnp.sum(h.array)
+
+
+def stack(remat=True, layers=LAYERS):
+    rng = np.random.default_rng(0)
+    weight = jnp.asarray(rng.normal(size=(layers, WIDTH, WIDTH)) / 3, jnp.float32)
+    block = Block(
+        hax.NamedArray(weight, (Layers.resize(layers), Width, Out)),
+        jnp.asarray(rng.normal(size=(layers, 1, 1)), jnp.float32),
+        hax.NamedArray(jnp.asarray(rng.normal(size=WIDTH), jnp.float32), (Width,)),
+        jnp.asarray(rng.normal(size=(layers, 2, 1)), jnp.float32),
+        jax.random.split(jax.random.key(0), layers),
+    )
+    return Stacked(block, Layers.resize(layers), remat=remat)
+
+
+def is_streamed(leaf):
+    """All but the field that layers read where it is."""
+    return eqx.is_array(leaf) and leaf.shape[1:] != (2, 1)
+
+
+def on_host(tree):
+    return [jax.typeof(leaf).memory_space == jax.memory.Space.Host for leaf in jax.tree.leaves(tree)]
+
+
+IN_SHORT = ("False, reversed", "nested", "offload in threes")
+CASES = {
+    "True": (1, True, False),
+    "False, reversed": (1, False, True),
+    "nested": (1, "nested", False),
+    "recompute": (1, "recompute", False),
+    "first layers": (1, ScanCheckpointPolicy(nested=True, first_layers=3), True),
+    "True in twos": (2, True, True),
+    "offload in threes": (3, "offload", False),
+    "nested, offload in twos": (2, ScanCheckpointPolicy(nested=True, save_carries="offload"), True),
+    "nested in fours": (4, "nested", False),
+    "all at once": (12, True, False),
+}
+
+
+def inputs():
+    x = hax.NamedArray(jnp.linspace(-1, 1, WIDTH), (Width,))
+    return x, jnp.linspace(0.5, 1, LAYERS), jnp.float32(0.1)
+
+
+@pytest.mark.parametrize(
+    ("segment", "remat", "reverse"),
+    [
+        pytest.param(*case, id=name, marks=[] if name in IN_SHORT else pytest.mark.deep)
+        for name, case in CASES.items()
+    ],
+)
+def test_values_and_gradients_are_those_of_layers_on_the_device(segment, remat, reverse):
+    resident = stack(remat)
+    streamed = streaming.to_host(resident, segment_length=segment, where=is_streamed)
+    assert streamed.remat.host_segment_length == segment
+
+    def loss(arguments):
+        stack, x, strengths, offset = arguments
+        y, outputs = stack.scan(x, strengths, shared(offset), reverse=reverse)
+        return jnp.sum(jnp.square(y.array)) + jnp.vdot(outputs, jnp.arange(LAYERS) / LAYERS), outputs
+
+    run = eqx.filter_jit(eqx.filter_value_and_grad(loss, has_aux=True))
+    found, expected = run((streamed, *inputs())), run((resident, *inputs()))
+    for leaf, wanted in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        # Beside other code XLA may fuse, and so round, otherwise: to the scale of the array.
+        np.testing.assert_allclose(leaf, wanted, rtol=0, atol=1e-6 * max(1, np.abs(wanted).max()))
+    _, gradient = found
+    of_block = gradient[0].stacked
+    assert on_host((of_block.weight, of_block.bias)) == [True, True]
+    assert on_host((of_block.scale, of_block.table)) == [False, False]
+    # What is not differentiated runs in another loop.
+    value, outputs = eqx.filter_jit(loss)((streamed, *inputs()))
+    np.testing.assert_allclose(value, expected[0][0], rtol=1e-6)
+    np.testing.assert_allclose(outputs, expected[0][1], rtol=1e-6)
+
+
+class Model(eqx.Module):
+    embedding: jax.Array
+    blocks: Stacked
+
+    def __call__(self, x):
+        return self.blocks.fold(x * self.embedding[None])
+
+
+class Plain(eqx.Module):
+    weight: jax.Array
+    bias: jax.Array
+
+    def __call__(self, x):
+        return x + jnp.tanh(x @ self.weight + self.bias[None])
+
+
+def model(remat="nested"):
+    rng = np.random.default_rng(0)
+    weight = jnp.asarray(rng.normal(size=(LAYERS, WIDTH, WIDTH)) / 3, jnp.float32)
+    return Model(jnp.ones(WIDTH), Stacked(Plain(weight, jnp.zeros((LAYERS, WIDTH))), Layers, remat))
+
+
+@pytest.mark.usefixtures("standard_promotion")
+@pytest.mark.parametrize(
+    ("optimizer", "segment"),
+    [(optax.adamw(1e-2), 1), (optax.sgd(0.1, momentum=0.9), 3)],
+    ids=["adamw", "momentum in threes"],
+)
+def test_fused_updates_leave_weights_and_state_on_the_host(optimizer, segment):
+    step = fused_update(lambda model, x: jnp.mean(jnp.square(model(x))), optimizer, max_grad_norm=1.0)
+    run = jax.jit(step, donate_argnums=(0, 1))
+    x = jnp.linspace(-1, 1, 4 * WIDTH).reshape(4, WIDTH)
+    resident, streamed = model(), streaming.to_host(model(), segment_length=segment)
+    state, streamed_state = step.init(resident), step.init(streamed)
+    for _ in range(3):
+        resident, state, value, norm = run(resident, state, x)
+        streamed, streamed_state, streamed_value, streamed_norm = run(streamed, streamed_state, x)
+    np.testing.assert_allclose((streamed_value, streamed_norm), (value, norm), rtol=1e-6)
+    for leaf, wanted in zip(
+        jax.tree.leaves((streamed, streamed_state)), jax.tree.leaves((resident, state)), strict=True
+    ):
+        np.testing.assert_allclose(leaf, wanted, rtol=1e-5, atol=1e-6)
+    assert on_host(streamed) == [False, True, False]  # not the vectors
+    assert on_host(streamed_state.stacks) == [leaf.ndim > 2 for leaf in jax.tree.leaves(state.stacks)]
+    assert not any(on_host(streamed_state.rest))
+
+
+def test_what_moves_and_comes_back():
+    blocks = stack("nested")
+    moved = streaming.to_host((blocks, jnp.ones(3)), segment_length=4, where=is_streamed)
+    of_block = moved[0].stacked
+    assert on_host((of_block.weight, of_block.bias)) == [True, True]
+    assert not any(on_host((of_block.scale, of_block.table, of_block.key, moved[1])))
+    assert moved[0].remat == ScanCheckpointPolicy(nested=True, host_segment_length=4)
+    only = streaming.to_host(
+        blocks, where=lambda leaf: eqx.is_array(leaf) and leaf.shape[1:] == (WIDTH, WIDTH)
+    )
+    assert on_host((only.stacked.weight, only.stacked.bias)) == [True, False]
+    back = streaming.to_device(moved)
+    assert not any(on_host(back)) and back[0].remat == blocks.remat
+    assert eqx.tree_equal(back[0], blocks)
+    traced = eqx.filter_jit(lambda blocks: streaming.to_host(blocks, where=is_streamed))(blocks)
+    assert on_host((traced.stacked.weight, traced.stacked.scale)) == [True, False]
+
+
+def streamed_fold(remat, segment=5, layers=LAYERS):
+    blocks = streaming.to_host(stack(remat, layers), segment_length=segment, where=is_streamed)
+    x, strengths, offset = inputs()
+    return blocks.scan(x, strengths[:layers], shared(offset))
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: streaming.to_host(jnp.ones(3)), ValueError, "no Stacked with an array"),
+        (lambda: streaming.to_host(model(), where=lambda leaf: False), ValueError, "check where="),
+        (lambda: streaming.to_host(stack()), ValueError, r"model\.stacked\.table is unsliced"),
+        (lambda: streaming.to_host(model(), segment_length=0), ValueError, "host_segment_length"),
+        (
+            lambda: streamed_fold(True),
+            ValueError,
+            "12 layers of axis 'layers'.*5 at a time.*1, 2, 3, 4, 6, 12",
+        ),
+        (lambda: streamed_fold(False, 2), ValueError, "host_segment_length=2.*run again one by one"),
+        (lambda: streamed_fold("recompute", 2), ValueError, "host_segment_length=2.*run again one by one"),
+        (lambda: ScanCheckpointPolicy(host_segment_length=True), TypeError, "host_segment_length"),
+    ],
+)
+def test_errors_say_what_to_do(call, error, message):
+    with pytest.raises(error, match=message):
+        call()

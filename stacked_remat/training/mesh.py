@@ -22,6 +22,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding,
 
 from .._messages import axes_text, did_you_mean
 from .._placement import is_on_host
+from ..memory._host_arguments import on_one_device
 from .batches import BATCH_AXIS, POSITION_AXIS, TokenBatch
 from .config_error import ConfigError
 from .trainer_config import MeshConfig
@@ -103,15 +104,14 @@ class Partitioning:
                 axis of the mesh.
         """
         if self.mesh.size == 1:
-            device = self.mesh.devices.flat[0]
-            # JAX does not see the memory in the sharding of a single device.
-            alone = NamedSharding(self.mesh, PartitionSpec(), memory_kind=_HOST)
-            return alone if on_host else SingleDeviceSharding(device)
+            return (
+                self._on_host(PartitionSpec()) if on_host else SingleDeviceSharding(self.mesh.devices.flat[0])
+            )
         axes = weight.axes if is_named_array(weight) else ()
         if axes and weight.array.shape != tuple(axis.size for axis in axes):
             axes = ()  # an optimizer's statistics, without some of the weight's axes
         spec = self._spec(axes, self.param_mapping, "param_mapping")
-        return NamedSharding(self.mesh, spec, memory_kind=_HOST if on_host else None)
+        return self._on_host(spec) if on_host else NamedSharding(self.mesh, spec)
 
     def shapes_of(self, make: Callable[[], T]) -> T:
         """The shapes of the state `make()`, with the shardings that `init_sharded` gives it; makes nothing.
@@ -126,7 +126,7 @@ class Partitioning:
 
         shapes, on_host = eqx.filter_eval_shape(with_memory)  # which forgets the memory
         self.check_names(shapes)
-        host = NamedSharding(self.mesh, PartitionSpec(), memory_kind=_HOST)
+        host = self._on_host(PartitionSpec())
 
         def marked(leaf: Any, is_: bool) -> Any:
             return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=host) if is_ else leaf
@@ -254,6 +254,18 @@ class Partitioning:
                 f"remove one of them."
             )
         return PartitionSpec(*(over or None for over in physical))
+
+    def _on_host(self, spec: PartitionSpec) -> NamedSharding:
+        """A sharding in host memory; JAX sees the memory in no sharding without a mesh."""
+        found = NamedSharding(self.mesh, spec, memory_kind=_HOST)
+        if found.memory_kind is None and self.mesh.size == 1:  # a GPU that is not attached
+            return on_one_device(jax.local_devices()[0], _HOST)
+        if found.memory_kind is None:
+            raise ConfigError(
+                f"Arrays on the host can't be sized for {self.mesh.size} devices of this kind that are not "
+                f"attached. Size one device (trainer.mesh), or leave out trainer.streaming."
+            )
+        return found
 
     def _parts(self, physical: Sequence[str]) -> int:
         return math.prod(self.mesh.shape[name] for name in physical)

@@ -46,32 +46,34 @@ class Workplace:
     Attributes:
         root: of all; the uninterrupted run is in `whole`.
         own: of one case.
+        options: overrides of every run's config.
     """
 
     root: Path
     own: Path
+    options: tuple[str, ...] = ()
 
     @staticmethod
-    def make(root: Path) -> "Workplace":
+    def make(root: Path, *options: str) -> "Workplace":
         """Writes the config and the text."""
         (root / "text").mkdir()
         for number in range(20):
             (root / "text" / f"{number}.txt").write_text(f"never odd or even, {number} times. " * 10)
         (root / "config.yaml").write_text(_CONFIG)
-        return Workplace(root, root)
+        return Workplace(root, root, options)
 
     def inside(self, name: str) -> "Workplace":
         """The same, with the folder of one case."""
         own = self.root / f"case {name}"
         own.mkdir()
-        return Workplace(self.root, own)
+        return Workplace(self.root, own, self.options)
 
     def train(self, run: str | Path, *overrides: str, config: str | Path = "config.yaml") -> list[str]:
         """The arguments of `models.train_lm` for a run in this folder."""
         data = ("--data.sources.text.paths", f"[{self.root}/text/*.txt]")
         cache = ("--data.cache_dir", f"{self.root}/cache")
         run_dir = ("--trainer.run_dir", f"{self.root / run}")
-        return ["--config_path", f"{self.root / config}", *data, *cache, *run_dir, *overrides]
+        return ["--config_path", f"{self.root / config}", *data, *cache, *run_dir, *self.options, *overrides]
 
     def process(self) -> dict[str, Any]:
         """The options of `subprocess` for its processes."""
@@ -89,6 +91,13 @@ class Workplace:
         """Runs a command to its end."""
         done = subprocess.run(command(name, *arguments), check=False, **self.process(), **more)
         return Outcome(done.returncode, done.stdout)
+
+    def weights(self, run: str) -> bytes:
+        """The weights that a finished run trained, exported."""
+        out = f"{self.root / run} exported"
+        outcome = self.ended("export_hf", "--run_dir", f"{self.root / run}", "--out", out)
+        assert not outcome.status, outcome.output
+        return Path(out, "model.safetensors").read_bytes()
 
     def copied_run(self) -> Path:
         """A copy of the uninterrupted run as it was after its last checkpoint."""

@@ -1,11 +1,16 @@
 """Tests the commands with runs killed at random moments, faults, and bad inputs.
 
     python -m benchmarks.faults --kills 60
+    python -m benchmarks.faults --kills 10 --streamed
 
 Trains a tiny model with `models.train_lm`; then again, killing the process with SIGKILL at random moments and
-restarting the same command until it is finished, and compares every metric with the uninterrupted run's bit
-for bit. Then tries the faults and bad inputs of `benchmarks/fault_cases.py`, each of which must end as stated
-there. Writes `results/faults.json`, and fails if anything differs.
+restarting the same command until it is finished, and compares every metric and the weights with those of the
+uninterrupted run, bit for bit. Then tries the faults and bad inputs of `benchmarks/fault_cases.py`, each of
+which must end as stated there. Writes `results/faults.json`, and fails if anything differs.
+
+With `--streamed`, weights and optimizer state of the layers are in host memory and are updated there within
+the backward pass, so that a process dies while some layers are updated and others are not. The cases are left
+out; writes `results/faults_streamed.json`.
 """
 
 import argparse
@@ -23,6 +28,7 @@ from stacked_remat._messages import did_you_mean
 from .fault_cases import CASES, REPOSITORY, Case, Workplace, command
 from .record import RESULTS, versions
 
+STREAMED = ("--trainer.update.fused", "true", "--trainer.streaming.segment_length", "1")
 UNREPEATABLE = {"tokens_per_second", "step_seconds", "peak_memory_bytes"}
 _BEFORE_THE_STEPS = 0.25  # share of kills while a process imports, compiles and restores
 
@@ -34,14 +40,17 @@ def main(arguments: Sequence[str] | None = None) -> Path:
     unknown = [name for name in options.only or () if name not in names]
     if unknown:
         parser.error(f"--only: there is no case {unknown[0]!r}.{did_you_mean(unknown[0], names)}")
+    wanted = [case for case in CASES if options.only is None or case.name in options.only]
+    if options.streamed:
+        wanted = []
     with tempfile.TemporaryDirectory() as scratch:
-        place = Workplace.make(Path(scratch))
+        place = Workplace.make(Path(scratch), *(STREAMED if options.streamed else ()))
         seconds = _train(place, "whole")
         kills = kill_runs(place, options.kills, seconds, random.Random(options.seed))
-        rows = [try_case(place, case) for case in CASES if options.only is None or case.name in options.only]
+        rows = [try_case(place, case) for case in wanted]
     found = {"versions": versions(), "seed": options.seed, **kills, "cases": rows}
     options.out.mkdir(parents=True, exist_ok=True)
-    path = options.out / "faults.json"
+    path = options.out / ("faults_streamed.json" if options.streamed else "faults.json")
     path.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     passed = [row["passed"] for row in rows]
     print(
@@ -70,7 +79,7 @@ def kill_runs(
     """
     done = before = runs = lines = 0
     differing: list[str] = []
-    expected = metrics(place.root / "whole")
+    expected, weights = metrics(place.root / "whole"), place.weights("whole")
     while done < kills:
         runs, run = runs + 1, f"killed{runs}"
         folder = place.root / run
@@ -91,7 +100,7 @@ def kill_runs(
         found = metrics(folder)
         lines += len(found)
         same_result = (folder / "result.json").read_text() == (place.root / "whole/result.json").read_text()
-        if found != expected or not same_result:
+        if found != expected or not same_result or place.weights(run) != weights:
             differing.append(run)
     return _kill_counts(done, before, runs, lines, differing)
 
@@ -156,6 +165,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--kills", type=int, default=60)
     parser.add_argument("--seed", type=int, default=0, help="of the moments")
+    parser.add_argument("--streamed", action="store_true", help="runs with their layers in host memory")
     parser.add_argument("--only", nargs="*", help="these cases alone, by name")
     parser.add_argument("--out", type=Path, default=RESULTS)
     return parser

@@ -7,7 +7,7 @@ The loss applies that matrix itself, so that it decides how many logits exist at
 import abc
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Literal
 
 import draccus
@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from haliax import Axis, NamedArray
 from jaxtyping import Array, Float, PRNGKeyArray
 
-from stacked_remat import ScanCheckpointPolicy, ScanCheckpointSpec
+from stacked_remat import ScanCheckpointPolicy, ScanCheckpointSpec, Stacked
 from stacked_remat.ops import chunked_cross_entropy
 from stacked_remat.training import NO_PRESETS, ConfigError, Metrics, RematPresets, TokenBatch
 
@@ -174,9 +174,16 @@ def check_remat_levels(policy: ScanCheckpointPolicy, stacks: Sequence[int]) -> N
 
 @functools.singledispatch
 def build_model(
-    config: LmConfig, Vocab: Axis, *, remat: ScanCheckpointSpec, key: PRNGKeyArray
+    config: LmConfig,
+    Vocab: Axis,
+    *,
+    remat: ScanCheckpointSpec,
+    key: PRNGKeyArray,
+    init_stack: Callable[..., Any] = Stacked.init,
 ) -> LanguageModel:
     """Makes the model that `config` describes, with float32 parameters and a stack that obeys `remat`.
+
+    `init_stack(Layers, Block, remat=remat)` makes what builds a stack, as `Stacked.init` does.
 
     Raises:
         TypeError: no builder is registered for this type of config.

@@ -2,6 +2,8 @@
 
 import dataclasses
 import functools
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
 
@@ -65,6 +67,7 @@ class LmRunConfig:
         if self.vocab_size is not None and self.vocab_size < 1:
             raise ValueError(f"vocab_size must be at least 1, got {self.vocab_size}.")
         check_remat_names(self.model, self.policy)
+        self._check_streaming()
         learning_rate_schedule(self.optimizer, self.trainer.num_steps)
         if self.use_hf_model_config and self.initialize_from_hf is None:
             raise ValueError("use_hf_model_config has no effect without initialize_from_hf: name the folder.")
@@ -72,6 +75,49 @@ class LmRunConfig:
             raise ValueError(
                 f"data.batch_size = {self.data.batch_size} can't be cut into trainer.update.microbatches = "
                 f"{self.trainer.update.microbatches} equal parts; make batch_size a multiple of microbatches."
+            )
+
+    def _check_streaming(self) -> None:
+        """Refuses what `trainer.streaming` can't be combined with."""
+        if self.trainer.streaming is None:
+            return
+        if self.lora is None and not self.trainer.update.fused:
+            raise ValueError(
+                "trainer.streaming keeps the layers on the host, and without trainer.update.fused the "
+                "optimizer would need the gradients, the weights and the state of all of them on the device. "
+                "Give trainer.update.fused: true, or train adapters (lora)."
+            )
+        if self.policy is None:
+            return
+        unread = [
+            f"{name}={value!r}"
+            for name, value in self.policy.settings()
+            if (name, value) == ("save_carries", False) or name in ("save_inputs", "offload_block_internals")
+        ]
+        if unread:
+            raise ValueError(
+                f"With trainer.streaming the backward pass reads each layer from the host again, and remat "
+                f"with {' and '.join(unread)} would keep all of them on the device. Use true, offload, "
+                f"nested or max_carries."
+            )
+        keeps_more = self.policy.save_block_internals or self.policy.disable or self.policy.first_layers
+        if self.trainer.streaming.segment_length > 1 and keeps_more:
+            raise ValueError(
+                f"trainer.streaming.segment_length = {self.trainer.streaming.segment_length} runs the layers "
+                f"of a segment again, one by one, from the carry that is kept of it, and remat keeps more "
+                f"({self.policy!r}). Use true, offload, nested or max_carries, or segment_length: 1."
+            )
+
+    def _check_segments(self, lengths: Sequence[int]) -> None:
+        """Refuses a length of segments that does not divide the stacks."""
+        streaming = self.trainer.streaming
+        common = math.gcd(*lengths)
+        if streaming is not None and common % streaming.segment_length:
+            stacks = f"{lengths[0]} layers" if len(lengths) == 1 else f"stacks of {lengths} layers"
+            divisors = ", ".join(str(k) for k in range(1, common + 1) if common % k == 0)
+            raise ConfigError(
+                f"trainer.streaming.segment_length = {streaming.segment_length} does not divide the model's "
+                f"{stacks}. Use one of {divisors}."
             )
 
     @functools.cached_property
@@ -122,6 +168,9 @@ class LmRunConfig:
                     f"The tokenizer {self.data.tokenizer!r} has {tokens} tokens, and the model's embedding "
                     f"{rows} rows. Use the model's own tokenizer, or a larger vocab_size."
                 )
-        if isinstance(model, DecoderConfig) and self.policy is not None:
-            check_remat_levels(self.policy, [Layers.size for _, Layers in model.stacks])
+        if isinstance(model, DecoderConfig):
+            lengths = [Layers.size for _, Layers in model.stacks]
+            if self.policy is not None:
+                check_remat_levels(self.policy, lengths)
+            self._check_segments(lengths)
         return dataclasses.replace(self, model=model, vocab_size=rows)

@@ -2,13 +2,16 @@
 
 import dataclasses
 import functools
+from collections.abc import Callable
+from typing import Any
 
 import equinox as eqx
 import haliax as hax
 import jax
 import jax.numpy as jnp
 import optax
-from haliax import Axis
+from haliax import Axis, NamedArray
+from jax.sharding import Sharding
 
 from models.hf_io.decoder_weights import read_decoder
 from models.hf_io.hub import model_folder
@@ -16,13 +19,14 @@ from models.lm import LanguageModel, build_model, next_token_loss
 from models.lora import with_adapters
 from models.run_config import LmRunConfig
 from models.transformer.config import DecoderConfig
-from stacked_remat import ScanCheckpointSpec
+from stacked_remat import ScanCheckpointSpec, Stacked, streaming
 from stacked_remat.training import (
     BATCH_AXIS,
     POSITION_AXIS,
     ConfigError,
     DataConfig,
     FusedOptimizer,
+    MeshConfig,
     Partitioning,
     TokenBatch,
     TrainState,
@@ -53,8 +57,8 @@ def initial_state(
 
     Args:
         config: of the run, resolved.
-        partitioning: where the arrays are made, none of them whole on a device; on the default device if not
-            given.
+        partitioning: where the arrays are made, none of them whole on a device; on the first device if not
+            given. With `trainer.streaming`, the layers are made on the host, one after the other.
         remat: policy of the model's stacks; the config's if not given.
         read_weights: whether to read the weights of `initialize_from_hf`; if not, all of them are random.
 
@@ -68,26 +72,46 @@ def initial_state(
         remat = config.policy
         assert remat is not None, "remat: auto has to be resolved first"
 
+    partitioning, streamed = partitioning or _one_device(), config.trainer.streaming
+
     def begin(weights: LanguageModel) -> TrainState:
         adapted, trainable = with_adapters(weights, config.lora, key=model_key)
+        if streamed is not None and config.trainer.update.fused:  # adapters too
+            adapted = streaming.to_host(adapted, segment_length=streamed.segment_length)
         return TrainState.init(adapted, run_optimizer(config), trainable, key=step_key)
 
+    def init_stack(Layers: Axis, Block: Any, *, remat: ScanCheckpointSpec) -> Callable[..., Stacked]:
+        def init(*args: Any, **kwargs: Any) -> Any:
+            return cast_parameters(Block.init(*args, **kwargs), dtype)
+
+        if streamed is None:
+            return Stacked.init(Layers, init, remat=remat)
+        return streaming.init(Layers, init, remat=remat, segment_length=streamed.segment_length)
+
     def begin_at_random() -> TrainState:
-        weights = build_model(config.model, config.Vocab, remat=remat, key=model_key)
-        return begin(cast_parameters(weights, dtype))
+        make = functools.partial(build_model, config.model, config.Vocab, init_stack=init_stack)
+        return begin(cast_parameters(make(remat=remat, key=model_key), dtype))
 
     if config.initialize_from_hf is None or not read_weights:
-        return begin_at_random() if partitioning is None else partitioning.init_sharded(begin_at_random)
+        return partitioning.init_sharded(begin_at_random)
     assert isinstance(config.model, DecoderConfig)  # or it was not resolved
+    stacks = {Layers.name for _, Layers in config.model.stacks} if streamed is not None else set()
+
+    def sharding(weight: NamedArray) -> Sharding:
+        of_layers = any(axis.name in stacks for axis in weight.axes)
+        return partitioning.weight_sharding(weight, on_host=of_layers and weight.array.ndim > 2)
+
     weights = read_decoder(
         model_folder(config.initialize_from_hf),
         config.model,
         config.Vocab,
         remat=remat,
         dtype=dtype,
-        sharding=None if partitioning is None else partitioning.weight_sharding,
+        sharding=sharding,
     )
-    return begin(weights) if partitioning is None else partitioning.init_sharded(begin, weights)
+    if streamed is not None:
+        weights = streaming.to_host(weights, segment_length=streamed.segment_length)  # only the policies
+    return partitioning.init_sharded(begin, weights)
 
 
 def state_shapes(
@@ -101,11 +125,12 @@ def state_shapes(
     Raises:
         ConfigError: as `initial_state`.
     """
-    shapes = eqx.filter_eval_shape(functools.partial(initial_state, config, remat=remat, read_weights=False))
-    if partitioning is None:
-        return shapes
-    partitioning.check_names(shapes)
-    return partitioning.weight_shapes(shapes)
+    make = functools.partial(initial_state, config, remat=remat, read_weights=False)
+    return (partitioning or _one_device()).shapes_of(make)
+
+
+def _one_device() -> Partitioning:
+    return Partitioning.of(MeshConfig({"data": 1}, {}, {}))
 
 
 def batch_shapes(data: DataConfig, partitioning: Partitioning) -> TokenBatch:

@@ -20,7 +20,14 @@ from stacked_remat.memory import (
     plan,
     report,
 )
-from stacked_remat.training import Partitioning, TokenBatch, TrainState, build_step, check_fits
+from stacked_remat.training import (
+    Partitioning,
+    TokenBatch,
+    TrainState,
+    build_step,
+    check_fits,
+    check_host_fits,
+)
 
 
 @dataclass(frozen=True)
@@ -93,29 +100,37 @@ class StepMemory:
     def check(self, *, streamed: bool = False) -> None:
         """Refuses a config whose weights, optimizer state and one batch are larger than a device's memory.
 
-        These are there under every policy. Costs one tracing of how the model is made, whatever its size.
+        With `trainer.streaming`, where the device is attached, also what is in host memory and larger than
+        what is left of that. All of it is there under every policy. Costs one tracing of how the model is
+        made, whatever its size.
 
         Args:
             streamed: whether the layers' weights are on the host, and not counted.
 
         Raises:
-            ConfigError: with the size of each and the memory of the device.
+            ConfigError: with the size of each and the memory.
         """
         batch, state = self._shapes(self._partitioning(), streamed)
-        state = eqx.filter(state, _is_on_device)
-        data = self.config.data
+        data, target = self.config.data, find_target(self.target)
+        weights = {
+            "trained weights": state.trained,
+            "frozen weights": state.frozen,
+            "optimizer state": state.optimizer_state,
+        }
+        if self.config.trainer.streaming is not None and target.name == "local":
+            saved = {"a checkpoint that is being written": (state.trained, state.optimizer_state)}
+            check_host_fits(
+                weights | saved,
+                "Give the process more, store less (trainer.precision, or optimizer.type: adafactor), train "
+                "adapters (lora), or divide the arrays over more hosts (trainer.mesh).",
+            )
         check_fits(
-            {
-                "trained weights": state.trained,
-                "frozen weights": state.frozen,
-                "optimizer state": state.optimizer_state,
-                "a batch": batch,
-            },
+            weights | {"a batch": batch},
             f"Now model.num_layers = {self.config.model.num_layers:,}, vocab_size = "
             f"{self.config.Vocab.size:,}, data.batch_size = {data.batch_size:,} and data.seq_len = "
             f"{data.seq_len:,}: lower what is too large, or divide the arrays over more devices "
             f"(trainer.mesh).",
-            limit=find_target(self.target).memory,
+            limit=target.memory,
         )
 
     def _partitioning(self) -> Partitioning:
@@ -141,15 +156,19 @@ class StepMemory:
 
     def _shapes(self, partitioning: Partitioning, streamed: bool = False) -> tuple[TokenBatch, TrainState]:
         """The shapes of the step's arguments."""
-        data = self.config.data
-        partitioning.check_rows(data.batch_size, self.config.trainer.update.microbatches)
-        shapes = batch_shapes(data, partitioning), state_shapes(self.config, partitioning, remat=True)
-        return arguments_on_host(self._on_host, shapes) if streamed else shapes
+        data, trainer = self.config.data, self.config.trainer
+        partitioning.check_rows(data.batch_size, trainer.update.microbatches)
+        resident = replace(self.config, trainer=replace(trainer, streaming=None))
+        shapes = batch_shapes(data, partitioning), state_shapes(resident, partitioning, remat=True)
+        on_host = streamed or trainer.streaming is not None
+        return arguments_on_host(self._on_host, shapes) if on_host else shapes
 
     def _on_host(self, batch: TokenBatch, state: TrainState) -> tuple[TokenBatch, TrainState]:
-        """The arguments with the layers' weights on the host: the frozen ones, or all with their state."""
+        """The arguments with the layers' weights on the host, as `trainer.streaming` has them."""
         if self.config.lora is not None:
-            return batch, replace(state, frozen=streaming.to_host(state.frozen))
+            state = replace(state, frozen=streaming.to_host(state.frozen))
+        if not self.config.trainer.update.fused:
+            return batch, state
         fused: Any = state.optimizer_state
         stacks, rest = eqx.partition(fused.stacks, _is_of_matrices)
         fused = fused._replace(stacks=eqx.combine(jax.device_put(stacks, jax.memory.Space.Host), rest))
@@ -158,8 +177,3 @@ class StepMemory:
 
 def _is_of_matrices(leaf: Any) -> bool:
     return eqx.is_array(leaf) and leaf.ndim > 2  # as `streaming.to_host` moves them
-
-
-def _is_on_device(leaf: Any) -> bool:
-    kind = getattr(getattr(leaf, "sharding", None), "memory_kind", None)
-    return isinstance(leaf, jax.ShapeDtypeStruct) and kind != "pinned_host"

@@ -36,5 +36,6 @@ def compiled_for(name: str) -> AbstractContextManager[None]:
 
 
 def is_on_host(array: Any) -> bool:
-    """Whether an array, traced or not, is in host memory."""
-    return isinstance(array, jax.Array) and jax.typeof(array).memory_space == jax.memory.Space.Host
+    """Whether an array, traced or not, or the shape of one with its sharding, is in host memory."""
+    is_array = isinstance(array, jax.Array | jax.ShapeDtypeStruct)
+    return is_array and jax.typeof(array).memory_space == jax.memory.Space.Host

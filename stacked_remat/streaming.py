@@ -12,12 +12,84 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
+import numpy as np
+from haliax import Axis
+from jax import lax
+from jax.core import Tracer
 
 from . import _placement
-from ._scan.marks import changed, is_named, is_split, map_unsliced, raw_array
+from ._policy import ScanCheckpointSpec, resolve_policy
+from ._scan.arguments import Caller, argument_namer
+from ._scan.layer_axis import split_tree
+from ._scan.marks import changed, is_array, is_named, is_split, map_unsliced, raw_array
 from ._stacked import Stacked
+from ._stacked_methods import block_builder
+from ._sweep.store import empty_stack, write
 
 T = TypeVar("T")
+
+
+def init(
+    Layers: Axis, Block: Any, *, remat: ScanCheckpointSpec = True, segment_length: int = 1
+) -> Callable[..., Stacked]:
+    """Build layers in host memory, one after the other on the device: `Stacked.init` and `to_host` in one.
+
+    Args:
+        Layers: the axis to stack along.
+        Block: as `Stacked.init` takes it.
+        remat: the checkpoint policy.
+        segment_length: as in `to_host`.
+
+    Returns:
+        A function of the block's arguments, split over the layers as `Stacked.init` splits them.
+
+    Raises:
+        ValueError, TypeError: as `Stacked.init`.
+
+    Memory: one layer on the device.
+    """
+    build = block_builder(Block, "streaming.init")
+    policy = dataclasses.replace(resolve_policy(remat), host_segment_length=segment_length)
+    make_on_device = Stacked.init(Layers, Block, remat=policy)
+    caller = Caller("streaming.init", argument_namer(build, skip=0))
+
+    def build_stack(*args: Any, **kwargs: Any) -> Stacked:
+        template = eqx.filter_eval_shape(make_on_device, *args, **kwargs)
+        layout, arrays, shared = split_tree((args, kwargs), Layers, caller)
+
+        def layer(slices: Any) -> list[Any]:
+            args, kwargs = layout.layer(slices, shared)
+            leaves = jax.tree.leaves(eqx.filter(build(*args, **kwargs), eqx.is_array))
+            return [_placement.to_host(leaf) if _is_matrix(leaf) else leaf for leaf in leaves]
+
+        shapes, rest = eqx.partition(template.stacked, is_array)
+        made = jtu.tree_unflatten(jtu.tree_structure(shapes), _stacked_on_host(layer, arrays, Layers.size))
+        return changed(template, stacked=eqx.combine(made, rest))
+
+    return build_stack
+
+
+def _stacked_on_host(layer: Callable[[Any], list[Any]], arrays: Any, length: int) -> list[Any]:
+    """What `layer` returns for each layer's slices of `arrays`, stacked."""
+    if any(isinstance(array, Tracer) for array in arrays):
+        return lax.scan(lambda _, slices: (None, layer(slices)), None, arrays, length=length)[1]
+    stacks: list[Any] = []
+    # Not compiled as one program, whose products XLA may reorder: the bits are those of Stacked.init.
+    for index in range(length):
+        leaves = layer([array[index] for array in arrays])
+        stacks = stacks or [_empty(leaf, length) for leaf in leaves]
+        stacks = _write(stacks, index, leaves)
+    return stacks
+
+
+def _empty(leaf: Any, length: int) -> Any:
+    if not _is_matrix(leaf):
+        return empty_stack(leaf, length)
+    # From NumPy, whose zeros take no memory before they are written.
+    return jax.device_put(np.zeros((length, *leaf.shape), leaf.dtype), leaf.sharding)
+
+
+_write = jax.jit(write, donate_argnums=0)
 
 
 def to_host(model: T, *, segment_length: int = 1, where: Any = eqx.is_array) -> T:
@@ -113,4 +185,9 @@ def _is_stack(node: Any) -> bool:
 
 def _is_moved(leaf: Any, stack: Stacked) -> bool:
     array = raw_array(leaf)
-    return is_split(leaf, stack.Block) and array.ndim > 2 and jnp.issubdtype(array.dtype, jnp.number)
+    return is_split(leaf, stack.Block) and _is_matrix(jax.ShapeDtypeStruct(array.shape[1:], array.dtype))
+
+
+def _is_matrix(array: Any) -> bool:
+    """Whether an array of one layer is one to be on the host; see `to_host`."""
+    return array.ndim > 1 and jnp.issubdtype(array.dtype, jnp.number)

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import Sharding
+from jax.sharding import Sharding, SingleDeviceSharding
 from jaxtyping import Array, DTypeLike, Shaped
 
 from models.hf_io.safetensors_folder import Pending, SafetensorsFolder, WeightsError
@@ -98,7 +98,7 @@ def read_array(
     shape = (*place.stacked, *place.layer_shape)
     dtype = jnp.dtype(dtype)
     shards = [
-        _Shard.empty(device, index, shape, dtype)
+        _Shard.empty(SingleDeviceSharding(device, memory_kind=sharding.memory_kind), index, shape, dtype)
         for device, index in sharding.addressable_devices_indices_map(shape).items()
     ]
     for position, name in place.numbered():
@@ -137,13 +137,13 @@ class _Shard:
     stop: tuple[int, ...]
 
     @staticmethod
-    def empty(device: Any, index: Any, shape: tuple[int, ...], dtype: Any) -> "_Shard":
+    def empty(at: Sharding, index: Any, shape: tuple[int, ...], dtype: Any) -> "_Shard":
         start, stop, _ = zip(
             *(part.indices(size) for part, size in zip(index, shape, strict=True)), strict=True
         )
         own = tuple(b - a for a, b in zip(start, stop, strict=True))
-        with jax.default_device(device):
-            return _Shard(jax.device_put(jnp.zeros(own, dtype), device), start, stop)
+        # From NumPy, whose zeros take no memory before they are written: on a device they might not fit.
+        return _Shard(jax.device_put(np.zeros(own, dtype), at), start, stop)
 
     def holds(self, position: tuple[int, ...]) -> bool:
         return all(a <= at < b for a, at, b in zip(self.start, position, self.stop, strict=False))
@@ -152,12 +152,14 @@ class _Shard:
         stacked = len(position)
         part = tensor[tuple(map(slice, self.start[stacked:], self.stop[stacked:]))]
         place = np.asarray(position, np.int32) - np.asarray(self.start[:stacked], np.int32)
-        self.array = _put(self.array, part, jax.device_put(place, self.array.sharding))
+        device = self.array.sharding.with_memory_kind("device")
+        self.array = _put(self.array, part, jax.device_put(place, device))
 
 
 @jax.jit(donate_argnums=0)
 def _put(array: Array, part: Array, place: Array) -> Array:
     new = part.astype(array.dtype).reshape((1,) * place.size + part.shape)
+    new = jax.device_put(new, jax.typeof(array).memory_space)
     zero = jnp.zeros((), place.dtype)
     return lax.dynamic_update_slice(array, new, [*place, *[zero] * part.ndim])
 

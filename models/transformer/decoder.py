@@ -1,7 +1,8 @@
 """The decoder, dense or with experts: embedding, stacks of layers, a norm and a head."""
 
 import functools
-from typing import TypeAlias
+from collections.abc import Callable
+from typing import Any, TypeAlias
 
 import equinox as eqx
 import haliax as hax
@@ -113,9 +114,16 @@ class Decoder(LanguageModel):
 
     @staticmethod
     def init(
-        config: DecoderConfig, Vocab: Axis, *, remat: ScanCheckpointSpec = True, key: PRNGKeyArray
+        config: DecoderConfig,
+        Vocab: Axis,
+        *,
+        remat: ScanCheckpointSpec = True,
+        key: PRNGKeyArray,
+        init_stack: Callable[..., Any] = Stacked.init,
     ) -> "Decoder":
         """Makes a decoder in float32; `remat` is the policy of every stack of layers.
+
+        `init_stack` is `Stacked.init`, or makes stacks elsewhere, such as `stacked_remat.streaming.init`.
 
         Raises:
             ConfigError: the policy has names that no layer has, or levels that can't cut the stacks.
@@ -125,7 +133,7 @@ class Decoder(LanguageModel):
         keys = jax.random.split(layers_key, config.num_layers)
         stacks, first = [], 0
         for kind, Layers in config.stacks:
-            make_layers = Stacked.init(Layers, DecoderLayer, remat=remat)
+            make_layers = init_stack(Layers, DecoderLayer, remat=remat)
             stacks.append(make_layers(config, kind, key=keys[first : first + Layers.size]))
             first += Layers.size
         check_remat_names(config, stacks[0].remat)
@@ -266,6 +274,11 @@ def router_losses(statistics: RouterStatistics, config: SparseDecoderConfig) -> 
 
 @build_model.register
 def _build(
-    config: DecoderConfig, Vocab: Axis, *, remat: ScanCheckpointSpec, key: PRNGKeyArray
+    config: DecoderConfig,
+    Vocab: Axis,
+    *,
+    remat: ScanCheckpointSpec,
+    key: PRNGKeyArray,
+    init_stack: Callable[..., Any] = Stacked.init,
 ) -> LanguageModel:
-    return Decoder.init(config, Vocab, remat=remat, key=key)
+    return Decoder.init(config, Vocab, remat=remat, key=key, init_stack=init_stack)

@@ -17,6 +17,7 @@ from jax.core import Tracer, eval_jaxpr
 from jax.extend.core import Jaxpr
 
 from .._compat import is_concrete, is_reference
+from .._placement import platform
 from .._static import Static
 
 _MOST_PROGRAMS = 128
@@ -118,5 +119,6 @@ def _ones(leaf: Any) -> Any:
 
 def _text(fn: Callable[[Sequence[Any]], Any], types: Sequence[Any]) -> str:
     with jax.log_compiles(False):  # nothing is compiled
-        lowered = jax.jit(fn).lower(list(types))
+        # Types tell the mesh of sharded arrays, but not its devices.
+        lowered = jax.jit(fn).trace(list(types)).lower(lowering_platforms=(platform(),))
     return lowered.as_text()

@@ -16,6 +16,7 @@ from haliax.axis import axis_spec_to_tuple
 from jax import lax
 from jaxtyping import Array, DTypeLike, PRNGKeyArray
 
+from .._sweep.store import read, write
 from ._config import LoraConfig
 from ._paths import find_modules, map_modules
 
@@ -254,8 +255,7 @@ def _in_place(merge: Callable[..., Array], weight: Array, a: Array, b: Array) ->
     """`merge` of every layer, written over that of `weight`."""
 
     def layer(i: Array, weight: Array) -> Array:
-        own = (lax.dynamic_index_in_dim(x, i, keepdims=False) for x in (weight, a, b))
-        return lax.dynamic_update_index_in_dim(weight, merge(*own), i, 0)
+        return write(weight, i, merge(*read((weight, a, b), i)))
 
     return lax.fori_loop(0, weight.shape[0], layer, weight)
 

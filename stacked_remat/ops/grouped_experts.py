@@ -19,6 +19,7 @@ from jax import lax
 from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array, Bool, Float, Int
 
+from .._placement import is_on_host, to_device
 from .._scan.arguments import Caller
 from .._scan.layer_axis import TreeLayout, split_tree
 from .._scan.marks import is_array, is_named, is_split
@@ -208,7 +209,7 @@ class _BlockLoop:
 
     def gather(self, inputs: _Inputs, at: _Plan) -> _Inputs:
         """The inputs of the blocks of one iteration."""
-        own = tuple(jnp.take(array, at.expert, axis=0) for array in inputs.weights)
+        own = tuple(_experts(array, at.expert) for array in inputs.weights)
         rows, gates = jnp.take(inputs.x, at.token, axis=0), jnp.take(inputs.gates.reshape(-1), at.pair)
         return _Inputs(rows, gates, own)
 
@@ -263,6 +264,14 @@ class _BlockLoop:
             _, pullback = jax.vjp(lambda part: self.keep(eqx.combine(part, constant)), part)
             of_part = jax.tree.map(jnp.add, of_part, *pullback(of_kept))
         return of_part
+
+
+def _experts(array: Array, numbers: Array) -> Array:
+    """The entries of an array at these numbers, on the device; from the host no others are moved."""
+    if not is_on_host(array):
+        return jnp.take(array, numbers, axis=0)
+    entries = [lax.dynamic_index_in_dim(array, number, keepdims=False) for number in numbers]
+    return jnp.stack([to_device(entry) for entry in entries])
 
 
 def _add_at(old: Array, index: Array, new: Array) -> Array:

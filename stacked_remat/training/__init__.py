@@ -42,7 +42,11 @@ from .loop import (
     TrainingResult as TrainingResult,
     train as train,
 )
-from .memory_check import check_fits as check_fits, memory_bytes as memory_bytes
+from .memory_check import (
+    check_fits as check_fits,
+    check_host_fits as check_host_fits,
+    memory_bytes as memory_bytes,
+)
 from .mesh import Partitioning as Partitioning, mesh_sizes as mesh_sizes
 from .optimizer import build_optimizer as build_optimizer, learning_rate_schedule as learning_rate_schedule
 from .optimizer_config import (
@@ -107,6 +111,7 @@ from .trainer_config import (
     MeshConfig as MeshConfig,
     PrecisionConfig as PrecisionConfig,
     ProfilerConfig as ProfilerConfig,
+    StreamingConfig as StreamingConfig,
     TrackersConfig as TrackersConfig,
     TrackioConfig as TrackioConfig,
     TrainerConfig as TrainerConfig,

@@ -11,6 +11,7 @@ from haliax.util import is_named_array
 from jaxtyping import Array
 
 from .._messages import entry_problems
+from .._placement import is_on_host, to_device
 
 State = TypeVar("State")
 
@@ -64,6 +65,19 @@ def digests(tree: Any) -> dict[str, list[int]]:
 @jax.jit
 def _digest(array: Array) -> tuple[Array, Array]:
     """The plain and the position-weighted sum of an array's bits modulo 2**32, exact in any order."""
+    if not is_on_host(array):
+        return _digest_from(array, jnp.uint32(0))
+
+    def add(totals: tuple[Array, Array], index: Array) -> tuple[tuple[Array, Array], None]:
+        entry = to_device(jax.lax.dynamic_index_in_dim(array, index, keepdims=False))
+        found = _digest_from(entry, index.astype(jnp.uint32) * jnp.uint32(entry.size % 2**32))
+        return (totals[0] + found[0], totals[1] + found[1]), None
+
+    return jax.lax.scan(add, (jnp.uint32(0), jnp.uint32(0)), jnp.arange(len(array)))[0]
+
+
+def _digest_from(array: Array, first: Array) -> tuple[Array, Array]:
+    """The digest of a part of an array, whose first entry is at the position `first` of the whole."""
     if is_key(array):
         array = jax.random.key_data(array)
     if array.dtype == jnp.bool_:
@@ -74,7 +88,7 @@ def _digest(array: Array) -> tuple[Array, Array]:
     for axis, size in enumerate(bits.shape):
         index = jax.lax.broadcasted_iota(jnp.uint32, bits.shape, axis)
         position = position * jnp.uint32(size % 2**32) + index
-    odd = position * jnp.uint32(2) + jnp.uint32(1)
+    odd = (first + position) * jnp.uint32(2) + jnp.uint32(1)
     return jnp.sum(bits, dtype=jnp.uint32), jnp.sum(bits * odd, dtype=jnp.uint32)
 
 

@@ -2,25 +2,28 @@
 
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
 
+from .._placement import is_on_host
 from ..memory._table import readable_bytes
 from .array_layout import arrays_by_name, is_key
 from .config_error import ConfigError
 
 _CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
+_CGROUP_USES = ("/sys/fs/cgroup/memory.current", "/sys/fs/cgroup/memory/memory.usage_in_bytes")
+_CGROUP_STATISTICS = ("/sys/fs/cgroup/memory.stat", "/sys/fs/cgroup/memory/memory.stat")
 
 
 def check_fits(parts: Mapping[str, Any], fix: str, *, limit: int | None = None) -> None:
-    """Refuses arrays that need more memory than there is; allocates nothing.
+    """Refuses arrays that need more memory than a device has; allocates nothing.
 
     Args:
         parts: trees that are held at the same time, by their names in the error: arrays, or shapes with or
-            without a sharding.
+            without a sharding. Those in host memory count only where devices share that memory.
         fix: the last sentence of the error: what to do.
         limit: bytes of one device; by default of the devices here. CPU devices share one memory.
 
@@ -30,18 +33,44 @@ def check_fits(parts: Mapping[str, Any], fix: str, *, limit: int | None = None) 
     device = jax.local_devices()[0]
     shared = limit is None and device.platform == "cpu"
     limit = memory_bytes(device) if limit is None else limit
-    arrays = [(part, *item) for part, tree in parts.items() for item in arrays_by_name(tree).items()]
-    sizes = dict.fromkeys(parts, 0)
-    for part, _, array in arrays:
-        sizes[part] += _bytes(array, shared)
-    if limit is None or sum(sizes.values()) <= limit:
+    found = _sizes(parts, lambda array: _bytes(array, shared) if shared or not is_on_host(array) else 0)
+    _check(found, "memory", "this machine has" if shared else "a device has", limit, fix)
+
+
+def check_host_fits(parts: Mapping[str, Any], fix: str, *, available: int | None = None) -> None:
+    """Refuses arrays in host memory that need more of it than is available; allocates nothing.
+
+    Args:
+        parts: as in `check_fits`; those in device memory do not count.
+        fix: the last sentence of the error: what to do.
+        available: bytes for this process; by default what the machine and its container have left.
+
+    Raises:
+        ConfigError: says what each part takes, and how much memory is available.
+    """
+    found = _sizes(parts, lambda array: _bytes(array, True) if is_on_host(array) else 0)
+    available = available_host_bytes() if available is None else available
+    _check(found, "host memory", "this process can take", available, fix)
+
+
+def _sizes(parts: Mapping[str, Any], count: Callable[[Any], int]) -> list[tuple[str, str, Any, int]]:
+    """The part, name, array and bytes of each array."""
+    named = ((part, *item) for part, tree in parts.items() for item in arrays_by_name(tree).items())
+    return [(part, name, array, count(array)) for part, name, array in named]
+
+
+def _check(found: list[tuple[str, str, Any, int]], kind: str, has: str, limit: int | None, fix: str) -> None:
+    total = sum(size for *_, size in found)
+    if limit is None or total <= limit:
         return
+    sizes: dict[str, int] = {}
+    for part, _, _, size in found:
+        sizes[part] = sizes.get(part, 0) + size
     shown = ", ".join(f"{name} {readable_bytes(size)}" for name, size in sizes.items() if size)
-    _, name, largest = max(arrays, key=lambda item: _bytes(item[2], shared))
-    where = "this machine" if shared else "a device"
+    _, name, largest, _ = max(found, key=lambda entry: entry[-1])
     raise ConfigError(
-        f"This can't fit: it takes at least {readable_bytes(sum(sizes.values()))} of memory ({shown}), and "
-        f"{where} has {readable_bytes(limit)}. The largest array is {name}, {largest.dtype} of "
+        f"This can't fit: it takes at least {readable_bytes(total)} of {kind} ({shown}), and {has} "
+        f"{readable_bytes(limit)}. The largest array is {name}, {largest.dtype} of "
         f"{' x '.join(f'{size:,}' for size in largest.shape)}. {fix}"
     )
 
@@ -54,17 +83,41 @@ def memory_bytes(device: Any) -> int | None:
     return _machine_bytes() if device.platform == "cpu" else None
 
 
+def available_host_bytes() -> int | None:
+    """Bytes of host memory that a process can still take, without swap; None if not known."""
+    left = [found for found in (_meminfo("MemAvailable"),) if found is not None]
+    for limit, used, statistics in zip(_CGROUP_LIMITS, _CGROUP_USES, _CGROUP_STATISTICS, strict=True):
+        most, now = _number(limit), _number(used)
+        if most is not None and now is not None:  # of a container, whose cached files give way
+            left.append(most - now + (_entry(statistics, "inactive_file") or 0))
+    return max(min(left), 0) if left else None
+
+
 def _machine_bytes() -> int | None:
     try:
         physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (ValueError, OSError):
         return None
-    for path in map(Path, _CGROUP_LIMITS):  # of a container
-        if path.exists() and (text := path.read_text(encoding="ascii").strip()).isdigit():
-            physical = min(physical, int(text))
-    meminfo = Path("/proc/meminfo")
-    lines = meminfo.read_text(encoding="ascii").splitlines() if meminfo.exists() else []
-    return physical + sum(int(line.split()[1]) * 1024 for line in lines if line.startswith("SwapTotal:"))
+    limits = [found for found in map(_number, _CGROUP_LIMITS) if found is not None]  # of a container
+    return min([physical, *limits]) + (_meminfo("SwapTotal") or 0)
+
+
+def _meminfo(name: str) -> int | None:
+    kibibytes = _entry("/proc/meminfo", f"{name}:")
+    return None if kibibytes is None else kibibytes * 1024
+
+
+def _entry(file: str, name: str) -> int | None:
+    """The number of a line that begins with a name."""
+    path = Path(file)
+    lines = map(str.split, path.read_text(encoding="ascii").splitlines() if path.exists() else [])
+    return next((int(words[1]) for words in lines if words[:1] == [name]), None)
+
+
+def _number(file: str) -> int | None:
+    path = Path(file)
+    text = path.read_text(encoding="ascii").strip() if path.exists() else ""
+    return int(text) if text.isdigit() else None
 
 
 def _bytes(array: Any, all_devices: bool) -> int:

@@ -21,11 +21,13 @@ from haliax.util import ensure_tuple, is_named_array
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from .._messages import axes_text, did_you_mean
+from .._placement import is_on_host
 from .batches import BATCH_AXIS, POSITION_AXIS, TokenBatch
 from .config_error import ConfigError
 from .trainer_config import MeshConfig
 
 T = TypeVar("T")
+_HOST = "pinned_host"
 
 
 @final
@@ -83,25 +85,56 @@ class Partitioning:
         Cost: on several devices, a compilation.
         """
         if self.mesh.size == 1:
-            return make(*args)
+            made = make(*args)
+            # Beside arrays on the host, which are committed to their device, a step compiles again for others
+            # that are not.
+            return _committed(made) if any(map(is_on_host, jax.tree.leaves(made))) else made
         return eqx.filter_jit(lambda *args: self.shard_weights(make(*args)), donate="all")(*args)
 
-    def weight_sharding(self, weight: Any) -> Sharding:
+    def weight_sharding(self, weight: Any, *, on_host: bool = False) -> Sharding:
         """The sharding of a weight: a named array, or its shape; a plain array is copied to every device.
+
+        Args:
+            weight: the array or its shape.
+            on_host: whether it is in host memory.
 
         Raises:
             ConfigError: an axis of the array does not divide evenly, or two of its axes are mapped to one
                 axis of the mesh.
         """
         if self.mesh.size == 1:
-            return SingleDeviceSharding(self.mesh.devices.flat[0])
+            device = self.mesh.devices.flat[0]
+            # JAX does not see the memory in the sharding of a single device.
+            alone = NamedSharding(self.mesh, PartitionSpec(), memory_kind=_HOST)
+            return alone if on_host else SingleDeviceSharding(device)
         axes = weight.axes if is_named_array(weight) else ()
         if axes and weight.array.shape != tuple(axis.size for axis in axes):
             axes = ()  # an optimizer's statistics, without some of the weight's axes
-        return NamedSharding(self.mesh, self._spec(axes, self.param_mapping, "param_mapping"))
+        spec = self._spec(axes, self.param_mapping, "param_mapping")
+        return NamedSharding(self.mesh, spec, memory_kind=_HOST if on_host else None)
+
+    def shapes_of(self, make: Callable[[], T]) -> T:
+        """The shapes of the state `make()`, with the shardings that `init_sharded` gives it; makes nothing.
+
+        Raises:
+            ConfigError: as in `weight_sharding` and `check_names`.
+        """
+
+        def with_memory() -> tuple[T, Any]:
+            tree = make()
+            return tree, jax.tree.map(is_on_host, tree)
+
+        shapes, on_host = eqx.filter_eval_shape(with_memory)  # which forgets the memory
+        self.check_names(shapes)
+        host = NamedSharding(self.mesh, PartitionSpec(), memory_kind=_HOST)
+
+        def marked(leaf: Any, is_: bool) -> Any:
+            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=host) if is_ else leaf
+
+        return self.weight_shapes(jax.tree.map(marked, shapes, on_host))
 
     def weight_shapes(self, tree: T) -> T:
-        """The shapes of a state's arrays, with their shardings.
+        """The shapes of a state's arrays, with their shardings, in the memory that they are in.
 
         Raises:
             ConfigError: as in `weight_sharding`.
@@ -109,7 +142,9 @@ class Partitioning:
         return self._map(lambda leaf, at: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=at), tree)
 
     def shard_weights(self, tree: T) -> T:
-        """A state with every array moved to its sharding; inside `jax.jit`, a sharding constraint.
+        """A state with every array moved to its sharding, in the memory that it is in.
+
+        Inside `jax.jit` it is a sharding constraint.
 
         Raises:
             ConfigError: as in `weight_sharding`.
@@ -195,7 +230,7 @@ class Partitioning:
             array = leaf.array if is_named_array(leaf) else leaf
             if not hasattr(array, "shape") or not hasattr(array, "dtype"):
                 return leaf
-            mapped = fn(array, self.weight_sharding(leaf))
+            mapped = fn(array, self.weight_sharding(leaf, on_host=is_on_host(array)))
             return jax.tree.map(lambda _: mapped, leaf)  # its axes may not be those of the array
 
         return jax.tree.map(each, tree, is_leaf=is_named_array)
@@ -237,6 +272,16 @@ def mesh_sizes(config: MeshConfig, devices: int) -> dict[str, int]:
             f"are {devices}. Change a size, or give one axis -1 for all remaining devices."
         )
     return {name: devices // fixed if size == -1 else size for name, size in config.axes.items()}
+
+
+def _committed(tree: Any) -> Any:
+    """The tree with its arrays committed to where they are; no copy."""
+
+    def commit(leaf: Any) -> Any:
+        is_traced = isinstance(leaf, jax.core.Tracer)
+        return jax.device_put(leaf, leaf.sharding) if eqx.is_array(leaf) and not is_traced else leaf
+
+    return jax.tree.map(commit, tree)
 
 
 def _as_tuples(mapping: Mapping[str, list[str] | str]) -> dict[str, tuple[str, ...]]:

@@ -26,6 +26,7 @@ _FREE = (
     "trainer.run_dir",
     "trainer.log_every",
     "trainer.mesh",
+    "trainer.streaming",
     "trainer.checkpoint",
     "trainer.trackers",
     "trainer.profiler",

@@ -1,0 +1,194 @@
+"""Training runs with their layers in host memory: the same, bit for bit, as those with all on the device."""
+
+import io
+import json
+import re
+import shutil
+
+import equinox as eqx
+import jax
+import numpy as np
+import pytest
+from rich.console import Console
+
+from models.export_hf import main as export_hf
+from models.generate import main as generate
+from models.lm import next_token_loss
+from models.qwen3_moe import Qwen3Config, Qwen3MoeConfig
+from models.run_config import LmRunConfig
+from models.run_state import check_step, initial_state, run_optimizer, state_shapes
+from models.transformer.config import ExpertsConfig
+from stacked_remat.lora import LoraConfig, merge_lora
+from stacked_remat.training import (
+    AdamWConfig,
+    DataConfig,
+    MeshConfig,
+    Partitioning,
+    StreamingConfig,
+    TokenBatch,
+    TrainerConfig,
+    UpdateConfig,
+    build_step,
+)
+from stacked_remat.training.array_layout import arrays_by_name
+
+from .tiny_run import make_workplace, train
+
+ROWS, POSITIONS = 8, 16
+SIZES = {"hidden_dim": 16, "num_layers": 4, "num_heads": 2, "num_kv_heads": 1}
+DENSE = Qwen3Config(**SIZES, mlp_dim=8)
+EXPERTS = Qwen3MoeConfig(
+    **SIZES, experts=ExpertsConfig(num_experts=2, experts_per_token=1, intermediate_dim=8)
+)
+FUSED = UpdateConfig(fused=True)
+LORA = LoraConfig(rank=2)
+OPTIMIZER = AdamWConfig(max_grad_norm=None)
+CASES = {
+    "weights and optimizer state": ({"segment_length": 2}, {}),
+    "on several devices": ({}, {"model": EXPERTS, "devices": 4}),
+    "below adapters": ({}, {"lora": LORA, "update": UpdateConfig(microbatches=2, on_nonfinite="skip")}),
+    "below adapters, fused": ({"segment_length": 2}, {"lora": LORA, "model": EXPERTS, "devices": 4}),
+}
+
+
+def config_of(streaming, model=DENSE, update=FUSED, lora=None, devices=1, remat="nested"):
+    trainer = TrainerConfig(mesh=MeshConfig({"data": devices}), update=update, streaming=streaming)
+    data = DataConfig(seq_len=POSITIONS, batch_size=ROWS)
+    return LmRunConfig(
+        model=model, vocab_size=264, remat=remat, lora=lora, data=data, trainer=trainer, optimizer=OPTIMIZER
+    )
+
+
+def kinds(state):
+    return {name: array.sharding.memory_kind for name, array in arrays_by_name(state).items()}
+
+
+def trained(config):
+    """The state after two steps, and its metrics; nothing moves between memories, or compiles twice."""
+    partitioning = Partitioning.of(config.trainer.mesh)
+    check_step(config, partitioning)
+    optimizer = run_optimizer(config)
+    step = build_step(
+        config.trainer, loss_function=next_token_loss, optimizer=optimizer, partitioning=partitioning
+    )
+    run = jax.jit(lambda batch, state: step(batch, state), donate_argnums=1)
+    tokens = np.random.default_rng(0).integers(0, 264, (2, ROWS, POSITIONS)).astype(np.int32)
+    with partitioning.active():
+        batch = partitioning.shard_batch(TokenBatch.of(*tokens, np.ones((ROWS, POSITIONS), np.float32)))
+        state = initial_state(config, partitioning)
+        before = kinds(state)
+        assert before == kinds(state_shapes(config, partitioning))
+        is_array = jax.tree.map(eqx.is_array, state)
+        arrays, static = eqx.partition(state, is_array)
+        for _ in range(2):
+            donated = jax.tree.leaves((arrays.trained, arrays.optimizer_state))
+            arrays, metrics = run(batch, arrays)
+            assert all(array.is_deleted() for array in donated)
+            assert kinds(arrays) == before
+        assert run._cache_size() == 1
+    return eqx.combine(arrays, static), metrics
+
+
+@pytest.mark.usefixtures("standard_promotion")
+@pytest.mark.parametrize(
+    "case", [name if i == 0 else pytest.param(name, marks=pytest.mark.deep) for i, name in enumerate(CASES)]
+)
+def test_a_streamed_step_equals_a_resident_one(case):
+    segments, options = CASES[case]
+    expected, expected_metrics = trained(config_of(None, **options))
+    found, metrics = trained(config_of(StreamingConfig(**segments), **options))
+    for a, b in zip(
+        *(jax.tree.leaves((one.trained, one.optimizer_state)) for one in (found, expected)), strict=True
+    ):
+        np.testing.assert_array_equal(a, b)
+    for name in ("loss", "grad_norm"):
+        np.testing.assert_allclose(metrics[name], expected_metrics[name], rtol=1e-6)
+    on_host = {name for name, kind in kinds(found).items() if kind == "pinned_host"}
+    parts = {name.split(".stacks")[0] for name in on_host}
+    expected_parts = {"trained", "optimizer_state"} if options.get("update", FUSED).fused else set()
+    assert parts == expected_parts | ({"frozen"} if "lora" in options else set())
+    assert set(kinds(expected).values()) == {"device"}
+    if "lora" in options:
+        merged = [merge_lora(one.model, donate=True) for one in (found, expected)]
+        for array in jax.tree.leaves(merged[0].stacks):
+            assert array.sharding.memory_kind == ("pinned_host" if array.ndim > 2 else "device")
+        for a, b in zip(*map(jax.tree.leaves, merged), strict=True):
+            np.testing.assert_array_equal(a, b)
+
+
+RUN = ("--trainer.num_steps", "6", "--trainer.checkpoint.every_steps", "3")
+STREAMED = ("--trainer.streaming.segment_length", "2")
+RUNS = {
+    "full": ("--trainer.update.fused", "true"),
+    "adapters": ("--lora.rank", "2", "--optimizer.max_grad_norm", "null"),
+}
+UNREPEATABLE = {"tokens_per_second", "step_seconds", "peak_memory_bytes"}
+
+
+@pytest.fixture(scope="module")
+def workplace(tmp_path_factory):
+    return make_workplace(tmp_path_factory.mktemp("workplace"))
+
+
+def curve(folder):
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    return [{name: value for name, value in line.items() if name not in UNREPEATABLE} for line in lines]
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("kind", RUNS)
+def test_a_streamed_run_equals_a_resident_one_and_each_resumes_as_the_other(workplace, kind, monkeypatch):
+    """With evaluation; then text is generated from both, and both are exported."""
+    runs = {f"{kind} resident": (), f"{kind} streamed": STREAMED}
+    for run, options in runs.items():
+        assert train(workplace, *RUN, *RUNS[kind], *options, run=run) == 0
+    expected = curve(workplace / f"{kind} resident")
+    assert len(expected) == 8 and curve(workplace / f"{kind} streamed") == expected
+    for (run, _), options in zip(runs.items(), ((*STREAMED,), ()), strict=True):
+        resumed = f"{run}, resumed as the other"
+        shutil.copytree(workplace / run, workplace / resumed)
+        (workplace / resumed / "result.json").unlink()
+        shutil.rmtree(workplace / resumed / "checkpoints" / "6")
+        assert train(workplace, *RUN, *RUNS[kind], *options, run=resumed) == 0
+        assert curve(workplace / resumed) == expected
+    files, texts = [], []
+    for run in runs:
+        with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+            out = workplace / f"{run}, exported"
+            assert export_hf(["--run_dir", str(workplace / run), "--out", str(out)]) == 0
+            console = Console(file=io.StringIO())
+            prompts = ["--prompt", "ab", "--max_new_tokens", "4", "--temperature", "0"]
+            assert generate(["--checkpoint", str(workplace / run), *prompts], console) == 0
+        files.append((out / "model.safetensors").read_bytes())
+        texts.append(console.file.getvalue())
+    assert files[0] == files[1] and texts[0] == texts[1] != ""
+    # From weights in files too; they go to the host as they are read.
+    begin = ("--initialize_from_hf", str(out), "--use_hf_model_config", "true")
+    for run, options in runs.items():
+        arguments = (*RUN[:2], *RUNS[kind], *begin, "--model", "{type: qwen3_moe}", *options)
+        assert train(workplace, *arguments, run=f"{run} from files") == 0
+    assert curve(workplace / f"{kind} streamed from files") == curve(
+        workplace / f"{kind} resident from files"
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "segment_length", "message"),
+    [
+        ({"update": UpdateConfig()}, 1, "trainer.streaming keeps .*without trainer.update.fused"),
+        ({}, 3, "segment_length = 3 does not divide the model's 4 layers. Use one of 1, 2, 4"),
+        ({"remat": "attention_saved"}, 2, "segment_length = 2 runs .*remat keeps more .*attention_output"),
+        ({"remat": "recompute"}, 1, "With trainer.streaming .*remat with save_carries=False would keep"),
+    ],
+)
+def test_what_cannot_be_combined_with_streaming_is_refused(options, segment_length, message):
+    with pytest.raises(ValueError, match=message):
+        config_of(StreamingConfig(segment_length), **options).resolved()
+
+
+def test_too_little_host_memory_is_found_before_anything_is_made(workplace, monkeypatch, capsys):
+    monkeypatch.setattr("stacked_remat.training.memory_check.available_host_bytes", lambda: 2**10)
+    assert train(workplace, *RUN, *RUNS["full"], *STREAMED, run="too large") == 1
+    message = " ".join(capsys.readouterr().out.split())
+    assert re.search("takes at least .* of host memory .*this process can take 1.00 KiB", message)
+    assert not (workplace / "too large").exists()

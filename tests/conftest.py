@@ -8,7 +8,7 @@ from importlib.metadata import version
 # An accelerator's plugin may be installed where the accelerator is missing.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
-# With the flags of `make test`, leave out the emitters that take half of XLA's time. jaxlib 0.12 has no such flag.
+# The flags of `make test` also leave out emitters that take half of XLA's time; jaxlib 0.12 always has them.
 _QUICK = "--xla_backend_optimization_level=0" in os.environ["XLA_FLAGS"]
 if _QUICK and version("jaxlib").startswith("0.10."):
     os.environ["XLA_FLAGS"] += " --xla_cpu_use_fusion_emitters=false"
@@ -29,8 +29,8 @@ hypothesis.settings.load_profile("stacked_remat")
 def earlier_objects_are_not_collected() -> None:
     """Python's garbage collector looks only at what the tests of one module make.
 
-    JAX keeps what it traces, so each `gc.collect()` of a command, or of JAX's search for leaked tracers, would
-    take more than a second late in a run.
+    JAX keeps what it traces, so late in a run each `gc.collect()` of a command, or of JAX's search for leaked
+    tracers, would take more than a second.
     """
     gc.collect()
     gc.freeze()

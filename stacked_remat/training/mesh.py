@@ -83,7 +83,9 @@ class Partitioning:
         Cost: on several devices, a compilation.
         """
         if self.mesh.size == 1:
-            return make(*args)
+            # Given one committed array, such as a weight that was read, a step returns all arrays committed.
+            # Were the others not committed before, the second step would be compiled again.
+            return self._map(jax.device_put, make(*args))
         return eqx.filter_jit(lambda *args: self.shard_weights(make(*args)), donate="all")(*args)
 
     def weight_sharding(self, weight: Any) -> Sharding:

@@ -55,7 +55,7 @@ def weights(folder):
 
 
 def assert_as_uninterrupted(tmp_path, killed):
-    """A run killed at each of these lists of moments, and started once more, and another that is not killed."""
+    """Of a run killed at each of these lists of moments and started once more, and one that is not killed."""
     whole, folder = tmp_path / "whole", tmp_path / "run"
     run((whole, []), *((folder, moments) for moments in killed), (folder, []))
     losses = [line["loss"] for line in curve(whole) if "loss" in line]

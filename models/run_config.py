@@ -87,7 +87,14 @@ class LmRunConfig:
                 "optimizer would need the gradients, the weights and the state of all of them on the device. "
                 "Give trainer.update.fused: true, or train adapters (lora)."
             )
+        segment_length = self.trainer.streaming.segment_length
         if self.policy is None:
+            if segment_length > 1:
+                raise ValueError(
+                    f"remat: auto tries policies that keep more than carries, which "
+                    f"trainer.streaming.segment_length = {segment_length} can't. Name a policy, such as "
+                    f"nested, or use segment_length: 1."
+                )
             return
         unread = [
             f"{name}={value!r}"
@@ -101,9 +108,9 @@ class LmRunConfig:
                 f"nested or max_carries."
             )
         keeps_more = self.policy.save_block_internals or self.policy.disable or self.policy.first_layers
-        if self.trainer.streaming.segment_length > 1 and keeps_more:
+        if segment_length > 1 and keeps_more:
             raise ValueError(
-                f"trainer.streaming.segment_length = {self.trainer.streaming.segment_length} runs the layers "
+                f"trainer.streaming.segment_length = {segment_length} runs the layers "
                 f"of a segment again, one by one, from the carry that is kept of it, and remat keeps more "
                 f"({self.policy!r}). Use true, offload, nested or max_carries, or segment_length: 1."
             )

@@ -49,10 +49,16 @@ class StepMemory:
 
     @property
     def can_stream(self) -> bool:
-        """Whether the step can run, and be sized here, with its layers' weights on the host."""
+        """Whether the step could run, and be sized here, with its layers' weights on the host too.
+
+        False with `trainer.streaming`, where they are.
+        """
         target = find_target(self.target)
         is_sized = target.sizes_host_arguments or self._partitioning().mesh.size == 1
-        return is_sized and (self.config.lora is not None or self.config.trainer.update.fused)
+        trainer = self.config.trainer
+        return (
+            is_sized and trainer.streaming is None and (self.config.lora is not None or trainer.update.fused)
+        )
 
     def report(self, remat: ScanCheckpointSpec, *, streamed: bool = False) -> MemoryReport:
         """The memory of the step under a policy; costs one compilation.

@@ -5,17 +5,17 @@ updates it, back to the host.
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import equinox as eqx
 import jax
+import jax.core
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
 from haliax import Axis
 from jax import lax
-from jax.core import Tracer
 
 from . import _placement
 from ._policy import ScanCheckpointSpec, resolve_policy
@@ -60,7 +60,9 @@ def init(
         def layer(slices: Any) -> list[Any]:
             args, kwargs = layout.layer(slices, shared)
             leaves = jax.tree.leaves(eqx.filter(build(*args, **kwargs), eqx.is_array))
-            return [_placement.to_host(leaf) if _is_matrix(leaf) else leaf for leaf in leaves]
+            return [
+                _placement.to_host(leaf) if _is_matrix(leaf.shape, leaf.dtype) else leaf for leaf in leaves
+            ]
 
         shapes, rest = eqx.partition(template.stacked, is_array)
         made = jtu.tree_unflatten(jtu.tree_structure(shapes), _stacked_on_host(layer, arrays, Layers.size))
@@ -71,7 +73,7 @@ def init(
 
 def _stacked_on_host(layer: Callable[[Any], list[Any]], arrays: Any, length: int) -> list[Any]:
     """What `layer` returns for each layer's slices of `arrays`, stacked."""
-    if any(isinstance(array, Tracer) for array in arrays):
+    if any(isinstance(array, jax.core.Tracer) for array in arrays):
         return lax.scan(lambda _, slices: (None, layer(slices)), None, arrays, length=length)[1]
     stacks: list[Any] = []
     # Not compiled as one program, whose products XLA may reorder: the bits are those of Stacked.init.
@@ -83,7 +85,7 @@ def _stacked_on_host(layer: Callable[[Any], list[Any]], arrays: Any, length: int
 
 
 def _empty(leaf: Any, length: int) -> Any:
-    if not _is_matrix(leaf):
+    if not _is_matrix(leaf.shape, leaf.dtype):
         return empty_stack(leaf, length)
     # From NumPy, whose zeros take no memory before they are written.
     return jax.device_put(np.zeros((length, *leaf.shape), leaf.dtype), leaf.sharding)
@@ -185,9 +187,9 @@ def _is_stack(node: Any) -> bool:
 
 def _is_moved(leaf: Any, stack: Stacked) -> bool:
     array = raw_array(leaf)
-    return is_split(leaf, stack.Block) and _is_matrix(jax.ShapeDtypeStruct(array.shape[1:], array.dtype))
+    return is_split(leaf, stack.Block) and _is_matrix(array.shape[1:], array.dtype)
 
 
-def _is_matrix(array: Any) -> bool:
-    """Whether an array of one layer is one to be on the host; see `to_host`."""
-    return array.ndim > 1 and jnp.issubdtype(array.dtype, jnp.number)
+def _is_matrix(shape: Sequence[int], dtype: Any) -> bool:
+    """Whether an array of one layer is moved."""
+    return len(shape) > 1 and jnp.issubdtype(dtype, jnp.number)

@@ -12,6 +12,7 @@ from haliax.util import is_named_array
 from jaxtyping import DTypeLike
 
 from .._messages import axes_text
+from .._placement import is_on_host, to_device
 from .._stacked import Stacked
 from .folds import StackInLoss
 from .separable import check_separable
@@ -130,8 +131,13 @@ class Trained:
 
     def layer_types(self, number: int) -> Any:
         """The types of one layer of a stack, with None in the place of each leaf that is not trained."""
-        layers = eqx.filter_eval_shape(lambda stack: stack[:1].unstacked(), self.nodes[self.followed[number]])
-        return masked(layers[0], self.layer_mask(number))
+
+        def first(stack: Stacked) -> Any:
+            layer = stack[:1].unstacked()[0]
+            return jax.tree.map(lambda leaf: to_device(leaf) if is_on_host(leaf) else leaf, layer)
+
+        layer = eqx.filter_eval_shape(first, self.nodes[self.followed[number]])
+        return masked(layer, self.layer_mask(number))
 
     def only_layer(self, number: int, layer: Any) -> Any:
         """The model with this layer in the place of a stack, and None in the place of all other arrays."""

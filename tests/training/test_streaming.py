@@ -63,7 +63,7 @@ def test_only_what_is_on_the_host_counts_there_and_only_what_is_on_a_device_ther
     parts = {"layers": partitioning.shapes_of(make), "head": jax.ShapeDtypeStruct((1000,), jnp.int8)}
     on_host = Layers.size * 16 * 3 * 4
     check_host_fits(parts, "", available=on_host)
-    check_fits(parts, "", limit=1016)
+    check_fits(parts, "", limit=1016)  # with a number of each layer
     with pytest.raises(ConfigError, match=r"768 B.* of host memory \(layers .*process can take 767 B.* Less"):
         check_host_fits(parts, "Less.", available=on_host - 1)
     with pytest.raises(ConfigError, match=r"1016 B.* of memory \(layers 16 B, head .*a device has 1015 B"):

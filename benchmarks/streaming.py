@@ -191,8 +191,13 @@ def _depths(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
         sizes = Sizes(layers, options.tokens, options.width, options.inner)
         for remat in (True, "nested"):
             fn, args = haliax(remat)(sizes)
-            found = memory.report(fn, *args, target=options.target)
-            yield _row("mlp", f"Haliax {remat}, resident", "gradient", layers, found)
+            name = f"Haliax {remat}, resident"
+            try:
+                found = memory.report(fn, *args, target=options.target)
+            except memory.DoesNotFit as error:
+                print(f"mlp {layers:9} layers  gradient         {name}: {error}", flush=True)
+                continue
+            yield _row("mlp", name, "gradient", layers, found)
 
 
 def _experts(options: argparse.Namespace) -> Iterator[dict[str, Any]]:

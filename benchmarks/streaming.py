@@ -5,16 +5,23 @@ Compiled for a device that need not be attached, and not run:
     python -m benchmarks.streaming --target h200
     python -m benchmarks.streaming --target v5p
 
+Whole training steps of configs, sized the same way, with other lengths of context or targets:
+
+    python -m benchmarks.streaming --target v5p --configs models/configs/qwen3_30b_a3b_65k_streamed_lora.yaml
+    python -m benchmarks.streaming --target h200 --configs A.yaml B.yaml --context 65536 1048576
+
 With `--run`, on the attached device: checks that streamed layers give the gradients and the updates of
 resident ones, then times both in turns:
 
     python -m benchmarks.streaming --run --layers 48 --tokens 65536 --inner 16384
     JAX_PLATFORMS=cpu python -m benchmarks.streaming --run --layers 48 --tokens 512 --width 128 --inner 512
 
-Writes `results/streaming_<target>.json` and a plot of memory, or `results/streaming_time_<backend>.json`.
+Writes `results/streaming_<target>.json` and a plot of memory, `results/streaming_steps_<target>.json`, or
+`results/streaming_time_<backend>.json`.
 """
 
 import argparse
+import dataclasses
 import functools
 import statistics
 import time
@@ -30,7 +37,10 @@ import numpy as np
 import optax
 from jax import lax
 
+from models.run_config import LmRunConfig
+from models.step_memory import StepMemory
 from stacked_remat import ScanCheckpointPolicy, Stacked, fused_update, memory, streaming
+from stacked_remat.training import parse_config
 
 from .record import RESULTS, allocate_as_needed, memory_row, write_results
 from .residual_mlp import Sizes, haliax
@@ -159,6 +169,8 @@ def main(arguments: list[str] | None = None) -> Path:
     options = _parser().parse_args(arguments)
     if options.run:
         return run(options)
+    if options.configs:
+        return steps(options)
     rows = [*_depths(options), *_experts(options)]
     path = options.out / f"streaming_{options.target}.json"
     write_results(path, target=options.target, rows=rows)
@@ -179,8 +191,13 @@ def _depths(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
         sizes = Sizes(layers, options.tokens, options.width, options.inner)
         for remat in (True, "nested"):
             fn, args = haliax(remat)(sizes)
-            found = memory.report(fn, *args, target=options.target)
-            yield _row("mlp", f"Haliax {remat}, resident", "gradient", layers, found)
+            name = f"Haliax {remat}, resident"
+            try:
+                found = memory.report(fn, *args, target=options.target)
+            except memory.DoesNotFit as error:
+                print(f"mlp {layers:9} layers  gradient         {name}: {error}", flush=True)
+                continue
+            yield _row("mlp", name, "gradient", layers, found)
 
 
 def _experts(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
@@ -244,6 +261,28 @@ def _plot(rows: list[dict[str, Any]], path: Path, target: str) -> None:
     axes.grid(alpha=0.3)
     figure.legend(loc="outside right upper", fontsize="small")
     FigureCanvasAgg(figure).print_png(str(path))
+
+
+def steps(options: argparse.Namespace) -> Path:
+    """What a training step of each config takes, as it is and with each length of context."""
+    path = options.out / f"streaming_steps_{options.target}.json"
+    rows = []
+    for file in options.configs:
+        given = parse_config(LmRunConfig, ["--config_path", str(file)]).resolved(check_folder=False)
+        for tokens in options.context or [given.data.seq_len]:
+            config = dataclasses.replace(given, data=dataclasses.replace(given.data, seq_len=tokens))
+            assert config.policy is not None
+            found = StepMemory(config, options.target).report(config.policy)
+            transfers = found.transfers(config.data.batch_size * tokens)
+            print(
+                f"{file.stem:40} {tokens:9,} tokens  device {found.total / 2**30:6.2f} GiB  "
+                f"host {found.host.total / 2**30:7.2f} GiB  transfers {transfers}",
+                flush=True,
+            )
+            rows.append({"config": file.stem, "tokens": tokens, "transfers": transfers, **memory_row(found)})
+            write_results(path, target=options.target, rows=rows)
+    print(f"wrote {path}")
+    return path
 
 
 def run(options: argparse.Namespace) -> Path:
@@ -318,6 +357,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--tokens", type=int, default=65_536)
     parser.add_argument("--width", type=int, default=2_048)
     parser.add_argument("--inner", type=int, default=16_384)
+    parser.add_argument("--configs", type=Path, nargs="+", default=[], help="size training steps instead")
+    parser.add_argument("--context", type=int, nargs="+", default=[], help="tokens, for these steps")
     parser.add_argument("--run", action="store_true", help="run and time on the attached device instead")
     parser.add_argument("--layers", type=int, default=48, help="of the stack that is timed")
     parser.add_argument("--remat", default="offload", help="policy of the stack that is timed")

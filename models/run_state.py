@@ -76,6 +76,8 @@ def initial_state(
 
     def begin(weights: LanguageModel) -> TrainState:
         adapted, trainable = with_adapters(weights, config.lora, key=model_key)
+        if streamed is not None and config.trainer.update.fused:  # adapters too
+            adapted = streaming.to_host(adapted, segment_length=streamed.segment_length)
         return TrainState.init(adapted, run_optimizer(config), trainable, key=step_key)
 
     def init_stack(Layers: Axis, Block: Any, *, remat: ScanCheckpointSpec) -> Callable[..., Stacked]:
@@ -96,10 +98,8 @@ def initial_state(
     stacks = {Layers.name for _, Layers in config.model.stacks} if streamed is not None else set()
 
     def sharding(weight: NamedArray) -> Sharding:
-        is_moved = (
-            any(axis.name in stacks for axis in weight.axes) and len(weight.axes) > 2
-        )  # as `to_host` does
-        return partitioning.weight_sharding(weight, on_host=is_moved)
+        of_layers = any(axis.name in stacks for axis in weight.axes)
+        return partitioning.weight_sharding(weight, on_host=of_layers and weight.array.ndim > 2)
 
     weights = read_decoder(
         model_folder(config.initialize_from_hf),

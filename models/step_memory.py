@@ -162,15 +162,19 @@ class StepMemory:
 
     def _shapes(self, partitioning: Partitioning, streamed: bool = False) -> tuple[TokenBatch, TrainState]:
         """The shapes of the step's arguments."""
-        data = self.config.data
-        partitioning.check_rows(data.batch_size, self.config.trainer.update.microbatches)
-        shapes = batch_shapes(data, partitioning), state_shapes(self.config, partitioning, remat=True)
-        return arguments_on_host(self._on_host, shapes) if streamed else shapes
+        data, trainer = self.config.data, self.config.trainer
+        partitioning.check_rows(data.batch_size, trainer.update.microbatches)
+        resident = replace(self.config, trainer=replace(trainer, streaming=None))
+        shapes = batch_shapes(data, partitioning), state_shapes(resident, partitioning, remat=True)
+        on_host = streamed or trainer.streaming is not None
+        return arguments_on_host(self._on_host, shapes) if on_host else shapes
 
     def _on_host(self, batch: TokenBatch, state: TrainState) -> tuple[TokenBatch, TrainState]:
-        """The arguments with the layers' weights on the host: the frozen ones, or all with their state."""
+        """The arguments with the layers' weights on the host, as `trainer.streaming` has them."""
         if self.config.lora is not None:
-            return batch, replace(state, frozen=streaming.to_host(state.frozen))
+            state = replace(state, frozen=streaming.to_host(state.frozen))
+        if not self.config.trainer.update.fused:
+            return batch, state
         fused: Any = state.optimizer_state
         stacks, rest = eqx.partition(fused.stacks, _is_of_matrices)
         fused = fused._replace(stacks=eqx.combine(jax.device_put(stacks, jax.memory.Space.Host), rest))

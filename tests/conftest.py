@@ -1,11 +1,17 @@
 """Every test runs on 8 virtual CPU devices, with strict dtype and rank promotion, and warnings are errors."""
 
+import gc
 import os
 from collections.abc import Iterator
+from importlib.metadata import version
 
 # An accelerator's plugin may be installed where the accelerator is missing.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+# The flags of `make test` also leave out emitters that take half of XLA's time; jaxlib 0.12 always has them.
+_QUICK = "--xla_backend_optimization_level=0" in os.environ["XLA_FLAGS"]
+if _QUICK and version("jaxlib").startswith("0.10."):
+    os.environ["XLA_FLAGS"] += " --xla_cpu_use_fusion_emitters=false"
 
 import hypothesis  # noqa: E402
 import jax  # noqa: E402
@@ -17,6 +23,17 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 # Compilation exceeds any deadline, and a failure in CI must be reproducible.
 hypothesis.settings.register_profile("stacked_remat", deadline=None, derandomize=bool(os.environ.get("CI")))
 hypothesis.settings.load_profile("stacked_remat")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def earlier_objects_are_not_collected() -> None:
+    """Python's garbage collector looks only at what the tests of one module make.
+
+    JAX keeps what it traces, so late in a run each `gc.collect()` of a command, or of JAX's search for leaked
+    tracers, would take more than a second.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture

@@ -86,10 +86,9 @@ class Partitioning:
         Cost: on several devices, a compilation.
         """
         if self.mesh.size == 1:
-            made = make(*args)
-            # Beside arrays on the host, which are committed to their device, a step compiles again for others
-            # that are not.
-            return _committed(made) if any(map(is_on_host, jax.tree.leaves(made))) else made
+            # Given one committed array, such as a weight that was read, a step returns all arrays committed.
+            # Were the others not committed before, the second step would be compiled again.
+            return _committed(make(*args))
         return eqx.filter_jit(lambda *args: self.shard_weights(make(*args)), donate="all")(*args)
 
     def weight_sharding(self, weight: Any, *, on_host: bool = False) -> Sharding:

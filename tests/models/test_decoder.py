@@ -210,11 +210,16 @@ def unchecked():
 @pytest.mark.parametrize(
     "policy",
     [
-        ScanCheckpointPolicy(first_layers=2, first_policy=CONFIG.remat_presets["projections_saved"]),
+        pytest.param(
+            ScanCheckpointPolicy(first_layers=2, first_policy=CONFIG.remat_presets["projections_saved"]),
+            marks=pytest.mark.deep,
+        ),
         ScanCheckpointPolicy(
             nested=True, first_layers=1, first_policy=CONFIG.remat_presets["attention_saved"]
         ),
-        ScanCheckpointPolicy(nested=True, save_block_internals=["router_probs"]),
+        pytest.param(
+            ScanCheckpointPolicy(nested=True, save_block_internals=["router_probs"]), marks=pytest.mark.deep
+        ),
         CONFIG.remat_presets["attention_offloaded"],
         CONFIG.remat_presets["nested_attention_saved"],
     ],

@@ -73,13 +73,13 @@ def export(*arguments):
 
 
 def logits(decoder):
+    return np.asarray(_logits(decoder))
+
+
+@eqx.filter_jit
+def _logits(decoder):
     tokens = hax.named(jnp.arange(12, dtype=jnp.int32).reshape(2, 6), ("batch", "position"))
-
-    @eqx.filter_jit
-    def run(decoder):
-        return decoder.logits(decoder.hidden_states(tokens)[0]).array
-
-    return np.asarray(run(decoder))
+    return decoder.logits(decoder.hidden_states(tokens)[0]).array
 
 
 @pytest.fixture(scope="module")

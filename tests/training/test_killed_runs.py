@@ -31,14 +31,14 @@ DURING_A_SAVE = [
 ]
 
 
-def run(folder, *moments):
-    """Starts a run once for each list of moments, in processes of one device with little optimization."""
+def run(*runs):
+    """Starts each run, a folder and moments, in a process of one device with little optimization."""
     quick = "--xla_backend_optimization_level=0 --xla_cpu_multi_thread_eigen=false"
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT), "XLA_FLAGS": quick}
-    runs = json.dumps([[str(folder), own] for own in moments])
-    command = [sys.executable, "-m", "tests.training.killable_run", runs]
+    argument = json.dumps([[str(folder), moments] for folder, moments in runs])
+    command = [sys.executable, "-m", "tests.training.killable_run", argument]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
-    expected = [-9 if own else 0 for own in moments]
+    expected = [-9 if moments else 0 for _, moments in runs]
     assert done.stdout == json.dumps(expected) + "\n", f"{done.stdout}\n{done.stderr[-3000:]}"
 
 
@@ -54,30 +54,22 @@ def weights(folder):
     return np.asarray(state.model.table)
 
 
-def assert_as_uninterrupted(folder, whole):
+def assert_as_uninterrupted(tmp_path, killed):
+    """Of a run killed at each of these lists of moments and started once more, and one that is not killed."""
+    whole, folder = tmp_path / "whole", tmp_path / "run"
+    run((whole, []), *((folder, moments) for moments in killed), (folder, []))
+    losses = [line["loss"] for line in curve(whole) if "loss" in line]
+    assert len(losses) == 16 and len(set(losses)) == 15  # the first update has a learning rate of zero
     assert (folder / "result.json").read_text() == (whole / "result.json").read_text()
     assert curve(folder) == curve(whole)
     np.testing.assert_array_equal(weights(folder), weights(whole))
     assert [path.name for path in (folder / "checkpoints").iterdir()] == ["16"]
 
 
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("whole") / "run"
-    run(folder, [])
-    losses = [line["loss"] for line in curve(folder) if "loss" in line]
-    assert len(losses) == 16 and len(set(losses)) == 15  # the first update has a learning rate of zero
-    return folder
-
-
-def test_a_killed_run_ends_like_an_uninterrupted_one(whole, tmp_path):
-    folder = tmp_path / "run"
-    run(folder, BEFORE_ANY_CHECKPOINT, ABOUT_TO_COMMIT, [])
-    assert_as_uninterrupted(folder, whole)
+def test_a_killed_run_ends_like_an_uninterrupted_one(tmp_path):
+    assert_as_uninterrupted(tmp_path, [BEFORE_ANY_CHECKPOINT, ABOUT_TO_COMMIT])
 
 
 @pytest.mark.slow
-def test_a_run_may_be_killed_at_any_moment_of_a_save(whole, tmp_path):
-    folder = tmp_path / "run"
-    run(folder, *DURING_A_SAVE, [])
-    assert_as_uninterrupted(folder, whole)
+def test_a_run_may_be_killed_at_any_moment_of_a_save(tmp_path):
+    assert_as_uninterrupted(tmp_path, DURING_A_SAVE)

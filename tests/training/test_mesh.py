@@ -96,6 +96,17 @@ def test_a_state_is_sharded_by_its_mapping():
     np.testing.assert_array_equal(made["weight"].array, placed["weight"].array)
 
 
+def test_on_one_device_a_step_compiles_once_with_weights_that_were_read(caplog):
+    partitioning = Partitioning.of(MeshConfig({"data": 1}))
+    read = jax.device_put(hax.ones(Mlp), partitioning.weight_sharding(hax.ones(Mlp)))
+    made = partitioning.init_sharded(lambda bias: {**state(), "bias": bias}, read)
+    step = jax.jit(lambda state: jax.tree.map(jnp.copy, state))
+    made = step(made)
+    with jax.log_compiles(), caplog.at_level("WARNING", logger="jax"):
+        step(made)
+    assert "Compiling" not in caplog.text
+
+
 def test_gradients_are_sharded_like_their_weights():
     partitioning = Partitioning.of(MeshConfig())
 

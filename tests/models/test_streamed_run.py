@@ -4,6 +4,7 @@ import io
 import json
 import re
 import shutil
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -70,10 +71,12 @@ def trained(config):
     step = build_step(
         config.trainer, loss_function=next_token_loss, optimizer=optimizer, partitioning=partitioning
     )
-    run = jax.jit(lambda batch, state: step(batch, state), donate_argnums=1)
-    tokens = np.random.default_rng(0).integers(0, 264, (2, ROWS, POSITIONS)).astype(np.int32)
+    run: Any = jax.jit(lambda batch, state: step(batch, state), donate_argnums=1)
+    tokens, targets = np.random.default_rng(0).integers(0, 264, (2, ROWS, POSITIONS)).astype(np.int32)
     with partitioning.active():
-        batch = partitioning.shard_batch(TokenBatch.of(*tokens, np.ones((ROWS, POSITIONS), np.float32)))
+        batch = partitioning.shard_batch(
+            TokenBatch.of(tokens, targets, np.ones((ROWS, POSITIONS), np.float32))
+        )
         state = initial_state(config, partitioning)
         before = kinds(state)
         assert before == kinds(state_shapes(config, partitioning))
@@ -154,11 +157,11 @@ def test_a_streamed_run_equals_a_resident_one_and_each_resumes_as_the_other(work
         with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
             out = workplace / f"{run}, exported"
             assert export_hf(["--run_dir", str(workplace / run), "--out", str(out)]) == 0
-            console = Console(file=io.StringIO())
+            text = io.StringIO()
             prompts = ["--prompt", "ab", "--max_new_tokens", "4", "--temperature", "0"]
-            assert generate(["--checkpoint", str(workplace / run), *prompts], console) == 0
+            assert generate(["--checkpoint", str(workplace / run), *prompts], Console(file=text)) == 0
         files.append((out / "model.safetensors").read_bytes())
-        texts.append(console.file.getvalue())
+        texts.append(text.getvalue())
     assert files[0] == files[1] and texts[0] == texts[1] != ""
     if kind == "full":
         return

@@ -98,8 +98,9 @@ def initial_state(
     stacks = {Layers.name for _, Layers in config.model.stacks} if streamed is not None else set()
 
     def sharding(weight: NamedArray) -> Sharding:
-        of_layers = any(axis.name in stacks for axis in weight.axes)
-        return partitioning.weight_sharding(weight, on_host=of_layers and weight.array.ndim > 2)
+        of_layer = [axis.size for axis in weight.axes if axis.name not in stacks]
+        is_moved = len(of_layer) < len(weight.axes) and streaming.moves_to_host(of_layer, weight.dtype)
+        return partitioning.weight_sharding(weight, on_host=is_moved)
 
     weights = read_decoder(
         model_folder(config.initialize_from_hf),

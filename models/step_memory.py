@@ -182,4 +182,4 @@ class StepMemory:
 
 
 def _is_of_matrices(leaf: Any) -> bool:
-    return eqx.is_array(leaf) and leaf.ndim > 2  # as `streaming.to_host` moves them
+    return eqx.is_array(leaf) and streaming.moves_to_host(leaf.shape[1:], leaf.dtype)

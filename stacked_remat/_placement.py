@@ -39,3 +39,11 @@ def is_on_host(array: Any) -> bool:
     """Whether an array, traced or not, or the shape of one with its sharding, is in host memory."""
     is_array = isinstance(array, jax.Array | jax.ShapeDtypeStruct)
     return is_array and jax.typeof(array).memory_space == jax.memory.Space.Host
+
+
+def moves_to_host(shape: tuple[int, ...], dtype: Any) -> bool:
+    """Whether an array of this shape in each layer is one that `streaming` keeps on the host: a matrix.
+
+    Others are small, and XLA for TPUs reads no vector of bfloat16 out of a stack on the host.
+    """
+    return sum(size > 1 for size in shape) > 1 and jax.numpy.issubdtype(dtype, jax.numpy.number)

@@ -10,17 +10,18 @@ from typing import Any, TypeVar
 
 import equinox as eqx
 import jax
-import jax.core
-import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
 from haliax import Axis
 from jax import lax
+from jax.core import Tracer
 
 from . import _placement
+from ._messages import axes_text
 from ._policy import ScanCheckpointSpec, resolve_policy
 from ._scan.arguments import Caller, argument_namer
 from ._scan.layer_axis import split_tree
+from ._scan.layers import check_host_segments
 from ._scan.marks import changed, is_array, is_named, is_split, map_unsliced, raw_array
 from ._stacked import Stacked
 from ._stacked_methods import block_builder
@@ -60,32 +61,31 @@ def init(
         def layer(slices: Any) -> list[Any]:
             args, kwargs = layout.layer(slices, shared)
             leaves = jax.tree.leaves(eqx.filter(build(*args, **kwargs), eqx.is_array))
-            return [
-                _placement.to_host(leaf) if _is_matrix(leaf.shape, leaf.dtype) else leaf for leaf in leaves
-            ]
+            return [_placement.to_host(leaf) if _is_moved(leaf) else leaf for leaf in leaves]
 
         shapes, rest = eqx.partition(template.stacked, is_array)
         made = jtu.tree_unflatten(jtu.tree_structure(shapes), _stacked_on_host(layer, arrays, Layers.size))
         return changed(template, stacked=eqx.combine(made, rest))
 
+    check_host_segments(Layers, segment_length)
     return build_stack
 
 
 def _stacked_on_host(layer: Callable[[Any], list[Any]], arrays: Any, length: int) -> list[Any]:
     """What `layer` returns for each layer's slices of `arrays`, stacked."""
-    if any(isinstance(array, jax.core.Tracer) for array in arrays):
+    first = layer([array[0] for array in arrays]) if length else [Tracer]
+    if not length or any(isinstance(leaf, Tracer) for leaf in first):
         return lax.scan(lambda _, slices: (None, layer(slices)), None, arrays, length=length)[1]
-    stacks: list[Any] = []
+    stacks = [_empty(leaf, length) for leaf in first]
     # Not compiled as one program, whose products XLA may reorder: the bits are those of Stacked.init.
     for index in range(length):
-        leaves = layer([array[index] for array in arrays])
-        stacks = stacks or [_empty(leaf, length) for leaf in leaves]
+        leaves = layer([array[index] for array in arrays]) if index else first
         stacks = _write(stacks, index, leaves)
     return stacks
 
 
 def _empty(leaf: Any, length: int) -> Any:
-    if not _is_matrix(leaf.shape, leaf.dtype):
+    if not _is_moved(leaf):
         return empty_stack(leaf, length)
     # From NumPy, whose zeros take no memory before they are written.
     return jax.device_put(np.zeros((length, *leaf.shape), leaf.dtype), leaf.sharding)
@@ -103,44 +103,41 @@ def to_host(model: T, *, segment_length: int = 1, where: Any = eqx.is_array) -> 
     ```
 
     Its results and gradients are those of the model on the device. The gradient of an array on the host is on
-    the host too.
+    the host too. JAX does not transpose `lax.scan`, `lax.map` and `lax.cond` around a fold with such
+    gradients (it loses the memory of their cotangents).
 
     Args:
         model: a `Stacked`, or any tree with some.
         segment_length: how many layers come to the device together: `host_segment_length` of the stacks'
-            policies, see `ScanCheckpointPolicy`.
-        where: which arrays, a predicate of leaves or a tree of bools like the model. Only those of
-            at least two dimensions in each layer are moved: vectors and numbers are small (and XLA for TPUs
-            reads no bfloat16 vector out of a stack on the host), and so stay, as does what all layers share.
+            policies, see `ScanCheckpointPolicy`. The `remat=` of a call, and `with_remat`, have their own.
+        where: which arrays, a predicate of arrays or a tree of bools like the model. Only matrices are
+            moved, arrays with at least two dimensions above 1 in each layer. Others are small (and XLA for
+            TPUs reads no bfloat16 vector out of a stack on the host), and stay, as does what all layers
+            share.
 
     Returns:
         The model, with other policies where `segment_length` is not theirs.
 
     Raises:
-        ValueError: for a model without such arrays, and for an array of an `unsliced` field; names the path.
+        ValueError: for a model without such arrays; for an array of an `unsliced` field, or whose layers are
+            not its first axis (names the path); for a `segment_length` that does not divide the layers.
 
     Cost: one copy. Shardings stay as they are.
     """
-    chosen, count = eqx.filter(model, where), 0
+    is_chosen = (lambda leaf: eqx.is_array(leaf) and where(leaf)) if callable(where) else where
+    chosen, count = eqx.filter(model, is_chosen), 0
 
     def moved(name: str, stack: Stacked, wanted: Stacked) -> Stacked:
         nonlocal count
-        fields, unsliced = stack.stacked, set[int]()
-        map_unsliced(lambda field: unsliced.update(map(id, jtu.tree_leaves(field, is_leaf=is_named))), fields)
-        paths_and_leaves, structure = jtu.tree_flatten_with_path(fields, is_leaf=is_named)
-        leaves = []
-        for (path, leaf), like in zip(paths_and_leaves, structure.flatten_up_to(wanted.stacked), strict=True):
-            if raw_array(like) is None or not _is_moved(leaf, stack):
-                leaves.append(leaf)
-                continue
-            if id(leaf) in unsliced:
-                raise ValueError(
-                    f"{name}.stacked{jtu.keystr(path)} is unsliced: layers read it where it is, so it can't "
-                    "be on the host. Leave it out: where=..."
-                )
-            count += 1
-            leaves.append(_placement.to_host(leaf))
-        return _with(stack, jtu.tree_unflatten(structure, leaves), segment_length)
+        check_host_segments(stack.Block, segment_length)
+        paths = _moved_paths(name, stack, wanted)
+        count += len(paths)
+        fields = jtu.tree_map_with_path(
+            lambda path, leaf: _placement.to_host(leaf) if path in paths else leaf,
+            stack.stacked,
+            is_leaf=is_named,
+        )
+        return _with(stack, fields, segment_length)
 
     found = _of_stacks(moved, model, chosen)
     if not count:
@@ -148,6 +145,34 @@ def to_host(model: T, *, segment_length: int = 1, where: Any = eqx.is_array) -> 
             "The model has no Stacked with an array for to_host to move. Let its layers be a Stacked, and "
             "check where=."
         )
+    return found
+
+
+def _moved_paths(name: str, stack: Stacked, wanted: Stacked) -> list[tuple[Any, ...]]:
+    """The paths of the fields to move: of those that are `wanted`, the matrices."""
+    unsliced = set[int]()
+    map_unsliced(
+        lambda field: unsliced.update(map(id, jtu.tree_leaves(field, is_leaf=is_named))), stack.stacked
+    )
+    paths_and_leaves, structure = jtu.tree_flatten_with_path(stack.stacked, is_leaf=is_named)
+    found = []
+    for (path, leaf), like in zip(paths_and_leaves, structure.flatten_up_to(wanted.stacked), strict=True):
+        if raw_array(like) is None or not is_split(leaf, stack.Block):
+            continue
+        field, array = f"{name}.stacked{jtu.keystr(path)}", raw_array(leaf)
+        if is_named(leaf) and leaf.axes[0].name != stack.Block.name:
+            raise ValueError(
+                f"{field} ({axes_text(leaf.axes)}) has its layers not in front, so that a layer can't be "
+                f"moved by itself. Rearrange it: array.rearrange(({stack.Block.name!r}, ...))."
+            )
+        if not moves_to_host(array.shape[1:], array.dtype):
+            continue
+        if id(leaf) in unsliced:
+            raise ValueError(
+                f"{field} is unsliced: layers read it where it is, so it can't be on the host. Leave it out: "
+                "where=..."
+            )
+        found.append(path)
     return found
 
 
@@ -185,11 +210,10 @@ def _is_stack(node: Any) -> bool:
     return isinstance(node, Stacked)
 
 
-def _is_moved(leaf: Any, stack: Stacked) -> bool:
-    array = raw_array(leaf)
-    return is_split(leaf, stack.Block) and _is_matrix(array.shape[1:], array.dtype)
+def moves_to_host(shape: Sequence[int], dtype: Any) -> bool:
+    """Whether an array of this shape in each layer is one that `to_host` moves."""
+    return _placement.moves_to_host(tuple(shape), dtype)
 
 
-def _is_matrix(shape: Sequence[int], dtype: Any) -> bool:
-    """Whether an array of one layer is moved."""
-    return len(shape) > 1 and jnp.issubdtype(dtype, jnp.number)
+def _is_moved(leaf: Any) -> bool:
+    return _placement.moves_to_host(leaf.shape, leaf.dtype)

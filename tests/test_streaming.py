@@ -1,5 +1,7 @@
 """Stacks in host memory, read in segments: the results of stacks on the device, and where everything is."""
 
+import dataclasses
+
 import equinox as eqx
 import haliax as hax
 import jax
@@ -19,9 +21,9 @@ class Block(eqx.Module):
     """A named and a plain matrix, an array that is shared, one that is read where it is, and a key."""
 
     weight: hax.NamedArray
-    bias: jax.Array  # [1, 1]
+    bias: jax.Array  # [2, 3]
     scale: hax.NamedArray
-    table: jax.Array = unsliced()  # [2, 1]
+    table: jax.Array = unsliced()  # [2, 2]
     key: jax.Array | None = None
 
     def __call__(self, x, strength, offset):
@@ -37,9 +39,9 @@ def stack(remat=True, layers=LAYERS):
     weight = jnp.asarray(rng.normal(size=(layers, WIDTH, WIDTH)) / 3, jnp.float32)
     block = Block(
         hax.NamedArray(weight, (Layers.resize(layers), Width, Out)),
-        jnp.asarray(rng.normal(size=(layers, 1, 1)), jnp.float32),
+        jnp.asarray(rng.normal(size=(layers, 2, 3)), jnp.float32),
         hax.NamedArray(jnp.asarray(rng.normal(size=WIDTH), jnp.float32), (Width,)),
-        jnp.asarray(rng.normal(size=(layers, 2, 1)), jnp.float32),
+        jnp.asarray(rng.normal(size=(layers, 2, 2)), jnp.float32),
         jax.random.split(jax.random.key(0), layers),
     )
     return Stacked(block, Layers.resize(layers), remat=remat)
@@ -47,7 +49,7 @@ def stack(remat=True, layers=LAYERS):
 
 def is_streamed(leaf):
     """All but the field that layers read where it is."""
-    return eqx.is_array(leaf) and leaf.shape[1:] != (2, 1)
+    return eqx.is_array(leaf) and leaf.shape[1:] != (2, 2)
 
 
 def on_host(tree):
@@ -172,9 +174,30 @@ def test_what_moves_and_comes_back():
 
 
 def streamed_fold(remat, segment=5, layers=LAYERS):
-    blocks = streaming.to_host(stack(remat, layers), segment_length=segment, where=is_streamed)
+    blocks = streaming.to_host(stack(remat, layers), where=is_streamed)
+    policy = dataclasses.replace(blocks.remat, host_segment_length=segment)
     x, strengths, offset = inputs()
-    return blocks.scan(x, strengths[:layers], shared(offset))
+    return blocks.scan(x, strengths[:layers], shared(offset), remat=policy)
+
+
+def rearranged():
+    blocks = stack()
+    weight = blocks.stacked.weight.rearrange(("width", "layers", "out"))
+    return eqx.tree_at(lambda blocks: blocks.stacked.weight, blocks, weight)
+
+
+def test_layers_made_on_the_host_are_those_made_on_the_device():
+    def build(scale, *, key):
+        return Plain(jax.random.normal(key, (WIDTH, WIDTH)) * scale, jnp.zeros(WIDTH))
+
+    keys = jax.random.split(jax.random.key(0), LAYERS)
+    expected = Stacked.init(Layers, build)(shared(0.5), key=keys)
+    for make in (streaming.init(Layers, build), jax.jit(streaming.init(Layers, build))):
+        made = make(shared(jnp.float32(0.5)), key=keys)
+        assert on_host(made) == [True, False]
+        np.testing.assert_array_equal(made.stacked.weight, expected.stacked.weight)
+    nothing = streaming.init(Layers.resize(0), build)(shared(0.5), key=keys[:0])
+    assert nothing.stacked.weight.shape == (0, WIDTH, WIDTH)
 
 
 @pytest.mark.parametrize(
@@ -183,7 +206,8 @@ def streamed_fold(remat, segment=5, layers=LAYERS):
         (lambda: streaming.to_host(jnp.ones(3)), ValueError, "no Stacked with an array"),
         (lambda: streaming.to_host(model(), where=lambda leaf: False), ValueError, "check where="),
         (lambda: streaming.to_host(stack()), ValueError, r"model\.stacked\.table is unsliced"),
-        (lambda: streaming.to_host(model(), segment_length=0), ValueError, "host_segment_length"),
+        (lambda: streaming.to_host(rearranged()), ValueError, r"stacked\.weight .*layers not in front"),
+        (lambda: streaming.to_host(model(), segment_length=5), ValueError, "12 layers of axis 'layers'"),
         (
             lambda: streamed_fold(True),
             ValueError,

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, DTypeLike, Float
 
-from .._placement import is_on_host, to_host
+from .._placement import is_on_host, moves_to_host, to_host
 from .._scan.api import scan
 from .._scan.visitor import LayerResult, LayerVisit
 from .folds import Fold, Place
@@ -133,7 +133,9 @@ class FusedUpdate:
     gradient_dtype: DTypeLike | None
 
     def init(self, model: Any) -> FusedState:
-        """The optimizer's state for a model: for layers on the host, that of their matrices is there too.
+        """The optimizer's state for a model.
+
+        For a stack with a trained array on the host, what the state has of matrices is there too.
 
         Raises:
             ValueError: nothing is trained, layers share a trained array, or the optimizer needs the gradients
@@ -152,7 +154,9 @@ class FusedUpdate:
             return jax.tree.leaves(init(masked(layer, trained.layer_mask(number))))
 
         def leaves_on_host(_: None, layer: Any) -> tuple[None, list[Any]]:
-            return None, [to_host(leaf) if leaf.ndim > 1 else leaf for leaf in leaves(layer)]
+            return None, [
+                to_host(leaf) if moves_to_host(leaf.shape, leaf.dtype) else leaf for leaf in leaves(layer)
+            ]
 
         stack = trained.stacks[number]
         of_one = jax.eval_shape(init, trained.layer_types(number))

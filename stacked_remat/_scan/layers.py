@@ -164,6 +164,20 @@ def scan_rolled(
     return eqx.combine(carry, static), name_stacked(ys, axis, what)
 
 
+def check_host_segments(axis: Axis, length: int) -> None:
+    """Refuse a length of segments that does not divide the layers.
+
+    Raises:
+        ValueError: names the axis, and the lengths that do.
+    """
+    if axis.size % length:
+        divisors = [str(k) for k in range(1, axis.size + 1) if axis.size % k == 0]
+        raise ValueError(
+            f"The {axis.size} layers of axis {axis.name!r} can't be read from the host {length} at a time. "
+            f"Let the length of the segments be one of {', '.join(divisors)}."
+        )
+
+
 def sweep_options(
     remat: Remat, axis: Axis, xs: Sequence[Any], host_segment_length: int
 ) -> dict[str, Any] | None:
@@ -175,13 +189,8 @@ def sweep_options(
         ValueError: stacks on the host can't be read `host_segment_length` layers at a time.
     """
     read_length = host_segment_length if any(map(is_on_host, xs)) else 1
+    check_host_segments(axis, read_length)
     length = axis.size // read_length
-    if axis.size % read_length:
-        divisors = [str(k) for k in range(1, axis.size + 1) if axis.size % k == 0]
-        raise ValueError(
-            f"The {axis.size} layers of axis {axis.name!r} can't be read from the host "
-            f"{read_length} at a time. Let host_segment_length be one of {', '.join(divisors)}."
-        )
     found = _sweep_options(for_length(remat, length), length)
     if read_length == 1:
         return found

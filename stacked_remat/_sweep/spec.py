@@ -168,7 +168,7 @@ class SweepSpec:
         """The outputs of all layers, from those of the steps."""
         if self.read_length == 1:
             return ys
-        return [leaf.reshape(-1, *leaf.shape[2:]) for leaf in ys]
+        return [leaf.reshape(len(leaf) * self.read_length, *leaf.shape[2:]) for leaf in ys]
 
     def plain(self, layer: Callable, init: Carry, xs: Arrays, shared: Arrays) -> tuple[Carry, Arrays]:
         """Scan plainly over `layer`, one at a time."""

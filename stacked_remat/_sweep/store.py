@@ -94,15 +94,17 @@ def settle(fetched: list[Array], index: Any) -> tuple[list[Array], Any]:
     """
     if not fetched:
         return fetched, index
-    return lax.optimization_barrier(([jnp.where(index >= 0, leaf, 0) for leaf in fetched], index))
+    return lax.optimization_barrier(
+        ([jnp.where(index >= 0, leaf, jnp.zeros_like(leaf)) for leaf in fetched], index)
+    )
 
 
 def read_before_writes(ahead: list[Array], state: Any) -> tuple[list[Array], Any]:
     """What was read ahead, and a state whose stacks on the host may now be written.
 
-    XLA for GPUs would otherwise copy a stack that is read and written in one iteration.
+    XLA would otherwise copy a stack that is read and written in one iteration.
     """
-    if platform() == "cuda" and ahead and has_host_stacks(state):
+    if ahead and has_host_stacks(state):
         return lax.optimization_barrier((ahead, state))
     return ahead, state
 

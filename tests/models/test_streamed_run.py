@@ -45,10 +45,10 @@ FUSED = UpdateConfig(fused=True)
 LORA = LoraConfig(rank=2)
 OPTIMIZER = AdamWConfig(max_grad_norm=None)
 CASES = {
-    "weights and optimizer state": ({"segment_length": 2}, {}),
+    "weights and optimizer state": ({}, {}),
     "on several devices": ({}, {"model": EXPERTS, "devices": 4}),
     "below adapters": ({}, {"lora": LORA, "update": UpdateConfig(microbatches=2, on_nonfinite="skip")}),
-    "below adapters, fused": ({"segment_length": 2}, {"lora": LORA, "model": EXPERTS, "devices": 4}),
+    "below adapters, fused": ({}, {"lora": LORA, "model": EXPERTS, "devices": 4}),
 }
 
 
@@ -118,7 +118,7 @@ def test_a_streamed_step_equals_a_resident_one(case):
 
 
 RUN = ("--trainer.num_steps", "6", "--trainer.checkpoint.every_steps", "3")
-STREAMED = ("--trainer.streaming.segment_length", "2")
+STREAMED = ("--trainer.streaming.segment_length", "1")
 RUNS = {
     "full": ("--trainer.update.fused", "true"),
     "adapters": ("--lora.rank", "2", "--optimizer.max_grad_norm", "null"),

@@ -55,7 +55,8 @@ def test_a_partitioning_keeps_arrays_in_their_memory(devices):
             assert shape.sharding.memory_kind == array.sharding.memory_kind and array.committed
     weight = made.stacked.weight.array
     assert weight.addressable_shards[0].data.shape == (4, 16 // devices, 3)
-    np.testing.assert_array_equal(weight, make().stacked.weight.array)
+    # On several devices it is one program, in which XLA reorders products.
+    np.testing.assert_allclose(weight, make().stacked.weight.array, rtol=1e-6 if devices > 1 else 0)
 
 
 def test_only_what_is_on_the_host_counts_there_and_only_what_is_on_a_device_there():

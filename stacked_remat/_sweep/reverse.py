@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from .._placement import to_device
+from .._placement import platform, to_device
 from .._schedule import Run, Schedule
 from .slots import Arrays, Carry, Checkpoints, entry_at, repeat, trip_count
 from .store import empty_stack, read, read_before_writes, settle, write
@@ -50,11 +50,13 @@ class Replay(NamedTuple):
         advance: `(state, index, carry, fetched) -> carry`.
         save: `(state, index, carry, fetched) -> (carry, saved)`, if something is kept for each layer of the
             segment being reversed; the saved arrays take one buffer, as long as the longest run of visits.
+        reads_segments: whether what is fetched has several layers.
     """
 
     fetch: Callable[[State, Any], Arrays]
     advance: Callable[[State, Any, Carry, Arrays], Carry]
     save: Callable[[State, Any, Carry, Arrays], tuple[Carry, Any]] | None = None
+    reads_segments: bool = False
 
 
 def reverse_sweep(
@@ -212,7 +214,8 @@ def _visit(
         fetched, cotangent, state = loop
         fetched, index = settle(fetched, entry_at(plan.top, r) - k)
         ahead = replay.fetch(state, jnp.where(k == visits - 1, entry_at(plan.next_first, r), index - 1))
-        ahead, state = read_before_writes(ahead, state)
+        if replay.reads_segments or platform() == "cuda":
+            ahead, state = read_before_writes(ahead, state)
         kept = None if saved is None else read(saved, visits - 1 - k)
         carry = read(slots, entry_at(plan.top_slot, r) - k)
         return ahead, *visitor(ReplayedLayer(index, carry, kept, fetched), cotangent, state)

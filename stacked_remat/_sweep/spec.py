@@ -391,7 +391,7 @@ class SweepSpec:
             (carry, _), saved = pullback.save(shared, carry, x)
             return carry, saved
 
-        return visit, Replay(fetch, advance, save if pullback.saved else None)
+        return visit, Replay(fetch, advance, save if pullback.saved else None, self.read_length > 1)
 
     def _visit_first(
         self, visit: Callable, checkpoints: Checkpoints, carry_ct: Carry, state: Any

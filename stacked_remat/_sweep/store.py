@@ -102,7 +102,8 @@ def settle(fetched: list[Array], index: Any) -> tuple[list[Array], Any]:
 def read_before_writes(ahead: list[Array], state: Any) -> tuple[list[Array], Any]:
     """What was read ahead, and a state whose stacks on the host may now be written.
 
-    XLA would otherwise copy a stack that is read and written in one iteration.
+    Where XLA would otherwise copy a stack that is read and written in one iteration: for GPUs, and in loops
+    within the iteration.
     """
     if ahead and has_host_stacks(state):
         return lax.optimization_barrier((ahead, state))

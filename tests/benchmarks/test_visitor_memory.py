@@ -83,9 +83,18 @@ def test_updates_take_the_temporaries_of_gradients_and_are_written_in_place(targ
     assert fused.temporaries < plain.temporaries + 0.15 * STACK
 
 
-@pytest.mark.parametrize(("remat", "most"), [("nested", 5.5), ("offload", 3.1)])
+IN_TWOS = ScanCheckpointPolicy(save_carries="offload", host_segment_length=2)
+
+
+@pytest.mark.parametrize(
+    ("remat", "most", "loops", "carries"),
+    [("nested", 5.5, 3, 0), ("offload", 3.1, 2, LAYERS), (IN_TWOS, 6.5, None, LAYERS)],
+    ids=["nested", "offload", "offload, in twos"],
+)
 @pytest.mark.parametrize("target", [ON_V5P])
-def test_layers_on_the_host_are_updated_there_and_transferred_while_others_compute(target, remat, most):
+def test_layers_on_the_host_are_updated_there_and_transferred_while_others_compute(
+    target, remat, most, loops, carries
+):
     device = memory.find_target(target).devices()[0]
     host = SingleDeviceSharding(device, memory_kind="pinned_host")
     x = jax.ShapeDtypeStruct(X.shape, X.dtype, sharding=SingleDeviceSharding(device))
@@ -101,11 +110,13 @@ def test_layers_on_the_host_are_updated_there_and_transferred_while_others_compu
         compiled = step.lower(blocks(host), state, x).compile()
     stats = compiled.memory_analysis()
     assert stats.host_alias_size_in_bytes == 2 * STACK
+    assert stats.host_temp_size_in_bytes == carries * X.size * 2  # and no copy of a stack
     assert stats.argument_size_in_bytes < GIB  # nothing of the weights is on the device
     assert stats.temp_size_in_bytes < most * GIB
+    if loops is None:  # transfers of longer segments are not hidden everywhere
+        return
     hidden = products_during_transfers(compiled.as_text())
-    loops = {"nested": 3, "offload": 2}[remat]  # forward, replay and visits
-    assert len(hidden) == loops
+    assert len(hidden) == loops  # forward, replay and visits
     # A replay has two products, of which the first writes to what the second one reads.
     assert all(least >= 1 for least in hidden.values())
 

@@ -23,7 +23,10 @@ Writes `results/streaming_<target>.json` and a plot of memory, `results/streamin
 import argparse
 import dataclasses
 import functools
+import json
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -289,36 +292,76 @@ def run(options: argparse.Namespace) -> Path:
     """Compare results with those of resident layers, then time both in turns."""
     allocate_as_needed()
     device = jax.local_devices()[0]
-    x = jax.random.normal(jax.random.key(1), (options.tokens, options.width), jnp.bfloat16)
-    block = functools.partial(Mlp.init, options.width, options.inner)
-    stacks = {
-        segment: jax.jit(Build(options.layers, block, options.remat, segment).__call__)(jax.random.key(0))
+    if options.alone:
+        name, segment = options.alone
+        jax.block_until_ready(_call(_TIMED[name], int(segment), options)())
+        print(json.dumps((device.memory_stats() or {}).get("peak_bytes_in_use")))
+        raise SystemExit
+    keys = [
+        (name, segment)
+        for name in _TIMED
         for segment in dict.fromkeys((0, *options.segments))
-    }
-    timed: dict[tuple[str, int], Callable[[], Any]] = {}
-    for program in (gradient, update, sliced_by_index, read):
-        compiled = jax.jit(program)
-        for segment, stack in stacks.items():
-            if program is not sliced_by_index or not segment:
-                timed[program.__name__, segment] = functools.partial(compiled, stack, x)
-    for (name, segment), call in timed.items():
-        _check(f"{name}, segments of {segment}", call(), timed[name, 0]())
-    seconds: dict[tuple[str, int], list[float]] = {key: [] for key in timed}
+        if name != "sliced_by_index" or not segment
+    ]
+    # First, before this process allocates memory on the same device.
+    peaks = {key: None if device.platform == "cpu" else _allocated(*key, options) for key in keys}
+    calls = {(name, segment): _call(_TIMED[name], segment, options) for name, segment in keys}
+    # The second step shows what the first one updated.
+    results = {key: (call(), call()) for key, call in calls.items()}
+    for (name, segment), found in results.items():
+        _check(f"{name}, segments of {segment}", found, results[_resident(name)])
+    seconds: dict[tuple[str, int], list[float]] = {key: [] for key in keys}
     for _ in range(options.rounds):
-        for key, call in timed.items():
+        for key, call in calls.items():
             began = time.perf_counter()
             jax.block_until_ready(call())
             seconds[key].append(time.perf_counter() - began)
-    rows = [_timed_row(*key, seconds) for key in timed]
+    rows = [{**_timed_row(*key, seconds), "allocated_bytes": peaks[key]} for key in keys]
     for row in rows:
         print(row, flush=True)
-    sizes = {
-        name: getattr(options, name) for name in ("layers", "tokens", "width", "inner", "remat", "rounds")
-    }
+    sizes = {name: getattr(options, name) for name in (*_SIZES, "rounds")}
     path = options.out / f"streaming_time_{device.platform}.json"
     write_results(path, device=device.device_kind, sizes=sizes, rows=rows)
     print(f"wrote {path}")
     return path
+
+
+_TIMED: dict[str, Program] = {
+    "gradient": gradient,
+    "update": update,
+    "sliced_by_index": sliced_by_index,
+    "read": read,
+}
+_SIZES = ("layers", "tokens", "width", "inner", "remat")
+
+
+def _resident(name: str) -> tuple[str, int]:
+    return ("update" if name == "sliced_by_index" else name), 0
+
+
+def _call(program: Program, segment: int, options: argparse.Namespace) -> Callable[[], Any]:
+    """A call of a compiled program, on a stack of its own, which steps of an optimizer update in place."""
+    x = jax.random.normal(jax.random.key(1), (options.tokens, options.width), jnp.bfloat16)
+    block = functools.partial(Mlp.init, options.width, options.inner)
+    held = jax.jit(Build(options.layers, block, options.remat, segment).__call__)(jax.random.key(0))
+    if program not in (update, sliced_by_index):
+        return functools.partial(jax.jit(program), held, x)
+    compiled = jax.jit(program, donate_argnums=0)
+
+    def step() -> jax.Array:
+        nonlocal held
+        value, held = compiled(held, x)
+        return value
+
+    return step
+
+
+def _allocated(name: str, segment: int, options: argparse.Namespace) -> int | None:
+    """Peak of allocated bytes in a process that runs only this."""
+    sizes = [f"--{key}={getattr(options, key)}" for key in _SIZES]
+    command = [sys.executable, "-m", "benchmarks.streaming", "--run", *sizes, "--alone", name, str(segment)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    return json.loads(done.stdout.splitlines()[-1]) if done.returncode == 0 else None
 
 
 def _check(name: str, found: Any, expected: Any) -> None:
@@ -332,10 +375,10 @@ def _check(name: str, found: Any, expected: Any) -> None:
 def _timed_row(name: str, segment: int, seconds: dict[tuple[str, int], list[float]]) -> dict[str, Any]:
     """Medians, and those of each round's ratio to resident layers.
 
-    Of the time of the transfers (weights are read by the forward and by the backward pass), `hidden` is the
-    share that did not make the step longer.
+    Of the time of the transfers, `hidden` is the share that did not make the step longer. Weights are read by
+    the forward and by the backward pass; an update writes them too, taken to last as long as reading.
     """
-    own, resident = seconds[name, segment], seconds["update" if name == "sliced_by_index" else name, 0]
+    own, resident = seconds[name, segment], seconds[_resident(name)]
     row = {
         "program": name,
         "segment": segment,
@@ -344,7 +387,7 @@ def _timed_row(name: str, segment: int, seconds: dict[tuple[str, int], list[floa
         "seconds": [round(value, 5) for value in own],
     }
     if segment and name in ("gradient", "update") and jax.default_backend() != "cpu":
-        transfers = 2 * statistics.median(seconds["read", segment])
+        transfers = (3 if name == "update" else 2) * statistics.median(seconds["read", segment])
         row["hidden"] = round(1 - (row["median_seconds"] - statistics.median(resident)) / transfers, 3)
     return row
 
@@ -363,6 +406,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--layers", type=int, default=48, help="of the stack that is timed")
     parser.add_argument("--remat", default="offload", help="policy of the stack that is timed")
     parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--alone", nargs=2, help="run one program and segment length, print its peak memory")
     parser.add_argument("--out", type=Path, default=RESULTS)
     return parser
 

@@ -9,8 +9,8 @@ uninterrupted run, bit for bit. Then tries the faults and bad inputs of `benchma
 which must end as stated there. Writes `results/faults.json`, and fails if anything differs.
 
 With `--streamed`, weights and optimizer state of the layers are in host memory and are updated there within
-the backward pass, so that a process dies while some layers are updated and others are not. The cases are left
-out; writes `results/faults_streamed.json`.
+the backward pass, so that a process dies while some layers are updated and others are not: every kill comes
+after the process's first step. The cases are left out; writes `results/faults_streamed.json`.
 """
 
 import argparse
@@ -46,7 +46,8 @@ def main(arguments: Sequence[str] | None = None) -> Path:
     with tempfile.TemporaryDirectory() as scratch:
         place = Workplace.make(Path(scratch), *(STREAMED if options.streamed else ()))
         seconds = _train(place, "whole")
-        kills = kill_runs(place, options.kills, seconds, random.Random(options.seed))
+        early = 0.0 if options.streamed else _BEFORE_THE_STEPS
+        kills = kill_runs(place, options.kills, seconds, random.Random(options.seed), early)
         rows = [try_case(place, case) for case in wanted]
     found = {"versions": versions(), "seed": options.seed, **kills, "cases": rows}
     options.out.mkdir(parents=True, exist_ok=True)
@@ -67,7 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> Path:
 
 
 def kill_runs(
-    place: Workplace, kills: int, seconds: tuple[float, float], draw: random.Random
+    place: Workplace, kills: int, seconds: tuple[float, float], draw: random.Random, early_share: float
 ) -> dict[str, Any]:
     """Kills and restarts runs until this many kills were done and the last run is finished.
 
@@ -76,6 +77,7 @@ def kill_runs(
         kills: to do.
         seconds: that a run takes before and after the end of its first step.
         draw: of the moments.
+        early_share: of the kills that come before a process's first step.
     """
     done = before = runs = lines = 0
     differing: list[str] = []
@@ -84,7 +86,7 @@ def kill_runs(
         runs, run = runs + 1, f"killed{runs}"
         folder = place.root / run
         while not (folder / "result.json").exists():
-            early = draw.random() < _BEFORE_THE_STEPS
+            early = draw.random() < early_share
             moment = draw.uniform(0, seconds[0 if early else 1])
             unread = {**place.process(), "stdout": subprocess.DEVNULL}
             process = subprocess.Popen(command("train_lm", *place.train(run)), **unread)

@@ -9,6 +9,7 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 from haliax import Axis
+from jaxtyping import PyTree
 
 from models.hf_io.decoder_weights import read_decoder
 from models.hf_io.formats import read_hf_config
@@ -16,9 +17,18 @@ from models.hf_io.hub import model_folder
 from models.hf_io.pretrained import end_tokens
 from models.hf_io.safetensors_folder import read_json
 from models.lm import LanguageModel, LmConfig
+from models.run_state import state_shapes
 from models.trained_run import ends_of_run, read_run_config, trained_model
+from stacked_remat._placement import is_on_host
 from stacked_remat.lora import merge_lora
-from stacked_remat.training import ConfigError, Tokenizer, cast_parameters, load_tokenizer, memory_bytes
+from stacked_remat.training import (
+    ConfigError,
+    Tokenizer,
+    cast_parameters,
+    check_host_fits,
+    load_tokenizer,
+    memory_bytes,
+)
 
 Dtype = Literal["float32", "bfloat16"]
 _MOST_POSITIONS = 2**31 - 1  # positions are 32-bit numbers
@@ -35,6 +45,8 @@ class GeneratorSource:
         ends: tokens that end a text, the tokenizer's own among them.
         read: reads the model, its weights in the dtype in which it computes. Raises CheckpointMismatchError,
             FileNotFoundError or WeightsError for weights that are missing, damaged, or of another model.
+        weights: their shapes, with shardings, if some are read to host memory; None if all are to be on the
+            device.
     """
 
     config: LmConfig
@@ -42,6 +54,7 @@ class GeneratorSource:
     tokenizer: Tokenizer
     ends: frozenset[int]
     read: Callable[[], LanguageModel]
+    weights: PyTree | None = None
 
     def __post_init__(self) -> None:
         if self.tokenizer.vocab_size > self.vocab_size:
@@ -58,9 +71,16 @@ class GeneratorSource:
             slots: tokens of each.
 
         Raises:
-            ConfigError: the weights and the cache of keys and values are larger than all of its memory.
+            ConfigError: the weights and the cache of keys and values are larger than all of its memory, or
+                layers on the host larger than what the process can take there.
         """
-        weights = self.config.num_weights(self.vocab_size) * jnp.dtype(self.config.compute_dtype).itemsize
+        check_host_fits(
+            {"weights": self.weights},
+            "The run has trainer.streaming: its layers are read to the host. Give the process more memory.",
+        )
+        on_host = filter(is_on_host, jax.tree.leaves(self.weights))
+        num_weights = self.config.num_weights(self.vocab_size) - sum(leaf.size for leaf in on_host)
+        weights = num_weights * jnp.dtype(self.config.compute_dtype).itemsize
         cache, memory = self.config.cache_bytes(rows, slots), memory_bytes(jax.local_devices()[0])
         if memory is not None and weights > memory:
             raise ConfigError(
@@ -99,7 +119,11 @@ def source_of_run(run_dir: Path, *, step: int | None = None, tokenizer: str | No
         return cast_parameters(merge_lora(model, donate=True), config.model.compute_dtype)
 
     ends = frozenset(ends_of_run(config, found.end))
-    return GeneratorSource(config.model, config.Vocab.size, found, ends, read)
+    weights = None
+    if config.trainer.streaming is not None:
+        state = state_shapes(config)
+        weights = state.trained if config.lora is None else state.frozen
+    return GeneratorSource(config.model, config.Vocab.size, found, ends, read, weights)
 
 
 def source_of_folder(

@@ -148,7 +148,7 @@ def check_remat_levels(policy: ScanCheckpointPolicy, stacks: Sequence[int]) -> N
     """Refuses levels that can't cut the stacks of layers.
 
     Args:
-        policy: of all stacks.
+        policy: of all stacks. With a `host_segment_length` above 1 it cuts segments of as many layers.
         stacks: how many layers each has.
 
     Raises:
@@ -156,20 +156,24 @@ def check_remat_levels(policy: ScanCheckpointPolicy, stacks: Sequence[int]) -> N
     """
     if not isinstance(policy.nested, tuple):
         return
-    longest = max(stacks) - policy.first_layers
+    together = policy.host_segment_length
+    what = "layers" if together == 1 else f"segments of {together} layers (trainer.streaming.segment_length)"
+    lengths = [layers // together - policy.first_layers for layers in stacks]
+    longest = max(lengths)
     parts = math.prod(policy.nested[:-1])
     if longest > 0 and parts > longest:
         raise ConfigError(
             f"remat.nested = {list(policy.nested)} cuts the layers into {parts} parts before its last level, "
-            f"and the longest stack of this model has {longest} layers to cut. Give smaller numbers, fewer "
+            f"and the longest stack of this model has {longest} {what} to cut. Give smaller numbers, fewer "
             f"of them, or nested: true."
         )
     try:
-        for length in stacks:
-            if length - policy.first_layers > 1:
-                policy.schedule(length - policy.first_layers)
+        for length in lengths:
+            if length > 1:
+                policy.schedule(length)
     except ValueError as error:
-        raise ConfigError(f"remat.nested = {list(policy.nested)}: {error}.") from error
+        counted = "" if together == 1 else f" Here they hold {what}."
+        raise ConfigError(f"remat.nested = {list(policy.nested)}: {error}.{counted}") from error
 
 
 @functools.singledispatch

@@ -78,7 +78,14 @@ class LmRunConfig:
             )
 
     def _check_streaming(self) -> None:
-        """Refuses what `trainer.streaming` can't be combined with."""
+        """Refuses what `trainer.streaming` can't be combined with, and its segments without it."""
+        together = 1 if self.policy is None else self.policy.host_segment_length
+        if together > 1:
+            raise ValueError(
+                f"remat.host_segment_length = {together} has no effect in a config: trainer.streaming puts "
+                f"layers on the host and says how many are read together. Leave it out, and give "
+                f"trainer.streaming.segment_length: {together}."
+            )
         if self.trainer.streaming is None:
             return
         if self.lora is None and not self.trainer.update.fused:
@@ -115,17 +122,20 @@ class LmRunConfig:
                 f"({self.policy!r}). Use true, offload, nested or max_carries, or segment_length: 1."
             )
 
-    def _check_segments(self, lengths: Sequence[int]) -> None:
-        """Refuses a length of segments that does not divide the stacks."""
+    def _check_cuts(self, lengths: Sequence[int]) -> None:
+        """Refuses a length of segments that does not divide the stacks, and levels that can't cut them."""
         streaming = self.trainer.streaming
+        segment_length = 1 if streaming is None else streaming.segment_length
         common = math.gcd(*lengths)
-        if streaming is not None and common % streaming.segment_length:
+        if common % segment_length:
             stacks = f"{lengths[0]} layers" if len(lengths) == 1 else f"stacks of {lengths} layers"
             divisors = ", ".join(str(k) for k in range(1, common + 1) if common % k == 0)
             raise ConfigError(
-                f"trainer.streaming.segment_length = {streaming.segment_length} does not divide the model's "
-                f"{stacks}. Use one of {divisors}."
+                f"trainer.streaming.segment_length = {segment_length} does not divide the model's {stacks}. "
+                f"Use one of {divisors}."
             )
+        if self.policy is not None:
+            check_remat_levels(dataclasses.replace(self.policy, host_segment_length=segment_length), lengths)
 
     @functools.cached_property
     def policy(self) -> ScanCheckpointPolicy | None:
@@ -176,8 +186,5 @@ class LmRunConfig:
                     f"{rows} rows. Use the model's own tokenizer, or a larger vocab_size."
                 )
         if isinstance(model, DecoderConfig):
-            lengths = [Layers.size for _, Layers in model.stacks]
-            if self.policy is not None:
-                check_remat_levels(self.policy, lengths)
-            self._check_segments(lengths)
+            self._check_cuts([Layers.size for _, Layers in model.stacks])
         return dataclasses.replace(self, model=model, vocab_size=rows)

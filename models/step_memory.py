@@ -21,6 +21,7 @@ from stacked_remat.memory import (
     report,
 )
 from stacked_remat.training import (
+    ConfigError,
     Partitioning,
     TokenBatch,
     TrainState,
@@ -53,12 +54,9 @@ class StepMemory:
 
         False with `trainer.streaming`, where they are.
         """
-        target = find_target(self.target)
-        is_sized = target.sizes_host_arguments or self._partitioning().mesh.size == 1
         trainer = self.config.trainer
-        return (
-            is_sized and trainer.streaming is None and (self.config.lora is not None or trainer.update.fused)
-        )
+        combines = self.config.lora is not None or trainer.update.fused
+        return trainer.streaming is None and combines and self._sizes_host(self._partitioning())
 
     def report(self, remat: ScanCheckpointSpec, *, streamed: bool = False) -> MemoryReport:
         """The memory of the step under a policy; costs one compilation.
@@ -117,6 +115,7 @@ class StepMemory:
             ConfigError: with the size of each and the memory.
         """
         batch, state = self._shapes(self._partitioning(), streamed)
+        stream = ", or keep the layers on the host (trainer.streaming.segment_length: 1)"
         data, target = self.config.data, find_target(self.target)
         weights = {
             "trained weights": state.trained,
@@ -134,10 +133,14 @@ class StepMemory:
             weights | {"a batch": batch},
             f"Now model.num_layers = {self.config.model.num_layers:,}, vocab_size = "
             f"{self.config.Vocab.size:,}, data.batch_size = {data.batch_size:,} and data.seq_len = "
-            f"{data.seq_len:,}: lower what is too large, or divide the arrays over more devices "
-            f"(trainer.mesh).",
+            f"{data.seq_len:,}: lower what is too large, divide the arrays over more devices "
+            f"(trainer.mesh){stream if self.can_stream and not streamed else ''}.",
             limit=target.memory,
         )
+
+    def _sizes_host(self, partitioning: Partitioning) -> bool:
+        """Whether what is on the host can be sized for these devices."""
+        return find_target(self.target).sizes_host_arguments or partitioning.mesh.size == 1
 
     def _partitioning(self) -> Partitioning:
         chosen, devices = find_target(self.target), self.devices
@@ -166,8 +169,15 @@ class StepMemory:
         partitioning.check_rows(data.batch_size, trainer.update.microbatches)
         resident = replace(self.config, trainer=replace(trainer, streaming=None))
         shapes = batch_shapes(data, partitioning), state_shapes(resident, partitioning, remat=True)
-        on_host = streamed or trainer.streaming is not None
-        return arguments_on_host(self._on_host, shapes) if on_host else shapes
+        if not streamed and trainer.streaming is None:
+            return shapes
+        if not self._sizes_host(partitioning):
+            raise ConfigError(
+                f"Layers on the host can't be sized for {partitioning.mesh.size} devices of target "
+                f"{find_target(self.target).name!r} that are not attached. Give devices: 1, with a "
+                f"trainer.mesh for one, or a TPU target."
+            )
+        return arguments_on_host(self._on_host, shapes)
 
     def _on_host(self, batch: TokenBatch, state: TrainState) -> tuple[TokenBatch, TrainState]:
         """The arguments with the layers' weights on the host, as `trainer.streaming` has them."""

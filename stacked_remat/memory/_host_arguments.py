@@ -6,6 +6,7 @@ from typing import Any
 import equinox as eqx
 import jax
 import numpy as np
+from jax.extend.core import Literal
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
@@ -47,23 +48,42 @@ def arguments_on_host(
 
     Raises:
         TargetError: for arrays on several devices whose compiler knows no host memory without them.
+        TypeError: `to_host` does not return a tuple or list with one result for each argument.
     """
-    jaxpr, shapes, static = eqx.filter_make_jaxpr(to_host)(*args)
+
+    def results(*args: PyTree) -> tuple[PyTree, ...]:
+        found = to_host(*args)
+        if not isinstance(found, tuple | list) or len(found) != len(args):
+            got = f"{len(found)} of them" if isinstance(found, tuple | list) else f"a {type(found).__name__}"
+            raise TypeError(
+                f"what moves arguments to the host returns all {len(args)} of them in a tuple or list, those "
+                f"that stay too; got {got}. Write it as lambda model, x: (streaming.to_host(model), x)."
+            )
+        return tuple(found)
+
+    jaxpr, shapes, static = eqx.filter_make_jaxpr(results)(*args)
     given = jax.tree.leaves(eqx.filter(args, is_array_or_shape))
     sources = dict(zip(jaxpr.jaxpr.invars, given, strict=True))
+
+    def source(var: Any) -> Any:
+        return None if isinstance(var, Literal) else sources.get(var)
+
     for eqn in jaxpr.eqns:
         if eqn.primitive.name == "device_put":
-            sources.update(zip(eqn.outvars, map(sources.get, eqn.invars), strict=True))
+            sources.update(zip(eqn.outvars, map(source, eqn.invars), strict=True))
 
     def argument(var: Any, shape: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-        sharding = getattr(sources.get(var), "sharding", None)
+        sharding = getattr(source(var), "sharding", None)
         if not isinstance(sharding, NamedSharding) or sharding.mesh.size == 1:
             sharding = None
         if var.aval.memory_space == jax.memory.Space.Host:
             sharding = sharding or on_one_device(jax.local_devices()[0], "pinned_host")
             sharding = sharding.with_memory_kind("pinned_host")
             if sharding.memory_kind is None:
-                raise TargetError(f"memory of the host cannot be sized for {sharding.mesh}: size one device")
+                raise TargetError(
+                    f"arguments on the host cannot be sized for {sharding.mesh.size} devices that are not "
+                    f"attached: their compiler knows no host memory. Size one device, or use a TPU target."
+                )
         return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding)
 
     leaves, structure = jax.tree.flatten(shapes)

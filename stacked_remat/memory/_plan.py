@@ -10,7 +10,7 @@ import jax
 from jaxtyping import PyTree
 
 from .._policy import ScanCheckpointPolicy, ScanCheckpointSpec, resolve_policy
-from ._host_arguments import arguments_on_host
+from ._host_arguments import arguments_on_host, host_memory_kind
 from ._report import DoesNotFit, MemoryReport, report
 from ._table import Table, Tabular, readable_bytes, readable_count
 from ._targets import Target
@@ -123,8 +123,12 @@ def compare(
     Returns:
         A trial for each candidate, with the reason for one that the compiler refuses.
 
+    Raises:
+        ValueError, TypeError: as `plan`, for `tokens_per_step` and `streamed`.
+
     Cost: one compilation a candidate, two with `streamed`.
     """
+    _check_count("tokens_per_step", tokens_per_step, _TOKENS)
     attempt = _attempts(fn_of_policy, args, kwargs, target, donate, streamed)
     places = (False,) if streamed is None else (False, True)
     trials = [attempt(policy, on_host) for on_host in places for policy in candidates]
@@ -174,15 +178,17 @@ def plan(
 
     Raises:
         BudgetError: no candidate fits; shows all of them and the smallest.
-        ValueError: a budget that cannot be read, no candidates, or fewer layers than one.
-        TypeError: `layers` is not an integer.
+        ValueError: a budget that cannot be read, no candidates, or fewer layers or tokens than one.
+        TypeError: `layers` or `tokens_per_step` is not an integer, or `streamed` does not return one result
+            for each argument.
         TargetError: as `report`, for arguments on the host.
 
     Cost: one compilation per candidate, with `streamed` at most two. With `layers` two to `4 + log2(layers)`
     more, at most twice that for a nested candidate.
     """
     limit, host_limit = parse_bytes(budget), None if host_budget is None else parse_bytes(host_budget)
-    _check_layers(layers)
+    _check_count("layers", layers, "the number of layers of the stack")
+    _check_count("tokens_per_step", tokens_per_step, _TOKENS)
     if not candidates:
         raise ValueError("plan needs at least one candidate policy; got none")
     attempt = _attempts(fn_of_policy, args, kwargs, target, donate, streamed)
@@ -191,20 +197,25 @@ def plan(
     if chosen is None and streamed is not None:
         chosen = search.first_to_fit(candidates, streamed=True)
     if chosen is None:
-        raise BudgetError(_nothing_fits(search.tried, limit, host_limit))
+        leaves = jax.tree.leaves((args, kwargs))
+        on_host = streamed is not None or any(host_memory_kind(leaf) is not None for leaf in leaves)
+        raise BudgetError(_nothing_fits(search.tried, limit, host_limit, on_host))
     if layers is not None:
         chosen = search.with_most_first_layers(chosen, layers)
     assert chosen.report is not None
     return Plan(chosen.policy, chosen.report, search.tried, limit, chosen.streamed)
 
 
-def _check_layers(layers: Any) -> None:
-    if layers is None:
+_TOKENS = "the number of tokens of one call on all devices"
+
+
+def _check_count(name: str, count: Any, what: str) -> None:
+    if count is None:
         return
-    if isinstance(layers, bool) or not hasattr(layers, "__index__"):
-        raise TypeError(f"layers is the number of layers of the stack (an int), or None; got {layers!r}")
-    if layers < 1:
-        raise ValueError(f"layers is the number of layers of the stack, at least 1, or None; got {layers}")
+    if isinstance(count, bool) or not hasattr(count, "__index__"):
+        raise TypeError(f"{name} is {what} (an int), or None; got {count!r}")
+    if count < 1:
+        raise ValueError(f"{name} is {what}, at least 1, or None; got {count}")
 
 
 def parse_bytes(size: int | str) -> int:
@@ -375,7 +386,7 @@ def _row(trial: Trial, least: int, tokens: int | None) -> tuple[str, ...]:
     )
 
 
-def _nothing_fits(tried: Comparison, limit: int, host_limit: int | None) -> str:
+def _nothing_fits(tried: Comparison, limit: int, host_limit: int | None, on_host: bool) -> str:
     compiled = [(trial.report, trial.name) for trial in tried.trials if trial.report is not None]
     found = [pair for pair in compiled if host_limit is None or pair[0].host.total <= host_limit]
     what = f"{readable_bytes(limit)} a device"
@@ -391,5 +402,6 @@ def _nothing_fits(tried: Comparison, limit: int, host_limit: int | None) -> str:
     return (
         f"no candidate fits {what}. The smallest found{which} is {smallest} with "
         f"{readable_bytes(needs.total)} a device{of_host}. Shorten the context, shard over more devices, "
-        f"freeze weights, keep weights on the host, or allow the host more memory.\n{tried}"
+        f"freeze weights, {'' if on_host else 'keep weights on the host, '}or allow the host more memory."
+        f"\n{tried}"
     )

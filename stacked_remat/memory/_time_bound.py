@@ -3,6 +3,8 @@
 import dataclasses
 import math
 from collections.abc import Mapping
+from numbers import Real
+from typing import Any
 
 from ._costs import Flops
 from ._table import readable_count
@@ -38,8 +40,7 @@ class TimeBound:
         Raises:
             ValueError: the share is not above 0 and at most 1.
         """
-        if not 0 < utilization <= 1:
-            raise ValueError(f"utilization is a share of the peak, above 0 and at most 1; got {utilization}")
+        _check_utilization(utilization)
         return TimeBound(self.compute / utilization, self.transfer)
 
     @property
@@ -84,9 +85,16 @@ def tokens_to_hide(counts: Mapping[int, Flops], target: str | Target, *, utiliza
         and an even share.
 
     Raises:
+        TypeError: `counts` does not map positive numbers to `Flops`.
         ValueError: not two counts, or a utilization that is no share.
         TargetError: the target's peak or link is not known.
     """
+    if not isinstance(counts, Mapping) or not all(map(_is_cost, counts.items())):
+        raise TypeError(
+            f"tokens_to_hide needs a dict from numbers of tokens to the Flops of a step with as many; got "
+            f"{counts!r:.200}"
+        )
+    _check_utilization(utilization)
     if len(counts) != 2:
         raise ValueError(f"tokens_to_hide needs the costs of two numbers of tokens; got {len(counts)}")
     chosen = find_target(target)
@@ -113,3 +121,18 @@ def tokens_to_hide(counts: Mapping[int, Flops], target: str | Target, *, utiliza
         return 0.0 if slope == 0 and low <= 0 else math.inf
 
     return max(crossing("bytes_from_host"), crossing("bytes_to_host"))
+
+
+def _is_cost(entry: tuple[Any, Any]) -> bool:
+    tokens, flops = entry
+    return (
+        isinstance(tokens, Real)
+        and not isinstance(tokens, bool)
+        and float(tokens) > 0
+        and isinstance(flops, Flops)
+    )
+
+
+def _check_utilization(utilization: Any) -> None:
+    if not isinstance(utilization, Real) or not 0 < float(utilization) <= 1:
+        raise ValueError(f"utilization is a share of the peak, above 0 and at most 1; got {utilization!r}")

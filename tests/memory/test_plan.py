@@ -5,6 +5,7 @@ import dataclasses
 import equinox as eqx
 import haliax as hax
 import jax
+import jax.numpy as jnp
 import pytest
 
 from stacked_remat import ScanCheckpointPolicy, Stacked, streaming
@@ -16,6 +17,7 @@ from stacked_remat.memory import (
     DoesNotFit,
     HostBytes,
     _plan,
+    arguments_on_host,
     compare,
     parse_bytes,
     plan,
@@ -302,15 +304,42 @@ def test_candidates_are_tried_with_weights_on_the_host_where_none_fits(the_host_
     assert "'nested', streamed fits" in str(found)
     fits = plan(Counting(), *blocks_and_input(), budget=budget + 1, streamed=streamed, **options)
     assert not fits.streamed and len(fits.tried.trials) == 1
-    with pytest.raises(BudgetError, match="The smallest found is .*, streamed with"):
+    with pytest.raises(BudgetError, match="The smallest found is .*, streamed with") as caught:
         plan(Counting(), *blocks_and_input(), budget=1, streamed=streamed, **options)
+    assert "keep weights on the host" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["layers", "tokens_per_step"])
+@pytest.mark.parametrize(
+    "count, error", [("x", TypeError), (2.0, TypeError), (True, TypeError), (0, ValueError)]
+)
+def test_counts_are_checked_before_anything_is_compiled(name, count, error):
+    fn_of_policy = Counting()
+    with pytest.raises(error, match=f"{name} is the number of"):
+        plan(fn_of_policy, *blocks_and_input(), budget="1GiB", **{name: count})
+    if name == "tokens_per_step":
+        with pytest.raises(error, match=f"{name} is the number of"):
+            compare(fn_of_policy, *blocks_and_input(), **{name: count})
+    assert not fn_of_policy.asked
 
 
 @pytest.mark.parametrize(
-    "layers, error", [("x", TypeError), (2.0, TypeError), (True, TypeError), (0, ValueError)]
+    ("streamed", "got"),
+    [
+        (lambda blocks, x: streaming.to_host(blocks), "got a "),
+        (lambda blocks, x: (streaming.to_host(blocks),), "got 1 of them"),
+    ],
 )
-def test_a_number_of_layers_is_checked_before_anything_is_compiled(layers, error):
-    fn_of_policy = Counting()
-    with pytest.raises(error, match="layers is the number of layers"):
-        plan(fn_of_policy, *blocks_and_input(), budget="1GiB", layers=layers)
-    assert not fn_of_policy.asked
+def test_what_moves_arguments_returns_all_of_them(streamed, got):
+    with pytest.raises(TypeError, match=f"returns all 2 of them in a tuple or list.* {got}"):
+        arguments_on_host(streamed, blocks_and_input())
+
+
+def test_results_that_are_constants_are_shapes_too():
+    blocks, x = blocks_and_input()
+    _, moved = arguments_on_host(lambda blocks, x: [blocks, jnp.float32(1)], (blocks, x))
+    assert (moved.shape, moved.dtype) == ((), jnp.float32)
+    _, moved = arguments_on_host(
+        lambda blocks, x: (blocks, jax.device_put(jnp.float32(1), jax.memory.Space.Host)), (blocks, x)
+    )
+    assert moved.sharding.memory_kind == "pinned_host"

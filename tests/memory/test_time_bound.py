@@ -147,6 +147,12 @@ def test_tokens_that_hide_the_transfers():
 
 
 def test_counts_and_targets_that_give_no_bound():
+    for counts in ([1, 2], {1: 2, 2: 3}, {"a": Flops(1), "b": Flops(2)}, {0: Flops(1), 1: Flops(2)}):
+        with pytest.raises(TypeError, match="needs a dict from numbers of tokens to the Flops"):
+            tokens_to_hide(counts, "h200")
+    for share in ("x", None, 0, 1.5, math.nan):
+        with pytest.raises(ValueError, match="a share of the peak, above 0 and at most 1; got"):
+            tokens_to_hide({1: Flops(1), 2: Flops(2)}, "h200", utilization=share)
     with pytest.raises(ValueError, match="the costs of two numbers of tokens; got 1"):
         tokens_to_hide({1: Flops(1)}, "h200")
     with pytest.raises(TargetError, match="'local' has no known peak or link: give a Target"):

@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 import signal
+from dataclasses import replace
 
 import equinox as eqx
 import jax
@@ -19,12 +20,15 @@ from models.export_hf import main as export_hf
 from models.generate import main
 from models.generation.sampling import Sampling
 from models.generation.text_generation import Piece, chat_prompt, end_of_turn
-from models.generator_source import source_of_folder
+from models.generator_source import source_of_folder, source_of_run
 from models.hf_io.decoder_weights import write_decoder
 from models.hf_io.safetensors_folder import SafetensorsFolder, WeightsError
 from models.qwen3_moe import Qwen3Config
+from models.trained_run import read_run_config
 from models.transformer.decoder import Decoder
-from stacked_remat.training import load_tokenizer
+from stacked_remat._placement import is_on_host
+from stacked_remat.lora import LoraConfig
+from stacked_remat.training import ConfigError, MeshConfig, StreamingConfig, UpdateConfig, load_tokenizer
 
 from ..training.data import word_tokenizer
 
@@ -157,6 +161,28 @@ def test_a_cache_that_cannot_fit_is_refused_before_weights_are_read(exported, ru
     monkeypatch.setattr("models.generator_source.memory_bytes", lambda _: None)
     status, shown = generate(*model, "--prompt", "abc", "--max_new_tokens", 10**25)
     assert status == 1 and "Lower --max_new_tokens" in shown
+
+
+@pytest.mark.parametrize("lora", [False, True], ids=["full", "adapters"])
+def test_layers_that_are_read_to_the_host_count_there(run, monkeypatch, lora):
+    trained = read_run_config(run)
+    trainer = replace(
+        trained.trainer, streaming=StreamingConfig(), update=UpdateConfig(fused=not lora), mesh=MeshConfig()
+    )
+    config = replace(trained, trainer=trainer, lora=LoraConfig(rank=2) if lora else None)
+    monkeypatch.setattr("models.generator_source.read_run_config", lambda *_: config)
+    source = source_of_run(run)
+    on_host = sum(4 * leaf.size for leaf in jax.tree.leaves(source.weights) if is_on_host(leaf))
+    on_device = 4 * config.model.num_weights(config.Vocab.size) - on_host
+    assert 0 < on_host and 0 < on_device
+    room = on_device + config.model.cache_bytes(1, 8)
+    monkeypatch.setattr("models.generator_source.memory_bytes", lambda _: room)
+    source.check_memory(1, 8)
+    with pytest.raises(ConfigError, match="1 x 9 tokens take"):
+        source.check_memory(1, 9)
+    monkeypatch.setattr("stacked_remat.training.memory_check.available_host_bytes", lambda: on_host - 1)
+    with pytest.raises(ConfigError, match="of host memory .*layers are read to the host. Give the process"):
+        source.check_memory(1, 8)
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,16 @@ from models.step_memory import StepMemory
 from stacked_remat import ScanCheckpointPolicy
 from stacked_remat._policy import _ALIASES, resolve_policy
 from stacked_remat.lora import LoraConfig
-from stacked_remat.training import DataConfig, MeshConfig, TrainerConfig, UpdateConfig, remat_policy
+from stacked_remat.memory import TARGETS
+from stacked_remat.training import (
+    ConfigError,
+    DataConfig,
+    MeshConfig,
+    StreamingConfig,
+    TrainerConfig,
+    UpdateConfig,
+    remat_policy,
+)
 
 CONFIG = PlanLmConfig(
     model=Qwen3Config(hidden_dim=32, num_layers=12, num_heads=2, num_kv_heads=1, mlp_dim=32),
@@ -113,6 +122,29 @@ def test_matrices_of_layers_go_to_the_host_with_what_updates_them(config, copies
     weights = jax.tree.leaves(state_shapes(CONFIG).trained)
     matrices = [leaf.shape for leaf in weights if leaf.ndim > 2 and leaf.shape[0] == CONFIG.model.num_layers]
     assert sorted(on_host) == sorted(copies * matrices)  # with both of AdamW's moments where they are trained
+
+
+def test_weights_that_could_be_on_the_host_are_said_to_be():
+    small = dataclasses.replace(TARGETS["local"], memory=1000)
+    for config, said in ((CONFIG, False), (FUSED, True), (ADAPTERS, True)):
+        step = StepMemory(config, small)
+        with pytest.raises(ConfigError) as caught:
+            step.check()
+        assert ("keep the layers on the host (trainer.streaming" in str(caught.value)) == said
+        with pytest.raises(ConfigError) as caught:
+            step.check(streamed=True)
+        assert "trainer.streaming" not in str(caught.value)
+
+
+def test_layers_on_the_host_of_gpus_that_are_not_attached_are_refused(monkeypatch):
+    unsized = dataclasses.replace(TARGETS["local"], name="two_gpus")
+    monkeypatch.setattr(type(unsized), "sizes_host_arguments", False)
+    trainer = dataclasses.replace(
+        FUSED_TRAINER, streaming=StreamingConfig(), mesh=MeshConfig(axes={"data": 2})
+    )
+    step = StepMemory(dataclasses.replace(CONFIG, trainer=trainer), unsized, 2)
+    with pytest.raises(ConfigError, match="for 2 devices of target 'two_gpus' .* Give devices: 1, with"):
+        step.check()
 
 
 @pytest.mark.deep

@@ -187,11 +187,26 @@ def test_a_streamed_run_equals_a_resident_one_and_each_resumes_as_the_other(work
             "auto tries policies that .*segment_length = 2 can't. Name a policy",
         ),
         ({"remat": "recompute"}, 1, "With trainer.streaming .*remat with save_carries=False would keep"),
+        ({"remat": {"nested": [3, 2]}}, 2, "longest stack .* 2 segments of 2 layers .*to cut"),
+        ({"remat": {"nested": [1]}}, 2, "levels .1,. hold 1 layers, .* Here they hold segments of 2 layers"),
+        ({"remat": {"nested": [3, 2]}}, 3, "segment_length = 3 does not divide"),
+        (
+            {"remat": {"nested": True, "host_segment_length": 2}},
+            None,
+            "host_segment_length = 2 has no effect in a config: .* give trainer.streaming.segment_length: 2",
+        ),
     ],
 )
 def test_what_cannot_be_combined_with_streaming_is_refused(options, segment_length, message):
+    streaming = None if segment_length is None else StreamingConfig(segment_length)
     with pytest.raises(ValueError, match=message):
-        config_of(StreamingConfig(segment_length), **options).resolved()
+        config_of(streaming, **options).resolved()
+
+
+def test_levels_cut_segments():
+    config_of(StreamingConfig(2), remat={"nested": [1, 2]}).resolved()  # two segments, of four layers
+    with pytest.raises(ValueError, match="levels .1, 2. hold 2 layers, fewer than 4"):
+        config_of(None, remat={"nested": [1, 2]}).resolved()
 
 
 def test_too_little_host_memory_is_found_before_anything_is_made(workplace, monkeypatch, capsys):

@@ -167,17 +167,16 @@ class StepMemory:
         """The shapes of the step's arguments."""
         data, trainer = self.config.data, self.config.trainer
         partitioning.check_rows(data.batch_size, trainer.update.microbatches)
-        resident = replace(self.config, trainer=replace(trainer, streaming=None))
-        shapes = batch_shapes(data, partitioning), state_shapes(resident, partitioning, remat=True)
-        if not streamed and trainer.streaming is None:
-            return shapes
-        if not self._sizes_host(partitioning):
+        on_host = streamed or trainer.streaming is not None
+        if on_host and not self._sizes_host(partitioning):
             raise ConfigError(
                 f"Layers on the host can't be sized for {partitioning.mesh.size} devices of target "
                 f"{find_target(self.target).name!r} that are not attached. Give devices: 1, with a "
                 f"trainer.mesh for one, or a TPU target."
             )
-        return arguments_on_host(self._on_host, shapes)
+        resident = replace(self.config, trainer=replace(trainer, streaming=None))
+        shapes = batch_shapes(data, partitioning), state_shapes(resident, partitioning, remat=True)
+        return arguments_on_host(self._on_host, shapes) if on_host else shapes
 
     def _on_host(self, batch: TokenBatch, state: TrainState) -> tuple[TokenBatch, TrainState]:
         """The arguments with the layers' weights on the host, as `trainer.streaming` has them."""

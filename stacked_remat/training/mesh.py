@@ -125,10 +125,11 @@ class Partitioning:
 
         shapes, on_host = eqx.filter_eval_shape(with_memory)  # which forgets the memory
         self.check_names(shapes)
-        host = self._on_host(PartitionSpec())
 
         def marked(leaf: Any, is_: bool) -> Any:
-            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=host) if is_ else leaf
+            if not is_:
+                return leaf
+            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=self._on_host(PartitionSpec()))
 
         return self.weight_shapes(jax.tree.map(marked, shapes, on_host))
 

@@ -21,6 +21,7 @@ from stacked_remat.training import (
     ConfigError,
     DataConfig,
     MeshConfig,
+    Partitioning,
     StreamingConfig,
     TrainerConfig,
     UpdateConfig,
@@ -145,6 +146,10 @@ def test_layers_on_the_host_of_gpus_that_are_not_attached_are_refused(monkeypatc
     step = StepMemory(dataclasses.replace(CONFIG, trainer=trainer), unsized, 2)
     with pytest.raises(ConfigError, match="for 2 devices of target 'two_gpus' .* Give devices: 1, with"):
         step.check()
+    # Nothing asks for memory of the host where nothing is there.
+    monkeypatch.setattr(Partitioning, "_on_host", None)
+    resident = dataclasses.replace(trainer, streaming=None)
+    StepMemory(dataclasses.replace(CONFIG, trainer=resident), unsized, 2).check()
 
 
 @pytest.mark.deep

@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 import re
 import shutil
 from typing import Any
@@ -50,6 +51,17 @@ CASES = {
     "below adapters": ({}, {"lora": LORA, "update": UpdateConfig(microbatches=2, on_nonfinite="skip")}),
     "below adapters, fused": ({}, {"lora": LORA, "model": EXPERTS, "devices": 4}),
 }
+
+
+# With fewer passes XLA rounds two programs differently.
+IS_QUICK = "xla_backend_optimization_level=0" in os.environ.get("XLA_FLAGS", "")
+
+
+def assert_same(found, expected):
+    if IS_QUICK:
+        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-7)
+    else:
+        np.testing.assert_array_equal(found, expected)
 
 
 def config_of(streaming, model=DENSE, update=FUSED, lora=None, devices=1, **more):
@@ -114,7 +126,7 @@ def test_a_streamed_step_equals_a_resident_one(case):
         for array in jax.tree.leaves(merged[0].stacks):
             assert array.sharding.memory_kind == ("pinned_host" if array.ndim > 2 else "device")
         for a, b in zip(*map(jax.tree.leaves, merged), strict=True):
-            np.testing.assert_array_equal(a, b)
+            assert_same(a, b)
 
 
 RUN = ("--trainer.num_steps", "6", "--trainer.checkpoint.every_steps", "3")

@@ -73,7 +73,7 @@ def init(
 
 def _stacked_on_host(layer: Callable[[Any], list[Any]], arrays: Any, length: int) -> list[Any]:
     """What `layer` returns for each layer's slices of `arrays`, stacked."""
-    first = layer([array[0] for array in arrays]) if length else [Tracer]
+    first = layer([array[0] for array in arrays]) if length else []
     if not length or any(isinstance(leaf, Tracer) for leaf in first):
         return lax.scan(lambda _, slices: (None, layer(slices)), None, arrays, length=length)[1]
     stacks = [_empty(leaf, length) for leaf in first]

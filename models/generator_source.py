@@ -19,7 +19,7 @@ from models.hf_io.safetensors_folder import read_json
 from models.lm import LanguageModel, LmConfig
 from models.run_state import state_shapes
 from models.trained_run import ends_of_run, read_run_config, trained_model
-from stacked_remat._placement import is_on_host
+from stacked_remat import streaming
 from stacked_remat.lora import merge_lora
 from stacked_remat.training import (
     ConfigError,
@@ -78,7 +78,7 @@ class GeneratorSource:
             {"weights": self.weights},
             "The run has trainer.streaming: its layers are read to the host. Give the process more memory.",
         )
-        on_host = filter(is_on_host, jax.tree.leaves(self.weights))
+        on_host = filter(streaming.is_on_host, jax.tree.leaves(self.weights))
         num_weights = self.config.num_weights(self.vocab_size) - sum(leaf.size for leaf in on_host)
         weights = num_weights * jnp.dtype(self.config.compute_dtype).itemsize
         cache, memory = self.config.cache_bytes(rows, slots), memory_bytes(jax.local_devices()[0])

@@ -4,6 +4,7 @@ The moves are annotations in the graph: XLA turns them into asynchronous copies 
 both spaces are the same memory and the moves have no effect, so programs with offloading run everywhere.
 """
 
+from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -41,7 +42,17 @@ def is_on_host(array: Any) -> bool:
     return is_array and jax.typeof(array).memory_space == jax.memory.Space.Host
 
 
-def moves_to_host(shape: tuple[int, ...], dtype: Any) -> bool:
+def has_host_arrays(tree: Any) -> bool:
+    """Whether some arrays of a tree are in host memory."""
+    return any(map(is_on_host, jax.tree.leaves(tree)))
+
+
+def on_device(tree: Any) -> Any:
+    """The arrays of a tree, those on the host moved to the device."""
+    return jax.tree.map(lambda leaf: to_device(leaf) if is_on_host(leaf) else leaf, tree)
+
+
+def moves_to_host(shape: Iterable[int], dtype: Any) -> bool:
     """Whether an array of this shape in each layer is one that `streaming` keeps on the host: a matrix.
 
     Others are small, and XLA for TPUs reads no vector of bfloat16 out of a stack on the host.

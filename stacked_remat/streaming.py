@@ -5,7 +5,7 @@ updates it, back to the host.
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import equinox as eqx
@@ -18,6 +18,7 @@ from jax.core import Tracer
 
 from . import _placement
 from ._messages import axes_text
+from ._placement import is_on_host as is_on_host, moves_to_host as moves_to_host
 from ._policy import ScanCheckpointSpec, resolve_policy
 from ._scan.arguments import Caller, argument_namer
 from ._scan.layer_axis import split_tree
@@ -61,7 +62,9 @@ def init(
         def layer(slices: Any) -> list[Any]:
             args, kwargs = layout.layer(slices, shared)
             leaves = jax.tree.leaves(eqx.filter(build(*args, **kwargs), eqx.is_array))
-            return [_placement.to_host(leaf) if _is_moved(leaf) else leaf for leaf in leaves]
+            return [
+                _placement.to_host(leaf) if moves_to_host(leaf.shape, leaf.dtype) else leaf for leaf in leaves
+            ]
 
         shapes, rest = eqx.partition(template.stacked, is_array)
         made = jtu.tree_unflatten(jtu.tree_structure(shapes), _stacked_on_host(layer, arrays, Layers.size))
@@ -85,7 +88,7 @@ def _stacked_on_host(layer: Callable[[Any], list[Any]], arrays: Any, length: int
 
 
 def _empty(leaf: Any, length: int) -> Any:
-    if not _is_moved(leaf):
+    if not moves_to_host(leaf.shape, leaf.dtype):
         return empty_stack(leaf, length)
     # From NumPy, whose zeros take no memory before they are written.
     return jax.device_put(np.zeros((length, *leaf.shape), leaf.dtype), leaf.sharding)
@@ -180,10 +183,7 @@ def to_device(model: T) -> T:
     """The model with the arrays of its stacks in device memory: the inverse of `to_host`."""
 
     def moved(name: str, stack: Stacked, _: Stacked) -> Stacked:
-        fields = jax.tree.map(
-            lambda leaf: _placement.to_device(leaf) if _placement.is_on_host(leaf) else leaf, stack.stacked
-        )
-        return _with(stack, fields, 1)
+        return _with(stack, _placement.on_device(stack.stacked), 1)
 
     return _of_stacks(moved, model, model)
 
@@ -208,12 +208,3 @@ def _with(stack: Stacked, fields: Any, segment_length: int) -> Stacked:
 
 def _is_stack(node: Any) -> bool:
     return isinstance(node, Stacked)
-
-
-def moves_to_host(shape: Sequence[int], dtype: Any) -> bool:
-    """Whether an array of this shape in each layer is one that `to_host` moves."""
-    return _placement.moves_to_host(tuple(shape), dtype)
-
-
-def _is_moved(leaf: Any) -> bool:
-    return _placement.moves_to_host(leaf.shape, leaf.dtype)

@@ -190,6 +190,16 @@ def packages_of_models_import_only_what_is_below_them(source: Source) -> Iterato
             yield f"{source.path}:{line}: {own} may import {sorted(MODEL_IMPORTS[own])}, but not {name}"
 
 
+def models_use_two_private_modules_of_the_library(source: Source) -> Iterator[str]:
+    if source.package.split(".")[0] != "models":
+        return
+    for name, line in _imports(source, source.nodes):
+        parts = name.split(".")
+        if parts[0] == "stacked_remat" and parts[1:] and parts[1].startswith("_"):
+            if parts[1] not in {"_files", "_messages"}:
+                yield f"{source.path}:{line} imports {name}: use a public name of stacked_remat"
+
+
 def the_library_imports_what_it_declares_and_no_model(source: Source) -> Iterator[str]:
     if source.unit is None:
         return
@@ -317,6 +327,7 @@ def no_test_reads_the_text_of_a_jaxpr(source: Source) -> Iterator[str]:
 RULES = [
     layers_import_only_what_is_below_them,
     packages_of_models_import_only_what_is_below_them,
+    models_use_two_private_modules_of_the_library,
     the_library_imports_what_it_declares_and_no_model,
     only_optional_dependencies_are_imported_inside_functions,
     the_schedule_is_pure_integers,
@@ -352,6 +363,10 @@ VIOLATIONS = {
         ("stacked_remat/_compat.py", "from . import _files"),
         ("stacked_remat/_stacked.py", "from . import fold"),
         ("stacked_remat/ops/rotary.py", "from ..memory import report"),
+    ],
+    models_use_two_private_modules_of_the_library: [
+        ("models/lm.py", "from stacked_remat._placement import is_on_host"),
+        ("models/lora.py", "import stacked_remat._sweep.store"),
     ],
     packages_of_models_import_only_what_is_below_them: [
         ("models/transformer/attention.py", "from models.generation import decoding"),

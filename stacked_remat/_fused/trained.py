@@ -12,7 +12,7 @@ from haliax.util import is_named_array
 from jaxtyping import DTypeLike
 
 from .._messages import axes_text
-from .._placement import is_on_host, to_device
+from .._placement import on_device
 from .._stacked import Stacked
 from .folds import StackInLoss
 from .separable import check_separable
@@ -133,8 +133,7 @@ class Trained:
         """The types of one layer of a stack, with None in the place of each leaf that is not trained."""
 
         def first(stack: Stacked) -> Any:
-            layer = stack[:1].unstacked()[0]
-            return jax.tree.map(lambda leaf: to_device(leaf) if is_on_host(leaf) else leaf, layer)
+            return on_device(stack[:1].unstacked()[0])
 
         layer = eqx.filter_eval_shape(first, self.nodes[self.followed[number]])
         return masked(layer, self.layer_mask(number))

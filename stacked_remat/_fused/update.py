@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, DTypeLike, Float
 
-from .._placement import is_on_host, moves_to_host, to_host
+from .._placement import has_host_arrays, moves_to_host, to_host
 from .._scan.api import scan
 from .._scan.visitor import LayerResult, LayerVisit
 from .folds import Fold, Place
@@ -160,7 +160,7 @@ class FusedUpdate:
 
         stack = trained.stacks[number]
         of_one = jax.eval_shape(init, trained.layer_types(number))
-        if any(map(is_on_host, jax.tree.leaves(masked(stack.stacked, trained.layer_mask(number))))):
+        if has_host_arrays(masked(stack.stacked, trained.layer_mask(number))):
             _, found = scan(leaves_on_host, stack.Layers)(None, stack.stacked)
         else:
             found = stack.vmap_via(leaves)()

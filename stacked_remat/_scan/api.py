@@ -12,9 +12,9 @@ import jax
 from haliax import Axis
 from haliax.axis import AxisSelector
 
+from .._placement import on_device
 from .._policy import ScanCheckpointSpec, resolve_policy
 from .._static import Static
-from .._sweep.store import on_device
 from .arguments import Caller, argument_namer
 from .checks import check_axis_or_name, check_reverse, check_unroll
 from .eager import compiled_once

@@ -12,7 +12,7 @@ from haliax.axis import AxisSelector
 from jax.core import eval_jaxpr
 
 from .._checkpoint import checkpoint_name
-from .._placement import is_on_host, platform
+from .._placement import has_host_arrays, on_device, platform
 from .._remat import Internals, PerLayer, Remat, SaveAll, Swept, checkpoint_of, for_length
 from .._schedule import Tree, equal
 from .._static import Static
@@ -21,7 +21,7 @@ from .._sweep.derivative_errors import not_transposable
 from .._sweep.effects import check_effects
 from .._sweep.gradient import merge, pick
 from .._sweep.spec import FirstLayers
-from .._sweep.store import at_least_one, check_unsliced, on_device
+from .._sweep.store import at_least_one, check_unsliced
 from .checks import check_carry, check_output, describe
 from .marks import is_array
 from .stacking import name_stacked, stack_outputs
@@ -128,10 +128,10 @@ def scan_rolled(
     what: str,
 ) -> tuple[Any, Any]:
     """Apply `layer` to slices of `xs` (all of those that are `unsliced`), one after the other, in a loop."""
-    options, given, remat = None, remat, for_length(remat, axis.size)
+    options, remat = None, for_length(remat, axis.size)
     # A plain scan would keep what it reads from the host, and read nothing ahead.
-    if axis.size and (isinstance(remat, Swept) or any(map(is_on_host, xs))):
-        options = sweep_options(given, axis, xs, host_segment_length)
+    if axis.size and (isinstance(remat, Swept) or has_host_arrays(xs)):
+        options = sweep_options(remat, axis, xs, host_segment_length)
     names = _names_of(axis)
     arrays, static = eqx.partition(init, eqx.is_array_like)
     check_unsliced(xs, unsliced)
@@ -188,7 +188,7 @@ def sweep_options(
     Raises:
         ValueError: stacks on the host can't be read `host_segment_length` layers at a time.
     """
-    read_length = host_segment_length if any(map(is_on_host, xs)) else 1
+    read_length = host_segment_length if has_host_arrays(xs) else 1
     check_host_segments(axis, read_length)
     length = axis.size // read_length
     found = _sweep_options(for_length(remat, length), length)

@@ -11,13 +11,14 @@ import jax.tree_util as jtu
 from haliax.axis import AxisSelector
 
 from .._activity import is_differentiable
+from .._placement import on_device
 from .._policy import ScanCheckpointSpec, resolve_policy
 from .._remat import Remat, for_length
 from .._sweep.api import forward_rule
 from .._sweep.gradient import Mask
 from .._sweep.slots import Arrays
 from .._sweep.spec import SweepSpec
-from .._sweep.store import check_unsliced, on_device
+from .._sweep.store import check_unsliced
 from .._sweep.trace import TracedLayer, trace_layer
 from .api import function_caller
 from .arguments import Caller
@@ -122,7 +123,8 @@ def vjp_for(
 
     def run(init: Any, arguments: tuple[Any, Any]) -> tuple[Any, SweepBack]:
         split = split_tree(arguments, axis, caller, is_scanned=is_scanned)
-        Layers, remat = split[0].axis, policy.normalized()
+        Layers = split[0].axis
+        remat = for_length(policy.normalized(), Layers.size)
         found = sweep_options(remat, Layers, split[1], policy.host_segment_length)
         if found is None:
             raise ValueError(
@@ -131,7 +133,7 @@ def vjp_for(
                 "the device, internals by name (save_block_internals=[names])."
             )
         options = {**found, "reverse": reverse, "unroll": unroll}
-        return _forward(f, init, split, for_length(remat, Layers.size), options, has_output, caller.what)
+        return _forward(f, init, split, remat, options, has_output, caller.what)
 
     def vjp(init: Any, layers: Any, /, *args: Any, **kwargs: Any) -> tuple[Any, SweepBack]:
         check_unmarked(init)

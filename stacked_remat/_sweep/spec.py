@@ -11,7 +11,7 @@ from jax.core import eval_jaxpr
 from jax.extend.core import Jaxpr
 
 from .._activity import active_carry
-from .._placement import is_on_host, platform
+from .._placement import has_host_arrays, on_device, platform
 from .._schedule import Schedule, equal
 from .forward import forward_sweep, forward_sweep_on_host
 from .gradient import (
@@ -31,8 +31,6 @@ from .store import (
     at_least_one,
     empty_stack,
     empty_stack_on_host,
-    has_host_stacks,
-    on_device,
     read,
     read_ahead,
     read_layer,
@@ -149,7 +147,7 @@ class SweepSpec:
 
     def primal(self, init: Carry, xs: Arrays, shared: Arrays) -> tuple[Carry, Arrays]:
         """Run all layers, with nothing kept."""
-        if not any(map(is_on_host, xs)):
+        if not has_host_arrays(xs):
             return self.plain(self.layer, init, xs, shared)
 
         def body(loop: tuple[Carry, Arrays], number: Any) -> tuple[tuple[Carry, Arrays], Arrays]:
@@ -369,9 +367,18 @@ class SweepSpec:
             if self.on_host and platform() == "cuda":
                 # For GPUs XLA keeps a layer's internals twice where its carry comes from the host.
                 carry, cotangents = lax.optimization_barrier((carry, cotangents))
-            to_host = has_host_stacks(state)
-            of_layer = (index, shared, carry, x, self.unsliced, cotangents, layer.saved, pullback, to_host)
-            return visitor(LeafVisit(*of_layer), state)
+            leaves = LeafVisit(
+                index,
+                shared,
+                carry,
+                x,
+                self.unsliced,
+                cotangents,
+                layer.saved,
+                pullback,
+                writes_to_host=has_host_arrays(state),
+            )
+            return visitor(leaves, state)
 
         def fetch(state: Any, index: Any) -> Arrays:
             return self.fetch(xs_in(state), index + first)

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
-from .._placement import is_on_host, platform, to_device, to_host
+from .._placement import has_host_arrays, is_on_host, on_device, platform, to_host
 
 
 def empty_stack(entry: Any, size: int) -> Any:
@@ -105,14 +105,9 @@ def read_before_writes(ahead: list[Array], state: Any) -> tuple[list[Array], Any
     Where XLA would otherwise copy a stack that is read and written in one iteration: for GPUs, and in loops
     within the iteration.
     """
-    if ahead and has_host_stacks(state):
+    if ahead and has_host_arrays(state):
         return lax.optimization_barrier((ahead, state))
     return ahead, state
-
-
-def has_host_stacks(state: Any) -> bool:
-    """Whether some arrays of a tree are on the host."""
-    return any(map(is_on_host, jax.tree.leaves(state)))
 
 
 def apart_from_transfers(compute: Callable[[], Any]) -> Any:
@@ -141,11 +136,6 @@ def check_unsliced(stacks: Sequence[Array], unsliced: Sequence[bool]) -> None:
             "An unsliced field is not moved to the device, and this one is in host memory. Move it there "
             "(jax.device_put(field, jax.memory.Space.Device)), or do not declare it unsliced."
         )
-
-
-def on_device(tree: Any) -> Any:
-    """The arrays of a tree, those on the host moved to the device."""
-    return jax.tree.map(lambda leaf: to_device(leaf) if is_on_host(leaf) else leaf, tree)
 
 
 def write(stacked: Any, index: Any, entry: Any) -> Any:

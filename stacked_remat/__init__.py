@@ -17,6 +17,7 @@ from ._scan.sweep_back import SweepBack
 from ._scan.visitor import LayerResult, LayerVisit, SweepResult
 from ._scan.vjp import fold_vjp, scan_vjp
 from ._stacked import Stacked
+from ._tiled import tiled
 
 if TYPE_CHECKING:
     from . import lora, memory, ops, streaming, training as training
@@ -54,6 +55,7 @@ __all__ = [
     "scan_vjp",
     "shared",
     "streaming",
+    "tiled",
     "unsliced",
 ]
 

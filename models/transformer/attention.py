@@ -1,17 +1,18 @@
 """Grouped-query attention with RMS norms and rotary embedding of queries and keys."""
 
-from collections.abc import Sequence
+import dataclasses
 
 import equinox as eqx
+import haliax as hax
 import haliax.nn as hnn
 import jax
-from haliax import Axis, AxisSelector, NamedArray
+from haliax import AxisSelector, NamedArray
 from jaxtyping import PRNGKeyArray
 
 from models.transformer.config import DecoderConfig
 from models.transformer.key_value_cache import SLOT_AXIS, KeyValueCache
-from models.transformer.layers import linear, rms_norm
-from stacked_remat import checkpoint_name
+from models.transformer.layers import linear, map_linears, of_part, rms_norm, without_bias
+from stacked_remat import checkpoint_name, tiled
 from stacked_remat.ops import RotaryTable, apply_rotary, causal_attention, decode_attention
 from stacked_remat.training import POSITION_AXIS
 
@@ -54,8 +55,19 @@ class Attention(eqx.Module):
         self, x: NamedArray, rotary: RotaryTable, Pos: AxisSelector, *, documents: NamedArray | None = None
     ) -> NamedArray:
         """Maps `[..., Pos, Embed]` to itself; a position sees its document up to itself within its window."""
-        heads = self._heads(x, rotary)
-        return self._attend(x, *heads, Pos, self.config.attention.backend, documents)
+        tiles = min(self.config.tiles, self.config.KVHeads.size)
+        if tiles == 1:
+            return self._of_heads(x, rotary, Pos, documents)
+        whole, bias = without_bias(self.o_proj)
+        by_heads = tiled(_of_some_heads, self.config.KVHeads, tiles=tiles, reduce="sum")
+        attention = dataclasses.replace(self, o_proj=whole)
+        output = by_heads(attention, hax.arange(self.config.KVHeads), x, rotary, Pos, documents)
+        return output if bias is None else (output + bias).rearrange(x.axes)
+
+    def _of_heads(
+        self, x: NamedArray, rotary: RotaryTable, Pos: AxisSelector, documents: NamedArray | None
+    ) -> NamedArray:
+        return self._attend(x, *self._heads(x, rotary), Pos, self.config.attention.backend, documents)
 
     def prefill(
         self, x: NamedArray, rotary: RotaryTable, cache: KeyValueCache, layer_index: NamedArray
@@ -97,7 +109,7 @@ class Attention(eqx.Module):
         """
         HeadDim = self.config.HeadDim
         query, key, value = (
-            _named(linear(x), name, (self.config.KVHeads, self.config.HeadsPerKV, HeadDim))
+            _named(linear(x), name, x)
             for linear, name in ((self.q_proj, "query"), (self.k_proj, "key"), (self.v_proj, "value"))
         )
         query, key = (
@@ -117,16 +129,30 @@ class Attention(eqx.Module):
         documents: NamedArray | None = None,
     ) -> NamedArray:
         """The output, with the axes of `x`."""
-        axes = (Pos, self.config.KVHeads, self.config.HeadDim)
+        axes = (Pos, self.config.KVHeads.name, self.config.HeadDim)
         options = {"documents": documents, "window": self.window, "backend": backend}
         return self.o_proj(causal_attention(query, key, value, *axes, **options)).rearrange(x.axes)
 
 
-def _named(heads: NamedArray, name: str, of_heads: Sequence[Axis]) -> NamedArray:
-    """`heads` under a name for remat policies, with all axes of heads flattened into one.
+def _of_some_heads(
+    attention: Attention,
+    numbers: NamedArray,
+    x: NamedArray,
+    rotary: RotaryTable,
+    Pos: AxisSelector,
+    documents: NamedArray | None,
+) -> NamedArray:
+    """The part of the output that is of some key-value heads, those with these numbers, and their queries."""
+    (KVHeads,) = numbers.axes
+    some = map_linears(lambda linear: of_part(linear, KVHeads), attention)
+    return some._of_heads(x, rotary, Pos, documents)
+
+
+def _named(heads: NamedArray, name: str, x: NamedArray) -> NamedArray:
+    """`heads` under a name for remat policies, with all axes of heads, those that `x` lacks, as one.
 
     With several, XLA copies the stack of all layers into another layout, 20 GiB at 65,536 tokens.
     """
-    own = tuple(axis for axis in heads.axes if axis in of_heads)
+    own = tuple(axis for axis in heads.axes if axis not in x.axes)
     flat = checkpoint_name(heads.flatten_axes(own, "heads"), name)
     return flat.unflatten_axis("heads", own)

@@ -163,6 +163,7 @@ class DecoderConfig(LmConfig):
     rms_norm_eps: float = 1e-6
     initializer_range: float = 0.02
     tie_word_embeddings: bool = False
+    tiles: int = 1
     compute_dtype: Literal["float32", "bfloat16"] = "float32"
 
     def __post_init__(self) -> None:

@@ -16,10 +16,10 @@ from jaxtyping import Array, PRNGKeyArray
 from models.lm import AuxiliaryLoss, LanguageModel, build_model, check_remat_levels, check_remat_names
 from models.transformer.attention import Attention
 from models.transformer.config import DecoderConfig, LayerKind, SparseDecoderConfig
-from models.transformer.experts import RouterStatistics, SparseExperts, load_balance_loss
+from models.transformer.experts import RouterStatistics, SparseExperts, load_balance_loss, means
 from models.transformer.key_value_cache import KeyValueCache
 from models.transformer.layers import SwiGlu, cast_floating, linear, rms_norm
-from stacked_remat import ScanCheckpointSpec, Stacked
+from stacked_remat import ScanCheckpointSpec, Stacked, tiled
 from stacked_remat.lora import LoraLinear
 from stacked_remat.ops import RotaryTable, rotary_table
 from stacked_remat.training import POSITION_AXIS
@@ -88,11 +88,23 @@ class DecoderLayer(eqx.Module):
     def _feed_forward(
         self, x: NamedArray, documents: NamedArray | None = None
     ) -> tuple[NamedArray, RouterStatistics | None]:
+        tiles = self.attention.config.tiles
+        half = DecoderLayer._feed_forward_half
+        if tiles > 1 and POSITION_AXIS in [axis.name for axis in x.axes]:
+            half = tiled(half, POSITION_AXIS, tiles=tiles, reduce="sum")
+        mixed, sums = half(self, x, documents)
+        if sums is None:
+            return x + mixed, None
+        return x + mixed, means(sums, x, self.attention.config.Embed, documents)
+
+    def _feed_forward_half(
+        self, x: NamedArray, documents: NamedArray | None
+    ) -> tuple[NamedArray, RouterStatistics | None]:
+        """What is added to the residual stream, and the sums of a router."""
         normalised = self.post_attention_norm(x)
         if isinstance(self.mlp, SwiGlu):
-            return x + self.mlp(normalised).rearrange(x.axes), None
-        mixed, statistics = self.mlp(normalised, documents)
-        return x + mixed, statistics
+            return self.mlp(normalised).rearrange(x.axes), None
+        return self.mlp(normalised, documents)
 
 
 class Decoder(LanguageModel):

@@ -54,6 +54,15 @@ def load_balance_loss(load: NamedArray, importance: NamedArray, Experts: Axis) -
     return hax.dot(load, importance, axis=Experts) * float(Experts.size)
 
 
+def means(sums: RouterStatistics, x: NamedArray, Embed: Axis, documents: NamedArray | None) -> RouterStatistics:
+    """The statistics of the tokens `x` from their sums; `documents` as in `SparseExperts.route`."""
+    count = hax.ones(tuple(axis for axis in x.axes if axis != Embed))
+    if documents is not None:
+        count = hax.where(documents != 0, count, 0.0)
+    total = hax.maximum(hax.sum(count), 1.0)
+    return jax.tree.map(lambda one: one / total, sums, is_leaf=is_named_array)
+
+
 class SparseExperts(eqx.Module):
     """Routes every token to `experts_per_token` experts and sums their weighted outputs.
 
@@ -88,7 +97,8 @@ class SparseExperts(eqx.Module):
             documents: integers `[...]`, 0 for padding, which is routed and left out of the statistics.
 
         Returns:
-            The experts' numbers and their gates in float32, both `[..., choice]`, and statistics.
+            The experts' numbers and their gates in float32, both `[..., choice]`, and the sums over tokens of
+            which the statistics are means.
         """
         Experts = self.config.Experts
         logits = self.router(x).astype(jnp.float32)
@@ -109,22 +119,21 @@ class SparseExperts(eqx.Module):
         real = hax.ones(tokens)
         if documents is not None:
             real = hax.where(documents != 0, real, 0.0)
-        count = hax.maximum(hax.sum(real), 1.0)
 
-        def mean(x: NamedArray) -> NamedArray:
-            return hax.sum(x * real, axis=tokens) / count
+        def total(x: NamedArray) -> NamedArray:
+            return hax.sum(x * real, axis=tokens)
 
-        of_layer = RouterStatistics(
-            load=mean(chosen),
-            importance=mean(probabilities),
-            z_loss=mean(hnn.logsumexp(logits, axis=Experts) ** 2),
+        sums = RouterStatistics(
+            load=total(chosen),
+            importance=total(probabilities),
+            z_loss=total(hnn.logsumexp(logits, axis=Experts) ** 2),
         )
-        return choices, gates, of_layer
+        return choices, gates, sums
 
     def __call__(
         self, x: NamedArray, documents: NamedArray | None = None
     ) -> tuple[NamedArray, RouterStatistics]:
-        """Maps `[..., Embed]` to `[..., Embed]`, with the router's statistics; takes what `route` takes.
+        """Maps `[..., Embed]` to `[..., Embed]`, with the sums of `route`; takes what that takes.
 
         In a layer that is not recomputed, the output of `gate_proj` is kept for the backward pass, which then
         recomputes one product less, at `experts_per_token * expert_dim` activations a token.
@@ -132,10 +141,10 @@ class SparseExperts(eqx.Module):
         Cost: `6 * tokens * experts_per_token * embed * expert_dim` FLOPs and up to an eighth more for
         padding; see `grouped_experts` for the memory and the backward pass.
         """
-        choices, gates, statistics = self.route(x, documents)
+        choices, gates, sums = self.route(x, documents)
         keep = internals_are_saved()
         output = self._mixed(x, choices, gates, self.experts.stacked, self.config.Experts, keep)
-        return checkpoint_name(output, "expert_output"), statistics
+        return checkpoint_name(output, "expert_output"), sums
 
     def decode(self, x: NamedArray, layers: "SparseExperts", layer_index: NamedArray) -> NamedArray:
         """Maps a few tokens `[..., Embed]` to themselves, without a copy of the layer's experts.

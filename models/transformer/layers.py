@@ -1,6 +1,8 @@
 """The parts of a decoder layer: linear maps, RMS norms, the gated MLP, and the cast to the compute dtype."""
 
-from typing import TypeVar
+import dataclasses
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import equinox as eqx
 import haliax as hax
@@ -8,9 +10,11 @@ import haliax.nn as hnn
 import jax
 import jax.numpy as jnp
 from haliax import Axis, AxisSpec, NamedArray
+from haliax.axis import axis_spec_to_tuple
 from jaxtyping import DTypeLike, PRNGKeyArray
 
 from models.transformer.config import DecoderConfig
+from stacked_remat.lora import LoraLinear
 
 T = TypeVar("T")
 
@@ -54,6 +58,34 @@ class SwiGlu(eqx.Module):
         """
         hidden = hnn.silu(self.gate_proj(x) if gated is None else gated) * self.up_proj(x)
         return self.down_proj(hidden if gate is None else hidden * gate)
+
+
+def map_linears(fn: Callable[[Any], Any], tree: T) -> T:
+    """`tree` with `fn` applied to its linear maps, those with an adapter among them."""
+
+    def is_linear(node: Any) -> bool:
+        return isinstance(node, hnn.Linear | LoraLinear)
+
+    return jax.tree.map(lambda node: fn(node) if is_linear(node) else node, tree, is_leaf=is_linear)
+
+
+def of_part(linear: Any, axis: Axis) -> Any:
+    """The linear map, adapted or not, whose arrays have only this part of the axis of its name."""
+    if isinstance(linear, LoraLinear):
+        return dataclasses.replace(linear, wrapped=of_part(linear.wrapped, axis))
+
+    def part(spec: AxisSpec) -> Any:
+        return tuple(axis if own.name == axis.name else own for own in axis_spec_to_tuple(spec))
+
+    return dataclasses.replace(linear, In=part(linear.In), Out=part(linear.Out))
+
+
+def without_bias(linear: Any) -> tuple[Any, NamedArray | None]:
+    """The linear map, adapted or not, without its bias; and that."""
+    if isinstance(linear, LoraLinear):
+        wrapped, bias = without_bias(linear.wrapped)
+        return dataclasses.replace(linear, wrapped=wrapped), bias
+    return dataclasses.replace(linear, bias=None), linear.bias
 
 
 def cast_floating(tree: T, dtype: DTypeLike) -> T:

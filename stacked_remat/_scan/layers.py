@@ -87,6 +87,11 @@ def internals_are_saved() -> bool:
     return _internals_are_saved.value
 
 
+def internals_not_saved() -> Any:
+    """A context in which `internals_are_saved()` is False."""
+    return _internals_are_saved(False)
+
+
 def _not_transposable(results: Any, remat: Remat) -> Any:
     """The results of a scan, with an error for `jax.linear_transpose` under policies that refuse it."""
     if isinstance(remat, SaveAll) or (isinstance(remat, PerLayer) and not remat.named):

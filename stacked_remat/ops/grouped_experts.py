@@ -24,6 +24,7 @@ from .._scan.arguments import Caller
 from .._scan.layer_axis import TreeLayout, split_tree
 from .._scan.marks import is_array, is_named, is_split
 from .._static import Static
+from .._tiled import zeros_after
 from .per_device import free_axis_mapping
 
 Rows = Float[Array, "row embed"]
@@ -227,7 +228,9 @@ class _BlockLoop:
             return out.at[at.token].add(rows), kept
 
         shape, _ = jax.eval_shape(rows_of, _Plan(*(leaf[0] for leaf in plan)))
-        start = jnp.zeros((inputs.x.shape[0], shape.shape[-1]), jnp.float32)
+        start = zeros_after(
+            (inputs.x, plan), jax.ShapeDtypeStruct((inputs.x.shape[0], shape.shape[-1]), jnp.float32)
+        )
         out, kept = lax.scan(iteration, start, plan)
         return out.astype(inputs.x.dtype), kept
 
@@ -244,7 +247,10 @@ class _BlockLoop:
             return jax.tree.map(_add_at, gradients, eqx.filter(places, perturbed), new), None
 
         flat = inputs._replace(gates=inputs.gates.reshape(-1))
-        start = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), eqx.filter(flat, perturbed))
+        wanted = jax.tree.map(
+            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.float32), eqx.filter(flat, perturbed)
+        )
+        start = zeros_after((inputs.x, plan, ct), wanted)
         gradients, _ = lax.scan(iteration, start, (plan, kept))
         return jax.tree.map(
             lambda new, old: new.reshape(old.shape).astype(old.dtype),

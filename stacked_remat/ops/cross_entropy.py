@@ -18,10 +18,11 @@ from jaxtyping import Array, Float, Int
 
 from .._messages import axes_text
 from .._static import Static
+from .._tiled import zeros_after
 from .per_device import per_device
 
 Hidden = Float[Array, "token embed"]
-Head = Float[Array, "embed vocab"]
+Head = Float[Array, "embed vocab"] | Float[Array, "vocab embed"]
 Targets = Int[Array, " token"]
 PerToken = Float[Array, " token"]
 
@@ -110,7 +111,8 @@ def _of_tokens(
     tokens = targets.axes
     count = math.prod(axis.size for axis in tokens)
     flat = hidden.rearrange((*tokens, Embed)).array.reshape(count, Embed.size)
-    matrix = head.rearrange((Embed, Vocab)).array.astype(flat.dtype)
+    # As it is stored: XLA would hold the transpose of a frozen head through the whole step.
+    matrix, names = head.array.astype(flat.dtype), "ev" if head.axes[0] == Embed else "ve"
     labels = targets.array.reshape(count).astype(jnp.int32)  # narrower types could not hold Vocab.size
     counted = None if weights is None else weights.rearrange(tokens).array.reshape(count)
     ignored = labels == IGNORED_TARGET
@@ -120,24 +122,24 @@ def _of_tokens(
     labels = jnp.where(ignored, 0, jnp.where(labels < 0, Vocab.size, labels))
     size = min(chunk_size, count) or 1
     padding = (0, -count % size)
-    losses: Any = _losses(jnp.pad(flat, (padding, (0, 0))), matrix, jnp.pad(labels, padding), z_loss, size)
+    losses: Any = _losses(jnp.pad(flat, (padding, (0, 0))), matrix, jnp.pad(labels, padding), z_loss, size, names)
     losses = jnp.where(ignored, 0.0, losses[:count])
     if counted is not None:
         losses = losses * counted.astype(jnp.float32)
     return NamedArray(losses.reshape([axis.size for axis in tokens]), tokens)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
-def _losses(hidden: Hidden, head: Head, targets: Targets, z_loss: float, size: int) -> PerToken:
-    return _forward(hidden, head, targets, z_loss, size)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
+def _losses(hidden: Hidden, head: Head, targets: Targets, z_loss: float, size: int, names: str) -> PerToken:
+    return _forward(hidden, head, targets, z_loss, size, names)[0]
 
 
 def _forward(
-    hidden: Hidden, head: Head, targets: Targets, z_loss: float, size: int
+    hidden: Hidden, head: Head, targets: Targets, z_loss: float, size: int, names: str
 ) -> tuple[PerToken, PerToken]:
     def chunk(_: None, at: tuple[Hidden, Targets]) -> tuple[None, tuple[PerToken, PerToken]]:
         own, target = at
-        logits = _logits(own, head)
+        logits = _logits(own, head, names)
         lse = jax.nn.logsumexp(logits, axis=-1)
         picked = jnp.take_along_axis(logits, target[:, None], axis=-1)[:, 0]
         return None, (lse - picked + z_loss * lse**2, lse)
@@ -146,41 +148,47 @@ def _forward(
     return losses.reshape(-1), lse.reshape(-1)
 
 
-def _forward_rule(hidden: Any, head: Any, targets: Any, z_loss: float, size: int) -> tuple[PerToken, Any]:
-    losses, lse = _forward(hidden.value, head.value, targets.value, z_loss, size)
+def _forward_rule(
+    hidden: Any, head: Any, targets: Any, z_loss: float, size: int, names: str
+) -> tuple[PerToken, Any]:
+    losses, lse = _forward(hidden.value, head.value, targets.value, z_loss, size, names)
     return losses, (hidden.value, head.value, targets.value, lse, Static(head.perturbed))
 
 
-def _backward_rule(z_loss: float, size: int, residuals: Any, cotangent: Any) -> tuple[Any, Any, None]:
+def _backward_rule(
+    z_loss: float, size: int, names: str, residuals: Any, cotangent: Any
+) -> tuple[Any, Any, None]:
     hidden, head, targets, lse, trained = residuals
     if isinstance(cotangent, SymbolicZero):
         return None, None, None
 
-    def chunk(
-        head_gradient: Array | None, at: tuple[Hidden, Targets, PerToken, PerToken]
-    ) -> tuple[Array | None, Array]:
-        own, target, own_lse, ct = at
+    def chunk(gradients: tuple[Array, Array | None], i: Array) -> tuple[tuple[Array, Array | None], None]:
+        of_hidden, of_head = gradients
+        own, target, own_lse, ct = (
+            lax.dynamic_slice_in_dim(x, i * size, size) for x in (hidden, targets, lse, cotangent)
+        )
         of_lse = ct * (1.0 + 2.0 * z_loss * own_lse)
-        of_logits = jnp.exp(_logits(own, head) - own_lse[:, None]) * of_lse[:, None]
-        hit = target[:, None] == jnp.arange(head.shape[1])[None, :]
+        of_logits = jnp.exp(_logits(own, head, names) - own_lse[:, None]) * of_lse[:, None]
+        hit = target[:, None] == jnp.arange(of_logits.shape[1])[None, :]
         of_logits = jnp.where(hit, of_logits - ct[:, None], of_logits).astype(own.dtype)
-        if head_gradient is not None:
-            new = jnp.einsum("te,tv->ev", own, of_logits, preferred_element_type=jnp.float32)
-            head_gradient = head_gradient + new
-        return head_gradient, jnp.einsum("tv,ev->te", of_logits, head)
+        if of_head is not None:
+            new = jnp.einsum(f"te,tv->{names}", own, of_logits, preferred_element_type=jnp.float32)
+            of_head = of_head + new
+        new = jnp.einsum(f"tv,{names}->te", of_logits, head)
+        return (lax.dynamic_update_slice_in_dim(of_hidden, new, i * size, 0), of_head), None
 
-    start = jnp.zeros(head.shape, jnp.float32) if trained.value else None
-    chunks = (_cut(hidden, size), _cut(targets, size), _cut(lse, size), _cut(cotangent, size))
-    head_gradient, of_hidden = lax.scan(chunk, start, chunks)
-    of_head = None if head_gradient is None else head_gradient.astype(head.dtype)
-    return of_hidden.reshape(hidden.shape), of_head, None
+    of_head = jax.ShapeDtypeStruct(head.shape, jnp.float32) if trained.value else None
+    start = zeros_after((hidden, cotangent), (hidden, of_head))
+    chunks = jnp.arange(len(targets) // size, dtype=jnp.int32)
+    (of_hidden, of_head), _ = lax.scan(chunk, start, chunks)
+    return of_hidden, None if of_head is None else of_head.astype(head.dtype), None
 
 
 _losses.defvjp(_forward_rule, _backward_rule, symbolic_zeros=True)
 
 
-def _logits(hidden: Hidden, head: Head) -> Float[Array, "token vocab"]:
-    return jnp.einsum("te,ev->tv", hidden, head, preferred_element_type=jnp.float32)
+def _logits(hidden: Hidden, head: Head, names: str) -> Float[Array, "token vocab"]:
+    return jnp.einsum(f"te,{names}->tv", hidden, head, preferred_element_type=jnp.float32)
 
 
 def _cut(x: Array, size: int) -> Array:

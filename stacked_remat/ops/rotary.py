@@ -16,9 +16,9 @@ from ._rotary_scaling import DefaultRotary, RotaryScaling
 
 
 class RotaryTable(eqx.Module):
-    """Cosines and sines of the rotary angles, `[..., Pos, HeadDim]` in float32.
+    """Cosines and sines of the rotary angles of each pair of coordinates, in float32.
 
-    Made once per forward pass and shared by all layers.
+    `[..., Pos, HeadDim]` with half of the coordinates. Made once per forward pass and shared by all layers.
     """
 
     cos: NamedArray
@@ -40,12 +40,13 @@ def rotary_table(
         scaling: how frequencies are rescaled for longer contexts than those of training; None for not at all.
 
     Returns:
-        Cosines and sines `[..., Pos, HeadDim]`, times the attention factor of `scaling`.
+        Cosines and sines `[..., Pos, HeadDim]` of half the size of `HeadDim`, times the attention factor of
+        `scaling`.
 
     Raises:
         ValueError: `HeadDim` is odd, positions are not integers or have that axis, or `theta` is at most one.
 
-    Cost: two float32 numbers per position and coordinate. Angles are products in float32, as in Hugging
+    Cost: a float32 number per position and coordinate. Angles are products in float32, as in Hugging
     Face's transformers: a cosine is off by up to 1e-3 at position 65,535 and 3e-2 at a million.
     """
     if not jnp.issubdtype(positions.dtype, jnp.integer):
@@ -55,7 +56,7 @@ def rotary_table(
     scaling = DefaultRotary() if scaling is None else scaling
     frequencies = scaling.frequencies(HeadDim.size, theta)
     cos, sin = _cos_and_sin(positions.array, frequencies.astype(np.float32), scaling.attention_factor_used)
-    axes = (*positions.axes, HeadDim)
+    axes = (*positions.axes, HeadDim.resize(HeadDim.size // 2))
     return RotaryTable(hax.named(cos, axes), hax.named(sin, axes))
 
 
@@ -72,22 +73,22 @@ def apply_rotary(x: NamedArray, table: RotaryTable, HeadDim: Axis) -> NamedArray
     Raises:
         ValueError: `x` lacks an axis of the table, or has it with another size.
     """
-    lacking = [axis for axis in (*table.cos.axes, HeadDim) if axis not in x.axes]
+    pairs = table.cos.resolve_axis(HeadDim.name)
+    own = [axis for axis in table.cos.axes if axis != pairs]
+    lacking = [axis for axis in (*own, pairs.resize(2 * pairs.size), HeadDim) if axis not in x.axes]
     if lacking:
         raise ValueError(
             f"x has {axes_text(x.axes)}; the rotary table has {axes_text(lacking)}. Make the table from the "
             "positions of x, with its HeadDim."
         )
-    half = HeadDim.size // 2
     wide = x.astype(jnp.float32)
-    first, second = wide[HeadDim, :half], wide[HeadDim, half:]
-    rotated = hax.concatenate(HeadDim, [-second, first])
-    return (wide * table.cos + rotated * table.sin).rearrange(x.axes).astype(x.dtype)
+    first, second = wide[HeadDim, : pairs.size], wide[HeadDim, pairs.size :]
+    rotated = [first * table.cos - second * table.sin, second * table.cos + first * table.sin]
+    return hax.concatenate(HeadDim, rotated).rearrange(x.axes).astype(x.dtype)
 
 
 def _cos_and_sin(
     positions: Int[Array, "*position"], frequencies: Float[np.ndarray, " half"], factor: float
-) -> tuple[Float[Array, "*position head_dim"], Float[Array, "*position head_dim"]]:
+) -> tuple[Float[Array, "*position half"], Float[Array, "*position half"]]:
     angles = positions.astype(jnp.float32)[..., None] * jnp.expand_dims(frequencies, range(positions.ndim))
-    angles = jnp.concatenate([angles, angles], axis=-1)
     return jnp.cos(angles) * factor, jnp.sin(angles) * factor

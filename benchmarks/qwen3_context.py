@@ -6,11 +6,13 @@ Forward and backward are compiled for a device that need not be attached, and no
     python -m benchmarks.qwen3_context --target h200 --longest 80GiB 139GiB
     python -m benchmarks.qwen3_context --target h200 --presets auto blockwise --tokens 65536
     python -m benchmarks.qwen3_context --target v5p --devices 8 --tokens 65536 --policies nested
+    python -m benchmarks.qwen3_context --target h200 --tokens 65536 --tiles 1 2 4
 
 Model and adapters are those of `models/configs/qwen3_30b_a3b_65k_lora.yaml`, with one sequence per device.
 With `--devices`, weights are sharded over a mesh by the config's `trainer.mesh`. Writes
-`results/qwen3_context_<target>.json`, `results/qwen3_longest_<target>.json`, or with `--presets`, for the
-model's own policies, `True` and `nested`, `results/qwen3_presets_<target>.json`.
+`results/qwen3_context_<target>.json`, `results/qwen3_longest_<target>.json`, with `--tiles`, for each number
+of `model.tiles`, `results/qwen3_tiles_<target>.json`, or with `--presets`, for the model's own policies,
+`True` and `nested`, `results/qwen3_presets_<target>.json`.
 """
 
 import argparse
@@ -61,6 +63,11 @@ def main(arguments: list[str] | None = None) -> Path:
         name, rows = "longest", _longest(config, options)
     elif options.presets:
         name, rows = "presets", _presets(config, options)
+    elif options.tiles:
+        name, rows = "tiles", []
+        for tiles in options.tiles:
+            altered = dataclasses.replace(config, model=dataclasses.replace(_decoder(config), tiles=tiles))
+            rows += [{"tiles": tiles, **row} for row in _contexts(altered, options)]
     else:
         name, rows = "context", _contexts(config, options)
     where = options.target if options.devices == 1 else f"{options.target}_{options.devices}"
@@ -126,9 +133,7 @@ def _presets(config: LmRunConfig, options: argparse.Namespace) -> list[dict[str,
     policies |= {name: remat_policy(name, config.model.remat_presets) for name in config.model.remat_presets}
     rows = []
     for backend in options.presets:
-        architecture = config.model
-        if not isinstance(architecture, DecoderConfig):
-            raise SystemExit(f"{options.config}: a Qwen3 model is expected.")
+        architecture = _decoder(config)
         attention = dataclasses.replace(architecture.attention, backend=backend)
         altered = dataclasses.replace(config, model=dataclasses.replace(architecture, attention=attention))
         for tokens in options.tokens:
@@ -138,6 +143,12 @@ def _presets(config: LmRunConfig, options: argparse.Namespace) -> list[dict[str,
                 rows.append({"backend": backend, "tokens": tokens, "policy": name, **memory_row(found)})
                 print(f"{backend:9} {_line(tokens, name, found)}", flush=True)
     return rows
+
+
+def _decoder(config: LmRunConfig) -> DecoderConfig:
+    if not isinstance(config.model, DecoderConfig):
+        raise SystemExit("A config of a Qwen3 model is expected.")
+    return config.model
 
 
 def _longest(config: LmRunConfig, options: argparse.Namespace) -> list[dict[str, Any]]:
@@ -194,6 +205,7 @@ def _parser() -> argparse.ArgumentParser:
         default=[],
         help="backends of attention to try with the model's own policies",
     )
+    parser.add_argument("--tiles", type=int, nargs="+", default=[], help="values of model.tiles to compare")
     parser.add_argument("--devices", type=int, default=1)
     parser.add_argument("--longest", nargs="+", default=[], help="budgets to find the longest context for")
     parser.add_argument("--step", type=int, default=65_536, help="contexts are multiples of this")

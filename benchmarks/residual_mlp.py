@@ -14,7 +14,7 @@ import haliax as hax
 import jax
 import jax.numpy as jnp
 
-from stacked_remat import ScanCheckpointPolicy, ScanCheckpointSpec, Stacked
+from stacked_remat import ScanCheckpointPolicy, ScanCheckpointSpec, Stacked, tiled
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,27 +66,33 @@ class Block(eqx.Module):
 
     up: hax.NamedArray
     down: hax.NamedArray
+    tiles: int = eqx.field(static=True, default=1)
 
     @staticmethod
-    def init(sizes: Sizes, *, key: jax.Array) -> "Block":
-        """One layer's weights."""
+    def init(sizes: Sizes, *, key: jax.Array, tiles: int = 1) -> "Block":
+        """One layer's weights; `tiles` of its tokens have internals one after the other."""
         _, _, width, inner = sizes.axes
         up, down = jax.random.split(key)
         return Block(
             hax.random.normal(up, (width, inner)).astype(sizes.dtype) * 0.02,
             hax.random.normal(down, (inner, width)).astype(sizes.dtype) * 0.02,
+            tiles,
         )
 
     def __call__(self, x: hax.NamedArray) -> hax.NamedArray:
         """The next carry."""
+        mlp = Block._mlp if self.tiles == 1 else tiled(Block._mlp, "tokens", tiles=self.tiles)
+        return x + mlp(self, x)
+
+    def _mlp(self, x: hax.NamedArray) -> hax.NamedArray:
         hidden = hax.nn.silu(hax.dot(x, self.up, axis="width"))
-        return x + hax.dot(hidden, self.down, axis="inner")
+        return hax.dot(hidden, self.down, axis="inner")
 
 
-def _named(stacked: Any, sizes: Sizes, *, frozen: bool = False) -> Program:
+def _named(stacked: Any, sizes: Sizes, *, frozen: bool = False, **options: Any) -> Program:
     layers, tokens, width, _ = sizes.axes
     keys = jax.random.split(jax.random.key(0), sizes.layers)
-    blocks = eqx.filter_eval_shape(lambda keys: stacked(layers)(sizes, key=keys), keys)
+    blocks = eqx.filter_eval_shape(lambda keys: stacked(layers)(sizes, key=keys, **options), keys)
     x = eqx.filter_eval_shape(lambda: hax.zeros((tokens, width), dtype=sizes.dtype))
 
     def loss(blocks: Any, x: hax.NamedArray) -> jax.Array:
@@ -95,9 +101,13 @@ def _named(stacked: Any, sizes: Sizes, *, frozen: bool = False) -> Program:
     return jax.grad(loss, 1 if frozen else (0, 1)), (blocks, x)
 
 
-def ours(remat: ScanCheckpointSpec, *, frozen: bool = False) -> Callable[[Sizes], Program]:
+def ours(remat: ScanCheckpointSpec, *, frozen: bool = False, tiles: int = 1) -> Callable[[Sizes], Program]:
     """The stack with this library's `Stacked`; `frozen` weights have no gradient."""
-    return lambda sizes: _named(lambda axis: Stacked.init(axis, Block, remat=remat), sizes, frozen=frozen)
+
+    def stacked(axis: hax.Axis) -> Any:
+        return Stacked.init(axis, Block, remat=remat)
+
+    return lambda sizes: _named(stacked, sizes, frozen=frozen, tiles=tiles)
 
 
 def haliax(remat: Any) -> Callable[[Sizes], Program]:
@@ -222,4 +232,7 @@ def variants() -> Iterator[Variant]:
         "nested + offload": nested_offload,
     }.items():
         yield Variant(f"stacked_remat {name}", ours(remat))
+    for tiles in (4, 16):
+        for remat in (True, "nested", "offload"):
+            yield Variant(f"stacked_remat {remat}, {tiles} tiles", ours(remat, tiles=tiles))
     yield Variant("stacked_remat nested, frozen weights", ours("nested", frozen=True))

@@ -106,14 +106,17 @@ class LmConfig(draccus.ChoiceRegistry):
         num_layers: how many layers it has.
         compute_dtype: dtype of activations.
         remat_presets: named policies for the `remat` config entry.
-        remat_names: the names that `checkpoint_name` gives to values inside its layers; None if unknown.
     """
 
     remat_presets: ClassVar[RematPresets] = NO_PRESETS
-    remat_names: ClassVar[tuple[str, ...] | None] = None
 
     num_layers: int
     compute_dtype: Literal["float32", "bfloat16"]
+
+    @property
+    def remat_names(self) -> tuple[str, ...] | None:
+        """The names that `checkpoint_name` gives to values inside its layers; None if unknown."""
+        return None
 
     def num_weights(self, vocab_size: int) -> int:
         """How many numbers the model has, computed without making it."""
@@ -139,8 +142,8 @@ def check_remat_names(config: LmConfig, policy: ScanCheckpointPolicy | None, key
         for name in names:
             if name not in config.remat_names:
                 raise ConfigError(
-                    f"{key}.{field} has {name!r}, which names nothing in a layer of this model. Valid: "
-                    f"{', '.join(config.remat_names)}."
+                    f"{key}.{field} has {name!r}, which names nothing in a layer of this model. "
+                    + f"Valid: {', '.join(config.remat_names) or 'none (what model.tiles cuts has no names)'}."
                 )
 
 

@@ -20,7 +20,7 @@ from ._activity import is_differentiable
 from ._scan.arguments import argument_namer
 from ._scan.eager import compiled_once
 from ._scan.layers import internals_not_saved
-from ._scan.marks import is_array, is_named, leaf_size, raw_array, take_marks_off
+from ._scan.marks import is_array, is_named, raw_array, take_marks_off
 from ._static import Static
 from ._sweep.gradient import merge, pick, scatter_leaves
 
@@ -225,16 +225,16 @@ class _Cut:
     def write(self, array: Any, dim: int, start: Any, tile: Any) -> Any:
         """`array` with this tile from `start` on."""
         tile = self._by_device(tile, dim)
-        return lax.dynamic_update_slice_in_dim(
-            self._by_device(array, dim), tile, start, dim + 1
-        ).reshape(array.shape)
+        return lax.dynamic_update_slice_in_dim(self._by_device(array, dim), tile, start, dim + 1).reshape(
+            array.shape
+        )
 
     def _by_device(self, array: Any, dim: int) -> Any:
         return array.reshape(*array.shape[:dim], self.parts, -1, *array.shape[dim + 1 :])
 
 
 class _Output(NamedTuple):
-    """An output of a tile: its dimension along the axis, None for a sum, and its names, None if it has none."""
+    """An output of a tile: its dimension along the axis, None for a sum; its names, None if it has none."""
 
     dim: int | None
     axes: tuple[Axis, ...] | None
@@ -275,7 +275,12 @@ def _resized(axes: tuple[Axis, ...], dim: int | None, size: int) -> tuple[Axis, 
 
 
 def _trace(
-    caller: _Caller, fn: Callable[..., Any], cut: _Cut, length: int, split: Sequence[Any], shared: Sequence[Any]
+    caller: _Caller,
+    fn: Callable[..., Any],
+    cut: _Cut,
+    length: int,
+    split: Sequence[Any],
+    shared: Sequence[Any],
 ) -> _Traced:
     found: list[Any] = []
 
@@ -381,8 +386,7 @@ class _Tiling:
 
     def tile(self, arrays: Sequence[Any], start: Any, length: int) -> list[Any]:
         return [
-            self.cut.read(array, dim, start, length)
-            for array, dim in zip(arrays, self.cut.dims, strict=True)
+            self.cut.read(array, dim, start, length) for array, dim in zip(arrays, self.cut.dims, strict=True)
         ]
 
     def forward(self, split: Sequence[Any], shared: Sequence[Any]) -> list[Any]:
@@ -464,7 +468,7 @@ def zeros_after(done: Any, like: Any) -> Any:
 
 def _sum_dtype(dtype: Any) -> Any:
     """In which sums over tiles are kept: at least float32."""
-    return jnp.promote_types(dtype, jnp.float32) if is_differentiable(dtype) else dtype
+    return jnp.float32 if is_differentiable(dtype) and jnp.finfo(dtype).bits < 32 else dtype
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

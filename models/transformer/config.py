@@ -147,11 +147,13 @@ class DecoderConfig(LmConfig):
         rms_norm_eps: added to the mean square in every norm.
         initializer_range: standard deviation of the initial weights.
         tie_word_embeddings: whether the head reuses the embedding's weights.
+        tiles: into how many parts a layer is cut that exist one after the other, so that what it computes
+            inside takes less memory: attention by its key-value heads (at most as many), MLPs and experts by
+            positions. Each part is computed once more in the backward pass, and gives names to nothing.
         compute_dtype: dtype of activations; parameters are cast to it a layer at a time.
     """
 
     remat_presets: ClassVar[RematPresets] = DECODER_REMAT_PRESETS
-    remat_names: ClassVar[tuple[str, ...] | None] = ATTENTION_NAMES
 
     hidden_dim: int = 128
     num_layers: int = 4
@@ -167,11 +169,16 @@ class DecoderConfig(LmConfig):
     compute_dtype: Literal["float32", "bfloat16"] = "float32"
 
     def __post_init__(self) -> None:
-        sizes = ("hidden_dim", "num_layers", "num_heads", "num_kv_heads", "mlp_dim")
+        sizes = ("hidden_dim", "num_layers", "num_heads", "num_kv_heads", "mlp_dim", "tiles")
         check_positive("model", self, *sizes, "rms_norm_eps", "initializer_range")
         self._check_heads()
         _require_layers("model.attention.windowed_layers", self.attention.windowed_layers, self.num_layers)
         check_choices("model", self)
+
+    @property
+    def remat_names(self) -> tuple[str, ...]:
+        """The names inside its layers that policies see: none where parts of layers are recomputed anyway."""
+        return ATTENTION_NAMES if self.tiles == 1 else ()
 
     def _check_heads(self) -> None:
         if self.num_heads % self.num_kv_heads:
@@ -281,9 +288,11 @@ class SparseDecoderConfig(DecoderConfig):
 
     @property
     def remat_names(self) -> tuple[str, ...]:
-        """The names inside its layers: those of experts only if a layer has some."""
+        """As of a dense decoder, and those of experts if a layer has some."""
         has_experts = len(self.experts.dense_layers) < self.num_layers
-        return (*ATTENTION_NAMES, *EXPERTS_NAMES) if has_experts else ATTENTION_NAMES
+        return (
+            (*super().remat_names, *EXPERTS_NAMES) if has_experts and self.tiles == 1 else super().remat_names
+        )
 
     @property
     def sparse(self) -> ExpertsConfig | None:

@@ -54,7 +54,9 @@ def load_balance_loss(load: NamedArray, importance: NamedArray, Experts: Axis) -
     return hax.dot(load, importance, axis=Experts) * float(Experts.size)
 
 
-def means(sums: RouterStatistics, x: NamedArray, Embed: Axis, documents: NamedArray | None) -> RouterStatistics:
+def means(
+    sums: RouterStatistics, x: NamedArray, Embed: Axis, documents: NamedArray | None
+) -> RouterStatistics:
     """The statistics of the tokens `x` from their sums; `documents` as in `SparseExperts.route`."""
     count = hax.ones(tuple(axis for axis in x.axes if axis != Embed))
     if documents is not None:

@@ -122,7 +122,9 @@ def _of_tokens(
     labels = jnp.where(ignored, 0, jnp.where(labels < 0, Vocab.size, labels))
     size = min(chunk_size, count) or 1
     padding = (0, -count % size)
-    losses: Any = _losses(jnp.pad(flat, (padding, (0, 0))), matrix, jnp.pad(labels, padding), z_loss, size, names)
+    losses: Any = _losses(
+        jnp.pad(flat, (padding, (0, 0))), matrix, jnp.pad(labels, padding), z_loss, size, names
+    )
     losses = jnp.where(ignored, 0.0, losses[:count])
     if counted is not None:
         losses = losses * counted.astype(jnp.float32)

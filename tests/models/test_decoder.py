@@ -14,10 +14,11 @@ from haliax import Axis
 
 from models.lm import LmConfig, build_model, next_token_loss
 from models.qwen3_moe import Qwen3Config, Qwen3MoeConfig
-from models.transformer.config import AttentionConfig, ExpertsConfig
+from models.transformer.config import AttentionConfig, DecoderConfig, ExpertsConfig
 from models.transformer.decoder import Decoder, router_losses
 from models.transformer.experts import RouterStatistics, SparseExperts
 from stacked_remat import ScanCheckpointPolicy
+from stacked_remat.lora import LoraConfig, apply_lora
 from stacked_remat.ops import rotary_table
 from stacked_remat.training import TokenBatch
 
@@ -253,6 +254,51 @@ def recomputed():
 def test_the_names_inside_a_layer_can_be_saved(name, recomputed):
     assert recomputed[name]
     assert backward(ScanCheckpointPolicy(save_block_internals=[name])) != recomputed
+
+
+def test_tiles_give_the_same_loss_gradients_and_statistics():
+    """With biases, adapters, documents, more tiles than key-value heads and a ragged last tile of positions."""
+    attention = AttentionConfig(bias=True, backend="blockwise")
+    tokens = hax.random.randint(jax.random.key(1), (Batch, Pos), 0, Vocab.size)
+    documents = hax.named(jnp.array([[1, 1, 2, 2, 0], [1, 1, 1, 1, 1]]), (Batch, Pos))
+
+    def loss(model):
+        hidden, auxiliary = model.hidden_states(tokens, documents=documents)
+        return hax.sum(hax.sin(hidden)).scalar() + auxiliary.loss, auxiliary.metrics
+
+    def adapted(config, tiles):
+        model = make(dataclasses.replace(config, attention=attention))
+        lora = LoraConfig(targets=("*.attention.*_proj", "*gate_proj"), rank=2)
+        model = apply_lora(model, lora, key=jax.random.key(2))
+        model = jax.tree.map(lambda leaf: leaf + 0.01 if eqx.is_inexact_array(leaf) else leaf, model)
+        return _with_tiles(model, tiles)
+
+    @eqx.filter_jit
+    def run(models):
+        return [eqx.filter_value_and_grad(loss, has_aux=True)(model) for model in models]
+
+    for config in (CONFIG, Qwen3Config(hidden_dim=16, num_layers=2, num_heads=4, num_kv_heads=2)):
+        expected, *found = run([adapted(config, tiles) for tiles in (1, 2, 4)])
+        for one in found:
+            for leaf, other in zip(jax.tree.leaves(one), jax.tree.leaves(expected), strict=True):
+                np.testing.assert_allclose(leaf, other, rtol=2e-5, atol=2e-5 * float(np.abs(other).max()))
+
+
+def _with_tiles(tree, tiles):
+    """The modules of `tree` with configs that have so many tiles."""
+    if isinstance(tree, DecoderConfig):
+        return dataclasses.replace(tree, tiles=tiles)
+    if isinstance(tree, tuple):
+        return tuple(_with_tiles(node, tiles) for node in tree)
+    if isinstance(tree, eqx.Module):
+        new = {
+            field.name: _with_tiles(getattr(tree, field.name), tiles)
+            for field in dataclasses.fields(tree)
+            if hasattr(tree, field.name)
+        }
+        changed = {name: value for name, value in new.items() if value is not getattr(tree, name)}
+        return dataclasses.replace(tree, **changed) if changed else tree
+    return tree
 
 
 def test_remat_is_the_policy_of_the_stack():

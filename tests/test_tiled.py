@@ -1,0 +1,250 @@
+"""Functions applied tile by tile: values, gradients, what is refused, and what exists at a time."""
+
+import equinox as eqx
+import haliax as hax
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from haliax import Axis
+from jax.sharding import AxisType, PartitionSpec
+
+from stacked_remat import (
+    ScanCheckpointPolicy,
+    Stacked,
+    checkpoint_name,
+    internals_are_saved,
+    memory,
+    shared,
+    tiled,
+)
+
+from .jaxprs import equations_of
+
+Pos, Embed, Inner, Batch = Axis("position", 13), Axis("embed", 6), Axis("inner", 10), Axis("batch", 2)
+
+
+class Mlp(eqx.Module):
+    up: hax.NamedArray
+    down: hax.NamedArray
+    tiles: int = eqx.field(static=True, default=1)
+
+    @staticmethod
+    def init(tiles=1, *, key):
+        up, down = jax.random.split(key)
+        return Mlp(hax.random.normal(up, (Embed, Inner)), hax.random.normal(down, (Inner, Embed)), tiles)
+
+    def mlp(self, x):
+        return hax.dot(hax.nn.silu(hax.dot(x, self.up, axis=Embed)), self.down, axis=Inner).rearrange(x.axes)
+
+    def __call__(self, x):
+        mlp = Mlp.mlp if self.tiles == 1 else tiled(Mlp.mlp, Pos, tiles=self.tiles)
+        return x + 0.1 * mlp(self, x)
+
+
+def random(*axes):
+    return hax.random.normal(jax.random.key(len(axes)), axes)
+
+
+def assert_close(found, expected, rtol=1e-5):
+    assert jax.tree.structure(found) == jax.tree.structure(expected)
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        scale = float(np.max(np.abs(other)))
+        np.testing.assert_allclose(one, other, rtol=rtol, atol=rtol * scale)
+
+
+def test_values_and_gradients_are_those_of_the_function_for_any_cut_and_any_place_of_the_axis():
+    """Also of a ragged last tile, more tiles than positions, closures, and outputs of several kinds."""
+    model, scale = Mlp.init(key=jax.random.key(0)), random(Embed)
+
+    def both(x, model, scale, offset):
+        out = model.mlp(x) * scale + offset
+        return {"out": out, "x": x.rearrange(out.axes[::-1]), "one": 1}
+
+    def total(apply, x, model, scale):
+        found = apply(lambda x, offset=0.0: both(x, model, scale, offset))(x, offset=0.5)
+        weights = hax.arange(Pos).astype(jnp.float32)
+        return sum(
+            hax.sum(jnp.sin(found[key].array).sum() + found[key] * weights).scalar() for key in ("out", "x")
+        )
+
+    cases = [(Batch, Pos, Embed), (Pos, Batch, Embed), (Embed, Batch, Pos)]
+
+    @jax.jit
+    def run(model, scale):
+        results = []
+        for axes in cases:
+            x = random(*axes)
+            for tiles in (None, 1, 2, 5, 13, 40):
+                apply = (lambda fn: fn) if tiles is None else (lambda fn, t=tiles: tiled(fn, Pos, tiles=t))
+                results.append(jax.value_and_grad(total, argnums=(1, 2, 3))(apply, x, model, scale))
+        return results
+
+    results = run(model, scale)
+    for first in range(0, len(results), 6):
+        for found in results[first + 1 : first + 6]:
+            assert_close(found, results[first])
+
+
+def test_a_dimension_of_plain_arrays_modules_keys_and_sums():
+    mlp = eqx.nn.MLP(4, 4, 8, 1, key=jax.random.key(0))
+    x, weight = (
+        jax.random.normal(jax.random.key(1), (3, 11, 4)),
+        jax.random.normal(jax.random.key(2), (11, 4)),
+    )
+    keys = jax.random.split(jax.random.key(3), 11)
+
+    def noisy(x, keys, scale):
+        return jax.vmap(lambda x, key: mlp(x) + scale * jax.random.normal(key, (4,)))(x, keys)
+
+    expected = jax.vmap(noisy, (0, None, None))(x, keys, 0.1)
+    by_tile = tiled(jax.vmap(noisy, (0, None, None)), 1, tiles=4)
+    with pytest.raises(
+        ValueError, match=r"keys has the shape \(11,\) without it.*stacked_remat.shared\(keys\)"
+    ):
+        by_tile(x, keys, 0.1)
+    tiled_keys = tiled(
+        lambda x, keys, scale: jnp.moveaxis(jax.vmap(noisy, (1, None, None))(x, keys, scale), 0, 1),
+        0,
+        tiles=4,
+    )
+    assert_close(tiled_keys(jnp.moveaxis(x, 1, 0), keys, 0.1), jnp.moveaxis(expected, 1, 0))
+
+    def loss(weight, x):
+        return {"loss": jnp.sum((x * weight) ** 2), "count": jnp.sum(x > 0)}
+
+    summed = tiled(lambda x, w: loss(w, x), -2, tiles=3, reduce="sum")(x[0], weight)
+    assert_close(summed, loss(weight, x[0]))
+    fixed = tiled(lambda x, w: x * w[:2].sum(), 0, tiles=3)(x[0], shared(weight))
+    assert_close(fixed, x[0] * weight[:2].sum())
+
+
+def test_gradients_of_shared_arrays_are_added_up_in_float32():
+    """In bfloat16 a sum of 512 equal parts stops growing at 256 of them."""
+    weight = jnp.ones((), jnp.bfloat16)
+    gradient = jax.grad(lambda w: tiled(lambda x: x * w, 0, tiles=512)(jnp.ones(512, jnp.bfloat16)).sum())
+    assert gradient(weight) == 512
+    by_sum = tiled(lambda x: jnp.sum(x), 0, tiles=512, reduce="sum")
+    assert by_sum(jnp.ones(512, jnp.bfloat16)) == 512
+
+
+def test_it_composes_with_stacks_and_transformations():
+    """Every policy, `vmap`, `jax.checkpoint` and second derivatives; frozen weights have no gradient loop."""
+    Layers = Axis("layers", 4)
+    keys = jax.random.split(jax.random.key(0), 4)
+    x = random(Batch, Pos, Embed)
+    policies = [True, False, "nested", "offload", ScanCheckpointPolicy(max_carries=2)]
+
+    def loss(stack, x, remat=True):
+        return hax.sum(stack.fold(x, remat=remat) ** 2).scalar()
+
+    @jax.jit
+    def run(x):
+        found = []
+        for tiles, remats in ((1, [True]), (3, policies)):
+            stack = Stacked.init(Layers, Mlp)(tiles, key=keys)
+            found += [jax.tree.leaves(jax.grad(loss, (0, 1))(stack, x, remat)) for remat in remats]
+        return found
+
+    expected, *others = run(x)
+    for found in others:
+        assert_close(found, expected)
+
+    whole, cut = (Mlp.init(tiles, key=jax.random.key(1)) for tiles in (1, 3))
+
+    @jax.jit
+    def more(x):
+        def of(model):
+            def scalar(x):
+                return hax.sum(model(x) ** 2).scalar()
+
+            second = jax.grad(lambda x: hax.sum(jax.grad(scalar)(x) ** 2).scalar())(x)
+            mapped = hax.vmap(lambda x: model(x), Batch)(x)
+            return second, mapped, jax.grad(jax.checkpoint(scalar))(x)
+
+        return of(whole), of(cut)
+
+    assert_close(*reversed(more(x)))
+    frozen = equations_of(jax.grad(lambda x: hax.sum(cut(x)).scalar()), x)
+    products = [equation for equation in frozen if equation.primitive.name == "dot_general"]
+    shapes = {equation.outvars[0].aval.shape for equation in products}
+    assert shapes and not shapes & {(Embed.size, Inner.size), (Inner.size, Embed.size)}
+
+
+def test_each_device_cuts_its_own_part():
+    """Nothing is gathered where the axis is divided over devices."""
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
+    Long = Axis("position", 64)
+    model, x = Mlp.init(key=jax.random.key(0)), hax.random.normal(jax.random.key(1), (Batch, Long, Embed))
+
+    def loss(model, x, apply):
+        return hax.sum(apply(lambda x: model.mlp(x))(x) ** 2).scalar()
+
+    expected, odd = jax.grad(loss, (0, 1))(model, x, lambda fn: fn), random(Pos)
+    with jax.set_mesh(mesh), hax.axis_mapping({"position": "data"}):
+        sharded = jax.device_put(x.array, jax.NamedSharding(mesh, PartitionSpec(None, "data")))
+        placed = hax.named(sharded, x.axes)
+        run = jax.jit(lambda model, x: jax.grad(loss, (0, 1))(model, x, lambda fn: tiled(fn, Long, tiles=4)))
+        text = run.lower(model, placed).compile().as_text()
+        assert_close(run(model, placed), expected)
+        with pytest.raises(ValueError, match="13 positions can't be divided evenly over the 4 devices"):
+            tiled(lambda x: x, Pos, tiles=2)(odd)
+    assert "all-gather" not in text and "all-to-all" not in text
+
+
+def test_internals_exist_for_one_tile_and_names_inside_are_not_kept():
+    Wide, Many = Axis("inner", 4096), Axis("position", 1024)
+    shapes = eqx.filter_eval_shape(
+        lambda: (hax.zeros((Embed, Wide)), hax.zeros((Wide, Embed)), hax.zeros((Many, Embed)))
+    )
+
+    def gradient(tiles):
+        def mlp(x, up, down):
+            assert tiles == 1 or not internals_are_saved()
+            return hax.dot(checkpoint_name(hax.nn.silu(hax.dot(x, up, axis=Embed)), "h"), down, axis=Wide)
+
+        apply = mlp if tiles == 1 else tiled(mlp, Many, tiles=tiles)
+        return jax.grad(lambda *args: hax.sum(apply(args[2], *args[:2]) ** 2).scalar(), (0, 1, 2))
+
+    whole, cut = (memory.report(gradient(tiles), *shapes) for tiles in (1, 16))
+    assert cut.temporaries < whole.temporaries / 8
+    assert cut.flops.matmul <= whole.flops.matmul * 8 / 6  # the forward pass once more
+
+
+def test_auto_takes_the_fewest_tiles_that_fit():
+    x = jnp.ones((64, 128))
+    seen = []
+
+    def wide(x):
+        seen.append(x.shape[0])
+        return jnp.sin(jnp.cos(jnp.sin(x)))
+
+    tiled(wide, 0, tiles="auto", budget="1GiB")(x)
+    assert set(seen) == {64}
+    seen.clear()
+    tiled(wide, 0, tiles="auto", budget=3 * x.nbytes // 8)(x)
+    assert min(seen) == 8
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: tiled(jnp.sin, 0), 'Give either tiles=k, or tiles="auto"'),
+        (lambda: tiled(jnp.sin, 0, tiles=0), "at least 1; got 0"),
+        (lambda: tiled(jnp.sin, 0, tiles=True), "at least 1; got True"),
+        (lambda: tiled(jnp.sin, 0, tiles=2, budget="1GiB"), "Give either"),
+        (lambda: tiled(jnp.sin, 0, tiles=2, reduce="mean"), 'reduce must be "sum" or None'),
+        (lambda: tiled(jnp.sin, 0, tiles="auto", budget="much")(jnp.ones(4)), "much"),
+        (lambda: tiled(lambda x: x, "depth", tiles=2)(random(Pos)), "given nothing to split along it"),
+        (lambda: tiled(lambda a, b: a, 0, tiles=2)(jnp.ones(4), jnp.ones(5)), "b has 5"),
+        (lambda: tiled(lambda a: a, Axis("position", 9), tiles=2)(random(Pos)), "a has 13"),
+        (
+            lambda: tiled(lambda x: hax.sum(x, Pos.name), Pos, tiles=2)(random(Pos)),
+            'output lacks it.*reduce="sum"',
+        ),
+        (lambda: tiled(lambda x: x[:1], 0, tiles=2)(jnp.ones(4)), "has 1 positions for a tile of 2"),
+    ],
+)
+def test_what_is_refused(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()

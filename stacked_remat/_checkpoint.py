@@ -46,8 +46,8 @@ def checkpoint(
     nothing more: outside of JAX's transformations `fun` itself is called, and within them the compiled
     program is that of `fun`. It is `jax.checkpoint` for functions of anything: arguments and results are
     trees of plain and named arrays, modules, functions, strings and other Python values. Within
-    transformations the arrays are traced; the rest, Python numbers and NumPy arrays too, reaches `fun` as it
-    is. No array is kept alive after the call.
+    transformations the arrays are traced, NumPy's too; the rest, Python numbers too, reaches `fun` as it is.
+    No array is kept alive after the call.
 
     Args:
         fun: a function or a module. Arrays that it closes over, traced or not, get their gradients too.
@@ -211,8 +211,7 @@ def _hint_at_python_values() -> Iterator[None]:
         if found:
             error.args = (
                 f"{before}Within checkpoint(fun) the arrays among the arguments are traced. To decide by a "
-                "value, give fun a Python one (a bool, an int, a string) or a NumPy array: they stay as they "
-                "are.\n",
+                "value, give fun a Python one (a bool, an int, a string): it stays as it is.\n",
             )
         raise
 

@@ -162,8 +162,11 @@ class KeptApart:
 def _lower_recomputation_for_cpu(ctx: Any, *args: Any, **params: Any) -> Any:
     jaxpr, barriers = params["jaxpr"], params["differentiated"] and params["prevent_cse"]
     types = [var.aval for var in jaxpr.outvars]
-    # Effects are ordered by tokens, and collectives would be in a branch.
-    branches = not jaxpr.effects and all(jnp.issubdtype(type_.dtype, jnp.generic) for type_ in types)
+    # A branch has no collectives and no ordered effects, and zeros of these types alone.
+    branches = not jaxpr.effects and all(
+        not jnp.issubdtype(type_.dtype, jax.dtypes.extended) and type_.memory_space == jax.memory.Space.Device
+        for type_ in types
+    )
     if not (isinstance(params["policy"], KeptApart) and barriers and branches):
         return jax._src.ad_checkpoint._remat_lowering(ctx, *args, **params)
 

@@ -1,7 +1,7 @@
 """What keeps the gradient of a scan from holding the carry of every layer, and what does not.
 
-Facts about JAX, measured: the compiled memory of one program written in different ways. They say why this library
-has a reverse sweep of its own; a JAX that changes one of them fails here.
+Facts about JAX, measured: the compiled memory of one program written in different ways. They say why this
+library has a reverse sweep of its own; a JAX that changes one of them fails here.
 """
 
 import functools
@@ -25,7 +25,7 @@ def scan(x, ws, body=body):
 
 
 def two_levels(x, ws):
-    """What Flax Linen's `remat_scan` does: a checkpointed scan over a segment, within a scan over segments."""
+    """What Flax Linen's `remat_scan` does: a checkpointed scan over a segment, in a scan over segments."""
     segments = ws.reshape(len(ws) // 8, 8, *ws.shape[1:])
     inner = functools.partial(scan, body=jax.checkpoint(body))
     return lax.scan(lambda x, ws: (jax.checkpoint(inner)(x, ws), None), x, segments)[0]

@@ -84,12 +84,13 @@ def measure(run: Run, sizes: Sizes, target: str) -> dict[str, Any]:
     start = time.perf_counter()
     compiled = lowered.compile()
     seconds = time.perf_counter() - start
-    found = compiled.memory_analysis()
+    found, text = compiled.memory_analysis(), compiled.as_text()
+    assert found is not None and text is not None
     return {
         "temporaries": found.temp_size_in_bytes,
         "host_temporaries": found.host_temp_size_in_bytes,
         "carries": round(found.temp_size_in_bytes / (x.size * x.dtype.itemsize), 2),
-        "products": len(_PRODUCT.findall(compiled.as_text())),
+        "products": len(_PRODUCT.findall(text)),
         "compile_seconds": round(seconds, 1),
     }
 

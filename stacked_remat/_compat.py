@@ -162,11 +162,8 @@ class KeptApart:
 def _lower_recomputation_for_cpu(ctx: Any, *args: Any, **params: Any) -> Any:
     jaxpr, barriers = params["jaxpr"], params["differentiated"] and params["prevent_cse"]
     types = [var.aval for var in jaxpr.outvars]
-    # A branch has no collectives and no ordered effects, and zeros of these types alone.
-    branches = not jaxpr.effects and all(
-        not jnp.issubdtype(type_.dtype, jax.dtypes.extended) and type_.memory_space == jax.memory.Space.Device
-        for type_ in types
-    )
+    # A branch has no collectives and no ordered effects, and the other one needs zeros of the same types.
+    branches = not jaxpr.effects and all(map(_has_plain_zeros, types))
     if not (isinstance(params["policy"], KeptApart) and barriers and branches):
         return jax._src.ad_checkpoint._remat_lowering(ctx, *args, **params)
 
@@ -177,14 +174,16 @@ def _lower_recomputation_for_cpu(ctx: Any, *args: Any, **params: Any) -> Any:
 
     def recompute(*args: Any) -> Any:
         always = lax.rng_uniform(jnp.float32(0), jnp.float32(1), ()) < jnp.float32(2)
-        return lax.cond(
-            always,
-            lambda *args: jax.core.eval_jaxpr(jaxpr, (), *args),
-            lambda *_: list(map(zeros, types)),
-            *args,
-        )
+        computed = functools.partial(jax.core.eval_jaxpr, jaxpr, ())
+        return lax.cond(always, computed, lambda *_: list(map(zeros, types)), *args)
 
     return mlir.lower_fun(recompute, multiple_results=True)(ctx, *args)
+
+
+def _has_plain_zeros(type_: Any) -> bool:
+    manual, is_key = type_.manual_axis_type, jnp.issubdtype(type_.dtype, jax.dtypes.extended)
+    sharded = any(type_.sharding.spec) or manual.unreduced or manual.reduced
+    return not is_key and not sharded and type_.memory_space == jax.memory.Space.Device
 
 
 restore_is_constant_dim()

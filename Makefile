@@ -58,7 +58,7 @@ memory:  ## compile for an H200 and a TPU v5p and compare with the recorded memo
 	@mkdir -p "$(REPORTS)"
 	$(VENV)-memory/bin/python -m pytest --junitxml="$(REPORTS)/memory.xml" \
 	    tests/benchmarks/test_stack_memory.py tests/benchmarks/test_visitor_memory.py tests/benchmarks/test_fused_update_memory.py \
-	    tests/benchmarks/test_qwen3_context.py tests/memory/test_targets.py \
+	    tests/benchmarks/test_qwen3_context.py tests/benchmarks/test_checkpoint_chain.py tests/memory/test_targets.py \
 	    tests/ops/test_attention_splash.py
 
 .PHONY: parity

@@ -143,7 +143,7 @@ def check_remat_names(config: LmConfig, policy: ScanCheckpointPolicy | None, key
             if name not in config.remat_names:
                 raise ConfigError(
                     f"{key}.{field} has {name!r}, which names nothing in a layer of this model. "
-                    + f"Valid: {', '.join(config.remat_names) or 'none (what model.tiles cuts has no names)'}."
+                    f"Valid: {', '.join(config.remat_names) or 'none (with model.tiles nothing has a name)'}."
                 )
 
 

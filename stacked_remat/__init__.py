@@ -6,12 +6,11 @@ from typing import TYPE_CHECKING, Any
 from . import _compat as _compat
 from ._block_foldable import BlockFoldable
 from ._block_seq import BlockSeq
-from ._checkpoint import checkpoint_name
+from ._checkpoint import checkpoint, checkpoint_name, checkpoint_sequential, internals_are_saved
 from ._fused import FusedResult, FusedState, FusedUpdate, fused_update
 from ._offload_check import OffloadError, check_offload
 from ._policy import ScanCheckpointPolicy, ScanCheckpointSpec
 from ._scan.api import fold, map, scan
-from ._scan.layers import internals_are_saved
 from ._scan.marks import LayerStack, per_layer, shared, unsliced
 from ._scan.sweep_back import SweepBack
 from ._scan.visitor import LayerResult, LayerVisit, SweepResult
@@ -41,7 +40,9 @@ __all__ = [
     "SweepResult",
     "__version__",
     "check_offload",
+    "checkpoint",
     "checkpoint_name",
+    "checkpoint_sequential",
     "fold",
     "fold_vjp",
     "fused_update",

@@ -17,25 +17,34 @@
 - JAX (0.10.2, 0.12) cannot lower ordered effects in a program that uses host memory, fails on references
   among the arguments of a `jax.custom_vjp`, and tells of neither what it was: `ordered_effects` and
   `is_reference` find them first.
+- XLA for CPUs (jaxlib 0.10.2; fixed by 0.12) drops optimization barriers before it merges equal operations.
+  Outside of loops, what `jax.checkpoint` computes again is then merged with the forward pass, and no memory
+  is saved. With a policy in `KeptApart` it is computed in a branch that XLA does not know to be always taken.
+- JAX (0.10.2, 0.12) has no public function that tells whether anything is being traced or differentiated:
+  `nothing_is_traced`.
 """
 
 import contextlib
+import dataclasses
 import functools
 import operator
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import haliax.partitioning
 import jax
+import jax._src.ad_checkpoint
+import jax._src.core
 import jax._src.effects
 import jax._src.lib
 import jax._src.state.types
 import jax.core
 import jax.extend.core
+import jax.numpy as jnp
 from jax import lax
-from jax.extend.core.primitives import device_put_p
-from jax.interpreters import ad
+from jax.extend.core.primitives import device_put_p, remat_p
+from jax.interpreters import ad, mlir
 
 
 def _is_constant_dim(dimension: Any) -> bool:
@@ -125,5 +134,59 @@ def is_reference(value: Any) -> bool:
     return isinstance(jax.typeof(value), jax._src.state.types.AbstractRef)
 
 
+def nothing_is_traced() -> bool:
+    """Whether no function is being traced, mapped or differentiated around the caller."""
+    return jax._src.core.trace_state_clean()
+
+
+_MERGES_ON_CPUS = jax._src.lib.version < (0, 12)
+
+
+@dataclasses.dataclass(frozen=True)
+class KeptApart:
+    """A policy of `jax.checkpoint` whose recomputation stays apart from the forward pass on CPUs too."""
+
+    policy: Callable[..., Any]
+
+    @staticmethod
+    def of(policy: Callable[..., Any]) -> Callable[..., Any]:
+        """The policy, kept apart where JAX would merge it and takes policies of other kinds than its own."""
+        return (
+            policy if getattr(jax.config, "jax_remat3", False) or not _MERGES_ON_CPUS else KeptApart(policy)
+        )
+
+    def __call__(self, primitive: Any, *operands: Any, **params: Any) -> Any:
+        return self.policy(primitive, *operands, **params)
+
+
+def _lower_recomputation_for_cpu(ctx: Any, *args: Any, **params: Any) -> Any:
+    jaxpr, barriers = params["jaxpr"], params["differentiated"] and params["prevent_cse"]
+    types = [var.aval for var in jaxpr.outvars]
+    # A branch has no collectives and no ordered effects, and the other one needs zeros of the same types.
+    branches = not jaxpr.effects and all(map(_has_plain_zeros, types))
+    if not (isinstance(params["policy"], KeptApart) and barriers and branches):
+        return jax._src.ad_checkpoint._remat_lowering(ctx, *args, **params)
+
+    def zeros(type_: Any) -> jax.Array:
+        varying = tuple(type_.manual_axis_type.varying)
+        found = jnp.zeros(type_.shape, type_.dtype)
+        return lax.pcast(found, varying, to="varying") if varying else found
+
+    def recompute(*args: Any) -> Any:
+        always = lax.rng_uniform(jnp.float32(0), jnp.float32(1), ()) < jnp.float32(2)
+        computed = functools.partial(jax.core.eval_jaxpr, jaxpr, ())
+        return lax.cond(always, computed, lambda *_: list(map(zeros, types)), *args)
+
+    return mlir.lower_fun(recompute, multiple_results=True)(ctx, *args)
+
+
+def _has_plain_zeros(type_: Any) -> bool:
+    manual, is_key = type_.manual_axis_type, jnp.issubdtype(type_.dtype, jax.dtypes.extended)
+    sharded = any(type_.sharding.spec) or manual.unreduced or manual.reduced
+    return not is_key and not sharded and type_.memory_space == jax.memory.Space.Device
+
+
 restore_is_constant_dim()
 move_cotangents_back()
+if _MERGES_ON_CPUS:
+    mlir.register_lowering(remat_p, _lower_recomputation_for_cpu, platform="cpu")

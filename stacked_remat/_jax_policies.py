@@ -16,9 +16,14 @@ JaxPolicy: TypeAlias = Callable[..., Any]
 
 
 def policy_with_names(
-    internals: bool | Iterable[str] | JaxPolicy, saved: tuple[str, ...], offloaded: tuple[str, ...]
+    internals: bool | Iterable[str] | JaxPolicy,
+    saved: tuple[str, ...],
+    offloaded: tuple[str, ...],
+    field: str = "save_block_internals",
 ) -> JaxPolicy:
     """A policy that saves and offloads these names, and, if `internals` is callable, obeys it too.
+
+    The error names `field`, where users write `internals`.
 
     Raises:
         ValueError: `JAX_REMAT3` cannot obey `internals`.
@@ -29,7 +34,7 @@ def policy_with_names(
         raise ValueError(
             f"JAX_REMAT3=1 keeps values by name alone, so it cannot obey {as_written(internals)}. Name the "
             'values inside the block with checkpoint_name(value, "name") and write '
-            'save_block_internals=["name"], or unset JAX_REMAT3.'
+            f'{field}=["name"], or unset JAX_REMAT3.'
         )
     # A layer's arguments are kept whether they are named or not.
     return _joined_policy(internals, saved, offloaded) if offloaded else internals

@@ -112,8 +112,9 @@ class ScanCheckpointPolicy:
         for field in ("prevent_cse", "disable", "simple"):
             if not isinstance(getattr(self, field), bool):
                 raise TypeError(f"{field} is True or False; got {getattr(self, field)!r}.")
-        object.__setattr__(self, "save_block_internals", _internals(self.save_block_internals))
-        offloaded = _names("offload_block_internals", self.offload_block_internals)
+        internals = saved_internals("save_block_internals", self.save_block_internals)
+        object.__setattr__(self, "save_block_internals", internals)
+        offloaded = checkpoint_names("offload_block_internals", self.offload_block_internals)
         object.__setattr__(self, "offload_block_internals", offloaded)
         object.__setattr__(self, "nested", _nesting(self.nested))
         for field in ("segment_length", "max_carries"):
@@ -371,7 +372,12 @@ def _check_tri_state(field: str, value: Any) -> None:
         raise TypeError(f'{field} is True, False or "offload"; got {value!r}.')
 
 
-def _names(field: str, value: Any) -> tuple[str, ...]:
+def checkpoint_names(field: str, value: Any) -> tuple[str, ...]:
+    """Checkpoint names that a user wrote for `field`, sorted.
+
+    Raises:
+        TypeError: they are not a list of strings.
+    """
     if isinstance(value, str):
         raise TypeError(f"{field} is a list of checkpoint names; got {value!r}. Write {field}=[{value!r}].")
     if not isinstance(value, Iterable):
@@ -386,8 +392,12 @@ def _names(field: str, value: Any) -> tuple[str, ...]:
     return tuple(sorted(set(names)))
 
 
-def _internals(value: Any) -> bool | tuple[str, ...] | JaxPolicy:
-    """Normalise `save_block_internals`."""
+def saved_internals(field: str, value: Any) -> bool | tuple[str, ...] | JaxPolicy:
+    """What a user wrote for `field`, `save_block_internals` or another: a bool, names or a policy of JAX.
+
+    Raises:
+        TypeError: it is none of these.
+    """
     if value is jax.checkpoint_policies.everything_saveable:
         return True
     if value is jax.checkpoint_policies.nothing_saveable:
@@ -397,7 +407,7 @@ def _internals(value: Any) -> bool | tuple[str, ...] | JaxPolicy:
     if callable(value):
         check_jax_policy(value)
         return value
-    return _names("save_block_internals", value) or False
+    return checkpoint_names(field, value) or False
 
 
 def _nesting(nested: Any) -> bool | int | tuple[int, ...]:

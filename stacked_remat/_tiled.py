@@ -17,9 +17,9 @@ from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import ClosedJaxpr
 
 from ._activity import is_differentiable
+from ._checkpoint import saving_internals
 from ._scan.arguments import argument_namer
 from ._scan.eager import compiled_once
-from ._scan.layers import internals_not_saved
 from ._scan.marks import is_array, is_named, raw_array, take_marks_off
 from ._static import Static
 from ._sweep.gradient import merge, pick, scatter_leaves
@@ -142,7 +142,7 @@ def _apply(caller: _Caller, arguments: Any, tiles: int | Literal["auto"], budget
             array = next(own) if dim is not None else next(common) if is_common else leaf
             given.append(_renamed(leaf, array, dim) if is_named(leaf) else array)
         args, kwargs = jax.tree.unflatten(structure, given)
-        with internals_not_saved():
+        with saving_internals(False):
             return caller.fn(*args, **kwargs)
 
     if tiles == "auto":

@@ -15,8 +15,8 @@ from jax.core import eval_jaxpr
 from jax.experimental import io_callback
 
 from stacked_remat import BlockSeq, ScanCheckpointPolicy, Stacked, checkpoint_name, fold, scan
+from stacked_remat._checkpoint import internals_are_saved
 from stacked_remat._placement import compiled_for, platform
-from stacked_remat._scan.layers import internals_are_saved
 
 from .blocks import quick_jit, with_remat3
 

@@ -1,14 +1,462 @@
-"""`checkpoint_name` names every array of a tree and changes nothing else."""
+"""`checkpoint`, `checkpoint_sequential` and `checkpoint_name`: what they compute, keep, accept and refuse."""
+
+import collections
+import functools
+import gc
+import re
+import weakref
+from typing import Any
 
 import equinox as eqx
 import haliax as hax
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
+from jax import lax
+from jax.core import Tracer
+from jax.sharding import PartitionSpec
 
-from stacked_remat import checkpoint_name
+from stacked_remat import (
+    BlockSeq,
+    Stacked,
+    checkpoint,
+    checkpoint_name,
+    checkpoint_sequential,
+    internals_are_saved,
+)
 
+from .blocks import Hidden, NamedBlock, quick_jit
 from .jaxprs import equations_of
+
+close = functools.partial(np.testing.assert_allclose, rtol=2e-4, atol=2e-5)
+MESH = jax.make_mesh((8,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+X, W = jax.random.normal(jax.random.key(0), (8, 4)), jax.random.normal(jax.random.key(1), (4, 4)) / 2
+
+
+def layer(x, w):
+    hidden = checkpoint_name(jnp.sin(x @ w), "hidden")
+    return x + checkpoint_name(jnp.tanh(hidden), "activation") @ w
+
+
+@jax.custom_vjp
+def doubled_backward(x):
+    return jnp.cos(x)
+
+
+doubled_backward.defvjp(lambda x: (jnp.cos(x), x), lambda x, ct: (-2 * ct * jnp.sin(x),))
+
+# Ways to put a checkpointed region somewhere: functions of (what checkpoints, x, w).
+PLACES = {
+    "jit": lambda ck, x, w: jax.jit(ck(layer))(x, w),
+    "vmap": lambda ck, x, w: jax.vmap(ck(layer), (0, None))(x, w),
+    "mapped inside": lambda ck, x, w: ck(jax.vmap(layer, (0, None)))(x, w),
+    "scan": lambda ck, x, w: lax.scan(lambda x, w: (ck(layer)(x, w), None), x, jnp.stack([w, 2 * w]))[0],
+    "fori_loop": lambda ck, x, w: lax.fori_loop(0, 3, lambda _, x: ck(layer)(x, w), x),
+    "cond": lambda ck, x, w: lax.cond(jnp.sum(x) > 0, ck(layer), ck(lambda x, w: x @ w), x, w),
+    "switch": lambda ck, x, w: lax.switch(jnp.int32(2), [jnp.dot, jnp.dot, ck(layer)], x, w),
+    "branches inside": lambda ck, x, w: ck(lambda x: lax.cond(jnp.sum(x) > 0, layer, jnp.dot, x, w))(x),
+    "gradient in a while_loop": lambda ck, x, w: x * _descend(ck, *lax.stop_gradient((x, w))),
+    "nested": lambda ck, x, w: ck(lambda x: ck(layer)(ck(layer)(x, w), w))(x),
+    "around custom_vjp": lambda ck, x, w: ck(lambda x: doubled_backward(layer(x, w)))(x),
+    "closure": lambda ck, x, w: ck(lambda: layer(x, w) * X)(),
+    "around a fold": lambda ck, x, w: _fold(ck, x, w),
+    "shard_map": lambda ck, x, w: jax.shard_map(
+        ck(layer), mesh=MESH, in_specs=(PartitionSpec("d"), PartitionSpec()), out_specs=PartitionSpec("d")
+    )(x, w),
+    "around shard_map": lambda ck, x, w: ck(
+        jax.shard_map(
+            lambda x, w: layer(x, lax.pmean(w * jnp.mean(x), "d")),
+            mesh=MESH,
+            in_specs=(PartitionSpec("d"), PartitionSpec()),
+            out_specs=PartitionSpec("d"),
+        )
+    )(x, w),
+}
+
+
+def _descend(ck, x, w):
+    def step(state):
+        i, x = state
+        return i + 1, x - 0.1 * jax.grad(lambda x: jnp.sum(ck(layer)(x, w) ** 2))(x)
+
+    return lax.while_loop(lambda state: state[0] < jnp.int32(jnp.sum(x) % 2 + 1), step, (0, x))[1]
+
+
+def _fold(ck, x, w):
+    Layers, Batch, Width = hax.make_axes(layers=5, batch=8, hidden=4)
+    weight = hax.named(jnp.stack([w] * 5), (Layers, Width, "out"))
+    blocks = Stacked(NamedBlock(weight, hax.zeros((Layers, Width))), Layers, "nested")
+    return ck(lambda blocks, x: blocks.fold(x))(blocks, hax.named(x, (Batch, Width))).array
+
+
+def derivatives(ck, places):
+    """Values, gradients, Hessian-vector products and tangents of every place, in one program."""
+
+    def reverse(place, x, w):
+        def loss(x, w):
+            y = place(ck, x, w)
+            return jnp.sum(y * jnp.cos(jnp.arange(y.size, dtype=y.dtype)).reshape(y.shape)), y
+
+        def of_gradient(x, w):
+            gradient, y = jax.grad(loss, (0, 1), has_aux=True)(x, w)
+            return sum(jnp.sum(jnp.sin(leaf)) for leaf in gradient), (gradient, y)
+
+        return jax.grad(of_gradient, (0, 1), has_aux=True)(x, w)
+
+    def forward(place, x, w):
+        return jax.jvp(functools.partial(place, ck), (x, w), (jnp.cos(x), jnp.sin(w)))[1]
+
+    @quick_jit
+    def run(x, w):
+        return {
+            name: (reverse(place, x, w), None if name in REVERSE_ONLY else forward(place, x, w))
+            for name, place in places.items()
+        }
+
+    return run(X, W)
+
+
+REVERSE_ONLY = ("around custom_vjp", "around a fold")
+BRANCHES = ("cond", "switch", "branches inside")  # where JAX refuses second derivatives of offloaded values
+
+
+FEW = ("cond", "nested", "closure")  # the others take most of a minute to compile
+
+
+@functools.cache
+def expected(names):
+    return derivatives(lambda fun: fun, {name: PLACES[name] for name in names})
+
+
+@pytest.mark.parametrize(
+    "options, names",
+    [
+        pytest.param({}, FEW, id="default, few places"),
+        pytest.param({}, tuple(PLACES), id="default", marks=pytest.mark.deep),
+        pytest.param({"save": ["hidden"]}, tuple(PLACES), id="names", marks=pytest.mark.deep),
+        pytest.param(
+            {"save": jax.checkpoint_policies.dots_saveable, "offload": ["activation"], "prevent_cse": False},
+            tuple(name for name in PLACES if name not in BRANCHES),
+            id="operations, offloaded",
+            marks=pytest.mark.deep,
+        ),
+    ],
+)
+def test_derivatives_wherever_it_stands(options, names):
+    places = {name: PLACES[name] for name in names}
+    found = derivatives(lambda fun: checkpoint(fun, **options), places)
+    jax.tree.map(close, found, expected(names))
+
+
+def test_on_a_mesh_of_explicit_axes():
+    mesh = jax.make_mesh((8,), ("d",), axis_types=(jax.sharding.AxisType.Explicit,))
+    with jax.set_mesh(mesh):
+        x, w = jax.device_put(X, PartitionSpec("d")), jax.device_put(W, PartitionSpec())
+        run = checkpoint(lambda x: checkpoint(layer)(layer(x, w), w))
+        gradient = quick_jit(jax.grad(lambda x: jnp.sum(run(x) ** 2)))(x)
+        assert jax.typeof(gradient).sharding.spec == PartitionSpec("d", None)
+    close(gradient, jax.grad(lambda x: jnp.sum(layer(layer(x, W), W) ** 2))(X))
+
+
+class Block(eqx.Module):
+    weight: hax.NamedArray
+    kind: str = eqx.field(static=True)
+    act: Any
+
+    def __call__(self, x: Any, *, times: int, power: Any = None, label: str) -> Any:
+        assert isinstance(times, int) and isinstance(label, str)
+        y = x["x"] + jnp.sum(jnp.float32(x["table"]))
+        for _ in range(times):
+            y = self.act(hax.dot(y, self.weight, axis="hidden").rename({"out": "hidden"}))
+        scale = 1.0 if power is None else power
+        return {"y": y * scale, "label": label, "act": self.act, "none": None, "count": times}
+
+
+def test_any_tree_goes_in_and_comes_out():
+    block = Block(hax.random.normal(jax.random.key(2), (Hidden, hax.Axis("out", 3))), "dense", hax.tanh)
+    x = {"x": hax.random.normal(jax.random.key(3), Hidden), "table": np.arange(3)}
+
+    def loss(arrays, run):
+        block, x, power = eqx.combine(arrays, static)
+        found = run(block)(x, times=2, power=power, label="here")
+        assert found["label"] == "here" and found["act"] is hax.tanh and found["none"] is None
+        assert found["count"] == 2 and found["y"].axes == (Hidden,)
+        return hax.sum(found["y"] ** 2).scalar()
+
+    arrays, static = eqx.partition((block, x, jnp.float32(3)), eqx.is_inexact_array)
+    gradients = jax.grad(loss)(arrays, checkpoint), jax.grad(loss)(arrays, lambda fun: fun)
+    jax.tree.map(close, *gradients)
+    assert len(jax.tree.leaves(gradients[0])) == 3
+
+
+class WithMethod(eqx.Module):
+    weight: jax.Array
+
+    @functools.partial(checkpoint, save=["hidden"])
+    def __call__(self, x):
+        """Doc."""
+        return layer(x, self.weight)
+
+
+def test_it_decorates_a_method_and_keeps_the_name():
+    assert WithMethod.__call__.__doc__ == "Doc." and checkpoint(layer).__name__ == "layer"
+    gradient = eqx.filter_grad(lambda module: jnp.sum(module(X)))(WithMethod(W))
+    close(gradient.weight, jax.grad(lambda w: jnp.sum(layer(X, w)))(W))
+
+
+def compiled_text(compiled):
+    return compiled.as_text() or ""
+
+
+class TestOutsideOfDerivatives:
+    def test_a_call_is_a_call_of_the_function(self):
+        seen = []
+        checkpoint(lambda x: seen.append(x) if x > 0 else None)(X[0, 0])  # known values, as without it
+        assert seen[0] is not None and not isinstance(seen[0], Tracer)
+
+    def test_the_compiled_program_is_that_of_the_function(self):
+        def operations(fun):
+            return re.findall(r" = \S+ ([a-z-]+)\(", compiled_text(jax.jit(fun).lower(X, W).compile()))
+
+        assert operations(checkpoint(layer)) == operations(layer)
+        assert "barrier" not in jax.jit(checkpoint(layer)).lower(X, W).as_text()
+
+
+@pytest.mark.parametrize(
+    "run", [lambda f, x: f(x), lambda f, x: jax.grad(f)(x), lambda f, x: jax.jit(jax.grad(f))(x)]
+)
+def test_no_array_is_kept_alive(run):
+    def call():
+        x, closed_over, given = jnp.array(X), jnp.array(W), jnp.array(W)
+        run(lambda x: jnp.sum(checkpoint(lambda x, w: layer(x, closed_over) @ w)(x, given)), x)
+        return [weakref.ref(array) for array in (x, closed_over, given)]
+
+    references = call()
+    gc.collect()
+    assert not any(reference() is not None for reference in references)
+
+
+def residuals(fun, *args):
+    """The shapes kept for the backward pass, with the arguments' own, and which are on the host."""
+    kept = jax.make_jaxpr(lambda *args: jax.vjp(fun, *args)[1])(*args).out_avals
+    return collections.Counter(
+        f"host {leaf.shape}" if leaf.memory_space == jax.memory.Space.Host else leaf.shape for leaf in kept
+    )
+
+
+@pytest.mark.parametrize(
+    "options, kept",
+    [
+        pytest.param({}, [], id="nothing"),
+        pytest.param({"save": ["hidden"]}, [(8, 5)], id="a name", marks=pytest.mark.remat3),
+        pytest.param({"save": ["hidden", "activation"]}, [(8, 5), (8, 6)], id="names"),
+        pytest.param({"save": jax.checkpoint_policies.dots_saveable}, [(8, 5), (8, 6)], id="products"),
+        pytest.param({"offload": ["hidden"]}, ["host (8, 5)"], id="on the host"),
+    ],
+)
+def test_what_is_kept(options, kept):
+    def fun(x, up, down):
+        return jnp.sum(
+            jnp.sin(checkpoint_name(jnp.sin(checkpoint_name(x @ up, "hidden")) @ down, "activation"))
+        )
+
+    args = X, jnp.ones((4, 5)), jnp.ones((5, 6))
+    arguments = collections.Counter(arg.shape for arg in args)
+    assert residuals(checkpoint(fun, **options), *args) == arguments + collections.Counter(kept)
+
+
+def test_a_block_is_told_that_its_internals_are_not_saved():
+    answers = []
+    for options in ({}, {"save": ["hidden"]}, {"save": True}):
+        fun = checkpoint(lambda x: (answers.append(internals_are_saved()), x)[1], **options)
+        jax.eval_shape(fun, 1.0)
+    assert answers == [False, False, True] and internals_are_saved()
+
+
+def test_its_name_is_in_the_compiled_program():
+    gradient = jax.grad(lambda x: jnp.sum(checkpoint(layer, name="my_region")(x, W)))
+    text = compiled_text(jax.jit(gradient).lower(X).compile())
+    assert re.search(r'op_name="[^"]*my_region[^"]*"', text)
+    assert re.search(r'op_name="[^"]*my_region[^"]*rematted_computation[^"]*tanh', text)
+
+
+def wide(x, w):
+    return x + jnp.mean(jnp.tanh(jnp.sin(x[:, None] * w)), axis=1)
+
+
+SIZE = 1 << 12
+
+
+def chain(run, depth):
+    """Temporaries of the gradient of a chain, in carries, and its number of operations."""
+
+    def loss(x, ws):
+        return jnp.sum(run([functools.partial(wide, w=w) for w in ws], x))
+
+    ws = [jax.ShapeDtypeStruct((1, 8), jnp.float32)] * depth
+    compiled = jax.jit(jax.grad(loss, (0, 1))).lower(jax.ShapeDtypeStruct((SIZE,), jnp.float32), ws).compile()
+    tanh = len(re.findall(r" tanh\(", compiled_text(compiled)))
+    return compiled.memory_analysis().temp_size_in_bytes / (4 * SIZE), tanh
+
+
+def in_a_loop(around):
+    def run(layers, x):
+        for layer in layers:
+            x = around(layer)(x)
+        return x
+
+    return run
+
+
+@functools.cache
+def costs(name, depth):
+    return chain({"none": in_a_loop(lambda f: f), "each": in_a_loop(checkpoint), **CUTS}[name], depth)
+
+
+CUTS = {
+    "cut": checkpoint_sequential,
+    "every=1": functools.partial(checkpoint_sequential, every=1),
+    "every=4": functools.partial(checkpoint_sequential, every=4),
+    "segments=4": functools.partial(checkpoint_sequential, segments=4),
+    "max_carries=4": functools.partial(checkpoint_sequential, max_carries=4),
+}
+
+
+def test_recomputation_survives_compilation():
+    """Outside of loops, where XLA would merge equal operations. The last region needs none."""
+    assert (costs("none", 16)[1], costs("each", 16)[1]) == (16, 31)
+    assert costs("none", 16)[0] > 16 * 24 and costs("each", 16)[0] < 16 + 24
+
+
+@pytest.mark.parametrize(
+    "name, replays, growth",
+    [
+        pytest.param("every=1", 0, 8, marks=pytest.mark.deep),
+        ("every=4", 9, 2),
+        pytest.param("segments=4", 9, 2, marks=pytest.mark.deep),
+        ("cut", 12, 2),
+        pytest.param("max_carries=4", 18, 1, marks=pytest.mark.deep),
+    ],
+)
+def test_a_cut_chain_costs_what_its_schedule_says(name, replays, growth):
+    """Operations of 16 layers, and how many more inputs are kept than of 8."""
+    assert costs(name, 16)[1] == 31 + replays
+    assert costs(name, 16)[0] - costs(name, 8)[0] == pytest.approx(growth, abs=1)
+
+
+def sequential_of_many_kinds():
+    keys = jax.random.split(jax.random.key(5), 3)
+    return eqx.nn.make_with_state(
+        lambda: eqx.nn.Sequential(
+            [
+                eqx.nn.Linear(4, 7, key=keys[0]),
+                eqx.nn.BatchNorm(7, "batch", mode="batch"),
+                eqx.nn.Lambda(jax.nn.relu),
+                eqx.nn.Sequential([eqx.nn.Linear(7, 5, key=keys[1]), eqx.nn.Dropout(0.5)]),
+                eqx.nn.Linear(5, 2, key=keys[2]),
+            ]
+        )
+    )()
+
+
+@pytest.mark.parametrize("cut", [{}, {"every": 2}, {"segments": 3}, {"max_carries": 2}], ids=str)
+def test_a_sequential_with_state_and_keys(cut):
+    """Layers that change the shape, keep state and draw numbers, as the `Sequential` itself applies them."""
+    model, state = sequential_of_many_kinds()
+    arrays, static = eqx.partition(model, eqx.is_inexact_array)
+    keys = jax.random.split(jax.random.key(6), len(X))
+
+    def loss(run, arrays, x):
+        applied = functools.partial(run, eqx.combine(arrays, static))
+        batched = jax.vmap(applied, axis_name="batch", in_axes=(0, None, 0), out_axes=(0, None))
+        y, new_state = batched(x, state, keys)
+        return jnp.sum(y * jnp.asarray([1.0, 2.0])[None]), new_state
+
+    def cut_into(layers, x, state, key):
+        return checkpoint_sequential(layers, x, state, key=key, **cut)
+
+    def whole(layers, x, state, key):
+        return layers(x, state, key=key)
+
+    found, wanted = (
+        quick_jit(jax.grad(functools.partial(loss, run), (0, 1), has_aux=True))(arrays, X)
+        for run in (cut_into, whole)
+    )
+    jax.tree.map(close, found, wanted)
+
+
+def test_a_list_of_functions_of_trees():
+    layers = [
+        lambda x: (x, x["a"] @ W),
+        lambda pair: pair[0]["a"] + pair[1],
+        jnp.sin,
+        lambda x: jnp.sum(x**2),
+    ]
+    x = {"a": X, "label": "here"}
+    assert checkpoint_sequential([], x) is x
+    gradient = jax.grad(lambda a: checkpoint_sequential(layers, {**x, "a": a}, every=2))(X)
+    close(gradient, jax.grad(lambda a: jnp.sum(jnp.sin(a + a @ W) ** 2))(X))
+
+
+@pytest.mark.parametrize(
+    "call, error, text",
+    [
+        (lambda: checkpoint(X), TypeError, r"arguments come after it: checkpoint\(fun\)\(x\)"),
+        (lambda: checkpoint(layer, save="hidden"), TypeError, r"save=\['hidden'\]"),
+        (lambda: checkpoint(layer, offload="hidden"), TypeError, r"offload=\['hidden'\]"),
+        (lambda: checkpoint(layer, save=jnp.sin), TypeError, "not a checkpoint policy"),
+        (
+            lambda: checkpoint(layer, save=["a"], offload=["a"]),
+            ValueError,
+            r"\['a'\] are in both save and offload",
+        ),
+        (lambda: checkpoint(layer, save=True, offload=["a"]), ValueError, "keeps everything"),
+        (lambda: checkpoint(layer, prevent_cse=1), TypeError, "prevent_cse is True or False; got 1"),
+        (lambda: checkpoint(layer, name=1), TypeError, "name is a string or None; got 1"),
+        (
+            lambda: jax.grad(checkpoint(lambda x: x if x > 0 else -x))(1.0),
+            jax.errors.TracerBoolConversionError,
+            r"give fun a Python one",
+        ),
+        (lambda: checkpoint_sequential(layer, X), TypeError, "takes a list of functions; got function"),
+        (lambda: checkpoint_sequential([layer, 3], X), TypeError, r"layers\[1\] is 3"),
+        (
+            lambda: checkpoint_sequential([layer], X, every=0),
+            ValueError,
+            "every is a number of layers .* got 0",
+        ),
+        (
+            lambda: checkpoint_sequential([layer], X, segments=True),
+            TypeError,
+            "segments is a number of segments",
+        ),
+        (
+            lambda: checkpoint_sequential([layer], X, every=2, segments=3),
+            ValueError,
+            "every=2 and segments=3",
+        ),
+        (
+            lambda: checkpoint_sequential(BlockSeq([], hax.Axis("layers", 0)), X),
+            TypeError,
+            r"got BlockSeq. Use its fold",
+        ),
+    ],
+)
+def test_mistakes(call, error, text):
+    with pytest.raises(error, match=text) as raised:
+        call()
+    assert "static_argnums" not in str(raised.value)
+
+
+@pytest.mark.skipif(getattr(jax.config, "jax_remat3", False), reason="JAX_REMAT3=1 refuses it otherwise")
+def test_ordered_effects_cannot_be_offloaded():
+    def fun(x):
+        jax.debug.print("{}", x, ordered=True)
+        return jnp.sum(checkpoint_name(jnp.sin(x), "hidden"))
+
+    with pytest.raises(TypeError, match="ordered effects"):
+        jax.grad(checkpoint(fun, offload=["hidden"]))(X)
 
 
 def test_names_every_array_of_a_tree_and_nothing_else():
@@ -20,7 +468,7 @@ def test_names_every_array_of_a_tree_and_nothing_else():
     assert [equation.params["name"] for equation in found] == ["here", "here"]
 
 
-def test_the_gradient_is_the_identity():
+def test_the_gradient_of_a_name_is_the_identity():
     assert float(jax.grad(lambda x: checkpoint_name(x, "x") ** 2)(3.0)) == 6.0
 
 

@@ -9,16 +9,13 @@ import jax
 import jax.numpy as jnp
 from haliax import Axis
 from haliax.axis import AxisSelector
-from jax.core import eval_jaxpr
 
-from .._checkpoint import checkpoint_name
+from .._checkpoint import checkpoint_name, internals_are_saved, recomputed, saving_internals
 from .._placement import has_host_arrays, on_device, platform
 from .._remat import Internals, PerLayer, Remat, SaveAll, Swept, checkpoint_of, for_length
 from .._schedule import Tree, equal
-from .._static import Static
 from .._sweep.api import sweep
 from .._sweep.derivative_errors import not_transposable
-from .._sweep.effects import check_effects
 from .._sweep.gradient import merge, pick
 from .._sweep.spec import FirstLayers
 from .._sweep.store import at_least_one, check_unsliced
@@ -32,7 +29,7 @@ Step = Callable[[Any, Any], tuple[Any, Any]]  # (carry, inputs of the layer) -> 
 def from_arguments(run: Callable, remat: Remat, axis: AxisSelector) -> Callable:
     """`run(init, arguments)`, which keeps nothing derived from the arguments if inputs are dropped."""
     if isinstance(remat, PerLayer) and remat.inputs == "drop":
-        return _checkpoint(run, remat.jax_policy(*_names_of(axis)), offloads=remat.offloads)
+        return recomputed(run, remat.jax_policy(*_names_of(axis)), offloads=remat.offloads)
     return run
 
 
@@ -72,24 +69,6 @@ def scan_unrolled(
             outputs += ys
     stacked = stack_outputs(outputs[:: -1 if reverse else 1], axis, what)
     return _not_transposable((carry, stacked), remat)
-
-
-_internals_are_saved = jax.make_user_context(default_value=True)
-
-
-def internals_are_saved() -> bool:
-    """Whether the scans around a layer keep its internals for the backward pass; called while it is traced.
-
-    A block may then choose what it computes: where layers are recomputed, an intermediate result that would
-    save the backward pass some work is not kept. `True` outside of scans. A `jax.checkpoint`
-    around a scan is not seen.
-    """
-    return _internals_are_saved.value
-
-
-def internals_not_saved() -> Any:
-    """A context in which `internals_are_saved()` is False."""
-    return _internals_are_saved(False)
 
 
 def _not_transposable(results: Any, remat: Remat) -> Any:
@@ -272,7 +251,7 @@ def array_step(layer: Step, init: Any, remat: Remat, names: _Names | None = None
             arrays = checkpoint_name(arrays, names.carry)
             inputs = checkpoint_name(inputs, names.inputs)
         carry = eqx.combine(arrays, static)
-        with _internals_are_saved(internals_are_saved() and saves_all):
+        with saving_internals(internals_are_saved() and saves_all):
             result = layer(carry, inputs)
         if not isinstance(result, tuple | list) or len(result) != 2:
             raise ValueError(
@@ -292,7 +271,7 @@ def _checkpointed(step: Step, remat: Internals, names: _Names, *, rolled: bool) 
         return step
     # For the barrier see `SweepSpec._visitor`.
     from_host = remat.carries == "offload" and platform() == "cuda"
-    return _checkpoint(
+    return recomputed(
         step,
         remat.jax_policy(*names),
         prevent_cse=remat.prevent_cse or from_host or not rolled,
@@ -303,52 +282,16 @@ def _checkpointed(step: Step, remat: Internals, names: _Names, *, rolled: bool) 
 def _replayed_whole(run: Callable, remat: Remat, names: _Names) -> Callable:
     """Checkpoint the whole scan if carries are dropped."""
     if isinstance(remat, PerLayer) and remat.carries == "drop" and remat.inputs != "drop":
-        return _checkpoint(run, remat.jax_policy(*names), offloads=remat.offloads)
+        return recomputed(run, remat.jax_policy(*names), offloads=remat.offloads)
     return run
 
 
 def _checkpoint_segment(run: Callable, remat: Remat, names: _Names) -> Callable:
     if not (isinstance(remat, Swept) and remat.carries == "offload"):
-        return _checkpoint(run, None)  # its carry is kept, as all arguments are
+        return recomputed(run, None)  # its carry is kept, as all arguments are
     keep = PerLayer(carries="offload")
 
     def named_run(carry: Any) -> Any:
         return run(checkpoint_name(carry, names.boundary))
 
-    return _checkpoint(named_run, keep.jax_policy(names.boundary, names.inputs), offloads=True)
-
-
-def _checkpoint(
-    fn: Callable[..., Any],
-    policy: Callable[..., Any] | None,
-    *,
-    prevent_cse: bool = True,
-    offloads: bool = False,
-) -> Callable[..., Any]:
-    """`jax.checkpoint` of a function of trees with leaves of all kinds; keeps none alive after a call."""
-
-    def checkpointed(*args: Any) -> Any:
-        arrays, static = eqx.partition(args, eqx.is_array)
-
-        def of_arrays(arrays: Any) -> tuple[Any, Static]:
-            found, rest = eqx.partition(fn(*eqx.combine(arrays, static)), eqx.is_array)
-            return found, Static(rest)
-
-        run = _without_ordered_effects(of_arrays, arrays) if offloads else of_arrays
-        found, rest = jax.checkpoint(run, policy=policy, prevent_cse=prevent_cse)(arrays)
-        return eqx.combine(found, rest.value)
-
-    return checkpointed
-
-
-def _without_ordered_effects(fn: Callable[[Any], Any], arrays: Any) -> Callable[[Any], Any]:
-    """`fn` for arguments like `arrays`, which is traced here."""
-    closed, found = jax.make_jaxpr(fn, return_shape=True)(arrays)
-    check_effects(closed.jaxpr, (), offloads=True)
-    structure = jax.tree.structure(found)
-
-    def evaluate(arrays: Any) -> Any:
-        leaves = eval_jaxpr(closed.jaxpr, closed.consts, *jax.tree.leaves(arrays))
-        return jax.tree.unflatten(structure, leaves)
-
-    return evaluate
+    return recomputed(named_run, keep.jax_policy(names.boundary, names.inputs), offloads=True)

@@ -257,7 +257,7 @@ def test_the_names_inside_a_layer_can_be_saved(name, recomputed):
 
 
 def test_tiles_give_the_same_loss_gradients_and_statistics():
-    """With biases, adapters, documents, more tiles than key-value heads and a ragged last tile of positions."""
+    """With biases, adapters, documents, more tiles than key-value heads, and a ragged last tile."""
     attention = AttentionConfig(bias=True, backend="blockwise")
     tokens = hax.random.randint(jax.random.key(1), (Batch, Pos), 0, Vocab.size)
     documents = hax.named(jnp.array([[1, 1, 2, 2, 0], [1, 1, 1, 1, 1]]), (Batch, Pos))

@@ -207,7 +207,7 @@ def test_policies_for_what_no_layer_has_are_refused(field):
     dense = Qwen3MoeConfig(experts=ExpertsConfig(dense_layers=(0, 1, 2, 3)))
     with pytest.raises(ValueError, match="has 'router_gates'"):
         check_remat_names(dense, routed)
-    with pytest.raises(ValueError, match=r"Valid: none \(what model.tiles cuts has no names\)"):
+    with pytest.raises(ValueError, match=r"Valid: none \(with model.tiles nothing has a name\)"):
         check_remat_names(Qwen3MoeConfig(tiles=2), routed)
     check_remat_names(
         Qwen3Config(), ScanCheckpointPolicy(**{field: True}) if field.startswith("save") else None

@@ -1,0 +1,75 @@
+"""Tests of the benchmark of checkpointed chains at small sizes, and of what it recorded."""
+
+import importlib.util
+import json
+import re
+
+import pytest
+
+from benchmarks.checkpoint_chain import main, measure, variants
+from benchmarks.record import RESULTS
+from benchmarks.residual_mlp import Sizes
+
+NO_CUDA = not any(importlib.util.find_spec(f"jax_cuda{version}_plugin") for version in (12, 13))
+NO_TPU = importlib.util.find_spec("libtpu") is None
+TARGETS = [
+    pytest.param("h200", marks=pytest.mark.skipif(NO_CUDA, reason="JAX's CUDA plugin is not installed")),
+    pytest.param("v5p", marks=pytest.mark.skipif(NO_TPU, reason="libtpu is not installed")),
+]
+
+
+def test_it_writes_json(tmp_path, capsys):
+    sizes = ["--layers", "4", "--tokens", "64", "--width", "16", "--inner", "32", "--dtype", "float32"]
+    path = main([*sizes, "--out", str(tmp_path), "--only", "^nothing|^checkpoint_sequential$"])
+    rows = json.loads(path.read_text())["rows"]
+    assert [row["name"] for row in rows] == ["nothing", "checkpoint_sequential"]
+    assert rows[0]["products"] == 6 * 4 and rows[1]["products"] > 7 * 4 - 1
+    assert "checkpoint_sequential" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_recomputation_survives_compilation(target):
+    """As `tests/test_checkpoint.py` shows for CPUs."""
+    chosen = "nothing", "checkpoint(layer)", "checkpoint_sequential", "checkpoint(layer, save=dots_saveable)"
+    sizes = Sizes(6, 4_096, 512, 2_048)
+    found = {name: measure(run, sizes, target) for name, run in variants(6) if name in chosen}
+    # A layer has 2 products and its gradient 4. Of its recomputation the second is not needed.
+    assert found["nothing"]["products"] == 6 * 6
+    assert found["checkpoint(layer)"]["products"] == 7 * 6
+    assert found["checkpoint(layer)"]["temporaries"] < 0.5 * found["nothing"]["temporaries"]
+    assert found["checkpoint_sequential"]["products"] > 7 * 6
+    assert found["checkpoint(layer, save=dots_saveable)"]["products"] == 6 * 6
+
+
+def recorded(target):
+    rows = json.loads((RESULTS / f"checkpoint_chain_{target}.json").read_text())["rows"]
+    return {row["name"]: row for row in rows}
+
+
+@pytest.mark.parametrize("target", ["local", "h200", "v5p"])
+def test_recorded_chains_cost_what_the_page_says(target):
+    """Of 36 layers; the bounds leave room for the internals of one layer, which are 4 to 12 carries."""
+    rows = recorded(target)
+    carries = {name: row["carries"] for name, row in rows.items()}
+    assert carries["nothing"] > 36 * 4
+    assert 36 <= carries["checkpoint(layer)"] <= 36 + 17
+    assert carries["checkpoint_sequential(every=6)"] <= 6 + 5 + 17
+    assert carries["checkpoint_sequential"] <= 8 + 17
+    assert carries["checkpoint_sequential(max_carries=5)"] <= 5 + 19
+    products = {name: row["products"] for name, row in rows.items()}
+    assert products["nothing"] == 6 * 36
+    assert products["checkpoint(layer)"] == 7 * 36
+    assert products["checkpoint(layer)"] < products["checkpoint_sequential"] < 9 * 36
+
+
+def test_the_page_has_what_was_recorded():
+    page = (RESULTS.parents[1] / "docs" / "checkpoint.md").read_text(encoding="utf-8")
+    h200, v5p, local = (recorded(target) for target in ("h200", "v5p", "local"))
+    for name, row in h200.items():
+        cells = [found[name]["carries"] for found in (h200, v5p, local)]
+        numbers = " | ".join(
+            [*(f"{cell:.1f}" for cell in cells), f"{row['products']} | {local[name]['products']}"]
+        )
+        assert re.search(rf"^\| {re.escape(name)} \|[^|]*\| {re.escape(numbers)} \|$", page, re.MULTILINE), (
+            name
+        )

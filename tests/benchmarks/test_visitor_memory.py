@@ -11,7 +11,11 @@ import optax
 import pytest
 from jax.sharding import SingleDeviceSharding
 
-from stacked_remat import LayerResult, LayerStack, ScanCheckpointPolicy, Stacked, memory, unsliced
+from models.qwen3_moe import Qwen3MoeConfig
+from models.transformer.config import ExpertsConfig
+from models.transformer.decoder import Decoder
+from models.transformer.layers import cast_floating
+from stacked_remat import LayerResult, LayerStack, ScanCheckpointPolicy, Stacked, memory, streaming, unsliced
 from stacked_remat._placement import compiled_for, to_host
 from stacked_remat._sweep.store import read
 
@@ -146,6 +150,33 @@ def test_gpus_read_layers_ahead_and_copy_no_stack(target, remat, most):
     hidden = products_during_transfers(compiled.as_text())
     assert len(hidden) >= {"nested": 3, "offload": 2}[remat]
     assert all(least >= 1 for least in hidden.values())
+
+
+@pytest.mark.parametrize("target", [ON_H200, ON_V5P])
+def test_a_decoded_token_brings_only_experts_that_it_may_choose_from_the_host(target):
+    experts, of_token, rows = 64, 4, hax.Axis("batch", 2)
+    config = Qwen3MoeConfig(
+        hidden_dim=1024,
+        num_layers=4,
+        num_heads=4,
+        num_kv_heads=2,
+        compute_dtype="bfloat16",
+        experts=ExpertsConfig(experts, of_token, 512),
+    )
+
+    def make():
+        made = Decoder.init(config, hax.Axis("vocab", 256), key=jax.random.key(0))
+        tokens = hax.zeros((rows, hax.Axis("position", 2)), jnp.int32)
+        return cast_floating(made, jnp.bfloat16), tokens["position", 0], made.prefill(tokens, 8)[1]
+
+    model, tokens, cache = eqx.filter_eval_shape(make)
+    (model,) = memory.arguments_on_host(lambda model: (streaming.to_host(model),), (model,))
+    report = memory.report(Decoder.decode, model, tokens, tokens, cache, target=target, donate="cache")
+    layers = model.stacks[0].stacked
+    on_host = [leaf for leaf in jax.tree.leaves(layers) if streaming.is_on_host(leaf)]
+    assert report.host.total == sum(2 * leaf.size for leaf in on_host)  # and no copy of a stack
+    of_layer = 2 * sum(leaf.size for leaf in jax.tree.leaves(layers.mlp.experts)) / config.num_layers
+    assert report.temporaries < 3 * of_layer * of_token * rows.size / experts
 
 
 def plain_sgd(visit, state):

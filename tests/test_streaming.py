@@ -155,6 +155,10 @@ def test_fused_updates_leave_weights_and_state_on_the_host(optimizer, segment):
     assert on_host(streamed) == [False, True, False]  # not the vectors
     assert on_host(streamed_state.stacks) == [leaf.ndim > 2 for leaf in jax.tree.leaves(state.stacks)]
     assert not any(on_host(streamed_state.rest))
+    # A state that was made before the layers moved, and then stays where it is.
+    after = jax.eval_shape(step, streamed, state, x)
+    assert jax.tree.structure(after.state) == jax.tree.structure(state)
+    assert jax.tree.structure(after.model) == jax.tree.structure(streamed)
 
 
 def test_what_moves_and_comes_back():

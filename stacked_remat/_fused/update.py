@@ -177,7 +177,7 @@ class FusedUpdate:
         if not isinstance(state, FusedState) or _shapes(state) != _shapes(like):
             raise ValueError(
                 f"The state is not that of this model, which trains {len(trained.stacks)} stacks and "
-                f"{sum(trained.is_of_rest())} other arrays, and optimizer. Make it by init of the fused update."
+                f"{sum(trained.is_of_rest())} other arrays, and optimizer. Make it by its init."
             )
         parts = cut_at_folds(self.loss, trained.in_loss(), args, kwargs, trained.names)
         arrays = [leaf for leaf in jax.tree.leaves((model, args, kwargs)) if eqx.is_array(leaf)]

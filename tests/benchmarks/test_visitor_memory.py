@@ -92,7 +92,7 @@ IN_TWOS = ScanCheckpointPolicy(save_carries="offload", host_segment_length=2)
 
 @pytest.mark.parametrize(
     ("remat", "most", "hidden_in", "late_in", "carries"),
-    [("nested", 5.5, 3, 0, 0), ("offload", 3.1, 2, 0, LAYERS), (IN_TWOS, 6.5, 1, 1, LAYERS)],
+    [("nested", 5.5, 3, 0, 0), ("offload", 3.1, 2, 0, LAYERS), (IN_TWOS, 6.5, 2, 1, LAYERS)],
     ids=["nested", "offload", "offload, in twos"],
 )
 @pytest.mark.parametrize("target", [ON_V5P])
@@ -118,7 +118,7 @@ def test_layers_on_the_host_are_updated_there_and_transferred_while_others_compu
     assert stats.argument_size_in_bytes < GIB  # nothing of the weights is on the device
     assert stats.temp_size_in_bytes < most * GIB
     hidden = products_during_transfers(compiled.as_text())
-    assert len(hidden) == hidden_in + late_in  # forward, replay and visits
+    assert len(hidden) == hidden_in + late_in  # forward, replay, visits; momentum of segments
     # A replay has two products, of which the first writes to what the second one reads. Visits of segments
     # write to the stack that they would read meanwhile.
     assert sum(least >= 1 for least in hidden.values()) == hidden_in

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.progress import Progress as RichProgress
 from rich.table import Table
@@ -76,7 +77,7 @@ def compared(config: LmRunConfig) -> dict[str, ScanCheckpointPolicy]:
 
 def policy_table(config: PlanLmConfig, reports: Mapping[str, MemoryReport]) -> Table:
     """A row a policy: memory, transfers, and matrix-product FLOPs as a multiple of those of `remat: true`."""
-    some = next(iter(reports.values()))
+    some, tokens = next(iter(reports.values())), config.data.batch_size * config.data.seq_len
     baseline = reports[_BASELINE].flops.matmul if _BASELINE in reports else None
     inexact = any(not found.flops.exact for found in reports.values())
     each = f"each of {some.devices} devices of " if some.devices > 1 else ""
@@ -86,21 +87,41 @@ def policy_table(config: PlanLmConfig, reports: Mapping[str, MemoryReport]) -> T
         caption=f"arguments (weights, optimizer state, batch): {readable_bytes(some.arguments)}; "
         + (f"matrix products under True: {baseline / 1e12:.3f} TFLOP; " if baseline else "")
         + ("? loops whose length depends on the data, such as documents, count once; " if inexact else "")
+        + "moved: between host and device, hidden behind compute, or at most so many tokens/s; "
         + f"* `remat` of this config{_cpu_note(config)}",
+        box=SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
     )
-    table.add_column("remat", no_wrap=True)
-    for heading in ("device temporaries", "host", "device total", "transfers", "FLOPs / True", "compiled in"):
-        table.add_column(heading, justify="right")
+    power = (max(found.total for found in reports.values()).bit_length() - 1) // 10
+    unit = ("B", "KiB", "MiB", "GiB", "TiB")[power]
+    table.add_column("remat", overflow="fold")
+    memory = (f"{name}\n{unit}" for name in ("temp.", "host", "device", "moved"))
+    for heading in (*memory, "link\ntokens/s", "FLOPs\n/ True", "compile\ns"):
+        table.add_column(heading, justify="right", no_wrap=True)
     policies = compared(config)
     for name, found in reports.items():
         table.add_row(
             name + (" *" if policies.get(name) == config.policy else ""),
-            *(readable_bytes(count) for count in (found.temporaries, found.host.total, found.total)),
-            found.transfers(config.data.batch_size * config.data.seq_len),
+            *(f"{size / 1024**power:.2f}" for size in _sizes(found)),
+            _rate(found, tokens),
             f"{found.flops.matmul / baseline:.2f}{'' if found.flops.exact else ' ?'}" if baseline else "",
-            f"{found.compile_seconds:.1f} s",
+            f"{found.compile_seconds:.1f}",
         )
     return table
+
+
+def _sizes(found: MemoryReport) -> tuple[int, ...]:
+    """Bytes of temporaries, on the host and on the device, and of transfers."""
+    moved = found.flops.bytes_from_host + found.flops.bytes_to_host
+    return found.temporaries, found.host.total, found.total, moved
+
+
+def _rate(found: MemoryReport, tokens: int) -> str:
+    """The tokens per second that the link to the host allows, if it is what limits them."""
+    least = found.least_time
+    if least is None or not least.transfer:
+        return "-"
+    return "hidden" if least.hidden else f"{tokens / least.transfer:,.0f}"
 
 
 def _cpu_note(config: PlanLmConfig) -> str:

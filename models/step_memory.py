@@ -4,25 +4,17 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-import equinox as eqx
 import jax
 
 from models.lm import next_token_loss
 from models.run_config import LmRunConfig
 from models.run_state import batch_shapes, run_optimizer, state_shapes
-from stacked_remat import ScanCheckpointSpec, streaming
-from stacked_remat.memory import (
-    MemoryReport,
-    Plan,
-    Target,
-    arguments_on_host,
-    find_target,
-    plan,
-    report,
-)
+from stacked_remat import ScanCheckpointSpec
+from stacked_remat.memory import MemoryReport, Plan, Target, find_target, plan, report
 from stacked_remat.training import (
     ConfigError,
     Partitioning,
+    StreamingConfig,
     TokenBatch,
     TrainState,
     build_step,
@@ -97,7 +89,7 @@ class StepMemory:
                 target=self.target,
                 donate="state",
                 layers=self.config.model.num_layers,
-                streamed=self._on_host if streamed else None,
+                streamed=(lambda *_: self._shapes(partitioning, True)) if streamed else None,
                 tokens_per_step=self.config.data.batch_size * self.config.data.seq_len,
             )
 
@@ -167,28 +159,13 @@ class StepMemory:
         """The shapes of the step's arguments."""
         data, trainer = self.config.data, self.config.trainer
         partitioning.check_rows(data.batch_size, trainer.update.microbatches)
-        on_host = streamed or trainer.streaming is not None
-        if on_host and not self._sizes_host(partitioning):
+        if streamed:
+            trainer = replace(trainer, streaming=StreamingConfig())
+        if trainer.streaming is not None and not self._sizes_host(partitioning):
             raise ConfigError(
                 f"Layers on the host can't be sized for {partitioning.mesh.size} devices of target "
                 f"{find_target(self.target).name!r} that are not attached. Give devices: 1, with a "
                 f"trainer.mesh for one, or a TPU target."
             )
-        resident = replace(self.config, trainer=replace(trainer, streaming=None))
-        shapes = batch_shapes(data, partitioning), state_shapes(resident, partitioning, remat=True)
-        return arguments_on_host(self._on_host, shapes) if on_host else shapes
-
-    def _on_host(self, batch: TokenBatch, state: TrainState) -> tuple[TokenBatch, TrainState]:
-        """The arguments with the layers' weights on the host, as `trainer.streaming` has them."""
-        if self.config.lora is not None:
-            state = replace(state, frozen=streaming.to_host(state.frozen))
-        if not self.config.trainer.update.fused:
-            return batch, state
-        fused: Any = state.optimizer_state
-        stacks, rest = eqx.partition(fused.stacks, _is_of_matrices)
-        fused = fused._replace(stacks=eqx.combine(jax.device_put(stacks, jax.memory.Space.Host), rest))
-        return batch, replace(state, trained=streaming.to_host(state.trained), optimizer_state=fused)
-
-
-def _is_of_matrices(leaf: Any) -> bool:
-    return eqx.is_array(leaf) and streaming.moves_to_host(leaf.shape[1:], leaf.dtype)
+        state = state_shapes(replace(self.config, trainer=trainer), partitioning, remat=True)
+        return batch_shapes(data, partitioning), state

@@ -35,6 +35,7 @@ from stacked_remat.training import (
     RunFolder,
     RunOutputs,
     StopSignals,
+    StreamingConfig,
     Tracker,
     TrainingResult,
     TrainState,
@@ -184,16 +185,23 @@ def _check_length(config: LmRunConfig, position: Position, folder: RunFolder) ->
 
 
 def _resolved(config: LmRunConfig, progress: Progress) -> LmRunConfig:
-    """The config with its final model, vocabulary size and policy; refuses what can't fit."""
+    """The config with its final model, vocabulary size, policy and streaming; refuses what can't fit."""
     config = config.resolved()
     step = StepMemory(config)
-    step.check()
     if config.policy is not None or config.budget is None:
+        step.check()
         return config
+    step.check(streamed=step.can_stream)
     progress.message(f"looking for the remat policy that fits {config.budget}")
-    found = step.plan(budget=config.budget, host_budget=config.host_budget)
+    found = step.plan(budget=config.budget, host_budget=config.host_budget, streamed=step.can_stream)
     progress.message(str(found))
-    return dataclasses.replace(config, remat=remat_entry(found.policy), budget=None, host_budget=None)
+    config = dataclasses.replace(config, remat=remat_entry(found.policy), budget=None, host_budget=None)
+    if not found.streamed:
+        return config
+    trainer = dataclasses.replace(config.trainer, streaming=StreamingConfig())
+    config = dataclasses.replace(config, trainer=trainer)
+    StepMemory(config).check()  # the memory of this host
+    return config
 
 
 def _trackers(

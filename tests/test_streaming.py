@@ -18,10 +18,11 @@ Width, Out = hax.Axis("width", WIDTH), hax.Axis("out", WIDTH)
 
 
 class Block(eqx.Module):
-    """A named and a plain matrix, an array that is shared, one that is read where it is, and a key."""
+    """A named and a plain matrix, one that is unused, a shared array, one that is read where it is, a key."""
 
     weight: hax.NamedArray
     bias: jax.Array  # [2, 3]
+    unused: jax.Array  # [3, 2]
     scale: hax.NamedArray
     table: jax.Array = unsliced()  # [2, 2]
     key: jax.Array | None = None
@@ -40,6 +41,7 @@ def stack(remat=True, layers=LAYERS):
     block = Block(
         hax.NamedArray(weight, (Layers.resize(layers), Width, Out)),
         jnp.asarray(rng.normal(size=(layers, 2, 3)), jnp.float32),
+        jnp.ones((layers, 3, 2)),
         hax.NamedArray(jnp.asarray(rng.normal(size=WIDTH), jnp.float32), (Width,)),
         jnp.asarray(rng.normal(size=(layers, 2, 2)), jnp.float32),
         jax.random.split(jax.random.key(0), layers),
@@ -100,7 +102,7 @@ def test_values_and_gradients_are_those_of_layers_on_the_device(segment, remat, 
         np.testing.assert_allclose(leaf, wanted, rtol=0, atol=1e-6 * max(1, np.abs(wanted).max()))
     _, gradient = found
     of_block = gradient[0].stacked
-    assert on_host((of_block.weight, of_block.bias)) == [True, True]
+    assert on_host((of_block.weight, of_block.bias, of_block.unused)) == [True, True, True]
     assert on_host((of_block.scale, of_block.table)) == [False, False]
     # What is not differentiated runs in another loop.
     value, outputs = eqx.filter_jit(loss)((streamed, *inputs()))
@@ -153,6 +155,10 @@ def test_fused_updates_leave_weights_and_state_on_the_host(optimizer, segment):
     assert on_host(streamed) == [False, True, False]  # not the vectors
     assert on_host(streamed_state.stacks) == [leaf.ndim > 2 for leaf in jax.tree.leaves(state.stacks)]
     assert not any(on_host(streamed_state.rest))
+    # A state that was made before the layers moved, and then stays where it is.
+    after = jax.eval_shape(step, streamed, state, x)
+    assert jax.tree.structure(after.state) == jax.tree.structure(state)
+    assert jax.tree.structure(after.model) == jax.tree.structure(streamed)
 
 
 def test_what_moves_and_comes_back():

@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, PRNGKeyArray
 
 from models.transformer.config import SparseDecoderConfig
 from models.transformer.layers import SwiGlu, cast_floating, linear
-from stacked_remat import Stacked, checkpoint_name, internals_are_saved
+from stacked_remat import Stacked, checkpoint_name, internals_are_saved, streaming
 from stacked_remat.ops import grouped_experts, per_device
 
 
@@ -152,7 +152,9 @@ class SparseExperts(eqx.Module):
         """Maps a few tokens `[..., Embed]` to themselves, without a copy of the layer's experts.
 
         A loop over layers slices the weights of all experts out of the stack, whether tokens visit them or
-        not. Here the experts of all layers form one axis, on which this layer's are contiguous.
+        not. Here the experts of all layers form one axis, on which this layer's are contiguous. From a stack
+        on the host only those come to the device that tokens may choose; where that can be all of them, the
+        layer's come as it begins, once.
 
         Args:
             x: `[..., Embed]`.
@@ -160,12 +162,14 @@ class SparseExperts(eqx.Module):
             layer_index: the index of this layer in the stack.
         """
         Experts, stacked = self.config.Experts, layers.experts.stacked
+        choices, gates, _ = self.route(x)
+        if choices.size >= Experts.size and any(map(streaming.is_on_host, jax.tree.leaves(stacked))):
+            return self._mixed(x, choices, gates, self.experts.stacked, Experts)
         Layers = jax.tree.leaves(stacked, is_leaf=is_named_array)[0].axes[0]
         All = Axis(Experts.name, Layers.size * Experts.size)
         weights = jax.tree.map(
             lambda named: named.flatten_axes((Layers, Experts), All), stacked, is_leaf=is_named_array
         )
-        choices, gates, _ = self.route(x)
         return self._mixed(x, choices + layer_index * Experts.size, gates, weights, All)
 
     def _mixed(

@@ -143,6 +143,9 @@ class FusedUpdate:
         """
         trained = Trained.of(model, self.trainable)
         trained.check_optimizer(self.optimizer, self.gradient_dtype)
+        return self._first_state(trained)
+
+    def _first_state(self, trained: Trained) -> FusedState:
         stacks = tuple(self._state_of(trained, number) for number in range(len(trained.stacks)))
         return FusedState(stacks, self.optimizer.init(trained.only_rest()))
 
@@ -169,15 +172,19 @@ class FusedUpdate:
     def __call__(self, model: Any, state: FusedState, /, *args: Any, **kwargs: Any) -> FusedResult:
         """One step: `(model, state, *args, **kwargs)` to a `FusedResult`."""
         trained = Trained.of(model, self.trainable)
-        if not isinstance(state, FusedState) or len(state.stacks) != len(trained.stacks):
+        given, structure = jax.tree.flatten(state)
+        like = jax.eval_shape(lambda: self._first_state(trained))
+        if not isinstance(state, FusedState) or _shapes(state) != _shapes(like):
             raise ValueError(
-                f"The state is not that of this model, which trains {len(trained.stacks)} stacks. Make it by "
-                "init of the fused update."
+                f"The state is not that of this model, which trains {len(trained.stacks)} stacks and "
+                f"{sum(trained.is_of_rest())} other arrays, and optimizer. Make it by its init."
             )
         parts = cut_at_folds(self.loss, trained.in_loss(), args, kwargs, trained.names)
         arrays = [leaf for leaf in jax.tree.leaves((model, args, kwargs)) if eqx.is_array(leaf)]
         values = Values(parts, arrays, trained.is_of_rest())
-        return _step(self, trained, state, values)
+        # Equal but for the policies of stacks, which may have changed since the state was made.
+        result = _step(self, trained, jax.tree.unflatten(jax.tree.structure(like), given), values)
+        return result._replace(state=jax.tree.unflatten(structure, jax.tree.leaves(result.state)))
 
     def _scaled(self, gradients: list[Any], norm: Any) -> list[Any]:
         """The gradients, scaled down where `norm` is greater than the greatest."""
@@ -197,6 +204,10 @@ class FusedUpdate:
         updates, state = self.optimizer.update(jax.tree.unflatten(structure, gradients), state, params)
         steps = jax.tree.leaves(updates)
         return [_added(leaf, step) for leaf, step in zip(leaves, steps, strict=True)], state
+
+
+def _shapes(state: FusedState) -> list[list[tuple[int, ...]]]:
+    return [[*map(jnp.shape, jax.tree.leaves(part))] for part in (*state.stacks, state.rest)]
 
 
 def _added(leaf: Any, step: Any) -> Any:

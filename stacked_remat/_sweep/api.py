@@ -16,17 +16,20 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
+from jax.interpreters import partial_eval
 from jaxtyping import Array
 
 from .._activity import is_differentiable
 from .._compat import not_forwarded
+from .._placement import is_on_host
 from .._schedule import Schedule
 from .._static import Static
 from .derivative_errors import reverse_mode_only
 from .gradient import Perturbed, merge, pick, scatter_leaves
 from .slots import Arrays, Carry, Checkpoints
 from .spec import FirstLayers, SweepSpec
-from .trace import trace_layer
+from .store import zeros_like
+from .trace import TracedLayer, trace_layer
 
 
 def sweep(
@@ -93,6 +96,9 @@ def sweep(
     traced = trace_layer(
         lambda shared, carry, x: body(carry, x), [], init, xs, unsliced=whole, offloads=boundaries == "host"
     )
+    traced, read = _without_unread(traced, stacks)
+    unread, stacks = pick(stacks, [not is_read for is_read in read]), pick(stacks, read)
+    whole = tuple(pick(whole, read))
     options: Any = (
         checkpoint,
         boundaries,
@@ -104,32 +110,50 @@ def sweep(
         keeps_in_segments,
     )
     spec = SweepSpec(traced.jaxpr, len(traced.init), schedule, *options)
-    leaves = (traced.init, stacks, traced.shared)
+    leaves = (traced.init, stacks, traced.shared, unread)
     carry, ys = _differentiable(spec)(*jax.tree.map(_reverse_mode_only, leaves))
     return jax.tree.unflatten(traced.carry_tree, carry), jax.tree.unflatten(traced.y_tree, ys)
 
 
-def _differentiable(spec: SweepSpec) -> Callable[[Carry, Arrays, Arrays], tuple[Carry, Arrays]]:
-    """The sweep as a function of leaves, with its derivative rule."""
+def _without_unread(traced: TracedLayer, stacks: Arrays) -> tuple[TracedLayer, list[bool]]:
+    """A layer without those of its own inputs that are on the host and that it does not use.
+
+    They need not travel. Also returns which of the inputs it still takes.
+    """
+    jaxpr, others = traced.jaxpr, len(traced.jaxpr.invars) - len(stacks)
+    kept = [True] * others + [not is_on_host(stack) for stack in stacks]
+    if all(kept):
+        return traced, kept[others:]
+    jaxpr, used = partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=kept)
+    return traced._replace(jaxpr=jaxpr), used[others:]
+
+
+def _differentiable(spec: SweepSpec) -> Callable[[Carry, Arrays, Arrays, Arrays], tuple[Carry, Arrays]]:
+    """The sweep as a function of leaves, with its derivative rule.
+
+    The last are arrays on the host that no layer reads. JAX would make their zero gradients on the device.
+    """
     # Nested sweeps differentiate a layer in several places; caching traces and compiles each rule once.
     forward_of = functools.cache(functools.partial(forward_rule, spec))
     backward_of = functools.cache(functools.partial(backward_rule, spec))
 
     @jax.custom_vjp
-    def run(init: Carry, xs: Arrays, shared: Arrays) -> tuple[Carry, Arrays]:
+    def run(init: Carry, xs: Arrays, shared: Arrays, unread: Arrays) -> tuple[Carry, Arrays]:
         return spec.primal(init, xs, shared)
 
-    def forward(init: Any, xs: Any, shared: Any) -> tuple[tuple[Carry, Arrays], Any]:
-        masks = [_perturbed(part) for part in (init, xs, shared)]
-        init, xs, shared = ([leaf.value for leaf in part] for part in (init, xs, shared))
+    def forward(init: Any, xs: Any, shared: Any, unread: Any) -> tuple[tuple[Carry, Arrays], Any]:
+        *masks, of_unread = [_perturbed(part) for part in (init, xs, shared, unread)]
+        init, xs, shared, unread = ([leaf.value for leaf in part] for part in (init, xs, shared, unread))
         outputs = spec.jaxpr.outvars[spec.carries :]
         every_y = [is_differentiable(getattr(out.aval, "dtype", bool)) for out in outputs]
         perturbed = spec.perturbed(*masks, ys=every_y)
         carry, ys, checkpoints = forward_of(perturbed)(init, xs, shared)
-        return (carry, ys), (checkpoints.with_constant_boundaries(), xs, shared, Static(tuple(masks)))
+        checkpoints, static = checkpoints.with_constant_boundaries(), Static((tuple(masks), of_unread))
+        return (carry, ys), (checkpoints, xs, shared, unread, static)
 
-    def backward(residuals: Any, cotangents: Any) -> tuple[Any, Any, Any]:
-        checkpoints, xs, shared, static = residuals
+    def backward(residuals: Any, cotangents: Any) -> tuple[Any, Any, Any, Any]:
+        checkpoints, xs, shared, unread, static = residuals
+        masks, of_unread = static.value
         carry_ct, ys_ct = cotangents
         # The first layers' residuals were kept for the cotangents of all outputs.
         has_ct = [
@@ -137,12 +161,13 @@ def _differentiable(spec: SweepSpec) -> Callable[[Carry, Arrays, Arrays], tuple[
             and (spec.first_layers is not None or not isinstance(ct, SymbolicZero))
             for ct in ys_ct
         ]
-        perturbed = spec.perturbed(*static.value, ys=has_ct)
+        perturbed = spec.perturbed(*masks, ys=has_ct)
         carry_ct = [_instantiate(ct) for ct in pick(carry_ct, perturbed.carry)]
         ys_ct = [_instantiate(ct) for ct in pick(ys_ct, has_ct)]
         found = backward_of(perturbed)(checkpoints, xs, shared, carry_ct, ys_ct)
-        init_ct, xs_ct, shared_ct = (scatter_leaves(*pair) for pair in zip(found, static.value, strict=True))
-        return init_ct, xs_ct, shared_ct
+        init_ct, xs_ct, shared_ct = (scatter_leaves(*pair) for pair in zip(found, masks, strict=True))
+        zeros = [zeros_like(leaf) for leaf in pick(unread, of_unread)]
+        return init_ct, xs_ct, shared_ct, scatter_leaves(zeros, of_unread)
 
     run.defvjp(forward, backward, symbolic_zeros=True)
     return run

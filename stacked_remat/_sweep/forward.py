@@ -11,10 +11,10 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array
 
-from .._placement import to_host
+from .._placement import platform, to_host
 from .._schedule import Schedule
 from .slots import Arrays, Carry, Checkpoints, T, repeat, trip_count
-from .store import empty_stack, settle, write
+from .store import empty_stack, read_before_writes, settle, write
 
 
 def forward_sweep(
@@ -91,6 +91,8 @@ def forward_sweep_on_host(
             fetched, index = settle(fetched, at[0] + k)
             ahead = fetch(jnp.minimum(index + 1, last))
             carry, output = step(index, carry, fetched)
+            if platform() == "tpu":  # or XLA reads while the output is written, and not while the step runs
+                ahead, (output, outputs) = read_before_writes(ahead, (output, outputs))
             return carry, write_output(index, outputs, output), ahead
 
         trips = trip_count(sizes, at[1])

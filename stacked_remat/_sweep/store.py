@@ -102,8 +102,8 @@ def settle(fetched: list[Array], index: Any) -> tuple[list[Array], Any]:
 def read_before_writes(ahead: list[Array], state: Any) -> tuple[list[Array], Any]:
     """What was read ahead, and a state whose stacks on the host may now be written.
 
-    Where XLA would otherwise copy a stack that is read and written in one iteration: for GPUs, and in loops
-    within the iteration.
+    Where XLA would otherwise copy a stack that is read and written in one iteration (for GPUs, and in loops
+    within the iteration), or begin to read too late.
     """
     if ahead and has_host_arrays(state):
         return lax.optimization_barrier((ahead, state))

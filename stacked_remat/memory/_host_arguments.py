@@ -39,12 +39,13 @@ def arguments_on_host(
     ```
 
     Args:
-        to_host: returns its arguments with some arrays moved to the host. It is traced, not run.
+        to_host: returns its arguments with some arrays moved to the host, or their shapes. It is traced, not
+            run.
         args: its arguments: arrays, shapes, and anything else.
 
     Returns:
         Its results with shapes in place of arrays. Arrays that are only moved, or left where they are, keep
-        their shardings.
+        their shardings, as shapes do.
 
     Raises:
         TargetError: for arrays on several devices whose compiler knows no host memory without them.

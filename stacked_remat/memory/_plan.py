@@ -166,7 +166,7 @@ def plan(
         target: as for `report`.
         donate: as for `report`.
         layers: how many layers the stack has, to search for `first_layers`; None for no search.
-        streamed: from the arguments to the same arguments with weights on the host, for example
+        streamed: from the arguments to the same arguments, or their shapes, with weights on the host, such as
             `lambda model, x: (streaming.to_host(model), x)`. If no candidate fits, they are tried again with
             these; the table says whether the transfers hide behind compute at the target's peak, or how fast
             the link lets the step be (see `TimeBound`). It is traced, not run.

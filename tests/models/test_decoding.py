@@ -20,7 +20,7 @@ from models.qwen3_moe import Qwen3Config, Qwen3MoeConfig
 from models.transformer.attention import Attention
 from models.transformer.config import AttentionConfig, ExpertsConfig
 from models.transformer.decoder import Decoder
-from stacked_remat import memory
+from stacked_remat import memory, streaming
 
 Vocab, Batch, Pos = Axis("vocab", 19), Axis("batch", 2), Axis("position", 9)
 SIZES = dict(hidden_dim=16, num_layers=3, num_heads=4, num_kv_heads=2, initializer_range=0.4)
@@ -201,6 +201,38 @@ def test_a_step_copies_the_experts_of_no_layer():
     experts = 4 * sum(leaf.size for leaf in jax.tree.leaves(model.stacks[0].stacked.mlp.experts))
     found = memory.report(Decoder.decode, model, new, new, cache)
     assert found.temporaries < experts / 3 / 2  # half of those of one of three layers
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_layers_on_the_host_give_the_same_tokens(rows):
+    """The two choices of one row are fewer than the three experts, those of two rows are not."""
+    resident = make("moe")
+    streamed = streaming.to_host(resident)
+    assert streaming.is_on_host(streamed.stacks[0].stacked.mlp.experts.stacked.up_proj.weight.array)
+    tokens, at = tokens_of()["batch", :rows], hax.full(Batch.resize(rows), 4, dtype=jnp.int32)
+    found, expected = (
+        decode(model, tokens["position", 4], at, prefill(model, tokens["position", :4], Pos.size)[1])
+        for model in (streamed, resident)
+    )
+    for leaf, wanted in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(leaf, wanted, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("rows", [1, 3, 8])
+def test_only_experts_that_tokens_may_choose_come_from_the_host(rows):
+    config = dataclasses.replace(MODELS["moe"], experts=ExpertsConfig(32, 8, 6))
+    resident = eqx.filter_eval_shape(Decoder.init, config, Vocab, key=jax.random.key(0))
+    (model,) = memory.arguments_on_host(lambda model: (streaming.to_host(model),), (resident,))
+    tokens = hax.zeros((Batch.resize(rows), Pos), jnp.int32)
+    _, cache = eqx.filter_eval_shape(lambda model, tokens: model.prefill(tokens, 9), resident, tokens)
+    new = tokens["position", 0]
+    found = memory.report(Decoder.decode, model, new, new, cache).flops.bytes_from_host
+    of_stack = model.stacks[0].stacked
+    experts, whole = (
+        4 * sum(leaf.size for leaf in jax.tree.leaves(tree) if streaming.is_on_host(leaf))
+        for tree in (of_stack.mlp.experts, of_stack)
+    )
+    assert found == whole - experts + experts * min(8 * rows, 32) // 32
 
 
 def test_the_cache_has_the_compute_dtype_and_the_given_length():

@@ -5,6 +5,7 @@ import json
 import os
 import re
 import shutil
+from types import SimpleNamespace
 from typing import Any
 
 import equinox as eqx
@@ -13,16 +14,19 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+import models.train_lm as train_lm
 from models.export_hf import main as export_hf
 from models.generate import main as generate
 from models.lm import next_token_loss
 from models.qwen3_moe import Qwen3Config, Qwen3MoeConfig
 from models.run_config import LmRunConfig
 from models.run_state import check_step, initial_state, run_optimizer, state_shapes
+from models.step_memory import StepMemory
 from models.transformer.config import ExpertsConfig
 from stacked_remat.lora import LoraConfig, merge_lora
 from stacked_remat.training import (
     AdamWConfig,
+    ConsoleProgress,
     DataConfig,
     MeshConfig,
     Partitioning,
@@ -213,6 +217,18 @@ def test_what_cannot_be_combined_with_streaming_is_refused(options, segment_leng
     streaming = None if segment_length is None else StreamingConfig(segment_length)
     with pytest.raises(ValueError, match=message):
         config_of(streaming, **options).resolved()
+
+
+@pytest.mark.usefixtures("standard_promotion")
+@pytest.mark.parametrize(("update", "streaming"), [(FUSED, StreamingConfig()), (UpdateConfig(), None)])
+def test_auto_streams_where_nothing_else_fits_and_the_run_can(update, streaming, monkeypatch):
+    def plan(step, *, streamed, **_):
+        return SimpleNamespace(policy="offload", streamed=streamed)
+
+    monkeypatch.setattr(StepMemory, "plan", plan)
+    config = config_of(None, update=update, remat="auto", budget="1GiB")
+    found = train_lm._resolved(config, ConsoleProgress())
+    assert (found.remat, found.budget, found.trainer.streaming) == ("offload", None, streaming)
 
 
 def test_levels_cut_segments():

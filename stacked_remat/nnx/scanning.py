@@ -108,12 +108,12 @@ def _policy(
     if segment_length is not None:
         return ScanCheckpointPolicy(segment_length=segment_length)
     if lengths is not None:
-        if isinstance(lengths, int) or not all(isinstance(part, int) and part > 0 for part in lengths):
+        if not isinstance(lengths, tuple | list) or not lengths or min(lengths) < 1:
             raise ValueError(
-                f"lengths={lengths!r} is not a sequence of positive numbers of parts. For the number of layers "
-                "alone write length=."
+                f"lengths={lengths!r} is not a sequence of positive numbers of parts. For the number of "
+                "layers alone write length=."
             )
-        return ScanCheckpointPolicy(nested=tuple(lengths[:-1]) or False)
+        return ScanCheckpointPolicy(nested=lengths)
     return "nested" if policy is None else policy
 
 
@@ -133,8 +133,8 @@ def _positional(
         bound.apply_defaults()
     if bound.kwargs:
         raise TypeError(
-            f"remat_scan can't pass {', '.join(bound.kwargs)} by keyword, since in_axes goes by position. Let "
-            "the function take it by position, or close over it."
+            f"remat_scan can't pass {', '.join(bound.kwargs)} by keyword, since in_axes goes by position. "
+            "Let the function take it by position, or close over it."
         )
     names: list[str] = []
     for name, value in bound.arguments.items():

@@ -36,16 +36,17 @@ import haliax as hax
 
 assert "site-packages" in stacked_remat.__file__, stacked_remat.__file__
 assert stacked_remat.__version__ == importlib.metadata.version("stacked_remat")
-packages = ("lora", "memory", "ops", "training")
+packages = ("lora", "memory", "nnx", "ops", "training")
 imported = [name for name in packages if f"stacked_remat.{name}" in sys.modules]
 assert not imported, f"import stacked_remat imports {imported}"
 assert stacked_remat.memory.report and stacked_remat.ops.causal_attention and stacked_remat.lora.apply_lora
-try:
-    stacked_remat.training
-except ModuleNotFoundError as error:
-    assert "pip install 'stacked_remat[train]'" in str(error), error
-else:
-    raise AssertionError("training was imported without the extra that it takes")
+for name, extra in (("training", "train"), ("nnx", "nnx")):
+    try:
+        getattr(stacked_remat, name)
+    except ModuleNotFoundError as error:
+        assert f"pip install 'stacked_remat[{extra}]'" in str(error), error
+    else:
+        raise AssertionError(f"{name} was imported without the extra that it takes")
 
 class Block(eqx.Module):
     scale: jax.Array

@@ -108,6 +108,7 @@ def to_host(layers: M, where: Any = nnx.Param) -> M:
     """Put the weights of stacked layers in host memory; each layer's come to the device while it runs.
 
     `remat_scan` over them gives the results of layers on the device, and gradients that are on the host too.
+    `nnx.Optimizer` computes on the device: let `where` leave there what it updates.
 
     Args:
         layers: a module whose arrays have the layers as first axis, or a `Stacked`. It is changed in place.

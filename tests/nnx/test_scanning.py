@@ -186,6 +186,46 @@ def test_modules_are_made_and_carried():
 
 
 @pytest.mark.deep
+def test_scans_inside_and_around_transformations():
+    class Inner(nnx.Module):
+        def __init__(self, rngs):
+            self.linear, self.dropout = nnx.Linear(4, 4, rngs=rngs), nnx.Dropout(0.5, rngs=rngs)
+
+    class Outer(nnx.Module):
+        def __init__(self, rngs):
+            create = nnx.split_rngs(splits=3)(nnx.vmap(Inner, in_axes=0, out_axes=0))
+            self.inner, self.scale = create(rngs), nnx.Param(jnp.float32(0.9))
+
+    def run(scan):
+        axes = {"in_axes": (nnx.Carry, 0), "out_axes": nnx.Carry}
+
+        def inner(x, layer):
+            return x + jnp.tanh(layer.dropout(layer.linear(x)))
+
+        def forward(layers, x):  # the outer layers' function closes over the parameters of a module
+            def outer(x, layer):
+                return scan(inner, **axes)(x, layer.inner) * layer.scale[...] * weight[...]
+
+            return jnp.sum(jnp.sin(scan(outer, **axes)(x, layers)))
+
+        def of_gradient(graph, state, x):
+            def value(x):
+                return nnx.grad(forward, argnums=1)(nnx.merge(graph, state, copy=True), x).sum()
+
+            return jax.grad(value)(x)
+
+        weight, x, layers = nnx.Param(jnp.float32(1.1)), jnp.ones((2, 4)), vmapped(Outer, 5)
+        first = nnx.jit(nnx.grad(nnx.remat(forward), argnums=(0, 1)))(layers, x)
+        each = nnx.jit(nnx.vmap(forward, in_axes=(None, 0), out_axes=0))(layers, x)
+        return raw((first, each, jax.jit(of_gradient)(*nnx.split(layers), x), nnx.state(layers)))
+
+    found, expected = run(remat_scan), run(nnx.scan)
+    assert found.keys() == expected.keys()
+    for name, leaf in expected.items():
+        np.testing.assert_allclose(found[name], leaf, rtol=1e-4, atol=1e-5, err_msg=name)
+
+
+@pytest.mark.deep
 def test_sharding_and_its_metadata_are_kept():
     mesh = jax.make_mesh((2, 2), ("layers", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
     metadata = {nnx.PARTITION_NAME: "layers"}
@@ -235,17 +275,15 @@ def test_weights_are_read_from_the_host(policy):
     def forward(x, layer):
         return x + layer.down(nnx.silu(layer.up(x)))
 
-    @jax.jit
-    def gradient(graph, state, x):
-        return jax.value_and_grad(lambda state: jnp.sum(forward(x, nnx.merge(graph, state))))(state)
+    gradient = nnx.jit(nnx.value_and_grad(lambda layers, x: jnp.sum(forward(x, layers))))
 
     def places(state):
         return {path[-1]: streaming.is_on_host(leaf[...]) for path, leaf in nnx.to_flat_state(state)}
 
     layers, x = vmapped(Mlp), jnp.ones((2, WIDTH))
-    expected = gradient(*nnx.split(layers), x)
+    expected = gradient(layers, x)
     assert to_host(layers) is layers
-    found = gradient(*nnx.split(layers), x)
+    found = gradient(layers, x)
     assert places(nnx.state(layers)) == places(found[1]) == {"kernel": True, "bias": False}
     for a, b in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
         assert jnp.allclose(jax.device_put(a, jax.memory.Space.Device), b, rtol=1e-5, atol=1e-6)

@@ -155,7 +155,7 @@ def linen(levels: Callable[[int], Sequence[int]]) -> Callable[[Sizes], Program]:
     return build
 
 
-def nnx(scan: Callable[[Any], Callable[..., Any]]) -> Callable[[Sizes], Program]:
+def of_nnx(scan: Callable[[Any], Callable[..., Any]]) -> Callable[[Sizes], Program]:
     """Flax NNX, where `scan(nnx)` is `nnx.scan` or what has its arguments."""
 
     def build(sizes: Sizes) -> Program:
@@ -222,11 +222,11 @@ def variants() -> Iterator[Variant]:
         yield Variant(f"haliax {remat}", haliax(remat))
     yield Variant("flax linen remat_scan, 2 levels", linen(_two_levels), "flax.linen")
     yield Variant("flax linen remat_scan, 3 levels", linen(_three_levels), "flax.linen")
-    yield Variant("flax nnx.scan", nnx(lambda nnx: nnx.scan), "flax.nnx")
-    yield Variant("flax nnx.scan + nnx.remat", nnx(_scan_of_remat), "flax.nnx")
-    yield Variant("flax nnx.remat of nnx.scan", nnx(_remat_of_scan), "flax.nnx")
-    yield Variant("stacked_remat.nnx nested", nnx(_remat_scan()), "flax.nnx")
-    yield Variant("stacked_remat.nnx offload", nnx(_remat_scan(policy="offload")), "flax.nnx")
+    yield Variant("flax nnx.scan", of_nnx(lambda nnx: nnx.scan), "flax.nnx")
+    yield Variant("flax nnx.scan + nnx.remat", of_nnx(_scan_of_remat), "flax.nnx")
+    yield Variant("flax nnx.remat of nnx.scan", of_nnx(_remat_of_scan), "flax.nnx")
+    yield Variant("stacked_remat.nnx nested", of_nnx(_remat_scan()), "flax.nnx")
+    yield Variant("stacked_remat.nnx offload", of_nnx(_remat_scan(policy="offload")), "flax.nnx")
     nested_offload = ScanCheckpointPolicy(nested=True, save_carries="offload")
     keep_some = ScanCheckpointPolicy(nested=True, first_layers=8, first_policy=True)
     for name, remat in {

@@ -108,7 +108,8 @@ def _policy(
     if segment_length is not None:
         return ScanCheckpointPolicy(segment_length=segment_length)
     if lengths is not None:
-        if not isinstance(lengths, tuple | list) or not lengths or min(lengths) < 1:
+        are_numbers = isinstance(lengths, tuple | list) and all(isinstance(n, int) for n in lengths)
+        if not are_numbers or not lengths or min(lengths) < 1:
             raise ValueError(
                 f"lengths={lengths!r} is not a sequence of positive numbers of parts. For the number of "
                 "layers alone write length=."

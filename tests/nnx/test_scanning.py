@@ -293,7 +293,7 @@ def test_weights_are_read_from_the_host(policy):
 
 
 @pytest.mark.deep
-@pytest.mark.parametrize("variant", ["scan", "remat in", "remat around"])
+@pytest.mark.parametrize("variant", ["scan", "remat in", "remat around", "nothing saveable"])
 def test_only_remat_scan_keeps_fewer_carries(variant):
     layers, rows = 36, 512
     blocks = nnx.split_rngs(splits=layers)(nnx.vmap(lambda rngs: nnx.Linear(4, 4, rngs=rngs)))(nnx.Rngs(0))
@@ -310,7 +310,12 @@ def test_only_remat_scan_keeps_fewer_carries(variant):
         compiled = jax.jit(jax.grad(loss)).lower(state, jnp.ones((rows, 4))).compile()
         return compiled.memory_analysis().temp_size_in_bytes / (rows * 4 * 4)
 
-    options = {"remat in": {"of_layer": nnx.remat}, "remat around": {"around": nnx.remat}}
+    nothing = functools.partial(nnx.remat, policy=jax.checkpoint_policies.nothing_saveable)
+    options = {
+        "remat in": {"of_layer": nnx.remat},
+        "remat around": {"around": nnx.remat},
+        "nothing saveable": {"of_layer": nothing, "around": nothing},
+    }
     assert carries(nnx.scan, **options.get(variant, {})) >= layers
     assert carries(remat_scan) <= 9 + 7  # √(2·36) slots, and a layer's internals
 
@@ -327,6 +332,7 @@ REFUSED = {
         "lengths=.* and segment_length=3.*keep one",
     ),
     "no lengths": (dict(lengths=3), (X, L), "lengths=3 is not a sequence .* length="),
+    "no number": (dict(lengths=("a",)), (X, L), r"lengths=\('a',\) is not a sequence"),
     "another product": (dict(lengths=(2, 2)), (X, L), "say 4 layers, and layer has 3.*multiply to 3"),
     "another length": (dict(length=5), (X, L), "say 5 layers, and layer has 3"),
     "two lengths": (dict(lengths=(1, 3), length=4), (X, L), "multiply to 3 layers, and length=4"),

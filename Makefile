@@ -70,7 +70,12 @@ parity:  ## install PyTorch, transformers and PEFT, and compare models, adapters
 .PHONY: haliax
 haliax: venv  ## run Haliax's own tests of scan with this library in its place
 	@mkdir -p "$(REPORTS)"
-	$(RUN) scripts/haliax_suite.py --junitxml="$(abspath $(REPORTS))/haliax.xml"
+	$(RUN) scripts/upstream_suite.py haliax --junitxml="$(abspath $(REPORTS))/haliax.xml"
+
+.PHONY: flax
+flax: venv  ## run Flax's own tests of nnx.scan with this library's remat_scan in its place
+	@mkdir -p "$(REPORTS)"
+	$(RUN) scripts/upstream_suite.py flax --junitxml="$(abspath $(REPORTS))/flax.xml"
 
 .PHONY: lint
 lint: venv  ## run ruff and pyright

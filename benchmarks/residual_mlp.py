@@ -5,6 +5,7 @@ in what a library keeps and copies.
 """
 
 import dataclasses
+import functools
 import importlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -14,6 +15,7 @@ import haliax as hax
 import jax
 import jax.numpy as jnp
 
+import stacked_remat
 from stacked_remat import ScanCheckpointPolicy, ScanCheckpointSpec, Stacked, tiled
 
 
@@ -163,35 +165,47 @@ def linen(levels: Callable[[int], Sequence[int]]) -> Callable[[Sizes], Program]:
     return build
 
 
-def nnx_scan(sizes: Sizes) -> Program:
-    """Flax NNX: `nnx.scan` over `nnx.remat`."""
-    from flax import nnx
+def of_nnx(scan: Callable[[Any], Callable[..., Any]]) -> Callable[[Sizes], Program]:
+    """Flax NNX, where `scan(nnx)` is `nnx.scan` or what has its arguments."""
 
-    class NnxBlock(nnx.Module):
-        def __init__(self, rngs: nnx.Rngs):
-            init = nnx.initializers.normal(0.02)
-            self.up = nnx.Param(init(rngs.params(), (sizes.width, sizes.inner), sizes.dtype))
-            self.down = nnx.Param(init(rngs.params(), (sizes.inner, sizes.width), sizes.dtype))
+    def build(sizes: Sizes) -> Program:
+        from flax import nnx
 
-        def __call__(self, x: jax.Array) -> jax.Array:
-            return x + jax.nn.silu(x @ self.up[...]) @ self.down[...]
+        class NnxBlock(nnx.Module):
+            def __init__(self, rngs: nnx.Rngs):
+                init = nnx.initializers.normal(0.02)
+                self.up = nnx.Param(init(rngs.params(), (sizes.width, sizes.inner), sizes.dtype))
+                self.down = nnx.Param(init(rngs.params(), (sizes.inner, sizes.width), sizes.dtype))
 
-    @nnx.split_rngs(splits=sizes.layers)
-    @nnx.vmap(in_axes=0, out_axes=0)
-    def create(rngs: nnx.Rngs) -> NnxBlock:
-        return NnxBlock(rngs)
+            def __call__(self, x: jax.Array) -> jax.Array:
+                return x + jax.nn.silu(x @ self.up[...]) @ self.down[...]
 
-    graph, weights = nnx.split(nnx.eval_shape(lambda: create(nnx.Rngs(0))))
+        @nnx.split_rngs(splits=sizes.layers)
+        @nnx.vmap(in_axes=0, out_axes=0)
+        def create(rngs: nnx.Rngs) -> NnxBlock:
+            return NnxBlock(rngs)
 
-    def loss(weights: Any, x: jax.Array) -> jax.Array:
-        @nnx.scan(in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
-        @nnx.remat
-        def forward(x: jax.Array, block: NnxBlock) -> jax.Array:
-            return block(x)
+        graph, weights = nnx.split(nnx.eval_shape(lambda: create(nnx.Rngs(0))))
+        forward = scan(nnx)(lambda x, block: block(x), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
 
-        return jnp.sum(forward(x, nnx.merge(graph, weights)).astype(jnp.float32))
+        def loss(weights: Any, x: jax.Array) -> jax.Array:
+            return jnp.sum(forward(x, nnx.merge(graph, weights)).astype(jnp.float32))
 
-    return jax.grad(loss, (0, 1)), (weights, _input(sizes))
+        return jax.grad(loss, (0, 1)), (weights, _input(sizes))
+
+    return build
+
+
+def _scan_of_remat(nnx: Any) -> Callable[..., Any]:
+    return lambda f, **axes: nnx.scan(nnx.remat(f), **axes)
+
+
+def _remat_of_scan(nnx: Any) -> Callable[..., Any]:
+    return lambda f, **axes: nnx.remat(nnx.scan(f, **axes))
+
+
+def _remat_scan(**options: Any) -> Callable[[Any], Callable[..., Any]]:
+    return lambda _: functools.partial(stacked_remat.nnx.remat_scan, **options)
 
 
 def _input(sizes: Sizes) -> jax.ShapeDtypeStruct:
@@ -218,7 +232,11 @@ def variants() -> Iterator[Variant]:
         yield Variant(f"haliax {remat}", haliax(remat))
     yield Variant("flax linen remat_scan, 2 levels", linen(_two_levels), "flax.linen")
     yield Variant("flax linen remat_scan, 3 levels", linen(_three_levels), "flax.linen")
-    yield Variant("flax nnx.scan + nnx.remat", nnx_scan, "flax.nnx")
+    yield Variant("flax nnx.scan", of_nnx(lambda nnx: nnx.scan), "flax.nnx")
+    yield Variant("flax nnx.scan + nnx.remat", of_nnx(_scan_of_remat), "flax.nnx")
+    yield Variant("flax nnx.remat of nnx.scan", of_nnx(_remat_of_scan), "flax.nnx")
+    yield Variant("stacked_remat.nnx nested", of_nnx(_remat_scan()), "flax.nnx")
+    yield Variant("stacked_remat.nnx offload", of_nnx(_remat_scan(policy="offload")), "flax.nnx")
     nested_offload = ScanCheckpointPolicy(nested=True, save_carries="offload")
     keep_some = ScanCheckpointPolicy(nested=True, first_layers=8, first_policy=True)
     for name, remat in {

@@ -36,7 +36,7 @@ import haliax as hax
 
 assert "site-packages" in stacked_remat.__file__, stacked_remat.__file__
 assert stacked_remat.__version__ == importlib.metadata.version("stacked_remat")
-packages = ("lora", "memory", "ops", "training")
+packages = ("lora", "memory", "nnx", "ops", "training")
 imported = [name for name in packages if f"stacked_remat.{name}" in sys.modules]
 assert not imported, f"import stacked_remat imports {imported}"
 assert stacked_remat.memory.report and stacked_remat.ops.causal_attention and stacked_remat.lora.apply_lora

@@ -40,6 +40,7 @@ LAYERS = {
     "_stacked": "stacks",
     "_state_dict": "stacks",
     "lora": "ops",
+    "nnx": "nnx",
     "ops": "ops",
     "streaming": "streaming",
     "memory": "memory",
@@ -59,6 +60,7 @@ ALLOWED_IMPORTS = {
     "fused": {"compat", "base", "placement", "policy", "scan", "stacks"},
     "ops": _CORE,
     "streaming": _CORE,
+    "nnx": {"streaming", "public"},
     "memory": _CORE | {"ops", "public"},
     "training": _CORE | {"fused", "ops", "streaming", "memory", "public"},
 }
@@ -73,7 +75,7 @@ MODEL_IMPORTS = {
 
 THIRD_PARTY = {"jax", "equinox", "haliax", "jaxtyping", "numpy"}  # numpy comes with jax
 # Packages that import more than these when they are imported, and the extras that install it.
-EXTRAS = {"training": ["train"]}
+EXTRAS = {"training": ["train"], "nnx": ["nnx"]}
 IMPORT_NAMES = {"pyyaml": "yaml", "orbax-checkpoint": "orbax"}  # where a distribution and its module differ
 
 ARCHITECTURES = re.compile(r"qwen|llama|gemma|mistral|mixtral|gpt2|gpt_|olmo|deepseek", re.IGNORECASE)

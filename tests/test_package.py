@@ -18,6 +18,7 @@ def test_every_public_name_is_there():
     assert re.fullmatch(r"\d+\.\d+\.\d+", stacked_remat.__version__)
     assert callable(stacked_remat.memory.report) and callable(stacked_remat.ops.causal_attention)
     assert callable(stacked_remat.lora.apply_lora) and callable(stacked_remat.training.train)
+    assert callable(stacked_remat.nnx.remat_scan)
     with pytest.raises(AttributeError, match="module 'stacked_remat' has no attribute 'stack'"):
         stacked_remat.stack  # noqa: B018
 

@@ -36,7 +36,7 @@ def _name(page: Path) -> str:
 @pytest.mark.parametrize(
     "page",
     [
-        pytest.param(page, id=_name(page), marks=pytest.mark.deep if page.stem == "porting" else ())
+        pytest.param(page, id=_name(page), marks=pytest.mark.deep if page.stem in ("porting", "nnx") else ())
         for page in PAGES
         if _program(page).strip()
     ],

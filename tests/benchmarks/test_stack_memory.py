@@ -124,6 +124,26 @@ def test_recorded_memory_is_within_limits(target, name, inner, device, host):
     assert row["host_temporaries"] <= host * GIB
 
 
+@pytest.mark.parametrize("inner", [2_048, 16_384])
+def test_layers_of_nnx_cost_what_other_layers_cost(inner):
+    of_nnx, own = (
+        recorded("h200")[f"{name} nested", inner] for name in ("stacked_remat.nnx", "stacked_remat")
+    )
+    assert of_nnx["temporaries"] <= 1.01 * own["temporaries"] <= (3.6 if inner == 2_048 else 7.2) * GIB
+    assert of_nnx["matmul_flops"] == own["matmul_flops"]
+    assert (
+        recorded("h200")["flax nnx.remat of nnx.scan", inner]["temporaries"] >= 60 * GIB
+    )  # as nnx.scan alone
+
+
+@pytest.mark.skipif(NO_CUDA, reason="JAX's CUDA plugin is not installed")
+def test_memory_of_nnx_is_what_the_benchmark_recorded():
+    (variant,) = (variant for variant in variants() if variant.name == "stacked_remat.nnx nested")
+    fn, args = variant.build(Sizes())
+    found = memory.report(fn, *args, target="h200").temporaries
+    assert found <= 1.1 * recorded("h200")["stacked_remat.nnx nested", 2_048]["temporaries"]
+
+
 def test_fewer_carries_cost_less_than_nested_and_more_arithmetic():
     few, nested, full = (
         recorded("h200")[f"stacked_remat {name}", 2_048] for name in ("max_carries=6", "nested", "True")

@@ -1,0 +1,259 @@
+"""`remat_scan`: the calling conventions of `flax.nnx.scan`, on the scan of this library."""
+
+import functools
+import inspect
+import math
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+import numpy as np
+from flax import nnx
+from haliax import Axis
+
+from .. import ScanCheckpointPolicy, ScanCheckpointSpec, per_layer, scan, shared
+from .axes import Axes, replaced
+from .parts import TAG, change_metadata, is_node, merged, named_leaves, split
+
+_NO_METADATA: Mapping[str, Any] = MappingProxyType({})
+
+
+def remat_scan(
+    f: Any = None,
+    *,
+    policy: ScanCheckpointSpec | None = None,
+    lengths: Sequence[int] | None = None,
+    segment_length: int | None = None,
+    length: int | None = None,
+    reverse: bool = False,
+    unroll: int | bool = 1,
+    in_axes: Any = (nnx.Carry, 0),
+    out_axes: Any = (nnx.Carry, 0),
+    transform_metadata: Mapping[str, Any] = _NO_METADATA,
+) -> Any:
+    """`flax.nnx.scan`, with a choice of what the backward pass keeps.
+
+    ```python
+    @remat_scan(in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
+    def forward(x, layer):
+        return layer(x)
+
+    y = forward(x, layers)
+    ```
+
+    Results, gradients and the state of modules after the call are those of `nnx.scan` with the same
+    arguments and `graph_updates=True`, its default. State that a layer changes (`BatchStat`, `RngCount`, new
+    `Intermediate`s) is an output of the scan, written once to the caller's modules. A layer that runs again
+    for the backward pass reads what it read the first time: its dropout draws the same numbers.
+
+    Args:
+        f: a function, or a method in the body of a class. Without it, `remat_scan` is a decorator.
+        policy: as `remat` of `stacked_remat.scan`; by default `"nested"`, about √(2N) carries of N layers.
+        lengths: as in Linen's `remat_scan`; their product is the number of layers. `(a, b)` keeps the carries
+            of `a` segments of `b` layers, `(a, b, c)` cuts each segment once more.
+        segment_length: cut into segments of so many layers. At most one of these three.
+        length: the number of layers, where nothing is split that tells it.
+        reverse: from the last layer to the first.
+        unroll: how many layers one iteration of the loop runs.
+        in_axes: for each argument, or a tree of it: an axis to split over the layers, `None` to give all of
+            it to every layer, `nnx.Carry` for one argument, `nnx.StateAxes` for a module. What a layer writes
+            to state under `None` is dropped.
+        out_axes: where the layers' axis goes in each result, and `nnx.Carry` for the carry.
+        transform_metadata: `{nnx.PARTITION_NAME: name}` removes that axis from the sharding metadata of the
+            variables that a layer gets, and puts it back.
+
+    Returns:
+        A function of the arguments of `f`, or a decorator.
+
+    Raises:
+        ValueError: for axes that contradict each other, arguments of different lengths, a carry that changes,
+            and where `stacked_remat.scan` does.
+        TypeError: for a bound method, a keyword-only argument, and axes of another kind.
+
+    Cost: as `stacked_remat.scan`. What a layer does not change is not copied, but all of a carried module is
+    a carry. `f` is traced at each call.
+    """
+    chosen, size = _policy(policy, lengths, segment_length), _length(length, lengths)
+    options = {"reverse": reverse, "unroll": unroll}
+    if f is None:
+        own = {"in_axes": in_axes, "out_axes": out_axes, "transform_metadata": transform_metadata}
+        return functools.partial(remat_scan, policy=chosen, length=size, **options, **own)
+    if inspect.ismethod(f):
+        raise TypeError(
+            f"remat_scan got the bound method {f.__qualname__}, whose module it can't split. Decorate the "
+            "method in its class, or scan a function that takes the module as an argument."
+        )
+    axes = Axes(in_axes, out_axes, transform_metadata)
+
+    @functools.wraps(f)
+    def scanned(*args: Any, **kwargs: Any) -> Any:
+        names, given = _positional(f, args, kwargs, in_axes)
+        with nnx.update_context(TAG):
+            return _run(f, names, given, axes, size, {"remat": chosen, **options})
+
+    return scanned
+
+
+def _policy(
+    policy: ScanCheckpointSpec | None, lengths: Sequence[int] | None, segment_length: int | None
+) -> ScanCheckpointSpec:
+    settings = {"policy": policy, "lengths": lengths, "segment_length": segment_length}
+    given = {name: value for name, value in settings.items() if value is not None}
+    if len(given) > 1:
+        written = " and ".join(f"{name}={value!r}" for name, value in given.items())
+        raise ValueError(f"remat_scan was given {written}, which each say what is kept; keep one.")
+    if segment_length is not None:
+        return ScanCheckpointPolicy(segment_length=segment_length)
+    if lengths is not None:
+        are_numbers = isinstance(lengths, tuple | list) and all(isinstance(n, int) for n in lengths)
+        if not are_numbers or not lengths or min(lengths) < 1:
+            raise ValueError(
+                f"lengths={lengths!r} is not a sequence of positive numbers of parts. For the number of "
+                "layers alone write length=."
+            )
+        return ScanCheckpointPolicy(nested=lengths)
+    return "nested" if policy is None else policy
+
+
+def _length(length: int | None, lengths: Sequence[int] | None) -> int | None:
+    product = None if lengths is None else math.prod(lengths)
+    if length is not None and product not in (None, length):
+        raise ValueError(f"lengths={tuple(lengths or ())} multiply to {product} layers, and length={length}.")
+    return length if product is None else product
+
+
+def _positional(
+    f: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], in_axes: Any
+) -> tuple[list[str], tuple[Any, ...]]:
+    """Names and values of the arguments."""
+    bound = inspect.signature(f).bind(*args, **kwargs)
+    if isinstance(in_axes, tuple) and len(bound.args) < len(in_axes):
+        bound.apply_defaults()
+    if bound.kwargs:
+        raise TypeError(
+            f"remat_scan can't pass {', '.join(bound.kwargs)} by keyword, since in_axes goes by position. "
+            "Let the function take it by position, or close over it."
+        )
+    names: list[str] = []
+    for name, value in bound.arguments.items():
+        is_variadic = bound.signature.parameters[name].kind is inspect.Parameter.VAR_POSITIONAL
+        names += [f"{name}[{i}]" for i in range(len(value))] if is_variadic else [name]
+    if in_axes is nnx.Carry and len(bound.args) != 1:
+        raise ValueError(
+            "When in_axes=Carry, the function must take exactly one argument; it was given "
+            f"{', '.join(names) or 'none'}. Write a tuple with an entry for each."
+        )
+    if isinstance(in_axes, tuple) and len(in_axes) != len(bound.args):
+        raise ValueError(
+            f"in_axes has {len(in_axes)} entries, {in_axes!r}, and the function was given {len(bound.args)} "
+            f"arguments: {', '.join(names)}. Write one for each."
+        )
+    return names, bound.args
+
+
+def _run(
+    f: Callable[..., Any],
+    names: list[str],
+    args: tuple[Any, ...],
+    axes: Axes,
+    length: int | None,
+    options: Mapping[str, Any],
+) -> Any:
+    tree = split(args, axes.in_axes, "args")
+    structure, entries = jax.tree.structure(tree), list(named_leaves(names, tree))
+    given = {name: leaf for name, leaf, _ in entries}
+    carry = {name: leaf for name, leaf, axis in entries if axis is nnx.Carry}
+    sliced = {name: _layers_first(name, leaf, axis) for name, leaf, axis in entries if isinstance(axis, int)}
+    marked = {name: shared(leaf) for name, leaf, axis in entries if axis is None}
+    marked |= {name: per_layer(leaf) for name, leaf in sliced.items()}
+    found: Any = None
+
+    def step(carry: dict[str, Any], /, **arrays: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+        nonlocal found
+        inputs = carry | arrays
+        layer = jax.tree.unflatten(structure, [inputs[name] for name in given])
+        layer = merged(change_metadata(layer, nnx.spmd.remove_axis, axes.metadata), is_inner=True)
+        results = _split_results(layer, f(*layer), axes)
+        outputs = list(named_leaves([*names, "the output"], (*results[0], results[1])))
+        found = jax.tree.structure(results), [(name, axis) for name, _, axis in outputs]
+        new = [(name, leaf) for name, leaf, axis in outputs if isinstance(axis, int)]
+        changed = {name: leaf for name, leaf in new if leaf is not inputs.get(name)}
+        return {name: leaf for name, leaf, axis in outputs if axis is nnx.Carry}, changed
+
+    carry, stacked = scan(step, Axis(axes.name, _size(sliced, length)), **options)(carry, **marked)
+
+    def leaf(name: str, axis: Any) -> Any:
+        if axis is nnx.Carry:
+            return carry[name]
+        if name in stacked:
+            return jnp.moveaxis(stacked[name], 0, axis)
+        if name not in given:
+            raise ValueError(
+                f"The function adds {name}, and what a layer writes under axis None is dropped. Give it an "
+                "axis of its own in nnx.StateAxes."
+            )
+        return given[name]
+
+    treedef, outputs = found
+    args_out, result = merged(
+        jax.tree.unflatten(treedef, [leaf(*output) for output in outputs]), is_inner=False
+    )
+    return axes.put_carry(None if axes.carry_in is None else args_out[axes.carry_in], result)
+
+
+def _split_results(args: tuple[Any, ...], result: Any, axes: Axes) -> tuple[Any, Any]:
+    """The arguments after a layer, with the new carry and without arrays, and the rest of the result."""
+    carry, rest = axes.take_carry(result)
+    left = jax.tree.map(lambda leaf: leaf if is_node(leaf) else None, args, is_leaf=is_node)
+    if axes.carry_in is not None:
+        _check_references(args[axes.carry_in], carry)
+        left = replaced(left, axes.carry_in, carry)
+    found = split((left, rest), (axes.in_axes, axes.out_axes), "(args, results)")
+    return change_metadata(found, nnx.spmd.add_axis, axes.metadata)
+
+
+def _check_references(before: Any, after: Any) -> None:
+    """Refuse a carry with other modules or variables than went in."""
+    old, new = (
+        {path: leaf for path, leaf in jtu.tree_leaves_with_path(tree, is_leaf=is_node) if is_node(leaf)}
+        for tree in (before, after)
+    )
+    for path in {**old, **new}:
+        if old.get(path) is not new.get(path):
+            raise ValueError(
+                f"Carry references must be the same between iterations: carry{jtu.keystr(path)} is another "
+                "object than went in. Change the values of its variables instead."
+            )
+
+
+def _layers_first(name: str, leaf: Any, axis: int) -> Any:
+    if not isinstance(leaf, jax.Array | np.ndarray | jax.ShapeDtypeStruct):
+        raise ValueError(
+            f"Expected an array to split along axis {axis}: {name} is a {type(leaf).__name__}. Give it axis "
+            "None."
+        )
+    if not -leaf.ndim <= axis < leaf.ndim:
+        raise ValueError(
+            f"{name} has {leaf.ndim} dimensions and can't be split along axis {axis}. Give it axis None, or "
+            "a dimension of the layers (for Rngs, nnx.split_rngs)."
+        )
+    return jnp.moveaxis(leaf, axis, 0) if axis % leaf.ndim else leaf  # type: ignore[arg-type]
+
+
+def _size(sliced: Mapping[str, Any], length: int | None) -> int:
+    sizes = {name: leaf.shape[0] for name, leaf in sliced.items()}
+    if length is None and not sizes:
+        raise ValueError(
+            "remat_scan was given nothing to split, so the number of layers is unknown. Pass length=, or an "
+            "int in in_axes."
+        )
+    if length is not None and sizes and length not in sizes.values():
+        name, size = next(iter(sizes.items()))
+        raise ValueError(
+            f"length or lengths say {length} layers, and {name} has {size}. Leave length out, or let lengths "
+            f"multiply to {size}."
+        )
+    return next(iter(sizes.values())) if length is None else length

@@ -1,0 +1,403 @@
+"""`remat_scan` beside `nnx.scan`: results, gradients, state, metadata, memory; and what it refuses."""
+
+import functools
+import importlib
+import sys
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from stacked_remat import ScanCheckpointPolicy, streaming
+from stacked_remat.nnx import remat_scan, to_device, to_host
+
+LAYERS, WIDTH = 6, 8
+
+
+class Block(nnx.Module):
+    """Parameters, statistics, random streams and a counter of calls."""
+
+    def __init__(self, rngs):
+        self.linear = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
+        self.norm = nnx.BatchNorm(WIDTH, rngs=rngs)
+        self.dropout = nnx.Dropout(0.4, rngs=rngs)
+        self.calls = nnx.Variable(jnp.int32(0))
+
+    def __call__(self, x, offset):
+        self.calls[...] += jnp.int32(1)
+        y = self.dropout(jnp.tanh(self.norm(self.linear(x)))) + offset
+        self.sow(nnx.Intermediate, "mean", y.mean())
+        return x + y, y.sum()
+
+
+def vmapped(kind: Any = Block, layers=LAYERS, **options) -> Any:
+    create = nnx.vmap(kind, in_axes=0, out_axes=0, **options)
+    return nnx.split_rngs(splits=layers)(create)(nnx.Rngs(0, dropout=1))
+
+
+def raw(tree):
+    return {
+        jax.tree_util.keystr(path): np.asarray(
+            jax.random.key_data(leaf) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf
+        )
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+    }
+
+
+def trained(scan, **options):
+    """Two calls of loss and gradient, one after the other, and the state after them."""
+    blocks, x = vmapped(), jax.random.normal(jax.random.key(2), (4, WIDTH))
+
+    def loss(blocks, x, offset):
+        @functools.partial(scan, in_axes=(nnx.Carry, 0, None), **options)
+        def forward(x, block, offset):
+            return block(x, offset)
+
+        y, sums = forward(x, blocks, offset)
+        return jnp.sum(jnp.sin(y)) + jnp.sum(sums * jnp.arange(1.0, LAYERS + 1))
+
+    both = nnx.jit(nnx.value_and_grad(loss, argnums=(0, 1, 2)))
+    found = [nnx.capture(both, nnx.Intermediate)(blocks, x, jnp.float32(0.1)) for _ in range(2)]
+    return raw((found, nnx.state(blocks)))
+
+
+@functools.cache
+def reference(reverse):
+    return trained(nnx.scan, reverse=reverse)
+
+
+POLICIES = {
+    "lengths": {"lengths": (2, 3)},
+    "nested": {},
+    "lengths of three": {"lengths": (1, 2, 3)},
+    "lengths of one": {"lengths": (6,)},
+    "segments, reversed": {"segment_length": 4, "reverse": True},
+    "True, reversed": {"policy": True, "reverse": True},
+    "False": {"policy": False},
+    "offload": {"policy": "offload", "unroll": 2},
+    "recompute": {"policy": "recompute"},
+    "few carries": {"policy": ScanCheckpointPolicy(max_carries=2)},
+}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param(options, id=name, marks=() if name == "lengths" else pytest.mark.deep)
+        for name, options in POLICIES.items()
+    ],
+)
+def test_values_gradients_and_state_are_those_of_nnx_scan(options):
+    found, expected = trained(remat_scan, **options), reference(options.get("reverse", False))
+    assert found.keys() == expected.keys()
+    for name, leaf in expected.items():
+        np.testing.assert_allclose(found[name], leaf, rtol=2e-5, atol=1e-5, err_msg=name)
+        if leaf.dtype.kind in "iu":
+            assert np.array_equal(found[name], leaf), name
+    calls = [leaf for name, leaf in found.items() if "calls" in name]
+    assert any(np.array_equal(leaf, [2] * LAYERS) for leaf in calls)
+
+
+def test_a_layer_that_runs_again_draws_the_same_numbers():
+    class Drop(nnx.Module):
+        def __init__(self, rngs):
+            self.dropout = nnx.Dropout(0.5, rngs=rngs)
+
+    @remat_scan(lengths=(3, 2))
+    def forward(x, layer):
+        mask = layer.dropout(jnp.ones(64))
+        return x * (1 + mask), mask
+
+    layers = vmapped(Drop)
+    gradient = nnx.jit(nnx.grad(lambda x, layers: forward(x, layers)[0].sum()))(jnp.ones(64), layers)
+    assert np.array_equal(layers.dropout.rngs.count[...], [1] * LAYERS)
+    y, masks = forward(jnp.ones(64), vmapped(Drop))  # the product of 1 + mask
+    assert len({tuple(mask) for mask in np.asarray(masks)}) == LAYERS
+    assert jnp.array_equal(gradient, y)
+
+
+STATE = nnx.StateAxes({nnx.Param: 1, nnx.BatchStat: nnx.Carry, ...: None})
+
+
+class Cell(nnx.Module):
+    """A matrix of each layer, a sum over the layers and a constant."""
+
+    def __init__(self):
+        self.weight = nnx.Param(jnp.arange(3 * LAYERS, dtype=jnp.float32).reshape(3, LAYERS))
+        self.total = nnx.BatchStat(jnp.zeros(3))
+        self.constant = nnx.Variable(jnp.full(3, 2.0))
+
+    def __call__(self, x, scales):
+        self.total[...] += self.weight[...]
+        self.weight[...] = self.weight[...] + scales["each"] * scales["all"]
+        self.constant[...] = self.constant[...] + 1.0  # dropped
+        return {"mean": self.total[...].mean()}, x + self.weight[...] * self.constant[...], self.total[...]
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_axes_state_and_trees_are_treated_as_by_nnx_scan(reverse):
+    def run(scan):
+        cell = Cell()
+        forward = scan(
+            Cell.__call__,
+            in_axes=(STATE, nnx.Carry, {"each": -1, "all": None}),
+            out_axes=({"mean": 0}, nnx.Carry, 1),
+            reverse=reverse,
+        )
+        scales = {
+            "each": jnp.arange(3.0 * LAYERS).reshape(3, LAYERS),
+            "all": jnp.float32(0.5),
+        }
+        return raw((forward(cell, x=jnp.zeros(3), scales=scales), nnx.state(cell)))
+
+    found, expected = run(remat_scan), run(nnx.scan)
+    assert found.keys() == expected.keys()
+    assert all(np.array_equal(found[name], leaf) for name, leaf in expected.items())
+
+
+@pytest.mark.deep
+def test_modules_are_made_and_carried():
+    class Counter(nnx.Module):
+        def __init__(self, start):
+            self.n = nnx.BatchStat(start)
+
+    counter = Counter(jnp.int32(3))
+
+    @nnx.split_rngs(splits=LAYERS)
+    @remat_scan
+    def create(counter, rngs):
+        counter.n[...] += jnp.int32(1)
+        return counter, nnx.Linear(2, 2, rngs=rngs)
+
+    same, made = create(counter, nnx.Rngs(0))
+    assert same is counter and counter.n[...] == 3 + LAYERS
+    expected = nnx.split_rngs(splits=LAYERS)(nnx.vmap(lambda rngs: nnx.Linear(2, 2, rngs=rngs)))(nnx.Rngs(0))
+    assert jnp.array_equal(made.kernel[...], expected.kernel[...])
+
+    @remat_scan(in_axes=nnx.Carry, out_axes=nnx.Carry, length=4)
+    def count(counter):
+        counter.n[...] += jnp.int32(1)
+        return counter
+
+    assert count(counter) is counter and counter.n[...] == 7 + LAYERS
+
+
+@pytest.mark.deep
+def test_scans_inside_and_around_transformations():
+    class Inner(nnx.Module):
+        def __init__(self, rngs):
+            self.linear, self.dropout = nnx.Linear(4, 4, rngs=rngs), nnx.Dropout(0.5, rngs=rngs)
+
+    class Outer(nnx.Module):
+        def __init__(self, rngs):
+            create = nnx.split_rngs(splits=3)(nnx.vmap(Inner, in_axes=0, out_axes=0))
+            self.inner, self.scale = create(rngs), nnx.Param(jnp.float32(0.9))
+
+    def run(scan):
+        axes = {"in_axes": (nnx.Carry, 0), "out_axes": nnx.Carry}
+
+        def inner(x, layer):
+            return x + jnp.tanh(layer.dropout(layer.linear(x)))
+
+        def forward(layers, x):  # the outer layers' function closes over the parameters of a module
+            def outer(x, layer):
+                return scan(inner, **axes)(x, layer.inner) * layer.scale[...] * weight[...]
+
+            return jnp.sum(jnp.sin(scan(outer, **axes)(x, layers)))
+
+        def of_gradient(graph, state, x):
+            def value(x):
+                return nnx.grad(forward, argnums=1)(nnx.merge(graph, state, copy=True), x).sum()
+
+            return jax.grad(value)(x)
+
+        weight, x, layers = nnx.Param(jnp.float32(1.1)), jnp.ones((2, 4)), vmapped(Outer, 5)
+        first = nnx.jit(nnx.grad(nnx.remat(forward), argnums=(0, 1)))(layers, x)
+        each = nnx.jit(nnx.vmap(forward, in_axes=(None, 0), out_axes=0))(layers, x)
+        return raw((first, each, jax.jit(of_gradient)(*nnx.split(layers), x), nnx.state(layers)))
+
+    found, expected = run(remat_scan), run(nnx.scan)
+    assert found.keys() == expected.keys()
+    for name, leaf in expected.items():
+        np.testing.assert_allclose(found[name], leaf, rtol=1e-4, atol=1e-5, err_msg=name)
+
+
+@pytest.mark.deep
+def test_sharding_and_its_metadata_are_kept():
+    mesh = jax.make_mesh((2, 2), ("layers", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    metadata = {nnx.PARTITION_NAME: "layers"}
+
+    class Sharded(nnx.Module):
+        def __init__(self, rngs):
+            init = nnx.with_partitioning(nnx.initializers.lecun_normal(), (None, "model"))
+            self.linear = nnx.Linear(WIDTH, WIDTH, kernel_init=init, rngs=rngs)
+            self.total = nnx.BatchStat(jnp.zeros(WIDTH), out_sharding=("model",))
+
+    with jax.set_mesh(mesh):
+        layers = vmapped(Sharded, transform_metadata=metadata)
+
+        @remat_scan(in_axes=(nnx.Carry, 0), out_axes=nnx.Carry, transform_metadata=metadata)
+        def forward(x, layer):
+            assert layer.linear.kernel.out_sharding == (None, "model")
+            y = jnp.tanh(layer.linear(x))
+            layer.total[...] = y.sum(0)
+            return x + y
+
+        @nnx.jit
+        @nnx.value_and_grad
+        def gradient(layers, x):
+            return jnp.sum(jnp.square(forward(x, layers)))
+
+        x = jax.random.normal(jax.random.key(0), (4, WIDTH))
+        value, found = gradient(layers, x)
+        kernel = layers.linear.kernel.get_value()
+        forward(x, layers)
+    assert layers.linear.kernel.get_value() is kernel  # not copied
+    for variable in (layers.linear.kernel, found["linear"]["kernel"]):
+        assert variable.out_sharding == ("layers", None, "model")
+    assert layers.total.out_sharding == ("layers", "model")
+    assert not jnp.array_equal(layers.total[...][0], layers.total[...][1])
+    assert found["linear"]["kernel"][...].sharding == kernel.sharding != x.sharding
+    assert jnp.isfinite(value)
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("policy", ["nested", True])
+def test_weights_are_read_from_the_host(policy):
+    class Mlp(nnx.Module):
+        def __init__(self, rngs):
+            self.up, self.down = (nnx.Linear(WIDTH, WIDTH, rngs=rngs) for _ in range(2))
+
+    @remat_scan(policy=policy, in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
+    def forward(x, layer):
+        return x + layer.down(nnx.silu(layer.up(x)))
+
+    gradient = nnx.jit(nnx.value_and_grad(lambda layers, x: jnp.sum(forward(x, layers))))
+
+    def places(state):
+        return {path[-1]: streaming.is_on_host(leaf[...]) for path, leaf in nnx.to_flat_state(state)}
+
+    layers, x = vmapped(Mlp), jnp.ones((2, WIDTH))
+    expected = gradient(layers, x)
+    assert to_host(layers) is layers
+    found = gradient(layers, x)
+    assert places(nnx.state(layers)) == places(found[1]) == {"kernel": True, "bias": False}
+    for a, b in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
+        assert jnp.allclose(jax.device_put(a, jax.memory.Space.Device), b, rtol=1e-5, atol=1e-6)
+    with pytest.raises(ValueError, match="no matrix in the state of Mlp to move"):
+        to_host(layers)
+    assert not any(places(nnx.state(to_device(layers))).values())
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("variant", ["scan", "remat in", "remat around", "nothing saveable"])
+def test_only_remat_scan_keeps_fewer_carries(variant):
+    layers, rows = 36, 512
+    blocks = nnx.split_rngs(splits=layers)(nnx.vmap(lambda rngs: nnx.Linear(4, 4, rngs=rngs)))(nnx.Rngs(0))
+    graph, state = nnx.split(blocks)
+
+    def carries(scan, of_layer=lambda f: f, around=lambda f: f):
+        def forward(x, layer):
+            return x + jnp.tanh(layer(x))
+
+        def loss(state, x):
+            run = scan(of_layer(forward), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
+            return jnp.sum(around(run)(x, nnx.merge(graph, state)))
+
+        compiled = jax.jit(jax.grad(loss)).lower(state, jnp.ones((rows, 4))).compile()
+        return compiled.memory_analysis().temp_size_in_bytes / (rows * 4 * 4)
+
+    nothing = functools.partial(nnx.remat, policy=jax.checkpoint_policies.nothing_saveable)
+    options = {
+        "remat in": {"of_layer": nnx.remat},
+        "remat around": {"around": nnx.remat},
+        "nothing saveable": {"of_layer": nothing, "around": nothing},
+    }
+    assert carries(nnx.scan, **options.get(variant, {})) >= layers
+    assert carries(remat_scan) <= 9 + 7  # √(2·36) slots, and a layer's internals
+
+
+def line(x, layer):
+    return x, layer
+
+
+X, L = jnp.ones(2), jnp.ones((3, 2))
+REFUSED = {
+    "two policies": (
+        dict(lengths=(1, 3), segment_length=3),
+        (X, L),
+        "lengths=.* and segment_length=3.*keep one",
+    ),
+    "no lengths": (dict(lengths=3), (X, L), "lengths=3 is not a sequence .* length="),
+    "no number": (dict(lengths=("a",)), (X, L), r"lengths=\('a',\) is not a sequence"),
+    "another product": (dict(lengths=(2, 2)), (X, L), "say 4 layers, and layer has 3.*multiply to 3"),
+    "another length": (dict(length=5), (X, L), "say 5 layers, and layer has 3"),
+    "two lengths": (dict(lengths=(1, 3), length=4), (X, L), "multiply to 3 layers, and length=4"),
+    "no length": (dict(in_axes=(nnx.Carry, None)), (X, L), "nothing to split.*Pass length="),
+    "axes of one": (dict(in_axes=(nnx.Carry,)), (X, L), "in_axes has 1 entries.*2 arguments: x, layer"),
+    "a list": (dict(in_axes=[nnx.Carry, 0]), (X, L), "in_axes is an axis.* or a tuple"),
+    "two carries": (
+        dict(in_axes=(nnx.Carry, nnx.Carry)),
+        (X, L),
+        r"multiple Carry.*in_axes\[0\] and in_axes\[1\]",
+    ),
+    "a nested carry": (dict(in_axes=({"a": nnx.Carry}, 0)), (X, L), r"nested: in_axes\[0\]\['a'\]"),
+    "one carry": (dict(out_axes=(0, 0)), (X, L), "the other must also have Carry"),
+    "a shared result": (dict(out_axes=(nnx.Carry, None)), (X, L), r"None at out_axes\[1\].*Give it an axis"),
+    "other results": (dict(out_axes=(nnx.Carry, 0, 0)), (X, L), "out_axes has 3 entries.*2 results"),
+    "no such axis": (dict(in_axes=(nnx.Carry, 2)), (X, L), "layer has 2 dimensions .* axis 2"),
+    "no array": ({}, (X, {"a": 3}), r"Expected an array.*layer\['a'\] is a int"),
+    "state of an array": (
+        dict(in_axes=(nnx.Carry, STATE)),
+        (X, L),
+        r"StateAxes on non-graph nodes: args\[1\]",
+    ),
+    "an axis of another kind": (dict(in_axes=(nnx.Carry, "a")), (X, L), r"A str can't say how args\[1\]"),
+    "different lengths": (
+        {},
+        (X, {"a": L, "b": L[:2]}),
+        r"different lengths(.|\n)*layer\['b'\].* dimension 2",
+    ),
+    "a carry that changes": (
+        dict(out_axes=(0, nnx.Carry)),
+        (X, L[:, :1]),
+        r"carry\['x'\].*float32\[2\].*\[1\]",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_refused_is_named_with_the_fix(name):
+    options, args, message = REFUSED[name]
+    with pytest.raises((ValueError, TypeError), match=message):
+        remat_scan(line, **options)(*args)
+
+
+def test_functions_that_are_refused():
+    with pytest.raises(TypeError, match=r"bound method .*__call__.*takes the module as an argument"):
+        remat_scan(nnx.Linear(2, 2, rngs=nnx.Rngs(0)).__call__)
+    with pytest.raises(TypeError, match="can't pass flag by keyword"):
+        remat_scan(lambda x, layer, *, flag: (x, layer))(X, L, flag=True)
+    with pytest.raises(ValueError, match="must take exactly one argument; it was given x, layer"):
+        remat_scan(line, in_axes=nnx.Carry, out_axes=nnx.Carry, length=2)(X, L)
+    with pytest.raises(ValueError, match="references must be the same between iterations: carry is another"):
+        remat_scan(lambda n, x: (nnx.Variable(n[...] + x), x))(nnx.Variable(jnp.float32(0)), jnp.ones(3))
+
+    def adds(x, layer):
+        layer.new = nnx.Variable(x)
+        return x
+
+    axes = (nnx.Carry, nnx.StateAxes({nnx.Param: 0, ...: None}))
+    with pytest.raises(ValueError, match="The function adds layer.*axis None is dropped"):
+        remat_scan(adds, in_axes=axes, out_axes=nnx.Carry)(X, vmapped(Block))
+
+
+def test_without_flax_the_extra_is_named(monkeypatch):
+    for name in [name for name in sys.modules if name.startswith("stacked_remat.nnx")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "flax", None)
+    with pytest.raises(ModuleNotFoundError, match=r"stacked_remat.nnx needs flax.*'stacked_remat\[nnx\]'"):
+        importlib.import_module("stacked_remat.nnx")

@@ -1,6 +1,7 @@
-"""Text of error messages: axes, long lists, suggestions for misspelt names."""
+"""Text that people read and write: messages with axes, lists and suggestions, and numbers of bytes."""
 
 import difflib
+import re
 import reprlib
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
@@ -65,3 +66,23 @@ def entry_problems(expected: Mapping[str, Any], found: Mapping[str, Any]) -> lis
         for key, shape in expected.items()
         if key in found and found[key] != shape
     ]
+
+
+def parse_bytes(size: int | str) -> int:
+    """Read a number of bytes: an integer, or text such as `"80GiB"`, `"1.5 TiB"` or `"80GB"`.
+
+    Raises:
+        ValueError: for anything else, saying what can be read.
+    """
+    if isinstance(size, int) and not isinstance(size, bool) and size >= 0:
+        return size
+    written = r"\s*(\d{1,20}(?:\.\d{1,20})?)\s*([KMGT]i?B|kB|B)\s*"
+    match = re.fullmatch(written, size) if isinstance(size, str) else None
+    if match is None:
+        raise ValueError(
+            f"cannot read {size!r:.60} as a number of bytes: expected a non-negative integer or text such as "
+            "'80GiB' (2**30 each), '80GB' (10**9 each), '512MiB' or '1.5TiB'"
+        )
+    number, unit = match.groups()
+    power = "BKMGT".index(unit[0].upper())
+    return int(float(number) * (1024 if "i" in unit else 1000) ** power)

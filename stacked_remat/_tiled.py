@@ -18,11 +18,13 @@ from jax.extend.core import ClosedJaxpr
 
 from ._activity import is_differentiable
 from ._checkpoint import saving_internals
+from ._messages import parse_bytes
 from ._scan.arguments import argument_namer
 from ._scan.eager import compiled_once
 from ._scan.marks import is_array, is_named, raw_array, take_marks_off
 from ._static import Static
 from ._sweep.gradient import merge, pick, scatter_leaves
+from ._sweep.store import zeros_after
 
 
 def tiled(
@@ -151,7 +153,7 @@ def _apply(caller: _Caller, arguments: Any, tiles: int | Literal["auto"], budget
     traced = [_trace(caller, rebuilt, cut, n, split, shared) for n in cut.lengths(length)]
     tiling = _Tiling(cut, length, tuple(traced), len(split))
     constants = [jnp.asarray(leaf) for one in traced for leaf in one.closed.consts]
-    outputs = _run(tiling, split, [*shared, *constants])
+    outputs: Any = _run(tiling, split, [*shared, *constants])
     return traced[0].named(outputs, size)
 
 
@@ -322,7 +324,6 @@ def _fitting(
     fn: Callable[..., Any], split: Sequence[Any], shared: Sequence[Any], cut: _Cut, budget: Any
 ) -> int:
     """The fewest tiles of which the backward pass of each keeps at most `budget` bytes on a device."""
-    from .memory import parse_bytes
 
     def kept(split: Sequence[Any], shared: Sequence[Any]) -> list[Any]:
         inexact = [is_differentiable(leaf.dtype) for leaf in split]
@@ -455,15 +456,6 @@ class _Tiling:
             new.astype(old.dtype) for new, old in zip(new_shared, pick(shared, of_shared), strict=True)
         ]
         return scatter_leaves(new_split, of_split), scatter_leaves(new_shared, of_shared)
-
-
-def zeros_after(done: Any, like: Any) -> Any:
-    """Arrays of zeros with these shapes and types, made once the arrays of `done` are there.
-
-    XLA fills the buffers of a loop early otherwise, and holds them while what the loop reads is computed.
-    """
-    _, zero = lax.optimization_barrier((done, jnp.zeros((), jnp.int32)))
-    return jax.tree.map(lambda leaf: jnp.broadcast_to(zero.astype(leaf.dtype), leaf.shape), like)
 
 
 def _sum_dtype(dtype: Any) -> Any:

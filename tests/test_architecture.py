@@ -39,6 +39,7 @@ LAYERS = {
     "_offload_check": "stacks",
     "_stacked": "stacks",
     "_state_dict": "stacks",
+    "_tiled": "stacks",
     "lora": "ops",
     "nnx": "nnx",
     "ops": "ops",

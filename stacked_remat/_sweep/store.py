@@ -36,6 +36,15 @@ def zeros_like(stack: Array) -> Array:
     return full_on_host(stack, 0) if is_on_host(stack) else jnp.zeros_like(stack)
 
 
+def zeros_after(done: Any, like: Any) -> Any:
+    """Arrays of zeros with these shapes and types, made once the arrays of `done` are there.
+
+    XLA fills the buffers of a loop early otherwise, and holds them while what the loop reads is computed.
+    """
+    _, zero = lax.optimization_barrier((done, jnp.zeros((), jnp.int32)))
+    return jax.tree.map(lambda leaf: jnp.broadcast_to(zero.astype(leaf.dtype), leaf.shape), like)
+
+
 def full_on_host(like: Any, value: int) -> Array:
     """An array in host memory that is `value` everywhere, of the shape and dtype of `like`."""
     if not like.shape:

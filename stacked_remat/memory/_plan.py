@@ -2,13 +2,13 @@
 
 import dataclasses
 import functools
-import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 from jaxtyping import PyTree
 
+from .._messages import parse_bytes
 from .._policy import ScanCheckpointPolicy, ScanCheckpointSpec, resolve_policy
 from ._host_arguments import arguments_on_host, host_memory_kind
 from ._report import DoesNotFit, MemoryReport, report
@@ -216,26 +216,6 @@ def _check_count(name: str, count: Any, what: str) -> None:
         raise TypeError(f"{name} is {what} (an int), or None; got {count!r}")
     if count < 1:
         raise ValueError(f"{name} is {what}, at least 1, or None; got {count}")
-
-
-def parse_bytes(size: int | str) -> int:
-    """Read a number of bytes: an integer, or text such as `"80GiB"`, `"1.5 TiB"` or `"80GB"`.
-
-    Raises:
-        ValueError: for anything else, saying what can be read.
-    """
-    if isinstance(size, int) and not isinstance(size, bool) and size >= 0:
-        return size
-    written = r"\s*(\d{1,20}(?:\.\d{1,20})?)\s*([KMGT]i?B|kB|B)\s*"
-    match = re.fullmatch(written, size) if isinstance(size, str) else None
-    if match is None:
-        raise ValueError(
-            f"cannot read {size!r:.60} as a number of bytes: expected a non-negative integer or text such as "
-            "'80GiB' (2**30 each), '80GB' (10**9 each), '512MiB' or '1.5TiB'"
-        )
-    number, unit = match.groups()
-    power = "BKMGT".index(unit[0].upper())
-    return int(float(number) * (1024 if "i" in unit else 1000) ** power)
 
 
 class _Search:

@@ -18,7 +18,7 @@ from jaxtyping import Array, Float, Int
 
 from .._messages import axes_text
 from .._static import Static
-from .._tiled import zeros_after
+from .._sweep.store import zeros_after
 from .per_device import per_device
 
 Hidden = Float[Array, "token embed"]

@@ -24,7 +24,7 @@ from .._scan.arguments import Caller
 from .._scan.layer_axis import TreeLayout, split_tree
 from .._scan.marks import is_array, is_named, is_split
 from .._static import Static
-from .._tiled import zeros_after
+from .._sweep.store import zeros_after
 from .per_device import free_axis_mapping
 
 Rows = Float[Array, "row embed"]

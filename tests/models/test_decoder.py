@@ -277,11 +277,12 @@ def test_tiles_give_the_same_loss_gradients_and_statistics():
     def run(models):
         return [eqx.filter_value_and_grad(loss, has_aux=True)(model) for model in models]
 
-    for config in (CONFIG, Qwen3Config(hidden_dim=16, num_layers=2, num_heads=4, num_kv_heads=2)):
-        expected, *found = run([adapted(config, tiles) for tiles in (1, 2, 4)])
-        for one in found:
-            for leaf, other in zip(jax.tree.leaves(one), jax.tree.leaves(expected), strict=True):
-                np.testing.assert_allclose(leaf, other, rtol=2e-5, atol=2e-5 * float(np.abs(other).max()))
+    experts = dataclasses.replace(CONFIG.experts, dense_layers=(1,))
+    config = dataclasses.replace(CONFIG, num_layers=2, experts=experts)
+    expected, found = run([adapted(config, tiles) for tiles in (1, 4)])
+    largest = max(float(np.abs(leaf).max()) for leaf in jax.tree.leaves(expected[1]))
+    for leaf, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(leaf, other, rtol=1e-5, atol=1e-6 * largest)
 
 
 def _with_tiles(tree, tiles):

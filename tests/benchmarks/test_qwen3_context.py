@@ -52,6 +52,26 @@ def test_a_million_tokens_fit_with_offloading():
     assert all(row["total"] <= int(budget.removesuffix("GiB")) * GIB for (budget, _), row in found.items())
 
 
+def test_tiles_take_what_the_page_says():
+    found = {(row["policy"], row["tiles"]): row["temporaries"] / GIB for row in recorded("qwen3_tiles_h200")}
+    assert found["nested", 4] <= 5.5 < 7 < found["nested", 1]
+    page = (DOCS / "tiles.md").read_text()
+    for policy in POLICIES:
+        cells = " | ".join(f"{found[policy, tiles]:.2f}" for tiles in (1, 2, 4))
+        assert f"| `{policy}` | {cells} |" in page
+    stack = {
+        (row["name"], row["inner"]): row["temporaries"] / GIB
+        for row in recorded("stack_memory_h200")
+        if "refused" not in row
+    }
+    for policy in ("True", "nested", "offload"):
+        names = [f"stacked_remat {policy}{of}" for of in ("", ", 4 tiles", ", 16 tiles")]
+        assert f"| `{policy}` | {' | '.join(f'{stack[name, 16_384]:.2f}' for name in names)} |" in page
+    steps = {row["config"]: row["total"] / GIB for row in recorded("streaming_steps_h200")}
+    assert steps["qwen3_30b_a3b_1m_streamed_lora"] <= 80
+    assert f"{steps['qwen3_30b_a3b_1m_streamed_lora']:.1f} GiB" in page
+
+
 def contexts():
     baseline = {
         row["tokens"]: row["matmul_flops"]

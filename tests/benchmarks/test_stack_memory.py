@@ -84,6 +84,7 @@ NAMES = (
     "nested, 8 keep carries",
     "offload",
     "nested + offload",
+    "nested, 16 tiles",
 )
 
 
@@ -110,6 +111,9 @@ def test_memory_is_within_a_tenth_of_what_the_benchmark_recorded(name, inner, ta
         ("h200", "nested", 16_384, 7.3, 0),
         ("h200", "nested=7", 2_048, 4.4, 0),
         ("h200", "nested=7", 16_384, 8.0, 0),
+        ("h200", "nested, 4 tiles", 16_384, 4.63, 0),
+        ("h200", "nested, 16 tiles", 16_384, 3.78, 0),
+        ("h200", "offload, 16 tiles", 16_384, 1.28, 12.0),
         ("h200", "offload", 2_048, 1.1, 12.0),
         ("h200", "offload", 16_384, 4.9, 12.0),
         ("h200", "nested + offload", 2_048, 2.6, 2.1),

@@ -17,7 +17,8 @@ from .._stacked import Stacked
 from ..lora._paths import dotted
 from ._interpret import Program
 from ._rows import Units
-from ._stacks import Traces, is_stack, leaves_with_paths, probed, trace
+from ._stacks import Traces, is_stack, leaves_with_paths, probed
+from ._traced import trace
 from ._weights import Leaf
 
 Loss = Callable[[Any, Any], Any]

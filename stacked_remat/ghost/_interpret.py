@@ -8,14 +8,35 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import Literal, jaxprs_in_params
 
-from .._noted import Notes
-from ._deposit import deposit
+from .._noted import Notes, noting
+from ..ops.grouped_experts import ExpertsCall
+from ._deposit import deposit, spread_over_rows
 from ._rows import Rows, Units, has_units, of_input, of_output
-from ._weights import Applied, Leaf, Node, Tangent, bind, leaves_of
+from ._traced import trace
+from ._weights import Applied, Leaf, Node, Tangent, bind, leaves_of, tangent_of
 
 _CALLS = ("jit", "pjit", "closed_call", "core_call")
 _CHECKPOINTS = ("remat", "remat2", "checkpoint")
 _WITHOUT_DERIVATIVE = ("custom_vjp_call", "pallas_call", "while", "shard_map", "custom_partitioning")
+
+
+def _expert_with_deposits(
+    call: ExpertsCall, own: list[Any], rows: Any, gates: Any, leaves: dict[int, Leaf]
+) -> Any:
+    units = Units((rows.shape[0],), (3,))
+
+    def apply(own: list[Any], rows: Any, gates: Any) -> Any:
+        return call.expert(call.rebuild(own), rows, gates)
+
+    def grown(array: Any) -> Any:
+        return jax.ShapeDtypeStruct((3 * array.shape[0], *array.shape[1:]), array.dtype)
+
+    notes = Notes()
+    with noting(Notes()):
+        other, _, _ = trace(apply, own, grown(rows), grown(gates))
+    with noting(notes):
+        closed, inputs, rebuild = trace(apply, own, rows, gates)
+    return rebuild(Program(closed, other, units, notes).evaluate(inputs, leaves))
 
 
 class UnsupportedLeafError(ValueError):
@@ -111,9 +132,8 @@ class Program:
         met = [value for value in operands if value.node is None and self._is_data(value)]
         if not met:
             return self._of_weights(equation, twin, operands)
-        if rule is not None and hasattr(rule, "scored"):
-            found = rule.scored(self, equation, operands)
-            return self._results(equation, twin, operands, found)
+        if isinstance(rule, ExpertsCall):
+            return self._results(equation, twin, operands, [self._experts(rule, equation, operands)])
         return self._meeting(equation, twin, operands)
 
     def _is_data(self, value: Value) -> bool:
@@ -162,6 +182,41 @@ class Program:
         for index, array in zip(of_weights, arrays, strict=True):
             found[index] = dataclasses.replace(found[index], array=array, depends=True)
         return found
+
+    def _experts(self, call: ExpertsCall, equation: Any, operands: list[Value]) -> Any:
+        """The result of grouped experts: each block of rows is evaluated with deposits, a probe for each row."""
+        x, choices, gates, *weights = operands
+        self._check_rows(equation, x.rows[:1], leaves_of([one.node for one in weights if one.node]))
+        leaves: dict[int, Leaf] = {}
+        for at, weight in enumerate(weights):
+            if weight.node is not None:
+                leaf, *more = leaves_of([weight.node])
+                if more:
+                    raise UnsupportedLeafError(
+                        f"{_paths([weight])} together make one array of the weights of grouped experts. Give "
+                        "all but one no direction, or pass them to the experts apart."
+                    )
+                direction = jax.lax.stop_gradient(tangent_of(weight.node, leaf))
+                leaves[at] = Leaf(leaf.path, None, direction, leaf.probe)
+        probes = [
+            jnp.broadcast_to(
+                spread_over_rows(leaf.probe, x.rows[0], self.units)[:, None], choices.array.shape
+            )
+            for leaf in leaves.values()
+        ]
+
+        def expert(arrays: Sequence[Any], rows: Any, gates_and_probes: Any) -> Any:
+            gates, of_rows = gates_and_probes
+            own, directions = list(arrays[: len(weights)]), arrays[len(weights) :]
+            of_block = {
+                at: Leaf(leaf.path, own[at], along, probe)
+                for (at, leaf), along, probe in zip(leaves.items(), directions, of_rows, strict=True)
+            }
+            return _expert_with_deposits(call, own, rows, gates, of_block)
+
+        scored = dataclasses.replace(call, expert=expert, saved=None, rebuild=lambda arrays: arrays)
+        arrays = [*(one.array for one in weights), *(leaf.direction for leaf in leaves.values())]
+        return scored.run(x.array, choices.array, (gates.array, probes), arrays)
 
     def _checkpointed(self, equation: Any, twin: Any, operands: list[Value]) -> list[Value]:
         """A `jax.checkpoint` around the same function with its deposits."""

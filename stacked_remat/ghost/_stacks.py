@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import equinox as eqx
-import jax
 import jax.tree_util as jtu
 from haliax import Axis
 from jax.core import eval_jaxpr
@@ -18,6 +17,7 @@ from .._scan.marks import changed, is_named, raw_array
 from .._stacked import Stacked
 from ._interpret import Program
 from ._rows import Units
+from ._traced import is_traced, trace
 from ._weights import Leaf
 
 STACKS = (Stacked, BlockSeq)
@@ -150,34 +150,10 @@ def _scored_layer(fn: Callable[..., Any], traces: Traces, call: int) -> Callable
     return layer
 
 
-def trace(fn: Callable[..., Any], *args: Any) -> tuple[Any, list[Any], Callable[[list[Any]], Any]]:
-    """A function of trees as a closed jaxpr, the arrays to give it, and what its results are as a tree."""
-    arrays, static = eqx.partition(args, _is_traced)
-    inputs, structure = jax.tree.flatten(arrays)
-    kept: list[Any] = []
-
-    def of_arrays(*inputs: Any) -> Any:
-        found = fn(*eqx.combine(jax.tree.unflatten(structure, inputs), static))
-        arrays, rest = eqx.partition(found, eqx.is_array)
-        kept[:] = [rest]
-        return arrays
-
-    closed, shapes = jax.make_jaxpr(of_arrays, return_shape=True)(*inputs)
-
-    def rebuild(results: list[Any]) -> Any:
-        return eqx.combine(jax.tree.unflatten(jax.tree.structure(shapes), results), kept[0])
-
-    return closed, inputs, rebuild
-
-
-def _is_traced(leaf: Any) -> bool:
-    return eqx.is_array(leaf) or isinstance(leaf, jax.ShapeDtypeStruct)
-
-
 def leaves_with_paths(tree: Any) -> Iterator[tuple[str, Any]]:
     """The arrays of a tree, a named array as one, with their paths as `jax.tree_util.keystr` writes them."""
     for path, leaf in jtu.tree_leaves_with_path(tree, is_leaf=is_named):
-        if _is_traced(raw_array(leaf)):
+        if is_traced(raw_array(leaf)):
             yield jtu.keystr(path), leaf
 
 

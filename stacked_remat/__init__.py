@@ -19,7 +19,7 @@ from ._scan.vjp import fold_vjp, scan_vjp
 from ._stacked import Stacked
 
 if TYPE_CHECKING:
-    from . import lora, memory, ops, streaming, training as training
+    from . import ghost, lora, memory, ops, streaming, training as training
 
 __version__ = "0.1.0"
 
@@ -44,6 +44,7 @@ __all__ = [
     "fold",
     "fold_vjp",
     "fused_update",
+    "ghost",
     "internals_are_saved",
     "lora",
     "map",
@@ -60,7 +61,7 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     """The packages and modules of the library, each imported when it is first used."""
-    if name in ("lora", "memory", "ops", "streaming", "training"):
+    if name in ("ghost", "lora", "memory", "ops", "streaming", "training"):
         return importlib.import_module(f"{__name__}.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 

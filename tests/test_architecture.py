@@ -24,6 +24,7 @@ LAYERS = {
     "_compat": "compat",
     "_files": "base",
     "_messages": "base",
+    "_noted": "base",
     "_static": "base",
     "_schedule": "schedule",
     "_placement": "placement",
@@ -39,6 +40,7 @@ LAYERS = {
     "_offload_check": "stacks",
     "_stacked": "stacks",
     "_state_dict": "stacks",
+    "ghost": "ghost",
     "lora": "ops",
     "ops": "ops",
     "streaming": "streaming",
@@ -59,8 +61,9 @@ ALLOWED_IMPORTS = {
     "fused": {"compat", "base", "placement", "policy", "scan", "stacks"},
     "ops": _CORE,
     "streaming": _CORE,
+    "ghost": _CORE | {"ops"},
     "memory": _CORE | {"ops", "public"},
-    "training": _CORE | {"fused", "ops", "streaming", "memory", "public"},
+    "training": _CORE | {"fused", "ghost", "ops", "streaming", "memory", "public"},
 }
 
 # What a package of models/ may import from models/ beside itself; the other files there may import all of it.

@@ -1,6 +1,15 @@
 """Which training examples move the validation loss: gradient dot products in the same backward pass."""
 
-from ._grad_dot import GradDots, grad_dot, val_direction
+from ._found import GradDots
+from ._grad_dot import grad_dot, val_direction
 from ._interpret import UnsupportedLeafError
+from ._second_order import hessian_vector_product, shapley_direction
 
-__all__ = ["GradDots", "UnsupportedLeafError", "grad_dot", "val_direction"]
+__all__ = [
+    "GradDots",
+    "UnsupportedLeafError",
+    "grad_dot",
+    "hessian_vector_product",
+    "shapley_direction",
+    "val_direction",
+]

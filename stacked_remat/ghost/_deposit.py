@@ -21,11 +21,13 @@ class _Meeting:
         tangent: the derivative of the results along the direction, without its arrays.
         rows: of each result.
         units: the scores' units.
+        shape: of the probe.
     """
 
     tangent: Tangent
     rows: tuple[Rows, ...]
     units: Units
+    shape: tuple[int, ...]
 
 
 def deposit(results: list[Any], rows: list[Rows], units: Units, probe: Any, tangent: Tangent) -> list[Any]:
@@ -35,11 +37,11 @@ def deposit(results: list[Any], rows: list[Rows], units: Units, probe: Any, tang
         results: what an equation returned that depends on the weight.
         rows: of each result.
         units: the units of scores.
-        probe: float32 zeros with the sizes of the units.
+        probe: float32 zeros, a number for each unit.
         tangent: of the results, along the direction of the weight. It is evaluated in the backward pass.
     """
     arrays = [lax.stop_gradient(array) for array in tangent.arrays]
-    meeting = _Meeting(dataclasses.replace(tangent, arrays=[]), tuple(rows), units)
+    meeting = _Meeting(dataclasses.replace(tangent, arrays=[]), tuple(rows), units, probe.shape)
     return _deposit(meeting, results, probe, arrays)
 
 
@@ -58,7 +60,7 @@ def _backward(meeting: _Meeting, arrays: list[Any], cotangents: list[Any]) -> tu
     for cotangent, tangent, rows in zip(cotangents, tangents, meeting.rows, strict=True):
         product = cotangent.astype(jnp.float32) * tangent.astype(jnp.float32)
         score = score + sum_per_unit(product, rows, meeting.units)
-    return cotangents, score, None
+    return cotangents, score.reshape(meeting.shape), None
 
 
 _deposit.defvjp(_forward, _backward)
@@ -79,9 +81,9 @@ def spread_over_rows(probe: Any, dim: Any, units: Units) -> Any:
     """A number per unit for each row of a dimension: the transpose of `sum_per_unit`."""
     size = math.prod(n for n, _ in dim)
     if not units.sizes:
-        return jnp.broadcast_to(probe, (size,))
+        return jnp.broadcast_to(probe.reshape(1), (size,))
     present = [unit for _, unit in dim if unit is not None]
     assert sorted(present) == list(range(len(units.sizes)))
-    ordered = jnp.transpose(probe, present)
+    ordered = jnp.transpose(probe.reshape(units.sizes), present)
     places = tuple(at for at, (_, unit) in enumerate(dim) if unit is not None)
     return lax.broadcast_in_dim(ordered, [n for n, _ in dim], places).reshape(size)

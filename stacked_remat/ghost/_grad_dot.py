@@ -1,52 +1,19 @@
 """Gradients, and the dot product of every example's gradient with a direction, in one backward pass."""
 
-from collections.abc import Callable
 from typing import Any, Literal
 
 import equinox as eqx
 import haliax as hax
 import jax
 import jax.numpy as jnp
-import jax.tree_util as jtu
 from haliax import Axis, NamedArray
 
-from .._messages import axes_text
-from .._noted import Notes, noting
-from .._scan.marks import is_named, raw_array
-from .._stacked import Stacked
-from ..lora._paths import dotted
-from ._interpret import Program
-from ._rows import Units
-from ._stacks import Traces, is_stack, leaves_with_paths, probed
-from ._traced import trace
-from ._weights import Leaf
-
-Loss = Callable[[Any, Any], Any]
-Reduction = Literal["mean", "sum"]
-
-
-class GradDots(eqx.Module):
-    """What `grad_dot` finds beside the gradients.
-
-    Attributes:
-        loss: the reduced loss.
-        scores: for each scored array, by its path, `[layers, batch]` in a stack and `[batch]` elsewhere, in
-            float32.
-        total: their sum, `[batch]`.
-        covered: how many numbers of the model each scored array holds.
-        uncovered: the same for arrays that are trained and have no direction.
-    """
-
-    loss: Any
-    scores: dict[str, NamedArray]
-    total: NamedArray
-    covered: dict[str, int] = eqx.field(static=True)
-    uncovered: dict[str, int] = eqx.field(static=True)
-
-    def coverage(self) -> float:
-        """The share of the trained numbers whose scores are in `scores`."""
-        covered = sum(self.covered.values())
-        return covered / max(covered + sum(self.uncovered.values()), 1)
+from .._scan.marks import raw_array
+from ._by_example import one_at_a_time
+from ._found import GradDots
+from ._losses import Loss, Objective, Reduction, directions, trained_mask
+from ._probed import Scoring, layer_path, shown_path, sizes
+from ._stacks import leaves_with_paths
 
 
 def val_direction(
@@ -55,25 +22,29 @@ def val_direction(
     val_batch: Any,
     *,
     reduction: Reduction = "mean",
+    tokens: Reduction | None = None,
     trainable: Any = eqx.is_inexact_array,
 ) -> Any:
     """The gradient of the reduced loss of a validation batch: a direction for `grad_dot`.
 
     Args:
         model: any module.
-        per_example_loss: as in `grad_dot`.
+        per_example_loss: as in `grad_dot`, without aux and coupled losses.
         val_batch: what it takes.
-        reduction: over the examples.
+        reduction: over the examples, "mean" or "sum".
+        tokens: over the tokens of an example, where losses are of tokens.
         trainable: as in `grad_dot`.
 
     Returns:
         A tree like the model, None where nothing is trained.
     """
-    check_reduction(reduction)
-    params, static = eqx.partition(model, _trained(model, trainable))
+    objective = Objective(reduction, tokens)
+    params, static = eqx.partition(model, trained_mask(model, trainable))
 
     def loss(params: Any) -> Any:
-        return reduced(per_example_loss(eqx.combine(params, static), val_batch), reduction)[0]
+        returned = per_example_loss(eqx.combine(params, static), val_batch)
+        objective.examples(returned)
+        return objective.reduced(returned)[0]
 
     return jax.grad(loss)(params)
 
@@ -85,193 +56,184 @@ def grad_dot(
     *,
     direction: Any,
     reduction: Reduction = "mean",
+    tokens: Reduction | None = None,
+    granularity: Literal["leaf", "block", "total"] = "leaf",
     trainable: Any = eqx.is_inexact_array,
+    norms: bool = False,
+    per_token: str | None = None,
+    coupled: bool = False,
+    has_aux: bool = False,
+    check: bool | float = False,
 ) -> tuple[Any, GradDots]:
-    """The gradients of a loss, and for every example the dot product of its gradient with a direction."""
-    check_reduction(reduction)
-    params, static = eqx.partition(model, _trained(model, trainable))
-    shape = eqx.filter_eval_shape(per_example_loss, model, batch)
-    Batch = _batch_axis(shape)
-    traces = Traces(Units((), ()) if Batch.size == 1 else Units((Batch.size,), (3,)))
-    given = _directions(params, direction)
-    probes = {path: _probe(model, path, traces.units) for path in given}
+    """The gradients of a loss, and for every example the dot product of its own gradient with a direction.
 
-    def loss(params: Any, probes: dict[str, Any]) -> tuple[Any, Any]:
-        program = _Probed(eqx.combine(params, static), traces, given, probes)
-        losses = program.losses(per_example_loss, batch, Batch)
-        value, _ = reduced(losses, reduction)
-        return value, None
+    ```python
+    direction = ghost.val_direction(model, per_example_loss, val_batch)
+    gradients, found = ghost.grad_dot(model, per_example_loss, batch, direction=direction)
+    found.total                      # [batch]: how much a step along -gradient of each example lowers the
+    found.scores["head.weight"]      # validation loss, to first order; and of each array
+    ```
 
-    (value, _), (gradients, found) = jax.value_and_grad(loss, (0, 1), has_aux=True)(params, probes)
-    scale = float(Batch.size) if reduction == "mean" else 1.0
-    scores = {
-        _shown(model, path): _named_scores(model, path, score * scale, Batch) for path, score in found.items()
-    }
-    total = sum(
-        (hax.sum(score, axis=[a for a in score.axes if a != Batch]) for score in scores.values()),
-        hax.zeros(Batch, dtype=jnp.float32),
-    )
-    sizes = {path: raw_array(leaf).size for path, leaf in leaves_with_paths(params)}
-    covered = {_shown(model, path): size for path, size in sizes.items() if path in given}
-    uncovered = {_shown(model, path): size for path, size in sizes.items() if path not in given}
-    return gradients, GradDots(value, scores, total, covered, uncovered)
+    `found.total[i]` equals `<grad(loss of example i), direction>`, and no gradient of a single example is
+    made: where a weight meets data, the backward pass applies the direction in place of the weight and
+    multiplies with the cotangent of the result. Call it within `jax.jit`.
 
+    Args:
+        model: any module. Its stacks (`Stacked`, `BlockSeq`) are called with `fold`, `scan`, `fold_via` or
+            `scan_via`.
+        per_example_loss: from the model and the batch to a loss for each example, `NamedArray[batch]` or a
+            plain array `[batch]`, or, with `tokens`, for each token, the examples' axis first. The loss of
+            an example may depend on no other example.
+        batch: a tree. Named arrays with the axis of the examples, and plain arrays with its size as first
+            dimension, hold examples. The axis is that of the losses, or their first dimension.
+        direction: a tree like the model with an array wherever gradients are to be scored, and None
+            elsewhere: a gradient of a validation loss (`val_direction`), the same after an optimizer, or a
+            task vector.
+        reduction: of the examples' losses to the loss that is differentiated, "mean" or "sum". Scores are of
+            an example's own loss either way.
+        tokens: how the loss of an example is made of losses of tokens, "mean" or "sum"; for losses with more
+            than one axis.
+        granularity: "leaf": a score for each array, and each layer of a stack. "block": one for each layer,
+            and each array outside of stacks. "total": only the total. The last two compute the gradient of
+            one example after the other: exact for any model that takes a batch of one, with the arithmetic of
+            a plain step, a second gradient in memory, and no parallelism over examples.
+        trainable: which arrays are differentiated, a predicate of leaves or a tree of bools like the model.
+        norms: also the norms of each example's gradient, one example after the other as for "block".
+        per_token: the name of an axis of positions, for scores `[batch, position]`: what of the gradient
+            passes through the rows of each position. Of packed sequences that do not see each other,
+            `GradDots.per_document` adds them up to the scores of documents.
+        coupled: `per_example_loss` returns `(losses, scalar)`; the scalar, such as the auxiliary losses of
+            routers, is added to the reduced loss. Its gradient is in `gradients`, and what of it passes
+            through an example's rows is in that example's scores, multiplied by the number of examples for
+            "mean". Without it, leave such losses out.
+        has_aux: `per_example_loss` returns a pair of all this and anything else, which `GradDots.aux` gets.
+        check: raise an error at run time unless the scores of each array add up to the dot product of its
+            gradient with the direction, within this part (True: 1e-3) of the sum of their absolute values.
 
-class _Probed:
-    """A model whose stacks are probed, and the paths of what is scored outside of stacks."""
+    Returns:
+        The gradients of the reduced loss, a tree like the model as `equinox.filter_grad` returns, and a
+        `GradDots`. Scores are in float32, whatever the dtype of computation.
 
-    def __init__(self, model: Any, traces: Traces, direction: dict[str, Any], probes: dict[str, Any]) -> None:
-        self.model, self.traces, self.direction, self.probes = model, traces, direction, probes
+    Raises:
+        UnsupportedLeafError: names the path of an array that is used where no derivative along a direction
+            is known (kernels and custom derivatives), or where rows of examples can't be told apart.
+        ValueError, TypeError: losses, direction or options that do not fit.
 
-    def with_probes(self, probes: dict[str, Any]) -> Any:
-        """The model with probed stacks."""
-
-        def replace(path: Any, node: Any) -> Any:
-            prefix = jtu.keystr(path)
-            own = {p.removeprefix(prefix): x for p, x in self.direction.items() if p.startswith(prefix)}
-            if not is_stack(node) or not own:
-                return node
-            of_stack = {p.removeprefix(prefix): x for p, x in probes.items() if p.startswith(prefix)}
-            return probed(node, prefix, self.traces, own, of_stack)
-
-        return jtu.tree_map_with_path(replace, self.model, is_leaf=is_stack)
-
-    def losses(self, per_example_loss: Loss, batch: Any, Batch: Axis) -> Any:
-        """What the loss function returns, with deposits."""
-        other = None
-        if units := self.traces.units.sizes:
-            self.traces.begin(is_first=True)
-            growth = self.traces.units.growth[0]
-            grown = {path: _grown_probe(probe, len(units), growth) for path, probe in self.probes.items()}
-            larger = _grown(batch, Batch, growth)
-            with noting(Notes()):
-                other, _, _ = trace(per_example_loss, self.with_probes(grown), larger)
-        self.traces.begin(is_first=False)
-        notes = Notes()
-        model = self.with_probes(self.probes)
-        with noting(notes):
-            closed, inputs, rebuild = trace(per_example_loss, model, batch)
-        program = Program(closed, other, self.traces.units, notes)
-        return rebuild(program.evaluate(inputs, *self._leaves(model, inputs)))
-
-    def _leaves(self, model: Any, inputs: list[Any]) -> tuple[dict[int, Leaf], range]:
-        paths = [path for path, _ in leaves_with_paths(model)]
-        leaves = {
-            at: Leaf(_shown(self.model, path), inputs[at], raw_array(self.direction[path]), self.probes[path])
-            for at, path in enumerate(paths)
-            if path in self.direction
-        }
-        return leaves, range(len(paths), len(inputs))
-
-
-def check_reduction(reduction: str) -> None:
-    """Refuse what is no reduction."""
-    if reduction not in ("mean", "sum"):
-        raise ValueError(f'reduction is "mean" or "sum", over the examples; got {reduction!r}.')
-
-
-def reduced(losses: Any, reduction: Reduction) -> tuple[Any, Any]:
-    """The mean or the sum over the examples, and the losses as an array."""
-    array = raw_array(losses).astype(jnp.float32)
-    return (jnp.mean(array) if reduction == "mean" else jnp.sum(array)), array
-
-
-def _trained(model: Any, trainable: Any) -> Any:
-    spec = jax.tree.map(trainable, model) if callable(trainable) else trainable
-    return jax.tree.map(lambda wanted, leaf: bool(wanted) and eqx.is_inexact_array(leaf), spec, model)
-
-
-def _batch_axis(losses: Any) -> Axis:
-    if is_named(losses):
-        if len(losses.axes) != 1:
-            raise ValueError(
-                f"per_example_loss must return one loss per example; it has the axes "
-                f"({axes_text(losses.axes)}). Sum or average over the others."
-            )
-        return losses.axes[0]
-    if getattr(losses, "ndim", None) != 1:
-        raise ValueError(
-            "per_example_loss must return a NamedArray with the axis of the examples, or a plain array with "
-            f"one dimension; got {losses!r}."
+    Cost: for "leaf" one product more for each linear map that is scored: 1.25 times the step's products where
+    layers are recomputed, and 1.02 times with adapters alone. Memory: the direction, and what a layer needs
+    of it.
+    """
+    objective = Objective(reduction, tokens, coupled, has_aux)
+    params, static = eqx.partition(model, trained_mask(model, trainable))
+    Batch = objective.examples(eqx.filter_eval_shape(per_example_loss, model, batch))
+    Position = None if per_token is None else _axis_of(batch, per_token)
+    scoring = Scoring(model, directions(params, direction), Batch, Position)
+    scale = objective.scale(Batch.size)
+    by_example = norms or granularity != "leaf"
+    _check_options(granularity, by_example, per_token, coupled, has_aux)
+    aux, squares = None, None
+    if by_example:
+        value, gradients, scores, squares = one_at_a_time(
+            scoring, params, static, per_example_loss, batch, objective
         )
-    return Axis("batch", losses.shape[0])
+        scale = 1.0
+    else:
+
+        def loss(params: Any, probes: dict[str, Any]) -> tuple[Any, Any]:
+            whole = eqx.combine(params, static)
+            return objective.reduced(scoring.losses(whole, probes, per_example_loss, batch))
+
+        run = jax.value_and_grad(loss, (0, 1), has_aux=True)
+        (value, aux), (gradients, scores) = run(params, scoring.probes())
+    if check:
+        scores = _checked(scoring, gradients, scores, objective.scale(Batch.size) / scale, float(check))
+    covered, uncovered = sizes(params, scoring.direction, model)
+    named = scoring.named(scores, scale)
+    total = _total(named, scoring.axes)
+    of_squares = None if squares is None else scoring.named(squares, 1.0)
+    if granularity != "leaf":
+        groups = {shown_path(model, path): layer_path(model, path) for path in scoring.direction}
+        named = _grouped(named, groups) if granularity == "block" else {}
+        of_squares = of_squares and _grouped(of_squares, groups)
+    along = sum(
+        jnp.sum(jnp.square(raw_array(leaf).astype(jnp.float32))) for leaf in scoring.direction.values()
+    )
+    found = GradDots(
+        loss=value,
+        scores=named,
+        total=total,
+        direction_norm=jnp.sqrt(along),
+        norms=of_squares and {path: hax.sqrt(square) for path, square in of_squares.items()},
+        total_norm=of_squares and hax.sqrt(_total(of_squares, scoring.axes)),
+        aux=aux,
+        covered=covered,
+        uncovered=uncovered,
+    )
+    return gradients, found
 
 
-def _directions(params: Any, direction: Any) -> dict[str, Any]:
-    wanted = dict(leaves_with_paths(params))
-    given: dict[str, Any] = {}
-    for path, leaf in leaves_with_paths(direction):
-        if path not in wanted:
-            raise ValueError(
-                f"direction{path} has an array, and the model trains none there. Leave it out, or train it "
-                "(trainable)."
-            )
-        like = wanted[path]
-        own = leaf.rearrange(like.axes) if is_named(leaf) and is_named(like) else leaf
-        if raw_array(own).shape != raw_array(like).shape:
-            raise ValueError(
-                f"direction{path} has the shape {raw_array(own).shape}, and the model's array "
-                f"{raw_array(like).shape}."
-            )
-        given[path] = own
-    if not given:
-        raise ValueError("direction has no array: there is nothing to score.")
-    return given
+def _check_options(
+    granularity: str, by_example: bool, per_token: str | None, coupled: bool, has_aux: bool
+) -> None:
+    if granularity not in ("leaf", "block", "total"):
+        raise ValueError(f'granularity is "leaf", "block" or "total"; got {granularity!r}.')
+    options = {"per_token": per_token is not None, "coupled": coupled, "has_aux": has_aux}
+    refused = [name for name, given in options.items() if given]
+    if by_example and refused:
+        raise ValueError(
+            f'{refused[0]} needs granularity="leaf" and norms=False: otherwise the gradient of one example '
+            "is computed after the other."
+        )
 
 
-def _stack_of(model: Any, path: str) -> Any:
-    """The stack that holds a path, None outside of stacks."""
-    for at, node in jtu.tree_leaves_with_path(model, is_leaf=is_stack):
-        if is_stack(node) and path.startswith(jtu.keystr(at)):
-            return node
-    return None
+def _axis_of(batch: Any, name: str) -> Axis:
+    for leaf in jax.tree.leaves(batch, is_leaf=lambda node: isinstance(node, NamedArray)):
+        if isinstance(leaf, NamedArray):
+            for axis in leaf.axes:
+                if axis.name == name:
+                    return axis
+    raise ValueError(f"per_token={name!r}: no named array of the batch has this axis.")
 
 
-def _layers_of(model: Any, path: str) -> Axis | None:
-    stack = _stack_of(model, path)
-    return stack.Layers if isinstance(stack, Stacked) else None
+def _total(scores: dict[str, NamedArray], axes: tuple[Axis, ...]) -> NamedArray:
+    total = hax.zeros(axes, dtype=jnp.float32)
+    for score in scores.values():
+        total = total + hax.sum(score, axis=[axis for axis in score.axes if axis not in axes])
+    return total
 
 
-def _probe(model: Any, path: str, units: Units) -> Any:
-    Layers = _layers_of(model, path)
-    shape = units.sizes or (1,)
-    return jnp.zeros(shape if Layers is None else (Layers.size, *shape), jnp.float32)
+def _grouped(scores: dict[str, NamedArray], groups: dict[str, str]) -> dict[str, NamedArray]:
+    found: dict[str, NamedArray] = {}
+    for path, score in scores.items():
+        group = groups[path]
+        found[group] = found[group] + score if group in found else score
+    return found
 
 
-def _named_scores(model: Any, path: str, score: Any, Batch: Axis) -> NamedArray:
-    Layers = _layers_of(model, path)
-    return hax.named(score, (Batch,) if Layers is None else (Layers, Batch))
+def _checked(
+    scoring: Scoring, gradients: Any, scores: dict[str, Any], scale: float, tolerance: float
+) -> dict[str, Any]:
+    """The scores, with an error at run time unless they add up.
 
-
-def _shown(model: Any, path: str) -> str:
-    """The path as errors and scores have it."""
-    for keys, _ in jtu.tree_leaves_with_path(model, is_leaf=is_named):
-        if jtu.keystr(keys) == path:
-            return dotted(model, keys)
-    raise KeyError(path)
-
-
-def _grown(batch: Any, Batch: Axis, growth: int) -> Any:
-    """The types of a batch with more examples."""
-
-    def grow(leaf: Any) -> Any:
-        if is_named(leaf):
-            names = [axis.name for axis in leaf.axes]
-            if Batch.name not in names:
-                return leaf
-            axes = [
-                axis.resize(axis.size * growth) if axis.name == Batch.name else axis for axis in leaf.axes
-            ]
-            shape = jax.ShapeDtypeStruct([axis.size for axis in axes], leaf.dtype)
-            return NamedArray(shape, tuple(axes))  # pyright: ignore[reportArgumentType]
-        if eqx.is_array(leaf) and leaf.ndim and leaf.shape[0] == Batch.size:
-            return jax.ShapeDtypeStruct((leaf.shape[0] * growth, *leaf.shape[1:]), leaf.dtype)
-        return leaf
-
-    return jax.tree.map(grow, batch, is_leaf=is_named)
-
-
-def _grown_probe(probe: Any, units: int, growth: int) -> Any:
-    before = probe.ndim - units
-    shape = (*probe.shape[:before], probe.shape[before] * growth, *probe.shape[before + 1 :])
-    return jax.ShapeDtypeStruct(shape, probe.dtype)
+    Args:
+        scoring: see there.
+        gradients: of the reduced loss.
+        scores: the examples' shares in it, multiplied by `scale`.
+        scale: see there.
+        tolerance: relative to the sum of absolute values; 1 stands for 1e-3.
+    """
+    tolerance = 1e-3 if tolerance == 1.0 else tolerance
+    by_path, checked = dict(leaves_with_paths(gradients)), {}
+    for path, along in scoring.direction.items():
+        whole = raw_array(by_path[path]).astype(jnp.float32) * raw_array(along).astype(jnp.float32)
+        found = jnp.sum(scores[path]) / scale
+        most = jnp.sum(jnp.abs(scores[path])) / scale
+        wrong = jnp.abs(found - jnp.sum(whole)) > tolerance * most
+        checked[path] = eqx.error_if(
+            scores[path],
+            wrong,
+            f"The scores of {shown_path(scoring.model, path)} do not add up to the dot product of its gradient "
+            "with the direction: an example's loss depends on another example, or rounding is coarser than "
+            'check allows. Give check a larger part, or use granularity="block".',
+        )
+    return checked

@@ -34,22 +34,19 @@ class Traces:
         units: of the scores.
         layers: the traced layer of each call of `fold` or `scan`, in the order of the calls.
         is_first: whether this is the trace with more examples.
+        calls: how many calls of `fold` and `scan` this trace has made.
     """
 
     def __init__(self, units: Units) -> None:
         self.units = units
         self.layers: dict[int, Any] = {}
         self.is_first = True
-        self._calls = 0
-
-    def begin(self, is_first: bool) -> None:
-        """Start to count calls again."""
-        self.is_first, self._calls = is_first, 0
+        self.calls = 0
 
     def next_call(self) -> int:
         """The number of this call of `fold` or `scan`."""
-        self._calls += 1
-        return self._calls - 1
+        self.calls += 1
+        return self.calls - 1
 
 
 class ProbedBlock(eqx.Module):

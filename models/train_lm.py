@@ -19,6 +19,7 @@ import jax
 from models.command import run_command
 from models.lm import next_token_loss
 from models.run_config import LmRunConfig
+from models.run_scoring import check_scoring, run_scoring
 from models.run_state import check_step, initial_state, run_optimizer, saved_arrays, state_shapes
 from models.step_memory import StepMemory
 from stacked_remat import check_offload
@@ -68,6 +69,7 @@ def train_lm(config: LmRunConfig, progress: Progress, stop: StopSignals) -> Trai
         NonFiniteLossError: training diverged.
     """
     check_trackers(config.trainer.trackers)
+    check_scoring(config)
     partitioning = Partitioning.of(config.trainer.mesh)
     partitioning.check_rows(config.data.batch_size, config.trainer.update.microbatches)
     tokenizer = load_tokenizer(config.data.tokenizer)
@@ -107,6 +109,7 @@ def train_lm(config: LmRunConfig, progress: Progress, stop: StopSignals) -> Trai
             data.training.set_state(position.data)  # refuses other data while the folder is still as it was
             progress.message(f"resuming after step {position.step} of an earlier process")
         trackers = _trackers(config, folder, position, closing)
+        scoring = run_scoring(config, data, tokenizer, folder, 0 if position is None else position.step)
         folder.begin(config_as_dict(config))
         progress.message(_summary(config, data.summary, state, folder))
         result = train(
@@ -121,6 +124,7 @@ def train_lm(config: LmRunConfig, progress: Progress, stop: StopSignals) -> Trai
             position=position,
             should_stop=lambda: _asked_to_stop(stop),
             partitioning=partitioning,
+            scoring=scoring,
         )
     _conclude(result, folder, progress)
     return result

@@ -5,9 +5,11 @@ from ._grad_dot import grad_dot, val_direction
 from ._interpret import UnsupportedLeafError
 from ._second_order import hessian_vector_product, shapley_direction
 from .log import LOG_FOLDER, ScoreLog, ScoreLogError, StepScores
+from .manager import GhostManager
 
 __all__ = [
     "LOG_FOLDER",
+    "GhostManager",
     "GradDots",
     "ScoreLog",
     "ScoreLogError",

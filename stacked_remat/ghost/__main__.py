@@ -1,6 +1,6 @@
 """Shows the most helpful and the most harmful training examples of a run, and the layers in which they act.
 
-    python -m stacked_remat.ghost top|bottom|by-layer RUN [--count 10] [--plot examples.png]
+python -m stacked_remat.ghost top|bottom|by-layer RUN [--count 10] [--plot examples.png]
 """
 
 import argparse
@@ -45,7 +45,9 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m stacked_remat.ghost", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m stacked_remat.ghost", description=__doc__.splitlines()[0]
+    )
     commands = parser.add_subparsers(dest="command", required=True, metavar="top|bottom|by-layer")
     for name, meaning in _COMMANDS.items():
         command = commands.add_parser(name, help=meaning, description=meaning)

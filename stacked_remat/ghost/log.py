@@ -10,7 +10,7 @@ import numpy as np
 
 from .._files import replaced_whole
 
-FOLDER = "ghost"
+LOG_FOLDER = "ghost"
 """The name of the log's folder in a run folder."""
 
 _PATTERN = "scores-from-*.parquet"
@@ -171,7 +171,7 @@ def log_folder(run: Path) -> Path:
     """
     if not run.is_dir():
         raise FileNotFoundError(f"There is no run folder {run}. Name the one of the run (trainer.run_dir).")
-    for folder in (run / FOLDER, run):
+    for folder in (run / LOG_FOLDER, run):
         if _shards(folder):
             return folder
     raise ScoreLogError(
@@ -293,4 +293,3 @@ def _shards(folder: Path) -> list[Path]:
 
 def _first_step(shard: Path) -> int:
     return int(shard.stem.rpartition("-")[2])
-

@@ -141,7 +141,9 @@ def score_leaves(selected: Selection) -> list[LeafScores]:
 
 def _encoded(column: Any) -> tuple[np.ndarray, np.ndarray]:
     """The codes and the values of a column of repeated texts."""
-    (chunk,) = column.unify_dictionaries().combine_chunks().chunks if column.num_chunks != 1 else column.chunks
+    (chunk,) = (
+        column.unify_dictionaries().combine_chunks().chunks if column.num_chunks != 1 else column.chunks
+    )
     return chunk.indices.to_numpy().astype(np.int64), chunk.dictionary.to_numpy(zero_copy_only=False)
 
 

@@ -48,7 +48,9 @@ def print_layers(leaves: Sequence[LeafScores], count: int) -> None:
     )
     for layer, own in enumerate(_by_layer(leaves)):
         largest = max(own, key=lambda leaf: leaf.shares[layer])
-        share, total = (sum(values) for values in zip(*[(x.shares[layer], x.sums[layer]) for x in own], strict=True))
+        share, total = (
+            sum(values) for values in zip(*[(x.shares[layer], x.sums[layer]) for x in own], strict=True)
+        )
         layers.add_row(str(layer), f"{share:.1%}", f"{total:+.3f}", _plain(largest.path))
     table = _table("The largest leaves", {"leaf": "left", "share": "right", "sum": "right"})
     for leaf in sorted(leaves, key=lambda leaf: -leaf.shares.sum())[:count]:
@@ -119,7 +121,7 @@ def _plain(text: str) -> Any:
 
     spaced = " ".join(text.split())
     kept = "".join(letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in spaced)
-    return Text(kept if len(kept) <= _LONGEST_TEXT else f"{kept[:_LONGEST_TEXT - 1]}…", overflow="fold")
+    return Text(kept if len(kept) <= _LONGEST_TEXT else f"{kept[: _LONGEST_TEXT - 1]}…", overflow="fold")
 
 
 def _table(title: str, columns: dict[str, Any]) -> Any:

@@ -1,0 +1,64 @@
+"""How a run scores its training sequences: what the `ghost` section of its config says."""
+
+import jax
+
+from models.lm import example_losses
+from models.run_config import LmRunConfig
+from models.transformer.config import DecoderConfig, SparseDecoderConfig
+from stacked_remat.ghost import ScoreLog, ScoreLogError
+from stacked_remat.ghost.log import import_pyarrow
+from stacked_remat.training import ConfigError, RunFolder, Scoring, Tokenizer, TrainingData
+
+
+def check_scoring(config: LmRunConfig) -> None:
+    """Refuses a `ghost` section that this machine can't obey.
+
+    Raises:
+        ConfigError: pyarrow is not installed, or there are several processes.
+    """
+    if config.ghost is None:
+        return
+    try:
+        import_pyarrow()
+    except ImportError as error:
+        raise ConfigError(f"ghost: {error}") from error
+    if jax.process_count() > 1:
+        raise ConfigError(
+            f"ghost is not supported on {jax.process_count()} processes, each of which has only its own rows of "
+            f"a batch: leave out ghost, or train in one process."
+        )
+
+
+def run_scoring(
+    config: LmRunConfig, data: TrainingData, tokenizer: Tokenizer, folder: RunFolder, done: int
+) -> Scoring | None:
+    """The scoring of a run that has done so many steps; None without a `ghost` section.
+
+    Raises:
+        ConfigError: a file of the log is damaged.
+    """
+    ghost = config.ghost
+    if ghost is None:
+        return None
+    sources = ghost.validation.sources
+    held_out = [(data.held_out_by_source[name], weight) for name, weight in sources.items()]
+    try:
+        log = ScoreLog(folder.scores, resumed_after=done)
+    except ScoreLogError as error:
+        raise ConfigError(str(error)) from error
+    return Scoring(
+        ghost,
+        losses=example_losses,
+        auxiliary=ghost.auxiliary_losses if _has_auxiliary_losses(config) else "none",
+        held_out=held_out or [(data.held_out, 1.0)],
+        decode=tokenizer.decode,
+        log=log,
+    )
+
+
+def _has_auxiliary_losses(config: LmRunConfig) -> bool:
+    """Whether the model adds to the cross entropy; one of an unknown kind may."""
+    if not isinstance(config.model, SparseDecoderConfig):
+        return not isinstance(config.model, DecoderConfig)
+    experts = config.model.experts
+    return experts.load_balance_weight_used > 0 or experts.z_loss_weight > 0

@@ -8,61 +8,17 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import Literal, jaxprs_in_params
 
-from .._noted import Notes, noting
+from .._noted import Notes
 from ..ops.grouped_experts import ExpertsCall
-from ._deposit import deposit, spread_over_rows
+from ._deposit import deposit
+from ._parts import scored_experts, scored_per_device
 from ._rows import Rows, Units, has_units, of_input, of_output
-from ._traced import trace
-from ._weights import Applied, Leaf, Node, Tangent, bind, leaves_of, tangent_of
+from ._values import UnsupportedLeafError, Value, constant, paths_of, plain_rows
+from ._weights import Applied, Leaf, Tangent, bind, leaves_of
 
 _CALLS = ("jit", "pjit", "closed_call", "core_call")
 _CHECKPOINTS = ("remat", "remat2", "checkpoint")
-_WITHOUT_DERIVATIVE = ("custom_vjp_call", "pallas_call", "while", "shard_map", "custom_partitioning")
-
-
-def _expert_with_deposits(
-    call: ExpertsCall, own: list[Any], rows: Any, gates: Any, leaves: dict[int, Leaf]
-) -> Any:
-    units = Units((rows.shape[0],), (3,))
-
-    def apply(own: list[Any], rows: Any, gates: Any) -> Any:
-        return call.expert(call.rebuild(own), rows, gates)
-
-    def grown(array: Any) -> Any:
-        return jax.ShapeDtypeStruct((3 * array.shape[0], *array.shape[1:]), array.dtype)
-
-    notes = Notes()
-    with noting(Notes()):
-        other, _, _ = trace(apply, own, grown(rows), grown(gates))
-    with noting(notes):
-        closed, inputs, rebuild = trace(apply, own, rows, gates)
-    return rebuild(Program(closed, other, units, notes).evaluate(inputs, leaves))
-
-
-class UnsupportedLeafError(ValueError):
-    """A weight is used in a way for which its scores can't be found leaf by leaf."""
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Value:
-    """A value of the program.
-
-    Attributes:
-        array: the value itself.
-        rows: which of its dimensions hold examples.
-        node: how it depends on weights, where it depends on them and not on data.
-        depends: whether it depends on data, with or without a dimension of examples.
-    """
-
-    array: Any
-    rows: Rows = ()
-    node: Node | None = None
-    depends: bool = False
-
-    @property
-    def operand(self) -> Any:
-        """As an operand of a derivative."""
-        return self.array if self.node is None else self.node
+_WITHOUT_DERIVATIVE = ("custom_vjp_call", "pallas_call", "while", "custom_partitioning")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -93,20 +49,24 @@ class Program:
         given = []
         for at, (array, other) in enumerate(zip(inputs, others, strict=True)):
             if at in leaves:
-                given.append(Value(array, node=leaves[at], rows=_plain(array)))
+                given.append(Value(array, node=leaves[at], rows=plain_rows(array)))
             else:
-                rows = of_input(array.shape, other.aval.shape, self.units) if other else _plain(array)
+                rows = of_input(array.shape, other.aval.shape, self.units) if other else plain_rows(array)
                 given.append(Value(array, rows, depends=at in data or has_units(rows)))
-        consts = [_constant(const) for const in self.jaxpr.consts]
+        consts = [constant(const) for const in self.jaxpr.consts]
         found = self._run(self.jaxpr.jaxpr, self.other and self.other.jaxpr, [*consts, *given])
         return [value.array for value in found]
+
+    def of(self, jaxpr: Any, other: Any, units: Units, notes: Notes) -> "Program":
+        """Another program: a part of this one."""
+        return Program(jaxpr, other, units, notes)
 
     def _run(self, jaxpr: Any, other: Any, inputs: Sequence[Value]) -> list[Value]:
         values = dict(zip([*jaxpr.constvars, *jaxpr.invars], inputs, strict=True))
 
         def read(atom: Any) -> Value:
             if isinstance(atom, Literal):
-                return _constant(jnp.asarray(atom.val, atom.aval.dtype))
+                return constant(jnp.asarray(atom.val, atom.aval.dtype))
             return values[atom]
 
         others = [] if other is None else other.eqns
@@ -123,7 +83,7 @@ class Program:
         weighted = any(value.node is not None for value in operands)
         if name in _CALLS and rule is None:
             inner, other = _called(equation), _called(twin) if twin else None
-            consts = [_constant(const) for const in inner.consts]
+            consts = [constant(const) for const in inner.consts]
             return self._run(inner.jaxpr, other and other.jaxpr, [*consts, *operands])
         if name in _CHECKPOINTS and weighted:
             return self._checkpointed(equation, twin, operands)
@@ -133,7 +93,9 @@ class Program:
         if not met:
             return self._of_weights(equation, twin, operands)
         if isinstance(rule, ExpertsCall):
-            return self._results(equation, twin, operands, [self._experts(rule, equation, operands)])
+            return self._results(equation, twin, operands, [scored_experts(self, rule, equation, operands)])
+        if name == "shard_map":
+            return self._results(equation, twin, operands, scored_per_device(self, equation, twin, operands))
         return self._meeting(equation, twin, operands)
 
     def _is_data(self, value: Value) -> bool:
@@ -174,7 +136,7 @@ class Program:
         nodes = [value.operand for value in operands]
         leaves = leaves_of([node for node in nodes if isinstance(node, Leaf | Applied)])
         for index in of_weights:
-            self._check_rows(equation, found[index].rows, leaves)
+            self.check_rows(equation, found[index].rows, leaves)
         arrays, rows = [found[at].array for at in of_weights], [found[at].rows for at in of_weights]
         for leaf in leaves:
             tangent = Tangent.of(equation, nodes, leaf, of_weights, inline_custom=noted)
@@ -182,41 +144,6 @@ class Program:
         for index, array in zip(of_weights, arrays, strict=True):
             found[index] = dataclasses.replace(found[index], array=array, depends=True)
         return found
-
-    def _experts(self, call: ExpertsCall, equation: Any, operands: list[Value]) -> Any:
-        """The result of grouped experts: each block of rows is evaluated with deposits, a probe for each row."""
-        x, choices, gates, *weights = operands
-        self._check_rows(equation, x.rows[:1], leaves_of([one.node for one in weights if one.node]))
-        leaves: dict[int, Leaf] = {}
-        for at, weight in enumerate(weights):
-            if weight.node is not None:
-                leaf, *more = leaves_of([weight.node])
-                if more:
-                    raise UnsupportedLeafError(
-                        f"{_paths([weight])} together make one array of the weights of grouped experts. Give "
-                        "all but one no direction, or pass them to the experts apart."
-                    )
-                direction = jax.lax.stop_gradient(tangent_of(weight.node, leaf))
-                leaves[at] = Leaf(leaf.path, None, direction, leaf.probe)
-        probes = [
-            jnp.broadcast_to(
-                spread_over_rows(leaf.probe, x.rows[0], self.units)[:, None], choices.array.shape
-            )
-            for leaf in leaves.values()
-        ]
-
-        def expert(arrays: Sequence[Any], rows: Any, gates_and_probes: Any) -> Any:
-            gates, of_rows = gates_and_probes
-            own, directions = list(arrays[: len(weights)]), arrays[len(weights) :]
-            of_block = {
-                at: Leaf(leaf.path, own[at], along, probe)
-                for (at, leaf), along, probe in zip(leaves.items(), directions, of_rows, strict=True)
-            }
-            return _expert_with_deposits(call, own, rows, gates, of_block)
-
-        scored = dataclasses.replace(call, expert=expert, saved=None, rebuild=lambda arrays: arrays)
-        arrays = [*(one.array for one in weights), *(leaf.direction for leaf in leaves.values())]
-        return scored.run(x.array, choices.array, (gates.array, probes), arrays)
 
     def _checkpointed(self, equation: Any, twin: Any, operands: list[Value]) -> list[Value]:
         """A `jax.checkpoint` around the same function with its deposits."""
@@ -230,7 +157,7 @@ class Program:
                 else dataclasses.replace(value, array=next(given))
                 for value in operands
             ]  # fmt: skip
-            consts = [_constant(const) for const in inner.consts]
+            consts = [constant(const) for const in inner.consts]
             kept[:] = self._run(inner.jaxpr, other and other.jaxpr, [*consts, *values])
             return [value.array for value in kept]
 
@@ -248,11 +175,11 @@ class Program:
         found = next((name for name in _names_in(equation) if name in _WITHOUT_DERIVATIVE), None)
         if found is not None:
             raise UnsupportedLeafError(
-                f"{_paths(operands)} goes into `{found}`, which has no derivative along a direction. "
+                f"{paths_of(operands)} goes into `{found}`, which has no derivative along a direction. "
                 f'Use granularity="block" or "total", or give it no direction.'
             )
 
-    def _check_rows(self, equation: Any, rows: Rows, leaves: Sequence[Leaf]) -> None:
+    def check_rows(self, equation: Any, rows: Rows, leaves: Sequence[Leaf]) -> None:
         units = [unit for dim in rows for _, unit in dim or () if unit is not None]
         unclear = any(dim is None for dim in rows) and self.units.sizes
         if unclear or sorted(units) != list(range(len(self.units.sizes))):
@@ -262,14 +189,6 @@ class Program:
                 f"can't be told which rows of the result are of which {what}. Keep the axis of examples "
                 f'apart, or use granularity="block" or "total".'
             )
-
-
-def _constant(array: Any) -> Value:
-    return Value(array, _plain(array))
-
-
-def _plain(array: Any) -> Rows:
-    return tuple(((size, None),) for size in jnp.shape(array))
 
 
 def _called(equation: Any) -> Any:
@@ -289,8 +208,3 @@ class _Open:
 def _names_in(equation: Any) -> set[str]:
     inner = [eqn for jaxpr in jaxprs_in_params(equation.params) for eqn in jaxpr.eqns]
     return {equation.primitive.name}.union(*(_names_in(eqn) for eqn in inner))
-
-
-def _paths(operands: Sequence[Value]) -> str:
-    nodes = [value.node for value in operands if value.node is not None]
-    return ", ".join(leaf.path for leaf in leaves_of(nodes))

@@ -51,6 +51,8 @@ def bind(equation: Any, operands: Sequence[Any], inline_custom: bool = False) ->
     if inline_custom and (inner := equation.params.get("call_jaxpr", equation.params.get("jaxpr"))):
         if equation.primitive.name in ("custom_vjp_call", "jit", "pjit"):
             return _evaluate_without_rules(inner, operands)
+        if equation.primitive.name == "shard_map":
+            return _per_device(equation)(*operands)
     pairs = zip(equation.invars, operands, strict=True)
     given = {atom: value for atom, value in pairs if not isinstance(atom, Literal)}
     debug_info = jax.make_jaxpr(lambda: ())().jaxpr.debug_info
@@ -58,9 +60,25 @@ def bind(equation: Any, operands: Sequence[Any], inline_custom: bool = False) ->
     return eval_jaxpr(alone, (), *given.values())
 
 
+def _per_device(equation: Any) -> Any:
+    params = equation.params
+
+    def own(*operands: Any) -> list[Any]:
+        return _evaluate_without_rules(params["jaxpr"], operands)
+
+    return jax.shard_map(
+        own,
+        in_specs=tuple(params["in_specs"]),
+        out_specs=list(params["out_specs"]),
+        axis_names=set(params["newly_manual_axes"]),
+        check_vma=params["check_vma"],
+    )
+
+
 def _evaluate_without_rules(closed: Any, operands: Sequence[Any]) -> list[Any]:
-    jaxpr = closed.jaxpr
-    values = dict(zip(jaxpr.constvars, closed.consts, strict=True))
+    """The results of a jaxpr, open or closed."""
+    jaxpr = getattr(closed, "jaxpr", closed)
+    values = dict(zip(jaxpr.constvars, getattr(closed, "consts", ()), strict=True))
     values |= dict(zip(jaxpr.invars, operands, strict=True))
 
     def read(atom: Any) -> Any:

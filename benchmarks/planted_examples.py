@@ -1,154 +1,242 @@
-"""Plants corrupted examples in real text, trains on it, and finds them again by their scores.
+"""Plants wrong labels in a task on real text, trains on it, and finds them again by their scores.
 
     python -m benchmarks.planted_examples
 
-The text is pieces of the source files of the Python standard library. The letters of every tenth piece are
-shuffled. A small decoder is trained on all of them with a `ghost` section in its config, which scores the
-sequences against held-out pieces. Writes `results/planted_examples.json`, with the area under the ROC curve
-(AUC) of the scores, and a picture of them. The run folder is kept for `python -m stacked_remat.ghost`.
+The task is to say whether a piece of the Python standard library is code or documentation. Every tenth
+training example has the other label. A small model is trained on all of them by a loop with a `GhostManager`,
+which scores the examples against held-out ones whose labels are right. Writes `results/planted_examples.json`,
+with the area under the ROC curve (AUC) of the scores, and a picture; the log of scores is in `runs/planted`,
+for `python -m stacked_remat.ghost`.
 """
 
 import argparse
+import ast
 import json
-from collections.abc import Sequence
+import shutil
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import equinox as eqx
+import haliax as hax
+import haliax.nn as hnn
+import jax
 import numpy as np
-import yaml
+import optax
+from haliax import Axis, NamedArray
+from jaxtyping import PRNGKeyArray
 
-from models.train_lm import main as train_lm
-from stacked_remat.ghost.log import log_folder, read_scores
+from stacked_remat import Stacked
+from stacked_remat.ghost import LOG_FOLDER, GhostManager, ScoreLog
 from stacked_remat.ghost.ranking import Selection, rank_examples
 from stacked_remat.training.data.files import standard_library_files
 
 from .record import RESULTS, write_results
 
-LETTERS = 127  # of a piece: with a token before and after it, a sequence of 128 tokens and their targets
+LABELS = ("code", "documentation")
+Letters, Position = Axis("letters", 128), Axis("position", 80)
+Label, Embed, Inner, Layers = Axis("label", 2), Axis("embed", 32), Axis("inner", 64), Axis("layers", 2)
+BATCH = 64
 PLANTED = 0.1
-CONFIG = """
-model: {type: qwen3, hidden_dim: 64, num_layers: 2, num_heads: 4, num_kv_heads: 2, mlp_dim: 192}
-data: {seq_len: 128, batch_size: 32, packing: whole}
-optimizer: {learning_rate: 5.0e-3, warmup_steps: 10}
-ghost: {method: grad_dot, token_mean: batch, every: 4, validation: {batches: 2}}
-trainer: {num_steps: 240, eval_batches: 2, mesh: {axes: {data: 1}}}
-"""
+
+
+class Block(eqx.Module):
+    """A residual block."""
+
+    norm: hnn.LayerNorm
+    up: hnn.Linear
+    down: hnn.Linear
+
+    @staticmethod
+    def init(*, key: PRNGKeyArray) -> "Block":
+        up, down = jax.random.split(key)
+        return Block(
+            hnn.LayerNorm.init(Embed),
+            hnn.Linear.init(Embed, Inner, key=up),
+            hnn.Linear.init(Inner, Embed, key=down),
+        )
+
+    def __call__(self, x: NamedArray) -> NamedArray:
+        return x + self.down(hnn.gelu(self.up(self.norm(x))))
+
+
+class Classifier(eqx.Module):
+    """Labels a text by the mean of what it makes of its letters."""
+
+    embedding: hnn.Embedding
+    blocks: Stacked
+    head: hnn.Linear
+
+    @staticmethod
+    def init(*, key: PRNGKeyArray) -> "Classifier":
+        embedding, blocks, head = jax.random.split(key, 3)
+        return Classifier(
+            hnn.Embedding.init(Letters, Embed, key=embedding),
+            Stacked.init(Layers, Block.init)(key=jax.random.split(blocks, Layers.size)),
+            hnn.Linear.init(Embed, Label, key=head),
+        )
+
+    def __call__(self, letters: NamedArray) -> NamedArray:
+        return self.head(hax.mean(self.blocks.fold(self.embedding(letters)), Position))
+
+
+@dataclass(frozen=True)
+class Examples:
+    """Texts with labels, some of which are wrong."""
+
+    texts: list[str]
+    labels: np.ndarray
+    wrong: np.ndarray
+
+    def batch(self, rows: np.ndarray) -> dict[str, NamedArray]:
+        """Some of them as arrays."""
+        letters = np.array([list(self.texts[row].encode()) for row in rows], np.int32)
+        Batch = Axis("batch", len(rows))
+        return {
+            "letters": hax.named(letters, (Batch, Position)),
+            "labels": hax.named(self.labels[rows].astype(np.int32), Batch),
+        }
+
+
+def example_losses(model: Classifier, batch: dict[str, NamedArray]) -> NamedArray:
+    """The cross entropy of each example."""
+    targets = hnn.one_hot(batch["labels"], Label)
+    return -hax.sum(hnn.log_softmax(model(batch["letters"]), Label) * targets, Label)
 
 
 def main(arguments: Sequence[str] | None = None) -> Path:
     """The command; returns the file of results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--pieces", type=int, default=4000, help="to train on (4000)")
-    parser.add_argument("--steps", type=int, default=240, help="of training (240)")
-    parser.add_argument(
-        "--run-dir", type=Path, default=Path("runs/planted"), help="run folder (runs/planted)"
-    )
+    parser.add_argument("--examples", type=int, default=2000, help="to train on (2000)")
+    parser.add_argument("--steps", type=int, default=400, help="of training (400)")
+    parser.add_argument("--every", type=int, default=4, help="steps between scored ones (4)")
+    parser.add_argument("--run", type=Path, default=Path("runs/planted"), help="folder of the log (runs/planted)")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the results")
     given = parser.parse_args(arguments)
-    planted = run(given.run_dir, pieces=given.pieces, steps=given.steps)
-    found = scores_of(given.run_dir, planted)
-    plot(found, given.out / "planted_examples.png")
+    shutil.rmtree(given.run / LOG_FOLDER, ignore_errors=True)
+    found = run(given.run, examples=given.examples, steps=given.steps, every=given.every)
+    found.plot(given.out / "planted_examples.png")
     path = given.out / "planted_examples.json"
-    write_results(
-        path, pieces=given.pieces, steps=given.steps, config=yaml.safe_load(CONFIG), **found.summary
-    )
+    settings = {"examples": given.examples, "steps": given.steps, "every": given.every}
+    write_results(path, **settings, **found.summary)
     print(json.dumps(found.summary, indent=1))
     return path
 
 
-def run(folder: Path, *, pieces: int, steps: int, options: Sequence[str] = ()) -> set[str]:
-    """Trains on pieces of text, some of them shuffled, and returns these.
-
-    Raises:
-        RuntimeError: the run failed; its message is on standard output.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    generator = np.random.default_rng(0)
-    texts = _pieces(pieces + pieces // 10, generator)
-    count = int(PLANTED * pieces)
-    shuffled = ["".join(generator.permutation(list(text))) for text in texts[:count]]
-    training, held_out = [*shuffled, *texts[count:pieces]], texts[pieces:]
-    for name, lines in (("training", training), ("held_out", held_out)):
-        rows = [json.dumps({"text": text}) + "\n" for text in lines]
-        (folder / f"{name}.jsonl").write_text("".join(rows), encoding="utf-8")
-    (folder / "planted.yaml").write_text(CONFIG, encoding="utf-8")
-    source = {"paths": [f"{folder}/training.jsonl"], "held_out": [f"{folder}/held_out.jsonl"]}
-    status = train_lm(
-        [
-            *("--config_path", f"{folder}/planted.yaml", "--data.sources.library", yaml.safe_dump(source)),
-            *("--data.cache_dir", f"{folder}/tokens", "--trainer.run_dir", str(folder)),
-            *("--trainer.num_steps", str(steps), "--trainer.checkpoint.overwrite", "true", *options),
-        ]
+def run(folder: Path, *, examples: int, steps: int, every: int) -> "Found":
+    """Trains on examples some of which have wrong labels, and ranks them by their scores."""
+    data, validation = labelled(examples), labelled(BATCH * 4, after=examples, wrong=0.0)
+    manager = GhostManager(
+        example_losses,
+        validation.batch(np.arange(len(validation.texts))),
+        ScoreLog(folder / LOG_FOLDER),
+        every=every,
     )
-    if status:
-        raise RuntimeError(f"The run in {folder} ended with exit status {status}.")
-    return set(shuffled)
+    model, optimizer = Classifier.init(key=jax.random.key(0)), optax.adam(2e-2)
+    state = optimizer.init(eqx.filter(model, eqx.is_inexact_array))
+
+    @eqx.filter_jit
+    def updated(model: Classifier, state: optax.OptState, gradients: Any) -> tuple[Classifier, optax.OptState]:
+        updates, state = optimizer.update(gradients, state)
+        return eqx.apply_updates(model, updates), state
+
+    for step, rows in zip(range(1, steps + 1), _endless(examples), strict=False):
+        texts = [f"{LABELS[data.labels[row]]}: {data.texts[row]}" for row in rows]
+        manager.attach_train_batch(data.batch(rows), step=step, examples=rows.tolist(), texts=texts)
+        gradients = manager.prepare_gradients(model, manager.prepare_forward_input())
+        manager.aggregate_and_log()
+        model, state = updated(model, state, gradients)
+        manager.clear_gradients()
+        if manager.should_save_metrics(step):
+            manager.save_metrics()
+    manager.cleanup()
+    ranked = rank_examples(Selection(folder / LOG_FOLDER))
+    return Found(ranked.scores, data.wrong[ranked.ids.astype(int)])
 
 
+@dataclass(frozen=True)
 class Found:
-    """The mean scores of the scored examples, from the highest to the lowest, and which were planted."""
+    """The mean scores of the examples, from the highest to the lowest, and whose labels are wrong."""
 
-    def __init__(self, scores: np.ndarray, planted: np.ndarray):
-        self.scores, self.planted = scores, planted
-        count = int(planted.sum())
-        ranks = np.arange(len(planted))[planted]
-        # The share of pairs of a planted and another example in which the planted one has the lower score.
-        above = ranks - np.arange(count)
-        self.summary: dict[str, Any] = {
-            "scored": len(planted),
-            "planted": count,
-            "auc": round(float(above.sum() / (count * (len(planted) - count))), 4),
-            "planted_among_as_many_lowest": int(planted[-count:].sum()),
+    scores: np.ndarray
+    wrong: np.ndarray
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        """How well the scores tell wrong labels from right ones."""
+        count, total = int(self.wrong.sum()), len(self.wrong)
+        # The share of pairs of a wrong and a right label in which the wrong one has the lower score.
+        higher = np.flatnonzero(self.wrong) - np.arange(count)
+        return {
+            "scored": total,
+            "wrong": count,
+            "auc": round(float(higher.sum() / (count * (total - count))), 4),
+            "wrong_among_as_many_lowest": int(self.wrong[total - count :].sum()),
         }
 
+    def plot(self, path: Path) -> None:
+        """Plots the scores of both kinds, and how many wrong labels are among the lowest scores."""
+        from matplotlib.figure import Figure
 
-def scores_of(folder: Path, planted: set[str], *, steps: tuple[int, int] | None = None) -> Found:
-    """The scores in the log of a run, each step's divided by the sum of its absolute scores."""
-    log = log_folder(folder)
-    ranked = rank_examples(Selection(log, steps))
-    rows = read_scores(log, ["example", "text"])
-    texts = dict(zip(rows["example"].to_pylist(), rows["text"].to_pylist(), strict=True))
-    return Found(ranked.scores, np.array([texts[name] in planted for name in ranked.ids]))
+        figure = Figure(figsize=(10, 4), layout="constrained")
+        left, right = figure.subplots(1, 2)
+        edges = np.linspace(self.scores.min(), self.scores.max(), 60)
+        left.hist(self.scores[~self.wrong], edges, color="C0", alpha=0.7, label="right labels")
+        left.hist(self.scores[self.wrong], edges, color="C3", alpha=0.7, label="wrong labels")
+        left.set(xlabel="mean score", ylabel="examples", yscale="log")
+        left.legend()
+        looked_at = np.arange(1, len(self.wrong) + 1) / len(self.wrong)
+        right.plot(looked_at, np.cumsum(self.wrong[::-1]) / self.wrong.sum(), color="C3")
+        right.plot([0, 1], [0, 1], ":", color="gray")
+        right.set(
+            xlabel="share of the examples, from the lowest score",
+            ylabel="share of the wrong labels among them",
+            title=f"AUC {self.summary['auc']:.3f}",
+        )
+        for axes in (left, right):
+            axes.grid(alpha=0.3)
+        figure.savefig(path)
 
 
-def _pieces(count: int, generator: np.random.Generator) -> list[str]:
-    """So many different pieces of the standard library, all of one length and of ASCII letters."""
+def labelled(count: int, *, after: int = 0, wrong: float = PLANTED) -> Examples:
+    """Pieces of the standard library in random order, half of them documentation, some with wrong labels.
+
+    Args:
+        count: how many.
+        after: how many of all pieces to leave out before them.
+        wrong: share of the labels that are wrong.
+    """
+    pieces: dict[str, int] = {}
     files = standard_library_files()
-    found: dict[str, None] = {}
-    while len(found) < count:
-        file = files[generator.integers(len(files))]
-        text = Path(file.url.removeprefix("file://")).read_text(encoding="utf-8", errors="replace")
-        if len(text) > LETTERS:
-            start = int(generator.integers(len(text) - LETTERS))
-            piece = text[start : start + LETTERS]
-            if piece.isascii():
-                found[piece] = None
-    return list(found)
+    for at in np.random.default_rng(0).permutation(len(files)):
+        if len(pieces) >= after + count:
+            break
+        for code, documentation in _functions(Path(files[at].url.removeprefix("file://"))):
+            pieces |= {code: 0, documentation: 1}
+    own = list(pieces.items())[after : after + count]
+    order = np.random.default_rng(1).permutation(count)
+    labels = np.array([own[at][1] for at in order])
+    is_wrong = np.arange(count) < wrong * count
+    return Examples([own[at][0] for at in order], np.where(is_wrong, 1 - labels, labels), is_wrong)
 
 
-def plot(found: Found, path: Path) -> None:
-    """Plots the scores of planted and other examples, and how many planted ones are among the lowest."""
-    from matplotlib.figure import Figure
+def _functions(file: Path) -> Iterator[tuple[str, str]]:
+    """The beginnings of the code and of the documentation of each function that has enough of both."""
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.FunctionDef) and (documentation := ast.get_docstring(node)):
+            texts = (ast.unparse(node.body[1:]), documentation)
+            code, words = (" ".join(text.split())[: Position.size] for text in texts)
+            if len(code) == len(words) == Position.size and code.isascii() and words.isascii():
+                yield code, words
 
-    figure = Figure(figsize=(10, 4), layout="constrained")
-    left, right = figure.subplots(1, 2)
-    edges = np.linspace(*np.quantile(found.scores, [0.002, 0.998]), 60)
-    left.hist(found.scores[~found.planted], edges, color="C0", alpha=0.7, label="text as it is")
-    left.hist(found.scores[found.planted], edges, color="C3", alpha=0.7, label="letters shuffled")
-    left.axvline(0, color="black", linewidth=0.8)
-    left.set_xlabel("mean score")
-    left.set_ylabel("examples")
-    left.set_yscale("log")
-    left.legend()
-    looked_at = np.arange(1, len(found.planted) + 1) / len(found.planted)
-    right.plot(looked_at, np.cumsum(found.planted[::-1]) / found.planted.sum(), color="C3")
-    right.plot([0, 1], [0, 1], ":", color="gray")
-    right.set_xlabel("share of the examples, from the lowest score")
-    right.set_ylabel("share of the shuffled examples among them")
-    right.set_title(f"AUC {found.summary['auc']:.3f}")
-    for axes in (left, right):
-        axes.grid(alpha=0.3)
-    figure.savefig(path)
+
+def _endless(count: int) -> Iterator[np.ndarray]:
+    """Rows of batches, in a new order in each epoch."""
+    generator = np.random.default_rng(2)
+    while True:
+        order = generator.permutation(count)
+        yield from (order[at : at + BATCH] for at in range(0, count - BATCH + 1, BATCH))
 
 
 if __name__ == "__main__":

@@ -124,13 +124,13 @@ def grad_dot(
     of it.
     """
     objective = Objective(reduction, tokens, coupled, has_aux)
+    by_example = norms or granularity != "leaf"
+    _check_options(granularity, by_example, per_token, coupled, has_aux)
     params, static = eqx.partition(model, trained_mask(model, trainable))
     Batch = objective.examples(eqx.filter_eval_shape(per_example_loss, model, batch))
     Position = None if per_token is None else _axis_of(batch, per_token)
     scoring = Scoring(model, directions(params, direction), Batch, Position)
     scale = objective.scale(Batch.size)
-    by_example = norms or granularity != "leaf"
-    _check_options(granularity, by_example, per_token, coupled, has_aux)
     aux, squares = None, None
     if by_example:
         value, gradients, scores, squares = one_at_a_time(
@@ -232,8 +232,8 @@ def _checked(
         checked[path] = eqx.error_if(
             scores[path],
             wrong,
-            f"The scores of {shown_path(scoring.model, path)} do not add up to the dot product of its gradient "
-            "with the direction: an example's loss depends on another example, or rounding is coarser than "
-            'check allows. Give check a larger part, or use granularity="block".',
+            f"The scores of {shown_path(scoring.model, path)} do not add up to the dot product of its "
+            "gradient with the direction. With bfloat16 give check a larger part, such as 0.05; otherwise "
+            'an operation is not what its derivative says: use granularity="block".',
         )
     return checked

@@ -81,7 +81,7 @@ class Program:
     def _step(self, equation: Any, twin: Any, operands: list[Value]) -> list[Value]:
         name, rule = equation.primitive.name, self.notes.rule_of(equation)
         weighted = any(value.node is not None for value in operands)
-        if name in _CALLS and rule is None:
+        if name in _CALLS and rule is None and (weighted or _is_alike(equation, twin)):
             inner, other = _called(equation), _called(twin) if twin else None
             consts = [constant(const) for const in inner.consts]
             return self._run(inner.jaxpr, other and other.jaxpr, [*consts, *operands])
@@ -185,8 +185,8 @@ class Program:
         if unclear or sorted(units) != list(range(len(self.units.sizes))):
             what = "example" if unclear or len(self.units.sizes) == 1 else "example and position"
             raise UnsupportedLeafError(
-                f"{', '.join(leaf.path for leaf in leaves)} meets data in `{equation.primitive.name}`, and it "
-                f"can't be told which rows of the result are of which {what}. Keep the axis of examples "
+                f"{', '.join(leaf.path for leaf in leaves)} meets data in `{equation.primitive.name}`, and "
+                f"it can't be told which rows of the result are of which {what}. Keep the axis of examples "
                 f'apart, or use granularity="block" or "total".'
             )
 
@@ -195,6 +195,14 @@ def _called(equation: Any) -> Any:
     """The closed jaxpr of an equation that only calls it."""
     inner = equation.params.get("jaxpr", equation.params.get("call_jaxpr"))
     return inner if hasattr(inner, "consts") else _Open(inner)
+
+
+def _is_alike(equation: Any, twin: Any) -> bool:
+    """Whether two calls have the same equations, apart from sizes."""
+    if twin is None:
+        return False
+    inner, other = _called(equation).jaxpr, _called(twin).jaxpr
+    return [eqn.primitive for eqn in inner.eqns] == [eqn.primitive for eqn in other.eqns]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

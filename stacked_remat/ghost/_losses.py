@@ -1,4 +1,4 @@
-"""The loss function of a user: its examples, how their losses are reduced, and what is trained of the model."""
+"""What a loss function returns, how it is reduced, and what is trained of the model."""
 
 import dataclasses
 from collections.abc import Callable

@@ -131,7 +131,7 @@ class ExpertsCall:
     blocks_at_once: int
 
     def run(self, x: Array, choices: Array, gates: Any, arrays: Sequence[Array]) -> Array:
-        """The result; `gates` may be a tree of factors `[token, choice]`, of which the expert gets a row's."""
+        """The result; `gates` may be a tree of factors, of which the expert gets those of its rows."""
         count = x.shape[0]
         if count == 0:
             x, choices, gates = jax.tree.map(

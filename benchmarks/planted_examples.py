@@ -111,7 +111,9 @@ def main(arguments: Sequence[str] | None = None) -> Path:
     parser.add_argument("--examples", type=int, default=2000, help="to train on (2000)")
     parser.add_argument("--steps", type=int, default=400, help="of training (400)")
     parser.add_argument("--every", type=int, default=4, help="steps between scored ones (4)")
-    parser.add_argument("--run", type=Path, default=Path("runs/planted"), help="folder of the log (runs/planted)")
+    parser.add_argument(
+        "--run", type=Path, default=Path("runs/planted"), help="folder of the log (runs/planted)"
+    )
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the results")
     given = parser.parse_args(arguments)
     shutil.rmtree(given.run / LOG_FOLDER, ignore_errors=True)
@@ -137,7 +139,9 @@ def run(folder: Path, *, examples: int, steps: int, every: int) -> "Found":
     state = optimizer.init(eqx.filter(model, eqx.is_inexact_array))
 
     @eqx.filter_jit
-    def updated(model: Classifier, state: optax.OptState, gradients: Any) -> tuple[Classifier, optax.OptState]:
+    def updated(
+        model: Classifier, state: optax.OptState, gradients: Any
+    ) -> tuple[Classifier, optax.OptState]:
         updates, state = optimizer.update(gradients, state)
         return eqx.apply_updates(model, updates), state
 

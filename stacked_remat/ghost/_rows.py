@@ -68,7 +68,7 @@ def of_output(
         return tuple(
             ((size, None),) if size == larger else None for size, larger in zip(shape, other, strict=True)
         )
-    if equation.primitive.name == "reshape":
+    if equation.primitive.name == "reshape" and 0 not in shape:
         return _regrouped(inputs[0], shape)
     found = [_by_size(size, larger, units) for size, larger in zip(shape, other, strict=True)]
     for at, (size, larger) in enumerate(zip(shape, other, strict=True)):
@@ -148,7 +148,8 @@ def _may_reorder(equation: Any, inputs: Sequence[Rows], shape: Sequence[int]) ->
     if name == "rev":
         return not own.isdisjoint(params["dimensions"])
     if name == "concatenate":
-        return any(params["dimension"] in _unit_dims(rows) for rows in inputs)
+        filled = [rows for rows in inputs if all(n for dim in rows for n, _ in dim or ())]
+        return len(filled) > 1 and any(params["dimension"] in _unit_dims(rows) for rows in filled)
     if name in ("slice", "dynamic_slice", "pad"):
         before = [math.prod(n for n, _ in dim or ()) for dim in inputs[0]]
         return any(before[at] != shape[at] for at in own)

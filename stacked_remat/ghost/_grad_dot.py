@@ -12,7 +12,7 @@ from .._scan.marks import raw_array
 from ._by_example import one_at_a_time
 from ._found import GradDots
 from ._losses import Loss, Objective, Reduction, directions, trained_mask
-from ._probed import Scoring, layer_path, shown_path, sizes
+from ._probed import Scoring, layer_path, shown_paths, sizes
 from ._stacks import leaves_with_paths
 
 
@@ -152,7 +152,8 @@ def grad_dot(
     total = _total(named, scoring.axes)
     of_squares = None if squares is None else scoring.named(squares, 1.0)
     if granularity != "leaf":
-        groups = {shown_path(model, path): layer_path(model, path) for path in scoring.direction}
+        shown = shown_paths(model)
+        groups = {shown[path]: layer_path(model, path) or shown[path] for path in scoring.direction}
         named = _grouped(named, groups) if granularity == "block" else {}
         of_squares = of_squares and _grouped(of_squares, groups)
     along = sum(
@@ -223,7 +224,7 @@ def _checked(
         tolerance: relative to the sum of absolute values; 1 stands for 1e-3.
     """
     tolerance = 1e-3 if tolerance == 1.0 else tolerance
-    by_path, checked = dict(leaves_with_paths(gradients)), {}
+    by_path, shown, checked = dict(leaves_with_paths(gradients)), shown_paths(scoring.model), {}
     for path, along in scoring.direction.items():
         whole = raw_array(by_path[path]).astype(jnp.float32) * raw_array(along).astype(jnp.float32)
         found = jnp.sum(scores[path]) / scale
@@ -232,7 +233,7 @@ def _checked(
         checked[path] = eqx.error_if(
             scores[path],
             wrong,
-            f"The scores of {shown_path(scoring.model, path)} do not add up to the dot product of its "
+            f"The scores of {shown[path]} do not add up to the dot product of its "
             "gradient with the direction. With bfloat16 give check a larger part, such as 0.05; otherwise "
             'an operation is not what its derivative says: use granularity="block".',
         )

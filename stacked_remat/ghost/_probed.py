@@ -66,11 +66,11 @@ class Scoring:
 
     def named(self, scores: dict[str, Any], scale: float) -> dict[str, NamedArray]:
         """The cotangents of the probes as scores, under the paths that users see."""
-        found = {}
+        found, shown = {}, shown_paths(self.model)
         for path, score in scores.items():
             Layers = layers_of(self.model, path)
             axes = self.axes if Layers is None else (Layers, *self.axes)
-            found[shown_path(self.model, path)] = hax.named(score * scale, axes)
+            found[shown[path]] = hax.named(score * scale, axes)
         return found
 
     def losses(self, model: Any, probes: dict[str, Any], per_example_loss: Loss, batch: Any) -> Any:
@@ -85,8 +85,9 @@ class Scoring:
         with noting(notes):
             closed, inputs, rebuild = trace(per_example_loss, with_probes, batch)
         paths = [path for path, _ in leaves_with_paths(with_probes)]
+        shown = shown_paths(self.model)
         leaves = {
-            at: Leaf(shown_path(self.model, path), inputs[at], raw_array(self.direction[path]), probes[path])
+            at: Leaf(shown[path], inputs[at], raw_array(self.direction[path]), probes[path])
             for at, path in enumerate(paths)
             if path in self.direction
         }
@@ -135,16 +136,14 @@ def layers_of(model: Any, path: str) -> Axis | None:
     return None
 
 
-def shown_path(model: Any, path: str) -> str:
-    """A path as users see it: dotted, with `*` for the layers of a stack."""
-    for keys, _ in jtu.tree_leaves_with_path(model, is_leaf=is_named):
-        if jtu.keystr(keys) == path:
-            return dotted(model, keys)
-    raise KeyError(path)
+def shown_paths(model: Any) -> dict[str, str]:
+    """For each path the one that users see: dotted, with `*` for the layers of a stack."""
+    leaves = jtu.tree_leaves_with_path(model, is_leaf=is_named)
+    return {jtu.keystr(keys): dotted(model, keys) for keys, _ in leaves}
 
 
-def layer_path(model: Any, path: str) -> str:
-    """The path of the layer that holds an array, as users see it; of the array itself outside of stacks."""
+def layer_path(model: Any, path: str) -> str | None:
+    """The path of the layer that holds an array, as users see it; None outside of stacks."""
     for at, node in jtu.tree_leaves_with_path(model, is_leaf=is_stack):
         prefix = jtu.keystr(at)
         if is_stack(node) and path.startswith(prefix):
@@ -152,12 +151,13 @@ def layer_path(model: Any, path: str) -> str:
                 return f"{dotted(model, at)}.*".lstrip(".")
             number = path.removeprefix(f"{prefix}.blocks[").partition("]")[0]
             return f"{dotted(model, at)}.{number}".lstrip(".")
-    return shown_path(model, path)
+    return None
 
 
 def sizes(params: Any, direction: dict[str, Any], model: Any) -> tuple[dict[str, int], dict[str, int]]:
     """How many numbers the arrays hold that are scored, and those that are trained and not scored."""
     found: tuple[dict[str, int], dict[str, int]] = {}, {}
+    shown = shown_paths(model)
     for path, leaf in leaves_with_paths(eqx.filter(params, eqx.is_inexact_array)):
-        found[path not in direction][shown_path(model, path)] = raw_array(leaf).size
+        found[path not in direction][shown[path]] = raw_array(leaf).size
     return found

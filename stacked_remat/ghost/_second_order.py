@@ -64,7 +64,7 @@ def shapley_direction(
     tokens: Reduction | None = None,
     trainable: Any = eqx.is_inexact_array,
 ) -> Any:
-    """A direction whose scores are In-Run Data Shapley values to second order (Wang et al. 2024, theorem 4).
+    """A direction whose scores are In-Run Data Shapley values to second order (Wang et al. 2024).
 
     For a step of gradient descent `w - learning_rate * gradients`, the Shapley value of an example for the
     reduction of the validation loss is to second order

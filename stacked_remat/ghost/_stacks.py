@@ -18,6 +18,7 @@ from .._stacked import Stacked
 from ._interpret import Program
 from ._rows import Units
 from ._traced import is_traced, trace
+from ._values import UnsupportedLeafError
 from ._weights import Leaf
 
 STACKS = (Stacked, BlockSeq)
@@ -109,7 +110,7 @@ class ProbedStack(eqx.Module):
 
     def _via(self, verb: str, fn: Callable[..., Any], options: dict[str, Any]) -> Callable[..., Any]:
         def run(init: Any, /, *args: Any, **kwargs: Any) -> Any:
-            layer = _scored_layer(fn, self._traces, self._traces.next_call())
+            layer = _scored_layer(fn, self._traces, self._traces.next_call(), self._name)
             return getattr(self._stack, verb)(layer, **options)(init, *args, **kwargs)
 
         return run
@@ -121,7 +122,7 @@ class ProbedStack(eqx.Module):
         return self._via(verb, fn, options)(init, *args, **kwargs)
 
 
-def _scored_layer(fn: Callable[..., Any], traces: Traces, call: int) -> Callable[..., Any]:
+def _scored_layer(fn: Callable[..., Any], traces: Traces, call: int, name: str) -> Callable[..., Any]:
     """`fn` of a `ProbedBlock`, with deposits where its weights meet data."""
 
     @functools.wraps(fn)
@@ -137,8 +138,13 @@ def _scored_layer(fn: Callable[..., Any], traces: Traces, call: int) -> Callable
             return rebuild(eval_jaxpr(closed.jaxpr, closed.consts, *inputs))
         program = Program(closed, traces.layers.get(call), traces.units, notes)
         paths = [path for path, _ in leaves_with_paths(probed.block)]
+        if missing := sorted(set(probed.direction) - set(paths)):
+            raise UnsupportedLeafError(
+                f"{name}{missing[0]} is declared unsliced, so its layers read the whole stack of it. Give it "
+                'no direction, or use granularity="block" or "total".'
+            )
         leaves = {
-            at: Leaf(path, inputs[at], raw_array(probed.direction[path]), probed.probes[path])
+            at: Leaf(f"{name}.*{path}", inputs[at], raw_array(probed.direction[path]), probed.probes[path])
             for at, path in enumerate(paths)
             if path in probed.direction
         }

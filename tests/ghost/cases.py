@@ -13,7 +13,7 @@ from models.transformer.config import AttentionConfig, ExpertsConfig
 from models.transformer.decoder import Decoder
 from stacked_remat import BlockSeq, Stacked
 from stacked_remat._scan.marks import is_named, raw_array
-from stacked_remat.ghost._probed import layers_of, shown_path
+from stacked_remat.ghost._probed import layers_of, shown_paths
 from stacked_remat.ghost._stacks import leaves_with_paths
 from stacked_remat.lora import LoraConfig, apply_lora
 from stacked_remat.ops import chunked_cross_entropy
@@ -33,7 +33,7 @@ def random_like(tree, seed):
 def made(init, *args, **kwargs):
     """A model with random numbers in place of its initial ones, which needs no compilation."""
     shapes = eqx.filter_eval_shape(init, *args, key=jax.random.key(0), **kwargs)
-    return jax.tree.map(lambda leaf: 0.4 * leaf + 0.1, random_like(shapes, 5))
+    return jax.tree.map(lambda leaf: 0.25 * leaf + 0.1, random_like(shapes, 5))
 
 
 def decoder(config, remat=True):
@@ -121,7 +121,7 @@ def named_losses(model, batch):
 
 
 class PlainModel(eqx.Module):
-    """Layers of Equinox under `jax.vmap`, on plain arrays; one array is used twice."""
+    """Layers of Equinox under `jax.vmap`, on plain arrays; one is used three times, once in a loop."""
 
     embedding: eqx.nn.Embedding
     conv: eqx.nn.Conv1d
@@ -146,6 +146,7 @@ class PlainModel(eqx.Module):
         x = self.conv(jax.vmap(self.embedding)(ids).T).T
         x = jax.nn.gelu(jax.vmap(self.hidden)(jax.vmap(self.norm)(x)))
         x = jax.checkpoint(jax.vmap(self.hidden))(x) * self.gate
+        _, x = jax.lax.scan(lambda state, row: (jnp.tanh(self.hidden(state) + row),) * 2, jnp.zeros(7), x)
         return jax.vmap(self.out)(x)
 
 
@@ -193,7 +194,7 @@ def looped_scores(model, losses, batch, direction, trainable=eqx.is_inexact_arra
     for number in range(Batch.size):
         for path, leaf in leaves_with_paths(gradient(take_example(batch, number))):
             if path in along:
-                shown, Layers = shown_path(model, path), layers_of(model, path)
+                shown, Layers = shown_paths(model)[path], layers_of(model, path)
                 dots.setdefault(shown, []).append(_sum(leaf, along[path], Layers))
                 squares.setdefault(shown, []).append(_sum(leaf, leaf, Layers))
     return tuple({path: np.stack(rows, -1) for path, rows in found.items()} for found in (dots, squares))

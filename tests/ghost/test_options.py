@@ -175,7 +175,9 @@ def _kernel(x, weight):
     return x * weight
 
 
-_kernel.defvjp(lambda x, w: (x * w, (x, w)), lambda kept, ct: (ct * kept[1], (ct * kept[0]).sum(0)))
+_kernel.defvjp(
+    lambda x, w: (x * w, (x, w)), lambda kept, ct: (ct * kept[1], (ct * kept[0]).sum(0, keepdims=True))
+)
 
 
 def test_what_can_not_be_scored_is_refused_by_its_path():

@@ -4,8 +4,8 @@
 
 The task is to say whether a piece of the Python standard library is code or documentation. Every tenth
 training example has the other label. A small model is trained on all of them by a loop with a `GhostManager`,
-which scores the examples against held-out ones whose labels are right. Writes `results/planted_examples.json`,
-with the area under the ROC curve (AUC) of the scores, and a picture; the log of scores is in `runs/planted`,
+which scores the examples against held-out ones whose labels are right. Writes the area under the ROC curve
+(AUC) of the scores to `results/planted_examples.json`, and a picture; the log of scores is in `runs/planted`,
 for `python -m stacked_remat.ghost`.
 """
 
@@ -50,6 +50,7 @@ class Block(eqx.Module):
 
     @staticmethod
     def init(*, key: PRNGKeyArray) -> "Block":
+        """A block from random numbers."""
         up, down = jax.random.split(key)
         return Block(
             hnn.LayerNorm.init(Embed),
@@ -58,6 +59,7 @@ class Block(eqx.Module):
         )
 
     def __call__(self, x: NamedArray) -> NamedArray:
+        """Maps `[..., Embed]` to itself."""
         return x + self.down(hnn.gelu(self.up(self.norm(x))))
 
 
@@ -70,6 +72,7 @@ class Classifier(eqx.Module):
 
     @staticmethod
     def init(*, key: PRNGKeyArray) -> "Classifier":
+        """A model from random numbers."""
         embedding, blocks, head = jax.random.split(key, 3)
         return Classifier(
             hnn.Embedding.init(Letters, Embed, key=embedding),
@@ -78,6 +81,7 @@ class Classifier(eqx.Module):
         )
 
     def __call__(self, letters: NamedArray) -> NamedArray:
+        """Maps letters `[batch, position]` to logits `[batch, label]`."""
         return self.head(hax.mean(self.blocks.fold(self.embedding(letters)), Position))
 
 
@@ -108,9 +112,9 @@ def example_losses(model: Classifier, batch: dict[str, NamedArray]) -> NamedArra
 def main(arguments: Sequence[str] | None = None) -> Path:
     """The command; returns the file of results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--examples", type=int, default=2000, help="to train on (2000)")
+    parser.add_argument("--examples", type=int, default=4000, help="to train on (4000)")
     parser.add_argument("--steps", type=int, default=400, help="of training (400)")
-    parser.add_argument("--every", type=int, default=4, help="steps between scored ones (4)")
+    parser.add_argument("--every", type=int, default=2, help="steps between scored ones (2)")
     parser.add_argument(
         "--run", type=Path, default=Path("runs/planted"), help="folder of the log (runs/planted)"
     )

@@ -133,13 +133,13 @@ class LmRunConfig:
         update, steps = self.trainer.update, self.trainer.num_steps
         if update.fused:
             raise ValueError(
-                "ghost takes the gradient of held-out text for the whole model, and trainer.update.fused keeps "
-                "no gradient of the whole model: leave out one of them."
+                "ghost takes the gradient of held-out text for the whole model, and trainer.update.fused "
+                "keeps no gradient of the whole model: leave out one of them."
             )
         if update.microbatches > 1:
             raise ValueError(
-                f"ghost scores all sequences of a batch in one backward pass, and trainer.update.microbatches "
-                f"= {update.microbatches} cuts it: leave out one of them. With remat: nested or offload a "
+                f"ghost scores all sequences of a batch in one backward pass, and "
+                f"trainer.update.microbatches = {update.microbatches} cuts it: leave out one of them. With remat: nested or offload a "
                 f"larger batch fits at once."
             )
         if self.policy is None:

@@ -7,7 +7,15 @@ from models.run_config import LmRunConfig
 from models.transformer.config import DecoderConfig, SparseDecoderConfig
 from stacked_remat.ghost import ScoreLog, ScoreLogError
 from stacked_remat.ghost.log import import_pyarrow
-from stacked_remat.training import ConfigError, RunFolder, Scoring, Tokenizer, TrainingData
+from stacked_remat.training import (
+    ConfigError,
+    RunFolder,
+    Scoring,
+    Tokenizer,
+    TrainingData,
+    ValidationBatch,
+    validation_batches,
+)
 
 
 def check_scoring(config: LmRunConfig) -> None:
@@ -24,33 +32,45 @@ def check_scoring(config: LmRunConfig) -> None:
         raise ConfigError(f"ghost: {error}") from error
     if jax.process_count() > 1:
         raise ConfigError(
-            f"ghost is not supported on {jax.process_count()} processes, each of which has only its own rows of "
-            f"a batch: leave out ghost, or train in one process."
+            f"ghost is not supported on {jax.process_count()} processes, each of which has only its own rows "
+            f"of a batch: leave out ghost, or train in one process."
         )
 
 
+def scored_against(config: LmRunConfig, data: TrainingData) -> tuple[ValidationBatch, ...]:
+    """The held-out batches that sequences are scored against; none without a `ghost` section.
+
+    Raises:
+        ConfigError: a held-out text is too short.
+    """
+    if config.ghost is None:
+        return ()
+    return validation_batches(config.ghost.validation, data.held_out, data.held_out_by_source)
+
+
 def run_scoring(
-    config: LmRunConfig, data: TrainingData, tokenizer: Tokenizer, folder: RunFolder, done: int
+    config: LmRunConfig,
+    validation: tuple[ValidationBatch, ...],
+    tokenizer: Tokenizer,
+    folder: RunFolder,
+    done: int,
 ) -> Scoring | None:
     """The scoring of a run that has done so many steps; None without a `ghost` section.
 
     Raises:
         ConfigError: a file of the log is damaged.
     """
-    ghost = config.ghost
-    if ghost is None:
+    if config.ghost is None:
         return None
-    sources = ghost.validation.sources
-    held_out = [(data.held_out_by_source[name], weight) for name, weight in sources.items()]
     try:
         log = ScoreLog(folder.scores, resumed_after=done)
     except ScoreLogError as error:
         raise ConfigError(str(error)) from error
     return Scoring(
-        ghost,
+        config.ghost,
         losses=example_losses,
-        auxiliary=ghost.auxiliary_losses if _has_auxiliary_losses(config) else "none",
-        held_out=held_out or [(data.held_out, 1.0)],
+        auxiliary=config.ghost.auxiliary_losses if _has_auxiliary_losses(config) else "none",
+        validation=validation,
         decode=tokenizer.decode,
         log=log,
     )

@@ -19,7 +19,7 @@ import jax
 from models.command import run_command
 from models.lm import next_token_loss
 from models.run_config import LmRunConfig
-from models.run_scoring import check_scoring, run_scoring
+from models.run_scoring import check_scoring, run_scoring, scored_against
 from models.run_state import check_step, initial_state, run_optimizer, saved_arrays, state_shapes
 from models.step_memory import StepMemory
 from stacked_remat import check_offload
@@ -91,6 +91,7 @@ def train_lm(config: LmRunConfig, progress: Progress, stop: StopSignals) -> Trai
         config.trainer.eval_batches,
         partitioning=partitioning,
     )
+    validation = scored_against(config, data)
     with contextlib.ExitStack() as closing:
         closing.callback(data.training.close)
         folder = _run_folder(config, closing)
@@ -109,7 +110,7 @@ def train_lm(config: LmRunConfig, progress: Progress, stop: StopSignals) -> Trai
             data.training.set_state(position.data)  # refuses other data while the folder is still as it was
             progress.message(f"resuming after step {position.step} of an earlier process")
         trackers = _trackers(config, folder, position, closing)
-        scoring = run_scoring(config, data, tokenizer, folder, 0 if position is None else position.step)
+        scoring = run_scoring(config, validation, tokenizer, folder, position.step if position else 0)
         folder.begin(config_as_dict(config))
         progress.message(_summary(config, data.summary, state, folder))
         result = train(

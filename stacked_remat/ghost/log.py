@@ -35,7 +35,7 @@ def import_pyarrow() -> Any:
         import pyarrow.parquet
     except ImportError as error:
         raise ImportError(
-            "Scores of examples are logged to Parquet, which needs pyarrow: pip install 'stacked_remat[data]'."
+            "Scores are logged to Parquet, which needs pyarrow: pip install 'stacked_remat[data]'."
         ) from error
     return pyarrow
 
@@ -91,9 +91,9 @@ class StepScores:
 class ScoreLog:
     """Writes scores to Parquet files in a folder: a row for each step, example, leaf and layer.
 
-    The columns are `step`, `example` (its id), `layer` (null for leaves outside of stacks), `leaf` (its path),
-    `score`, `norm` (null if not computed), `loss` (of the example) and `text`. An example's score in a step is
-    the sum of its rows.
+    The columns are `step`, `example` (its id), `layer` (null for leaves outside of stacks), `leaf` (its
+    path), `score`, `norm` (null if not computed), `loss` (of the example) and `text`. An example's score in a
+    step is the sum of its rows.
 
     A file appears whole or not at all, with the first of its steps in its name, so a process may be killed at
     any moment. A run that resumes after step s drops the rows of later steps, and writes them again.

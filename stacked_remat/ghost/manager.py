@@ -23,8 +23,8 @@ class GhostManager:
     """Scores the examples of a training loop against a validation batch.
 
     A thin layer over `val_direction` and `grad_dot`, which compute everything; it holds only the attached
-    batch and what was found for it. The methods have the names of the manager of GhostSuite (PyTorch), so that
-    a loop can be ported line by line:
+    batch and what was found for it. The methods have the names of the manager of GhostSuite (PyTorch), so
+    that a loop can be ported line by line:
 
     ```python
     for step, (batch, ids) in enumerate(batches, 1):

@@ -86,8 +86,8 @@ def rank_examples(selected: Selection) -> ExampleRanking:
     elif by_norm:
         if table["norm"].null_count:
             raise ScoreLogError(
-                f"{selected.folder} has rows without the norms of gradients. Train with ghost.norms: true, or "
-                f"give --normalize step."
+                f"{selected.folder} has rows without the norms of gradients, which `grad_dot` finds with "
+                f"norms=True. Give --normalize step."
             )
         squares = np.square(table["norm"].to_numpy().astype(np.float64))
         scores /= _nonzero(np.sqrt(np.bincount(of_row, weights=squares)))

@@ -82,7 +82,12 @@ from .run_folder import (
     config_changes as config_changes,
     lock_run_folder as lock_run_folder,
 )
-from .scoring import ExampleLosses as ExampleLosses, Scoring as Scoring
+from .scoring import (
+    ExampleLosses as ExampleLosses,
+    Scoring as Scoring,
+    ValidationBatch as ValidationBatch,
+    validation_batches as validation_batches,
+)
 from .signals import (
     EXIT_INTERRUPTED as EXIT_INTERRUPTED,
     Interrupted as Interrupted,

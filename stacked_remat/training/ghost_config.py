@@ -25,8 +25,8 @@ class GhostValidationConfig:
         for name, weight in self.sources.items():
             if not (weight > 0 and math.isfinite(weight)):
                 raise ValueError(
-                    f"ghost.validation.sources.{name} must be positive and finite, got {weight}; leave it out "
-                    f"for none."
+                    f"ghost.validation.sources.{name} must be positive and finite, got {weight}; leave it "
+                    f"out for none."
                 )
 
 

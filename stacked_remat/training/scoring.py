@@ -2,7 +2,7 @@
 
 import functools
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias, final
 
@@ -18,15 +18,56 @@ from jaxtyping import Array, DTypeLike
 from ..ghost import ScoreLog, StepScores, grad_dot, val_direction
 from .batches import BATCH_AXIS, POSITION_AXIS, TokenBatch
 from .config_error import ConfigError
-from .ghost_config import GhostConfig
+from .ghost_config import GhostConfig, GhostValidationConfig
 from .mesh import Partitioning
 from .step import FusedOptimizer, LossFunction, Metrics, RandomLoss, TrainState, apply_gradients
 from .streams import HeldOutSet
 from .trainer_config import TrainerConfig
 
 ExampleLosses: TypeAlias = Callable[[Any, TokenBatch], tuple[tuple[NamedArray, Array], Metrics]]
-"""From (model, batch) to each sequence's part of the batch's mean loss per token, `[batch]`, the auxiliary losses
-of the batch, and metrics. All losses add up to the scalar that is minimised."""
+"""From (model, batch) to a pair of losses, and metrics.
+
+The losses are each sequence's part of the batch's mean loss per token, `[batch]`, and the auxiliary losses, a
+scalar. Together they add up to what is minimised.
+"""
+
+
+@dataclass(frozen=True)
+class ValidationBatch:
+    """A batch of held-out text, and the weight of its mean loss in that of all of them."""
+
+    held_out: HeldOutSet
+    index: int
+    weight: float
+
+
+def validation_batches(
+    config: GhostValidationConfig, held_out: HeldOutSet, by_source: Mapping[str, HeldOutSet]
+) -> tuple[ValidationBatch, ...]:
+    """The batches against whose loss examples are scored; the loss of each text is its mean over tokens.
+
+    Raises:
+        ConfigError: a text has fewer batches than the config asks for, or none of their tokens counts.
+    """
+    texts = {f"held_out/{name}": (by_source[name], weight) for name, weight in config.sources.items()}
+    total, found = sum(config.sources.values()) or 1.0, []
+    for name, (text, weight) in (texts or {"held_out": (held_out, 1.0)}).items():
+        if len(text) < config.batches:
+            raise ConfigError(
+                f"The set {name} has {len(text)} batches, fewer than ghost.validation.batches = "
+                f"{config.batches}. Lower it, data.batch_size or data.seq_len, or hold out more text."
+            )
+        tokens = [float(np.asarray(text.batch(index).weights.array).sum()) for index in range(config.batches)]
+        if not sum(tokens):
+            raise ConfigError(
+                f"No token in the first {config.batches} batches of the set {name} counts as a target. Raise "
+                f"ghost.validation.batches, or hold out other text."
+            )
+        found += [
+            ValidationBatch(text, index, weight / total * own / sum(tokens))
+            for index, own in enumerate(tokens)
+        ]
+    return tuple(found)
 
 
 @dataclass(frozen=True)
@@ -37,7 +78,7 @@ class Scoring:
         config: the method, and how often.
         losses: of a batch's examples.
         auxiliary: what becomes of auxiliary losses: `none` if the model has none, or as in the config.
-        held_out: the held-out texts, and the weight of each.
+        validation: the batches of held-out text, from `validation_batches`.
         decode: the text of tokens.
         log: receives the scores.
     """
@@ -45,7 +86,7 @@ class Scoring:
     config: GhostConfig
     losses: ExampleLosses
     auxiliary: Literal["none", "left_out", "included"]
-    held_out: Sequence[tuple[HeldOutSet, float]]
+    validation: tuple[ValidationBatch, ...]
     decode: Callable[[np.ndarray], str]
     log: ScoreLog
 
@@ -62,7 +103,7 @@ class StepScorer:
         partitioning: as in `train_step`.
 
     Raises:
-        ConfigError: a held-out text is too short.
+        ValueError: the steps have microbatches, a `RandomLoss` or a `FusedOptimizer`.
 
     Memory: of a scored step, that of another step, one array more for each trained one, and what `grad_dot`
     takes.
@@ -76,13 +117,16 @@ class StepScorer:
         optimizer: optax.GradientTransformation | FusedOptimizer,
         partitioning: Partitioning | None = None,
     ):
-        fused, random = isinstance(optimizer, FusedOptimizer), isinstance(loss_function, RandomLoss)
-        if fused or random or config.update.microbatches > 1:
+        if (
+            isinstance(loss_function, RandomLoss)
+            or isinstance(optimizer, FusedOptimizer)
+            or config.update.microbatches > 1
+        ):
             raise ValueError(
-                "Steps that score their examples take neither microbatches, a RandomLoss nor a FusedOptimizer."
+                "Scored steps take neither microbatches, a RandomLoss nor a FusedOptimizer: leave them out."
             )
         self._scoring = scoring
-        self._held_out = _validation(scoring, partitioning)
+        self._partitioning = partitioning
         self._add = eqx.filter_jit(
             functools.partial(_add_direction, losses=scoring.losses), donate="all-except-first"
         )
@@ -109,8 +153,11 @@ class StepScorer:
     def step(self, batch: TokenBatch, state: TrainState) -> tuple[TrainState, Metrics]:
         """The step, which returns what one without scores does; `log` takes the scores."""
         direction = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), state.trained)
-        for part, weight in self._held_out:
-            direction = self._add((state.trained, state.frozen, part(), jnp.asarray(weight)), direction)
+        for one in self._scoring.validation:
+            part = one.held_out.batch(one.index)
+            if self._partitioning is not None:
+                part = self._partitioning.shard_batch(part)
+            direction = self._add((state.trained, state.frozen, part, jnp.asarray(one.weight)), direction)
         state, metrics, self._found = self._step((batch, direction), state)
         return state, metrics
 
@@ -214,38 +261,6 @@ def _add_direction(data: tuple[Any, Any, TokenBatch, Array], direction: Any, *, 
 def _marks(trained: Any) -> Any:
     """True where the tree has an array, False where it has None."""
     return jax.tree.map(lambda leaf: leaf is not None, trained, is_leaf=lambda leaf: leaf is None)
-
-
-def _validation(
-    scoring: Scoring, partitioning: Partitioning | None
-) -> list[tuple[Callable[[], TokenBatch], float]]:
-    """What makes each batch of held-out text, and the weight of its mean loss in that of all.
-
-    Raises:
-        ConfigError: a text has fewer batches than the config asks for, or none of their tokens counts.
-    """
-    found, total, count = [], sum(weight for _, weight in scoring.held_out), scoring.config.validation.batches
-    for held_out, weight in scoring.held_out:
-        if len(held_out) < count:
-            raise ConfigError(
-                f"A held-out text has {len(held_out)} batches, fewer than ghost.validation.batches = {count}. "
-                f"Lower it, data.batch_size or data.seq_len, or hold out more text."
-            )
-        tokens = [float(jnp.sum(held_out.batch(index).weights.array)) for index in range(count)]
-        if not sum(tokens):
-            raise ConfigError(
-                f"No token in the first {count} batches of a held-out text counts as a target. Raise "
-                f"ghost.validation.batches, or hold out other text."
-            )
-        for index, own in enumerate(tokens):
-            make = functools.partial(_held_out_batch, held_out, index, partitioning)
-            found.append((make, weight / total * own / sum(tokens)))
-    return found
-
-
-def _held_out_batch(held_out: HeldOutSet, index: int, partitioning: Partitioning | None) -> TokenBatch:
-    batch = held_out.batch(index)
-    return batch if partitioning is None else partitioning.shard_batch(batch)
 
 
 def _batch_over_own_weights(batch: TokenBatch) -> Array:

@@ -193,6 +193,7 @@ class Found:
         left.hist(self.scores[~self.wrong], edges, color="C0", alpha=0.7, label="right labels")
         left.hist(self.scores[self.wrong], edges, color="C3", alpha=0.7, label="wrong labels")
         left.set(xlabel="mean score", ylabel="examples", yscale="log")
+        left.locator_params(axis="x", nbins=5)
         left.legend()
         looked_at = np.arange(1, len(self.wrong) + 1) / len(self.wrong)
         right.plot(looked_at, np.cumsum(self.wrong[::-1]) / self.wrong.sum(), color="C3")
@@ -233,7 +234,7 @@ def _functions(file: Path) -> Iterator[tuple[str, str]]:
     """The beginnings of the code and of the documentation of each function that has enough of both."""
     for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
         if isinstance(node, ast.FunctionDef) and (documentation := ast.get_docstring(node)):
-            texts = (ast.unparse(node.body[1:]), documentation)
+            texts = (ast.unparse(ast.Module(node.body[1:], [])), documentation)
             code, words = (" ".join(text.split())[: Position.size] for text in texts)
             if len(code) == len(words) == Position.size and code.isascii() and words.isascii():
                 yield code, words

@@ -139,8 +139,8 @@ class LmRunConfig:
         if update.microbatches > 1:
             raise ValueError(
                 f"ghost scores all sequences of a batch in one backward pass, and "
-                f"trainer.update.microbatches = {update.microbatches} cuts it: leave out one of them. With remat: nested or offload a "
-                f"larger batch fits at once."
+                f"trainer.update.microbatches = {update.microbatches} cuts it: leave out one of them. With "
+                f"remat: nested or offload a larger batch fits at once."
             )
         if self.policy is None:
             raise ValueError(

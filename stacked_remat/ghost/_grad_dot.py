@@ -12,7 +12,7 @@ from .._scan.marks import raw_array
 from ._by_example import one_at_a_time
 from ._found import GradDots
 from ._losses import Loss, Objective, Reduction, directions, trained_mask
-from ._probed import Scoring, layer_path, shown_paths, sizes
+from ._probed import Scoring, in_one_pass, layer_path, shown_paths, sizes
 from ._stacks import leaves_with_paths
 
 
@@ -130,42 +130,29 @@ def grad_dot(
     Batch = objective.examples(eqx.filter_eval_shape(per_example_loss, model, batch))
     Position = None if per_token is None else _axis_of(batch, per_token)
     scoring = Scoring(model, directions(params, direction), Batch, Position)
-    scale = objective.scale(Batch.size)
-    aux, squares = None, None
-    if by_example:
-        value, gradients, scores, squares = one_at_a_time(
-            scoring, params, static, per_example_loss, batch, objective
-        )
-        scale = 1.0
-    else:
-
-        def loss(params: Any, probes: dict[str, Any]) -> tuple[Any, Any]:
-            whole = eqx.combine(params, static)
-            return objective.reduced(scoring.losses(whole, probes, per_example_loss, batch))
-
-        run = jax.value_and_grad(loss, (0, 1), has_aux=True)
-        (value, aux), (gradients, scores) = run(params, scoring.probes())
-    if check:
-        scores = _checked(scoring, gradients, scores, objective.scale(Batch.size) / scale, float(check))
-    covered, uncovered = sizes(params, scoring.direction, model)
-    named = scoring.named(scores, scale)
-    total = _total(named, scoring.axes)
-    of_squares = None if squares is None else scoring.named(squares, 1.0)
-    if granularity != "leaf":
-        shown = shown_paths(model)
-        groups = {shown[path]: layer_path(model, path) or shown[path] for path in scoring.direction}
-        named = _grouped(named, groups) if granularity == "block" else {}
-        of_squares = of_squares and _grouped(of_squares, groups)
-    along = sum(
-        jnp.sum(jnp.square(raw_array(leaf).astype(jnp.float32))) for leaf in scoring.direction.values()
+    find = one_at_a_time if by_example else in_one_pass
+    (value, aux), gradients, scores, squares = find(
+        scoring, params, static, per_example_loss, batch, objective
     )
+    if check:
+        scores = _checked(scoring, gradients, scores, objective.scale(Batch.size), float(check))
+    covered, uncovered = sizes(params, scoring.direction, model)
+    every, of_squares = scoring.named(scores), scoring.named(squares or {})
+    shown = shown_paths(model)
+    groups = {shown[path]: layer_path(model, path) or shown[path] for path in scoring.direction}
+    if granularity != "leaf":
+        named = _grouped(every, groups) if granularity == "block" else {}
+        of_norms = _grouped(of_squares, groups) if granularity == "block" else {}
+    else:
+        named, of_norms = every, of_squares
+    arrays = [raw_array(leaf).astype(jnp.float32) for leaf in scoring.direction.values()]
     found = GradDots(
         loss=value,
         scores=named,
-        total=total,
-        direction_norm=jnp.sqrt(along),
-        norms=of_squares and {path: hax.sqrt(square) for path, square in of_squares.items()},
-        total_norm=of_squares and hax.sqrt(_total(of_squares, scoring.axes)),
+        total=_total(every, scoring.axes),
+        direction_norm=jnp.sqrt(sum((jnp.sum(jnp.square(array)) for array in arrays), jnp.zeros(()))),
+        norms={path: hax.sqrt(square) for path, square in of_norms.items()} if norms else None,
+        total_norm=hax.sqrt(_total(of_squares, scoring.axes)) if norms else None,
         aux=aux,
         covered=covered,
         uncovered=uncovered,
@@ -219,8 +206,8 @@ def _checked(
     Args:
         scoring: see there.
         gradients: of the reduced loss.
-        scores: the examples' shares in it, multiplied by `scale`.
-        scale: see there.
+        scores: of the examples' own losses.
+        scale: of these, by their parts in the reduced loss.
         tolerance: relative to the sum of absolute values; 1 stands for 1e-3.
     """
     tolerance = 1e-3 if tolerance == 1.0 else tolerance

@@ -46,8 +46,8 @@ def one_at_a_time(
         dots, squares = {}, {}
         for path, along in scoring.direction.items():
             own, Layers = by_path[path], layers_of(scoring.model, path)
-            dots[path] = _sum(own, along, Layers)
-            squares[path] = _sum(own, own, Layers)
+            dots[path] = dot(own, along, Layers)
+            squares[path] = dot(own, own, Layers)
         total = jax.tree.map(lambda sum_, new: sum_ + new.astype(jnp.float32) * scale, total, (value, found))
         return total, (dots, squares)
 
@@ -58,7 +58,7 @@ def one_at_a_time(
     return (value, None), gradients, dots, squares
 
 
-def _sum(array: Any, other: Any, Layers: Axis | None) -> Any:
+def dot(array: Any, other: Any, Layers: Axis | None) -> Any:
     """The sum of the products, of each layer where there are layers."""
     at = None
     if Layers is not None:

@@ -6,13 +6,14 @@ import equinox as eqx
 import haliax as hax
 import jax
 import jax.numpy as jnp
+import numpy as np
 from haliax import Axis, NamedArray
 
 from .._scan.marks import raw_array
-from ._by_example import one_at_a_time
+from ._by_example import dot, one_at_a_time
 from ._found import GradDots
 from ._losses import Loss, Objective, Reduction, directions, trained_mask
-from ._probed import Scoring, in_one_pass, layer_path, shown_paths, sizes
+from ._probed import Scoring, in_one_pass, layer_path, layers_of, shown_paths, sizes
 from ._stacks import leaves_with_paths
 
 
@@ -107,8 +108,9 @@ def grad_dot(
             through an example's rows is in that example's scores, multiplied by the number of examples for
             "mean". Without it, leave such losses out.
         has_aux: `per_example_loss` returns a pair of all this and anything else, which `GradDots.aux` gets.
-        check: raise an error at run time unless the scores of each array add up to the dot product of its
-            gradient with the direction, within this part (True: 1e-3) of the sum of their absolute values.
+        check: raise an error at run time unless the scores of each array, layer by layer, add up to the dot
+            product of its gradient with the direction. The difference may be this part (True: 1e-3) of the
+            sum of their absolute values and a hundredth of the product of the two norms, for rounding.
 
     Returns:
         The gradients of the reduced loss, a tree like the model as `equinox.filter_grad` returns, and a
@@ -127,6 +129,7 @@ def grad_dot(
     by_example = norms or granularity != "leaf"
     _check_options(granularity, by_example, per_token, coupled, has_aux)
     params, static = eqx.partition(model, trained_mask(model, trainable))
+    batch = jax.tree.map(lambda leaf: jnp.asarray(leaf) if isinstance(leaf, np.ndarray) else leaf, batch)
     Batch = objective.examples(eqx.filter_eval_shape(per_example_loss, model, batch))
     Position = None if per_token is None else _axis_of(batch, per_token)
     scoring = Scoring(model, directions(params, direction), Batch, Position)
@@ -208,15 +211,17 @@ def _checked(
         gradients: of the reduced loss.
         scores: of the examples' own losses.
         scale: of these, by their parts in the reduced loss.
-        tolerance: relative to the sum of absolute values; 1 stands for 1e-3.
+        tolerance: see `check` of `grad_dot`.
     """
     tolerance = 1e-3 if tolerance == 1.0 else tolerance
     by_path, shown, checked = dict(leaves_with_paths(gradients)), shown_paths(scoring.model), {}
     for path, along in scoring.direction.items():
-        whole = raw_array(by_path[path]).astype(jnp.float32) * raw_array(along).astype(jnp.float32)
-        found = jnp.sum(scores[path]) / scale
-        most = jnp.sum(jnp.abs(scores[path])) / scale
-        wrong = jnp.abs(found - jnp.sum(whole)) > tolerance * most
+        gradient, Layers = by_path[path], layers_of(scoring.model, path)
+        whole = dot(gradient, along, Layers)
+        units = tuple(range(whole.ndim, scores[path].ndim))
+        found, most = (jnp.sum(some, units) / scale for some in (scores[path], jnp.abs(scores[path])))
+        most += 0.01 * jnp.sqrt(dot(gradient, gradient, Layers) * dot(along, along, Layers))
+        wrong = jnp.any(jnp.abs(found - whole) > tolerance * most)
         checked[path] = eqx.error_if(
             scores[path],
             wrong,

@@ -16,8 +16,8 @@ from ._stacks import leaves_with_paths
 
 def one_at_a_time(
     scoring: Scoring, params: Any, static: Any, per_example_loss: Loss, batch: Any, objective: Objective
-) -> tuple[Any, Any, dict[str, Any], dict[str, Any]]:
-    """The loss, its gradients, and for each scored array the dot products and squared norms of its gradients.
+) -> tuple[tuple[Any, None], Any, dict[str, Any], dict[str, Any]]:
+    """The loss, its gradients, and the dot products and squared norms of every example's.
 
     Runs forward and backward for one example after the other, and adds up the gradients: the arithmetic of
     one step, and two gradients in memory.
@@ -46,8 +46,8 @@ def one_at_a_time(
         dots, squares = {}, {}
         for path, along in scoring.direction.items():
             own, Layers = by_path[path], layers_of(scoring.model, path)
-            dots[path] = _sum(own, along, Layers)
-            squares[path] = _sum(own, own, Layers)
+            dots[path] = dot(own, along, Layers)
+            squares[path] = dot(own, own, Layers)
         total = jax.tree.map(lambda sum_, new: sum_ + new.astype(jnp.float32) * scale, total, (value, found))
         return total, (dots, squares)
 
@@ -55,10 +55,10 @@ def one_at_a_time(
     (value, summed), found = lax.scan(example, zeros, jnp.arange(Batch.size))
     gradients = jax.tree.map(lambda leaf, new: new.astype(leaf.dtype), params, summed)
     dots, squares = jax.tree.map(lambda array: jnp.moveaxis(array, 0, -1), found)
-    return value, gradients, dots, squares
+    return (value, None), gradients, dots, squares
 
 
-def _sum(array: Any, other: Any, Layers: Axis | None) -> Any:
+def dot(array: Any, other: Any, Layers: Axis | None) -> Any:
     """The sum of the products, of each layer where there are layers."""
     at = None
     if Layers is not None:

@@ -6,13 +6,14 @@ import equinox as eqx
 import haliax as hax
 import jax
 import jax.numpy as jnp
+import numpy as np
 from haliax import Axis, NamedArray
 
 from .._scan.marks import raw_array
-from ._by_example import one_at_a_time
+from ._by_example import dot, one_at_a_time
 from ._found import GradDots
 from ._losses import Loss, Objective, Reduction, directions, trained_mask
-from ._probed import Scoring, layer_path, shown_paths, sizes
+from ._probed import Scoring, in_one_pass, layer_path, layers_of, shown_paths, sizes
 from ._stacks import leaves_with_paths
 
 
@@ -107,8 +108,9 @@ def grad_dot(
             through an example's rows is in that example's scores, multiplied by the number of examples for
             "mean". Without it, leave such losses out.
         has_aux: `per_example_loss` returns a pair of all this and anything else, which `GradDots.aux` gets.
-        check: raise an error at run time unless the scores of each array add up to the dot product of its
-            gradient with the direction, within this part (True: 1e-3) of the sum of their absolute values.
+        check: raise an error at run time unless the scores of each array, layer by layer, add up to the dot
+            product of its gradient with the direction. The difference may be this part (True: 1e-3) of the
+            sum of their absolute values and a hundredth of the product of the two norms, for rounding.
 
     Returns:
         The gradients of the reduced loss, a tree like the model as `equinox.filter_grad` returns, and a
@@ -127,45 +129,33 @@ def grad_dot(
     by_example = norms or granularity != "leaf"
     _check_options(granularity, by_example, per_token, coupled, has_aux)
     params, static = eqx.partition(model, trained_mask(model, trainable))
+    batch = jax.tree.map(lambda leaf: jnp.asarray(leaf) if isinstance(leaf, np.ndarray) else leaf, batch)
     Batch = objective.examples(eqx.filter_eval_shape(per_example_loss, model, batch))
     Position = None if per_token is None else _axis_of(batch, per_token)
     scoring = Scoring(model, directions(params, direction), Batch, Position)
-    scale = objective.scale(Batch.size)
-    aux, squares = None, None
-    if by_example:
-        value, gradients, scores, squares = one_at_a_time(
-            scoring, params, static, per_example_loss, batch, objective
-        )
-        scale = 1.0
-    else:
-
-        def loss(params: Any, probes: dict[str, Any]) -> tuple[Any, Any]:
-            whole = eqx.combine(params, static)
-            return objective.reduced(scoring.losses(whole, probes, per_example_loss, batch))
-
-        run = jax.value_and_grad(loss, (0, 1), has_aux=True)
-        (value, aux), (gradients, scores) = run(params, scoring.probes())
-    if check:
-        scores = _checked(scoring, gradients, scores, objective.scale(Batch.size) / scale, float(check))
-    covered, uncovered = sizes(params, scoring.direction, model)
-    named = scoring.named(scores, scale)
-    total = _total(named, scoring.axes)
-    of_squares = None if squares is None else scoring.named(squares, 1.0)
-    if granularity != "leaf":
-        shown = shown_paths(model)
-        groups = {shown[path]: layer_path(model, path) or shown[path] for path in scoring.direction}
-        named = _grouped(named, groups) if granularity == "block" else {}
-        of_squares = of_squares and _grouped(of_squares, groups)
-    along = sum(
-        jnp.sum(jnp.square(raw_array(leaf).astype(jnp.float32))) for leaf in scoring.direction.values()
+    find = one_at_a_time if by_example else in_one_pass
+    (value, aux), gradients, scores, squares = find(
+        scoring, params, static, per_example_loss, batch, objective
     )
+    if check:
+        scores = _checked(scoring, gradients, scores, objective.scale(Batch.size), float(check))
+    covered, uncovered = sizes(params, scoring.direction, model)
+    every, of_squares = scoring.named(scores), scoring.named(squares or {})
+    shown = shown_paths(model)
+    groups = {shown[path]: layer_path(model, path) or shown[path] for path in scoring.direction}
+    if granularity != "leaf":
+        named = _grouped(every, groups) if granularity == "block" else {}
+        of_norms = _grouped(of_squares, groups) if granularity == "block" else {}
+    else:
+        named, of_norms = every, of_squares
+    arrays = [raw_array(leaf).astype(jnp.float32) for leaf in scoring.direction.values()]
     found = GradDots(
         loss=value,
         scores=named,
-        total=total,
-        direction_norm=jnp.sqrt(along),
-        norms=of_squares and {path: hax.sqrt(square) for path, square in of_squares.items()},
-        total_norm=of_squares and hax.sqrt(_total(of_squares, scoring.axes)),
+        total=_total(every, scoring.axes),
+        direction_norm=jnp.sqrt(sum((jnp.sum(jnp.square(array)) for array in arrays), jnp.zeros(()))),
+        norms={path: hax.sqrt(square) for path, square in of_norms.items()} if norms else None,
+        total_norm=hax.sqrt(_total(of_squares, scoring.axes)) if norms else None,
         aux=aux,
         covered=covered,
         uncovered=uncovered,
@@ -219,17 +209,19 @@ def _checked(
     Args:
         scoring: see there.
         gradients: of the reduced loss.
-        scores: the examples' shares in it, multiplied by `scale`.
-        scale: see there.
-        tolerance: relative to the sum of absolute values; 1 stands for 1e-3.
+        scores: of the examples' own losses.
+        scale: of these, by their parts in the reduced loss.
+        tolerance: see `check` of `grad_dot`.
     """
     tolerance = 1e-3 if tolerance == 1.0 else tolerance
     by_path, shown, checked = dict(leaves_with_paths(gradients)), shown_paths(scoring.model), {}
     for path, along in scoring.direction.items():
-        whole = raw_array(by_path[path]).astype(jnp.float32) * raw_array(along).astype(jnp.float32)
-        found = jnp.sum(scores[path]) / scale
-        most = jnp.sum(jnp.abs(scores[path])) / scale
-        wrong = jnp.abs(found - jnp.sum(whole)) > tolerance * most
+        gradient, Layers = by_path[path], layers_of(scoring.model, path)
+        whole = dot(gradient, along, Layers)
+        units = tuple(range(whole.ndim, scores[path].ndim))
+        found, most = (jnp.sum(some, units) / scale for some in (scores[path], jnp.abs(scores[path])))
+        most += 0.01 * jnp.sqrt(dot(gradient, gradient, Layers) * dot(along, along, Layers))
+        wrong = jnp.any(jnp.abs(found - whole) > tolerance * most)
         checked[path] = eqx.error_if(
             scores[path],
             wrong,

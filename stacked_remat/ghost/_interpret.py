@@ -66,7 +66,7 @@ class Program:
 
         def read(atom: Any) -> Value:
             if isinstance(atom, Literal):
-                return constant(jnp.asarray(atom.val, atom.aval.dtype))
+                return constant(jnp.asarray(atom.val, jnp.result_type(atom.aval)))
             return values[atom]
 
         others = [] if other is None else other.eqns

@@ -63,18 +63,18 @@ class Objective:
             ValueError: the losses are no losses of examples, or of tokens and `tokens` is not given.
         """
         losses, _, _ = self.parts(returned)
-        axes = losses.axes if is_named(losses) else tuple(f"of {size}" for size in losses.shape)
+        axes: Any = losses.axes if is_named(losses) else tuple(Axis("batch", size) for size in losses.shape)
         if not axes:
             raise ValueError("per_example_loss returned a scalar. Return a loss for each example: [batch].")
         if len(axes) > 1 and self.tokens is None:
-            found = axes_text(axes) if is_named(losses) else ", ".join(map(str, axes))
+            found = axes_text(axes) if is_named(losses) else ", ".join(map(str, losses.shape))
             raise ValueError(
                 f"per_example_loss returned losses with the axes ({found}), the first of the examples. Say "
                 'how an example\'s tokens are reduced: tokens="mean" or tokens="sum".'
             )
         if len(axes) == 1 and self.tokens is not None:
             raise ValueError(f"tokens={self.tokens!r} has no effect: per_example_loss has no axis of tokens.")
-        return axes[0] if is_named(losses) else Axis("batch", losses.shape[0])
+        return axes[0]
 
     def reduced(self, returned: Any) -> tuple[Any, Any]:
         """The scalar to differentiate, and the rest."""

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, Protocol, Self
+from typing import Any, Protocol
 
 import jax
 import jax.extend.core
@@ -21,8 +21,11 @@ from ._weights import Leaf, leaves_of, tangent_of
 class _Program(Protocol):
     """What is needed of `_interpret.Program`."""
 
-    units: Units
-    notes: Notes
+    @property
+    def units(self) -> Units: ...
+
+    @property
+    def notes(self) -> Notes: ...
 
     def evaluate(
         self, inputs: Sequence[Any], leaves: dict[int, Leaf], data: Sequence[int] = ()
@@ -30,7 +33,7 @@ class _Program(Protocol):
 
     def check_rows(self, equation: Any, rows: Rows, leaves: Sequence[Leaf]) -> None: ...
 
-    def of(self, jaxpr: Any, other: Any, units: Units, notes: Notes) -> Self: ...
+    def of(self, jaxpr: Any, other: Any, units: Units, notes: Notes) -> "_Program": ...
 
 
 def _handed_on(operands: Sequence[Value]) -> dict[int, Leaf]:

@@ -15,7 +15,7 @@ from .._scan.marks import is_named, raw_array
 from .._stacked import Stacked
 from ..lora._paths import dotted
 from ._interpret import Program
-from ._losses import Loss, map_examples
+from ._losses import Loss, Objective, map_examples
 from ._rows import Units
 from ._stacks import Traces, is_stack, leaves_with_paths, probed
 from ._traced import trace
@@ -64,13 +64,13 @@ class Scoring:
             for path, Layers in layers.items()
         }
 
-    def named(self, scores: dict[str, Any], scale: float) -> dict[str, NamedArray]:
-        """The cotangents of the probes as scores, under the paths that users see."""
+    def named(self, scores: dict[str, Any]) -> dict[str, NamedArray]:
+        """Scores, in the shapes of the probes, under the paths that users see."""
         found, shown = {}, shown_paths(self.model)
         for path, score in scores.items():
             Layers = layers_of(self.model, path)
             axes = self.axes if Layers is None else (Layers, *self.axes)
-            found[shown[path]] = hax.named(score * scale, axes)
+            found[shown[path]] = hax.named(score, axes)
         return found
 
     def losses(self, model: Any, probes: dict[str, Any], per_example_loss: Loss, batch: Any) -> Any:
@@ -120,6 +120,21 @@ class Scoring:
             last = self.axes.index(axis) - len(self.axes)
             probes = {path: grow(probe, probe.ndim + last) for path, probe in probes.items()}
         return batch, probes
+
+
+def in_one_pass(
+    scoring: Scoring, params: Any, static: Any, per_example_loss: Loss, batch: Any, objective: Objective
+) -> tuple[tuple[Any, Any], Any, dict[str, Any], None]:
+    """The loss and what comes with it, its gradients, and the scores: the cotangents of the probes."""
+
+    def loss(params: Any, probes: dict[str, Any]) -> tuple[Any, Any]:
+        model = eqx.combine(params, static)
+        return objective.reduced(scoring.losses(model, probes, per_example_loss, batch))
+
+    run = jax.value_and_grad(loss, (0, 1), has_aux=True)
+    found, (gradients, scores) = run(params, scoring.probes())
+    scale = objective.scale(scoring.Batch.size)
+    return found, gradients, {path: score * scale for path, score in scores.items()}, None
 
 
 def _named_only(batch: Any, axis: Axis, fn: Any, size: int) -> Any:

@@ -19,7 +19,12 @@ def run(model, losses, batch, direction, **options):
     return step(model, batch, direction)
 
 
-@pytest.mark.parametrize("name", list(CASES))
+QUICK = ("experts", "merged")
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.deep) for name in CASES]
+)
 def test_scores_are_those_of_looped_gradients(name):
     model, losses, batch = CASES[name]()
     direction = random_like(model, 1)

@@ -42,6 +42,7 @@ def run(model, losses, batch, direction, **options):
     return step(model, batch, direction)
 
 
+@pytest.mark.deep
 def test_blocks_totals_and_norms_are_exact():
     model, batch = made(NamedModel.init), tokens()
     direction = random_like(model, 1)
@@ -76,6 +77,7 @@ def test_microbatches_add_up_and_a_single_example_needs_no_second_trace():
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.deep
 def test_tokens_add_up_to_examples_and_to_packed_documents():
     model, batch = decoder(SPARSE), tokens()
     Documents = Axis("document", 2 * Batch.size)
@@ -104,6 +106,7 @@ def test_tokens_add_up_to_examples_and_to_packed_documents():
     assert found.scores["embedding.weight"].axes == (Batch, Pos)
 
 
+@pytest.mark.deep
 def test_coupled_losses_and_aux_are_part_of_the_gradients():
     model, batch = decoder(SPARSE), tokens()
 
@@ -124,6 +127,7 @@ def test_coupled_losses_and_aux_are_part_of_the_gradients():
     assert found.aux["loss"] > 0
 
 
+@pytest.mark.deep
 def test_the_hessian_along_a_vector_gives_second_order_shapley_values():
     model, losses, batch = made(PlainModel.init), plain_losses, plain_batch()
     val, rate = plain_batch(3), 0.1
@@ -152,6 +156,7 @@ def test_the_hessian_along_a_vector_gives_second_order_shapley_values():
     assert abs(values.sum() - reduction) < 0.2 * abs(first_order - reduction)
 
 
+@pytest.mark.deep
 def test_bfloat16_scores_are_reduced_in_float32():
     config = dataclasses.replace(SPARSE, compute_dtype="bfloat16")
     model, batch = decoder(config), tokens()

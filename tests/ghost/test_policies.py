@@ -35,6 +35,7 @@ POLICIES = [
 ]
 
 
+@pytest.mark.deep
 def test_every_policy_gives_the_same_scores():
     model, batch = made(NamedModel.init), tokens()
     direction = random_like(model, 1)
@@ -54,7 +55,8 @@ def test_every_policy_gives_the_same_scores():
             np.testing.assert_allclose(other[path].array, score.array, rtol=0, atol=atol)
 
 
-@pytest.mark.parametrize("on_host", [False, pytest.param(True, marks=pytest.mark.deep)])
+@pytest.mark.deep
+@pytest.mark.parametrize("on_host", [False, True])
 def test_adapters_are_scored_over_frozen_weights_here_and_on_the_host(on_host):
     model, batch = adapted(SPARSE), tokens()
     trainable = lora_filter(model)

@@ -73,10 +73,7 @@ def train_lm(config: LmRunConfig, progress: Progress, stop: StopSignals) -> Trai
     partitioning = Partitioning.of(config.trainer.mesh)
     partitioning.check_rows(config.data.batch_size, config.trainer.update.microbatches)
     tokenizer = load_tokenizer(config.data.tokenizer)
-    config = _resolved(config, progress)
-    check_step(config, partitioning)
-    if config.policy is not None and config.policy.offloads:
-        check_offload()
+    config = _resolved(config, progress, partitioning)
     data = open_training_data(
         config.data,
         tokenizer,
@@ -188,17 +185,20 @@ def _check_length(config: LmRunConfig, position: Position, folder: RunFolder) ->
         )
 
 
-def _resolved(config: LmRunConfig, progress: Progress) -> LmRunConfig:
-    """The config with its final model, vocabulary size and policy; refuses what can't fit."""
+def _resolved(config: LmRunConfig, progress: Progress, partitioning: Partitioning) -> LmRunConfig:
+    """The config with its final model, vocabulary size and policy; refuses what can't fit or run here."""
     config = config.resolved()
     step = StepMemory(config)
     step.check()
-    if config.policy is not None or config.budget is None:
-        return config
-    progress.message(f"looking for the remat policy that fits {config.budget}")
-    found = step.plan(budget=config.budget, host_budget=config.host_budget)
-    progress.message(str(found))
-    return dataclasses.replace(config, remat=remat_entry(found.policy), budget=None, host_budget=None)
+    if config.policy is None and config.budget is not None:
+        progress.message(f"looking for the remat policy that fits {config.budget}")
+        found = step.plan(budget=config.budget, host_budget=config.host_budget)
+        progress.message(str(found))
+        config = dataclasses.replace(config, remat=remat_entry(found.policy), budget=None, host_budget=None)
+    check_step(config, partitioning)
+    if config.policy is not None and config.policy.offloads:
+        check_offload()
+    return config
 
 
 def _trackers(

@@ -120,14 +120,7 @@ def train(
         NonFiniteLossError: a step is not finite, and the config does not say to skip it, or too many were
             skipped.
     """
-    step = eqx.filter_jit(
-        build_step(config, loss_function=loss_function, optimizer=optimizer, partitioning=partitioning),
-        donate="all-except-first",
-    )
-
-    scorer = None
-    if scoring is not None:
-        scorer = StepScorer(scoring, config, loss_function, optimizer, partitioning)
+    step, scorer = _steps(config, loss_function, optimizer, partitioning, scoring)
 
     def next_batch() -> TokenBatch:
         return training.next() if partitioning is None else partitioning.shard_batch(training.next())
@@ -169,6 +162,23 @@ def train(
         outputs.progress.stop()
         profiler.stop()
     return TrainingResult(state, evaluation.before, evaluation.after, stopped_by)
+
+
+def _steps(
+    config: TrainerConfig,
+    loss_function: LossFunction | RandomLoss,
+    optimizer: optax.GradientTransformation | FusedOptimizer,
+    partitioning: Partitioning | None,
+    scoring: Scoring | None,
+) -> tuple[Callable[[TokenBatch, TrainState], tuple[TrainState, Metrics]], StepScorer | None]:
+    """The compiled step, and what does those with scores."""
+    step = eqx.filter_jit(
+        build_step(config, loss_function=loss_function, optimizer=optimizer, partitioning=partitioning),
+        donate="all-except-first",
+    )
+    if scoring is None:
+        return step, None
+    return step, StepScorer(scoring, config, loss_function, optimizer, partitioning)
 
 
 def _save(

@@ -16,6 +16,9 @@ def test_wrong_labels_have_the_lowest_scores(tmp_path, standard_promotion):
 
 
 def test_the_auc_is_the_share_of_pairs_in_order():
-    scores, wrong = np.sort(np.random.default_rng(0).random(50))[::-1], np.random.default_rng(1).random(50) < 0.3
+    scores, wrong = (
+        np.sort(np.random.default_rng(0).random(50))[::-1],
+        np.random.default_rng(1).random(50) < 0.3,
+    )
     pairs = [high > low for high in scores[~wrong] for low in scores[wrong]]
     assert Found(scores, wrong).summary["auc"] == round(float(np.mean(pairs)), 4)

@@ -107,10 +107,12 @@ def scored_per_device(program: _Program, equation: Any, twin: Any, operands: lis
     mesh = params["mesh"].shape
     parts = [_parts(entry, mesh) for entry in entries]
     sizes = tuple(size // part for size, part in zip(program.units.sizes, parts, strict=True))
+    if sizes == (1,):  # all rows of a device are of its one example, and reshapes may lose a size of 1
+        twin, sizes = None, ()
     local = program.of(
         _closed(params["jaxpr"]),
         None if twin is None else _closed(twin.params["jaxpr"]),
-        Units(sizes, program.units.growth),
+        Units(sizes, program.units.growth[: len(sizes)]),
         program.notes,
     )
     data = [at for at in range(len(operands)) if at not in leaves]

@@ -121,17 +121,23 @@ def main(arguments: Sequence[str] | None = None) -> Path:
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the results")
     given = parser.parse_args(arguments)
     shutil.rmtree(given.run / LOG_FOLDER, ignore_errors=True)
-    found = run(given.run, examples=given.examples, steps=given.steps, every=given.every)
+    wrong = run(given.run, examples=given.examples, steps=given.steps, every=given.every)
+    found = ranked(given.run, wrong)
+    early, later = (ranked(given.run, wrong, span) for span in ((1, 50), (51, given.steps)))
+    summary = found.summary | {
+        "auc_of_50_steps": early.summary["auc"],
+        "auc_of_later_steps": later.summary["auc"],
+    }
     found.plot(given.out / "planted_examples.png")
     path = given.out / "planted_examples.json"
     settings = {"examples": given.examples, "steps": given.steps, "every": given.every}
-    write_results(path, **settings, **found.summary)
-    print(json.dumps(found.summary, indent=1))
+    write_results(path, **settings, **summary)
+    print(json.dumps(summary, indent=1))
     return path
 
 
-def run(folder: Path, *, examples: int, steps: int, every: int) -> "Found":
-    """Trains on examples some of which have wrong labels, and ranks them by their scores."""
+def run(folder: Path, *, examples: int, steps: int, every: int) -> np.ndarray:
+    """Trains on examples, scores them, and returns which of them have wrong labels."""
     data, validation = labelled(examples), labelled(BATCH * 4, after=examples, wrong=0.0)
     manager = GhostManager(
         example_losses,
@@ -159,8 +165,13 @@ def run(folder: Path, *, examples: int, steps: int, every: int) -> "Found":
         if manager.should_save_metrics(step):
             manager.save_metrics()
     manager.cleanup()
-    ranked = rank_examples(Selection(folder / LOG_FOLDER))
-    return Found(ranked.scores, data.wrong[ranked.ids.astype(int)])
+    return data.wrong
+
+
+def ranked(folder: Path, wrong: np.ndarray, steps: tuple[int, int] | None = None) -> "Found":
+    """The examples of the log in a folder, ranked by their scores in some steps or all."""
+    found = rank_examples(Selection(folder / LOG_FOLDER, steps))
+    return Found(found.scores, wrong[found.ids.astype(int)])
 
 
 @dataclass(frozen=True)

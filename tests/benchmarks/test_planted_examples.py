@@ -3,12 +3,12 @@
 import numpy as np
 import pytest
 
-from benchmarks.planted_examples import Found, run
+from benchmarks.planted_examples import Found, ranked, run
 
 
 @pytest.mark.deep
 def test_wrong_labels_have_the_lowest_scores(tmp_path, standard_promotion):
-    found = run(tmp_path, examples=3000, steps=300, every=4)
+    found = ranked(tmp_path, run(tmp_path, examples=3000, steps=300, every=4))
     assert found.wrong.sum() > 200
     assert found.summary["auc"] >= 0.9
     found.plot(tmp_path / "picture.png")

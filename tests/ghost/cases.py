@@ -54,7 +54,7 @@ def token_losses(model, batch):
 
 
 def token_means(model, batch):
-    return hax.mean(token_losses(model, batch), Pos)
+    return hax.mean(token_losses(model, batch), "position")
 
 
 def adapted(config):

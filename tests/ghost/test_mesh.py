@@ -17,7 +17,8 @@ MESHES = {
 }
 
 
-@pytest.mark.parametrize("name", ["hybrid", pytest.param("data parallel", marks=pytest.mark.deep)])
+@pytest.mark.deep
+@pytest.mark.parametrize("name", list(MESHES))
 def test_scores_on_a_mesh_equal_those_on_one_device(name):
     model, batch = decoder(SPARSE, "nested"), tokens(Axis("batch", 8))
     direction = random_like(model, 1)

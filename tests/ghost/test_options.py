@@ -61,6 +61,7 @@ def test_blocks_totals_and_norms_are_exact():
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.deep
 def test_microbatches_add_up_and_a_single_example_needs_no_second_trace():
     model, batch = made(NamedModel.init), tokens()
     direction = random_like(model, 1)

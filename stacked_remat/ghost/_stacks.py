@@ -140,8 +140,8 @@ def _scored_layer(fn: Callable[..., Any], traces: Traces, call: int, name: str) 
         paths = [path for path, _ in leaves_with_paths(probed.block)]
         if missing := sorted(set(probed.direction) - set(paths)):
             raise UnsupportedLeafError(
-                f"{name}{missing[0]} is declared unsliced, so its layers read the whole stack of it. Give it "
-                'no direction, or use granularity="block" or "total".'
+                f"{name}.*{missing[0]} is declared unsliced, so its layers read the whole stack of it. Give "
+                'it no direction, or use granularity="block" or "total".'
             )
         leaves = {
             at: Leaf(f"{name}.*{path}", inputs[at], raw_array(probed.direction[path]), probed.probes[path])

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from haliax import Axis
 
-from stacked_remat import ghost
+from stacked_remat import LayerStack, Stacked, ghost, unsliced
 from stacked_remat.ghost import _deposit
 
 from .cases import (
@@ -176,6 +176,14 @@ class Kernel(eqx.Module):
         return _kernel(x, self.weight)
 
 
+class Table(eqx.Module):
+    weight: jax.Array = unsliced()
+
+    def __call__(self, x):
+        table = LayerStack.of(self.weight)
+        return x * table.stack[table.layer_index][None]
+
+
 @jax.custom_vjp
 def _kernel(x, weight):
     return x * weight
@@ -192,7 +200,7 @@ def test_what_can_not_be_scored_is_refused_by_its_path():
     def losses(model, x):
         return jnp.sum(model["kernel"](x), 1)
 
-    def refused(losses, message, error=ghost.UnsupportedLeafError, **options):
+    def refused(losses, message, error=ghost.UnsupportedLeafError, model=model, **options):
         with pytest.raises(error, match=re.escape(message)):
             ghost.grad_dot(model, losses, x, **{"direction": model, **options})
 
@@ -207,6 +215,16 @@ def test_what_can_not_be_scored_is_refused_by_its_path():
     refused(lambda model, x: x, 'tokens="mean"', ValueError)
     refused(lambda model, x: x[0, 0], "returned a scalar", ValueError)
     refused(losses, "trains none there", ValueError, trainable=lambda leaf: False)
+    stack = {"kernel": Stacked(Table(jnp.ones((2, 3))), Axis("layers", 2))}
+    folded = lambda model, x: jnp.sum(model["kernel"].fold(x), 1)  # noqa: E731
+    refused(folded, "kernel.*.weight is declared unsliced", direction=stack, model=stack)
+    refused(
+        lambda model, x: jnp.sum(model["kernel"].stacked.weight) + x[:, 0],
+        "and no 'stacked'",
+        AttributeError,
+        direction=stack,
+        model=stack,
+    )
     _, found = ghost.grad_dot(model, losses, x, direction=model, granularity="total")
     np.testing.assert_allclose(found.total.array, [3.0] * 4)
     assert not found.scores

@@ -19,7 +19,7 @@ from jaxtyping import Array, Float, PRNGKeyArray
 
 from stacked_remat import ScanCheckpointPolicy, ScanCheckpointSpec, Stacked
 from stacked_remat.ops import chunked_cross_entropy
-from stacked_remat.training import NO_PRESETS, ConfigError, Metrics, RematPresets, TokenBatch
+from stacked_remat.training import NO_PRESETS, POSITION_AXIS, ConfigError, Metrics, RematPresets, TokenBatch
 
 
 class AuxiliaryLoss(eqx.Module):
@@ -213,12 +213,36 @@ def next_token_loss(model: LanguageModel, batch: TokenBatch) -> tuple[Float[Arra
 
     Cost: that of the model, and of `stacked_remat.ops.chunked_cross_entropy`.
     """
+    losses, auxiliary = _token_losses(model, batch)
+    cross_entropy = hax.sum(losses).scalar() / _total_weight(batch)
+    return cross_entropy + auxiliary.loss, {"loss": cross_entropy, **auxiliary.metrics}
+
+
+def example_losses(
+    model: LanguageModel, batch: TokenBatch
+) -> tuple[tuple[NamedArray, Float[Array, ""]], Metrics]:
+    """`next_token_loss`, sequence by sequence.
+
+    Returns:
+        Each sequence's part of the batch's mean cross entropy, `[Batch]` in nats, and the auxiliary losses,
+        which all sequences have together; and the metrics. The parts add up to the metric `loss`, the mean
+        over the targets of the batch.
+    """
+    losses, auxiliary = _token_losses(model, batch)
+    parts = hax.sum(losses, POSITION_AXIS) / _total_weight(batch)
+    return (parts, auxiliary.loss), {"loss": hax.sum(parts).scalar(), **auxiliary.metrics}
+
+
+def _token_losses(model: LanguageModel, batch: TokenBatch) -> tuple[NamedArray, AuxiliaryLoss]:
+    """The weighted cross entropy of every token, `[Batch, Pos]`, and the model's auxiliary losses."""
     hidden, auxiliary = model.hidden_states(
         batch.tokens, documents=batch.documents, positions=batch.positions
     )
     head = model.unembedding()
     (Embed,) = (axis for axis in head.axes if axis != model.Vocab)
     losses = chunked_cross_entropy(hidden, head, batch.targets, Embed, model.Vocab, weights=batch.weights)
-    total = hax.sum(losses).scalar()
-    cross_entropy = total / jnp.maximum(hax.sum(batch.weights).scalar(), 1.0)
-    return cross_entropy + auxiliary.loss, {"loss": cross_entropy, **auxiliary.metrics}
+    return losses, auxiliary
+
+
+def _total_weight(batch: TokenBatch) -> Array:
+    return jnp.maximum(hax.sum(batch.weights).scalar(), 1.0)

@@ -20,6 +20,7 @@ from stacked_remat.training import (
     AdamWConfig,
     ConfigError,
     DataConfig,
+    GhostConfig,
     OptimizerConfig,
     TrainerConfig,
     check_remat,
@@ -48,6 +49,7 @@ class LmRunConfig:
         budget: device memory for `remat: auto`, such as 72GiB; leave a tenth of the device free.
         host_budget: the same for the host; null for no limit.
         data: the text.
+        ghost: scores of training sequences against held-out text; null for none.
         optimizer: the optimizer, by `type` (AdamW if none is named), and its schedule.
         trainer: length, updates, precision, checkpoints, reports and the run folder.
     """
@@ -61,6 +63,7 @@ class LmRunConfig:
     budget: str | None = None
     host_budget: str | None = None
     data: DataConfig = field(default_factory=DataConfig)
+    ghost: GhostConfig | None = None
     optimizer: OptimizerConfig = field(default_factory=AdamWConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
 
@@ -69,6 +72,7 @@ class LmRunConfig:
             raise ValueError(f"vocab_size must be at least 1, got {self.vocab_size}.")
         check_remat_names(self.model, self.policy)
         self._check_streaming()
+        self._check_ghost()
         learning_rate_schedule(self.optimizer, self.trainer.num_steps)
         if self.use_hf_model_config and self.initialize_from_hf is None:
             raise ValueError("use_hf_model_config has no effect without initialize_from_hf: name the folder.")
@@ -121,6 +125,38 @@ class LmRunConfig:
                 f"trainer.streaming.segment_length = {segment_length} runs the layers "
                 f"of a segment again, one by one, from the carry that is kept of it, and remat keeps more "
                 f"({self.policy!r}). Use true, offload, nested or max_carries, or segment_length: 1."
+            )
+
+    def _check_ghost(self) -> None:
+        """Refuses what can't be scored, and what would never be."""
+        if self.ghost is None:
+            return
+        update, steps = self.trainer.update, self.trainer.num_steps
+        if update.fused:
+            raise ValueError(
+                "ghost takes the gradient of held-out text for the whole model, and trainer.update.fused "
+                "keeps no gradient of the whole model: leave out one of them."
+            )
+        if update.microbatches > 1:
+            raise ValueError(
+                f"ghost scores all sequences of a batch in one backward pass, and "
+                f"trainer.update.microbatches = {update.microbatches} cuts it: leave out one of them. With "
+                f"remat: nested or offload a larger batch fits at once."
+            )
+        if self.policy is None:
+            raise ValueError(
+                "remat: auto finds the policy by the memory of a step without scores, and ghost takes more: "
+                "name a policy, such as nested, or leave out ghost."
+            )
+        if self.ghost.every > steps:
+            raise ValueError(
+                f"ghost.every = {self.ghost.every} is never reached with trainer.num_steps = {steps}."
+            )
+        unknown = [name for name in self.ghost.validation.sources if name not in self.data.sources]
+        if unknown:
+            valid = ", ".join(self.data.sources) or "none, since data.sources is empty"
+            raise ValueError(
+                f"ghost.validation.sources names {unknown[0]!r}, which data.sources lacks. Valid: {valid}."
             )
 
     def _check_cuts(self, lengths: Sequence[int]) -> None:

@@ -19,6 +19,7 @@ import jax
 from models.command import run_command
 from models.lm import next_token_loss
 from models.run_config import LmRunConfig
+from models.run_scoring import check_scoring, run_scoring, scored_against
 from models.run_state import check_step, initial_state, run_optimizer, saved_arrays, state_shapes
 from models.step_memory import StepMemory
 from stacked_remat import check_offload
@@ -69,13 +70,11 @@ def train_lm(config: LmRunConfig, progress: Progress, stop: StopSignals) -> Trai
         NonFiniteLossError: training diverged.
     """
     check_trackers(config.trainer.trackers)
+    check_scoring(config)
     partitioning = Partitioning.of(config.trainer.mesh)
     partitioning.check_rows(config.data.batch_size, config.trainer.update.microbatches)
     tokenizer = load_tokenizer(config.data.tokenizer)
-    config = _resolved(config, progress)
-    check_step(config, partitioning)
-    if config.policy is not None and config.policy.offloads:
-        check_offload()
+    config = _resolved(config, progress, partitioning)
     data = open_training_data(
         config.data,
         tokenizer,
@@ -90,6 +89,7 @@ def train_lm(config: LmRunConfig, progress: Progress, stop: StopSignals) -> Trai
         config.trainer.eval_batches,
         partitioning=partitioning,
     )
+    validation = scored_against(config, data)
     with contextlib.ExitStack() as closing:
         closing.callback(data.training.close)
         folder = _run_folder(config, closing)
@@ -108,6 +108,7 @@ def train_lm(config: LmRunConfig, progress: Progress, stop: StopSignals) -> Trai
             data.training.set_state(position.data)  # refuses other data while the folder is still as it was
             progress.message(f"resuming after step {position.step} of an earlier process")
         trackers = _trackers(config, folder, position, closing)
+        scoring = run_scoring(config, validation, tokenizer, folder, position.step if position else 0)
         folder.begin(config_as_dict(config))
         progress.message(_summary(config, data.summary, state, folder))
         result = train(
@@ -122,6 +123,7 @@ def train_lm(config: LmRunConfig, progress: Progress, stop: StopSignals) -> Trai
             position=position,
             should_stop=lambda: _asked_to_stop(stop),
             partitioning=partitioning,
+            scoring=scoring,
         )
     _conclude(result, folder, progress)
     return result
@@ -184,9 +186,16 @@ def _check_length(config: LmRunConfig, position: Position, folder: RunFolder) ->
         )
 
 
-def _resolved(config: LmRunConfig, progress: Progress) -> LmRunConfig:
-    """The config with its final model, vocabulary size, policy and streaming; refuses what can't fit."""
-    config = config.resolved()
+def _resolved(config: LmRunConfig, progress: Progress, partitioning: Partitioning) -> LmRunConfig:
+    """The config with its final model, vocabulary, policy and streaming; refuses what can't fit or run here."""
+    config = _fitting(config.resolved(), progress)
+    check_step(config, partitioning)
+    if config.policy is not None and config.policy.offloads:
+        check_offload()
+    return config
+
+
+def _fitting(config: LmRunConfig, progress: Progress) -> LmRunConfig:
     step = StepMemory(config)
     if config.policy is not None or config.budget is None:
         step.check()

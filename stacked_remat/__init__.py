@@ -19,7 +19,7 @@ from ._stacked import Stacked
 from ._tiled import tiled
 
 if TYPE_CHECKING:
-    from . import lora, memory, nnx as nnx, ops, streaming, training as training
+    from . import ghost, lora, memory, nnx as nnx, ops, streaming, training as training
 
 __version__ = "0.1.0"
 
@@ -46,6 +46,7 @@ __all__ = [
     "fold",
     "fold_vjp",
     "fused_update",
+    "ghost",
     "internals_are_saved",
     "lora",
     "map",
@@ -63,7 +64,7 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     """The packages and modules of the library, each imported when it is first used."""
-    if name in ("lora", "memory", "nnx", "ops", "streaming", "training"):
+    if name in ("ghost", "lora", "memory", "nnx", "ops", "streaming", "training"):
         return importlib.import_module(f"{__name__}.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 

@@ -24,6 +24,7 @@ LAYERS = {
     "_compat": "compat",
     "_files": "base",
     "_messages": "base",
+    "_noted": "base",
     "_static": "base",
     "_schedule": "schedule",
     "_placement": "placement",
@@ -40,6 +41,7 @@ LAYERS = {
     "_stacked": "stacks",
     "_state_dict": "stacks",
     "_tiled": "stacks",
+    "ghost": "ghost",
     "lora": "ops",
     "nnx": "nnx",
     "ops": "ops",
@@ -62,8 +64,9 @@ ALLOWED_IMPORTS = {
     "ops": _CORE,
     "streaming": _CORE,
     "nnx": {"streaming", "public"},
+    "ghost": _CORE | {"ops"},
     "memory": _CORE | {"ops", "public"},
-    "training": _CORE | {"fused", "ops", "streaming", "memory", "public"},
+    "training": _CORE | {"fused", "ghost", "ops", "streaming", "memory", "public"},
 }
 
 # What a package of models/ may import from models/ beside itself; the other files there may import all of it.

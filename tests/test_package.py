@@ -25,7 +25,7 @@ def test_every_public_name_is_there():
 
 def test_names_are_documented():
     pages = "".join(page.read_text(encoding="utf-8") for page in (ROOT / "docs" / "api").glob("*.md"))
-    packages = {"lora", "memory", "ops", "__version__"}
+    packages = {"ghost", "lora", "memory", "ops", "__version__"}
     missing = [
         name for name in set(stacked_remat.__all__) - packages if f"::: stacked_remat.{name}\n" not in pages
     ]

@@ -19,7 +19,7 @@ def map_modules(tree: T, kinds: tuple[type, ...], function: Callable[[str, Any],
     """Replace every outermost module of one of `kinds` by `function(path, module)`."""
 
     def replace(path: tuple[Any, ...], node: Any) -> Any:
-        return function(_dotted(tree, path), node) if isinstance(node, kinds) else node
+        return function(dotted(tree, path), node) if isinstance(node, kinds) else node
 
     return jtu.tree_map_with_path(replace, tree, is_leaf=lambda node: isinstance(node, kinds))
 
@@ -36,7 +36,7 @@ def find_modules(tree: Any, kinds: tuple[type, ...]) -> dict[str, Any]:
     return found
 
 
-def _dotted(node: Any, path: tuple[Any, ...]) -> str:
+def dotted(node: Any, path: tuple[Any, ...]) -> str:
     """The path that patterns are matched with."""
     parts = []
     for entry in path:

@@ -2,6 +2,7 @@
 
 import functools
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +12,7 @@ from jax.sharding import AxisType
 from jaxtyping import Array
 
 from .._messages import axes_text
+from .._noted import DERIVATIVE_OF_RESULT, noted
 from .._placement import platform
 from ._attention_backends import BACKENDS, AttentionCall, Backend
 from ._attention_blockwise import Blocks
@@ -93,7 +95,11 @@ def causal_attention(
         _attend, position=position, heads=heads, HeadDim=HeadDim, blocks=blocks, backend=backend
     )
     over = (*batch, key.resolve_axis(heads))
-    return per_device(attend, query, key, value, documents, over=over, out=query.axes)
+
+    def of_all(*arguments: Any) -> NamedArray:
+        return per_device(attend, *arguments, over=over, out=query.axes)
+
+    return noted(DERIVATIVE_OF_RESULT, of_all)(query, key, value, documents)
 
 
 def _attend(

@@ -17,6 +17,7 @@ from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array, Float, Int
 
 from .._messages import axes_text
+from .._noted import DERIVATIVE_OF_RESULT, noted
 from .._static import Static
 from .._sweep.store import zeros_after
 from .per_device import per_device
@@ -94,7 +95,11 @@ def chunked_cross_entropy(
 
     options = {"Embed": Embed, "Vocab": Vocab, "z_loss": float(z_loss), "chunk_size": chunk_size}
     losses = functools.partial(_of_tokens, **options)
-    return per_device(losses, hidden, head, targets, weights, over=tokens, out=tokens)
+
+    def of_all(*arguments: Any) -> NamedArray:
+        return per_device(losses, *arguments, over=tokens, out=tokens)
+
+    return noted(DERIVATIVE_OF_RESULT, of_all)(hidden, head, targets, weights)
 
 
 def _of_tokens(

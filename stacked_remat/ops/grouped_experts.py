@@ -7,9 +7,9 @@ Memory grows with tokens, not with tokens x experts.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, cast
 
 import equinox as eqx
 import jax
@@ -19,6 +19,7 @@ from jax import lax
 from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array, Bool, Float, Int
 
+from .._noted import noted
 from .._placement import is_on_host, to_device
 from .._scan.arguments import Caller
 from .._scan.layer_axis import TreeLayout, split_tree
@@ -105,14 +106,42 @@ def grouped_experts(
     for what, number in (("block_size", block_size), ("blocks_at_once", blocks_at_once)):
         if not isinstance(number, int) or number < 1:
             raise ValueError(f"{what} must be an int, at least 1; got {number!r}.")
-    count = x.shape[0]
-    if count == 0:
-        x, choices, gates = (jnp.zeros((1, *some.shape[1:]), some.dtype) for some in (x, choices, gates))
-    plan = _plan(choices, Experts.size, block_size, blocks_at_once)
-    inputs: Any = _Inputs(x, gates, tuple(arrays))
     rebuild = functools.partial(layout.layer, shared=shared)
-    out: Any = _apply_experts(_BlockLoop(expert, saved, rebuild), inputs, plan)
-    return out[:count]
+    call = ExpertsCall(expert, saved, rebuild, Experts.size, block_size, blocks_at_once)
+    return noted(call, call.run)(x, choices, gates, arrays)
+
+
+@dataclass(frozen=True, eq=False)
+class ExpertsCall:
+    """A call of `grouped_experts`, on raw arrays.
+
+    Attributes:
+        expert: see `grouped_experts`.
+        saved: see there.
+        rebuild: makes one expert's tree of weights from a slice of each array.
+        experts: how many there are.
+        block_size: see there.
+        blocks_at_once: see there.
+    """
+
+    expert: Expert
+    saved: Saved | None
+    rebuild: Callable[[Any], Any]
+    experts: int
+    block_size: int
+    blocks_at_once: int
+
+    def run(self, x: Array, choices: Array, gates: Any, arrays: Sequence[Array]) -> Array:
+        """The result; `gates` may be a tree of factors, of which the expert gets those of its rows."""
+        count = x.shape[0]
+        if count == 0:
+            x, choices, gates = jax.tree.map(
+                lambda some: jnp.zeros((1, *some.shape[1:]), some.dtype), (x, choices, gates)
+            )
+        plan = _plan(choices, self.experts, self.block_size, self.blocks_at_once)
+        loop = _BlockLoop(self.expert, self.saved, self.rebuild)
+        out: Any = _apply_experts(loop, cast(Any, _Inputs(x, gates, tuple(arrays))), plan)
+        return out[:count]
 
 
 class _Plan(NamedTuple):
@@ -172,7 +201,7 @@ class _Inputs(NamedTuple):
     """What is differentiated: of all tokens, or of the blocks of one iteration."""
 
     x: Array
-    gates: Array
+    gates: Any
     weights: tuple[Array, ...]
 
 
@@ -211,8 +240,8 @@ class _BlockLoop:
     def gather(self, inputs: _Inputs, at: _Plan) -> _Inputs:
         """The inputs of the blocks of one iteration."""
         own = tuple(_experts(array, at.expert) for array in inputs.weights)
-        rows, gates = jnp.take(inputs.x, at.token, axis=0), jnp.take(inputs.gates.reshape(-1), at.pair)
-        return _Inputs(rows, gates, own)
+        gates = jax.tree.map(lambda leaf: jnp.take(leaf.reshape(-1), at.pair), inputs.gates)
+        return _Inputs(jnp.take(inputs.x, at.token, axis=0), gates, own)
 
     def forward(self, inputs: _Inputs, plan: _Plan) -> tuple[Array, Any]:
         """Add every block's rows to its tokens; also what is saved, `[iteration, block, row, ...]`."""
@@ -241,12 +270,12 @@ class _BlockLoop:
             at, kept = at_and_kept
             of_result = jnp.where(at.real[..., None], jnp.take(ct, at.token, axis=0), 0)
             new = self.iteration_backward(perturbed, self.gather(inputs, at), kept, of_result)
-            if new.gates is not None:
-                new = new._replace(gates=jnp.where(at.real, new.gates, 0))
-            places = _Inputs(at.token, at.pair, (at.expert,) * len(inputs.weights))
+            new = new._replace(gates=jax.tree.map(lambda leaf: jnp.where(at.real, leaf, 0), new.gates))
+            pairs = jax.tree.map(lambda _: at.pair, inputs.gates)
+            places = _Inputs(at.token, pairs, (at.expert,) * len(inputs.weights))
             return jax.tree.map(_add_at, gradients, eqx.filter(places, perturbed), new), None
 
-        flat = inputs._replace(gates=inputs.gates.reshape(-1))
+        flat = inputs._replace(gates=jax.tree.map(lambda leaf: leaf.reshape(-1), inputs.gates))
         wanted = jax.tree.map(
             lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.float32), eqx.filter(flat, perturbed)
         )

@@ -35,6 +35,7 @@ from .data.tokenizers import ByteTokenizer as ByteTokenizer, Tokenizer as Tokeni
 from .data.training_data import TrainingData as TrainingData, open_training_data as open_training_data
 from .data_config import DataConfig as DataConfig, SourceConfig as SourceConfig
 from .evaluation import held_out_evaluators as held_out_evaluators
+from .ghost_config import GhostConfig as GhostConfig, GhostValidationConfig as GhostValidationConfig
 from .loop import (
     NonFiniteLossError as NonFiniteLossError,
     Position as Position,
@@ -80,6 +81,12 @@ from .run_folder import (
     RunFolder as RunFolder,
     config_changes as config_changes,
     lock_run_folder as lock_run_folder,
+)
+from .scoring import (
+    ExampleLosses as ExampleLosses,
+    Scoring as Scoring,
+    ValidationBatch as ValidationBatch,
+    validation_batches as validation_batches,
 )
 from .signals import (
     EXIT_INTERRUPTED as EXIT_INTERRUPTED,

@@ -16,6 +16,7 @@ from .mesh import Partitioning
 from .profiler import ProfilerWindow
 from .progress import Progress
 from .run_folder import RunFolder, named_in_errors
+from .scoring import Scoring, StepScorer
 from .step import FusedOptimizer, LossFunction, Metrics, RandomLoss, TrainState, build_step
 from .streams import TokenStream
 from .throughput import Clock, peak_flops, peak_memory_bytes, training_flops
@@ -94,6 +95,7 @@ def train(
     position: Position | None = None,
     should_stop: Callable[[], str | None] = lambda: None,
     partitioning: Partitioning | None = None,
+    scoring: Scoring | None = None,
 ) -> TrainingResult:
     """Trains up to step `config.num_steps`; evaluates before, after, and every `config.eval_every` steps.
 
@@ -111,15 +113,14 @@ def train(
         should_stop: called after every step and after the evaluation that follows it; the text that it
             returns, such as the name of a signal, ends the run after a checkpoint.
         partitioning: the sharding of the state and of batches; must be active.
+        scoring: how the examples of some steps are scored; the weights are updated as without. It takes
+            neither microbatches, a `RandomLoss` nor a `FusedOptimizer`.
 
     Raises:
         NonFiniteLossError: a step is not finite, and the config does not say to skip it, or too many were
             skipped.
     """
-    step = eqx.filter_jit(
-        build_step(config, loss_function=loss_function, optimizer=optimizer, partitioning=partitioning),
-        donate="all-except-first",
-    )
+    step, scorer = _steps(config, loss_function, optimizer, partitioning, scoring)
 
     def next_batch() -> TokenBatch:
         return training.next() if partitioning is None else partitioning.shard_batch(training.next())
@@ -142,22 +143,42 @@ def train(
         while done < config.num_steps and stopped_by is None:
             done += 1
             profiler.before_step(done)
-            state, metrics = step(batch, state)
+            scores = scorer if scorer is not None and scorer.is_due(done) else None
+            state, metrics = (step if scores is None else scores.step)(batch, state)
             used, data = batch, training.get_state()
             if done < config.num_steps:
                 batch = next_batch()  # made while the device works
             reporter.stepped(done, metrics, used)
+            if scores is not None:
+                scores.log(done, used)
             profiler.after_step(done)
             asked = should_stop()
             if done == config.num_steps or (config.eval_every and done % config.eval_every == 0):
                 evaluation.run(done, state.model)
                 asked = asked or should_stop()  # an evaluation may take long
             stopped_by = asked if done < config.num_steps else None
-            _save(done, state, data, config, reporter, evaluation, stopped_by is not None)
+            _save(done, state, data, config, reporter, evaluation, scorer, stopped_by is not None)
     finally:
         outputs.progress.stop()
         profiler.stop()
     return TrainingResult(state, evaluation.before, evaluation.after, stopped_by)
+
+
+def _steps(
+    config: TrainerConfig,
+    loss_function: LossFunction | RandomLoss,
+    optimizer: optax.GradientTransformation | FusedOptimizer,
+    partitioning: Partitioning | None,
+    scoring: Scoring | None,
+) -> tuple[Callable[[TokenBatch, TrainState], tuple[TrainState, Metrics]], StepScorer | None]:
+    """The compiled step, and what does those with scores."""
+    step = eqx.filter_jit(
+        build_step(config, loss_function=loss_function, optimizer=optimizer, partitioning=partitioning),
+        donate="all-except-first",
+    )
+    if scoring is None:
+        return step, None
+    return step, StepScorer(scoring, config, loss_function, optimizer, partitioning)
 
 
 def _save(
@@ -167,11 +188,14 @@ def _save(
     config: TrainerConfig,
     reporter: "_Reporter",
     evaluation: "_Evaluation",
+    scorer: StepScorer | None,
     stopping: bool,
 ) -> None:
-    """Writes a checkpoint if one is due; waits for the last one."""
+    """Writes a checkpoint if one is due, after the scores up to it; waits for the last one."""
     checkpoints = reporter.outputs.checkpoints
     last = stopping or done == config.num_steps
+    if scorer is not None and (last or (checkpoints is not None and checkpoints.is_due(done))):
+        scorer.flush()
     if checkpoints is None or not (last or checkpoints.is_due(done)):
         return
     position = Position(done, data, evaluation.before, evaluation.after, reporter.skipped)

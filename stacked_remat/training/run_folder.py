@@ -15,6 +15,7 @@ import jax
 import yaml
 
 from .._files import replaced_whole
+from ..ghost import LOG_FOLDER
 from .config_error import ConfigError
 from .config_include import read_config_file
 
@@ -56,6 +57,11 @@ class RunFolder:
     def checkpoints(self) -> Path:
         """The checkpoints, each a folder named by its step."""
         return self.root / "checkpoints"
+
+    @property
+    def scores(self) -> Path:
+        """The scores of examples, Parquet files."""
+        return self.root / LOG_FOLDER
 
     @property
     def result(self) -> Path:
@@ -138,7 +144,7 @@ class RunFolder:
             raise FileExistsError(f"{self.root} has a finished run of this config. {_WAYS_OUT}")
 
     def _results(self) -> list[Path]:
-        names = (self.config, self.metrics, self.checkpoints, self.result, self.profile)
+        names = (self.config, self.metrics, self.checkpoints, self.scores, self.result, self.profile)
         more = (self.root / "tensorboard", self.root / "wandb", self.root / "wandb_run_id.txt")
         found = [path for path in (*names, *more) if path.exists() or path.is_symlink()]
         return found + sorted(self.root.glob("nonfinite_step_*.npz"))

@@ -200,13 +200,26 @@ def train_step(
         gradients, metrics = _gradients(loss, state.trained, batch, key, gradient_dtype)
     else:
         gradients, metrics = _accumulated(loss, state.trained, batch, key, gradient_dtype, microbatches)
+    after, metrics = apply_gradients(state, gradients, metrics, optimizer, skip_nonfinite=skip_nonfinite)
+    return shard(after), metrics
+
+
+def apply_gradients(
+    state: TrainState,
+    gradients: Any,
+    metrics: Metrics,
+    optimizer: optax.GradientTransformation,
+    *,
+    skip_nonfinite: bool = False,
+) -> tuple[TrainState, Metrics]:
+    """The state after a step whose gradients are known, and the metrics that `train_step` returns."""
     updates, optimizer_state = optimizer.update(gradients, state.optimizer_state, state.trained)
     metrics = {**metrics, "grad_norm": optax.tree.norm(optax.tree.cast(gradients, jnp.float32))}
     after = _after(state, _updated(state.trained, updates), optimizer_state)
     if skip_nonfinite:
         after = _unless_nonfinite(after, state, metrics)
         metrics["skips"] = after.skips
-    return shard(after), metrics
+    return after, metrics
 
 
 def _fused_step(

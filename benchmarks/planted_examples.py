@@ -1,0 +1,263 @@
+"""Plants wrong labels in a task on real text, trains on it, and finds them again by their scores.
+
+    python -m benchmarks.planted_examples
+
+The task is to say whether a piece of the Python standard library is code or documentation. Every tenth
+training example has the other label. A small model is trained on all of them by a loop with a `GhostManager`,
+which scores the examples against held-out ones whose labels are right. Writes the area under the ROC curve
+(AUC) of the scores to `results/planted_examples.json`, and a picture; the log of scores is in `runs/planted`,
+for `python -m stacked_remat.ghost`.
+"""
+
+import argparse
+import ast
+import json
+import shutil
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import equinox as eqx
+import haliax as hax
+import haliax.nn as hnn
+import jax
+import numpy as np
+import optax
+from haliax import Axis, NamedArray
+from jaxtyping import PRNGKeyArray
+
+from stacked_remat import Stacked
+from stacked_remat.ghost import LOG_FOLDER, GhostManager, ScoreLog
+from stacked_remat.ghost.ranking import Selection, rank_examples
+from stacked_remat.training.data.files import standard_library_files
+
+from .record import RESULTS, write_results
+
+LABELS = ("code", "documentation")
+Letters, Position = Axis("letters", 128), Axis("position", 80)
+Label, Embed, Inner, Layers = Axis("label", 2), Axis("embed", 32), Axis("inner", 64), Axis("layers", 2)
+BATCH = 64
+PLANTED = 0.1
+
+
+class Block(eqx.Module):
+    """A residual block."""
+
+    norm: hnn.LayerNorm
+    up: hnn.Linear
+    down: hnn.Linear
+
+    @staticmethod
+    def init(*, key: PRNGKeyArray) -> "Block":
+        """A block from random numbers."""
+        up, down = jax.random.split(key)
+        return Block(
+            hnn.LayerNorm.init(Embed),
+            hnn.Linear.init(Embed, Inner, key=up),
+            hnn.Linear.init(Inner, Embed, key=down),
+        )
+
+    def __call__(self, x: NamedArray) -> NamedArray:
+        """Maps `[..., Embed]` to itself."""
+        return x + self.down(hnn.gelu(self.up(self.norm(x))))
+
+
+class Classifier(eqx.Module):
+    """Labels a text by the mean of what it makes of its letters."""
+
+    embedding: hnn.Embedding
+    blocks: Stacked
+    head: hnn.Linear
+
+    @staticmethod
+    def init(*, key: PRNGKeyArray) -> "Classifier":
+        """A model from random numbers."""
+        embedding, blocks, head = jax.random.split(key, 3)
+        return Classifier(
+            hnn.Embedding.init(Letters, Embed, key=embedding),
+            Stacked.init(Layers, Block.init)(key=jax.random.split(blocks, Layers.size)),
+            hnn.Linear.init(Embed, Label, key=head),
+        )
+
+    def __call__(self, letters: NamedArray) -> NamedArray:
+        """Maps letters `[batch, position]` to logits `[batch, label]`."""
+        return self.head(hax.mean(self.blocks.fold(self.embedding(letters)), Position))
+
+
+@dataclass(frozen=True)
+class Examples:
+    """Texts with labels, some of which are wrong."""
+
+    texts: list[str]
+    labels: np.ndarray
+    wrong: np.ndarray
+
+    def batch(self, rows: np.ndarray) -> dict[str, NamedArray]:
+        """Some of them as arrays."""
+        letters = np.array([list(self.texts[row].encode()) for row in rows], np.int32)
+        Batch = Axis("batch", len(rows))
+        return {
+            "letters": hax.named(letters, (Batch, Position)),
+            "labels": hax.named(self.labels[rows].astype(np.int32), Batch),
+        }
+
+
+def example_losses(model: Classifier, batch: dict[str, NamedArray]) -> NamedArray:
+    """The cross entropy of each example."""
+    targets = hnn.one_hot(batch["labels"], Label)
+    return -hax.sum(hnn.log_softmax(model(batch["letters"]), Label) * targets, Label)
+
+
+def main(arguments: Sequence[str] | None = None) -> Path:
+    """The command; returns the file of results."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--examples", type=int, default=4000, help="to train on (4000)")
+    parser.add_argument("--steps", type=int, default=400, help="of training (400)")
+    parser.add_argument("--every", type=int, default=2, help="steps between scored ones (2)")
+    parser.add_argument(
+        "--run", type=Path, default=Path("runs/planted"), help="folder of the log (runs/planted)"
+    )
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the results")
+    given = parser.parse_args(arguments)
+    shutil.rmtree(given.run / LOG_FOLDER, ignore_errors=True)
+    wrong = run(given.run, examples=given.examples, steps=given.steps, every=given.every)
+    found = ranked(given.run, wrong)
+    early, later = (ranked(given.run, wrong, span) for span in ((1, 50), (51, given.steps)))
+    summary = found.summary | {
+        "auc_of_50_steps": early.summary["auc"],
+        "auc_of_later_steps": later.summary["auc"],
+    }
+    found.plot(given.out / "planted_examples.png")
+    path = given.out / "planted_examples.json"
+    settings = {"examples": given.examples, "steps": given.steps, "every": given.every}
+    write_results(path, **settings, **summary)
+    print(json.dumps(summary, indent=1))
+    return path
+
+
+def run(folder: Path, *, examples: int, steps: int, every: int) -> np.ndarray:
+    """Trains on examples, scores them, and returns which of them have wrong labels."""
+    data, validation = labelled(examples), labelled(BATCH * 4, after=examples, wrong=0.0)
+    manager = GhostManager(
+        example_losses,
+        validation.batch(np.arange(len(validation.texts))),
+        ScoreLog(folder / LOG_FOLDER),
+        every=every,
+    )
+    model, optimizer = Classifier.init(key=jax.random.key(0)), optax.adam(2e-2)
+    state = optimizer.init(eqx.filter(model, eqx.is_inexact_array))
+
+    @eqx.filter_jit
+    def updated(
+        model: Classifier, state: optax.OptState, gradients: Any
+    ) -> tuple[Classifier, optax.OptState]:
+        updates, state = optimizer.update(gradients, state)
+        return eqx.apply_updates(model, updates), state
+
+    for step, rows in zip(range(1, steps + 1), _endless(examples), strict=False):
+        texts = [f"{LABELS[data.labels[row]]}: {data.texts[row]}" for row in rows]
+        manager.attach_train_batch(data.batch(rows), step=step, examples=rows.tolist(), texts=texts)
+        gradients = manager.prepare_gradients(model, manager.prepare_forward_input())
+        manager.aggregate_and_log()
+        model, state = updated(model, state, gradients)
+        manager.clear_gradients()
+        if manager.should_save_metrics(step):
+            manager.save_metrics()
+    manager.cleanup()
+    return data.wrong
+
+
+def ranked(folder: Path, wrong: np.ndarray, steps: tuple[int, int] | None = None) -> "Found":
+    """The examples of the log in a folder, ranked by their scores in some steps or all."""
+    found = rank_examples(Selection(folder / LOG_FOLDER, steps))
+    return Found(found.scores, wrong[found.ids.astype(int)])
+
+
+@dataclass(frozen=True)
+class Found:
+    """The mean scores of the examples, from the highest to the lowest, and whose labels are wrong."""
+
+    scores: np.ndarray
+    wrong: np.ndarray
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        """How well the scores tell wrong labels from right ones."""
+        count, total = int(self.wrong.sum()), len(self.wrong)
+        # The share of pairs of a wrong and a right label in which the wrong one has the lower score.
+        higher = np.flatnonzero(self.wrong) - np.arange(count)
+        return {
+            "scored": total,
+            "wrong": count,
+            "auc": round(float(higher.sum() / (count * (total - count))), 4),
+            "wrong_among_as_many_lowest": int(self.wrong[total - count :].sum()),
+        }
+
+    def plot(self, path: Path) -> None:
+        """Plots the scores of both kinds, and how many wrong labels are among the lowest scores."""
+        from matplotlib.figure import Figure
+
+        figure = Figure(figsize=(10, 4), layout="constrained")
+        left, right = figure.subplots(1, 2)
+        edges = np.linspace(self.scores.min(), self.scores.max(), 60)
+        left.hist(self.scores[~self.wrong], edges, color="C0", alpha=0.7, label="right labels")
+        left.hist(self.scores[self.wrong], edges, color="C3", alpha=0.7, label="wrong labels")
+        left.set(xlabel="mean score", ylabel="examples", yscale="log")
+        left.locator_params(axis="x", nbins=5)
+        left.legend()
+        looked_at = np.arange(1, len(self.wrong) + 1) / len(self.wrong)
+        right.plot(looked_at, np.cumsum(self.wrong[::-1]) / self.wrong.sum(), color="C3")
+        right.plot([0, 1], [0, 1], ":", color="gray")
+        right.set(
+            xlabel="share of the examples, from the lowest score",
+            ylabel="share of the wrong labels among them",
+            title=f"AUC {self.summary['auc']:.3f}",
+        )
+        for axes in (left, right):
+            axes.grid(alpha=0.3)
+        figure.savefig(path)
+
+
+def labelled(count: int, *, after: int = 0, wrong: float = PLANTED) -> Examples:
+    """Pieces of the standard library in random order, half of them documentation, some with wrong labels.
+
+    Args:
+        count: how many.
+        after: how many of all pieces to leave out before them.
+        wrong: share of the labels that are wrong.
+    """
+    pieces: dict[str, int] = {}
+    files = standard_library_files()
+    for at in np.random.default_rng(0).permutation(len(files)):
+        if len(pieces) >= after + count:
+            break
+        for code, documentation in _functions(Path(files[at].url.removeprefix("file://"))):
+            pieces |= {code: 0, documentation: 1}
+    own = list(pieces.items())[after : after + count]
+    order = np.random.default_rng(1).permutation(count)
+    labels = np.array([own[at][1] for at in order])
+    is_wrong = np.arange(count) < wrong * count
+    return Examples([own[at][0] for at in order], np.where(is_wrong, 1 - labels, labels), is_wrong)
+
+
+def _functions(file: Path) -> Iterator[tuple[str, str]]:
+    """The beginnings of the code and of the documentation of each function that has enough of both."""
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.FunctionDef) and (documentation := ast.get_docstring(node)):
+            texts = (ast.unparse(ast.Module(node.body[1:], [])), documentation)
+            code, words = (" ".join(text.split())[: Position.size] for text in texts)
+            if len(code) == len(words) == Position.size and code.isascii() and words.isascii():
+                yield code, words
+
+
+def _endless(count: int) -> Iterator[np.ndarray]:
+    """Rows of batches, in a new order in each epoch."""
+    generator = np.random.default_rng(2)
+    while True:
+        order = generator.permutation(count)
+        yield from (order[at : at + BATCH] for at in range(0, count - BATCH + 1, BATCH))
+
+
+if __name__ == "__main__":
+    print(main())

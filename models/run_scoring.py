@@ -1,0 +1,86 @@
+"""How a run scores its training sequences: what the `ghost` section of its config says."""
+
+import jax
+
+from models.lm import example_losses
+from models.run_config import LmRunConfig
+from models.transformer.config import DecoderConfig, SparseDecoderConfig
+from stacked_remat.ghost import ScoreLog, ScoreLogError
+from stacked_remat.ghost.log import import_pyarrow
+from stacked_remat.training import (
+    ConfigError,
+    RunFolder,
+    Scoring,
+    Tokenizer,
+    TrainingData,
+    ValidationBatch,
+    validation_batches,
+)
+
+
+def check_scoring(config: LmRunConfig) -> None:
+    """Refuses a `ghost` section that this machine can't obey.
+
+    Raises:
+        ConfigError: pyarrow is not installed, layers are cut into tiles, or there are several processes.
+    """
+    if config.ghost is None:
+        return
+    if getattr(config.model, "tiles", 1) > 1:
+        raise ConfigError("ghost scores layers that are not cut: leave out model.tiles, or leave out ghost.")
+    try:
+        import_pyarrow()
+    except ImportError as error:
+        raise ConfigError(f"ghost: {error}") from error
+    if jax.process_count() > 1:
+        raise ConfigError(
+            f"ghost is not supported on {jax.process_count()} processes, each of which has only its own rows "
+            f"of a batch: leave out ghost, or train in one process."
+        )
+
+
+def scored_against(config: LmRunConfig, data: TrainingData) -> tuple[ValidationBatch, ...]:
+    """The held-out batches that sequences are scored against; none without a `ghost` section.
+
+    Raises:
+        ConfigError: a held-out text is too short.
+    """
+    if config.ghost is None:
+        return ()
+    return validation_batches(config.ghost.validation, data.held_out, data.held_out_by_source)
+
+
+def run_scoring(
+    config: LmRunConfig,
+    validation: tuple[ValidationBatch, ...],
+    tokenizer: Tokenizer,
+    folder: RunFolder,
+    done: int,
+) -> Scoring | None:
+    """The scoring of a run that has done so many steps; None without a `ghost` section.
+
+    Raises:
+        ConfigError: a file of the log is damaged.
+    """
+    if config.ghost is None:
+        return None
+    try:
+        log = ScoreLog(folder.scores, resumed_after=done)
+    except ScoreLogError as error:
+        raise ConfigError(str(error)) from error
+    return Scoring(
+        config.ghost,
+        losses=example_losses,
+        auxiliary=config.ghost.auxiliary_losses if _has_auxiliary_losses(config) else "none",
+        validation=validation,
+        decode=tokenizer.decode,
+        log=log,
+    )
+
+
+def _has_auxiliary_losses(config: LmRunConfig) -> bool:
+    """Whether the model adds to the cross entropy; one of an unknown kind may."""
+    if not isinstance(config.model, SparseDecoderConfig):
+        return not isinstance(config.model, DecoderConfig)
+    experts = config.model.experts
+    return experts.load_balance_weight_used > 0 or experts.z_loss_weight > 0

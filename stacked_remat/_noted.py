@@ -1,0 +1,55 @@
+"""Calls that a trace of a program notes, with a rule for whoever interprets the traced program."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+
+DERIVATIVE_OF_RESULT = "derivative of result"
+"""The rule of a function whose `jax.custom_vjp`s are only a cheaper way to the derivative of its result."""
+
+_PREFIX = "stacked_remat_noted_"
+
+
+class Notes:
+    """The rules of the calls that one trace noted, by the name of the call's equation."""
+
+    def __init__(self) -> None:
+        self.rules: dict[str, Any] = {}
+
+    def rule_of(self, equation: Any) -> Any:
+        """The rule of an equation, None where it is of no noted call."""
+        name = equation.params.get("name")
+        return self.rules.get(name) if isinstance(name, str) else None
+
+
+_notes = jax.make_user_context(default_value=None)
+
+
+@contextlib.contextmanager
+def noting(notes: Notes) -> Iterator[None]:
+    """Within it, `noted` calls of what is traced are noted."""
+    with _notes(notes):
+        yield
+
+
+def noted(rule: Any, fn: Callable[..., Any]) -> Callable[..., Any]:
+    """`fn`, which within `noting` is traced as one `jit` equation that the notes know by its name.
+
+    Elsewhere it is `fn` itself.
+
+    Args:
+        rule: what the interpreter needs to know; may hold no traced values.
+        fn: takes and returns trees of arrays.
+    """
+    notes = _notes.value
+    if notes is None:
+        return fn
+
+    def call(*args: Any) -> Any:
+        return fn(*args)
+
+    call.__name__ = f"{_PREFIX}{len(notes.rules)}"
+    notes.rules[call.__name__] = rule
+    return jax.jit(call)

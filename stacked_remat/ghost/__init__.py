@@ -1,0 +1,22 @@
+"""Which training examples move the validation loss: gradient dot products in the same backward pass."""
+
+from ._found import GradDots
+from ._grad_dot import grad_dot, val_direction
+from ._interpret import UnsupportedLeafError
+from ._second_order import hessian_vector_product, shapley_direction
+from .log import LOG_FOLDER, ScoreLog, ScoreLogError, StepScores
+from .manager import GhostManager
+
+__all__ = [
+    "LOG_FOLDER",
+    "GhostManager",
+    "GradDots",
+    "ScoreLog",
+    "ScoreLogError",
+    "StepScores",
+    "UnsupportedLeafError",
+    "grad_dot",
+    "hessian_vector_product",
+    "shapley_direction",
+    "val_direction",
+]

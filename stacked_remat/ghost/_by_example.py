@@ -1,0 +1,67 @@
+"""Scores and norms from the gradient of one example at a time: exact for any model."""
+
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from haliax import Axis
+from jax import lax
+
+from .._scan.marks import is_named, raw_array
+from ._losses import Loss, Objective, map_examples
+from ._probed import Scoring, layers_of
+from ._stacks import leaves_with_paths
+
+
+def one_at_a_time(
+    scoring: Scoring, params: Any, static: Any, per_example_loss: Loss, batch: Any, objective: Objective
+) -> tuple[tuple[Any, None], Any, dict[str, Any], dict[str, Any]]:
+    """The loss, its gradients, and the dot products and squared norms of every example's.
+
+    Runs forward and backward for one example after the other, and adds up the gradients: the arithmetic of
+    one step, and two gradients in memory.
+
+    Returns:
+        The dot products and squares have `[layers, batch]` or `[batch]`, of the gradients of the examples'
+        own losses.
+    """
+    Batch = scoring.Batch
+    scale = 1.0 / objective.scale(Batch.size)
+
+    def gradient(number: Any) -> tuple[Any, Any]:
+        def take(array: Any, at: int) -> Any:
+            return lax.dynamic_slice_in_dim(array, number, 1, at)
+
+        own = map_examples(batch, Batch, take, 1)
+
+        def loss(params: Any) -> Any:
+            return objective.reduced(per_example_loss(eqx.combine(params, static), own))[0]
+
+        return jax.value_and_grad(loss)(params)
+
+    def example(total: Any, number: Any) -> tuple[Any, Any]:
+        value, found = gradient(number)
+        by_path = dict(leaves_with_paths(found))
+        dots, squares = {}, {}
+        for path, along in scoring.direction.items():
+            own, Layers = by_path[path], layers_of(scoring.model, path)
+            dots[path] = dot(own, along, Layers)
+            squares[path] = dot(own, own, Layers)
+        total = jax.tree.map(lambda sum_, new: sum_ + new.astype(jnp.float32) * scale, total, (value, found))
+        return total, (dots, squares)
+
+    zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), (jnp.zeros(()), params))
+    (value, summed), found = lax.scan(example, zeros, jnp.arange(Batch.size))
+    gradients = jax.tree.map(lambda leaf, new: new.astype(leaf.dtype), params, summed)
+    dots, squares = jax.tree.map(lambda array: jnp.moveaxis(array, 0, -1), found)
+    return (value, None), gradients, dots, squares
+
+
+def dot(array: Any, other: Any, Layers: Axis | None) -> Any:
+    """The sum of the products, of each layer where there are layers."""
+    at = None
+    if Layers is not None:
+        at = [axis.name for axis in array.axes].index(Layers.name) if is_named(array) else 0
+    first, second = (raw_array(one).astype(jnp.float32) for one in (array, other))
+    return jnp.sum(first * second, tuple(n for n in range(first.ndim) if n != at))

@@ -1,0 +1,89 @@
+"""The score of a weight where it meets data, found in the backward pass."""
+
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from ._rows import Rows, Units
+from ._weights import Tangent
+
+
+@dataclasses.dataclass(frozen=True, eq=False)  # hashed by identity
+class _Meeting:
+    """How the backward pass finds the scores.
+
+    Attributes:
+        tangent: the derivative of the results along the direction, without its arrays.
+        rows: of each result.
+        units: the scores' units.
+        shape: of the probe.
+    """
+
+    tangent: Tangent
+    rows: tuple[Rows, ...]
+    units: Units
+    shape: tuple[int, ...]
+
+
+def deposit(results: list[Any], rows: list[Rows], units: Units, probe: Any, tangent: Tangent) -> list[Any]:
+    """The results as they are; the backward pass adds the scores to the cotangent of `probe`.
+
+    Args:
+        results: what an equation returned that depends on the weight.
+        rows: of each result.
+        units: the units of scores.
+        probe: float32 zeros, a number for each unit.
+        tangent: of the results, along the direction of the weight. It is evaluated in the backward pass.
+    """
+    arrays = [lax.stop_gradient(array) for array in tangent.arrays]
+    meeting = _Meeting(dataclasses.replace(tangent, arrays=[]), tuple(rows), units, probe.shape)
+    return _deposit(meeting, results, probe, arrays)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _deposit(meeting: _Meeting, results: list[Any], probe: Any, arrays: list[Any]) -> list[Any]:
+    return results
+
+
+def _forward(meeting: _Meeting, results: list[Any], probe: Any, arrays: list[Any]) -> tuple[list[Any], Any]:
+    return results, arrays
+
+
+def _backward(meeting: _Meeting, arrays: list[Any], cotangents: list[Any]) -> tuple[Any, Any, None]:
+    tangents = meeting.tangent.evaluate(arrays)
+    score = jnp.zeros(meeting.units.sizes or (1,), jnp.float32)
+    for cotangent, tangent, rows in zip(cotangents, tangents, meeting.rows, strict=True):
+        product = cotangent.astype(jnp.float32) * tangent.astype(jnp.float32)
+        score = score + sum_per_unit(product, rows, meeting.units)
+    return cotangents, score.reshape(meeting.shape), None
+
+
+_deposit.defvjp(_forward, _backward)
+
+
+def sum_per_unit(array: Any, rows: Rows, units: Units) -> Any:
+    """The sums of an array over the rows of each unit, with the sizes of the units."""
+    if not units.sizes:
+        return jnp.sum(array)[None]
+    factors = [factor for dim in rows for factor in dim or ()]
+    split = array.reshape([size for size, _ in factors])
+    order = [[unit for _, unit in factors].index(unit) for unit in range(len(units.sizes))]
+    summed = jnp.sum(split, axis=tuple(at for at in range(len(factors)) if at not in order))
+    return jnp.transpose(summed, [sorted(order).index(at) for at in order])
+
+
+def spread_over_rows(probe: Any, dim: Any, units: Units) -> Any:
+    """A number per unit for each row of a dimension: the transpose of `sum_per_unit`."""
+    size = math.prod(n for n, _ in dim)
+    if not units.sizes:
+        return jnp.broadcast_to(probe.reshape(1), (size,))
+    present = [unit for _, unit in dim if unit is not None]
+    assert sorted(present) == list(range(len(units.sizes)))
+    ordered = jnp.transpose(probe.reshape(units.sizes), present)
+    places = tuple(at for at, (_, unit) in enumerate(dim) if unit is not None)
+    return lax.broadcast_in_dim(ordered, [n for n, _ in dim], places).reshape(size)

@@ -1,0 +1,218 @@
+"""Evaluates a traced function, with a deposit at every place where a weight meets data."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import Literal, jaxprs_in_params
+
+from .._noted import Notes
+from ..ops.grouped_experts import ExpertsCall
+from ._deposit import deposit
+from ._parts import scored_experts, scored_per_device
+from ._rows import Rows, Units, has_units, of_input, of_output
+from ._values import UnsupportedLeafError, Value, constant, paths_of, plain_rows
+from ._weights import Applied, Leaf, Tangent, bind, leaves_of
+
+_CALLS = ("jit", "pjit", "closed_call", "core_call")
+_CHECKPOINTS = ("remat", "remat2", "checkpoint")
+_WITHOUT_DERIVATIVE = ("custom_vjp_call", "pallas_call", "while", "custom_partitioning")
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Program:
+    """A traced function and its second trace.
+
+    Attributes:
+        jaxpr: closed.
+        other: its jaxpr with more examples, None where nothing is known of it.
+        units: of the scores.
+        notes: the rules of noted calls.
+    """
+
+    jaxpr: Any
+    other: Any
+    units: Units
+    notes: Notes
+
+    def evaluate(self, inputs: Sequence[Any], leaves: dict[int, Leaf], data: Sequence[int] = ()) -> list[Any]:
+        """The results.
+
+        Args:
+            inputs: arrays, as the jaxpr takes them.
+            leaves: those of the inputs that are scored.
+            data: inputs that depend on the examples, where there is only one.
+        """
+        others = self.other.jaxpr.invars if self.other is not None else [None] * len(inputs)
+        given = []
+        for at, (array, other) in enumerate(zip(inputs, others, strict=True)):
+            if at in leaves:
+                given.append(Value(array, node=leaves[at], rows=plain_rows(array)))
+            else:
+                rows = of_input(array.shape, other.aval.shape, self.units) if other else plain_rows(array)
+                given.append(Value(array, rows, depends=at in data or has_units(rows)))
+        consts = [constant(const) for const in self.jaxpr.consts]
+        found = self._run(self.jaxpr.jaxpr, self.other and self.other.jaxpr, [*consts, *given])
+        return [value.array for value in found]
+
+    def of(self, jaxpr: Any, other: Any, units: Units, notes: Notes) -> "Program":
+        """Another program: a part of this one."""
+        return Program(jaxpr, other, units, notes)
+
+    def _run(self, jaxpr: Any, other: Any, inputs: Sequence[Value]) -> list[Value]:
+        values = dict(zip([*jaxpr.constvars, *jaxpr.invars], inputs, strict=True))
+
+        def read(atom: Any) -> Value:
+            if isinstance(atom, Literal):
+                return constant(jnp.asarray(atom.val, jnp.result_type(atom.aval)))
+            return values[atom]
+
+        others = [] if other is None else other.eqns
+        for at, equation in enumerate(jaxpr.eqns):
+            twin = others[at] if at < len(others) else None
+            if twin is None or twin.primitive is not equation.primitive:
+                others, twin = [], None
+            operands = [read(atom) for atom in equation.invars]
+            values |= dict(zip(equation.outvars, self._step(equation, twin, operands), strict=True))
+        return [read(atom) for atom in jaxpr.outvars]
+
+    def _step(self, equation: Any, twin: Any, operands: list[Value]) -> list[Value]:
+        name, rule = equation.primitive.name, self.notes.rule_of(equation)
+        weighted = any(value.node is not None for value in operands)
+        if name in _CALLS and rule is None and (weighted or _is_alike(equation, twin)):
+            inner, other = _called(equation), _called(twin) if twin else None
+            consts = [constant(const) for const in inner.consts]
+            return self._run(inner.jaxpr, other and other.jaxpr, [*consts, *operands])
+        if name in _CHECKPOINTS and weighted:
+            return self._checkpointed(equation, twin, operands)
+        if not weighted:
+            return self._results(equation, twin, operands, bind(equation, [v.array for v in operands]))
+        met = [value for value in operands if value.node is None and self._is_data(value)]
+        if not met:
+            return self._of_weights(equation, twin, operands)
+        if isinstance(rule, ExpertsCall):
+            return self._results(equation, twin, operands, [scored_experts(self, rule, equation, operands)])
+        if name == "shard_map":
+            return self._results(equation, twin, operands, scored_per_device(self, equation, twin, operands))
+        return self._meeting(equation, twin, operands)
+
+    def _is_data(self, value: Value) -> bool:
+        return has_units(value.rows) if self.units.sizes else value.depends
+
+    def _results(self, equation: Any, twin: Any, operands: list[Value], arrays: Sequence[Any]) -> list[Value]:
+        inputs = [value.rows for value in operands]
+        depends = any(value.depends for value in operands)
+        twins = [None] * len(arrays) if twin is None else [var.aval.shape for var in twin.outvars]
+        found = []
+        for array, shape in zip(arrays, twins, strict=True):
+            rows = of_output(equation, jnp.shape(array), shape, inputs, self.units)
+            found.append(Value(array, rows, depends=depends or has_units(rows)))
+        return found
+
+    def _of_weights(self, equation: Any, twin: Any, operands: list[Value]) -> list[Value]:
+        """The results of an equation on weights and on values that are the same for all examples."""
+        self._check_derivative(equation, operands)
+        arrays = bind(equation, [value.array for value in operands])
+        nodes = tuple(value.operand for value in operands)
+        found = self._results(equation, twin, operands, arrays)
+        return [
+            dataclasses.replace(value, node=Applied(equation, nodes, index))
+            if jnp.issubdtype(value.array.dtype, jnp.inexact)
+            else value
+            for index, value in enumerate(found)
+        ]
+
+    def _meeting(self, equation: Any, twin: Any, operands: list[Value]) -> list[Value]:
+        self._check_derivative(equation, operands)
+        noted = self.notes.rule_of(equation) is not None
+        found = self._results(equation, twin, operands, bind(equation, [v.array for v in operands]))
+        of_weights = [
+            index
+            for index, (value, var) in enumerate(zip(found, equation.outvars, strict=True))
+            if jnp.issubdtype(value.array.dtype, jnp.inexact) and type(var).__name__ != "DropVar"
+        ]
+        nodes = [value.operand for value in operands]
+        leaves = leaves_of([node for node in nodes if isinstance(node, Leaf | Applied)])
+        for index in of_weights:
+            self.check_rows(equation, found[index].rows, leaves)
+        arrays, rows = [found[at].array for at in of_weights], [found[at].rows for at in of_weights]
+        for leaf in leaves:
+            tangent = Tangent.of(equation, nodes, leaf, of_weights, inline_custom=noted)
+            arrays = deposit(arrays, rows, self.units, leaf.probe, tangent)
+        for index, array in zip(of_weights, arrays, strict=True):
+            found[index] = dataclasses.replace(found[index], array=array, depends=True)
+        return found
+
+    def _checkpointed(self, equation: Any, twin: Any, operands: list[Value]) -> list[Value]:
+        """A `jax.checkpoint` around the same function with its deposits."""
+        inner, other = _called(equation), _called(twin) if twin else None
+        kept: list[Value] = []
+
+        def run(arrays: list[Any]) -> list[Any]:
+            given = iter(arrays)
+            values = [
+                value if value.node is not None
+                else dataclasses.replace(value, array=next(given))
+                for value in operands
+            ]  # fmt: skip
+            consts = [constant(const) for const in inner.consts]
+            kept[:] = self._run(inner.jaxpr, other and other.jaxpr, [*consts, *values])
+            return [value.array for value in kept]
+
+        arrays = [value.array for value in operands if value.node is None]
+        policy, prevent_cse = equation.params["policy"], equation.params["prevent_cse"]
+        found = jax.checkpoint(run, policy=policy, prevent_cse=prevent_cse)(arrays)
+        if any(value.node is not None for value in kept):
+            run(arrays)
+            return kept
+        return [dataclasses.replace(value, array=array) for value, array in zip(kept, found, strict=True)]
+
+    def _check_derivative(self, equation: Any, operands: Sequence[Value]) -> None:
+        if self.notes.rule_of(equation) is not None:
+            return
+        found = next((name for name in _names_in(equation) if name in _WITHOUT_DERIVATIVE), None)
+        if found is not None:
+            raise UnsupportedLeafError(
+                f"{paths_of(operands)} goes into `{found}`, which has no derivative along a direction. "
+                f'Use granularity="block" or "total", or give it no direction.'
+            )
+
+    def check_rows(self, equation: Any, rows: Rows, leaves: Sequence[Leaf]) -> None:
+        units = [unit for dim in rows for _, unit in dim or () if unit is not None]
+        unclear = any(dim is None for dim in rows) and self.units.sizes
+        if unclear or sorted(units) != list(range(len(self.units.sizes))):
+            what = "example" if unclear or len(self.units.sizes) == 1 else "example and position"
+            raise UnsupportedLeafError(
+                f"{', '.join(leaf.path for leaf in leaves)} meets data in `{equation.primitive.name}`, and "
+                f"it can't be told which rows of the result are of which {what}. Keep the axis of examples "
+                f'apart, or use granularity="block" or "total".'
+            )
+
+
+def _called(equation: Any) -> Any:
+    """The closed jaxpr of an equation that only calls it."""
+    inner = equation.params.get("jaxpr", equation.params.get("call_jaxpr"))
+    return inner if hasattr(inner, "consts") else _Open(inner)
+
+
+def _is_alike(equation: Any, twin: Any) -> bool:
+    """Whether two calls have the same equations, apart from sizes."""
+    if twin is None:
+        return False
+    inner, other = _called(equation).jaxpr, _called(twin).jaxpr
+    return [eqn.primitive for eqn in inner.eqns] == [eqn.primitive for eqn in other.eqns]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Open:
+    """A jaxpr without constants, as if it were closed."""
+
+    jaxpr: Any
+    consts: tuple[()] = ()
+
+
+def _names_in(equation: Any) -> set[str]:
+    inner = [eqn for jaxpr in jaxprs_in_params(equation.params) for eqn in jaxpr.eqns]
+    return {equation.primitive.name}.union(*(_names_in(eqn) for eqn in inner))

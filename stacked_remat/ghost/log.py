@@ -1,0 +1,295 @@
+"""The scores of a run's training examples in Parquet files: written whole, resumed without duplicates."""
+
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, final
+
+import numpy as np
+
+from .._files import replaced_whole
+
+LOG_FOLDER = "ghost"
+"""The name of the log's folder in a run folder."""
+
+_PATTERN = "scores-from-*.parquet"
+_ROWS = 2**18  # of a shard; about 3 MiB
+_MOST_STEPS = 10**12
+
+
+class ScoreLogError(ValueError):
+    """A log can't be read or written; says why and what to do."""
+
+
+def import_pyarrow() -> Any:
+    """The package, which is optional.
+
+    Raises:
+        ImportError: it is not installed; says how to install it.
+    """
+    try:
+        import pyarrow
+        import pyarrow.compute
+        import pyarrow.dataset
+        import pyarrow.parquet
+    except ImportError as error:
+        raise ImportError(
+            "Scores are logged to Parquet, which needs pyarrow: pip install 'stacked_remat[data]'."
+        ) from error
+    return pyarrow
+
+
+@final
+@dataclass(frozen=True)
+class StepScores:
+    """The scores of one step's examples, in arrays of the host.
+
+    Attributes:
+        step: number of the step, from 1.
+        examples: the id of each example; the same example has the same id in every step.
+        losses: loss of each example, `[batch]`.
+        scores: for each leaf's path, `[batch]`, or `[layers, batch]` for leaves of a stack of layers.
+        norms: norms of the examples' gradients, as `scores`; None if they were not computed.
+        texts: what to show of each example; None for nothing.
+
+    Raises:
+        ValueError: a shape does not fit the number of examples; names the path.
+    """
+
+    step: int
+    examples: Sequence[str]
+    losses: np.ndarray
+    scores: Mapping[str, np.ndarray]
+    norms: Mapping[str, np.ndarray] | None = None
+    texts: Sequence[str] | None = None
+
+    def __post_init__(self) -> None:
+        count = len(self.examples)
+        if not 0 < self.step < _MOST_STEPS:
+            raise ValueError(f"step must be a number from 1 to {_MOST_STEPS - 1:,}, got {self.step}.")
+        if not self.scores:
+            raise ValueError(f"Step {self.step} has no scores: `scores` has no path.")
+        if self.texts is not None and len(self.texts) != count:
+            raise ValueError(f"There are {len(self.texts)} texts of {count} examples.")
+        arrays = {"losses": self.losses}
+        arrays |= {f"scores[{path!r}]": array for path, array in self.scores.items()}
+        for path, array in ({} if self.norms is None else self.norms).items():
+            arrays[f"norms[{path!r}]"] = array
+            if path not in self.scores or np.shape(self.scores[path]) != np.shape(array):
+                raise ValueError(f"norms[{path!r}] has the shape {np.shape(array)}, unlike its scores.")
+        for name, array in arrays.items():
+            if not 1 <= np.ndim(array) <= (1 if name == "losses" else 2) or np.shape(array)[-1] != count:
+                raise ValueError(
+                    f"{name} has the shape {np.shape(array)}, and there are {count} examples: the last axis "
+                    f"is that of the examples, and one of layers may be before it."
+                )
+
+
+@final
+@dataclass
+class ScoreLog:
+    """Writes scores to Parquet files in a folder: a row for each step, example, leaf and layer.
+
+    The columns are `step`, `example` (its id), `layer` (null for leaves outside of stacks), `leaf` (its
+    path), `score`, `norm` (null if not computed), `loss` (of the example) and `text`. An example's score in a
+    step is the sum of its rows.
+
+    A file appears whole or not at all, with the first of its steps in its name, so a process may be killed at
+    any moment. A run that resumes after step s drops the rows of later steps, and writes them again.
+
+    Args:
+        folder: of the files; made if needed.
+        resumed_after: the step after which the run resumes; 0 drops all rows. None for a folder without rows.
+
+    Raises:
+        ImportError: pyarrow is not installed.
+        ScoreLogError: the folder has rows and `resumed_after` is not given, or a file is damaged.
+
+    Cost: rows of up to 2**18 scores in memory between two files.
+    """
+
+    folder: Path
+    resumed_after: int | None = None
+    _tables: list[Any] = field(default_factory=list, init=False, repr=False)
+    _first: int = field(default=0, init=False, repr=False)
+    _last: int = field(default=0, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        import_pyarrow()
+        self.folder.mkdir(parents=True, exist_ok=True)
+        if self.resumed_after is None:
+            if shards := _shards(self.folder):
+                raise ScoreLogError(
+                    f"{self.folder} has scores of an earlier run ({shards[0].name}). Give resumed_after, the "
+                    f"step after which the run resumes, or another folder."
+                )
+            return
+        self._last = self.resumed_after
+        for shard in _shards(self.folder):
+            if _first_step(shard) > self.resumed_after:
+                shard.unlink()
+            else:
+                _drop_later_steps(shard, self.resumed_after)
+
+    def append(self, found: StepScores) -> None:
+        """Adds the rows of a step; they are in a file after the next `flush`, or when there are many.
+
+        Raises:
+            ValueError: the step is not after those that were added before.
+        """
+        if found.step <= self._last:
+            raise ValueError(
+                f"Scores of step {found.step} come after those of step {self._last}: each step is logged "
+                f"once, in order. Give resumed_after={found.step - 1} to log it again."
+            )
+        self._first, self._last = self._first or found.step, found.step
+        self._tables.append(_table(found))
+        if sum(table.num_rows for table in self._tables) >= _ROWS:
+            self.flush()
+
+    def flush(self) -> None:
+        """Writes the rows that are in memory, if there are any, to a file."""
+        if not self._tables:
+            return
+        pyarrow = import_pyarrow()
+        whole = pyarrow.concat_tables(self._tables).unify_dictionaries()
+        _write(whole, self.folder / f"scores-from-{self._first:012}.parquet")
+        self._tables, self._first = [], 0
+
+    def close(self) -> None:
+        """Writes what is in memory."""
+        self.flush()
+
+
+def log_folder(run: Path) -> Path:
+    """The folder of a run's log: `ghost/` of a run folder, or the folder itself.
+
+    Raises:
+        FileNotFoundError: there is no such folder.
+        ScoreLogError: it has no log in it, or one without rows.
+    """
+    if not run.is_dir():
+        raise FileNotFoundError(f"There is no run folder {run}. Name the one of the run (trainer.run_dir).")
+    for folder in (run / LOG_FOLDER, run):
+        if _shards(folder):
+            return folder
+    raise ScoreLogError(
+        f"{run} has no scores of examples. Train with a `ghost` section in the config, such as ghost: "
+        f"{{method: grad_dot, every: 10}}, and let it reach step `every`."
+    )
+
+
+def read_scores(
+    folder: Path,
+    columns: Sequence[str],
+    *,
+    steps: tuple[int, int] | None = None,
+    layer: int | None = None,
+    leaves: Iterable[str] | None = None,
+    examples: Iterable[str] | None = None,
+) -> Any:
+    """Some columns and rows of a log, as a `pyarrow.Table`.
+
+    Args:
+        folder: what `log_folder` returned.
+        columns: the columns to read.
+        steps: the first and the last step; all if not given.
+        layer: of the rows; all if not given.
+        leaves: their paths; all if not given.
+        examples: their ids; all if not given.
+
+    Raises:
+        ScoreLogError: a file is damaged; names it.
+    """
+    pyarrow = import_pyarrow()
+    column, wanted = pyarrow.compute.field, pyarrow.compute.scalar(True)
+    if steps is not None:
+        wanted = wanted & (column("step") >= steps[0]) & (column("step") <= steps[1])
+    if layer is not None:
+        wanted = wanted & (column("layer") == layer)
+    for name, values in (("leaf", leaves), ("example", examples)):
+        if values is not None:
+            wanted = wanted & column(name).cast("string").isin(list(values))
+    tables = []
+    for shard in _shards(folder):
+        with _named(shard):
+            rows = pyarrow.dataset.dataset(shard, format="parquet", schema=_schema())
+            tables.append(rows.to_table(columns=list(columns), filter=wanted))
+    return pyarrow.concat_tables(tables).unify_dictionaries().combine_chunks()
+
+
+def _table(found: StepScores) -> Any:
+    """The rows of a step."""
+    pyarrow = import_pyarrow()
+    count, paths = len(found.examples), list(found.scores)
+    layers = [np.arange(np.size(found.scores[path]) // count) for path in paths]  # 0 outside of stacks
+    stacked = [np.ndim(found.scores[path]) == 2 for path in paths]
+    sizes = [len(numbers) * count for numbers in layers]
+    at = np.tile(np.arange(count, dtype=np.int32), sum(sizes) // count)
+
+    def flat(arrays: Mapping[str, np.ndarray] | None) -> Any:
+        if arrays is None:
+            return pyarrow.nulls(at.size, pyarrow.float32())
+        zeros = {path: np.full_like(found.scores[path], np.nan) for path in paths}
+        parts = [np.ravel((zeros | dict(arrays))[path]) for path in paths]
+        return pyarrow.array(np.concatenate(parts).astype(np.float32), from_pandas=arrays is found.norms)
+
+    def chosen(indices: np.ndarray, values: Sequence[str]) -> Any:
+        return pyarrow.DictionaryArray.from_arrays(pyarrow.array(indices), pyarrow.array(values, "string"))
+
+    numbers = np.repeat(np.concatenate(layers), count).astype(np.int32)
+    columns = {
+        "step": pyarrow.array(np.full(at.size, found.step)),
+        "example": chosen(at, found.examples),
+        "layer": pyarrow.array(numbers, mask=~np.repeat(stacked, sizes)),
+        "leaf": chosen(np.repeat(np.arange(len(paths), dtype=np.int32), sizes), paths),
+        "score": flat(found.scores),
+        "norm": flat(found.norms),
+        "loss": pyarrow.array(np.asarray(found.losses, np.float32)[at]),
+        "text": chosen(at, [""] * count if found.texts is None else found.texts),
+    }
+    return pyarrow.table(columns, schema=_schema())
+
+
+def _schema() -> Any:
+    pyarrow = import_pyarrow()
+    text = pyarrow.dictionary(pyarrow.int32(), pyarrow.string())
+    number = pyarrow.float32()
+    kinds = {"step": pyarrow.int64(), "example": text, "layer": pyarrow.int32(), "leaf": text}
+    kinds |= {"score": number, "norm": number, "loss": number, "text": text}
+    return pyarrow.schema(list(kinds.items()))
+
+
+def _write(table: Any, path: Path) -> None:
+    with replaced_whole(path) as unfinished:
+        import_pyarrow().parquet.write_table(table, unfinished, compression="zstd")
+
+
+def _drop_later_steps(shard: Path, last: int) -> None:
+    pyarrow = import_pyarrow()
+    with _named(shard):
+        table = pyarrow.parquet.read_table(shard, schema=_schema())
+    kept = table.filter(pyarrow.compute.field("step") <= last)
+    if kept.num_rows < table.num_rows:
+        _write(kept, shard)
+
+
+@contextlib.contextmanager
+def _named(shard: Path) -> Iterator[None]:
+    """Turns what pyarrow raises for a file into an error that names it."""
+    try:
+        yield
+    except (import_pyarrow().ArrowException, OSError) as error:
+        raise ScoreLogError(
+            f"{shard} can't be read as a log of scores ({str(error).splitlines()[0]}). Delete it to read the "
+            f"rest."
+        ) from error
+
+
+def _shards(folder: Path) -> list[Path]:
+    return sorted(folder.glob(_PATTERN))
+
+
+def _first_step(shard: Path) -> int:
+    return int(shard.stem.rpartition("-")[2])

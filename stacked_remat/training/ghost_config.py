@@ -1,0 +1,61 @@
+"""The `ghost` section of a config: scores of training examples against held-out text."""
+
+import math
+from dataclasses import dataclass, field
+from typing import Literal
+
+from .config_checks import check_at_least, check_choices
+
+
+@dataclass(frozen=True)
+class GhostValidationConfig:
+    """The held-out text whose loss the scores are about.
+
+    Attributes:
+        sources: weights of the held-out texts of sources of `data.sources`, by their names: the direction is
+            the weighted mean of the gradients of their losses. All held-out text together if empty.
+        batches: the first batches of each held-out text that are used, the same ones in every step.
+    """
+
+    sources: dict[str, float] = field(default_factory=dict)
+    batches: int = 1
+
+    def __post_init__(self) -> None:
+        check_at_least(1, "ghost.validation", self, "batches")
+        for name, weight in self.sources.items():
+            if not (weight > 0 and math.isfinite(weight)):
+                raise ValueError(
+                    f"ghost.validation.sources.{name} must be positive and finite, got {weight}; leave it "
+                    f"out for none."
+                )
+
+
+@dataclass(frozen=True)
+class GhostConfig:
+    """Scores of every k-th step's sequences: by how much training on each lowers the loss of held-out text.
+
+    A score is the dot product of the gradient of the sequence's loss with that of the held-out loss, at the
+    weights before the step (Wang et al. 2024). They are logged to `ghost/` in the run folder, for
+    `python -m stacked_remat.ghost`. The weights are updated as without.
+
+    Attributes:
+        method: `grad_dot`, the dot products in the backward pass that the step needs anyway.
+        token_mean: the loss of a sequence: `batch` for its part of the batch's mean loss per token, so that a
+            sequence of more targets counts more; `example` for the mean over its own tokens.
+        every: steps between scored ones.
+        auxiliary_losses: losses that the model adds to the cross entropy, such as the load balance of
+            experts, which depend on all sequences of a batch together. `left_out` of the scores, which takes
+            one more forward and backward pass in a scored step of such a model; `included`, where a score has
+            the part of their gradient that came through the sequence's own tokens.
+        validation: the held-out text.
+    """
+
+    method: Literal["grad_dot"]
+    token_mean: Literal["batch", "example"]
+    every: int = 10
+    auxiliary_losses: Literal["left_out", "included"] = "left_out"
+    validation: GhostValidationConfig = field(default_factory=GhostValidationConfig)
+
+    def __post_init__(self) -> None:
+        check_choices("ghost", self)
+        check_at_least(1, "ghost", self, "every")

@@ -1,0 +1,303 @@
+"""Training steps that also score their examples: by how much each lowers the loss of held-out text."""
+
+import functools
+import hashlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias, final
+
+import equinox as eqx
+import haliax as hax
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from haliax import NamedArray
+from jaxtyping import Array, DTypeLike
+
+from ..ghost import ScoreLog, StepScores, grad_dot, val_direction
+from .batches import BATCH_AXIS, POSITION_AXIS, TokenBatch
+from .config_error import ConfigError
+from .ghost_config import GhostConfig, GhostValidationConfig
+from .mesh import Partitioning
+from .step import FusedOptimizer, LossFunction, Metrics, RandomLoss, TrainState, apply_gradients
+from .streams import HeldOutSet
+from .trainer_config import TrainerConfig
+
+ExampleLosses: TypeAlias = Callable[[Any, TokenBatch], tuple[tuple[NamedArray, Array], Metrics]]
+"""From (model, batch) to a pair of losses, and metrics.
+
+The losses are each sequence's part of the batch's mean loss per token, `[batch]`, and the auxiliary losses, a
+scalar. Together they add up to what is minimised.
+"""
+
+
+@dataclass(frozen=True)
+class ValidationBatch:
+    """A batch of held-out text, and the weight of its mean loss in that of all of them."""
+
+    held_out: HeldOutSet
+    index: int
+    weight: float
+
+
+def validation_batches(
+    config: GhostValidationConfig, held_out: HeldOutSet, by_source: Mapping[str, HeldOutSet]
+) -> tuple[ValidationBatch, ...]:
+    """The batches against whose loss examples are scored; the loss of each text is its mean over tokens.
+
+    Raises:
+        ConfigError: a text has fewer batches than the config asks for, or none of their tokens counts.
+    """
+    texts = {f"held_out/{name}": (by_source[name], weight) for name, weight in config.sources.items()}
+    total, found = sum(config.sources.values()) or 1.0, []
+    for name, (text, weight) in (texts or {"held_out": (held_out, 1.0)}).items():
+        if len(text) < config.batches:
+            raise ConfigError(
+                f"The set {name} has {len(text)} batches, fewer than ghost.validation.batches = "
+                f"{config.batches}. Lower it, data.batch_size or data.seq_len, or hold out more text."
+            )
+        tokens = [float(np.asarray(text.batch(index).weights.array).sum()) for index in range(config.batches)]
+        if not sum(tokens):
+            raise ConfigError(
+                f"No token in the first {config.batches} batches of the set {name} counts as a target. Raise "
+                f"ghost.validation.batches, or hold out other text."
+            )
+        found += [
+            ValidationBatch(text, index, weight / total * own / sum(tokens))
+            for index, own in enumerate(tokens)
+        ]
+    return tuple(found)
+
+
+@dataclass(frozen=True)
+class Scoring:
+    """How the examples of a run are scored, and where the scores go.
+
+    Attributes:
+        config: the method, and how often.
+        losses: of a batch's examples.
+        auxiliary: what becomes of auxiliary losses: `none` if the model has none, or as in the config.
+        validation: the batches of held-out text, from `validation_batches`.
+        decode: the text of tokens.
+        log: receives the scores.
+    """
+
+    config: GhostConfig
+    losses: ExampleLosses
+    auxiliary: Literal["none", "left_out", "included"]
+    validation: tuple[ValidationBatch, ...]
+    decode: Callable[[np.ndarray], str]
+    log: ScoreLog
+
+
+@final
+class StepScorer:
+    """Does the scored steps of a run, and logs their scores.
+
+    Args:
+        scoring: what to do.
+        config: of the trainer.
+        loss_function: the loss that the other steps minimise.
+        optimizer: that of the other steps.
+        partitioning: as in `train_step`.
+
+    Raises:
+        ValueError: the steps have microbatches, a `RandomLoss` or a `FusedOptimizer`.
+
+    Memory: of a scored step, that of another step, one array more for each trained one, and what `grad_dot`
+    takes.
+    """
+
+    def __init__(
+        self,
+        scoring: Scoring,
+        config: TrainerConfig,
+        loss_function: LossFunction | RandomLoss,
+        optimizer: optax.GradientTransformation | FusedOptimizer,
+        partitioning: Partitioning | None = None,
+    ):
+        if (
+            isinstance(loss_function, RandomLoss)
+            or isinstance(optimizer, FusedOptimizer)
+            or config.update.microbatches > 1
+        ):
+            raise ValueError(
+                "Scored steps take neither microbatches, a RandomLoss nor a FusedOptimizer: leave them out."
+            )
+        self._scoring = scoring
+        self._partitioning = partitioning
+        self._add = eqx.filter_jit(
+            functools.partial(_add_direction, losses=scoring.losses), donate="all-except-first"
+        )
+        self._step = eqx.filter_jit(
+            functools.partial(
+                scored_step,
+                losses=scoring.losses,
+                auxiliary=scoring.auxiliary,
+                loss_function=loss_function,
+                optimizer=optimizer,
+                of_example=scoring.config.token_mean == "example",
+                gradient_dtype=config.precision.gradients,
+                skip_nonfinite=config.update.on_nonfinite == "skip",
+                partitioning=partitioning,
+            ),
+            donate="all-except-first",
+        )
+        self._found: BatchScores | None = None
+
+    def is_due(self, step: int) -> bool:
+        """Whether the examples of this step are scored."""
+        return step % self._scoring.config.every == 0
+
+    def step(self, batch: TokenBatch, state: TrainState) -> tuple[TrainState, Metrics]:
+        """The step, which returns what one without scores does; `log` takes the scores."""
+        direction = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), state.trained)
+        for one in self._scoring.validation:
+            part = one.held_out.batch(one.index)
+            if self._partitioning is not None:
+                part = self._partitioning.shard_batch(part)
+            direction = self._add((state.trained, state.frozen, part, jnp.asarray(one.weight)), direction)
+        state, metrics, self._found = self._step((batch, direction), state)
+        return state, metrics
+
+    def log(self, step: int, batch: TokenBatch) -> None:
+        """Logs the scores of the latest `step`; those of a step that is not finite are left out."""
+        assert self._found is not None
+        found, self._found = jax.tree.map(np.asarray, self._found), None
+        if all(np.isfinite(array).all() for array in jax.tree.leaves(found)):
+            rows = _rows(batch)
+            texts = [_text(row, self._scoring.decode) for row in rows]
+            ids = [_id(row) for row in rows]
+            self._scoring.log.append(StepScores(step, ids, found.losses, found.scores, texts=texts))
+
+    def flush(self) -> None:
+        """Writes what was logged to files."""
+        self._scoring.log.flush()
+
+
+class BatchScores(eqx.Module):
+    """The scores of a batch, as the log takes them: arrays `[batch]` or `[layers, batch]`, by path."""
+
+    scores: dict[str, Array]
+    losses: Array
+
+
+def scored_step(
+    data: tuple[TokenBatch, Any],
+    state: TrainState,
+    *,
+    losses: ExampleLosses,
+    auxiliary: Literal["none", "left_out", "included"],
+    loss_function: LossFunction,
+    optimizer: optax.GradientTransformation,
+    of_example: bool = False,
+    gradient_dtype: DTypeLike = jnp.float32,
+    skip_nonfinite: bool = False,
+    partitioning: Partitioning | None = None,
+) -> tuple[TrainState, Metrics, BatchScores]:
+    """`train_step` that also returns scores.
+
+    Args:
+        data: the step's batch, and the direction: a tree like the trained arrays.
+        state: the state before the step.
+        losses: of the examples; their gradients' dot products with the direction are the scores.
+        auxiliary: as in `Scoring`.
+        loss_function: gives the gradient of the step in a pass of its own, where auxiliary losses are left
+            out of the scores.
+        optimizer: as in `train_step`.
+        of_example: whether a loss is the mean over the example's own tokens rather than the batch's.
+        gradient_dtype: as in `train_step`.
+        skip_nonfinite: as in `train_step`.
+        partitioning: as in `train_step`.
+    """
+    batch, direction = data
+    shard = partitioning.shard_weights if partitioning is not None else lambda tree: tree
+    coupled = auxiliary == "included"
+
+    def of_examples(model: Any, batch: TokenBatch) -> Any:
+        (each, of_batch), metrics = losses(model, batch)
+        return ((each, of_batch) if coupled else each), (each, metrics)
+
+    gradients, found = grad_dot(
+        eqx.combine(shard(state.trained), state.frozen),
+        of_examples,
+        batch,
+        direction=direction,
+        reduction="sum",
+        trainable=_marks(state.trained),
+        coupled=coupled,
+        has_aux=True,
+    )
+    each, metrics = found.aux
+    if auxiliary == "left_out":  # the compiler then leaves out what gives only the gradients above
+
+        def whole(trained: Any) -> tuple[Array, Metrics]:
+            return loss_function(eqx.combine(shard(trained), state.frozen), batch)
+
+        gradients, metrics = eqx.filter_grad(whole, has_aux=True)(state.trained)
+    gradients = shard(optax.tree.cast(gradients, gradient_dtype))
+    after, metrics = apply_gradients(state, gradients, metrics, optimizer, skip_nonfinite=skip_nonfinite)
+    factors = _batch_over_own_weights(batch) if of_example else jnp.ones(())
+    scores = {
+        path: score.rearrange((..., BATCH_AXIS)).array * factors for path, score in found.scores.items()
+    }
+    return shard(after), metrics, BatchScores(scores, each.array * factors)
+
+
+def _add_direction(data: tuple[Any, Any, TokenBatch, Array], direction: Any, *, losses: ExampleLosses) -> Any:
+    """The direction plus the gradient of the loss of a batch, times a weight."""
+    trained, frozen, batch, weight = data
+    gradients = val_direction(
+        eqx.combine(trained, frozen),
+        lambda model, batch: losses(model, batch)[0][0],
+        batch,
+        reduction="sum",
+        trainable=_marks(trained),
+    )
+    return jax.tree.map(lambda summed, new: summed + weight * new.astype(summed.dtype), direction, gradients)
+
+
+def _marks(trained: Any) -> Any:
+    """True where the tree has an array, False where it has None."""
+    return jax.tree.map(lambda leaf: leaf is not None, trained, is_leaf=lambda leaf: leaf is None)
+
+
+def _batch_over_own_weights(batch: TokenBatch) -> Array:
+    """For each row, by how much its loss per own token is larger than its part of the batch's."""
+    own = hax.sum(batch.weights, POSITION_AXIS).array
+    return jnp.maximum(jnp.sum(own), 1.0) / jnp.maximum(own, 1.0)
+
+
+def _rows(batch: TokenBatch) -> list[dict[str, np.ndarray]]:
+    """The arrays of each row, on the host, without padding at the end."""
+    arrays = {
+        name: np.asarray(named.rearrange((BATCH_AXIS, POSITION_AXIS)).array)
+        for name, named in vars(batch).items()
+        if named is not None
+    }
+    rows = []
+    for index in range(len(arrays["tokens"])):
+        row = {name: array[index] for name, array in arrays.items()}
+        used = np.flatnonzero(row.get("documents", np.ones_like(row["tokens"])))
+        rows.append({name: array[: used[-1] + 1 if used.size else 0] for name, array in row.items()})
+    return rows
+
+
+def _id(row: dict[str, np.ndarray]) -> str:
+    """A hash of an example: the same in every epoch, and in every run."""
+    digest = hashlib.sha256()
+    for name in ("tokens", "targets", "weights", "documents"):
+        digest.update(row[name].tobytes() if name in row else b"none")
+    return digest.hexdigest()[:16]
+
+
+def _text(row: dict[str, np.ndarray], decode: Callable[[np.ndarray], str]) -> str:
+    """The text of an example, its documents one after the other with the last target of each."""
+    tokens, targets = row["tokens"], row["targets"]
+    documents = row.get("documents", np.zeros_like(tokens))
+    ends = np.flatnonzero(np.diff(documents, append=-1)) + 1
+    parts = np.split(tokens, ends[:-1])
+    return "\n".join(
+        decode(np.append(part, targets[end - 1])) for part, end in zip(parts, ends, strict=False)
+    )

@@ -1,0 +1,235 @@
+"""Models, losses and batches whose scores are compared with those of looped per-example gradients."""
+
+import equinox as eqx
+import haliax as hax
+import haliax.nn as hnn
+import jax
+import jax.numpy as jnp
+import numpy as np
+from haliax import Axis, NamedArray
+
+from models.qwen3_moe import Qwen3Config, Qwen3MoeConfig
+from models.transformer.config import AttentionConfig, ExpertsConfig
+from models.transformer.decoder import Decoder
+from stacked_remat import BlockSeq, Stacked
+from stacked_remat._scan.marks import is_named, raw_array
+from stacked_remat.ghost._probed import layers_of, shown_paths
+from stacked_remat.ghost._stacks import leaves_with_paths
+from stacked_remat.lora import LoraConfig, apply_lora
+from stacked_remat.ops import chunked_cross_entropy
+from stacked_remat.training import TokenBatch
+
+Vocab, Batch, Pos = Axis("vocab", 19), Axis("batch", 4), Axis("position", 6)
+SIZES = {"hidden_dim": 16, "num_layers": 3, "num_heads": 4, "num_kv_heads": 2, "initializer_range": 0.3}
+SPARSE = Qwen3MoeConfig(**SIZES, experts=ExpertsConfig(3, 2, 6))
+
+
+def random_like(tree, seed):
+    """Random numbers in the shapes of a tree."""
+    rng = np.random.default_rng(seed)
+    return jax.tree.map(lambda leaf: jnp.asarray(rng.normal(size=leaf.shape), leaf.dtype), tree)
+
+
+def made(init, *args, **kwargs):
+    """A model with random numbers in place of its initial ones, which needs no compilation."""
+    shapes = eqx.filter_eval_shape(init, *args, key=jax.random.key(0), **kwargs)
+    return jax.tree.map(lambda leaf: 0.25 * leaf + 0.1, random_like(shapes, 5))
+
+
+def decoder(config, remat=True):
+    return made(Decoder.init, config, Vocab, remat=remat)
+
+
+def tokens(batch=Batch, seed=1):
+    ids = hax.random.randint(jax.random.key(seed), (batch, Pos), 0, Vocab.size)
+    weights = hax.random.uniform(jax.random.key(seed + 1), (batch, Pos))
+    return TokenBatch(ids, hax.roll(ids, -1, Pos), weights)
+
+
+def token_losses(model, batch):
+    hidden, _ = model.hidden_states(batch.tokens, documents=batch.documents, positions=batch.positions)
+    head = model.unembedding()
+    (Embed,) = (axis for axis in head.axes if axis != model.Vocab)
+    return chunked_cross_entropy(hidden, head, batch.targets, Embed, model.Vocab, weights=batch.weights)
+
+
+def token_means(model, batch):
+    return hax.mean(token_losses(model, batch), "position")
+
+
+def adapted(config):
+    def init(*, key):
+        model = Decoder.init(config, Vocab, remat="nested", key=key)
+        return apply_lora(model, LoraConfig(rank=2, targets=("stacks.*proj", "stacks.*router")), key=key)
+
+    return made(init)
+
+
+class NamedBlock(eqx.Module):
+    """A block as in GPT-2: layer norms with biases, and maps that are 1-D convolutions over positions."""
+
+    norm: hnn.LayerNorm
+    mix: hnn.Conv
+    up: hnn.Linear
+    down: hnn.Linear
+
+    @staticmethod
+    def init(Embed, *, key):
+        keys = jax.random.split(key, 3)
+        Inner = Axis("inner", 10)
+        return NamedBlock(
+            norm=hnn.LayerNorm.init(Embed),
+            mix=hnn.Conv.init(Pos, Embed, Embed.alias("mixed"), kernel_size=3, padding=1, key=keys[0]),
+            up=hnn.Linear.init(Embed, Inner, key=keys[1]),
+            down=hnn.Linear.init(Inner, Embed, key=keys[2]),
+        )
+
+    def __call__(self, x):
+        mixed = self.mix(x).rename({"mixed": "embed"}).rearrange(x.axes)
+        return x + self.down(hnn.gelu(self.up(self.norm(x + mixed))))
+
+
+class NamedModel(eqx.Module):
+    """An embedding, learned positions, blocks and a head."""
+
+    embedding: hnn.Embedding
+    positions: NamedArray
+    blocks: Stacked | BlockSeq
+    norm: hnn.LayerNorm
+    head: hnn.Linear
+
+    @staticmethod
+    def init(kind=Stacked, *, key):
+        keys, Embed, Layers = jax.random.split(key, 4), Axis("embed", 8), Axis("layers", 3)
+        return NamedModel(
+            hnn.Embedding.init(Vocab, Embed, key=keys[0]),
+            hax.random.normal(keys[1], (Axis("position", 2 * Pos.size), Embed)),
+            kind.init(Layers, NamedBlock)(Embed, key=jax.random.split(keys[2], Layers.size)),
+            hnn.LayerNorm.init(Embed),
+            hnn.Linear.init(Embed, Vocab, key=keys[3]),
+        )
+
+    def __call__(self, ids):
+        first = self.positions["position", : Pos.size]
+        return self.head(self.norm(self.blocks.fold(self.embedding(ids) + first)))
+
+
+def named_losses(model, batch):
+    logits = model(batch.tokens)
+    losses = hnn.logsumexp(logits, Vocab) - hax.take(logits, Vocab, batch.targets)
+    return hax.mean(losses * batch.weights, Pos)
+
+
+class PlainModel(eqx.Module):
+    """Layers of Equinox under `jax.vmap`, on plain arrays; one is used three times, once in a loop."""
+
+    embedding: eqx.nn.Embedding
+    conv: eqx.nn.Conv1d
+    norm: eqx.nn.LayerNorm
+    hidden: eqx.nn.Linear
+    gate: jax.Array
+    out: eqx.nn.Linear
+
+    @staticmethod
+    def init(*, key):
+        keys = jax.random.split(key, 4)
+        return PlainModel(
+            eqx.nn.Embedding(Vocab.size, 5, key=keys[0]),
+            eqx.nn.Conv1d(5, 7, 3, padding=1, key=keys[1]),
+            eqx.nn.LayerNorm(7),
+            eqx.nn.Linear(7, 7, key=keys[2]),
+            jnp.ones(()),
+            eqx.nn.Linear(7, 3, use_bias=False, key=keys[3]),
+        )
+
+    def __call__(self, ids):
+        x = self.conv(jax.vmap(self.embedding)(ids).T).T
+        x = jax.nn.gelu(jax.vmap(self.hidden)(jax.vmap(self.norm)(x)))
+        x = jax.checkpoint(jax.vmap(self.hidden))(x) * self.gate
+        _, x = jax.lax.scan(lambda state, row: (jnp.tanh(self.hidden(state) + row),) * 2, jnp.zeros(7), x)
+        return jax.vmap(self.out)(x)
+
+
+def plain_losses(model, batch):
+    ids, targets = batch
+    return jnp.mean(jnp.square(jax.vmap(model)(ids) - targets), (1, 2))
+
+
+def merged_losses(model, batch):
+    """Examples and positions in one dimension, positions first, then apart."""
+    ids, targets = batch
+    rows = jnp.swapaxes(jax.vmap(jax.vmap(model.embedding))(ids), 0, 1)  # [position, batch, embed]
+    flat = rows.reshape(-1, rows.shape[-1]) @ model.hidden.weight[:, :5].T + model.hidden.bias[None]
+    found = (jnp.tanh(flat) @ model.out.weight.T).reshape(*rows.shape[:2], 3)
+    return jnp.mean(jnp.square(jnp.swapaxes(found, 0, 1) - targets), (1, 2))
+
+
+def plain_batch(batch=Batch.size):
+    ids = jax.random.randint(jax.random.key(1), (batch, Pos.size), 0, Vocab.size)
+    return ids, jax.random.normal(jax.random.key(2), (batch, Pos.size, 3))
+
+
+def take_example(batch, number):
+    """The batch with one of its examples."""
+    return jax.tree.map(
+        lambda leaf: leaf["batch", number : number + 1] if is_named(leaf) else leaf[number : number + 1],
+        batch,
+        is_leaf=is_named,
+    )
+
+
+def looped_scores(model, losses, batch, direction, trainable=eqx.is_inexact_array):
+    """The dot product of every example's gradient with the direction, and its squared norm, by path."""
+    trained, frozen = eqx.partition(model, trainable)
+
+    @eqx.filter_jit
+    def gradient(one):
+        def loss(trained):
+            return jnp.sum(raw_array(losses(eqx.combine(trained, frozen), one)))
+
+        return jax.grad(loss)(trained)
+
+    dots, squares = {}, {}
+    along = {path: leaf for path, leaf in leaves_with_paths(direction)}
+    for number in range(Batch.size):
+        for path, leaf in leaves_with_paths(gradient(take_example(batch, number))):
+            if path in along:
+                shown, Layers = shown_paths(model)[path], layers_of(model, path)
+                dots.setdefault(shown, []).append(_sum(leaf, along[path], Layers))
+                squares.setdefault(shown, []).append(_sum(leaf, leaf, Layers))
+    return tuple({path: np.stack(rows, -1) for path, rows in found.items()} for found in (dots, squares))
+
+
+def _sum(leaf, other, Layers):
+    if Layers is None:
+        return np.sum(np.asarray(raw_array(leaf), np.float64) * np.asarray(raw_array(other), np.float64))
+    rows = []
+    for one in (leaf, other):
+        own = raw_array(one.rearrange((Layers, ...)) if is_named(one) else one)
+        rows.append(np.asarray(own, np.float64).reshape(Layers.size, -1))
+    return np.sum(rows[0] * rows[1], 1)
+
+
+def assert_equal(scores, expected, tolerance=1e-5):
+    """Equal, relative to the largest absolute score of each array."""
+    assert set(scores) == set(expected)
+    for path, score in scores.items():
+        error = np.abs(np.asarray(raw_array(score), np.float64) - expected[path]).max()
+        assert error <= tolerance * np.abs(expected[path]).max() + 1e-9, (path, score.array, expected[path])
+
+
+MIXED = Qwen3MoeConfig(
+    **SIZES,
+    experts=ExpertsConfig(3, 2, 6, dense_layers=(0,)),
+    tie_word_embeddings=True,
+    attention=AttentionConfig(bias=True),
+)
+CASES = {
+    "experts": lambda: (decoder(SPARSE), token_means, tokens()),
+    "tied, biases, dense and sparse layers": lambda: (decoder(MIXED, "nested"), token_means, tokens()),
+    "dense": lambda: (decoder(Qwen3Config(**SIZES)), token_means, tokens()),
+    "named": lambda: (made(NamedModel.init), named_losses, tokens()),
+    "layers that differ": lambda: (made(NamedModel.init, BlockSeq), named_losses, tokens()),
+    "plain": lambda: (made(PlainModel.init), plain_losses, plain_batch()),
+    "merged": lambda: (made(PlainModel.init), merged_losses, plain_batch()),
+}

@@ -1,0 +1,183 @@
+"""The log of scores: its rows, runs that resume or are killed, and what its command prints and refuses."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+
+from stacked_remat.ghost import ScoreLog, ScoreLogError, StepScores
+from stacked_remat.ghost.__main__ import main
+from stacked_remat.ghost.log import read_scores
+from stacked_remat.ghost.ranking import Selection, rank_examples
+
+LAYERS, BATCH, EXAMPLES = 3, 4, 10
+
+
+def step_scores(step, *, norms=True):
+    """Scores that depend on the step alone; example 7 has the highest in every step, example 2 the lowest."""
+    generator = np.random.default_rng(step)
+    examples = np.concatenate([[7, 2], generator.choice([0, 1, 3, 4, 5, 6, 8, 9], BATCH - 2, replace=False)])
+    scores = {
+        "head.weight": generator.normal(size=BATCH),
+        "stack.*.up": generator.normal(size=(LAYERS, BATCH)),
+    }
+    for sign, at in ((5, 0), (-5, 1)):
+        scores["head.weight"][at] += sign * 5 / step
+    return StepScores(
+        step,
+        [f"id{one}" for one in examples],
+        generator.random(BATCH),
+        scores,
+        {path: np.abs(array) + 1 for path, array in scores.items()} if norms else None,
+        [f"text {one}\x1b[31m [bold]of it[/bold]\n" for one in examples],
+    )
+
+
+def rows_of(folder):
+    names = ["step", "example", "layer", "leaf", "score", "norm", "loss", "text"]
+    return read_scores(folder, names).to_pylist()
+
+
+def written(folder, steps, *, resumed_after=None, flush_every=2, **options):
+    log = ScoreLog(folder, resumed_after)
+    for number, step in enumerate(steps, 1):
+        log.append(step_scores(step, **options))
+        if number % flush_every == 0:
+            log.flush()
+    log.close()
+    return folder
+
+
+def test_every_score_is_a_row_with_its_loss_and_text(tmp_path):
+    rows = rows_of(written(tmp_path, [3, 6]))
+    assert len(rows) == 2 * BATCH * (1 + LAYERS)
+    found = {(row["step"], row["example"], row["leaf"], row["layer"]): row for row in rows}
+    for step in (3, 6):
+        expected = step_scores(step)
+        for at, example in enumerate(expected.examples):
+            for layer, leaf in ((None, "head.weight"), *((layer, "stack.*.up") for layer in range(LAYERS))):
+                row = found[step, example, leaf, layer]
+                place = (at,) if layer is None else (layer, at)
+                values = [expected.scores[leaf][place], expected.norms[leaf][place], expected.losses[at]]
+                np.testing.assert_allclose([row["score"], row["norm"], row["loss"]], values, rtol=1e-6)
+                assert row["text"] == expected.texts[at]
+
+
+@pytest.mark.parametrize("resumed_after", [0, 3, 4, 5, 8])
+def test_a_run_that_resumes_leaves_the_rows_of_one_that_was_not_interrupted(tmp_path, resumed_after):
+    expected = rows_of(written(tmp_path / "whole", range(1, 11)))
+    folder = written(tmp_path / "resumed", range(1, 9), flush_every=3)
+    written(folder, range(resumed_after + 1, 11), resumed_after=resumed_after)
+    assert rows_of(folder) == expected
+
+
+def test_a_killed_process_leaves_whole_files(tmp_path):
+    code = f"""
+import itertools
+from tests.ghost.test_log import ScoreLog, step_scores
+log = ScoreLog(__import__("pathlib").Path({str(tmp_path)!r}))
+for step in itertools.count(1):
+    log.append(step_scores(step))
+    log.flush()
+"""
+    process = subprocess.Popen([sys.executable, "-c", code])
+    until = time.monotonic() + 120
+    while len(list(tmp_path.glob("*.parquet"))) < 20:
+        assert process.poll() is None and time.monotonic() < until
+        time.sleep(0.005)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    rows = rows_of(tmp_path)
+    last = rows[-1]["step"]
+    assert last >= 20
+    written(tmp_path, range(16, last + 3), resumed_after=15)  # the run's checkpoint is older
+    assert rows_of(tmp_path) == rows_of(written(tmp_path.parent / "whole", range(1, last + 3)))
+
+
+def test_what_does_not_fit_the_log_is_refused(tmp_path):
+    log = ScoreLog(tmp_path)
+    log.append(step_scores(5))
+    with pytest.raises(ValueError, match="step 5 come after those of step 5"):
+        log.append(step_scores(5))
+    log.close()
+    with pytest.raises(ScoreLogError, match="has scores of an earlier run .*Give resumed_after"):
+        ScoreLog(tmp_path)
+    zeros = np.zeros(2)
+    with pytest.raises(ValueError, match=r"scores\['a'\] has the shape \(3,\), and there are 2 examples"):
+        StepScores(1, ["x", "y"], zeros, {"a": np.zeros(3)})
+    with pytest.raises(ValueError, match=r"norms\['a'\] has the shape \(3, 2\), unlike its scores"):
+        StepScores(1, ["x", "y"], zeros, {"a": zeros}, {"a": np.zeros((3, 2))})
+    (tmp_path / "scores-from-000000000007.parquet").write_bytes(b"PAR1")
+    with pytest.raises(ScoreLogError, match=r"scores-from-000000000007.parquet can't be read .* Delete it"):
+        rows_of(tmp_path)
+
+
+@pytest.mark.parametrize("normalize", ["none", "step", "norm"])
+def test_the_ranking_is_that_of_a_loop_over_steps(tmp_path, normalize):
+    ranked = rank_examples(Selection(written(tmp_path, [1, 2, 3]), normalize=normalize))
+    found: dict[str, list[float]] = {}
+    for step in (1, 2, 3):
+        scores = step_scores(step)
+        totals = scores.scores["head.weight"] + scores.scores["stack.*.up"].sum(0)
+        if normalize == "step":
+            totals = totals / np.abs(totals).sum()
+        elif normalize == "norm":
+            squares = scores.norms["head.weight"] ** 2 + (scores.norms["stack.*.up"] ** 2).sum(0)
+            totals = totals / np.sqrt(squares)
+        for example, total in zip(scores.examples, totals, strict=True):
+            found.setdefault(example, []).append(total)
+    means = {example: np.mean(totals) for example, totals in found.items()}
+    assert list(ranked.ids) == sorted(means, key=lambda name: -means[name])
+    np.testing.assert_allclose(ranked.scores, sorted(means.values(), reverse=True), rtol=1e-5)
+    assert dict(zip(ranked.ids, ranked.steps, strict=True)) == {
+        name: len(all_) for name, all_ in found.items()
+    }
+
+
+def test_the_command_prints_and_plots(tmp_path, capsys):
+    written(tmp_path / "run" / "ghost", [1, 2, 3])
+    run, picture = str(tmp_path / "run"), str(tmp_path / "picture.png")
+    first = {}
+    for command in ("top", "bottom", "by-layer"):
+        assert main([command, run, "--count", "2", "--plot", picture]) == 0
+        shown = capsys.readouterr().out
+        assert max(map(len, shown.splitlines())) <= 80
+        assert "\x1b[31m" not in shown
+        assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
+        first[command] = next(line for line in shown.splitlines() if re.match(r" +([-+]0|0 )", line))
+    assert re.search(r"\+\d.* id7 +text 7.* \[bold\]of it\[/bold\]", first["top"])
+    assert re.search(r"-\d.* id2 +text 2", first["bottom"])
+    assert re.search(r"0 +\d+\.\d% +[-+]0\.\d+ +stack\.\*\.up", first["by-layer"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["top", "{}/nowhere"], "There is no run folder .*nowhere"),
+        (["top", "{}"], "has no scores of examples. Train with a `ghost` section"),
+        (["top", "{}/run", "--normalize", "norm"], "has rows without the norms of gradients"),
+        (["by-layer", "{}/run", "--leaf", "*q_proj"], "matches none of the 2 leaves .*such as head.weight"),
+        (["bottom", "{}/run", "--steps", "8:9"], "has no scores of these steps"),
+    ],
+)
+def test_the_command_refuses_with_one_message(tmp_path, capsys, arguments, message):
+    written(tmp_path / "run" / "ghost", [1], norms=False)
+    assert main([argument.format(tmp_path) for argument in arguments]) == 1
+    shown = capsys.readouterr()
+    assert shown.out == "" and re.match(f"error: .*{message}", shown.err) and shown.err.count("\n") == 1
+
+
+@pytest.mark.parametrize("package", ["pyarrow", "rich", "matplotlib"])
+def test_a_missing_package_is_one_message_with_its_extra(tmp_path, capsys, monkeypatch, package):
+    written(tmp_path / "ghost", [1])
+    for name in [name for name in sys.modules if name.split(".")[0] == package]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, package, None)  # importing it fails
+    assert main(["top", str(tmp_path), "--plot", str(tmp_path / "picture.png")]) == 1
+    extra = {"pyarrow": "data", "rich": "train", "matplotlib": "plot"}[package]
+    assert f"{package}: pip install 'stacked_remat[{extra}]'" in capsys.readouterr().err

@@ -1,0 +1,238 @@
+"""Options of `grad_dot`: reductions, granularity, norms, tokens, documents, coupled losses, and errors."""
+
+import dataclasses
+import re
+
+import equinox as eqx
+import haliax as hax
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from haliax import Axis
+
+from stacked_remat import LayerStack, Stacked, ghost, unsliced
+from stacked_remat.ghost import _deposit
+
+from .cases import (
+    SPARSE,
+    Batch,
+    NamedModel,
+    PlainModel,
+    Pos,
+    assert_equal,
+    decoder,
+    looped_scores,
+    made,
+    named_losses,
+    plain_batch,
+    plain_losses,
+    random_like,
+    take_example,
+    token_losses,
+    tokens,
+)
+
+
+def run(model, losses, batch, direction, **options):
+    @eqx.filter_jit
+    def step(model, batch, direction):
+        return ghost.grad_dot(model, losses, batch, direction=direction, **options)
+
+    return step(model, batch, direction)
+
+
+@pytest.mark.deep
+def test_blocks_totals_and_norms_are_exact():
+    model, batch = made(NamedModel.init), tokens()
+    direction = random_like(model, 1)
+    gradients, found = run(model, named_losses, batch, direction, granularity="block", norms=True)
+    dots, squares = looped_scores(model, named_losses, batch, direction)
+    layers = {path for path in dots if path.startswith("blocks.*")}
+    expected = {path: score for path, score in dots.items() if path not in layers}
+    assert_equal(found.scores, expected | {"blocks.*": sum(dots[path] for path in layers)})
+    norm = np.sqrt(sum(square if square.ndim == 1 else square.sum(0) for square in squares.values()))
+    np.testing.assert_allclose(found.total_norm.array, norm, rtol=1e-5)
+    cosines = found.total.array / norm / found.direction_norm
+    np.testing.assert_allclose(found.cosines.array, cosines, rtol=1e-4)
+    np.testing.assert_allclose(np.abs(found.shares().array).sum(), 1.0, rtol=1e-5)
+    plain = eqx.filter_jit(ghost.val_direction)(model, named_losses, batch)
+    for one, other in zip(jax.tree.leaves(gradients), jax.tree.leaves(plain), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.deep
+def test_microbatches_add_up_and_a_single_example_needs_no_second_trace():
+    model, batch = made(NamedModel.init), tokens()
+    direction = random_like(model, 1)
+    gradients, found = run(model, named_losses, batch, direction, reduction="sum")
+    step = eqx.filter_jit(
+        lambda one: ghost.grad_dot(model, named_losses, one, direction=direction, reduction="sum")
+    )
+    parts = [step(take_example(batch, number)) for number in range(Batch.size)]
+    for path, score in found.scores.items():
+        joined = np.concatenate([part.scores[path].array for _, part in parts], -1)
+        np.testing.assert_allclose(joined, score.array, rtol=0, atol=1e-5 * np.abs(joined).max())
+    summed = jax.tree.map(lambda *some: sum(some), *(part for part, _ in parts))
+    for one, other in zip(jax.tree.leaves(summed), jax.tree.leaves(gradients), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.deep
+def test_tokens_add_up_to_examples_and_to_packed_documents():
+    model, batch = decoder(SPARSE), tokens()
+    Documents = Axis("document", 2 * Batch.size)
+    first = hax.arange(Pos).broadcast_axis(Batch).rearrange((Batch, Pos)) < 2
+    documents = hax.where(first, 1, 2)
+    positions = hax.where(first, hax.arange(Pos), hax.arange(Pos) - 2)
+    batch = dataclasses.replace(batch, documents=documents, positions=positions)
+    ids = documents - 1 + 2 * hax.arange(Batch)
+    direction = random_like(model, 1)
+    _, found = run(model, token_losses, batch, direction, tokens="sum", per_token="position")
+
+    def of_document(model, number_and_batch):
+        number, one = number_and_batch
+        losses = token_losses(model, one)
+        return hax.sum(hax.where(one.documents == number + 1, losses, 0.0), Pos)
+
+    whole = {}
+    for number in range(2):
+        each, _ = looped_scores(
+            model, lambda model, one, n=number: of_document(model, (n, one)), batch, direction
+        )
+        for path, score in each.items():
+            whole.setdefault(path, [None, None])[number] = score
+    expected = {path: np.stack(two, -1).reshape(*two[0].shape[:-1], -1) for path, two in whole.items()}
+    assert_equal(found.per_document(ids, Documents).scores, expected, tolerance=2e-5)
+    assert found.scores["embedding.weight"].axes == (Batch, Pos)
+
+
+@pytest.mark.deep
+def test_coupled_losses_and_aux_are_part_of_the_gradients():
+    model, batch = decoder(SPARSE), tokens()
+
+    def losses(model, batch):
+        hidden, auxiliary = model.hidden_states(batch.tokens)
+        return (hax.mean(hidden**2, (Pos, "embed")), 10.0 * auxiliary.loss), {"loss": auxiliary.loss}
+
+    direction = random_like(model, 1)
+    gradients, found = run(model, losses, batch, direction, coupled=True, has_aux=True, check=True)
+
+    def whole(model):
+        (each, coupled), _ = losses(model, batch)
+        return hax.mean(each).scalar() + coupled
+
+    plain = eqx.filter_jit(eqx.filter_grad(whole))(model)
+    for one, other in zip(jax.tree.leaves(gradients), jax.tree.leaves(plain), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-6)
+    assert found.aux["loss"] > 0
+
+
+@pytest.mark.deep
+def test_the_hessian_along_a_vector_gives_second_order_shapley_values():
+    model, losses, batch = made(PlainModel.init), plain_losses, plain_batch()
+    val, rate = plain_batch(3), 0.1
+    direction = eqx.filter_jit(ghost.val_direction)(model, losses, val)
+    gradients = eqx.filter_jit(ghost.val_direction)(model, losses, batch)
+
+    def loss(model):
+        return jnp.mean(losses(model, val))
+
+    _, product = jax.jvp(jax.grad(loss), (model,), (gradients,))
+    corrected = jax.jit(
+        lambda model: ghost.shapley_direction(
+            model, losses, val, direction=direction, gradients=gradients, learning_rate=rate
+        )
+    )(model)
+    for found, first, second in zip(*map(jax.tree.leaves, (corrected, direction, product)), strict=True):
+        np.testing.assert_allclose(found, first - rate / 2 * second, rtol=1e-4, atol=1e-6)
+    # The values add up to the second-order reduction of the validation loss.
+    _, scored = run(model, losses, batch, corrected)
+    values = rate * scored.total.array / 4
+    after = jax.tree.map(lambda weight, gradient: weight - rate * gradient, model, gradients)
+    reduction = loss(model) - loss(after)
+    first_order = rate * sum(
+        jnp.sum(a * b) for a, b in zip(jax.tree.leaves(direction), jax.tree.leaves(gradients), strict=True)
+    )
+    assert abs(values.sum() - reduction) < 0.2 * abs(first_order - reduction)
+
+
+@pytest.mark.deep
+def test_bfloat16_scores_are_reduced_in_float32():
+    config = dataclasses.replace(SPARSE, compute_dtype="bfloat16")
+    model, batch = decoder(config), tokens()
+    direction = random_like(model, 1)
+    losses = lambda model, batch: hax.mean(token_losses(model, batch), Pos)  # noqa: E731
+    _, found = run(model, losses, batch, direction, check=0.1)
+    exact, _ = looped_scores(decoder(SPARSE), losses, batch, direction)
+    assert all(score.dtype == jnp.float32 for score in found.scores.values())
+    assert_equal(found.scores, exact, tolerance=0.1)
+
+
+class Kernel(eqx.Module):
+    weight: jax.Array
+
+    def __call__(self, x):
+        return _kernel(x, self.weight)
+
+
+class Table(eqx.Module):
+    weight: jax.Array = unsliced()
+
+    def __call__(self, x):
+        table = LayerStack.of(self.weight)
+        return x * table.stack[table.layer_index][None]
+
+
+@jax.custom_vjp
+def _kernel(x, weight):
+    return x * weight
+
+
+_kernel.defvjp(
+    lambda x, w: (x * w, (x, w)), lambda kept, ct: (ct * kept[1], (ct * kept[0]).sum(0, keepdims=True))
+)
+
+
+def test_what_can_not_be_scored_is_refused_by_its_path():
+    x, model = jnp.ones((4, 3)), {"kernel": Kernel(jnp.ones((1, 3)))}
+
+    def losses(model, x):
+        return jnp.sum(model["kernel"](x), 1)
+
+    def refused(losses, message, error=ghost.UnsupportedLeafError, model=model, **options):
+        with pytest.raises(error, match=re.escape(message)):
+            ghost.grad_dot(model, losses, x, **{"direction": model, **options})
+
+    refused(losses, "kernel.weight goes into `custom_vjp_call`")
+    sorted_losses = lambda model, x: jnp.sum(jnp.sort(x, 0) * model["kernel"].weight, 1)  # noqa: E731
+    refused(sorted_losses, "kernel.weight meets data in `mul`")
+    refused(losses, "reduction is", ValueError, reduction="max")
+    refused(losses, "granularity is", ValueError, granularity="layer")
+    refused(losses, "per_token needs", ValueError, norms=True, per_token="x")
+    refused(losses, "direction has no array", ValueError, direction={"kernel": None})
+    refused(losses, "['kernel'].weight has the shape (3,)", ValueError, direction={"kernel": Kernel(x[0])})
+    refused(lambda model, x: x, 'tokens="mean"', ValueError)
+    refused(lambda model, x: x[0, 0], "returned a scalar", ValueError)
+    refused(losses, "trains none there", ValueError, trainable=lambda leaf: False)
+    stack = {"kernel": Stacked(Table(jnp.ones((2, 3))), Axis("layers", 2))}
+    folded = lambda model, x: jnp.sum(model["kernel"].fold(x), 1)  # noqa: E731
+    refused(folded, "kernel.*.weight is declared unsliced", direction=stack, model=stack)
+    refused(
+        lambda model, x: jnp.sum(model["kernel"].stacked.weight) + x[:, 0],
+        "and no 'stacked'",
+        AttributeError,
+        direction=stack,
+        model=stack,
+    )
+    _, found = ghost.grad_dot(model, losses, x, direction=model, granularity="total")
+    np.testing.assert_allclose(found.total.array, [3.0] * 4)
+    assert not found.scores
+
+
+def test_scores_that_do_not_add_up_are_an_error(monkeypatch):
+    exact = _deposit.sum_per_unit
+    monkeypatch.setattr(_deposit, "sum_per_unit", lambda *args: 1.1 * exact(*args))
+    model = made(PlainModel.init)
+    with pytest.raises(Exception, match="do not add up"):
+        jax.block_until_ready(run(model, plain_losses, plain_batch(), model, check=True))

@@ -1,0 +1,68 @@
+"""Scores against PyTorch: a loop over examples' gradients of Hugging Face's model with the same weights."""
+
+import equinox as eqx
+import haliax as hax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from haliax import Axis
+
+from models.qwen3_moe import Qwen3MoeConfig
+from stacked_remat import ghost
+from stacked_remat.training import TokenBatch
+
+from .cases import token_means
+
+torch = pytest.importorskip("torch")
+parity = pytest.importorskip("tests.models.test_qwen3_moe_parity")
+
+pytestmark = pytest.mark.torch
+
+Examples, Pos = Axis("batch", 3), parity.Pos
+
+
+def drawn(seed):
+    return np.random.default_rng(seed).integers(0, parity.Vocab.size, (2, Examples.size, Pos.size))
+
+
+def torch_gradients(reference, ids, targets):
+    reference.zero_grad()
+    logits = reference(torch.tensor(ids)).logits
+    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), torch.tensor(targets).flatten())
+    loss.backward()
+    return {name: parameter.grad.double().clone() for name, parameter in reference.named_parameters()}
+
+
+@pytest.mark.parametrize("variant", ["moe", "moe, tied, biases, dense first layer", "dense"])
+def test_scores_equal_those_of_a_loop_in_pytorch(variant, tmp_path):
+    reference = parity.hugging_face_model(*parity.VARIANTS[variant])
+    model = parity.decoder_from(reference, tmp_path)
+    assert isinstance(model.config, Qwen3MoeConfig) == variant.startswith("moe")
+    (train, targets), (val, val_targets) = drawn(0), drawn(1)
+    direction = torch_gradients(reference, val, val_targets)
+    total = np.zeros(Examples.size)
+    by_layer = np.zeros((model.config.num_layers, Examples.size))
+    for number in range(Examples.size):
+        own = torch_gradients(reference, train[[number]], targets[[number]])
+        for name, gradient in own.items():
+            score = float((gradient * direction[name]).sum())
+            total[number] += score
+            if name.startswith("model.layers."):
+                by_layer[int(name.split(".")[2]), number] += score
+
+    def batch(ids, targets):
+        ids, targets = (hax.named(jnp.asarray(array, jnp.int32), (Examples, Pos)) for array in (ids, targets))
+        return TokenBatch(ids, targets, hax.ones((Examples, Pos)))
+
+    @eqx.filter_jit
+    def step(model, train, val):
+        direction = ghost.val_direction(model, token_means, val)
+        return ghost.grad_dot(model, token_means, train, direction=direction)[1]
+
+    found = step(model, batch(train, targets), batch(val, val_targets))
+    np.testing.assert_allclose(found.total.array, total, rtol=0, atol=1e-4 * np.abs(total).max())
+    stacks = [
+        sum(score.array for path, score in found.scores.items() if path.startswith(f"stacks.{number}."))
+        for number in range(len(model.stacks))
+    ]
+    np.testing.assert_allclose(np.concatenate(stacks), by_layer, rtol=0, atol=1e-4 * np.abs(by_layer).max())

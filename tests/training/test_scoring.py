@@ -1,0 +1,118 @@
+"""Steps that score their examples: what steps without return, and scores that are the dot products."""
+
+import equinox as eqx
+import haliax as hax
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from stacked_remat.ghost import ScoreLog
+from stacked_remat.ghost.log import read_scores
+from stacked_remat.training import (
+    ConfigError,
+    FusedOptimizer,
+    GhostConfig,
+    GhostValidationConfig,
+    RandomLoss,
+    Scoring,
+    SgdConfig,
+    TokenBatch,
+    TrainerConfig,
+    TrainState,
+    build_optimizer,
+    train_step,
+    validation_batches,
+)
+from stacked_remat.training.scoring import StepScorer
+from stacked_remat.training.trainer_config import UpdateConfig
+
+from .next_byte import next_byte, next_byte_loss
+from .token_batches import held_out_of
+
+pytestmark = pytest.mark.usefixtures("standard_promotion")
+VOCAB = 11
+TOKENS = np.random.default_rng(0).integers(0, VOCAB, 400).astype(np.uint16)
+OPTIMIZER = build_optimizer(SgdConfig(learning_rate=0.1, warmup_steps=0), 10)
+
+
+def example_losses(model, batch):
+    log_probs = jax.nn.log_softmax(model.table[batch.tokens.array])
+    picked = -jnp.take_along_axis(log_probs, batch.targets.array[..., None], axis=-1)[..., 0]
+    parts = jnp.sum(picked * batch.weights.array, axis=1) / jnp.sum(batch.weights.array)
+    named = hax.named(parts, batch.tokens.resolve_axis("batch"))
+    return (named, jnp.zeros(())), {"loss": jnp.sum(parts)}
+
+
+def batch_of(seed):
+    tokens = np.random.default_rng(seed).integers(0, VOCAB, (4, 9)).astype(np.int32)
+    weights = np.ones((4, 8), np.float32)
+    weights[1, 3:] = weights[2, 5:] = 0.0
+    return TokenBatch.of(tokens[:, :-1], tokens[:, 1:], weights)
+
+
+def scorer_of(folder, held_out, **settings):
+    config = GhostConfig("grad_dot", **{"token_mean": "batch", "every": 2} | settings)
+    validation = validation_batches(config.validation, *held_out)
+    decode = lambda tokens: " ".join(map(str, tokens))  # noqa: E731
+    scoring = Scoring(config, example_losses, "none", validation, decode, ScoreLog(folder))
+    return StepScorer(scoring, TrainerConfig(), next_byte_loss, OPTIMIZER)
+
+
+@pytest.mark.parametrize("token_mean", [pytest.param("batch", marks=pytest.mark.deep), "example"])
+def test_a_scored_step_is_the_step_and_logs_the_dot_products(tmp_path, token_mean):
+    texts = {name: held_out_of(TOKENS[at], 8, 4) for name, at in (("a", slice(90)), ("b", slice(200, 400)))}
+    sources = GhostValidationConfig({"a": 1.0, "b": 3.0}, batches=2)
+    scorer = scorer_of(tmp_path, (texts["a"], texts), token_mean=token_mean, validation=sources)
+    assert [step for step in range(1, 7) if scorer.is_due(step)] == [2, 4, 6]
+    table = jax.random.normal(jax.random.key(0), (VOCAB, VOCAB))
+    state = TrainState.init(eqx.tree_at(lambda model: model.table, next_byte(VOCAB), table), OPTIMIZER)
+    batch = batch_of(1)
+    expected, metrics = train_step(batch, state, loss_function=next_byte_loss, optimizer=OPTIMIZER)
+
+    gradient = jax.grad(
+        lambda table, batch: next_byte_loss(eqx.tree_at(lambda m: m.table, state.model, table), batch)[0]
+    )
+    direction = jnp.zeros_like(table)
+    for name, share in (("a", 0.25), ("b", 0.75)):
+        batches = [texts[name].batch(index) for index in range(2)]
+        counts = [float(one.weights.array.sum()) for one in batches]
+        for one, count in zip(batches, counts, strict=True):
+            direction += share * count / sum(counts) * gradient(table, one)
+    own = np.asarray(batch.weights.array).sum(1)
+    dots = []
+    for row in range(4):
+        only = jnp.where(jnp.arange(4)[:, None] == row, batch.weights.array, 0.0)
+        of_row = gradient(table, eqx.tree_at(lambda b: b.weights.array, batch, only))
+        dots.append(
+            float(jnp.vdot(of_row, direction)) * (1.0 if token_mean == "example" else own[row] / own.sum())
+        )
+
+    found, of_scored = scorer.step(batch, jax.tree.map(jnp.copy, state))  # which donates it
+    np.testing.assert_allclose(found.trained.table, expected.trained.table, rtol=1e-6)
+    assert found.step == 1
+    assert of_scored.keys() == metrics.keys()
+    scorer.log(2, batch)
+    scorer.flush()
+    rows = read_scores(tmp_path, ["step", "example", "layer", "leaf", "score", "text"]).to_pylist()
+    np.testing.assert_allclose([row["score"] for row in rows], dots, rtol=1e-5)
+    assert {(row["step"], row["layer"], row["leaf"]) for row in rows} == {(2, None, "table")}
+    assert len({row["example"] for row in rows}) == 4
+    tokens = [*np.asarray(batch.tokens.array[0]), int(batch.targets.array[0, -1])]
+    assert rows[0]["text"] == " ".join(map(str, tokens))
+
+
+def test_what_cannot_be_scored_is_refused(tmp_path):
+    text = held_out_of(TOKENS, 8, 4)
+    with pytest.raises(
+        ConfigError, match="The set held_out has 13 batches, fewer than ghost.validation.batches"
+    ):
+        scorer_of(tmp_path, (text, {}), validation=GhostValidationConfig(batches=99))
+    scoring = scorer_of(tmp_path, (text, {}))._scoring
+    for config, loss, optimizer in (
+        (TrainerConfig(update=UpdateConfig(microbatches=2)), next_byte_loss, OPTIMIZER),
+        (TrainerConfig(), RandomLoss(lambda model, batch, key: next_byte_loss(model, batch)), OPTIMIZER),
+        (TrainerConfig(), next_byte_loss, FusedOptimizer(OPTIMIZER)),
+    ):
+        with pytest.raises(ValueError, match="neither microbatches, a RandomLoss nor a FusedOptimizer"):
+            StepScorer(scoring, config, loss, optimizer)

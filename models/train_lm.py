@@ -187,7 +187,7 @@ def _check_length(config: LmRunConfig, position: Position, folder: RunFolder) ->
 
 
 def _resolved(config: LmRunConfig, progress: Progress, partitioning: Partitioning) -> LmRunConfig:
-    """The config with its final model, vocabulary, policy and streaming; refuses what can't fit or run here."""
+    """The config with its final model, policy and streaming; refuses what can't fit or run here."""
     config = _fitting(config.resolved(), progress)
     check_step(config, partitioning)
     if config.policy is not None and config.policy.offloads:

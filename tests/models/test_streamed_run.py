@@ -227,7 +227,7 @@ def test_auto_streams_where_nothing_else_fits_and_the_run_can(update, streaming,
 
     monkeypatch.setattr(StepMemory, "plan", plan)
     config = config_of(None, update=update, remat="auto", budget="1GiB")
-    found = train_lm._resolved(config, ConsoleProgress())
+    found = train_lm._resolved(config, ConsoleProgress(), Partitioning.of(config.trainer.mesh))
     assert (found.remat, found.budget, found.trainer.streaming) == ("offload", None, streaming)
 
 

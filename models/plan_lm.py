@@ -6,6 +6,7 @@
 Takes the same config files as `models.train_lm`.
 """
 
+import dataclasses
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -20,8 +21,9 @@ from rich.table import Table
 from models.command import run_command, shown_on
 from models.run_config import LmRunConfig
 from models.step_memory import StepMemory
+from models.transformer.config import DecoderConfig
 from stacked_remat import ScanCheckpointPolicy
-from stacked_remat.memory import DoesNotFit, MemoryReport, find_target, readable_bytes
+from stacked_remat.memory import BudgetError, DoesNotFit, MemoryReport, find_target, readable_bytes
 from stacked_remat.training import ConfigError, lasting_console, parse_config, remat_policy
 
 POLICIES: Mapping[str, bool | dict[str, Any] | str] = {
@@ -37,6 +39,9 @@ POLICIES: Mapping[str, bool | dict[str, Any] | str] = {
 
 STREAMED = ("nested", "offload")
 """Which of them are compared with the layers' weights on the host too, where they can be there."""
+
+CUT = ("nested", "offload")
+"""Which of them are compared with layers cut into tiles too, where the config has whole ones."""
 
 _BASELINE = "True"
 
@@ -68,8 +73,9 @@ class PlanLmConfig(LmRunConfig):
 
 def compared(config: LmRunConfig) -> dict[str, ScanCheckpointPolicy]:
     """`POLICIES`, the presets of the model, and the config's own policy where it is none of these."""
-    presets = config.model.remat_presets
-    policies = {name: remat_policy(entry, presets) for name, entry in POLICIES.items()} | dict(presets)
+    presets, names = config.model.remat_presets, config.model.remat_names
+    policies = {name: remat_policy(entry, presets) for name, entry in POLICIES.items()}
+    policies |= presets if names else {}
     if config.policy is not None and config.policy not in policies.values():
         policies[str(config.remat)] = config.policy
     return policies
@@ -137,24 +143,29 @@ def main(arguments: Sequence[str], console: Console | None = None) -> int:
 
 def _plan(arguments: Sequence[str], console: Console) -> int:
     config = parse_config(PlanLmConfig, arguments).resolved(check_folder=False)
-    step, can_stream = config.step, config.step.can_stream
+    step, can_stream, cut = config.step, config.step.can_stream, _cut(config)
     step.check(streamed=can_stream)
     if config.policy is None and config.budget is not None:
         with console.status("compiling"):
-            planned = step.plan(budget=config.budget, host_budget=config.host_budget, streamed=can_stream)
-        console.print(planned)
+            console.print(_planned(config, cut, can_stream))
         return 0
     policies = compared(config)
     fits = not can_stream or _fits(step)
-    rows = {name: (policy, False) for name, policy in policies.items() if fits}
+    rows = {name: (step, policy, False) for name, policy in policies.items() if fits}
+    if cut is not None and fits:
+        rows |= {
+            f"{name}, {cut.model.tiles} tiles": (cut.step, policies[name], False)
+            for name in CUT
+            if name in policies
+        }
     if can_stream:
-        rows |= {f"{name}, streamed": (policies[name], True) for name in STREAMED if name in policies}
+        rows |= {f"{name}, streamed": (step, policies[name], True) for name in STREAMED if name in policies}
     found: dict[str, MemoryReport] = {}
     refused: dict[str, Exception] = {}
     with RichProgress(console=console, transient=True) as progress:
-        for name, (policy, streamed) in progress.track(rows.items(), description="compiling"):
+        for name, (of, policy, streamed) in progress.track(rows.items(), description="compiling"):
             try:
-                found[name] = step.report(policy, streamed=streamed)
+                found[name] = of.report(policy, streamed=streamed)
             except (DoesNotFit, ValueError) as error:  # such as a policy that a fused update does not take
                 refused[name] = error
     if not found:
@@ -163,6 +174,33 @@ def _plan(arguments: Sequence[str], console: Console) -> int:
     for name, error in refused.items():
         console.print(f"{name}: {str(error).splitlines()[0]}", markup=False)
     return 0
+
+
+def _cut(config: PlanLmConfig) -> Any:
+    """The config with layers in as many tiles as attention can have; None if they are cut, or can't be."""
+    model = config.model
+    if not isinstance(model, DecoderConfig) or model.tiles > 1:
+        return None
+    return dataclasses.replace(config, model=dataclasses.replace(model, tiles=max(2, model.num_kv_heads)))
+
+
+def _planned(config: PlanLmConfig, cut: Any, can_stream: bool) -> str:
+    """What fits the budget: a policy with whole layers, or with layers in tiles.
+
+    Raises:
+        BudgetError: neither.
+    """
+    options = {"budget": config.budget, "host_budget": config.host_budget, "streamed": can_stream}
+    try:
+        return str(config.step.plan(**options))
+    except BudgetError:
+        if cut is None:
+            raise
+        try:
+            return f"{cut.step.plan(**options)}\nwith model.tiles: {cut.model.tiles}; nothing fits without."
+        except BudgetError:
+            pass
+        raise
 
 
 def _fits(step: StepMemory) -> bool:

@@ -16,7 +16,7 @@ from models.step_memory import StepMemory
 from stacked_remat import ScanCheckpointPolicy
 from stacked_remat._policy import _ALIASES, resolve_policy
 from stacked_remat.lora import LoraConfig
-from stacked_remat.memory import TARGETS, TimeBound, arguments_on_host
+from stacked_remat.memory import TARGETS, BudgetError, TimeBound, arguments_on_host
 from stacked_remat.training import (
     ConfigError,
     DataConfig,
@@ -202,6 +202,39 @@ def test_auto_shows_how_the_policy_is_found(reports):
     assert between.report.total <= between.budget
     console.print(between)
     assert "first_layers" in console.file.getvalue()  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def test_layers_in_tiles_are_compared_and_tried_where_nothing_fits_without(monkeypatch, tmp_path, reports):
+    console = Console(file=io.StringIO(), width=200)
+    path = tmp_path / "plan.yaml"
+    path.write_text(
+        "model: {type: qwen3, hidden_dim: 8, num_layers: 2, num_heads: 2}\n"
+        "data: {batch_size: 2, seq_len: 8}\n"
+        "trainer: {mesh: {axes: {data: 1}}}"
+    )
+    compiled, budgets = [], []
+
+    def report(step, remat, **_):
+        compiled.append((step.config.model.tiles, str(remat)))
+        return reports["True"]
+
+    def plan(step, **_):
+        budgets.append(step.config.model.tiles)
+        if step.config.model.tiles == 1:
+            raise BudgetError("no candidate fits")
+        return "nested fits"
+
+    monkeypatch.setattr(StepMemory, "report", report)
+    monkeypatch.setattr(StepMemory, "plan", plan)
+    assert main(["--config_path", str(path)], console) == 0
+    assert [remat for tiles, remat in compiled if tiles == 2] and {tiles for tiles, _ in compiled} == {1, 2}
+    assert main(["--config_path", str(path), "--model.tiles", "4"], console) == 0
+    auto = ["--config_path", str(path), "--remat", "auto", "--budget", "1GiB"]
+    assert main(auto, console) == 0
+    assert budgets == [1, 2]
+    shown = console.file.getvalue()  # pyright: ignore[reportAttributeAccessIssue]
+    assert shown.count("nested, 2 tiles") == shown.count("offload, 2 tiles") == 1
+    assert "nested fits\nwith model.tiles: 2; nothing fits without." in shown
 
 
 @pytest.mark.deep

@@ -170,6 +170,11 @@ def checkpoint_sequential(
         layer = layers[part]
         options = {"key": keys[part]} if key is not None or isinstance(layers, eqx.nn.Sequential) else {}
         if isinstance(layer, eqx.nn.StatefulLayer) and layer.is_stateful():
+            if state is None:
+                raise ValueError(
+                    f"checkpoint_sequential: layers[{part}] ({type(layer).__name__}) keeps state; "
+                    "pass state= of eqx.nn.make_with_state."
+                )
             return layer(x, state=state, **options)
         return layer(x, **options), state
 

@@ -41,6 +41,7 @@ LAYERS = {
     "_stacked": "stacks",
     "_state_dict": "stacks",
     "_tiled": "stacks",
+    "_tiles": "stacks",
     "ghost": "ghost",
     "lora": "ops",
     "nnx": "nnx",

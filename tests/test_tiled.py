@@ -193,6 +193,40 @@ def test_each_device_cuts_its_own_part():
     assert "all-gather" not in text and "all-to-all" not in text
 
 
+def test_it_works_inside_of_shard_map_and_refuses_sharding_in_types():
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Explicit,))
+    x, w = jax.random.normal(jax.random.key(0), (12, 4)), jax.random.normal(jax.random.key(1), (4, 4))
+    split, whole = PartitionSpec("data"), PartitionSpec()
+
+    def loss(x, w, apply):
+        def local(x, w):
+            return apply(lambda x, w: jnp.tanh(x @ w))(x, shared(w) if apply is cut else w)
+
+        run = jax.shard_map(local, mesh=mesh, in_specs=(split, whole), out_specs=split)
+        return jnp.sum(run(jax.reshard(x, split), w) ** 2)
+
+    def cut(fn):
+        return tiled(fn, 0, tiles=2)
+
+    with jax.set_mesh(mesh):
+        found, expected = (
+            jax.jit(jax.grad(loss, (0, 1)), static_argnums=2)(x, w, f) for f in (cut, lambda f: f)
+        )
+        assert_close(found, expected)
+        with pytest.raises(ValueError, match="closes over an array"):
+            loss(x, w, lambda fn: lambda x, w: tiled(lambda x: fn(x, w), 0, tiles=2)(x))
+        with pytest.raises(ValueError, match=r"sharded by its type.*AxisType.Auto"):
+            tiled(jnp.sin, 0, tiles=2)(jax.reshard(x, split))
+
+
+def test_nothing_to_cut():
+    assert tiled(jnp.sin, 0, tiles=3)(jnp.ones((0, 2))).shape == (0, 2)
+    for axis in (None, True, ("a", "b")):
+        with pytest.raises(TypeError, match="axis must be a named axis"):
+            tiled(jnp.sin, axis, tiles=2)  # pyright: ignore[reportArgumentType]
+    assert tiled(jnp.sin, 0, tiles=np.int64(2))(jnp.ones(4)).shape == (4,)  # pyright: ignore[reportArgumentType]
+
+
 def test_internals_exist_for_one_tile_and_names_inside_are_not_kept():
     Wide, Many = Axis("inner", 4096), Axis("position", 1024)
     shapes = eqx.filter_eval_shape(
@@ -232,7 +266,7 @@ def test_auto_takes_the_fewest_tiles_that_fit():
     [
         (lambda: tiled(jnp.sin, 0), 'Give either tiles=k, or tiles="auto"'),
         (lambda: tiled(jnp.sin, 0, tiles=0), "at least 1; got 0"),
-        (lambda: tiled(jnp.sin, 0, tiles=True), "at least 1; got True"),
+        (lambda: tiled(jnp.sin, 0, tiles="auto", budget=0)(jnp.ones(4)), "above 0 bytes"),
         (lambda: tiled(jnp.sin, 0, tiles=2, budget="1GiB"), "Give either"),
         (lambda: tiled(jnp.sin, 0, tiles=2, reduce="mean"), 'reduce must be "sum" or None'),
         (lambda: tiled(jnp.sin, 0, tiles="auto", budget="much")(jnp.ones(4)), "much"),
@@ -243,7 +277,33 @@ def test_auto_takes_the_fewest_tiles_that_fit():
             lambda: tiled(lambda x: hax.sum(x, Pos.name), Pos, tiles=2)(random(Pos)),
             'output lacks it.*reduce="sum"',
         ),
-        (lambda: tiled(lambda x: x[:1], 0, tiles=2)(jnp.ones(4)), "has 1 positions for a tile of 2"),
+        (lambda: tiled(lambda x: x[:1], 0, tiles=2)(jnp.ones(4)), "is float32.1. for a tile of 2"),
+        (lambda: tiled(lambda x: x @ x.T, 0, tiles=4)(jnp.ones((13, 4))), r"float32.4,4. for a tile of 4"),
+        (lambda: tiled(lambda x: x @ x.T, 0, tiles=2)(jnp.ones((4, 4))), "treat positions independently"),
+        (
+            lambda: tiled(lambda x: x.sum(-1), 0, tiles=4, reduce="sum")(jnp.ones((13, 4))),
+            r"output is float32.4. for a tile of 4 and float32.13. for all 13",
+        ),
+        (
+            lambda: tiled(lambda x: (x.sum(), x.shape[0]), 0, tiles=4, reduce="sum")(jnp.ones(13)),
+            "returns 13 for all positions and 4 for a tile. Return it as an array",
+        ),
+        (
+            lambda: tiled(lambda x: [x] * x.shape[0], 0, tiles=2)(jnp.ones(4)),
+            "the structure of what it returns",
+        ),
+        (
+            lambda: tiled(lambda x, key: x, Pos, tiles=2)(random(Pos), jax.random.key(0)),
+            "key is a single random",
+        ),
+        (
+            lambda: tiled(lambda x, key: x, 0, tiles=2)(jnp.ones(4), jax.random.key(0)),
+            "key is a single random",
+        ),
+        (
+            lambda: tiled(lambda x: jax.random.split(jax.random.key(0), len(x)), 0, tiles=2)(jnp.ones(4)),
+            "is a random key",
+        ),
     ],
 )
 def test_what_is_refused(call, message):

@@ -41,8 +41,23 @@ def zeros_after(done: Any, like: Any) -> Any:
 
     XLA fills the buffers of a loop early otherwise, and holds them while what the loop reads is computed.
     """
-    _, zero = lax.optimization_barrier((done, jnp.zeros((), jnp.int32)))
+    _, zero = lax.optimization_barrier(varying_alike((done, jnp.zeros((), jnp.int32))))
     return jax.tree.map(lambda leaf: jnp.broadcast_to(zero.astype(leaf.dtype), leaf.shape), like)
+
+
+def varying_alike(arrays: Any) -> Any:
+    """The arrays, all varying over the axes of a `jax.shard_map` over which some of them vary."""
+
+    def varies_over(leaf: Any) -> frozenset[str]:
+        return frozenset(jax.typeof(leaf).manual_axis_type.varying)
+
+    every = frozenset[str]().union(*(varies_over(leaf) for leaf in jax.tree.leaves(arrays)))
+
+    def vary(leaf: Any) -> Any:
+        missing = tuple(sorted(every - varies_over(leaf)))
+        return lax.pcast(leaf, missing, to="varying") if missing else leaf
+
+    return jax.tree.map(vary, arrays)
 
 
 def full_on_host(like: Any, value: int) -> Array:

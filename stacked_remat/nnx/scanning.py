@@ -15,6 +15,7 @@ from flax import nnx
 from haliax import Axis
 
 from .. import ScanCheckpointPolicy, ScanCheckpointSpec, per_layer, scan, shared
+from .._policy import resolve_policy
 from .axes import Axes, replaced
 from .parts import TAG, change_metadata, is_node, merged, named_leaves, split
 
@@ -108,18 +109,22 @@ def _policy(
     if segment_length is not None:
         return ScanCheckpointPolicy(segment_length=segment_length)
     if lengths is not None:
-        are_numbers = isinstance(lengths, tuple | list) and all(isinstance(n, int) for n in lengths)
+        are_numbers = isinstance(lengths, tuple | list) and all(
+            isinstance(n, int | np.integer) for n in lengths
+        )
         if not are_numbers or not lengths or min(lengths) < 1:
             raise ValueError(
                 f"lengths={lengths!r} is not a sequence of positive numbers of parts. For the number of "
                 "layers alone write length=."
             )
-        return ScanCheckpointPolicy(nested=lengths)
-    return "nested" if policy is None else policy
+        return ScanCheckpointPolicy(nested=tuple(map(int, lengths)))
+    return resolve_policy("nested" if policy is None else policy)
 
 
 def _length(length: int | None, lengths: Sequence[int] | None) -> int | None:
-    product = None if lengths is None else math.prod(lengths)
+    if length is not None and length < 0:
+        raise ValueError(f"length={length} is negative. Give the number of layers.")
+    product = None if lengths is None else math.prod(map(int, lengths))
     if length is not None and product not in (None, length):
         raise ValueError(f"lengths={tuple(lengths or ())} multiply to {product} layers, and length={length}.")
     return length if product is None else product

@@ -10,7 +10,6 @@ import jax.tree_util as jtu
 from flax import nnx
 
 from .. import ScanCheckpointSpec
-from .._policy import resolve_policy
 from ..streaming import is_on_host, moves_to_host
 from .parts import is_node
 from .scanning import remat_scan
@@ -129,7 +128,7 @@ class Stacked(nnx.Module):
         policy: ScanCheckpointSpec = "nested",
         transform_metadata: Mapping[str, Any] | None = None,
     ) -> None:
-        resolve_policy(policy)
+        remat_scan(policy=policy)  # refuses an unknown one
         is_list = isinstance(layers, Sequence | nnx.List)
         metadata = (_UNNAMED if is_list else {}) if transform_metadata is None else transform_metadata
         for layer in layers if is_list else [layers]:  # type: ignore[union-attr]
@@ -165,8 +164,8 @@ class Stacked(nnx.Module):
                 if value is not before.get(name):
                     raise ValueError(
                         f"A layer writes to {name}, a Param of an argument, which all layers share. Make it "
-                        "a variable of another type, whose value goes from layer to layer, or return it in the "
-                        "carry."
+                        "a variable of another type, whose value goes from layer to layer, or return it in "
+                        "the carry."
                     )
             return result
 

@@ -15,7 +15,6 @@ from flax import nnx
 from haliax import Axis
 
 from .. import ScanCheckpointPolicy, ScanCheckpointSpec, per_layer, scan, shared
-from .._policy import resolve_policy
 from .axes import Axes, replaced
 from .parts import TAG, change_metadata, is_node, merged, named_leaves, split
 
@@ -46,9 +45,10 @@ def remat_scan(
     ```
 
     Results, gradients and the state of modules after the call are those of `nnx.scan` with the same
-    arguments and `graph_updates=True`, its default. State that a layer changes (`BatchStat`, `RngCount`, new
-    `Intermediate`s) is an output of the scan, written once to the caller's modules. A layer that runs again
-    for the backward pass reads what it read the first time: its dropout draws the same numbers.
+    arguments and `graph_updates=True`, its default; docs/nnx.md lists what differs. State that a layer
+    changes (`BatchStat`, `RngCount`, new `Intermediate`s) is an output of the scan, written once to the
+    caller's modules. A layer that runs again for the backward pass reads what it read the first time: its
+    dropout draws the same numbers.
 
     Args:
         f: a function, or a method in the body of a class. Without it, `remat_scan` is a decorator.
@@ -70,9 +70,10 @@ def remat_scan(
         A function of the arguments of `f`, or a decorator.
 
     Raises:
-        ValueError: for axes that contradict each other, arguments of different lengths, a carry that changes,
-            and where `stacked_remat.scan` does.
-        TypeError: for a bound method, a keyword-only argument, and axes of another kind.
+        ValueError: for axes that contradict each other, arguments of different lengths, a negative length, a
+            carry that changes, and where `stacked_remat.scan` does; an unknown policy when decorating.
+        TypeError: for a bound method, a keyword-only argument, and axes of another kind; for `jax.jvp`,
+            `jax.linearize` and `jax.hessian` under `"nested"` (its default) and others that cut the layers.
 
     Cost: as `stacked_remat.scan`. What a layer does not change is not copied, but all of a carried module is
     a carry. `f` is traced at each call.
@@ -118,7 +119,9 @@ def _policy(
                 "layers alone write length=."
             )
         return ScanCheckpointPolicy(nested=tuple(map(int, lengths)))
-    return resolve_policy("nested" if policy is None else policy)
+    chosen = "nested" if policy is None else policy
+    scan(_split_results, Axis("layers", 1), remat=chosen)  # refuses an unknown policy
+    return chosen
 
 
 def _length(length: int | None, lengths: Sequence[int] | None) -> int | None:

@@ -1,5 +1,7 @@
 """Layers of NNX as one module: stacked, called one after the other, and what is refused."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -82,7 +84,8 @@ def test_state_of_arguments_goes_from_layer_to_layer(policy):
     assert found[2].default.count[...] == 6 and not jnp.array_equal(found[0][0][0], found[0][1][0])
     np.testing.assert_array_equal(found[2].default.count[...], expected[2].default.count[...])
     pairs = zip(
-        *(jax.tree.leaves((run[0], nnx.to_pure_dict(nnx.state(run[1])))) for run in (expected, found))
+        *(jax.tree.leaves((run[0], nnx.to_pure_dict(nnx.state(run[1])))) for run in (expected, found)),
+        strict=True,
     )
     for a, b in pairs:
         np.testing.assert_allclose(b, a, rtol=2e-5, atol=1e-6)
@@ -129,23 +132,21 @@ def test_sharding_metadata_has_the_layers_axis():
     mesh = jax.make_mesh((1,), ("model",), axis_types=(jax.sharding.AxisType.Auto,))
     metadata = {nnx.PARTITION_NAME: "layers"}
     with jax.set_mesh(mesh):
-        made = nnx.vmap(Split, transform_metadata=metadata)(jax.random.split(jax.random.key(0), 3))
+        made: Any = nnx.vmap(Split, transform_metadata=metadata)(jax.random.split(jax.random.key(0), 3))
         layers = [Split(seed) for seed in range(3)]
-        for name, stacked in {
-            None: Stacked(layers),
-            "layers": Stacked(made, transform_metadata=metadata),
-        }.items():
-            assert stacked.layers.linear.kernel.out_sharding == (name, None, "model")
+        named = Stacked(made, transform_metadata=metadata)
+        for name, stacked in {None: Stacked(layers), "layers": named}.items():
+            kernel = nnx.state(stacked)["layers"]["linear"]["kernel"]
             stacked(jnp.ones((2, 4)))
-            assert stacked.layers.linear.kernel.out_sharding == (name, None, "model")
+            after = nnx.state(stacked)["layers"]["linear"]["kernel"]
+            assert kernel.out_sharding == after.out_sharding == (name, None, "model")
         assert layers[0].linear.kernel.out_sharding == (None, "model")
 
 
 def test_only_layers_of_stacks_move_to_the_host():
-    model = nnx.Dict(conv=nnx.Conv(3, 8, (3, 3), rngs=nnx.Rngs(0)), layers=Stacked(blocks()))
-    to_host(model)
-    assert streaming.is_on_host(model.layers.layers.linear.kernel[...])
-    assert not any(map(streaming.is_on_host, jax.tree.leaves(nnx.state(model.conv))))
+    model = nnx.List([nnx.Conv(3, 8, (3, 3), rngs=nnx.Rngs(0)), Stacked(blocks())])
+    rest, stacked = (jax.tree.leaves(nnx.state(part)) for part in to_host(model))
+    assert any(map(streaming.is_on_host, stacked)) and not any(map(streaming.is_on_host, rest))
 
 
 def shared_rngs():

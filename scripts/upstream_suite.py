@@ -153,7 +153,7 @@ def main(arguments: list[str]) -> int:
     with tempfile.TemporaryDirectory() as folder:
         tests = suite.fetch(Path(folder))
         own = ["-c", "/dev/null", "--rootdir", folder, "-q", "-p", "no:cacheprovider", "-p", "no:warnings"]
-        own += ["-k", suite.selected]
+        own += ["-rx", "-k", suite.selected]  # lists the cases that are expected to fail
         return int(pytest.main([*own, *arguments[1:], *tests], plugins=[suite]))
 
 

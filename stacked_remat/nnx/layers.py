@@ -1,6 +1,7 @@
 """Layers of one kind: as one module, called one after the other, in host memory."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import jax
@@ -10,22 +11,30 @@ from flax import nnx
 
 from .. import ScanCheckpointSpec
 from ..streaming import is_on_host, moves_to_host
+from .parts import is_node
 from .scanning import remat_scan
 
 M = TypeVar("M", bound=nnx.Module)
 
+_UNNAMED: Mapping[str, Any] = MappingProxyType({nnx.PARTITION_NAME: None})
+# What a layer may write to a module among its arguments goes from layer to layer; weights would be copied.
+_ARGUMENT = nnx.StateAxes({nnx.Param: None, ...: nnx.Carry})
 
-def stack(modules: Sequence[M]) -> M:
+
+def stack(modules: Sequence[M], *, transform_metadata: Mapping[str, Any] = _UNNAMED) -> M:
     """Modules of one kind as one, with the arrays of each along a new first axis, as `nnx.vmap` makes it.
 
     Args:
         modules: at least one, all with the same structure, shapes and dtypes, and no variable in two of them.
+        transform_metadata: as in `nnx.vmap`: `{nnx.PARTITION_NAME: name}` puts `name`, or `None`, first in
+            the sharding metadata of the variables.
 
     Returns:
         A module of the same class, to split with axis 0.
 
     Raises:
-        ValueError: names the variable that is missing, that differs or that two modules share.
+        ValueError: names the variable or static attribute that is missing, that differs, or the variable that
+            two modules share.
 
     Cost: a copy of all arrays.
     """
@@ -54,8 +63,34 @@ def stack(modules: Sequence[M]) -> M:
                     f"{path} is {here} in layer 0 and {there} in layer {index}. Make them alike."
                 )
         if other_graphdef != graphdef:
-            raise ValueError(f"Layer {index} has other static attributes than layer 0. Make them alike.")
-    return nnx.merge(graphdef, jax.tree.map(lambda *parts: jnp.stack(parts), *(state for _, state in states)))
+            raise ValueError(
+                f"Layer {index} has other static attributes than layer 0: "
+                f"{_difference(modules[0], modules[index])}. Make them alike."
+            )
+    state = jax.tree.map(lambda *parts: jnp.stack(parts), *(state for _, state in states))
+    stacked = nnx.merge(graphdef, state)
+    nnx.spmd.add_axis(nnx.state(stacked), 0, transform_metadata)
+    return stacked
+
+
+def _difference(first: nnx.Module, other: nnx.Module) -> str:
+    """The first static attribute, or metadata of a variable, that differs between two modules."""
+    here, there = _static(first), _static(other)
+    for name in {**here, **there}:
+        if name not in here or name not in there or here[name] != there[name]:
+            return f"{name} is {here.get(name, 'missing')!r} and {there.get(name, 'missing')!r}"
+    return "what they share among themselves"
+
+
+def _static(module: nnx.Module) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for path, value in nnx.iter_graph(module):
+        name = ".".join(map(str, path))
+        if isinstance(value, nnx.Variable):
+            found[f"the metadata of {name}"] = (type(value), value.get_metadata())
+        elif "_pytree_" not in name and not is_node(value) and not isinstance(value, tuple | list | dict):
+            found[name] = None if hasattr(value, "shape") else value
+    return found
 
 
 class Stacked(nnx.Module):
@@ -66,22 +101,46 @@ class Stacked(nnx.Module):
     y = layers(x, mask)  # for layer in layers: x = layer(x, mask)
     ```
 
+    State that a layer changes in modules among the further arguments, such as shared `Rngs` or the statistics
+    of a shared `BatchNorm`, goes from layer to layer as a part of the carry; their `Param`s do not.
+
     Attributes:
         layers: a module whose arrays have the layers as first axis.
         policy: what the backward pass keeps, as in `remat_scan`.
+        length: the number of layers of a list, otherwise `None`.
+        transform_metadata: as pairs.
 
     Args:
         layers: a list of modules, which are stacked, or a module made with `nnx.vmap`. A layer takes the
             carry and further arguments, and returns the next carry.
         policy: as in `remat_scan`.
+        transform_metadata: of a list, as in `stack`; of a module, what `nnx.vmap` got, by default nothing.
 
     Raises:
-        ValueError: as `stack`.
+        ValueError: as `stack`, and for an unknown policy.
+        TypeError: for layers that are no modules or can't be called.
     """
 
-    def __init__(self, layers: Sequence[Any] | nnx.Module, *, policy: ScanCheckpointSpec = "nested") -> None:
-        self.layers = stack(layers) if isinstance(layers, Sequence | nnx.List) else layers
+    def __init__(
+        self,
+        layers: Sequence[Any] | nnx.Module,
+        *,
+        policy: ScanCheckpointSpec = "nested",
+        transform_metadata: Mapping[str, Any] | None = None,
+    ) -> None:
+        remat_scan(policy=policy)  # refuses an unknown one
+        is_list = isinstance(layers, Sequence | nnx.List)
+        metadata = (_UNNAMED if is_list else {}) if transform_metadata is None else transform_metadata
+        for layer in layers if is_list else [layers]:  # type: ignore[union-attr]
+            if not isinstance(layer, nnx.Module) or not callable(layer):
+                raise TypeError(
+                    f"Stacked takes modules with a __call__, and got a {type(layer).__name__}. Give a list "
+                    "of modules, or a module made with nnx.vmap."
+                )
+        self.layers = stack(layers, transform_metadata=metadata) if is_list else layers  # type: ignore[arg-type]
+        self.length = len(layers) if is_list else None  # type: ignore[arg-type]
         self.policy: ScanCheckpointSpec = policy
+        self.transform_metadata = tuple(metadata.items())
 
     def __call__(self, x: Any, *args: Any, **kwargs: Any) -> Any:
         """Apply the layers, from carry to carry.
@@ -93,15 +152,50 @@ class Stacked(nnx.Module):
 
         Returns:
             The last carry.
+
+        Raises:
+            ValueError: a layer writes to a `Param` of a module among `args` and `kwargs`.
         """
 
         def apply(x: Any, layer: Any, args: Any, kwargs: Any) -> Any:
-            return layer(x, *args, **kwargs)
+            before = _weights((args, kwargs))
+            result = layer(x, *args, **kwargs)
+            for name, value in _weights((args, kwargs)).items():
+                if value is not before.get(name):
+                    raise ValueError(
+                        f"A layer writes to {name}, a Param of an argument, which all layers share. Make it "
+                        "a variable of another type, whose value goes from layer to layer, or return it in "
+                        "the carry."
+                    )
+            return result
 
-        axes = (nnx.Carry, 0, None, None)
-        return remat_scan(apply, policy=self.policy, in_axes=axes, out_axes=nnx.Carry)(
+        axes = (
+            nnx.Carry,
+            0,
+            tuple(map(_argument_axes, args)),
+            {name: _argument_axes(value) for name, value in kwargs.items()},
+        )
+        options = {"length": self.length, "transform_metadata": dict(self.transform_metadata)}
+        return remat_scan(apply, policy=self.policy, in_axes=axes, out_axes=nnx.Carry, **options)(
             x, self.layers, args, kwargs
         )
+
+
+def _argument_axes(argument: Any) -> Any:
+    """What becomes of an argument that all layers get, in `in_axes`."""
+    if not any(map(is_node, jax.tree.leaves(argument, is_leaf=is_node))):
+        return None
+    return jax.tree.map(lambda leaf: _ARGUMENT if is_node(leaf) else None, argument, is_leaf=is_node)
+
+
+def _weights(arguments: tuple[Any, Mapping[str, Any]]) -> dict[str, Any]:
+    """The values of the `Param`s in positional and keyword arguments."""
+    found = {}
+    for path, value in nnx.iter_graph(arguments):
+        if isinstance(value, nnx.Param):
+            names = ("args", *path[1:]) if path[0] == 0 else path[1:]
+            found[".".join(map(str, names))] = value.get_raw_value()
+    return found
 
 
 def to_host(layers: M, where: Any = nnx.Param) -> M:
@@ -111,7 +205,8 @@ def to_host(layers: M, where: Any = nnx.Param) -> M:
     `nnx.Optimizer` computes on the device: let `where` leave there what it updates.
 
     Args:
-        layers: a module whose arrays have the layers as first axis, or a `Stacked`. It is changed in place.
+        layers: a module, changed in place. If it is or contains `Stacked`s, their layers are moved and
+            nothing else. Otherwise all of its arrays have the layers as first axis.
         where: a filter of NNX. Of these variables only matrices are moved, arrays with at least two
             dimensions above 1 in each layer, as in `streaming.to_host`.
 
@@ -143,11 +238,12 @@ def _moved(layers: M, where: Any, space: Any) -> M:
         count += 1
         return jax.device_put(leaf, space)
 
-    state = jax.tree.map(moved, nnx.state(layers, where))
+    stacks = [module.layers for _, module in nnx.iter_graph(layers) if isinstance(module, Stacked)]
+    for module in stacks or [layers]:
+        nnx.update(module, jax.tree.map(moved, nnx.state(module, where)))
     if not count:
         raise ValueError(
             f"There is no matrix in the state of {type(layers).__name__} to move. Give a module whose arrays "
-            "have the layers as first axis, and check where=."
+            "have the layers as first axis, or one with a Stacked, and check where=."
         )
-    nnx.update(layers, state)
     return layers

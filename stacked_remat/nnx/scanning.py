@@ -45,9 +45,10 @@ def remat_scan(
     ```
 
     Results, gradients and the state of modules after the call are those of `nnx.scan` with the same
-    arguments and `graph_updates=True`, its default. State that a layer changes (`BatchStat`, `RngCount`, new
-    `Intermediate`s) is an output of the scan, written once to the caller's modules. A layer that runs again
-    for the backward pass reads what it read the first time: its dropout draws the same numbers.
+    arguments and `graph_updates=True`, its default; docs/nnx.md lists what differs. State that a layer
+    changes (`BatchStat`, `RngCount`, new `Intermediate`s) is an output of the scan, written once to the
+    caller's modules. A layer that runs again for the backward pass reads what it read the first time: its
+    dropout draws the same numbers.
 
     Args:
         f: a function, or a method in the body of a class. Without it, `remat_scan` is a decorator.
@@ -69,9 +70,10 @@ def remat_scan(
         A function of the arguments of `f`, or a decorator.
 
     Raises:
-        ValueError: for axes that contradict each other, arguments of different lengths, a carry that changes,
-            and where `stacked_remat.scan` does.
-        TypeError: for a bound method, a keyword-only argument, and axes of another kind.
+        ValueError: for axes that contradict each other, arguments of different lengths, a negative length, a
+            carry that changes, and where `stacked_remat.scan` does; an unknown policy when decorating.
+        TypeError: for a bound method, a keyword-only argument, and axes of another kind; for `jax.jvp`,
+            `jax.linearize` and `jax.hessian` under `"nested"` (its default) and others that cut the layers.
 
     Cost: as `stacked_remat.scan`. What a layer does not change is not copied, but all of a carried module is
     a carry. `f` is traced at each call.
@@ -108,18 +110,24 @@ def _policy(
     if segment_length is not None:
         return ScanCheckpointPolicy(segment_length=segment_length)
     if lengths is not None:
-        are_numbers = isinstance(lengths, tuple | list) and all(isinstance(n, int) for n in lengths)
+        are_numbers = isinstance(lengths, tuple | list) and all(
+            isinstance(n, int | np.integer) for n in lengths
+        )
         if not are_numbers or not lengths or min(lengths) < 1:
             raise ValueError(
                 f"lengths={lengths!r} is not a sequence of positive numbers of parts. For the number of "
                 "layers alone write length=."
             )
-        return ScanCheckpointPolicy(nested=lengths)
-    return "nested" if policy is None else policy
+        return ScanCheckpointPolicy(nested=tuple(map(int, lengths)))
+    chosen = "nested" if policy is None else policy
+    scan(_split_results, Axis("layers", 1), remat=chosen)  # refuses an unknown policy
+    return chosen
 
 
 def _length(length: int | None, lengths: Sequence[int] | None) -> int | None:
-    product = None if lengths is None else math.prod(lengths)
+    if length is not None and length < 0:
+        raise ValueError(f"length={length} is negative. Give the number of layers.")
+    product = None if lengths is None else math.prod(map(int, lengths))
     if length is not None and product not in (None, length):
         raise ValueError(f"lengths={tuple(lengths or ())} multiply to {product} layers, and length={length}.")
     return length if product is None else product

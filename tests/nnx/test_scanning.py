@@ -70,7 +70,7 @@ def reference(reverse):
 
 
 POLICIES = {
-    "lengths": {"lengths": (2, 3)},
+    "lengths": {"lengths": (np.int64(2), 3)},
     "nested": {},
     "lengths of three": {"lengths": (1, 2, 3)},
     "lengths of one": {"lengths": (6,)},
@@ -333,6 +333,7 @@ REFUSED = {
     ),
     "no lengths": (dict(lengths=3), (X, L), "lengths=3 is not a sequence .* length="),
     "no number": (dict(lengths=("a",)), (X, L), r"lengths=\('a',\) is not a sequence"),
+    "a negative length": (dict(in_axes=(nnx.Carry, None), length=-1), (X, L), "length=-1 is negative"),
     "another product": (dict(lengths=(2, 2)), (X, L), "say 4 layers, and layer has 3.*multiply to 3"),
     "another length": (dict(length=5), (X, L), "say 5 layers, and layer has 3"),
     "two lengths": (dict(lengths=(1, 3), length=4), (X, L), "multiply to 3 layers, and length=4"),

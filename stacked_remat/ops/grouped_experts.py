@@ -171,6 +171,7 @@ def _plan(choices: Int[Array, "token choice"], experts: int, size: int, at_once:
     # Only the last block of an expert has padding, and every block has at least one row.
     most = min(flat.size, flat.size // size + experts)
     iterations = -(-most // at_once)
+    at_once = -(-most // iterations)  # as even as can be: a block of padding reads an expert too
     block = jnp.arange(iterations * at_once, dtype=jnp.int32)
     ended = jnp.sum(
         last_block[None, :] <= block[:, None], axis=1, dtype=jnp.int32

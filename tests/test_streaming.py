@@ -58,7 +58,7 @@ def on_host(tree):
     return [jax.typeof(leaf).memory_space == jax.memory.Space.Host for leaf in jax.tree.leaves(tree)]
 
 
-IN_SHORT = ("False, reversed", "nested", "offload in threes")
+IN_SHORT = ("False, reversed", "nested", "recompute", "offload in threes")
 CASES = {
     "True": (1, True, False),
     "False, reversed": (1, False, True),

@@ -53,12 +53,12 @@ def _jvp(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[list[Any], li
 
 
 def _transpose(cotangents: Sequence[Any], *_: Any) -> list[Any]:
-    return [
-        full_on_host(ct.aval, 0)
-        if isinstance(ct, ad.Zero) and ct.aval.memory_space == jax.memory.Space.Host
-        else ct
-        for ct in cotangents
-    ]
+    def in_place(ct: Any) -> Any:
+        aval: Any = ct.aval
+        is_zero = isinstance(ct, ad.Zero) and aval.memory_space == jax.memory.Space.Host
+        return full_on_host(aval, 0) if is_zero else ct
+
+    return list(map(in_place, cotangents))
 
 
 _with_zeros_in_place = Primitive("with_zeros_in_place")

@@ -147,7 +147,8 @@ def _plan(arguments: Sequence[str], console: Console) -> int:
     step.check(streamed=can_stream)
     if config.policy is None and config.budget is not None:
         with console.status("compiling"):
-            console.print(_planned(config, cut, can_stream))
+            found_and_note = _planned(config, cut, can_stream)
+        console.print(*found_and_note, sep="\n")
         return 0
     policies = compared(config)
     fits = not can_stream or _fits(step)
@@ -184,20 +185,20 @@ def _cut(config: PlanLmConfig) -> Any:
     return dataclasses.replace(config, model=dataclasses.replace(model, tiles=max(2, model.num_kv_heads)))
 
 
-def _planned(config: PlanLmConfig, cut: Any, can_stream: bool) -> str:
-    """What fits the budget: a policy with whole layers, or with layers in tiles.
+def _planned(config: PlanLmConfig, cut: Any, can_stream: bool) -> tuple[Any, ...]:
+    """What fits the budget: a policy with whole layers, or with layers in tiles and a note on these.
 
     Raises:
         BudgetError: neither.
     """
     options = {"budget": config.budget, "host_budget": config.host_budget, "streamed": can_stream}
     try:
-        return str(config.step.plan(**options))
+        return (config.step.plan(**options),)
     except BudgetError:
         if cut is None:
             raise
         try:
-            return f"{cut.step.plan(**options)}\nwith model.tiles: {cut.model.tiles}; nothing fits without."
+            return cut.step.plan(**options), f"with model.tiles: {cut.model.tiles}; nothing fits without."
         except BudgetError:
             pass
         raise

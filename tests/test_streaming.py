@@ -10,7 +10,16 @@ import numpy as np
 import optax
 import pytest
 
-from stacked_remat import LayerStack, ScanCheckpointPolicy, Stacked, fused_update, shared, streaming, unsliced
+from stacked_remat import (
+    LayerStack,
+    ScanCheckpointPolicy,
+    Stacked,
+    fused_update,
+    memory,
+    shared,
+    streaming,
+    unsliced,
+)
 
 LAYERS, WIDTH = 12, 8
 Layers = hax.Axis("layers", LAYERS)
@@ -58,7 +67,7 @@ def on_host(tree):
     return [jax.typeof(leaf).memory_space == jax.memory.Space.Host for leaf in jax.tree.leaves(tree)]
 
 
-IN_SHORT = ("False, reversed", "nested", "offload in threes")
+IN_SHORT = ("False, reversed", "nested", "recompute", "offload in threes")
 CASES = {
     "True": (1, True, False),
     "False, reversed": (1, False, True),
@@ -95,7 +104,9 @@ def test_values_and_gradients_are_those_of_layers_on_the_device(segment, remat, 
         y, outputs = stack.scan(x, strengths, shared(offset), reverse=reverse)
         return jnp.sum(jnp.square(y.array)) + jnp.vdot(outputs, jnp.arange(LAYERS) / LAYERS), outputs
 
-    run = eqx.filter_jit(eqx.filter_value_and_grad(loss, has_aux=True))
+    gradient = eqx.filter_value_and_grad(loss, has_aux=True)
+    assert memory.count_flops(eqx.filter_make_jaxpr(gradient)((streamed, *inputs()))[0]).exact
+    run = eqx.filter_jit(gradient)
     found, expected = run((streamed, *inputs())), run((resident, *inputs()))
     for leaf, wanted in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         # Beside other code XLA may fuse, and so round, otherwise: to the scale of the array.

@@ -18,7 +18,7 @@ from .._sweep.api import sweep
 from .._sweep.derivative_errors import not_transposable
 from .._sweep.gradient import merge, pick
 from .._sweep.spec import FirstLayers
-from .._sweep.store import at_least_one, check_unsliced
+from .._sweep.store import at_least_one, check_unsliced, with_zeros_in_place
 from .checks import check_carry, check_output, describe
 from .marks import is_array
 from .stacking import name_stacked, stack_outputs
@@ -142,6 +142,8 @@ def scan_rolled(
         body = _checkpointed(step, remat, names, rolled=unroll is not True and unroll < axis.size)
         return jax.lax.scan(body, carry, pick(xs, sliced), length=axis.size, reverse=reverse, unroll=unroll)
 
+    if options is None and has_host_arrays(xs):  # a sweep does this itself
+        xs = with_zeros_in_place(xs)
     with jax.named_scope(f"scan({axis.name})"):
         carry, ys = _replayed_whole(run, remat, names)(arrays, xs)
     carry, ys = _not_transposable((carry, ys), remat)

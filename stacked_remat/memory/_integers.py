@@ -60,7 +60,7 @@ def evaluate(eqn: Any, values: Sequence[np.ndarray | None]) -> list[np.ndarray |
 
 _IDENTITIES = frozenset(
     "optimization_barrier device_put copy copy_p name pvary pcast stop_gradient sharding_constraint "
-    "mesh_cast reshard layout_constraint".split()
+    "mesh_cast reshard layout_constraint with_zeros_in_place".split()
 )
 
 _EVALUATED = frozenset(

@@ -12,7 +12,7 @@ from .._messages import parse_bytes
 from .._policy import ScanCheckpointPolicy, ScanCheckpointSpec, resolve_policy
 from ._host_arguments import arguments_on_host, host_memory_kind
 from ._report import DoesNotFit, MemoryReport, report
-from ._table import Table, Tabular, readable_bytes, readable_count
+from ._table import Table, Tabular, common_unit, readable_bytes, readable_count
 from ._targets import Target
 
 CANDIDATES: tuple[ScanCheckpointSpec, ...] = (
@@ -68,10 +68,25 @@ class Comparison(Tabular):
     def _table(self, title: str = "memory by policy", notes: tuple[str, ...] = ()) -> Table:
         found = [trial.report for trial in self.trials if trial.report is not None]
         least = min((report.flops.matmul for report in found), default=0)
-        rows = [_row(trial, least, self.tokens_per_step) for trial in self.trials]
-        columns = ("policy", "total", "temporaries", "host", "transfers", "FLOP", "x least", "compiled in")
+        size, unit = common_unit(size for report in found for size in _sizes(report))
+        memory = (f"{name}\n{unit}" for name in ("total", "temp.", "host", "moved"))
+        link = "s" if self.tokens_per_step is None else "tokens/s"
+        columns = ("policy", *memory, f"link\n{link}", "FLOPs\n/ least", "compile\ns")
+        rows = tuple(_row(trial, size, least, self.tokens_per_step) for trial in self.trials)
+        explained = [f"least: {readable_count(least)} FLOP in matrix products"] if least else []
+        if not all(report.flops.exact for report in found):
+            explained.append("?: not exact; the report of that policy says why")
+        if any(report.least_time and report.least_time.transfer for report in found):
+            explained.append(
+                "link: transfers are hidden behind compute, or "
+                + (
+                    "take so many seconds"
+                    if self.tokens_per_step is None
+                    else "allow at most so many tokens/s"
+                )
+            )
         failures = [f"{trial.name}: {trial.failure}" for trial in self.trials if trial.failure]
-        return Table(title, columns, tuple(rows), (*failures, *notes))
+        return Table(title, columns, rows, (*explained, *failures, *notes))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -350,20 +365,33 @@ def _arithmetic(trial: Trial) -> int:
     return trial.report.flops.matmul
 
 
-def _row(trial: Trial, least: int, tokens: int | None) -> tuple[str, ...]:
+def _sizes(found: MemoryReport) -> tuple[int, ...]:
+    """Bytes on the device, of temporaries, on the host, and of transfers."""
+    moved = found.flops.bytes_from_host + found.flops.bytes_to_host
+    return found.total, found.temporaries, found.host.total, moved
+
+
+def _row(trial: Trial, unit: int, least: int, tokens: int | None) -> tuple[str, ...]:
     found = trial.report
     if found is None:
         return (trial.name, "refused", "", "", "", "", "", "")
     return (
         trial.name,
-        readable_bytes(found.total),
-        readable_bytes(found.temporaries),
-        readable_bytes(found.host.total),
-        found.transfers(tokens),
-        readable_count(found.flops.matmul) + ("" if found.flops.exact else " ?"),
-        f"{found.flops.matmul / least:.2f}" if least else "-",
-        f"{found.compile_seconds:.1f} s",
+        *(f"{size / unit:.2f}" for size in _sizes(found)),
+        _link(found, tokens),
+        (f"{found.flops.matmul / least:.2f}" if least else "-") + ("" if found.flops.exact else " ?"),
+        f"{found.compile_seconds:.1f}",
     )
+
+
+def _link(found: MemoryReport, tokens: int | None) -> str:
+    """What the link to the host allows, if it is what limits a call: tokens per second, or seconds."""
+    least = found.least_time
+    if least is None or not least.transfer:
+        return "-"
+    if least.hidden:
+        return "hidden"
+    return f"{least.transfer:.3g}" if tokens is None else readable_count(int(tokens / least.transfer))
 
 
 def _nothing_fits(tried: Comparison, limit: int, host_limit: int | None, on_host: bool) -> str:

@@ -65,7 +65,8 @@ def grouped_experts(
             traced values. Multiply before the last linear map, `(hidden * gate) @ down`: then the gradient
             of the gates does not need that map's output, and the backward pass does not recompute it.
             Adapters can be part of the weights.
-        weights: a tree whose named arrays have the axis `Experts` and whose plain arrays have it first.
+        weights: a tree whose named arrays have the axis `Experts` and whose plain arrays have it first. Of
+            those in host memory only the blocks' experts come to the device; they have no gradient.
         Experts: the axis of the experts.
         x: tokens.
         choices: the experts of each token; none twice for one token. An out-of-range number chooses no
@@ -83,7 +84,8 @@ def grouped_experts(
         In the dtype of `x`; sums are in float32.
 
     Raises:
-        ValueError: an array of weights lacks the axis, shapes do not match, or choices are not integers.
+        ValueError: an array of weights lacks the axis, shapes do not match, or choices are not integers; the
+            gradient of weights in host memory.
 
     Cost: with `n` pairs, `expert` on at most `n + experts * block_size` rows (and `blocks_at_once` more
     blocks), once forward, and once and its two products backward; inputs that are not differentiated cost
@@ -171,6 +173,7 @@ def _plan(choices: Int[Array, "token choice"], experts: int, size: int, at_once:
     # Only the last block of an expert has padding, and every block has at least one row.
     most = min(flat.size, flat.size // size + experts)
     iterations = -(-most // at_once)
+    at_once = -(-most // iterations)  # as even as can be: a block of padding reads an expert too
     block = jnp.arange(iterations * at_once, dtype=jnp.int32)
     ended = jnp.sum(
         last_block[None, :] <= block[:, None], axis=1, dtype=jnp.int32
@@ -331,6 +334,13 @@ def _backward_rule(loop: _BlockLoop, residuals: Any, cotangent: Any) -> tuple[An
     perturbed, inputs, plan, kept = residuals
     if isinstance(cotangent, SymbolicZero):
         return None, None
+    of_weights = zip(perturbed.value.weights, inputs.weights, strict=True)
+    if any(trained and is_on_host(array) for trained, array in of_weights):
+        raise ValueError(
+            "grouped_experts has no gradient of weights in host memory. Move them to the device first: "
+            "jax.device_put(weights, jax.memory.Space.Device), or freeze them: "
+            "jax.lax.stop_gradient(weights)."
+        )
     return loop.backward(perturbed.value, inputs, plan, kept, cotangent), None
 
 

@@ -274,6 +274,19 @@ def test_a_few_tokens_take_a_block_for_each_chosen_expert():
     assert found.exact and found.matmul == 8 * (2 * 8 * EMBED * EMBED)  # blocks of 8 rows
 
 
+def test_weights_on_the_host_have_no_gradient_and_others_do():
+    weights, x, choices, gates, _ = example(4, np.array([[0, 2]]))
+    moved = jax.device_put(weights, jax.memory.Space.Host)
+
+    def total(weights, x):
+        return jnp.sum(grouped_experts(swiglu, weights, Axis("experts", 4), x, choices, gates))
+
+    of_x = jax.jit(jax.grad(total, 1), compiler_options=quick)
+    np.testing.assert_allclose(of_x(moved, x), of_x(weights, x), rtol=1e-6)
+    with pytest.raises(ValueError, match="no gradient of weights in host memory. Move them to the device"):
+        jax.eval_shape(jax.grad(total), moved, x)
+
+
 def test_no_tokens():
     weights, x, choices, gates, _ = example(4, np.array([[0, 2]]))
     run = functools.partial(grouped_experts, swiglu, Experts=Axis("experts", 4), choices=choices[:0])

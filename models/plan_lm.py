@@ -23,7 +23,7 @@ from models.run_config import LmRunConfig
 from models.step_memory import StepMemory
 from models.transformer.config import DecoderConfig
 from stacked_remat import ScanCheckpointPolicy
-from stacked_remat.memory import BudgetError, DoesNotFit, MemoryReport, Plan, find_target, readable_bytes
+from stacked_remat.memory import BudgetError, DoesNotFit, MemoryReport, find_target, readable_bytes
 from stacked_remat.training import ConfigError, lasting_console, parse_config, remat_policy
 
 POLICIES: Mapping[str, bool | dict[str, Any] | str] = {
@@ -185,20 +185,20 @@ def _cut(config: PlanLmConfig) -> Any:
     return dataclasses.replace(config, model=dataclasses.replace(model, tiles=max(2, model.num_kv_heads)))
 
 
-def _planned(config: PlanLmConfig, cut: Any, can_stream: bool) -> tuple[Plan, int | None]:
-    """What fits the budget: a policy with whole layers, or with layers in so many tiles.
+def _planned(config: PlanLmConfig, cut: Any, can_stream: bool) -> tuple[Any, ...]:
+    """What fits the budget: a policy with whole layers, or with layers in tiles and a note on these.
 
     Raises:
         BudgetError: neither.
     """
     options = {"budget": config.budget, "host_budget": config.host_budget, "streamed": can_stream}
     try:
-        return config.step.plan(**options), None
+        return (config.step.plan(**options),)
     except BudgetError:
         if cut is None:
             raise
         try:
-            return cut.step.plan(**options), cut.model.tiles
+            return cut.step.plan(**options), f"with model.tiles: {cut.model.tiles}; nothing fits without."
         except BudgetError:
             pass
         raise

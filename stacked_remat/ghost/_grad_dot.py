@@ -81,7 +81,7 @@ def grad_dot(
 
     Args:
         model: any module. Its stacks (`Stacked`, `BlockSeq`) are called with `fold`, `scan`, `fold_via` or
-            `scan_via`.
+            `scan_via`, on the whole batch: not under `jax.vmap` or `jax.lax.map` over the examples.
         per_example_loss: from the model and the batch to a loss for each example, `NamedArray[batch]` or a
             plain array `[batch]`, or, with `tokens`, for each token, the examples' axis first. The loss of
             an example may depend on no other example.

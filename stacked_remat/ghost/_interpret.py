@@ -37,13 +37,24 @@ class Program:
     units: Units
     notes: Notes
 
-    def evaluate(self, inputs: Sequence[Any], leaves: dict[int, Leaf], data: Sequence[int] = ()) -> list[Any]:
+    def evaluate(
+        self,
+        inputs: Sequence[Any],
+        leaves: dict[int, Leaf],
+        data: Sequence[int] = (),
+        checked: int | None = None,
+    ) -> list[Any]:
         """The results.
 
         Args:
             inputs: arrays, as the jaxpr takes them.
             leaves: those of the inputs that are scored.
             data: inputs that depend on the examples, where there is only one.
+            checked: how many of the results are part of the loss, all by default.
+
+        Raises:
+            UnsupportedLeafError: a weight reaches such a result and never meets data of examples, so that
+                its score would be lost.
         """
         others = self.other.jaxpr.invars if self.other is not None else [None] * len(inputs)
         given = []
@@ -55,6 +66,13 @@ class Program:
                 given.append(Value(array, rows, depends=at in data or has_units(rows)))
         consts = [constant(const) for const in self.jaxpr.consts]
         found = self._run(self.jaxpr.jaxpr, self.other and self.other.jaxpr, [*consts, *given])
+        if any(value.node is not None for value in found[:checked]):
+            raise UnsupportedLeafError(
+                f"{paths_of(found[:checked])} goes into a result of the loss function or of a layer without "
+                "meeting data in which the axis of examples is known. Call stacks on the whole batch, not in "
+                "jax.vmap, jax.lax.map or a loop over the examples, keep that axis apart within layers, add "
+                'weight penalties outside of layers, or use granularity="block" or "total".'
+            )
         return [value.array for value in found]
 
     def of(self, jaxpr: Any, other: Any, units: Units, notes: Notes) -> "Program":

@@ -87,12 +87,13 @@ class Scoring:
         paths = [path for path, _ in leaves_with_paths(with_probes)]
         shown = shown_paths(self.model)
         leaves = {
-            at: Leaf(shown[path], inputs[at], raw_array(self.direction[path]), probes[path])
+            at: Leaf(shown[path] or "the model", inputs[at], raw_array(self.direction[path]), probes[path])
             for at, path in enumerate(paths)
             if path in self.direction
         }
         program = Program(closed, other, self.units, notes)
-        return rebuild(program.evaluate(inputs, leaves, range(len(paths), len(inputs))))
+        # The losses are the first result; a penalty beside them passes through no example's rows.
+        return rebuild(program.evaluate(inputs, leaves, range(len(paths), len(inputs)), checked=1))
 
     def _with_probes(self, model: Any, traces: Traces, probes: dict[str, Any]) -> Any:
         def of_stack(prefix: str, entries: dict[str, Any]) -> dict[str, Any]:

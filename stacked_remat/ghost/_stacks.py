@@ -124,6 +124,7 @@ class ProbedStack(eqx.Module):
 
 def _scored_layer(fn: Callable[..., Any], traces: Traces, call: int, name: str) -> Callable[..., Any]:
     """`fn` of a `ProbedBlock`, with deposits where its weights meet data."""
+    name = f"{name}.*".lstrip(".")
 
     @functools.wraps(fn)
     def layer(probed: ProbedBlock, carry: Any, /, *args: Any, **kwargs: Any) -> Any:
@@ -140,11 +141,11 @@ def _scored_layer(fn: Callable[..., Any], traces: Traces, call: int, name: str) 
         paths = [path for path, _ in leaves_with_paths(probed.block)]
         if missing := sorted(set(probed.direction) - set(paths)):
             raise UnsupportedLeafError(
-                f"{name}.*{missing[0]} is declared unsliced, so its layers read the whole stack of it. Give "
+                f"{name}{missing[0]} is declared unsliced, so its layers read the whole stack of it. Give "
                 'it no direction, or use granularity="block" or "total".'
             )
         leaves = {
-            at: Leaf(f"{name}.*{path}", inputs[at], raw_array(probed.direction[path]), probed.probes[path])
+            at: Leaf(f"{name}{path}", inputs[at], raw_array(probed.direction[path]), probed.probes[path])
             for at, path in enumerate(paths)
             if path in probed.direction
         }

@@ -230,6 +230,46 @@ def test_what_can_not_be_scored_is_refused_by_its_path():
     assert not found.scores
 
 
+class Mapped(eqx.Module):
+    weight: jax.Array
+
+    def __call__(self, x):
+        padded = jnp.pad(x, ((0, -len(x) % 12), (0, 0))) if x.ndim > 1 else x
+        return jnp.tanh(padded @ self.weight)[: len(x)]
+
+
+def test_weights_that_never_meet_data_of_known_examples_are_refused():
+    x = jnp.arange(1.0, 13.0).reshape(4, 3)
+    model = {"blocks": Stacked(Mapped(jnp.ones((2, 3, 3))), Axis("layers", 2))}
+
+    def folded(model, one):
+        return jnp.sum(model["blocks"].fold(one))
+
+    def carried(model, x):
+        add = model["blocks"].fold_via(
+            lambda block, carry: (jnp.tanh(carry[0] @ block.weight), carry[1] + jnp.sum(block.weight))
+        )
+        rows, penalty = add((x, jnp.zeros(())))
+        return jnp.sum(rows + penalty, 1)
+
+    for losses in (
+        lambda model, x: jax.vmap(lambda one: folded(model, one))(x),
+        lambda model, x: jax.lax.map(lambda one: folded(model, one), x),
+        lambda model, x: jnp.stack([folded(model, one) for one in x]),
+        lambda model, x: jnp.sum(model["blocks"].fold(x), 1),  # padded to 12 rows, as the second trace has
+        lambda model, x: x[:, 0] * folded(model, jnp.ones(3)),
+        carried,
+    ):
+        with pytest.raises(ghost.UnsupportedLeafError, match=r"^blocks\.\*\.weight .*axis of examples"):
+            ghost.grad_dot(model, losses, x, direction=model)
+    for losses in (
+        lambda weight, x: jnp.broadcast_to(jnp.sum(weight**2), len(x)),
+        lambda weight, x: jnp.stack([jnp.sum(one * weight) for one in x]),
+    ):
+        with pytest.raises(ghost.UnsupportedLeafError, match="^the model .*axis of examples"):
+            ghost.grad_dot(x[0], losses, x, direction=x[0])
+
+
 def test_scores_that_do_not_add_up_are_an_error(monkeypatch):
     exact = _deposit.sum_per_unit
     monkeypatch.setattr(_deposit, "sum_per_unit", lambda *args: 1.1 * exact(*args))

@@ -9,6 +9,7 @@ import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple, TypeAlias
 
+import numpy as np
 from jax.extend.core import Literal, jaxprs_in_params
 
 from .._noted import is_noted
@@ -384,7 +385,7 @@ def _of_body(jaxpr: Any, other: Any, inputs: Sequence[Rows], units: Units) -> li
 
     def read(atom: Any) -> Rows:
         if isinstance(atom, Literal):
-            return tuple(((size, None),) for size in atom.aval.shape)
+            return tuple(((size, None),) for size in np.shape(atom.val))
         return values[atom]
 
     others = list(other.eqns)

@@ -208,6 +208,7 @@ def test_what_can_not_be_scored_is_refused_by_its_path():
     sorted_losses = lambda model, x: jnp.sum(jnp.sort(x, 0) * model["kernel"].weight, 1)  # noqa: E731
     refused(sorted_losses, "kernel.weight meets data in `mul`")
     refused(losses, "reduction is", ValueError, reduction="max")
+    refused(losses, "check is True, False or", ValueError, check=0.0)
     refused(losses, "granularity is", ValueError, granularity="layer")
     refused(losses, "per_token needs", ValueError, norms=True, per_token="x")
     refused(losses, "direction has no array", ValueError, direction={"kernel": None})

@@ -128,6 +128,8 @@ def grad_dot(
     objective = Objective(reduction, tokens, coupled, has_aux)
     by_example = norms or granularity != "leaf"
     _check_options(granularity, by_example, per_token, coupled, has_aux)
+    if check is not False and not check > 0:
+        raise ValueError(f"check is True, False or a part above 0; got {check!r}.")
     params, static = eqx.partition(model, trained_mask(model, trainable))
     batch = jax.tree.map(lambda leaf: jnp.asarray(leaf) if isinstance(leaf, np.ndarray) else leaf, batch)
     Batch = objective.examples(eqx.filter_eval_shape(per_example_loss, model, batch))
@@ -137,8 +139,10 @@ def grad_dot(
     (value, aux), gradients, scores, squares = find(
         scoring, params, static, per_example_loss, batch, objective
     )
-    if check:
-        scores = _checked(scoring, gradients, scores, objective.scale(Batch.size), float(check))
+    if check is not False:
+        scores = _checked(
+            scoring, gradients, scores, objective.scale(Batch.size), 1e-3 if check is True else check
+        )
     covered, uncovered = sizes(params, scoring.direction, model)
     every, of_squares = scoring.named(scores), scoring.named(squares or {})
     shown = shown_paths(model)
@@ -213,7 +217,6 @@ def _checked(
         scale: of these, by their parts in the reduced loss.
         tolerance: see `check` of `grad_dot`.
     """
-    tolerance = 1e-3 if tolerance == 1.0 else tolerance
     by_path, shown, checked = dict(leaves_with_paths(gradients)), shown_paths(scoring.model), {}
     for path, along in scoring.direction.items():
         gradient, Layers = by_path[path], layers_of(scoring.model, path)

@@ -12,7 +12,7 @@ from .._noted import Notes
 from ..ops.grouped_experts import ExpertsCall
 from ._deposit import deposit
 from ._parts import scored_experts, scored_per_device
-from ._rows import Rows, Units, has_units, of_input, of_output
+from ._rows import Rows, Units, has_units, of_input, of_outputs
 from ._values import UnsupportedLeafError, Value, constant, paths_of, plain_rows
 from ._weights import Applied, Leaf, Tangent, bind, leaves_of
 
@@ -73,7 +73,20 @@ class Program:
                 "jax.vmap, jax.lax.map or a loop over the examples, keep that axis apart within layers, add "
                 'weight penalties outside of layers, or use granularity="block" or "total".'
             )
+        if checked is None and self.other is not None:
+            self._check_results([*leaves.values()], found)
         return [value.array for value in found]
+
+    def _check_results(self, leaves: Sequence[Leaf], found: Sequence[Value]) -> None:
+        """Whether a layer's results have the rows that its caller takes them to have, by their sizes."""
+        for value, var in zip(found, self.other.jaxpr.outvars, strict=True):
+            sized = of_input(jnp.shape(value.array), var.aval.shape, self.units)
+            if any(dim is not None and dim != own for dim, own in zip(sized, value.rows, strict=True)):
+                raise UnsupportedLeafError(
+                    f"The layer of {', '.join(leaf.path for leaf in leaves)} has a result, and it can't be "
+                    "told which rows of it are of which example. Keep the axis of examples apart, or use "
+                    'granularity="block" or "total".'
+                )
 
     def of(self, jaxpr: Any, other: Any, units: Units, notes: Notes) -> "Program":
         """Another program: a part of this one."""
@@ -113,8 +126,20 @@ class Program:
         if isinstance(rule, ExpertsCall):
             return self._results(equation, twin, operands, [scored_experts(self, rule, equation, operands)])
         if name == "shard_map":
-            return self._results(equation, twin, operands, scored_per_device(self, equation, twin, operands))
+            arrays = scored_per_device(self, equation, twin, operands)
+            rows = self._sized(equation, twin)
+            return [Value(array, own, depends=True) for array, own in zip(arrays, rows, strict=True)]
         return self._meeting(equation, twin, operands)
+
+    def _sized(self, equation: Any, twin: Any) -> list[Rows]:
+        """The rows by the sizes of results whose order was checked within the equation."""
+        shapes = [var.aval.shape for var in equation.outvars]
+        if twin is None:
+            return [
+                tuple(None if self.units.sizes else ((size, None),) for size in shape) for shape in shapes
+            ]
+        others = [var.aval.shape for var in twin.outvars]
+        return [of_input(*pair, self.units) for pair in zip(shapes, others, strict=True)]
 
     def _is_data(self, value: Value) -> bool:
         return has_units(value.rows) if self.units.sizes else value.depends
@@ -122,12 +147,11 @@ class Program:
     def _results(self, equation: Any, twin: Any, operands: list[Value], arrays: Sequence[Any]) -> list[Value]:
         inputs = [value.rows for value in operands]
         depends = any(value.depends for value in operands)
-        twins = [None] * len(arrays) if twin is None else [var.aval.shape for var in twin.outvars]
-        found = []
-        for array, shape in zip(arrays, twins, strict=True):
-            rows = of_output(equation, jnp.shape(array), shape, inputs, self.units)
-            found.append(Value(array, rows, depends=depends or has_units(rows)))
-        return found
+        rows = of_outputs(equation, twin, inputs, self.units)
+        return [
+            Value(array, own, depends=depends or has_units(own))
+            for array, own in zip(arrays, rows, strict=True)
+        ]
 
     def _of_weights(self, equation: Any, twin: Any, operands: list[Value]) -> list[Value]:
         """The results of an equation on weights and on values that are the same for all examples."""

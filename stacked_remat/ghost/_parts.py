@@ -7,6 +7,7 @@ from typing import Any, Protocol
 import jax
 import jax.extend.core
 import jax.numpy as jnp
+from jax.extend.core import jaxprs_in_params
 from jax.sharding import PartitionSpec
 
 from .._noted import Notes, noting
@@ -107,7 +108,10 @@ def scored_per_device(program: _Program, equation: Any, twin: Any, operands: lis
     mesh = params["mesh"].shape
     parts = [_parts(entry, mesh) for entry in entries]
     sizes = tuple(size // part for size, part in zip(program.units.sizes, parts, strict=True))
-    if sizes == (1,):  # all rows of a device are of its one example, and reshapes may lose a size of 1
+    moved = _names_in(params["jaxpr"]) & {"ppermute", "all_to_all", "ragged_all_to_all"}
+    if (
+        sizes == (1,) and not moved
+    ):  # all rows of a device are of its one example, and reshapes may lose a size of 1
         twin, sizes = None, ()
     local = program.of(
         _closed(params["jaxpr"]),
@@ -129,6 +133,7 @@ def scored_per_device(program: _Program, equation: Any, twin: Any, operands: lis
         own,
         in_specs=(list(specs), [specs[at] for at in leaves], [PartitionSpec(*entries)] * len(probes)),
         out_specs=list(params["out_specs"]),
+        mesh=params["mesh"],
         axis_names=set(params["newly_manual_axes"]),
         check_vma=params["check_vma"],
     )
@@ -151,6 +156,12 @@ def _parts(entry: Any, mesh: Any) -> int:
     for name in names:
         count *= mesh[name]
     return count
+
+
+def _names_in(jaxpr: Any) -> set[str]:
+    return {equation.primitive.name for equation in jaxpr.eqns}.union(
+        *(_names_in(inner) for equation in jaxpr.eqns for inner in jaxprs_in_params(equation.params))
+    )
 
 
 def _closed(jaxpr: Any) -> Any:

@@ -33,14 +33,14 @@ class Traces:
 
     Attributes:
         units: of the scores.
-        layers: the traced layer of each call of `fold` or `scan`, in the order of the calls.
+        layers: the traced layer by the number of the call of `fold` or `scan` and the shapes of its arrays.
         is_first: whether this is the trace with more examples.
         calls: how many calls of `fold` and `scan` this trace has made.
     """
 
     def __init__(self, units: Units) -> None:
         self.units = units
-        self.layers: dict[int, Any] = {}
+        self.layers: dict[Any, Any] = {}
         self.is_first = True
         self.calls = 0
 
@@ -134,10 +134,11 @@ def _scored_layer(fn: Callable[..., Any], traces: Traces, call: int, name: str) 
         notes = Notes()
         with noting(notes):
             closed, inputs, rebuild = trace(apply, probed.block, carry, args, kwargs)
+        key = call, tuple(leaf.shape for leaf in filter(is_traced, jtu.tree_leaves(probed.block)))
         if traces.is_first:
-            traces.layers[call] = closed
+            traces.layers[key] = closed
             return rebuild(eval_jaxpr(closed.jaxpr, closed.consts, *inputs))
-        program = Program(closed, traces.layers.get(call), traces.units, notes)
+        program = Program(closed, traces.layers.get(key), traces.units, notes)
         paths = [path for path, _ in leaves_with_paths(probed.block)]
         if missing := sorted(set(probed.direction) - set(paths)):
             raise UnsupportedLeafError(

@@ -70,6 +70,7 @@ def _per_device(equation: Any) -> Any:
         own,
         in_specs=tuple(params["in_specs"]),
         out_specs=list(params["out_specs"]),
+        mesh=params["mesh"],
         axis_names=set(params["newly_manual_axes"]),
         check_vma=params["check_vma"],
     )

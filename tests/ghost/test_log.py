@@ -139,14 +139,17 @@ def test_the_ranking_is_that_of_a_loop_over_steps(tmp_path, normalize):
     }
 
 
-def test_the_command_prints_and_plots(tmp_path, capsys):
+def test_the_command_prints_and_plots(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")  # whatever the terminal has
     written(tmp_path / "run" / "ghost", [1, 2, 3])
     run, picture = str(tmp_path / "run"), str(tmp_path / "picture.png")
     first = {}
     for command in ("top", "bottom", "by-layer"):
         assert main([command, run, "--count", "2", "--plot", picture]) == 0
         shown = capsys.readouterr().out
-        assert max(map(len, shown.splitlines())) <= 80
+        lines = shown.splitlines()
+        assert lines.pop() == f"plot: {picture}"  # as long as the path
+        assert max(map(len, lines)) <= 80
         assert "\x1b[31m" not in shown
         assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
         first[command] = next(line for line in shown.splitlines() if re.match(r" +([-+]0|0 )", line))

@@ -208,6 +208,7 @@ def test_what_can_not_be_scored_is_refused_by_its_path():
     sorted_losses = lambda model, x: jnp.sum(jnp.sort(x, 0) * model["kernel"].weight, 1)  # noqa: E731
     refused(sorted_losses, "kernel.weight meets data in `mul`")
     refused(losses, "reduction is", ValueError, reduction="max")
+    refused(losses, "check is True, False or", ValueError, check=0.0)
     refused(losses, "granularity is", ValueError, granularity="layer")
     refused(losses, "per_token needs", ValueError, norms=True, per_token="x")
     refused(losses, "direction has no array", ValueError, direction={"kernel": None})
@@ -268,6 +269,72 @@ def test_weights_that_never_meet_data_of_known_examples_are_refused():
     ):
         with pytest.raises(ghost.UnsupportedLeafError, match="^the model .*axis of examples"):
             ghost.grad_dot(x[0], losses, x, direction=x[0])
+
+
+def test_rows_that_move_across_examples_are_refused():
+    x, weight = jnp.arange(12.0).reshape(4, 3) % 5, jnp.ones((3, 3))
+
+    @jax.custom_jvp
+    def reversed_rows(x):
+        return x[::-1]
+
+    reversed_rows.defjvps(lambda tangent, _, x: tangent[::-1])
+
+    def sort(x):
+        return x[jnp.argsort(x[:, 0])]
+
+    def dispatch(x):  # to an expert with as many places as there are examples
+        places = jax.nn.one_hot(jnp.argsort(x[:, 0]), len(x))
+        return jnp.einsum("nec,nd->ecd", places[:, None], x)[0]
+
+    moved = {
+        "one-hot": dispatch,
+        "split": lambda x: jnp.concatenate(jnp.split(x, 2)[::-1]),
+        "checkpoint": jax.checkpoint(sort),
+        "scan": lambda x: jax.lax.scan(lambda none, x: (none, sort(x)), None, x[None])[1][0],
+        "cond": lambda x: jax.lax.cond(True, lambda x: x[::-1], lambda x: x, x),
+        "loop": lambda x: jax.lax.fori_loop(0, 1, lambda _, x: x[::-1], x),
+        "custom_jvp": reversed_rows,
+        "jit": jax.jit(sort),
+        "top_k": lambda x: jax.lax.top_k(x.T, len(x))[0].T,
+        "pad": lambda x: jnp.pad(x, ((0, -len(x) % 12), (0, 0))),
+    }
+    for move in moved.values():
+        losses = lambda weight, x, move=move: jnp.sum(jnp.tanh(move(x) @ weight), 1)[: len(x)]  # noqa: E731
+        with pytest.raises(ghost.UnsupportedLeafError, match="the model meets data in `dot_general`"):
+            ghost.grad_dot(weight, losses, x, direction=weight)
+    stack = Stacked(Mapped(jnp.ones((2, 3, 3))), Axis("layers", 2))
+    turned = lambda model, x: jnp.sum(model.fold_via(lambda block, x: jnp.tanh(x @ block.weight)[::-1])(x), 1)  # noqa: E731
+    with pytest.raises(ghost.UnsupportedLeafError, match=r"^The layer of \*\.weight"):
+        ghost.grad_dot(stack, turned, x, direction=stack)
+
+
+def test_rows_that_stay_are_scored():
+    x, weight = jax.random.normal(jax.random.key(0), (4, 6, 3)), jnp.eye(3)
+    kept = [
+        jax.checkpoint(lambda x: jnp.sort(x, 1)),
+        jax.vmap(lambda x: jax.lax.fori_loop(0, 2, lambda _, x: jnp.roll(x, 1, 0), x)),
+        lambda x: jax.lax.map(lambda one: one[::-1], x),
+        lambda x: jax.lax.cond(True, jnp.sin, jnp.cos, x),
+        lambda x: jnp.concatenate(jnp.split(x, 2, 1)[::-1], 1),
+        lambda x: jnp.stack(jnp.unstack(x, axis=1), 2).swapaxes(1, 2),
+        lambda x: jnp.linalg.cholesky(x @ x.swapaxes(1, 2) + jnp.eye(6)[None]) @ x,
+        lambda x: x * jax.random.uniform(jax.random.key(1), x.shape),
+        lambda x: jnp.take_along_axis(x, jnp.argsort(x, 1), 1),
+        lambda x: jax.lax.top_k(x, 3)[0],
+        lambda x: jnp.fft.fft(x, axis=1).real,
+        lambda x: jnp.tanh(x.swapaxes(0, 1).reshape(-1, 3)).reshape(6, -1, 3).swapaxes(0, 1),
+    ]
+
+    def losses(weight, x):
+        for keep in kept:
+            x = keep(x @ weight)
+        return jnp.sum(x @ weight, (1, 2))
+
+    direction = jax.random.normal(jax.random.key(1), (3, 3))
+    _, found = run(weight, losses, x, direction)
+    expected = jax.jit(lambda: jax.jvp(lambda weight: losses(weight, x), (weight,), (direction,))[1])()
+    np.testing.assert_allclose(found.total.array, expected, rtol=1e-4, atol=1e-4)
 
 
 def test_scores_that_do_not_add_up_are_an_error(monkeypatch):

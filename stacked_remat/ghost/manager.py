@@ -7,14 +7,18 @@ from typing import Any, Literal, TypeAlias, final
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
 import numpy as np
 from haliax import NamedArray
 
+from .._scan.marks import raw_array
 from ._grad_dot import GradDots, grad_dot, val_direction
 from .log import ScoreLog, StepScores
 
 PerExampleLoss: TypeAlias = Callable[[Any, Any], NamedArray]
 """From (model, batch) to the loss of each example, `[batch]`."""
+
+_OPTIONS = ("granularity", "norms", "check")
 
 
 @final
@@ -47,10 +51,10 @@ class GhostManager:
         reduction: whether the loss is the `mean` or the `sum` of the examples' losses.
         every: steps between scored ones; the others compute only gradients.
         save_every: steps between files of the log.
-        options: more arguments of `grad_dot`, such as `granularity`.
+        options: more arguments of `grad_dot`: `granularity`, `norms`, `check`.
 
     Raises:
-        ValueError: the method is unknown, or a number of steps is not positive.
+        ValueError: the method is unknown, a number of steps is not positive, or options have others.
     """
 
     losses: PerExampleLoss
@@ -68,6 +72,11 @@ class GhostManager:
         for name in ("every", "save_every"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}.")
+        if strange := sorted(set(self.options) - set(_OPTIONS)):
+            raise ValueError(
+                f"options can't have {', '.join(strange)}: only {', '.join(_OPTIONS)}. Call grad_dot itself "
+                "for the others."
+            )
         self._attached: _Attached | None = None
         self._found: GradDots | None = None
         self._losses: Any = None
@@ -127,7 +136,7 @@ class GhostManager:
             return found
         scores = _plain_arrays(found.scores or {"model": found.total})  # of granularity="total"
         norms = None if found.norms is None else _plain_arrays(found.norms or {"model": found.total_norm})
-        losses = np.asarray(self._losses.array, np.float32)
+        losses = np.asarray(raw_array(self._losses), np.float32)
         self.log.append(StepScores(attached.step, attached.examples, losses, scores, norms, attached.texts))
         return found
 
@@ -188,8 +197,8 @@ def _scored(
 
 def _plain(model: Any, batch: Any, *, losses: PerExampleLoss, reduction: str) -> Any:
     def reduced(model: Any) -> jax.Array:
-        each = losses(model, batch)
-        return (each.mean() if reduction == "mean" else each.sum()).scalar()
+        each = raw_array(losses(model, batch))
+        return jnp.mean(each) if reduction == "mean" else jnp.sum(each)
 
     return eqx.filter_grad(reduced)(model)
 

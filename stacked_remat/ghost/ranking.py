@@ -38,15 +38,19 @@ class Selection:
     def rows(self, *columns: str, examples: Sequence[str] | None = None) -> Any:
         """These columns of the rows, as a `pyarrow.Table`; see `read_scores`.
 
+        Rows whose score is not a finite number are left out.
+
         Raises:
             ScoreLogError: there are none.
         """
         table = read_scores(
             self.folder, columns, steps=self.steps, layer=self.layer, leaves=self.leaves, examples=examples
         )
+        if "score" in columns:
+            table = table.filter(np.isfinite(table["score"].to_numpy()))
         if not table.num_rows:
             raise ScoreLogError(
-                f"{self.folder} has no scores of these steps, layer and leaves: select others."
+                f"{self.folder} has no finite scores of these steps, layer and leaves: select others."
             )
         return table
 

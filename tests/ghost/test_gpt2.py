@@ -35,7 +35,9 @@ class Block(eqx.Module):
         keys, head = jax.random.split(key, 6), (Heads, HeadDim)
         return Block(
             hnn.LayerNorm.init(Embed),
-            *(hnn.Linear.init(Embed, head, key=key) for key in keys[:3]),
+            hnn.Linear.init(Embed, head, key=keys[0]),
+            hnn.Linear.init(Embed, head, key=keys[1]),
+            hnn.Linear.init(Embed, head, key=keys[2]),
             hnn.Linear.init(head, Embed, key=keys[3]),
             hnn.LayerNorm.init(Embed),
             hnn.Linear.init(Embed, Inner, key=keys[4]),
@@ -44,8 +46,9 @@ class Block(eqx.Module):
 
     def __call__(self, x):
         normalised = self.attention_norm(x)
-        heads = (linear(normalised) for linear in (self.query, self.key, self.value))
-        x = x + self.output(causal_attention(*heads, Pos, Heads, HeadDim)).rearrange(x.axes)
+        query, key, value = (linear(normalised) for linear in (self.query, self.key, self.value))
+        attended = causal_attention(query, key, value, Pos, Heads, HeadDim)
+        x = x + self.output(attended).rearrange(x.axes)
         return x + self.down(hnn.gelu(self.up(self.mlp_norm(x)))).rearrange(x.axes)
 
 

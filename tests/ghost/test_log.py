@@ -117,6 +117,16 @@ def test_what_does_not_fit_the_log_is_refused(tmp_path):
         rows_of(tmp_path)
 
 
+def test_scores_that_are_not_finite_are_not_ranked(tmp_path):
+    log = ScoreLog(tmp_path)
+    scores = np.array([1.0, np.nan, -2.0], np.float32)
+    log.append(StepScores(1, ["a", "b", "c"], np.zeros(3, np.float32), {"head.weight": scores}))
+    log.flush()
+    ranked = rank_examples(Selection(tmp_path))
+    assert list(ranked.ids) == ["a", "c"]
+    np.testing.assert_allclose(ranked.scores, [1 / 3, -2 / 3], rtol=1e-6)
+
+
 @pytest.mark.parametrize("normalize", ["none", "step", "norm"])
 def test_the_ranking_is_that_of_a_loop_over_steps(tmp_path, normalize):
     ranked = rank_examples(Selection(written(tmp_path, [1, 2, 3]), normalize=normalize))
@@ -165,7 +175,7 @@ def test_the_command_prints_and_plots(tmp_path, capsys, monkeypatch):
         (["top", "{}"], "has no scores of examples. Train with a `ghost` section"),
         (["top", "{}/run", "--normalize", "norm"], "has rows without the norms of gradients"),
         (["by-layer", "{}/run", "--leaf", "*q_proj"], "matches none of the 2 leaves .*such as head.weight"),
-        (["bottom", "{}/run", "--steps", "8:9"], "has no scores of these steps"),
+        (["bottom", "{}/run", "--steps", "8:9"], "has no finite scores of these steps"),
     ],
 )
 def test_the_command_refuses_with_one_message(tmp_path, capsys, arguments, message):

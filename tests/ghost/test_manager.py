@@ -3,6 +3,7 @@
 import equinox as eqx
 import haliax as hax
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from haliax import Axis
@@ -53,10 +54,25 @@ def test_a_loop_with_a_manager(tmp_path):
     assert min(row["norm"] for row in rows) > 0 and rows[1]["text"] == "text 1"
 
 
+def test_losses_may_be_plain_arrays():
+    x, y = np.eye(3, dtype=np.float32), np.ones(3, np.float32)
+    manager = GhostManager(lambda model, batch: (batch[0] @ model - batch[1]) ** 2, (x, y), every=2)
+    model, found = np.zeros(3, np.float32), []
+    for step in (1, 2):
+        manager.attach_train_batch((x, y), step=step, examples=range(3))
+        found.append(manager.prepare_gradients(jnp.asarray(model), manager.prepare_forward_input()))
+    np.testing.assert_allclose(found[0], np.full(3, -2 / 3), rtol=1e-6)
+    np.testing.assert_allclose(found[1], found[0], rtol=1e-6)
+    scores = manager.aggregate_and_log()
+    assert scores is not None and scores.total.array.shape == (3,)
+
+
 def test_misuse_is_refused():
     with pytest.raises(ValueError, match="method must be 'grad_dot', got 'shapley'"):
         GhostManager(losses, batch_of(0), method="shapley")
     with pytest.raises(ValueError, match="every must be at least 1, got 0"):
         GhostManager(losses, batch_of(0), every=0)
+    with pytest.raises(ValueError, match="options can't have has_aux, tokens: only granularity"):
+        GhostManager(losses, batch_of(0), options={"tokens": True, "has_aux": True})
     with pytest.raises(RuntimeError, match="call attach_train_batch before each step"):
         GhostManager(losses, batch_of(0)).prepare_forward_input()

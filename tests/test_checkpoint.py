@@ -13,150 +13,26 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax import lax
 from jax.core import Tracer
-from jax.sharding import PartitionSpec
 
 from stacked_remat import (
     BlockSeq,
-    Stacked,
     checkpoint,
     checkpoint_name,
     checkpoint_sequential,
     internals_are_saved,
 )
 
-from .blocks import Hidden, NamedBlock, quick_jit
+from .blocks import Hidden, quick_jit
 from .jaxprs import equations_of
 
 close = functools.partial(np.testing.assert_allclose, rtol=2e-4, atol=2e-5)
-MESH = jax.make_mesh((8,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
 X, W = jax.random.normal(jax.random.key(0), (8, 4)), jax.random.normal(jax.random.key(1), (4, 4)) / 2
 
 
 def layer(x, w):
     hidden = checkpoint_name(jnp.sin(x @ w), "hidden")
     return x + checkpoint_name(jnp.tanh(hidden), "activation") @ w
-
-
-@jax.custom_vjp
-def doubled_backward(x):
-    return jnp.cos(x)
-
-
-doubled_backward.defvjp(lambda x: (jnp.cos(x), x), lambda x, ct: (-2 * ct * jnp.sin(x),))
-
-# Ways to put a checkpointed region somewhere: functions of (what checkpoints, x, w).
-PLACES = {
-    "jit": lambda ck, x, w: jax.jit(ck(layer))(x, w),
-    "vmap": lambda ck, x, w: jax.vmap(ck(layer), (0, None))(x, w),
-    "mapped inside": lambda ck, x, w: ck(jax.vmap(layer, (0, None)))(x, w),
-    "scan": lambda ck, x, w: lax.scan(lambda x, w: (ck(layer)(x, w), None), x, jnp.stack([w, 2 * w]))[0],
-    "fori_loop": lambda ck, x, w: lax.fori_loop(0, 3, lambda _, x: ck(layer)(x, w), x),
-    "cond": lambda ck, x, w: lax.cond(jnp.sum(x) > 0, ck(layer), ck(lambda x, w: x @ w), x, w),
-    "switch": lambda ck, x, w: lax.switch(jnp.int32(2), [jnp.dot, jnp.dot, ck(layer)], x, w),
-    "branches inside": lambda ck, x, w: ck(lambda x: lax.cond(jnp.sum(x) > 0, layer, jnp.dot, x, w))(x),
-    "gradient in a while_loop": lambda ck, x, w: x * _descend(ck, *lax.stop_gradient((x, w))),
-    "nested": lambda ck, x, w: ck(lambda x: ck(layer)(ck(layer)(x, w), w))(x),
-    "around custom_vjp": lambda ck, x, w: ck(lambda x: doubled_backward(layer(x, w)))(x),
-    "closure": lambda ck, x, w: ck(lambda: layer(x, w) * X)(),
-    "around a fold": lambda ck, x, w: _fold(ck, x, w),
-    "shard_map": lambda ck, x, w: jax.shard_map(
-        ck(layer), mesh=MESH, in_specs=(PartitionSpec("d"), PartitionSpec()), out_specs=PartitionSpec("d")
-    )(x, w),
-    "around shard_map": lambda ck, x, w: ck(
-        jax.shard_map(
-            lambda x, w: layer(x, lax.pmean(w * jnp.mean(x), "d")),
-            mesh=MESH,
-            in_specs=(PartitionSpec("d"), PartitionSpec()),
-            out_specs=PartitionSpec("d"),
-        )
-    )(x, w),
-}
-
-
-def _descend(ck, x, w):
-    def step(state):
-        i, x = state
-        return i + 1, x - 0.1 * jax.grad(lambda x: jnp.sum(ck(layer)(x, w) ** 2))(x)
-
-    return lax.while_loop(lambda state: state[0] < jnp.int32(jnp.sum(x) % 2 + 1), step, (0, x))[1]
-
-
-def _fold(ck, x, w):
-    Layers, Batch, Width = hax.make_axes(layers=5, batch=8, hidden=4)
-    weight = hax.named(jnp.stack([w] * 5), (Layers, Width, "out"))
-    blocks = Stacked(NamedBlock(weight, hax.zeros((Layers, Width))), Layers, "nested")
-    return ck(lambda blocks, x: blocks.fold(x))(blocks, hax.named(x, (Batch, Width))).array
-
-
-def derivatives(ck, places):
-    """Values, gradients, Hessian-vector products and tangents of every place, in one program."""
-
-    def reverse(place, x, w):
-        def loss(x, w):
-            y = place(ck, x, w)
-            return jnp.sum(y * jnp.cos(jnp.arange(y.size, dtype=y.dtype)).reshape(y.shape)), y
-
-        def of_gradient(x, w):
-            gradient, y = jax.grad(loss, (0, 1), has_aux=True)(x, w)
-            return sum(jnp.sum(jnp.sin(leaf)) for leaf in gradient), (gradient, y)
-
-        return jax.grad(of_gradient, (0, 1), has_aux=True)(x, w)
-
-    def forward(place, x, w):
-        return jax.jvp(functools.partial(place, ck), (x, w), (jnp.cos(x), jnp.sin(w)))[1]
-
-    @quick_jit
-    def run(x, w):
-        return {
-            name: (reverse(place, x, w), None if name in REVERSE_ONLY else forward(place, x, w))
-            for name, place in places.items()
-        }
-
-    return run(X, W)
-
-
-REVERSE_ONLY = ("around custom_vjp", "around a fold")
-BRANCHES = ("cond", "switch", "branches inside")  # where JAX refuses second derivatives of offloaded values
-
-
-FEW = ("cond", "nested", "closure")  # the others take most of a minute to compile
-
-
-@functools.cache
-def expected(names):
-    return derivatives(lambda fun: fun, {name: PLACES[name] for name in names})
-
-
-@pytest.mark.parametrize(
-    "options, names",
-    [
-        pytest.param({}, FEW, id="default, few places"),
-        pytest.param({}, tuple(PLACES), id="default", marks=pytest.mark.deep),
-        pytest.param({"save": ["hidden"]}, tuple(PLACES), id="names", marks=pytest.mark.deep),
-        pytest.param(
-            {"save": jax.checkpoint_policies.dots_saveable, "offload": ["activation"], "prevent_cse": False},
-            tuple(name for name in PLACES if name not in BRANCHES),
-            id="operations, offloaded",
-            marks=pytest.mark.deep,
-        ),
-    ],
-)
-def test_derivatives_wherever_it_stands(options, names):
-    places = {name: PLACES[name] for name in names}
-    found = derivatives(lambda fun: checkpoint(fun, **options), places)
-    jax.tree.map(close, found, expected(names))
-
-
-def test_on_a_mesh_of_explicit_axes():
-    mesh = jax.make_mesh((8,), ("d",), axis_types=(jax.sharding.AxisType.Explicit,))
-    with jax.set_mesh(mesh):
-        x, w = jax.device_put(X, PartitionSpec("d")), jax.device_put(W, PartitionSpec())
-        run = checkpoint(lambda x: checkpoint(layer)(layer(x, w), w))
-        gradient = quick_jit(jax.grad(lambda x: jnp.sum(run(x) ** 2)))(x)
-        assert jax.typeof(gradient).sharding.spec == PartitionSpec("d", None)
-    close(gradient, jax.grad(lambda x: jnp.sum(layer(layer(x, W), W) ** 2))(X))
 
 
 class Block(eqx.Module):

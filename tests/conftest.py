@@ -4,6 +4,7 @@ import gc
 import os
 from collections.abc import Iterator
 from importlib.metadata import version
+from pathlib import Path
 
 # An accelerator's plugin may be installed where the accelerator is missing.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -25,13 +26,25 @@ hypothesis.settings.register_profile("stacked_remat", deadline=None, derandomize
 hypothesis.settings.load_profile("stacked_remat")
 
 
+_MOST_MAPS = 20_000  # what one module adds is less than that again
+
+
+def _memory_maps() -> int:
+    maps = Path("/proc/self/maps")
+    return maps.read_bytes().count(b"\n") if maps.exists() else 0
+
+
 @pytest.fixture(autouse=True, scope="module")
 def earlier_objects_are_not_collected() -> None:
     """Python's garbage collector looks only at what the tests of one module make.
 
     JAX keeps what it traces, so late in a run each `gc.collect()` of a command, or of JAX's search for leaked
-    tracers, would take more than a second.
+    tracers, would take more than a second. It also keeps what it compiles: every program takes some memory
+    maps, of which Linux allows a process 65,530 by default, and XLA crashes where there are no more.
     """
+    if _memory_maps() > _MOST_MAPS:
+        gc.unfreeze()
+        jax.clear_caches()
     gc.collect()
     gc.freeze()
 

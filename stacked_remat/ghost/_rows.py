@@ -71,6 +71,8 @@ def of_outputs(equation: Any, twin: Any, inputs: Sequence[Rows], units: Units) -
     if twin is None:
         return [(None,) * len(shape) for shape in shapes]
     others = [var.aval.shape for var in twin.outvars]
+    if len(others) != len(shapes):  # examples taken apart
+        return [(None,) * len(shape) for shape in shapes]
     sized = [of_input(*pair, units) for pair in zip(shapes, others, strict=True)]
     if not any(map(has_units, inputs)):
         return sized
@@ -424,7 +426,9 @@ def _looped(body: Any, carry: Sequence[Rows]) -> tuple[list[Rows], list[Rows]]:
 
 
 def _scanned(equation: Any, twin: Any, inputs: Sequence[Rows], units: Units) -> list[Rows]:
-    consts, carried = equation.params["num_consts"], equation.params["num_carry"]
+    inner = equation.params["jaxpr"].jaxpr
+    carried = _alike(equation.outvars, inner.outvars)
+    consts = _alike(equation.invars, inner.invars) - carried
     xs = inputs[consts + carried :]
 
     def body(carry: list[Rows]) -> list[Rows]:
@@ -488,3 +492,8 @@ _BODIES: dict[str, Any] = {
     "while": _repeated,
 }
 """The rows of the results of primitives that evaluate other programs, or have several results."""
+
+
+def _alike(outer: Sequence[Any], inner: Sequence[Any]) -> int:
+    """How many variables of a scan are not stacked, whichever way this JAX says it in the parameters."""
+    return sum(one.aval.shape == other.aval.shape for one, other in zip(outer, inner, strict=True))

@@ -1,4 +1,4 @@
-"""Memory of Qwen3-30B-A3B at long context under each policy, and the longest context that fits.
+"""Memory of Qwen3-30B-A3B, or another decoder, at long context under each policy; the longest that fits.
 
 Forward and backward are compiled for a device that need not be attached, and nothing is run:
 
@@ -7,8 +7,10 @@ Forward and backward are compiled for a device that need not be attached, and no
     python -m benchmarks.qwen3_context --target h200 --presets auto blockwise --tokens 65536
     python -m benchmarks.qwen3_context --target v5p --devices 8 --tokens 65536 --policies nested
     python -m benchmarks.qwen3_context --target h200 --tokens 65536 --tiles 1 2 4
+    python -m benchmarks.qwen3_context --target h200 --config models/configs/gpt_oss_20b_65k_lora.yaml
 
 Model and adapters are those of `models/configs/qwen3_30b_a3b_65k_lora.yaml`, with one sequence per device.
+With another `--config`, its name takes the place of `qwen3` in the names of the results.
 With `--devices`, weights are sharded over a mesh by the config's `trainer.mesh`. Writes
 `results/qwen3_context_<target>.json`, `results/qwen3_longest_<target>.json`, with `--tiles`, for each number
 of `model.tiles`, `results/qwen3_tiles_<target>.json`, or with `--presets`, for the model's own policies,
@@ -71,7 +73,8 @@ def main(arguments: list[str] | None = None) -> Path:
     else:
         name, rows = "context", _contexts(config, options)
     where = options.target if options.devices == 1 else f"{options.target}_{options.devices}"
-    path = options.out / f"qwen3_{name}_{where}.json"
+    model = "qwen3" if options.config.resolve() == CONFIG.resolve() else options.config.stem
+    path = options.out / f"{model}_{name}_{where}.json"
     write_results(path, target=options.target, devices=options.devices, rows=rows)
     print(f"wrote {path}")
     return path
@@ -147,7 +150,7 @@ def _presets(config: LmRunConfig, options: argparse.Namespace) -> list[dict[str,
 
 def _decoder(config: LmRunConfig) -> DecoderConfig:
     if not isinstance(config.model, DecoderConfig):
-        raise SystemExit("A config of a Qwen3 model is expected.")
+        raise SystemExit("A config of a decoder is expected.")
     return config.model
 
 

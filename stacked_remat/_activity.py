@@ -18,20 +18,21 @@ def is_differentiable(dtype: Any) -> bool:
 
 
 def active_carry(
-    jaxpr: core.Jaxpr, shared: Sequence[bool], init: Sequence[bool], xs: Sequence[bool]
+    layers: Sequence[tuple[core.Jaxpr, Sequence[bool], Sequence[bool]]], init: Sequence[bool]
 ) -> list[bool]:
     """Find the carry leaves that are active in some layer.
 
     Args:
-        jaxpr: one layer, `(carry, x) -> (carry, y)` in leaves; its constants are what the layers share.
-        shared: which constants are active.
+        layers: for each kind, one layer, `(shared, carry, x) -> (carry, y)` in leaves, its constants first;
+            which of the shared inputs are active; and which of the layers' own.
         init: which leaves of the first carry are.
-        xs: which of the layers' own inputs are.
     """
     carry = list(init)
     while True:
-        outputs = active_outputs(jaxpr, [*shared, *carry, *xs])[: len(carry)]
-        grown = [old or new for old, new in zip(carry, outputs, strict=True)]
+        grown = carry
+        for jaxpr, shared, xs in layers:
+            outputs = active_outputs(jaxpr, [*shared, *carry, *xs])[: len(carry)]
+            grown = [old or new for old, new in zip(grown, outputs, strict=True)]
         if grown == carry:
             return carry
         carry = grown

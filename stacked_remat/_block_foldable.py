@@ -1,4 +1,4 @@
-"""`BlockFoldable`: what `Stacked` and `BlockSeq` have in common."""
+"""`BlockFoldable`: what `Stacked`, `StackedPattern` and `BlockSeq` have in common."""
 
 import abc
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -17,7 +17,7 @@ M = TypeVar("M", bound=eqx.Module)
 
 
 class BlockFoldable(ModuleWithStateDictSerialization, Generic[M]):
-    """Layers that can be folded, scanned and mapped over: a `Stacked` or a `BlockSeq`.
+    """Layers that can be folded, scanned and mapped over: a `Stacked`, a `StackedPattern` or a `BlockSeq`.
 
     As in a list, `len(blocks)` is the number of layers, `blocks[i]` one of them, `blocks[2:5]` a stack of
     some, and `for block in blocks` goes through all.

@@ -35,7 +35,7 @@ class BlockSeq(BlockFoldable[M]):
 
     The layers may differ in shapes, structure and control flow as long as the carry fits. It obeys policies
     and splits arguments exactly as `Stacked` does. Compile time and program size grow with the number of
-    layers: prefer `Stacked`, or consecutive stacks, where layers are alike.
+    layers: prefer `Stacked` where layers are alike, and `StackedPattern` where they are of a few kinds.
 
     Attributes:
         blocks: the layers.
@@ -144,7 +144,8 @@ class BlockSeq(BlockFoldable[M]):
         def run(init: Any, arguments: Any) -> tuple[Any, Any]:
             arguments_of = layer_getter(arguments, self.Block, caller)
             inputs = [(block, arguments_of(i)) for i, block in enumerate(self.blocks)]
-            return scan_unrolled(layer, init, inputs, self.Block, resolved, caller.what, reverse=backwards)
+            carry, ys = scan_unrolled(layer, init, inputs, self.Block, resolved, reverse=backwards)
+            return carry, stack_outputs(ys, self.Block, caller.what)
 
         def scanned(init: Any, /, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
             check_unmarked(init)

@@ -7,6 +7,10 @@
   position and reads the input again. Constants of the function become inputs before the others when it is
   traced. Where that happens twice (a rule within a rule, in the body of a scan), they are counted once, and
   the rule gets other arrays than it returned. `not_forwarded` keeps residuals out of this.
+- JAX (0.10.2, 0.12), of a jaxpr that is differentiated by some inputs, then by others, then by the first
+  again, gives the backward rule of a `jax.custom_vjp` with symbolic zeros the residuals of the last time in
+  the structure of the second. `as_residual` and `of_residual` keep what depends on the choice of inputs in
+  the shape of a residual instead.
 - Haliax (1.4.dev453) has no public way out of `haliax.axis_mapping`, within which every product is given a
   sharding: inside a `jax.shard_map` over the whole mesh it must have none. `no_axis_mapping` turns it off.
 - JAX (0.10.2, 0.12) has no public function that tells whether it found cuDNN, which its CUDA plugin does not
@@ -20,6 +24,8 @@
 - XLA for CPUs (jaxlib 0.10.2; fixed by 0.12) drops optimization barriers before it merges equal operations.
   Outside of loops, what `jax.checkpoint` computes again is then merged with the forward pass, and no memory
   is saved. With a policy in `KeptApart` it is computed in a branch that XLA does not know to be always taken.
+- JAX (0.10.2, 0.12) has no public function that tells whether it finds a cluster, without which
+  `jax.distributed.initialize()` fails: `cluster_size`.
 - JAX (0.10.2, 0.12) has no public function that tells whether anything is being traced or differentiated:
   `nothing_is_traced`.
 """
@@ -35,6 +41,7 @@ from typing import Any
 import haliax.partitioning
 import jax
 import jax._src.ad_checkpoint
+import jax._src.clusters
 import jax._src.core
 import jax._src.effects
 import jax._src.lib
@@ -42,6 +49,7 @@ import jax._src.state.types
 import jax.core
 import jax.extend.core
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.extend.core.primitives import device_put_p, remat_p
 from jax.interpreters import ad, mlir
@@ -70,6 +78,28 @@ def not_forwarded(residuals: Any) -> Any:
     Each passes a barrier of its own: one around all would keep all of them alive until the last is read.
     """
     return jax.tree.map(lax.optimization_barrier, residuals)
+
+
+_residuals: list[Any] = []
+
+
+def as_residual(value: Any) -> np.ndarray:
+    """A value that can be compared, such as which inputs are differentiated, as a residual without data."""
+    if value not in _residuals:
+        _residuals.append(value)
+    return np.zeros((0, _residuals.index(value)), bool)
+
+
+def of_residual(residual: Any) -> Any:
+    """The value of a residual that `as_residual` made."""
+    return _residuals[residual.shape[1]]
+
+
+def cluster_size() -> int | None:
+    """The number of processes of the cluster that JAX finds in the environment; None if it finds none."""
+    known = jax._src.clusters.ClusterEnv._cluster_types
+    found = next((env for env in known if not env.opt_in_only_method and env.is_env_present()), None)
+    return None if found is None else found.get_process_count()
 
 
 @functools.cache

@@ -1,7 +1,7 @@
 """Calls that a trace of a program notes, with a rule for whoever interprets the traced program."""
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
@@ -17,11 +17,19 @@ class Notes:
 
     def __init__(self) -> None:
         self.rules: dict[str, Any] = {}
+        self.types: dict[str, list[Any]] = {}
 
     def rule_of(self, equation: Any) -> Any:
-        """The rule of an equation, None where it is of no noted call."""
+        """The rule of an equation, None where it is of no noted call.
+
+        What `jax.grad` and `jax.vmap` make of a call has its name and other arrays.
+        """
         name = equation.params.get("name")
-        return self.rules.get(name) if isinstance(name, str) else None
+        rule = self.rules.get(name) if isinstance(name, str) else None
+        is_call = rule == DERIVATIVE_OF_RESULT or self.types.get(name) == _types(
+            [*equation.invars, *equation.outvars]
+        )
+        return rule if is_call else None
 
 
 def is_noted(equation: Any) -> bool:
@@ -56,6 +64,17 @@ def noted(rule: Any, fn: Callable[..., Any]) -> Callable[..., Any]:
     def call(*args: Any) -> Any:
         return fn(*args)
 
-    call.__name__ = f"{_PREFIX}{len(notes.rules)}"
-    notes.rules[call.__name__] = rule
-    return jax.jit(call)
+    name = call.__name__ = f"{_PREFIX}{len(notes.rules)}"
+    notes.rules[name] = rule
+
+    def noting_types(*args: Any) -> Any:
+        found = jax.jit(call)(*args)
+        notes.types[name] = _types(jax.tree.leaves((args, found)))
+        return found
+
+    return noting_types
+
+
+def _types(arrays: Iterable[Any]) -> list[Any]:
+    avals = (array.aval if hasattr(array, "aval") else jax.typeof(array) for array in arrays)
+    return [(aval.shape, aval.dtype) for aval in avals]

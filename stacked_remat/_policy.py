@@ -40,6 +40,7 @@ class ScanCheckpointPolicy:
     | `ScanCheckpointPolicy(save_block_internals=[names])` | N·(C + named values), and I | less than 4·N·F |
     | `"nested"` | about √(2N)·C, and I | just under 5·N·F |
     | `"recompute"` | nothing until the backward pass begins, then N·C and I | 5·N·F |
+    | any, for layers of several kinds | as above, with I of the widest | as above, with F the mean |
 
     Policies are frozen, hashable and compare by value. Contradictory settings are refused when one is built.
 

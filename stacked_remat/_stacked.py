@@ -52,7 +52,7 @@ class Stacked(BlockFoldable[M]):
     ```
 
     All layers have the same structure, shapes and Python control flow. Blocks with named axes and blocks of
-    plain arrays both work. For layers that differ use `BlockSeq`.
+    plain arrays both work. For layers of several kinds use `StackedPattern`, for others `BlockSeq`.
 
     Indexing, slicing and iterating copy the arrays of the layers that they take.
 
@@ -161,11 +161,11 @@ class Stacked(BlockFoldable[M]):
         reverse: bool,
     ) -> Callable[..., tuple[Any, Any]]:
         caller = method_caller(self, verb, fn, skip=2, first=("stacked",))
-        step = _block_second(fn, has_output=verb == "scan")
+        step = block_second(fn, has_output=verb == "scan")
         run = scan_for(caller, step, self.Block, remat=remat, unroll=unroll, reverse=reverse)
 
         def scanned(init: Any, /, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-            return run(init, _applied(self.stacked), *args, **kwargs)
+            return run(init, applied(self.stacked), *args, **kwargs)
 
         return scanned
 
@@ -218,7 +218,7 @@ class Stacked(BlockFoldable[M]):
         remat, unroll, reverse = self._options(remat, unroll, reverse)
         run = vjp_for(
             method_caller(self, verb, call, skip=2, first=("stacked",)),
-            _block_second(call, has_output),
+            block_second(call, has_output),
             self.Block,
             has_output=has_output,
             remat=remat,
@@ -228,8 +228,10 @@ class Stacked(BlockFoldable[M]):
         template = eqx.filter(self, is_array, inverse=True)
 
         def swept(init: Any, /, *args: Any, **kwargs: Any) -> tuple[Any, SweepBack]:
-            y, sweep_back = run(init, _applied(self.stacked), *args, **kwargs)
-            return y, sweep_back.wrapping(lambda layers: changed(template, stacked=layers))
+            y, sweep_back = run(init, applied(self.stacked), *args, **kwargs)
+            return y, sweep_back.wrapping(
+                lambda result: result._replace(layers=changed(template, stacked=result.layers))
+            )
 
         return swept
 
@@ -265,7 +267,7 @@ class Stacked(BlockFoldable[M]):
 
     def _layers(self, rows: slice) -> Self:
         check_stacked(self.stacked, self.Block, Caller(type(self).__name__, _name_in_stack))
-        stacked, Layers = take_layers(self.stacked, self.Block, rows)
+        stacked, Layers = take_layers(self.stacked, self.Block, range(self.Block.size)[rows])
         return changed(self, stacked=stacked, Block=Layers)
 
     def from_state_dict(self, state_dict: StateDict, prefix: str | None = None) -> Self:
@@ -304,7 +306,7 @@ class Stacked(BlockFoldable[M]):
         return layer_getter(_stored(self.stacked), self.Block, Caller(type(self).__name__, _name_in_stack))
 
 
-def _applied(tree: Any) -> Marked:
+def applied(tree: Any) -> Marked:
     """The arrays of a stack for `fold` and `scan`, with unsliced fields marked."""
     return _stored(map_unsliced(lambda field: Marked(field, "unsliced"), tree))
 
@@ -318,7 +320,7 @@ def _name_in_stack(path: tuple[Any, ...]) -> str:
     return f"stacked{jtu.keystr(path)}"
 
 
-def _block_second(fn: Callable[..., Any], has_output: bool) -> Callable[..., tuple[Any, Any]]:
+def block_second(fn: Callable[..., Any], has_output: bool) -> Callable[..., tuple[Any, Any]]:
     """`fn(block, carry, ...)` as a step with the carry first, and None as its output if it has none."""
 
     def step(carry: Any, block: Any, /, *args: Any, **kwargs: Any) -> Any:

@@ -14,7 +14,7 @@ from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import ClosedJaxpr
 
 from ._activity import is_differentiable
-from ._static import Static
+from ._compat import as_residual, of_residual
 from ._sweep.gradient import merge, pick, scatter_leaves
 from ._sweep.store import zeros_after
 
@@ -216,15 +216,16 @@ def run_tiles(tiling: Tiling, split: Sequence[Any], shared: Sequence[Any]) -> li
 
 def _forward_rule(tiling: Tiling, split: Any, shared: Any) -> tuple[list[Any], Any]:
     perturbed = tuple(
-        [leaf.perturbed and is_differentiable(leaf.value.dtype) for leaf in some] for some in (split, shared)
+        tuple(leaf.perturbed and is_differentiable(leaf.value.dtype) for leaf in some)
+        for some in (split, shared)
     )
     split, shared = ([leaf.value for leaf in some] for some in (split, shared))
-    return tiling.forward(split, shared), (Static(tuple(map(tuple, perturbed))), split, shared)
+    return tiling.forward(split, shared), (as_residual(perturbed), split, shared)
 
 
 def _backward_rule(tiling: Tiling, residuals: Any, cotangents: Any) -> tuple[list[Any], list[Any]]:
     perturbed, split, shared = residuals
-    return tiling.backward(perturbed.value, split, shared, cotangents)
+    return tiling.backward(of_residual(perturbed), split, shared, cotangents)
 
 
 run_tiles.defvjp(_forward_rule, _backward_rule, symbolic_zeros=True)

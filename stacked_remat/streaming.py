@@ -26,6 +26,7 @@ from ._scan.layers import check_host_segments
 from ._scan.marks import changed, is_array, is_named, is_split, map_unsliced, raw_array
 from ._stacked import Stacked
 from ._stacked_methods import block_builder
+from ._stacked_pattern import StackedPattern
 from ._sweep.store import empty_stack, write
 
 T = TypeVar("T")
@@ -110,7 +111,7 @@ def to_host(model: T, *, segment_length: int = 1, where: Any = eqx.is_array) -> 
     gradients (it loses the memory of their cotangents).
 
     Args:
-        model: a `Stacked`, or any tree with some.
+        model: a `Stacked`, a `StackedPattern`, or any tree with some.
         segment_length: how many layers come to the device together: `host_segment_length` of the stacks'
             policies, see `ScanCheckpointPolicy`. The `remat=` of a call, and `with_remat`, have their own.
         where: which arrays, a predicate of arrays or a tree of bools like the model. Only matrices are
@@ -123,10 +124,16 @@ def to_host(model: T, *, segment_length: int = 1, where: Any = eqx.is_array) -> 
 
     Raises:
         ValueError: for a model without such arrays; for an array of an `unsliced` field, or whose layers are
-            not its first axis (names the path); for a `segment_length` that does not divide the layers.
+            not its first axis (names the path); for a `segment_length` that does not divide the layers, or
+            above 1 for a `StackedPattern`.
 
     Cost: one copy. Shardings stay as they are.
     """
+    if segment_length > 1 and any(map(_is_pattern, jtu.tree_leaves(model, is_leaf=_is_pattern))):
+        raise ValueError(
+            f"The layers of a StackedPattern are read from the host one at a time, and segment_length = "
+            f"{segment_length}. Leave it at 1."
+        )
     is_chosen = (lambda leaf: eqx.is_array(leaf) and where(leaf)) if callable(where) else where
     chosen, count = eqx.filter(model, is_chosen), 0
 
@@ -204,6 +211,10 @@ def _of_stacks(fn: Callable[[str, Stacked, Any], Stacked], model: Any, other: An
 def _with(stack: Stacked, fields: Any, segment_length: int) -> Stacked:
     policy = dataclasses.replace(stack.remat, host_segment_length=segment_length)
     return changed(stack, stacked=fields, remat=policy)
+
+
+def _is_pattern(node: Any) -> bool:
+    return isinstance(node, StackedPattern)
 
 
 def _is_stack(node: Any) -> bool:

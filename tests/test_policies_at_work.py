@@ -212,7 +212,7 @@ def kept(layers, remat, x, way=by_fold):
         return way(layers, x, remat)
 
     pullback = jax.eval_shape(lambda layers, x: jax.vjp(forward, layers, x)[1], layers, x)
-    shapes = [leaf.shape for leaf in jax.tree.leaves(pullback)]
+    shapes = [leaf.shape for leaf in jax.tree.leaves(pullback) if leaf.size]
     return sorted(shape for shape in shapes if shape[-1:] != (5,))
 
 

@@ -15,7 +15,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from stacked_remat import ScanCheckpointPolicy, fold
 from stacked_remat._schedule import Schedule, bounded, equal, segmented, shrinking
 from stacked_remat._sweep.api import sweep
-from stacked_remat._sweep.forward import forward_sweep
+from stacked_remat._sweep.forward import forward_loop
 from stacked_remat._sweep.reverse import Replay, reverse_sweep
 
 from .sweep_cases import (
@@ -221,8 +221,8 @@ def test_a_visitor_sees_every_layer_once_from_the_last_with_its_input(schedule: 
     def fetch(index):
         return [jnp.int32(index)]
 
-    def step(index, carry, fetched):
-        return [carry[0] + fetched[0] + 1], None
+    def step(index, state):
+        return ([state[0][0] + index + 1],)
 
     def visitor(layer, cotangent, state):
         seen, at = state
@@ -231,11 +231,11 @@ def test_a_visitor_sees_every_layer_once_from_the_last_with_its_input(schedule: 
         return [cotangent[0] * 2], (seen, at + 1)
 
     length = schedule.length
-    _, _, kept = forward_sweep(step, [jnp.int32(0)], schedule, fetch)
+    _, kept = forward_loop(step, ([jnp.int32(0)],), schedule)
     state = (jnp.zeros((length, 3), jnp.int32), jnp.int32(0))
 
     def advance(state, index, carry, fetched):
-        return step(index, carry, fetched)[0]
+        return [carry[0] + fetched[0] + 1]
 
     replay = Replay(lambda state, index: fetch(index), advance)
     cotangent, (seen, _) = reverse_sweep(replay, visitor, kept, [jnp.int32(1)], state, schedule)

@@ -4,8 +4,9 @@ Every field that changes what a model computes is used, or refused by name. Fiel
 change it are skipped, and any other field is refused.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -37,11 +38,19 @@ _BUILT_IN: Mapping[str, Any] = {
     "add_cross_attention": False,
     "hidden_act": "silu",
     "pruned_heads": {},
-    "quantization_config": None,
     "tie_encoder_decoder": False,
 }
 """Fields that change logits, with the value that every decoder has built in; null counts as absent."""
 
+_USUAL: Mapping[str, Any] = {
+    "max_position_embeddings": 32_768,
+    "rms_norm_eps": 1e-6,
+    "rope_scaling": {},
+    "rope_theta": 10_000.0,
+}
+"""The values of fields that are absent, where the architecture has no other."""
+
+_QUANTIZATION = {"quant_method", "modules_to_not_convert", "dequantize"}
 _MOST_LAYERS = 10_000
 _LARGEST = float(np.finfo(np.float32).max)
 _DTYPES = ("float32", "bfloat16", "float16", "float64")
@@ -99,8 +108,22 @@ class ConfigFields:
             raise ValueError(f"{name} is {shown(value)}; a list of {kind.__name__} is expected.")
         return value
 
-    def decoder(self) -> dict[str, Any]:
-        """The arguments of `DecoderConfig` that every architecture's `config.json` names alike."""
+    def check_quantization(self, quant_methods: Sequence[str]) -> None:
+        """Refuses weights that are quantized in other ways than these; the tensors say which of them are."""
+        given = self("quantization_config", None)
+        readable = isinstance(given, Mapping) and given.get("quant_method") in quant_methods
+        if given is None or (readable and given.keys() <= _QUANTIZATION):
+            return
+        only = f"quant_method {' or '.join(map(repr, quant_methods))}" if quant_methods else "None"
+        raise ValueError(f"quantization_config is {shown(given)}; only {only} is supported.")
+
+    def decoder(self, defaults: Mapping[str, Any] = MappingProxyType({})) -> dict[str, Any]:
+        """The arguments of `DecoderConfig` that every architecture's `config.json` names alike.
+
+        `defaults` has other values than usual for fields that are absent: `rms_norm_eps`, `rope_theta`,
+        `rope_scaling`, `max_position_embeddings`.
+        """
+        usual = {**_USUAL, **defaults}
         self.check_built_in(_BUILT_IN)
         dtype = agreed("dtype", self("dtype", None), "torch_dtype", self("torch_dtype", None))
         if dtype is not None and dtype not in _DTYPES:
@@ -110,8 +133,8 @@ class ConfigFields:
             "num_layers": self.size("num_hidden_layers", at_most=_MOST_LAYERS),
             "num_heads": self.size("num_attention_heads"),
             "mlp_dim": self.size("intermediate_size"),
-            "rotary": self._rotary(),
-            "rms_norm_eps": self.number("rms_norm_eps", 1e-6),
+            "rotary": self._rotary(usual),
+            "rms_norm_eps": self.number("rms_norm_eps", usual["rms_norm_eps"]),
             "initializer_range": self.number("initializer_range", 0.02),
             "tie_word_embeddings": self.boolean("tie_word_embeddings", False),
         }
@@ -133,15 +156,31 @@ class ConfigFields:
                 f"change what the model computes."
             )
 
-    def _rotary(self) -> RotaryConfig:
-        longest = self.size("max_position_embeddings", 32_768)
+    def windowed_layers(self, usual: Sequence[str]) -> tuple[int, ...]:
+        """The numbers of the layers with a window by `layer_types`, which is `usual` where it is absent."""
+        kinds = self.sequence("layer_types", str, usual)
+        strange = sorted(set(kinds) - {"sliding_attention", "full_attention"})
+        if strange:
+            raise ValueError(
+                f"layer_types has {shown(strange)}; full_attention and sliding_attention are supported."
+            )
+        if len(kinds) != len(usual):
+            raise ValueError(
+                f"layer_types has {len(kinds)} entries for {len(usual)} layers; give one for each."
+            )
+        return tuple(i for i, kind in enumerate(kinds) if kind == "sliding_attention")
+
+    def _rotary(self, usual: Mapping[str, Any]) -> RotaryConfig:
+        longest = self.size("max_position_embeddings", usual["max_position_embeddings"])
+        given = any(self._left.get(name) is not None for name in ("rope_scaling", "rope_parameters"))
         theta = self("rope_theta", None)
         scaling, theta = self._rotary_section("rope_scaling", theta)
         parameters, theta = self._rotary_section("rope_parameters", theta)
         if scaling and parameters.get("rope_type", "default") != "default":
             agreed("rope_scaling", scaling, "rope_parameters", parameters)
-        used = scaling or parameters  # what transformers takes where a config has both
-        theta = _number("rope_theta", 10_000.0 if theta is None else theta)
+        # What transformers takes where a config has both.
+        used = (scaling or parameters) if given else usual["rope_scaling"]
+        theta = _number("rope_theta", usual["rope_theta"] if theta is None else theta)
         try:
             _check_rotary_types(used)
             found = rotary_from_hf(used, max_position_embeddings=longest)

@@ -1,7 +1,8 @@
 """Weights of a decoder in Hugging Face's format: a folder into a decoder, and a decoder into a folder.
 
-A folder holds `config.json` and safetensors files with one tensor a layer, and one an expert; the decoder
-holds stacks. A linear map to or from heads has separate axes for them, where its tensor has a single one.
+A folder holds `config.json` and safetensors files with one tensor a layer, and one an expert or a few for all
+experts of a layer; the decoder stacks the layers of each kind. A linear map to or from heads has separate
+axes for them, where its tensor has a single one.
 """
 
 import math
@@ -22,11 +23,11 @@ from jax.sharding import Sharding, SingleDeviceSharding
 from jaxtyping import DTypeLike
 
 from models.hf_io.formats import config_to_hf, format_of
-from models.hf_io.safetensors_folder import Pending, SafetensorsFolder, WeightsError, write_safetensors
-from models.hf_io.stacked_weights import Place, check_tensors, pending_tensors, read_array
+from models.hf_io.safetensors_folder import SafetensorsFolder, WeightsError, write_safetensors
+from models.hf_io.stacked_weights import FusedTensor, Place, check_tensors, pending_tensors, read_array
 from models.transformer.config import DecoderConfig
 from models.transformer.decoder import Decoder
-from stacked_remat import ScanCheckpointSpec
+from stacked_remat import ScanCheckpointSpec, StackedPattern
 from stacked_remat.lora import LoraLinear, lora_linears
 
 _FEW_TENSORS = 1000  # that take no time to list, and to name where they are missing
@@ -47,16 +48,16 @@ def read_decoder(
         root: the folder.
         config: the architecture, as `read_hf_config` reads it from the folder's `config.json`.
         Vocab: axis of the embedding's rows, as many as the checkpoint has.
-        remat: policy of every stack of layers.
+        remat: policy of the layers.
         dtype: of all arrays.
         sharding: where an array of the decoder, given as its shape, is to be; None for the default device.
 
     Raises:
         FileNotFoundError: weights are missing.
         WeightsError: tensors are missing, unknown or misshapen, and nothing has been read.
-        ConfigError: the policy has names that no layer has, or levels that can't cut the stacks.
+        ConfigError: the policy has names that no layer has, or levels that can't cut the layers.
 
-    Cost: one tensor in host memory, besides the decoder itself.
+    Cost: one tensor in host memory, or where experts are fused those of one expert, besides the decoder.
     """
     folder = SafetensorsFolder.open(root)
     _check_separate_experts(folder, config)
@@ -109,9 +110,8 @@ def write_decoder(
             f"them first, with merge_lora, or write them alone, with save_adapters."
         )
     places = decoder_places(decoder)
-    pending: dict[str, Pending] = {}
-    for path, leaf in jax.tree_util.tree_leaves_with_path(decoder, is_leaf=is_named_array):
-        pending |= pending_tensors(places[jax.tree_util.keystr(path)], leaf.array)
+    leaves = jax.tree_util.tree_leaves_with_path(decoder, is_leaf=is_named_array)
+    pending = pending_tensors((places[jax.tree_util.keystr(path)], leaf.array) for path, leaf in leaves)
     dtype = decoder.embedding.weight.dtype
     document = config_to_hf(decoder.config, decoder.Vocab.size, dtype=str(dtype)) | dict(fields)
     write_safetensors(
@@ -121,34 +121,51 @@ def write_decoder(
 
 def decoder_places(decoder: Decoder) -> dict[str, Place]:
     """The tensors of a checkpoint for every array of a decoder, by the array's path; shapes are enough."""
-    names = format_of(decoder.config).tensor_names
-    firsts = np.cumsum([0, *(stack.Layers.size for stack in decoder.stacks)]).tolist()
+    known = format_of(decoder.config)
+    names, is_mixed = known.tensor_names, isinstance(decoder.layers, StackedPattern)
     modules = jax.tree_util.tree_leaves_with_path(decoder, is_leaf=_is_module)
     places = {}
     for keys, module in modules:
-        path, first = jax.tree_util.keystr(keys), 0
+        path, layers = jax.tree_util.keystr(keys), None
         parts = re.findall(r"\w+", path)
-        if parts[0] == "stacks":
-            first = firsts[int(parts[1])]
-            parts = ["stacks", "stacked", *parts[3:]]
+        if parts[0] == "layers" and is_mixed:  # .layers.stacks['dense'].stacked
+            layers = tuple(decoder.config.layers_of(parts[2]))
+            parts = ["layers", *parts[3:]]
         name = ".".join("{}" if part == "stacked" else names.get(part, part) for part in parts)
-        for kind in ("weight", "bias"):
-            named = getattr(module, kind, None)
-            if named is not None:
-                sizes = tuple(axis.size for axis in named.axes)
-                stacked, layer_shape = sizes[: name.count("{}")], sizes[name.count("{}") :]
-                shape = _tensor_shape(module, kind, layer_shape)
-                place = Place(f"{path}.{kind}", f"{name}.{kind}", stacked, shape, layer_shape, first)
-                places[place.path] = place
+        for kind, named in _arrays(module).items():
+            sizes = tuple(axis.size for axis in named.axes)
+            stacked, layer_shape = sizes[: name.count("{}")], sizes[name.count("{}") :]
+            shape = _tensor_shape(module, kind, layer_shape)
+            place = Place(f"{path}{kind}", f"{name}{kind}", stacked, shape, layer_shape, layers)
+            places[place.path] = _in_fused_tensors(place, known.fused_tensors)
     return places
 
 
+def _in_fused_tensors(place: Place, fused_tensors: Mapping[str, FusedTensor]) -> Place:
+    """The place, which is of experts' own tensors, in the tensors that an architecture has in their stead."""
+    module, _, own = place.name.rpartition(".{}.")
+    fused = fused_tensors.get(own)
+    if fused is None:
+        return place
+    *narrow, wide = place.tensor_shape[::-1] if fused.transposed else place.tensor_shape
+    shape = (place.stacked[-1], *narrow, wide * fused.parts)
+    return replace(place, name=f"{module}.{fused.name}", tensor_shape=shape, fused=fused)
+
+
 def _is_module(node: Any) -> bool:
-    return isinstance(node, hnn.Linear | hnn.RmsNorm | hnn.Embedding)
+    return isinstance(node, hnn.Linear | hnn.RmsNorm | hnn.Embedding) or is_named_array(node)
+
+
+def _arrays(module: Any) -> dict[str, NamedArray]:
+    """The arrays of a module by what follows the module's name, which is nothing for a bare array."""
+    if is_named_array(module):
+        return {"": module}
+    arrays = {f".{kind}": getattr(module, kind, None) for kind in ("weight", "bias")}
+    return {kind: array for kind, array in arrays.items() if array is not None}
 
 
 def _tensor_shape(module: Any, kind: str, layer_shape: tuple[int, ...]) -> tuple[int, ...]:
-    if kind == "bias" or isinstance(module, hnn.RmsNorm):
+    if kind != ".weight" or isinstance(module, hnn.RmsNorm):
         return (math.prod(layer_shape),)
     rows = len(ensure_tuple(module.Out)) if isinstance(module, hnn.Linear) else 1
     return math.prod(layer_shape[:rows]), math.prod(layer_shape[rows:])
@@ -157,15 +174,18 @@ def _tensor_shape(module: Any, kind: str, layer_shape: tuple[int, ...]) -> tuple
 def num_tensors(config: DecoderConfig) -> int:
     """How many tensors a checkpoint of this architecture has, computed without a list of them."""
     total = 2 if config.tie_word_embeddings else 3
-    for kind, Layers in config.stacks:
-        attention = 6 + (4 if config.attention.bias else 0)
-        mlp = 1 + 3 * config.sparse.num_experts if kind.sparse and config.sparse is not None else 3
-        total += Layers.size * (2 + attention + mlp)
+    fused = len({one.name for one in format_of(config).fused_tensors.values()})
+    for kind, count in config.kinds.items():
+        attention = 4 + 4 * config.attention.bias + 2 * config.qk_norm + config.sinks
+        mlp = 3 * (1 + config.mlp_bias)
+        if kind.sparse and config.sparse is not None:
+            mlp = (fused or mlp * config.sparse.num_experts) + 1 + config.mlp_bias
+        total += count * (2 + attention + mlp)
     return total
 
 
 def _check_size(folder: SafetensorsFolder, config: DecoderConfig, Vocab: Axis) -> None:
-    """Refuses a config of another order of magnitude before its stacks or a list of its tensors are made."""
+    """Refuses a config of another order of magnitude before its layers or a list of its tensors are made."""
     num_weights = config.num_weights(Vocab.size)
     found = sum(math.prod(shape) for shape in folder.shapes.values())
     if num_weights > 100 * (found + 2**20):
@@ -182,8 +202,10 @@ def _check_size(folder: SafetensorsFolder, config: DecoderConfig, Vocab: Axis) -
 
 
 def _check_separate_experts(folder: SafetensorsFolder, config: DecoderConfig) -> None:
-    layout = format_of(config).experts_layout
-    if fused := [name for name in folder.shapes if layout(name) == "fused"]:
+    known = format_of(config)
+    if known.fused_tensors:
+        return
+    if fused := [name for name in folder.shapes if known.experts_layout(name) == "fused"]:
         raise WeightsError(
             f"{folder.root} has the experts of a layer in one tensor, {fused[0]}. Load it with transformers "
             f"and save it again, save_pretrained(..., save_original_format=True), with a tensor an expert."

@@ -1,12 +1,13 @@
 """The registry of architectures in Hugging Face's formats: each package of `models` registers its own."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 from models.hf_io.config_fields import ConfigFields, decoder_fields
 from models.hf_io.safetensors_folder import WeightsError, read_json
+from models.hf_io.stacked_weights import FusedTensor
 from models.transformer.config import DecoderConfig
 from stacked_remat._messages import shown
 from stacked_remat.lora import PeftNames
@@ -14,8 +15,6 @@ from stacked_remat.lora import PeftNames
 ExpertsLayout: TypeAlias = Literal["fused", "separate"]
 """How adapters of experts are written: `fused`, as PEFT writes them for transformers 5, whose experts are two
 parameters (`target_parameters`), or `separate`, a pair of tensors for every expert, as for transformers 4."""
-
-_MOST_STACKS = 500  # each is traced and compiled by itself, which takes tens of milliseconds
 
 
 @dataclass(frozen=True)
@@ -30,8 +29,13 @@ class HfFormat:
         write_config: the fields of `config.json` that are this architecture's own; raises `WeightsError` for
             a config that this format can't express.
         tensor_names: names of the parts of a decoder, where they differ from the attribute's name: of
-            `embedding`, `stacks` (all layers), `norm` and `head`, and of a layer's attributes (`experts`).
+            `embedding`, `layers`, `norm` and `head`, and of a layer's attributes (`experts`).
         peft_names: names of the adapters of a decoder.
+        fused_tensors: the tensors that hold all experts of a layer, by what a single expert's tensor would be
+            called (`down_proj.weight`); empty where every expert has its own.
+        defaults: values of the fields that all architectures share where they are absent, for those that
+            differ from other architectures'; see `ConfigFields.decoder`.
+        quant_methods: the `quant_method`s of `quantization_config` whose tensors are read.
     """
 
     model_type: str
@@ -40,6 +44,9 @@ class HfFormat:
     write_config: Callable[[Any], dict[str, Any]]
     tensor_names: Mapping[str, str]
     peft_names: Callable[[DecoderConfig, ExpertsLayout], PeftNames]
+    fused_tensors: Mapping[str, FusedTensor] = field(default_factory=dict)
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    quant_methods: tuple[str, ...] = ()
 
     def experts_layout(self, tensor: str) -> ExpertsLayout | None:
         """The layout of experts that the name of a tensor shows; None where it is not of experts."""
@@ -95,15 +102,12 @@ def config_from_hf(document: Mapping[str, Any]) -> tuple[DecoderConfig, int]:
     fields = ConfigFields(document)
     model_type = fields("model_type", None)
     if not isinstance(model_type, str) or model_type not in _FORMATS:
-        known = f"{' and '.join(_FORMATS)} are read" if _FORMATS else _NONE
-        raise ValueError(f"model_type is {shown(model_type)}; {known}.")
-    shared, vocab_size = fields.decoder(), fields.size("vocab_size")
-    config = _FORMATS[model_type].read_config(fields, shared)
-    if len(config.stacks) > _MOST_STACKS:
-        raise ValueError(
-            f"the kind of layer changes {len(config.stacks) - 1} times (layer_types, mlp_only_layers, "
-            f"decoder_sparse_step); at most {_MOST_STACKS - 1} times is supported."
-        )
+        readable = f"{', '.join(sorted(_FORMATS))} are read" if _FORMATS else _NONE
+        raise ValueError(f"model_type is {shown(model_type)}; {readable}.")
+    known = _FORMATS[model_type]
+    fields.check_quantization(known.quant_methods)
+    shared, vocab_size = fields.decoder(known.defaults), fields.size("vocab_size")
+    config = known.read_config(fields, shared)
     fields.check_unknown(model_type)
     return config, vocab_size
 

@@ -17,6 +17,7 @@ from huggingface_hub import split_state_dict_into_shards_factory
 from jaxtyping import Shaped
 from safetensors.numpy import save_file
 
+from models.hf_io.mxfp4 import BLOCKS, SCALES, dequantized, dequantized_shapes
 from stacked_remat._files import opened_safetensors, read_json_fields, replaced_whole, written_safetensors
 from stacked_remat._messages import printable, shortened, shown
 
@@ -47,11 +48,11 @@ def read_json(path: Path) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class SafetensorsFolder:
-    """The tensors of a folder, by name.
+    """The tensors of a folder, by name; the two of a tensor in MXFP4 are one here, of bfloat16 values.
 
     Attributes:
         root: the folder.
-        files: the file of every tensor.
+        files: the file of every tensor, as it is stored.
         shapes: the shape of every tensor.
         dtypes: what the format calls the dtype of every tensor: `BF16`, `I64`, ...
         absent: tensors that are in the index but not in the file that it names, with that file.
@@ -90,12 +91,26 @@ class SafetensorsFolder:
                     files[name] = path
                     shapes[name], dtypes[name] = tuple(header.get_shape()), header.get_dtype()
         absent = {name: promised[name] for name in sorted(promised.keys() - files.keys())}
+        for name, shape in dequantized_shapes(shapes, dtypes).items():
+            if name in files:
+                raise WeightsError(
+                    f"{files[name]} has {printable(name)}, and {files[name + BLOCKS]} has it in MXFP4. "
+                    f"Remove one of them, or fetch the folder again."
+                )
+            for stored in (name + BLOCKS, name + SCALES):
+                del shapes[stored], dtypes[stored]
+            shapes[name], dtypes[name] = shape, "BF16"
         return SafetensorsFolder(root, files, shapes, dtypes, absent)
 
-    def read(self, name: str) -> Shaped[np.ndarray, "..."]:
-        """One tensor, in the dtype of the file; costs its own size in host memory."""
+    def read(self, name: str, at: tuple[int, ...] = ()) -> Shaped[np.ndarray, "..."]:
+        """One tensor, or its entry at indices of its first axes; costs its own size in host memory.
+
+        In the dtype of the file, or if it is in MXFP4 in float32.
+        """
+        if name not in self.files:
+            return dequantized(self.read(name + BLOCKS, at), self.read(name + SCALES, at))
         with opened_safetensors(self.files[name], WeightsError) as tensors:
-            return tensors.get_tensor(name)
+            return tensors.get_slice(name)[at] if at else tensors.get_tensor(name)
 
 
 def write_safetensors(

@@ -1,4 +1,4 @@
-"""Tensors of a checkpoint, one a layer or one an expert, in and out of the stacked arrays of a model.
+"""Tensors of a checkpoint, of layers, of experts or fused, in and out of the stacked arrays of a model.
 
 A `Place` lists the tensors of one array of the model. From these follow what a checkpoint must have, what is
 written, and how the array is filled on its devices without ever being on the host as a whole.
@@ -6,8 +6,9 @@ written, and how the array is filled on its devices without ever being on the ho
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeAlias
 
 import jax
@@ -24,16 +25,40 @@ Tensor: TypeAlias = Shaped[np.ndarray, "..."]
 
 
 @dataclass(frozen=True)
+class FusedTensor:
+    """A tensor that holds the matrices of all experts of a layer, maybe of several linear maps.
+
+    Attributes:
+        name: of the tensor, in place of the one that a linear map of one expert would have.
+        transposed: whether its matrices are `[in, out]`, where those of the model are `[out, in]`.
+        part: which of the linear maps this is: its outputs are every `parts`-th, from this one on.
+        parts: how many linear maps it holds.
+    """
+
+    name: str
+    transposed: bool = False
+    part: int = 0
+    parts: int = 1
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """The view of a tensor `[..., in, out]` that is of one linear map, as the model has it."""
+        own = tensor[..., self.part :: self.parts]
+        return np.swapaxes(own, -1, -2) if self.transposed else own
+
+
+@dataclass(frozen=True)
 class Place:
     """One array of a model and the tensors of a checkpoint that it holds.
 
     Attributes:
         path: of the array in the model, for messages.
-        name: of the tensors, with a `{}` for the index along each stacking axis.
+        name: of the tensors, with a `{}` for the index along each of the first stacking axes. The tensors
+            themselves have the other stacking axes.
         stacked: sizes of the stacking axes, which come first in the array; empty if a tensor is the array.
         tensor_shape: the shape of each tensor in the checkpoint.
-        layer_shape: the shape of each in the array; of equal size.
-        first: what the names count the first stacking axis from.
+        layer_shape: the shape of one entry along the stacking axes, in the array.
+        layers: the numbers along the first stacking axis in the names; None for 0, 1, ….
+        fused: how the tensors hold the array; None where an entry is one tensor.
     """
 
     path: str
@@ -41,20 +66,32 @@ class Place:
     stacked: tuple[int, ...]
     tensor_shape: tuple[int, ...]
     layer_shape: tuple[int, ...]
-    first: int = 0
+    layers: tuple[int, ...] | None = None
+    fused: FusedTensor | None = None
 
     def __post_init__(self) -> None:
-        assert math.prod(self.tensor_shape) == math.prod(self.layer_shape), self.path
+        inside = math.prod(self.stacked[self.name.count("{}") :])
+        parts = 1 if self.fused is None else self.fused.parts
+        assert math.prod(self.tensor_shape) == math.prod(self.layer_shape) * inside * parts, self.path
 
-    def numbered(self) -> Iterator[tuple[tuple[int, ...], str]]:
-        """The indices along the stacking axes and the name of every tensor, the last axis running fastest."""
+    def numbered(self) -> Iterator[tuple[tuple[int, ...], str, tuple[int, ...]]]:
+        """For every entry: its index along the stacking axes, the name of its tensor, its index in that.
+
+        The last axis runs fastest.
+        """
+        outer = self.name.count("{}")
         for at in itertools.product(*map(range, self.stacked)):
-            yield at, self.name.format(*(place + self.first * (axis == 0) for axis, place in enumerate(at)))
+            numbers = at[:outer] if self.layers is None else (self.layers[at[0]], *at[1:outer])
+            yield at, self.name.format(*numbers), at[outer:]
 
     @property
     def names(self) -> Iterator[str]:
-        """The names of all tensors."""
-        return (name for _, name in self.numbered())
+        """The names of all tensors, each as often as it has entries."""
+        return (name for _, name, _ in self.numbered())
+
+    def entry(self, tensor: Tensor) -> Tensor:
+        """One entry along the stacking axes, from the part of a tensor that has it; a view if possible."""
+        return (tensor if self.fused is None else self.fused.of(tensor)).reshape(self.layer_shape)
 
 
 def check_tensors(places: Sequence[Place], folder: SafetensorsFolder) -> None:
@@ -80,20 +117,21 @@ def check_tensors(places: Sequence[Place], folder: SafetensorsFolder) -> None:
 
 
 def read_array(
-    place: Place, read: Callable[[str], Tensor], dtype: DTypeLike, sharding: Sharding
+    place: Place, read: Callable[[str, tuple[int, ...]], Tensor], dtype: DTypeLike, sharding: Sharding
 ) -> Shaped[Array, "..."]:
     """Makes one array of a model from its tensors, in place on the devices that this process addresses.
 
     Args:
         place: the array and its tensors.
-        read: maps a tensor's name to the tensor.
+        read: maps a tensor's name, and indices of its first axes, to that part of the tensor.
         dtype: of the array; tensors are cast on the device.
-        sharding: of the array, any; every device gets its own part of every tensor.
+        sharding: of the array, any; every device gets its own part of every entry.
 
     Returns:
         The array, of shape `(*place.stacked, *place.layer_shape)`.
 
-    Cost: one tensor in host memory, and on each device one part of it besides the array.
+    Cost: one entry in host memory, or of fused tensors the entries of one expert, and on each device one part
+    of it besides the array.
     """
     shape = (*place.stacked, *place.layer_shape)
     dtype = jnp.dtype(dtype)
@@ -101,10 +139,10 @@ def read_array(
         _Shard.empty(SingleDeviceSharding(device, memory_kind=sharding.memory_kind), index, shape, dtype)
         for device, index in sharding.addressable_devices_indices_map(shape).items()
     ]
-    for position, name in place.numbered():
+    for position, name, inside in place.numbered():
         holders = [shard for shard in shards if shard.holds(position)]
         if holders:
-            tensor = read(name).reshape(place.layer_shape)
+            tensor = place.entry(read(name, inside))
             for shard in holders:
                 shard.put(position, tensor)
             jax.block_until_ready([shard.array for shard in holders])  # or tensors accumulate on the host
@@ -112,20 +150,42 @@ def read_array(
     return jax.make_array_from_single_device_arrays(shape, sharding, [shard.array for shard in shards])
 
 
-def pending_tensors(place: Place, array: Shaped[Array, "..."]) -> Iterator[tuple[str, Pending]]:
-    """The tensors of one array of a model, each made only when it is written.
+def pending_tensors(arrays: Iterable[tuple[Place, Shaped[Array, "..."]]]) -> dict[str, Pending]:
+    """The tensors of the arrays of a model by name, each made only when it is written.
 
     Raises:
-        WeightsError: parts of the array are on devices of other processes.
+        WeightsError: parts of an array are on devices of other processes.
     """
-    if not array.is_fully_addressable:
-        raise WeightsError(
-            f"{place.path} is divided over several processes, and one process writes a checkpoint. Gather it "
-            f"first, with jax.experimental.multihost_utils.process_allgather."
-        )
-    num_bytes = math.prod(place.tensor_shape) * array.dtype.itemsize
-    for position, name in place.numbered():
-        yield name, Pending(num_bytes, lambda at=position: _one(array, at).reshape(place.tensor_shape))
+    entries: dict[str, list[_Entry]] = {}
+    for place, array in arrays:
+        if not array.is_fully_addressable:
+            raise WeightsError(
+                f"{place.path} is divided over several processes, and one process writes a checkpoint. "
+                f"Gather it first, with jax.experimental.multihost_utils.process_allgather."
+            )
+        for position, name, inside in place.numbered():
+            entries.setdefault(name, []).append((place, array, position, inside))
+    return {
+        name: Pending(math.prod(own[0][0].tensor_shape) * own[0][1].dtype.itemsize, partial(_whole, own))
+        for name, own in entries.items()
+    }
+
+
+_Entry: TypeAlias = tuple[Place, Array, tuple[int, ...], tuple[int, ...]]
+"""A place, its array, the index of an entry in the array, and in its tensor."""
+
+
+def _whole(entries: Sequence[_Entry]) -> Tensor:
+    """The tensor that has these entries."""
+    place, array, position, _ = entries[0]
+    if place.fused is None:
+        return _one(array, position).reshape(place.tensor_shape)
+    tensor = np.empty(place.tensor_shape, array.dtype)
+    for place, array, position, inside in entries:
+        assert place.fused is not None
+        view = place.fused.of(tensor[inside])
+        view[...] = _one(array, position).reshape(view.shape)
+    return tensor
 
 
 @dataclass

@@ -7,7 +7,7 @@ from models.qwen3_moe.peft import peft_names
 
 TENSOR_NAMES = {
     "embedding": "model.embed_tokens",
-    "stacks": "model.layers",
+    "layers": "model.layers",
     "norm": "model.norm",
     "head": "lm_head",
     "input_norm": "input_layernorm",

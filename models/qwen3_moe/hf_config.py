@@ -86,18 +86,10 @@ def _attention(fields: ConfigFields, model_type: str, num_layers: int) -> Attent
         window = None
     # Of dense models; the others have windows in all layers or in none.
     first = fields.size("max_window_layers", 28, at_least=0)
-    kinds = fields.sequence("layer_types", str, None)
-    if kinds is None:
-        full = first if model_type == "qwen3" else 0
-        kinds = ["sliding_attention" if window and i >= full else "full_attention" for i in range(num_layers)]
-    strange = sorted(set(kinds) - {"sliding_attention", "full_attention"})
-    if strange or len(kinds) != num_layers:
-        raise ValueError(
-            f"layer_types has {len(kinds)} entries for {num_layers} layers, of the kinds "
-            f"{shown(sorted(set(kinds)))}; one of full_attention and sliding_attention is expected for each "
-            f"layer."
-        )
-    windowed = tuple(i for i, kind in enumerate(kinds) if kind == "sliding_attention")
+    full = first if model_type == "qwen3" else 0
+    windowed = fields.windowed_layers(
+        ["sliding_attention" if window and i >= full else "full_attention" for i in range(num_layers)]
+    )
     if windowed and window is None:
         raise ValueError(
             "layer_types has sliding_attention, but use_sliding_window and sliding_window don't."

@@ -1,13 +1,9 @@
 """PEFT's names of the adapters of Qwen3 decoders."""
 
-import re
-
 from models.hf_io.formats import ExpertsLayout
+from models.hf_io.peft_layers import names_of_layers
 from models.transformer.config import DecoderConfig
 from stacked_remat.lora import PeftNames, PeftParameter
-
-_OF_A_LAYER = re.compile(r"stacks\.(\d+)\.\*\.(attention\.[qkvo]_proj|mlp\..+)")
-_OF_AN_EXPERT = re.compile(r"mlp\.experts\.\*\.(gate|up|down)_proj")
 
 
 def peft_names(config: DecoderConfig, experts: ExpertsLayout = "fused") -> PeftNames:
@@ -21,32 +17,18 @@ def peft_names(config: DecoderConfig, experts: ExpertsLayout = "fused") -> PeftN
     Returns:
         A function that raises `ValueError` for a path that is not of a linear map of this decoder.
     """
-    sizes = [Layers.size for _, Layers in config.stacks]
     num_experts = config.sparse.num_experts if config.sparse is not None else 0
 
-    def name(path: str, index: tuple[int, ...]) -> str | PeftParameter:
-        if path == "head":
-            return "lm_head"
-        found = _OF_A_LAYER.fullmatch(path)
-        if found is None:
-            raise ValueError(f"{path} is not a linear map of this decoder.")
-        layer = f"model.layers.{sum(sizes[: int(found[1])]) + index[0]}"
-        block, _, projection = found[2].rpartition(".")
-        if block == "attention":
-            return f"{layer}.self_attn.{projection}"
-        if projection == "router":
+    def of_mlp(mlp: str, path: str, expert: int | None) -> str | PeftParameter | None:
+        if path == "router":
             # A parameter of a module other than torch.nn.Linear.
-            return PeftParameter(f"{layer}.mlp.gate", "weight")
-        if block == "mlp":
+            return PeftParameter(f"{mlp}.gate", "weight")
+        if expert is None:
             # Beside experts, PEFT takes a module of this name for one of theirs, but not its parameter.
-            return (
-                PeftParameter(f"{layer}.mlp.{projection}", "weight") if num_experts else f"{layer}.{found[2]}"
-            )
-        if _OF_AN_EXPERT.fullmatch(found[2]) is None:
-            raise ValueError(f"{path} is not a linear map of this decoder.")
-        return _of_expert(f"{layer}.mlp.experts", projection, index[1], num_experts, experts)
+            return PeftParameter(f"{mlp}.{path}", "weight") if num_experts else f"{mlp}.{path}"
+        return _of_expert(f"{mlp}.experts", path, expert, num_experts, experts)
 
-    return name
+    return names_of_layers(config, of_mlp)
 
 
 def _of_expert(

@@ -1,4 +1,4 @@
-"""Grouped-query attention with RMS norms and rotary embedding of queries and keys."""
+"""Grouped-query attention with rotary embedding, and RMS norms, of queries and keys."""
 
 import dataclasses
 
@@ -18,7 +18,7 @@ from stacked_remat.training import POSITION_AXIS
 
 
 class Attention(eqx.Module):
-    """Causal grouped-query attention (Ainslie et al. 2023) with RMS norms on queries and keys.
+    """Causal grouped-query attention (Ainslie et al. 2023), maybe with RMS norms on queries and keys.
 
     Names for remat policies: `query`, `key`, `value` (after norm and rotation), `attention_output` (before
     the output projection) and `attention_lse`, the last two by `stacked_remat.ops.causal_attention`.
@@ -28,14 +28,18 @@ class Attention(eqx.Module):
     k_proj: hnn.Linear
     v_proj: hnn.Linear
     o_proj: hnn.Linear
-    q_norm: hnn.RmsNorm
-    k_norm: hnn.RmsNorm
+    q_norm: hnn.RmsNorm | None
+    k_norm: hnn.RmsNorm | None
+    sinks: NamedArray | None
     window: int | None = eqx.field(static=True)
     config: DecoderConfig = eqx.field(static=True)
 
     @staticmethod
     def init(config: DecoderConfig, window: int | None, *, key: PRNGKeyArray) -> "Attention":
-        """Makes the four projections from `key`; a query sees `window` positions, or with None all."""
+        """Makes the four projections from `key`; a query sees `window` positions, or with None all.
+
+        Sinks begin as zeros.
+        """
         q_key, k_key, v_key, o_key = jax.random.split(key, 4)
         KeyHeads = (config.KVHeads, config.HeadDim)
         QueryHeads = (config.KVHeads, config.HeadsPerKV, config.HeadDim)
@@ -45,8 +49,9 @@ class Attention(eqx.Module):
             k_proj=linear(config, config.Embed, KeyHeads, bias=bias, key=k_key),
             v_proj=linear(config, config.Embed, KeyHeads, bias=bias, key=v_key),
             o_proj=linear(config, QueryHeads, config.Embed, bias=bias, key=o_key),
-            q_norm=rms_norm(config, config.HeadDim),
-            k_norm=rms_norm(config, config.HeadDim),
+            q_norm=rms_norm(config, config.HeadDim) if config.qk_norm else None,
+            k_norm=rms_norm(config, config.HeadDim) if config.qk_norm else None,
+            sinks=hax.zeros((config.KVHeads, config.HeadsPerKV)) if config.sinks else None,
             window=window,
             config=config,
         )
@@ -98,6 +103,7 @@ class Attention(eqx.Module):
             self.config.HeadDim,
             positions=positions,
             window=self.window,
+            sinks=self.sinks,
         )
         return self.o_proj(attended).rearrange(x.axes), cache
 
@@ -113,7 +119,7 @@ class Attention(eqx.Module):
             for linear, name in ((self.q_proj, "query"), (self.k_proj, "key"), (self.v_proj, "value"))
         )
         query, key = (
-            apply_rotary(norm(heads), rotary, HeadDim)
+            apply_rotary(heads if norm is None else norm(heads), rotary, HeadDim)
             for norm, heads in ((self.q_norm, query), (self.k_norm, key))
         )
         return query, key, value
@@ -130,7 +136,7 @@ class Attention(eqx.Module):
     ) -> NamedArray:
         """The output, with the axes of `x`."""
         axes = (Pos, self.config.KVHeads.name, self.config.HeadDim)
-        options = {"documents": documents, "window": self.window, "backend": backend}
+        options = {"documents": documents, "window": self.window, "sinks": self.sinks, "backend": backend}
         return self.o_proj(causal_attention(query, key, value, *axes, **options)).rearrange(x.axes)
 
 

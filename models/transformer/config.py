@@ -1,8 +1,8 @@
 """Configs of decoders, dense and with experts, and the named axes that they define."""
 
-import itertools
 import math
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
@@ -19,7 +19,7 @@ from stacked_remat.training.config_checks import check_choices, check_positive
 
 @dataclass(frozen=True)
 class LayerKind:
-    """How layers of a decoder may differ; consecutive layers of equal kind form one stack.
+    """How layers of a decoder may differ; those of equal kind form one stack.
 
     Attributes:
         sparse: whether its feed-forward half is a router with experts rather than one MLP.
@@ -28,6 +28,11 @@ class LayerKind:
 
     sparse: bool
     window: int | None
+
+    @property
+    def name(self) -> str:
+        """What paths of arrays, and targets of adapters, call layers of this kind: `sliding_sparse`."""
+        return ("" if self.window is None else "sliding_") + ("sparse" if self.sparse else "dense")
 
 
 @dataclass(frozen=True)
@@ -54,6 +59,10 @@ class AttentionConfig:
             raise ValueError(
                 f"model.attention.window must be at least 1 position, got {self.window}; null lets every "
                 f"position see all before it."
+            )
+        if self.windowed_layers == ():
+            raise ValueError(
+                "model.attention.windowed_layers names no layer. Leave it and model.attention.window out."
             )
         if self.windowed_layers is not None and self.window is None:
             raise ValueError(
@@ -136,7 +145,14 @@ class ExpertsConfig:
 class DecoderConfig(LmConfig):
     """A decoder in which every layer has one MLP, and what decoders with experts share with it.
 
+    Class variables are the same in all decoders of an architecture.
+
     Attributes:
+        qk_norm: whether queries and keys have RMS norms.
+        sinks: whether every query head has a learnt score that attends to nothing; see
+            `stacked_remat.ops.causal_attention`.
+        mlp_bias: whether MLPs, experts and routers have biases.
+        swiglu_limit: clamps both halves of gated MLPs (`SwiGlu`); None for no clamp.
         hidden_dim: width of the residual stream.
         num_layers: decoder layers.
         num_heads: query heads.
@@ -154,6 +170,10 @@ class DecoderConfig(LmConfig):
     """
 
     remat_presets: ClassVar[RematPresets] = DECODER_REMAT_PRESETS
+    qk_norm: ClassVar[bool] = True
+    sinks: ClassVar[bool] = False
+    mlp_bias: ClassVar[bool] = False
+    swiglu_limit: ClassVar[float | None] = None
 
     hidden_dim: int = 128
     num_layers: int = 4
@@ -200,6 +220,11 @@ class DecoderConfig(LmConfig):
             )
 
     @property
+    def Layers(self) -> Axis:
+        """The layers."""
+        return Axis("layers", self.num_layers)
+
+    @property
     def Embed(self) -> Axis:
         """The residual stream."""
         return Axis("embed", self.hidden_dim)
@@ -239,32 +264,40 @@ class DecoderConfig(LmConfig):
         )
 
     @property
-    def stacks(self) -> tuple[tuple[LayerKind, Axis], ...]:
-        """The kind and the `Layers` axis of every stack in order: a stack ends where the kind changes."""
+    def kinds(self) -> Mapping[LayerKind, int]:
+        """How many layers there are of each kind, counted without a loop over all layers."""
         named = {*(self.attention.windowed_layers or ()), *(self.sparse.dense_layers if self.sparse else ())}
-        # The only layers whose kind may differ from the layer before.
-        firsts = sorted({0, *named, *(layer + 1 for layer in named)} - {self.num_layers})
-        runs = [(kind, next(run)) for kind, run in itertools.groupby(firsts, self.kind_of)]
-        ends = [first for _, first in runs[1:]] + [self.num_layers]
-        return tuple(
-            (kind, Axis("layers", end - first)) for (kind, first), end in zip(runs, ends, strict=True)
-        )
+        counts = Counter(map(self.kind_of, named))
+        counts[self.kind_of(-1)] += self.num_layers - len(named)  # that of all others
+        return +counts
+
+    @property
+    def pattern(self) -> tuple[str, ...]:
+        """The name of the kind of each layer."""
+        return tuple(self.kind_of(layer).name for layer in range(self.num_layers))
+
+    def layers_of(self, kind: str) -> list[int]:
+        """The numbers of the layers of a kind, by its name."""
+        return [layer for layer, name in enumerate(self.pattern) if name == kind]
 
     def num_weights(self, vocab_size: int) -> int:
         """How many numbers the decoder has, computed without making it."""
-        return sum(Layers.size * self._weights_of(kind) for kind, Layers in self.stacks) + self.hidden_dim * (
-            vocab_size * (1 if self.tie_word_embeddings else 2) + 1
-        )
+        of_layers = sum(count * self._weights_of(kind) for kind, count in self.kinds.items())
+        return of_layers + self.hidden_dim * (vocab_size * (1 if self.tie_word_embeddings else 2) + 1)
 
     def _weights_of(self, kind: LayerKind) -> int:
         width, heads, keys = (n * self.HeadDim.size for n in (1, self.num_heads, self.num_kv_heads))
-        attention = 2 * self.hidden_dim * (heads + keys) + 2 * width
+        attention = 2 * self.hidden_dim * (heads + keys)
+        attention += 2 * width * self.qk_norm + self.num_heads * self.sinks
         if self.attention.bias:
             attention += heads + 2 * keys + self.hidden_dim
-        mlp = 3 * self.hidden_dim * self.Mlp.size
-        if kind.sparse and self.sparse is not None:
-            mlp = self.sparse.num_experts * self.hidden_dim * (1 + 3 * self.sparse.intermediate_dim)
-        return attention + mlp + 2 * self.hidden_dim
+        if not kind.sparse or self.sparse is None:
+            return attention + self._weights_of_mlp(self.Mlp.size) + 2 * self.hidden_dim
+        expert = self._weights_of_mlp(self.sparse.intermediate_dim) + self.hidden_dim + self.mlp_bias
+        return attention + self.sparse.num_experts * expert + 2 * self.hidden_dim
+
+    def _weights_of_mlp(self, inner: int) -> int:
+        return 3 * self.hidden_dim * inner + self.mlp_bias * (2 * inner + self.hidden_dim)
 
     def cache_bytes(self, rows: int, slots: int) -> int:
         """The size of the keys and values of all layers, of so many sequences of so many tokens."""

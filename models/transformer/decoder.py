@@ -1,14 +1,15 @@
-"""The decoder, dense or with experts: embedding, stacks of layers, a norm and a head."""
+"""The decoder, dense or with experts: embedding, layers, a norm and a head."""
 
 import functools
-from collections.abc import Callable
-from typing import Any, TypeAlias
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import equinox as eqx
 import haliax as hax
 import haliax.nn as hnn
 import jax
 import jax.numpy as jnp
+import numpy as np
 from haliax import Axis, NamedArray
 from haliax.util import is_named_array
 from jaxtyping import Array, PRNGKeyArray
@@ -19,13 +20,10 @@ from models.transformer.config import DecoderConfig, LayerKind, SparseDecoderCon
 from models.transformer.experts import RouterStatistics, SparseExperts, load_balance_loss, means
 from models.transformer.key_value_cache import KeyValueCache
 from models.transformer.layers import SwiGlu, cast_floating, linear, rms_norm
-from stacked_remat import ScanCheckpointSpec, Stacked, tiled
+from stacked_remat import ScanCheckpointSpec, Stacked, StackedPattern, per_kind, tiled
 from stacked_remat.lora import LoraLinear
 from stacked_remat.ops import RotaryTable, rotary_table
 from stacked_remat.training import POSITION_AXIS
-
-DecoderCache: TypeAlias = tuple[KeyValueCache, ...]
-"""A cache for each stack of layers."""
 
 
 class DecoderLayer(eqx.Module):
@@ -62,7 +60,7 @@ class DecoderLayer(eqx.Module):
     def prefill(
         self, state: tuple[NamedArray, KeyValueCache], layer_index: NamedArray, rotary: RotaryTable
     ) -> tuple[NamedArray, KeyValueCache]:
-        """Maps `[Batch, position, Embed]` to itself, and fills this layer's part of its stack's cache."""
+        """Maps `[Batch, position, Embed]` to itself, and fills this layer's part of the cache."""
         x, cache = state
         layer = cast_floating(self, x.dtype)
         attended, cache = layer.attention.prefill(layer.input_norm(x), rotary, cache, layer_index)
@@ -74,15 +72,19 @@ class DecoderLayer(eqx.Module):
         layer_index: NamedArray,
         rotary: RotaryTable,
         positions: NamedArray,
-        layers: "DecoderLayer",
+        place: tuple[str, NamedArray],
+        stacks: Mapping[str, "DecoderLayer"],
     ) -> tuple[NamedArray, KeyValueCache]:
-        """Maps one token a row, `[Batch, Embed]`, to itself, as layer `layer_index` of the stack `layers`."""
-        x, cache = state
-        layer = cast_floating(self, x.dtype)
+        """Maps one token a row, `[Batch, Embed]`, to itself.
+
+        `place` is the name of this layer's kind and its row in the stack of this kind, which `stacks` has.
+        """
+        (x, cache), (kind, row) = state, place
+        layers, layer = stacks[kind], cast_floating(self, x.dtype)
         attended, cache = layer.attention.decode(layer.input_norm(x), rotary, positions, cache, layer_index)
         x = x + attended
         if isinstance(layer.mlp, SparseExperts) and isinstance(layers.mlp, SparseExperts):
-            return x + layer.mlp.decode(layer.post_attention_norm(x), layers.mlp, layer_index), cache
+            return x + layer.mlp.decode(layer.post_attention_norm(x), layers.mlp, row), cache
         return layer._feed_forward(x)[0], cache
 
     def _feed_forward(
@@ -112,13 +114,13 @@ class Decoder(LanguageModel):
 
     Attributes:
         embedding: of the tokens.
-        stacks: the layers in order, a stack for every run of layers of one kind (`config.stacks`).
+        layers: a `Stacked` where all are of one kind, else a `StackedPattern` by `config.pattern`.
         norm: of the last layer's output.
         head: None where the embedding is used in its place.
     """
 
     embedding: hnn.Embedding
-    stacks: tuple[Stacked, ...]
+    layers: Stacked[Any] | StackedPattern[Any]
     norm: hnn.RmsNorm
     head: hnn.Linear | None
     Vocab: Axis = eqx.field(static=True)
@@ -133,27 +135,34 @@ class Decoder(LanguageModel):
         key: PRNGKeyArray,
         init_stack: Callable[..., Any] = Stacked.init,
     ) -> "Decoder":
-        """Makes a decoder in float32; `remat` is the policy of every stack of layers.
+        """Makes a decoder in float32; `remat` is the policy of its layers.
 
-        `init_stack` is `Stacked.init`, or makes stacks elsewhere, such as `stacked_remat.streaming.init`.
+        `init_stack` is `Stacked.init`, or makes the layers of a kind elsewhere, such as
+        `stacked_remat.streaming.init`.
 
         Raises:
-            ConfigError: the policy has names that no layer has, or levels that can't cut the stacks.
+            ConfigError: the policy has names that no layer has, or levels that can't cut the layers.
         """
         embedding_key, layers_key, head_key = jax.random.split(key, 3)
         weight = hax.random.normal(embedding_key, (Vocab, config.Embed)) * config.initializer_range
         keys = jax.random.split(layers_key, config.num_layers)
-        stacks, first = [], 0
-        for kind, Layers in config.stacks:
-            make_layers = init_stack(Layers, DecoderLayer, remat=remat)
-            stacks.append(make_layers(config, kind, key=keys[first : first + Layers.size]))
-            first += Layers.size
-        check_remat_names(config, stacks[0].remat)
-        check_remat_levels(stacks[0].remat, [Layers.size for _, Layers in config.stacks])
+
+        def stack(kind: LayerKind, keys: PRNGKeyArray) -> Stacked:
+            make_layers = init_stack(config.Layers.resize(len(keys)), DecoderLayer, remat=remat)
+            return make_layers(config, kind, key=keys)
+
+        kinds = [*config.kinds]
+        if len(kinds) == 1:
+            layers = stack(kinds[0], keys)
+        else:
+            stacks = {kind.name: stack(kind, keys[np.array(config.layers_of(kind.name))]) for kind in kinds}
+            layers = StackedPattern(stacks, config.pattern, config.Layers, remat)
+        check_remat_names(config, layers.remat)
+        check_remat_levels(layers.remat, config.num_layers)
         tied = config.tie_word_embeddings
         return Decoder(
             embedding=hnn.Embedding(weight, Vocab, config.Embed),
-            stacks=tuple(stacks),
+            layers=layers,
             norm=rms_norm(config, config.Embed),
             head=None if tied else linear(config, config.Embed, Vocab, key=head_key),
             Vocab=Vocab,
@@ -177,14 +186,10 @@ class Decoder(LanguageModel):
         """
         if positions is None:
             positions = hax.arange(tokens.resolve_axis(POSITION_AXIS))
-        rotary = self._rotary(positions)
-        x = self._embedded(tokens)
-        found = []
-        for stack in self.stacks:
-            x, statistics = stack.scan(x, rotary, documents)
-            if statistics is not None:
-                found.append(statistics)
-        return self._normalised(x), _concatenated(found)
+        x, statistics = self.layers.scan(self._embedded(tokens), self._rotary(positions), documents)
+        if isinstance(statistics, dict):  # of several kinds of layers
+            statistics = _in_order(statistics, self.config)
+        return self._normalised(x), statistics
 
     def hidden_states(
         self,
@@ -199,39 +204,45 @@ class Decoder(LanguageModel):
             return hidden, AuxiliaryLoss(jnp.zeros(()), {})
         return hidden, router_losses(statistics, self.config)
 
-    def prefill(self, tokens: NamedArray, slots: int) -> tuple[NamedArray, DecoderCache]:
+    def prefill(self, tokens: NamedArray, slots: int) -> tuple[NamedArray, KeyValueCache]:
         """Maps the beginnings of sequences, `[Batch, position]`, to hidden states and a cache of them.
 
         See `LanguageModel.prefill`.
         """
         (Batch,) = (axis for axis in tokens.axes if axis.name != POSITION_AXIS)
         rotary = self._rotary(hax.arange(tokens.resolve_axis(POSITION_AXIS)))
-        config, x, caches = self.config, self._embedded(tokens), []
-        for stack in self.stacks:
-            cache = KeyValueCache.empty(
-                stack.Layers, Batch, config.KVHeads, slots, config.HeadDim, config.compute_dtype
-            )
-            fold = stack.fold_via(DecoderLayer.prefill, remat=False)
-            x, cache = fold((x, cache), hax.arange(stack.Layers), rotary)
-            caches.append(cache)
-        return self._normalised(x), tuple(caches)
+        config, Layers = self.config, self.layers.Layers
+        cache = KeyValueCache.empty(
+            Layers, Batch, config.KVHeads, slots, config.HeadDim, config.compute_dtype
+        )
+        fold = self.layers.fold_via(DecoderLayer.prefill, remat=False)
+        x, cache = fold((self._embedded(tokens), cache), hax.arange(Layers), rotary)
+        return self._normalised(x), cache
 
     def decode(
-        self, tokens: NamedArray, positions: NamedArray, cache: DecoderCache
-    ) -> tuple[NamedArray, DecoderCache]:
+        self, tokens: NamedArray, positions: NamedArray, cache: KeyValueCache
+    ) -> tuple[NamedArray, KeyValueCache]:
         """Maps one token a row, `[Batch]` at `positions`, to hidden states `[Batch, Embed]`.
 
         See `LanguageModel.decode`. The cache is a carry of the layers, so that each writes its token into one
         buffer and nothing is stacked again.
         """
-        rotary, x, caches = self._rotary(positions), self._embedded(tokens), []
-        for stack, before in zip(self.stacks, cache, strict=True):
-            # In a closure, because an argument with the layers' axis would be split over the layers.
-            decode = functools.partial(DecoderLayer.decode, layers=stack.stacked)
-            fold = stack.fold_via(decode, remat=False)
-            x, after = fold((x, before), hax.arange(stack.Layers), rotary, positions)
-            caches.append(after)
-        return self._normalised(x), tuple(caches)
+        layers, state = self.layers, (self._embedded(tokens), cache)
+        stacks = layers.stacks if isinstance(layers, StackedPattern) else {"": layers}
+        places = {kind: (kind, hax.arange(stack.Layers)) for kind, stack in stacks.items()}
+        # In a closure: of the arguments, those with the layers' axis are split, and those on the host moved.
+        decode = functools.partial(
+            DecoderLayer.decode, stacks={kind: stack.stacked for kind, stack in stacks.items()}
+        )
+        fold = layers.fold_via(decode, remat=False)
+        x, cache = fold(
+            state,
+            hax.arange(layers.Layers),
+            self._rotary(positions),
+            positions,
+            per_kind(places) if len(places) > 1 else places[""],
+        )
+        return self._normalised(x), cache
 
     def _rotary(self, positions: NamedArray) -> RotaryTable:
         rotary = self.config.rotary
@@ -254,11 +265,19 @@ class Decoder(LanguageModel):
         return super().logits(hidden)
 
 
-def _concatenated(found: list[RouterStatistics]) -> RouterStatistics | None:
+def _in_order(of_kinds: dict[str, RouterStatistics | None], config: DecoderConfig) -> RouterStatistics | None:
+    """The statistics of each kind of layers as one, in the order of the layers that have some."""
+    found = {name: statistics for name, statistics in of_kinds.items() if statistics is not None}
     if not found:
         return None
-    Layers = Axis("layers", sum(statistics.load.axis_size("layers") for statistics in found))
-    return jax.tree.map(lambda *some: hax.concatenate(Layers, some), *found, is_leaf=is_named_array)
+    numbers = np.concatenate([config.layers_of(name) for name in found])
+    Layers = config.Layers.resize(len(numbers))
+    order = hax.named(np.argsort(numbers), Layers)
+
+    def join(*some: NamedArray) -> NamedArray:
+        return hax.concatenate(Layers, some).take(Layers, order)
+
+    return jax.tree.map(join, *found.values(), is_leaf=is_named_array)
 
 
 def router_losses(statistics: RouterStatistics, config: SparseDecoderConfig) -> AuxiliaryLoss:

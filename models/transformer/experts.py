@@ -84,7 +84,7 @@ class SparseExperts(eqx.Module):
         make_experts = Stacked.init(config.Experts, SwiGlu, remat=False)
         keys = jax.random.split(experts_key, config.Experts.size)
         return SparseExperts(
-            router=linear(config, config.Embed, config.Experts, key=router_key),
+            router=linear(config, config.Embed, config.Experts, bias=config.mlp_bias, key=router_key),
             experts=make_experts(config, config.ExpertDim, key=keys),
             config=config,
         )

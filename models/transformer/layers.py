@@ -32,21 +32,31 @@ def rms_norm(config: DecoderConfig, Over: AxisSpec) -> hnn.RmsNorm:
     return hnn.RmsNorm.init(Over, eps=config.rms_norm_eps, use_bias=False, dtype=jnp.float32)
 
 
+_CLAMPED_SLOPE = 1.702  # with it, x * sigmoid(slope * x) approximates GELU
+
+
 class SwiGlu(eqx.Module):
-    """A gated MLP, `down(silu(gate(x)) * up(x))` (Shazeer 2020), of a dense layer or of one expert."""
+    """A gated MLP, `down(silu(gate(x)) * up(x))` (Shazeer 2020), of a dense layer or of one expert.
+
+    With a limit it is `down(g * sigmoid(1.702 * g) * (u + 1))`, where g is `gate(x)` of at most the limit and
+    u is `up(x)` between minus the limit and the limit.
+    """
 
     gate_proj: hnn.Linear
     up_proj: hnn.Linear
     down_proj: hnn.Linear
+    limit: float | None = eqx.field(static=True)
 
     @staticmethod
     def init(config: DecoderConfig, Inner: Axis, *, key: PRNGKeyArray) -> "SwiGlu":
-        """Makes the three projections, to and from `Inner` and without biases, from `key`."""
+        """Makes the three projections, to and from `Inner`, from `key`."""
         gate_key, up_key, down_key = jax.random.split(key, 3)
+        bias = config.mlp_bias
         return SwiGlu(
-            gate_proj=linear(config, config.Embed, Inner, key=gate_key),
-            up_proj=linear(config, config.Embed, Inner, key=up_key),
-            down_proj=linear(config, Inner, config.Embed, key=down_key),
+            gate_proj=linear(config, config.Embed, Inner, bias=bias, key=gate_key),
+            up_proj=linear(config, config.Embed, Inner, bias=bias, key=up_key),
+            down_proj=linear(config, Inner, config.Embed, bias=bias, key=down_key),
+            limit=config.swiglu_limit,
         )
 
     def __call__(
@@ -56,8 +66,18 @@ class SwiGlu(eqx.Module):
 
         `gate` is applied before the last map, so that its gradient does not need that map's output.
         """
-        hidden = hnn.silu(self.gate_proj(x) if gated is None else gated) * self.up_proj(x)
-        return self.down_proj(hidden if gate is None else hidden * gate)
+        hidden = self._hidden(self.gate_proj(x) if gated is None else gated, self.up_proj(x))
+        if gate is None:
+            return self.down_proj(hidden)
+        down, bias = without_bias(self.down_proj)
+        mixed = down(hidden * gate)
+        return mixed if bias is None else mixed + bias.broadcast_axis(gate.axes) * gate
+
+    def _hidden(self, gated: Any, up: Any) -> Any:
+        if self.limit is None:
+            return hnn.silu(gated) * up
+        gated, up = hax.minimum(gated, self.limit), hax.clip(up, -self.limit, self.limit)
+        return gated * hnn.sigmoid(_CLAMPED_SLOPE * gated) * (up + 1)
 
 
 def map_linears(fn: Callable[[Any], Any], tree: T) -> T:

@@ -7,12 +7,10 @@ from typing import Any, Literal, TypeAlias
 
 import equinox as eqx
 import jax
-from haliax import Axis
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching
 
-from .._policy import ScanCheckpointPolicy
-from .._stacked import Stacked
+from .._stack_in_loss import StackInLoss
 
 Place: TypeAlias = Literal["init", "args", "kwargs"]
 
@@ -68,47 +66,19 @@ def run(fold: Fold, suffix: str, arrays: Sequence[Any]) -> Any:
     return getattr(stack, fold.verb + suffix)(init, *args, **fold.options, **kwargs)
 
 
-class StackInLoss(eqx.Module):
+class FollowedStack(StackInLoss):
     """What a loss function is given in the place of a stack: it can be folded and scanned, no more."""
 
-    _stack: Stacked
     _number: int = eqx.field(static=True)
-    _name: str = eqx.field(static=True)
 
-    @property
-    def Block(self) -> Axis:
-        """The axis of the layers."""
-        return self._stack.Block
+    refusal = (
+        "In the loss of a fused update, {} has fold and scan, and no {!r}: its weights are updated in the "
+        "backward pass of the one fold. Freeze the stack (trainable) to use it otherwise."
+    )
 
-    Layers = Block
-
-    @property
-    def remat(self) -> ScanCheckpointPolicy:
-        """The stack's policy."""
-        return self._stack.remat
-
-    def __len__(self) -> int:
-        return len(self._stack)
-
-    def fold(self, init: Any, /, *args: Any, **kwargs: Any) -> Any:
-        """As `Stacked.fold`."""
-        return self._bind("fold", init, args, kwargs)
-
-    def scan(self, init: Any, /, *args: Any, **kwargs: Any) -> Any:
-        """As `Stacked.scan`."""
-        return self._bind("scan", init, args, kwargs)
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        raise AttributeError(
-            f"In the loss of a fused update, {self._name} has fold and scan, and no {name!r}: its weights "
-            "are updated in the backward pass of the one fold. Freeze the stack (trainable) to use it "
-            "otherwise."
-        )
-
-    def _bind(self, verb: str, init: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        options = {name: kwargs.pop(name) for name in ("remat", "unroll", "reverse") if name in kwargs}
+    def _apply(
+        self, verb: str, init: Any, args: tuple[Any, ...], options: dict[str, Any], kwargs: dict[str, Any]
+    ) -> Any:
         tree = (self._stack, init, args, kwargs)
         arrays = [leaf for leaf in jax.tree.leaves(tree) if eqx.is_array(leaf)]
         given = jax.tree.map(

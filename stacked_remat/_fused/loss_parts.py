@@ -11,7 +11,7 @@ from jax.core import eval_jaxpr
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var, jaxprs_in_params
 
 from .._activity import active_variables, is_differentiable
-from .folds import Fold, StackInLoss, fold_p, run, with_arrays
+from .folds import Fold, FollowedStack, fold_p, run, with_arrays
 
 _CALLS = ("jit", "pjit")  # the names of jit's primitive in the versions of JAX
 
@@ -57,7 +57,7 @@ def cut_at_folds(
 
     Args:
         loss: a function of the model and the other arguments.
-        model: with a `StackInLoss` in the place of each stack that is followed.
+        model: with a `FollowedStack` in the place of each stack that is followed.
         args: the other arguments.
         kwargs: those by name.
         names: of these stacks, for errors.
@@ -141,7 +141,7 @@ def _check_uses(model: Any, inputs: Sequence[Var], equations: list[JaxprEqn], na
     variables = iter(inputs)
     for leaf in leaves:
         own = [next(variables) for _ in jax.tree.leaves(leaf)]
-        if not isinstance(leaf, StackInLoss):
+        if not isinstance(leaf, FollowedStack):
             continue
         for eqn in equations:
             is_fold = eqn.primitive is fold_p and eqn.params["fold"].number == leaf._number
@@ -169,7 +169,7 @@ def _reads(eqn: JaxprEqn, variables: set[Var]) -> bool:
 
 
 def _is_stack_in_loss(node: Any) -> bool:
-    return isinstance(node, StackInLoss)
+    return isinstance(node, FollowedStack)
 
 
 def _variables(eqn: JaxprEqn) -> list[Var]:

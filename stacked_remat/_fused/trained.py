@@ -14,12 +14,17 @@ from jaxtyping import DTypeLike
 from .._messages import axes_text
 from .._placement import on_device
 from .._stacked import Stacked
-from .folds import StackInLoss
+from .._stacked_pattern import StackedPattern
+from .folds import FollowedStack
 from .separable import check_separable
 
 
 def _is_stack(node: Any) -> bool:
     return isinstance(node, Stacked)
+
+
+def _is_folded(node: Any) -> bool:
+    return isinstance(node, Stacked | StackedPattern)
 
 
 def _is_none(node: Any) -> bool:
@@ -47,6 +52,21 @@ def replaced(tree: Any, mask: Iterable[bool], new: Iterable[Any]) -> Any:
     )
 
 
+@dataclasses.dataclass(frozen=True)
+class FoldedLayers:
+    """What a loss folds: a stack, or the stacks of a pattern, with trained arrays.
+
+    Attributes:
+        name: for errors.
+        path: in the model.
+        stacks: the numbers of its stacks that are trained, by the names of their kinds; None for one stack.
+    """
+
+    name: str
+    path: tuple[Any, ...]
+    stacks: dict[str | None, int]
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Trained:
     """What of a model is trained, and how the optimizer sees it.
@@ -57,6 +77,7 @@ class Trained:
         trained: the same, with None in the place of every array that is not trained.
         followed: the places among them of the stacks with trained arrays.
         names: of these stacks, for errors.
+        folded: what the loss folds of them.
     """
 
     model: Any
@@ -64,6 +85,7 @@ class Trained:
     trained: list[Any]
     followed: list[int]
     names: list[str]
+    folded: list[FoldedLayers]
 
     @staticmethod
     def of(model: Any, trainable: Any) -> "Trained":
@@ -71,12 +93,14 @@ class Trained:
         paths_and_nodes, structure = jtu.tree_flatten_with_path(model, is_leaf=_is_stack)
         nodes = structure.flatten_up_to(trained)
         followed = [i for i, node in enumerate(nodes) if _is_stack(node) and jax.tree.leaves(node)]
+        paths = [paths_and_nodes[i][0] for i in followed]
         found = Trained(
             model,
             [node for _, node in paths_and_nodes],
             nodes,
             followed,
-            [f"model{jtu.keystr(paths_and_nodes[i][0])}" for i in followed],
+            [f"model{jtu.keystr(path)}" for path in paths],
+            _folded(model, paths),
         )
         found._check()
         return found
@@ -111,11 +135,13 @@ class Trained:
         return jax.tree.unflatten(jax.tree.structure(self.model, is_leaf=_is_stack), nodes)
 
     def in_loss(self) -> Any:
-        """The model with a `StackInLoss` in the place of each stack that is trained."""
-        nodes = list(self.nodes)
-        for number, (i, name) in enumerate(zip(self.followed, self.names, strict=True)):
-            nodes[i] = StackInLoss(nodes[i], number, name)
-        return self._tree(nodes)
+        """The model with a `FollowedStack` in the place of each stack that is trained."""
+        numbers = {folded.path: number for number, folded in enumerate(self.folded)}
+
+        def replace(path: tuple[Any, ...], node: Any) -> Any:
+            return FollowedStack(node, f"model{jtu.keystr(path)}", numbers[path]) if path in numbers else node
+
+        return jtu.tree_map_with_path(replace, self.model, is_leaf=_is_folded)
 
     def is_of_rest(self) -> list[bool]:
         """For each array of the model whether it is trained and in no stack that is."""
@@ -174,6 +200,20 @@ class Trained:
                 nodes[i] = _with_layer(node, self.layer_types(number))
             owners += [-1 if number is None else number] * len(jax.tree.leaves(nodes[i]))
         check_separable(optimizer, self._tree(nodes), owners, dtype)
+
+
+def _folded(model: Any, paths: list[tuple[Any, ...]]) -> list[FoldedLayers]:
+    """What is folded, given the paths of the stacks that are trained."""
+    found = []
+    for path, node in jtu.tree_leaves_with_path(model, is_leaf=_is_folded):
+        stacks = {
+            other[-1].key if isinstance(node, StackedPattern) else None: number
+            for number, other in enumerate(paths)
+            if other[: len(path)] == path
+        }
+        if stacks:
+            found.append(FoldedLayers(f"model{jtu.keystr(path)}", path, stacks))
+    return found
 
 
 def state_of_layers(leaves: Iterable[Any], of_one: Any, Layers: Axis) -> Any:

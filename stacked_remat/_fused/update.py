@@ -12,6 +12,8 @@ from jaxtyping import Array, DTypeLike, Float
 
 from .._placement import has_host_arrays, moves_to_host, to_host
 from .._scan.api import scan
+from .._scan.marks import PerKind
+from .._scan.pattern import per_kind
 from .._scan.visitor import LayerResult, LayerVisit
 from .folds import Fold, Place
 from .loss_parts import Part, Values, cut_at_folds
@@ -34,7 +36,8 @@ class FusedState(NamedTuple):
     """The optimizer's state.
 
     Attributes:
-        stacks: for each stack that is trained, the state of each of its layers, with the layers in front.
+        stacks: for each stack that is trained, those of a `StackedPattern` among them, the state of each of
+            its layers, with the layers in front.
         rest: of everything else that is trained.
     """
 
@@ -87,8 +90,9 @@ def fused_update(
     exist once for each layer.
 
     Args:
-        loss: returns a scalar. It may call `fold` or `scan` of each stack (a `Stacked`) once, directly or
-            inside of `jax.jit`, and cannot use the weights of a stack otherwise.
+        loss: returns a scalar. It may call `fold` or `scan` of each stack (a `Stacked` or a
+            `StackedPattern`) once, directly or inside of `jax.jit`, and cannot use the weights of a stack
+            otherwise.
         optimizer: an `optax.GradientTransformation` that updates every layer by its own gradient.
         trainable: which arrays are trained, a predicate of leaves or a tree of bools like the model. A stack
             without trained arrays is folded as it is.
@@ -179,7 +183,8 @@ class FusedUpdate:
                 f"The state is not that of this model, which trains {len(trained.stacks)} stacks and "
                 f"{sum(trained.is_of_rest())} other arrays, and optimizer. Make it by its init."
             )
-        parts = cut_at_folds(self.loss, trained.in_loss(), args, kwargs, trained.names)
+        names = [folded.name for folded in trained.folded]
+        parts = cut_at_folds(self.loss, trained.in_loss(), args, kwargs, names)
         arrays = [leaf for leaf in jax.tree.leaves((model, args, kwargs)) if eqx.is_array(leaf)]
         values = Values(parts, arrays, trained.is_of_rest())
         # Equal but for the policies of stacks, which may have changed since the state was made.
@@ -232,36 +237,63 @@ class _Sweep(NamedTuple):
 
 
 def _visitor(
-    fused: FusedUpdate, trained: Trained, values: Values, part: Part, fold: Fold, state: Any, norm: Any
+    fused: FusedUpdate,
+    trained: Trained,
+    values: Values,
+    part: Part,
+    fold: Fold,
+    states: dict[str | None, Any],
+    norm: Any,
 ) -> Callable[[LayerVisit, Any], LayerResult]:
-    """Adds up the squares of gradients; with a state, updates each layer, by `norm` or the layer's own."""
-    structure = layer_structure(state)
+    """Adds up the squares of gradients; with states, updates each layer, by `norm` or the layer's own."""
+    structures = {kind: layer_structure(state) for kind, state in states.items()}
+    numbers = trained.folded[fold.number].stacks
     names: tuple[_Further, ...] = ("args", "kwargs")
     is_active = {
         name: [at is not None and values.is_active(part.inputs[at]) for at in fold.positions(name)]
         for name in names
     }
+    given = dict(zip(names, fold.given[2:], strict=True))
     # With a norm it is the second sweep, and these are known.
     wanted: list[_Further] = [name for name in names if any(is_active[name]) and norm is None]
 
     def visit_layer(visit: LayerVisit, squares: Any) -> LayerResult:
-        carry, layer, *others = visit.vjp("carry", "layer", *wanted)
-        cotangents = {name: masked(tree, is_active[name]) for name, tree in zip(wanted, others, strict=True)}
-        mask = trained.layer_mask(fold.number)
+        is_trained = visit.kind in numbers
+        of_layer: list[Any] = ["layer"] if is_trained else []
+        carry, *others = visit.vjp("carry", *wanted, *of_layer)
+        pairs = zip(wanted, others, strict=False)
+        cotangents = {
+            name: masked(tree, _of_kind(is_active[name], given[name], visit.kind)) for name, tree in pairs
+        }
+        if not is_trained:
+            return LayerResult(carry, **cotangents)
+        layer, number = others[-1], numbers[visit.kind]
+        mask = trained.layer_mask(number)
         # Without the barrier XLA holds a layer's internals until the optimizer is done.
         gradients = fused._cast(lax.optimization_barrier(jax.tree.leaves(masked(layer, mask))))
         own = _sum_of_squares(gradients)
         result = LayerResult(carry, state=squares + own, **cotangents)
-        if state is None:
+        if visit.kind not in states:
             return result
         gradients = fused._scaled(gradients, jnp.sqrt(own) if norm is None else norm)
-        params = trained.only_layer(fold.number, masked(visit.layer, mask))
-        before = jax.tree.unflatten(structure, visit.layer_state)
+        params = trained.only_layer(number, masked(visit.layer, mask))
+        before = jax.tree.unflatten(structures[visit.kind], visit.layer_state)
         new, after = fused._updated(gradients, before, params)
         layer = replaced(visit.layer, mask, new)
         return result._replace(layer=layer, layer_state=jax.tree.leaves(after))
 
     return visit_layer
+
+
+def _of_kind(mask: list[bool], arguments: Any, kind: str | None) -> list[bool]:
+    """The entries of a mask of the arguments of all layers that are for those of one kind."""
+    _, structure = jax.tree.flatten(arguments, is_leaf=lambda node: node is None)
+    tree = jax.tree.map(
+        lambda node: node.values[kind] if kind and isinstance(node, PerKind) else node,
+        jax.tree.unflatten(structure, mask),
+        is_leaf=lambda node: isinstance(node, PerKind),
+    )
+    return jax.tree.leaves(tree)
 
 
 def _step(fused: FusedUpdate, trained: Trained, state: FusedState, values: Values) -> FusedResult:
@@ -276,11 +308,21 @@ def _step(fused: FusedUpdate, trained: Trained, state: FusedState, values: Value
 
     def sweep(of_fold: _Sweep, norm: Any, updates: bool) -> Any:
         part, fold, sweep_back, cotangent = of_fold
-        before = state.stacks[fold.number] if updates else None
+        numbers = trained.folded[fold.number].stacks
+        before = {kind: state.stacks[number] for kind, number in numbers.items()} if updates else {}
         visitor = _visitor(fused, trained, values, part, fold, before, norm)
-        result = sweep_back(cotangent, visitor, squares, jax.tree.leaves(before))
-        after = jax.tree.unflatten(jax.tree.structure(before), result.layer_state)
-        stacks[fold.number] = result.layers, after
+        leaves = {kind: jax.tree.leaves(before.get(kind)) for kind in numbers}
+        if None in numbers:
+            result = sweep_back(cotangent, visitor, squares, leaves[None])
+            found: dict[str | None, Any] = {None: (result.layers, result.layer_state)}
+        else:
+            of_kinds = per_kind({kind: leaves.get(kind, []) for kind in fold.given[0].pattern})
+            result = sweep_back(cotangent, visitor, squares, of_kinds)
+            after = {**leaves, **result.layer_state.values}
+            found = {kind: (result.layers.stacks[kind], after[kind]) for kind in numbers}
+        for kind, number in numbers.items():
+            layers, after = found[kind]
+            stacks[number] = layers, jax.tree.unflatten(jax.tree.structure(before.get(kind)), after)
         return result
 
     for part, pull_back in zip(values.loss.parts[::-1], pullbacks[::-1], strict=True):

@@ -19,7 +19,7 @@ from .arguments import Caller, argument_namer
 from .checks import check_axis_or_name, check_reverse, check_unroll
 from .eager import compiled_once
 from .layer_axis import split_tree
-from .layers import from_arguments, scan_rolled
+from .layers import Layers, from_arguments, scan_rolled
 from .marks import IsScanned, check_unmarked, is_array, is_named_or_shaped_array
 from .stacking import name_stacked
 
@@ -97,24 +97,17 @@ def scan_for(
 
     def run(init: Any, arguments: tuple[Any, Any]) -> tuple[Any, Any]:
         layout, arrays, shared = split_tree(arguments, axis, caller, is_scanned=is_scanned)
-        shared = on_device(shared)
-
-        def layer(carry: Any, slices: Sequence[Any]) -> tuple[Any, Any]:
-            layer_args, layer_kwargs = layout.arguments(slices, shared)
-            return f(carry, *layer_args, **layer_kwargs)
-
-        return scan_rolled(
-            layer,
+        carry, (ys,) = scan_rolled(
+            [Layers(f, layout, arrays, on_device(shared))],
             init,
-            arrays,
             layout.axis,
             resolved,
-            unsliced=layout.unsliced,
             reverse=reverse,
             unroll=unroll,
             host_segment_length=policy.host_segment_length,
             what=caller.what,
         )
+        return carry, ys
 
     def scanned(init: Any, /, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         check_unmarked(init)

@@ -14,6 +14,7 @@ from .arguments import Argument, Caller, check_keys, check_sizes, resolve_axis
 from .marks import (
     IsScanned,
     LayerStack,
+    PerKind,
     is_array,
     is_named,
     is_named_or_shaped_array,
@@ -173,9 +174,20 @@ def split_tree(
             axis, and for a single random key that is not marked.
     """
     entries, tree = take_marks_off(tree)
+    for path, leaf, _ in entries:
+        if isinstance(leaf, PerKind):
+            raise TypeError(
+                f"{caller.what} was given per_kind for {caller.name_of(path)}, which is for the arguments of "
+                "a StackedPattern, and not within another per_kind. Pass the values themselves."
+            )
     are_split = [is_split_by(rule, leaf, axis, is_scanned) for _, leaf, rule in entries]
     named = [Argument(caller.name_of(path), leaf, rule) for path, leaf, rule in entries]
     split = [argument for argument, is_ in zip(named, are_split, strict=True) if is_]
+    if absent := next((argument.name for argument in split if raw_array(argument.leaf) is None), None):
+        raise ValueError(
+            f"{caller.what}: {absent} has no array, as of a tree that was filtered or partitioned. Put the "
+            "parts together first: eqx.combine(trained, frozen)."
+        )
     axis = resolve_axis(axis, split, caller.what)
     if is_scanned is is_named_or_shaped_array:  # a predicate of the caller's decides about keys too
         check_keys(named, axis)

@@ -1,5 +1,6 @@
 """A step on raw arrays, applied to one layer after the other under a checkpoint policy."""
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -14,12 +15,15 @@ from .._checkpoint import checkpoint_name, internals_are_saved, recomputed, savi
 from .._placement import has_host_arrays, on_device, platform
 from .._remat import Internals, PerLayer, Remat, SaveAll, Swept, checkpoint_of, for_length
 from .._schedule import Tree, equal
-from .._sweep.api import sweep
+from .._static import Static
+from .._sweep.api import sweep_kinds
 from .._sweep.derivative_errors import not_transposable
 from .._sweep.gradient import merge, pick
+from .._sweep.kinds import Pattern
 from .._sweep.spec import FirstLayers
 from .._sweep.store import at_least_one, check_unsliced, with_zeros_in_place
 from .checks import check_carry, check_output, describe
+from .layer_axis import TreeLayout
 from .marks import is_array
 from .stacking import name_stacked, stack_outputs
 
@@ -33,29 +37,59 @@ def from_arguments(run: Callable, remat: Remat, axis: AxisSelector) -> Callable:
     return run
 
 
+@dataclasses.dataclass(frozen=True)
+class Layers:
+    """Layers of one kind, with their arguments.
+
+    Attributes:
+        f: a layer, `(carry, *args, **kwargs) -> (carry, output)`.
+        layout: of the arguments, over the axis of these layers.
+        arrays: those that are split.
+        shared: those that all layers share.
+    """
+
+    f: Callable[..., tuple[Any, Any]]
+    layout: TreeLayout
+    arrays: list[Any]
+    shared: list[Any]
+
+    def as_arrays(self) -> "Layers":
+        """The same with JAX's arrays, those that are shared on the device."""
+        arrays, shared = jax.tree.map(jnp.asarray, (self.arrays, self.shared))
+        return dataclasses.replace(self, arrays=arrays, shared=on_device(shared))
+
+    def step(self, carry: Any, slices: Sequence[Any]) -> tuple[Any, Any]:
+        """Run one layer on its slices of the arrays; where they are unsliced, on the whole arrays."""
+        args, kwargs = self.layout.arguments(slices, self.shared)
+        return self.f(carry, *args, **kwargs)
+
+    def step_at(self, carry: Any, row: int) -> tuple[Any, Any]:
+        """Run the layer at a row."""
+        args, kwargs = self.layout.layer(on_device([array[row] for array in self.arrays]), self.shared)
+        return self.f(carry, *args, **kwargs)
+
+
 def scan_unrolled(
     layer: Step,
     init: Any,
     inputs: Sequence[Any],
     axis: Axis,
     remat: Remat,
-    what: str,
     *,
     reverse: bool = False,
-) -> tuple[Any, Any]:
+) -> tuple[Any, list[Any]]:
     """Apply `layer` to inputs that need not be alike, one after the other, under the same policies as `scan`.
 
     Args:
         layer: takes the carry and the inputs of one layer; returns the next carry and an output.
         init: the initial carry.
         inputs: for each of the `axis.size` layers, what it takes beside the carry: any tree, with its module.
-        axis: the axis of the stacked outputs.
+        axis: the axis of the layers.
         remat: as in `scan`. Program size grows with the number of layers.
-        what: the operation, for error messages.
         reverse: as in `scan`.
 
     Returns:
-        The final carry and the outputs, with the axis in front.
+        The final carry and the output of each layer.
     """
     order = range(axis.size)[:: -1 if reverse else 1]
     remat = for_length(remat, axis.size)
@@ -67,8 +101,7 @@ def scan_unrolled(
         for part, layers in parts:
             carry, ys = _run_unrolled(layer, carry, [inputs[i] for i in layers], part, _names_of(axis))
             outputs += ys
-    stacked = stack_outputs(outputs[:: -1 if reverse else 1], axis, what)
-    return _not_transposable((carry, stacked), remat)
+    return _not_transposable((carry, outputs[:: -1 if reverse else 1]), remat)
 
 
 def _not_transposable(results: Any, remat: Remat) -> Any:
@@ -99,55 +132,91 @@ def _names_of(axis: AxisSelector) -> _Names:
 
 
 def scan_rolled(
-    layer: Step,
+    kinds: Sequence[Layers],
     init: Any,
-    xs: Sequence[Any],
     axis: Axis,
     remat: Remat,
     *,
-    unsliced: Sequence[bool],
+    pattern: Pattern | None = None,
     reverse: bool,
     unroll: int | bool,
     host_segment_length: int,
     what: str,
-) -> tuple[Any, Any]:
-    """Apply `layer` to slices of `xs` (all of those that are `unsliced`), one after the other, in a loop."""
+) -> tuple[Any, list[Any]]:
+    """Apply layers one after the other, in a loop; returns the carry, and the outputs of each kind.
+
+    `pattern` says which layer of `axis` is of which kind; None for layers of one kind.
+    """
     options, remat = None, for_length(remat, axis.size)
+    xs = [kind.arrays for kind in kinds]
     # A plain scan would keep what it reads from the host, and read nothing ahead.
-    if axis.size and (isinstance(remat, Swept) or has_host_arrays(xs)):
+    if axis.size and (isinstance(remat, Swept) or pattern or has_host_arrays(xs)):
         options = sweep_options(remat, axis, xs, host_segment_length)
+    if pattern is not None and options is None:
+        return _unrolled_kinds(kinds, init, axis, remat, pattern, reverse, what)
     names = _names_of(axis)
     arrays, static = eqx.partition(init, eqx.is_array_like)
-    check_unsliced(xs, unsliced)
-    sliced = [not whole for whole in unsliced]
+    for kind in kinds:
+        check_unsliced(kind.arrays, kind.layout.unsliced)
 
-    def run(carry: Any, xs: Sequence[Any]) -> tuple[Any, Any]:
+    def run(carry: Any, xs: Sequence[Sequence[Any]]) -> tuple[Any, list[Any]]:
         if options is not None:
-            return sweep(
-                array_step(layer, init, remat),
+            return sweep_kinds(
+                [array_step(kind.step, init, remat) for kind in kinds],
                 carry,
                 xs,
                 length=axis.size,
+                pattern=pattern,
                 reverse=reverse,
                 unroll=unroll,
-                unsliced=unsliced,
+                unsliced=[kind.layout.unsliced for kind in kinds],
                 **options,
             )
+        assert not isinstance(remat, Swept)
+        (kind,), (stacks,) = kinds, xs
+        sliced = [not whole for whole in kind.layout.unsliced]
 
         def of_slices(carry: Any, slices: Any) -> tuple[Any, Any]:
-            return layer(carry, merge([*map(at_least_one, xs)], slices, sliced))
+            return kind.step(carry, merge([*map(at_least_one, stacks)], slices, sliced))
 
-        assert not isinstance(remat, Swept)
         step = array_step(of_slices, init, remat, names)
         body = _checkpointed(step, remat, names, rolled=unroll is not True and unroll < axis.size)
-        return jax.lax.scan(body, carry, pick(xs, sliced), length=axis.size, reverse=reverse, unroll=unroll)
+        carry, ys = jax.lax.scan(
+            body, carry, pick(stacks, sliced), length=axis.size, reverse=reverse, unroll=unroll
+        )
+        return carry, [ys]
 
     if options is None and has_host_arrays(xs):  # a sweep does this itself
-        xs = with_zeros_in_place(xs)
+        xs = [with_zeros_in_place(stacks) for stacks in xs]
     with jax.named_scope(f"scan({axis.name})"):
         carry, ys = _replayed_whole(run, remat, names)(arrays, xs)
     carry, ys = _not_transposable((carry, ys), remat)
-    return eqx.combine(carry, static), name_stacked(ys, axis, what)
+    stacked = [name_stacked(y, kind.layout.axis, what) for y, kind in zip(ys, kinds, strict=True)]
+    return eqx.combine(carry, static), stacked
+
+
+def _unrolled_kinds(
+    kinds: Sequence[Layers],
+    init: Any,
+    axis: Axis,
+    remat: Remat,
+    pattern: Pattern,
+    reverse: bool,
+    what: str,
+) -> tuple[Any, list[Any]]:
+    """`scan_rolled` over layers of several kinds under a policy that no sweep obeys."""
+
+    def layer(carry: Any, place: Static) -> tuple[Any, Any]:
+        kind, row = place.value
+        return kinds[kind].step_at(carry, row)
+
+    rows = pattern.before
+    places = [Static((kind, int(rows[index, kind]))) for index, kind in enumerate(pattern.kinds)]
+    carry, ys = scan_unrolled(layer, init, places, axis, remat, reverse=reverse)
+    return carry, [
+        stack_outputs([ys[index] for index in pattern.layers_of(k)], kind.layout.axis, what)
+        for k, kind in enumerate(kinds)
+    ]
 
 
 def check_host_segments(axis: Axis, length: int) -> None:

@@ -120,6 +120,12 @@ def per_layer(x: Any) -> Any:
     return Marked(x, "per_layer")
 
 
+class PerKind(eqx.Module):
+    """Values that belong to layers of one kind each, by the name of the kind."""
+
+    values: dict[str, Any]
+
+
 class LayerStack(eqx.Module):
     """What a layer is given for a field that is `unsliced`: the stack of all layers, and its own index.
 
@@ -215,15 +221,19 @@ def check_unmarked(carry: Any) -> None:
         TypeError: names the path.
     """
     for path, leaf in jtu.tree_flatten_with_path(carry, is_leaf=_is_named_or_marked)[0]:
-        if isinstance(leaf, Marked):
+        if isinstance(leaf, Marked | PerKind):
+            mark = leaf.rule if isinstance(leaf, Marked) else "per_kind"
             raise TypeError(
-                f"The carry{jtu.keystr(path)} is marked {leaf.rule}(...), but a carry goes from layer to "
-                f"layer: it is neither split nor shared. Pass it without {leaf.rule}."
+                f"The carry{jtu.keystr(path)} is marked {mark}(...), but a carry goes from layer to "
+                f"layer: it is neither split nor shared. Pass it without {mark}."
             )
 
 
 def take_marks_off(tree: Any, rule: Rule = "default", path: tuple[Any, ...] = ()) -> tuple[list[Entry], Any]:
-    """Path, leaf and rule of every leaf, and the tree without marks. The innermost mark counts."""
+    """Path, leaf and rule of every leaf, and the tree without marks. The innermost mark counts.
+
+    What `per_kind` gives is a leaf.
+    """
     entries, parts = [], []
     paths_and_nodes, treedef = jtu.tree_flatten_with_path(tree, is_leaf=_is_named_or_marked)
     for below, node in paths_and_nodes:
@@ -245,4 +255,4 @@ def is_split_by(rule: Rule, leaf: Any, axis: AxisSelector, is_scanned: IsScanned
 
 
 def _is_named_or_marked(leaf: Any) -> bool:
-    return is_named(leaf) or isinstance(leaf, Marked)
+    return is_named(leaf) or isinstance(leaf, Marked | PerKind)

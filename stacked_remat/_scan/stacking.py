@@ -1,11 +1,13 @@
 """Stacks trees along an axis: modules, and the outputs of layers."""
 
+import itertools
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import haliax as hax
 import jax.numpy as jnp
 import jax.tree_util as jtu
+import numpy as np
 from haliax import Axis, NamedArray
 
 from .._messages import axes_text
@@ -14,16 +16,28 @@ from .marks import has_axis, is_array, is_named, is_split
 T = TypeVar("T")
 
 
-def take_layers(tree: T, axis: Axis, rows: slice) -> tuple[T, Axis]:
+def take_layers(tree: T, axis: Axis, rows: Sequence[int]) -> tuple[T, Axis]:
     """Some of the layers of a stacked tree, and the axis that they have. What is shared stays as it is."""
 
     def take(leaf: Any) -> Any:
-        if not is_split(leaf, axis):
-            return leaf
-        return leaf[{axis.name: rows}] if is_named(leaf) else leaf[rows]
+        return take_rows(leaf, axis, rows) if is_split(leaf, axis) else leaf
 
-    taken = jtu.tree_map(take, tree, is_leaf=is_named)
-    return taken, axis.resize(len(range(*rows.indices(axis.size))))
+    return jtu.tree_map(take, tree, is_leaf=is_named), axis.resize(len(rows))
+
+
+def take_rows(leaf: Any, axis: Axis, rows: Sequence[int]) -> Any:
+    """An array that is split over `axis`, with these of its entries; a slice where they are evenly spaced."""
+    steps = {after - before for before, after in itertools.pairwise(rows)}
+    part: Any = np.asarray(rows, np.int32)
+    if len(steps) <= 1 and min(steps, default=1) > 0:
+        first, step = (rows[0] if len(rows) else 0), min(steps, default=1)
+        part = slice(first, first + step * len(rows), step)
+    if not is_named(leaf):
+        return leaf[part]
+    position = [other.name for other in leaf.axes].index(axis.name)
+    array = leaf.array[(slice(None),) * position + (part,)]
+    axes = [other.resize(len(rows)) if other.name == axis.name else other for other in leaf.axes]
+    return NamedArray(array, tuple(axes))
 
 
 def stack_trees(trees: Sequence[T], axis: Axis) -> T:

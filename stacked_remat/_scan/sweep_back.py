@@ -2,8 +2,7 @@
 
 import dataclasses
 import functools
-import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -14,15 +13,17 @@ from jax import lax
 
 from .._activity import is_differentiable
 from .._sweep.api import backward_rule
+from .._sweep.back import sweep_back
 from .._sweep.derivative_errors import not_differentiable
-from .._sweep.gradient import LayerPullback, LeafVisit, scatter_leaves
+from .._sweep.gradient import LayerPullback, LeafVisit, pick, scatter_leaves, with_part
+from .._sweep.kinds import Kind
 from .._sweep.slots import Arrays, Checkpoints
 from .._sweep.store import read, read_layer, write, zeros_like
 from .arguments import Caller
 from .checks import check_carry, describe
 from .eager import compiled_once
 from .layer_axis import Leaf, TreeLayout, split_tree
-from .marks import Marked, is_array, is_named, raw_array
+from .marks import Marked, PerKind, is_array, is_named, raw_array
 from .sweep_types import SweepTypes, checked_cotangent, cotangent_leaves
 from .visitor import LayerResult, LayerVisit, SweepResult, Visitor
 
@@ -36,9 +37,9 @@ class SweepBack(eqx.Module):
     _checkpoints: Checkpoints
     _xs: Arrays
     _shared: Arrays
-    _constants_of_slices: Arrays
+    _constants_of_slices: list[Arrays]
     _types: SweepTypes = eqx.field(static=True)
-    _wrap: Callable[[Any], Any] = eqx.field(static=True, default=lambda layers: layers)
+    _wrap: Callable[[SweepResult], SweepResult] = eqx.field(static=True, default=lambda result: result)
 
     def __call__(
         self, cotangent: Any, visitor: Visitor | None = None, state: Any = None, layer_state: Any = None
@@ -52,7 +53,8 @@ class SweepBack(eqx.Module):
                 as `jax.vjp` of the fold.
             state: the visitor's, any tree of arrays whose shapes and dtypes stay as they are.
             layer_state: a state for each layer, a tree of arrays stacked over the layers' axis as the layers
-                are: the visitor sees a slice of it, and what it returns replaces that slice.
+                are: the visitor sees a slice of it, and what it returns replaces that slice. `per_kind` gives
+                each kind of layers one of its own, stacked over the layers of this kind.
 
         Returns:
             A `SweepResult`. Layers, arguments and states that the visitor returned are updated in place where
@@ -87,10 +89,10 @@ class SweepBack(eqx.Module):
         if visitor is None and not (state is None and layer_state is None):
             raise ValueError("state and layer_state are for a visitor, and sweep_back was given none.")
         result = compiled_once(run, cotangent, (self, state, layer_state))
-        return result._replace(layers=self._wrap(result.layers))
+        return self._wrap(result)
 
-    def wrapping(self, wrap: Callable[[Any], Any]) -> "SweepBack":
-        """This, with `wrap` around the layers of its results."""
+    def wrapping(self, wrap: Callable[[SweepResult], SweepResult]) -> "SweepBack":
+        """This, with its results in another form."""
         return dataclasses.replace(self, _wrap=wrap)
 
 
@@ -114,11 +116,24 @@ def _gradients(sweep: SweepBack, carry_ct: Arrays, ys_ct: Arrays) -> SweepResult
     init_ct, xs_ct, shared_ct = backward_rule(types.spec, masks)(
         sweep._checkpoints, sweep._xs, sweep._shared, carry_ct, ys_ct
     )
-    of_shared = scatter_leaves(shared_ct, masks.shared)[types.constants :]
-    of_xs = scatter_leaves(xs_ct, masks.xs)
-    (layers, *args), kwargs = types.layout.stacked(of_xs, of_shared, cotangents=True)
+    of_xs, of_shared = scatter_leaves(xs_ct, masks.xs), scatter_leaves(shared_ct, masks.shared)
     carry = jtu.tree_unflatten(types.carry_tree, scatter_leaves(init_ct, masks.init))
-    return SweepResult(carry, layers, tuple(args), kwargs)
+    layers, args, kwargs = _stacked(types, of_xs, of_shared, cotangents=True)
+    return SweepResult(carry, layers, args, kwargs)
+
+
+def _stacked(
+    types: SweepTypes, xs: Arrays, shared: Sequence[Any], *, cotangents: bool
+) -> tuple[Any, Any, Any]:
+    """The layers, the further arguments and those by name, of each kind."""
+    of_kinds = [
+        kind.layout.stacked(xs[kind.own.xs], kind.shared(shared), cotangents=cotangents)
+        for kind in types.kinds
+    ]
+    layers, args, kwargs = zip(
+        *((layers, tuple(args), kwargs) for (layers, *args), kwargs in of_kinds), strict=True
+    )
+    return types.one_or_all(layers), types.one_or_all(args), types.one_or_all(kwargs)
 
 
 class _Loop(NamedTuple):
@@ -151,75 +166,151 @@ def _visited(
     sweep: SweepBack, carry_ct: Arrays, ys_ct: Arrays, visitor: Visitor, state: Any, layer_state: Any
 ) -> SweepResult:
     types = sweep._types
-    caller = Caller("sweep_back", lambda path: f"layer_state{jtu.keystr(path)}")
-    state_layout, state_stacks, state_shared = split_tree(
-        Marked(layer_state, "per_layer"), types.layout.axis, caller
-    )
+    states = _split_layer_state(types, layer_state)
+    state_stacks = [stack for state in states for stack in state.stacks]
+    of_kinds = states if isinstance(layer_state, PerKind) else states * len(types.kinds)
     arrays, static = eqx.partition(state, eqx.is_array_like)
 
     def visit(leaves: LeafVisit, loop: _Loop) -> tuple[Arrays, _Loop]:
-        part = read(eqx.combine(loop.layer_state, state_stacks), leaves.layer_index)
-        entry = types.visit(leaves, sweep._constants_of_slices, state_layout.layer(part, state_shared))
+        own = of_kinds[leaves.kind.number]
+        part = read(eqx.combine(loop.layer_state, state_stacks)[own.part], own.row(leaves))
+        constants = sweep._constants_of_slices[leaves.kind.number]
+        entry = types.visit(leaves, constants, own.layout.layer(part, own.shared))
         state = eqx.combine(loop.state, static)
-        return _new_leaves(types, state_layout, leaves, entry, state, visitor(entry, state))
+        carry_ct, new = _new_leaves(types, own.layout, leaves, entry, state, visitor(entry, state))
+        nothing: list[Any] = [None] * len(state_stacks)
+        return carry_ct, new._replace(layer_state=with_part(nothing, own.part, new.layer_state))
 
     def visit_and_write(leaves: LeafVisit, loop: _Loop) -> tuple[Arrays, _Loop]:
         carry_ct, new = visit(leaves, loop)
         # Without the barrier XLA holds a layer's internals until all is written.
         new = lax.optimization_barrier(new)
-        index = leaves.layer_index
         return carry_ct, _Loop(
-            write(loop.layers, index, new.layers),
-            write(loop.args, index, new.args),
-            jax.tree.map(operator.add, loop.shared, new.shared),
+            _written(loop.layers, leaves.row, new.layers),
+            _written(loop.args, leaves.row, new.args),
+            [old if ct is None else old + ct for old, ct in zip(loop.shared, new.shared, strict=True)],
             new.state,
-            write(loop.layer_state, index, new.layer_state),
+            _written(loop.layer_state, of_kinds[leaves.kind.number].row(leaves), new.layer_state),
         )
 
     def xs_in(loop: _Loop) -> Arrays:
         return eqx.combine(loop.layers, sweep._xs)
 
-    first_state, shared = jax.tree.map(jnp.asarray, arrays), sweep._shared[types.constants :]
-    no_xs, no_shared, no_state = ([None] * len(stacks) for stacks in (sweep._xs, shared, state_stacks))
-    loop = _Loop(no_xs, no_xs, no_shared, first_state, no_state)
+    loop = _unchanged(sweep, jax.tree.map(jnp.asarray, arrays), state_stacks)
     if types.spec.length:
-        _, new = jax.eval_shape(lambda: visit(_example(sweep, carry_ct, ys_ct), loop))
-        loop = _Loop(
-            _where_given(new.layers, sweep._xs),
-            _where_given(new.args, sweep._xs, zeros_like),
-            _where_given(new.shared, shared, jnp.zeros_like),
-            first_state,
-            _where_given(new.layer_state, state_stacks, jnp.asarray),
-        )
-        sweep_back = functools.partial(types.spec.sweep_back, types.perturbed, sweep._checkpoints)
-        carry_ct, loop = sweep_back(sweep._shared, carry_ct, ys_ct, visit_and_write, loop, xs_in=xs_in)
-    (layers, *_), _ = types.layout.stacked(xs_in(loop), shared)
-    (_, *args), kwargs = types.layout.stacked(loop.args, loop.shared, cotangents=True)
+        examples = [_example(sweep, kind.own, carry_ct, ys_ct) for kind in types.kinds]
+        loop = _first_loop(sweep, visit, examples, loop, state_stacks)
+        swept = functools.partial(sweep_back, types.spec, types.perturbed, sweep._checkpoints)
+        carry_ct, loop = swept(sweep._shared, carry_ct, ys_ct, visit_and_write, loop, xs_in=xs_in)
+    layers, _, _ = _stacked(types, xs_in(loop), sweep._shared, cotangents=False)
+    _, args, kwargs = _stacked(types, loop.args, loop.shared, cotangents=True)
     last_state = eqx.combine(loop.state, static)
-    layer_state = state_layout.stacked(eqx.combine(loop.layer_state, state_stacks), state_shared)
+    new_stacks = eqx.combine(loop.layer_state, state_stacks)
+    new_states = [state.layout.stacked(new_stacks[state.part], state.shared) for state in states]
+    if isinstance(layer_state, PerKind):
+        names = [str(kind.name) for kind in types.kinds]
+        layer_state = PerKind(dict(zip(names, new_states, strict=True)))
+    else:
+        (layer_state,) = new_states
     carry = types.carry_cotangent(carry_ct)
-    return SweepResult(carry, layers, tuple(args), kwargs, last_state, layer_state)
+    return SweepResult(carry, layers, args, kwargs, last_state, layer_state)
 
 
-def _example(sweep: SweepBack, carry_ct: Arrays, ys_ct: Arrays) -> LeafVisit:
-    """A visit of the first layer, for its types."""
-    spec = sweep._types.spec
-    return LeafVisit(
-        jnp.int32(0),
-        sweep._shared,
-        sweep._checkpoints.first(),
-        read_layer(sweep._xs, 0, spec.unsliced),
-        spec.unsliced,
-        (carry_ct, read(ys_ct, 0)),
-        None,
-        LayerPullback(spec.layer, sweep._types.perturbed, jax.checkpoint),
+class _LayerState(NamedTuple):
+    """The state of each layer, or of each of a kind.
+
+    Attributes:
+        layout: over the axis of these layers.
+        stacks: its split arrays.
+        shared: its other arrays.
+        part: where its stacks are among those of all kinds.
+        of_kind: whether it has entries for the layers of one kind.
+    """
+
+    layout: TreeLayout
+    stacks: list[Any]
+    shared: list[Any]
+    part: slice
+    of_kind: bool
+
+    def row(self, leaves: LeafVisit) -> Any:
+        """The entry of a layer."""
+        return leaves.row if self.of_kind else leaves.layer_index
+
+
+def _split_layer_state(types: SweepTypes, layer_state: Any) -> list[_LayerState]:
+    given, of_kind = [(layer_state, types.axis)], isinstance(layer_state, PerKind)
+    if of_kind:
+        names = [kind.name for kind in types.kinds]
+        if sorted(layer_state.values) != sorted(map(str, names)):
+            raise ValueError(
+                f"layer_state has values for the kinds {sorted(layer_state.values)}, and the layers are of "
+                f"the kinds {names}. Give one for each."
+            )
+        given = [(layer_state.values[kind.name], kind.layout.axis) for kind in types.kinds]
+    caller, found, end = Caller("sweep_back", lambda path: f"layer_state{jtu.keystr(path)}"), [], 0
+    for tree, axis in given:
+        layout, stacks, shared = split_tree(Marked(tree, "per_layer"), axis, caller)
+        found.append(_LayerState(layout, stacks, shared, slice(end, end + len(stacks)), of_kind))
+        end += len(stacks)
+    return found
+
+
+def _unchanged(sweep: SweepBack, state: Any, state_stacks: list[Any]) -> _Loop:
+    """With nothing that the visitor replaces."""
+    of_xs, of_shared, of_state = ([None] * len(of) for of in (sweep._xs, sweep._shared, state_stacks))
+    return _Loop(of_xs, of_xs, of_shared, state, of_state)
+
+
+def _first_loop(
+    sweep: SweepBack,
+    visit: Callable[[LeafVisit, _Loop], tuple[Arrays, _Loop]],
+    examples: list[LeafVisit],
+    loop: _Loop,
+    state_stacks: list[Any],
+) -> _Loop:
+    """What a sweep carries first: a stack, or zeros, for all that the visitor returns for some kind."""
+    new = [jax.eval_shape(lambda example=example: visit(example, loop)[1]) for example in examples]
+    return _Loop(
+        _where_given([found.layers for found in new], sweep._xs),
+        _where_given([found.args for found in new], sweep._xs, zeros_like),
+        _where_given([found.shared for found in new], sweep._shared, jnp.zeros_like),
+        loop.state,
+        _where_given([found.layer_state for found in new], state_stacks, jnp.asarray),
     )
 
 
+def _example(sweep: SweepBack, kind: Kind, carry_ct: Arrays, ys_ct: Arrays) -> LeafVisit:
+    """A visit of the first layer of a kind, for its types."""
+    types = sweep._types
+    spec, perturbed = types.spec, types.perturbed.of_part(kind.xs, kind.ys)
+    of_kind = pick(scatter_leaves(ys_ct, types.perturbed.ys)[kind.ys], perturbed.ys)
+    return LeafVisit(
+        jnp.int32(0),
+        kind,
+        jnp.int32(0),
+        sweep._shared,
+        sweep._checkpoints.first(),
+        read_layer(sweep._xs[kind.xs], 0, spec.unsliced[kind.xs]),
+        spec.unsliced[kind.xs],
+        (carry_ct, read(of_kind, 0)),
+        None,
+        LayerPullback(kind.layer, perturbed, jax.checkpoint),
+    )
+
+
+def _written(stacks: list[Any], index: Any, entries: list[Any]) -> list[Any]:
+    """The stacks with these entries at `index`, where there are some."""
+    pairs = zip(stacks, entries, strict=True)
+    return [stack if entry is None else write(stack, index, entry) for stack, entry in pairs]
+
+
 def _where_given(
-    new: list[Any], stacks: list[Any], first: Callable[[Any], Any] = lambda stack: stack
+    new: Sequence[list[Any]], stacks: list[Any], first: Callable[[Any], Any] = lambda stack: stack
 ) -> list[Any]:
-    return [None if leaf is None else first(stack) for leaf, stack in zip(new, stacks, strict=True)]
+    """The stacks, or what `first` makes of them, of which layers of some kind return entries."""
+    given = [any(entry is not None for entry in entries) for entries in zip(*new, strict=True)]
+    return [first(stack) if is_ else None for is_, stack in zip(given, stacks, strict=True)]
 
 
 def _new_leaves(
@@ -240,20 +331,25 @@ def _new_leaves(
     carry_ct = cotangent_leaves(result.carry, like, mask, "the carry", "returned by the visitor")
     layer = _filled(result.layer, visit.layer, "layer")
     args, kwargs = _argument_cotangents(visit, result)
-    of_layer = [leaf for leaf in types.layout.leaves if types.part(leaf) == "layer"]
+    kind = types.kinds[leaves.kind.number]
+    of_layer = [leaf for leaf in kind.layout.leaves if kind.part(leaf) == "layer"]
     _check_unsplit([(f"layer{jtu.keystr(leaf.path[2:])}", leaf) for leaf in of_layer], layer, visit.layer)
-    new_xs, new_shared = types.layout.arrays(((layer, *args), kwargs))
-    inputs = types.inputs(("args", "kwargs"))
-    layers = zip(new_xs, types.slices(leaves), types.parts("split"), strict=True)
+    new_xs, new_shared = kind.layout.arrays(((layer, *args), kwargs))
+    inputs = kind.inputs(types.perturbed, ("args", "kwargs"))
+    layers = zip(new_xs, kind.slices(leaves), kind.parts("split"), strict=True)
     new_state = eqx.filter(_filled(result.state, state, "state"), eqx.is_array_like)
     new_layer_state = _filled(result.layer_state, visit.layer_state, "layer_state")
     of_state = [(f"layer_state{jtu.keystr(leaf.path)}", leaf) for leaf in state_layout.leaves]
     _check_unsplit(of_state, new_layer_state, visit.layer_state)
     entries = (state_layout.arrays(tree)[0] for tree in (new_layer_state, visit.layer_state))
+    xs, shared = [None] * len(types.perturbed.xs), [None] * len(types.perturbed.shared)
+    for place, cotangent in zip(kind.own.shared[kind.constants :], new_shared, strict=True):
+        shared[place] = cotangent if inputs.shared[place] else None
+    new_layers = [new if part == "layer" and new is not old else None for new, old, part in layers]
     return carry_ct, _Loop(
-        [new if part == "layer" and new is not old else None for new, old, part in layers],
-        eqx.filter(new_xs, [*inputs.xs]),
-        eqx.filter(new_shared, [*inputs.shared[types.constants :]]),
+        with_part(xs, kind.own.xs, new_layers),
+        with_part(xs, kind.own.xs, eqx.filter(new_xs, [*inputs.xs])),
+        shared,
         jax.tree.map(jnp.asarray, new_state),
         [None if new is old else new for new, old in zip(*entries, strict=True)],
     )

@@ -1,5 +1,7 @@
 """The trees of a reverse sweep with a visitor, made from the leaves that the sweep works on, and back."""
 
+import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -7,11 +9,13 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
+from haliax import Axis
 from jax import lax
 
 from .._activity import is_differentiable
 from .._placement import platform
 from .._sweep.gradient import Inputs, LayerPullback, LeafLayer, LeafVisit, Perturbed, scatter_leaves
+from .._sweep.kinds import Kind
 from .._sweep.slots import Arrays
 from .._sweep.spec import SweepSpec
 from .._sweep.store import read
@@ -22,36 +26,24 @@ from .visitor import LayerVisit
 
 
 @dataclass(frozen=True, eq=False)
-class SweepTypes:
-    """Static description of a reverse sweep.
+class KindTypes:
+    """Static description of the layers of one kind.
 
     Attributes:
-        spec: the sweep over leaves.
-        perturbed: what is differentiated.
-        layout: of the arguments of all layers.
-        constants: number of arrays that the layer closes over, which come first among the shared ones.
-        carry_tree: structure of the arrays of a carry.
-        carry_static: what else is in it.
+        own: the kind.
+        name: of the kind, if there are several.
+        layout: of the arguments of its layers.
+        constants: number of arrays that the layer closes over, which come first among those that it shares.
         y_tree: structure of an output.
-        outputs: the types of what the forward sweep returned, for cotangents to be compared with.
-        has_output: whether a layer returns an output beside the carry.
         layer_of_slices: where fields are unsliced, a layer that takes slices of them, for its own gradient.
     """
 
-    spec: SweepSpec
-    perturbed: Perturbed
+    own: Kind
+    name: str | None
     layout: TreeLayout
     constants: int
-    carry_tree: Any
-    carry_static: Any
     y_tree: Any
-    outputs: Any
-    has_output: bool
     layer_of_slices: LeafLayer | None
-
-    def carry_cotangent(self, leaves: Arrays) -> Any:
-        """The cotangent of a carry, from its leaves that have one."""
-        return jtu.tree_unflatten(self.carry_tree, scatter_leaves(leaves, self.perturbed.carry))
 
     def part(self, leaf: Leaf) -> str:
         """Which of "layer", "args" and "kwargs" a leaf of the arguments belongs to."""
@@ -63,55 +55,101 @@ class SweepTypes:
         found = [self.part(leaf) for leaf in self.layout.of_kind(kind)]
         return found + ["index"] * (len(self.layout.unsliced) - len(found)) if kind == "split" else found
 
-    def inputs(self, wrt: tuple[str, ...]) -> Inputs:
+    def shared(self, every: Sequence[Any]) -> list[Any]:
+        """The shared arguments, of the arrays that layers of all kinds share."""
+        return self.own.pick_shared(every)[self.constants :]
+
+    def inputs(self, perturbed: Perturbed, wrt: tuple[str, ...]) -> Inputs:
         """The leaves that belong to these parts and have a cotangent."""
-        owners = (
-            ["closure"] * self.constants + self.parts("shared"),
-            ["carry"] * len(self.perturbed.carry),
-            self.parts("split"),
-        )
-        pairs = zip(self.perturbed.inputs, owners, strict=True)
+        is_shared = [False] * len(perturbed.shared)
+        for place, part in zip(self.own.shared[self.constants :], self.parts("shared"), strict=True):
+            is_shared[place] = perturbed.shared[place] and part in wrt
+        own = zip(perturbed.xs[self.own.xs], self.parts("split"), strict=True)
         return Inputs(
-            *(tuple(is_ and part in wrt for is_, part in zip(*pair, strict=True)) for pair in pairs)
+            tuple(is_shared),
+            tuple(is_ and "carry" in wrt for is_ in perturbed.carry),
+            tuple(is_ and part in wrt for is_, part in own),
         )
 
     def slices(self, leaves: LeafVisit) -> Arrays:
         """The layer's own slices of the split arrays."""
         pairs = zip(leaves.x, self.layout.unsliced, strict=True)
-        return [read(part, leaves.layer_index) if whole else part for part, whole in pairs]
+        return [read(part, leaves.row) if whole else part for part, whole in pairs]
+
+
+@dataclass(frozen=True, eq=False)
+class SweepTypes:
+    """Static description of a reverse sweep.
+
+    Attributes:
+        spec: the sweep over leaves.
+        perturbed: what is differentiated.
+        kinds: the kinds of layers.
+        axis: of all layers.
+        carry_tree: structure of the arrays of a carry.
+        carry_static: what else is in it.
+        outputs: the types of what the forward sweep returned, for cotangents to be compared with.
+        has_output: whether a layer returns an output beside the carry.
+    """
+
+    spec: SweepSpec
+    perturbed: Perturbed
+    kinds: tuple[KindTypes, ...]
+    axis: Axis
+    carry_tree: Any
+    carry_static: Any
+    outputs: Any
+    has_output: bool
+
+    def one_or_all(self, of_kinds: Sequence[Any]) -> Any:
+        """What there is for each kind as a tuple; for layers of one kind, its entry."""
+        return of_kinds[0] if self.spec.pattern is None else tuple(of_kinds)
+
+    def carry_cotangent(self, leaves: Arrays) -> Any:
+        """The cotangent of a carry, from its leaves that have one."""
+        return jtu.tree_unflatten(self.carry_tree, scatter_leaves(leaves, self.perturbed.carry))
 
     def visit(self, leaves: LeafVisit, constants_of_slices: Arrays, layer_state: Any) -> LayerVisit:
         """A visit in trees; `constants_of_slices` are what `layer_of_slices` closes over."""
-        slices, shared = self.slices(leaves), leaves.shared[self.constants :]
-        (layer, *args), kwargs = self.layout.layer(slices, shared)
+        kind, perturbed = self.kinds[leaves.kind.number], leaves.pullback.perturbed
+        slices, shared = kind.slices(leaves), kind.shared(leaves.shared)
+        (layer, *args), kwargs = kind.layout.layer(slices, shared)
         carry_ct, y_ct = leaves.cotangents
         cotangent = self.carry_cotangent(carry_ct)
         if self.has_output:
-            y_leaves = scatter_leaves(y_ct, self.perturbed.ys)
-            cotangent = cotangent, jtu.tree_unflatten(self.y_tree, y_leaves)
+            cotangent = cotangent, jtu.tree_unflatten(kind.y_tree, scatter_leaves(y_ct, perturbed.ys))
 
         def vjp(wrt: tuple[str, ...]) -> tuple[Any, ...]:
-            inputs, constants = self.inputs(wrt), self.constants
-            if self.layer_of_slices is None or "layer" not in wrt:
-                found = leaves.vjp(inputs)
+            inputs = kind.inputs(self.perturbed, wrt)
+            mask = kind.shared(inputs.shared)
+            if kind.layer_of_slices is None or "layer" not in wrt:
+                of_shared, of_carry, of_x = leaves.vjp(inputs)
+                of_shared = kind.shared(scatter_leaves(of_shared, inputs.shared))
             else:
-                mask, constants = inputs.shared[constants:], len(constants_of_slices)
-                inputs = inputs._replace(shared=(False,) * constants + mask)
-                pullback = LayerPullback(self.layer_of_slices, self.perturbed, jax.checkpoint)
+                none = [False] * len(constants_of_slices)
+                inputs = inputs._replace(shared=(*none, *mask))
+                own = dataclasses.replace(perturbed, shared=inputs.shared)
+                pullback = LayerPullback(kind.layer_of_slices, own, jax.checkpoint)
                 given = [*constants_of_slices, *shared]
                 found = pullback(given, leaves.carry, slices, None, leaves.cotangents, inputs)
+                of_shared, of_carry, of_x = found
+                of_shared = scatter_leaves(of_shared, inputs.shared)[len(none) :]
+            found = (of_shared, of_carry, of_x)
             if platform() == "tpu" or (self.spec.on_host and platform() == "cuda"):
                 # Without the barrier XLA keeps a layer's internals until the visitor has used the cotangents.
                 found = lax.optimization_barrier(found)
-            of_shared, of_carry, of_x = (scatter_leaves(*pair) for pair in zip(found, inputs, strict=True))
-            (layer, *args), kwargs = self.layout.layer(of_x, of_shared[constants:], cotangents=True)
+            of_shared, of_carry, of_x = found
+            of_x = scatter_leaves(of_x, inputs.xs)
+            (layer, *args), kwargs = kind.layout.layer(of_x, of_shared, cotangents=True)
             trees = {"layer": layer, "args": tuple(args), "kwargs": kwargs}
             if "carry" in wrt:
-                trees["carry"] = jtu.tree_unflatten(self.carry_tree, of_carry)
+                trees["carry"] = jtu.tree_unflatten(self.carry_tree, scatter_leaves(of_carry, inputs.carry))
             return tuple(trees[part] for part in wrt)
 
         carry = eqx.combine(jtu.tree_unflatten(self.carry_tree, leaves.carry), self.carry_static)
-        return LayerVisit(leaves.layer_index, layer, carry, tuple(args), kwargs, cotangent, layer_state, vjp)
+        return LayerVisit(
+            leaves.layer_index, layer, carry, tuple(args), kwargs, cotangent, layer_state, kind.name, vjp
+        )
 
 
 def cotangent_leaves(cotangent: Any, like: Any, mask: tuple[bool, ...], what: str, source: str) -> Arrays:

@@ -63,6 +63,7 @@ class LayerVisit:
         kwargs: its keyword arguments.
         cotangent: of its output carry; with `scan_vjp` a pair, of carry and output.
         layer_state: its entry of the layers' state.
+        kind: the name of its kind, of a `StackedPattern`; `None` where layers are of one kind.
     """
 
     layer_index: Any
@@ -72,6 +73,7 @@ class LayerVisit:
     kwargs: dict[str, Any]
     cotangent: Any
     layer_state: Any
+    kind: str | None
     _vjp: Callable[[tuple[str, ...]], tuple[Any, ...]]
 
     def vjp(self, *wrt: Part) -> tuple[Any, ...]:

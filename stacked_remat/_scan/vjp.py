@@ -1,35 +1,35 @@
 """`fold_vjp` and `scan_vjp`: a fold, and the reverse sweep over its layers as a function."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import equinox as eqx
 import jax
-import jax.numpy as jnp
 import jax.tree_util as jtu
+from haliax import Axis
 from haliax.axis import AxisSelector
 
 from .._activity import is_differentiable
-from .._placement import on_device
-from .._policy import ScanCheckpointSpec, resolve_policy
+from .._policy import ScanCheckpointPolicy, ScanCheckpointSpec, resolve_policy
 from .._remat import Remat, for_length
 from .._sweep.api import forward_rule
-from .._sweep.gradient import Mask
+from .._sweep.gradient import Perturbed
+from .._sweep.kinds import Kind, Pattern
 from .._sweep.slots import Arrays
 from .._sweep.spec import SweepSpec
 from .._sweep.store import check_unsliced
-from .._sweep.trace import TracedLayer, trace_layer
+from .._sweep.trace import TracedLayer, kinds_of, trace_layer, trace_layers
 from .api import function_caller
 from .arguments import Caller
 from .checks import check_axis_or_name, check_reverse, check_unroll
 from .eager import compiled_once
-from .layer_axis import TreeLayout, split_tree
-from .layers import array_step, sweep_options
+from .layer_axis import split_tree
+from .layers import Layers, array_step, sweep_options
 from .marks import IsScanned, check_unmarked, is_named_or_shaped_array
 from .stacking import name_stacked
 from .sweep_back import SweepBack
-from .sweep_types import SweepTypes
+from .sweep_types import KindTypes, SweepTypes
 
 
 def fold_vjp(
@@ -122,18 +122,17 @@ def vjp_for(
     reverse, unroll = check_reverse(reverse), check_unroll(unroll)
 
     def run(init: Any, arguments: tuple[Any, Any]) -> tuple[Any, SweepBack]:
-        split = split_tree(arguments, axis, caller, is_scanned=is_scanned)
-        Layers = split[0].axis
-        remat = for_length(policy.normalized(), Layers.size)
-        found = sweep_options(remat, Layers, split[1], policy.host_segment_length)
-        if found is None:
-            raise ValueError(
-                f"{policy!r} is not supported with a visitor. Keep the carry of each layer or segment, on "
-                'the device or on the host (True, "offload", "nested", max_carries=k), and, with carries on '
-                "the device, internals by name (save_block_internals=[names])."
-            )
-        options = {**found, "reverse": reverse, "unroll": unroll}
-        return _forward(f, init, split, remat, options, has_output, caller.what)
+        layout, arrays, shared = split_tree(arguments, axis, caller, is_scanned=is_scanned)
+        return sweep_forward(
+            [Layers(f, layout, arrays, shared)],
+            init,
+            layout.axis,
+            policy,
+            has_output=has_output,
+            reverse=reverse,
+            unroll=unroll,
+            what=caller.what,
+        )
 
     def vjp(init: Any, layers: Any, /, *args: Any, **kwargs: Any) -> tuple[Any, SweepBack]:
         check_unmarked(init)
@@ -144,58 +143,120 @@ def vjp_for(
     return vjp
 
 
-def _forward(
-    f: Callable[..., tuple[Any, Any]],
+def sweep_forward(
+    kinds: Sequence[Layers],
     init: Any,
-    split: tuple[TreeLayout, Arrays, Arrays],
-    remat: Remat,
-    options: dict[str, Any],
+    axis: Axis,
+    policy: ScanCheckpointPolicy,
+    *,
+    pattern: Pattern | None = None,
+    names: Sequence[str] = (),
     has_output: bool,
+    reverse: bool,
+    unroll: int | bool,
     what: str,
 ) -> tuple[Any, SweepBack]:
-    layout, xs, shared = split[0], *jax.tree.map(jnp.asarray, split[1:])
-    shared = on_device(shared)
-    check_unsliced(xs, layout.unsliced)
+    """The forward sweep of `vjp_for`, over layers of one or several kinds as in `scan_rolled`.
 
-    def trace(arguments: Callable[..., Any], unsliced: Mask) -> TracedLayer:
-        def layer(carry: Any, inputs: tuple[Arrays, Arrays]) -> tuple[Any, Any]:
-            args, kwargs = arguments(*inputs)
-            return f(carry, *args, **kwargs)
-
-        step, arrays = array_step(layer, init, remat), eqx.filter(init, eqx.is_array_like)
-        offloads = options.get("boundaries") == "host"
-        body = _shared_first(step)
-        return trace_layer(body, shared, arrays, xs, unsliced=unsliced, offloads=offloads)
-
-    traced = trace(layout.arguments, layout.unsliced)
-    spec = SweepSpec(traced.jaxpr, len(traced.init), unsliced=layout.unsliced, **options)
-    layer_of_slices, constants_of_slices = None, []
-    if any(layout.unsliced):
-        of_slices = trace(layout.arguments_of_one, (False,) * len(xs))
-        layer_of_slices = dataclasses.replace(spec, jaxpr=of_slices.jaxpr).layer
-        constants_of_slices = of_slices.shared[: len(of_slices.shared) - len(shared)]
-    constants = len(traced.shared) - len(shared)
-    perturbed = spec.perturbed(
-        _differentiable(traced.init),
-        _differentiable(xs),
-        [False] * constants + _differentiable(shared),
-        ys=_differentiable([out.aval for out in traced.jaxpr.outvars[len(traced.init) :]]),
+    The layers are the first of the arguments. Where there are several kinds, with `names` in alphabetical
+    order, what the `SweepBack` returns of layers and arguments is a tuple with an entry for each, and outputs
+    and their cotangents are dicts.
+    """
+    kinds = [kind.as_arrays() for kind in kinds]
+    remat = for_length(policy.normalized(), axis.size)
+    found = _options_for_visitors(policy, remat, axis, [kind.arrays for kind in kinds])
+    for kind in kinds:
+        check_unsliced(kind.arrays, kind.layout.unsliced)
+    offloads = found.get("boundaries") == "host"
+    traced = trace_layers(
+        [_shared_first(kind, init, remat) for kind in kinds],
+        [kind.shared for kind in kinds],
+        eqx.filter(init, eqx.is_array_like),
+        [kind.arrays for kind in kinds],
+        unsliced=[kind.layout.unsliced for kind in kinds],
+        offloads=offloads,
     )
-    with jax.named_scope(f"scan({layout.axis.name})"):
-        carry, ys, checkpoints = forward_rule(spec, perturbed)(traced.init, xs, traced.shared)
-    carry = jtu.tree_unflatten(traced.carry_tree, carry)
-    ys = name_stacked(jtu.tree_unflatten(traced.y_tree, ys), layout.axis, what)
+    of_kinds, shared = kinds_of(traced)
+    unsliced = sum((kind.layout.unsliced for kind in kinds), ())
+    options: Any = {**found, "reverse": reverse, "unroll": unroll, "pattern": pattern}
+    spec = SweepSpec(of_kinds, unsliced=unsliced, **options)
+    xs, first = [array for kind in kinds for array in kind.arrays], traced[0]
+    perturbed = _every_float(spec, first.init, xs, shared)
+    with jax.named_scope(f"scan({axis.name})"):
+        carry, ys, checkpoints = forward_rule(spec, perturbed)(first.init, xs, shared)
+    carry = jtu.tree_unflatten(first.carry_tree, carry)
+    parts = [
+        name_stacked(jtu.tree_unflatten(layer.y_tree, ys[own.ys]), kind.layout.axis, what)
+        for kind, own, layer in zip(kinds, of_kinds, traced, strict=True)
+    ]
+    outputs = parts[0] if pattern is None else dict(zip(names, parts, strict=True))
     static = eqx.filter(init, eqx.is_array_like, inverse=True)
-    outputs = jax.eval_shape(lambda: (carry, ys))
-    trees = (traced.carry_tree, static, traced.y_tree, outputs)
-    types = SweepTypes(spec, perturbed, layout, constants, *trees, has_output, layer_of_slices)
-    checkpoints = checkpoints.with_constant_boundaries()
-    sweep_back = SweepBack(checkpoints, xs, traced.shared, constants_of_slices, types)
-    y = eqx.combine(carry, static)
-    return (y, ys) if has_output else y, sweep_back
+    own_types, constants_of_slices = zip(
+        *(
+            _kind_types(*found, init, remat, offloads)
+            for found in zip(kinds, of_kinds, names or [None], traced, strict=True)
+        ),
+        strict=True,
+    )
+    of_outputs = jax.eval_shape(lambda: (carry, outputs))
+    types = SweepTypes(spec, perturbed, own_types, axis, first.carry_tree, static, of_outputs, has_output)
+    checkpoints, y = checkpoints.with_constant_boundaries(), eqx.combine(carry, static)
+    sweep_back = SweepBack(checkpoints, xs, shared, list(constants_of_slices), types)
+    return (y, outputs) if has_output else y, sweep_back
 
 
-def _shared_first(step: Callable[..., Any]) -> Callable[..., Any]:
+def _options_for_visitors(
+    policy: ScanCheckpointPolicy, remat: Remat, axis: Axis, xs: Sequence[Any]
+) -> dict[str, Any]:
+    """The fields of a `SweepSpec` that a policy means.
+
+    Raises:
+        ValueError: no sweep obeys it.
+    """
+    found = sweep_options(remat, axis, xs, policy.host_segment_length)
+    if found is None:
+        raise ValueError(
+            f"{policy!r} is not supported with a visitor. Keep the carry of each layer or segment, on "
+            'the device or on the host (True, "offload", "nested", max_carries=k), and, with carries on '
+            "the device, internals by name (save_block_internals=[names])."
+        )
+    return found
+
+
+def _every_float(spec: SweepSpec, init: Arrays, xs: Arrays, shared: Arrays) -> Perturbed:
+    """All leaves that can be differentiated, but what layers close over."""
+    constants = {place for kind in spec.kinds for place in kind.shared[: kind.constants]}
+    return spec.perturbed(
+        _differentiable(init),
+        _differentiable(xs),
+        [place not in constants and is_ for place, is_ in enumerate(_differentiable(shared))],
+        ys=_differentiable([type_ for kind in spec.kinds for type_ in kind.output_types]),
+    )
+
+
+def _kind_types(
+    kind: Layers, own: Kind, name: str | None, traced: TracedLayer, init: Any, remat: Remat, offloads: bool
+) -> tuple[KindTypes, Arrays]:
+    """The types of a kind; and the constants of its layer of slices, if fields are unsliced."""
+    layer_of_slices, constants = None, []
+    if any(kind.layout.unsliced):
+        body, carry = _shared_first(kind, init, remat, of_one=True), eqx.filter(init, eqx.is_array_like)
+        options: Any = {"unsliced": (False,) * len(kind.arrays), "offloads": offloads}
+        found = trace_layer(body, kind.shared, carry, kind.arrays, **options)
+        constants = found.shared[: found.constants]
+        every = tuple(range(len(found.shared)))
+        layer_of_slices = dataclasses.replace(own, jaxpr=found.jaxpr, shared=every).layer
+    return KindTypes(own, name, kind.layout, traced.constants, traced.y_tree, layer_of_slices), constants
+
+
+def _shared_first(kind: Layers, init: Any, remat: Remat, of_one: bool = False) -> Callable[..., Any]:
+    arguments = kind.layout.arguments_of_one if of_one else kind.layout.arguments
+
+    def layer(carry: Any, inputs: tuple[Arrays, Arrays]) -> tuple[Any, Any]:
+        args, kwargs = arguments(*inputs)
+        return kind.f(carry, *args, **kwargs)
+
+    step = array_step(layer, init, remat)
     return lambda shared, carry, x: step(carry, (x, shared))
 
 

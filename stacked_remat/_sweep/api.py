@@ -20,16 +20,18 @@ from jax.interpreters import partial_eval
 from jaxtyping import Array
 
 from .._activity import is_differentiable
-from .._compat import not_forwarded
+from .._compat import as_residual, not_forwarded, of_residual
 from .._placement import is_on_host
 from .._schedule import Schedule
-from .._static import Static
+from .back import pull_back
 from .derivative_errors import reverse_mode_only
+from .forward import forward as sweep_forward, primal
 from .gradient import Perturbed, merge, pick, scatter_leaves
+from .kinds import Pattern
 from .slots import Arrays, Carry, Checkpoints
 from .spec import FirstLayers, SweepSpec
 from .store import zeros_like
-from .trace import TracedLayer, trace_layer
+from .trace import TracedLayer, kinds_of, trace_layers
 
 
 def sweep(
@@ -38,15 +40,8 @@ def sweep(
     xs: Any,
     *,
     length: int,
-    schedule: Schedule | None,
-    checkpoint: Callable[[Callable], Callable] = jax.checkpoint,
-    boundaries: Literal["device", "host"] = "device",
-    first_layers: FirstLayers | None = None,
-    reverse: bool = False,
-    unroll: int | bool = 1,
     unsliced: Sequence[bool] | None = None,
-    read_length: int = 1,
-    keeps_in_segments: bool = False,
+    **options: Any,
 ) -> tuple[Any, Any]:
     """`lax.scan(body, init, xs)` in value and gradients, with the reverse sweep that `schedule` describes.
 
@@ -55,20 +50,60 @@ def sweep(
         init: the first carry.
         xs: pytree of arrays with a leading axis of size `length`, or without leaves.
         length: number of layers.
+        unsliced: for which leaves of `xs` every layer takes the stack; none by default. Their gradients are
+            summed in place, where a layer reads a part of them.
+        **options: as of `sweep_kinds`.
+
+    Returns:
+        The last carry and the stacked `y`s.
+
+    Raises:
+        ValueError, TypeError: as `sweep_kinds`.
+    """
+    masks = None if unsliced is None else [unsliced]
+    carry, (ys,) = sweep_kinds([body], init, [xs], length=length, unsliced=masks, **options)
+    return carry, ys
+
+
+def sweep_kinds(
+    bodies: Sequence[Callable[[Any, Any], tuple[Any, Any]]],
+    init: Any,
+    xs: Sequence[Any],
+    *,
+    length: int,
+    schedule: Schedule | None,
+    pattern: Pattern | None = None,
+    checkpoint: Callable[[Callable], Callable] = jax.checkpoint,
+    boundaries: Literal["device", "host"] = "device",
+    first_layers: FirstLayers | None = None,
+    reverse: bool = False,
+    unroll: int | bool = 1,
+    unsliced: Sequence[Sequence[bool]] | None = None,
+    read_length: int = 1,
+    keeps_in_segments: bool = False,
+) -> tuple[Any, list[Any]]:
+    """`sweep` over layers of several kinds, each with a body, own inputs and outputs.
+
+    Args:
+        bodies: a layer of each kind, `(carry, x) -> (carry, y)`; all have the same carry.
+        init: the first carry.
+        xs: for each kind a pytree of arrays with an entry for each of its layers.
+        length: number of layers.
         schedule: a cut of as many layers, less `first_layers`, or of segments of `read_length`; None for
             none.
+        pattern: which layer is of which kind; every kind has some. None if there is one.
         checkpoint: how a layer's internals are kept within the segment being reversed. The replay keeps what
             it saves for that segment's layers, except inputs and what comes from them without the carry.
         boundaries: `"host"` keeps the segments' first inputs in host memory; the schedule must be cut once.
         first_layers: the layers that run first, if these are to keep their inputs and residuals.
-        reverse: whether to go from the last entry of `xs` to the first.
+        reverse: whether to go from the last layer to the first.
         unroll: layers per iteration of the innermost loops; `True` unrolls everything.
-        unsliced: for which leaves of `xs` every layer takes the stack; none by default. Their gradients are
-            summed in place, where a layer reads a part of them.
-        read_length, keeps_in_segments: as in `SweepSpec`; the schedule is one of segments of `read_length`.
+        unsliced: for which leaves of `xs` every layer takes the stack of its kind; none by default.
+        read_length, keeps_in_segments: as in `SweepSpec`, for one kind; the schedule is one of segments of
+            `read_length`.
 
     Returns:
-        The last carry and the stacked `y`s.
+        The last carry and the stacked `y`s of each kind.
 
     Raises:
         ValueError: the schedule is for another length, or too deep for the host.
@@ -85,34 +120,46 @@ def sweep(
         raise ValueError(
             "boundaries can be kept on the host only where the layers are cut once: use equal segments"
         )
-    for path, leaf in jax.tree_util.tree_leaves_with_path(xs):
-        if jnp.shape(leaf)[:1] != (length,):
-            raise ValueError(
-                f"xs{jax.tree_util.keystr(path)} has shape {jnp.shape(leaf)}; its leading axis must have "
-                f"size {length}, one a layer"
-            )
-    stacks = jax.tree.leaves(xs)
-    whole = tuple(unsliced or [False] * len(stacks))
-    traced = trace_layer(
-        lambda shared, carry, x: body(carry, x), [], init, xs, unsliced=whole, offloads=boundaries == "host"
+    _check_lengths(xs, [length] if pattern is None else pattern.counts)
+    stacks = [jax.tree.leaves(part) for part in xs]
+    masks = [tuple(mask) for mask in unsliced or [[False] * len(part) for part in stacks]]
+    shared_first = [lambda shared, carry, x, body=body: body(carry, x) for body in bodies]
+    traced = trace_layers(
+        shared_first, [[]] * len(bodies), init, xs, unsliced=masks, offloads=boundaries == "host"
     )
-    traced, read = _without_unread(traced, stacks)
-    unread, stacks = pick(stacks, [not is_read for is_read in read]), pick(stacks, read)
-    whole = tuple(pick(whole, read))
-    options: Any = (
+    unread: Arrays = []
+    for k, (layer, part, mask) in enumerate(zip(traced, stacks, masks, strict=True)):
+        traced[k], read = _without_unread(layer, part)
+        unread += pick(part, [not is_read for is_read in read])
+        stacks[k], masks[k] = pick(part, read), tuple(pick(mask, read))
+    kinds, shared = kinds_of(traced)
+    spec = SweepSpec(
+        kinds,
+        schedule,
         checkpoint,
         boundaries,
         first_layers,
         reverse,
         unroll,
-        whole,
+        sum(masks, ()),
+        pattern,
         read_length,
         keeps_in_segments,
     )
-    spec = SweepSpec(traced.jaxpr, len(traced.init), schedule, *options)
-    leaves = (traced.init, stacks, traced.shared, unread)
+    leaves = (traced[0].init, sum(stacks, []), shared, unread)
     carry, ys = _differentiable(spec)(*jax.tree.map(_reverse_mode_only, leaves))
-    return jax.tree.unflatten(traced.carry_tree, carry), jax.tree.unflatten(traced.y_tree, ys)
+    parts = [jax.tree.unflatten(of.y_tree, ys[kind.ys]) for of, kind in zip(traced, kinds, strict=True)]
+    return jax.tree.unflatten(traced[0].carry_tree, carry), parts
+
+
+def _check_lengths(xs: Sequence[Any], lengths: Sequence[int]) -> None:
+    for tree, length in zip(xs, lengths, strict=True):
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+            if jnp.shape(leaf)[:1] != (length,):
+                raise ValueError(
+                    f"xs{jax.tree_util.keystr(path)} has shape {jnp.shape(leaf)}; its leading axis must have "
+                    f"size {length}, one a layer"
+                )
 
 
 def _without_unread(traced: TracedLayer, stacks: Arrays) -> tuple[TracedLayer, list[bool]]:
@@ -139,21 +186,21 @@ def _differentiable(spec: SweepSpec) -> Callable[[Carry, Arrays, Arrays, Arrays]
 
     @jax.custom_vjp
     def run(init: Carry, xs: Arrays, shared: Arrays, unread: Arrays) -> tuple[Carry, Arrays]:
-        return spec.primal(init, xs, shared)
+        return primal(spec, init, xs, shared)
 
     def forward(init: Any, xs: Any, shared: Any, unread: Any) -> tuple[tuple[Carry, Arrays], Any]:
         *masks, of_unread = [_perturbed(part) for part in (init, xs, shared, unread)]
         init, xs, shared, unread = ([leaf.value for leaf in part] for part in (init, xs, shared, unread))
-        outputs = spec.jaxpr.outvars[spec.carries :]
-        every_y = [is_differentiable(getattr(out.aval, "dtype", bool)) for out in outputs]
+        outputs = [type_ for kind in spec.kinds for type_ in kind.output_types]
+        every_y = [is_differentiable(getattr(type_, "dtype", bool)) for type_ in outputs]
         perturbed = spec.perturbed(*masks, ys=every_y)
         carry, ys, checkpoints = forward_of(perturbed)(init, xs, shared)
-        checkpoints, static = checkpoints.with_constant_boundaries(), Static((tuple(masks), of_unread))
-        return (carry, ys), (checkpoints, xs, shared, unread, static)
+        differentiated = as_residual((*masks, of_unread))
+        return (carry, ys), (checkpoints.with_constant_boundaries(), xs, shared, unread, differentiated)
 
     def backward(residuals: Any, cotangents: Any) -> tuple[Any, Any, Any, Any]:
-        checkpoints, xs, shared, unread, static = residuals
-        masks, of_unread = static.value
+        checkpoints, xs, shared, unread, differentiated = residuals
+        *masks, of_unread = of_residual(differentiated)
         carry_ct, ys_ct = cotangents
         # The first layers' residuals were kept for the cotangents of all outputs.
         has_ct = [
@@ -181,7 +228,7 @@ def forward_rule(
     @jax.custom_vjp
     @jax.jit
     def run(init: Carry, xs: Arrays, shared: Arrays) -> tuple[Carry, Arrays, Checkpoints]:
-        return spec.forward(perturbed, init, xs, shared)
+        return sweep_forward(spec, perturbed, init, xs, shared)
 
     def forward(init: Carry, xs: Arrays, shared: Arrays) -> Any:
         return run(init, xs, shared), not_forwarded((init, xs, shared))
@@ -202,7 +249,7 @@ def backward_rule(spec: SweepSpec, perturbed: Perturbed) -> Callable[..., tuple[
     @jax.custom_vjp
     @jax.jit
     def run(checkpoints: Checkpoints, *rest: Any) -> tuple[Carry, Arrays, Arrays]:
-        return spec.pullback(perturbed, checkpoints, *rest)
+        return pull_back(spec, perturbed, checkpoints, *rest)
 
     def reference(
         init: Carry, xs: Arrays, shared: Arrays, carry_ct: Carry, ys_ct: Arrays

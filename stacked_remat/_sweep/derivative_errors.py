@@ -14,8 +14,8 @@ from jaxtyping import Array
 
 _FORWARD_MODE = (
     "a fold whose policy has nested, segment_length, max_carries or first_layers, or whose layers are on the "
-    "host, has no forward-mode derivative (jvp, jacfwd, linearize); use remat=True or remat=False for it, "
-    "with the layers on the device, or reverse mode"
+    "host or in a StackedPattern, has no forward-mode derivative (jvp, jacfwd, linearize); use reverse mode, "
+    "or remat=True or remat=False with the layers on the device, those of several kinds in a BlockSeq"
 )
 _TRANSPOSE = (
     "a fold whose policy names what it keeps, or cuts its layers, cannot be transposed "

@@ -1,103 +1,177 @@
-"""The forward loop of a checkpointed sweep: it runs the layers and keeps what the schedule says.
+"""The forward loops of a checkpointed sweep: they run the layers and keep what the schedule says.
 
-Layers are numbered in the order in which this loop runs them.
+Layers are numbered in the order in which they run.
 """
 
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array
 
-from .._placement import platform, to_host
+from .._placement import has_host_arrays, platform, to_host
 from .._schedule import Schedule
-from .slots import Arrays, Carry, Checkpoints, T, repeat, trip_count
-from .store import empty_stack, read_before_writes, settle, write
+from .gradient import Perturbed, with_part
+from .kinds import Kind
+from .slots import Arrays, Carry, Checkpoints, FirstLayersSaved, repeat, trip_count
+from .spec import SweepSpec
+from .store import empty_stack, empty_stack_on_host, read_before_writes, settle, write
 
 
-def forward_sweep(
-    step: Callable[[Any, Carry, Arrays], tuple[Carry, T]],
-    carry: Carry,
-    schedule: Schedule,
-    fetch: Callable[[Any], Arrays],
-    *,
-    reverse: bool = False,
-    unroll: int | bool = 1,
-) -> tuple[Carry, T, Checkpoints]:
+def primal(spec: SweepSpec, init: Carry, xs: Arrays, shared: Arrays) -> tuple[Carry, Arrays]:
+    """Run all layers, with nothing kept."""
+    if spec.pattern is None and not has_host_arrays(xs):
+        return spec.plain(init, xs, shared)
+    state = (init, _outputs(spec), spec.fetch(xs, 0))
+    step = _forward_step(spec, xs, shared, keeps=False)
+    carry, (ys, _), _ = repeat(spec.length, step, state, spec.unroll, spec.length)
+    return carry, _one_a_layer(spec, ys)
+
+
+def _outputs(spec: SweepSpec) -> tuple[Arrays, None]:
+    """Buffers for the outputs of all layers, and None in the place of those for carries in segments."""
+    together = () if spec.read_length == 1 else (spec.read_length,)
+    buffers = []
+    for kind in spec.kinds:
+        entries = [aval.update(shape=(*together, *aval.shape)) for aval in kind.output_types]
+        buffers += empty_stack(entries, spec.rows(kind))
+    return buffers, None
+
+
+def _one_a_layer(spec: SweepSpec, ys: Arrays) -> Arrays:
+    """The outputs of all layers, from those of the steps."""
+    if spec.read_length == 1:
+        return ys
+    return [leaf.reshape(len(leaf) * spec.read_length, *leaf.shape[2:]) for leaf in ys]
+
+
+def _forward_step(spec: SweepSpec, xs: Arrays, shared: Arrays, keeps: bool) -> Callable[[Any, Any], Any]:
+    """A step of a forward loop on `(carry, (outputs, carries in segments), what was read ahead)`."""
+
+    def step(number: Any, state: Any) -> Any:
+        carry, outputs, fetched = state
+        fetched, number = settle(fetched, number)
+        ahead = spec.fetch(xs, jnp.minimum(number + 1, spec.length - 1))
+
+        def run(kind: Kind, row: Any, state: Any) -> Any:
+            carry, (ys, kept), ahead = state
+            x = spec.inputs(kind, xs, row, fetched)
+            if keeps:
+                empty = _outputs(spec.segment)
+                (carry, (y, _)), found = _forward_scheduled(spec.segment, carry, empty, x, shared)
+                new = [slots[1:] for slots in found.slots]
+            else:
+                carry, y = spec.step(kind, shared, carry, x)
+                new = kept
+            if spec.on_host and platform() == "tpu":
+                # Or XLA reads while the output is written, and not while the step runs.
+                ahead, (y, ys, new, kept) = read_before_writes(ahead, (y, ys, new, kept))
+            ys = with_part(ys, kind.ys, write(ys[kind.ys], row, y))
+            return carry, (ys, write(kept, row, new) if keeps else kept), ahead
+
+        return spec.at(number, run, (carry, outputs, ahead))
+
+    return step
+
+
+def forward(
+    spec: SweepSpec, perturbed: Perturbed, init: Carry, xs: Arrays, shared: Arrays
+) -> tuple[Carry, Arrays, Checkpoints]:
+    """Sweep forward."""
+    carry, outputs, saved = init, _outputs(spec), None
+    if spec.first_layers is not None:
+        carry, outputs, saved = _forward_first(spec, perturbed, carry, outputs, xs, shared)
+    (carry, (ys, kept)), checkpoints = _forward_scheduled(spec, carry, outputs, xs, shared)
+    if saved is not None:
+        checkpoints = checkpoints._replace(first_layers=saved, origin=None)
+    return carry, _one_a_layer(spec, ys), checkpoints._replace(in_segments=kept)
+
+
+def _forward_first(
+    spec: SweepSpec, perturbed: Perturbed, carry: Carry, outputs: Any, xs: Arrays, shared: Arrays
+) -> tuple[Carry, Any, FirstLayersSaved]:
+    assert spec.first_layers is not None
+    pullbacks = spec.pullbacks(perturbed, spec.first_layers.checkpoint, carry, xs, shared)
+    residuals = spec.room(pullbacks, [range(spec.first)])
+
+    def layer(number: Any, state: Any) -> Any:
+        carry, ys, (carries, residuals) = state
+        carries = write(carries, number, carry)
+
+        def run(kind: Kind, row: Any, state: Any) -> Any:
+            carry, ys, residuals = state
+            x = spec.inputs(kind, xs, row)
+            (carry, y), new = pullbacks[kind.number].save(shared, carry, x)
+            ys = with_part(ys, kind.ys, write(ys[kind.ys], row, y))
+            return carry, ys, spec.saved(residuals, kind, number, 0, new)
+
+        carry, ys, residuals = spec.at(number, run, (carry, ys, residuals))
+        return carry, ys, FirstLayersSaved(carries, residuals)
+
+    ys, kept = outputs
+    state = (carry, ys, FirstLayersSaved(empty_stack(carry, spec.first), residuals))
+    carry, ys, saved = repeat(spec.first, layer, state, spec.unroll, spec.first)
+    return carry, (ys, kept), saved
+
+
+def _forward_scheduled(
+    spec: SweepSpec, carry: Carry, outputs: Any, xs: Arrays, shared: Arrays
+) -> tuple[tuple[Carry, Any], Checkpoints]:
+    if spec.schedule is None:
+        return (carry, outputs), Checkpoints([], None, origin=carry)
+    run = _forward_step(spec, xs, shared, spec.keeps_in_segments)
+    if spec.keeps_in_segments:
+        empty = empty_stack_on_host if spec.on_host else empty_stack
+        entry = jax.eval_shape(lambda: empty_stack(carry, spec.read_length - 1))
+        outputs = (outputs[0], empty(entry, spec.length))
+    loop = forward_loop_on_host if spec.on_host else forward_loop
+    state = (carry, outputs, spec.fetch(xs, spec.first))
+    (carry, outputs, _), checkpoints = loop(
+        lambda number, state: run(number + spec.first, state), state, spec.schedule, unroll=spec.unroll
+    )
+    return (carry, outputs), checkpoints
+
+
+def forward_loop(
+    step: Callable[[Any, Any], Any], state: Any, schedule: Schedule, *, unroll: int | bool = 1
+) -> tuple[Any, Checkpoints]:
     """Run all layers, each writing its input to the slot that the schedule names.
 
     Args:
-        step: `(index, carry, fetched) -> (carry, output)`.
-        carry: the input of the first layer.
+        step: `(number, state) -> state`; runs a layer.
+        state: a tuple, first the carry, then whatever else the steps change.
         schedule: the cut.
-        fetch: `index -> fetched`, what a layer reads from the host. It is called one layer ahead.
-        reverse: whether the outputs are stacked in the opposite order, as `lax.scan` does.
         unroll: layers per loop iteration.
 
     Returns:
-        The final carry, the stacked outputs, the kept carries.
+        The final state, and the kept carries.
     """
-    last = schedule.length - 1
 
-    def visit(state: tuple[Carry, Carry, Arrays], at: tuple[Array, Array]) -> tuple[Any, T]:
-        slots, carry, fetched = state
-        index, slot = at
-        fetched, index = settle(fetched, index)
-        ahead = fetch(jnp.minimum(index + 1, last))
-        slots = write(slots, slot, carry)
-        carry, output = step(index, carry, fetched)
-        return (slots, carry, ahead), output
+    def layer(loop: Any, at: tuple[Any, Any]) -> tuple[Any, None]:
+        (slots, state), (number, slot) = loop, at
+        return (write(slots, slot, state[0]), step(number, state)), None
 
-    order = np.arange(schedule.length, dtype=np.int32)
-    table = np.asarray(schedule.forward, np.int32)
-    if reverse:
-        order, table = order[::-1], table[::-1]
-    start = (empty_stack(carry, schedule.slots), carry, fetch(0))
-    (slots, carry, _), outputs = lax.scan(
-        visit, start, (jnp.asarray(order), jnp.asarray(table)), reverse=reverse, unroll=unroll
-    )
-    return carry, outputs, Checkpoints(slots, None)
+    loop = (empty_stack(state[0], schedule.slots), state)
+    at = jnp.arange(schedule.length), jnp.asarray(schedule.forward, jnp.int32)
+    (slots, state), _ = lax.scan(layer, loop, at, unroll=unroll)
+    return state, Checkpoints(slots, None)
 
 
-def forward_sweep_on_host(
-    step: Callable[[Any, Carry, Arrays], tuple[Carry, T]],
-    carry: Carry,
-    outputs: T,
-    schedule: Schedule,
-    fetch: Callable[[Any], Arrays],
-    *,
-    write_output: Callable[[Any, T, T], T],
-    unroll: int | bool = 1,
-) -> tuple[Carry, T, Checkpoints]:
-    """Like `forward_sweep`, with each segment's first input in a buffer on the host and nothing else kept.
-
-    `outputs` are the buffers that `write_output(index, outputs, output)` fills.
-    """
+def forward_loop_on_host(
+    step: Callable[[Any, Any], Any], state: Any, schedule: Schedule, *, unroll: int | bool = 1
+) -> tuple[Any, Checkpoints]:
+    """Like `forward_loop`, with each segment's first input in a buffer on the host and nothing else kept."""
     # A scan stacks what is on the host without a buffer on the device first.
     starts = jnp.asarray(np.cumsum((0, *schedule.segments[:-1])), jnp.int32)
     sizes = np.asarray(schedule.segments, np.int32)
 
-    last = schedule.length - 1
-
-    def segment(
-        state: tuple[Carry, T, Arrays], at: tuple[Array, Array]
-    ) -> tuple[tuple[Carry, T, Arrays], Carry]:
+    def segment(state: Any, at: tuple[Any, Any]) -> tuple[Any, Any]:
         boundary = to_host(state[0])
-
-        def layer(k: Any, state: tuple[Carry, T, Arrays]) -> tuple[Carry, T, Arrays]:
-            carry, outputs, fetched = state
-            fetched, index = settle(fetched, at[0] + k)
-            ahead = fetch(jnp.minimum(index + 1, last))
-            carry, output = step(index, carry, fetched)
-            if platform() == "tpu":  # or XLA reads while the output is written, and not while the step runs
-                ahead, (output, outputs) = read_before_writes(ahead, (output, outputs))
-            return carry, write_output(index, outputs, output), ahead
-
         trips = trip_count(sizes, at[1])
-        return repeat(trips, layer, state, unroll, max(schedule.segments)), boundary
+        state = repeat(trips, lambda k, state: step(at[0] + k, state), state, unroll, max(schedule.segments))
+        return state, boundary
 
-    state = (carry, outputs, fetch(0))
-    (final, outputs, _), boundaries = lax.scan(segment, state, (starts, jnp.arange(len(starts))))
-    return final, outputs, Checkpoints([], boundaries, origin=carry)
+    final, boundaries = lax.scan(segment, state, (starts, jnp.arange(len(starts))))
+    return final, Checkpoints([], boundaries, origin=state[0])

@@ -14,6 +14,7 @@ from jax import lax
 
 from .._activity import active_outputs, named_inputs
 from .._placement import platform
+from .kinds import Kind
 from .slots import Arrays, Carry
 from .store import apart_from_transfers, write, zeros_like
 
@@ -47,6 +48,10 @@ class Perturbed:
     shared: Mask
     ys: Mask = ()
 
+    def of_part(self, xs: slice, ys: slice) -> "Perturbed":
+        """The same for layers that have only a part of the inputs and outputs."""
+        return replace(self, xs=self.xs[xs], ys=self.ys[ys])
+
     @property
     def inputs(self) -> Inputs:
         """The leaves of one layer's inputs."""
@@ -62,14 +67,19 @@ class LayerPullback:
         perturbed: what is differentiated.
         checkpoint: how the layer is checkpointed when residuals are saved.
         saved: which leaves of the pullback are saved by the replay; none: the layer is run again.
-        saves_on_host: whether some of these are in host memory.
+        saved_types: their types.
     """
 
     layer: LeafLayer
     perturbed: Perturbed
     checkpoint: Callable[[Callable], Callable]
     saved: tuple[int, ...] = ()
-    saves_on_host: bool = False
+    saved_types: tuple[Any, ...] = ()
+
+    @property
+    def saves_on_host(self) -> bool:
+        """Whether some of what is saved is in host memory."""
+        return any(type_.memory_space == jax.memory.Space.Host for type_ in self.saved_types)
 
     def _linearize(
         self, shared: Arrays, carry: Carry, x: Arrays, inputs: Inputs
@@ -152,9 +162,8 @@ class LayerPullback:
         needed = [
             out not in available and of_carry for out, of_carry in zip(jaxpr.outvars, depends, strict=True)
         ]
-        spaces = [getattr(out.aval, "memory_space", None) for out in pick(jaxpr.outvars, needed)]
-        saved = tuple(pick(range(len(needed)), needed))
-        return replace(self, saved=saved, saves_on_host=jax.memory.Space.Host in spaces)
+        types = tuple(out.aval for out in pick(jaxpr.outvars, needed))
+        return replace(self, saved=tuple(pick(range(len(needed)), needed)), saved_types=types)
 
 
 def _transposed(pullback: Any, cotangents: Any, inputs: Inputs, totals: Sequence[Any]) -> Any:
@@ -183,6 +192,8 @@ class LeafVisit:
 
     Attributes:
         layer_index: its index on the axis, a traced integer.
+        kind: of the layer.
+        row: its place in the stacks of its kind.
         shared: inputs that all layers share.
         carry: its input.
         x: its own inputs.
@@ -194,6 +205,8 @@ class LeafVisit:
     """
 
     layer_index: Any
+    kind: Kind
+    row: Any
     shared: Arrays
     carry: Carry
     x: Arrays
@@ -219,19 +232,23 @@ class LeafVisit:
 LeafVisitor: TypeAlias = Callable[[LeafVisit, Any], tuple[Carry, Any]]
 
 
-def zero_gradients(perturbed: Perturbed, shared: Arrays, xs: Arrays) -> tuple[Arrays, Arrays]:
+def zero_gradients(perturbed: Perturbed, shared: Arrays, xs: Arrays) -> tuple[Arrays, list[Any]]:
     """The first state of `write_gradients`."""
     of_shared = [jnp.zeros_like(leaf) for leaf in pick(shared, perturbed.shared)]
-    return of_shared, [zeros_like(leaf) for leaf in pick(xs, perturbed.xs)]
+    return of_shared, scatter_leaves([zeros_like(leaf) for leaf in pick(xs, perturbed.xs)], perturbed.xs)
 
 
-def write_gradients(visit: LeafVisit, state: tuple[Arrays, Arrays]) -> tuple[Carry, tuple[Arrays, Arrays]]:
+def write_gradients(
+    visit: LeafVisit, state: tuple[Arrays, list[Any]]
+) -> tuple[Carry, tuple[Arrays, list[Any]]]:
     """The default visitor: sums the gradients of shared inputs, and writes each layer's own in place.
 
-    Its state is `(shared gradients, stacked gradients)`, one array per perturbed leaf.
+    Its state is `(shared gradients, stacked gradients)`: of the shared, one array per perturbed leaf, of the
+    stacked, `None` for the others.
     """
-    shared_gradient, gradient = state
-    unsliced = pick(visit.unsliced, visit.pullback.perturbed.xs)
+    (shared_gradient, gradients), xs = state, visit.kind.xs
+    is_perturbed = visit.pullback.perturbed.xs
+    gradient, unsliced = pick(gradients[xs], is_perturbed), pick(visit.unsliced, is_perturbed)
     sliced = [not whole for whole in unsliced]
     totals = [total if whole else None for total, whole in zip(gradient, unsliced, strict=True)]
     of_shared, of_carry, of_x = visit.vjp(totals=totals)
@@ -240,8 +257,8 @@ def write_gradients(visit: LeafVisit, state: tuple[Arrays, Arrays]) -> tuple[Car
         # Without the barrier XLA holds a layer's internals until its gradients are in their stacks.
         of_sliced = lax.optimization_barrier(of_sliced)
     shared_gradient = [lax.add(old, new) for old, new in zip(shared_gradient, of_shared, strict=True)]
-    written = write(pick(gradient, sliced), visit.layer_index, of_sliced)
-    return of_carry, (shared_gradient, merge(of_x, written, sliced))
+    written = merge(of_x, write(pick(gradient, sliced), visit.row, of_sliced), sliced)
+    return of_carry, (shared_gradient, with_part(gradients, xs, scatter_leaves(written, is_perturbed)))
 
 
 def pick(leaves: Sequence[Any], mask: Sequence[bool]) -> list[Any]:
@@ -258,3 +275,8 @@ def merge(leaves: Sequence[Any], part: Sequence[Any], mask: Sequence[bool]) -> l
 def scatter_leaves(part: Sequence[Any], mask: Sequence[bool]) -> list[Any]:
     """Invert `pick`, with `None` for leaves that are not in the mask."""
     return merge([None] * len(mask), part, mask)
+
+
+def with_part(leaves: Sequence[Any], part: slice, new: Sequence[Any]) -> list[Any]:
+    """Replace the leaves of a slice."""
+    return [*leaves[: part.start], *new, *leaves[part.stop :]]

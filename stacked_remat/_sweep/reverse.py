@@ -25,12 +25,14 @@ class ReplayedLayer(NamedTuple):
 
     Attributes:
         index: its number in the order of the forward sweep, a traced integer.
+        bottom: that of the first layer whose saved arrays are in `saved`.
         carry: its input.
-        saved: what the replay of its segment kept (`Replay.save`), or `None`.
+        saved: the buffers that the replay of its segment filled (`Replay.save`), or `None`.
         fetched: what `Replay.fetch` gave for it.
     """
 
     index: Any
+    bottom: Any
     carry: Carry
     saved: Any
     fetched: Arrays
@@ -48,14 +50,16 @@ class Replay(NamedTuple):
     Attributes:
         fetch: `(state, index) -> fetched`, what a layer reads from the host. It is called one layer ahead.
         advance: `(state, index, carry, fetched) -> carry`.
-        save: `(state, index, carry, fetched) -> (carry, saved)`, if something is kept for each layer of the
-            segment being reversed; the saved arrays take one buffer, as long as the longest run of visits.
+        save: `(state, index, bottom, carry, saved, fetched) -> (carry, saved)`, if something is kept for each
+            layer of the segment being reversed, whose first layer is `bottom`.
+        room: `ranges -> saved`, the buffers that `save` fills, for any one of these ranges of layers.
         reads_segments: whether what is fetched has several layers.
     """
 
     fetch: Callable[[State, Any], Arrays]
     advance: Callable[[State, Any, Carry, Arrays], Carry]
-    save: Callable[[State, Any, Carry, Arrays], tuple[Carry, Any]] | None = None
+    save: Callable[[State, Any, Any, Carry, Any, Arrays], tuple[Carry, Any]] | None = None
+    room: Callable[[list[range]], Any] = lambda ranges: None
     reads_segments: bool = False
 
 
@@ -102,8 +106,9 @@ def reverse_sweep(
         loop = (fetched, cotangent, state)
         return slots, saved, *_visit(replay, visitor, slots, saved, loop, plan, r, unroll)
 
+    ranges = [range(run.top - run.visits + 1, run.top + 1) for run in runs]
+    saved = None if replay.save is None else replay.room(ranges)
     if boundaries is None:
-        saved = _empty_saved(replay, state, checkpoints.slots, fetched, plan)
         loop = (checkpoints.slots, saved, fetched, cotangent, state)
         loop = repeat(len(runs), lambda r, loop: run(r, *loop), loop, unroll is True, len(runs))
         return loop[3:]
@@ -113,7 +118,7 @@ def reverse_sweep(
         return run(r, write(loop[0], 0, to_device(boundary)), *loop[1:]), None
 
     slots = empty_stack(checkpoints.first_scheduled(), plan.most_visits)
-    loop = (slots, _empty_saved(replay, state, slots, fetched, plan), fetched, cotangent, state)
+    loop = (slots, saved, fetched, cotangent, state)
     in_order = jnp.arange(len(runs))[::-1]  # the boundaries are stacked in the order of the forward sweep
     loop, _ = lax.scan(fetch_and_run, loop, (in_order, boundaries), reverse=True)
     return loop[3:]
@@ -190,8 +195,8 @@ def _save(
         fetched, index = settle(fetched, bottom + k)
         ahead = replay.fetch(state, jnp.minimum(index + 1, top))
         slots = write(slots, bottom_slot + k, carry)
-        carry, new = save(state, index, carry, fetched)
-        return slots, write(saved, k, new), carry, ahead
+        carry, saved = save(state, index, bottom, carry, saved, fetched)
+        return slots, saved, carry, ahead
 
     loop = (slots, saved, read(slots, bottom_slot), fetched)
     slots, saved, _, fetched = repeat(trip_count(plan.visits, r), layer, loop, unroll, plan.most_visits)
@@ -216,16 +221,8 @@ def _visit(
         ahead = replay.fetch(state, jnp.where(k == visits - 1, entry_at(plan.next_first, r), index - 1))
         if replay.reads_segments or platform() == "cuda":
             ahead, state = read_before_writes(ahead, state)
-        kept = None if saved is None else read(saved, visits - 1 - k)
+        bottom = entry_at(plan.top, r) - visits + 1
         carry = read(slots, entry_at(plan.top_slot, r) - k)
-        return ahead, *visitor(ReplayedLayer(index, carry, kept, fetched), cotangent, state)
+        return ahead, *visitor(ReplayedLayer(index, bottom, carry, saved, fetched), cotangent, state)
 
     return repeat(trip_count(plan.visits, r), layer, loop, unroll, plan.most_visits)
-
-
-def _empty_saved(replay: Replay, state: State, slots: Carry, fetched: Arrays, plan: _Plan) -> Any:
-    if replay.save is None:
-        return None
-    save = replay.save
-    saved = jax.eval_shape(lambda slots: save(state, 0, read(slots, 0), fetched)[1], slots)
-    return empty_stack(saved, plan.most_visits)

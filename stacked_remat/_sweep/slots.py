@@ -17,15 +17,15 @@ T = TypeVar("T")
 
 
 class FirstLayersSaved(NamedTuple):
-    """What is kept of the first layers, before the schedule's; one entry per layer.
+    """What is kept of the first layers, before the schedule's.
 
     Attributes:
         carries: their inputs, one buffer per carry leaf.
-        residuals: their residuals other than the inputs.
+        residuals: for each kind, the residuals of its layers other than the inputs.
     """
 
     carries: Carry
-    residuals: Arrays
+    residuals: list[Arrays]
 
 
 class Checkpoints(NamedTuple):

@@ -18,10 +18,16 @@ from .._placement import has_host_arrays, is_on_host, on_device, platform, to_ho
 
 
 def empty_stack(entry: Any, size: int) -> Any:
-    """Stacks of zeros for `size` entries like the given one: arrays, or their `ShapeDtypeStruct`s."""
+    """Stacks of zeros for `size` entries like the given one, in its memory: arrays, or their types."""
 
     def stack(leaf: Any) -> Array:
-        return jnp.broadcast_to(jnp.zeros_like(leaf), (size, *leaf.shape))
+        if isinstance(leaf, jax.Array):
+            return jnp.broadcast_to(jnp.zeros_like(leaf), (size, *leaf.shape))
+        struct = jax.ShapeDtypeStruct((size, *leaf.shape), leaf.dtype)
+        if getattr(leaf, "memory_space", None) == jax.memory.Space.Host:
+            return full_on_host(struct, 0)
+        zeros, found = jnp.zeros_like(struct), leaf.manual_axis_type
+        return lax.pcast(zeros, tuple(sorted(found.varying)), to="varying") if found else zeros
 
     return jax.tree.map(stack, entry)
 

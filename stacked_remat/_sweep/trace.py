@@ -9,6 +9,7 @@ from jax import lax
 from jax.extend.core import Jaxpr
 
 from .effects import check_effects
+from .kinds import Kind
 from .slots import Arrays, Carry
 from .store import at_least_one, read_layer
 
@@ -29,6 +30,46 @@ class TracedLayer(NamedTuple):
     shared: Arrays
     carry_tree: Any
     y_tree: Any
+
+    @property
+    def constants(self) -> int:
+        """How many of the shared arrays are constants."""
+        return len(self.jaxpr.constvars)
+
+
+def trace_layers(
+    bodies: Sequence[Callable[[Arrays, Any, Any], tuple[Any, Any]]],
+    shared: Sequence[Arrays],
+    init: Any,
+    xs: Sequence[Any],
+    *,
+    unsliced: Sequence[Sequence[bool]],
+    offloads: bool,
+) -> list[TracedLayer]:
+    """Trace a layer of each kind, all with one type of carry. Arguments and errors as of `trace_layer`."""
+    init = jax.tree.map(jnp.asarray, init)
+    while True:
+        traced, before = [], init
+        for body, *own, mask in zip(bodies, shared, xs, unsliced, strict=True):
+            found = trace_layer(body, own[0], init, own[1], unsliced=mask, offloads=offloads)
+            init = jax.tree.unflatten(found.carry_tree, found.init)
+            traced.append(found)
+        if len(traced) == 1 or _same_types(before, init):
+            return traced
+
+
+def kinds_of(traced: Sequence[TracedLayer]) -> tuple[tuple[Kind, ...], Arrays]:
+    """The kinds that these are layers of, and what each of them shares, one after the other."""
+    shared, kinds, x, y = [], [], 0, 0
+    for number, layer in enumerate(traced):
+        places = tuple(range(len(shared), len(shared) + len(layer.shared)))
+        shared += layer.shared
+        jaxpr, carries = layer.jaxpr, len(layer.init)
+        own = layer.constants + len(jaxpr.invars) - len(layer.shared) - carries
+        parts = slice(x, x + own), slice(y, y + len(jaxpr.outvars) - carries)
+        kinds.append(Kind(number, jaxpr, places, *parts))
+        x, y = parts[0].stop, parts[1].stop
+    return tuple(kinds), shared
 
 
 def trace_layer(

@@ -8,11 +8,12 @@ import jax.tree_util as jtu
 
 from .._block_seq import BlockSeq
 from .._stacked import Stacked
+from .._stacked_pattern import StackedPattern
 
 T = TypeVar("T")
 
 _STACKS = (Stacked, hnn.Stacked)
-_SEQUENCES = (BlockSeq, hnn.BlockSeq)
+_LEFT_OUT = {"blocks": (BlockSeq, hnn.BlockSeq), "stacks": (StackedPattern,)}
 
 
 def map_modules(tree: T, kinds: tuple[type, ...], function: Callable[[str, Any], Any]) -> T:
@@ -43,7 +44,7 @@ def dotted(node: Any, path: tuple[Any, ...]) -> str:
         if isinstance(entry, jtu.GetAttrKey):
             if isinstance(node, _STACKS) and entry.name == "stacked":
                 parts.append("*")
-            elif not (isinstance(node, _SEQUENCES) and entry.name == "blocks"):
+            elif not isinstance(node, _LEFT_OUT.get(entry.name, ())):
                 parts.append(entry.name)
             node = getattr(node, entry.name)
         elif isinstance(entry, jtu.SequenceKey):

@@ -26,10 +26,11 @@ class PeftParameter:
         parameter: its name there, `gate_up_proj`.
         index: which of its matrices this is; an expert's number.
         size: how many matrices it has; 1 for a single matrix.
-        part: which of the equal blocks of that matrix's rows are the linear's outputs.
-        parts: how many blocks there are.
+        part: which of the equal parts of that matrix's rows are the linear's outputs.
+        parts: how many parts there are.
         order: the position of the parameter in the order of definition in its module, on which the names of
             tensors depend.
+        interleaved: whether parts alternate row by row, rather than being blocks of rows.
     """
 
     module: str
@@ -39,10 +40,18 @@ class PeftParameter:
     part: int = 0
     parts: int = 1
     order: int = 0
+    interleaved: bool = False
 
     def __post_init__(self) -> None:
         if not (0 <= self.index < self.size and 0 <= self.part < self.parts):
             raise ValueError(f"index and part of {self} must be below size and parts.")
+
+    def rows(self, matrix: np.ndarray) -> np.ndarray:
+        """The view of the matrix's rows that are the linear's outputs."""
+        if self.interleaved:
+            return matrix[self.part :: self.parts]
+        wide = matrix.shape[0] // self.parts
+        return matrix[self.part * wide : (self.part + 1) * wide]
 
     @property
     def target(self) -> str:
@@ -87,9 +96,11 @@ def places_of(members: Iterable[PeftParameter]) -> dict[str, Place]:
             raise ValueError(f"Two linears are named {one}.")
         place[one.part, one.index] = one
     for target, place in places.items():
-        kinds = {(one.size, one.parts, one.order) for one in place.values()}
+        kinds = {(one.size, one.parts, one.order, one.interleaved) for one in place.values()}
         if len(kinds) > 1:
-            raise ValueError(f"The linears named {target} disagree on (size, parts, order): {sorted(kinds)}.")
+            raise ValueError(
+                f"The linears named {target} disagree on (size, parts, order, interleaved): {sorted(kinds)}."
+            )
     return {**places}
 
 
@@ -154,7 +165,7 @@ def assemble(place: Place, pairs: Mapping[PeftParameter, Pair]) -> Assembled | N
         columns = slice(first, first + ranks[part])
         for index in range(layout.size):
             a[index, columns] = own[part, index].a
-            b[part * wide : (part + 1) * wide, columns, index] = own[part, index].b
+            place[part, index].rows(b)[:, columns, index] = own[part, index].b
         first = columns.stop
     part_ranks = tuple(ranks.get(part, 0) for part in range(layout.parts))
     return Assembled(a.reshape(-1, a.shape[-1]), b.reshape(b.shape[0], -1), rank, scales.pop(), part_ranks)
@@ -176,7 +187,7 @@ def take_apart(
     layout = any_of(place)
     a = a.reshape(layout.size, -1, a.shape[-1])
     b = b.reshape(b.shape[0], -1, layout.size)
-    wide, columns = b.shape[0] // layout.parts, [slice(None)] * layout.parts
+    columns = [slice(None)] * layout.parts
     if part_ranks is not None:
         ends = itertools.accumulate(part_ranks)
         columns = [slice(end - rank, end) for rank, end in zip(part_ranks, ends, strict=True)]
@@ -184,5 +195,5 @@ def take_apart(
     for (part, index), member in place.items():
         own = a[index, columns[part]]
         if len(own):
-            pairs[member] = Pair(own, b[part * wide : (part + 1) * wide, columns[part], index], scale)
+            pairs[member] = Pair(own, member.rows(b)[:, columns[part], index], scale)
     return pairs

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from .._compat import cudnn_is_installed
-from ._attention_blockwise import Blocks, Documents, Key, Query, blockwise_attention
+from ._attention_blockwise import Blocks, Documents, Key, Query, Sinks, blockwise_attention
 from ._attention_splash import splash_attention, splash_block_size
 
 
@@ -25,6 +25,7 @@ class AttentionCall:
         blocks: scale, block size and window.
         batch: number of sequences.
         devices: over how many the compiler partitions the program; 1 inside `jax.shard_map`.
+        has_sinks: whether heads have sinks.
     """
 
     platform: str
@@ -35,6 +36,7 @@ class AttentionCall:
     blocks: Blocks
     batch: int = 1
     devices: int = 1
+    has_sinks: bool = False
 
 
 @dataclass(frozen=True)
@@ -46,11 +48,18 @@ class Backend:
         reason_against: why a call is not supported; None if it is.
     """
 
-    attend: Callable[[Query, Key, Key, Documents | None, Blocks], Query]
+    attend: Callable[[Query, Key, Key, Documents | None, Blocks, Sinks | None], Query]
     reason_against: Callable[[AttentionCall], str | None] = lambda call: None
 
 
-def exact_attention(query: Query, key: Key, value: Key, documents: Documents | None, blocks: Blocks) -> Query:
+def exact_attention(
+    query: Query,
+    key: Key,
+    value: Key,
+    documents: Documents | None,
+    blocks: Blocks,
+    sinks: Sinks | None = None,
+) -> Query:
     """The definition, with all scores in memory at once; the reference for the other backends."""
     scores = jnp.einsum("bqkgd,bskd->bkgqs", query, key, preferred_element_type=jnp.float32)
     row, column = jnp.arange(query.shape[1])[:, None], jnp.arange(query.shape[1])[None, :]
@@ -62,12 +71,18 @@ def exact_attention(query: Query, key: Key, value: Key, documents: Documents | N
         visible = visible & (documents[:, :, None] == documents[:, None, :])
     lowest = float(jnp.finfo(jnp.float32).min)
     scores = jnp.where(visible[:, None, None], scores * blocks.scale, lowest)
-    weights = jax.nn.softmax(scores, axis=-1).astype(value.dtype)
+    weights = jax.nn.softmax(scores, axis=-1)
+    if sinks is not None:
+        total = jax.nn.logsumexp(scores, axis=-1)
+        weights *= jax.nn.sigmoid(total - sinks.astype(jnp.float32)[None, :, :, None])[..., None]
+    weights = weights.astype(value.dtype)
     attended = jnp.einsum("bkgqs,bskd->bqkgd", weights, value, preferred_element_type=jnp.float32)
     return checkpoint_name(attended.astype(query.dtype), "attention_output")
 
 
-def _cudnn(query: Query, key: Key, value: Key, documents: Documents | None, blocks: Blocks) -> Query:
+def _cudnn(
+    query: Query, key: Key, value: Key, documents: Documents | None, blocks: Blocks, sinks: Sinks | None
+) -> Query:
     batch, position, kv_heads, group, head_dim = query.shape
     attended = jax.nn.dot_product_attention(
         query.reshape(batch, position, kv_heads * group, head_dim),
@@ -94,16 +109,20 @@ def _against_cudnn(call: AttentionCall) -> str | None:
         return "it has no document boundaries: a mask would take memory for position x position"
     if call.blocks.window is not None:
         return "windows are not supported"
+    if call.has_sinks:
+        return "JAX's interface to it takes no sinks"
     if not cudnn_is_installed():
         return "JAX finds no cuDNN here (pip install nvidia-cudnn-cu13)"
     return None
 
 
-def _splash(query: Query, key: Key, value: Key, documents: Documents | None, blocks: Blocks) -> Query:
+def _splash(
+    query: Query, key: Key, value: Key, documents: Documents | None, blocks: Blocks, sinks: Sinks | None
+) -> Query:
     sequences = 1 if documents is None else query.shape[0]
     size = splash_block_size(query.shape[1], sequences, blocks.window, query.shape[-1] * query.dtype.itemsize)
     assert isinstance(size, int), size
-    return splash_attention(query, key, value, documents, blocks.scale, blocks.window, size)
+    return splash_attention(query, key, value, documents, blocks.scale, blocks.window, size, sinks=sinks)
 
 
 def _against_splash(call: AttentionCall) -> str | None:

@@ -20,6 +20,7 @@ Query = Float[Array, "batch position kv_heads group head_dim"]
 Key = Float[Array, "batch position kv_heads head_dim"]
 LogSumExp = Float[Array, "batch position kv_heads group"]
 Documents = Int[Array, "batch position"]
+Sinks = Float[Array, "kv_heads group"]
 
 _NEVER = -1e30  # finite, so that differences of two of them are not NaN
 
@@ -40,9 +41,16 @@ class Blocks:
 
 
 def blockwise_attention(
-    query: Query, key: Key, value: Key, documents: Documents | None, blocks: Blocks
+    query: Query,
+    key: Key,
+    value: Key,
+    documents: Documents | None,
+    blocks: Blocks,
+    sinks: Sinks | None = None,
 ) -> Query:
     """Causal grouped-query attention; documents are integers, and positions see only their own document.
+
+    The exponential of a head's sink is added to the sum of the exponentials of its scores.
 
     Names for remat policies: `attention_output`, and `attention_lse`, the log-sum-exp of each row of scores
     in float32. With both saved, the backward pass of a checkpointed layer does not recompute attention.
@@ -65,12 +73,12 @@ def blockwise_attention(
         documents = jnp.pad(documents, ((0, 0), (0, padding)), mode="edge")
     blocks = Blocks(blocks.scale, size, blocks.window)
     # Named outside of the custom derivative, whose forward rule `JAX_REMAT3` does not look into.
-    output, lse = _forward(*lax.stop_gradient((query, key, value)), documents, blocks)
+    output, lse = _forward(*lax.stop_gradient((query, key, value, sinks)), documents, blocks)
     # With one axis after that of positions: with several, XLA copied the stack of saved outputs into another
     # layout, 20 GiB at 65,536 tokens of 48 layers.
     output = checkpoint_name(output.reshape(*output.shape[:2], -1), "attention_output").reshape(output.shape)
     lse = checkpoint_name(lse.reshape(*lse.shape[:2], -1), "attention_lse").reshape(lse.shape)
-    attended: Any = _with_derivative(_Attended(query, key, value, documents, output, lse), blocks)
+    attended: Any = _with_derivative(_Attended(query, key, value, sinks, documents, output, lse), blocks)
     return attended[:, :length]
 
 
@@ -80,6 +88,7 @@ class _Attended(NamedTuple):
     query: Query
     key: Key
     value: Key
+    sinks: Sinks | None
     documents: Documents | None
     output: Query
     lse: LogSumExp
@@ -96,16 +105,16 @@ def _forward_rule(attended: _Attended, blocks: Blocks) -> tuple[Query, _Attended
 
 
 def _backward_rule(blocks: Blocks, attended: _Attended, cotangent: Query) -> tuple[Any]:
-    query, key, value = _once_only(blocks, attended, cotangent)
     nothing: Any = None
-    return (_Attended(query, key, value, nothing, nothing, nothing),)
+    query, key, value, sinks = _once_only(blocks, attended, cotangent)
+    return (_Attended(query, key, value, sinks, nothing, nothing, nothing),)
 
 
 _with_derivative.defvjp(_forward_rule, _backward_rule)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _once_only(blocks: Blocks, attended: _Attended, cotangent: Query) -> tuple[Query, Key, Key]:
+def _once_only(blocks: Blocks, attended: _Attended, cotangent: Query) -> tuple[Query, Key, Key, Sinks | None]:
     """The backward pass. Its derivative is an error: it would treat the output as a constant."""
     return _backward(attended, cotangent, blocks)
 
@@ -119,7 +128,12 @@ def _refuse(blocks: Blocks, primals: Any, tangents: Any) -> Any:
 
 
 def _forward(
-    query: Query, key: Key, value: Key, documents: Documents | None, blocks: Blocks
+    query: Query,
+    key: Key,
+    value: Key,
+    sinks: Sinks | None,
+    documents: Documents | None,
+    blocks: Blocks,
 ) -> tuple[Query, LogSumExp]:
     size, count = blocks.size, query.shape[1] // blocks.size
     first = _first_key_block(documents, count, blocks)
@@ -142,9 +156,10 @@ def _forward(
             )
 
         shape = (q.shape[0], *q.shape[2:4], size)
+        # A sink is a score that every query sees, of a value of zero.
         start = (
-            jnp.full(shape, _NEVER, jnp.float32),
-            jnp.zeros(shape, jnp.float32),
+            jnp.full(shape, _NEVER if sinks is None else sinks[:, :, None], jnp.float32),
+            jnp.full(shape, 0 if sinks is None else 1, jnp.float32),
             jnp.zeros((*shape, q.shape[-1]), jnp.float32),
         )
         highest, total, sums = lax.fori_loop(first[i], i + 1, key_block, start)
@@ -155,8 +170,8 @@ def _forward(
     return _unblock(output), _unblock(lse)
 
 
-def _backward(attended: _Attended, cotangent: Query, blocks: Blocks) -> tuple[Query, Key, Key]:
-    query, key, value, documents, output, lse = attended
+def _backward(attended: _Attended, cotangent: Query, blocks: Blocks) -> tuple[Query, Key, Key, Sinks | None]:
+    query, key, value, sinks, documents, output, lse = attended
     size, count = blocks.size, query.shape[1] // blocks.size
     last = _last_query_block(documents, count, blocks)
     # The gradient of the softmax's normalisation, for each row.
@@ -188,7 +203,11 @@ def _backward(attended: _Attended, cotangent: Query, blocks: Blocks) -> tuple[Qu
 
     start = jnp.zeros(query.shape, jnp.float32)
     query_gradient, (of_key, of_value) = lax.scan(key_block, start, jnp.arange(count, dtype=jnp.int32))
-    return query_gradient.astype(query.dtype), _unblock(of_key), _unblock(of_value)
+    of_sinks = None
+    if sinks is not None:
+        weights = jnp.exp(sinks.astype(jnp.float32)[None, None] - lse)
+        of_sinks = -jnp.sum(weights * kept, axis=(0, 1)).astype(sinks.dtype)
+    return query_gradient.astype(query.dtype), _unblock(of_key), _unblock(of_value), of_sinks
 
 
 def _scores(q: Array, k: Array, documents: Documents | None, i: Array, j: Array, blocks: Blocks) -> Array:

@@ -14,7 +14,7 @@ import numpy as np
 from jax.experimental.pallas.ops.tpu import splash_attention as splash
 from jaxtyping import Array, Bool, Int
 
-from ._attention_blockwise import Documents, Key, Query
+from ._attention_blockwise import Documents, Key, Query, Sinks
 
 LANES = 128
 """The width of a TPU's vector registers; block sizes are multiples of it."""
@@ -100,6 +100,7 @@ def splash_attention(
     window: int | None,
     block_size: int,
     *,
+    sinks: Sinks | None = None,
     interpret: bool = False,
 ) -> Query:
     """Causal grouped-query attention; documents are integers, and positions see only their own document.
@@ -110,6 +111,7 @@ def splash_attention(
     Args:
         query: this and the others as in `_attention_blockwise.py`.
         block_size: from `splash_block_size`.
+        sinks: are rounded to the dtype of `query`, in which JAX 0.10 returns their gradient.
         interpret: whether to interpret the kernels on the CPU, for tests.
 
     Returns:
@@ -136,12 +138,15 @@ def splash_attention(
         segments = splash.SegmentIds(ids, ids)
     kernel = _kernel(CausalWindow(position, window, sequences), group, block_size, interpret)
 
-    def attend(head: tuple[Array, Array, Array]) -> Array:
-        query, key, value = head
+    def attend(head: tuple[Array, Array, Array, Array | None]) -> Array:
+        query, key, value, sinks = head
         # The kernels take no scale, so queries are scaled, and rounded once more.
-        return jnp.moveaxis(kernel(jnp.moveaxis(query * scale, 1, 0), key, value, segments), 0, 1)
+        queries = jnp.moveaxis(query * scale, 1, 0)
+        return jnp.moveaxis(kernel(queries, key, value, segments, sinks=sinks), 0, 1)
 
-    attended = jax.lax.map(attend, (heads_first(query), heads_first(key), heads_first(value)))
+    if sinks is not None:
+        sinks = jnp.tile(sinks.astype(query.dtype), (batch // sequences, 1))
+    attended = jax.lax.map(attend, (heads_first(query), heads_first(key), heads_first(value), sinks))
     attended = attended.reshape(batch // sequences, kv_heads, length, group, head_dim)
     return jnp.moveaxis(attended, 1, 2).reshape(query.shape)
 

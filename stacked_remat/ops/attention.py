@@ -2,6 +2,7 @@
 
 import functools
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -29,6 +30,7 @@ def causal_attention(
     *,
     documents: NamedArray | None = None,
     window: int | None = None,
+    sinks: NamedArray | None = None,
     scale: float | None = None,
     backend: str = "auto",
     block_size: int | None = None,
@@ -50,6 +52,9 @@ def causal_attention(
         HeadDim: the axis that is contracted.
         documents: integers `[..., Pos]`; a position sees only positions with its own. None for one document.
         window: how many positions a query sees, itself included; None for all before it.
+        sinks: a number for each query head, `[KVHeads, HeadsPerKV...]`, whose exponential is added to the sum
+            of the exponentials of the scores, so that weights sum to less than one (Xiao et al. 2023,
+            "attention sinks", with a learnt score and no value). None for none.
         scale: factor of the scores, a Python number; `HeadDim.size ** -0.5` if not given. Multiply `query`
             by a factor that is learnt.
         backend: `"auto"` for the first of `"cudnn"`, `"splash"` and `"blockwise"` that supports the call, or
@@ -78,6 +83,7 @@ def causal_attention(
     _check_arrays(query, key, value, Pos, KVHeads, HeadDim)
     batch = tuple(axis for axis in key.axes if axis.name not in (position, heads, HeadDim.name))
     _check_documents(documents, (*batch, query.resolve_axis(position)))
+    check_sinks(sinks, [axis for axis in query.axes if axis not in key.axes or axis.name == heads])
     for what, number in (("window", window), ("block_size", block_size)):
         if number is not None and (not isinstance(number, int | np.integer) or number < 1):
             raise ValueError(f"{what} must be a number of positions, at least 1; got {number!r}.")
@@ -99,7 +105,7 @@ def causal_attention(
     def of_all(*arguments: Any) -> NamedArray:
         return per_device(attend, *arguments, over=over, out=query.axes)
 
-    return noted(DERIVATIVE_OF_RESULT, of_all)(query, key, value, documents)
+    return noted(DERIVATIVE_OF_RESULT, of_all)(query, key, value, documents, sinks)
 
 
 def _attend(
@@ -107,6 +113,7 @@ def _attend(
     key: NamedArray,
     value: NamedArray,
     documents: NamedArray | None,
+    sinks: NamedArray | None,
     *,
     position: str,
     heads: str,
@@ -128,6 +135,7 @@ def _attend(
         blocks,
         size,
         _devices_left_to_the_compiler(query.array),
+        sinks is not None,
     )
     chosen = choose_backend(backend, call)
     whole, shape = (*batch, Pos, KVHeads, *group, HeadDim), (size, Pos.size, KVHeads.size)
@@ -138,7 +146,10 @@ def _attend(
     document_array = None
     if documents is not None:
         document_array = documents.broadcast_to((*batch, Pos)).array.reshape(size, Pos.size)
-    attended = chosen.attend(query_array, key_array, value_array, document_array, blocks)
+    sink_array = None
+    if sinks is not None:
+        sink_array = sinks.rearrange((KVHeads, *group)).array.reshape(KVHeads.size, groups)
+    attended = chosen.attend(query_array, key_array, value_array, document_array, blocks, sink_array)
     return NamedArray(attended.reshape([axis.size for axis in whole]), whole).rearrange(query.axes)
 
 
@@ -202,6 +213,13 @@ def check_axes(
         raise ValueError(
             f"query has {axes_text(query.axes)}; it must have the axes of key: {axes_text(shared)}."
         )
+
+
+def check_sinks(sinks: NamedArray | None, heads: Sequence[Axis]) -> None:
+    """Check that sinks have exactly the axes of query heads."""
+    if sinks is not None and not (isinstance(sinks, NamedArray) and set(sinks.axes) == set(heads)):
+        got = axes_text(sinks.axes) if isinstance(sinks, NamedArray) else type(sinks).__name__
+        raise ValueError(f"sinks have {got}; the axes of query heads were expected: {axes_text(heads)}.")
 
 
 def _check_documents(documents: NamedArray | None, axes: tuple[Axis, ...]) -> None:

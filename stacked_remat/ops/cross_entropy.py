@@ -5,8 +5,10 @@ The logits of all tokens are the largest array of a long-context step: with 65,5
 recomputes them.
 """
 
+import dataclasses
 import functools
 import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -16,9 +18,9 @@ from jax import lax
 from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array, Float, Int
 
+from .._compat import as_residual, of_residual
 from .._messages import axes_text
-from .._noted import DERIVATIVE_OF_RESULT, noted
-from .._static import Static
+from .._noted import noted
 from .._sweep.store import zeros_after
 from .per_device import per_device
 
@@ -29,6 +31,18 @@ PerToken = Float[Array, " token"]
 
 IGNORED_TARGET = -100
 """The target of a position without one, as in PyTorch and Hugging Face's transformers."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class CrossEntropyCall:
+    """A call of `chunked_cross_entropy`, for whoever interprets the program that makes it.
+
+    Attributes:
+        along: from the arrays of hidden, head, targets and perhaps weights, and a direction of the head, to
+            the losses and their derivative along it. One product more than the losses alone.
+    """
+
+    along: Callable[[Sequence[Any], Any], tuple[Any, Any]]
 
 
 def chunked_cross_entropy(
@@ -99,7 +113,14 @@ def chunked_cross_entropy(
     def of_all(*arguments: Any) -> NamedArray:
         return per_device(losses, *arguments, over=tokens, out=tokens)
 
-    return noted(DERIVATIVE_OF_RESULT, of_all)(hidden, head, targets, weights)
+    structure, axes = jax.tree.structure((hidden, head, targets, weights)), head.axes
+
+    def along(arrays: Sequence[Any], direction: Any) -> tuple[Any, Any]:
+        arguments = (*jax.tree.unflatten(structure, arrays), NamedArray(direction, axes))
+        found = per_device(losses, *arguments, over=tokens, out=(tokens, tokens))
+        return found[0].array, found[1].array
+
+    return noted(CrossEntropyCall(along), of_all)(hidden, head, targets, weights)
 
 
 def _of_tokens(
@@ -107,12 +128,14 @@ def _of_tokens(
     head: NamedArray,
     targets: NamedArray,
     weights: NamedArray | None,
+    direction: NamedArray | None = None,
     *,
     Embed: Axis,
     Vocab: Axis,
     z_loss: float,
     chunk_size: int,
-) -> NamedArray:
+) -> Any:
+    """The losses, and with a direction of the head a tuple of these and their derivative along it."""
     tokens = targets.axes
     count = math.prod(axis.size for axis in tokens)
     flat = hidden.rearrange((*tokens, Embed)).array.reshape(count, Embed.size)
@@ -127,47 +150,65 @@ def _of_tokens(
     labels = jnp.where(ignored, 0, jnp.where(labels < 0, Vocab.size, labels))
     size = min(chunk_size, count) or 1
     padding = (0, -count % size)
-    losses: Any = _losses(
-        jnp.pad(flat, (padding, (0, 0))), matrix, jnp.pad(labels, padding), z_loss, size, names
+    along = None if direction is None else direction.array.astype(flat.dtype)
+    found: Any = _losses(
+        jnp.pad(flat, (padding, (0, 0))), matrix, jnp.pad(labels, padding), along, z_loss, size, names
     )
-    losses = jnp.where(ignored, 0.0, losses[:count])
-    if counted is not None:
-        losses = losses * counted.astype(jnp.float32)
-    return NamedArray(losses.reshape([axis.size for axis in tokens]), tokens)
+
+    def of_tokens(each: Any) -> NamedArray:
+        each = jnp.where(ignored, 0.0, each[:count])
+        if counted is not None:
+            each = each * counted.astype(jnp.float32)
+        return NamedArray(each.reshape([axis.size for axis in tokens]), tokens)
+
+    losses, derivatives = found
+    return of_tokens(losses) if derivatives is None else (of_tokens(losses), of_tokens(derivatives))
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
-def _losses(hidden: Hidden, head: Head, targets: Targets, z_loss: float, size: int, names: str) -> PerToken:
-    return _forward(hidden, head, targets, z_loss, size, names)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
+def _losses(
+    hidden: Hidden, head: Head, targets: Targets, along: Head | None, z_loss: float, size: int, names: str
+) -> tuple[PerToken, PerToken | None]:
+    return _forward(hidden, head, targets, along, z_loss, size, names)[0]
 
 
 def _forward(
-    hidden: Hidden, head: Head, targets: Targets, z_loss: float, size: int, names: str
-) -> tuple[PerToken, PerToken]:
-    def chunk(_: None, at: tuple[Hidden, Targets]) -> tuple[None, tuple[PerToken, PerToken]]:
+    hidden: Hidden, head: Head, targets: Targets, along: Head | None, z_loss: float, size: int, names: str
+) -> tuple[tuple[PerToken, PerToken | None], PerToken]:
+    """The losses and their derivatives along a direction of the head, and the log-sum-exps."""
+
+    def chunk(_: None, at: tuple[Hidden, Targets]) -> tuple[None, Any]:
         own, target = at
         logits = _logits(own, head, names)
         lse = jax.nn.logsumexp(logits, axis=-1)
         picked = jnp.take_along_axis(logits, target[:, None], axis=-1)[:, 0]
-        return None, (lse - picked + z_loss * lse**2, lse)
+        losses = lse - picked + z_loss * lse**2
+        if along is None:
+            return None, ((losses, None), lse)
+        tangent = _logits(own, along, names)
+        of_lse = jnp.sum(jnp.exp(logits - lse[:, None]) * tangent, axis=-1)
+        of_picked = jnp.take_along_axis(tangent, target[:, None], axis=-1)[:, 0]
+        return None, ((losses, of_lse - of_picked + 2.0 * z_loss * lse * of_lse), lse)
 
-    _, (losses, lse) = lax.scan(chunk, None, (_cut(hidden, size), _cut(targets, size)))
-    return losses.reshape(-1), lse.reshape(-1)
+    _, found = lax.scan(chunk, None, (_cut(hidden, size), _cut(targets, size)))
+    return jax.tree.map(lambda each: each.reshape(-1), found)
 
 
 def _forward_rule(
-    hidden: Any, head: Any, targets: Any, z_loss: float, size: int, names: str
-) -> tuple[PerToken, Any]:
-    losses, lse = _forward(hidden.value, head.value, targets.value, z_loss, size, names)
-    return losses, (hidden.value, head.value, targets.value, lse, Static(head.perturbed))
+    hidden: Any, head: Any, targets: Any, along: Any, z_loss: float, size: int, names: str
+) -> tuple[Any, Any]:
+    direction = None if along is None else along.value
+    found, lse = _forward(hidden.value, head.value, targets.value, direction, z_loss, size, names)
+    return found, (hidden.value, head.value, targets.value, lse, as_residual(head.perturbed))
 
 
 def _backward_rule(
-    z_loss: float, size: int, names: str, residuals: Any, cotangent: Any
-) -> tuple[Any, Any, None]:
+    z_loss: float, size: int, names: str, residuals: Any, cotangents: Any
+) -> tuple[Any, Any, None, None]:
     hidden, head, targets, lse, trained = residuals
+    cotangent, _ = cotangents
     if isinstance(cotangent, SymbolicZero):
-        return None, None, None
+        return None, None, None, None
 
     def chunk(gradients: tuple[Array, Array | None], i: Array) -> tuple[tuple[Array, Array | None], None]:
         of_hidden, of_head = gradients
@@ -184,11 +225,11 @@ def _backward_rule(
         new = jnp.einsum(f"tv,{names}->te", of_logits, head)
         return (lax.dynamic_update_slice_in_dim(of_hidden, new, i * size, 0), of_head), None
 
-    of_head = jax.ShapeDtypeStruct(head.shape, jnp.float32) if trained.value else None
+    of_head = jax.ShapeDtypeStruct(head.shape, jnp.float32) if of_residual(trained) else None
     start = zeros_after((hidden, cotangent), (hidden, of_head))
     chunks = jnp.arange(len(targets) // size, dtype=jnp.int32)
     (of_hidden, of_head), _ = lax.scan(chunk, start, chunks)
-    return of_hidden, None if of_head is None else of_head.astype(head.dtype), None
+    return of_hidden, None if of_head is None else of_head.astype(head.dtype), None, None
 
 
 _losses.defvjp(_forward_rule, _backward_rule, symbolic_zeros=True)

@@ -22,6 +22,7 @@ def decode_attention(
     *,
     positions: NamedArray,
     window: int | None = None,
+    sinks: NamedArray | None = None,
     scale: float | None = None,
 ) -> NamedArray:
     """Softmax attention to the slots of a cache up to each query's position; slot i holds position i.
@@ -39,6 +40,7 @@ def decode_attention(
         positions: integers over some axes of `query`: the position of each query. Its key and value are in
             the cache already.
         window: how many slots a query sees, its own included; None for all up to it.
+        sinks: a number for each query head, over axes of `query`; see `causal_attention`.
         scale: factor of the scores; `HeadDim.size ** -0.5` if not given.
 
     Returns:
@@ -66,6 +68,11 @@ def decode_attention(
             f"positions have {axes_text(positions.axes)}; they may have the axes of query, "
             f"{axes_text(query.axes)}, but not {HeadDim.name}."
         )
+    if sinks is not None and not set(sinks.axes) <= set(query.axes) - {HeadDim}:
+        raise ValueError(
+            f"sinks have {axes_text(sinks.axes)}; they may have the axes of query, {axes_text(query.axes)}, "
+            f"but not {HeadDim.name}."
+        )
     slots = hax.arange(key.resolve_axis(slot))
     distance = positions.broadcast_axis(slots.axes[0]) - slots
     visible = distance >= 0
@@ -74,6 +81,10 @@ def decode_attention(
     scores = hax.dot(query, key, axis=HeadDim, preferred_element_type=jnp.float32)
     scores = scores * (HeadDim.size**-0.5 if scale is None else scale)
     scores = hax.where(visible, scores, float(jnp.finfo(jnp.float32).min))
-    weights = hnn.softmax(scores, axis=slots.axes[0]).astype(value.dtype)
+    weights = hnn.softmax(scores, axis=slots.axes[0])
+    if sinks is not None:
+        total = hnn.logsumexp(scores, axis=slots.axes[0])
+        weights = weights * hnn.sigmoid(total - sinks.astype(jnp.float32))
+    weights = weights.astype(value.dtype)
     attended = hax.dot(weights, value, axis=slots.axes[0], preferred_element_type=jnp.float32)
     return attended.rearrange(query.axes).astype(query.dtype)

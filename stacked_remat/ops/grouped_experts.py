@@ -19,12 +19,12 @@ from jax import lax
 from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array, Bool, Float, Int
 
+from .._compat import as_residual, of_residual
 from .._noted import noted
 from .._placement import is_on_host, to_device
 from .._scan.arguments import Caller
 from .._scan.layer_axis import TreeLayout, split_tree
 from .._scan.marks import is_array, is_named, is_split
-from .._static import Static
 from .._sweep.store import zeros_after
 from .per_device import free_axis_mapping
 
@@ -327,21 +327,22 @@ def _forward_rule(loop: _BlockLoop, inputs: Any, plan: Any) -> tuple[Array, Any]
     )
     inputs, plan = jax.tree.map(lambda leaf: leaf.value, (inputs, plan))
     out, kept = loop.forward(inputs, plan)
-    return out, (Static(perturbed), inputs, plan, kept)
+    return out, (as_residual(tuple(jax.tree.leaves(perturbed))), inputs, plan, kept)
 
 
 def _backward_rule(loop: _BlockLoop, residuals: Any, cotangent: Any) -> tuple[Any, None]:
-    perturbed, inputs, plan, kept = residuals
+    differentiated, inputs, plan, kept = residuals
+    perturbed = jax.tree.unflatten(jax.tree.structure(inputs), of_residual(differentiated))
     if isinstance(cotangent, SymbolicZero):
         return None, None
-    of_weights = zip(perturbed.value.weights, inputs.weights, strict=True)
+    of_weights = zip(perturbed.weights, inputs.weights, strict=True)
     if any(trained and is_on_host(array) for trained, array in of_weights):
         raise ValueError(
             "grouped_experts has no gradient of weights in host memory. Move them to the device first: "
             "jax.device_put(weights, jax.memory.Space.Device), or freeze them: "
             "jax.lax.stop_gradient(weights)."
         )
-    return loop.backward(perturbed.value, inputs, plan, kept, cotangent), None
+    return loop.backward(perturbed, inputs, plan, kept, cotangent), None
 
 
 _apply_experts.defvjp(_forward_rule, _backward_rule, symbolic_zeros=True)

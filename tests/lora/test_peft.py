@@ -114,10 +114,11 @@ def test_ranks_and_scales_that_differ_are_patterns(tmp_path):
     equal(load_peft(model(), tmp_path, names), tree)
 
 
-def test_parts_of_one_matrix_share_its_tensors(tmp_path):
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_parts_of_one_matrix_share_its_tensors(tmp_path, interleaved):
     def fused(path, index):
         part = ["gate", "up"].index(path)
-        return PeftParameter("mlp", "gate_up", part=part, parts=2)
+        return PeftParameter("mlp", "gate_up", part=part, parts=2, interleaved=interleaved)
 
     gate, up = (
         filled(
@@ -133,9 +134,8 @@ def test_parts_of_one_matrix_share_its_tensors(tmp_path):
     whole = 1.5 * (b @ a)
     for part, plain in enumerate((gate, up)):
         merged = merge_lora(tree)[("gate", "up")[part]].weight
-        np.testing.assert_allclose(
-            plain.weight + whole[8 * part : 8 * part + 8], merged, rtol=1e-5, atol=1e-6
-        )
+        own = whole[part::2] if interleaved else whole[8 * part : 8 * part + 8]
+        np.testing.assert_allclose(plain.weight + own, merged, rtol=1e-5, atol=1e-6)
     equal(load_peft({"gate": gate, "up": up}, tmp_path, fused), tree)
     rewrite(tmp_path)  # by a tool that drops part_ranks: then parts share an A of the whole rank
     again = load_peft({"gate": gate, "up": up}, tmp_path, fused)

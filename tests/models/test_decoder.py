@@ -1,4 +1,4 @@
-"""The decoder: shapes, losses, policies and stacks of several kinds of layers."""
+"""The decoder: shapes, losses, policies and layers of several kinds."""
 
 import collections
 import dataclasses
@@ -12,12 +12,13 @@ import numpy as np
 import pytest
 from haliax import Axis
 
+from models.gpt_oss import GptOssConfig
 from models.lm import LmConfig, build_model, next_token_loss
 from models.qwen3_moe import Qwen3Config, Qwen3MoeConfig
 from models.transformer.config import AttentionConfig, DecoderConfig, ExpertsConfig
 from models.transformer.decoder import Decoder, router_losses
 from models.transformer.experts import RouterStatistics, SparseExperts
-from stacked_remat import ScanCheckpointPolicy
+from stacked_remat import ScanCheckpointPolicy, StackedPattern
 from stacked_remat.lora import LoraConfig, apply_lora
 from stacked_remat.ops import rotary_table
 from stacked_remat.training import TokenBatch
@@ -44,8 +45,7 @@ def make(config=CONFIG) -> Decoder:
 
 
 def with_policy(model, policy):
-    stacks = tuple(dataclasses.replace(stack, remat=policy) for stack in model.stacks)
-    return dataclasses.replace(model, stacks=stacks)
+    return dataclasses.replace(model, layers=model.layers.with_remat(policy))
 
 
 @eqx.filter_jit
@@ -58,7 +58,7 @@ def python_loop(model, tokens):
     """The hidden states, and the loads of all routers."""
     x, loads = model.embedding(tokens), []
     rotary = rotary_table(hax.arange(Pos), model.config.HeadDim, theta=model.config.rotary.theta)
-    for layer in (layer for stack in model.stacks for layer in stack.unstacked()):
+    for layer in model.layers:
         x, found = layer(x, rotary, None)
         loads += [] if found is None else [found.load.array]
     return model.norm(x), loads
@@ -171,21 +171,34 @@ def test_the_z_loss_weight_takes_effect():
 MIXED = Qwen3MoeConfig(
     hidden_dim=16,
     num_layers=4,
-    attention=AttentionConfig(bias=True, window=3, windowed_layers=(3,)),
+    attention=AttentionConfig(bias=True, window=3, windowed_layers=(1, 3)),
     experts=ExpertsConfig(3, 2, 6, dense_layers=(0,)),
 )
 
 
-@pytest.mark.deep
-def test_layers_of_several_kinds_are_stacks_that_follow_one_another():
-    model, batch = make(MIXED), batch_of_tokens()
-    assert [stack.Layers.size for stack in model.stacks] == [1, 2, 1]
-    from_scan, statistics = layer_states(model, batch.tokens)
+def test_layers_of_several_kinds_are_the_python_loop_and_have_its_gradients():
+    """The dense layer, and those with and without a window in turn, in one nested sweep."""
+    model, tokens = with_policy(make(MIXED), "nested"), batch_of_tokens().tokens
+    assert isinstance(model.layers, StackedPattern)
+    assert model.layers.pattern == ("dense", "sliding_sparse", "sparse", "sliding_sparse")
+
+    def loss(run, model):
+        hidden, found = run(model, tokens)
+        return hax.sum(hax.sin(30 * hidden)).scalar(), found
+
+    @eqx.filter_jit
+    def both(model):
+        runs = (Decoder.layer_states, python_loop)
+        return [eqx.filter_value_and_grad(functools.partial(loss, run), has_aux=True)(model) for run in runs]
+
+    ((found, statistics), gradients), ((expected, loads), wanted) = both(model)
     assert statistics.load.axes == (Layers, MIXED.Experts)
-    from_loop, loads = python_loop(model, batch.tokens)
-    np.testing.assert_allclose(from_scan.array, from_loop.array, atol=1e-5)
-    counts = (np.rint(10 * np.asarray(load)) for load in (statistics.load.array, jnp.stack(loads)))
-    np.testing.assert_array_equal(*counts)  # of ten tokens
+    np.testing.assert_allclose(statistics.load.array, jnp.stack(loads), atol=1e-6)
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
+    largest = max(float(np.abs(leaf).max()) for leaf in jax.tree.leaves(wanted.layers))
+    assert all(np.any(leaf != 0) for leaf in jax.tree.leaves(wanted.layers))
+    for leaf, other in zip(jax.tree.leaves(gradients), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(leaf, other, rtol=1e-4, atol=1e-6 * largest)
 
 
 def test_a_dense_decoder_has_no_auxiliary_loss():
@@ -256,7 +269,15 @@ def test_the_names_inside_a_layer_can_be_saved(name, recomputed):
     assert backward(ScanCheckpointPolicy(save_block_internals=[name])) != recomputed
 
 
-def test_tiles_give_the_same_loss_gradients_and_statistics():
+WITH_SINKS = GptOssConfig(
+    hidden_dim=16, num_layers=2, num_heads=4, num_kv_heads=2, experts=ExpertsConfig(3, 2, 6)
+)
+
+
+@pytest.mark.parametrize(
+    "config", [CONFIG, pytest.param(WITH_SINKS, marks=pytest.mark.deep)], ids=["norms", "sinks"]
+)
+def test_tiles_give_the_same_loss_gradients_and_statistics(config):
     """With biases, adapters, documents, more tiles than key-value heads, and a ragged last tile."""
     attention = AttentionConfig(bias=True, backend="blockwise")
     tokens = hax.random.randint(jax.random.key(1), (Batch, Pos), 0, Vocab.size)
@@ -277,8 +298,9 @@ def test_tiles_give_the_same_loss_gradients_and_statistics():
     def run(models):
         return [eqx.filter_value_and_grad(loss, has_aux=True)(model) for model in models]
 
-    experts = dataclasses.replace(CONFIG.experts, dense_layers=(1,))
-    config = dataclasses.replace(CONFIG, num_layers=2, experts=experts)
+    if config is CONFIG:
+        experts = dataclasses.replace(CONFIG.experts, dense_layers=(1,))
+        config = dataclasses.replace(CONFIG, num_layers=2, experts=experts)
     expected, found = run([adapted(config, tiles) for tiles in (1, 4)])
     largest = max(float(np.abs(leaf).max()) for leaf in jax.tree.leaves(expected[1]))
     for leaf, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
@@ -289,6 +311,8 @@ def _with_tiles(tree, tiles):
     """The modules of `tree` with configs that have so many tiles."""
     if isinstance(tree, DecoderConfig):
         return dataclasses.replace(tree, tiles=tiles)
+    if isinstance(tree, dict):
+        return {name: _with_tiles(node, tiles) for name, node in tree.items()}
     if isinstance(tree, tuple):
         return tuple(_with_tiles(node, tiles) for node in tree)
     if isinstance(tree, eqx.Module):
@@ -305,7 +329,7 @@ def _with_tiles(tree, tiles):
 def test_remat_is_the_policy_of_the_stack():
     key = jax.random.key(0)
     made = eqx.filter_eval_shape(Decoder.init, CONFIG, Vocab, remat="nested", key=key)
-    assert made.stacks[0].remat == ScanCheckpointPolicy(nested=True)
+    assert made.layers.remat == ScanCheckpointPolicy(nested=True)
 
 
 def test_a_tied_head_is_the_embedding():

@@ -1,5 +1,6 @@
 """Configs of decoders: axes, checks and defaults."""
 
+import collections
 import dataclasses
 from typing import Any, get_args, get_type_hints
 
@@ -67,25 +68,22 @@ def test_the_mlp_is_three_times_as_wide_as_the_stream_by_default():
     assert Qwen3Config(hidden_dim=48).Mlp.size == 144
 
 
-def kinds(config):
-    return [(kind.sparse, kind.window, Layers.size) for kind, Layers in config.stacks]
+def test_equal_layers_are_of_one_kind():
+    assert Qwen3MoeConfig(num_layers=5).kinds == {LayerKind(sparse=True, window=None): 5}
+    windowed = Qwen3Config(num_layers=2, attention=AttentionConfig(window=16))
+    assert windowed.kinds == {LayerKind(sparse=False, window=16): 2}
 
 
-def test_equal_layers_are_one_stack():
-    assert kinds(Qwen3MoeConfig(num_layers=5)) == [(True, None, 5)]
-    assert kinds(Qwen3Config(num_layers=5)) == [(False, None, 5)]
-
-
-def test_a_stack_ends_where_the_kind_changes():
+def test_layers_may_be_of_several_kinds():
     config = Qwen3MoeConfig(
         num_layers=7,
         attention=AttentionConfig(window=16, windowed_layers=(3, 4, 5, 6)),
         experts=ExpertsConfig(dense_layers=(0, 6)),
     )
-    assert kinds(config) == [(False, None, 1), (True, None, 2), (True, 16, 3), (False, 16, 1)]
+    assert config.pattern == ("dense", *["sparse"] * 2, *["sliding_sparse"] * 3, "sliding_dense")
     assert config.kind_of(6) == LayerKind(sparse=False, window=16)
-    everywhere = Qwen3Config(num_layers=2, attention=AttentionConfig(window=16))
-    assert kinds(everywhere) == [(False, 16, 2)]
+    assert config.layers_of("sliding_sparse") == [3, 4, 5]
+    assert {kind.name: count for kind, count in config.kinds.items()} == collections.Counter(config.pattern)
 
 
 @pytest.mark.parametrize(
@@ -234,10 +232,8 @@ def test_sizes_are_known_before_anything_is_made(config):
     assert config.cache_bytes(Batch.size, 11) == size
 
 
-def test_stacks_of_many_layers_are_counted_without_a_loop_over_layers():
+def test_many_layers_are_counted_without_a_loop_over_layers():
     attention = AttentionConfig(window=3, windowed_layers=(5, 6, 10**8 - 1))
     config = Qwen3MoeConfig(num_layers=10**8, attention=attention, experts=ExpertsConfig(dense_layers=(0, 6)))
-    sizes = [axis.size for _, axis in config.stacks]
-    assert sizes == [1, 4, 1, 1, 10**8 - 8, 1] and sum(sizes) == config.num_layers
-    assert [kind.sparse for kind, _ in config.stacks] == [False, True, True, False, True, True]
-    assert [kind.window for kind, _ in config.stacks] == [None, None, 3, 3, None, 3]
+    found = {kind.name: count for kind, count in config.kinds.items()}
+    assert found == {"dense": 1, "sparse": 10**8 - 4, "sliding_sparse": 2, "sliding_dense": 1}

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import weakref
 from types import SimpleNamespace
+from typing import Any
 
 import equinox as eqx
 import haliax as hax
@@ -35,7 +36,7 @@ CONFIG = Qwen3MoeConfig(
     num_heads=4,
     mlp_dim=6,
     attention=AttentionConfig(bias=True),
-    experts=ExpertsConfig(4, 2, 6, dense_layers=(0,)),
+    experts=ExpertsConfig(4, 2, 6, dense_layers=(1,)),
 )
 
 
@@ -61,7 +62,7 @@ def test_weights_round_trip(decoder, folder):
     config, vocab_size = read_hf_config(folder)
     again = read_decoder(folder, config, Axis("vocab", vocab_size), remat="nested")
     assert_equal(again, decoder)
-    assert [stack.remat for stack in again.stacks] == [ScanCheckpointPolicy(nested=True)] * 2
+    assert again.layers.remat == ScanCheckpointPolicy(nested=True)
 
 
 def test_files_are_split_by_size_and_indexed(folder):
@@ -77,15 +78,14 @@ def test_one_file_needs_no_index(decoder, tmp_path):
     assert sorted(path.name for path in (tmp_path / "weights").iterdir()) == ["config.json", SINGLE]
 
 
-def test_a_tensor_is_a_layer_of_one_expert(decoder, folder):
+def test_tensors_have_the_numbers_of_layers_in_the_model(decoder, folder):
     tensors = SafetensorsFolder.open(folder)
-    experts = decoder.stacks[1].stacked.mlp.experts.stacked
+    dense, sparse = (decoder.layers.stacks[kind].stacked for kind in ("dense", "sparse"))
+    experts = sparse.mlp.experts.stacked
     expert = tensors.read("model.layers.2.mlp.experts.3.up_proj.weight")
     np.testing.assert_array_equal(expert, experts.up_proj.weight.array[1, 3])
-    query = tensors.read("model.layers.0.self_attn.q_proj.weight")
-    np.testing.assert_array_equal(
-        query, decoder.stacks[0].stacked.attention.q_proj.weight.array.reshape(8, 8)
-    )
+    query = tensors.read("model.layers.1.self_attn.q_proj.weight")
+    np.testing.assert_array_equal(query, dense.attention.q_proj.weight.array.reshape(8, 8))
     assert tensors.shapes["model.layers.1.self_attn.k_proj.bias"] == (4,)
 
 
@@ -105,7 +105,8 @@ def test_arrays_are_made_with_their_sharding(decoder, folder):
 
     spread = read_decoder(folder, CONFIG, Vocab, sharding=sharding)
     assert_equal(spread, decoder)
-    up = spread.stacks[1].stacked.mlp.experts.stacked.up_proj.weight
+    layers: Any = spread.layers
+    up = layers.stacks["sparse"].stacked.mlp.experts.stacked.up_proj.weight
     assert up.array.sharding.spec == PartitionSpec(None, "expert", None, "data")
     assert up.array.addressable_shards[0].data.shape == (2, 2, 6, 4)
     write_decoder(folder.parent / "spread", spread)
@@ -120,10 +121,10 @@ def test_one_tensor_at_a_time_is_on_the_host(folder, monkeypatch):
         nonlocal alive
         alive -= 1
 
-    def read(self, name):
+    def read(self, name, at=()):
         nonlocal alive
         assert alive == 0
-        tensor = original(self, name)
+        tensor = original(self, name, at)
         alive += 1
         weakref.finalize(tensor, gone)
         return tensor
@@ -148,7 +149,7 @@ def test_all_differences_are_named_and_nothing_is_read(decoder, folder, monkeypa
     assert "4 differ" in lines[0]
     assert "  unknown: model.layers.9.strange [2, 3]" in lines
     (down,) = (line for line in lines if "down_proj" in line)
-    assert down == ("  mismatched: model.layers.0.mlp.down_proj.weight is [8, 6], expected [8, 5]")
+    assert down == ("  mismatched: model.layers.1.mlp.down_proj.weight is [8, 6], expected [8, 5]")
 
 
 def test_missing_tensors_are_named(folder):
@@ -229,7 +230,7 @@ def test_every_array_has_its_place():
 
 def test_adapters_are_not_written_as_if_they_were_weights(decoder, tmp_path):
     adapted = apply_lora(decoder, LoraConfig(rank=2), key=jax.random.key(0))
-    with pytest.raises(WeightsError, match=r"has adapters \(stacks.0.*Merge them first, with merge_lora"):
+    with pytest.raises(WeightsError, match=r"has adapters \(layers.dense.*Merge them first, with merge_lora"):
         write_decoder(tmp_path / "weights", adapted)
     assert not list(tmp_path.iterdir())
 
@@ -246,9 +247,9 @@ def test_a_config_may_extend_the_context_of_the_folder(folder):
     [
         (
             ScanCheckpointPolicy(nested=(7, 9)),
-            r"\[7, 9\] cuts the layers into 7 parts .* longest stack .* has 2",
+            r"\[7, 9\] cuts the layers into 7 parts .* this model has 3",
         ),
-        (ScanCheckpointPolicy(nested=(1, 1)), "hold 1 layers, fewer than 2"),
+        (ScanCheckpointPolicy(nested=(1, 1)), "hold 1 layers, fewer than 3"),
         (
             ScanCheckpointPolicy(save_block_internals=("keys",)),
             "remat.save_block_internals has 'keys', which",
@@ -262,7 +263,7 @@ def test_a_config_may_extend_the_context_of_the_folder(folder):
     ],
     ids=range(4),
 )
-def test_policies_that_no_stack_can_obey_are_refused_before_anything_is_read(
+def test_policies_that_no_layers_can_obey_are_refused_before_anything_is_read(
     folder, monkeypatch, policy, message
 ):
     monkeypatch.setattr(SafetensorsFolder, "read", None)

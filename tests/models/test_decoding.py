@@ -16,6 +16,7 @@ from haliax import Axis
 import models.generation.decoding as decoding
 from models.generation.decoding import continued_tokens, first_tokens, one_more_token
 from models.generation.sampling import Sampling
+from models.gpt_oss import GptOssConfig
 from models.qwen3_moe import Qwen3Config, Qwen3MoeConfig
 from models.transformer.attention import Attention
 from models.transformer.config import AttentionConfig, ExpertsConfig
@@ -31,10 +32,16 @@ MODELS = {
     "tied, window": Qwen3Config(
         **SIZES, tie_word_embeddings=True, attention=AttentionConfig(bias=True, window=3)
     ),
-    "stacks": Qwen3MoeConfig(
+    "mixed": Qwen3MoeConfig(
         **SIZES | dict(num_layers=3, num_kv_heads=1),
         attention=AttentionConfig(head_dim=6, window=2, windowed_layers=(2,)),
         experts=dataclasses.replace(EXPERTS, dense_layers=(0,)),
+    ),
+    "sinks": GptOssConfig(
+        **SIZES | dict(num_layers=2),
+        tie_word_embeddings=True,
+        attention=AttentionConfig(bias=True, window=3, windowed_layers=(0,)),
+        experts=EXPERTS,
     ),
 }
 GREEDY = Sampling(temperature=0.0)
@@ -48,9 +55,13 @@ quickly = functools.partial(
 
 
 @functools.cache
-def make(name="stacks") -> Decoder:
-    """A decoder with weights so large that what it reads matters."""
-    return quickly(Decoder.init)(MODELS[name], Vocab, key=jax.random.key(0))
+def make(name="mixed") -> Decoder:
+    """A decoder with weights so large that what it reads matters, and sinks and biases that are not zero."""
+    model = quickly(Decoder.init)(MODELS[name], Vocab, key=jax.random.key(0))
+    rng = np.random.default_rng(0)
+    return jax.tree.map(
+        lambda leaf: leaf if leaf.any() else jnp.asarray(0.5 * rng.normal(size=leaf.shape), leaf.dtype), model
+    )
 
 
 @quickly
@@ -80,7 +91,7 @@ def decode(model, tokens, positions, cache):
     return model.logits(hidden), cache
 
 
-@pytest.mark.parametrize("name", ["tied, window", "stacks"])
+@pytest.mark.parametrize("name", ["sinks", "mixed"])
 def test_prefill_and_decode_give_the_logits_of_the_whole_sequence(name):
     expected, model = full_logits(name).array, make(name)
     assert jnp.max(jnp.abs(expected)) > 1
@@ -94,7 +105,7 @@ def test_prefill_and_decode_give_the_logits_of_the_whole_sequence(name):
 
 def test_rows_decode_from_where_each_prompt_ends():
     """The first row has read two tokens when the second has read five; padding is any token."""
-    expected, model = full_logits("stacks").array, make()
+    expected, model = full_logits("mixed").array, make()
     lengths = np.array([2, 5])
     padded = tokens_of(5).array.at[0, 2:].set(7)
     _, cache = prefill(model, hax.named(padded, tokens_of(5).axes), Pos.size)
@@ -198,17 +209,20 @@ def test_a_step_copies_the_experts_of_no_layer():
     tokens = hax.zeros((Rows, Axis("position", 2)), jnp.int32)
     _, cache = eqx.filter_eval_shape(lambda model, tokens: model.prefill(tokens, 4), model, tokens)
     new = hax.zeros(Rows, jnp.int32)
-    experts = 4 * sum(leaf.size for leaf in jax.tree.leaves(model.stacks[0].stacked.mlp.experts))
+    experts = 4 * sum(leaf.size for leaf in jax.tree.leaves(model.layers.stacked.mlp.experts))
     found = memory.report(Decoder.decode, model, new, new, cache)
     assert found.temporaries < experts / 3 / 2  # half of those of one of three layers
 
 
-@pytest.mark.parametrize("rows", [1, 2])
-def test_layers_on_the_host_give_the_same_tokens(rows):
+@pytest.mark.parametrize(
+    ("name", "rows"), [("moe", 1), ("moe", 2), pytest.param("mixed", 1, marks=pytest.mark.deep)]
+)
+def test_layers_on_the_host_give_the_same_tokens(name, rows):
     """The two choices of one row are fewer than the three experts, those of two rows are not."""
-    resident = make("moe")
+    resident = make(name)
     streamed = streaming.to_host(resident)
-    assert streaming.is_on_host(streamed.stacks[0].stacked.mlp.experts.stacked.up_proj.weight.array)
+    on_host = [streaming.is_on_host(leaf) for leaf in jax.tree.leaves(streamed.layers)]
+    assert on_host == [leaf.ndim > 2 for leaf in jax.tree.leaves(streamed.layers)]
     tokens, at = tokens_of()["batch", :rows], hax.full(Batch.resize(rows), 4, dtype=jnp.int32)
     found, expected = (
         decode(model, tokens["position", 4], at, prefill(model, tokens["position", :4], Pos.size)[1])
@@ -230,7 +244,7 @@ def test_only_experts_that_tokens_may_choose_come_from_the_host(rows, choices, r
     _, cache = eqx.filter_eval_shape(lambda model, tokens: model.prefill(tokens, 9), resident, tokens)
     new = tokens["position", 0]
     found = memory.report(Decoder.decode, model, new, new, cache).flops.bytes_from_host
-    of_stack = model.stacks[0].stacked
+    of_stack = model.layers.stacked
     experts, whole = (
         4 * sum(leaf.size for leaf in jax.tree.leaves(tree) if streaming.is_on_host(leaf))
         for tree in (of_stack.mlp.experts, of_stack)
@@ -241,7 +255,7 @@ def test_only_experts_that_tokens_may_choose_come_from_the_host(rows, choices, r
 def test_the_cache_has_the_compute_dtype_and_the_given_length():
     config = dataclasses.replace(MODELS["moe"], compute_dtype="bfloat16")
     model = eqx.filter_eval_shape(Decoder.init, config, Vocab, key=jax.random.key(0))
-    _, (cache,) = eqx.filter_eval_shape(lambda model, tokens: model.prefill(tokens, 11), model, tokens_of(3))
+    _, cache = eqx.filter_eval_shape(lambda model, tokens: model.prefill(tokens, 11), model, tokens_of(3))
     assert cache.key.dtype == cache.value.dtype == jnp.bfloat16
     assert [axis.name for axis in cache.key.axes] == ["layers", "batch", "kv_heads", "slot", "head_dim"]
     assert cache.key.axis_size("slot") == 11 and cache.key.axis_size("layers") == 3

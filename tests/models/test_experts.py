@@ -1,5 +1,7 @@
 """Routing and experts of the decoder."""
 
+from functools import partial
+
 import haliax as hax
 import jax
 import jax.numpy as jnp
@@ -7,19 +9,28 @@ import numpy as np
 import pytest
 from haliax import Axis
 
+from models.gpt_oss import GptOssConfig
 from models.qwen3_moe import Qwen3MoeConfig
 from models.transformer.config import ExpertsConfig
 from models.transformer.experts import SparseExperts, load_balance_loss, means
+from stacked_remat.lora import LoraConfig, apply_lora, lora_filter, merge_lora
 
 Batch, Pos = Axis("batch", 2), Axis("position", 3)
 
 
-def make(*, num_experts=4, experts_per_token=2, norm_topk_prob=True):
+def make(*, num_experts=4, experts_per_token=2, norm_topk_prob=True, architecture=Qwen3MoeConfig):
     sizes = ExpertsConfig(num_experts, experts_per_token, 6, norm_topk_prob)
     # a large spread, so that experts differ
-    config = Qwen3MoeConfig(hidden_dim=8, num_heads=2, num_kv_heads=1, initializer_range=0.7, experts=sizes)
+    config = architecture(hidden_dim=8, num_heads=2, num_kv_heads=1, initializer_range=0.7, experts=sizes)
     layer = SparseExperts.init(config, key=jax.random.key(1))
     return layer, hax.random.normal(jax.random.key(2), (Batch, Pos, config.Embed))
+
+
+def with_biases(num_experts=3):
+    """Experts that have biases, and values on both sides of the limit of their SwiGLU."""
+    layer, x = make(num_experts=num_experts, architecture=GptOssConfig)
+    rng = np.random.default_rng(0)
+    return jax.tree.map(lambda leaf: jnp.asarray(3 * rng.normal(size=leaf.shape), leaf.dtype), layer), x
 
 
 apply = jax.jit(SparseExperts.__call__)
@@ -76,6 +87,52 @@ def test_each_token_gets_the_weighted_sum_of_its_experts(experts_per_token, norm
     mixed, _ = apply(layer, x)
     assert mixed.axes == x.axes
     np.testing.assert_allclose(mixed.array.reshape(expected.shape), expected, atol=1e-4)
+
+
+def on_every_token(layer, x):
+    """Experts with biases and a clamped SwiGLU: each applied to all tokens, times its gate or zero."""
+    expert = layer.experts.stacked
+    choices, gates, _ = layer.route(x)
+    chosen = hax.sum(hax.nn.one_hot(choices, layer.config.Experts, dtype=jnp.float32) * gates, "choice")
+    gate, up = hax.minimum(expert.gate_proj(x), 7.0), hax.clip(expert.up_proj(x), -7.0, 7.0)
+    return hax.sum(expert.down_proj(gate * hax.nn.sigmoid(1.702 * gate) * (up + 1)) * chosen, "experts")
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_biases_and_the_clamp_have_the_values_and_gradients_of_plain_products(keep, monkeypatch):
+    monkeypatch.setattr("models.transformer.experts.internals_are_saved", lambda: keep)
+    layer, x = with_biases()
+    weights = hax.random.normal(jax.random.key(4), x.axes)
+    reaches = {name: getattr(layer.experts.stacked, name)(x).array for name in ("gate_proj", "up_proj")}
+    assert all((values.max() > 7, values.min() < -7) == (True, True) for values in reaches.values())
+
+    @jax.jit
+    def both(layer, x):
+        def loss(of, layer, x):
+            mixed = of(layer, x).rearrange(x.axes)
+            return hax.sum(mixed * weights).scalar(), mixed
+
+        functions = (lambda layer, x: layer(x)[0], on_every_token)
+        return [jax.value_and_grad(partial(loss, of), (0, 1), has_aux=True)(layer, x) for of in functions]
+
+    found, expected = both(layer, x)
+    for ours, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        assert jnp.abs(theirs).max() > 0
+        np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-4 * float(jnp.abs(theirs).max()))
+
+
+def test_adapters_of_experts_with_biases_equal_merged_weights():
+    layer, x = with_biases()
+    adapted = apply_lora(layer, LoraConfig(2, 2.0, ("experts.*", "router")), key=jax.random.key(3))
+    rng = np.random.default_rng(1)
+    adapted = jax.tree.map(
+        lambda leaf, own: jnp.asarray(0.3 * rng.normal(size=leaf.shape), leaf.dtype) if own else leaf,
+        adapted,
+        lora_filter(adapted),
+    )
+    of_both = jax.jit(lambda *layers: [layer(x)[0].array for layer in layers])(adapted, merge_lora(adapted))
+    np.testing.assert_allclose(of_both[0], of_both[1], rtol=1e-4, atol=1e-4)
+    assert jnp.abs(of_both[0] - apply(layer, x)[0].array).max() > 1
 
 
 def test_statistics_sum_to_the_choices_of_a_token_and_to_one():

@@ -117,11 +117,11 @@ def test_training_begins_with_the_weights_of_the_folder(workplace, adapted):
     first = yaml.safe_load((adapted / "metrics.jsonl").read_text().splitlines()[0])
     config = begun_with(workplace, None)
     assert isinstance(config.model, Qwen3MoeConfig)
-    base = read_decoder(workplace / "base", config.model, Vocab)
+    base: Any = read_decoder(workplace / "base", config.model, Vocab)
     model: Any = model_of(adapted)[0]
     np.testing.assert_array_equal(
-        model.stacks[0].stacked.attention.q_proj.wrapped.weight.array,
-        base.stacks[0].stacked.attention.q_proj.weight.array,
+        model.layers.stacked.attention.q_proj.wrapped.weight.array,
+        base.layers.stacked.attention.q_proj.weight.array,
     )
     assert first["held_out_loss"] > 0
 
@@ -138,7 +138,7 @@ def test_adapters_are_merged_or_written_alone(workplace, adapted):
     np.testing.assert_array_equal(logits(found.read()), logits(merged))
     assert found.ends == {256, 7}
     assert export("--run_dir", adapted, "--out", workplace / "alone", "--adapters")[0] == 0
-    base = read_decoder(workplace / "base", config.model, Vocab)
+    base: Any = read_decoder(workplace / "base", config.model, Vocab)
     np.testing.assert_allclose(logits(load_adapters(base, workplace / "alone")), logits(model), atol=1e-5)
 
 
@@ -151,7 +151,7 @@ def test_a_run_of_adapters_resumes(workplace, adapted):
     assert train(workplace, "adapted", *more, *accept) == 0
     after, _ = model_of(adapted)
     models: list[Any] = [before, after]
-    one, other = (model.stacks[0].stacked.attention.q_proj for model in models)
+    one, other = (model.layers.stacked.attention.q_proj for model in models)
     np.testing.assert_array_equal(one.wrapped.weight.array, other.wrapped.weight.array)
     assert np.any(np.asarray(one.b.array) != np.asarray(other.b.array))
 

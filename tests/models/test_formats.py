@@ -31,7 +31,7 @@ class OtherConfig(DecoderConfig):
 @pytest.fixture
 def other(monkeypatch):
     """Registers the second architecture."""
-    names = {"embedding": "net.tokens", "stacks": "net.h", "norm": "net.ln", "head": "out", "mlp": "ffn"}
+    names = {"embedding": "net.tokens", "layers": "net.h", "norm": "net.ln", "head": "out", "mlp": "ffn"}
     monkeypatch.setattr(formats, "_FORMATS", dict(formats._FORMATS))
     formats.register_format(
         HfFormat(

@@ -252,7 +252,7 @@ def test_another_model_is_named_before_a_tokenizer_that_is_missing(described):
     folder = described("config.json", model_type="gpt2")
     (folder / "tokenizer.json").unlink()
     status, shown = generate("--model", folder, "--prompt", "a")
-    assert status == 1 and "model_type is 'gpt2'; qwen3 and qwen3_moe are read" in shown
+    assert status == 1 and "model_type is 'gpt2'; gpt_oss, qwen3, qwen3_moe are read" in shown
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from haliax import Axis
 from models.generation.decoding import continued_tokens
 from models.generation.sampling import Sampling
 from models.generator_source import source_of_folder
+from models.gpt_oss import GptOssConfig
 from models.hf_io.decoder_weights import write_decoder
 from models.qwen3_moe import Qwen3Config, Qwen3MoeConfig
 from models.transformer.config import AttentionConfig, ExpertsConfig
@@ -32,6 +33,11 @@ MODELS = {
         **SIZES, attention=AttentionConfig(window=3, windowed_layers=(0,))
     ),
     "moe": Qwen3MoeConfig(**SIZES, experts=ExpertsConfig(4, 2, 8)),
+    "sinks": GptOssConfig(
+        **SIZES,
+        attention=AttentionConfig(bias=True, window=3, windowed_layers=(0,)),
+        experts=ExpertsConfig(4, 2, 8),
+    ),
 }
 
 

@@ -1,6 +1,7 @@
 """Adapters against Hugging Face's PEFT on a small random model; needs torch, transformers and peft."""
 
 import json
+import re
 import warnings
 
 import equinox as eqx
@@ -38,6 +39,7 @@ CONFIG = Qwen3MoeConfig(
     experts=ExpertsConfig(num_experts=3, experts_per_token=2, intermediate_dim=10, dense_layers=(1,)),
 )
 TOKENS = np.random.default_rng(0).integers(0, Vocab.size, (Batch.size, Pos.size))
+LAYERS = {"dense": [1], "sparse": [0, 2]}
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 EXPERTS = ["experts.gate_up_proj", "experts.down_proj"]
 
@@ -86,10 +88,8 @@ def ours(hf_weights):
     names = peft_names(CONFIG)
 
     def fill(path, named):
-        parts = (
-            entry.name if isinstance(entry, jax.tree_util.GetAttrKey) else str(entry.idx) for entry in path
-        )
-        dotted = ".".join(parts).replace("stacked", "*")
+        dotted = re.sub(r"\bstacked\b", "*", jax.tree_util.keystr(path, simple=True, separator="."))
+        dotted = dotted.replace("layers.stacks.", "layers.")
         stack = [axis.size for axis in named.axes if axis.name in ("layers", "experts")]
         if dotted.endswith("router.weight"):
             stack = stack[:1]
@@ -109,12 +109,12 @@ def matrix(dotted, index, weights, names):
         "attention.q_norm": "self_attn.q_norm",
         "attention.k_norm": "self_attn.k_norm",
     }
-    _, number, _, own = f"{module}.....".split(".", 3)
+    _, kind, _, own = f"{module}.....".split(".", 3)
     own = own.rstrip(".")
     if module in ("embedding", "norm"):
         return weights[{"embedding": "model.embed_tokens", "norm": "model.norm"}[module] + ".weight"]
     if own in norms:
-        return weights[f"model.layers.{int(number) + index[0]}.{norms[own]}.weight"]  # stacks of one layer
+        return weights[f"model.layers.{LAYERS[kind][index[0]]}.{norms[own]}.weight"]
     name = names(module, index)
     if isinstance(name, str):
         return weights[f"{name}.weight"]
@@ -203,8 +203,8 @@ TARGETS = {
     "experts": ("*mlp.experts*",),
     "gate alone": ("*.gate_proj",),
     "down alone": ("*.down_proj",),
-    "dense MLP": ("stacks.1.*.mlp.*",),
-    "all": ("stacks.*",),
+    "dense MLP": ("layers.dense.*.mlp.*",),
+    "all": ("layers.*",),
 }
 
 
@@ -222,7 +222,7 @@ def test_what_we_write_peft_reads_and_we_read_back(ours, hf_model, tmp_path, tar
 
 
 def test_what_we_write_is_merged_alike(ours, hf_model, tmp_path):
-    model = trained(ours, "stacks.*")
+    model = trained(ours, "layers.*")
     save_adapters(tmp_path, model)
     merged = peft.PeftModel.from_pretrained(hf_model, tmp_path).merge_and_unload()
     close(logits(merge_lora(model)), hf_logits(merged.eval()))
@@ -245,6 +245,6 @@ def test_targets_are_short_and_ranks_are_patterns_where_they_differ(ours, tmp_pa
     assert (config["r"], config["lora_alpha"]) == (3, 2)
     assert config["rank_pattern"] == {r"experts\.gate_up_proj": 6}
     assert config["alpha_pattern"] == {r"experts\.gate_up_proj": 4}
-    assert isinstance(peft_names(CONFIG)("stacks.2.*.mlp.router", (0,)), PeftParameter)
+    assert isinstance(peft_names(CONFIG)("layers.sparse.*.mlp.router", (0,)), PeftParameter)
     with pytest.raises(ValueError, match="embedding is not a linear map"):
         peft_names(CONFIG)("embedding", ())

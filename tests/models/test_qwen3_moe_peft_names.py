@@ -9,39 +9,42 @@ from models.qwen3_moe.peft import peft_names
 from models.transformer.config import ExpertsConfig
 from stacked_remat.lora import PeftParameter
 
-CONFIG = Qwen3MoeConfig(num_layers=4, experts=ExpertsConfig(3, 2, 6, dense_layers=(0, 1)))
+CONFIG = Qwen3MoeConfig(num_layers=5, experts=ExpertsConfig(3, 2, 6, dense_layers=(0, 3)))
 
 
 @pytest.mark.parametrize(
     ("path", "index", "name"),
     [
-        ("stacks.0.*.attention.q_proj", (1,), "model.layers.1.self_attn.q_proj"),
-        ("stacks.0.*.mlp.down_proj", (1,), PeftParameter("model.layers.1.mlp.down_proj", "weight")),
-        ("stacks.1.*.attention.o_proj", (1,), "model.layers.3.self_attn.o_proj"),
-        ("stacks.1.*.mlp.router", (0,), PeftParameter("model.layers.2.mlp.gate", "weight")),
+        ("layers.dense.*.attention.q_proj", (1,), "model.layers.3.self_attn.q_proj"),
+        ("layers.dense.*.mlp.down_proj", (0,), PeftParameter("model.layers.0.mlp.down_proj", "weight")),
+        ("layers.sparse.*.attention.o_proj", (1,), "model.layers.2.self_attn.o_proj"),
+        ("layers.sparse.*.mlp.router", (0,), PeftParameter("model.layers.1.mlp.gate", "weight")),
         (
-            "stacks.1.*.mlp.experts.*.up_proj",
-            (1, 2),
-            PeftParameter("model.layers.3.mlp.experts", "gate_up_proj", 2, 3, 1, parts=2),
+            "layers.sparse.*.mlp.experts.*.up_proj",
+            (2, 2),
+            PeftParameter("model.layers.4.mlp.experts", "gate_up_proj", 2, 3, 1, parts=2),
         ),
         ("head", (), "lm_head"),
     ],
 )
-def test_layers_are_counted_through_all_stacks(path, index, name):
+def test_layers_have_their_numbers_in_the_model(path, index, name):
     assert peft_names(CONFIG)(path, index) == name
 
 
 def test_experts_may_have_separate_names():
     names = peft_names(CONFIG, "separate")
-    assert names("stacks.1.*.mlp.experts.*.up_proj", (0, 2)) == "model.layers.2.mlp.experts.2.up_proj"
+    assert names("layers.sparse.*.mlp.experts.*.up_proj", (1, 2)) == "model.layers.2.mlp.experts.2.up_proj"
 
 
 def test_a_dense_decoder_has_names_too():
     names = peft_names(dataclasses.replace(Qwen3Config(), num_layers=2))
-    assert names("stacks.0.*.mlp.gate_proj", (1,)) == "model.layers.1.mlp.gate_proj"
+    assert names("layers.*.mlp.gate_proj", (1,)) == "model.layers.1.mlp.gate_proj"
 
 
-@pytest.mark.parametrize("path", ["embedding", "stacks.0.*.norm", "stacks.0.*.mlp.experts.up_proj"])
+@pytest.mark.parametrize(
+    "path",
+    ["embedding", "layers.dense.*.norm", "layers.dense.*.mlp.experts.up_proj", "layers.*.attention.q_proj"],
+)
 def test_paths_of_no_linear_map_are_refused(path):
     with pytest.raises(ValueError, match="is not a linear map of"):
         peft_names(CONFIG)(path, (0,))

@@ -41,15 +41,16 @@ def attend(query, key, value, *, Pos=Pos, **options):
     return run(of, query, key, value)
 
 
-def naive_attention(query, key, value, documents, window=None):
+def naive_attention(query, key, value, documents, window=None, sinks=None):
     """`[batch, pos, kv, group, dim]` to `[batch, pos, kv, dim]`, a query head and a position at a time."""
     out = np.zeros_like(query)
     for b, q, kv, group in np.ndindex(query.shape[:4]):
         first = 0 if window is None else max(0, q + 1 - window)
         seen = [s for s in range(first, q + 1) if documents[b, s] == documents[b, q]]
         scores = key[b, seen, kv] @ query[b, q, kv, group] / np.sqrt(query.shape[-1])
+        sink = 0.0 if sinks is None else np.exp(sinks[kv, group] - scores.max())
         weights = np.exp(scores - scores.max())
-        out[b, q, kv, group] = (weights / weights.sum()) @ value[b, seen, kv]
+        out[b, q, kv, group] = (weights / (weights.sum() + sink)) @ value[b, seen, kv]
     return out
 
 
@@ -60,10 +61,20 @@ def arrays(length, seed=0, dtype=jnp.float32):
     return query, key, value, jax.random.normal(keys[3], query.shape, dtype)
 
 
+SINKS = hax.named(jnp.array([[-2.0, 0.0, 3.0], [1.0, -0.5, 30.0]]), (KVHeads, HeadsPerKV))
+
+
 @pytest.mark.parametrize(
-    ("backend", "window"), [("exact", None), ("exact", 1), ("exact", 3), ("blockwise", 3)]
+    ("backend", "window", "sinks"),
+    [
+        ("exact", None, None),
+        ("exact", 1, SINKS),
+        ("exact", 3, None),
+        ("blockwise", 3, None),
+        ("blockwise", 3, SINKS),
+    ],
 )
-def test_it_equals_one_head_and_position_at_a_time(backend, window):
+def test_it_equals_one_head_and_position_at_a_time(backend, window, sinks):
     query, key, value, _ = arrays(7)
     documents = jnp.array([[0, 0, 0, 1, 1, 1, 1], [5, 5, 2, 2, 2, 9, 9]])
     Pos = Axis("position", 7)
@@ -74,10 +85,12 @@ def test_it_equals_one_head_and_position_at_a_time(backend, window):
         Pos=Pos,
         documents=hax.named(documents, (Batch, Pos)),
         window=window,
+        sinks=None if sinks is None else sinks.rearrange((HeadsPerKV, KVHeads)),
         backend=backend,
         block_size=2,
     )
-    expected = naive_attention(*map(np.asarray, (query, key, value, documents)), window=window)
+    own = None if sinks is None else np.asarray(sinks.array)
+    expected = naive_attention(*map(np.asarray, (query, key, value, documents)), window=window, sinks=own)
     np.testing.assert_allclose(attended.array, expected, atol=1e-5)
 
 
@@ -88,21 +101,22 @@ def random_documents(rng, length):
 
 
 @pytest.mark.parametrize(
-    ("length", "size", "window", "has_documents"),
-    [(13, 4, None, True), (11, 2, 3, True), (7, 8, 2, False)],
+    ("length", "size", "window", "has_documents", "sinks"),
+    [(13, 4, None, True, None), (11, 2, 3, True, SINKS.array), (7, 8, 2, False, None)],
 )
-def test_blocks_give_the_values_and_gradients_of_the_whole(length, size, window, has_documents):
+def test_blocks_give_the_values_and_gradients_of_the_whole(length, size, window, has_documents, sinks):
     query, key, value, cotangent = arrays(length)
     blocks = Blocks(0.4, size, window)
 
     @functools.partial(jax.jit, compiler_options=quick)
     def both(documents):
-        def loss(query, key, value, of):
-            attended = of(query, key, value, documents, blocks)
+        def loss(inputs, of):
+            query, key, value, sinks = inputs
+            attended = of(query, key, value, documents, blocks, sinks)
             return jnp.sum(attended * cotangent), attended
 
         return [
-            jax.value_and_grad(functools.partial(loss, of=of), (0, 1, 2), has_aux=True)(query, key, value)
+            jax.value_and_grad(functools.partial(loss, of=of), has_aux=True)((query, key, value, sinks))
             for of in (blockwise_attention, exact_attention)
         ]
 
@@ -221,6 +235,8 @@ def test_no_group_axis_is_one_head_a_key_head():
             dict(documents=hax.ones((Pos, Axis("x", 2)), dtype=int)),
             "documents have position=5, x=2; they must have position=5 and may have batch=2",
         ),
+        (dict(sinks=hax.ones(KVHeads)), "sinks have kv_heads=2; .* expected: kv_heads=2, heads_per_kv=3"),
+        (dict(sinks=jnp.ones((2, 3))), "sinks have ArrayImpl; the axes of query heads were expected"),
         (dict(Pos="time"), r"query lacks the axes \['time'\]; it has batch=2, position=5"),
         (
             dict(value=hax.ones((Batch, Pos, KVHeads, HeadDim, Axis("more", 2)))),
@@ -244,6 +260,7 @@ def test_arguments_are_checked(change, message):
         (dict(head_dim=100), "multiples of 8 up to 128, not 100"),
         (dict(has_documents=True), "no document boundaries"),
         (dict(blocks=Blocks(1.0, 8, window=4)), "windows are not supported"),
+        (dict(has_sinks=True), "takes no sinks"),
         ({}, None),
         (dict(installed=False), r"JAX finds no cuDNN here (pip install nvidia-cudnn-cu13)"),
     ],

@@ -31,23 +31,32 @@ def arrays(head_dim, dtype=jnp.float32):
     return query, key, value, cotangent
 
 
-def values_and_gradients(f, query, key, value, cotangent):
+def values_and_gradients(f, *inputs_and_cotangent):
     @functools.partial(jax.jit, compiler_options=quick)
-    def both(query, key, value, cotangent):
-        output, pullback = jax.vjp(f, query, key, value)
+    def both(*inputs, cotangent):
+        output, pullback = jax.vjp(f, *inputs)
         return output, pullback(cotangent)
 
-    return both(query, key, value, cotangent)
+    *inputs, cotangent = inputs_and_cotangent
+    return both(*inputs, cotangent=cotangent)
 
 
-@pytest.mark.parametrize(("head_dim", "window", "documents"), [(64, 150, DOCUMENTS), (128, None, None)])
-def test_values_and_gradients_are_those_of_exact_attention(head_dim, window, documents):
+@pytest.mark.parametrize(
+    ("head_dim", "window", "documents", "sinks"),
+    [
+        (64, 150, DOCUMENTS, None),
+        (128, None, None, jnp.array([[-2.0, 0.5], [3.0, 20.0]])),
+    ],
+)
+def test_values_and_gradients_are_those_of_exact_attention(head_dim, window, documents, sinks):
     documents = None if documents is None else jnp.asarray(documents)
+    *inputs, cotangent = arrays(head_dim)
+    size, options = 128, dict(interpret=True)
     found, expected = (
-        values_and_gradients(f, *arrays(head_dim))
+        values_and_gradients(f, *inputs, sinks, cotangent)
         for f in (
-            lambda q, k, v: splash_attention(q, k, v, documents, 0.3, window, 128, interpret=True),
-            lambda q, k, v: exact_attention(q, k, v, documents, Blocks(0.3, 128, window)),
+            lambda q, k, v, s: splash_attention(q, k, v, documents, 0.3, window, size, sinks=s, **options),
+            lambda q, k, v, s: exact_attention(q, k, v, documents, Blocks(0.3, size, window), s),
         )
     )
     jax.tree.map(functools.partial(np.testing.assert_allclose, atol=3e-5, rtol=1e-4), found, expected)
@@ -163,7 +172,7 @@ def test_with_its_output_saved_attention_is_not_recomputed():
     assert products(["nothing"]) == 2 + 2 + 7
 
 
-def attention_and_gradients(documents=None, window=None, backend="auto"):
+def attention_and_gradients(documents=None, window=None, backend="auto", sinks=None):
     def run(query, key, value, cotangent):
         Pos, KVHeads, HeadDim = key.axes[-3:]
         attend = functools.partial(
@@ -173,6 +182,7 @@ def attention_and_gradients(documents=None, window=None, backend="auto"):
             HeadDim=HeadDim,
             documents=documents,
             window=window,
+            sinks=sinks,
             backend=backend,
         )
         output, pullback = jax.vjp(attend, query, key, value)
@@ -210,9 +220,10 @@ def test_65536_positions_on_a_tpu(backend, most, products):
 
 @needs_libtpu
 @pytest.mark.parametrize(("head_dim", "dtype"), [(64, jnp.bfloat16), (200, jnp.bfloat16), (512, jnp.float32)])
-def test_a_tpu_takes_any_width_with_documents(head_dim, dtype):
+def test_a_tpu_takes_any_width_with_documents_and_sinks(head_dim, dtype):
     documents = hax.arange(Axis("position", 1024)) // 100
-    call = attention_and_gradients(documents, 600, "splash")
+    sinks = hax.ones((Axis("kv_heads", 1), Axis("heads_per_kv", 2)))
+    call = attention_and_gradients(documents, 600, "splash", sinks)
     assert memory.report(call, *shapes(1024, 1, 2, head_dim, dtype), target="v5p").temporaries > 0
 
 

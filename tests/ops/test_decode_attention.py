@@ -32,10 +32,15 @@ def attend(query, key, value, positions=Positions, **options):
     return decode_attention(query, key, value, Slot, HeadDim, positions=positions, **options)
 
 
-@pytest.mark.parametrize(("window", "scale"), [(None, None), (1, None), (4, 0.2)])
-def test_it_is_causal_attention_at_the_position_of_each_row(window, scale):
+SINKS = hax.random.normal(jax.random.key(9), (HeadsPerKV, KVHeads))
+
+
+@pytest.mark.parametrize(
+    ("window", "scale", "sinks"), [(None, None, None), (1, None, SINKS), (4, 0.2, SINKS)]
+)
+def test_it_is_causal_attention_at_the_position_of_each_row(window, scale, sinks):
     query, key, value = sequences()
-    options = dict(window=window, scale=scale)
+    options = dict(window=window, scale=scale, sinks=sinks)
 
     @jax.jit
     def both(positions):
@@ -99,6 +104,7 @@ def test_half_precision_has_wide_scores_and_sums():
         (dict(positions=Positions.astype(jnp.float32)), "positions must be integers; got float32"),
         (dict(positions=hax.arange(Axis("other", 2))), "positions have other=2; they may have"),
         (dict(positions=hax.arange(Slot)), "positions have slot=9; they may have"),
+        (dict(sinks=hax.ones((KVHeads, HeadDim))), "sinks have kv_heads=2, head_dim=6; they may have"),
     ],
 )
 def test_arguments_are_checked(change, message):

@@ -135,8 +135,9 @@ def attention(keys):
     query = hax.random.normal(keys[0], (Batch, Pos, KVHeads, Group, HeadDim))
     key, value = (hax.random.normal(one, (Batch, Pos, KVHeads, HeadDim)) for one in keys[1:3])
     documents = hax.broadcast_axis(hax.named(jnp.array([1, 1, 2, 2, 2, 2]), Pos), Batch)
-    return (query, key, value), lambda q, k, v: causal_attention(
-        q, k, v, Pos, KVHeads, HeadDim, documents=documents
+    sinks = hax.random.normal(keys[0], (KVHeads, Group))
+    return (query, key, value, sinks), lambda q, k, v, s: causal_attention(
+        q, k, v, Pos, KVHeads, HeadDim, documents=documents, sinks=s
     )
 
 

@@ -1,0 +1,149 @@
+"""Arguments of layers of several kinds: what the layers of each kind are given, and one tree again."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+import numpy as np
+from haliax import Axis, NamedArray
+
+from .._sweep.kinds import Pattern
+from .arguments import Argument, Caller, check_keys, check_sizes
+from .marks import (
+    Marked,
+    PerKind,
+    is_named,
+    is_named_or_shaped_array,
+    is_split_by,
+    raw_array,
+    take_marks_off,
+)
+from .stacking import take_rows
+
+
+def per_kind(values: Mapping[str, Any]) -> Any:
+    """Mark an argument of a `StackedPattern` that differs between the kinds of layers.
+
+    ```python
+    y = blocks.fold(x, per_kind({"local": local_caches, "global": global_caches}))
+    ```
+
+    Args:
+        values: for the name of each kind, what its layers are given: arrays with an entry for each layer of
+            this kind are split over these, as other arguments are over all; `shared` and `per_layer` choose.
+
+    Returns:
+        A PyTree node that the fold replaces, for each layer, by the layer's part of the value for its kind.
+
+    Raises:
+        TypeError: for anything but a dict with names as keys.
+    """
+    if not isinstance(values, Mapping) or not all(isinstance(name, str) for name in values):
+        raise TypeError(f'per_kind takes a dict, {{"name of the kind": value, ...}}; got {values!r}.')
+    return PerKind(dict(values))
+
+
+@dataclasses.dataclass(frozen=True)
+class DividedArguments:
+    """Arguments of layers of several kinds, divided among these.
+
+    Attributes:
+        names: of the kinds.
+        axis: of all layers.
+        pattern: which layer is of which kind.
+        leaves: of the arguments.
+        are_split: which of these are split over the layers.
+        treedef: of the arguments, named arrays and what `per_kind` gives being leaves.
+    """
+
+    names: tuple[str, ...]
+    axis: Axis
+    pattern: Pattern
+    leaves: tuple[Any, ...]
+    are_split: tuple[bool, ...]
+    treedef: Any
+
+    def of(self, kind: int) -> Any:
+        """What the layers of a kind are given, marked."""
+        rows = self.pattern.layers_of(kind)
+
+        def part(leaf: Any, is_split: bool) -> Any:
+            if isinstance(leaf, PerKind):
+                return leaf.values[self.names[kind]]
+            return (
+                Marked(take_rows(leaf, self.axis, rows), "per_layer") if is_split else Marked(leaf, "shared")
+            )
+
+        return jtu.tree_unflatten(self.treedef, map(part, self.leaves, self.are_split))
+
+    def without_arrays(self) -> "DividedArguments":
+        """The same for `joined` alone, which reads no arrays."""
+        leaves = (PerKind({}) if isinstance(leaf, PerKind) else None for leaf in self.leaves)
+        return dataclasses.replace(self, leaves=tuple(leaves))
+
+    def joined(self, of_kinds: Sequence[Any]) -> Any:
+        """One tree from a tree for each kind, such as the cotangents of what each is given.
+
+        What is split is put together in the order of the layers; what is shared is added up.
+        """
+        parts = zip(*(self.treedef.flatten_up_to(tree) for tree in of_kinds), strict=True)
+
+        def join(leaf: Any, is_split: bool, found: tuple[Any, ...]) -> Any:
+            if isinstance(leaf, PerKind):
+                return PerKind(dict(zip(self.names, found, strict=True)))
+            there = [part for part in found if raw_array(part) is not None]
+            if is_split and there:
+                return in_order(found, self.axis, self.pattern)
+            return jax.tree.map(lambda *parts: sum(parts), *there) if there else found[0]
+
+        return jtu.tree_unflatten(self.treedef, map(join, self.leaves, self.are_split, parts))
+
+
+def divide(
+    arguments: Any, axis: Axis, names: Sequence[str], pattern: Pattern, caller: Caller
+) -> DividedArguments:
+    """Divide the arguments of layers of several kinds among these.
+
+    Raises:
+        ValueError: sizes are not that of the axis, an unmarked random key is a single one, or `per_kind` has
+            values for other kinds than there are; names the argument.
+    """
+    entries, tree = take_marks_off(arguments)
+    leaves = [leaf for _, leaf, _ in entries]
+    are_split = [is_split_by(rule, leaf, axis, is_named_or_shaped_array) for _, leaf, rule in entries]
+    named = [Argument(caller.name_of(path), leaf, rule) for path, leaf, rule in entries]
+    check_keys(named, axis)
+    check_sizes(axis, [argument for argument, is_ in zip(named, are_split, strict=True) if is_], caller.what)
+    for argument in named:
+        if isinstance(argument.leaf, PerKind):
+            _check_per_kind(argument, names, caller.what)
+    treedef = jtu.tree_structure(tree, is_leaf=lambda node: isinstance(node, NamedArray | PerKind))
+    return DividedArguments(tuple(names), axis, pattern, tuple(leaves), tuple(are_split), treedef)
+
+
+def _check_per_kind(argument: Argument, names: Sequence[str], what: str) -> None:
+    given = argument.leaf.values
+    if argument.rule != "default":
+        raise TypeError(
+            f"{what}: {argument.name} is {argument.rule}(per_kind(...)), and the mark would have no effect. "
+            f"Mark the values: per_kind({{name: stacked_remat.{argument.rule}(value), ...}})."
+        )
+    if not set(names) <= set(given):
+        raise ValueError(
+            f"{what} has layers of the kinds {', '.join(map(repr, names))}, and per_kind for {argument.name} "
+            f"has values for {', '.join(map(repr, given)) or 'none'}. Give one for each."
+        )
+
+
+def in_order(of_kinds: Sequence[Any], axis: Axis, pattern: Pattern) -> Any:
+    """Arrays with entries for the layers of each kind as one, with an entry for every layer in order."""
+    order = np.argsort(np.concatenate([pattern.layers_of(kind) for kind in range(len(of_kinds))]))
+    first = of_kinds[0]
+    if not is_named(first):
+        return jnp.concatenate(of_kinds)[order]
+    position = [other.name for other in first.axes].index(axis.name)
+    array = jnp.take(jnp.concatenate([part.array for part in of_kinds], position), order, position)
+    return NamedArray(array, tuple(axis if other.name == axis.name else other for other in first.axes))

@@ -1,0 +1,109 @@
+"""Layers of several kinds in one sweep: what those of a kind are given, and which layer is of which kind."""
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import numpy as np
+from jax import lax
+from jax.core import eval_jaxpr
+from jax.extend.core import Jaxpr
+
+from .slots import Arrays, Carry, entry_at
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Kind:
+    """Layers of one kind.
+
+    Attributes:
+        number: its place among the kinds.
+        jaxpr: one layer, `(shared, carry, x) -> (carry, y)` in leaves.
+        shared: which of the inputs that all layers share it reads, the constants of `jaxpr` first.
+        xs: which of the stacks hold its layers' own inputs, an entry for each layer of this kind.
+        ys: which of the stacked outputs are theirs.
+    """
+
+    number: int
+    jaxpr: Jaxpr
+    shared: tuple[int, ...]
+    xs: slice
+    ys: slice
+
+    @property
+    def carries(self) -> int:
+        """The number of carry leaves."""
+        return len(self.jaxpr.outvars) - (self.ys.stop - self.ys.start)
+
+    @property
+    def output_types(self) -> list[Any]:
+        """The types of a layer's outputs."""
+        return [out.aval for out in self.jaxpr.outvars[self.carries :]]
+
+    @property
+    def constants(self) -> int:
+        """How many of the shared inputs that it reads are constants."""
+        return len(self.jaxpr.constvars)
+
+    def pick_shared(self, shared: Sequence[T]) -> list[T]:
+        """What it reads of the shared inputs."""
+        return [shared[i] for i in self.shared]
+
+    def layer(self, shared: Arrays, carry: Carry, x: Arrays) -> tuple[Carry, Arrays]:
+        """Run one layer."""
+        given = self.pick_shared(shared)
+        outputs = eval_jaxpr(self.jaxpr, given[: self.constants], *given[self.constants :], *carry, *x)
+        return outputs[: self.carries], outputs[self.carries :]
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """Which layer is of which kind.
+
+    Attributes:
+        kinds: the number of each layer's kind, by the layer's index on the axis.
+    """
+
+    kinds: tuple[int, ...]
+
+    @property
+    def count(self) -> int:
+        """The number of kinds."""
+        return max(self.kinds, default=-1) + 1
+
+    @property
+    def counts(self) -> list[int]:
+        """How many layers there are of each kind."""
+        return [int(count) for count in self.before[-1]]
+
+    def layers_of(self, kind: int) -> list[int]:
+        """The indices of the layers of a kind."""
+        return [index for index, other in enumerate(self.kinds) if other == kind]
+
+    @functools.cached_property
+    def before(self) -> np.ndarray:
+        """How many layers of each kind come before each layer: `[layer, kind]`, and one row for the end."""
+        is_kind = np.asarray(self.kinds)[:, None] == np.arange(self.count)
+        return np.concatenate([np.zeros((1, self.count), np.int32), np.cumsum(is_kind, 0, dtype=np.int32)])
+
+    def at(self, index: Any, run: Callable[[int, Any, T], T], state: T, *, branches: bool = False) -> T:
+        """`run(kind, row, state)` for the layer at `index`, its kind and its row in the stacks of that kind.
+
+        `run` is traced once for each kind. The state keeps its types, and XLA updates it in place: in one
+        loop for each kind, which runs once or not at all, or in the branches of a conditional. In branches
+        XLA for GPUs copies stacks of equal shape.
+        """
+        if isinstance(index, int):
+            kind = self.kinds[index]
+            return run(kind, int(self.before[index, kind]), state)
+        kinds, rows = np.asarray(self.kinds, np.int32), self.before[np.arange(len(self.kinds)), [*self.kinds]]
+        kind, row = entry_at(kinds, index), entry_at(rows, index)
+        if branches:
+            return lax.switch(kind, [functools.partial(run, k, row) for k in range(self.count)], state)
+        for k in range(self.count):
+            trips = (kind == k).astype(np.int32)
+            state = lax.fori_loop(0, trips, lambda _, state, k=k: run(k, row, state), state)
+        return state

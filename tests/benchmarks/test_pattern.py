@@ -1,0 +1,62 @@
+"""Tests of the benchmark of layers that alternate at small sizes, and of the memory that it recorded."""
+
+import functools
+import importlib.util
+import json
+
+import pytest
+
+from benchmarks.pattern import KINDS, main, measure_memory
+from benchmarks.record import RESULTS
+from benchmarks.residual_mlp import Sizes
+
+NO_CUDA = not any(importlib.util.find_spec(f"jax_cuda{version}_plugin") for version in (12, 13))
+NO_TPU = importlib.util.find_spec("libtpu") is None
+FULL = Sizes(inner=16_384)
+MIXED = [kinds for kinds in KINDS if len(kinds.shares) > 1]
+
+
+@functools.cache
+def recorded(target):
+    rows = json.loads((RESULTS / f"pattern_memory_{target}.json").read_text())["rows"]
+    return {row["name"]: row for row in rows}
+
+
+def of(target, kinds, remat, form="StackedPattern"):
+    return recorded(target)[f"{form}, {kinds.name}, {remat}"]
+
+
+@pytest.mark.parametrize("remat", [True, "nested", "offload"])
+@pytest.mark.parametrize("kinds", MIXED, ids=lambda kinds: kinds.name)
+def test_kinds_take_the_memory_of_the_widest_and_the_arithmetic_of_all(kinds, remat):
+    carry = 2 * FULL.tokens * FULL.width
+    for target, more in (("h200", 0.01), ("v5p", 2.05)):
+        found, alone = of(target, kinds, remat), of(target, KINDS[0], remat)
+        assert found["flops_exact"]
+        assert found["temporaries"] <= alone["temporaries"] + more * carry
+        if set(kinds.shares) == {1}:
+            assert found["matmul_flops"] == alone["matmul_flops"]
+        else:
+            assert found["matmul_flops"] < alone["matmul_flops"]
+
+
+@pytest.mark.parametrize(
+    "target",
+    [
+        pytest.param("h200", marks=pytest.mark.skipif(NO_CUDA, reason="JAX's CUDA plugin is not installed")),
+        pytest.param("v5p", marks=pytest.mark.skipif(NO_TPU, reason="libtpu is not installed")),
+    ],
+)
+def test_memory_is_within_a_twentieth_of_what_the_benchmark_recorded(target):
+    rows = measure_memory(FULL, target, KINDS[3:4])
+    for row in rows:
+        assert row["temporaries"] <= 1.05 * recorded(target)[row["name"]]["temporaries"]
+
+
+@pytest.mark.deep
+def test_it_writes_what_it_measures(tmp_path):
+    tiny = ["--tokens=16", "--width=8", "--inner=16", "--dtype=float32", f"--out={tmp_path}"]
+    rows = json.loads(main([*tiny, "--layers=10"]).read_text())["rows"]
+    assert len(rows) == 3 * len(KINDS) + 1 and all(row["temporaries"] > 0 for row in rows)
+    timed = json.loads(main([*tiny, "--run", "--rounds=2", "--layers=4"]).read_text())["rows"]
+    assert [row["to_python_loop"] for row in timed][-1] == 1.0

@@ -1,0 +1,226 @@
+"""gpt-oss: its `config.json`, its fused tensors, MXFP4, and the names of its adapters."""
+
+import dataclasses
+import re
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from haliax import Axis
+from safetensors.numpy import load_file, save_file
+
+from models.gpt_oss import GptOssConfig
+from models.gpt_oss.peft import peft_names
+from models.hf_io.decoder_weights import num_tensors, read_decoder, write_decoder
+from models.hf_io.formats import config_from_hf, config_to_hf, read_hf_config
+from models.hf_io.safetensors_folder import SINGLE, SafetensorsFolder, WeightsError
+from models.transformer.config import AttentionConfig, ExpertsConfig
+from models.transformer.decoder import Decoder
+from stacked_remat import StackedPattern
+from stacked_remat.lora import PeftParameter
+from stacked_remat.ops import YarnRotary
+
+PUBLISHED = {  # gpt-oss-20b
+    "architectures": ["GptOssForCausalLM"],
+    "attention_bias": True,
+    "attention_dropout": 0.0,
+    "eos_token_id": 200_002,
+    "experts_per_token": 4,
+    "head_dim": 64,
+    "hidden_act": "silu",
+    "hidden_size": 2880,
+    "initial_context_length": 4096,
+    "initializer_range": 0.02,
+    "intermediate_size": 2880,
+    "layer_types": ["sliding_attention", "full_attention"] * 12,
+    "max_position_embeddings": 131_072,
+    "model_type": "gpt_oss",
+    "num_attention_heads": 64,
+    "num_experts_per_tok": 4,
+    "num_hidden_layers": 24,
+    "num_key_value_heads": 8,
+    "num_local_experts": 32,
+    "output_router_logits": False,
+    "pad_token_id": 199_999,
+    "quantization_config": {
+        "modules_to_not_convert": ["model.layers.*.self_attn", "model.layers.*.mlp.router"],
+        "quant_method": "mxfp4",
+    },
+    "rms_norm_eps": 1e-5,
+    "rope_scaling": {
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "factor": 32.0,
+        "original_max_position_embeddings": 4096,
+        "rope_type": "yarn",
+        "truncate": False,
+    },
+    "rope_theta": 150_000,
+    "router_aux_loss_coef": 0.9,
+    "sliding_window": 128,
+    "swiglu_limit": 7.0,
+    "tie_word_embeddings": False,
+    "transformers_version": "4.55.0.dev0",
+    "use_cache": True,
+    "vocab_size": 201_088,
+}
+
+Vocab = Axis("vocab", 10)
+CONFIG = GptOssConfig(
+    hidden_dim=32,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    attention=AttentionConfig(head_dim=6, bias=True, window=3, windowed_layers=(0,)),
+    experts=ExpertsConfig(3, 2, 64, load_balance_weight=0.001),
+)
+
+
+def test_the_published_config_is_read_and_written_without_its_quantization():
+    config, vocab_size = config_from_hf(PUBLISHED)
+    assert config.num_weights(vocab_size) == 20_914_757_184
+    assert config.rotary.theta == 150_000 and config.rotary.scaling == YarnRotary(32.0, 4096, truncate=False)
+    windows = [config.kind_of(layer).window for layer in range(4)]
+    assert windows == [128, None, 128, None] and config.sparse.load_balance_weight == 0.9
+    written = config_to_hf(config, vocab_size, dtype="bfloat16")
+    assert "quantization_config" not in written and config_from_hf(written) == (config, vocab_size)
+    left_out = ("rope_scaling", "rope_theta", "layer_types", "sliding_window", "rms_norm_eps", "head_dim")
+    no_window = dataclasses.replace(config, attention=AttentionConfig(head_dim=64, bias=True))
+    written = config_to_hf(no_window, vocab_size, dtype="bfloat16")
+    assert written["sliding_window"] == 128 and config_from_hf(written)[0] == no_window
+    usual = {name: value for name, value in PUBLISHED.items() if name not in left_out}
+    assert config_from_hf(usual)[0] == config
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"swiglu_limit": 5.0}, "swiglu_limit is 5.0; only 7.0 is supported"),
+        ({"swiglu_alpha": 1.0}, "swiglu_alpha is 1.0; only 1.702 is supported"),
+        ({"experts_per_token": 2}, "num_experts_per_tok is 4 and experts_per_token is 2"),
+        ({"layer_types": ["full_attention"]}, "layer_types has 1 entries for 24 layers"),
+        ({"sliding_window": None}, "layer_types has sliding_attention, but sliding_window is null"),
+        ({"quantization_config": {"quant_method": "awq"}}, "only quant_method 'mxfp4' is supported"),
+        ({"quantization_config": {"quant_method": "mxfp4", "bits": 3}}, "only quant_method 'mxfp4'"),
+        ({"qk_norm": True}, "qk_norm: unknown fields of a gpt_oss decoder"),
+    ],
+)
+def test_unsupported_fields_are_refused(fields, message):
+    with pytest.raises(ValueError, match=message):
+        config_from_hf(PUBLISHED | fields)
+
+
+@pytest.mark.parametrize("change", [{"dense_layers": (0,)}, {"norm_topk_prob": False}])
+def test_what_a_gpt_oss_has_not_is_refused(change):
+    with pytest.raises(ValueError, match=next(iter(change))):
+        dataclasses.replace(CONFIG, experts=dataclasses.replace(CONFIG.experts, **change))
+
+
+def test_sizes_without_effect_are_refused():
+    with pytest.raises(ValueError, match="mlp_dim = 8 has no effect"):
+        dataclasses.replace(CONFIG, mlp_dim=8)
+    with pytest.raises(ValueError, match="windowed_layers names no layer"):
+        AttentionConfig(window=3, windowed_layers=())
+
+
+@pytest.fixture(scope="module")
+def decoder():
+    shapes = eqx.filter_eval_shape(Decoder.init, CONFIG, Vocab, key=jax.random.key(0))
+    rng = np.random.default_rng(0)
+    return jax.tree.map(lambda leaf: jnp.asarray(rng.normal(size=leaf.shape), jnp.float32), shapes)
+
+
+@pytest.fixture
+def folder(decoder, tmp_path):
+    write_decoder(tmp_path / "weights", decoder)
+    return tmp_path / "weights"
+
+
+def assert_equal(one, other):
+    for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_experts_are_fused_with_gate_and_up_in_turns(decoder, folder):
+    tensors = load_file(folder / SINGLE)
+    assert len(tensors) == num_tensors(CONFIG) == 3 + 2 * (2 + 8 + 1 + 2 + 4)
+    assert sum(array.size for array in tensors.values()) == CONFIG.num_weights(Vocab.size)
+    experts = decoder.layers[1].mlp.experts.get_layer(2)
+    mlp = "model.layers.1.mlp.experts"
+    whole, bias = (tensors[f"{mlp}.{name}"][2] for name in ("gate_up_proj", "gate_up_proj_bias"))
+    assert whole.shape == (32, 128)
+    for part, linear in enumerate((experts.gate_proj, experts.up_proj)):
+        np.testing.assert_array_equal(whole[:, part::2].T, linear.weight.array)
+        np.testing.assert_array_equal(bias[part::2], linear.bias.array)
+    np.testing.assert_array_equal(tensors[f"{mlp}.down_proj"][2].T, experts.down_proj.weight.array)
+    np.testing.assert_array_equal(tensors[f"{mlp}.down_proj_bias"][2], experts.down_proj.bias.array)
+    sinks = decoder.layers[1].attention.sinks
+    np.testing.assert_array_equal(tensors["model.layers.1.self_attn.sinks"], sinks.array.reshape(-1))
+    config, vocab_size = read_hf_config(folder)
+    assert config == CONFIG
+    assert_equal(read_decoder(folder, config, Axis("vocab", vocab_size)), decoder)
+
+
+_NIBBLES = [0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6]
+
+
+def by_hand(blocks, scales):
+    """`[expert, out, block, byte]` to `[expert, in, out]`, a value at a time."""
+    experts, wide, count, size = blocks.shape
+    out = np.zeros((experts, count * size * 2, wide))
+    for e, w, block, byte in np.ndindex(blocks.shape):
+        for half, nibble in enumerate((blocks[e, w, block, byte] & 15, blocks[e, w, block, byte] >> 4)):
+            factor = 2.0 ** (int(scales[e, w, block]) - 127)
+            out[e, 2 * (block * size + byte) + half, w] = _NIBBLES[nibble] * factor
+    return out
+
+
+def test_tensors_in_mxfp4_are_read(decoder, folder):
+    tensors, rng, expected = load_file(folder / SINGLE), np.random.default_rng(0), {}
+    for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
+        experts, narrow, wide = tensors.pop(name).shape
+        blocks = rng.integers(0, 256, (experts, wide, narrow // 32, 16), np.uint8)
+        scales = rng.integers(100, 150, blocks.shape[:3], np.uint8)
+        tensors |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+        expected[name] = by_hand(blocks, scales)
+    save_file(tensors, folder / SINGLE)
+    opened = SafetensorsFolder.open(folder)
+    for name, values in expected.items():
+        np.testing.assert_array_equal(opened.read(name), values)
+        np.testing.assert_array_equal(opened.read(name, (1,)), values[1])
+    again = read_decoder(folder, CONFIG, Vocab)
+    assert isinstance(again.layers, StackedPattern)
+    gate = again.layers.stacks["sliding_sparse"].stacked.mlp.experts.stacked.gate_proj.weight.array
+    whole = expected["model.layers.0.mlp.experts.gate_up_proj"]
+    np.testing.assert_array_equal(gate[0], np.swapaxes(whole[..., ::2], -1, -2))
+    save_file({**tensors, name: np.zeros((1,), np.float32)}, folder / SINGLE)
+    with pytest.raises(WeightsError, match="has it in MXFP4. Remove one"):
+        SafetensorsFolder.open(folder)
+    damaged = {f"{name}_blocks": np.zeros(16, np.uint8), f"{name}_scales": np.zeros((), np.uint8)}
+    save_file(tensors | damaged, folder / SINGLE)
+    with pytest.raises(WeightsError, match=re.escape(f"missing: {name}")):
+        read_decoder(folder, CONFIG, Vocab)
+    scales = f"{name}_scales"
+    save_file({**tensors, scales: tensors[scales][:, :-1]}, folder / SINGLE)
+    with pytest.raises(WeightsError, match=re.escape(f"missing: {name}")):
+        read_decoder(folder, CONFIG, Vocab)
+
+
+def test_adapters_of_experts_are_in_two_parameters():
+    name = peft_names(CONFIG)
+    assert name("layers.sparse.*.attention.q_proj", (0,)) == "model.layers.1.self_attn.q_proj"
+    assert name("layers.sparse.*.mlp.router", (0,)) == PeftParameter("model.layers.1.mlp.router", "weight")
+    module = "model.layers.1.mlp.experts"
+    assert name("layers.sparse.*.mlp.experts.*.up_proj", (0, 2)) == PeftParameter(
+        module, "gate_up_proj", 2, 3, part=1, parts=2, interleaved=True
+    )
+    assert name("layers.sparse.*.mlp.experts.*.down_proj", (0, 2)) == PeftParameter(
+        module, "down_proj", 2, 3, order=1
+    )
+    for path in ("embedding", "layers.sparse.*.mlp.up_proj"):
+        with pytest.raises(ValueError, match="not a linear map"):
+            name(path, (0,))
+    with pytest.raises(ValueError, match="their layout is fused"):
+        peft_names(CONFIG, "separate")

@@ -1,0 +1,398 @@
+"""Layers of several kinds in one stack: what they compute, their gradients, and how they are taken apart."""
+
+import functools
+
+import equinox as eqx
+import haliax as hax
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from haliax import Axis
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+import stacked_remat as sr
+from stacked_remat import ScanCheckpointPolicy, Stacked, StackedPattern, memory, per_kind, streaming
+from tests.jaxprs import equations
+
+Embed = Axis("embed", 4)
+N = 7
+Layers = Axis("layers", N)
+
+
+class Tanh(eqx.Module):
+    weight: hax.NamedArray
+
+    @staticmethod
+    def init(key):
+        return Tanh(hax.random.normal(key, (Embed, Embed.alias("out"))) * 0.3)
+
+    def __call__(self, x, scale, own, shift):
+        h = hax.tanh(x.dot(self.weight, axis=Embed).rename({"out": "embed"}))
+        return x + h * scale + own + shift, None
+
+
+class Sine(eqx.Module):
+    weight: hax.NamedArray
+    gate: jax.Array
+
+    @staticmethod
+    def init(key):
+        return Sine(hax.random.normal(key, (Embed, Embed.alias("out"))) * 0.3, jax.random.normal(key, (4,)))
+
+    def __call__(self, x, scale, own, shift):
+        h = hax.sin(x.dot(self.weight, axis=Embed).rename({"out": "embed"}))
+        h = sr.checkpoint_name(h, "sine")
+        return x + h * scale * hax.named(self.gate, Embed) * own + shift, hax.sum(h)
+
+
+KINDS = {"tanh": Tanh, "sine": Sine, "cosine": Sine}
+PATTERNS = {
+    "cycle with remainder": ("tanh", "sine", "sine"),
+    "prefix": ("tanh", "tanh") + ("sine",) * 5,
+    "table of three kinds": ("sine", "cosine", "tanh", "tanh", "cosine", "sine", "tanh"),
+}
+POLICIES = [
+    True,
+    False,
+    "offload",
+    "nested",
+    ScanCheckpointPolicy(max_carries=2),
+    ScanCheckpointPolicy(nested=True, save_carries="offload"),
+    ScanCheckpointPolicy(nested=True, first_layers=2),
+    ScanCheckpointPolicy(save_block_internals=["sine"]),
+    ScanCheckpointPolicy(nested=True, save_block_internals=["sine"]),
+    "recompute",
+]
+
+
+def blocks_of(pattern, **options):
+    kinds = {name: KINDS[name] for name in pattern}
+    return StackedPattern.init(Layers, kinds, pattern, **options)(jax.random.split(jax.random.key(0), N))
+
+
+def arguments(blocks):
+    """The carry; an argument split over all layers; one for each kind; one that is shared."""
+    own = {name: jnp.linspace(0.5, 1.5, len(stack)) for name, stack in blocks.stacks.items()}
+    scale = hax.named(jnp.linspace(0.5, 1.5, N), Layers)
+    return hax.random.normal(jax.random.key(1), (Embed,)), scale, own, hax.ones(Embed) * 0.1
+
+
+def outputs_value(carry, outputs):
+    return hax.sum(carry * carry).array + sum(jnp.sum(jnp.cos(y)) for y in jax.tree.leaves(outputs))
+
+
+def looped(blocks, x, scale, own, shift):
+    outputs, seen = [], dict.fromkeys(blocks.pattern, 0)
+    for i, block in enumerate(blocks.unstacked()):
+        name = blocks.pattern[i]
+        x, y = block(x, scale["layers", i], own[name][seen[name]], shift)
+        seen[name] += 1
+        outputs.append(y)
+    return outputs_value(x, outputs)
+
+
+def swept(blocks, x, scale, own, shift, **options):
+    return outputs_value(*blocks.scan(x, scale, per_kind(own), shift, **options))
+
+
+def assert_close(actual, expected, tolerance=1e-5):
+    for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        PATTERNS["cycle with remainder"],
+        pytest.param(PATTERNS["prefix"], marks=pytest.mark.deep),
+        pytest.param(PATTERNS["table of three kinds"], marks=pytest.mark.deep),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("reverse", [False, True])
+def test_values_and_gradients_are_those_of_the_loop_under_every_policy(pattern, reverse):
+    blocks = blocks_of(pattern)
+    given = blocks, *arguments(blocks)
+
+    def loop(blocks, x, scale, own, shift):
+        if not reverse:
+            return looped(blocks, x, scale, own, shift)
+        backwards = {name: values[::-1] for name, values in own.items()}
+        return looped(blocks[::-1], x, scale["layers", ::-1], backwards, shift)
+
+    @jax.jit
+    def run(*given):
+        of_loop = jax.value_and_grad(loop, range(5))(*given)
+        ours = [
+            jax.value_and_grad(functools.partial(swept, remat=remat, reverse=reverse), tuple(range(5)))(
+                *given
+            )
+            for remat in POLICIES
+        ]
+        return of_loop, ours
+
+    expected, found = run(*given)
+    for remat, result in zip(POLICIES, found, strict=True):
+        try:
+            assert_close(result, expected)
+        except AssertionError as error:
+            raise AssertionError(f"under {remat!r}") from error
+
+
+def test_derivatives_of_derivatives_batches_and_loops_that_are_unrolled():
+    blocks = blocks_of(PATTERNS["cycle with remainder"], remat="nested")
+    x, *rest = arguments(blocks)
+
+    def squared_gradient(f):
+        def squares(blocks, x):
+            found = jax.grad(f, (0, 1))(blocks, x, *rest)
+            return sum(jnp.sum(leaf**2) for leaf in jax.tree.leaves(found))
+
+        return jax.grad(squares, (0, 1))
+
+    def batched(f):
+        def one(x):
+            return jax.grad(f, 1)(blocks, hax.named(x, Embed), *rest).array
+
+        return jax.vmap(one)
+
+    @jax.jit
+    def run(blocks, x, xs):
+        return [
+            (squared_gradient(f)(blocks, x), batched(f)(xs))
+            for f in (looped, swept, functools.partial(swept, unroll=True))
+        ]
+
+    expected, *found = run(blocks, x, jnp.stack([x.array, 2 * x.array]))
+    for result in found:
+        assert_close(result, expected, 1e-4)
+
+
+def test_outputs_are_those_of_each_kind_and_eager_calls_equal_compiled_ones():
+    blocks = blocks_of(PATTERNS["table of three kinds"])
+    x, scale, own, shift = arguments(blocks)
+    carry, outputs = blocks.scan(x, scale, per_kind(own), shift)
+    compiled = eqx.filter_jit(lambda blocks: blocks.scan(x, scale, per_kind(own), shift))(blocks)
+    assert_close((carry, outputs), compiled)
+    assert outputs["tanh"] is None
+    assert outputs["sine"].axes == (Layers.resize(2),) == outputs["cosine"].axes
+    folded = blocks.fold_via(lambda block, *args: block(*args)[0])(x, scale, per_kind(own), shift)
+    assert_close(folded, carry)
+    of_all = blocks.vmap(x, scale, per_kind(own), shift)
+    first = blocks[0](x, scale["layers", 0], own["sine"][0], shift)
+    assert_close(jax.tree.map(lambda leaf: leaf[0], of_all["sine"]), first)
+
+
+def test_a_visitor_sees_every_layer_with_its_kind_and_may_replace_it():
+    blocks = blocks_of(PATTERNS["cycle with remainder"], remat="nested")
+    x, scale, own, shift = arguments(blocks)
+    gradients = jax.grad(looped, range(5))(blocks, x, scale, own, shift)
+    (carry, outputs), sweep_back = blocks.scan_vjp(x, scale, per_kind(own), shift)
+    cotangent = jax.grad(outputs_value, (0, 1))(carry, outputs)
+    plain = sweep_back(cotangent)
+    of_args = plain.args[0], plain.args[1].values, plain.args[2]
+    assert_close((plain.layers, plain.carry, *of_args), gradients)
+
+    def visitor(visit, kinds):
+        layer, carry, args = visit.vjp("layer", "carry", "args")
+        new = jax.tree.map(lambda leaf, step: leaf - step, visit.layer, layer)
+        counts = kinds.at[["sine", "tanh"].index(visit.kind)].add(visit.layer_index)
+        state = visit.layer_state + len(jax.tree.leaves(layer))
+        return sr.LayerResult(carry, layer=new, args=args, state=counts, layer_state=state)
+
+    over_all = hax.zeros(Layers)
+    of_kinds = per_kind({name: jnp.zeros(len(stack)) for name, stack in blocks.stacks.items()})
+    for layer_state in (over_all, of_kinds):
+        found = sweep_back(cotangent, visitor, jnp.zeros(2, jnp.int32), layer_state)
+        assert_close(found.layers, jax.tree.map(lambda leaf, step: leaf - step, blocks, gradients[0]))
+        assert_close((found.args[0], found.args[1].values, found.args[2]), gradients[2:])
+        assert found.state.tolist() == [1 + 2 + 4 + 5, 0 + 3 + 6]
+        if layer_state is over_all:
+            assert found.layer_state.array.tolist() == [1, 2, 2, 1, 2, 2, 1]
+        else:
+            assert {name: set(x.tolist()) for name, x in found.layer_state.values.items()} == {
+                "sine": {2},
+                "tanh": {1},
+            }
+
+
+class Model(eqx.Module):
+    blocks: StackedPattern
+    head: jax.Array
+    gain: jax.Array
+
+
+@pytest.mark.parametrize("frozen", [None, pytest.param("sine", marks=pytest.mark.deep)])
+def test_a_fused_update_and_weights_on_the_host_equal_the_two_steps(frozen):
+    model = Model(
+        blocks_of(PATTERNS["cycle with remainder"], remat="nested"), jnp.linspace(0.1, 1.0, 4), jnp.ones(())
+    )
+    given = arguments(model.blocks)
+    trainable = jax.tree_util.tree_map_with_path(
+        lambda path, _: frozen is None or frozen not in jax.tree_util.keystr(path), model
+    )
+
+    def loss(model, x, scale, own, shift):
+        own = {"tanh": sr.shared(model.gain), "sine": own["sine"] * model.gain}
+        carry, outputs = model.blocks.scan(x, scale, per_kind(own), shift)
+        return outputs_value(carry * hax.named(model.head, Embed), outputs)
+
+    optimizer = optax.sgd(1e-2, momentum=0.9)
+    step = sr.fused_update(loss, optimizer, trainable=trainable, max_grad_norm=1.0)
+    trained, rest = eqx.partition(model, trainable)
+
+    @jax.jit
+    def run(model, trained):
+        gradients = jax.grad(lambda trained: loss(eqx.combine(trained, rest), *given))(trained)
+        norm = optax.tree.norm(gradients)
+        clipped = jax.tree.map(lambda leaf: leaf / jnp.maximum(norm, 1.0), gradients)
+        updates, _ = optimizer.update(clipped, optimizer.init(trained))
+        new = eqx.combine(eqx.apply_updates(trained, updates), rest)
+        on_host = streaming.to_host(model)
+        of_host = jax.grad(loss)(on_host, *given)
+        unrolled = eqx.tree_at(lambda model: model.blocks, on_host, on_host.blocks.with_remat("recompute"))
+        of_host = of_host, jax.grad(loss)(unrolled, *given)
+        fused = step(model, step.init(model), *given).model
+        return new, fused, jax.grad(loss)(model, *given), streaming.to_device(of_host)
+
+    new, fused, gradients, of_host = run(model, trained)
+    assert_close(fused, new)
+    for found in of_host:  # in float32, with numbers above 100
+        for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(gradients), strict=True):
+            np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6 * np.abs(other).max())
+
+
+def test_an_array_given_to_several_kinds_has_the_sum_of_their_gradients():
+    blocks = blocks_of(PATTERNS["cycle with remainder"], remat="nested")
+    x, scale, own, shift = arguments(blocks)
+    same = shift * 2
+
+    def value(same, shift):
+        own = per_kind({"tanh": sr.shared(same), "sine": sr.shared(same)})
+        return outputs_value(*blocks.scan(x, scale, own, shift))
+
+    expected = jax.grad(value, (0, 1))(same, same)
+
+    @jax.jit
+    def visited(same):
+        own = per_kind({"tanh": sr.shared(same), "sine": sr.shared(same)})
+        results, sweep_back = blocks.scan_vjp(x, scale, own, same)
+        found = sweep_back(jax.grad(outputs_value, (0, 1))(*results)).args
+        return hax.add(found[1].values["tanh"], found[1].values["sine"]), found[2]
+
+    assert_close(visited(same), expected)
+
+
+def test_layers_are_in_the_order_of_the_model():
+    blocks = blocks_of(PATTERNS["table of three kinds"])
+    kinds = {"sine": Sine, "cosine": Sine, "tanh": Tanh}
+    assert [type(block) for block in blocks] == [kinds[name] for name in blocks.pattern]
+    assert len(blocks) == N and eqx.tree_equal(blocks[-1], blocks.unstacked()[-1])
+    part = blocks[5:0:-2]
+    assert part.pattern == ("sine", "tanh", "cosine") and part.Layers == Layers.resize(3)
+    for block, expected in zip(part, blocks.unstacked()[5:0:-2], strict=True):
+        assert eqx.tree_equal(block, expected)
+    saved = blocks.to_state_dict("model")
+    assert saved["model.4.gate"].tolist() == blocks[4].gate.tolist()
+    empty = jax.tree.map(jnp.zeros_like, blocks)
+    assert eqx.tree_equal(empty.from_state_dict(saved, "model"), blocks)
+    flat = blocks.flatten_for_export().unflatten_from_export(blocks)
+    assert eqx.tree_equal(flat, blocks)
+    with pytest.raises(ValueError, match="missing: layer 4"):
+        empty.from_state_dict({k: v for k, v in saved.items() if ".4." not in k}, "model")
+    x, scale, own, shift = arguments(blocks)
+    none = blocks[:0]
+    assert eqx.tree_equal(none.fold_via(lambda block, x: x)(x), x)
+    own = {"sine": own["sine"][:1], "cosine": own["cosine"][:1]}
+    (_, outputs), whole = blocks[:2].scan(x, scale["layers", :2], per_kind(own), shift), blocks.pattern
+    assert outputs["tanh"] is None and "tanh" in whole
+
+
+def test_program_size_does_not_grow_with_depth():
+    def size(n):
+        Deep = Layers.resize(n)
+        keys = jax.random.split(jax.random.key(0), n)
+        blocks = StackedPattern.init(Deep, {"tanh": Tanh, "sine": Sine}, ("tanh", "sine"))(keys)
+
+        def loss(blocks):
+            step = blocks.fold_via(lambda block, x: block(x, 1.0, 1.0, 0.0)[0], remat="nested")
+            return hax.sum(step(hax.ones(Embed))).array
+
+        return len(list(equations(jax.make_jaxpr(jax.grad(loss))(blocks).jaxpr)))
+
+    assert size(12) == size(48)
+
+
+def test_arithmetic_is_that_of_the_kinds():
+    def products(make):
+        def loss(blocks):
+            step = blocks.fold_via(lambda block, x: block(x, 1.0, 1.0, 0.0)[0], remat="nested")
+            return hax.sum(step(hax.ones(Embed))).array
+
+        blocks = eqx.filter_eval_shape(make, jax.random.split(jax.random.key(0), 12))
+        return memory.count_flops(jax.make_jaxpr(jax.grad(loss))(blocks)).matmul
+
+    Deep = Layers.resize(12)
+    pattern = StackedPattern.init(Deep, {"a": Tanh, "b": Tanh}, ("a", "a", "b"))
+    assert products(pattern) == products(Stacked.init(Deep, Tanh))
+
+
+def test_layers_of_several_kinds_are_divided_over_devices():
+    blocks = blocks_of(PATTERNS["cycle with remainder"], remat="nested")
+    x, scale, own, shift = arguments(blocks)
+    rows = hax.random.normal(jax.random.key(2), (Axis("batch", 8), Embed))
+    mesh = Mesh(np.array(jax.devices()[:8]).reshape(2, 4), ("data", "model"))
+
+    def loss(blocks, rows):
+        return outputs_value(*blocks.scan(rows, scale, per_kind(own), shift))
+
+    def placed(leaf):
+        spec = (None, "model") if leaf.ndim > 2 and leaf.shape[1] == 4 else ()
+        return jax.device_put(leaf, NamedSharding(mesh, PartitionSpec(*spec)))
+
+    expected = jax.jit(jax.grad(loss))(blocks, rows)
+    sharded = jax.device_put(rows, NamedSharding(mesh, PartitionSpec("data")))
+    assert_close(jax.jit(jax.grad(loss))(jax.tree.map(placed, blocks), sharded), expected)
+
+
+def test_mistakes_are_refused_by_name():
+    with pytest.raises(ValueError, match="kind 'cos', and the kinds are 'tanh', 'sine'"):
+        StackedPattern.init(Layers, {"tanh": Tanh, "sine": Sine}, ("tanh", "cos"))
+    with pytest.raises(TypeError, match="a pattern of names"):
+        StackedPattern.init(Layers, {"tanh": Tanh}, "tanh")
+    with pytest.raises(TypeError, match="a pattern of names"):
+        StackedPattern.init(Layers, {"tanh": Tanh}, ("tanh", 1))
+    with pytest.raises(ValueError, match="pattern is of 8 layers, and `layers` has 7"):
+        StackedPattern.init(Layers, {"tanh": Tanh}, ("tanh",) * 8)
+    with pytest.raises(TypeError, match="a dict with a name for each"):
+        StackedPattern.init(Layers, [Tanh], ("tanh",))
+    blocks = blocks_of(PATTERNS["cycle with remainder"])
+    x, scale, own, shift = arguments(blocks)
+    with pytest.raises(ValueError, match="`layers` has 7 layers, and the pattern 3"):
+        StackedPattern(blocks.stacks, ("tanh", "sine", "sine"), Layers)
+    with pytest.raises(ValueError, match="3 layers of `layers` are of the kind 'tanh'.* has 4"):
+        StackedPattern({**blocks.stacks, "tanh": blocks.stacks["sine"]}, blocks.pattern, Layers)
+    with pytest.raises(ValueError, match="has values for 'sine'"):
+        blocks.scan(x, scale, per_kind({"sine": own["sine"]}), shift)
+    with pytest.raises(TypeError, match=r"own is per_layer\(per_kind.*Mark the values"):
+        blocks.scan(x, scale, sr.per_layer(per_kind(own)), shift)
+    with pytest.raises(TypeError, match="marked per_kind"):
+        blocks.scan(per_kind({"tanh": x, "sine": x}), scale, own, shift)
+    with pytest.raises(TypeError, match="for the arguments of a StackedPattern"):
+        blocks.stacks["sine"].scan(x, 1.0, per_kind(own), shift)
+    with pytest.raises(TypeError, match="StackedPattern.*no forward-mode derivative"):
+        jax.jvp(lambda x: blocks.scan(x, scale, per_kind(own), shift)[0], (x,), (x,))
+    with pytest.raises(ValueError, match=r"no array.*eqx.combine"):
+        eqx.filter(blocks, eqx.is_array, inverse=True).scan(x, scale, per_kind(own), shift)
+    with pytest.raises(ValueError, match=r"scale has `layers` of size 3"):
+        blocks.scan(x, scale["layers", :3], per_kind(own), shift)
+    with pytest.raises(ValueError, match=r"single random key"):
+        StackedPattern.init(Layers, {"tanh": Tanh}, ("tanh",))(jax.random.key(0))
+    with pytest.raises(ValueError, match="host_segment_length=2"):
+        blocks.fold(x, remat=ScanCheckpointPolicy(host_segment_length=2))
+    with pytest.raises(ValueError, match="one at a time"):
+        streaming.to_host(blocks, segment_length=2)
+    with pytest.raises(ValueError, match="carry"):
+        blocks.fold_via(lambda block, x: x if isinstance(block, Sine) else hax.sum(x))(x)

@@ -146,7 +146,7 @@ def small(kind: str, remat: ScanCheckpointSpec, adapters: bool, hidden: int = 25
     model = build_model(config, Vocab, remat=remat, key=jax.random.key(0))
     if not adapters:
         return model, jax.tree.map(lambda _: True, model)
-    model = apply_lora(model, LoraConfig(rank=8, targets=("stacks.*proj",)), key=jax.random.key(1))
+    model = apply_lora(model, LoraConfig(rank=8, targets=("layers.*proj",)), key=jax.random.key(1))
     return model, lora_filter(model)
 
 

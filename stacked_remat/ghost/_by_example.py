@@ -20,7 +20,8 @@ def one_at_a_time(
     """The loss, its gradients, and the dot products and squared norms of every example's.
 
     Runs forward and backward for one example after the other, and adds up the gradients: the arithmetic of
-    one step, and two gradients in memory.
+    one step, and two gradients in memory. Where examples may depend on each other, one more forward pass over
+    the batch compares their losses.
 
     Returns:
         The dot products and squares have `[layers, batch]` or `[batch]`, of the gradients of the examples'
@@ -48,14 +49,33 @@ def one_at_a_time(
             own, Layers = by_path[path], layers_of(scoring.model, path)
             dots[path] = dot(own, along, Layers)
             squares[path] = dot(own, own, Layers)
-        total = jax.tree.map(lambda sum_, new: sum_ + new.astype(jnp.float32) * scale, total, (value, found))
-        return total, (dots, squares)
+        total = jax.tree.map(lambda sum_, new: sum_ + new.astype(sum_.dtype) * scale, total, (value, found))
+        return total, (dots, squares, value)
 
-    zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), (jnp.zeros(()), params))
+    zeros = jax.tree.map(
+        lambda leaf: jnp.zeros(leaf.shape, jnp.promote_types(leaf.dtype, jnp.float32)),
+        (jnp.zeros((), jnp.float32), params),
+    )
     (value, summed), found = lax.scan(example, zeros, jnp.arange(Batch.size))
     gradients = jax.tree.map(lambda leaf, new: new.astype(leaf.dtype), params, summed)
-    dots, squares = jax.tree.map(lambda array: jnp.moveaxis(array, 0, -1), found)
+    dots, squares, losses = jax.tree.map(lambda array: jnp.moveaxis(array, 0, -1), found)
+    if where := scoring.mixing(per_example_loss, batch):
+        whole = objective.of_examples(per_example_loss(eqx.combine(params, static), batch))
+        value, dots, squares = _checked((value, dots, squares), losses, whole, where)
     return (value, None), gradients, dots, squares
+
+
+def _checked(found: Any, alone: Any, whole: Any, where: str) -> Any:
+    """What was found, with an error at run time where an example has another loss alone than in the batch."""
+    allowed = 0.01 * (jnp.abs(alone) + jnp.abs(whole)) + 1e-3 * jnp.max(jnp.abs(whole))
+    return eqx.error_if(
+        found,
+        jnp.any(jnp.abs(alone - whole) > allowed),
+        'norms=True, granularity="block" and "total" compute one example after the other, and examples have '
+        f"other losses alone than in this batch: see {where}. Keep what examples share out of "
+        "per_example_loss (divide by a constant, not by a sum over the batch), give each example a random "
+        'key of its own, or use granularity="leaf" without norms.',
+    )
 
 
 def dot(array: Any, other: Any, Layers: Axis | None) -> Any:

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ._rows import Rows, Units
+from ._units import Rows, Units
 from ._weights import Tangent
 
 
@@ -22,12 +22,14 @@ class _Meeting:
         rows: of each result.
         units: the scores' units.
         shape: of the probe.
+        varying: the axes of the mesh along which the score differs within a `jax.shard_map`.
     """
 
     tangent: Tangent
     rows: tuple[Rows, ...]
     units: Units
     shape: tuple[int, ...]
+    varying: frozenset[str]
 
 
 def deposit(results: list[Any], rows: list[Rows], units: Units, probe: Any, tangent: Tangent) -> list[Any]:
@@ -41,8 +43,17 @@ def deposit(results: list[Any], rows: list[Rows], units: Units, probe: Any, tang
         tangent: of the results, along the direction of the weight. It is evaluated in the backward pass.
     """
     arrays = [lax.stop_gradient(array) for array in tangent.arrays]
-    meeting = _Meeting(dataclasses.replace(tangent, arrays=[]), tuple(rows), units, probe.shape)
-    return _deposit(meeting, results, probe, arrays)
+    varying = frozenset().union(
+        *(jax.typeof(array).manual_axis_type.varying for array in (*results, *arrays, probe))
+    )
+    meeting = _Meeting(dataclasses.replace(tangent, arrays=[]), tuple(rows), units, probe.shape, varying)
+    return _deposit(meeting, results, _varying(probe, varying), arrays)
+
+
+def _varying(array: Any, axes: frozenset[str]) -> Any:
+    """The array, as one that may differ along all of these axes: its cotangent is summed over them."""
+    more = tuple(axes - jax.typeof(array).manual_axis_type.varying)
+    return lax.pcast(array, more, to="varying") if more else array
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -58,9 +69,12 @@ def _backward(meeting: _Meeting, arrays: list[Any], cotangents: list[Any]) -> tu
     tangents = meeting.tangent.evaluate(arrays)
     score = jnp.zeros(meeting.units.sizes or (1,), jnp.float32)
     for cotangent, tangent, rows in zip(cotangents, tangents, meeting.rows, strict=True):
-        product = cotangent.astype(jnp.float32) * tangent.astype(jnp.float32)
+        if jnp.iscomplexobj(tangent):
+            product = jnp.real(cotangent * tangent)
+        else:
+            product = cotangent.astype(jnp.float32) * tangent.astype(jnp.float32)
         score = score + sum_per_unit(product, rows, meeting.units)
-    return cotangents, score.reshape(meeting.shape), None
+    return cotangents, _varying(score.reshape(meeting.shape), meeting.varying), None
 
 
 _deposit.defvjp(_forward, _backward)

@@ -9,10 +9,20 @@ import jax.numpy as jnp
 import numpy as np
 from haliax import Axis, NamedArray
 
-from .._scan.marks import raw_array
+from .._messages import axes_text
+from .._scan.marks import is_named, raw_array
 from ._by_example import dot, one_at_a_time
 from ._found import GradDots
-from ._losses import Loss, Objective, Reduction, directions, trained_mask
+from ._losses import (
+    Loss,
+    Objective,
+    Reduction,
+    check_examples,
+    directions,
+    reduced_loss,
+    trained_mask,
+    without_marks,
+)
 from ._probed import Scoring, in_one_pass, layer_path, layers_of, shown_paths, sizes
 from ._stacks import leaves_with_paths
 
@@ -40,13 +50,7 @@ def val_direction(
         A tree like the model, None where nothing is trained.
     """
     objective = Objective(reduction, tokens)
-    params, static = eqx.partition(model, trained_mask(model, trainable))
-
-    def loss(params: Any) -> Any:
-        returned = per_example_loss(eqx.combine(params, static), val_batch)
-        objective.examples(returned)
-        return objective.reduced(returned)[0]
-
+    loss, params = reduced_loss(model, per_example_loss, val_batch, objective, trainable)
     return jax.grad(loss)(params)
 
 
@@ -62,6 +66,8 @@ def grad_dot(
     trainable: Any = eqx.is_inexact_array,
     norms: bool = False,
     per_token: str | None = None,
+    example_ids: Any = None,
+    Examples: Axis | None = None,
     coupled: bool = False,
     has_aux: bool = False,
     check: bool | float = False,
@@ -80,13 +86,17 @@ def grad_dot(
     multiplies with the cotangent of the result. Call it within `jax.jit`.
 
     Args:
-        model: any module. Its stacks (`Stacked`, `BlockSeq`) are called with `fold`, `scan`, `fold_via` or
-            `scan_via`, on the whole batch: not under `jax.vmap` or `jax.lax.map` over the examples.
+        model: any module. Its stacks (`Stacked`, `StackedPattern`, `BlockSeq`) are called with `fold`,
+            `scan`, `fold_via` or `scan_via`, on the whole batch: not under `jax.vmap` or `jax.lax.map` over
+            the examples, nor under `jax.grad`. The loss may change arrays before, layer by layer.
         per_example_loss: from the model and the batch to a loss for each example, `NamedArray[batch]` or a
             plain array `[batch]`, or, with `tokens`, for each token, the examples' axis first. The loss of
-            an example may depend on no other example.
+            an example may depend on no other example, from the scored weights on: batch norm and contrastive
+            losses are refused.
         batch: a tree. Named arrays with the axis of the examples, and plain arrays with its size as first
-            dimension, hold examples. The axis is that of the losses, or their first dimension.
+            dimension, hold examples; `stacked_remat.shared` marks a plain array of this size that all of them
+            share. The axis is that of the losses, or their first dimension. The loss function is also traced
+            with more examples, so it takes sizes from the batch.
         direction: a tree like the model with an array wherever gradients are to be scored, and None
             elsewhere: a gradient of a validation loss (`val_direction`), the same after an optimizer, or a
             task vector.
@@ -97,12 +107,24 @@ def grad_dot(
         granularity: "leaf": a score for each array, and each layer of a stack. "block": one for each layer,
             and each array outside of stacks. "total": only the total. The last two compute the gradient of
             one example after the other: exact for any model that takes a batch of one, with the arithmetic of
-            a plain step, a second gradient in memory, and no parallelism over examples.
+            a plain step, a second gradient in memory, and no parallelism over examples. An error at run time
+            says where an example has another loss alone than in the batch; to find that takes one more
+            forward pass where the program does not exclude it. A random key that all
+            examples share then draws numbers for a batch of one, so that dropout is another than in the whole
+            batch, and the same for every example: give each example a key of its own.
         trainable: which arrays are differentiated, a predicate of leaves or a tree of bools like the model.
         norms: also the norms of each example's gradient, one example after the other as for "block".
         per_token: the name of an axis of positions, for scores `[batch, position]`: what of the gradient
-            passes through the rows of each position. Of packed sequences that do not see each other,
-            `GradDots.per_document` adds them up to the scores of documents.
+            passes through the rows of each position.
+        example_ids: which example each token is of, where rows are not examples: the number of an example on
+            `Examples`, `NamedArray[batch, position]` for sequences that are packed into rows and do not see
+            each other, or `[rows]`, named or plain, for a batch of tokens in any order, such as sorted by
+            expert. Scores then have `Examples` in the place of these axes. The loss of an example is the sum
+            of the losses of its tokens or rows, or with `tokens="mean"` and positions the mean of its
+            tokens'; the loss that is differentiated does not change. With positions there are losses of
+            tokens, in the order of the tokens, and with "mean" of all. Tokens with a number outside of
+            `Examples` are left out. A loss belongs to the example through whose tokens it is computed.
+        Examples: the axis of the examples that `example_ids` counts.
         coupled: `per_example_loss` returns `(losses, scalar)`; the scalar, such as the auxiliary losses of
             routers, is added to the reduced loss. Its gradient is in `gradients`, and what of it passes
             through an example's rows is in that example's scores, multiplied by the number of examples for
@@ -118,7 +140,8 @@ def grad_dot(
 
     Raises:
         UnsupportedLeafError: names the path of an array that is used where no derivative along a direction
-            is known (kernels and custom derivatives), or where rows of examples can't be told apart.
+            is known (kernels, custom derivatives, derivatives of stacks), or where rows of examples can't be
+            told apart; or the operation in which the losses of examples come to depend on each other.
         ValueError, TypeError: losses, direction or options that do not fit.
 
     Cost: for "leaf" one product more for each linear map that is scored: 1.25 times the step's products where
@@ -127,67 +150,87 @@ def grad_dot(
     """
     objective = Objective(reduction, tokens, coupled, has_aux)
     by_example = norms or granularity != "leaf"
-    _check_options(granularity, by_example, per_token, coupled, has_aux)
-    if check is not False and not check > 0:
-        raise ValueError(f"check is True, False or a part above 0; got {check!r}.")
+    _check_options(granularity, check, (example_ids, Examples))
+    if by_example:
+        _check_leaf_only(per_token=per_token, example_ids=example_ids, coupled=coupled, has_aux=has_aux)
     params, static = eqx.partition(model, trained_mask(model, trainable))
     batch = jax.tree.map(lambda leaf: jnp.asarray(leaf) if isinstance(leaf, np.ndarray) else leaf, batch)
-    Batch = objective.examples(eqx.filter_eval_shape(per_example_loss, model, batch))
-    Position = None if per_token is None else _axis_of(batch, per_token)
-    scoring = Scoring(model, directions(params, direction), Batch, Position)
+    per_example_loss = without_marks(per_example_loss)
+    losses = eqx.filter_eval_shape(per_example_loss, model, batch)
+    Batch = objective.examples(losses)
+    if by_example:
+        check_examples(model, per_example_loss, batch, Batch)
+    Position = _positions(batch, Batch, per_token, example_ids)
+    if example_ids is not None and Position is not None:
+        objective.check_tokens(losses, Position)
+    losses_of = "example" if example_ids is None else "row" if Position is None else "token"
+    scoring = Scoring(model, directions(params, direction), Batch, Position, losses_of)
     find = one_at_a_time if by_example else in_one_pass
     (value, aux), gradients, scores, squares = find(
         scoring, params, static, per_example_loss, batch, objective
     )
     if check is not False:
-        scores = _checked(
-            scoring, gradients, scores, objective.scale(Batch.size), 1e-3 if check is True else check
-        )
+        scores = _checked(scoring, gradients, scores, objective.scale(Batch.size), check)
     covered, uncovered = sizes(params, scoring.direction, model)
     every, of_squares = scoring.named(scores), scoring.named(squares or {})
-    shown = shown_paths(model)
-    groups = {shown[path]: layer_path(model, path) or shown[path] for path in scoring.direction}
-    if granularity != "leaf":
-        named = _grouped(every, groups) if granularity == "block" else {}
-        of_norms = _grouped(of_squares, groups) if granularity == "block" else {}
-    else:
-        named, of_norms = every, of_squares
     arrays = [raw_array(leaf).astype(jnp.float32) for leaf in scoring.direction.values()]
     found = GradDots(
         loss=value,
-        scores=named,
+        scores=_grouped(scoring, granularity, every),
         total=_total(every, scoring.axes),
         direction_norm=jnp.sqrt(sum((jnp.sum(jnp.square(array)) for array in arrays), jnp.zeros(()))),
-        norms={path: hax.sqrt(square) for path, square in of_norms.items()} if norms else None,
+        norms=jax.tree.map(jnp.sqrt, _grouped(scoring, granularity, of_squares)) if norms else None,
         total_norm=hax.sqrt(_total(of_squares, scoring.axes)) if norms else None,
         aux=aux,
         covered=covered,
         uncovered=uncovered,
     )
+    if example_ids is not None and Examples is not None:
+        ids = example_ids if is_named(example_ids) else NamedArray(jnp.asarray(example_ids), scoring.axes)
+        found = found.per_document(ids, Examples, of_mean=tokens == "mean" and Position is not None)
     return gradients, found
 
 
-def _check_options(
-    granularity: str, by_example: bool, per_token: str | None, coupled: bool, has_aux: bool
-) -> None:
+def _check_options(granularity: str, check: bool | float, of_examples: tuple[Any, Any]) -> None:
     if granularity not in ("leaf", "block", "total"):
         raise ValueError(f'granularity is "leaf", "block" or "total"; got {granularity!r}.')
-    options = {"per_token": per_token is not None, "coupled": coupled, "has_aux": has_aux}
-    refused = [name for name, given in options.items() if given]
-    if by_example and refused:
+    if check is not False and not check > 0:
+        raise ValueError(f"check is True, False or a part above 0; got {check!r}.")
+    if [one is None for one in of_examples] in ([True, False], [False, True]):
+        raise ValueError("example_ids and Examples, the axis of what they count, are given together.")
+
+
+def _check_leaf_only(**options: Any) -> None:
+    refused = [name for name, given in options.items() if given is not None and given is not False]
+    if refused:
         raise ValueError(
             f'{refused[0]} needs granularity="leaf" and norms=False: otherwise the gradient of one example '
             "is computed after the other."
         )
 
 
-def _axis_of(batch: Any, name: str) -> Axis:
-    for leaf in jax.tree.leaves(batch, is_leaf=lambda node: isinstance(node, NamedArray)):
-        if isinstance(leaf, NamedArray):
-            for axis in leaf.axes:
-                if axis.name == name:
-                    return axis
-    raise ValueError(f"per_token={name!r}: no named array of the batch has this axis.")
+def _positions(batch: Any, Batch: Axis, per_token: str | None, example_ids: Any) -> Axis | None:
+    """The axis of positions, where scores are found for each."""
+    name = per_token
+    if example_ids is not None:
+        if per_token is not None:
+            raise ValueError("per_token gives scores of tokens, and example_ids of examples: leave one out.")
+        axes = example_ids.axes if is_named(example_ids) else (Batch,) * jnp.ndim(example_ids)
+        names = [axis.name for axis in axes if axis.name != Batch.name]
+        dtype = jnp.result_type(raw_array(example_ids))
+        if not jnp.issubdtype(dtype, jnp.integer) or len(axes) != len(names) + 1 or len(names) > 1:
+            raise ValueError(
+                f"example_ids are integers with the axis {Batch.name!r} of the losses, and for packed "
+                f"sequences one of positions, which needs a named array; got {dtype} with {axes_text(axes)}."
+            )
+        name = names[0] if names else None
+    if name is None:
+        return None
+    for leaf in jax.tree.leaves(batch, is_leaf=is_named):
+        found = [axis for axis in leaf.axes if axis.name == name] if is_named(leaf) else []
+        if found:
+            return found[0]
+    raise ValueError(f"No named array of the batch has the axis {name!r}, of which scores are asked for.")
 
 
 def _total(scores: dict[str, NamedArray], axes: tuple[Axis, ...]) -> NamedArray:
@@ -197,16 +240,18 @@ def _total(scores: dict[str, NamedArray], axes: tuple[Axis, ...]) -> NamedArray:
     return total
 
 
-def _grouped(scores: dict[str, NamedArray], groups: dict[str, str]) -> dict[str, NamedArray]:
-    found: dict[str, NamedArray] = {}
-    for path, score in scores.items():
-        group = groups[path]
+def _grouped(scoring: Scoring, granularity: str, scores: dict[str, NamedArray]) -> dict[str, NamedArray]:
+    if granularity == "leaf":
+        return scores
+    shown, found = shown_paths(scoring.model), {}
+    for path in scoring.direction if granularity == "block" and scores else ():
+        group, score = layer_path(scoring.model, path) or shown[path], scores[shown[path]]
         found[group] = found[group] + score if group in found else score
     return found
 
 
 def _checked(
-    scoring: Scoring, gradients: Any, scores: dict[str, Any], scale: float, tolerance: float
+    scoring: Scoring, gradients: Any, scores: dict[str, Any], scale: float, check: bool | float
 ) -> dict[str, Any]:
     """The scores, with an error at run time unless they add up.
 
@@ -215,8 +260,9 @@ def _checked(
         gradients: of the reduced loss.
         scores: of the examples' own losses.
         scale: of these, by their parts in the reduced loss.
-        tolerance: see `check` of `grad_dot`.
+        check: see `grad_dot`.
     """
+    tolerance = 1e-3 if check is True else check
     by_path, shown, checked = dict(leaves_with_paths(gradients)), shown_paths(scoring.model), {}
     for path, along in scoring.direction.items():
         gradient, Layers = by_path[path], layers_of(scoring.model, path)

@@ -9,10 +9,20 @@ import jax.numpy as jnp
 from jax.extend.core import Literal, jaxprs_in_params
 
 from .._noted import Notes
+from ..ops.cross_entropy import CrossEntropyCall
 from ..ops.grouped_experts import ExpertsCall
 from ._deposit import deposit
-from ._parts import scored_experts, scored_per_device
-from ._rows import Rows, Units, has_units, of_input, of_outputs
+from ._parts import (
+    check_apart,
+    is_of_head,
+    scored_cross_entropy,
+    scored_experts,
+    scored_per_device,
+    scored_stack,
+)
+from ._rows import of_outputs, paired, unstacked_of_scan
+from ._stacks import contains_stack, stack_p
+from ._units import Rows, Units, has_units, of_input
 from ._values import UnsupportedLeafError, Value, constant, paths_of, plain_rows
 from ._weights import Applied, Leaf, Tangent, bind, leaves_of
 
@@ -43,6 +53,9 @@ class Program:
         leaves: dict[int, Leaf],
         data: Sequence[int] = (),
         checked: int | None = None,
+        consts: Sequence[Any] | None = None,
+        rows: Sequence[Rows] = (),
+        carried: int = 0,
     ) -> list[Any]:
         """The results.
 
@@ -51,21 +64,28 @@ class Program:
             leaves: those of the inputs that are scored.
             data: inputs that depend on the examples, where there is only one.
             checked: how many of the results are part of the loss, all by default.
+            consts: in the place of the jaxpr's constants; they may depend on the examples.
+            rows: of the first inputs, empty for those of which the sizes tell them.
+            carried: how many of the last ones of these are the carry, whose rows the first results have too.
 
         Raises:
             UnsupportedLeafError: a weight reaches such a result and never meets data of examples, so that
                 its score would be lost.
         """
-        others = self.other.jaxpr.invars if self.other is not None else [None] * len(inputs)
+        jaxpr, other = self.jaxpr.jaxpr, self.other and self.other.jaxpr
+        inputs = [*(self.jaxpr.consts if consts is None else consts), *inputs]
+        others = [None] * len(inputs) if other is None else [*other.constvars, *other.invars]
         given = []
-        for at, (array, other) in enumerate(zip(inputs, others, strict=True)):
+        for at, (array, larger) in enumerate(zip(inputs, others, strict=True), -len(jaxpr.constvars)):
             if at in leaves:
-                given.append(Value(array, node=leaves[at], rows=plain_rows(array)))
+                given.append(Value(array, plain_rows(array), leaves[at]))
             else:
-                rows = of_input(array.shape, other.aval.shape, self.units) if other else plain_rows(array)
-                given.append(Value(array, rows, depends=at in data or has_units(rows)))
-        consts = [constant(const) for const in self.jaxpr.consts]
-        found = self._run(self.jaxpr.jaxpr, self.other and self.other.jaxpr, [*consts, *given])
+                sized = (
+                    of_input(jnp.shape(array), larger.aval.shape, self.units) if larger else plain_rows(array)
+                )
+                own = rows[at] if 0 <= at < len(rows) and rows[at] else sized
+                given.append(Value(array, own, depends=at in data or has_units(own)))
+        found = self._run(jaxpr, other, given)
         if any(value.node is not None for value in found[:checked]):
             raise UnsupportedLeafError(
                 f"{paths_of(found[:checked])} goes into a result of the loss function or of a layer without "
@@ -74,14 +94,15 @@ class Program:
                 'weight penalties outside of layers, or use granularity="block" or "total".'
             )
         if checked is None and self.other is not None:
-            self._check_results([*leaves.values()], found)
+            self._check_results([*leaves.values()], found, rows[len(rows) - carried :])
         return [value.array for value in found]
 
-    def _check_results(self, leaves: Sequence[Leaf], found: Sequence[Value]) -> None:
-        """Whether a layer's results have the rows that its caller takes them to have, by their sizes."""
-        for value, var in zip(found, self.other.jaxpr.outvars, strict=True):
+    def _check_results(self, leaves: Sequence[Leaf], found: Sequence[Value], carry: Sequence[Rows]) -> None:
+        """Whether a layer's results have the rows that its caller takes them to have."""
+        for at, (value, var) in enumerate(zip(found, self.other.jaxpr.outvars, strict=True)):
             sized = of_input(jnp.shape(value.array), var.aval.shape, self.units)
-            if any(dim is not None and dim != own for dim, own in zip(sized, value.rows, strict=True)):
+            wanted = carry[at] if at < len(carry) and carry[at] else sized
+            if any(dim is not None and dim != own for dim, own in zip(wanted, value.rows, strict=True)):
                 raise UnsupportedLeafError(
                     f"The layer of {', '.join(leaf.path for leaf in leaves)} has a result, and it can't be "
                     "told which rows of it are of which example. Keep the axis of examples apart, or use "
@@ -100,17 +121,17 @@ class Program:
                 return constant(jnp.asarray(atom.val, jnp.result_type(atom.aval)))
             return values[atom]
 
-        others = [] if other is None else other.eqns
-        for at, equation in enumerate(jaxpr.eqns):
-            twin = others[at] if at < len(others) else None
-            if twin is None or twin.primitive is not equation.primitive:
-                others, twin = [], None
+        for equation, twin in paired(jaxpr.eqns, () if other is None else other.eqns):
             operands = [read(atom) for atom in equation.invars]
             values |= dict(zip(equation.outvars, self._step(equation, twin, operands), strict=True))
         return [read(atom) for atom in jaxpr.outvars]
 
     def _step(self, equation: Any, twin: Any, operands: list[Value]) -> list[Value]:
         name, rule = equation.primitive.name, self.notes.rule_of(equation)
+        if equation.primitive is stack_p:
+            arrays = scored_stack(self, equation, twin, operands)
+            found = self._results(equation, twin, operands, arrays)
+            return [dataclasses.replace(value, depends=True) for value in found]
         weighted = any(value.node is not None for value in operands)
         if name in _CALLS and rule is None and (weighted or _is_alike(equation, twin)):
             inner, other = _called(equation), _called(twin) if twin else None
@@ -118,6 +139,8 @@ class Program:
             return self._run(inner.jaxpr, other and other.jaxpr, [*consts, *operands])
         if name in _CHECKPOINTS and weighted:
             return self._checkpointed(equation, twin, operands)
+        if contains_stack(equation):
+            return self._looped(equation, twin, operands)
         if not weighted:
             return self._results(equation, twin, operands, bind(equation, [v.array for v in operands]))
         met = [value for value in operands if value.node is None and self._is_data(value)]
@@ -125,32 +148,23 @@ class Program:
             return self._of_weights(equation, twin, operands)
         if isinstance(rule, ExpertsCall):
             return self._results(equation, twin, operands, [scored_experts(self, rule, equation, operands)])
+        if isinstance(rule, CrossEntropyCall) and is_of_head(operands):
+            (flow,) = of_outputs(equation, twin, [value.flow for value in operands], self.units)
+            losses = scored_cross_entropy(self, rule, equation, operands, flow.rows)
+            return self._results(equation, twin, operands, [losses])
         if name == "shard_map":
-            arrays = scored_per_device(self, equation, twin, operands)
-            rows = self._sized(equation, twin)
-            return [Value(array, own, depends=True) for array, own in zip(arrays, rows, strict=True)]
+            return self._results(equation, twin, operands, scored_per_device(self, equation, twin, operands))
         return self._meeting(equation, twin, operands)
-
-    def _sized(self, equation: Any, twin: Any) -> list[Rows]:
-        """The rows by the sizes of results whose order was checked within the equation."""
-        shapes = [var.aval.shape for var in equation.outvars]
-        if twin is None:
-            return [
-                tuple(None if self.units.sizes else ((size, None),) for size in shape) for shape in shapes
-            ]
-        others = [var.aval.shape for var in twin.outvars]
-        return [of_input(*pair, self.units) for pair in zip(shapes, others, strict=True)]
 
     def _is_data(self, value: Value) -> bool:
         return has_units(value.rows) if self.units.sizes else value.depends
 
     def _results(self, equation: Any, twin: Any, operands: list[Value], arrays: Sequence[Any]) -> list[Value]:
-        inputs = [value.rows for value in operands]
         depends = any(value.depends for value in operands)
-        rows = of_outputs(equation, twin, inputs, self.units)
+        flows = of_outputs(equation, twin, [value.flow for value in operands], self.units)
         return [
-            Value(array, own, depends=depends or has_units(own))
-            for array, own in zip(arrays, rows, strict=True)
+            Value(array, flow.rows, depends=depends or has_units(flow.rows))
+            for array, flow in zip(arrays, flows, strict=True)
         ]
 
     def _of_weights(self, equation: Any, twin: Any, operands: list[Value]) -> list[Value]:
@@ -177,6 +191,8 @@ class Program:
         ]
         nodes = [value.operand for value in operands]
         leaves = leaves_of([node for node in nodes if isinstance(node, Leaf | Applied)])
+        for leaf in leaves:
+            check_apart(leaf)
         for index in of_weights:
             self.check_rows(equation, found[index].rows, leaves)
         arrays, rows = [found[at].array for at in of_weights], [found[at].rows for at in of_weights]
@@ -211,15 +227,55 @@ class Program:
             return kept
         return [dataclasses.replace(value, array=array) for value, array in zip(kept, found, strict=True)]
 
+    def _looped(self, equation: Any, twin: Any, operands: list[Value]) -> list[Value]:
+        """A `jax.lax.scan` around the same function with the deposits in the stacks that it calls."""
+        params, length = equation.params, equation.params.get("length")
+        error = UnsupportedLeafError(
+            f"{paths_of(operands)} is folded within `{equation.primitive.name}`, and it can't be told there "
+            "which rows are of which example. Call the stack on the whole batch, not in a loop over the axis "
+            "of examples nor in a branch, and do not let a loop change its weights, or use "
+            'granularity="block" or "total".'
+        )
+        if equation.primitive.name != "scan" or twin is None or length != twin.params["length"]:
+            raise error
+        inner, other = params["jaxpr"], twin.params["jaxpr"]
+        consts, carried = unstacked_of_scan(equation)
+        first, xs = operands[:consts], operands[consts + carried :]
+        if any(value.node is not None for value in operands[consts:]):
+            raise error
+        flows = of_outputs(equation, twin, [value.flow for value in operands], self.units)
+
+        def body(carry: Any, slices: Any) -> tuple[list[Any], list[Any]]:
+            of_carry = [
+                Value(array, flow.rows, depends=True) for array, flow in zip(carry, flows, strict=False)
+            ]
+            of_turn = [
+                dataclasses.replace(value, array=array, rows=value.rows[1:])
+                for value, array in zip(xs, slices, strict=True)
+            ]
+            found = self._run(
+                inner.jaxpr, other.jaxpr, [*map(constant, inner.consts), *first, *of_carry, *of_turn]
+            )
+            if any(value.node is not None for value in found):
+                raise error
+            arrays = [value.array for value in found]
+            return arrays[:carried], arrays[carried:]
+
+        carry = [value.array for value in operands[consts : consts + carried]]
+        options = {"reverse": params["reverse"], "unroll": params["unroll"], "length": length}
+        carry, each = jax.lax.scan(body, carry, [value.array for value in xs], **options)
+        return self._results(equation, twin, operands, [*carry, *each])
+
     def _check_derivative(self, equation: Any, operands: Sequence[Value]) -> None:
         if self.notes.rule_of(equation) is not None:
             return
         found = next((name for name in _names_in(equation) if name in _WITHOUT_DERIVATIVE), None)
-        if found is not None:
-            raise UnsupportedLeafError(
-                f"{paths_of(operands)} goes into `{found}`, which has no derivative along a direction. "
-                f'Use granularity="block" or "total", or give it no direction.'
-            )
+        if found is None:
+            return
+        raise UnsupportedLeafError(
+            f"{paths_of(operands)} goes into `{found}`, which has no derivative along a direction. Use "
+            'granularity="block" or "total", or give it no direction.'
+        )
 
     def check_rows(self, equation: Any, rows: Rows, leaves: Sequence[Leaf]) -> None:
         units = [unit for dim in rows for _, unit in dim or () if unit is not None]

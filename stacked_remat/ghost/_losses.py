@@ -1,17 +1,21 @@
 """What a loss function returns, how it is reduced, and what is trained of the model."""
 
+import contextlib
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Literal, TypeAlias
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import jax.tree_util as jtu
 from haliax import Axis, NamedArray
 
 from .._messages import axes_text
-from .._scan.marks import is_named, raw_array
+from .._scan.marks import Marked, is_named, raw_array, take_marks_off
 from ._stacks import leaves_with_paths
+from ._traced import trace
+from ._values import UnsupportedLeafError
 
 Loss: TypeAlias = Callable[[Any, Any], Any]
 """(model, batch) to the losses of the examples; see `grad_dot`."""
@@ -78,12 +82,32 @@ class Objective:
 
     def reduced(self, returned: Any) -> tuple[Any, Any]:
         """The scalar to differentiate, and the rest."""
-        losses, coupled, aux = self.parts(returned)
-        array = raw_array(losses).astype(jnp.float32)
-        if self.tokens is not None:
-            array = (jnp.mean if self.tokens == "mean" else jnp.sum)(array, tuple(range(1, array.ndim)))
+        _, coupled, aux = self.parts(returned)
+        array = self.of_examples(returned)
         value = jnp.mean(array) if self.reduction == "mean" else jnp.sum(array)
         return (value if coupled is None else value + raw_array(coupled)), aux
+
+    def of_examples(self, returned: Any) -> Any:
+        """The losses `[batch]` in float32."""
+        losses, _, _ = self.parts(returned)
+        array = raw_array(losses).astype(jnp.float32)
+        if self.tokens is None:
+            return array
+        return (jnp.mean if self.tokens == "mean" else jnp.sum)(array, tuple(range(1, array.ndim)))
+
+    def check_tokens(self, returned: Any, Position: Axis) -> None:
+        """Whether there are losses of the tokens that `example_ids` counts along an axis.
+
+        Raises:
+            ValueError: there are none, or for means not as many.
+        """
+        sizes = raw_array(self.parts(returned)[0]).shape[1:]
+        if len(sizes) != 1 or (self.tokens == "mean" and sizes[0] != Position.size):
+            raise ValueError(
+                f"example_ids has ids of {Position.size} tokens along {Position.name!r}, and an "
+                f"example of per_example_loss has losses of the shape {sizes}. Return a loss for each token: "
+                'zero for one without a target, and give that the id -1; or tokens="sum".'
+            )
 
     def scale(self, examples: int) -> float:
         """What turns the gradient of an example's part of the reduced loss into that of its own loss."""
@@ -96,9 +120,26 @@ def _pair(returned: Any, option: str) -> Any:
     return returned
 
 
+def reduced_loss(
+    model: Any, per_example_loss: Loss, batch: Any, objective: Objective, trainable: Any
+) -> tuple[Callable[[Any], Any], Any]:
+    """The reduced loss of a batch as a function of the trained arrays, and these arrays."""
+    params, static = eqx.partition(model, trained_mask(model, trainable))
+    per_example_loss = without_marks(per_example_loss)
+
+    def loss(params: Any) -> Any:
+        returned = per_example_loss(eqx.combine(params, static), batch)
+        objective.examples(returned)
+        return objective.reduced(returned)[0]
+
+    return loss, params
+
+
 def trained_mask(model: Any, trainable: Any) -> Any:
     """A tree like the model of whether each leaf is trained."""
-    spec = jax.tree.map(trainable, model) if callable(trainable) else trainable
+    # A tree of bools like a model that is a module can be called too.
+    is_predicate = callable(trainable) and jax.tree_util.all_leaves([trainable])
+    spec = jax.tree.map(trainable, model) if is_predicate else trainable
     return jax.tree.map(lambda wanted, leaf: bool(wanted) and eqx.is_inexact_array(leaf), spec, model)
 
 
@@ -106,7 +147,8 @@ def directions(params: Any, direction: Any) -> dict[str, Any]:
     """The arrays of a direction by their paths, with the axes in the order of the model's.
 
     Raises:
-        ValueError: names the path of an array that the model does not train, or that has another shape.
+        ValueError: names the path of an array that the model does not train, that has another shape, or that
+            is complex.
     """
     wanted = dict(leaves_with_paths(params))
     given: dict[str, Any] = {}
@@ -123,10 +165,27 @@ def directions(params: Any, direction: Any) -> dict[str, Any]:
                 f"direction{path} has the shape {raw_array(own).shape}, and the model's array "
                 f"{raw_array(like).shape}. Give a tree like the model's gradients."
             )
+        if jnp.iscomplexobj(raw_array(like)):
+            raise ValueError(
+                f"direction{path} is of complex numbers, whose gradients have no dot product here. Train "
+                "their real and imaginary parts, or leave it out."
+            )
         given[path] = own
     if not given:
         raise ValueError("direction has no array: there is nothing to score.")
     return given
+
+
+def without_marks(per_example_loss: Loss) -> Loss:
+    """The loss of a batch in which arrays may be marked `stacked_remat.shared`."""
+
+    def loss(model: Any, batch: Any) -> Any:
+        entries, unmarked = take_marks_off(batch)
+        if any(rule == "per_layer" for _, _, rule in entries):
+            raise TypeError("A batch has no per_layer marks: mark what all examples share with shared(...).")
+        return per_example_loss(model, unmarked)
+
+    return loss
 
 
 def map_examples(batch: Any, Batch: Axis, fn: Callable[[Any, int], Any], size: int) -> Any:
@@ -134,7 +193,7 @@ def map_examples(batch: Any, Batch: Axis, fn: Callable[[Any, int], Any], size: i
 
     Args:
         batch: any tree. Named arrays with the axis `Batch`, and plain arrays with its size as first
-            dimension, have examples.
+            dimension, have examples, unless they are marked `stacked_remat.shared`.
         Batch: the axis of examples.
         fn: from the raw array and its dimension of examples to the new raw array.
         size: the number of examples after it.
@@ -147,8 +206,86 @@ def map_examples(batch: Any, Batch: Axis, fn: Callable[[Any, int], Any], size: i
                 return leaf
             axes = tuple(axis.resize(size) if axis.name == Batch.name else axis for axis in leaf.axes)
             return NamedArray(fn(leaf.array, at), axes)
-        if eqx.is_array(leaf) and leaf.ndim and leaf.shape[0] == Batch.size:
-            return fn(leaf, 0)
-        return leaf
+        return fn(leaf, 0) if _may_have_examples(leaf, Batch) else leaf
 
-    return jax.tree.map(new, batch, is_leaf=is_named)
+    return jax.tree.map(new, batch, is_leaf=_is_named_or_marked)
+
+
+def _may_have_examples(leaf: Any, Batch: Axis) -> bool:
+    return eqx.is_array(leaf) and leaf.ndim > 0 and leaf.shape[0] == Batch.size
+
+
+def _is_named_or_marked(leaf: Any) -> bool:
+    return is_named(leaf) or isinstance(leaf, Marked)
+
+
+_ADVICE = (
+    "Take axes and sizes from the arrays of the batch, and mark an array that all examples share with "
+    "stacked_remat.shared(array): a plain one whose first dimension is the number of examples, such as a "
+    "jax.random.PRNGKey of 2, is taken for one of examples."
+)
+
+
+@contextlib.contextmanager
+def tracing_more(size: int) -> Iterator[None]:
+    """Errors of a loss function that is traced with another number of examples, with what to do."""
+    try:
+        yield
+    except UnsupportedLeafError:
+        raise
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ValueError(
+            f"per_example_loss takes this batch, and fails where it is traced with {size} examples, which "
+            f"shows what holds examples: {str(error).splitlines()[0].rstrip('.')}. {_ADVICE}"
+        ) from error
+
+
+def check_size(losses: int, examples: int) -> None:
+    """Whether there is a loss for each example.
+
+    Raises:
+        ValueError: the losses are of something else, which has the same size in the batch itself.
+    """
+    if losses != examples:
+        raise ValueError(
+            f"per_example_loss returned {losses} losses for {examples} examples: their first axis has to be "
+            f"that of the examples. {_ADVICE}"
+        )
+
+
+def check_examples(model: Any, per_example_loss: Loss, batch: Any, Batch: Axis) -> None:
+    """Whether the batch can be cut into its examples: the arrays that hold them follow their number.
+
+    Raises:
+        ValueError: names the path of a plain array that does not.
+    """
+    if Batch.size == 1:
+        return
+    more = Batch.size + 1
+
+    def grow(array: Any, at: int) -> Any:
+        return jax.ShapeDtypeStruct((*array.shape[:at], more, *array.shape[at + 1 :]), array.dtype)
+
+    paths_and_leaves, structure = jtu.tree_flatten_with_path(batch, is_leaf=_is_named_or_marked)
+    larger = structure.flatten_up_to(map_examples(batch, Batch, grow, more))
+
+    def losses(leaves: list[Any]) -> tuple[int, Any, list[Any]]:
+        closed, inputs, _ = trace(per_example_loss, model, jax.tree.unflatten(structure, leaves))
+        return closed.out_avals[0].shape[0], closed.jaxpr, inputs
+
+    with tracing_more(more):
+        size, _, _ = losses(larger)
+    check_size(size, more)
+    for at, (path, leaf) in enumerate(paths_and_leaves):
+        if not _may_have_examples(leaf, Batch):
+            continue
+        try:
+            size, jaxpr, inputs = losses([*larger[:at], leaf, *larger[at + 1 :]])
+        except (TypeError, ValueError, RuntimeError):
+            continue
+        own = next(var for var, array in zip(jaxpr.invars, inputs, strict=True) if array is leaf)
+        if size == more and any(own is atom for equation in jaxpr.eqns for atom in equation.invars):
+            raise ValueError(
+                f"batch{jtu.keystr(path)} has {Batch.size} rows, and losses of {more} examples can be "
+                f"computed with them too, so they do not seem to be of examples. {_ADVICE}"
+            )

@@ -1,22 +1,28 @@
-"""Parts of a program that compute on rows of their own: grouped experts, and what each device computes."""
+"""Parts of a program that compute on rows of their own: stacks, grouped experts, `shard_map`."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
+import haliax as hax
 import jax
-import jax.extend.core
 import jax.numpy as jnp
-from jax.extend.core import jaxprs_in_params
+from jax.extend.core import ClosedJaxpr
 from jax.sharding import PartitionSpec
 
+from .._block_seq import BlockSeq
 from .._noted import Notes, noting
+from .._scan.marks import is_named, raw_array
+from ..ops.cross_entropy import CrossEntropyCall
 from ..ops.grouped_experts import ExpertsCall
-from ._deposit import spread_over_rows
-from ._rows import Rows, Units
-from ._traced import trace
-from ._values import UnsupportedLeafError, Value, paths_of
-from ._weights import Leaf, leaves_of, tangent_of
+from ._deposit import deposit, spread_over_rows
+from ._per_device import Division
+from ._rows import of_outputs
+from ._stacks import PlacedBlock, StackCall, leaves_with_paths, placed
+from ._traced import arrays_of, trace, with_arrays
+from ._units import Flow, Rows, Units, known_rows, of_input
+from ._values import UnsupportedLeafError, Value, paths_of, plain_rows
+from ._weights import Applied, Leaf, Tangent, leaves_of, tangent_of
 
 
 class _Program(Protocol):
@@ -29,7 +35,14 @@ class _Program(Protocol):
     def notes(self) -> Notes: ...
 
     def evaluate(
-        self, inputs: Sequence[Any], leaves: dict[int, Leaf], data: Sequence[int] = ()
+        self,
+        inputs: Sequence[Any],
+        leaves: dict[int, Leaf],
+        data: Sequence[int] = (),
+        *,
+        consts: Sequence[Any] | None = None,
+        rows: Sequence[Rows] = (),
+        carried: int = 0,
     ) -> list[Any]: ...
 
     def check_rows(self, equation: Any, rows: Rows, leaves: Sequence[Leaf]) -> None: ...
@@ -37,7 +50,7 @@ class _Program(Protocol):
     def of(self, jaxpr: Any, other: Any, units: Units, notes: Notes) -> "_Program": ...
 
 
-def _handed_on(operands: Sequence[Value]) -> dict[int, Leaf]:
+def _handed_on(operands: Sequence[Value], in_stack: bool = False) -> dict[int, Leaf]:
     """For each operand that depends on a weight, the weight as if it were the operand itself."""
     found: dict[int, Leaf] = {}
     for at, value in enumerate(operands):
@@ -45,12 +58,140 @@ def _handed_on(operands: Sequence[Value]) -> dict[int, Leaf]:
             leaf, *more = leaves_of([value.node])
             if more:
                 raise UnsupportedLeafError(
-                    f"{paths_of([value])} together make one array that grouped experts, or a function that "
-                    "runs on each device, are given. Hand them over apart, or give all but one no direction."
+                    f"{paths_of([value])} together make one array that a stack, grouped experts, or a "
+                    "function that runs on each device, are given. Hand them over apart, or give all but "
+                    "one no direction."
                 )
+            check_apart(leaf, in_stack)
             direction = jax.lax.stop_gradient(tangent_of(value.node, leaf))
-            found[at] = Leaf(leaf.path, value.array, direction, leaf.probe)
+            found[at] = dataclasses.replace(leaf, array=value.array, direction=direction)
     return found
+
+
+def check_apart(leaf: Leaf, in_stack: bool = False) -> None:
+    """Whether a weight of a stack is used in its stack, and any other outside of one."""
+    if leaf.in_stack and not in_stack:
+        raise UnsupportedLeafError(
+            f"{leaf.path} is used apart from its stack, as in a penalty on all weights, where its layers "
+            "have no scores of their own. Leave that out of per_example_loss (the gradient of a penalty is "
+            'the same for all examples), give the array no direction, or use granularity="block" or "total".'
+        )
+
+
+def scored_stack(program: _Program, equation: Any, twin: Any, operands: list[Value]) -> list[Any]:
+    """The results of a call of a stack, with deposits in its layers."""
+    call = equation.params["call"]
+    of_stack = call.sizes[0]
+    if others := [value for value in operands[of_stack:] if value.node is not None]:
+        raise UnsupportedLeafError(
+            f"{paths_of(others)} is an argument of a stack whose own arrays are scored. Use "
+            'granularity="block" or "total", or give it no direction. Or make it an array of the layers, or '
+            "apply it before or after the stack."
+        )
+    carry = _check_given(program, call, twin, operands)
+    arrays = [value.array for value in operands]
+    stack, init, args, kwargs = with_arrays(call.given, arrays)
+    directions, probes = {}, {}
+    entries = [*leaves_with_paths(stack)]
+    for at, leaf in _handed_on(operands[:of_stack], in_stack=True).items():
+        path, array = entries[at]
+        _check_by_layer(array, operands[at], leaf, not isinstance(stack, BlockSeq))
+        directions[path] = hax.named(leaf.direction, array.axes) if is_named(array) else leaf.direction
+        probes[path] = leaf.probe
+    others = None if twin is None else twin.params["call"].layers
+    layer = _scored_layer(program, call, others, call.captured(arrays), carry)
+    scored = placed(stack, directions, probes)
+    return arrays_of(getattr(scored, call.verb)(layer, **call.options)(init, *args, **kwargs))
+
+
+def _check_given(program: _Program, call: StackCall, twin: Any, operands: Sequence[Value]) -> Sequence[Rows]:
+    """Whether the rows of what a stack is given are those that the sizes tell, as its layers take them.
+
+    Returns:
+        The rows of the carry of which the sizes do not tell them; empty for others.
+    """
+    of_stack, of_init, _ = call.sizes
+    larger = twin.invars if twin is not None and program.units.sizes else ()
+    found: list[Rows] = []
+    for value, var in zip(operands, larger, strict=False):  # without the second trace no weight meets data
+        sized = of_input(jnp.shape(value.array), var.aval.shape, program.units)
+        known = known_rows(sized, value.rows)
+        found.append(known if known != sized else ())
+        if value.node is None and jnp.issubdtype(value.array.dtype, jnp.inexact):
+            if any(dim not in (None, own) for own, dim in zip(value.rows, sized, strict=True)):
+                raise UnsupportedLeafError(
+                    f"{call.name or 'The stack'} is given an array, and it can't be told which rows of it "
+                    "are of which example. Keep the axis of examples apart, or use "
+                    'granularity="block" or "total".'
+                )
+    return found[of_stack : of_stack + of_init]
+
+
+def _check_by_layer(array: Any, value: Value, leaf: Leaf, is_stacked: bool) -> None:
+    """Whether each layer of an array that a stack is given depends on no other layer of the weight."""
+    size = leaf.probe.shape[0]
+    shared = is_named(array) and (not array.axes or array.axes[0].size != size)
+    by_layer = ((size, 0),)
+    known: dict[int, Flow] = {}
+
+    def flow(operand: Any) -> Flow:
+        if id(operand) not in known:
+            if isinstance(operand, Applied):
+                equation, units = operand.equation, Units((size,), (1,))
+                found = of_outputs(equation, equation, [flow(one) for one in operand.operands], units)
+                known[id(operand)] = found[operand.index]
+            else:
+                rows = plain_rows(operand.array if isinstance(operand, Leaf) else operand)
+                rows = (by_layer, *rows[1:]) if rows[:1] == (((size, None),),) else rows
+                known[id(operand)] = Flow(rows, isinstance(operand, Leaf))
+        return known[id(operand)]
+
+    found = Flow((by_layer,)) if shared or size == 1 or not is_stacked else flow(value.node)
+    if leaf.in_stack != is_stacked or found.mixed or found.rows[:1] != (by_layer,):
+        raise UnsupportedLeafError(
+            f"{leaf.path} is combined across the layers of a stack before the stack is folded"
+            f"{found.mixed and ', in '}{found.mixed}, so that its layers have no scores of their own. Do "
+            'this layer by layer, or use granularity="block" or "total".'
+        )
+
+
+def _scored_layer(
+    program: _Program,
+    call: StackCall,
+    others: Any,
+    captured: dict[Any, list[Any]],
+    carry_rows: Sequence[Rows],
+) -> Callable[..., Any]:
+    """The layer that a call traced, of a `PlacedBlock`, with deposits where its weights meet data."""
+    name = f"{call.name}.*".lstrip(".")
+
+    def layer(one: PlacedBlock, carry: Any, /, *args: Any, **kwargs: Any) -> Any:
+        traced, other = call.layers[one.place], others and others[one.place].jaxpr
+        paths = [path for path, _ in leaves_with_paths(one.block)]
+        if missing := sorted(set(one.direction) - set(paths)):
+            raise UnsupportedLeafError(
+                f"{name}{missing[0]} is declared unsliced, so its layers read the whole stack of it. Give "
+                'it no direction, or use granularity="block" or "total".'
+            )
+        inputs = arrays_of((one.block, carry, args, kwargs))
+        leaves = {
+            at: Leaf(f"{name}{path}", inputs[at], raw_array(one.direction[path]), one.probes[path])
+            for at, path in enumerate(paths)
+            if path in one.direction
+        }
+        own = program.of(traced.jaxpr, other, program.units, traced.notes)
+        known = carry_rows if traced.of_carry == len(carry_rows) else []
+        found = own.evaluate(
+            inputs,
+            leaves,
+            range(len(paths), len(inputs)),
+            consts=captured[one.place],
+            rows=[*[()] * traced.of_block, *known],
+            carried=len(known),
+        )
+        return traced.rebuild(found)
+
+    return layer
 
 
 def scored_experts(program: _Program, call: ExpertsCall, equation: Any, operands: list[Value]) -> Any:
@@ -100,38 +241,50 @@ def _one_expert(
     return rebuild(program.of(closed, other, units, notes).evaluate(inputs, leaves))
 
 
+def is_of_head(operands: Sequence[Value]) -> bool:
+    """Whether of the operands of a cross entropy only the head depends on weights, and on one of them."""
+    weighted = [at for at, value in enumerate(operands) if value.node is not None]
+    return weighted == [1] and len(leaves_of([operands[1].node])) == 1
+
+
+def scored_cross_entropy(
+    program: _Program, call: CrossEntropyCall, equation: Any, operands: list[Value], rows: Rows
+) -> Any:
+    """The losses. Their derivative along the direction of the head is found from the same logits."""
+    leaf = _handed_on(operands)[1]
+    program.check_rows(equation, rows, [leaf])
+    losses, derivative = call.along([value.array for value in operands], leaf.direction)
+    (losses,) = deposit([losses], [rows], program.units, leaf.probe, Tangent.known([derivative]))
+    return losses
+
+
 def scored_per_device(program: _Program, equation: Any, twin: Any, operands: list[Value]) -> list[Any]:
     """The results of a `jax.shard_map`, with deposits in what each device computes."""
     params, specs = equation.params, equation.params["in_specs"]
     leaves = _handed_on(operands)
-    entries = _entries_of_units(program.units, operands, specs)
-    mesh = params["mesh"].shape
-    parts = [_parts(entry, mesh) for entry in entries]
-    sizes = tuple(size // part for size, part in zip(program.units.sizes, parts, strict=True))
-    moved = _names_in(params["jaxpr"]) & {"ppermute", "all_to_all", "ragged_all_to_all"}
-    if (
-        sizes == (1,) and not moved
-    ):  # all rows of a device are of its one example, and reshapes may lose a size of 1
-        twin, sizes = None, ()
-    local = program.of(
-        _closed(params["jaxpr"]),
-        None if twin is None else _closed(twin.params["jaxpr"]),
-        Units(sizes, program.units.growth[: len(sizes)]),
-        program.notes,
-    )
+    division = Division(program.units, equation, [value.rows for value in operands])
+    units, given_rows = division.units, division.given
     data = [at for at in range(len(operands)) if at not in leaves]
+    if division.has_one_example:
+        twin, units, given_rows = None, Units((), ()), []  # reshapes may lose the size of 1
+    other = None if twin is None else _closed(twin.params["jaxpr"])
+    local = program.of(_closed(params["jaxpr"]), other, units, program.notes)
 
     def own(arrays: list[Any], directions: list[Any], probes: list[Any]) -> list[Any]:
         given = {
             at: Leaf(leaf.path, arrays[at], along, probe)
             for (at, leaf), along, probe in zip(leaves.items(), directions, probes, strict=True)
         }
-        return local.evaluate(arrays, given, [at for at in data if operands[at].depends])
+        return local.evaluate(arrays, given, [at for at in data if operands[at].depends], rows=given_rows)
 
     probes = [leaf.probe.reshape(program.units.sizes or (1,)) for leaf in leaves.values()]
     run = jax.shard_map(
         own,
-        in_specs=(list(specs), [specs[at] for at in leaves], [PartitionSpec(*entries)] * len(probes)),
+        in_specs=(
+            list(specs),
+            [specs[at] for at in leaves],
+            [PartitionSpec(*division.entries)] * len(probes),
+        ),
         out_specs=list(params["out_specs"]),
         mesh=params["mesh"],
         axis_names=set(params["newly_manual_axes"]),
@@ -140,29 +293,5 @@ def scored_per_device(program: _Program, equation: Any, twin: Any, operands: lis
     return run([value.array for value in operands], [leaf.direction for leaf in leaves.values()], probes)
 
 
-def _entries_of_units(units: Units, operands: Sequence[Value], specs: Sequence[Any]) -> list[Any]:
-    """For each unit the axes of the mesh that divide it, as an entry of a `PartitionSpec`."""
-    found: list[Any] = [None] * len(units.sizes)
-    for value, spec in zip(operands, specs, strict=True):
-        for dim, entry in zip(value.rows, spec, strict=False):
-            if dim is not None and len(dim) == 1 and dim[0][1] is not None and entry is not None:
-                found[dim[0][1]] = entry
-    return found
-
-
-def _parts(entry: Any, mesh: Any) -> int:
-    names = entry if isinstance(entry, tuple) else () if entry is None else (entry,)
-    count = 1
-    for name in names:
-        count *= mesh[name]
-    return count
-
-
-def _names_in(jaxpr: Any) -> set[str]:
-    return {equation.primitive.name for equation in jaxpr.eqns}.union(
-        *(_names_in(inner) for equation in jaxpr.eqns for inner in jaxprs_in_params(equation.params))
-    )
-
-
 def _closed(jaxpr: Any) -> Any:
-    return jaxpr if hasattr(jaxpr, "consts") else jax.extend.core.ClosedJaxpr(jaxpr, ())
+    return jaxpr if hasattr(jaxpr, "consts") else ClosedJaxpr(jaxpr, ())

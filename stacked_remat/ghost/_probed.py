@@ -1,7 +1,8 @@
 """A model whose weights are scored where they meet data, by probes."""
 
 import dataclasses
-from typing import Any
+from collections.abc import Container
+from typing import Any, Literal
 
 import equinox as eqx
 import haliax as hax
@@ -15,10 +16,12 @@ from .._scan.marks import is_named, raw_array
 from .._stacked import Stacked
 from ..lora._paths import dotted
 from ._interpret import Program
-from ._losses import Loss, Objective, map_examples
-from ._rows import Units
-from ._stacks import Traces, is_stack, leaves_with_paths, probed
-from ._traced import trace
+from ._losses import Loss, Objective, check_size, map_examples, tracing_more
+from ._rows import of_body
+from ._stacks import FollowedStack, is_folded, is_stack, leaves_with_paths
+from ._traced import arrays_of, trace
+from ._units import Flow, Units, has_units, of_input
+from ._values import UnsupportedLeafError
 from ._weights import Leaf
 
 
@@ -31,12 +34,15 @@ class Scoring:
         direction: the arrays of the direction by their paths.
         Batch: the axis of the examples.
         Position: that of the positions, None where scores are of whole examples.
+        losses_of: what each loss belongs to: an example; a token, whose example is known by its place; or a
+            row, which may depend on other rows of the same example.
     """
 
     model: Any
     direction: dict[str, Any]
     Batch: Axis
     Position: Axis | None = None
+    losses_of: Literal["example", "token", "row"] = "example"
 
     @property
     def units(self) -> Units:
@@ -75,52 +81,106 @@ class Scoring:
 
     def losses(self, model: Any, probes: dict[str, Any], per_example_loss: Loss, batch: Any) -> Any:
         """What the loss function returns, with a deposit wherever a scored array meets data."""
-        traces, other = Traces(self.units), None
-        if self.units.sizes:
-            larger, more = self._grown(batch, probes)
-            with noting(Notes()):
-                other, _, _ = trace(per_example_loss, self._with_probes(model, traces, more), larger)
-        traces.is_first, traces.calls = False, 0
-        with_probes, notes = self._with_probes(model, traces, probes), Notes()
-        with noting(notes):
-            closed, inputs, rebuild = trace(per_example_loss, with_probes, batch)
-        paths = [path for path, _ in leaves_with_paths(with_probes)]
+        notes, model = Notes(), self._followed(model)
+        closed, other, inputs, rebuild = self._traced(model, per_example_loss, batch, notes)
+        paths = [path for path, _ in leaves_with_paths(self.model)]
         shown = shown_paths(self.model)
         leaves = {
-            at: Leaf(shown[path] or "the model", inputs[at], raw_array(self.direction[path]), probes[path])
+            at: Leaf(
+                shown[path] or "the model",
+                inputs[at],
+                raw_array(self.direction[path]),
+                probes[path],
+                in_stack=probes[path].ndim > len(self.axes),
+            )
             for at, path in enumerate(paths)
             if path in self.direction
         }
         program = Program(closed, other, self.units, notes)
         # The losses are the first result; a penalty beside them passes through no example's rows.
-        return rebuild(program.evaluate(inputs, leaves, range(len(paths), len(inputs)), checked=1))
+        data = range(len(paths), len(inputs))
+        found = program.evaluate(inputs, leaves, data, checked=1)
+        if other is not None and self.losses_of != "row":
+            self._check_apart(closed, other, leaves)
+            if self.Position is not None and self.Batch.size > 1:
+                alone = dataclasses.replace(self, Position=None)
+                alone._check_apart(closed, alone._larger(model, per_example_loss, batch), leaves)
+        return rebuild(found)
 
-    def _with_probes(self, model: Any, traces: Traces, probes: dict[str, Any]) -> Any:
-        def of_stack(prefix: str, entries: dict[str, Any]) -> dict[str, Any]:
-            return {path.removeprefix(prefix): x for path, x in entries.items() if path.startswith(prefix)}
+    def mixing(self, per_example_loss: Loss, batch: Any) -> str:
+        """Where the loss of an example may depend on data of others; empty if none does."""
+        closed, other, _, _ = self._traced(self.model, per_example_loss, batch, Notes())
+        if other is None:
+            return ""
+        of_data = range(len(arrays_of(self.model)), len(closed.in_avals))
+        losses = _flow_of_losses(closed, other, self.units._replace(of_data=True), of_data)
+        return losses.mixed or ("" if losses.rows[0] == ((self.Batch.size, 0),) else "its result")
+
+    def _check_apart(self, closed: Any, other: Any, leaves: dict[int, Leaf]) -> None:
+        """Whether a loss depends on its own example alone, from the scored weights on.
+
+        Where scores are of positions too, only whether losses of tokens are in the order of the tokens: that
+        positions see each other is no mixing of examples.
+        """
+        losses = _flow_of_losses(closed, other, self.units, leaves)
+        if not losses.is_followed:
+            return
+        paths = ", ".join(leaf.path for leaf in leaves.values())
+        if self.Position is not None:
+            is_known = losses.rows[1:] == (((self.Position.size, len(self.units.sizes) - 1),),)
+            shape = closed.out_avals[0].shape
+            if self.losses_of == "token" and shape[1:] == (self.Position.size,) and not is_known:
+                raise UnsupportedLeafError(
+                    f"After {paths} the losses of tokens change their order along {self.Position.name!r}, or "
+                    "it can't be told that they don't. Return them in the order of example_ids: shift the "
+                    "targets instead, and weight the losses of tokens without a target by zero."
+                )
+        elif losses.mixed or losses.rows[0] != ((self.Batch.size, 0),):
+            raise UnsupportedLeafError(
+                f"The loss of an example may depend on others: after {paths}, {losses.mixed or 'something'} "
+                "mixes the rows of examples, changes their order, or can't be followed. Batch norm, "
+                "contrastive losses and sorting do so. Return losses in the order of the batch that each "
+                "depend on one example; put jax.lax.stop_gradient around statistics of the batch that count "
+                "as constants; return what examples share apart, with coupled=True."
+            )
+
+    def _traced(self, model: Any, per_example_loss: Loss, batch: Any, notes: Notes) -> Any:
+        """The traced loss, the same with more examples or None, its inputs, and its result as a tree."""
+        other = self._larger(model, per_example_loss, batch) if self.units.sizes else None
+        with noting(notes):
+            closed, inputs, rebuild = trace(per_example_loss, model, batch)
+        return closed, other, inputs, rebuild
+
+    def _larger(self, model: Any, per_example_loss: Loss, batch: Any) -> Any:
+        """The traced loss of a batch with more examples and positions."""
+        size = self.Batch.size * self._growing.get(self.Batch, 1)
+        with noting(Notes()), tracing_more(size):
+            other, _, _ = trace(per_example_loss, model, self._grown(batch))
+        check_size(other.out_avals[0].shape[0], size)
+        return other
+
+    def _followed(self, model: Any) -> Any:
+        """The model with stacks whose calls are followed in the place of scored ones; its leaves stay."""
+        shown = shown_paths(self.model)
 
         def replace(path: Any, node: Any) -> Any:
-            prefix = jtu.keystr(path)
-            own = of_stack(prefix, self.direction)
-            if not is_stack(node) or not own:
+            own = [shown[other] for other in self.direction if is_within(other, path)]
+            if not is_folded(node) or not own:
                 return node
-            return probed(node, dotted(model, path), traces, own, of_stack(prefix, probes))
+            return FollowedStack(node, dotted(model, path), ", ".join(own))
 
-        return jtu.tree_map_with_path(replace, model, is_leaf=is_stack)
+        return jtu.tree_map_with_path(replace, model, is_leaf=is_folded)
 
-    def _grown(self, batch: Any, probes: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        """The types of a batch with more examples and positions, and of its probes."""
+    def _grown(self, batch: Any) -> Any:
+        """The types of a batch with more examples and positions."""
         for axis, growth in self._growing.items():
             size = axis.size * growth
 
             def grow(array: Any, at: int, size: int = size) -> Any:
                 return jax.ShapeDtypeStruct((*array.shape[:at], size, *array.shape[at + 1 :]), array.dtype)
 
-            of = map_examples if axis is self.Batch else _named_only
-            batch = of(batch, axis, grow, size)
-            last = self.axes.index(axis) - len(self.axes)
-            probes = {path: grow(probe, probe.ndim + last) for path, probe in probes.items()}
-        return batch, probes
+            batch = (map_examples if axis is self.Batch else _named_only)(batch, axis, grow, size)
+        return batch
 
 
 def in_one_pass(
@@ -138,16 +198,34 @@ def in_one_pass(
     return found, gradients, {path: score * scale for path, score in scores.items()}, None
 
 
+def _flow_of_losses(closed: Any, other: Any, units: Units, followed: Container[int]) -> Flow:
+    """What is known of the first result of a loss function of which these inputs are followed.
+
+    Data is followed where it has rows of examples.
+    """
+    flows = []
+    for at, (one, larger) in enumerate(zip(closed.in_avals, other.in_avals, strict=True)):
+        rows = of_input(one.shape, larger.shape, units)
+        flows.append(Flow(rows, at in followed and (has_units(rows) or not units.of_data)))
+    return of_body(closed, other, flows, units)[0]
+
+
 def _named_only(batch: Any, axis: Axis, fn: Any, size: int) -> Any:
     return jax.tree.map(
         lambda leaf: map_examples(leaf, axis, fn, size) if is_named(leaf) else leaf, batch, is_leaf=is_named
     )
 
 
+def is_within(path: str, node: Any) -> bool:
+    """Whether a path goes through the node at another."""
+    prefix = jtu.keystr(node)
+    return path.startswith((f"{prefix}.", f"{prefix}["))
+
+
 def layers_of(model: Any, path: str) -> Axis | None:
     """The axis of the layers of the `Stacked` that holds a path, None for other paths."""
     for at, node in jtu.tree_leaves_with_path(model, is_leaf=is_stack):
-        if isinstance(node, Stacked) and path.startswith(jtu.keystr(at)):
+        if isinstance(node, Stacked) and is_within(path, at):
             return node.Layers
     return None
 
@@ -162,7 +240,7 @@ def layer_path(model: Any, path: str) -> str | None:
     """The path of the layer that holds an array, as users see it; None outside of stacks."""
     for at, node in jtu.tree_leaves_with_path(model, is_leaf=is_stack):
         prefix = jtu.keystr(at)
-        if is_stack(node) and path.startswith(prefix):
+        if is_stack(node) and is_within(path, at):
             if isinstance(node, Stacked):
                 return f"{dotted(model, at)}.*".lstrip(".")
             number = path.removeprefix(f"{prefix}.blocks[").partition("]")[0]

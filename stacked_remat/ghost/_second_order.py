@@ -6,7 +6,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 
-from ._losses import Loss, Objective, Reduction, trained_mask
+from ._losses import Loss, Objective, Reduction, reduced_loss
 
 
 def hessian_vector_product(
@@ -36,10 +36,7 @@ def hessian_vector_product(
     Cost: the gradient of a gradient, whose first backward pass keeps what plain checkpointing keeps.
     """
     objective = Objective(reduction, tokens)
-    params, static = eqx.partition(model, trained_mask(model, trainable))
-
-    def loss(params: Any) -> Any:
-        return objective.reduced(per_example_loss(eqx.combine(params, static), batch))[0]
+    loss, params = reduced_loss(model, per_example_loss, batch, objective, trainable)
 
     def along(params: Any) -> Any:
         products = jax.tree.map(

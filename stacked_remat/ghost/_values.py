@@ -6,7 +6,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from ._rows import Rows
+from ._units import Flow, Rows
 from ._weights import Node, leaves_of
 
 
@@ -29,6 +29,11 @@ class Value:
     rows: Rows = ()
     node: Node | None = None
     depends: bool = False
+
+    @property
+    def flow(self) -> Flow:
+        """What is known of it."""
+        return Flow(self.rows)
 
     @property
     def operand(self) -> Any:

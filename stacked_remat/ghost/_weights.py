@@ -19,12 +19,14 @@ class Leaf:
         array: its value.
         direction: of the same shape.
         probe: zeros with a number for each unit; its cotangent is the score.
+        in_stack: whether it holds several layers, and the probe has numbers for each.
     """
 
     path: str
     array: Any
     direction: Any
     probe: Any
+    in_stack: bool = False
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -46,8 +48,10 @@ def bind(equation: Any, operands: Sequence[Any], inline_custom: bool = False) ->
         equation: any.
         operands: the values of its inputs.
         inline_custom: evaluate what a `jax.custom_vjp` computes without its rules, which no derivative
-            along a direction can pass.
+            along a direction can pass, and without the `stop_gradient`s that leave derivatives to them.
     """
+    if inline_custom and equation.primitive.name == "stop_gradient":
+        return list(operands)
     if inline_custom and (inner := equation.params.get("call_jaxpr", equation.params.get("jaxpr"))):
         if equation.primitive.name in ("custom_vjp_call", "jit", "pjit"):
             return _evaluate_without_rules(inner, operands)
@@ -153,6 +157,12 @@ class Tangent:
         assert len(arrays) == len(used), "an operand that is no array"
         needed = [array for array, is_used in zip(arrays, used, strict=True) if is_used]
         return Tangent(jaxpr, closed.consts, needed)
+
+    @staticmethod
+    def known(derivatives: list[Any]) -> "Tangent":
+        """Derivatives that are evaluated already."""
+        closed = jax.make_jaxpr(lambda *arrays: list(arrays))(*derivatives)
+        return Tangent(closed.jaxpr, closed.consts, derivatives)
 
     def evaluate(self, arrays: Sequence[Any]) -> list[Any]:
         """The derivatives, for the arrays that it needs."""

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from haliax import Axis, NamedArray
 
+from models.gpt_oss import GptOssConfig
 from models.qwen3_moe import Qwen3Config, Qwen3MoeConfig
 from models.transformer.config import AttentionConfig, ExpertsConfig
 from models.transformer.decoder import Decoder
@@ -60,7 +61,7 @@ def token_means(model, batch):
 def adapted(config):
     def init(*, key):
         model = Decoder.init(config, Vocab, remat="nested", key=key)
-        return apply_lora(model, LoraConfig(rank=2, targets=("stacks.*proj", "stacks.*router")), key=key)
+        return apply_lora(model, LoraConfig(rank=2, targets=("layers.*proj", "layers.*router")), key=key)
 
     return made(init)
 
@@ -222,12 +223,18 @@ MIXED = Qwen3MoeConfig(
     **SIZES,
     experts=ExpertsConfig(3, 2, 6, dense_layers=(0,)),
     tie_word_embeddings=True,
-    attention=AttentionConfig(bias=True),
+    attention=AttentionConfig(bias=True, window=2, windowed_layers=(1,)),
+)
+SINKS = GptOssConfig(
+    **SIZES | {"num_layers": 2},
+    experts=ExpertsConfig(3, 2, 6),
+    attention=AttentionConfig(bias=True, window=3),
 )
 CASES = {
     "experts": lambda: (decoder(SPARSE), token_means, tokens()),
     "tied, biases, dense and sparse layers": lambda: (decoder(MIXED, "nested"), token_means, tokens()),
     "dense": lambda: (decoder(Qwen3Config(**SIZES)), token_means, tokens()),
+    "sinks, biases of experts": lambda: (decoder(SINKS), token_means, tokens()),
     "named": lambda: (made(NamedModel.init), named_losses, tokens()),
     "layers that differ": lambda: (made(NamedModel.init, BlockSeq), named_losses, tokens()),
     "plain": lambda: (made(PlainModel.init), plain_losses, plain_batch()),

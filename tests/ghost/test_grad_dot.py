@@ -38,3 +38,21 @@ def test_scores_are_those_of_looped_gradients(name):
     for one, other in zip(jax.tree.leaves(gradients), jax.tree.leaves(plain), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
     assert jnp.isfinite(found.loss)
+
+
+class Product(eqx.Module):
+    weight: jax.Array
+    bias: jax.Array
+
+    def __call__(self, x):
+        return jnp.sum(x * self.weight[None, :], axis=1) + self.bias
+
+
+def test_what_is_trained_is_a_predicate_or_a_tree_of_a_model_that_is_called():
+    model, x = Product(jnp.arange(3.0), jnp.ones(())), jnp.arange(12.0).reshape(4, 3)
+    trainable = Product(True, False)
+    for given in (trainable, lambda leaf: getattr(leaf, "ndim", 0) == 1):
+        direction = ghost.val_direction(model, lambda model, x: model(x), x, trainable=given)
+        gradients, found = run(model, lambda model, x: model(x), x, direction, trainable=given)
+        assert gradients.bias is None and set(found.scores) == {"weight"}
+        np.testing.assert_allclose(found.total.array, x @ x.mean(0))

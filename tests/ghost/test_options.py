@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from haliax import Axis
 
-from stacked_remat import LayerStack, Stacked, ghost, unsliced
+from stacked_remat import BlockSeq, LayerStack, Stacked, StackedPattern, ghost, per_layer, shared, unsliced
 from stacked_remat.ghost import _deposit
 
 from .cases import (
@@ -88,7 +88,9 @@ def test_tokens_add_up_to_examples_and_to_packed_documents():
     batch = dataclasses.replace(batch, documents=documents, positions=positions)
     ids = documents - 1 + 2 * hax.arange(Batch)
     direction = random_like(model, 1)
+    own = {"example_ids": ids, "Examples": Documents}
     _, found = run(model, token_losses, batch, direction, tokens="sum", per_token="position")
+    _, of_examples = run(model, token_losses, batch, direction, tokens="mean", **own)
 
     def of_document(model, number_and_batch):
         number, one = number_and_batch
@@ -105,6 +107,35 @@ def test_tokens_add_up_to_examples_and_to_packed_documents():
     expected = {path: np.stack(two, -1).reshape(*two[0].shape[:-1], -1) for path, two in whole.items()}
     assert_equal(found.per_document(ids, Documents).scores, expected, tolerance=2e-5)
     assert found.scores["embedding.weight"].axes == (Batch, Pos)
+    lengths = np.tile([2, Pos.size - 2], Batch.size)
+    expected = {path: score / lengths for path, score in expected.items()}
+    assert_equal(of_examples.scores, expected, tolerance=2e-5)
+    assert of_examples.total.axes == (Documents,)
+
+
+def test_rows_in_any_order_are_scored_by_example():
+    """A batch of tokens, sorted by expert, of examples that attend within themselves."""
+    rng, Examples = np.random.default_rng(0), Axis("example", 3)
+    ids, experts = rng.permutation(np.repeat([0, 1, 2, 3], 2)), np.sort(rng.integers(0, 2, 8))
+    x, weights = (jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in ((8, 3), (2, 3, 3)))
+    direction = jnp.asarray(rng.normal(size=weights.shape), jnp.float32)
+
+    def losses(weights, batch):
+        x, experts, ids = batch
+        x = jnp.einsum("nd,nde->ne", x, weights[experts])
+        scores = jnp.where(ids[:, None] == ids[None], x @ x.T, -jnp.inf)
+        mixed = jax.nn.softmax(scores, 1) @ (x @ weights[0])
+        return jnp.sum(jnp.tanh(mixed), 1)
+
+    def scored(ids):
+        return ghost.grad_dot(
+            weights, losses, (x, experts, ids), direction=direction, example_ids=ids, Examples=Examples
+        )[1]
+
+    found = jax.jit(scored)(jnp.asarray(ids))
+    along = jax.jvp(lambda weights: losses(weights, (x, experts, ids)), (weights,), (direction,))[1]
+    expected = np.array([along[ids == example].sum() for example in range(3)])  # the fourth is left out
+    np.testing.assert_allclose(found.total.array, expected, rtol=0, atol=1e-5 * np.abs(expected).max())
 
 
 @pytest.mark.deep
@@ -204,6 +235,7 @@ def test_what_can_not_be_scored_is_refused_by_its_path():
         with pytest.raises(error, match=re.escape(message)):
             ghost.grad_dot(model, losses, x, **{"direction": model, **options})
 
+    ids, Row = jnp.arange(4), Axis("row", 4)
     refused(losses, "kernel.weight goes into `custom_vjp_call`")
     sorted_losses = lambda model, x: jnp.sum(jnp.sort(x, 0) * model["kernel"].weight, 1)  # noqa: E731
     refused(sorted_losses, "kernel.weight meets data in `mul`")
@@ -211,10 +243,17 @@ def test_what_can_not_be_scored_is_refused_by_its_path():
     refused(losses, "check is True, False or", ValueError, check=0.0)
     refused(losses, "granularity is", ValueError, granularity="layer")
     refused(losses, "per_token needs", ValueError, norms=True, per_token="x")
+    refused(losses, "example_ids needs", ValueError, norms=True, example_ids=ids, Examples=Row)
+    refused(losses, "example_ids and Examples", ValueError, example_ids=ids)
+    refused(losses, "leave one out", ValueError, per_token="x", example_ids=ids, Examples=Row)
+    refused(losses, "got float32 with batch=4", ValueError, example_ids=x[:, 0], Examples=Row)
     refused(losses, "direction has no array", ValueError, direction={"kernel": None})
     refused(losses, "['kernel'].weight has the shape (3,)", ValueError, direction={"kernel": Kernel(x[0])})
     refused(lambda model, x: x, 'tokens="mean"', ValueError)
     refused(lambda model, x: x[0, 0], "returned a scalar", ValueError)
+    spectrum = {"kernel": Kernel(jnp.ones((1, 3), complex))}
+    of_spectrum = lambda model, x: jnp.sum(jnp.abs(model["kernel"].weight) * x, 1)  # noqa: E731
+    refused(of_spectrum, "complex numbers", ValueError, model=spectrum, direction=spectrum)
     refused(losses, "trains none there", ValueError, trainable=lambda leaf: False)
     stack = {"kernel": Stacked(Table(jnp.ones((2, 3))), Axis("layers", 2))}
     folded = lambda model, x: jnp.sum(model["kernel"].fold(x), 1)  # noqa: E731
@@ -287,8 +326,17 @@ def test_rows_that_move_across_examples_are_refused():
         places = jax.nn.one_hot(jnp.argsort(x[:, 0]), len(x))
         return jnp.einsum("nec,nd->ecd", places[:, None], x)[0]
 
+    def masked(x, order, axis):
+        chosen = (jnp.arange(len(x))[:, None] == order[None])[..., None]
+        return jnp.sum(jnp.where(chosen, jnp.expand_dims(x, 1 - axis), 0.0), axis)
+
     moved = {
         "one-hot": dispatch,
+        "mask": lambda x: masked(x, jnp.arange(len(x))[::-1], 1),
+        "mask of data": lambda x: masked(x, jnp.argsort(x[:, 0]), 0),
+        "previous": lambda x: jax.lax.scan(lambda before, x: (x, before), x[0] * 0, x)[1],
+        "cumsum": lambda x: jnp.cumsum(x, 0),
+        "scatter": lambda x: jnp.zeros_like(x).at[jnp.argsort(x[:, 0])].set(x),
         "split": lambda x: jnp.concatenate(jnp.split(x, 2)[::-1]),
         "checkpoint": jax.checkpoint(sort),
         "scan": lambda x: jax.lax.scan(lambda none, x: (none, sort(x)), None, x[None])[1][0],
@@ -304,9 +352,17 @@ def test_rows_that_move_across_examples_are_refused():
         with pytest.raises(ghost.UnsupportedLeafError, match="the model meets data in `dot_general`"):
             ghost.grad_dot(weight, losses, x, direction=weight)
     stack = Stacked(Mapped(jnp.ones((2, 3, 3))), Axis("layers", 2))
-    turned = lambda model, x: jnp.sum(model.fold_via(lambda block, x: jnp.tanh(x @ block.weight)[::-1])(x), 1)  # noqa: E731
-    with pytest.raises(ghost.UnsupportedLeafError, match=r"^The layer of \*\.weight"):
-        ghost.grad_dot(stack, turned, x, direction=stack)
+
+    def fold(model, x, step=1):
+        return model.fold_via(lambda block, x: jnp.tanh(x @ block.weight)[::step])(x)
+
+    for losses, message in (
+        (lambda model, x: fold(model, x, -1), r"^The layer of \*\.weight"),
+        (lambda model, x: fold(model, sort(x)), "^The stack is given an array, and it can't be told"),
+        (jax.checkpoint(lambda model, x: fold(model, fold(model, x)[::-1])), "^The stack is given"),
+    ):
+        with pytest.raises(ghost.UnsupportedLeafError, match=message):
+            ghost.grad_dot(stack, lambda m, x, fn=losses: jnp.sum(fn(m, x), 1), x, direction=stack)
 
 
 def test_rows_that_stay_are_scored():
@@ -319,8 +375,11 @@ def test_rows_that_stay_are_scored():
         lambda x: jnp.concatenate(jnp.split(x, 2, 1)[::-1], 1),
         lambda x: jnp.stack(jnp.unstack(x, axis=1), 2).swapaxes(1, 2),
         lambda x: jnp.linalg.cholesky(x @ x.swapaxes(1, 2) + jnp.eye(6)[None]) @ x,
+        lambda x: jnp.linalg.solve(x @ x.swapaxes(1, 2) + jnp.eye(6)[None], x),
         lambda x: x * jax.random.uniform(jax.random.key(1), x.shape),
         lambda x: jnp.take_along_axis(x, jnp.argsort(x, 1), 1),
+        lambda x: x.at[:, 1:3].max(0.1),
+        jax.vmap(lambda x: jax.ops.segment_sum(x, jnp.argsort(x[:, 0]) // 2, 6)),
         lambda x: jax.lax.top_k(x, 3)[0],
         lambda x: jnp.fft.fft(x, axis=1).real,
         lambda x: jnp.tanh(x.swapaxes(0, 1).reshape(-1, 3)).reshape(6, -1, 3).swapaxes(0, 1),
@@ -329,12 +388,66 @@ def test_rows_that_stay_are_scored():
     def losses(weight, x):
         for keep in kept:
             x = keep(x @ weight)
-        return jnp.sum(x @ weight, (1, 2))
+        filtered = jnp.fft.rfft(x, axis=1) @ jax.lax.complex(weight, weight.T)
+        return jnp.sum(jnp.fft.irfft(filtered, n=6, axis=1) ** 2, (1, 2))
 
     direction = jax.random.normal(jax.random.key(1), (3, 3))
     _, found = run(weight, losses, x, direction)
     expected = jax.jit(lambda: jax.jvp(lambda weight: losses(weight, x), (weight,), (direction,))[1])()
     np.testing.assert_allclose(found.total.array, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_arrays_after_layers_that_are_kept_are_scored():
+    """Layers that are not recomputed are inlined, with their deposits, between the equations around them."""
+    x, weights = (jax.random.normal(jax.random.key(seed), (4, 3, 3)) for seed in range(2))
+    layers = BlockSeq([Mapped(one) for one in weights[:2]], Axis("layers", 2), remat=False)
+    model = {"layers": layers, "out": weights[2]}
+    direction = jax.tree.map(jnp.cos, model)
+
+    def losses(model, x):
+        apply = model["layers"].fold_via(lambda block, x: jnp.tanh(x @ block.weight))
+        return jnp.sum(apply(apply(x) @ model["out"]), (1, 2))
+
+    _, found = run(model, losses, x, direction)
+    expected = jax.jit(lambda: jax.jvp(lambda model: losses(model, x), (model,), (direction,))[1])()
+    np.testing.assert_allclose(found.total.array, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_arrays_that_all_examples_share_are_marked_or_refused():
+    x, weight = jax.random.normal(jax.random.key(0), (4, 4, 3)), jnp.eye(3) + 0.1
+    table, direction = x[:, :, 0], jax.random.normal(jax.random.key(1), (3, 3))
+
+    def losses(weight, batch):
+        x, table = batch
+        return jnp.sum(jnp.tanh(jnp.einsum("pq,bqd->bpd", table, x) @ weight), (1, 2))
+
+    def dots(batch, **options):
+        return ghost.grad_dot(weight, losses, batch, direction=direction, **options)[1].total.array
+
+    options = {}, {"granularity": "total"}, {"norms": True}
+    found = jax.jit(lambda: [dots((x, shared(table)), **each) for each in options])()
+    expected = jax.jvp(lambda weight: losses(weight, (x, table)), (weight,), (direction,))[1]
+    for each in found:
+        np.testing.assert_allclose(each, expected, rtol=1e-4, atol=1e-5)
+    for each in options[1:]:
+        with pytest.raises(ValueError, match=r"^batch\[1\] has 4 rows.*stacked_remat.shared"):
+            dots((x, table), **each)
+    with pytest.raises(TypeError, match="A batch has no per_layer marks"):
+        dots((x, per_layer(table)))
+    named, Rows = hax.named(x[:, 0], ("batch", "in")), Axis("batch", 4)
+    refused = [  # each works for a batch of 4
+        (lambda weight, x: jnp.sum(x, (0, 2)) + 0 * weight[0, 0], x, "4 losses for (12|5) examples"),
+        (lambda weight, x: jnp.sum((x + jnp.ones((4, 1, 1))) @ weight, (1, 2)), x, "incompatible shapes"),
+        (
+            lambda weight, x: hax.vmap(lambda one: jnp.sum(one.array @ weight), Rows)(x),
+            named,
+            "same name but different size",
+        ),
+    ]
+    for fn, batch, message in refused:
+        for each in options:
+            with pytest.raises(ValueError, match=f"{message}.*sizes from the arrays of the batch"):
+                ghost.grad_dot(weight, fn, batch, direction=direction, **each)
 
 
 def test_scores_that_do_not_add_up_are_an_error(monkeypatch):
@@ -343,3 +456,38 @@ def test_scores_that_do_not_add_up_are_an_error(monkeypatch):
     model = made(PlainModel.init)
     with pytest.raises(Exception, match="do not add up"):
         jax.block_until_ready(run(model, plain_losses, plain_batch(), model, check=True))
+
+
+class _Tanh(eqx.Module):
+    weight: jax.Array
+
+    def __call__(self, x):
+        return x + jnp.tanh(x @ self.weight)
+
+
+class _Sine(_Tanh):
+    def __call__(self, x):
+        return x + jnp.sin(x @ self.weight)
+
+
+@pytest.mark.parametrize("form", [StackedPattern, BlockSeq])
+def test_layers_of_several_classes_are_scored_by_their_own_calls(form):
+    Layers, keys = Axis("layers", 5), jax.random.split(jax.random.key(0), 5)
+    kinds = {
+        "tanh": lambda key: _Tanh(jax.random.normal(key, (4, 4)) * 0.3),
+        "sine": lambda key: _Sine(jax.random.normal(key, (4, 4)) * 0.3),
+    }
+    layers = StackedPattern.init(Layers, kinds, ("tanh", "sine"), remat="nested")(keys)
+    if form is BlockSeq:
+        layers = BlockSeq(list(layers), Layers)
+
+    def losses(layers, batch):
+        return jnp.sum(layers.fold(batch), -1) ** 2
+
+    batch = jax.random.normal(jax.random.key(1), (6, 4))
+    direction = jax.tree.map(jnp.cos, layers)
+    _, scores = jax.jit(lambda layers: ghost.grad_dot(layers, losses, batch, direction=direction))(layers)
+    own = jax.vmap(lambda one: jax.grad(lambda layers: losses(layers, one[None])[0])(layers))(batch)
+    pairs = zip(jax.tree.leaves(own), jax.tree.leaves(direction), strict=True)
+    expected = sum(jnp.sum((each * part[None]).reshape(6, -1), 1) for each, part in pairs)
+    np.testing.assert_allclose(scores.total.array, expected, rtol=1e-5, atol=1e-4)

@@ -61,8 +61,11 @@ def test_scores_equal_those_of_a_loop_in_pytorch(variant, tmp_path):
 
     found = step(model, batch(train, targets), batch(val, val_targets))
     np.testing.assert_allclose(found.total.array, total, rtol=0, atol=1e-4 * np.abs(total).max())
-    stacks = [
-        sum(score.array for path, score in found.scores.items() if path.startswith(f"stacks.{number}."))
-        for number in range(len(model.stacks))
-    ]
-    np.testing.assert_allclose(np.concatenate(stacks), by_layer, rtol=0, atol=1e-4 * np.abs(by_layer).max())
+    kinds = {kind.name: kind.name for kind in model.config.kinds} if len(model.config.kinds) > 1 else {}
+    by_kind = {
+        prefix: sum(score.array for path, score in found.scores.items() if path.startswith(prefix))
+        for prefix in ([f"layers.{name}." for name in kinds] or ["layers."])
+    }
+    rows = [model.config.layers_of(name) for name in kinds] or [range(model.config.num_layers)]
+    for scores, own in zip(by_kind.values(), rows, strict=True):
+        np.testing.assert_allclose(scores, by_layer[own], rtol=0, atol=1e-4 * np.abs(by_layer).max())

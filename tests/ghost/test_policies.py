@@ -63,8 +63,7 @@ def test_adapters_are_scored_over_frozen_weights_here_and_on_the_host(on_host):
     direction = eqx.filter(random_like(model, 1), trainable)
     expected, _ = looped_scores(model, token_means, batch, direction, trainable)
     if on_host:
-        stacks = tuple(map(streaming.to_host, model.stacks))
-        model = dataclasses.replace(model, stacks=stacks)
+        model = dataclasses.replace(model, layers=streaming.to_host(model.layers))
 
     @eqx.filter_jit
     def step(model, batch, direction):

@@ -1,0 +1,280 @@
+"""The rows of the results of single operations that keep the rows of examples."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+
+from ._units import Dimension, Factor, Rows, has_units, unit_dims, with_inherited
+
+
+def _regrouped(rows: Sequence[Dimension], shape: Sequence[int]) -> Rows:
+    """The rows after a reshape: the same factors in the same order, in other groups."""
+    factors = [factor for dim in rows for factor in dim or ()]
+    found: list[Dimension] = []
+    for size in shape:
+        group: list[Factor] = []
+        left = size
+        while left > 1:
+            while factors and factors[0][0] == 1:
+                factors.pop(0)
+            if not factors:
+                return (None,) * len(shape)
+            own, unit = factors.pop(0)
+            if left % own == 0:
+                group.append((own, unit))
+                left //= own
+            elif unit is None and own % left == 0:
+                group.append((left, None))
+                factors.insert(0, (own // left, None))
+                left = 1
+            else:
+                return (None,) * len(shape)
+        found.append(_merged(group) or ((size, None),))
+    return tuple(found)
+
+
+def _merged(group: Sequence[Factor]) -> tuple[Factor, ...]:
+    found: list[Factor] = []
+    for size, unit in group:
+        if found and unit is None and found[-1][1] is None:
+            found[-1] = (found[-1][0] * size, None)
+        else:
+            found.append((size, unit))
+    return tuple(found)
+
+
+def _elementwise(equation: Any, inputs: Sequence[Rows], sized: Sequence[Rows]) -> Rows | None:
+    """Dimension by dimension what the operands have, None where they differ."""
+    shapes, shape = [var.aval.shape for var in equation.invars], equation.outvars[0].aval.shape
+    found: list[Dimension] = []
+    for at, size in enumerate(shape):
+        dims = {
+            rows[at]
+            for rows, own in zip(inputs, shapes, strict=True)
+            if len(own) == len(shape) and own[at] == size
+        }
+        found.append(dims.pop() if len(dims) == 1 else None)
+    return tuple(found)
+
+
+def _leading(equation: Any, inputs: Sequence[Rows], sized: Sequence[Rows]) -> Rows | None:
+    """The first dimensions are the operand's, and the others are of no examples."""
+    given = inputs[0][: len(sized[0])]
+    return (*given, *sized[0][len(given) :])
+
+
+def _apart_from(key: str) -> Any:
+    """Elementwise, unless the dimension of this parameter holds examples: their order may change."""
+
+    def rows(equation: Any, inputs: Sequence[Rows], sized: Sequence[Rows]) -> Rows | None:
+        given = equation.params[key]
+        moved = set(given) if isinstance(given, tuple | list) else {given}
+        if any(moved & unit_dims(rows) for rows in inputs):
+            return None
+        found = _elementwise(equation, inputs, sized)
+        return found and tuple(
+            own if at in moved else dim for at, (dim, own) in enumerate(zip(found, sized[0], strict=True))
+        )
+
+    return rows
+
+
+def _concatenated(equation: Any, inputs: Sequence[Rows], sized: Sequence[Rows]) -> Rows | None:
+    filled = [rows for rows in inputs if all(n for dim in rows for n, _ in dim or ((1, None),))]
+    return filled[0] if len(filled) == 1 else _apart_from("dimension")(equation, inputs, sized)
+
+
+def _resized(equation: Any, inputs: Sequence[Rows], sized: Sequence[Rows]) -> Rows | None:
+    """A part of an array, or more around it: unknown rows where that is so along examples."""
+    before, after = equation.invars[0].aval.shape, equation.outvars[0].aval.shape
+    changed = {at for at, pair in enumerate(zip(before, after, strict=True)) if pair[0] != pair[1]}
+    if equation.primitive.name == "pad":
+        padding = equation.params["padding_config"]
+        changed |= {at for at, (low, _, inner) in enumerate(padding) if low or inner}
+    if equation.primitive.name == "dynamic_update_slice":
+        part = equation.invars[1].aval.shape
+        changed = {at for at, pair in enumerate(zip(before, part, strict=True)) if pair[0] != pair[1]}
+        if changed & unit_dims(inputs[0]) or changed & unit_dims(inputs[1]):
+            return None
+        return tuple(
+            rows if at in changed or rows == part else None
+            for at, (rows, part) in enumerate(zip(*inputs[:2], strict=True))
+        )
+    return tuple(
+        dim if at not in changed else None if at in unit_dims(inputs[0]) else sized[0][at]
+        for at, dim in enumerate(inputs[0])
+    )
+
+
+def _broadcast(equation: Any, inputs: Sequence[Rows], sized: Sequence[Rows]) -> Rows | None:
+    shape, places = equation.params["shape"], equation.params["broadcast_dimensions"]
+    found = list(with_inherited(sized[0], shape, inputs))
+    for at, dim, size in zip(places, inputs[0], equation.invars[0].aval.shape, strict=True):
+        if size == shape[at]:
+            found[at] = dim
+    return tuple(found)
+
+
+def _stacked(equation: Any, inputs: Sequence[Rows], sized: Sequence[Rows]) -> Rows | None:
+    at, rows = equation.params["axis"], inputs[0]
+    same = all(other == rows for other in inputs)
+    return (*rows[:at], sized[0][at], *rows[at:]) if same else None
+
+
+def _windowed(equation: Any, inputs: Sequence[Rows], sized: Sequence[Rows]) -> Rows | None:
+    """Windows over dimensions of no examples."""
+    windows = equation.params["window_dimensions"]
+    if any(windows[at] != 1 for at in unit_dims(inputs[0])):
+        return None
+    return _resized(equation, inputs, sized)
+
+
+def _transformed(equation: Any, inputs: Sequence[Rows], sized: Sequence[Rows]) -> Rows | None:
+    """Fourier transforms of the last dimensions."""
+    leading = len(inputs[0]) - len(equation.params["fft_lengths"])
+    if max(unit_dims(inputs[0]), default=-1) >= leading:
+        return None
+    return (*inputs[0][:leading], *sized[0][leading:])
+
+
+def _squeezed(equation: Any, inputs: Sequence[Rows], sized: Sequence[Rows]) -> Rows | None:
+    left = equation.params["dimensions"]
+    return tuple(dim for at, dim in enumerate(inputs[0]) if at not in left)
+
+
+def _reduced(equation: Any, inputs: Sequence[Rows], sized: Sequence[Rows]) -> Rows | None:
+    """Unknown where examples are reduced in one dimension and kept in another: they may be permuted."""
+    axes = equation.params["axes"]
+    kept = [dim for at, dim in enumerate(inputs[0]) if at not in axes]
+    if any(inputs[0][at] is None for at in axes):
+        return tuple(None if has_units((dim,)) else dim for dim in kept)
+    reduced = {unit for at in axes for _, unit in inputs[0][at] or () if unit is not None}
+    return tuple(dim if reduced.isdisjoint(unit for _, unit in dim or ()) else None for dim in kept)
+
+
+def _cumulated(equation: Any, inputs: Sequence[Rows], sized: Sequence[Rows]) -> Rows | None:
+    """Sums over the examples before: numbers that have derivatives mix theirs."""
+    mixes = jnp.issubdtype(equation.invars[0].aval.dtype, jnp.inexact)
+    return (_apart_from("axis") if mixes else _elementwise)(equation, inputs, sized)
+
+
+def _transposed(equation: Any, inputs: Sequence[Rows], sized: Sequence[Rows]) -> Rows | None:
+    return tuple(inputs[0][at] for at in equation.params["permutation"])
+
+
+def _reshaped(equation: Any, inputs: Sequence[Rows], sized: Sequence[Rows]) -> Rows | None:
+    shape, order = equation.outvars[0].aval.shape, equation.params["dimensions"]
+    if 0 in shape or any(dim is None for dim in inputs[0]):
+        return None
+    return _regrouped(inputs[0] if order is None else [inputs[0][at] for at in order], shape)
+
+
+def _multiplied(equation: Any, inputs: Sequence[Rows], sized: Sequence[Rows]) -> Rows | None:
+    """Rows of examples are kept, unless the product sums over examples: they may be permuted."""
+    left, right = inputs[:2]
+    (left_summed, right_summed), (left_batch, right_batch) = equation.params["dimension_numbers"]
+    if unit_dims(left) & set(left_summed) or unit_dims(right) & set(right_summed):
+        return None
+    batch = [left[i] if left[i] == right[j] else None for i, j in zip(left_batch, right_batch, strict=True)]
+    free = [dim for at, dim in enumerate(left) if at not in (*left_summed, *left_batch)]
+    return (*batch, *free, *(dim for at, dim in enumerate(right) if at not in (*right_summed, *right_batch)))
+
+
+def _convolved(equation: Any, inputs: Sequence[Rows], sized: Sequence[Rows]) -> Rows | None:
+    numbers = equation.params["dimension_numbers"]
+    batch = numbers.lhs_spec[0]
+    if unit_dims(inputs[0]) - {batch} or unit_dims(inputs[1]) or equation.params["batch_group_count"] != 1:
+        return None
+    return tuple(inputs[0][batch] if at == numbers.out_spec[0] else dim for at, dim in enumerate(sized[0]))
+
+
+def _gathered(equation: Any, inputs: Sequence[Rows], sized: Sequence[Rows]) -> Rows | None:
+    numbers, sizes = equation.params["dimension_numbers"], equation.params["slice_sizes"]
+    shape, batched = equation.invars[0].aval.shape, numbers.operand_batching_dims
+    if any(at not in batched and sizes[at] != shape[at] for at in unit_dims(inputs[0])):
+        return None
+    for at, of_index in zip(batched, numbers.start_indices_batching_dims, strict=True):
+        if inputs[0][at] != inputs[1][of_index]:
+            return None
+    kept = [at for at in range(len(shape)) if at not in (*numbers.collapsed_slice_dims, *batched)]
+    own = iter([inputs[0][at] if sizes[at] == shape[at] else ((sizes[at], None),) for at in kept])
+    of_indices = iter(inputs[1][:-1])
+    return tuple(next(own if at in numbers.offset_dims else of_indices) for at in range(len(sized[0])))
+
+
+def _scattered(equation: Any, inputs: Sequence[Rows], sized: Sequence[Rows]) -> Rows | None:
+    """The operand's rows, where updates have the same ones in their windows or as a batch."""
+    numbers, (operand, indices, updates) = equation.params["dimension_numbers"], inputs
+    of_updates, batched = numbers.update_window_dims, numbers.operand_batching_dims
+    windowed = [at for at in range(len(operand)) if at not in (*numbers.inserted_window_dims, *batched)]
+    others = [at for at in range(len(updates)) if at not in of_updates]
+    pairs = list(zip(batched, numbers.scatter_indices_batching_dims, strict=True))
+    places = dict(zip(windowed, of_updates, strict=True)) | {at: others[index] for at, index in pairs}
+    own = unit_dims(operand)
+    kept = {places[at] for at in own if at in places and updates[places[at]] == operand[at]}
+    same = {index for at, index in pairs if indices[index] == operand[at]}
+    moved = own & {*numbers.scatter_dims_to_operand_dims}
+    if moved or len(kept) < len(own) or unit_dims(updates) - kept or unit_dims(indices) - same:
+        return None
+    return operand if all(indices[index] == operand[at] for at, index in pairs) else None
+
+
+def _of_matrices(equation: Any, inputs: Sequence[Rows], sized: Sequence[Rows]) -> Rows | None:
+    """Linear algebra on the last two dimensions, of which none may hold examples."""
+    leading = len(inputs[0]) - 2
+    if any(max(unit_dims(rows), default=-1) >= leading for rows in inputs):
+        return None
+    parts = [rows[:leading] for rows in inputs]
+    batch = [dims[0] if len(set(dims)) == 1 else None for dims in zip(*parts, strict=True)]
+    return (*batch, *sized[0][leading:])
+
+
+_ELEMENTWISE = """abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil
+clamp clz complex conj convert_element_type copy copy_p cos cosh
+device_put digamma div eq erf erf_inv erfc exp exp2 expm1 floor ge gt igamma igammac imag integer_pow
+is_finite layout_constraint le lgamma log log1p logistic lt max min mul name ne neg nextafter noinline
+nontraceable not or pbroadcast pcast pmax pmin polygamma population_count pow psum psum_invariant pvary
+random_fold_in random_gamma real reduce_precision regularized_incomplete_beta rem reshard round rsqrt
+select_if_vmap select_n sharding_constraint shift_left shift_right_arithmetic shift_right_logical
+sign sin sinh sqrt square stop_gradient sub tan tanh threefry2x32 xor""".split()
+_REDUCTIONS = """argmax argmin reduce_and reduce_max reduce_min reduce_or reduce_prod reduce_sum
+reduce_xor""".split()
+
+KEEPING: dict[str, Any] = {
+    **dict.fromkeys(_ELEMENTWISE, _elementwise),
+    **dict.fromkeys(_REDUCTIONS, _reduced),
+    **dict.fromkeys(("cumlogsumexp", "cummax", "cummin", "cumprod", "cumsum"), _cumulated),
+    **dict.fromkeys(
+        (
+            "bitcast_convert_type",
+            "lu_pivots_to_permutation",
+            "random_bits",
+            "random_seed",
+            "random_split",
+            "random_unwrap",
+            "random_wrap",
+        ),
+        _leading,
+    ),
+    **dict.fromkeys(("slice", "dynamic_slice", "pad", "dynamic_update_slice"), _resized),
+    **dict.fromkeys(("reduce_window_max", "reduce_window_min", "reduce_window_sum"), _windowed),
+    **dict.fromkeys(("cholesky", "lu", "triangular_solve", "qr", "eigh", "svd"), _of_matrices),
+    "broadcast_in_dim": _broadcast,
+    "concatenate": _concatenated,
+    "conv_general_dilated": _convolved,
+    "dot_general": _multiplied,
+    "gather": _gathered,
+    "reshape": _reshaped,
+    "rev": _apart_from("dimensions"),
+    "sort": _apart_from("dimension"),
+    "fft": _transformed,
+    **{f"scatter{kind}": _scattered for kind in ("", "-add", "-max", "-min", "-mul", "-sub")},
+    "squeeze": _squeezed,
+    "stack": _stacked,
+    "tile": _resized,
+    "top_k": _apart_from("axis"),
+    "transpose": _transposed,
+}
+"""What primitives that keep the rows of examples make of them: from the equation, the rows of its operands
+and those by the results' sizes. None where they do not keep them."""

@@ -1,0 +1,114 @@
+"""Which dimensions of an array hold examples, or tokens."""
+
+import itertools
+import math
+from collections.abc import Sequence
+from typing import NamedTuple, TypeAlias
+
+Factor: TypeAlias = tuple[int, int | None]
+"""A size, and which of the units (0 the example, 1 the position) it counts; None for any other."""
+Dimension: TypeAlias = tuple[Factor, ...] | None
+"""The factors of a dimension, the slowest first; None where the order of its rows is not known."""
+Rows: TypeAlias = tuple[Dimension, ...]
+"""One entry for each dimension of an array."""
+
+
+class Flow(NamedTuple):
+    """What is known of a value.
+
+    Attributes:
+        rows: which of its dimensions hold examples.
+        is_followed: whether it depends on a scored weight; between examples it then must not mix.
+        mixed: where examples were mixed, or may have been, on the way from such weights; empty if nowhere.
+    """
+
+    rows: Rows
+    is_followed: bool = False
+    mixed: str = ""
+
+
+class Units(NamedTuple):
+    """What scores are given for.
+
+    Attributes:
+        sizes: of examples, or of examples and positions. Empty where there is only one example: all
+            rows are its rows.
+        growth: by how much each is larger in the second trace; different primes.
+        mesh_axes: within a `jax.shard_map`, the axes of the mesh that divide them.
+        of_data: whether what depends on data is followed, integers too, rather than on scored weights.
+    """
+
+    sizes: tuple[int, ...]
+    growth: tuple[int, ...]
+    mesh_axes: frozenset[str] = frozenset()
+    of_data: bool = False
+
+    def of_growth(self, size: int, other: int) -> tuple[int, ...] | None:
+        """The units in a dimension that has the size `other` in the second trace; None if unclear."""
+        for number in range(len(self.sizes) + 1):
+            for some in itertools.combinations(range(len(self.sizes)), number):
+                if other == size * math.prod(self.growth[unit] for unit in some):
+                    return some
+        return None
+
+
+def has_units(rows: Rows) -> bool:
+    """Whether a value has rows of several examples, or may have."""
+    return any(dim is None or any(unit is not None for _, unit in dim) for dim in rows)
+
+
+def has_examples(rows: Rows) -> bool:
+    """Whether a value has rows of several examples, or may have; positions are not examples."""
+    return any(dim is None or any(unit == 0 for _, unit in dim) for dim in rows)
+
+
+def are_apart(rows: Rows) -> bool:
+    """Whether each number of a value belongs to one example, and it is known to which."""
+    units = [unit for dim in rows for _, unit in dim or ()]
+    return units.count(0) == 1 and None not in rows
+
+
+def of_input(shape: Sequence[int], other: Sequence[int], units: Units) -> Rows:
+    """The rows of an input of the program, from its shape in both traces."""
+    return tuple(_by_size(size, larger, units) for size, larger in zip(shape, other, strict=True))
+
+
+def _by_size(size: int, other: int, units: Units) -> Dimension:
+    some = units.of_growth(size, other)
+    if some == ():
+        return ((size, None),)
+    if some is not None and len(some) == 1 and size == units.sizes[some[0]]:
+        return ((size, some[0]),)
+    return None
+
+
+def unknown(shape: Sequence[int], other: Sequence[int]) -> Rows:
+    return tuple(
+        ((size, None),) if size == larger else None for size, larger in zip(shape, other, strict=True)
+    )
+
+
+def known_rows(sized: Rows, own: Rows) -> Rows:
+    """The rows that the sizes tell or, where these leave a doubt (several factors), the value's own."""
+    return own if None in sized and len(own) == len(sized) and None not in own else sized
+
+
+def unit_dims(rows: Rows) -> set[int]:
+    return {at for at, dim in enumerate(rows) if dim is None or any(unit is not None for _, unit in dim)}
+
+
+def with_inherited(rows: Rows, shape: Sequence[int], inputs: Sequence[Rows]) -> Rows:
+    return tuple(
+        _inherited(size, inputs) if dim is None else dim for dim, size in zip(rows, shape, strict=True)
+    )
+
+
+def _inherited(size: int, inputs: Sequence[Rows]) -> Dimension:
+    """The factors of the operands' dimensions of this size that hold several, if they agree."""
+    candidates = {
+        dim
+        for rows in inputs
+        for dim in rows
+        if dim is not None and len(dim) > 1 and math.prod(n for n, _ in dim) == size
+    }
+    return candidates.pop() if len(candidates) == 1 else None

@@ -7,7 +7,7 @@ The loss applies that matrix itself, so that it decides how many logits exist at
 import abc
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, ClassVar, Literal
 
 import draccus
@@ -147,33 +147,31 @@ def check_remat_names(config: LmConfig, policy: ScanCheckpointPolicy | None, key
                 )
 
 
-def check_remat_levels(policy: ScanCheckpointPolicy, stacks: Sequence[int]) -> None:
-    """Refuses levels that can't cut the stacks of layers.
+def check_remat_levels(policy: ScanCheckpointPolicy, num_layers: int) -> None:
+    """Refuses levels that can't cut the layers.
 
     Args:
-        policy: of all stacks. With a `host_segment_length` above 1 it cuts segments of as many layers.
-        stacks: how many layers each has.
+        policy: of the layers. With a `host_segment_length` above 1 it cuts segments of as many layers.
+        num_layers: how many there are.
 
     Raises:
-        ConfigError: the outer levels make more parts than any stack has layers, or all levels hold too few.
+        ConfigError: the outer levels make more parts than there are layers, or all levels hold too few.
     """
     if not isinstance(policy.nested, tuple):
         return
     together = policy.host_segment_length
     what = "layers" if together == 1 else f"segments of {together} layers (trainer.streaming.segment_length)"
-    lengths = [layers // together - policy.first_layers for layers in stacks]
-    longest = max(lengths)
+    length = num_layers // together - policy.first_layers
     parts = math.prod(policy.nested[:-1])
-    if longest > 0 and parts > longest:
+    if 0 < length < parts:
         raise ConfigError(
             f"remat.nested = {list(policy.nested)} cuts the layers into {parts} parts before its last level, "
-            f"and the longest stack of this model has {longest} {what} to cut. Give smaller numbers, fewer "
-            f"of them, or nested: true."
+            f"and this model has {length} {what} to cut. Give smaller numbers, fewer of them, or nested: "
+            f"true."
         )
     try:
-        for length in lengths:
-            if length > 1:
-                policy.schedule(length)
+        if length > 1:
+            policy.schedule(length)
     except ValueError as error:
         counted = "" if together == 1 else f" Here they hold {what}."
         raise ConfigError(f"remat.nested = {list(policy.nested)}: {error}.{counted}") from error
@@ -188,9 +186,9 @@ def build_model(
     key: PRNGKeyArray,
     init_stack: Callable[..., Any] = Stacked.init,
 ) -> LanguageModel:
-    """Makes the model that `config` describes, with float32 parameters and a stack that obeys `remat`.
+    """Makes the model that `config` describes, with float32 parameters and layers that obey `remat`.
 
-    `init_stack(Layers, Block, remat=remat)` makes what builds a stack, as `Stacked.init` does.
+    `init_stack(Layers, Block, remat=remat)` makes what builds layers of one kind, as `Stacked.init` does.
 
     Raises:
         TypeError: no builder is registered for this type of config.

@@ -2,8 +2,6 @@
 
 import dataclasses
 import functools
-import math
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
 
@@ -27,6 +25,7 @@ from stacked_remat.training import (
     learning_rate_schedule,
     load_tokenizer,
 )
+from stacked_remat.training.processes import check_distributed
 
 
 @dataclass(frozen=True)
@@ -50,6 +49,8 @@ class LmRunConfig:
         host_budget: the same for the host; null for no limit.
         data: the text.
         ghost: scores of training sequences against held-out text; null for none.
+        distributed: how the processes of a run on several hosts connect: `auto` where JAX finds a cluster
+            (Slurm, Open MPI, Kubernetes, Cloud TPU), `off`, or the arguments of `jax.distributed.initialize`.
         optimizer: the optimizer, by `type` (AdamW if none is named), and its schedule.
         trainer: length, updates, precision, checkpoints, reports and the run folder.
     """
@@ -64,6 +65,7 @@ class LmRunConfig:
     host_budget: str | None = None
     data: DataConfig = field(default_factory=DataConfig)
     ghost: GhostConfig | None = None
+    distributed: bool | str | dict[str, Any] = "auto"
     optimizer: OptimizerConfig = field(default_factory=AdamWConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
 
@@ -71,6 +73,7 @@ class LmRunConfig:
         if self.vocab_size is not None and self.vocab_size < 1:
             raise ValueError(f"vocab_size must be at least 1, got {self.vocab_size}.")
         check_remat_names(self.model, self.policy)
+        check_distributed(self.distributed)
         self._check_streaming()
         self._check_ghost()
         learning_rate_schedule(self.optimizer, self.trainer.num_steps)
@@ -131,17 +134,11 @@ class LmRunConfig:
         """Refuses what can't be scored, and what would never be."""
         if self.ghost is None:
             return
-        update, steps = self.trainer.update, self.trainer.num_steps
-        if update.fused:
+        steps = self.trainer.num_steps
+        if self.trainer.update.fused:
             raise ValueError(
                 "ghost takes the gradient of held-out text for the whole model, and trainer.update.fused "
                 "keeps no gradient of the whole model: leave out one of them."
-            )
-        if update.microbatches > 1:
-            raise ValueError(
-                f"ghost scores all sequences of a batch in one backward pass, and "
-                f"trainer.update.microbatches = {update.microbatches} cuts it: leave out one of them. With "
-                f"remat: nested or offload a larger batch fits at once."
             )
         if self.policy is None:
             raise ValueError(
@@ -159,20 +156,26 @@ class LmRunConfig:
                 f"ghost.validation.sources names {unknown[0]!r}, which data.sources lacks. Valid: {valid}."
             )
 
-    def _check_cuts(self, lengths: Sequence[int]) -> None:
-        """Refuses a length of segments that does not divide the stacks, and levels that can't cut them."""
+    def _check_cuts(self, model: DecoderConfig) -> None:
+        """Refuses segments that can't be made of the layers, and levels that can't cut them."""
         streaming = self.trainer.streaming
         segment_length = 1 if streaming is None else streaming.segment_length
-        common = math.gcd(*lengths)
-        if common % segment_length:
-            stacks = f"{lengths[0]} layers" if len(lengths) == 1 else f"stacks of {lengths} layers"
-            divisors = ", ".join(str(k) for k in range(1, common + 1) if common % k == 0)
+        num_layers = model.num_layers
+        if segment_length > 1 and len(model.kinds) > 1:
             raise ConfigError(
-                f"trainer.streaming.segment_length = {segment_length} does not divide the model's {stacks}. "
-                f"Use one of {divisors}."
+                f"trainer.streaming.segment_length = {segment_length}, and the model has layers of several "
+                f"kinds ({', '.join(kind.name for kind in model.kinds)}), which are read from the host one "
+                f"at a time. Use 1."
+            )
+        if num_layers % segment_length:
+            divisors = ", ".join(str(k) for k in range(1, num_layers + 1) if num_layers % k == 0)
+            raise ConfigError(
+                f"trainer.streaming.segment_length = {segment_length} does not divide the model's "
+                f"{num_layers} layers. Use one of {divisors}."
             )
         if self.policy is not None:
-            check_remat_levels(dataclasses.replace(self.policy, host_segment_length=segment_length), lengths)
+            policy = dataclasses.replace(self.policy, host_segment_length=segment_length)
+            check_remat_levels(policy, num_layers)
 
     @functools.cached_property
     def policy(self) -> ScanCheckpointPolicy | None:
@@ -194,7 +197,7 @@ class LmRunConfig:
 
         Raises:
             ConfigError: `model` or `vocab_size` is not that of the folder (names every field that differs);
-                `vocab_size` is less than the tokenizer's; or the levels of `remat` can't cut the stacks.
+                `vocab_size` is less than the tokenizer's; or the levels of `remat` can't cut the layers.
             WeightsError, FileNotFoundError: the folder can't be read.
         """
         model, rows = self.model, self.vocab_size
@@ -223,5 +226,5 @@ class LmRunConfig:
                     f"{rows} rows. Use the model's own tokenizer, or a larger vocab_size."
                 )
         if isinstance(model, DecoderConfig):
-            self._check_cuts([Layers.size for _, Layers in model.stacks])
+            self._check_cuts(model)
         return dataclasses.replace(self, model=model, vocab_size=rows)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -23,6 +24,7 @@ from stacked_remat import ScanCheckpointSpec, Stacked, streaming
 from stacked_remat.training import (
     BATCH_AXIS,
     POSITION_AXIS,
+    CheckpointMismatchError,
     ConfigError,
     DataConfig,
     FusedOptimizer,
@@ -34,6 +36,8 @@ from stacked_remat.training import (
     build_step,
     cast_parameters,
 )
+
+_OF_STACK = re.compile(r"\bstacks\.(\d+)\.stacked\.")
 
 
 def run_optimizer(config: LmRunConfig) -> optax.GradientTransformation | FusedOptimizer:
@@ -59,7 +63,7 @@ def initial_state(
         config: of the run, resolved.
         partitioning: where the arrays are made, none of them whole on a device; on the first device if not
             given. With `trainer.streaming`, the layers are made on the host, one after the other.
-        remat: policy of the model's stacks; the config's if not given.
+        remat: policy of the model's layers; the config's if not given.
         read_weights: whether to read the weights of `initialize_from_hf`; if not, all of them are random.
 
     Raises:
@@ -95,10 +99,10 @@ def initial_state(
     if config.initialize_from_hf is None or not read_weights:
         return partitioning.init_sharded(begin_at_random)
     assert isinstance(config.model, DecoderConfig)  # or it was not resolved
-    stacks = {Layers.name for _, Layers in config.model.stacks} if streamed is not None else set()
+    streamed_axis = config.model.Layers.name if streamed is not None else None
 
     def sharding(weight: NamedArray) -> Sharding:
-        of_layer = [axis.size for axis in weight.axes if axis.name not in stacks]
+        of_layer = [axis.size for axis in weight.axes if axis.name != streamed_axis]
         is_moved = len(of_layer) < len(weight.axes) and streaming.moves_to_host(of_layer, weight.dtype)
         return partitioning.weight_sharding(weight, on_host=is_moved)
 
@@ -131,7 +135,7 @@ def state_shapes(
 
 
 def _one_device() -> Partitioning:
-    return Partitioning.of(MeshConfig({"data": 1}, {}, {}))
+    return Partitioning.of(MeshConfig({"data": 1}, {}, {}), jax.local_devices()[:1])
 
 
 def batch_shapes(data: DataConfig, partitioning: Partitioning) -> TokenBatch:
@@ -172,6 +176,29 @@ def check_step(config: LmRunConfig, partitioning: Partitioning) -> None:
                 eqx.filter_eval_shape(next_token_loss, state.model, batch)
     except ValueError as error:
         raise ConfigError(f"The model of this config can't be applied here: {error}") from error
+
+
+def present_name(name: str) -> str:
+    """The path in a state of an array that a checkpoint has under this name.
+
+    In checkpoints of earlier versions decoders have a stack for every run of equal layers.
+
+    Raises:
+        CheckpointMismatchError: the decoder had several of them.
+    """
+    found = _OF_STACK.search(name)
+    if found is not None and found[1] != "0":
+        raise CheckpointMismatchError(
+            f"The checkpoint is of an earlier version, in which this model had several stacks of layers "
+            f"({name}), and can't be read. With that version, write the model with models.export_hf; then "
+            f"begin a new run with that folder as initialize_from_hf."
+        )
+    return _OF_STACK.sub("layers.stacked.", name)
+
+
+def present_target(target: str) -> str:
+    """A target of a run's adapters as it is called now; earlier versions had numbers of stacks in it."""
+    return re.sub(r"^stacks\.(\d+\.)?", "layers.", target)
 
 
 def saved_arrays(state: TrainState) -> TrainState:

@@ -15,14 +15,23 @@ from pathlib import Path
 
 import equinox as eqx
 import jax
+from rich.console import Console
 
 from models.command import run_command
 from models.lm import next_token_loss
 from models.run_config import LmRunConfig
 from models.run_scoring import check_scoring, run_scoring, scored_against
-from models.run_state import check_step, initial_state, run_optimizer, saved_arrays, state_shapes
+from models.run_state import (
+    check_step,
+    initial_state,
+    present_name,
+    run_optimizer,
+    saved_arrays,
+    state_shapes,
+)
 from models.step_memory import StepMemory
 from stacked_remat import check_offload
+from stacked_remat.memory import readable_bytes
 from stacked_remat.training import (
     EXIT_INTERRUPTED,
     Checkpoints,
@@ -31,7 +40,6 @@ from stacked_remat.training import (
     JsonLinesTracker,
     Partitioning,
     Position,
-    ProcessShare,
     Progress,
     RunFolder,
     RunOutputs,
@@ -52,6 +60,15 @@ from stacked_remat.training import (
     remat_entry,
     train,
 )
+from stacked_remat.training.processes import (
+    any_signal,
+    end_process,
+    ending_with_others,
+    in_turn,
+    of_first,
+    start_processes,
+)
+from stacked_remat.training.throughput import peak_memory_bytes
 
 
 def train_lm(config: LmRunConfig, progress: Progress, stop: StopSignals) -> TrainingResult:
@@ -75,12 +92,14 @@ def train_lm(config: LmRunConfig, progress: Progress, stop: StopSignals) -> Trai
     partitioning.check_rows(config.data.batch_size, config.trainer.update.microbatches)
     tokenizer = load_tokenizer(config.data.tokenizer)
     config = _resolved(config, progress, partitioning)
-    data = open_training_data(
-        config.data,
-        tokenizer,
-        seed=config.trainer.seed,
-        progress=progress,
-        process=ProcessShare(jax.process_index(), jax.process_count()),
+    data = in_turn(
+        lambda: open_training_data(
+            config.data,
+            tokenizer,
+            seed=config.trainer.seed,
+            progress=progress,
+            process=partitioning.process_share(config.data.batch_size),
+        )
     )
     evaluators = held_out_evaluators(
         next_token_loss,
@@ -94,14 +113,7 @@ def train_lm(config: LmRunConfig, progress: Progress, stop: StopSignals) -> Trai
         closing.callback(data.training.close)
         folder = _run_folder(config, closing)
         closing.enter_context(partitioning.active())
-        checkpoints = Checkpoints(
-            folder.checkpoints,
-            config.trainer.checkpoint,
-            run_config=config_as_dict(config),
-            saved=saved_arrays,
-            message=progress.message,
-        )
-        closing.callback(checkpoints.close)
+        checkpoints = _checkpoints(config, folder, progress, closing)
         state, position = _first_state(config, partitioning, checkpoints)
         if position is not None:
             _check_length(config, position, folder)
@@ -109,8 +121,11 @@ def train_lm(config: LmRunConfig, progress: Progress, stop: StopSignals) -> Trai
             progress.message(f"resuming after step {position.step} of an earlier process")
         trackers = _trackers(config, folder, position, closing)
         scoring = run_scoring(config, validation, tokenizer, folder, position.step if position else 0)
-        folder.begin(config_as_dict(config))
+        if jax.process_index() == 0:
+            folder.begin(config_as_dict(config))
         progress.message(_summary(config, data.summary, state, folder))
+        closing.enter_context(ending_with_others())
+        began, first = time.monotonic(), int(state.step)
         result = train(
             state,
             loss_function=next_token_loss,
@@ -126,6 +141,8 @@ def train_lm(config: LmRunConfig, progress: Progress, stop: StopSignals) -> Trai
             scoring=scoring,
         )
     _conclude(result, folder, progress)
+    if result.stopped_by is None:
+        progress.message(_finished(config, result, folder, first, time.monotonic() - began))
     return result
 
 
@@ -135,20 +152,29 @@ def main(arguments: Sequence[str]) -> int:
     Returns:
         0 when the run is finished, 1 after an error, 75 when a signal ended it: the same command resumes it.
     """
-    progress = ConsoleProgress()
+    ended_together = False
 
     def run(arguments: Sequence[str], stop: StopSignals) -> int:
-        result = train_lm(parse_config(LmRunConfig, arguments), progress, stop)
+        nonlocal ended_together
+        config = parse_config(LmRunConfig, arguments)
+        start_processes(config.distributed)
+        progress = ConsoleProgress(None if jax.process_index() == 0 else Console(quiet=True))
+        with ending_with_others():
+            result = train_lm(config, progress, stop)
+        ended_together = True
         return 0 if result.stopped_by is None else EXIT_INTERRUPTED
 
     early = " before a step was done; the same command starts again, from the last checkpoint if there is one"
-    return run_command(run, arguments, progress.message, interrupted=(EXIT_INTERRUPTED, early))
+    status = run_command(run, arguments, ConsoleProgress().message, interrupted=(EXIT_INTERRUPTED, early))
+    if not ended_together and jax.distributed.is_initialized():
+        end_process(status)  # at its own end JAX would wait for the others, and they for this process
+    return status
 
 
 def _asked_to_stop(stop: StopSignals) -> str | None:
     """The signal that asks to stop, if one came; from the first call on, a signal no longer raises."""
     stop.defer()
-    return stop.received
+    return any_signal(stop.received)
 
 
 def _first_state(
@@ -166,15 +192,21 @@ def _first_state(
 def _run_folder(config: LmRunConfig, closing: contextlib.ExitStack) -> RunFolder:
     """The folder of the run, for this process alone until `closing` ends."""
     given = config.trainer.run_dir
-    root = Path(f"runs/{time.strftime('%Y%m%d-%H%M%S')}" if given is None else given).expanduser()
-    if jax.process_index() == 0:
-        closing.enter_context(lock_run_folder(root))
-    return RunFolder.open(
-        root,
-        config_as_dict(config),
-        overwrite=config.trainer.checkpoint.overwrite,
-        accept_changes=config.trainer.checkpoint.accept_changes,
-    )
+    now = time.strftime("%Y%m%d-%H%M%S", time.localtime(of_first(int(time.time()))))
+    root = Path(f"runs/{now}" if given is None else given).expanduser()
+
+    def opened() -> RunFolder:
+        is_first = jax.process_index() == 0
+        if is_first:
+            closing.enter_context(lock_run_folder(root))
+        return RunFolder.open(
+            root,
+            config_as_dict(config),
+            overwrite=config.trainer.checkpoint.overwrite and is_first,
+            accept_changes=config.trainer.checkpoint.accept_changes,
+        )
+
+    return in_turn(opened)
 
 
 def _check_length(config: LmRunConfig, position: Position, folder: RunFolder) -> None:
@@ -213,9 +245,27 @@ def _fitting(config: LmRunConfig, progress: Progress) -> LmRunConfig:
     return config
 
 
+def _checkpoints(
+    config: LmRunConfig, folder: RunFolder, progress: Progress, closing: contextlib.ExitStack
+) -> Checkpoints:
+    """The checkpoints of the run, until `closing` closes."""
+    checkpoints = Checkpoints(
+        folder.checkpoints,
+        config.trainer.checkpoint,
+        run_config=config_as_dict(config),
+        saved=saved_arrays,
+        present_name=present_name,
+        message=progress.message,
+    )
+    closing.callback(checkpoints.close)
+    return checkpoints
+
+
 def _trackers(
     config: LmRunConfig, folder: RunFolder, position: Position | None, closing: contextlib.ExitStack
 ) -> list[Tracker]:
+    if jax.process_index() != 0:
+        return []
     done = -1 if position is None else position.step
     more = build_trackers(
         config.trainer.trackers, folder.root, config_as_dict(config), resumed_after=position and position.step
@@ -233,8 +283,35 @@ def _conclude(result: TrainingResult, folder: RunFolder, progress: Progress) -> 
             f"--trainer.run_dir {folder.root} resumes it"
         )
         return
-    folder.finish({"held_out_before": result.held_out_before, "held_out_after": result.held_out_after})
-    progress.message(f"checkpoints, config and metrics are in {folder.root}")
+    if jax.process_index() == 0:
+        folder.finish({"held_out_before": result.held_out_before, "held_out_after": result.held_out_after})
+
+
+def _finished(
+    config: LmRunConfig, result: TrainingResult, folder: RunFolder, first: int, seconds: float
+) -> str:
+    """What this process did from step `first` on, how the losses changed, and the commands that come next."""
+    steps = int(result.state.step) - first
+    step_tokens = config.data.batch_size * config.data.seq_len
+    minutes, rest = divmod(round(seconds), 60)
+    duration = f"{minutes}:{rest:02}, compiling and evaluation included"
+    peak = peak_memory_bytes()
+    used = [] if peak is None else [f"peak memory {readable_bytes(peak)}"]
+    losses = [
+        f"{name.replace('held_out', 'held-out', 1)} loss {result.held_out_before[name]:.4f} -> {after:.4f}"
+        for name, after in result.held_out_after.items()
+        if name in result.held_out_before  # a run resumed with accept_changes may have other sources
+    ]
+    return "\n".join(
+        [
+            f"{steps:,} steps of {step_tokens:,} tokens in {duration}",
+            *used,
+            *losses,
+            f"checkpoints, config and metrics are in {folder.root}",
+            f"  python -m models.generate --checkpoint {folder.root} --prompt TEXT",
+            f"  python -m models.plot {folder.root}",
+        ]
+    )
 
 
 def _summary(config: LmRunConfig, text: str, state: TrainState, folder: RunFolder) -> str:
@@ -245,9 +322,9 @@ def _summary(config: LmRunConfig, text: str, state: TrainState, folder: RunFolde
     some = "" if parameters == trained else f", {trained:,} of them trained"
     step_tokens = config.data.batch_size * config.data.seq_len
     return (
-        f"{parameters:,} parameters{some}; {text}; "
-        f"{config.trainer.num_steps} steps of {step_tokens:,} tokens; "
-        f"{len(state.step.devices())} {jax.default_backend()} device(s); run folder {folder.root}"
+        f"{parameters:,} parameters{some}; {len(state.step.devices())} {jax.default_backend()} device(s)\n"
+        f"{text}\n"
+        f"{config.trainer.num_steps} steps of {step_tokens:,} tokens; run folder {folder.root}"
     )
 
 

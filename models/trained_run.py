@@ -11,7 +11,7 @@ from models.hf_io.pretrained import end_tokens
 from models.hf_io.safetensors_folder import WeightsError
 from models.lm import LanguageModel
 from models.run_config import LmRunConfig
-from models.run_state import initial_state, saved_arrays, state_shapes
+from models.run_state import initial_state, present_name, present_target, saved_arrays, state_shapes
 from stacked_remat.training import (
     CheckpointDamagedError,
     ConfigError,
@@ -45,6 +45,8 @@ def read_run_config(run_dir: Path, step: int | None = None) -> LmRunConfig:
         saved = checkpoint_config(folder, step=step)
         if not isinstance(saved, dict) or saved.get("vocab_size") is None:
             raise ConfigError("it has no vocab_size")
+        if saved.get("lora"):
+            saved["lora"]["targets"] = [present_target(target) for target in saved["lora"]["targets"]]
         entries = [f"--{key}={yaml.safe_dump(value)}" for key, value in saved.items()]
         return parse_config(LmRunConfig, entries)
     except (OSError, CheckpointDamagedError):
@@ -67,7 +69,8 @@ def trained_model(run_dir: Path, config: LmRunConfig, *, step: int | None = None
 
     Raises:
         FileNotFoundError: there is no such checkpoint.
-        CheckpointMismatchError: it is of another model than its config says.
+        CheckpointMismatchError: it is of another model than its config says, or of an earlier version that
+            can't be read.
 
     Cost: the model in memory; with adapters also the weights under them, which are read or made again.
     """
@@ -76,8 +79,10 @@ def trained_model(run_dir: Path, config: LmRunConfig, *, step: int | None = None
         state = state_shapes(config)
     else:
         state = initial_state(config)
-        check_unsaved(folder, eqx.filter(state, saved_arrays(state), inverse=True), step=step)
-    return eqx.combine(load_checkpoint(folder, state.trained, step=step, part="trained"), state.frozen)
+        rest = eqx.filter(state, saved_arrays(state), inverse=True)
+        check_unsaved(folder, rest, step=step, present_name=present_name)
+    trained = load_checkpoint(folder, state.trained, step=step, part="trained", present_name=present_name)
+    return eqx.combine(trained, state.frozen)
 
 
 def base_folder(config: LmRunConfig) -> Path | None:

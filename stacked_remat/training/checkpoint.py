@@ -3,6 +3,9 @@
 A checkpoint is a folder named by its step, written by Orbax: the arrays of the state by name, and in JSON the
 position of the data and the loop, the config, and the shape and dtype of every array. Orbax's checksums leave
 out the arrays, so `checksums.json` has one for every file, which is compared before the file is read.
+
+Orbax takes a fifth of a second to import, so it is imported where it is used: help and errors in configs do
+not wait for it.
 """
 
 import contextlib
@@ -22,18 +25,11 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-import orbax.checkpoint as ocp
-from orbax.checkpoint.checkpoint_managers import (
-    AnyPreservationPolicy,
-    EveryNSeconds,
-    EveryNSteps,
-    LatestN,
-    PreservationPolicy,
-)
 
 from .._messages import shortened
 from .array_layout import arrays_by_name, differences, digests, is_key, layout, with_arrays
 from .checksums import checksums, json_with_checksum, read_json_with_checksum
+from .processes import of_first
 from .trainer_config import CheckpointConfig
 
 State = TypeVar("State")
@@ -71,6 +67,7 @@ class Checkpoints:
         *,
         run_config: Mapping[str, Any],
         saved: Callable[[Any], Any] | None = None,
+        present_name: Callable[[str], str] = str,
         message: Callable[[str], None] = warnings.warn,
     ):
         """Opens or makes the folder, and removes unfinished checkpoints of an earlier process.
@@ -82,18 +79,23 @@ class Checkpoints:
             saved: maps a state to a tree of booleans that marks the arrays to save; all if not given. The
                 others must never change, and must be given to `restore`: checkpoints have their digests, and
                 are not restored with other arrays.
+            present_name: maps the name of an array in a checkpoint, which may be of an earlier version, to
+                its name in the state; may raise `CheckpointMismatchError`.
             message: called with the damaged checkpoints that are skipped.
         """
+        import orbax.checkpoint as ocp
+
         self.folder = folder
         self._config = config
         self._run_config = dict(run_config)
         self._saved = saved
+        self._present_name = present_name
         self._message = message
         self._saving: int | None = None
         self._unsaved: dict[str, list[int]] | None = None
         self._last_save = time.monotonic()
         options = ocp.CheckpointManagerOptions(
-            preservation_policy=AnyPreservationPolicy(_kept(config)),
+            preservation_policy=_kept(config),
             cleanup_tmp_directories=True,
             # Called when all files are written, before the rename that makes the checkpoint exist.
             async_options=ocp.AsyncOptions(post_finalization_callback=self._write_checksums),
@@ -110,7 +112,9 @@ class Checkpoints:
         """Whether the config asks for a checkpoint after this step."""
         every, minutes = self._config.every_steps, self._config.every_minutes
         by_step = every is not None and step % every == 0
-        return by_step or (minutes is not None and time.monotonic() - self._last_save >= 60 * minutes)
+        if by_step or minutes is None:
+            return by_step
+        return bool(of_first(time.monotonic() - self._last_save >= 60 * minutes))
 
     def save(self, step: int, state: Any, position: Mapping[str, Any]) -> None:
         """Writes a checkpoint, in the background unless the config says otherwise.
@@ -124,6 +128,8 @@ class Checkpoints:
             OSError: this checkpoint or the one before it can't be written.
             RuntimeError: there is a checkpoint of this step or a later one.
         """
+        import orbax.checkpoint as ocp
+
         self.wait()
         chosen, rest = self._divided(state)
         named = arrays_by_name(chosen)
@@ -172,8 +178,8 @@ class Checkpoints:
         self.wait()
         step, damaged = self._latest_whole()
         chosen, rest = self._divided(like)
-        check_unsaved(self.folder, rest, step=step)
-        restored, run = _read(self.folder / str(step), chosen, "")
+        check_unsaved(self.folder, rest, step=step, present_name=self._present_name)
+        restored, run = _read(self.folder / str(step), chosen, "", self._present_name)
         for path in damaged:
             path.rename(_aside(path))
         if damaged:
@@ -254,7 +260,14 @@ class Checkpoints:
         )
 
 
-def load_checkpoint(folder: Path, like: State, *, step: int | None = None, part: str = "") -> State:
+def load_checkpoint(
+    folder: Path,
+    like: State,
+    *,
+    step: int | None = None,
+    part: str = "",
+    present_name: Callable[[str], str] = str,
+) -> State:
     """Reads a state, or a part of one, from a run's folder of checkpoints.
 
     Args:
@@ -262,6 +275,7 @@ def load_checkpoint(folder: Path, like: State, *, step: int | None = None, part:
         like: a tree of the same structure; its arrays may be `jax.ShapeDtypeStruct`s.
         step: of the checkpoint; the latest if not given.
         part: path of `like` in the state, such as `trained`; all of the state if not given.
+        present_name: as of `Checkpoints`.
 
     Raises:
         FileNotFoundError: there is no such checkpoint.
@@ -274,17 +288,20 @@ def load_checkpoint(folder: Path, like: State, *, step: int | None = None, part:
         others = [str(other) for other in _steps(folder) if str(other) != path.name]
         choice = f", or choose another step: {', '.join(others)}" if others else ""
         raise CheckpointDamagedError(f"{problem} Restore it from a copy{choice}.")
-    arrays, _ = _read(path, like, f"{part}." if part else "")
+    arrays, _ = _read(path, like, f"{part}." if part else "", present_name)
     return with_arrays(like, arrays)
 
 
-def check_unsaved(folder: Path, rest: Any, *, step: int | None = None) -> None:
+def check_unsaved(
+    folder: Path, rest: Any, *, step: int | None = None, present_name: Callable[[str], str] = str
+) -> None:
     """Checks that the arrays which a checkpoint leaves out are those of its run.
 
     Args:
         folder: of the checkpoints.
         rest: a state with `None` for all arrays that are saved.
         step: of the checkpoint; the latest if not given.
+        present_name: as of `Checkpoints`.
 
     Raises:
         FileNotFoundError: there is no such checkpoint.
@@ -292,7 +309,8 @@ def check_unsaved(folder: Path, rest: Any, *, step: int | None = None) -> None:
         CheckpointMismatchError: arrays differ; the message names them.
     """
     path = _existing(folder, step)
-    saved, found = _read_run(path)["unsaved"], digests(rest)
+    saved = {present_name(name): digest for name, digest in _read_run(path)["unsaved"].items()}
+    found = digests(rest)
     differing = [name for name in sorted({*saved, *found}) if saved.get(name) != found.get(name)]
     if differing:
         raise CheckpointMismatchError(
@@ -362,10 +380,19 @@ def _aside(path: Path) -> Path:
     return aside
 
 
-def _read(path: Path, like: Any, prefix: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The arrays of `like`, whose names in the checkpoint begin with `prefix`, and the JSON."""
+def _read(
+    path: Path, like: Any, prefix: str, present_name: Callable[[str], str]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The arrays of `like`, whose names in the state begin with `prefix`, and the JSON."""
+    import orbax.checkpoint as ocp
+
     run = _read_run(path)
-    saved = {name[len(prefix) :]: entry for name, entry in run["layout"].items() if name.startswith(prefix)}
+    names = {present_name(name): name for name in run["layout"]}
+    saved = {
+        present[len(prefix) :]: run["layout"][name]
+        for present, name in names.items()
+        if present.startswith(prefix)
+    }
     differing = differences(saved, layout(like))
     if differing:
         raise CheckpointMismatchError(
@@ -373,7 +400,7 @@ def _read(path: Path, like: Any, prefix: str) -> tuple[dict[str, Any], dict[str,
             + shortened(differing, "\n  ", most=8)
         )
     wanted = arrays_by_name(like)
-    targets = {prefix + name: _target(array) for name, array in wanted.items() if np.prod(array.shape)}
+    targets = {names[prefix + name]: _target(array) for name, array in wanted.items() if np.prod(array.shape)}
     arguments = ocp.args.PyTreeRestore(
         item=targets,
         restore_args=ocp.checkpoint_utils.construct_restore_args(targets),
@@ -385,7 +412,7 @@ def _read(path: Path, like: Any, prefix: str) -> tuple[dict[str, Any], dict[str,
     for name, implementation in run["keys"].items():
         if name in found:
             found[name] = jax.random.wrap_key_data(found[name], impl=implementation)
-    return {name.removeprefix(prefix): array for name, array in found.items()} | empty, run
+    return {present_name(name).removeprefix(prefix): array for name, array in found.items()} | empty, run
 
 
 def _read_run(path: Path) -> dict[str, Any]:
@@ -400,14 +427,17 @@ def _is_not_raised(record: logging.LogRecord) -> bool:
     return not (record.exc_info and "orbax" in record.pathname)
 
 
-def _kept(config: CheckpointConfig) -> list[PreservationPolicy]:
-    policies: list[PreservationPolicy] = [LatestN(config.keep_last)]
+def _kept(config: CheckpointConfig) -> Any:
+    """Orbax's policy that keeps what any of the config's entries keeps."""
+    from orbax.checkpoint import checkpoint_managers as managers
+
+    policies: list[managers.PreservationPolicy] = [managers.LatestN(config.keep_last)]
     if config.keep_every_steps is not None:
-        policies.append(EveryNSteps(config.keep_every_steps))
+        policies.append(managers.EveryNSteps(config.keep_every_steps))
     if config.keep_every_hours is not None:
         hours = datetime.timedelta(hours=config.keep_every_hours)
-        policies.append(EveryNSeconds(max(1, round(hours.total_seconds()))))
-    return policies
+        policies.append(managers.EveryNSeconds(max(1, round(hours.total_seconds()))))
+    return managers.AnyPreservationPolicy(policies)
 
 
 def _data(array: Any) -> Any:

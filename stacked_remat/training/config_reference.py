@@ -17,7 +17,7 @@ import draccus
 from .config_hints import is_registry, named_section_class, section_class, type_names
 
 _HEADER = "| key | type | default | |\n|---|---|---|---|"
-_WIDTH = 100
+_WIDTH = 79
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,24 +100,35 @@ def _section(row: ConfigRow, section: Any, instance: Any) -> Iterator[ConfigRow]
 def config_help(config_class: Any) -> str:
     """What `--help` prints: the keys as they are written on the command line, a paragraph each."""
     summary = (inspect.getdoc(config_class) or "").partition("\n")[0]
-    path = ["--config_path FILE", "    a YAML file of the keys below, which override it on the command line."]
-    lines = [summary, "", *path]
+    path = "a YAML file of the keys below, which override it on the command line."
+    lines = [*_wrapped(summary), "", "--config_path FILE", *_wrapped(path, "    ", "    ")]
     for row, following in _with_next(config_class):
         default = "required" if row.default is None else f"default {row.default}"
+        heading = ""
         if row.kind == "value":
-            lines.append(f"--{row.dotted} {'|'.join(row.names)} ({default})")
+            heading = f"--{row.dotted} {'|'.join(row.names)} ({default})"
         elif row.kind == "named":
-            lines.append(f"--{row.dotted}.* (any number of sections, each under a name of your own)")
+            heading = f"--{row.dotted}.* (any number of sections, each under a name of your own)"
         elif row.kind == "section":
             unset = " (default null, which leaves the section out)" if row.default == "null" else ""
-            lines.append(f"--{row.dotted}.*{unset}")
+            heading = f"--{row.dotted}.*{unset}"
         elif following is not None and following.dotted.startswith(f"{row.dotted}."):
-            lines.append(f"With --{row.dotted}.type {row.names[0]}:")
-        lines += textwrap.wrap(row.meaning, _WIDTH, initial_indent="    ", subsequent_indent="    ")
+            heading = f"With --{row.dotted}.type {row.names[0]}:"
+        if row.kind == "named" or (row.kind == "section" and "." not in row.dotted):
+            lines.append("")
+        lines += _wrapped(heading, "", " " * 8) + _wrapped(row.meaning, "    ", "    ")
         if row.kind == "section" and row.names:
             required = ", required beside other keys" if row.type_required and row.default else ""
-            lines.append(f"--{row.dotted}.type {' | '.join(row.names)} ({default}{required})")
+            lines += _wrapped(
+                f"--{row.dotted}.type {' | '.join(row.names)} ({default}{required})", "", " " * 8
+            )
     return "\n".join(lines)
+
+
+def _wrapped(text: str, first: str = "", others: str = "") -> list[str]:
+    """The text in lines of at most 79 characters that begin with these, its words whole."""
+    options: dict[str, Any] = {"break_long_words": False, "break_on_hyphens": False}
+    return textwrap.wrap(text, _WIDTH, initial_indent=first, subsequent_indent=others, **options)
 
 
 def config_reference(config_class: Any) -> str:

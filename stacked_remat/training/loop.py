@@ -13,6 +13,7 @@ from .array_layout import arrays_by_name
 from .batches import TokenBatch
 from .checkpoint import Checkpoints
 from .mesh import Partitioning
+from .processes import whole
 from .profiler import ProfilerWindow
 from .progress import Progress
 from .run_folder import RunFolder, named_in_errors
@@ -296,8 +297,10 @@ class _Reporter:
                 return
             found += f", the last of {in_a_row} in a row (trainer.update.max_consecutive_skips)"
         path = self.outputs.folder.nonfinite_step(done)
-        with named_in_errors(path):
-            np.savez(path, **_step_data(done, metrics, batch))
+        data = _step_data(done, metrics, batch)
+        if jax.process_index() == 0:
+            with named_in_errors(path):
+                np.savez(path, **data)
         skip = "or trainer.update.on_nonfinite: skip, with which the same command resumes from the last save"
         raise NonFiniteLossError(
             f"Step {done} is not finite: {found}, with learning rate {learning_rate:.3g}. Training stopped; "
@@ -310,4 +313,4 @@ class _Reporter:
 def _step_data(done: int, metrics: Metrics, batch: TokenBatch) -> dict[str, Any]:
     arrays = {f"batch.{name}": array for name, array in arrays_by_name(batch).items()}
     arrays |= {f"metrics.{name}": value for name, value in metrics.items()}
-    return {"step": np.asarray(done), **jax.tree.map(np.asarray, arrays)}
+    return {"step": np.asarray(done), **whole(arrays)}

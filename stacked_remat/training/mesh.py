@@ -25,6 +25,7 @@ from .._placement import is_on_host
 from ..memory._host_arguments import on_one_device
 from .batches import BATCH_AXIS, POSITION_AXIS, TokenBatch
 from .config_error import ConfigError
+from .data.batch_stream import ProcessShare
 from .trainer_config import MeshConfig
 
 T = TypeVar("T")
@@ -190,21 +191,48 @@ class Partitioning:
                 f"--trainer.mesh.axes.data {math.gcd(rows // microbatches, parts)}."
             )
 
+    def process_share(self, rows: int) -> ProcessShare:
+        """The rows of each batch that this process's devices have; other processes may have the same.
+
+        Raises:
+            ConfigError: they are not one of equal parts of the batch.
+        """
+        if self.mesh.size == 1:
+            return ProcessShare()
+        sharding = self._batch_sharding((Axis(BATCH_AXIS, rows),))
+        parts = filter(None, sharding.addressable_devices_indices_map((rows,)).values())
+        own = sorted({part.indices(rows)[:2] for (part,) in parts})
+        (start, _), (_, stop) = own[0], own[-1]
+        size = sum(last - first for first, last in own)
+        if size != stop - start or start % size or rows % size:
+            raise ConfigError(
+                f"trainer.mesh gives process {jax.process_index()} rows {own} of a batch of {rows}, and a "
+                f"process reads one of equal parts. Put the axes that `batch` is mapped to first in "
+                f"trainer.mesh.axes."
+            )
+        return ProcessShare(start // size, rows // size)
+
     def shard_batch(self, batch: TokenBatch) -> TokenBatch:
         """The batch of all processes, sharded over the devices, from this process's rows."""
         if self.mesh.size == 1:
             return batch
-        processes = jax.process_count()
+        process = self.process_share(self._parts(self.compute_mapping.get(BATCH_AXIS, ())))
 
         def share(named: NamedArray) -> NamedArray:
+            local = np.asarray(named.array)
+            at = next(i for i, axis in enumerate(named.axes) if axis.name == BATCH_AXIS)
+            first = process.index * local.shape[at]
             axes = tuple(
-                axis.resize(axis.size * processes) if axis.name == BATCH_AXIS else axis for axis in named.axes
+                axis.resize(axis.size * process.count) if i == at else axis
+                for i, axis in enumerate(named.axes)
             )
+
+            def part(index: Any) -> np.ndarray:
+                start, stop, _ = index[at].indices(axes[at].size)
+                return local[(*index[:at], slice(start - first, stop - first), *index[at + 1 :])]
+
             shape = tuple(axis.size for axis in axes)
-            rows = np.asarray(named.array)
-            return NamedArray(
-                jax.make_array_from_process_local_data(self._batch_sharding(axes), rows, shape), axes
-            )
+            return NamedArray(jax.make_array_from_callback(shape, self._batch_sharding(axes), part), axes)
 
         return jax.tree.map(share, batch, is_leaf=is_named_array)
 

@@ -9,19 +9,17 @@ from typing import Any, final
 from rich.console import Console
 from rich.progress import (
     BarColumn,
-    MofNCompleteColumn,
     Progress as RichBar,
     ProgressColumn,
     TaskProgressColumn,
     TextColumn,
-    TimeElapsedColumn,
     TimeRemainingColumn,
 )
 
 from ..memory._table import readable_bytes
 
 _SECONDS_BETWEEN_LINES = 15.0
-_STATUS = TextColumn("{task.fields[status]}")
+_BAR, _STATUS = BarColumn(bar_width=None), TextColumn("{task.fields[status]}")
 
 
 @final
@@ -126,8 +124,8 @@ class ConsoleProgress(Progress):
         if self._work is None or self._work[0] != what:
             self.stop()
             self._work = (what, time.monotonic())
-            columns = (TextColumn(what, markup=False), BarColumn(), TaskProgressColumn(), _STATUS)
-            self._show_bar(*columns, TimeRemainingColumn(), total=total, status=status)
+            columns = (TextColumn(what, markup=False), _BAR, TaskProgressColumn(), _STATUS)
+            self._show_bar(*columns, total=total, status=status)
         if self._bar is not None:
             self._bar.update(self._bar.task_ids[0], completed=done, status=status)
         elif done == total or time.monotonic() > self._work[1] + _SECONDS_BETWEEN_LINES:
@@ -140,8 +138,7 @@ class ConsoleProgress(Progress):
         """Shows the bar, with a note until the first step is done that it is compiling."""
         self._num_steps = num_steps
         self._first_done = None
-        columns = (TextColumn("training"), BarColumn(), MofNCompleteColumn(), _STATUS, TimeElapsedColumn())
-        columns += (TextColumn("left"), TimeRemainingColumn())
+        columns = (TextColumn("step {task.completed}/{task.total}"), _BAR, _STATUS)
         self._show_bar(*columns, total=num_steps, completed=done, status="compiling the first step")
 
     def advance(self, step: int, loss: float, tokens_per_second: float, memory: int | None = None) -> None:
@@ -166,7 +163,8 @@ class ConsoleProgress(Progress):
 
     def _show_bar(self, *columns: ProgressColumn, **task: Any) -> None:
         if self._console.is_terminal:
-            self._bar = RichBar(*columns, console=self._console)
+            columns = (*columns, TimeRemainingColumn(), TextColumn("left"))
+            self._bar = RichBar(*columns, console=self._console, expand=True)
             self._bar.start()
             self._bar.add_task("", **task)
 

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import jax
 import yaml
 
 from .._files import replaced_whole
@@ -22,6 +21,7 @@ from .config_include import read_config_file
 # May change when a run resumes: these keys change paths and costs, but not results.
 _FREE = (
     "remat",
+    "distributed",
     "budget",
     "host_budget",
     "trainer.run_dir",
@@ -109,12 +109,12 @@ class RunFolder:
     def begin(self, config: Mapping[str, Any]) -> None:
         """Writes the config and removes an earlier result: the run begins or resumes."""
         self.result.unlink(missing_ok=True)
-        with replaced_whole(self.config, shared=jax.process_count() > 1) as path:
+        with replaced_whole(self.config) as path:
             path.write_text(yaml.safe_dump(dict(config), sort_keys=False), encoding="utf-8")
 
     def finish(self, result: Mapping[str, Any]) -> None:
         """Writes the result."""
-        with replaced_whole(self.result, shared=jax.process_count() > 1) as path:
+        with replaced_whole(self.result) as path:
             path.write_text(json.dumps(dict(result), indent=2) + "\n", encoding="utf-8")
 
     def _check(self, config: Mapping[str, Any], accept_changes: bool) -> None:

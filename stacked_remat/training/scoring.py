@@ -20,7 +20,17 @@ from .batches import BATCH_AXIS, POSITION_AXIS, TokenBatch
 from .config_error import ConfigError
 from .ghost_config import GhostConfig, GhostValidationConfig
 from .mesh import Partitioning
-from .step import FusedOptimizer, LossFunction, Metrics, RandomLoss, TrainState, apply_gradients
+from .step import (
+    FusedOptimizer,
+    LossFunction,
+    Metrics,
+    RandomLoss,
+    TrainState,
+    apply_gradients,
+    of_microbatches,
+    of_whole_batch,
+    share_of_objective,
+)
 from .streams import HeldOutSet
 from .trainer_config import TrainerConfig
 
@@ -103,7 +113,7 @@ class StepScorer:
         partitioning: as in `train_step`.
 
     Raises:
-        ValueError: the steps have microbatches, a `RandomLoss` or a `FusedOptimizer`.
+        ValueError: the steps have a `RandomLoss` or a `FusedOptimizer`.
 
     Memory: of a scored step, that of another step, one array more for each trained one, and what `grad_dot`
     takes.
@@ -117,14 +127,8 @@ class StepScorer:
         optimizer: optax.GradientTransformation | FusedOptimizer,
         partitioning: Partitioning | None = None,
     ):
-        if (
-            isinstance(loss_function, RandomLoss)
-            or isinstance(optimizer, FusedOptimizer)
-            or config.update.microbatches > 1
-        ):
-            raise ValueError(
-                "Scored steps take neither microbatches, a RandomLoss nor a FusedOptimizer: leave them out."
-            )
+        if isinstance(loss_function, RandomLoss) or isinstance(optimizer, FusedOptimizer):
+            raise ValueError("Scored steps take neither a RandomLoss nor a FusedOptimizer: leave them out.")
         self._scoring = scoring
         self._partitioning = partitioning
         self._add = eqx.filter_jit(
@@ -138,6 +142,7 @@ class StepScorer:
                 loss_function=loss_function,
                 optimizer=optimizer,
                 of_example=scoring.config.token_mean == "example",
+                microbatches=config.update.microbatches,
                 gradient_dtype=config.precision.gradients,
                 skip_nonfinite=config.update.on_nonfinite == "skip",
                 partitioning=partitioning,
@@ -192,6 +197,7 @@ def scored_step(
     loss_function: LossFunction,
     optimizer: optax.GradientTransformation,
     of_example: bool = False,
+    microbatches: int = 1,
     gradient_dtype: DTypeLike = jnp.float32,
     skip_nonfinite: bool = False,
     partitioning: Partitioning | None = None,
@@ -207,6 +213,7 @@ def scored_step(
             out of the scores.
         optimizer: as in `train_step`.
         of_example: whether a loss is the mean over the example's own tokens rather than the batch's.
+        microbatches: as in `train_step`; each is scored in its own backward pass.
         gradient_dtype: as in `train_step`.
         skip_nonfinite: as in `train_step`.
         partitioning: as in `train_step`.
@@ -214,35 +221,52 @@ def scored_step(
     batch, direction = data
     shard = partitioning.shard_weights if partitioning is not None else lambda tree: tree
     coupled = auxiliary == "included"
+    model = eqx.combine(shard(state.trained), state.frozen)
 
-    def of_examples(model: Any, batch: TokenBatch) -> Any:
-        (each, of_batch), metrics = losses(model, batch)
-        return ((each, of_batch) if coupled else each), (each, metrics)
+    def compute(part: TokenBatch, share: Any, index: Any = 0) -> tuple[Any, tuple[Metrics, BatchScores]]:
+        def of_examples(model: Any, part: TokenBatch) -> Any:
+            (each, of_batch), metrics = losses(model, part)
+            each = each * share
+            return ((each, of_batch / microbatches) if coupled else each), (each, metrics)
 
-    gradients, found = grad_dot(
-        eqx.combine(shard(state.trained), state.frozen),
-        of_examples,
-        batch,
-        direction=direction,
-        reduction="sum",
-        trainable=_marks(state.trained),
-        coupled=coupled,
-        has_aux=True,
-    )
-    each, metrics = found.aux
-    if auxiliary == "left_out":  # the compiler then leaves out what gives only the gradients above
+        gradients, found = grad_dot(
+            model,
+            of_examples,
+            part,
+            direction=direction,
+            reduction="sum",
+            trainable=_marks(state.trained),
+            coupled=coupled,
+            has_aux=True,
+        )
+        each, metrics = found.aux
+        if auxiliary == "left_out":  # the compiler then leaves out what gives only the gradients above
 
-        def whole(trained: Any) -> tuple[Array, Metrics]:
-            return loss_function(eqx.combine(shard(trained), state.frozen), batch)
+            def whole(trained: Any) -> tuple[Array, Metrics]:
+                objective, metrics = loss_function(eqx.combine(shard(trained), state.frozen), part)
+                return share_of_objective(objective, metrics, share, microbatches), metrics
 
-        gradients, metrics = eqx.filter_grad(whole, has_aux=True)(state.trained)
+            gradients, metrics = eqx.filter_grad(whole, has_aux=True)(state.trained)
+        scores = {path: score.rearrange((..., BATCH_AXIS)).array for path, score in found.scores.items()}
+        return gradients, (metrics, BatchScores(scores, each.array))
+
+    if microbatches == 1:
+        gradients, (metrics, scores) = compute(batch, 1.0)
+    else:
+        gradients, shares, (metrics, scores) = of_microbatches(
+            compute, state.trained, batch, gradient_dtype, microbatches
+        )
+        metrics = of_whole_batch(metrics, shares)
+        scores = jax.tree.map(_put_together, scores)
     gradients = shard(optax.tree.cast(gradients, gradient_dtype))
     after, metrics = apply_gradients(state, gradients, metrics, optimizer, skip_nonfinite=skip_nonfinite)
     factors = _batch_over_own_weights(batch) if of_example else jnp.ones(())
-    scores = {
-        path: score.rearrange((..., BATCH_AXIS)).array * factors for path, score in found.scores.items()
-    }
-    return shard(after), metrics, BatchScores(scores, each.array * factors)
+    return shard(after), metrics, jax.tree.map(lambda array: array * factors, scores)
+
+
+def _put_together(parts: Array) -> Array:
+    """`[..., batch]` from `[microbatch, ..., row]`, in the order of the batch."""
+    return jnp.moveaxis(parts, 0, -1).reshape(*parts.shape[1:-1], -1)
 
 
 def _add_direction(data: tuple[Any, Any, TokenBatch, Array], direction: Any, *, losses: ExampleLosses) -> Any:

@@ -287,31 +287,63 @@ def _gradients(
 def _accumulated(
     loss: _Loss, trained: Any, batch: TokenBatch, key: PRNGKeyArray, dtype: DTypeLike, count: int
 ) -> tuple[Any, Metrics]:
-    """The gradient and metrics of the whole batch, one microbatch at a time.
+    """The gradient and metrics of the whole batch, one microbatch at a time."""
 
-    The mean loss of the batch is the sum of the microbatches' mean losses times their shares of the weights.
+    def compute(part: TokenBatch, share: Array, index: Array) -> tuple[Any, Metrics]:
+        def share_of_loss(trained: Any) -> tuple[Array, Metrics]:
+            objective, metrics = loss(trained, part, jax.random.fold_in(key, index))
+            return share_of_objective(objective, metrics, share, count), metrics
+
+        return eqx.filter_grad(share_of_loss, has_aux=True)(trained)
+
+    gradients, shares, metrics = of_microbatches(compute, trained, batch, dtype, count)
+    return gradients, of_whole_batch(metrics, shares)
+
+
+def of_microbatches(
+    compute: Callable[[TokenBatch, Array, Array], tuple[Any, Any]],
+    trained: Any,
+    batch: TokenBatch,
+    dtype: DTypeLike,
+    count: int,
+) -> tuple[Any, Array, Any]:
+    """The sum of the microbatches' gradients, their shares of the weights, and what else is found for each.
+
+    Args:
+        compute: from a microbatch, its share of the batch's weights and its number to gradients and anything.
+        trained: the trained arrays.
+        batch: row `i * count + n` is row `i` of microbatch `n`.
+        dtype: in which gradients are added up.
+        count: of microbatches.
     """
     parts = _split(batch, count)
     total = jnp.maximum(hax.sum(batch.weights).scalar(), 1.0)
 
-    def share_of_loss(
-        trained: Any, part: TokenBatch, key: PRNGKeyArray
-    ) -> tuple[Array, tuple[Array, Metrics]]:
-        objective, metrics = loss(trained, part, key)
-        share = hax.sum(part.weights).scalar() / total
-        auxiliary = objective - metrics["loss"]
-        return metrics["loss"] * share + auxiliary / count, (share, metrics)
-
-    def add(summed: Any, index: Array) -> tuple[Any, tuple[Array, Metrics]]:
+    def add(summed: Any, index: Array) -> tuple[Any, tuple[Array, Any]]:
         part = jax.tree.map(lambda leaf: leaf[_MICROBATCH, index], parts, is_leaf=is_named_array)
-        compute = eqx.filter_grad(share_of_loss, has_aux=True)
-        gradients, found = compute(trained, part, jax.random.fold_in(key, index))
-        return jax.tree.map(lambda total, new: total + new.astype(dtype), summed, gradients), found
+        share = hax.sum(part.weights).scalar() / total
+        gradients, found = compute(part, share, index)
+        return jax.tree.map(lambda total, new: total + new.astype(dtype), summed, gradients), (share, found)
 
     zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, dtype), trained)
-    gradients, (shares, metrics) = jax.lax.scan(add, zeros, jnp.arange(count))
+    gradients, (shares, found) = jax.lax.scan(add, zeros, jnp.arange(count))
+    return gradients, shares, found
+
+
+def share_of_objective(objective: Array, metrics: Metrics, share: Array, count: int) -> Array:
+    """A microbatch's part of the batch's objective.
+
+    The mean loss of the batch is the sum of the microbatches' mean losses times their shares of the weights.
+    """
+    if count == 1:
+        return objective
+    return metrics["loss"] * share + (objective - metrics["loss"]) / count
+
+
+def of_whole_batch(metrics: Metrics, shares: Array) -> Metrics:
+    """The metrics of a batch from those of its microbatches, `[microbatch, ...]`."""
     means = {name: jnp.mean(values, axis=0) for name, values in metrics.items()}
-    return gradients, {**means, "loss": jnp.sum(metrics["loss"] * shares)}
+    return {**means, "loss": jnp.sum(metrics["loss"] * shares)}
 
 
 def _split(batch: TokenBatch, count: int) -> TokenBatch:

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, final
 
-import jax
 import numpy as np
 
 from .._files import replaced_whole
@@ -211,7 +210,7 @@ def _keep_lines(path: Path, last_step: int) -> None:
                 f"{path} is damaged: line {number} is not a line of metrics ({error}). Delete that line, or "
                 f"move the file away, and start the same command again."
             ) from error
-    with replaced_whole(path, shared=jax.process_count() > 1) as rewritten:
+    with replaced_whole(path) as rewritten:
         rewritten.write_bytes(b"".join(kept))
 
 

@@ -17,6 +17,7 @@ PARAMETERS = {  # as published
     "qwen3_0_6b": 596_049_920,
     "qwen3_30b_a3b_65k_lora": 30_532_122_624,
     "qwen3_235b_a22b_65k_lora": 235_093_634_560,
+    "gpt_oss_20b_65k_lora": 20_914_757_184,
 }
 
 

@@ -15,8 +15,8 @@ from models.lm import build_model, next_token_loss
 from models.qwen3_moe import Qwen3Config, Qwen3MoeConfig
 from models.run_config import LmRunConfig
 from models.step_memory import StepMemory
-from models.transformer.config import ExpertsConfig
-from stacked_remat import ScanCheckpointPolicy
+from models.transformer.config import AttentionConfig, ExpertsConfig
+from stacked_remat import ScanCheckpointPolicy, StackedPattern
 from stacked_remat.training import (
     DataConfig,
     MeshConfig,
@@ -29,10 +29,15 @@ from stacked_remat.training import (
 
 LAYERS, ROWS, POSITIONS = 5, 8, 13  # no other axis has the first's or the last's size
 SIZES = {"hidden_dim": 16, "num_layers": LAYERS, "num_heads": 2, "num_kv_heads": 1}
+EXPERTS = ExpertsConfig(num_experts=4, experts_per_token=2, intermediate_dim=6)
 CONFIGS = {
     "dense": Qwen3Config(**SIZES, mlp_dim=6),
-    "experts": Qwen3MoeConfig(
-        **SIZES, experts=ExpertsConfig(num_experts=4, experts_per_token=2, intermediate_dim=6)
+    "experts": Qwen3MoeConfig(**SIZES, experts=EXPERTS),
+    # As many layers of each of two kinds, in turn.
+    "windows": Qwen3MoeConfig(
+        **SIZES | {"num_layers": 2 * LAYERS},
+        experts=EXPERTS,
+        attention=AttentionConfig(window=4, windowed_layers=tuple(range(0, 2 * LAYERS, 2))),
     ),
 }
 POLICIES = {
@@ -52,6 +57,7 @@ DEEP = [
     ("dense", "offload"),
     ("dense", "save"),
     ("dense", "offload internals"),
+    ("windows", "nested"),
 ]
 CASES += [pytest.param(*case, marks=pytest.mark.deep) for case in DEEP]
 MESHES = {
@@ -112,7 +118,9 @@ def compiled_on(config, kind, remat, microbatches=1):
 
 def share(state):
     """Which part of a weight a device has."""
-    weight = state.trained.stacks[0].stacked.attention.q_proj.weight.array
+    layers = state.trained.layers
+    stack = layers.stacks["sparse"] if isinstance(layers, StackedPattern) else layers
+    weight = stack.stacked.attention.q_proj.weight.array
     return weight.addressable_shards[0].data.size / weight.size
 
 

@@ -92,6 +92,7 @@ def test_a_scored_run_that_is_stopped_and_resumed_equals_one_without(workplace, 
 
 OTHER = "{{paths: ['{0}/text/1*.txt'], held_out: ['{0}/other.txt'], weight: 0.5}}"
 SOURCES = {"validation": {"sources": {"text": 1.0, "other": 3.0}}, "token_mean": "example"}
+PARTS = ("--trainer.update.microbatches", "2")
 STREAMED = ("--trainer.streaming.segment_length", "2", "--remat", "offload")
 
 
@@ -99,8 +100,8 @@ STREAMED = ("--trainer.streaming.segment_length", "2", "--remat", "offload")
 @pytest.mark.parametrize(
     ("settings", "options"),
     [
-        pytest.param({"auxiliary_losses": "included"}, (), id="with auxiliary losses"),
-        pytest.param(SOURCES, ("--lora.rank", "2"), id="adapters, against two sources, per example"),
+        pytest.param({"auxiliary_losses": "included"}, PARTS, id="with auxiliary losses, in microbatches"),
+        pytest.param(SOURCES, (*PARTS, "--lora.rank", "2"), id="adapters, two sources, per example"),
         pytest.param({}, ("--lora.rank", "2", *STREAMED), id="adapters, streamed"),
         pytest.param({}, ("--trainer.mesh.axes.data", "4"), id="four devices"),
     ],
@@ -141,11 +142,6 @@ def test_scores_are_the_dot_products_of_each_sequences_gradient(workplace, setti
             {},
             ("--trainer.update.fused", "true"),
             "keeps no gradient of the whole model: leave out one of them",
-        ),
-        (
-            {},
-            ("--trainer.update.microbatches", "2"),
-            "trainer.update.microbatches = 2 cuts it: leave out one",
         ),
         ({}, ("--remat", "auto", "--budget", "1GiB"), "name a policy, such as nested, or leave out ghost"),
     ],

@@ -148,7 +148,11 @@ def test_overwriting_a_finished_run_needs_to_be_told_and_remat_does_not_change_t
     assert "finished run of this config" in capsys.readouterr().out
     assert metrics_of(folder) == before
     assert train(workplace, "--remat", "false", "--trainer.checkpoint.overwrite", "true") == 0
-    assert f"held-out loss after {STEPS} steps" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert f"held-out loss after {STEPS} steps" in shown
+    after = json.loads((folder / "result.json").read_text())["held_out_after"]["held_out"]
+    summary = shown.partition(f"{STEPS} steps of 64 tokens in 0:")[2]
+    assert f"-> {after:.4f}\n" in summary and f"python -m models.plot {folder}\n" in summary
     after = metrics_of(folder)
     assert [line["step"] for line in after] == [line["step"] for line in before]
     np.testing.assert_allclose(losses_of(folder), losses_of(finished), rtol=1e-4)
@@ -223,7 +227,7 @@ def test_the_same_command_resumes_after_a_signal_and_refuses_another_model(
     assert "model.experts.intermediate_dim was 8 and is 16" in capsys.readouterr().out
     assert train(workplace, *wider, *accept) == 1
     shown = capsys.readouterr().out
-    assert "trained.stacks.0.stacked.mlp.experts.stacked.gate_proj.weight is float32[layers 2, " in shown
+    assert "trained.layers.stacked.mlp.experts.stacked.gate_proj.weight is float32[layers 2, " in shown
     assert "expert_dim 8" in shown and "expert_dim 16" in shown
 
     assert train(workplace) == 0

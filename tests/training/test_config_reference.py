@@ -108,6 +108,7 @@ def test_help_gives_each_key_its_type_default_and_meaning(capsys):
         "    a YAML file of the keys below, which override it on the command line.",
         "--remat bool|dict[str,Any]|str (default true)",
         "    anything.",
+        "",
         "--shape.*",
         "    by `type`.",
         "--shape.type circle | square (default circle, required beside other keys)",
@@ -116,12 +117,14 @@ def test_help_gives_each_key_its_type_default_and_meaning(capsys):
         "With --shape.type square:",
         "--shape.side int|null (default null)",
         "    of any of the four.",
+        "",
         "--paint.* (default null, which leaves the section out)",
         "    null for none.",
         "--paint.layers int (required)",
         "    how thick.",
         "--paint.colour red|blue (default red)",
         "    how it looks, which takes two lines.",
+        "",
         "--pen.*",
         "    by `type`.",
         "--pen.type quill | marker (default quill, required beside other keys)",
@@ -129,6 +132,7 @@ def test_help_gives_each_key_its_type_default_and_meaning(capsys):
         "    of a line.",
         "With --pen.type marker:",
         '--pen.inks list[str] (default ["red"])',
+        "",
         "--frames.NAME.* (any number of sections, each under a name of your own)",
         "    around it.",
         "--frames.NAME.layers int (required)",
@@ -146,6 +150,7 @@ def test_the_commands_describe_all_of_their_keys(command, capsys):
     for one in dataclasses.fields(config_class):
         at = next(i for i, line in enumerate(lines) if line.startswith((f"--{one.name} ", f"--{one.name}.")))
         assert lines[at + 1].startswith("    "), f"{name} does not say what {one.name} is"
+    assert max(map(len, lines)) < 80
     assert "--trainer.num_steps int (default 100)" in lines and "    optimizer steps." in lines
 
 

@@ -2,6 +2,7 @@
 
 import io
 import os
+import re
 import time
 
 from rich.console import Console
@@ -33,6 +34,17 @@ def test_in_a_terminal_there_is_a_bar_with_loss_speed_and_count():
     run(ConsoleProgress(Console(file=out, force_terminal=True, width=120, color_system=None)), 3)
     shown = out.getvalue()
     assert "3/3" in shown and "loss 4.700  1,234 tokens/s" in shown and "[before]" in shown
+
+
+def test_the_bar_fits_80_columns_whole():
+    out = io.StringIO()
+    progress = ConsoleProgress(Console(file=out, force_terminal=True, width=80, color_system=None))
+    progress.start(100_000, done=99_998)
+    progress.advance(99_999, 12.3456, 1_234_567.8, 139 << 30)
+    progress.stop()
+    last = re.sub(r"\x1b\[[^m]*?[A-Za-z]", "\r", out.getvalue()).rstrip().split("\r")[-1]
+    assert "step 99999/100000 " in last and " loss 12.346  1,234,568 tokens/s  139.00 GiB " in last
+    assert last.endswith(" left") and len(last) == 80
 
 
 def test_a_bar_can_be_stopped_twice_and_started_again():

@@ -51,24 +51,29 @@ def batch_of(seed):
     return TokenBatch.of(tokens[:, :-1], tokens[:, 1:], weights)
 
 
-def scorer_of(folder, held_out, **settings):
+def scorer_of(folder, held_out, microbatches=1, **settings):
     config = GhostConfig("grad_dot", **{"token_mean": "batch", "every": 2} | settings)
     validation = validation_batches(config.validation, *held_out)
     decode = lambda tokens: " ".join(map(str, tokens))  # noqa: E731
     scoring = Scoring(config, example_losses, "none", validation, decode, ScoreLog(folder))
-    return StepScorer(scoring, TrainerConfig(), next_byte_loss, OPTIMIZER)
+    trainer = TrainerConfig(update=UpdateConfig(microbatches=microbatches))
+    return StepScorer(scoring, trainer, next_byte_loss, OPTIMIZER)
 
 
-@pytest.mark.parametrize("token_mean", [pytest.param("batch", marks=pytest.mark.deep), "example"])
-def test_a_scored_step_is_the_step_and_logs_the_dot_products(tmp_path, token_mean):
+@pytest.mark.parametrize(
+    ("token_mean", "microbatches"), [pytest.param("batch", 1, marks=pytest.mark.deep), ("example", 2)]
+)
+def test_a_scored_step_is_the_step_and_logs_the_dot_products(tmp_path, token_mean, microbatches):
     texts = {name: held_out_of(TOKENS[at], 8, 4) for name, at in (("a", slice(90)), ("b", slice(200, 400)))}
     sources = GhostValidationConfig({"a": 1.0, "b": 3.0}, batches=2)
-    scorer = scorer_of(tmp_path, (texts["a"], texts), token_mean=token_mean, validation=sources)
+    scorer = scorer_of(tmp_path, (texts["a"], texts), microbatches, token_mean=token_mean, validation=sources)
     assert [step for step in range(1, 7) if scorer.is_due(step)] == [2, 4, 6]
     table = jax.random.normal(jax.random.key(0), (VOCAB, VOCAB))
     state = TrainState.init(eqx.tree_at(lambda model: model.table, next_byte(VOCAB), table), OPTIMIZER)
     batch = batch_of(1)
-    expected, metrics = train_step(batch, state, loss_function=next_byte_loss, optimizer=OPTIMIZER)
+    expected, metrics = train_step(
+        batch, state, loss_function=next_byte_loss, optimizer=OPTIMIZER, microbatches=microbatches
+    )
 
     gradient = jax.grad(
         lambda table, batch: next_byte_loss(eqx.tree_at(lambda m: m.table, state.model, table), batch)[0]
@@ -92,6 +97,7 @@ def test_a_scored_step_is_the_step_and_logs_the_dot_products(tmp_path, token_mea
     np.testing.assert_allclose(found.trained.table, expected.trained.table, rtol=1e-6)
     assert found.step == 1
     assert of_scored.keys() == metrics.keys()
+    np.testing.assert_allclose(of_scored["loss"], metrics["loss"], rtol=1e-6)
     scorer.log(2, batch)
     scorer.flush()
     rows = read_scores(tmp_path, ["step", "example", "layer", "leaf", "score", "text"]).to_pylist()
@@ -109,10 +115,9 @@ def test_what_cannot_be_scored_is_refused(tmp_path):
     ):
         scorer_of(tmp_path, (text, {}), validation=GhostValidationConfig(batches=99))
     scoring = scorer_of(tmp_path, (text, {}))._scoring
-    for config, loss, optimizer in (
-        (TrainerConfig(update=UpdateConfig(microbatches=2)), next_byte_loss, OPTIMIZER),
-        (TrainerConfig(), RandomLoss(lambda model, batch, key: next_byte_loss(model, batch)), OPTIMIZER),
-        (TrainerConfig(), next_byte_loss, FusedOptimizer(OPTIMIZER)),
+    for loss, optimizer in (
+        (RandomLoss(lambda model, batch, key: next_byte_loss(model, batch)), OPTIMIZER),
+        (next_byte_loss, FusedOptimizer(OPTIMIZER)),
     ):
-        with pytest.raises(ValueError, match="neither microbatches, a RandomLoss nor a FusedOptimizer"):
-            StepScorer(scoring, config, loss, optimizer)
+        with pytest.raises(ValueError, match="neither a RandomLoss nor a FusedOptimizer"):
+            StepScorer(scoring, TrainerConfig(), loss, optimizer)

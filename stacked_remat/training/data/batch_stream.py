@@ -1,10 +1,12 @@
-"""An endless stream of training batches, in the order of a seed, whose position can be saved."""
+"""An endless stream of training batches, in the order of a seed, whose position can be saved.
+
+Grain is imported where it is used: help and errors in configs do not wait for it.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, final
 
-import grain
 import numpy as np
 
 from ..batches import TokenBatch
@@ -86,6 +88,8 @@ class BatchStream:
         process: ProcessShare | None = None,
         prefetch: int = 2,
     ):
+        import grain
+
         process = ProcessShare() if process is None else process
         if not sources:
             raise ValueError("A stream of batches needs at least one source; got none.")
@@ -128,6 +132,8 @@ class BatchStream:
         Raises:
             DataError: the state belongs to other data or another order; the message says what differs.
         """
+        import grain
+
         saved = state["data"]
         orders = [list(data["sources"]) for data in (saved, self._identity)]
         differences = config_changes(saved, self._identity)

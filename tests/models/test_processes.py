@@ -1,0 +1,162 @@
+"""Runs in several processes: they equal one process, stop together, and resume in any number."""
+
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from models.run_config import LmRunConfig
+from models.train_lm import main
+from stacked_remat.training import EXIT_INTERRUPTED, ConfigError
+from stacked_remat.training.processes import start_processes
+
+from .tiny_run import arguments_of, make_workplace
+
+ROOT = Path(__file__).parents[2]
+DEVICES = 4
+SHORT = (
+    *("--trainer.num_steps", "12", "--trainer.mesh.axes.data", "-1"),
+    *("--trainer.checkpoint.every_steps", "4"),
+)
+
+
+def free_port():
+    with socket.socket() as listener:
+        listener.bind(("localhost", 0))
+        return listener.getsockname()[1]
+
+
+def start(workplace, processes, *overrides, run="run"):
+    """The processes of a run, which have four devices together."""
+    port, started = free_port(), []
+    for index in range(processes):
+        together = {
+            "coordinator_address": f"localhost:{port}",
+            "num_processes": processes,
+            "process_id": index,
+            "local_device_ids": None,
+        }
+        distributed = ("--distributed", json.dumps(together) if processes > 1 else "off")
+        arguments = arguments_of(workplace, *SHORT, *distributed, *overrides, run=run)
+        count = f"--xla_force_host_platform_device_count={DEVICES // processes}"
+        environment = os.environ | {
+            "JAX_PLATFORMS": "cpu",
+            "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {count}",
+        }
+        command = [sys.executable, "-u", "-m", "models.train_lm", *arguments]
+        options = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        started.append(subprocess.Popen(command, cwd=ROOT, env=environment, **options))
+    return started
+
+
+def ended(started):
+    """The exit status and the output of each process."""
+    shown = [process.communicate(timeout=300)[0] for process in started]
+    return [process.returncode for process in started], shown
+
+
+def metrics_of(folder):
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    names = ("loss", "grad_norm", "held_out_loss")
+    return {(line["step"], name): line[name] for line in lines for name in names if name in line}
+
+
+def wait_for(path, text, started):
+    until = time.monotonic() + 200
+    while not (path.exists() and text in path.read_text()):
+        assert all(process.poll() is None for process in started) and time.monotonic() < until, ended(started)
+        time.sleep(0.02)
+
+
+def assert_same_run(folder, expected):
+    found, expected = metrics_of(folder), metrics_of(expected)
+    assert found.keys() == expected.keys()
+    values = [found[key] for key in expected], [*expected.values()]
+    np.testing.assert_allclose(*values, rtol=2e-4)
+
+
+@pytest.fixture(scope="module")
+def workplace(tmp_path_factory):
+    """With a run of one process."""
+    folder = make_workplace(tmp_path_factory.mktemp("processes"))
+    status, shown = ended(start(folder, 1, run="one"))
+    assert status == [0], shown
+    return folder
+
+
+@pytest.mark.deep
+def test_two_processes_train_as_one(workplace):
+    status, (first, second) = ended(start(workplace, 2, run="two"))
+    assert status == [0, 0], (first, second)
+    assert_same_run(workplace / "two", workplace / "one")
+    assert "held-out loss after 12 steps" in first and "step" not in second
+
+
+@pytest.mark.deep
+def test_a_killed_process_ends_the_others_and_any_number_resumes(workplace):
+    started = start(workplace, 2, "--trainer.num_steps", "4000")
+    wait_for(workplace / "run/metrics.jsonl", '"step": 9,', started)
+    started[1].kill()
+    killed = time.monotonic()
+    (status, _), (shown, _) = ended(started)
+    assert status == EXIT_INTERRUPTED == 75 and "another process of this run has ended" in shown
+    assert time.monotonic() - killed < 30
+    last = max(int(path.name) for path in (workplace / "run/checkpoints").iterdir() if path.name.isdigit())
+    # Four processes resume, and one of them is told to stop.
+    accept = ("--trainer.checkpoint.accept_changes", "true", "--trainer.num_steps")
+    started = start(workplace, 4, *accept, "4001")
+    wait_for(workplace / "run/metrics.jsonl", f'"step": {last + 2},', started)
+    started[2].terminate()
+    status, shown = ended(started)
+    assert status == [EXIT_INTERRUPTED] * 4 and "stopped by SIGTERM after step" in shown[0]
+    assert f"resuming after step {last}" in shown[0] and "resuming" not in "".join(shown[1:])
+    # One process ends it.
+    done = max(int(path.name) for path in (workplace / "run/checkpoints").iterdir() if path.name.isdigit())
+    status, shown = ended(start(workplace, 1, *accept, str(done + 2)))
+    assert status == [0], shown
+    steps = [step for step, name in metrics_of(workplace / "run") if name == "loss"]
+    assert steps == list(range(1, done + 3))
+
+
+@pytest.mark.deep
+def test_a_resumed_run_equals_one_that_was_not_stopped_bit_for_bit(workplace):
+    for run in ("whole", "parts"):
+        started = start(workplace, 2, run=run)
+        if run == "parts":
+            wait_for(workplace / "parts/metrics.jsonl", '"step": 6,', started)
+            started[0].kill()
+            assert ended(started)[0][1] == EXIT_INTERRUPTED
+            started = start(workplace, 2, run=run)
+        status, shown = ended(started)
+        assert status == [0, 0], shown
+    assert metrics_of(workplace / "parts") == metrics_of(workplace / "whole")
+
+
+@pytest.mark.deep
+def test_tensor_parallelism_over_processes_reads_the_same_rows_in_all(workplace):
+    mesh = "{axes: {data: 2, model: 2}, compute_mapping: {batch: data}, param_mapping: {expert_dim: model}}"
+    for processes in (1, 4):
+        run = f"mesh{processes}"
+        status, shown = ended(start(workplace, processes, "--trainer.mesh", mesh, run=run))
+        assert status == [0] * processes, shown
+        assert_same_run(workplace / run, workplace / "one")
+
+
+def test_mistakes_are_named(tmp_path, capsys):
+    workplace = make_workplace(tmp_path)
+    for distributed, message in (
+        ("on", "distributed is auto, off, or a section"),
+        ("{coordinator: x}", "distributed.coordinator: .*Did you mean `coordinator_address`"),
+    ):
+        assert main(arguments_of(workplace, "--distributed", distributed)) == 1
+        assert re.search(message, capsys.readouterr().out)
+    start_processes(LmRunConfig().distributed)  # no cluster here: nothing to connect
+    with pytest.raises(ConfigError, match="can't connect the processes: .*off to train"):
+        start_processes({"coordinator_address": "localhost:1", "num_processes": 1, "process_id": 2})

@@ -18,10 +18,23 @@ help:  ## list the targets
 venv:  ## make or update the virtual environment
 	@scripts/make_venv.sh "$(VENV)" "$(PYTHON)"
 
+# Less is installed than for the tests. Each line fits 80 columns.
 .PHONY: demo
-demo: venv  ## train a small Qwen3 MoE on real text, then print what each remat policy would cost a deep one
-	$(RUN) -m models.train_lm --config_path models/configs/qwen3_moe_tiny.yaml
-	$(RUN) -m models.plan_lm --config_path models/configs/qwen3_moe_deep.yaml
+demo:  ## train a small Qwen3 MoE on real text, let it write, and show what remat policies would cost a deep one
+	@scripts/make_venv.sh "$(VENV)" "$(PYTHON)" train
+	$(RUN) -m models.train_lm \
+	    --config_path models/configs/qwen3_moe_tiny.yaml \
+	    --trainer.run_dir runs/demo --trainer.checkpoint.overwrite true \
+	    --trainer.num_steps 320
+	$(RUN) -m models.generate --checkpoint runs/demo \
+	    --prompt 'def ' --max_new_tokens 240 --temperature 0.7
+	$(RUN) -m models.plan_lm \
+	    --config_path models/configs/qwen3_moe_deep.yaml \
+	    --only 'False|True|attention_saved|nested'
+	@printf '%s\n' '' 'Next, on text of your own:' '' \
+	    '    $(RUN) -m models.train_lm \' \
+	    '        --config_path models/configs/qwen3_moe_tiny.yaml \' \
+	    "        --data.sources.mine.paths '[my-texts/]' --trainer.run_dir runs/mine"
 
 # Programs that took XLA more than a tenth of a second are kept beside the environment, for the other worker and the next run.
 test test-all: export JAX_COMPILATION_CACHE_DIR := $(abspath $(VENV))/compiled
@@ -58,7 +71,7 @@ memory:  ## compile for an H200 and a TPU v5p and compare with the recorded memo
 	@mkdir -p "$(REPORTS)"
 	$(VENV)-memory/bin/python -m pytest --junitxml="$(REPORTS)/memory.xml" \
 	    tests/benchmarks/test_stack_memory.py tests/benchmarks/test_visitor_memory.py tests/benchmarks/test_fused_update_memory.py \
-	    tests/benchmarks/test_qwen3_context.py tests/benchmarks/test_checkpoint_chain.py tests/memory/test_targets.py \
+	    tests/benchmarks/test_qwen3_context.py tests/benchmarks/test_checkpoint_chain.py tests/benchmarks/test_pattern.py tests/memory/test_targets.py \
 	    tests/ops/test_attention_splash.py
 
 .PHONY: parity
@@ -84,12 +97,16 @@ lint: venv  ## run ruff and pyright
 	$(RUN) -m pyright --pythonpath "$(RUN)"
 
 .PHONY: check
-check: lint  ## run ruff and pyright, and use the wheel in an environment of its own
+check: lint  ## run ruff and pyright; build and check dist/, and use the wheel in an environment of its own
 	$(RUN) scripts/check_wheel.py
 
 .PHONY: docs
 docs: venv  ## build the documentation into site/
-	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict # with --quiet it would not count warnings
+
+.PHONY: check-site
+check-site: docs  ## open every page in Chromium, wide and narrow, light and dark (SCREENSHOTS=folder keeps pictures)
+	$(RUN) scripts/check_site.py $(if $(SCREENSHOTS),--screenshots "$(SCREENSHOTS)")
 
 .PHONY: format
 format: venv  ## let ruff format the code and fix what it can

@@ -1,12 +1,14 @@
 """Prints the memory that a training step needs under each remat policy: compiles it, and runs nothing.
 
-    python -m models.plan_lm --config_path my-model.yaml [--target h200]
-    python -m models.plan_lm --config_path my-model.yaml --remat auto --budget 1GiB
+    python -m models.plan_lm --config_path my-model.yaml [--target h200] [--only 'False|True|nested']
+    python -m models.plan_lm --config_path my-model.yaml --remat auto --budget 1GiB [--json true]
 
 Takes the same config files as `models.train_lm`.
 """
 
 import dataclasses
+import json
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -22,9 +24,9 @@ from models.command import run_command, shown_on
 from models.run_config import LmRunConfig
 from models.step_memory import StepMemory
 from models.transformer.config import DecoderConfig
-from stacked_remat import ScanCheckpointPolicy
-from stacked_remat.memory import BudgetError, DoesNotFit, MemoryReport, find_target, readable_bytes
-from stacked_remat.training import ConfigError, lasting_console, parse_config, remat_policy
+from stacked_remat import ScanCheckpointPolicy, ScanCheckpointSpec
+from stacked_remat.memory import BudgetError, DoesNotFit, MemoryReport, Plan, find_target, readable_bytes
+from stacked_remat.training import ConfigError, lasting_console, parse_config, remat_entry, remat_policy
 
 POLICIES: Mapping[str, bool | dict[str, Any] | str] = {
     "False": False,
@@ -43,7 +45,8 @@ STREAMED = ("nested", "offload")
 CUT = ("nested", "offload")
 """Which of them are compared with layers cut into tiles too, where the config has whole ones."""
 
-_BASELINE = "True"
+_MOVED = "moved: between host and device, hidden behind compute, or at most so many tokens/s"
+_PLAIN, _BASELINE = "False", "True"
 
 
 @dataclass(frozen=True)
@@ -54,15 +57,26 @@ class PlanLmConfig(LmRunConfig):
         target: the device to compile for: `local`, or one that is not attached (`h200`, `v5p`, ...).
         devices: how many of them `trainer.mesh` has; if null, all of `local`, one of another target. The
             report is for each device.
+        only: regular expression of the rows of the table to compile, such as `False|True|nested`; null for
+            all of them.
+        json: whether to print JSON in place of the table, in bytes, FLOPs and seconds.
     """
 
     target: str = "local"
     devices: int | None = None
+    only: str | None = None
+    json: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.devices is not None and self.devices < 1:
             raise ValueError(f"devices must be at least 1, got {self.devices}.")
+        if self.only is not None and self.policy is None:
+            raise ValueError("only has no effect with remat: auto, which makes no table: leave it out.")
+        try:
+            re.compile(self.only or "")
+        except re.error as error:
+            raise ValueError(f"only is no regular expression: {error}.") from error
         find_target(self.target)
 
     @property
@@ -86,6 +100,7 @@ def policy_table(config: PlanLmConfig, reports: Mapping[str, MemoryReport]) -> T
     some, tokens = next(iter(reports.values())), config.data.batch_size * config.data.seq_len
     baseline = reports[_BASELINE].flops.matmul if _BASELINE in reports else None
     inexact = any(not found.flops.exact for found in reports.values())
+    moves = any(found.flops.bytes_from_host + found.flops.bytes_to_host for found in reports.values())
     each = f"each of {some.devices} devices of " if some.devices > 1 else ""
     table = Table(
         title=f"one training step, {config.data.batch_size} x {config.data.seq_len} tokens, compiled for "
@@ -93,27 +108,48 @@ def policy_table(config: PlanLmConfig, reports: Mapping[str, MemoryReport]) -> T
         caption=f"arguments (weights, optimizer state, batch): {readable_bytes(some.arguments)}; "
         + (f"matrix products under True: {baseline / 1e12:.3f} TFLOP; " if baseline else "")
         + ("? loops whose length depends on the data, such as documents, count once; " if inexact else "")
-        + "moved: between host and device, hidden behind compute, or at most so many tokens/s; "
-        + f"* `remat` of this config{_cpu_note(config)}",
+        + (f"{_MOVED}{_cpu_note(config)}; " if moves else "")
+        + "* `remat` of this config",
+        caption_justify="left",
         box=SIMPLE_HEAD,
         padding=(0, 1, 0, 0),
     )
-    power = (max(found.total for found in reports.values()).bit_length() - 1) // 10
-    unit = ("B", "KiB", "MiB", "GiB", "TiB")[power]
+    unit, unit_name = _unit(reports)
     table.add_column("remat", overflow="fold")
-    memory = (f"{name}\n{unit}" for name in ("temp.", "host", "device", "moved"))
+    memory = (f"{name}\n{unit_name}" for name in ("temp.", "host", "device", "moved"))
     for heading in (*memory, "link\ntokens/s", "FLOPs\n/ True", "compile\ns"):
         table.add_column(heading, justify="right", no_wrap=True)
     policies = compared(config)
     for name, found in reports.items():
         table.add_row(
             name + (" *" if policies.get(name) == config.policy else ""),
-            *(f"{size / 1024**power:.2f}" for size in _sizes(found)),
+            *(f"{size / unit:.2f}" for size in _sizes(found)),
             _rate(found, tokens),
             f"{found.flops.matmul / baseline:.2f}{'' if found.flops.exact else ' ?'}" if baseline else "",
             f"{found.compile_seconds:.1f}",
         )
     return table
+
+
+def saving(config: PlanLmConfig, reports: Mapping[str, MemoryReport]) -> str | None:
+    """What the config's policy saves, in a sentence; None if the rows to compare it with are not there."""
+    own = next((name for name, policy in compared(config).items() if policy == config.policy), _PLAIN)
+    baseline = _BASELINE if own != _BASELINE else _PLAIN
+    if own == _PLAIN or not {own, _PLAIN, baseline} <= reports.keys():
+        return None
+    unit, name = _unit(reports)
+    small, large = (reports[row].total / unit for row in (own, _PLAIN))
+    times = reports[own].flops.matmul / reports[baseline].flops.matmul
+    return (
+        f"`{own}` takes {small:.2f} {name} where a plain scan (`{_PLAIN}`) takes {large:.2f}, "
+        f"for {times:.2f} x the arithmetic of `{baseline}`."
+    )
+
+
+def _unit(reports: Mapping[str, MemoryReport]) -> tuple[int, str]:
+    """The unit in which the largest step is readable, in bytes, and its name."""
+    power = (max(found.total for found in reports.values()).bit_length() - 1) // 10
+    return 1024**power, ("B", "KiB", "MiB", "GiB", "TiB")[power]
 
 
 def _sizes(found: MemoryReport) -> tuple[int, ...]:
@@ -147,23 +183,13 @@ def _plan(arguments: Sequence[str], console: Console) -> int:
     step.check(streamed=can_stream)
     if config.policy is None and config.budget is not None:
         with console.status("compiling"):
-            found_and_note = _planned(config, cut, can_stream)
-        console.print(*found_and_note, sep="\n")
+            plan, tiles = _planned(config, cut, can_stream)
+        _show_plan(config, console, plan, tiles)
         return 0
-    policies = compared(config)
-    fits = not can_stream or _fits(step)
-    rows = {name: (step, policy, False) for name, policy in policies.items() if fits}
-    if cut is not None and fits:
-        rows |= {
-            f"{name}, {cut.model.tiles} tiles": (cut.step, policies[name], False)
-            for name in CUT
-            if name in policies
-        }
-    if can_stream:
-        rows |= {f"{name}, streamed": (step, policies[name], True) for name in STREAMED if name in policies}
+    rows = _rows(config, cut, can_stream)
     found: dict[str, MemoryReport] = {}
     refused: dict[str, Exception] = {}
-    with RichProgress(console=console, transient=True) as progress:
+    with RichProgress(console=console, transient=True, disable=config.json) as progress:
         for name, (of, policy, streamed) in progress.track(rows.items(), description="compiling"):
             try:
                 found[name] = of.report(policy, streamed=streamed)
@@ -171,10 +197,81 @@ def _plan(arguments: Sequence[str], console: Console) -> int:
                 refused[name] = error
     if not found:
         raise next(iter(refused.values()))
+    if config.json:
+        results = {**found, **{name: _reason(error) for name, error in refused.items()}}
+        shown = (
+            (name, policy, streamed, _tiles(of.config), results[name])
+            for name, (of, policy, streamed) in rows.items()
+        )
+        _print_json(config, console, rows=[_row(*row) for row in shown])
+        return 0
     console.print(policy_table(config, found))
+    if saved := saving(config, found):
+        console.print(saved, markup=False, highlight=False)
     for name, error in refused.items():
-        console.print(f"{name}: {str(error).splitlines()[0]}", markup=False)
+        console.print(f"{name}: {_reason(error)}", markup=False)
     return 0
+
+
+def _reason(error: Exception) -> str:
+    return str(error).splitlines()[0]
+
+
+def _show_plan(config: PlanLmConfig, console: Console, plan: Plan, tiles: int) -> None:
+    if config.json:
+        chosen = {"remat": remat_entry(plan.policy), "streamed": plan.streamed, "tiles": tiles}
+        tried = [_row(t.name, t.policy, t.streamed, tiles, t.report or t.failure) for t in plan.tried.trials]
+        _print_json(config, console, chosen=chosen, budget=plan.budget, rows=tried)
+        return
+    console.print(plan)
+    if tiles != _tiles(config):
+        console.print(f"with model.tiles: {tiles}; nothing fits without.")
+
+
+def _row(
+    name: str, policy: ScanCheckpointSpec, streamed: bool, tiles: int, found: MemoryReport | str
+) -> dict[str, Any]:
+    """A row of the JSON: its report, or why it was refused."""
+    row = {"name": name, "remat": remat_entry(policy), "streamed": streamed, "tiles": tiles}
+    if isinstance(found, str):
+        return row | {"refused": found}
+    return row | {"total": found.total, **dataclasses.asdict(found)}
+
+
+def _print_json(config: PlanLmConfig, console: Console, **fields: Any) -> None:
+    tokens = config.data.batch_size * config.data.seq_len
+    text = json.dumps({"tokens_per_step": tokens, **fields}, indent=1)
+    console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+def _tiles(config: LmRunConfig) -> int:
+    return config.model.tiles if isinstance(config.model, DecoderConfig) else 1
+
+
+def _rows(
+    config: PlanLmConfig, cut: Any, can_stream: bool
+) -> dict[str, tuple[StepMemory, ScanCheckpointPolicy, bool]]:
+    """What is compiled for each row of the table: the step, its policy, and whether weights are on the host.
+
+    Raises:
+        ConfigError: `only` matches none.
+    """
+    step, policies = config.step, compared(config)
+    rows = {name: (step, policy, False) for name, policy in policies.items()}
+    if cut is not None:
+        rows |= {
+            f"{name}, {cut.model.tiles} tiles": (cut.step, policies[name], False)
+            for name in CUT
+            if name in policies
+        }
+    if can_stream:
+        if not _fits(step):
+            rows = {}
+        rows |= {f"{name}, streamed": (step, policies[name], True) for name in STREAMED if name in policies}
+    chosen = {name: row for name, row in rows.items() if re.fullmatch(config.only or ".*", name)}
+    if not chosen:
+        raise ConfigError(f"only = {config.only!r} leaves no row. There are: {'; '.join(rows)}.")
+    return chosen
 
 
 def _cut(config: PlanLmConfig) -> Any:
@@ -185,20 +282,20 @@ def _cut(config: PlanLmConfig) -> Any:
     return dataclasses.replace(config, model=dataclasses.replace(model, tiles=max(2, model.num_kv_heads)))
 
 
-def _planned(config: PlanLmConfig, cut: Any, can_stream: bool) -> tuple[Any, ...]:
-    """What fits the budget: a policy with whole layers, or with layers in tiles and a note on these.
+def _planned(config: PlanLmConfig, cut: Any, can_stream: bool) -> tuple[Plan, int]:
+    """What fits the budget, and in how many tiles: a policy with the config's, or with layers in more.
 
     Raises:
         BudgetError: neither.
     """
     options = {"budget": config.budget, "host_budget": config.host_budget, "streamed": can_stream}
     try:
-        return (config.step.plan(**options),)
+        return config.step.plan(**options), _tiles(config)
     except BudgetError:
         if cut is None:
             raise
         try:
-            return cut.step.plan(**options), f"with model.tiles: {cut.model.tiles}; nothing fits without."
+            return cut.step.plan(**options), _tiles(cut)
         except BudgetError:
             pass
         raise

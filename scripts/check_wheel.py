@@ -1,7 +1,7 @@
-"""Build the wheel, install it in an environment of its own, and use it there.
+"""Build the source archive and from it the wheel, install that in its own environment, and use it there.
 
-The wheel must hold one top-level package, and that package must import and fold with only the core
-dependencies, at the versions of constraints/py3XX.txt.
+Both are left in `dist/` and must pass `twine check --strict`. The wheel must hold one top-level package, and
+that package must import and fold with only the core dependencies, at the versions of constraints/py3XX.txt.
 
     python scripts/check_wheel.py
 """
@@ -9,11 +9,13 @@ dependencies, at the versions of constraints/py3XX.txt.
 import shutil
 import subprocess
 import sys
+import tarfile
 import tempfile
 import zipfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+DIST = ROOT / "dist"
 PACKAGE = "stacked_remat"
 
 # Runs inside the clean environment, outside the checkout.
@@ -70,10 +72,17 @@ def run(*command: str | Path, **options) -> None:
     subprocess.run([str(part) for part in command], check=True, stdin=subprocess.DEVNULL, **options)
 
 
-def build(folder: Path) -> Path:
-    """Build the wheel with the hatchling that is installed, so that its version is pinned too."""
-    run(sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", folder, cwd=ROOT)
-    (wheel,) = folder.glob("*.whl")
+def build(temporary: Path) -> Path:
+    """Build both with the hatchling that is installed, so that its version is pinned too."""
+    shutil.rmtree(DIST, ignore_errors=True)
+    hatchling = (sys.executable, "-m", "hatchling", "build", "-d", DIST, "-t")
+    run(*hatchling, "sdist", cwd=ROOT)
+    (sdist,) = DIST.glob("*.tar.gz")
+    with tarfile.open(sdist) as archive:
+        archive.extractall(temporary, filter="data")
+    run(*hatchling, "wheel", cwd=temporary / sdist.name.removesuffix(".tar.gz"))
+    (wheel,) = DIST.glob("*.whl")
+    run(sys.executable, "-m", "twine", "check", "--strict", sdist, wheel)
     return wheel
 
 

@@ -1,11 +1,21 @@
 """Pages of the documentation that are generated when it is built, as hooks of mkdocs."""
 
+import json
+import sys
+from pathlib import Path
 from typing import Any
 
 from mkdocs.structure.files import File, Files
 
-from models.run_config import LmRunConfig
-from stacked_remat.training import config_reference
+sys.path.insert(
+    0, str(Path(__file__).resolve().parents[1])
+)  # mkdocs runs this file as a module of no package
+
+from models.run_config import LmRunConfig  # noqa: E402
+from scripts.reported_memory import cases  # noqa: E402
+from scripts.result_tables import RESULTS, with_tables  # noqa: E402
+from scripts.schedule_pictures import PICTURES, picture  # noqa: E402
+from stacked_remat.training import config_reference  # noqa: E402
 
 _INTRODUCTION = """# Config reference
 
@@ -15,10 +25,26 @@ is written by its dotted name, `--trainer.num_steps 500`. `models.plan_lm` reads
 `target` and `devices`. [Training runs](training.md) explains includes.
 
 """
+_REPORTED_MEMORY = "<!-- reported-memory -->"
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """Adds the config reference to the pages."""
+    """Adds the config reference, pictures of schedules, and plots of results."""
     page = _INTRODUCTION + config_reference(LmRunConfig)
     files.append(File.generated(config, "config-reference.md", content=page))
+    for name, policy in PICTURES.items():
+        files.append(File.generated(config, f"pictures/{name}.svg", content=picture(policy)))
+    for plot in sorted([*RESULTS.glob("*.svg"), *RESULTS.glob("*.png")]):
+        files.append(File.generated(config, f"results/{plot.name}", abs_src_path=str(plot)))
     return files
+
+
+def on_page_markdown(markdown: str, **_: Any) -> str:
+    """Puts tables of results where a page marks them."""
+    return with_tables(markdown)
+
+
+def on_page_content(html: str, page: Any, **_: Any) -> str:
+    """Gives the calculator what compile-only reports say."""
+    script = f'<script type="application/json" id="reported-memory">{json.dumps(cases())}</script>'
+    return html.replace(_REPORTED_MEMORY, script)

@@ -3,7 +3,8 @@
 #
 # Installs this checkout, editable, with the extras $3 (default: all that running, testing, checking and documenting take), at the
 # versions of constraints/py3XX.txt, and the requirements in file $4 if given. Uses uv where it is installed, venv and pip
-# elsewhere. Stores a fingerprint of its inputs in the environment and returns at once where that has not changed.
+# elsewhere. Stores a fingerprint of its inputs and the extras in the environment, returns at once where it has them all, and adds
+# those that it lacks.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -43,9 +44,14 @@ else
     constraints=
 fi
 
-fingerprint="$version $extras $(cat pyproject.toml $constraints scripts/make_venv.sh $more | cksum)"
-if [ "$(cat "$venv/.fingerprint" 2>/dev/null || true)" = "$fingerprint" ] && "$venv/bin/python" -c "" 2>/dev/null; then
-    exit 0
+fingerprint="$version $(cat pyproject.toml $constraints scripts/make_venv.sh $more | cksum)"
+{ read -r made && read -r present; } 2>/dev/null <"$venv/.fingerprint" || made=
+if [ "$made" = "$fingerprint" ] && "$venv/bin/python" -c "" 2>/dev/null; then
+    wanted=$extras
+    for extra in ${wanted//,/ }; do
+        [[ ,$present, == *,$extra,* ]] || extras=$present,$wanted
+    done
+    [ "$extras" != "$wanted" ] || exit 0
 fi
 
 echo "Setting up $venv with Python $version (some minutes the first time) ..."
@@ -74,4 +80,4 @@ fi
 if [ -n "$more" ]; then "${install[@]}" ${pins[@]+"${pins[@]}"} -r "$more"; fi
 # Bytecode is written here, on all cores: pip would take one, and uv would leave it to the processes that import.
 "$venv/bin/python" -m compileall -qq -j 0 "$venv"/lib/python3.*/site-packages || true
-echo "$fingerprint" >"$venv/.fingerprint"
+printf '%s\n' "$fingerprint" "$extras" >"$venv/.fingerprint"

@@ -12,10 +12,12 @@ from ._offload_check import OffloadError, check_offload
 from ._policy import ScanCheckpointPolicy, ScanCheckpointSpec
 from ._scan.api import fold, map, scan
 from ._scan.marks import LayerStack, per_layer, shared, unsliced
+from ._scan.pattern import per_kind
 from ._scan.sweep_back import SweepBack
 from ._scan.visitor import LayerResult, LayerVisit, SweepResult
 from ._scan.vjp import fold_vjp, scan_vjp
 from ._stacked import Stacked
+from ._stacked_pattern import StackedPattern
 from ._tiled import tiled
 
 if TYPE_CHECKING:
@@ -36,6 +38,7 @@ __all__ = [
     "ScanCheckpointPolicy",
     "ScanCheckpointSpec",
     "Stacked",
+    "StackedPattern",
     "SweepBack",
     "SweepResult",
     "__version__",
@@ -52,6 +55,7 @@ __all__ = [
     "map",
     "memory",
     "ops",
+    "per_kind",
     "per_layer",
     "scan",
     "scan_vjp",

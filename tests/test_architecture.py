@@ -38,7 +38,9 @@ LAYERS = {
     "_block_foldable": "stacks",
     "_block_seq": "stacks",
     "_offload_check": "stacks",
+    "_stack_in_loss": "stacks",
     "_stacked": "stacks",
+    "_stacked_pattern": "stacks",
     "_state_dict": "stacks",
     "_tiled": "stacks",
     "_tiles": "stacks",
@@ -75,9 +77,12 @@ MODEL_IMPORTS = {
     "transformer": {"lm"},
     "generation": {"lm"},
     "hf_io": {"lm", "transformer"},
+    "gpt_oss": {"lm", "transformer", "hf_io"},
     "qwen3_moe": {"lm", "transformer", "hf_io"},
 }
 
+# What takes long to import, and neither help nor an error in a config needs.
+SLOW_IMPORTS = {"orbax", "grain", "matplotlib", "pyarrow", "tokenizers", "jinja2"}
 THIRD_PARTY = {"jax", "equinox", "haliax", "jaxtyping", "numpy"}  # numpy comes with jax
 # Packages that import more than these when they are imported, and the extras that install it.
 EXTRAS = {"training": ["train"], "nnx": ["nnx"]}
@@ -96,6 +101,7 @@ FOR_ANY_ARCHITECTURE = (
     "models/lm.py",
     "models/lora.py",
     "models/plan_lm.py",
+    "models/plot.py",
     "models/run_state.py",
     "models/step_memory.py",
     "models/train_lm.py",
@@ -236,6 +242,13 @@ def only_optional_dependencies_are_imported_inside_functions(source: Source) -> 
             yield f"{source.path}:{line}: move `{name}` to the top"
 
 
+def slow_packages_are_imported_where_they_are_used(source: Source) -> Iterator[str]:
+    if source.path.startswith(("stacked_remat/", "models/")):
+        for name, line in _imports(source, source.run_on_import):
+            if name.split(".")[0] in SLOW_IMPORTS:
+                yield f"{source.path}:{line}: import {name} inside a function"
+
+
 def the_schedule_is_pure_integers(source: Source) -> Iterator[str]:
     if source.unit == "_schedule":
         for name, line in _imports(source, source.nodes):
@@ -337,6 +350,7 @@ RULES = [
     models_use_two_private_modules_of_the_library,
     the_library_imports_what_it_declares_and_no_model,
     only_optional_dependencies_are_imported_inside_functions,
+    slow_packages_are_imported_where_they_are_used,
     the_schedule_is_pure_integers,
     private_jax_and_haliax_stay_in_compat,
     what_serves_any_architecture_names_none,
@@ -387,6 +401,10 @@ VIOLATIONS = {
     only_optional_dependencies_are_imported_inside_functions: [
         ("stacked_remat/_stacked.py", "def f():\n    import jax.numpy"),
         ("stacked_remat/_stacked.py", "def f():\n    from ._scan import fold"),
+    ],
+    slow_packages_are_imported_where_they_are_used: [
+        ("stacked_remat/training/checkpoint.py", "import orbax.checkpoint as ocp"),
+        ("models/plot.py", "from matplotlib.figure import Figure"),
     ],
     the_schedule_is_pure_integers: [("stacked_remat/_schedule.py", "import jax")],
     private_jax_and_haliax_stay_in_compat: [

@@ -1,9 +1,11 @@
-"""The Python on the README's and the documentation's pages runs, and their tables of policies agree."""
+"""The Python on the README's and the documentation's pages runs, and their tables and charts are true."""
 
 import inspect
+import json
 import re
 import typing
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,6 +13,8 @@ from stacked_remat import ScanCheckpointPolicy, ScanCheckpointSpec
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+SLOW_PAGES = ("porting", "port-a-loop", "nnx")
 
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 POLICY_TABLE = re.compile(
@@ -36,7 +40,7 @@ def _name(page: Path) -> str:
 @pytest.mark.parametrize(
     "page",
     [
-        pytest.param(page, id=_name(page), marks=pytest.mark.deep if page.stem in ("porting", "nnx") else ())
+        pytest.param(page, id=_name(page), marks=pytest.mark.deep if page.stem in SLOW_PAGES else ())
         for page in PAGES
         if _program(page).strip()
     ],
@@ -52,8 +56,7 @@ def _policy_table(text: str) -> list[list[str]]:
 
 def test_the_tables_of_policies_agree_and_name_every_alias():
     table = _policy_table(inspect.getdoc(ScanCheckpointPolicy) or "")
-    for page in ("README.md", "docs/policies.md"):
-        assert _policy_table((ROOT / page).read_text(encoding="utf-8")) == table, page
+    assert _policy_table((ROOT / "docs" / "policies.md").read_text(encoding="utf-8")) == table
     named = {code for row in table for code in re.findall(r"`([^`]+)`", row[0])}
     aliases = {
         repr(alias).replace("'", '"')
@@ -62,3 +65,43 @@ def test_the_tables_of_policies_agree_and_name_every_alias():
         if isinstance(alias, str)
     }
     assert aliases | {"True", "False"} == {code for code in named if "(" not in code}
+
+
+def _results(name: str) -> list[dict[str, Any]]:
+    return json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())["rows"]
+
+
+def _headline(
+    name: str, key: str, of: dict[str, Any], shown: tuple[str, ...], baseline: str
+) -> list[list[str]]:
+    """The last cells but one that the README's rows must have, from the rows of a result."""
+    rows = {row[key]: row for row in _results(name) if of.items() <= row.items()}
+    cells = []
+    for label in shown:
+        memory, host = (rows[label][field] / 2**30 for field in ("temporaries", "host"))
+        on_host = f", {host:.2f} on the host" if host else ""
+        policy = f"`{label.removeprefix('stacked_remat ')}`"
+        relative = rows[label]["matmul_flops"] / rows[baseline]["matmul_flops"]
+        cells.append([policy, f"{memory:.2f} GiB{on_host}", f"{relative:.2f}"])
+    return cells
+
+
+def test_the_numbers_in_the_readme_are_those_of_the_results():
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    (table,) = re.findall(r"^\| compiled for .*\n\|.*\n((?:\|.*\|\n)+)", text, re.MULTILINE)
+    rows = [[cell.strip() for cell in line.split("|")[2:5]] for line in table.splitlines()]
+    stack = ("lax.scan", "stacked_remat nested")
+    assert rows == [
+        *_headline("stack_memory_h200", "name", {"inner": 2048}, stack, "stacked_remat True"),
+        *_headline("qwen3_context_h200", "policy", {"tokens": 65536}, ("True", "nested", "offload"), "True"),
+    ]
+    assert "lax.scan {}, stacked_remat nested {}".format(*(row[1] for row in rows)) in text  # of the picture
+
+
+def test_the_charts_show_the_results():
+    chart = pytest.importorskip("benchmarks.memory_chart")
+    shown = [text for bar in chart.bars(_results("stack_memory_h200")) for text in (bar.name, bar.label)]
+    for theme in chart.THEMES:
+        picture = (ROOT / "benchmarks" / "results" / f"memory_chart_{theme}.svg").read_text(encoding="utf-8")
+        texts = re.findall(r"<text[^>]*>([^<]*)</text>", picture)
+        assert sorted(text for text in texts if text in shown) == sorted(shown), theme

@@ -2,6 +2,8 @@
 
 import dataclasses
 import io
+import json
+import re
 
 import jax
 import pytest
@@ -9,14 +11,14 @@ from rich.console import Console
 
 import models.plan_lm as plan_lm
 import models.step_memory as step_memory
-from models.plan_lm import POLICIES, PlanLmConfig, compared, main, policy_table
+from models.plan_lm import POLICIES, PlanLmConfig, compared, main, policy_table, saving
 from models.qwen3_moe import Qwen3Config
 from models.run_state import state_shapes
 from models.step_memory import StepMemory
 from stacked_remat import ScanCheckpointPolicy
 from stacked_remat._policy import _ALIASES, resolve_policy
 from stacked_remat.lora import LoraConfig
-from stacked_remat.memory import TARGETS, BudgetError, TimeBound, arguments_on_host
+from stacked_remat.memory import TARGETS, BudgetError, Comparison, Plan, TimeBound, Trial, arguments_on_host
 from stacked_remat.training import (
     ConfigError,
     DataConfig,
@@ -89,6 +91,20 @@ def test_the_table_has_a_row_a_policy_and_marks_that_of_the_config(reports):
     assert "64 x 16 tokens" in shown and "GiB" in shown
     caption = " ".join(shown.split())
     assert f"matrix products under True: {reports['True'].flops.matmul / 1e12:.3f} TFLOP" in caption
+
+
+def test_a_sentence_says_what_the_policy_of_the_config_saves(reports):
+    saved, plain, times = saving(CONFIG, reports), reports["False"].total, reports["nested"].flops.matmul
+    unit = 2**20 if plain < 2**30 else 2**30
+    assert saved is not None and re.findall(r"\d+\.\d+", saved) == [
+        f"{reports['nested'].total / unit:.2f}",
+        f"{plain / unit:.2f}",
+        f"{times / reports['True'].flops.matmul:.2f}",
+    ]
+    full = saving(dataclasses.replace(CONFIG, remat=True), reports)
+    assert full is not None and full.startswith("`True` takes") and full.endswith("arithmetic of `False`.")
+    assert saving(dataclasses.replace(CONFIG, remat=False), reports) is None
+    assert saving(CONFIG, {name: reports[name] for name in ("True", "nested")}) is None
 
 
 def test_there_is_a_row_for_every_alias():
@@ -204,6 +220,45 @@ def test_auto_shows_how_the_policy_is_found(reports):
     assert "first_layers" in console.file.getvalue()  # pyright: ignore[reportAttributeAccessIssue]
 
 
+def test_json_has_what_the_table_has(monkeypatch, tmp_path, reports):
+    path = tmp_path / "plan.yaml"
+    path.write_text("model: {type: qwen3, hidden_dim: 8, num_layers: 2}\ntrainer: {mesh: {axes: {data: 1}}}")
+
+    def report(step, remat, **_):
+        if remat.is_nested:
+            raise ValueError("not with this\nreally")
+        return reports["True"]
+
+    def plan(step, **_):
+        trials = Trial(False, None, "too large"), Trial("nested", reports["nested"])
+        return Plan("nested", reports["nested"], Comparison(trials), 2**30)
+
+    def printed(*arguments):
+        console = Console(file=io.StringIO(), width=80)
+        assert main(["--config_path", str(path), "--json", "true", *arguments], console) == 0
+        return json.loads(console.file.getvalue())  # pyright: ignore[reportAttributeAccessIssue]
+
+    monkeypatch.setattr(StepMemory, "report", report)
+    monkeypatch.setattr(StepMemory, "plan", plan)
+    table = printed("--only", "offload.*|nested")
+    assert table["tokens_per_step"] == 16 * 256
+    assert [(row["name"], row["tiles"]) for row in table["rows"]] == [
+        ("offload", 1),
+        ("nested", 1),
+        ("offload, 2 tiles", 2),
+    ]
+    offload, nested, _ = table["rows"]
+    assert remat_policy(offload["remat"]) == remat_policy("offload") and nested["refused"] == "not with this"
+    assert (offload["total"], offload["flops"]["matmul"]) == (
+        reports["True"].total,
+        reports["True"].flops.matmul,
+    )
+    planned = printed("--remat", "auto", "--budget", "1GiB")
+    assert planned["chosen"] == {"remat": "nested", "streamed": False, "tiles": 1}
+    refused, fitting = planned["rows"]
+    assert refused["refused"] == "too large" and fitting["temporaries"] == reports["nested"].temporaries
+
+
 def test_layers_in_tiles_are_compared_and_tried_where_nothing_fits_without(monkeypatch, tmp_path, reports):
     console = Console(file=io.StringIO(), width=200)
     path = tmp_path / "plan.yaml"
@@ -228,12 +283,15 @@ def test_layers_in_tiles_are_compared_and_tried_where_nothing_fits_without(monke
     monkeypatch.setattr(StepMemory, "plan", plan)
     assert main(["--config_path", str(path)], console) == 0
     assert [remat for tiles, remat in compiled if tiles == 2] and {tiles for tiles, _ in compiled} == {1, 2}
+    compiled.clear()
+    assert main(["--config_path", str(path), "--only", "nested|nested, 2 tiles"], console) == 0
+    assert [tiles for tiles, _ in compiled] == [1, 2] and len({remat for _, remat in compiled}) == 1
     assert main(["--config_path", str(path), "--model.tiles", "4"], console) == 0
     auto = ["--config_path", str(path), "--remat", "auto", "--budget", "1GiB"]
     assert main(auto, console) == 0
     assert budgets == [1, 2]
     shown = console.file.getvalue()  # pyright: ignore[reportAttributeAccessIssue]
-    assert shown.count("nested, 2 tiles") == shown.count("offload, 2 tiles") == 1
+    assert (shown.count("nested, 2 tiles"), shown.count("offload, 2 tiles")) == (2, 1)
     assert "nested fits\nwith model.tiles: 2; nothing fits without." in shown
 
 
@@ -259,6 +317,9 @@ def test_auto_has_a_command(tmp_path):
         (["--target", "abacus"], "unknown target 'abacus': expected one of local"),
         (["--devices", "0"], "devices must be at least 1, got 0."),
         (["--targt", "local"], "Did you mean `target`?"),
+        (["--only", "nestd"], "only = 'nestd' leaves no row. There are: False; save_all; True;"),
+        (["--only", "(nested"], "only is no regular expression: missing ), unterminated subpattern"),
+        (["--remat", "auto", "--budget", "1GiB", "--only", "nested"], "only has no effect with remat: auto"),
         (["--model.type", "qwen3", "--model.num_layers", "100000000"], "This can't fit: it takes at least"),
         (["--remat", "nestd"], "Unknown remat policy 'nestd'"),
         (["--remat", "{nested: [7, 9]}"], "cuts the layers into 7 parts"),

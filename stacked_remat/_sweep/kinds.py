@@ -89,21 +89,19 @@ class Pattern:
         is_kind = np.asarray(self.kinds)[:, None] == np.arange(self.count)
         return np.concatenate([np.zeros((1, self.count), np.int32), np.cumsum(is_kind, 0, dtype=np.int32)])
 
-    def at(self, index: Any, run: Callable[[int, Any, T], T], state: T, *, branches: bool = False) -> T:
+    def at(self, index: Any, run: Callable[[int, Any, T], T], state: T) -> T:
         """`run(kind, row, state)` for the layer at `index`, its kind and its row in the stacks of that kind.
 
-        `run` is traced once for each kind. The state keeps its types, and XLA updates it in place: in one
-        loop for each kind, which runs once or not at all, or in the branches of a conditional. In branches
-        XLA for GPUs copies stacks of equal shape.
+        `run` is traced once for each kind, in a loop of its own that runs once or not at all. There XLA
+        updates the state in place; the branches of a conditional copy stacks (GPUs) and carries (TPUs).
         """
         if isinstance(index, int):
             kind = self.kinds[index]
             return run(kind, int(self.before[index, kind]), state)
         kinds, rows = np.asarray(self.kinds, np.int32), self.before[np.arange(len(self.kinds)), [*self.kinds]]
         kind, row = entry_at(kinds, index), entry_at(rows, index)
-        if branches:
-            return lax.switch(kind, [functools.partial(run, k, row) for k in range(self.count)], state)
         for k in range(self.count):
             trips = (kind == k).astype(np.int32)
-            state = lax.fori_loop(0, trips, lambda _, state, k=k: run(k, row, state), state)
+            # Without the counter, which is 0, XLA for TPUs reads the weights of all kinds ahead of the loops.
+            state = lax.fori_loop(0, trips, lambda i, state, k=k: run(k, row + i, state), state)
         return state

@@ -111,11 +111,8 @@ class SweepSpec:
         """The index on the axis of the layer that runs as `number`."""
         return self.length - 1 - number if self.reverse else number
 
-    def at(self, number: Any, run: Callable[[Kind, Any, T], T], state: T, *, branches: bool = False) -> T:
-        """`run(kind, row, state)` for the layer with this number; `row` is its place in its kind's stacks.
-
-        `branches` as in `Pattern.at`.
-        """
+    def at(self, number: Any, run: Callable[[Kind, Any, T], T], state: T) -> T:
+        """`run(kind, row, state)` for the layer with this number; `row` is its place in its kind's stacks."""
         index = self.layer_index(number)
         if self.pattern is None:
             return run(self.kinds[0], index, state)
@@ -123,7 +120,7 @@ class SweepSpec:
         def run_number(kind: int, row: Any, state: T) -> T:
             return run(self.kinds[kind], row, state)
 
-        return self.pattern.at(index, run_number, state, branches=branches)
+        return self.pattern.at(index, run_number, state)
 
     def rows(self, kind: Kind) -> int:
         """The number of layers of this kind, or of segments of `read_length`."""

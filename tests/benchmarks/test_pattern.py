@@ -30,10 +30,10 @@ def of(target, kinds, remat, form="StackedPattern"):
 @pytest.mark.parametrize("kinds", MIXED, ids=lambda kinds: kinds.name)
 def test_kinds_take_the_memory_of_the_widest_and_the_arithmetic_of_all(kinds, remat):
     carry = 2 * FULL.tokens * FULL.width
-    for target, more in (("h200", 0.01), ("v5p", 2.05)):
+    for target, times, more in (("h200", 1, 0.01), ("v5p", 1.05, 0)):
         found, alone = of(target, kinds, remat), of(target, KINDS[0], remat)
         assert found["flops_exact"]
-        assert found["temporaries"] <= alone["temporaries"] + more * carry
+        assert found["temporaries"] <= times * alone["temporaries"] + more * carry
         if set(kinds.shares) == {1}:
             assert found["matmul_flops"] == alone["matmul_flops"]
         else:

@@ -12,6 +12,7 @@ from .._scan.marks import is_named, raw_array
 from ._losses import Loss, Objective, map_examples
 from ._probed import Scoring, layers_of
 from ._stacks import leaves_with_paths
+from ._traced import rounding, trace
 
 
 def one_at_a_time(
@@ -20,8 +21,7 @@ def one_at_a_time(
     """The loss, its gradients, and the dot products and squared norms of every example's.
 
     Runs forward and backward for one example after the other, and adds up the gradients: the arithmetic of
-    one step, and two gradients in memory. Where examples may depend on each other, one more forward pass over
-    the batch compares their losses.
+    one step, and two gradients in memory. One more forward pass over the batch compares the losses.
 
     Returns:
         The dot products and squares have `[layers, batch]` or `[batch]`, of the gradients of the examples'
@@ -59,22 +59,29 @@ def one_at_a_time(
     (value, summed), found = lax.scan(example, zeros, jnp.arange(Batch.size))
     gradients = jax.tree.map(lambda leaf, new: new.astype(leaf.dtype), params, summed)
     dots, squares, losses = jax.tree.map(lambda array: jnp.moveaxis(array, 0, -1), found)
-    if where := scoring.mixing(per_example_loss, batch):
+    if Batch.size > 1:
         whole = objective.of_examples(per_example_loss(eqx.combine(params, static), batch))
-        value, dots, squares = _checked((value, dots, squares), losses, whole, where)
+        closed, _, _ = trace(per_example_loss, scoring.model, batch)
+        where = scoring.mixing(per_example_loss, batch)
+        found = _checked((value, dots, squares), losses, whole, rounding(closed.jaxpr), where)
+        value, dots, squares = found
     return (value, None), gradients, dots, squares
 
 
-def _checked(found: Any, alone: Any, whole: Any, where: str) -> Any:
-    """What was found, with an error at run time where an example has another loss alone than in the batch."""
-    allowed = 0.01 * (jnp.abs(alone) + jnp.abs(whole)) + 1e-3 * jnp.max(jnp.abs(whole))
+def _checked(found: Any, alone: Any, whole: Any, relative: Any, where: str) -> Any:
+    """What was found, with an error at run time where an example has another loss alone than in the batch.
+
+    Losses are often differences of larger numbers: small ones may differ by a tenth of what a loss of 1 may.
+    """
+    allowed = relative * (jnp.abs(whole) + jnp.max(jnp.abs(whole)) + 0.1)
     return eqx.error_if(
         found,
         jnp.any(jnp.abs(alone - whole) > allowed),
         'norms=True, granularity="block" and "total" compute one example after the other, and examples have '
-        f"other losses alone than in this batch: see {where}. Keep what examples share out of "
-        "per_example_loss (divide by a constant, not by a sum over the batch), give each example a random "
-        'key of its own, or use granularity="leaf" without norms.',
+        f"other losses alone than in this batch{where and ': see '}{where}. Keep what examples share out of "
+        "per_example_loss: divide by a constant, not by the size of the batch or a sum over it; let the "
+        "batch hold what tells examples apart, such as their places in it and a random key for each. Or use "
+        'granularity="leaf" without norms.',
     )
 
 

@@ -108,10 +108,9 @@ def grad_dot(
             and each array outside of stacks. "total": only the total. The last two compute the gradient of
             one example after the other: exact for any model that takes a batch of one, with the arithmetic of
             a plain step, a second gradient in memory, and no parallelism over examples. An error at run time
-            says where an example has another loss alone than in the batch; to find that takes one more
-            forward pass where the program does not exclude it. A random key that all
-            examples share then draws numbers for a batch of one, so that dropout is another than in the whole
-            batch, and the same for every example: give each example a key of its own.
+            says where an example has another loss alone than in the batch, which takes one more forward pass
+            over the batch: a loss that uses the size of the batch, places in it or noise of one key for all
+            examples has. Give each example a key of its own.
         trainable: which arrays are differentiated, a predicate of leaves or a tree of bools like the model.
         norms: also the norms of each example's gradient, one example after the other as for "block".
         per_token: the name of an axis of positions, for scores `[batch, position]`: what of the gradient

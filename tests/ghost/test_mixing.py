@@ -1,5 +1,7 @@
 """What a loss may do with the model and with examples: scored exactly, or refused before there is a score."""
 
+import itertools
+
 import equinox as eqx
 import haliax as hax
 import jax
@@ -9,6 +11,7 @@ import pytest
 from haliax import Axis
 
 from stacked_remat import Stacked, ghost
+from stacked_remat.ghost._traced import rounding
 from stacked_remat.ops import chunked_cross_entropy
 
 Batch, Layers = Axis("batch", 4), Axis("layers", 3)
@@ -212,17 +215,35 @@ def test_examples_that_are_computed_alone_have_the_losses_that_they_have_in_the_
         order = jnp.argsort(batch["x"][:, 0])
         return jnp.sum(jnp.tanh(batch["x"][order] @ weight), 1)[jnp.argsort(order)]
 
-    def normalised_by_batch(weight, batch):
-        return sort_and_back(weight, batch) * batch["y"] / jnp.sum(batch["y"])
+    other = {
+        "a sum": lambda w, b: sort_and_back(w, b) * b["y"] / jnp.sum(b["y"]),
+        "the size": lambda w, b: sort_and_back(w, b) / len(b["y"]),
+        "places": lambda w, b: errors_of(w, b) * (1 + 1e-4 * jnp.arange(1.0 * len(b["y"]))),
+        "a key": lambda w, b: errors_of(w, b) + 1e-4 * jax.random.normal(jax.random.key(0), b["y"].shape),
+        "a small mean": lambda w, b: errors_of(w, b) + 1e-4 * jnp.mean(errors_of(w, b)),
+    }
 
-    run = jax.jit(
-        lambda losses: ghost.grad_dot(weight, losses, batch, direction=weight, granularity="total")[1].total,
-        static_argnums=0,
+    def errors_of(weight, batch):
+        return jnp.sum(jnp.tanh(batch["x"] @ weight), 1)
+
+    run = eqx.filter_jit(
+        lambda losses, **options: ghost.grad_dot(weight, losses, batch, direction=weight, **options)[1].total
     )
     expected = jax.jvp(lambda weight: sort_and_back(weight, batch), (weight,), (weight,))[1]
-    np.testing.assert_allclose(run(sort_and_back).array, expected, rtol=1e-5)
-    with pytest.raises(Exception, match=r"other losses alone than in this batch: see"):
-        jax.block_until_ready(run(normalised_by_batch))
+    np.testing.assert_allclose(run(sort_and_back, granularity="total").array, expected, rtol=1e-5)
+    options = itertools.cycle(({"granularity": "total"}, {"granularity": "block"}, {"norms": True}))
+    for (name, losses), some in zip(other.items(), options, strict=False):
+        where = {"a small mean": ": see `reduce_sum` at"}.get(name, "")
+        with pytest.raises(Exception, match=f"other losses alone than in this batch{where}"):
+            jax.block_until_ready(run(losses, **some))
+
+
+@pytest.mark.parametrize(("dtype", "least", "most"), [("float32", 1e-6, 2e-5), ("bfloat16", 5e-3, 5e-2)])
+def test_losses_are_compared_in_the_precision_of_the_program(dtype, least, most):
+    def loss(x):
+        return jnp.sum(jax.lax.map(lambda row: row.astype(dtype) @ row.astype(dtype), x).astype("float32"))
+
+    assert least < rounding(jax.make_jaxpr(loss)(jnp.ones((2, 3))).jaxpr) < most
 
 
 def test_packed_examples_have_losses_of_their_tokens():

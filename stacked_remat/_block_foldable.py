@@ -8,6 +8,7 @@ import equinox as eqx
 from haliax import Axis
 from haliax.state_dict import ModuleWithStateDictSerialization, StateDict
 
+from ._noted import noted_stack_call
 from ._policy import ScanCheckpointPolicy, ScanCheckpointSpec, resolve_policy
 from ._scan.marks import changed
 from ._stacked_methods import check_options
@@ -108,6 +109,8 @@ class BlockFoldable(ModuleWithStateDictSerialization, Generic[M]):
             A function of the initial carry and the further arguments. What `fn` closes over is shared
             by all layers.
         """
+        if call := noted_stack_call():
+            return call(self, "fold_via", fn, {"remat": remat, "unroll": unroll, "reverse": reverse})
         run = self._scan_via("fold", fn, *self._options(remat, unroll, reverse))
 
         def folded(init: Any, /, *args: Any, **kwargs: Any) -> Any:
@@ -124,6 +127,8 @@ class BlockFoldable(ModuleWithStateDictSerialization, Generic[M]):
         reverse: bool | None = None,
     ) -> Callable[..., tuple[Any, Any]]:
         """Scan with `fn(block, carry, *args, **kwargs) -> (carry, output)` in place of the blocks' call."""
+        if call := noted_stack_call():
+            return call(self, "scan_via", fn, {"remat": remat, "unroll": unroll, "reverse": reverse})
         return self._scan_via("scan", fn, *self._options(remat, unroll, reverse))
 
     def vmap(self, /, *args: Any, **kwargs: Any) -> Any:

@@ -13,9 +13,15 @@ _PREFIX = "stacked_remat_noted_"
 
 
 class Notes:
-    """The rules of the calls that one trace noted, by the name of the call's equation."""
+    """The rules of the calls that one trace noted, by the name of the call's equation.
 
-    def __init__(self) -> None:
+    Args:
+        stack_call: makes the calls of stacks in this trace, instead of the stacks: from the stack, the name
+            `fold_via` or `scan_via`, the function and the options to what the method returns.
+    """
+
+    def __init__(self, stack_call: Callable[..., Any] | None = None) -> None:
+        self.stack_call = stack_call
         self.rules: dict[str, Any] = {}
         self.types: dict[str, list[Any]] = {}
 
@@ -46,6 +52,11 @@ def noting(notes: Notes) -> Iterator[None]:
     """Within it, `noted` calls of what is traced are noted."""
     with _notes(notes):
         yield
+
+
+def noted_stack_call() -> Callable[..., Any] | None:
+    """What makes the calls of stacks, None where they do themselves."""
+    return None if _notes.value is None else _notes.value.stack_call
 
 
 def noted(rule: Any, fn: Callable[..., Any]) -> Callable[..., Any]:

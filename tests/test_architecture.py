@@ -38,7 +38,6 @@ LAYERS = {
     "_block_foldable": "stacks",
     "_block_seq": "stacks",
     "_offload_check": "stacks",
-    "_stack_in_loss": "stacks",
     "_stacked": "stacks",
     "_stacked_pattern": "stacks",
     "_state_dict": "stacks",

@@ -7,10 +7,12 @@ from typing import Any, Literal, TypeAlias
 
 import equinox as eqx
 import jax
+from haliax import Axis
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching
 
-from .._stack_in_loss import StackInLoss
+from .._block_foldable import BlockFoldable
+from .._policy import ScanCheckpointPolicy
 
 Place: TypeAlias = Literal["init", "args", "kwargs"]
 
@@ -66,15 +68,35 @@ def run(fold: Fold, suffix: str, arrays: Sequence[Any]) -> Any:
     return getattr(stack, fold.verb + suffix)(init, *args, **fold.options, **kwargs)
 
 
-class FollowedStack(StackInLoss):
+class FollowedStack(eqx.Module):
     """What a loss function is given in the place of a stack: it can be folded and scanned, no more."""
 
+    _stack: BlockFoldable
+    _name: str = eqx.field(static=True)
     _number: int = eqx.field(static=True)
 
-    refusal = (
-        "In the loss of a fused update, {} has fold and scan, and no {!r}: its weights are updated in the "
-        "backward pass of the one fold. Freeze the stack (trainable) to use it otherwise."
-    )
+    @property
+    def Block(self) -> Axis:
+        """The axis of the layers."""
+        return self._stack.Block
+
+    Layers = Block
+
+    @property
+    def remat(self) -> ScanCheckpointPolicy:
+        """The stack's policy."""
+        return self._stack.remat
+
+    def __len__(self) -> int:
+        return len(self._stack)
+
+    def fold(self, init: Any, /, *args: Any, **kwargs: Any) -> Any:
+        """As `Stacked.fold`."""
+        return self._apply("fold", init, args, *_options(kwargs))
+
+    def scan(self, init: Any, /, *args: Any, **kwargs: Any) -> Any:
+        """As `Stacked.scan`."""
+        return self._apply("scan", init, args, *_options(kwargs))
 
     def _apply(
         self, verb: str, init: Any, args: tuple[Any, ...], options: dict[str, Any], kwargs: dict[str, Any]
@@ -89,6 +111,20 @@ class FollowedStack(StackInLoss):
         types = tuple(out.aval for out in closed.jaxpr.outvars)
         call = dataclasses.replace(call, types=types, struct=eqx.combine(struct, static))
         return with_arrays(call.struct, fold_p.bind(*arrays, fold=call))
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise AttributeError(
+            f"In the loss of a fused update, {self._name} has fold and scan, and no {name!r}: its weights "
+            "are updated in the backward pass of the one fold. "
+            "Freeze the stack (trainable) to use it otherwise."
+        )
+
+
+def _options(kwargs: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    options = {name: kwargs[name] for name in ("remat", "unroll", "reverse") if name in kwargs}
+    return options, {name: value for name, value in kwargs.items() if name not in options}
 
 
 def _refuse(what: str) -> Callable[..., Any]:

@@ -137,7 +137,7 @@ def _check_uses(model: Any, inputs: Sequence[Var], equations: list[JaxprEqn], na
                 f"The loss folds {name} {folded.count(number)} times. A fused update needs one call of fold "
                 "or scan: freeze the stack (trainable), or compute its gradient with jax.grad."
             )
-    leaves = jtu.tree_leaves(eqx.filter(model, eqx.is_array), is_leaf=_is_stack_in_loss)
+    leaves = jtu.tree_leaves(eqx.filter(model, eqx.is_array), is_leaf=_is_followed)
     variables = iter(inputs)
     for leaf in leaves:
         own = [next(variables) for _ in jax.tree.leaves(leaf)]
@@ -168,7 +168,7 @@ def _reads(eqn: JaxprEqn, variables: set[Var]) -> bool:
     return False
 
 
-def _is_stack_in_loss(node: Any) -> bool:
+def _is_followed(node: Any) -> bool:
     return isinstance(node, FollowedStack)
 
 

@@ -15,13 +15,14 @@ from ._deposit import deposit
 from ._parts import (
     check_apart,
     is_of_head,
+    is_scored,
     scored_cross_entropy,
     scored_experts,
     scored_per_device,
     scored_stack,
 )
 from ._rows import of_outputs, paired, unstacked_of_scan
-from ._stacks import contains_stack, stack_p
+from ._stacks import evaluates_stack, stack_p
 from ._units import Rows, Units, has_units, of_input
 from ._values import UnsupportedLeafError, Value, constant, paths_of, plain_rows
 from ._weights import Applied, Leaf, Tangent, bind, leaves_of
@@ -128,7 +129,7 @@ class Program:
 
     def _step(self, equation: Any, twin: Any, operands: list[Value]) -> list[Value]:
         name, rule = equation.primitive.name, self.notes.rule_of(equation)
-        if equation.primitive is stack_p:
+        if equation.primitive is stack_p and is_scored(equation, operands):
             arrays = scored_stack(self, equation, twin, operands)
             found = self._results(equation, twin, operands, arrays)
             return [dataclasses.replace(value, depends=True) for value in found]
@@ -139,10 +140,10 @@ class Program:
             return self._run(inner.jaxpr, other and other.jaxpr, [*consts, *operands])
         if name in _CHECKPOINTS and weighted:
             return self._checkpointed(equation, twin, operands)
-        if contains_stack(equation):
-            return self._looped(equation, twin, operands)
         if not weighted:
             return self._results(equation, twin, operands, bind(equation, [v.array for v in operands]))
+        if evaluates_stack(equation):
+            return self._looped(equation, twin, operands)
         met = [value for value in operands if value.node is None and self._is_data(value)]
         if not met:
             return self._of_weights(equation, twin, operands)
@@ -181,6 +182,10 @@ class Program:
         ]
 
     def _meeting(self, equation: Any, twin: Any, operands: list[Value]) -> list[Value]:
+        nodes = [value.operand for value in operands]
+        leaves = leaves_of([node for node in nodes if isinstance(node, Leaf | Applied)])
+        for leaf in leaves:
+            check_apart(leaf)
         self._check_derivative(equation, operands)
         noted = self.notes.rule_of(equation) is not None
         found = self._results(equation, twin, operands, bind(equation, [v.array for v in operands]))
@@ -189,10 +194,6 @@ class Program:
             for index, (value, var) in enumerate(zip(found, equation.outvars, strict=True))
             if jnp.issubdtype(value.array.dtype, jnp.inexact) and type(var).__name__ != "DropVar"
         ]
-        nodes = [value.operand for value in operands]
-        leaves = leaves_of([node for node in nodes if isinstance(node, Leaf | Applied)])
-        for leaf in leaves:
-            check_apart(leaf)
         for index in of_weights:
             self.check_rows(equation, found[index].rows, leaves)
         arrays, rows = [found[at].array for at in of_weights], [found[at].rows for at in of_weights]
@@ -269,7 +270,11 @@ class Program:
     def _check_derivative(self, equation: Any, operands: Sequence[Value]) -> None:
         if self.notes.rule_of(equation) is not None:
             return
-        found = next((name for name in _names_in(equation) if name in _WITHOUT_DERIVATIVE), None)
+        names = _names_in(equation)
+        if equation.primitive is stack_p:
+            plain = jax.make_jaxpr(equation.params["call"].plain)(*(value.array for value in operands))
+            names = set().union(*map(_names_in, plain.jaxpr.eqns))
+        found = next((name for name in names if name in _WITHOUT_DERIVATIVE), None)
         if found is None:
             return
         raise UnsupportedLeafError(

@@ -18,7 +18,7 @@ from ..ops.grouped_experts import ExpertsCall
 from ._deposit import deposit, spread_over_rows
 from ._per_device import Division
 from ._rows import of_outputs
-from ._stacks import PlacedBlock, StackCall, leaves_with_paths, placed
+from ._stacks import PlacedBlock, StackCall, leaves_with_paths, prefix_of
 from ._traced import arrays_of, trace, with_arrays
 from ._units import Flow, Rows, Units, known_rows, of_input
 from ._values import UnsupportedLeafError, Value, paths_of, plain_rows
@@ -72,10 +72,19 @@ def check_apart(leaf: Leaf, in_stack: bool = False) -> None:
     """Whether a weight of a stack is used in its stack, and any other outside of one."""
     if leaf.in_stack and not in_stack:
         raise UnsupportedLeafError(
-            f"{leaf.path} is used apart from its stack, as in a penalty on all weights, where its layers "
-            "have no scores of their own. Leave that out of per_example_loss (the gradient of a penalty is "
-            'the same for all examples), give the array no direction, or use granularity="block" or "total".'
+            f"{leaf.path} is used apart from fold and scan of its stack, where its layers have no scores of "
+            "their own: in a penalty on all weights (leave it out of per_example_loss; its gradient is the "
+            "same for all examples), under jax.vmap or jax.lax.map over examples (call the stack on the "
+            "whole batch, with jax.vmap within its layers, so that the axis of examples is known), in a "
+            "derivative that the loss takes through it (jax.grad, jax.jvp; compute it before if it is a constant), or "
+            "layer by layer (call the stack). "
+            'Do that, give the array no direction, or use granularity="block" or "total".'
         )
+
+
+def is_scored(equation: Any, operands: Sequence[Value]) -> bool:
+    """Whether a call of a stack has arrays of the stack that are scored."""
+    return any(value.node is not None for value in operands[: equation.params["call"].sizes[0]])
 
 
 def scored_stack(program: _Program, equation: Any, twin: Any, operands: list[Value]) -> list[Any]:
@@ -90,18 +99,22 @@ def scored_stack(program: _Program, equation: Any, twin: Any, operands: list[Val
         )
     carry = _check_given(program, call, twin, operands)
     arrays = [value.array for value in operands]
-    stack, init, args, kwargs = with_arrays(call.given, arrays)
-    directions, probes = {}, {}
+    stack, *_ = with_arrays(call.given, arrays)
+    directions, probes, names = {}, {}, {}
     entries = [*leaves_with_paths(stack)]
     for at, leaf in _handed_on(operands[:of_stack], in_stack=True).items():
         path, array = entries[at]
-        _check_by_layer(array, operands[at], leaf, not isinstance(stack, BlockSeq))
+        _check_by_layer(stack, array, operands[at], leaf)
+        names[path] = leaf.path
         directions[path] = hax.named(leaf.direction, array.axes) if is_named(array) else leaf.direction
         probes[path] = leaf.probe
     others = None if twin is None else twin.params["call"].layers
-    layer = _scored_layer(program, call, others, call.captured(arrays), carry)
-    scored = placed(stack, directions, probes)
-    return arrays_of(getattr(scored, call.verb)(layer, **call.options)(init, *args, **kwargs))
+    by_place = {
+        place: {path.removeprefix(prefix_of(stack, place)): name for path, name in names.items()}
+        for place in call.layers
+    }
+    layer = _scored_layer(program, call, others, call.captured(arrays), carry, by_place)
+    return call.evaluate(arrays, layer, directions, probes)
 
 
 def _check_given(program: _Program, call: StackCall, twin: Any, operands: Sequence[Value]) -> Sequence[Rows]:
@@ -120,17 +133,17 @@ def _check_given(program: _Program, call: StackCall, twin: Any, operands: Sequen
         if value.node is None and jnp.issubdtype(value.array.dtype, jnp.inexact):
             if any(dim not in (None, own) for own, dim in zip(value.rows, sized, strict=True)):
                 raise UnsupportedLeafError(
-                    f"{call.name or 'The stack'} is given an array, and it can't be told which rows of it "
-                    "are of which example. Keep the axis of examples apart, or use "
+                    f"The stack of {paths_of(operands)} is given an array, and it can't be told which rows "
+                    "of it are of which example. Keep the axis of examples apart, or use "
                     'granularity="block" or "total".'
                 )
     return found[of_stack : of_stack + of_init]
 
 
-def _check_by_layer(array: Any, value: Value, leaf: Leaf, is_stacked: bool) -> None:
+def _check_by_layer(stack: Any, array: Any, value: Value, leaf: Leaf) -> None:
     """Whether each layer of an array that a stack is given depends on no other layer of the weight."""
-    size = leaf.probe.shape[0]
-    shared = is_named(array) and (not array.axes or array.axes[0].size != size)
+    size, is_stacked = leaf.probe.shape[0], not isinstance(stack, BlockSeq)
+    shared = is_named(array) and all(axis.name != stack.Block.name for axis in array.axes)
     by_layer = ((size, 0),)
     known: dict[int, Flow] = {}
 
@@ -147,7 +160,8 @@ def _check_by_layer(array: Any, value: Value, leaf: Leaf, is_stacked: bool) -> N
         return known[id(operand)]
 
     found = Flow((by_layer,)) if shared or size == 1 or not is_stacked else flow(value.node)
-    if leaf.in_stack != is_stacked or found.mixed or found.rows[:1] != (by_layer,):
+    has_others = is_stacked and not shared and raw_array(array).shape[0] != size
+    if leaf.in_stack != is_stacked or has_others or found.mixed or found.rows[:1] != (by_layer,):
         raise UnsupportedLeafError(
             f"{leaf.path} is combined across the layers of a stack before the stack is folded"
             f"{found.mixed and ', in '}{found.mixed}, so that its layers have no scores of their own. Do "
@@ -161,21 +175,21 @@ def _scored_layer(
     others: Any,
     captured: dict[Any, list[Any]],
     carry_rows: Sequence[Rows],
+    names: dict[Any, dict[str, str]],
 ) -> Callable[..., Any]:
     """The layer that a call traced, of a `PlacedBlock`, with deposits where its weights meet data."""
-    name = f"{call.name}.*".lstrip(".")
 
     def layer(one: PlacedBlock, carry: Any, /, *args: Any, **kwargs: Any) -> Any:
         traced, other = call.layers[one.place], others and others[one.place].jaxpr
         paths = [path for path, _ in leaves_with_paths(one.block)]
         if missing := sorted(set(one.direction) - set(paths)):
             raise UnsupportedLeafError(
-                f"{name}{missing[0]} is declared unsliced, so its layers read the whole stack of it. Give "
-                'it no direction, or use granularity="block" or "total".'
+                f"{names[one.place][missing[0]]} is declared unsliced, so its layers read the whole stack "
+                'of it. Give it no direction, or use granularity="block" or "total".'
             )
         inputs = arrays_of((one.block, carry, args, kwargs))
         leaves = {
-            at: Leaf(f"{name}{path}", inputs[at], raw_array(one.direction[path]), one.probes[path])
+            at: Leaf(names[one.place][path], inputs[at], raw_array(one.direction[path]), one.probes[path])
             for at, path in enumerate(paths)
             if path in one.direction
         }

@@ -18,7 +18,7 @@ from ..lora._paths import dotted
 from ._interpret import Program
 from ._losses import Loss, Objective, check_size, map_examples, tracing_more
 from ._rows import of_body
-from ._stacks import FollowedStack, is_folded, is_stack, leaves_with_paths
+from ._stacks import call_in_one_equation, is_stack, leaves_with_paths
 from ._traced import arrays_of, trace
 from ._units import Flow, Units, has_units, of_input
 from ._values import UnsupportedLeafError
@@ -81,7 +81,7 @@ class Scoring:
 
     def losses(self, model: Any, probes: dict[str, Any], per_example_loss: Loss, batch: Any) -> Any:
         """What the loss function returns, with a deposit wherever a scored array meets data."""
-        notes, model = Notes(), self._followed(model)
+        notes = Notes(call_in_one_equation)
         closed, other, inputs, rebuild = self._traced(model, per_example_loss, batch, notes)
         paths = [path for path, _ in leaves_with_paths(self.model)]
         shown = shown_paths(self.model)
@@ -109,7 +109,7 @@ class Scoring:
 
     def mixing(self, per_example_loss: Loss, batch: Any) -> str:
         """Where the loss of an example may depend on data of others; empty if none does."""
-        closed, other, _, _ = self._traced(self.model, per_example_loss, batch, Notes())
+        closed, other, _, _ = self._traced(self.model, per_example_loss, batch, Notes(call_in_one_equation))
         if other is None:
             return ""
         of_data = range(len(arrays_of(self.model)), len(closed.in_avals))
@@ -154,22 +154,10 @@ class Scoring:
     def _larger(self, model: Any, per_example_loss: Loss, batch: Any) -> Any:
         """The traced loss of a batch with more examples and positions."""
         size = self.Batch.size * self._growing.get(self.Batch, 1)
-        with noting(Notes()), tracing_more(size):
+        with noting(Notes(call_in_one_equation)), tracing_more(size):
             other, _, _ = trace(per_example_loss, model, self._grown(batch))
         check_size(other.out_avals[0].shape[0], size)
         return other
-
-    def _followed(self, model: Any) -> Any:
-        """The model with stacks whose calls are followed in the place of scored ones; its leaves stay."""
-        shown = shown_paths(self.model)
-
-        def replace(path: Any, node: Any) -> Any:
-            own = [shown[other] for other in self.direction if is_within(other, path)]
-            if not is_folded(node) or not own:
-                return node
-            return FollowedStack(node, dotted(model, path), ", ".join(own))
-
-        return jtu.tree_map_with_path(replace, model, is_leaf=is_folded)
 
     def _grown(self, batch: Any) -> Any:
         """The types of a batch with more examples and positions."""

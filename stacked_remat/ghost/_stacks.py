@@ -6,29 +6,23 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import equinox as eqx
+import jax
+import jax.numpy as jnp
 import jax.tree_util as jtu
 from jax.core import eval_jaxpr
 from jax.extend.core import Primitive, jaxprs_in_params
-from jax.interpreters import ad, batching
+from jax.interpreters import ad, batching, mlir
 
 from .._block_seq import BlockSeq
 from .._noted import Notes, noting
 from .._scan.marks import changed, is_named, raw_array
-from .._stack_in_loss import StackInLoss
 from .._stacked import Stacked
-from .._stacked_methods import block_call
 from .._stacked_pattern import StackedPattern
-from ._traced import arrays_of, is_traced, shapes_of, trace
-from ._values import UnsupportedLeafError
+from ._traced import arrays_of, is_traced, shapes_of, trace, with_arrays
 
 
 def is_stack(node: Any) -> bool:
     return isinstance(node, Stacked | BlockSeq)
-
-
-def is_folded(node: Any) -> bool:
-    """Whether a node is what a loss folds: a stack, or a pattern with several."""
-    return is_stack(node) or isinstance(node, StackedPattern)
 
 
 def leaves_with_paths(tree: Any) -> Iterator[tuple[str, Any]]:
@@ -62,8 +56,6 @@ class StackCall:
     """A call of `fold` or `scan`, or of one of these via another function.
 
     Attributes:
-        name: of the stack, as users see it.
-        paths: of its arrays that are scored.
         verb: `fold_via` or `scan_via`.
         options: `remat`, `unroll` and `reverse`, where the call gives them.
         given: `(stack, init, args, kwargs)`, each array replaced by its type. The arrays are the first
@@ -73,8 +65,6 @@ class StackCall:
         types: of the results.
     """
 
-    name: str
-    paths: str
     verb: str
     options: dict[str, Any]
     given: Any
@@ -92,6 +82,29 @@ class StackCall:
         left = iter(operands[sum(self.sizes) :])
         return {place: [next(left) for _ in layer.jaxpr.consts] for place, layer in self.layers.items()}
 
+    def evaluate(
+        self,
+        operands: Sequence[Any],
+        layer: Callable[..., Any],
+        direction: dict[str, Any],
+        probes: dict[str, Any],
+    ) -> list[Any]:
+        """The results, of a function of each layer, a `PlacedBlock` with its directions and probes."""
+        stack, init, args, kwargs = with_arrays(self.given, operands)
+        with noting(Notes()):
+            run = getattr(placed(stack, direction, probes), self.verb)(layer, **self.options)
+            return arrays_of(run(init, *args, **kwargs))
+
+    def plain(self, *operands: Any) -> list[Any]:
+        """The results, without scores."""
+        captured = self.captured(operands)
+
+        def layer(one: PlacedBlock, carry: Any, /, *args: Any, **kwargs: Any) -> Any:
+            traced, inputs = self.layers[one.place], arrays_of((one.block, carry, args, kwargs))
+            return traced.rebuild(eval_jaxpr(traced.jaxpr.jaxpr, captured[one.place], *inputs))
+
+        return self.evaluate(operands, layer, {}, {})
+
 
 class PlacedBlock(eqx.Module):
     """A layer, with the directions and probes of its arrays by their paths.
@@ -105,69 +118,51 @@ class PlacedBlock(eqx.Module):
     place: str | int | None = eqx.field(static=True, default=None)
 
 
+def prefix_of(stack: Any, place: str | int | None) -> str:
+    """The path in a stack of its layer at a place."""
+    if isinstance(stack, Stacked):
+        return ".stacked"
+    return f".stacks[{place!r}].stacked" if isinstance(stack, StackedPattern) else f".blocks[{place}]"
+
+
 def placed(stack: Any, direction: dict[str, Any], probes: dict[str, Any]) -> Any:
     """A stack of `PlacedBlock`s, from directions and probes by the path in the stack."""
 
-    def block(prefix: str, own: Any, place: str | int | None = None) -> PlacedBlock:
+    def block(own: Any, place: str | int | None = None) -> PlacedBlock:
+        prefix = prefix_of(stack, place)
+
         def within(entries: dict[str, Any]) -> dict[str, Any]:
             return {path.removeprefix(prefix): x for path, x in entries.items() if path.startswith(prefix)}
 
         return PlacedBlock(own, within(direction), within(probes), place)
 
     if isinstance(stack, Stacked):
-        return Stacked(block(".stacked", stack.stacked), stack.Block, stack.remat)
+        return Stacked(block(stack.stacked), stack.Block, stack.remat)
     if isinstance(stack, StackedPattern):
-        stacks = {
-            kind: changed(own, stacked=block(f".stacks[{kind!r}].stacked", own.stacked, kind))
-            for kind, own in stack.stacks.items()
-        }
+        stacks = {kind: changed(own, stacked=block(own.stacked, kind)) for kind, own in stack.stacks.items()}
         return changed(stack, stacks=stacks)
-    blocks = [block(f".blocks[{i}]", own, i) for i, own in enumerate(stack.blocks)]
-    return changed(stack, blocks=blocks)
+    return changed(stack, blocks=[block(own, i) for i, own in enumerate(stack.blocks)])
 
 
-class FollowedStack(StackInLoss):
-    """What a loss function is given in the place of a stack: it can be folded and scanned, no more.
+def call_in_one_equation(
+    stack: Any, verb: str, fn: Callable[..., Any], options: dict[str, Any]
+) -> Callable[..., Any]:
+    """`stack.fold_via(fn, **options)` or `scan_via`, whose calls are traced as one equation."""
 
-    Its leaves are those of the stack, so that the model in the loss has those of the user's model.
-    """
+    def run(init: Any, /, *args: Any, **kwargs: Any) -> Any:
+        given, layers = (stack, init, args, kwargs), {}
 
-    _paths: str = eqx.field(static=True)
-
-    refusal = (
-        "In a loss whose gradient dot products are taken, {} has fold, scan, fold_via and scan_via, and no "
-        "{!r}. Give its arrays no direction to use it otherwise."
-    )
-
-    def fold_via(self, fn: Callable[..., Any], **options: Any) -> Callable[..., Any]:
-        """As `Stacked.fold_via`."""
-        return self._via("fold_via", fn, options)
-
-    def scan_via(self, fn: Callable[..., Any], **options: Any) -> Callable[..., Any]:
-        """As `Stacked.scan_via`."""
-        return self._via("scan_via", fn, options)
-
-    def _apply(
-        self, verb: str, init: Any, args: tuple[Any, ...], options: dict[str, Any], kwargs: dict[str, Any]
-    ) -> Any:
-        fn = block_call(next(iter(self._stack._kinds())))  # that of each block, which may be of another class
-        return self._via(f"{verb}_via", fn, options)(init, *args, **kwargs)
-
-    def _via(self, verb: str, fn: Callable[..., Any], options: dict[str, Any]) -> Callable[..., Any]:
-        def run(init: Any, /, *args: Any, **kwargs: Any) -> Any:
-            given, layers = (self._stack, init, args, kwargs), {}
-
-            def apply(stack: Any, init: Any, args: Any, kwargs: Any) -> Any:
+        def apply(stack: Any, init: Any, args: Any, kwargs: Any) -> Any:
+            with noting(Notes()):
                 layer = _traced_layer(fn, layers)
                 return getattr(placed(stack, {}, {}), verb)(layer, **options)(init, *args, **kwargs)
 
-            closed, arrays, rebuild = trace(apply, *given)
-            captured = [const for layer in layers.values() for const in layer.jaxpr.consts]
-            types = tuple(closed.out_avals)
-            call = StackCall(self._name, self._paths, verb, options, shapes_of(given), layers, types)
-            return rebuild(stack_p.bind(*arrays, *captured, call=call))
+        closed, arrays, rebuild = trace(apply, *given)
+        captured = [const for layer in layers.values() for const in layer.jaxpr.consts]
+        call = StackCall(verb, options, shapes_of(given), layers, tuple(closed.out_avals))
+        return rebuild(stack_p.bind(*arrays, *captured, call=call))
 
-        return run
+    return run
 
 
 def _traced_layer(fn: Callable[..., Any], layers: dict[Any, TracedLayer]) -> Callable[..., Any]:
@@ -189,31 +184,42 @@ def _traced_layer(fn: Callable[..., Any], layers: dict[Any, TracedLayer]) -> Cal
     return layer
 
 
-def contains_stack(equation: Any) -> bool:
-    """Whether an equation is a call of a stack, or evaluates one."""
-    return equation.primitive is stack_p or any(
-        contains_stack(inner) for jaxpr in jaxprs_in_params(equation.params) for inner in jaxpr.eqns
+def evaluates_stack(equation: Any) -> bool:
+    """Whether a loop, a branch or the like calls a stack."""
+    return any(
+        inner.primitive is stack_p or evaluates_stack(inner)
+        for jaxpr in jaxprs_in_params(equation.params)
+        for inner in jaxpr.eqns
     )
 
 
-def _refuse_derivative(*_: Any, call: StackCall) -> Any:
-    raise UnsupportedLeafError(
-        f"{call.paths}: the loss takes a derivative (jax.grad, jax.jvp, ...) through "
-        f"{call.name or 'a stack'}, of which scores can't be found layer by layer. Give these arrays no "
-        "direction, compute the derivative before and pass it in the batch if it is a constant, or use "
-        'granularity="block" or "total".'
-    )
+def _derivative(primals: Sequence[Any], tangents: Sequence[Any], *, call: StackCall) -> Any:
+    moving = [at for at, tangent in enumerate(tangents) if not isinstance(tangent, ad.Zero)]
+
+    def of_moving(*arrays: Any) -> list[Any]:
+        given = dict(zip(moving, arrays, strict=True))
+        return call.plain(*(given.get(at, primal) for at, primal in enumerate(primals)))
+
+    found, along = jax.jvp(of_moving, [primals[at] for at in moving], [tangents[at] for at in moving])
+    is_moving = [jnp.issubdtype(one.dtype, jnp.inexact) for one in found]
+    pairs = zip(found, along, is_moving, strict=True)
+    return found, [
+        new if is_one else ad.Zero(jax.typeof(one).to_tangent_aval()) for one, new, is_one in pairs
+    ]
 
 
-def _refuse_batching(*_: Any, call: StackCall) -> Any:
-    raise UnsupportedLeafError(
-        f"{call.paths} is folded under jax.vmap. Call the stack on the whole batch, with jax.vmap within its "
-        'layers, so that the axis of examples is known there, or use granularity="block" or "total".'
-    )
+def _batched(operands: Sequence[Any], dims: Sequence[Any], *, call: StackCall) -> Any:
+    found = jax.vmap(call.plain, in_axes=tuple(dims))(*operands)
+    return found, [0] * len(found)
 
 
+# A call that is not scored, or within what is not, is an ordinary one.
 stack_p = Primitive("stacked_remat_ghost_stack")
 stack_p.multiple_results = True
 stack_p.def_abstract_eval(lambda *_, call: list(call.types))
-ad.primitive_jvps[stack_p] = _refuse_derivative
-batching.primitive_batchers[stack_p] = _refuse_batching
+stack_p.def_impl(lambda *operands, call: call.plain(*operands))
+ad.primitive_jvps[stack_p] = _derivative
+batching.primitive_batchers[stack_p] = _batched
+mlir.register_lowering(
+    stack_p, mlir.lower_fun(lambda *operands, call: call.plain(*operands), multiple_results=True)
+)

@@ -1,16 +1,18 @@
 """What a loss may do with the model and with examples: scored exactly, or refused before there is a score."""
 
+import functools
 import itertools
 
 import equinox as eqx
 import haliax as hax
 import jax
 import jax.numpy as jnp
+import jax.tree_util as jtu
 import numpy as np
 import pytest
 from haliax import Axis
 
-from stacked_remat import Stacked, ghost
+from stacked_remat import Stacked, ghost, shared
 from stacked_remat.ghost._traced import rounding
 from stacked_remat.ops import chunked_cross_entropy
 
@@ -55,6 +57,11 @@ def of_changed(change):
     return lambda model, batch: errors(jax.tree.map(change, model), batch)
 
 
+def of_changed_by_path(change):
+    by_path = functools.partial(jtu.tree_map_with_path, lambda path, w: change(jtu.keystr(path), w))
+    return lambda model, batch: errors(by_path(model), batch)
+
+
 def folded_via(fn, model, batch):
     return errors(model, batch, model.layers.fold_via(fn)(batch["x"]))
 
@@ -90,11 +97,22 @@ def normalised(h, statistics=lambda array: array):
     return h - statistics(jnp.mean(h, 0, keepdims=True))
 
 
+OTHER = jax.tree.map(jnp.sin, Model.init())
 SCORED = {
     "halved": of_changed(lambda w: 0.5 * w),
     "noise": of_changed(lambda w: w + 0.1 * jax.random.normal(jax.random.key(3), w.shape)),
     "clipped": of_changed(lambda w: jnp.clip(jax.nn.silu(w), -0.5, 0.5)),
     "rows of norm 1": of_changed(lambda w: w / jnp.linalg.norm(w, axis=-1, keepdims=True)),
+    "frozen by path": of_changed_by_path(
+        lambda path, w: jax.lax.stop_gradient(w) if path == ".layers.stacked.weight" else w
+    ),
+    "noise by path": of_changed_by_path(
+        lambda path, w: w + 0.1 * jax.random.normal(jax.random.key(len(path)), w.shape)
+    ),
+    "by type": lambda m, b: errors(m, b) * (2.0 if isinstance(m.layers, Stacked) else 1.0),
+    "by attribute": lambda m, b: errors(m, b) * (2.0 if hasattr(m.layers, "stacked") else 1.0),
+    "combined": lambda m, b: errors(eqx.combine(*eqx.partition(m, jax.tree.map(lambda w: w.ndim > 1, m))), b),
+    "of another tree": lambda m, b: errors(jax.tree.map(lambda w, v: w + 0.1 * v, m, OTHER), b),
     "constant twin": lambda m, b: errors(m, b) * jnp.cos(of_changed(jax.lax.stop_gradient)(m, b)),
     "twice, in jit and checkpoint": lambda m, b: eqx.filter_jit(errors)(m, b) + jax.checkpoint(errors)(m, b),
     "in a loop": looped,
@@ -125,6 +143,34 @@ def test_what_a_loss_may_do_is_scored_exactly():
         return found, expected
 
     for name, found, expected in zip(SCORED, *(d.values() for d in both(model, batch)), strict=True):
+        np.testing.assert_allclose(found, expected, 1e-4, 1e-5 * np.abs(expected).max(), err_msg=name)
+
+
+def test_a_stack_without_direction_is_an_ordinary_part_of_the_loss():
+    model, batch = Model.init(), data()
+    along = eqx.tree_at(lambda m: m.layers, jax.tree.map(jnp.cos, model), None)
+    zeros = eqx.tree_at(lambda m: m.layers, along, jax.tree.map(jnp.zeros_like, model.layers))
+
+    def of_input(m, b):
+        return jax.grad(lambda x: jnp.sum(m.layers.fold(x) ** 2))(b["x"] * m.layers_scale[None])
+
+    used = {
+        "derivative": lambda m, b: errors(m, b, of_input(m, b)),
+        "vmap": lambda m, b: errors(m, b, jax.vmap(lambda x: m.layers.fold(x * m.layers_scale))(b["x"])),
+        "branch": lambda m, b: errors(m, b, jax.lax.cond(True, lambda x: m.layers.fold(x), jnp.sin, b["x"])),
+        "penalty": lambda m, b: errors(m, b) + jnp.sum(m.layers.stacked.weight**2),
+        "argument": lambda m, b: errors(
+            m, b, m.layers.fold_via(lambda block, x, scale: block(x) * scale[None])(b["x"], shared(m.head))
+        ),
+    }
+
+    @jax.jit
+    def both(model, batch):
+        scored = lambda fn: ghost.grad_dot(model, fn, batch, direction=along)[1].total.array  # noqa: E731
+        exact = lambda fn: jax.jvp(lambda m: fn(m, batch), (model,), (zeros,))[1]  # noqa: E731
+        return jax.tree.map(scored, used), jax.tree.map(exact, used)
+
+    for name, found, expected in zip(used, *(d.values() for d in both(model, batch)), strict=True):
         np.testing.assert_allclose(found, expected, 1e-4, 1e-5 * np.abs(expected).max(), err_msg=name)
 
 
@@ -172,18 +218,25 @@ MIXED = {
 }
 """Losses of examples that depend on others, or are in another order."""
 
+APART = "is used apart from fold and scan of its stack"
 COMBINED = "is combined across the layers of a stack"
 UNSUPPORTED = {
     "layers reversed": (of_changed(lambda w: w[::-1]), COMBINED),
     "norm of all layers": (of_changed(lambda w: w / jnp.linalg.norm(w)), f"{COMBINED} .*`reduce_sum`"),
-    "penalty": (penalty, "is used apart from its stack"),
-    "gradient penalty": (gradient_penalty, r"the loss takes a derivative \(jax.grad.*through layers"),
-    "inner step": (inner_step, r"the loss takes a derivative \(jax.grad.*through layers"),
+    "penalty": (penalty, APART),
+    "gradient penalty": (gradient_penalty, APART),
+    "inner step": (inner_step, APART),
     "tangent": (
         lambda m, b: jax.jvp(lambda x: errors(m, {**b, "x": x}), (b["x"],), (b["x"],))[1],
-        "the loss takes a derivative",
+        APART,
     ),
-    "vmap": (lambda m, b: jax.vmap(lambda x: jnp.sum(m.layers.fold(x)))(b["x"]), "is folded under jax.vmap"),
+    "vmap": (lambda m, b: jax.vmap(lambda x: jnp.sum(m.layers.fold(x)))(b["x"]), APART),
+    "one layer": (lambda m, b: errors(m, b, jnp.tanh(b["x"] @ m.layers.stacked.weight[0])), APART),
+    "layer by layer": (
+        lambda m, b: errors(m, b, functools.reduce(lambda x, f: f(x), m.layers, b["x"])),
+        APART,
+    ),
+    "some layers": (lambda m, b: errors(m, b, m.layers[:2].fold(b["x"])), COMBINED),
     "branch": (
         lambda m, b: jax.lax.cond(b["x"][0, 0] > 0, errors, lambda m, b: b["y"] * m.head[0], m, b),
         "is folded within `cond`",

@@ -76,8 +76,8 @@ def check_apart(leaf: Leaf, in_stack: bool = False) -> None:
             "their own: in a penalty on all weights (leave it out of per_example_loss; its gradient is the "
             "same for all examples), under jax.vmap or jax.lax.map over examples (call the stack on the "
             "whole batch, with jax.vmap within its layers, so that the axis of examples is known), in a "
-            "derivative that the loss takes through it (jax.grad, jax.jvp; compute it before if it is a constant), or "
-            "layer by layer (call the stack). "
+            "derivative that the loss takes through it (compute it before if it is a constant), or layer by "
+            "layer (call the stack). "
             'Do that, give the array no direction, or use granularity="block" or "total".'
         )
 

@@ -141,7 +141,8 @@ class Scoring:
                 "mixes the rows of examples, changes their order, or can't be followed. Batch norm, "
                 "contrastive losses and sorting do so. Return losses in the order of the batch that each "
                 "depend on one example; put jax.lax.stop_gradient around statistics of the batch that count "
-                "as constants; return what examples share apart, with coupled=True."
+                "as constants; return what examples share apart, with coupled=True. A derivative rule is "
+                "followed where it is linear in the cotangent: clip gradients after grad_dot."
             )
 
     def _traced(self, model: Any, per_example_loss: Loss, batch: Any, notes: Notes) -> Any:

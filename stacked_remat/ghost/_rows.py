@@ -17,6 +17,7 @@ from .._activity import active_variables, is_differentiable
 from .._noted import is_noted
 from ._keeping import KEEPING
 from ._per_device import Division, is_across
+from ._rules import RULES, after_rule
 from ._stacks import stack_p
 from ._units import (
     Flow,
@@ -165,7 +166,13 @@ def _called(key: str) -> Any:
     def flows(equation: Any, twin: Any, inputs: Sequence[Flow], units: Units) -> list[Flow] | None:
         if is_noted(equation):
             return None
-        return of_body(equation.params[key], twin.params[key], inputs, units)
+        found = of_body(equation.params[key], twin.params[key], inputs, units)
+        if equation.primitive.name not in RULES or units.in_rule:
+            return found
+        within = units._replace(in_rule=True)
+        return after_rule(
+            equation, twin, inputs, found, lambda one, other, given: of_body(one, other, given, within)
+        )
 
     return flows
 

@@ -35,6 +35,7 @@ class Units(NamedTuple):
             rows are its rows.
         growth: by how much each is larger in the second trace; different primes.
         mesh_axes: within a `jax.shard_map`, the axes of the mesh that divide them.
+        in_rule: whether the program is a derivative rule, which is not differentiated.
         of_data: whether what depends on data is followed, integers too, rather than on scored weights.
     """
 
@@ -42,6 +43,7 @@ class Units(NamedTuple):
     growth: tuple[int, ...]
     mesh_axes: frozenset[str] = frozenset()
     of_data: bool = False
+    in_rule: bool = False
 
     def of_growth(self, size: int, other: int) -> tuple[int, ...] | None:
         """The units in a dimension that has the size `other` in the second trace; None if unclear."""

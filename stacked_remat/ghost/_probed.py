@@ -19,7 +19,7 @@ from ._interpret import Program
 from ._losses import Loss, Objective, check_size, map_examples, tracing_more
 from ._rows import of_body
 from ._stacks import call_in_one_equation, is_stack, leaves_with_paths
-from ._traced import arrays_of, trace
+from ._traced import arrays_of, has_small_range, trace
 from ._units import Flow, Units, has_units, of_input
 from ._values import UnsupportedLeafError
 from ._weights import Leaf
@@ -85,17 +85,13 @@ class Scoring:
         closed, other, inputs, rebuild = self._traced(model, per_example_loss, batch, notes)
         paths = [path for path, _ in leaves_with_paths(self.model)]
         shown = shown_paths(self.model)
-        leaves = {
-            at: Leaf(
-                shown[path] or "the model",
-                inputs[at],
-                raw_array(self.direction[path]),
-                probes[path],
-                in_stack=probes[path].ndim > len(self.axes),
-            )
-            for at, path in enumerate(paths)
-            if path in self.direction
-        }
+        is_scaled, leaves = has_small_range(closed.jaxpr), {}
+        for at, path in enumerate(paths):
+            if path in self.direction:
+                along, probe = raw_array(self.direction[path]), probes[path]
+                name, in_stack = shown[path] or "the model", probe.ndim > len(self.axes)
+                pair = _scaled(along, probe) if is_scaled else (along, probe)
+                leaves[at] = Leaf(name, inputs[at], *pair, in_stack=in_stack)
         program = Program(closed, other, self.units, notes)
         # The losses are the first result; a penalty beside them passes through no example's rows.
         data = range(len(paths), len(inputs))
@@ -185,6 +181,14 @@ def in_one_pass(
     found, (gradients, scores) = run(params, scoring.probes())
     scale = objective.scale(scoring.Batch.size)
     return found, gradients, {path: score * scale for path, score in scores.items()}, None
+
+
+def _scaled(direction: Any, probe: Any) -> tuple[Any, Any]:
+    """A direction with entries up to 1, and a probe whose cotangent is the score along the given one."""
+    direction = direction.astype(jnp.float32)
+    _, exponent = jnp.frexp(jnp.max(jnp.abs(direction), initial=0.0))
+    scale = jnp.ldexp(jnp.ones(()), jnp.clip(exponent, -100, 100))
+    return direction / scale, probe * scale
 
 
 def _flow_of_losses(closed: Any, other: Any, units: Units, followed: Container[int]) -> Flow:

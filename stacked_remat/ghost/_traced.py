@@ -56,15 +56,23 @@ def rounding(jaxpr: Any) -> Any:
     About 1e-5 in float32 and 2e-2 in bfloat16. TPUs and GPUs multiply float32 arrays in lower precision,
     unless the program asks for more.
     """
-    equations = list(_equations(jaxpr))
-    atoms = [atom for equation in equations for atom in (*equation.invars, *equation.outvars)]
-    dtypes = {atom.aval.dtype for atom in atoms if hasattr(atom.aval, "dtype")}
-    dtypes = {dtype for dtype in dtypes if jnp.issubdtype(dtype, jnp.inexact)} or {jnp.float32}
-    own = max(float(jnp.finfo(dtype).eps) for dtype in dtypes)
-    is_lower = any(map(_has_default_precision, equations))
+    own = max(float(jnp.finfo(dtype).eps) for dtype in _dtypes(jaxpr))
+    is_lower = any(map(_has_default_precision, _equations(jaxpr)))
     elsewhere = max(own, float(jnp.finfo(jnp.bfloat16).eps)) if is_lower else own
     # A power below 1 leaves room for many roundings in high precision, and for few in low.
     return jax.lax.platform_dependent(cpu=lambda: own**0.75, default=lambda: elsewhere**0.75)
+
+
+def has_small_range(jaxpr: Any) -> bool:
+    """Whether a program has numbers that float16 or less hold, in which small ones are lost."""
+    return any(jnp.finfo(dtype).minexp > jnp.finfo(jnp.float32).minexp for dtype in _dtypes(jaxpr))
+
+
+def _dtypes(jaxpr: Any) -> set[Any]:
+    """Of the real or complex numbers in a program; float32 if it has none."""
+    atoms = [atom for equation in _equations(jaxpr) for atom in (*equation.invars, *equation.outvars)]
+    dtypes = {atom.aval.dtype for atom in atoms if hasattr(atom.aval, "dtype")}
+    return {dtype for dtype in dtypes if jnp.issubdtype(dtype, jnp.inexact)} or {jnp.dtype("float32")}
 
 
 def _has_default_precision(equation: Any) -> bool:
@@ -75,5 +83,6 @@ def _has_default_precision(equation: Any) -> bool:
 def _equations(jaxpr: Any) -> Iterator[Any]:
     for equation in jaxpr.eqns:
         yield equation
-        for inner in jaxprs_in_params(equation.params):
+        layers = getattr(equation.params.get("call"), "layers", {})  # of a call of a stack
+        for inner in (*jaxprs_in_params(equation.params), *(layer.jaxpr for layer in layers.values())):
             yield from _equations(getattr(inner, "jaxpr", inner))

@@ -26,6 +26,8 @@
   is saved. With a policy in `KeptApart` it is computed in a branch that XLA does not know to be always taken.
 - JAX (0.10.2, 0.12) has no public function that tells whether it finds a cluster, without which
   `jax.distributed.initialize()` fails: `cluster_size`.
+- Equinox (0.13) raises the errors of `eqx.error_if` in a branch of callbacks, and nothing else tells which
+  branch that is: `raises_error`.
 - JAX (0.10.2, 0.12) has no public function that tells whether anything is being traced or differentiated:
   `nothing_is_traced`.
 """
@@ -53,6 +55,15 @@ import numpy as np
 from jax import lax
 from jax.extend.core.primitives import device_put_p, remat_p
 from jax.interpreters import ad, mlir
+
+
+def raises_error(branch: Any) -> bool:
+    """Whether a branch ends the program with the error of an `eqx.error_if`."""
+    return any(
+        equation.primitive.name == "pure_callback"
+        and getattr(equation.params["callback"].callback_func, "__module__", "") == "equinox._errors"
+        for equation in getattr(branch, "jaxpr", branch).eqns
+    )
 
 
 def _is_constant_dim(dimension: Any) -> bool:

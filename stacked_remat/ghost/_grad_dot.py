@@ -163,13 +163,13 @@ def grad_dot(
     if example_ids is not None and Position is not None:
         objective.check_tokens(losses, Position)
     losses_of = "example" if example_ids is None else "row" if Position is None else "token"
-    scoring = Scoring(model, directions(params, direction), Batch, Position, losses_of)
+    adds_up = coupled and check is not False
+    scoring = Scoring(model, directions(params, direction), Batch, Position, losses_of, adds_up)
     find = one_at_a_time if by_example else in_one_pass
     (value, aux), gradients, scores, squares = find(
         scoring, params, static, per_example_loss, batch, objective
     )
-    if check is not False:
-        scores = _checked(scoring, gradients, scores, objective.scale(Batch.size), check)
+    scores = _checked(scoring, gradients, scores, objective.scale(Batch.size), check)
     covered, uncovered = sizes(params, scoring.direction, model)
     every, of_squares = scoring.named(scores), scoring.named(squares or {})
     arrays = [raw_array(leaf).astype(jnp.float32) for leaf in scoring.direction.values()]
@@ -210,11 +210,12 @@ def _check_leaf_only(**options: Any) -> None:
 
 def _positions(batch: Any, Batch: Axis, per_token: str | None, example_ids: Any) -> Axis | None:
     """The axis of positions, where scores are found for each."""
-    name = per_token
+    name, axes = per_token, None
     if example_ids is not None:
         if per_token is not None:
             raise ValueError("per_token gives scores of tokens, and example_ids of examples: leave one out.")
-        axes = example_ids.axes if is_named(example_ids) else (Batch,) * jnp.ndim(example_ids)
+        sizes = () if is_named(example_ids) else jnp.shape(example_ids)
+        axes = example_ids.axes if is_named(example_ids) else [Batch.resize(size) for size in sizes]
         names = [axis.name for axis in axes if axis.name != Batch.name]
         dtype = jnp.result_type(raw_array(example_ids))
         if not jnp.issubdtype(dtype, jnp.integer) or len(axes) != len(names) + 1 or len(names) > 1:
@@ -223,8 +224,17 @@ def _positions(batch: Any, Batch: Axis, per_token: str | None, example_ids: Any)
                 f"sequences one of positions, which needs a named array; got {dtype} with {axes_text(axes)}."
             )
         name = names[0] if names else None
-    if name is None:
-        return None
+    Position = None if name is None else _axis_of(batch, name)
+    wanted = (Batch,) if Position is None else (Batch, Position)
+    if axes is not None and {*axes} != {*wanted}:
+        raise ValueError(
+            f"example_ids has {axes_text(axes)}, and the losses and the batch have {axes_text(wanted)}. Give "
+            "the number of an example for each, out of range where it is of none."
+        )
+    return Position
+
+
+def _axis_of(batch: Any, name: str) -> Axis:
     for leaf in jax.tree.leaves(batch, is_leaf=is_named):
         found = [axis for axis in leaf.axes if axis.name == name] if is_named(leaf) else []
         if found:
@@ -261,6 +271,8 @@ def _checked(
         scale: of these, by their parts in the reduced loss.
         check: see `grad_dot`.
     """
+    if check is False:
+        return scores
     tolerance = 1e-3 if check is True else check
     by_path, shown, checked = dict(leaves_with_paths(gradients)), shown_paths(scoring.model), {}
     for path, along in scoring.direction.items():

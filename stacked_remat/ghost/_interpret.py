@@ -54,6 +54,7 @@ class Program:
         leaves: dict[int, Leaf],
         data: Sequence[int] = (),
         checked: int | None = None,
+        adds_up: bool = False,
         consts: Sequence[Any] | None = None,
         rows: Sequence[Rows] = (),
         carried: int = 0,
@@ -65,6 +66,7 @@ class Program:
             leaves: those of the inputs that are scored.
             data: inputs that depend on the examples, where there is only one.
             checked: how many of the results are part of the loss, all by default.
+            adds_up: whether the scores of the next result are to add up to its gradient.
             consts: in the place of the jaxpr's constants; they may depend on the examples.
             rows: of the first inputs, empty for those of which the sizes tell them.
             carried: how many of the last ones of these are the carry, whose rows the first results have too.
@@ -93,6 +95,13 @@ class Program:
                 "meeting data in which the axis of examples is known. Call stacks on the whole batch, not in "
                 "jax.vmap, jax.lax.map or a loop over the examples, keep that axis apart within layers, add "
                 'weight penalties outside of layers, or use granularity="block" or "total".'
+            )
+        if adds_up and checked is not None and found[checked].node is not None:
+            raise UnsupportedLeafError(
+                f"{paths_of(found[checked : checked + 1])} goes into the scalar of coupled=True without data "
+                "of examples, as in a penalty on weights. The gradient of that is in `gradients` and in no "
+                "example's score, so they do not add up as check expects: leave check out, or add the "
+                "gradient of the penalty after grad_dot."
             )
         if checked is None and self.other is not None:
             self._check_results([*leaves.values()], found, rows[len(rows) - carried :])

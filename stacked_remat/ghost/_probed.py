@@ -36,6 +36,7 @@ class Scoring:
         Position: that of the positions, None where scores are of whole examples.
         losses_of: what each loss belongs to: an example; a token, whose example is known by its place; or a
             row, which may depend on other rows of the same example.
+        adds_up: whether the scores of a coupled scalar are to add up to its gradient.
     """
 
     model: Any
@@ -43,6 +44,7 @@ class Scoring:
     Batch: Axis
     Position: Axis | None = None
     losses_of: Literal["example", "token", "row"] = "example"
+    adds_up: bool = False
 
     @property
     def units(self) -> Units:
@@ -95,7 +97,7 @@ class Scoring:
         program = Program(closed, other, self.units, notes)
         # The losses are the first result; a penalty beside them passes through no example's rows.
         data = range(len(paths), len(inputs))
-        found = program.evaluate(inputs, leaves, data, checked=1)
+        found = program.evaluate(inputs, leaves, data, checked=1, adds_up=self.adds_up)
         if other is not None and self.losses_of != "row":
             self._check_apart(closed, other, leaves)
             if self.Position is not None and self.Batch.size > 1:

@@ -14,6 +14,7 @@ from jax.extend.core import Literal
 from jax.extend.source_info_util import summarize
 
 from .._activity import active_variables, is_differentiable
+from .._compat import raises_error
 from .._noted import is_noted
 from ._keeping import KEEPING
 from ._per_device import Division, is_across
@@ -261,6 +262,7 @@ def _repeated(equation: Any, twin: Any, inputs: Sequence[Flow], units: Units) ->
 
 def _chosen(equation: Any, twin: Any, inputs: Sequence[Flow], units: Units) -> list[Flow]:
     pairs = zip(equation.params["branches"], twin.params["branches"], strict=True)
+    pairs = [pair for pair in pairs if not raises_error(pair[0])] or pairs
     first, *rest = (of_body(one, other, inputs[1:], units) for one, other in pairs)
     for found in rest:
         first = _agreed(equation, first, found)

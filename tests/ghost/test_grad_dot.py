@@ -5,8 +5,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from haliax import Axis
 
-from stacked_remat import ghost
+from stacked_remat import Stacked, ghost
 
 from .cases import CASES, assert_equal, looped_scores, random_like
 
@@ -56,3 +57,29 @@ def test_what_is_trained_is_a_predicate_or_a_tree_of_a_model_that_is_called():
         gradients, found = run(model, lambda model, x: model(x), x, direction, trainable=given)
         assert gradients.bias is None and set(found.scores) == {"weight"}
         np.testing.assert_allclose(found.total.array, x @ x.mean(0))
+
+
+def test_small_entries_of_a_direction_count_in_float16():
+    class Block(eqx.Module):
+        weight: jax.Array
+
+        def __call__(self, x):
+            return x + jnp.tanh(x @ self.weight.astype(x.dtype))
+
+    keys = jax.random.split(jax.random.key(0), 3)
+    stack = Stacked(Block(jax.random.normal(keys[0], (2, 8, 8)) / 4), Axis("layers", 2))
+    model = {"stack": stack, "head": jax.random.normal(keys[1], (8,))}
+    x, direction = jax.random.normal(keys[2], (4, 8)), jax.tree.map(lambda w: 1e-7 * jnp.cos(w), model)
+
+    def losses(model, x, dtype):
+        return (model["stack"].fold(x.astype(dtype)) @ model["head"].astype(dtype)).astype("float32")
+
+    def exact(model):
+        return jax.jvp(lambda model: losses(model, x, "float32"), (model,), (direction,))[1]
+
+    def scores(model):
+        half = lambda model, x: losses(model, x, "float16")  # noqa: E731
+        return ghost.grad_dot(model, half, x, direction=direction)[1].total.array
+
+    found, expected = jax.jit(lambda model: (scores(model), exact(model)))(model)
+    np.testing.assert_allclose(found, expected, rtol=0, atol=5e-3 * np.abs(expected).max())

@@ -174,6 +174,29 @@ def test_a_stack_without_direction_is_an_ordinary_part_of_the_loss():
         np.testing.assert_allclose(found, expected, 1e-4, 1e-5 * np.abs(expected).max(), err_msg=name)
 
 
+def test_errors_at_run_time_and_what_comes_beside_the_losses_change_no_score():
+    model, batch = Model.init(), data()
+
+    def checked(array):
+        return eqx.error_if(array, jnp.any(jnp.isnan(array)), "not a number")
+
+    def losses(model, batch):
+        within = jax.tree.map(checked, model).layers.fold_via(lambda block, x: checked(block(x)))
+        found = errors(model, batch, within(batch["x"]) * model.layers_scale[None])
+        return checked(found), {"model": model, "name": "any"}
+
+    def scores(losses, model, **options):
+        _, found = ghost.grad_dot(model, losses, batch, direction=model, **options)
+        return found.total.array, found.aux and found.aux["model"]
+
+    found, aux = jax.jit(lambda model: scores(losses, model, has_aux=True))(model)
+    np.testing.assert_allclose(found, jax.jit(lambda model: scores(errors, model))(model)[0], rtol=1e-5)
+    assert jax.tree.structure(aux) == jax.tree.structure(model)
+    with_penalty = lambda model, batch: (errors(model, batch), jnp.sum(model.head**2))  # noqa: E731
+    with pytest.raises(ghost.UnsupportedLeafError, match="^head goes into the scalar of coupled=True"):
+        scores(with_penalty, model, coupled=True, check=True)
+
+
 def contrastive(model, batch):
     h = hidden(model, batch)
     return -jnp.diagonal(jax.nn.log_softmax(h @ h.T))

@@ -73,10 +73,9 @@ def _checked(found: Any, alone: Any, whole: Any, relative: Any, where: str) -> A
 
     Losses are often differences of larger numbers: small ones may differ by a tenth of what a loss of 1 may.
     """
-    allowed = relative * (jnp.abs(whole) + jnp.max(jnp.abs(whole)) + 0.1)
     return eqx.error_if(
         found,
-        jnp.any(jnp.abs(alone - whole) > allowed),
+        jnp.any(jnp.abs(alone - whole) > relative * (jnp.max(jnp.abs(whole)) + 0.1)),
         'norms=True, granularity="block" and "total" compute one example after the other, and examples have '
         f"other losses alone than in this batch{where and ': see '}{where}. Keep what examples share out of "
         "per_example_loss: divide by a constant, not by the size of the batch or a sum over it; let the "

@@ -139,8 +139,8 @@ def grad_dot(
 
     Raises:
         UnsupportedLeafError: names the path of an array that is used where no derivative along a direction
-            is known (kernels, some derivative rules, derivatives of stacks), or where rows of examples can't be
-            told apart; or the operation in which the losses of examples come to depend on each other.
+            is known (kernels, some derivative rules, derivatives of stacks), or where rows of examples can't
+            be told apart; or the operation in which the losses of examples come to depend on each other.
         ValueError, TypeError: losses, direction or options that do not fit.
 
     Cost: for "leaf" one product more for each linear map that is scored: 1.25 times the step's products where

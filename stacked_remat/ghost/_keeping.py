@@ -237,7 +237,8 @@ is_finite layout_constraint le lgamma log log1p logistic lt max min mul name ne 
 nontraceable not or pbroadcast pcast pmax pmin polygamma population_count pow psum psum_invariant pvary
 random_fold_in random_gamma real reduce_precision regularized_incomplete_beta rem reshard round rsqrt
 select_if_vmap select_n sharding_constraint shift_left shift_right_arithmetic shift_right_logical
-sign sin sinh sqrt square stop_gradient sub tan tanh threefry2x32 xor""".split()
+sign sin sinh sqrt square stop_gradient sub tan tanh threefry2x32 xor
+igamma_grad_a log2 one_minus_square zeta""".split()
 _REDUCTIONS = """argmax argmin reduce_and reduce_max reduce_min reduce_or reduce_prod reduce_sum
 reduce_xor""".split()
 

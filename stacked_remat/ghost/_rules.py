@@ -1,6 +1,7 @@
 """Derivative rules of users, `jax.custom_jvp` and `jax.custom_vjp`, as programs that can be followed."""
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 import jax
@@ -11,6 +12,7 @@ from jax.extend.core import Literal as Constant
 from ._units import Flow, has_examples
 from ._weights import bind
 
+_LIBRARY = Path(__file__).parents[1]
 RULES = ("custom_jvp_call", "custom_vjp_call")
 Kind: TypeAlias = Literal["zero", "constant", "linear", "other"]
 """How a value depends on a cotangent."""
@@ -33,7 +35,7 @@ def after_rule(
         of_body: what is known of the results of a program, given in both traces.
     """
     moving = [at for at, flow in enumerate(inputs) if flow.is_followed and _is_real(equation.invars[at])]
-    if not moving:
+    if not moving or _is_own(equation):
         return list(found)
     results = [at for at, var in enumerate(equation.outvars) if _is_real(var)]
     is_vjp = equation.primitive.name == "custom_vjp_call"
@@ -48,7 +50,7 @@ def after_rule(
     )
     if is_vjp:
         is_apart = is_apart and _is_linear(rule.jaxpr, len(inputs))
-    mixed = "" if is_apart else f"the derivative rule of {_name(equation)}"
+    mixed = "" if is_apart else f"the derivative rule of `{_source(equation)}`"
     followed = any(flow.is_followed for flow in after)
     return [
         Flow(flow.rows, flow.is_followed or followed, flow.mixed or mixed) if at in results else flow
@@ -60,9 +62,15 @@ def _is_real(var: Any) -> bool:
     return jnp.issubdtype(var.aval.dtype, jnp.inexact)
 
 
-def _name(equation: Any) -> str:
+def _source(equation: Any) -> str:
+    """The name, file and line of a function with a rule: `clip at /home/me/model.py:12`."""
     inner = equation.params["call_jaxpr"]
-    return f"`{getattr(inner, 'jaxpr', inner).debug_info.func_src_info}`"
+    return getattr(inner, "jaxpr", inner).debug_info.func_src_info
+
+
+def _is_own(equation: Any) -> bool:
+    """Whether the rule is of this library, where rules are other ways to the derivative of the function."""
+    return Path(_source(equation).rpartition(" at ")[2]).is_relative_to(_LIBRARY)
 
 
 def _types(variables: Sequence[Any]) -> list[Any]:

@@ -216,7 +216,15 @@ def inner_step(model, batch):
     return errors(jax.tree.map(lambda w, g: w - 0.1 * g, model, gradients), batch)
 
 
+@jax.custom_vjp
+def centred_gradient(x):
+    return x
+
+
+centred_gradient.defvjp(lambda x: (x, None), lambda _, ct: (ct - jnp.mean(ct, 0, keepdims=True),))
+
 MIXED = {
+    "rule in layers": lambda m, b: folded_via(lambda block, x: centred_gradient(block(x)), m, b),
     "reversed": lambda m, b: errors(m, b)[::-1],
     "sorted": lambda m, b: jnp.sort(errors(m, b)),
     "rolled": lambda m, b: jnp.roll(errors(m, b), 1),

@@ -4,8 +4,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from haliax import Axis
 
-from stacked_remat import ghost
+from stacked_remat import fold, ghost
 
 
 def with_vjp(back, forward=lambda x: (x, x)):
@@ -30,6 +31,13 @@ def with_jvp(tangent):
     return changed
 
 
+def through_layers(layer):
+    """Layers that are swept back by a rule of this library."""
+    weights = jnp.sin(jnp.arange(48.0)).reshape(3, 4, 4)
+    return lambda x: fold(lambda x, weight: layer(x @ weight), Axis("layers", 3), remat="nested")(x, weights)
+
+
+CLIPPED = with_vjp(lambda _, ct: (jnp.clip(ct, -1.0, 1.0),))
 KEPT = {
     "identity": with_vjp(lambda _, ct: (ct,)),
     "reversed gradient": with_vjp(lambda _, ct: (-0.3 * ct,)),
@@ -37,6 +45,7 @@ KEPT = {
     "by data": with_vjp(lambda x, ct: (jnp.einsum("bd,bd,be->be", ct, x, jax.nn.relu(x)),)),
     "stopped forward": with_vjp(lambda _, ct: (ct,), lambda x: (jax.lax.stop_gradient(x), None)),
     "scaled tangent": with_jvp(lambda x, tangent: jnp.cos(x) * tangent),
+    "layers": through_layers(jnp.tanh),
     "relu": jax.nn.relu,
     "softmax": lambda x: jax.nn.softmax(x, 1),
     "logaddexp": lambda x: jnp.logaddexp(x, 2 * x),
@@ -44,7 +53,8 @@ KEPT = {
 }
 BROKEN = {
     "clipped by norm": with_vjp(lambda _, ct: (ct / jnp.maximum(1.0, jnp.linalg.norm(ct)),)),
-    "clipped": with_vjp(lambda _, ct: (jnp.clip(ct, -1.0, 1.0),)),
+    "clipped": CLIPPED,
+    "clipped in layers": through_layers(CLIPPED),
     "signs": with_vjp(lambda _, ct: (jnp.sign(ct),)),
     "noise": with_vjp(lambda _, ct: (ct + 0.1,)),
     "decay": with_vjp(lambda x, ct: (ct + 0.1 * x,)),

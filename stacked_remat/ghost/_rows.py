@@ -18,7 +18,7 @@ from .._compat import raises_error
 from .._noted import is_noted
 from ._keeping import KEEPING
 from ._per_device import Division, is_across
-from ._rules import RULES, after_rule
+from ._rules import RULES, after_rule, has_rule
 from ._stacks import stack_p
 from ._units import (
     Flow,
@@ -52,7 +52,10 @@ def of_outputs(equation: Any, twin: Any, inputs: Sequence[Flow], units: Units) -
         return [Flow(of_input(shape, shape, units)) for shape in shapes]
     if twin is None:
         return _after(equation, inputs, [(None,) * len(shape) for shape in shapes], units)
-    if equation.primitive.name in _BODIES and any(has_units(flow.rows) for flow in inputs):
+    has_rows = any(has_units(flow.rows) for flow in inputs)
+    # In a loop over examples a value is of one of them, and has no rows.
+    is_ruled = any(flow.is_followed for flow in inputs) and has_rule(equation)
+    if equation.primitive.name in _BODIES and (has_rows or is_ruled):
         found = _BODIES[equation.primitive.name](equation, twin, inputs, units)
         if found is not None:
             return found

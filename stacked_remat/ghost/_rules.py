@@ -7,7 +7,7 @@ from typing import Any, Literal, TypeAlias
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import Literal as Constant
+from jax.extend.core import Literal as Constant, jaxprs_in_params
 
 from ._units import Flow, has_examples
 from ._weights import bind
@@ -16,6 +16,12 @@ _LIBRARY = Path(__file__).parents[1]
 RULES = ("custom_jvp_call", "custom_vjp_call")
 Kind: TypeAlias = Literal["zero", "constant", "linear", "other"]
 """How a value depends on a cotangent."""
+
+
+def has_rule(equation: Any) -> bool:
+    """Whether an equation is of a function with a derivative rule, or calls one."""
+    inner = (eqn for jaxpr in jaxprs_in_params(equation.params) for eqn in jaxpr.eqns)
+    return equation.primitive.name in RULES or any(map(has_rule, inner))
 
 
 def after_rule(

@@ -46,6 +46,7 @@ KEPT = {
     "stopped forward": with_vjp(lambda _, ct: (ct,), lambda x: (jax.lax.stop_gradient(x), None)),
     "scaled tangent": with_jvp(lambda x, tangent: jnp.cos(x) * tangent),
     "layers": through_layers(jnp.tanh),
+    "row by row": lambda x: jax.lax.map(lambda row: jax.nn.relu(with_vjp(lambda _, ct: (2 * ct,))(row)), x),
     "relu": jax.nn.relu,
     "softmax": lambda x: jax.nn.softmax(x, 1),
     "logaddexp": lambda x: jnp.logaddexp(x, 2 * x),
@@ -54,6 +55,7 @@ KEPT = {
 BROKEN = {
     "clipped by norm": with_vjp(lambda _, ct: (ct / jnp.maximum(1.0, jnp.linalg.norm(ct)),)),
     "clipped": CLIPPED,
+    "clipped row by row": lambda x: jax.lax.map(jax.jit(CLIPPED), x),
     "clipped in layers": through_layers(CLIPPED),
     "signs": with_vjp(lambda _, ct: (jnp.sign(ct),)),
     "noise": with_vjp(lambda _, ct: (ct + 0.1,)),

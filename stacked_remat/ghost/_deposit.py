@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ._units import Rows, Units
+from ._units import Rows, Units, factor_units
 from ._weights import Tangent
 
 
@@ -84,11 +84,11 @@ def sum_per_unit(array: Any, rows: Rows, units: Units) -> Any:
     """The sums of an array over the rows of each unit, with the sizes of the units."""
     if not units.sizes:
         return jnp.sum(array)[None]
-    factors = [factor for dim in rows for factor in dim or ()]
-    split = array.reshape([size for size, _ in factors])
-    order = [[unit for _, unit in factors].index(unit) for unit in range(len(units.sizes))]
-    summed = jnp.sum(split, axis=tuple(at for at in range(len(factors)) if at not in order))
-    return jnp.transpose(summed, [sorted(order).index(at) for at in order])
+    split = array.reshape([size for dim in rows for size, _ in dim or ()])
+    numbers = [unit for dim in rows for unit in factor_units(dim)]
+    order = [numbers.index(unit) for unit in units.growing]
+    summed = jnp.sum(split, axis=tuple(at for at in range(len(numbers)) if at not in order))
+    return jnp.transpose(summed, [sorted(order).index(at) for at in order]).reshape(units.sizes)
 
 
 def spread_over_rows(probe: Any, dim: Any, units: Units) -> Any:
@@ -96,8 +96,9 @@ def spread_over_rows(probe: Any, dim: Any, units: Units) -> Any:
     size = math.prod(n for n, _ in dim)
     if not units.sizes:
         return jnp.broadcast_to(probe.reshape(1), (size,))
-    present = [unit for _, unit in dim if unit is not None]
-    assert sorted(present) == list(range(len(units.sizes)))
-    ordered = jnp.transpose(probe.reshape(units.sizes), present)
+    present = [unit for unit in factor_units(dim) if unit is not None]
+    assert sorted(present) == units.growing
+    sizes = [units.sizes[unit] for unit in units.growing]
+    ordered = jnp.transpose(probe.reshape(sizes), [units.growing.index(unit) for unit in present])
     places = tuple(at for at, (_, unit) in enumerate(dim) if unit is not None)
     return lax.broadcast_in_dim(ordered, [n for n, _ in dim], places).reshape(size)

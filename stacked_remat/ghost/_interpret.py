@@ -23,7 +23,7 @@ from ._parts import (
 )
 from ._rows import of_outputs, paired, unstacked_of_scan
 from ._stacks import evaluates_stack, stack_p
-from ._units import Rows, Units, has_units, of_input
+from ._units import EXAMPLE, POSITION, Rows, Units, agreed, counted, has_examples, has_units, of_input
 from ._values import UnsupportedLeafError, Value, constant, paths_of, plain_rows
 from ._weights import Applied, Leaf, Tangent, bind, leaves_of
 
@@ -80,14 +80,15 @@ class Program:
         others = [None] * len(inputs) if other is None else [*other.constvars, *other.invars]
         given = []
         for at, (array, larger) in enumerate(zip(inputs, others, strict=True), -len(jaxpr.constvars)):
+            own = plain_rows(array)
+            if larger is not None:
+                own = of_input(jnp.shape(array), larger.aval.shape, self.units)
+            if 0 <= at < len(rows) and rows[at]:
+                own = rows[at]
             if at in leaves:
-                given.append(Value(array, plain_rows(array), leaves[at]))
+                given.append(Value(array, own, leaves[at]))
             else:
-                sized = (
-                    of_input(jnp.shape(array), larger.aval.shape, self.units) if larger else plain_rows(array)
-                )
-                own = rows[at] if 0 <= at < len(rows) and rows[at] else sized
-                given.append(Value(array, own, depends=at in data or has_units(own)))
+                given.append(Value(array, own, depends=self._depends(own, at in data)))
         found = self._run(jaxpr, other, given)
         if any(value.node is not None for value in found[:checked]):
             raise UnsupportedLeafError(
@@ -107,12 +108,17 @@ class Program:
             self._check_results([*leaves.values()], found, rows[len(rows) - carried :])
         return [value.array for value in found]
 
+    def _depends(self, rows: Rows, is_data: bool) -> bool:
+        """Whether an input counts as data: tables of the model may have positions too."""
+        return (not self.units.sizes or has_units(rows)) if is_data else has_examples(rows)
+
     def _check_results(self, leaves: Sequence[Leaf], found: Sequence[Value], carry: Sequence[Rows]) -> None:
         """Whether a layer's results have the rows that its caller takes them to have."""
         for at, (value, var) in enumerate(zip(found, self.other.jaxpr.outvars, strict=True)):
             sized = of_input(jnp.shape(value.array), var.aval.shape, self.units)
             wanted = carry[at] if at < len(carry) and carry[at] else sized
-            if any(dim is not None and dim != own for dim, own in zip(wanted, value.rows, strict=True)):
+            pairs = zip(wanted, value.rows, strict=True)
+            if any(dim and (own is None or own != agreed(dim, own)) for dim, own in pairs):
                 raise UnsupportedLeafError(
                     f"The layer of {', '.join(leaf.path for leaf in leaves)} has a result, and it can't be "
                     "told which rows of it are of which example. Keep the axis of examples apart, or use "
@@ -167,13 +173,13 @@ class Program:
         return self._meeting(equation, twin, operands)
 
     def _is_data(self, value: Value) -> bool:
-        return has_units(value.rows) if self.units.sizes else value.depends
+        return has_examples(value.rows) if EXAMPLE in self.units.growing else value.depends
 
     def _results(self, equation: Any, twin: Any, operands: list[Value], arrays: Sequence[Any]) -> list[Value]:
         depends = any(value.depends for value in operands)
         flows = of_outputs(equation, twin, [value.flow for value in operands], self.units)
         return [
-            Value(array, flow.rows, depends=depends or has_units(flow.rows))
+            Value(array, flow.rows, depends=depends or has_examples(flow.rows))
             for array, flow in zip(arrays, flows, strict=True)
         ]
 
@@ -292,10 +298,10 @@ class Program:
         )
 
     def check_rows(self, equation: Any, rows: Rows, leaves: Sequence[Leaf]) -> None:
-        units = [unit for dim in rows for _, unit in dim or () if unit is not None]
+        units = [unit for dim in rows for unit in counted(dim)]
         unclear = any(dim is None for dim in rows) and self.units.sizes
-        if unclear or sorted(units) != list(range(len(self.units.sizes))):
-            what = "example" if unclear or len(self.units.sizes) == 1 else "example and position"
+        if unclear or sorted(units) != self.units.growing:
+            what = "example and position" if POSITION in self.units.growing else "example"
             raise UnsupportedLeafError(
                 f"{', '.join(leaf.path for leaf in leaves)} meets data in `{equation.primitive.name}`, and "
                 f"it can't be told which rows of the result are of which {what}. Keep the axis of examples "

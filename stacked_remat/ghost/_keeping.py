@@ -5,7 +5,22 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from ._units import Dimension, Factor, Rows, has_units, unit_dims, with_inherited
+from ._units import (
+    EXAMPLE,
+    PLACE,
+    POSITION,
+    Dimension,
+    Factor,
+    Rows,
+    agreed,
+    counted,
+    either,
+    has_examples,
+    has_units,
+    of_places,
+    unit_dims,
+    with_inherited,
+)
 
 
 def _regrouped(rows: Sequence[Dimension], shape: Sequence[int]) -> Rows:
@@ -47,15 +62,28 @@ def _merged(group: Sequence[Factor]) -> tuple[Factor, ...]:
 def _elementwise(equation: Any, inputs: Sequence[Rows], sized: Sequence[Rows]) -> Rows | None:
     """Dimension by dimension what the operands have, None where they differ."""
     shapes, shape = [var.aval.shape for var in equation.invars], equation.outvars[0].aval.shape
-    found: list[Dimension] = []
-    for at, size in enumerate(shape):
-        dims = {
-            rows[at]
-            for rows, own in zip(inputs, shapes, strict=True)
-            if len(own) == len(shape) and own[at] == size
-        }
-        found.append(dims.pop() if len(dims) == 1 else None)
-    return tuple(found)
+    full = [(rows, own) for rows, own in zip(inputs, shapes, strict=True) if len(own) == len(shape)]
+    return tuple(
+        agreed(*(rows[at] for rows, own in full if own[at] == size)) for at, size in enumerate(shape)
+    )
+
+
+def _converted(equation: Any, inputs: Sequence[Rows], sized: Sequence[Rows]) -> Rows | None:
+    """Numbers made of a mask between positions may be a permutation of them."""
+    dtypes = equation.invars[0].aval.dtype, equation.outvars[0].aval.dtype
+    is_of_mask = [jnp.issubdtype(dtype, jnp.inexact) for dtype in dtypes] == [False, True]
+    return _elementwise(equation, [_masking(inputs[0]) if is_of_mask else inputs[0]], sized)
+
+
+def _selected(equation: Any, inputs: Sequence[Rows], sized: Sequence[Rows]) -> Rows | None:
+    """As a product with the mask."""
+    return _elementwise(equation, [_masking(inputs[0]), *inputs[1:]], sized)
+
+
+def _masking(rows: Rows) -> Rows:
+    """The rows of a mask that numbers are multiplied with."""
+    is_between = sum(len(counted(dim)) for dim in rows if not has_examples((dim,))) > 1
+    return of_places(rows) if is_between else rows
 
 
 def _leading(equation: Any, inputs: Sequence[Rows], sized: Sequence[Rows]) -> Rows | None:
@@ -98,7 +126,7 @@ def _resized(equation: Any, inputs: Sequence[Rows], sized: Sequence[Rows]) -> Ro
         if changed & unit_dims(inputs[0]) or changed & unit_dims(inputs[1]):
             return None
         return tuple(
-            rows if at in changed or rows == part else None
+            rows if at in changed else agreed(rows, part)
             for at, (rows, part) in enumerate(zip(*inputs[:2], strict=True))
         )
     return tuple(
@@ -117,9 +145,8 @@ def _broadcast(equation: Any, inputs: Sequence[Rows], sized: Sequence[Rows]) -> 
 
 
 def _stacked(equation: Any, inputs: Sequence[Rows], sized: Sequence[Rows]) -> Rows | None:
-    at, rows = equation.params["axis"], inputs[0]
-    same = all(other == rows for other in inputs)
-    return (*rows[:at], sized[0][at], *rows[at:]) if same else None
+    at, rows = equation.params["axis"], [agreed(*dims) for dims in zip(*inputs, strict=True)]
+    return None if None in rows else (*rows[:at], sized[0][at], *rows[at:])
 
 
 def _windowed(equation: Any, inputs: Sequence[Rows], sized: Sequence[Rows]) -> Rows | None:
@@ -146,17 +173,29 @@ def _squeezed(equation: Any, inputs: Sequence[Rows], sized: Sequence[Rows]) -> R
 def _reduced(equation: Any, inputs: Sequence[Rows], sized: Sequence[Rows]) -> Rows | None:
     """Unknown where examples are reduced in one dimension and kept in another: they may be permuted."""
     axes = equation.params["axes"]
-    kept = [dim for at, dim in enumerate(inputs[0]) if at not in axes]
-    if any(inputs[0][at] is None for at in axes):
+    return _without([inputs[0][at] for at in axes], [d for at, d in enumerate(inputs[0]) if at not in axes])
+
+
+def _without(summed: Sequence[Dimension], kept: Sequence[Dimension]) -> Rows:
+    """The dimensions that a sum over others keeps.
+
+    Each position's own sum over positions, as in attention, is of this position. A sum for each of as many
+    places may send tokens to them, in any order.
+    """
+    if None in summed:
         return tuple(None if has_units((dim,)) else dim for dim in kept)
-    reduced = {unit for at in axes for _, unit in inputs[0][at] or () if unit is not None}
-    return tuple(dim if reduced.isdisjoint(unit for _, unit in dim or ()) else None for dim in kept)
+    units = {unit for dim in summed for _, unit in dim or ()}
+    lost = units & {EXAMPLE, PLACE} | ({PLACE} if POSITION in units else set())
+    if PLACE in units:
+        lost.add(POSITION)
+    return tuple(None if any(unit in lost for _, unit in dim or ()) else dim for dim in kept)
 
 
 def _cumulated(equation: Any, inputs: Sequence[Rows], sized: Sequence[Rows]) -> Rows | None:
-    """Sums over the examples before: numbers that have derivatives mix theirs."""
+    """Sums over the rows before: numbers that have derivatives mix those of examples."""
     mixes = jnp.issubdtype(equation.invars[0].aval.dtype, jnp.inexact)
-    return (_apart_from("axis") if mixes else _elementwise)(equation, inputs, sized)
+    is_of_examples = has_examples((inputs[0][equation.params["axis"]],))
+    return None if mixes and is_of_examples else _elementwise(equation, inputs, sized)
 
 
 def _transposed(equation: Any, inputs: Sequence[Rows], sized: Sequence[Rows]) -> Rows | None:
@@ -174,11 +213,14 @@ def _multiplied(equation: Any, inputs: Sequence[Rows], sized: Sequence[Rows]) ->
     """Rows of examples are kept, unless the product sums over examples: they may be permuted."""
     left, right = inputs[:2]
     (left_summed, right_summed), (left_batch, right_batch) = equation.params["dimension_numbers"]
-    if unit_dims(left) & set(left_summed) or unit_dims(right) & set(right_summed):
+    pairs = [(left[i], right[j]) for i, j in zip(left_summed, right_summed, strict=True)]
+    summed = tuple(either(*pair) for pair in pairs if has_units(pair))
+    if has_examples(summed):
         return None
-    batch = [left[i] if left[i] == right[j] else None for i, j in zip(left_batch, right_batch, strict=True)]
+    batch = [agreed(left[i], right[j]) for i, j in zip(left_batch, right_batch, strict=True)]
     free = [dim for at, dim in enumerate(left) if at not in (*left_summed, *left_batch)]
-    return (*batch, *free, *(dim for at, dim in enumerate(right) if at not in (*right_summed, *right_batch)))
+    of_right = [dim for at, dim in enumerate(right) if at not in (*right_summed, *right_batch)]
+    return _without(summed, [*batch, *free, *of_right])
 
 
 def _convolved(equation: Any, inputs: Sequence[Rows], sized: Sequence[Rows]) -> Rows | None:
@@ -195,7 +237,7 @@ def _gathered(equation: Any, inputs: Sequence[Rows], sized: Sequence[Rows]) -> R
     if any(at not in batched and sizes[at] != shape[at] for at in unit_dims(inputs[0])):
         return None
     for at, of_index in zip(batched, numbers.start_indices_batching_dims, strict=True):
-        if inputs[0][at] != inputs[1][of_index]:
+        if agreed(inputs[0][at], inputs[1][of_index]) is None:
             return None
     kept = [at for at in range(len(shape)) if at not in (*numbers.collapsed_slice_dims, *batched)]
     own = iter([inputs[0][at] if sizes[at] == shape[at] else ((sizes[at], None),) for at in kept])
@@ -212,12 +254,12 @@ def _scattered(equation: Any, inputs: Sequence[Rows], sized: Sequence[Rows]) -> 
     pairs = list(zip(batched, numbers.scatter_indices_batching_dims, strict=True))
     places = dict(zip(windowed, of_updates, strict=True)) | {at: others[index] for at, index in pairs}
     own = unit_dims(operand)
-    kept = {places[at] for at in own if at in places and updates[places[at]] == operand[at]}
-    same = {index for at, index in pairs if indices[index] == operand[at]}
+    kept = {places[at] for at in own if at in places and agreed(updates[places[at]], operand[at])}
+    same = {index for at, index in pairs if agreed(indices[index], operand[at])}
     moved = own & {*numbers.scatter_dims_to_operand_dims}
     if moved or len(kept) < len(own) or unit_dims(updates) - kept or unit_dims(indices) - same:
         return None
-    return operand if all(indices[index] == operand[at] for at, index in pairs) else None
+    return operand if len(same) == len(pairs) else None
 
 
 def _of_matrices(equation: Any, inputs: Sequence[Rows], sized: Sequence[Rows]) -> Rows | None:
@@ -226,17 +268,16 @@ def _of_matrices(equation: Any, inputs: Sequence[Rows], sized: Sequence[Rows]) -
     if any(max(unit_dims(rows), default=-1) >= leading for rows in inputs):
         return None
     parts = [rows[:leading] for rows in inputs]
-    batch = [dims[0] if len(set(dims)) == 1 else None for dims in zip(*parts, strict=True)]
-    return (*batch, *sized[0][leading:])
+    return (*(agreed(*dims) for dims in zip(*parts, strict=True)), *sized[0][leading:])
 
 
 _ELEMENTWISE = """abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil
-clamp clz complex conj convert_element_type copy copy_p cos cosh
+clamp clz complex conj copy copy_p cos cosh
 device_put digamma div eq erf erf_inv erfc exp exp2 expm1 floor ge gt igamma igammac imag integer_pow
 is_finite layout_constraint le lgamma log log1p logistic lt max min mul name ne neg nextafter noinline
 nontraceable not or pbroadcast pcast pmax pmin polygamma population_count pow psum psum_invariant pvary
 random_fold_in random_gamma real reduce_precision regularized_incomplete_beta rem reshard round rsqrt
-select_if_vmap select_n sharding_constraint shift_left shift_right_arithmetic shift_right_logical
+sharding_constraint shift_left shift_right_arithmetic shift_right_logical
 sign sin sinh sqrt square stop_gradient sub tan tanh threefry2x32 xor
 igamma_grad_a log2 one_minus_square zeta""".split()
 _REDUCTIONS = """argmax argmin reduce_and reduce_max reduce_min reduce_or reduce_prod reduce_sum
@@ -261,9 +302,11 @@ KEEPING: dict[str, Any] = {
     **dict.fromkeys(("slice", "dynamic_slice", "pad", "dynamic_update_slice"), _resized),
     **dict.fromkeys(("reduce_window_max", "reduce_window_min", "reduce_window_sum"), _windowed),
     **dict.fromkeys(("cholesky", "lu", "triangular_solve", "qr", "eigh", "svd"), _of_matrices),
+    **dict.fromkeys(("select_if_vmap", "select_n"), _selected),
     "broadcast_in_dim": _broadcast,
     "concatenate": _concatenated,
     "conv_general_dilated": _convolved,
+    "convert_element_type": _converted,
     "dot_general": _multiplied,
     "gather": _gathered,
     "reshape": _reshaped,

@@ -227,16 +227,19 @@ _ADVICE = (
 
 
 @contextlib.contextmanager
-def tracing_more(size: int) -> Iterator[None]:
-    """Errors of a loss function that is traced with another number of examples, with what to do."""
+def tracing_more(size: int, positions: int = 0) -> Iterator[None]:
+    """Errors of a loss function that is traced with more examples and positions, with what to do."""
     try:
         yield
     except UnsupportedLeafError:
         raise
     except (TypeError, ValueError, RuntimeError) as error:
+        more = f" of {positions} positions" if positions else ""
+        tables = " Of a table of positions take as many as there are: table[: tokens.shape[1]]."
         raise ValueError(
-            f"per_example_loss takes this batch, and fails where it is traced with {size} examples, which "
-            f"shows what holds examples: {str(error).splitlines()[0].rstrip('.')}. {_ADVICE}"
+            f"per_example_loss takes this batch, and fails where it is traced with {size} examples{more}, "
+            f"which shows what holds examples: {str(error).splitlines()[0].rstrip('.')}. {_ADVICE}"
+            f"{tables if positions else ''}"
         ) from error
 
 

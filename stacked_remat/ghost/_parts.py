@@ -20,7 +20,7 @@ from ._per_device import Division
 from ._rows import of_outputs
 from ._stacks import PlacedBlock, StackCall, leaves_with_paths, prefix_of
 from ._traced import arrays_of, trace, with_arrays
-from ._units import Flow, Rows, Units, known_rows, of_input
+from ._units import Flow, Rows, Units, agreed, known_rows, of_input
 from ._values import UnsupportedLeafError, Value, paths_of, plain_rows
 from ._weights import Applied, Leaf, Tangent, leaves_of, tangent_of
 
@@ -131,7 +131,7 @@ def _check_given(program: _Program, call: StackCall, twin: Any, operands: Sequen
         known = known_rows(sized, value.rows)
         found.append(known if known != sized else ())
         if value.node is None and jnp.issubdtype(value.array.dtype, jnp.inexact):
-            if any(dim not in (None, own) for own, dim in zip(value.rows, sized, strict=True)):
+            if any(dim and agreed(dim, own) is None for own, dim in zip(value.rows, sized, strict=True)):
                 raise UnsupportedLeafError(
                     f"The stack of {paths_of(operands)} is given an array, and it can't be told which rows "
                     "of it are of which example. Keep the axis of examples apart, or use "

@@ -8,7 +8,7 @@ from typing import Any
 from jax.extend.core import Literal, jaxprs_in_params
 
 from .._activity import active_variables
-from ._units import Dimension, Rows, Units, has_units
+from ._units import Dimension, Rows, Units, counted, factor_units, has_units
 
 
 class Division:
@@ -26,8 +26,9 @@ class Division:
         """For each unit its entry in a `PartitionSpec`."""
         for rows, spec in zip(inputs, equation.params["in_specs"], strict=True):
             for dim, entry in zip(rows, spec, strict=False):
-                if dim is not None and len(dim) == 1 and dim[0][1] is not None and entry is not None:
-                    self.entries[dim[0][1]] = entry
+                if dim is not None and len(dim) == 1 and entry is not None:
+                    for unit in counted(dim):
+                        self.entries[unit] = entry
         parts = map(self._parts, self.entries)
         sizes = tuple(size // part for size, part in zip(units.sizes, parts, strict=True))
         axes = units.mesh_axes.union(*map(_names, self.entries))
@@ -60,7 +61,7 @@ class Division:
     ) -> Rows:
         found: list[Dimension] = []
         for dim, entry in itertools.zip_longest(rows, tuple(spec)):
-            wanted = [None if unit is None else self.entries[unit] for _, unit in dim or ()]
+            wanted = [None if unit is None else self.entries[unit] for unit in factor_units(dim)]
             if dim is not None and len(dim) == 1 and (entry == wanted[0] or dim[0][1] is None):
                 (size, unit), names = dim[0], _names(entry)
                 is_lost = unit is None and not lost.isdisjoint(names)

@@ -1,7 +1,7 @@
 """A model whose weights are scored where they meet data, by probes."""
 
 import dataclasses
-from collections.abc import Container
+from collections.abc import Container, Iterator
 from typing import Any, Literal
 
 import equinox as eqx
@@ -17,10 +17,11 @@ from .._stacked import Stacked
 from ..lora._paths import dotted
 from ._interpret import Program
 from ._losses import Loss, Objective, check_size, map_examples, tracing_more
+from ._position_tables import with_longer_tables
 from ._rows import of_body
 from ._stacks import call_in_one_equation, is_stack, leaves_with_paths
 from ._traced import arrays_of, has_small_range, trace
-from ._units import Flow, Units, has_units, of_input
+from ._units import POSITION, Flow, Rows, Units, counted, has_units, of_batch, of_input
 from ._values import UnsupportedLeafError
 from ._weights import Leaf
 
@@ -55,8 +56,9 @@ class Scoring:
     @property
     def _growing(self) -> dict[Axis, int]:
         """The axes that are longer in the second trace, by their factors. A single example needs none."""
-        found = {} if self.Batch.size == 1 else {self.Batch: 3}
-        return found if self.Position is None else {**found, self.Position: 5}
+        if self.Position is None:
+            return {} if self.Batch.size == 1 else {self.Batch: 3}
+        return {self.Batch: 1 if self.Batch.size == 1 else 3, self.Position: 5}
 
     @property
     def axes(self) -> tuple[Axis, ...]:
@@ -97,7 +99,8 @@ class Scoring:
         program = Program(closed, other, self.units, notes)
         # The losses are the first result; a penalty beside them passes through no example's rows.
         data = range(len(paths), len(inputs))
-        found = program.evaluate(inputs, leaves, data, checked=1, adds_up=self.adds_up)
+        rows = _rows_of_inputs(closed, other, self.units, len(paths)) if other else ()
+        found = program.evaluate(inputs, leaves, data, checked=1, rows=rows, adds_up=self.adds_up)
         if other is not None and self.losses_of != "row":
             self._check_apart(closed, other, leaves)
             if self.Position is not None and self.Batch.size > 1:
@@ -110,8 +113,9 @@ class Scoring:
         closed, other, _, _ = self._traced(self.model, per_example_loss, batch, Notes(call_in_one_equation))
         if other is None:
             return ""
-        of_data = range(len(arrays_of(self.model)), len(closed.in_avals))
-        losses = _flow_of_losses(closed, other, self.units._replace(of_data=True), of_data)
+        of_model = len(arrays_of(self.model))
+        of_data = range(of_model, len(closed.in_avals))
+        losses = _flow_of_losses(closed, other, self.units._replace(of_data=True), of_data, of_model)
         return losses.mixed or ("" if losses.rows[0] == ((self.Batch.size, 0),) else "its result")
 
     def _check_apart(self, closed: Any, other: Any, leaves: dict[int, Leaf]) -> None:
@@ -120,12 +124,12 @@ class Scoring:
         Where scores are of positions too, only whether losses of tokens are in the order of the tokens: that
         positions see each other is no mixing of examples.
         """
-        losses = _flow_of_losses(closed, other, self.units, leaves)
+        losses = _flow_of_losses(closed, other, self.units, leaves, len(arrays_of(self.model)))
         if not losses.is_followed:
             return
         paths = ", ".join(leaf.path for leaf in leaves.values())
         if self.Position is not None:
-            is_known = losses.rows[1:] == (((self.Position.size, len(self.units.sizes) - 1),),)
+            is_known = [counted(dim) for dim in losses.rows[1:]] == [[POSITION]]
             shape = closed.out_avals[0].shape
             if self.losses_of == "token" and shape[1:] == (self.Position.size,) and not is_known:
                 raise UnsupportedLeafError(
@@ -152,11 +156,28 @@ class Scoring:
 
     def _larger(self, model: Any, per_example_loss: Loss, batch: Any) -> Any:
         """The traced loss of a batch with more examples and positions."""
-        size = self.Batch.size * self._growing.get(self.Batch, 1)
-        with noting(Notes(call_in_one_equation)), tracing_more(size):
-            other, _, _ = trace(per_example_loss, model, self._grown(batch))
+        size, grown = self.Batch.size * self._growing.get(self.Batch, 1), self._grown(batch)
+        errors: list[Exception] = []
+        positions = 0 if self.Position is None else self.Position.size * self._growing[self.Position]
+        with tracing_more(size, positions):
+            for larger in self._with_longer_tables(model):
+                try:
+                    with noting(Notes(call_in_one_equation)):
+                        other, _, _ = trace(per_example_loss, larger, grown)
+                    break
+                except (TypeError, ValueError, RuntimeError) as error:
+                    errors.append(error)
+            else:
+                raise errors[:2][-1]  # with named tables that are long enough
         check_size(other.out_avals[0].shape[0], size)
         return other
+
+    def _with_longer_tables(self, model: Any) -> Iterator[Any]:
+        if self.Position is None:
+            return iter([model])
+        leaves = jtu.tree_leaves_with_path(self.model, is_leaf=is_named)
+        in_stack = [layers_of(self.model, jtu.keystr(path)) is not None for path, _ in leaves]
+        return with_longer_tables(model, self.Position, self._growing[self.Position], in_stack.__getitem__)
 
     def _grown(self, batch: Any) -> Any:
         """The types of a batch with more examples and positions."""
@@ -193,16 +214,22 @@ def _scaled(direction: Any, probe: Any) -> tuple[Any, Any]:
     return direction / scale, probe * scale
 
 
-def _flow_of_losses(closed: Any, other: Any, units: Units, followed: Container[int]) -> Flow:
+def _flow_of_losses(closed: Any, other: Any, units: Units, followed: Container[int], of_model: int) -> Flow:
     """What is known of the first result of a loss function of which these inputs are followed.
 
     Data is followed where it has rows of examples.
     """
     flows = []
-    for at, (one, larger) in enumerate(zip(closed.in_avals, other.in_avals, strict=True)):
-        rows = of_input(one.shape, larger.shape, units)
+    for at, rows in enumerate(_rows_of_inputs(closed, other, units, of_model)):
         flows.append(Flow(rows, at in followed and (has_units(rows) or not units.of_data)))
     return of_body(closed, other, flows, units)[0]
+
+
+def _rows_of_inputs(closed: Any, other: Any, units: Units, of_model: int) -> list[Rows]:
+    """The rows of the inputs of a loss function, of which the first ones are the model's."""
+    pairs = zip(closed.in_avals, other.in_avals, strict=True)
+    found = [of_input(one.shape, larger.shape, units) for one, larger in pairs]
+    return [*found[:of_model], *map(of_batch, found[of_model:])]
 
 
 def _named_only(batch: Any, axis: Axis, fn: Any, size: int) -> Any:

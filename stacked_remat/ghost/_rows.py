@@ -24,10 +24,14 @@ from ._units import (
     Flow,
     Rows,
     Units,
+    agreed,
     are_apart,
+    either,
     has_examples,
+    has_positions,
     has_units,
     known_rows,
+    of_batch,
     of_input,
     unit_dims,
     unknown,
@@ -86,6 +90,8 @@ def _rows_of_outputs(equation: Any, twin: Any, inputs: Sequence[Rows], units: Un
     if is_noted(equation):
         if any(dim is None for rows in inputs for dim in rows):
             return [unknown(*pair) for pair in pairs]
+        if any(map(has_positions, inputs)):
+            sized = [of_batch(rows) for rows in sized]
         return [with_inherited(rows, shape, inputs) for rows, shape in zip(sized, shapes, strict=True)]
     if is_across(equation, units.mesh_axes):
         return [unknown(*pair) for pair in pairs]
@@ -185,7 +191,7 @@ def _agreed(equation: Any, some: Sequence[Flow], others: Sequence[Flow]) -> list
     """What is known of values that may be either."""
     found = []
     for one, other in zip(some, others, strict=True):
-        rows = tuple(a if a == b else None for a, b in zip(one.rows, other.rows, strict=True))
+        rows = tuple(either(*pair) for pair in zip(one.rows, other.rows, strict=True))
         followed, mixed = one.is_followed or other.is_followed, one.mixed or other.mixed
         if followed and not mixed and None in rows:
             mixed = where(equation)
@@ -209,8 +215,7 @@ def _scanned(equation: Any, twin: Any, inputs: Sequence[Flow], units: Units) -> 
     consts, carried = unstacked_of_scan(equation)
     xs = inputs[consts + carried :]
     turns, more = equation.params["length"], twin.params["length"]
-    first = {*of_input((turns,), (more,), units), *(flow.rows[0] for flow in xs)}
-    turn = first.pop() if len(first) == 1 else None
+    turn = agreed(*of_input((turns,), (more,), units), *(flow.rows[0] for flow in xs))
     is_over_units, is_over_examples = has_units((turn,)), has_examples((turn,))
     given = zip(inner.invars[consts + carried :], xs, strict=True)
     counts = (lambda dtype: True) if units.of_data else is_differentiable

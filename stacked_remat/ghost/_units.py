@@ -2,11 +2,15 @@
 
 import itertools
 import math
-from collections.abc import Sequence
-from typing import NamedTuple, TypeAlias
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+EXAMPLE, POSITION, PLACE = 0, 1, 2
+"""What a dimension may count: examples; positions of data; or places that there are as many of as positions,
+such as those of an `iota`, a mask, a table, or slots to which tokens are sent."""
 
 Factor: TypeAlias = tuple[int, int | None]
-"""A size, and which of the units (0 the example, 1 the position) it counts; None for any other."""
+"""A size, and which of these it counts; None for any other."""
 Dimension: TypeAlias = tuple[Factor, ...] | None
 """The factors of a dimension, the slowest first; None where the order of its rows is not known."""
 Rows: TypeAlias = tuple[Dimension, ...]
@@ -31,9 +35,9 @@ class Units(NamedTuple):
     """What scores are given for.
 
     Attributes:
-        sizes: of examples, or of examples and positions. Empty where there is only one example: all
-            rows are its rows.
-        growth: by how much each is larger in the second trace; different primes.
+        sizes: of examples, or of examples and positions. Empty where there is only one example, without
+            positions: all rows are its rows.
+        growth: by how much each is larger in the second trace; different primes, 1 for a single example.
         mesh_axes: within a `jax.shard_map`, the axes of the mesh that divide them.
         in_rule: whether the program is a derivative rule, which is not differentiated.
         of_data: whether what depends on data is followed, integers too, rather than on scored weights.
@@ -44,6 +48,11 @@ class Units(NamedTuple):
     mesh_axes: frozenset[str] = frozenset()
     of_data: bool = False
     in_rule: bool = False
+
+    @property
+    def growing(self) -> list[int]:
+        """The units that are told apart by sizes."""
+        return [unit for unit, growth in enumerate(self.growth) if growth > 1]
 
     def of_growth(self, size: int, other: int) -> tuple[int, ...] | None:
         """The units in a dimension that has the size `other` in the second trace; None if unclear."""
@@ -61,17 +70,63 @@ def has_units(rows: Rows) -> bool:
 
 def has_examples(rows: Rows) -> bool:
     """Whether a value has rows of several examples, or may have; positions are not examples."""
-    return any(dim is None or any(unit == 0 for _, unit in dim) for dim in rows)
+    return any(dim is None or any(unit == EXAMPLE for _, unit in dim) for dim in rows)
+
+
+def has_positions(rows: Rows) -> bool:
+    """Whether a value has rows of positions of data."""
+    return any(unit == POSITION for dim in rows for _, unit in dim or ())
+
+
+def factor_units(dim: Dimension) -> list[int | None]:
+    """What the factors of a dimension count, places as positions."""
+    return [POSITION if unit == PLACE else unit for _, unit in dim or ()]
+
+
+def counted(dim: Dimension) -> list[int]:
+    """The units that a dimension counts, places as positions."""
+    return [unit for unit in factor_units(dim) if unit is not None]
+
+
+def of_batch(rows: Rows) -> Rows:
+    """The rows of an array of the batch, or of what the library computes of one: its places are positions."""
+    return tuple(dim and _put(dim, PLACE, POSITION) for dim in rows)
+
+
+def of_places(rows: Rows) -> Rows:
+    """The rows of a value whose order along positions may be any."""
+    return tuple(dim and _put(dim, POSITION, PLACE) for dim in rows)
+
+
+def _put(dim: tuple[Factor, ...], old: int, new: int) -> tuple[Factor, ...]:
+    return tuple((size, new if unit == old else unit) for size, unit in dim)
+
+
+def agreed(*dims: Dimension) -> Dimension:
+    """The dimension that all of these are, None where they differ; of positions and places, positions."""
+    return _common(dims, max)
+
+
+def either(*dims: Dimension) -> Dimension:
+    """As `agreed`, of positions and places places."""
+    return _common(dims, min)
+
+
+def _common(dims: Sequence[Dimension], choose: Callable[..., Any]) -> Dimension:
+    if not dims or None in dims or len({_put(dim or (), PLACE, POSITION) for dim in dims}) != 1:
+        return None
+    known = [dim for dim in dims if dim is not None]
+    return choose(known, key=lambda dim: sum(unit == POSITION for _, unit in dim))
 
 
 def are_apart(rows: Rows) -> bool:
     """Whether each number of a value belongs to one example, and it is known to which."""
     units = [unit for dim in rows for _, unit in dim or ()]
-    return units.count(0) == 1 and None not in rows
+    return units.count(EXAMPLE) == 1 and None not in rows
 
 
 def of_input(shape: Sequence[int], other: Sequence[int], units: Units) -> Rows:
-    """The rows of an input of the program, from its shape in both traces."""
+    """The rows of a value, from its shape in both traces; along positions they are places."""
     return tuple(_by_size(size, larger, units) for size, larger in zip(shape, other, strict=True))
 
 
@@ -80,7 +135,7 @@ def _by_size(size: int, other: int, units: Units) -> Dimension:
     if some == ():
         return ((size, None),)
     if some is not None and len(some) == 1 and size == units.sizes[some[0]]:
-        return ((size, some[0]),)
+        return ((size, PLACE if some[0] == POSITION else some[0]),)
     return None
 
 
@@ -92,7 +147,11 @@ def unknown(shape: Sequence[int], other: Sequence[int]) -> Rows:
 
 def known_rows(sized: Rows, own: Rows) -> Rows:
     """The rows that the sizes tell or, where these leave a doubt (several factors), the value's own."""
-    return own if None in sized and len(own) == len(sized) and None not in own else sized
+    if len(own) != len(sized):
+        return sized
+    if None in sized and None not in own:
+        return own
+    return tuple(agreed(dim, one) or dim for dim, one in zip(sized, own, strict=True))
 
 
 def unit_dims(rows: Rows) -> set[int]:

@@ -1,7 +1,7 @@
 """Evaluates a traced function, with a deposit at every place where a weight meets data."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -20,6 +20,7 @@ from ._parts import (
     scored_experts,
     scored_per_device,
     scored_stack,
+    taken_layers,
 )
 from ._rows import of_outputs, paired, unstacked_of_scan
 from ._stacks import evaluates_stack, stack_p
@@ -56,20 +57,20 @@ class Program:
         checked: int | None = None,
         adds_up: bool = False,
         consts: Sequence[Any] | None = None,
-        rows: Sequence[Rows] = (),
-        carried: int = 0,
+        rows: Mapping[int, Rows] | None = None,
+        carried: Sequence[Rows] = (),
     ) -> list[Any]:
         """The results.
 
         Args:
             inputs: arrays, as the jaxpr takes them.
-            leaves: those of the inputs that are scored.
+            leaves: those of the inputs that are scored, by their numbers; constants have negative ones.
             data: inputs that depend on the examples, where there is only one.
             checked: how many of the results are part of the loss, all by default.
             adds_up: whether the scores of the next result are to add up to its gradient.
             consts: in the place of the jaxpr's constants; they may depend on the examples.
-            rows: of the first inputs, empty for those of which the sizes tell them.
-            carried: how many of the last ones of these are the carry, whose rows the first results have too.
+            rows: of inputs of which they are known; the sizes tell those of others.
+            carried: of the carry, which the first results have too; empty where the sizes tell them.
 
         Raises:
             UnsupportedLeafError: a weight reaches such a result and never meets data of examples, so that
@@ -83,8 +84,7 @@ class Program:
             own = plain_rows(array)
             if larger is not None:
                 own = of_input(jnp.shape(array), larger.aval.shape, self.units)
-            if 0 <= at < len(rows) and rows[at]:
-                own = rows[at]
+            own = (rows or {}).get(at) or own
             if at in leaves:
                 given.append(Value(array, own, leaves[at]))
             else:
@@ -105,7 +105,7 @@ class Program:
                 "gradient of the penalty after grad_dot."
             )
         if checked is None and self.other is not None:
-            self._check_results([*leaves.values()], found, rows[len(rows) - carried :])
+            self._check_results([*leaves.values()], found, carried)
         return [value.array for value in found]
 
     def _depends(self, rows: Rows, is_data: bool) -> bool:
@@ -179,7 +179,7 @@ class Program:
         depends = any(value.depends for value in operands)
         flows = of_outputs(equation, twin, [value.flow for value in operands], self.units)
         return [
-            Value(array, flow.rows, depends=depends or has_examples(flow.rows))
+            Value(array, flow.rows, None, depends or has_examples(flow.rows), flow.numbers)
             for array, flow in zip(arrays, flows, strict=True)
         ]
 
@@ -189,6 +189,8 @@ class Program:
         arrays = bind(equation, [value.array for value in operands])
         nodes = tuple(value.operand for value in operands)
         found = self._results(equation, twin, operands, arrays)
+        if layers := taken_layers(equation, operands, arrays):
+            return [dataclasses.replace(value, node=leaf) for value, leaf in zip(found, layers, strict=True)]
         return [
             dataclasses.replace(value, node=Applied(equation, nodes, index))
             if jnp.issubdtype(value.array.dtype, jnp.inexact)
@@ -218,6 +220,18 @@ class Program:
         for index, array in zip(of_weights, arrays, strict=True):
             found[index] = dataclasses.replace(found[index], array=array, depends=True)
         return found
+
+    def settled(self, value: Value) -> Value | None:
+        """A value of weights alone that each example has, such as queries, as data; None for any other."""
+        counts = sorted(unit for dim in value.rows for unit in counted(dim))
+        if None in value.rows or counts != self.units.growing or not isinstance(value.node, Applied):
+            return None
+        equation, array = value.node.equation, value.array
+        for leaf in leaves_of([value.node]):
+            check_apart(leaf)
+            tangent = Tangent.of(equation, value.node.operands, leaf, [value.node.index], inline_custom=False)
+            (array,) = deposit([array], [value.rows], self.units, leaf.probe, tangent)
+        return Value(array, value.rows, depends=True)
 
     def _checkpointed(self, equation: Any, twin: Any, operands: list[Value]) -> list[Value]:
         """A `jax.checkpoint` around the same function with its deposits."""
@@ -266,7 +280,7 @@ class Program:
                 Value(array, flow.rows, depends=True) for array, flow in zip(carry, flows, strict=False)
             ]
             of_turn = [
-                dataclasses.replace(value, array=array, rows=value.rows[1:])
+                dataclasses.replace(value, array=array, rows=value.rows[1:], numbers=())
                 for value, array in zip(xs, slices, strict=True)
             ]
             found = self._run(

@@ -1,5 +1,6 @@
 """The rows of the results of single operations that keep the rows of examples."""
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -110,7 +111,33 @@ def _apart_from(key: str) -> Any:
 
 def _concatenated(equation: Any, inputs: Sequence[Rows], sized: Sequence[Rows]) -> Rows | None:
     filled = [rows for rows in inputs if all(n for dim in rows for n, _ in dim or ((1, None),))]
-    return filled[0] if len(filled) == 1 else _apart_from("dimension")(equation, inputs, sized)
+    at = equation.params["dimension"]
+    if len(filled) == 1:
+        return filled[0]
+    if all(has_examples((rows[at],)) for rows in filled):
+        of_parts = [_turns(rows[at]) for rows in filled]
+        examples = agreed(*(dim for _, dim in of_parts))
+        if examples is None:
+            return None
+        others = [agreed(*dims) for dims in zip(*filled, strict=True)]
+        return (*others[:at], ((sum(n for n, _ in of_parts), None), *examples), *others[at + 1 :])
+    return _apart_from("dimension")(equation, inputs, sized)
+
+
+def _turns(dim: Dimension) -> tuple[int, Dimension]:
+    """How many times a dimension has all examples, one time after the other, and what it has each time."""
+    if not dim or dim[0][1] is not None:
+        return 1, dim
+    return dim[0][0], dim[1:]
+
+
+def part_of(dim: Dimension, start: int, size: int) -> Dimension:
+    """A part of a dimension with examples: some of the times that it has all of them. None for any other."""
+    _, examples = _turns(dim)
+    own = math.prod(n for n, _ in examples or ())
+    if not examples or examples[0][1] != EXAMPLE or start % own or size % own or not size:
+        return None
+    return examples if size == own else ((size // own, None), *examples)
 
 
 def _resized(equation: Any, inputs: Sequence[Rows], sized: Sequence[Rows]) -> Rows | None:
@@ -129,10 +156,12 @@ def _resized(equation: Any, inputs: Sequence[Rows], sized: Sequence[Rows]) -> Ro
             rows if at in changed else agreed(rows, part)
             for at, (rows, part) in enumerate(zip(*inputs[:2], strict=True))
         )
-    return tuple(
-        dim if at not in changed else None if at in unit_dims(inputs[0]) else sized[0][at]
-        for at, dim in enumerate(inputs[0])
-    )
+    found = [dim if at not in changed else sized[0][at] for at, dim in enumerate(inputs[0])]
+    for at in changed & unit_dims(inputs[0]):
+        found[at] = None
+        if equation.primitive.name == "slice" and not equation.params["strides"]:
+            found[at] = part_of(inputs[0][at], equation.params["start_indices"][at], after[at])
+    return tuple(found)
 
 
 def _broadcast(equation: Any, inputs: Sequence[Rows], sized: Sequence[Rows]) -> Rows | None:
@@ -232,17 +261,34 @@ def _convolved(equation: Any, inputs: Sequence[Rows], sized: Sequence[Rows]) -> 
 
 
 def _gathered(equation: Any, inputs: Sequence[Rows], sized: Sequence[Rows]) -> Rows | None:
+    return gathered(equation, inputs, sized[0])
+
+
+def gathered(
+    equation: Any, inputs: Sequence[Rows], sized: Rows, own: Sequence[tuple[int, int]] = ()
+) -> Rows | None:
+    """The rows of what is taken from an array by index.
+
+    Args:
+        equation: of a gather.
+        inputs: the rows of the array and the indices.
+        sized: those by the size of the result.
+        own: pairs of a dimension of the array and one of the indices, each of which takes its own row.
+    """
     numbers, sizes = equation.params["dimension_numbers"], equation.params["slice_sizes"]
     shape, batched = equation.invars[0].aval.shape, numbers.operand_batching_dims
-    if any(at not in batched and sizes[at] != shape[at] for at in unit_dims(inputs[0])):
+    taken = [at for at, _ in own]
+    if any(at not in (*batched, *taken) and sizes[at] != shape[at] for at in unit_dims(inputs[0])):
         return None
-    for at, of_index in zip(batched, numbers.start_indices_batching_dims, strict=True):
-        if agreed(inputs[0][at], inputs[1][of_index]) is None:
+    of_indices = list(inputs[1])
+    for at, of_index in (*zip(batched, numbers.start_indices_batching_dims, strict=True), *own):
+        of_indices[of_index] = agreed(inputs[0][at], inputs[1][of_index])
+        if of_indices[of_index] is None:
             return None
     kept = [at for at in range(len(shape)) if at not in (*numbers.collapsed_slice_dims, *batched)]
-    own = iter([inputs[0][at] if sizes[at] == shape[at] else ((sizes[at], None),) for at in kept])
-    of_indices = iter(inputs[1][:-1])
-    return tuple(next(own if at in numbers.offset_dims else of_indices) for at in range(len(sized[0])))
+    windows = iter([inputs[0][at] if sizes[at] == shape[at] else ((sizes[at], None),) for at in kept])
+    others = iter(of_indices[:-1])
+    return tuple(next(windows if at in numbers.offset_dims else others) for at in range(len(sized)))
 
 
 def _scattered(equation: Any, inputs: Sequence[Rows], sized: Sequence[Rows]) -> Rows | None:

@@ -1,7 +1,7 @@
 """Parts of a program that compute on rows of their own: stacks, grouped experts, `shard_map`."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import haliax as hax
@@ -22,7 +22,7 @@ from ._stacks import PlacedBlock, StackCall, leaves_with_paths, prefix_of
 from ._traced import arrays_of, trace, with_arrays
 from ._units import Flow, Rows, Units, agreed, known_rows, of_input
 from ._values import UnsupportedLeafError, Value, paths_of, plain_rows
-from ._weights import Applied, Leaf, Tangent, leaves_of, tangent_of
+from ._weights import Applied, Leaf, Tangent, bind, leaves_of, tangent_of
 
 
 class _Program(Protocol):
@@ -41,9 +41,11 @@ class _Program(Protocol):
         data: Sequence[int] = (),
         *,
         consts: Sequence[Any] | None = None,
-        rows: Sequence[Rows] = (),
-        carried: int = 0,
+        rows: Mapping[int, Rows] | None = None,
+        carried: Sequence[Rows] = (),
     ) -> list[Any]: ...
+
+    def settled(self, value: Value) -> Value | None: ...
 
     def check_rows(self, equation: Any, rows: Rows, leaves: Sequence[Leaf]) -> None: ...
 
@@ -90,14 +92,18 @@ def is_scored(equation: Any, operands: Sequence[Value]) -> bool:
 def scored_stack(program: _Program, equation: Any, twin: Any, operands: list[Value]) -> list[Any]:
     """The results of a call of a stack, with deposits in its layers."""
     call = equation.params["call"]
-    of_stack = call.sizes[0]
-    if others := [value for value in operands[of_stack:] if value.node is not None]:
+    of_stack, of_init, _ = call.sizes
+    operands = [
+        value if at < of_stack or value.node is None else program.settled(value) or value
+        for at, value in enumerate(operands)
+    ]
+    if carried := [value for value in operands[of_stack : of_stack + of_init] if value.node is not None]:
         raise UnsupportedLeafError(
-            f"{paths_of(others)} is an argument of a stack whose own arrays are scored. Use "
-            'granularity="block" or "total", or give it no direction. Or make it an array of the layers, or '
-            "apply it before or after the stack."
+            f"{paths_of(carried)} is what a stack begins with, without an axis of examples. Give each "
+            "example its own: jnp.broadcast_to(x, (len(tokens), *x.shape)), or x.broadcast_axis(Batch)."
         )
-    carry = _check_given(program, call, twin, operands)
+    shared = {at + of_stack: leaf for at, leaf in _handed_on(operands[of_stack:]).items()}
+    rows = _check_given(program, call, twin, operands)
     arrays = [value.array for value in operands]
     stack, *_ = with_arrays(call.given, arrays)
     directions, probes, names = {}, {}, {}
@@ -113,23 +119,23 @@ def scored_stack(program: _Program, equation: Any, twin: Any, operands: list[Val
         place: {path.removeprefix(prefix_of(stack, place)): name for path, name in names.items()}
         for place in call.layers
     }
-    layer = _scored_layer(program, call, others, call.captured(arrays), carry, by_place)
+    layer = _ScoredLayer(program, call, others, arrays, rows, shared, by_place)
     return call.evaluate(arrays, layer, directions, probes)
 
 
-def _check_given(program: _Program, call: StackCall, twin: Any, operands: Sequence[Value]) -> Sequence[Rows]:
+def _check_given(program: _Program, call: StackCall, twin: Any, operands: Sequence[Value]) -> dict[int, Rows]:
     """Whether the rows of what a stack is given are those that the sizes tell, as its layers take them.
 
     Returns:
-        The rows of the carry of which the sizes do not tell them; empty for others.
+        By operand the rows of which the sizes do not tell all.
     """
-    of_stack, of_init, _ = call.sizes
     larger = twin.invars if twin is not None and program.units.sizes else ()
-    found: list[Rows] = []
-    for value, var in zip(operands, larger, strict=False):  # without the second trace no weight meets data
+    found: dict[int, Rows] = {}
+    for at, (value, var) in enumerate(zip(operands, larger, strict=False)):  # else no weight meets data
         sized = of_input(jnp.shape(value.array), var.aval.shape, program.units)
         known = known_rows(sized, value.rows)
-        found.append(known if known != sized else ())
+        if known != sized:
+            found[at] = known
         if value.node is None and jnp.issubdtype(value.array.dtype, jnp.inexact):
             if any(dim and agreed(dim, own) is None for own, dim in zip(value.rows, sized, strict=True)):
                 raise UnsupportedLeafError(
@@ -137,14 +143,26 @@ def _check_given(program: _Program, call: StackCall, twin: Any, operands: Sequen
                     "of it are of which example. Keep the axis of examples apart, or use "
                     'granularity="block" or "total".'
                 )
-    return found[of_stack : of_stack + of_init]
+    return found
 
 
 def _check_by_layer(stack: Any, array: Any, value: Value, leaf: Leaf) -> None:
     """Whether each layer of an array that a stack is given depends on no other layer of the weight."""
     size, is_stacked = leaf.probe.shape[0], not isinstance(stack, BlockSeq)
     shared = is_named(array) and all(axis.name != stack.Block.name for axis in array.axes)
-    by_layer = ((size, 0),)
+    is_known = shared or size == 1 or not is_stacked
+    found = Flow((((size, 0),),)) if is_known else _by_layer(value.node, size)
+    has_others = is_stacked and not shared and raw_array(array).shape[0] != size
+    if leaf.in_stack != is_stacked or has_others or not _is_by_layer(found, size):
+        raise UnsupportedLeafError(
+            f"{leaf.path} is combined across the layers of a stack before the stack is folded"
+            f"{found.mixed and ', in '}{found.mixed}, so that its layers have no scores of their own. Do "
+            'this layer by layer, or use granularity="block" or "total".'
+        )
+
+
+def _by_layer(node: Any, size: int) -> Flow:
+    """Which dimension of a value that depends on a weight of a stack holds its layers."""
     known: dict[int, Flow] = {}
 
     def flow(operand: Any) -> Flow:
@@ -155,57 +173,108 @@ def _check_by_layer(stack: Any, array: Any, value: Value, leaf: Leaf) -> None:
                 known[id(operand)] = found[operand.index]
             else:
                 rows = plain_rows(operand.array if isinstance(operand, Leaf) else operand)
-                rows = (by_layer, *rows[1:]) if rows[:1] == (((size, None),),) else rows
+                rows = (((size, 0),), *rows[1:]) if rows[:1] == (((size, None),),) else rows
                 known[id(operand)] = Flow(rows, isinstance(operand, Leaf))
         return known[id(operand)]
 
-    found = Flow((by_layer,)) if shared or size == 1 or not is_stacked else flow(value.node)
-    has_others = is_stacked and not shared and raw_array(array).shape[0] != size
-    if leaf.in_stack != is_stacked or has_others or found.mixed or found.rows[:1] != (by_layer,):
-        raise UnsupportedLeafError(
-            f"{leaf.path} is combined across the layers of a stack before the stack is folded"
-            f"{found.mixed and ', in '}{found.mixed}, so that its layers have no scores of their own. Do "
-            'this layer by layer, or use granularity="block" or "total".'
-        )
+    return flow(node)
 
 
-def _scored_layer(
-    program: _Program,
-    call: StackCall,
-    others: Any,
-    captured: dict[Any, list[Any]],
-    carry_rows: Sequence[Rows],
-    names: dict[Any, dict[str, str]],
-) -> Callable[..., Any]:
-    """The layer that a call traced, of a `PlacedBlock`, with deposits where its weights meet data."""
+def _is_by_layer(flow: Flow, size: int) -> bool:
+    return not flow.mixed and flow.rows[:1] == (((size, 0),),)
 
-    def layer(one: PlacedBlock, carry: Any, /, *args: Any, **kwargs: Any) -> Any:
-        traced, other = call.layers[one.place], others and others[one.place].jaxpr
-        paths = [path for path, _ in leaves_with_paths(one.block)]
+
+def taken_layers(equation: Any, operands: Sequence[Value], arrays: Sequence[Any]) -> list[Leaf] | None:
+    """The weights that some layers of an array of a stack are; None where the equation takes none."""
+    params, node = equation.params, operands[0].node
+    if node is None or equation.primitive.name not in _TAKING:
+        return None
+    first, *more = leaves_of([node])
+    size = len(first.probe)
+    if more or not first.in_stack or first.is_shared or not _is_by_layer(_by_layer(node, size), size):
+        return None
+    is_single = 0 in (params.get("axis"), *params.get("dimensions", ()))
+    if is_single:
+        probes = list(first.probe)
+    elif equation.primitive.name == "slice":
+        strides = params["strides"] or (1,)
+        probes = [first.probe[params["start_indices"][0] : params["limit_indices"][0] : strides[0]]]
+    else:
+        return None
+    along = bind(equation, [jax.lax.stop_gradient(tangent_of(node, first))])
+    return [
+        Leaf(first.path, array, direction, probe, in_stack=not is_single)
+        for array, direction, probe in zip(arrays, along, probes, strict=True)
+    ]
+
+
+_TAKING = ("slice", "squeeze", "unstack")
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _ScoredLayer:
+    """The layer that a call traced, of a `PlacedBlock`, with deposits where weights meet data.
+
+    Attributes:
+        program: with the call.
+        call: see there.
+        others: the layers of the second trace.
+        operands: of the call.
+        rows: of operands, where the sizes do not tell them.
+        shared: those that are scored, and that all layers share.
+        names: by place and path in the layer, what users see.
+    """
+
+    program: _Program
+    call: StackCall
+    others: Any
+    operands: Sequence[Any]
+    rows: dict[int, Rows]
+    shared: dict[int, Leaf]
+    names: dict[Any, dict[str, str]]
+
+    def __call__(self, one: PlacedBlock, carry: Any, /, *args: Any, **kwargs: Any) -> Any:
+        traced, other = self.call.layers[one.place], self.others and self.others[one.place].jaxpr
+        paths, names = [path for path, _ in leaves_with_paths(one.block)], self.names[one.place]
         if missing := sorted(set(one.direction) - set(paths)):
             raise UnsupportedLeafError(
-                f"{names[one.place][missing[0]]} is declared unsliced, so its layers read the whole stack "
+                f"{names[missing[0]]} is declared unsliced, so its layers read the whole stack "
                 'of it. Give it no direction, or use granularity="block" or "total".'
             )
         inputs = arrays_of((one.block, carry, args, kwargs))
         leaves = {
-            at: Leaf(names[one.place][path], inputs[at], raw_array(one.direction[path]), one.probes[path])
+            at: Leaf(names[path], inputs[at], raw_array(one.direction[path]), one.probes[path])
             for at, path in enumerate(paths)
             if path in one.direction
         }
-        own = program.of(traced.jaxpr, other, program.units, traced.notes)
-        known = carry_rows if traced.of_carry == len(carry_rows) else []
-        found = own.evaluate(
-            inputs,
-            leaves,
-            range(len(paths), len(inputs)),
-            consts=captured[one.place],
-            rows=[*[()] * traced.of_block, *known],
-            carried=len(known),
-        )
+        consts = self.call.captured(self.operands)[one.place]
+        rows = self._take_shared([*consts, *inputs], one.place, leaves)
+        own = self.program.of(traced.jaxpr, other, self.program.units, traced.notes)
+        known = [rows.get(traced.of_block + at, ()) for at in range(traced.of_carry)]
+        data = range(len(paths), len(inputs))
+        found = own.evaluate(inputs, leaves, data, consts=consts, rows=rows, carried=known)
         return traced.rebuild(found)
 
-    return layer
+    def _take_shared(self, arrays: Sequence[Any], place: Any, leaves: dict[int, Leaf]) -> dict[int, Rows]:
+        """The rows of a layer's inputs, by their numbers; scored ones that layers share go to `leaves`."""
+        numbers, found = self.call.operands_of(place), {}
+        left = {at: leaf for at, leaf in self.shared.items() if at < sum(self.call.sizes)}
+        of_consts = len(self.call.layers[place].jaxpr.consts)
+        for at, (array, number) in enumerate(zip(arrays, numbers, strict=True), -of_consts):
+            if number is None or jnp.ndim(array) != jnp.ndim(self.operands[number]):
+                continue
+            left.pop(number, None)
+            if number in self.rows:
+                found[at] = self.rows[number]
+            if number in self.shared:
+                leaves[at] = dataclasses.replace(self.shared[number], array=array)
+        if left:
+            raise UnsupportedLeafError(
+                f"{', '.join(leaf.path for leaf in left.values())} is an argument of a stack, each of whose "
+                "layers takes a part of it. Mark it stacked_remat.shared(array) if each takes all of it, or "
+                'make it an array of the layers, or use granularity="block" or "total".'
+            )
+        return found
 
 
 def scored_experts(program: _Program, call: ExpertsCall, equation: Any, operands: list[Value]) -> Any:
@@ -289,7 +358,8 @@ def scored_per_device(program: _Program, equation: Any, twin: Any, operands: lis
             at: Leaf(leaf.path, arrays[at], along, probe)
             for (at, leaf), along, probe in zip(leaves.items(), directions, probes, strict=True)
         }
-        return local.evaluate(arrays, given, [at for at in data if operands[at].depends], rows=given_rows)
+        of_data = [at for at in data if operands[at].depends]
+        return local.evaluate(arrays, given, of_data, rows=dict(enumerate(given_rows)))
 
     probes = [leaf.probe.reshape(program.units.sizes or (1,)) for leaf in leaves.values()]
     run = jax.shard_map(

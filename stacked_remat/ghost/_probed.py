@@ -87,19 +87,19 @@ class Scoring:
         """What the loss function returns, with a deposit wherever a scored array meets data."""
         notes = Notes(call_in_one_equation)
         closed, other, inputs, rebuild = self._traced(model, per_example_loss, batch, notes)
-        paths = [path for path, _ in leaves_with_paths(self.model)]
-        shown = shown_paths(self.model)
+        arrays = dict(leaves_with_paths(self.model))
+        paths, shown = list(arrays), shown_paths(self.model)
         is_scaled, leaves = has_small_range(closed.jaxpr), {}
         for at, path in enumerate(paths):
             if path in self.direction:
-                along, probe = raw_array(self.direction[path]), probes[path]
-                name, in_stack = shown[path] or "the model", probe.ndim > len(self.axes)
+                along, probe, Layers = raw_array(self.direction[path]), probes[path], layers_of(self.model, path)
                 pair = _scaled(along, probe) if is_scaled else (along, probe)
-                leaves[at] = Leaf(name, inputs[at], *pair, in_stack=in_stack)
+                is_shared = is_named(arrays[path]) and Layers not in arrays[path].axes
+                leaves[at] = Leaf(shown[path] or "the model", inputs[at], *pair, Layers is not None, is_shared)
         program = Program(closed, other, self.units, notes)
         # The losses are the first result; a penalty beside them passes through no example's rows.
         data = range(len(paths), len(inputs))
-        rows = _rows_of_inputs(closed, other, self.units, len(paths)) if other else ()
+        rows = dict(enumerate(_rows_of_inputs(closed, other, self.units, len(paths)))) if other else {}
         found = program.evaluate(inputs, leaves, data, checked=1, rows=rows, adds_up=self.adds_up)
         if other is not None and self.losses_of != "row":
             self._check_apart(closed, other, leaves)

@@ -16,7 +16,8 @@ from jax.extend.source_info_util import summarize
 from .._activity import active_variables, is_differentiable
 from .._compat import raises_error
 from .._noted import is_noted
-from ._keeping import KEEPING
+from ._keeping import KEEPING, gathered, part_of
+from ._numbers import numbers_of, own_rows
 from ._per_device import Division, is_across
 from ._rules import RULES, after_rule, has_rule
 from ._stacks import stack_p
@@ -70,8 +71,10 @@ def of_outputs(equation: Any, twin: Any, inputs: Sequence[Flow], units: Units) -
             own if flow.is_followed else _in_order(own, atom, larger, units)
             for flow, own, atom, larger in zip(inputs, rows, equation.invars, twin.invars, strict=True)
         ]
-    rows = _rows_of_outputs(equation, twin, rows, units)
-    return _after(equation, inputs, rows, units)
+    rows = _rows_of_outputs(equation, twin, rows, units, inputs)
+    numbers = numbers_of(equation, [flow.numbers for flow in inputs])
+    found = _after(equation, inputs, rows, units)
+    return [found[0]._replace(numbers=numbers), *found[1:]] if numbers else found
 
 
 def _in_order(rows: Rows, atom: Any, larger: Any, units: Units) -> Rows:
@@ -80,7 +83,9 @@ def _in_order(rows: Rows, atom: Any, larger: Any, units: Units) -> Rows:
     return tuple(own if dim is None else dim for dim, own in zip(rows, sized, strict=True))
 
 
-def _rows_of_outputs(equation: Any, twin: Any, inputs: Sequence[Rows], units: Units) -> list[Rows]:
+def _rows_of_outputs(
+    equation: Any, twin: Any, inputs: Sequence[Rows], units: Units, flows: Sequence[Flow]
+) -> list[Rows]:
     shapes = [var.aval.shape for var in equation.outvars]
     pairs = [*zip(shapes, (var.aval.shape for var in twin.outvars), strict=True)]
     sized = [of_input(*pair, units) for pair in pairs]
@@ -97,6 +102,8 @@ def _rows_of_outputs(equation: Any, twin: Any, inputs: Sequence[Rows], units: Un
         return [unknown(*pair) for pair in pairs]
     if name in _OF_SEVERAL:
         return _OF_SEVERAL[name](equation, inputs)
+    if name == "gather" and (own := own_rows(equation, flows[1].numbers, inputs)):
+        return [gathered(equation, inputs, sized[0], own) or unknown(*pairs[0])]
     if name in KEEPING:
         found = [KEEPING[name](equation, inputs, [rows]) for rows in sized]
         if None not in found:
@@ -222,7 +229,7 @@ def _scanned(equation: Any, twin: Any, inputs: Sequence[Flow], units: Units) -> 
     of_followed = active_variables(inner, [var for var, flow in given if flow.is_followed], counts)
 
     def body(carry: list[Flow]) -> list[Flow]:
-        rows = [flow._replace(rows=flow.rows[1:]) for flow in xs]
+        rows = [flow._replace(rows=flow.rows[1:], numbers=()) for flow in xs]
         found = of_body(inner, twin.params["jaxpr"], [*inputs[:consts], *carry, *rows], units)
         for at, atom in enumerate(inner.outvars[:carried]):  # what examples before leave to those after
             if is_over_examples and not isinstance(atom, Literal) and atom in of_followed:
@@ -238,7 +245,7 @@ def _scanned(equation: Any, twin: Any, inputs: Sequence[Flow], units: Units) -> 
 def _put(equation: Any, flow: Flow, rows: Rows, had_examples: bool = False) -> Flow:
     """What is known of a value where it has these rows; `had_examples` where those of `flow` do not tell."""
     is_lost = flow.is_followed and (had_examples or has_examples(flow.rows)) and not are_apart(rows)
-    return flow._replace(rows=rows, mixed=flow.mixed or (where(equation) if is_lost else ""))
+    return flow._replace(rows=rows, numbers=(), mixed=flow.mixed or (where(equation) if is_lost else ""))
 
 
 def _of_other_turns(body: Any, consts: int, carried: int) -> list[bool]:
@@ -316,12 +323,18 @@ def _of_stack(equation: Any, twin: Any, inputs: Sequence[Flow], units: Units) ->
         before, outputs = list(carry), []
         for place, layer in call.layers.items():
             own, larger = layer.jaxpr.jaxpr, others[place].jaxpr.jaxpr
-            of_carry = carry if layer.of_carry == of_init else [_joined(carry)] * layer.of_carry
-            left = len(own.invars) - layer.of_block - layer.of_carry
-            known = [*[weights] * layer.of_block, *of_carry, *[arguments] * left]
-            known = [*[arguments] * len(own.constvars), *known]
+            operands = [*inputs[:of_stack], *carry, *inputs[of_stack + of_init :]]
+            unknown = [arguments] * len(own.constvars) + [weights] * layer.of_block
+            unknown += [_joined(carry)] * layer.of_carry
+            unknown += [arguments] * (len(own.constvars) + len(own.invars) - len(unknown))
+            known = [
+                other if number is None else operands[number]
+                for number, other in zip(call.operands_of(place), unknown, strict=True)
+            ]
             given = [
-                flow._replace(rows=known_rows(of_input(var.aval.shape, grown.aval.shape, units), flow.rows))
+                flow._replace(
+                    rows=known_rows(of_input(var.aval.shape, grown.aval.shape, units), flow.rows), numbers=()
+                )
                 for flow, var, grown in zip(
                     known, [*own.constvars, *own.invars], [*larger.constvars, *larger.invars], strict=True
                 )
@@ -366,10 +379,12 @@ def _identical(equation: Any, inputs: Sequence[Rows]) -> list[Rows]:
 
 def _split(equation: Any, inputs: Sequence[Rows]) -> list[Rows]:
     at, rows = equation.params["axis"], inputs[0]
-    return [
-        (*rows[:at], None if at in unit_dims(rows) else ((size, None),), *rows[at + 1 :])
-        for size in equation.params["sizes"]
-    ]
+    found, start = [], 0
+    for size in equation.params["sizes"]:
+        part = part_of(rows[at], start, size) if at in unit_dims(rows) else ((size, None),)
+        found.append((*rows[:at], part, *rows[at + 1 :]))
+        start += size
+    return found
 
 
 def _unstacked(equation: Any, inputs: Sequence[Rows]) -> list[Rows]:

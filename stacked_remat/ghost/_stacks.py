@@ -82,6 +82,22 @@ class StackCall:
         left = iter(operands[sum(self.sizes) :])
         return {place: [next(left) for _ in layer.jaxpr.consts] for place, layer in self.layers.items()}
 
+    def operands_of(self, place: Any) -> list[int | None]:
+        """For each constant and each input of the layer at a place, the operand that it is or is a part of.
+
+        None for the layer's own arrays, and where it can't be told.
+        """
+        layer, (of_stack, of_init, of_args) = self.layers[place], self.sizes
+        first, left = of_stack + of_init, len(layer.jaxpr.in_avals) - layer.of_block - layer.of_carry
+        before = list(self.layers).index(place)
+        start = first + of_args + sum(len(one.jaxpr.consts) for one in [*self.layers.values()][:before])
+        return [
+            *range(start, start + len(layer.jaxpr.consts)),
+            *[None] * layer.of_block,
+            *(range(of_stack, first) if layer.of_carry == of_init else [None] * layer.of_carry),
+            *(range(first, first + of_args) if left == of_args else [None] * left),
+        ]
+
     def evaluate(
         self,
         operands: Sequence[Any],

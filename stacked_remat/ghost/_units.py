@@ -17,6 +17,11 @@ Rows: TypeAlias = tuple[Dimension, ...]
 """One entry for each dimension of an array."""
 
 
+Numbers: TypeAlias = tuple[tuple[int | None, int], ...]
+"""Pairs of a column and a dimension: the entries of this column along the last dimension, or all if it is
+None, are 0, 1, 2, ... along the dimension. Of an array that is False, `(None, -1)`."""
+
+
 class Flow(NamedTuple):
     """What is known of a value.
 
@@ -24,11 +29,13 @@ class Flow(NamedTuple):
         rows: which of its dimensions hold examples.
         is_followed: whether it depends on a scored weight; between examples it then must not mix.
         mixed: where examples were mixed, or may have been, on the way from such weights; empty if nowhere.
+        numbers: which of its rows it numbers; see `_numbers`.
     """
 
     rows: Rows
     is_followed: bool = False
     mixed: str = ""
+    numbers: Numbers = ()
 
 
 class Units(NamedTuple):

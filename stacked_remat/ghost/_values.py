@@ -6,7 +6,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from ._units import Flow, Rows
+from ._units import Flow, Numbers, Rows
 from ._weights import Node, leaves_of
 
 
@@ -23,17 +23,19 @@ class Value:
         rows: which of its dimensions hold examples.
         node: how it depends on weights, where it depends on them and not on data.
         depends: whether it depends on data, with or without a dimension of examples.
+        numbers: which of its rows it numbers; see `_numbers`.
     """
 
     array: Any
     rows: Rows = ()
     node: Node | None = None
     depends: bool = False
+    numbers: Numbers = ()
 
     @property
     def flow(self) -> Flow:
         """What is known of it."""
-        return Flow(self.rows)
+        return Flow(self.rows, numbers=self.numbers)
 
     @property
     def operand(self) -> Any:

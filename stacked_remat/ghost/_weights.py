@@ -19,7 +19,8 @@ class Leaf:
         array: its value.
         direction: of the same shape.
         probe: zeros with a number for each unit; its cotangent is the score.
-        in_stack: whether it holds several layers, and the probe has numbers for each.
+        in_stack: whether it is of several layers, and the probe has numbers for each.
+        is_shared: whether each of them has all of it.
     """
 
     path: str
@@ -27,6 +28,7 @@ class Leaf:
     direction: Any
     probe: Any
     in_stack: bool = False
+    is_shared: bool = False
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -1,0 +1,77 @@
+"""Integers that number their own rows, such as `jnp.arange(batch)`, and what they choose by index."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from jax.extend.core import Literal
+
+from ._units import Numbers, Rows, agreed, has_units
+
+_FALSE: Numbers = ((None, -1),)
+_KEEPING = ("convert_element_type", "copy", "stop_gradient", "reshard", "sharding_constraint")
+
+
+def numbers_of(equation: Any, operands: Sequence[Numbers]) -> Numbers:
+    """What the first result of an equation numbers, from what its operands do."""
+    name, params = equation.primitive.name, equation.params
+    if name == "iota":
+        return ((None, params["dimension"]),)
+    if not any(operands):
+        return ()
+    if name in _KEEPING:
+        dtype, shape = equation.outvars[0].aval.dtype, equation.outvars[0].aval.shape
+        has_room = jnp.issubdtype(dtype, jnp.integer) and max(shape) <= jnp.iinfo(dtype).max
+        return operands[0] if has_room else ()
+    if name == "lt":
+        zero = equation.invars[1]
+        is_below = isinstance(zero, Literal) and zero.val == 0 and operands[0] != _FALSE
+        return _FALSE if is_below and [column for column, _ in operands[0]] == [None] else ()
+    if name == "select_n":
+        return operands[1] if operands[0] == _FALSE else ()
+    if name == "broadcast_in_dim":
+        return _broadcast(equation, operands[0])
+    if name == "concatenate":
+        return _joined(equation, operands)
+    return ()
+
+
+def _broadcast(equation: Any, own: Numbers) -> Numbers:
+    before, after = equation.invars[0].aval.shape, equation.params["shape"]
+    places = equation.params["broadcast_dimensions"]
+    if own == _FALSE:
+        return own
+    return tuple(
+        (column, places[dim]) for column, dim in own if column is None and before[dim] == after[places[dim]]
+    )
+
+
+def _joined(equation: Any, operands: Sequence[Numbers]) -> Numbers:
+    """Columns that are put beside each other."""
+    last = len(equation.outvars[0].aval.shape) - 1
+    if equation.params["dimension"] != last:
+        return ()
+    found, first = [], 0
+    for var, own in zip(equation.invars, operands, strict=True):
+        size = var.aval.shape[last]
+        counted = [dim for column, dim in own if column is None and 0 <= dim < last]
+        found += [(first + at, dim) for dim in counted for at in range(size)]
+        first += size
+    return tuple(found)
+
+
+def own_rows(equation: Any, numbers: Numbers, inputs: Sequence[Rows]) -> list[tuple[int, int]]:
+    """The dimensions of a gather's operand of which each row of the indices takes its own row.
+
+    Returns:
+        Pairs of such a dimension and the one of the indices that numbers it.
+    """
+    dims, sizes = equation.params["dimension_numbers"], equation.params["slice_sizes"]
+    by_column, (operand, indices) = dict(numbers), inputs[:2]
+    found = []
+    for column, at in enumerate(dims.start_index_map):
+        of_index = by_column.get(column)
+        if of_index is not None and sizes[at] == 1 and at in dims.collapsed_slice_dims:
+            if has_units((operand[at],)) and agreed(operand[at], indices[of_index]):
+                found.append((at, of_index))
+    return found

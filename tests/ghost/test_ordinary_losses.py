@@ -1,0 +1,231 @@
+"""What ordinary losses do: freeze, take layers, choose by index, compare pairs."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from haliax import Axis
+
+from stacked_remat import BlockSeq, Stacked, ghost, shared
+
+Layers, BATCH, LENGTH = Axis("layers", 2), 4, 5
+
+
+class Block(eqx.Module):
+    up: jax.Array
+    down: jax.Array
+
+    def __call__(self, x, bias=None):
+        if bias is not None:  # attention over the second dimension
+            x = x + jax.nn.softmax(x @ x.swapaxes(1, 2) + bias, -1) @ x
+        return x + jnp.tanh(x @ self.up) @ self.down
+
+
+class Model(eqx.Module):
+    layers: Stacked | BlockSeq
+    head: jax.Array
+    table: jax.Array
+    queries: jax.Array
+
+    @staticmethod
+    def init():
+        keys = jax.random.split(jax.random.key(0), 5)
+        up, down = (jax.random.normal(key, (2, 3, 3)) / 2 for key in keys[:2])
+        shapes = zip(keys[2:], ((3, 7), (9,), (5, 3)), strict=True)
+        others = (jax.random.normal(key, shape) for key, shape in shapes)
+        return Model(Stacked(Block(up, down), Layers), *others)
+
+
+def data():
+    keys = jax.random.split(jax.random.key(1), 6)
+    return {
+        "x": jax.random.normal(keys[0], (BATCH, LENGTH, 3)),
+        "other": jax.random.normal(keys[1], (BATCH, LENGTH, 3)),
+        "y": jax.random.randint(keys[2], (BATCH,), 0, 7),
+        "tokens": jax.random.randint(keys[3], (BATCH, LENGTH), 0, 7),
+        "lengths": jax.random.randint(keys[4], (BATCH,), 1, LENGTH),
+        "reference": jax.random.normal(keys[5], (BATCH,)),
+    }
+
+
+def logits(model, x, fold=lambda layers, x: layers.fold(x)):
+    return jax.nn.log_softmax(fold(model.layers, x) @ model.head)
+
+
+def cross_entropy(model, batch, **options):
+    found = logits(model, batch["x"], **options)
+    return -jnp.mean(jnp.take_along_axis(found, batch["tokens"][..., None], -1)[..., 0], 1)
+
+
+FROZEN = Model.init()
+
+
+def frozen(model, batch, change=lambda layers: layers):
+    """All but the layers are those of a model outside of the loss, as `equinox.partition` leaves them."""
+    of_layers = eqx.tree_at(lambda model: model.layers, jax.tree.map(lambda _: False, model), replace=True)
+    trained, _ = eqx.partition(model, of_layers)
+    _, rest = eqx.partition(FROZEN, of_layers)
+    return cross_entropy(eqx.combine(trained, rest), batch)
+
+
+def looped(layers, x):
+    for block in layers:
+        x = eqx.filter_checkpoint(block)(x)
+    return x
+
+
+def by_index(layers, x):
+    for at in range(2):
+        x = jax.tree.map(lambda w, at=at: (0.5 * w)[at], layers.stacked)(x)
+    return layers[-1](x)
+
+
+def unrolled(layers, x):
+    for up, down in zip(layers.stacked.up, layers.stacked.down, strict=True):
+        x = Block(up, down)(x)
+    return layers[1:].fold(x)
+
+
+def label(model, batch, rows=lambda size: jnp.arange(size)):
+    found = logits(model, batch["x"]).mean(1)
+    return -found[rows(len(found)), batch["y"]]
+
+
+def tokens(model, batch, rows=lambda size: jnp.arange(size)):
+    found = logits(model, batch["x"])
+    places = jnp.arange(found.shape[1])[None]
+    return -jnp.mean(found[rows(len(found))[:, None], places, batch["tokens"]], 1)
+
+
+def last(model, batch, rows=lambda size: jnp.arange(size)):
+    hidden = model.layers.fold(batch["x"])
+    return jnp.sum(jnp.tanh(hidden[rows(len(hidden)), batch["lengths"] - 1] @ model.head), 1)
+
+
+def preferred(model, batch, split=lambda found: jnp.split(found, 2)):
+    """DPO: the log-probabilities of chosen and rejected texts in one batch."""
+    both = jnp.concatenate([batch["x"], batch["other"]])
+    found = logits(model, both)
+    labels = jnp.concatenate([batch["tokens"], batch["tokens"][:, ::-1]])
+    each = jnp.sum(jnp.take_along_axis(found, labels[..., None], -1)[..., 0], 1)
+    chosen, rejected = split(each)
+    return -jax.nn.log_sigmoid(0.1 * (chosen - rejected - batch["reference"]))
+
+
+def halves(found):
+    size = len(found) // 2
+    return found[:size], found[size:]
+
+
+def biased(model, batch, fold=lambda layers, x, bias: layers.fold(x, bias), share=shared):
+    """T5: one bias by distance for all layers."""
+    places = jnp.arange(batch["x"].shape[1])
+    bias = model.table[places[:, None] - places[None] + 4][None]
+    return cross_entropy(model, batch, fold=lambda layers, x: fold(layers, x, share(bias)))
+
+
+def closed_over(layers, x, bias):
+    return layers.fold_via(lambda block, x: block(x, bias.value))(x)
+
+
+def queried(model, batch, queries=lambda queries, size: jnp.broadcast_to(queries, (size, *queries.shape))):
+    def layer(block, q, x):
+        return block(q + jax.nn.softmax(q @ x.swapaxes(1, 2), -1) @ x)
+
+    own = queries(model.queries, len(batch["x"]))
+    return jnp.sum(model.layers.fold_via(layer)(own, shared(batch["x"])) @ model.head, (1, 2))
+
+
+SCORED = {
+    "partition and combine": frozen,
+    "loop over layers": lambda m, b: cross_entropy(m, b, fold=looped),
+    "layers by index": lambda m, b: cross_entropy(m, b, fold=by_index),
+    "layers of an array": lambda m, b: cross_entropy(m, b, fold=unrolled),
+    "label by index": label,
+    "tokens by index": tokens,
+    "last token": last,
+    "pairs, split": preferred,
+    "pairs, sliced": lambda m, b: preferred(m, b, halves),
+    "pairs, reshaped": lambda m, b: preferred(m, b, lambda found: found.reshape(2, -1)),
+    "bias for all layers": biased,
+    "bias closed over": lambda m, b: biased(m, b, closed_over),
+    "queries": queried,
+}
+
+
+@pytest.mark.usefixtures("standard_promotion")
+@pytest.mark.parametrize("size", [BATCH, 1])
+def test_ordinary_losses_are_scored_exactly(size):
+    model, batch = Model.init(), jax.tree.map(lambda array: array[:size], data())
+    direction = jax.tree.map(jnp.cos, model)
+
+    @jax.jit
+    def both(model, batch):
+        found, expected = {}, {}
+        for name, losses in SCORED.items():
+            found[name] = ghost.grad_dot(model, losses, batch, direction=direction, check=True)[1].scores
+            gradients = jax.jacrev(lambda model, fn=losses: fn(model, batch))(model)
+            expected[name] = jax.tree.map(lambda g, v: g * v, gradients, direction)
+        return found, expected
+
+    for name, found, expected in zip(SCORED, *(d.values() for d in both(model, batch)), strict=True):
+        of_stack = {f"layers.*.{key}": getattr(expected.layers.stacked, key) for key in ("up", "down")}
+        others = {key: getattr(expected, key) for key in ("head", "table", "queries")}
+        for path, each in (of_stack | others).items():
+            wanted = (
+                each.reshape(size, 2, -1).sum(-1).T if path in of_stack else each.reshape(size, -1).sum(-1)
+            )
+            error = np.abs(found[path].array - wanted).max()
+            assert error <= 1e-5 * np.abs(wanted).max() + 1e-8, (name, path)
+
+
+def shifted(size):
+    return (jnp.arange(size) + 1) % size
+
+
+def mixed_up(model, batch):
+    order = jnp.argsort(batch["y"])
+    return cross_entropy(model, {**batch, "x": 0.7 * batch["x"] + 0.3 * batch["x"][order]})
+
+
+def reversed_halves(found):
+    chosen, rejected = halves(found)
+    return chosen, rejected[::-1]
+
+
+def shifted_halves(found):
+    size = len(found) // 2
+    return found[1 : size + 1], found[size:]
+
+
+def summed_layers(layers, x):
+    return x @ layers.stacked.up.sum(0)
+
+
+def part_of_first(layers, x):
+    return jnp.tanh(x) * layers.stacked.up[0:1, 0]
+
+
+MIXED = {
+    "label of another": lambda m, b: label(m, b, shifted),
+    "label by order": lambda m, b: label(m, b, lambda size: jnp.argsort(b["y"])),
+    "label from the end": lambda m, b: label(m, b, lambda size: size - 1 - jnp.arange(size)),
+    "tokens of another": lambda m, b: tokens(m, b, shifted),
+    "last token of another": lambda m, b: last(m, b, shifted),
+    "mixup": mixed_up,
+    "pairs with others": lambda m, b: preferred(m, b, reversed_halves),
+    "pairs that are shifted": lambda m, b: preferred(m, b, shifted_halves),
+    "pairs side by side": lambda m, b: preferred(m, b, lambda found: found.reshape(-1, 2).T),
+    "layers mixed": lambda m, b: cross_entropy(m, b, fold=summed_layers),
+    "a part of layers": lambda m, b: cross_entropy(m, b, fold=part_of_first),
+}
+
+
+@pytest.mark.usefixtures("standard_promotion")
+def test_losses_like_these_that_mix_examples_are_refused():
+    model, batch = Model.init(), data()
+    for name, losses in MIXED.items():
+        with pytest.raises(ghost.UnsupportedLeafError):
+            jax.eval_shape(lambda m, fn=losses: ghost.grad_dot(m, fn, batch, direction=m)[1], model)
+            pytest.fail(name)

@@ -13,6 +13,7 @@ from ..ops.cross_entropy import CrossEntropyCall
 from ..ops.grouped_experts import ExpertsCall
 from ._deposit import deposit
 from ._parts import (
+    as_layers,
     check_apart,
     is_of_head,
     is_scored,
@@ -157,7 +158,7 @@ class Program:
             return self._checkpointed(equation, twin, operands)
         if not weighted:
             return self._results(equation, twin, operands, bind(equation, [v.array for v in operands]))
-        if evaluates_stack(equation):
+        if evaluates_stack(equation) or (name == "scan" and any(map(as_layers, operands))):
             return self._looped(equation, twin, operands)
         met = [value for value in operands if value.node is None and self._is_data(value)]
         if not met:
@@ -258,7 +259,7 @@ class Program:
         return [dataclasses.replace(value, array=array) for value, array in zip(kept, found, strict=True)]
 
     def _looped(self, equation: Any, twin: Any, operands: list[Value]) -> list[Value]:
-        """A `jax.lax.scan` around the same function with the deposits in the stacks that it calls."""
+        """A `jax.lax.scan` around the same function with its deposits, in stacks or in layers."""
         params, length = equation.params, equation.params.get("length")
         error = UnsupportedLeafError(
             f"{paths_of(operands)} is folded within `{equation.primitive.name}`, and it can't be told there "
@@ -266,12 +267,15 @@ class Program:
             "of examples nor in a branch, and do not let a loop change its weights, or use "
             'granularity="block" or "total".'
         )
-        if equation.primitive.name != "scan" or twin is None or length != twin.params["length"]:
+        is_alike = not self.units.sizes or (twin is not None and length == twin.params.get("length"))
+        if equation.primitive.name != "scan" or not is_alike:
             raise error
-        inner, other = params["jaxpr"], twin.params["jaxpr"]
+        inner, other = params["jaxpr"], twin and twin.params["jaxpr"].jaxpr
         consts, carried = unstacked_of_scan(equation)
         first, xs = operands[:consts], operands[consts + carried :]
-        if any(value.node is not None for value in operands[consts:]):
+        layers = [as_layers(value) for value in xs]
+        weighted = [leaf is None and value.node is not None for leaf, value in zip(layers, xs, strict=True)]
+        if any(weighted) or any(value.node is not None for value in operands[consts : consts + carried]):
             raise error
         flows = of_outputs(equation, twin, [value.flow for value in operands], self.units)
 
@@ -280,12 +284,11 @@ class Program:
                 Value(array, flow.rows, depends=True) for array, flow in zip(carry, flows, strict=False)
             ]
             of_turn = [
-                dataclasses.replace(value, array=array, rows=value.rows[1:], numbers=())
-                for value, array in zip(xs, slices, strict=True)
+                Value(array, value.rows[1:], leaf and Leaf(leaf.path, array, *own), value.depends)
+                for value, leaf, (array, *own) in zip(xs, layers, slices, strict=True)
             ]
-            found = self._run(
-                inner.jaxpr, other.jaxpr, [*map(constant, inner.consts), *first, *of_carry, *of_turn]
-            )
+            given = [*map(constant, inner.consts), *first, *of_carry, *of_turn]
+            found = self._run(inner.jaxpr, other, given)
             if any(value.node is not None for value in found):
                 raise error
             arrays = [value.array for value in found]
@@ -293,7 +296,9 @@ class Program:
 
         carry = [value.array for value in operands[consts : consts + carried]]
         options = {"reverse": params["reverse"], "unroll": params["unroll"], "length": length}
-        carry, each = jax.lax.scan(body, carry, [value.array for value in xs], **options)
+        pairs = zip(layers, xs, strict=True)
+        slices = [(leaf.array, leaf.direction, leaf.probe) if leaf else (x.array,) for leaf, x in pairs]
+        carry, each = jax.lax.scan(body, carry, slices, **options)
         return self._results(equation, twin, operands, [*carry, *each])
 
     def _check_derivative(self, equation: Any, operands: Sequence[Value]) -> None:

@@ -76,10 +76,10 @@ def check_apart(leaf: Leaf, in_stack: bool = False) -> None:
         raise UnsupportedLeafError(
             f"{leaf.path} is used apart from fold and scan of its stack, where its layers have no scores of "
             "their own: in a penalty on all weights (leave it out of per_example_loss; its gradient is the "
-            "same for all examples), under jax.vmap or jax.lax.map over examples (call the stack on the "
-            "whole batch, with jax.vmap within its layers, so that the axis of examples is known), in a "
-            "derivative that the loss takes through it (compute it before if it is a constant), or layer by "
-            "layer (call the stack). "
+            "same for all examples); in jax.vmap or jax.lax.map over examples (call the stack on the whole "
+            "batch, with jax.vmap within its layers, or fold it with remat=True); in a derivative that the "
+            "loss takes through it (fold it with remat=True, or compute the derivative before if it is a "
+            "constant); or by layers whose numbers are not known before (call the stack). "
             'Do that, give the array no direction, or use granularity="block" or "total".'
         )
 
@@ -186,26 +186,34 @@ def _is_by_layer(flow: Flow, size: int) -> bool:
 
 def taken_layers(equation: Any, operands: Sequence[Value], arrays: Sequence[Any]) -> list[Leaf] | None:
     """The weights that some layers of an array of a stack are; None where the equation takes none."""
-    params, node = equation.params, operands[0].node
-    if node is None or equation.primitive.name not in _TAKING:
-        return None
-    first, *more = leaves_of([node])
-    size = len(first.probe)
-    if more or not first.in_stack or first.is_shared or not _is_by_layer(_by_layer(node, size), size):
+    params, all_layers = equation.params, as_layers(operands[0])
+    if all_layers is None or equation.primitive.name not in _TAKING:
         return None
     is_single = 0 in (params.get("axis"), *params.get("dimensions", ()))
     if is_single:
-        probes = list(first.probe)
+        probes = list(all_layers.probe)
     elif equation.primitive.name == "slice":
         strides = params["strides"] or (1,)
-        probes = [first.probe[params["start_indices"][0] : params["limit_indices"][0] : strides[0]]]
+        probes = [all_layers.probe[params["start_indices"][0] : params["limit_indices"][0] : strides[0]]]
     else:
         return None
-    along = bind(equation, [jax.lax.stop_gradient(tangent_of(node, first))])
+    along = bind(equation, [all_layers.direction])
     return [
-        Leaf(first.path, array, direction, probe, in_stack=not is_single)
+        Leaf(all_layers.path, array, direction, probe, in_stack=not is_single)
         for array, direction, probe in zip(arrays, along, probes, strict=True)
     ]
+
+
+def as_layers(value: Value) -> Leaf | None:
+    """A value that has the layers of one array of a stack in front, as if it were this array; or None."""
+    if value.node is None:
+        return None
+    leaf, *more = leaves_of([value.node])
+    size = len(leaf.probe)
+    if more or not leaf.in_stack or leaf.is_shared or not _is_by_layer(_by_layer(value.node, size), size):
+        return None
+    direction = jax.lax.stop_gradient(tangent_of(value.node, leaf))
+    return dataclasses.replace(leaf, array=value.array, direction=direction)
 
 
 _TAKING = ("slice", "squeeze", "unstack")

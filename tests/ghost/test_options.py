@@ -287,7 +287,6 @@ def test_weights_that_never_meet_data_of_known_examples_are_refused():
         return jnp.sum(rows + penalty, 1)
 
     for losses in (
-        lambda model, x: jax.vmap(lambda one: folded(model, one))(x),
         lambda model, x: jax.lax.map(lambda one: folded(model, one), x),
         lambda model, x: jnp.stack([folded(model, one) for one in x]),
         lambda model, x: jnp.sum(model["blocks"].fold(x), 1),  # padded to 12 rows, as the second trace has

@@ -87,6 +87,12 @@ def unrolled(layers, x):
     return layers[1:].fold(x)
 
 
+def scanned(layers, x):
+    dynamic, static = eqx.partition(layers.stacked, eqx.is_array)
+    step = jax.checkpoint(lambda x, block: (eqx.combine(block, static)(x), None))
+    return jax.lax.scan(step, x, jax.tree.map(lambda w: 2 * w, dynamic), reverse=True)[0]
+
+
 def label(model, batch, rows=lambda size: jnp.arange(size)):
     found = logits(model, batch["x"]).mean(1)
     return -found[rows(len(found)), batch["y"]]
@@ -142,6 +148,7 @@ SCORED = {
     "loop over layers": lambda m, b: cross_entropy(m, b, fold=looped),
     "layers by index": lambda m, b: cross_entropy(m, b, fold=by_index),
     "layers of an array": lambda m, b: cross_entropy(m, b, fold=unrolled),
+    "scan over layers": lambda m, b: cross_entropy(m, b, fold=scanned),
     "label by index": label,
     "tokens by index": tokens,
     "last token": last,
@@ -203,6 +210,10 @@ def summed_layers(layers, x):
     return x @ layers.stacked.up.sum(0)
 
 
+def chosen_layer(layers, x):
+    return x @ layers.stacked.up[jnp.argmax(x[0, 0]) % 2]
+
+
 def part_of_first(layers, x):
     return jnp.tanh(x) * layers.stacked.up[0:1, 0]
 
@@ -218,6 +229,7 @@ MIXED = {
     "pairs that are shifted": lambda m, b: preferred(m, b, shifted_halves),
     "pairs side by side": lambda m, b: preferred(m, b, lambda found: found.reshape(-1, 2).T),
     "layers mixed": lambda m, b: cross_entropy(m, b, fold=summed_layers),
+    "a layer by data": lambda m, b: cross_entropy(m, b, fold=chosen_layer),
     "a part of layers": lambda m, b: cross_entropy(m, b, fold=part_of_first),
 }
 

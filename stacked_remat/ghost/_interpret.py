@@ -23,10 +23,10 @@ from ._parts import (
     scored_stack,
     taken_layers,
 )
-from ._rows import of_outputs, paired, unstacked_of_scan
+from ._rows import of_outputs, paired, unstacked_of_scan, where
 from ._stacks import evaluates_stack, stack_p
 from ._units import EXAMPLE, POSITION, Rows, Units, agreed, counted, has_examples, has_units, of_input
-from ._values import UnsupportedLeafError, Value, constant, paths_of, plain_rows
+from ._values import UnsupportedLeafError, Value, constant, lost_in, paths_of, plain_rows
 from ._weights import Applied, Leaf, Tangent, bind, leaves_of
 
 _CALLS = ("jit", "pjit", "closed_call", "core_call")
@@ -122,8 +122,8 @@ class Program:
             if any(dim and (own is None or own != agreed(dim, own)) for dim, own in pairs):
                 raise UnsupportedLeafError(
                     f"The layer of {', '.join(leaf.path for leaf in leaves)} has a result, and it can't be "
-                    "told which rows of it are of which example. Keep the axis of examples apart, or use "
-                    'granularity="block" or "total".'
+                    f"told which rows of it are of which example{lost_in([value])}. Keep the axis of "
+                    'examples apart, or use granularity="block" or "total".'
                 )
 
     def of(self, jaxpr: Any, other: Any, units: Units, notes: Notes) -> "Program":
@@ -179,8 +179,16 @@ class Program:
     def _results(self, equation: Any, twin: Any, operands: list[Value], arrays: Sequence[Any]) -> list[Value]:
         depends = any(value.depends for value in operands)
         flows = of_outputs(equation, twin, [value.flow for value in operands], self.units)
+        lost = next((value.lost for value in operands if value.lost), "") or where(equation)
         return [
-            Value(array, flow.rows, None, depends or has_examples(flow.rows), flow.numbers)
+            Value(
+                array,
+                flow.rows,
+                None,
+                depends or has_examples(flow.rows),
+                flow.numbers,
+                lost if None in flow.rows else "",
+            )
             for array, flow in zip(arrays, flows, strict=True)
         ]
 
@@ -203,7 +211,7 @@ class Program:
         nodes = [value.operand for value in operands]
         leaves = leaves_of([node for node in nodes if isinstance(node, Leaf | Applied)])
         for leaf in leaves:
-            check_apart(leaf)
+            check_apart(leaf, place=where(equation))
         self._check_derivative(equation, operands)
         noted = self.notes.rule_of(equation) is not None
         found = self._results(equation, twin, operands, bind(equation, [v.array for v in operands]))
@@ -213,7 +221,7 @@ class Program:
             if jnp.issubdtype(value.array.dtype, jnp.inexact) and type(var).__name__ != "DropVar"
         ]
         for index in of_weights:
-            self.check_rows(equation, found[index].rows, leaves)
+            self.check_rows(equation, found[index].rows, leaves, operands)
         arrays, rows = [found[at].array for at in of_weights], [found[at].rows for at in of_weights]
         for leaf in leaves:
             tangent = Tangent.of(equation, nodes, leaf, of_weights, inline_custom=noted)
@@ -229,7 +237,7 @@ class Program:
             return None
         equation, array = value.node.equation, value.array
         for leaf in leaves_of([value.node]):
-            check_apart(leaf)
+            check_apart(leaf, place=where(equation))
             tangent = Tangent.of(equation, value.node.operands, leaf, [value.node.index], inline_custom=False)
             (array,) = deposit([array], [value.rows], self.units, leaf.probe, tangent)
         return Value(array, value.rows, depends=True)
@@ -316,16 +324,33 @@ class Program:
             'granularity="block" or "total", or give it no direction.'
         )
 
-    def check_rows(self, equation: Any, rows: Rows, leaves: Sequence[Leaf]) -> None:
+    def check_rows(
+        self, equation: Any, rows: Rows, leaves: Sequence[Leaf], operands: Sequence[Value]
+    ) -> None:
+        """Whether each row of a result belongs to one example, and position, and it is known to which."""
         units = [unit for dim in rows for unit in counted(dim)]
         unclear = any(dim is None for dim in rows) and self.units.sizes
-        if unclear or sorted(units) != self.units.growing:
-            what = "example and position" if POSITION in self.units.growing else "example"
-            raise UnsupportedLeafError(
-                f"{', '.join(leaf.path for leaf in leaves)} meets data in `{equation.primitive.name}`, and "
-                f"it can't be told which rows of the result are of which {what}. Keep the axis of examples "
-                f'apart, or use granularity="block" or "total".'
-            )
+        if not unclear and sorted(units) == self.units.growing:
+            return
+        paths = ", ".join(leaf.path for leaf in leaves)
+        what, fix = "example", _OF_EXAMPLES
+        if POSITION in self.units.growing:
+            what, fix = "example and position", _OF_POSITIONS
+        raise UnsupportedLeafError(
+            f"{paths} meets data in {where(equation)}, and it can't be told which rows of the result are of "
+            f"which {what}{lost_in(operands)}. {fix}"
+        )
+
+
+_OF_EXAMPLES = (
+    "Keep the axis of examples apart, and do before what mixes their data alone, as mixup does, or use "
+    'granularity="block" or "total".'
+)
+_OF_POSITIONS = (
+    "Keep the axes of examples and positions apart: attention is followed where it is of products or sums; "
+    "positions that are sorted, chosen by index, shifted or convolved are not. Without per_token, or with "
+    "examples that are rows, only the axis of examples counts."
+)
 
 
 def _called(equation: Any) -> Any:

@@ -252,7 +252,8 @@ def check_size(losses: int, examples: int) -> None:
     if losses != examples:
         raise ValueError(
             f"per_example_loss returned {losses} losses for {examples} examples: their first axis has to be "
-            f"that of the examples. {_ADVICE}"
+            "that of the examples. Pairs, such as chosen and rejected texts, are two arrays of the batch, or "
+            f"one with the axes [batch, 2, ...]. {_ADVICE}"
         )
 
 

@@ -21,7 +21,7 @@ from ._rows import of_outputs
 from ._stacks import PlacedBlock, StackCall, leaves_with_paths, prefix_of
 from ._traced import arrays_of, trace, with_arrays
 from ._units import Flow, Rows, Units, agreed, known_rows, of_input
-from ._values import UnsupportedLeafError, Value, paths_of, plain_rows
+from ._values import UnsupportedLeafError, Value, lost_in, paths_of, plain_rows
 from ._weights import Applied, Leaf, Tangent, bind, leaves_of, tangent_of
 
 
@@ -47,7 +47,9 @@ class _Program(Protocol):
 
     def settled(self, value: Value) -> Value | None: ...
 
-    def check_rows(self, equation: Any, rows: Rows, leaves: Sequence[Leaf]) -> None: ...
+    def check_rows(
+        self, equation: Any, rows: Rows, leaves: Sequence[Leaf], operands: Sequence[Value]
+    ) -> None: ...
 
     def of(self, jaxpr: Any, other: Any, units: Units, notes: Notes) -> "_Program": ...
 
@@ -70,16 +72,17 @@ def _handed_on(operands: Sequence[Value], in_stack: bool = False) -> dict[int, L
     return found
 
 
-def check_apart(leaf: Leaf, in_stack: bool = False) -> None:
+def check_apart(leaf: Leaf, in_stack: bool = False, place: str = "") -> None:
     """Whether a weight of a stack is used in its stack, and any other outside of one."""
     if leaf.in_stack and not in_stack:
         raise UnsupportedLeafError(
-            f"{leaf.path} is used apart from fold and scan of its stack, where its layers have no scores of "
-            "their own: in a penalty on all weights (leave it out of per_example_loss; its gradient is the "
-            "same for all examples); in jax.vmap or jax.lax.map over examples (call the stack on the whole "
-            "batch, with jax.vmap within its layers, or fold it with remat=True); in a derivative that the "
-            "loss takes through it (fold it with remat=True, or compute the derivative before if it is a "
-            "constant); or by layers whose numbers are not known before (call the stack). "
+            f"{leaf.path} is used apart from fold and scan of its stack{place and ', in '}{place}, where its "
+            "layers have no scores of their own: in a penalty on all weights (leave it out of "
+            "per_example_loss; its gradient is the same for all examples); in jax.vmap or jax.lax.map over "
+            "examples (call the stack on the whole batch, with jax.vmap within its layers, or fold it with "
+            "remat=True); in a derivative that the loss takes through it (use remat=True, or compute "
+            "the derivative before if it is a constant); or by layers whose numbers are not known before "
+            "(call the stack). "
             'Do that, give the array no direction, or use granularity="block" or "total".'
         )
 
@@ -140,7 +143,8 @@ def _check_given(program: _Program, call: StackCall, twin: Any, operands: Sequen
             if any(dim and agreed(dim, own) is None for own, dim in zip(value.rows, sized, strict=True)):
                 raise UnsupportedLeafError(
                     f"The stack of {paths_of(operands)} is given an array, and it can't be told which rows "
-                    "of it are of which example. Keep the axis of examples apart, or use "
+                    f"of it are of which example{lost_in([value])}. Keep the axis of examples apart, and do "
+                    "before what mixes their data alone, as mixup does, or use "
                     'granularity="block" or "total".'
                 )
     return found
@@ -293,7 +297,7 @@ def scored_experts(program: _Program, call: ExpertsCall, equation: Any, operands
     """
     x, choices, gates, *weights = operands
     leaves = _handed_on(weights)
-    program.check_rows(equation, x.rows[:1], list(leaves.values()))
+    program.check_rows(equation, x.rows[:1], list(leaves.values()), operands)
     probes = [
         jnp.broadcast_to(spread_over_rows(leaf.probe, x.rows[0], program.units)[:, None], choices.array.shape)
         for leaf in leaves.values()
@@ -343,7 +347,7 @@ def scored_cross_entropy(
 ) -> Any:
     """The losses. Their derivative along the direction of the head is found from the same logits."""
     leaf = _handed_on(operands)[1]
-    program.check_rows(equation, rows, [leaf])
+    program.check_rows(equation, rows, [leaf], operands)
     losses, derivative = call.along([value.array for value in operands], leaf.direction)
     (losses,) = deposit([losses], [rows], program.units, leaf.probe, Tangent.known([derivative]))
     return losses

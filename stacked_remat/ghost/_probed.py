@@ -92,10 +92,15 @@ class Scoring:
         is_scaled, leaves = has_small_range(closed.jaxpr), {}
         for at, path in enumerate(paths):
             if path in self.direction:
-                along, probe, Layers = raw_array(self.direction[path]), probes[path], layers_of(self.model, path)
+                along, probe, Layers = (
+                    raw_array(self.direction[path]),
+                    probes[path],
+                    layers_of(self.model, path),
+                )
                 pair = _scaled(along, probe) if is_scaled else (along, probe)
                 is_shared = is_named(arrays[path]) and Layers not in arrays[path].axes
-                leaves[at] = Leaf(shown[path] or "the model", inputs[at], *pair, Layers is not None, is_shared)
+                name = shown[path] or "the model"
+                leaves[at] = Leaf(name, inputs[at], *pair, Layers is not None, is_shared)
         program = Program(closed, other, self.units, notes)
         # The losses are the first result; a penalty beside them passes through no example's rows.
         data = range(len(paths), len(inputs))

@@ -24,6 +24,7 @@ class Value:
         node: how it depends on weights, where it depends on them and not on data.
         depends: whether it depends on data, with or without a dimension of examples.
         numbers: which of its rows it numbers; see `_numbers`.
+        lost: the operation after which its rows are not known, for errors; empty where they are.
     """
 
     array: Any
@@ -31,6 +32,7 @@ class Value:
     node: Node | None = None
     depends: bool = False
     numbers: Numbers = ()
+    lost: str = ""
 
     @property
     def flow(self) -> Flow:
@@ -57,3 +59,9 @@ def paths_of(operands: Sequence[Value]) -> str:
     """The paths of the weights that values depend on, for errors."""
     nodes = [value.node for value in operands if value.node is not None]
     return ", ".join(leaf.path for leaf in leaves_of(nodes))
+
+
+def lost_in(values: Sequence[Value]) -> str:
+    """After which operations rows are not known, for errors; empty where they are."""
+    found = sorted({value.lost for value in values} - {""})
+    return f", since they are lost in {', '.join(found)}" if found else ""

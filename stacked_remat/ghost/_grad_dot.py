@@ -87,8 +87,9 @@ def grad_dot(
 
     Args:
         model: any module. Its stacks (`Stacked`, `StackedPattern`, `BlockSeq`) are called with `fold`,
-            `scan`, `fold_via` or `scan_via`, on the whole batch: not under `jax.vmap` or `jax.lax.map` over
-            the examples, nor under `jax.grad`. The loss may change arrays before, layer by layer.
+            `scan`, `fold_via` or `scan_via`, on the whole batch, or their layers one by one; under `jax.vmap`
+            over the examples or `jax.grad` only with `remat=True` or False, and not under `jax.lax.map`. The
+            loss may change arrays before, layer by layer.
         per_example_loss: from the model and the batch to a loss for each example, `NamedArray[batch]` or a
             plain array `[batch]`, or, with `tokens`, for each token, the examples' axis first. The loss of
             an example may depend on no other example, from the scored weights on: batch norm and contrastive
@@ -114,7 +115,8 @@ def grad_dot(
         trainable: which arrays are differentiated, a predicate of leaves or a tree of bools like the model.
         norms: also the norms of each example's gradient, one example after the other as for "block".
         per_token: the name of an axis of positions, for scores `[batch, position]`: what of the gradient
-            passes through the rows of each position.
+            of the example's loss passes through the rows of each position. The loss function is traced with
+            more positions too.
         example_ids: which example each token is of, where rows are not examples: the number of an example on
             `Examples`, `NamedArray[batch, position]` for sequences that are packed into rows and do not see
             each other, or `[rows]`, named or plain, for a batch of tokens in any order, such as sorted by

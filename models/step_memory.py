@@ -158,7 +158,7 @@ class StepMemory:
     def _shapes(self, partitioning: Partitioning, streamed: bool = False) -> tuple[TokenBatch, TrainState]:
         """The shapes of the step's arguments."""
         data, trainer = self.config.data, self.config.trainer
-        partitioning.check_rows(data.batch_size, trainer.update.microbatches)
+        partitioning.check_batch(data.batch_size, data.seq_len, trainer.update.microbatches)
         if streamed:
             trainer = replace(trainer, streaming=StreamingConfig())
         if trainer.streaming is not None and not self._sizes_host(partitioning):

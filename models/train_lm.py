@@ -89,7 +89,7 @@ def train_lm(config: LmRunConfig, progress: Progress, stop: StopSignals) -> Trai
     check_trackers(config.trainer.trackers)
     check_scoring(config)
     partitioning = Partitioning.of(config.trainer.mesh)
-    partitioning.check_rows(config.data.batch_size, config.trainer.update.microbatches)
+    partitioning.check_batch(config.data.batch_size, config.data.seq_len, config.trainer.update.microbatches)
     tokenizer = load_tokenizer(config.data.tokenizer)
     config = _resolved(config, progress, partitioning)
     data = in_turn(

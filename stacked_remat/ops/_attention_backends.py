@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from .._compat import cudnn_is_installed
-from ._attention_blockwise import Blocks, Documents, Key, Query, Sinks, blockwise_attention
+from ._attention_blockwise import Blocks, Documents, Key, Query, Rows, Sinks, blockwise_attention
 from ._attention_splash import splash_attention, splash_block_size
 
 
@@ -26,6 +26,7 @@ class AttentionCall:
         batch: number of sequences.
         devices: over how many the compiler partitions the program; 1 inside `jax.shard_map`.
         has_sinks: whether heads have sinks.
+        has_rows: whether the queries are those of some positions only.
     """
 
     platform: str
@@ -37,6 +38,7 @@ class AttentionCall:
     batch: int = 1
     devices: int = 1
     has_sinks: bool = False
+    has_rows: bool = False
 
 
 @dataclass(frozen=True)
@@ -48,7 +50,7 @@ class Backend:
         reason_against: why a call is not supported; None if it is.
     """
 
-    attend: Callable[[Query, Key, Key, Documents | None, Blocks, Sinks | None], Query]
+    attend: Callable[[Query, Key, Key, Documents | None, Blocks, Sinks | None, Rows | None], Query]
     reason_against: Callable[[AttentionCall], str | None] = lambda call: None
 
 
@@ -59,16 +61,19 @@ def exact_attention(
     documents: Documents | None,
     blocks: Blocks,
     sinks: Sinks | None = None,
+    rows: Rows | None = None,
 ) -> Query:
     """The definition, with all scores in memory at once; the reference for the other backends."""
     scores = jnp.einsum("bqkgd,bskd->bkgqs", query, key, preferred_element_type=jnp.float32)
-    row, column = jnp.arange(query.shape[1])[:, None], jnp.arange(query.shape[1])[None, :]
+    row = (jnp.arange(query.shape[1]) if rows is None else rows)[:, None]
+    column = jnp.arange(key.shape[1])[None, :]
     visible = row >= column
     if blocks.window is not None:
         visible &= row - column < blocks.window
     visible = visible[None]
     if documents is not None:
-        visible = visible & (documents[:, :, None] == documents[:, None, :])
+        own = documents if rows is None else jnp.take(documents, rows, axis=1)
+        visible = visible & (own[:, :, None] == documents[:, None, :])
     lowest = float(jnp.finfo(jnp.float32).min)
     scores = jnp.where(visible[:, None, None], scores * blocks.scale, lowest)
     weights = jax.nn.softmax(scores, axis=-1)
@@ -81,7 +86,13 @@ def exact_attention(
 
 
 def _cudnn(
-    query: Query, key: Key, value: Key, documents: Documents | None, blocks: Blocks, sinks: Sinks | None
+    query: Query,
+    key: Key,
+    value: Key,
+    documents: Documents | None,
+    blocks: Blocks,
+    sinks: Sinks | None,
+    rows: Rows | None,
 ) -> Query:
     batch, position, kv_heads, group, head_dim = query.shape
     attended = jax.nn.dot_product_attention(
@@ -109,6 +120,8 @@ def _against_cudnn(call: AttentionCall) -> str | None:
         return "it has no document boundaries: a mask would take memory for position x position"
     if call.blocks.window is not None:
         return "windows are not supported"
+    if call.has_rows:
+        return "the axis of positions is divided over devices, and its queries start at the first position"
     if call.has_sinks:
         return "JAX's interface to it takes no sinks"
     if not cudnn_is_installed():
@@ -117,7 +130,13 @@ def _against_cudnn(call: AttentionCall) -> str | None:
 
 
 def _splash(
-    query: Query, key: Key, value: Key, documents: Documents | None, blocks: Blocks, sinks: Sinks | None
+    query: Query,
+    key: Key,
+    value: Key,
+    documents: Documents | None,
+    blocks: Blocks,
+    sinks: Sinks | None,
+    rows: Rows | None,
 ) -> Query:
     sequences = 1 if documents is None else query.shape[0]
     size = splash_block_size(query.shape[1], sequences, blocks.window, query.shape[-1] * query.dtype.itemsize)
@@ -128,6 +147,8 @@ def _splash(
 def _against_splash(call: AttentionCall) -> str | None:
     if call.platform != "tpu":
         return f"it runs on TPUs, and the program is for {call.platform!r}"
+    if call.has_rows:
+        return "the axis of positions is divided over devices, and its table of blocks is for all queries"
     if call.dtype not in (jnp.bfloat16, jnp.float32):
         return f"it takes bfloat16 and float32, not {call.dtype}"
     if call.head_dim > 512:

@@ -16,10 +16,12 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
-Query = Float[Array, "batch position kv_heads group head_dim"]
+Query = Float[Array, "batch row kv_heads group head_dim"]
 Key = Float[Array, "batch position kv_heads head_dim"]
-LogSumExp = Float[Array, "batch position kv_heads group"]
+LogSumExp = Float[Array, "batch row kv_heads group"]
 Documents = Int[Array, "batch position"]
+Rows = Int[Array, " row"]
+"""The position of each query, ascending. None in its place: queries of all positions, in order."""
 Sinks = Float[Array, "kv_heads group"]
 
 _NEVER = -1e30  # finite, so that differences of two of them are not NaN
@@ -47,6 +49,7 @@ def blockwise_attention(
     documents: Documents | None,
     blocks: Blocks,
     sinks: Sinks | None = None,
+    rows: Rows | None = None,
 ) -> Query:
     """Causal grouped-query attention; documents are integers, and positions see only their own document.
 
@@ -64,22 +67,43 @@ def blockwise_attention(
     """
     length = query.shape[1]
     size = min(blocks.size, length)
-    padding = -length % size
-    query, key, value = (
-        jnp.pad(x, ((0, 0), (0, padding)) + ((0, 0),) * (x.ndim - 2)) for x in (query, key, value)
-    )
     # Padding comes last, so causality hides it.
+    query, key, value = (
+        jnp.pad(x, ((0, 0), (0, -x.shape[1] % size)) + ((0, 0),) * (x.ndim - 2)) for x in (query, key, value)
+    )
+    if rows is not None:
+        rows = jnp.pad(rows, (0, -length % size), mode="edge")
     if documents is not None:
-        documents = jnp.pad(documents, ((0, 0), (0, padding)), mode="edge")
+        documents = jnp.pad(documents, ((0, 0), (0, key.shape[1] - documents.shape[1])), mode="edge")
     blocks = Blocks(blocks.scale, size, blocks.window)
     # Named outside of the custom derivative, whose forward rule `JAX_REMAT3` does not look into.
-    output, lse = _forward(*lax.stop_gradient((query, key, value, sinks)), documents, blocks)
+    at = _Places.of(documents, rows)
+    output, lse = _forward(*lax.stop_gradient((query, key, value, sinks)), at, blocks)
     # With one axis after that of positions: with several, XLA copied the stack of saved outputs into another
     # layout, 20 GiB at 65,536 tokens of 48 layers.
     output = checkpoint_name(output.reshape(*output.shape[:2], -1), "attention_output").reshape(output.shape)
     lse = checkpoint_name(lse.reshape(*lse.shape[:2], -1), "attention_lse").reshape(lse.shape)
-    attended: Any = _with_derivative(_Attended(query, key, value, sinks, documents, output, lse), blocks)
+    attended: Any = _with_derivative(_Attended(query, key, value, sinks, at, output, lse), blocks)
     return attended[:, :length]
+
+
+class _Places(NamedTuple):
+    """Where queries and keys are.
+
+    Attributes:
+        rows: the positions of the queries; None for all, in order.
+        of_query: the documents of the queries, `[batch, row]`.
+        of_key: the documents of the keys.
+    """
+
+    rows: Rows | None
+    of_query: Int[Array, "batch row"] | None
+    of_key: Documents | None
+
+    @staticmethod
+    def of(documents: Documents | None, rows: Rows | None) -> "_Places":
+        own = documents if documents is None or rows is None else jnp.take(documents, rows, axis=1)
+        return _Places(rows, own, documents)
 
 
 class _Attended(NamedTuple):
@@ -89,7 +113,7 @@ class _Attended(NamedTuple):
     key: Key
     value: Key
     sinks: Sinks | None
-    documents: Documents | None
+    at: _Places
     output: Query
     lse: LogSumExp
 
@@ -132,18 +156,18 @@ def _forward(
     key: Key,
     value: Key,
     sinks: Sinks | None,
-    documents: Documents | None,
+    at: _Places,
     blocks: Blocks,
 ) -> tuple[Query, LogSumExp]:
     size, count = blocks.size, query.shape[1] // blocks.size
-    first = _first_key_block(documents, count, blocks)
+    first, last = _key_blocks(at, count, key.shape[1] // size, blocks)
 
     def query_block(_: None, i: Array) -> tuple[None, tuple[Array, Array]]:
         q = _block(query, i, size)
 
         def key_block(j: Array, state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
             highest, total, sums = state
-            scores = _scores(q, _block(key, j, size), documents, i, j, blocks)
+            scores = _scores(q, _block(key, j, size), at, i, j, blocks)
             new_highest = jnp.maximum(highest, jnp.max(scores, axis=-1))
             weights = jnp.exp(scores - new_highest[..., None])
             shrink = jnp.exp(highest - new_highest)
@@ -162,7 +186,7 @@ def _forward(
             jnp.full(shape, 0 if sinks is None else 1, jnp.float32),
             jnp.zeros((*shape, q.shape[-1]), jnp.float32),
         )
-        highest, total, sums = lax.fori_loop(first[i], i + 1, key_block, start)
+        highest, total, sums = lax.fori_loop(first[i], last[i] + 1, key_block, start)
         output = jnp.moveaxis(sums / total[..., None], 3, 1).astype(query.dtype)
         return None, (output, jnp.moveaxis(highest + jnp.log(total), 3, 1))
 
@@ -171,9 +195,9 @@ def _forward(
 
 
 def _backward(attended: _Attended, cotangent: Query, blocks: Blocks) -> tuple[Query, Key, Key, Sinks | None]:
-    query, key, value, sinks, documents, output, lse = attended
-    size, count = blocks.size, query.shape[1] // blocks.size
-    last = _last_query_block(documents, count, blocks)
+    query, key, value, sinks, at, output, lse = attended
+    size, count = blocks.size, key.shape[1] // blocks.size
+    first, last = _query_blocks(at, query.shape[1] // size, count, blocks)
     # The gradient of the softmax's normalisation, for each row.
     kept = jnp.sum(cotangent.astype(jnp.float32) * output.astype(jnp.float32), axis=-1)
 
@@ -183,7 +207,7 @@ def _backward(attended: _Attended, cotangent: Query, blocks: Blocks) -> tuple[Qu
         def query_block(i: Array, state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
             query_gradient, key_gradient, value_gradient = state
             q, ct = _block(query, i, size), _block(cotangent, i, size)
-            scores = _scores(q, k, documents, i, j, blocks)
+            scores = _scores(q, k, at, i, j, blocks)
             weights = jnp.exp(scores - jnp.moveaxis(_block(lse, i, size), 1, 3)[..., None])
             value_gradient += _einsum("bkgqs,bqkgd->bskd", weights.astype(ct.dtype), ct)
             of_weights = _einsum("bqkgd,bskd->bkgqs", ct, v)
@@ -197,7 +221,7 @@ def _backward(attended: _Attended, cotangent: Query, blocks: Blocks) -> tuple[Qu
 
         zeros = jnp.zeros(k.shape, jnp.float32)
         query_gradient, of_key, of_value = lax.fori_loop(
-            j, last[j] + 1, query_block, (query_gradient, zeros, zeros)
+            first[j], last[j] + 1, query_block, (query_gradient, zeros, zeros)
         )
         return query_gradient, (of_key.astype(key.dtype), of_value.astype(value.dtype))
 
@@ -210,45 +234,62 @@ def _backward(attended: _Attended, cotangent: Query, blocks: Blocks) -> tuple[Qu
     return query_gradient.astype(query.dtype), _unblock(of_key), _unblock(of_value), of_sinks
 
 
-def _scores(q: Array, k: Array, documents: Documents | None, i: Array, j: Array, blocks: Blocks) -> Array:
+def _scores(q: Array, k: Array, at: _Places, i: Array, j: Array, blocks: Blocks) -> Array:
     """Scores of a block, `[batch, kv_heads, group, query, key]`, in float32, masked."""
     scores = _einsum("bqkgd,bskd->bkgqs", q, k) * blocks.scale
-    row = i * blocks.size + jnp.arange(blocks.size, dtype=jnp.int32)[:, None]
+    if at.rows is None:
+        row = i * blocks.size + jnp.arange(blocks.size, dtype=jnp.int32)[:, None]
+    else:
+        row = _block(at.rows[None], i, blocks.size)[0][:, None]
     column = j * blocks.size + jnp.arange(blocks.size, dtype=jnp.int32)[None, :]
     visible = row >= column
     if blocks.window is not None:
         visible &= row - column < blocks.window
     visible = visible[None]
-    if documents is not None:
-        own, other = (_block(documents, at, blocks.size) for at in (i, j))
+    if at.of_query is not None and at.of_key is not None:
+        own, other = _block(at.of_query, i, blocks.size), _block(at.of_key, j, blocks.size)
         visible = visible & (own[:, :, None] == other[:, None, :])
     return jnp.where(visible[:, None, None], scores, _NEVER)
 
 
-def _overlap(documents: Documents | None, count: int, blocks: Blocks) -> Any:
+def _overlap(at: _Places, queries: int, keys: int, blocks: Blocks) -> Any:
     """Whether any query of a block (row) sees any key of a block (column).
 
-    Without documents it is a NumPy array, so that trip counts are known while tracing.
+    Without documents and rows it is a NumPy array, so that trip counts are known while tracing.
     """
-    row, column = np.arange(count)[:, None], np.arange(count)[None, :]
-    shared = row >= column
+    rows: Any = np.arange(queries * blocks.size) if at.rows is None else at.rows
+    nearest, farthest = rows[:: blocks.size, None], rows[blocks.size - 1 :: blocks.size, None]
+    column = np.arange(keys)[None, :] * blocks.size
+    seen = farthest >= column
     if blocks.window is not None:
-        shared &= (row - column - 1) * blocks.size + 1 < blocks.window
-    if documents is None:
-        return shared
-    cut = documents.reshape(documents.shape[0], count, blocks.size)
-    low, high = jnp.min(cut, axis=-1), jnp.max(cut, axis=-1)
+        seen &= nearest - (column + blocks.size - 1) < blocks.window
+    if at.of_query is None or at.of_key is None:
+        return seen
+    own, other = (x.reshape(len(x), -1, blocks.size) for x in (at.of_query, at.of_key))
     # Documents are compared by range, which is exact where they are contiguous and in order.
-    meet = (low[:, :, None] <= high[:, None, :]) & (low[:, None, :] <= high[:, :, None])
-    return jnp.any(meet, axis=0) & shared
+    meet = (jnp.min(own, -1)[:, :, None] <= jnp.max(other, -1)[:, None, :]) & (
+        jnp.min(other, -1)[:, None, :] <= jnp.max(own, -1)[:, :, None]
+    )
+    return jnp.any(meet, axis=0) & seen
 
 
-def _first_key_block(documents: Documents | None, count: int, blocks: Blocks) -> Int[Array, " block"]:
-    return jnp.asarray(_overlap(documents, count, blocks).argmax(axis=1), jnp.int32)
+Range = tuple[Int[Array, " block"], Int[Array, " block"]]
 
 
-def _last_query_block(documents: Documents | None, count: int, blocks: Blocks) -> Int[Array, " block"]:
-    return jnp.asarray(count - 1 - _overlap(documents, count, blocks)[::-1].argmax(axis=0), jnp.int32)
+def _key_blocks(at: _Places, queries: int, keys: int, blocks: Blocks) -> Range:
+    """The first and the last block of keys that each block of queries sees."""
+    return _range(_overlap(at, queries, keys, blocks))
+
+
+def _query_blocks(at: _Places, queries: int, keys: int, blocks: Blocks) -> Range:
+    """The first and the last block of queries that see each block of keys; the last is -1 where none does."""
+    return _range(_overlap(at, queries, keys, blocks).T)
+
+
+def _range(seen: Any) -> Range:
+    where = np.where if isinstance(seen, np.ndarray) else jnp.where
+    last = where(seen.any(axis=1), seen.shape[1] - 1 - seen[:, ::-1].argmax(axis=1), -1)
+    return jnp.asarray(seen.argmax(axis=1), jnp.int32), jnp.asarray(last, jnp.int32)
 
 
 def _block(x: Array, i: Array, size: int) -> Array:

@@ -17,7 +17,8 @@ from .._noted import DERIVATIVE_OF_RESULT, noted
 from .._placement import platform
 from ._attention_backends import BACKENDS, AttentionCall, Backend
 from ._attention_blockwise import Blocks
-from .per_device import per_device
+from ._context_parallel import attend_in_context
+from .per_device import mesh_axes, per_device
 
 
 def causal_attention(
@@ -74,10 +75,11 @@ def causal_attention(
     window skip blocks; memory proportional to `Pos`. (`"exact"`: twice that, and `heads * Pos**2`.
     `"splash"`: 3.5 times backward, and documents skip no blocks.)
 
-    On several devices: if Haliax's axis mapping (`haliax.axis_mapping`) maps batch axes or `KVHeads` to axes
-    of the mesh in use (`jax.set_mesh`), each device computes its own part; likewise inside
+    On several devices: if Haliax's axis mapping (`haliax.axis_mapping`) maps batch axes, `KVHeads` or `Pos`
+    to axes of the mesh in use (`jax.set_mesh`), each device computes its own part; likewise inside
     `jax.shard_map(..., check_vma=False)`. Otherwise the compiler partitions the work, which splash does not
-    support.
+    support. Where `Pos` is divided (context parallelism), each device gathers all keys and values, and the
+    devices exchange queries, so that each has as many to see; the backends are blockwise and exact.
     """
     position, heads = axis_name(Pos), axis_name(KVHeads)
     _check_arrays(query, key, value, Pos, KVHeads, HeadDim)
@@ -100,10 +102,11 @@ def causal_attention(
     attend = functools.partial(
         _attend, position=position, heads=heads, HeadDim=HeadDim, blocks=blocks, backend=backend
     )
-    over = (*batch, key.resolve_axis(heads))
+    over = (*batch, key.resolve_axis(heads), key.resolve_axis(position))
 
     def of_all(*arguments: Any) -> NamedArray:
-        return per_device(attend, *arguments, over=over, out=query.axes)
+        context = mesh_axes(key.resolve_axis(position))
+        return per_device(functools.partial(attend, context=context), *arguments, over=over, out=query.axes)
 
     return noted(DERIVATIVE_OF_RESULT, of_all)(query, key, value, documents, sinks)
 
@@ -120,11 +123,16 @@ def _attend(
     HeadDim: Axis,
     blocks: Blocks,
     backend: str,
+    context: tuple[str, ...],
 ) -> NamedArray:
-    """Attention of one device, which may have some of the batch and of the heads."""
-    own = Pos, KVHeads, _ = key.resolve_axis(position), key.resolve_axis(heads), HeadDim
+    """Attention of one device, which may have some of the batch, of the heads and of the positions.
+
+    `context` are the axes of the mesh over which positions are divided.
+    """
+    own = Row, KVHeads, _ = key.resolve_axis(position), key.resolve_axis(heads), HeadDim
     batch = tuple(axis for axis in key.axes if axis not in own)
     group = tuple(axis for axis in query.axes if axis not in (*own, *batch))
+    Pos = Row.resize(Row.size * math.prod(jax.sharding.get_abstract_mesh().shape[one] for one in context))
     size, groups = (math.prod(axis.size for axis in axes) for axes in (batch, group))
     call = AttentionCall(
         platform(),
@@ -136,20 +144,23 @@ def _attend(
         size,
         _devices_left_to_the_compiler(query.array),
         sinks is not None,
+        bool(context),
     )
     chosen = choose_backend(backend, call)
-    whole, shape = (*batch, Pos, KVHeads, *group, HeadDim), (size, Pos.size, KVHeads.size)
+    whole, shape = (*batch, Row, KVHeads, *group, HeadDim), (size, Row.size, KVHeads.size)
     query_array = query.rearrange(whole).array.reshape(*shape, groups, HeadDim.size)
     key_array, value_array = (
         x.rearrange((*batch, *own)).array.reshape(*shape, HeadDim.size) for x in (key, value)
     )
     document_array = None
     if documents is not None:
-        document_array = documents.broadcast_to((*batch, Pos)).array.reshape(size, Pos.size)
+        document_array = documents.broadcast_to((*batch, Row)).array.reshape(size, Row.size)
     sink_array = None
     if sinks is not None:
         sink_array = sinks.rearrange((KVHeads, *group)).array.reshape(KVHeads.size, groups)
-    attended = chosen.attend(query_array, key_array, value_array, document_array, blocks, sink_array)
+    attended = attend_in_context(
+        chosen.attend, query_array, key_array, value_array, document_array, blocks, sink_array, context
+    )
     return NamedArray(attended.reshape([axis.size for axis in whole]), whole).rearrange(query.axes)
 
 

@@ -92,6 +92,15 @@ def per_device(fn: Callable[..., Any], *args: Any, over: Sequence[Axis], out: An
     return jax.tree.map(lambda axes, array: NamedArray(array, axes), out, run(arrays), is_leaf=_is_axes)
 
 
+def mesh_axes(axis: Axis) -> tuple[str, ...]:
+    """The axes of the mesh that `per_device` divides an axis over; none where it does not.
+
+    Raises:
+        ValueError: it is mapped to an axis that the mesh lacks.
+    """
+    return _cut((axis,)).get(axis.name, ())
+
+
 @contextlib.contextmanager
 def free_axis_mapping() -> Iterator[None]:
     """Restrict Haliax's axis mapping to mesh axes that no enclosing `jax.shard_map` has made manual.

@@ -176,8 +176,8 @@ class Partitioning:
                         f"{did_you_mean(name, valid)} Valid: {', '.join(valid)}."
                     )
 
-    def check_rows(self, rows: int, microbatches: int = 1) -> None:
-        """Checks that a batch of this many sequences, in microbatches, divides evenly over the devices.
+    def check_batch(self, rows: int, positions: int, microbatches: int = 1) -> None:
+        """Checks that a batch of so many sequences and positions, in microbatches, divides evenly.
 
         Raises:
             ConfigError: it does not.
@@ -189,6 +189,12 @@ class Partitioning:
                 f"data.batch_size = {rows}{of} can't be divided evenly over the {parts} devices of "
                 f"trainer.mesh: make it a multiple of {parts * microbatches}, or train on fewer, with "
                 f"--trainer.mesh.axes.data {math.gcd(rows // microbatches, parts)}."
+            )
+        parts = self._parts(self.compute_mapping.get(POSITION_AXIS, ()))
+        if positions % parts:
+            raise ConfigError(
+                f"data.seq_len = {positions} can't be divided evenly over the {parts} devices that "
+                f"trainer.mesh.compute_mapping.{POSITION_AXIS} gives it: make it a multiple of {parts}."
             )
 
     def process_share(self, rows: int) -> ProcessShare:

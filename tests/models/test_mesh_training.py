@@ -1,33 +1,20 @@
 """Training on several devices is training on one: the same losses and gradients, and no stack as a whole."""
 
-import functools
 import math
 import re
 
-import equinox as eqx
-import jax
 import numpy as np
-import optax
 import pytest
-from haliax import Axis
 
-from models.lm import build_model, next_token_loss
 from models.qwen3_moe import Qwen3Config, Qwen3MoeConfig
 from models.run_config import LmRunConfig
 from models.step_memory import StepMemory
 from models.transformer.config import AttentionConfig, ExpertsConfig
 from stacked_remat import ScanCheckpointPolicy, StackedPattern
-from stacked_remat.training import (
-    DataConfig,
-    MeshConfig,
-    Partitioning,
-    TokenBatch,
-    TrainerConfig,
-    TrainState,
-    train_step,
-)
+from stacked_remat.training import DataConfig, MeshConfig, TrainerConfig
+from tests.models.mesh_steps import ROWS, assert_same, compiled_on, on_one_device
 
-LAYERS, ROWS, POSITIONS = 5, 8, 13  # no other axis has the first's or the last's size
+LAYERS, POSITIONS = 5, 13  # no other axis has the first's or the last's size
 SIZES = {"hidden_dim": 16, "num_layers": LAYERS, "num_heads": 2, "num_kv_heads": 1}
 EXPERTS = ExpertsConfig(num_experts=4, experts_per_token=2, intermediate_dim=6)
 CONFIGS = {
@@ -68,52 +55,12 @@ MESHES = {
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 
 
-def first_state(kind, remat):
-    model = build_model(CONFIGS[kind], Axis("vocab", 24), remat=remat, key=jax.random.key(0))
-    return TrainState.init(model, optax.sgd(-1.0))
+def on_devices(config, kind, policy, microbatches=1):
+    return compiled_on(config, CONFIGS[kind], POLICIES[policy], POSITIONS, microbatches)
 
 
-def batch():
-    """Eight rows of two documents each, of uneven weights."""
-    draws = np.random.default_rng(0).integers(0, 24, (2, ROWS, POSITIONS)).astype(np.int32)
-    documents = np.repeat(np.array([[1] * 5 + [2] * 8], np.int32), ROWS, axis=0)
-    positions = np.concatenate([np.arange(5), np.arange(8)]).astype(np.int32)[None].repeat(ROWS, axis=0)
-    weights = (np.arange(ROWS * POSITIONS).reshape(ROWS, POSITIONS) % 7 > 1).astype(np.float32)
-    return TokenBatch.of(draws[0], draws[1], weights, documents, positions)
-
-
-def gradient_step(partitioning, microbatches=1):
-    """A step whose change of the weights is the gradient."""
-    return functools.partial(
-        train_step,
-        loss_function=next_token_loss,
-        optimizer=optax.sgd(-1.0),
-        microbatches=microbatches,
-        partitioning=partitioning,
-    )
-
-
-def assert_same(found, wanted):
-    (after, metrics), (expected, expected_metrics) = found, wanted
-    for a, b in zip(jax.tree.leaves(after.trained), jax.tree.leaves(expected.trained), strict=True):
-        np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=2e-5, atol=2e-6)
-    assert metrics.keys() == expected_metrics.keys()
-    for name, value in metrics.items():
-        np.testing.assert_allclose(value, expected_metrics[name], rtol=1e-5, err_msg=name)
-
-
-@functools.cache
-def on_one_device(kind):
-    return eqx.filter_jit(gradient_step(None))(batch(), first_state(kind, True))
-
-
-def compiled_on(config, kind, remat, microbatches=1):
-    partitioning = Partitioning.of(config)
-    with partitioning.active():
-        state = partitioning.shard_weights(first_state(kind, remat))
-        args = (partitioning.shard_batch(batch()), state)
-        compiled = eqx.filter_jit(gradient_step(partitioning, microbatches)).lower(*args).compile()
-        return compiled.compiled.as_text(), compiled(*args)
+def wanted(kind):
+    return on_one_device(CONFIGS[kind], POSITIONS)
 
 
 def share(state):
@@ -126,8 +73,8 @@ def share(state):
 
 @pytest.mark.parametrize(("kind", "policy"), CASES)
 def test_every_policy_gives_the_gradients_of_one_device_and_gathers_no_stack(kind, policy):
-    program, found = compiled_on(MeshConfig(), kind, POLICIES[policy])
-    assert_same(found, on_one_device(kind))
+    program, found = on_devices(MeshConfig(), kind, policy)
+    assert_same(found, wanted(kind))
     gathered = [
         [int(size) for size in shape.split(",")]
         for results in re.findall(r" = (.*?) all-gather(?:-start)?\(", program)
@@ -143,15 +90,15 @@ def test_every_policy_gives_the_gradients_of_one_device_and_gathers_no_stack(kin
 @pytest.mark.parametrize("mesh", ["data parallel", pytest.param("hybrid", marks=pytest.mark.deep)])
 def test_other_meshes(mesh):
     config, part = MESHES[mesh]
-    _, found = compiled_on(config, "dense", "nested")
-    assert_same(found, on_one_device("dense"))
+    _, found = on_devices(config, "dense", "nested")
+    assert_same(found, wanted("dense"))
     assert share(found[0]) == part
 
 
 @pytest.mark.deep
 def test_microbatches_are_divided_too():
-    _, (after, metrics) = compiled_on(MeshConfig({"data": 4}), "dense", "nested", microbatches=2)
-    np.testing.assert_allclose(metrics["loss"], on_one_device("dense")[1]["loss"], rtol=1e-5)
+    _, (after, metrics) = on_devices(MeshConfig({"data": 4}), "dense", "nested", microbatches=2)
+    np.testing.assert_allclose(metrics["loss"], wanted("dense")[1]["loss"], rtol=1e-5)
     assert share(after) == 1 / 4
 
 

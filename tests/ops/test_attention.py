@@ -17,8 +17,9 @@ from stacked_remat.ops import _attention_backends, causal_attention
 from stacked_remat.ops._attention_backends import BACKENDS, AttentionCall, exact_attention
 from stacked_remat.ops._attention_blockwise import (
     Blocks,
-    _first_key_block,
-    _last_query_block,
+    _key_blocks,
+    _Places,
+    _query_blocks,
     blockwise_attention,
 )
 from stacked_remat.ops.attention import choose_backend
@@ -138,16 +139,30 @@ def test_documents_in_any_order_are_respected():
 
 def test_blocks_of_other_documents_and_out_of_the_window_are_not_computed():
     documents = jnp.repeat(jnp.arange(4), 4)[None]  # four documents of two blocks each
-    assert _first_key_block(documents, 8, Blocks(1.0, 2)).tolist() == [0, 0, 2, 2, 4, 4, 6, 6]
-    assert _last_query_block(documents, 8, Blocks(1.0, 2)).tolist() == [1, 1, 3, 3, 5, 5, 7, 7]
+    assert seen_blocks(documents, 2) == [[0, 0, 2, 2, 4, 4, 6, 6], [*range(8)]]
+    assert seeing_blocks(documents, 2) == [[*range(8)], [1, 1, 3, 3, 5, 5, 7, 7]]
     for one in (None, jnp.zeros((1, 16), jnp.int32)):
         check_window(one)
 
 
 def check_window(one):
-    assert _first_key_block(one, 8, Blocks(1.0, 2)).tolist() == [0] * 8
-    assert _first_key_block(one, 8, Blocks(1.0, 2, window=3)).tolist() == [0, 0, 1, 2, 3, 4, 5, 6]
-    assert _last_query_block(one, 8, Blocks(1.0, 2, window=3)).tolist() == [1, 2, 3, 4, 5, 6, 7, 7]
+    assert seen_blocks(one, 2) == [[0] * 8, [*range(8)]]
+    assert seen_blocks(one, 2, window=3) == [[0, 0, 1, 2, 3, 4, 5, 6], [*range(8)]]
+    assert seeing_blocks(one, 2, window=3) == [[*range(8)], [1, 2, 3, 4, 5, 6, 7, 7]]
+    # Of some queries: those of the fourth and of the last block.
+    rows = jnp.array([6, 7, 14, 15])
+    assert seen_blocks(one, 2, rows) == [[0, 0], [3, 7]]
+    assert seen_blocks(one, 2, rows, window=3) == [[2, 6], [3, 7]]
+    assert seeing_blocks(one, 2, rows, window=3) == [[0, 0, 0, 0, 0, 0, 1, 1], [-1, -1, 0, 0, -1, -1, 1, 1]]
+
+
+def seen_blocks(documents, size, rows=None, window=None, of=_key_blocks):
+    queries = 16 if rows is None else len(rows)
+    places, blocks = _Places.of(documents, rows), Blocks(1.0, size, window)
+    return [one.tolist() for one in of(places, queries // size, 16 // size, blocks)]
+
+
+seeing_blocks = functools.partial(seen_blocks, of=_query_blocks)
 
 
 def test_memory_grows_with_the_length_and_not_with_its_square():
@@ -261,6 +276,7 @@ def test_arguments_are_checked(change, message):
         (dict(has_documents=True), "no document boundaries"),
         (dict(blocks=Blocks(1.0, 8, window=4)), "windows are not supported"),
         (dict(has_sinks=True), "takes no sinks"),
+        (dict(has_rows=True), "the axis of positions is divided over devices"),
         ({}, None),
         (dict(installed=False), r"JAX finds no cuDNN here (pip install nvidia-cudnn-cu13)"),
     ],

@@ -142,6 +142,7 @@ def test_blocks_divide_the_sequence_and_their_table_fits(position, sequences, wi
         (dict(head_dim=1024), "for heads up to 512 wide, not 1024"),
         (dict(position=2**18, batch=5, blocks=Blocks(1.0, 8)), "1280 x 256 blocks of 1024 positions"),
         (dict(position=2**18, batch=5, blocks=Blocks(1.0, 8), has_documents=False), None),
+        (dict(has_rows=True), "the axis of positions is divided over devices"),
         (dict(devices=4), "the compiler can't divide it among 4 devices: call it inside jax.shard_map"),
         ({}, None),
     ],

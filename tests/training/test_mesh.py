@@ -147,11 +147,18 @@ def test_mappings_that_do_not_fit_the_weights(devices, mapping, message):
 @pytest.mark.parametrize("microbatches", [1, 2])
 def test_batches_that_do_not_divide(microbatches):
     partitioning = Partitioning.of(MeshConfig())
-    partitioning.check_rows(16, microbatches)
+    partitioning.check_batch(16, 7, microbatches)
     with pytest.raises(
         ConfigError, match=f"batch_size = 12.*multiple of {8 * microbatches}.*data {4 // microbatches}"
     ):
-        partitioning.check_rows(12, microbatches)
+        partitioning.check_batch(12, 7, microbatches)
+
+
+def test_sequences_that_do_not_divide():
+    partitioning = Partitioning.of(MeshConfig({"context": 8}, {"position": "context"}, {}))
+    partitioning.check_batch(1, 16)
+    with pytest.raises(ConfigError, match="seq_len = 12.*over the 8 devices.*multiple of 8"):
+        partitioning.check_batch(1, 12)
 
 
 def test_one_device_needs_no_sharding():

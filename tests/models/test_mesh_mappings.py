@@ -1,0 +1,76 @@
+"""Positions and experts divided over devices: the step is that of one device, and what the devices send."""
+
+import math
+import re
+
+import pytest
+
+from models.qwen3_moe import Qwen3Config
+from models.transformer.config import AttentionConfig
+from stacked_remat import ScanCheckpointPolicy
+from stacked_remat.training import MeshConfig
+from tests.models.mesh_steps import ROWS, assert_same, compiled_on, on_one_device
+
+LAYERS, POSITIONS, HEAD_DIM = 5, 32, 12
+SIZES = {"hidden_dim": 16, "num_layers": LAYERS, "num_heads": 4, "num_kv_heads": 1}
+DENSE = Qwen3Config(**SIZES, mlp_dim=6, attention=AttentionConfig(head_dim=HEAD_DIM))
+WINDOWS = Qwen3Config(
+    **SIZES | {"num_layers": 2 * LAYERS},
+    mlp_dim=6,
+    attention=AttentionConfig(head_dim=HEAD_DIM, window=7, windowed_layers=tuple(range(0, 2 * LAYERS, 2))),
+)
+POLICIES = {
+    "True": True,
+    "nested": "nested",
+    "offload": "offload",
+    "save": ScanCheckpointPolicy(save_block_internals=["attention_output", "attention_lse"]),
+}
+CONTEXT = {"position": "context"}
+MESHES = {
+    "context": MeshConfig({"context": 8}, CONTEXT, {}),
+    "context, fsdp": MeshConfig({"context": 4}, CONTEXT, {"embed": "context"}),
+    "data, context, fsdp": MeshConfig(
+        {"data": 2, "context": 4}, {"batch": "data"} | CONTEXT, {"embed": ["data", "context"]}
+    ),
+}
+
+
+def deep(*case):
+    return pytest.param(*case, marks=pytest.mark.deep)
+
+
+CONTEXT_CASES = [
+    (DENSE, "data, context, fsdp", "nested"),
+    deep(DENSE, "context", "True"),
+    deep(DENSE, "context, fsdp", "offload"),
+    deep(DENSE, "data, context, fsdp", "save"),
+    deep(WINDOWS, "data, context, fsdp", "nested"),
+]
+
+pytestmark = pytest.mark.usefixtures("standard_promotion")
+
+
+def collectives(program):
+    """(Kind, shapes, the operation's name) of every collective."""
+    pattern = r" = ([^=]*?) (all-[a-z]+|reduce-scatter)(?:-start)?\(.*?op_name=\"(.*?)\""
+    return [(kind, shapes_in(text), name) for text, kind, name in re.findall(pattern, program)]
+
+
+def shapes_in(text):
+    return [[int(size) for size in shape.split(",")] for shape in re.findall(r"f32\[([\d,]+)\]", text)]
+
+
+@pytest.mark.parametrize(("config", "mesh", "policy"), CONTEXT_CASES)
+def test_divided_positions_gather_keys_and_values_of_a_layer(config, mesh, policy):
+    program, found = compiled_on(MESHES[mesh], config, POLICIES[policy], POSITIONS)
+    assert_same(found, on_one_device(config, POSITIONS))
+    gathers = [(shapes, name) for kind, shapes, name in collectives(program) if kind == "all-gather"]
+    assert not [shapes for shapes, _ in gathers for shape in shapes if LAYERS in shape]
+    rows = ROWS // dict(MESHES[mesh].axes).get("data", 1)
+    of_keys = [rows, POSITIONS, 1, HEAD_DIM]
+    in_context = [(shapes, name) for shapes, name in gathers if POSITIONS in sum(shapes, [])]
+    assert in_context and all(shapes == [of_keys] for shapes, _ in in_context)
+    # In the loop over layers, and not in attention's own loops over blocks.
+    assert all("while/body" in name and name.endswith("shard_map/all_gather") for _, name in in_context)
+    # Nothing of all positions is larger: no stack of gathered keys is kept for the backward pass.
+    assert max(math.prod(shape) for shape in shapes_in(program) if POSITIONS in shape) == math.prod(of_keys)

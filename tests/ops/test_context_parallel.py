@@ -1,0 +1,68 @@
+"""Attention of positions that are divided over devices is that of all positions on one."""
+
+import haliax as hax
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from haliax import Axis
+
+from stacked_remat.ops import causal_attention
+from stacked_remat.ops._context_parallel import _rows_after_exchange
+from tests.ops.test_per_device import mesh
+
+Batch, KVHeads, Group, HeadDim = Axis("batch", 2), Axis("kv", 2), Axis("group", 2), Axis("dim", 4)
+OPTIONS = {
+    "documents": {},
+    "window": {"window": 3},
+    "in blocks": {"window": 7, "block_size": 2},
+    "exact": {"backend": "exact"},
+}
+
+
+def arguments(length):
+    Pos = Axis("pos", length)
+    keys = jax.random.split(jax.random.key(0), 5)
+    query = hax.random.normal(keys[0], (Batch, KVHeads, Pos, Group, HeadDim))
+    key, value = (hax.random.normal(one, (Pos, Batch, KVHeads, HeadDim)) for one in keys[1:3])
+    sinks = hax.random.normal(keys[3], (KVHeads, Group))
+    # Documents that begin at other places in each row, and padding.
+    starts = jnp.stack([jnp.arange(length) // 5, jnp.minimum(jnp.arange(length) // 3, 2)])
+    return Pos, (query, key, value, sinks), hax.named(starts, (Batch, Pos))
+
+
+@pytest.mark.parametrize(
+    ("option", "length", "mapping"),
+    [
+        ("documents", 16, {"pos": "data"}),
+        ("window", 12, {"pos": "data"}),  # 3 positions a device, which are no equal strips for 4
+        ("in blocks", 32, {"batch": "model", "pos": "data"}),
+        ("exact", 16, {"pos": ["data", "model"]}),
+    ],
+)
+def test_values_and_gradients_are_those_of_one_device(option, length, mapping):
+    Pos, args, documents = arguments(length)
+
+    @jax.jit
+    def found(args, documents):
+        def loss(args):
+            query, key, value, sinks = args
+            options = {"documents": documents, "sinks": sinks} | OPTIONS[option]
+            attended = causal_attention(query, key, value, Pos, KVHeads, HeadDim, **options)
+            return hax.sum(attended**2).scalar(), attended
+
+        return jax.value_and_grad(loss, has_aux=True)(args)
+
+    wanted = found(args, documents)
+    with jax.set_mesh(mesh(data=4, model=2)), hax.axis_mapping(mapping):
+        jax.clear_caches()
+        got = found(hax.shard(args), hax.shard(documents))
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=1e-4, atol=1e-5)
+
+
+def test_devices_have_as_many_keys_to_see():
+    rows = [np.asarray(_rows_after_exchange(device, 512, 8)) for device in range(8)]
+    assert sorted(np.concatenate(rows)) == list(range(4096))
+    seen = [np.sum(own + 1.0) for own in rows]
+    assert max(seen) < 1.11 * np.mean(seen)  # 1.88 times without an exchange

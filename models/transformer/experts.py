@@ -18,7 +18,7 @@ from jaxtyping import Array, Float, PRNGKeyArray
 from models.transformer.config import SparseDecoderConfig
 from models.transformer.layers import SwiGlu, cast_floating, linear
 from stacked_remat import Stacked, checkpoint_name, internals_are_saved, streaming
-from stacked_remat.ops import grouped_experts, per_device
+from stacked_remat.ops import grouped_experts, mesh_axes, per_device, unmapped
 
 
 class RouterStatistics(eqx.Module):
@@ -102,6 +102,13 @@ class SparseExperts(eqx.Module):
             The experts' numbers and their gates in float32, both `[..., choice]`, and the sums over tokens of
             which the statistics are means.
         """
+        # Tokens and experts may be divided over the same devices, and router logits are of both.
+        with unmapped(self.config.Experts):
+            return self._route(x, documents)
+
+    def _route(
+        self, x: NamedArray, documents: NamedArray | None
+    ) -> tuple[NamedArray, NamedArray, RouterStatistics]:
         Experts = self.config.Experts
         logits = self.router(x).astype(jnp.float32)
         probabilities = checkpoint_name(hnn.softmax(logits, axis=Experts), "router_probs")
@@ -184,6 +191,8 @@ class SparseExperts(eqx.Module):
         """The sum of each token's chosen experts, whose weights have the axis `Experts`."""
         Embed = self.config.Embed
         tokens = tuple(axis for axis in x.axes if axis != Embed)
+        over = mesh_axes(Experts)
+        _check_tokens_are_divided(tokens, Experts)
 
         def mix(weights: SwiGlu, x: NamedArray, choices: NamedArray, gates: NamedArray) -> NamedArray:
             own = tuple(axis for axis in x.axes if axis != Embed)
@@ -203,10 +212,27 @@ class SparseExperts(eqx.Module):
                 chosen,
                 factors.astype(rows.dtype),
                 saved=_gate_products if keep else None,
+                over=over,
             )
             return hax.named(mixed.reshape([axis.size for axis in (*own, Embed)]), (*own, Embed))
 
-        return per_device(mix, weights, x, choices, gates, over=tokens, out=x.axes)
+        return per_device(mix, weights, x, choices, gates, over=(*tokens, Experts), out=x.axes)
+
+
+def _check_tokens_are_divided(tokens: tuple[Axis, ...], Experts: Axis) -> None:
+    """Check that devices with other experts have other tokens.
+
+    Raises:
+        ValueError: names the axes.
+    """
+    divided = {one for axis in tokens for one in mesh_axes(axis)}
+    for one in mesh_axes(Experts):
+        if one not in divided:
+            raise ValueError(
+                f"`{Experts.name}` is divided over {one!r} of the mesh, and no axis of tokens is: its "
+                f"devices would all compute the same. Map `batch` or `position` to it too, for instance "
+                f"trainer.mesh.compute_mapping: {{batch: [data, {one}], {Experts.name}: {one}}}."
+            )
 
 
 def _apply_expert(

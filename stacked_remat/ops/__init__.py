@@ -13,5 +13,5 @@ from .attention import causal_attention as causal_attention
 from .cross_entropy import chunked_cross_entropy as chunked_cross_entropy
 from .decode_attention import decode_attention as decode_attention
 from .grouped_experts import grouped_experts as grouped_experts
-from .per_device import per_device as per_device
+from .per_device import mesh_axes as mesh_axes, per_device as per_device, unmapped as unmapped
 from .rotary import RotaryTable as RotaryTable, apply_rotary as apply_rotary, rotary_table as rotary_table

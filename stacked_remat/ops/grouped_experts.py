@@ -26,6 +26,7 @@ from .._scan.arguments import Caller
 from .._scan.layer_axis import TreeLayout, split_tree
 from .._scan.marks import is_array, is_named, is_split
 from .._sweep.store import zeros_after
+from ._expert_exchange import Exchange
 from .per_device import free_axis_mapping
 
 Rows = Float[Array, "row embed"]
@@ -49,6 +50,7 @@ def grouped_experts(
     saved: Saved | None = None,
     block_size: int | None = None,
     blocks_at_once: int = 8,
+    over: Sequence[str] = (),
 ) -> Float[Array, "token out"]:
     """The sum over each token's chosen experts, weighted by their gates.
 
@@ -79,6 +81,9 @@ def grouped_experts(
         block_size: rows in a block. By default a power of two between 8 and 256 for which padding is at most
             an eighth, if there are enough rows.
         blocks_at_once: blocks that one iteration of the loop computes together.
+        over: inside `jax.shard_map`, the axes of the mesh over which the experts are divided, in order.
+            `weights` then have this device's part of `Experts`, `choices` are numbers of all, and tokens go
+            to the devices of their experts and back. Nothing is `saved` then.
 
     Returns:
         In the dtype of `x`; sums are in float32.
@@ -100,16 +105,26 @@ def grouped_experts(
 
     Memory beside the arguments: the result and the gradients in float32, five integers per pair, a few
     blocks, and what is saved. Inside `jax.shard_map` this needs `check_vma=False`.
+
+    With `over`, every pair is sent once forward and twice backward, `[row, embed]`, and comes back as often:
+    `n - 1` of `n` devices' rows over the link. With about an eighth for padding, at least a round of
+    exchanges, whose rows take up to 0.5 GiB. Weights stay where they are.
     """
+    exchange = None
+    if over:
+        exchange = Exchange.of(over, choices.size, x.shape[1] * x.dtype.itemsize)
+        Experts, saved = Experts.resize(Experts.size // exchange.devices), None
     layout, arrays, shared = _split(weights, Experts)
     _check_tokens(x, choices, gates)
     if block_size is None:
-        block_size = _block_size(choices.size, Experts.size)
+        block_size = _block_size(choices.size if exchange is None else exchange.rows, Experts.size)
     for what, number in (("block_size", block_size), ("blocks_at_once", blocks_at_once)):
         if not isinstance(number, int) or number < 1:
             raise ValueError(f"{what} must be an int, at least 1; got {number!r}.")
     rebuild = functools.partial(layout.layer, shared=shared)
     call = ExpertsCall(expert, saved, rebuild, Experts.size, block_size, blocks_at_once)
+    if exchange is not None:
+        return exchange.run(call.run, x, choices, gates, arrays, Experts.size)
     return noted(call, call.run)(x, choices, gates, arrays)
 
 

@@ -6,6 +6,7 @@ all. The caller names the axes over which an operation may be divided; Haliax's 
 """
 
 import contextlib
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeAlias, overload
@@ -70,6 +71,7 @@ def per_device(fn: Callable[..., Any], *args: Any, over: Sequence[Axis], out: An
         return tuple(axis.resize(axis.size // parts.get(axis.name, 1)) for axis in axes)
 
     def spec(axes: Sequence[Axis]) -> PartitionSpec:
+        _check_once(axes, cut)
         return PartitionSpec(*(cut.get(axis.name) for axis in axes))
 
     def own(arrays: Any) -> Any:
@@ -99,6 +101,19 @@ def mesh_axes(axis: Axis) -> tuple[str, ...]:
         ValueError: it is mapped to an axis that the mesh lacks.
     """
     return _cut((axis,)).get(axis.name, ())
+
+
+@contextlib.contextmanager
+def unmapped(*axes: Axis) -> Iterator[None]:
+    """Within it, Haliax's axis mapping maps none of these axes: their arrays are whole on every device.
+
+    For arrays that have two axes which are mapped to one axis of the mesh.
+    """
+    names = {axis.name for axis in axes}
+    mapping = current_thread_local_mapping() or {}
+    left = {name: physical for name, physical in mapping.items() if name not in names}
+    with axis_mapping(left) if left else no_axis_mapping():
+        yield
 
 
 @contextlib.contextmanager
@@ -144,15 +159,23 @@ def _cut(over: Sequence[Axis]) -> dict[str, tuple[str, ...]]:
                 f"{', '.join(mesh.axis_names)}."
             )
         physical = tuple(one for one in wanted if one in free)
-        for other, taken in found.items():
-            if set(physical) & set(taken):
-                raise ValueError(
-                    f"The axes `{other}` and `{axis.name}` are both mapped to "
-                    f"{', '.join(sorted(set(physical) & set(taken)))}: one axis of the mesh divides one axis."
-                )
         if physical:
             found[axis.name] = physical
     return found
+
+
+def _check_once(axes: Sequence[Axis], cut: dict[str, tuple[str, ...]]) -> None:
+    """Check that no two axes of an array are divided over one axis of the mesh.
+
+    Raises:
+        ValueError: names them.
+    """
+    for one, other in itertools.combinations(axes, 2):
+        if both := {*cut.get(one.name, ())} & {*cut.get(other.name, ())}:
+            raise ValueError(
+                f"The axes `{one.name}` and `{other.name}` are both mapped to {', '.join(sorted(both))}: one "
+                "axis of the mesh divides one axis of an array."
+            )
 
 
 def _free_mesh_axes() -> set[str]:

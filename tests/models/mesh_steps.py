@@ -65,8 +65,9 @@ def on_one_device(config, positions, lora=None):
 def compiled_on(mesh, config, remat, positions, microbatches=1, lora=None):
     """The text of the program, and its results."""
     partitioning = Partitioning.of(mesh)
+    state = first_state(config, remat, lora)
     with partitioning.active():
-        state = partitioning.shard_weights(first_state(config, remat, lora))
+        state = partitioning.shard_weights(state)
         args = (partitioning.shard_batch(batch(positions)), state)
         compiled = eqx.filter_jit(gradient_step(partitioning, microbatches)).lower(*args).compile()
         return compiled.compiled.as_text(), compiled(*args)

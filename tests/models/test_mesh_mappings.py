@@ -5,9 +5,10 @@ import re
 
 import pytest
 
-from models.qwen3_moe import Qwen3Config
-from models.transformer.config import AttentionConfig
+from models.qwen3_moe import Qwen3Config, Qwen3MoeConfig
+from models.transformer.config import AttentionConfig, ExpertsConfig
 from stacked_remat import ScanCheckpointPolicy
+from stacked_remat.lora import LoraConfig
 from stacked_remat.training import MeshConfig
 from tests.models.mesh_steps import ROWS, assert_same, compiled_on, on_one_device
 
@@ -19,7 +20,11 @@ WINDOWS = Qwen3Config(
     mlp_dim=6,
     attention=AttentionConfig(head_dim=HEAD_DIM, window=7, windowed_layers=tuple(range(0, 2 * LAYERS, 2))),
 )
+EXPERTS, INNER = 8, 6
+SPARSE = Qwen3MoeConfig(**SIZES, experts=ExpertsConfig(EXPERTS, 3, INNER, z_loss_weight=0.01))
+LORA = LoraConfig(rank=3, targets=("*.q_proj", "*.experts.*_proj"))
 POLICIES = {
+    "False": False,
     "True": True,
     "nested": "nested",
     "offload": "offload",
@@ -31,6 +36,17 @@ MESHES = {
     "context, fsdp": MeshConfig({"context": 4}, CONTEXT, {"embed": "context"}),
     "data, context, fsdp": MeshConfig(
         {"data": 2, "context": 4}, {"batch": "data"} | CONTEXT, {"embed": ["data", "context"]}
+    ),
+    "expert": MeshConfig({"expert": 8}, {"batch": "expert", "experts": "expert"}, {"experts": "expert"}),
+    "data, expert, fsdp": MeshConfig(
+        {"data": 2, "expert": 4},
+        {"batch": ["data", "expert"], "experts": "expert"},
+        {"embed": "data", "experts": "expert"},
+    ),
+    "context, expert": MeshConfig(
+        {"data": 2, "context": 4},
+        {"batch": "data", "experts": "context"} | CONTEXT,
+        {"embed": "data", "experts": "context"},
     ),
 }
 
@@ -47,12 +63,21 @@ CONTEXT_CASES = [
     deep(WINDOWS, "data, context, fsdp", "nested"),
 ]
 
+EXPERT_CASES = [
+    ("data, expert, fsdp", "nested", None),
+    deep("context, expert", "offload", LORA),
+    deep("expert", "True", None),
+    deep("expert", "False", None),
+]
+
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 
 
 def collectives(program):
     """(Kind, shapes, the operation's name) of every collective."""
-    pattern = r" = ([^=]*?) (all-[a-z]+|reduce-scatter)(?:-start)?\(.*?op_name=\"(.*?)\""
+    pattern = (
+        r" = ([^=]*?) (all-gather|all-reduce|all-to-all|reduce-scatter)(?:-start)?\(.*?op_name=\"(.*?)\""
+    )
     return [(kind, shapes_in(text), name) for text, kind, name in re.findall(pattern, program)]
 
 
@@ -74,3 +99,23 @@ def test_divided_positions_gather_keys_and_values_of_a_layer(config, mesh, polic
     assert all("while/body" in name and name.endswith("shard_map/all_gather") for _, name in in_context)
     # Nothing of all positions is larger: no stack of gathered keys is kept for the backward pass.
     assert max(math.prod(shape) for shape in shapes_in(program) if POSITIONS in shape) == math.prod(of_keys)
+
+
+@pytest.mark.parametrize(("mesh", "policy", "lora"), EXPERT_CASES)
+def test_divided_experts_stay_where_they_are_and_tokens_go_to_them(mesh, policy, lora):
+    program, found = compiled_on(MESHES[mesh], SPARSE, POLICIES[policy], POSITIONS, lora=lora)
+    assert_same(found, on_one_device(SPARSE, POSITIONS, lora))
+    sent = collectives(program)
+    assert not [shape for _, shapes, _ in sent for shape in shapes if LAYERS in shape]
+    # No device gets the weights of all experts, nor their gradients.
+    weights = [shape for _, shapes, _ in sent for shape in shapes if INNER in shape]
+    assert not [shape for shape in weights if EXPERTS in shape]
+    # Tokens go and come in the loop of rounds within that over layers, and go again in the backward pass.
+    swaps = [name for kind, _, name in sent if kind == "all-to-all" and name.count("while/body") > 1]
+    assert any("transpose" in name for name in swaps) and any("transpose" not in name for name in swaps)
+
+
+def test_experts_divided_where_tokens_are_not_are_refused():
+    mesh = MeshConfig({"data": 2, "expert": 4}, {"batch": "data", "experts": "expert"})
+    with pytest.raises(ValueError, match="`experts` is divided over 'expert'.*batch: .data, expert."):
+        compiled_on(mesh, SPARSE, True, POSITIONS)

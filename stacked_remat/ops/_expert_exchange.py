@@ -1,0 +1,217 @@
+"""Experts that are divided over devices (expert parallelism): tokens go to their experts and back.
+
+Every (token, expert) pair is sent to the device that has the expert, in rounds: in each, a device sends as
+many rows to every other, with padding where it has fewer. Rounds go on until all have sent everything, so no
+token is dropped, and memory is that of one round for any routing. The backward pass sends the rows again:
+none of what was received is kept for it.
+"""
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeAlias
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.custom_derivatives import SymbolicZero
+from jaxtyping import Array, Bool, Int
+
+from .._compat import as_residual, of_residual
+
+Apply: TypeAlias = Callable[[Array, Array, Array, Sequence[Array]], Array]
+"""(rows, choices, gates, weights) to the sums of this device's experts; a choice of -1 is none."""
+
+_PARTS = 8  # rounds of an even routing, and about one more where it is uneven
+_MOST_BYTES = 2**29  # of the rows of a round
+
+
+@dataclass(frozen=True, eq=False)
+class Exchange:
+    """How rows are exchanged.
+
+    Attributes:
+        over: the axes of the mesh over which experts are divided.
+        devices: how many there are along these.
+        slots: rows that a device sends to each other one in a round.
+    """
+
+    over: tuple[str, ...]
+    devices: int
+    slots: int
+
+    @staticmethod
+    def of(over: Sequence[str], pairs: int, row_bytes: int) -> "Exchange":
+        """For so many (token, expert) pairs on each device. Inside of `jax.shard_map` over these axes."""
+        devices = math.prod(lax.axis_size(one) for one in over)
+        slots = min(-(-pairs // (devices * _PARTS)), _MOST_BYTES // (devices * row_bytes))
+        return Exchange(tuple(over), devices, max(slots, 1))
+
+    @property
+    def rows(self) -> int:
+        """How many rows a device has in a round."""
+        return self.devices * self.slots
+
+    def run(
+        self, apply: Apply, x: Array, choices: Array, gates: Array, weights: Sequence[Array], experts: int
+    ) -> Array:
+        """The sum over each token's chosen experts, of which this device has `experts`."""
+        if x.shape[0] == 0:
+            return apply(x, choices, gates, weights)
+        routes = _routes(choices, experts, self)
+        found: Any = _exchanged(_Rounds(self, apply), _Inputs(x, gates, tuple(weights)), routes)
+        return found
+
+    def swap(self, rows: Array) -> Array:
+        """`[device, slot, ...]`, what is for each device, to what is from each device. Its own inverse."""
+        return lax.all_to_all(rows, self.over, split_axis=0, concat_axis=0, tiled=True)
+
+
+class _Inputs(NamedTuple):
+    """What is differentiated."""
+
+    x: Array
+    gates: Array
+    weights: tuple[Array, ...]
+
+
+class _Routes(NamedTuple):
+    """Where pairs go.
+
+    Attributes:
+        order: the pairs by the device that they go to.
+        first: the number in `order` of the first pair of each device.
+        counts: how many go to each device.
+        expert: the number of each pair's expert on that device.
+        rounds: how many the device with most to send needs.
+    """
+
+    order: Int[Array, " pair"]
+    first: Int[Array, " device"]
+    counts: Int[Array, " device"]
+    expert: Int[Array, " pair"]
+    rounds: Int[Array, ""]
+
+
+class _Sent(NamedTuple):
+    """The pairs of one round, those that are padding among them, and their tokens."""
+
+    pair: Int[Array, "device slot"]
+    token: Int[Array, "device slot"]
+    real: Bool[Array, "device slot"]
+
+
+def _routes(choices: Int[Array, "token choice"], experts: int, exchange: Exchange) -> _Routes:
+    flat = choices.reshape(-1).astype(jnp.int32)
+    # Out-of-range choices are sorted last and go nowhere.
+    is_none = (flat < 0) | (flat >= experts * exchange.devices)
+    device = jnp.where(is_none, exchange.devices, flat // experts)
+    counts = jnp.zeros(exchange.devices, jnp.int32).at[device].add(1, mode="drop")
+    rounds = -(-jnp.max(counts) // exchange.slots)
+    return _Routes(
+        jnp.argsort(device, stable=True).astype(jnp.int32),
+        jnp.cumsum(counts) - counts,
+        counts,
+        flat % experts,
+        lax.pmax(rounds, exchange.over),
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class _Rounds:
+    """The loops over rounds."""
+
+    exchange: Exchange
+    apply: Apply
+
+    def sent(self, routes: _Routes, choices: int, i: Array) -> _Sent:
+        """The pairs of a round."""
+        slot = i * self.exchange.slots + jnp.arange(self.exchange.slots, dtype=jnp.int32)[None, :]
+        last = routes.order.shape[0] - 1
+        pair = routes.order[jnp.minimum(routes.first[:, None] + slot, last)]
+        return _Sent(pair, pair // choices, slot < routes.counts[:, None])
+
+    def arrived(self, inputs: _Inputs, routes: _Routes, sent: _Sent) -> tuple[_Inputs, Array]:
+        """The rows and gates that this device gets in a round, with its weights, and their choices."""
+        rows = self.exchange.swap(_masked(jnp.take(inputs.x, sent.token, axis=0), sent.real))
+        gates = self.exchange.swap(_masked(inputs.gates.reshape(-1)[sent.pair], sent.real))
+        choices = self.exchange.swap(jnp.where(sent.real, routes.expert[sent.pair], -1))
+        flat = inputs._replace(x=rows.reshape(-1, rows.shape[-1]), gates=gates.reshape(-1, 1))
+        return flat, choices.reshape(-1, 1)
+
+    def back(self, rows: Array, sent: _Sent) -> Array:
+        """Rows of this device, or their cotangents, back where they came from, in float32."""
+        split = rows.reshape(self.exchange.devices, self.exchange.slots, *rows.shape[1:])
+        return _masked(self.exchange.swap(split).astype(jnp.float32), sent.real)
+
+    def forward(self, inputs: _Inputs, routes: _Routes) -> Array:
+        """The sums of all tokens."""
+
+        def one(i: Array, out: Array) -> Array:
+            sent = self.sent(routes, inputs.gates.shape[1], i)
+            (x, gates, weights), choices = self.arrived(inputs, routes, sent)
+            return out.at[sent.token].add(self.back(self.apply(x, choices, gates, weights), sent))
+
+        shape = jax.eval_shape(self.apply, inputs.x, routes.expert.reshape(inputs.gates.shape), *inputs[1:])
+        out = lax.fori_loop(0, routes.rounds, one, jnp.zeros(shape.shape, jnp.float32))
+        return out.astype(inputs.x.dtype)
+
+    def backward(self, perturbed: _Inputs, inputs: _Inputs, routes: _Routes, cotangent: Array) -> _Inputs:
+        """The cotangents of what is perturbed, `None` for the rest."""
+
+        def one(i: Array, gradients: _Inputs) -> _Inputs:
+            sent = self.sent(routes, inputs.gates.shape[1], i)
+            own, choices = self.arrived(inputs, routes, sent)
+            of_rows = self.exchange.swap(_masked(jnp.take(cotangent, sent.token, axis=0), sent.real))
+            part, constant = eqx.partition(own, perturbed)
+
+            def applied(part: _Inputs) -> Array:
+                x, gates, weights = eqx.combine(part, constant)
+                return self.apply(x, choices, gates, weights)
+
+            _, pullback = jax.vjp(applied, part)
+            (new,) = pullback(of_rows.reshape(-1, of_rows.shape[-1]))
+            of_x, of_gates, of_weights = gradients
+            if of_x is not None:
+                of_x = of_x.at[sent.token].add(self.back(new.x, sent))
+            if of_gates is not None:
+                of_gates = of_gates.at[sent.pair].add(self.back(new.gates[:, 0], sent))
+            of_weights = jax.tree.map(lambda old, some: old + some.astype(old.dtype), of_weights, new.weights)
+            return _Inputs(of_x, of_gates, of_weights)
+
+        flat = inputs._replace(gates=inputs.gates.reshape(-1))
+        start = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), eqx.filter(flat, perturbed))
+        gradients = lax.fori_loop(0, routes.rounds, one, start)
+        wanted = eqx.filter(inputs, perturbed)
+        return jax.tree.map(lambda new, old: new.reshape(old.shape).astype(old.dtype), gradients, wanted)
+
+
+def _masked(rows: Array, real: Bool[Array, "device slot"]) -> Array:
+    return jnp.where(real.reshape(*real.shape, *[1] * (rows.ndim - 2)), rows, jnp.zeros((), rows.dtype))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _exchanged(rounds: _Rounds, inputs: _Inputs, routes: _Routes) -> Array:
+    return rounds.forward(inputs, routes)
+
+
+def _forward_rule(rounds: _Rounds, inputs: Any, routes: Any) -> tuple[Array, Any]:
+    perturbed = jax.tree.map(
+        lambda leaf: leaf.perturbed and jnp.issubdtype(leaf.value.dtype, jnp.inexact), inputs
+    )
+    inputs, routes = jax.tree.map(lambda leaf: leaf.value, (inputs, routes))
+    out = rounds.forward(inputs, routes)
+    return out, (as_residual(tuple(jax.tree.leaves(perturbed))), inputs, routes)
+
+
+def _backward_rule(rounds: _Rounds, residuals: Any, cotangent: Any) -> tuple[Any, None]:
+    differentiated, inputs, routes = residuals
+    if isinstance(cotangent, SymbolicZero):
+        return None, None
+    perturbed = jax.tree.unflatten(jax.tree.structure(inputs), of_residual(differentiated))
+    return rounds.backward(perturbed, inputs, routes, cotangent), None
+
+
+_exchanged.defvjp(_forward_rule, _backward_rule, symbolic_zeros=True)

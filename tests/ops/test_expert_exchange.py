@@ -1,0 +1,83 @@
+"""Experts divided over devices give what all experts on all tokens give, for any routing."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from haliax import Axis
+from jax.sharding import PartitionSpec as P
+
+from stacked_remat.ops import grouped_experts
+from tests.ops.test_grouped_experts import dense, example, swiglu
+from tests.ops.test_per_device import mesh
+
+Experts = Axis("experts", 8)
+TOKENS, PER_TOKEN = 24, 3
+
+
+def routings():
+    """By name: even, all to the experts of one device, some to none, each device's to another, to nobody."""
+    rng = np.random.default_rng(0)
+    free = np.array([rng.permutation(Experts.size)[:PER_TOKEN] for _ in range(TOKENS)], np.int32)
+    return {
+        "random": free,
+        "one device": np.broadcast_to(np.array([7, 6, -1]), free.shape),
+        "some to none": np.where(rng.random(free.shape) < 0.3, rng.choice([-1, 8, 100], free.shape), free),
+        "the first token alone": np.where(np.arange(TOKENS)[:, None] == 0, free, -1),
+        "nobody": np.full_like(free, -1),
+    }
+
+
+@pytest.fixture(scope="module", params=[("expert",), ("data", "expert")], ids=str)
+def both(request):
+    """Values and gradients of both, compiled once for all routings."""
+    over = request.param
+
+    def run(weights, x, choices, gates):
+        def local(weights, x, choices, gates):
+            return grouped_experts(swiglu, weights, Experts, x, choices, gates, over=over)
+
+        tokens = P(("data", "expert"))
+        return jax.shard_map(
+            local, in_specs=(P(over), tokens, tokens, tokens), out_specs=tokens, check_vma=False
+        )(weights, x, choices, gates)
+
+    @jax.jit
+    def both(weights, x, choices, gates, cotangent):
+        def loss(weights, x, gates, of):
+            out = of(weights, x, choices, gates)
+            return jnp.sum(out * cotangent), out
+
+        return [
+            jax.value_and_grad(functools.partial(loss, of=of), (0, 1, 2), has_aux=True)(weights, x, gates)
+            for of in (run, functools.partial(dense, swiglu))
+        ]
+
+    return both
+
+
+@pytest.mark.parametrize("routing", routings())
+def test_values_and_gradients_are_those_of_all_experts_on_all_tokens(both, routing):
+    choices = routings()[routing].astype(np.int32)
+    with jax.set_mesh(mesh(data=2, expert=4)):
+        found, wanted = both(*example(Experts.size, choices))
+    jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-4, rtol=1e-4), found, wanted)
+
+
+def test_the_backward_pass_sends_rows_again():
+    weights, x, choices, gates, cotangent = example(Experts.size, routings()["random"])
+
+    def local(x, choices, gates):
+        own = jax.tree.map(lambda leaf: leaf[:2], weights)
+        return grouped_experts(swiglu, own, Experts, x, choices, gates, over=("expert",))
+
+    def loss(x, gates):
+        run = jax.shard_map(local, in_specs=P("expert"), out_specs=P("expert"), check_vma=False)
+        return jnp.sum(run(x, choices, gates) * cotangent)
+
+    with jax.set_mesh(mesh(expert=4)):
+        program = str(jax.make_jaxpr(jax.grad(loss, (0, 1)))(x, gates))
+    # Rows, gates and choices go, rows come back; backward again, then cotangents go and two come back.
+    assert program.count("all_to_all[") == 4 + 3 + 1 + 2

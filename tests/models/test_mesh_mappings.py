@@ -75,9 +75,8 @@ pytestmark = pytest.mark.usefixtures("standard_promotion")
 
 def collectives(program):
     """(Kind, shapes, the operation's name) of every collective."""
-    pattern = (
-        r" = ([^=]*?) (all-gather|all-reduce|all-to-all|reduce-scatter)(?:-start)?\(.*?op_name=\"(.*?)\""
-    )
+    kinds = "all-gather|all-reduce|all-to-all|reduce-scatter"
+    pattern = rf" = (.*?) ({kinds})(?:-start)?\(.*?op_name=\"(.*?)\""
     return [(kind, shapes_in(text), name) for text, kind, name in re.findall(pattern, program)]
 
 

@@ -6,12 +6,15 @@ Forward and backward are compiled for a device that need not be attached, and no
     python -m benchmarks.qwen3_context --target h200 --longest 80GiB 139GiB
     python -m benchmarks.qwen3_context --target h200 --presets auto blockwise --tokens 65536
     python -m benchmarks.qwen3_context --target v5p --devices 8 --tokens 65536 --policies nested
+    python -m benchmarks.qwen3_context --target h200 --devices 8 --tokens 1048576 --divide positions
+    python -m benchmarks.qwen3_context --target h200 --devices 8 --tokens 65536 --divide experts
     python -m benchmarks.qwen3_context --target h200 --tokens 65536 --tiles 1 2 4
     python -m benchmarks.qwen3_context --target h200 --config models/configs/gpt_oss_20b_65k_lora.yaml
 
 Model and adapters are those of `models/configs/qwen3_30b_a3b_65k_lora.yaml`, with one sequence per device.
 With another `--config`, its name takes the place of `qwen3` in the names of the results.
-With `--devices`, weights are sharded over a mesh by the config's `trainer.mesh`. Writes
+With `--devices`, weights are sharded over a mesh by the config's `trainer.mesh`; with `--divide
+positions` one sequence is divided over all, with `--divide experts` the experts, in place of `embed`. Writes
 `results/qwen3_context_<target>.json`, `results/qwen3_longest_<target>.json`, with `--tiles`, for each number
 of `model.tiles`, `results/qwen3_tiles_<target>.json`, or with `--presets`, for the model's own policies,
 `True` and `nested`, `results/qwen3_presets_<target>.json`.
@@ -37,6 +40,7 @@ from stacked_remat import ScanCheckpointPolicy, ScanCheckpointSpec, memory
 from stacked_remat.training import (
     BATCH_AXIS,
     POSITION_AXIS,
+    MeshConfig,
     Partitioning,
     TokenBatch,
     cast_parameters,
@@ -53,6 +57,10 @@ POLICIES: dict[str, ScanCheckpointSpec] = {
     "nested": "nested",
     "nested, offload": ScanCheckpointPolicy(nested=True, save_carries="offload"),
     "offload": "offload",
+}
+MESHES: dict[str, MeshConfig] = {
+    "positions": MeshConfig({"context": -1}, {"position": "context"}, {"embed": "context"}),
+    "experts": MeshConfig({"expert": -1}, {"batch": "expert", "experts": "expert"}, {"experts": "expert"}),
 }
 LEANEST = ("nested", "nested, offload", "offload")
 """The policies of the search for the longest context, by increasing traffic with the host."""
@@ -73,6 +81,7 @@ def main(arguments: list[str] | None = None) -> Path:
     else:
         name, rows = "context", _contexts(config, options)
     where = options.target if options.devices == 1 else f"{options.target}_{options.devices}"
+    where += f"_{options.divide}" if options.divide else ""
     model = "qwen3" if options.config.resolve() == CONFIG.resolve() else options.config.stem
     path = options.out / f"{model}_{name}_{where}.json"
     write_results(path, target=options.target, devices=options.devices, rows=rows)
@@ -118,10 +127,11 @@ def forward_and_backward(
 def _contexts(config: LmRunConfig, options: argparse.Namespace) -> list[dict[str, Any]]:
     rows = []
     devices = memory.find_target(options.target).devices(options.devices)
-    partitioning = Partitioning.of(config.trainer.mesh, devices)
+    partitioning = Partitioning.of(MESHES.get(options.divide, config.trainer.mesh), devices)
+    sequences = 1 if options.divide == "positions" else options.devices
     for tokens in options.tokens:
         for name in options.policies:
-            fn, (batch, parts) = forward_and_backward(config, tokens, rows=options.devices)
+            fn, (batch, parts) = forward_and_backward(config, tokens, rows=sequences)
             args = (partitioning.batch_shapes(batch), partitioning.weight_shapes(parts))
             with partitioning.activations():
                 found = memory.report(fn(POLICIES[name]), *args, target=options.target)
@@ -210,6 +220,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--tiles", type=int, nargs="+", default=[], help="values of model.tiles to compare")
     parser.add_argument("--devices", type=int, default=1)
+    parser.add_argument("--divide", choices=list(MESHES), help="over the devices, in place of `embed`")
     parser.add_argument("--longest", nargs="+", default=[], help="budgets to find the longest context for")
     parser.add_argument("--step", type=int, default=65_536, help="contexts are multiples of this")
     parser.add_argument("--limit", type=int, default=2**20, help="the longest context tried")

@@ -43,6 +43,11 @@ MESHES = {
         {"batch": ["data", "expert"], "experts": "expert"},
         {"embed": "data", "experts": "expert"},
     ),
+    "data, context, tensor": MeshConfig(
+        {"data": 2, "context": 2, "model": 2},
+        {"batch": "data", "mlp": "model"} | CONTEXT,
+        {"embed": "data", "mlp": "model"},
+    ),
     "context, expert": MeshConfig(
         {"data": 2, "context": 4},
         {"batch": "data", "experts": "context"} | CONTEXT,
@@ -60,6 +65,7 @@ CONTEXT_CASES = [
     deep(DENSE, "context", "True"),
     deep(DENSE, "context, fsdp", "offload"),
     deep(DENSE, "data, context, fsdp", "save"),
+    deep(DENSE, "data, context, tensor", "True"),
     deep(WINDOWS, "data, context, fsdp", "nested"),
 ]
 

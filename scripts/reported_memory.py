@@ -102,7 +102,7 @@ def _steps() -> Iterator[dict[str, Any]]:
         for source, target, rows in _rows(f"{model}_*.json"):
             known = {row["tokens"]: row for row in rows if row["policy"] == "True"}
             for row in rows:
-                if row["policy"] == "True":
+                if row["policy"] == "True" or row["tokens"] not in known:
                     continue
                 of = known[row["tokens"]]
                 measured = {

@@ -106,9 +106,9 @@ def grouped_experts(
     Memory beside the arguments: the result and the gradients in float32, five integers per pair, a few
     blocks, and what is saved. Inside `jax.shard_map` this needs `check_vma=False`.
 
-    With `over`, every pair is sent once forward and twice backward, `[row, embed]`, and comes back as often:
-    `n - 1` of `n` devices' rows over the link. With about an eighth for padding, at least a round of
-    exchanges, whose rows take up to 0.5 GiB. Weights stay where they are.
+    With `over`, each pair's row of `x` is sent to its expert and a result comes back; in the backward pass it
+    is sent again with its cotangent, and a cotangent comes back. Padding adds about an eighth to an even
+    routing. Memory: up to 0.5 GiB for the rows of a round. Weights stay where they are.
     """
     exchange = None
     if over:

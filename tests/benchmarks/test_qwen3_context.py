@@ -121,6 +121,28 @@ def on_eight_devices():
         yield f"| `{row['policy']}` | {sizes} | {row['matmul_flops'] / rows[0]['matmul_flops']:.2f} |"
 
 
+MAPPINGS = {"_experts": "experts", "_positions": "positions"}
+
+
+def of_mappings():
+    for suffix, divided in MAPPINGS.items():
+        for row in recorded(f"qwen3_context_h200_8{suffix}"):
+            sizes = " | ".join(gib(row[key]) for key in ("arguments", "temporaries", "total", "host"))
+            yield f"| {divided} | {row['tokens']:,} | `{row['policy']}` | {sizes} |"
+
+
+def test_a_million_tokens_take_a_quarter_of_each_of_eight_gpus():
+    rows = {row["policy"]: row for row in recorded("qwen3_context_h200_8_positions")}
+    assert rows["nested"]["tokens"] == 2**20 and rows["nested"]["total"] < 141e9 / 3
+    assert rows["offload"]["temporaries"] < rows["nested"]["temporaries"]
+
+
+def test_divided_experts_take_few_more_temporaries_than_one_gpu():
+    (alone,) = (row for row in recorded("qwen3_context_h200") if _is_nested_at_65536(row))
+    (shared,) = (row for row in recorded("qwen3_context_h200_8_experts") if _is_nested_at_65536(row))
+    assert shared["temporaries"] < alone["temporaries"] + GIB
+
+
 def test_eight_devices_need_an_eighth_of_the_weights_and_few_more_temporaries():
     (alone,) = (row for row in recorded("qwen3_context_h200") if _is_nested_at_65536(row))
     (shared,) = (row for row in recorded("qwen3_context_v5p_8") if _is_nested_at_65536(row))
@@ -153,6 +175,7 @@ def test_a_step_at_65536_tokens_took_six_carries_less_with_nested():
         ("long-context", "Keeping the outputs of attention", presets),
         ("long-context", "Try it without", on_the_cpu),
         ("devices", "Memory per device", on_eight_devices),
+        ("devices", "Memory of long sequences", of_mappings),
     ],
 )
 def test_tables_of_the_docs_are_the_recorded_rows(page, heading, rows):

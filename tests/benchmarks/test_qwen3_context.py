@@ -121,7 +121,7 @@ def on_eight_devices():
         yield f"| `{row['policy']}` | {sizes} | {row['matmul_flops'] / rows[0]['matmul_flops']:.2f} |"
 
 
-MAPPINGS = {"_experts": "experts", "_positions": "positions"}
+MAPPINGS = {"": "weights", "_experts": "experts", "_positions": "positions"}
 
 
 def of_mappings():

@@ -49,7 +49,7 @@ def per_device(fn: Callable[..., Any], *args: Any, over: Sequence[Axis], out: An
 
     Raises:
         ValueError: an axis does not divide evenly, is mapped to an axis that the mesh lacks, or to the same
-            one as another axis.
+            one as another axis of one array.
 
     The axes of the mesh must be `AxisType.Auto`, which is not the default of `jax.make_mesh`.
     """
@@ -58,13 +58,6 @@ def per_device(fn: Callable[..., Any], *args: Any, over: Sequence[Axis], out: An
         return fn(*args)
     sizes = jax.sharding.get_abstract_mesh().shape
     parts = {name: math.prod(sizes[one] for one in physical) for name, physical in cut.items()}
-    for axis in over:
-        if axis.size % parts.get(axis.name, 1):
-            raise ValueError(
-                f"The axis `{axis.name}` of {axis.size} can't be divided evenly over the {parts[axis.name]} "
-                f"devices of {', '.join(cut[axis.name])}: give it a multiple of {parts[axis.name]}, or map "
-                f"it to no axis of the mesh."
-            )
     arrays, static = eqx.partition(args, _is_any_array, is_leaf=is_named_array)
 
     def local(axes: Sequence[Axis]) -> Axes:
@@ -73,6 +66,16 @@ def per_device(fn: Callable[..., Any], *args: Any, over: Sequence[Axis], out: An
     def spec(axes: Sequence[Axis]) -> PartitionSpec:
         _check_once(axes, cut)
         return PartitionSpec(*(cut.get(axis.name) for axis in axes))
+
+    in_specs = (_map_arrays(lambda x: spec(x.axes if is_named_array(x) else ()), arrays),)
+    out_specs = jax.tree.map(spec, out, is_leaf=_is_axes)
+    for axis in over:
+        if axis.size % parts.get(axis.name, 1):
+            raise ValueError(
+                f"The axis `{axis.name}` of {axis.size} can't be divided evenly over the {parts[axis.name]} "
+                f"devices of {', '.join(cut[axis.name])}: give it a multiple of {parts[axis.name]}, or map "
+                f"it to no axis of the mesh."
+            )
 
     def own(arrays: Any) -> Any:
         mine = _map_arrays(lambda x: NamedArray(x.array, local(x.axes)) if is_named_array(x) else x, arrays)
@@ -84,8 +87,8 @@ def per_device(fn: Callable[..., Any], *args: Any, over: Sequence[Axis], out: An
 
     run = jax.shard_map(
         own,
-        in_specs=(_map_arrays(lambda x: spec(x.axes if is_named_array(x) else ()), arrays),),
-        out_specs=jax.tree.map(spec, out, is_leaf=_is_axes),
+        in_specs=in_specs,
+        out_specs=out_specs,
         axis_names={name for names in cut.values() for name in names},
         check_vma=False,
     )

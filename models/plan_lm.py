@@ -1,18 +1,22 @@
 """Prints the memory that a training step needs under each remat policy: compiles it, and runs nothing.
 
     python -m models.plan_lm --config_path my-model.yaml [--target h200] [--only 'False|True|nested']
-    python -m models.plan_lm --config_path my-model.yaml --remat auto --budget 1GiB [--json true]
+    python -m models.plan_lm --config_path my-model.yaml --remat auto --budget 1GiB
+    python -m models.plan_lm --config_path my-model.yaml --remat auto --budget 1GiB --find context
 
 Takes the same config files as `models.train_lm`.
 """
 
 import dataclasses
+import importlib.util
 import json
+import os
 import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
 import jax
 from rich.box import SIMPLE_HEAD
@@ -20,12 +24,12 @@ from rich.console import Console
 from rich.progress import Progress as RichProgress
 from rich.table import Table
 
-from models.command import run_command, shown_on
+from models.command import local_path, run_command, shown_on
+from models.plan_search import KEYS, Budget, find_size, planned
 from models.run_config import LmRunConfig
 from models.step_memory import StepMemory
-from models.transformer.config import DecoderConfig
 from stacked_remat import ScanCheckpointPolicy, ScanCheckpointSpec
-from stacked_remat.memory import BudgetError, DoesNotFit, MemoryReport, Plan, find_target, readable_bytes
+from stacked_remat.memory import DoesNotFit, MemoryReport, Plan, find_target, plot, readable_bytes
 from stacked_remat.training import ConfigError, lasting_console, parse_config, remat_entry, remat_policy
 
 POLICIES: Mapping[str, bool | dict[str, Any] | str] = {
@@ -46,6 +50,7 @@ CUT = ("nested", "offload")
 """Which of them are compared with layers cut into tiles too, where the config has whole ones."""
 
 _MOVED = "moved: between host and device, hidden behind compute, or at most so many tokens/s"
+_FOUND = {"context": "longest context", "batch": "largest batch", "devices": "fewest devices"}
 _PLAIN, _BASELINE = "False", "True"
 
 
@@ -59,12 +64,21 @@ class PlanLmConfig(LmRunConfig):
             report is for each device.
         only: regular expression of the rows of the table to compile, such as `False|True|nested`; null for
             all of them.
+        find: what to find with `remat: auto`: the `policy` with the least arithmetic that fits `budget`, or
+            the longest `context` (`data.seq_len`), the largest `batch` (`data.batch_size`) or the fewest
+            `devices` for which one does.
+        plot: file for a PNG of memory against arithmetic, a point for each policy that was compiled.
+        cache: whether to keep what compilations find in the user's cache folder (`$XDG_CACHE_HOME` or
+            `~/.cache`), and to read it there.
         json: whether to print JSON in place of the table, in bytes, FLOPs and seconds.
     """
 
     target: str = "local"
     devices: int | None = None
     only: str | None = None
+    find: Literal["policy", "context", "batch", "devices"] = "policy"
+    plot: str | None = None
+    cache: bool = True
     json: bool = False
 
     def __post_init__(self) -> None:
@@ -77,12 +91,19 @@ class PlanLmConfig(LmRunConfig):
             re.compile(self.only or "")
         except re.error as error:
             raise ValueError(f"only is no regular expression: {error}.") from error
+        if self.find != "policy" and self.policy is not None:
+            raise ValueError(
+                f"find: {self.find} looks for what fits a budget under any policy: give remat: auto and a "
+                f"budget, such as 72GiB."
+            )
+        if self.find == "devices" and self.devices is not None:
+            raise ValueError(f"find: devices has no effect with devices: {self.devices}: leave one out.")
         find_target(self.target)
 
     @property
     def step(self) -> StepMemory:
         """The step to compile; only of a resolved config."""
-        return StepMemory(self, self.target, self.devices)
+        return StepMemory(self, self.target, self.devices, _cache_folder() if self.cache else None)
 
 
 def compared(config: LmRunConfig) -> dict[str, ScanCheckpointPolicy]:
@@ -179,53 +200,106 @@ def main(arguments: Sequence[str], console: Console | None = None) -> int:
 
 def _plan(arguments: Sequence[str], console: Console) -> int:
     config = parse_config(PlanLmConfig, arguments).resolved(check_folder=False)
-    step, can_stream, cut = config.step, config.step.can_stream, _cut(config)
-    step.check(streamed=can_stream)
+    path = None if config.plot is None else _checked_plot(config.plot)
     if config.policy is None and config.budget is not None:
-        with console.status("compiling"):
-            plan, tiles = _planned(config, cut, can_stream)
-        _show_plan(config, console, plan, tiles)
-        return 0
-    rows = _rows(config, cut, can_stream)
+        reports = _find(config, console)
+    else:
+        config.step.check(streamed=config.step.can_stream)
+        reports = _compare(config, console)
+    if path is not None:
+        plot(reports, path, f"{config.data.batch_size} x {config.data.seq_len} tokens")
+        if not config.json:
+            console.print(f"wrote {path}", markup=False, highlight=False)
+    return 0
+
+
+def _find(config: PlanLmConfig, console: Console) -> Mapping[str, MemoryReport]:
+    """Finds what fits the budget and shows it; what each policy takes that was tried last."""
+    assert config.budget is not None
+    quiet = (lambda _: None) if config.json else shown_on(console)
+    step, budget = config.step, Budget(config.budget, config.host_budget, quiet)
+    size = None
+    if config.find == "policy":
+        step.check(streamed=step.can_stream)
+    else:
+        size, step = find_size(step, config.find, budget)
+    plan, chosen = planned(step, budget)
+    _show_plan(config, console, plan, chosen, size)
+    return {t.name: t.report for t in plan.tried.trials if t.report is not None}
+
+
+def _compare(config: PlanLmConfig, console: Console) -> Mapping[str, MemoryReport]:
+    """Compiles the rows of the table and shows them; the reports of those that were not refused."""
+    rows = _rows(config)
     found: dict[str, MemoryReport] = {}
     refused: dict[str, Exception] = {}
     with RichProgress(console=console, transient=True, disable=config.json) as progress:
-        for name, (of, policy, streamed) in progress.track(rows.items(), description="compiling"):
+        task = progress.add_task("compiling", total=len(rows))
+        for name, (step, policy, streamed) in rows.items():
+            progress.update(task, description=f"compiling {name}")
             try:
-                found[name] = of.report(policy, streamed=streamed)
+                found[name] = step.report(policy, streamed=streamed)
             except (DoesNotFit, ValueError) as error:  # such as a policy that a fused update does not take
                 refused[name] = error
+            progress.advance(task)
     if not found:
         raise next(iter(refused.values()))
     if config.json:
         results = {**found, **{name: _reason(error) for name, error in refused.items()}}
         shown = (
-            (name, policy, streamed, _tiles(of.config), results[name])
-            for name, (of, policy, streamed) in rows.items()
+            (name, policy, streamed, step.tiles, results[name])
+            for name, (step, policy, streamed) in rows.items()
         )
         _print_json(config, console, rows=[_row(*row) for row in shown])
-        return 0
+        return found
     console.print(policy_table(config, found))
     if saved := saving(config, found):
         console.print(saved, markup=False, highlight=False)
     for name, error in refused.items():
         console.print(f"{name}: {_reason(error)}", markup=False)
-    return 0
+    return found
+
+
+def _cache_folder() -> Path:
+    """Where what compilations find is kept."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "stacked_remat" / "reports"
+
+
+def _checked_plot(file: str) -> Path:
+    """The path of the plot.
+
+    Raises:
+        ConfigError: its folder is not there, or matplotlib is not installed.
+    """
+    path = local_path(file)
+    if not path.parent.is_dir() or path.is_dir():
+        raise ConfigError(f"plot = {file!r} must be a file in a folder that exists. Make {path.parent}.")
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ConfigError("plot needs matplotlib: pip install 'stacked_remat[plot]'.")
+    return path
 
 
 def _reason(error: Exception) -> str:
     return str(error).splitlines()[0]
 
 
-def _show_plan(config: PlanLmConfig, console: Console, plan: Plan, tiles: int) -> None:
+def _show_plan(
+    config: PlanLmConfig, console: Console, plan: Plan, step: StepMemory, size: int | None
+) -> None:
+    """Shows a plan, and the size that was found for it."""
+    found = {} if config.find == "policy" else {KEYS[config.find]: size}
     if config.json:
-        chosen = {"remat": remat_entry(plan.policy), "streamed": plan.streamed, "tiles": tiles}
-        tried = [_row(t.name, t.policy, t.streamed, tiles, t.report or t.failure) for t in plan.tried.trials]
-        _print_json(config, console, chosen=chosen, budget=plan.budget, rows=tried)
+        chosen = {"remat": remat_entry(plan.policy), "streamed": plan.streamed, "tiles": step.tiles}
+        tried = [
+            _row(t.name, t.policy, t.streamed, step.tiles, t.report or t.failure) for t in plan.tried.trials
+        ]
+        _print_json(step.config, console, chosen=found | chosen, budget=plan.budget, rows=tried)
         return
     console.print(plan)
-    if tiles != _tiles(config):
-        console.print(f"with model.tiles: {tiles}; nothing fits without.")
+    if step.tiles != config.step.tiles:
+        console.print(f"with model.tiles: {step.tiles}; nothing fits without.")
+    for key, value in found.items():
+        console.print(f"{_FOUND[config.find]}: {key}: {value}", markup=False, highlight=False)
 
 
 def _row(
@@ -238,19 +312,13 @@ def _row(
     return row | {"total": found.total, **dataclasses.asdict(found)}
 
 
-def _print_json(config: PlanLmConfig, console: Console, **fields: Any) -> None:
+def _print_json(config: LmRunConfig, console: Console, **fields: Any) -> None:
     tokens = config.data.batch_size * config.data.seq_len
     text = json.dumps({"tokens_per_step": tokens, **fields}, indent=1)
     console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
-def _tiles(config: LmRunConfig) -> int:
-    return config.model.tiles if isinstance(config.model, DecoderConfig) else 1
-
-
-def _rows(
-    config: PlanLmConfig, cut: Any, can_stream: bool
-) -> dict[str, tuple[StepMemory, ScanCheckpointPolicy, bool]]:
+def _rows(config: PlanLmConfig) -> dict[str, tuple[StepMemory, ScanCheckpointPolicy, bool]]:
     """What is compiled for each row of the table: the step, its policy, and whether weights are on the host.
 
     Raises:
@@ -258,13 +326,11 @@ def _rows(
     """
     step, policies = config.step, compared(config)
     rows = {name: (step, policy, False) for name, policy in policies.items()}
-    if cut is not None:
+    if (cut := step.in_tiles) is not None:
         rows |= {
-            f"{name}, {cut.model.tiles} tiles": (cut.step, policies[name], False)
-            for name in CUT
-            if name in policies
+            f"{name}, {cut.tiles} tiles": (cut, policies[name], False) for name in CUT if name in policies
         }
-    if can_stream:
+    if step.can_stream:
         if not _fits(step):
             rows = {}
         rows |= {f"{name}, streamed": (step, policies[name], True) for name in STREAMED if name in policies}
@@ -272,33 +338,6 @@ def _rows(
     if not chosen:
         raise ConfigError(f"only = {config.only!r} leaves no row. There are: {'; '.join(rows)}.")
     return chosen
-
-
-def _cut(config: PlanLmConfig) -> Any:
-    """The config with layers in as many tiles as attention can have; None if they are cut, or can't be."""
-    model = config.model
-    if not isinstance(model, DecoderConfig) or model.tiles > 1:
-        return None
-    return dataclasses.replace(config, model=dataclasses.replace(model, tiles=max(2, model.num_kv_heads)))
-
-
-def _planned(config: PlanLmConfig, cut: Any, can_stream: bool) -> tuple[Plan, int]:
-    """What fits the budget, and in how many tiles: a policy with the config's, or with layers in more.
-
-    Raises:
-        BudgetError: neither.
-    """
-    options = {"budget": config.budget, "host_budget": config.host_budget, "streamed": can_stream}
-    try:
-        return config.step.plan(**options), _tiles(config)
-    except BudgetError:
-        if cut is None:
-            raise
-        try:
-            return cut.step.plan(**options), _tiles(cut)
-        except BudgetError:
-            pass
-        raise
 
 
 def _fits(step: StepMemory) -> bool:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -9,9 +10,20 @@ import jax
 from models.lm import next_token_loss
 from models.run_config import LmRunConfig
 from models.run_state import batch_shapes, run_optimizer, state_shapes
+from models.transformer.config import DecoderConfig
 from stacked_remat import ScanCheckpointSpec
-from stacked_remat.memory import MemoryReport, Plan, Target, find_target, plan, report
+from stacked_remat.memory import (
+    MemoryReport,
+    Plan,
+    Target,
+    Trial,
+    find_target,
+    plan,
+    report,
+)
 from stacked_remat.training import (
+    BATCH_AXIS,
+    POSITION_AXIS,
     ConfigError,
     Partitioning,
     StreamingConfig,
@@ -31,6 +43,7 @@ class StepMemory:
         config: of the run, resolved.
         target: the device to compile for.
         devices: how many of them; all of `local`, one of another target, if not given.
+        cache: folder for what compilations find, as `stacked_remat.memory.report` takes it.
 
     Raises:
         ConfigError: the mesh does not fit the devices, or the model or the batch the mesh.
@@ -39,6 +52,7 @@ class StepMemory:
     config: LmRunConfig
     target: str | Target = "local"
     devices: int | None = None
+    cache: Path | None = None
 
     @property
     def can_stream(self) -> bool:
@@ -49,6 +63,37 @@ class StepMemory:
         trainer = self.config.trainer
         combines = self.config.lora is not None or trainer.update.fused
         return trainer.streaming is None and combines and self._sizes_host(self._partitioning())
+
+    @property
+    def tiles(self) -> int:
+        """In how many tiles a layer runs."""
+        return self.config.model.tiles if isinstance(self.config.model, DecoderConfig) else 1
+
+    @property
+    def in_tiles(self) -> "StepMemory | None":
+        """The step with layers in as many tiles as attention can have; None if they are, or can't be."""
+        model = self.config.model
+        if not isinstance(model, DecoderConfig) or model.tiles > 1:
+            return None
+        model = replace(model, tiles=max(2, model.num_kv_heads))
+        return replace(self, config=replace(self.config, model=model))
+
+    def mesh_size(self) -> int:
+        """How many devices the mesh has.
+
+        Raises:
+            ConfigError: the mesh does not fit the devices, or the model or the batch the mesh.
+        """
+        partitioning = self._partitioning()
+        self._shapes(partitioning)
+        return partitioning.mesh.size
+
+    def parts_of(self, what: str) -> int:
+        """What the length of the context (`"context"`) or the rows of the batch are a multiple of."""
+        partitioning = self._partitioning()
+        if what == "context":
+            return partitioning.parts_of(POSITION_AXIS)
+        return partitioning.parts_of(BATCH_AXIS) * self.config.trainer.update.microbatches
 
     def report(self, remat: ScanCheckpointSpec, *, streamed: bool = False) -> MemoryReport:
         """The memory of the step under a policy; costs one compilation.
@@ -64,17 +109,24 @@ class StepMemory:
                 *self._shapes(partitioning, streamed),
                 donate="state",
                 target=self.target,
+                cache=self.cache,
             )
 
     def plan(
-        self, *, budget: int | str, host_budget: int | str | None = None, streamed: bool = False
+        self,
+        *,
+        budget: int | str,
+        host_budget: int | str | None = None,
+        streamed: bool = False,
+        show: Callable[[Trial], None] | None = None,
     ) -> Plan:
-        """The first policy, as `stacked_remat.memory.plan` tries them, under which the step fits a budget.
+        """The policy with the least arithmetic under which the step fits, as `stacked_remat.memory.plan`.
 
         Args:
             budget: memory of each device for the whole step, as `stacked_remat.memory.plan` takes it.
             host_budget: the same for the host.
             streamed: whether to try with the layers' weights on the host if none fits; see `can_stream`.
+            show: called with each policy that was compiled.
 
         Raises:
             BudgetError: no policy fits.
@@ -91,6 +143,8 @@ class StepMemory:
                 layers=self.config.model.num_layers,
                 streamed=(lambda *_: self._shapes(partitioning, True)) if streamed else None,
                 tokens_per_step=self.config.data.batch_size * self.config.data.seq_len,
+                cache=self.cache,
+                show=show,
             )
 
     def check(self, *, streamed: bool = False) -> None:

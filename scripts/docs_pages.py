@@ -22,7 +22,8 @@ _INTRODUCTION = """# Config reference
 Every key of the files that `python -m models.train_lm --config_path FILE` reads, with its type, its default
 and what it means, made from the dataclasses themselves; `--help` prints the same. On the command line a key
 is written by its dotted name, `--trainer.num_steps 500`. `models.plan_lm` reads the same files and adds
-`target` and `devices`. [Training runs](training.md) explains includes.
+`target`, `devices` and [what to find](training.md#plan-a-run). [Training runs](training.md) explains
+includes.
 
 """
 _REPORTED_MEMORY = "<!-- reported-memory -->"

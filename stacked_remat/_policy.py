@@ -427,7 +427,7 @@ def _nesting(nested: Any) -> bool | int | tuple[int, ...]:
 
 
 _AUTO = """remat="auto" cannot be resolved here: what fits depends on the whole program and on the device. \
-Let the planner compile the step under one policy after the other, and use the first that fits:
+Let the planner compile the step under several policies, and use the one with the least arithmetic that fits:
 
     from stacked_remat import memory
 

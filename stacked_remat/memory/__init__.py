@@ -7,12 +7,14 @@ print(memory.report(train_step, model, optimizer_state, batch, donate="all", tar
 ```
 """
 
+from ._compiled_sizes import DoesNotFit
 from ._costs import Flops
 from ._flops import count_flops
 from ._host_arguments import arguments_on_host
-from ._plan import CANDIDATES, BudgetError, Comparison, Plan, Trial, compare, parse_bytes, plan
+from ._plan import CANDIDATES, BudgetError, Comparison, Plan, compare, parse_bytes, plan
 from ._plot import plot
-from ._report import DoesNotFit, HostBytes, MemoryReport, report
+from ._report import HostBytes, MemoryReport, report
+from ._search import Trial
 from ._table import readable_bytes
 from ._targets import (
     TARGETS,

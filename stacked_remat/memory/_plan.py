@@ -1,17 +1,18 @@
-"""Chooses a remat policy: compiles candidates and takes the first that fits in memory."""
+"""Chooses a remat policy: the one with the least arithmetic among those that fit in memory."""
 
 import dataclasses
-import functools
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
 from jaxtyping import PyTree
 
 from .._messages import parse_bytes
-from .._policy import ScanCheckpointPolicy, ScanCheckpointSpec, resolve_policy
-from ._host_arguments import arguments_on_host, host_memory_kind
-from ._report import DoesNotFit, MemoryReport, report
+from .._policy import ScanCheckpointPolicy, ScanCheckpointSpec
+from ._host_arguments import host_memory_kind
+from ._report import MemoryReport
+from ._search import Limits, Program, Search, Trial, policy_name
 from ._table import Table, Tabular, common_unit, readable_bytes, readable_count
 from ._targets import Target
 
@@ -23,33 +24,11 @@ CANDIDATES: tuple[ScanCheckpointSpec, ...] = (
     "offload",
     *(ScanCheckpointPolicy(max_carries=most) for most in (8, 6, 4, 3, 2)),
 )
-"""What `plan` tries: from most device memory to least, then policies that use the host, then fewer carries
-and more recomputation."""
+"""What `plan` tries, the policy that recomputes nothing first and the others by their arithmetic."""
 
 
 class BudgetError(RuntimeError):
     """No candidate fits; the message holds the table of what was tried."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Trial:
-    """One policy, compiled.
-
-    Attributes:
-        policy: the policy, as it was given.
-        report: its memory and arithmetic; None if the compiler refused it.
-        failure: the compiler's reason, if it refused.
-        streamed: whether weights were on the host.
-    """
-
-    policy: ScanCheckpointSpec
-    report: MemoryReport | None
-    failure: str = ""
-    streamed: bool = False
-
-    @property
-    def name(self) -> str:
-        return _name(self.policy, self.streamed)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,7 +73,8 @@ class Plan(Tabular):
     """The policy to use, and how it was found.
 
     Attributes:
-        policy: the first candidate that fits, as it was given; with `first_layers` if `layers` was given.
+        policy: of those that fit, the one with the least arithmetic: a candidate as it was given, or one with
+            `first_layers`.
         report: its memory and arithmetic.
         tried: everything that was compiled, in order.
         budget: bytes of device memory it had to fit in.
@@ -108,7 +88,7 @@ class Plan(Tabular):
     streamed: bool = False
 
     def _table(self) -> Table:
-        note = f"{_name(self.policy, self.streamed)} fits {readable_bytes(self.budget)} a device"
+        note = f"{policy_name(self.policy, self.streamed)} fits {readable_bytes(self.budget)} a device"
         return self.tried._table("plan", (note,))
 
 
@@ -120,6 +100,8 @@ def compare(
     donate: str | Sequence[str] = (),
     streamed: Callable[..., Sequence[PyTree]] | None = None,
     tokens_per_step: int | None = None,
+    cache: str | Path | None = None,
+    show: Callable[[Trial], None] | None = None,
     **kwargs: PyTree,
 ) -> Comparison:
     """Compile a program under every policy and compare the reports. Nothing is executed.
@@ -133,6 +115,8 @@ def compare(
         donate: as for `report`.
         streamed: as for `plan`: every candidate is compiled with weights on the host too.
         tokens_per_step: as for `plan`.
+        cache: as for `report`.
+        show: called with each trial once it is compiled.
         **kwargs: its keyword arguments.
 
     Returns:
@@ -144,9 +128,9 @@ def compare(
     Cost: one compilation a candidate, two with `streamed`.
     """
     _check_count("tokens_per_step", tokens_per_step, _TOKENS)
-    attempt = _attempts(fn_of_policy, args, kwargs, target, donate, streamed)
+    search = Search(Program(fn_of_policy, args, kwargs, target, donate, streamed, cache), show)
     places = (False,) if streamed is None else (False, True)
-    trials = [attempt(policy, on_host) for on_host in places for policy in candidates]
+    trials = [search.trial(policy, on_host) for on_host in places for policy in candidates]
     return Comparison(tuple(trials), tokens_per_step)
 
 
@@ -161,13 +145,18 @@ def plan(
     layers: int | None = None,
     streamed: Callable[..., Sequence[PyTree]] | None = None,
     tokens_per_step: int | None = None,
+    cache: str | Path | None = None,
+    show: Callable[[Trial], None] | None = None,
     **kwargs: PyTree,
 ) -> Plan:
-    """Find the first of the candidates that fits in a budget. Nothing is executed.
+    """Find the policy with the least arithmetic among those that fit in a budget. Nothing is executed.
 
-    With `layers`, the rest of the budget is used for as many `first_layers` as fit. For a nested candidate
-    they keep their carries, and so are not replayed, or their internals too, whichever needs less arithmetic;
-    for one that offloads every carry they keep theirs on the device; for any other they keep their internals.
+    Arithmetic is that of matrix products, found by tracing; of equals, the policy that moves fewer bytes
+    between device and host comes first. A larger budget never plans more of it, for the same place of the
+    weights. Give `host_budget=0` to leave the host out.
+
+    With `layers`, also every candidate but `max_carries` with as many `first_layers` as fit is considered:
+    they keep their internals, or, where carries are cut or offloaded, their carries.
 
     Args:
         fn_of_policy: makes the function to compile from a policy, as for `compare`. It should be what will
@@ -177,7 +166,7 @@ def plan(
             `"80GB"`. Allow for what the compiler does not count (fragmentation, library workspaces, other
             programs): nine tenths of the device is a usual figure.
         host_budget: the same for the host memory that one device uses; None for no limit.
-        candidates: the policies, cheapest first.
+        candidates: the policies, in any order.
         target: as for `report`.
         donate: as for `report`.
         layers: how many layers the stack has, to search for `first_layers`; None for no search.
@@ -186,10 +175,12 @@ def plan(
             these; the table says whether the transfers hide behind compute at the target's peak, or how fast
             the link lets the step be (see `TimeBound`). It is traced, not run.
         tokens_per_step: of one call on all devices, to give that in tokens per second.
+        cache: as for `report`.
+        show: called with each trial once it is compiled.
         **kwargs: its keyword arguments.
 
     Returns:
-        The plan. No candidate beyond the first that fits is compiled.
+        The plan.
 
     Raises:
         BudgetError: no candidate fits; shows all of them and the smallest.
@@ -198,27 +189,28 @@ def plan(
             for each argument.
         TargetError: as `report`, for arguments on the host.
 
-    Cost: one compilation per candidate, with `streamed` at most two. With `layers` two to `4 + log2(layers)`
-    more, at most twice that for a nested candidate.
+    Cost: one compilation if a policy fits that recomputes nothing. Otherwise one tracing for each candidate,
+    and a compilation for each with less arithmetic than the first that fits; with `streamed` at most twice
+    that. With `layers` up to `log2(layers)` more for each way to keep first layers, most of which end sooner,
+    once what is left to try has no less arithmetic than the best.
     """
     limit, host_limit = parse_bytes(budget), None if host_budget is None else parse_bytes(host_budget)
     _check_count("layers", layers, "the number of layers of the stack")
     _check_count("tokens_per_step", tokens_per_step, _TOKENS)
     if not candidates:
         raise ValueError("plan needs at least one candidate policy; got none")
-    attempt = _attempts(fn_of_policy, args, kwargs, target, donate, streamed)
-    search = _Search(attempt, limit, host_limit, tokens_per_step)
-    chosen = search.first_to_fit(candidates)
+    search = Search(Program(fn_of_policy, args, kwargs, target, donate, streamed, cache), show)
+    limits = Limits(limit, host_limit)
+    chosen = search.least(candidates, limits, layers, streamed=False)
     if chosen is None and streamed is not None:
-        chosen = search.first_to_fit(candidates, streamed=True)
+        chosen = search.least(candidates, limits, layers, streamed=True)
+    tried = Comparison(tuple(search.trials), tokens_per_step)
     if chosen is None:
         leaves = jax.tree.leaves((args, kwargs))
         on_host = streamed is not None or any(host_memory_kind(leaf) is not None for leaf in leaves)
-        raise BudgetError(_nothing_fits(search.tried, limit, host_limit, on_host))
-    if layers is not None:
-        chosen = search.with_most_first_layers(chosen, layers)
+        raise BudgetError(_nothing_fits(tried, limit, host_limit, on_host))
     assert chosen.report is not None
-    return Plan(chosen.policy, chosen.report, search.tried, limit, chosen.streamed)
+    return Plan(chosen.policy, chosen.report, tried, limit, chosen.streamed)
 
 
 _TOKENS = "the number of tokens of one call on all devices"
@@ -231,138 +223,6 @@ def _check_count(name: str, count: Any, what: str) -> None:
         raise TypeError(f"{name} is {what} (an int), or None; got {count!r}")
     if count < 1:
         raise ValueError(f"{name} is {what}, at least 1, or None; got {count}")
-
-
-class _Search:
-    """Compiles policies, remembers their reports in order, and compares them with a budget."""
-
-    def __init__(self, attempt: "_Attempt", limit: int, host_limit: int | None, tokens: int | None):
-        self._attempt, self._limit, self._host_limit, self._tokens = attempt, limit, host_limit, tokens
-        self._trials: list[Trial] = []
-
-    @property
-    def tried(self) -> Comparison:
-        return Comparison(tuple(self._trials), self._tokens)
-
-    def _try(self, policy: ScanCheckpointSpec, streamed: bool) -> Trial:
-        self._trials.append(self._attempt(policy, streamed))
-        return self._trials[-1]
-
-    def _fits(self, trial: Trial) -> bool:
-        found = trial.report
-        return (
-            found is not None
-            and found.total <= self._limit
-            and (self._host_limit is None or found.host.total <= self._host_limit)
-        )
-
-    def first_to_fit(self, candidates: Sequence[ScanCheckpointSpec], streamed: bool = False) -> Trial | None:
-        for policy in candidates:
-            trial = self._try(policy, streamed)
-            if self._fits(trial):
-                return trial
-            if trial.report is not None and trial.report.arguments > self._limit:
-                break  # the arguments are the same under every policy
-        return None
-
-    def with_most_first_layers(self, chosen: Trial, layers: int) -> Trial:
-        """Search for the `first_layers` that leave the least arithmetic."""
-        base = resolve_policy(chosen.policy)
-        if base.saves_everything:
-            return chosen
-        if base.first_layers:
-            return self._most(chosen, base.first_policy, layers)
-        if not base.is_nested:
-            return self._most(chosen, base.save_carries == "offload", layers)
-        carries = self._most(chosen, True, layers)
-        kept = resolve_policy(carries.policy).first_layers
-        if kept == 0:
-            return chosen
-        # Keeping a layer's internals saves two evaluations of it, keeping its carry saves one.
-        fewest = self._with_first(chosen, False, kept // 2 + 1)
-        if fewest is None or not self._fits(fewest):
-            return carries
-        return min(carries, self._most(fewest, False, layers), key=_arithmetic)
-
-    def _with_first(self, trial: Trial, policy: ScanCheckpointSpec, count: int) -> Trial | None:
-        """Compile with that many first layers; None if the policy cannot have any."""
-        base = resolve_policy(trial.policy)
-        try:
-            other = dataclasses.replace(base, first_layers=count, first_policy=policy)
-        except ValueError:
-            return None
-        return self._try(other, trial.streamed)
-
-    def _most(self, fitting: Trial, policy: ScanCheckpointSpec, layers: int) -> Trial:
-        """Search for the most first layers, from those of `fitting` on, by interpolation between trials."""
-        keeps = resolve_policy(policy)
-        alike = (trial for trial in self._trials if trial.streamed == fitting.streamed)
-        best, beyond = fitting, next((t for t in alike if resolve_policy(t.policy) == keeps), None)
-        low, high = resolve_policy(fitting.policy).first_layers, layers
-        guesses = 0
-        while high - low > 1:
-            count = self._guess(best, beyond, low, high) if guesses < 4 else (low + high) // 2
-            trial = self._with_first(best, policy, count)
-            if trial is None:
-                return fitting
-            guesses += 1
-            if self._fits(trial):
-                low, best = count, trial
-            else:
-                high, beyond = count, trial
-        return best
-
-    def _guess(self, best: Trial, beyond: Trial | None, low: int, high: int) -> int:
-        if beyond is None or beyond.report is None or best.report is None:
-            return (low + high) // 2
-        free, growth = self._limit - best.report.total, beyond.report.total - best.report.total
-        share = free / growth if growth > 0 else 0.5
-        return min(max(low + int(share * (high - low)), low + 1), high - 1)
-
-
-_Attempt = Callable[[ScanCheckpointSpec, bool], Trial]  # from a policy and whether weights are on the host
-
-
-def _attempts(
-    fn_of_policy: Callable[[ScanCheckpointSpec], Callable[..., Any]],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    target: str | Target,
-    donate: str | Sequence[str],
-    streamed: Callable[..., Sequence[PyTree]] | None,
-) -> _Attempt:
-    @functools.cache
-    def arguments(on_host: bool) -> tuple[Any, ...]:
-        return arguments_on_host(streamed, args) if streamed is not None and on_host else args
-
-    def attempt(policy: ScanCheckpointSpec, on_host: bool) -> Trial:
-        trial = _try(fn_of_policy, arguments(on_host), kwargs, policy, target, donate)
-        return dataclasses.replace(trial, streamed=on_host)
-
-    return attempt
-
-
-def _try(
-    fn_of_policy: Callable[[ScanCheckpointSpec], Callable[..., Any]],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    policy: ScanCheckpointSpec,
-    target: str | Target,
-    donate: str | Sequence[str],
-) -> Trial:
-    try:
-        return Trial(policy, report(fn_of_policy(policy), *args, target=target, donate=donate, **kwargs))
-    except (DoesNotFit, jax.errors.JaxRuntimeError) as error:
-        return Trial(policy, None, str(error).splitlines()[0])
-
-
-def _name(policy: ScanCheckpointSpec, streamed: bool) -> str:
-    return f"{policy!r}, streamed" if streamed else repr(policy)
-
-
-def _arithmetic(trial: Trial) -> int:
-    assert trial.report is not None
-    return trial.report.flops.matmul
 
 
 def _sizes(found: MemoryReport) -> tuple[int, ...]:

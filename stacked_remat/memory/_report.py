@@ -3,9 +3,9 @@
 import contextlib
 import dataclasses
 import inspect
-import time
 import warnings
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import equinox as eqx
@@ -17,16 +17,13 @@ from jaxtyping import PyTree
 from .._messages import shortened
 from .._placement import compiled_for
 from .._sweep.store import full_on_host
+from ._compiled_sizes import sizes_of
 from ._costs import Flops
 from ._flops import count_flops
 from ._host_arguments import host_memory_kind, is_array_or_shape, on_one_device
 from ._table import Table, Tabular, readable_bytes, readable_count
 from ._targets import Target, TargetError, find_target, target_of_device
 from ._time_bound import TimeBound
-
-
-class DoesNotFit(RuntimeError):
-    """The compiler refused the program because device memory is too small (XLA:TPU does)."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,11 +120,51 @@ class MemoryReport(Tabular):
         return [sizes, f"at least {seconds}: {least.verdict()}"]
 
 
+@dataclasses.dataclass(frozen=True)
+class TracedCall:
+    """A call that is traced and not compiled yet.
+
+    Attributes:
+        target: what it will be compiled for.
+        placement: where its arguments are.
+        traced: JAX's traced program.
+        flops: its arithmetic and transfers.
+    """
+
+    target: Target
+    placement: "_Placement"
+    traced: Any
+    flops: Flops
+
+    def report(self, cache: Path | None = None) -> MemoryReport:
+        """Compile it, or read what an earlier compilation found in `cache`.
+
+        Raises:
+            DoesNotFit: the compiler refused the program because device memory is too small.
+        """
+        with warnings.catch_warnings():
+            # Donation that was not used shows in the report.
+            warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
+            found = sizes_of(self.traced.lower(), self.target, self.placement.devices, cache)
+        known = self.target if self.target.flops else target_of_device(self.target.devices()[0])
+        return MemoryReport(
+            target=self.target.name,
+            **found.device,
+            host=HostBytes(**found.host),
+            flops=self.flops,
+            compile_seconds=found.seconds,
+            devices=self.placement.devices,
+            capacity=self.target.memory or _attached_memory(self.target),
+            least_time=None if known is None else TimeBound.of(self.flops, known, self.placement.devices),
+        )
+
+
 def report(
     fn: Callable[..., Any],
     *args: PyTree,
     target: str | Target = "local",
     donate: str | Sequence[str] = (),
+    cache: str | Path | None = None,
     **kwargs: PyTree,
 ) -> MemoryReport:
     """Compile `fn(*args, **kwargs)` for `target` and report what a call needs. Nothing is executed.
@@ -141,8 +178,10 @@ def report(
         target: a name in `TARGETS` or a `Target`.
         donate: names of the arguments whose buffers may be reused for results, or `"all"` (with the
             arrays in `fn`).
-        **kwargs: keyword arguments of `fn`, but not `target` and `donate`: if `fn` takes arguments of these
-            names, pass them by position.
+        cache: folder for what compilations find, which the same program, target and versions then need not
+            repeat; `compile_seconds` is of the first. None to compile.
+        **kwargs: keyword arguments of `fn`, but not `target`, `donate` and `cache`: if `fn` takes arguments
+            of these names, pass them by position.
 
     If the arguments lie on a mesh, `fn` is traced with it in use (`jax.sharding.use_abstract_mesh`).
 
@@ -161,13 +200,25 @@ def report(
 
     Cost: tracing and one full compilation; no memory for arguments or results.
     """
+    traced = trace_call(fn, args, kwargs, target, donate)
+    return traced.report(None if cache is None else Path(cache))
+
+
+def trace_call(
+    fn: Callable[..., Any],
+    args: tuple[PyTree, ...],
+    kwargs: dict[str, PyTree],
+    target: str | Target,
+    donate: str | Sequence[str],
+) -> TracedCall:
+    """Trace `fn(*args, **kwargs)` as `report` compiles it."""
     chosen = find_target(target)
     fn, donate = _unwrap(fn, donate)
     jitted: Any = fn
     placement = _Placement.of(chosen, (fn, args, kwargs), makes_arguments=not _is_jax_jit(fn))
     call = placement.place((fn, args, kwargs))
     if _is_jax_jit(fn):
-        return _compile(chosen, placement, lambda: jitted.trace(*call[1], **call[2]))
+        return _trace(chosen, placement, lambda: jitted.trace(*call[1], **call[2]))
     arrays, static = eqx.partition(call, _is_abstract)
     made, arrays = eqx.partition(
         arrays, jax.tree.map(placement.is_made, (fn, args, kwargs), is_leaf=is_array_or_shape)
@@ -183,44 +234,14 @@ def report(
         return eqx.filter(fn(*args, **kwargs), eqx.is_array)
 
     size = sum(shape.size * shape.dtype.itemsize for shape in shapes)
-    return _compile(chosen, placement, lambda: jax.jit(run, donate_argnums=0).trace(donated, kept), size)
+    return _trace(chosen, placement, lambda: jax.jit(run, donate_argnums=0).trace(donated, kept), size)
 
 
-def _compile(
-    target: Target, placement: "_Placement", trace: Callable[[], Any], made: int = 0
-) -> MemoryReport:
-    """The report; `made` are the bytes that the program first moves to the host in place of arguments."""
-    with warnings.catch_warnings():
-        # Donation that was not used shows in the report.
-        warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
-        with compiled_for(target.devices()[0].platform), placement.in_use():
-            traced = trace()
-        start = time.perf_counter()
-        try:
-            compiled = traced.lower().compile()
-        except jax.errors.JaxRuntimeError as error:
-            if "RESOURCE_EXHAUSTED" in str(error):
-                raise DoesNotFit(f"compiling for {target.name!r}: {error}") from error
-            raise
-        seconds = time.perf_counter() - start
-    stats = compiled.memory_analysis()
-    flops = count_flops(traced.jaxpr) + Flops(bytes_to_host=-made)
-    known = target if target.flops else target_of_device(target.devices()[0])
-
-    def sizes(where: str) -> dict[str, int]:
-        kinds = {"arguments": "argument", "outputs": "output", "temporaries": "temp", "aliased": "alias"}
-        return {name: getattr(stats, f"{where}{kind}_size_in_bytes") for name, kind in kinds.items()}
-
-    return MemoryReport(
-        target=target.name,
-        **sizes(""),
-        host=HostBytes(**sizes("host_")),
-        flops=flops,
-        compile_seconds=seconds,
-        devices=placement.devices,
-        capacity=target.memory or _attached_memory(target),
-        least_time=None if known is None else TimeBound.of(flops, known, placement.devices),
-    )
+def _trace(target: Target, placement: "_Placement", trace: Callable[[], Any], made: int = 0) -> TracedCall:
+    """The traced call; `made` are the bytes that it first moves to the host in place of arguments."""
+    with compiled_for(target.devices()[0].platform), placement.in_use():
+        traced = trace()
+    return TracedCall(target, placement, traced, count_flops(traced.jaxpr) + Flops(bytes_to_host=-made))
 
 
 def _attached_memory(target: Target) -> int | None:

@@ -182,7 +182,7 @@ class Partitioning:
         Raises:
             ConfigError: it does not.
         """
-        parts = self._parts(self.compute_mapping.get(BATCH_AXIS, ()))
+        parts = self.parts_of(BATCH_AXIS)
         if rows % (parts * microbatches):
             of = f" in {microbatches} microbatches" if microbatches > 1 else ""
             raise ConfigError(
@@ -196,6 +196,10 @@ class Partitioning:
                 f"data.seq_len = {positions} can't be divided evenly over the {parts} devices that "
                 f"trainer.mesh.compute_mapping.{POSITION_AXIS} gives it: make it a multiple of {parts}."
             )
+
+    def parts_of(self, axis: str) -> int:
+        """Over how many parts of the mesh a named axis of activations is divided."""
+        return self._parts(self.compute_mapping.get(axis, ()))
 
     def process_share(self, rows: int) -> ProcessShare:
         """The rows of each batch that this process's devices have; other processes may have the same.
@@ -222,7 +226,7 @@ class Partitioning:
         """The batch of all processes, sharded over the devices, from this process's rows."""
         if self.mesh.size == 1:
             return batch
-        process = self.process_share(self._parts(self.compute_mapping.get(BATCH_AXIS, ())))
+        process = self.process_share(self.parts_of(BATCH_AXIS))
 
         def share(named: NamedArray) -> NamedArray:
             local = np.asarray(named.array)

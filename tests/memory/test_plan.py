@@ -16,12 +16,14 @@ from stacked_remat.memory import (
     BudgetError,
     DoesNotFit,
     HostBytes,
-    _plan,
+    _search,
     arguments_on_host,
     compare,
     parse_bytes,
     plan,
 )
+from stacked_remat.memory._report import TracedCall
+from stacked_remat.memory._search import Limits, Search
 from stacked_remat.memory._table import readable_count
 
 Layers, Width = hax.Axis("layers", 16), hax.Axis("width", 64)
@@ -66,16 +68,22 @@ class Counting:
 @pytest.fixture(scope="module", autouse=True)
 def one_report_for_each_policy():
     """The tests of this file ask for reports of the same program: each policy is compiled once."""
-    reports, real = {}, _plan.report
+    traced, reports, trace, report = {}, {}, _search.trace_call, TracedCall.report
 
-    def report(fn, *args, **kwargs):
-        key = fn.policy, str(args)
-        if key not in reports:
-            reports[key] = real(fn, *args, **kwargs)
-        return reports[key]
+    def trace_once(fn, args, *rest):
+        key = fn.policy, str(args), str(rest)
+        if key not in traced:
+            traced[key] = trace(fn, args, *rest)
+        return traced[key]
+
+    def report_once(call, cache=None):
+        if id(call) not in reports:
+            reports[id(call)] = report(call, cache)
+        return reports[id(call)]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_plan, "report", report)
+        patch.setattr(_search, "trace_call", trace_once)
+        patch.setattr(TracedCall, "report", report_once)
         yield
 
 
@@ -94,16 +102,40 @@ def test_every_candidate_is_compared(comparison):
     assert all(repr(policy) in text for policy in CANDIDATES)
 
 
-def test_the_first_that_fits_is_taken_and_nothing_after_it_is_compiled(comparison):
+def test_nothing_is_traced_or_compiled_after_a_policy_that_recomputes_nothing(comparison):
+    fn_of_policy = Counting()
+    found = plan(
+        fn_of_policy, *blocks_and_input(), budget=comparison.trials[0].report.total, layers=Layers.size
+    )
+    assert found.policy is False and fn_of_policy.asked == [False]
+    assert "fits " in str(found)
+
+
+def test_the_least_arithmetic_of_what_fits_is_taken(comparison):
+    for budget in {trial.report.total for trial in comparison.trials}:
+        fitting = [trial.report for trial in comparison.trials if trial.report.total <= budget]
+        for candidates in (CANDIDATES, CANDIDATES[::-1]):
+            found = plan(Counting(), *blocks_and_input(), budget=budget, candidates=candidates)
+            assert found.policy in CANDIDATES and found.report.total <= budget
+            assert found.report.flops.matmul == min(report.flops.matmul for report in fitting)
+
+
+def test_a_larger_budget_never_plans_more_arithmetic(comparison):
     totals = [trial.report.total for trial in comparison.trials]
-    for index in (0, 2):
-        fn_of_policy = Counting()
-        found = plan(fn_of_policy, *blocks_and_input(), budget=totals[index])
-        assert found.policy == CANDIDATES[index]
-        assert fn_of_policy.asked == list(CANDIDATES[: index + 1])
-        assert found.report.total == totals[index] <= found.budget
-        assert len(found.tried.trials) == index + 1
-        assert "fits " in str(found)
+    budgets = [min(totals) + k * (max(totals) - min(totals)) // 19 for k in range(20)]
+    shown, options = [], {"candidates": [*CANDIDATES[:3], CANDIDATES[-1]], "layers": Layers.size}
+    found = [
+        plan(Counting(), *blocks_and_input(), budget=budget, show=shown.append, **options)
+        for budget in budgets
+    ]
+    arithmetic = [plan.report.flops.matmul for plan in found]
+    assert arithmetic == sorted(arithmetic, reverse=True) and len(set(arithmetic)) > 5
+    assert all(plan.report.total <= budget for plan, budget in zip(found, budgets, strict=True))
+    tried = [trial for plan in found for trial in plan.tried.trials]
+    assert shown == tried
+    for plan_, budget in zip(found, budgets, strict=True):  # of all that any budget tried
+        fitting = [trial.report.flops.matmul for trial in tried if trial.report.total <= budget]
+        assert plan_.report.flops.matmul == min(fitting)
 
 
 def total(found, policy):
@@ -122,7 +154,7 @@ def test_the_rest_of_the_budget_is_spent_on_carries(comparison):
     assert total(found, dataclasses.replace(policy, first_layers=policy.first_layers + 1)) > budget
     internals = dataclasses.replace(policy, first_layers=policy.first_layers // 2 + 1, first_policy=False)
     assert total(found, internals) > budget
-    assert len(found.tried.trials) <= 8
+    assert len(found.tried.trials) <= 1 + 2 * 4  # halving 16 layers, for carries and for internals
 
 
 def test_or_on_internals_where_that_leaves_less_arithmetic(comparison):
@@ -134,17 +166,26 @@ def test_or_on_internals_where_that_leaves_less_arithmetic(comparison):
     policy = resolve_policy(found.policy)
     assert policy.nested is True and policy.first_policy is False
     assert policy.first_layers >= int(0.7 * Layers.size) and found.report.total <= budget
-    all_carries = dataclasses.replace(policy, first_layers=Layers.size - 1, first_policy=True)
-    assert total(found, all_carries) <= budget
+    tried = [resolve_policy(trial.policy) for trial in found.tried.trials]
+    assert not any(policy.first_policy is True for policy in tried)  # which could not leave less
     flops = [trial.report.flops.matmul for trial in found.tried.trials if trial.report.total <= budget]
     assert found.report.flops.matmul == min(flops)
 
 
-def test_first_layers_keep_their_carries_where_all_are_offloaded():
-    found = plan(Counting(), *blocks_and_input(), budget="1GiB", candidates=["offload"], layers=Layers.size)
-    assert found.policy == ScanCheckpointPolicy(
-        save_carries="offload", first_layers=Layers.size - 1, first_policy=True
-    )
+def test_first_layers_keep_their_internals_or_carries_where_all_are_offloaded(monkeypatch):
+    options = {"candidates": ["offload"], "layers": Layers.size}
+    found = plan(Counting(), *blocks_and_input(), budget="1GiB", **options)
+    offload = ScanCheckpointPolicy(save_carries="offload", first_layers=Layers.size - 1, first_policy=False)
+    assert found.policy == offload
+    hold = Limits.hold
+
+    def no_internals(limits, trial):  # fit
+        policy = resolve_policy(trial.policy)
+        return hold(limits, trial) and not (policy.first_layers and policy.first_policy is False)
+
+    monkeypatch.setattr(Limits, "hold", no_internals)
+    found = plan(Counting(), *blocks_and_input(), budget="1GiB", **options)
+    assert found.policy == dataclasses.replace(offload, first_policy=True)
 
 
 def test_a_policy_that_has_no_first_layers_is_left_as_it_is():
@@ -155,7 +196,7 @@ def test_a_policy_that_has_no_first_layers_is_left_as_it_is():
 
 def test_other_candidates_than_the_default():
     policy = ScanCheckpointPolicy(nested=2)
-    found = plan(Counting(), *blocks_and_input(), budget="1GiB", candidates=[policy, True])
+    found = plan(Counting(), *blocks_and_input(), budget="1GiB", candidates=[policy])
     assert found.policy is policy
 
 
@@ -170,25 +211,25 @@ def test_no_candidate_fits(comparison):
 
 
 def test_the_host_has_a_budget_too(monkeypatch):
-    real = _plan.report
+    real = TracedCall.report
 
-    def with_host(fn, *args, **kwargs):
-        return dataclasses.replace(real(fn, *args, **kwargs), host=HostBytes(temporaries=100))
+    def with_host(call, cache=None):
+        return dataclasses.replace(real(call, cache), host=HostBytes(temporaries=100))
 
-    monkeypatch.setattr(_plan, "report", with_host)
+    monkeypatch.setattr(TracedCall, "report", with_host)
     plan(Counting(), *blocks_and_input(), budget="1GiB", host_budget=100, candidates=[True])
     with pytest.raises(BudgetError, match="and 99 B on the host"):
         plan(Counting(), *blocks_and_input(), budget="1GiB", host_budget=99, candidates=[True])
 
 
 def test_a_policy_that_the_compiler_refuses_is_skipped(monkeypatch):
-    real = _plan.report
+    real = TracedCall.report
 
-    def refuse_once(fn, *args, **kwargs):
-        monkeypatch.setattr(_plan, "report", real)
+    def refuse_once(call, cache=None):
+        monkeypatch.setattr(TracedCall, "report", real)
         raise DoesNotFit("ran out of memory")
 
-    monkeypatch.setattr(_plan, "report", refuse_once)
+    monkeypatch.setattr(TracedCall, "report", refuse_once)
     found = plan(Counting(), *blocks_and_input(), budget="1GiB")
     assert found.policy is True
     assert "False: ran out of memory" in str(found)
@@ -244,7 +285,12 @@ def offloading_costs_the_host(comparison, monkeypatch):
         return dataclasses.replace(trial, report=report)
 
     trials = {trial.policy: moved(trial) for trial in comparison.trials}
-    monkeypatch.setattr(_plan, "_try", lambda fn_of_policy, args, kwargs, policy, *rest: trials[policy])
+
+    def trial(search, policy, streamed):
+        search.trials.append(trials[policy])
+        return trials[policy]
+
+    monkeypatch.setattr(Search, "trial", trial)
     return {policy: trial.report.total for policy, trial in trials.items()}
 
 
@@ -267,18 +313,18 @@ def test_the_error_names_the_host_memory_of_the_smallest(offloading_costs_the_ho
 @pytest.fixture
 def the_host_has_memory_of_its_own(monkeypatch):
     """The CPU has one memory: pretend that arguments on the host are not on the device."""
-    real = _plan.report
+    real = TracedCall.report
 
-    def report(fn, blocks, x, **options):
-        found = real(fn, blocks, x, **options)
-        if blocks.stacked.weight.array.sharding is None:
+    def report(call, cache=None):
+        found = real(call, cache)
+        if not call.flops.bytes_from_host:
             return found
         weights = LAYERS * 4 * Width.size**2
         return dataclasses.replace(
             found, arguments=found.arguments - weights, host=HostBytes(arguments=weights)
         )
 
-    monkeypatch.setattr(_plan, "report", report)
+    monkeypatch.setattr(TracedCall, "report", report)
 
 
 def test_candidates_are_tried_with_weights_on_the_host_where_none_fits(the_host_has_memory_of_its_own):

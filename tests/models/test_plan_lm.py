@@ -38,7 +38,13 @@ CONFIG = PlanLmConfig(
 ).resolved()
 
 # optax's Adam raises a float to an integer power.
-pytestmark = pytest.mark.usefixtures("standard_promotion")
+pytestmark = pytest.mark.usefixtures("standard_promotion", "cache_of_its_own")
+
+
+@pytest.fixture
+def cache_of_its_own(monkeypatch, tmp_path):
+    """No test reads or writes the user's cache."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
 
 
 @pytest.fixture(scope="module")
@@ -277,7 +283,7 @@ def test_layers_in_tiles_are_compared_and_tried_where_nothing_fits_without(monke
         budgets.append(step.config.model.tiles)
         if step.config.model.tiles == 1:
             raise BudgetError("no candidate fits")
-        return "nested fits"
+        return Plan("nested", reports["nested"], Comparison((Trial("nested", reports["nested"]),)), 2**30)
 
     monkeypatch.setattr(StepMemory, "report", report)
     monkeypatch.setattr(StepMemory, "plan", plan)
@@ -292,7 +298,7 @@ def test_layers_in_tiles_are_compared_and_tried_where_nothing_fits_without(monke
     assert budgets == [1, 2]
     shown = console.file.getvalue()  # pyright: ignore[reportAttributeAccessIssue]
     assert (shown.count("nested, 2 tiles"), shown.count("offload, 2 tiles")) == (2, 1)
-    assert "nested fits\nwith model.tiles: 2; nothing fits without." in shown
+    assert "with model.tiles: 2; nothing fits without." in shown
 
 
 @pytest.mark.deep
@@ -310,6 +316,9 @@ def test_auto_has_a_command(tmp_path):
     assert "False fits 1.00 GiB" in shown and "error: no candidate fits 1.00 KiB" in shown
 
 
+AUTO, TWO = ["--remat", "auto", "--budget", "1GiB"], ["--trainer.mesh.axes.data", "2"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -321,6 +330,17 @@ def test_auto_has_a_command(tmp_path):
         (["--only", "(nested"], "only is no regular expression: missing ), unterminated subpattern"),
         (["--remat", "auto", "--budget", "1GiB", "--only", "nested"], "only has no effect with remat: auto"),
         (["--model.type", "qwen3", "--model.num_layers", "100000000"], "This can't fit: it takes at least"),
+        (["--find", "context"], "find: context looks for what fits a budget"),
+        (["--find", "layers"], "`find` on the command line must be policy|context|batch|devices"),
+        ([*AUTO, "--find", "devices", "--devices", "2"], "find: devices has no effect with devices: 2"),
+        (
+            [*AUTO, "--find", "devices", "--data.batch_size", "3", "--trainer.mesh.axes.data", "2"],
+            "No number of",
+        ),
+        (
+            [*AUTO, "--plot", "missing/plan.png"],
+            "must be a file in a folder that exists",
+        ),
         (["--remat", "nestd"], "Unknown remat policy 'nestd'"),
         (["--remat", "{nested: [7, 9]}"], "cuts the layers into 7 parts"),
         (["--vocab_size", "10"], "The tokenizer 'byte' has"),

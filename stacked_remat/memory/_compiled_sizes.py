@@ -1,0 +1,98 @@
+"""What a compilation says of a program's memory, kept in a folder so that it need not be repeated."""
+
+import contextlib
+import dataclasses
+import hashlib
+import importlib.metadata
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from .._files import read_json_fields, replaced_whole
+from ._targets import Target
+
+_COMPILERS = ("jax", "jaxlib", "jax-cuda12-pjrt", "jax-cuda13-pjrt", "libtpu")
+_KINDS = {"arguments": "argument", "outputs": "output", "temporaries": "temp", "aliased": "alias"}
+
+
+class DoesNotFit(RuntimeError):
+    """The compiler refused the program because device memory is too small (XLA:TPU does)."""
+
+
+@dataclasses.dataclass(frozen=True)
+class CompiledSizes:
+    """Bytes of arguments, outputs, temporaries and aliased outputs, in device and in host memory.
+
+    Attributes:
+        device: by these names.
+        host: the same of host memory.
+        seconds: wall time of the compilation.
+    """
+
+    device: dict[str, int]
+    host: dict[str, int]
+    seconds: float
+
+
+def sizes_of(lowered: Any, target: Target, devices: int, folder: Path | None) -> CompiledSizes:
+    """Compile a lowered program, or read from `folder` what an earlier compilation of it found.
+
+    Args:
+        lowered: the program, as `jax.stages.Lowered`.
+        target: what it is compiled for.
+        devices: how many of them.
+        folder: made if need be; None to compile, and keep nothing. A folder that can't be written to, and a
+            file that can't be read, are as none.
+
+    Raises:
+        DoesNotFit: the compiler refused the program because device memory is too small.
+    """
+    if folder is None:
+        return _compiled(lowered, target)
+    path = folder / f"{_key(lowered, target, devices)}.json"
+    with contextlib.suppress(OSError, ValueError, TypeError):
+        found = CompiledSizes(**read_json_fields(path))
+        if found.device.keys() == found.host.keys() == _KINDS.keys():
+            return found
+    found = _compiled(lowered, target)
+    with contextlib.suppress(OSError):
+        folder.mkdir(parents=True, exist_ok=True)
+        with replaced_whole(path, shared=True) as unfinished:
+            unfinished.write_text(json.dumps(dataclasses.asdict(found)), encoding="utf-8")
+    return found
+
+
+def _compiled(lowered: Any, target: Target) -> CompiledSizes:
+    start = time.perf_counter()
+    try:
+        compiled = lowered.compile()
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" in str(error):
+            raise DoesNotFit(f"compiling for {target.name!r}: {error}") from error
+        raise
+    seconds, stats = time.perf_counter() - start, compiled.memory_analysis()
+    device, host = (
+        {name: getattr(stats, f"{where}{kind}_size_in_bytes") for name, kind in _KINDS.items()}
+        for where in ("", "host_")
+    )
+    return CompiledSizes(device, host, seconds)
+
+
+def _key(lowered: Any, target: Target, devices: int) -> str:
+    """A name for everything that decides what the compiler does."""
+    device = target.devices()[0]
+    compiler = getattr(getattr(device, "client", None), "platform_version", "")
+    flags = [os.environ.get(name, "") for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS")]
+    parts = [repr(target), str(devices), compiler, device.device_kind, *map(_version, _COMPILERS), *flags]
+    return hashlib.sha256("\0".join([*parts, lowered.as_text()]).encode()).hexdigest()
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return ""

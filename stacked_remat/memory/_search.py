@@ -1,0 +1,223 @@
+"""Compiles policies of one program, and finds the one with the least arithmetic among those that fit."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+from jaxtyping import PyTree
+
+from .._policy import ScanCheckpointPolicy, ScanCheckpointSpec, resolve_policy
+from ._compiled_sizes import DoesNotFit
+from ._host_arguments import arguments_on_host
+from ._report import MemoryReport, TracedCall, trace_call
+from ._targets import Target
+
+_NEVER = (float("inf"), float("inf"))
+
+
+@dataclasses.dataclass(frozen=True)
+class Trial:
+    """One policy, compiled.
+
+    Attributes:
+        policy: the policy, as it was given.
+        report: its memory and arithmetic; None if the compiler refused it.
+        failure: the compiler's reason, if it refused.
+        streamed: whether weights were on the host.
+    """
+
+    policy: ScanCheckpointSpec
+    report: MemoryReport | None
+    failure: str = ""
+    streamed: bool = False
+
+    @property
+    def name(self) -> str:
+        return policy_name(self.policy, self.streamed)
+
+
+def policy_name(policy: ScanCheckpointSpec, streamed: bool) -> str:
+    return f"{policy!r}, streamed" if streamed else repr(policy)
+
+
+@dataclasses.dataclass(frozen=True)
+class Limits:
+    """Bytes on a device and on the host, each None for no limit."""
+
+    device: int | None = None
+    host: int | None = None
+
+    def hold(self, trial: Trial) -> bool:
+        """Whether a policy fits."""
+        found = trial.report
+        return (
+            found is not None
+            and (self.device is None or found.total <= self.device)
+            and (self.host is None or found.host.total <= self.host)
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """A program that takes a policy.
+
+    Attributes:
+        of_policy: makes the function from a policy.
+        args: its arguments.
+        kwargs: its keyword arguments.
+        target: what to compile for.
+        donate: which arguments may be reused.
+        streamed: from the arguments to those with weights on the host; None where there are none.
+        cache: folder for what compilations find; None to compile.
+    """
+
+    of_policy: Callable[[ScanCheckpointSpec], Callable[..., Any]]
+    args: tuple[PyTree, ...]
+    kwargs: dict[str, PyTree]
+    target: str | Target = "local"
+    donate: str | Sequence[str] = ()
+    streamed: Callable[..., Sequence[PyTree]] | None = None
+    cache: str | Path | None = None
+
+    @functools.cached_property
+    def args_on_host(self) -> tuple[PyTree, ...]:
+        assert self.streamed is not None
+        return tuple(arguments_on_host(self.streamed, self.args))
+
+    def traced(self, policy: ScanCheckpointSpec, on_host: bool) -> TracedCall:
+        args = self.args_on_host if on_host else self.args
+        return trace_call(self.of_policy(policy), args, self.kwargs, self.target, self.donate)
+
+
+class Search:
+    """Traces and compiles policies of a program, and remembers what it compiled, in order.
+
+    Args:
+        program: what is compiled.
+        show: called with each policy that was compiled.
+    """
+
+    def __init__(self, program: Program, show: Callable[[Trial], None] | None = None):
+        self._program, self._show = program, show
+        self._traced: dict[tuple[str, bool], TracedCall] = {}
+        self.trials: list[Trial] = []
+
+    def trial(self, policy: ScanCheckpointSpec, streamed: bool) -> Trial:
+        """Compile the program under a policy."""
+        cache = None if self._program.cache is None else Path(self._program.cache)
+        try:
+            found = Trial(policy, self._trace(policy, streamed).report(cache), streamed=streamed)
+        except (DoesNotFit, jax.errors.JaxRuntimeError) as error:
+            found = Trial(policy, None, str(error).splitlines()[0], streamed)
+        self.trials.append(found)
+        if self._show is not None:
+            self._show(found)
+        return found
+
+    def least(
+        self, candidates: Sequence[ScanCheckpointSpec], limits: Limits, layers: int | None, streamed: bool
+    ) -> Trial | None:
+        """The policy with the least arithmetic that fits, of the candidates and their `first_layers`.
+
+        With wider limits the result never has more arithmetic: candidates are tried in an order that does not
+        depend on the limits, and `first_layers` by bisection over counts that do not either.
+
+        Args:
+            candidates: the policies.
+            limits: what they must fit in.
+            layers: of the stack; None for no `first_layers`.
+            streamed: whether weights are on the host.
+
+        Returns:
+            None if no candidate fits.
+        """
+        plain: list[ScanCheckpointSpec] = [policy for policy in candidates if _recomputes_nothing(policy)]
+        best = self._first_to_fit(plain, limits, streamed)
+        if best is not None or self._too_large(limits, streamed):
+            return best
+        others: list[ScanCheckpointSpec] = [policy for policy in candidates if policy not in plain]
+        others.sort(key=lambda policy: self._cost(policy, streamed))
+        best = self._first_to_fit(others, limits, streamed)
+        if best is None or layers is None:
+            return best
+        for policy in others[others.index(best.policy) :]:
+            for kept in _kept_of_first_layers(resolve_policy(policy)):
+                best = self._with_first_layers(best, resolve_policy(policy), kept, layers, limits)
+        return best
+
+    def _first_to_fit(
+        self, policies: Sequence[ScanCheckpointSpec], limits: Limits, streamed: bool
+    ) -> Trial | None:
+        for policy in policies:
+            if limits.hold(trial := self.trial(policy, streamed)):
+                return trial
+            if self._too_large(limits, streamed):
+                break
+        return None
+
+    def _too_large(self, limits: Limits, streamed: bool) -> bool:
+        """Whether the arguments, which are the same under every policy, don't fit."""
+        found = (trial.report for trial in self.trials if trial.streamed == streamed and trial.report)
+        return limits.device is not None and any(report.arguments > limits.device for report in found)
+
+    def _with_first_layers(
+        self, best: Trial, base: ScanCheckpointPolicy, kept: ScanCheckpointSpec, layers: int, limits: Limits
+    ) -> Trial:
+        """`best`, or the policy with as many first layers as fit, if that has less arithmetic."""
+        low, high, found = base.first_layers, layers, None
+        while high - low > 1:
+            most, middle = (_with_first(base, kept, count) for count in (high - 1, (low + high) // 2))
+            if most is None or middle is None or self._cost(most, best.streamed) >= self._trial_cost(best):
+                break
+            trial = self.trial(middle, best.streamed)
+            if limits.hold(trial):
+                low, found = (low + high) // 2, trial
+            else:
+                high = (low + high) // 2
+        if found is None or self._trial_cost(found) >= self._trial_cost(best):
+            return best
+        return found
+
+    def _trace(self, policy: ScanCheckpointSpec, streamed: bool) -> TracedCall:
+        key = repr(policy), streamed
+        if key not in self._traced:
+            self._traced[key] = self._program.traced(policy, streamed)
+        return self._traced[key]
+
+    def _trial_cost(self, trial: Trial) -> tuple[float, float]:
+        return self._cost(trial.policy, trial.streamed)
+
+    def _cost(self, policy: ScanCheckpointSpec, streamed: bool) -> tuple[float, float]:
+        """The arithmetic and the bytes moved; infinite where the program can't be traced under the policy."""
+        try:
+            flops = self._trace(policy, streamed).flops
+        except Exception:  # raised again where it is this policy's turn to be compiled
+            return _NEVER
+        return flops.matmul, flops.bytes_from_host + flops.bytes_to_host
+
+
+def _recomputes_nothing(policy: ScanCheckpointSpec) -> bool:
+    policy = resolve_policy(policy)
+    return policy.saves_everything and not policy.is_nested
+
+
+def _kept_of_first_layers(base: ScanCheckpointPolicy) -> tuple[ScanCheckpointSpec, ...]:
+    """What the first layers of a policy could keep to leave less to compute or to move."""
+    if base.saves_everything or base.max_carries is not None:
+        return ()
+    if base.first_layers:
+        return (base.first_policy,)
+    return (False, True) if base.is_nested or base.save_carries == "offload" else (False,)
+
+
+def _with_first(
+    base: ScanCheckpointPolicy, kept: ScanCheckpointSpec, count: int
+) -> ScanCheckpointPolicy | None:
+    """The policy with that many first layers; None if it cannot have any."""
+    try:
+        return dataclasses.replace(base, first_layers=count, first_policy=kept)
+    except ValueError:
+        return None

@@ -1,0 +1,129 @@
+"""The longest context, the largest batch and the fewest devices that fit, on memory that is computed."""
+
+import dataclasses
+import io
+import json
+
+import pytest
+from rich.console import Console
+
+from models.plan_lm import PlanLmConfig, main
+from models.plan_search import Budget, find_size, last_that_fits
+from models.qwen3_moe import Qwen3Config
+from models.step_memory import StepMemory
+from stacked_remat._policy import resolve_policy
+from stacked_remat.memory import BudgetError, Comparison, Flops, HostBytes, MemoryReport, Plan, Trial
+from stacked_remat.training import DataConfig, MeshConfig, TrainerConfig, UpdateConfig
+
+CONFIG = PlanLmConfig(
+    model=Qwen3Config(hidden_dim=32, num_layers=4, num_heads=2, num_kv_heads=1, mlp_dim=32),
+    remat="auto",
+    budget="1MB",
+    data=DataConfig(seq_len=16, batch_size=8),
+    trainer=TrainerConfig(mesh=MeshConfig(axes={"data": -1}), update=UpdateConfig(microbatches=2)),
+    devices=1,
+).resolved()
+WEIGHTS = 100_000
+
+pytestmark = pytest.mark.usefixtures("standard_promotion")
+
+
+@pytest.fixture(autouse=True)
+def compiled(monkeypatch):
+    """The steps that were asked for, each of which takes its weights and so many bytes a token."""
+    asked = []
+
+    def report(step, remat, *, streamed=False):
+        asked.append(step)
+        data, devices, policy = step.config.data, step.devices or 1, resolve_policy(remat)
+        a_token = 10 if policy.offloads and policy.is_nested else 20 if policy.max_carries else 40
+        total = (WEIGHTS + a_token * data.batch_size * data.seq_len) // devices
+        host = HostBytes(temporaries=7 if policy.offloads else 0)
+        return MemoryReport("local", total, 0, 0, 0, host, Flops(1), 0.0, devices=devices)
+
+    monkeypatch.setattr(StepMemory, "report", report)
+    return asked
+
+
+def found(what, config=CONFIG, budget="1MB", host=None):
+    shown = []
+    devices = None if what == "devices" else config.devices
+    step = StepMemory(config, "local", devices)
+    size, sized = find_size(step, what, Budget(budget, host, shown.append))
+    return size, sized, shown
+
+
+def test_the_longest_context_is_found_to_a_thirty_second(compiled):
+    size, step, shown = found("context")
+    longest = 900_000 // 10 // 8
+    assert longest * 31 // 32 < size <= longest and step.config.data.seq_len == size
+    assert len(compiled) < 25 and len({s.config.data.seq_len for s in compiled}) < 20
+    assert sum(line.startswith("data.seq_len ") and line.endswith(", fits") for line in shown) > 3
+    assert any(line.endswith(", does not fit") for line in shown)
+
+
+def test_the_host_and_what_is_leanest_there_count():
+    size, _, _ = found("context", host="0B")
+    longest = 900_000 // 20 // 8
+    assert longest * 31 // 32 < size <= longest
+
+
+def test_a_context_that_is_too_long_is_shortened():
+    long = dataclasses.replace(CONFIG, data=DataConfig(seq_len=10_000_000, batch_size=8))
+    assert found("context", long)[0] == found("context")[0]
+    with pytest.raises(BudgetError, match=r"nothing fits 99kB a device with data.seq_len = 1 either"):
+        found("context", budget="99kB")
+
+
+def test_the_largest_batch_can_be_divided_over_microbatches_and_devices():
+    eight = dataclasses.replace(CONFIG, devices=8)
+    assert found("batch", budget="120kB")[0] == 20_000 // 10 // 16 // 2 * 2
+    size, step, _ = found("batch", eight, budget="120kB")
+    most = (8 * 120_000 - WEIGHTS) // 10 // 16
+    assert size % 16 == 0 and most * 31 // 32 - 16 <= size <= most and step.config.data.batch_size == size
+
+
+def test_the_fewest_devices_that_the_mesh_allows(compiled):
+    size, step, _ = found("devices", budget="30kB")
+    assert size == step.devices == 4
+    assert {step.devices for step in compiled} == {1, 2, 4}
+    with pytest.raises(BudgetError, match="devices = 4 either, the most that the mesh allows"):
+        found("devices", budget="20kB")  # 8 devices do not divide 8 rows in 2 microbatches
+
+
+def test_indices_are_found_wherever_the_search_begins():
+    for last in (-1, 0, 1, 40, 98, 99):
+        for start in (0, 1, 50, 99):
+            assert last_that_fits(lambda index, last=last: index <= last, start, 100) == (
+                None if last < 0 else last
+            )
+
+
+def test_the_command_says_what_was_found(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    path, plot = tmp_path / "plan.yaml", tmp_path / "plan.png"
+    path.write_text(
+        "model: {type: qwen3, hidden_dim: 8, num_layers: 2, num_heads: 2}\n"
+        "data: {batch_size: 8, seq_len: 16}\n"
+        "remat: auto\nbudget: 1MB\ntrainer: {mesh: {axes: {data: 1}}}"
+    )
+
+    def plan(step, *, budget, host_budget, streamed, show):
+        trials = tuple(Trial(policy, step.report(policy)) for policy in (True, "nested"))
+        for trial in trials:
+            show(trial)
+        return Plan("nested", trials[-1].report, Comparison(trials), 10**6)
+
+    monkeypatch.setattr(StepMemory, "plan", plan)
+
+    def printed(*arguments):
+        console = Console(file=io.StringIO(), width=80)
+        assert main(["--config_path", str(path), *arguments], console) == 0
+        return console.file.getvalue()  # pyright: ignore[reportAttributeAccessIssue]
+
+    shown = printed("--find", "context", "--plot", str(plot))
+    assert "longest context: data.seq_len: " in shown and "'nested': " in shown
+    assert plot.read_bytes().startswith(b"\x89PNG") and f"wrote {plot}" in shown.replace("\n", "")
+    as_json = json.loads(printed("--find", "batch", "--json", "true"))
+    assert as_json["chosen"]["remat"] == "nested" and as_json["chosen"]["data.batch_size"] == 5_504
+    assert as_json["tokens_per_step"] == 16 * 5_504

@@ -37,9 +37,9 @@ demo:  ## train a small Qwen3 MoE on real text, let it write, and show what rema
 	    "        --data.sources.mine.paths '[my-texts/]' --trainer.run_dir runs/mine"
 
 # Programs that took XLA more than a tenth of a second are kept beside the environment, for the other worker and the next run.
-test test-all: export JAX_COMPILATION_CACHE_DIR := $(abspath $(VENV))/compiled
-test test-all: export JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS := 0.1
-test test-all: export JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES := 0
+test test-all docs: export JAX_COMPILATION_CACHE_DIR := $(abspath $(VENV))/compiled
+test test-all docs: export JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS := 0.1
+test test-all docs: export JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES := 0
 
 # Most of the time of the tests is compilation, so `make test` lets LLVM optimize less, and XLA with it (tests/conftest.py);
 # `make test-all` does not.

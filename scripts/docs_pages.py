@@ -2,6 +2,7 @@
 
 import json
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ sys.path.insert(
 )  # mkdocs runs this file as a module of no package
 
 from models.run_config import LmRunConfig  # noqa: E402
+from scripts import gallery  # noqa: E402
 from scripts.reported_memory import cases  # noqa: E402
 from scripts.result_tables import RESULTS, with_tables  # noqa: E402
 from scripts.schedule_pictures import PICTURES, picture  # noqa: E402
@@ -30,13 +32,20 @@ _REPORTED_MEMORY = "<!-- reported-memory -->"
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """Adds the config reference, pictures of schedules, and plots of results."""
+    """Adds the config reference, pictures of schedules, plots of results, and the gallery, which it runs."""
     page = _INTRODUCTION + config_reference(LmRunConfig)
     files.append(File.generated(config, "config-reference.md", content=page))
     for name, policy in PICTURES.items():
         files.append(File.generated(config, f"pictures/{name}.svg", content=picture(policy)))
     for plot in sorted([*RESULTS.glob("*.svg"), *RESULTS.glob("*.png")]):
         files.append(File.generated(config, f"results/{plot.name}", abs_src_path=str(plot)))
+    scripts = gallery.examples()
+    with ThreadPoolExecutor(max_workers=2) as pool:
+        printed = list(pool.map(gallery.run_apart, scripts))
+    for script, outputs in zip(scripts, printed, strict=True):
+        name = f"gallery/{script.stem}"
+        files.append(File.generated(config, f"{name}.md", content=gallery.page(script, outputs)))
+        files.append(File.generated(config, f"{name}.ipynb", content=gallery.notebook(script, outputs)))
     return files
 
 

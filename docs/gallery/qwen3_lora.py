@@ -1,0 +1,94 @@
+# %% [markdown]
+# # Fine-tune a Hugging Face Qwen3 with LoRA
+#
+# From a folder in Hugging Face's format to adapters that PEFT loads. The model is a tiny random Qwen3, made
+# on the spot; for a real one, name its folder instead. This example runs in a checkout of the repository,
+# since it uses the reference models.
+
+# %%
+import json
+import tempfile
+from pathlib import Path
+
+import equinox as eqx
+import haliax as hax
+import jax
+import numpy as np
+import optax
+
+from models.hf_io.adapters import load_adapters, save_adapters
+from models.hf_io.decoder_weights import read_decoder, write_decoder
+from models.hf_io.formats import read_hf_config
+from models.lm import build_model, next_token_loss
+from models.qwen3_moe import Qwen3Config
+from stacked_remat.lora import LoraConfig, apply_lora, lora_filter
+from stacked_remat.training import TokenBatch
+
+folder = Path(tempfile.mkdtemp())
+tiny = Qwen3Config(
+    hidden_dim=64, num_layers=4, num_heads=4, num_kv_heads=2, mlp_dim=128, initializer_range=0.1
+)
+random = build_model(tiny, hax.Axis("vocab", 256), remat=True, key=jax.random.key(0))
+write_decoder(folder / "base", random)
+print("written:", ", ".join(sorted(path.name for path in (folder / "base").iterdir())))
+
+# %% [markdown]
+# ## Read it, and adapt it
+#
+# The layers are read into one stack. Adapters are added by the paths of the linears; only they get
+# gradients and optimizer state.
+
+# %%
+config, rows = read_hf_config(folder / "base")
+base = read_decoder(folder / "base", config, hax.Axis("vocab", rows), remat="nested")
+lora = LoraConfig(rank=8, alpha=16, targets=("*.attention.*", "*.mlp.*"))
+model = apply_lora(base, lora, key=jax.random.key(1))
+trained, frozen = eqx.partition(model, lora_filter(model))
+
+
+def count(tree):
+    return sum(leaf.size for leaf in jax.tree.leaves(eqx.filter(tree, eqx.is_array)))
+
+
+print(f"trained: {count(trained):,} of {count(model):,} numbers")
+
+# %% [markdown]
+# ## Train on a sentence
+#
+# Bytes are the tokens here; for a real model take its tokenizer.
+
+# %%
+text = b"Low-rank adapters learn this sentence while the base model stays as it is. "
+tokens = np.frombuffer(2 * text, np.uint8).astype(np.int32)[None, : len(text) + 1]
+batch = TokenBatch.of(tokens[:, :-1], tokens[:, 1:], np.ones((1, len(text)), np.float32))
+optimizer = optax.adam(1e-2)
+
+
+@eqx.filter_jit
+def step(trained, state, frozen):
+    def loss(trained):
+        return next_token_loss(eqx.combine(trained, frozen), batch)[0]
+
+    value, gradient = eqx.filter_value_and_grad(loss)(trained)
+    updates, state = optimizer.update(gradient, state)
+    return eqx.apply_updates(trained, updates), state, value
+
+
+state = optimizer.init(trained)
+for number in range(41):
+    trained, state, value = step(trained, state, frozen)
+    if number % 10 == 0:
+        print(f"step {number:2}  loss {value:.3f}")
+
+# %% [markdown]
+# ## For PEFT
+#
+# `PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained("base"), "adapters")` loads them, and so
+# does this library:
+
+# %%
+save_adapters(folder / "adapters", eqx.combine(trained, frozen), base_model=str(folder / "base"))
+written = json.loads((folder / "adapters" / "adapter_config.json").read_text())
+print(written["peft_type"], written["r"], *written["target_modules"])
+again = load_adapters(base, folder / "adapters")
+print(f"loss of what was read: {eqx.filter_jit(next_token_loss)(again, batch)[0]:.3f}")

@@ -1,0 +1,78 @@
+"""The examples of the gallery run, print, and become pages and notebooks."""
+
+import ast
+import json
+import re
+
+import pytest
+
+from scripts.gallery import GALLERY, ROOT, cells_of, examples, notebook, page, run, title_of
+
+SUBJECTS = (
+    "attribution",
+    "deep_residual_network",
+    "gpt_equinox",
+    "gpt_named_axes",
+    "kv_cache",
+    "nnx_model",
+    "planner",
+    "qwen3_lora",
+    "saved_names",
+    "visitor",
+)
+QUICK = ("saved_names", "visitor")  # the others take more than a few seconds each
+
+by_name = [
+    pytest.param(script, id=script.stem, marks=() if script.stem in QUICK else pytest.mark.deep)
+    for script in examples()
+]
+
+
+@pytest.mark.parametrize("script", by_name)
+@pytest.mark.usefixtures("standard_promotion")
+def test_the_example_runs_and_prints(script):
+    outputs = run(script)
+    cells = cells_of(script)
+    assert len(outputs) == len(cells) and sum(map(bool, outputs)) >= 2
+
+
+def test_every_subject_has_an_example_in_the_navigation():
+    assert tuple(script.stem for script in examples()) == SUBJECTS
+    navigation = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    listed = re.findall(r"- (.*): gallery/(\w+)\.md", navigation)
+    assert sorted(name for _, name in listed if name != "index") == list(SUBJECTS)
+
+
+@pytest.mark.parametrize("script", examples(), ids=lambda script: script.stem)
+def test_the_page_and_the_notebook_hold_all_cells(script):
+    cells = cells_of(script)
+    outputs = [f"printed {number}\n" if cell.is_code else "" for number, cell in enumerate(cells)]
+    shown, made = page(script, outputs), json.loads(notebook(script, outputs))
+    assert shown.startswith(f"# {title_of(script)}\n") and f"({script.stem}.ipynb)" in shown
+    assert (made["nbformat"], made["nbformat_minor"]) == (4, 5)
+    assert len({cell["id"] for cell in made["cells"]}) == len(cells)
+    for cell, output, in_notebook in zip(cells, outputs, made["cells"], strict=True):
+        assert in_notebook["cell_type"] == ("code" if cell.is_code else "markdown")
+        source = "".join(in_notebook["source"])
+        assert source == cell.text if cell.is_code else ".md" not in source
+        if cell.is_code:
+            assert f"```python\n{cell.text}\n```\n\n```text\n{output}```" in shown
+            assert "".join(in_notebook["outputs"][0]["text"]) == output
+    code = "\n".join(cell.text for cell in cells if cell.is_code)
+    whole = script.read_text(encoding="utf-8")
+    assert ast.dump(ast.parse(code)) == ast.dump(ast.parse(whole))  # no line is lost between cells
+
+
+def test_a_script_without_a_title_is_refused(tmp_path):
+    script = tmp_path / "untitled.py"
+    for text in ("print(1)\n", "# %%\nprint(1)\n", "import jax\n# %% [markdown]\n# # Title\n"):
+        script.write_text(text)
+        with pytest.raises(ValueError, match="must begin with"):
+            cells_of(script)
+
+
+def test_links_of_the_examples_lead_to_pages():
+    made = {f"{script.stem}.md" for script in examples()}
+    for script in examples():
+        for link in re.findall(r"\]\(([\w./-]+\.md)(?:#[\w-]+)?\)", script.read_text(encoding="utf-8")):
+            assert link in made or (GALLERY / link).is_file(), (script.name, link)

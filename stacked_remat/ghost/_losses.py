@@ -14,7 +14,7 @@ from haliax import Axis, NamedArray
 from .._messages import axes_text
 from .._scan.marks import Marked, is_named, raw_array, take_marks_off
 from ._stacks import leaves_with_paths
-from ._traced import trace
+from ._traced import resized, trace
 from ._values import UnsupportedLeafError
 
 Loss: TypeAlias = Callable[[Any, Any], Any]
@@ -268,7 +268,7 @@ def check_examples(model: Any, per_example_loss: Loss, batch: Any, Batch: Axis) 
     more = Batch.size + 1
 
     def grow(array: Any, at: int) -> Any:
-        return jax.ShapeDtypeStruct((*array.shape[:at], more, *array.shape[at + 1 :]), array.dtype)
+        return resized(array, at, more)
 
     paths_and_leaves, structure = jtu.tree_flatten_with_path(batch, is_leaf=_is_named_or_marked)
     larger = structure.flatten_up_to(map_examples(batch, Batch, grow, more))

@@ -19,7 +19,7 @@ from ._deposit import deposit, spread_over_rows
 from ._per_device import Division
 from ._rows import of_outputs
 from ._stacks import PlacedBlock, StackCall, leaves_with_paths, prefix_of
-from ._traced import arrays_of, trace, with_arrays
+from ._traced import arrays_of, resized, trace, with_arrays
 from ._units import Flow, Rows, Units, agreed, known_rows, of_input
 from ._values import UnsupportedLeafError, Value, lost_in, paths_of, plain_rows
 from ._weights import Applied, Leaf, Tangent, bind, leaves_of, tangent_of
@@ -326,7 +326,7 @@ def _one_expert(
         return call.expert(call.rebuild(own), rows, gates)
 
     def grown(array: Any) -> Any:
-        return jax.ShapeDtypeStruct((3 * array.shape[0], *array.shape[1:]), array.dtype)
+        return resized(array, 0, 3 * array.shape[0])
 
     notes = Notes()
     with noting(Notes()):

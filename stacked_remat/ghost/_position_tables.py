@@ -9,7 +9,7 @@ from haliax import Axis
 
 from .._scan.marks import is_named
 from ._losses import map_examples
-from ._traced import is_traced
+from ._traced import is_traced, resized
 
 
 def with_longer_tables(
@@ -28,8 +28,7 @@ def with_longer_tables(
     """
 
     def grow(array: Any, at: int) -> Any:
-        shape = (*array.shape[:at], array.shape[at] * growth, *array.shape[at + 1 :])
-        return jax.ShapeDtypeStruct(shape, array.dtype)
+        return resized(array, at, array.shape[at] * growth)
 
     def longer(leaf: Any) -> Any:
         own = [axis.size for axis in leaf.axes if axis.name == Position.name] if is_named(leaf) else []

@@ -20,7 +20,7 @@ from ._losses import Loss, Objective, check_size, map_examples, tracing_more
 from ._position_tables import with_longer_tables
 from ._rows import of_body
 from ._stacks import call_in_one_equation, is_stack, leaves_with_paths
-from ._traced import arrays_of, has_small_range, trace
+from ._traced import arrays_of, has_small_range, resized, trace
 from ._units import POSITION, Flow, Rows, Units, counted, has_units, of_batch, of_input
 from ._values import UnsupportedLeafError
 from ._weights import Leaf
@@ -190,7 +190,7 @@ class Scoring:
             size = axis.size * growth
 
             def grow(array: Any, at: int, size: int = size) -> Any:
-                return jax.ShapeDtypeStruct((*array.shape[:at], size, *array.shape[at + 1 :]), array.dtype)
+                return resized(array, at, size)
 
             batch = (map_examples if axis is self.Batch else _named_only)(batch, axis, grow, size)
         return batch

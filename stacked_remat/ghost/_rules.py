@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Literal as Constant, jaxprs_in_params
 
+from ._traced import type_of
 from ._units import Flow, has_examples
 from ._weights import bind
 
@@ -80,7 +81,7 @@ def _is_own(equation: Any) -> bool:
 
 
 def _types(variables: Sequence[Any]) -> list[Any]:
-    return [jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype) for var in variables]
+    return [type_of(var.aval, var.aval.shape) for var in variables]
 
 
 def _results(equation: Any, primals: Sequence[Any], moving: Sequence[int], results: Sequence[int]) -> Any:

@@ -45,9 +45,17 @@ def with_arrays(tree: Any, arrays: Sequence[Any]) -> Any:
 
 def shapes_of(tree: Any) -> Any:
     """A tree with the types of its arrays."""
-    return jax.tree.map(
-        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) if is_traced(leaf) else leaf, tree
-    )
+    return jax.tree.map(lambda leaf: type_of(leaf, leaf.shape) if is_traced(leaf) else leaf, tree)
+
+
+def type_of(array: Any, shape: Sequence[int]) -> jax.ShapeDtypeStruct:
+    """The type of an array, or of one like it with another shape."""
+    return jax.ShapeDtypeStruct(tuple(shape), array.dtype, weak_type=getattr(array, "weak_type", False))
+
+
+def resized(array: Any, at: int, size: int) -> jax.ShapeDtypeStruct:
+    """The type of an array with another size of one dimension."""
+    return type_of(array, (*array.shape[:at], size, *array.shape[at + 1 :]))
 
 
 def rounding(jaxpr: Any) -> Any:

@@ -45,7 +45,7 @@ def data():
         "y": jax.random.randint(keys[2], (BATCH,), 0, 7),
         "tokens": jax.random.randint(keys[3], (BATCH, LENGTH), 0, 7),
         "lengths": jax.random.randint(keys[4], (BATCH,), 1, LENGTH),
-        "reference": jax.random.normal(keys[5], (BATCH,)),
+        "reference": jnp.where(jax.random.bernoulli(keys[5], 0.5, (BATCH,)), 0.5, -0.5),  # of weak type
     }
 
 

@@ -1,5 +1,7 @@
 """How a run scores its training sequences: what the `ghost` section of its config says."""
 
+import math
+
 import jax
 
 from models.lm import example_losses
@@ -14,6 +16,7 @@ from stacked_remat.training import (
     Tokenizer,
     TrainingData,
     ValidationBatch,
+    mesh_sizes,
     validation_batches,
 )
 
@@ -22,7 +25,8 @@ def check_scoring(config: LmRunConfig) -> None:
     """Refuses a `ghost` section that this machine can't obey.
 
     Raises:
-        ConfigError: pyarrow is not installed, layers are cut into tiles, or there are several processes.
+        ConfigError: pyarrow is not installed, layers are cut into tiles, there are several processes, or for
+            norms several devices.
     """
     if config.ghost is None:
         return
@@ -37,6 +41,8 @@ def check_scoring(config: LmRunConfig) -> None:
             f"ghost is not supported on {jax.process_count()} processes, each of which has only its own rows "
             f"of a batch: leave out ghost, or train in one process."
         )
+    if config.ghost.norms and math.prod(mesh_sizes(config.trainer.mesh, jax.device_count()).values()) > 1:
+        raise ConfigError("ghost.norms takes one device: leave it out, or name one in trainer.mesh.axes.")
 
 
 def scored_against(config: LmRunConfig, data: TrainingData) -> tuple[ValidationBatch, ...]:

@@ -112,7 +112,8 @@ def grad_dot(
             says where an example has another loss alone than in the batch, which takes one more forward pass
             over the batch: a loss that uses the size of the batch, places in it or noise of one key for all
             examples has. Give each example a key of its own.
-        trainable: which arrays are differentiated, a predicate of leaves or a tree of bools like the model.
+        trainable: which arrays are differentiated, a predicate of leaves or a tree of bools like the model,
+            where a bool may stand for a part of it.
         norms: also the norms of each example's gradient, one example after the other as for "block".
         per_token: the name of an axis of positions, for scores `[batch, position]`: what of the gradient
             of the example's loss passes through the rows of each position. The loss function is traced with

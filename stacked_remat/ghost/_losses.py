@@ -136,11 +136,15 @@ def reduced_loss(
 
 
 def trained_mask(model: Any, trainable: Any) -> Any:
-    """A tree like the model of whether each leaf is trained."""
+    """A tree like the model of whether each leaf is trained; a bool may stand for a part of the model."""
     # A tree of bools like a model that is a module can be called too.
     is_predicate = callable(trainable) and jax.tree_util.all_leaves([trainable])
     spec = jax.tree.map(trainable, model) if is_predicate else trainable
-    return jax.tree.map(lambda wanted, leaf: bool(wanted) and eqx.is_inexact_array(leaf), spec, model)
+
+    def mask(wanted: Any, part: Any) -> Any:
+        return jax.tree.map(lambda leaf: bool(wanted) and eqx.is_inexact_array(leaf), part)
+
+    return jax.tree.map(mask, spec, model)
 
 
 def directions(params: Any, direction: Any) -> dict[str, Any]:

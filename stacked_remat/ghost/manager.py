@@ -6,19 +6,17 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias, final
 
 import equinox as eqx
-import jax
-import jax.numpy as jnp
 import numpy as np
 from haliax import NamedArray
 
-from .._scan.marks import raw_array
 from ._grad_dot import GradDots, grad_dot, val_direction
+from ._losses import Objective
 from .log import ScoreLog, StepScores
 
 PerExampleLoss: TypeAlias = Callable[[Any, Any], NamedArray]
-"""From (model, batch) to the loss of each example, `[batch]`."""
+"""From (model, batch) to the loss of each example, `[batch]`, or with the option `tokens` of each token."""
 
-_OPTIONS = ("granularity", "norms", "check")
+_OPTIONS = ("granularity", "norms", "check", "trainable", "tokens")
 
 
 @final
@@ -44,14 +42,14 @@ class GhostManager:
     ```
 
     Args:
-        losses: the loss of each example, `[batch]`.
+        losses: the loss of each example, `[batch]`; with the option `tokens` of each token.
         validation: the batch whose loss the scores are about, as `losses` takes it.
         log: receives the scores; None to use only what `aggregate_and_log` returns.
         method: `grad_dot`.
         reduction: whether the loss is the `mean` or the `sum` of the examples' losses.
         every: steps between scored ones; the others compute only gradients.
         save_every: steps between files of the log.
-        options: more arguments of `grad_dot`: `granularity`, `norms`, `check`.
+        options: more arguments of `grad_dot`: `granularity`, `norms`, `check`, `trainable`, `tokens`.
 
     Raises:
         ValueError: the method is unknown, a number of steps is not positive, or options have others.
@@ -81,11 +79,15 @@ class GhostManager:
         self._found: GradDots | None = None
         self._losses: Any = None
         self._is_detached = False
+        of_loss = {name: self.options[name] for name in ("trainable", "tokens") if name in self.options}
+        gradient = functools.partial(
+            val_direction, per_example_loss=self.losses, reduction=self.reduction, **of_loss
+        )
         scored = functools.partial(
-            _scored, losses=self.losses, reduction=self.reduction, options=tuple(self.options.items())
+            _scored, gradient=gradient, losses=self.losses, reduction=self.reduction, options=self.options
         )
         self._scored = eqx.filter_jit(scored)
-        self._plain = eqx.filter_jit(functools.partial(_plain, losses=self.losses, reduction=self.reduction))
+        self._plain = eqx.filter_jit(gradient)
 
     def attach_train_batch(
         self, batch: Any, *, step: int, examples: Sequence[Any], texts: Sequence[str] | None = None
@@ -125,7 +127,7 @@ class GhostManager:
             A tree like the model, with None for what is not differentiated.
         """
         if self._is_detached or self._required().step % self.every:
-            return self._plain(model, batch)
+            return self._plain(model, val_batch=batch)
         gradients, self._found, self._losses = self._scored(model, batch, self.validation)
         return gradients
 
@@ -136,7 +138,7 @@ class GhostManager:
             return found
         scores = _plain_arrays(found.scores or {"model": found.total})  # of granularity="total"
         norms = None if found.norms is None else _plain_arrays(found.norms or {"model": found.total_norm})
-        losses = np.asarray(raw_array(self._losses), np.float32)
+        losses = np.asarray(self._losses)
         self.log.append(StepScores(attached.step, attached.examples, losses, scores, norms, attached.texts))
         return found
 
@@ -185,22 +187,15 @@ def _scored(
     batch: Any,
     validation: Any,
     *,
+    gradient: Callable[..., Any],
     losses: PerExampleLoss,
     reduction: Any,
-    options: tuple[tuple[str, Any], ...],
+    options: dict[str, Any],
 ) -> tuple[Any, GradDots, Any]:
     """The gradients, what `grad_dot` found, and the losses of the examples."""
-    direction = val_direction(model, losses, validation, reduction=reduction)
-    found = grad_dot(model, losses, batch, direction=direction, reduction=reduction, **dict(options))
-    return *found, losses(model, batch)
-
-
-def _plain(model: Any, batch: Any, *, losses: PerExampleLoss, reduction: str) -> Any:
-    def reduced(model: Any) -> jax.Array:
-        each = raw_array(losses(model, batch))
-        return jnp.mean(each) if reduction == "mean" else jnp.sum(each)
-
-    return eqx.filter_grad(reduced)(model)
+    direction = gradient(model, val_batch=validation)
+    found = grad_dot(model, losses, batch, direction=direction, reduction=reduction, **options)
+    return *found, Objective(reduction, options.get("tokens")).of_examples(losses(model, batch))
 
 
 def _plain_arrays(named: dict[str, Any]) -> dict[str, np.ndarray]:

@@ -90,8 +90,8 @@ def rank_examples(selected: Selection) -> ExampleRanking:
     elif by_norm:
         if table["norm"].null_count:
             raise ScoreLogError(
-                f"{selected.folder} has rows without the norms of gradients, which `grad_dot` finds with "
-                f"norms=True. Give --normalize step."
+                f"{selected.folder} has rows without the norms of gradients, which are logged by runs with "
+                f"ghost.norms: true and by a GhostManager with norms=True. Give --normalize step."
             )
         squares = np.square(table["norm"].to_numpy().astype(np.float64))
         scores /= _nonzero(np.sqrt(np.bincount(of_row, weights=squares)))

@@ -47,6 +47,9 @@ class GhostConfig:
             experts, which depend on all sequences of a batch together. `left_out` of the scores, which takes
             one more forward and backward pass in a scored step of such a model; `included`, where a score has
             the part of their gradient that came through the sequence's own tokens.
+        norms: also the norm of the gradient of each sequence's cross entropy, which takes one more forward
+            and backward pass in a scored step, for one sequence after the other. With `auxiliary_losses:
+            left_out`, on one device.
         validation: the held-out text.
     """
 
@@ -54,8 +57,11 @@ class GhostConfig:
     token_mean: Literal["batch", "example"]
     every: int = 10
     auxiliary_losses: Literal["left_out", "included"] = "left_out"
+    norms: bool = False
     validation: GhostValidationConfig = field(default_factory=GhostValidationConfig)
 
     def __post_init__(self) -> None:
         check_choices("ghost", self)
         check_at_least(1, "ghost", self, "every")
+        if self.norms and self.auxiliary_losses == "included":
+            raise ValueError("ghost.norms are of the cross entropy: set ghost.auxiliary_losses: left_out.")

@@ -142,6 +142,7 @@ class StepScorer:
                 loss_function=loss_function,
                 optimizer=optimizer,
                 of_example=scoring.config.token_mean == "example",
+                norms=scoring.config.norms,
                 microbatches=config.update.microbatches,
                 gradient_dtype=config.precision.gradients,
                 skip_nonfinite=config.update.on_nonfinite == "skip",
@@ -174,7 +175,7 @@ class StepScorer:
             rows = _rows(batch)
             texts = [_text(row, self._scoring.decode) for row in rows]
             ids = [_id(row) for row in rows]
-            self._scoring.log.append(StepScores(step, ids, found.losses, found.scores, texts=texts))
+            self._scoring.log.append(StepScores(step, ids, found.losses, found.scores, found.norms, texts))
 
     def flush(self) -> None:
         """Writes what was logged to files."""
@@ -182,10 +183,11 @@ class StepScorer:
 
 
 class BatchScores(eqx.Module):
-    """The scores of a batch, as the log takes them: arrays `[batch]` or `[layers, batch]`, by path."""
+    """The scores and norms of a batch, as the log takes them: `[batch]` or `[layers, batch]`, by path."""
 
     scores: dict[str, Array]
     losses: Array
+    norms: dict[str, Array] | None = None
 
 
 def scored_step(
@@ -197,6 +199,7 @@ def scored_step(
     loss_function: LossFunction,
     optimizer: optax.GradientTransformation,
     of_example: bool = False,
+    norms: bool = False,
     microbatches: int = 1,
     gradient_dtype: DTypeLike = jnp.float32,
     skip_nonfinite: bool = False,
@@ -213,6 +216,7 @@ def scored_step(
             out of the scores.
         optimizer: as in `train_step`.
         of_example: whether a loss is the mean over the example's own tokens rather than the batch's.
+        norms: whether the norms of the examples' gradients are found too.
         microbatches: as in `train_step`; each is scored in its own backward pass.
         gradient_dtype: as in `train_step`.
         skip_nonfinite: as in `train_step`.
@@ -247,8 +251,8 @@ def scored_step(
                 return share_of_objective(objective, metrics, share, microbatches), metrics
 
             gradients, metrics = eqx.filter_grad(whole, has_aux=True)(state.trained)
-        scores = {path: score.rearrange((..., BATCH_AXIS)).array for path, score in found.scores.items()}
-        return gradients, (metrics, BatchScores(scores, each.array))
+        of_norms = _norms(model, losses, part, direction, _marks(state.trained), share) if norms else None
+        return gradients, (metrics, BatchScores(_arrays(found.scores), each.array, of_norms))
 
     if microbatches == 1:
         gradients, (metrics, scores) = compute(batch, 1.0)
@@ -262,6 +266,24 @@ def scored_step(
     after, metrics = apply_gradients(state, gradients, metrics, optimizer, skip_nonfinite=skip_nonfinite)
     factors = _batch_over_own_weights(batch) if of_example else jnp.ones(())
     return shard(after), metrics, jax.tree.map(lambda array: array * factors, scores)
+
+
+def _norms(
+    model: Any, losses: ExampleLosses, part: TokenBatch, direction: Any, trainable: Any, share: Any
+) -> dict[str, Array]:
+    """The norms of the gradients of each example's part of the loss."""
+
+    def own_means(model: Any, part: TokenBatch) -> NamedArray:  # which no other example changes
+        return losses(model, part)[0][0] * hax.named(_batch_over_own_weights(part), BATCH_AXIS)
+
+    options = {"direction": direction, "reduction": "sum", "trainable": trainable, "norms": True}
+    _, found = grad_dot(model, own_means, part, **options)
+    assert found.norms is not None
+    return jax.tree.map(lambda norms: norms * share / _batch_over_own_weights(part), _arrays(found.norms))
+
+
+def _arrays(by_path: dict[str, NamedArray]) -> dict[str, Array]:
+    return {path: named.rearrange((..., BATCH_AXIS)).array for path, named in by_path.items()}
 
 
 def _put_together(parts: Array) -> Array:

@@ -91,7 +91,7 @@ def test_a_scored_run_that_is_stopped_and_resumed_equals_one_without(workplace, 
 
 
 OTHER = "{{paths: ['{0}/text/1*.txt'], held_out: ['{0}/other.txt'], weight: 0.5}}"
-SOURCES = {"validation": {"sources": {"text": 1.0, "other": 3.0}}, "token_mean": "example"}
+SOURCES = {"validation": {"sources": {"text": 1.0, "other": 3.0}}, "token_mean": "example", "norms": True}
 PARTS = ("--trainer.update.microbatches", "2")
 STREAMED = ("--trainer.streaming.segment_length", "2", "--remat", "offload")
 
@@ -102,7 +102,7 @@ STREAMED = ("--trainer.streaming.segment_length", "2", "--remat", "offload")
     [
         pytest.param({"auxiliary_losses": "included"}, PARTS, id="with auxiliary losses, in microbatches"),
         pytest.param(SOURCES, (*PARTS, "--lora.rank", "2"), id="adapters, two sources, per example"),
-        pytest.param({}, ("--lora.rank", "2", *STREAMED), id="adapters, streamed"),
+        pytest.param({"norms": True}, ("--lora.rank", "2", *STREAMED), id="adapters, streamed"),
         pytest.param({}, ("--trainer.mesh.axes.data", "4"), id="four devices"),
     ],
 )
@@ -121,6 +121,8 @@ def test_scores_are_the_dot_products_of_each_sequences_gradient(workplace, setti
             (data.held_out_by_source["other"].batch(0), 0.75),
         ]
 
+    norms = read_scores(workplace / "run" / "ghost", ["norm"])["norm"]
+    assert norms.null_count == (0 if settings.get("norms") else len(norms))
     if settings.get("auxiliary_losses") != "included":
         of_example = settings.get("token_mean") == "example"
         expected = expected_totals(
@@ -134,6 +136,7 @@ def test_scores_are_the_dot_products_of_each_sequences_gradient(workplace, setti
     [
         ({"method": "grad_prod"}, (), "ghost.method"),
         ({"every": 61}, (), "ghost.every = 61 is never reached with trainer.num_steps = 60"),
+        ({"norms": True, "auxiliary_losses": "included"}, (), "ghost.norms are of the cross entropy: set"),
         ({"every": 0}, (), "ghost.every must be at least 1, got 0"),
         ({"validation": {"batches": 99}}, (), "Lower it, data.batch_size or data.seq_len"),
         ({"validation": {"sources": {"wiki": 1}}}, (), "names 'wiki', which data.sources lacks. Valid: text"),

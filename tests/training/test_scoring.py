@@ -66,7 +66,8 @@ def scorer_of(folder, held_out, microbatches=1, **settings):
 def test_a_scored_step_is_the_step_and_logs_the_dot_products(tmp_path, token_mean, microbatches):
     texts = {name: held_out_of(TOKENS[at], 8, 4) for name, at in (("a", slice(90)), ("b", slice(200, 400)))}
     sources = GhostValidationConfig({"a": 1.0, "b": 3.0}, batches=2)
-    scorer = scorer_of(tmp_path, (texts["a"], texts), microbatches, token_mean=token_mean, validation=sources)
+    settings = {"token_mean": token_mean, "validation": sources, "norms": True}
+    scorer = scorer_of(tmp_path, (texts["a"], texts), microbatches, **settings)
     assert [step for step in range(1, 7) if scorer.is_due(step)] == [2, 4, 6]
     table = jax.random.normal(jax.random.key(0), (VOCAB, VOCAB))
     state = TrainState.init(eqx.tree_at(lambda model: model.table, next_byte(VOCAB), table), OPTIMIZER)
@@ -85,13 +86,13 @@ def test_a_scored_step_is_the_step_and_logs_the_dot_products(tmp_path, token_mea
         for one, count in zip(batches, counts, strict=True):
             direction += share * count / sum(counts) * gradient(table, one)
     own = np.asarray(batch.weights.array).sum(1)
-    dots = []
+    dots, norms = [], []
     for row in range(4):
         only = jnp.where(jnp.arange(4)[:, None] == row, batch.weights.array, 0.0)
         of_row = gradient(table, eqx.tree_at(lambda b: b.weights.array, batch, only))
-        dots.append(
-            float(jnp.vdot(of_row, direction)) * (1.0 if token_mean == "example" else own[row] / own.sum())
-        )
+        part = 1.0 if token_mean == "example" else own[row] / own.sum()
+        dots.append(float(jnp.vdot(of_row, direction)) * part)
+        norms.append(float(jnp.linalg.norm(of_row)) * part)
 
     found, of_scored = scorer.step(batch, jax.tree.map(jnp.copy, state))  # which donates it
     np.testing.assert_allclose(found.trained.table, expected.trained.table, rtol=1e-6)
@@ -100,8 +101,9 @@ def test_a_scored_step_is_the_step_and_logs_the_dot_products(tmp_path, token_mea
     np.testing.assert_allclose(of_scored["loss"], metrics["loss"], rtol=1e-6)
     scorer.log(2, batch)
     scorer.flush()
-    rows = read_scores(tmp_path, ["step", "example", "layer", "leaf", "score", "text"]).to_pylist()
+    rows = read_scores(tmp_path, ["step", "example", "layer", "leaf", "score", "norm", "text"]).to_pylist()
     np.testing.assert_allclose([row["score"] for row in rows], dots, rtol=1e-5)
+    np.testing.assert_allclose([row["norm"] for row in rows], norms, rtol=1e-5)
     assert {(row["step"], row["layer"], row["leaf"]) for row in rows} == {(2, None, "table")}
     assert len({row["example"] for row in rows}) == 4
     tokens = [*np.asarray(batch.tokens.array[0]), int(batch.targets.array[0, -1])]

@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
 
 sys.path.insert(
@@ -14,8 +15,9 @@ sys.path.insert(
 
 from models.run_config import LmRunConfig  # noqa: E402
 from scripts import gallery  # noqa: E402
+from scripts.page_tables import with_tables  # noqa: E402
 from scripts.reported_memory import cases  # noqa: E402
-from scripts.result_tables import RESULTS, with_tables  # noqa: E402
+from scripts.result_tables import RESULTS  # noqa: E402
 from scripts.schedule_pictures import PICTURES, picture  # noqa: E402
 from stacked_remat.training import config_reference  # noqa: E402
 
@@ -49,9 +51,14 @@ def on_files(files: Files, config: Any) -> Files:
     return files
 
 
-def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Puts tables of results where a page marks them."""
-    return with_tables(markdown)
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    """Puts tables of results where a page marks them, and refuses a figure that no result has."""
+    if page.file.generated_by:  # above: defaults, examples and what programs printed
+        return markdown
+    try:
+        return with_tables(markdown)
+    except ValueError as error:
+        raise PluginError(f"{page.file.src_uri}: {error}") from None
 
 
 def on_page_content(html: str, page: Any, **_: Any) -> str:

@@ -1,4 +1,4 @@
-"""The documentation's page of benchmarks has a table of every result, with commands that exist."""
+"""Tables and figures of the documentation are those of the results, by commands that exist."""
 
 import importlib.util
 import json
@@ -6,29 +6,83 @@ import re
 
 import pytest
 
+from scripts.page_tables import MARKER, TABLES, figures, files_of, table, with_tables
 from scripts.reported_memory import cases
-from scripts.result_tables import MARKER, RESULTS, table
+from scripts.result_tables import RESULTS
 
-PAGE = RESULTS.parents[1] / "docs" / "benchmarks.md"
-TEXT = PAGE.read_text(encoding="utf-8")
-TABLES = MARKER.findall(TEXT)
+ROOT = RESULTS.parents[1]
+PAGES = {
+    str(path.relative_to(ROOT)): path.read_text(encoding="utf-8")
+    for path in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
+}
+MARKED = {name for text in PAGES.values() for kind, name in MARKER.findall(text) if kind == "table"}
 
 
-def test_every_result_is_in_a_table():
+def test_every_result_is_in_a_table_and_every_table_on_a_page():
     results = {str(path.relative_to(RESULTS)) for path in RESULTS.rglob("*.json")}
-    assert results == {*TABLES, *(case["source"] for case in cases())}
-    commands = set(re.findall(r"\bbenchmarks\.(\w+)", TEXT))
+    assert results == {file for name in MARKED for file in files_of(name)} | {
+        case["source"] for case in cases()
+    }
+    assert TABLES.keys() <= MARKED
+    commands = set(re.findall(r"\bbenchmarks\.(\w+)", PAGES["docs/benchmarks.md"]))
     assert commands and all(importlib.util.find_spec(f"benchmarks.{name}") for name in commands)
 
 
-@pytest.mark.parametrize("name", TABLES)
-def test_a_table_has_every_row_and_the_memory_of_the_file(name):
-    rows = json.loads((RESULTS / name).read_text(encoding="utf-8")).get("rows", [{}])
+@pytest.mark.parametrize("page", PAGES)
+def test_every_figure_of_a_page_has_a_result(page):
+    assert "<!-- table:" not in with_tables(PAGES[page])
+
+
+def _rows(name):
+    return json.loads((RESULTS / name).read_text(encoding="utf-8")).get("rows", [{}])
+
+
+@pytest.mark.parametrize("name", sorted(MARKED - TABLES.keys()))
+def test_the_table_of_a_file_has_every_row_and_the_memory(name):
     head, _, *lines = table(name).splitlines()
-    assert len(lines) == len(rows) and len({line.count(" | ") for line in (head, *lines)}) == 1
-    for row, line in zip(rows, lines, strict=True):
+    assert len(lines) == len(_rows(name)) and len({line.count(" | ") for line in (head, *lines)}) == 1
+    for row, line in zip(_rows(name), lines, strict=True):
         if "temporaries" in row:
             assert f"| {row['temporaries'] / 2**30:,.2f} |" in line
+
+
+def _lines(name):
+    return [line.strip("| ").split(" | ") for line in table(name).splitlines()]
+
+
+def test_a_part_of_results_has_their_values_in_columns_by_what_was_given():
+    stacks = _rows("stack_memory_h200.json")
+    [tpu] = (
+        row for row in _rows("stack_memory_v5p.json") if row["name"] == "lax.scan" and row["inner"] == 2048
+    )
+    scan = [row for row in stacks if row["name"] == "lax.scan"]
+    [true] = (row for row in stacks if row["name"] == "stacked_remat True" and row["inner"] == 2048)
+    head, _, first, *_ = _lines("nested-memory")
+    assert head[2:] == [
+        f"{device}, inner {width}" for device in ("h200", "v5p") for width in ("2,048", "16,384")
+    ]
+    memory = [f"{row['temporaries'] / 2**30:.2f}" for row in (*scan, tpu)]
+    ratio = f"{scan[0]['matmul_flops'] / true['matmul_flops']:.2f}"
+    assert first == ["lax.scan", ratio, *memory, "–"]  # the TPU's compiler ran out of memory
+
+
+def test_arithmetic_is_relative_to_the_row_that_is_named():
+    rows = {(row["policy"], row["tiles"]): row for row in _rows("qwen3_tiles_h200.json")}
+    nested = next(line for line in _lines("tiles-decoder") if line[0] == "nested")
+    true = rows["True", 1]["matmul_flops"]
+    assert nested[2::2] == [f"{rows['nested', tiles]['matmul_flops'] / true:.2f}" for tiles in (1, 2, 4)]
+
+
+def test_a_figure_that_no_result_has_is_an_error():
+    page = "It takes {} of `80 GiB` with jaxlib 0.10.2.\n\n<!-- figures: qwen3_context_h200.json -->\n"
+    for true in ("7.26 GiB", "7.3 GiB", "7,434 MiB"):
+        assert true in with_tables(page.format(true))
+    for wrong in ("7.27 GiB", "7.4", "7,400 MiB", "7.26 s\n| 7.99 |"):
+        with pytest.raises(ValueError, match=re.escape(wrong.split()[-2] if "|" in wrong else wrong)):
+            with_tables(page.format(wrong))
+    assert not list(
+        figures("Qwen3-30B-A3B, `1.5 GiB`, 48 layers of 65,536 tokens, [a](b-1.5.md), Apache-2.0")
+    )
 
 
 def test_an_unknown_result_is_an_error():

@@ -34,7 +34,7 @@ demo:  ## train a small Qwen3 MoE on real text, let it write, and show what rema
 	@printf '%s\n' '' 'Next, on text of your own:' '' \
 	    '    $(RUN) -m models.train_lm \' \
 	    '        --config_path models/configs/qwen3_moe_tiny.yaml \' \
-	    "        --data.sources.mine.paths '[my-texts/]' --trainer.run_dir runs/mine"
+	    "        --data.sources.mine.paths '[my-texts/]' --trainer.run_dir runs/my-texts"
 
 # Programs that took XLA more than a tenth of a second are kept beside the environment, for the other worker and the next run.
 test test-all docs: export JAX_COMPILATION_CACHE_DIR := $(abspath $(VENV))/compiled

@@ -41,7 +41,6 @@ _LEAN: tuple[ScanCheckpointSpec, ...] = (
     "nested",
     ScanCheckpointPolicy(max_carries=2),
 )  # one of them takes the least memory of all candidates
-_DOUBLING = 32  # sizes from one to about twice of it
 
 
 @dataclass(frozen=True)
@@ -128,7 +127,7 @@ def find_size(step: StepMemory, what: Found, budget: Budget) -> tuple[int, StepM
     if what == "devices":
         index = next(filter(fits, range(len(sizes))), None)
     else:
-        index = last_that_fits(fits, start, len(sizes))
+        index = last_that_fits(fits, start, sizes)
     if index is None:
         tried = sizes[0] if what != "devices" else sizes[-1]
         raise BudgetError(
@@ -139,22 +138,26 @@ def find_size(step: StepMemory, what: Found, budget: Budget) -> tuple[int, StepM
     return sizes[index], _with_size(step, what, sizes[index])
 
 
-def last_that_fits(fits: Callable[[int], bool], start: int, count: int) -> int | None:
-    """The last index below `count` that fits, if those before one that fits do; None if the first does not.
+def last_that_fits(fits: Callable[[int], bool], start: int, sizes: Sequence[int]) -> int | None:
+    """The last index of sizes that fits, if those before one that fits do; None if the first does not.
 
-    Asks at `start`, then in steps of `_DOUBLING` until the answer changes, then by bisection.
+    Asks at `start`, then at twice or half that size until the answer changes, then by bisection.
     """
-    low, high = -1, count
+    low, high = -1, len(sizes)
     if fits(start):
         low = start
-        while low + _DOUBLING < high and fits(low + _DOUBLING):
-            low += _DOUBLING
-        high = min(high, low + _DOUBLING)
+        while (twice := bisect.bisect_left(sizes, 2 * sizes[low])) < len(sizes):
+            if not fits(twice):
+                high = twice
+                break
+            low = twice
     else:
         high = start
-        while high - _DOUBLING > low and not fits(high - _DOUBLING):
-            high -= _DOUBLING
-        low = max(low, high - _DOUBLING)
+        while (half := bisect.bisect_right(sizes, sizes[high] // 2) - 1) >= 0:
+            if fits(half):
+                low = half
+                break
+            high = half
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)

@@ -109,7 +109,13 @@ def main(arguments: Sequence[str]) -> int:
         options = _parser().parse_args(arguments)
         losses, path = read_losses(options.run), options.out or options.run / "losses.png"
         show(text_plot(losses))
-        save_plot(losses, path, str(options.run))
+        try:
+            save_plot(losses, path, str(options.run))
+        except ConfigError as error:
+            if options.out is not None:
+                raise
+            show(str(error))
+            return 0
         show(f"wrote {path}")
         return 0
 

@@ -267,9 +267,11 @@ def _nothing_fits(tried: Comparison, limit: int, host_limit: int | None, on_host
     of_host = "" if host_limit is None else f" and {readable_bytes(needs.host.total)} on the host"
     if needs.arguments > limit:
         what += f": the arguments alone take {readable_bytes(needs.arguments)} under every policy"
+    remedies = ["shorten the context", "shard over more devices", "freeze weights"]
+    remedies += [] if on_host else ["keep weights on the host"]
+    remedies += [] if host_limit is None else ["allow the host more memory"]
+    remedies[-1] = f"or {remedies[-1]}"
     return (
         f"no candidate fits {what}. The smallest found{which} is {smallest} with "
-        f"{readable_bytes(needs.total)} a device{of_host}. Shorten the context, shard over more devices, "
-        f"freeze weights, {'' if on_host else 'keep weights on the host, '}or allow the host more memory."
-        f"\n{tried}"
+        f"{readable_bytes(needs.total)} a device{of_host}. {', '.join(remedies).capitalize()}.\n{tried}"
     )

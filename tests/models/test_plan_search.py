@@ -92,11 +92,18 @@ def test_the_fewest_devices_that_the_mesh_allows(compiled):
 
 
 def test_indices_are_found_wherever_the_search_begins():
-    for last in (-1, 0, 1, 40, 98, 99):
-        for start in (0, 1, 50, 99):
-            assert last_that_fits(lambda index, last=last: index <= last, start, 100) == (
-                None if last < 0 else last
-            )
+    sizes = [*range(1, 64), *range(64, 128, 2), *range(128, 140, 4)]
+    for last in (-1, 0, 1, 40, 96, 97):
+        for start in (0, 1, 50, 97):
+            asked = []
+
+            def fits(index, last=last, asked=asked):
+                asked.append(index)
+                return index <= last
+
+            assert last_that_fits(fits, start, sizes) == (None if last < 0 else last)
+            assert max(sizes[index] for index in asked) <= 2 * max(sizes[start], sizes[max(last, 0)])
+            assert len(asked) <= 14
 
 
 def test_the_command_says_what_was_found(monkeypatch, tmp_path):

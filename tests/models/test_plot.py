@@ -61,8 +61,9 @@ def test_user_errors_are_one_message(tmp_path, lines, message, capsys):
 def test_without_matplotlib_the_plot_is_drawn_and_the_extra_named(run, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     monkeypatch.setitem(sys.modules, "matplotlib.backends.backend_agg", None)
-    assert main([str(run)]) == 1
+    message = "The PNG needs matplotlib: pip install 'stacked_remat[plot]'."
+    assert main([str(run)]) == 0
     shown = capsys.readouterr().out
-    assert (
-        "step 400" in shown and "error: The PNG needs matplotlib: pip install 'stacked_remat[plot]'." in shown
-    )
+    assert "step 400" in shown and f"\n{message}" in shown and "wrote" not in shown
+    assert main([str(run), "--out", str(run / "other.png")]) == 1
+    assert f"error: {message}" in capsys.readouterr().out

@@ -81,9 +81,9 @@ def grad_dot(
     found.scores["head.weight"]      # validation loss, to first order; and of each array
     ```
 
-    `found.total[i]` equals `<grad(loss of example i), direction>`, and no gradient of a single example is
-    made: where a weight meets data, the backward pass applies the direction in place of the weight and
-    multiplies with the cotangent of the result. Call it within `jax.jit`.
+    `found.total[i]` equals `<grad(loss of example i), direction>`, and for scores by array ("leaf") no
+    gradient of a single example is made: where a weight meets data, the backward pass applies the direction
+    in place of the weight and multiplies with the cotangent of the result. Call it within `jax.jit`.
 
     Args:
         model: any module. Its stacks (`Stacked`, `StackedPattern`, `BlockSeq`) are called with `fold`,

@@ -23,7 +23,7 @@ from ._parts import (
     scored_stack,
     taken_layers,
 )
-from ._rows import of_outputs, paired, unstacked_of_scan, where
+from ._rows import of_constants, of_outputs, paired, unstacked_of_scan, where
 from ._stacks import evaluates_stack, stack_p
 from ._units import EXAMPLE, POSITION, Rows, Units, agreed, counted, has_examples, has_units, of_input
 from ._values import UnsupportedLeafError, Value, constant, lost_in, paths_of, plain_rows
@@ -78,6 +78,7 @@ class Program:
                 its score would be lost.
         """
         jaxpr, other = self.jaxpr.jaxpr, self.other and self.other.jaxpr
+        of_consts = self._constants(self.jaxpr, other) if consts is None else []
         inputs = [*(self.jaxpr.consts if consts is None else consts), *inputs]
         others = [None] * len(inputs) if other is None else [*other.constvars, *other.invars]
         given = []
@@ -86,7 +87,9 @@ class Program:
             if larger is not None:
                 own = of_input(jnp.shape(array), larger.aval.shape, self.units)
             own = (rows or {}).get(at) or own
-            if at in leaves:
+            if at < 0 and of_consts:
+                given.append(of_consts[at])
+            elif at in leaves:
                 given.append(Value(array, own, leaves[at]))
             else:
                 given.append(Value(array, own, depends=self._depends(own, at in data)))
@@ -109,6 +112,16 @@ class Program:
             self._check_results([*leaves.values()], found, carried)
         return [value.array for value in found]
 
+    def _constants(self, closed: Any, other: Any) -> list[Value]:
+        """The constants of a program, of which the other is the same in the second trace, or None."""
+        if other is None or len(other.constvars) != len(closed.consts):
+            return [*map(constant, closed.consts)]
+        flows = of_constants(closed.consts, closed.jaxpr, other, self.units)
+        return [
+            Value(array, flow.rows, None, self._depends(flow.rows, False), flow.numbers)
+            for array, flow in zip(closed.consts, flows, strict=True)
+        ]
+
     def _depends(self, rows: Rows, is_data: bool) -> bool:
         """Whether an input counts as data: tables of the model may have positions too."""
         return (not self.units.sizes or has_units(rows)) if is_data else has_examples(rows)
@@ -129,6 +142,10 @@ class Program:
     def of(self, jaxpr: Any, other: Any, units: Units, notes: Notes) -> "Program":
         """Another program: a part of this one."""
         return Program(jaxpr, other, units, notes)
+
+    def _called(self, inner: Any, other: Any, operands: Sequence[Value]) -> list[Value]:
+        """The results of a closed jaxpr in the program."""
+        return self._run(inner.jaxpr, other, [*self._constants(inner, other), *operands])
 
     def _run(self, jaxpr: Any, other: Any, inputs: Sequence[Value]) -> list[Value]:
         values = dict(zip([*jaxpr.constvars, *jaxpr.invars], inputs, strict=True))
@@ -152,8 +169,7 @@ class Program:
         weighted = any(value.node is not None for value in operands)
         if name in _CALLS and rule is None and (weighted or _is_alike(equation, twin)):
             inner, other = _called(equation), _called(twin) if twin else None
-            consts = [constant(const) for const in inner.consts]
-            return self._run(inner.jaxpr, other and other.jaxpr, [*consts, *operands])
+            return self._called(inner, other and other.jaxpr, operands)
         if name in _CHECKPOINTS and weighted:
             return self._checkpointed(equation, twin, operands)
         if not weighted:
@@ -254,8 +270,7 @@ class Program:
                 else dataclasses.replace(value, array=next(given))
                 for value in operands
             ]  # fmt: skip
-            consts = [constant(const) for const in inner.consts]
-            kept[:] = self._run(inner.jaxpr, other and other.jaxpr, [*consts, *values])
+            kept[:] = self._called(inner, other and other.jaxpr, values)
             return [value.array for value in kept]
 
         arrays = [value.array for value in operands if value.node is None]
@@ -295,8 +310,7 @@ class Program:
                 Value(array, value.rows[1:], leaf and Leaf(leaf.path, array, *own), value.depends)
                 for value, leaf, (array, *own) in zip(xs, layers, slices, strict=True)
             ]
-            given = [*map(constant, inner.consts), *first, *of_carry, *of_turn]
-            found = self._run(inner.jaxpr, other, given)
+            found = self._called(inner, other, [*first, *of_carry, *of_turn])
             if any(value.node is not None for value in found):
                 raise error
             arrays = [value.array for value in found]

@@ -260,12 +260,13 @@ def _convolved(equation: Any, inputs: Sequence[Rows], sized: Sequence[Rows]) -> 
     return tuple(inputs[0][batch] if at == numbers.out_spec[0] else dim for at, dim in enumerate(sized[0]))
 
 
-def _gathered(equation: Any, inputs: Sequence[Rows], sized: Sequence[Rows]) -> Rows | None:
-    return gathered(equation, inputs, sized[0])
+def _by_index(rule: Any) -> Any:
+    """Without rows of examples that the indices number."""
+    return lambda equation, inputs, sized: rule(equation, inputs, sized[0], ())
 
 
-def gathered(
-    equation: Any, inputs: Sequence[Rows], sized: Rows, own: Sequence[tuple[int, int]] = ()
+def _gathered(
+    equation: Any, inputs: Sequence[Rows], sized: Rows, own: Sequence[tuple[int, int]]
 ) -> Rows | None:
     """The rows of what is taken from an array by index.
 
@@ -291,19 +292,28 @@ def gathered(
     return tuple(next(windows if at in numbers.offset_dims else others) for at in range(len(sized)))
 
 
-def _scattered(equation: Any, inputs: Sequence[Rows], sized: Sequence[Rows]) -> Rows | None:
-    """The operand's rows, where updates have the same ones in their windows or as a batch."""
+def _scattered(
+    equation: Any, inputs: Sequence[Rows], sized: Rows, own: Sequence[tuple[int, int]]
+) -> Rows | None:
+    """The operand's rows, where updates have the same ones in their windows, as a batch, or by number.
+
+    Args:
+        equation: of a scatter.
+        inputs: the rows of the array, the indices and the updates.
+        sized: those by the size of the result.
+        own: pairs of a dimension of the array and one of the indices, each of which updates its own row.
+    """
     numbers, (operand, indices, updates) = equation.params["dimension_numbers"], inputs
     of_updates, batched = numbers.update_window_dims, numbers.operand_batching_dims
     windowed = [at for at in range(len(operand)) if at not in (*numbers.inserted_window_dims, *batched)]
     others = [at for at in range(len(updates)) if at not in of_updates]
-    pairs = list(zip(batched, numbers.scatter_indices_batching_dims, strict=True))
+    pairs = [*zip(batched, numbers.scatter_indices_batching_dims, strict=True), *own]
     places = dict(zip(windowed, of_updates, strict=True)) | {at: others[index] for at, index in pairs}
-    own = unit_dims(operand)
-    kept = {places[at] for at in own if at in places and agreed(updates[places[at]], operand[at])}
+    wanted = unit_dims(operand)
+    kept = {places[at] for at in wanted if at in places and agreed(updates[places[at]], operand[at])}
     same = {index for at, index in pairs if agreed(indices[index], operand[at])}
-    moved = own & {*numbers.scatter_dims_to_operand_dims}
-    if moved or len(kept) < len(own) or unit_dims(updates) - kept or unit_dims(indices) - same:
+    moved = wanted & {*numbers.scatter_dims_to_operand_dims} - {at for at, _ in own}
+    if moved or len(kept) < len(wanted) or unit_dims(updates) - kept or unit_dims(indices) - same:
         return None
     return operand if len(same) == len(pairs) else None
 
@@ -328,6 +338,13 @@ sign sin sinh sqrt square stop_gradient sub tan tanh threefry2x32 xor
 igamma_grad_a log2 one_minus_square zeta""".split()
 _REDUCTIONS = """argmax argmin reduce_and reduce_max reduce_min reduce_or reduce_prod reduce_sum
 reduce_xor""".split()
+
+BY_INDEX: dict[str, Any] = {
+    "gather": _gathered,
+    **{f"scatter{kind}": _scattered for kind in ("", "-add", "-max", "-min", "-mul", "-sub")},
+}
+"""The same as of `KEEPING` for what reads or updates by index, from the rows by the result's size and the
+dimensions of which each row of the indices has its own row."""
 
 KEEPING: dict[str, Any] = {
     **dict.fromkeys(_ELEMENTWISE, _elementwise),
@@ -354,12 +371,11 @@ KEEPING: dict[str, Any] = {
     "conv_general_dilated": _convolved,
     "convert_element_type": _converted,
     "dot_general": _multiplied,
-    "gather": _gathered,
     "reshape": _reshaped,
     "rev": _apart_from("dimensions"),
     "sort": _apart_from("dimension"),
     "fft": _transformed,
-    **{f"scatter{kind}": _scattered for kind in ("", "-add", "-max", "-min", "-mul", "-sub")},
+    **{name: _by_index(rule) for name, rule in BY_INDEX.items()},
     "squeeze": _squeezed,
     "stack": _stacked,
     "tile": _resized,

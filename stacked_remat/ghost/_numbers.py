@@ -3,7 +3,9 @@
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.extend.core import Literal
 
 from ._units import Numbers, Rows, agreed, has_units
@@ -36,6 +38,25 @@ def numbers_of(equation: Any, operands: Sequence[Numbers]) -> Numbers:
     return ()
 
 
+def numbers_of_constant(array: Any, rows: Rows) -> Numbers:
+    """What a constant with these rows numbers, such as `np.arange(batch)[:, None]`.
+
+    That it does in the program itself is enough: the second trace, with more examples, is not evaluated.
+    """
+    if array is None or isinstance(array, jax.core.Tracer) or not has_units(rows):
+        return ()
+    shape, dtype = np.shape(array), jnp.result_type(array)
+    size, is_mask = max(shape), jnp.issubdtype(dtype, jnp.bool_)
+    if size != np.prod(shape) or not (is_mask or jnp.issubdtype(dtype, jnp.integer)):
+        return ()
+    if isinstance(array, jax.Array) and not array.is_fully_addressable:
+        return ()
+    numbers = np.asarray(array).ravel()
+    if is_mask:
+        return () if numbers.any() else _FALSE
+    return ((None, shape.index(size)),) if np.array_equal(numbers, np.arange(size)) else ()
+
+
 def _broadcast(equation: Any, own: Numbers) -> Numbers:
     before, after = equation.invars[0].aval.shape, equation.params["shape"]
     places = equation.params["broadcast_dimensions"]
@@ -61,17 +82,21 @@ def _joined(equation: Any, operands: Sequence[Numbers]) -> Numbers:
 
 
 def own_rows(equation: Any, numbers: Numbers, inputs: Sequence[Rows]) -> list[tuple[int, int]]:
-    """The dimensions of a gather's operand of which each row of the indices takes its own row.
+    """The dimensions of what is read or updated by index of which each row of the indices has its own row.
 
     Returns:
         Pairs of such a dimension and the one of the indices that numbers it.
     """
-    dims, sizes = equation.params["dimension_numbers"], equation.params["slice_sizes"]
-    by_column, (operand, indices) = dict(numbers), inputs[:2]
+    dims, by_column, (operand, indices) = equation.params["dimension_numbers"], dict(numbers), inputs[:2]
+    if equation.primitive.name == "gather":
+        chosen, sizes = dims.start_index_map, equation.params["slice_sizes"]
+        single = {at for at in dims.collapsed_slice_dims if sizes[at] == 1}
+    else:
+        chosen, single = dims.scatter_dims_to_operand_dims, {*dims.inserted_window_dims}
     found = []
-    for column, at in enumerate(dims.start_index_map):
+    for column, at in enumerate(chosen):
         of_index = by_column.get(column)
-        if of_index is not None and sizes[at] == 1 and at in dims.collapsed_slice_dims:
+        if of_index is not None and at in single:
             if has_units((operand[at],)) and agreed(operand[at], indices[of_index]):
                 found.append((at, of_index))
     return found

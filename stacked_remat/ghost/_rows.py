@@ -16,8 +16,8 @@ from jax.extend.source_info_util import summarize
 from .._activity import active_variables, is_differentiable
 from .._compat import raises_error
 from .._noted import is_noted
-from ._keeping import KEEPING, gathered, part_of
-from ._numbers import numbers_of, own_rows
+from ._keeping import BY_INDEX, KEEPING, part_of
+from ._numbers import numbers_of, numbers_of_constant, own_rows
 from ._per_device import Division, is_across
 from ._rules import RULES, after_rule, has_rule
 from ._stacks import stack_p
@@ -102,8 +102,8 @@ def _rows_of_outputs(
         return [unknown(*pair) for pair in pairs]
     if name in _OF_SEVERAL:
         return _OF_SEVERAL[name](equation, inputs)
-    if name == "gather" and (own := own_rows(equation, flows[1].numbers, inputs)):
-        return [gathered(equation, inputs, sized[0], own) or unknown(*pairs[0])]
+    if name in BY_INDEX and (own := own_rows(equation, flows[1].numbers, inputs)):
+        return [BY_INDEX[name](equation, inputs, sized[0], own) or unknown(*pairs[0])]
     if name in KEEPING:
         found = [KEEPING[name](equation, inputs, [rows]) for rows in sized]
         if None not in found:
@@ -160,12 +160,10 @@ def of_body(
         units: see there.
         consts: what is known of its constants; by default what their sizes tell.
     """
+    arrays = getattr(jaxpr, "consts", ())
     jaxpr, other = getattr(jaxpr, "jaxpr", jaxpr), getattr(other, "jaxpr", other)
     if consts is None:
-        consts = [
-            Flow(of_input(var.aval.shape, larger.aval.shape, units))
-            for var, larger in zip(jaxpr.constvars, other.constvars, strict=False)
-        ]
+        consts = of_constants(arrays, jaxpr, other, units)
     values = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *inputs], strict=True))
 
     def read(atom: Any) -> Flow:
@@ -177,6 +175,15 @@ def of_body(
         found = of_outputs(equation, twin, [read(atom) for atom in equation.invars], units)
         values |= dict(zip(equation.outvars, found, strict=True))
     return [read(atom) for atom in jaxpr.outvars]
+
+
+def of_constants(arrays: Sequence[Any], jaxpr: Any, other: Any, units: Units) -> list[Flow]:
+    """What is known of the constants of an open jaxpr, of which the other is the same in the second trace."""
+    found, arrays = [], itertools.chain(arrays, itertools.repeat(None))
+    for array, var, larger in zip(arrays, jaxpr.constvars, other.constvars, strict=False):
+        rows = of_input(var.aval.shape, larger.aval.shape, units)
+        found.append(Flow(rows, numbers=numbers_of_constant(array, rows)))
+    return found
 
 
 def _called(key: str) -> Any:

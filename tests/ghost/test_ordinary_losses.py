@@ -109,6 +109,21 @@ def last(model, batch, rows=lambda size: jnp.arange(size)):
     return jnp.sum(jnp.tanh(hidden[rows(len(hidden)), batch["lengths"] - 1] @ model.head), 1)
 
 
+def margin(model, batch, rows=lambda size: jnp.arange(size)):
+    """Multiclass margin: the label's own logit is lowered before the largest is taken."""
+    found = logits(model, batch["x"]).mean(1)
+    lowered = found.at[rows(len(found)), batch["y"]].add(-0.5)
+    return jax.nn.logsumexp(lowered, 1) - label(model, batch)
+
+
+def routed(model, batch, rows=lambda size: jnp.arange(size)):
+    """The gates of the two best experts, among zeros for the others."""
+    found = logits(model, batch["x"]).mean(1)
+    gates, chosen = jax.lax.top_k(found, 2)
+    dense = jnp.zeros(found.shape).at[rows(len(found))[:, None], chosen].set(jax.nn.softmax(gates))
+    return jnp.sum(dense * jnp.sin(found), 1)
+
+
 def preferred(model, batch, split=lambda found: jnp.split(found, 2)):
     """DPO: the log-probabilities of chosen and rejected texts in one batch."""
     both = jnp.concatenate([batch["x"], batch["other"]])
@@ -152,6 +167,12 @@ SCORED = {
     "label by index": label,
     "tokens by index": tokens,
     "last token": last,
+    "label by a NumPy index": lambda m, b: label(m, b, np.arange),
+    "tokens by a NumPy index": lambda m, b: tokens(m, b, np.arange),
+    "label by a NumPy index, in jit": lambda m, b: jax.jit(lambda m, b: label(m, b, np.arange))(m, b),
+    "margin": margin,
+    "router": routed,
+    "router by a NumPy index": lambda m, b: routed(m, b, np.arange),
     "pairs, split": preferred,
     "pairs, sliced": lambda m, b: preferred(m, b, halves),
     "pairs, reshaped": lambda m, b: preferred(m, b, lambda found: found.reshape(2, -1)),
@@ -224,6 +245,12 @@ MIXED = {
     "label from the end": lambda m, b: label(m, b, lambda size: size - 1 - jnp.arange(size)),
     "tokens of another": lambda m, b: tokens(m, b, shifted),
     "last token of another": lambda m, b: last(m, b, shifted),
+    "label of another by a NumPy index": lambda m, b: label(m, b, lambda size: np.roll(np.arange(size), 1)),
+    "label of one": lambda m, b: label(m, b, lambda size: np.zeros(size, int)),
+    "margin of another": lambda m, b: margin(m, b, shifted),
+    "margin of another by a NumPy index": lambda m, b: margin(m, b, lambda size: np.arange(size)[::-1]),
+    "router of another": lambda m, b: routed(m, b, shifted),
+    "router by order": lambda m, b: routed(m, b, lambda size: jnp.argsort(b["y"])),
     "mixup": mixed_up,
     "pairs with others": lambda m, b: preferred(m, b, reversed_halves),
     "pairs that are shifted": lambda m, b: preferred(m, b, shifted_halves),

@@ -11,6 +11,7 @@ from jax.extend.core import Literal, jaxprs_in_params
 from .._noted import Notes
 from ..ops.cross_entropy import CrossEntropyCall
 from ..ops.grouped_experts import ExpertsCall
+from ._causes import fix_of
 from ._deposit import deposit
 from ._parts import (
     as_layers,
@@ -227,7 +228,7 @@ class Program:
         nodes = [value.operand for value in operands]
         leaves = leaves_of([node for node in nodes if isinstance(node, Leaf | Applied)])
         for leaf in leaves:
-            check_apart(leaf, place=where(equation))
+            check_apart(leaf, place=where(equation), nodes=nodes)
         self._check_derivative(equation, operands)
         noted = self.notes.rule_of(equation) is not None
         found = self._results(equation, twin, operands, bind(equation, [v.array for v in operands]))
@@ -350,6 +351,8 @@ class Program:
         what, fix = "example", _OF_EXAMPLES
         if POSITION in self.units.growing:
             what, fix = "example and position", _OF_POSITIONS
+        if POSITION not in self.units.growing and equation.primitive.name.startswith("ragged_dot"):
+            fix = f"{fix_of(where(equation))} {fix}"
         raise UnsupportedLeafError(
             f"{paths} meets data in {where(equation)}, and it can't be told which rows of the result are of "
             f"which {what}{lost_in(operands)}. {fix}"

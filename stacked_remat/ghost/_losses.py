@@ -2,7 +2,7 @@
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, TypeAlias
 
 import equinox as eqx
@@ -247,17 +247,22 @@ def tracing_more(size: int, positions: int = 0) -> Iterator[None]:
         ) from error
 
 
-def check_size(losses: int, examples: int) -> None:
-    """Whether there is a loss for each example.
+def check_size(losses: Sequence[int], examples: int) -> None:
+    """Whether there is a loss for each example, from the shape of the losses.
 
     Raises:
         ValueError: the losses are of something else, which has the same size in the batch itself.
     """
-    if losses != examples:
+    if examples in losses[1:] and losses[0] != examples:
         raise ValueError(
-            f"per_example_loss returned {losses} losses for {examples} examples: their first axis has to be "
-            "that of the examples. Pairs, such as chosen and rejected texts, are two arrays of the batch, or "
-            f"one with the axes [batch, 2, ...]. {_ADVICE}"
+            f"per_example_loss returned losses of the shape {tuple(losses)} for {examples} examples, as "
+            "where time comes first: return them transposed, with the axis of the examples first."
+        )
+    if losses[0] != examples:
+        raise ValueError(
+            f"per_example_loss returned {losses[0]} losses for {examples} examples: their first axis has to "
+            "be that of the examples. Pairs, such as chosen and rejected texts, are two arrays of the batch, "
+            f"or one with the axes [batch, 2, ...]. {_ADVICE}"
         )
 
 
@@ -277,18 +282,18 @@ def check_examples(model: Any, per_example_loss: Loss, batch: Any, Batch: Axis) 
     paths_and_leaves, structure = jtu.tree_flatten_with_path(batch, is_leaf=_is_named_or_marked)
     larger = structure.flatten_up_to(map_examples(batch, Batch, grow, more))
 
-    def losses(leaves: list[Any]) -> tuple[int, Any, list[Any]]:
+    def losses(leaves: list[Any]) -> tuple[tuple[int, ...], Any, list[Any]]:
         closed, inputs, _ = trace(per_example_loss, model, jax.tree.unflatten(structure, leaves))
-        return closed.out_avals[0].shape[0], closed.jaxpr, inputs
+        return closed.out_avals[0].shape, closed.jaxpr, inputs
 
     with tracing_more(more):
-        size, _, _ = losses(larger)
-    check_size(size, more)
+        shape, _, _ = losses(larger)
+    check_size(shape, more)
     for at, (path, leaf) in enumerate(paths_and_leaves):
         if not _may_have_examples(leaf, Batch):
             continue
         try:
-            size, jaxpr, inputs = losses([*larger[:at], leaf, *larger[at + 1 :]])
+            (size, *_), jaxpr, inputs = losses([*larger[:at], leaf, *larger[at + 1 :]])
         except (TypeError, ValueError, RuntimeError):
             continue
         own = next(var for var, array in zip(jaxpr.invars, inputs, strict=True) if array is leaf)

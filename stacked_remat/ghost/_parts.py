@@ -15,6 +15,7 @@ from .._noted import Notes, noting
 from .._scan.marks import is_named, raw_array
 from ..ops.cross_entropy import CrossEntropyCall
 from ..ops.grouped_experts import ExpertsCall
+from ._causes import fix_of_layers
 from ._deposit import deposit, spread_over_rows
 from ._per_device import Division
 from ._rows import of_outputs
@@ -63,8 +64,8 @@ def _handed_on(operands: Sequence[Value], in_stack: bool = False) -> dict[int, L
             if more:
                 raise UnsupportedLeafError(
                     f"{paths_of([value])} together make one array that a stack, grouped experts, or a "
-                    "function that runs on each device, are given. Hand them over apart, or give all but "
-                    "one no direction."
+                    "function that runs on each device, are given. Hand them over apart and combine them "
+                    "there (adapters: make them arrays of the layers), or give all but one no direction."
                 )
             check_apart(leaf, in_stack)
             direction = jax.lax.stop_gradient(tangent_of(value.node, leaf))
@@ -72,19 +73,36 @@ def _handed_on(operands: Sequence[Value], in_stack: bool = False) -> dict[int, L
     return found
 
 
-def check_apart(leaf: Leaf, in_stack: bool = False, place: str = "") -> None:
-    """Whether a weight of a stack is used in its stack, and any other outside of one."""
-    if leaf.in_stack and not in_stack:
-        raise UnsupportedLeafError(
-            f"{leaf.path} is used apart from fold and scan of its stack{place and ', in '}{place}, where its "
-            "layers have no scores of their own: in a penalty on all weights (leave it out of "
-            "per_example_loss; its gradient is the same for all examples); in jax.vmap or jax.lax.map over "
-            "examples (call the stack on the whole batch, with jax.vmap within its layers, or fold it with "
-            "remat=True); in a derivative that the loss takes through it (use remat=True, or compute "
-            "the derivative before if it is a constant); or by layers whose numbers are not known before "
-            "(call the stack). "
-            'Do that, give the array no direction, or use granularity="block" or "total".'
-        )
+def check_apart(leaf: Leaf, in_stack: bool = False, place: str = "", nodes: Sequence[Any] = ()) -> None:
+    """Whether a weight of a stack is used in its stack, and any other outside of one.
+
+    Args:
+        leaf: the weight.
+        in_stack: whether it is used in a stack.
+        place: where it is used otherwise, for the error.
+        nodes: what is used there; what was done to the weight before tells the cause.
+    """
+    if not leaf.in_stack or in_stack:
+        return
+    of_leaf = [node for node in nodes if isinstance(node, Applied) and leaf in leaves_of([node])]
+    mixed = next(filter(None, (_by_layer(node, len(leaf.probe)).mixed for node in of_leaf)), "")
+    cause = (
+        f". Before, {mixed} combines the layers or changes their order. {fix_of_layers(mixed)} Where "
+        "jax.vmap or a derivative in the loss does so, fold the stack with remat=True."
+    )
+    raise UnsupportedLeafError(
+        f"{leaf.path} is used apart from fold and scan of its stack{place and ', in '}{place}, where its "
+        f"layers have no scores of their own{cause if mixed else _APART} Do that, give the array no "
+        'direction, or use granularity="block" or "total".'
+    )
+
+
+_APART = (
+    ". In a penalty on all weights, leave it out of per_example_loss (its gradient is the same for all "
+    "examples); in jax.vmap or jax.lax.map over examples, call the stack on the whole batch, with jax.vmap "
+    "within its layers, or fold it with remat=True; in a derivative that the loss takes through it, use "
+    "remat=True, or compute the derivative before if it is a constant."
+)
 
 
 def is_scored(equation: Any, operands: Sequence[Value]) -> bool:
@@ -160,8 +178,8 @@ def _check_by_layer(stack: Any, array: Any, value: Value, leaf: Leaf) -> None:
     if leaf.in_stack != is_stacked or has_others or not _is_by_layer(found, size):
         raise UnsupportedLeafError(
             f"{leaf.path} is combined across the layers of a stack before the stack is folded"
-            f"{found.mixed and ', in '}{found.mixed}, so that its layers have no scores of their own. Do "
-            'this layer by layer, or use granularity="block" or "total".'
+            f"{found.mixed and ', in '}{found.mixed}, so that its layers have no scores of their own. "
+            f'{fix_of_layers(found.mixed)} Do that, or use granularity="block" or "total".'
         )
 
 

@@ -15,6 +15,7 @@ from .._noted import Notes, noting
 from .._scan.marks import is_named, raw_array
 from .._stacked import Stacked
 from ..lora._paths import dotted
+from ._causes import fix_of
 from ._interpret import Program
 from ._losses import Loss, Objective, check_size, map_examples, tracing_more
 from ._position_tables import with_longer_tables
@@ -145,11 +146,8 @@ class Scoring:
         elif losses.mixed or losses.rows[0] != ((self.Batch.size, 0),):
             raise UnsupportedLeafError(
                 f"The loss of an example may depend on others: after {paths}, {losses.mixed or 'something'} "
-                "mixes the rows of examples, changes their order, or can't be followed. Batch norm, "
-                "contrastive losses and sorting do so. Return losses in the order of the batch that each "
-                "depend on one example; put jax.lax.stop_gradient around statistics of the batch that count "
-                "as constants; return what examples share apart, with coupled=True. A derivative rule is "
-                "followed where it is linear in the cotangent: clip gradients after grad_dot."
+                "mixes the rows of examples, changes their order, or can't be followed. "
+                f"{fix_of(losses.mixed)}"
             )
 
     def _traced(self, model: Any, per_example_loss: Loss, batch: Any, notes: Notes) -> Any:
@@ -174,7 +172,7 @@ class Scoring:
                     errors.append(error)
             else:
                 raise errors[:2][-1]  # with named tables that are long enough
-        check_size(other.out_avals[0].shape[0], size)
+        check_size(other.out_avals[0].shape, size)
         return other
 
     def _with_longer_tables(self, model: Any) -> Iterator[Any]:

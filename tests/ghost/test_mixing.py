@@ -258,12 +258,39 @@ MIXED = {
 }
 """Losses of examples that depend on others, or are in another order."""
 
+FIXES = {
+    "rule in layers": "after grad_dot",
+    "reversed": "in the order of the batch",
+    "sorted": "rank them after grad_dot",
+    "rolled": "before, in the batch",
+    "contrastive": "stacked_remat.shared",
+    "batch norm": "jax.lax.stop_gradient",
+    "sums by scan": "jax.vmap",
+}
+"""What the error says to do."""
+
+
+def scanned(change):
+    """The losses by layers that are changed together and scanned."""
+
+    def losses(model, batch):
+        weights = change(model.layers.stacked.weight)
+        return errors(
+            model, batch, jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), batch["x"], weights)[0]
+        )
+
+    return losses
+
+
 APART = "is used apart from fold and scan of its stack"
 COMBINED = "is combined across the layers of a stack"
 UNSUPPORTED = {
-    "layers reversed": (of_changed(lambda w: w[::-1]), COMBINED),
+    "layers reversed": (of_changed(lambda w: w[::-1]), f"{COMBINED}.*`rev`.*reverse=True"),
+    "layers reversed, scanned": (scanned(lambda w: w[::-1]), f"{APART}.*`rev`.*reverse=True"),
+    "layers in another order": (scanned(lambda w: w[np.array([2, 0, 1])]), f"{APART}.*`gather`.*one by one"),
+    "layers rolled": (scanned(lambda w: jnp.roll(w, 1, 0)), f"{APART}.*one by one"),
     "norm of all layers": (of_changed(lambda w: w / jnp.linalg.norm(w)), f"{COMBINED} .*`reduce_sum`"),
-    "penalty": (penalty, APART),
+    "penalty": (penalty, f"{APART}.*Leave a penalty"),
     "branch": (
         lambda m, b: jax.lax.cond(b["x"][0, 0] > 0, errors, lambda m, b: b["y"] * m.head[0], m, b),
         "is folded within `cond`",
@@ -282,7 +309,8 @@ def test_losses_that_mix_examples_are_refused(remat):
         assert "layers.*.weight" in str(info.value), name
 
     for name, losses in MIXED.items():
-        refused(losses, "The loss of an example may depend on others: after layers", name)
+        fix = FIXES.get(name, "")
+        refused(losses, f"The loss of an example may depend on others: after layers.*{fix}", name)
     for name, (losses, message) in UNSUPPORTED.items():
         refused(losses, rf"^layers\.\*\.weight.*{message}", name)
     refused(inner_step, f"{APART}|The loss of an example may depend on others", "inner step")
@@ -392,3 +420,11 @@ def test_what_derivatives_and_vmap_make_of_a_cross_entropy_is_not_taken_for_one(
     for fn in (penalty, mapped):
         with pytest.raises(ghost.UnsupportedLeafError, match="^the model "):
             ghost.grad_dot(head, fn, (x, targets), direction=head, tokens="sum")
+
+
+def test_losses_with_time_first_are_refused_with_the_fix():
+    model, batch = Model.init(), data()
+    with pytest.raises(ValueError, match=r"of the shape \(4, 12\) for 12 examples.*transposed"):
+        ghost.grad_dot(
+            model, lambda m, b: jnp.ones((4, 1)) * errors(m, b)[None], batch, direction=model, tokens="mean"
+        )

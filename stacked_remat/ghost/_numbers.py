@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jax.extend.core import Literal
 
 from ._units import Numbers, Rows, agreed, has_units
@@ -43,7 +44,7 @@ def numbers_of_constant(array: Any, rows: Rows) -> Numbers:
 
     That it does in the program itself is enough: the second trace, with more examples, is not evaluated.
     """
-    if array is None or isinstance(array, jax.core.Tracer) or not has_units(rows):
+    if array is None or isinstance(array, Tracer) or not has_units(rows):
         return ()
     shape, dtype = np.shape(array), jnp.result_type(array)
     size, is_mask = max(shape), jnp.issubdtype(dtype, jnp.bool_)

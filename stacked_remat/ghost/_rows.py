@@ -179,8 +179,10 @@ def of_body(
 
 def of_constants(arrays: Sequence[Any], jaxpr: Any, other: Any, units: Units) -> list[Flow]:
     """What is known of the constants of an open jaxpr, of which the other is the same in the second trace."""
-    found, arrays = [], itertools.chain(arrays, itertools.repeat(None))
-    for array, var, larger in zip(arrays, jaxpr.constvars, other.constvars, strict=False):
+    found, of_inner = [], itertools.repeat(None)
+    for array, var, larger in zip(
+        itertools.chain(arrays, of_inner), jaxpr.constvars, other.constvars, strict=False
+    ):
         rows = of_input(var.aval.shape, larger.aval.shape, units)
         found.append(Flow(rows, numbers=numbers_of_constant(array, rows)))
     return found

@@ -7,6 +7,7 @@ Forward and backward are compiled for a device that need not be attached, and no
     python -m benchmarks.qwen3_context --target h200 --presets auto blockwise --tokens 65536
     python -m benchmarks.qwen3_context --target v5p --devices 8 --tokens 65536 --policies nested
     python -m benchmarks.qwen3_context --target h200 --devices 8 --tokens 1048576 --divide positions
+    python -m benchmarks.qwen3_context --target h200 --devices 8 --tokens 1048576 --divide ring
     python -m benchmarks.qwen3_context --target h200 --devices 8 --tokens 65536 --divide experts
     python -m benchmarks.qwen3_context --target h200 --tokens 65536 --tiles 1 2 4
     python -m benchmarks.qwen3_context --target h200 --config models/configs/gpt_oss_20b_65k_lora.yaml
@@ -14,7 +15,8 @@ Forward and backward are compiled for a device that need not be attached, and no
 Model and adapters are those of `models/configs/qwen3_30b_a3b_65k_lora.yaml`, with one sequence per device.
 With another `--config`, its name takes the place of `qwen3` in the names of the results.
 With `--devices`, weights are sharded over a mesh by the config's `trainer.mesh`; with `--divide
-positions` one sequence is divided over all, with `--divide experts` the experts, in place of `embed`. Writes
+positions` one sequence is divided over all, with `ring` as well, and keys are passed on rather than gathered,
+with `experts` the experts, in place of `embed`. Writes
 `results/qwen3_context_<target>.json`, `results/qwen3_longest_<target>.json`, with `--tiles`, for each number
 of `model.tiles`, `results/qwen3_tiles_<target>.json`, or with `--presets`, for the model's own policies,
 `True` and `nested`, `results/qwen3_presets_<target>.json`.
@@ -60,6 +62,7 @@ POLICIES: dict[str, ScanCheckpointSpec] = {
 }
 MESHES: dict[str, MeshConfig] = {
     "positions": MeshConfig({"context": -1}, {"position": "context"}, {"embed": "context"}),
+    "ring": MeshConfig({"context": -1}, {"position": "context"}, {"embed": "context"}),
     "experts": MeshConfig({"expert": -1}, {"batch": "expert", "experts": "expert"}, {"experts": "expert"}),
 }
 LEANEST = ("nested", "nested, offload", "offload")
@@ -69,6 +72,8 @@ LEANEST = ("nested", "nested, offload", "offload")
 def main(arguments: list[str] | None = None) -> Path:
     options = _parser().parse_args(arguments)
     config = parse_config(LmRunConfig, ["--config_path", str(options.config)])
+    if options.divide == "ring":
+        config = _with_backend(config, "ring")
     if options.longest:
         name, rows = "longest", _longest(config, options)
     elif options.presets:
@@ -128,7 +133,7 @@ def _contexts(config: LmRunConfig, options: argparse.Namespace) -> list[dict[str
     rows = []
     devices = memory.find_target(options.target).devices(options.devices)
     partitioning = Partitioning.of(MESHES.get(options.divide, config.trainer.mesh), devices)
-    sequences = 1 if options.divide == "positions" else options.devices
+    sequences = 1 if options.divide in ("positions", "ring") else options.devices
     for tokens in options.tokens:
         for name in options.policies:
             fn, (batch, parts) = forward_and_backward(config, tokens, rows=sequences)
@@ -146,9 +151,7 @@ def _presets(config: LmRunConfig, options: argparse.Namespace) -> list[dict[str,
     policies |= {name: remat_policy(name, config.model.remat_presets) for name in config.model.remat_presets}
     rows = []
     for backend in options.presets:
-        architecture = _decoder(config)
-        attention = dataclasses.replace(architecture.attention, backend=backend)
-        altered = dataclasses.replace(config, model=dataclasses.replace(architecture, attention=attention))
+        altered = _with_backend(config, backend)
         for tokens in options.tokens:
             for name, policy in policies.items():
                 fn, args = forward_and_backward(altered, tokens)
@@ -156,6 +159,12 @@ def _presets(config: LmRunConfig, options: argparse.Namespace) -> list[dict[str,
                 rows.append({"backend": backend, "tokens": tokens, "policy": name, **memory_row(found)})
                 print(f"{backend:9} {_line(tokens, name, found)}", flush=True)
     return rows
+
+
+def _with_backend(config: LmRunConfig, backend: Any) -> LmRunConfig:
+    architecture = _decoder(config)
+    attention = dataclasses.replace(architecture.attention, backend=backend)
+    return dataclasses.replace(config, model=dataclasses.replace(architecture, attention=attention))
 
 
 def _decoder(config: LmRunConfig) -> DecoderConfig:

@@ -51,7 +51,7 @@ class AttentionConfig:
     bias: bool = False
     window: int | None = None
     windowed_layers: tuple[int, ...] | None = None
-    backend: Literal["auto", "cudnn", "splash", "blockwise", "exact"] = "auto"
+    backend: Literal["auto", "cudnn", "splash", "blockwise", "exact", "ring"] = "auto"
 
     def __post_init__(self) -> None:
         check_choices("model.attention", self)

@@ -48,10 +48,13 @@ class Backend:
     Attributes:
         attend: computes it; the result is like the query, in its dtype.
         reason_against: why a call is not supported; None if it is.
+        ring: whether keys and values are passed on rather than gathered where positions are divided over
+            devices.
     """
 
     attend: Callable[[Query, Key, Key, Documents | None, Blocks, Sinks | None, Rows | None], Query]
     reason_against: Callable[[AttentionCall], str | None] = lambda call: None
+    ring: bool = False
 
 
 def exact_attention(
@@ -169,5 +172,6 @@ BACKENDS: dict[str, Backend] = {
     "splash": Backend(_splash, _against_splash),  # JAX's kernels for TPUs
     "blockwise": Backend(blockwise_attention),
     "exact": Backend(exact_attention),
+    "ring": Backend(blockwise_attention, ring=True),
 }
 """By name, in the order in which `"auto"` tries them."""

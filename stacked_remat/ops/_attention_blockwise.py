@@ -5,6 +5,7 @@ the log-sum-exp (Dao et al. 2022, "FlashAttention"), so that no array is of size
 that causality, the window or the documents mask out are not computed.
 """
 
+import dataclasses
 import functools
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -22,6 +23,8 @@ LogSumExp = Float[Array, "batch row kv_heads group"]
 Documents = Int[Array, "batch position"]
 Rows = Int[Array, " row"]
 """The position of each query, ascending. None in its place: queries of all positions, in order."""
+Columns = Int[Array, " column"]
+"""The position of each key, ascending. None in its place: keys of all positions, in order."""
 Sinks = Float[Array, "kv_heads group"]
 
 _NEVER = -1e30  # finite, so that differences of two of them are not NaN
@@ -35,11 +38,14 @@ class Blocks:
         scale: factor of the scores.
         size: positions in a block of queries, and of keys.
         window: how many positions a query sees, its own included; None for all before it.
+        ring: axes of the mesh along which devices pass keys and values on until all queries have seen all
+            (Liu et al. 2023, "Ring Attention"); empty where each device has all.
     """
 
     scale: float
     size: int
     window: int | None = None
+    ring: tuple[str, ...] = ()
 
 
 def blockwise_attention(
@@ -55,6 +61,8 @@ def blockwise_attention(
 
     The exponential of a head's sink is added to the sum of the exponentials of its scores.
 
+    With `blocks.ring`, `key`, `value`, `documents` and `rows` are of this device's positions, as `query` is.
+
     Names for remat policies: `attention_output`, and `attention_lse`, the log-sum-exp of each row of scores
     in float32. With both saved, the backward pass of a checkpointed layer does not recompute attention.
 
@@ -63,7 +71,8 @@ def blockwise_attention(
 
     Cost: forward `2 * heads * position**2 * head_dim` FLOPs (half of the square), backward 2.5 times that,
     less where documents or the window skip blocks. Memory: the results, the log-sum-exp, one block of scores,
-    and in the backward pass the gradient of `query` in float32.
+    and in the backward pass the gradient of `query` in float32. In a ring, also the keys and values that
+    come next, the output in float32, and in the backward pass their gradients in float32.
     """
     length = query.shape[1]
     size = min(blocks.size, length)
@@ -71,13 +80,16 @@ def blockwise_attention(
     query, key, value = (
         jnp.pad(x, ((0, 0), (0, -x.shape[1] % size)) + ((0, 0),) * (x.ndim - 2)) for x in (query, key, value)
     )
+    columns = None
     if rows is not None:
+        if blocks.ring:
+            columns = jnp.pad(rows, (0, -length % size), constant_values=np.iinfo(rows.dtype).max)
         rows = jnp.pad(rows, (0, -length % size), mode="edge")
     if documents is not None:
         documents = jnp.pad(documents, ((0, 0), (0, key.shape[1] - documents.shape[1])), mode="edge")
-    blocks = Blocks(blocks.scale, size, blocks.window)
+    blocks = dataclasses.replace(blocks, size=size)
     # Named outside of the custom derivative, whose forward rule `JAX_REMAT3` does not look into.
-    at = _Places.of(documents, rows)
+    at = _Places.of(documents, rows, columns)
     output, lse = _forward(*lax.stop_gradient((query, key, value, sinks)), at, blocks)
     # With one axis after that of positions: with several, XLA copied the stack of saved outputs into another
     # layout, 20 GiB at 65,536 tokens of 48 layers.
@@ -92,18 +104,31 @@ class _Places(NamedTuple):
 
     Attributes:
         rows: the positions of the queries; None for all, in order.
+        columns: those of the keys.
         of_query: the documents of the queries, `[batch, row]`.
         of_key: the documents of the keys.
     """
 
     rows: Rows | None
+    columns: Columns | None
     of_query: Int[Array, "batch row"] | None
     of_key: Documents | None
 
     @staticmethod
-    def of(documents: Documents | None, rows: Rows | None) -> "_Places":
-        own = documents if documents is None or rows is None else jnp.take(documents, rows, axis=1)
-        return _Places(rows, own, documents)
+    def of(documents: Documents | None, rows: Rows | None, columns: Columns | None) -> "_Places":
+        own = documents
+        if documents is not None and rows is not None and columns is None:
+            own = jnp.take(documents, rows, axis=1)
+        return _Places(rows, columns, own, documents)
+
+
+class _Keys(NamedTuple):
+    """What a device of a ring passes on."""
+
+    key: Key
+    value: Key
+    columns: Columns | None
+    documents: Documents | None
 
 
 class _Attended(NamedTuple):
@@ -159,19 +184,102 @@ def _forward(
     at: _Places,
     blocks: Blocks,
 ) -> tuple[Query, LogSumExp]:
+    if blocks.ring:
+        return _forward_in_ring(query, key, value, sinks, at, blocks)
     size, count = blocks.size, query.shape[1] // blocks.size
-    first, last = _key_blocks(at, count, key.shape[1] // size, blocks)
+    see = _SeeKeys.of(query, key, value, at, blocks)
+    shape = (query.shape[0], *query.shape[2:4], size)
 
     def query_block(_: None, i: Array) -> tuple[None, tuple[Array, Array]]:
-        q = _block(query, i, size)
+        # A sink is a score that every query sees, of a value of zero.
+        output, lse = see(
+            i,
+            jnp.full(shape, _NEVER if sinks is None else sinks[:, :, None], jnp.float32),
+            jnp.full(shape, 0 if sinks is None else 1, jnp.float32),
+            jnp.zeros((*shape, query.shape[-1]), jnp.float32),
+        )
+        return None, (output.astype(query.dtype), lse)
+
+    _, (output, lse) = lax.scan(query_block, None, jnp.arange(count, dtype=jnp.int32))
+    return _unblock(output), _unblock(lse)
+
+
+def _forward_in_ring(
+    query: Query,
+    key: Key,
+    value: Key,
+    sinks: Sinks | None,
+    at: _Places,
+    blocks: Blocks,
+) -> tuple[Query, LogSumExp]:
+    """The same of queries that see the keys of one device after the other."""
+    size, count = blocks.size, query.shape[1] // blocks.size
+
+    def turn(carry: tuple[_Keys, Array, Array], _: None) -> tuple[tuple[_Keys, Array, Array], None]:
+        keys, output, lse = carry
+        following = _passed_on(keys, blocks)
+        of_turn = at._replace(columns=keys.columns, of_key=keys.documents)
+        see = _SeeKeys.of(query, keys.key, keys.value, of_turn, blocks)
+
+        def query_block(i: Array, seen: tuple[Array, Array]) -> tuple[Array, Array]:
+            # What was seen before is one score, the log-sum-exp, of one value, the output.
+            before, highest = (jnp.moveaxis(_block(x, i, size), 1, 3) for x in seen)
+            new = see(i, highest, jnp.ones_like(highest), before)
+            return jax.tree.map(lambda x, y: _with_block(x, i, y, size), seen, new)
+
+        output, lse = lax.fori_loop(0, count, query_block, (output, lse))
+        return (following, output, lse), None
+
+    highest = jnp.float32(_NEVER) if sinks is None else sinks.astype(jnp.float32)
+    start = (
+        _Keys(key, value, at.columns, at.of_key),
+        jnp.zeros(query.shape, jnp.float32),
+        jnp.broadcast_to(highest, query.shape[:-1]),
+    )
+    (_, output, lse), _ = lax.scan(turn, start, None, length=lax.axis_size(blocks.ring))
+    return output.astype(query.dtype), lse
+
+
+class _SeeKeys(NamedTuple):
+    """What a block of queries sees of some keys.
+
+    Attributes:
+        query: all queries.
+        key: the keys.
+        value: their values.
+        at: where they are.
+        blocks: how they are cut.
+        ranges: the first and the last block of keys for each block of queries.
+    """
+
+    query: Query
+    key: Key
+    value: Key
+    at: _Places
+    blocks: Blocks
+    ranges: tuple[Array, Array]
+
+    @staticmethod
+    def of(query: Query, key: Key, value: Key, at: _Places, blocks: Blocks) -> "_SeeKeys":
+        queries, keys = (x.shape[1] // blocks.size for x in (query, key))
+        return _SeeKeys(query, key, value, at, blocks, _key_blocks(at, queries, keys, blocks))
+
+    def __call__(self, i: Array, highest: Array, total: Array, sums: Array) -> tuple[Array, Array]:
+        """The output and the log-sum-exp of block `i`, `[batch, row, ...]` in float32.
+
+        The arguments after `i` are of what was seen before: the highest score, `[batch, kv_heads, group,
+        row]`, the sum of the exponentials of the scores less that, and that of these times the values.
+        """
+        size, (first, last) = self.blocks.size, self.ranges
+        q = _block(self.query, i, size)
 
         def key_block(j: Array, state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
             highest, total, sums = state
-            scores = _scores(q, _block(key, j, size), at, i, j, blocks)
+            scores = _scores(q, _block(self.key, j, size), self.at, i, j, self.blocks)
             new_highest = jnp.maximum(highest, jnp.max(scores, axis=-1))
             weights = jnp.exp(scores - new_highest[..., None])
             shrink = jnp.exp(highest - new_highest)
-            v = _block(value, j, size)
+            v = _block(self.value, j, size)
             new = _einsum("bkgqs,bskd->bkgqd", weights.astype(v.dtype), v)
             return (
                 new_highest,
@@ -179,27 +287,63 @@ def _forward(
                 sums * shrink[..., None] + new,
             )
 
-        shape = (q.shape[0], *q.shape[2:4], size)
-        # A sink is a score that every query sees, of a value of zero.
-        start = (
-            jnp.full(shape, _NEVER if sinks is None else sinks[:, :, None], jnp.float32),
-            jnp.full(shape, 0 if sinks is None else 1, jnp.float32),
-            jnp.zeros((*shape, q.shape[-1]), jnp.float32),
-        )
-        highest, total, sums = lax.fori_loop(first[i], last[i] + 1, key_block, start)
-        output = jnp.moveaxis(sums / total[..., None], 3, 1).astype(query.dtype)
-        return None, (output, jnp.moveaxis(highest + jnp.log(total), 3, 1))
+        highest, total, sums = lax.fori_loop(first[i], last[i] + 1, key_block, (highest, total, sums))
+        return jnp.moveaxis(sums / total[..., None], 3, 1), jnp.moveaxis(highest + jnp.log(total), 3, 1)
 
-    _, (output, lse) = lax.scan(query_block, None, jnp.arange(count, dtype=jnp.int32))
-    return _unblock(output), _unblock(lse)
+
+def _passed_on(tree: Any, blocks: Blocks) -> Any:
+    """What the device before in the ring has."""
+    devices = lax.axis_size(blocks.ring)
+    to_next = [(device, (device + 1) % devices) for device in range(devices)]
+    return jax.tree.map(lambda x: lax.ppermute(x, blocks.ring, to_next), tree)
 
 
 def _backward(attended: _Attended, cotangent: Query, blocks: Blocks) -> tuple[Query, Key, Key, Sinks | None]:
     query, key, value, sinks, at, output, lse = attended
-    size, count = blocks.size, key.shape[1] // blocks.size
-    first, last = _query_blocks(at, query.shape[1] // size, count, blocks)
     # The gradient of the softmax's normalisation, for each row.
     kept = jnp.sum(cotangent.astype(jnp.float32) * output.astype(jnp.float32), axis=-1)
+    of_keys = functools.partial(_backward_of_keys, query, lse, cotangent, kept, at, blocks)
+    start = jnp.zeros(query.shape, jnp.float32)
+    keys = _Keys(key, value, at.columns, at.of_key)
+    if blocks.ring:
+        # The gradients of keys go round with them.
+        def turn(carry: tuple[_Keys, Array, Array, Array], _: None) -> tuple[Any, None]:
+            keys, of_query, *of_keys_before = carry
+            of_query, *new = of_keys(keys, of_query)
+            moved = _passed_on((keys, *map(jnp.add, of_keys_before, new)), blocks)
+            return (moved[0], of_query, *moved[1:]), None
+
+        zeros = [jnp.zeros(x.shape, jnp.float32) for x in (key, value)]
+        devices = lax.axis_size(blocks.ring)
+        (_, of_query, of_key, of_value), _ = lax.scan(turn, (keys, start, *zeros), None, length=devices)
+        of_key, of_value = of_key.astype(key.dtype), of_value.astype(value.dtype)
+    else:
+        of_query, of_key, of_value = of_keys(keys, start)
+    of_sinks = None
+    if sinks is not None:
+        weights = jnp.exp(sinks.astype(jnp.float32)[None, None] - lse)
+        of_sinks = -jnp.sum(weights * kept, axis=(0, 1)).astype(sinks.dtype)
+    return of_query.astype(query.dtype), of_key, of_value, of_sinks
+
+
+def _backward_of_keys(
+    query: Query,
+    lse: LogSumExp,
+    cotangent: Query,
+    kept: LogSumExp,
+    at: _Places,
+    blocks: Blocks,
+    keys: _Keys,
+    query_gradient: Query,
+) -> tuple[Query, Key, Key]:
+    """The gradients from the scores of these keys, that of the queries added to what is given.
+
+    Those of keys and values are in float32 in a ring, and else in their dtype.
+    """
+    key, value = keys.key, keys.value
+    at = at._replace(columns=keys.columns, of_key=keys.documents)
+    size, count = blocks.size, key.shape[1] // blocks.size
+    first, last = _query_blocks(at, query.shape[1] // size, count, blocks)
 
     def key_block(query_gradient: Array, j: Array) -> tuple[Array, tuple[Array, Array]]:
         k, v = _block(key, j, size), _block(value, j, size)
@@ -216,22 +360,18 @@ def _backward(attended: _Attended, cotangent: Query, blocks: Blocks) -> tuple[Qu
             key_gradient += _einsum("bkgqs,bqkgd->bskd", of_scores, q)
             new = _einsum("bkgqs,bskd->bqkgd", of_scores, k)
             old = _block(query_gradient, i, size)
-            query_gradient = lax.dynamic_update_slice_in_dim(query_gradient, old + new, i * size, 1)
-            return query_gradient, key_gradient, value_gradient
+            return _with_block(query_gradient, i, old + new, size), key_gradient, value_gradient
 
         zeros = jnp.zeros(k.shape, jnp.float32)
-        query_gradient, of_key, of_value = lax.fori_loop(
+        query_gradient, *found = lax.fori_loop(
             first[j], last[j] + 1, query_block, (query_gradient, zeros, zeros)
         )
-        return query_gradient, (of_key.astype(key.dtype), of_value.astype(value.dtype))
+        of_key, of_value = (x if blocks.ring else x.astype(key.dtype) for x in found)
+        return query_gradient, (of_key, of_value)
 
-    start = jnp.zeros(query.shape, jnp.float32)
-    query_gradient, (of_key, of_value) = lax.scan(key_block, start, jnp.arange(count, dtype=jnp.int32))
-    of_sinks = None
-    if sinks is not None:
-        weights = jnp.exp(sinks.astype(jnp.float32)[None, None] - lse)
-        of_sinks = -jnp.sum(weights * kept, axis=(0, 1)).astype(sinks.dtype)
-    return query_gradient.astype(query.dtype), _unblock(of_key), _unblock(of_value), of_sinks
+    query_gradient, of_keys = lax.scan(key_block, query_gradient, jnp.arange(count, dtype=jnp.int32))
+    of_key, of_value = map(_unblock, of_keys)
+    return query_gradient, of_key, of_value
 
 
 def _scores(q: Array, k: Array, at: _Places, i: Array, j: Array, blocks: Blocks) -> Array:
@@ -241,7 +381,10 @@ def _scores(q: Array, k: Array, at: _Places, i: Array, j: Array, blocks: Blocks)
         row = i * blocks.size + jnp.arange(blocks.size, dtype=jnp.int32)[:, None]
     else:
         row = _block(at.rows[None], i, blocks.size)[0][:, None]
-    column = j * blocks.size + jnp.arange(blocks.size, dtype=jnp.int32)[None, :]
+    if at.columns is None:
+        column = j * blocks.size + jnp.arange(blocks.size, dtype=jnp.int32)[None, :]
+    else:
+        column = _block(at.columns[None], j, blocks.size)
     visible = row >= column
     if blocks.window is not None:
         visible &= row - column < blocks.window
@@ -259,10 +402,10 @@ def _overlap(at: _Places, queries: int, keys: int, blocks: Blocks) -> Any:
     """
     rows: Any = np.arange(queries * blocks.size) if at.rows is None else at.rows
     nearest, farthest = rows[:: blocks.size, None], rows[blocks.size - 1 :: blocks.size, None]
-    column = np.arange(keys)[None, :] * blocks.size
-    seen = farthest >= column
+    columns: Any = np.arange(keys * blocks.size) if at.columns is None else at.columns
+    seen = farthest >= columns[None, :: blocks.size]
     if blocks.window is not None:
-        seen &= nearest - (column + blocks.size - 1) < blocks.window
+        seen &= nearest - columns[None, blocks.size - 1 :: blocks.size] < blocks.window
     if at.of_query is None or at.of_key is None:
         return seen
     own, other = (x.reshape(len(x), -1, blocks.size) for x in (at.of_query, at.of_key))
@@ -294,6 +437,10 @@ def _range(seen: Any) -> Range:
 
 def _block(x: Array, i: Array, size: int) -> Array:
     return lax.dynamic_slice_in_dim(x, i * size, size, axis=1)
+
+
+def _with_block(x: Array, i: Array, new: Array, size: int) -> Array:
+    return lax.dynamic_update_slice_in_dim(x, new, i * size, axis=1)
 
 
 def _unblock(x: Array) -> Array:

@@ -59,9 +59,10 @@ def causal_attention(
         scale: factor of the scores, a Python number; `HeadDim.size ** -0.5` if not given. Multiply `query`
             by a factor that is learnt.
         backend: `"auto"` for the first of `"cudnn"`, `"splash"` and `"blockwise"` that supports the call, or
-            one of these or `"exact"` by name.
-        block_size: positions in a block of the blockwise backend; by default 512, and on a CPU 256, so that
-            scores stay in its caches. The other backends choose their own.
+            one of these, `"exact"` or `"ring"` by name. `"ring"` is `"blockwise"` where positions are not
+            divided over devices.
+        block_size: positions in a block of the blockwise and ring backends; by default 512, and on a CPU 256,
+            so that scores stay in its caches. The other backends choose their own.
 
     Returns:
         Like `query`, in its axis order and dtype. Scores and sums are in float32.
@@ -79,7 +80,9 @@ def causal_attention(
     to axes of the mesh in use (`jax.set_mesh`), each device computes its own part; likewise inside
     `jax.shard_map(..., check_vma=False)`. Otherwise the compiler partitions the work, which splash does not
     support. Where `Pos` is divided (context parallelism), each device gathers all keys and values, and the
-    devices exchange queries, so that each has as many to see; the backends are blockwise and exact.
+    devices exchange queries, so that each has as many to see; the backends are blockwise and exact. With
+    `"ring"` (Liu et al. 2023) a device has the keys and values of two devices at a time: they are passed on
+    as many times as there are devices, and in the backward pass their gradients (float32) with them.
     """
     position, heads = axis_name(Pos), axis_name(KVHeads)
     _check_arrays(query, key, value, Pos, KVHeads, HeadDim)
@@ -159,7 +162,15 @@ def _attend(
     if sinks is not None:
         sink_array = sinks.rearrange((KVHeads, *group)).array.reshape(KVHeads.size, groups)
     attended = attend_in_context(
-        chosen.attend, query_array, key_array, value_array, document_array, blocks, sink_array, context
+        chosen.attend,
+        query_array,
+        key_array,
+        value_array,
+        document_array,
+        blocks,
+        sink_array,
+        context,
+        chosen.ring,
     )
     return NamedArray(attended.reshape([axis.size for axis in whole]), whole).rearrange(query.axes)
 

@@ -17,6 +17,8 @@ OPTIONS = {
     "window": {"window": 3},
     "in blocks": {"window": 7, "block_size": 2},
     "exact": {"backend": "exact"},
+    "ring": {"backend": "ring", "block_size": 2},
+    "ring, window": {"backend": "ring", "window": 7, "block_size": 3},
 }
 
 
@@ -38,6 +40,9 @@ def arguments(length):
         ("window", 12, {"pos": "data"}),  # 3 positions a device, which are no equal strips for 4
         ("in blocks", 32, {"batch": "model", "pos": "data"}),
         ("exact", 16, {"pos": ["data", "model"]}),
+        ("ring", 32, {"batch": "model", "pos": "data"}),
+        ("ring, window", 24, {"pos": ["data", "model"]}),  # without an exchange
+        ("ring, window", 64, {"pos": ["model", "data"]}),  # strips of one position, in padded blocks
     ],
 )
 def test_values_and_gradients_are_those_of_one_device(option, length, mapping):

@@ -115,7 +115,7 @@ class _Places(NamedTuple):
     of_key: Documents | None
 
     @staticmethod
-    def of(documents: Documents | None, rows: Rows | None, columns: Columns | None) -> "_Places":
+    def of(documents: Documents | None, rows: Rows | None, columns: Columns | None = None) -> "_Places":
         own = documents
         if documents is not None and rows is not None and columns is None:
             own = jnp.take(documents, rows, axis=1)

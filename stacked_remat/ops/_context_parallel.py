@@ -62,7 +62,9 @@ def _attend_in_ring(
 ) -> Query:
     exchange, rows = _exchange(query.shape[1], lax.axis_size(context), context)
     query, key, value, documents = jax.tree.map(exchange, (query, key, value, documents))
-    blocks = dataclasses.replace(blocks, ring=context)
+    # In the mesh's order, which newer JAX asks for: keys come with their positions, so any order will do.
+    names = jax.sharding.get_abstract_mesh().axis_names
+    blocks = dataclasses.replace(blocks, ring=tuple(name for name in names if name in context))
     return exchange(attend(query, key, value, documents, blocks, sinks, rows))
 
 

@@ -88,6 +88,9 @@ def run_command(
         interrupted: exit status after a signal, and a text to add to the message; 128 plus the signal's
             number, and no text, if not given.
     """
+    if not gc.isenabled():  # see models/starting.py
+        gc.freeze()
+        gc.enable()
     debug = _DEBUG in arguments
     arguments = [argument for argument in arguments if argument != _DEBUG]
     if not debug:

@@ -1,9 +1,10 @@
-"""Ends a command with one line when a signal comes while its modules are still imported, which takes seconds.
+"""The start of a command, while its modules are imported: handles signals, and leaves garbage alone.
 
-Imports nothing that takes time. `models.command.run_command` handles signals from there on.
+Imports nothing that takes time. `models.command.run_command` handles signals and garbage from there on.
 """
 
 import contextlib
+import gc
 import os
 import signal
 import sys
@@ -21,3 +22,4 @@ def _end(number: int, frame: FrameType | None) -> None:
 if sys.argv[:1] == ["-m"]:  # only while Python looks for the module of `python -m`
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _end)
+    gc.disable()  # imports make millions of objects, and next to no garbage to find among them

@@ -3,9 +3,6 @@
 import re
 from pathlib import Path
 
-import huggingface_hub
-import huggingface_hub.errors
-
 from models.hf_io.safetensors_folder import WeightsError
 from stacked_remat._messages import shown
 
@@ -35,6 +32,9 @@ def model_folder(name: str, *, weights: bool = True) -> Path:
             f"There is no folder {name}, and it is not a name on the Hugging Face Hub, which would be "
             f"owner/model."
         )
+    import huggingface_hub
+    import huggingface_hub.errors
+
     try:
         found = huggingface_hub.snapshot_download(
             repository, revision=revision or None, allow_patterns=list(_FILES if weights else _FILES[:1])

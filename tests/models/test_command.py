@@ -1,6 +1,7 @@
 """Commands report a user's mistake in one message and end cleanly on signals."""
 
 import errno
+import gc
 import logging
 import os
 import pathlib
@@ -16,6 +17,7 @@ import pytest
 
 from models.command import USER_ERRORS, error_message, escaped, run_command
 from stacked_remat.training import ConfigError
+from tests.test_architecture import SLOW_IMPORTS
 
 
 def run(work, *arguments, **more):
@@ -157,3 +159,26 @@ def test_a_password_in_an_error_is_not_shown():
 def test_control_characters_are_escaped(text, shown):
     assert escaped(text) == shown
     assert "".join(map(escaped, text)) == shown  # wherever the text is cut
+
+
+def test_garbage_is_collected_from_the_start_of_the_work_on_and_not_during_imports():
+    code = "import sys; sys.argv = ['-m']; import models, gc; assert not gc.isenabled()"
+    subprocess.run([sys.executable, "-c", code], check=True)
+    collects = []
+    gc.disable()
+    try:
+        assert run(lambda *_: collects.append(gc.isenabled()) or 0) == (0, [])
+        assert collects == [True] and gc.get_freeze_count() > 0
+    finally:
+        gc.enable()
+        gc.unfreeze()
+
+
+def test_commands_start_without_packages_that_take_long_to_import():
+    commands = ", ".join(
+        f"models.{name}" for name in ("train_lm", "plan_lm", "generate", "plot", "export_hf")
+    )
+    code = f"import sys, {commands}; print(*sys.modules)"
+    found = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
+    imported = {name.partition(".")[0] for name in found.split()}
+    assert imported.isdisjoint(SLOW_IMPORTS | {"aiohttp", "httpx", "httpx2", "requests", "sentencepiece"})

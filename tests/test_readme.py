@@ -49,6 +49,15 @@ def test_the_python_on_the_page_runs(page):
     exec(compile(_program(page), page, "exec"), {"__name__": page.stem})
 
 
+def test_pages_and_configs_install_from_the_checkout():
+    # A message may name `stacked_remat[plot]`: pip then adds the extra to the library that is installed.
+    files = [*PAGES, *(ROOT / "docs" / "gallery").glob("*.py"), *(ROOT / "models").rglob("*.yaml")]
+    text = {_name(file): file.read_text(encoding="utf-8") for file in files}
+    commands = re.compile(r"pip install \S*stacked_remat\S*")
+    found = {name: sorted(set(commands.findall(own))) for name, own in text.items() if commands.search(own)}
+    assert found == {"README.md": ["pip install 'stacked_remat[plot]'`,"]}
+
+
 def _policy_table(text: str) -> list[list[str]]:
     (table,) = POLICY_TABLE.findall(text)
     return [[cell.strip() for cell in row.split("|")[1:-1]] for row in table.splitlines()[1:]]

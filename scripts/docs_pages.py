@@ -18,7 +18,7 @@ from scripts import gallery  # noqa: E402
 from scripts.page_tables import with_tables  # noqa: E402
 from scripts.reported_memory import cases  # noqa: E402
 from scripts.result_tables import RESULTS  # noqa: E402
-from scripts.schedule_pictures import PICTURES, picture  # noqa: E402
+from scripts.site_links import links_on_site  # noqa: E402
 from stacked_remat.training import config_reference  # noqa: E402
 
 _INTRODUCTION = """# Config reference
@@ -34,11 +34,9 @@ _REPORTED_MEMORY = "<!-- reported-memory -->"
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """Adds the config reference, pictures of schedules, plots of results, and the gallery, which it runs."""
+    """Adds the config reference, plots of results, and the gallery, which it runs."""
     page = _INTRODUCTION + config_reference(LmRunConfig)
     files.append(File.generated(config, "config-reference.md", content=page))
-    for name, policy in PICTURES.items():
-        files.append(File.generated(config, f"pictures/{name}.svg", content=picture(policy)))
     for plot in sorted([*RESULTS.glob("*.svg"), *RESULTS.glob("*.png")]):
         files.append(File.generated(config, f"results/{plot.name}", abs_src_path=str(plot)))
     scripts = gallery.examples()
@@ -52,11 +50,11 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Puts tables of results where a page marks them, and refuses a figure that no result has."""
+    """Puts in tables of results and links to pages, and refuses a figure that no result has."""
     if page.file.generated_by:  # above: defaults, examples and what programs printed
         return markdown
     try:
-        return with_tables(markdown)
+        return links_on_site(with_tables(markdown), page.file.src_uri)
     except ValueError as error:
         raise PluginError(f"{page.file.src_uri}: {error}") from None
 

@@ -1,6 +1,10 @@
-"""Pictures of what lives when under a policy, drawn from its schedule, for the documentation."""
+"""Draws `docs/pictures`: what lives when under a policy, from its schedule.
+
+python -m scripts.schedule_pictures
+"""
 
 import itertools
+from pathlib import Path
 from typing import NamedTuple
 
 from stacked_remat import ScanCheckpointPolicy
@@ -117,3 +121,9 @@ def _key(y: float, shown: dict[str, bool]) -> str:
             parts.append(f'<text class="label" x="{x + 14:.0f}" y="{y:.0f}">{name}</text>')
             x += 30 + 6 * len(name)
     return "".join(parts)
+
+
+if __name__ == "__main__":
+    for _name, _policy in PICTURES.items():
+        path = Path(__file__).resolve().parents[1] / "docs" / "pictures" / f"{_name}.svg"
+        path.write_text(picture(_policy), encoding="utf-8")

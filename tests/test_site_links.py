@@ -1,0 +1,42 @@
+"""Links of the documentation lead to files where the repository is read, and to pages on the site."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from scripts.schedule_pictures import PICTURES, picture
+from scripts.site_links import links_on_site
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+LINK = re.compile(r"""(?:\]\(|(?:src|srcset|href)=")(?!https?:)([^)#"\s]+)(?:#[\w-]+)?[)"]""")
+
+
+def test_every_relative_link_leads_to_a_file_of_the_repository():
+    links = [(page, link) for page in PAGES for link in LINK.findall(page.read_text(encoding="utf-8"))]
+    dead = [(page.name, link) for page, link in links if not (page.parent / link).exists()]
+    assert not dead and len(links) > 100
+
+
+@pytest.mark.parametrize(
+    ("page", "link", "on_site"),
+    [
+        ("gallery/index.md", "visitor.py", "visitor.md"),
+        ("extending.md", "gallery/visitor.py", "gallery/visitor.md"),
+        ("api/lora.md", "../gallery/qwen3_lora.py", "../gallery/qwen3_lora.md"),
+        ("index.md", "../benchmarks/results/chart.svg#only-light", "results/chart.svg#only-light"),
+        ("api/lora.md", "../../benchmarks/results/chart.png", "../results/chart.png"),
+        ("training.md", "../models/run_config.py", "config-reference.md"),
+        ("training.md", "data.md#chats", "data.md#chats"),
+        ("training.md", "https://example.com/gallery/visitor.py", "https://example.com/gallery/visitor.py"),
+    ],
+)
+def test_links_lead_to_the_pages_of_the_site(page, link, on_site):
+    assert links_on_site(f"see [it]({link}), (x)", page) == f"see [it]({on_site}), (x)"
+
+
+def test_pictures_of_schedules_are_those_that_are_drawn():
+    for name, policy in PICTURES.items():
+        drawn = (ROOT / "docs" / "pictures" / f"{name}.svg").read_text(encoding="utf-8")
+        assert drawn == picture(policy), f"python -m scripts.schedule_pictures draws {name}.svg again"

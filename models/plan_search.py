@@ -120,8 +120,9 @@ def find_size(step: StepMemory, what: Found, budget: Budget) -> tuple[int, StepM
     lean, policy, streamed = _leanest(begin, budget)
 
     def fits(index: int) -> bool:
-        found = _report(_with_size(lean, what, sizes[index]), policy, streamed)
-        budget.show_trial(f"{KEYS[what]} {sizes[index]:,}, {policy!r}", found)
+        name = f"{KEYS[what]} {sizes[index]:,}, {policy!r}"
+        found = _report(_with_size(lean, what, sizes[index]), policy, streamed, name)
+        budget.show_trial(name, found)
         return found is not None and budget.holds(found)
 
     if what == "devices":
@@ -169,9 +170,10 @@ def _leanest(step: StepMemory, budget: Budget) -> tuple[StepMemory, ScanCheckpoi
     found: list[tuple[int, int, StepMemory, ScanCheckpointSpec, bool]] = []
 
     def take(step: StepMemory, policy: ScanCheckpointSpec, streamed: bool) -> None:
-        report = _report(step, policy, streamed)
         tiles = f", {step.tiles} tiles" if step.tiles > 1 else ""
-        budget.show_trial(f"{policy!r}{', streamed' if streamed else ''}{tiles}", report)
+        name = f"{policy!r}{', streamed' if streamed else ''}{tiles}"
+        report = _report(step, policy, streamed, name)
+        budget.show_trial(name, report)
         if report is not None and (budget.host is None or report.host.total <= parse_bytes(budget.host)):
             found.append((report.total, len(found), step, policy, streamed))
 
@@ -184,12 +186,15 @@ def _leanest(step: StepMemory, budget: Budget) -> tuple[StepMemory, ScanCheckpoi
     return min(found)[2:] if found else (step, policy, False)
 
 
-def _report(step: StepMemory, policy: ScanCheckpointSpec, streamed: bool) -> MemoryReport | None:
-    """The report of a policy; None if the compiler or the step refuses it."""
+def _report(step: StepMemory, policy: ScanCheckpointSpec, streamed: bool, name: str) -> MemoryReport | None:
+    """The report of a policy; None if the compiler refuses it for want of memory."""
     try:
         return step.report(policy, streamed=streamed)
-    except (DoesNotFit, ValueError):
+    except DoesNotFit:
         return None
+    except (jax.errors.JaxRuntimeError, ValueError) as error:
+        error.add_note(f"while compiling {name}")
+        raise
 
 
 def _own_size(step: StepMemory, what: Found) -> int:

@@ -120,9 +120,10 @@ def compare(
         **kwargs: its keyword arguments.
 
     Returns:
-        A trial for each candidate, with the reason for one that the compiler refuses.
+        A trial for each candidate, with the compiler's message for one that it finds too large.
 
     Raises:
+        jax.errors.JaxRuntimeError: the compiler fails, not for want of memory; a note names the policy.
         ValueError, TypeError: as `plan`, for `tokens_per_step` and `streamed`.
 
     Cost: one compilation a candidate, two with `streamed`.
@@ -184,6 +185,7 @@ def plan(
 
     Raises:
         BudgetError: no candidate fits; shows all of them and the smallest.
+        jax.errors.JaxRuntimeError: the compiler fails, not for want of memory; a note names the policy.
         ValueError: a budget that cannot be read, no candidates, or fewer layers or tokens than one.
         TypeError: `layers` or `tokens_per_step` is not an integer, or `streamed` does not return one result
             for each argument.

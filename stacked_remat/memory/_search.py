@@ -24,8 +24,8 @@ class Trial:
 
     Attributes:
         policy: the policy, as it was given.
-        report: its memory and arithmetic; None if the compiler refused it.
-        failure: the compiler's reason, if it refused.
+        report: its memory and arithmetic; None if the compiler refused it because memory is too small.
+        failure: the compiler's message, if it refused.
         streamed: whether weights were on the host.
     """
 
@@ -106,12 +106,20 @@ class Search:
         self.trials: list[Trial] = []
 
     def trial(self, policy: ScanCheckpointSpec, streamed: bool) -> Trial:
-        """Compile the program under a policy."""
+        """Compile the program under a policy.
+
+        Raises:
+            jax.errors.JaxRuntimeError: the compiler fails for another reason than memory; a note names the
+                policy.
+        """
         cache = None if self._program.cache is None else Path(self._program.cache)
         try:
             found = Trial(policy, self._trace(policy, streamed).report(cache), streamed=streamed)
-        except (DoesNotFit, jax.errors.JaxRuntimeError) as error:
+        except DoesNotFit as error:
             found = Trial(policy, None, str(error).splitlines()[0], streamed)
+        except jax.errors.JaxRuntimeError as error:
+            error.add_note(f"while compiling the policy {policy_name(policy, streamed)}")
+            raise
         self.trials.append(found)
         if self._show is not None:
             self._show(found)

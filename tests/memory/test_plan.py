@@ -1,6 +1,7 @@
 """Tests of `plan` and `compare`: candidates are compiled in order up to the first that fits."""
 
 import dataclasses
+import functools
 
 import equinox as eqx
 import haliax as hax
@@ -234,6 +235,17 @@ def test_a_policy_that_the_compiler_refuses_is_skipped(monkeypatch):
     assert found.policy is True
     assert "False: ran out of memory" in str(found)
     assert "refused" in str(found)
+
+
+@pytest.mark.parametrize("search", [compare, functools.partial(plan, budget="1GiB")])
+def test_an_error_of_the_compiler_that_is_not_about_memory_is_raised_with_the_policy(search, monkeypatch):
+    def fail(call, cache=None):
+        raise jax.errors.JaxRuntimeError("INTERNAL: a bug")
+
+    monkeypatch.setattr(TracedCall, "report", fail)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="INTERNAL") as raised:
+        search(Counting(), *blocks_and_input(), candidates=["nested"])
+    assert raised.value.__notes__ == ["while compiling the policy 'nested'"]
 
 
 def test_an_error_in_the_users_function_is_raised():

@@ -4,6 +4,7 @@ import dataclasses
 import io
 import json
 
+import jax
 import pytest
 from rich.console import Console
 
@@ -11,8 +12,18 @@ from models.plan_lm import PlanLmConfig, main
 from models.plan_search import Budget, find_size, last_that_fits
 from models.qwen3_moe import Qwen3Config
 from models.step_memory import StepMemory
+from stacked_remat import ScanCheckpointPolicy
 from stacked_remat._policy import resolve_policy
-from stacked_remat.memory import BudgetError, Comparison, Flops, HostBytes, MemoryReport, Plan, Trial
+from stacked_remat.memory import (
+    BudgetError,
+    Comparison,
+    DoesNotFit,
+    Flops,
+    HostBytes,
+    MemoryReport,
+    Plan,
+    Trial,
+)
 from stacked_remat.training import DataConfig, MeshConfig, TrainerConfig, UpdateConfig
 
 CONFIG = PlanLmConfig(
@@ -24,6 +35,7 @@ CONFIG = PlanLmConfig(
     devices=1,
 ).resolved()
 WEIGHTS = 100_000
+LEAN = ScanCheckpointPolicy(nested=True, save_carries="offload")  # takes the least below
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 
@@ -89,6 +101,26 @@ def test_the_fewest_devices_that_the_mesh_allows(compiled):
     assert {step.devices for step in compiled} == {1, 2, 4}
     with pytest.raises(BudgetError, match="devices = 4 either, the most that the mesh allows"):
         found("devices", budget="20kB")  # 8 devices do not divide 8 rows in 2 microbatches
+
+
+def test_only_a_refusal_for_want_of_memory_counts_as_too_large(monkeypatch):
+    computed = StepMemory.report
+
+    def failing_beyond(error):
+        def report(step, remat, *, streamed=False):
+            if step.config.data.seq_len > 1000:
+                raise error
+            return computed(step, remat, streamed=streamed)
+
+        return report
+
+    monkeypatch.setattr(StepMemory, "report", failing_beyond(DoesNotFit("too large")))
+    assert 960 < found("context")[0] <= 1000
+    for error in (jax.errors.JaxRuntimeError("INTERNAL: a bug"), ValueError("no such length")):
+        monkeypatch.setattr(StepMemory, "report", failing_beyond(error))
+        with pytest.raises(type(error), match=str(error)) as raised:
+            found("context")
+        assert raised.value.__notes__ == [f"while compiling data.seq_len 1,024, {LEAN!r}"]
 
 
 def test_indices_are_found_wherever_the_search_begins():

@@ -49,14 +49,18 @@ STREAMED = ("nested", "offload")
 CUT = ("nested", "offload")
 """Which of them are compared with layers cut into tiles too, where the config has whole ones."""
 
-_MOVED = "moved: between host and device, hidden behind compute, or at most so many tokens/s"
+_MOVED = "moved: between host and device; link: hidden behind compute, or the tokens/s that it allows"
 _FOUND = {"context": "longest context", "batch": "largest batch", "devices": "fewest devices"}
 _PLAIN, _BASELINE = "False", "True"
+_NAMES_A_MODEL = ("--config_path", "--model", "--initialize_from_hf")
 
 
 @dataclass(frozen=True)
 class PlanLmConfig(LmRunConfig):
     """A training config and a device to plan for. The table marks `remat`; `auto` shows how it is found.
+
+        python -m models.plan_lm --config_path FILE --target h200
+        python -m models.plan_lm --config_path FILE --remat auto --budget 72GiB
 
     Attributes:
         target: the device to compile for: `local`, or one that is not attached (`h200`, `v5p`, ...).
@@ -129,7 +133,7 @@ def policy_table(config: PlanLmConfig, reports: Mapping[str, MemoryReport]) -> T
         caption=f"arguments (weights, optimizer state, batch): {readable_bytes(some.arguments)}; "
         + (f"matrix products under True: {baseline / 1e12:.3f} TFLOP; " if baseline else "")
         + ("? loops whose length depends on the data, such as documents, count once; " if inexact else "")
-        + (f"{_MOVED}{_cpu_note(config)}; " if moves else "")
+        + f"{_MOVED}{_cpu_note(config) if moves else ''}; "
         + "* `remat` of this config",
         caption_justify="left",
         box=SIMPLE_HEAD,
@@ -169,8 +173,10 @@ def saving(config: PlanLmConfig, reports: Mapping[str, MemoryReport]) -> str | N
 
 def _unit(reports: Mapping[str, MemoryReport]) -> tuple[int, str]:
     """The unit in which the largest step is readable, in bytes, and its name."""
+    names = ("B", "KiB", "MiB", "GiB", "TiB")
     power = (max(found.total for found in reports.values()).bit_length() - 1) // 10
-    return 1024**power, ("B", "KiB", "MiB", "GiB", "TiB")[power]
+    power = min(power, len(names) - 1)
+    return 1024**power, names[power]
 
 
 def _sizes(found: MemoryReport) -> tuple[int, ...]:
@@ -201,6 +207,11 @@ def main(arguments: Sequence[str], console: Console | None = None) -> int:
 def _plan(arguments: Sequence[str], console: Console) -> int:
     config = parse_config(PlanLmConfig, arguments).resolved(check_folder=False)
     path = None if config.plot is None else _checked_plot(config.plot)
+    if not any(argument.startswith(_NAMES_A_MODEL) for argument in arguments):
+        raise ConfigError(
+            "No model to plan for: give --config_path FILE, such as one of models/configs, or the keys of a "
+            "model, beginning with --model.type."
+        )
     if config.policy is None and config.budget is not None:
         reports = _find(config, console)
     else:

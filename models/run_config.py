@@ -32,6 +32,8 @@ from stacked_remat.training.processes import check_distributed
 class LmRunConfig:
     """Everything a run depends on.
 
+        python -m models.train_lm --config_path FILE --trainer.num_steps 500
+
     Attributes:
         model: the architecture, by `type`.
         initialize_from_hf: weights to begin with, a folder in Hugging Face's format or a name on its Hub

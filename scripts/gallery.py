@@ -64,10 +64,6 @@ def cells_of(script: Path) -> list[Cell]:
     return found
 
 
-def title_of(script: Path) -> str:
-    return cells_of(script)[0].text.splitlines()[0].removeprefix("# ")
-
-
 def run(script: Path) -> list[str]:
     """What each cell prints; runs them in this process, one after the other, in one namespace."""
     namespace: dict[str, Any] = {"__name__": script.stem}

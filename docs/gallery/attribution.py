@@ -1,8 +1,8 @@
 # %% [markdown]
 # # Attribution: which examples harm
 #
-# A third of the training labels is wrong. Scores that the backward pass gives away for little find them:
-# the dot product of each example's gradient with that of a small clean set.
+# A third of the training labels is wrong. Scores that the backward pass also computes find them: the dot
+# product of each example's gradient with that of a small clean set.
 
 # %%
 import equinox as eqx
@@ -77,9 +77,9 @@ for _ in range(20):
     total += scores / jnp.abs(scores).sum()
 
 # %% [markdown]
-# ## The worst first
+# ## The lowest scores
 #
-# `x` marks an example whose label is wrong, which the scores did not know.
+# `x` marks an example whose label is wrong; no score was computed from that.
 
 # %%
 order = jnp.argsort(total)
@@ -89,9 +89,9 @@ print(f"wrong labels among the worst third: {int(wrong[worst].sum())} of {worst.
 print(f"mean score: right {total[~wrong].mean():.3f}, wrong {total[wrong].mean():.3f}")
 
 # %% [markdown]
-# ## Which layers say so
+# ## Scores by layer
 #
-# Scores come by array and layer, so the same pass tells where examples matter.
+# There is a score for each array and layer.
 
 # %%
 _, found = ghost.grad_dot(model, losses, (x, label), direction=ghost.val_direction(model, losses, clean))

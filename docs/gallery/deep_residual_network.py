@@ -1,7 +1,7 @@
 # %% [markdown]
 # # A residual network that is too deep to train otherwise
 #
-# A thousand convolutions deep. Its gradient is compiled and not run, so that nothing large is allocated,
+# A thousand convolutions. Its gradient is compiled and not run, so that nothing large is allocated,
 # and the compiler says what it would take. Then a narrow network of the same depth trains.
 
 # %%
@@ -56,8 +56,8 @@ for policy, report in zip(policies, (plain, full, nested), strict=True):
 assert nested.temporaries < 2**30 < 7 * 2**30 < full.temporaries
 
 # %% [markdown]
-# `True` keeps one carry a layer, and a thousand of them are the memory. `nested` keeps 45, because 45 · 46
-# / 2 is more than a thousand, and computes each layer once more.
+# `True` keeps the carry of each layer, a thousand in all. `nested` keeps 45, because 45 · 46 / 2 is more
+# than a thousand, and computes each layer once more.
 #
 # ## It trains
 #

@@ -2,7 +2,7 @@
 # # A GPT in plain Equinox
 #
 # Attention, an MLP, and twelve layers of them in one `Stacked`. The arrays have no names: the layers are
-# the first dimension of each. It learns two lines of verse by heart, byte by byte.
+# the first dimension of each. It learns two lines of verse, byte by byte.
 
 # %%
 import equinox as eqx
@@ -17,8 +17,7 @@ WIDTH, HEADS, CONTEXT, LAYERS = 32, 4, 16, 12
 normal = jax.random.normal
 
 # %% [markdown]
-# A block takes the carry, `[position, width]`, and returns the next one. Nothing in it knows of other
-# layers.
+# A block takes the carry, `[position, width]`, and returns the next one. It does not depend on other layers.
 
 
 # %%

@@ -71,7 +71,7 @@ print(f"memory of a step: {memory / 2**20:.1f} MiB and {more / 2**20:.1f} MiB")
 assert abs(ours[-1] - theirs[-1]) < 1e-2 and 10 * memory < more
 
 # %% [markdown]
-# What it learnt, seen from above:
+# What it takes to be inside, over the square:
 
 # %%
 grid = jnp.stack(jnp.meshgrid(jnp.linspace(-1, 1, 36), jnp.linspace(-1, 1, 15)), -1).reshape(-1, 2)

@@ -58,8 +58,8 @@ found = memory.plan(step, blocks, state, x, budget="45MiB", show=show, **options
 print(f"{found.policy!r} fits 45 MiB")
 
 # %% [markdown]
-# `layers=` spends what is left of the budget: the first layers keep their internals, or their carries, as
-# many as fit. A larger budget never plans more arithmetic.
+# With `layers=` the first layers keep their internals, or their carries: as many as fit. A larger budget
+# never plans more arithmetic.
 
 # %%
 policies = [False, True, "nested"]

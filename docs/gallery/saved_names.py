@@ -43,7 +43,7 @@ def gradient(remat):
 
 
 # %% [markdown]
-# Nothing runs: each policy is compiled, and its memory and the arithmetic of its products are read off.
+# Nothing runs: each policy is compiled, and its memory and the arithmetic of its products are compared.
 
 # %%
 keep = {
@@ -63,8 +63,8 @@ for name, report in reports.items():
     print(f"{name:18} {report.temporaries / 2**20:6.0f} {report.flops.matmul / least:11.3f}")
 
 # %% [markdown]
-# Each name kept spares one product of the recomputation, so what matters is bytes for each. `out` is the
-# bargain: as many products spared as `gate` for a quarter of the memory.
+# Each name kept spares one product of the recomputation, so what matters is bytes for each. `out` spares as
+# many products as `gate` for a quarter of the memory.
 
 # %%
 carries = reports["only carries"]

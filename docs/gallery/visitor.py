@@ -1,7 +1,7 @@
 # %% [markdown]
 # # A visitor: the signal and the noise of each layer's gradient
 #
-# The backward pass meets every layer once, with its input and the cotangent of its output. A visitor is
+# The backward pass reverses every layer once, with its input and the cotangent of its output. A visitor is
 # called there instead of writing gradients. This one finds how noisy each layer's gradient is over the
 # examples of a batch, and stores no gradient of the stack.
 
@@ -78,4 +78,4 @@ assert jnp.allclose(found[:, 0], jnp.sum(gradient**2, (1, 2)), rtol=1e-3)
 print(f"one gradient of the stack: {gradient.nbytes:,} bytes; what the visitor stored: {found.nbytes} bytes")
 
 # %% [markdown]
-# Visitors may also update the layers as they pass ([Write a visitor](../extending.md)).
+# Visitors may also update the layers ([Write a visitor](../extending.md)).

@@ -55,15 +55,9 @@ class Comparison(Tabular):
         explained = [f"least: {readable_count(least)} FLOP in matrix products"] if least else []
         if not all(report.flops.exact for report in found):
             explained.append("?: not exact; the report of that policy says why")
-        if any(report.least_time and report.least_time.transfer for report in found):
-            explained.append(
-                "link: transfers are hidden behind compute, or "
-                + (
-                    "take so many seconds"
-                    if self.tokens_per_step is None
-                    else "allow at most so many tokens/s"
-                )
-            )
+        if found:
+            limit = "the seconds it takes" if self.tokens_per_step is None else "the tokens/s that it allows"
+            explained.append(f"moved: between device and host; link: hidden behind compute, or {limit}")
         failures = [f"{trial.name}: {trial.failure}" for trial in self.trials if trial.failure]
         return Table(title, columns, rows, (*explained, *failures, *notes))
 

@@ -99,9 +99,8 @@ def _section(row: ConfigRow, section: Any, instance: Any) -> Iterator[ConfigRow]
 
 def config_help(config_class: Any) -> str:
     """What `--help` prints: the keys as they are written on the command line, a paragraph each."""
-    summary = (inspect.getdoc(config_class) or "").partition("\n")[0]
     path = "a YAML file of the keys below, which override it on the command line."
-    lines = [*_wrapped(summary), "", "--config_path FILE", *_wrapped(path, "    ", "    ")]
+    lines = [*_paragraphs(_description(config_class)), "--config_path FILE", *_wrapped(path, "    ", "    ")]
     for row, following in _with_next(config_class):
         default = "required" if row.default is None else f"default {row.default}"
         heading = ""
@@ -123,6 +122,15 @@ def config_help(config_class: Any) -> str:
                 f"--{row.dotted}.type {' | '.join(row.names)} ({default}{required})", "", " " * 8
             )
     return "\n".join(lines)
+
+
+def _paragraphs(text: str) -> list[str]:
+    """The lines of paragraphs, each followed by an empty one; indented ones are examples, and kept."""
+    lines: list[str] = []
+    for paragraph in text.split("\n\n"):
+        kept = paragraph.startswith(" ")
+        lines += [*(paragraph.splitlines() if kept else _wrapped(" ".join(paragraph.split()))), ""]
+    return lines
 
 
 def _wrapped(text: str, first: str = "", others: str = "") -> list[str]:

@@ -101,6 +101,7 @@ def test_every_candidate_is_compared(comparison):
     assert flops[0] == min(flops)
     text = str(comparison)
     assert all(repr(policy) in text for policy in CANDIDATES)
+    assert "moved: between device and host; link: hidden behind compute, or the seconds it takes" in text
 
 
 def test_nothing_is_traced_or_compiled_after_a_policy_that_recomputes_nothing(comparison):

@@ -97,6 +97,7 @@ def test_the_table_has_a_row_a_policy_and_marks_that_of_the_config(reports):
     assert "64 x 16 tokens" in shown and "GiB" in shown
     caption = " ".join(shown.split())
     assert f"matrix products under True: {reports['True'].flops.matmul / 1e12:.3f} TFLOP" in caption
+    assert "moved: between host and device; link: hidden behind compute, or the tokens/s" in caption
 
 
 def test_a_sentence_says_what_the_policy_of_the_config_saves(reports):
@@ -107,6 +108,8 @@ def test_a_sentence_says_what_the_policy_of_the_config_saves(reports):
         f"{plain / unit:.2f}",
         f"{times / reports['True'].flops.matmul:.2f}",
     ]
+    huge = {name: dataclasses.replace(one, temporaries=2**52) for name, one in reports.items()}
+    assert "takes 4096.00 TiB where" in (saving(CONFIG, huge) or "")
     full = saving(dataclasses.replace(CONFIG, remat=True), reports)
     assert full is not None and full.startswith("`True` takes") and full.endswith("arithmetic of `False`.")
     assert saving(dataclasses.replace(CONFIG, remat=False), reports) is None
@@ -316,7 +319,7 @@ def test_auto_has_a_command(tmp_path):
     assert "False fits 1.00 GiB" in shown and "error: no candidate fits 1.00 KiB" in shown
 
 
-AUTO, TWO = ["--remat", "auto", "--budget", "1GiB"], ["--trainer.mesh.axes.data", "2"]
+AUTO = ["--model.type", "qwen3", "--remat", "auto", "--budget", "1GiB"]
 
 
 @pytest.mark.parametrize(
@@ -326,7 +329,11 @@ AUTO, TWO = ["--remat", "auto", "--budget", "1GiB"], ["--trainer.mesh.axes.data"
         (["--target", "abacus"], "unknown target 'abacus': expected one of local"),
         (["--devices", "0"], "devices must be at least 1, got 0."),
         (["--targt", "local"], "Did you mean `target`?"),
-        (["--only", "nestd"], "only = 'nestd' leaves no row. There are: False; save_all; True;"),
+        (["--target", "h200"], "No model to plan for: give --config_path FILE"),
+        (
+            ["--model.type", "qwen3", "--only", "nestd"],
+            "only = 'nestd' leaves no row. There are: False; save_all; True;",
+        ),
         (["--only", "(nested"], "only is no regular expression: missing ), unterminated subpattern"),
         (["--remat", "auto", "--budget", "1GiB", "--only", "nested"], "only has no effect with remat: auto"),
         (["--model.type", "qwen3", "--model.num_layers", "100000000"], "This can't fit: it takes at least"),

@@ -76,7 +76,11 @@ class Marker(Pen):
 class Drawing:
     """A drawing of one shape.
 
-    It is not shown.
+    This paragraph is shown and wrapped at 80 columns; the one below it is indented, and so
+    it is shown as it is.
+
+        draw --config_path FILE
+          then paint
 
     Attributes:
         shape: by `type`.
@@ -103,6 +107,12 @@ def help_of(config_class, capsys):
 def test_help_gives_each_key_its_type_default_and_meaning(capsys):
     assert help_of(Drawing, capsys).splitlines() == [
         "A drawing of one shape.",
+        "",
+        "This paragraph is shown and wrapped at 80 columns; the one below it is",
+        "indented, and so it is shown as it is.",
+        "",
+        "    draw --config_path FILE",
+        "      then paint",
         "",
         "--config_path FILE",
         "    a YAML file of the keys below, which override it on the command line.",

@@ -26,6 +26,8 @@
   is saved. With a policy in `KeptApart` it is computed in a branch that XLA does not know to be always taken.
 - JAX (0.10.2, 0.12) has no public function that tells whether it finds a cluster, without which
   `jax.distributed.initialize()` fails: `cluster_size`.
+- JAX (0.10.2) can't read the text of a program that libtpu 0.0.51 compiled for several devices ("async-update
+  instruction should have 1 operands"): `compiled_with_text` lets libtpu write it to a file.
 - Equinox (0.13) raises the errors of `eqx.error_if` in a branch of callbacks, and nothing else tells which
   branch that is: `raises_error`.
 - JAX (0.10.2, 0.12) has no public function that tells whether anything is being traced or differentiated:
@@ -36,8 +38,10 @@ import contextlib
 import dataclasses
 import functools
 import operator
+import tempfile
 import warnings
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import haliax.partitioning
@@ -121,6 +125,19 @@ def cudnn_is_installed() -> bool:
         return versions is not None and versions.cudnn_get_version() > 0
     except RuntimeError:  # cuDNN not found
         return False
+
+
+def compiled_with_text(lowered: Any, platform: str) -> tuple[Any, str]:
+    """A lowered program, compiled, and the text of what it was compiled to."""
+    if platform != "tpu":
+        compiled = lowered.compile()
+        return compiled, compiled.as_text() or ""
+    with tempfile.TemporaryDirectory() as folder:
+        options = {"xla_dump_to": folder, "xla_dump_hlo_as_text": True}
+        compiled = lowered.compile(compiler_options=options)
+        # The kernels within it are programs too, and smaller.
+        texts = [path.read_text() for path in Path(folder).glob("*.after_optimizations.txt")]
+    return compiled, max(texts, key=len, default="")
 
 
 @contextlib.contextmanager

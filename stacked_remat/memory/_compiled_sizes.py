@@ -12,7 +12,10 @@ from typing import Any
 
 import jax
 
+from .._compat import compiled_with_text
 from .._files import read_json_fields, replaced_whole
+from ._collectives import sent_bytes
+from ._costs import Flops
 from ._targets import Target
 
 _COMPILERS = ("jax", "jaxlib", "jax-cuda12-pjrt", "jax-cuda13-pjrt", "libtpu")
@@ -31,14 +34,16 @@ class CompiledSizes:
         device: by these names.
         host: the same of host memory.
         seconds: wall time of the compilation.
+        sent: bytes that each device sends to others.
     """
 
     device: dict[str, int]
     host: dict[str, int]
     seconds: float
+    sent: int
 
 
-def sizes_of(lowered: Any, target: Target, devices: int, folder: Path | None) -> CompiledSizes:
+def sizes_of(lowered: Any, target: Target, devices: int, folder: Path | None, flops: Flops) -> CompiledSizes:
     """Compile a lowered program, or read from `folder` what an earlier compilation of it found.
 
     Args:
@@ -47,18 +52,19 @@ def sizes_of(lowered: Any, target: Target, devices: int, folder: Path | None) ->
         devices: how many of them.
         folder: made if need be; None to compile, and keep nothing. A folder that can't be written to, and a
             file that can't be read, are as none.
+        flops: of the program.
 
     Raises:
         DoesNotFit: the compiler refused the program because device memory is too small.
     """
     if folder is None:
-        return _compiled(lowered, target)
+        return _compiled(lowered, target, devices, flops)
     path = folder / f"{_key(lowered, target, devices)}.json"
     with contextlib.suppress(OSError, ValueError, TypeError):
         found = CompiledSizes(**read_json_fields(path))
         if found.device.keys() == found.host.keys() == _KINDS.keys():
             return found
-    found = _compiled(lowered, target)
+    found = _compiled(lowered, target, devices, flops)
     with contextlib.suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)
         with replaced_whole(path, shared=True) as unfinished:
@@ -66,10 +72,14 @@ def sizes_of(lowered: Any, target: Target, devices: int, folder: Path | None) ->
     return found
 
 
-def _compiled(lowered: Any, target: Target) -> CompiledSizes:
+def _compiled(lowered: Any, target: Target, devices: int, flops: Flops) -> CompiledSizes:
     start = time.perf_counter()
     try:
-        compiled = lowered.compile()
+        compiled, text = (
+            (lowered.compile(), "")
+            if devices == 1
+            else compiled_with_text(lowered, target.devices()[0].platform)
+        )
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" in str(error):
             raise DoesNotFit(f"compiling for {target.name!r}: {error}") from error
@@ -79,7 +89,7 @@ def _compiled(lowered: Any, target: Target) -> CompiledSizes:
         {name: getattr(stats, f"{where}{kind}_size_in_bytes") for name, kind in _KINDS.items()}
         for where in ("", "host_")
     )
-    return CompiledSizes(device, host, seconds)
+    return CompiledSizes(device, host, seconds, sent_bytes(text, devices, flops))
 
 
 def _key(lowered: Any, target: Target, devices: int) -> str:

@@ -2,9 +2,11 @@
 
 import dataclasses
 import math
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
+
+_Loops: TypeAlias = tuple[tuple[str, str, int, int], ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,6 +25,8 @@ class Flops:
         bytes_to_host: bytes moved from device memory to host memory.
         too_low: reasons why the true figures may be higher (empty when there are none), sorted.
         too_high: reasons why they may be lower, as where a conditional counts its most expensive branch.
+        loops: for each loop whose trips are known, its place in the source and that of the loop around it,
+            how often it is entered, and its trips in all.
     """
 
     matmul: int = 0
@@ -31,6 +35,7 @@ class Flops:
     bytes_to_host: int = 0
     too_low: tuple[str, ...] = ()
     too_high: tuple[str, ...] = ()
+    loops: _Loops = dataclasses.field(default=(), compare=False, repr=False)
 
     def __add__(self, other: "Flops") -> "Flops":
         return Flops(
@@ -40,13 +45,17 @@ class Flops:
             self.bytes_to_host + other.bytes_to_host,
             _union(self.too_low, other.too_low),
             _union(self.too_high, other.too_high),
+            _joined(self.loops, other.loops),
         )
 
     def __mul__(self, times: int) -> "Flops":
         if times == 0:
             return Flops()
         matmul, elementwise, from_host, to_host = (count * times for count in self.counts)
-        return Flops(matmul, elementwise, from_host, to_host, self.too_low, self.too_high)
+        loops = tuple(
+            (at, around, entered * times, trips * times) for at, around, entered, trips in self.loops
+        )
+        return Flops(matmul, elementwise, from_host, to_host, self.too_low, self.too_high, loops)
 
     @property
     def counts(self) -> tuple[int, int, int, int]:
@@ -60,6 +69,16 @@ class Flops:
 
 def _union(some: tuple[str, ...], others: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(sorted({*some, *others})) if others else some
+
+
+def _joined(some: _Loops, others: _Loops) -> _Loops:
+    if not some or not others:
+        return some or others
+    found = {(place, around): (entered, trips) for place, around, entered, trips in some}
+    for place, around, entered, trips in others:
+        before = found.get((place, around), (0, 0))
+        found[place, around] = before[0] + entered, before[1] + trips
+    return tuple((*places, *counts) for places, counts in found.items())
 
 
 def leaf_cost(eqn: Any) -> Flops:

@@ -58,6 +58,7 @@ class _Counter:
         self._runs: dict[Any, tuple[Flops, list[_Value]]] = {}
         self._factors: dict[tuple[int, ...], int] = {}
         self._path: tuple[int, ...] = ()  # of the current equation, through those that hold it
+        self._loop = ""  # the place of the loop around it
 
     def count_gradients(self, jaxpr: Any, trained: Sequence[bool]) -> None:
         """From now on, products count with those of their gradients."""
@@ -69,7 +70,12 @@ class _Counter:
         live = self._without_dead_code(jaxpr)
         # Loops run the same program with the same integers again and again.
         place = self._path if self._factors else ()
-        key = (id(jaxpr), place, *(None if value is None else value.tobytes() for value in values))
+        key = (
+            id(jaxpr),
+            place,
+            self._loop,
+            *(None if value is None else value.tobytes() for value in values),
+        )
         if key not in self._runs:
             consts = [as_known(const) for const in getattr(jaxpr, "consts", ())]
             known: dict[Any, _Value] = dict(zip(live.constvars, consts, strict=False))
@@ -96,10 +102,12 @@ class _Counter:
     def _eqn(self, eqn: Any, values: list[_Value]) -> tuple[Flops, list[_Value]]:
         name, params = eqn.primitive.name, eqn.params
         unknown: list[_Value] = [None] * len(eqn.outvars)
-        if name == "scan":
-            return self._scan(eqn, values)
-        if name == "while":
-            return self._while(eqn, values)
+        if name in ("scan", "while"):
+            around, self._loop = self._loop, _place(eqn)
+            cost, results, trips = (self._scan if name == "scan" else self._while)(eqn, values)
+            own = () if trips is None else ((self._loop, around, 1, trips),)
+            self._loop = around
+            return cost + Flops(loops=own), results
         if name == "cond":
             return self._cond(eqn, values)
         if name == "pallas_call":
@@ -160,7 +168,8 @@ class _Counter:
             most = most + Flops(too_low=cost.too_low, too_high=cost.too_high)
         return most, results
 
-    def _scan(self, eqn: Any, values: list[_Value]) -> tuple[Flops, list[_Value]]:
+    def _scan(self, eqn: Any, values: list[_Value]) -> tuple[Flops, list[_Value], int]:
+        """The cost, the known results, and the trips."""
         body, length = eqn.params["jaxpr"], eqn.params["length"]
         num_consts, num_carry = scan_parts(eqn)
         consts, carry, xs = (
@@ -170,45 +179,46 @@ class _Counter:
         )
         no_ys: list[_Value] = [None] * (len(eqn.outvars) - num_carry)
         if length == 0:
-            return Flops(), [*carry, *no_ys]
+            return Flops(), [*carry, *no_ys], 0
         order = range(length)[::-1] if eqn.params["reverse"] else range(length)
         slices = ([None if x is None else x[row] for x in xs] for row in order)
         first = next(slices)
         each, fixed, strides = self._any_trip(body, consts, carry, first)
         if strides is not None:
-            return each * length, [*_after(carry, strides, length), *no_ys]
+            return each * length, [*_after(carry, strides, length), *no_ys], length
         state, total, stacked = carry, Flops(), []
         for own in itertools.chain([first], slices):
             if self.steps > _MAX_STEPS:
-                return each * length, [*fixed, *no_ys]
+                return each * length, [*fixed, *no_ys], length
             cost, results = self.run(body, [*consts, *state, *own])
             state, total = results[:num_carry], total + cost
             stacked.append(results[num_carry:])
         rows = stacked[::-1] if eqn.params["reverse"] else stacked
-        return total, [*state, *(_stack(ys) for ys in zip(*rows, strict=True))]
+        return total, [*state, *(_stack(ys) for ys in zip(*rows, strict=True))], length
 
-    def _while(self, eqn: Any, values: list[_Value]) -> tuple[Flops, list[_Value]]:
+    def _while(self, eqn: Any, values: list[_Value]) -> tuple[Flops, list[_Value], int | None]:
+        """The cost, the known results, and the trips; None where they are not known."""
         params = eqn.params
         first, second = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
         cond_consts, consts, state = values[:first], values[first:second], values[second:]
         each, fixed, strides = self._any_trip(params["body_jaxpr"], consts, state, [])
         test, _ = self.run(params["cond_jaxpr"], [*cond_consts, *fixed])
         reason = f"a while loop{_where(eqn)} whose trip count is not known in advance is counted once"
-        unknown = each + test + Flops(too_low=(reason,)), fixed
+        unknown = each + test + Flops(too_low=(reason,)), fixed, None
         if strides is not None:
             starts = [*cond_consts, *state], [*cond_consts, *_after(state, strides, 1)]
             trips = _strided_trips(self._without_dead_code(params["cond_jaxpr"]), *starts)
             if trips == _ENDLESS:
                 return unknown
             if trips is not None:
-                return each * trips + test * (trips + 1), _after(state, strides, trips)
+                return each * trips + test * (trips + 1), _after(state, strides, trips), trips
         total, trips = Flops(), 0
         while self.steps <= _MAX_STEPS:
             (goes_on,) = self.run(params["cond_jaxpr"], [*cond_consts, *state])[1]
             if goes_on is None:
                 return unknown
             if not goes_on:
-                return total + test * (trips + 1), state
+                return total + test * (trips + 1), state, trips
             cost, state = self.run(params["body_jaxpr"], [*consts, *state])
             total, trips = total + cost, trips + 1
         return unknown
@@ -288,6 +298,11 @@ def _stack(rows: Sequence[_Value]) -> _Value:
     if any(row is None for row in rows):
         return None
     return as_known(np.stack([row for row in rows if row is not None]))
+
+
+def _place(eqn: Any) -> str:
+    """The line in the source that an equation comes from, as `file:line`."""
+    return source_info_util.summarize(eqn.source_info).split(" (")[0].rsplit(":", 1)[0]
 
 
 def _where(eqn: Any) -> str:

@@ -57,6 +57,8 @@ class MemoryReport(Tabular):
         capacity: bytes of memory of one device; None where it is not known.
         least_time: of one call, by its arithmetic and its transfers; None where the device's peak or link is
             not known.
+        sent: bytes that a device sends to others in collectives, if each goes round a ring. Loops whose trips
+            depend on data count once.
     """
 
     target: str
@@ -70,6 +72,7 @@ class MemoryReport(Tabular):
     devices: int = 1
     capacity: int | None = None
     least_time: TimeBound | None = None
+    sent: int = 0
 
     @property
     def total(self) -> int:
@@ -91,6 +94,7 @@ class MemoryReport(Tabular):
             f"{readable_count(self.flops.matmul)} FLOP in matrix products",
             f"{readable_count(self.flops.elementwise)} FLOP elementwise",
             *self._of_transfers(),
+            *([f"{readable_bytes(self.sent)} sent by each device to others"] if self.sent else []),
             f"compiled in {self.compile_seconds:.1f} s",
             *(f"FLOP at least: {reason}" for reason in self.flops.too_low),
             *(f"FLOP at most: {reason}" for reason in self.flops.too_high),
@@ -145,13 +149,14 @@ class TracedCall:
         with warnings.catch_warnings():
             # Donation that was not used shows in the report.
             warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
-            found = sizes_of(self.traced.lower(), self.target, self.placement.devices, cache)
+            found = sizes_of(self.traced.lower(), self.target, self.placement.devices, cache, self.flops)
         known = self.target if self.target.flops else target_of_device(self.target.devices()[0])
         return MemoryReport(
             target=self.target.name,
             **found.device,
             host=HostBytes(**found.host),
-            flops=self.flops,
+            flops=dataclasses.replace(self.flops, loops=()),
+            sent=found.sent,
             compile_seconds=found.seconds,
             devices=self.placement.devices,
             capacity=self.target.memory or _attached_memory(self.target),

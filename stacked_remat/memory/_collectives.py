@@ -1,0 +1,150 @@
+"""The bytes that devices send each other in one call, from the compiled program.
+
+Collectives appear when the compiler divides the program, so they are read from its text: those in a loop
+times its trips. Trips that the compiler does not know are those of the loop at the same place of the source,
+which `count_flops` finds in the traced program.
+"""
+
+import functools
+import math
+import re
+from collections.abc import Iterator
+
+from ._costs import Flops
+
+_KINDS = "all-gather|all-reduce|reduce-scatter|all-to-all|ragged-all-to-all|collective-permute"
+_COLLECTIVE = re.compile(rf" = (.*?) ({_KINDS})(-start)?\(")
+_COMPUTATION = re.compile(r"^(ENTRY )?%([^\s(]+) ?\(.*\{$")
+_CALLED = re.compile(r"(?:calls|body|true_computation|false_computation)=%([\w.\-]+)")
+_APPLIED = re.compile(r" call\(.*to_apply=%([\w.\-]+)")
+_BRANCHES = re.compile(r"branch_computations=\{(.*?)\}")
+_LIMIT = re.compile(r"= [su]32\[\]\S* constant\((\d+)\)")
+_CONDITION = re.compile(r"condition=%([\w.\-]+)")
+_TRIPS = re.compile(r'known_trip_count":\{"n":"(\d+)"')
+_ARRAY = re.compile(r"\b(pred|[a-z]+(\d+)\w*)\[([\d,]*)\]")
+_GROUPS = re.compile(r"replica_groups=(?:\[\d+,(\d+)\]|\{\{([\d,]*)\}|mesh\[(.*?)\] \{(.*?)\})")
+_FRAME = re.compile(r"stack_frame_id=(\d+)")
+_ENTRY = re.compile(r"(\w+)=(\d+)")
+_ROW = re.compile(r"^(\d+) (.*)$")
+
+
+def sent_bytes(program: str, devices: int, flops: Flops) -> int:
+    """The bytes that each device sends in collectives that go round a ring, in one call.
+
+    Loops whose trips depend on data count once. Where only the traced program has the trips, loops on one
+    line of the source count their mean.
+
+    Args:
+        program: the text of the compiled program.
+        devices: how many it runs on.
+        flops: of the traced program, whose `loops` are taken.
+    """
+    return round(_Program(program, devices, flops).sent())
+
+
+class _Program:
+    """The computations of a program: what each sends, and what it calls."""
+
+    def __init__(self, text: str, devices: int, flops: Flops):
+        self._devices = devices
+        self._loops = {(place, around): trips / entered for place, around, entered, trips in flops.loops}
+        self._bodies: dict[str, list[str]] = {}
+        self._entry, lines = "", []
+        for line in text.splitlines():
+            if found := _COMPUTATION.match(line):
+                self._entry = found[2] if found[1] else self._entry
+                lines = self._bodies.setdefault(found[2], [])
+            elif "=%" in line or _LIMIT.search(line) or _COLLECTIVE.search(line):
+                lines.append(line)
+        self._places = _places(text)
+        self._sent = functools.cache(self._of_computation)
+
+    def sent(self) -> float:
+        return self._sent(self._entry, "")
+
+    def _of_computation(self, name: str, loop: str) -> float:
+        return sum(self._of_line(line, loop) for line in self._bodies.get(name, ()))
+
+    def _of_line(self, line: str, loop: str) -> float:
+        if found := _COLLECTIVE.search(line):
+            return _sent_in(found[2], bool(found[3]), _bytes(found[1]), _group(line, self._devices))
+        if "-done(" in line or "-update(" in line:
+            return 0.0
+        if found := _BRANCHES.search(line):
+            branches = [branch.strip().removeprefix("%") for branch in found[1].split(",")]
+            return max(self._sent(branch, loop) for branch in branches)
+        called = [*_CALLED.findall(line), *_APPLIED.findall(line)]
+        if " while(" not in line:
+            return sum(self._sent(one, loop) for one in called)
+        frame = _FRAME.search(line)
+        place = self._places.get(frame[1], "") if frame else ""
+        return self._trips(line, place, loop) * sum(self._sent(one, place) for one in called)
+
+    def _trips(self, line: str, place: str, loop: str) -> float:
+        if known := _TRIPS.search(line):
+            return int(known[1])
+        if (place, loop) in self._loops:
+            return self._loops[place, loop]
+        condition = _CONDITION.findall(line)
+        limits = [int(n) for name in condition for text in self._bodies[name] for n in _LIMIT.findall(text)]
+        return limits[0] if len(limits) == 1 else 1  # loops that the compiler made run from 0 to a constant
+
+
+def _sent_in(kind: str, starts: bool, size: int, group: int) -> float:
+    """What a device sends, from the bytes of a collective's result; where it starts, with its operands."""
+    if kind == "all-gather":
+        return size * (group - 1) / (group + 1 if starts else group)
+    if kind == "all-reduce":
+        return 2 * size * (group - 1) / group
+    if kind == "reduce-scatter":
+        return size * (group - 1) / (group + 1 if starts else 1)
+    size = size / 2 if starts else size
+    return size if kind == "collective-permute" else size * (group - 1) / group
+
+
+def _bytes(shapes: str) -> int:
+    bits = 0
+    for kind, width, sizes in _ARRAY.findall(shapes):
+        each = 8 if kind == "pred" else int(width)
+        bits += each * math.prod(int(size) for size in sizes.split(",") if size)
+    return -(-bits // 8)
+
+
+def _group(line: str, devices: int) -> int:
+    """How many devices a collective is among."""
+    found = _GROUPS.search(line)
+    if found is None:
+        return devices
+    many, listed, mesh, axes = found.groups()
+    if many:
+        return int(many)
+    if mesh is None:
+        return len(listed.split(",")) if listed else devices
+    sizes = dict(re.findall(r"'([^']+)'=(\d+)", mesh))
+    parts = re.findall(r"'([^']+)'(?::\(\d+\)(\d+))?", axes)
+    return math.prod(int(part or sizes[name]) for name, part in parts)
+
+
+def _places(text: str) -> dict[str, str]:
+    """From the numbers of stack frames to places in the source, as `file:line`."""
+    tables: dict[str, dict[str, str]] = {}
+    for name, number, row in _rows(text):
+        tables.setdefault(name, {})[number] = row
+    places = {}
+    for frame, row in tables.get("StackFrames", {}).items():
+        at = dict(_ENTRY.findall(tables["FileLocations"][dict(_ENTRY.findall(row))["file_location_id"]]))
+        file = tables["FileNames"][at["file_name_id"]].strip('"')
+        places[frame] = f"{file}:{at['line']}"
+    return places
+
+
+def _rows(text: str) -> Iterator[tuple[str, str, str]]:
+    """The rows of the tables at the head of a program: the table, the row's number and the row."""
+    table = ""
+    for line in text.splitlines():
+        if _COMPUTATION.match(line):
+            return
+        if row := _ROW.match(line):
+            yield table, row[1], row[2]
+        elif line:
+            table = line

@@ -1,0 +1,65 @@
+"""Tests of the bytes that devices send each other."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from stacked_remat import memory
+
+DEVICES, LAYERS, WIDTH = 4, 6, 32
+
+
+def layers_of(mesh, each):
+    """Every layer's weights by `each`, which runs on every device."""
+    on_all = functools.partial(jax.shard_map, mesh=mesh, check_vma=False)
+    one = on_all(each, in_specs=PartitionSpec("data"), out_specs=PartitionSpec())
+    return lambda weights: lax.scan(lambda x, weight: (x + one(weight).sum(), None), 0.0, weights)[0]
+
+
+def sent(fn, *shapes):
+    mesh = memory.target_mesh("local", {"data": DEVICES})
+    spec = NamedSharding(mesh, PartitionSpec(None, "data"))
+    args = [jax.ShapeDtypeStruct(shape, jnp.float32, sharding=spec) for shape in shapes]
+    return memory.report(fn(mesh), *args).sent
+
+
+RING = WIDTH * 4 * (DEVICES - 1) // DEVICES
+
+
+@pytest.mark.parametrize(
+    ("each", "bytes_a_layer"),
+    [
+        (lambda x: lax.all_gather(x, "data", tiled=True), RING),
+        (lambda x: lax.psum(x, "data"), 2 * RING // DEVICES),
+        (lambda x: lax.psum_scatter(x, "data", tiled=True), RING // DEVICES),
+        (lambda x: lax.all_to_all(x, "data", 0, 0, tiled=True), RING // DEVICES),
+        (lambda x: lax.ppermute(x, "data", [(0, 1), (1, 0)]), WIDTH * 4 // DEVICES),
+    ],
+)
+def test_a_collective_counts_once_for_each_trip_of_its_loop(each, bytes_a_layer):
+    assert sent(lambda mesh: layers_of(mesh, each), (LAYERS, WIDTH)) == LAYERS * bytes_a_layer
+
+
+def test_trips_that_only_the_traced_program_knows_count():
+    lengths = jnp.array([3, 1, 2])
+
+    def segments(mesh):
+        gather = jax.shard_map(
+            lambda x: lax.all_gather(x, "data", tiled=True),
+            mesh=mesh, in_specs=PartitionSpec("data"), out_specs=PartitionSpec(), check_vma=False,
+        )  # fmt: skip
+
+        def segment(x, length):
+            return lax.fori_loop(0, length, lambda i, x: x + gather(lax.cos(x[:, :] * i)[0]).sum(), x), None
+
+        return lambda x: lax.scan(segment, x, lengths)[0]
+
+    assert sent(segments, (1, WIDTH)) == LAYERS * RING
+
+
+def test_one_device_sends_nothing():
+    assert memory.report(lambda x: x @ x, jnp.ones((8, 8))).sent == 0

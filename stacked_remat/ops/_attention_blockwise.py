@@ -17,6 +17,9 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
+from .._sweep.store import varying_alike
+from .per_device import divided_alike
+
 Query = Float[Array, "batch row kv_heads group head_dim"]
 Key = Float[Array, "batch position kv_heads head_dim"]
 LogSumExp = Float[Array, "batch row kv_heads group"]
@@ -74,6 +77,8 @@ def blockwise_attention(
     and in the backward pass the gradient of `query` in float32. In a ring, also the keys and values that
     come next, the output in float32, and in the backward pass their gradients in float32.
     """
+    given = query, key, value, documents, rows, sinks
+    query, key, value, documents, rows, sinks = divided_alike("causal_attention", given)
     length = query.shape[1]
     size = min(blocks.size, length)
     # Padding comes last, so causality hides it.
@@ -287,7 +292,8 @@ class _SeeKeys(NamedTuple):
                 sums * shrink[..., None] + new,
             )
 
-        highest, total, sums = lax.fori_loop(first[i], last[i] + 1, key_block, (highest, total, sums))
+        _, start = varying_alike((q, (highest, total, sums)))
+        highest, total, sums = lax.fori_loop(first[i], last[i] + 1, key_block, start)
         return jnp.moveaxis(sums / total[..., None], 3, 1), jnp.moveaxis(highest + jnp.log(total), 3, 1)
 
 
@@ -303,7 +309,7 @@ def _backward(attended: _Attended, cotangent: Query, blocks: Blocks) -> tuple[Qu
     # The gradient of the softmax's normalisation, for each row.
     kept = jnp.sum(cotangent.astype(jnp.float32) * output.astype(jnp.float32), axis=-1)
     of_keys = functools.partial(_backward_of_keys, query, lse, cotangent, kept, at, blocks)
-    start = jnp.zeros(query.shape, jnp.float32)
+    _, start = varying_alike((query, jnp.zeros(query.shape, jnp.float32)))
     keys = _Keys(key, value, at.columns, at.of_key)
     if blocks.ring:
         # The gradients of keys go round with them.
@@ -362,7 +368,7 @@ def _backward_of_keys(
             old = _block(query_gradient, i, size)
             return _with_block(query_gradient, i, old + new, size), key_gradient, value_gradient
 
-        zeros = jnp.zeros(k.shape, jnp.float32)
+        _, zeros = varying_alike((k, jnp.zeros(k.shape, jnp.float32)))
         query_gradient, *found = lax.fori_loop(
             first[j], last[j] + 1, query_block, (query_gradient, zeros, zeros)
         )

@@ -22,7 +22,7 @@ from .._compat import as_residual, of_residual
 from .._messages import axes_text
 from .._noted import noted
 from .._sweep.store import zeros_after
-from .per_device import per_device
+from .per_device import divided_alike, per_device
 
 Hidden = Float[Array, "token embed"]
 Head = Float[Array, "embed vocab"] | Float[Array, "vocab embed"]
@@ -85,7 +85,7 @@ def chunked_cross_entropy(
         ValueError: axes do not match, targets are not integers, or the chunk size is not positive.
 
     On several devices: each computes the tokens that Haliax's axis mapping gives it, in its own chunks, with
-    all of `head`. Inside `jax.shard_map` this needs `check_vma=False`.
+    all of `head`.
 
     Cost: `8 * tokens * embed * vocab` FLOPs with the gradient (6 if the logits were kept), and 2 less if
     `head` is frozen. Memory: a few times `chunk_size * vocab` in float32, and the gradient of `head` in
@@ -136,6 +136,8 @@ def _of_tokens(
     chunk_size: int,
 ) -> Any:
     """The losses, and with a direction of the head a tuple of these and their derivative along it."""
+    given = hidden, head, targets, weights, direction
+    hidden, head, targets, weights, direction = divided_alike("chunked_cross_entropy", given)
     tokens = targets.axes
     count = math.prod(axis.size for axis in tokens)
     flat = hidden.rearrange((*tokens, Embed)).array.reshape(count, Embed.size)

@@ -27,7 +27,7 @@ from .._scan.layer_axis import TreeLayout, split_tree
 from .._scan.marks import is_array, is_named, is_split
 from .._sweep.store import zeros_after
 from ._expert_exchange import Exchange
-from .per_device import free_axis_mapping
+from .per_device import divided_alike, free_axis_mapping
 
 Rows = Float[Array, "row embed"]
 Expert: TypeAlias = Callable[..., Rows]
@@ -104,7 +104,7 @@ def grouped_experts(
     | either, in a layer that is recomputed | 3 | 8 | 5 | 11 / 12 and 8 / 9 |
 
     Memory beside the arguments: the result and the gradients in float32, five integers per pair, a few
-    blocks, and what is saved. Inside `jax.shard_map` this needs `check_vma=False`.
+    blocks, and what is saved.
 
     With `over`, each pair's row of `x` is sent to its expert and a result comes back; in the backward pass it
     is sent again with its cotangent, and a cotangent comes back. Padding adds about an eighth to an even
@@ -122,6 +122,7 @@ def grouped_experts(
         if not isinstance(number, int) or number < 1:
             raise ValueError(f"{what} must be an int, at least 1; got {number!r}.")
     rebuild = functools.partial(layout.layer, shared=shared)
+    x, choices, gates, arrays = divided_alike("grouped_experts", (x, choices, gates, arrays))
     call = ExpertsCall(expert, saved, rebuild, Experts.size, block_size, blocks_at_once)
     if exchange is not None:
         return exchange.run(call.run, x, choices, gates, arrays, Experts.size)

@@ -9,7 +9,7 @@ import contextlib
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeAlias, overload
+from typing import Any, TypeAlias, TypeVar, overload
 
 import equinox as eqx
 import jax
@@ -20,8 +20,10 @@ from jax.core import Tracer
 from jax.sharding import AxisType, PartitionSpec
 
 from .._compat import no_axis_mapping
+from .._sweep.store import varying_alike
 
 Axes: TypeAlias = tuple[Axis, ...]
+T = TypeVar("T")
 
 
 @overload
@@ -51,7 +53,7 @@ def per_device(fn: Callable[..., Any], *args: Any, over: Sequence[Axis], out: An
         ValueError: an axis does not divide evenly, is mapped to an axis that the mesh lacks, or to the same
             one as another axis of one array.
 
-    The axes of the mesh must be `AxisType.Auto`, which is not the default of `jax.make_mesh`.
+    Where an axis of the mesh is `AxisType.Explicit`, arguments are resharded first, to what the mapping says.
     """
     cut = _cut(over)
     if not cut:
@@ -67,7 +69,7 @@ def per_device(fn: Callable[..., Any], *args: Any, over: Sequence[Axis], out: An
         _check_once(axes, cut)
         return PartitionSpec(*(cut.get(axis.name) for axis in axes))
 
-    in_specs = (_map_arrays(lambda x: spec(x.axes if is_named_array(x) else ()), arrays),)
+    specs = _map_arrays(lambda x: spec(x.axes if is_named_array(x) else ()), arrays)
     out_specs = jax.tree.map(spec, out, is_leaf=_is_axes)
     for axis in over:
         if axis.size % parts.get(axis.name, 1):
@@ -85,9 +87,11 @@ def per_device(fn: Callable[..., Any], *args: Any, over: Sequence[Axis], out: An
             lambda axes, one: one.rearrange(local(axes)).array, out, results, is_leaf=_is_axes
         )
 
+    if AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types:
+        arrays = jax.tree.map(jax.reshard, arrays, specs, is_leaf=is_named_array)
     run = jax.shard_map(
         own,
-        in_specs=in_specs,
+        in_specs=(specs,),
         out_specs=out_specs,
         axis_names={name for names in cut.values() for name in names},
         check_vma=False,
@@ -95,6 +99,25 @@ def per_device(fn: Callable[..., Any], *args: Any, over: Sequence[Axis], out: An
     if not any(isinstance(array, Tracer) for array in jax.tree.leaves(arrays)):
         run = jax.jit(run)  # outside of jit, jax.shard_map takes no mesh with Auto axes
     return jax.tree.map(lambda axes, array: NamedArray(array, axes), out, run(arrays), is_leaf=_is_axes)
+
+
+def divided_alike(what: str, arrays: T) -> T:
+    """The arrays, all varying over the axes of an enclosing `jax.shard_map` over which some of them vary.
+
+    Loops of an operation need it, whose carries keep their types.
+
+    Raises:
+        ValueError: a type says that its array is divided (`AxisType.Explicit`).
+    """
+    for array in jax.tree.leaves(arrays):
+        names = [name for some in jax.typeof(array).sharding.spec for name in ensure_tuple(some or ())]
+        if names:
+            raise ValueError(
+                f"{what} has an array divided over {names[0]!r}, an axis of the mesh that is "
+                f"AxisType.Explicit. Map a named axis to it, as in haliax.axis_mapping({{'batch': "
+                f"{names[0]!r}}}), call it inside jax.shard_map, or make the mesh with AxisType.Auto."
+            )
+    return varying_alike(arrays)
 
 
 def mesh_axes(axis: Axis) -> tuple[str, ...]:

@@ -1,0 +1,95 @@
+"""Operations inside a user's `jax.shard_map`, which tracks what varies over devices, or does not."""
+
+import haliax as hax
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from stacked_remat.ops import causal_attention, chunked_cross_entropy, grouped_experts
+
+DEVICES = 4
+Pos, Heads, HeadDim, Experts, Embed, Vocab = hax.make_axes(
+    position=8, kv_heads=2, head_dim=4, experts=3, embed=4, vocab=5
+)
+DATA = PartitionSpec("data")
+
+
+def attended(weights, x):
+    Batch = hax.Axis("batch", x.shape[0])
+    query = hax.named(x.reshape(-1, Pos.size, Heads.size, HeadDim.size), (Batch, Pos, Heads, HeadDim))
+    documents = hax.zeros((Batch, Pos), dtype=jnp.int32)
+    sinks = hax.named(weights[0, : Heads.size], (Heads,))
+    found = causal_attention(
+        query, query, query, Pos, Heads, HeadDim, documents=documents, sinks=sinks, backend="blockwise"
+    )
+    return found.rearrange((Batch, ...)).array
+
+
+def routed(weights, x):
+    rows = x.reshape(-1, Embed.size)
+    choices = jnp.argsort(rows[:, : Experts.size], axis=1)[:, :2]
+    stacked = hax.named(weights.reshape(-1)[: Experts.size * 16].reshape(3, 4, 4), (Experts, "out", Embed))
+
+    def expert(own, rows, gates):
+        return jnp.einsum("re,oe,r->ro", rows, own.array, gates)
+
+    found = grouped_experts(expert, stacked, Experts, rows, choices, rows[:, 1:3])
+    return found.reshape(x.shape[0], -1)
+
+
+def losses(weights, x):
+    Batch, Rows = hax.Axis("batch", x.shape[0]), hax.Axis("row", x.shape[1] // Embed.size)
+    hidden = hax.named(x.reshape(Batch.size, Rows.size, Embed.size), (Batch, Rows, Embed))
+    head = hax.named(weights.reshape(-1)[:20].reshape(4, 5), (Embed, Vocab))
+    targets = hax.zeros((Batch, Rows), dtype=jnp.int32)
+    return chunked_cross_entropy(hidden, head, targets, Embed, Vocab, chunk_size=4).array
+
+
+def loss(operation):
+    return jax.jit(jax.value_and_grad(lambda *args: jnp.sum(operation(*args) ** 2), argnums=(0, 1)))
+
+
+def arguments():
+    keys = jax.random.split(jax.random.key(0))
+    return jax.random.normal(keys[0], (8, 8)), jax.random.normal(keys[1], (DEVICES, 64))
+
+
+def mesh_of(kind):
+    return jax.make_mesh((DEVICES,), ("data",), axis_types=(kind,), devices=jax.devices()[:DEVICES])
+
+
+def assert_same(found, expected):
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("tracked", [True, False])
+@pytest.mark.parametrize("operation", [attended, routed, losses])
+def test_inside_shard_map_values_and_gradients_are_those_of_one_device(operation, tracked, kind):
+    weights, x = arguments()
+    with jax.set_mesh(mesh := mesh_of(kind)):
+        divided = jax.shard_map(
+            operation, in_specs=(PartitionSpec(), DATA), out_specs=DATA, check_vma=tracked
+        )
+        found = loss(divided)(weights, jax.device_put(x, NamedSharding(mesh, DATA)))
+    assert_same(found, loss(operation)(weights, x))
+
+
+@pytest.mark.parametrize("operation", [attended, losses])
+def test_explicit_axes_that_named_axes_are_mapped_to_divide_operations(operation):
+    weights, x = arguments()
+    with jax.set_mesh(mesh := mesh_of(AxisType.Explicit)), hax.axis_mapping({"batch": "data"}):
+        found = loss(operation)(weights, jax.device_put(x, NamedSharding(mesh, DATA)))
+    assert_same(found, loss(operation)(weights, x))
+
+
+@pytest.mark.parametrize(("operation", "width"), [(attended, 64), (routed, 4), (losses, 64)])
+def test_explicit_axes_that_nothing_is_mapped_to_are_refused(operation, width):
+    weights, x = arguments()
+    x = x[:, :width]
+    with jax.set_mesh(mesh := mesh_of(AxisType.Explicit)):
+        with pytest.raises(ValueError, match="divided over 'data'.*AxisType.Explicit.*axis_mapping"):
+            operation(weights, jax.device_put(x, NamedSharding(mesh, DATA)))

@@ -98,8 +98,8 @@ def _sent_in(kind: str, starts: bool, size: int, group: int) -> float:
         return 2 * size * (group - 1) / group
     if kind == "reduce-scatter":
         return size * (group - 1) / (group + 1 if starts else 1)
-    size = size / 2 if starts else size
-    return size if kind == "collective-permute" else size * (group - 1) / group
+    result = size / 2 if starts else size
+    return result if kind == "collective-permute" else result * (group - 1) / group
 
 
 def _bytes(shapes: str) -> int:

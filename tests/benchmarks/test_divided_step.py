@@ -1,0 +1,44 @@
+"""Tests of the recorded memory of whole steps on several devices, and of the command that records it."""
+
+import json
+
+import pytest
+
+from benchmarks import divided_step
+from benchmarks.record import RESULTS
+
+GIB = 2**30
+WEIGHTS, EMBEDDINGS = 56.9, 1.2
+
+
+def recorded(name):
+    return json.loads((RESULTS / f"{name}.json").read_text())["rows"]
+
+
+@pytest.mark.parametrize(("where", "devices", "memory"), [("h100_8", 8, 79), ("v5p_16", 16, 95)])
+def test_all_parameters_fit_and_depth_adds_weights_and_carries(where, devices, memory):
+    rows = recorded(f"qwen3_30b_a3b_65k_fsdp_{where}")
+    whole, half = (
+        {**row} for n in (48, 24) for row in rows if (row["layers"], row["policy"]) == (n, "nested")
+    )
+    assert whole["total"] <= memory * GIB
+    # Weights in bfloat16 and two moments in float32; depth adds gradients and a few carries to temporaries.
+    assert whole["arguments"] == pytest.approx(5 * WEIGHTS * GIB / devices, rel=0.02)
+    assert whole["temporaries"] - half["temporaries"] <= (WEIGHTS / 2 / devices + 5 * 0.25 + 3) * GIB
+    # Each layer's weights once forward, at most once for the replay, once backward; gradients at most twice.
+    assert 3 * WEIGHTS - EMBEDDINGS <= whole["sent"] / GIB <= 5 * WEIGHTS
+    assert whole["sent"] / half["sent"] == pytest.approx(2, rel=0.05)
+
+
+def test_a_model_of_235_billion_parameters_fits_with_carries_on_the_host():
+    found = {row["policy"]: row for row in recorded("qwen3_235b_a22b_131k_fsdp_lora_h200_8")}
+    assert found["offload"]["total"] <= 139 * GIB < found["nested, offload"]["total"]
+    assert found["offload"]["host"] == 94 * GIB
+
+
+def test_the_command_writes_a_row_for_each_depth(tmp_path, standard_promotion):
+    config = divided_step.CONFIG.parent / "qwen3_moe_tiny.yaml"
+    given = ["--config", str(config), "--target", "local", "--devices", "8", "--layers", "1", "2"]
+    path = divided_step.main([*given, "--policies", "True", "--out", str(tmp_path)])
+    one, two = json.loads(path.read_text())["rows"]
+    assert (one["layers"], two["layers"]) == (1, 2) and 0 < one["sent"] < two["sent"]

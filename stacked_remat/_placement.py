@@ -21,19 +21,25 @@ def to_device(tree: Any) -> Any:
     return jax.device_put(tree, jax.memory.Space.Device)
 
 
-# Part of the keys of JAX's caches, so that what was traced for one platform is not reused for another.
+# Part of the keys of JAX's caches, so that what was traced for one device is not reused for another.
 _compiled_for = jax.make_user_context(default_value=None)
 
 
 def platform() -> str:
     """The kind of device that the program being traced is for: `"cpu"`, `"cuda"`, `"tpu"`, ..."""
-    name = _compiled_for.value or jax.default_backend()
+    name = getattr(_compiled_for.value, "platform", _compiled_for.value) or jax.default_backend()
     return "cuda" if name == "gpu" else name
 
 
-def compiled_for(name: str) -> AbstractContextManager[None]:
-    """Trace for a platform other than the one that is attached."""
-    return _compiled_for(name)
+def target_device() -> Any:
+    """The device that the program being traced is for; an attached one if only a platform is known."""
+    device = _compiled_for.value
+    return device if hasattr(device, "platform") else jax.local_devices()[0]
+
+
+def compiled_for(device: Any) -> AbstractContextManager[None]:
+    """Trace for a device other than the one that is attached, or for a platform given by name."""
+    return _compiled_for(device)
 
 
 def is_on_host(array: Any) -> bool:

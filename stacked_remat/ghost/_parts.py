@@ -330,7 +330,7 @@ def scored_experts(program: _Program, call: ExpertsCall, equation: Any, operands
         }
         return _one_expert(program, call, own, rows, gates, of_block)
 
-    scored = dataclasses.replace(call, expert=expert, saved=None, rebuild=lambda arrays: arrays)
+    scored = dataclasses.replace(call, expert=expert, saved=None, rebuild=lambda arrays: arrays, kernels=None)
     arrays = [*(one.array for one in weights), *(leaf.direction for leaf in leaves.values())]
     return scored.run(x.array, choices.array, (gates.array, probes), arrays)
 

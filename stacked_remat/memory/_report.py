@@ -244,7 +244,7 @@ def trace_call(
 
 def _trace(target: Target, placement: "_Placement", trace: Callable[[], Any], made: int = 0) -> TracedCall:
     """The traced call; `made` are the bytes that it first moves to the host in place of arguments."""
-    with compiled_for(target.devices()[0].platform), placement.in_use():
+    with compiled_for(target.devices()[0]), placement.in_use():
         traced = trace()
     return TracedCall(target, placement, traced, count_flops(traced.jaxpr) + Flops(bytes_to_host=-made))
 

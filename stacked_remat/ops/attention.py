@@ -9,14 +9,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from haliax import Axis, AxisSelector, NamedArray, axis_name
-from jax.sharding import AxisType
-from jaxtyping import Array
 
 from .._messages import axes_text
 from .._noted import DERIVATIVE_OF_RESULT, noted
 from .._placement import platform
-from ._attention_backends import BACKENDS, AttentionCall, Backend
+from ._attention_backends import BACKENDS, AttentionCall
 from ._attention_blockwise import Blocks
+from ._backends import choose_backend, devices_left_to_the_compiler
 from ._context_parallel import attend_in_context
 from .per_device import mesh_axes, per_device
 
@@ -145,11 +144,11 @@ def _attend(
         documents is not None,
         blocks,
         size,
-        _devices_left_to_the_compiler(query.array),
+        devices_left_to_the_compiler(query.array),
         sinks is not None,
         bool(context),
     )
-    chosen = choose_backend(backend, call)
+    chosen = choose_backend("attention backend", BACKENDS, backend, call)
     whole, shape = (*batch, Row, KVHeads, *group, HeadDim), (size, Row.size, KVHeads.size)
     query_array = query.rearrange(whole).array.reshape(*shape, groups, HeadDim.size)
     key_array, value_array = (
@@ -173,31 +172,6 @@ def _attend(
         chosen.ring,
     )
     return NamedArray(attended.reshape([axis.size for axis in whole]), whole).rearrange(query.axes)
-
-
-def choose_backend(name: str, call: AttentionCall) -> Backend:
-    """The backend of that name, or for `"auto"` the first that supports the call.
-
-    Raises:
-        ValueError: no backend has that name, or it does not support the call; says why.
-    """
-    if name == "auto":
-        return next(one for one in BACKENDS.values() if one.reason_against(call) is None)
-    if name not in BACKENDS:
-        raise ValueError(f"Unknown attention backend {name!r}. Use 'auto' or one of {', '.join(BACKENDS)}.")
-    reason = BACKENDS[name].reason_against(call)
-    if reason is not None:
-        raise ValueError(f"The attention backend {name!r} does not support this call: {reason}. Use 'auto'.")
-    return BACKENDS[name]
-
-
-def _devices_left_to_the_compiler(x: Array) -> int:
-    """Devices of the mesh of `x`, without the axes that `jax.shard_map` has made manual."""
-    mesh = jax.typeof(x).sharding.mesh
-    manual = AxisType.Manual
-    return math.prod(
-        size for size, kind in zip(mesh.axis_sizes, mesh.axis_types, strict=True) if kind != manual
-    )
 
 
 def _check_arrays(

@@ -1,42 +1,33 @@
 """Applies each expert of a mixture to the tokens that chose it.
 
-The (token, expert) pairs are sorted by expert and cut into blocks of rows of one expert each. There are at
-most rows / block + experts blocks, and at most one per row, for any routing, so no token is dropped and
-trip counts are static. A block gathers its tokens, applies its expert and adds the result to its tokens.
-Memory grows with tokens, not with tokens x experts.
+The (token, expert) pairs are sorted by expert, so that each expert has its rows together. A backend applies
+the experts to them, block by block or by grouped products. No token is dropped for any routing, and memory
+grows with tokens, not with tokens x experts.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeAlias, cast
+from typing import Any, cast
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 from haliax import Axis
-from jax import lax
-from jax.custom_derivatives import SymbolicZero
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
-from .._compat import as_residual, of_residual
 from .._noted import noted
-from .._placement import is_on_host, to_device
+from .._placement import is_on_host, platform
 from .._scan.arguments import Caller
 from .._scan.layer_axis import TreeLayout, split_tree
 from .._scan.marks import is_array, is_named, is_split
-from .._sweep.store import zeros_after
+from ._backends import choose_backend, devices_left_to_the_compiler
+from ._expert_backends import EXPERT_BACKENDS, ExpertsFacts, against_program
+from ._expert_blocks import BlockLoop, block_plan, default_block_size
+from ._expert_chunks import ChunkLoop, chunk_plan, chunks_of
 from ._expert_exchange import Exchange
-from .per_device import divided_alike, free_axis_mapping
-
-Rows = Float[Array, "row embed"]
-Expert: TypeAlias = Callable[..., Rows]
-"""(weights of one expert, rows, gates of the rows) to rows multiplied by their gates.
-
-With `saved` there is a fourth argument, its result.
-"""
-Saved: TypeAlias = Callable[[Any, Rows], Any]
-"""(weights of one expert, rows) to arrays `[row, ...]`."""
+from ._expert_loop import Expert, Inputs, Saved, apply_experts
+from ._grouped_product import Kernels
+from .per_device import divided_alike
 
 
 def grouped_experts(
@@ -48,6 +39,7 @@ def grouped_experts(
     gates: Float[Array, "token choice"],
     *,
     saved: Saved | None = None,
+    backend: str = "auto",
     block_size: int | None = None,
     blocks_at_once: int = 8,
     over: Sequence[str] = (),
@@ -78,9 +70,13 @@ def grouped_experts(
             first two maps. Its result for every pair is kept for the backward pass, and `expert` takes it as
             a fourth argument. It helps only if the layer itself is not recomputed. Like `expert`, it
             may not close over traced values.
-        block_size: rows in a block. By default a power of two between 8 and 256 for which padding is at most
-            an eighth, if there are enough rows.
-        blocks_at_once: blocks that one iteration of the loop computes together.
+        backend: `"auto"` for the first of `"tokamax"`, `"megablox"` and `"block"` that supports the call, or
+            one of these by name. The first two multiply all rows at once with the matrices of their experts
+            (grouped products), by tokamax's Triton kernels on NVIDIA GPUs (the extra `tokamax`) and by JAX's
+            kernels on TPUs. `"block"`, the walk over blocks, runs anywhere.
+        block_size: rows in a block of `"block"`. By default a power of two between 8 and 256 for which
+            padding is at most an eighth, if there are enough rows.
+        blocks_at_once: blocks that one iteration of the loop of `"block"` computes together.
         over: inside `jax.shard_map`, the axes of the mesh over which the experts are divided, in order.
             `weights` then have this device's part of `Experts`, `choices` are numbers of all, and tokens go
             to the devices of their experts and back. Nothing is `saved` then.
@@ -90,7 +86,8 @@ def grouped_experts(
 
     Raises:
         ValueError: an array of weights lacks the axis, shapes do not match, or choices are not integers; the
-            gradient of weights in host memory.
+            gradient of weights in host memory; an unknown backend, or one that does not support the call,
+            with the reason.
 
     Cost: with `n` pairs, `expert` on at most `n + experts * block_size` rows (and `blocks_at_once` more
     blocks), once forward, and once and its two products backward; inputs that are not differentiated cost
@@ -117,19 +114,27 @@ def grouped_experts(
     layout, arrays, shared = _split(weights, Experts)
     _check_tokens(x, choices, gates)
     if block_size is None:
-        block_size = _block_size(choices.size if exchange is None else exchange.rows, Experts.size)
+        block_size = default_block_size(choices.size if exchange is None else exchange.rows, Experts.size)
     for what, number in (("block_size", block_size), ("blocks_at_once", blocks_at_once)):
         if not isinstance(number, int) or number < 1:
             raise ValueError(f"{what} must be an int, at least 1; got {number!r}.")
     rebuild = functools.partial(layout.layer, shared=shared)
     x, choices, gates, arrays = divided_alike("grouped_experts", (x, choices, gates, arrays))
-    call = ExpertsCall(expert, saved, rebuild, Experts.size, block_size, blocks_at_once)
+    facts = ExpertsFacts(
+        platform(),
+        x.dtype,
+        any(map(is_on_host, arrays)),
+        devices_left_to_the_compiler(x),
+        functools.partial(against_program, expert, saved, rebuild, arrays, x, gates),
+    )
+    kernels = choose_backend("backend of experts", EXPERT_BACKENDS, backend, facts).kernels
+    call = ExpertsCall(expert, saved, rebuild, Experts.size, block_size, blocks_at_once, kernels)
     if exchange is not None:
         return exchange.run(call.run, x, choices, gates, arrays, Experts.size)
     return noted(call, call.run)(x, choices, gates, arrays)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(frozen=True, eq=False)
 class ExpertsCall:
     """A call of `grouped_experts`, on raw arrays.
 
@@ -140,6 +145,7 @@ class ExpertsCall:
         experts: how many there are.
         block_size: see there.
         blocks_at_once: see there.
+        kernels: what computes grouped products; None for the walk over blocks.
     """
 
     expert: Expert
@@ -148,6 +154,7 @@ class ExpertsCall:
     experts: int
     block_size: int
     blocks_at_once: int
+    kernels: Kernels | None = None
 
     def run(self, x: Array, choices: Array, gates: Any, arrays: Sequence[Array]) -> Array:
         """The result; `gates` may be a tree of factors, of which the expert gets those of its rows."""
@@ -156,212 +163,16 @@ class ExpertsCall:
             x, choices, gates = jax.tree.map(
                 lambda some: jnp.zeros((1, *some.shape[1:]), some.dtype), (x, choices, gates)
             )
-        plan = _plan(choices, self.experts, self.block_size, self.blocks_at_once)
-        loop = _BlockLoop(self.expert, self.saved, self.rebuild)
-        out: Any = _apply_experts(loop, cast(Any, _Inputs(x, gates, tuple(arrays))), plan)
+        parts = self.expert, self.saved, self.rebuild
+        if self.kernels is None:
+            loop: Any = BlockLoop(*parts)
+            plan: Any = block_plan(choices, self.experts, self.block_size, self.blocks_at_once)
+        else:
+            loop = ChunkLoop(*parts, self.kernels)
+            chunks = chunks_of(choices.size, x.shape[1] * x.dtype.itemsize)
+            plan = chunk_plan(choices, self.experts, chunks, self.kernels.rows_of)
+        out: Any = apply_experts(loop, cast(Any, Inputs(x, gates, tuple(arrays))), plan)
         return out[:count]
-
-
-class _Plan(NamedTuple):
-    """The blocks; the leading axes are iterations of the loop, and blocks in an iteration.
-
-    Attributes:
-        expert: the block's expert.
-        pair: the (token, choice) pair of each row.
-        token: the token of that pair.
-        real: False for padding rows of an expert's last block.
-    """
-
-    expert: Int[Array, "iteration block"]
-    pair: Int[Array, "iteration block row"]
-    token: Int[Array, "iteration block row"]
-    real: Bool[Array, "iteration block row"]
-
-
-def _plan(choices: Int[Array, "token choice"], experts: int, size: int, at_once: int) -> _Plan:
-    flat = choices.reshape(-1).astype(jnp.int32)
-    # Out-of-range choices are sorted last and not counted.
-    flat = jnp.where((flat < 0) | (flat >= experts), experts, flat)
-    order = jnp.argsort(flat, stable=True).astype(jnp.int32)
-    counts = jnp.zeros(experts, jnp.int32).at[flat].add(1)
-    ends = jnp.cumsum(counts)
-    last_block = jnp.cumsum(-(-counts // size))
-    # Only the last block of an expert has padding, and every block has at least one row.
-    most = min(flat.size, flat.size // size + experts)
-    iterations = -(-most // at_once)
-    at_once = -(-most // iterations)  # as even as can be: a block of padding reads an expert too
-    block = jnp.arange(iterations * at_once, dtype=jnp.int32)
-    ended = jnp.sum(
-        last_block[None, :] <= block[:, None], axis=1, dtype=jnp.int32
-    )  # experts before the block
-    expert = jnp.minimum(ended, experts - 1)
-    within = block - (last_block - -(-counts // size))[expert]
-    first_row = (ends - counts)[expert] + within * size
-    row = first_row[:, None] + jnp.arange(size, dtype=jnp.int32)[None, :]
-    real = (row < ends[expert][:, None]) & (block < last_block[-1])[:, None]
-    pair = order[jnp.minimum(row, flat.size - 1)]
-    shape = (iterations, at_once)
-    return _Plan(
-        expert.reshape(shape),
-        pair.reshape(*shape, size),
-        (pair // choices.shape[1]).reshape(*shape, size),
-        real.reshape(*shape, size),
-    )
-
-
-def _block_size(pairs: int, experts: int) -> int:
-    size = 8
-    while size < 256 and size * 2 * 8 * experts <= pairs:
-        size *= 2
-    return size
-
-
-class _Inputs(NamedTuple):
-    """What is differentiated: of all tokens, or of the blocks of one iteration."""
-
-    x: Array
-    gates: Any
-    weights: tuple[Array, ...]
-
-
-@dataclass(frozen=True, eq=False)  # hashed by identity: an expert need not be hashable
-class _BlockLoop:
-    """The loop over blocks, on raw arrays.
-
-    Attributes:
-        expert: see `grouped_experts`.
-        saved: see there.
-        rebuild: makes one expert's tree of weights from a slice of each array.
-    """
-
-    expert: Expert
-    saved: Saved | None
-    rebuild: Callable[[Any], Any]
-
-    def apply(self, inputs: _Inputs, kept: Any) -> Array:
-        """Apply the experts of the blocks of one iteration, `[block, ...]` each; `kept` comes from `keep`."""
-
-        def of_block(inputs: _Inputs, kept: Any) -> Array:
-            more = () if self.saved is None else (kept,)
-            return self.expert(self.rebuild(inputs.weights), inputs.x, inputs.gates, *more)
-
-        with free_axis_mapping():
-            return jax.vmap(of_block)(inputs, kept)
-
-    def keep(self, inputs: _Inputs) -> Any:
-        """The saved part of the experts, `[block, row, ...]`; None where nothing is saved."""
-        if self.saved is None:
-            return None
-        saved = self.saved
-        with free_axis_mapping():
-            return jax.vmap(lambda own, rows: saved(self.rebuild(own), rows))(inputs.weights, inputs.x)
-
-    def gather(self, inputs: _Inputs, at: _Plan) -> _Inputs:
-        """The inputs of the blocks of one iteration."""
-        own = tuple(_experts(array, at.expert) for array in inputs.weights)
-        gates = jax.tree.map(lambda leaf: jnp.take(leaf.reshape(-1), at.pair), inputs.gates)
-        return _Inputs(jnp.take(inputs.x, at.token, axis=0), gates, own)
-
-    def forward(self, inputs: _Inputs, plan: _Plan) -> tuple[Array, Any]:
-        """Add every block's rows to its tokens; also what is saved, `[iteration, block, row, ...]`."""
-
-        def rows_of(at: _Plan) -> tuple[Array, Any]:
-            own = self.gather(inputs, at)
-            kept = self.keep(own)
-            return self.apply(own, kept), kept
-
-        def iteration(out: Array, at: _Plan) -> tuple[Array, Any]:
-            rows, kept = rows_of(at)
-            rows = jnp.where(at.real[..., None], rows, 0).astype(jnp.float32)
-            return out.at[at.token].add(rows), kept
-
-        shape, _ = jax.eval_shape(rows_of, _Plan(*(leaf[0] for leaf in plan)))
-        start = zeros_after(
-            (inputs.x, plan), jax.ShapeDtypeStruct((inputs.x.shape[0], shape.shape[-1]), jnp.float32)
-        )
-        out, kept = lax.scan(iteration, start, plan)
-        return out.astype(inputs.x.dtype), kept
-
-    def backward(self, perturbed: _Inputs, inputs: _Inputs, plan: _Plan, kept: Any, ct: Array) -> _Inputs:
-        """The cotangents of what is perturbed, `None` for the rest."""
-
-        def iteration(gradients: _Inputs, at_and_kept: tuple[_Plan, Any]) -> tuple[_Inputs, None]:
-            at, kept = at_and_kept
-            of_result = jnp.where(at.real[..., None], jnp.take(ct, at.token, axis=0), 0)
-            new = self.iteration_backward(perturbed, self.gather(inputs, at), kept, of_result)
-            new = new._replace(gates=jax.tree.map(lambda leaf: jnp.where(at.real, leaf, 0), new.gates))
-            pairs = jax.tree.map(lambda _: at.pair, inputs.gates)
-            places = _Inputs(at.token, pairs, (at.expert,) * len(inputs.weights))
-            return jax.tree.map(_add_at, gradients, eqx.filter(places, perturbed), new), None
-
-        flat = inputs._replace(gates=jax.tree.map(lambda leaf: leaf.reshape(-1), inputs.gates))
-        wanted = jax.tree.map(
-            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.float32), eqx.filter(flat, perturbed)
-        )
-        start = zeros_after((inputs.x, plan, ct), wanted)
-        gradients, _ = lax.scan(iteration, start, (plan, kept))
-        return jax.tree.map(
-            lambda new, old: new.reshape(old.shape).astype(old.dtype),
-            gradients,
-            eqx.filter(inputs, perturbed),
-        )
-
-    def iteration_backward(self, perturbed: _Inputs, inputs: _Inputs, kept: Any, of_result: Array) -> _Inputs:
-        """The cotangents of the perturbed inputs of one iteration, from that of its rows."""
-        part, constant = eqx.partition(inputs, perturbed)
-        result, pullback = jax.vjp(
-            lambda part, kept: self.apply(eqx.combine(part, constant), kept), part, kept
-        )
-        of_part, of_kept = pullback(of_result.astype(result.dtype))
-        if self.saved is not None:
-            # The pullback of a linear map does not read its result, so this recomputes nothing.
-            _, pullback = jax.vjp(lambda part: self.keep(eqx.combine(part, constant)), part)
-            of_part = jax.tree.map(jnp.add, of_part, *pullback(of_kept))
-        return of_part
-
-
-def _experts(array: Array, numbers: Array) -> Array:
-    """The entries of an array at these numbers, on the device; from the host no others are moved."""
-    if not is_on_host(array):
-        return jnp.take(array, numbers, axis=0)
-    entries = [lax.dynamic_index_in_dim(array, number, keepdims=False) for number in numbers]
-    return jnp.stack([to_device(entry) for entry in entries])
-
-
-def _add_at(old: Array, index: Array, new: Array) -> Array:
-    return old.at[index].add(new.astype(jnp.float32))
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _apply_experts(loop: _BlockLoop, inputs: _Inputs, plan: _Plan) -> Array:
-    return loop.forward(inputs, plan)[0]
-
-
-def _forward_rule(loop: _BlockLoop, inputs: Any, plan: Any) -> tuple[Array, Any]:
-    perturbed = jax.tree.map(
-        lambda leaf: leaf.perturbed and jnp.issubdtype(leaf.value.dtype, jnp.inexact), inputs
-    )
-    inputs, plan = jax.tree.map(lambda leaf: leaf.value, (inputs, plan))
-    out, kept = loop.forward(inputs, plan)
-    return out, (as_residual(tuple(jax.tree.leaves(perturbed))), inputs, plan, kept)
-
-
-def _backward_rule(loop: _BlockLoop, residuals: Any, cotangent: Any) -> tuple[Any, None]:
-    differentiated, inputs, plan, kept = residuals
-    perturbed = jax.tree.unflatten(jax.tree.structure(inputs), of_residual(differentiated))
-    if isinstance(cotangent, SymbolicZero):
-        return None, None
-    of_weights = zip(perturbed.weights, inputs.weights, strict=True)
-    if any(trained and is_on_host(array) for trained, array in of_weights):
-        raise ValueError(
-            "grouped_experts has no gradient of weights in host memory. Move them to the device first: "
-            "jax.device_put(weights, jax.memory.Space.Device), or freeze them: "
-            "jax.lax.stop_gradient(weights)."
-        )
-    return loop.backward(perturbed, inputs, plan, kept, cotangent), None
-
-
-_apply_experts.defvjp(_forward_rule, _backward_rule, symbolic_zeros=True)
 
 
 def _check_tokens(x: Any, choices: Any, gates: Any) -> None:

@@ -22,7 +22,7 @@ from stacked_remat.ops._attention_blockwise import (
     _query_blocks,
     blockwise_attention,
 )
-from stacked_remat.ops.attention import choose_backend
+from stacked_remat.ops._backends import choose_backend
 
 NO_CUDA = not any(importlib.util.find_spec(f"jax_cuda{version}_plugin") for version in (12, 13))
 Batch, Pos, HeadDim = Axis("batch", 2), Axis("position", 5), Axis("head_dim", 6)
@@ -290,7 +290,10 @@ def test_cudnn_says_why_it_does_not_support_a_call(change, message, monkeypatch)
     whole = AttentionCall(**(call | change))
     reason = BACKENDS["cudnn"].reason_against(whole)
     assert reason is None if message is None else message in reason
-    assert choose_backend("auto", whole) is BACKENDS["blockwise" if message else "cudnn"]
+    assert (
+        choose_backend("attention backend", BACKENDS, "auto", whole)
+        is BACKENDS["blockwise" if message else "cudnn"]
+    )
 
 
 @pytest.mark.skipif(not cudnn_is_installed(), reason="JAX finds no cuDNN")

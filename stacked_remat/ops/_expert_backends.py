@@ -1,0 +1,197 @@
+"""Implementations of grouped experts, and which calls each supports."""
+
+import functools
+import importlib.util
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array
+
+from .._compat import tokamax_for
+from .._placement import target_device
+from ._expert_loop import Expert, Saved
+from ._grouped_product import Kernels
+from ._program_of_row import Groups, RowProgram, UnsupportedExpertError
+
+
+@dataclass(frozen=True)
+class ExpertsFacts:
+    """What decides whether a backend supports a call.
+
+    Attributes:
+        platform: of the device that the program is for: `"cpu"`, `"cuda"` or `"tpu"`.
+        dtype: of the tokens.
+        on_host: whether some weights are in host memory.
+        devices: over how many the compiler partitions the program; 1 inside `jax.shard_map`.
+        against_program: why the expert has no grouped form; None if it has one.
+    """
+
+    platform: str
+    dtype: Any
+    on_host: bool = False
+    devices: int = 1
+    against_program: Callable[[], str | None] = lambda: None
+
+
+@dataclass(frozen=True)
+class ExpertsBackend:
+    """An implementation of grouped experts.
+
+    Attributes:
+        kernels: its grouped products; None for the walk over blocks.
+        reason_against: why a call is not supported; None if it is.
+    """
+
+    kernels: Kernels | None
+    reason_against: Callable[[ExpertsFacts], str | None] = lambda call: None
+
+
+def against_program(
+    expert: Expert,
+    saved: Saved | None,
+    rebuild: Callable[[Any], Any],
+    arrays: Sequence[Array],
+    x: Array,
+    gates: Any,
+) -> str | None:
+    """Why an expert, or its saved part, has no grouped form; None if it has one."""
+
+    def rows(arrays: Sequence[Array], x: Array, gates: Any) -> Array:
+        groups = Groups(jnp.zeros(len(arrays[0]) if arrays else 1, jnp.int32), jnp.zeros(len(x), jnp.int32))
+        program = RowProgram(_SHAPES_ALONE, groups)
+        more = ()
+        if saved is not None:
+            more = (program(lambda own, rows: saved(rebuild(own), rows), arrays, (x,)),)
+        return program(lambda own, *of_row: expert(rebuild(own), *of_row), arrays, (x, gates, *more))
+
+    try:
+        jax.eval_shape(
+            rows,
+            [jax.ShapeDtypeStruct(array.shape, array.dtype) for array in arrays],
+            jax.ShapeDtypeStruct((2, *x.shape[1:]), x.dtype),
+            jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((2,), leaf.dtype), gates),
+        )
+    except UnsupportedExpertError as error:
+        return str(error)
+    return None
+
+
+def _shape_of_product(x: Array, w: Array, sizes: Array, transposed: bool, dtype: Any) -> Array:
+    return jnp.zeros((len(x), w.shape[1 if transposed else 2]), dtype)
+
+
+def _shape_of_outer(x: Array, y: Array, sizes: Array, dtype: Any) -> Array:
+    return jnp.zeros((*sizes.shape, x.shape[1], y.shape[1]), dtype)
+
+
+_SHAPES_ALONE = Kernels(_shape_of_product, _shape_of_outer)
+
+
+# The kernels mix dtypes, also where `jax_numpy_dtype_promotion` is `strict`.
+_MIXED_DTYPES = functools.partial(jax.numpy_dtype_promotion, "standard")
+
+
+def _dimensions(of_x: int, of_w: int, experts: Sequence[int]) -> lax.RaggedDotDimensionNumbers:
+    return lax.RaggedDotDimensionNumbers(
+        dot_dimension_numbers=(([of_x], [of_w]), ([], [])),
+        lhs_ragged_dimensions=[0],
+        rhs_group_dimensions=experts,
+    )
+
+
+def _ragged_dot(x: Array, w: Array, sizes: Array, dimensions: Any, dtype: Any) -> Array:
+    import tokamax
+
+    # Its Mosaic kernels take 40 times as long to compile and more memory.
+    with tokamax_for(target_device()), _MIXED_DTYPES():
+        return tokamax.ragged_dot_general(
+            x, w, sizes, dimensions, preferred_element_type=dtype, implementation="triton"
+        )
+
+
+def _tokamax_product(x: Array, w: Array, sizes: Array, transposed: bool, dtype: Any) -> Array:
+    return _ragged_dot(x, w, sizes, _dimensions(1, 2 if transposed else 1, [0]), dtype)
+
+
+def _tokamax_outer(x: Array, y: Array, sizes: Array, dtype: Any) -> Array:
+    found = _ragged_dot(x, y, sizes, _dimensions(0, 0, []), dtype)
+    # tokamax (0.0.12) gives experts without rows the product of the rows before them.
+    return jnp.where((sizes > 0)[:, None, None], found, jnp.zeros((), dtype))
+
+
+def _against_tokamax(call: ExpertsFacts) -> str | None:
+    if call.platform != "cuda":
+        return f"it runs on NVIDIA GPUs, and the program is for {call.platform!r}"
+    if importlib.util.find_spec("tokamax") is None:
+        return "tokamax is not installed (pip install 'stacked_remat[tokamax]')"
+    capability = float(getattr(target_device(), "compute_capability", "0"))
+    if capability < 8.0:
+        return f"it needs a GPU of compute capability 8.0 (Ampere), not {capability}"
+    return _against_kernels(call, (jnp.bfloat16, jnp.float16, jnp.float32))
+
+
+def _against_kernels(call: ExpertsFacts, dtypes: Sequence[Any]) -> str | None:
+    if call.dtype not in dtypes:
+        *some, last = (jnp.dtype(one).name for one in dtypes)
+        return f"it takes {', '.join(some)} and {last}, not {call.dtype}"
+    if call.on_host:
+        return "weights are in host memory, from which the block walk alone reads the experts that are chosen"
+    if call.devices > 1:
+        return (
+            f"the compiler can't divide it among {call.devices} devices: call it inside "
+            "jax.shard_map(..., check_vma=False)"
+        )
+    return call.against_program()
+
+
+_ROWS_OF_TILE = 128
+
+
+def _tiling(rows: int, inner: int, outer: int, itemsize: int) -> tuple[int, int, int]:
+    """Tiles that fit 16 MiB of vector memory twice, with the sums in float32."""
+    widest = 2048 // itemsize
+    rows_of_tile = max(size for size in (128, 256, 512) if rows % size == 0)
+    return rows_of_tile, min(inner, widest), min(outer, widest)
+
+
+def _megablox_product(
+    x: Array, w: Array, sizes: Array, transposed: bool, dtype: Any, interpret: bool = False
+) -> Array:
+    from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm
+
+    outer = w.shape[1 if transposed else 2]
+    tiling = _tiling(len(x), x.shape[1], outer, x.dtype.itemsize)
+    with _MIXED_DTYPES():
+        return gmm(x, w, sizes, dtype, tiling, transpose_rhs=transposed, interpret=interpret)
+
+
+def _megablox_outer(x: Array, y: Array, sizes: Array, dtype: Any, interpret: bool = False) -> Array:
+    from jax.experimental.pallas.ops.tpu.megablox.gmm import tgmm
+
+    tiling = _tiling(len(x), x.shape[1], y.shape[1], x.dtype.itemsize)
+    with _MIXED_DTYPES():
+        return tgmm(x.swapaxes(0, 1), y, sizes, dtype, tiling, interpret=interpret)
+
+
+def megablox_kernels(interpret: bool = False) -> Kernels:
+    """JAX's kernels for TPUs, or their interpretation, which runs anywhere."""
+    product = functools.partial(_megablox_product, interpret=interpret)
+    return Kernels(product, functools.partial(_megablox_outer, interpret=interpret), _ROWS_OF_TILE)
+
+
+def _against_megablox(call: ExpertsFacts) -> str | None:
+    if call.platform != "tpu":
+        return f"it runs on TPUs, and the program is for {call.platform!r}"
+    return _against_kernels(call, (jnp.bfloat16, jnp.float32))
+
+
+EXPERT_BACKENDS: dict[str, ExpertsBackend] = {
+    "tokamax": ExpertsBackend(Kernels(_tokamax_product, _tokamax_outer), _against_tokamax),
+    "megablox": ExpertsBackend(megablox_kernels(), _against_megablox),  # JAX's kernels for TPUs
+    "block": ExpertsBackend(None),
+}
+"""By name, in the order in which `"auto"` tries them."""

@@ -1,0 +1,156 @@
+"""Experts block by block, on any platform: each block has rows of one expert.
+
+There are at most rows / block + experts blocks, and at most one per row, for any routing, so trip counts are
+static. A block gathers its tokens, applies its expert and adds the result to its tokens.
+"""
+
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Int
+
+from .._placement import is_on_host, to_device
+from .._sweep.store import zeros_after
+from ._expert_loop import ExpertLoop, Inputs
+from .per_device import free_axis_mapping
+
+
+class BlockPlan(NamedTuple):
+    """The blocks; the leading axes are iterations of the loop, and blocks in an iteration.
+
+    Attributes:
+        expert: the block's expert.
+        pair: the (token, choice) pair of each row.
+        token: the token of that pair.
+        real: False for padding rows of an expert's last block.
+    """
+
+    expert: Int[Array, "iteration block"]
+    pair: Int[Array, "iteration block row"]
+    token: Int[Array, "iteration block row"]
+    real: Bool[Array, "iteration block row"]
+
+
+def block_plan(choices: Int[Array, "token choice"], experts: int, size: int, at_once: int) -> BlockPlan:
+    flat = choices.reshape(-1).astype(jnp.int32)
+    # Out-of-range choices are sorted last and not counted.
+    flat = jnp.where((flat < 0) | (flat >= experts), experts, flat)
+    order = jnp.argsort(flat, stable=True).astype(jnp.int32)
+    counts = jnp.zeros(experts, jnp.int32).at[flat].add(1)
+    ends = jnp.cumsum(counts)
+    last_block = jnp.cumsum(-(-counts // size))
+    # Only the last block of an expert has padding, and every block has at least one row.
+    most = min(flat.size, flat.size // size + experts)
+    iterations = -(-most // at_once)
+    at_once = -(-most // iterations)  # as even as can be: a block of padding reads an expert too
+    block = jnp.arange(iterations * at_once, dtype=jnp.int32)
+    ended = jnp.sum(
+        last_block[None, :] <= block[:, None], axis=1, dtype=jnp.int32
+    )  # experts before the block
+    expert = jnp.minimum(ended, experts - 1)
+    within = block - (last_block - -(-counts // size))[expert]
+    first_row = (ends - counts)[expert] + within * size
+    row = first_row[:, None] + jnp.arange(size, dtype=jnp.int32)[None, :]
+    real = (row < ends[expert][:, None]) & (block < last_block[-1])[:, None]
+    pair = order[jnp.minimum(row, flat.size - 1)]
+    shape = (iterations, at_once)
+    return BlockPlan(
+        expert.reshape(shape),
+        pair.reshape(*shape, size),
+        (pair // choices.shape[1]).reshape(*shape, size),
+        real.reshape(*shape, size),
+    )
+
+
+def default_block_size(pairs: int, experts: int) -> int:
+    size = 8
+    while size < 256 and size * 2 * 8 * experts <= pairs:
+        size *= 2
+    return size
+
+
+class BlockLoop(ExpertLoop):
+    """The loop over blocks, whose rows are `[block, row, ...]` in an iteration."""
+
+    def apply(self, inputs: Inputs, kept: Any, at: BlockPlan) -> Array:
+        """See `ExpertLoop.apply`; `[block, row, ...]`."""
+
+        def of_block(inputs: Inputs, kept: Any) -> Array:
+            more = () if self.saved is None else (kept,)
+            return self.expert(self.rebuild(inputs.weights), inputs.x, inputs.gates, *more)
+
+        with free_axis_mapping():
+            return jax.vmap(of_block)(inputs, kept)
+
+    def keep(self, inputs: Inputs, at: BlockPlan) -> Any:
+        """The saved part of the experts, `[block, row, ...]`; None where nothing is saved."""
+        if self.saved is None:
+            return None
+        saved = self.saved
+        with free_axis_mapping():
+            return jax.vmap(lambda own, rows: saved(self.rebuild(own), rows))(inputs.weights, inputs.x)
+
+    def gather(self, inputs: Inputs, at: BlockPlan) -> Inputs:
+        """The inputs of the blocks of one iteration."""
+        own = tuple(_experts(array, at.expert) for array in inputs.weights)
+        gates = jax.tree.map(lambda leaf: jnp.take(leaf.reshape(-1), at.pair), inputs.gates)
+        return Inputs(jnp.take(inputs.x, at.token, axis=0), gates, own)
+
+    def forward(self, inputs: Inputs, plan: BlockPlan) -> tuple[Array, Any]:
+        """Add every block's rows to its tokens; also what is saved, `[iteration, block, row, ...]`."""
+
+        def rows_of(at: BlockPlan) -> tuple[Array, Any]:
+            own = self.gather(inputs, at)
+            kept = self.keep(own, at)
+            return self.apply(own, kept, at), kept
+
+        def iteration(out: Array, at: BlockPlan) -> tuple[Array, Any]:
+            rows, kept = rows_of(at)
+            rows = jnp.where(at.real[..., None], rows, 0).astype(jnp.float32)
+            return out.at[at.token].add(rows), kept
+
+        shape, _ = jax.eval_shape(rows_of, BlockPlan(*(leaf[0] for leaf in plan)))
+        start = zeros_after(
+            (inputs.x, plan), jax.ShapeDtypeStruct((inputs.x.shape[0], shape.shape[-1]), jnp.float32)
+        )
+        out, kept = lax.scan(iteration, start, plan)
+        return out.astype(inputs.x.dtype), kept
+
+    def backward(self, perturbed: Inputs, inputs: Inputs, plan: BlockPlan, kept: Any, ct: Array) -> Inputs:
+        """The cotangents of what is perturbed, `None` for the rest."""
+
+        def iteration(gradients: Inputs, at_and_kept: tuple[BlockPlan, Any]) -> tuple[Inputs, None]:
+            at, kept = at_and_kept
+            of_result = jnp.where(at.real[..., None], jnp.take(ct, at.token, axis=0), 0)
+            new = self.iteration_backward(perturbed, self.gather(inputs, at), kept, at, of_result)
+            new = new._replace(gates=jax.tree.map(lambda leaf: jnp.where(at.real, leaf, 0), new.gates))
+            pairs = jax.tree.map(lambda _: at.pair, inputs.gates)
+            places = Inputs(at.token, pairs, (at.expert,) * len(inputs.weights))
+            return jax.tree.map(_add_at, gradients, eqx.filter(places, perturbed), new), None
+
+        flat = inputs._replace(gates=jax.tree.map(lambda leaf: leaf.reshape(-1), inputs.gates))
+        wanted = jax.tree.map(
+            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.float32), eqx.filter(flat, perturbed)
+        )
+        start = zeros_after((inputs.x, plan, ct), wanted)
+        gradients, _ = lax.scan(iteration, start, (plan, kept))
+        return jax.tree.map(
+            lambda new, old: new.reshape(old.shape).astype(old.dtype),
+            gradients,
+            eqx.filter(inputs, perturbed),
+        )
+
+
+def _experts(array: Array, numbers: Array) -> Array:
+    """The entries of an array at these numbers, on the device; from the host no others are moved."""
+    if not is_on_host(array):
+        return jnp.take(array, numbers, axis=0)
+    entries = [lax.dynamic_index_in_dim(array, number, keepdims=False) for number in numbers]
+    return jnp.stack([to_device(entry) for entry in entries])
+
+
+def _add_at(old: Array, index: Array, new: Array) -> Array:
+    return old.at[index].add(new.astype(jnp.float32))

@@ -10,6 +10,7 @@ Forward and backward are compiled for a device that need not be attached, and no
     python -m benchmarks.qwen3_context --target h200 --devices 8 --tokens 1048576 --divide ring
     python -m benchmarks.qwen3_context --target h200 --devices 8 --tokens 65536 --divide experts
     python -m benchmarks.qwen3_context --target h200 --tokens 65536 --tiles 1 2 4
+    python -m benchmarks.qwen3_context --target h200 --tokens 65536 --policies nested --experts block triton
     python -m benchmarks.qwen3_context --target h200 --config models/configs/gpt_oss_20b_65k_lora.yaml
 
 Model and adapters are those of `models/configs/qwen3_30b_a3b_65k_lora.yaml`, with one sequence per device.
@@ -18,8 +19,9 @@ With `--devices`, weights are sharded over a mesh by the config's `trainer.mesh`
 positions` one sequence is divided over all, with `ring` as well, and keys are passed on rather than gathered,
 with `experts` the experts, in place of `embed`. Writes
 `results/qwen3_context_<target>.json`, `results/qwen3_longest_<target>.json`, with `--tiles`, for each number
-of `model.tiles`, `results/qwen3_tiles_<target>.json`, or with `--presets`, for the model's own policies,
-`True` and `nested`, `results/qwen3_presets_<target>.json`.
+of `model.tiles`, `results/qwen3_tiles_<target>.json`, with `--experts`, for each backend of experts,
+`results/qwen3_experts_<target>.json`, or with `--presets`, for the model's own policies, `True` and `nested`,
+`results/qwen3_presets_<target>.json`.
 """
 
 import argparse
@@ -37,7 +39,7 @@ from haliax import Axis
 from models.lm import build_model, next_token_loss
 from models.lora import with_adapters
 from models.run_config import LmRunConfig
-from models.transformer.config import DecoderConfig
+from models.transformer.config import DecoderConfig, SparseDecoderConfig
 from stacked_remat import ScanCheckpointPolicy, ScanCheckpointSpec, memory
 from stacked_remat.training import (
     BATCH_AXIS,
@@ -83,6 +85,15 @@ def main(arguments: list[str] | None = None) -> Path:
         for tiles in options.tiles:
             altered = dataclasses.replace(config, model=dataclasses.replace(_decoder(config), tiles=tiles))
             rows += [{"tiles": tiles, **row} for row in _contexts(altered, options)]
+    elif options.experts:
+        name, rows = "experts", []
+        for backend in options.experts:
+            model = _decoder(config)
+            if not isinstance(model, SparseDecoderConfig):
+                raise SystemExit("A config of a decoder with experts is expected.")
+            model = dataclasses.replace(model, experts=dataclasses.replace(model.experts, backend=backend))
+            altered = dataclasses.replace(config, model=model)
+            rows += [{"backend": backend, **row} for row in _contexts(altered, options)]
     else:
         name, rows = "context", _contexts(config, options)
     where = options.target if options.devices == 1 else f"{options.target}_{options.devices}"
@@ -228,6 +239,7 @@ def _parser() -> argparse.ArgumentParser:
         help="backends of attention to try with the model's own policies",
     )
     parser.add_argument("--tiles", type=int, nargs="+", default=[], help="values of model.tiles to compare")
+    parser.add_argument("--experts", nargs="+", default=[], help="backends of experts to compare")
     parser.add_argument("--devices", type=int, default=1)
     parser.add_argument("--divide", choices=list(MESHES), help="over the devices, in place of `embed`")
     parser.add_argument("--longest", nargs="+", default=[], help="budgets to find the longest context for")

@@ -30,9 +30,6 @@
   instruction should have 1 operands"): `compiled_with_text` lets libtpu write it to a file.
 - Equinox (0.13) raises the errors of `eqx.error_if` in a branch of callbacks, and nothing else tells which
   branch that is: `raises_error`.
-- tokamax (0.0.12) asks JAX's default device what its kernels run on, also where the program is compiled for
-  another, takes the arguments of the command for its own flags, warns of every shape that it has not been
-  tuned for, and uses deprecated parts of JAX: `tokamax_for`.
 - JAX (0.10.2, 0.12) has no public function that tells whether anything is being traced or differentiated:
   `nothing_is_traced`.
 """
@@ -40,8 +37,6 @@
 import contextlib
 import dataclasses
 import functools
-import importlib
-import logging
 import operator
 import tempfile
 import warnings
@@ -58,7 +53,6 @@ import jax._src.effects
 import jax._src.lib
 import jax._src.state.types
 import jax.core
-import jax.extend.backend
 import jax.extend.core
 import jax.numpy as jnp
 import numpy as np
@@ -144,25 +138,6 @@ def compiled_with_text(lowered: Any, platform: str) -> tuple[Any, str]:
         # The kernels within it are programs too, and smaller.
         texts = [path.read_text() for path in Path(folder).glob("*.after_optimizations.txt")]
     return compiled, max(texts, key=len, default="")
-
-
-@contextlib.contextmanager
-def tokamax_for(device: Any) -> Iterator[None]:
-    """Within it tokamax takes `device` for the default one, reads no arguments and does not warn."""
-    flags: Any = importlib.import_module("absl.flags").FLAGS
-    if not flags.is_parsed():
-        flags.mark_as_parsed()
-    default, logger = jax.extend.backend.get_default_device, logging.getLogger("absl")
-    level = logger.level
-    jax.extend.backend.get_default_device = lambda: device
-    logger.setLevel(logging.ERROR)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)
-            yield
-    finally:
-        jax.extend.backend.get_default_device = default
-        logger.setLevel(level)
 
 
 @contextlib.contextmanager

@@ -108,6 +108,7 @@ class ExpertsConfig:
         load_balance_loss: `per_layer` for the mean of each layer's load-balance loss, which makes every layer
             even; `pooled` for the loss of loads and probabilities averaged over layers, as in Hugging Face's
             transformers, in which layers may make up for each other.
+        backend: how experts are applied: `auto`, or a name that `stacked_remat.ops.grouped_experts` takes.
     """
 
     num_experts: int = 8
@@ -118,6 +119,7 @@ class ExpertsConfig:
     z_loss_weight: float = 0.0
     dense_layers: tuple[int, ...] = ()
     load_balance_loss: Literal["per_layer", "pooled"] = "per_layer"
+    backend: Literal["auto", "triton", "megablox", "block"] = "auto"
 
     def __post_init__(self) -> None:
         check_positive("model.experts", self, "num_experts", "experts_per_token", "intermediate_dim")

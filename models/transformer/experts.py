@@ -152,7 +152,8 @@ class SparseExperts(eqx.Module):
         """
         choices, gates, sums = self.route(x, documents)
         keep = internals_are_saved()
-        output = self._mixed(x, choices, gates, self.experts.stacked, self.config.Experts, keep)
+        backend = self.config.experts.backend
+        output = self._mixed(x, choices, gates, self.experts.stacked, self.config.Experts, backend, keep)
         return checkpoint_name(output, "expert_output"), sums
 
     def decode(self, x: NamedArray, layers: "SparseExperts", layer_index: NamedArray) -> NamedArray:
@@ -163,6 +164,8 @@ class SparseExperts(eqx.Module):
         on the host only those come to the device that tokens may choose; where that can be all of them, the
         layer's come as it begins, once.
 
+        They are applied block by block: no backend has an advantage for a few tokens.
+
         Args:
             x: `[..., Embed]`.
             layers: these weights of all layers of the stack, whose axis is the first of every array.
@@ -171,13 +174,13 @@ class SparseExperts(eqx.Module):
         Experts, stacked = self.config.Experts, layers.experts.stacked
         choices, gates, _ = self.route(x)
         if choices.size >= Experts.size and any(map(streaming.is_on_host, jax.tree.leaves(stacked))):
-            return self._mixed(x, choices, gates, self.experts.stacked, Experts)
+            return self._mixed(x, choices, gates, self.experts.stacked, Experts, "block")
         Layers = jax.tree.leaves(stacked, is_leaf=is_named_array)[0].axes[0]
         All = Axis(Experts.name, Layers.size * Experts.size)
         weights = jax.tree.map(
             lambda named: named.flatten_axes((Layers, Experts), All), stacked, is_leaf=is_named_array
         )
-        return self._mixed(x, choices + layer_index * Experts.size, gates, weights, All)
+        return self._mixed(x, choices + layer_index * Experts.size, gates, weights, All, "block")
 
     def _mixed(
         self,
@@ -186,6 +189,7 @@ class SparseExperts(eqx.Module):
         gates: NamedArray,
         weights: SwiGlu,
         Experts: Axis,
+        backend: str,
         keep: bool = False,
     ) -> NamedArray:
         """The sum of each token's chosen experts, whose weights have the axis `Experts`."""
@@ -212,6 +216,7 @@ class SparseExperts(eqx.Module):
                 chosen,
                 factors.astype(rows.dtype),
                 saved=_gate_products if keep else None,
+                backend=backend,
                 over=over,
             )
             return hax.named(mixed.reshape([axis.size for axis in (*own, Embed)]), (*own, Embed))

@@ -1,20 +1,18 @@
 """Implementations of grouped experts, and which calls each supports."""
 
 import functools
-import importlib.util
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Array
 
-from .._compat import tokamax_for
 from .._placement import target_device
 from ._expert_loop import Expert, Saved
 from ._grouped_product import Kernels
+from ._grouped_triton import triton_kernels
 from ._program_of_row import Groups, RowProgram, UnsupportedExpertError
 
 
@@ -95,39 +93,9 @@ _SHAPES_ALONE = Kernels(_shape_of_product, _shape_of_outer)
 _MIXED_DTYPES = functools.partial(jax.numpy_dtype_promotion, "standard")
 
 
-def _dimensions(of_x: int, of_w: int, experts: Sequence[int]) -> lax.RaggedDotDimensionNumbers:
-    return lax.RaggedDotDimensionNumbers(
-        dot_dimension_numbers=(([of_x], [of_w]), ([], [])),
-        lhs_ragged_dimensions=[0],
-        rhs_group_dimensions=experts,
-    )
-
-
-def _ragged_dot(x: Array, w: Array, sizes: Array, dimensions: Any, dtype: Any) -> Array:
-    import tokamax
-
-    # Its Mosaic kernels take 40 times as long to compile and more memory.
-    with tokamax_for(target_device()), _MIXED_DTYPES():
-        return tokamax.ragged_dot_general(
-            x, w, sizes, dimensions, preferred_element_type=dtype, implementation="triton"
-        )
-
-
-def _tokamax_product(x: Array, w: Array, sizes: Array, transposed: bool, dtype: Any) -> Array:
-    return _ragged_dot(x, w, sizes, _dimensions(1, 2 if transposed else 1, [0]), dtype)
-
-
-def _tokamax_outer(x: Array, y: Array, sizes: Array, dtype: Any) -> Array:
-    found = _ragged_dot(x, y, sizes, _dimensions(0, 0, []), dtype)
-    # tokamax (0.0.12) gives experts without rows the product of the rows before them.
-    return jnp.where((sizes > 0)[:, None, None], found, jnp.zeros((), dtype))
-
-
-def _against_tokamax(call: ExpertsFacts) -> str | None:
+def _against_triton(call: ExpertsFacts) -> str | None:
     if call.platform != "cuda":
         return f"it runs on NVIDIA GPUs, and the program is for {call.platform!r}"
-    if importlib.util.find_spec("tokamax") is None:
-        return "tokamax is not installed (pip install 'stacked_remat[tokamax]')"
     capability = float(getattr(target_device(), "compute_capability", "0"))
     if capability < 8.0:
         return f"it needs a GPU of compute capability 8.0 (Ampere), not {capability}"
@@ -190,7 +158,7 @@ def _against_megablox(call: ExpertsFacts) -> str | None:
 
 
 EXPERT_BACKENDS: dict[str, ExpertsBackend] = {
-    "tokamax": ExpertsBackend(Kernels(_tokamax_product, _tokamax_outer), _against_tokamax),
+    "triton": ExpertsBackend(triton_kernels(), _against_triton),  # NVIDIA GPUs
     "megablox": ExpertsBackend(megablox_kernels(), _against_megablox),  # JAX's kernels for TPUs
     "block": ExpertsBackend(None),
 }

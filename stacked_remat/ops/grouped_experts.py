@@ -70,10 +70,10 @@ def grouped_experts(
             first two maps. Its result for every pair is kept for the backward pass, and `expert` takes it as
             a fourth argument. It helps only if the layer itself is not recomputed. Like `expert`, it
             may not close over traced values.
-        backend: `"auto"` for the first of `"tokamax"`, `"megablox"` and `"block"` that supports the call, or
+        backend: `"auto"` for the first of `"triton"`, `"megablox"` and `"block"` that supports the call, or
             one of these by name. The first two multiply all rows at once with the matrices of their experts
-            (grouped products), by tokamax's Triton kernels on NVIDIA GPUs (the extra `tokamax`) and by JAX's
-            kernels on TPUs. `"block"`, the walk over blocks, runs anywhere.
+            (grouped products): `"triton"` on NVIDIA GPUs, `"megablox"`, JAX's kernels, on TPUs. `"block"`,
+            the walk over blocks, runs anywhere.
         block_size: rows in a block of `"block"`. By default a power of two between 8 and 256 for which
             padding is at most an eighth, if there are enough rows.
         blocks_at_once: blocks that one iteration of the loop of `"block"` computes together.

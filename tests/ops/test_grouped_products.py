@@ -10,12 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from haliax import Axis
-from jax.experimental import pallas as pl
 
 from stacked_remat.lora import LoraLinear
 from stacked_remat.ops import _expert_backends, _expert_chunks, grouped_experts
 from stacked_remat.ops._expert_backends import EXPERT_BACKENDS, ExpertsBackend, megablox_kernels
 from stacked_remat.ops._grouped_product import Kernels
+from stacked_remat.ops._grouped_triton import triton_kernels
 
 EXPERTS, EMBED, INNER, TOKENS, CHOSEN = 5, 4, 3, 9, 2
 Experts = Axis("experts", EXPERTS)
@@ -40,32 +40,13 @@ def _outer(x, y, sizes, dtype):
 PLAIN = Kernels(_product, _outer)  # the definition of the two products, in place of kernels
 
 
-def triton_kernels(monkeypatch):
-    """Tokamax's own, interpreted."""
-    pytest.importorskip("tokamax")
-    from tokamax._src.pallas import block
-
-    def interpreted(kernel, *args, grid_spec, **options):
-        def with_steps_read_first(*refs):  # the interpreter does not know them inside of loops
-            steps = tuple(map(pl.program_id, range(len(grid_spec.grid))))
-            monkeypatch.setattr(block, "_pids", lambda: steps)
-            return kernel(*refs)
-
-        return pallas_call(with_steps_read_first, *args, grid_spec=grid_spec, interpret=True, **options)
-
-    pallas_call = pl.pallas_call
-    monkeypatch.setattr(pl, "pallas_call", interpreted)
-    h200 = type("Device", (), dict(platform="gpu", device_kind="NVIDIA H200", compute_capability="9.0"))()
-    monkeypatch.setattr(_expert_backends, "target_device", lambda: h200)
-    return EXPERT_BACKENDS["tokamax"].kernels
+KERNELS = dict(plain=PLAIN, triton=triton_kernels(interpret=True), megablox=megablox_kernels(interpret=True))
 
 
-@pytest.fixture(params=["plain", "megablox", "tokamax"])
+@pytest.fixture(params=KERNELS)
 def backend(request, monkeypatch):
     """The name of a backend that runs here with the kernels of another."""
-    kernels = dict(plain=lambda: PLAIN, megablox=lambda: megablox_kernels(interpret=True))
-    kernels |= dict(tokamax=lambda: triton_kernels(monkeypatch))
-    monkeypatch.setitem(EXPERT_BACKENDS, "here", ExpertsBackend(kernels[request.param]()))
+    monkeypatch.setitem(EXPERT_BACKENDS, "here", ExpertsBackend(KERNELS[request.param]))
     return "here"
 
 

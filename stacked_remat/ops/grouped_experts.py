@@ -70,10 +70,11 @@ def grouped_experts(
             first two maps. Its result for every pair is kept for the backward pass, and `expert` takes it as
             a fourth argument. It helps only if the layer itself is not recomputed. Like `expert`, it
             may not close over traced values.
-        backend: `"auto"` for the first of `"triton"`, `"megablox"` and `"block"` that supports the call, or
-            one of these by name. The first two multiply all rows at once with the matrices of their experts
-            (grouped products): `"triton"` on NVIDIA GPUs, `"megablox"`, JAX's kernels, on TPUs. `"block"`,
-            the walk over blocks, runs anywhere.
+        backend: `"block"`, the walk over blocks, which runs anywhere and which `"auto"` takes; or, for all
+            rows of a chunk of tokens at once, products of each row with the matrix of its expert (grouped
+            products): `"triton"` on NVIDIA GPUs and `"megablox"`, JAX's kernels, on TPUs. These have been
+            compiled and interpreted, but not yet timed on a device, and take more memory. An expert whose
+            operations they cannot group is refused by name.
         block_size: rows in a block of `"block"`. By default a power of two between 8 and 256 for which
             padding is at most an eighth, if there are enough rows.
         blocks_at_once: blocks that one iteration of the loop of `"block"` computes together.
@@ -106,6 +107,11 @@ def grouped_experts(
     With `over`, each pair's row of `x` is sent to its expert and a result comes back; in the backward pass it
     is sent again with its cotangent, and a cotangent comes back. Padding adds about an eighth to an even
     routing. Memory: up to 0.5 GiB for the rows of a round. Weights stay where they are.
+
+    The backends of grouped products compute pairs in chunks of tokens, with at most 0.25 GiB of rows in each,
+    and keep nothing of a pair but what is `saved`. Every chunk reads the weights of its experts once, and
+    adds its gradients to those of all trained weights. A transposition of weights within `expert` copies
+    those of all experts: contract the axis where it is (`einsum`).
     """
     exchange = None
     if over:

@@ -20,6 +20,7 @@ from models.transformer.decoder import Decoder
 from stacked_remat import ScanCheckpointPolicy
 from stacked_remat.ops import YarnRotary
 from stacked_remat.ops._attention_backends import BACKENDS
+from stacked_remat.ops._expert_backends import EXPERT_BACKENDS
 
 
 def test_axes_follow_the_sizes():
@@ -188,6 +189,8 @@ def test_unsupported_scaling_is_refused(scaling, message):
 def test_the_kernels_are_those_of_the_library():
     kernels = get_args(get_type_hints(AttentionConfig)["backend"])
     assert set(kernels) == {"auto", *BACKENDS}
+    backends = get_args(get_type_hints(ExpertsConfig)["backend"])
+    assert set(backends) == {"auto", *EXPERT_BACKENDS}
     strange: Any = "flash"
     with pytest.raises(ValueError, match="model.attention.backend must be one of auto, cudnn"):
         AttentionConfig(backend=strange)

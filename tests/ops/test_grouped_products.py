@@ -1,6 +1,7 @@
 """Backends of `grouped_experts` by grouped products give what the walk over blocks gives, for any routing."""
 
 import functools
+import types
 
 import equinox as eqx
 import haliax as hax
@@ -10,12 +11,19 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from haliax import Axis
+from jax import lax
+from jax.sharding import PartitionSpec as P
 
+from stacked_remat import memory
+from stacked_remat._placement import compiled_for
 from stacked_remat.lora import LoraLinear
 from stacked_remat.ops import _expert_backends, _expert_chunks, grouped_experts
-from stacked_remat.ops._expert_backends import EXPERT_BACKENDS, ExpertsBackend, megablox_kernels
+from stacked_remat.ops._backends import choose_backend
+from stacked_remat.ops._expert_backends import EXPERT_BACKENDS, ExpertsBackend, ExpertsFacts, megablox_kernels
 from stacked_remat.ops._grouped_product import Kernels
 from stacked_remat.ops._grouped_triton import triton_kernels
+from tests.ops.test_grouped_experts import NO_CUDA, dense, example as swiglu_example, swiglu
+from tests.ops.test_per_device import mesh
 
 EXPERTS, EMBED, INNER, TOKENS, CHOSEN = 5, 4, 3, 9, 2
 Experts = Axis("experts", EXPERTS)
@@ -113,9 +121,8 @@ def both(backend, saved=None, trained=lambda path: True):
 
     @functools.partial(jax.jit, compiler_options=quick)
     def run(choices, weights, x, gates, cotangent):
-        moving, still = eqx.partition(
-            weights, jax.tree_util.tree_map_with_path(lambda p, _: trained(p), weights)
-        )
+        chosen = jax.tree_util.tree_map_with_path(lambda path, _: trained(path), weights)
+        moving, still = eqx.partition(weights, chosen)
 
         def loss(moving, x, gates, backend):
             own = eqx.combine(moving, still)
@@ -134,9 +141,8 @@ def assert_close(found, wanted, **tolerance):
 
 @pytest.mark.parametrize("saved", [None, gated])
 def test_values_and_gradients_of_any_routing_in_one_compilation(backend, saved, monkeypatch):
-    monkeypatch.setattr(
-        _expert_chunks, "_MOST_BYTES", 4 * CHOSEN * EMBED * 4
-    )  # three chunks, the last padded
+    # Three chunks, of which the last is padded.
+    monkeypatch.setattr(_expert_chunks, "_MOST_BYTES", 4 * CHOSEN * EMBED * 4)
     run = both(backend, saved)
     for choices in routings().values():
         found, wanted = run(choices, *example())
@@ -153,3 +159,161 @@ def test_bfloat16(backend):
     assert all(leaf.dtype == jnp.bfloat16 for leaf in jax.tree.leaves(found[1]))
     for got, want in zip(jax.tree.leaves(found[1]), jax.tree.leaves(wanted[1]), strict=True):
         np.testing.assert_allclose(got.astype(jnp.float32), want, atol=0.03 * float(jnp.max(jnp.abs(want))))
+
+
+def counted(monkeypatch):
+    """The kinds of products of the traced program, as they are traced."""
+    kinds = []
+
+    def noting(kind, fn):
+        return lambda *args: kinds.append(kind) or fn(*args)
+
+    here = ExpertsBackend(Kernels(noting("rows", _product), noting("weights", _outer)))
+    monkeypatch.setitem(EXPERT_BACKENDS, "here", here)
+    return kinds
+
+
+def test_frozen_weights_have_no_product_and_adapters_do(monkeypatch):
+    kinds = counted(monkeypatch)
+    choices = routings()["random"]
+    frozen = both("here", trained=lambda path: False)
+    jax.eval_shape(frozen, choices, *example())
+    assert kinds.count("weights") == 0
+    adapters = both("here", trained=lambda path: getattr(path[1], "name", "") in ("a", "b"))
+    found, wanted = adapters(choices, *example())
+    assert_close(found, wanted, atol=1e-4, rtol=1e-4)
+    assert kinds.count("weights") == 4
+
+
+def test_of_a_pair_only_what_is_saved_is_kept(plain):
+    weights, x, gates, _ = example()
+    choices = jnp.asarray(routings()["random"])
+
+    def kept(saved):
+        def run(weights, x):
+            return grouped_experts(mlp, weights, Experts, x, choices, gates, saved=saved, backend=plain)
+
+        residuals = jax.tree.leaves(jax.eval_shape(lambda *args: jax.vjp(run, *args)[1], weights, x))
+        return [leaf.shape for leaf in residuals if TOKENS * CHOSEN in leaf.shape and leaf.dtype == x.dtype]
+
+    assert kept(None) == []
+    assert kept(gated) == [(1, TOKENS * CHOSEN, INNER)]
+
+
+def test_gradients_have_gradients(plain):
+    choices, (weights, x, gates, cotangent) = routings()["random"], example()
+    direction = jax.random.normal(jax.random.key(9), x.shape)
+
+    @jax.jit
+    def along(x):
+        def total(x, backend):
+            out = grouped_experts(mlp, weights, Experts, x, choices, gates, backend=backend)
+            return jnp.sum(out * cotangent)
+
+        def slope(x, backend):
+            return jnp.vdot(jax.grad(total)(x, backend), direction)
+
+        return jax.grad(slope)(x, plain), jax.grad(slope)(x, "block")
+
+    assert_close(*along(x), atol=1e-3, rtol=1e-3)
+
+
+def test_experts_divided_over_devices(plain):
+    rng = np.random.default_rng(1)
+    choices = jnp.asarray([rng.permutation(8)[:3] for _ in range(24)], jnp.int32)
+    weights, x, choices, gates, cotangent = swiglu_example(8, choices)
+
+    def local(weights, x, choices, gates):
+        All = Axis("experts", 8)
+        return grouped_experts(
+            swiglu, weights, All, x, choices, gates, backend=plain, over=("expert",), block_size=2
+        )
+
+    @jax.jit
+    def gradients(weights, x, gates):
+        def loss(weights, x, gates, of):
+            return jnp.sum(of(weights, x, choices, gates) * cotangent)
+
+        over = P("expert")
+        run = jax.shard_map(local, in_specs=over, out_specs=over, check_vma=False)
+        return [
+            jax.grad(functools.partial(loss, of=of), (0, 1, 2))(weights, x, gates)
+            for of in (run, functools.partial(dense, swiglu))
+        ]
+
+    with jax.set_mesh(mesh(expert=4)):
+        assert_close(*gradients(weights, x, gates), atol=1e-4, rtol=1e-4)
+
+
+def scaled_by_a_matrix(weights, rows, gates):
+    return jnp.sum(rows[:, :, None] * weights["gate"][None], axis=1)[:, :1] * gates[:, None]
+
+
+def of_other_dtypes(weights, rows, gates):
+    return lax.dot(rows, weights["gate"].astype(jnp.bfloat16), preferred_element_type=jnp.float32)
+
+
+def precise(weights, rows, gates):
+    return jnp.dot(rows, weights["gate"], precision="highest")
+
+
+@pytest.mark.parametrize(
+    ("expert", "message"),
+    [
+        (scaled_by_a_matrix, r"'mul' of a row and of an array of weights \(.*4, 3\), which it would copy"),
+        (of_other_dtypes, "multiplies rows of float32 with weights of bfloat16"),
+        (precise, "multiplies with the precision HIGHEST"),
+    ],
+)
+def test_an_expert_without_grouped_products_is_refused(expert, message):
+    weights, x, choices, gates, _ = swiglu_example(5, routings()["random"])
+    run = functools.partial(grouped_experts, expert, weights, Experts, x, choices, gates)
+    with compiled_for("tpu"), pytest.raises(ValueError, match=message):
+        jax.eval_shape(lambda: run(backend="megablox"))
+    assert run().shape[0] == TOKENS
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("triton", dict(platform="cpu"), "it runs on NVIDIA GPUs, and the program is for 'cpu'"),
+        ("triton", dict(dtype=jnp.dtype("float64")), "bfloat16, float16 and float32, not float64"),
+        ("triton", dict(capability="7.5"), r"compute capability 8.0 \(Ampere\), not 7.5"),
+        ("triton", dict(on_host=True), "weights are in host memory"),
+        ("triton", dict(devices=4), r"can't divide it among 4 devices: .*check_vma=False"),
+        ("megablox", {}, "it runs on TPUs, and the program is for 'cuda'"),
+        ("megablox", dict(platform="tpu", dtype=jnp.dtype("float16")), "bfloat16 and float32, not float16"),
+        ("tokamax", {}, "Unknown backend of experts 'tokamax'. Use 'auto' or one of block, triton"),
+        ("triton", {}, None),
+        ("auto", {}, None),
+    ],
+)
+def test_backends_say_why_they_do_not_support_a_call(name, change, message, monkeypatch):
+    change = dict(change)
+    device = types.SimpleNamespace(compute_capability=change.pop("capability", "9.0"))
+    monkeypatch.setattr(_expert_backends, "target_device", lambda: device)
+    call = ExpertsFacts(**(dict(platform="cuda", dtype=jnp.dtype("bfloat16")) | change))
+    if message is None:
+        found = choose_backend("backend of experts", EXPERT_BACKENDS, name, call)
+        assert found is EXPERT_BACKENDS["block" if name == "auto" else name]
+        return
+    with pytest.raises(ValueError, match=message):
+        choose_backend("backend of experts", EXPERT_BACKENDS, name, call)
+
+
+@pytest.mark.skipif(NO_CUDA, reason="JAX's CUDA plugin is not installed")
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+def test_it_compiles_for_a_gpu_without_a_copy_of_the_weights(dtype):
+    size, width = 2**15, 512
+    shapes = dict(gate=(width, width), up=(width, width), down=(width, width))
+    weights = {name: jax.ShapeDtypeStruct((64, *shape), dtype) for name, shape in shapes.items()}
+    x, gates = jax.ShapeDtypeStruct((size, width), dtype), jax.ShapeDtypeStruct((size, 1), dtype)
+
+    def loss(weights, x, gates):
+        choices = jnp.zeros((size, 1), jnp.int32)
+        out = grouped_experts(swiglu, weights, Axis("experts", 64), x, choices, gates, backend="triton")
+        return jnp.sum(out.astype(jnp.float32))
+
+    found = memory.report(jax.grad(loss, 1), weights, x, gates, target="h200")
+    rows = size * width * jnp.dtype(dtype).itemsize
+    assert found.temporaries < 7 * rows

@@ -4,6 +4,7 @@ There are at most rows / block + experts blocks, and at most one per row, for an
 static. A block gathers its tokens, applies its expert and adds the result to its tokens.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -12,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Int
 
-from .._placement import is_on_host, to_device
+from .._placement import is_on_host, platform, to_device
 from .._sweep.store import zeros_after
 from ._expert_loop import ExpertLoop, Inputs
 from .per_device import free_axis_mapping
@@ -66,8 +67,8 @@ def block_plan(choices: Int[Array, "token choice"], experts: int, size: int, at_
 
 
 def default_block_size(pairs: int, experts: int) -> int:
-    size = 8
-    while size < 256 and size * 2 * 8 * experts <= pairs:
+    size, padding = 8, 4 if platform() == "cpu" else 8
+    while size < 256 and size * 2 * padding * experts <= pairs:
         size *= 2
     return size
 
@@ -83,7 +84,7 @@ class BlockLoop(ExpertLoop):
             return self.expert(self.rebuild(inputs.weights), inputs.x, inputs.gates, *more)
 
         with free_axis_mapping():
-            return jax.vmap(of_block)(inputs, kept)
+            return _over_blocks(of_block, inputs, kept)
 
     def keep(self, inputs: Inputs, at: BlockPlan) -> Any:
         """The saved part of the experts, `[block, row, ...]`; None where nothing is saved."""
@@ -91,13 +92,13 @@ class BlockLoop(ExpertLoop):
             return None
         saved = self.saved
         with free_axis_mapping():
-            return jax.vmap(lambda own, rows: saved(self.rebuild(own), rows))(inputs.weights, inputs.x)
+            return _over_blocks(lambda own, rows: saved(self.rebuild(own), rows), inputs.weights, inputs.x)
 
     def gather(self, inputs: Inputs, at: BlockPlan) -> Inputs:
         """The inputs of the blocks of one iteration."""
         own = tuple(_experts(array, at.expert) for array in inputs.weights)
-        gates = jax.tree.map(lambda leaf: jnp.take(leaf.reshape(-1), at.pair), inputs.gates)
-        return Inputs(jnp.take(inputs.x, at.token, axis=0), gates, own)
+        gates = jax.tree.map(lambda leaf: _rows(leaf.reshape(-1), at.pair), inputs.gates)
+        return Inputs(_rows(inputs.x, at.token), gates, own)
 
     def forward(self, inputs: Inputs, plan: BlockPlan) -> tuple[Array, Any]:
         """Add every block's rows to its tokens; also what is saved, `[iteration, block, row, ...]`."""
@@ -124,7 +125,7 @@ class BlockLoop(ExpertLoop):
 
         def iteration(gradients: Inputs, at_and_kept: tuple[BlockPlan, Any]) -> tuple[Inputs, None]:
             at, kept = at_and_kept
-            of_result = jnp.where(at.real[..., None], jnp.take(ct, at.token, axis=0), 0)
+            of_result = jnp.where(at.real[..., None], _rows(ct, at.token), 0)
             new = self.iteration_backward(perturbed, self.gather(inputs, at), kept, at, of_result)
             new = new._replace(gates=jax.tree.map(lambda leaf: jnp.where(at.real, leaf, 0), new.gates))
             pairs = jax.tree.map(lambda _: at.pair, inputs.gates)
@@ -147,9 +148,21 @@ class BlockLoop(ExpertLoop):
 def _experts(array: Array, numbers: Array) -> Array:
     """The entries of an array at these numbers, on the device; from the host no others are moved."""
     if not is_on_host(array):
-        return jnp.take(array, numbers, axis=0)
+        return _rows(array, numbers)
     entries = [lax.dynamic_index_in_dim(array, number, keepdims=False) for number in numbers]
     return jnp.stack([to_device(entry) for entry in entries])
+
+
+def _over_blocks(fun: Callable[..., Any], *args: Any) -> Any:
+    """`jax.vmap(fun)(*args)`. A single block has no batch axis: XLA for CPUs transposes its weights there."""
+    if len(jax.tree.leaves(args)[0]) > 1:
+        return jax.vmap(fun)(*args)
+    return jax.tree.map(lambda leaf: leaf[None], fun(*jax.tree.map(lambda leaf: leaf[0], args)))
+
+
+def _rows(array: Array, index: Array) -> Array:
+    # All are in range. Where they may not be, XLA for CPUs compares and selects for every element.
+    return array.at[index].get(mode="promise_in_bounds")
 
 
 def _add_at(old: Array, index: Array, new: Array) -> Array:

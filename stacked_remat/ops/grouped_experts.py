@@ -41,7 +41,7 @@ def grouped_experts(
     saved: Saved | None = None,
     backend: str = "auto",
     block_size: int | None = None,
-    blocks_at_once: int = 8,
+    blocks_at_once: int | None = None,
     over: Sequence[str] = (),
 ) -> Float[Array, "token out"]:
     """The sum over each token's chosen experts, weighted by their gates.
@@ -76,8 +76,9 @@ def grouped_experts(
             compiled and interpreted, but not yet timed on a device, and take more memory. An expert whose
             operations they cannot group is refused by name.
         block_size: rows in a block of `"block"`. By default a power of two between 8 and 256 for which
-            padding is at most an eighth, if there are enough rows.
-        blocks_at_once: blocks that one iteration of the loop of `"block"` computes together.
+            padding is at most an eighth, and on a CPU a quarter, if there are enough rows.
+        blocks_at_once: blocks that one iteration of the loop of `"block"` computes together; by default 8,
+            and on a CPU 1, where batched products are slow.
         over: inside `jax.shard_map`, the axes of the mesh over which the experts are divided, in order.
             `weights` then have this device's part of `Experts`, `choices` are numbers of all, and tokens go
             to the devices of their experts and back. Nothing is `saved` then.
@@ -121,6 +122,8 @@ def grouped_experts(
     _check_tokens(x, choices, gates)
     if block_size is None:
         block_size = default_block_size(choices.size if exchange is None else exchange.rows, Experts.size)
+    if blocks_at_once is None:
+        blocks_at_once = 1 if platform() == "cpu" else 8
     for what, number in (("block_size", block_size), ("blocks_at_once", blocks_at_once)):
         if not isinstance(number, int) or number < 1:
             raise ValueError(f"{what} must be an int, at least 1; got {number!r}.")

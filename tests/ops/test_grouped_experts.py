@@ -11,6 +11,7 @@ import pytest
 from haliax import Axis
 
 from stacked_remat import memory
+from stacked_remat._placement import compiled_for
 from stacked_remat.ops import grouped_experts
 
 from ..jaxprs import equations_of
@@ -129,7 +130,7 @@ def test_named_weights_with_the_axis_anywhere():
 TOKENS, EXPERTS, CHOSEN = 4096, 128, 8
 
 
-def flops_of(argnums, TOKENS=TOKENS, saved=None):
+def flops_of(argnums, TOKENS=TOKENS, saved=None, platform="cuda"):
     shapes = {"gate": (EMBED, INNER), "up": (EMBED, INNER), "down": (INNER, EMBED)}
     weights = {name: jax.ShapeDtypeStruct((EXPERTS, *shape), jnp.float32) for name, shape in shapes.items()}
     x, gates = (jax.ShapeDtypeStruct((TOKENS, size), jnp.float32) for size in (EMBED, CHOSEN))
@@ -140,7 +141,8 @@ def flops_of(argnums, TOKENS=TOKENS, saved=None):
         return jnp.sum(grouped_experts(swiglu, weights, Experts, x, choices, gates, saved=saved))
 
     run = loss if argnums is None else jax.value_and_grad(loss, argnums)
-    found = memory.count_flops(jax.make_jaxpr(run)(weights, x, gates))
+    with compiled_for(platform):
+        found = memory.count_flops(jax.make_jaxpr(run)(weights, x, gates))
     assert found.exact
     return found.matmul / (2 * TOKENS * CHOSEN * EMBED * INNER)  # products of the active experts
 
@@ -154,6 +156,22 @@ def test_arithmetic_is_that_of_the_active_experts_and_some_padding():
     assert 3 <= flops_of(None) <= padding * 3
     assert 3 + 8 <= flops_of((0, 1, 2)) <= padding * (3 + 8)
     assert 3 + 5 <= flops_of((1, 2)) <= padding * (3 + 5)
+
+
+def test_blocks_on_a_cpu_are_larger():
+    assert 1.125 * 3 < flops_of(None, platform="cpu") <= 1.25 * 3
+
+
+def test_blocks_on_a_cpu_are_computed_one_at_a_time_without_a_batch_axis():
+    """There XLA copies the transposed weights of a product with a batch axis of one."""
+    weights, x, choices, gates, _ = example(5, np.array([[0, 2], [2, 1], [3, 4]]))
+
+    def total(weights, x):
+        return jnp.sum(grouped_experts(swiglu, weights, Axis("experts", 5), x, choices, gates))
+
+    program = equations_of(jax.grad(total, (0, 1)), weights, x)
+    products = [one for one in program if one.primitive.name == "dot_general"]
+    assert products and all(one.outvars[0].aval.ndim == 2 for one in products)
 
 
 @pytest.mark.parametrize("tokens", [1_024, 4_096, 32_768])

@@ -276,16 +276,16 @@ class _SeeKeys(NamedTuple):
         row]`, the sum of the exponentials of the scores less that, and that of these times the values.
         """
         size, (first, last) = self.blocks.size, self.ranges
-        q = _block(self.query, i, size)
+        q = _heads_first(_block(self.query, i, size))
 
         def key_block(j: Array, state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
             highest, total, sums = state
-            scores = _scores(q, _block(self.key, j, size), self.at, i, j, self.blocks)
+            scores = _scores(q, _heads_first(_block(self.key, j, size)), self.at, i, j, self.blocks)
             new_highest = jnp.maximum(highest, jnp.max(scores, axis=-1))
             weights = jnp.exp(scores - new_highest[..., None])
             shrink = jnp.exp(highest - new_highest)
-            v = _block(self.value, j, size)
-            new = _einsum("bkgqs,bskd->bkgqd", weights.astype(v.dtype), v)
+            v = _heads_first(_block(self.value, j, size))
+            new = _einsum("bkgqs,bksd->bkgqd", weights.astype(v.dtype), v)
             return (
                 new_highest,
                 total * shrink + jnp.sum(weights, axis=-1),
@@ -352,19 +352,19 @@ def _backward_of_keys(
     first, last = _query_blocks(at, query.shape[1] // size, count, blocks)
 
     def key_block(query_gradient: Array, j: Array) -> tuple[Array, tuple[Array, Array]]:
-        k, v = _block(key, j, size), _block(value, j, size)
+        k, v = (_heads_first(_block(x, j, size)) for x in (key, value))
 
         def query_block(i: Array, state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
             query_gradient, key_gradient, value_gradient = state
-            q, ct = _block(query, i, size), _block(cotangent, i, size)
+            q, ct = (_heads_first(_block(x, i, size)) for x in (query, cotangent))
             scores = _scores(q, k, at, i, j, blocks)
             weights = jnp.exp(scores - jnp.moveaxis(_block(lse, i, size), 1, 3)[..., None])
-            value_gradient += _einsum("bkgqs,bqkgd->bskd", weights.astype(ct.dtype), ct)
-            of_weights = _einsum("bqkgd,bskd->bkgqs", ct, v)
+            value_gradient += _einsum("bkgqs,bkgqd->bksd", weights.astype(ct.dtype), ct)
+            of_weights = _einsum("bkgqd,bksd->bkgqs", ct, v)
             of_scores = weights * (of_weights - jnp.moveaxis(_block(kept, i, size), 1, 3)[..., None])
             of_scores = (of_scores * blocks.scale).astype(q.dtype)
-            key_gradient += _einsum("bkgqs,bqkgd->bskd", of_scores, q)
-            new = _einsum("bkgqs,bskd->bqkgd", of_scores, k)
+            key_gradient += _einsum("bkgqs,bkgqd->bksd", of_scores, q)
+            new = jnp.moveaxis(_einsum("bkgqs,bksd->bkgqd", of_scores, k), 3, 1)
             old = _block(query_gradient, i, size)
             return _with_block(query_gradient, i, old + new, size), key_gradient, value_gradient
 
@@ -372,6 +372,7 @@ def _backward_of_keys(
         query_gradient, *found = lax.fori_loop(
             first[j], last[j] + 1, query_block, (query_gradient, zeros, zeros)
         )
+        found = [jnp.moveaxis(x, 2, 1) for x in found]
         of_key, of_value = (x if blocks.ring else x.astype(key.dtype) for x in found)
         return query_gradient, (of_key, of_value)
 
@@ -382,7 +383,7 @@ def _backward_of_keys(
 
 def _scores(q: Array, k: Array, at: _Places, i: Array, j: Array, blocks: Blocks) -> Array:
     """Scores of a block, `[batch, kv_heads, group, query, key]`, in float32, masked."""
-    scores = _einsum("bqkgd,bskd->bkgqs", q, k) * blocks.scale
+    scores = _einsum("bkgqd,bksd->bkgqs", q, k) * blocks.scale
     if at.rows is None:
         row = i * blocks.size + jnp.arange(blocks.size, dtype=jnp.int32)[:, None]
     else:
@@ -443,6 +444,14 @@ def _range(seen: Any) -> Range:
 
 def _block(x: Array, i: Array, size: int) -> Array:
     return lax.dynamic_slice_in_dim(x, i * size, size, axis=1)
+
+
+def _heads_first(x: Array) -> Array:
+    """A block of queries as `[batch, kv_heads, group, row, head_dim]`, or of keys without `group`.
+
+    Products then have the order of scores. XLA for CPUs otherwise transposes the scores.
+    """
+    return jnp.moveaxis(x, 1, -2)
 
 
 def _with_block(x: Array, i: Array, new: Array, size: int) -> Array:

@@ -50,6 +50,9 @@ TABLES = {
     "long-context-cpu": Table(
         ("long_context_cpu.json",), rows=("policy", "tokens", "seconds", "peak_resident_bytes")
     ),
+    "long-context-experts": Table(
+        ("qwen3_experts_h200.json",), rows=("backend", "policy", "temporaries", "total")
+    ),
     "long-context-gpt-oss": Table(("gpt_oss_20b_65k_lora_context_h200.json",), rows=_CONTEXT),
     "long-context-longest": Table(
         ("qwen3_longest_h200.json",), rows=("budget", "policy", "tokens", "total", "host")

@@ -62,8 +62,8 @@ def against_program(
         groups = Groups(jnp.zeros(len(arrays[0]) if arrays else 1, jnp.int32), jnp.zeros(len(x), jnp.int32))
         program = RowProgram(_SHAPES_ALONE, groups)
         more = ()
-        if saved is not None:
-            more = (program(lambda own, rows: saved(rebuild(own), rows), arrays, (x,)),)
+        if (keep := saved) is not None:
+            more = (program(lambda own, rows: keep(rebuild(own), rows), arrays, (x,)),)
         return program(lambda own, *of_row: expert(rebuild(own), *of_row), arrays, (x, gates, *more))
 
     try:

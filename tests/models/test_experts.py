@@ -1,5 +1,6 @@
 """Routing and experts of the decoder."""
 
+import dataclasses
 from functools import partial
 
 import haliax as hax
@@ -14,6 +15,8 @@ from models.qwen3_moe import Qwen3MoeConfig
 from models.transformer.config import ExpertsConfig
 from models.transformer.experts import SparseExperts, load_balance_loss, means
 from stacked_remat.lora import LoraConfig, apply_lora, lora_filter, merge_lora
+from stacked_remat.ops._expert_backends import EXPERT_BACKENDS, ExpertsBackend
+from stacked_remat.ops._grouped_triton import triton_kernels
 
 Batch, Pos = Axis("batch", 2), Axis("position", 3)
 
@@ -219,3 +222,25 @@ def test_what_is_kept_for_the_backward_pass_changes_no_gradient(monkeypatch):
 
     for kept, computed in zip(*map(jax.tree.leaves, (gradients(True), gradients(False))), strict=True):
         np.testing.assert_allclose(kept, computed, rtol=1e-5, atol=1e-7)
+
+
+def test_the_backend_of_the_config_applies_experts_with_biases_and_adapters(monkeypatch):
+    layer, x = with_biases()
+    layer = apply_lora(layer, LoraConfig(2, 2.0, ("experts.*",)), key=jax.random.key(3))
+    layer = jax.tree.map(lambda leaf: leaf + 0.1, layer)  # the adapters start as zero
+
+    def value_and_gradient(backend):
+        experts = dataclasses.replace(layer.config.experts, backend=backend)
+        config = dataclasses.replace(layer.config, experts=experts)
+
+        def total(layer):
+            return jnp.sum(dataclasses.replace(layer, config=config)(x)[0].array ** 2)
+
+        return jax.jit(jax.value_and_grad(total))(layer)
+
+    with pytest.raises(ValueError, match="'triton' does not support this call: it runs on NVIDIA GPUs"):
+        value_and_gradient("triton")
+    interpreted = ExpertsBackend(triton_kernels(interpret=True))
+    monkeypatch.setitem(EXPERT_BACKENDS, "triton", interpreted)
+    found, wanted = value_and_gradient("triton"), value_and_gradient("block")
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-3), found, wanted)

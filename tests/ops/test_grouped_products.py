@@ -2,6 +2,7 @@
 
 import functools
 import types
+from typing import Any
 
 import equinox as eqx
 import haliax as hax
@@ -143,7 +144,7 @@ def assert_close(found, wanted, **tolerance):
 def test_values_and_gradients_of_any_routing_in_one_compilation(backend, saved, monkeypatch):
     # Three chunks, of which the last is padded.
     monkeypatch.setattr(_expert_chunks, "_MOST_BYTES", 4 * CHOSEN * EMBED * 4)
-    run = both(backend, saved)
+    run: Any = both(backend, saved)
     for choices in routings().values():
         found, wanted = run(choices, *example())
         assert_close(found, wanted, atol=1e-4, rtol=1e-4)
@@ -301,19 +302,28 @@ def test_backends_say_why_they_do_not_support_a_call(name, change, message, monk
         choose_backend("backend of experts", EXPERT_BACKENDS, name, call)
 
 
+def turned(weights, rows, gates):
+    """One map's weights are `[out, in]`."""
+    hidden = jax.nn.silu(rows @ weights["gate"]) * jnp.einsum("ri,oi->ro", rows, weights["up"])
+    return (hidden * gates[:, None]) @ weights["down"]
+
+
 @pytest.mark.skipif(NO_CUDA, reason="JAX's CUDA plugin is not installed")
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
-def test_it_compiles_for_a_gpu_without_a_copy_of_the_weights(dtype):
-    size, width = 2**15, 512
-    shapes = dict(gate=(width, width), up=(width, width), down=(width, width))
-    weights = {name: jax.ShapeDtypeStruct((64, *shape), dtype) for name, shape in shapes.items()}
-    x, gates = jax.ShapeDtypeStruct((size, width), dtype), jax.ShapeDtypeStruct((size, 1), dtype)
+def test_for_a_gpu_it_copies_no_weights(dtype):
+    tokens, width = 2**12, 512
 
-    def loss(weights, x, gates):
-        choices = jnp.zeros((size, 1), jnp.int32)
-        out = grouped_experts(swiglu, weights, Axis("experts", 64), x, choices, gates, backend="triton")
-        return jnp.sum(out.astype(jnp.float32))
+    def temporaries(experts):
+        Many, shape = Axis("experts", experts), jax.ShapeDtypeStruct((experts, width, width), dtype)
+        weights = dict(gate=shape, up=shape, down=shape)
+        x, gates = jax.ShapeDtypeStruct((tokens, width), dtype), jax.ShapeDtypeStruct((tokens, 1), dtype)
 
-    found = memory.report(jax.grad(loss, 1), weights, x, gates, target="h200")
-    rows = size * width * jnp.dtype(dtype).itemsize
-    assert found.temporaries < 7 * rows
+        def loss(weights, x, gates):
+            choices = jnp.zeros((tokens, 1), jnp.int32)
+            out = grouped_experts(turned, weights, Many, x, choices, gates, backend="triton")
+            return jnp.sum(out.astype(jnp.float32))
+
+        return memory.report(jax.grad(loss, 1), weights, x, gates, target="h200").temporaries
+
+    matrices = 64 * width**2 * jnp.dtype(dtype).itemsize
+    assert temporaries(128) - temporaries(64) < 0.1 * matrices

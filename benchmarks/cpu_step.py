@@ -1,0 +1,350 @@
+"""One training step on the CPU beside PyTorch and transformers, on the same weights, and the parts of it.
+
+    python -m benchmarks.cpu_step
+    taskset -c 1 python -m benchmarks.cpu_step  # on one core, where others use the machine
+
+Needs `tests/parity_requirements.txt` (`make parity` makes such an environment). Losses, results and gradients
+are compared first. Then ours and theirs run in turn in one process, so that a slow machine slows both. A
+ratio is the median over rounds of our time divided by theirs. Writes `results/cpu_step.json`.
+"""
+
+import argparse
+import dataclasses
+import functools
+import importlib
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import equinox as eqx
+import haliax as hax
+import jax
+import jax.numpy as jnp
+import numpy as np
+from haliax import Axis
+
+import models.architectures  # noqa: F401 (registers what read_hf_config reads)
+from models.hf_io.decoder_weights import read_decoder
+from models.hf_io.formats import read_hf_config
+from models.lm import next_token_loss
+from stacked_remat.ops import causal_attention, grouped_experts
+from stacked_remat.training import (
+    BATCH_AXIS,
+    POSITION_AXIS,
+    AdamWConfig,
+    ConstantSchedule,
+    TokenBatch,
+    TrainState,
+    build_optimizer,
+    train_step,
+)
+
+from .record import RESULTS, write_results
+
+# Neither is needed by anything else, and lint runs without them.
+torch: Any = importlib.import_module("torch")
+transformers: Any = importlib.import_module("transformers")
+
+LEARNING_RATE = 1e-4
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """What is trained."""
+
+    layers: int = 8
+    width: int = 512
+    heads: int = 8
+    kv_heads: int = 4
+    head_dim: int = 64
+    experts: int = 16
+    chosen: int = 4
+    inner: int = 256
+    vocab: int = 1_024
+    batch: int = 2
+    positions: int = 512
+
+
+@dataclasses.dataclass(frozen=True)
+class Pair:
+    """Ours and theirs.
+
+    Attributes:
+        name: of what they compute.
+        recomputed: whether layers are recomputed in the backward pass.
+        ours: computes it, and gives numbers to compare.
+        theirs: the same.
+        seconds: of each run so far, ours and theirs.
+    """
+
+    name: str
+    recomputed: bool
+    ours: Callable[[], list[Any]]
+    theirs: Callable[[], list[Any]]
+    seconds: tuple[list[float], list[float]] = dataclasses.field(default_factory=lambda: ([], []))
+
+    def check(self) -> None:
+        """Run both, which compiles, and compare.
+
+        Raises:
+            ArithmeticError: they differ.
+        """
+        for mine, other in zip(self.ours(), self.theirs(), strict=True):
+            mine, other = np.asarray(mine), np.asarray(other)
+            if not np.linalg.norm(mine - other) <= 1e-3 * np.linalg.norm(other):
+                raise ArithmeticError(f"{self.name}: ours and theirs differ")
+
+    def timed(self) -> None:
+        """Run both once more."""
+        for run, seconds in zip((self.ours, self.theirs), self.seconds, strict=True):
+            began = time.perf_counter()
+            jax.block_until_ready(run())
+            seconds.append(time.perf_counter() - began)
+
+    def row(self) -> dict[str, Any]:
+        """The medians of the times, and of their ratio."""
+        ratios = np.divide(*self.seconds)
+        low, middle, high = (round(float(part), 3) for part in np.quantile(ratios, (0.25, 0.5, 0.75)))
+        return {
+            "name": self.name,
+            "recomputed": self.recomputed,
+            "median_seconds": round(statistics.median(self.seconds[0]), 5),
+            "their_median_seconds": round(statistics.median(self.seconds[1]), 5),
+            "ratio": middle,
+            "ratio_quartiles": f"{low:.2f} to {high:.2f}",
+            "ratio_of_least": round(min(self.seconds[0]) / min(self.seconds[1]), 3),
+        }
+
+
+def main(arguments: list[str] | None = None) -> Path:
+    options = _parser().parse_args(arguments)
+    sizes = Sizes(**{field.name: getattr(options, field.name) for field in dataclasses.fields(Sizes)})
+    pairs = [pair for pair in _pairs(sizes) if options.only in pair.name]
+    for pair in pairs:
+        pair.check()
+    path = options.out / "cpu_step.json"
+    found = {
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "threads": torch.get_num_threads(),
+    }
+    rows = []
+    for done in range(1, options.rounds + 1):
+        for pair in pairs:
+            pair.timed()
+        rows = [pair.row() for pair in pairs]
+        write_results(path, **found, sizes=dataclasses.asdict(sizes), rounds=done, rows=rows)
+    for row in rows:
+        print("  ".join(f"{key} {value}" for key, value in row.items()))
+    print(f"wrote {path}")
+    return path
+
+
+def _pairs(sizes: Sizes) -> list[Pair]:
+    steps = [step(sizes, experts, again) for experts in (True, False) for again in (False, True)]
+    return [
+        *steps,
+        experts_against_theirs(sizes),
+        experts_against_products(sizes),
+        attention(sizes, sizes.batch, sizes.positions),
+        attention(sizes, 1, 4 * sizes.positions),
+    ]
+
+
+def step(sizes: Sizes, experts: bool, recomputed: bool) -> Pair:
+    """Loss, gradients and AdamW of a Qwen3 model of random weights."""
+    model = their_model(sizes, experts)
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        config, vocab = read_hf_config(Path(folder))
+        decoder = read_decoder(Path(folder), config, Axis("vocab", vocab), remat=recomputed)
+    tokens = np.random.default_rng(0).integers(0, sizes.vocab, (sizes.batch, sizes.positions))
+    name = f"step, {sizes.experts} experts" if experts else "step, dense"
+    return Pair(
+        name, recomputed, our_step(decoder, tokens), their_step(model, torch.tensor(tokens), recomputed)
+    )
+
+
+def their_model(sizes: Sizes, experts: bool) -> Any:
+    """A model of transformers, its weights drawn from a seed."""
+    fields: dict[str, Any] = dict(
+        vocab_size=sizes.vocab,
+        hidden_size=sizes.width,
+        num_hidden_layers=sizes.layers,
+        num_attention_heads=sizes.heads,
+        num_key_value_heads=sizes.kv_heads,
+        head_dim=sizes.head_dim,
+        max_position_embeddings=4 * sizes.positions,
+        attn_implementation="sdpa",
+        use_cache=False,
+    )
+    torch.manual_seed(0)
+    if not experts:
+        inner = sizes.chosen * sizes.inner
+        return transformers.Qwen3ForCausalLM(transformers.Qwen3Config(intermediate_size=inner, **fields))
+    config = transformers.Qwen3MoeConfig(
+        num_experts=sizes.experts,
+        num_experts_per_tok=sizes.chosen,
+        moe_intermediate_size=sizes.inner,
+        norm_topk_prob=True,
+        router_aux_loss_coef=0.0,
+        # The fastest of theirs on a CPU.
+        experts_implementation="grouped_mm",
+        **fields,
+    )
+    return transformers.Qwen3MoeForCausalLM(config)
+
+
+def our_step(decoder: Any, tokens: np.ndarray) -> Callable[[], list[Any]]:
+    Batch, Pos = Axis(BATCH_AXIS, tokens.shape[0]), Axis(POSITION_AXIS, tokens.shape[1])
+    named = hax.named(jnp.asarray(tokens, jnp.int32), (Batch, Pos))
+    has_target = hax.broadcast_axis((hax.arange(Pos) < Pos.size - 1).astype(jnp.float32), Batch)
+    batch = TokenBatch(named, hax.roll(named, -1, Pos), has_target)
+    config = AdamWConfig(learning_rate=LEARNING_RATE, warmup_steps=0, schedule=ConstantSchedule())
+    optimizer = build_optimizer(config, 1_000)
+    run = functools.partial(train_step, loss_function=next_token_loss, optimizer=optimizer)
+    compiled = eqx.filter_jit(run, donate="all-except-first")
+    states = [TrainState.init(decoder, optimizer)]
+
+    def ours() -> list[Any]:
+        state, metrics = compiled(batch, states.pop())
+        states.append(state)
+        return [jax.block_until_ready((state, metrics))[1]["loss"], metrics["grad_norm"]]
+
+    return ours
+
+
+def their_step(model: Any, tokens: Any, recomputed: bool) -> Callable[[], list[Any]]:
+    defaults = AdamWConfig()
+    betas = (defaults.beta1, defaults.beta2)
+    model.train()
+    if recomputed:
+        model.activation_checkpointing_enable()
+    optimizer = torch.optim.AdamW(
+        model.parameters(),
+        lr=LEARNING_RATE,
+        betas=betas,
+        eps=defaults.epsilon,
+        weight_decay=defaults.weight_decay,
+        fused=True,
+    )
+
+    def theirs() -> list[Any]:
+        loss = model(tokens, labels=tokens).loss
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), defaults.max_grad_norm or 1e30)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return [loss.item(), norm.item()]
+
+    return theirs
+
+
+def experts_of_a_layer(sizes: Sizes) -> tuple[list[np.ndarray], np.ndarray]:
+    """Tokens, gates, three weights `[experts, out, in]` and a cotangent; and the choices of the tokens."""
+    rng = np.random.default_rng(0)
+
+    def drawn(*shape: int) -> np.ndarray:
+        return rng.standard_normal(shape, np.float32) / np.sqrt(shape[-1], dtype=np.float32)
+
+    tokens = sizes.batch * sizes.positions
+    choices = np.argsort(rng.random((tokens, sizes.experts)), axis=1)[:, : sizes.chosen]
+    gates = np.full((tokens, sizes.chosen), 1 / sizes.chosen, np.float32)
+    up, down = (sizes.experts, sizes.inner, sizes.width), (sizes.experts, sizes.width, sizes.inner)
+    x, cotangent = drawn(tokens, sizes.width), drawn(tokens, sizes.width)
+    return [x, gates, drawn(*up), drawn(*up), drawn(*down), cotangent], choices
+
+
+def our_experts(sizes: Sizes) -> Callable[[], list[Any]]:
+    """The gradients of the experts of a layer."""
+    values, choices = experts_of_a_layer(sizes)
+
+    def expert(weights: Any, rows: jax.Array, gates: jax.Array) -> jax.Array:
+        gate, up, down = weights
+        return (jax.nn.silu(rows @ gate.T) * (rows @ up.T) * gates[:, None]) @ down.T
+
+    def mixed(x: jax.Array, gates: jax.Array, *weights: jax.Array) -> jax.Array:
+        Experts = Axis("experts", sizes.experts)
+        return grouped_experts(expert, weights, Experts, x, jnp.asarray(choices), gates)
+
+    return _gradients(mixed, values)
+
+
+def experts_against_theirs(sizes: Sizes) -> Pair:
+    """The experts of a layer, forward and backward."""
+    layer: Any = their_model(dataclasses.replace(sizes, layers=1), experts=True).model.layers[0].mlp.experts
+    (x, gates, gate, up, down, cotangent), choices = experts_of_a_layer(sizes)
+    both = torch.tensor(np.concatenate([gate, up], axis=1))
+    layer.gate_up_proj.data, layer.down_proj.data = both, torch.tensor(down)
+    leaves = [torch.tensor(value, requires_grad=True) for value in (x, gates)]
+    wanted = [*leaves, layer.gate_up_proj, layer.down_proj]
+
+    def theirs() -> list[Any]:
+        out = layer(leaves[0], torch.tensor(choices), leaves[1])
+        of_x, of_gates, of_both, of_down = torch.autograd.grad(out, wanted, torch.tensor(cotangent))
+        return [of_x, of_gates, *of_both.chunk(2, dim=1), of_down]
+
+    return Pair(f"{sizes.experts} experts of a layer", False, our_experts(sizes), theirs)
+
+
+def experts_against_products(sizes: Sizes) -> Pair:
+    """The same beside one MLP on as many rows as all experts have, in the same library."""
+    (x, _, gate, up, down, cotangent), _ = experts_of_a_layer(sizes)
+    repeated = [np.repeat(value, sizes.chosen, axis=0) for value in (x, cotangent)]
+
+    def dense(x: jax.Array, gate: jax.Array, up: jax.Array, down: jax.Array) -> jax.Array:
+        return (jax.nn.silu(x @ gate.T) * (x @ up.T)) @ down.T
+
+    ours, theirs = our_experts(sizes), _gradients(dense, [repeated[0], gate[0], up[0], down[0], repeated[1]])
+    return Pair("experts beside a dense MLP of as many rows", False, lambda: ours()[:0], lambda: theirs()[:0])
+
+
+def attention(sizes: Sizes, batch: int, positions: int) -> Pair:
+    """Causal attention of a layer, forward and backward."""
+    rng = np.random.default_rng(0)
+    shapes = [(batch, positions, heads, sizes.head_dim) for heads in (sizes.heads, *2 * (sizes.kv_heads,))]
+    values = [rng.standard_normal(shape, np.float32) for shape in (*shapes, shapes[0])]
+    Batch, Pos, KVHeads = Axis("batch", batch), Axis("position", positions), Axis("kv", sizes.kv_heads)
+    HeadDim, Group = Axis("head_dim", sizes.head_dim), Axis("group", sizes.heads // sizes.kv_heads)
+
+    def attended(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+        split = query.reshape(batch, positions, KVHeads.size, Group.size, HeadDim.size)
+        named = hax.named(split, (Batch, Pos, KVHeads, Group, HeadDim))
+        keys, values = (hax.named(one, (Batch, Pos, KVHeads, HeadDim)) for one in (key, value))
+        return causal_attention(named, keys, values, Pos, KVHeads, HeadDim).array.reshape(query.shape)
+
+    leaves = [torch.tensor(value, requires_grad=True) for value in values[:3]]
+    cotangent = torch.tensor(values[3])
+
+    def theirs() -> list[Any]:
+        query, key, value = (leaf.transpose(1, 2) for leaf in leaves)
+        out = torch.nn.functional.scaled_dot_product_attention(
+            query, key, value, is_causal=True, enable_gqa=Group.size > 1
+        )
+        return list(torch.autograd.grad(out.transpose(1, 2), leaves, cotangent))
+
+    return Pair(f"attention of {batch} x {positions:,}", False, _gradients(attended, values), theirs)
+
+
+def _gradients(fn: Callable[..., jax.Array], values: list[np.ndarray]) -> Callable[[], list[Any]]:
+    """A function that computes the cotangents of the inputs from the last value, that of the result."""
+    *inputs, cotangent = (jnp.asarray(value) for value in values)
+    compiled = jax.jit(lambda cotangent, *inputs: jax.vjp(fn, *inputs)[1](cotangent))
+    return lambda: jax.block_until_ready(list(compiled(cotangent, *inputs)))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    for field in dataclasses.fields(Sizes):
+        parser.add_argument(f"--{field.name}", type=int, default=field.default)
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--only", default="", help="a part of the names of what is run")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    return parser
+
+
+if __name__ == "__main__":
+    main()

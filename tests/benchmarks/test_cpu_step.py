@@ -1,0 +1,33 @@
+"""Tests of the benchmark of a training step beside PyTorch's."""
+
+import json
+import warnings
+
+import numpy as np
+import pytest
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    pytest.importorskip("torch")
+    pytest.importorskip("transformers")
+    from benchmarks.cpu_step import Pair, main
+
+pytestmark = pytest.mark.torch
+
+SMALL = dict(layers=2, width=16, heads=4, kv_heads=2, head_dim=4, experts=4, chosen=2, inner=8, vocab=32)
+SMALL |= dict(batch=2, positions=16)
+
+
+def test_losses_and_gradients_are_theirs_and_rows_have_ratios(tmp_path):
+    sizes = [f"--{name}={size}" for name, size in SMALL.items()]
+    path = main([*sizes, "--rounds", "2", "--out", str(tmp_path)])
+    rows = json.loads(path.read_text())["rows"]
+    steps = [(row["name"], row["recomputed"]) for row in rows if row["name"].startswith("step")]
+    assert len(steps) == len(set(steps)) == 4
+    assert {row["name"] for row in rows} >= {"attention of 2 x 16", "attention of 1 x 64"}
+    assert all(row["ratio"] > 0 for row in rows)
+
+
+def test_pairs_that_differ_are_refused():
+    with pytest.raises(ArithmeticError, match="a sum: ours and theirs differ"):
+        Pair("a sum", False, lambda: [np.ones(3)], lambda: [np.full(3, 1.1)]).check()

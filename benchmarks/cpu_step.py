@@ -136,7 +136,7 @@ def main(arguments: list[str] | None = None) -> Path:
         for pair in pairs:
             pair.timed()
         rows = [pair.row() for pair in pairs]
-        write_results(path, **found, sizes=dataclasses.asdict(sizes), rounds=done, rows=rows)
+        write_results(path, **found, rounds=done, rows=rows)
     for row in rows:
         print("  ".join(f"{key} {value}" for key, value in row.items()))
     print(f"wrote {path}")

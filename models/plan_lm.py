@@ -3,6 +3,7 @@
     python -m models.plan_lm --config_path my-model.yaml [--target h200] [--only 'False|True|nested']
     python -m models.plan_lm --config_path my-model.yaml --remat auto --budget 1GiB
     python -m models.plan_lm --config_path my-model.yaml --remat auto --budget 1GiB --find context
+    python -m models.plan_lm --config_path my-model.yaml --remat auto --budget 72GiB --find mesh --devices 8
 
 Takes the same config files as `models.train_lm`.
 """
@@ -19,17 +20,26 @@ from pathlib import Path
 from typing import Any, Literal
 
 import jax
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.progress import Progress as RichProgress
-from rich.table import Table
 
 from models.command import local_path, run_command, shown_on
+from models.plan_mesh import find_divisions
 from models.plan_search import KEYS, Budget, find_size, planned
 from models.run_config import LmRunConfig
 from models.step_memory import StepMemory
-from stacked_remat import ScanCheckpointPolicy, ScanCheckpointSpec
-from stacked_remat.memory import DoesNotFit, MemoryReport, Plan, find_target, plot, readable_bytes
+from stacked_remat import ScanCheckpointPolicy
+from stacked_remat.memory import (
+    Comparison,
+    DoesNotFit,
+    MemoryReport,
+    Plan,
+    Trial,
+    find_target,
+    parse_bytes,
+    plot,
+    readable_bytes,
+)
 from stacked_remat.training import ConfigError, lasting_console, parse_config, remat_entry, remat_policy
 
 POLICIES: Mapping[str, bool | dict[str, Any] | str] = {
@@ -49,7 +59,6 @@ STREAMED = ("nested", "offload")
 CUT = ("nested", "offload")
 """Which of them are compared with layers cut into tiles too, where the config has whole ones."""
 
-_MOVED = "moved: between host and device; link: hidden behind compute, or the tokens/s that it allows"
 _FOUND = {"context": "longest context", "batch": "largest batch", "devices": "fewest devices"}
 _PLAIN, _BASELINE = "False", "True"
 _NAMES_A_MODEL = ("--config_path", "--model", "--initialize_from_hf")
@@ -70,7 +79,8 @@ class PlanLmConfig(LmRunConfig):
             all of them.
         find: what to find with `remat: auto`: the `policy` with the least arithmetic that fits `budget`, or
             the longest `context` (`data.seq_len`), the largest `batch` (`data.batch_size`) or the fewest
-            `devices` for which one does.
+            `devices` for which one does; or what `trainer.mesh` of that many devices can be, with the policy
+            and the microbatches that fit, by arithmetic and by what devices send.
         plot: file for a PNG of memory against arithmetic, a point for each policy that was compiled.
         cache: whether to keep what compilations find in the user's cache folder (`$XDG_CACHE_HOME` or
             `~/.cache`), and to read it there.
@@ -80,7 +90,7 @@ class PlanLmConfig(LmRunConfig):
     target: str = "local"
     devices: int | None = None
     only: str | None = None
-    find: Literal["policy", "context", "batch", "devices"] = "policy"
+    find: Literal["policy", "context", "batch", "devices", "mesh"] = "policy"
     plot: str | None = None
     cache: bool = True
     json: bool = False
@@ -102,6 +112,8 @@ class PlanLmConfig(LmRunConfig):
             )
         if self.find == "devices" and self.devices is not None:
             raise ValueError(f"find: devices has no effect with devices: {self.devices}: leave one out.")
+        if self.find == "mesh" and (self.devices is None or self.devices < 2):
+            raise ValueError("find: mesh divides the step over several devices: give devices, such as 8.")
         find_target(self.target)
 
     @property
@@ -120,40 +132,24 @@ def compared(config: LmRunConfig) -> dict[str, ScanCheckpointPolicy]:
     return policies
 
 
-def policy_table(config: PlanLmConfig, reports: Mapping[str, MemoryReport]) -> Table:
+def policy_table(config: PlanLmConfig, trials: Sequence[Trial]) -> Comparison:
     """A row a policy: memory, transfers, and matrix-product FLOPs as a multiple of those of `remat: true`."""
-    some, tokens = next(iter(reports.values())), config.data.batch_size * config.data.seq_len
-    baseline = reports[_BASELINE].flops.matmul if _BASELINE in reports else None
-    inexact = any(not found.flops.exact for found in reports.values())
-    moves = any(found.flops.bytes_from_host + found.flops.bytes_to_host for found in reports.values())
+    some = next(trial.report for trial in trials if trial.report is not None)
+    own = next((name for name, policy in compared(config).items() if policy == config.policy), None)
     each = f"each of {some.devices} devices of " if some.devices > 1 else ""
-    table = Table(
+    on_cpu = config.target == "local" and jax.default_backend() == "cpu"
+    return Comparison(
+        tuple(trials),
+        config.data.batch_size * config.data.seq_len,
         title=f"one training step, {config.data.batch_size} x {config.data.seq_len} tokens, compiled for "
         f"{each}{some.target} and not run",
-        caption=f"arguments (weights, optimizer state, batch): {readable_bytes(some.arguments)}; "
-        + (f"matrix products under True: {baseline / 1e12:.3f} TFLOP; " if baseline else "")
-        + ("? loops whose length depends on the data, such as documents, count once; " if inexact else "")
-        + f"{_MOVED}{_cpu_note(config) if moves else ''}; "
-        + "* `remat` of this config",
-        caption_justify="left",
-        box=SIMPLE_HEAD,
-        padding=(0, 1, 0, 0),
+        baseline=_BASELINE,
+        notes=(
+            f"arguments (weights, optimizer state, batch): {readable_bytes(some.arguments)}",
+            *(["on a CPU, offloaded arrays stay in the same memory"] if on_cpu else []),
+            f"`remat` of this config: {own}",
+        ),
     )
-    unit, unit_name = _unit(reports)
-    table.add_column("remat", overflow="fold")
-    memory = (f"{name}\n{unit_name}" for name in ("temp.", "host", "device", "moved"))
-    for heading in (*memory, "link\ntokens/s", "FLOPs\n/ True", "compile\ns"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    policies = compared(config)
-    for name, found in reports.items():
-        table.add_row(
-            name + (" *" if policies.get(name) == config.policy else ""),
-            *(f"{size / unit:.2f}" for size in _sizes(found)),
-            _rate(found, tokens),
-            f"{found.flops.matmul / baseline:.2f}{'' if found.flops.exact else ' ?'}" if baseline else "",
-            f"{found.compile_seconds:.1f}",
-        )
-    return table
 
 
 def saving(config: PlanLmConfig, reports: Mapping[str, MemoryReport]) -> str | None:
@@ -162,40 +158,12 @@ def saving(config: PlanLmConfig, reports: Mapping[str, MemoryReport]) -> str | N
     baseline = _BASELINE if own != _BASELINE else _PLAIN
     if own == _PLAIN or not {own, _PLAIN, baseline} <= reports.keys():
         return None
-    unit, name = _unit(reports)
-    small, large = (reports[row].total / unit for row in (own, _PLAIN))
+    small, large = (readable_bytes(reports[row].total) for row in (own, _PLAIN))
     times = reports[own].flops.matmul / reports[baseline].flops.matmul
     return (
-        f"`{own}` takes {small:.2f} {name} where a plain scan (`{_PLAIN}`) takes {large:.2f}, "
+        f"`{own}` takes {small} where a plain scan (`{_PLAIN}`) takes {large}, "
         f"for {times:.2f} x the arithmetic of `{baseline}`."
     )
-
-
-def _unit(reports: Mapping[str, MemoryReport]) -> tuple[int, str]:
-    """The unit in which the largest step is readable, in bytes, and its name."""
-    names = ("B", "KiB", "MiB", "GiB", "TiB")
-    power = (max(found.total for found in reports.values()).bit_length() - 1) // 10
-    power = min(power, len(names) - 1)
-    return 1024**power, names[power]
-
-
-def _sizes(found: MemoryReport) -> tuple[int, ...]:
-    """Bytes of temporaries, on the host and on the device, and of transfers."""
-    moved = found.flops.bytes_from_host + found.flops.bytes_to_host
-    return found.temporaries, found.host.total, found.total, moved
-
-
-def _rate(found: MemoryReport, tokens: int) -> str:
-    """The tokens per second that the link to the host allows, if it is what limits them."""
-    least = found.least_time
-    if least is None or not least.transfer:
-        return "-"
-    return "hidden" if least.hidden else f"{tokens / least.transfer:,.0f}"
-
-
-def _cpu_note(config: PlanLmConfig) -> str:
-    on_cpu = config.target == "local" and jax.default_backend() == "cpu"
-    return "; on a CPU, offloaded arrays stay in the same memory" if on_cpu else ""
 
 
 def main(arguments: Sequence[str], console: Console | None = None) -> int:
@@ -230,6 +198,8 @@ def _find(config: PlanLmConfig, console: Console) -> Mapping[str, MemoryReport]:
     quiet = (lambda _: None) if config.json else shown_on(console)
     step, budget = config.step, Budget(config.budget, config.host_budget, quiet)
     size = None
+    if config.find == "mesh":
+        return _find_mesh(config, console, budget)
     if config.find == "policy":
         step.check(streamed=step.can_stream)
     else:
@@ -239,35 +209,55 @@ def _find(config: PlanLmConfig, console: Console) -> Mapping[str, MemoryReport]:
     return {t.name: t.report for t in plan.tried.trials if t.report is not None}
 
 
+def _find_mesh(config: PlanLmConfig, console: Console, budget: Budget) -> Mapping[str, MemoryReport]:
+    """Finds the meshes on which the step fits the budget and shows them, the least arithmetic first."""
+    assert config.devices is not None
+    found = find_divisions(config.step, config.devices, budget)
+    trials = {one.trial.name: one.report for one in found}
+    if config.json:
+        rows = [
+            _row(one.trial, config.step.tiles)
+            | {"mesh": dataclasses.asdict(one.mesh), "microbatches": one.microbatches}
+            for one in found
+        ]
+        _print_json(config, console, budget=parse_bytes(budget.device), rows=rows)
+        return trials
+    best, tokens = found[0], config.data.batch_size * config.data.seq_len
+    title = f"what fits {budget.device} on each of {config.devices} devices of {config.target}"
+    console.print(Comparison(tuple(one.trial for one in found), tokens, title))
+    mesh = json.dumps(dataclasses.asdict(best.mesh))
+    console.print(f"trainer.mesh: {mesh}", markup=False, highlight=False, soft_wrap=True)
+    console.print(f"trainer.update.microbatches: {best.microbatches}", markup=False, highlight=False)
+    console.print(f"remat: {json.dumps(remat_entry(best.policy))}", markup=False, highlight=False)
+    return trials
+
+
 def _compare(config: PlanLmConfig, console: Console) -> Mapping[str, MemoryReport]:
     """Compiles the rows of the table and shows them; the reports of those that were not refused."""
     rows = _rows(config)
-    found: dict[str, MemoryReport] = {}
-    refused: dict[str, Exception] = {}
+    trials: list[Trial] = []
+    errors: list[Exception] = []
     with RichProgress(console=console, transient=True, disable=config.json) as progress:
         task = progress.add_task("compiling", total=len(rows))
         for name, (step, policy, streamed) in rows.items():
             progress.update(task, description=f"compiling {name}")
+            report, failure = None, ""
             try:
-                found[name] = step.report(policy, streamed=streamed)
+                report = step.report(policy, streamed=streamed)
             except (DoesNotFit, ValueError) as error:  # such as a policy that a fused update does not take
-                refused[name] = error
+                errors.append(error)
+                failure = str(error).splitlines()[0]
+            trials.append(Trial(policy, report, failure, streamed, name))
             progress.advance(task)
+    found = {trial.name: trial.report for trial in trials if trial.report is not None}
     if not found:
-        raise next(iter(refused.values()))
+        raise errors[0]
     if config.json:
-        results = {**found, **{name: _reason(error) for name, error in refused.items()}}
-        shown = (
-            (name, policy, streamed, step.tiles, results[name])
-            for name, (step, policy, streamed) in rows.items()
-        )
-        _print_json(config, console, rows=[_row(*row) for row in shown])
+        _print_json(config, console, rows=[_row(trial, rows[trial.name][0].tiles) for trial in trials])
         return found
-    console.print(policy_table(config, found))
+    console.print(policy_table(config, trials))
     if saved := saving(config, found):
         console.print(saved, markup=False, highlight=False)
-    for name, error in refused.items():
-        console.print(f"{name}: {_reason(error)}", markup=False)
     return found
 
 
@@ -290,20 +280,14 @@ def _checked_plot(file: str) -> Path:
     return path
 
 
-def _reason(error: Exception) -> str:
-    return str(error).splitlines()[0]
-
-
 def _show_plan(
     config: PlanLmConfig, console: Console, plan: Plan, step: StepMemory, size: int | None
 ) -> None:
     """Shows a plan, and the size that was found for it."""
-    found = {} if config.find == "policy" else {KEYS[config.find]: size}
+    found = {} if config.find in ("policy", "mesh") else {KEYS[config.find]: size}
     if config.json:
         chosen = {"remat": remat_entry(plan.policy), "streamed": plan.streamed, "tiles": step.tiles}
-        tried = [
-            _row(t.name, t.policy, t.streamed, step.tiles, t.report or t.failure) for t in plan.tried.trials
-        ]
+        tried = [_row(trial, step.tiles) for trial in plan.tried.trials]
         _print_json(step.config, console, chosen=found | chosen, budget=plan.budget, rows=tried)
         return
     console.print(plan)
@@ -313,14 +297,12 @@ def _show_plan(
         console.print(f"{_FOUND[config.find]}: {key}: {value}", markup=False, highlight=False)
 
 
-def _row(
-    name: str, policy: ScanCheckpointSpec, streamed: bool, tiles: int, found: MemoryReport | str
-) -> dict[str, Any]:
+def _row(trial: Trial, tiles: int) -> dict[str, Any]:
     """A row of the JSON: its report, or why it was refused."""
-    row = {"name": name, "remat": remat_entry(policy), "streamed": streamed, "tiles": tiles}
-    if isinstance(found, str):
-        return row | {"refused": found}
-    return row | {"total": found.total, **dataclasses.asdict(found)}
+    row = {"name": trial.name, "remat": remat_entry(trial.policy), "streamed": trial.streamed, "tiles": tiles}
+    if trial.report is None:
+        return row | {"refused": trial.failure}
+    return row | {"total": trial.report.total, **dataclasses.asdict(trial.report)}
 
 
 def _print_json(config: LmRunConfig, console: Console, **fields: Any) -> None:

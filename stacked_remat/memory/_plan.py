@@ -39,27 +39,42 @@ class Comparison(Tabular):
         trials: one for each policy.
         tokens_per_step: of one call on all devices, for the tokens per second that the link allows; None
             where they were not given.
+        title: of the table.
+        baseline: name of the trial whose arithmetic is one; the least of all if empty, or if it was refused.
+        notes: what stands below the table.
     """
 
     trials: tuple[Trial, ...]
     tokens_per_step: int | None = None
+    title: str = "memory by policy"
+    baseline: str = ""
+    notes: tuple[str, ...] = ()
 
-    def _table(self, title: str = "memory by policy", notes: tuple[str, ...] = ()) -> Table:
+    def _table(self) -> Table:
         found = [trial.report for trial in self.trials if trial.report is not None]
-        least = min((report.flops.matmul for report in found), default=0)
-        size, unit = common_unit(size for report in found for size in _sizes(report))
-        memory = (f"{name}\n{unit}" for name in ("total", "temp.", "host", "moved"))
+        base, arithmetic = self._unit_of_arithmetic()
+        size, unit = common_unit(size for report in found for size in _sizes(report, True))
+        sends = any(report.sent for report in found)
+        memory = [f"{name}\n{unit}" for name in ("total", "temp.", "host", "moved", *["sent"] * sends)]
         link = "s" if self.tokens_per_step is None else "tokens/s"
-        columns = ("policy", *memory, f"link\n{link}", "FLOPs\n/ least", "compile\ns")
-        rows = tuple(_row(trial, size, least, self.tokens_per_step) for trial in self.trials)
-        explained = [f"least: {readable_count(least)} FLOP in matrix products"] if least else []
+        columns = ("policy", *memory, f"link\n{link}", f"FLOPs\n/ {base}", "compile\ns")
+        rows = tuple(_row(trial, size, arithmetic, self.tokens_per_step, sends) for trial in self.trials)
+        explained = [f"{base}: {readable_count(arithmetic)} FLOP in matrix products"] if arithmetic else []
         if not all(report.flops.exact for report in found):
             explained.append("?: not exact; the report of that policy says why")
         if found:
             limit = "the seconds it takes" if self.tokens_per_step is None else "the tokens/s that it allows"
             explained.append(f"moved: between device and host; link: hidden behind compute, or {limit}")
+        if sends:
+            explained.append("sent: to other devices, by each")
         failures = [f"{trial.name}: {trial.failure}" for trial in self.trials if trial.failure]
-        return Table(title, columns, rows, (*explained, *failures, *notes))
+        return Table(self.title, columns, rows, (*explained, *failures, *self.notes))
+
+    def _unit_of_arithmetic(self) -> tuple[str, int]:
+        found = {trial.name: trial.report.flops.matmul for trial in self.trials if trial.report is not None}
+        if self.baseline in found:
+            return self.baseline, found[self.baseline]
+        return "least", min(found.values(), default=0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,7 +98,7 @@ class Plan(Tabular):
 
     def _table(self) -> Table:
         note = f"{policy_name(self.policy, self.streamed)} fits {readable_bytes(self.budget)} a device"
-        return self.tried._table("plan", (note,))
+        return dataclasses.replace(self.tried, title="plan", notes=(*self.tried.notes, note))._table()
 
 
 def compare(
@@ -221,19 +236,19 @@ def _check_count(name: str, count: Any, what: str) -> None:
         raise ValueError(f"{name} is {what}, at least 1, or None; got {count}")
 
 
-def _sizes(found: MemoryReport) -> tuple[int, ...]:
-    """Bytes on the device, of temporaries, on the host, and of transfers."""
+def _sizes(found: MemoryReport, sends: bool) -> tuple[int, ...]:
+    """Bytes on the device, of temporaries, on the host, and of transfers to the host and other devices."""
     moved = found.flops.bytes_from_host + found.flops.bytes_to_host
-    return found.total, found.temporaries, found.host.total, moved
+    return found.total, found.temporaries, found.host.total, moved, *[found.sent] * sends
 
 
-def _row(trial: Trial, unit: int, least: int, tokens: int | None) -> tuple[str, ...]:
+def _row(trial: Trial, unit: int, least: int, tokens: int | None, sends: bool) -> tuple[str, ...]:
     found = trial.report
     if found is None:
-        return (trial.name, "refused", "", "", "", "", "", "")
+        return (trial.name, "refused", *[""] * (6 + sends))
     return (
         trial.name,
-        *(f"{size / unit:.2f}" for size in _sizes(found)),
+        *(f"{size / unit:.2f}" for size in _sizes(found, sends)),
         _link(found, tokens),
         (f"{found.flops.matmul / least:.2f}" if least else "-") + ("" if found.flops.exact else " ?"),
         f"{found.compile_seconds:.1f}",

@@ -27,16 +27,18 @@ class Trial:
         report: its memory and arithmetic; None if the compiler refused it because memory is too small.
         failure: the compiler's message, if it refused.
         streamed: whether weights were on the host.
+        label: what tables call it; the policy by default.
     """
 
     policy: ScanCheckpointSpec
     report: MemoryReport | None
     failure: str = ""
     streamed: bool = False
+    label: str = ""
 
     @property
     def name(self) -> str:
-        return policy_name(self.policy, self.streamed)
+        return self.label or policy_name(self.policy, self.streamed)
 
 
 def policy_name(policy: ScanCheckpointSpec, streamed: bool) -> str:

@@ -1,0 +1,117 @@
+"""The meshes, policies and microbatches with which a step fits, on memory that is computed."""
+
+import dataclasses
+import io
+import json
+
+import pytest
+from rich.console import Console
+
+from models.plan_lm import PlanLmConfig, main
+from models.plan_mesh import find_divisions, meshes
+from models.plan_search import Budget
+from models.qwen3_moe import Qwen3MoeConfig
+from models.step_memory import StepMemory
+from models.transformer.config import ExpertsConfig
+from stacked_remat._policy import resolve_policy
+from stacked_remat.memory import BudgetError, Flops, HostBytes, MemoryReport
+from stacked_remat.training import DataConfig, MeshConfig, TrainerConfig
+
+CONFIG = PlanLmConfig(
+    model=Qwen3MoeConfig(
+        hidden_dim=32,
+        num_layers=2,
+        num_heads=4,
+        num_kv_heads=2,
+        experts=ExpertsConfig(num_experts=8, experts_per_token=2, intermediate_dim=16),
+    ),
+    remat="auto",
+    budget="1MB",
+    data=DataConfig(seq_len=16, batch_size=8),
+    trainer=TrainerConfig(mesh=MeshConfig()),
+    devices=4,
+).resolved()
+SENT = {"data": 400, "expert": 300, "context": 200, "tensor": 100}
+
+pytestmark = pytest.mark.usefixtures("standard_promotion")
+
+
+@pytest.fixture(autouse=True)
+def compiled(monkeypatch):
+    """What was asked for: steps take 90,000 bytes a microbatch under `False`, less with recomputation."""
+    asked = []
+
+    def report(step, remat, *, streamed=False):
+        mesh, policy = step.config.trainer.mesh, resolve_policy(remat)
+        microbatches = step.config.trainer.update.microbatches
+        asked.append((dict(mesh.axes), microbatches, remat))
+        parts = 3 if policy.is_nested else 1 if policy == resolve_policy(False) else 2
+        host = HostBytes(temporaries=10 if policy.offloads else 0)
+        sent = sum(SENT[axis] for axis, size in mesh.axes.items() if size > 1)
+        flops = Flops({1: 10, 2: 13, 3: 15}[parts])
+        total = 90_000 // parts // microbatches - 100 * policy.offloads
+        return MemoryReport("local", total, 0, 0, 0, host, flops, 0.0, devices=4, sent=sent)
+
+    monkeypatch.setattr(StepMemory, "report", report)
+    return asked
+
+
+def found(budget, config=CONFIG, host=None):
+    return find_divisions(StepMemory(config, "local", 4), 4, Budget(budget, host))
+
+
+def test_meshes_are_those_that_the_model_and_the_batch_allow():
+    step = StepMemory(CONFIG, "local", 4)
+    named = [(mesh.axes, mesh.compute_mapping) for mesh in meshes(step, 4)]
+    assert [axes for axes, _ in named] == [
+        {"data": 4},
+        {"data": 1, "expert": 4},
+        {"data": 1, "context": 4},
+        {"data": 2, "expert": 2},
+        {"data": 2, "context": 2},
+        {"data": 2, "tensor": 2},
+    ]  # two key-value heads can't be divided by four
+    assert "mlp" not in named[-1][1] and named[-1][1]["kv_heads"] == "tensor"
+    own = dataclasses.replace(CONFIG.trainer, mesh=MeshConfig({"rows": -1}, {"batch": "rows"}, {}))
+    assert meshes(dataclasses.replace(step, config=dataclasses.replace(CONFIG, trainer=own)), 4)[0].axes == {
+        "rows": 4
+    }
+
+
+def test_the_least_arithmetic_comes_first_and_of_equals_what_sends_less(compiled):
+    divisions = found("1MB")
+    assert {(one.policy, one.microbatches) for one in divisions} == {(False, 1)}
+    assert [one.report.sent for one in divisions] == sorted(one.report.sent for one in divisions)
+    assert len(compiled) == 2 * len(divisions) == 12
+
+
+def test_more_microbatches_are_tried_where_they_save_arithmetic_or_memory(compiled):
+    divisions = [one for one in found("30KB") if "expert" in one.mesh.axes and one.mesh.axes["expert"] == 4]
+    assert [(one.policy, one.microbatches) for one in divisions] == [(True, 2), ("nested", 1)]
+    of_one_mesh = [ask[1:] for ask in compiled if ask[0] == {"data": 1, "expert": 4}]
+    assert of_one_mesh == [(1, True), (1, "offload"), (1, "nested"), (2, True), (2, False)]
+    assert {(one.policy, one.microbatches) for one in found("44.95KB")} == {("offload", 1)}
+    with pytest.raises(BudgetError, match="no mesh of 4 devices fits 1KB"):
+        found("1KB")
+
+
+def test_the_command_prints_what_to_write_in_the_config(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    path = tmp_path / "plan.yaml"
+    path.write_text(
+        "model: {type: qwen3, hidden_dim: 8, num_layers: 2, num_heads: 2}\n"
+        "data: {batch_size: 8, seq_len: 16}\nremat: auto\nbudget: 30KB"
+    )
+
+    def printed(*arguments):
+        console = Console(file=io.StringIO(), width=120)
+        assert main(["--config_path", str(path), "--find", "mesh", *arguments], console) == 0
+        return console.file.getvalue()  # pyright: ignore[reportAttributeAccessIssue]
+
+    shown = printed("--devices", "4")
+    assert "what fits 30KB on each of 4 devices of local" in shown and "sent" in shown
+    assert "trainer.update.microbatches: 2" in shown and "remat: true" in shown
+    best, *_ = json.loads(printed("--devices", "4", "--json", "true"))["rows"]
+    assert best["microbatches"] == 2 and f"trainer.mesh: {json.dumps(best['mesh'])}" in shown
+    with pytest.raises(ValueError, match="find: mesh.*give devices"):
+        dataclasses.replace(CONFIG, find="mesh", devices=None)

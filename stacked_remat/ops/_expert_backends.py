@@ -25,6 +25,7 @@ class ExpertsFacts:
         dtype: of the tokens.
         on_host: whether some weights are in host memory.
         devices: over how many the compiler partitions the program; 1 inside `jax.shard_map`.
+        is_varying: whether types say over which devices values vary, as with `check_vma=True`.
         against_program: why the expert has no grouped form; None if it has one.
     """
 
@@ -32,6 +33,7 @@ class ExpertsFacts:
     dtype: Any
     on_host: bool = False
     devices: int = 1
+    is_varying: bool = False
     against_program: Callable[[], str | None] = lambda: None
 
 
@@ -112,6 +114,10 @@ def _against_kernels(call: ExpertsFacts, dtypes: Sequence[Any]) -> str | None:
         return (
             f"the compiler can't divide it among {call.devices} devices: call it inside "
             "jax.shard_map(..., check_vma=False)"
+        )
+    if call.is_varying:
+        return (
+            "its kernels do not say over which devices results vary: use jax.shard_map with check_vma=False"
         )
     return call.against_program()
 

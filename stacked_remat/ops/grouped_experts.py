@@ -112,7 +112,8 @@ def grouped_experts(
     The backends of grouped products compute pairs in chunks of tokens, with at most 0.25 GiB of rows in each,
     and keep nothing of a pair but what is `saved`. Every chunk reads the weights of its experts once, and
     adds its gradients to those of all trained weights. A transposition of weights within `expert` copies
-    those of all experts: contract the axis where it is (`einsum`).
+    those of all experts: contract the axis where it is (`einsum`). On several devices call them inside
+    `jax.shard_map(..., check_vma=False)`, with or without `over`.
     """
     exchange = None
     if over:
@@ -134,6 +135,7 @@ def grouped_experts(
         x.dtype,
         any(map(is_on_host, arrays)),
         devices_left_to_the_compiler(x),
+        bool(jax.typeof(x).manual_axis_type.varying),
         functools.partial(against_program, expert, saved, rebuild, arrays, x, gates),
     )
     kernels = choose_backend("backend of experts", EXPERT_BACKENDS, backend, facts).kernels

@@ -282,6 +282,7 @@ def test_an_expert_without_grouped_products_is_refused(expert, message):
         ("triton", dict(capability="7.5"), r"compute capability 8.0 \(Ampere\), not 7.5"),
         ("triton", dict(on_host=True), "weights are in host memory"),
         ("triton", dict(devices=4), r"can't divide it among 4 devices: .*check_vma=False"),
+        ("triton", dict(is_varying=True), "do not say over which devices results vary: .*check_vma=False"),
         ("megablox", {}, "it runs on TPUs, and the program is for 'cuda'"),
         ("megablox", dict(platform="tpu", dtype=jnp.dtype("float16")), "bfloat16 and float32, not float16"),
         ("tokamax", {}, "Unknown backend of experts 'tokamax'. Use 'auto' or one of block, triton"),

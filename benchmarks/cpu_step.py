@@ -1,8 +1,9 @@
 """One training step on the CPU beside PyTorch and transformers, on the same weights, and the parts of it.
 
     python -m benchmarks.cpu_step
-    taskset -c 1 python -m benchmarks.cpu_step  # on one core, where others use the machine
+    taskset -c 1 python -m benchmarks.cpu_step --processor_time
 
+The second runs on one core and counts the time that the process had it: where others use the machine too.
 Needs `tests/parity_requirements.txt` (`make parity` makes such an environment). Losses, results and gradients
 are compared first. Then ours and theirs run in turn in one process, so that a slow machine slows both. A
 ratio is the median over rounds of our time divided by theirs. Writes `results/cpu_step.json`.
@@ -97,12 +98,12 @@ class Pair:
             if not np.linalg.norm(mine - other) <= 1e-3 * np.linalg.norm(other):
                 raise ArithmeticError(f"{self.name}: ours and theirs differ")
 
-    def timed(self) -> None:
+    def timed(self, clock: Callable[[], float]) -> None:
         """Run both once more."""
         for run, seconds in zip((self.ours, self.theirs), self.seconds, strict=True):
-            began = time.perf_counter()
+            began = clock()
             jax.block_until_ready(run())
-            seconds.append(time.perf_counter() - began)
+            seconds.append(clock() - began)
 
     def row(self) -> dict[str, Any]:
         """The medians of the times, and of their ratio."""
@@ -129,12 +130,15 @@ def main(arguments: list[str] | None = None) -> Path:
     found = {
         "torch": torch.__version__,
         "transformers": transformers.__version__,
+        "processor_time": options.processor_time,
         "threads": torch.get_num_threads(),
+        "sizes": dataclasses.asdict(sizes),
     }
+    clock = time.process_time if options.processor_time else time.perf_counter
     rows = []
     for done in range(1, options.rounds + 1):
         for pair in pairs:
-            pair.timed()
+            pair.timed(clock)
         rows = [pair.row() for pair in pairs]
         write_results(path, **found, rounds=done, rows=rows)
     for row in rows:
@@ -341,6 +345,7 @@ def _parser() -> argparse.ArgumentParser:
     for field in dataclasses.fields(Sizes):
         parser.add_argument(f"--{field.name}", type=int, default=field.default)
     parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--processor_time", action="store_true", help="do not count time of other processes")
     parser.add_argument("--only", default="", help="a part of the names of what is run")
     parser.add_argument("--out", type=Path, default=RESULTS)
     return parser

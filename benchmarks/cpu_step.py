@@ -195,7 +195,7 @@ def their_model(sizes: Sizes, experts: bool) -> Any:
         moe_intermediate_size=sizes.inner,
         norm_topk_prob=True,
         router_aux_loss_coef=0.0,
-        # The fastest of theirs on a CPU.
+        # Faster on a CPU than their loop over experts.
         experts_implementation="grouped_mm",
         **fields,
     )

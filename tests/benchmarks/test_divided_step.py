@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from benchmarks import divided_step
+from benchmarks.divided_step import CONFIG, main
 from benchmarks.record import RESULTS
 
 GIB = 2**30
@@ -37,8 +37,8 @@ def test_a_model_of_235_billion_parameters_fits_with_carries_on_the_host():
 
 
 def test_the_command_writes_a_row_for_each_depth(tmp_path, standard_promotion):
-    config = divided_step.CONFIG.parent / "qwen3_moe_tiny.yaml"
+    config = CONFIG.parent / "qwen3_moe_tiny.yaml"
     given = ["--config", str(config), "--target", "local", "--devices", "8", "--layers", "1", "2"]
-    path = divided_step.main([*given, "--policies", "True", "--out", str(tmp_path)])
+    path = main([*given, "--policies", "True", "--out", str(tmp_path)])
     one, two = json.loads(path.read_text())["rows"]
     assert (one["layers"], two["layers"]) == (1, 2) and 0 < one["sent"] < two["sent"]

@@ -51,7 +51,8 @@ TABLES = {
         ("long_context_cpu.json",), rows=("policy", "tokens", "seconds", "peak_resident_bytes")
     ),
     "long-context-experts": Table(
-        ("qwen3_experts_h200.json",), rows=("backend", "policy", "temporaries", "total")
+        ("qwen3_experts_h200.json", "qwen3_experts_v5p.json"),
+        rows=("target", "backend", "temporaries", "total"),
     ),
     "long-context-gpt-oss": Table(("gpt_oss_20b_65k_lora_context_h200.json",), rows=_CONTEXT),
     "long-context-longest": Table(

@@ -129,10 +129,11 @@ def compare(
         **kwargs: its keyword arguments.
 
     Returns:
-        A trial for each candidate, with the compiler's message for one that it finds too large.
+        A trial for each candidate, with the compiler's message for one that it refuses.
 
     Raises:
-        jax.errors.JaxRuntimeError: the compiler fails, not for want of memory; a note names the policy.
+        jax.errors.JaxRuntimeError: the compiler takes no candidate, and fails at one of them for another
+            reason than memory; a note names the policy.
         ValueError, TypeError: as `plan`, for `tokens_per_step` and `streamed`.
 
     Cost: one compilation a candidate, two with `streamed`.
@@ -141,6 +142,7 @@ def compare(
     search = Search(Program(fn_of_policy, args, kwargs, target, donate, streamed, cache), show)
     places = (False,) if streamed is None else (False, True)
     trials = [search.trial(policy, on_host) for on_host in places for policy in candidates]
+    search.check()
     return Comparison(tuple(trials), tokens_per_step)
 
 
@@ -194,7 +196,8 @@ def plan(
 
     Raises:
         BudgetError: no candidate fits; shows all of them and the smallest.
-        jax.errors.JaxRuntimeError: the compiler fails, not for want of memory; a note names the policy.
+        jax.errors.JaxRuntimeError: the compiler takes no candidate, and fails at one of them for another
+            reason than memory; a note names the policy.
         ValueError: a budget that cannot be read, no candidates, or fewer layers or tokens than one.
         TypeError: `layers` or `tokens_per_step` is not an integer, or `streamed` does not return one result
             for each argument.
@@ -217,6 +220,7 @@ def plan(
         chosen = search.least(candidates, limits, layers, streamed=True)
     tried = Comparison(tuple(search.trials), tokens_per_step)
     if chosen is None:
+        search.check()
         leaves = jax.tree.leaves((args, kwargs))
         on_host = streamed is not None or any(host_memory_kind(leaf) is not None for leaf in leaves)
         raise BudgetError(_nothing_fits(tried, limit, host_limit, on_host))

@@ -24,7 +24,7 @@ class Trial:
 
     Attributes:
         policy: the policy, as it was given.
-        report: its memory and arithmetic; None if the compiler refused it because memory is too small.
+        report: its memory and arithmetic; None if the compiler refused it.
         failure: the compiler's message, if it refused.
         streamed: whether weights were on the host.
         label: what tables call it; the policy by default.
@@ -105,27 +105,32 @@ class Search:
     def __init__(self, program: Program, show: Callable[[Trial], None] | None = None):
         self._program, self._show = program, show
         self._traced: dict[tuple[str, bool], TracedCall] = {}
+        self._error: Exception | None = None
         self.trials: list[Trial] = []
 
     def trial(self, policy: ScanCheckpointSpec, streamed: bool) -> Trial:
-        """Compile the program under a policy.
-
-        Raises:
-            jax.errors.JaxRuntimeError: the compiler fails for another reason than memory; a note names the
-                policy.
-        """
+        """Compile the program under a policy."""
         cache = None if self._program.cache is None else Path(self._program.cache)
         try:
             found = Trial(policy, self._trace(policy, streamed).report(cache), streamed=streamed)
-        except DoesNotFit as error:
+        except (DoesNotFit, jax.errors.JaxRuntimeError) as error:
+            if not isinstance(error, DoesNotFit):
+                error.add_note(f"while compiling the policy {policy_name(policy, streamed)}")
+                self._error = error
             found = Trial(policy, None, str(error).splitlines()[0], streamed)
-        except jax.errors.JaxRuntimeError as error:
-            error.add_note(f"while compiling the policy {policy_name(policy, streamed)}")
-            raise
         self.trials.append(found)
         if self._show is not None:
             self._show(found)
         return found
+
+    def check(self) -> None:
+        """Whether the compiler took a policy, or refused all because memory is too small.
+
+        Raises:
+            jax.errors.JaxRuntimeError: it failed for another reason; a note names the policy.
+        """
+        if self._error is not None and all(trial.report is None for trial in self.trials):
+            raise self._error
 
     def least(
         self, candidates: Sequence[ScanCheckpointSpec], limits: Limits, layers: int | None, streamed: bool

@@ -239,14 +239,21 @@ def test_a_policy_that_the_compiler_refuses_is_skipped(monkeypatch):
 
 
 @pytest.mark.parametrize("search", [compare, functools.partial(plan, budget="1GiB")])
-def test_an_error_of_the_compiler_that_is_not_about_memory_is_raised_with_the_policy(search, monkeypatch):
+def test_an_error_of_the_compiler_is_a_reason_and_raised_where_no_policy_compiles(search, monkeypatch):
     def fail(call, cache=None):
         raise jax.errors.JaxRuntimeError("INTERNAL: a bug")
 
-    monkeypatch.setattr(TracedCall, "report", fail)
-    with pytest.raises(jax.errors.JaxRuntimeError, match="INTERNAL") as raised:
-        search(Counting(), *blocks_and_input(), candidates=["nested"])
+    with monkeypatch.context() as patched:
+        patched.setattr(TracedCall, "report", fail)
+        with pytest.raises(jax.errors.JaxRuntimeError, match="INTERNAL") as raised:
+            search(Counting(), *blocks_and_input(), candidates=["nested"])
     assert raised.value.__notes__ == ["while compiling the policy 'nested'"]
+
+    reports, computed = [fail], TracedCall.report
+    monkeypatch.setattr(
+        TracedCall, "report", lambda call, cache=None: (reports.pop() if reports else computed)(call, cache)
+    )
+    assert "INTERNAL: a bug" in str(search(Counting(), *blocks_and_input(), candidates=["nested", True]))
 
 
 def test_an_error_in_the_users_function_is_raised():

@@ -4,10 +4,14 @@ The gradients are compared first. Then every variant runs once per round, so tha
 them:
 
     python -m benchmarks.stack_time --tokens 512 --width 256 --inner 1024 --dtype float32 --rounds 21
+    python -m benchmarks.stack_time --tokens 512 --width 256 --inner 1024 --dtype float32 --trace
 
 Writes `results/stack_time_<platform>_<inner>.json` after every round. A variant that does not fit, or whose
 gradients differ, is named there and not timed. On an accelerator the file also has the memory that a process
 allocates for one variant, beside the compiler's figure.
+
+With `--trace` nothing is run: `results/stack_trace_<platform>.json` has the processor time, of all threads,
+of tracing each variant and of compiling it, with JAX's caches cleared before.
 """
 
 import argparse
@@ -70,6 +74,8 @@ def main(arguments: list[str] | None = None) -> Path | None:
         return None
     chosen = [v for v in variants() if re.search(options.only, v.name) and "frozen" not in v.name]
     chosen = [variant for variant in chosen if variant.missing() is None]
+    if options.trace:
+        return _trace(chosen, sizes, options)
     device = jax.local_devices()[0]
     # First, before this process allocates memory on the same device.
     on_cpu = device.platform == "cpu"
@@ -88,6 +94,37 @@ def main(arguments: list[str] | None = None) -> Path | None:
     print(f"wrote {path}")
     if wrong:
         raise SystemExit(f"wrong gradients, not timed: {', '.join(wrong)}")
+    return path
+
+
+def _trace(chosen: list[Variant], sizes: Sizes, options: argparse.Namespace) -> Path:
+    """Trace and compile every variant once per round."""
+    seconds: dict[str, list[tuple[float, float]]] = {variant.name: [] for variant in chosen}
+    for _ in range(options.rounds):
+        for variant in chosen:
+            jax.clear_caches()
+            began = time.process_time()
+            fn, shapes = variant.build(sizes)
+            lowered = jax.jit(fn).lower(*shapes)
+            traced = time.process_time()
+            lowered.compile()
+            seconds[variant.name].append((traced - began, time.process_time() - traced))
+    reference = np.array(seconds.get(_REFERENCE, [(math.nan, math.nan)]))
+    rows = []
+    for name, found in seconds.items():
+        ratios = np.median(np.array(found) / reference, axis=0)
+        medians = np.median(found, axis=0)
+        rows.append(
+            {"name": name}
+            | dict(zip(("trace_seconds", "compile_seconds"), np.round(medians, 3).tolist(), strict=True))
+            | dict(zip(("trace_ratio", "compile_ratio"), np.round(ratios, 2).tolist(), strict=True))
+        )
+        print("  ".join(f"{key} {value}" for key, value in rows[-1].items()), flush=True)
+    path = options.out / f"stack_trace_{jax.local_devices()[0].platform}.json"
+    write_results(
+        path, sizes=dataclasses.asdict(sizes), rounds=options.rounds, reference=_REFERENCE, rows=rows
+    )
+    print(f"wrote {path}")
     return path
 
 
@@ -207,6 +244,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--dtype", default="bfloat16", choices=list(_TOLERANCE))
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--only", default="", help="regular expression that names of variants must match")
+    parser.add_argument("--trace", action="store_true", help="time tracing and compiling, and run nothing")
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--alone", default="", help="run one variant once and print what it allocated")
     return parser

@@ -71,6 +71,16 @@ def test_a_variant_that_is_wrong_or_does_not_fit_is_not_timed(run, reason, tmp_p
     assert re.match(reason, found["refused"]["stacked_remat True"])
 
 
+def test_tracing_and_compiling_are_timed_beside_the_checkpointed_scan(tmp_path, standard_promotion):
+    only = "stacked_remat nested$|lax.scan . jax.checkpoint"
+    path = main([*TINY, "--trace", "--out", str(tmp_path), "--only", only])
+    rows = {row["name"]: row for row in json.loads(path.read_text())["rows"]}
+    assert rows.keys() == {"stacked_remat nested", "lax.scan + jax.checkpoint"}
+    assert rows["lax.scan + jax.checkpoint"]["trace_ratio"] == 1
+    for row in rows.values():
+        assert row["trace_seconds"] > 0 and row["compile_seconds"] > 0
+
+
 def test_an_interrupted_run_leaves_the_rounds_before(tmp_path, monkeypatch):
     timed, calls = Compiled.timed, []
 

@@ -220,7 +220,8 @@ def _find_mesh(config: PlanLmConfig, console: Console, budget: Budget) -> Mappin
             | {"mesh": dataclasses.asdict(one.mesh), "microbatches": one.microbatches}
             for one in found
         ]
-        _print_json(config, console, budget=parse_bytes(budget.device), rows=rows)
+        chosen = {"mesh": rows[0]["mesh"], "microbatches": rows[0]["microbatches"], "remat": rows[0]["remat"]}
+        _print_json(config, console, chosen=chosen, budget=parse_bytes(budget.device), rows=rows)
         return trials
     best, tokens = found[0], config.data.batch_size * config.data.seq_len
     title = f"what fits {budget.device} on each of {config.devices} devices of {config.target}"
@@ -302,7 +303,9 @@ def _row(trial: Trial, tiles: int) -> dict[str, Any]:
     row = {"name": trial.name, "remat": remat_entry(trial.policy), "streamed": trial.streamed, "tiles": tiles}
     if trial.report is None:
         return row | {"refused": trial.failure}
-    return row | {"total": trial.report.total, **dataclasses.asdict(trial.report)}
+    report = dataclasses.asdict(trial.report)
+    del report["flops"]["loops"]  # where they are in the source
+    return row | {"total": trial.report.total, **report}
 
 
 def _print_json(config: LmRunConfig, console: Console, **fields: Any) -> None:

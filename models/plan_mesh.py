@@ -1,7 +1,9 @@
 """How to divide a training step over devices: the meshes, policies and microbatches with which it fits."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+
+from haliax.util import ensure_tuple
 
 from models.plan_search import Budget
 from models.step_memory import StepMemory
@@ -11,6 +13,10 @@ from stacked_remat.training import ConfigError, MeshConfig, mesh_sizes
 
 _POLICIES: tuple[ScanCheckpointSpec, ...] = (True, "offload", "nested")
 """What is tried, by arithmetic, until one fits; where the first does, `False` too."""
+
+_ARITHMETIC: tuple[tuple[ScanCheckpointSpec, ...], ...] = ((False,), (True, "offload"), ("nested",))
+"""The policies by arithmetic. What reports count of it differs between meshes: loops whose trips depend on
+data count once, and a mesh has more or fewer of these."""
 
 _MORE_MICROBATCHES = (1, 2, 4)
 """Times as many microbatches as the config has."""
@@ -37,6 +43,12 @@ class Division:
         """The division as the row of a table."""
         return Trial(self.policy, self.report, label=_named(self.mesh, self.microbatches, self.policy))
 
+    @property
+    def cost(self) -> tuple[int, int]:
+        """To sort by: the rank of the policy's arithmetic, and what a device sends to others."""
+        rank = next(at for at, policies in enumerate(_ARITHMETIC) if self.policy in policies)
+        return rank, self.report.sent
+
 
 def find_divisions(step: StepMemory, devices: int, budget: Budget) -> list[Division]:
     """For each mesh the policy with the least arithmetic that fits, and as few microbatches as allow it.
@@ -53,16 +65,29 @@ def find_divisions(step: StepMemory, devices: int, budget: Budget) -> list[Divis
 
     Raises:
         BudgetError: none fits.
+        ConfigError: the model and the batch allow no mesh of so many devices.
+        ValueError: nothing compiles, for another reason than memory.
 
-    Cost: from one to nine compilations for each mesh.
+    Cost: from two to nine compilations for each mesh.
     """
-    found = [one for mesh in meshes(step, devices) for one in _divisions(_with(step, mesh, devices), budget)]
+    allowed = meshes(step, devices)
+    if not allowed:
+        raise ConfigError(
+            f"no mesh of {devices} devices divides data.batch_size = {step.config.data.batch_size} (in "
+            f"{step.config.trainer.update.microbatches} microbatches), data.seq_len = "
+            f"{step.config.data.seq_len} or the model's axes evenly; give another number of devices."
+        )
+    errors: list[ValueError] = []
+    steps = [_with(step, mesh, devices) for mesh in allowed]
+    found = [one for own in steps for one in _divisions(own, budget, errors)]
+    if not found and errors:
+        raise errors[0]
     if not found:
         raise BudgetError(
             f"no mesh of {devices} devices fits {budget.device} a device under any policy: give more "
             f"devices, raise the budget, shorten the context, or freeze weights (lora)."
         )
-    return sorted(found, key=lambda one: (one.report.flops.matmul, one.report.sent))
+    return sorted(found, key=lambda one: one.cost)
 
 
 def meshes(step: StepMemory, devices: int) -> list[MeshConfig]:
@@ -105,32 +130,40 @@ def _is_allowed(step: StepMemory, devices: int) -> bool:
         return False
 
 
-def _divisions(step: StepMemory, budget: Budget) -> Iterator[Division]:
+def _divisions(step: StepMemory, budget: Budget, errors: list[ValueError]) -> Iterator[Division]:
     """What fits on one mesh: with the fewest microbatches, and with more where that saves arithmetic."""
     update, devices = step.config.trainer.update, step.mesh_size()
     policies: tuple[ScanCheckpointSpec, ...] = _POLICIES
-    for count in (update.microbatches * times for times in _MORE_MICROBATCHES):
+    more = (1,) if update.fused else _MORE_MICROBATCHES  # a fused update takes one microbatch
+    for count in (update.microbatches * times for times in more):
         trainer = replace(step.config.trainer, update=replace(update, microbatches=count))
         cut = replace(step, config=replace(step.config, trainer=trainer))
         if not _is_allowed(cut, devices):
             return
-        fitting = next(filter(None, (_tried(cut, policy, budget) for policy in policies)), None)
+        fitting = next(filter(None, (_tried(cut, policy, budget, errors) for policy in policies)), None)
         if fitting is None:
             continue
-        yield (_tried(cut, False, budget) or fitting) if fitting.policy is True else fitting
+        yield (_tried(cut, False, budget, errors) or fitting) if fitting.policy is True else fitting
         if fitting.policy != "nested":
             return
         policies = tuple(policy for policy in policies if policy != "nested")
 
 
-def _tried(step: StepMemory, policy: ScanCheckpointSpec, budget: Budget) -> Division | None:
+def _tried(
+    step: StepMemory, policy: ScanCheckpointSpec, budget: Budget, errors: list[ValueError]
+) -> Division | None:
     """The division with the step's mesh and microbatches, if it fits under the policy."""
-    trainer = step.config.trainer
+    trainer, report = step.config.trainer, None
+    name = _named(trainer.mesh, trainer.update.microbatches, policy)
     try:
         report = step.report(policy)
-    except (DoesNotFit, ValueError):
-        report = None
-    budget.show_trial(_named(trainer.mesh, trainer.update.microbatches, policy), report)
+    except DoesNotFit:
+        budget.show_trial(name, None)
+    except ValueError as error:  # such as an axis that a mesh does not divide
+        errors.append(error)
+        budget.show(f"{name}: {str(error).splitlines()[0]}")
+    else:
+        budget.show_trial(name, report)
     if report is None or not budget.holds(report):
         return None
     return Division(trainer.mesh, trainer.update.microbatches, policy, report)
@@ -142,6 +175,14 @@ def _with(step: StepMemory, mesh: MeshConfig, devices: int) -> StepMemory:
 
 
 def _named(mesh: MeshConfig, microbatches: int, policy: ScanCheckpointSpec) -> str:
-    divided = ", ".join(f"{axis}: {size}" for axis, size in mesh.axes.items() if size != 1)
+    """What is divided into how many parts, as `{batch, embed: 4; kv_heads: 2}, 2 microbatches, 'nested'`."""
+    divided = (
+        f"{', '.join(_divided_over(axis, mesh))}: {size}" for axis, size in mesh.axes.items() if size != 1
+    )
     parts = f", {microbatches} microbatches" if microbatches > 1 else ""
-    return f"{{{divided}}}{parts}, {policy!r}"
+    return f"{{{'; '.join(divided)}}}{parts}, {policy!r}"
+
+
+def _divided_over(axis: str, mesh: MeshConfig) -> Sequence[str]:
+    pairs = [*mesh.compute_mapping.items(), *mesh.param_mapping.items()]
+    return list(dict.fromkeys(name for name, axes in pairs if axis in ensure_tuple(axes)))

@@ -302,14 +302,16 @@ def _finished(
         for name, after in result.held_out_after.items()
         if name in result.held_out_before  # a run resumed with accept_changes may have other sources
     ]
+    own = Path(sys.executable)
+    python = own.relative_to(Path.cwd()) if own.is_relative_to(Path.cwd()) else "python"
     return "\n".join(
         [
             f"{steps:,} steps of {step_tokens:,} tokens in {duration}",
             *used,
             *losses,
             f"checkpoints, config and metrics are in {folder.root}",
-            f"  python -m models.generate --checkpoint {folder.root} --prompt TEXT",
-            f"  python -m models.plot {folder.root}",
+            f"  {python} -m models.generate --checkpoint {folder.root} --prompt TEXT",
+            f"  {python} -m models.plot {folder.root}",
         ]
     )
 

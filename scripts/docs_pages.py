@@ -44,7 +44,8 @@ def on_files(files: Files, config: Any) -> Files:
         printed = list(pool.map(gallery.run_apart, scripts))
     for script, outputs in zip(scripts, printed, strict=True):
         name = f"gallery/{script.stem}"
-        files.append(File.generated(config, f"{name}.md", content=gallery.page(script, outputs)))
+        content = links_on_site(gallery.page(script, outputs), f"{name}.md")
+        files.append(File.generated(config, f"{name}.md", content=content))
         files.append(File.generated(config, f"{name}.ipynb", content=gallery.notebook(script, outputs)))
     return files
 

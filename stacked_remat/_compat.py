@@ -28,6 +28,8 @@
   `jax.distributed.initialize()` fails: `cluster_size`.
 - JAX (0.10.2) can't read the text of a program that libtpu 0.0.51 compiled for several devices ("async-update
   instruction should have 1 operands"): `compiled_with_text` lets libtpu write it to a file.
+- JAX (0.10.2, 0.12) takes from its compilation cache a program that was compiled from other source lines,
+  which its text then has, and has no public context manager against that: `compiled_with_text`.
 - Equinox (0.13) raises the errors of `eqx.error_if` in a branch of callbacks, and nothing else tells which
   branch that is: `raises_error`.
 - JAX (0.10.2, 0.12) has no public function that tells whether anything is being traced or differentiated:
@@ -48,6 +50,7 @@ import haliax.partitioning
 import jax
 import jax._src.ad_checkpoint
 import jax._src.clusters
+import jax._src.config
 import jax._src.core
 import jax._src.effects
 import jax._src.lib
@@ -130,7 +133,8 @@ def cudnn_is_installed() -> bool:
 def compiled_with_text(lowered: Any, platform: str) -> tuple[Any, str]:
     """A lowered program, compiled, and the text of what it was compiled to."""
     if platform != "tpu":
-        compiled = lowered.compile()
+        with jax._src.config.compilation_cache_include_metadata_in_key(True):
+            compiled = lowered.compile()
         return compiled, compiled.as_text() or ""
     with tempfile.TemporaryDirectory() as folder:
         options = {"xla_dump_to": folder, "xla_dump_hlo_as_text": True}

@@ -1,7 +1,7 @@
 # %% [markdown]
 # # A GPT with named axes
 #
-# The model of [a GPT in plain Equinox](gpt_equinox.md) with Haliax: dimensions have names, so there is no
+# The model of [a GPT in plain Equinox](gpt_equinox.py) with Haliax: dimensions have names, so there is no
 # `reshape`, no `transpose` and no `vmap`. The layers are an axis like any other.
 
 # %%

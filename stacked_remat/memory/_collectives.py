@@ -15,9 +15,9 @@ from ._costs import Flops
 _KINDS = "all-gather|all-reduce|reduce-scatter|all-to-all|ragged-all-to-all|collective-permute"
 _COLLECTIVE = re.compile(rf" = (.*?) ({_KINDS})(-start)?\(")
 _COMPUTATION = re.compile(r"^(ENTRY )?%([^\s(]+) ?\(.*\{$")
-_CALLED = re.compile(r"(?:calls|body|true_computation|false_computation)=%([\w.\-]+)")
+_CALLED = re.compile(r"(?:calls|body)=%([\w.\-]+)")
 _APPLIED = re.compile(r" call\(.*to_apply=%([\w.\-]+)")
-_BRANCHES = re.compile(r"branch_computations=\{(.*?)\}")
+_BRANCHES = re.compile(r"branch_computations=\{(.*?)\}|true_computation=(\S+), false_computation=(\S+)")
 _LIMIT = re.compile(r"= [su]32\[\]\S* constant\((\d+)\)")
 _CONDITION = re.compile(r"condition=%([\w.\-]+)")
 _TRIPS = re.compile(r'known_trip_count":\{"n":"(\d+)"')
@@ -71,8 +71,8 @@ class _Program:
         if "-done(" in line or "-update(" in line:
             return 0.0
         if found := _BRANCHES.search(line):
-            branches = [branch.strip().removeprefix("%") for branch in found[1].split(",")]
-            return max(self._sent(branch, loop) for branch in branches)
+            branches = ",".join(filter(None, found.groups())).split(",")
+            return max(self._sent(branch.strip(" %"), loop) for branch in branches if branch)
         called = [*_CALLED.findall(line), *_APPLIED.findall(line)]
         if " while(" not in line:
             return sum(self._sent(one, loop) for one in called)

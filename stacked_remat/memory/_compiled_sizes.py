@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import hashlib
 import importlib.metadata
+import inspect
 import json
 import os
 import time
@@ -14,6 +15,7 @@ import jax
 
 from .._compat import compiled_with_text
 from .._files import read_json_fields, replaced_whole
+from . import _collectives, _costs
 from ._collectives import sent_bytes
 from ._costs import Flops
 from ._targets import Target
@@ -98,6 +100,7 @@ def _key(lowered: Any, target: Target, devices: int) -> str:
     compiler = getattr(getattr(device, "client", None), "platform_version", "")
     flags = [os.environ.get(name, "") for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS")]
     parts = [repr(target), str(devices), compiler, device.device_kind, *map(_version, _COMPILERS), *flags]
+    parts += [inspect.getsource(module) for module in (_collectives, _costs)] if devices > 1 else []
     return hashlib.sha256("\0".join([*parts, lowered.as_text()]).encode()).hexdigest()
 
 

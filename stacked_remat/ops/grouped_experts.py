@@ -7,14 +7,17 @@ grows with tokens, not with tokens x experts.
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 from haliax import Axis
+from jax import lax
 from jaxtyping import Array, Float, Int
 
+from .._messages import axes_text
 from .._noted import noted
 from .._placement import is_on_host, platform
 from .._scan.arguments import Caller
@@ -88,8 +91,8 @@ def grouped_experts(
 
     Raises:
         ValueError: an array of weights lacks the axis, shapes do not match, or choices are not integers; the
-            gradient of weights in host memory; an unknown backend, or one that does not support the call,
-            with the reason.
+            gradient of weights in host memory; `over` does not divide `Experts`; an unknown backend, or one
+            that does not support the call, with the reason.
 
     Cost: with `n` pairs, `expert` on at most `n + experts * block_size` rows (and `blocks_at_once` more
     blocks), once forward, and once and its two products backward; inputs that are not differentiated cost
@@ -117,6 +120,12 @@ def grouped_experts(
     """
     exchange = None
     if over:
+        devices = math.prod(lax.axis_size(axis) for axis in over)
+        if Experts.size % devices:
+            raise ValueError(
+                f"{axes_text([Experts])} can't be divided evenly over {tuple(over)}, {devices} devices; take "
+                f"axes of the mesh that do."
+            )
         exchange = Exchange.of(over, choices.size, x.shape[1] * x.dtype.itemsize)
         Experts, saved = Experts.resize(Experts.size // exchange.devices), None
     layout, arrays, shared = _split(weights, Experts)

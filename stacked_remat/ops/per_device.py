@@ -51,7 +51,7 @@ def per_device(fn: Callable[..., Any], *args: Any, over: Sequence[Axis], out: An
 
     Raises:
         ValueError: an axis does not divide evenly, is mapped to an axis that the mesh lacks, or to the same
-            one as another axis of one array.
+            one as another axis of one array, or inside `jax.shard_map` with `check_vma=True`.
 
     Where an axis of the mesh is `AxisType.Explicit`, arguments are resharded first, to what the mapping says.
     """
@@ -87,6 +87,11 @@ def per_device(fn: Callable[..., Any], *args: Any, over: Sequence[Axis], out: An
             lambda axes, one: one.rearrange(local(axes)).array, out, results, is_leaf=_is_axes
         )
 
+    if any(jax.typeof(array).manual_axis_type.varying for array in jax.tree.leaves(arrays)):
+        raise ValueError(
+            f"inside jax.shard_map(..., check_vma=True) an axis is mapped as well: {cut}. Map none there, or "
+            f"use check_vma=False."
+        )
     if AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types:
         arrays = jax.tree.map(jax.reshard, arrays, specs, is_leaf=is_named_array)
     run = jax.shard_map(

@@ -15,7 +15,7 @@ from models.step_memory import StepMemory
 from models.transformer.config import ExpertsConfig
 from stacked_remat._policy import resolve_policy
 from stacked_remat.memory import BudgetError, Flops, HostBytes, MemoryReport
-from stacked_remat.training import DataConfig, MeshConfig, TrainerConfig
+from stacked_remat.training import ConfigError, DataConfig, MeshConfig, TrainerConfig, UpdateConfig
 
 CONFIG = PlanLmConfig(
     model=Qwen3MoeConfig(
@@ -95,6 +95,31 @@ def test_more_microbatches_are_tried_where_they_save_arithmetic_or_memory(compil
         found("1KB")
 
 
+def with_trainer(**fields):
+    return dataclasses.replace(CONFIG, trainer=dataclasses.replace(CONFIG.trainer, **fields))
+
+
+def test_fused_updates_are_planned_with_one_microbatch(compiled):
+    fused = with_trainer(update=UpdateConfig(fused=True))
+    assert {(one.policy, one.microbatches) for one in found("30KB", fused)} == {("nested", 1)}
+    assert {microbatches for _, microbatches, _ in compiled} == {1}
+
+
+def test_where_no_mesh_is_allowed_or_none_compiles_the_reason_is_raised(monkeypatch):
+    step = StepMemory(CONFIG, "local", 7)
+    with pytest.raises(ConfigError, match="no mesh of 7 devices divides data.batch_size = 8"):
+        find_divisions(step, 7, Budget("1MB", None))
+
+    def refuse(step, remat, *, streamed=False):
+        raise ValueError("it runs on TPUs")
+
+    monkeypatch.setattr(StepMemory, "report", refuse)
+    shown = []
+    with pytest.raises(ValueError, match="it runs on TPUs"):
+        find_divisions(StepMemory(CONFIG, "local", 4), 4, Budget("1MB", None, shown.append))
+    assert shown[0] == "{batch, embed: 4}, True: it runs on TPUs"
+
+
 def test_the_command_prints_what_to_write_in_the_config(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     path = tmp_path / "plan.yaml"
@@ -111,7 +136,9 @@ def test_the_command_prints_what_to_write_in_the_config(monkeypatch, tmp_path):
     shown = printed("--devices", "4")
     assert "what fits 30KB on each of 4 devices of local" in shown and "sent" in shown
     assert "trainer.update.microbatches: 2" in shown and "remat: true" in shown
-    best, *_ = json.loads(printed("--devices", "4", "--json", "true"))["rows"]
+    found = json.loads(printed("--devices", "4", "--json", "true"))
+    best, *_ = found["rows"]
+    assert found["chosen"] == {"mesh": best["mesh"], "microbatches": 2, "remat": True}
     assert best["microbatches"] == 2 and f"trainer.mesh: {json.dumps(best['mesh'])}" in shown
     with pytest.raises(ValueError, match="find: mesh.*give devices"):
         dataclasses.replace(CONFIG, find="mesh", devices=None)

@@ -86,6 +86,32 @@ def test_explicit_axes_that_named_axes_are_mapped_to_divide_operations(operation
     assert_same(found, loss(operation)(weights, x))
 
 
+def test_axes_that_are_mapped_while_types_are_tracked_are_refused():
+    weights, x = arguments()
+    mesh = jax.make_mesh(
+        (2, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4]
+    )
+    with jax.set_mesh(mesh), hax.axis_mapping({"position": "model"}):
+        divided = jax.shard_map(
+            attended, in_specs=(PartitionSpec(), DATA), out_specs=DATA, axis_names={"data"}
+        )
+        with pytest.raises(ValueError, match="check_vma=True.*'position': .*'model'"):
+            jax.jit(divided)(weights, x)
+
+
+def test_experts_that_do_not_divide_are_refused():
+    def run(x):
+        expert = lambda own, rows, gates: rows * own.array * gates[:, None]  # noqa: E731
+        choices, weights = jnp.zeros((len(x), 1), jnp.int32), hax.ones((Experts, Embed))
+        return grouped_experts(expert, weights, Experts, x, choices, x[:, :1], over=("data",))
+
+    with jax.set_mesh(mesh_of(AxisType.Auto)):
+        with pytest.raises(ValueError, match="experts.* can't be divided evenly over .'data',., 4 devices"):
+            jax.eval_shape(
+                jax.shard_map(run, in_specs=DATA, out_specs=DATA, check_vma=False), jnp.ones((8, 4))
+            )
+
+
 @pytest.mark.parametrize(("operation", "width"), [(attended, 64), (routed, 4), (losses, 64)])
 def test_explicit_axes_that_nothing_is_mapped_to_are_refused(operation, width):
     weights, x = arguments()

@@ -43,12 +43,34 @@ class Blocks:
         window: how many positions a query sees, its own included; None for all before it.
         ring: axes of the mesh along which devices pass keys and values on until all queries have seen all
             (Liu et al. 2023, "Ring Attention"); empty where each device has all.
+        heads_first: whether heads come before positions within blocks, so that products have the order of
+            scores: XLA for CPUs otherwise transposes scores. Others copy blocks for it.
     """
 
     scale: float
     size: int
     window: int | None = None
     ring: tuple[str, ...] = ()
+    heads_first: bool = False
+
+    @property
+    def row(self) -> str:
+        """The axes of a block of queries."""
+        return "bkgqd" if self.heads_first else "bqkgd"
+
+    @property
+    def column(self) -> str:
+        """The axes of a block of keys."""
+        return "bksd" if self.heads_first else "bskd"
+
+    def cut(self, x: Array, i: Any) -> Array:
+        """Block `i` of queries or keys, with these axes."""
+        block = _block(x, i, self.size)
+        return jnp.moveaxis(block, 1, -2) if self.heads_first else block
+
+    def positions_first(self, block: Array) -> Array:
+        """A block that `cut` may have made, with the axes of what it was cut from."""
+        return jnp.moveaxis(block, -2, 1) if self.heads_first else block
 
 
 def blockwise_attention(
@@ -275,17 +297,17 @@ class _SeeKeys(NamedTuple):
         The arguments after `i` are of what was seen before: the highest score, `[batch, kv_heads, group,
         row]`, the sum of the exponentials of the scores less that, and that of these times the values.
         """
-        size, (first, last) = self.blocks.size, self.ranges
-        q = _heads_first(_block(self.query, i, size))
+        first, last = self.ranges
+        q, column = self.blocks.cut(self.query, i), self.blocks.column
 
         def key_block(j: Array, state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
             highest, total, sums = state
-            scores = _scores(q, _heads_first(_block(self.key, j, size)), self.at, i, j, self.blocks)
+            scores = _scores(q, self.blocks.cut(self.key, j), self.at, i, j, self.blocks)
             new_highest = jnp.maximum(highest, jnp.max(scores, axis=-1))
             weights = jnp.exp(scores - new_highest[..., None])
             shrink = jnp.exp(highest - new_highest)
-            v = _heads_first(_block(self.value, j, size))
-            new = _einsum("bkgqs,bksd->bkgqd", weights.astype(v.dtype), v)
+            v = self.blocks.cut(self.value, j)
+            new = _einsum(f"bkgqs,{column}->bkgqd", weights.astype(v.dtype), v)
             return (
                 new_highest,
                 total * shrink + jnp.sum(weights, axis=-1),
@@ -348,23 +370,23 @@ def _backward_of_keys(
     """
     key, value = keys.key, keys.value
     at = at._replace(columns=keys.columns, of_key=keys.documents)
-    size, count = blocks.size, key.shape[1] // blocks.size
+    size, count, row, column = blocks.size, key.shape[1] // blocks.size, blocks.row, blocks.column
     first, last = _query_blocks(at, query.shape[1] // size, count, blocks)
 
     def key_block(query_gradient: Array, j: Array) -> tuple[Array, tuple[Array, Array]]:
-        k, v = (_heads_first(_block(x, j, size)) for x in (key, value))
+        k, v = blocks.cut(key, j), blocks.cut(value, j)
 
         def query_block(i: Array, state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
             query_gradient, key_gradient, value_gradient = state
-            q, ct = (_heads_first(_block(x, i, size)) for x in (query, cotangent))
+            q, ct = blocks.cut(query, i), blocks.cut(cotangent, i)
             scores = _scores(q, k, at, i, j, blocks)
             weights = jnp.exp(scores - jnp.moveaxis(_block(lse, i, size), 1, 3)[..., None])
-            value_gradient += _einsum("bkgqs,bkgqd->bksd", weights.astype(ct.dtype), ct)
-            of_weights = _einsum("bkgqd,bksd->bkgqs", ct, v)
+            value_gradient += _einsum(f"bkgqs,{row}->{column}", weights.astype(ct.dtype), ct)
+            of_weights = _einsum(f"{row},{column}->bkgqs", ct, v)
             of_scores = weights * (of_weights - jnp.moveaxis(_block(kept, i, size), 1, 3)[..., None])
             of_scores = (of_scores * blocks.scale).astype(q.dtype)
-            key_gradient += _einsum("bkgqs,bkgqd->bksd", of_scores, q)
-            new = jnp.moveaxis(_einsum("bkgqs,bksd->bkgqd", of_scores, k), 3, 1)
+            key_gradient += _einsum(f"bkgqs,{row}->{column}", of_scores, q)
+            new = blocks.positions_first(_einsum(f"bkgqs,{column}->{row}", of_scores, k))
             old = _block(query_gradient, i, size)
             return _with_block(query_gradient, i, old + new, size), key_gradient, value_gradient
 
@@ -372,7 +394,7 @@ def _backward_of_keys(
         query_gradient, *found = lax.fori_loop(
             first[j], last[j] + 1, query_block, (query_gradient, zeros, zeros)
         )
-        found = [jnp.moveaxis(x, 2, 1) for x in found]
+        found = map(blocks.positions_first, found)
         of_key, of_value = (x if blocks.ring else x.astype(key.dtype) for x in found)
         return query_gradient, (of_key, of_value)
 
@@ -383,7 +405,7 @@ def _backward_of_keys(
 
 def _scores(q: Array, k: Array, at: _Places, i: Array, j: Array, blocks: Blocks) -> Array:
     """Scores of a block, `[batch, kv_heads, group, query, key]`, in float32, masked."""
-    scores = _einsum("bkgqd,bksd->bkgqs", q, k) * blocks.scale
+    scores = _einsum(f"{blocks.row},{blocks.column}->bkgqs", q, k) * blocks.scale
     if at.rows is None:
         row = i * blocks.size + jnp.arange(blocks.size, dtype=jnp.int32)[:, None]
     else:
@@ -444,14 +466,6 @@ def _range(seen: Any) -> Range:
 
 def _block(x: Array, i: Array, size: int) -> Array:
     return lax.dynamic_slice_in_dim(x, i * size, size, axis=1)
-
-
-def _heads_first(x: Array) -> Array:
-    """A block of queries as `[batch, kv_heads, group, row, head_dim]`, or of keys without `group`.
-
-    Products then have the order of scores. XLA for CPUs otherwise transposes the scores.
-    """
-    return jnp.moveaxis(x, 1, -2)
 
 
 def _with_block(x: Array, i: Array, new: Array, size: int) -> Array:

@@ -99,7 +99,8 @@ def causal_attention(
         return query
     if block_size is None:
         block_size = 256 if platform() == "cpu" else 512
-    blocks = Blocks(HeadDim.size**-0.5 if scale is None else scale, block_size, window)
+    factor = HeadDim.size**-0.5 if scale is None else scale
+    blocks = Blocks(factor, block_size, window, heads_first=platform() == "cpu")
 
     attend = functools.partial(
         _attend, position=position, heads=heads, HeadDim=HeadDim, blocks=blocks, backend=backend

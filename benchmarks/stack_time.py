@@ -109,17 +109,15 @@ def _trace(chosen: list[Variant], sizes: Sizes, options: argparse.Namespace) -> 
             traced = time.process_time()
             lowered.compile()
             seconds[variant.name].append((traced - began, time.process_time() - traced))
-    reference = np.array(seconds.get(_REFERENCE, [(math.nan, math.nan)]))
     rows = []
     for name, found in seconds.items():
-        ratios = np.median(np.array(found) / reference, axis=0)
-        medians = np.median(found, axis=0)
-        rows.append(
-            {"name": name}
-            | dict(zip(("trace_seconds", "compile_seconds"), np.round(medians, 3).tolist(), strict=True))
-            | dict(zip(("trace_ratio", "compile_ratio"), np.round(ratios, 2).tolist(), strict=True))
-        )
-        print("  ".join(f"{key} {value}" for key, value in rows[-1].items()), flush=True)
+        traced, compiled = np.median(found, axis=0).round(3).tolist()
+        row = {"name": name, "trace_seconds": traced, "compile_seconds": compiled}
+        if _REFERENCE in seconds:
+            ratios = np.divide(found, seconds[_REFERENCE])
+            row["trace_ratio"], row["compile_ratio"] = np.median(ratios, axis=0).round(2).tolist()
+        print("  ".join(f"{key} {value}" for key, value in row.items()), flush=True)
+        rows.append(row)
     path = options.out / f"stack_trace_{jax.local_devices()[0].platform}.json"
     write_results(
         path, sizes=dataclasses.asdict(sizes), rounds=options.rounds, reference=_REFERENCE, rows=rows

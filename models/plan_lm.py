@@ -66,7 +66,7 @@ _NAMES_A_MODEL = ("--config_path", "--model", "--initialize_from_hf")
 
 @dataclass(frozen=True)
 class PlanLmConfig(LmRunConfig):
-    """A training config and a device to plan for. The table marks `remat`; `auto` shows how it is found.
+    """A training config and a device to plan for. A note has the policy of `remat`; `auto` shows the search.
 
         python -m models.plan_lm --config_path FILE --target h200
         python -m models.plan_lm --config_path FILE --remat auto --budget 72GiB

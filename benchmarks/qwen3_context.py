@@ -62,9 +62,10 @@ POLICIES: dict[str, ScanCheckpointSpec] = {
     "nested, offload": ScanCheckpointPolicy(nested=True, save_carries="offload"),
     "offload": "offload",
 }
+_BY_POSITIONS = MeshConfig({"context": -1}, {"position": "context"}, {"embed": "context"})
 MESHES: dict[str, MeshConfig] = {
-    "positions": MeshConfig({"context": -1}, {"position": "context"}, {"embed": "context"}),
-    "ring": MeshConfig({"context": -1}, {"position": "context"}, {"embed": "context"}),
+    "positions": _BY_POSITIONS,
+    "ring": _BY_POSITIONS,
     "experts": MeshConfig({"expert": -1}, {"batch": "expert", "experts": "expert"}, {"experts": "expert"}),
 }
 LEANEST = ("nested", "nested, offload", "offload")

@@ -40,41 +40,25 @@ def attend_in_context(
     """
     if not context:
         return attend(query, key, value, documents, blocks, sinks, None)
+    exchange, rows = _exchange(query.shape[1], context)
     if ring:
-        return _attend_in_ring(attend, query, key, value, documents, blocks, sinks, context)
-    gather = functools.partial(lax.all_gather, axis_name=context, axis=1, tiled=True)
-    key, value, documents = jax.tree.map(gather, (key, value, documents))
-    length = query.shape[1]
-    devices = key.shape[1] // length
-    exchange, rows = _exchange(length, devices, context)
+        key, value, documents = jax.tree.map(exchange, (key, value, documents))
+        # In the mesh's order, which newer JAX asks for: keys come with their positions, so any order will do.
+        names = jax.sharding.get_abstract_mesh().axis_names
+        blocks = dataclasses.replace(blocks, ring=tuple(name for name in names if name in context))
+    else:
+        gather = functools.partial(lax.all_gather, axis_name=context, axis=1, tiled=True)
+        key, value, documents = jax.tree.map(gather, (key, value, documents))
     return exchange(attend(exchange(query), key, value, documents, blocks, sinks, rows))
 
 
-def _attend_in_ring(
-    attend: Callable[..., Query],
-    query: Query,
-    key: Key,
-    value: Key,
-    documents: Documents | None,
-    blocks: Blocks,
-    sinks: Sinks | None,
-    context: tuple[str, ...],
-) -> Query:
-    exchange, rows = _exchange(query.shape[1], lax.axis_size(context), context)
-    query, key, value, documents = jax.tree.map(exchange, (query, key, value, documents))
-    # In the mesh's order, which newer JAX asks for: keys come with their positions, so any order will do.
-    names = jax.sharding.get_abstract_mesh().axis_names
-    blocks = dataclasses.replace(blocks, ring=tuple(name for name in names if name in context))
-    return exchange(attend(query, key, value, documents, blocks, sinks, rows))
-
-
-def _exchange(length: int, devices: int, context: tuple[str, ...]) -> tuple[Callable[[Array], Array], Rows]:
+def _exchange(length: int, context: tuple[str, ...]) -> tuple[Callable[[Array], Array], Rows]:
     """Exchanges strips of arrays `[batch, position, ...]`, and the positions that a device has then.
 
     Strip j of device i becomes strip i of device j; done twice, nothing has changed. Where strips would be
     uneven nothing is exchanged.
     """
-    device = lax.axis_index(context)
+    device, devices = lax.axis_index(context), lax.axis_size(context)
     if length % devices:
         return lambda x: x, device * length + jnp.arange(length, dtype=jnp.int32)
     exchange = functools.partial(lax.all_to_all, axis_name=context, split_axis=1, concat_axis=1, tiled=True)

@@ -15,7 +15,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Int
 
 from .._sweep.store import zeros_after
-from ._expert_loop import ExpertLoop, Inputs
+from ._expert_loop import ExpertLoop, Inputs, masked
 from ._grouped_product import Kernels
 from ._program_of_row import Groups, RowProgram
 
@@ -90,11 +90,11 @@ class ChunkLoop(ExpertLoop):
         """The rows of a chunk with their gates, and all experts."""
         rows = jnp.take(inputs.x, at.pair // at.row.shape[1], axis=0, mode="clip")
         gates = jax.tree.map(lambda leaf: jnp.take(leaf.reshape(-1), at.pair, mode="clip"), inputs.gates)
-        return Inputs(_masked(rows, at.real), gates, inputs.weights)
+        return Inputs(masked(rows, at.real), gates, inputs.weights)
 
     def of_tokens(self, rows: Array, at: ChunkPlan) -> Array:
         """The sum of the rows of each token of a chunk, in float32."""
-        pairs = _masked(_of_pairs(rows, at), _of_pairs(at.real, at))
+        pairs = masked(_of_pairs(rows, at), _of_pairs(at.real, at))
         return jnp.sum(pairs, axis=1, dtype=jnp.float32)
 
     def forward(self, inputs: Inputs, plan: ChunkPlan) -> tuple[Array, Any]:
@@ -116,13 +116,13 @@ class ChunkLoop(ExpertLoop):
         def chunk(of_weights: Any, part: Any) -> tuple[Any, Any]:
             x, gates, ct, kept, at = part
             own = self.gather(Inputs(x, gates, inputs.weights), at)
-            of_rows = _masked(jnp.take(ct, at.pair // at.row.shape[1], axis=0, mode="clip"), at.real)
+            of_rows = masked(jnp.take(ct, at.pair // at.row.shape[1], axis=0, mode="clip"), at.real)
             new = self.iteration_backward(perturbed, own, kept, at, of_rows)
             of_weights = jax.tree.map(
                 lambda old, some: old + some.astype(jnp.float32), of_weights, new.weights
             )
             real = _of_pairs(at.real, at)
-            of_gates = jax.tree.map(lambda leaf: _masked(_of_pairs(leaf, at), real), new.gates)
+            of_gates = jax.tree.map(lambda leaf: masked(_of_pairs(leaf, at), real), new.gates)
             of_x = None if new.x is None else self.of_tokens(new.x, at).astype(x.dtype)
             return of_weights, (of_x, of_gates)
 
@@ -153,10 +153,6 @@ def rows_of_experts(loop: ChunkLoop, inputs: Inputs, kept: Any, groups: Groups) 
 def _of_pairs(rows: Array, at: ChunkPlan) -> Array:
     """What is of each row, `[token, choice, ...]`."""
     return jnp.take(rows, at.row, axis=0, mode="clip")
-
-
-def _masked(x: Array, real: Array) -> Array:
-    return jnp.where(real.reshape(*real.shape, *[1] * (x.ndim - real.ndim)), x, jnp.zeros((), x.dtype))
 
 
 def _cut(x: Array, chunks: int, fill: int = 0) -> Array:

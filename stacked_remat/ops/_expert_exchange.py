@@ -20,6 +20,7 @@ from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array, Bool, Int
 
 from .._compat import as_residual, of_residual
+from ._expert_loop import masked
 
 Apply: TypeAlias = Callable[[Array, Array, Array, Sequence[Array]], Array]
 """(rows, choices, gates, weights) to the sums of this device's experts; a choice of -1 is none."""
@@ -135,8 +136,8 @@ class _Rounds:
 
     def arrived(self, inputs: _Inputs, routes: _Routes, sent: _Sent) -> tuple[_Inputs, Array]:
         """The rows and gates that this device gets in a round, with its weights, and their choices."""
-        rows = self.exchange.swap(_masked(jnp.take(inputs.x, sent.token, axis=0), sent.real))
-        gates = self.exchange.swap(_masked(inputs.gates.reshape(-1)[sent.pair], sent.real))
+        rows = self.exchange.swap(masked(jnp.take(inputs.x, sent.token, axis=0), sent.real))
+        gates = self.exchange.swap(masked(inputs.gates.reshape(-1)[sent.pair], sent.real))
         choices = self.exchange.swap(jnp.where(sent.real, routes.expert[sent.pair], -1))
         flat = inputs._replace(x=rows.reshape(-1, rows.shape[-1]), gates=gates.reshape(-1, 1))
         return flat, choices.reshape(-1, 1)
@@ -144,7 +145,7 @@ class _Rounds:
     def back(self, rows: Array, sent: _Sent) -> Array:
         """Rows of this device, or their cotangents, back where they came from, in float32."""
         split = rows.reshape(self.exchange.devices, self.exchange.slots, *rows.shape[1:])
-        return _masked(self.exchange.swap(split).astype(jnp.float32), sent.real)
+        return masked(self.exchange.swap(split).astype(jnp.float32), sent.real)
 
     def forward(self, inputs: _Inputs, routes: _Routes) -> Array:
         """The sums of all tokens."""
@@ -164,7 +165,7 @@ class _Rounds:
         def one(i: Array, gradients: _Inputs) -> _Inputs:
             sent = self.sent(routes, inputs.gates.shape[1], i)
             own, choices = self.arrived(inputs, routes, sent)
-            of_rows = self.exchange.swap(_masked(jnp.take(cotangent, sent.token, axis=0), sent.real))
+            of_rows = self.exchange.swap(masked(jnp.take(cotangent, sent.token, axis=0), sent.real))
             part, constant = eqx.partition(own, perturbed)
 
             def applied(part: _Inputs) -> Array:
@@ -186,10 +187,6 @@ class _Rounds:
         gradients = lax.fori_loop(0, routes.rounds, one, start)
         wanted = eqx.filter(inputs, perturbed)
         return jax.tree.map(lambda new, old: new.reshape(old.shape).astype(old.dtype), gradients, wanted)
-
-
-def _masked(rows: Array, real: Bool[Array, "device slot"]) -> Array:
-    return jnp.where(real.reshape(*real.shape, *[1] * (rows.ndim - 2)), rows, jnp.zeros((), rows.dtype))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

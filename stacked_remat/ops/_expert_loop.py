@@ -79,6 +79,13 @@ class ExpertLoop(ABC):
         return of_part
 
 
+def masked(rows: Array, real: Array) -> Array:
+    """The rows, `[*real.shape, ...]`, with zeros where they are not real."""
+    return jnp.where(
+        real.reshape(*real.shape, *[1] * (rows.ndim - real.ndim)), rows, jnp.zeros((), rows.dtype)
+    )
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def apply_experts(loop: ExpertLoop, inputs: Inputs, plan: Any) -> Array:
     """The sums of all tokens. The backward pass computes the rows again, from `inputs` and what is saved."""

@@ -7,14 +7,12 @@ grows with tokens, not with tokens x experts.
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 from haliax import Axis
-from jax import lax
 from jaxtyping import Array, Float, Int
 
 from .._messages import axes_text
@@ -120,13 +118,12 @@ def grouped_experts(
     """
     exchange = None
     if over:
-        devices = math.prod(lax.axis_size(axis) for axis in over)
-        if Experts.size % devices:
-            raise ValueError(
-                f"{axes_text([Experts])} can't be divided evenly over {tuple(over)}, {devices} devices; take "
-                f"axes of the mesh that do."
-            )
         exchange = Exchange.of(over, choices.size, x.shape[1] * x.dtype.itemsize)
+        if Experts.size % exchange.devices:
+            raise ValueError(
+                f"{axes_text([Experts])} can't be divided evenly over {exchange.over}, {exchange.devices} "
+                f"devices; take axes of the mesh that divide it."
+            )
         Experts, saved = Experts.resize(Experts.size // exchange.devices), None
     layout, arrays, shared = _split(weights, Experts)
     _check_tokens(x, choices, gates)

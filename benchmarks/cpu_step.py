@@ -6,13 +6,15 @@
 The second runs on one core and counts the time that the process had it: where others use the machine too.
 Needs `tests/parity_requirements.txt` (`make parity` makes such an environment). Losses, results and gradients
 are compared first. Then ours and theirs run in turn in one process, so that a slow machine slows both. A
-ratio is the median over rounds of our time divided by theirs. Writes `results/cpu_step.json`.
+ratio is the median over rounds of our time divided by theirs. Writes `results/cpu_step.json`, or
+`results/cpu_step_malloc.json` where variables of glibc's allocator (`MALLOC_*`) are set.
 """
 
 import argparse
 import dataclasses
 import functools
 import importlib
+import os
 import statistics
 import tempfile
 import time
@@ -126,8 +128,10 @@ def main(arguments: list[str] | None = None) -> Path:
     pairs = [pair for pair in _pairs(sizes) if options.only in pair.name]
     for pair in pairs:
         pair.check()
-    path = options.out / "cpu_step.json"
+    allocator = {name: value for name, value in sorted(os.environ.items()) if name.startswith("MALLOC_")}
+    path = options.out / ("cpu_step_malloc.json" if allocator else "cpu_step.json")
     found = {
+        "allocator": allocator,
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "processor_time": options.processor_time,

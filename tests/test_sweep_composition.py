@@ -199,6 +199,34 @@ def test_inside_shard_map_and_with_shardings_in_types(boundaries: Literal["devic
         assert_close(jit(jax.grad(functools.partial(value, ours), (0, 1, 2)))(*placed), wanted)
 
 
+@pytest.mark.parametrize("remat", [True, "nested", "offload"])
+def test_weights_that_types_divide_are_gathered_in_the_block(remat: Any):
+    """As JAX asks: where both sides of a product are divided over one axis, programs say what results."""
+    Layers = hax.Axis("layers", 4)
+    keys = jax.random.split(jax.random.key(0), 3)
+    shapes = ((4, WIDTH, 8), (4, 8, WIDTH), (8, WIDTH))
+    args = [0.3 * jax.random.normal(key, shape) for key, shape in zip(keys, shapes, strict=True)]
+    specs = [PartitionSpec(None, None, "data"), PartitionSpec(None, "data"), PartitionSpec("data")]
+
+    def value(whole, remat, up, down, x):
+        def block(carry, *weights):
+            return mlp(carry, [whole(weight) for weight in weights])[0]
+
+        return jnp.sum(fold(block, Layers, remat=remat)(x, up, down) ** 2)
+
+    def gathered(weight):
+        return jax.sharding.reshard(weight, PartitionSpec())
+
+    wanted = jit(jax.grad(functools.partial(value, lambda weight: weight, False), (0, 1, 2)))(*args)
+    with jax.set_mesh(jax.make_mesh((8,), ("data",), axis_types=(AxisType.Explicit,))):
+        placed = [jax.device_put(arg, spec) for arg, spec in zip(args, specs, strict=True)]
+        found = jit(jax.grad(functools.partial(value, gathered, remat), (0, 1, 2)))(*placed)
+        assert [jax.typeof(leaf).sharding.spec for leaf in found] == [
+            jax.typeof(arg).sharding.spec for arg in placed
+        ]
+    assert_close(found, wanted)
+
+
 @pytest.mark.parametrize("boundaries", ["device", "host"])
 def test_keys_in_the_carry(boundaries: Literal["device", "host"]):
     def body(carry, w):

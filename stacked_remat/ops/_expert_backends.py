@@ -123,6 +123,7 @@ def _against_kernels(call: ExpertsFacts, dtypes: Sequence[Any]) -> str | None:
 
 
 _ROWS_OF_TILE = 128
+_LANES = 128  # of a TPU's vectors. Kernels take row-major arrays, whose rows are padded to these in memory.
 
 
 def _tiling(rows: int, inner: int, outer: int, itemsize: int) -> tuple[int, int, int]:
@@ -139,6 +140,8 @@ def _megablox_product(
 
     outer = w.shape[1 if transposed else 2]
     tiling = _tiling(len(x), x.shape[1], outer, x.dtype.itemsize)
+    if w.shape[2] < _LANES <= w.shape[1]:
+        w, transposed = w.swapaxes(1, 2), not transposed
     with _MIXED_DTYPES():
         return gmm(x, w, sizes, dtype, tiling, transpose_rhs=transposed, interpret=interpret)
 
@@ -146,6 +149,8 @@ def _megablox_product(
 def _megablox_outer(x: Array, y: Array, sizes: Array, dtype: Any, interpret: bool = False) -> Array:
     from jax.experimental.pallas.ops.tpu.megablox.gmm import tgmm
 
+    if y.shape[1] < _LANES <= x.shape[1]:
+        return _megablox_outer(y, x, sizes, dtype, interpret).swapaxes(1, 2)
     tiling = _tiling(len(x), x.shape[1], y.shape[1], x.dtype.itemsize)
     with _MIXED_DTYPES():
         return tgmm(x.swapaxes(0, 1), y, sizes, dtype, tiling, interpret=interpret)

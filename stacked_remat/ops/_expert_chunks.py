@@ -19,7 +19,7 @@ from ._expert_loop import ExpertLoop, Inputs, masked
 from ._grouped_product import Kernels
 from ._program_of_row import Groups, RowProgram
 
-_MOST_BYTES = 2**28  # of the rows of a chunk
+_MOST_BYTES = 2**27  # of the rows of a chunk
 
 
 class ChunkPlan(NamedTuple):

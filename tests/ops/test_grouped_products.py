@@ -1,6 +1,7 @@
 """Backends of `grouped_experts` by grouped products give what the walk over blocks gives, for any routing."""
 
 import functools
+import importlib.util
 import types
 from typing import Any
 
@@ -15,7 +16,7 @@ from haliax import Axis
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from stacked_remat import memory
+from stacked_remat import fold, memory
 from stacked_remat._placement import compiled_for
 from stacked_remat.lora import LoraLinear
 from stacked_remat.ops import _expert_backends, _expert_chunks, grouped_experts
@@ -28,6 +29,7 @@ from tests.ops.test_per_device import mesh
 
 EXPERTS, EMBED, INNER, TOKENS, CHOSEN = 5, 4, 3, 9, 2
 Experts = Axis("experts", EXPERTS)
+NO_TPU = importlib.util.find_spec("libtpu") is None
 quick = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 
 
@@ -307,6 +309,29 @@ def turned(weights, rows, gates):
     """One map's weights are `[out, in]`."""
     hidden = jax.nn.silu(rows @ weights["gate"]) * jnp.einsum("ri,oi->ro", rows, weights["up"])
     return (hidden * gates[:, None]) @ weights["down"]
+
+
+@pytest.mark.skipif(NO_TPU, reason="libtpu is not installed")
+def test_for_a_tpu_it_does_not_pad_the_stack_of_narrow_matrices():
+    """The rows of `[512, 16]` have 16 of 128 lanes: row-major, a stack of them takes 8 times its bytes."""
+    Layers, Many, width, rank = Axis("layers", 16), Axis("experts", 64), 512, 16
+    stack = jax.ShapeDtypeStruct((Layers.size, Many.size, width, rank), jnp.float32)
+    x = jax.ShapeDtypeStruct((1024, width), jnp.bfloat16)
+
+    def adapter(weights, rows, gates):
+        a, b = (weight.astype(rows.dtype) for weight in weights)
+        return ((rows * gates[:, None]) @ a) @ b.T
+
+    def loss(weights, x):
+        choices, gates = jnp.zeros((len(x), 1), jnp.int32), jnp.ones((len(x), 1), x.dtype)
+
+        def layer(x, own):
+            return x + grouped_experts(adapter, own, Many, x, choices, gates, backend="megablox")
+
+        return jnp.sum(fold(layer, Layers, remat="nested")(x, weights))
+
+    report = memory.report(jax.grad(loss), (stack, stack), x, target="v5p")
+    assert report.temporaries < report.outputs
 
 
 @pytest.mark.skipif(NO_CUDA, reason="JAX's CUDA plugin is not installed")

@@ -3,14 +3,16 @@
 The step is compiled for devices that need not be attached, and nothing is run:
 
     python -m benchmarks.divided_step --target v5p --devices 16 --layers 24 48
-    python -m benchmarks.divided_step --target h100 --devices 8 --layers 24 48
+    python -m benchmarks.divided_step --target h100 --devices 8 --layers 24 48 --updates after fused
     python -m benchmarks.divided_step --target h200 --policies offload --config my-model.yaml
 
-Each device has one sequence. Writes `results/<config>_<target>_<devices>.json`: bytes of each device.
+Each device has one sequence. Updates come after the backward pass or within it (`fused`). Writes
+`results/<config>_<target>_<devices>.json`: bytes of each device.
 """
 
 import argparse
 import dataclasses
+import itertools
 from pathlib import Path
 
 from models.run_config import LmRunConfig
@@ -34,16 +36,24 @@ def main(arguments: list[str] | None = None) -> Path:
     if not isinstance(config.model, DecoderConfig):
         raise SystemExit("A config of a decoder is expected.")
     for layers in options.layers or [config.model.num_layers]:
-        model = dataclasses.replace(config.model, num_layers=layers)
-        step = StepMemory(dataclasses.replace(config, model=model), options.target, options.devices)
-        for policy in options.policies:
+        for update, policy in itertools.product(options.updates, options.policies):
+            step = StepMemory(_altered(config, layers, update), options.target, options.devices)
             found = step.report(POLICIES[policy])
-            row = {"layers": layers, "tokens": config.data.seq_len, "policy": policy, "sent": found.sent}
-            rows.append({**row, **memory_row(found)})
-            print(f"{layers} layers, {policy}\n{found}", flush=True)
+            row = {"layers": layers, "tokens": config.data.seq_len, "update": update, "policy": policy}
+            rows.append({**row, "sent": found.sent, **memory_row(found)})
+            print(f"{layers} layers, update {update}, {policy}\n{found}", flush=True)
             write_results(path, target=options.target, devices=options.devices, rows=rows)
     print(f"wrote {path}")
     return path
+
+
+def _altered(config: LmRunConfig, layers: int, update: str) -> LmRunConfig:
+    assert isinstance(config.model, DecoderConfig)
+    model = dataclasses.replace(config.model, num_layers=layers)
+    trainer = dataclasses.replace(
+        config.trainer, update=dataclasses.replace(config.trainer.update, fused=update == "fused")
+    )
+    return dataclasses.replace(config, model=model, trainer=trainer)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -55,6 +65,7 @@ def _parser() -> argparse.ArgumentParser:
         "--layers", type=int, nargs="+", default=[], help="depths to compare; or the config's"
     )
     parser.add_argument("--policies", nargs="+", default=["nested"], choices=list(POLICIES))
+    parser.add_argument("--updates", nargs="+", default=["after"], choices=["after", "fused"])
     parser.add_argument("--out", type=Path, default=RESULTS)
     return parser
 

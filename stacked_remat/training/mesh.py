@@ -7,7 +7,6 @@ al. 2020) also maps an axis of the weights in `param_mapping`, which shards the 
 import contextlib
 import itertools
 import math
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar, final
@@ -100,8 +99,7 @@ class Partitioning:
             on_host: whether it is in host memory.
 
         Raises:
-            ConfigError: an axis of the array does not divide evenly, or two of its axes are mapped to one
-                axis of the mesh.
+            ConfigError: an axis of the array does not divide evenly.
         """
         if self.mesh.size == 1:
             return (
@@ -276,22 +274,19 @@ class Partitioning:
     def _spec(
         self, axes: Sequence[Axis], mapping: Mapping[str, tuple[str, ...]], table: str
     ) -> PartitionSpec:
-        physical = [mapping.get(axis.name, ()) for axis in axes]
-        for axis, over in zip(axes, physical, strict=True):
-            if axis.size % self._parts(over):
+        """Over what each axis is divided. An axis of the mesh goes to the first axis mapped to it."""
+        sizes = {axis.name: axis.size for axis in axes}
+        physical: dict[str, tuple[str, ...]] = {}
+        for name in filter(sizes.__contains__, mapping):
+            used = set(itertools.chain(*physical.values()))
+            over = physical[name] = tuple(one for one in mapping[name] if one not in used)
+            if sizes[name] % self._parts(over):
                 raise ConfigError(
-                    f"trainer.mesh.{table} divides `{axis.name}` over {self._parts(over)} devices, but an "
-                    f"array ({axes_text(axes)}) has {axis.size} of it. Map another axis, or change "
+                    f"trainer.mesh.{table} divides `{name}` over {self._parts(over)} devices, but an "
+                    f"array ({axes_text(axes)}) has {sizes[name]} of it. Map another axis, or change "
                     f"trainer.mesh.axes."
                 )
-        counts = Counter(itertools.chain(*physical))
-        twice = [name for name, count in counts.items() if count > 1]
-        if twice:
-            raise ConfigError(
-                f"trainer.mesh.{table} divides two axes of an array ({axes_text(axes)}) over {twice[0]!r}; "
-                f"remove one of them."
-            )
-        return PartitionSpec(*(over or None for over in physical))
+        return PartitionSpec(*(physical.get(axis.name) or None for axis in axes))
 
     def _on_host(self, spec: PartitionSpec) -> NamedSharding:
         """A sharding in host memory; JAX sees the memory in no sharding without a mesh."""

@@ -92,7 +92,8 @@ class MeshConfig:
         compute_mapping: for each named axis of activations that is sharded, the mesh axis, or a list of
             several. `batch: data` is data parallelism.
         param_mapping: the same for weights, gradients and the optimizer's state. `embed: data` is FSDP: a
-            layer's weights are gathered when the layer runs. `{}` copies all of them to every device.
+            layer's weights are gathered when the layer runs. `{}` copies all of them to every device. In an
+            array with several of these axes, a mesh axis divides the one that is written first.
     """
 
     axes: dict[str, int] = field(default_factory=lambda: {"data": -1})

@@ -48,8 +48,13 @@ DEEP = [
 ]
 CASES += [pytest.param(*case, marks=pytest.mark.deep) for case in DEEP]
 MESHES = {
-    "data parallel": (MeshConfig(param_mapping={}), 1),
-    "hybrid": (MeshConfig({"replica": 2, "data": 4}, {"batch": ["replica", "data"]}), 1 / 4),
+    "data parallel": ("dense", MeshConfig(param_mapping={}), 1),
+    "hybrid": ("dense", MeshConfig({"replica": 2, "data": 4}, {"batch": ["replica", "data"]}), 1 / 4),
+    "experts first": (
+        "experts",
+        MeshConfig({"data": 4}, param_mapping={"experts": "data", "embed": "data"}),
+        1 / 4,
+    ),
 }
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
@@ -87,11 +92,13 @@ def test_every_policy_gives_the_gradients_of_one_device_and_gathers_no_stack(kin
     assert share(found[0]) == 1 / 8
 
 
-@pytest.mark.parametrize("mesh", ["data parallel", pytest.param("hybrid", marks=pytest.mark.deep)])
+@pytest.mark.parametrize(
+    "mesh", ["data parallel", "experts first", pytest.param("hybrid", marks=pytest.mark.deep)]
+)
 def test_other_meshes(mesh):
-    config, part = MESHES[mesh]
-    _, found = on_devices(config, "dense", "nested")
-    assert_same(found, wanted("dense"))
+    kind, config, part = MESHES[mesh]
+    _, found = on_devices(config, kind, "nested")
+    assert_same(found, wanted(kind))
     assert share(found[0]) == part
 
 

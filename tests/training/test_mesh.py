@@ -1,5 +1,7 @@
 """Meshes of devices, and the sharding of states, gradients, batches and activations."""
 
+from typing import Any
+
 import haliax as hax
 import jax
 import jax.numpy as jnp
@@ -130,11 +132,19 @@ def test_several_mesh_axes_for_one_axis():
     assert weight.array.addressable_shards[0].data.shape == (6, 2)
 
 
+def test_a_mesh_axis_divides_the_axis_that_is_written_first():
+    weight = hax.ones((Mlp, Embed))
+    mapping: Any = {"absent": "data", "mlp": "data", "embed": ["data", "more"]}
+    for order, parts in ((mapping, (3, 2)), (dict(reversed(mapping.items())), (6, 1))):
+        partitioning = Partitioning.of(MeshConfig({"data": 2, "more": 4}, {}, order))
+        assert partitioning.shard_weights(weight).array.addressable_shards[0].data.shape == parts
+        assert partitioning.shard_weights(hax.ones(Embed)).array.addressable_shards[0].data.shape == (1,)
+
+
 @pytest.mark.parametrize(
     ("devices", "mapping", "message"),
     [
         (8, {"mlp": "data"}, "divides `mlp` over 8 devices, but an array .mlp=6, embed=8. has 6 of it"),
-        (2, {"embed": "data", "mlp": "data"}, "divides two axes of an array"),
     ],
     ids=str,
 )

@@ -33,7 +33,7 @@
 - Equinox (0.13) raises the errors of `eqx.error_if` in a branch of callbacks, and nothing else tells which
   branch that is: `raises_error`.
 - JAX (0.10.2, 0.12) has no public function that tells whether anything is being traced or differentiated:
-  `nothing_is_traced`.
+  `nothing_is_traced`; nor whether that is done by `jax.vmap`: `is_vectorized`.
 """
 
 import contextlib
@@ -42,7 +42,7 @@ import functools
 import operator
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +53,7 @@ import jax._src.clusters
 import jax._src.config
 import jax._src.core
 import jax._src.effects
+import jax._src.interpreters.batching
 import jax._src.lib
 import jax._src.state.types
 import jax.core
@@ -199,6 +200,16 @@ def is_reference(value: Any) -> bool:
 def nothing_is_traced() -> bool:
     """Whether no function is being traced, mapped or differentiated around the caller."""
     return jax._src.core.trace_state_clean()
+
+
+def is_vectorized(arrays: Iterable[Any]) -> bool:
+    """Whether the innermost transformation is a `jax.vmap` of any of these arrays, with no axis name."""
+    trace: Any = jax._src.core.trace_ctx.trace
+    if not isinstance(trace, jax._src.interpreters.batching.BatchTrace):
+        return False
+    axis: Any = trace.axis_data
+    named = axis.name is not jax._src.core.no_axis_name or axis.spmd_name or axis.explicit_mesh_axis
+    return not named and any(trace.to_batch_info(array)[1] is not None for array in arrays)
 
 
 _MERGES_ON_CPUS = jax._src.lib.version < (0, 12)

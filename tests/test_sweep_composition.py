@@ -17,6 +17,7 @@ from stacked_remat._schedule import Schedule, bounded, equal, segmented, shrinki
 from stacked_remat._sweep.api import sweep
 from stacked_remat._sweep.forward import forward_loop
 from stacked_remat._sweep.reverse import Replay, reverse_sweep
+from stacked_remat._sweep.spec import FirstLayers
 
 from .sweep_cases import (
     ROWS,
@@ -69,6 +70,37 @@ def test_vmap():
     scales = jnp.array([1.0, 0.5])
     actual = jit(jax.vmap(functools.partial(gradients, run)))(hs, scales)
     assert_close(actual, jit(jax.vmap(functools.partial(gradients, lax.scan)))(hs, scales))
+
+
+def test_examples_that_share_weights():
+    """`vmap` of `vmap` within `grad`, with keys, outputs and shared arrays of each example."""
+    length = 5
+    (h, *rest), frozen = inputs(length)
+    hs, shifts = jnp.stack([h, h / 2, -h]), jnp.stack([rest[0], rest[0] / 2])
+    keys = jax.random.split(jax.random.key(1), (length, 3))
+
+    def total(run, weights):
+        def of_one(h, shift, key):
+            return loss(run, (h, weights[0] * shift, *weights[1:]), {**frozen, "key": key}, length)
+
+        of_three = jax.vmap(of_one, (0, None, 1))
+        values, rest = jax.vmap(of_three, (None, 0, None))(hs, shifts, keys)
+        return jnp.sum(values), rest
+
+    runs = [
+        lax.scan,
+        nested(length),
+        functools.partial(sweep, length=length, schedule=bounded(length, max_carries=2), unroll=2),
+        functools.partial(sweep, length=length, schedule=segmented(length, 2), boundaries="host"),
+        functools.partial(
+            sweep, length=length, schedule=shrinking(3), first_layers=FirstLayers(2, jax.checkpoint)
+        ),
+    ]
+    weights = (jnp.ones(()), *rest[1:])
+    plain, *found = jit(
+        lambda: [jax.grad(functools.partial(total, run), has_aux=True)(weights) for run in runs]
+    )()
+    assert_close(found, [plain] * len(found))
 
 
 def test_inside_checkpoint():

@@ -72,6 +72,17 @@ def test_gradients_are_written_in_place(first_layers: FirstLayers | None):
     assert makers <= {"dynamic_update_slice", "while", "jit"}  # the last two pass it through
 
 
+def test_examples_of_vmap_have_no_gradients_of_their_own():
+    examples = 7
+
+    def each(body, x, xs):
+        return jax.vmap(lambda x: nested(12)(body, x, xs))(jnp.broadcast_to(x, (examples, *x.shape)))
+
+    jaxpr, _ = mlp_gradients(each, 12)
+    assert {(12, WIDTH, 6), (12, 6, WIDTH)} <= (made := shapes_made(jaxpr.jaxpr))
+    assert not [shape for shape in made if examples in shape and {12, 6, WIDTH} <= {*shape}]
+
+
 def test_frozen_stacks_cost_nothing():
     trained, frozen = (mlp_gradients(nested(12), 12, which)[0] for which in ((0, 1, 2), (2,)))
     made = shapes_made(frozen.jaxpr)

@@ -32,6 +32,7 @@ from .slots import Arrays, Carry, Checkpoints
 from .spec import FirstLayers, SweepSpec
 from .store import zeros_like
 from .trace import TracedLayer, kinds_of, trace_layers
+from .vectorized import run_vectorized
 
 
 def sweep(
@@ -146,8 +147,7 @@ def sweep_kinds(
         read_length,
         keeps_in_segments,
     )
-    leaves = (traced[0].init, sum(stacks, []), shared, unread)
-    carry, ys = _differentiable(spec)(*jax.tree.map(_reverse_mode_only, leaves))
+    carry, ys = run_vectorized(_run, spec, traced[0].init, sum(stacks, []), shared, unread)
     parts = [jax.tree.unflatten(of.y_tree, ys[kind.ys]) for of, kind in zip(traced, kinds, strict=True)]
     return jax.tree.unflatten(traced[0].carry_tree, carry), parts
 
@@ -173,6 +173,10 @@ def _without_unread(traced: TracedLayer, stacks: Arrays) -> tuple[TracedLayer, l
         return traced, kept[others:]
     jaxpr, used = partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=kept)
     return traced._replace(jaxpr=jaxpr), used[others:]
+
+
+def _run(spec: SweepSpec, init: Carry, xs: Arrays, shared: Arrays, unread: Arrays) -> tuple[Carry, Arrays]:
+    return _differentiable(spec)(*jax.tree.map(_reverse_mode_only, (init, xs, shared, unread)))
 
 
 def _differentiable(spec: SweepSpec) -> Callable[[Carry, Arrays, Arrays, Arrays], tuple[Carry, Arrays]]:

@@ -2,12 +2,12 @@
 
 The step is compiled for devices that need not be attached, and nothing is run:
 
-    python -m benchmarks.divided_step --target v5p --devices 16 --layers 24 48
+    python -m benchmarks.divided_step --target v5p --devices 16 --trainer.mesh.param_mapping '{embed: data}'
     python -m benchmarks.divided_step --target h100 --devices 8 --layers 24 48 --updates after fused
     python -m benchmarks.divided_step --target h200 --policies offload --config my-model.yaml
 
-Each device has one sequence. Updates come after the backward pass or within it (`fused`). Writes
-`results/<config>_<target>_<devices>.json`: bytes of each device.
+Each device has one sequence. Updates come after the backward pass or within it (`fused`). Further options
+are those of the config. Writes `results/<config>_<target>_<devices>.json`: bytes of each device.
 """
 
 import argparse
@@ -28,8 +28,9 @@ CONFIG = Path(__file__).parents[1] / "models/configs/qwen3_30b_a3b_65k_fsdp.yaml
 
 
 def main(arguments: list[str] | None = None) -> Path:
-    options = _parser().parse_args(arguments)
-    config = parse_config(LmRunConfig, ["--config_path", str(options.config)]).resolved(check_folder=False)
+    options, altered = _parser().parse_known_args(arguments)
+    config = parse_config(LmRunConfig, ["--config_path", str(options.config), *altered])
+    config = config.resolved(check_folder=False)
     config = dataclasses.replace(config, data=dataclasses.replace(config.data, batch_size=options.devices))
     path = options.out / f"{options.config.stem}_{options.target}_{options.devices}.json"
     rows = []
@@ -39,7 +40,8 @@ def main(arguments: list[str] | None = None) -> Path:
         for update, policy in itertools.product(options.updates, options.policies):
             step = StepMemory(_altered(config, layers, update), options.target, options.devices)
             found = step.report(POLICIES[policy])
-            row = {"layers": layers, "tokens": config.data.seq_len, "update": update, "policy": policy}
+            row = {"layers": layers, "tokens": config.data.seq_len, "policy": policy, "update": update}
+            row["weights divided by"] = ", ".join(config.trainer.mesh.param_mapping)
             rows.append({**row, "sent": found.sent, **memory_row(found)})
             print(f"{layers} layers, update {update}, {policy}\n{found}", flush=True)
             write_results(path, target=options.target, devices=options.devices, rows=rows)

@@ -27,7 +27,7 @@ TABLES = {
     "devices-steps": Table(
         tuple(f"qwen3_{name}_8.json" for name in ("30b_a3b_65k_fsdp_h100", "235b_a22b_131k_fsdp_lora_h200"))
         + ("qwen3_30b_a3b_65k_fsdp_v5p_16.json",),
-        rows=("target", "layers", "tokens", *_STEP, "sent"),
+        rows=("target", "weights divided by", "layers", "tokens", "update", *_STEP, "sent"),
     ),
     "devices-weights": Table(("qwen3_context_h200_8.json",), rows=_STEP),
     "devices-experts": Table(("qwen3_context_h200_8_experts.json",), rows=_STEP),

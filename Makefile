@@ -103,8 +103,13 @@ lint: venv  ## run ruff and pyright
 check: lint  ## run ruff and pyright; build and check dist/, and use the wheel in an environment of its own
 	$(RUN) scripts/check_wheel.py
 
+.PHONY: figures
+figures: venv  ## draw the README's chart from benchmarks/results, and the pictures of schedules
+	$(RUN) -m scripts.memory_chart
+	$(RUN) -m scripts.schedule_pictures
+
 .PHONY: docs
-docs: venv  ## build the documentation into site/
+docs: figures  ## build the documentation into site/, with figures, and tables from benchmarks/results
 	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict # with --quiet it would not count warnings
 
 .PHONY: check-site

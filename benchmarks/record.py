@@ -29,7 +29,8 @@ def versions() -> dict[str, str]:
 
 
 def write_results(path: Path, **fields: Any) -> None:
-    """Write a JSON file of `fields` and versions."""
+    """Write a JSON file of `fields` and versions, and its folder if there is none."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({"versions": versions(), **fields}, indent=1) + "\n")
 
 

@@ -5,7 +5,7 @@ Everything is compiled for a device that need not be attached, and nothing is ru
     python -m benchmarks.stack_memory --target h200
     python -m benchmarks.stack_memory --target v5p --inner 2048 --only stacked_remat
 
-Writes `results/stack_memory_<target>.json`, and a plot for each inner width. On an attached device,
+Writes `results/stack_memory_<target>.json`, of which `make figures` draws charts. On an attached device,
 `--target local --run` also runs `stack_time`: compares gradients, times every policy, and measures the memory
 that is allocated.
 """
@@ -38,11 +38,7 @@ def main(arguments: list[str] | None = None) -> Path:
     rows: list[dict[str, Any]] = []
     for inner in options.inner:
         sizes = Sizes(options.layers, options.tokens, options.width, inner)
-        found = dict(_measure(chosen, sizes, options.target, rows))
-        found = {name: report for name, report in found.items() if "frozen" not in name}  # another program
-        if found:
-            title = f"{sizes.layers} layers, {sizes.tokens} x {sizes.width}, inner width {inner}"
-            memory.plot(found, options.out / f"stack_memory_{options.target}_{inner}.png", title)
+        rows += _measure(chosen, sizes, options.target)
     path = options.out / f"stack_memory_{options.target}.json"
     write_results(path, target=options.target, rows=rows)
     print(f"wrote {path}")
@@ -53,9 +49,7 @@ def main(arguments: list[str] | None = None) -> Path:
     return path
 
 
-def _measure(
-    chosen: list[Variant], sizes: Sizes, target: str, rows: list[dict[str, Any]]
-) -> Iterator[tuple[str, memory.MemoryReport]]:
+def _measure(chosen: list[Variant], sizes: Sizes, target: str) -> Iterator[dict[str, Any]]:
     for variant in chosen:
         size = {"layers": sizes.layers, "tokens": sizes.tokens, "width": sizes.width, "inner": sizes.inner}
         try:
@@ -63,17 +57,16 @@ def _measure(
             found = memory.report(fn, *args, target=target)
         except (memory.DoesNotFit, jax.errors.JaxRuntimeError) as error:
             reason = str(error).splitlines()[0]
-            rows.append({"name": variant.name, **size, "refused": reason})
             print(f"{variant.name:40}  {sizes.inner:6}  refused: {reason[:80]}", flush=True)
+            yield {"name": variant.name, **size, "refused": reason}
             continue
-        rows.append({"name": variant.name, **size, **memory_row(found)})
         print(
             f"{variant.name:40}  {sizes.inner:6}  temp {found.temporaries / 2**30:7.2f} GiB  "
             f"total {found.total / 2**30:7.2f} GiB  host {found.host.total / 2**30:6.2f} GiB  "
             f"{found.flops.matmul / 1e12:7.0f} TFLOP",
             flush=True,
         )
-        yield variant.name, found
+        yield {"name": variant.name, **size, **memory_row(found)}
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -16,7 +16,7 @@ resident ones, then times both in turns:
     python -m benchmarks.streaming --run --layers 48 --tokens 65536 --inner 16384
     JAX_PLATFORMS=cpu python -m benchmarks.streaming --run --layers 48 --tokens 512 --width 128 --inner 512
 
-Writes `results/streaming_<target>.json` and a plot of memory, `results/streaming_steps_<target>.json`, or
+Writes `results/streaming_<target>.json`, `results/streaming_steps_<target>.json`, or
 `results/streaming_time_<backend>.json`.
 """
 
@@ -177,7 +177,6 @@ def main(arguments: list[str] | None = None) -> Path:
     rows = [*_depths(options), *_experts(options)]
     path = options.out / f"streaming_{options.target}.json"
     write_results(path, target=options.target, rows=rows)
-    _plot([row for row in rows if row["block"] == "mlp"], path.with_suffix(".png"), options.target)
     print(f"wrote {path}")
     return path
 
@@ -242,28 +241,6 @@ def _row(block: str, name: str, program: str, layers: int, found: memory.MemoryR
         flush=True,
     )
     return {"block": block, "layers": layers, "program": program, "name": name, **memory_row(found)}
-
-
-def _plot(rows: list[dict[str, Any]], path: Path, target: str) -> None:
-    """Device memory against depth, a line for each segment length and peer."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8, 4.5), layout="constrained")
-    axes = figure.add_subplot()
-    for name in dict.fromkeys(row["name"] for row in rows):
-        points = [(row["layers"], row["total"] / 2**30) for row in rows if row["name"] == name]
-        axes.plot(*zip(*points, strict=True), "s--" if "resident" in name else "o-", label=name)
-    axes.set_xscale("log", base=2)
-    axes.set_yscale("log", base=2)
-    for axis in (axes.xaxis, axes.yaxis):
-        axis.set_major_formatter("{x:g}")
-    axes.set_xlabel("layers")
-    axes.set_ylabel("GiB on the device")
-    axes.set_title(f"Device memory by depth and segment length ({target})")
-    axes.grid(alpha=0.3)
-    figure.legend(loc="outside right upper", fontsize="small")
-    FigureCanvasAgg(figure).print_png(str(path))
 
 
 def steps(options: argparse.Namespace) -> Path:

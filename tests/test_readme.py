@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from scripts import memory_chart
+from scripts.result_tables import RESULTS
 from stacked_remat import ScanCheckpointPolicy, ScanCheckpointSpec
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -77,7 +79,7 @@ def test_the_tables_of_policies_agree_and_name_every_alias():
 
 
 def _results(name: str) -> list[dict[str, Any]]:
-    return json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())["rows"]
+    return json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))["rows"]
 
 
 def _headline(
@@ -104,13 +106,31 @@ def test_the_numbers_in_the_readme_are_those_of_the_results():
         *_headline("stack_memory_h200", "name", {"inner": 2048}, stack, "stacked_remat True"),
         *_headline("qwen3_context_h200", "policy", {"tokens": 65536}, ("True", "nested", "offload"), "True"),
     ]
+    for name in ("stack_memory_h200", "qwen3_context_h200"):
+        result = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+        assert f"| compiled for an H200 with JAX {result['versions']['jax']}, not run |" in text
     assert "lax.scan {}, stacked_remat nested {}".format(*(row[1] for row in rows)) in text  # of the picture
 
 
-def test_the_charts_show_the_results():
-    chart = pytest.importorskip("benchmarks.memory_chart")
-    shown = [text for bar in chart.bars(_results("stack_memory_h200")) for text in (bar.name, bar.label)]
-    for theme in chart.THEMES:
-        picture = (ROOT / "benchmarks" / "results" / f"memory_chart_{theme}.svg").read_text(encoding="utf-8")
-        texts = re.findall(r"<text[^>]*>([^<]*)</text>", picture)
-        assert sorted(text for text in texts if text in shown) == sorted(shown), theme
+def test_charts_are_drawn_from_the_results():
+    for path, content in memory_chart.drawn().items():
+        assert path.read_text(encoding="utf-8") == content, "make figures draws it again"
+
+
+def test_a_chart_says_what_was_compiled_and_what_was_found():
+    result = json.loads(memory_chart.SOURCE.read_text(encoding="utf-8"))
+    result["versions"]["jax"] = "1.2.3"
+    rows = {row["name"]: row for row in result["rows"] if row["inner"] == 16_384}
+    changed = {"temporaries": 5 * 2**30, "host_temporaries": 2**29}
+    rows["stacked_remat offload"] |= changed | {
+        "matmul_flops": 3 * rows["stacked_remat True"]["matmul_flops"]
+    }
+    for name, chart in memory_chart.CHARTS.items():
+        drawn = memory_chart.picture(result, chart, memory_chart.THEMES["dark"])
+        texts = re.findall(r"<text[^>]*>([^<]*)</text>", drawn)
+        about = " ".join(texts)
+        assert f"inner width {chart.inner:,}," in about and "65,536 tokens" in about
+        assert "H200 with JAX 1.2.3" in about
+        wide = name == "memory_chart_16384"
+        assert ({"60.51", "0.77 + 12.00"} <= set(texts)) is not wide
+        assert ({"5.00 + 0.50", "× 3.00", "× 1.23"} <= set(texts)) is wide

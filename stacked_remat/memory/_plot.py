@@ -30,7 +30,6 @@ def plot(
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
-        from matplotlib.ticker import StrMethodFormatter
     except ImportError as error:
         raise ImportError("plot needs matplotlib: pip install 'stacked_remat[plot]'") from error
     if isinstance(reports, Comparison):
@@ -54,8 +53,10 @@ def plot(
     axes.set_xlabel("arithmetic, relative to the least (matrix products)")
     axes.set_ylabel("GiB (filled: device, hollow: host)")
     axes.set_yscale("log")
-    axes.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
-    axes.yaxis.set_minor_formatter(StrMethodFormatter("{x:g}"))
+    low, high = axes.get_ylim()
+    labelled = "125" if high > 10 * low else "123456789"  # more would overlap
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.yaxis.set_minor_formatter(lambda x, _: f"{x:g}" if f"{x:e}"[0] in labelled else "")
     axes.set_title(f"{title} ({next(iter(reports.values())).target})")
     axes.grid(alpha=0.3, which="both")
     figure.legend(loc="outside right upper", fontsize="small")

@@ -203,13 +203,12 @@ def nothing_is_traced() -> bool:
 
 
 def is_vectorized(arrays: Iterable[Any]) -> bool:
-    """Whether the innermost transformation is a `jax.vmap` of any of these arrays, with no axis name."""
+    """Whether the innermost transformation is a `jax.vmap` of any of these arrays, not over devices."""
     trace: Any = jax._src.core.trace_ctx.trace
     if not isinstance(trace, jax._src.interpreters.batching.BatchTrace):
         return False
-    axis: Any = trace.axis_data
-    named = axis.name is not jax._src.core.no_axis_name or axis.spmd_name or axis.explicit_mesh_axis
-    return not named and any(trace.to_batch_info(array)[1] is not None for array in arrays)
+    over_devices = trace.axis_data.spmd_name or trace.axis_data.explicit_mesh_axis
+    return not over_devices and any(trace.to_batch_info(array)[1] is not None for array in arrays)
 
 
 _MERGES_ON_CPUS = jax._src.lib.version < (0, 12)

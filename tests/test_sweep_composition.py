@@ -103,6 +103,25 @@ def test_examples_that_share_weights():
     assert_close(found, [plain] * len(found))
 
 
+def test_layers_that_use_the_mean_over_examples():
+    length = 5
+    (h, *_), _ = inputs(length)
+    weights, hs = 0.1 * jnp.ones((length, WIDTH, WIDTH)), jnp.stack([h, h / 2, -h])
+
+    def layer(h, w):
+        return h + jnp.tanh((h - lax.pmean(h, "example")) @ w), None
+
+    def gradient(run):
+        def total(weights):
+            each = jax.vmap(lambda h: run(layer, h, weights)[0], axis_name="example")
+            return jnp.sum(each(hs) ** 2)
+
+        return jax.grad(total)(weights)
+
+    found, plain = jit(lambda: (gradient(nested(length)), gradient(lax.scan)))()
+    assert_close(found, plain)
+
+
 def test_inside_checkpoint():
     parameters, frozen = inputs(7)
     value = jax.checkpoint(lambda p: loss(nested(7), p, frozen, 7)[0])

@@ -53,7 +53,7 @@ def _of_examples(
         def of_one(*leaves: Any) -> Arrays:
             return sum(run(spec, *jax.tree.unflatten(tree, leaves)), [])
 
-        results = jax.vmap(of_one, tuple(axes))(*leaves)
+        results = jax.vmap(of_one, tuple(axes), axis_name=mapped.name)(*leaves)
         return results, [0] * len(results)
     init = [
         jnp.broadcast_to(leaf, (mapped.size, *leaf.shape)) if at is None else jnp.moveaxis(leaf, at, 0)
@@ -64,7 +64,8 @@ def _of_examples(
 
     def of_kind(kind: Kind) -> Callable[[Arrays, Carry, Arrays], tuple[Carry, Arrays]]:
         layer = replace(kind, shared=tuple(range(len(kind.shared)))).layer
-        return jax.vmap(layer, (kind.pick_shared(of_shared), 0, of_x[kind.xs]), axis_size=mapped.size)
+        axes = kind.pick_shared(of_shared), 0, of_x[kind.xs]
+        return jax.vmap(layer, axes, axis_name=mapped.name, axis_size=mapped.size)
 
     traced = trace_layers(
         [of_kind(kind) for kind in spec.kinds],

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import jax
+import yaml
 from rich.console import Console
 from rich.progress import Progress as RichProgress
 
@@ -89,7 +90,7 @@ class PlanLmConfig(LmRunConfig):
 
     target: str = "local"
     devices: int | None = None
-    only: str | None = None
+    only: str | bool | None = None
     find: Literal["policy", "context", "batch", "devices", "mesh"] = "policy"
     plot: str | None = None
     cache: bool = True
@@ -102,7 +103,7 @@ class PlanLmConfig(LmRunConfig):
         if self.only is not None and self.policy is None:
             raise ValueError("only has no effect with remat: auto, which makes no table: leave it out.")
         try:
-            re.compile(self.only or "")
+            re.compile(_only(self))
         except re.error as error:
             raise ValueError(f"only is no regular expression: {error}.") from error
         if self.find != "policy" and self.policy is not None:
@@ -158,11 +159,12 @@ def saving(config: PlanLmConfig, reports: Mapping[str, MemoryReport]) -> str | N
     baseline = _BASELINE if own != _BASELINE else _PLAIN
     if own == _PLAIN or not {own, _PLAIN, baseline} <= reports.keys():
         return None
-    small, large = (readable_bytes(reports[row].total) for row in (own, _PLAIN))
+    plain = reports[_PLAIN].total
+    small, large = (readable_bytes(size, beside=plain) for size in (reports[own].total, plain))
     times = reports[own].flops.matmul / reports[baseline].flops.matmul
     return (
         f"`{own}` takes {small} where a plain scan (`{_PLAIN}`) takes {large}, "
-        f"for {times:.2f} x the arithmetic of `{baseline}`."
+        f"for {times:.2f}x the arithmetic of `{baseline}`."
     )
 
 
@@ -213,11 +215,11 @@ def _find_mesh(config: PlanLmConfig, console: Console, budget: Budget) -> Mappin
     """Finds the meshes on which the step fits the budget and shows them, the least arithmetic first."""
     assert config.devices is not None
     found = find_divisions(config.step, config.devices, budget)
-    trials = {one.trial.name: one.report for one in found}
+    trials = {one.name: one.report for one in found}
     if config.json:
         rows = [
             _row(one.trial, config.step.tiles)
-            | {"mesh": dataclasses.asdict(one.mesh), "microbatches": one.microbatches}
+            | {"name": one.name, "mesh": dataclasses.asdict(one.mesh), "microbatches": one.microbatches}
             for one in found
         ]
         chosen = {"mesh": rows[0]["mesh"], "microbatches": rows[0]["microbatches"], "remat": rows[0]["remat"]}
@@ -226,10 +228,11 @@ def _find_mesh(config: PlanLmConfig, console: Console, budget: Budget) -> Mappin
     best, tokens = found[0], config.data.batch_size * config.data.seq_len
     title = f"what fits {budget.device} on each of {config.devices} devices of {config.target}"
     console.print(Comparison(tuple(one.trial for one in found), tokens, title))
-    mesh = json.dumps(dataclasses.asdict(best.mesh))
-    console.print(f"trainer.mesh: {mesh}", markup=False, highlight=False, soft_wrap=True)
-    console.print(f"trainer.update.microbatches: {best.microbatches}", markup=False, highlight=False)
-    console.print(f"remat: {json.dumps(remat_entry(best.policy))}", markup=False, highlight=False)
+    update = {"microbatches": best.microbatches}
+    entries = {"mesh": dataclasses.asdict(best.mesh), "update": update}
+    entries = {"trainer": entries, "remat": remat_entry(best.policy)}
+    text = yaml.safe_dump(entries, sort_keys=False, default_flow_style=None)
+    console.print(f"\nfor the config:\n\n{text}", end="", markup=False, highlight=False, soft_wrap=True)
     return trials
 
 
@@ -330,10 +333,15 @@ def _rows(config: PlanLmConfig) -> dict[str, tuple[StepMemory, ScanCheckpointPol
         if not _fits(step):
             rows = {}
         rows |= {f"{name}, streamed": (step, policies[name], True) for name in STREAMED if name in policies}
-    chosen = {name: row for name, row in rows.items() if re.fullmatch(config.only or ".*", name)}
+    chosen = {name: row for name, row in rows.items() if re.fullmatch(_only(config), name)}
     if not chosen:
         raise ConfigError(f"only = {config.only!r} leaves no row. There are: {'; '.join(rows)}.")
     return chosen
+
+
+def _only(config: PlanLmConfig) -> str:
+    """The regular expression of `only`, in which YAML takes the names `True` and `False` for booleans."""
+    return ".*" if config.only is None else str(config.only)
 
 
 def _fits(step: StepMemory) -> bool:

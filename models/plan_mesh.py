@@ -31,17 +31,24 @@ class Division:
         microbatches: as `trainer.update.microbatches`.
         policy: the policy.
         report: the memory of the step.
+        number: of the mesh, among those that were tried.
     """
 
     mesh: MeshConfig
     microbatches: int
     policy: ScanCheckpointSpec
     report: MemoryReport
+    number: int
+
+    @property
+    def name(self) -> str:
+        """With what is divided in place of the number: `{batch, embed: 4; kv_heads: 2}, 'nested'`."""
+        return _named(f"{{{_divided(self.mesh)}}}", self.microbatches, self.policy)
 
     @property
     def trial(self) -> Trial:
-        """The division as the row of a table."""
-        return Trial(self.policy, self.report, label=_named(self.mesh, self.microbatches, self.policy))
+        """The division as the row of a table, by its number."""
+        return Trial(self.policy, self.report, label=_named(self.number, self.microbatches, self.policy))
 
     @property
     def cost(self) -> tuple[int, int]:
@@ -78,8 +85,11 @@ def find_divisions(step: StepMemory, devices: int, budget: Budget) -> list[Divis
             f"{step.config.data.seq_len} or the model's axes evenly; give another number of devices."
         )
     errors: list[ValueError] = []
+    budget.show("what is divided, and into how many parts:")
+    for number, mesh in enumerate(allowed, 1):
+        budget.show(f"{number:2}  {_divided(mesh)}")
     steps = [_with(step, mesh, devices) for mesh in allowed]
-    found = [one for own in steps for one in _divisions(own, budget, errors)]
+    found = [one for number, own in enumerate(steps, 1) for one in _divisions(own, number, budget, errors)]
     if not found and errors:
         raise errors[0]
     if not found:
@@ -130,7 +140,7 @@ def _is_allowed(step: StepMemory, devices: int) -> bool:
         return False
 
 
-def _divisions(step: StepMemory, budget: Budget, errors: list[ValueError]) -> Iterator[Division]:
+def _divisions(step: StepMemory, number: int, budget: Budget, errors: list[ValueError]) -> Iterator[Division]:
     """What fits on one mesh: with the fewest microbatches, and with more where that saves arithmetic."""
     update, devices = step.config.trainer.update, step.mesh_size()
     policies: tuple[ScanCheckpointSpec, ...] = _POLICIES
@@ -140,21 +150,22 @@ def _divisions(step: StepMemory, budget: Budget, errors: list[ValueError]) -> It
         cut = replace(step, config=replace(step.config, trainer=trainer))
         if not _is_allowed(cut, devices):
             return
-        fitting = next(filter(None, (_tried(cut, policy, budget, errors) for policy in policies)), None)
+        tried = (_tried(cut, policy, number, budget, errors) for policy in policies)
+        fitting = next(filter(None, tried), None)
         if fitting is None:
             continue
-        yield (_tried(cut, False, budget, errors) or fitting) if fitting.policy is True else fitting
+        yield (_tried(cut, False, number, budget, errors) or fitting) if fitting.policy is True else fitting
         if fitting.policy != "nested":
             return
         policies = tuple(policy for policy in policies if policy != "nested")
 
 
 def _tried(
-    step: StepMemory, policy: ScanCheckpointSpec, budget: Budget, errors: list[ValueError]
+    step: StepMemory, policy: ScanCheckpointSpec, number: int, budget: Budget, errors: list[ValueError]
 ) -> Division | None:
     """The division with the step's mesh and microbatches, if it fits under the policy."""
     trainer, report = step.config.trainer, None
-    name = _named(trainer.mesh, trainer.update.microbatches, policy)
+    name = _named(number, trainer.update.microbatches, policy)
     try:
         report = step.report(policy)
     except DoesNotFit:
@@ -166,7 +177,7 @@ def _tried(
         budget.show_trial(name, report)
     if report is None or not budget.holds(report):
         return None
-    return Division(trainer.mesh, trainer.update.microbatches, policy, report)
+    return Division(trainer.mesh, trainer.update.microbatches, policy, report, number)
 
 
 def _with(step: StepMemory, mesh: MeshConfig, devices: int) -> StepMemory:
@@ -174,13 +185,17 @@ def _with(step: StepMemory, mesh: MeshConfig, devices: int) -> StepMemory:
     return replace(step, config=replace(step.config, trainer=trainer), devices=devices)
 
 
-def _named(mesh: MeshConfig, microbatches: int, policy: ScanCheckpointSpec) -> str:
-    """What is divided into how many parts, as `{batch, embed: 4; kv_heads: 2}, 2 microbatches, 'nested'`."""
+def _named(division: int | str, microbatches: int, policy: ScanCheckpointSpec) -> str:
+    parts = f", {microbatches} microbatches" if microbatches > 1 else ""
+    return f"{division}{parts}, {policy!r}"
+
+
+def _divided(mesh: MeshConfig) -> str:
+    """What is divided into how many parts, as `batch, embed: 4; kv_heads: 2`."""
     divided = (
         f"{', '.join(_divided_over(axis, mesh))}: {size}" for axis, size in mesh.axes.items() if size != 1
     )
-    parts = f", {microbatches} microbatches" if microbatches > 1 else ""
-    return f"{{{'; '.join(divided)}}}{parts}, {policy!r}"
+    return "; ".join(divided)
 
 
 def _divided_over(axis: str, mesh: MeshConfig) -> Sequence[str]:

@@ -1,6 +1,7 @@
 """The start of a command, while its modules are imported: handles signals, and leaves garbage alone.
 
-Imports nothing that takes time. `models.command.run_command` handles signals and garbage from there on.
+The planner shows errors of XLA and hides its warnings, unless `TF_CPP_MIN_LOG_LEVEL` is set. Imports
+nothing that takes time. `models.command.run_command` handles signals and garbage from there on.
 """
 
 import contextlib
@@ -22,4 +23,6 @@ def _end(number: int, frame: FrameType | None) -> None:
 if sys.argv[:1] == ["-m"]:  # only while Python looks for the module of `python -m`
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _end)
+    if "models.plan_lm" in sys.orig_argv:  # XLA's warnings about the programs that it only compiles
+        os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     gc.disable()  # imports make millions of objects, and next to no garbage to find among them

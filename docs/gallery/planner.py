@@ -5,6 +5,8 @@
 # that is not there (`target="h200"`), and takes the policy with the least arithmetic among those that fit.
 
 # %%
+import textwrap
+
 import equinox as eqx
 import haliax as hax
 import jax
@@ -50,7 +52,7 @@ def step(remat):
 
 
 def show(trial):
-    print(f"  tried {trial.name:45} {trial.report.total / 2**20:7.1f} MiB")
+    print(f"{trial.report.total / 2**20:6.1f} MiB under {trial.name}")
 
 
 options = {"donate": ["blocks", "state"], "host_budget": 0}
@@ -67,7 +69,8 @@ least = memory.report(step(False), blocks, state, x).flops.matmul
 for budget in ("35MiB", "100MiB", "1GiB"):
     found = memory.plan(step, blocks, state, x, budget=budget, candidates=policies, layers=LAYERS, **options)
     times = found.report.flops.matmul / least
-    print(f"{budget:>6}: {times:.3f} x the least arithmetic, {found.policy!r}")
+    print(f"{budget:>6}: {times:.3f} times the least arithmetic, under")
+    print(textwrap.indent(textwrap.fill(str(found.policy), 70), " " * 8))
 
 # %% [markdown]
 # Where nothing fits, the error says what the smallest needs:
@@ -76,7 +79,7 @@ for budget in ("35MiB", "100MiB", "1GiB"):
 try:
     memory.plan(step, blocks, state, x, budget="20MiB", candidates=policies, **options)
 except memory.BudgetError as error:
-    print(str(error).splitlines()[0])
+    print(textwrap.fill(str(error).splitlines()[0], 80))
 
 # %% [markdown]
 # For a training run the same is a command, which also finds the longest context, the largest batch and the

@@ -66,6 +66,12 @@ class Flops:
     def exact(self) -> bool:
         return not self.too_low and not self.too_high
 
+    @property
+    def reasons(self) -> tuple[str, ...]:
+        """Why the figures are not exact, as lines of a table."""
+        at_least = (f"FLOP at least: {reason}" for reason in self.too_low)
+        return (*at_least, *(f"FLOP at most: {reason}" for reason in self.too_high))
+
 
 def _union(some: tuple[str, ...], others: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(sorted({*some, *others})) if others else some

@@ -1,6 +1,7 @@
 """Chooses a remat policy: the one with the least arithmetic among those that fit in memory."""
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -53,22 +54,24 @@ class Comparison(Tabular):
     def _table(self) -> Table:
         found = [trial.report for trial in self.trials if trial.report is not None]
         base, arithmetic = self._unit_of_arithmetic()
-        size, unit = common_unit(size for report in found for size in _sizes(report, True))
-        sends = any(report.sent for report in found)
-        memory = [f"{name}\n{unit}" for name in ("total", "temp.", "host", "moved", *["sent"] * sends)]
+        size, unit = common_unit(size for report in found for size in _sizes(report))
+        rows = [_row(trial, size, arithmetic, self.tokens_per_step) for trial in self.trials]
+        memory = [f"{name}\n{unit}" for name in ("total", "temp.", "host", "moved", "sent")]
         link = "s" if self.tokens_per_step is None else "tokens/s"
-        columns = ("policy", *memory, f"link\n{link}", f"FLOPs\n/ {base}", "compile\ns")
-        rows = tuple(_row(trial, size, arithmetic, self.tokens_per_step, sends) for trial in self.trials)
+        headings = ("policy", *memory, f"link\n{link}", f"FLOPs\n/ {base}", "compile\ns")
+        # Columns that would hold nothing are left out.
+        moves, sends = any(any(_sizes(report)[2:4]) for report in found), any(r.sent for r in found)
+        shown = [True, True, True, moves, moves, sends, moves, True, True]
         explained = [f"{base}: {readable_count(arithmetic)} FLOP in matrix products"] if arithmetic else []
-        if not all(report.flops.exact for report in found):
-            explained.append("?: not exact; the report of that policy says why")
-        if found:
-            limit = "the seconds it takes" if self.tokens_per_step is None else "the tokens/s that it allows"
-            explained.append(f"moved: between device and host; link: hidden behind compute, or {limit}")
+        explained += sorted({f"?: {reason}" for report in found for reason in report.flops.reasons})
+        if moves:
+            limit = "seconds that it takes" if self.tokens_per_step is None else "tokens/s that it allows"
+            explained += ["moved: between device and host", f"link: {limit}, or hidden behind compute"]
         if sends:
             explained.append("sent: to other devices, by each")
         failures = [f"{trial.name}: {trial.failure}" for trial in self.trials if trial.failure]
-        return Table(self.title, columns, rows, (*explained, *failures, *self.notes))
+        columns, *cells = (tuple(itertools.compress(row, shown)) for row in (headings, *rows))
+        return Table(self.title, columns, tuple(cells), (*explained, *failures, *self.notes))
 
     def _unit_of_arithmetic(self) -> tuple[str, int]:
         found = {trial.name: trial.report.flops.matmul for trial in self.trials if trial.report is not None}
@@ -240,19 +243,19 @@ def _check_count(name: str, count: Any, what: str) -> None:
         raise ValueError(f"{name} is {what}, at least 1, or None; got {count}")
 
 
-def _sizes(found: MemoryReport, sends: bool) -> tuple[int, ...]:
+def _sizes(found: MemoryReport) -> tuple[int, ...]:
     """Bytes on the device, of temporaries, on the host, and of transfers to the host and other devices."""
     moved = found.flops.bytes_from_host + found.flops.bytes_to_host
-    return found.total, found.temporaries, found.host.total, moved, *[found.sent] * sends
+    return found.total, found.temporaries, found.host.total, moved, found.sent
 
 
-def _row(trial: Trial, unit: int, least: int, tokens: int | None, sends: bool) -> tuple[str, ...]:
+def _row(trial: Trial, unit: int, least: int, tokens: int | None) -> tuple[str, ...]:
     found = trial.report
     if found is None:
-        return (trial.name, "refused", *[""] * (6 + sends))
+        return (trial.name, "refused", *[""] * 7)
     return (
         trial.name,
-        *(f"{size / unit:.2f}" for size in _sizes(found, sends)),
+        *(f"{size / unit:.2f}" for size in _sizes(found)),
         _link(found, tokens),
         (f"{found.flops.matmul / least:.2f}" if least else "-") + ("" if found.flops.exact else " ?"),
         f"{found.compile_seconds:.1f}",
@@ -282,11 +285,12 @@ def _nothing_fits(tried: Comparison, limit: int, host_limit: int | None, on_host
     of_host = "" if host_limit is None else f" and {readable_bytes(needs.host.total)} on the host"
     if needs.arguments > limit:
         what += f": the arguments alone take {readable_bytes(needs.arguments)} under every policy"
+    takes = f"{readable_bytes(needs.total)} a device{of_host}"
+    closest = f"The smallest found{which} is {smallest} with {takes}."
+    if len(compiled) == 1:
+        closest = f"Only {smallest} was compiled, and takes {takes}."
     remedies = ["shorten the context", "shard over more devices", "freeze weights"]
     remedies += [] if on_host else ["keep weights on the host"]
     remedies += [] if host_limit is None else ["allow the host more memory"]
     remedies[-1] = f"or {remedies[-1]}"
-    return (
-        f"no candidate fits {what}. The smallest found{which} is {smallest} with "
-        f"{readable_bytes(needs.total)} a device{of_host}. {', '.join(remedies).capitalize()}.\n{tried}"
-    )
+    return f"no candidate fits {what}. {closest} {', '.join(remedies).capitalize()}.\n{tried}"

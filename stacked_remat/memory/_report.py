@@ -96,8 +96,7 @@ class MemoryReport(Tabular):
             *self._of_transfers(),
             *([f"{readable_bytes(self.sent)} sent by each device to others"] if self.sent else []),
             f"compiled in {self.compile_seconds:.1f} s",
-            *(f"FLOP at least: {reason}" for reason in self.flops.too_low),
-            *(f"FLOP at most: {reason}" for reason in self.flops.too_high),
+            *self.flops.reasons,
         ]
         return Table(f"memory on {where}", ("", "device", "host"), tuple(rows), tuple(notes))
 

@@ -42,7 +42,11 @@ class Trial:
 
 
 def policy_name(policy: ScanCheckpointSpec, streamed: bool) -> str:
-    return f"{policy!r}, streamed" if streamed else repr(policy)
+    """What tables call a policy: `'nested'`, or its settings, as `nested=True, save_carries='offload'`."""
+    name = repr(policy)
+    if isinstance(policy, ScanCheckpointPolicy):
+        name = name.removeprefix("ScanCheckpointPolicy(").removesuffix(")") or name
+    return f"{name}, streamed" if streamed else name
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,14 +1,25 @@
-"""Tables of figures as plain text, and with rich where it is installed."""
+"""Tables of figures as text, which rich prints too."""
 
 import dataclasses
+import re
+import textwrap
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
+
+_WIDTH = 80
+"""Columns of a terminal."""
+
+_LEAST = 16
+"""Columns that the names of rows have at least, however many the figures take."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-    """A titled table; the first column is text, the others are right-aligned. Headings may have lines."""
+    """A titled table; the first column is text, the others are right-aligned. Headings may have lines.
+
+    Text in the first column and below the table breaks into lines to fit 80 columns, or the terminal's.
+    """
 
     title: str
     columns: tuple[str, ...]
@@ -16,42 +27,42 @@ class Table:
     notes: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        headings = [heading.split("\n") for heading in self.columns]
-        height = max(map(len, headings))
-        head = list(zip(*([""] * (height - len(lines)) + lines for lines in headings), strict=True))
-        widths = [max(map(len, cells)) for cells in zip(*head, *self.rows, strict=True)]
+        return "\n".join([*self._head(_WIDTH), *self._body(_WIDTH)])
 
-        def line(row: tuple[str, ...]) -> str:
-            first, *others = zip(row, widths, strict=True)
-            cells = [first[0].ljust(first[1]), *(text.rjust(width) for text, width in others)]
-            return "  ".join(cells).rstrip()
-
-        rule = "-" * (sum(widths) + 2 * (len(widths) - 1))
-        return "\n".join([self.title, *map(line, head), rule, *map(line, self.rows), *self.notes])
-
-    def __rich__(self) -> Any:
-        from rich.box import SIMPLE_HEAD
-        from rich.table import Table as RichTable
+    def __rich_console__(self, console: Any, options: Any) -> Iterator[Any]:
         from rich.text import Text
 
-        table = RichTable(
-            title=self.title,
-            caption="\n".join(self.notes) or None,
-            caption_justify="left",
-            box=SIMPLE_HEAD,
-            padding=(0, 1, 0, 0),
-        )
-        for k, column in enumerate(self.columns):
-            # In a narrow terminal text wraps; a policy's name cut short would be useless.
-            table.add_column(
-                Text(column),
-                justify="left" if k == 0 else "right",
-                overflow="fold",
-                no_wrap=k > 0,
-            )
-        for row in self.rows:
-            table.add_row(*map(Text, row))
-        return table
+        for lines, style in ((self._head, "bold"), (self._body, "")):
+            yield Text("\n".join(lines(options.max_width)), style, overflow="fold")
+
+    def _head(self, width: int) -> list[str]:
+        """The title and the headings."""
+        headings = [heading.split("\n") for heading in self.columns]
+        height = max(map(len, headings))
+        rows = zip(*([""] * (height - len(lines)) + lines for lines in headings), strict=True)
+        return [*_wrapped(self.title, width), *(self._line(row, width) for row in rows)]
+
+    def _body(self, width: int) -> list[str]:
+        """Everything below the headings."""
+        widths = self._widths(width)
+        lines = ["-" * (sum(widths) + 2 * (len(widths) - 1))]
+        for name, *figures in self.rows:
+            first, *others = _broken(name, widths[0])
+            lines += [self._line((first, *figures), width), *others]
+        return [*lines, *(line for note in self.notes for line in _wrapped(note, width))]
+
+    def _widths(self, width: int) -> list[int]:
+        """Of the columns; the first is as wide as its text, or as the others leave it."""
+        cells = [
+            [*heading.split("\n"), *rest] for heading, *rest in zip(self.columns, *self.rows, strict=True)
+        ]
+        first, *others = (max(map(len, column)) for column in cells)
+        return [min(first, max(_LEAST, width - sum(others) - 2 * len(others))), *others]
+
+    def _line(self, row: tuple[str, ...], width: int) -> str:
+        first, *others = zip(row, self._widths(width), strict=True)
+        cells = [first[0].ljust(first[1]), *(text.rjust(size) for text, size in others)]
+        return "  ".join(cells).rstrip()
 
 
 class Tabular(ABC):
@@ -64,15 +75,33 @@ class Tabular(ABC):
         return str(self._table())
 
     def __rich__(self) -> Any:
-        return self._table().__rich__()
+        return self._table()
+
+
+def _broken(name: str, width: int) -> list[str]:
+    """A name in lines, each of which ends after a space, a comma, an underscore or a bracket if it can."""
+    lines = [""]
+    for part in re.findall(r"[^\s,_(]*[,_(]?\s*", name):
+        if lines[-1] and len(lines[-1]) + len(part.rstrip()) > width:
+            lines.append("")
+        lines[-1] += part
+    return [line[k : k + width].rstrip() for line in lines for k in range(0, len(line) or 1, width)]
+
+
+def _wrapped(text: str, width: int) -> list[str]:
+    """A text in lines, each but the first indented; paths are left whole."""
+    return textwrap.wrap(
+        text, width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
+    ) or [""]
 
 
 _BINARY_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
-def readable_bytes(count: int) -> str:
-    """Write a number of bytes with two decimals: `3.52 GiB`."""
-    return _scaled(count, 1024, _BINARY_UNITS, ".2f")
+def readable_bytes(count: int, beside: int | None = None) -> str:
+    """Write a number of bytes with two decimals, `3.52 GiB`; in the unit of the number `beside`, if given."""
+    unit, name = common_unit([abs(count if beside is None else beside)])
+    return f"{count / unit:.{2 if unit > 1 else 0}f} {name}"
 
 
 def common_unit(counts: Iterable[int]) -> tuple[int, str]:
@@ -82,13 +111,10 @@ def common_unit(counts: Iterable[int]) -> tuple[int, str]:
     return 1024**power, _BINARY_UNITS[power]
 
 
-def readable_count(count: int) -> str:
+def readable_count(count: float) -> str:
     """Write a large number with three digits and a decimal prefix: `12.3 T`."""
-    return _scaled(count, 1000, ("", "k", "M", "G", "T", "P", "E"), ".3g").rstrip()
-
-
-def _scaled(count: float, base: int, units: tuple[str, ...], digits: str) -> str:
+    prefixes = ("", "k", "M", "G", "T", "P", "E")
     power = 0
-    while abs(count) >= base and power < len(units) - 1:
-        count, power = count / base, power + 1
-    return f"{count:{digits if power else '.0f'}} {units[power]}"
+    while abs(count) >= 1000 and power < len(prefixes) - 1:
+        count, power = count / 1000, power + 1
+    return f"{count:{'.3g' if power else '.0f'}} {prefixes[power]}".rstrip()

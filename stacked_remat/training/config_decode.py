@@ -145,7 +145,9 @@ def _scalar(kind: Any, value: Any) -> Any:
             raise _Misfit(" Leave the null character out.")
         if isinstance(value, str | int | date) and not is_bool:
             return str(value)
-        raise _Misfit("" if isinstance(value, dict | list) else " Put it in quotes.")
+        if isinstance(value, dict | list):
+            raise _Misfit
+        raise _Misfit(f""" Put it in quotes; on a command line, in two kinds: "'{value}'".""")
     elif isinstance(value, str | int | float) and not is_bool:
         return _number(kind, value)
     raise _Misfit

@@ -1,6 +1,7 @@
 """Progress of a run: a bar in a terminal, plain lines elsewhere."""
 
 import abc
+import math
 import os
 import sys
 import time
@@ -143,7 +144,9 @@ class ConsoleProgress(Progress):
 
     def advance(self, step: int, loss: float, tokens_per_second: float, memory: int | None = None) -> None:
         """Moves the bar, or prints a line every `line_every` steps."""
-        status = f"loss {loss:.3f}  {tokens_per_second:,.0f} tokens/s"
+        status = f"loss {loss:.3f}"
+        if math.isfinite(tokens_per_second):  # not at the first step, whose time is that of compiling
+            status += f"  {tokens_per_second:,.0f} tokens/s"
         status += "" if memory is None else f"  {readable_bytes(memory)}"
         if self._bar is not None:
             self._bar.update(self._bar.task_ids[0], completed=step, status=status)

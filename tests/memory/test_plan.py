@@ -15,6 +15,7 @@ from stacked_remat.memory import (
     CANDIDATES,
     TARGETS,
     BudgetError,
+    Comparison,
     DoesNotFit,
     HostBytes,
     _search,
@@ -100,8 +101,23 @@ def test_every_candidate_is_compared(comparison):
     flops = [trial.report.flops.matmul for trial in comparison.trials]
     assert flops[0] == min(flops)
     text = str(comparison)
-    assert all(repr(policy) in text for policy in CANDIDATES)
-    assert "moved: between device and host; link: hidden behind compute, or the seconds it takes" in text
+    assert all(f"\n{trial.name} " in text for trial in comparison.trials if len(trial.name) < 20)
+    assert "\nsave_carries='offload', " in text and "\nnested=True\n" in text
+    assert "moved: between device and host\nlink: seconds that it takes, or hidden behind compute" in text
+    assert max(map(len, text.splitlines())) <= 80
+
+
+def test_columns_of_what_does_not_move_are_left_out(comparison):
+    shown = str(dataclasses.replace(comparison, trials=comparison.trials[:3]))
+    assert "total" in shown and not any(name in shown for name in ("host", "moved", "link", "sent"))
+
+
+def test_the_table_says_once_why_arithmetic_is_not_exact(comparison):
+    report = comparison.trials[0].report
+    flops = dataclasses.replace(report.flops, too_low=("a loop is counted once",), too_high=("most",))
+    report = dataclasses.replace(report, flops=flops)
+    shown = str(Comparison(tuple(dataclasses.replace(trial, report=report) for trial in comparison.trials)))
+    assert shown.count("\n?: FLOP at least: a loop is counted once\n?: FLOP at most: most") == 1
 
 
 def test_nothing_is_traced_or_compiled_after_a_policy_that_recomputes_nothing(comparison):
@@ -209,6 +225,8 @@ def test_no_candidate_fits(comparison):
     message = str(caught.value)
     assert "no candidate fits" in message
     assert "The smallest found is True" in message
+    with pytest.raises(BudgetError, match=r"arguments alone take .*\. Only False was compiled, and takes "):
+        plan(Counting(), *blocks_and_input(), budget=1, candidates=[False, True])
     assert "\nFalse " in message and "\nTrue " in message
 
 
@@ -321,12 +339,12 @@ def test_fewer_carries_where_the_host_is_too_small(offloading_costs_the_host):
     found = plan(Counting(), *blocks_and_input(), budget=budget, host_budget=99)
     assert resolve_policy(found.policy).max_carries is not None and found.report.total <= budget
     assert resolve_policy(plan(Counting(), *blocks_and_input(), budget=budget).policy).offloads
-    with pytest.raises(BudgetError, match=r"found within the host's budget is .*\(max_carries=2\)"):
+    with pytest.raises(BudgetError, match=r"found within the host's budget is max_carries=2 with"):
         plan(Counting(), *blocks_and_input(), budget=budget - 1, host_budget=99)
 
 
 def test_the_error_names_the_host_memory_of_the_smallest(offloading_costs_the_host):
-    with pytest.raises(BudgetError, match="is 'offload' with .* a device and 100 B on the host"):
+    with pytest.raises(BudgetError, match="'offload' was compiled.* a device and 100 B on the host"):
         plan(Counting(), *blocks_and_input(), budget=1, host_budget=99, candidates=["offload"])
 
 

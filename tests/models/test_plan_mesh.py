@@ -3,8 +3,10 @@
 import dataclasses
 import io
 import json
+import re
 
 import pytest
+import yaml
 from rich.console import Console
 
 from models.plan_lm import PlanLmConfig, main
@@ -117,7 +119,8 @@ def test_where_no_mesh_is_allowed_or_none_compiles_the_reason_is_raised(monkeypa
     shown = []
     with pytest.raises(ValueError, match="it runs on TPUs"):
         find_divisions(StepMemory(CONFIG, "local", 4), 4, Budget("1MB", None, shown.append))
-    assert shown[0] == "{batch, embed: 4}, True: it runs on TPUs"
+    assert shown[:2] == ["what is divided, and into how many parts:", " 1  batch, embed: 4"]
+    assert "1, True: it runs on TPUs" in shown
 
 
 def test_the_command_prints_what_to_write_in_the_config(monkeypatch, tmp_path):
@@ -129,16 +132,21 @@ def test_the_command_prints_what_to_write_in_the_config(monkeypatch, tmp_path):
     )
 
     def printed(*arguments):
-        console = Console(file=io.StringIO(), width=120)
+        console = Console(file=io.StringIO(), width=80)
         assert main(["--config_path", str(path), "--find", "mesh", *arguments], console) == 0
         return console.file.getvalue()  # pyright: ignore[reportAttributeAccessIssue]
 
     shown = printed("--devices", "4")
     assert "what fits 30KB on each of 4 devices of local" in shown and "sent" in shown
-    assert "trainer.update.microbatches: 2" in shown and "remat: true" in shown
+    assert max(map(len, shown.splitlines())) <= 80
+    pasted = yaml.safe_load(shown.partition("for the config:")[2])
     found = json.loads(printed("--devices", "4", "--json", "true"))
     best, *_ = found["rows"]
     assert found["chosen"] == {"mesh": best["mesh"], "microbatches": 2, "remat": True}
-    assert best["microbatches"] == 2 and f"trainer.mesh: {json.dumps(best['mesh'])}" in shown
+    trainer = {"mesh": best["mesh"], "update": {"microbatches": best["microbatches"]}}
+    assert best["microbatches"] == 2 and pasted == {"trainer": trainer, "remat": True}
+    assert best["name"] == "{position, embed: 4}, 2 microbatches, True"
+    number = re.search(r"^ (\d)  position, embed: 4$", shown, re.MULTILINE)
+    assert number is not None and f"\n{number[1]}, 2 microbatches, True: " in shown
     with pytest.raises(ValueError, match="find: mesh.*give devices"):
         dataclasses.replace(CONFIG, find="mesh", devices=None)

@@ -135,7 +135,10 @@ _BOMB = "a0: &a0 [x]\n" + "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)
         ("shape: {type: [circle]}", r"`shape.type` in .* is \['circle'\]. .*Valid: circle, square"),
         ("shape: {type: circle, side: 2}", r"`shape.side` in .* It is one of `type: square`"),
         ("colour: red", r"Unknown key `colour` in .* Did you mean `shape.paint.colour`"),
-        ("title: yes", r"`title` in .* must be str.null, got True. Put it in quotes"),
+        (
+            "title: yes",
+            r"`title` in .* must be str.null, got True. Put it in quotes; on .* kinds: \"'True'\"",
+        ),
         ("title: {a: 1}", r"`title` in .* must be str.null, got {'a': 1}"),
         ("{title: a, title: b}", r"(?s)the key 'title' is given twice: line 1.*line 1, column 12"),
         ("? [title]\n: b", r"(?s)drawing.yaml: a key must be text.*line 1, column 3"),

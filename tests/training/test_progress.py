@@ -36,6 +36,12 @@ def test_in_a_terminal_there_is_a_bar_with_loss_speed_and_count():
     assert "3/3" in shown and "loss 4.700  1,234 tokens/s" in shown and "[before]" in shown
 
 
+def test_the_bar_has_no_speed_at_the_first_step():
+    out = io.StringIO()
+    run(ConsoleProgress(Console(file=out, force_terminal=True, width=120, color_system=None)), 1)
+    assert "loss 4.900" in out.getvalue() and "tokens/s" not in out.getvalue()
+
+
 def test_the_bar_fits_80_columns_whole():
     out = io.StringIO()
     progress = ConsoleProgress(Console(file=out, force_terminal=True, width=80, color_system=None))

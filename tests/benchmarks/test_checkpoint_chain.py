@@ -1,6 +1,5 @@
 """Tests of the benchmark of checkpointed chains at small sizes, and of what it recorded."""
 
-import importlib.util
 import json
 
 import pytest
@@ -9,12 +8,9 @@ from benchmarks.checkpoint_chain import main, measure, variants
 from benchmarks.record import RESULTS
 from benchmarks.residual_mlp import Sizes
 
-NO_CUDA = not any(importlib.util.find_spec(f"jax_cuda{version}_plugin") for version in (12, 13))
-NO_TPU = importlib.util.find_spec("libtpu") is None
-TARGETS = [
-    pytest.param("h200", marks=pytest.mark.skipif(NO_CUDA, reason="JAX's CUDA plugin is not installed")),
-    pytest.param("v5p", marks=pytest.mark.skipif(NO_TPU, reason="libtpu is not installed")),
-]
+from .recorded_on import ON_H200, ON_V5P
+
+TARGETS = [ON_H200, ON_V5P]
 
 
 def test_it_writes_json(tmp_path, capsys):

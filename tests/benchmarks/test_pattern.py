@@ -1,7 +1,6 @@
 """Tests of the benchmark of layers that alternate at small sizes, and of the memory that it recorded."""
 
 import functools
-import importlib.util
 import json
 
 import pytest
@@ -10,8 +9,8 @@ from benchmarks.pattern import KINDS, main, measure_memory
 from benchmarks.record import RESULTS
 from benchmarks.residual_mlp import Sizes
 
-NO_CUDA = not any(importlib.util.find_spec(f"jax_cuda{version}_plugin") for version in (12, 13))
-NO_TPU = importlib.util.find_spec("libtpu") is None
+from .recorded_on import ON_H200, ON_V5P
+
 FULL = Sizes(inner=16_384)
 MIXED = [kinds for kinds in KINDS if len(kinds.shares) > 1]
 
@@ -42,10 +41,7 @@ def test_kinds_take_the_memory_of_the_widest_and_the_arithmetic_of_all(kinds, re
 
 @pytest.mark.parametrize(
     "target",
-    [
-        pytest.param("h200", marks=pytest.mark.skipif(NO_CUDA, reason="JAX's CUDA plugin is not installed")),
-        pytest.param("v5p", marks=pytest.mark.skipif(NO_TPU, reason="libtpu is not installed")),
-    ],
+    [ON_H200, ON_V5P],
 )
 def test_memory_is_within_a_twentieth_of_what_the_benchmark_recorded(target):
     rows = measure_memory(FULL, target, KINDS[3:4])

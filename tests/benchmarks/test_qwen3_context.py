@@ -1,7 +1,6 @@
 """Tests of the recorded memory of Qwen3-30B-A3B at long context: its limits."""
 
 import functools
-import importlib.util
 import json
 
 import pytest
@@ -13,8 +12,9 @@ from stacked_remat import memory
 from stacked_remat._compat import cudnn_is_installed
 from stacked_remat.training import parse_config
 
+from .recorded_on import h200
+
 NEEDS_CUDNN = pytest.mark.skipif(not cudnn_is_installed(), reason="JAX finds no cuDNN")
-NO_CUDA = not any(importlib.util.find_spec(f"jax_cuda{version}_plugin") for version in (12, 13))
 GIB = 2**30
 
 
@@ -99,7 +99,7 @@ def test_a_step_at_65536_tokens_took_six_carries_less_with_nested():
 SMALLER = ["--model.num_layers", "10", "--model.experts.num_experts", "16", "--vocab_size", "1024"]
 
 
-@pytest.mark.skipif(NO_CUDA, reason="JAX's CUDA plugin is not installed")
+@h200
 @pytest.mark.parametrize(
     ("backend", "policy", "whole", "a_token"),
     [

@@ -1,7 +1,6 @@
 """Tests of the benchmark of memory at small sizes, and of the memory that it recorded."""
 
 import functools
-import importlib.util
 import json
 import sys
 
@@ -13,9 +12,9 @@ from benchmarks.residual_mlp import Sizes, Variant, variants
 from benchmarks.stack_memory import main
 from stacked_remat import memory
 
+from .recorded_on import ON_H200, ON_V5P, h200, why_not
+
 TINY = ["--layers", "8", "--tokens", "64", "--width", "16", "--inner", "16"]
-NO_CUDA = not any(importlib.util.find_spec(f"jax_cuda{version}_plugin") for version in (12, 13))
-NO_TPU = importlib.util.find_spec("libtpu") is None
 GIB = 2**30
 
 
@@ -77,6 +76,12 @@ def recorded(target):
     return {(row["name"], row["inner"]): row for row in rows if "refused" not in row}
 
 
+def test_figures_are_compared_with_the_same_version_of_jaxlib_only():
+    assert why_not(("json",), "0.10.2") == ""
+    assert why_not(("json",), "0.1") == "the figures are of jaxlib 0.10.2, not 0.1"
+    assert why_not(("no_such_plugin",), "0.10.2") == "no_such_plugin is not installed"
+
+
 NAMES = (
     "True",
     "nested",
@@ -89,13 +94,7 @@ NAMES = (
 )
 
 
-@pytest.mark.parametrize(
-    "target",
-    [
-        pytest.param("h200", marks=pytest.mark.skipif(NO_CUDA, reason="JAX's CUDA plugin is not installed")),
-        pytest.param("v5p", marks=pytest.mark.skipif(NO_TPU, reason="libtpu is not installed")),
-    ],
-)
+@pytest.mark.parametrize("target", [ON_H200, ON_V5P])
 @pytest.mark.parametrize("inner", [2_048, 16_384])
 @pytest.mark.parametrize("name", NAMES)
 def test_memory_is_within_a_tenth_of_what_the_benchmark_recorded(name, inner, target):
@@ -141,7 +140,7 @@ def test_layers_of_nnx_cost_what_other_layers_cost(inner):
     )  # as nnx.scan alone
 
 
-@pytest.mark.skipif(NO_CUDA, reason="JAX's CUDA plugin is not installed")
+@h200
 def test_memory_of_nnx_is_what_the_benchmark_recorded():
     (variant,) = (variant for variant in variants() if variant.name == "stacked_remat.nnx nested")
     fn, args = variant.build(Sizes())
@@ -157,13 +156,13 @@ def test_fewer_carries_cost_less_than_nested_and_more_arithmetic():
     assert few["matmul_flops"] > nested["matmul_flops"] > full["matmul_flops"]
 
 
-@pytest.mark.skipif(NO_CUDA, reason="JAX's CUDA plugin is not installed")
+@h200
 def test_a_prime_number_of_layers_costs_no_more():
     prime = measured("nested", "h200", layers=47).temporaries
     assert prime == pytest.approx(recorded("h200")["stacked_remat nested", 2_048]["temporaries"], rel=0.03)
 
 
-@pytest.mark.skipif(NO_CUDA, reason="JAX's CUDA plugin is not installed")
+@h200
 def test_frozen_weights_get_no_gradient_buffer():
     assert measured("nested, frozen weights", "h200", inner=16_384).total <= 14 * GIB
 

@@ -19,15 +19,13 @@ from stacked_remat import LayerResult, LayerStack, ScanCheckpointPolicy, Stacked
 from stacked_remat._placement import compiled_for, to_host
 from stacked_remat._sweep.store import read
 
-from .test_stack_memory import NO_CUDA, NO_TPU
+from .recorded_on import ON_H200, ON_V5P
 
 LAYERS, TOKENS, WIDTH, INNER = 48, 65_536, 2048, 16_384
 SHAPES = (WIDTH, INNER), (INNER, WIDTH)
 Layers = hax.Axis("layers", LAYERS)
 GIB = 2**30
 STACK = LAYERS * 2 * WIDTH * INNER * 2  # bytes of the weights: 6 GiB
-ON_H200 = pytest.param("h200", marks=pytest.mark.skipif(NO_CUDA, reason="needs the CUDA plugin"))
-ON_V5P = pytest.param("v5p", marks=pytest.mark.skipif(NO_TPU, reason="needs libtpu"))
 POLICIES = {
     "True": True,
     "offload": "offload",

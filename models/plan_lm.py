@@ -67,10 +67,12 @@ _NAMES_A_MODEL = ("--config_path", "--model", "--initialize_from_hf")
 
 @dataclass(frozen=True)
 class PlanLmConfig(LmRunConfig):
-    """A training config and a device to plan for. A note has the policy of `remat`; `auto` shows the search.
+    """Shows the memory of a training step on a device, with each policy or that of `remat`; runs nothing.
 
         python -m models.plan_lm --config_path FILE --target h200
         python -m models.plan_lm --config_path FILE --remat auto --budget 72GiB
+
+    `--debug` shows the traceback of an error.
 
     Attributes:
         target: the device to compile for: `local`, or one that is not attached (`h200`, `v5p`, ...).

@@ -30,9 +30,11 @@ from stacked_remat.training.processes import check_distributed
 
 @dataclass(frozen=True)
 class LmRunConfig:
-    """Everything a run depends on.
+    """Trains a language model, or resumes its run, by a config of everything that a run depends on.
 
         python -m models.train_lm --config_path FILE --trainer.num_steps 500
+
+    `--debug` shows the traceback of an error.
 
     Attributes:
         model: the architecture, by `type`.

@@ -5,11 +5,12 @@ The meanings come from the `Attributes:` of the dataclasses' docstrings.
 
 import dataclasses
 import inspect
+import itertools
 import json
 import re
 import textwrap
 import typing
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Literal
 
 import draccus
@@ -27,7 +28,8 @@ class ConfigRow:
     Attributes:
         kind: which of these.
         dotted: the dotted key; for a type, its section's.
-        names: the names of a value's type; the types that a section chooses among; the name of a type.
+        names: the names of a value's type; the types that a section chooses among; the name of a type, or
+            those of types with the same sections.
         default: as one would write it; None if it is required. For a section, its type in the default
             config, or `null` if it is left out there.
         type_required: whether a section that is written has to name its `type`.
@@ -91,10 +93,24 @@ def _section(row: ConfigRow, section: Any, instance: Any) -> Iterator[ConfigRow]
     first, *others = rows.values()
     shared = [row for row in first if others and all(row in other for other in others)]
     yield from shared
+    several = _of_several(rows, prefix)
     for name, choice in choices.items():
-        own = [row for row in rows[name] if row not in shared]
         yield ConfigRow("type", row.dotted, (name,), description=_description(choice))
-        yield from own
+        yield from (own for own in rows[name] if own not in shared and own not in several)
+    for names in dict.fromkeys(several.values()):
+        yield ConfigRow("type", row.dotted, names)
+        yield from (own for own, owners in several.items() if owners == names)
+
+
+def _of_several(rows: Mapping[str, list[ConfigRow]], prefix: str) -> dict[ConfigRow, tuple[str, ...]]:
+    """The rows of sections below `prefix` that some types have and not all, with the names of these."""
+    found = {}
+    for row in dict.fromkeys(itertools.chain(*rows.values())):
+        names = tuple(name for name, own in rows.items() if row in own)
+        is_in_section = row.kind != "value" or "." in row.dotted.removeprefix(prefix)
+        if is_in_section and 1 < len(names) < len(rows):
+            found[row] = names
+    return found
 
 
 def config_help(config_class: Any) -> str:
@@ -112,7 +128,7 @@ def config_help(config_class: Any) -> str:
             unset = " (default null, which leaves the section out)" if row.default == "null" else ""
             heading = f"--{row.dotted}.*{unset}"
         elif following is not None and following.dotted.startswith(f"{row.dotted}."):
-            heading = f"With --{row.dotted}.type {row.names[0]}:"
+            heading = f"With --{row.dotted}.type {' or '.join(row.names)}:"
         if row.kind == "named" or (row.kind == "section" and "." not in row.dotted):
             lines.append("")
         lines += _wrapped(heading, "", " " * 8) + _wrapped(row.meaning, "    ", "    ")
@@ -154,7 +170,7 @@ def config_reference(config_class: Any) -> str:
             line = f"| `{row.dotted}` | {_listed(row.names, ' or ')} | {default} | {row.meaning} |"
             paragraphs.append(f"{paragraphs.pop() if before == 'value' else _HEADER}\n{line}")
         elif row.kind == "type":
-            paragraphs += [f"#### `{row.dotted}`, `type: {row.names[0]}`", row.description]
+            paragraphs += [f"#### `{row.dotted}`, `type: {' or '.join(row.names)}`", row.description]
         else:
             unset = "Left out by default." if row.default == "null" else ""
             heading = f"{'#' * min(2 + row.dotted.count('.'), 4)} `{row.dotted}`"

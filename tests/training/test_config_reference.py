@@ -219,3 +219,48 @@ def test_the_page_has_every_key_and_says_what_it_is():
     for type_of_model in ("qwen3", "qwen3_moe"):
         assert f"`type: {type_of_model}`" in page
     assert all(rows.values()), "no docstring says what a key is"
+
+
+@dataclass(frozen=True)
+class Vehicle(draccus.ChoiceRegistry):
+    seats: int = 1
+
+
+@Vehicle.register_subclass("bicycle")
+@dataclass(frozen=True)
+class Bicycle(Vehicle):
+    gears: int = 1
+
+
+@Vehicle.register_subclass("car")
+@dataclass(frozen=True)
+class Car(Vehicle):
+    gears: int = 1
+    paint: Paint = field(default_factory=lambda: Paint(1))
+
+
+@Vehicle.register_subclass("lorry")
+@dataclass(frozen=True)
+class Lorry(Vehicle):
+    load: float = 1.5
+    paint: Paint = field(default_factory=lambda: Paint(1))
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Passes by."""
+
+    vehicle: Vehicle = field(default_factory=Car)
+
+
+def test_a_section_of_some_types_is_described_once(capsys):
+    shown = help_of(Traffic, capsys)
+    last = shown[shown.index("With --vehicle.type bicycle:") :]
+    assert last.startswith(
+        "With --vehicle.type bicycle:\n--vehicle.gears int (default 1)\n"
+        "With --vehicle.type car:\n--vehicle.gears int (default 1)\n"
+        "With --vehicle.type lorry:\n--vehicle.load float (default 1.5)\n"
+        "With --vehicle.type car or lorry:\n--vehicle.paint.*\n"
+    )
+    assert last.count("--vehicle.paint.colour") == 1
+    assert config_reference(Traffic).count("#### `vehicle`, `type: car or lorry`") == 1

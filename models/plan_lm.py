@@ -250,8 +250,8 @@ def _compare(config: PlanLmConfig, console: Console) -> Mapping[str, MemoryRepor
             report, failure = None, ""
             try:
                 report = step.report(policy, streamed=streamed)
-            except (DoesNotFit, ValueError) as error:  # such as a policy that a fused update does not take
-                errors.append(error)
+            except (DoesNotFit, jax.errors.JaxRuntimeError, ValueError) as error:
+                errors.append(error)  # such as a policy that a fused update does not take
                 failure = str(error).splitlines()[0]
             trials.append(Trial(policy, report, failure, streamed, name))
             progress.advance(task)

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+import jax
 from haliax.util import ensure_tuple
 
 from models.plan_search import Budget
@@ -73,7 +74,7 @@ def find_divisions(step: StepMemory, devices: int, budget: Budget) -> list[Divis
     Raises:
         BudgetError: none fits.
         ConfigError: the model and the batch allow no mesh of so many devices.
-        ValueError: nothing compiles, for another reason than memory.
+        ValueError, jax.errors.JaxRuntimeError: nothing compiles, for another reason than memory.
 
     Cost: from two to nine compilations for each mesh.
     """
@@ -84,7 +85,7 @@ def find_divisions(step: StepMemory, devices: int, budget: Budget) -> list[Divis
             f"{step.config.trainer.update.microbatches} microbatches), data.seq_len = "
             f"{step.config.data.seq_len} or the model's axes evenly; give another number of devices."
         )
-    errors: list[ValueError] = []
+    errors: list[Exception] = []
     budget.show("what is divided, and into how many parts:")
     for number, mesh in enumerate(allowed, 1):
         budget.show(f"{number:2}  {_divided(mesh)}")
@@ -140,7 +141,7 @@ def _is_allowed(step: StepMemory, devices: int) -> bool:
         return False
 
 
-def _divisions(step: StepMemory, number: int, budget: Budget, errors: list[ValueError]) -> Iterator[Division]:
+def _divisions(step: StepMemory, number: int, budget: Budget, errors: list[Exception]) -> Iterator[Division]:
     """What fits on one mesh: with the fewest microbatches, and with more where that saves arithmetic."""
     update, devices = step.config.trainer.update, step.mesh_size()
     policies: tuple[ScanCheckpointSpec, ...] = _POLICIES
@@ -161,7 +162,7 @@ def _divisions(step: StepMemory, number: int, budget: Budget, errors: list[Value
 
 
 def _tried(
-    step: StepMemory, policy: ScanCheckpointSpec, number: int, budget: Budget, errors: list[ValueError]
+    step: StepMemory, policy: ScanCheckpointSpec, number: int, budget: Budget, errors: list[Exception]
 ) -> Division | None:
     """The division with the step's mesh and microbatches, if it fits under the policy."""
     trainer, report = step.config.trainer, None
@@ -170,7 +171,7 @@ def _tried(
         report = step.report(policy)
     except DoesNotFit:
         budget.show_trial(name, None)
-    except ValueError as error:  # such as an axis that a mesh does not divide
+    except (jax.errors.JaxRuntimeError, ValueError) as error:  # such as an axis that a mesh does not divide
         errors.append(error)
         budget.show(f"{name}: {str(error).splitlines()[0]}")
     else:

@@ -231,13 +231,14 @@ def test_auto_shows_how_the_policy_is_found(reports):
     assert "first_layers" in console.file.getvalue()  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def test_json_has_what_the_table_has(monkeypatch, tmp_path, reports):
+@pytest.mark.parametrize("error", [ValueError, jax.errors.JaxRuntimeError])
+def test_json_has_what_the_table_has(monkeypatch, tmp_path, reports, error):
     path = tmp_path / "plan.yaml"
     path.write_text("model: {type: qwen3, hidden_dim: 8, num_layers: 2}\ntrainer: {mesh: {axes: {data: 1}}}")
 
     def report(step, remat, **_):
         if remat.is_nested:
-            raise ValueError("not with this\nreally")
+            raise error("not with this\nreally")
         return reports["True"]
 
     def plan(step, **_):

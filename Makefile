@@ -112,8 +112,11 @@ figures: venv  ## draw the README's chart from benchmarks/results, and the pictu
 docs: figures  ## build the documentation into site/, with figures, and tables from benchmarks/results
 	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict # with --quiet it would not count warnings
 
-.PHONY: check-site
-check-site: docs  ## open every page in Chromium, wide and narrow, light and dark (SCREENSHOTS=folder keeps pictures)
+.PHONY: check-site has-chromium
+has-chromium:
+	@$(or $(PYTHON),$$(scripts/find_python.sh default)) scripts/check_site.py --browser
+
+check-site: has-chromium docs  ## open every page in Chromium, wide and narrow, light and dark (SCREENSHOTS=folder keeps pictures)
 	$(RUN) scripts/check_site.py $(if $(SCREENSHOTS),--screenshots "$(SCREENSHOTS)")
 
 .PHONY: format

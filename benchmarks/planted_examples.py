@@ -11,6 +11,7 @@ for `python -m stacked_remat.ghost`.
 
 import argparse
 import ast
+import importlib.util
 import json
 import shutil
 from collections.abc import Iterator, Sequence
@@ -120,6 +121,8 @@ def main(arguments: Sequence[str] | None = None) -> Path:
     )
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the results")
     given = parser.parse_args(arguments)
+    if importlib.util.find_spec("matplotlib") is None:
+        parser.error("the plot needs matplotlib: pip install '.[plot]'")
     shutil.rmtree(given.run / LOG_FOLDER, ignore_errors=True)
     wrong = run(given.run, examples=given.examples, steps=given.steps, every=given.every)
     found = ranked(given.run, wrong)
@@ -128,10 +131,10 @@ def main(arguments: Sequence[str] | None = None) -> Path:
         "auc_of_50_steps": early.summary["auc"],
         "auc_of_later_steps": later.summary["auc"],
     }
-    found.plot(given.out / "planted_examples.png")
     path = given.out / "planted_examples.json"
     settings = {"examples": given.examples, "steps": given.steps, "every": given.every}
     write_results(path, **settings, **summary)
+    found.plot(path.with_suffix(".png"))
     print(json.dumps(summary, indent=1))
     return path
 

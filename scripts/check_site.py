@@ -53,9 +53,12 @@ class _Handler(http.server.SimpleHTTPRequestHandler):
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--browser", action="store_true", help="only see whether Chromium is there")
     parser.add_argument("--screenshots", type=Path, help="a folder for pictures of some pages")
     options = parser.parse_args(arguments)
     browser = _browser()
+    if options.browser:
+        return
     pages = sorted(str(path.relative_to(SITE)) for path in SITE.rglob("*.html"))
     if not pages:
         raise SystemExit(f"{SITE} has no pages; run `make docs` first")
@@ -95,7 +98,7 @@ def _browser() -> list[str]:
     names = (os.environ.get("CHROMIUM", ""), "chromium", "google-chrome", "chromium-browser")
     path = next(filter(None, map(shutil.which, filter(None, names))), None)
     if path is None:
-        raise SystemExit("needs chromium or google-chrome, or the path of one in $CHROMIUM")
+        raise SystemExit("It needs Chromium: apt install chromium, or give the path of one in $CHROMIUM.")
     return [path, "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars"]
 
 

@@ -182,3 +182,20 @@ def test_commands_start_without_packages_that_take_long_to_import():
     found = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
     imported = {name.partition(".")[0] for name in found.split()}
     assert imported.isdisjoint(SLOW_IMPORTS | {"aiohttp", "httpx", "httpx2", "requests", "sentencepiece"})
+
+
+@pytest.mark.parametrize(
+    ("module", "given", "level"),
+    [
+        ("models.plan_lm", {}, "2"),
+        ("models.plan_lm", {"TF_CPP_MIN_LOG_LEVEL": "0"}, "0"),
+        ("models.train_lm", {}, ""),
+    ],
+)
+def test_only_the_planner_hides_warnings_of_xla_unless_a_level_is_set(module, given, level):
+    start = f"import sys; sys.argv, sys.orig_argv = ['-m'], ['python', '-m', '{module}']; import models, os"
+    program = f"{start}; print(os.environ.get('TF_CPP_MIN_LOG_LEVEL', ''))"
+    environment = {name: value for name, value in os.environ.items() if name != "TF_CPP_MIN_LOG_LEVEL"}
+    command, environment = [sys.executable, "-c", program], environment | given
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == (f"{level}\n", "")

@@ -74,8 +74,8 @@ def grouped_experts(
         backend: `"block"`, the walk over blocks, which runs anywhere and which `"auto"` takes; or, for all
             rows of a chunk of tokens at once, products of each row with the matrix of its expert (grouped
             products): `"triton"` on NVIDIA GPUs and `"megablox"`, JAX's kernels, on TPUs. These have been
-            compiled and interpreted, but not yet timed on a device, and take more memory. An expert whose
-            operations they cannot group is refused by name.
+            compiled and interpreted, but not yet timed on a device. An expert whose operations they cannot
+            group is refused by name.
         block_size: rows in a block of `"block"`. By default a power of two between 8 and 256 for which
             padding is at most an eighth, and on a CPU a quarter, if there are enough rows.
         blocks_at_once: blocks that one iteration of the loop of `"block"` computes together; by default 8,

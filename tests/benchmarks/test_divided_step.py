@@ -17,10 +17,12 @@ def recorded(name):
 
 @pytest.mark.parametrize(("where", "devices", "memory"), [("h100_8", 8, 79), ("v5p_16", 16, 95)])
 def test_all_parameters_fit_and_depth_adds_weights_and_carries(where, devices, memory):
-    rows = recorded(f"qwen3_30b_a3b_65k_fsdp_{where}")
-    whole, half = (
-        {**row} for n in (48, 24) for row in rows if (row["layers"], row["policy"]) == (n, "nested")
-    )
+    rows = {
+        (row["layers"], row["update"]): row
+        for row in recorded(f"qwen3_30b_a3b_65k_fsdp_{where}")
+        if row["policy"] == "nested"
+    }
+    whole, half = rows[48, "after"], rows[24, "after"]
     assert whole["total"] <= memory * GIB
     # Weights in bfloat16 and two moments in float32; depth adds gradients and a few carries to temporaries.
     assert whole["arguments"] == pytest.approx(5 * WEIGHTS * GIB / devices, rel=0.02)
@@ -28,6 +30,24 @@ def test_all_parameters_fit_and_depth_adds_weights_and_carries(where, devices, m
     # Each layer's weights once forward, at most once for the replay, once backward; gradients at most twice.
     assert 3 * WEIGHTS - EMBEDDINGS <= whole["sent"] / GIB <= 5 * WEIGHTS
     assert whole["sent"] / half["sent"] == pytest.approx(2, rel=0.05)
+
+
+def test_with_fused_updates_depth_adds_a_few_carries_alone():
+    """Half a layer's input is 0.125 GiB; `shrinking` keeps 3 more of them for twice the layers."""
+    for where in ("h100_8", "v5p_16"):
+        rows = recorded(f"qwen3_30b_a3b_65k_fsdp_{where}")
+        grown = {
+            policy: found[48] - found[24]
+            for policy in {row["policy"] for row in rows}
+            if (
+                found := {
+                    row["layers"]: row["temporaries"] / GIB
+                    for row in rows
+                    if (row["policy"], row["update"]) == (policy, "fused")
+                }
+            )
+        }
+        assert grown["nested"] < 2 and grown.get("offload", 0) < 0.5
 
 
 def test_a_model_of_235_billion_parameters_fits_with_carries_on_the_host():

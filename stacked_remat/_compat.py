@@ -34,6 +34,7 @@
   branch that is: `raises_error`.
 - JAX (0.10.2, 0.12) has no public function that tells whether anything is being traced or differentiated:
   `nothing_is_traced`; nor whether that is done by `jax.vmap`: `is_vectorized`.
+- JAX (0.10.2, 0.12) has no public name of the effect of a collective: `named_axes`.
 """
 
 import contextlib
@@ -202,13 +203,23 @@ def nothing_is_traced() -> bool:
     return jax._src.core.trace_state_clean()
 
 
-def is_vectorized(arrays: Iterable[Any]) -> bool:
-    """Whether the innermost transformation is a `jax.vmap` of any of these arrays, not over devices."""
+def named_axes(jaxpr: Any) -> set[Any]:
+    """The named axes over which a program has collectives."""
+    return {found.name for found in jaxpr.effects if isinstance(found, jax._src.core.NamedAxisEffect)}
+
+
+def is_vectorized(arrays: Iterable[Any], names: Iterable[Any] = ()) -> bool:
+    """Whether the innermost transformation is a `jax.vmap` of any of these arrays, or of one of these names.
+
+    Not where it is over devices.
+    """
     trace: Any = jax._src.core.trace_ctx.trace
     if not isinstance(trace, jax._src.interpreters.batching.BatchTrace):
         return False
-    over_devices = trace.axis_data.spmd_name or trace.axis_data.explicit_mesh_axis
-    return not over_devices and any(trace.to_batch_info(array)[1] is not None for array in arrays)
+    axis: Any = trace.axis_data
+    if axis.spmd_name or axis.explicit_mesh_axis:
+        return False
+    return axis.name in names or any(trace.to_batch_info(array)[1] is not None for array in arrays)
 
 
 _MERGES_ON_CPUS = jax._src.lib.version < (0, 12)

@@ -103,22 +103,36 @@ def test_examples_that_share_weights():
     assert_close(found, [plain] * len(found))
 
 
-def test_layers_that_use_the_mean_over_examples():
+def test_layers_that_use_means_over_examples():
+    """Over two axes, with weights that examples share or have, and a carry that they share."""
     length = 5
     (h, *_), _ = inputs(length)
     weights, hs = 0.1 * jnp.ones((length, WIDTH, WIDTH)), jnp.stack([h, h / 2, -h])
 
-    def layer(h, w):
-        return h + jnp.tanh((h - lax.pmean(h, "example")) @ w), None
+    def layer(carry, w):
+        h, count = carry
+        return (h + jnp.tanh((h - lax.pmean(h, ("outer", "inner"))) @ w), count + 1), count
 
-    def gradient(run):
+    def gradient(run, of_weights):
         def total(weights):
-            each = jax.vmap(lambda h: run(layer, h, weights)[0], axis_name="example")
-            return jnp.sum(each(hs) ** 2)
+            def one(h, scale, sign):
+                (h, count), counts = run(layer, (h * sign, jnp.int32(0)), weights * scale)
+                return h, count, counts
 
-        return jax.grad(total)(weights)
+            inner = jax.vmap(one, (0, of_weights, None), (0, None, None), axis_name="inner")
+            outer = jax.vmap(inner, (None, None, 0), (0, None, None), axis_name="outer")
+            results, *counts = outer(
+                hs, jnp.arange(1.0, 4) if of_weights == 0 else 1.0, jnp.array([1.0, -0.5])
+            )
+            return jnp.sum(results**2), counts
 
-    found, plain = jit(lambda: (gradient(nested(length)), gradient(lax.scan)))()
+        return jax.grad(total, has_aux=True)(weights)
+
+    found, plain = jit(
+        lambda: [
+            [gradient(run, of_weights) for of_weights in (0, None)] for run in (nested(length), lax.scan)
+        ]
+    )()
     assert_close(found, plain)
 
 

@@ -4,8 +4,8 @@ JAX would vectorize the rule: gradients of all weights for each example, and the
 that are vectorized, gradients are summed over examples where a layer makes them.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -14,13 +14,14 @@ from jax.extend.core import Primitive
 from jax.interpreters import batching
 
 from .._activity import is_differentiable
-from .._compat import is_vectorized
+from .._compat import is_vectorized, named_axes
 from .kinds import Kind
 from .slots import Arrays, Carry
 from .spec import SweepSpec
+from .store import at_least_one, read_layer
 from .trace import kinds_of, trace_layers
 
-Axes = Sequence[int | None]  # which axis of each array has the examples; None where they share the array
+Axes = list[int | None]  # which axis of each array has the examples; None where they share the array
 Run = Callable[[SweepSpec, Carry, Arrays, Arrays, Arrays], tuple[Carry, Arrays]]
 
 _sweep_p = Primitive("vectorized_sweep")
@@ -30,13 +31,13 @@ _sweep_p.multiple_results = True
 def run_vectorized(
     run: Run, spec: SweepSpec, init: Carry, xs: Arrays, shared: Arrays, unread: Arrays
 ) -> tuple[Carry, Arrays]:
-    """`run(spec, init, xs, shared, unread)`; within `jax.vmap`, with layers that take all examples.
+    """`run(spec, init, xs, shared, unread)`, within `jax.vmap` with layers that take all examples.
 
-    Every example has a carry of its own then. Where examples have own stacks that are differentiable, these
-    stay as they are, and JAX vectorizes the rule.
+    Where examples have more weights of their own than they share, JAX vectorizes the rule: then stacks stay
+    as they are.
     """
     leaves, tree = jax.tree.flatten((init, xs, shared, unread))
-    if not is_vectorized(leaves):
+    if not is_vectorized(leaves, _names(spec)):
         return run(spec, init, xs, shared, unread)
     # JAX applies `_of_examples` at once, so no other transformation meets the primitive.
     found = _sweep_p.bind(*leaves, run=run, spec=spec, tree=tree)
@@ -48,36 +49,108 @@ def _of_examples(
 ) -> tuple[Arrays, Axes]:
     init, xs, shared, unread = jax.tree.unflatten(tree, leaves)
     of_init, of_xs, of_shared, _ = jax.tree.unflatten(tree, axes)
-    if any(at is not None and is_differentiable(x.dtype) for x, at in zip(xs, of_xs, strict=True)):
+    if _mostly_own(spec, xs, of_xs) and mapped.name not in _names(spec):
 
         def of_one(*leaves: Any) -> Arrays:
             return sum(run(spec, *jax.tree.unflatten(tree, leaves)), [])
 
-        results = jax.vmap(of_one, tuple(axes), axis_name=mapped.name)(*leaves)
+        results = jax.vmap(of_one, tuple(axes))(*leaves)
         return results, [0] * len(results)
-    init = [
-        jnp.broadcast_to(leaf, (mapped.size, *leaf.shape)) if at is None else jnp.moveaxis(leaf, at, 0)
-        for leaf, at in zip(init, of_init, strict=True)
-    ]
-    xs = [x if at is None else jnp.moveaxis(x, at, 1) for x, at in zip(xs, of_xs, strict=True)]
+    init, xs = _moved(init, of_init, 0), _moved(xs, of_xs, 1)
     of_x = [at if at is None else int(whole) for at, whole in zip(of_xs, spec.unsliced, strict=True)]
-
-    def of_kind(kind: Kind) -> Callable[[Arrays, Carry, Arrays], tuple[Carry, Arrays]]:
-        layer = replace(kind, shared=tuple(range(len(kind.shared)))).layer
-        axes = kind.pick_shared(of_shared), 0, of_x[kind.xs]
-        return jax.vmap(layer, axes, axis_name=mapped.name, axis_size=mapped.size)
-
+    layers = [_Layer(kind, kind.pick_shared(of_shared), of_x[kind.xs], mapped) for kind in spec.kinds]
+    given = [kind.pick_shared(shared) for kind in spec.kinds]
+    of_carry: Axes = [at if at is None else 0 for at in of_init]
+    init, of_carry, of_ys = _settled(init, of_carry, layers, given, spec, xs)
     traced = trace_layers(
-        [of_kind(kind) for kind in spec.kinds],
-        [kind.pick_shared(shared) for kind in spec.kinds],
+        [layer.of_all(of_carry, (of_carry, of_y)) for layer, of_y in zip(layers, of_ys, strict=True)],
+        given,
         init,
         [xs[kind.xs] for kind in spec.kinds],
         unsliced=[spec.unsliced[kind.xs] for kind in spec.kinds],
         offloads=spec.on_host,
     )
     kinds, shared = kinds_of(traced)
-    carry, ys = run(replace(spec, kinds=kinds), traced[0].init, xs, shared, unread)
-    return [*carry, *ys], [0] * len(carry) + [1] * len(ys)
+    carry, ys = run_vectorized(run, replace(spec, kinds=kinds), traced[0].init, xs, shared, unread)
+    return [*carry, *ys], [*of_carry, *(at if at is None else 1 for at in sum(of_ys, []))]
 
 
 batching.fancy_primitive_batchers[_sweep_p] = _of_examples
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """A layer of a kind, as a function of what its kind shares, of the carry and of its own inputs.
+
+    Attributes:
+        kind: the kind.
+        of_shared: where examples are in what the kind shares.
+        of_x: the same of a layer's own inputs.
+        mapped: the axis of examples.
+    """
+
+    kind: Kind
+    of_shared: Axes
+    of_x: Axes
+    mapped: Any
+
+    def of_one(self, shared: Arrays, carry: Carry, x: Arrays) -> tuple[Carry, Arrays]:
+        """The layer of one example."""
+        return replace(self.kind, shared=tuple(range(len(shared)))).layer(shared, carry, x)
+
+    def of_all(self, of_carry: Axes, of_results: Any, layer: Callable | None = None) -> Callable:
+        """The layer of all examples."""
+        axes = self.of_shared, of_carry, self.of_x
+        names: Any = {"axis_name": self.mapped.name, "axis_size": self.mapped.size}
+        return jax.vmap(layer or self.of_one, axes, of_results, **names)
+
+    def results(self, of_carry: Axes, shared: Arrays, carry: Carry, x: Arrays) -> Axes:
+        """0 for each of the results that differs between examples, None for the others."""
+        found: Axes = []
+
+        def note(*arguments: Any) -> None:
+            found.extend(0 if is_vectorized([leaf]) else None for leaf in sum(self.of_one(*arguments), []))
+
+        jax.eval_shape(self.of_all(of_carry, None, note), shared, carry, x)
+        return found
+
+
+def _settled(
+    init: Carry, of_carry: Axes, layers: list[_Layer], given: list[Arrays], spec: SweepSpec, xs: Arrays
+) -> tuple[Carry, Axes, list[Axes]]:
+    """The first carry with examples where those of any layer have them; where; and the same of outputs."""
+    while True:
+        found = []
+        for layer, shared in zip(layers, given, strict=True):
+            stacks, unsliced = xs[layer.kind.xs], spec.unsliced[layer.kind.xs]
+            x = jax.eval_shape(lambda s=stacks, u=unsliced: read_layer([*map(at_least_one, s)], 0, u))
+            found.append(layer.results(of_carry, shared, init, x))
+        columns = zip(of_carry, *(results[: len(init)] for results in found), strict=True)
+        settled: Axes = [0 if 0 in column else None for column in columns]
+        if settled == of_carry:
+            return init, of_carry, [results[len(init) :] for results in found]
+        init = [
+            jnp.broadcast_to(leaf, (layers[0].mapped.size, *leaf.shape)) if before != at else leaf
+            for leaf, before, at in zip(init, of_carry, settled, strict=True)
+        ]
+        of_carry = settled
+
+
+def _moved(arrays: Arrays, axes: Axes, to: int) -> Arrays:
+    return [leaf if at is None else jnp.moveaxis(leaf, at, to) for leaf, at in zip(arrays, axes, strict=True)]
+
+
+def _names(spec: SweepSpec) -> set[Any]:
+    """The named axes of collectives in the layers."""
+    return {name for kind in spec.kinds for name in named_axes(kind.jaxpr)}
+
+
+def _mostly_own(spec: SweepSpec, xs: Arrays, axes: Axes) -> bool:
+    """Whether examples have more of the differentiable stacks of their own than they share, and slice all."""
+    own, common = 0, 0
+    for leaf, at, whole in zip(xs, axes, spec.unsliced, strict=True):
+        if whole and at is not None:
+            return False  # JAX can't vectorize the reading of parts of them
+        size = leaf.size * leaf.dtype.itemsize if is_differentiable(leaf.dtype) else 0
+        own, common = (own, common + size) if at is None else (own + size, common)
+    return own > common

@@ -79,7 +79,7 @@ class PlanLmConfig(LmRunConfig):
         devices: how many of them `trainer.mesh` has; if null, all of `local`, one of another target. The
             report is for each device.
         only: regular expression of the rows of the table to compile, such as `False|True|nested`; null for
-            all of them.
+            all of them. Not with `remat: auto`.
         find: what to find with `remat: auto`: the `policy` with the least arithmetic that fits `budget`, or
             the longest `context` (`data.seq_len`), the largest `batch` (`data.batch_size`) or the fewest
             `devices` for which one does; or what `trainer.mesh` of that many devices can be, with the policy

@@ -9,7 +9,7 @@ from haliax.util import ensure_tuple
 from models.plan_search import Budget
 from models.step_memory import StepMemory
 from stacked_remat import ScanCheckpointSpec
-from stacked_remat.memory import BudgetError, DoesNotFit, MemoryReport, Trial
+from stacked_remat.memory import BudgetError, DoesNotFit, MemoryReport, Trial, find_target
 from stacked_remat.training import ConfigError, MeshConfig, mesh_sizes
 
 _POLICIES: tuple[ScanCheckpointSpec, ...] = (True, "offload", "nested")
@@ -114,6 +114,8 @@ def meshes(step: StepMemory, devices: int) -> list[MeshConfig]:
 def _candidates(step: StepMemory, devices: int) -> Iterator[MeshConfig]:
     """FSDP; experts, positions or heads over all devices, and over half of them, with FSDP over the rest."""
     yield MeshConfig({"data": devices})
+    if find_target(step.target).devices(1)[0].platform == "gpu":  # whole stacks would be copied
+        yield MeshConfig({"data": devices}, param_mapping={"experts": "data", "embed": "data"})
     for size in filter(lambda size: size > 1, (devices, devices // 2)):
         rest = {"data": devices // size}
         of_experts = {"experts": "expert"}

@@ -288,7 +288,7 @@ def _nothing_fits(tried: Comparison, limit: int, host_limit: int | None, on_host
     takes = f"{readable_bytes(needs.total)} a device{of_host}"
     closest = f"The smallest found{which} is {smallest} with {takes}."
     if len(compiled) == 1:
-        closest = f"Only {smallest} was compiled, and takes {takes}."
+        closest = f"{smallest} takes {takes}."
     remedies = ["shorten the context", "shard over more devices", "freeze weights"]
     remedies += [] if on_host else ["keep weights on the host"]
     remedies += [] if host_limit is None else ["allow the host more memory"]

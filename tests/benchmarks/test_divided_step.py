@@ -56,6 +56,7 @@ def test_a_model_of_235_billion_parameters_fits_with_carries_on_the_host():
     assert found["offload"]["host"] == 94 * GIB
 
 
+@pytest.mark.deep
 def test_the_command_writes_a_row_for_each_depth(tmp_path, standard_promotion):
     config = CONFIG.parent / "qwen3_moe_tiny.yaml"
     given = ["--config", str(config), "--target", "local", "--devices", "8", "--layers", "1", "2"]

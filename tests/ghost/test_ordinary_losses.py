@@ -183,7 +183,7 @@ SCORED = {
 
 
 @pytest.mark.usefixtures("standard_promotion")
-@pytest.mark.parametrize("size", [BATCH, 1])
+@pytest.mark.parametrize("size", [BATCH, pytest.param(1, marks=pytest.mark.deep)])
 def test_ordinary_losses_are_scored_exactly(size):
     model, batch = Model.init(), jax.tree.map(lambda array: array[:size], data())
     direction = jax.tree.map(jnp.cos, model)

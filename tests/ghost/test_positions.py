@@ -121,7 +121,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("size", [3, 1])
+@pytest.mark.parametrize("size", [pytest.param(3, marks=pytest.mark.deep), 1])
 def test_attention_and_learned_positions_have_scores_of_tokens_and_of_packed_examples(size):
     model, batch, Document = Model.init(), packed(size), Axis("document", 2 * size)
     direction = jax.tree.map(jnp.cos, model)

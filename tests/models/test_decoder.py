@@ -176,6 +176,7 @@ MIXED = Qwen3MoeConfig(
 )
 
 
+@pytest.mark.deep
 def test_layers_of_several_kinds_are_the_python_loop_and_have_its_gradients():
     """The dense layer, and those with and without a window in turn, in one nested sweep."""
     model, tokens = with_policy(make(MIXED), "nested"), batch_of_tokens().tokens

@@ -91,7 +91,7 @@ def decode(model, tokens, positions, cache):
     return model.logits(hidden), cache
 
 
-@pytest.mark.parametrize("name", ["sinks", "mixed"])
+@pytest.mark.parametrize("name", [pytest.param("sinks", marks=pytest.mark.deep), "mixed"])
 def test_prefill_and_decode_give_the_logits_of_the_whole_sequence(name):
     expected, model = full_logits(name).array, make(name)
     assert jnp.max(jnp.abs(expected)) > 1

@@ -126,6 +126,7 @@ def test_training_begins_with_the_weights_of_the_folder(workplace, adapted):
     assert first["held_out_loss"] > 0
 
 
+@pytest.mark.deep
 def test_adapters_are_merged_or_written_alone(workplace, adapted):
     model, config = model_of(adapted)
     assert isinstance(model, Decoder) and isinstance(config.model, Qwen3MoeConfig)

@@ -4,6 +4,7 @@ import dataclasses
 import io
 import json
 import re
+from types import SimpleNamespace
 
 import jax
 import pytest
@@ -79,6 +80,13 @@ def test_meshes_are_those_that_the_model_and_the_batch_allow():
     assert meshes(dataclasses.replace(step, config=dataclasses.replace(CONFIG, trainer=own)), 4)[0].axes == {
         "rows": 4
     }
+
+
+def test_on_gpus_experts_are_divided_by_their_number_too(monkeypatch):
+    gpu = SimpleNamespace(devices=lambda count: [SimpleNamespace(platform="gpu")])
+    monkeypatch.setattr("models.plan_mesh.find_target", lambda name: gpu)
+    found = [mesh.param_mapping for mesh in meshes(StepMemory(CONFIG, "local", 4), 4)]
+    assert [list(mapping) for mapping in found[:2]] == [["embed"], ["experts", "embed"]]
 
 
 def test_the_least_arithmetic_comes_first_and_of_equals_what_sends_less(compiled):

@@ -142,7 +142,7 @@ def assert_close(found, wanted, **tolerance):
     jax.tree.map(functools.partial(np.testing.assert_allclose, **tolerance), found, wanted)
 
 
-@pytest.mark.parametrize("saved", [None, gated])
+@pytest.mark.parametrize("saved", [None, pytest.param(gated, marks=pytest.mark.deep)])
 def test_values_and_gradients_of_any_routing_in_one_compilation(backend, saved, monkeypatch):
     # Three chunks, of which the last is padded.
     monkeypatch.setattr(_expert_chunks, "_MOST_BYTES", 4 * CHOSEN * EMBED * 4)

@@ -104,8 +104,9 @@ check: lint  ## run ruff and pyright; build and check dist/, and use the wheel i
 	$(RUN) scripts/check_wheel.py
 
 .PHONY: figures
-figures: venv  ## draw the README's chart from benchmarks/results, and the pictures of schedules
+figures: venv  ## draw the charts of benchmarks/results, the README's too, and the pictures of schedules
 	$(RUN) -m scripts.memory_chart
+	$(RUN) -m scripts.planted_chart
 	$(RUN) -m scripts.schedule_pictures
 
 .PHONY: docs

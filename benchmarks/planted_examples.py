@@ -5,13 +5,13 @@
 The task is to say whether a piece of the Python standard library is code or documentation. Every tenth
 training example has the other label. A small model is trained on all of them by a loop with a `GhostManager`,
 which scores the examples against held-out ones whose labels are right. Writes the area under the ROC curve
-(AUC) of the scores to `results/planted_examples.json`, and a picture; the log of scores is in `runs/planted`,
-for `python -m stacked_remat.ghost`.
+(AUC) of the scores to `results/planted_examples.json`, and which share of the wrong labels is among the
+lowest scores, for the chart of `make figures`; the log of scores is in `runs/planted`, for
+`python -m stacked_remat.ghost`.
 """
 
 import argparse
 import ast
-import importlib.util
 import json
 import shutil
 from collections.abc import Iterator, Sequence
@@ -121,8 +121,6 @@ def main(arguments: Sequence[str] | None = None) -> Path:
     )
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the results")
     given = parser.parse_args(arguments)
-    if importlib.util.find_spec("matplotlib") is None:
-        parser.error("the plot needs matplotlib: pip install '.[plot]'")
     shutil.rmtree(given.run / LOG_FOLDER, ignore_errors=True)
     wrong = run(given.run, examples=given.examples, steps=given.steps, every=given.every)
     found = ranked(given.run, wrong)
@@ -133,8 +131,7 @@ def main(arguments: Sequence[str] | None = None) -> Path:
     }
     path = given.out / "planted_examples.json"
     settings = {"examples": given.examples, "steps": given.steps, "every": given.every}
-    write_results(path, **settings, **summary)
-    found.plot(path.with_suffix(".png"))
+    write_results(path, **settings, **summary, found=found.by_share)
     print(json.dumps(summary, indent=1))
     return path
 
@@ -197,29 +194,11 @@ class Found:
             "wrong_among_as_many_lowest": int(self.wrong[total - count :].sum()),
         }
 
-    def plot(self, path: Path) -> None:
-        """Plots the scores of both kinds, and how many wrong labels are among the lowest scores."""
-        from matplotlib.figure import Figure
-
-        figure = Figure(figsize=(10, 4), layout="constrained")
-        left, right = figure.subplots(1, 2)
-        edges = np.linspace(self.scores.min(), self.scores.max(), 60)
-        left.hist(self.scores[~self.wrong], edges, color="C0", alpha=0.7, label="right labels")
-        left.hist(self.scores[self.wrong], edges, color="C3", alpha=0.7, label="wrong labels")
-        left.set(xlabel="mean score", ylabel="examples", yscale="log")
-        left.locator_params(axis="x", nbins=5)
-        left.legend()
-        looked_at = np.arange(1, len(self.wrong) + 1) / len(self.wrong)
-        right.plot(looked_at, np.cumsum(self.wrong[::-1]) / self.wrong.sum(), color="C3")
-        right.plot([0, 1], [0, 1], ":", color="gray")
-        right.set(
-            xlabel="share of the examples, from the lowest score",
-            ylabel="share of the wrong labels among them",
-            title=f"AUC {self.summary['auc']:.3f}",
-        )
-        for axes in (left, right):
-            axes.grid(alpha=0.3)
-        figure.savefig(path)
+    @property
+    def by_share(self) -> list[float]:
+        """The share of the wrong labels among the 0%, 2%, ... 100% of the examples with the lowest scores."""
+        found = np.concatenate([[0.0], np.cumsum(self.wrong[::-1]) / self.wrong.sum()])
+        return [round(float(found[len(self.wrong) * k // 50]), 4) for k in range(51)]
 
 
 def labelled(count: int, *, after: int = 0, wrong: float = PLANTED) -> Examples:

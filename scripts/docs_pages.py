@@ -37,7 +37,7 @@ def on_files(files: Files, config: Any) -> Files:
     """Adds the config reference, plots of results, and the gallery, which it runs."""
     page = _INTRODUCTION + config_reference(LmRunConfig)
     files.append(File.generated(config, "config-reference.md", content=page))
-    for plot in sorted([*RESULTS.glob("*.svg"), *RESULTS.glob("*.png")]):
+    for plot in sorted(RESULTS.glob("*.svg")):
         files.append(File.generated(config, f"results/{plot.name}", abs_src_path=str(plot)))
     scripts = gallery.examples()
     with ThreadPoolExecutor(max_workers=2) as pool:

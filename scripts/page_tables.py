@@ -46,6 +46,17 @@ TABLES = {
     "ghost-memory": Table(
         ("ghost_memory_h200.json",), rows=("examples", "plain: temporaries", "scored: temporaries")
     ),
+    "ghost-planted": Table(
+        ("planted_examples.json",),
+        rows=(
+            "scored",
+            "wrong",
+            "auc",
+            "wrong_among_as_many_lowest",
+            "auc_of_50_steps",
+            "auc_of_later_steps",
+        ),
+    ),
     "long-context": Table(("qwen3_context_h200.json",), rows=(*_CONTEXT, _TO_TRUE)),
     "long-context-cpu": Table(
         ("long_context_cpu.json",), rows=("policy", "tokens", "seconds", "peak_resident_bytes")

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from scripts import memory_chart
+from scripts import memory_chart, planted_chart
 from scripts.result_tables import RESULTS
 from stacked_remat import ScanCheckpointPolicy, ScanCheckpointSpec
 
@@ -113,7 +113,7 @@ def test_the_numbers_in_the_readme_are_those_of_the_results():
 
 
 def test_charts_are_drawn_from_the_results():
-    for path, content in memory_chart.drawn().items():
+    for path, content in (memory_chart.drawn() | planted_chart.drawn()).items():
         assert path.read_text(encoding="utf-8") == content, "make figures draws it again"
 
 

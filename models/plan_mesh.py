@@ -86,7 +86,7 @@ def find_divisions(step: StepMemory, devices: int, budget: Budget) -> list[Divis
             f"{step.config.data.seq_len} or the model's axes evenly; give another number of devices."
         )
     errors: list[Exception] = []
-    budget.show("what is divided, and into how many parts:")
+    budget.show("what is divided, and into how many parts; two to nine compilations each:")
     for number, mesh in enumerate(allowed, 1):
         budget.show(f"{number:2}  {_divided(mesh)}")
     steps = [_with(step, mesh, devices) for mesh in allowed]

@@ -129,7 +129,10 @@ def test_where_no_mesh_is_allowed_or_none_compiles_the_reason_is_raised(monkeypa
     shown = []
     with pytest.raises(error, match="it runs on TPUs"):
         find_divisions(StepMemory(CONFIG, "local", 4), 4, Budget("1MB", None, shown.append))
-    assert shown[:2] == ["what is divided, and into how many parts:", " 1  batch, embed: 4"]
+    assert shown[:2] == [
+        "what is divided, and into how many parts; two to nine compilations each:",
+        " 1  batch, embed: 4",
+    ]
     assert "1, True: it runs on TPUs" in shown
 
 

@@ -104,23 +104,23 @@ def picture(result: dict[str, Any], chart: Chart, theme: Theme) -> str:
         f"{first['tokens']:,} tokens, bfloat16; compiled for an {result['target'].upper()}"
         f" with JAX {result['versions']['jax']}, not run",
     )
-    parts = [_text(0, 18, "Temporaries of one gradient, GiB", "title")]
-    parts += [_text(0, 42 + 19 * row, line, "small") for row, line in enumerate(lines)]
+    parts = [text(0, 18, "Temporaries of one gradient, GiB", "title")]
+    parts += [text(0, 42 + 19 * row, line, "small") for row, line in enumerate(lines)]
     legend = ((0, "ours", "stacked_remat"), (155, "peers", "others"), (240, "host", "pale: on the host"))
     for x, style, label in legend:
-        parts += [_box(x, 83, 13, style), _text(x + 19, 96, label, "small")]
+        parts += [_box(x, 83, 13, style), text(x + 19, 96, label, "small")]
     if chart.arithmetic:
-        parts.append(_text(_WIDTH, 96, "arithmetic", "small end"))
+        parts.append(text(_WIDTH, 96, "arithmetic", "small end"))
     for row, bar in enumerate(shown):
         style, y = "ours" if bar.ours else "peers", _HEADER + row * _ROW
         end = _NAMES + (bar.device + bar.host) * unit
-        parts.append(_text(_NAMES - 8, y + 14, bar.label, f"end {style}-text"))
+        parts.append(text(_NAMES - 8, y + 14, bar.label, f"end {style}-text"))
         parts.append(_box(_NAMES, y, bar.device * unit, style))
         if bar.host:
             parts.append(_box(_NAMES + bar.device * unit, y, bar.host * unit, f"{style} host"))
-        parts.append(_text(end + 6, y + 14, bar.value, f"{style}-text"))
+        parts.append(text(end + 6, y + 14, bar.value, f"{style}-text"))
         if chart.arithmetic:
-            parts.append(_text(_WIDTH, y + 14, f"× {bar.arithmetic:.2f}", f"end {style}-text"))
+            parts.append(text(_WIDTH, y + 14, f"× {bar.arithmetic:.2f}", f"end {style}-text"))
     height = _HEADER + len(shown) * _ROW
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" width="660" viewBox="0 0 {_WIDTH} {height}">'
@@ -140,8 +140,9 @@ def _box(x: float, y: float, width: float, style: str) -> str:
     return f'<rect class="{style}" x="{x:.1f}" y="{y}" width="{width:.1f}" height="{_ROW - 7}"/>\n'
 
 
-def _text(x: float, y: float, text: str, style: str) -> str:
-    return f'<text class="{style}" x="{x:.1f}" y="{y}">{text}</text>\n'
+def text(x: float, y: float, words: str, style: str) -> str:
+    """Words of an SVG, in a class of its style."""
+    return f'<text class="{style}" x="{x:.1f}" y="{y}">{words}</text>\n'
 
 
 def drawn() -> dict[Path, str]:
@@ -154,7 +155,12 @@ def drawn() -> dict[Path, str]:
     }
 
 
-if __name__ == "__main__":
-    for path, content in drawn().items():
+def write(pictures: dict[Path, str]) -> None:
+    """Write pictures to their paths."""
+    for path, content in pictures.items():
         path.write_text(content, encoding="utf-8")
         print(f"wrote {path}")
+
+
+if __name__ == "__main__":
+    write(drawn())

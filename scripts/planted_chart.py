@@ -10,6 +10,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from scripts.memory_chart import text, write
 from scripts.result_tables import RESULTS
 
 _SIZE, _LEFT, _TOP = 260, 70, 30
@@ -26,15 +27,13 @@ def picture(result: dict[str, Any]) -> str:
     for tenth in range(0, 11, 2):
         x, y = _at(tenth / 10, tenth / 10)
         parts += [_line(x, _TOP, x, _TOP + _SIZE), _line(_LEFT, y, _LEFT + _SIZE, y)]
-        parts += [_text(x, _TOP + _SIZE + 20, f"{tenth * 10}%", "middle")]
-        parts += [_text(_LEFT - 8, y + 5, f"{tenth * 10}%", "end")]
+        parts += [text(x, _TOP + _SIZE + 20, f"{tenth * 10}%", "middle")]
+        parts += [text(_LEFT - 8, y + 5, f"{tenth * 10}%", "end")]
     found = result["found"]
     curve = " ".join(",".join(map(str, _at(k / (len(found) - 1), share))) for k, share in enumerate(found))
     parts += [_line(*_at(0, 0), *_at(1, 1), style="chance"), f'<polyline class="found" points="{curve}"/>\n']
-    parts += [_text(0, 16, "wrong labels found", ""), _text(*_at(0.58, 0.5), "in random order", "")]
-    parts += [
-        _text(_LEFT + _SIZE / 2, _TOP + _SIZE + 44, "examples looked at, lowest scores first", "middle")
-    ]
+    parts += [text(0, 16, "wrong labels found", ""), text(*_at(0.58, 0.5), "in random order", "")]
+    parts += [text(_LEFT + _SIZE / 2, _TOP + _SIZE + 44, "examples looked at, lowest scores first", "middle")]
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" width="400" viewBox="0 0 400 {_TOP + _SIZE + 54}">'
         f"<style>{_STYLE}</style>{''.join(parts)}</svg>\n"
@@ -49,10 +48,6 @@ def _line(x: float, y: float, to_x: float, to_y: float, style: str = "grid") -> 
     return f'<line class="{style}" x1="{x}" y1="{y}" x2="{to_x}" y2="{to_y}"/>\n'
 
 
-def _text(x: float, y: float, text: str, style: str) -> str:
-    return f'<text class="{style}" x="{x}" y="{y}">{text}</text>\n'
-
-
 def drawn() -> dict[Path, str]:
     """The picture of the results, by its path."""
     source = RESULTS / "planted_examples.json"
@@ -60,6 +55,4 @@ def drawn() -> dict[Path, str]:
 
 
 if __name__ == "__main__":
-    for path, content in drawn().items():
-        path.write_text(content, encoding="utf-8")
-        print(f"wrote {path}")
+    write(drawn())

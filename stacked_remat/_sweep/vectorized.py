@@ -4,7 +4,7 @@ JAX would vectorize the rule: gradients of all weights for each example, and the
 that are vectorized, gradients are summed over examples where a layer makes them.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -58,16 +58,20 @@ def _of_examples(
         return results, [0] * len(results)
     init, xs = _moved(init, of_init, 0), _moved(xs, of_xs, 1)
     of_x = [at if at is None else int(whole) for at, whole in zip(of_xs, spec.unsliced, strict=True)]
-    layers = [_Layer(kind, kind.pick_shared(of_shared), of_x[kind.xs], mapped) for kind in spec.kinds]
-    given = [kind.pick_shared(shared) for kind in spec.kinds]
+    layers = [
+        _Layer(kind, mapped, kind.pick_shared(shared), kind.pick_shared(of_shared), of_x[kind.xs])
+        for kind in spec.kinds
+    ]
+    stacks = [xs[kind.xs] for kind in spec.kinds]
+    unsliced = [spec.unsliced[kind.xs] for kind in spec.kinds]
     of_carry: Axes = [at if at is None else 0 for at in of_init]
-    init, of_carry, of_ys = _settled(init, of_carry, layers, given, spec, xs)
+    init, of_carry, of_ys = _settled(init, of_carry, layers, [*map(_entries, stacks, unsliced)])
     traced = trace_layers(
         [layer.of_all(of_carry, (of_carry, of_y)) for layer, of_y in zip(layers, of_ys, strict=True)],
-        given,
+        [layer.shared for layer in layers],
         init,
-        [xs[kind.xs] for kind in spec.kinds],
-        unsliced=[spec.unsliced[kind.xs] for kind in spec.kinds],
+        stacks,
+        unsliced=unsliced,
         offloads=spec.on_host,
     )
     kinds, shared = kinds_of(traced)
@@ -84,15 +88,17 @@ class _Layer:
 
     Attributes:
         kind: the kind.
-        of_shared: where examples are in what the kind shares.
-        of_x: the same of a layer's own inputs.
         mapped: the axis of examples.
+        shared: what the kind shares.
+        of_shared: where examples are in it.
+        of_x: the same of a layer's own inputs.
     """
 
     kind: Kind
+    mapped: Any
+    shared: Arrays
     of_shared: Axes
     of_x: Axes
-    mapped: Any
 
     def of_one(self, shared: Arrays, carry: Carry, x: Arrays) -> tuple[Carry, Arrays]:
         """The layer of one example."""
@@ -104,27 +110,28 @@ class _Layer:
         names: Any = {"axis_name": self.mapped.name, "axis_size": self.mapped.size}
         return jax.vmap(layer or self.of_one, axes, of_results, **names)
 
-    def results(self, of_carry: Axes, shared: Arrays, carry: Carry, x: Arrays) -> Axes:
+    def results(self, of_carry: Axes, carry: Carry, x: Arrays) -> Axes:
         """0 for each of the results that differs between examples, None for the others."""
         found: Axes = []
 
         def note(*arguments: Any) -> None:
             found.extend(0 if is_vectorized([leaf]) else None for leaf in sum(self.of_one(*arguments), []))
 
-        jax.eval_shape(self.of_all(of_carry, None, note), shared, carry, x)
+        jax.eval_shape(self.of_all(of_carry, None, note), self.shared, carry, x)
         return found
 
 
+def _entries(stacks: Arrays, unsliced: Sequence[bool]) -> Arrays:
+    """The types of a layer's own inputs."""
+    return jax.eval_shape(lambda: read_layer([*map(at_least_one, stacks)], 0, unsliced))
+
+
 def _settled(
-    init: Carry, of_carry: Axes, layers: list[_Layer], given: list[Arrays], spec: SweepSpec, xs: Arrays
+    init: Carry, of_carry: Axes, layers: list[_Layer], entries: list[Arrays]
 ) -> tuple[Carry, Axes, list[Axes]]:
     """The first carry with examples where those of any layer have them; where; and the same of outputs."""
     while True:
-        found = []
-        for layer, shared in zip(layers, given, strict=True):
-            stacks, unsliced = xs[layer.kind.xs], spec.unsliced[layer.kind.xs]
-            x = jax.eval_shape(lambda s=stacks, u=unsliced: read_layer([*map(at_least_one, s)], 0, u))
-            found.append(layer.results(of_carry, shared, init, x))
+        found = [layer.results(of_carry, init, x) for layer, x in zip(layers, entries, strict=True)]
         columns = zip(of_carry, *(results[: len(init)] for results in found), strict=True)
         settled: Axes = [0 if 0 in column else None for column in columns]
         if settled == of_carry:

@@ -11,9 +11,9 @@ from jaxtyping import Array
 
 from .._placement import target_device
 from ._expert_loop import Expert, Saved
-from ._grouped_product import Kernels
+from ._grouped_product import Groups, Kernels, kernels_of
 from ._grouped_triton import triton_kernels
-from ._program_of_row import Groups, RowProgram, UnsupportedExpertError
+from ._program_of_row import RowProgram, UnsupportedExpertError
 
 
 @dataclass(frozen=True)
@@ -60,20 +60,23 @@ def against_program(
 ) -> str | None:
     """Why an expert, or its saved part, has no grouped form; None if it has one."""
 
-    def rows(arrays: Sequence[Array], x: Array, gates: Any) -> Array:
-        groups = Groups(jnp.zeros(len(arrays[0]) if arrays else 1, jnp.int32), jnp.zeros(len(x), jnp.int32))
-        program = RowProgram(_SHAPES_ALONE, groups)
+    def rows(arrays: Sequence[Array], x: Array, gates: Any, at: tuple[Array, ...]) -> Array:
+        program = RowProgram(_SHAPES_ALONE, Groups(*at))
         more = ()
         if (keep := saved) is not None:
-            more = (program(lambda own, rows: keep(rebuild(own), rows), arrays, (x,)),)
-        return program(lambda own, *of_row: expert(rebuild(own), *of_row), arrays, (x, gates, *more))
+            more = (program(lambda own, rows: keep(rebuild(own), rows), arrays, x),)
+        return program(lambda own, *of_row: expert(rebuild(own), *of_row), arrays, x, (gates, *more))
 
+    number = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
+    sizes = number((len(arrays[0]) if arrays else 1,))
+    at = number((2,)), number((2, 1)), number((2,)), sizes, jax.ShapeDtypeStruct((2,), bool)
     try:
         jax.eval_shape(
             rows,
             [jax.ShapeDtypeStruct(array.shape, array.dtype) for array in arrays],
             jax.ShapeDtypeStruct((2, *x.shape[1:]), x.dtype),
             jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((2,), leaf.dtype), gates),
+            at,
         )
     except UnsupportedExpertError as error:
         return str(error)
@@ -88,7 +91,7 @@ def _shape_of_outer(x: Array, y: Array, sizes: Array, dtype: Any) -> Array:
     return jnp.zeros((*sizes.shape, x.shape[1], y.shape[1]), dtype)
 
 
-_SHAPES_ALONE = Kernels(_shape_of_product, _shape_of_outer)
+_SHAPES_ALONE = kernels_of(_shape_of_product, _shape_of_outer)
 
 
 # The kernels mix dtypes, also where `jax_numpy_dtype_promotion` is `strict`.
@@ -159,7 +162,7 @@ def _megablox_outer(x: Array, y: Array, sizes: Array, dtype: Any, interpret: boo
 def megablox_kernels(interpret: bool = False) -> Kernels:
     """JAX's kernels for TPUs, or their interpretation, which runs anywhere."""
     product = functools.partial(_megablox_product, interpret=interpret)
-    return Kernels(product, functools.partial(_megablox_outer, interpret=interpret), _ROWS_OF_TILE)
+    return kernels_of(product, functools.partial(_megablox_outer, interpret=interpret), _ROWS_OF_TILE)
 
 
 def _against_megablox(call: ExpertsFacts) -> str | None:

@@ -1,26 +1,103 @@
 """Products of rows, sorted by expert, with the matrices of their experts, and the derivatives of these.
 
-With `x` rows of which the first `sizes[0]` are of expert 0, and so on:
+With rows of which the first `sizes[0]` are of expert 0, and so on:
 
-- `grouped_product`: each row times the matrix of its expert;
+- `grouped_products`: each row times matrices of its expert, and a function of the elements of the results;
 - `grouped_outer`: for each expert the sum of the outer products of its rows.
 
-Each is bilinear, and its derivatives are products of the two kinds.
+A row may be read from its token, and the rows of a token may be summed: each is the derivative of the other.
+So the derivatives of both kinds of product are products of the two kinds.
 """
 
 import dataclasses
 import functools
-from collections.abc import Callable
-from typing import Any, TypeAlias
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from .._compat import as_residual, of_residual
+from ._expert_loop import masked
 
 Sizes: TypeAlias = Int[Array, " expert"]
+
+
+class Groups(NamedTuple):
+    """The rows of some tokens, sorted by expert.
+
+    Attributes:
+        pair: the (token, choice) pair of each row.
+        row: the row of each pair.
+        expert: the expert of each row, the first one's first.
+        sizes: how many rows each expert has.
+        real: False for rows of choices that are out of range, and for padding.
+    """
+
+    pair: Int[Array, " row"]
+    row: Int[Array, "token choice"]
+    expert: Int[Array, " row"]
+    sizes: Sizes
+    real: Bool[Array, " row"]
+
+    @property
+    def token(self) -> Int[Array, " row"]:
+        """The token of each row; of those that are not real a number beyond the last."""
+        return jnp.where(self.real, self.pair // self.row.shape[1], len(self.row))
+
+
+class Rows(NamedTuple):
+    """Rows `[row, inner]`; with `token` those of an array `[token, inner]`, zero beyond the last."""
+
+    array: Array
+    token: Int[Array, " row"] | None = None
+
+    def gathered(self) -> Float[Array, "row inner"]:
+        """The rows as one array."""
+        if self.token is None:
+            return self.array
+        return jnp.take(self.array, self.token, axis=0, mode="fill", fill_value=0)
+
+
+class Term(NamedTuple):
+    """A product of some rows, by their number, with a matrix, and whether that is transposed."""
+
+    rows: int
+    transposed: bool
+
+
+class Product(NamedTuple):
+    """The sum of some terms, and its dtype."""
+
+    terms: tuple[Term, ...]
+    dtype: Any
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Products:
+    """What is computed of products of rows with matrices, `[row, outer]` each.
+
+    Attributes:
+        products: the products; their terms' matrices are in this order.
+        dtype: of the result.
+        function: `(products, others)` to the result, element by element; the only product itself if None.
+    """
+
+    products: tuple[Product, ...]
+    dtype: Any
+    function: Callable[[Sequence[Array], Sequence[Array]], Array] | None = None
+
+    @property
+    def terms(self) -> list[tuple[int, Term]]:
+        """The number of the product, and the term, for each matrix."""
+        return [(number, term) for number, product in enumerate(self.products) for term in product.terms]
+
+    def result(self, products: Sequence[Array], others: Sequence[Array]) -> Array:
+        """The result from the products in float32, or from tiles of them."""
+        rounded = [one.astype(product.dtype) for one, product in zip(products, self.products, strict=True)]
+        return rounded[0] if self.function is None else self.function(rounded, others)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,96 +105,241 @@ class Kernels:
     """What computes both kinds of product. Sums are in float32.
 
     Attributes:
-        product: `(x [row, in], w [expert, in, out], sizes, transposed, dtype)` to `[row, out]`; with
-            `transposed` the matrices are `[expert, out, in]`.
-        outer: `(x [row, in], y [row, out], sizes, dtype)` to `[expert, in, out]`.
+        products: `(what, rows, matrices [expert, ...], others, sizes, products_too)` to a list of the result
+            `[row, outer]` and, if asked for, the products; others are `[row, outer]` or `[row, 1]`.
+        outer: `(x [row, in], y [row, out], sizes, dtype)` to `[expert, in, out]`; both are `Rows`.
+        sums: `(rows [row, out], groups)` to the sums of the rows of each token, `[token, out]`, without those
+            that are not real.
+        chunk_bytes: of the rows of a chunk of tokens in the forward pass.
         rows_of: rows come in multiples of it.
     """
 
-    product: Callable[[Array, Array, Sizes, bool, Any], Array]
-    outer: Callable[[Array, Array, Sizes, Any], Array]
+    products: Callable[[Products, list[Rows], list[Array], list[Array], Sizes, bool], list[Array]]
+    outer: Callable[[Rows, Rows, Sizes, Any], Array]
+    sums: Callable[[Array, Groups], Array]
+    chunk_bytes: int = 2**29
     rows_of: int = 1
 
 
-@dataclasses.dataclass(frozen=True)
-class _Product:
-    """One product: what computes it, whether matrices are transposed, and the dtype of the result."""
+_GATHERED_BYTES = 2**27  # a chunk has them several times
+
+
+def kernels_of(
+    product: Callable[[Array, Array, Sizes, bool, Any], Array],
+    outer: Callable[[Array, Array, Sizes, Any], Array],
+    rows_of: int = 1,
+) -> Kernels:
+    """Kernels that compute one product of arrays at a time.
+
+    Args:
+        product: `(x [row, in], w [expert, in, out], sizes, transposed, dtype)` to `[row, out]`; with
+            `transposed` the matrices are `[expert, out, in]`.
+        outer: `(x [row, in], y [row, out], sizes, dtype)` to `[expert, in, out]`.
+        rows_of: see `Kernels`.
+    """
+
+    def products(
+        what: Products, rows: Any, matrices: Any, others: Any, sizes: Sizes, products_too: bool
+    ) -> list[Array]:
+        gathered = [one.gathered() for one in rows]
+        found: list[Any] = [0] * len(what.products)
+        for (number, term), w in zip(what.terms, matrices, strict=True):
+            dtype = what.products[number].dtype
+            found[number] += product(gathered[term.rows], w, sizes, term.transposed, dtype)
+        return [what.result(found, others), *(found if products_too else ())]
+
+    def of_rows(x: Rows, y: Rows, *rest: Any) -> Array:
+        return outer(x.gathered(), y.gathered(), *rest)
+
+    return Kernels(products, of_rows, sum_of_rows, _GATHERED_BYTES, rows_of)
+
+
+@jax.custom_vjp
+def rows_of_tokens(x: Float[Array, "token ..."], groups: Groups) -> Float[Array, "row ..."]:
+    """The token of each row, zero for those that are not real."""
+    return Rows(x, groups.token).gathered()
+
+
+@jax.custom_vjp
+def sum_of_rows(rows: Float[Array, "row ..."], groups: Groups) -> Float[Array, "token ..."]:
+    """The sum of the rows of each token, computed in float32, without those that are not real."""
+    pairs = of_pairs(rows, groups)
+    return jnp.sum(pairs, axis=1, dtype=jnp.float32).astype(rows.dtype)
+
+
+@jax.custom_vjp
+def rows_of_pairs(x: Float[Array, "token choice"], groups: Groups) -> Float[Array, " row"]:
+    """The pair of each row."""
+    return jnp.take(x.reshape(-1), groups.pair, mode="clip")
+
+
+def of_pairs(rows: Float[Array, "row ..."], groups: Groups) -> Float[Array, "token choice ..."]:
+    """The row of each pair, zero for those that are not real."""
+    pairs, real = (jnp.take(one, groups.row, axis=0, mode="clip") for one in (rows, groups.real))
+    return masked(pairs, real)
+
+
+def _with_groups(fn: Callable[..., Array]) -> Callable[..., Any]:
+    return lambda x, groups: (fn(x, groups), groups)
+
+
+rows_of_tokens.defvjp(_with_groups(rows_of_tokens), lambda groups, ct: (sum_of_rows(ct, groups), None))
+sum_of_rows.defvjp(_with_groups(sum_of_rows), lambda groups, ct: (rows_of_tokens(ct, groups), None))
+rows_of_pairs.defvjp(_with_groups(rows_of_pairs), lambda groups, ct: (of_pairs(ct, groups), None))
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Call:
+    """A call of `grouped_products`: what computes it, which rows are those of tokens, and `summed`."""
 
     kernels: Kernels
-    transposed: bool
-    dtype: Any
+    what: Products
+    of_tokens: tuple[bool, ...]
+    summed: bool
+
+    def run(self, operands: "_Operands", groups: Groups, products_too: bool = False) -> list[Array]:
+        """The result, and the products if asked for."""
+        token = groups.token if any(self.of_tokens) else None
+        rows = [Rows(x, token if own else None) for x, own in zip(operands.rows, self.of_tokens, strict=True)]
+        parts = rows, list(operands.matrices), list(operands.others)
+        found = self.kernels.products(self.what, *parts, groups.sizes, products_too)
+        return [self.kernels.sums(found[0], groups) if self.summed else found[0], *found[1:]]
 
 
-def grouped_product(
+class _Operands(NamedTuple):
+    rows: tuple[Array, ...]
+    matrices: tuple[Array, ...]
+    others: tuple[Array, ...]
+
+
+def grouped_products(
     kernels: Kernels,
-    x: Float[Array, "row inner"],
-    w: Float[Array, "expert ..."],
-    sizes: Sizes,
+    what: Products,
+    rows: Sequence[Array],
+    matrices: Sequence[Float[Array, "expert ..."]],
+    others: Sequence[Array],
+    groups: Groups,
     *,
-    transposed: bool = False,
-    dtype: Any = None,
+    of_tokens: Sequence[bool],
+    summed: bool = False,
 ) -> Float[Array, "row outer"]:
-    """Each row times the matrix of its expert, `[in, out]`, or `[out, in]` if it is transposed.
+    """The result of products of rows with the matrices of their experts.
 
-    An argument that is not differentiated costs no product in the backward pass.
+    An argument that is not differentiated costs no product in the backward pass. If there is a
+    function of the products, that pass reads the products too.
 
     Args:
         kernels: what computes it.
-        x: the rows of expert 0, then those of expert 1, and so on.
-        w: the matrices, in the dtype of `x`.
-        sizes: how many rows each expert has; sums to the number of rows.
-        transposed: whether the last axis of the matrices is the one of `x`.
-        dtype: of the result; that of `x` if not given.
+        what: which products, and the function of them.
+        rows: `[row, inner]` each, or `[token, inner]`.
+        matrices: of each term, `[expert, inner, outer]`, or `[expert, outer, inner]` if it is transposed;
+            in the dtype of their rows.
+        others: further arguments of the function, `[row, outer]` or `[row, 1]`.
+        groups: the rows of each expert and token.
+        of_tokens: which of `rows` are `[token, inner]`.
+        summed: whether the result is the sum of the rows of each token.
     """
-    found: Any = _product(_Product(kernels, transposed, jnp.dtype(dtype or x.dtype)), x, w, sizes)
+    call = _Call(kernels, what, tuple(of_tokens), summed)
+    found: Any = _products(call, _Operands(tuple(rows), tuple(matrices), tuple(others)), groups)
     return found
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _product(how: _Product, x: Array, w: Array, sizes: Array) -> Array:
-    return how.kernels.product(x, w, sizes, how.transposed, how.dtype)
+def _products(call: _Call, operands: _Operands, groups: Groups) -> Array:
+    return call.run(operands, groups)[0]
 
 
-def _product_forward(how: _Product, x: Any, w: Any, sizes: Any) -> tuple[Array, Any]:
-    wanted = as_residual((x.perturbed, w.perturbed))
-    x, w, sizes = x.value, w.value, sizes.value
-    return how.kernels.product(x, w, sizes, how.transposed, how.dtype), (wanted, x, w, sizes)
+def _products_forward(call: _Call, operands: Any, groups: Any) -> tuple[Array, Any]:
+    wanted = as_residual(tuple(leaf.perturbed for leaf in jax.tree.leaves(operands)))
+    operands, groups = jax.tree.map(lambda leaf: leaf.value, (operands, groups))
+    result, *products = call.run(operands, groups, products_too=call.what.function is not None)
+    return result, (wanted, operands, groups, products)
 
 
-def _product_backward(how: _Product, residuals: Any, cotangent: Any) -> tuple[Any, Any, None]:
-    wanted, x, w, sizes = residuals
-    of_x = of_w = None
+def _products_backward(call: _Call, residuals: Any, cotangent: Any) -> tuple[Any, None]:
+    wanted, operands, groups, products = residuals
     if isinstance(cotangent, SymbolicZero):
-        return None, None, None
-    of_rows, of_matrices = of_residual(wanted)
-    cotangent = cotangent.astype(x.dtype)
-    if of_rows:
-        of_x = grouped_product(how.kernels, cotangent, w, sizes, transposed=not how.transposed)
-    if of_matrices:
-        pair = (cotangent, x) if how.transposed else (x, cotangent)
-        of_w = grouped_outer(how.kernels, *pair, sizes)
-    return of_x, of_w, None
+        return None, None
+    wanted = jax.tree.unflatten(jax.tree.structure(operands), of_residual(wanted))
+    what = call.what
+    of_others: Any = (None,) * len(operands.others)
+    cotangents = [cotangent]
+    if what.function is not None:
+        _, pullback = jax.vjp(what.function, products, list(operands.others))
+        cotangents, of_others = pullback(cotangent)
+
+    def of_rows(number: int) -> Any:
+        if not wanted.rows[number]:
+            return None
+        own = [i for i, (_, term) in enumerate(what.terms) if term.rows == number]
+        dtype = operands.rows[number].dtype
+        terms = tuple(Term(at, not what.terms[i][1].transposed) for at, i in enumerate(own))
+        return grouped_products(
+            call.kernels,
+            Products((Product(terms, dtype),), dtype),
+            [cotangents[what.terms[i][0]].astype(dtype) for i in own],
+            [operands.matrices[i] for i in own],
+            (),
+            groups,
+            of_tokens=[call.summed] * len(own),
+            summed=call.of_tokens[number],
+        )
+
+    def of_matrix(number: int) -> Any:
+        if not wanted.matrices[number]:
+            return None
+        product, term = what.terms[number]
+        rows = operands.rows[term.rows]
+        pair = (rows, cotangents[product].astype(rows.dtype))
+        of_tokens = (call.of_tokens[term.rows], call.summed)
+        if term.transposed:
+            pair, of_tokens = pair[::-1], of_tokens[::-1]
+        return grouped_outer(call.kernels, of_tokens, *pair, groups)
+
+    numbers = range(len(operands.rows)), range(len(operands.matrices))
+    found = _Operands(tuple(map(of_rows, numbers[0])), tuple(map(of_matrix, numbers[1])), tuple(of_others))
+    return found, None
 
 
-_product.defvjp(_product_forward, _product_backward, symbolic_zeros=True)
+_products.defvjp(_products_forward, _products_backward, symbolic_zeros=True)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def grouped_outer(
-    kernels: Kernels, x: Float[Array, "row inner"], y: Float[Array, "row outer"], sizes: Sizes
+    kernels: Kernels,
+    of_tokens: tuple[bool, bool],
+    x: Float[Array, "_ inner"],
+    y: Float[Array, "_ outer"],
+    groups: Groups,
 ) -> Float[Array, "expert inner outer"]:
-    """For each expert the sum over its rows of the outer products of `x` and `y`, in their dtype."""
-    return kernels.outer(x, y, sizes, x.dtype)
+    """For each expert the sum over its rows of the outer products of `x` and `y`, in their dtype.
+
+    `of_tokens` says which of them are `[token, ...]` and not `[row, ...]`.
+    """
+    left, right = (
+        Rows(one, groups.token if own else None) for one, own in zip((x, y), of_tokens, strict=True)
+    )
+    return kernels.outer(left, right, groups.sizes, x.dtype)
 
 
-def _outer_forward(kernels: Kernels, x: Array, y: Array, sizes: Array) -> tuple[Array, Any]:
-    return kernels.outer(x, y, sizes, x.dtype), (x, y, sizes)
+def _outer_forward(
+    kernels: Kernels, of_tokens: tuple[bool, bool], x: Array, y: Array, groups: Groups
+) -> tuple[Array, Any]:
+    return grouped_outer(kernels, of_tokens, x, y, groups), (x, y, groups)
 
 
-def _outer_backward(kernels: Kernels, residuals: Any, cotangent: Array) -> tuple[Array, Array, None]:
-    x, y, sizes = residuals
-    of_x = grouped_product(kernels, y, cotangent, sizes, transposed=True)
-    return of_x, grouped_product(kernels, x, cotangent, sizes), None
+def _outer_backward(
+    kernels: Kernels, of_tokens: tuple[bool, bool], residuals: Any, cotangent: Array
+) -> tuple[Array, Array, None]:
+    x, y, groups = residuals
+
+    def times(rows: Array, transposed: bool) -> Array:
+        from_tokens, summed = of_tokens[::-1] if transposed else of_tokens
+        what = Products((Product((Term(0, transposed),), rows.dtype),), rows.dtype)
+        options: Any = dict(of_tokens=[from_tokens], summed=summed)
+        return grouped_products(kernels, what, [rows], [cotangent], (), groups, **options)
+
+    return times(y, True), times(x, False), None
 
 
 grouped_outer.defvjp(_outer_forward, _outer_backward)

@@ -6,7 +6,8 @@ layer's matrices, and with them the whole stack that they are a slice of.
 
 import functools
 import math
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,51 +16,112 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pallas_triton
 from jaxtyping import Array
 
-from ._grouped_product import Kernels
+from ._grouped_product import Groups, Kernels, Products, Rows
 
 _TILE = 128  # rows and columns of the part of a result that one program computes
 _STEP = 32  # how much of the contracted axis it reads at once
-_PARAMETERS = pallas_triton.CompilerParams(num_warps=4, num_stages=4)
 
 
 def triton_kernels(interpret: bool = False) -> Kernels:
     """The kernels, or their interpretation, which runs anywhere."""
     return Kernels(
-        functools.partial(_grouped_product, interpret=interpret),
-        functools.partial(_grouped_outer, interpret=interpret),
+        functools.partial(_products, interpret=interpret),
+        functools.partial(_outer, interpret=interpret),
+        functools.partial(_sums, interpret=interpret),
     )
 
 
-def _grouped_product(
-    x: Array, w: Array, sizes: Array, transposed: bool, dtype: Any, interpret: bool
-) -> Array:
-    outer = w.shape[1 if transposed else 2]
-    columns, step = _tile(outer, _TILE), _tile(x.shape[1], _STEP)
-    rows = _tile(len(x), _TILE)
-    expert, first, end = _tiles_of_rows(sizes, len(x), rows)
-    kernel = functools.partial(_product_of_tile, tile=(rows, columns, step), transposed=transposed)
+def _products(
+    what: Products,
+    rows: Sequence[Rows],
+    matrices: Sequence[Array],
+    others: Sequence[Array],
+    sizes: Array,
+    products_too: bool,
+    interpret: bool,
+) -> list[Array]:
+    count, is_first_transposed = _count(rows[0]), what.terms[0][1].transposed
+    outer = matrices[0].shape[1 if is_first_transposed else 2]
+    steps = tuple(_tile(one.array.shape[1], _STEP) for one in rows)
+    tile = _tile(count, _TILE), _tile(outer, _TILE)
+    expert, first, end = _tiles_of_rows(sizes, count, tile[0])
+    dtypes = [what.dtype, *(one.dtype for one in what.products if products_too)]
+    flat, tree = jax.tree.flatten((list(rows), list(matrices), list(others)))
+
+    def kernel(expert: Any, first: Any, end: Any, *refs: Any) -> None:
+        _of_tile(
+            what, tile, steps, (expert, first, end), tree.unflatten(refs[: len(flat)]), refs[len(flat) :]
+        )
+
     return pl.pallas_call(
         kernel,
-        jax.ShapeDtypeStruct((len(x), outer), dtype),
-        grid=(pl.cdiv(outer, columns), len(expert)),  # programs that share rows run together
-        compiler_params=_PARAMETERS,
+        [jax.ShapeDtypeStruct((count, outer), dtype) for dtype in dtypes],
+        grid=(pl.cdiv(outer, tile[1]), len(expert)),  # programs that share rows run together
+        compiler_params=_parameters(len(what.products)),
         interpret=interpret,
-        name="grouped_product",
-    )(expert, first, end, x, w)
+        name="grouped_products",
+    )(expert, first, end, *flat)
 
 
-def _grouped_outer(x: Array, y: Array, sizes: Array, dtype: Any, interpret: bool) -> Array:
-    shape = (len(sizes), x.shape[1], y.shape[1])
-    tile = (_tile(len(x), _STEP), *(_tile(size, _TILE) for size in shape[1:]))
+def _outer(x: Rows, y: Rows, sizes: Array, dtype: Any, interpret: bool) -> Array:
+    shape = (len(sizes), x.array.shape[1], y.array.shape[1])
+    tile = (_tile(_count(x), _STEP), *(_tile(size, _TILE) for size in shape[1:]))
     end = jnp.cumsum(sizes)
+    flat, tree = jax.tree.flatten((x, y))
+
+    def kernel(first: Any, end: Any, *refs: Any) -> None:
+        left, right = tree.unflatten(refs[:-1])
+        _outer_of_tile(tile, first, end, left, right, refs[-1])
+
     return pl.pallas_call(
-        functools.partial(_outer_of_tile, tile=tile),
+        kernel,
         jax.ShapeDtypeStruct(shape, dtype),
         grid=(pl.cdiv(shape[2], tile[2]), pl.cdiv(shape[1], tile[1]), len(sizes)),
-        compiler_params=_PARAMETERS,
+        compiler_params=_parameters(1),
         interpret=interpret,
         name="grouped_outer",
-    )(end - sizes, end, x, y)
+    )(end - sizes, end, *flat)
+
+
+def _sums(rows: Array, groups: Groups, interpret: bool) -> Array:
+    """The sums of the rows of each token. XLA would compute several at once, and keep all of their rows."""
+    tokens, choices = groups.row.shape
+    tile = _tile(tokens, 16), _tile(rows.shape[1], _TILE)
+    row = jnp.where(jnp.take(groups.real, groups.row), groups.row, len(rows)).T
+
+    def kernel(row: Any, rows: Any, out: Any) -> None:
+        token, column = pl.program_id(0) * tile[0], pl.program_id(1) * tile[1]
+        columns = column + jnp.arange(tile[1])
+        is_token, is_column = token + jnp.arange(tile[0]) < tokens, columns < rows.shape[1]
+
+        def add(choice: Any, total: Array) -> Array:
+            own = pallas_triton.load(
+                row.at[choice, pl.ds(token, tile[0])], mask=is_token, other=rows.shape[0]
+            )
+            found = _read(rows.at[own[:, None], columns[None, :]], own < rows.shape[0], is_column)
+            return total + found.astype(jnp.float32)
+
+        total = lax.fori_loop(0, choices, add, jnp.zeros(tile, jnp.float32))
+        at = out.at[pl.ds(token, tile[0]), pl.ds(column, tile[1])]
+        pallas_triton.store(at, total.astype(out.dtype), mask=is_token[:, None] & is_column[None, :])
+
+    return pl.pallas_call(
+        kernel,
+        jax.ShapeDtypeStruct((tokens, rows.shape[1]), rows.dtype),
+        grid=(pl.cdiv(tokens, tile[0]), pl.cdiv(rows.shape[1], tile[1])),
+        compiler_params=_parameters(1),
+        interpret=interpret,
+        name="sums_of_rows",
+    )(row, rows)
+
+
+def _parameters(sums: int) -> Any:
+    """For a program with so many tiles of sums, which are held in registers."""
+    return pallas_triton.CompilerParams(num_warps=4 * sums, num_stages=4)
+
+
+def _count(rows: Rows) -> int:
+    return len(rows.array if rows.token is None else rows.token)
 
 
 def _tile(size: int, most: int) -> int:
@@ -82,46 +144,94 @@ def _tiles_of_rows(sizes: Array, rows: int, tile: int) -> tuple[Array, Array, Ar
     return expert, first.astype(jnp.int32), jnp.where(is_used, end, 0).astype(jnp.int32)
 
 
-def _product_of_tile(
-    expert: Any, first: Any, end: Any, x: Any, w: Any, out: Any, *, tile: tuple[int, ...], transposed: bool
+def _of_tile(
+    what: Products,
+    tile: tuple[int, int],
+    steps: Sequence[int],
+    tiles: tuple[Any, Any, Any],
+    operands: tuple[Sequence[Rows], Sequence[Any], Sequence[Any]],
+    outs: Sequence[Any],
 ) -> None:
-    rows, columns, step = tile
-    column, number = pl.program_id(0) * columns, pl.program_id(1)
+    (expert, first, end), (rows, matrices, others) = tiles, operands
+    column, number = pl.program_id(0) * tile[1], pl.program_id(1)
     own, row = expert[number], first[number]
-    is_row = (row + jnp.arange(rows)) < end[number]
-    is_column = (column + jnp.arange(columns)) < out.shape[1]
-    inner = x.shape[1]
+    is_row = (row + jnp.arange(tile[0])) < end[number]
+    is_column = (column + jnp.arange(tile[1])) < outs[0].shape[1]
 
-    def add(i: Any, total: Array) -> Array:
-        at = i * step
-        is_inner = (at + jnp.arange(step)) < inner
-        own_rows = _read(x.at[pl.ds(row, rows), pl.ds(at, step)], is_row, is_inner)
-        if transposed:
-            matrix = _read(w.at[own, pl.ds(column, columns), pl.ds(at, step)], is_column, is_inner).T
-        else:
-            matrix = _read(w.at[own, pl.ds(at, step), pl.ds(column, columns)], is_inner, is_column)
-        return total + pallas_triton.dot(own_rows, matrix)
+    def matrix(number: int, at: Any, is_inner: Array) -> Array:
+        w, inner, outer = matrices[number], pl.ds(at, len(is_inner)), pl.ds(column, tile[1])
+        if what.terms[number][1].transposed:
+            return _read(w.at[own, outer, inner], is_column, is_inner).T
+        return _read(w.at[own, inner, outer], is_inner, is_column)
 
     @pl.when(row < end[number])
     def _() -> None:
-        total = lax.fori_loop(0, pl.cdiv(inner, step), add, jnp.zeros((rows, columns), jnp.float32))
-        mask = is_row[:, None] & is_column[None, :]
-        at = out.at[pl.ds(row, rows), pl.ds(column, columns)]
-        pallas_triton.store(at, total.astype(out.dtype), mask=mask)
+        products = [jnp.zeros(tile, jnp.float32) for _ in what.products]
+        for of, (x, step) in enumerate(zip(rows, steps, strict=True)):
+            of_rows = _RowsOfTile.of(x, row, is_row)
+
+            def add(
+                i: Any, sums: list[Array], of: int = of, of_rows: Any = of_rows, step: int = step
+            ) -> list[Array]:
+                is_inner = (i * step + jnp.arange(step)) < of_rows.array.shape[1]
+                left, sums = of_rows.read(i * step, is_inner), list(sums)
+                for number, (product, term) in enumerate(what.terms):
+                    if term.rows == of:
+                        sums[product] += pallas_triton.dot(left, matrix(number, i * step, is_inner))
+                return sums
+
+            products = lax.fori_loop(0, pl.cdiv(x.array.shape[1], step), add, products)
+        result = what.result(products, [_other(one, row, column, is_row, is_column) for one in others])
+        at = pl.ds(row, tile[0]), pl.ds(column, tile[1])
+        for out, one in zip(outs, [result, *products], strict=False):
+            mask = is_row[:, None] & is_column[None, :]
+            pallas_triton.store(out.at[at], one.astype(out.dtype), mask=mask)
 
 
-def _outer_of_tile(first: Any, end: Any, x: Any, y: Any, out: Any, *, tile: tuple[int, ...]) -> None:
+class _RowsOfTile(NamedTuple):
+    """Some rows of an array, as its index, and which of them there are."""
+
+    array: Any
+    index: Any
+    is_row: Array
+
+    @classmethod
+    def of(cls, rows: Rows, first: Any, is_row: Array) -> "_RowsOfTile":
+        """The rows from the first on."""
+        index = pl.ds(first, len(is_row))
+        if rows.token is not None:
+            token: Any = rows.token
+            index = pallas_triton.load(token.at[index], mask=is_row, other=0)
+            is_row = is_row & (index < rows.array.shape[0])
+        return cls(rows.array, index, is_row)
+
+    def read(self, column: Any, is_column: Array) -> Array:
+        """The columns from this one on."""
+        columns: Any = pl.ds(column, len(is_column))
+        index = self.index
+        if isinstance(index, Array):
+            index, columns = index[:, None], (column + jnp.arange(len(is_column)))[None, :]
+        return _read(self.array.at[index, columns], self.is_row, is_column)
+
+
+def _other(x: Any, row: Any, column: Any, is_row: Array, is_column: Array) -> Array:
+    if x.shape[1] == 1:
+        is_column, column = jnp.ones(1, bool), 0
+    return _read(x.at[pl.ds(row, len(is_row)), pl.ds(column, len(is_column))], is_row, is_column)
+
+
+def _outer_of_tile(tile: tuple[int, ...], first: Any, end: Any, x: Rows, y: Rows, out: Any) -> None:
     step, inner, outer = tile
     right, left, own = pl.program_id(0) * outer, pl.program_id(1) * inner, pl.program_id(2)
-    is_left = (left + jnp.arange(inner)) < x.shape[1]
-    is_right = (right + jnp.arange(outer)) < y.shape[1]
+    is_left = (left + jnp.arange(inner)) < x.array.shape[1]
+    is_right = (right + jnp.arange(outer)) < y.array.shape[1]
     begin, stop = first[own], end[own]
 
     def add(i: Any, total: Array) -> Array:
         row = begin + i * step
         is_row = (row + jnp.arange(step)) < stop
-        of_x = _read(x.at[pl.ds(row, step), pl.ds(left, inner)], is_row, is_left)
-        of_y = _read(y.at[pl.ds(row, step), pl.ds(right, outer)], is_row, is_right)
+        of_x = _RowsOfTile.of(x, row, is_row).read(left, is_left)
+        of_y = _RowsOfTile.of(y, row, is_row).read(right, is_right)
         return total + pallas_triton.dot(of_x.T, of_y)
 
     total = lax.fori_loop(0, pl.cdiv(stop - begin, step), add, jnp.zeros((inner, outer), jnp.float32))

@@ -186,7 +186,7 @@ class ExpertsCall:
             plan: Any = block_plan(choices, self.experts, self.block_size, self.blocks_at_once)
         else:
             loop = ChunkLoop(*parts, self.kernels)
-            chunks = chunks_of(choices.size, x.shape[1] * x.dtype.itemsize)
+            chunks = chunks_of(choices.size, x.shape[1] * x.dtype.itemsize, self.kernels)
             plan = chunk_plan(choices, self.experts, chunks, self.kernels.rows_of)
         out: Any = apply_experts(loop, cast(Any, Inputs(x, gates, tuple(arrays))), plan)
         return out[:count]

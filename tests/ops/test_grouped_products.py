@@ -1,5 +1,6 @@
 """Backends of `grouped_experts` by grouped products give what the walk over blocks gives, for any routing."""
 
+import dataclasses
 import functools
 import importlib.util
 import types
@@ -19,10 +20,10 @@ from jax.sharding import PartitionSpec as P
 from stacked_remat import fold, memory
 from stacked_remat._placement import compiled_for
 from stacked_remat.lora import LoraLinear
-from stacked_remat.ops import _expert_backends, _expert_chunks, grouped_experts
+from stacked_remat.ops import _expert_backends, grouped_experts
 from stacked_remat.ops._backends import choose_backend
 from stacked_remat.ops._expert_backends import EXPERT_BACKENDS, ExpertsBackend, ExpertsFacts, megablox_kernels
-from stacked_remat.ops._grouped_product import Kernels
+from stacked_remat.ops._grouped_product import kernels_of
 from stacked_remat.ops._grouped_triton import triton_kernels
 from tests.ops.test_grouped_experts import NO_CUDA, dense, example as swiglu_example, swiglu
 from tests.ops.test_per_device import mesh
@@ -48,7 +49,7 @@ def _outer(x, y, sizes, dtype):
     return jnp.einsum("re,rk,rn->ekn", own, x, y, preferred_element_type=jnp.float32).astype(dtype)
 
 
-PLAIN = Kernels(_product, _outer)  # the definition of the two products, in place of kernels
+PLAIN = kernels_of(_product, _outer)  # the definition of the two products, in place of kernels
 
 
 KERNELS = dict(plain=PLAIN, triton=triton_kernels(interpret=True), megablox=megablox_kernels(interpret=True))
@@ -144,8 +145,9 @@ def assert_close(found, wanted, **tolerance):
 
 @pytest.mark.parametrize("saved", [None, pytest.param(gated, marks=pytest.mark.deep)])
 def test_values_and_gradients_of_any_routing_in_one_compilation(backend, saved, monkeypatch):
-    # Three chunks, of which the last is padded.
-    monkeypatch.setattr(_expert_chunks, "_MOST_BYTES", 4 * CHOSEN * EMBED * 4)
+    # Three chunks, of which the last is padded; six in the backward pass if nothing is saved.
+    kernels = dataclasses.replace(EXPERT_BACKENDS[backend].kernels, chunk_bytes=4 * CHOSEN * EMBED * 4)
+    monkeypatch.setitem(EXPERT_BACKENDS, backend, ExpertsBackend(kernels))
     run: Any = both(backend, saved)
     for choices in routings().values():
         found, wanted = run(choices, *example())
@@ -164,6 +166,31 @@ def test_bfloat16(backend):
         np.testing.assert_allclose(got.astype(jnp.float32), want, atol=0.03 * float(jnp.max(jnp.abs(want))))
 
 
+def test_rows_columns_and_sums_of_several_tiles(monkeypatch):
+    monkeypatch.setitem(EXPERT_BACKENDS, "here", ExpertsBackend(KERNELS["triton"]))
+    tokens, embed, inner, Three = 160, 72, 136, Axis("experts", 3)
+    keys = jax.random.split(jax.random.key(0), 6)
+    weights = dict(
+        gate=0.1 * jax.random.normal(keys[0], (3, embed, inner)),
+        up=0.1 * jax.random.normal(keys[1], (3, inner, embed)),
+        down=0.1 * jax.random.normal(keys[2], (3, inner, embed)),
+    )
+    x, cotangent = (jax.random.normal(key, (tokens, embed)) for key in keys[3:5])
+    gates = jax.random.normal(keys[5], (tokens, 2))
+    rng = np.random.default_rng(0)
+    choices = jnp.asarray([rng.permutation(4)[:2] for _ in range(tokens)], jnp.int32)  # 3 is out of range
+
+    @functools.partial(jax.jit, compiler_options=quick)
+    def gradients(*args):
+        def loss(weights, x, gates, backend):
+            out = grouped_experts(turned, weights, Three, x, choices, gates, backend=backend)
+            return jnp.sum(out * cotangent)
+
+        return [jax.value_and_grad(loss, (0, 1, 2))(*args, backend) for backend in ("here", "block")]
+
+    assert_close(*gradients(weights, x, gates), atol=1e-4, rtol=1e-4)
+
+
 def counted(monkeypatch):
     """The kinds of products of the traced program, as they are traced."""
     kinds = []
@@ -171,7 +198,7 @@ def counted(monkeypatch):
     def noting(kind, fn):
         return lambda *args: kinds.append(kind) or fn(*args)
 
-    here = ExpertsBackend(Kernels(noting("rows", _product), noting("weights", _outer)))
+    here = ExpertsBackend(kernels_of(noting("rows", _product), noting("weights", _outer)))
     monkeypatch.setitem(EXPERT_BACKENDS, "here", here)
     return kinds
 
@@ -186,6 +213,31 @@ def test_frozen_weights_have_no_product_and_adapters_do(monkeypatch):
     found, wanted = adapters(choices, *example())
     assert_close(found, wanted, atol=1e-4, rtol=1e-4)
     assert kinds.count("weights") == 4
+
+
+def shared(weights, rows, gates):
+    """One product is taken by two others, whose results are added."""
+    gate = rows @ weights["gate"]
+    return (jnp.tanh(gate) * gates[:, None]) @ weights["down"] + (2 * gate * gates[:, None]) @ weights["more"]
+
+
+@pytest.mark.parametrize(("expert", "calls"), [(swiglu, [2, 1]), (shared, [1, 2])])
+def test_elements_are_left_to_the_kernel_of_their_products_and_none_is_computed_twice(
+    expert, calls, monkeypatch
+):
+    found = []
+
+    def products(what, *args):
+        found.append(len(what.terms))
+        return PLAIN.products(what, *args)
+
+    here = ExpertsBackend(dataclasses.replace(PLAIN, products=products))
+    monkeypatch.setitem(EXPERT_BACKENDS, "here", here)
+    weights, x, choices, gates, _ = swiglu_example(5, routings()["random"])
+    weights = dict(weights, more=weights["down"])
+    run = functools.partial(grouped_experts, expert, weights, Experts, x, choices, gates)
+    assert_close(run(backend="here"), run(backend="block"), atol=1e-4, rtol=1e-4)
+    assert found == calls
 
 
 def test_of_a_pair_only_what_is_saved_is_kept(plain):

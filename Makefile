@@ -71,7 +71,7 @@ memory:  ## compile for an H200 and a TPU v5p and compare with the recorded memo
 	@mkdir -p "$(REPORTS)"
 	$(VENV)-memory/bin/python -m pytest --junitxml="$(REPORTS)/memory.xml" \
 	    tests/benchmarks/test_stack_memory.py tests/benchmarks/test_visitor_memory.py tests/benchmarks/test_fused_update_memory.py \
-	    tests/benchmarks/test_qwen3_context.py tests/benchmarks/test_checkpoint_chain.py tests/benchmarks/test_pattern.py tests/memory/test_targets.py \
+	    tests/benchmarks/test_qwen3_context.py tests/benchmarks/test_expert_layer.py tests/benchmarks/test_checkpoint_chain.py tests/benchmarks/test_pattern.py tests/memory/test_targets.py \
 	    tests/ops/test_attention_splash.py tests/ops/test_cross_entropy.py::test_a_vocabulary_of_150000_at_65536_tokens \
 	    tests/ops/test_grouped_experts.py::test_memory_at_65536_tokens_and_128_experts \
 	    tests/ops/test_grouped_products.py::test_for_a_gpu_it_copies_no_weights \

@@ -10,7 +10,8 @@ from typing import Any
 
 RESULTS = Path(__file__).resolve().parents[1] / "benchmarks" / "results"
 
-_BYTES = ("temporaries", "total", "host", "announced_bytes", "allocated_bytes", "peak_resident_bytes", "sent")
+_BYTES = ("temporaries", "total", "host", "announced_bytes", "allocated_bytes", "peak_resident_bytes")
+_BYTES += ("sent", "moved", "needed")
 _LEFT_OUT = ("arguments", "outputs", "host_temporaries", "flops_exact")
 """What tables of whole files do not show."""
 _UNITS = {"matmul_flops": ("TFLOP", 1e12, 1), "compile_seconds": ("compile seconds", 1, 1)}

@@ -110,11 +110,14 @@ def grouped_experts(
     is sent again with its cotangent, and a cotangent comes back. Padding adds about an eighth to an even
     routing. Memory: up to 0.5 GiB for the rows of a round. Weights stay where they are.
 
-    The backends of grouped products compute pairs in chunks of tokens, with at most 0.125 GiB of rows in
-    each, and keep nothing of a pair but what is `saved`. Every chunk reads the weights of its experts once,
-    and adds its gradients to those of all trained weights. A transposition of weights within `expert` copies
-    those of all experts: contract the axis where it is (`einsum`). On several devices call them inside
-    `jax.shard_map(..., check_vma=False)`, with or without `over`.
+    The backends of grouped products compute pairs in chunks of tokens, with at most 0.5 GiB of rows in each
+    (`"megablox"`: 0.125 GiB), and keep nothing of a pair but what is `saved`. Every chunk reads the weights
+    of its experts once, and adds its gradients to those of all trained weights; without large ones, and
+    without `saved`, chunks of the backward pass are half as large. `"triton"` reads rows from their tokens,
+    and writes only what a product takes: operations on the elements of products are part of their kernels.
+    A transposition of weights within `expert` copies those of all experts: contract the axis where it is
+    (`einsum`). On several devices call them inside `jax.shard_map(..., check_vma=False)`, with or without
+    `over`.
     """
     exchange = None
     if over:

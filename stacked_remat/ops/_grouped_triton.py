@@ -57,7 +57,7 @@ def _products(
         kernel,
         [jax.ShapeDtypeStruct((count, outer), dtype) for dtype in dtypes],
         grid=(pl.cdiv(outer, tile[1]), len(expert)),  # programs that share rows run together
-        compiler_params=_parameters(len(what.products)),
+        compiler_params=_parameters(len(what.products), rows[0].array.dtype),
         interpret=interpret,
         name="grouped_products",
     )(expert, first, end, *flat)
@@ -77,7 +77,7 @@ def _outer(x: Rows, y: Rows, sizes: Array, dtype: Any, interpret: bool) -> Array
         kernel,
         jax.ShapeDtypeStruct(shape, dtype),
         grid=(pl.cdiv(shape[2], tile[2]), pl.cdiv(shape[1], tile[1]), len(sizes)),
-        compiler_params=_parameters(1),
+        compiler_params=_parameters(1, x.array.dtype),
         interpret=interpret,
         name="grouped_outer",
     )(end - sizes, end, *flat)
@@ -109,15 +109,15 @@ def _sums(rows: Array, groups: Groups, interpret: bool) -> Array:
         kernel,
         jax.ShapeDtypeStruct((tokens, rows.shape[1]), rows.dtype),
         grid=(pl.cdiv(tokens, tile[0]), pl.cdiv(rows.shape[1], tile[1])),
-        compiler_params=_parameters(1),
+        compiler_params=_parameters(1, rows.dtype),
         interpret=interpret,
         name="sums_of_rows",
     )(row, rows)
 
 
-def _parameters(sums: int) -> Any:
-    """For a program with so many tiles of sums, which are held in registers."""
-    return pallas_triton.CompilerParams(num_warps=4 * sums, num_stages=4)
+def _parameters(sums: int, dtype: Any) -> Any:
+    """For a program with so many tiles of sums, in registers, that reads tiles of this dtype ahead."""
+    return pallas_triton.CompilerParams(num_warps=4 * sums, num_stages=8 // jnp.dtype(dtype).itemsize)
 
 
 def _count(rows: Rows) -> int:

@@ -66,7 +66,9 @@ TABLES = {
         rows=("target", "backend", "temporaries", "total"),
     ),
     "long-context-expert-layer": Table(
-        ("expert_layer_h200.json",), rows=("program", "moved", "needed", "ratio"), only={"backend": "triton"}
+        ("expert_layer_h200.json",),
+        rows=("program", "moved", "needed", "moved / needed"),
+        only={"backend": "triton"},
     ),
     "long-context-gpt-oss": Table(("gpt_oss_20b_65k_lora_context_h200.json",), rows=_CONTEXT),
     "long-context-longest": Table(

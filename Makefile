@@ -41,9 +41,11 @@ test test-all docs: export JAX_COMPILATION_CACHE_DIR := $(abspath $(VENV))/compi
 test test-all docs: export JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS := 0.1
 test test-all docs: export JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES := 0
 
-# Most of the time of the tests is compilation, so `make test` lets LLVM optimize less, and XLA with it (tests/conftest.py);
-# `make test-all` does not.
-test: export XLA_FLAGS := $(XLA_FLAGS) --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true
+# Most of the time of the tests is compilation, so LLVM optimizes less, and XLA with it (tests/conftest.py). OPTIMIZE=1 compiles as users
+# do, which takes twice as long.
+ifndef OPTIMIZE
+test test-all: export XLA_FLAGS := $(XLA_FLAGS) --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true
+endif
 test: MARKS := not slow and not deep
 test-all: MARKS := not slow
 

@@ -25,8 +25,11 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 hypothesis.settings.register_profile("stacked_remat", deadline=None, derandomize=bool(os.environ.get("CI")))
 hypothesis.settings.load_profile("stacked_remat")
 
+# Tracing makes many objects, among which Python would look for cycles after every 700.
+gc.set_threshold(50_000, 20, 20)
 
-_MOST_MAPS = 20_000  # what one module adds is less than that again
+
+_MOST_MAPS = 40_000  # what one module adds is less than half of that
 
 
 def _memory_maps() -> int:

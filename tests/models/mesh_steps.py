@@ -12,6 +12,8 @@ from models.lm import build_model, next_token_loss
 from models.lora import with_adapters
 from stacked_remat.training import Partitioning, TokenBatch, TrainState, train_step
 
+from .random_weights import random_weights
+
 ROWS, VOCAB = 8, 24
 
 
@@ -26,9 +28,8 @@ def batch(positions):
 
 
 def first_state(config, remat, lora=None):
-    key = jax.random.key(0)
-    model = build_model(config, Axis("vocab", VOCAB), remat=remat, key=key)
-    model, trainable = with_adapters(model, lora, key=key)
+    model = random_weights(build_model, config, Axis("vocab", VOCAB), remat=remat)
+    model, trainable = with_adapters(model, lora, key=jax.random.key(0))
     state = TrainState.init(model, optax.sgd(-1.0), trainable)
     if lora is None:
         return state

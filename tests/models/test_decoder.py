@@ -24,6 +24,7 @@ from stacked_remat.ops import rotary_table
 from stacked_remat.training import TokenBatch
 
 from ..jaxprs import equations_of
+from .random_weights import random_weights
 
 Vocab, Batch, Pos, Layers = Axis("vocab", 19), Axis("batch", 2), Axis("position", 5), Axis("layers", 3)
 CONFIG = Qwen3MoeConfig(
@@ -33,15 +34,7 @@ CONFIG = Qwen3MoeConfig(
 
 @functools.cache
 def make(config=CONFIG) -> Decoder:
-    """Random weights; norms are ones."""
-    shapes = eqx.filter_eval_shape(Decoder.init, config, Vocab, key=jax.random.key(0))
-    rng = np.random.default_rng(0)
-
-    def value(path, leaf):
-        norm = "norm" in jax.tree_util.keystr(path)
-        return jnp.asarray(np.ones(leaf.shape) if norm else 0.02 * rng.normal(size=leaf.shape), leaf.dtype)
-
-    return jax.tree_util.tree_map_with_path(value, shapes)
+    return random_weights(Decoder.init, config, Vocab)
 
 
 def with_policy(model, policy):

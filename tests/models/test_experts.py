@@ -18,22 +18,23 @@ from stacked_remat.lora import LoraConfig, apply_lora, lora_filter, merge_lora
 from stacked_remat.ops._expert_backends import EXPERT_BACKENDS, ExpertsBackend
 from stacked_remat.ops._grouped_triton import triton_kernels
 
+from .random_weights import random_weights
+
 Batch, Pos = Axis("batch", 2), Axis("position", 3)
 
 
-def make(*, num_experts=4, experts_per_token=2, norm_topk_prob=True, architecture=Qwen3MoeConfig):
+def make(*, num_experts=4, experts_per_token=2, norm_topk_prob=True, architecture=Qwen3MoeConfig, spread=0.7):
     sizes = ExpertsConfig(num_experts, experts_per_token, 6, norm_topk_prob)
-    # a large spread, so that experts differ
-    config = architecture(hidden_dim=8, num_heads=2, num_kv_heads=1, initializer_range=0.7, experts=sizes)
-    layer = SparseExperts.init(config, key=jax.random.key(1))
-    return layer, hax.random.normal(jax.random.key(2), (Batch, Pos, config.Embed))
+    config = architecture(hidden_dim=8, num_heads=2, num_kv_heads=1, experts=sizes)
+    # A large spread, so that experts differ.
+    layer = random_weights(SparseExperts.init, config, spread=spread)
+    x = np.random.default_rng(1).normal(size=(Batch.size, Pos.size, 8))
+    return layer, hax.named(jnp.asarray(x, jnp.float32), (Batch, Pos, config.Embed))
 
 
 def with_biases(num_experts=3):
     """Experts that have biases, and values on both sides of the limit of their SwiGLU."""
-    layer, x = make(num_experts=num_experts, architecture=GptOssConfig)
-    rng = np.random.default_rng(0)
-    return jax.tree.map(lambda leaf: jnp.asarray(3 * rng.normal(size=leaf.shape), leaf.dtype), layer), x
+    return make(num_experts=num_experts, architecture=GptOssConfig, spread=3)
 
 
 apply = jax.jit(SparseExperts.__call__)

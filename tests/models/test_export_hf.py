@@ -7,7 +7,6 @@ from typing import Any
 
 import equinox as eqx
 import haliax as hax
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -31,6 +30,7 @@ from stacked_remat.training import ConfigError, parse_config
 
 from ..training.data import word_tokenizer
 from . import tiny_run
+from .random_weights import random_weights
 from .tiny_run import make_workplace
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
@@ -44,9 +44,9 @@ def workplace(tmp_path_factory):
     folder = make_workplace(tmp_path_factory.mktemp("workplace"))
     config = begun_with(folder, None)
     assert isinstance(config.model, Qwen3MoeConfig)
-    make = eqx.filter_jit(lambda: Decoder.init(config.model, Vocab, key=jax.random.key(5)))
     texts = {"generation_config.json": '{"eos_token_id": [7, 256]}'}
-    write_decoder(folder / "base", make(), texts=texts)
+    model = random_weights(Decoder.init, config.model, Vocab, spread=0.1)
+    write_decoder(folder / "base", model, texts=texts)
     return folder
 
 

@@ -7,7 +7,6 @@ import shutil
 import signal
 from dataclasses import replace
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -31,6 +30,7 @@ from stacked_remat.lora import LoraConfig
 from stacked_remat.training import ConfigError, MeshConfig, StreamingConfig, UpdateConfig, load_tokenizer
 
 from ..training.data import word_tokenizer
+from .random_weights import random_weights
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 
@@ -191,7 +191,7 @@ def spoken(tmp_path_factory):
     folder = tmp_path_factory.mktemp("spoken") / "model"
     Vocab = Axis("vocab", word_tokenizer.word_tokenizer().get_vocab_size())
     config = Qwen3Config(hidden_dim=16, num_layers=1, num_heads=2, num_kv_heads=1)
-    model = eqx.filter_jit(Decoder.init)(config, Vocab, key=jax.random.key(0))
+    model = random_weights(Decoder.init, config, Vocab)
     write_decoder(folder, jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), model))
     word_tokenizer.save(folder)
     return folder

@@ -120,23 +120,25 @@ def routings():
     }
 
 
-def both(backend, saved=None, trained=lambda path: True):
-    """Values and gradients of a backend and of the walk over blocks; compiled once for every routing."""
+def of_backend(backend, saved=None, trained=lambda path: True):
+    """Values and gradients of a backend; compiled once for every routing."""
 
     @functools.partial(jax.jit, compiler_options=quick)
     def run(choices, weights, x, gates, cotangent):
         chosen = jax.tree_util.tree_map_with_path(lambda path, _: trained(path), weights)
         moving, still = eqx.partition(weights, chosen)
 
-        def loss(moving, x, gates, backend):
+        def loss(moving, x, gates):
             own = eqx.combine(moving, still)
             out = grouped_experts(mlp, own, Experts, x, choices, gates, saved=saved, backend=backend)
             return jnp.sum((out * cotangent).astype(jnp.float32)), out
 
-        gradient = jax.value_and_grad(loss, (0, 1, 2), has_aux=True)
-        return gradient(moving, x, gates, backend), gradient(moving, x, gates, "block")
+        return jax.value_and_grad(loss, (0, 1, 2), has_aux=True)(moving, x, gates)
 
     return run
+
+
+block = of_backend("block")  # the walk over blocks, with which all tests compare
 
 
 def assert_close(found, wanted, **tolerance):
@@ -148,9 +150,9 @@ def test_values_and_gradients_of_any_routing_in_one_compilation(backend, saved, 
     # Three chunks, of which the last is padded; six in the backward pass if nothing is saved.
     kernels = dataclasses.replace(EXPERT_BACKENDS[backend].kernels, chunk_bytes=4 * CHOSEN * EMBED * 4)
     monkeypatch.setitem(EXPERT_BACKENDS, backend, ExpertsBackend(kernels))
-    run: Any = both(backend, saved)
+    run: Any = of_backend(backend, saved)
     for choices in routings().values():
-        found, wanted = run(choices, *example())
+        found, wanted = run(choices, *example()), block(choices, *example())
         assert_close(found, wanted, atol=1e-4, rtol=1e-4)
         nowhere = ((choices < 0) | (choices >= EXPERTS)).all(axis=1)
         np.testing.assert_array_equal(found[0][1][nowhere], 0)
@@ -158,9 +160,9 @@ def test_values_and_gradients_of_any_routing_in_one_compilation(backend, saved, 
 
 
 def test_bfloat16(backend):
-    found, _ = both(backend)(routings()["random"], *example(jnp.bfloat16))
+    found = of_backend(backend)(routings()["random"], *example(jnp.bfloat16))
     wide = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), example(jnp.bfloat16))
-    _, wanted = both("block")(routings()["random"], *wide)
+    wanted = block(routings()["random"], *wide)
     assert all(leaf.dtype == jnp.bfloat16 for leaf in jax.tree.leaves(found[1]))
     for got, want in zip(jax.tree.leaves(found[1]), jax.tree.leaves(wanted[1]), strict=True):
         np.testing.assert_allclose(got.astype(jnp.float32), want, atol=0.03 * float(jnp.max(jnp.abs(want))))
@@ -206,12 +208,19 @@ def counted(monkeypatch):
 def test_frozen_weights_have_no_product_and_adapters_do(monkeypatch):
     kinds = counted(monkeypatch)
     choices = routings()["random"]
-    frozen = both("here", trained=lambda path: False)
+    frozen = of_backend("here", trained=lambda path: False)
     jax.eval_shape(frozen, choices, *example())
     assert kinds.count("weights") == 0
-    adapters = both("here", trained=lambda path: getattr(path[1], "name", "") in ("a", "b"))
-    found, wanted = adapters(choices, *example())
-    assert_close(found, wanted, atol=1e-4, rtol=1e-4)
+
+    def is_adapter(path):
+        return getattr(path[1], "name", "") in ("a", "b")
+
+    found = of_backend("here", trained=is_adapter)(choices, *example())
+    value, (gradients, *others) = block(choices, *example())
+    gradients = jax.tree_util.tree_map_with_path(
+        lambda path, leaf: leaf if is_adapter(path) else None, gradients
+    )
+    assert_close(found, (value, (gradients, *others)), atol=1e-4, rtol=1e-4)
     assert kinds.count("weights") == 4
 
 

@@ -1,7 +1,7 @@
 """Blocks that the tests stack, quick compilation, and which policies are tested with `JAX_REMAT3=1` too."""
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import equinox as eqx
@@ -19,8 +19,11 @@ quick_jit = functools.partial(
 )
 
 
-def with_remat3(policies: Mapping[str, Any]) -> list[Any]:
-    """Policies for `parametrize`; those that save or offload values by name are marked `remat3`."""
+def with_remat3(policies: Mapping[str, Any], quick: Collection[str] | None = None) -> list[Any]:
+    """Policies for `parametrize`; those that save or offload values by name are marked `remat3`.
+
+    Those that are not `quick` are marked `deep`.
+    """
 
     def marks(spec: Any) -> tuple:
         policy = spec if isinstance(spec, ScanCheckpointPolicy) else ScanCheckpointPolicy()
@@ -29,7 +32,12 @@ def with_remat3(policies: Mapping[str, Any]) -> list[Any]:
         within_first = isinstance(policy.first_policy, ScanCheckpointPolicy)
         return (pytest.mark.remat3,) if names or offloads or within_first else ()
 
-    return [pytest.param(spec, marks=marks(spec), id=name) for name, spec in policies.items()]
+    def depth(name: str) -> tuple:
+        return () if quick is None or name in quick else (pytest.mark.deep,)
+
+    return [
+        pytest.param(spec, marks=(*marks(spec), *depth(name)), id=name) for name, spec in policies.items()
+    ]
 
 
 Hidden = hax.Axis("hidden", 3)

@@ -51,7 +51,7 @@ every_stack_and_policy = pytest.mark.parametrize(
     [
         pytest.param(Stack, *one.values, marks=one.marks, id=f"{Stack.__name__}-{one.id}")
         for Stack, names in ((Stacked, POLICIES), (BlockSeq, KINDS))
-        for one in with_remat3({name: POLICIES[name] for name in names})
+        for one in with_remat3({name: POLICIES[name] for name in names}, quick=KINDS)
     ],
 )
 every_kind = pytest.mark.parametrize("policy", [POLICIES[name] for name in KINDS], ids=KINDS)

@@ -140,19 +140,29 @@ def reference(reverse, N):
     return values_and_gradients(functools.partial(run_loop, reverse), N)
 
 
-@pytest.mark.parametrize("N, reverse", [(12, False), (7, True)])
 @pytest.mark.parametrize("remat", with_remat3(POLICIES))
-def test_values_and_gradients_equal_the_python_loop(remat, N, reverse):
-    found = values_and_gradients(functools.partial(run_policy, remat, reverse), N)
-    close = functools.partial(np.testing.assert_allclose, rtol=2e-4, atol=2e-5)
-    jax.tree.map(close, found, reference(reverse, N))
+def test_values_and_gradients_equal_the_python_loop(remat):
+    assert_as_looped(remat, 12)
+
+
+# One policy for each kind of program.
+KINDS = ("True", "internals", "nested, boundaries offloaded", "5 keep a name, nested=2, boundaries offloaded")
+
+
+@pytest.mark.parametrize("remat", with_remat3(POLICIES, quick=KINDS))
+def test_layers_in_reverse_equal_the_python_loop(remat):
+    assert_as_looped(remat, 7, reverse=True)
 
 
 @pytest.mark.parametrize("name", ["recompute", "offload", "levels", "2 keep internals, nested"])
 def test_a_stack_of_one_layer(name):
-    found = values_and_gradients(functools.partial(run_policy, POLICIES[name], False), 1)
+    assert_as_looped(POLICIES[name], 1)
+
+
+def assert_as_looped(remat, N, reverse=False):
+    found = values_and_gradients(functools.partial(run_policy, remat, reverse), N)
     close = functools.partial(np.testing.assert_allclose, rtol=2e-4, atol=2e-5)
-    jax.tree.map(close, found, reference(False, 1))
+    jax.tree.map(close, found, reference(reverse, N))
 
 
 @functools.cache
@@ -174,7 +184,7 @@ def value_and_gradient_of_a_block_seq(remat):
     return value, jax.tree.leaves(gradient)
 
 
-@pytest.mark.parametrize("remat", with_remat3(POLICIES))
+@pytest.mark.parametrize("remat", with_remat3(POLICIES, quick=(*KINDS, "False", "recompute", "nested")))
 def test_values_and_gradients_of_a_block_seq_equal_the_python_loop(remat):
     close = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-6)
     jax.tree.map(close, value_and_gradient_of_a_block_seq(remat), value_and_gradient_of_a_block_seq(None))

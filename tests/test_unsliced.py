@@ -1,5 +1,6 @@
 """Fields that are not sliced: read from the stack of all layers, with gradients summed there."""
 
+import functools
 from typing import Any
 
 import equinox as eqx
@@ -40,8 +41,9 @@ class Mixture(eqx.Module):
         return x + jnp.tanh(checkpoint_name(self.experts(x, choice), "hidden")) * self.scale
 
 
-@pytest.mark.parametrize("remat", with_remat3({**POLICIES, "recompute": "recompute"}))
-def test_fields_that_are_not_sliced_are_read_from_the_stack_and_their_gradients_summed_there(remat):
+@functools.cache
+def mixtures():
+    """Layers, their input and their choices; and the gradients of the loop."""
     weight = random(0, Layers, Expert, Embed, Embed.alias("out"))
     blocks = Stacked(Mixture(Experts(weight, jnp.linspace(0.5, 1, N)), jnp.linspace(1, 2, N)), Layers)
     x = jax.random.normal(jax.random.key(1), (2, 4))
@@ -52,7 +54,12 @@ def test_fields_that_are_not_sliced_are_read_from_the_stack_and_their_gradients_
             x = blocks[i](x, choice[i])
         return jnp.sum(x**2)
 
-    want = jax.jit(jax.grad(loop, (0, 1)))(blocks, x)
+    return (blocks, x, choice), jax.jit(jax.grad(loop, (0, 1)))(blocks, x)
+
+
+@pytest.mark.parametrize("remat", with_remat3({**POLICIES, "recompute": "recompute"}))
+def test_fields_that_are_not_sliced_are_read_from_the_stack_and_their_gradients_summed_there(remat):
+    (blocks, x, choice), want = mixtures()
 
     def loss(blocks, x):
         return jnp.sum(blocks.fold(x, choice, remat=remat) ** 2)

@@ -121,8 +121,15 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("size", [pytest.param(3, marks=pytest.mark.deep), 1])
-def test_attention_and_learned_positions_have_scores_of_tokens_and_of_packed_examples(size):
+@pytest.mark.parametrize(
+    ("size", "names"),
+    [
+        pytest.param(3, CASES, marks=pytest.mark.deep, id="3"),
+        pytest.param(1, CASES, marks=pytest.mark.deep, id="1"),
+        pytest.param(2, ("products", "haliax", "whole table"), id="2"),
+    ],
+)
+def test_attention_and_learned_positions_have_scores_of_tokens_and_of_packed_examples(size, names):
     model, batch, Document = Model.init(), packed(size), Axis("document", 2 * size)
     direction = jax.tree.map(jnp.cos, model)
     ids = batch["segments"] + 2 * hax.arange(Axis("batch", size))
@@ -138,7 +145,8 @@ def test_attention_and_learned_positions_have_scores_of_tokens_and_of_packed_exa
     @jax.jit
     def run(model):
         found = {}
-        for name, losses in CASES.items():
+        for name in names:
+            losses = CASES[name]
             own = ghost.grad_dot(model, losses, batch, per_token="position", **alike)[1].scores
             of_documents = ghost.grad_dot(model, losses, batch, example_ids=ids, Examples=Document, **alike)[
                 1

@@ -140,14 +140,14 @@ def test_the_least_arithmetic_of_what_fits_is_taken(comparison):
 
 def test_a_larger_budget_never_plans_more_arithmetic(comparison):
     totals = [trial.report.total for trial in comparison.trials]
-    budgets = [min(totals) + k * (max(totals) - min(totals)) // 19 for k in range(20)]
+    budgets = [min(totals) + k * (max(totals) - min(totals)) // 7 for k in range(8)]
     shown, options = [], {"candidates": [*CANDIDATES[:3], CANDIDATES[-1]], "layers": Layers.size}
     found = [
         plan(Counting(), *blocks_and_input(), budget=budget, show=shown.append, **options)
         for budget in budgets
     ]
     arithmetic = [plan.report.flops.matmul for plan in found]
-    assert arithmetic == sorted(arithmetic, reverse=True) and len(set(arithmetic)) > 5
+    assert arithmetic == sorted(arithmetic, reverse=True) and len(set(arithmetic)) > 4
     assert all(plan.report.total <= budget for plan, budget in zip(found, budgets, strict=True))
     tried = [trial for plan in found for trial in plan.tried.trials]
     assert shown == tried

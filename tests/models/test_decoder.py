@@ -222,8 +222,11 @@ def unchecked():
             ScanCheckpointPolicy(first_layers=2, first_policy=CONFIG.remat_presets["projections_saved"]),
             marks=pytest.mark.deep,
         ),
-        ScanCheckpointPolicy(
-            nested=True, first_layers=1, first_policy=CONFIG.remat_presets["attention_saved"]
+        pytest.param(
+            ScanCheckpointPolicy(
+                nested=True, first_layers=1, first_policy=CONFIG.remat_presets["attention_saved"]
+            ),
+            marks=pytest.mark.deep,
         ),
         pytest.param(
             ScanCheckpointPolicy(nested=True, save_block_internals=["router_probs"]), marks=pytest.mark.deep
@@ -268,8 +271,19 @@ WITH_SINKS = GptOssConfig(
 )
 
 
+WITH_DENSE_LAYER = dataclasses.replace(
+    CONFIG, num_layers=2, experts=dataclasses.replace(CONFIG.experts, dense_layers=(1,))
+)
+
+
 @pytest.mark.parametrize(
-    "config", [CONFIG, pytest.param(WITH_SINKS, marks=pytest.mark.deep)], ids=["norms", "sinks"]
+    "config",
+    [
+        CONFIG,
+        pytest.param(WITH_DENSE_LAYER, marks=pytest.mark.deep),
+        pytest.param(WITH_SINKS, marks=pytest.mark.deep),
+    ],
+    ids=["norms", "dense layer", "sinks"],
 )
 def test_tiles_give_the_same_loss_gradients_and_statistics(config):
     """With biases, adapters, documents, more tiles than key-value heads, and a ragged last tile."""
@@ -292,9 +306,6 @@ def test_tiles_give_the_same_loss_gradients_and_statistics(config):
     def run(models):
         return [eqx.filter_value_and_grad(loss, has_aux=True)(model) for model in models]
 
-    if config is CONFIG:
-        experts = dataclasses.replace(CONFIG.experts, dense_layers=(1,))
-        config = dataclasses.replace(CONFIG, num_layers=2, experts=experts)
     expected, found = run([adapted(config, tiles) for tiles in (1, 4)])
     largest = max(float(np.abs(leaf).max()) for leaf in jax.tree.leaves(expected[1]))
     for leaf, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):

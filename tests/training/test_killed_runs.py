@@ -66,6 +66,7 @@ def assert_as_uninterrupted(tmp_path, killed):
     assert [path.name for path in (folder / "checkpoints").iterdir()] == ["16"]
 
 
+@pytest.mark.deep
 def test_a_killed_run_ends_like_an_uninterrupted_one(tmp_path):
     assert_as_uninterrupted(tmp_path, [BEFORE_ANY_CHECKPOINT, ABOUT_TO_COMMIT])
 

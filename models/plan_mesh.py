@@ -145,13 +145,15 @@ def _is_allowed(step: StepMemory, devices: int) -> bool:
 
 def _divisions(step: StepMemory, number: int, budget: Budget, errors: list[Exception]) -> Iterator[Division]:
     """What fits on one mesh: with the fewest microbatches, and with more where that saves arithmetic."""
-    update, devices = step.config.trainer.update, step.mesh_size()
+    update = step.config.trainer.update
     policies: tuple[ScanCheckpointSpec, ...] = _POLICIES
     more = (1,) if update.fused else _MORE_MICROBATCHES  # a fused update takes one microbatch
     for count in (update.microbatches * times for times in more):
         trainer = replace(step.config.trainer, update=replace(update, microbatches=count))
         cut = replace(step, config=replace(step.config, trainer=trainer))
-        if not _is_allowed(cut, devices):
+        try:
+            cut.check_batch()
+        except ConfigError:
             return
         tried = (_tried(cut, policy, number, budget, errors) for policy in policies)
         fitting = next(filter(None, tried), None)

@@ -88,6 +88,15 @@ class StepMemory:
         self._shapes(partitioning)
         return partitioning.mesh.size
 
+    def check_batch(self) -> None:
+        """Look whether the mesh divides the batch, and each of its microbatches.
+
+        Raises:
+            ConfigError: it does not.
+        """
+        data, update = self.config.data, self.config.trainer.update
+        self._partitioning().check_batch(data.batch_size, data.seq_len, update.microbatches)
+
     def parts_of(self, what: str) -> int:
         """What the length of the context (`"context"`) or the rows of the batch are a multiple of."""
         partitioning = self._partitioning()

@@ -4,7 +4,6 @@ import dataclasses
 
 import equinox as eqx
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -100,4 +99,3 @@ def test_scores_take_one_product_more():
         ratios.append(flops[1] / flops[0])
     assert ratios[0] <= 1.30
     assert ratios[1] <= 1.15
-    assert jnp.isfinite(ratios[0])

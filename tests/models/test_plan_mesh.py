@@ -15,6 +15,7 @@ from models.plan_lm import PlanLmConfig, main
 from models.plan_mesh import find_divisions, meshes
 from models.plan_search import Budget
 from models.qwen3_moe import Qwen3MoeConfig
+from models.run_state import state_shapes
 from models.step_memory import StepMemory
 from models.transformer.config import ExpertsConfig
 from stacked_remat._policy import resolve_policy
@@ -38,6 +39,22 @@ CONFIG = PlanLmConfig(
 SENT = {"data": 400, "expert": 300, "context": 200, "tensor": 100}
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def shapes_are_traced_once():
+    """The tests of this file ask for the shapes of the same states."""
+    found = {}
+
+    def once(config, partitioning, **options):
+        key = str((config, partitioning.mesh, options))
+        if key not in found:
+            found[key] = state_shapes(config, partitioning, **options)
+        return found[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("models.step_memory.state_shapes", once)
+        yield
 
 
 @pytest.fixture(autouse=True)

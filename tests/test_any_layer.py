@@ -55,6 +55,12 @@ every_stack_and_policy = pytest.mark.parametrize(
     ],
 )
 every_kind = pytest.mark.parametrize("policy", [POLICIES[name] for name in KINDS], ids=KINDS)
+
+
+def deep_cases(cases):
+    return [pytest.param(*case, marks=pytest.mark.deep) for case in cases]
+
+
 every_stack = pytest.mark.parametrize("Stack", [Stacked, BlockSeq])
 
 
@@ -137,7 +143,12 @@ def test_second_derivatives_of_one_layer(policy):
 class TestOutsideOfJit:
     @pytest.mark.parametrize(
         "Stack, policy",
-        [*((Stacked, POLICIES[name]) for name in KINDS), (BlockSeq, True), (BlockSeq, "offload")],
+        [
+            *((Stacked, POLICIES[name]) for name in ("true", "nested names", "first layers")),
+            *deep_cases((Stacked, POLICIES[name]) for name in ("recompute", "offload", "inputs")),
+            *deep_cases([(Stacked, POLICIES["nested offload"]), (BlockSeq, True)]),
+            (BlockSeq, "offload"),
+        ],
         ids=str,
     )
     def test_calls_hold_no_arrays(self, Stack, policy):

@@ -15,6 +15,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from stacked_remat import LayerStack, ScanCheckpointPolicy, Stacked, fused_update, memory, shared, unsliced
 from stacked_remat.training.precision import in_float32
 
+from .random_arrays import normal
+
 N = 5
 Layers, Few = hax.Axis("layers", N), hax.Axis("layers", 2)
 Embed, Out = hax.Axis("embed", 6), hax.Axis("out", 6)
@@ -67,10 +69,8 @@ class Model(eqx.Module):
 
 
 def model(remat=True, dtype=jnp.float32):
-    keys = jax.random.split(jax.random.key(0), 6)
-
     def random(i, *axes):
-        return (hax.random.normal(keys[i], axes) * 0.3).astype(dtype)
+        return (normal(i, *axes) * 0.3).astype(dtype)
 
     named = Named(random(0, Layers, Embed, Out), random(1, Layers, Embed), jnp.arange(N))
     weight, bias = random(2, Few, Embed, Out).array, random(3, Few, Out).array

@@ -14,6 +14,7 @@ from stacked_remat import BlockSeq, ScanCheckpointPolicy, Stacked, checkpoint_na
 
 from .blocks import NamedBlock, PlainBlock, quick_jit, with_remat3
 from .jaxprs import equations_of
+from .random_arrays import normal
 
 POLICIES = {
     "True": True,
@@ -58,13 +59,7 @@ Out = hax.Axis("out", 3)
 
 def arguments(N):
     """A carry, weights, a shift for each layer with the axis last, and a factor that all layers share."""
-    keys = jax.random.split(jax.random.key(N), 4)
-    return (
-        jax.random.normal(keys[0], (3,)),
-        0.5 * jax.random.normal(keys[1], (N, 3, 3)),
-        jax.random.normal(keys[2], (3, N)),
-        jax.random.normal(keys[3], ()),
-    )
+    return normal(0, 3), 0.5 * normal(1, N, 3, 3), normal(2, 3, N), normal(3)
 
 
 def named_layer(carry, weight, shift, factor, index):

@@ -122,6 +122,9 @@ def test_values_and_gradients_are_those_of_the_loop_under_every_policy(pattern, 
         backwards = {name: values[::-1] for name, values in own.items()}
         return looped(blocks[::-1], x, scale["layers", ::-1], backwards, shift)
 
+    # In reverse, one policy for each kind of program.
+    policies = POLICIES[::3] if reverse else POLICIES
+
     @jax.jit
     def run(*given):
         of_loop = jax.value_and_grad(loop, range(5))(*given)
@@ -129,12 +132,12 @@ def test_values_and_gradients_are_those_of_the_loop_under_every_policy(pattern, 
             jax.value_and_grad(functools.partial(swept, remat=remat, reverse=reverse), tuple(range(5)))(
                 *given
             )
-            for remat in POLICIES
+            for remat in policies
         ]
         return of_loop, ours
 
     expected, found = run(*given)
-    for remat, result in zip(POLICIES, found, strict=True):
+    for remat, result in zip(policies, found, strict=True):
         try:
             assert_close(result, expected)
         except AssertionError as error:

@@ -13,6 +13,7 @@ from stacked_remat._sweep.api import sweep
 from stacked_remat._sweep.spec import FirstLayers
 
 from .jaxprs import count
+from .random_arrays import normal
 from .sweep_cases import assert_close, check, inputs, jit, loss, mlp, mlp_gradients
 
 
@@ -141,9 +142,7 @@ def test_frozen_weights_cost_nothing():
 
 
 def arguments():
-    keys = jax.random.split(jax.random.key(0), 3)
-    shapes = [(12, 4, 6), (12, 6, 4), (3, 4)]
-    return [0.3 * jax.random.normal(key, shape) for key, shape in zip(keys, shapes, strict=True)]
+    return [0.3 * normal(seed, *shape) for seed, shape in enumerate([(12, 4, 6), (12, 6, 4), (3, 4)])]
 
 
 def test_a_schedule_of_another_length_is_refused():

@@ -24,6 +24,7 @@ from stacked_remat import (
 from stacked_remat._placement import compiled_for
 
 from .blocks import with_remat3
+from .random_arrays import normal
 
 N = 5
 Layers, Batch, Embed = hax.Axis("layers", N), hax.Axis("batch", 2), hax.Axis("embed", 4)
@@ -57,7 +58,7 @@ class Block(eqx.Module):
 
 
 def random(seed, *axes):
-    return hax.random.normal(jax.random.key(seed), axes) * 0.5
+    return normal(seed, *axes) * 0.5
 
 
 def example():

@@ -33,6 +33,7 @@ def compiled_once(variant, sizes):
     return dataclasses.replace(_compiled(same, sizes), seconds=[])
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("variant", VARIANTS, ids=lambda variant: variant.name)
 def test_every_variant_gives_the_same_gradients(variant, standard_promotion):
     pytest.importorskip(variant.needs)

@@ -16,6 +16,8 @@ from stacked_remat import Stacked, ghost, shared
 from stacked_remat.ghost._traced import rounding
 from stacked_remat.ops import chunked_cross_entropy
 
+from ..random_arrays import normal
+
 Batch, Layers = Axis("batch", 4), Axis("layers", 3)
 
 
@@ -33,14 +35,12 @@ class Model(eqx.Module):
 
     @staticmethod
     def init(remat=True):
-        keys = jax.random.split(jax.random.key(0), 3)
-        stack = Stacked(Block(jax.random.normal(keys[0], (3, 4, 4)) / 2), Layers, remat)
-        return Model(stack, 1 + jax.random.uniform(keys[1], (4,)), jax.random.normal(keys[2], (4,)))
+        stack = Stacked(Block(normal(0, 3, 4, 4) / 2), Layers, remat)
+        return Model(stack, 1 + jnp.abs(normal(1, 4)), normal(2, 4))
 
 
 def data(size=Batch.size):
-    keys = jax.random.split(jax.random.key(1), 2)
-    return {"x": jax.random.normal(keys[0], (size, 4)), "y": jax.random.normal(keys[1], (size,))}
+    return {"x": normal(3, size, 4), "y": normal(4, size)}
 
 
 def hidden(model, batch):

@@ -9,6 +9,8 @@ from haliax import Axis
 
 from stacked_remat import BlockSeq, Stacked, ghost, shared
 
+from ..random_arrays import normal
+
 Layers, BATCH, LENGTH = Axis("layers", 2), 4, 5
 
 
@@ -30,11 +32,8 @@ class Model(eqx.Module):
 
     @staticmethod
     def init():
-        keys = jax.random.split(jax.random.key(0), 5)
-        up, down = (jax.random.normal(key, (2, 3, 3)) / 2 for key in keys[:2])
-        shapes = zip(keys[2:], ((3, 7), (9,), (5, 3)), strict=True)
-        others = (jax.random.normal(key, shape) for key, shape in shapes)
-        return Model(Stacked(Block(up, down), Layers), *others)
+        up, down = (normal(seed, 2, 3, 3) / 2 for seed in (0, 1))
+        return Model(Stacked(Block(up, down), Layers), normal(2, 3, 7), normal(3, 9), normal(4, 5, 3))
 
 
 def data():

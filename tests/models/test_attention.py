@@ -11,12 +11,10 @@ from models.qwen3_moe import Qwen3MoeConfig
 from models.transformer.attention import Attention
 from stacked_remat.ops import rotary_table
 
+from ..random_arrays import normal
+
 Batch, Pos = Axis("batch", 2), Axis("position", 5)
 THETA = 100.0
-
-
-def normal(seed, *axes):
-    return hax.random.normal(jax.random.key(seed), axes)
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])

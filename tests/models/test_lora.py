@@ -74,7 +74,7 @@ def chain_rule():
     "remat",
     [
         pytest.param(False, marks=pytest.mark.deep),
-        "nested",
+        pytest.param("nested", marks=pytest.mark.deep),
         pytest.param("offload", marks=pytest.mark.remat3),
     ],
     ids=str,

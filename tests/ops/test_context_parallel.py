@@ -11,6 +11,8 @@ from stacked_remat.ops import causal_attention
 from stacked_remat.ops._context_parallel import _rows_after_exchange
 from tests.ops.test_per_device import mesh
 
+from ..random_arrays import normal
+
 Batch, KVHeads, Group, HeadDim = Axis("batch", 2), Axis("kv", 2), Axis("group", 2), Axis("dim", 4)
 OPTIONS = {
     "documents": {},
@@ -24,10 +26,9 @@ OPTIONS = {
 
 def arguments(length):
     Pos = Axis("pos", length)
-    keys = jax.random.split(jax.random.key(0), 5)
-    query = hax.random.normal(keys[0], (Batch, KVHeads, Pos, Group, HeadDim))
-    key, value = (hax.random.normal(one, (Pos, Batch, KVHeads, HeadDim)) for one in keys[1:3])
-    sinks = hax.random.normal(keys[3], (KVHeads, Group))
+    query = normal(0, Batch, KVHeads, Pos, Group, HeadDim)
+    key, value = (normal(seed, Pos, Batch, KVHeads, HeadDim) for seed in (1, 2))
+    sinks = normal(3, KVHeads, Group)
     # Documents that begin at other places in each row, and padding.
     starts = jnp.stack([jnp.arange(length) // 5, jnp.minimum(jnp.arange(length) // 3, 2)])
     return Pos, (query, key, value, sinks), hax.named(starts, (Batch, Pos))
@@ -38,11 +39,12 @@ def arguments(length):
     [
         ("documents", 16, {"pos": "data"}),
         ("window", 12, {"pos": "data"}),  # 3 positions a device, which are no equal strips for 4
-        ("in blocks", 32, {"batch": "model", "pos": "data"}),
+        pytest.param("in blocks", 32, {"batch": "model", "pos": "data"}, marks=pytest.mark.deep),
         ("exact", 16, {"pos": ["data", "model"]}),
         ("ring", 32, {"batch": "model", "pos": "data"}),
         ("ring, window", 24, {"pos": ["data", "model"]}),  # without an exchange
-        ("ring, window", 64, {"pos": ["model", "data"]}),  # strips of one position, in padded blocks
+        # Strips of one position, in padded blocks.
+        pytest.param("ring, window", 64, {"pos": ["model", "data"]}, marks=pytest.mark.deep),
     ],
 )
 def test_values_and_gradients_are_those_of_one_device(option, length, mapping):

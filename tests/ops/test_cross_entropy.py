@@ -15,6 +15,7 @@ from stacked_remat import memory
 from stacked_remat.ops import chunked_cross_entropy
 
 from ..jaxprs import equations_of
+from ..random_arrays import normal
 
 NO_CUDA = not any(importlib.util.find_spec(f"jax_cuda{version}_plugin") for version in (12, 13))
 Embed, Vocab = Axis("embed", 4), Axis("vocab", 11)
@@ -30,12 +31,12 @@ def with_all_logits(hidden, head, targets, Embed, Vocab, *, weights=None, z_loss
 
 def example(*sizes, seed=0):
     tokens = tuple(Axis(f"axis{i}", size) for i, size in enumerate(sizes))
-    keys = jax.random.split(jax.random.key(seed), 4)
+    targets = np.random.default_rng(seed).integers(0, Vocab.size, sizes).astype(np.int32)
     return (
-        hax.random.normal(keys[0], (*tokens, Embed)),
-        hax.random.normal(keys[1], (Embed, Vocab)),
-        hax.random.randint(keys[2], tokens, 0, Vocab.size),
-        hax.random.normal(keys[3], tokens),
+        normal(seed, *tokens, Embed),
+        normal(seed + 1, Embed, Vocab),
+        hax.named(jnp.asarray(targets), tokens),
+        normal(seed + 2, *tokens),
     )
 
 

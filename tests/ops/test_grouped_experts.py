@@ -15,6 +15,7 @@ from stacked_remat._placement import compiled_for
 from stacked_remat.ops import grouped_experts
 
 from ..jaxprs import equations_of
+from ..random_arrays import normal
 
 NO_CUDA = not any(importlib.util.find_spec(f"jax_cuda{version}_plugin") for version in (12, 13))
 quick = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
@@ -39,15 +40,10 @@ def dense(expert, weights, x, choices, gates):
 
 
 def example(experts, choices, seed=0):
-    keys = jax.random.split(jax.random.key(seed), 6)
     shapes = {"gate": (EMBED, INNER), "up": (EMBED, INNER), "down": (INNER, EMBED)}
-    weights = {
-        name: jax.random.normal(key, (experts, *shape))
-        for key, (name, shape) in zip(keys, shapes.items(), strict=False)
-    }
-    x = jax.random.normal(keys[3], (len(choices), EMBED))
-    gates = jax.random.normal(keys[4], choices.shape)
-    return weights, x, jnp.asarray(choices), gates, jax.random.normal(keys[5], x.shape)
+    weights = {name: normal(seed + i, experts, *shape) for i, (name, shape) in enumerate(shapes.items())}
+    x, cotangent = (normal(seed + i, len(choices), EMBED) for i in (3, 5))
+    return weights, x, jnp.asarray(choices), normal(seed + 4, *choices.shape), cotangent
 
 
 def random_choices(rng, tokens, experts, per_token):

@@ -11,6 +11,8 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from stacked_remat.ops import causal_attention, chunked_cross_entropy, grouped_experts
 
+from ..random_arrays import normal
+
 DEVICES = 4
 Pos, Heads, HeadDim, Experts, Embed, Vocab = hax.make_axes(
     position=8, kv_heads=2, head_dim=4, experts=3, embed=4, vocab=5
@@ -59,8 +61,7 @@ def loss(operation):
 
 
 def arguments():
-    keys = jax.random.split(jax.random.key(0))
-    return jax.random.normal(keys[0], (8, 8)), jax.random.normal(keys[1], (DEVICES, 64))
+    return normal(0, 8, 8), normal(1, DEVICES, 64)
 
 
 def mesh_of(kind):

@@ -4,7 +4,6 @@ import json
 import math
 
 import haliax as hax
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -20,13 +19,11 @@ from stacked_remat.ops import (
     rotary_table,
 )
 
+from ..random_arrays import normal
+
 Batch, Pos, HeadDim = Axis("batch", 2), Axis("position", 5), Axis("head_dim", 6)
 KVHeads = Axis("kv_heads", 2)
 THETA = 100.0
-
-
-def normal(seed, *axes):
-    return hax.random.normal(jax.random.key(seed), axes)
 
 
 def test_rotation_turns_each_pair_by_its_angle():

@@ -40,6 +40,8 @@ demo:  ## train a small Qwen3 MoE on real text, let it write, and show what rema
 test test-all docs: export JAX_COMPILATION_CACHE_DIR := $(abspath $(VENV))/compiled
 test test-all docs: export JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS := 0.1
 test test-all docs: export JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES := 0
+# Each worker would compile all tests again.
+test test-all: export PYTHONDONTWRITEBYTECODE :=
 
 # Most of the time of the tests is compilation, so LLVM optimizes less, and XLA with it (tests/conftest.py). OPTIMIZE=1 compiles as users
 # do, which takes twice as long.

@@ -154,6 +154,8 @@ def moved_bytes(program: str) -> int:
             if kind == "while":
                 (body,), (trips,) = re.findall(r"body=%([\w.\-]+)", line), re.findall(r'"n":"(\d+)"', line)
                 total += int(trips) * moved(body)
+            elif kind == "call":
+                total += moved(re.findall(r"to_apply=%([\w.\-]+)", line)[0])
             elif kind == "fusion":
                 (called,) = re.findall(r"calls=%([\w.\-]+)", line)
                 total += _of_fusion(bodies[called], read, size[own])

@@ -357,7 +357,10 @@ def test_layers_of_several_kinds_are_divided_over_devices():
 
     expected = jax.jit(jax.grad(loss))(blocks, rows)
     sharded = jax.device_put(rows, NamedSharding(mesh, PartitionSpec("data")))
-    assert_close(jax.jit(jax.grad(loss))(jax.tree.map(placed, blocks), sharded), expected)
+    found = jax.jit(jax.grad(loss))(jax.tree.map(placed, blocks), sharded)
+    # Sums over rows round by the size of what is summed.
+    largest = jax.tree.map(lambda leaf: jnp.abs(leaf).max(), expected)
+    assert_close(*(jax.tree.map(jnp.divide, one, largest) for one in (found, expected)))
 
 
 def test_mistakes_are_refused_by_name():

@@ -139,14 +139,15 @@ def read_array(
         _Shard.empty(SingleDeviceSharding(device, memory_kind=sharding.memory_kind), index, shape, dtype)
         for device, index in sharding.addressable_devices_indices_map(shape).items()
     ]
-    for position, name, inside in place.numbered():
-        holders = [shard for shard in shards if shard.holds(position)]
-        if holders:
-            tensor = place.entry(read(name, inside))
-            for shard in holders:
-                shard.put(position, tensor)
-            jax.block_until_ready([shard.array for shard in holders])  # or tensors accumulate on the host
-            del tensor  # before the next one is read
+    with jax.set_mesh(None):  # each shard is an array of one device, also where the caller uses a mesh
+        for position, name, inside in place.numbered():
+            holders = [shard for shard in shards if shard.holds(position)]
+            if holders:
+                tensor = place.entry(read(name, inside))
+                for shard in holders:
+                    shard.put(position, tensor)
+                jax.block_until_ready([shard.array for shard in holders])  # or tensors accumulate on the host
+                del tensor  # before the next one is read
     return jax.make_array_from_single_device_arrays(shape, sharding, [shard.array for shard in shards])
 
 

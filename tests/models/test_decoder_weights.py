@@ -103,7 +103,8 @@ def test_arrays_are_made_with_their_sharding(decoder, folder):
     def sharding(named):
         return NamedSharding(mesh, PartitionSpec(*(axes.get(axis.name) for axis in named.axes)))
 
-    spread = read_decoder(folder, CONFIG, Vocab, sharding=sharding)
+    with jax.set_mesh(mesh):
+        spread = read_decoder(folder, CONFIG, Vocab, sharding=sharding)
     assert_equal(spread, decoder)
     layers: Any = spread.layers
     up = layers.stacks["sparse"].stacked.mlp.experts.stacked.up_proj.weight

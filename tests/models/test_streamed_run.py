@@ -124,7 +124,7 @@ def test_a_streamed_step_equals_a_resident_one(case):
     found, metrics = trained(config_of(StreamingConfig(**segments), **options))
     states = [jax.tree.leaves((one.trained, one.optimizer_state)) for one in (found, expected)]
     for a, b in zip(*states, strict=True):
-        np.testing.assert_array_equal(a, b)
+        assert_same(a, b)
     for name in ("loss", "grad_norm"):
         np.testing.assert_allclose(metrics[name], expected_metrics[name], rtol=1e-6)
     on_host = {name for name, kind in kinds(found).items() if kind == "pinned_host"}

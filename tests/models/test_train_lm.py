@@ -17,6 +17,7 @@ import yaml
 from haliax import Axis
 
 import models.train_lm as train_lm
+from models.export_hf import main as export_hf
 from models.lm import build_model
 from models.run_config import LmRunConfig
 from stacked_remat import OffloadError
@@ -185,8 +186,12 @@ def test_a_refused_continuation_leaves_the_folder_as_it_was(workplace, capsys, f
 
 @pytest.mark.deep
 def test_adapters_are_trained_and_resume_on_another_number_of_devices(workplace, capsys, monkeypatch):
-    folder = workplace / "run"
-    lora = ("--lora.rank", "2", "--trainer.num_steps", "6")
+    folder, base = workplace / "run", workplace / "base"
+    # Frozen weights from files, whose bits are the same on every number of devices.
+    assert train(workplace, "--trainer.num_steps", "3", run="begun") == 0
+    assert export_hf(["--run_dir", str(workplace / "begun"), "--out", str(base)]) == 0
+    capsys.readouterr()
+    lora = ("--lora.rank", "2", "--trainer.num_steps", "6", "--initialize_from_hf", str(base))
     assert train(workplace, *lora) == 0
     # A and B of four maps of attention, and of three of each expert.
     adapters = 2 * (2 * ((16 + 16) + 2 * (16 + 8) + (16 + 16)) + 2 * 2 * 3 * (16 + 8))

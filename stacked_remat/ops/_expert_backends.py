@@ -172,8 +172,8 @@ def _against_megablox(call: ExpertsFacts) -> str | None:
 
 
 EXPERT_BACKENDS: dict[str, ExpertsBackend] = {
-    "block": ExpertsBackend(None),
-    "triton": ExpertsBackend(triton_kernels(), _against_triton),  # kernels for NVIDIA GPUs
     "megablox": ExpertsBackend(megablox_kernels(), _against_megablox),  # JAX's kernels for TPUs
+    "block": ExpertsBackend(None),
+    "triton": ExpertsBackend(triton_kernels(), _against_triton),  # kernels for NVIDIA GPUs; has run on none
 }
 """By name, in the order in which `"auto"` tries them."""

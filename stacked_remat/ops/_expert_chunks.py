@@ -2,9 +2,11 @@
 
 A chunk gathers the rows of its (token, expert) pairs, the first expert's first, evaluates the expert's
 program on them with a grouped product for each of its products with weights, and gathers the results of each
-token's pairs for its sum. Choices out of range are of the last expert, and masked.
+token's pairs for its sum. Choices out of range come last and are of no expert: what is computed for their
+rows is not defined, and taken by nothing.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,9 +22,11 @@ from ._grouped_product import Groups, Kernels, rows_of_pairs
 from ._program_of_row import RowProgram
 
 
-def chunks_of(pairs: int, row_bytes: int, kernels: Kernels) -> int:
-    """How many chunks there are, for so many pairs with rows of so many bytes."""
-    return max(1, -(-pairs * row_bytes // kernels.chunk_bytes))
+def chunks_of(pairs: int, x: Array, weights: Sequence[Array], kernels: Kernels) -> int:
+    """How many chunks there are, by the widest rows: tokens, or what a matrix makes of them."""
+    matrices = [array.shape[1:] for array in weights if array.ndim > 2]
+    widest = max(x.shape[1], *(size for shape in matrices for size in shape), 0)
+    return max(1, -(-pairs * widest * x.dtype.itemsize // kernels.chunk_bytes))
 
 
 def chunk_plan(choices: Int[Array, "token choice"], experts: int, chunks: int, rows_of: int) -> Groups:
@@ -33,13 +37,12 @@ def chunk_plan(choices: Int[Array, "token choice"], experts: int, chunks: int, r
     order = jnp.argsort(flat, axis=1, stable=True).astype(jnp.int32)
     padding = ((0, 0), (0, -flat.shape[1] % rows_of))
     chosen = jnp.pad(jnp.take_along_axis(flat, order, axis=1), padding, constant_values=experts)
-    expert = jnp.minimum(chosen, experts - 1)
     chunk = jnp.arange(chunks, dtype=jnp.int32)[:, None]
     return Groups(
         jnp.pad(order, padding),
         jnp.argsort(order, axis=1).astype(jnp.int32).reshape(cut.shape),
-        expert,
-        jnp.zeros((chunks, experts), jnp.int32).at[chunk, expert].add(1),
+        chosen,
+        jnp.zeros((chunks, experts), jnp.int32).at[chunk, chosen].add(1, mode="drop"),
         chosen < experts,
     )
 

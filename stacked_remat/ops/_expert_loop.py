@@ -15,13 +15,12 @@ from jaxtyping import Array, Float
 from .._compat import as_residual, of_residual
 from .._placement import is_on_host
 
-Rows = Float[Array, "row embed"]
-Expert: TypeAlias = Callable[..., Rows]
+Expert: TypeAlias = Callable[..., Float[Array, "row embed"]]
 """(weights of one expert, rows, gates of the rows) to rows multiplied by their gates.
 
 With `saved` there is a fourth argument, its result.
 """
-Saved: TypeAlias = Callable[[Any, Rows], Any]
+Saved: TypeAlias = Callable[[Any, Float[Array, "row embed"]], Any]
 """(weights of one expert, rows) to arrays `[row, ...]`."""
 
 

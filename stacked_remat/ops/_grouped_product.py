@@ -1,8 +1,9 @@
 """Products of rows, sorted by expert, with the matrices of their experts, and the derivatives of these.
 
-With rows of which the first `sizes[0]` are of expert 0, and so on:
+With rows of which the first `sizes[0]` are of expert 0, and so on, and the last may be of none:
 
-- `grouped_products`: each row times matrices of its expert, and a function of the elements of the results;
+- `grouped_products`: each row times matrices of its expert, and a function of the elements of the results,
+  not defined for rows of none;
 - `grouped_outer`: for each expert the sum of the outer products of its rows.
 
 A row may be read from its token, and the rows of a token may be summed: each is the derivative of the other.
@@ -31,8 +32,9 @@ class Groups(NamedTuple):
     Attributes:
         pair: the (token, choice) pair of each row.
         row: the row of each pair.
-        expert: the expert of each row, the first one's first.
-        sizes: how many rows each expert has.
+        expert: the expert of each row, the first one's first; of those that are not real a number beyond the
+            last.
+        sizes: how many rows each expert has, without those.
         real: False for rows of choices that are out of range, and for padding.
     """
 
@@ -49,16 +51,16 @@ class Groups(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """Rows `[row, inner]`; with `token` those of an array `[token, inner]`, zero beyond the last."""
+    """Rows `[row, inner]`; with `at` those of an array of tokens or experts, zero beyond the last."""
 
     array: Array
-    token: Int[Array, " row"] | None = None
+    at: Int[Array, " row"] | None = None
 
     def gathered(self) -> Float[Array, "row inner"]:
         """The rows as one array."""
-        if self.token is None:
+        if self.at is None:
             return self.array
-        return jnp.take(self.array, self.token, axis=0, mode="fill", fill_value=0)
+        return jnp.take(self.array, self.at, axis=0, mode="fill", fill_value=0)
 
 
 class Term(NamedTuple):
@@ -106,7 +108,7 @@ class Kernels:
 
     Attributes:
         products: `(what, rows, matrices [expert, ...], others, sizes, products_too)` to a list of the result
-            `[row, outer]` and, if asked for, the products; others are `[row, outer]` or `[row, 1]`.
+            `[row, outer]` and, if asked for, the products; others are `[row, outer]` or `[row, 1]` too.
         outer: `(x [row, in], y [row, out], sizes, dtype)` to `[expert, in, out]`; both are `Rows`.
         sums: `(rows [row, out], groups)` to the sums of the rows of each token, `[token, out]`, without those
             that are not real.
@@ -114,7 +116,7 @@ class Kernels:
         rows_of: rows come in multiples of it.
     """
 
-    products: Callable[[Products, list[Rows], list[Array], list[Array], Sizes, bool], list[Array]]
+    products: Callable[[Products, list[Rows], list[Array], list[Rows], Sizes, bool], list[Array]]
     outer: Callable[[Rows, Rows, Sizes, Any], Array]
     sums: Callable[[Array, Groups], Array]
     chunk_bytes: int = 2**29
@@ -146,7 +148,8 @@ def kernels_of(
         for (number, term), w in zip(what.terms, matrices, strict=True):
             dtype = what.products[number].dtype
             found[number] += product(gathered[term.rows], w, sizes, term.transposed, dtype)
-        return [what.result(found, others), *(found if products_too else ())]
+        result = what.result(found, [one.gathered() for one in others])
+        return [result, *(found if products_too else ())]
 
     def of_rows(x: Rows, y: Rows, *rest: Any) -> Array:
         return outer(x.gathered(), y.gathered(), *rest)
@@ -158,6 +161,12 @@ def kernels_of(
 def rows_of_tokens(x: Float[Array, "token ..."], groups: Groups) -> Float[Array, "row ..."]:
     """The token of each row, zero for those that are not real."""
     return Rows(x, groups.token).gathered()
+
+
+def rows_of_experts(x: Float[Array, "expert ..."], groups: Groups) -> Float[Array, "row ..."]:
+    """The expert of each row, zero for those that are not real; its derivative is summed in float32."""
+    is_narrow = jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize < 4
+    return Rows(x.astype(jnp.float32) if is_narrow else x, groups.expert).gathered().astype(x.dtype)
 
 
 @jax.custom_vjp
@@ -190,20 +199,33 @@ rows_of_pairs.defvjp(_with_groups(rows_of_pairs), lambda groups, ct: (of_pairs(c
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Call:
-    """A call of `grouped_products`: what computes it, which rows are those of tokens, and `summed`."""
+    """A call of `grouped_products`: what computes it, and its options."""
 
     kernels: Kernels
     what: Products
     of_tokens: tuple[bool, ...]
+    of_experts: tuple[bool, ...]
     summed: bool
 
     def run(self, operands: "_Operands", groups: Groups, products_too: bool = False) -> list[Array]:
         """The result, and the products if asked for."""
         token = groups.token if any(self.of_tokens) else None
         rows = [Rows(x, token if own else None) for x, own in zip(operands.rows, self.of_tokens, strict=True)]
-        parts = rows, list(operands.matrices), list(operands.others)
+        others = [
+            Rows(x, groups.expert if own else None)
+            for x, own in zip(operands.others, self.of_experts, strict=True)
+        ]
+        parts = rows, list(operands.matrices), others
         found = self.kernels.products(self.what, *parts, groups.sizes, products_too)
         return [self.kernels.sums(found[0], groups) if self.summed else found[0], *found[1:]]
+
+    def function(self, products: Sequence[Array], others: Sequence[Array], groups: Groups) -> Array:
+        """The result from all products."""
+        of_rows = [
+            rows_of_experts(x, groups) if own else x for x, own in zip(others, self.of_experts, strict=True)
+        ]
+        assert self.what.function is not None
+        return self.what.function(products, of_rows)
 
 
 class _Operands(NamedTuple):
@@ -221,6 +243,7 @@ def grouped_products(
     groups: Groups,
     *,
     of_tokens: Sequence[bool],
+    of_experts: Sequence[bool] = (),
     summed: bool = False,
 ) -> Float[Array, "row outer"]:
     """The result of products of rows with the matrices of their experts.
@@ -234,39 +257,47 @@ def grouped_products(
         rows: `[row, inner]` each, or `[token, inner]`.
         matrices: of each term, `[expert, inner, outer]`, or `[expert, outer, inner]` if it is transposed;
             in the dtype of their rows.
-        others: further arguments of the function, `[row, outer]` or `[row, 1]`.
+        others: further arguments of the function, `[row, outer]` or `[row, 1]`; or `[expert, …]`.
         groups: the rows of each expert and token.
         of_tokens: which of `rows` are `[token, inner]`.
+        of_experts: which of `others` are `[expert, …]`.
         summed: whether the result is the sum of the rows of each token.
     """
-    call = _Call(kernels, what, tuple(of_tokens), summed)
-    found: Any = _products(call, _Operands(tuple(rows), tuple(matrices), tuple(others)), groups)
-    return found
+    call = _Call(kernels, what, tuple(of_tokens), tuple(of_experts), summed)
+    found: Any = _products(call, False, _Operands(tuple(rows), tuple(matrices), tuple(others)), groups)
+    return found[0]
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _products(call: _Call, operands: _Operands, groups: Groups) -> Array:
-    return call.run(operands, groups)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _products(call: _Call, products_too: bool, operands: _Operands, groups: Groups) -> list[Array]:
+    return call.run(operands, groups, products_too)
 
 
-def _products_forward(call: _Call, operands: Any, groups: Any) -> tuple[Array, Any]:
+def _products_forward(call: _Call, products_too: bool, operands: Any, groups: Any) -> tuple[list[Array], Any]:
     wanted = as_residual(tuple(leaf.perturbed for leaf in jax.tree.leaves(operands)))
     operands, groups = jax.tree.map(lambda leaf: leaf.value, (operands, groups))
-    result, *products = call.run(operands, groups, products_too=call.what.function is not None)
-    return result, (wanted, operands, groups, products)
+    # Not the kernel: of a second derivative this is a part of what is differentiated.
+    found: Any = _products(call, call.what.function is not None, operands, groups)
+    return found if products_too else found[:1], (wanted, operands, groups, found[1:])
 
 
-def _products_backward(call: _Call, residuals: Any, cotangent: Any) -> tuple[Any, None]:
+def _products_backward(
+    call: _Call, products_too: bool, residuals: Any, cotangents: list[Any]
+) -> tuple[Any, None]:
+    del products_too
     wanted, operands, groups, products = residuals
-    if isinstance(cotangent, SymbolicZero):
+    if all(isinstance(one, SymbolicZero) for one in cotangents):
         return None, None
     wanted = jax.tree.unflatten(jax.tree.structure(operands), of_residual(wanted))
     what = call.what
     of_others: Any = (None,) * len(operands.others)
-    cotangents = [cotangent]
+    cotangents = [_instantiated(one) for one in cotangents]
     if what.function is not None:
-        _, pullback = jax.vjp(what.function, products, list(operands.others))
-        cotangents, of_others = pullback(cotangent)
+        own = functools.partial(call.function, groups=groups)
+        _, pullback = jax.vjp(own, products, list(operands.others))
+        of_products, of_others = pullback(cotangents[0])
+        more = cotangents[1:]
+        cotangents = list(map(jnp.add, of_products, more)) if more else of_products
 
     def of_rows(number: int) -> Any:
         if not wanted.rows[number]:
@@ -299,6 +330,12 @@ def _products_backward(call: _Call, residuals: Any, cotangent: Any) -> tuple[Any
     numbers = range(len(operands.rows)), range(len(operands.matrices))
     found = _Operands(tuple(map(of_rows, numbers[0])), tuple(map(of_matrix, numbers[1])), tuple(of_others))
     return found, None
+
+
+def _instantiated(cotangent: Any) -> Array:
+    if isinstance(cotangent, SymbolicZero):
+        return jnp.zeros(cotangent.shape, cotangent.dtype)  # pyright: ignore[reportArgumentType]
+    return cotangent
 
 
 _products.defvjp(_products_forward, _products_backward, symbolic_zeros=True)

@@ -35,7 +35,7 @@ def _products(
     what: Products,
     rows: Sequence[Rows],
     matrices: Sequence[Array],
-    others: Sequence[Array],
+    others: Sequence[Rows],
     sizes: Array,
     products_too: bool,
     interpret: bool,
@@ -121,7 +121,7 @@ def _parameters(sums: int, dtype: Any) -> Any:
 
 
 def _count(rows: Rows) -> int:
-    return len(rows.array if rows.token is None else rows.token)
+    return len(rows.array if rows.at is None else rows.at)
 
 
 def _tile(size: int, most: int) -> int:
@@ -149,7 +149,7 @@ def _of_tile(
     tile: tuple[int, int],
     steps: Sequence[int],
     tiles: tuple[Any, Any, Any],
-    operands: tuple[Sequence[Rows], Sequence[Any], Sequence[Any]],
+    operands: tuple[Sequence[Rows], Sequence[Any], Sequence[Rows]],
     outs: Sequence[Any],
 ) -> None:
     (expert, first, end), (rows, matrices, others) = tiles, operands
@@ -199,9 +199,9 @@ class _RowsOfTile(NamedTuple):
     def of(cls, rows: Rows, first: Any, is_row: Array) -> "_RowsOfTile":
         """The rows from the first on."""
         index = pl.ds(first, len(is_row))
-        if rows.token is not None:
-            token: Any = rows.token
-            index = pallas_triton.load(token.at[index], mask=is_row, other=0)
+        if rows.at is not None:
+            of_rows: Any = rows.at
+            index = pallas_triton.load(of_rows.at[index], mask=is_row, other=0)
             is_row = is_row & (index < rows.array.shape[0])
         return cls(rows.array, index, is_row)
 
@@ -214,10 +214,10 @@ class _RowsOfTile(NamedTuple):
         return _read(self.array.at[index, columns], self.is_row, is_column)
 
 
-def _other(x: Any, row: Any, column: Any, is_row: Array, is_column: Array) -> Array:
-    if x.shape[1] == 1:
+def _other(x: Rows, row: Any, column: Any, is_row: Array, is_column: Array) -> Array:
+    if x.array.shape[1] == 1:
         is_column, column = jnp.ones(1, bool), 0
-    return _read(x.at[pl.ds(row, len(is_row)), pl.ds(column, len(is_column))], is_row, is_column)
+    return _RowsOfTile.of(x, row, is_row).read(column, is_column)
 
 
 def _outer_of_tile(tile: tuple[int, ...], first: Any, end: Any, x: Rows, y: Rows, out: Any) -> None:
@@ -234,7 +234,8 @@ def _outer_of_tile(tile: tuple[int, ...], first: Any, end: Any, x: Rows, y: Rows
         of_y = _RowsOfTile.of(y, row, is_row).read(right, is_right)
         return total + pallas_triton.dot(of_x.T, of_y)
 
-    total = lax.fori_loop(0, pl.cdiv(stop - begin, step), add, jnp.zeros((inner, outer), jnp.float32))
+    steps = lax.div(stop - begin + jnp.int32(step - 1), jnp.int32(step))
+    total = lax.fori_loop(0, steps, add, jnp.zeros((inner, outer), jnp.float32))
     at = out.at[own, pl.ds(left, inner), pl.ds(right, outer)]
     pallas_triton.store(at, total.astype(out.dtype), mask=is_left[:, None] & is_right[None, :])
 

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from ._grouped_product import Groups, Kernels, Product, Products, Term, grouped_products
+from ._grouped_product import Groups, Kernels, Product, Products, Term, grouped_products, rows_of_experts
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class Pending:
         uses: how often the program takes or returns it.
         terms: of a sum.
         equation: of a result; it only gives its operand another shape if there is none.
-        operands: pending values, `OfRow`, or numbers.
+        operands: pending values, `OfRow`, `OfExpert`, or numbers.
         found: once it is computed.
     """
 
@@ -102,12 +102,15 @@ class Pending:
 
 _MOST_PRODUCTS = 2  # in one kernel, which has a tile of float32 sums for each
 
+_MOST_PARTS = 64  # in one kernel
+
 # Triton computes them too.
 _ELEMENTWISE = {
-    *("abs", "add", "clamp", "convert_element_type", "copy", "div", "exp", "integer_pow", "log", "logistic"),
+    *("abs", "add", "clamp", "convert_element_type", "div", "exp", "integer_pow", "log", "logistic"),
     *("max", "min", "mul", "neg", "rsqrt", "sqrt", "square", "sub", "tanh"),
 }
-_RESHAPES = {"broadcast_in_dim", "expand_dims", "reshape", "squeeze", "transpose"}
+_OF_NUMBERS = {"clamp", "max", "min"}  # Triton's result is the other operand where one is not a number.
+_RESHAPES = {"broadcast_in_dim", "copy", "expand_dims", "reshape", "squeeze", "transpose"}
 
 
 def may_be_pending(equation: Any, operands: Sequence[Any]) -> bool:
@@ -118,14 +121,20 @@ def may_be_pending(equation: Any, operands: Sequence[Any]) -> bool:
         return False
     if name in _RESHAPES:
         return isinstance(operands[0], Pending) or (isinstance(operands[0], OfRow) and sizes != {size})
-    is_known = all(isinstance(one, Pending | Known) or not isinstance(one, jax.Array) for one in operands)
-    return name in _ELEMENTWISE and is_known and any(isinstance(one, Pending) for one in operands)
+    if name not in _ELEMENTWISE or equation.outvars[0].aval.dtype == bool:
+        return False
+    is_known = all(isinstance(one, Pending | Known) or _is_number(one) for one in operands)
+    return is_known and any(isinstance(one, Pending) for one in operands)
+
+
+def _is_number(operand: Any) -> bool:
+    return not isinstance(operand, jax.Array) and np.size(operand) == 1
 
 
 def pending(
     equation: Any, operands: Sequence[Any], uses: int, compute: Callable[[Pending], OfRow]
 ) -> Pending:
-    """The result of an equation of pending values, `OfRow` and numbers.
+    """The result of an equation of pending values, `OfRow`, `OfExpert` and numbers.
 
     Args:
         equation: see `may_be_pending`.
@@ -135,9 +144,13 @@ def pending(
     """
     aval = equation.outvars[0].aval
     size = math.prod(aval.shape)
-    operands = [
-        compute(one) if isinstance(one, Pending) and math.prod(one.shape) != size else one for one in operands
-    ]
+
+    def prepared(one: Any) -> Any:
+        if isinstance(one, Pending):
+            return compute(one) if math.prod(one.shape) != size else one
+        return one if isinstance(one, Known) else np.reshape(one, ())
+
+    operands = list(map(prepared, operands))
     (first, *_), name = operands, equation.primitive.name
     is_sole = isinstance(first, Pending) and first.found is None and first.uses == 1
     if name in _RESHAPES:
@@ -149,6 +162,8 @@ def pending(
     value = Pending(aval.shape, aval.dtype, uses, equation=equation, operands=tuple(operands))
     while len(value.products()) > _MOST_PRODUCTS:
         compute(max((one for one in operands if isinstance(one, Pending)), key=_count))
+    if len(list(value.parts())) > _MOST_PARTS:
+        compute(value)
     return value
 
 
@@ -180,25 +195,28 @@ def evaluated(kernels: Kernels, groups: Groups, value: Pending, *, summed: bool 
     rows = {term.key: term for term in terms}
     numbers = {key: number for number, key in enumerate(rows)}
     taken = [_found(one) for part in parts for one in part.operands]
-    others = {id(one.array): one.array.reshape(len(one.array), -1) for one in taken if isinstance(one, OfRow)}
+    known = {id(one.array): one for one in taken if isinstance(one, Known)}
+    of_experts = [isinstance(one, OfExpert) for one in known.values()]
+    others = [one.array.reshape(len(one.array), -1) for one in known.values()]
 
     def function(of_products: Sequence[Array], of_others: Sequence[Array]) -> Array:
-        known = dict(zip(map(id, products), of_products, strict=True))
-        known |= dict(zip(others, of_others, strict=True))
+        results = dict(zip(map(id, products), of_products, strict=True))
+        results |= dict(zip(known, of_others, strict=True))
 
         def read(one: Any) -> Any:
             one = _found(one)
-            if isinstance(one, OfRow):
-                return known[id(one.array)]
-            return known[id(one)] if isinstance(one, Pending) else one
+            if isinstance(one, Known):
+                return results[id(one.array)]
+            return results[id(one)] if isinstance(one, Pending) else one
 
         for part in parts:
             if not part.terms:
-                known[id(part)] = _of_elements(part.equation, *map(read, part.operands))
-        return known[id(value)]
+                results[id(part)] = _of_elements(part.equation, *map(read, part.operands))
+        return results[id(value)]
 
     if not products:
-        found = function((), list(others.values()))
+        pairs = zip(others, of_experts, strict=True)
+        found = function((), [rows_of_experts(one, groups) if own else one for one, own in pairs])
         return jnp.broadcast_to(found, (len(found), math.prod(value.shape)))
     what = tuple(
         Product(tuple(Term(numbers[term.key], term.transposed) for term in one.terms), one.dtype)
@@ -209,8 +227,9 @@ def evaluated(kernels: Kernels, groups: Groups, value: Pending, *, summed: bool 
         Products(what, value.dtype, None if value.terms else function),
         [term.rows for term in rows.values()],
         [term.matrices for term in terms],
-        list(others.values()),
+        others,
         groups,
+        of_experts=of_experts,
         of_tokens=[term.of_token for term in rows.values()],
         summed=summed,
     )
@@ -234,5 +253,9 @@ def _of_elements(equation: Any, *operands: Any) -> Array:
         is_narrow = jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize < 4
         return jnp.broadcast_to(x.astype(jnp.float32) if is_narrow else x, shape)
 
-    found = equation.primitive.bind(*map(wide, operands, equation.invars), **equation.params)
+    operands = tuple(map(wide, operands, equation.invars))
+    found = equation.primitive.bind(*operands, **equation.params)
+    if equation.primitive.name in _OF_NUMBERS and jnp.issubdtype(found.dtype, jnp.floating):
+        for one in operands:
+            found = jnp.where(one == one, found, one)
     return found.astype(equation.outvars[0].aval.dtype)

@@ -21,9 +21,8 @@ from jax import ShapeDtypeStruct, lax
 from jax.extend.core import ClosedJaxpr, Literal
 from jaxtyping import Array
 
-from ._grouped_product import Groups, Kernels, rows_of_tokens, sum_of_rows
+from ._grouped_product import Groups, Kernels, rows_of_experts, rows_of_tokens, sum_of_rows
 from ._pending_rows import (
-    Known,
     OfExpert,
     OfRow,
     OfToken,
@@ -105,14 +104,14 @@ class RowProgram:
             if not any(equation.params["dimension_numbers"][1]):
                 return [self._dot(equation, operands[0], operands[1], uses)]
         if may_be_pending(equation, operands):
-            operands = [self._for_row(one) if isinstance(one, Known) else one for one in operands]
+            operands = [self._for_row(one) if isinstance(one, OfToken) else one for one in operands]
             return [pending(equation, operands, uses, self._computed)]
         if len(kinds) < 2 and Pending not in kinds:
             return _mapped(equation, operands, *kinds)
         operands = [one if isinstance(one, OfExpert) else self._for_row(one) for one in operands]
         largest = max(math.prod(one.shape) for one in operands if isinstance(one, OfRow))
         for operand in operands:
-            if isinstance(operand, OfExpert) and math.prod(operand.shape) > largest:
+            if isinstance(operand, OfExpert) and math.prod(operand.shape) > max(largest, *operand.shape, 0):
                 raise UnsupportedExpertError(
                     f"its expert has the operation {name!r} of a row and of an array of weights "
                     f"{operand.array.shape[1:]}, which it would copy for each row"
@@ -130,12 +129,7 @@ class RowProgram:
             return OfRow(rows_of_tokens(operand.array, self.groups))
         if not isinstance(operand, OfExpert):
             return operand
-        array = operand.array
-        if not jnp.issubdtype(array.dtype, jnp.floating):
-            return OfRow(jnp.take(array, self.groups.expert, axis=0))
-        # Its derivative is summed in the dtype of what is taken.
-        wide = jnp.take(array.astype(jnp.float32), self.groups.expert, axis=0)
-        return OfRow(wide.astype(array.dtype))
+        return OfRow(rows_of_experts(operand.array, self.groups))
 
     def _of_row(self, value: Any) -> OfRow:
         found = self._for_row(value)

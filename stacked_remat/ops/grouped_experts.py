@@ -71,11 +71,11 @@ def grouped_experts(
             first two maps. Its result for every pair is kept for the backward pass, and `expert` takes it as
             a fourth argument. It helps only if the layer itself is not recomputed. Like `expert`, it
             may not close over traced values.
-        backend: `"block"`, the walk over blocks, which runs anywhere and which `"auto"` takes; or, for all
-            rows of a chunk of tokens at once, products of each row with the matrix of its expert (grouped
-            products): `"triton"` on NVIDIA GPUs and `"megablox"`, JAX's kernels, on TPUs. These have been
-            compiled and interpreted, but not yet timed on a device. An expert whose operations they cannot
-            group is refused by name.
+        backend: `"block"`, the walk over blocks, which runs anywhere; or, for all rows of a chunk of tokens
+            at once, products of each row with the matrix of its expert (grouped products): `"triton"` on
+            NVIDIA GPUs and `"megablox"`, JAX's kernels, on TPUs. These have been compiled and interpreted,
+            but not yet timed on a device. An expert whose operations they cannot group is refused by name.
+            `"auto"` is `"megablox"` where that supports the call, and `"block"` elsewhere.
         block_size: rows in a block of `"block"`. By default a power of two between 8 and 256 for which
             padding is at most an eighth, and on a CPU a quarter, if there are enough rows.
         blocks_at_once: blocks that one iteration of the loop of `"block"` computes together; by default 8,
@@ -110,12 +110,13 @@ def grouped_experts(
     is sent again with its cotangent, and a cotangent comes back. Padding adds about an eighth to an even
     routing. Memory: up to 0.5 GiB for the rows of a round. Weights stay where they are.
 
-    The backends of grouped products compute pairs in chunks of tokens, with at most 0.5 GiB of rows in each
-    (`"megablox"`: 0.125 GiB), and keep nothing of a pair but what is `saved`. Every chunk reads the weights
-    of its experts once, and adds its gradients to those of all trained weights; without large ones, and
-    without `saved`, chunks of the backward pass are half as large. `"triton"` reads rows from their tokens,
-    and writes only what a product takes: operations on the elements of products are part of their kernels.
-    A transposition of weights within `expert` copies those of all experts: contract the axis where it is
+    The backends of grouped products compute pairs in chunks of tokens, whose widest rows, of tokens or of
+    what a matrix makes of them, are at most 0.5 GiB (`"megablox"`: 0.125 GiB), and keep nothing of a pair
+    but what is `saved`. Every chunk reads the weights of its experts once, and adds its gradients, which
+    are as large as these, to those of all trained weights; without large ones, and without `saved`,
+    chunks of the backward pass are half as large. `"triton"` reads rows from their tokens, and arithmetic
+    on the elements of products is part of their kernels; the backward pass writes the products too. A
+    transposition of weights within `expert` copies those of all experts: contract the axis where it is
     (`einsum`). On several devices call them inside `jax.shard_map(..., check_vma=False)`, with or without
     `over`.
     """
@@ -189,7 +190,7 @@ class ExpertsCall:
             plan: Any = block_plan(choices, self.experts, self.block_size, self.blocks_at_once)
         else:
             loop = ChunkLoop(*parts, self.kernels)
-            chunks = chunks_of(choices.size, x.shape[1] * x.dtype.itemsize, self.kernels)
+            chunks = chunks_of(choices.size, x, arrays, self.kernels)
             plan = chunk_plan(choices, self.experts, chunks, self.kernels.rows_of)
         out: Any = apply_experts(loop, cast(Any, Inputs(x, gates, tuple(arrays))), plan)
         return out[:count]

@@ -79,6 +79,7 @@ def test_adapters_are_scored_over_frozen_weights_here_and_on_the_host(on_host):
     assert 0 < some.coverage() < 1
 
 
+@pytest.mark.deep
 def test_scores_take_one_product_more():
     """Products of a step that recomputes its layers: a quarter more, and hardly any with adapters alone."""
     ratios = []

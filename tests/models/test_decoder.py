@@ -231,7 +231,7 @@ def unchecked():
         pytest.param(
             ScanCheckpointPolicy(nested=True, save_block_internals=["router_probs"]), marks=pytest.mark.deep
         ),
-        CONFIG.remat_presets["attention_offloaded"],
+        pytest.param(CONFIG.remat_presets["attention_offloaded"], marks=pytest.mark.deep),
         CONFIG.remat_presets["nested_attention_saved"],
     ],
     ids=range(5),

@@ -94,7 +94,12 @@ def test_every_policy_gives_the_gradients_of_one_device_and_gathers_no_stack(kin
 
 
 @pytest.mark.parametrize(
-    "mesh", ["data parallel", "experts first", pytest.param("hybrid", marks=pytest.mark.deep)]
+    "mesh",
+    [
+        pytest.param("data parallel", marks=pytest.mark.deep),
+        "experts first",
+        pytest.param("hybrid", marks=pytest.mark.deep),
+    ],
 )
 def test_other_meshes(mesh):
     kind, config, part = MESHES[mesh]

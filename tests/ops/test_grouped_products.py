@@ -64,6 +64,13 @@ def backend(request, monkeypatch):
     return "here"
 
 
+on_triton = pytest.mark.parametrize(
+    "backend",
+    [name if name == "triton" else pytest.param(name, marks=pytest.mark.deep) for name in KERNELS],
+    indirect=True,
+)
+
+
 @pytest.fixture
 def plain(monkeypatch):
     monkeypatch.setitem(EXPERT_BACKENDS, "here", ExpertsBackend(PLAIN))
@@ -161,6 +168,7 @@ def test_values_and_gradients_of_any_routing_in_one_compilation(backend, saved, 
     assert run._cache_size() == 1
 
 
+@on_triton
 def test_bfloat16(backend):
     found = of_backend(backend)(routings()["random"], *example(jnp.bfloat16))
     wide = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), example(jnp.bfloat16))
@@ -252,18 +260,29 @@ def test_elements_are_left_to_the_kernel_of_their_products_and_none_is_computed_
 
 
 def unusual(weights, rows, gates):
-    """Not finite for rows of zeros; many operations, of constants, biases and three axes."""
+    """Not finite for rows of zeros; operations of constants, biases and three axes."""
     gate = rows @ weights["gate"] + weights["bias"][None]
     gate = jnp.array(gate * jax.lax.rsqrt(jnp.sum(gate * gate, axis=-1, keepdims=True)), copy=True)
     gate = (gate[:, :, None] * np.linspace(1, 2, INNER, dtype=np.float32)[None, :, None])[:, :, 0]
-    for _ in range(500):
-        gate = 0.999 * gate + 0.001
     some = jnp.where(jnp.maximum(gate > 1, gate < -1), 0.5, gate)
     return (
         jnp.clip(some * (rows @ weights["up"]), -0.1, 0.1) + weights["out"][None] * gates[:, None]
     ) @ weights["down"]
 
 
+def test_an_expert_of_many_operations(plain):
+    def many(weights, rows, gates):
+        rows = rows @ weights["gate"]
+        for _ in range(500):
+            rows = 0.999 * rows + 0.001
+        return (rows * gates[:, None]) @ weights["down"]
+
+    weights, x, choices, gates, _ = swiglu_example(5, routings()["random"])
+    run = functools.partial(grouped_experts, many, weights, Experts, backend=plain)
+    assert jax.eval_shape(run, x, choices, gates).shape == x.shape
+
+
+@on_triton
 def test_an_unusual_expert(backend, monkeypatch):
     # Padding, and choices out of range: their rows are zeros, of which the expert's derivative is not finite.
     kernels = dataclasses.replace(EXPERT_BACKENDS[backend].kernels, chunk_bytes=4 * CHOSEN * EMBED * 4)
@@ -321,6 +340,7 @@ def test_of_a_pair_only_what_is_saved_is_kept(plain):
     assert kept(gated) == [(1, TOKENS * CHOSEN, INNER)]
 
 
+@on_triton
 def test_gradients_have_gradients(backend):
     choices, (weights, x, gates, cotangent) = routings()["random"], example()
     direction = jax.random.normal(jax.random.key(9), x.shape)

@@ -144,6 +144,7 @@ def test_values_and_gradients_are_those_of_the_loop_under_every_policy(pattern, 
             raise AssertionError(f"under {remat!r}") from error
 
 
+@pytest.mark.deep
 def test_derivatives_of_derivatives_batches_and_loops_that_are_unrolled():
     blocks = blocks_of(PATTERNS["cycle with remainder"], remat="nested")
     x, *rest = arguments(blocks)

@@ -54,6 +54,7 @@ def seven(**kwargs):
     )
 
 
+@pytest.mark.deep
 def test_gradient_of_gradient():
     parameters, frozen = inputs(7)
 

@@ -143,6 +143,7 @@ DERIVED = {
 """Of a stack whose policy is True or False; refused of any other."""
 
 
+@pytest.mark.deep
 def test_what_a_loss_may_do_is_scored_exactly():
     model, batch = Model.init(), data()
     direction = jax.tree.map(jnp.cos, model)

@@ -138,6 +138,7 @@ def test_the_least_arithmetic_of_what_fits_is_taken(comparison):
             assert found.report.flops.matmul == min(report.flops.matmul for report in fitting)
 
 
+@pytest.mark.deep
 def test_a_larger_budget_never_plans_more_arithmetic(comparison):
     totals = [trial.report.total for trial in comparison.trials]
     budgets = [min(totals) + k * (max(totals) - min(totals)) // 7 for k in range(8)]

@@ -157,6 +157,7 @@ def test_a_run_of_adapters_resumes(workplace, adapted):
     assert np.any(np.asarray(one.b.array) != np.asarray(other.b.array))
 
 
+@pytest.mark.deep
 def test_adapters_resume_only_with_the_weights_they_began_with(workplace, adapted, capsys):
     shutil.copytree(adapted, workplace / "moved")
     (workplace / "moved/result.json").unlink(missing_ok=True)

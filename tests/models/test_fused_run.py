@@ -26,7 +26,7 @@ def workplace(tmp_path_factory):
     [
         pytest.param((), 4, marks=pytest.mark.deep, id="clipped, on four devices"),
         pytest.param(LORA, 1, marks=pytest.mark.deep, id="adapters"),
-        pytest.param(ADAFACTOR, 1, id="adafactor"),
+        pytest.param(ADAFACTOR, 1, marks=pytest.mark.deep, id="adafactor"),
     ],
 )
 def test_a_run_with_fused_updates_equals_one_without(workplace, options, devices):

@@ -379,14 +379,14 @@ def _backward_of_keys(
         def query_block(i: Array, state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
             query_gradient, key_gradient, value_gradient = state
             q, ct = blocks.cut(query, i), blocks.cut(cotangent, i)
-            scores = _scores(q, k, at, i, j, blocks)
-            weights = jnp.exp(scores - jnp.moveaxis(_block(lse, i, size), 1, 3)[..., None])
-            value_gradient += _einsum(f"bkgqs,{row}->{column}", weights.astype(ct.dtype), ct)
-            of_weights = _einsum(f"{row},{column}->bkgqs", ct, v)
-            of_scores = weights * (of_weights - jnp.moveaxis(_block(kept, i, size), 1, 3)[..., None])
+            scores = _scores(q, k, at, i, j, blocks, keys_first=True)
+            weights = jnp.exp(scores - jnp.moveaxis(_block(lse, i, size), 1, 3)[:, :, None])
+            value_gradient += _einsum(f"bksgq,{row}->{column}", weights.astype(ct.dtype), ct)
+            of_weights = _einsum(f"{row},{column}->bksgq", ct, v)
+            of_scores = weights * (of_weights - jnp.moveaxis(_block(kept, i, size), 1, 3)[:, :, None])
             of_scores = (of_scores * blocks.scale).astype(q.dtype)
-            key_gradient += _einsum(f"bkgqs,{row}->{column}", of_scores, q)
-            new = blocks.positions_first(_einsum(f"bkgqs,{column}->{row}", of_scores, k))
+            key_gradient += _einsum(f"bksgq,{row}->{column}", of_scores, q)
+            new = jnp.transpose(_einsum(f"{column},bksgq->bkdgq", k, of_scores), (0, 4, 1, 3, 2))
             old = _block(query_gradient, i, size)
             return _with_block(query_gradient, i, old + new, size), key_gradient, value_gradient
 
@@ -403,9 +403,16 @@ def _backward_of_keys(
     return query_gradient, of_key, of_value
 
 
-def _scores(q: Array, k: Array, at: _Places, i: Array, j: Array, blocks: Blocks) -> Array:
-    """Scores of a block, `[batch, kv_heads, group, query, key]`, in float32, masked."""
-    scores = _einsum(f"{blocks.row},{blocks.column}->bkgqs", q, k) * blocks.scale
+def _scores(
+    q: Array, k: Array, at: _Places, i: Array, j: Array, blocks: Blocks, keys_first: bool = False
+) -> Array:
+    """Scores of a block, in float32, masked.
+
+    They are `[batch, kv_heads, group, query, key]`, or `[batch, kv_heads, key, group, query]`, which XLA for
+    CPUs need not transpose for the products of the backward pass.
+    """
+    axes = "bksgq" if keys_first else "bkgqs"
+    scores = _einsum(f"{blocks.row},{blocks.column}->{axes}", q, k) * blocks.scale
     if at.rows is None:
         row = i * blocks.size + jnp.arange(blocks.size, dtype=jnp.int32)[:, None]
     else:
@@ -421,7 +428,8 @@ def _scores(q: Array, k: Array, at: _Places, i: Array, j: Array, blocks: Blocks)
     if at.of_query is not None and at.of_key is not None:
         own, other = _block(at.of_query, i, blocks.size), _block(at.of_key, j, blocks.size)
         visible = visible & (own[:, :, None] == other[:, None, :])
-    return jnp.where(visible[:, None, None], scores, _NEVER)
+    visible = jnp.swapaxes(visible, 1, 2)[:, None, :, None] if keys_first else visible[:, None, None]
+    return jnp.where(visible, scores, _NEVER)
 
 
 def _overlap(at: _Places, queries: int, keys: int, blocks: Blocks) -> Any:

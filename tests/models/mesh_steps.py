@@ -34,7 +34,10 @@ def first_state(config, remat, lora=None):
     if lora is None:
         return state
     # One matrix of each adapter starts at zero, and the other's gradient with it.
-    trained = jax.tree.map(lambda leaf: 0.1 + 0.1 * jax.numpy.sin(leaf.size + leaf), state.trained)
+    trained = jax.tree.map(
+        lambda leaf: 0.1 * np.sin(leaf.size + np.arange(leaf.size, dtype=np.float32)).reshape(leaf.shape),
+        state.trained,
+    )
     return eqx.tree_at(lambda state: state.trained, state, trained)
 
 

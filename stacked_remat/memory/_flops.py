@@ -306,7 +306,8 @@ def _place(eqn: Any) -> str:
 
 
 def _where(eqn: Any) -> str:
-    return f" ({source_info_util.summarize(eqn.source_info)})"
+    place = source_info_util.summarize(eqn.source_info)
+    return f" ({place.rpartition('/')[2]})"
 
 
 # Their jaxprs combine two elements, which `leaf_cost` counts.

@@ -92,6 +92,36 @@ def test_values_and_gradients_are_those_of_all_experts_on_all_tokens(
         np.testing.assert_array_equal(found[0][1][nowhere], 0)
 
 
+def test_blocks_of_padding_are_skipped_where_no_example_has_rows_in_them():
+    """With `jax.vmap` too, which otherwise runs both branches of a conditional and copies their results."""
+    choices = np.zeros((3, 7, 2), int)
+    choices[1, :, 1], choices[2] = 3, [[-1, 4]]
+    weights, x, _, gates, _ = example(4, choices[0])
+    rows_of_blocks = []
+
+    def expert(weights, rows, gates):
+        jax.debug.callback(rows_of_blocks.append, rows)
+        return swiglu(weights, rows, gates)
+
+    def loss(weights, choices, expert=expert):
+        options = {"block_size": 5, "blocks_at_once": 1}
+        return jnp.sum(grouped_experts(expert, weights, Axis("experts", 4), x, choices, gates, **options))
+
+    each = jax.jit(loss, compiler_options=quick)
+    for own, blocks in zip(choices, (3, 4, 0), strict=True):  # of at most 14 // 5 + 4
+        rows_of_blocks.clear()
+        each(weights, own)
+        jax.effects_barrier()
+        assert len(rows_of_blocks) == blocks
+    gradient = jax.grad(functools.partial(loss, expert=swiglu))
+    of_all = jax.vmap(gradient, (None, 0))
+    assert str(jax.make_jaxpr(of_all)(weights, choices)).count("= cond[") == 2  # forward and backward
+    found = jax.jit(of_all, compiler_options=quick)(weights, choices)
+    one = jax.jit(gradient, compiler_options=quick)
+    expected = jax.tree.map(lambda *leaves: np.stack(leaves), *(one(weights, own) for own in choices))
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5), found, expected)
+
+
 def named_expert(weights, rows, gates):
     Row = Axis("row", rows.shape[0])
     hidden = hax.tanh(hax.dot(hax.named(rows, (Row, "embed")), weights, axis="embed"))
@@ -139,7 +169,8 @@ def flops_of(argnums, TOKENS=TOKENS, saved=None, platform="cuda"):
     run = loss if argnums is None else jax.value_and_grad(loss, argnums)
     with compiled_for(platform):
         found = memory.count_flops(jax.make_jaxpr(run)(weights, x, gates))
-    assert found.exact
+    # On a CPU blocks that are all padding are skipped, and counted.
+    assert not found.too_low and bool(found.too_high) == (platform == "cpu")
     return found.matmul / (2 * TOKENS * CHOSEN * EMBED * INNER)  # products of the active experts
 
 
@@ -155,7 +186,7 @@ def test_arithmetic_is_that_of_the_active_experts_and_some_padding():
 
 
 def test_blocks_on_a_cpu_are_larger():
-    assert 1.125 * 3 < flops_of(None, platform="cpu") <= 1.25 * 3
+    assert 1.25 * 3 < flops_of(None, platform="cpu") <= 1.5 * 3
 
 
 def test_blocks_on_a_cpu_are_computed_one_at_a_time_without_a_batch_axis():

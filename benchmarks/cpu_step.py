@@ -2,12 +2,16 @@
 
     python -m benchmarks.cpu_step
     taskset -c 1 python -m benchmarks.cpu_step --processor_time
+    taskset -c 1 python -m benchmarks.cpu_step --kinds
 
 The second runs on one core and counts the time that the process had it: where others use the machine too.
 Needs `tests/parity_requirements.txt` (`make parity` makes such an environment). Losses, results and gradients
 are compared first. Then ours and theirs run in turn in one process, so that a slow machine slows both. A
 ratio is the median over rounds of our time divided by theirs. Writes `results/cpu_step.json`, or
 `results/cpu_step_malloc.json` where variables of glibc's allocator (`MALLOC_*`) are set.
+
+The third adds up the times of a step's operations by kind, as JAX's and PyTorch's profilers have them, and
+writes `results/cpu_step_kinds.json`.
 """
 
 import argparse
@@ -15,6 +19,7 @@ import dataclasses
 import functools
 import importlib
 import os
+import re
 import statistics
 import tempfile
 import time
@@ -52,6 +57,15 @@ torch: Any = importlib.import_module("torch")
 transformers: Any = importlib.import_module("transformers")
 
 LEARNING_RATE = 1e-4
+
+# Parts of the names of XLA's and PyTorch's operations; the first that matches gives an operation's kind.
+# PyTorch's attention is one operation, whose softmax counts as products here.
+KINDS = {
+    "matrix products": r"^ynn|dot|aten::(mm|addmm|bmm|_grouped_mm|_scaled_dot_product)",
+    "copies and transposes": r"copy|transpose",
+    "slices and zeros": r"slice|wrapped_broadcast|aten::(cat|split|zero_|fill_|zeros)",
+    "the rest": "",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,6 +139,16 @@ class Pair:
 def main(arguments: list[str] | None = None) -> Path:
     options = _parser().parse_args(arguments)
     sizes = Sizes(**{field.name: getattr(options, field.name) for field in dataclasses.fields(Sizes)})
+    if options.kinds:
+        rows = [
+            row
+            for pair in _steps(sizes)
+            if options.only in pair.name
+            for row in by_kind(pair, options.rounds)
+        ]
+        path = options.out / "cpu_step_kinds.json"
+        write_results(path, torch=torch.__version__, sizes=dataclasses.asdict(sizes), rows=rows)
+        return _print_rows(rows, path)
     pairs = [pair for pair in _pairs(sizes) if options.only in pair.name]
     for pair in pairs:
         pair.check()
@@ -145,21 +169,60 @@ def main(arguments: list[str] | None = None) -> Path:
             pair.timed(clock)
         rows = [pair.row() for pair in pairs]
         write_results(path, **found, rounds=done, rows=rows)
+    return _print_rows(rows, path)
+
+
+def _print_rows(rows: list[dict[str, Any]], path: Path) -> Path:
     for row in rows:
         print("  ".join(f"{key} {value}" for key, value in row.items()))
     print(f"wrote {path}")
     return path
 
 
+def _steps(sizes: Sizes) -> list[Pair]:
+    return [step(sizes, experts, again) for experts in (True, False) for again in (False, True)]
+
+
 def _pairs(sizes: Sizes) -> list[Pair]:
-    steps = [step(sizes, experts, again) for experts in (True, False) for again in (False, True)]
     return [
-        *steps,
+        *_steps(sizes),
         experts_against_theirs(sizes),
         experts_against_products(sizes),
         attention(sizes, sizes.batch, sizes.positions),
         attention(sizes, 1, 4 * sizes.positions),
     ]
+
+
+def by_kind(pair: Pair, rounds: int) -> list[dict[str, Any]]:
+    """Seconds of the operations of each kind, ours and theirs, in the mean over rounds."""
+    pair.check()
+    ours, theirs = (dict.fromkeys(KINDS, 0.0) for _ in range(2))
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            for _ in range(rounds):
+                pair.ours()
+        (found,) = Path(folder).rglob("*.xplane.pb")
+        lines = [
+            line for plane in jax.profiler.ProfileData.from_file(str(found)).planes for line in plane.lines
+        ]
+        for event in (event for line in lines if "XLA" in line.name for event in line.events):
+            # Loops, conditionals and calls hold other operations.
+            if not re.match(r"while|cond|call|.*::", event.name):
+                ours[_kind(event.name)] += event.duration_ns / 1e9 / rounds
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        for _ in range(rounds):
+            pair.theirs()
+    for event in profile.key_averages():
+        theirs[_kind(event.key)] += event.self_cpu_time_total / 1e6 / rounds
+    both = {"name": pair.name, "recomputed": pair.recomputed}
+    return [
+        both | {"kind": kind, "seconds": round(ours[kind], 4), "their_seconds": round(theirs[kind], 4)}
+        for kind in KINDS
+    ]
+
+
+def _kind(operation: str) -> str:
+    return next(kind for kind, names in KINDS.items() if re.search(names, operation))
 
 
 def step(sizes: Sizes, experts: bool, recomputed: bool) -> Pair:
@@ -350,6 +413,7 @@ def _parser() -> argparse.ArgumentParser:
         parser.add_argument(f"--{field.name}", type=int, default=field.default)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--processor_time", action="store_true", help="do not count time of other processes")
+    parser.add_argument("--kinds", action="store_true", help="where the time of steps goes, on one core")
     parser.add_argument("--only", default="", help="a part of the names of what is run")
     parser.add_argument("--out", type=Path, default=RESULTS)
     return parser

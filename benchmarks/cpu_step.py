@@ -216,7 +216,7 @@ def by_kind(pair: Pair, rounds: int) -> list[dict[str, Any]]:
         theirs[_kind(event.key)] += event.self_cpu_time_total / 1e6 / rounds
     both = {"name": pair.name, "recomputed": pair.recomputed}
     return [
-        both | {"kind": kind, "seconds": round(ours[kind], 4), "their_seconds": round(theirs[kind], 4)}
+        both | {"kind": kind, "our_seconds": round(ours[kind], 4), "their_seconds": round(theirs[kind], 4)}
         for kind in KINDS
     ]
 

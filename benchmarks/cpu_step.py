@@ -10,8 +10,8 @@ are compared first. Then ours and theirs run in turn in one process, so that a s
 ratio is the median over rounds of our time divided by theirs. Writes `results/cpu_step.json`, or
 `results/cpu_step_malloc.json` where variables of glibc's allocator (`MALLOC_*`) are set.
 
-The third adds up the times of a step's operations by kind, as JAX's and PyTorch's profilers have them, and
-writes `results/cpu_step_kinds.json`.
+The third adds up the times of our steps' operations by kind, as JAX's profiler has them, and writes
+`results/cpu_step_kinds.json`.
 """
 
 import argparse
@@ -58,12 +58,11 @@ transformers: Any = importlib.import_module("transformers")
 
 LEARNING_RATE = 1e-4
 
-# Parts of the names of XLA's and PyTorch's operations; the first that matches gives an operation's kind.
-# PyTorch's attention is one operation, whose softmax counts as products here.
+# Parts of the names of XLA's operations; the first that matches gives an operation's kind.
 KINDS = {
-    "matrix products": r"^ynn|dot|aten::(mm|addmm|bmm|_grouped_mm|_scaled_dot_product)",
-    "copies and transposes": r"copy|transpose",
-    "slices and zeros": r"slice|wrapped_broadcast|aten::(cat|split|zero_|fill_|zeros)",
+    "matrix products": "^ynn|dot",
+    "copies and transposes": "copy|transpose",
+    "slices and zeros": "slice|wrapped_broadcast",
     "the rest": "",
 }
 
@@ -147,7 +146,7 @@ def main(arguments: list[str] | None = None) -> Path:
             for row in by_kind(pair, options.rounds)
         ]
         path = options.out / "cpu_step_kinds.json"
-        write_results(path, torch=torch.__version__, sizes=dataclasses.asdict(sizes), rows=rows)
+        write_results(path, sizes=dataclasses.asdict(sizes), rounds=options.rounds, rows=rows)
         return _print_rows(rows, path)
     pairs = [pair for pair in _pairs(sizes) if options.only in pair.name]
     for pair in pairs:
@@ -194,9 +193,9 @@ def _pairs(sizes: Sizes) -> list[Pair]:
 
 
 def by_kind(pair: Pair, rounds: int) -> list[dict[str, Any]]:
-    """Seconds of the operations of each kind, ours and theirs, in the mean over rounds."""
+    """Seconds of our operations of each kind, in the mean over rounds."""
     pair.check()
-    ours, theirs = (dict.fromkeys(KINDS, 0.0) for _ in range(2))
+    ours = dict.fromkeys(KINDS, 0.0)
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
             for _ in range(rounds):
@@ -209,16 +208,8 @@ def by_kind(pair: Pair, rounds: int) -> list[dict[str, Any]]:
             # Loops, conditionals and calls hold other operations.
             if not re.match(r"while|cond|call|.*::", event.name):
                 ours[_kind(event.name)] += event.duration_ns / 1e9 / rounds
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-        for _ in range(rounds):
-            pair.theirs()
-    for event in profile.key_averages():
-        theirs[_kind(event.key)] += event.self_cpu_time_total / 1e6 / rounds
-    both = {"name": pair.name, "recomputed": pair.recomputed}
-    return [
-        both | {"kind": kind, "our_seconds": round(ours[kind], 4), "their_seconds": round(theirs[kind], 4)}
-        for kind in KINDS
-    ]
+    step = {"name": pair.name, "recomputed": pair.recomputed}
+    return [step | {"kind": kind, "our_seconds": round(ours[kind], 4)} for kind in KINDS]
 
 
 def _kind(operation: str) -> str:
@@ -412,8 +403,9 @@ def _parser() -> argparse.ArgumentParser:
     for field in dataclasses.fields(Sizes):
         parser.add_argument(f"--{field.name}", type=int, default=field.default)
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--processor_time", action="store_true", help="do not count time of other processes")
-    parser.add_argument("--kinds", action="store_true", help="where the time of steps goes, on one core")
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--processor_time", action="store_true", help="do not count time of other processes")
+    what.add_argument("--kinds", action="store_true", help="where the time of steps goes")
     parser.add_argument("--only", default="", help="a part of the names of what is run")
     parser.add_argument("--out", type=Path, default=RESULTS)
     return parser

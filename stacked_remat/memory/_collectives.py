@@ -54,7 +54,7 @@ class _Program:
             if found := _COMPUTATION.match(line):
                 self._entry = found[2] if found[1] else self._entry
                 lines = self._bodies.setdefault(found[2], [])
-            elif "=%" in line or _LIMIT.search(line) or _COLLECTIVE.search(line):
+            elif "=%" in line or " conditional(" in line or _LIMIT.search(line) or _COLLECTIVE.search(line):
                 lines.append(line)
         self._places = _places(text)
         self._sent = functools.cache(self._of_computation)

@@ -165,7 +165,7 @@ class _Counter:
             reason = f"a conditional that depends on data{_where(eqn)} counts its most expensive branch"
             most = most + Flops(too_high=(reason,))
         for cost, _ in runs:
-            most = most + Flops(too_low=cost.too_low, too_high=cost.too_high)
+            most = most + Flops(too_low=cost.too_low, too_high=cost.too_high, loops=cost.loops)
         return most, results
 
     def _scan(self, eqn: Any, values: list[_Value]) -> tuple[Flops, list[_Value], int]:

@@ -14,7 +14,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Int
 
 from .._placement import is_on_host, platform, to_device
-from .._sweep.store import zeros_after
+from .._sweep.store import empty_stack, zeros_after
 from ._expert_loop import ExpertLoop, Inputs
 from .per_device import free_axis_mapping
 
@@ -67,7 +67,7 @@ def block_plan(choices: Int[Array, "token choice"], experts: int, size: int, at_
 
 
 def default_block_size(pairs: int, experts: int) -> int:
-    # Half of what may be padding on a CPU is in blocks that it skips.
+    # A CPU skips blocks that are all padding.
     size, padding = 8, 2 if platform() == "cpu" else 8
     while size < 256 and size * 2 * padding * experts <= pairs:
         size *= 2
@@ -115,10 +115,11 @@ class BlockLoop(ExpertLoop):
             rows = jnp.where(at.real[..., None], rows, 0).astype(jnp.float32)
             return out.at[at.token].add(rows), kept
 
-        shape, saved = jax.eval_shape(rows_of, BlockPlan(*(leaf[0] for leaf in plan)))
-        wanted = jax.ShapeDtypeStruct((inputs.x.shape[0], shape.shape[-1]), jnp.float32)
-        start, nothing = zeros_after((inputs.x, plan), (wanted, saved))
-        out, kept = _over_iterations(iteration, start, plan, None, nothing)
+        shape, _ = jax.eval_shape(rows_of, BlockPlan(*(leaf[0] for leaf in plan)))
+        start = zeros_after(
+            (inputs.x, plan), jax.ShapeDtypeStruct((inputs.x.shape[0], shape.shape[-1]), jnp.float32)
+        )
+        out, kept = _over_iterations(iteration, start, plan, None)
         return out.astype(inputs.x.dtype), kept
 
     def backward(self, perturbed: Inputs, inputs: Inputs, plan: BlockPlan, kept: Any, ct: Array) -> Inputs:
@@ -138,7 +139,7 @@ class BlockLoop(ExpertLoop):
             lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.float32), eqx.filter(flat, perturbed)
         )
         start = zeros_after((inputs.x, plan, ct), wanted)
-        gradients, _ = _over_iterations(iteration, start, plan, kept, None)
+        gradients, _ = _over_iterations(iteration, start, plan, kept)
         return jax.tree.map(
             lambda new, old: new.reshape(old.shape).astype(old.dtype),
             gradients,
@@ -147,29 +148,37 @@ class BlockLoop(ExpertLoop):
 
 
 def _over_iterations(
-    iteration: Callable[..., Any], start: Any, plan: BlockPlan, kept: Any, nothing: Any
-) -> Any:
+    iteration: Callable[..., tuple[Any, Any]], start: Any, plan: BlockPlan, kept: Any
+) -> tuple[Any, Any]:
     """`lax.scan` of an iteration over the blocks and what was kept of them.
 
-    An iteration of one block, if that is padding, is skipped; it gives `nothing`.
+    On a CPU an iteration whose one block is all padding is skipped, and its result is zeros. GPUs copy the
+    state of a conditional.
     """
+    if platform() != "cpu" or plan.expert.shape[1] > 1:
+        return lax.scan(iteration, start, (plan, kept))
 
-    def unless_padding(state: Any, x: Any) -> Any:
-        return lax.cond(_any(x[0].real), iteration, lambda state, _: (state, nothing), state, x)
+    def unless_padding(state: Any, x: tuple[BlockPlan, Any]) -> tuple[Any, Any]:
+        _, result = jax.eval_shape(iteration, state, x)
 
-    return lax.scan(unless_padding if plan.expert.shape[1] == 1 else iteration, start, (plan, kept))
+        def skip(state: Any, _: Any) -> tuple[Any, Any]:
+            return state, jax.tree.map(lambda zeros: zeros[0], empty_stack(result, 1))
+
+        return lax.cond(_any_real(x[0].real), iteration, skip, state, x)
+
+    return lax.scan(unless_padding, start, (plan, kept))
 
 
 @jax.custom_batching.custom_vmap
-def _any(real: Array) -> Array:
+def _any_real(real: Array) -> Array:
     return jnp.any(real)
 
 
-@_any.def_vmap
-def _of_any_example(size: int, batched: Any, real: Array) -> tuple[Array, bool]:
+@_any_real.def_vmap
+def _in_any_example(size: int, batched: Any, real: Array) -> tuple[Array, bool]:
     # With an answer for each example, both branches would run and all state be copied.
     del size, batched
-    return _any(jnp.any(real, axis=0)), False
+    return _any_real(jnp.any(real, axis=0)), False
 
 
 def _experts(array: Array, numbers: Array) -> Array:

@@ -77,10 +77,10 @@ def grouped_experts(
             but not yet timed on a device. An expert whose operations they cannot group is refused by name.
             `"auto"` is `"megablox"` where that supports the call, and `"block"` elsewhere.
         block_size: rows in a block of `"block"`. By default a power of two between 8 and 256 for which
-            padding is at most an eighth, if there are enough rows. On a CPU it may be half, but is a
-            quarter where rows are spread at random.
+            padding is at most an eighth, if there are enough rows, and on a CPU half.
         blocks_at_once: blocks that one iteration of the loop of `"block"` computes together; by default 8,
-            and on a CPU 1, where batched products are slow. With 1, blocks that are all padding are skipped.
+            and on a CPU 1, where batched products are slow. With 1 a CPU skips blocks that are all padding,
+            so devices that send each other data within `expert` must have the same choices.
         over: inside `jax.shard_map`, the axes of the mesh over which the experts are divided, in order.
             `weights` then have this device's part of `Experts`, `choices` are numbers of all, and tokens go
             to the devices of their experts and back. Nothing is `saved` then.

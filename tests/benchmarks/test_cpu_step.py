@@ -36,7 +36,7 @@ def test_the_time_of_a_step_is_in_products_and_other_kinds_of_operations(tmp_pat
         path = main([*sizes, "--kinds", "--only", "dense", "--rounds", "1", "--out", str(tmp_path)])
     rows = json.loads(path.read_text())["rows"]
     products = [row for row in rows if row["kind"] == "matrix products"]
-    assert len(products) == 2 and all(row["our_seconds"] > 0 and row["their_seconds"] > 0 for row in products)
+    assert len(products) == 2 and all(row["our_seconds"] > 0 for row in products)
 
 
 def test_pairs_that_differ_are_refused():

@@ -61,5 +61,26 @@ def test_trips_that_only_the_traced_program_knows_count():
     assert sent(segments, (1, WIDTH)) == LAYERS * RING
 
 
+def test_what_a_conditional_may_send_counts_with_the_trips_of_a_loop_in_it():
+    lengths = jnp.array([3, 1, 2])
+
+    def segments(mesh):
+        gather = jax.shard_map(
+            lambda x: lax.all_gather(x, "data", tiled=True),
+            mesh=mesh, in_specs=PartitionSpec("data"), out_specs=PartitionSpec(), check_vma=False,
+        )  # fmt: skip
+
+        def many(x, length):
+            return lax.fori_loop(0, length, lambda i, x: x + gather(lax.cos(x[:, :] * i)[0]).sum(), x)
+
+        def segment(x, length):
+            return lax.cond(x.sum() > 0, many, lambda x, _: x, x, length), None
+
+        return lambda x: lax.scan(segment, x, lengths)[0]
+
+    of_choosing = len(lengths) * 2 * 4 * (DEVICES - 1) // DEVICES  # a float summed over the devices
+    assert sent(segments, (1, WIDTH)) == LAYERS * RING + of_choosing
+
+
 def test_one_device_sends_nothing():
     assert memory.report(lambda x: x @ x, jnp.ones((8, 8))).sent == 0

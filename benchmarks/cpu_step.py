@@ -18,6 +18,7 @@ import argparse
 import dataclasses
 import functools
 import importlib
+import itertools
 import os
 import re
 import statistics
@@ -201,19 +202,15 @@ def by_kind(pair: Pair, rounds: int) -> list[dict[str, Any]]:
             for _ in range(rounds):
                 pair.ours()
         (found,) = Path(folder).rglob("*.xplane.pb")
-        lines = [
-            line for plane in jax.profiler.ProfileData.from_file(str(found)).planes for line in plane.lines
-        ]
-        for event in (event for line in lines if "XLA" in line.name for event in line.events):
-            # Loops, conditionals and calls hold other operations.
-            if not re.match(r"while|cond|call|.*::", event.name):
-                ours[_kind(event.name)] += event.duration_ns / 1e9 / rounds
+        planes = jax.profiler.ProfileData.from_file(str(found)).planes
+        lines = [line for plane in planes for line in plane.lines if "XLA" in line.name]
+    for event in itertools.chain.from_iterable(line.events for line in lines):
+        # Loops, conditionals and calls hold other operations.
+        if not re.match(r"while|cond|call|.*::", event.name):
+            kind = next(kind for kind, names in KINDS.items() if re.search(names, event.name))
+            ours[kind] += event.duration_ns / 1e9 / rounds
     step = {"name": pair.name, "recomputed": pair.recomputed}
     return [step | {"kind": kind, "our_seconds": round(ours[kind], 4)} for kind in KINDS]
-
-
-def _kind(operation: str) -> str:
-    return next(kind for kind, names in KINDS.items() if re.search(names, operation))
 
 
 def step(sizes: Sizes, experts: bool, recomputed: bool) -> Pair:

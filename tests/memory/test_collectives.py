@@ -44,7 +44,8 @@ def test_a_collective_counts_once_for_each_trip_of_its_loop(each, bytes_a_layer)
     assert sent(lambda mesh: layers_of(mesh, each), (LAYERS, WIDTH)) == LAYERS * bytes_a_layer
 
 
-def test_trips_that_only_the_traced_program_knows_count():
+def sent_in_segments(around):
+    """Of loops of 3, 1 and 2 trips that gather weights, each within `around`, a loop of segments."""
     lengths = jnp.array([3, 1, 2])
 
     def segments(mesh):
@@ -54,32 +55,23 @@ def test_trips_that_only_the_traced_program_knows_count():
         )  # fmt: skip
 
         def segment(x, length):
-            return lax.fori_loop(0, length, lambda i, x: x + gather(lax.cos(x[:, :] * i)[0]).sum(), x), None
+            return lax.fori_loop(0, length, lambda i, x: x + gather(lax.cos(x[:, :] * i)[0]).sum(), x)
 
-        return lambda x: lax.scan(segment, x, lengths)[0]
+        return lambda x: lax.scan(lambda x, length: (around(segment, x, length), None), x, lengths)[0]
 
-    assert sent(segments, (1, WIDTH)) == LAYERS * RING
+    return sent(segments, (1, WIDTH))
+
+
+def test_trips_that_only_the_traced_program_knows_count():
+    assert sent_in_segments(lambda segment, x, length: segment(x, length)) == LAYERS * RING
 
 
 def test_what_a_conditional_may_send_counts_with_the_trips_of_a_loop_in_it():
-    lengths = jnp.array([3, 1, 2])
+    def unless_negative(segment, x, length):
+        return lax.cond(x.sum() > 0, segment, lambda x, _: x, x, length)
 
-    def segments(mesh):
-        gather = jax.shard_map(
-            lambda x: lax.all_gather(x, "data", tiled=True),
-            mesh=mesh, in_specs=PartitionSpec("data"), out_specs=PartitionSpec(), check_vma=False,
-        )  # fmt: skip
-
-        def many(x, length):
-            return lax.fori_loop(0, length, lambda i, x: x + gather(lax.cos(x[:, :] * i)[0]).sum(), x)
-
-        def segment(x, length):
-            return lax.cond(x.sum() > 0, many, lambda x, _: x, x, length), None
-
-        return lambda x: lax.scan(segment, x, lengths)[0]
-
-    of_choosing = len(lengths) * 2 * 4 * (DEVICES - 1) // DEVICES  # a float summed over the devices
-    assert sent(segments, (1, WIDTH)) == LAYERS * RING + of_choosing
+    of_choosing = 3 * 2 * 4 * (DEVICES - 1) // DEVICES  # for each segment a float summed over the devices
+    assert sent_in_segments(unless_negative) == LAYERS * RING + of_choosing
 
 
 def test_one_device_sends_nothing():

@@ -262,7 +262,7 @@ def our_step(decoder: Any, tokens: np.ndarray) -> Callable[[], list[Any]]:
     named = hax.named(jnp.asarray(tokens, jnp.int32), (Batch, Pos))
     has_target = hax.broadcast_axis((hax.arange(Pos) < Pos.size - 1).astype(jnp.float32), Batch)
     batch = TokenBatch(named, hax.roll(named, -1, Pos), has_target)
-    config = AdamWConfig(learning_rate=LEARNING_RATE, warmup_steps=0, schedule=ConstantSchedule())
+    config = AdamWConfig(learning_rate=LEARNING_RATE, warmup=0, schedule=ConstantSchedule())
     optimizer = build_optimizer(config, 1_000)
     run = functools.partial(train_step, loss_function=next_token_loss, optimizer=optimizer)
     compiled = eqx.filter_jit(run, donate="all-except-first")

@@ -305,7 +305,7 @@ class _Reporter:
         raise NonFiniteLossError(
             f"Step {done} is not finite: {found}, with learning rate {learning_rate:.3g}. Training stopped; "
             f"the step's batch and metrics are in {path}. Usual fixes: a lower optimizer.learning_rate, more "
-            f"optimizer.warmup_steps or a smaller optimizer.max_grad_norm"
+            f"optimizer.warmup or a smaller optimizer.max_grad_norm"
             f"{'' if 'skips' in metrics else f'; {skip}'}."
         )
 

@@ -35,16 +35,18 @@ def learning_rate_schedule(config: OptimizerConfig, num_steps: int) -> optax.Sch
     Raises:
         ValueError: the warm-up leaves no steps, or too few for the decay.
     """
-    if config.warmup_steps >= num_steps:
+    steps = config.warmup_steps(num_steps)
+    if steps >= num_steps:
         raise ValueError(
-            f"optimizer.warmup_steps = {config.warmup_steps} must be less than trainer.num_steps = "
-            f"{num_steps}: lower it, or raise trainer.num_steps."
+            f"optimizer.warmup = {config.warmup:g} takes {steps} steps, but trainer.num_steps = {num_steps} "
+            f"is not more: lower optimizer.warmup (below 1 it is a share of all steps), or raise "
+            f"trainer.num_steps."
         )
-    after = _after_warmup(config.schedule, config.learning_rate, num_steps - config.warmup_steps, num_steps)
-    if not config.warmup_steps:
+    after = _after_warmup(config.schedule, config.learning_rate, num_steps - steps, num_steps)
+    if not steps:
         return after
-    warmup = optax.linear_schedule(0.0, config.learning_rate, config.warmup_steps)
-    return optax.join_schedules([warmup, after], [config.warmup_steps])
+    warmup = optax.linear_schedule(0.0, config.learning_rate, steps)
+    return optax.join_schedules([warmup, after], [steps])
 
 
 def build_optimizer(
@@ -91,7 +93,7 @@ def _constant_then_linear(
         raise ValueError(
             f"optimizer.schedule.decay_fraction = {schedule.decay_fraction} takes {decay} steps of decay, "
             f"but the warm-up leaves {steps} of trainer.num_steps = {num_steps}: lower it or "
-            f"optimizer.warmup_steps."
+            f"optimizer.warmup."
         )
     down = optax.linear_schedule(highest, highest * schedule.min_lr_ratio, decay)
     return optax.join_schedules([optax.constant_schedule(highest), down], [steps - decay])

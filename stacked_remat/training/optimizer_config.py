@@ -80,14 +80,14 @@ class OptimizerConfig(draccus.ChoiceRegistry, abc.ABC):
 
     Attributes:
         learning_rate: the highest learning rate, reached at the end of the warm-up.
-        warmup_steps: steps from zero to the highest learning rate.
+        warmup: steps from zero to the highest learning rate; below 1 a share of all steps.
         schedule: the learning rate after the warm-up.
         weight_decay: decay of all weights except norms and biases.
         max_grad_norm: gradients with a larger global norm are scaled down to it; null turns this off.
     """
 
     learning_rate: float = 1e-3
-    warmup_steps: int = 20
+    warmup: float = 0.01
     schedule: ScheduleConfig = field(default_factory=CosineSchedule)
     weight_decay: float = 0.1
     max_grad_norm: float | None = 1.0
@@ -100,8 +100,17 @@ class OptimizerConfig(draccus.ChoiceRegistry, abc.ABC):
     @abc.abstractmethod
     def __post_init__(self) -> None:
         """Refuses values out of range; a subclass's calls this one."""
-        check_at_least(0, "optimizer", self, "warmup_steps", "weight_decay")
+        check_at_least(0, "optimizer", self, "warmup", "weight_decay")
         check_positive("optimizer", self, "learning_rate", "max_grad_norm")
+        if self.warmup >= 1 and self.warmup != int(self.warmup):
+            raise ValueError(
+                f"optimizer.warmup must be a share of all steps, below 1, or a whole number of steps, got "
+                f"{self.warmup}."
+            )
+
+    def warmup_steps(self, num_steps: int) -> int:
+        """The steps from zero to the highest learning rate in a run of `num_steps`."""
+        return int(self.warmup * num_steps if self.warmup < 1 else self.warmup)
 
 
 @OptimizerConfig.register_subclass("adamw")

@@ -285,7 +285,7 @@ def test_every_part_of_the_trainers_config_reaches_the_run(workplace, monkeypatc
         (("--model.num_heads", "3"), "model.hidden_dim = 16 is not divisible by model.num_heads = 3"),
         (("--remat", "nestd"), "Unknown remat policy 'nestd'"),
         (("--remat", "{nestd: 2}"), "remat.nestd is not a field"),
-        (("--optimizer.warmup_steps", "99"), "warmup_steps = 99 must be less than trainer.num_steps = 60"),
+        (("--optimizer.warmup", "99"), "warmup = 99 takes 99 steps, but trainer.num_steps = 60 is not more"),
         (("--lora.rnk", "3"), "Unknown key `lora.rnk`"),
         (("--lora.targets", "['*.qproj']"), "'*.qproj' matches no linear. Nearest of 9: "),
         (("--remat", "auto"), "remat: auto takes the policy that fits a budget"),

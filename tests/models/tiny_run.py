@@ -17,7 +17,7 @@ model:
 vocab_size: 260
 remat: nested
 data: {{held_out_fraction: 0.3, seq_len: 16, batch_size: 4}}
-optimizer: {{learning_rate: 0.02, warmup_steps: 2}}
+optimizer: {{learning_rate: 0.02, warmup: 2}}
 trainer: {{num_steps: {STEPS}, log_every: 1, eval_batches: 2, mesh: {{axes: {{data: 1}}}}}}
 """
 

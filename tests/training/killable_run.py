@@ -42,7 +42,7 @@ from stacked_remat.training import (
 from .next_byte import next_byte, next_byte_loss
 from .token_batches import held_out_of, stream_of
 
-OPTIMIZER = AdamWConfig(learning_rate=0.1, warmup_steps=3)
+OPTIMIZER = AdamWConfig(learning_rate=0.1, warmup=3)
 TRAINER = TrainerConfig(
     num_steps=16,
     log_every=1,

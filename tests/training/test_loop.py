@@ -34,7 +34,7 @@ from .token_batches import held_out_of, stream_of
 # optax's Adam raises a float to an integer power.
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 
-OPTIMIZER = AdamWConfig(learning_rate=0.3, warmup_steps=1, weight_decay=0.0)
+OPTIMIZER = AdamWConfig(learning_rate=0.3, warmup=1, weight_decay=0.0)
 
 
 class Recorder(Tracker, Progress):

@@ -39,7 +39,7 @@ Embed, Out, Vocab, Layers = hax.make_axes(embed=3, out=2, vocab=5, layers=4)
 ALL = [AdamWConfig, LionConfig, AdafactorConfig, MuonConfig, SgdConfig]
 # The first step at the full rate, without clipping or decay.
 PLAIN: dict[str, Any] = {
-    "warmup_steps": 0,
+    "warmup": 0,
     "weight_decay": 0.0,
     "max_grad_norm": None,
     "schedule": ConstantSchedule(),
@@ -64,9 +64,9 @@ def _first_update(config):
     )
 
 
-def rates(schedule, warmup_steps, num_steps=20):
+def rates(schedule, warmup, num_steps=20):
     found = learning_rate_schedule(
-        AdamWConfig(learning_rate=0.5, warmup_steps=warmup_steps, schedule=schedule), num_steps
+        AdamWConfig(learning_rate=0.5, warmup=warmup, schedule=schedule), num_steps
     )
     return np.array([found(step) for step in range(num_steps + 1)])
 
@@ -76,7 +76,8 @@ def rates(schedule, warmup_steps, num_steps=20):
     [
         (AdamWConfig, {"learning_rate": 0.0}, r"optimizer.learning_rate must be positive"),
         (LionConfig, {"max_grad_norm": 0.0}, r"optimizer.max_grad_norm must be positive"),
-        (SgdConfig, {"warmup_steps": -1}, r"optimizer.warmup_steps must be at least 0"),
+        (SgdConfig, {"warmup": -1}, r"optimizer.warmup must be at least 0"),
+        (SgdConfig, {"warmup": 2.5}, r"optimizer.warmup must be a share of all steps, below 1, or a whole"),
         (AdafactorConfig, {"weight_decay": -1.0}, r"optimizer.weight_decay must be at least 0"),
         (AdamWConfig, {"beta2": 1.0}, r"optimizer.beta2 must lie in \[0, 1\), got 1.0"),
         (AdafactorConfig, {"decay_rate": 0.0}, r"optimizer.decay_rate must be positive"),
@@ -126,6 +127,8 @@ def test_every_schedule_warms_up_to_the_learning_rate():
     for schedule in (CosineSchedule(), LinearSchedule(), ConstantSchedule(), WarmupStableDecaySchedule()):
         np.testing.assert_allclose(rates(schedule, 4)[:5], [0, 0.125, 0.25, 0.375, 0.5], rtol=1e-6)
         np.testing.assert_allclose(rates(schedule, 0)[0], 0.5)
+        np.testing.assert_array_equal(rates(schedule, 0.2), rates(schedule, 4))
+        assert rates(schedule, 0.9, 1)[0] == 0.5
 
 
 def test_schedules_fall_to_their_ends():
@@ -141,9 +144,9 @@ def test_schedules_fall_to_their_ends():
 
 
 def test_schedules_with_too_few_steps_are_refused():
-    with pytest.raises(ValueError, match=r"warmup_steps = 10 must be less than trainer.num_steps = 10"):
-        learning_rate_schedule(AdamWConfig(warmup_steps=10), 10)
-    late = AdamWConfig(warmup_steps=8, schedule=WarmupStableDecaySchedule(decay_fraction=0.5))
+    with pytest.raises(ValueError, match=r"warmup = 10 takes 10 steps, but trainer.num_steps = 10"):
+        learning_rate_schedule(AdamWConfig(warmup=10), 10)
+    late = AdamWConfig(warmup=8, schedule=WarmupStableDecaySchedule(decay_fraction=0.5))
     with pytest.raises(ValueError, match=r"takes 5 steps of decay, but the warm-up leaves 2"):
         learning_rate_schedule(late, 10)
 
@@ -202,7 +205,7 @@ def test_norms_and_biases_do_not_decay(make):
 @pytest.mark.parametrize("make", ALL)
 def test_every_optimizer_follows_its_schedule(make):
     parameters, gradients = {"w": jnp.ones(3)}, {"w": jnp.array([0.1, 0.2, -0.3])}
-    config = make(**{**PLAIN, "schedule": LinearSchedule(), "warmup_steps": 2}, learning_rate=0.1)
+    config = make(**{**PLAIN, "schedule": LinearSchedule(), "warmup": 2}, learning_rate=0.1)
     assert not first_update(config, parameters, gradients)["w"].any()
 
 
@@ -283,7 +286,7 @@ def test_muon_orthogonalises_each_expert_separately():
 def test_training_with_each_optimizer_lowers_a_loss(make):
     model = hnn.Linear.init(Embed, Out, key=jax.random.key(0))
     target = random_like(model)
-    optimizer = build_optimizer(make(learning_rate=0.03, warmup_steps=1, weight_decay=0.0), 60)
+    optimizer = build_optimizer(make(learning_rate=0.03, warmup=1, weight_decay=0.0), 60)
 
     def distance(model):
         return sum(jax.tree.leaves(jax.tree.map(lambda a, b: jnp.sum((a - b) ** 2), model, target)))

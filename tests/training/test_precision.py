@@ -76,7 +76,7 @@ def test_rounded_state_follows_the_exact_one():
     after = []
     updates: Any
     for dtype in ("float32", "bfloat16"):
-        optimizer = build_optimizer(AdamWConfig(warmup_steps=0, learning_rate=0.1), 10, state_dtype=dtype)
+        optimizer = build_optimizer(AdamWConfig(warmup=0, learning_rate=0.1), 10, state_dtype=dtype)
         state, update = optimizer.init(parameters), jax.jit(optimizer.update)
         for _ in range(3):
             updates, state = update(gradients, state, parameters)

@@ -33,7 +33,7 @@ from .token_batches import held_out_of
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 VOCAB = 11
 TOKENS = np.random.default_rng(0).integers(0, VOCAB, 400).astype(np.uint16)
-OPTIMIZER = build_optimizer(SgdConfig(learning_rate=0.1, warmup_steps=0), 10)
+OPTIMIZER = build_optimizer(SgdConfig(learning_rate=0.1, warmup=0), 10)
 
 
 def example_losses(model, batch):

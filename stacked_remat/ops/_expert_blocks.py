@@ -47,7 +47,9 @@ def block_plan(choices: Int[Array, "token choice"], experts: int, size: int, at_
     most = min(flat.size, flat.size // size + experts)
     iterations = -(-most // at_once)
     at_once = -(-most // iterations)  # as even as can be: a block of padding reads an expert too
-    block = jnp.arange(iterations * at_once, dtype=jnp.int32)
+    number = jnp.arange(iterations * at_once, dtype=jnp.int32)
+    # Padding repeats a row of its expert: zero times what is computed of it is zero where that is finite.
+    block = jnp.maximum(jnp.minimum(number, last_block[-1] - 1), 0)
     ended = jnp.sum(
         last_block[None, :] <= block[:, None], axis=1, dtype=jnp.int32
     )  # experts before the block
@@ -55,8 +57,8 @@ def block_plan(choices: Int[Array, "token choice"], experts: int, size: int, at_
     within = block - (last_block - -(-counts // size))[expert]
     first_row = (ends - counts)[expert] + within * size
     row = first_row[:, None] + jnp.arange(size, dtype=jnp.int32)[None, :]
-    real = (row < ends[expert][:, None]) & (block < last_block[-1])[:, None]
-    pair = order[jnp.minimum(row, flat.size - 1)]
+    real = (row < ends[expert][:, None]) & (number < last_block[-1])[:, None]
+    pair = order[jnp.maximum(jnp.minimum(row, ends[expert][:, None] - 1), 0)]
     shape = (iterations, at_once)
     return BlockPlan(
         expert.reshape(shape),

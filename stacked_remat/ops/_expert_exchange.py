@@ -20,6 +20,7 @@ from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array, Bool, Int
 
 from .._compat import as_residual, of_residual
+from .._sweep.store import zeros_after
 from ._expert_loop import masked
 
 Apply: TypeAlias = Callable[[Array, Array, Array, Sequence[Array]], Array]
@@ -45,8 +46,18 @@ class Exchange:
 
     @staticmethod
     def of(over: Sequence[str], pairs: int, row_bytes: int) -> "Exchange":
-        """For so many (token, expert) pairs on each device. Inside of `jax.shard_map` over these axes."""
-        devices = math.prod(lax.axis_size(one) for one in over)
+        """For so many (token, expert) pairs on each device.
+
+        Raises:
+            ValueError: it is not called inside of `jax.shard_map` over these axes.
+        """
+        try:
+            devices = math.prod(lax.axis_size(one) for one in over)
+        except NameError:
+            raise ValueError(
+                f"`over` divides experts over {tuple(over)}, which are not all manual axes of a mesh here: "
+                "call grouped_experts inside jax.shard_map over them, or leave `over` out."
+            ) from None
         slots = min(-(-pairs // (devices * _PARTS)), _MOST_BYTES // (devices * row_bytes))
         return Exchange(tuple(over), devices, max(slots, 1))
 
@@ -156,7 +167,8 @@ class _Rounds:
             return out.at[sent.token].add(self.back(self.apply(x, choices, gates, weights), sent))
 
         shape = jax.eval_shape(self.apply, inputs.x, routes.expert.reshape(inputs.gates.shape), *inputs[1:])
-        out = lax.fori_loop(0, routes.rounds, one, jnp.zeros(shape.shape, jnp.float32))
+        start = zeros_after((inputs.x, routes), jax.ShapeDtypeStruct(shape.shape, jnp.float32))
+        out = lax.fori_loop(0, routes.rounds, one, start)
         return out.astype(inputs.x.dtype)
 
     def backward(self, perturbed: _Inputs, inputs: _Inputs, routes: _Routes, cotangent: Array) -> _Inputs:
@@ -183,7 +195,10 @@ class _Rounds:
             return _Inputs(of_x, of_gates, of_weights)
 
         flat = inputs._replace(gates=inputs.gates.reshape(-1))
-        start = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), eqx.filter(flat, perturbed))
+        wanted = jax.tree.map(
+            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.float32), eqx.filter(flat, perturbed)
+        )
+        start = zeros_after((inputs.x, routes, cotangent), wanted)
         gradients = lax.fori_loop(0, routes.rounds, one, start)
         wanted = eqx.filter(inputs, perturbed)
         return jax.tree.map(lambda new, old: new.reshape(old.shape).astype(old.dtype), gradients, wanted)

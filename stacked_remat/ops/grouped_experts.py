@@ -72,10 +72,12 @@ def grouped_experts(
             a fourth argument. It helps only if the layer itself is not recomputed. Like `expert`, it
             may not close over traced values.
         backend: `"block"`, the walk over blocks, which runs anywhere; or, for all rows of a chunk of tokens
-            at once, products of each row with the matrix of its expert (grouped products): `"triton"` on
-            NVIDIA GPUs and `"megablox"`, JAX's kernels, on TPUs. These have been compiled and interpreted,
-            but not yet timed on a device. An expert whose operations they cannot group is refused by name.
-            `"auto"` is `"megablox"` where that supports the call, and `"block"` elsewhere.
+            at once, products of each row with the matrix of its expert (grouped products): `"megablox"` on
+            TPUs and `"mosaic"` on Hopper GPUs, which are JAX's kernels, or `"triton"` on any NVIDIA GPU from
+            Ampere on, as long as JAX has Triton in Pallas. These have been compiled and interpreted, but not
+            yet timed on a device; before the first use on one they are tried on a small layer, and refused if
+            their gradients are wrong. An expert whose operations they cannot group is refused by name.
+            `"auto"` is `"megablox"` or `"mosaic"` where that supports the call, and `"block"` elsewhere.
         block_size: rows in a block of `"block"`. By default a power of two between 8 and 256 for which
             padding is at most an eighth, if there are enough rows, and on a CPU half.
         blocks_at_once: blocks that one iteration of the loop of `"block"` computes together; by default 8,
@@ -89,9 +91,10 @@ def grouped_experts(
         In the dtype of `x`; sums are in float32.
 
     Raises:
-        ValueError: an array of weights lacks the axis, shapes do not match, or choices are not integers; the
-            gradient of weights in host memory; `over` does not divide `Experts`; an unknown backend, or one
-            that does not support the call, with the reason.
+        ValueError: there are no experts; an array of weights lacks the axis, shapes do not match, or choices
+            are not integers; the gradient of weights in host memory; `over` does not divide `Experts`, or the
+            call is not inside of a `jax.shard_map` over it; an unknown backend, or one that does not support
+            the call, with the reason.
 
     Cost: with `n` pairs, `expert` on at most `n + experts * block_size` rows (and `blocks_at_once` more
     blocks), once forward, and once and its two products backward; inputs that are not differentiated cost
@@ -112,7 +115,7 @@ def grouped_experts(
     routing. Memory: up to 0.5 GiB for the rows of a round. Weights stay where they are.
 
     The backends of grouped products compute pairs in chunks of tokens, whose widest rows, of tokens or of
-    what a matrix makes of them, are at most 0.5 GiB (`"megablox"`: 0.125 GiB), and keep nothing of a pair
+    what a matrix makes of them, are at most 0.5 GiB (JAX's kernels: 0.125 GiB), and keep nothing of a pair
     but what is `saved`. Every chunk reads the weights of its experts once, and adds its gradients, which
     are as large as these, to those of all trained weights; without large ones, and without `saved`,
     chunks of the backward pass are half as large. `"triton"` reads rows from their tokens, and arithmetic
@@ -121,6 +124,8 @@ def grouped_experts(
     (`einsum`). On several devices call them inside `jax.shard_map(..., check_vma=False)`, with or without
     `over`.
     """
+    if Experts.size == 0:
+        raise ValueError(f"{axes_text([Experts])} has no experts; there must be at least one.")
     exchange = None
     if over:
         exchange = Exchange.of(over, choices.size, x.shape[1] * x.dtype.itemsize)
@@ -132,6 +137,7 @@ def grouped_experts(
         Experts, saved = Experts.resize(Experts.size // exchange.devices), None
     layout, arrays, shared = _split(weights, Experts)
     _check_tokens(x, choices, gates)
+    x, choices, gates, arrays = jax.tree.map(jnp.asarray, (x, choices, gates, arrays))
     if block_size is None:
         block_size = default_block_size(choices.size if exchange is None else exchange.rows, Experts.size)
     if blocks_at_once is None:

@@ -274,6 +274,8 @@ def test_half_precision_has_wide_sums():
         (dict(choices=jnp.ones((3, 2))), "choices must be integers; got float32"),
         (dict(choices=jnp.ones(3, int)), r"choices must be a plain array .* got the shape \(3,\)"),
         (dict(Experts=Axis("experts", 4)), "4"),
+        (dict(Experts=Axis("experts", 0)), "has no experts; there must be at least one"),
+        (dict(over=("e",)), "call grouped_experts inside jax.shard_map over them, or leave `over` out"),
     ],
 )
 def test_arguments_are_checked(change, message):
@@ -331,6 +333,36 @@ def test_weights_on_the_host_have_no_gradient_and_others_do():
     np.testing.assert_allclose(of_x(moved, x), of_x(weights, x), rtol=1e-6)
     with pytest.raises(ValueError, match="no gradient of weights in host memory. Move them to the device"):
         jax.eval_shape(jax.grad(total), moved, x)
+
+
+@pytest.mark.parametrize("at_once", [1, 4])
+def test_tokens_that_are_not_numbers_spoil_no_expert_that_they_did_not_choose(at_once):
+    choices = np.array([[1, 4], [1, 2], [1, -1], [-1, 6], [2, 5]], np.int32)
+    weights, x, choices, gates, cotangent = example(
+        7, choices
+    )  # nobody chose 0 and 3, the last is out of range
+    x = x.at[3].set(jnp.nan)  # which 6 alone sees
+
+    def loss(weights, rows):
+        found = grouped_experts(
+            swiglu, weights, Axis("experts", 7), rows, choices, gates, block_size=2, blocks_at_once=at_once
+        )
+        return jnp.vdot(found[:3], cotangent[:3]) + jnp.vdot(found[4], cotangent[4])
+
+    found, wanted = (jax.grad(loss)(weights, rows) for rows in (x, x.at[3].set(0.0)))
+    for name, gradient in found.items():
+        np.testing.assert_array_equal(jnp.isnan(gradient).any((1, 2)), np.arange(7) == 6)
+        np.testing.assert_allclose(gradient[:6], wanted[name][:6], rtol=1e-5, atol=1e-6)
+
+
+def test_arrays_of_numpy():
+    args = example(4, random_choices(np.random.default_rng(0), 5, 4, 2))
+    of_numpy = jax.tree.map(np.asarray, args)
+    found, wanted = (
+        grouped_experts(swiglu, weights, Axis("experts", 4), x, choices, gates)
+        for weights, x, choices, gates, _ in (of_numpy, args)
+    )
+    np.testing.assert_allclose(found, wanted, rtol=1e-6)
 
 
 def test_no_tokens():

@@ -43,6 +43,22 @@ def routed(weights, x):
     return found.reshape(x.shape[0], -1)
 
 
+def exchanged(weights, x, over=("data",)):
+    """Each device has one of four experts, and another part of the tokens."""
+    rows = x.reshape(-1, Embed.size)
+    choices = jnp.argsort(rows, axis=1)[:, :2]
+    stacked = weights.reshape(-1)[: DEVICES * 16].reshape(DEVICES, 4, 4)
+    if over:
+        stacked = jax.lax.dynamic_slice_in_dim(stacked, jax.lax.axis_index(*over), 1)
+
+    def expert(own, rows, gates):
+        return jnp.einsum("re,oe,r->ro", rows, own, gates)
+
+    Many = hax.Axis("experts", DEVICES)
+    found = grouped_experts(expert, stacked, Many, rows, choices, rows[:, 1:3], over=over)
+    return found.reshape(x.shape[0], -1)
+
+
 def losses(weights, x):
     Batch, Rows = hax.Axis("batch", x.shape[0]), hax.Axis("row", x.shape[1] // Embed.size)
     hidden = hax.named(x.reshape(Batch.size, Rows.size, Embed.size), (Batch, Rows, Embed))
@@ -53,6 +69,8 @@ def losses(weights, x):
 
 @functools.cache
 def on_one_device(operation):
+    if operation is exchanged:
+        operation = functools.partial(exchanged, over=())
     return loss(operation)(*arguments())
 
 
@@ -75,7 +93,7 @@ def assert_same(found, expected):
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 @pytest.mark.parametrize("tracked", [True, False])
-@pytest.mark.parametrize("operation", [attended, routed, losses])
+@pytest.mark.parametrize("operation", [attended, routed, exchanged, losses])
 def test_inside_shard_map_values_and_gradients_are_those_of_one_device(operation, tracked, kind):
     weights, x = arguments()
     with jax.set_mesh(mesh := mesh_of(kind)):

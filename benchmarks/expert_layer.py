@@ -5,7 +5,7 @@
 
 The first compiles the forward pass, and the gradients with frozen and with trained weights. Bytes that a
 program moves are the operands and results of its kernels and fusions, in a loop times its trips, as the
-compiled program has them. They are counted for `triton` alone: a fusion of the walk over blocks has all
+compiled program has them. They are counted for `triton` and `mosaic`: a fusion of the walk over blocks has all
 experts as an operand and reads one, and programs for TPUs do not say how often their loops run. Beside them
 are the bytes that experts need if they read their weights, and add to their gradients, once for each half a
 GiB of rows of pairs, and if each token, cotangent and result is read or written once.
@@ -33,7 +33,7 @@ from haliax import Axis
 from jax.sharding import SingleDeviceSharding
 
 from stacked_remat import memory
-from stacked_remat._placement import compiled_for
+from stacked_remat._placement import compiled_for, platform_of
 from stacked_remat.memory._targets import find_target
 from stacked_remat.ops import grouped_experts
 
@@ -118,7 +118,7 @@ def compiled_rows(sizes: Sizes, target: str, backends: list[str]) -> Iterator[di
         for name, fn in programs(sizes, backend).items():
             report = memory.report(fn, *shapes(sizes), target=target)
             row = {"backend": backend, "program": name, "temporaries": report.temporaries}
-            if backend == "triton":
+            if backend in ("triton", "mosaic"):
                 with compiled_for(device):
                     moved = moved_bytes(jax.jit(fn).lower(*placed).compile().as_text() or "")
                 row |= {"moved": moved, "needed": sizes.needed(name)}
@@ -262,7 +262,7 @@ def main(arguments: list[str] | None = None) -> Path:
     what.add_argument("--target", help="compile for this device, such as h200 or v5p")
     what.add_argument("--time", action="store_true", help="time on the device of this machine")
     parser.add_argument(
-        "--backends", nargs="+", help="by default block, which is always timed, and that of the device"
+        "--backends", nargs="+", help="by default block, which is always timed, and those of the device"
     )
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--out", type=Path, default=RESULTS)
@@ -279,7 +279,7 @@ def main(arguments: list[str] | None = None) -> Path:
         platform = find_target(options.target).devices()[0].platform
     backends = options.backends or [
         "block",
-        *{"gpu": ["triton"], "cuda": ["triton"], "tpu": ["megablox"]}.get(platform, []),
+        *{"cuda": ["triton", "mosaic"], "tpu": ["megablox"]}.get(platform_of(platform), []),
     ]
     if options.time:
         rows = timed_rows(sizes, backends, options.rounds)

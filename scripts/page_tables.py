@@ -67,8 +67,8 @@ TABLES = {
     ),
     "long-context-expert-layer": Table(
         ("expert_layer_h200.json",),
-        rows=("program", "moved", "needed", "moved / needed"),
-        only={"backend": "triton"},
+        rows=("backend", "program", "moved", "needed", "moved / needed"),
+        only={"backend": "triton|mosaic"},
     ),
     "long-context-gpt-oss": Table(("gpt_oss_20b_65k_lora_context_h200.json",), rows=_CONTEXT),
     "long-context-longest": Table(

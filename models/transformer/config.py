@@ -119,7 +119,7 @@ class ExpertsConfig:
     z_loss_weight: float = 0.0
     dense_layers: tuple[int, ...] = ()
     load_balance_loss: Literal["per_layer", "pooled"] = "per_layer"
-    backend: Literal["auto", "triton", "megablox", "block"] = "auto"
+    backend: Literal["auto", "megablox", "mosaic", "triton", "block"] = "auto"
 
     def __post_init__(self) -> None:
         check_positive("model.experts", self, "num_experts", "experts_per_token", "intermediate_dim")

@@ -1,6 +1,7 @@
 """Implementations of grouped experts, and which calls each supports."""
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,8 +12,10 @@ from jaxtyping import Array
 
 from .._placement import target_device
 from ._expert_loop import Expert, Saved
+from ._grouped_mosaic import against_mosaic, check_shapes, mosaic_kernels
 from ._grouped_product import Groups, Kernels, kernels_of
-from ._grouped_triton import triton_kernels
+from ._grouped_triton import against_pallas_triton, triton_kernels
+from ._kernel_check import against_device
 from ._program_of_row import RowProgram, UnsupportedExpertError
 
 
@@ -26,7 +29,8 @@ class ExpertsFacts:
         on_host: whether some weights are in host memory.
         devices: over how many the compiler partitions the program; 1 inside `jax.shard_map`.
         is_varying: whether types say over which devices values vary, as with `check_vma=True`.
-        against_program: why the expert has no grouped form; None if it has one.
+        against_program: why the expert has no grouped form; None if it has one. It takes a function that
+            checks a product, with the arguments of `kernels_of`'s.
     """
 
     platform: str
@@ -34,7 +38,7 @@ class ExpertsFacts:
     on_host: bool = False
     devices: int = 1
     is_varying: bool = False
-    against_program: Callable[[], str | None] = lambda: None
+    against_program: Callable[[Callable[..., None]], str | None] = lambda check: None
 
 
 @dataclass(frozen=True)
@@ -57,11 +61,19 @@ def against_program(
     arrays: Sequence[Array],
     x: Array,
     gates: Any,
+    check: Callable[..., None],
 ) -> str | None:
     """Why an expert, or its saved part, has no grouped form; None if it has one."""
 
+    def product(x: Array, w: Array, sizes: Array, transposed: bool, dtype: Any) -> Array:
+        check(x, w, sizes, transposed, dtype)
+        return jnp.zeros((len(x), w.shape[1 if transposed else 2]), dtype)
+
+    def outer(x: Array, y: Array, sizes: Array, dtype: Any) -> Array:
+        return jnp.zeros((*sizes.shape, x.shape[1], y.shape[1]), dtype)
+
     def rows(arrays: Sequence[Array], x: Array, gates: Any, at: tuple[Array, ...]) -> Array:
-        program = RowProgram(_SHAPES_ALONE, Groups(*at))
+        program = RowProgram(kernels_of(product, outer), Groups(*at))
         more = ()
         if (keep := saved) is not None:
             more = (program(lambda own, rows: keep(rebuild(own), rows), arrays, x),)
@@ -83,31 +95,32 @@ def against_program(
     return None
 
 
-def _shape_of_product(x: Array, w: Array, sizes: Array, transposed: bool, dtype: Any) -> Array:
-    return jnp.zeros((len(x), w.shape[1 if transposed else 2]), dtype)
-
-
-def _shape_of_outer(x: Array, y: Array, sizes: Array, dtype: Any) -> Array:
-    return jnp.zeros((*sizes.shape, x.shape[1], y.shape[1]), dtype)
-
-
-_SHAPES_ALONE = kernels_of(_shape_of_product, _shape_of_outer)
-
-
 # The kernels mix dtypes, also where `jax_numpy_dtype_promotion` is `strict`.
 _MIXED_DTYPES = functools.partial(jax.numpy_dtype_promotion, "standard")
 
 
 def _against_triton(call: ExpertsFacts) -> str | None:
+    reason = _against_gpu(call, 8.0, "8.0 (Ampere)") or against_pallas_triton()
+    return reason or _against_kernels(call, "triton", (jnp.bfloat16, jnp.float16, jnp.float32))
+
+
+def _against_mosaic(call: ExpertsFacts) -> str | None:
+    reason = _against_gpu(call, 9.0, "9.0 (Hopper)", below=10.0) or against_mosaic()
+    return reason or _against_kernels(call, "mosaic", (jnp.bfloat16, jnp.float16), check_shapes)
+
+
+def _against_gpu(call: ExpertsFacts, least: float, name: str, below: float = math.inf) -> str | None:
     if call.platform != "cuda":
         return f"it runs on NVIDIA GPUs, and the program is for {call.platform!r}"
     capability = float(getattr(target_device(), "compute_capability", "0"))
-    if capability < 8.0:
-        return f"it needs a GPU of compute capability 8.0 (Ampere), not {capability}"
-    return _against_kernels(call, (jnp.bfloat16, jnp.float16, jnp.float32))
+    if not least <= capability < below:
+        return f"it needs a GPU of compute capability {name}, not {capability}"
+    return None
 
 
-def _against_kernels(call: ExpertsFacts, dtypes: Sequence[Any]) -> str | None:
+def _against_kernels(
+    call: ExpertsFacts, name: str, dtypes: Sequence[Any], check: Callable[..., None] = lambda *product: None
+) -> str | None:
     if call.dtype not in dtypes:
         *some, last = (jnp.dtype(one).name for one in dtypes)
         return f"it takes {', '.join(some)} and {last}, not {call.dtype}"
@@ -122,7 +135,9 @@ def _against_kernels(call: ExpertsFacts, dtypes: Sequence[Any]) -> str | None:
         return (
             "its kernels do not say over which devices results vary: use jax.shard_map with check_vma=False"
         )
-    return call.against_program()
+    kernels = EXPERT_BACKENDS[name].kernels
+    assert kernels is not None
+    return call.against_program(check) or against_device(name, kernels, call.dtype, call.platform)
 
 
 _ROWS_OF_TILE = 128
@@ -168,12 +183,13 @@ def megablox_kernels(interpret: bool = False) -> Kernels:
 def _against_megablox(call: ExpertsFacts) -> str | None:
     if call.platform != "tpu":
         return f"it runs on TPUs, and the program is for {call.platform!r}"
-    return _against_kernels(call, (jnp.bfloat16, jnp.float32))
+    return _against_kernels(call, "megablox", (jnp.bfloat16, jnp.float32))
 
 
 EXPERT_BACKENDS: dict[str, ExpertsBackend] = {
     "megablox": ExpertsBackend(megablox_kernels(), _against_megablox),  # JAX's kernels for TPUs
     "block": ExpertsBackend(None),
-    "triton": ExpertsBackend(triton_kernels(), _against_triton),  # kernels for NVIDIA GPUs; has run on none
+    "mosaic": ExpertsBackend(mosaic_kernels(), _against_mosaic),  # JAX's kernels for Hopper GPUs
+    "triton": ExpertsBackend(triton_kernels(), _against_triton),  # our kernels for NVIDIA GPUs
 }
 """By name, in the order in which `"auto"` tries them."""

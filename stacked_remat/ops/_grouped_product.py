@@ -127,8 +127,8 @@ _GATHERED_BYTES = 2**27  # a chunk has them several times
 
 
 def kernels_of(
-    product: Callable[[Array, Array, Sizes, bool, Any], Array],
-    outer: Callable[[Array, Array, Sizes, Any], Array],
+    product: Callable[..., Array],
+    outer: Callable[..., Array],
     rows_of: int = 1,
 ) -> Kernels:
     """Kernels that compute one product of arrays at a time.
@@ -146,15 +146,26 @@ def kernels_of(
         gathered = [one.gathered() for one in rows]
         found: list[Any] = [0] * len(what.products)
         for (number, term), w in zip(what.terms, matrices, strict=True):
-            dtype = what.products[number].dtype
-            found[number] += product(gathered[term.rows], w, sizes, term.transposed, dtype)
+            options = term.transposed, what.products[number].dtype
+            found[number] += in_sequence(
+                lambda *arrays, options=options: product(*arrays, *options), gathered[term.rows], w, sizes
+            )
         result = what.result(found, [one.gathered() for one in others])
         return [result, *(found if products_too else ())]
 
-    def of_rows(x: Rows, y: Rows, *rest: Any) -> Array:
-        return outer(x.gathered(), y.gathered(), *rest)
+    def of_rows(x: Rows, y: Rows, sizes: Sizes, dtype: Any) -> Array:
+        return in_sequence(lambda *arrays: outer(*arrays, dtype), x.gathered(), y.gathered(), sizes)
 
     return Kernels(products, of_rows, sum_of_rows, _GATHERED_BYTES, rows_of)
+
+
+def in_sequence(kernel: Callable[..., Any], *arrays: Array) -> Any:
+    """The kernel of the arrays; under `jax.vmap` of one example after the other.
+
+    A batch is another axis of a kernel's grid: on GPUs there may be three, and JAX's kernel of outer products
+    for TPUs then does not store those of its last expert (0.10.2, 0.12).
+    """
+    return jax.custom_batching.sequential_vmap(kernel)(*arrays)
 
 
 @jax.custom_vjp

@@ -2,6 +2,8 @@
 
 Matrices are read as they are, transposed or not. Kernels that take one order alone make XLA transpose a
 layer's matrices, and with them the whole stack that they are a slice of.
+
+JAX deprecates Triton in Pallas since 0.11.2, and is to remove it.
 """
 
 import functools
@@ -13,13 +15,23 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as pallas_triton
 from jaxtyping import Array
 
-from ._grouped_product import Groups, Kernels, Products, Rows
+from ._grouped_product import Groups, Kernels, Products, Rows, in_sequence
+
+pallas_triton: Any
+try:
+    from jax.experimental.pallas import triton as pallas_triton
+except ImportError:
+    pallas_triton = None
 
 _TILE = 128  # rows and columns of the part of a result that one program computes
 _STEP = 32  # how much of the contracted axis it reads at once
+
+
+def against_pallas_triton() -> str | None:
+    """Why there are no kernels; None if there are."""
+    return None if pallas_triton is not None else f"JAX {jax.__version__} has no Triton in Pallas any more"
 
 
 def triton_kernels(interpret: bool = False) -> Kernels:
@@ -53,14 +65,15 @@ def _products(
             what, tile, steps, (expert, first, end), tree.unflatten(refs[: len(flat)]), refs[len(flat) :]
         )
 
-    return pl.pallas_call(
+    call = pl.pallas_call(
         kernel,
         [jax.ShapeDtypeStruct((count, outer), dtype) for dtype in dtypes],
         grid=(pl.cdiv(outer, tile[1]), len(expert)),  # programs that share rows run together
         compiler_params=_parameters(len(what.products), rows[0].array.dtype),
         interpret=interpret,
         name="grouped_products",
-    )(expert, first, end, *flat)
+    )
+    return in_sequence(call, expert, first, end, *flat)
 
 
 def _outer(x: Rows, y: Rows, sizes: Array, dtype: Any, interpret: bool) -> Array:
@@ -73,14 +86,15 @@ def _outer(x: Rows, y: Rows, sizes: Array, dtype: Any, interpret: bool) -> Array
         left, right = tree.unflatten(refs[:-1])
         _outer_of_tile(tile, first, end, left, right, refs[-1])
 
-    return pl.pallas_call(
+    call = pl.pallas_call(
         kernel,
         jax.ShapeDtypeStruct(shape, dtype),
         grid=(pl.cdiv(shape[2], tile[2]), pl.cdiv(shape[1], tile[1]), len(sizes)),
         compiler_params=_parameters(1, x.array.dtype),
         interpret=interpret,
         name="grouped_outer",
-    )(end - sizes, end, *flat)
+    )
+    return in_sequence(call, end - sizes, end, *flat)
 
 
 def _sums(rows: Array, groups: Groups, interpret: bool) -> Array:
@@ -105,14 +119,15 @@ def _sums(rows: Array, groups: Groups, interpret: bool) -> Array:
         at = out.at[pl.ds(token, tile[0]), pl.ds(column, tile[1])]
         pallas_triton.store(at, total.astype(out.dtype), mask=is_token[:, None] & is_column[None, :])
 
-    return pl.pallas_call(
+    call = pl.pallas_call(
         kernel,
         jax.ShapeDtypeStruct((tokens, rows.shape[1]), rows.dtype),
         grid=(pl.cdiv(tokens, tile[0]), pl.cdiv(rows.shape[1], tile[1])),
         compiler_params=_parameters(1, rows.dtype),
         interpret=interpret,
         name="sums_of_rows",
-    )(row, rows)
+    )
+    return in_sequence(call, row, rows)
 
 
 def _parameters(sums: int, dtype: Any) -> Any:

@@ -425,8 +425,12 @@ def test_an_expert_without_grouped_products_is_refused(expert, message):
         ("triton", dict(is_varying=True), "do not say over which devices results vary: .*check_vma=False"),
         ("megablox", {}, "it runs on TPUs, and the program is for 'cuda'"),
         ("megablox", dict(platform="tpu", dtype=jnp.dtype("float16")), "bfloat16 and float32, not float16"),
+        ("mosaic", dict(capability="8.0"), r"compute capability 9.0 \(Hopper\), not 8.0"),
+        ("mosaic", dict(capability="10.0"), r"compute capability 9.0 \(Hopper\), not 10.0"),
+        ("mosaic", dict(dtype=jnp.dtype("float32")), "bfloat16 and float16, not float32"),
         ("tokamax", {}, "Unknown backend of experts 'tokamax'. Use 'auto' or one of megablox, block"),
         ("triton", {}, "triton"),
+        ("mosaic", {}, "mosaic"),
         ("auto", {}, "block"),
         ("auto", dict(platform="tpu"), "megablox"),
         ("auto", dict(platform="tpu", on_host=True), "block"),
@@ -449,6 +453,21 @@ def turned(weights, rows, gates):
     """One map's weights are `[out, in]`."""
     hidden = jax.nn.silu(rows @ weights["gate"]) * jnp.einsum("ri,oi->ro", rows, weights["up"])
     return (hidden * gates[:, None]) @ weights["down"]
+
+
+def test_vmap_over_weights_alone(backend):
+    weights, x, choices, gates, cotangent = swiglu_example(5, routings()["random"])
+    many = jax.tree.map(lambda leaf: jnp.stack([leaf, 2 * leaf]), weights)
+
+    @functools.partial(jax.jit, compiler_options=quick)
+    def gradients(many):
+        def loss(weights, name):
+            out = grouped_experts(swiglu, weights, Experts, x, choices, gates, backend=name)
+            return jnp.vdot(jnp.sin(out), cotangent)
+
+        return [jax.vmap(jax.grad(functools.partial(loss, name=name)))(many) for name in (backend, "block")]
+
+    assert_close(*gradients(many), atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.skipif(NO_TPU, reason="libtpu is not installed")

@@ -5,10 +5,10 @@
 
 The first compiles the forward pass, and the gradients with frozen and with trained weights. Bytes that a
 program moves are the operands and results of its kernels and fusions, in a loop times its trips, as the
-compiled program has them. They are counted for `triton` and `mosaic`: a fusion of the walk over blocks has all
-experts as an operand and reads one, and programs for TPUs do not say how often their loops run. Beside them
-are the bytes that experts need if they read their weights, and add to their gradients, once for each half a
-GiB of rows of pairs, and if each token, cotangent and result is read or written once.
+compiled program has them. They are counted for `triton` and `mosaic`: a fusion of the walk over blocks has
+all experts as an operand and reads one, and programs for TPUs do not say how often their loops run. Beside
+them are the bytes that experts need if they read their weights, and add to their gradients, once for each
+half a GiB of rows of pairs, and if each token, cotangent and result is read or written once.
 
 The second compares gradients with those of the walk over blocks, times every backend beside a dense MLP of as
 many rows, interleaved, and writes medians and ratios. It is for a GPU or a TPU; `--tokens 256 --embed 64`

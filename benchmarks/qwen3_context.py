@@ -10,7 +10,7 @@ Forward and backward are compiled for a device that need not be attached, and no
     python -m benchmarks.qwen3_context --target h200 --devices 8 --tokens 1048576 --divide ring
     python -m benchmarks.qwen3_context --target h200 --devices 8 --tokens 65536 --divide experts
     python -m benchmarks.qwen3_context --target h200 --tokens 65536 --tiles 1 2 4
-    python -m benchmarks.qwen3_context --target h200 --tokens 65536 --policies nested --experts block triton mosaic
+    python -m benchmarks.qwen3_context --target h200 --tokens 65536 --policies nested --experts block triton
     python -m benchmarks.qwen3_context --target h200 --config models/configs/gpt_oss_20b_65k_lora.yaml
 
 Model and adapters are those of `models/configs/qwen3_30b_a3b_65k_lora.yaml`, with one sequence per device.

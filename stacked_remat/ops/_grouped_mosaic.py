@@ -109,5 +109,5 @@ def _transposed_ragged_dot() -> Any:
 
     if not hasattr(jax.devices()[0], "core_count"):
         named: Any = dict(vars(jax), devices=lambda: [SimpleNamespace(core_count=_MULTIPROCESSORS)])
-        setattr(module, "jax", SimpleNamespace(**named))  # noqa: B010: its own name of JAX
+        module.jax = SimpleNamespace(**named)  # pyright: ignore[reportPrivateImportUsage]
     return module.transposed_ragged_dot

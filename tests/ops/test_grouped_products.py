@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 from haliax import Axis
 from jax import lax
-from jax.extend.core import Literal
 from jax.sharding import PartitionSpec as P
 
 from stacked_remat import fold, memory
@@ -26,7 +25,6 @@ from stacked_remat.ops._backends import choose_backend
 from stacked_remat.ops._expert_backends import EXPERT_BACKENDS, ExpertsBackend, ExpertsFacts, megablox_kernels
 from stacked_remat.ops._grouped_product import kernels_of
 from stacked_remat.ops._grouped_triton import triton_kernels
-from stacked_remat.ops._pending_rows import _of_elements
 from tests.ops.test_grouped_experts import NO_CUDA, dense, example as swiglu_example, swiglu
 from tests.ops.test_per_device import mesh
 
@@ -300,29 +298,6 @@ def test_an_unusual_expert(backend, monkeypatch):
         return jax.grad(loss, (0, 1, 2))(*args)
 
     assert_close(*(gradients(name, weights, x, gates) for name in (backend, "block")), atol=1e-4, rtol=1e-4)
-
-
-@pytest.mark.parametrize(
-    ("fn", "of_triton"),
-    [
-        (lax.max, jnp.fmax),
-        (lax.min, jnp.fmin),
-        (functools.partial(lax.clamp, -1.0), lambda low, x, high: jnp.fmin(jnp.fmax(low, x), high)),
-    ],
-)
-def test_what_is_not_a_number_stays_so_where_a_kernel_takes_the_other_operand(fn, of_triton):
-    operands = jnp.array([jnp.nan, 1.0, 2.0, jnp.nan]), jnp.array([1.0, jnp.nan, 1.0, jnp.nan])
-    (equation,) = jax.make_jaxpr(fn)(*operands).eqns
-    primitive = types.SimpleNamespace(
-        name=equation.primitive.name, bind=lambda *operands, **_: of_triton(*operands)
-    )
-    values = types.SimpleNamespace(
-        primitive=primitive, params={}, invars=equation.invars, outvars=equation.outvars
-    )
-    literals = [atom.val for atom in equation.invars if isinstance(atom, Literal)]
-    found = _of_elements(values, *literals, *operands)
-    np.testing.assert_array_equal(found, fn(*operands))
-    assert np.isnan(found).sum() == 3
 
 
 def test_of_a_pair_only_what_is_saved_is_kept(plain):

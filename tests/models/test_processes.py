@@ -52,10 +52,13 @@ def start(workplace, processes, *overrides, run="run"):
             "JAX_PLATFORMS": "cpu",
             "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {count}",
         }
-        command = [sys.executable, "-u", "-m", "models.train_lm", *arguments]
-        options = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-        started.append(subprocess.Popen(command, cwd=ROOT, env=environment, **options))
+        started.append(python("-u", "-m", "models.train_lm", *arguments, env=environment))
     return started
+
+
+def python(*arguments, env=None):
+    options = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    return subprocess.Popen([sys.executable, *arguments], cwd=ROOT, env=env, **options)
 
 
 def ended(started):
@@ -137,10 +140,7 @@ start_processes(dict({together}int(sys.argv[1])))
 if sys.argv[1] == "0": os._exit(1)
 time.sleep(200)
 """.replace("{together}", together)
-    options = {"cwd": ROOT, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    status, shown = ended(
-        [subprocess.Popen([sys.executable, "-c", code, index], **options) for index in "01"]
-    )
+    status, shown = ended([python("-c", code, index) for index in "01"])
     assert status == [1, EXIT_INTERRUPTED] and "JAX lost another process" in shown[1], shown
 
 
@@ -168,14 +168,48 @@ def test_tensor_parallelism_over_processes_reads_the_same_rows_in_all(workplace)
         assert_same_run(workplace / run, workplace / "one")
 
 
+def test_a_process_that_waits_for_the_others_ends_by_a_signal_and_in_time(tmp_path):
+    workplace, ports = make_workplace(tmp_path), (free_port(), free_port())
+    started = []
+    for index, seconds in ((0, 60), (1, 2)):
+        together = {"coordinator_address": f"localhost:{ports[index]}", "num_processes": 2}
+        together |= {"process_id": index, "initialization_timeout": seconds}
+        started.append(
+            python("-m", "models.train_lm", *arguments_of(workplace, "--distributed", json.dumps(together)))
+        )
+    while True:  # until the first process listens
+        with socket.socket() as tried:
+            if tried.connect_ex(("localhost", ports[0])) == 0:
+                break
+        assert started[0].poll() is None
+        time.sleep(0.02)
+    started[0].terminate()
+    status, (signalled, late) = ended(started)
+    assert status == [EXIT_INTERRUPTED, 1], (signalled, late)
+    assert "stopped by SIGTERM before a step was done" in signalled
+    message = rf"initialization_timeout = 2 seconds.*coordinator_address \(localhost:{ports[1]}\)"
+    assert late.startswith("error: ") and late.count("\n") == 1 and re.search(message, late), late
+
+
 def test_mistakes_are_named(tmp_path, capsys):
     workplace = make_workplace(tmp_path)
     for distributed, message in (
         ("on", "distributed is auto, off, or a section"),
         ("{coordinator: x}", "distributed.coordinator: .*Did you mean `coordinator_address`"),
+        (
+            "{coordinator_address: 10.0.0.1}",
+            "coordinator_address is a host and a port, such as .* '10.0.0.1'",
+        ),
+        ("{initialization_timeout: soon}", "initialization_timeout is a whole number of seconds.* 'soon'"),
+        ("{heartbeat_timeout_seconds: null}", "heartbeat_timeout_seconds is .*; got None"),
+        ("{num_processes: 0}", "num_processes is an integer above 0; got 0"),
+        ("{process_id: true}", "process_id is an integer: .*; got True"),
+        ("{local_device_ids: [0, a]}", "local_device_ids is .*such as .*; got .*0, 'a'"),
     ):
         assert main(arguments_of(workplace, "--distributed", distributed)) == 1
         assert re.search(message, capsys.readouterr().out)
     start_processes(LmRunConfig().distributed)  # no cluster here: nothing to connect
-    with pytest.raises(ConfigError, match="can't connect the processes: .*off to train"):
+    with pytest.raises(
+        ConfigError, match=r"can't connect the processes: .*num_processes=1\. Or set distributed: off"
+    ):
         start_processes({"coordinator_address": "localhost:1", "num_processes": 1, "process_id": 2})

@@ -24,12 +24,12 @@ from .signals import EXIT_INTERRUPTED
 T = TypeVar("T")
 _OFF = "Or set distributed: off to train in this process alone."
 # What the collectives of CPUs (Gloo) and JAX's coordination service say when a process is gone.
-_FAILED = "another process of this run has failed:"
-_LOST = (_FAILED, "gloo", "connection closed by peer", "coordination service", "heartbeat", "unavailable:")
+_LOST = ("gloo", "connection closed by peer", "coordination service", "heartbeat", "unavailable:")
 _IDS = "Give all the same num_processes, and each its own process_id."
 _SEE_ABOVE = "The lines above say why."
 _RESUMES = "The same command in all of them resumes the run from its last checkpoint."
 _MORE_SECONDS = 60  # JAX aborts the process where its own time to connect is over
+_SECONDS_TO_END = 10
 
 
 def _is_integer(value: Any, least: int = 0) -> bool:
@@ -155,24 +155,43 @@ def _connect(arguments: Mapping[str, Any]) -> bool:
     return ended.done() and ended.result() is None
 
 
+def processes_where(condition: bool) -> list[int]:
+    """The indices of the processes in which the condition is true, the same list in all."""
+    return np.flatnonzero(_gathered(condition)).tolist()
+
+
+def agreed(work: Callable[[], T]) -> T:
+    """`work()` in all processes, without collectives in it; where it fails in one, it fails in all.
+
+    Raises:
+        ConfigError: it failed in another process. In those where it failed, their own error.
+    """
+    return _agreed(work, True)
+
+
 def in_turn(work: Callable[[], T]) -> T:
     """`work()` in the first process, then in all others: for files that the first one makes.
 
-    Where it fails in another process, this one ends as in `ending_with_others`.
+    Raises:
+        ConfigError: it failed in another process. In those where it failed, their own error.
     """
-    result: Any = None
-    for is_turn in (jax.process_index() == 0, jax.process_index() != 0):
-        error = None
-        if is_turn:
-            try:
-                result = work()
-            except Exception as raised:
-                error = raised
-        failed = np.flatnonzero(_gathered(error is not None))
-        if error is not None:
-            raise error
-        if failed.size:
-            raise RuntimeError(f"{_FAILED} {failed[0]}")
+    is_first = jax.process_index() == 0
+    first, other = (_agreed(work, is_turn) for is_turn in (is_first, not is_first))
+    return first if is_first else other
+
+
+def _agreed(work: Callable[[], Any], takes_part: bool) -> Any:
+    result = error = None
+    if takes_part:
+        try:
+            result = work()
+        except Exception as raised:
+            error = raised
+    failed = processes_where(error is not None)
+    if error is not None:
+        raise error
+    if failed:
+        raise ConfigError(f"process {failed[0]} of this run failed; its output says why.")
     return result
 
 
@@ -213,6 +232,23 @@ def ending_with_others() -> Iterator[None]:
         raise
 
 
+def end_after_error(status: int) -> NoReturn:
+    """Ends this process: together with the others if they end too, otherwise after some seconds.
+
+    If the process of the coordination service ended before the others, JAX would abort these.
+    """
+    _when_aborted(status)
+
+    def leave() -> None:
+        with contextlib.suppress(Exception):  # the others are gone
+            jax.distributed.shutdown()
+
+    leaving = threading.Thread(target=leave, daemon=True)
+    leaving.start()
+    leaving.join(_SECONDS_TO_END)
+    end_process(status)
+
+
 def end_process(status: int) -> NoReturn:
     """Ends this process without waiting for the others of its run."""
     for stream in (sys.stdout, sys.stderr):
@@ -230,7 +266,7 @@ _LIBC.signal.restype = ctypes.c_void_p
 _handlers: list[Any] = []  # which C calls, so they must live as long as the process
 
 
-def _when_aborted(status: int, message: str) -> None:
+def _when_aborted(status: int, message: str | None = None) -> None:
     """From now on, ends this process with a status and a message where JAX aborts it.
 
     JAX's coordination service aborts from a thread when it can't connect in time, and when it finds that the
@@ -242,7 +278,8 @@ def _when_aborted(status: int, message: str) -> None:
     @_AbortHandler
     def end(_: int) -> None:
         if threading.get_ident() != threading.main_thread().ident:
-            print(message)
+            if message is not None:
+                print(message)
             end_process(status)
 
     _handlers.append(end)

@@ -8,8 +8,11 @@ stopped or killed, if `trainer.run_dir` names its folder.
 
 import contextlib
 import dataclasses
+import functools
+import secrets
 import sys
 import time
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -45,6 +48,7 @@ from stacked_remat.training import (
     RunOutputs,
     StopSignals,
     StreamingConfig,
+    Tokenizer,
     Tracker,
     TrainingResult,
     TrainState,
@@ -61,13 +65,17 @@ from stacked_remat.training import (
     train,
 )
 from stacked_remat.training.processes import (
+    agreed,
     any_signal,
+    end_after_error,
     end_process,
     ending_with_others,
     in_turn,
     of_first,
+    processes_where,
     start_processes,
 )
+from stacked_remat.training.run_folder import has_mark
 from stacked_remat.training.throughput import peak_memory_bytes
 
 
@@ -86,12 +94,7 @@ def train_lm(config: LmRunConfig, progress: Progress, stop: StopSignals) -> Trai
         WeightsError, FileNotFoundError: the weights to begin with can't be read, or are not of this model.
         NonFiniteLossError: training diverged.
     """
-    check_trackers(config.trainer.trackers)
-    check_scoring(config)
-    partitioning = Partitioning.of(config.trainer.mesh)
-    partitioning.check_batch(config.data.batch_size, config.data.seq_len, config.trainer.update.microbatches)
-    tokenizer = load_tokenizer(config.data.tokenizer)
-    config = _resolved(config, progress, partitioning)
+    config, partitioning, tokenizer = agreed(functools.partial(_prepared, config, progress))
     data = in_turn(
         lambda: open_training_data(
             config.data,
@@ -137,6 +140,7 @@ def train_lm(config: LmRunConfig, progress: Progress, stop: StopSignals) -> Trai
             outputs=RunOutputs(folder, checkpoints, trackers, progress),
             position=position,
             should_stop=lambda: _asked_to_stop(stop),
+            before_last_save=lambda: stop.end_at_once(f"in the last save; {_resumes(folder)}"),
             partitioning=partitioning,
             scoring=scoring,
         )
@@ -152,12 +156,13 @@ def main(arguments: Sequence[str]) -> int:
     Returns:
         0 when the run is finished, 1 after an error, 75 when a signal ended it: the same command resumes it.
     """
-    ended_together = False
+    connected = ended_together = False
 
     def run(arguments: Sequence[str], stop: StopSignals) -> int:
-        nonlocal ended_together
+        nonlocal connected, ended_together
         config = parse_config(LmRunConfig, arguments)
         start_processes(config.distributed)
+        connected = jax.distributed.is_initialized()
         progress = ConsoleProgress(None if jax.process_index() == 0 else Console(quiet=True))
         with ending_with_others():
             result = train_lm(config, progress, stop)
@@ -165,7 +170,15 @@ def main(arguments: Sequence[str]) -> int:
         return 0 if result.stopped_by is None else EXIT_INTERRUPTED
 
     early = " before a step was done; the same command starts again, from the last checkpoint if there is one"
-    status = run_command(run, arguments, ConsoleProgress().message, interrupted=(EXIT_INTERRUPTED, early))
+    try:
+        status = run_command(run, arguments, ConsoleProgress().message, interrupted=(EXIT_INTERRUPTED, early))
+    except Exception:
+        if not connected:
+            raise
+        traceback.print_exc()
+        status = 1
+    if connected and status == 1:
+        end_after_error(status)
     if not ended_together and jax.distributed.is_initialized():
         end_process(status)  # at its own end JAX would wait for the others, and they for this process
     return status
@@ -194,11 +207,14 @@ def _run_folder(config: LmRunConfig, closing: contextlib.ExitStack) -> RunFolder
     given = config.trainer.run_dir
     now = time.strftime("%Y%m%d-%H%M%S", time.localtime(of_first(int(time.time()))))
     root = Path(f"runs/{now}" if given is None else given).expanduser()
+    mark = str(of_first(secrets.randbits(32)))
 
-    def opened() -> RunFolder:
+    def opened() -> RunFolder | None:
         is_first = jax.process_index() == 0
         if is_first:
-            closing.enter_context(lock_run_folder(root))
+            closing.enter_context(lock_run_folder(root, mark))
+        elif not has_mark(root, mark):
+            return None
         return RunFolder.open(
             root,
             config_as_dict(config),
@@ -206,7 +222,15 @@ def _run_folder(config: LmRunConfig, closing: contextlib.ExitStack) -> RunFolder
             accept_changes=config.trainer.checkpoint.accept_changes,
         )
 
-    return in_turn(opened)
+    folder = in_turn(opened)
+    without = processes_where(folder is None)
+    if folder is None or without:
+        raise ConfigError(
+            f"process {without[0]} does not see the run folder that process 0 made; in this process it is "
+            f"{root.absolute()}. All processes must see one folder: give --trainer.run_dir an absolute path "
+            f"on a file system that all hosts share."
+        )
+    return folder
 
 
 def _check_length(config: LmRunConfig, position: Position, folder: RunFolder) -> None:
@@ -216,6 +240,16 @@ def _check_length(config: LmRunConfig, position: Position, folder: RunFolder) ->
             f"done {position.step} steps. Ask for more, or give this run a folder of its own with "
             f"--trainer.run_dir."
         )
+
+
+def _prepared(config: LmRunConfig, progress: Progress) -> tuple[LmRunConfig, Partitioning, Tokenizer]:
+    """The config as it is resolved, the mesh and the tokenizer; refuses what can't run here."""
+    check_trackers(config.trainer.trackers)
+    check_scoring(config)
+    partitioning = Partitioning.of(config.trainer.mesh)
+    partitioning.check_batch(config.data.batch_size, config.data.seq_len, config.trainer.update.microbatches)
+    tokenizer = load_tokenizer(config.data.tokenizer)
+    return _resolved(config, progress, partitioning), partitioning, tokenizer
 
 
 def _resolved(config: LmRunConfig, progress: Progress, partitioning: Partitioning) -> LmRunConfig:
@@ -279,12 +313,15 @@ def _trackers(
 def _conclude(result: TrainingResult, folder: RunFolder, progress: Progress) -> None:
     if result.stopped_by is not None:
         progress.message(
-            f"stopped by {result.stopped_by} after step {int(result.state.step)}; the same command with "
-            f"--trainer.run_dir {folder.root} resumes it"
+            f"stopped by {result.stopped_by} after step {int(result.state.step)}; {_resumes(folder)}"
         )
         return
     if jax.process_index() == 0:
         folder.finish({"held_out_before": result.held_out_before, "held_out_after": result.held_out_after})
+
+
+def _resumes(folder: RunFolder) -> str:
+    return f"the same command with --trainer.run_dir {folder.root} resumes it"
 
 
 def _finished(

@@ -4,10 +4,12 @@ import contextlib
 import ctypes
 import inspect
 import os
+import re
 import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, wait
 from typing import Any, NoReturn, TypeVar
 
 import jax
@@ -22,18 +24,53 @@ from .signals import EXIT_INTERRUPTED
 T = TypeVar("T")
 _OFF = "Or set distributed: off to train in this process alone."
 # What the collectives of CPUs (Gloo) and JAX's coordination service say when a process is gone.
-_FAILED = "another process of this run has failed:"
-_LOST = (_FAILED, "gloo", "connection closed by peer", "coordination service", "heartbeat", "unavailable:")
+_LOST = ("gloo", "connection closed by peer", "coordination service", "heartbeat", "unavailable:")
+_IDS = "Give all the same num_processes, and each its own process_id."
+_SEE_ABOVE = "The lines above say why."
 _RESUMES = "The same command in all of them resumes the run from its last checkpoint."
+_MORE_SECONDS = 60  # JAX aborts the process where its own time to connect is over
+_SECONDS_TO_END = 10
+
+
+def _is_integer(value: Any, least: int = 0) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def _is_address(value: Any) -> bool:
+    return isinstance(value, str) and re.fullmatch(r"\S+:\d{1,5}", value) is not None
+
+
+def _is_seconds(value: Any) -> bool:
+    return _is_integer(value, 1)
+
+
+def _are_devices(value: Any) -> bool:
+    return _is_integer(value) or (isinstance(value, list | tuple) and all(map(_is_integer, value)))
+
+
+_ADDRESS = ("a host and a port, such as 10.0.0.1:1234", _is_address)
+_SECONDS = ("a whole number of seconds above 0, such as 300", _is_seconds)
+_VALUES: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "coordinator_address": _ADDRESS,
+    "coordinator_bind_address": _ADDRESS,
+    "num_processes": ("an integer above 0", lambda value: _is_integer(value, 1)),
+    "process_id": ("an integer: 0 for the first process, 1 for the next", _is_integer),
+    "local_device_ids": ("an integer or a list of integers, such as [0, 1]", _are_devices),
+    "cluster_detection_method": ("text, such as mpi4py", lambda value: isinstance(value, str)),
+    "initialization_timeout": _SECONDS,
+    "heartbeat_timeout_seconds": _SECONDS,
+    "shutdown_timeout_seconds": _SECONDS,
+}
 
 
 def check_distributed(distributed: bool | str | Mapping[str, Any]) -> None:
     """Checks `distributed`.
 
     Raises:
-        ValueError: it is neither `auto`, `off` nor arguments of `jax.distributed.initialize`.
+        ValueError: it is neither `auto`, `off` nor arguments of `jax.distributed.initialize`, or an argument
+            has a value that JAX can't use.
     """
-    valid = list(inspect.signature(jax.distributed.initialize).parameters)
+    valid = inspect.signature(jax.distributed.initialize).parameters
     if not isinstance(distributed, Mapping):
         if distributed not in (False, "off", "auto"):
             raise ValueError(
@@ -41,12 +78,15 @@ def check_distributed(distributed: bool | str | Mapping[str, Any]) -> None:
                 f"jax.distributed.initialize ({', '.join(valid)}); got {distributed!r}."
             )
         return
-    for key in distributed:
+    for key, value in distributed.items():
         if key not in valid:
             raise ValueError(
                 f"distributed.{key}: jax.distributed.initialize has no such argument."
                 f"{did_you_mean(key, valid)} Valid: {', '.join(valid)}."
             )
+        expected, is_valid = _VALUES.get(key, ("", lambda _: True))
+        if not is_valid(value) and not (value is None and valid[key].default is None):
+            raise ValueError(f"distributed.{key} is {expected}; got {value!r}.")
 
 
 def start_processes(distributed: bool | str | Mapping[str, Any]) -> None:
@@ -57,8 +97,12 @@ def start_processes(distributed: bool | str | Mapping[str, Any]) -> None:
             `jax.distributed.initialize()` where JAX finds a cluster of several processes (Slurm, Open MPI,
             Kubernetes, Cloud TPU); or the arguments of `jax.distributed.initialize`.
 
+    From then on, where JAX aborts this process because another one is gone, it ends with `EXIT_INTERRUPTED`
+    and a message.
+
     Raises:
-        ConfigError: JAX can't connect; with its reason.
+        ConfigError: JAX can't connect, with its reason; or the processes did not connect within
+            `initialization_timeout`. This process must then end: JAX goes on in a thread.
     """
     if distributed in (False, "off"):
         return
@@ -68,32 +112,86 @@ def start_processes(distributed: bool | str | Mapping[str, Any]) -> None:
                 return
             distributed = {}
         assert isinstance(distributed, Mapping)
-        # JAX's own handler of SIGTERM would take the place of the run's.
-        jax.config.update("jax_enable_preemption_service", False)
-        jax.distributed.initialize(**distributed)
-        _LIBC.signal(signal.SIGABRT, _aborted)
+        connected = _connect(distributed)
     except Exception as error:  # JAX and its detection of clusters raise anything
-        raise ConfigError(f"distributed: JAX can't connect the processes: {error} {_OFF}") from error
+        reason = str(error).strip().rstrip(".")
+        raise ConfigError(f"distributed: JAX can't connect the processes: {reason}. {_OFF}") from error
+    if not connected:
+        raise ConfigError(
+            f"distributed: the processes did not connect within initialization_timeout = "
+            f"{_seconds_to_connect(distributed)} seconds. Start all of them, with the address of process 0 "
+            f"as coordinator_address ({distributed.get('coordinator_address') or 'not set: JAX finds it'}), "
+            f"or give a longer distributed.initialization_timeout. {_OFF}"
+        )
+    _when_aborted(EXIT_INTERRUPTED, f"error: JAX lost another process of this run. {_SEE_ABOVE} {_RESUMES}")
+
+
+def _seconds_to_connect(arguments: Mapping[str, Any]) -> int:
+    given = inspect.signature(jax.distributed.initialize).parameters["initialization_timeout"]
+    return arguments.get("initialization_timeout", given.default)
+
+
+def _connect(arguments: Mapping[str, Any]) -> bool:
+    """Connects this process to the others; whether that was done in time.
+
+    JAX connects in a thread: meanwhile the main thread handles signals. JAX gets more time than this function
+    waits, because it aborts the process when its time is over.
+    """
+    # JAX's own handler of SIGTERM would take the place of the run's.
+    jax.config.update("jax_enable_preemption_service", False)
+    _when_aborted(1, f"error: distributed: JAX can't connect the processes. {_SEE_ABOVE} {_IDS} {_OFF}")
+    seconds = _seconds_to_connect(arguments)
+    arguments = {**arguments, "initialization_timeout": seconds + _MORE_SECONDS}
+    ended: Future[None] = Future()
+
+    def initialize() -> None:
+        try:
+            ended.set_result(jax.distributed.initialize(**arguments))
+        except Exception as error:
+            ended.set_exception(error)
+
+    threading.Thread(target=initialize, daemon=True).start()
+    wait([ended], seconds)
+    return ended.done() and ended.result() is None
+
+
+def processes_where(condition: bool) -> list[int]:
+    """The indices of the processes in which the condition is true, the same list in all."""
+    return np.flatnonzero(_gathered(condition)).tolist()
+
+
+def agreed(work: Callable[[], T]) -> T:
+    """`work()` in all processes, without collectives in it; where it fails in one, it fails in all.
+
+    Raises:
+        ConfigError: it failed in another process. In those where it failed, their own error.
+    """
+    return _agreed(work, True)
 
 
 def in_turn(work: Callable[[], T]) -> T:
     """`work()` in the first process, then in all others: for files that the first one makes.
 
-    Where it fails in another process, this one ends as in `ending_with_others`.
+    Raises:
+        ConfigError: it failed in another process. In those where it failed, their own error.
     """
-    result: Any = None
-    for is_turn in (jax.process_index() == 0, jax.process_index() != 0):
-        error = None
-        if is_turn:
-            try:
-                result = work()
-            except Exception as raised:
-                error = raised
-        failed = np.flatnonzero(_gathered(error is not None))
-        if error is not None:
-            raise error
-        if failed.size:
-            raise RuntimeError(f"{_FAILED} {failed[0]}")
+    is_first = jax.process_index() == 0
+    first, other = (_agreed(work, is_turn) for is_turn in (is_first, not is_first))
+    return first if is_first else other
+
+
+def _agreed(work: Callable[[], Any], takes_part: bool) -> Any:
+    result = error = None
+    if takes_part:
+        try:
+            result = work()
+        except Exception as raised:
+            error = raised
+    failed = processes_where(error is not None)
+    if error is not None:
+        raise error
+    if failed:
+        raise ConfigError(f"process {failed[0]} of this run failed; its output says why.")
     return result
 
 
@@ -134,6 +232,23 @@ def ending_with_others() -> Iterator[None]:
         raise
 
 
+def end_after_error(status: int) -> NoReturn:
+    """Ends this process: together with the others if they end too, otherwise after some seconds.
+
+    If the process of the coordination service ended before the others, JAX would abort these.
+    """
+    _when_aborted(status)
+
+    def leave() -> None:
+        with contextlib.suppress(Exception):  # the others are gone
+            jax.distributed.shutdown()
+
+    leaving = threading.Thread(target=leave, daemon=True)
+    leaving.start()
+    leaving.join(_SECONDS_TO_END)
+    end_process(status)
+
+
 def end_process(status: int) -> NoReturn:
     """Ends this process without waiting for the others of its run."""
     for stream in (sys.stdout, sys.stderr):
@@ -148,17 +263,27 @@ _LIBC.signal.argtypes = [ctypes.c_int, _AbortHandler]
 _LIBC.signal.restype = ctypes.c_void_p
 
 
-@_AbortHandler
-def _aborted(_: int) -> None:
-    """Ends this process where JAX's coordination service aborts it, with `EXIT_INTERRUPTED`.
+_handlers: list[Any] = []  # which C calls, so they must live as long as the process
 
-    The service aborts from a thread of its own when it finds that the coordinator or another process is gone,
-    which may be before a collective fails. JAX takes no Python function for that (jaxlib 0.10 to 0.12 can't
-    convert its argument), and a handler made with Python's `signal` would run after the abort.
+
+def _when_aborted(status: int, message: str | None = None) -> None:
+    """From now on, ends this process with a status and a message where JAX aborts it.
+
+    JAX's coordination service aborts from a thread when it can't connect in time, and when it finds that the
+    coordinator or another process is gone, which may be before a collective fails. JAX takes no Python
+    function for that (jaxlib 0.10 to 0.12 can't convert its argument), and a handler made with Python's
+    `signal` would run after the abort.
     """
-    if threading.get_ident() != threading.main_thread().ident:
-        print(f"error: JAX lost another process of this run; the lines above say why. {_RESUMES}")
-        end_process(EXIT_INTERRUPTED)
+
+    @_AbortHandler
+    def end(_: int) -> None:
+        if threading.get_ident() != threading.main_thread().ident:
+            if message is not None:
+                print(message)
+            end_process(status)
+
+    _handlers.append(end)
+    _LIBC.signal(signal.SIGABRT, end)
 
 
 def _gathered(value: Any) -> np.ndarray:

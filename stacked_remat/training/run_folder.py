@@ -35,6 +35,7 @@ _FREE = (
     "trainer.update.max_consecutive_skips",
 )
 _ABSENT = "not set"
+_LOCK = ".lock"
 
 
 @dataclass(frozen=True)
@@ -210,16 +211,20 @@ _WAYS_OUT = (
 
 
 @contextlib.contextmanager
-def lock_run_folder(root: Path) -> Iterator[None]:
+def lock_run_folder(root: Path, mark: str = "") -> Iterator[None]:
     """Locks a run's folder, which is made if needed. The system releases the lock of a process that dies.
 
-    Does nothing on file systems without locks.
+    On file systems without locks it only writes the mark.
+
+    Args:
+        root: the folder.
+        mark: a text for `has_mark` in the other processes of the run.
 
     Raises:
         FileExistsError: another process has locked it.
     """
     root.mkdir(parents=True, exist_ok=True)
-    with (root / ".lock").open("w") as file:
+    with (root / _LOCK).open("a") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
@@ -229,7 +234,20 @@ def lock_run_folder(root: Path) -> Iterator[None]:
             ) from error
         except OSError:
             pass
+        file.truncate(0)
+        file.write(mark)
+        file.flush()
+        with contextlib.suppress(OSError):  # some file systems have no fsync
+            os.fsync(file.fileno())  # other hosts read the mark while the file is open here
         yield
+
+
+def has_mark(root: Path, mark: str) -> bool:
+    """Whether this process sees in the folder the mark with which another one has locked it."""
+    try:
+        return (root / _LOCK).read_text() == mark
+    except FileNotFoundError:
+        return False
 
 
 def config_changes(earlier: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:

@@ -34,8 +34,8 @@ def free_port():
         return listener.getsockname()[1]
 
 
-def start(workplace, processes, *overrides, run="run"):
-    """The processes of a run, which have four devices together."""
+def start(workplace, processes, *overrides, run="run", last=()):
+    """The processes of a run, which have four devices together; `last` are arguments of the last one."""
     port, started = free_port(), []
     for index in range(processes):
         together = {
@@ -46,16 +46,20 @@ def start(workplace, processes, *overrides, run="run"):
             "heartbeat_timeout_seconds": HEARTBEAT,
         }
         distributed = ("--distributed", json.dumps(together) if processes > 1 else "off")
-        arguments = arguments_of(workplace, *SHORT, *distributed, *overrides, run=run)
+        own = last if index == processes - 1 else ()
+        arguments = arguments_of(workplace, *SHORT, *distributed, *overrides, *own, run=run)
         count = f"--xla_force_host_platform_device_count={DEVICES // processes}"
         environment = os.environ | {
             "JAX_PLATFORMS": "cpu",
             "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {count}",
         }
-        command = [sys.executable, "-u", "-m", "models.train_lm", *arguments]
-        options = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-        started.append(subprocess.Popen(command, cwd=ROOT, env=environment, **options))
+        started.append(python("-u", "-m", "models.train_lm", *arguments, env=environment))
     return started
+
+
+def python(*arguments, env=None):
+    options = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    return subprocess.Popen([sys.executable, *arguments], cwd=ROOT, env=env, **options)
 
 
 def ended(started):
@@ -137,10 +141,7 @@ start_processes(dict({together}int(sys.argv[1])))
 if sys.argv[1] == "0": os._exit(1)
 time.sleep(200)
 """.replace("{together}", together)
-    options = {"cwd": ROOT, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    status, shown = ended(
-        [subprocess.Popen([sys.executable, "-c", code, index], **options) for index in "01"]
-    )
+    status, shown = ended([python("-c", code, index) for index in "01"])
     assert status == [1, EXIT_INTERRUPTED] and "JAX lost another process" in shown[1], shown
 
 
@@ -168,14 +169,110 @@ def test_tensor_parallelism_over_processes_reads_the_same_rows_in_all(workplace)
         assert_same_run(workplace / run, workplace / "one")
 
 
+@pytest.mark.deep
+def test_a_mistake_in_one_process_ends_all_with_status_1_before_the_first_step(workplace):
+    failed = "error: process 1 of this run failed; its output says why."
+    for last, error in (
+        (("--data.tokenizer", "nowhere"), "nowhere"),
+        (("--optimizer.learning_rate", "0.5"), "optimizer.learning_rate was 0.02 and is 0.5"),
+    ):
+        status, (first, second) = ended(start(workplace, 2, run="mistaken", last=last))
+        assert status == [1, 1] and failed in first and error in second, (first, second)
+    # The second process sees a folder of its own, with the results of another run.
+    elsewhere = ("--trainer.run_dir", str(workplace / "one"))
+    status, shown = ended(start(workplace, 2, run="mistaken", last=elsewhere))
+    assert status == [1, 1]
+    for output, run in zip(shown, ("mistaken", "one"), strict=True):
+        assert "process 1 does not see the run folder that process 0 made" in output
+        assert f"{workplace / run}. All processes must see one folder" in output and "held-out" not in output
+
+
+@pytest.mark.deep
+def test_a_mistake_of_the_first_process_ends_all_with_status_1_however_long_the_others_take():
+    """Whether the first process would end too early, which ends the others in another way."""
+    code = """
+import sys, time
+from stacked_remat.training import ConfigError
+from stacked_remat.training.processes import end_after_error, in_turn, start_processes
+index = int(sys.argv[1])
+start_processes(dict(coordinator_address="localhost:{port}", num_processes=3, process_id=index))
+def work():
+    raise ConfigError("a mistake")
+try:
+    in_turn(work)
+except ConfigError as error:
+    time.sleep(2 * index)
+    print(error)
+    end_after_error(1)
+""".replace("{port}", str(free_port()))
+    status, shown = ended([python("-c", code, str(index)) for index in range(3)])
+    assert status == [1, 1, 1], shown
+    for output, message in zip(shown, ("a mistake", *["process 0 of this run failed"] * 2), strict=True):
+        assert message in output and "lost another process" not in output
+
+
+@pytest.mark.deep
+def test_a_signal_ends_a_run_whose_last_save_does_not_end(tmp_path):
+    code = """
+import sys, time
+from models.train_lm import main
+from stacked_remat.training import Checkpoints
+def save(*_):
+    print("saving", flush=True)
+    time.sleep(200)
+Checkpoints.save = save
+sys.exit(main(sys.argv[1:]))
+"""
+    with python("-c", code, *arguments_of(make_workplace(tmp_path), "--trainer.num_steps", "3")) as process:
+        while (line := process.stdout.readline()) != "saving\n":
+            assert line, "it ended"
+        process.terminate()
+        assert re.fullmatch(r"stopped by SIGTERM in the last save; .* resumes it\n", process.stdout.read())
+        assert process.wait(30) == EXIT_INTERRUPTED
+
+
+def test_a_process_that_waits_for_the_others_ends_by_a_signal_and_in_time(tmp_path):
+    workplace, ports = make_workplace(tmp_path), (free_port(), free_port())
+    started = []
+    for index, seconds in ((0, 60), (1, 2)):
+        together = {"coordinator_address": f"localhost:{ports[index]}", "num_processes": 2}
+        together |= {"process_id": index, "initialization_timeout": seconds}
+        started.append(
+            python("-m", "models.train_lm", *arguments_of(workplace, "--distributed", json.dumps(together)))
+        )
+    while True:  # until the first process listens
+        with socket.socket() as tried:
+            if tried.connect_ex(("localhost", ports[0])) == 0:
+                break
+        assert started[0].poll() is None
+        time.sleep(0.02)
+    started[0].terminate()
+    status, (signalled, late) = ended(started)
+    assert status == [EXIT_INTERRUPTED, 1], (signalled, late)
+    assert "stopped by SIGTERM before a step was done" in signalled
+    message = rf"initialization_timeout = 2 seconds.*coordinator_address \(localhost:{ports[1]}\)"
+    assert late.startswith("error: ") and late.count("\n") == 1 and re.search(message, late), late
+
+
 def test_mistakes_are_named(tmp_path, capsys):
     workplace = make_workplace(tmp_path)
     for distributed, message in (
         ("on", "distributed is auto, off, or a section"),
         ("{coordinator: x}", "distributed.coordinator: .*Did you mean `coordinator_address`"),
+        (
+            "{coordinator_address: 10.0.0.1}",
+            "coordinator_address is a host and a port, such as .* '10.0.0.1'",
+        ),
+        ("{initialization_timeout: soon}", "initialization_timeout is a whole number of seconds.* 'soon'"),
+        ("{heartbeat_timeout_seconds: null}", "heartbeat_timeout_seconds is .*; got None"),
+        ("{num_processes: 0}", "num_processes is an integer above 0; got 0"),
+        ("{process_id: true}", "process_id is an integer: .*; got True"),
+        ("{local_device_ids: [0, a]}", "local_device_ids is .*such as .*; got .*0, 'a'"),
     ):
         assert main(arguments_of(workplace, "--distributed", distributed)) == 1
         assert re.search(message, capsys.readouterr().out)
     start_processes(LmRunConfig().distributed)  # no cluster here: nothing to connect
-    with pytest.raises(ConfigError, match="can't connect the processes: .*off to train"):
+    with pytest.raises(
+        ConfigError, match=r"can't connect the processes: .*num_processes=1\. Or set distributed: off"
+    ):
         start_processes({"coordinator_address": "localhost:1", "num_processes": 1, "process_id": 2})

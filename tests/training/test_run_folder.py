@@ -10,6 +10,7 @@ import yaml
 
 from stacked_remat._files import replaced_whole
 from stacked_remat.training import ConfigError, RunFolder, config_changes, lock_run_folder
+from stacked_remat.training.run_folder import has_mark
 
 CONFIG = {"model": {"type": "x", "width": 2}, "trainer": {"log_every": 1, "checkpoint": {"keep_last": 2}}}
 
@@ -192,3 +193,13 @@ def test_one_process_at_a_time_locks_a_folder(tmp_path):
         pass
     with lock_run_folder(tmp_path / "run"):
         RunFolder.open(tmp_path / "run", CONFIG)
+
+
+def test_the_mark_of_a_lock_is_that_of_the_process_that_has_it(tmp_path):
+    assert not has_mark(tmp_path / "run", "1")
+    with lock_run_folder(tmp_path / "run", "1"):
+        with pytest.raises(FileExistsError), lock_run_folder(tmp_path / "run", "2"):
+            pass
+        assert has_mark(tmp_path / "run", "1")
+    with lock_run_folder(tmp_path / "run", "3"):
+        assert has_mark(tmp_path / "run", "3") and not has_mark(tmp_path / "run", "1")

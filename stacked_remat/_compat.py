@@ -35,6 +35,8 @@
 - JAX (0.10.2, 0.12) has no public function that tells whether anything is being traced or differentiated:
   `nothing_is_traced`; nor whether that is done by `jax.vmap`: `is_vectorized`.
 - JAX (0.10.2, 0.12) has no public name of the effect of a collective: `named_axes`.
+- JAX (0.10.2, 0.12) has no public name of the error for a sharding that divides several axes of an array over
+  one axis of the mesh: `mesh_axes_used_twice`.
 """
 
 import contextlib
@@ -43,6 +45,7 @@ import functools
 import operator
 import tempfile
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -56,6 +59,7 @@ import jax._src.core
 import jax._src.effects
 import jax._src.interpreters.batching
 import jax._src.lib
+import jax._src.named_sharding
 import jax._src.state.types
 import jax.core
 import jax.extend.core
@@ -206,6 +210,16 @@ def nothing_is_traced() -> bool:
 def named_axes(jaxpr: Any) -> set[Any]:
     """The named axes over which a program has collectives."""
     return {found.name for found in jaxpr.effects if isinstance(found, jax._src.core.NamedAxisEffect)}
+
+
+def mesh_axes_used_twice(error: Exception) -> list[str]:
+    """The axes of the mesh that a sharding names more than once, where this error says so; else none."""
+    if not isinstance(error, jax._src.named_sharding.DuplicateSpecError):
+        return []
+    counts = Counter(
+        name for entry in error.pspec for name in (entry if isinstance(entry, tuple) else (entry,))
+    )
+    return [name for name, count in counts.items() if isinstance(name, str) and count > 1]
 
 
 def is_vectorized(arrays: Iterable[Any], names: Iterable[Any] = ()) -> bool:

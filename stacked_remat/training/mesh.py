@@ -19,6 +19,7 @@ from haliax import Axis, NamedArray, axis_mapping
 from haliax.util import ensure_tuple, is_named_array
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
+from .._compat import mesh_axes_used_twice, no_axis_mapping
 from .._messages import axes_text, did_you_mean
 from .._placement import is_on_host
 from ..memory._host_arguments import on_one_device
@@ -67,15 +68,31 @@ class Partitioning:
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
-        """A context in which programs are traced for this mesh. Not to be entered inside `jax.jit`."""
+        """A context in which programs are traced for this mesh. Not to be entered inside `jax.jit`.
+
+        Raises:
+            ConfigError: as in `activations`.
+        """
         with jax.set_mesh(self.mesh) if self.mesh.size > 1 else contextlib.nullcontext(), self.activations():
             yield
 
     @contextlib.contextmanager
     def activations(self) -> Iterator[None]:
-        """A context in which Haliax shards activations by `compute_mapping` over the mesh in use."""
-        with axis_mapping(self.compute_mapping) if self.mesh.size > 1 else contextlib.nullcontext():
+        """A context in which Haliax shards activations by `compute_mapping` over the mesh in use.
+
+        Raises:
+            ConfigError: within it, an array has two axes that are mapped to one axis of the mesh.
+        """
+        if self.mesh.size == 1:
             yield
+            return
+        try:
+            with axis_mapping(self.compute_mapping):
+                yield
+        except Exception as error:
+            for one in mesh_axes_used_twice(error):
+                self._check_mapped_once(one)
+            raise
 
     def init_sharded(self, make: Callable[..., T], *args: Any) -> T:
         """The state `make(*args)`, with every array created sharded, never whole. Donates `args`.
@@ -89,7 +106,12 @@ class Partitioning:
             # Given one committed array, such as a weight that was read, a step returns all arrays committed.
             # Were the others not committed before, the second step would be compiled again.
             return _committed(make(*args))
-        return eqx.filter_jit(lambda *args: self.shard_weights(make(*args)), donate="all")(*args)
+
+        def made(*args: Any) -> T:
+            with no_axis_mapping():  # that of activations would divide weights otherwise, or make them whole
+                return self.shard_weights(make(*args))
+
+        return eqx.filter_jit(made, donate="all")(*args)
 
     def weight_sharding(self, weight: Any, *, on_host: bool = False) -> Sharding:
         """The sharding of a weight: a named array, or its shape; a plain array is copied to every device.
@@ -184,9 +206,9 @@ class Partitioning:
         if rows % (parts * microbatches):
             of = f" in {microbatches} microbatches" if microbatches > 1 else ""
             raise ConfigError(
-                f"data.batch_size = {rows}{of} can't be divided evenly over the {parts} devices of "
-                f"trainer.mesh: make it a multiple of {parts * microbatches}, or train on fewer, with "
-                f"--trainer.mesh.axes.data {math.gcd(rows // microbatches, parts)}."
+                f"data.batch_size = {rows}{of} can't be divided evenly over the {parts} devices that "
+                f"trainer.mesh.compute_mapping.{BATCH_AXIS} gives it: make it a multiple of "
+                f"{parts * microbatches}{self._fewer_parts(rows, microbatches)}."
             )
         parts = self._parts(self.compute_mapping.get(POSITION_AXIS, ()))
         if positions % parts:
@@ -194,6 +216,16 @@ class Partitioning:
                 f"data.seq_len = {positions} can't be divided evenly over the {parts} devices that "
                 f"trainer.mesh.compute_mapping.{POSITION_AXIS} gives it: make it a multiple of {parts}."
             )
+
+    def _fewer_parts(self, rows: int, microbatches: int) -> str:
+        """What else to do about rows that can't be divided; nothing where no mesh could divide them."""
+        if rows % microbatches:
+            return ""
+        over, rows = self.compute_mapping[BATCH_AXIS], rows // microbatches
+        if len(over) == 1:
+            size = math.gcd(rows, self._parts(over))
+            return f", or divide it over fewer devices, with --trainer.mesh.axes.{over[0]} {size}"
+        return f", or change trainer.mesh.axes, where {' times '.join(over)} must divide {rows}"
 
     def parts_of(self, axis: str) -> int:
         """Over how many parts of the mesh a named axis of activations is divided."""
@@ -255,6 +287,15 @@ class Partitioning:
             return NamedArray(placed, named.axes)
 
         return jax.tree.map(shape, batch, is_leaf=is_named_array)
+
+    def _check_mapped_once(self, physical: str) -> None:
+        names = [f"`{name}`" for name, over in self.compute_mapping.items() if physical in over]
+        if len(names) > 1:
+            raise ConfigError(
+                f"trainer.mesh.compute_mapping maps {', '.join(names)} to `{physical}`, and an array has two "
+                f"of these axes. An axis of the mesh divides one axis of an array: map one of them to "
+                f"another axis of trainer.mesh.axes, or leave it out."
+            )
 
     def _batch_sharding(self, axes: Sequence[Axis]) -> NamedSharding:
         return NamedSharding(self.mesh, self._spec(axes, self.compute_mapping, "compute_mapping"))

@@ -119,6 +119,12 @@ class MeshConfig:
                         f"trainer.mesh.{table}.{name} names the mesh axis {strange[0]!r}; those in "
                         f"trainer.mesh.axes are {', '.join(self.axes)}."
                     )
+                repeated = [one for one in over if over.count(one) > 1]
+                if repeated:
+                    raise ValueError(
+                        f"trainer.mesh.{table}.{name} names the mesh axis {repeated[0]!r} more than once: "
+                        f"{over}. Name each axis once."
+                    )
 
 
 @dataclass(frozen=True)

@@ -69,6 +69,7 @@ def losses_of(folder):
 
 
 DEVICES = ("--trainer.mesh.axes.data",)
+TWICE_ON_DATA = (*DEVICES, "2", "--trainer.mesh.compute_mapping", "{batch: data, position: data}")
 
 
 def test_it_trains_and_leaves_config_metrics_and_checkpoint(finished):
@@ -299,6 +300,8 @@ def test_every_part_of_the_trainers_config_reaches_the_run(workplace, monkeypatc
         (("--trainer.update.microbatches", "3"), "data.batch_size = 4 can't be cut into"),
         (("--trainer.mesh.axes.data", "3"), "data.batch_size = 4 can't be divided evenly over the 3 devices"),
         (("--trainer.mesh.axes.data", "9"), "takes 9 devices"),
+        ((*TWICE_ON_DATA,), "maps `batch`, `position` to `data`, and an array has two of these axes"),
+        ((*TWICE_ON_DATA, "--remat", "auto", "--budget", "1GiB"), "maps `batch`, `position` to `data`"),
         (("--trainer.mesh.param_mapping", "{embd: data}"), "has an axis `embd`. Did you mean `embed`?"),
         (("--optimizer.type", "addam"), "Did you mean `adamw`?"),
         (("--model.num_layers", "100000000"), "This can't fit: it takes at least 1"),

@@ -11,6 +11,7 @@ from haliax import Axis
 from jax.sharding import PartitionSpec, SingleDeviceSharding
 
 from stacked_remat.training import ConfigError, MeshConfig, Partitioning, TokenBatch, mesh_sizes
+from tests.jaxprs import primitives
 
 Embed, Mlp = Axis("embed", 8), Axis("mlp", 6)
 TOKENS = np.arange(32, dtype=np.int32).reshape(8, 4)
@@ -79,6 +80,14 @@ def test_meshes_that_do_not_fit_the_devices(axes, message):
         ({"axes": {"data": -1, "model": -1}}, "can have one -1"),
         ({"param_mapping": {"embed": "modl"}}, r"param_mapping\.embed names the mesh axis 'modl'.* are data"),
         ({"compute_mapping": {"batch": ["data", "x"]}}, r"compute_mapping\.batch names the mesh axis 'x'"),
+        (
+            {"axes": {"e": 4, "data": 2}, "compute_mapping": {"batch": ["data", "e", "data"]}},
+            r"compute_mapping\.batch names the mesh axis 'data' more than once",
+        ),
+        (
+            {"param_mapping": {"embed": ["data", "data"]}},
+            r"param_mapping\.embed names the mesh axis 'data' more than once",
+        ),
     ],
     ids=str,
 )
@@ -155,13 +164,29 @@ def test_mappings_that_do_not_fit_the_weights(devices, mapping, message):
 
 
 @pytest.mark.parametrize("microbatches", [1, 2])
-def test_batches_that_do_not_divide(microbatches):
-    partitioning = Partitioning.of(MeshConfig())
-    partitioning.check_batch(16, 7, microbatches)
+@pytest.mark.parametrize("name", ["data", "b"])
+def test_batches_that_do_not_divide(name, microbatches):
+    def partitioning(size):
+        return Partitioning.of(MeshConfig({name: size}, {"batch": name}, {}))
+
+    partitioning(8).check_batch(16, 7, microbatches)
+    size = 4 // microbatches
     with pytest.raises(
-        ConfigError, match=f"batch_size = 12.*multiple of {8 * microbatches}.*data {4 // microbatches}"
+        ConfigError,
+        match=f"batch_size = 12.*multiple of {8 * microbatches}, .*with --trainer.mesh.axes.{name} {size}.$",
     ):
-        partitioning.check_batch(12, 7, microbatches)
+        partitioning(8).check_batch(12, 7, microbatches)
+    partitioning(size).check_batch(12, 7, microbatches)
+
+
+def test_batches_that_several_mesh_axes_do_not_divide():
+    partitioning = Partitioning.of(MeshConfig({"data": 2, "e": 4}, {"batch": ["data", "e"]}, {}))
+    with pytest.raises(
+        ConfigError, match=r"over the 8 devices .* trainer.mesh.axes, where data times e must divide 4.$"
+    ):
+        partitioning.check_batch(8, 7, microbatches=2)
+    with pytest.raises(ConfigError, match="make it a multiple of 16.$"):
+        partitioning.check_batch(9, 7, microbatches=2)
 
 
 def test_sequences_that_do_not_divide():
@@ -169,6 +194,37 @@ def test_sequences_that_do_not_divide():
     partitioning.check_batch(1, 16)
     with pytest.raises(ConfigError, match="seq_len = 12.*over the 8 devices.*multiple of 8"):
         partitioning.check_batch(1, 12)
+
+
+def test_two_axes_of_an_activation_on_one_mesh_axis_are_refused():
+    mapping: Any = {"batch": "data", "mlp": ["more", "data"], "embed": "more"}
+    partitioning = Partitioning.of(MeshConfig({"data": 2, "more": 4}, mapping, {}))
+    batch, weight = hax.ones((Axis("batch", 8), Embed)), hax.ones((Mlp, Embed))
+    message = "compute_mapping maps `batch`, `mlp` to `data`, and an array has two of .*: map one of them to"
+    with pytest.raises(ConfigError, match=message), partitioning.active():
+        jax.eval_shape(lambda x, w: hax.dot(x, w, axis=Embed), batch, weight)
+    with pytest.raises(ConfigError, match="maps `mlp`, `embed` to `more`"), partitioning.active():
+        jax.eval_shape(hax.auto_sharded, weight)
+    # An error that the mapping does not explain stays as it is.
+    one_each = Partitioning.of(MeshConfig({"data": 8}, {"batch": "data"}, {}))
+    with pytest.raises(Exception, match="duplicate entries") as raised, one_each.active():
+        jax.lax.with_sharding_constraint(jnp.ones((8, 8)), PartitionSpec("data", "data"))
+    assert not isinstance(raised.value, ConfigError)
+
+
+def test_initial_weights_are_divided_by_their_own_mapping_alone():
+    mapping = {"embed": "data", "mlp": "data"}  # for activations that have one of them
+    partitioning = Partitioning.of(MeshConfig({"data": 2}, mapping, {"embed": "data"}))
+
+    def make():
+        return hax.random.normal(jax.random.key(0), (Mlp, Embed))
+
+    with partitioning.active():
+        made = partitioning.init_sharded(make)
+        found = primitives(lambda: partitioning.init_sharded(make))
+    assert found["sharding_constraint"] == 1
+    assert made.array.addressable_shards[0].data.shape == (6, 4)
+    np.testing.assert_array_equal(made.array, make().array)
 
 
 def test_one_device_needs_no_sharding():

@@ -140,7 +140,6 @@ def train_lm(config: LmRunConfig, progress: Progress, stop: StopSignals) -> Trai
             outputs=RunOutputs(folder, checkpoints, trackers, progress),
             position=position,
             should_stop=lambda: _asked_to_stop(stop),
-            before_last_save=lambda: stop.end_at_once(f"in the last save; {_resumes(folder)}"),
             partitioning=partitioning,
             scoring=scoring,
         )
@@ -313,15 +312,12 @@ def _trackers(
 def _conclude(result: TrainingResult, folder: RunFolder, progress: Progress) -> None:
     if result.stopped_by is not None:
         progress.message(
-            f"stopped by {result.stopped_by} after step {int(result.state.step)}; {_resumes(folder)}"
+            f"stopped by {result.stopped_by} after step {int(result.state.step)}; the same command with "
+            f"--trainer.run_dir {folder.root} resumes it"
         )
         return
     if jax.process_index() == 0:
         folder.finish({"held_out_before": result.held_out_before, "held_out_after": result.held_out_after})
-
-
-def _resumes(folder: RunFolder) -> str:
-    return f"the same command with --trainer.run_dir {folder.root} resumes it"
 
 
 def _finished(

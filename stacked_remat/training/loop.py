@@ -95,7 +95,6 @@ def train(
     outputs: RunOutputs,
     position: Position | None = None,
     should_stop: Callable[[], str | None] = lambda: None,
-    before_last_save: Callable[[], None] = lambda: None,
     partitioning: Partitioning | None = None,
     scoring: Scoring | None = None,
 ) -> TrainingResult:
@@ -114,7 +113,6 @@ def train(
         position: the position of `state`, if it comes from a checkpoint.
         should_stop: called after every step and after the evaluation that follows it; the text that it
             returns, such as the name of a signal, ends the run after a checkpoint.
-        before_last_save: called when all steps are done and evaluated: `should_stop` is not called any more.
         partitioning: the sharding of the state and of batches; must be active.
         scoring: how the examples of some steps are scored; the weights are updated as without. It takes
             neither microbatches, a `RandomLoss` nor a `FusedOptimizer`.
@@ -128,13 +126,14 @@ def train(
     def next_batch() -> TokenBatch:
         return training.next() if partitioning is None else partitioning.shard_batch(training.next())
 
-    reporter = _Reporter(config, schedule, outputs, position)
+    reporter = _Reporter(config, schedule, outputs)
     evaluation = _Evaluation(evaluators, reporter, position)
     profiler = ProfilerWindow(config.profiler, outputs.folder.profile)
     if position is None:
         evaluation.run(0, state.model)
     else:
         training.set_state(position.data)
+        reporter.skipped = position.skipped
     done = 0 if position is None else position.step
     if done < config.num_steps:
         batch = next_batch()
@@ -159,8 +158,6 @@ def train(
                 evaluation.run(done, state.model)
                 asked = asked or should_stop()  # an evaluation may take long
             stopped_by = asked if done < config.num_steps else None
-            if done == config.num_steps:
-                before_last_save()
             _save(done, state, data, config, reporter, evaluation, scorer, stopped_by is not None)
     finally:
         outputs.progress.stop()
@@ -236,16 +233,10 @@ class _Evaluation:
 class _Reporter:
     """Reports a step's metrics to trackers and the terminal, and stops the run if they are not finite."""
 
-    def __init__(
-        self,
-        config: TrainerConfig,
-        schedule: optax.Schedule,
-        outputs: RunOutputs,
-        position: Position | None,
-    ):
+    def __init__(self, config: TrainerConfig, schedule: optax.Schedule, outputs: RunOutputs):
         self.clock = Clock()
         self.outputs = outputs
-        self.skipped = 0 if position is None else position.skipped
+        self.skipped = 0
         self._config = config
         self._schedule = jax.jit(schedule)
         self._flops: float | None = None

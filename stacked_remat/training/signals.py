@@ -1,6 +1,5 @@
 """Stopping a run by signals: at once while there is nothing to save, later between two steps."""
 
-import contextlib
 import os
 import signal
 import socket
@@ -38,7 +37,6 @@ class StopSignals:
         """
         self._at_once = at_once
         self._received: str | None = None
-        self._ending: str | None = None
         self._before: dict[int, Any] = {}
         self._wakeup_before = -1
         self._ends: tuple[socket.socket, ...] = ()
@@ -52,16 +50,6 @@ class StopSignals:
         """From now on the first signal only asks to stop."""
         self._at_once = False
 
-    def end_at_once(self, what: str) -> None:
-        """From now on a signal ends the process, with `EXIT_INTERRUPTED`, even in a long call.
-
-        Nothing is cleaned up.
-
-        Args:
-            what: shown after the name of the signal.
-        """
-        self._ending = what
-
     def __enter__(self) -> "StopSignals":
         if threading.current_thread() is threading.main_thread():
             self._ends = reader, writer = socket.socketpair()
@@ -69,7 +57,7 @@ class StopSignals:
             self._wakeup_before = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
             for number in _SIGNALS:
                 self._before[number] = signal.signal(number, self._receive)
-            threading.Thread(target=self._watch, args=(reader,), daemon=True).start()
+            threading.Thread(target=_end_at_the_second, args=(reader,), daemon=True).start()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -87,23 +75,19 @@ class StopSignals:
         if self._at_once:
             raise Interrupted(self._received)
 
-    def _watch(self, reader: socket.socket) -> None:
-        """Reads signals from the wake-up socket, to which Python writes even while no handler can run."""
-        received = False
-        with reader:
-            while numbers := reader.recv(16):
-                for number in numbers:
-                    if number in _SIGNALS and self._ending is not None:
-                        name = signal.Signals(number).name
-                        _end_process(EXIT_INTERRUPTED, f"stopped by {name} {self._ending}\n")
-                    if number == signal.SIGINT and received:
-                        _end_process(128 + signal.SIGINT)
-                    received = received or number in _SIGNALS
+
+def _end_at_the_second(reader: socket.socket) -> None:
+    """Reads signals from the wake-up socket, to which Python writes even while no handler can run."""
+    received = False
+    with reader:
+        while numbers := reader.recv(16):
+            for number in numbers:
+                if number == signal.SIGINT and received:
+                    _end_at_once()
+                received = received or number in _SIGNALS
 
 
-def _end_process(status: int, message: str = "") -> None:
-    if sys.stdout is not None:
-        with contextlib.suppress(OSError, ValueError):  # there may be no file, or a closed one
-            shown = _SHOW_CURSOR if sys.stdout.isatty() else b""
-            os.write(sys.stdout.fileno(), shown + message.encode())
-    os._exit(status)
+def _end_at_once() -> None:
+    if sys.stdout is not None and sys.stdout.isatty():
+        os.write(sys.stdout.fileno(), _SHOW_CURSOR)  # which a progress bar hides
+    os._exit(128 + signal.SIGINT)

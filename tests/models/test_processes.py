@@ -211,26 +211,6 @@ except ConfigError as error:
         assert message in output and "lost another process" not in output
 
 
-@pytest.mark.deep
-def test_a_signal_ends_a_run_whose_last_save_does_not_end(tmp_path):
-    code = """
-import sys, time
-from models.train_lm import main
-from stacked_remat.training import Checkpoints
-def save(*_):
-    print("saving", flush=True)
-    time.sleep(200)
-Checkpoints.save = save
-sys.exit(main(sys.argv[1:]))
-"""
-    with python("-c", code, *arguments_of(make_workplace(tmp_path), "--trainer.num_steps", "3")) as process:
-        while (line := process.stdout.readline()) != "saving\n":
-            assert line, "it ended"
-        process.terminate()
-        assert re.fullmatch(r"stopped by SIGTERM in the last save; .* resumes it\n", process.stdout.read())
-        assert process.wait(30) == EXIT_INTERRUPTED
-
-
 def test_a_process_that_waits_for_the_others_ends_by_a_signal_and_in_time(tmp_path):
     workplace, ports = make_workplace(tmp_path), (free_port(), free_port())
     started = []

@@ -118,9 +118,6 @@ def run(
             outputs=RunOutputs(RunFolder(folder), checkpoints, [recorder], recorder),
             position=position,
             should_stop=lambda: "SIGTERM" if stop_after in recorder.calls else None,
-            before_last_save=lambda: recorder.calls.append(
-                "late" if checkpoints.latest() == trainer.num_steps else "ends"
-            ),
         )
     finally:
         checkpoints.close()
@@ -167,7 +164,7 @@ def test_metrics_come_at_the_start_the_end_and_in_between(finished):
         np.testing.assert_allclose(line["tokens_per_second"] * line["step_seconds"], 32, rtol=1e-6)
         # The product and the gradient of the table; the other factor depends on nothing that is trained.
         np.testing.assert_allclose(line["mfu"] * line["step_seconds"] * 1e9, 2 * 2 * 32 * 7 * 7, rtol=1e-6)
-    assert recorder.calls == ["start 30 after 0", *range(1, 31), "ends", "stop"]  # the caller closes trackers
+    assert recorder.calls == ["start 30 after 0", *range(1, 31), "stop"]  # the caller closes trackers
 
 
 def test_each_held_out_set_is_evaluated_before_after_and_in_between(finished):
@@ -197,9 +194,8 @@ def test_a_stopped_run_resumes_to_the_same_results(tmp_path):
     expected = run(whole, tmp_path / "whole", **options)
     stopped = run(first, tmp_path / "run", stop_after=7, **options)
     assert stopped.stopped_by == "SIGTERM" and int(stopped.state.step) == 7
-    assert first.calls == ["start 12 after 0", *range(1, 8), "stop"]
     resumed = run(second, tmp_path / "run", **options)
-    assert second.calls == ["start 12 after 7", *range(8, 13), "ends", "stop"]
+    assert second.calls == ["start 12 after 7", *range(8, 13), "stop"]
     assert resumed.held_out_before == expected.held_out_before
     assert resumed.held_out_after == expected.held_out_after
     np.testing.assert_array_equal(resumed.state.model.table, expected.state.model.table)

@@ -23,7 +23,7 @@ def against_device(name: str, kernels: Kernels, dtype: Any, platform: str) -> st
     """Why kernels can't be relied on; None if they can, or if the program is for a device not attached.
 
     Computes and differentiates a small layer of experts, once in a process for each device and dtype.
-    Warns if the results are wrong, since `backend="auto"` then takes another without a word.
+    Warns if the results are wrong, since `backend="auto"` then takes another backend.
 
     Args:
         name: of the backend.

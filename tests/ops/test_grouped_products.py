@@ -432,13 +432,13 @@ def turned(weights, rows, gates):
 
 def test_vmap_over_weights_alone(backend):
     weights, x, choices, gates, cotangent = swiglu_example(5, routings()["random"])
-    many = jax.tree.map(lambda leaf: jnp.stack([leaf, 2 * leaf]), weights)
+    many = jax.tree.map(lambda leaf: jnp.stack([leaf, 0.5 * leaf]), weights)
 
     @functools.partial(jax.jit, compiler_options=quick)
     def gradients(many):
         def loss(weights, name):
             out = grouped_experts(swiglu, weights, Experts, x, choices, gates, backend=name)
-            return jnp.vdot(jnp.sin(out), cotangent)
+            return jnp.vdot(jnp.sin(0.1 * out), cotangent)  # of large ones rounding is large
 
         return [jax.vmap(jax.grad(functools.partial(loss, name=name)))(many) for name in (backend, "block")]
 

@@ -77,7 +77,7 @@ def grouped_experts(
             Ampere on, as long as JAX has Triton in Pallas. These have been compiled and interpreted, but not
             yet timed on a device; before the first use on one they are tried on a small layer, and refused if
             their gradients are wrong. An expert whose operations they cannot group is refused by name.
-            `"auto"` is `"megablox"` or `"mosaic"` where that supports the call, and `"block"` elsewhere.
+            `"auto"` is `"megablox"` where that supports the call, and `"block"` elsewhere.
         block_size: rows in a block of `"block"`. By default a power of two between 8 and 256 for which
             padding is at most an eighth, if there are enough rows, and on a CPU half.
         blocks_at_once: blocks that one iteration of the loop of `"block"` computes together; by default 8,

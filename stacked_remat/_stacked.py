@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, Self, TypeVar, overload
 
 import equinox as eqx
+import jax
 import jax.tree_util as jtu
 from haliax import Axis
 from haliax.state_dict import (
@@ -17,6 +18,7 @@ from haliax.state_dict import (
 )
 
 from ._block_foldable import BlockFoldable
+from ._placement import has_host_arrays
 from ._policy import ScanCheckpointPolicy, ScanCheckpointSpec, resolve_policy
 from ._scan.api import scan_for, vmap_layers
 from ._scan.arguments import Caller, argument_namer, check_stacked
@@ -228,7 +230,7 @@ class Stacked(BlockFoldable[M]):
         template = eqx.filter(self, is_array, inverse=True)
 
         def swept(init: Any, /, *args: Any, **kwargs: Any) -> tuple[Any, SweepBack]:
-            y, sweep_back = run(init, applied(self.stacked), *args, **kwargs)
+            y, sweep_back = run(init, stored(self.stacked), *args, **kwargs)
             return y, sweep_back.wrapping(
                 lambda result: result._replace(layers=changed(template, stacked=result.layers))
             )
@@ -243,7 +245,7 @@ class Stacked(BlockFoldable[M]):
             return numbers_to_arrays(fn(*args, **kwargs))
 
         def mapped(*args: Any, **kwargs: Any) -> Any:
-            return vmap_layers(layer, self.Block, caller)(_stored(self.stacked), *args, **kwargs)
+            return vmap_layers(layer, self.Block, caller)(stored(self.stacked), *args, **kwargs)
 
         return mapped
 
@@ -287,7 +289,7 @@ class Stacked(BlockFoldable[M]):
         A linear layer of several axes, for example, becomes one with a matrix.
         """
         caller = Caller("flatten_for_export", argument_namer(flatten_modules_for_export, 1, ("stacked",)))
-        flat = vmap_layers(flatten_modules_for_export, self.Block, caller)(_stored(self.stacked))
+        flat = vmap_layers(flatten_modules_for_export, self.Block, caller)(stored(self.stacked))
         return changed(self, stacked=flat)
 
     def unflatten_from_export(self, template: Any) -> Self:
@@ -299,19 +301,27 @@ class Stacked(BlockFoldable[M]):
         names = argument_namer(unflatten_modules_from_export, 2, ("stacked", "template.stacked"))
         caller = Caller("unflatten_from_export", names)
         restore = vmap_layers(unflatten_modules_from_export, self.Block, caller)
-        restored = restore(_stored(self.stacked), _stored(template.stacked))
+        restored = restore(stored(self.stacked), stored(template.stacked))
         return changed(self, stacked=restored)
 
     def _layer_getter(self) -> Callable[[int], M]:
-        return layer_getter(_stored(self.stacked), self.Block, Caller(type(self).__name__, _name_in_stack))
+        return layer_getter(stored(self.stacked), self.Block, Caller(type(self).__name__, _name_in_stack))
 
 
 def applied(tree: Any) -> Marked:
-    """The arrays of a stack for `fold` and `scan`, with unsliced fields marked."""
-    return _stored(map_unsliced(lambda field: Marked(field, "unsliced"), tree))
+    """The arrays of a stack for `fold` and `scan`, with fields marked that are not to be sliced.
+
+    None on several devices, where the compiler would gather the whole stack, and none in host memory.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if not mesh.empty and mesh.size > 1:
+        return stored(tree)
+    return stored(
+        map_unsliced(lambda field: field if has_host_arrays(field) else Marked(field, "unsliced"), tree)
+    )
 
 
-def _stored(tree: Any) -> Marked:
+def stored(tree: Any) -> Marked:
     """The arrays of a stack among the arguments of a scan."""
     return Marked(tree, "stored")
 

@@ -21,7 +21,7 @@ from ._scan.stacking import take_layers
 from ._scan.sweep_back import SweepBack
 from ._scan.visitor import SweepResult
 from ._scan.vjp import sweep_forward
-from ._stacked import Stacked, applied, block_second
+from ._stacked import Stacked, applied, block_second, stored
 from ._stacked_methods import (
     block_builder,
     block_call,
@@ -175,13 +175,18 @@ class StackedPattern(BlockFoldable[M]):
         return divide(arguments, self.Block, self._names, self._numbers, caller)
 
     def _layers_of_kinds(
-        self, fn: Callable[..., Any], divided: DividedArguments, has_output: bool, caller: Caller
+        self,
+        fn: Callable[..., Any],
+        divided: DividedArguments,
+        has_output: bool,
+        caller: Caller,
+        mark: Callable[[Any], Any],
     ) -> list[LayersOfKind]:
-        """The layers of each kind with their parts of the arguments."""
+        """The layers of each kind, of which `mark` gives the arrays, with their parts of the arguments."""
         found = []
         for number, name in enumerate(self._names):
             stack, (args, kwargs) = self.stacks[name], divided.of(number)
-            split = split_tree(((applied(stack.stacked), *args), kwargs), stack.Block, caller)
+            split = split_tree(((mark(stack.stacked), *args), kwargs), stack.Block, caller)
             found.append(LayersOfKind(block_second(fn, has_output), *split).as_arrays())
         return found
 
@@ -203,7 +208,7 @@ class StackedPattern(BlockFoldable[M]):
         def run(init: Any, given: tuple[StackedPattern, Any, Any]) -> tuple[Any, Any]:
             blocks, args, kwargs = given
             kinds = blocks._layers_of_kinds(
-                fn, blocks._divide((args, kwargs), caller), verb == "scan", caller
+                fn, blocks._divide((args, kwargs), caller), verb == "scan", caller, applied
             )
             if not kinds:
                 return init, blocks._of_every_kind([])
@@ -278,7 +283,7 @@ class StackedPattern(BlockFoldable[M]):
             blocks, args, kwargs = given
             divided = blocks._divide((args, kwargs), caller)
             y, sweep_back = sweep_forward(
-                blocks._layers_of_kinds(call, divided, has_output, caller),
+                blocks._layers_of_kinds(call, divided, has_output, caller, stored),
                 init,
                 blocks.Block,
                 policy,

@@ -23,7 +23,7 @@ from ._policy import ScanCheckpointSpec, resolve_policy
 from ._scan.arguments import Caller, argument_namer
 from ._scan.layer_axis import split_tree
 from ._scan.layers import check_host_segments
-from ._scan.marks import changed, is_array, is_named, is_split, map_unsliced, raw_array
+from ._scan.marks import changed, is_array, is_named, is_split, raw_array
 from ._stacked import Stacked
 from ._stacked_methods import block_builder
 from ._stacked_pattern import StackedPattern
@@ -123,8 +123,8 @@ def to_host(model: T, *, segment_length: int = 1, where: Any = eqx.is_array) -> 
         The model, with other policies where `segment_length` is not theirs.
 
     Raises:
-        ValueError: for a model without such arrays; for an array of an `unsliced` field, or whose layers are
-            not its first axis (names the path); for a `segment_length` that does not divide the layers, or
+        ValueError: for a model without such arrays; for an array whose layers are not its first axis (names
+            the path); for a `segment_length` that does not divide the layers, or
             above 1 for a `StackedPattern`.
 
     Cost: one copy. Shardings stay as they are.
@@ -160,10 +160,6 @@ def to_host(model: T, *, segment_length: int = 1, where: Any = eqx.is_array) -> 
 
 def _moved_paths(name: str, stack: Stacked, wanted: Stacked) -> list[tuple[Any, ...]]:
     """The paths of the fields to move: of those that are `wanted`, the matrices."""
-    unsliced = set[int]()
-    map_unsliced(
-        lambda field: unsliced.update(map(id, jtu.tree_leaves(field, is_leaf=is_named))), stack.stacked
-    )
     paths_and_leaves, structure = jtu.tree_flatten_with_path(stack.stacked, is_leaf=is_named)
     found = []
     for (path, leaf), like in zip(paths_and_leaves, structure.flatten_up_to(wanted.stacked), strict=True):
@@ -175,14 +171,8 @@ def _moved_paths(name: str, stack: Stacked, wanted: Stacked) -> list[tuple[Any, 
                 f"{field} ({axes_text(leaf.axes)}) has its layers not in front, so that a layer can't be "
                 f"moved by itself. Rearrange it: array.rearrange(({stack.Block.name!r}, ...))."
             )
-        if not moves_to_host(array.shape[1:], array.dtype):
-            continue
-        if id(leaf) in unsliced:
-            raise ValueError(
-                f"{field} is unsliced: layers read it where it is, so it can't be on the host. Leave it out: "
-                "where=..."
-            )
-        found.append(path)
+        if moves_to_host(array.shape[1:], array.dtype):
+            found.append(path)
     return found
 
 

@@ -222,7 +222,6 @@ def test_layers_made_on_the_host_are_those_made_on_the_device():
     [
         (lambda: streaming.to_host(jnp.ones(3)), ValueError, "no Stacked with an array"),
         (lambda: streaming.to_host(model(), where=lambda leaf: False), ValueError, "check where="),
-        (lambda: streaming.to_host(stack()), ValueError, r"model\.stacked\.table is unsliced"),
         (lambda: streaming.to_host(rearranged()), ValueError, r"stacked\.weight .*layers not in front"),
         (lambda: streaming.to_host(model(), segment_length=5), ValueError, "12 layers of axis 'layers'"),
         (

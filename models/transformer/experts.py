@@ -5,6 +5,7 @@ The experts are a stack over the named axis `Experts`. Each is applied only to t
 """
 
 import functools
+from typing import Any
 
 import equinox as eqx
 import haliax as hax
@@ -17,7 +18,7 @@ from jaxtyping import Array, Float, PRNGKeyArray
 
 from models.transformer.config import SparseDecoderConfig
 from models.transformer.layers import SwiGlu, cast_floating, linear
-from stacked_remat import Stacked, checkpoint_name, internals_are_saved, streaming
+from stacked_remat import LayerStack, Stacked, checkpoint_name, internals_are_saved, streaming, unsliced
 from stacked_remat.ops import grouped_experts, mesh_axes, per_device, unmapped
 
 
@@ -73,8 +74,8 @@ class SparseExperts(eqx.Module):
     """
 
     router: hnn.Linear
-    experts: Stacked
     config: SparseDecoderConfig = eqx.field(static=True)
+    experts: Stacked = unsliced()
 
     @staticmethod
     def init(config: SparseDecoderConfig, *, key: PRNGKeyArray) -> "SparseExperts":
@@ -153,7 +154,8 @@ class SparseExperts(eqx.Module):
         choices, gates, sums = self.route(x, documents)
         keep = internals_are_saved()
         backend = self.config.experts.backend
-        output = self._mixed(x, choices, gates, self.experts.stacked, self.config.Experts, backend, keep)
+        weights = _stacked(self.experts)
+        output = self._mixed(x, choices, gates, weights, self.config.Experts, backend, keep)
         return checkpoint_name(output, "expert_output"), sums
 
     def decode(self, x: NamedArray, layers: "SparseExperts", layer_index: NamedArray) -> NamedArray:
@@ -174,7 +176,7 @@ class SparseExperts(eqx.Module):
         Experts, stacked = self.config.Experts, layers.experts.stacked
         choices, gates, _ = self.route(x)
         if choices.size >= Experts.size and any(map(streaming.is_on_host, jax.tree.leaves(stacked))):
-            return self._mixed(x, choices, gates, self.experts.stacked, Experts, "block")
+            return self._mixed(x, choices, gates, _stacked(self.experts), Experts, "block")
         Layers = jax.tree.leaves(stacked, is_leaf=is_named_array)[0].axes[0]
         All = Axis(Experts.name, Layers.size * Experts.size)
         weights = jax.tree.map(
@@ -187,7 +189,7 @@ class SparseExperts(eqx.Module):
         x: NamedArray,
         choices: NamedArray,
         gates: NamedArray,
-        weights: SwiGlu,
+        weights: Any,
         Experts: Axis,
         backend: str,
         keep: bool = False,
@@ -198,7 +200,7 @@ class SparseExperts(eqx.Module):
         over = mesh_axes(Experts)
         _check_tokens_are_divided(tokens, Experts)
 
-        def mix(weights: SwiGlu, x: NamedArray, choices: NamedArray, gates: NamedArray) -> NamedArray:
+        def mix(weights: Any, x: NamedArray, choices: NamedArray, gates: NamedArray) -> NamedArray:
             own = tuple(axis for axis in x.axes if axis != Embed)
             rows, chosen, factors = (
                 named.rearrange((*own, last)).array.reshape(-1, last.size)
@@ -222,6 +224,13 @@ class SparseExperts(eqx.Module):
             return hax.named(mixed.reshape([axis.size for axis in (*own, Embed)]), (*own, Embed))
 
         return per_device(mix, weights, x, choices, gates, over=(*tokens, Experts), out=x.axes)
+
+
+def _stacked(experts: Any) -> Any:
+    """The weights of the experts, in the stack of all layers where that is what a fold gives."""
+    if isinstance(experts, LayerStack):
+        return LayerStack(experts.stack.stacked, experts.layer_index)
+    return experts.stacked
 
 
 def _check_tokens_are_divided(tokens: tuple[Axis, ...], Experts: Axis) -> None:

@@ -14,6 +14,7 @@ from haliax.axis import axis_spec_to_tuple
 from jaxtyping import DTypeLike, PRNGKeyArray
 
 from models.transformer.config import DecoderConfig
+from stacked_remat import LayerStack
 from stacked_remat.lora import LoraLinear
 
 T = TypeVar("T")
@@ -109,5 +110,12 @@ def without_bias(linear: Any) -> tuple[Any, NamedArray | None]:
 
 
 def cast_floating(tree: T, dtype: DTypeLike) -> T:
-    """Casts the floating-point arrays of `tree` to `dtype` and leaves everything else unchanged."""
-    return jax.tree.map(lambda leaf: leaf.astype(dtype) if eqx.is_inexact_array(leaf) else leaf, tree)
+    """Casts the floating-point arrays of `tree` to `dtype` and leaves everything else unchanged.
+
+    So it does a `LayerStack`: it would cast all layers.
+    """
+
+    def cast(leaf: Any) -> Any:
+        return leaf.astype(dtype) if eqx.is_inexact_array(leaf) else leaf
+
+    return jax.tree.map(cast, tree, is_leaf=lambda node: isinstance(node, LayerStack))

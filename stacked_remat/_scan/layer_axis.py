@@ -102,12 +102,8 @@ class TreeLayout:
         if not any(self.unsliced):
             return self.layer(parts, shared)
         Stack = self.axis.resize(max(self.axis.size, 1))  # no layers are traced with a stack of one
-        return _with_stacks(self.layer(parts, shared, Stack=Stack), parts[-1])
-
-    def arguments_of_one(self, slices: Sequence[Any], shared: Sequence[Any]) -> Any:
-        """The same from slices alone, with stacks of a single layer."""
-        stacks = [part[None] if whole else part for part, whole in zip(slices, self.unsliced, strict=True)]
-        return _with_stacks(self.layer(stacks, shared, Stack=self.axis.resize(1)), jnp.int32(0))
+        (first, *args), kwargs = self.layer(parts, shared, Stack=Stack)
+        return (map_unsliced(lambda stack: LayerStack(stack, parts[-1]), first), *args), kwargs
 
     def stacked(self, arrays: Sequence[Any], shared: Sequence[Any], *, cotangents: bool = False) -> Any:
         """The whole tree, each array in its memory, from its split and its shared arrays.
@@ -147,11 +143,6 @@ class TreeLayout:
             return next(shared) if leaf.axes is None else jtu.tree_unflatten(leaf.value, [next(shared)])
 
         return jtu.tree_unflatten(self.treedef, map(fill, self.leaves))
-
-
-def _with_stacks(arguments: Any, layer_index: Any) -> Any:
-    (first, *args), kwargs = arguments
-    return (map_unsliced(lambda stack: LayerStack(stack, layer_index), first), *args), kwargs
 
 
 def split_tree(

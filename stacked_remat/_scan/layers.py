@@ -21,7 +21,7 @@ from .._sweep.derivative_errors import not_transposable
 from .._sweep.gradient import merge, pick
 from .._sweep.kinds import Pattern
 from .._sweep.spec import FirstLayers
-from .._sweep.store import at_least_one, check_unsliced, with_zeros_in_place
+from .._sweep.store import at_least_one, with_zeros_in_place
 from .checks import check_carry, check_output, describe
 from .layer_axis import TreeLayout
 from .marks import is_array
@@ -156,8 +156,6 @@ def scan_rolled(
         return _unrolled_kinds(kinds, init, axis, remat, pattern, reverse, what)
     names = _names_of(axis)
     arrays, static = eqx.partition(init, eqx.is_array_like)
-    for kind in kinds:
-        check_unsliced(kind.arrays, kind.layout.unsliced)
 
     def run(carry: Any, xs: Sequence[Sequence[Any]]) -> tuple[Any, list[Any]]:
         if options is not None:

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 from haliax import Axis, NamedArray, axis_name
 from haliax.axis import AxisSelector
+from jax import lax
 
 T = TypeVar("T")
 IsScanned: TypeAlias = bool | Callable[[Any], bool]
@@ -138,9 +139,21 @@ class LayerStack(eqx.Module):
     stack: Any
     layer_index: Any
 
+    @property
+    def layer(self) -> Any:
+        """The field of this layer alone: a copy of its part of the stack."""
+
+        def own(leaf: Any) -> Any:
+            if not is_named(leaf) and not is_array(leaf):
+                return leaf
+            array = lax.dynamic_index_in_dim(raw_array(leaf), self.layer_index, keepdims=False)
+            return NamedArray(array, leaf.axes[1:]) if is_named(leaf) else array
+
+        return jtu.tree_map(own, self.stack, is_leaf=is_named)
+
     @staticmethod
     def of(field: Any, axis_name: str = "layers") -> "LayerStack":
-        """The field as it is in a fold; elsewhere a stack of one layer.
+        """The field as it is in a fold; where it is a layer's own, a stack of one layer.
 
         Args:
             field: of a block, declared `unsliced`.
@@ -169,14 +182,14 @@ def unsliced(**kwargs: Any) -> Any:
             weight = weights.stack[weights.layer_index, self.choose(x)]
     ```
 
-    In `fold`, `scan` and their `_vjp` forms of a `Stacked`, the field is a `LayerStack`: a block that needs a
-    part of its weights reads it from the stack, and no copy of the layer's weights is made. Everywhere else
-    the field is as it was set: `blocks[i]`, `vmap`, state dicts.
+    In `fold` and `scan` of a `Stacked` the field is a `LayerStack`: a block that needs a part of its weights
+    reads it from the stack, and no copy of the layer's weights is made. Where that can't be, the field is
+    sliced as any other: with a visitor, for gradient dot products, in a program for several devices, whose
+    compiler would gather the stack, and where the stack is in host memory. In `blocks[i]` and `vmap` it is a
+    layer's own too; `LayerStack.of` takes both.
 
     Gradients are added in place to the gradient of the stack where the block indexes it by traced integers;
-    other slices cost a stack of temporaries. A block may only read its own layer's entry. Policies
-    that save internals save none for `visit.vjp("layer")`, which runs the layer again. The stack has to be in
-    device memory.
+    other slices cost a stack of temporaries. A block may only read its own layer's entry.
 
     Args:
         **kwargs: as of `equinox.field`.

@@ -37,7 +37,6 @@ class SweepBack(eqx.Module):
     _checkpoints: Checkpoints
     _xs: Arrays
     _shared: Arrays
-    _constants_of_slices: list[Arrays]
     _types: SweepTypes = eqx.field(static=True)
     _wrap: Callable[[SweepResult], SweepResult] = eqx.field(static=True, default=lambda result: result)
 
@@ -174,8 +173,7 @@ def _visited(
     def visit(leaves: LeafVisit, loop: _Loop) -> tuple[Arrays, _Loop]:
         own = of_kinds[leaves.kind.number]
         part = read(eqx.combine(loop.layer_state, state_stacks)[own.part], own.row(leaves))
-        constants = sweep._constants_of_slices[leaves.kind.number]
-        entry = types.visit(leaves, constants, own.layout.layer(part, own.shared))
+        entry = types.visit(leaves, own.layout.layer(part, own.shared))
         state = eqx.combine(loop.state, static)
         carry_ct, new = _new_leaves(types, own.layout, leaves, entry, state, visitor(entry, state))
         nothing: list[Any] = [None] * len(state_stacks)
@@ -336,7 +334,7 @@ def _new_leaves(
     _check_unsplit([(f"layer{jtu.keystr(leaf.path[2:])}", leaf) for leaf in of_layer], layer, visit.layer)
     new_xs, new_shared = kind.layout.arrays(((layer, *args), kwargs))
     inputs = kind.inputs(types.perturbed, ("args", "kwargs"))
-    layers = zip(new_xs, kind.slices(leaves), kind.parts("split"), strict=True)
+    layers = zip(new_xs, leaves.x, kind.parts("split"), strict=True)
     new_state = eqx.filter(_filled(result.state, state, "state"), eqx.is_array_like)
     new_layer_state = _filled(result.layer_state, visit.layer_state, "layer_state")
     of_state = [(f"layer_state{jtu.keystr(leaf.path)}", leaf) for leaf in state_layout.leaves]

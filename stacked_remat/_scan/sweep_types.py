@@ -1,12 +1,10 @@
 """The trees of a reverse sweep with a visitor, made from the leaves that the sweep works on, and back."""
 
-import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import equinox as eqx
-import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 from haliax import Axis
@@ -14,11 +12,10 @@ from jax import lax
 
 from .._activity import is_differentiable
 from .._placement import platform
-from .._sweep.gradient import Inputs, LayerPullback, LeafLayer, LeafVisit, Perturbed, scatter_leaves
+from .._sweep.gradient import Inputs, LeafVisit, Perturbed, scatter_leaves
 from .._sweep.kinds import Kind
 from .._sweep.slots import Arrays
 from .._sweep.spec import SweepSpec
-from .._sweep.store import read
 from .checks import describe
 from .layer_axis import Leaf, TreeLayout
 from .marks import is_named, raw_array
@@ -35,7 +32,6 @@ class KindTypes:
         layout: of the arguments of its layers.
         constants: number of arrays that the layer closes over, which come first among those that it shares.
         y_tree: structure of an output.
-        layer_of_slices: where fields are unsliced, a layer that takes slices of them, for its own gradient.
     """
 
     own: Kind
@@ -43,7 +39,6 @@ class KindTypes:
     layout: TreeLayout
     constants: int
     y_tree: Any
-    layer_of_slices: LeafLayer | None
 
     def part(self, leaf: Leaf) -> str:
         """Which of "layer", "args" and "kwargs" a leaf of the arguments belongs to."""
@@ -52,8 +47,7 @@ class KindTypes:
 
     def parts(self, kind: Literal["split", "shared"]) -> list[str]:
         """The part of each split or shared array."""
-        found = [self.part(leaf) for leaf in self.layout.of_kind(kind)]
-        return found + ["index"] * (len(self.layout.unsliced) - len(found)) if kind == "split" else found
+        return [self.part(leaf) for leaf in self.layout.of_kind(kind)]
 
     def shared(self, every: Sequence[Any]) -> list[Any]:
         """The shared arguments, of the arrays that layers of all kinds share."""
@@ -70,11 +64,6 @@ class KindTypes:
             tuple(is_ and "carry" in wrt for is_ in perturbed.carry),
             tuple(is_ and part in wrt for is_, part in own),
         )
-
-    def slices(self, leaves: LeafVisit) -> Arrays:
-        """The layer's own slices of the split arrays."""
-        pairs = zip(leaves.x, self.layout.unsliced, strict=True)
-        return [read(part, leaves.row) if whole else part for part, whole in pairs]
 
 
 @dataclass(frozen=True, eq=False)
@@ -109,11 +98,10 @@ class SweepTypes:
         """The cotangent of a carry, from its leaves that have one."""
         return jtu.tree_unflatten(self.carry_tree, scatter_leaves(leaves, self.perturbed.carry))
 
-    def visit(self, leaves: LeafVisit, constants_of_slices: Arrays, layer_state: Any) -> LayerVisit:
-        """A visit in trees; `constants_of_slices` are what `layer_of_slices` closes over."""
+    def visit(self, leaves: LeafVisit, layer_state: Any) -> LayerVisit:
+        """A visit in trees."""
         kind, perturbed = self.kinds[leaves.kind.number], leaves.pullback.perturbed
-        slices, shared = kind.slices(leaves), kind.shared(leaves.shared)
-        (layer, *args), kwargs = kind.layout.layer(slices, shared)
+        (layer, *args), kwargs = kind.layout.layer(leaves.x, kind.shared(leaves.shared))
         carry_ct, y_ct = leaves.cotangents
         cotangent = self.carry_cotangent(carry_ct)
         if self.has_output:
@@ -121,20 +109,8 @@ class SweepTypes:
 
         def vjp(wrt: tuple[str, ...]) -> tuple[Any, ...]:
             inputs = kind.inputs(self.perturbed, wrt)
-            mask = kind.shared(inputs.shared)
-            if kind.layer_of_slices is None or "layer" not in wrt:
-                of_shared, of_carry, of_x = leaves.vjp(inputs)
-                of_shared = kind.shared(scatter_leaves(of_shared, inputs.shared))
-            else:
-                none = [False] * len(constants_of_slices)
-                inputs = inputs._replace(shared=(*none, *mask))
-                own = dataclasses.replace(perturbed, shared=inputs.shared)
-                pullback = LayerPullback(kind.layer_of_slices, own, jax.checkpoint)
-                given = [*constants_of_slices, *shared]
-                found = pullback(given, leaves.carry, slices, None, leaves.cotangents, inputs)
-                of_shared, of_carry, of_x = found
-                of_shared = scatter_leaves(of_shared, inputs.shared)[len(none) :]
-            found = (of_shared, of_carry, of_x)
+            of_shared, of_carry, of_x = leaves.vjp(inputs)
+            found = (kind.shared(scatter_leaves(of_shared, inputs.shared)), of_carry, of_x)
             if platform() == "tpu" or (self.spec.on_host and platform() == "cuda"):
                 # Without the barrier XLA keeps a layer's internals until the visitor has used the cotangents.
                 found = lax.optimization_barrier(found)

@@ -1,6 +1,5 @@
 """`fold_vjp` and `scan_vjp`: a fold, and the reverse sweep over its layers as a function."""
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,11 +14,10 @@ from .._policy import ScanCheckpointPolicy, ScanCheckpointSpec, resolve_policy
 from .._remat import Remat, for_length
 from .._sweep.api import forward_rule
 from .._sweep.gradient import Perturbed
-from .._sweep.kinds import Kind, Pattern
+from .._sweep.kinds import Pattern
 from .._sweep.slots import Arrays
 from .._sweep.spec import SweepSpec
-from .._sweep.store import check_unsliced
-from .._sweep.trace import TracedLayer, kinds_of, trace_layer, trace_layers
+from .._sweep.trace import kinds_of, trace_layers
 from .api import function_caller
 from .arguments import Caller
 from .checks import check_axis_or_name, check_reverse, check_unroll
@@ -165,16 +163,13 @@ def sweep_forward(
     kinds = [kind.as_arrays() for kind in kinds]
     remat = for_length(policy.normalized(), axis.size)
     found = _options_for_visitors(policy, remat, axis, [kind.arrays for kind in kinds])
-    for kind in kinds:
-        check_unsliced(kind.arrays, kind.layout.unsliced)
-    offloads = found.get("boundaries") == "host"
     traced = trace_layers(
         [_shared_first(kind, init, remat) for kind in kinds],
         [kind.shared for kind in kinds],
         eqx.filter(init, eqx.is_array_like),
         [kind.arrays for kind in kinds],
         unsliced=[kind.layout.unsliced for kind in kinds],
-        offloads=offloads,
+        offloads=found.get("boundaries") == "host",
     )
     of_kinds, shared = kinds_of(traced)
     unsliced = sum((kind.layout.unsliced for kind in kinds), ())
@@ -191,17 +186,14 @@ def sweep_forward(
     ]
     outputs = parts[0] if pattern is None else dict(zip(names, parts, strict=True))
     static = eqx.filter(init, eqx.is_array_like, inverse=True)
-    own_types, constants_of_slices = zip(
-        *(
-            _kind_types(*found, init, remat, offloads)
-            for found in zip(kinds, of_kinds, names or [None], traced, strict=True)
-        ),
-        strict=True,
+    own_types = tuple(
+        KindTypes(own, name, kind.layout, layer.constants, layer.y_tree)
+        for kind, own, name, layer in zip(kinds, of_kinds, names or [None], traced, strict=True)
     )
     of_outputs = jax.eval_shape(lambda: (carry, outputs))
     types = SweepTypes(spec, perturbed, own_types, axis, first.carry_tree, static, of_outputs, has_output)
     checkpoints, y = checkpoints.with_constant_boundaries(), eqx.combine(carry, static)
-    sweep_back = SweepBack(checkpoints, xs, shared, list(constants_of_slices), types)
+    sweep_back = SweepBack(checkpoints, xs, shared, types)
     return (y, outputs) if has_output else y, sweep_back
 
 
@@ -234,26 +226,9 @@ def _every_float(spec: SweepSpec, init: Arrays, xs: Arrays, shared: Arrays) -> P
     )
 
 
-def _kind_types(
-    kind: Layers, own: Kind, name: str | None, traced: TracedLayer, init: Any, remat: Remat, offloads: bool
-) -> tuple[KindTypes, Arrays]:
-    """The types of a kind; and the constants of its layer of slices, if fields are unsliced."""
-    layer_of_slices, constants = None, []
-    if any(kind.layout.unsliced):
-        body, carry = _shared_first(kind, init, remat, of_one=True), eqx.filter(init, eqx.is_array_like)
-        options: Any = {"unsliced": (False,) * len(kind.arrays), "offloads": offloads}
-        found = trace_layer(body, kind.shared, carry, kind.arrays, **options)
-        constants = found.shared[: found.constants]
-        every = tuple(range(len(found.shared)))
-        layer_of_slices = dataclasses.replace(own, jaxpr=found.jaxpr, shared=every).layer
-    return KindTypes(own, name, kind.layout, traced.constants, traced.y_tree, layer_of_slices), constants
-
-
-def _shared_first(kind: Layers, init: Any, remat: Remat, of_one: bool = False) -> Callable[..., Any]:
-    arguments = kind.layout.arguments_of_one if of_one else kind.layout.arguments
-
+def _shared_first(kind: Layers, init: Any, remat: Remat) -> Callable[..., Any]:
     def layer(carry: Any, inputs: tuple[Arrays, Arrays]) -> tuple[Any, Any]:
-        args, kwargs = arguments(*inputs)
+        args, kwargs = kind.layout.layer(*inputs)
         return kind.f(carry, *args, **kwargs)
 
     step = array_step(layer, init, remat)

@@ -190,19 +190,6 @@ def at_least_one(stack: Array) -> Array:
     return stack if len(stack) else jnp.zeros_like(stack, shape=(1, *stack.shape[1:]))
 
 
-def check_unsliced(stacks: Sequence[Array], unsliced: Sequence[bool]) -> None:
-    """Refuse unsliced stacks in host memory.
-
-    Raises:
-        ValueError: says what to do instead.
-    """
-    if any(whole and is_on_host(stack) for stack, whole in zip(stacks, unsliced, strict=True)):
-        raise ValueError(
-            "An unsliced field is not moved to the device, and this one is in host memory. Move it there "
-            "(jax.device_put(field, jax.memory.Space.Device)), or do not declare it unsliced."
-        )
-
-
 def write(stacked: Any, index: Any, entry: Any) -> Any:
     """Replace the entry at `index` of every array of a tree; in place, in a compiled loop."""
 

@@ -266,11 +266,6 @@ class _ScoredLayer:
     def __call__(self, one: PlacedBlock, carry: Any, /, *args: Any, **kwargs: Any) -> Any:
         traced, other = self.call.layers[one.place], self.others and self.others[one.place].jaxpr
         paths, names = [path for path, _ in leaves_with_paths(one.block)], self.names[one.place]
-        if missing := sorted(set(one.direction) - set(paths)):
-            raise UnsupportedLeafError(
-                f"{names[missing[0]]} is declared unsliced, so its layers read the whole stack "
-                'of it. Give it no direction, or use granularity="block" or "total".'
-            )
         inputs = arrays_of((one.block, carry, args, kwargs))
         leaves = {
             at: Leaf(names[path], inputs[at], raw_array(one.direction[path]), one.probes[path])

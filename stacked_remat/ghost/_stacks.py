@@ -125,8 +125,10 @@ class StackCall:
 class PlacedBlock(eqx.Module):
     """A layer, with the directions and probes of its arrays by their paths.
 
-    `place` is its place among layers that are not alike.
+    `place` is its place among layers that are not alike. Scores need a layer's own arrays, so all are sliced.
     """
+
+    slices_its_own_layers = True
 
     block: Any
     direction: dict[str, Any]

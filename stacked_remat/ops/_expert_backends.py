@@ -188,8 +188,8 @@ def _against_megablox(call: ExpertsFacts) -> str | None:
 
 EXPERT_BACKENDS: dict[str, ExpertsBackend] = {
     "megablox": ExpertsBackend(megablox_kernels(), _against_megablox),  # JAX's kernels for TPUs
-    "block": ExpertsBackend(None),
-    "mosaic": ExpertsBackend(mosaic_kernels(), _against_mosaic),  # JAX's kernels for Hopper GPUs
     "triton": ExpertsBackend(triton_kernels(), _against_triton),  # our kernels for NVIDIA GPUs
+    "mosaic": ExpertsBackend(mosaic_kernels(), _against_mosaic),  # JAX's kernels for Hopper GPUs
+    "block": ExpertsBackend(None),
 }
 """By name, in the order in which `"auto"` tries them."""

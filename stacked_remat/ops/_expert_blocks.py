@@ -7,7 +7,6 @@ static. A block gathers its tokens, applies its expert and adds the result to it
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -15,7 +14,7 @@ from jaxtyping import Array, Bool, Int
 
 from .._placement import is_on_host, platform, to_device
 from .._sweep.store import empty_stack, zeros_after
-from ._expert_loop import ExpertLoop, Inputs
+from ._expert_loop import ExpertLoop, Inputs, InStack, perturbed_part, trained_sliced
 from .per_device import free_axis_mapping
 
 
@@ -134,19 +133,14 @@ class BlockLoop(ExpertLoop):
             new = new._replace(gates=jax.tree.map(lambda leaf: jnp.where(at.real, leaf, 0), new.gates))
             pairs = jax.tree.map(lambda _: at.pair, inputs.gates)
             places = Inputs(at.token, pairs, (at.expert,) * len(inputs.weights))
-            return jax.tree.map(_add_at, gradients, eqx.filter(places, perturbed), new), None
+            return jax.tree.map(_add_at, gradients, perturbed_part(places, perturbed), new), None
 
-        flat = inputs._replace(gates=jax.tree.map(lambda leaf: leaf.reshape(-1), inputs.gates))
-        wanted = jax.tree.map(
-            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.float32), eqx.filter(flat, perturbed)
-        )
-        start = zeros_after((inputs.x, plan, ct), wanted)
+        wanted = perturbed_part(trained_sliced(inputs, perturbed), perturbed)
+        flat = wanted._replace(gates=jax.tree.map(lambda leaf: leaf.reshape(-1), wanted.gates))
+        sums = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.float32), flat)
+        start = zeros_after((inputs.x, plan, ct), sums)
         gradients, _ = _over_iterations(iteration, start, plan, kept)
-        return jax.tree.map(
-            lambda new, old: new.reshape(old.shape).astype(old.dtype),
-            gradients,
-            eqx.filter(inputs, perturbed),
-        )
+        return jax.tree.map(lambda new, old: new.reshape(old.shape).astype(old.dtype), gradients, wanted)
 
 
 def _over_iterations(
@@ -183,8 +177,10 @@ def _in_any_example(size: int, batched: Any, real: Array) -> tuple[Array, bool]:
     return _any_real(jnp.any(real, axis=0)), False
 
 
-def _experts(array: Array, numbers: Array) -> Array:
+def _experts(array: Array | InStack, numbers: Array) -> Array:
     """The entries of an array at these numbers, on the device; from the host no others are moved."""
+    if isinstance(array, InStack):
+        return _rows(array.stack, array.first + numbers)
     if not is_on_host(array):
         return _rows(array, numbers)
     entries = [lax.dynamic_index_in_dim(array, number, keepdims=False) for number in numbers]

@@ -10,14 +10,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Int
 
 from .._sweep.store import zeros_after
-from ._expert_loop import ExpertLoop, Inputs
+from ._expert_loop import ExpertLoop, Inputs, perturbed_part, trained_sliced
 from ._grouped_product import Groups, Kernels, rows_of_pairs
 from ._program_of_row import RowProgram
 
@@ -91,7 +90,8 @@ class ChunkLoop(ExpertLoop):
 
     def backward(self, perturbed: Inputs, inputs: Inputs, plan: Groups, kept: Any, ct: Array) -> Inputs:
         """The cotangents of what is perturbed, `None` for the rest."""
-        trained = jax.tree.leaves(eqx.filter(inputs.weights, perturbed.weights))
+        inputs = trained_sliced(inputs, perturbed)
+        trained = jax.tree.leaves(of_trained := perturbed_part(inputs, perturbed).weights)
         # It has more rows at once than the forward pass. But each chunk adds to the gradients of weights.
         if self.saved is None and sum(leaf.nbytes for leaf in trained) < self.kernels.chunk_bytes:
             plan = _halved(plan, inputs, self.kernels.rows_of)
@@ -104,17 +104,12 @@ class ChunkLoop(ExpertLoop):
             )
             return of_weights, (new.x, new.gates)
 
-        wanted = jax.tree.map(
-            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.float32),
-            eqx.filter(inputs.weights, perturbed.weights),
-        )
+        wanted = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.float32), of_trained)
         start = zeros_after((inputs.x, plan, ct), wanted)
         parts = jax.tree.map(lambda leaf: _cut(leaf, plan.row.shape[0]), (inputs.x, inputs.gates, ct))
         of_weights, of_tokens = lax.scan(chunk, start, (*parts, kept, plan))
         of_x, of_gates = jax.tree.map(lambda leaf: _joined(leaf, inputs.x.shape[0]), of_tokens)
-        of_weights = jax.tree.map(
-            lambda new, old: new.astype(old.dtype), of_weights, eqx.filter(inputs.weights, perturbed.weights)
-        )
+        of_weights = jax.tree.map(lambda new, old: new.astype(old.dtype), of_weights, of_trained)
         return Inputs(of_x, of_gates, of_weights)
 
 

@@ -2,18 +2,19 @@
 
 import functools
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.custom_derivatives import SymbolicZero
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from .._compat import as_residual, of_residual
-from .._placement import is_on_host
+from .._placement import has_host_arrays
 
 Expert: TypeAlias = Callable[..., Float[Array, "row embed"]]
 """(weights of one expert, rows, gates of the rows) to rows multiplied by their gates.
@@ -24,12 +25,44 @@ Saved: TypeAlias = Callable[[Any, Float[Array, "row embed"]], Any]
 """(weights of one expert, rows) to arrays `[row, ...]`."""
 
 
+class InStack(eqx.Module):
+    """An array of weights, `[expert, ...]`, that is read where it is, in the stack of all layers.
+
+    Attributes:
+        stack: the experts of all layers, `[layer and expert, ...]`.
+        first: where this layer's begin.
+        experts: how many these are.
+    """
+
+    stack: Array
+    first: Int[Array, ""]
+    experts: int = eqx.field(static=True)
+
+    @property
+    def own(self) -> Array:
+        """This layer's part: a copy, where it is used."""
+        return lax.dynamic_slice_in_dim(self.stack, self.first, self.experts)
+
+
 class Inputs(NamedTuple):
-    """What is differentiated: of all tokens, or of one iteration of the loop."""
+    """What is differentiated: of one iteration of the loop, or of all tokens; weights then may be `InStack`."""
 
     x: Array
     gates: Any
-    weights: tuple[Array, ...]
+    weights: tuple[Any, ...]
+
+
+def trained_sliced(inputs: Inputs, perturbed: Inputs) -> Inputs:
+    """The inputs with weights that are differentiated as arrays of this layer."""
+    pairs = zip(inputs.weights, perturbed.weights, strict=True)
+    return inputs._replace(
+        weights=tuple(one.own if is_ and isinstance(one, InStack) else one for one, is_ in pairs)
+    )
+
+
+def perturbed_part(inputs: Inputs, perturbed: Inputs) -> Inputs:
+    """The inputs that are differentiated, None for the others."""
+    return jax.tree.map(lambda is_, own: own if is_ else None, perturbed, inputs)
 
 
 @dataclass(frozen=True, eq=False)  # hashed by identity: an expert need not be hashable
@@ -66,14 +99,16 @@ class ExpertLoop(ABC):
         self, perturbed: Inputs, inputs: Inputs, kept: Any, at: Any, of_result: Array
     ) -> Inputs:
         """The cotangents of the perturbed inputs of one iteration, from that of its rows."""
-        part, constant = eqx.partition(inputs, perturbed)
-        result, pullback = jax.vjp(
-            lambda part, kept: self.apply(eqx.combine(part, constant), kept, at), part, kept
-        )
+        part = perturbed_part(inputs, perturbed)
+
+        def whole(part: Inputs) -> Inputs:
+            return jax.tree.map(lambda is_, new, old: new if is_ else old, perturbed, part, inputs)
+
+        result, pullback = jax.vjp(lambda part, kept: self.apply(whole(part), kept, at), part, kept)
         of_part, of_kept = pullback(of_result.astype(result.dtype))
         if self.saved is not None:
             # The pullback of a linear map does not read its result, so this recomputes nothing.
-            _, pullback = jax.vjp(lambda part: self.keep(eqx.combine(part, constant), at), part)
+            _, pullback = jax.vjp(lambda part: self.keep(whole(part), at), part)
             of_part = jax.tree.map(jnp.add, of_part, *pullback(of_kept))
         return of_part
 
@@ -86,33 +121,44 @@ def masked(rows: Array, real: Array) -> Array:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def apply_experts(loop: ExpertLoop, inputs: Inputs, plan: Any) -> Array:
-    """The sums of all tokens. The backward pass computes the rows again, from `inputs` and what is saved."""
-    return loop.forward(inputs, plan)[0]
+def apply_experts(loop: ExpertLoop, inputs: Inputs, plan: Any, in_stacks: Sequence[InStack | None]) -> Array:
+    """The sums of all tokens. The backward pass computes the rows again, from `inputs` and what is saved.
+
+    Weights that are in `in_stacks` too are read there. Those of `inputs` then only get the gradients, and XLA
+    does not compute them.
+    """
+    return loop.forward(_read_in_stacks(inputs, in_stacks), plan)[0]
 
 
-def _forward_rule(loop: ExpertLoop, inputs: Any, plan: Any) -> tuple[Array, Any]:
+def _read_in_stacks(inputs: Inputs, in_stacks: Sequence[InStack | None]) -> Inputs:
+    pairs = zip(inputs.weights, in_stacks, strict=True)
+    return inputs._replace(weights=tuple(array if stack is None else stack for array, stack in pairs))
+
+
+def _forward_rule(loop: ExpertLoop, inputs: Any, plan: Any, in_stacks: Any) -> tuple[Array, Any]:
     perturbed = jax.tree.map(
         lambda leaf: leaf.perturbed and jnp.issubdtype(leaf.value.dtype, jnp.inexact), inputs
     )
-    inputs, plan = jax.tree.map(lambda leaf: leaf.value, (inputs, plan))
+    inputs, plan, in_stacks = jax.tree.map(lambda leaf: leaf.value, (inputs, plan, in_stacks))
+    inputs = _read_in_stacks(inputs, in_stacks)
     out, kept = loop.forward(inputs, plan)
     return out, (as_residual(tuple(jax.tree.leaves(perturbed))), inputs, plan, kept)
 
 
-def _backward_rule(loop: ExpertLoop, residuals: Any, cotangent: Any) -> tuple[Any, None]:
+def _backward_rule(loop: ExpertLoop, residuals: Any, cotangent: Any) -> tuple[Any, None, None]:
     differentiated, inputs, plan, kept = residuals
-    perturbed = jax.tree.unflatten(jax.tree.structure(inputs), of_residual(differentiated))
+    tree = jax.tree.structure(inputs._replace(weights=(0,) * len(inputs.weights)))
+    perturbed = jax.tree.unflatten(tree, of_residual(differentiated))
     if isinstance(cotangent, SymbolicZero):
-        return None, None
-    of_weights = zip(perturbed.weights, inputs.weights, strict=True)
-    if any(trained and is_on_host(array) for trained, array in of_weights):
+        return None, None, None
+    of_weights = zip(inputs.weights, perturbed.weights, strict=True)
+    if any(trained and has_host_arrays(array) for array, trained in of_weights):
         raise ValueError(
             "grouped_experts has no gradient of weights in host memory. Move them to the device first: "
             "jax.device_put(weights, jax.memory.Space.Device), or freeze them: "
             "jax.lax.stop_gradient(weights)."
         )
-    return loop.backward(perturbed, inputs, plan, kept, cotangent), None
+    return loop.backward(perturbed, inputs, plan, kept, cotangent), None, None
 
 
 apply_experts.defvjp(_forward_rule, _backward_rule, symbolic_zeros=True)

@@ -21,7 +21,7 @@ from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array, Bool, Float, Int
 
 from .._compat import as_residual, of_residual
-from ._expert_loop import masked
+from ._expert_loop import InStack, masked
 
 Sizes: TypeAlias = Int[Array, " expert"]
 
@@ -108,7 +108,8 @@ class Kernels:
 
     Attributes:
         products: `(what, rows, matrices [expert, ...], others, sizes, products_too)` to a list of the result
-            `[row, outer]` and, if asked for, the products; others are `[row, outer]` or `[row, 1]` too.
+            `[row, outer]` and, if asked for, the products; others are `[row, outer]` or `[row, 1]` too,
+            and matrices may be `InStack`.
         outer: `(x [row, in], y [row, out], sizes, dtype)` to `[expert, in, out]`; both are `Rows`.
         sums: `(rows [row, out], groups)` to the sums of the rows of each token, `[token, out]`, without those
             that are not real.
@@ -116,7 +117,7 @@ class Kernels:
         rows_of: rows come in multiples of it.
     """
 
-    products: Callable[[Products, list[Rows], list[Array], list[Rows], Sizes, bool], list[Array]]
+    products: Callable[[Products, list[Rows], list[Array | InStack], list[Rows], Sizes, bool], list[Array]]
     outer: Callable[[Rows, Rows, Sizes, Any], Array]
     sums: Callable[[Array, Groups], Array]
     chunk_bytes: int = 2**29
@@ -146,6 +147,7 @@ def kernels_of(
         gathered = [one.gathered() for one in rows]
         found: list[Any] = [0] * len(what.products)
         for (number, term), w in zip(what.terms, matrices, strict=True):
+            w = w.own if isinstance(w, InStack) else w
             options = term.transposed, what.products[number].dtype
             found[number] += in_sequence(
                 lambda *arrays, options=options: product(*arrays, *options), gathered[term.rows], w, sizes
@@ -241,7 +243,7 @@ class _Call:
 
 class _Operands(NamedTuple):
     rows: tuple[Array, ...]
-    matrices: tuple[Array, ...]
+    matrices: tuple[Array | InStack, ...]
     others: tuple[Array, ...]
 
 
@@ -249,7 +251,7 @@ def grouped_products(
     kernels: Kernels,
     what: Products,
     rows: Sequence[Array],
-    matrices: Sequence[Float[Array, "expert ..."]],
+    matrices: Sequence[Float[Array, "expert ..."] | InStack],
     others: Sequence[Array],
     groups: Groups,
     *,
@@ -267,7 +269,7 @@ def grouped_products(
         what: which products, and the function of them.
         rows: `[row, inner]` each, or `[token, inner]`.
         matrices: of each term, `[expert, inner, outer]`, or `[expert, outer, inner]` if it is transposed;
-            in the dtype of their rows.
+            in the dtype of their rows; those that are `InStack` are not differentiated.
         others: further arguments of the function, `[row, outer]` or `[row, 1]`; or `[expert, …]`.
         groups: the rows of each expert and token.
         of_tokens: which of `rows` are `[token, inner]`.
@@ -328,7 +330,7 @@ def _products_backward(
         )
 
     def of_matrix(number: int) -> Any:
-        if not wanted.matrices[number]:
+        if isinstance(operands.matrices[number], InStack) or not wanted.matrices[number]:
             return None
         product, term = what.terms[number]
         rows = operands.rows[term.rows]

@@ -17,6 +17,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array
 
+from ._expert_loop import InStack
 from ._grouped_product import Groups, Kernels, Products, Rows, in_sequence
 
 pallas_triton: Any
@@ -46,24 +47,25 @@ def triton_kernels(interpret: bool = False) -> Kernels:
 def _products(
     what: Products,
     rows: Sequence[Rows],
-    matrices: Sequence[Array],
+    matrices: Sequence[Array | InStack],
     others: Sequence[Rows],
     sizes: Array,
     products_too: bool,
     interpret: bool,
 ) -> list[Array]:
     count, is_first_transposed = _count(rows[0]), what.terms[0][1].transposed
+    first_of = [one.first if isinstance(one, InStack) else jnp.int32(0) for one in matrices]
+    matrices = [one.stack if isinstance(one, InStack) else one for one in matrices]
     outer = matrices[0].shape[1 if is_first_transposed else 2]
     steps = tuple(_tile(one.array.shape[1], _STEP) for one in rows)
     tile = _tile(count, _TILE), _tile(outer, _TILE)
     expert, first, end = _tiles_of_rows(sizes, count, tile[0])
     dtypes = [what.dtype, *(one.dtype for one in what.products if products_too)]
-    flat, tree = jax.tree.flatten((list(rows), list(matrices), list(others)))
+    flat, tree = jax.tree.flatten((list(rows), matrices, list(others)))
 
-    def kernel(expert: Any, first: Any, end: Any, *refs: Any) -> None:
-        _of_tile(
-            what, tile, steps, (expert, first, end), tree.unflatten(refs[: len(flat)]), refs[len(flat) :]
-        )
+    def kernel(expert: Any, first: Any, end: Any, first_of: Any, *refs: Any) -> None:
+        tiles = expert, first, end, first_of
+        _of_tile(what, tile, steps, tiles, tree.unflatten(refs[: len(flat)]), refs[len(flat) :])
 
     call = pl.pallas_call(
         kernel,
@@ -73,7 +75,7 @@ def _products(
         interpret=interpret,
         name="grouped_products",
     )
-    return in_sequence(call, expert, first, end, *flat)
+    return in_sequence(call, expert, first, end, jnp.stack(first_of), *flat)
 
 
 def _outer(x: Rows, y: Rows, sizes: Array, dtype: Any, interpret: bool) -> Array:
@@ -163,11 +165,11 @@ def _of_tile(
     what: Products,
     tile: tuple[int, int],
     steps: Sequence[int],
-    tiles: tuple[Any, Any, Any],
+    tiles: tuple[Any, Any, Any, Any],
     operands: tuple[Sequence[Rows], Sequence[Any], Sequence[Rows]],
     outs: Sequence[Any],
 ) -> None:
-    (expert, first, end), (rows, matrices, others) = tiles, operands
+    (expert, first, end, first_of), (rows, matrices, others) = tiles, operands
     column, number = pl.program_id(0) * tile[1], pl.program_id(1)
     own, row = expert[number], first[number]
     is_row = (row + jnp.arange(tile[0])) < end[number]
@@ -175,9 +177,10 @@ def _of_tile(
 
     def matrix(number: int, at: Any, is_inner: Array) -> Array:
         w, inner, outer = matrices[number], pl.ds(at, len(is_inner)), pl.ds(column, tile[1])
+        entry = first_of[number] + own
         if what.terms[number][1].transposed:
-            return _read(w.at[own, outer, inner], is_column, is_inner).T
-        return _read(w.at[own, inner, outer], is_inner, is_column)
+            return _read(w.at[entry, outer, inner], is_column, is_inner).T
+        return _read(w.at[entry, inner, outer], is_inner, is_column)
 
     @pl.when(row < end[number])
     def _() -> None:

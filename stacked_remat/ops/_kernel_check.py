@@ -65,7 +65,9 @@ def _difference(kernels: Kernels, dtype: Any, device: Any) -> str | None:
         loop = ChunkLoop(_expert, None, tuple, kernels)
         wanted = _gradients(functools.partial(_definition, choices), inputs)
         try:
-            found = _gradients(lambda inputs: apply_experts(loop, inputs, plan), inputs)
+            found = _gradients(
+                lambda inputs: apply_experts(loop, inputs, plan, (None,) * len(weights)), inputs
+            )
         except Exception as error:  # whatever a compiler raises
             return f"its kernels fail: {str(error).partition(chr(10))[0].rstrip('.') or type(error).__name__}"
     pairs = zip(found, wanted, strict=True)

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
+from ._expert_loop import InStack
 from ._grouped_product import Groups, Kernels, Product, Products, Term, grouped_products, rows_of_experts
 
 
@@ -30,8 +31,21 @@ class Known:
         return self.array.shape[1:]
 
 
+@dataclass(frozen=True)
 class OfExpert(Known):
-    """A value of the weights alone, `[expert, ...]`."""
+    """A value of the weights alone, `[expert, ...]`.
+
+    Attributes:
+        in_stack: where it can be read without a copy, if it is there.
+    """
+
+    in_stack: InStack | None = None
+
+    def matrices(self, shape: tuple[int, int]) -> Array | InStack:
+        """It as matrices of this shape, where it is."""
+        if self.in_stack is None:
+            return self.array.reshape(-1, *shape)
+        return replace(self.in_stack, stack=self.in_stack.stack.reshape(-1, *shape))
 
 
 class OfToken(Known):
@@ -56,7 +70,7 @@ class PendingTerm(NamedTuple):
     rows: Array
     of_token: bool
     key: Any
-    matrices: Array
+    matrices: Array | InStack
     transposed: bool
 
 

@@ -21,6 +21,7 @@ from jax import ShapeDtypeStruct, lax
 from jax.extend.core import ClosedJaxpr, Literal
 from jaxtyping import Array
 
+from ._expert_loop import InStack
 from ._grouped_product import Groups, Kernels, rows_of_experts, rows_of_tokens, sum_of_rows
 from ._pending_rows import (
     OfExpert,
@@ -55,7 +56,7 @@ class RowProgram:
     def __call__(
         self,
         fn: Callable[..., Any],
-        weights: Sequence[Array],
+        weights: Sequence[Array | InStack],
         tokens: Array,
         rows: Any = (),
         *,
@@ -74,13 +75,14 @@ class RowProgram:
         Raises:
             UnsupportedExpertError: names the operation that has no grouped form.
         """
-        own = tuple(ShapeDtypeStruct(array.shape[1:], array.dtype) for array in weights)
+        given = [OfExpert(one.own, one) if isinstance(one, InStack) else OfExpert(one) for one in weights]
+        own = tuple(ShapeDtypeStruct(one.shape, one.array.dtype) for one in given)
         one = jax.tree.map(lambda leaf: ShapeDtypeStruct((1, *leaf.shape[1:]), leaf.dtype), (tokens, *rows))
         with free_axis_mapping():
             closed, shape = jax.make_jaxpr(fn, return_shape=True)(own, *one)
             closed = jax.make_jaxpr(_inlined(closed))(*closed.in_avals)
         of_rows = [OfRow(leaf[:, None]) for leaf in jax.tree.leaves(rows)]
-        inputs = [*map(OfExpert, weights), OfToken(tokens[:, None]), *of_rows]
+        inputs = [*given, OfToken(tokens[:, None]), *of_rows]
         found = self._evaluate(closed.jaxpr, closed.consts, inputs)
         end = self._sum_of_rows if summed else lambda value: self._of_row(value).array[:, 0]
         return jax.tree.unflatten(jax.tree.structure(shape), list(map(end, found)))
@@ -100,6 +102,9 @@ class RowProgram:
 
     def _results(self, equation: Any, operands: list[Any], uses: int) -> list[Any]:
         kinds, name = {type(operand) for operand in operands} & _KINDS, equation.primitive.name
+        if name == "mul" and kinds == {OfExpert} and (ones := [one for one in operands if _is_one(one)]):
+            # Haliax multiplies weights by a factor that mostly is 1. The result would be a copy of them.
+            return [one for one in operands if one is not ones[0]]
         if name == "dot_general" and len(kinds) == 2 and OfExpert in kinds:
             if not any(equation.params["dimension_numbers"][1]):
                 return [self._dot(equation, operands[0], operands[1], uses)]
@@ -167,7 +172,9 @@ class RowProgram:
         rows = x.transpose(0, *free_of_x, *of_x).reshape(-1, inner)
         transposed = of_w == list(range(w.ndim - len(of_w), w.ndim))  # already last: no copy
         order = (*free_of_w, *of_w) if transposed else (*of_w, *free_of_w)
-        matrices = w.transpose(0, *order).reshape(len(w), *(_sides(inner, outer, transposed)))
+        if order != tuple(range(1, w.ndim)):
+            right = OfExpert(w.transpose(0, *order))
+        matrices = right.matrices(_sides(inner, outer, transposed))
         aval = equation.outvars[0].aval
         of_token = times == 1 and isinstance(left, OfToken)
         term = PendingTerm(rows, of_token, (id(left.array), *of_x), matrices, transposed)
@@ -209,6 +216,10 @@ def _inlined(closed: Any) -> Callable[..., list[Any]]:
 def _bound(equation: Any, *operands: Any) -> list[Any]:
     found = equation.primitive.bind(*operands, **equation.primitive.get_bind_params(equation.params))
     return list(found) if equation.primitive.multiple_results else [found]
+
+
+def _is_one(operand: Any) -> bool:
+    return not isinstance(operand, jax.Array) and np.ndim(operand) == 0 and operand == 1
 
 
 def _others(array: Array, axes: Sequence[int]) -> list[int]:

@@ -20,13 +20,13 @@ from .._noted import noted
 from .._placement import is_on_host, platform
 from .._scan.arguments import Caller
 from .._scan.layer_axis import TreeLayout, split_tree
-from .._scan.marks import is_array, is_named, is_split
+from .._scan.marks import LayerStack, is_array, is_named, is_split, raw_array
 from ._backends import choose_backend, devices_left_to_the_compiler
 from ._expert_backends import EXPERT_BACKENDS, ExpertsFacts, against_program
 from ._expert_blocks import BlockLoop, block_plan, default_block_size
 from ._expert_chunks import ChunkLoop, chunk_plan, chunks_of
 from ._expert_exchange import Exchange
-from ._expert_loop import Expert, Inputs, Saved, apply_experts
+from ._expert_loop import Expert, Inputs, InStack, Saved, apply_experts
 from ._grouped_product import Kernels
 from .per_device import divided_alike
 
@@ -61,7 +61,9 @@ def grouped_experts(
             of the gates does not need that map's output, and the backward pass does not recompute it.
             Adapters can be part of the weights.
         weights: a tree whose named arrays have the axis `Experts` and whose plain arrays have it first. Of
-            those in host memory only the blocks' experts come to the device; they have no gradient.
+            those in host memory only the blocks' experts come to the device; they have no gradient. May be
+            in a `LayerStack`: `"block"` and `"triton"` then read the stack and make no copy of the layer's,
+            but of weights that are trained, for the backward pass of `"triton"`.
         Experts: the axis of the experts.
         x: tokens.
         choices: the experts of each token; none twice for one token. An out-of-range number chooses no
@@ -77,7 +79,7 @@ def grouped_experts(
             Ampere on, as long as JAX has Triton in Pallas. These have been compiled and interpreted, but not
             yet timed on a device; before the first use on one they are tried on a small layer, and refused if
             their gradients are wrong. An expert whose operations they cannot group is refused by name.
-            `"auto"` is `"megablox"` where that supports the call, and `"block"` elsewhere.
+            `"auto"` is the first of `"megablox"`, `"triton"`, `"mosaic"`, `"block"` that supports the call.
         block_size: rows in a block of `"block"`. By default a power of two between 8 and 256 for which
             padding is at most an eighth, if there are enough rows, and on a CPU half.
         blocks_at_once: blocks that one iteration of the loop of `"block"` computes together; by default 8,
@@ -135,7 +137,9 @@ def grouped_experts(
                 f"devices; take axes of the mesh that divide it."
             )
         Experts, saved = Experts.resize(Experts.size // exchange.devices), None
+    in_stacks, weights = (weights, weights.layer) if isinstance(weights, LayerStack) else (None, weights)
     layout, arrays, shared = _split(weights, Experts)
+    in_stacks = [None] * len(arrays) if in_stacks is None else _in_stacks(in_stacks, Experts)
     _check_tokens(x, choices, gates)
     x, choices, gates, arrays = jax.tree.map(jnp.asarray, (x, choices, gates, arrays))
     if block_size is None:
@@ -159,7 +163,7 @@ def grouped_experts(
     call = ExpertsCall(expert, saved, rebuild, Experts.size, block_size, blocks_at_once, kernels)
     if exchange is not None:
         return exchange.run(call.run, x, choices, gates, arrays, Experts.size)
-    return noted(call, call.run)(x, choices, gates, arrays)
+    return noted(call, functools.partial(call.run, in_stacks=in_stacks))(x, choices, gates, arrays)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -184,7 +188,14 @@ class ExpertsCall:
     blocks_at_once: int
     kernels: Kernels | None = None
 
-    def run(self, x: Array, choices: Array, gates: Any, arrays: Sequence[Array]) -> Array:
+    def run(
+        self,
+        x: Array,
+        choices: Array,
+        gates: Any,
+        arrays: Sequence[Array],
+        in_stacks: Sequence[InStack | None] = (),
+    ) -> Array:
         """The result; `gates` may be a tree of factors, of which the expert gets those of its rows."""
         count = x.shape[0]
         if count == 0:
@@ -199,7 +210,8 @@ class ExpertsCall:
             loop = ChunkLoop(*parts, self.kernels)
             chunks = chunks_of(choices.size, x, arrays, self.kernels)
             plan = chunk_plan(choices, self.experts, chunks, self.kernels.rows_of)
-        out: Any = apply_experts(loop, cast(Any, Inputs(x, gates, tuple(arrays))), plan)
+        found = tuple(in_stacks) or (None,) * len(arrays)
+        out: Any = apply_experts(loop, cast(Any, Inputs(x, gates, tuple(arrays))), plan, found)
         return out[:count]
 
 
@@ -216,6 +228,20 @@ def _check_tokens(x: Any, choices: Any, gates: Any) -> None:
         )
     if not jnp.issubdtype(choices.dtype, jnp.integer):
         raise ValueError(f"choices must be integers; got {choices.dtype}.")
+
+
+def _in_stacks(weights: LayerStack, Experts: Axis) -> list[InStack | None]:
+    """Each array of the stack, with the experts of all layers on one axis; None where they are not next."""
+
+    def of(leaf: Any) -> InStack | None:
+        if is_named(leaf) and leaf.axes[1] != Experts:
+            return None
+        stack = jax.lax.stop_gradient(raw_array(leaf))
+        flat = stack.reshape(-1, *stack.shape[2:])
+        return InStack(flat, weights.layer_index * Experts.size, Experts.size)
+
+    leaves = jax.tree.leaves(weights.stack, is_leaf=is_named)
+    return [of(leaf) for leaf in leaves if is_named(leaf) or is_array(leaf)]
 
 
 def _split(weights: Any, Experts: Axis) -> tuple[TreeLayout, list[Array], list[Any]]:

@@ -20,7 +20,7 @@ from models.transformer.config import DecoderConfig, LayerKind, SparseDecoderCon
 from models.transformer.experts import RouterStatistics, SparseExperts, load_balance_loss, means
 from models.transformer.key_value_cache import KeyValueCache
 from models.transformer.layers import SwiGlu, cast_floating, linear, rms_norm
-from stacked_remat import ScanCheckpointSpec, Stacked, StackedPattern, per_kind, tiled
+from stacked_remat import LayerStack, ScanCheckpointSpec, Stacked, StackedPattern, per_kind, tiled
 from stacked_remat.lora import LoraLinear
 from stacked_remat.ops import RotaryTable, rotary_table
 from stacked_remat.training import POSITION_AXIS
@@ -90,11 +90,15 @@ class DecoderLayer(eqx.Module):
     def _feed_forward(
         self, x: NamedArray, documents: NamedArray | None = None
     ) -> tuple[NamedArray, RouterStatistics | None]:
-        tiles = self.attention.config.tiles
+        layer, tiles = self, self.attention.config.tiles
         half = DecoderLayer._feed_forward_half
         if tiles > 1 and POSITION_AXIS in [axis.name for axis in x.axes]:
             half = tiled(half, POSITION_AXIS, tiles=tiles, reduce="sum")
-        mixed, sums = half(self, x, documents)
+            # Each tile adds to the gradients of what it is given.
+            layer = jax.tree.map(
+                lambda node: node.detached() if _is_layer_stack(node) else node, self, is_leaf=_is_layer_stack
+            )
+        mixed, sums = half(layer, x, documents)
         if sums is None:
             return x + mixed, None
         return x + mixed, means(sums, x, self.attention.config.Embed, documents)
@@ -263,6 +267,10 @@ class Decoder(LanguageModel):
         if isinstance(self.head, LoraLinear):
             return cast_floating(self.head, hidden.dtype)(hidden).astype(jnp.float32)
         return super().logits(hidden)
+
+
+def _is_layer_stack(node: Any) -> bool:
+    return isinstance(node, LayerStack)
 
 
 def _in_order(of_kinds: dict[str, RouterStatistics | None], config: DecoderConfig) -> RouterStatistics | None:

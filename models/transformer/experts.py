@@ -228,9 +228,9 @@ class SparseExperts(eqx.Module):
 
 def _stacked(experts: Any) -> Any:
     """The weights of the experts, in the stack of all layers where that is what a fold gives."""
-    if isinstance(experts, LayerStack):
-        return LayerStack(experts.stack.stacked, experts.layer_index)
-    return experts.stacked
+    if not isinstance(experts, LayerStack):
+        return experts.stacked
+    return LayerStack(experts.stack.stacked, experts.layer_index, experts.layer.stacked)
 
 
 def _check_tokens_are_divided(tokens: tuple[Axis, ...], Experts: Axis) -> None:

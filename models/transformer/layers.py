@@ -112,10 +112,10 @@ def without_bias(linear: Any) -> tuple[Any, NamedArray | None]:
 def cast_floating(tree: T, dtype: DTypeLike) -> T:
     """Casts the floating-point arrays of `tree` to `dtype` and leaves everything else unchanged.
 
-    So it does a `LayerStack`: it would cast all layers.
+    A `LayerStack` is left too: it has all layers, and what reads it casts what it reads.
     """
-
-    def cast(leaf: Any) -> Any:
-        return leaf.astype(dtype) if eqx.is_inexact_array(leaf) else leaf
-
-    return jax.tree.map(cast, tree, is_leaf=lambda node: isinstance(node, LayerStack))
+    return jax.tree.map(
+        lambda leaf: leaf.astype(dtype) if eqx.is_inexact_array(leaf) else leaf,
+        tree,
+        is_leaf=lambda node: isinstance(node, LayerStack),
+    )

@@ -134,14 +134,25 @@ class LayerStack(eqx.Module):
         stack: the field of all layers, named arrays with the layers' axis in front, plain arrays with it as
             first dimension.
         layer_index: this layer's place on the axis, a traced integer.
+        own: what `layer` is, where it is known.
     """
 
     stack: Any
     layer_index: Any
+    own: Any = None
+
+    def detached(self) -> "LayerStack":
+        """This, with a stack that has no derivative, so that no function adds to gradients of all layers.
+
+        Those of `layer` stay.
+        """
+        return LayerStack(lax.stop_gradient(self.stack), self.layer_index, self.layer)
 
     @property
     def layer(self) -> Any:
         """The field of this layer alone: a copy of its part of the stack."""
+        if self.own is not None:
+            return self.own
 
         def own(leaf: Any) -> Any:
             if not is_named(leaf) and not is_array(leaf):

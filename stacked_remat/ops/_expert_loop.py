@@ -45,7 +45,7 @@ class InStack(eqx.Module):
 
 
 class Inputs(NamedTuple):
-    """What is differentiated: of one iteration of the loop, or of all tokens; weights then may be `InStack`."""
+    """What is differentiated, of an iteration of the loop or of all tokens, whose weights may be `InStack`."""
 
     x: Array
     gates: Any

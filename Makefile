@@ -18,6 +18,13 @@ help:  ## list the targets
 venv:  ## make or update the virtual environment
 	@scripts/make_venv.sh "$(VENV)" "$(PYTHON)"
 
+# An accelerator's plugin is in an environment of its own, because JAX looks for the accelerator where it is installed.
+.PHONY: venv-memory venv-parity
+venv-memory:
+	@scripts/make_venv.sh "$(VENV)-memory" "$(PYTHON)" test,cuda-report,tpu-report
+venv-parity:
+	@scripts/make_venv.sh "$(VENV)-parity" "$(PYTHON)" test tests/parity_requirements.txt
+
 # Less is installed than for the tests. Each line fits 80 columns.
 .PHONY: demo
 demo:  ## train a small Qwen3 MoE on real text, let it write, and show what remat policies would cost a deep one
@@ -67,11 +74,9 @@ test test-all:
 	    || { code=$$?; [ $$code = $(if $(PYTEST_ARGS),5,none) ] || status=$$code; }; \
 	exit $$status
 
-# In an environment of its own, because with an accelerator's plugin installed JAX looks for the accelerator. With one worker, because
-# libtpu serves one process at a time.
+# With one worker, because libtpu serves one process at a time.
 .PHONY: memory
-memory:  ## compile for an H200 and a TPU v5p and compare with the recorded memory
-	@scripts/make_venv.sh "$(VENV)-memory" "$(PYTHON)" test,cuda-report,tpu-report
+memory: venv-memory  ## compile for an H200 and a TPU v5p and compare with the recorded memory
 	@mkdir -p "$(REPORTS)"
 	$(VENV)-memory/bin/python -m pytest --junitxml="$(REPORTS)/memory.xml" \
 	    tests/benchmarks/test_stack_memory.py tests/benchmarks/test_visitor_memory.py tests/benchmarks/test_fused_update_memory.py \
@@ -82,8 +87,7 @@ memory:  ## compile for an H200 and a TPU v5p and compare with the recorded memo
 	    tests/ops/test_grouped_products.py::test_for_a_tpu_it_does_not_pad_the_stack_of_narrow_matrices
 
 .PHONY: parity
-parity:  ## install PyTorch, transformers and PEFT, and compare models, adapters and tokenizers with theirs
-	@scripts/make_venv.sh "$(VENV)-parity" "$(PYTHON)" test tests/parity_requirements.txt
+parity: venv-parity  ## install PyTorch, transformers and PEFT, and compare models, adapters and tokenizers with theirs
 	@mkdir -p "$(REPORTS)"
 	$(VENV)-parity/bin/python -m pytest -n $(WORKERS) --junitxml="$(REPORTS)/parity.xml" -m "torch and not slow"
 

@@ -50,10 +50,10 @@ test test-all docs: export JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES := 0
 # Each worker would compile all tests again.
 test test-all: export PYTHONDONTWRITEBYTECODE :=
 
-# Most of the time of the tests is compilation, so LLVM optimizes less, and XLA with it (tests/conftest.py). OPTIMIZE=1 compiles as users
-# do, which takes twice as long.
+# Most of the time of the tests is compilation, so LLVM optimizes less, and XLA with it (tests/conftest.py), and programs are not cut into
+# parts for cores, which are busy. OPTIMIZE=1 compiles as users do, which takes twice as long.
 ifndef OPTIMIZE
-test test-all: export XLA_FLAGS := $(XLA_FLAGS) --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true
+test test-all: export XLA_FLAGS := $(XLA_FLAGS) --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true     --xla_cpu_parallel_codegen_split_count=1
 endif
 test: MARKS := not slow and not deep
 test-all: MARKS := not slow

@@ -83,6 +83,7 @@ def run_apart(script: Path) -> list[str]:
 
     Raises:
         RuntimeError: the example fails; with what it wrote.
+        ValueError: fewer than two of its cells print.
     """
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
     done = subprocess.run(
@@ -95,7 +96,10 @@ def run_apart(script: Path) -> list[str]:
     )
     if done.returncode:
         raise RuntimeError(f"{script} fails:\n{done.stderr}")
-    return json.loads(done.stdout)
+    outputs = json.loads(done.stdout)
+    if sum(map(bool, outputs)) < 2:
+        raise ValueError(f"{script}: an example prints in at least two cells, to show what happens")
+    return outputs
 
 
 def page(script: Path, outputs: Sequence[str]) -> str:

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from scripts.gallery import GALLERY, ROOT, cells_of, examples, notebook, page, run
+from scripts.gallery import GALLERY, ROOT, cells_of, examples, notebook, page, run, run_apart
 
 SUBJECTS = (
     "attribution",
@@ -20,20 +20,32 @@ SUBJECTS = (
     "saved_names",
     "visitor",
 )
-QUICK = ("saved_names", "visitor")  # the others take more than a few seconds each
-
-by_name = [
-    pytest.param(script, id=script.stem, marks=() if script.stem in QUICK else pytest.mark.deep)
-    for script in examples()
-]
+QUICK = (
+    "saved_names",
+    "visitor",
+)  # the others take more than a few seconds each; `make docs` runs all of them
 
 
-@pytest.mark.parametrize("script", by_name)
+@pytest.mark.parametrize("name", QUICK)
 @pytest.mark.usefixtures("standard_promotion")
-def test_the_example_runs_and_prints(script):
+def test_the_example_runs_and_prints(name):
+    script = GALLERY / f"{name}.py"
     outputs = run(script)
     cells = cells_of(script)
     assert len(outputs) == len(cells) and sum(map(bool, outputs)) >= 2
+
+
+def test_an_example_that_fails_or_prints_once_ends_the_build(tmp_path):
+    script = tmp_path / "example.py"
+    first = "# %% [markdown]\n# # Title\n# %%\nprint(1)\n# %%\n"
+    script.write_text(first + "print(2)\n")
+    assert run_apart(script) == ["", "1\n", "2\n"]
+    script.write_text(first + "pass\n")
+    with pytest.raises(ValueError, match="prints in at least two cells"):
+        run_apart(script)
+    script.write_text(first + "raise OSError('a wrong example')\n")
+    with pytest.raises(RuntimeError, match="(?s)example.py fails:.*OSError: a wrong example"):
+        run_apart(script)
 
 
 def test_every_subject_has_an_example_in_the_navigation():

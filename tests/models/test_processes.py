@@ -97,10 +97,17 @@ def workplace(tmp_path_factory):
     return folder
 
 
+@pytest.fixture(scope="module")
+def output_of_two(workplace):
+    """What two processes print that make the run `two`."""
+    status, shown = ended(start(workplace, 2, run="two"))
+    assert status == [0, 0], shown
+    return shown
+
+
 @pytest.mark.deep
-def test_two_processes_train_as_one(workplace):
-    status, (first, second) = ended(start(workplace, 2, run="two"))
-    assert status == [0, 0], (first, second)
+def test_two_processes_train_as_one(workplace, output_of_two):
+    first, second = output_of_two
     assert_same_run(workplace / "two", workplace / "one")
     assert "held-out loss after 12 steps" in first and "step" not in second
 
@@ -146,27 +153,22 @@ time.sleep(200)
 
 
 @pytest.mark.deep
-def test_a_resumed_run_equals_one_that_was_not_stopped_bit_for_bit(workplace):
-    for run in ("whole", "parts"):
-        started = start(workplace, 2, run=run)
-        if run == "parts":
-            wait_for(workplace / "parts/metrics.jsonl", '"step": 6,', started)
-            started[0].kill()
-            assert ended(started)[0][1] == EXIT_INTERRUPTED
-            started = start(workplace, 2, run=run)
-        status, shown = ended(started)
-        assert status == [0, 0], shown
-    assert metrics_of(workplace / "parts") == metrics_of(workplace / "whole")
+def test_a_resumed_run_equals_one_that_was_not_stopped_bit_for_bit(workplace, output_of_two):
+    started = start(workplace, 2, run="parts")
+    wait_for(workplace / "parts/metrics.jsonl", '"step": 6,', started)
+    started[0].kill()
+    assert ended(started)[0][1] == EXIT_INTERRUPTED
+    status, shown = ended(start(workplace, 2, run="parts"))
+    assert status == [0, 0], shown
+    assert metrics_of(workplace / "parts") == metrics_of(workplace / "two")
 
 
 @pytest.mark.deep
 def test_tensor_parallelism_over_processes_reads_the_same_rows_in_all(workplace):
     mesh = "{axes: {data: 2, model: 2}, compute_mapping: {batch: data}, param_mapping: {expert_dim: model}}"
-    for processes in (1, 4):
-        run = f"mesh{processes}"
-        status, shown = ended(start(workplace, processes, "--trainer.mesh", mesh, run=run))
-        assert status == [0] * processes, shown
-        assert_same_run(workplace / run, workplace / "one")
+    status, shown = ended(start(workplace, 4, "--trainer.mesh", mesh, run="mesh"))
+    assert status == [0] * 4, shown
+    assert_same_run(workplace / "mesh", workplace / "one")
 
 
 @pytest.mark.deep

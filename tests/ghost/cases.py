@@ -179,21 +179,21 @@ def take_example(batch, number):
     )
 
 
+@eqx.filter_jit
+def _gradient(losses, trained, frozen, example):
+    def loss(trained):
+        return jnp.sum(raw_array(losses(eqx.combine(trained, frozen), example)))
+
+    return jax.grad(loss)(trained)
+
+
 def looped_scores(model, losses, batch, direction, trainable=eqx.is_inexact_array):
     """The dot product of every example's gradient with the direction, and its squared norm, by path."""
     trained, frozen = eqx.partition(model, trainable)
-
-    @eqx.filter_jit
-    def gradient(one):
-        def loss(trained):
-            return jnp.sum(raw_array(losses(eqx.combine(trained, frozen), one)))
-
-        return jax.grad(loss)(trained)
-
     dots, squares = {}, {}
     along = {path: leaf for path, leaf in leaves_with_paths(direction)}
     for number in range(Batch.size):
-        for path, leaf in leaves_with_paths(gradient(take_example(batch, number))):
+        for path, leaf in leaves_with_paths(_gradient(losses, trained, frozen, take_example(batch, number))):
             if path in along:
                 shown, Layers = shown_paths(model)[path], layers_of(model, path)
                 dots.setdefault(shown, []).append(_sum(leaf, along[path], Layers))

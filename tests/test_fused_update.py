@@ -180,7 +180,13 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.parametrize(("optimizer", "remat"), OPTIMIZERS.values(), ids=OPTIMIZERS.keys())
+@pytest.mark.parametrize(
+    ("optimizer", "remat"),
+    [
+        pytest.param(*case, id=name, marks=pytest.mark.deep if name in ("momentum", "lion") else ())
+        for name, case in OPTIMIZERS.items()
+    ],
+)
 def test_a_fused_step_equals_gradient_and_update(optimizer, remat):
     assert_close(fused_steps(optimizer, model(remat)), plain_steps(optimizer, model()))
 

@@ -16,7 +16,7 @@ from stacked_remat import ScanCheckpointPolicy, ScanCheckpointSpec
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
-SLOW_PAGES = ("porting", "port-a-loop", "nnx")
+SLOW_PAGES = ("porting", "port-a-loop", "nnx", "extending", "fused-updates")
 
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 POLICY_TABLE = re.compile(

@@ -146,8 +146,10 @@ def model(remat="nested"):
 @pytest.mark.usefixtures("standard_promotion")
 @pytest.mark.parametrize(
     ("optimizer", "segment"),
-    [(optax.adamw(1e-2), 1), (optax.sgd(0.1, momentum=0.9), 3)],
-    ids=["adamw", "momentum in threes"],
+    [
+        pytest.param(optax.adamw(1e-2), 1, id="adamw", marks=pytest.mark.deep),
+        pytest.param(optax.sgd(0.1, momentum=0.9), 3, id="momentum in threes"),
+    ],
 )
 def test_fused_updates_leave_weights_and_state_on_the_host(optimizer, segment):
     step = fused_update(lambda model, x: jnp.mean(jnp.square(model(x))), optimizer, max_grad_norm=1.0)

@@ -20,7 +20,7 @@ def run(model, losses, batch, direction, **options):
     return step(model, batch, direction)
 
 
-QUICK = ("experts", "merged")
+QUICK = ("merged",)
 
 
 @pytest.mark.parametrize(

@@ -300,7 +300,7 @@ UNSUPPORTED = {
 """Uses of a stack that are refused, and the reason."""
 
 
-@pytest.mark.parametrize("remat", [True, "nested"])
+@pytest.mark.parametrize("remat", [pytest.param(True, marks=pytest.mark.deep), "nested"])
 def test_losses_that_mix_examples_are_refused(remat):
     model, batch = Model.init(remat), data()
 

@@ -191,16 +191,36 @@ ALIKE = {
 """Losses that are those of another, computed in another way."""
 
 
+FEW = (
+    "loop over layers",
+    "layers by index",
+    "layers of an array",
+    "tokens by index",
+    "tokens by a NumPy index",
+    "router",
+    "pairs, split",
+    "bias for all layers",
+)  # one of each kind: the others take most of half a minute to compile
+
+
 @pytest.mark.usefixtures("standard_promotion")
-@pytest.mark.parametrize("size", [BATCH, pytest.param(1, marks=pytest.mark.deep)])
-def test_ordinary_losses_are_scored_exactly(size):
+@pytest.mark.parametrize(
+    ("names", "size"),
+    [
+        pytest.param(FEW, BATCH, id="few"),
+        pytest.param(tuple(SCORED), BATCH, id="all", marks=pytest.mark.deep),
+        pytest.param(tuple(SCORED), 1, id="all, alone", marks=pytest.mark.deep),
+    ],
+)
+def test_ordinary_losses_are_scored_exactly(names, size):
     model, batch = Model.init(), jax.tree.map(lambda array: array[:size], data())
     direction = jax.tree.map(jnp.cos, model)
 
     @jax.jit
     def both(model, batch):
         found, expected = {}, {}
-        for name, losses in SCORED.items():
+        for name in names:
+            losses = SCORED[name]
             found[name] = ghost.grad_dot(model, losses, batch, direction=direction, check=True)[1].scores
             if name not in ALIKE:
                 gradients = jax.jacrev(lambda model, fn=losses: fn(model, batch))(model)

@@ -213,7 +213,12 @@ def test_a_step_copies_the_experts_of_no_layer():
 
 
 @pytest.mark.parametrize(
-    ("name", "rows"), [("moe", 1), ("moe", 2), pytest.param("mixed", 1, marks=pytest.mark.deep)]
+    ("name", "rows"),
+    [
+        pytest.param("moe", 1, marks=pytest.mark.deep),
+        ("moe", 2),
+        pytest.param("mixed", 1, marks=pytest.mark.deep),
+    ],
 )
 def test_layers_on_the_host_give_the_same_tokens(name, rows):
     """The two choices of one row are fewer than the three experts, those of two rows are not."""

@@ -97,7 +97,7 @@ def test_every_policy_gives_the_gradients_of_one_device_and_gathers_no_stack(kin
     "mesh",
     [
         pytest.param("data parallel", marks=pytest.mark.deep),
-        "experts first",
+        pytest.param("experts first", marks=pytest.mark.deep),
         pytest.param("hybrid", marks=pytest.mark.deep),
     ],
 )

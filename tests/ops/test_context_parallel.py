@@ -38,9 +38,10 @@ def arguments(length):
     ("option", "length", "mapping"),
     [
         ("documents", 16, {"pos": "data"}),
-        ("window", 12, {"pos": "data"}),  # 3 positions a device, which are no equal strips for 4
+        # 3 positions a device, which are no equal strips for 4
+        pytest.param("window", 12, {"pos": "data"}, marks=pytest.mark.deep),
         pytest.param("in blocks", 32, {"batch": "model", "pos": "data"}, marks=pytest.mark.deep),
-        ("exact", 16, {"pos": ["data", "model"]}),
+        pytest.param("exact", 16, {"pos": ["data", "model"]}, marks=pytest.mark.deep),
         ("ring", 32, {"batch": "model", "pos": "data"}),
         ("ring, window", 24, {"pos": ["data", "model"]}),  # without an exchange
         # Strips of one position, in padded blocks.

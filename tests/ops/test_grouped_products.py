@@ -62,6 +62,11 @@ def backend(request, monkeypatch):
     return "here"
 
 
+each_kernel = pytest.mark.parametrize(
+    "backend",
+    [pytest.param(name, marks=pytest.mark.deep) if name == "plain" else name for name in KERNELS],
+    indirect=True,
+)
 on_triton = pytest.mark.parametrize(
     "backend",
     [name if name == "triton" else pytest.param(name, marks=pytest.mark.deep) for name in KERNELS],
@@ -152,6 +157,7 @@ def assert_close(found, wanted, **tolerance):
     jax.tree.map(functools.partial(np.testing.assert_allclose, **tolerance), found, wanted)
 
 
+@each_kernel
 @pytest.mark.parametrize("saved", [None, pytest.param(gated, marks=pytest.mark.deep)])
 def test_values_and_gradients_of_any_routing_in_one_compilation(backend, saved, monkeypatch):
     # Three chunks, of which the last is padded; six in the backward pass if nothing is saved.

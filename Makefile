@@ -53,7 +53,7 @@ test test-all: export PYTHONDONTWRITEBYTECODE :=
 # Most of the time of the tests is compilation, so LLVM optimizes less, and XLA with it (tests/conftest.py), and programs are not cut into
 # parts for cores, which are busy. OPTIMIZE=1 compiles as users do, which takes twice as long.
 ifndef OPTIMIZE
-test test-all: export XLA_FLAGS := $(XLA_FLAGS) --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true     --xla_cpu_parallel_codegen_split_count=1
+test test-all: export XLA_FLAGS := $(XLA_FLAGS) --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true --xla_cpu_parallel_codegen_split_count=1
 endif
 test: MARKS := not slow and not deep
 test-all: MARKS := not slow
@@ -84,6 +84,7 @@ memory: venv-memory  ## compile for an H200 and a TPU v5p and compare with the r
 	    tests/ops/test_attention_splash.py tests/ops/test_cross_entropy.py::test_a_vocabulary_of_150000_at_65536_tokens \
 	    tests/ops/test_grouped_experts.py::test_memory_at_65536_tokens_and_128_experts \
 	    tests/ops/test_grouped_products.py::test_for_a_gpu_it_copies_no_weights \
+	    tests/ops/test_experts_in_a_stack.py::test_no_copy_of_a_layer_is_made_for_a_gpu \
 	    tests/ops/test_grouped_products.py::test_for_a_tpu_it_does_not_pad_the_stack_of_narrow_matrices
 
 .PHONY: parity

@@ -45,7 +45,7 @@ class InStack(eqx.Module):
 
 
 class Inputs(NamedTuple):
-    """What is differentiated, of an iteration of the loop or of all tokens, whose weights may be `InStack`."""
+    """What is differentiated: of all tokens, with weights that may be `InStack`, or of an iteration."""
 
     x: Array
     gates: Any

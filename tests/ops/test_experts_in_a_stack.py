@@ -1,0 +1,116 @@
+"""Tests of `grouped_experts` in a fold, where experts are read from the stack of all layers."""
+
+import importlib.util
+from collections.abc import Callable
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from haliax import Axis
+
+from stacked_remat import LayerStack, Stacked, memory, unsliced
+from stacked_remat.ops import grouped_experts
+from stacked_remat.ops._expert_backends import EXPERT_BACKENDS, ExpertsBackend
+from stacked_remat.ops._grouped_triton import triton_kernels
+
+from ..blocks import quick_jit
+from ..random_arrays import normal
+
+NO_CUDA = not any(importlib.util.find_spec(f"jax_cuda{version}_plugin") for version in (12, 13))
+Layers = Axis("layers", 3)
+
+
+def swiglu(weights, rows, gates):
+    hidden = jax.nn.silu(rows @ (1 * weights["gate"])) * (rows @ weights["up"])
+    return (hidden * gates[:, None]) @ weights["down"]
+
+
+def transposing(weights, rows, gates):
+    return swiglu({**weights, "up": weights["up"].T.T}, rows, gates)
+
+
+class Mixture(eqx.Module):
+    """Each token's experts; in a fold they are in the stack of all layers."""
+
+    backend: str = eqx.field(static=True)
+    detached: bool = eqx.field(static=True)
+    Experts: Axis = eqx.field(static=True)
+    expert: Callable = eqx.field(static=True)
+    weights: dict = unsliced()
+
+    def __call__(self, x, choices):
+        weights = self.weights
+        if isinstance(weights, LayerStack) and self.detached:
+            weights = weights.detached()
+        gates = jnp.linspace(0.5, 1, choices.size, dtype=x.dtype).reshape(choices.shape)
+        return x + grouped_experts(
+            self.expert, weights, self.Experts, x, choices, gates, backend=self.backend
+        )
+
+
+def mixtures(backend, detached=False, *, expert=swiglu, make=normal, experts=4, width=4, inner=3):
+    shapes = {"gate": (width, inner), "up": (width, inner), "down": (inner, width)}
+    weights = {name: make(i, 3, experts, *shape) for i, (name, shape) in enumerate(shapes.items())}
+    return Stacked(Mixture(backend, detached, Axis("experts", experts), expert, weights), Layers)
+
+
+@pytest.mark.parametrize("trained", ["up", "gate up down"])
+@pytest.mark.parametrize("backend", ["block", "triton"])
+def test_values_and_gradients_are_those_of_one_layer_after_the_other(backend, trained, monkeypatch):
+    monkeypatch.setitem(EXPERT_BACKENDS, "triton", ExpertsBackend(triton_kernels(interpret=True)))
+    choices = np.argsort(np.random.default_rng(0).random((3, 6, 4)))[..., :2]
+    choices[1, 2:, 0] = [9, -1, 4, 11]  # of no expert of this layer, but some of others
+    choices, x, cotangent = jnp.asarray(choices), normal(7, 6, 4), normal(8, 6, 4)
+
+    def gradients(run, stack):
+        is_trained = jax.tree.map(lambda _: False, stack)
+        of_weights = {name: name in trained.split() for name in stack.stacked.weights}
+        is_trained = eqx.tree_at(lambda stack: stack.stacked.weights, is_trained, of_weights)
+        part, rest = eqx.partition(stack, is_trained)
+        return jax.value_and_grad(
+            lambda part, x: jnp.vdot(run(eqx.combine(part, rest), x), cotangent), (0, 1)
+        )(part, x)
+
+    def one_by_one(stack, x):
+        for block, own in zip(stack, choices, strict=True):
+            x = block(x, own)
+        return x
+
+    cases = [
+        (True, False, swiglu),
+        ("nested", False, transposing),
+        (False, False, swiglu),
+        ("nested", True, swiglu),
+    ]
+
+    def found():
+        return [
+            gradients(
+                lambda stack, x, r=remat: stack.fold(x, choices, remat=r),
+                mixtures(backend, detached, expert=expert),
+            )
+            for remat, detached, expert in cases
+        ]
+
+    wanted = jax.tree.leaves(quick_jit(lambda: gradients(one_by_one, mixtures("block")))())
+    for case, results in zip(cases, quick_jit(found)(), strict=True):
+        for one, other in zip(jax.tree.leaves(results), wanted, strict=True):
+            np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-4, err_msg=str(case))
+
+
+@pytest.mark.skipif(NO_CUDA, reason="JAX's CUDA plugin is not installed")
+@pytest.mark.parametrize("backend", ["block", "triton"])
+def test_no_copy_of_a_layer_is_made_for_a_gpu(backend):
+    def shape(_, *sizes):
+        return jax.ShapeDtypeStruct(sizes, jnp.bfloat16)
+
+    stack = mixtures(backend, make=shape, experts=64, width=512, inner=512)
+    x, choices = shape(0, 256, 512), jax.ShapeDtypeStruct((3, 256, 1), jnp.int32)
+
+    def loss(x, stack, choices):
+        return jnp.sum(stack.fold(x, choices, remat=True).astype(jnp.float32))
+
+    report = memory.report(jax.grad(loss), x, stack, choices, target="h200")
+    assert report.temporaries < 64 * 512 * 512 * 2  # one of the three arrays of a layer

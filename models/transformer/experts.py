@@ -161,10 +161,9 @@ class SparseExperts(eqx.Module):
     def decode(self, x: NamedArray, layers: "SparseExperts", layer_index: NamedArray) -> NamedArray:
         """Maps a few tokens `[..., Embed]` to themselves, without a copy of the layer's experts.
 
-        A loop over layers slices the weights of all experts out of the stack, whether tokens visit them or
-        not. Here the experts of all layers form one axis, on which this layer's are contiguous. From a stack
-        on the host only those come to the device that tokens may choose; where that can be all of them, the
-        layer's come as it begins, once.
+        Where the layer was not given the stack of all layers to read them from, the experts of all layers
+        form one axis, on which this layer's are contiguous. From a stack on the host only those come to the
+        device that tokens may choose; where that can be all of them, the layer's come as it begins, once.
 
         They are applied block by block: no backend has an advantage for a few tokens.
 
@@ -175,7 +174,8 @@ class SparseExperts(eqx.Module):
         """
         Experts, stacked = self.config.Experts, layers.experts.stacked
         choices, gates, _ = self.route(x)
-        if choices.size >= Experts.size and any(map(streaming.is_on_host, jax.tree.leaves(stacked))):
+        reads_all = choices.size >= Experts.size and any(map(streaming.is_on_host, jax.tree.leaves(stacked)))
+        if reads_all or isinstance(self.experts, LayerStack):
             return self._mixed(x, choices, gates, _stacked(self.experts), Experts, "block")
         Layers = jax.tree.leaves(stacked, is_leaf=is_named_array)[0].axes[0]
         All = Axis(Experts.name, Layers.size * Experts.size)

@@ -52,7 +52,7 @@ def test_with_fused_updates_depth_adds_a_few_carries_alone():
 
 def test_a_model_of_235_billion_parameters_fits_with_carries_on_the_host():
     found = {row["policy"]: row for row in recorded("qwen3_235b_a22b_131k_fsdp_lora_h200_8")}
-    assert found["offload"]["total"] <= 139 * GIB < found["nested, offload"]["total"]
+    assert found["offload"]["total"] < found["nested, offload"]["total"] <= 139 * GIB
     assert found["offload"]["host"] == 94 * GIB
 
 

@@ -23,7 +23,7 @@ def recorded(name):
     return json.loads((RESULTS / f"{name}.json").read_text())["rows"]
 
 
-@pytest.mark.parametrize(("tokens", "limit"), [(65_536, 8.5), (131_072, 16), (262_144, 30)])
+@pytest.mark.parametrize(("tokens", "limit"), [(65_536, 6.5), (131_072, 12.5), (262_144, 24.5)])
 def test_temporaries_are_within_the_limits_and_offloading_takes_less(tokens, limit):
     found = {row["policy"]: row for row in recorded("qwen3_context_h200") if row["tokens"] == tokens}
     assert found.keys() == POLICIES.keys()
@@ -48,7 +48,7 @@ def test_a_million_tokens_fit_with_offloading():
 
 def test_tiles_take_less():
     found = {(row["policy"], row["tiles"]): row["temporaries"] / GIB for row in recorded("qwen3_tiles_h200")}
-    assert found["nested", 4] <= 5.5 < 7 < found["nested", 1]
+    assert found["nested", 4] <= 5.2 < 6 < found["nested", 1]
     steps = {row["config"]: row["total"] / GIB for row in recorded("streaming_steps_h200")}
     assert steps["qwen3_30b_a3b_1m_streamed_lora"] <= 80
 

@@ -63,7 +63,7 @@ def grouped_experts(
         weights: a tree whose named arrays have the axis `Experts` and whose plain arrays have it first. Of
             those in host memory only the blocks' experts come to the device; they have no gradient. May be
             in a `LayerStack`: `"block"` and `"triton"` then read the stack and make no copy of the layer's,
-            but of weights that are trained, for the backward pass of `"triton"`.
+            but on TPUs, and for the backward pass of `"triton"` of weights that are trained.
         Experts: the axis of the experts.
         x: tokens.
         choices: the experts of each token; none twice for one token. An out-of-range number chooses no
@@ -231,10 +231,13 @@ def _check_tokens(x: Any, choices: Any, gates: Any) -> None:
 
 
 def _in_stacks(weights: LayerStack, Experts: Axis) -> list[InStack | None]:
-    """Each array of the stack, with the experts of all layers on one axis; None where they are not next."""
+    """Each array of the stack, with the experts of all layers on one axis.
+
+    None where they are not the next axis, and for TPUs, where XLA then pads whole stacks of narrow matrices.
+    """
 
     def of(leaf: Any) -> InStack | None:
-        if is_named(leaf) and leaf.axes[1] != Experts:
+        if platform() == "tpu" or (is_named(leaf) and leaf.axes[1] != Experts):
             return None
         stack = jax.lax.stop_gradient(raw_array(leaf))
         flat = stack.reshape(-1, *stack.shape[2:])

@@ -54,6 +54,11 @@ def noting(notes: Notes) -> Iterator[None]:
         yield
 
 
+def is_noting() -> bool:
+    """Whether `noted` calls are noted here."""
+    return _notes.value is not None
+
+
 def noted_stack_call() -> Callable[..., Any] | None:
     """What makes the calls of stacks, None where they do themselves."""
     return None if _notes.value is None else _notes.value.stack_call

@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
+from jax.core import Tracer
 
 
 def to_host(tree: Any) -> Any:
@@ -51,6 +52,20 @@ def is_on_host(array: Any) -> bool:
     """Whether an array, traced or not, or the shape of one with its sharding, is in host memory."""
     is_array = isinstance(array, jax.Array | jax.ShapeDtypeStruct)
     return is_array and jax.typeof(array).memory_space == jax.memory.Space.Host
+
+
+def on_several_devices(tree: Any) -> bool:
+    """Whether there is a mesh of several devices, or an array of the tree is placed on several.
+
+    What an argument of `jax.jit` is placed on is not known there without a mesh.
+    """
+
+    def devices(leaf: Any) -> int:
+        if isinstance(leaf, Tracer):
+            return jax.typeof(leaf).sharding.mesh.size
+        return len(leaf.sharding.device_set) if isinstance(leaf, jax.Array) else 1
+
+    return max(jax.sharding.get_abstract_mesh().size, *map(devices, jax.tree.leaves(tree)), 1) > 1
 
 
 def has_host_arrays(tree: Any) -> bool:

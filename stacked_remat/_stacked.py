@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 from typing import Any, Self, TypeVar, overload
 
 import equinox as eqx
-import jax
 import jax.tree_util as jtu
 from haliax import Axis
 from haliax.state_dict import (
@@ -18,7 +17,7 @@ from haliax.state_dict import (
 )
 
 from ._block_foldable import BlockFoldable
-from ._placement import has_host_arrays
+from ._placement import has_host_arrays, on_several_devices
 from ._policy import ScanCheckpointPolicy, ScanCheckpointSpec, resolve_policy
 from ._scan.api import scan_for, vmap_layers
 from ._scan.arguments import Caller, argument_namer, check_stacked
@@ -313,8 +312,7 @@ def applied(tree: Any) -> Marked:
 
     None on several devices, where the compiler would gather the whole stack, and none in host memory.
     """
-    mesh = jax.sharding.get_abstract_mesh()
-    if not mesh.empty and mesh.size > 1:
+    if on_several_devices(tree):
         return stored(tree)
     return stored(
         map_unsliced(lambda field: field if has_host_arrays(field) else Marked(field, "unsliced"), tree)

@@ -94,9 +94,9 @@ class DecoderLayer(eqx.Module):
         half = DecoderLayer._feed_forward_half
         if tiles > 1 and POSITION_AXIS in [axis.name for axis in x.axes]:
             half = tiled(half, POSITION_AXIS, tiles=tiles, reduce="sum")
-            # Each tile adds to the gradients of what it is given.
+            # Each tile adds to the gradients of what it is given: not to those of all layers.
             layer = jax.tree.map(
-                lambda node: node.detached() if _is_layer_stack(node) else node, self, is_leaf=_is_layer_stack
+                lambda node: node.layer if _is_layer_stack(node) else node, self, is_leaf=_is_layer_stack
             )
         mixed, sums = half(layer, x, documents)
         if sums is None:

@@ -228,9 +228,8 @@ class SparseExperts(eqx.Module):
 
 def _stacked(experts: Any) -> Any:
     """The weights of the experts, in the stack of all layers where that is what a fold gives."""
-    if not isinstance(experts, LayerStack):
-        return experts.stacked
-    return LayerStack(experts.stack.stacked, experts.layer_index, experts.layer.stacked)
+    is_stack = isinstance(experts, LayerStack)
+    return experts.map(lambda some: some.stacked) if is_stack else experts.stacked
 
 
 def _check_tokens_are_divided(tokens: tuple[Axis, ...], Experts: Axis) -> None:

@@ -112,10 +112,12 @@ def without_bias(linear: Any) -> tuple[Any, NamedArray | None]:
 def cast_floating(tree: T, dtype: DTypeLike) -> T:
     """Casts the floating-point arrays of `tree` to `dtype` and leaves everything else unchanged.
 
-    A `LayerStack` is left too: it has all layers, and what reads it casts what it reads.
+    Of a `LayerStack` it casts the layer.
     """
-    return jax.tree.map(
-        lambda leaf: leaf.astype(dtype) if eqx.is_inexact_array(leaf) else leaf,
-        tree,
-        is_leaf=lambda node: isinstance(node, LayerStack),
-    )
+
+    def cast(leaf: Any) -> Any:
+        if isinstance(leaf, LayerStack):
+            return leaf.cast(lambda layer: cast_floating(layer, dtype))
+        return leaf.astype(dtype) if eqx.is_inexact_array(leaf) else leaf
+
+    return jax.tree.map(cast, tree, is_leaf=lambda node: isinstance(node, LayerStack))

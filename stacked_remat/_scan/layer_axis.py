@@ -1,6 +1,7 @@
 """How a tree of named and plain arrays is split over an axis, one layer at a time, and put together again."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -103,7 +104,8 @@ class TreeLayout:
             return self.layer(parts, shared)
         Stack = self.axis.resize(max(self.axis.size, 1))  # no layers are traced with a stack of one
         (first, *args), kwargs = self.layer(parts, shared, Stack=Stack)
-        return (map_unsliced(lambda stack: LayerStack(stack, parts[-1]), first), *args), kwargs
+        stack = functools.partial(LayerStack, layer_index=parts[-1], axis_name=self.axis.name)
+        return (map_unsliced(stack, first), *args), kwargs
 
     def stacked(self, arrays: Sequence[Any], shared: Sequence[Any], *, cotangents: bool = False) -> Any:
         """The whole tree, each array in its memory, from its split and its shared arrays.

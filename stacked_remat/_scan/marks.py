@@ -134,33 +134,39 @@ class LayerStack(eqx.Module):
         stack: the field of all layers, named arrays with the layers' axis in front, plain arrays with it as
             first dimension.
         layer_index: this layer's place on the axis, a traced integer.
-        own: what `layer` is, where it is known.
+        axis_name: of the layers' axis. Named arrays without it are shared by all layers.
+        own: the field of this layer, in the dtype that it is used in, where that is known; see `cast`.
     """
 
     stack: Any
     layer_index: Any
+    axis_name: str = eqx.field(static=True, default="layers")
     own: Any = None
-
-    def detached(self) -> "LayerStack":
-        """This, with a stack that has no derivative, so that no function adds to gradients of all layers.
-
-        Those of `layer` stay.
-        """
-        return LayerStack(lax.stop_gradient(self.stack), self.layer_index, self.layer)
 
     @property
     def layer(self) -> Any:
-        """The field of this layer alone: a copy of its part of the stack."""
+        """The field of this layer alone: a copy of its part of the stack, for each use of this property."""
         if self.own is not None:
             return self.own
 
         def own(leaf: Any) -> Any:
-            if not is_named(leaf) and not is_array(leaf):
-                return leaf
-            array = lax.dynamic_index_in_dim(raw_array(leaf), self.layer_index, keepdims=False)
-            return NamedArray(array, leaf.axes[1:]) if is_named(leaf) else array
+            if is_named(leaf):
+                is_split = leaf.axes[:1] and leaf.axes[0].name == self.axis_name
+                return NamedArray(self._entry(leaf.array), leaf.axes[1:]) if is_split else leaf
+            return self._entry(leaf) if is_array(leaf) and leaf.ndim else leaf
 
         return jtu.tree_map(own, self.stack, is_leaf=is_named)
+
+    def _entry(self, array: Any) -> Any:
+        return lax.dynamic_index_in_dim(array, self.layer_index, keepdims=False)
+
+    def map(self, fn: Callable[[Any], Any]) -> "LayerStack":
+        """`fn` of the stack and of the layer."""
+        return LayerStack(fn(self.stack), self.layer_index, self.axis_name, fn(self.layer))
+
+    def cast(self, fn: Callable[[Any], Any]) -> "LayerStack":
+        """This with `fn` of the layer as the layer. What it changes is not read from the stack then."""
+        return LayerStack(self.stack, self.layer_index, self.axis_name, fn(self.layer))
 
     @staticmethod
     def of(field: Any, axis_name: str = "layers") -> "LayerStack":
@@ -178,7 +184,7 @@ class LayerStack(eqx.Module):
                 return NamedArray(leaf.array[None], (Axis(axis_name, 1), *leaf.axes))
             return leaf[None] if is_array(leaf) else leaf
 
-        return LayerStack(jtu.tree_map(of_one, field, is_leaf=is_named), jnp.int32(0))
+        return LayerStack(jtu.tree_map(of_one, field, is_leaf=is_named), jnp.int32(0), axis_name)
 
 
 def unsliced(**kwargs: Any) -> Any:
@@ -194,10 +200,10 @@ def unsliced(**kwargs: Any) -> Any:
     ```
 
     In `fold` and `scan` of a `Stacked` the field is a `LayerStack`: a block that needs a part of its weights
-    reads it from the stack, and no copy of the layer's weights is made. Where that can't be, the field is
-    sliced as any other: with a visitor, for gradient dot products, in a program for several devices, whose
-    compiler would gather the stack, and where the stack is in host memory. In `blocks[i]` and `vmap` it is a
-    layer's own too; `LayerStack.of` takes both.
+    reads it from the stack, and no copy of the layer's weights is made. The field is a layer's own, as any
+    other, in `blocks[i]` and `vmap`, with a visitor, and for gradient dot products; where the stack is in
+    host memory; and on several devices, where the compiler would gather the stack, if a mesh is set
+    (`jax.set_mesh`) or arrays outside of `jax.jit` are placed on them. `LayerStack.of` takes both.
 
     Gradients are added in place to the gradient of the stack where the block indexes it by traced integers;
     other slices cost a stack of temporaries. A block may only read its own layer's entry.

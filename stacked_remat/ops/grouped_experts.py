@@ -16,7 +16,7 @@ from haliax import Axis
 from jaxtyping import Array, Float, Int
 
 from .._messages import axes_text
-from .._noted import noted
+from .._noted import is_noting, noted
 from .._placement import is_on_host, platform
 from .._scan.arguments import Caller
 from .._scan.layer_axis import TreeLayout, split_tree
@@ -63,7 +63,7 @@ def grouped_experts(
         weights: a tree whose named arrays have the axis `Experts` and whose plain arrays have it first. Of
             those in host memory only the blocks' experts come to the device; they have no gradient. May be
             in a `LayerStack`: `"block"` and `"triton"` then read the stack and make no copy of the layer's,
-            but on TPUs, and for the backward pass of `"triton"` of weights that are trained.
+            but on TPUs, and of weights that are trained or cast by `expert` with `"triton"`.
         Experts: the axis of the experts.
         x: tokens.
         choices: the experts of each token; none twice for one token. An out-of-range number chooses no
@@ -137,9 +137,9 @@ def grouped_experts(
                 f"devices; take axes of the mesh that divide it."
             )
         Experts, saved = Experts.resize(Experts.size // exchange.devices), None
-    in_stacks, weights = (weights, weights.layer) if isinstance(weights, LayerStack) else (None, weights)
+    stack, weights = (weights, weights.layer) if isinstance(weights, LayerStack) else (None, weights)
     layout, arrays, shared = _split(weights, Experts)
-    in_stacks = [None] * len(arrays) if in_stacks is None else _in_stacks(in_stacks, Experts)
+    in_stacks = [None] * len(arrays) if stack is None else _in_stacks(stack, weights, Experts)
     _check_tokens(x, choices, gates)
     x, choices, gates, arrays = jax.tree.map(jnp.asarray, (x, choices, gates, arrays))
     if block_size is None:
@@ -230,21 +230,26 @@ def _check_tokens(x: Any, choices: Any, gates: Any) -> None:
         raise ValueError(f"choices must be integers; got {choices.dtype}.")
 
 
-def _in_stacks(weights: LayerStack, Experts: Axis) -> list[InStack | None]:
+def _in_stacks(stack: LayerStack, weights: Any, Experts: Axis) -> list[InStack | None]:
     """Each array of the stack, with the experts of all layers on one axis.
 
-    None where they are not the next axis, and for TPUs, where XLA then pads whole stacks of narrow matrices.
+    None where they are not the next axis, or where the weights of the layer have another dtype; on the host;
+    within gradient dot products, which read the layer's own; and for TPUs, where XLA would pad whole stacks
+    of narrow matrices.
     """
 
-    def of(leaf: Any) -> InStack | None:
-        if platform() == "tpu" or (is_named(leaf) and leaf.axes[1] != Experts):
+    def of(leaf: Any, own: Any) -> InStack | None:
+        array = raw_array(leaf)
+        moved = is_named(leaf) and leaf.axes[1].name != Experts.name
+        if moved or array.dtype != raw_array(own).dtype or is_on_host(array):
             return None
-        stack = jax.lax.stop_gradient(raw_array(leaf))
-        flat = stack.reshape(-1, *stack.shape[2:])
-        return InStack(flat, weights.layer_index * Experts.size, Experts.size)
+        flat = array.reshape(-1, *array.shape[2:])
+        return InStack(flat, stack.layer_index * Experts.size, Experts.size)
 
-    leaves = jax.tree.leaves(weights.stack, is_leaf=is_named)
-    return [of(leaf) for leaf in leaves if is_named(leaf) or is_array(leaf)]
+    leaves, owns = (jax.tree.leaves(tree, is_leaf=is_named) for tree in (stack.stack, weights))
+    pairs = [pair for pair in zip(leaves, owns, strict=True) if is_named(pair[0]) or is_array(pair[0])]
+    none = is_noting() or platform() == "tpu"
+    return [None if none else of(*pair) for pair in pairs]
 
 
 def _split(weights: Any, Experts: Axis) -> tuple[TreeLayout, list[Array], list[Any]]:

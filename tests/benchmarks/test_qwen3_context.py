@@ -76,7 +76,8 @@ def test_a_million_tokens_take_a_quarter_of_each_of_eight_gpus():
 def test_divided_experts_take_few_more_temporaries_than_one_gpu():
     (alone,) = (row for row in recorded("qwen3_context_h200") if _is_nested_at_65536(row))
     (shared,) = (row for row in recorded("qwen3_context_h200_8_experts") if _is_nested_at_65536(row))
-    assert shared["temporaries"] < alone["temporaries"] + GIB
+    # One GPU makes no copy of a layer's experts, of which each of eight has an eighth.
+    assert shared["temporaries"] < alone["temporaries"] + 1.1 * GIB
 
 
 def test_eight_devices_need_an_eighth_of_the_weights_and_few_more_temporaries():

@@ -310,13 +310,14 @@ class Stacked(BlockFoldable[M]):
 def applied(tree: Any) -> Marked:
     """The arrays of a stack for `fold` and `scan`, with fields marked that are not to be sliced.
 
-    None on several devices, where the compiler would gather the whole stack, and none in host memory.
+    Not those in host memory, nor on several devices, where the compiler would gather the whole stack.
     """
-    if on_several_devices(tree):
-        return stored(tree)
-    return stored(
-        map_unsliced(lambda field: field if has_host_arrays(field) else Marked(field, "unsliced"), tree)
-    )
+
+    def mark(field: Any) -> Any:
+        is_sliced = has_host_arrays(field) or on_several_devices(field)
+        return field if is_sliced else Marked(field, "unsliced")
+
+    return stored(map_unsliced(mark, tree))
 
 
 def stored(tree: Any) -> Marked:

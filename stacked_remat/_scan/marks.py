@@ -135,7 +135,7 @@ class LayerStack(eqx.Module):
             first dimension.
         layer_index: this layer's place on the axis, a traced integer.
         axis_name: of the layers' axis. Named arrays without it are shared by all layers.
-        own: the field of this layer, in the dtype that it is used in, where that is known; see `cast`.
+        own: what `layer` gives, where `cast` or `map` has set it.
     """
 
     stack: Any
@@ -161,11 +161,11 @@ class LayerStack(eqx.Module):
         return lax.dynamic_index_in_dim(array, self.layer_index, keepdims=False)
 
     def map(self, fn: Callable[[Any], Any]) -> "LayerStack":
-        """`fn` of the stack and of the layer."""
+        """This with `fn` of the stack and `fn` of the layer."""
         return LayerStack(fn(self.stack), self.layer_index, self.axis_name, fn(self.layer))
 
     def cast(self, fn: Callable[[Any], Any]) -> "LayerStack":
-        """This with `fn` of the layer as the layer. What it changes is not read from the stack then."""
+        """This with `fn` of the layer as `layer`. `grouped_experts` takes from it what has another dtype."""
         return LayerStack(self.stack, self.layer_index, self.axis_name, fn(self.layer))
 
     @staticmethod
@@ -200,10 +200,10 @@ def unsliced(**kwargs: Any) -> Any:
     ```
 
     In `fold` and `scan` of a `Stacked` the field is a `LayerStack`: a block that needs a part of its weights
-    reads it from the stack, and no copy of the layer's weights is made. The field is a layer's own, as any
-    other, in `blocks[i]` and `vmap`, with a visitor, and for gradient dot products; where the stack is in
-    host memory; and on several devices, where the compiler would gather the stack, if a mesh is set
-    (`jax.set_mesh`) or arrays outside of `jax.jit` are placed on them. `LayerStack.of` takes both.
+    reads it from the stack, and no copy of the layer's weights is made. It is a layer's own, as any other
+    field, in `blocks[i]` and `vmap`, with a visitor, for gradient dot products, from a stack in host memory,
+    and on several devices, whose compiler would gather the stack. That there are several is known by the
+    mesh (`jax.set_mesh`), or outside of `jax.jit` by where arrays are. `LayerStack.of` takes both.
 
     Gradients are added in place to the gradient of the stack where the block indexes it by traced integers;
     other slices cost a stack of temporaries. A block may only read its own layer's entry.

@@ -43,6 +43,12 @@ class InStack(eqx.Module):
         """This layer's part: a copy, where it is used."""
         return lax.dynamic_slice_in_dim(self.stack, self.first, self.experts)
 
+    def cotangent(self, of_own: Array) -> "InStack":
+        """The cotangent of this from that of its own part: zeros for other layers. For second derivatives."""
+        of_stack = lax.dynamic_update_slice_in_dim(jnp.zeros_like(self.stack), of_own, self.first, 0)
+        nothing: Any = None
+        return InStack(of_stack, nothing, self.experts)
+
 
 class Inputs(NamedTuple):
     """What is differentiated: of all tokens, with weights that may be `InStack`, or of an iteration."""

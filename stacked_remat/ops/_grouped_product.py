@@ -269,7 +269,7 @@ def grouped_products(
         what: which products, and the function of them.
         rows: `[row, inner]` each, or `[token, inner]`.
         matrices: of each term, `[expert, inner, outer]`, or `[expert, outer, inner]` if it is transposed;
-            in the dtype of their rows; those that are `InStack` are not differentiated.
+            in the dtype of their rows.
         others: further arguments of the function, `[row, outer]` or `[row, 1]`; or `[expert, …]`.
         groups: the rows of each expert and token.
         of_tokens: which of `rows` are `[token, inner]`.
@@ -330,15 +330,16 @@ def _products_backward(
         )
 
     def of_matrix(number: int) -> Any:
-        if isinstance(operands.matrices[number], InStack) or not wanted.matrices[number]:
+        if not any(jax.tree.leaves(wanted.matrices[number])):
             return None
-        product, term = what.terms[number]
+        w, (product, term) = operands.matrices[number], what.terms[number]
         rows = operands.rows[term.rows]
         pair = (rows, cotangents[product].astype(rows.dtype))
         of_tokens = (call.of_tokens[term.rows], call.summed)
         if term.transposed:
             pair, of_tokens = pair[::-1], of_tokens[::-1]
-        return grouped_outer(call.kernels, of_tokens, *pair, groups)
+        found: Any = grouped_outer(call.kernels, of_tokens, *pair, groups)
+        return w.cotangent(found) if isinstance(w, InStack) else found
 
     numbers = range(len(operands.rows)), range(len(operands.matrices))
     found = _Operands(tuple(map(of_rows, numbers[0])), tuple(map(of_matrix, numbers[1])), tuple(of_others))

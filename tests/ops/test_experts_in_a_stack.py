@@ -95,14 +95,16 @@ def test_values_and_gradients_are_those_of_one_layer_after_the_other(backend, tr
             np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-4, err_msg=str(case))
 
 
-def test_gradients_of_gradients():
+@pytest.mark.parametrize("backend", ["block", "triton"])
+def test_gradients_of_gradients(backend, monkeypatch):
+    monkeypatch.setitem(EXPERT_BACKENDS, "triton", ExpertsBackend(triton_kernels(interpret=True)))
     choices, x = jnp.asarray([[[0], [1], [3]]] * 3), normal(7, 3, 4)
 
-    def penalty(run):
+    def penalty(run, backend):
         def of_stack(stack):
             return jnp.sum(jax.grad(lambda x: jnp.sum(run(stack, x) ** 2))(x) ** 2)
 
-        return jax.grad(of_stack)(mixtures("block"))
+        return jax.grad(of_stack)(mixtures(backend))
 
     def one_by_one(stack, x):
         for block, own in zip(stack, choices, strict=True):
@@ -110,7 +112,10 @@ def test_gradients_of_gradients():
         return x
 
     found, wanted = quick_jit(
-        lambda: [penalty(run) for run in (lambda stack, x: stack.fold(x, choices, remat=True), one_by_one)]
+        lambda: [
+            penalty(lambda stack, x: stack.fold(x, choices, remat=True), backend),
+            penalty(one_by_one, "block"),
+        ]
     )()
     for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
         assert jnp.any(other != 0)

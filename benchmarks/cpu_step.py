@@ -48,6 +48,7 @@ from stacked_remat.training import (
     TokenBatch,
     TrainState,
     build_optimizer,
+    remat_policy,
     train_step,
 )
 
@@ -58,6 +59,8 @@ torch: Any = importlib.import_module("torch")
 transformers: Any = importlib.import_module("transformers")
 
 LEARNING_RATE = 1e-4
+
+REMATS = ("products_saved", False, True)
 
 # Parts of the names of XLA's operations; the first that matches gives an operation's kind.
 KINDS = {
@@ -91,14 +94,14 @@ class Pair:
 
     Attributes:
         name: of what they compute.
-        recomputed: whether layers are recomputed in the backward pass.
+        remat: the policy of our layers; none of a part of a layer.
         ours: computes it, and gives numbers to compare.
         theirs: the same.
         seconds: of each run so far, ours and theirs.
     """
 
     name: str
-    recomputed: bool
+    remat: str
     ours: Callable[[], list[Any]]
     theirs: Callable[[], list[Any]]
     seconds: tuple[list[float], list[float]] = dataclasses.field(default_factory=lambda: ([], []))
@@ -127,7 +130,7 @@ class Pair:
         low, middle, high = (round(float(part), 3) for part in np.quantile(ratios, (0.25, 0.5, 0.75)))
         return {
             "name": self.name,
-            "recomputed": self.recomputed,
+            "remat": self.remat,
             "median_seconds": round(statistics.median(self.seconds[0]), 5),
             "their_median_seconds": round(statistics.median(self.seconds[1]), 5),
             "ratio": middle,
@@ -180,7 +183,7 @@ def _print_rows(rows: list[dict[str, Any]], path: Path) -> Path:
 
 
 def _steps(sizes: Sizes) -> list[Pair]:
-    return [step(sizes, experts, again) for experts in (True, False) for again in (False, True)]
+    return [step(sizes, experts, remat) for experts in (True, False) for remat in REMATS]
 
 
 def _pairs(sizes: Sizes) -> list[Pair]:
@@ -209,22 +212,22 @@ def by_kind(pair: Pair, rounds: int) -> list[dict[str, Any]]:
         if not re.match(r"while|cond|call|.*::", event.name):
             kind = next(kind for kind, names in KINDS.items() if re.search(names, event.name))
             ours[kind] += event.duration_ns / 1e9 / rounds
-    step = {"name": pair.name, "recomputed": pair.recomputed}
+    step = {"name": pair.name, "remat": pair.remat}
     return [step | {"kind": kind, "our_seconds": round(ours[kind], 4)} for kind in KINDS]
 
 
-def step(sizes: Sizes, experts: bool, recomputed: bool) -> Pair:
-    """Loss, gradients and AdamW of a Qwen3 model of random weights."""
+def step(sizes: Sizes, experts: bool, remat: str | bool) -> Pair:
+    """Loss, gradients and AdamW of a Qwen3 model of random weights; theirs recomputes layers for `True`."""
     model = their_model(sizes, experts)
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
         config, vocab = read_hf_config(Path(folder))
-        decoder = read_decoder(Path(folder), config, Axis("vocab", vocab), remat=recomputed)
+        policy = remat_policy(remat, config.remat_presets)
+        decoder = read_decoder(Path(folder), config, Axis("vocab", vocab), remat=policy)
     tokens = np.random.default_rng(0).integers(0, sizes.vocab, (sizes.batch, sizes.positions))
     name = f"step, {sizes.experts} experts" if experts else "step, dense"
-    return Pair(
-        name, recomputed, our_step(decoder, tokens), their_step(model, torch.tensor(tokens), recomputed)
-    )
+    theirs = their_step(model, torch.tensor(tokens), recomputed=remat is True)
+    return Pair(name, str(remat), our_step(decoder, tokens), theirs)
 
 
 def their_model(sizes: Sizes, experts: bool) -> Any:
@@ -346,7 +349,7 @@ def experts_against_theirs(sizes: Sizes) -> Pair:
         of_x, of_gates, of_both, of_down = torch.autograd.grad(out, wanted, torch.tensor(cotangent))
         return [of_x, of_gates, *of_both.chunk(2, dim=1), of_down]
 
-    return Pair(f"{sizes.experts} experts of a layer", False, our_experts(sizes), theirs)
+    return Pair(f"{sizes.experts} experts of a layer", "", our_experts(sizes), theirs)
 
 
 def experts_against_products(sizes: Sizes) -> Pair:
@@ -358,7 +361,7 @@ def experts_against_products(sizes: Sizes) -> Pair:
         return (jax.nn.silu(x @ gate.T) * (x @ up.T)) @ down.T
 
     ours, theirs = our_experts(sizes), _gradients(dense, [repeated[0], gate[0], up[0], down[0], repeated[1]])
-    return Pair("experts beside a dense MLP of as many rows", False, lambda: ours()[:0], lambda: theirs()[:0])
+    return Pair("experts beside a dense MLP of as many rows", "", lambda: ours()[:0], lambda: theirs()[:0])
 
 
 def attention(sizes: Sizes, batch: int, positions: int) -> Pair:
@@ -385,7 +388,7 @@ def attention(sizes: Sizes, batch: int, positions: int) -> Pair:
         )
         return list(torch.autograd.grad(out.transpose(1, 2), leaves, cotangent))
 
-    return Pair(f"attention of {batch} x {positions:,}", False, _gradients(attended, values), theirs)
+    return Pair(f"attention of {batch} x {positions:,}", "", _gradients(attended, values), theirs)
 
 
 def _gradients(fn: Callable[..., jax.Array], values: list[np.ndarray]) -> Callable[[], list[Any]]:

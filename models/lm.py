@@ -8,7 +8,7 @@ import abc
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import draccus
 import equinox as eqx
@@ -105,10 +105,7 @@ class LmConfig(draccus.ChoiceRegistry):
     Attributes:
         num_layers: how many layers it has.
         compute_dtype: dtype of activations.
-        remat_presets: named policies for the `remat` config entry.
     """
-
-    remat_presets: ClassVar[RematPresets] = NO_PRESETS
 
     num_layers: int
     compute_dtype: Literal["float32", "bfloat16"]
@@ -117,6 +114,11 @@ class LmConfig(draccus.ChoiceRegistry):
     def remat_names(self) -> tuple[str, ...] | None:
         """The names that `checkpoint_name` gives to values inside its layers; None if unknown."""
         return None
+
+    @property
+    def remat_presets(self) -> RematPresets:
+        """Named policies for the `remat` config entry."""
+        return NO_PRESETS
 
     def num_weights(self, vocab_size: int) -> int:
         """How many numbers the model has, computed without making it."""

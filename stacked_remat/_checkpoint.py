@@ -3,7 +3,7 @@
 import contextlib
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, Literal, ParamSpec, TypeVar
 
 import equinox as eqx
 import jax
@@ -101,7 +101,7 @@ def checkpoint(
                 return fun(*args, **kwargs)
             policy = policy_with_names(internals, saved, offloaded, field="save")
             run = recomputed(fun, KeptApart.of(policy), prevent_cse=prevent_cse, offloads=bool(offloaded))
-            with saving_internals(False), _hint_at_python_values():
+            with saving_internals((*saved, *offloaded)), _hint_at_python_values():
                 return run(*args, **kwargs)
 
     return checkpointed
@@ -221,17 +221,33 @@ def _hint_at_python_values() -> Iterator[None]:
         raise
 
 
-saving_internals = jax.make_user_context(default_value=True)
+# True for everything, or a frozenset of names.
+_saved_internals = jax.make_user_context(default_value=True)
 
 
-def internals_are_saved() -> bool:
+def saving_internals(names: Iterable[str] | Literal[True]) -> contextlib.AbstractContextManager[None]:
+    """A context in which a region is traced that keeps the internals of these names; True for everything.
+
+    Those that the regions around it drop are not kept.
+    """
+    around = _saved_internals.value
+    own = names if names is True else frozenset(names)
+    return _saved_internals(own if around is True else around if own is True else own & around)
+
+
+def internals_are_saved(name: str | None = None) -> bool:
     """Whether the scans around a layer keep its internals for the backward pass; called while it is traced.
 
     A block may then choose what it computes: where layers are recomputed, an intermediate result that would
     save the backward pass some work is not kept. `False` within `checkpoint` too, unless it has `save=True`.
     `True` elsewhere. A `jax.checkpoint` around a scan is not seen.
+
+    Args:
+        name: asks for the internals of this checkpoint name, which may be kept, or moved to the host, where
+            the rest is not. A policy of JAX (`dots_saveable`, ...) keeps none by name.
     """
-    return saving_internals.value
+    saved = _saved_internals.value
+    return saved is True or name in saved
 
 
 def recomputed(

@@ -19,6 +19,11 @@ Kept: TypeAlias = Literal["keep", "offload", "drop"]
 class SaveAll:
     """Everything that the backward pass reads is kept; nothing is recomputed."""
 
+    @property
+    def kept_names(self) -> Literal[True]:
+        """All of them."""
+        return True
+
 
 @dataclass(frozen=True)
 class PerLayer:
@@ -44,6 +49,11 @@ class PerLayer:
     def offloads(self) -> bool:
         """Whether anything is moved to the host."""
         return "offload" in (self.carries, self.inputs) or bool(self.offloaded)
+
+    @property
+    def kept_names(self) -> tuple[str, ...]:
+        """The names of internals that are kept, or moved to the host. What a policy of JAX keeps has none."""
+        return (*(self.internals if isinstance(self.internals, tuple) else ()), *self.offloaded)
 
     def jax_policy(self, carry_name: str, input_name: str) -> JaxPolicy | None:
         """The `jax.checkpoint` policy of a layer whose carry and inputs have these names.

@@ -151,7 +151,7 @@ def _apply(caller: _Caller, arguments: Any, tiles: int | Literal["auto"], budget
             array = next(own) if dim is not None else next(common) if is_common else leaf
             given.append(_renamed(leaf, array, dim) if is_named(leaf) else array)
         args, kwargs = jax.tree.unflatten(structure, given)
-        with saving_internals(False):
+        with saving_internals(()):
             return caller.fn(*args, **kwargs)
 
     if tiles == "auto":

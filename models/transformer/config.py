@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from haliax import Axis
 
 from models.lm import LmConfig
-from models.transformer.remat_presets import ATTENTION_NAMES, DECODER_REMAT_PRESETS, EXPERTS_NAMES
+from models.transformer.remat_presets import DENSE_NAMES, SPARSE_NAMES, decoder_remat_presets
 from stacked_remat.ops import RotaryScaling, rotary_from_hf, rotary_to_hf
 from stacked_remat.training import RematPresets
 from stacked_remat.training.config_checks import check_choices, check_positive
@@ -171,7 +171,6 @@ class DecoderConfig(LmConfig):
         compute_dtype: dtype of activations; parameters are cast to it a layer at a time.
     """
 
-    remat_presets: ClassVar[RematPresets] = DECODER_REMAT_PRESETS
     qk_norm: ClassVar[bool] = True
     sinks: ClassVar[bool] = False
     mlp_bias: ClassVar[bool] = False
@@ -200,7 +199,16 @@ class DecoderConfig(LmConfig):
     @property
     def remat_names(self) -> tuple[str, ...]:
         """The names inside its layers that policies see: none where parts of layers are recomputed anyway."""
-        return ATTENTION_NAMES if self.tiles == 1 else ()
+        return self._names if self.tiles == 1 else ()
+
+    @property
+    def remat_presets(self) -> RematPresets:
+        """As of `decoder_remat_presets`."""
+        return decoder_remat_presets(self._names)
+
+    @property
+    def _names(self) -> tuple[str, ...]:
+        return DENSE_NAMES
 
     def _check_heads(self) -> None:
         if self.num_heads % self.num_kv_heads:
@@ -322,12 +330,13 @@ class SparseDecoderConfig(DecoderConfig):
         _require_layers("model.experts.dense_layers", self.experts.dense_layers, self.num_layers)
 
     @property
-    def remat_names(self) -> tuple[str, ...]:
-        """As of a dense decoder, and those of experts if a layer has some."""
-        has_experts = len(self.experts.dense_layers) < self.num_layers
-        return (
-            (*super().remat_names, *EXPERTS_NAMES) if has_experts and self.tiles == 1 else super().remat_names
-        )
+    def _names(self) -> tuple[str, ...]:
+        match len(self.experts.dense_layers):
+            case 0:
+                return SPARSE_NAMES
+            case self.num_layers:
+                return DENSE_NAMES
+        return tuple(dict.fromkeys(DENSE_NAMES + SPARSE_NAMES))
 
     @property
     def sparse(self) -> ExpertsConfig | None:

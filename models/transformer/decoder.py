@@ -20,14 +20,26 @@ from models.transformer.config import DecoderConfig, LayerKind, SparseDecoderCon
 from models.transformer.experts import RouterStatistics, SparseExperts, load_balance_loss, means
 from models.transformer.key_value_cache import KeyValueCache
 from models.transformer.layers import SwiGlu, cast_floating, linear, rms_norm
-from stacked_remat import LayerStack, ScanCheckpointSpec, Stacked, StackedPattern, per_kind, tiled
+from stacked_remat import (
+    LayerStack,
+    ScanCheckpointSpec,
+    Stacked,
+    StackedPattern,
+    checkpoint_name,
+    per_kind,
+    tiled,
+)
 from stacked_remat.lora import LoraLinear
 from stacked_remat.ops import RotaryTable, rotary_table
 from stacked_remat.training import POSITION_AXIS
 
 
 class DecoderLayer(eqx.Module):
-    """Attention, then an MLP or experts, each on the normalised residual stream and added back to it."""
+    """Attention, then an MLP or experts, each on the normalised residual stream and added back to it.
+
+    Names for remat policies, beside those of the parts: `residual`, the stream between them, and
+    `mlp_internals`, what an MLP makes of it before the activation.
+    """
 
     input_norm: hnn.RmsNorm
     attention: Attention
@@ -55,7 +67,7 @@ class DecoderLayer(eqx.Module):
         """Maps the residual stream `[..., position, Embed]` to itself, with the statistics of a router."""
         layer = cast_floating(self, x.dtype)
         attended = layer.attention(layer.input_norm(x), rotary, POSITION_AXIS, documents=documents)
-        return layer._feed_forward(x + attended, documents)
+        return layer._feed_forward(checkpoint_name(x + attended, "residual"), documents)
 
     def prefill(
         self, state: tuple[NamedArray, KeyValueCache], layer_index: NamedArray, rotary: RotaryTable
@@ -109,7 +121,8 @@ class DecoderLayer(eqx.Module):
         """What is added to the residual stream, and the sums of a router."""
         normalised = self.post_attention_norm(x)
         if isinstance(self.mlp, SwiGlu):
-            return self.mlp(normalised).rearrange(x.axes), None
+            products = checkpoint_name(self.mlp.products(normalised), "mlp_internals")
+            return self.mlp(normalised, products=products).rearrange(x.axes), None
         return self.mlp(normalised, documents)
 
 

@@ -69,8 +69,10 @@ def means(
 class SparseExperts(eqx.Module):
     """Routes every token to `experts_per_token` experts and sums their weighted outputs.
 
-    Names for remat policies: `router_probs`, `router_choices` (integers), `router_gates` and `expert_output`.
-    Saving the last has no use: the experts' backward pass starts from the tokens and never reads it.
+    Names for remat policies: `router_logits`, `router_probs`, `router_choices` (integers), `router_gates`
+    (before they are normalised), `expert_internals` (what experts make of their tokens before the
+    activation, where they are not divided over devices) and `expert_output`. Saving the last has no use: the
+    experts' backward pass starts from the tokens and never reads it.
     """
 
     router: hnn.Linear
@@ -111,7 +113,7 @@ class SparseExperts(eqx.Module):
         self, x: NamedArray, documents: NamedArray | None
     ) -> tuple[NamedArray, NamedArray, RouterStatistics]:
         Experts = self.config.Experts
-        logits = self.router(x).astype(jnp.float32)
+        logits = checkpoint_name(self.router(x).astype(jnp.float32), "router_logits")
         probabilities = checkpoint_name(hnn.softmax(logits, axis=Experts), "router_probs")
         Choice = Axis("choice", self.config.experts.experts_per_token)
         tokens = tuple(axis for axis in probabilities.axes if axis != Experts)
@@ -122,9 +124,9 @@ class SparseExperts(eqx.Module):
 
         chosen_axes = (*tokens, Choice)
         gates, choices = per_device(best, probabilities, over=tokens, out=(chosen_axes, chosen_axes))
+        choices, gates = checkpoint_name(choices, "router_choices"), checkpoint_name(gates, "router_gates")
         if self.config.experts.norm_topk_prob:
             gates = gates / hax.sum(gates, axis=Choice)
-        choices, gates = checkpoint_name(choices, "router_choices"), checkpoint_name(gates, "router_gates")
         chosen = hax.sum(hnn.one_hot(choices, Experts, dtype=jnp.float32), axis=Choice)
         real = hax.ones(tokens)
         if documents is not None:
@@ -145,14 +147,15 @@ class SparseExperts(eqx.Module):
     ) -> tuple[NamedArray, RouterStatistics]:
         """Maps `[..., Embed]` to `[..., Embed]`, with the sums of `route`; takes what that takes.
 
-        In a layer that is not recomputed, the output of `gate_proj` is kept for the backward pass, which then
-        recomputes one product less, at `experts_per_token * expert_dim` activations a token.
+        In a layer that is not recomputed, or keeps `expert_internals`, the outputs of `gate_proj` and
+        `up_proj` are kept for the backward pass, which then recomputes no product, at
+        `2 * experts_per_token * expert_dim` activations a token.
 
         Cost: `6 * tokens * experts_per_token * embed * expert_dim` FLOPs and up to an eighth more for
         padding; see `grouped_experts` for the memory and the backward pass.
         """
         choices, gates, sums = self.route(x, documents)
-        keep = internals_are_saved()
+        keep = internals_are_saved("expert_internals")
         backend = self.config.experts.backend
         weights = _stacked(self.experts)
         output = self._mixed(x, choices, gates, weights, self.config.Experts, backend, keep)
@@ -217,7 +220,7 @@ class SparseExperts(eqx.Module):
                 rows,
                 chosen,
                 factors.astype(rows.dtype),
-                saved=_gate_products if keep else None,
+                saved=_products if keep else None,
                 backend=backend,
                 over=over,
             )
@@ -253,16 +256,19 @@ def _apply_expert(
     expert: SwiGlu,
     rows: Float[Array, "row embed"],
     gates: Float[Array, " row"],
-    gate_products: Float[Array, "row inner"] | None = None,
+    products: tuple[Any, Any] | None = None,
 ) -> Array:
     Row = Axis("row", rows.shape[0])
     expert = cast_floating(expert, rows.dtype)
-    gated = None if gate_products is None else hax.named(gate_products, (Row, Inner))
-    mixed = expert(hax.named(rows, (Row, "embed")), hax.named(gates, Row), gated)
+    if products is not None:
+        gated, up = products
+        products = hax.named(gated, (Row, Inner)), hax.named(up, (Row, Inner))
+    mixed = expert(hax.named(rows, (Row, "embed")), hax.named(gates, Row), products)
     return mixed.rearrange((Row, "embed")).array
 
 
-def _gate_products(expert: SwiGlu, rows: Float[Array, "row embed"]) -> Float[Array, "row inner"]:
+def _products(expert: SwiGlu, rows: Float[Array, "row embed"]) -> tuple[Array, Array]:
+    """The outputs of the expert's `gate_proj` and `up_proj`, `[row, inner]`."""
     Row = Axis("row", rows.shape[0])
-    gated = cast_floating(expert.gate_proj, rows.dtype)(hax.named(rows, (Row, "embed")))
-    return gated.rearrange((Row, ...)).array
+    gated, up = cast_floating(expert, rows.dtype).products(hax.named(rows, (Row, "embed")))
+    return gated.rearrange((Row, ...)).array, up.rearrange((Row, ...)).array

@@ -61,18 +61,25 @@ class SwiGlu(eqx.Module):
         )
 
     def __call__(
-        self, x: NamedArray, gate: NamedArray | None = None, gated: NamedArray | None = None
+        self,
+        x: NamedArray,
+        gate: NamedArray | None = None,
+        products: tuple[NamedArray, NamedArray] | None = None,
     ) -> NamedArray:
-        """Maps `[..., Embed]` to `[..., Embed]`, times `gate` if given; `gated` is `gate_proj(x)` if known.
+        """Maps `[..., Embed]` to `[..., Embed]`, times `gate` if given; `products` as of `products`, if known.
 
         `gate` is applied before the last map, so that its gradient does not need that map's output.
         """
-        hidden = self._hidden(self.gate_proj(x) if gated is None else gated, self.up_proj(x))
+        hidden = self._hidden(*(self.products(x) if products is None else products))
         if gate is None:
             return self.down_proj(hidden)
         down, bias = without_bias(self.down_proj)
         mixed = down(hidden * gate)
         return mixed if bias is None else mixed + bias.broadcast_axis(gate.axes) * gate
+
+    def products(self, x: NamedArray) -> tuple[NamedArray, NamedArray]:
+        """What `gate_proj` and `up_proj` make of `x`."""
+        return self.gate_proj(x), self.up_proj(x)
 
     def _hidden(self, gated: Any, up: Any) -> Any:
         if self.limit is None:

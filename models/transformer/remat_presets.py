@@ -1,35 +1,54 @@
 """Named remat policies of decoders, which keep values inside a layer, for the `remat` config entry."""
 
-from collections.abc import Mapping
-from types import MappingProxyType
+from collections.abc import Sequence
 
 from stacked_remat import ScanCheckpointPolicy
+from stacked_remat.training import RematPresets
 
 _ATTENTION = ("attention_output", "attention_lse")
-ATTENTION_NAMES = ("query", "key", "value", *_ATTENTION)
-EXPERTS_NAMES = ("router_probs", "router_choices", "router_gates", "expert_output")
-"""The names that `checkpoint_name` gives to values inside the two halves of a layer."""
+_PROJECTIONS = ("query", "key", "value", *_ATTENTION)
+_EXPERTS = (
+    "router_logits",
+    "router_probs",
+    "router_choices",
+    "router_gates",
+    "expert_internals",
+    "expert_output",
+)
+DENSE_NAMES = (*_PROJECTIONS, "residual", "mlp_internals")
+SPARSE_NAMES = (*_PROJECTIONS, "residual", *_EXPERTS)
+"""The names that `checkpoint_name` gives to values inside a layer with an MLP, and in one with experts."""
 
-DECODER_REMAT_PRESETS: Mapping[str, ScanCheckpointPolicy] = MappingProxyType(
-    {
+
+def decoder_remat_presets(names: Sequence[str]) -> RematPresets:
+    """The presets of a decoder whose layers have these names.
+
+    The cost of each beside its base policy, in bytes a token and layer, with activations of `b` bytes, `H`
+    query heads and `K` key-value heads of width `d`, an embedding of width `E`, and an inner width `F`, that
+    of an MLP or of all chosen experts together:
+
+    | preset | kept besides carries | where | not recomputed |
+    |---|---|---|---|
+    | `attention_saved` | `H * (d * b + 4)` | device, all layers | attention |
+    | `attention_offloaded` | the same | host, all layers | the same |
+    | `projections_saved` | `(2 * H + 2 * K) * d * b + 4 * H` | device, all layers | and its three projections |
+    | `products_saved` | that and `(E + 2 * F) * b` | device, all layers | any product that is read |
+    | `nested_attention_saved` | `H * (d * b + 4)` | device, one segment | attention, in the reverse pass |
+
+    `products_saved` recomputes norms, rotations and activations only, and keeps less than `remat: false`,
+    which keeps what each of their derivatives reads.
+
+    cuDNN's kernel keeps residuals that have no name (there is no `attention_lse`), so attention is
+    recomputed anyway: with it the policies that only keep attention cost memory for nothing, and the nested
+    one, which replays layers to fill it, also arithmetic. Choose `attention.backend: blockwise` with them.
+    docs/long-context.md has the cost at 65,536 tokens.
+    """
+    # The probabilities come from the logits, and nothing reads the output.
+    products = [name for name in names if name not in ("router_probs", "expert_output")]
+    return {
         "attention_saved": ScanCheckpointPolicy(save_block_internals=_ATTENTION),
         "attention_offloaded": ScanCheckpointPolicy(offload_block_internals=_ATTENTION),
-        "projections_saved": ScanCheckpointPolicy(save_block_internals=ATTENTION_NAMES),
+        "projections_saved": ScanCheckpointPolicy(save_block_internals=_PROJECTIONS),
+        "products_saved": ScanCheckpointPolicy(save_block_internals=products),
         "nested_attention_saved": ScanCheckpointPolicy(nested=True, save_block_internals=_ATTENTION),
     }
-)
-"""The cost of each beside its base policy, in bytes a token and layer, with activations of `b` bytes, `H`
-query heads and `K` key-value heads of width `d`:
-
-| preset | kept besides carries | where | not recomputed |
-|---|---|---|---|
-| `attention_saved` | `H * (d * b + 4)` | device, all layers | attention |
-| `attention_offloaded` | the same | host, all layers | the same |
-| `projections_saved` | `(2 * H + 2 * K) * d * b + 4 * H` | device, all layers | and its three projections |
-| `nested_attention_saved` | `H * (d * b + 4)` | device, one segment | attention, in the reverse pass |
-
-cuDNN's kernel keeps residuals that have no name (there is no `attention_lse`), so attention is recomputed
-anyway: with it these policies only cost memory, and the nested one, which replays layers to fill it, also
-arithmetic. Choose `attention.backend: blockwise` with them. docs/long-context.md has the cost at 65,536
-tokens.
-"""

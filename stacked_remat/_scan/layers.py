@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from haliax import Axis
 from haliax.axis import AxisSelector
 
-from .._checkpoint import checkpoint_name, internals_are_saved, recomputed, saving_internals
+from .._checkpoint import checkpoint_name, recomputed, saving_internals
 from .._placement import has_host_arrays, on_device, platform
 from .._remat import Internals, PerLayer, Remat, SaveAll, Swept, checkpoint_of, for_length
 from .._schedule import Tree, equal
@@ -311,7 +311,7 @@ def _run_unrolled(
 def array_step(layer: Step, init: Any, remat: Remat, names: _Names | None = None) -> Step:
     """The layer on the arrays of the carry, its results checked and its inputs named, if there are names."""
     static = eqx.filter(init, eqx.is_array_like, inverse=True)
-    saves_all = isinstance(remat.internals if isinstance(remat, Swept) else remat, SaveAll)
+    internals = remat.internals if isinstance(remat, Swept) else remat
 
     def step(arrays: Any, inputs: Any) -> tuple[Any, Any]:
         if names is not None:  # a sweep reads them to the device itself
@@ -320,7 +320,7 @@ def array_step(layer: Step, init: Any, remat: Remat, names: _Names | None = None
             arrays = checkpoint_name(arrays, names.carry)
             inputs = checkpoint_name(inputs, names.inputs)
         carry = eqx.combine(arrays, static)
-        with saving_internals(internals_are_saved() and saves_all):
+        with saving_internals(internals.kept_names):
             result = layer(carry, inputs)
         if not isinstance(result, tuple | list) or len(result) != 2:
             raise ValueError(

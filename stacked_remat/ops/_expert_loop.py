@@ -10,6 +10,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array, Float, Int
 
@@ -148,6 +149,7 @@ def _forward_rule(loop: ExpertLoop, inputs: Any, plan: Any, in_stacks: Any) -> t
     inputs, plan, in_stacks = jax.tree.map(lambda leaf: leaf.value, (inputs, plan, in_stacks))
     inputs = _read_in_stacks(inputs, in_stacks)
     out, kept = loop.forward(inputs, plan)
+    plan, kept = jax.tree.map(lambda leaf: checkpoint_name(leaf, "expert_internals"), (plan, kept))
     return out, (as_residual(tuple(jax.tree.leaves(perturbed))), inputs, plan, kept)
 
 

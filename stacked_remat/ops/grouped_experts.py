@@ -70,9 +70,10 @@ def grouped_experts(
             expert.
         gates: their factors.
         saved: the part of `expert` that the backward pass does not recompute: for a gated MLP one of its
-            first two maps. Its result for every pair is kept for the backward pass, and `expert` takes it as
-            a fourth argument. It helps only if the layer itself is not recomputed. Like `expert`, it
-            may not close over traced values.
+            first two maps, or both. Its result for every pair, an array or a tree, is kept for the backward
+            pass, and `expert` takes it as a fourth argument. Its checkpoint name, and that of the order of
+            the pairs, is `expert_internals`: it helps only where these are saved (`internals_are_saved`).
+            Like `expert`, it may not close over traced values.
         backend: `"block"`, the walk over blocks, which runs anywhere; or, for all rows of a chunk of tokens
             at once, products of each row with the matrix of its expert (grouped products): `"megablox"` on
             TPUs and `"mosaic"` on Hopper GPUs, which are JAX's kernels, or `"triton"` on any NVIDIA GPU from
@@ -107,6 +108,7 @@ def grouped_experts(
     |---|---|---|---|---|
     | without `saved` | 3 | 8 | 5 | 11 / 9 and 8 / 6 |
     | one of the first two maps saved | 3 | 7 | 4 | 10 / 9 and 7 / 6 |
+    | both saved | 3 | 6 | 3 | 9 / 9 and 6 / 6 |
     | either, in a layer that is recomputed | 3 | 8 | 5 | 11 / 12 and 8 / 9 |
 
     Memory beside the arguments: the result and the gradients in float32, five integers per pair, a few

@@ -232,9 +232,10 @@ def unchecked():
             ScanCheckpointPolicy(nested=True, save_block_internals=["router_probs"]), marks=pytest.mark.deep
         ),
         pytest.param(CONFIG.remat_presets["attention_offloaded"], marks=pytest.mark.deep),
-        CONFIG.remat_presets["nested_attention_saved"],
+        pytest.param(CONFIG.remat_presets["nested_attention_saved"], marks=pytest.mark.deep),
+        CONFIG.remat_presets["products_saved"],
     ],
-    ids=range(5),
+    ids=range(6),
 )
 def test_every_policy_gives_the_same_finite_gradients(policy, unchecked):
     (expected_loss, _), expected = unchecked
@@ -245,11 +246,14 @@ def test_every_policy_gives_the_same_finite_gradients(policy, unchecked):
         np.testing.assert_allclose(got, wanted, atol=1e-6, rtol=1e-4)
 
 
-def backward(policy) -> collections.Counter:
+DENSE = Qwen3Config(hidden_dim=16, num_layers=2, num_heads=4, num_kv_heads=2, mlp_dim=24)
+
+
+def backward(policy, config=CONFIG) -> collections.Counter:
     """How often each name, primitive, and primitive with its types is in the program of the gradient."""
     batch = batch_of_tokens()
     gradient = jax.grad(lambda model: next_token_loss(model, batch)[0])
-    found = equations_of(gradient, with_policy(make(), policy))
+    found = equations_of(gradient, with_policy(make(config), policy))
     names = [equation.params["name"] for equation in found if equation.primitive.name == "name"]
     kinds = [(equation.primitive.name, *(str(var.aval) for var in equation.outvars)) for equation in found]
     return collections.Counter([*names, *kinds, *(kind for kind, *_ in kinds)])
@@ -264,6 +268,13 @@ def recomputed():
 def test_the_names_inside_a_layer_can_be_saved(name, recomputed):
     assert recomputed[name]
     assert backward(ScanCheckpointPolicy(save_block_internals=[name])) != recomputed
+
+
+@pytest.mark.parametrize("config", [CONFIG, DENSE], ids=["experts", "dense"])
+def test_with_products_saved_none_is_computed_again(config):
+    policies = ScanCheckpointPolicy(disable=True), config.remat_presets["products_saved"], True
+    kept, saved, recomputed = (backward(policy, config)["dot_general"] for policy in policies)
+    assert kept == saved < recomputed
 
 
 WITH_SINKS = GptOssConfig(

@@ -104,7 +104,7 @@ def on_every_token(layer, x):
 
 @pytest.mark.parametrize("keep", [False, True])
 def test_biases_and_the_clamp_have_the_values_and_gradients_of_plain_products(keep, monkeypatch):
-    monkeypatch.setattr("models.transformer.experts.internals_are_saved", lambda: keep)
+    monkeypatch.setattr("models.transformer.experts.internals_are_saved", lambda name: keep)
     layer, x = with_biases()
     weights = hax.random.normal(jax.random.key(4), x.axes)
     reaches = {name: getattr(layer.experts.stacked, name)(x).array for name in ("gate_proj", "up_proj")}
@@ -218,7 +218,7 @@ def test_what_is_kept_for_the_backward_pass_changes_no_gradient(monkeypatch):
     layer, x = make(num_experts=5, experts_per_token=3)
 
     def gradients(keep):
-        monkeypatch.setattr("models.transformer.experts.internals_are_saved", lambda: keep)
+        monkeypatch.setattr("models.transformer.experts.internals_are_saved", lambda name: keep)
         return jax.jit(jax.grad(lambda layer, x: hax.sum(hax.tanh(layer(x)[0])).scalar(), (0, 1)))(layer, x)
 
     for kept, computed in zip(*map(jax.tree.leaves, (gradients(True), gradients(False))), strict=True):

@@ -44,16 +44,16 @@ demo:  ## train a small Qwen3 MoE on real text, let it write, and show what rema
 	    "        --data.sources.mine.paths '[my-texts/]' --trainer.run_dir runs/my-texts"
 
 # Programs that took XLA more than a tenth of a second are kept beside the environment, for the other worker and the next run.
-test test-all docs: export JAX_COMPILATION_CACHE_DIR := $(abspath $(VENV))/compiled
-test test-all docs: export JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS := 0.1
-test test-all docs: export JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES := 0
+test test-all docs parity: export JAX_COMPILATION_CACHE_DIR := $(abspath $(VENV))/compiled
+test test-all docs parity: export JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS := 0.1
+test test-all docs parity: export JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES := 0
 # Each worker would compile all tests again.
-test test-all: export PYTHONDONTWRITEBYTECODE :=
+test test-all parity: export PYTHONDONTWRITEBYTECODE :=
 
 # Most of the time of the tests is compilation, so LLVM optimizes less, and XLA with it (tests/conftest.py), and programs are not cut into
 # parts for cores, which are busy. OPTIMIZE=1 compiles as users do, which takes twice as long.
 ifndef OPTIMIZE
-test test-all: export XLA_FLAGS := $(XLA_FLAGS) --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true --xla_cpu_parallel_codegen_split_count=1
+test test-all parity: export XLA_FLAGS := $(XLA_FLAGS) --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true --xla_cpu_parallel_codegen_split_count=1
 endif
 test: MARKS := not slow and not deep
 test-all: MARKS := not slow

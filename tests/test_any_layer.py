@@ -14,8 +14,16 @@ import pytest
 from jax.core import eval_jaxpr
 from jax.experimental import io_callback
 
-from stacked_remat import BlockSeq, ScanCheckpointPolicy, Stacked, checkpoint_name, fold, scan
-from stacked_remat._checkpoint import internals_are_saved
+from stacked_remat import (
+    BlockSeq,
+    ScanCheckpointPolicy,
+    Stacked,
+    checkpoint,
+    checkpoint_name,
+    fold,
+    internals_are_saved,
+    scan,
+)
 from stacked_remat._placement import compiled_for, platform
 
 from .blocks import quick_jit, with_remat3
@@ -433,6 +441,37 @@ class TestInternalsAreSaved:
         Stack.init(Layers, AskingBlock, remat=policy)(weights()).fold(ONES)
         expected = {saved, True} if Stack is BlockSeq and "first_layers=2" in repr(policy) else {saved}
         assert set(answers) == expected and internals_are_saved()
+
+    @pytest.mark.parametrize(
+        "policy, saved",
+        [
+            (False, ["hidden", "other", None]),
+            (True, []),
+            (ScanCheckpointPolicy(save_block_internals=["hidden"]), ["hidden"]),
+            (
+                ScanCheckpointPolicy(nested=True, save_block_internals=["hidden", "other"]),
+                ["hidden", "other"],
+            ),
+            (
+                ScanCheckpointPolicy(save_block_internals=["other"], offload_block_internals=["hidden"]),
+                ["hidden", "other"],
+            ),
+            (ScanCheckpointPolicy(save_block_internals=jax.checkpoint_policies.dots_saveable), []),
+        ],
+    )
+    def test_whether_those_of_a_name_are(self, policy, saved):
+        answers = []
+
+        def block(x, weight):
+            answers.append([name for name in ("hidden", "other", None) if internals_are_saved(name)])
+            return checkpoint(inner, save=["other"])(x * weight)
+
+        def inner(x):
+            answers.append([name for name in ("hidden", "other", None) if internals_are_saved(name)])
+            return x
+
+        jax.eval_shape(fold(block, Layers, remat=policy), ONES, jnp.ones((4, 3)))
+        assert {*map(tuple, answers)} == {tuple(saved), tuple(name for name in saved if name == "other")}
 
     def test_within_a_scan_that_recomputes_nothing_is_saved(self):
         answers = []

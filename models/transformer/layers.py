@@ -66,9 +66,10 @@ class SwiGlu(eqx.Module):
         gate: NamedArray | None = None,
         products: tuple[NamedArray, NamedArray] | None = None,
     ) -> NamedArray:
-        """Maps `[..., Embed]` to `[..., Embed]`, times `gate` if given; `products` as of `products`, if known.
+        """Maps `[..., Embed]` to `[..., Embed]`, times `gate` if given.
 
         `gate` is applied before the last map, so that its gradient does not need that map's output.
+        `products` are those of `x`, if they are known.
         """
         hidden = self._hidden(*(self.products(x) if products is None else products))
         if gate is None:

@@ -29,14 +29,15 @@ def decoder_remat_presets(names: Sequence[str]) -> RematPresets:
 
     | preset | kept besides carries | where | not recomputed |
     |---|---|---|---|
-    | `attention_saved` | `H * (d * b + 4)` | device, all layers | attention |
-    | `attention_offloaded` | the same | host, all layers | the same |
-    | `projections_saved` | `(2 * H + 2 * K) * d * b + 4 * H` | device, all layers | and its three projections |
-    | `products_saved` | that and `(E + 2 * F) * b` | device, all layers | any product that is read |
+    | `attention_offloaded` | `H * (d * b + 4)` | host, all layers | attention |
+    | `attention_saved` | the same | device, all layers | attention |
+    | `projections_saved` | `(2 * H + 2 * K) * d * b + 4 * H` | the same | and its three projections |
+    | `products_saved` | that and `(E + 2 * F) * b` | the same | any product that is read |
     | `nested_attention_saved` | `H * (d * b + 4)` | device, one segment | attention, in the reverse pass |
 
     `products_saved` recomputes norms, rotations and activations only, and keeps less than `remat: false`,
-    which keeps what each of their derivatives reads.
+    which keeps what each of their derivatives reads. Of experts it also keeps the router's logits, and a few
+    integers a choice.
 
     cuDNN's kernel keeps residuals that have no name (there is no `attention_lse`), so attention is
     recomputed anyway: with it the policies that only keep attention cost memory for nothing, and the nested

@@ -101,7 +101,7 @@ class Pair:
     """
 
     name: str
-    remat: str
+    remat: str | None
     ours: Callable[[], list[Any]]
     theirs: Callable[[], list[Any]]
     seconds: tuple[list[float], list[float]] = dataclasses.field(default_factory=lambda: ([], []))
@@ -130,7 +130,7 @@ class Pair:
         low, middle, high = (round(float(part), 3) for part in np.quantile(ratios, (0.25, 0.5, 0.75)))
         return {
             "name": self.name,
-            "remat": self.remat,
+            "remat": self.remat or "",
             "median_seconds": round(statistics.median(self.seconds[0]), 5),
             "their_median_seconds": round(statistics.median(self.seconds[1]), 5),
             "ratio": middle,
@@ -349,7 +349,7 @@ def experts_against_theirs(sizes: Sizes) -> Pair:
         of_x, of_gates, of_both, of_down = torch.autograd.grad(out, wanted, torch.tensor(cotangent))
         return [of_x, of_gates, *of_both.chunk(2, dim=1), of_down]
 
-    return Pair(f"{sizes.experts} experts of a layer", "", our_experts(sizes), theirs)
+    return Pair(f"{sizes.experts} experts of a layer", None, our_experts(sizes), theirs)
 
 
 def experts_against_products(sizes: Sizes) -> Pair:
@@ -361,7 +361,7 @@ def experts_against_products(sizes: Sizes) -> Pair:
         return (jax.nn.silu(x @ gate.T) * (x @ up.T)) @ down.T
 
     ours, theirs = our_experts(sizes), _gradients(dense, [repeated[0], gate[0], up[0], down[0], repeated[1]])
-    return Pair("experts beside a dense MLP of as many rows", "", lambda: ours()[:0], lambda: theirs()[:0])
+    return Pair("experts beside a dense MLP of as many rows", None, lambda: ours()[:0], lambda: theirs()[:0])
 
 
 def attention(sizes: Sizes, batch: int, positions: int) -> Pair:
@@ -388,7 +388,7 @@ def attention(sizes: Sizes, batch: int, positions: int) -> Pair:
         )
         return list(torch.autograd.grad(out.transpose(1, 2), leaves, cotangent))
 
-    return Pair(f"attention of {batch} x {positions:,}", "", _gradients(attended, values), theirs)
+    return Pair(f"attention of {batch} x {positions:,}", None, _gradients(attended, values), theirs)
 
 
 def _gradients(fn: Callable[..., jax.Array], values: list[np.ndarray]) -> Callable[[], list[Any]]:

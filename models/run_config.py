@@ -76,7 +76,8 @@ class LmRunConfig:
     def __post_init__(self) -> None:
         if self.vocab_size is not None and self.vocab_size < 1:
             raise ValueError(f"vocab_size must be at least 1, got {self.vocab_size}.")
-        check_remat_names(self.model, self.policy)
+        key = f"remat ({self.remat})" if isinstance(self.remat, str) else "remat"
+        check_remat_names(self.model, self.policy, key)
         check_distributed(self.distributed)
         self._check_streaming()
         self._check_ghost()

@@ -231,8 +231,10 @@ def saving_internals(names: Iterable[str] | Literal[True]) -> contextlib.Abstrac
     Those that the regions around it drop are not kept.
     """
     around = _saved_internals.value
-    own = names if names is True else frozenset(names)
-    return _saved_internals(own if around is True else around if own is True else own & around)
+    if names is True:
+        return _saved_internals(around)
+    own = frozenset(names)
+    return _saved_internals(own if around is True else own & around)
 
 
 def internals_are_saved(name: str | None = None) -> bool:
@@ -247,7 +249,7 @@ def internals_are_saved(name: str | None = None) -> bool:
             the rest is not. A policy of JAX (`dots_saveable`, ...) keeps none by name.
     """
     saved = _saved_internals.value
-    return saved is True or name in saved
+    return saved is True or (name is not None and name in saved)
 
 
 def recomputed(

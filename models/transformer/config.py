@@ -199,15 +199,15 @@ class DecoderConfig(LmConfig):
     @property
     def remat_names(self) -> tuple[str, ...]:
         """The names inside its layers that policies see: none where parts of layers are recomputed anyway."""
-        return self._names if self.tiles == 1 else ()
+        return self._internal_names if self.tiles == 1 else ()
 
     @property
     def remat_presets(self) -> RematPresets:
         """As of `decoder_remat_presets`."""
-        return decoder_remat_presets(self._names)
+        return decoder_remat_presets(self._internal_names)
 
     @property
-    def _names(self) -> tuple[str, ...]:
+    def _internal_names(self) -> tuple[str, ...]:
         return DENSE_NAMES
 
     def _check_heads(self) -> None:
@@ -330,13 +330,11 @@ class SparseDecoderConfig(DecoderConfig):
         _require_layers("model.experts.dense_layers", self.experts.dense_layers, self.num_layers)
 
     @property
-    def _names(self) -> tuple[str, ...]:
-        match len(self.experts.dense_layers):
-            case 0:
-                return SPARSE_NAMES
-            case self.num_layers:
-                return DENSE_NAMES
-        return tuple(dict.fromkeys(DENSE_NAMES + SPARSE_NAMES))
+    def _internal_names(self) -> tuple[str, ...]:
+        dense = len(self.experts.dense_layers)
+        if dense == 0:
+            return SPARSE_NAMES
+        return DENSE_NAMES if dense == self.num_layers else tuple(dict.fromkeys(DENSE_NAMES + SPARSE_NAMES))
 
     @property
     def sparse(self) -> ExpertsConfig | None:

@@ -148,7 +148,7 @@ class SparseExperts(eqx.Module):
         """Maps `[..., Embed]` to `[..., Embed]`, with the sums of `route`; takes what that takes.
 
         In a layer that is not recomputed, or keeps `expert_internals`, the outputs of `gate_proj` and
-        `up_proj` are kept for the backward pass, which then recomputes no product, at
+        `up_proj` are kept for the backward pass, which then recomputes neither, at
         `2 * experts_per_token * expert_dim` activations a token.
 
         Cost: `6 * tokens * experts_per_token * embed * expert_dim` FLOPs and up to an eighth more for
@@ -256,18 +256,20 @@ def _apply_expert(
     expert: SwiGlu,
     rows: Float[Array, "row embed"],
     gates: Float[Array, " row"],
-    products: tuple[Any, Any] | None = None,
+    products: tuple[Float[Array, "row inner"], Float[Array, "row inner"]] | None = None,
 ) -> Array:
     Row = Axis("row", rows.shape[0])
     expert = cast_floating(expert, rows.dtype)
+    named = None
     if products is not None:
-        gated, up = products
-        products = hax.named(gated, (Row, Inner)), hax.named(up, (Row, Inner))
-    mixed = expert(hax.named(rows, (Row, "embed")), hax.named(gates, Row), products)
+        named = hax.named(products[0], (Row, Inner)), hax.named(products[1], (Row, Inner))
+    mixed = expert(hax.named(rows, (Row, "embed")), hax.named(gates, Row), named)
     return mixed.rearrange((Row, "embed")).array
 
 
-def _products(expert: SwiGlu, rows: Float[Array, "row embed"]) -> tuple[Array, Array]:
+def _products(
+    expert: SwiGlu, rows: Float[Array, "row embed"]
+) -> tuple[Float[Array, "row inner"], Float[Array, "row inner"]]:
     """The outputs of the expert's `gate_proj` and `up_proj`, `[row, inner]`."""
     Row = Axis("row", rows.shape[0])
     gated, up = cast_floating(expert, rows.dtype).products(hax.named(rows, (Row, "embed")))

@@ -16,8 +16,9 @@ _EXPERTS = (
     "expert_output",
 )
 DENSE_NAMES = (*_PROJECTIONS, "residual", "mlp_internals")
+"""The names that `checkpoint_name` gives to values inside a layer with an MLP."""
 SPARSE_NAMES = (*_PROJECTIONS, "residual", *_EXPERTS)
-"""The names that `checkpoint_name` gives to values inside a layer with an MLP, and in one with experts."""
+"""The same inside a layer with experts."""
 
 
 def decoder_remat_presets(names: Sequence[str]) -> RematPresets:
@@ -32,12 +33,13 @@ def decoder_remat_presets(names: Sequence[str]) -> RematPresets:
     | `attention_offloaded` | `H * (d * b + 4)` | host, all layers | attention |
     | `attention_saved` | the same | device, all layers | attention |
     | `projections_saved` | `(2 * H + 2 * K) * d * b + 4 * H` | the same | and its three projections |
-    | `products_saved` | that and `(E + 2 * F) * b` | the same | any product that is read |
+    | `products_saved` | that and `(E + 2 * F) * b` | the same | and the others that are read |
     | `nested_attention_saved` | `H * (d * b + 4)` | device, one segment | attention, in the reverse pass |
 
-    `products_saved` recomputes norms, rotations and activations only, and keeps less than `remat: false`,
-    which keeps what each of their derivatives reads. Of experts it also keeps the router's logits, and a few
-    integers a choice.
+    `products_saved` recomputes norms, rotations, activations, the router's choice, and the products of
+    adapters; and experts that are divided over devices, of which nothing is kept. It keeps less than
+    `remat: false`, which keeps what each of their derivatives reads. Of experts it also keeps the router's
+    logits, and a few integers a choice.
 
     cuDNN's kernel keeps residuals that have no name (there is no `attention_lse`), so attention is
     recomputed anyway: with it the policies that only keep attention cost memory for nothing, and the nested

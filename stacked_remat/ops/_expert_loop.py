@@ -3,7 +3,7 @@
 import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeAlias
 
 import equinox as eqx
@@ -134,7 +134,8 @@ def apply_experts(loop: ExpertLoop, inputs: Inputs, plan: Any, in_stacks: Sequen
     Weights that are in `in_stacks` too are read there. Those of `inputs` then only get the gradients, and XLA
     does not compute them.
     """
-    return loop.forward(_read_in_stacks(inputs, in_stacks), plan)[0]
+    # Without a backward pass nothing is saved.
+    return replace(loop, saved=None).forward(_read_in_stacks(inputs, in_stacks), plan)[0]
 
 
 def _read_in_stacks(inputs: Inputs, in_stacks: Sequence[InStack | None]) -> Inputs:

@@ -50,8 +50,9 @@ def _policy(value: RematEntry, presets: RematPresets, key: str) -> ScanCheckpoin
                 f"{key}.{name} is not a field of ScanCheckpointPolicy.{did_you_mean(name, valid)} Valid: "
                 f"{', '.join(valid)}."
             )
-    if isinstance(value.get("first_policy"), Mapping):
-        value = {**value, "first_policy": _policy(value["first_policy"], NO_PRESETS, f"{key}.first_policy")}
+    first = value.get("first_policy")
+    if isinstance(first, str | Mapping):
+        value = {**value, "first_policy": _policy(first, presets, f"{key}.first_policy")}
     try:
         return ScanCheckpointPolicy(**value)
     except TypeError as error:  # a config may hold values of any type

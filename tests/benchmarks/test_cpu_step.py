@@ -46,4 +46,4 @@ def test_the_time_of_a_step_is_in_products_and_other_kinds_of_operations(tmp_pat
 
 def test_pairs_that_differ_are_refused():
     with pytest.raises(ArithmeticError, match="a sum: ours and theirs differ"):
-        Pair("a sum", "", lambda: [np.ones(3)], lambda: [np.full(3, 1.1)]).check()
+        Pair("a sum", None, lambda: [np.ones(3)], lambda: [np.full(3, 1.1)]).check()

@@ -143,6 +143,12 @@ def test_the_command_prints_the_table(monkeypatch, tmp_path, reports):
     assert "config: {'nested': 2}" in shown
 
 
+def test_a_preset_of_values_that_tiles_hide_is_refused_by_its_name():
+    tiled = dataclasses.replace(CONFIG.model, tiles=2)
+    with pytest.raises(ValueError, match=r"remat \(products_saved\).save_block_internals has .*model.tiles"):
+        dataclasses.replace(CONFIG, model=tiled, remat="products_saved")
+
+
 @pytest.mark.deep
 def test_what_the_model_names_itself_is_compared_too(reports):
     policies = compared(CONFIG)

@@ -6,7 +6,10 @@ import yaml
 from stacked_remat import ScanCheckpointPolicy
 from stacked_remat.training import check_remat, remat_entry, remat_policy
 
-PRESETS = {"frugal": ScanCheckpointPolicy(nested=3)}
+PRESETS = {
+    "frugal": ScanCheckpointPolicy(nested=3),
+    "kept": ScanCheckpointPolicy(save_block_internals=["a"]),
+}
 
 
 @pytest.mark.parametrize(
@@ -82,8 +85,10 @@ def test_a_preset_is_named_like_an_alias():
     assert remat_policy("frugal", PRESETS) == PRESETS["frugal"]
     assert check_remat("frugal", None, None, PRESETS) == PRESETS["frugal"]
     assert remat_policy("nested", PRESETS) == ScanCheckpointPolicy(nested=True)
+    first = remat_policy({"first_layers": 2, "first_policy": "kept"}, PRESETS)
+    assert first == ScanCheckpointPolicy(first_layers=2, first_policy=PRESETS["kept"])
     with pytest.raises(
         ValueError,
-        match=r"Unknown remat policy 'frugl'.*Presets of this model: frugal.*Did you mean `frugal`",
+        match=r"Unknown remat policy 'frugl'.*Presets of this model: frugal, kept.*Did you mean `frugal`",
     ):
         remat_policy("frugl", PRESETS)

@@ -33,6 +33,7 @@ POLICIES = {
     "save": ScanCheckpointPolicy(save_block_internals=["attention_output", "attention_lse"]),
 }
 CONTEXT = {"position": "context"}
+TENSOR = {"kv_heads": "model", "mlp": "model"}
 MESHES = {
     "context": MeshConfig({"context": 8}, CONTEXT, {}),
     "context, fsdp": MeshConfig({"context": 4}, CONTEXT, {"embed": "context"}),
@@ -49,6 +50,15 @@ MESHES = {
         {"data": 2, "context": 2, "model": 2},
         {"batch": "data", "mlp": "model"} | CONTEXT,
         {"embed": "data", "mlp": "model"},
+    ),
+    "tensor": MeshConfig({"model": 2}, TENSOR, TENSOR),
+    "fsdp, tensor": MeshConfig(
+        {"data": 4, "model": 2}, {"batch": "data"} | TENSOR, {"embed": "data"} | TENSOR
+    ),
+    "expert, tensor": MeshConfig(
+        {"expert": 4, "model": 2},
+        {"batch": "expert", "experts": "expert"} | TENSOR,
+        {"experts": "expert"} | TENSOR,
     ),
     "context, expert": MeshConfig(
         {"data": 2, "context": 4},
@@ -69,6 +79,14 @@ CONTEXT_CASES = [
     deep(DENSE, "data, context, fsdp", "save"),
     deep(DENSE, "data, context, tensor", "True"),
     deep(WINDOWS, "data, context, fsdp", "nested"),
+]
+
+TENSOR_CASES = [
+    (DENSE, "tensor", "True"),
+    deep(DENSE, "tensor", "nested"),
+    deep(DENSE, "tensor", "offload"),
+    deep(DENSE, "fsdp, tensor", "nested"),
+    deep(SPARSE, "expert, tensor", "offload"),
 ]
 
 EXPERT_CASES = [
@@ -134,6 +152,18 @@ def test_divided_experts_stay_where_they_are_and_tokens_go_to_them(mesh, policy,
     # Tokens go and come in the loop of rounds within that over layers, and go again in the backward pass.
     swaps = [name for kind, _, name in sent if kind == "all-to-all" and name.count("while/body") > 1]
     assert any("transpose" in name for name in swaps) and any("transpose" not in name for name in swaps)
+
+
+@pytest.mark.parametrize(("config", "mesh", "policy"), TENSOR_CASES)
+def test_divided_heads_and_inner_widths_sum_activations_in_the_loop_over_layers(config, mesh, policy):
+    config = dataclasses.replace(config, num_kv_heads=2)
+    program, found = compiled_on(MESHES[mesh], config, POLICIES[policy], POSITIONS)
+    assert_same(found, on_one_device(config, POSITIONS))
+    sent = collectives(program)
+    assert not [shape for _, shapes, _ in sent for shape in shapes if LAYERS in shape]
+    sums = [name for kind, shapes, name in sent if kind == "all-reduce" and POSITIONS in sum(shapes, [])]
+    assert any("while/body" in name and "transpose" in name for name in sums)
+    assert any("while/body" in name and "transpose" not in name for name in sums)
 
 
 def test_experts_divided_where_tokens_are_not_are_refused():

@@ -51,9 +51,14 @@ class PerLayer:
         return "offload" in (self.carries, self.inputs) or bool(self.offloaded)
 
     @property
+    def saved_names(self) -> tuple[str, ...]:
+        """The names of internals that are kept where they are. What a policy of JAX keeps has none."""
+        return self.internals if isinstance(self.internals, tuple) else ()
+
+    @property
     def kept_names(self) -> tuple[str, ...]:
-        """The names of internals that are kept, or moved to the host. What a policy of JAX keeps has none."""
-        return (*(self.internals if isinstance(self.internals, tuple) else ()), *self.offloaded)
+        """These, and the names of those that are moved to the host."""
+        return (*self.saved_names, *self.offloaded)
 
     def jax_policy(self, carry_name: str, input_name: str) -> JaxPolicy | None:
         """The `jax.checkpoint` policy of a layer whose carry and inputs have these names.
@@ -63,14 +68,13 @@ class PerLayer:
         """
         if not self.named:
             return None
-        names = self.internals if isinstance(self.internals, tuple) else ()
         saved = [carry_name] if self.carries == "keep" else []
         offloaded = [
             name
             for name, kept in ((carry_name, self.carries), (input_name, self.inputs))
             if kept == "offload"
         ]
-        return policy_with_names(self.internals, (*saved, *names), (*offloaded, *self.offloaded))
+        return policy_with_names(self.internals, (*saved, *self.saved_names), (*offloaded, *self.offloaded))
 
 
 @dataclass(frozen=True)
@@ -119,8 +123,7 @@ def checkpoint_of(internals: Internals) -> Callable[[Callable], Callable]:
     match internals:
         case SaveAll():
             return lambda layer: layer
-        case PerLayer(internals=names, prevent_cse=prevent_cse) if names or prevent_cse:
-            named = names if isinstance(names, tuple) else ()
-            policy = policy_with_names(names, named, ())
+        case PerLayer(internals=kept, prevent_cse=prevent_cse, saved_names=names) if kept or prevent_cse:
+            policy = policy_with_names(kept, names, ())
             return lambda layer: jax.checkpoint(layer, policy=policy, prevent_cse=prevent_cse)
     return jax.checkpoint

@@ -10,10 +10,10 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array, Float, Int
 
+from .._checkpoint import checkpoint_name
 from .._compat import as_residual, of_residual
 from .._placement import has_host_arrays
 
@@ -150,7 +150,7 @@ def _forward_rule(loop: ExpertLoop, inputs: Any, plan: Any, in_stacks: Any) -> t
     inputs, plan, in_stacks = jax.tree.map(lambda leaf: leaf.value, (inputs, plan, in_stacks))
     inputs = _read_in_stacks(inputs, in_stacks)
     out, kept = loop.forward(inputs, plan)
-    plan, kept = jax.tree.map(lambda leaf: checkpoint_name(leaf, "expert_internals"), (plan, kept))
+    plan, kept = checkpoint_name((plan, kept), "expert_internals")
     return out, (as_residual(tuple(jax.tree.leaves(perturbed))), inputs, plan, kept)
 
 

@@ -109,7 +109,7 @@ def grouped_experts(
     | without `saved` | 3 | 8 | 5 | 11 / 9 and 8 / 6 |
     | one of the first two maps saved | 3 | 7 | 4 | 10 / 9 and 7 / 6 |
     | both saved | 3 | 6 | 3 | 9 / 9 and 6 / 6 |
-    | either, in a layer that is recomputed | 3 | 8 | 5 | 11 / 12 and 8 / 9 |
+    | any of these, in a layer that is recomputed | 3 | 8 | 5 | 11 / 12 and 8 / 9 |
 
     Memory beside the arguments: the result and the gradients in float32, five integers per pair, a few
     blocks, and what is saved.

@@ -219,6 +219,7 @@ def test_arithmetic_at_65536_tokens(saved):
 
 
 def test_nothing_is_saved_where_nothing_is_differentiated():
+    assert flops_of(None, saved=gated) == flops_of(None)
     calls = []
     assert flops_of(None, saved=lambda *args: calls.append(args), platform="cpu") and not calls
 

@@ -13,9 +13,11 @@ from jax import lax
 from jaxtyping import Array, Bool, Int
 
 from .._placement import is_on_host, platform, to_device
-from .._sweep.store import empty_stack, zeros_after
-from ._expert_loop import ExpertLoop, Inputs, InStack, perturbed_part, trained_sliced
+from .._sweep.store import zeros_after
+from ._expert_loop import ExpertLoop, Inputs, InStack, masked, perturbed_part, trained_sliced
 from .per_device import free_axis_mapping
+
+_LEAST_HALF = 32  # rows; with fewer a CPU's time is not that of the rows
 
 
 class BlockPlan(NamedTuple):
@@ -34,16 +36,33 @@ class BlockPlan(NamedTuple):
     real: Bool[Array, "iteration block row"]
 
 
-def block_plan(choices: Int[Array, "token choice"], experts: int, size: int, at_once: int) -> BlockPlan:
+def block_plans(
+    choices: Int[Array, "token choice"], experts: int, size: int, at_once: int
+) -> list[BlockPlan]:
+    """The blocks of `size` rows; on a CPU also of half as many, an expert's last one if its rows fit."""
     flat = choices.reshape(-1).astype(jnp.int32)
     # Out-of-range choices are sorted last and not counted.
     flat = jnp.where((flat < 0) | (flat >= experts), experts, flat)
     order = jnp.argsort(flat, stable=True).astype(jnp.int32)
     counts = jnp.zeros(experts, jnp.int32).at[flat].add(1)
     ends = jnp.cumsum(counts)
-    last_block = jnp.cumsum(-(-counts // size))
-    # Only the last block of an expert has padding, and every block has at least one row.
-    most = min(flat.size, flat.size // size + experts)
+    is_cpu = platform() == "cpu" and at_once == 1
+    half = size // 2 if is_cpu and size >= 2 * _LEAST_HALF else 0
+    last = counts % size
+    whole = counts // size + (last > half).astype(jnp.int32)
+    most = min(flat.size // (half + 1), (flat.size + experts * (size - half - 1)) // size)
+    parts = [(size, most, ends - counts, whole)]
+    if half:
+        of_half = ((last > 0) & (last <= half)).astype(jnp.int32)
+        parts.append((half, min(flat.size, experts), ends - last, of_half))
+    return [_blocks(order, *part, ends, at_once, choices.shape[1]) for part in parts if part[1] > 0]
+
+
+def _blocks(
+    order: Array, size: int, most: int, firsts: Array, blocks: Array, ends: Array, at_once: int, choices: int
+) -> BlockPlan:
+    """At most so many blocks of a size: `blocks` of each expert, of its rows in `order` from `firsts` on."""
+    last_block = jnp.cumsum(blocks)
     iterations = -(-most // at_once)
     at_once = -(-most // iterations)  # as even as can be: a block of padding reads an expert too
     number = jnp.arange(iterations * at_once, dtype=jnp.int32)
@@ -52,9 +71,8 @@ def block_plan(choices: Int[Array, "token choice"], experts: int, size: int, at_
     ended = jnp.sum(
         last_block[None, :] <= block[:, None], axis=1, dtype=jnp.int32
     )  # experts before the block
-    expert = jnp.minimum(ended, experts - 1)
-    within = block - (last_block - -(-counts // size))[expert]
-    first_row = (ends - counts)[expert] + within * size
+    expert = jnp.minimum(ended, len(ends) - 1)
+    first_row = firsts[expert] + (block - (last_block - blocks)[expert]) * size
     row = first_row[:, None] + jnp.arange(size, dtype=jnp.int32)[None, :]
     real = (row < ends[expert][:, None]) & (number < last_block[-1])[:, None]
     pair = order[jnp.maximum(jnp.minimum(row, ends[expert][:, None] - 1), 0)]
@@ -62,7 +80,7 @@ def block_plan(choices: Int[Array, "token choice"], experts: int, size: int, at_
     return BlockPlan(
         expert.reshape(shape),
         pair.reshape(*shape, size),
-        (pair // choices.shape[1]).reshape(*shape, size),
+        (pair // choices).reshape(*shape, size),
         real.reshape(*shape, size),
     )
 
@@ -102,67 +120,63 @@ class BlockLoop(ExpertLoop):
         gates = jax.tree.map(lambda leaf: _rows(leaf.reshape(-1), at.pair), inputs.gates)
         return Inputs(_rows(inputs.x, at.token), gates, own)
 
-    def forward(self, inputs: Inputs, plan: BlockPlan) -> tuple[Array, Any]:
-        """Add every block's rows to its tokens; also what is saved, `[iteration, block, row, ...]`."""
+    def forward(self, inputs: Inputs, plan: list[BlockPlan]) -> tuple[Array, Any]:
+        """Add every block's rows to its tokens; also what is saved, `[pair, ...]`."""
+        pairs = jax.tree.leaves(inputs.gates)[0].size
 
         def rows_of(at: BlockPlan) -> tuple[Array, Any]:
             own = self.gather(inputs, at)
             kept = self.keep(own, at)
             return self.apply(own, kept, at), kept
 
-        def iteration(out: Array, at_and_kept: tuple[BlockPlan, None]) -> tuple[Array, Any]:
-            at, _ = at_and_kept
-            rows, kept = rows_of(at)
-            rows = jnp.where(at.real[..., None], rows, 0).astype(jnp.float32)
-            return out.at[at.token].add(rows), kept
+        def iteration(state: tuple[Array, Any], at: BlockPlan) -> tuple[Array, Any]:
+            out, kept = state
+            rows, new = rows_of(at)
+            place = jnp.where(at.real, at.pair, pairs)  # padding is dropped
+            kept = jax.tree.map(lambda every, some: every.at[place].set(some, mode="drop"), kept, new)
+            return _add_at(out, at.token, masked(rows, at.real)), kept
 
-        shape, _ = jax.eval_shape(rows_of, BlockPlan(*(leaf[0] for leaf in plan)))
-        start = zeros_after(
-            (inputs.x, plan), jax.ShapeDtypeStruct((inputs.x.shape[0], shape.shape[-1]), jnp.float32)
-        )
-        out, kept = _over_iterations(iteration, start, plan, None)
+        rows, kept = jax.eval_shape(rows_of, BlockPlan(*(leaf[0] for leaf in plan[0])))
+        out = jax.ShapeDtypeStruct((len(inputs.x), rows.shape[-1]), jnp.float32)
+        kept = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((pairs, *leaf.shape[2:]), leaf.dtype), kept)
+        out, kept = _over_blocks_of(plan, iteration, zeros_after((inputs.x, plan), (out, kept)))
         return out.astype(inputs.x.dtype), kept
 
-    def backward(self, perturbed: Inputs, inputs: Inputs, plan: BlockPlan, kept: Any, ct: Array) -> Inputs:
+    def backward(
+        self, perturbed: Inputs, inputs: Inputs, plan: list[BlockPlan], kept: Any, ct: Array
+    ) -> Inputs:
         """The cotangents of what is perturbed, `None` for the rest."""
 
-        def iteration(gradients: Inputs, at_and_kept: tuple[BlockPlan, Any]) -> tuple[Inputs, None]:
-            at, kept = at_and_kept
-            of_result = jnp.where(at.real[..., None], _rows(ct, at.token), 0)
-            new = self.iteration_backward(perturbed, self.gather(inputs, at), kept, at, of_result)
-            new = new._replace(gates=jax.tree.map(lambda leaf: jnp.where(at.real, leaf, 0), new.gates))
+        def iteration(gradients: Inputs, at: BlockPlan) -> Inputs:
+            of_result = masked(_rows(ct, at.token), at.real)
+            own = jax.tree.map(lambda every: _rows(every, at.pair), kept)
+            new = self.iteration_backward(perturbed, self.gather(inputs, at), own, at, of_result)
+            new = new._replace(gates=jax.tree.map(lambda leaf: masked(leaf, at.real), new.gates))
             pairs = jax.tree.map(lambda _: at.pair, inputs.gates)
             places = Inputs(at.token, pairs, (at.expert,) * len(inputs.weights))
-            return jax.tree.map(_add_at, gradients, perturbed_part(places, perturbed), new), None
+            return jax.tree.map(_add_at, gradients, perturbed_part(places, perturbed), new)
 
         wanted = perturbed_part(trained_sliced(inputs, perturbed), perturbed)
         flat = wanted._replace(gates=jax.tree.map(lambda leaf: leaf.reshape(-1), wanted.gates))
         sums = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.float32), flat)
-        start = zeros_after((inputs.x, plan, ct), sums)
-        gradients, _ = _over_iterations(iteration, start, plan, kept)
+        gradients = _over_blocks_of(plan, iteration, zeros_after((inputs.x, plan, ct), sums))
         return jax.tree.map(lambda new, old: new.reshape(old.shape).astype(old.dtype), gradients, wanted)
 
 
-def _over_iterations(
-    iteration: Callable[..., tuple[Any, Any]], start: Any, plan: BlockPlan, kept: Any
-) -> tuple[Any, Any]:
-    """`lax.scan` of an iteration over the blocks and what was kept of them.
+def _over_blocks_of(plans: list[BlockPlan], iteration: Callable[[Any, BlockPlan], Any], state: Any) -> Any:
+    """The state after an iteration for the blocks of all plans.
 
-    On a CPU an iteration whose one block is all padding is skipped, and its result is zeros. GPUs copy the
-    state of a conditional.
+    On a CPU an iteration whose one block is all padding is skipped. GPUs copy the state of a conditional.
     """
-    if platform() != "cpu" or plan.expert.shape[1] > 1:
-        return lax.scan(iteration, start, (plan, kept))
 
-    def unless_padding(state: Any, x: tuple[BlockPlan, Any]) -> tuple[Any, Any]:
-        _, result = jax.eval_shape(iteration, state, x)
+    def unless_padding(state: Any, at: BlockPlan) -> Any:
+        return lax.cond(_any_real(at.real), iteration, lambda state, _: state, state, at)
 
-        def skip(state: Any, _: Any) -> tuple[Any, Any]:
-            return state, jax.tree.map(lambda zeros: zeros[0], empty_stack(result, 1))
-
-        return lax.cond(_any_real(x[0].real), iteration, skip, state, x)
-
-    return lax.scan(unless_padding, start, (plan, kept))
+    for plan in plans:
+        is_skipped = platform() == "cpu" and plan.expert.shape[1] == 1
+        run = unless_padding if is_skipped else iteration
+        state, _ = lax.scan(lambda state, at, run=run: (run(state, at), None), state, plan)
+    return state
 
 
 @jax.custom_batching.custom_vmap

@@ -23,7 +23,7 @@ from .._scan.layer_axis import TreeLayout, split_tree
 from .._scan.marks import LayerStack, is_array, is_named, is_split, raw_array
 from ._backends import choose_backend, devices_left_to_the_compiler
 from ._expert_backends import EXPERT_BACKENDS, ExpertsFacts, against_program
-from ._expert_blocks import BlockLoop, block_plan, default_block_size
+from ._expert_blocks import BlockLoop, block_plans, default_block_size
 from ._expert_chunks import ChunkLoop, chunk_plan, chunks_of
 from ._expert_exchange import Exchange
 from ._expert_loop import Expert, Inputs, InStack, Saved, apply_experts
@@ -82,7 +82,8 @@ def grouped_experts(
             their gradients are wrong. An expert whose operations they cannot group is refused by name.
             `"auto"` is the first of `"megablox"`, `"triton"`, `"mosaic"`, `"block"` that supports the call.
         block_size: rows in a block of `"block"`. By default a power of two between 8 and 256 for which
-            padding is at most an eighth, if there are enough rows, and on a CPU half.
+            padding is at most an eighth, if there are enough rows, and on a CPU half. From 64 on, a CPU takes
+            half as many in an expert's last block where its rows fit.
         blocks_at_once: blocks that one iteration of the loop of `"block"` computes together; by default 8,
             and on a CPU 1, where batched products are slow. With 1 a CPU skips blocks that are all padding,
             so devices that send each other data within `expert` must have the same choices.
@@ -207,7 +208,7 @@ class ExpertsCall:
         parts = self.expert, self.saved, self.rebuild
         if self.kernels is None:
             loop: Any = BlockLoop(*parts)
-            plan: Any = block_plan(choices, self.experts, self.block_size, self.blocks_at_once)
+            plan: Any = block_plans(choices, self.experts, self.block_size, self.blocks_at_once)
         else:
             loop = ChunkLoop(*parts, self.kernels)
             chunks = chunks_of(choices.size, x, arrays, self.kernels)

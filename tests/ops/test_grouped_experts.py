@@ -57,14 +57,14 @@ def random_choices(rng, tokens, experts, per_token):
 
 
 @pytest.mark.parametrize(
-    ("experts", "per_token", "block", "at_once", "saved"),
-    [(6, 3, 2, 3, gated), (4, 2, 5, 1, None), (1, 1, 1, 2, None)],
+    ("tokens", "experts", "per_token", "block", "at_once", "saved"),
+    [(7, 6, 3, 2, 3, gated), (7, 4, 2, 5, 1, None), (90, 4, 2, 64, 1, gated), (7, 1, 1, 1, 2, None)],
 )
 def test_values_and_gradients_are_those_of_all_experts_on_all_tokens(
-    experts, per_token, block, at_once, saved
+    tokens, experts, per_token, block, at_once, saved
 ):
     rng = np.random.default_rng(0)
-    weights, x, _, gates, cotangent = example(experts, np.zeros((7, per_token), int))
+    weights, x, _, gates, cotangent = example(experts, np.zeros((tokens, per_token), int))
     run = functools.partial(
         grouped_experts,
         Experts=Axis("experts", experts),
@@ -121,6 +121,21 @@ def test_blocks_of_padding_are_skipped_where_no_example_has_rows_in_them():
     one = jax.jit(gradient, compiler_options=quick)
     expected = jax.tree.map(lambda *leaves: np.stack(leaves), *(one(weights, own) for own in choices))
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5), found, expected)
+
+
+def test_an_experts_last_block_is_half_as_large_where_its_rows_fit():
+    counts = {0: 70, 1: 40, 2: 20, -1: 9}
+    choices = np.repeat(list(counts), list(counts.values()))[:, None]
+    weights, x, choices, gates, _ = example(4, choices)
+    rows_of_blocks = []
+
+    def expert(weights, rows, gates):
+        jax.debug.callback(lambda rows: rows_of_blocks.append(len(rows)), rows)
+        return swiglu(weights, rows, gates)
+
+    grouped_experts(expert, weights, Axis("experts", 4), x, choices, gates, block_size=64)
+    jax.effects_barrier()
+    assert sorted(rows_of_blocks) == [32, 32, 64, 64]
 
 
 def named_expert(weights, rows, gates):

@@ -21,6 +21,7 @@ import importlib
 import itertools
 import os
 import re
+import resource
 import statistics
 import tempfile
 import time
@@ -98,6 +99,7 @@ class Pair:
         ours: computes it, and gives numbers to compare.
         theirs: the same.
         seconds: of each run so far, ours and theirs.
+        page_faults: the same; how many pages of memory each run took from the operating system.
     """
 
     name: str
@@ -105,6 +107,7 @@ class Pair:
     ours: Callable[[], list[Any]]
     theirs: Callable[[], list[Any]]
     seconds: tuple[list[float], list[float]] = dataclasses.field(default_factory=lambda: ([], []))
+    page_faults: tuple[list[int], list[int]] = dataclasses.field(default_factory=lambda: ([], []))
 
     def check(self) -> None:
         """Run both, which compiles, and compare.
@@ -119,10 +122,12 @@ class Pair:
 
     def timed(self, clock: Callable[[], float]) -> None:
         """Run both once more."""
-        for run, seconds in zip((self.ours, self.theirs), self.seconds, strict=True):
-            began = clock()
+        runs = (self.ours, self.theirs)
+        for run, seconds, page_faults in zip(runs, self.seconds, self.page_faults, strict=True):
+            had, began = _page_faults(), clock()
             jax.block_until_ready(run())
             seconds.append(clock() - began)
+            page_faults.append(_page_faults() - had)
 
     def row(self) -> dict[str, Any]:
         """The medians of the times, and of their ratio."""
@@ -136,7 +141,13 @@ class Pair:
             "ratio": middle,
             "ratio_quartiles": f"{low:.2f} to {high:.2f}",
             "ratio_of_least": round(min(self.seconds[0]) / min(self.seconds[1]), 3),
+            "page_faults": int(statistics.median(self.page_faults[0])),
+            "their_page_faults": int(statistics.median(self.page_faults[1])),
         }
+
+
+def _page_faults() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 
 
 def main(arguments: list[str] | None = None) -> Path:

@@ -96,7 +96,7 @@ class ExpertLoop(ABC):
 
     @abstractmethod
     def forward(self, inputs: Inputs, plan: Any) -> tuple[Array, Any]:
-        """The sums of all tokens; also what is saved, of each iteration."""
+        """The sums of all tokens; also what is saved."""
 
     @abstractmethod
     def backward(self, perturbed: Inputs, inputs: Inputs, plan: Any, kept: Any, ct: Array) -> Inputs:

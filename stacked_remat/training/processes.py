@@ -6,6 +6,7 @@ import inspect
 import os
 import re
 import signal
+import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -112,7 +113,10 @@ def start_processes(distributed: bool | str | Mapping[str, Any]) -> None:
                 return
             distributed = {}
         assert isinstance(distributed, Mapping)
+        _check_port(distributed)
         connected = _connect(distributed)
+    except ConfigError:
+        raise
     except Exception as error:  # JAX and its detection of clusters raise anything
         reason = str(error).strip().rstrip(".")
         raise ConfigError(f"distributed: JAX can't connect the processes: {reason}. {_OFF}") from error
@@ -124,6 +128,23 @@ def start_processes(distributed: bool | str | Mapping[str, Any]) -> None:
             f"or give a longer distributed.initialization_timeout. {_OFF}"
         )
     _when_aborted(EXIT_INTERRUPTED, f"error: JAX lost another process of this run. {_SEE_ABOVE} {_RESUMES}")
+
+
+def _check_port(arguments: Mapping[str, Any]) -> None:
+    """Whether the first process can wait for the others at its address: JAX crashes where it can't."""
+    address = arguments.get("coordinator_bind_address") or arguments.get("coordinator_address")
+    if arguments.get("process_id") != 0 or address is None:
+        return
+    port = int(address.rpartition(":")[2])
+    try:
+        with socket.socket() as listener:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(("", port))
+    except (OSError, OverflowError) as error:
+        raise ConfigError(
+            f"distributed.coordinator_address: process 0 can't take port {port} of its host ({error}). End "
+            f"the process that has it, or name another port in all processes."
+        ) from error
 
 
 def _seconds_to_connect(arguments: Mapping[str, Any]) -> int:

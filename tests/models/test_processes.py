@@ -254,5 +254,11 @@ def test_mistakes_are_named(tmp_path, capsys):
         assert main(arguments_of(workplace, "--distributed", distributed)) == 1
         assert re.search(message, capsys.readouterr().out)
     start_processes(LmRunConfig().distributed)  # no cluster here: nothing to connect
+    with socket.socket() as other:
+        other.bind(("localhost", 0))
+        other.listen()
+        taken = {"coordinator_address": f"localhost:{other.getsockname()[1]}", "num_processes": 2}
+        with pytest.raises(ConfigError, match=r"can't take port \d+ of its host .*name another port in all"):
+            start_processes({**taken, "process_id": 0})
     with pytest.raises(ConfigError, match=r"can't connect the processes: .*\w\. Or set distributed: off"):
         start_processes({"coordinator_address": "localhost:1", "num_processes": 1, "process_id": 2})

@@ -1,7 +1,7 @@
 """Experts block by block, on any platform: each block has rows of one expert.
 
-There are at most rows / block + experts blocks, and at most one per row, for any routing, so trip counts are
-static. A block gathers its tokens, applies its expert and adds the result to its tokens.
+Trip counts are those of the routing that needs most blocks, about rows / block + experts, so they are static.
+A block gathers its tokens, applies its expert and adds the result to its tokens.
 """
 
 from collections.abc import Callable
@@ -67,6 +67,7 @@ def _blocks(
     at_once = -(-most // iterations)  # as even as can be: a block of padding reads an expert too
     number = jnp.arange(iterations * at_once, dtype=jnp.int32)
     # Padding repeats a row of its expert: zero times what is computed of it is zero where that is finite.
+    # Where there are no blocks it is any row, and dropped.
     block = jnp.maximum(jnp.minimum(number, last_block[-1] - 1), 0)
     ended = jnp.sum(
         last_block[None, :] <= block[:, None], axis=1, dtype=jnp.int32
@@ -121,7 +122,7 @@ class BlockLoop(ExpertLoop):
         return Inputs(_rows(inputs.x, at.token), gates, own)
 
     def forward(self, inputs: Inputs, plan: list[BlockPlan]) -> tuple[Array, Any]:
-        """Add every block's rows to its tokens; also what is saved, `[pair, ...]`."""
+        """Add every block's rows to its tokens; also what is saved, arrays `[pair, ...]`."""
         pairs = jax.tree.leaves(inputs.gates)[0].size
 
         def rows_of(at: BlockPlan) -> tuple[Array, Any]:
@@ -129,16 +130,16 @@ class BlockLoop(ExpertLoop):
             kept = self.keep(own, at)
             return self.apply(own, kept, at), kept
 
-        def iteration(state: tuple[Array, Any], at: BlockPlan) -> tuple[Array, Any]:
+        def iteration(state: tuple[Array, list[Array]], at: BlockPlan) -> tuple[Array, list[Array]]:
             out, kept = state
             rows, new = rows_of(at)
-            place = jnp.where(at.real, at.pair, pairs)  # padding is dropped
-            kept = jax.tree.map(lambda every, some: every.at[place].set(some, mode="drop"), kept, new)
-            return _add_at(out, at.token, masked(rows, at.real)), kept
+            pair, pairs_of = _dropped(at.pair, at.real), zip(kept, jax.tree.leaves(new), strict=True)
+            kept = [every.at[pair].set(some, mode="drop") for every, some in pairs_of]
+            return _add_at(out, _dropped(at.token, at.real), rows), kept
 
         rows, kept = jax.eval_shape(rows_of, BlockPlan(*(leaf[0] for leaf in plan[0])))
         out = jax.ShapeDtypeStruct((len(inputs.x), rows.shape[-1]), jnp.float32)
-        kept = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((pairs, *leaf.shape[2:]), leaf.dtype), kept)
+        kept = [jax.ShapeDtypeStruct((pairs, *one.shape[2:]), one.dtype) for one in jax.tree.leaves(kept)]
         out, kept = _over_blocks_of(plan, iteration, zeros_after((inputs.x, plan), (out, kept)))
         return out.astype(inputs.x.dtype), kept
 
@@ -149,11 +150,14 @@ class BlockLoop(ExpertLoop):
 
         def iteration(gradients: Inputs, at: BlockPlan) -> Inputs:
             of_result = masked(_rows(ct, at.token), at.real)
-            own = jax.tree.map(lambda every: _rows(every, at.pair), kept)
-            new = self.iteration_backward(perturbed, self.gather(inputs, at), own, at, of_result)
-            new = new._replace(gates=jax.tree.map(lambda leaf: masked(leaf, at.real), new.gates))
-            pairs = jax.tree.map(lambda _: at.pair, inputs.gates)
-            places = Inputs(at.token, pairs, (at.expert,) * len(inputs.weights))
+            own = self.gather(inputs, at)
+            # Its axes may have the number of rows, so it has another structure in each plan.
+            structure = jax.tree.structure(jax.eval_shape(self.keep, own, at))
+            own_kept = jax.tree.unflatten(structure, [_rows(every, at.pair) for every in kept])
+            new = self.iteration_backward(perturbed, own, own_kept, at, of_result)
+            token, pair = (_dropped(index, at.real) for index in (at.token, at.pair))
+            expert = _dropped(at.expert, jnp.any(at.real, axis=1))
+            places = Inputs(token, jax.tree.map(lambda _: pair, inputs.gates), (expert,) * len(own.weights))
             return jax.tree.map(_add_at, gradients, perturbed_part(places, perturbed), new)
 
         wanted = perturbed_part(trained_sliced(inputs, perturbed), perturbed)
@@ -213,5 +217,10 @@ def _rows(array: Array, index: Array) -> Array:
     return array.at[index].get(mode="promise_in_bounds")
 
 
+def _dropped(index: Array, real: Array) -> Array:
+    """The index, beyond every array where it is not real: what is written there is dropped."""
+    return jnp.where(real, index, jnp.iinfo(index.dtype).max)
+
+
 def _add_at(old: Array, index: Array, new: Array) -> Array:
-    return old.at[index].add(new.astype(jnp.float32))
+    return old.at[index].add(new.astype(jnp.float32), mode="drop")

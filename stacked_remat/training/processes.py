@@ -38,7 +38,8 @@ def _is_integer(value: Any, least: int = 0) -> bool:
 
 
 def _is_address(value: Any) -> bool:
-    return isinstance(value, str) and re.fullmatch(r"\S+:\d{1,5}", value) is not None
+    found = re.fullmatch(r"\S+:(\d{1,5})", value) if isinstance(value, str) else None
+    return found is not None and 0 < int(found[1]) < 2**16
 
 
 def _is_seconds(value: Any) -> bool:
@@ -107,16 +108,15 @@ def start_processes(distributed: bool | str | Mapping[str, Any]) -> None:
     """
     if distributed in (False, "off"):
         return
+    if isinstance(distributed, Mapping):
+        _check_port(distributed)
     try:
         if distributed == "auto":
             if (cluster_size() or 1) < 2:
                 return
             distributed = {}
         assert isinstance(distributed, Mapping)
-        _check_port(distributed)
         connected = _connect(distributed)
-    except ConfigError:
-        raise
     except Exception as error:  # JAX and its detection of clusters raise anything
         reason = str(error).strip().rstrip(".")
         raise ConfigError(f"distributed: JAX can't connect the processes: {reason}. {_OFF}") from error
@@ -132,18 +132,22 @@ def start_processes(distributed: bool | str | Mapping[str, Any]) -> None:
 
 def _check_port(arguments: Mapping[str, Any]) -> None:
     """Whether the first process can wait for the others at its address: JAX crashes where it can't."""
-    address = arguments.get("coordinator_bind_address") or arguments.get("coordinator_address")
+    bound = arguments.get("coordinator_bind_address")
+    address = bound or arguments.get("coordinator_address")
     if arguments.get("process_id") != 0 or address is None:
         return
-    port = int(address.rpartition(":")[2])
+    host, _, port = address.rpartition(":")
+    host = host.strip("[]") if bound else ""  # JAX then takes every address of this host
+    is_dual = not host and socket.has_dualstack_ipv6()
     try:
-        with socket.socket() as listener:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.bind(("", port))
-    except (OSError, OverflowError) as error:
+        found = socket.getaddrinfo(host, int(port), type=socket.SOCK_STREAM) if host else ()
+        family = found[0][0] if found else socket.AF_INET6 if is_dual else socket.AF_INET
+        socket.create_server((host, int(port)), family=family, dualstack_ipv6=is_dual).close()
+    except OSError as error:
         raise ConfigError(
-            f"distributed.coordinator_address: process 0 can't take port {port} of its host ({error}). End "
-            f"the process that has it, or name another port in all processes."
+            f"distributed.{'coordinator_bind_address' if bound else 'coordinator_address'}: process 0 can't "
+            f"wait for the others at {address} ({error}). End the process that has the port, or name another "
+            f"in all processes."
         ) from error
 
 

@@ -15,7 +15,7 @@ import pytest
 from models.run_config import LmRunConfig
 from models.train_lm import main
 from stacked_remat.training import EXIT_INTERRUPTED, ConfigError
-from stacked_remat.training.processes import start_processes
+from stacked_remat.training.processes import _check_port, start_processes
 
 from .tiny_run import arguments_of, make_workplace
 
@@ -245,6 +245,7 @@ def test_mistakes_are_named(tmp_path, capsys):
             "{coordinator_address: 10.0.0.1}",
             "coordinator_address is a host and a port, such as .* '10.0.0.1'",
         ),
+        ("{coordinator_address: 'localhost:70000'}", "coordinator_address is .*; got 'localhost:70000'"),
         ("{initialization_timeout: soon}", "initialization_timeout is a whole number of seconds.* 'soon'"),
         ("{heartbeat_timeout_seconds: null}", "heartbeat_timeout_seconds is .*; got None"),
         ("{num_processes: 0}", "num_processes is an integer above 0; got 0"),
@@ -254,11 +255,19 @@ def test_mistakes_are_named(tmp_path, capsys):
         assert main(arguments_of(workplace, "--distributed", distributed)) == 1
         assert re.search(message, capsys.readouterr().out)
     start_processes(LmRunConfig().distributed)  # no cluster here: nothing to connect
-    with socket.socket() as other:
-        other.bind(("localhost", 0))
-        other.listen()
-        taken = {"coordinator_address": f"localhost:{other.getsockname()[1]}", "num_processes": 2}
-        with pytest.raises(ConfigError, match=r"can't take port \d+ of its host .*name another port in all"):
-            start_processes({**taken, "process_id": 0})
+    for host, given in (
+        ("localhost", "coordinator_address"),
+        ("::1", "coordinator_address"),
+        ("127.0.0.1", "coordinator_bind_address"),
+    ):
+        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as other:
+            other.bind((host, 0))
+            other.listen()
+            port = other.getsockname()[1]
+            taken = {"coordinator_address": f"localhost:{port}", "process_id": 0, "num_processes": 2}
+            taken |= {given: f"{'localhost' if ':' in host else host}:{port}"}
+            with pytest.raises(ConfigError, match=rf"{given}: process 0 can't wait .*:{port} .*name another"):
+                start_processes(taken)
+            _check_port({**taken, "coordinator_bind_address": f"127.0.0.2:{port}"})
     with pytest.raises(ConfigError, match=r"can't connect the processes: .*\w\. Or set distributed: off"):
         start_processes({"coordinator_address": "localhost:1", "num_processes": 1, "process_id": 2})

@@ -138,6 +138,34 @@ def test_an_experts_last_block_is_half_as_large_where_its_rows_fit():
     assert sorted(rows_of_blocks) == [32, 32, 64, 64]
 
 
+@pytest.mark.parametrize("at_once", [1, 3])
+def test_what_is_saved_may_be_named_and_need_not_be_finite_at_zero(at_once):
+    """Some examples have no choices, and none of what is saved for their padding."""
+    choices = np.stack([np.repeat([0, 3], [70, 5])[:, None], np.full((75, 1), -1)])
+    weights, x, _, gates, cotangent = example(4, choices[0])
+
+    def kept(weights, rows):
+        return hax.named(1 + jnp.square(rows @ weights["gate"]), ("row", "inner"))
+
+    def expert(weights, rows, gates, saved=None):
+        saved = kept(weights, rows) if saved is None else saved
+        return (rows @ weights["up"] / saved.array * gates[:, None]) @ weights["down"]
+
+    def gradients(choices, saved):
+        def loss(weights, x, gates):
+            options = {"saved": saved, "block_size": 64, "blocks_at_once": at_once}
+            found = grouped_experts(expert, weights, Axis("experts", 4), x, choices, gates, **options)
+            return jnp.vdot(found, cotangent)
+
+        return jax.grad(loss, (0, 1, 2))(weights, x, gates)
+
+    found, expected = (
+        jax.jit(jax.vmap(functools.partial(gradients, saved=saved)), compiler_options=quick)(choices)
+        for saved in (kept, None)
+    )
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5), found, expected)
+
+
 def named_expert(weights, rows, gates):
     Row = Axis("row", rows.shape[0])
     hidden = hax.tanh(hax.dot(hax.named(rows, (Row, "embed")), weights, axis="embed"))

@@ -46,20 +46,18 @@ def block_plans(
     order = jnp.argsort(flat, stable=True).astype(jnp.int32)
     counts = jnp.zeros(experts, jnp.int32).at[flat].add(1)
     ends = jnp.cumsum(counts)
-    is_cpu = platform() == "cpu" and at_once == 1
-    half = size // 2 if is_cpu and size >= 2 * _LEAST_HALF else 0
-    last = counts % size
-    whole = counts // size + (last > half).astype(jnp.int32)
+    half = size // 2 if _skips_padding(at_once) and size >= 2 * _LEAST_HALF else 0
+    whole = -(-(counts - half) // size)  # a block of `size` has more rows than half
     most = min(flat.size // (half + 1), (flat.size + experts * (size - half - 1)) // size)
     parts = [(size, most, ends - counts, whole)]
     if half:
-        of_half = ((last > 0) & (last <= half)).astype(jnp.int32)
-        parts.append((half, min(flat.size, experts), ends - last, of_half))
-    return [_blocks(order, *part, ends, at_once, choices.shape[1]) for part in parts if part[1] > 0]
+        rest = counts - whole * size  # at most half
+        parts.append((half, min(flat.size, experts), ends - rest, (rest > 0).astype(jnp.int32)))
+    return [_blocks(order, ends, at_once, choices.shape[1], *part) for part in parts if part[1] > 0]
 
 
 def _blocks(
-    order: Array, size: int, most: int, firsts: Array, blocks: Array, ends: Array, at_once: int, choices: int
+    order: Array, ends: Array, at_once: int, choices: int, size: int, most: int, firsts: Array, blocks: Array
 ) -> BlockPlan:
     """At most so many blocks of a size: `blocks` of each expert, of its rows in `order` from `firsts` on."""
     last_block = jnp.cumsum(blocks)
@@ -133,14 +131,14 @@ class BlockLoop(ExpertLoop):
         def iteration(state: tuple[Array, list[Array]], at: BlockPlan) -> tuple[Array, list[Array]]:
             out, kept = state
             rows, new = rows_of(at)
-            pair, pairs_of = _dropped(at.pair, at.real), zip(kept, jax.tree.leaves(new), strict=True)
-            kept = [every.at[pair].set(some, mode="drop") for every, some in pairs_of]
-            return _add_at(out, _dropped(at.token, at.real), rows), kept
+            token, pair = (_dropped(index, at.real) for index in (at.token, at.pair))
+            written = zip(kept, jax.tree.leaves(new), strict=True)
+            return _add_at(out, token, rows), [old.at[pair].set(own, mode="drop") for old, own in written]
 
-        rows, kept = jax.eval_shape(rows_of, BlockPlan(*(leaf[0] for leaf in plan[0])))
-        out = jax.ShapeDtypeStruct((len(inputs.x), rows.shape[-1]), jnp.float32)
-        kept = [jax.ShapeDtypeStruct((pairs, *one.shape[2:]), one.dtype) for one in jax.tree.leaves(kept)]
-        out, kept = _over_blocks_of(plan, iteration, zeros_after((inputs.x, plan), (out, kept)))
+        of_rows, of_kept = jax.eval_shape(rows_of, BlockPlan(*(leaf[0] for leaf in plan[0])))
+        out = jax.ShapeDtypeStruct((len(inputs.x), of_rows.shape[-1]), jnp.float32)
+        kept = [jax.ShapeDtypeStruct((pairs, *one.shape[2:]), one.dtype) for one in jax.tree.leaves(of_kept)]
+        out, kept = _over_plans(plan, iteration, zeros_after((inputs.x, plan), (out, kept)))
         return out.astype(inputs.x.dtype), kept
 
     def backward(
@@ -163,22 +161,23 @@ class BlockLoop(ExpertLoop):
         wanted = perturbed_part(trained_sliced(inputs, perturbed), perturbed)
         flat = wanted._replace(gates=jax.tree.map(lambda leaf: leaf.reshape(-1), wanted.gates))
         sums = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.float32), flat)
-        gradients = _over_blocks_of(plan, iteration, zeros_after((inputs.x, plan, ct), sums))
+        gradients = _over_plans(plan, iteration, zeros_after((inputs.x, plan, ct), sums))
         return jax.tree.map(lambda new, old: new.reshape(old.shape).astype(old.dtype), gradients, wanted)
 
 
-def _over_blocks_of(plans: list[BlockPlan], iteration: Callable[[Any, BlockPlan], Any], state: Any) -> Any:
-    """The state after an iteration for the blocks of all plans.
+def _skips_padding(at_once: int) -> bool:
+    """Whether iterations of so many blocks are skipped where all is padding. GPUs copy a conditional's state."""
+    return at_once == 1 and platform() == "cpu"
 
-    On a CPU an iteration whose one block is all padding is skipped. GPUs copy the state of a conditional.
-    """
+
+def _over_plans(plans: list[BlockPlan], iteration: Callable[[Any, BlockPlan], Any], state: Any) -> Any:
+    """The state after an iteration for the blocks of all plans."""
 
     def unless_padding(state: Any, at: BlockPlan) -> Any:
         return lax.cond(_any_real(at.real), iteration, lambda state, _: state, state, at)
 
     for plan in plans:
-        is_skipped = platform() == "cpu" and plan.expert.shape[1] == 1
-        run = unless_padding if is_skipped else iteration
+        run = unless_padding if _skips_padding(plan.expert.shape[1]) else iteration
         state, _ = lax.scan(lambda state, at, run=run: (run(state, at), None), state, plan)
     return state
 

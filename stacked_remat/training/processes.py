@@ -143,11 +143,11 @@ def _check_port(arguments: Mapping[str, Any]) -> None:
         found = socket.getaddrinfo(host, int(port), type=socket.SOCK_STREAM) if host else ()
         family = found[0][0] if found else socket.AF_INET6 if is_dual else socket.AF_INET
         socket.create_server((host, int(port)), family=family, dualstack_ipv6=is_dual).close()
-    except OSError as error:
+    except (OSError, OverflowError, ValueError) as error:
         raise ConfigError(
             f"distributed.{'coordinator_bind_address' if bound else 'coordinator_address'}: process 0 can't "
             f"wait for the others at {address} ({error}). End the process that has the port, or name another "
-            f"in all processes."
+            f"address of this host in all processes."
         ) from error
 
 

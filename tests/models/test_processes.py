@@ -269,5 +269,9 @@ def test_mistakes_are_named(tmp_path, capsys):
             with pytest.raises(ConfigError, match=rf"{given}: process 0 can't wait .*:{port} .*name another"):
                 start_processes(taken)
             _check_port({**taken, "coordinator_bind_address": f"127.0.0.2:{port}"})
+    with pytest.raises(
+        ConfigError, match="coordinator_address: process 0 can't wait for the others at localhost "
+    ):
+        start_processes({"coordinator_address": "localhost", "process_id": 0})
     with pytest.raises(ConfigError, match=r"can't connect the processes: .*\w\. Or set distributed: off"):
         start_processes({"coordinator_address": "localhost:1", "num_processes": 1, "process_id": 2})

@@ -166,7 +166,7 @@ class BlockLoop(ExpertLoop):
 
 
 def _skips_padding(at_once: int) -> bool:
-    """Whether iterations of so many blocks are skipped where all is padding. GPUs copy a conditional's state."""
+    """Whether blocks that are all padding are skipped. GPUs copy what a conditional has."""
     return at_once == 1 and platform() == "cpu"
 
 

@@ -91,10 +91,7 @@ class ChunkLoop(ExpertLoop):
     def backward(self, perturbed: Inputs, inputs: Inputs, plan: Groups, kept: Any, ct: Array) -> Inputs:
         """The cotangents of what is perturbed, `None` for the rest."""
         inputs = trained_sliced(inputs, perturbed)
-        trained = jax.tree.leaves(of_trained := perturbed_part(inputs, perturbed).weights)
-        # It has more rows at once than the forward pass. But each chunk adds to the gradients of weights.
-        if self.saved is None and sum(leaf.nbytes for leaf in trained) < self.kernels.chunk_bytes:
-            plan = _halved(plan, inputs, self.kernels.rows_of)
+        trained = perturbed_part(inputs, perturbed).weights
 
         def chunk(of_weights: Any, part: Any) -> tuple[Any, Any]:
             x, gates, ct, kept, at = part
@@ -104,21 +101,13 @@ class ChunkLoop(ExpertLoop):
             )
             return of_weights, (new.x, new.gates)
 
-        wanted = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.float32), of_trained)
+        wanted = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.float32), trained)
         start = zeros_after((inputs.x, plan, ct), wanted)
         parts = jax.tree.map(lambda leaf: _cut(leaf, plan.row.shape[0]), (inputs.x, inputs.gates, ct))
         of_weights, of_tokens = lax.scan(chunk, start, (*parts, kept, plan))
         of_x, of_gates = jax.tree.map(lambda leaf: _joined(leaf, inputs.x.shape[0]), of_tokens)
-        of_weights = jax.tree.map(lambda new, old: new.astype(old.dtype), of_weights, of_trained)
+        of_weights = jax.tree.map(lambda new, old: new.astype(old.dtype), of_weights, trained)
         return Inputs(of_x, of_gates, of_weights)
-
-
-def _halved(plan: Groups, inputs: Inputs, rows_of: int) -> Groups:
-    """The plan for twice as many chunks."""
-    expert = jnp.where(plan.real, plan.expert, -1)
-    choices = jax.vmap(lambda expert, row: expert[row])(expert, plan.row)
-    tokens, chunks = inputs.x.shape[0], min(2 * len(choices), inputs.x.shape[0])
-    return chunk_plan(_joined(choices, tokens), plan.sizes.shape[1], chunks, rows_of)
 
 
 def _cut(x: Array, chunks: int, fill: int = 0) -> Array:

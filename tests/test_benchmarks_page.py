@@ -83,7 +83,12 @@ def test_a_figure_that_no_result_has_is_an_error():
     gib = found / 1024
     for true in (f"{gib:.2f} GiB", f"{gib:.1f} GiB", f"{found:,.0f} MiB"):
         assert true in with_tables(page.format(true))
-    for wrong in (f"{gib + 0.02:.2f} GiB", f"{gib + 0.3:.1f}", f"{found - 42:,.0f} MiB", f"{gib:.2f} s\n| 8.03 |"):
+    for wrong in (
+        f"{gib + 0.02:.2f} GiB",
+        f"{gib + 0.3:.1f}",
+        f"{found - 42:,.0f} MiB",
+        f"{gib:.2f} s\n| 8.03 |",
+    ):
         with pytest.raises(ValueError, match=re.escape(wrong.split()[-2] if "|" in wrong else wrong)):
             with_tables(page.format(wrong))
     assert not list(

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from haliax import Axis, NamedArray
 from haliax.util import is_named_array
+from jax.sharding import AxisType
 from jaxtyping import Array, PRNGKeyArray
 
 from models.lm import AuxiliaryLoss, LanguageModel, build_model, check_remat_levels, check_remat_names
@@ -30,7 +31,7 @@ from stacked_remat import (
     tiled,
 )
 from stacked_remat.lora import LoraLinear
-from stacked_remat.ops import RotaryTable, rotary_table
+from stacked_remat.ops import RotaryTable, per_device, rotary_table
 from stacked_remat.training import POSITION_AXIS
 
 
@@ -266,7 +267,13 @@ class Decoder(LanguageModel):
         return rotary_table(positions, self.config.HeadDim, theta=rotary.theta, scaling=rotary.scaling)
 
     def _embedded(self, tokens: NamedArray) -> NamedArray:
-        return self.embedding(tokens).astype(self.config.compute_dtype)
+        embedding, out = self.embedding, (*tokens.axes, self.config.Embed)
+        if AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types:
+            # JAX refuses to read a table at tokens that such an axis divides.
+            x = per_device(lambda table, own: table(own), embedding, tokens, over=tokens.axes, out=out)
+        else:
+            x = embedding(tokens)
+        return x.astype(self.config.compute_dtype)
 
     def _normalised(self, x: NamedArray) -> NamedArray:
         return cast_floating(self.norm, x.dtype)(x)

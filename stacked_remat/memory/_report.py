@@ -249,7 +249,10 @@ def _trace(target: Target, placement: "_Placement", trace: Callable[[], Any], ma
 
 
 def _attached_memory(target: Target) -> int | None:
-    stats = target.devices()[0].memory_stats()
+    device = target.devices()[0]
+    if device.process_index != jax.process_index():  # JAX asks only a process's own
+        device = jax.local_devices()[0]
+    stats = device.memory_stats()
     return stats.get("bytes_limit") if stats else None
 
 

@@ -22,6 +22,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding,
 from .._compat import mesh_axes_used_twice, no_axis_mapping
 from .._messages import axes_text, did_you_mean
 from .._placement import is_on_host
+from .._stacked import Stacked
 from ..memory._host_arguments import on_one_device
 from .batches import BATCH_AXIS, POSITION_AXIS, TokenBatch
 from .config_error import ConfigError
@@ -183,7 +184,7 @@ class Partitioning:
         """Checks that the mappings name axes of a state (or of its shapes) or of batches.
 
         Raises:
-            ConfigError: no array has an axis of that name.
+            ConfigError: no array has an axis of that name, or weights would be divided by layers.
         """
         leaves = jax.tree.leaves(state, is_leaf=is_named_array)
         names = {axis.name for leaf in leaves if is_named_array(leaf) for axis in leaf.axes}
@@ -195,6 +196,13 @@ class Partitioning:
                         f"trainer.mesh.{table}.{name}: no array of this model has an axis `{name}`."
                         f"{did_you_mean(name, valid)} Valid: {', '.join(valid)}."
                     )
+        stacks = jax.tree.leaves(state, is_leaf=lambda node: isinstance(node, Stacked))
+        for name in {stack.Block.name for stack in stacks if isinstance(stack, Stacked)}:
+            if name in self.param_mapping:
+                raise ConfigError(
+                    f"trainer.mesh.param_mapping.{name}: with the layers divided over devices, every layer "
+                    f"would gather all of them. Divide another axis of the weights, such as `embed`."
+                )
 
     def check_batch(self, rows: int, positions: int, microbatches: int = 1) -> None:
         """Checks that a batch of so many sequences and positions, in microbatches, divides evenly.
@@ -353,9 +361,10 @@ def mesh_sizes(config: MeshConfig, devices: int) -> dict[str, int]:
     """
     fixed = math.prod(size for size in config.axes.values() if size != -1)
     if fixed > devices or (-1 in config.axes.values() and devices % fixed):
+        multiple = " or a multiple of that" if -1 in config.axes.values() else ""
         raise ConfigError(
-            f"trainer.mesh.axes {config.axes} takes {fixed} devices, and a multiple of that with a -1; there "
-            f"are {devices}. Change a size, or give one axis -1 for all remaining devices."
+            f"trainer.mesh.axes {config.axes} takes {fixed} devices{multiple}; there are {devices}. Change a "
+            f"size{'' if multiple else ', or give one axis -1 for all remaining devices'}."
         )
     return {name: devices // fixed if size == -1 else size for name, size in config.axes.items()}
 

@@ -115,9 +115,11 @@ class MeshConfig:
                 over = [physical] if isinstance(physical, str) else physical
                 strange = [one for one in over if one not in self.axes]
                 if strange:
+                    is_default = {name: physical} in ({"batch": "data"}, {"embed": "data"})
                     raise ValueError(
                         f"trainer.mesh.{table}.{name} names the mesh axis {strange[0]!r}; those in "
                         f"trainer.mesh.axes are {', '.join(self.axes)}."
+                        f"{f' That is the default: write trainer.mesh.{table}.' if is_default else ''}"
                     )
                 repeated = [one for one in over if over.count(one) > 1]
                 if repeated:

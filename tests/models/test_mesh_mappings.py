@@ -4,14 +4,22 @@ import dataclasses
 import math
 import re
 
+import equinox as eqx
+import haliax as hax
+import jax
+import numpy as np
 import pytest
+from haliax import Axis
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from models.lm import build_model, next_token_loss
 from models.qwen3_moe import Qwen3Config, Qwen3MoeConfig
 from models.transformer.config import AttentionConfig, ExpertsConfig
 from stacked_remat import ScanCheckpointPolicy
 from stacked_remat.lora import LoraConfig
 from stacked_remat.training import MeshConfig
-from tests.models.mesh_steps import ROWS, assert_same, compiled_on, on_one_device
+from tests.models.mesh_steps import ROWS, VOCAB, assert_same, batch, compiled_on, on_one_device
+from tests.models.random_weights import random_weights
 
 LAYERS, POSITIONS, HEAD_DIM = 5, 32, 12
 SIZES = {"hidden_dim": 16, "num_layers": LAYERS, "num_heads": 4, "num_kv_heads": 1}
@@ -170,3 +178,22 @@ def test_experts_divided_where_tokens_are_not_are_refused():
     mesh = MeshConfig({"data": 2, "expert": 4}, {"batch": "data", "experts": "expert"})
     with pytest.raises(ValueError, match="`experts` is divided over 'expert'.*batch: .data, expert."):
         compiled_on(mesh, SPARSE, True, POSITIONS)
+
+
+def test_a_decoder_takes_a_mesh_with_sharding_in_types():
+    tokens, mesh = batch(32), jax.make_mesh((4,), ("data",), (AxisType.Explicit,), devices=jax.devices()[:4])
+    model = random_weights(build_model, SPARSE, Axis("vocab", VOCAB), remat="nested")
+    weights, static = eqx.partition(model, eqx.is_inexact_array)
+    gradient = jax.value_and_grad(
+        lambda weights, batch: next_token_loss(eqx.combine(weights, static), batch)[0]
+    )
+    expected = jax.jit(gradient)(weights, tokens)
+    with jax.set_mesh(mesh):
+        weights = jax.device_put(weights, NamedSharding(mesh, PartitionSpec()))
+        tokens = jax.device_put(tokens, NamedSharding(mesh, PartitionSpec("data")))
+        with hax.axis_mapping({"batch": "data"}):
+            found = jax.jit(gradient)(weights, tokens)
+        with pytest.raises(ValueError, match=r"divided over 'data'.*axis_mapping\({'batch': 'data'}\)"):
+            gradient(weights, tokens)
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(one, other, rtol=2e-4, atol=2e-6)

@@ -10,6 +10,7 @@ import pytest
 from haliax import Axis
 from jax.sharding import PartitionSpec, SingleDeviceSharding
 
+from stacked_remat import Stacked
 from stacked_remat.training import ConfigError, MeshConfig, Partitioning, TokenBatch, mesh_sizes
 from tests.jaxprs import primitives
 
@@ -62,8 +63,8 @@ def test_sizes(axes, devices, sizes):
 @pytest.mark.parametrize(
     ("axes", "message"),
     [
-        ({"data": 16}, "takes 16 devices.* there are 8"),
-        ({"data": -1, "model": 3}, "takes 3 devices, and a multiple of that with a -1; there are 8"),
+        ({"data": 16}, "takes 16 devices; there are 8. Change a size, or give one axis -1"),
+        ({"data": -1, "model": 3}, "takes 3 devices or a multiple of that; there are 8. Change a size.$"),
     ],
     ids=str,
 )
@@ -79,6 +80,10 @@ def test_meshes_that_do_not_fit_the_devices(axes, message):
         ({"axes": {"data": 0}}, r"axes\.data must be at least 1"),
         ({"axes": {"data": -1, "model": -1}}, "can have one -1"),
         ({"param_mapping": {"embed": "modl"}}, r"param_mapping\.embed names the mesh axis 'modl'.* are data"),
+        (
+            {"axes": {"context": 8}, "compute_mapping": {}},
+            r"'data'; .* That is the default: write .*param_mapping\.$",
+        ),
         ({"compute_mapping": {"batch": ["data", "x"]}}, r"compute_mapping\.batch names the mesh axis 'x'"),
         (
             {"axes": {"e": 4, "data": 2}, "compute_mapping": {"batch": ["data", "e", "data"]}},
@@ -161,6 +166,14 @@ def test_mappings_that_do_not_fit_the_weights(devices, mapping, message):
     partitioning = Partitioning.of(MeshConfig({"data": devices}, {}, mapping))
     with pytest.raises(ConfigError, match=message):
         partitioning.weight_shapes({"weight": hax.ones((Mlp, Embed))})
+
+
+def test_weights_are_not_divided_by_layers():
+    make = Stacked.init(Axis("depth", 8), hax.nn.Linear.init)
+    stack = make(Embed, Mlp, key=jax.random.split(jax.random.key(0), 8))
+    partitioning = Partitioning.of(MeshConfig({"data": 8}, {}, {"depth": "data"}))
+    with pytest.raises(ConfigError, match=r"param_mapping\.depth: .* another axis .* `embed`"):
+        partitioning.check_names({"layers": stack})
 
 
 @pytest.mark.parametrize("microbatches", [1, 2])

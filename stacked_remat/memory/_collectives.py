@@ -1,8 +1,8 @@
 """The bytes that devices send each other in one call, from the compiled program.
 
 Collectives appear when the compiler divides the program, so they are read from its text: those in a loop
-times its trips. Trips that the compiler does not know are those of the loop at the same place of the source,
-which `count_flops` finds in the traced program.
+times its trips. Trips that the compiler does not know are those that the program says it expects, or those of
+the loop at the same place of the source, which `count_flops` finds in the traced program.
 """
 
 import functools
@@ -10,6 +10,7 @@ import math
 import re
 from collections.abc import Iterator
 
+from .._expected_trips import trips_expected
 from ._costs import Flops
 
 _KINDS = "all-gather|all-reduce|reduce-scatter|all-to-all|ragged-all-to-all|collective-permute"
@@ -23,6 +24,7 @@ _CONDITION = re.compile(r"condition=%([\w.\-]+)")
 _TRIPS = re.compile(r'known_trip_count":\{"n":"(\d+)"')
 _ARRAY = re.compile(r"\b(pred|[a-z]+(\d+)\w*)\[([\d,]*)\]")
 _GROUPS = re.compile(r"replica_groups=(?:\[\d+,(\d+)\]|\{\{([\d,]*)\}|mesh\[(.*?)\] \{(.*?)\})")
+_SCOPES = re.compile(r'op_name="([^"]*)/')
 _FRAME = re.compile(r"stack_frame_id=(\d+)")
 _ENTRY = re.compile(r"(\w+)=(\d+)")
 _ROW = re.compile(r"^(\d+) (.*)$")
@@ -31,8 +33,8 @@ _ROW = re.compile(r"^(\d+) (.*)$")
 def sent_bytes(program: str, devices: int, flops: Flops) -> int:
     """The bytes that each device sends in collectives that go round a ring, in one call.
 
-    Loops whose trips depend on data count once. Where only the traced program has the trips, loops on one
-    line of the source count their mean.
+    Loops whose trips depend on data count as often as `expected_trips` says, and once where it says nothing.
+    Where only the traced program has the trips, loops on one line of the source count their mean.
 
     Args:
         program: the text of the compiled program.
@@ -83,6 +85,9 @@ class _Program:
     def _trips(self, line: str, place: str, loop: str) -> float:
         if known := _TRIPS.search(line):
             return int(known[1])
+        scopes = _SCOPES.search(line)
+        if scopes and (expected := trips_expected(scopes[1])) is not None:
+            return expected
         if (place, loop) in self._loops:
             return self._loops[place, loop]
         condition = _CONDITION.findall(line)

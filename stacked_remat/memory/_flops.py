@@ -17,6 +17,7 @@ from jax.extend import source_info_util
 from jax.extend.core import jaxprs_in_params
 from jax.interpreters import partial_eval
 
+from .._expected_trips import trips_expected
 from ._backward import called_jaxpr, mark_products, scan_parts
 from ._costs import Flops, leaf_cost
 from ._integers import as_known, evaluate
@@ -41,7 +42,8 @@ def count_flops(jaxpr: Any, *, trained: Sequence[bool] | None = None) -> Flops:
     Returns:
         The count. Equations whose results are never used are left out, as XLA leaves them out. Loops
         count body times trips; `while` loops whose trip count depends on the arguments are counted
-        once and named in `too_low`.
+        once, those of divided experts (`over` of `grouped_experts`) as often as an even routing takes,
+        and named in `too_low`.
     """
     counter = _Counter()
     if trained is not None:
@@ -203,8 +205,10 @@ class _Counter:
         cond_consts, consts, state = values[:first], values[first:second], values[second:]
         each, fixed, strides = self._any_trip(params["body_jaxpr"], consts, state, [])
         test, _ = self.run(params["cond_jaxpr"], [*cond_consts, *fixed])
-        reason = f"a while loop{_where(eqn)} whose trip count is not known in advance is counted once"
-        unknown = each + test + Flops(too_low=(reason,)), fixed, None
+        expected = trips_expected(str(eqn.source_info.name_stack))
+        counted = "once" if expected is None else f"{expected} times"
+        reason = f"a while loop{_where(eqn)} whose trip count is not known in advance is counted {counted}"
+        unknown = (each + test) * (expected or 1) + Flops(too_low=(reason,)), fixed, None
         if strides is not None:
             starts = [*cond_consts, *state], [*cond_consts, *_after(state, strides, 1)]
             trips = _strided_trips(self._without_dead_code(params["cond_jaxpr"]), *starts)

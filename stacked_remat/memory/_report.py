@@ -57,8 +57,9 @@ class MemoryReport(Tabular):
         capacity: bytes of memory of one device; None where it is not known.
         least_time: of one call, by its arithmetic and its transfers; None where the device's peak or link is
             not known.
-        sent: bytes that a device sends to others in collectives, if each goes round a ring. Loops whose trips
-            depend on data count once.
+        sent: bytes that a device sends to others in collectives, if each goes round a ring. Divided experts
+            (`over` of `grouped_experts`) count as with an even routing; other loops whose trips depend on
+            data count once.
     """
 
     target: str

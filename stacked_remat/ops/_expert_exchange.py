@@ -20,6 +20,7 @@ from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array, Bool, Int
 
 from .._compat import as_residual, of_residual
+from .._expected_trips import expected_trips
 from .._sweep.store import zeros_after
 from ._expert_loop import masked
 
@@ -38,11 +39,13 @@ class Exchange:
         over: the axes of the mesh over which experts are divided.
         devices: how many there are along these.
         slots: rows that a device sends to each other one in a round.
+        even_rounds: how many an even routing takes.
     """
 
     over: tuple[str, ...]
     devices: int
     slots: int
+    even_rounds: int
 
     @staticmethod
     def of(over: Sequence[str], pairs: int, row_bytes: int) -> "Exchange":
@@ -58,8 +61,9 @@ class Exchange:
                 f"`over` divides experts over {tuple(over)}, which are not all manual axes of a mesh here: "
                 "call grouped_experts inside jax.shard_map over them, or leave `over` out."
             ) from None
-        slots = min(-(-pairs // (devices * _PARTS)), _MOST_BYTES // (devices * row_bytes))
-        return Exchange(tuple(over), devices, max(slots, 1))
+        to_each = -(-pairs // devices)
+        slots = max(min(-(-to_each // _PARTS), _MOST_BYTES // (devices * row_bytes)), 1)
+        return Exchange(tuple(over), devices, slots, -(-to_each // slots))
 
     @property
     def rows(self) -> int:
@@ -168,7 +172,8 @@ class _Rounds:
 
         shape = jax.eval_shape(self.apply, inputs.x, routes.expert.reshape(inputs.gates.shape), *inputs[1:])
         start = zeros_after((inputs.x, routes), jax.ShapeDtypeStruct(shape.shape, jnp.float32))
-        out = lax.fori_loop(0, routes.rounds, one, start)
+        with expected_trips(self.exchange.even_rounds):
+            out = lax.fori_loop(0, routes.rounds, one, start)
         return out.astype(inputs.x.dtype)
 
     def backward(self, perturbed: _Inputs, inputs: _Inputs, routes: _Routes, cotangent: Array) -> _Inputs:
@@ -199,7 +204,8 @@ class _Rounds:
             lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.float32), eqx.filter(flat, perturbed)
         )
         start = zeros_after((inputs.x, routes, cotangent), wanted)
-        gradients = lax.fori_loop(0, routes.rounds, one, start)
+        with expected_trips(self.exchange.even_rounds):
+            gradients = lax.fori_loop(0, routes.rounds, one, start)
         wanted = eqx.filter(inputs, perturbed)
         return jax.tree.map(lambda new, old: new.reshape(old.shape).astype(old.dtype), gradients, wanted)
 

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, PartitionSpec
 
+from stacked_remat._expected_trips import expected_trips
 from stacked_remat.memory import count_flops
 from stacked_remat.ops._attention_splash import splash_attention
 
@@ -262,6 +263,19 @@ def test_an_unknown_trip_count_is_never_silent():
     assert not found.exact
     assert "trip count" in found.too_low[0]
     assert "test_flops.py" in found.too_low[0]
+
+
+def test_a_loop_counts_the_trips_that_are_expected_of_it_and_not_those_within():
+    def fn(x, n):
+        def inner(_, x):
+            return jax.lax.fori_loop(jnp.int32(0), n, lambda _, x: x @ x, x)
+
+        with expected_trips(5):
+            return jax.lax.fori_loop(jnp.int32(0), n, inner, x)
+
+    found = count(jax.vmap(fn, (0, None)), jnp.stack([SQUARE] * 2), jnp.int32(3))
+    assert found.matmul == 2 * 5 * PRODUCT
+    assert sorted(reason.split()[-2] for reason in found.too_low) == ["5", "counted"]
 
 
 def test_work_inside_an_unknown_operation_is_never_silent():

@@ -36,6 +36,7 @@ CONFIG = PlanLmConfig(
     trainer=TrainerConfig(mesh=MeshConfig()),
     devices=4,
 ).resolved()
+REPORT = StepMemory.report
 SENT = {"data": 400, "expert": 300, "context": 200, "tensor": 100}
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
@@ -121,6 +122,21 @@ def test_more_microbatches_are_tried_where_they_save_arithmetic_or_memory(compil
     assert {(one.policy, one.microbatches) for one in found("44.95KB")} == {("offload", 1)}
     with pytest.raises(BudgetError, match="no mesh of 4 devices fits 1KB"):
         found("1KB")
+
+
+@pytest.mark.parametrize(("positions", "first"), [(16, "expert"), (256, "data")])
+def test_experts_are_divided_first_where_tokens_are_few(monkeypatch, positions, first):
+    config = dataclasses.replace(CONFIG, data=dataclasses.replace(CONFIG.data, seq_len=positions))
+    tried = [mesh for mesh in meshes(StepMemory(config, "local", 4), 4) if 4 in mesh.axes.values()][:2]
+    assert [{axis for axis, size in mesh.axes.items() if size > 1} for mesh in tried] == [
+        {"data"},
+        {"expert"},
+    ]
+    monkeypatch.setattr(StepMemory, "report", REPORT)
+    monkeypatch.setattr("models.plan_mesh.meshes", lambda *_: tried)
+    monkeypatch.setattr("models.plan_mesh._POLICIES", ("nested",))
+    monkeypatch.setattr("models.plan_mesh._MORE_MICROBATCHES", (1,))
+    assert found("1GB", config)[0].mesh.axes[first] == 4
 
 
 def with_trainer(**fields):

@@ -1,9 +1,12 @@
 """Tests of the evaluation of the integers that trip counts depend on, against JAX."""
 
+import contextlib
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from stacked_remat.memory._flops import _Counter
 from stacked_remat.memory._integers import MAX_SIZE, as_known
@@ -73,6 +76,31 @@ def test_loops_and_branches_on_integers_are_followed():
 
     for n in (1, 3):
         assert_followed(fn, n)
+
+
+def test_tables_are_read_within_any_mesh():
+    divided = PartitionSpec("data")
+    automatic, explicit = (
+        jax.make_mesh((8,), ("data",), axis_types=(kind,)) for kind in (AxisType.Auto, AxisType.Explicit)
+    )
+
+    def table(like):
+        sharding = jax.typeof(like).sharding
+        ones = jax.lax.broadcast_in_dim(jnp.int32(1), (8,), (), out_sharding=sharding)
+        return ones + jax.lax.broadcasted_iota(jnp.int32, (8,), 0, out_sharding=sharding)
+
+    def traced(fn, mesh):
+        with jax.set_mesh(mesh):
+            return jax.make_jaxpr(fn)(jax.device_put(np.zeros(8), NamedSharding(mesh, divided)))
+
+    of_explicit = traced(table, explicit)
+    of_all = traced(jax.shard_map(table, in_specs=divided, out_specs=divided), automatic)
+    (of_devices,) = (eqn.params["jaxpr"] for eqn in of_all.eqns)
+    for jaxpr in (of_explicit, of_devices):
+        for mesh in (None, automatic, explicit):
+            with contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh):
+                _, (found,) = _Counter().run(jaxpr, [None])
+            np.testing.assert_array_equal(found, np.arange(8) + 1)
 
 
 def test_an_unknown_input_makes_only_its_results_unknown():

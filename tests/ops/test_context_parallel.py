@@ -6,9 +6,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from haliax import Axis
+from jax.sharding import PartitionSpec
 
 from stacked_remat.ops import causal_attention
-from stacked_remat.ops._context_parallel import _rows_after_exchange
+from stacked_remat.ops._attention_blockwise import Blocks
+from stacked_remat.ops._context_parallel import attend_in_context
 from tests.ops.test_per_device import mesh
 
 from ..random_arrays import normal
@@ -69,7 +71,20 @@ def test_values_and_gradients_are_those_of_one_device(option, length, mapping):
 
 
 def test_devices_have_as_many_keys_to_see():
-    rows = [np.asarray(_rows_after_exchange(device, 512, 8)) for device in range(8)]
-    assert sorted(np.concatenate(rows)) == list(range(4096))
-    seen = [np.sum(own + 1.0) for own in rows]
-    assert max(seen) < 1.11 * np.mean(seen)  # 1.88 times without an exchange
+    devices, positions = 8, jnp.arange(4096, dtype=jnp.int32)[None, :, None]
+
+    def count(query, key, value, documents, blocks, sinks, rows):
+        own = jnp.all(query[0, :, 0] == rows)
+        return jnp.full_like(query, jnp.where(own, jnp.sum(rows + 1), 0))
+
+    def local(own):
+        return attend_in_context(count, own, own, own, None, Blocks(1.0, 512), None, ("data",))
+
+    divided = PartitionSpec(None, "data")
+    with jax.set_mesh(mesh(data=devices)):
+        run = jax.shard_map(local, in_specs=divided, out_specs=divided, check_vma=False)
+        back = np.asarray(jax.jit(run)(positions)).reshape(devices, devices, -1)
+    seen = back[0, :, 0]
+    np.testing.assert_array_equal(back, np.broadcast_to(seen[:, None], back.shape))
+    assert 0 < max(seen) < 1.11 * np.mean(seen)  # 1.88 times without an exchange
+    assert sum(seen) == np.sum(positions + 1)

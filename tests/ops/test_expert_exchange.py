@@ -10,7 +10,7 @@ from haliax import Axis
 from jax.sharding import PartitionSpec as P
 
 from stacked_remat.ops import grouped_experts
-from tests.jaxprs import primitives
+from tests.jaxprs import equations_of, primitives
 from tests.ops.test_grouped_experts import dense, example, swiglu
 from tests.ops.test_per_device import mesh
 
@@ -82,3 +82,32 @@ def test_the_backward_pass_sends_rows_again():
         found = primitives(jax.grad(loss, (0, 1)), x, gates)
     # Rows, gates and choices go, rows come back; backward again, then cotangents go and two come back.
     assert found["all_to_all"] == 4 + 3 + 1 + 2
+
+
+@pytest.mark.parametrize(("tokens", "row_bytes"), [(2**12, 2**11), (2**22, 2**11), (2**12, 2**28)])
+def test_rows_of_a_round_are_an_eighth_of_all_or_half_a_gibibyte(tokens, row_bytes):
+    def shape(*sizes, dtype=jnp.bfloat16):
+        return jax.ShapeDtypeStruct(sizes, dtype)
+
+    def expert(weights, rows, gates):
+        return rows * weights[None, :] * gates[:, None]
+
+    def loss(x, gates, weights, choices):
+        def local(x, gates, weights, choices):
+            return grouped_experts(expert, weights, Experts, x, choices, gates, over=("expert",))
+
+        run = jax.shard_map(local, in_specs=P("expert"), out_specs=P("expert"), check_vma=False)
+        return jnp.sum(run(x, gates, weights, choices).astype(jnp.float32))
+
+    pairs, width = (tokens, PER_TOKEN), row_bytes // 2
+    args = shape(tokens, width), shape(*pairs), shape(Experts.size, width), shape(*pairs, dtype=jnp.int32)
+    with jax.set_mesh(mesh(expert=4)):
+        found = equations_of(jax.grad(loss, (0, 1)), *args)
+    sent = [
+        np.prod(var.aval.shape) * var.aval.dtype.itemsize
+        for equation in found
+        if equation.primitive.name == "all_to_all"
+        for var in equation.outvars
+    ]
+    of_parts = tokens * PER_TOKEN // 4 // 8 * row_bytes
+    assert max(sent) == max(min(of_parts, 2**29), 4 * row_bytes)

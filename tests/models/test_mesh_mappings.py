@@ -54,10 +54,8 @@ MESHES = {
         {"batch": ["data", "expert"], "experts": "expert"},
         {"embed": "data", "experts": "expert"},
     ),
-    "data, context, tensor": MeshConfig(
-        {"data": 2, "context": 2, "model": 2},
-        {"batch": "data", "mlp": "model"} | CONTEXT,
-        {"embed": "data", "mlp": "model"},
+    "context, fsdp, tensor": MeshConfig(
+        {"context": 4, "model": 2}, CONTEXT | TENSOR, {"embed": "context"} | TENSOR
     ),
     "tensor": MeshConfig({"model": 2}, TENSOR, TENSOR),
     "fsdp, tensor": MeshConfig(
@@ -85,7 +83,7 @@ CONTEXT_CASES = [
     deep(DENSE, "context", "True"),
     deep(DENSE, "context, fsdp", "offload"),
     deep(DENSE, "data, context, fsdp", "save"),
-    deep(DENSE, "data, context, tensor", "True"),
+    deep(dataclasses.replace(DENSE, num_kv_heads=2), "context, fsdp, tensor", "True"),
     deep(WINDOWS, "data, context, fsdp", "nested"),
 ]
 
@@ -108,14 +106,18 @@ pytestmark = pytest.mark.usefixtures("standard_promotion")
 
 
 def collectives(program):
-    """(Kind, shapes, the operation's name) of every collective."""
+    """(Kind, shapes, the operation's name or "") of every collective."""
     kinds = "all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter"
-    pattern = rf" = (.*?) ({kinds})(?:-start)?\(.*?op_name=\"(.*?)\""
-    return [(kind, shapes_in(text), name) for text, kind, name in re.findall(pattern, program)]
+    found = re.findall(rf" = (.*?) (?:ragged-)?({kinds})(?:-start)?\((.*)", program)
+    return [
+        (kind, shapes_in(text), "".join(re.findall(r"op_name=\"(.*?)\"", rest))) for text, kind, rest in found
+    ]
 
 
 def shapes_in(text):
-    return [[int(size) for size in shape.split(",")] for shape in re.findall(r"f32\[([\d,]+)\]", text)]
+    """The shapes of all arrays, of any type."""
+    arrays = re.findall(r"\b(?:pred|[a-z]+\d+\w*)\[([\d,]*)\]", text)
+    return [[int(size) for size in shape.split(",") if size] for shape in arrays]
 
 
 @pytest.mark.parametrize(("config", "mesh", "policy"), CONTEXT_CASES)
@@ -125,11 +127,13 @@ def test_divided_positions_gather_keys_and_values_of_a_layer(config, mesh, polic
     gathers = [(shapes, name) for kind, shapes, name in collectives(program) if kind == "all-gather"]
     assert not [shapes for shapes, _ in gathers for shape in shapes if LAYERS in shape]
     rows = ROWS // dict(MESHES[mesh].axes).get("data", 1)
-    of_keys = [rows, POSITIONS, 1, HEAD_DIM]
+    of_keys, of_documents = [rows, POSITIONS, 1, HEAD_DIM], [rows, POSITIONS]
     in_context = [(shapes, name) for shapes, name in gathers if POSITIONS in sum(shapes, [])]
-    assert in_context and all(shapes == [of_keys] for shapes, _ in in_context)
+    assert all(shapes in ([of_keys], [of_documents]) for shapes, _ in in_context)
     # In the loop over layers, and not in attention's own loops over blocks.
-    assert all("while/body" in name and name.endswith("shard_map/all_gather") for _, name in in_context)
+    assert all(name.endswith("shard_map/all_gather") for _, name in in_context)
+    of_layers = ["while/body" in name for shapes, name in in_context if shapes == [of_keys]]
+    assert of_layers and all(of_layers)
     # Nothing of all positions is larger: no stack of gathered keys is kept for the backward pass.
     assert max(math.prod(shape) for shape in shapes_in(program) if POSITIONS in shape) == math.prod(of_keys)
 
@@ -140,9 +144,10 @@ def test_in_a_ring_keys_and_values_are_passed_on_and_never_gathered():
     in_all = collectives(program)
     gathered = [shape for kind, shapes, _ in in_all for shape in shapes if kind == "all-gather"]
     assert gathered and not [shape for shape in gathered if HEAD_DIM in shape and POSITIONS in shape]
-    of_keys = [ROWS // 2, POSITIONS // 4, 1, HEAD_DIM]
+    of_positions, of_keys = [POSITIONS // 4], [ROWS // 2, POSITIONS // 4, 1, HEAD_DIM]
     sent = [(shapes, name) for kind, shapes, name in in_all if kind == "collective-permute"]
-    assert {math.prod(shape) for shapes, _ in sent for shape in shapes} == {math.prod(of_keys)}
+    sizes = {math.prod(shape) for shapes, _ in sent for shape in shapes}
+    assert sizes == {math.prod(shape) for shape in (of_keys, of_keys[:2], of_positions)}
     # In the ring's loop within that over layers, and in the backward pass again.
     assert all(name.count("while/body") > 1 for _, name in sent)
     assert any("transpose" in name for _, name in sent) and any("transpose" not in name for _, name in sent)

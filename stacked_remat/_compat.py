@@ -26,6 +26,7 @@
   is saved. With a policy in `KeptApart` it is computed in a branch that XLA does not know to be always taken.
 - JAX (0.10.2, 0.12) has no public function that tells whether it finds a cluster, without which
   `jax.distributed.initialize()` fails: `cluster_size`.
+- JAX (0.10.2, 0.12) has no public barrier without a collective: `wait_for_processes`.
 - JAX (0.10.2) can't read the text of a program that libtpu 0.0.51 compiled for several devices ("async-update
   instruction should have 1 operands"): `compiled_with_text` lets libtpu write it to a file.
 - JAX (0.10.2, 0.12) takes from its compilation cache a program that was compiled from other source lines,
@@ -56,6 +57,7 @@ import jax._src.ad_checkpoint
 import jax._src.clusters
 import jax._src.config
 import jax._src.core
+import jax._src.distributed
 import jax._src.effects
 import jax._src.interpreters.batching
 import jax._src.lib
@@ -124,6 +126,23 @@ def cluster_size() -> int | None:
     known = jax._src.clusters.ClusterEnv._cluster_types
     found = next((env for env in known if not env.opt_in_only_method and env.is_env_present()), None)
     return None if found is None else found.get_process_count()
+
+
+def wait_for_processes(name: str, seconds: int) -> bool:
+    """Waits until all processes call this with the same name, each once; whether they did in time.
+
+    Raises:
+        JaxRuntimeError: another process is gone.
+    """
+    client: Any = jax._src.distributed.global_state.client
+    try:
+        if client is not None:
+            client.wait_at_barrier(name, 1000 * seconds)
+    except jax.errors.JaxRuntimeError as error:
+        if "DEADLINE_EXCEEDED" in str(error):
+            return False
+        raise
+    return True
 
 
 @functools.cache

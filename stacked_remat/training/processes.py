@@ -3,6 +3,7 @@
 import contextlib
 import ctypes
 import inspect
+import itertools
 import os
 import re
 import signal
@@ -17,7 +18,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from .._compat import cluster_size
+from .._compat import cluster_size, wait_for_processes
 from .._messages import did_you_mean
 from .config_error import ConfigError
 from .signals import EXIT_INTERRUPTED
@@ -31,6 +32,8 @@ _SEE_ABOVE = "The lines above say why."
 _RESUMES = "The same command in all of them resumes the run from its last checkpoint."
 _MORE_SECONDS = 60  # JAX aborts the process where its own time to connect is over
 _SECONDS_TO_END = 10
+_HOURS_TO_WAIT = 24  # the first process may have to tokenize the text
+_waits = itertools.count()
 
 
 def _is_integer(value: Any, least: int = 0) -> bool:
@@ -185,11 +188,22 @@ def processes_where(condition: bool) -> list[int]:
     return np.flatnonzero(_gathered(condition)).tolist()
 
 
+def _wait_for_others() -> None:
+    """Waits until all processes are here: in a first collective, those of CPUs wait for 30 seconds only."""
+    if jax.process_count() == 1 or wait_for_processes(f"agreed {next(_waits)}", round(3600 * _HOURS_TO_WAIT)):
+        return
+    raise TimeoutError(
+        f"another process of this run did not get as far as this one within {_HOURS_TO_WAIT} hours. Its "
+        f"output says what it does; end it. {_RESUMES}"
+    )
+
+
 def agreed(work: Callable[[], T]) -> T:
     """`work()` in all processes, without collectives in it; where it fails in one, it fails in all.
 
     Raises:
         ConfigError: it failed in another process. In those where it failed, their own error.
+        TimeoutError: another process takes a day longer than this one.
     """
     return _agreed(work, True)
 
@@ -199,6 +213,7 @@ def in_turn(work: Callable[[], T]) -> T:
 
     Raises:
         ConfigError: it failed in another process. In those where it failed, their own error.
+        TimeoutError: another process takes a day longer than this one.
     """
     is_first = jax.process_index() == 0
     first, other = (_agreed(work, is_turn) for is_turn in (is_first, not is_first))
@@ -212,6 +227,7 @@ def _agreed(work: Callable[[], Any], takes_part: bool) -> Any:
             result = work()
         except Exception as raised:
             error = raised
+    _wait_for_others()
     failed = processes_where(error is not None)
     if error is not None:
         raise error

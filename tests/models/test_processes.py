@@ -139,17 +139,24 @@ def test_a_killed_process_ends_the_others_and_any_number_resumes(workplace):
 
 
 @pytest.mark.deep
-def test_a_process_that_is_not_in_a_collective_ends_with_the_coordinator():
+def test_processes_wait_for_a_late_one_as_long_as_they_say_and_it_ends_with_the_coordinator():
     together = f'coordinator_address="localhost:{free_port()}", num_processes=2, process_id='
     code = """
 import os, sys, time
-from stacked_remat.training.processes import start_processes
-start_processes(dict({together}int(sys.argv[1])))
-if sys.argv[1] == "0": os._exit(1)
-time.sleep(200)
+from stacked_remat.training import processes
+processes.start_processes(dict({together}int(sys.argv[1])))
+processes._HOURS_TO_WAIT = 2 / 3600
+processes.jax.devices()
+if sys.argv[1] == "1": time.sleep(200)
+try:
+    processes.agreed(int)
+except TimeoutError as error:
+    print(error)
+    processes.end_process(1)
 """.replace("{together}", together)
     status, shown = ended([python("-c", code, index) for index in "01"])
     assert status == [1, EXIT_INTERRUPTED] and "JAX lost another process" in shown[1], shown
+    assert "another process of this run did not get as far as this one within" in shown[0]
 
 
 @pytest.mark.deep

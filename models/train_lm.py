@@ -75,7 +75,7 @@ from stacked_remat.training.processes import (
     processes_where,
     start_processes,
 )
-from stacked_remat.training.run_folder import has_mark
+from stacked_remat.training.run_folder import check_same_in_all, has_mark
 from stacked_remat.training.throughput import peak_memory_bytes
 
 
@@ -94,7 +94,7 @@ def train_lm(config: LmRunConfig, progress: Progress, stop: StopSignals) -> Trai
         WeightsError, FileNotFoundError: the weights to begin with can't be read, or are not of this model.
         NonFiniteLossError: training diverged.
     """
-    config, partitioning, tokenizer = agreed(functools.partial(_prepared, config, progress))
+    config, partitioning, tokenizer = _prepared_in_all(config, progress)
     data = in_turn(
         lambda: open_training_data(
             config.data,
@@ -239,6 +239,16 @@ def _check_length(config: LmRunConfig, position: Position, folder: RunFolder) ->
             f"done {position.step} steps. Ask for more, or give this run a folder of its own with "
             f"--trainer.run_dir."
         )
+
+
+def _prepared_in_all(config: LmRunConfig, progress: Progress) -> tuple[LmRunConfig, Partitioning, Tokenizer]:
+    """`_prepared` in all processes; refuses configs that differ."""
+    check_same_in_all(config_as_dict(config))
+    prepared = agreed(functools.partial(_prepared, config, progress))
+    check_same_in_all(
+        config_as_dict(prepared[0])
+    )  # remat: auto looks at the memory of each process's devices
+    return prepared
 
 
 def _prepared(config: LmRunConfig, progress: Progress) -> tuple[LmRunConfig, Partitioning, Tokenizer]:

@@ -241,6 +241,15 @@ def of_first(number: int) -> int:
     return int(_gathered(np.uint32(number))[0])
 
 
+def of_all(text: str) -> list[str]:
+    """The text of each process, in order, the same list in all; without null characters."""
+    _wait_for_others()
+    encoded = text.encode()
+    longest = int(_gathered(len(encoded)).max())
+    rows = _gathered(np.frombuffer(encoded.ljust(longest, b"\0"), np.uint8))
+    return [row.tobytes().rstrip(b"\0").decode() for row in rows]
+
+
 def any_signal(name: str | None) -> str | None:
     """The signal that some process has received, the same in all; None if none has."""
     number = int(_gathered(0 if name is None else int(signal.Signals[name])).max())
@@ -328,7 +337,8 @@ def _when_aborted(status: int, message: str | None = None) -> None:
 
 
 def _gathered(value: Any) -> np.ndarray:
-    """The values of all processes."""
+    """The values of all processes, along the first axis."""
     if jax.process_count() == 1:
         return np.asarray([value])
-    return multihost_utils.process_allgather(np.asarray(value)).reshape(-1)
+    found = multihost_utils.process_allgather(np.asarray(value))
+    return found.reshape(jax.process_count(), *np.shape(value))

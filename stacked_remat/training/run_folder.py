@@ -6,7 +6,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,9 +14,11 @@ from typing import Any
 import yaml
 
 from .._files import replaced_whole
+from .._messages import shortened
 from ..ghost import LOG_FOLDER
 from .config_error import ConfigError
 from .config_include import read_config_file
+from .processes import of_all
 
 # May change when a run resumes: these keys change paths and costs, but not results.
 _FREE = (
@@ -34,6 +36,8 @@ _FREE = (
     "trainer.update.on_nonfinite",
     "trainer.update.max_consecutive_skips",
 )
+# May be different in each process of a run; that all see one folder is checked when it is opened.
+_OWN = ("distributed", "trainer.run_dir")
 _ABSENT = "not set"
 _LOCK = ".lock"
 
@@ -250,15 +254,40 @@ def has_mark(root: Path, mark: str) -> bool:
         return False
 
 
+def check_same_in_all(config: Mapping[str, Any]) -> None:
+    """Checks that all processes of a run have the same config, except for `distributed` and the run folder.
+
+    Raises:
+        ConfigError: keys differ; the message names them, and is the same in all processes.
+    """
+    first, *others = map(json.loads, of_all(json.dumps(dict(config))))
+    lines = [
+        f"{key} is {there} in process 0 and {here} in process {index}"
+        for index, other in enumerate(others, 1)
+        for key, there, here in _differing(first, other, _OWN)
+    ]
+    if lines:
+        raise ConfigError(
+            "the processes of this run have different configs:\n  "
+            + shortened(lines, "\n  ", most=8)
+            + "\nStart all with the same config file and arguments; only distributed may differ."
+        )
+
+
 def config_changes(earlier: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """One line for each key that changes results and differs between two resolved configs."""
-    there, here = dict(_flat(earlier, ())), dict(_flat(now, ()))
-    return [
-        f"{key} was {there.get(key, _ABSENT)} and is {here.get(key, _ABSENT)}"
-        for key in sorted({*there, *here})
-        if there.get(key, _ABSENT) != here.get(key, _ABSENT)
-        and not any(key == free or key.startswith(f"{free}.") for free in _FREE)
-    ]
+    return [f"{key} was {there} and is {here}" for key, there, here in _differing(earlier, now, _FREE)]
+
+
+def _differing(
+    one: Mapping[str, Any], other: Mapping[str, Any], free: Sequence[str]
+) -> Iterator[tuple[str, Any, Any]]:
+    """The keys with different values in two configs, except for some and what is below them; both values."""
+    there, here = dict(_flat(one, ())), dict(_flat(other, ()))
+    for key in sorted({*there, *here}):
+        values = there.get(key, _ABSENT), here.get(key, _ABSENT)
+        if values[0] != values[1] and not any(key == each or key.startswith(f"{each}.") for each in free):
+            yield key, *values
 
 
 def _flat(entries: Mapping[str, Any], path: tuple[str, ...]) -> Iterator[tuple[str, Any]]:

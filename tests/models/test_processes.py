@@ -34,8 +34,8 @@ def free_port():
         return listener.getsockname()[1]
 
 
-def start(workplace, processes, *overrides, run="run", last=()):
-    """The processes of a run, which have four devices together; `last` are arguments of the last one."""
+def start(workplace, processes, *overrides, run="run", last=(), env=None, last_env=None):
+    """The processes of a run, which have four devices together; `last` is for the last one only."""
     port, started = free_port(), []
     for index in range(processes):
         together = {
@@ -46,12 +46,14 @@ def start(workplace, processes, *overrides, run="run", last=()):
             "heartbeat_timeout_seconds": HEARTBEAT,
         }
         distributed = ("--distributed", json.dumps(together) if processes > 1 else "off")
-        own = last if index == processes - 1 else ()
+        own, own_env = (last, last_env) if index == processes - 1 else ((), None)
         arguments = arguments_of(workplace, *SHORT, *distributed, *overrides, *own, run=run)
         count = f"--xla_force_host_platform_device_count={DEVICES // processes}"
         environment = os.environ | {
             "JAX_PLATFORMS": "cpu",
             "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {count}",
+            **(env or {}),
+            **(own_env or {}),
         }
         started.append(python("-u", "-m", "models.train_lm", *arguments, env=environment))
     return started
@@ -180,13 +182,32 @@ def test_tensor_parallelism_over_processes_reads_the_same_rows_in_all(workplace)
 
 @pytest.mark.deep
 def test_a_mistake_in_one_process_ends_all_with_status_1_before_the_first_step(workplace):
-    failed = "error: process 1 of this run failed; its output says why."
-    for last, error in (
-        (("--data.tokenizer", "nowhere"), "nowhere"),
-        (("--optimizer.learning_rate", "0.5"), "optimizer.learning_rate was 0.02 and is 0.5"),
-    ):
-        status, (first, second) = ended(start(workplace, 2, run="mistaken", last=last))
-        assert status == [1, 1] and failed in first and error in second, (first, second)
+    last = (
+        "--trainer.mesh.axes.x",
+        "2",
+        "--trainer.checkpoint.keep_last",
+        "5",
+        "--data.tokenizer",
+        "nowhere",
+    )
+    status, shown = ended(start(workplace, 2, run="mistaken", last=last))
+    assert status == [1, 1], shown
+    for output in shown:
+        assert "error: the processes of this run have different configs:\n" in output, output
+        for line in (
+            "data.tokenizer is byte in process 0 and nowhere in process 1",
+            "trainer.checkpoint.keep_last is 2 in process 0 and 5 in process 1",
+            "trainer.mesh.axes.x is not set in process 0 and 2 in process 1",
+        ):
+            assert f"\n  {line}\n" in output, output
+    # The second process does not find the text. Its path has a word that is in errors of lost processes.
+    (workplace / "gloo").symlink_to(workplace / "text")
+    text, homeless = ("--data.sources.text.paths", "[~/gloo/*.txt]"), {"HOME": str(workplace / "text")}
+    started = start(workplace, 2, *text, run="mistaken", env={"HOME": str(workplace)}, last_env=homeless)
+    status, (first, second) = ended(started)
+    assert status == [1, 1], (first, second)
+    assert "error: process 1 of this run failed; its output says why." in first
+    assert "error: " in second and "'~/gloo/*.txt' in data.sources.text.paths matches no file" in second
     # The second process sees a folder of its own, with the results of another run.
     elsewhere = ("--trainer.run_dir", str(workplace / "one"))
     status, shown = ended(start(workplace, 2, run="mistaken", last=elsewhere))

@@ -274,10 +274,11 @@ def ending_with_others() -> Iterator[None]:
     """
     try:
         yield
-    except Exception as error:
-        text = str(error).lower()
-        if jax.process_count() > 1 and any(sign in text for sign in _LOST):
-            print(f"error: another process of this run has ended; its output says why. {_RESUMES}")
+    except jax.errors.JaxRuntimeError as error:  # others may have these words too, such as in a path
+        text = str(error)
+        if jax.process_count() > 1 and any(sign in text.lower() for sign in _LOST):
+            reason = text.partition("\n")[0]
+            print(f"error: another process of this run has ended; its output says why. {_RESUMES} ({reason})")
             end_process(EXIT_INTERRUPTED)
         raise
 

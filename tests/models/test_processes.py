@@ -9,12 +9,15 @@ import sys
 import time
 from pathlib import Path
 
+import equinox as eqx
 import numpy as np
 import pytest
 
 from models.run_config import LmRunConfig
+from models.run_state import state_shapes
 from models.train_lm import main
-from stacked_remat.training import EXIT_INTERRUPTED, ConfigError
+from models.trained_run import read_run_config
+from stacked_remat.training import EXIT_INTERRUPTED, ConfigError, load_checkpoint
 from stacked_remat.training.processes import _check_port, start_processes
 
 from .tiny_run import arguments_of, make_workplace
@@ -73,7 +76,19 @@ def ended(started):
 def metrics_of(folder):
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     names = ("loss", "grad_norm", "held_out_loss")
-    return {(line["step"], name): line[name] for line in lines for name in names if name in line}
+    found = [((line["step"], name), line[name]) for line in lines for name in names if name in line]
+    assert len(dict(found)) == len(found)  # one process writes
+    return dict(found)
+
+
+def checkpoints_of(folder):
+    """The folders of a run's checkpoints, from the first to the last step."""
+    paths = [path for path in (folder / "checkpoints").iterdir() if path.name.isdigit()]
+    return sorted(paths, key=lambda path: int(path.name))
+
+
+def last_state(folder):
+    return load_checkpoint(folder / "checkpoints", state_shapes(read_run_config(folder)))
 
 
 def wait_for(path, text, started):
@@ -169,7 +184,8 @@ def test_a_resumed_run_equals_one_that_was_not_stopped_bit_for_bit(workplace, ou
     assert ended(started)[0][1] == EXIT_INTERRUPTED
     status, shown = ended(start(workplace, 2, run="parts"))
     assert status == [0, 0], shown
-    assert metrics_of(workplace / "parts") == metrics_of(workplace / "two")
+    parts, two = workplace / "parts", workplace / "two"
+    assert metrics_of(parts) == metrics_of(two) and eqx.tree_equal(last_state(parts), last_state(two))
 
 
 @pytest.mark.deep

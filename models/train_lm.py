@@ -193,7 +193,7 @@ def _first_state(
     config: LmRunConfig, partitioning: Partitioning, checkpoints: Checkpoints
 ) -> tuple[TrainState, Position | None]:
     """The state and position of the latest checkpoint, or a new state."""
-    if checkpoints.latest() is None:
+    if of_first(checkpoints.latest() is None):
         return initial_state(config, partitioning), None
     # Frozen weights are in no checkpoint.
     make = state_shapes if config.lora is None else initial_state

@@ -17,7 +17,7 @@ import os
 import re
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, final
 
@@ -29,7 +29,7 @@ import numpy as np
 from .._messages import shortened
 from .array_layout import arrays_by_name, differences, digests, is_key, layout, with_arrays
 from .checksums import checksums, json_with_checksum, read_json_with_checksum
-from .processes import of_first
+from .processes import agreed, of_all, of_first
 from .trainer_config import CheckpointConfig
 
 State = TypeVar("State")
@@ -161,7 +161,8 @@ class Checkpoints:
         """The state and the position of the latest checkpoint.
 
         If it is damaged and the config says to go back, those of the latest whole one. The damaged ones are
-        then renamed to `STEP.damaged`, with a message.
+        then renamed to `STEP.damaged`, with a message. All processes of a run call this, and get the same
+        checkpoint.
 
         Args:
             like: a state of the same structure. Saved arrays may be `jax.ShapeDtypeStruct`s. Each array is
@@ -171,17 +172,23 @@ class Checkpoints:
         Raises:
             FileNotFoundError: there is no checkpoint.
             CheckpointDamagedError: the latest checkpoint is damaged, and the config does not say to go back,
-                or no checkpoint is whole.
+                no checkpoint is whole, or processes find different ones.
+            ConfigError: another process failed.
             CheckpointMismatchError: arrays differ in name, shape or dtype, or arrays that are not saved in
                 their values.
         """
         self.wait()
-        step, damaged = self._latest_whole()
+        step, damaged = agreed(self._latest_whole)
+        self._check_same_in_all(step)
+        for path, problem in damaged.items():
+            self._message(
+                f"{problem} Going back to the checkpoint of step {step}; the damaged one is kept as "
+                f"{_aside(path)}."
+            )
         chosen, rest = self._divided(like)
         check_unsaved(self.folder, rest, step=step, present_name=self._present_name)
         restored, run = _read(self.folder / str(step), chosen, "", self._present_name)
-        for path in damaged:
-            path.rename(_aside(path))
+        agreed(lambda: _set_aside(damaged))
         if damaged:
             self._manager.reload()
         return with_arrays(like, restored), run["position"]
@@ -232,20 +239,25 @@ class Checkpoints:
             found = dict(zip(names, checksums(files), strict=True))
             (unfinished / _CHECKSUMS).write_text(json_with_checksum({"files": found}), encoding="utf-8")
 
-    def _latest_whole(self) -> tuple[int, list[Path]]:
-        """The step of the latest whole checkpoint, and the folders of later, damaged ones."""
+    def _check_same_in_all(self, step: int) -> None:
+        """Refuses to resume processes from checkpoints of different steps."""
+        steps = of_all(str(step))
+        if len(set(steps)) > 1:
+            found = ", ".join(f"{found} in process {index}" for index, found in enumerate(steps))
+            raise CheckpointDamagedError(
+                f"The latest whole checkpoint in {self.folder} is of step {found}: the processes do not read "
+                f"the same files. Give all of them a folder on a file system that all hosts share."
+            )
+
+    def _latest_whole(self) -> tuple[int, dict[Path, str]]:
+        """The step of the latest whole checkpoint, and later, damaged ones, with the reasons."""
         steps = _steps(self.folder)
         damaged: dict[Path, str] = {}
         for step in reversed(steps):
             path = self.folder / str(step)
             problem = _damage(path)
             if problem is None:
-                for other, known in damaged.items():
-                    self._message(
-                        f"{known} Going back to the checkpoint of step {step}; the damaged one is kept as "
-                        f"{_aside(other)}."
-                    )
-                return step, list(damaged)
+                return step, damaged
             damaged[path] = problem
             if self._config.on_damaged == "stop" and step != steps[0]:
                 raise CheckpointDamagedError(
@@ -370,6 +382,13 @@ def _damage(path: Path, only: Sequence[str] = ()) -> str | None:
     return (
         f"The checkpoint {path} is damaged; files that changed or are missing: {shortened(damaged, most=3)}."
     )
+
+
+def _set_aside(damaged: Iterable[Path]) -> None:
+    """Renames damaged checkpoints, in the first process of the run."""
+    if jax.process_index() == 0:
+        for path in damaged:
+            path.rename(_aside(path))
 
 
 def _aside(path: Path) -> Path:

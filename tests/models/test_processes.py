@@ -132,23 +132,28 @@ def test_two_processes_train_as_one(workplace, output_of_two):
 @pytest.mark.deep
 def test_a_killed_process_ends_the_others_and_any_number_resumes(workplace):
     started = start(workplace, 2, "--trainer.num_steps", "4000")
-    wait_for(workplace / "run/metrics.jsonl", '"step": 9,', started)
+    wait_for(workplace / "run/metrics.jsonl", '"step": 13,', started)
     started[1].kill()
     killed = time.monotonic()
     (status, _), (shown, _) = ended(started)
     assert status == EXIT_INTERRUPTED == 75 and "another process of this run" in shown
     assert time.monotonic() - killed < HEARTBEAT + 30
-    last = max(int(path.name) for path in (workplace / "run/checkpoints").iterdir() if path.name.isdigit())
-    # Four processes resume, and one of them is told to stop, after steps that the two had not done.
+    last, damaged = checkpoints_of(workplace / "run")[-2:]
+    (damaged / "state/_METADATA").write_text("")
+    last = int(last.name)
+    # Four processes go back to the one before the last, which is damaged, and one of them is told to stop,
+    # after steps that the two had not done.
+    go_back = ("--trainer.checkpoint.on_damaged", "go_back")
     accept = ("--trainer.checkpoint.accept_changes", "true", "--trainer.num_steps")
-    started = start(workplace, 4, *accept, "4001")
+    started = start(workplace, 4, *go_back, *accept, "4001")
     wait_for(workplace / "run/metrics.jsonl", f'"step": {last + 20},', started)
     started[2].terminate()
     status, shown = ended(started)
     assert status == [EXIT_INTERRUPTED] * 4 and "stopped by SIGTERM after step" in shown[0]
     assert f"resuming after step {last}" in shown[0] and "resuming" not in "".join(shown[1:])
+    assert [path.name for path in damaged.parent.glob("*.damaged*")] == [f"{damaged.name}.damaged"]
     # One process ends it.
-    done = max(int(path.name) for path in (workplace / "run/checkpoints").iterdir() if path.name.isdigit())
+    done = int(checkpoints_of(workplace / "run")[-1].name)
     status, shown = ended(start(workplace, 1, *accept, str(done + 2)))
     assert status == [0], shown
     steps = [step for step, name in metrics_of(workplace / "run") if name == "loss"]

@@ -231,6 +231,15 @@ def test_damaged_checkpoints_are_skipped_on_request_with_a_message(tmp_path):
     assert steps_in(tmp_path) == [1, 2]
 
 
+def test_processes_that_find_different_checkpoints_are_refused(tmp_path, monkeypatch):
+    saved_at(tmp_path, 1, 2)
+    monkeypatch.setattr(checkpoint_module, "of_all", lambda text: [text, "1"])  # of a second process too
+    checkpoints = opened(tmp_path)
+    with pytest.raises(CheckpointDamagedError, match="step 2 in process 0, 1 in process 1: .* hosts share"):
+        checkpoints.restore(shapes())
+    checkpoints.close()
+
+
 def test_the_latest_checkpoints_are_kept_and_those_at_multiples(tmp_path):
     config = CheckpointConfig(keep_last=2, keep_every_steps=4)
     saved_at(tmp_path, *range(1, 8), config=config, one=state())

@@ -18,7 +18,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from .._compat import cluster_size, wait_for_processes
+from .._compat import cluster_methods, cluster_size, wait_for_processes
 from .._messages import did_you_mean
 from .config_error import ConfigError
 from .signals import EXIT_INTERRUPTED
@@ -61,7 +61,10 @@ _VALUES: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "num_processes": ("an integer above 0", lambda value: _is_integer(value, 1)),
     "process_id": ("an integer: 0 for the first process, 1 for the next", _is_integer),
     "local_device_ids": ("an integer or a list of integers, such as [0, 1]", _are_devices),
-    "cluster_detection_method": ("text, such as mpi4py", lambda value: isinstance(value, str)),
+    "cluster_detection_method": (
+        f"one of {', '.join(cluster_methods())}",
+        lambda value: value in cluster_methods(),
+    ),
     "initialization_timeout": _SECONDS,
     "heartbeat_timeout_seconds": _SECONDS,
     "shutdown_timeout_seconds": _SECONDS,
@@ -121,8 +124,9 @@ def start_processes(distributed: bool | str | Mapping[str, Any]) -> None:
         assert isinstance(distributed, Mapping)
         connected = _connect(distributed)
     except Exception as error:  # JAX and its detection of clusters raise anything
-        reason = str(error).strip().rstrip(".")
-        raise ConfigError(f"distributed: JAX can't connect the processes: {reason}. {_OFF}") from error
+        method = distributed.get("cluster_detection_method") if isinstance(distributed, Mapping) else None
+        place = "distributed" if method is None else f"distributed.cluster_detection_method = {method}"
+        raise ConfigError(f"{place}: JAX can't connect the processes: {_reason(error)}. {_OFF}") from error
     if not connected:
         raise ConfigError(
             f"distributed: the processes did not connect within initialization_timeout = "
@@ -131,6 +135,17 @@ def start_processes(distributed: bool | str | Mapping[str, Any]) -> None:
             f"or give a longer distributed.initialization_timeout. {_OFF}"
         )
     _when_aborted(EXIT_INTERRUPTED, f"error: JAX lost another process of this run. {_SEE_ABOVE} {_RESUMES}")
+
+
+def _reason(error: Exception) -> str:
+    """Why JAX can't connect, and the fix where a cluster's variables are missing."""
+    if not isinstance(error, KeyError):
+        return str(error).strip().rstrip(".")
+    return (
+        f"the environment variable {error.args[0]} is not set, so the cluster's launcher did not start this "
+        f"process (srun for slurm, mpirun for ompi). Start it with that, or leave out "
+        f"cluster_detection_method and give coordinator_address, num_processes and process_id"
+    )
 
 
 def _check_port(arguments: Mapping[str, Any]) -> None:

@@ -300,6 +300,11 @@ def test_mistakes_are_named(tmp_path, capsys):
         ("{num_processes: 0}", "num_processes is an integer above 0; got 0"),
         ("{process_id: true}", "process_id is an integer: .*; got True"),
         ("{local_device_ids: [0, a]}", "local_device_ids is .*such as .*; got .*0, 'a'"),
+        ("{cluster_detection_method: slum}", "cluster_detection_method is one of .*, slurm.*; got 'slum'"),
+        (
+            "{cluster_detection_method: slurm}",
+            "cluster_detection_method = slurm: .* SLURM_JOB_ID is not set, .*srun for slurm.* leave out",
+        ),
     ):
         assert main(arguments_of(workplace, "--distributed", distributed)) == 1
         assert re.search(message, capsys.readouterr().out)

@@ -1,5 +1,6 @@
 """Runs in several processes: they equal one process, stop together, and resume in any number."""
 
+import contextlib
 import json
 import os
 import re
@@ -10,14 +11,15 @@ import time
 from pathlib import Path
 
 import equinox as eqx
+import jax
 import numpy as np
 import pytest
 
 from models.run_config import LmRunConfig
 from models.run_state import state_shapes
-from models.train_lm import main
+from models.train_lm import _trackers, main
 from models.trained_run import read_run_config
-from stacked_remat.training import EXIT_INTERRUPTED, ConfigError, load_checkpoint
+from stacked_remat.training import EXIT_INTERRUPTED, ConfigError, RunFolder, load_checkpoint
 from stacked_remat.training.processes import _check_port, start_processes
 
 from .tiny_run import arguments_of, make_workplace
@@ -285,6 +287,24 @@ def test_a_process_that_waits_for_the_others_ends_by_a_signal_and_in_time(tmp_pa
     assert late.startswith("error: ") and late.count("\n") == 1 and re.search(message, late), late
 
 
+def test_only_the_first_process_opens_trackers(tmp_path, monkeypatch):
+    """Several on one file may leave the lines of one, which no run shows."""
+    for index in (1, 0):
+        monkeypatch.setattr(jax, "process_index", lambda index=index: index)
+        with contextlib.ExitStack() as closing:
+            opened = _trackers(LmRunConfig(), RunFolder(tmp_path), None, closing)
+        assert len(opened) == len([*tmp_path.iterdir()]) == (index == 0)
+
+
+def test_a_method_of_detection_outside_of_its_cluster_is_named_with_the_variable_that_is_missing():
+    code = "from stacked_remat.training.processes import start_processes as start; start({method})"
+    code = code.replace("{method}", "{'cluster_detection_method': 'slurm'}")
+    outside = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
+    status, (shown,) = ended([python("-c", code, env=outside)])
+    expected = "ConfigError: .*cluster_detection_method = slurm: .* SLURM_JOB_ID is not set, .*srun for slurm"
+    assert status == [1] and re.search(expected, shown), shown
+
+
 def test_mistakes_are_named(tmp_path, capsys):
     workplace = make_workplace(tmp_path)
     for distributed, message in (
@@ -301,10 +321,6 @@ def test_mistakes_are_named(tmp_path, capsys):
         ("{process_id: true}", "process_id is an integer: .*; got True"),
         ("{local_device_ids: [0, a]}", "local_device_ids is .*such as .*; got .*0, 'a'"),
         ("{cluster_detection_method: slum}", "cluster_detection_method is one of .*, slurm.*; got 'slum'"),
-        (
-            "{cluster_detection_method: slurm}",
-            "cluster_detection_method = slurm: .* SLURM_JOB_ID is not set, .*srun for slurm.* leave out",
-        ),
     ):
         assert main(arguments_of(workplace, "--distributed", distributed)) == 1
         assert re.search(message, capsys.readouterr().out)

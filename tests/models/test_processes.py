@@ -174,7 +174,7 @@ processes.jax.devices()
 if sys.argv[1] == "1": time.sleep(200)
 try:
     processes.agreed(int)
-except TimeoutError as error:
+except Exception as error:
     print(error)
     processes.end_process(1)
 """.replace("{together}", together)

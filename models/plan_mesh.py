@@ -16,8 +16,8 @@ _POLICIES: tuple[ScanCheckpointSpec, ...] = (True, "offload", "nested")
 """What is tried, by arithmetic, until one fits; where the first does, `False` too."""
 
 _ARITHMETIC: tuple[tuple[ScanCheckpointSpec, ...], ...] = ((False,), (True, "offload"), ("nested",))
-"""The policies by arithmetic. What reports count of it differs between meshes: padding does, and loops
-whose trips depend on data count as often as is expected."""
+"""The policies by arithmetic. What reports count of it differs between meshes, by padding and by loops whose
+trips depend on data, which count as often as is expected."""
 
 _MORE_MICROBATCHES = (1, 2, 4)
 """Times as many microbatches as the config has."""

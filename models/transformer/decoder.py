@@ -32,6 +32,7 @@ from stacked_remat import (
 )
 from stacked_remat.lora import LoraLinear
 from stacked_remat.ops import RotaryTable, per_device, rotary_table
+from stacked_remat.ops.per_device import divided_alike
 from stacked_remat.training import POSITION_AXIS
 
 
@@ -270,7 +271,10 @@ class Decoder(LanguageModel):
         embedding, out = self.embedding, (*tokens.axes, self.config.Embed)
         if AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types:
             # JAX refuses to read a table at tokens that such an axis divides.
-            x = per_device(lambda table, own: table(own), embedding, tokens, over=tokens.axes, out=out)
+            def of_tokens(embedding: hnn.Embedding, own: NamedArray) -> NamedArray:
+                return embedding(divided_alike("the embedding", own))
+
+            x = per_device(of_tokens, embedding, tokens, over=tokens.axes, out=out)
         else:
             x = embedding(tokens)
         return x.astype(self.config.compute_dtype)

@@ -113,7 +113,7 @@ class Kernels:
         outer: `(x [row, in], y [row, out], sizes, dtype)` to `[expert, in, out]`; both are `Rows`.
         sums: `(rows [row, out], groups)` to the sums of the rows of each token, `[token, out]`, without those
             that are not real.
-        chunk_bytes: of the rows of a chunk of tokens in the forward pass.
+        chunk_bytes: of the rows of a chunk of tokens.
         rows_of: rows come in multiples of it.
     """
 

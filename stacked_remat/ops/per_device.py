@@ -51,14 +51,12 @@ def per_device(fn: Callable[..., Any], *args: Any, over: Sequence[Axis], out: An
 
     Raises:
         ValueError: an axis does not divide evenly, is mapped to an axis that the mesh lacks, or to the same
-            one as another axis of one array, or inside `jax.shard_map` with `check_vma=True`; or none is
-            mapped, and an array is divided over an axis of the mesh that is `AxisType.Explicit`.
+            one as another axis of one array, or inside `jax.shard_map` with `check_vma=True`.
 
     Where an axis of the mesh is `AxisType.Explicit`, arguments are resharded first, to what the mapping says.
     """
     cut = _cut(over)
     if not cut:
-        _check_undivided("per_device", eqx.filter(args, eqx.is_array))
         return fn(*args)
     sizes = jax.sharding.get_abstract_mesh().shape
     parts = {name: math.prod(sizes[one] for one in physical) for name, physical in cut.items()}
@@ -116,11 +114,6 @@ def divided_alike(what: str, arrays: T) -> T:
     Raises:
         ValueError: a type says that its array is divided (`AxisType.Explicit`).
     """
-    _check_undivided(what, arrays)
-    return varying_alike(arrays)
-
-
-def _check_undivided(what: str, arrays: Any) -> None:
     for array in jax.tree.leaves(arrays):
         names = [name for some in jax.typeof(array).sharding.spec for name in ensure_tuple(some or ())]
         if names:
@@ -129,6 +122,7 @@ def _check_undivided(what: str, arrays: Any) -> None:
                 f"AxisType.Explicit. Map a named axis to it, as in haliax.axis_mapping({{'batch': "
                 f"{names[0]!r}}}), call it inside jax.shard_map, or make the mesh with AxisType.Auto."
             )
+    return varying_alike(arrays)
 
 
 def mesh_axes(axis: Axis) -> tuple[str, ...]:

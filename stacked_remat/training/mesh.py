@@ -184,25 +184,24 @@ class Partitioning:
         """Checks that the mappings name axes of a state (or of its shapes) or of batches.
 
         Raises:
-            ConfigError: no array has an axis of that name, or weights would be divided by layers.
+            ConfigError: no array has an axis of that name, or it is one of layers.
         """
         leaves = jax.tree.leaves(state, is_leaf=is_named_array)
         names = {axis.name for leaf in leaves if is_named_array(leaf) for axis in leaf.axes}
-        valid = sorted(names | {BATCH_AXIS, POSITION_AXIS})
+        layers = set(_axes_of_layers(state))
+        valid = sorted(names - layers | {BATCH_AXIS, POSITION_AXIS})
         for table in ("compute_mapping", "param_mapping"):
             for name in getattr(self, table):
+                if name in layers:
+                    raise ConfigError(
+                        f"trainer.mesh.{table}.{name}: layers can't be divided over devices: every one "
+                        f"would gather all of them. Divide another axis, such as `embed`."
+                    )
                 if name not in valid:
                     raise ConfigError(
                         f"trainer.mesh.{table}.{name}: no array of this model has an axis `{name}`."
                         f"{did_you_mean(name, valid)} Valid: {', '.join(valid)}."
                     )
-        stacks = jax.tree.leaves(state, is_leaf=lambda node: isinstance(node, Stacked))
-        for name in {stack.Block.name for stack in stacks if isinstance(stack, Stacked)}:
-            if name in self.param_mapping:
-                raise ConfigError(
-                    f"trainer.mesh.param_mapping.{name}: with the layers divided over devices, every layer "
-                    f"would gather all of them. Divide another axis of the weights, such as `embed`."
-                )
 
     def check_batch(self, rows: int, positions: int, microbatches: int = 1) -> None:
         """Checks that a batch of so many sequences and positions, in microbatches, divides evenly.
@@ -351,6 +350,14 @@ class Partitioning:
 
     def _parts(self, physical: Sequence[str]) -> int:
         return math.prod(self.mesh.shape[name] for name in physical)
+
+
+def _axes_of_layers(tree: Any) -> Iterator[str]:
+    """The names of the axes along which layers are stacked, also of stacks in stacks."""
+    for node in jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, Stacked)):
+        if isinstance(node, Stacked):
+            yield node.Block.name
+            yield from _axes_of_layers(node.stacked)
 
 
 def mesh_sizes(config: MeshConfig, devices: int) -> dict[str, int]:

@@ -139,12 +139,13 @@ def start_processes(distributed: bool | str | Mapping[str, Any]) -> None:
 
 def _reason(error: Exception) -> str:
     """Why JAX can't connect, and the fix where a cluster's variables are missing."""
-    if not isinstance(error, KeyError):
-        return str(error).strip().rstrip(".")
+    missing = error.args[0] if isinstance(error, KeyError) and error.args else None
+    if not isinstance(missing, str) or not missing.isupper():
+        return str(error).strip().rstrip(".") or type(error).__name__
     return (
-        f"the environment variable {error.args[0]} is not set, so the cluster's launcher did not start this "
-        f"process (srun for slurm, mpirun for ompi). Start it with that, or leave out "
-        f"cluster_detection_method and give coordinator_address, num_processes and process_id"
+        f"the environment variable {missing} is not set. Start this process with the cluster's launcher "
+        f"(srun for slurm, mpirun for ompi), or give coordinator_address, num_processes and process_id in "
+        f"place of cluster_detection_method"
     )
 
 
@@ -177,25 +178,30 @@ def _seconds_to_connect(arguments: Mapping[str, Any]) -> int:
 def _connect(arguments: Mapping[str, Any]) -> bool:
     """Connects this process to the others; whether that was done in time.
 
-    JAX connects in a thread: meanwhile the main thread handles signals. JAX gets more time than this function
-    waits, because it aborts the process when its time is over.
+    JAX gets more time than this function waits, because it aborts the process when its time is over.
     """
     # JAX's own handler of SIGTERM would take the place of the run's.
     jax.config.update("jax_enable_preemption_service", False)
     _when_aborted(1, f"error: distributed: JAX can't connect the processes. {_SEE_ABOVE} {_IDS} {_OFF}")
     seconds = _seconds_to_connect(arguments)
     arguments = {**arguments, "initialization_timeout": seconds + _MORE_SECONDS}
-    ended: Future[None] = Future()
+    ended = _in_thread(lambda: jax.distributed.initialize(**arguments), seconds)
+    return ended.done() and ended.result() is None
 
-    def initialize() -> None:
+
+def _in_thread(work: Callable[[], T], seconds: float | None = None) -> "Future[T]":
+    """`work()` in a thread, after it has ended or so many seconds: the main thread handles signals."""
+    ended: Future[T] = Future()
+
+    def run() -> None:
         try:
-            ended.set_result(jax.distributed.initialize(**arguments))
+            ended.set_result(work())
         except Exception as error:
             ended.set_exception(error)
 
-    threading.Thread(target=initialize, daemon=True).start()
+    threading.Thread(target=run, daemon=True).start()
     wait([ended], seconds)
-    return ended.done() and ended.result() is None
+    return ended
 
 
 def processes_where(condition: bool) -> list[int]:
@@ -205,12 +211,12 @@ def processes_where(condition: bool) -> list[int]:
 
 def _wait_for_others() -> None:
     """Waits until all processes are here: in a first collective, those of CPUs wait for 30 seconds only."""
-    if jax.process_count() == 1 or wait_for_processes(f"agreed {next(_waits)}", round(3600 * _HOURS_TO_WAIT)):
-        return
-    raise TimeoutError(
-        f"another process of this run did not get as far as this one within {_HOURS_TO_WAIT} hours. Its "
-        f"output says what it does; end it. {_RESUMES}"
-    )
+    name, seconds = f"agreed {next(_waits)}", round(3600 * _HOURS_TO_WAIT)
+    if jax.process_count() > 1 and not _in_thread(lambda: wait_for_processes(name, seconds)).result():
+        raise TimeoutError(
+            f"the processes of this run did not get to one place within {_HOURS_TO_WAIT} hours of each "
+            f"other. Their output says how far they are; end those that go on."
+        )
 
 
 def agreed(work: Callable[[], T]) -> T:
@@ -218,7 +224,7 @@ def agreed(work: Callable[[], T]) -> T:
 
     Raises:
         ConfigError: it failed in another process. In those where it failed, their own error.
-        TimeoutError: another process takes a day longer than this one.
+        TimeoutError: a process takes a day longer than another one.
     """
     return _agreed(work, True)
 
@@ -228,7 +234,7 @@ def in_turn(work: Callable[[], T]) -> T:
 
     Raises:
         ConfigError: it failed in another process. In those where it failed, their own error.
-        TimeoutError: another process takes a day longer than this one.
+        TimeoutError: a process takes a day longer than another one.
     """
     is_first = jax.process_index() == 0
     first, other = (_agreed(work, is_turn) for is_turn in (is_first, not is_first))

@@ -36,8 +36,8 @@ _FREE = (
     "trainer.update.on_nonfinite",
     "trainer.update.max_consecutive_skips",
 )
-# May be different in each process of a run; that all see one folder is checked when it is opened.
-_OWN = ("distributed", "trainer.run_dir")
+# May be different in each process of a run. That all see one run folder is checked when it is opened.
+_OWN = ("distributed", "trainer.run_dir", "trainer.trackers", "data.cache_dir")
 _ABSENT = "not set"
 _LOCK = ".lock"
 
@@ -254,8 +254,12 @@ def has_mark(root: Path, mark: str) -> bool:
         return False
 
 
-def check_same_in_all(config: Mapping[str, Any]) -> None:
-    """Checks that all processes of a run have the same config, except for `distributed` and the run folder.
+def check_same_in_all(config: Mapping[str, Any], fix: str) -> None:
+    """Checks that all processes of a run have the same config, except for what each has of its own.
+
+    Args:
+        config: the config as a tree of entries.
+        fix: what to do where configs differ.
 
     Raises:
         ConfigError: keys differ; the message names them, and is the same in all processes.
@@ -270,7 +274,7 @@ def check_same_in_all(config: Mapping[str, Any]) -> None:
         raise ConfigError(
             "the processes of this run have different configs:\n  "
             + shortened(lines, "\n  ", most=8)
-            + "\nStart all with the same config file and arguments; only distributed may differ."
+            + f"\n{fix}"
         )
 
 

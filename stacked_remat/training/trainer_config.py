@@ -115,11 +115,10 @@ class MeshConfig:
                 over = [physical] if isinstance(physical, str) else physical
                 strange = [one for one in over if one not in self.axes]
                 if strange:
-                    is_default = {name: physical} in ({"batch": "data"}, {"embed": "data"})
                     raise ValueError(
                         f"trainer.mesh.{table}.{name} names the mesh axis {strange[0]!r}; those in "
                         f"trainer.mesh.axes are {', '.join(self.axes)}."
-                        f"{f' That is the default: write trainer.mesh.{table}.' if is_default else ''}"
+                        f"{self._other_than_default(table)}"
                     )
                 repeated = [one for one in over if over.count(one) > 1]
                 if repeated:
@@ -127,6 +126,15 @@ class MeshConfig:
                         f"trainer.mesh.{table}.{name} names the mesh axis {repeated[0]!r} more than once: "
                         f"{over}. Name each axis once."
                     )
+
+    def _other_than_default(self, table: str) -> str:
+        """What to write in place of a default that names an axis which the mesh lacks; nothing for others."""
+        if getattr(self, table) != (default := getattr(MeshConfig({"data": -1}), table)):
+            return ""
+        (name,) = default
+        return (
+            f" That is the default: write trainer.mesh.{table}: {{{name}: {next(iter(self.axes))}}}, or {{}}."
+        )
 
 
 @dataclass(frozen=True)

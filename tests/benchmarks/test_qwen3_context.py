@@ -23,7 +23,7 @@ def recorded(name):
     return json.loads((RESULTS / f"{name}.json").read_text())["rows"]
 
 
-@pytest.mark.parametrize(("tokens", "limit"), [(65_536, 7.3), (131_072, 12.5), (262_144, 24.5)])
+@pytest.mark.parametrize(("tokens", "limit"), [(65_536, 7.0), (131_072, 12.5), (262_144, 24.5)])
 def test_temporaries_are_within_the_limits_and_offloading_takes_less(tokens, limit):
     found = {row["policy"]: row for row in recorded("qwen3_context_h200") if row["tokens"] == tokens}
     assert found.keys() == POLICIES.keys()

@@ -4,9 +4,11 @@ import contextlib
 import json
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -15,11 +17,19 @@ import jax
 import numpy as np
 import pytest
 
+import models.train_lm as train_lm
 from models.run_config import LmRunConfig
 from models.run_state import state_shapes
 from models.train_lm import _trackers, main
 from models.trained_run import read_run_config
-from stacked_remat.training import EXIT_INTERRUPTED, ConfigError, RunFolder, load_checkpoint
+from stacked_remat.training import (
+    EXIT_INTERRUPTED,
+    ConfigError,
+    ConsoleProgress,
+    RunFolder,
+    load_checkpoint,
+    processes,
+)
 from stacked_remat.training.processes import _check_port, start_processes
 
 from .tiny_run import arguments_of, make_workplace
@@ -180,7 +190,29 @@ except Exception as error:
 """.replace("{together}", together)
     status, shown = ended([python("-c", code, index) for index in "01"])
     assert status == [1, EXIT_INTERRUPTED] and "JAX lost another process" in shown[1], shown
-    assert "another process of this run did not get as far as this one within" in shown[0]
+    assert "the processes of this run did not get to one place within" in shown[0]
+
+
+def test_a_process_that_waits_for_others_handles_signals(monkeypatch):
+    def interrupt(number, frame):
+        raise InterruptedError
+
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.setattr(processes, "wait_for_processes", lambda *_: time.sleep(60))
+    handler, began = signal.signal(signal.SIGTERM, interrupt), time.monotonic()
+    threading.Timer(0.2, signal.pthread_kill, (threading.get_ident(), signal.SIGTERM)).start()
+    with pytest.raises(InterruptedError):
+        processes.agreed(int)
+    signal.signal(signal.SIGTERM, handler)
+    assert time.monotonic() - began < 30
+
+
+def test_configs_are_compared_again_with_the_policies_that_auto_found(monkeypatch):
+    compared, found = [], LmRunConfig(remat="nested")
+    monkeypatch.setattr(train_lm, "check_same_in_all", lambda config, fix: compared.append(config["remat"]))
+    monkeypatch.setattr(train_lm, "_prepared", lambda *_: (found, None, None))
+    train_lm._prepared_in_all(LmRunConfig(remat="auto", budget="1GiB"), ConsoleProgress())
+    assert compared == ["auto", "nested"]
 
 
 @pytest.mark.deep
@@ -301,7 +333,7 @@ def test_a_method_of_detection_outside_of_its_cluster_is_named_with_the_variable
     code = code.replace("{method}", "{'cluster_detection_method': 'slurm'}")
     outside = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
     status, (shown,) = ended([python("-c", code, env=outside)])
-    expected = "ConfigError: .*cluster_detection_method = slurm: .* SLURM_JOB_ID is not set, .*srun for slurm"
+    expected = "ConfigError: .*cluster_detection_method = slurm: .* SLURM_JOB_ID is not set.*srun for slurm"
     assert status == [1] and re.search(expected, shown), shown
 
 

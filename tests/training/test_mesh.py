@@ -1,5 +1,6 @@
 """Meshes of devices, and the sharding of states, gradients, batches and activations."""
 
+import functools
 from typing import Any
 
 import haliax as hax
@@ -82,7 +83,11 @@ def test_meshes_that_do_not_fit_the_devices(axes, message):
         ({"param_mapping": {"embed": "modl"}}, r"param_mapping\.embed names the mesh axis 'modl'.* are data"),
         (
             {"axes": {"context": 8}, "compute_mapping": {}},
-            r"'data'; .* That is the default: write .*param_mapping\.$",
+            r"'data'; .* That is the default: write trainer\.mesh\.param_mapping: {embed: context}, or {}\.$",
+        ),
+        (
+            {"axes": {"x": 8}, "compute_mapping": {"embed": "data"}},
+            r"'data'; those in trainer.mesh.axes are x\.$",
         ),
         ({"compute_mapping": {"batch": ["data", "x"]}}, r"compute_mapping\.batch names the mesh axis 'x'"),
         (
@@ -171,9 +176,14 @@ def test_mappings_that_do_not_fit_the_weights(devices, mapping, message):
 def test_weights_are_not_divided_by_layers():
     make = Stacked.init(Axis("depth", 8), hax.nn.Linear.init)
     stack = make(Embed, Mlp, key=jax.random.split(jax.random.key(0), 8))
-    partitioning = Partitioning.of(MeshConfig({"data": 8}, {}, {"depth": "data"}))
-    with pytest.raises(ConfigError, match=r"param_mapping\.depth: .* another axis .* `embed`"):
-        partitioning.check_names({"layers": stack})
+    for table in ("compute_mapping", "param_mapping"):
+        of = functools.partial(
+            MeshConfig, **{"compute_mapping": {}, "param_mapping": {}, "axes": {"data": 8}}
+        )
+        with pytest.raises(ConfigError, match=rf"{table}\.depth: .* another axis, such as `embed`"):
+            Partitioning.of(of(**{table: {"depth": "data"}})).check_names({"layers": stack})
+        with pytest.raises(ConfigError, match=r"an axis `dpth`\. Valid: batch, embed, mlp, position"):
+            Partitioning.of(of(**{table: {"dpth": "data"}})).check_names({"layers": stack})
 
 
 @pytest.mark.parametrize("microbatches", [1, 2])

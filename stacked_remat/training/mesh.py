@@ -19,6 +19,7 @@ from haliax import Axis, NamedArray, axis_mapping
 from haliax.util import ensure_tuple, is_named_array
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
+from .._block_seq import BlockSeq
 from .._compat import mesh_axes_used_twice, no_axis_mapping
 from .._messages import axes_text, did_you_mean
 from .._placement import is_on_host
@@ -353,11 +354,10 @@ class Partitioning:
 
 
 def _axes_of_layers(tree: Any) -> Iterator[str]:
-    """The names of the axes along which layers are stacked, also of stacks in stacks."""
-    for node in jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, Stacked)):
+    """The names of the axes along which layers are stacked. A stack in a layer is one of experts."""
+    for node in jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, Stacked | BlockSeq)):
         if isinstance(node, Stacked):
             yield node.Block.name
-            yield from _axes_of_layers(node.stacked)
 
 
 def mesh_sizes(config: MeshConfig, devices: int) -> dict[str, int]:

@@ -243,10 +243,7 @@ def _check_length(config: LmRunConfig, position: Position, folder: RunFolder) ->
 
 def _prepared_in_all(config: LmRunConfig, progress: Progress) -> tuple[LmRunConfig, Partitioning, Tokenizer]:
     """`_prepared` in all processes; refuses configs that differ."""
-    own = (
-        "Start all with the same config file and arguments; only `distributed` and paths of each may differ."
-    )
-    check_same_in_all(config_as_dict(config), own)
+    check_same_in_all(config_as_dict(config), "Start all with the same config file and arguments.")
     prepared = agreed(functools.partial(_prepared, config, progress))
     check_same_in_all(config_as_dict(prepared[0]), "Write the policy as `remat`, in place of `auto`.")
     return prepared

@@ -208,11 +208,8 @@ class _Counter:
         expected = trips_expected(str(eqn.source_info.name_stack))
         counted = "once" if expected is None else f"{expected} times"
         reason = f"a while loop{_where(eqn)} whose trip count is not known in advance is counted {counted}"
-        unknown = (
-            (each + test) * (1 if expected is None else expected) + Flops(too_low=(reason,)),
-            fixed,
-            None,
-        )
+        cost = (each + test) * (1 if expected is None else expected)
+        unknown = cost + Flops(too_low=(reason,)), fixed, None
         if strides is not None:
             starts = [*cond_consts, *state], [*cond_consts, *_after(state, strides, 1)]
             trips = _strided_trips(self._without_dead_code(params["cond_jaxpr"]), *starts)

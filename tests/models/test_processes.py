@@ -237,14 +237,8 @@ def test_tensor_parallelism_over_processes_reads_the_same_rows_in_all(workplace)
 
 @pytest.mark.deep
 def test_a_mistake_in_one_process_ends_all_with_status_1_before_the_first_step(workplace):
-    last = (
-        "--trainer.mesh.axes.x",
-        "2",
-        "--trainer.checkpoint.keep_last",
-        "5",
-        "--data.tokenizer",
-        "nowhere",
-    )
+    mesh, tokenizer = ("--trainer.mesh.axes.x", "2"), ("--data.tokenizer", "nowhere")
+    last = (*mesh, *tokenizer, "--trainer.checkpoint.keep_last", "5")
     status, shown = ended(start(workplace, 2, run="mistaken", last=last))
     assert status == [1, 1], shown
     for output in shown:

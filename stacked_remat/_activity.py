@@ -78,6 +78,19 @@ def named_inputs(jaxpr: core.Jaxpr) -> set[core.Var]:
     return known
 
 
+def forwarded_inputs(jaxpr: core.Jaxpr) -> list[int | None]:
+    """For each output that is an input, unchanged, the number of that input."""
+    numbers: dict[Any, int] = {var: number for number, var in enumerate(jaxpr.invars)}
+    for equation in jaxpr.eqns:
+        inner = _called(equation)
+        found = [0] if equation.primitive.name == "name" else forwarded_inputs(inner) if inner else []
+        for var, number in zip(equation.outvars, found, strict=False):
+            operand = None if number is None else equation.invars[number]
+            if isinstance(operand, core.Var) and operand in numbers:
+                numbers[var] = numbers[operand]
+    return [numbers.get(var) if isinstance(var, core.Var) else None for var in jaxpr.outvars]
+
+
 def _called(equation: core.JaxprEqn) -> core.Jaxpr | None:
     """The jaxpr of an equation that only calls one, argument by argument (`jit`, `checkpoint`)."""
     inner = equation.params.get("jaxpr")

@@ -3,14 +3,10 @@
 - Haliax up to 1.4.dev453 calls `jax.core.is_constant_dim`, removed in JAX 0.11 (deprecated since 0.10), from
   `hax.dot`, `hax.einsum` and `Linear`. Shapes hold plain integers unless `jax.export`'s symbolic dimensions
   are in use, so the attribute is restored with that meaning. Nothing happens where JAX still has it.
-- JAX (0.10.2, 0.12) does not store a residual of `jax.custom_vjp` that is one of the inputs: it notes its
-  position and reads the input again. Constants of the function become inputs before the others when it is
-  traced. Where that happens twice (a rule within a rule, in the body of a scan), they are counted once, and
-  the rule gets other arrays than it returned. `not_forwarded` keeps residuals out of this.
 - JAX (0.10.2, 0.12), of a jaxpr that is differentiated by some inputs, then by others, then by the first
   again, gives the backward rule of a `jax.custom_vjp` with symbolic zeros the residuals of the last time in
-  the structure of the second. `as_residual` and `of_residual` keep what depends on the choice of inputs in
-  the shape of a residual instead.
+  the structure of the second. `as_residual` and `of_residual` keep the choice of inputs in the shape of a
+  residual instead.
 - Haliax (1.4.dev453) has no public way out of `haliax.axis_mapping`, within which every product is given a
   sharding: inside a `jax.shard_map` over the whole mesh it must have none. `no_axis_mapping` turns it off.
 - JAX (0.10.2, 0.12) has no public function that tells whether it found cuDNN, which its CUDA plugin does not
@@ -35,7 +31,12 @@
 - Equinox (0.13) raises the errors of `eqx.error_if` in a branch of callbacks, and nothing else tells which
   branch that is: `raises_error`.
 - JAX (0.10.2, 0.12) has no public function that tells whether anything is being traced or differentiated:
-  `nothing_is_traced`; nor whether that is done by `jax.vmap`: `is_vectorized`.
+  `nothing_is_traced`.
+- JAX's primitives as classes (`jax.experimental.hijax`) are `VJPHiPrimitive` in 0.10.2 and `HiPrim` from 0.12: `HiPrim`.
+- JAX (0.10.2, 0.12) has no public function that maps a jaxpr whose outputs may stay unmapped: `batch_jaxpr`;
+  nor for what `jax.vmap` does to a type and to an unmapped array: `stacked_type`, `broadcast`; nor one that makes
+  the constants of a jaxpr inputs: `without_constants`.
+- JAX (0.10.2, 0.12) cannot transpose `checkpoint_name`, which is the identity.
 - JAX (0.10.2, 0.12) has no public name of the effect of a collective: `named_axes`.
 - JAX (0.10.2, 0.12) has no public name of the error for a sharding that divides several axes of an array over
   one axis of the mesh: `mesh_axes_used_twice`.
@@ -48,7 +49,7 @@ import operator
 import tempfile
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +61,9 @@ import jax._src.config
 import jax._src.core
 import jax._src.distributed
 import jax._src.effects
+import jax._src.interpreters.ad
 import jax._src.interpreters.batching
+import jax._src.interpreters.partial_eval
 import jax._src.lib
 import jax._src.named_sharding
 import jax._src.state.types
@@ -69,8 +72,11 @@ import jax.extend.core
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.experimental import hijax
 from jax.extend.core.primitives import device_put_p, remat_p
 from jax.interpreters import ad, mlir
+
+HiPrim: Any = getattr(hijax, "HiPrim", None) or getattr(hijax, "VJPHiPrimitive")  # noqa: B009
 
 
 def raises_error(branch: Any) -> bool:
@@ -99,27 +105,17 @@ def restore_is_constant_dim() -> None:
         jax.core.is_constant_dim = _is_constant_dim  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def not_forwarded(residuals: Any) -> Any:
-    """Make residuals of a custom derivative other values than the inputs that they equal.
-
-    Each passes a barrier of its own: one around all would keep all of them alive until the last is read.
-    """
-    return jax.tree.map(lax.optimization_barrier, residuals)
-
-
-_residuals: list[Any] = []
+def as_residual(flags: Sequence[bool]) -> np.ndarray:
+    """Flags, such as which inputs are differentiated, as a residual without data."""
+    bits = sum(int(flag) << place for place, flag in enumerate(flags))
+    digits = [bits >> place & 0xFFFFFF for place in range(0, len(flags), 24)]
+    return np.zeros((0, len(flags), *digits), bool)
 
 
-def as_residual(value: Any) -> np.ndarray:
-    """A value that can be compared, such as which inputs are differentiated, as a residual without data."""
-    if value not in _residuals:
-        _residuals.append(value)
-    return np.zeros((0, _residuals.index(value)), bool)
-
-
-def of_residual(residual: Any) -> Any:
-    """The value of a residual that `as_residual` made."""
-    return _residuals[residual.shape[1]]
+def of_residual(residual: Any) -> tuple[bool, ...]:
+    """The flags of a residual that `as_residual` made."""
+    _, count, *digits = residual.shape
+    return tuple(bool(digits[place // 24] >> place % 24 & 1) for place in range(count))
 
 
 def cluster_size() -> int | None:
@@ -217,6 +213,12 @@ def is_concrete(array: Any) -> bool:
     return True
 
 
+def trace_context() -> Any:
+    """What a trace depends on beside its function and the types of its inputs: configuration, meshes, Haliax's axes."""
+    mapping = haliax.partitioning.current_thread_local_mapping()
+    return jax._src.config.trace_context(), None if mapping is None else tuple(map(str, mapping.items()))
+
+
 def ordered_effects(jaxpr: Any) -> list[str]:
     """Names of the effects of a jaxpr that have an order."""
     found = jax._src.effects.ordered_effects.filter_in(jaxpr.effects)
@@ -248,21 +250,58 @@ def mesh_axes_used_twice(error: Exception) -> list[str]:
     return [name for name, count in counts.items() if isinstance(name, str) and count > 1]
 
 
-def is_vectorized(arrays: Iterable[Any], names: Iterable[Any] = ()) -> bool:
-    """Whether the innermost transformation is a `jax.vmap` of any of these arrays, or of one of these names.
+def batch_jaxpr(
+    closed: Any, axis: Any, is_mapped: Sequence[bool], must_be: Sequence[bool]
+) -> tuple[Any, list[bool]]:
+    """A jaxpr mapped over an axis, `axis` being what a batching rule is given.
 
-    Not where it is over devices.
+    Inputs and outputs are mapped over their first dimension, outputs that do not depend on the axis only where they
+    `must_be`. Also returns which outputs are mapped.
     """
-    trace: Any = jax._src.core.trace_ctx.trace
-    if not isinstance(trace, jax._src.interpreters.batching.BatchTrace):
-        return False
-    axis: Any = trace.axis_data
-    if axis.spmd_name or axis.explicit_mesh_axis:
-        return False
-    return axis.name in names or any(trace.to_batch_info(array)[1] is not None for array in arrays)
+    return jax._src.interpreters.batching.batch_jaxpr(closed, axis, tuple(is_mapped), tuple(must_be))
 
 
-_MERGES_ON_CPUS = jax._src.lib.version < (0, 12)
+def without_constants(closed: Any) -> tuple[Any, list[Any]]:
+    """A traced jaxpr whose constants are its first inputs, and these."""
+    return jax._src.interpreters.partial_eval.convert_constvars_jaxpr(closed.jaxpr), list(closed.consts)
+
+
+def broadcast(array: Any, axis: Any) -> Any:
+    """An array with a new first dimension for the axis of a batching rule."""
+    return jax._src.interpreters.batching.broadcast(array, axis.size, 0, axis.explicit_mesh_axis)
+
+
+def stacked_type(type_: Any, size: int) -> Any:
+    """The type of a stack of so many arrays of a type."""
+    return jax._src.core.unmapped_aval(size, 0, type_)
+
+
+def without_cotangent(array: Any) -> Any:
+    """The array, whose derivatives are those of forward mode alone: in reverse mode it is a constant."""
+    return _without_cotangent.bind(array)
+
+
+def _linearize_without_cotangent(is_vjp: bool, nonzero: Any, array: Any) -> Any:
+    def linearized(*args: Any) -> Any:
+        return ad.Zero(jax.typeof(array).to_tangent_aval()) if is_vjp else args[-1]
+
+    structured = [] if _IS_BEFORE_0_12 else [None]
+    return _without_cotangent.bind(array), nonzero[0] and not is_vjp, None, *structured, linearized
+
+
+_IS_BEFORE_0_12 = jax._src.lib.version < (0, 12)
+_without_cotangent = jax.extend.core.Primitive("without_cotangent")
+_without_cotangent.def_impl(lambda array: array)
+_without_cotangent.def_abstract_eval(lambda array: array)
+jax._src.interpreters.ad.primitive_linearizations[_without_cotangent] = _linearize_without_cotangent
+ad.deflinear2(_without_cotangent, lambda cotangent, _: [None])
+jax.interpreters.batching.primitive_batchers[_without_cotangent] = lambda args, dims: (
+    _without_cotangent.bind(*args),
+    *dims,
+)
+mlir.register_lowering(_without_cotangent, lambda _, array: [array])
+
+_MERGES_ON_CPUS = _IS_BEFORE_0_12
 
 
 @dataclasses.dataclass(frozen=True)
@@ -309,6 +348,7 @@ def _has_plain_zeros(type_: Any) -> bool:
     return not is_key and not sharded and type_.memory_space == jax.memory.Space.Device
 
 
+ad.primitive_transposes[jax._src.ad_checkpoint.name_p] = lambda cotangent, _, **__: [cotangent]
 restore_is_constant_dim()
 move_cotangents_back()
 if _MERGES_ON_CPUS:

@@ -119,11 +119,25 @@ def for_length(remat: Remat, length: int) -> Remat:
 
 
 def checkpoint_of(internals: Internals) -> Callable[[Callable], Callable]:
-    """The `jax.checkpoint` wrapper of a layer whose residuals are saved."""
+    """The `jax.checkpoint` wrapper of a layer whose residuals are saved; equal ones for equal policies."""
     match internals:
         case SaveAll():
-            return lambda layer: layer
-        case PerLayer(internals=kept, prevent_cse=prevent_cse, saved_names=names) if kept or prevent_cse:
-            policy = policy_with_names(kept, names, ())
-            return lambda layer: jax.checkpoint(layer, policy=policy, prevent_cse=prevent_cse)
+            return _not_checkpointed
+        case PerLayer() if internals.internals or internals.prevent_cse:
+            return _Checkpoint(internals)
     return jax.checkpoint
+
+
+def _not_checkpointed(layer: Callable) -> Callable:
+    return layer
+
+
+@dataclass(frozen=True)
+class _Checkpoint:
+    """`jax.checkpoint` that saves the internals of a policy."""
+
+    remat: PerLayer
+
+    def __call__(self, layer: Callable) -> Callable:
+        policy = policy_with_names(self.remat.internals, self.remat.saved_names, ())
+        return jax.checkpoint(layer, policy=policy, prevent_cse=self.remat.prevent_cse)

@@ -36,6 +36,7 @@ from ._stacked_methods import (
     check_options,
     init_policy,
     method_caller,
+    owner_of,
 )
 from ._state_dict import layers_from_state_dict, stack_as
 
@@ -163,7 +164,9 @@ class Stacked(BlockFoldable[M]):
     ) -> Callable[..., tuple[Any, Any]]:
         caller = method_caller(self, verb, fn, skip=2, first=("stacked",))
         step = block_second(fn, has_output=verb == "scan")
-        run = scan_for(caller, step, self.Block, remat=remat, unroll=unroll, reverse=reverse)
+        run = scan_for(
+            caller, step, self.Block, remat=remat, unroll=unroll, reverse=reverse, owner=owner_of(fn)
+        )
 
         def scanned(init: Any, /, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
             return run(init, applied(self.stacked), *args, **kwargs)

@@ -123,7 +123,16 @@ def block_call(block: eqx.Module) -> Callable[..., Any]:
     def apply(block: Any, /, *args: Any, **kwargs: Any) -> Any:
         return block(*args, **kwargs)
 
+    setattr(apply, _CALL, call)
     return apply
+
+
+_CALL = "stacked_remat_call"
+
+
+def owner_of(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """What lives as long as traces of `fn` are of use: `fn`, or the call of a block for what `block_call` made."""
+    return getattr(fn, _CALL, fn)
 
 
 def method_caller(

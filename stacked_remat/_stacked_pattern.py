@@ -12,7 +12,6 @@ from ._block_foldable import BlockFoldable
 from ._policy import ScanCheckpointPolicy, ScanCheckpointSpec, resolve_policy
 from ._scan.arguments import Caller, argument_namer
 from ._scan.checks import check_axis, check_reverse, check_unroll
-from ._scan.eager import compiled_once
 from ._scan.layer_axis import split_tree
 from ._scan.layers import Layers as LayersOfKind, from_arguments, scan_rolled
 from ._scan.marks import changed, check_unmarked, is_array
@@ -29,6 +28,7 @@ from ._stacked_methods import (
     check_options,
     init_policy,
     method_caller,
+    owner_of,
 )
 from ._state_dict import layers_from_state_dict, stack_as
 from ._sweep.kinds import Pattern
@@ -187,7 +187,11 @@ class StackedPattern(BlockFoldable[M]):
         for number, name in enumerate(self._names):
             stack, (args, kwargs) = self.stacks[name], divided.of(number)
             split = split_tree(((mark(stack.stacked), *args), kwargs), stack.Block, caller)
-            found.append(LayersOfKind(block_second(fn, has_output), *split).as_arrays())
+            found.append(
+                LayersOfKind(
+                    block_second(fn, has_output), *split, owner_of(fn), (caller.what, name)
+                ).as_arrays()
+            )
         return found
 
     def _of_every_kind(self, outputs: Sequence[Any]) -> dict[str, Any]:
@@ -227,7 +231,7 @@ class StackedPattern(BlockFoldable[M]):
 
         def scanned(init: Any, /, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
             check_unmarked(init)
-            return compiled_once(from_arguments(run, resolved, self.Block), init, (self, args, kwargs))
+            return from_arguments(run, resolved, self.Block)(init, (self, args, kwargs))
 
         return scanned
 
@@ -300,7 +304,7 @@ class StackedPattern(BlockFoldable[M]):
 
         def swept(init: Any, /, *args: Any, **kwargs: Any) -> tuple[Any, SweepBack]:
             check_unmarked(init)
-            return compiled_once(run, init, (self, args, kwargs))
+            return run(init, (self, args, kwargs))
 
         return swept
 

@@ -15,7 +15,6 @@ from ._activity import is_differentiable
 from ._checkpoint import saving_internals
 from ._messages import parse_bytes
 from ._scan.arguments import argument_namer, is_unsplit_key
-from ._scan.eager import compiled_once
 from ._scan.marks import is_array, is_named, raw_array, take_marks_off
 from ._schedule import whole_number
 from ._sweep.gradient import merge, pick
@@ -87,10 +86,7 @@ def tiled(
 
     @functools.wraps(fn, updated=())
     def run(*args: Any, **kwargs: Any) -> Any:
-        def of_arguments(_: Any, arguments: Any) -> Any:
-            return _apply(caller, arguments, tiles, budget)
-
-        return compiled_once(of_arguments, (), (args, kwargs))
+        return _apply(caller, (args, kwargs), tiles, budget)
 
     return run
 

@@ -15,6 +15,9 @@ def equations(jaxpr: Any) -> Iterator[Any]:
 
 
 def inner_equations(equation: Any) -> Iterator[Any]:
+    if equation.primitive.name == "call_hi_primitive":
+        primitive = equation.params["_prim"]
+        yield from equations(jax.make_jaxpr(primitive.expand)(*primitive.in_avals))
     for value in jax.tree.leaves(equation.params, is_leaf=_is_jaxpr):
         if _is_jaxpr(value):
             yield from equations(value)

@@ -2,20 +2,40 @@
 
 import functools
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
 from stacked_remat._schedule import Schedule, shrinking
-from stacked_remat._sweep.api import sweep
+from stacked_remat._static import Static
+from stacked_remat._sweep.api import run_layers
 from stacked_remat._sweep.spec import FirstLayers
+from stacked_remat._sweep.trace import trace_layers
 
 from .blocks import quick_jit
 
 WIDTH, ROWS = 4, 3
 
 jit = quick_jit
+
+
+def sweep(body, init, xs, *, length, unsliced=None, boundaries="device", **fields):
+    """`lax.scan(body, init, xs)` by a sweep with these fields."""
+
+    def layer(_, carry, x):
+        carry, y = body(carry, x)
+        arrays, rest = eqx.partition(y, eqx.is_array_like)
+        return carry, (arrays, Static(rest))
+
+    stacks = jax.tree.leaves(xs)
+    assert all(len(leaf) == length for leaf in stacks)
+    masks = [unsliced or [False] * len(stacks)]
+    offloads = boundaries == "host"
+    traced = trace_layers([layer], [[]], init, [xs], unsliced=masks, offloads=offloads)
+    carry, (ys,) = run_layers(traced, [stacks], masks, boundaries=boundaries, **fields)
+    return carry, ys
 
 
 def stack(length: int, dtype=jnp.float32) -> dict:

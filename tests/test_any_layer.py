@@ -188,7 +188,9 @@ class TestOutsideOfJit:
         with jax.checking_leaks():
             jax.grad(lambda w: fold(lambda x, w: x * w, Layers, remat=policy)(ONES, w).sum())(weights())
 
-    @every_kind
+    @pytest.mark.parametrize(
+        "policy", [True, "nested", "offload", POLICIES["nested names"], POLICIES["false"]], ids=str
+    )
     def test_calls_alike_compile_once(self, policy, caplog):
         stack = Stacked.init(Layers, Block, remat=policy)(weights())
 
@@ -366,15 +368,14 @@ def test_export_with_symbolic_shapes(policy):
     np.testing.assert_allclose(found, jax.grad(value)(weights(), jnp.ones((2, 3))), rtol=1e-5)
 
 
-@pytest.mark.parametrize("name", [name for name in POLICIES if name not in ("false", "save_all", "simple")])
-def test_the_error_for_a_transpose_names_remat_false(name):
+@every_kind
+def test_linear_layers_are_transposed(policy):
     def linear(x):
-        return fold(lambda x, weight: x * weight, Layers, remat=POLICIES[name])(x, weights())
+        return fold(lambda x, weight: x * weight, Layers, remat=policy)(x, weights())
 
-    with pytest.raises(TypeError, match="remat=False"):
-        jax.linear_transpose(linear, ONES)(ONES)
     expected = jnp.prod(weights(), 0)
-    np.testing.assert_allclose(jax.vjp(linear, ONES)[1](jnp.ones(3))[0], expected, rtol=1e-6)
+    for transpose in (jax.linear_transpose(linear, ONES), jax.vjp(linear, ONES)[1]):
+        np.testing.assert_allclose(transpose(jnp.ones(3))[0], expected, rtol=1e-6)
 
 
 class TestStacksInStacks:

@@ -389,8 +389,6 @@ def test_mistakes_are_refused_by_name():
         blocks.scan(per_kind({"tanh": x, "sine": x}), scale, own, shift)
     with pytest.raises(TypeError, match="for the arguments of a StackedPattern"):
         blocks.stacks["sine"].scan(x, 1.0, per_kind(own), shift)
-    with pytest.raises(TypeError, match="StackedPattern.*no forward-mode derivative"):
-        jax.jvp(lambda x: blocks.scan(x, scale, per_kind(own), shift)[0], (x,), (x,))
     with pytest.raises(ValueError, match=r"no array.*eqx.combine"):
         eqx.filter(blocks, eqx.is_array, inverse=True).scan(x, scale, per_kind(own), shift)
     with pytest.raises(ValueError, match=r"scale has `layers` of size 3"):

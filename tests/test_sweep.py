@@ -8,7 +8,6 @@ import pytest
 from jax import lax
 
 from stacked_remat._schedule import Schedule, bounded, equal, levels, segmented, shrinking
-from stacked_remat._sweep.api import sweep
 
 from .sweep_cases import (
     assert_close,
@@ -16,6 +15,7 @@ from .sweep_cases import (
     derivatives,
     expected,
     jit,
+    sweep,
 )
 
 
@@ -94,17 +94,3 @@ def test_weakly_typed_carry():
     assert_close(actual, lax.scan(body, 1.0, xs))
     with pytest.raises(TypeError, match="carry"):
         sweep(lambda c, x: (jnp.stack([c, c]), None), 1.0, xs, length=3, schedule=shrinking(3))
-
-
-@pytest.mark.parametrize(
-    ("kwargs", "match"),
-    [
-        ({"length": 5, "schedule": shrinking(4)}, "schedule is for 4 layers, but there are 5"),
-        ({"length": 4, "schedule": shrinking(4)}, r"xs\['w'\] has shape \(5,\).*size 4"),
-        ({"length": 5, "schedule": shrinking(5), "boundaries": "disk"}, '"device" or "host", got \'disk\''),
-        ({"length": 5, "schedule": bounded(5, max_carries=2), "boundaries": "host"}, "cut once"),
-    ],
-)
-def test_errors(kwargs, match):
-    with pytest.raises(ValueError, match=match):
-        sweep(lambda c, x: (c, None), jnp.float32(1.0), {"w": jnp.ones(5)}, **kwargs)

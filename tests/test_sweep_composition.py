@@ -12,9 +12,8 @@ import pytest
 from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from stacked_remat import ScanCheckpointPolicy, fold
+from stacked_remat import fold
 from stacked_remat._schedule import Schedule, bounded, equal, segmented, shrinking
-from stacked_remat._sweep.api import sweep
 from stacked_remat._sweep.forward import forward_loop
 from stacked_remat._sweep.reverse import Replay, reverse_sweep
 from stacked_remat._sweep.spec import FirstLayers
@@ -29,6 +28,7 @@ from .sweep_cases import (
     loss,
     mlp,
     nested,
+    sweep,
 )
 
 
@@ -176,28 +176,6 @@ def test_only_the_stacked_outputs_are_used():
     assert_close(
         jax.grad(functools.partial(value, nested(6)))(w), jax.grad(functools.partial(value, lax.scan))(w)
     )
-
-
-def test_forward_mode_names_the_policy_to_use():
-    def value(x):
-        return sweep(lambda c, _: (jnp.sin(c), None), x, None, length=4, schedule=shrinking(4))[0]
-
-    assert_close(jit(value)(0.3), lax.scan(lambda c, _: (jnp.sin(c), None), jnp.float32(0.3), length=4)[0])
-    for transform in (lambda f: f, jax.jit, jax.checkpoint, lambda f: jax.jit(jax.checkpoint(f))):
-        with pytest.raises(TypeError, match="remat=True or remat=False"):
-            jax.jvp(transform(value), (0.3,), (1.0,))
-        with pytest.raises(TypeError, match="remat=True or remat=False"):
-            jax.jit(jax.jacfwd(transform(value)))(0.3)
-    _, tangent = jax.linearize(jax.jit(value), 0.3)
-    with pytest.raises(TypeError, match="remat=True or remat=False"):
-        tangent(1.0)
-
-
-def test_the_error_for_forward_mode_names_first_layers():
-    Layers = hax.Axis("layers", 4)
-    policy = ScanCheckpointPolicy(first_layers=2)
-    with pytest.raises(TypeError, match="whose policy has .*first_layers.* has no forward-mode"):
-        jax.jvp(lambda x: fold(jnp.sin, Layers, remat=policy)(x), (0.3,), (1.0,))
 
 
 def test_sharded_stacks_are_not_gathered():

@@ -9,12 +9,11 @@ import pytest
 from jax import lax
 
 from stacked_remat._schedule import Schedule, bounded, equal, shrinking
-from stacked_remat._sweep.api import sweep
 from stacked_remat._sweep.spec import FirstLayers
 
 from .jaxprs import count
 from .random_arrays import normal
-from .sweep_cases import assert_close, check, inputs, jit, loss, mlp, mlp_gradients
+from .sweep_cases import assert_close, check, inputs, jit, loss, mlp_gradients, sweep
 
 
 def keep_everything(layer):
@@ -144,15 +143,3 @@ def test_frozen_weights_cost_nothing():
 
 def arguments():
     return [0.3 * normal(seed, *shape) for seed, shape in enumerate([(12, 4, 6), (12, 6, 4), (3, 4)])]
-
-
-def test_a_schedule_of_another_length_is_refused():
-    with pytest.raises(ValueError, match="the schedule is for 4 layers, but there are 5"):
-        sweep(
-            mlp,
-            jnp.ones((3, 4)),
-            (jnp.ones((8, 4, 6)), jnp.ones((8, 6, 4))),
-            length=8,
-            schedule=shrinking(4),
-            first_layers=FirstLayers(3, jax.checkpoint),
-        )

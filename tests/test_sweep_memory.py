@@ -10,7 +10,6 @@ import pytest
 from jax import lax
 
 from stacked_remat._schedule import Schedule, bounded, equal, segmented, shrinking
-from stacked_remat._sweep.api import sweep
 from stacked_remat._sweep.spec import FirstLayers
 
 from .jaxprs import count, equations, inner_equations
@@ -22,6 +21,7 @@ from .sweep_cases import (
     mlp,
     mlp_gradients,
     nested,
+    sweep,
 )
 
 

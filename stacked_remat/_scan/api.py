@@ -12,12 +12,10 @@ import jax
 from haliax import Axis
 from haliax.axis import AxisSelector
 
-from .._placement import on_device
 from .._policy import ScanCheckpointSpec, resolve_policy
 from .._static import Static
 from .arguments import Caller, argument_namer
 from .checks import check_axis_or_name, check_reverse, check_unroll
-from .eager import compiled_once
 from .layer_axis import split_tree
 from .layers import Layers, from_arguments, scan_rolled
 from .marks import IsScanned, check_unmarked, is_array, is_named_or_shaped_array
@@ -88,8 +86,9 @@ def scan_for(
     reverse: bool = False,
     unroll: int | bool = 1,
     is_scanned: IsScanned = is_named_or_shaped_array,
+    owner: Any = None,
 ) -> Callable[..., tuple[Any, Any]]:
-    """`scan`, with error messages in the words of `caller`."""
+    """`scan`, with error messages in the words of `caller`; `owner` is the user's function that `f` calls."""
     check_axis_or_name(axis, caller.what)
     policy = resolve_policy(remat)
     resolved = policy.normalized()
@@ -98,7 +97,7 @@ def scan_for(
     def run(init: Any, arguments: tuple[Any, Any]) -> tuple[Any, Any]:
         layout, arrays, shared = split_tree(arguments, axis, caller, is_scanned=is_scanned)
         carry, (ys,) = scan_rolled(
-            [Layers(f, layout, arrays, on_device(shared))],
+            [Layers(f, layout, arrays, shared, f if owner is None else owner, caller.what)],
             init,
             layout.axis,
             resolved,
@@ -111,7 +110,7 @@ def scan_for(
 
     def scanned(init: Any, /, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         check_unmarked(init)
-        return compiled_once(from_arguments(run, resolved, axis), init, (args, kwargs))
+        return from_arguments(run, resolved, axis)(init, (args, kwargs))
 
     return scanned
 
@@ -143,7 +142,8 @@ def fold(
         return f(carry, *args, **kwargs), None
 
     caller = function_caller("fold", f)
-    scanned = scan_for(caller, step, axis, remat=remat, reverse=reverse, unroll=unroll, is_scanned=is_scanned)
+    options: Any = {"remat": remat, "reverse": reverse, "unroll": unroll, "is_scanned": is_scanned}
+    scanned = scan_for(caller, step, axis, owner=f, **options)
 
     def folded(init: Any, /, *args: Any, **kwargs: Any) -> Any:
         return scanned(init, *args, **kwargs)[0]
@@ -172,7 +172,8 @@ def map(
         return None, f(*args, **kwargs)
 
     caller = function_caller("map", f)
-    scanned = scan_for(caller, step, axis, remat=remat, reverse=reverse, unroll=unroll, is_scanned=is_mapped)
+    options: Any = {"remat": remat, "reverse": reverse, "unroll": unroll, "is_scanned": is_mapped}
+    scanned = scan_for(caller, step, axis, owner=f, **options)
 
     def mapped(*args: Any, **kwargs: Any) -> Any:
         return scanned(None, *args, **kwargs)[1]

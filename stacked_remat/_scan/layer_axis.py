@@ -60,6 +60,11 @@ class TreeLayout:
     treedef: Any
     leaves: tuple[Leaf, ...]
 
+    @property
+    def key(self) -> Any:
+        """What two layouts agree in if they are alike; without a hash where what is not an array has none."""
+        return self.axis, self.treedef, self.leaves
+
     def of_kind(self, kind: Literal["split", "shared"]) -> list[Leaf]:
         """The leaves that are split, or shared."""
         return [leaf for leaf in self.leaves if leaf.kind == kind]

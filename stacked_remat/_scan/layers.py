@@ -16,15 +16,12 @@ from .._placement import has_host_arrays, on_device, platform
 from .._remat import Internals, PerLayer, Remat, SaveAll, Swept, checkpoint_of, for_length
 from .._schedule import Tree, equal
 from .._static import Static
-from .._sweep.api import sweep_kinds
-from .._sweep.derivative_errors import not_transposable
-from .._sweep.gradient import merge, pick
+from .._sweep.api import run_layers
 from .._sweep.kinds import Pattern
 from .._sweep.spec import FirstLayers
-from .._sweep.store import at_least_one, with_zeros_in_place
-from .checks import check_carry, check_output, describe
+from .._sweep.trace import TracedLayer, trace_layers
+from .checks import check_carry, describe
 from .layer_axis import TreeLayout
-from .marks import is_array
 from .stacking import name_stacked, stack_outputs
 
 Step = Callable[[Any, Any], tuple[Any, Any]]  # (carry, inputs of the layer) -> (carry, output)
@@ -46,27 +43,58 @@ class Layers:
         layout: of the arguments, over the axis of these layers.
         arrays: those that are split.
         shared: those that all layers share.
+        owner: the user's function that `f` calls.
+        call: how `f` calls it.
     """
 
     f: Callable[..., tuple[Any, Any]]
     layout: TreeLayout
     arrays: list[Any]
     shared: list[Any]
+    owner: Any = None
+    call: Any = None
 
     def as_arrays(self) -> "Layers":
         """The same with JAX's arrays, those that are shared on the device."""
         arrays, shared = jax.tree.map(jnp.asarray, (self.arrays, self.shared))
         return dataclasses.replace(self, arrays=arrays, shared=on_device(shared))
 
-    def step(self, carry: Any, slices: Sequence[Any]) -> tuple[Any, Any]:
-        """Run one layer on its slices of the arrays; where they are unsliced, on the whole arrays."""
-        args, kwargs = self.layout.arguments(slices, self.shared)
-        return self.f(carry, *args, **kwargs)
-
     def step_at(self, carry: Any, row: int) -> tuple[Any, Any]:
         """Run the layer at a row."""
         args, kwargs = self.layout.layer(on_device([array[row] for array in self.arrays]), self.shared)
         return self.f(carry, *args, **kwargs)
+
+
+def trace_kinds(
+    kinds: Sequence[Layers], init: Any, remat: Remat, *, whole: bool, **checks: bool
+) -> list[TracedLayer]:
+    """A layer of each kind on arrays; `whole` layers take a `LayerStack` for each field that is unsliced."""
+    arrays, static = eqx.partition(init, eqx.is_array_like)
+
+    def body(kind: Layers) -> Callable[..., Any]:
+        def layer(carry: Any, inputs: tuple[Any, Any]) -> tuple[Any, Any]:
+            args, kwargs = (kind.layout.arguments if whole else kind.layout.layer)(*inputs)
+            return kind.f(carry, *args, **kwargs)
+
+        step = array_step(layer, init, remat)
+
+        def with_static(shared: Any, carry: Any, x: Any) -> tuple[Any, tuple[Any, Static]]:
+            carry, y = step(carry, (x, shared))
+            of_arrays, rest = eqx.partition(y, eqx.is_array_like)
+            return carry, (of_arrays, Static(rest))
+
+        return with_static
+
+    leaves, tree = jax.tree.flatten(static)
+    return trace_layers(
+        [body(kind) for kind in kinds],
+        [kind.shared for kind in kinds],
+        arrays,
+        [kind.arrays for kind in kinds],
+        unsliced=[kind.layout.unsliced if whole else [False] * len(kind.arrays) for kind in kinds],
+        **checks,
+        keys=[(kind.owner, kind.call, kind.layout.key, tree, *leaves, remat) for kind in kinds],
+    )
 
 
 def scan_unrolled(
@@ -101,18 +129,7 @@ def scan_unrolled(
         for part, layers in parts:
             carry, ys = _run_unrolled(layer, carry, [inputs[i] for i in layers], part, _names_of(axis))
             outputs += ys
-    return _not_transposable((carry, outputs[:: -1 if reverse else 1]), remat)
-
-
-def _not_transposable(results: Any, remat: Remat) -> Any:
-    """The results of a scan, with an error for `jax.linear_transpose` under policies that refuse it."""
-    if isinstance(remat, SaveAll) or (isinstance(remat, PerLayer) and not remat.named):
-        return results
-
-    def mark(leaf: Any) -> Any:
-        return not_transposable(leaf) if is_array(leaf) and jnp.issubdtype(leaf.dtype, jnp.inexact) else leaf
-
-    return jax.tree.map(mark, results)
+    return carry, outputs[:: -1 if reverse else 1]
 
 
 class _Names(NamedTuple):
@@ -148,6 +165,10 @@ def scan_rolled(
     `pattern` says which layer of `axis` is of which kind; None for layers of one kind.
     """
     options, remat = None, for_length(remat, axis.size)
+    if jax.config.jax_disable_jit and axis.size:
+        of_one = Pattern((0,) * axis.size) if pattern is None else pattern
+        return _unrolled_kinds(kinds, init, axis, SaveAll(), of_one, reverse, what)
+    kinds = [kind.as_arrays() for kind in kinds]
     xs = [kind.arrays for kind in kinds]
     # A plain scan would keep what it reads from the host, and read nothing ahead.
     if axis.size and (isinstance(remat, Swept) or pattern or has_host_arrays(xs)):
@@ -155,42 +176,53 @@ def scan_rolled(
     if pattern is not None and options is None:
         return _unrolled_kinds(kinds, init, axis, remat, pattern, reverse, what)
     names = _names_of(axis)
+    if options is None:
+        assert not isinstance(remat, Swept)
+        is_rolled = unroll is not True and unroll < axis.size
+        plain = _LayerCheckpoint(remat, names, is_rolled)
+        options = {"schedule": equal(axis.size, axis.size) if axis.size else None, "plain": plain}
+    offloads = (isinstance(remat, PerLayer) and remat.offloads) or options.get("boundaries") == "host"
+    checks = {"offloads": offloads, "replays": "plain" not in options}
     arrays, static = eqx.partition(init, eqx.is_array_like)
 
     def run(carry: Any, xs: Sequence[Sequence[Any]]) -> tuple[Any, list[Any]]:
-        if options is not None:
-            return sweep_kinds(
-                [array_step(kind.step, init, remat) for kind in kinds],
-                carry,
-                xs,
-                length=axis.size,
-                pattern=pattern,
-                reverse=reverse,
-                unroll=unroll,
-                unsliced=[kind.layout.unsliced for kind in kinds],
-                **options,
-            )
-        assert not isinstance(remat, Swept)
-        (kind,), (stacks,) = kinds, xs
-        sliced = [not whole for whole in kind.layout.unsliced]
+        of_xs = [dataclasses.replace(kind, arrays=[*own]) for kind, own in zip(kinds, xs, strict=True)]
+        traced = trace_kinds(of_xs, eqx.combine(carry, static), remat, whole=True, **checks)
+        unsliced = [kind.layout.unsliced for kind in kinds]
+        fields = {"pattern": pattern, "reverse": reverse, "unroll": unroll, **options}
+        return run_layers(traced, xs, unsliced, **fields)
 
-        def of_slices(carry: Any, slices: Any) -> tuple[Any, Any]:
-            return kind.step(carry, merge([*map(at_least_one, stacks)], slices, sliced))
-
-        step = array_step(of_slices, init, remat, names)
-        body = _checkpointed(step, remat, names, rolled=unroll is not True and unroll < axis.size)
-        carry, ys = jax.lax.scan(
-            body, carry, pick(stacks, sliced), length=axis.size, reverse=reverse, unroll=unroll
-        )
-        return carry, [ys]
-
-    if options is None and has_host_arrays(xs):  # a sweep does this itself
-        xs = [with_zeros_in_place(stacks) for stacks in xs]
     with jax.named_scope(f"scan({axis.name})"):
         carry, ys = _replayed_whole(run, remat, names)(arrays, xs)
-    carry, ys = _not_transposable((carry, ys), remat)
     stacked = [name_stacked(y, kind.layout.axis, what) for y, kind in zip(ys, kinds, strict=True)]
     return eqx.combine(carry, static), stacked
+
+
+@dataclasses.dataclass(frozen=True)
+class _LayerCheckpoint:
+    """How the layers of a plain scan are checkpointed."""
+
+    remat: Internals
+    names: _Names
+    is_rolled: bool
+
+    def __call__(self, layer: Callable[..., Any]) -> Callable[..., Any]:
+        remat, names = self.remat, self.names
+        if isinstance(remat, SaveAll):
+            return layer
+
+        def named(shared: Any, carry: Any, x: Any) -> Any:
+            if remat.named:
+                carry, x = checkpoint_name(carry, names.carry), checkpoint_name(x, names.inputs)
+            return layer(shared, carry, x)
+
+        prevent_cse = remat.prevent_cse or _reads_carries_on_gpus(remat) or not self.is_rolled
+        return jax.checkpoint(named, policy=remat.jax_policy(*names), prevent_cse=prevent_cse)
+
+
+def _reads_carries_on_gpus(remat: PerLayer) -> bool:
+    """Whether carries come from the host of a GPU, for which see `_sweep.back`."""
+    return remat.carries == "offload" and platform() == "cuda"
 
 
 def _unrolled_kinds(
@@ -292,7 +324,7 @@ def _run_unrolled(
 
     def apply(part: Tree, carry: Any) -> tuple[Any, list[Any]]:
         if isinstance(part, int):
-            step = _checkpointed(array_step(layer, carry, remat, names), each, names, rolled=False)
+            step = _checkpointed(array_step(layer, carry, remat, names), each, names)
             arrays, y = step(eqx.filter(carry, eqx.is_array_like), inputs[part])
             return eqx.combine(arrays, eqx.filter(carry, eqx.is_array_like, inverse=True)), [y]
         outputs = []
@@ -329,23 +361,15 @@ def array_step(layer: Step, init: Any, remat: Remat, names: _Names | None = None
             )
         new_carry, y = result
         check_carry(carry, new_carry)
-        check_output(y)
         return eqx.filter(new_carry, eqx.is_array_like), y
 
     return step
 
 
-def _checkpointed(step: Step, remat: Internals, names: _Names, *, rolled: bool) -> Step:
+def _checkpointed(step: Step, remat: Internals, names: _Names) -> Step:
     if isinstance(remat, SaveAll):
         return step
-    # For the barrier see `SweepSpec._visitor`.
-    from_host = remat.carries == "offload" and platform() == "cuda"
-    return recomputed(
-        step,
-        remat.jax_policy(*names),
-        prevent_cse=remat.prevent_cse or from_host or not rolled,
-        offloads=remat.offloads,
-    )
+    return recomputed(step, remat.jax_policy(*names), offloads=remat.offloads)
 
 
 def _replayed_whole(run: Callable, remat: Remat, names: _Names) -> Callable:

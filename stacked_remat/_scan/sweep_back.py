@@ -12,16 +12,15 @@ import jax.tree_util as jtu
 from jax import lax
 
 from .._activity import is_differentiable
-from .._sweep.api import backward_rule
 from .._sweep.back import sweep_back
 from .._sweep.derivative_errors import not_differentiable
 from .._sweep.gradient import LayerPullback, LeafVisit, pick, scatter_leaves, with_part
 from .._sweep.kinds import Kind
+from .._sweep.primitive import sweep_backward
 from .._sweep.slots import Arrays, Checkpoints
 from .._sweep.store import read, read_layer, write, zeros_like
 from .arguments import Caller
 from .checks import check_carry, describe
-from .eager import compiled_once
 from .layer_axis import Leaf, TreeLayout, split_tree
 from .marks import Marked, PerKind, is_array, is_named, raw_array
 from .sweep_types import SweepTypes, checked_cotangent, cotangent_leaves
@@ -87,8 +86,7 @@ class SweepBack(eqx.Module):
             )
         if visitor is None and not (state is None and layer_state is None):
             raise ValueError("state and layer_state are for a visitor, and sweep_back was given none.")
-        result = compiled_once(run, cotangent, (self, state, layer_state))
-        return self._wrap(result)
+        return self._wrap(run(cotangent, (self, state, layer_state)))
 
     def wrapping(self, wrap: Callable[[SweepResult], SweepResult]) -> "SweepBack":
         """This, with its results in another form."""
@@ -112,8 +110,8 @@ def _cotangents(types: SweepTypes, cotangent: Any) -> tuple[Arrays, Arrays]:
 
 def _gradients(sweep: SweepBack, carry_ct: Arrays, ys_ct: Arrays) -> SweepResult:
     types, masks = sweep._types, sweep._types.perturbed
-    init_ct, xs_ct, shared_ct = backward_rule(types.spec, masks)(
-        sweep._checkpoints, sweep._xs, sweep._shared, carry_ct, ys_ct
+    init_ct, xs_ct, shared_ct = sweep_backward(
+        types.spec, masks, sweep._checkpoints, sweep._xs, sweep._shared, carry_ct, ys_ct
     )
     of_xs, of_shared = scatter_leaves(xs_ct, masks.xs), scatter_leaves(shared_ct, masks.shared)
     carry = jtu.tree_unflatten(types.carry_tree, scatter_leaves(init_ct, masks.init))
@@ -293,7 +291,7 @@ def _example(sweep: SweepBack, kind: Kind, carry_ct: Arrays, ys_ct: Arrays) -> L
         spec.unsliced[kind.xs],
         (carry_ct, read(of_kind, 0)),
         None,
-        LayerPullback(kind.layer, perturbed, jax.checkpoint),
+        LayerPullback(kind.layer, perturbed),
     )
 
 

@@ -12,19 +12,16 @@ from haliax.axis import AxisSelector
 from .._activity import is_differentiable
 from .._policy import ScanCheckpointPolicy, ScanCheckpointSpec, resolve_policy
 from .._remat import Remat, for_length
-from .._sweep.api import forward_rule
-from .._sweep.gradient import Perturbed
 from .._sweep.kinds import Pattern
-from .._sweep.slots import Arrays
+from .._sweep.primitive import sweep_forward as keeping_sweep
 from .._sweep.spec import SweepSpec
-from .._sweep.trace import kinds_of, trace_layers
+from .._sweep.trace import kinds_of
 from .api import function_caller
 from .arguments import Caller
 from .checks import check_axis_or_name, check_reverse, check_unroll
-from .eager import compiled_once
 from .layer_axis import split_tree
-from .layers import Layers, array_step, sweep_options
-from .marks import IsScanned, check_unmarked, is_named_or_shaped_array
+from .layers import Layers, sweep_options, trace_kinds
+from .marks import IsScanned, check_unmarked, is_array, is_named_or_shaped_array
 from .stacking import name_stacked
 from .sweep_back import SweepBack
 from .sweep_types import KindTypes, SweepTypes
@@ -134,7 +131,7 @@ def vjp_for(
 
     def vjp(init: Any, layers: Any, /, *args: Any, **kwargs: Any) -> tuple[Any, SweepBack]:
         check_unmarked(init)
-        return compiled_once(run, init, ((layers, *args), kwargs))
+        return run(init, ((layers, *args), kwargs))
 
     # The name in Python's error for a call without layers.
     vjp.__qualname__ = f"{'scan' if has_output else 'fold'}_vjp(f, axis)"
@@ -163,36 +160,37 @@ def sweep_forward(
     kinds = [kind.as_arrays() for kind in kinds]
     remat = for_length(policy.normalized(), axis.size)
     found = _options_for_visitors(policy, remat, axis, [kind.arrays for kind in kinds])
-    traced = trace_layers(
-        [_shared_first(kind, init, remat) for kind in kinds],
-        [kind.shared for kind in kinds],
-        eqx.filter(init, eqx.is_array_like),
-        [kind.arrays for kind in kinds],
-        unsliced=[kind.layout.unsliced for kind in kinds],
-        offloads=found.get("boundaries") == "host",
-    )
+    traced = trace_kinds(kinds, init, remat, whole=False, offloads=found.get("boundaries") == "host")
     of_kinds, shared = kinds_of(traced)
     unsliced = sum((kind.layout.unsliced for kind in kinds), ())
     options: Any = {**found, "reverse": reverse, "unroll": unroll, "pattern": pattern}
     spec = SweepSpec(of_kinds, unsliced=unsliced, **options)
     xs, first = [array for kind in kinds for array in kind.arrays], traced[0]
-    perturbed = _every_float(spec, first.init, xs, shared)
+    closed_over = {
+        place for own, layer in zip(of_kinds, traced, strict=True) for place in own.shared[: layer.constants]
+    }
+    perturbed = spec.perturbed(
+        _differentiable(first.init),
+        _differentiable(xs),
+        [place not in closed_over and is_ for place, is_ in enumerate(_differentiable(shared))],
+        ys=_differentiable([type_ for kind in of_kinds for type_ in kind.output_types]),
+    )
     with jax.named_scope(f"scan({axis.name})"):
-        carry, ys, checkpoints = forward_rule(spec, perturbed)(first.init, xs, shared)
+        carry, ys, checkpoints = keeping_sweep(spec, perturbed, first.init, xs, shared)
     carry = jtu.tree_unflatten(first.carry_tree, carry)
     parts = [
-        name_stacked(jtu.tree_unflatten(layer.y_tree, ys[own.ys]), kind.layout.axis, what)
+        name_stacked(layer.output(ys[own.ys]), kind.layout.axis, what)
         for kind, own, layer in zip(kinds, of_kinds, traced, strict=True)
     ]
     outputs = parts[0] if pattern is None else dict(zip(names, parts, strict=True))
     static = eqx.filter(init, eqx.is_array_like, inverse=True)
     own_types = tuple(
-        KindTypes(own, name, kind.layout, layer.constants, layer.y_tree)
+        KindTypes(own, name, kind.layout, layer.constants, layer.output_tree)
         for kind, own, name, layer in zip(kinds, of_kinds, names or [None], traced, strict=True)
     )
-    of_outputs = jax.eval_shape(lambda: (carry, outputs))
+    of_outputs = jax.eval_shape(lambda: (carry, eqx.filter(outputs, is_array)))
     types = SweepTypes(spec, perturbed, own_types, axis, first.carry_tree, static, of_outputs, has_output)
-    checkpoints, y = checkpoints.with_constant_boundaries(), eqx.combine(carry, static)
+    y = eqx.combine(carry, static)
     sweep_back = SweepBack(checkpoints, xs, shared, types)
     return (y, outputs) if has_output else y, sweep_back
 
@@ -213,26 +211,6 @@ def _options_for_visitors(
             "the device, internals by name (save_block_internals=[names])."
         )
     return found
-
-
-def _every_float(spec: SweepSpec, init: Arrays, xs: Arrays, shared: Arrays) -> Perturbed:
-    """All leaves that can be differentiated, but what layers close over."""
-    constants = {place for kind in spec.kinds for place in kind.shared[: kind.constants]}
-    return spec.perturbed(
-        _differentiable(init),
-        _differentiable(xs),
-        [place not in constants and is_ for place, is_ in enumerate(_differentiable(shared))],
-        ys=_differentiable([type_ for kind in spec.kinds for type_ in kind.output_types]),
-    )
-
-
-def _shared_first(kind: Layers, init: Any, remat: Remat) -> Callable[..., Any]:
-    def layer(carry: Any, inputs: tuple[Arrays, Arrays]) -> tuple[Any, Any]:
-        args, kwargs = kind.layout.layer(*inputs)
-        return kind.f(carry, *args, **kwargs)
-
-    step = array_step(layer, init, remat)
-    return lambda shared, carry, x: step(carry, (x, shared))
 
 
 def _differentiable(leaves: Any) -> list[bool]:

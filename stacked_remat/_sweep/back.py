@@ -205,7 +205,7 @@ def _replay(
         _check_saved_on_device(pullbacks)
         return spec.room(pullbacks, [range(part.start + first, part.stop + first) for part in parts])
 
-    saves = any(pullback.saved for pullback in pullbacks)
+    saves = any(pullback.residuals for pullback in pullbacks)
     return Replay(fetch, advance, save if saves else None, room, spec.read_length > 1)
 
 
@@ -229,7 +229,7 @@ def _visit_first(
 
 
 def _check_saved_on_device(pullbacks: Iterable[LayerPullback]) -> None:
-    if any(pullback.saves_on_host for pullback in pullbacks):
+    if any(pullback.residuals and pullback.residuals.on_host for pullback in pullbacks):
         raise ValueError(
             "With layers that are cut, save_block_internals keeps internals on the device while a segment is "
             "replayed, and here some are moved to the host: by a policy of JAX that offloads, or by a fold "

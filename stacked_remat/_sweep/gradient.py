@@ -11,8 +11,12 @@ from typing import Any, NamedTuple, TypeAlias
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.core import eval_jaxpr
+from jax.extend.core import Jaxpr, Var
+from jax.interpreters.partial_eval import dce_jaxpr
 
 from .._activity import active_outputs, named_inputs
+from .._compat import without_constants
 from .._placement import platform
 from .kinds import Kind
 from .slots import Arrays, Carry
@@ -58,6 +62,29 @@ class Perturbed:
         return Inputs(self.shared, self.carry, self.xs)
 
 
+class Residuals(NamedTuple):
+    """A layer run forward on leaves, with what its pullback reads.
+
+    Attributes:
+        forward: `(shared, carry, x) -> (carry, y, residuals)`, as a jaxpr.
+        rest: the same without the results and the residuals that are saved.
+        pullback: the structure of the pullback, whose leaves are the residuals.
+        is_saved: which of them the replay saves.
+        types: the types of those.
+    """
+
+    forward: Jaxpr
+    rest: Jaxpr
+    pullback: Any
+    is_saved: Mask
+    types: list[Any]
+
+    @property
+    def on_host(self) -> bool:
+        """Whether some of what is saved is in host memory."""
+        return any(type_.memory_space == jax.memory.Space.Host for type_ in self.types)
+
+
 @dataclass(frozen=True)
 class LayerPullback:
     """One layer's vector-Jacobian product, from its inputs and, if any, its saved residuals.
@@ -65,24 +92,20 @@ class LayerPullback:
     Attributes:
         layer: the layer.
         perturbed: what is differentiated.
-        checkpoint: how the layer is checkpointed when residuals are saved.
-        saved: which leaves of the pullback are saved by the replay; none: the layer is run again.
-        saved_types: their types.
+        residuals: those that the replay saves, if any; else the layer is run again.
     """
 
     layer: LeafLayer
     perturbed: Perturbed
-    checkpoint: Callable[[Callable], Callable]
-    saved: tuple[int, ...] = ()
-    saved_types: tuple[Any, ...] = ()
-
-    @property
-    def saves_on_host(self) -> bool:
-        """Whether some of what is saved is in host memory."""
-        return any(type_.memory_space == jax.memory.Space.Host for type_ in self.saved_types)
+    residuals: Residuals | None = None
 
     def _linearize(
-        self, shared: Arrays, carry: Carry, x: Arrays, inputs: Inputs
+        self,
+        shared: Arrays,
+        carry: Carry,
+        x: Arrays,
+        inputs: Inputs,
+        checkpoint: Callable[[Callable], Callable] = lambda run: run,
     ) -> tuple[tuple[Carry, Arrays], Any]:
         perturbed = self.perturbed
 
@@ -90,10 +113,8 @@ class LayerPullback:
             carry, y = self.layer(shared, carry, x)
             return (pick(carry, perturbed.carry), pick(y, perturbed.ys)), (carry, y)
 
-        run = self.checkpoint(run) if self.saved else run
-
         def differentiated(shared_part: Arrays, carry_part: Carry, x_part: Arrays) -> tuple[Any, Any]:
-            return run(
+            return checkpoint(run)(
                 merge(shared, shared_part, inputs.shared),
                 merge(carry, carry_part, inputs.carry),
                 merge(x, x_part, inputs.xs),
@@ -104,10 +125,13 @@ class LayerPullback:
         return results, pullback
 
     def save(self, shared: Arrays, carry: Carry, x: Arrays) -> tuple[tuple[Carry, Arrays], Arrays]:
-        """Run the layer; returns its carry and output, and its residuals."""
-        results, pullback = self._linearize(shared, carry, x, self.perturbed.inputs)
-        leaves = jax.tree.leaves(pullback)
-        return results, [leaves[i] for i in self.saved]
+        """Run the layer; returns its carry and output, and the residuals that are saved."""
+        if self.residuals is None:
+            return self.layer(shared, carry, x), []
+        outputs = eval_jaxpr(self.residuals.forward, (), *shared, *carry, *x)
+        results = len(outputs) - len(self.residuals.is_saved)
+        carry, y = outputs[: len(carry)], outputs[len(carry) : results]
+        return (carry, y), pick(outputs[results:], self.residuals.is_saved)
 
     def __call__(
         self,
@@ -127,13 +151,14 @@ class LayerPullback:
         """
         every = self.perturbed.inputs
         inputs = every if inputs is None else inputs
-        if not self.saved:
+        if self.residuals is None:
             return _transposed(self._linearize(shared, carry, x, inputs)[1], cotangents, inputs, totals)
-        # The computation of the replaced leaves is now unused, and XLA removes it.
-        leaves, treedef = jax.tree.flatten(self._linearize(shared, carry, x, every)[1])
-        for i, leaf in zip(self.saved, saved or (), strict=True):
-            leaves[i] = leaf
-        pullback = jax.tree.unflatten(treedef, leaves)
+        is_saved = self.residuals.is_saved
+        others = eval_jaxpr(self.residuals.rest, (), *shared, *carry, *x)
+        leaves = merge(
+            merge([None] * len(is_saved), others, [not is_ for is_ in is_saved]), saved or (), is_saved
+        )
+        pullback = jax.tree.unflatten(self.residuals.pullback, leaves)
         if inputs == every:
             return _transposed(pullback, cotangents, inputs, totals)
         of_every = pullback(cotangents)
@@ -143,27 +168,40 @@ class LayerPullback:
         )
         return of_shared, of_carry, of_x
 
-    def with_residuals(self, shared: Arrays, carry: Carry, x: Arrays) -> "LayerPullback":
-        """Set `saved` to the residuals that the checkpoint keeps.
+    def with_residuals(
+        self, shared: Arrays, carry: Carry, x: Arrays, checkpoint: Callable[[Callable], Callable]
+    ) -> "LayerPullback":
+        """Set the residuals that are saved to those that a checkpoint keeps.
 
         Not saved are the layer's inputs, which are available, and what depends on `x` and `shared` alone,
         which is computed again: a cast or a transpose of weights would fill a buffer with a segment of them.
+        Traced for inputs that are told apart, whatever values the layer is given.
         """
-        probe = replace(self, saved=(-1,))
+        structure: list[Any] = []
 
-        def residuals(shared: Arrays, carry: Carry, x: Arrays) -> Arrays:
-            return jax.tree.leaves(probe._linearize(shared, carry, x, self.perturbed.inputs)[1])
+        def forward(shared: Arrays, carry: Carry, x: Arrays) -> Arrays:
+            results, pullback = self._linearize(shared, carry, x, self.perturbed.inputs, checkpoint)
+            leaves, tree = jax.tree.flatten(pullback)
+            structure[:] = [tree]
+            return [*results[0], *results[1], *leaves]
 
-        jaxpr = jax.make_jaxpr(residuals)(shared, carry, x).jaxpr
-        constants = len(jaxpr.constvars) + len(shared)
-        is_carry = [False] * constants + [True] * len(carry) + [False] * len(x)
-        depends = active_outputs(jaxpr, is_carry, counts=lambda _: True)
+        jaxpr, constants = without_constants(jax.make_jaxpr(forward)(shared, carry, x))
+        assert not constants
+        count = structure[0].num_leaves
+        outputs = jaxpr.outvars[len(jaxpr.outvars) - count :]
+        is_carry = [False] * len(shared) + [True] * len(carry) + [False] * len(x)
+        depends = active_outputs(jaxpr, is_carry, counts=lambda _: True)[len(jaxpr.outvars) - count :]
         available = named_inputs(jaxpr)
-        needed = [
-            out not in available and of_carry for out, of_carry in zip(jaxpr.outvars, depends, strict=True)
-        ]
-        types = tuple(out.aval for out in pick(jaxpr.outvars, needed))
-        return replace(self, saved=tuple(pick(range(len(needed)), needed)), saved_types=types)
+        is_saved = tuple(
+            isinstance(out, Var) and out not in available and of_carry
+            for out, of_carry in zip(outputs, depends, strict=True)
+        )
+        results = [False] * (len(jaxpr.outvars) - count)
+        rest, _ = dce_jaxpr(jaxpr, [*results, *(not is_ for is_ in is_saved)], instantiate=True)
+        types = [out.aval for out in pick(outputs, is_saved)]
+        if not any(is_saved):
+            return self
+        return replace(self, residuals=Residuals(jaxpr, rest, structure[0], is_saved, types))
 
 
 def _transposed(pullback: Any, cotangents: Any, inputs: Inputs, totals: Sequence[Any]) -> Any:

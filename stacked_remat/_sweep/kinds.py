@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import numpy as np
@@ -22,7 +22,7 @@ class Kind:
     Attributes:
         number: its place among the kinds.
         jaxpr: one layer, `(shared, carry, x) -> (carry, y)` in leaves.
-        shared: which of the inputs that all layers share it reads, the constants of `jaxpr` first.
+        shared: which of the inputs that all layers share it reads.
         xs: which of the stacks hold its layers' own inputs, an entry for each layer of this kind.
         ys: which of the stacked outputs are theirs.
     """
@@ -30,8 +30,8 @@ class Kind:
     number: int
     jaxpr: Jaxpr
     shared: tuple[int, ...]
-    xs: slice
-    ys: slice
+    xs: slice = field(hash=False)  # a slice has no hash before Python 3.12
+    ys: slice = field(hash=False)
 
     @property
     def carries(self) -> int:
@@ -43,19 +43,17 @@ class Kind:
         """The types of a layer's outputs."""
         return [out.aval for out in self.jaxpr.outvars[self.carries :]]
 
-    @property
-    def constants(self) -> int:
-        """How many of the shared inputs that it reads are constants."""
-        return len(self.jaxpr.constvars)
-
     def pick_shared(self, shared: Sequence[T]) -> list[T]:
         """What it reads of the shared inputs."""
         return [shared[i] for i in self.shared]
 
     def layer(self, shared: Arrays, carry: Carry, x: Arrays) -> tuple[Carry, Arrays]:
         """Run one layer."""
-        given = self.pick_shared(shared)
-        outputs = eval_jaxpr(self.jaxpr, given[: self.constants], *given[self.constants :], *carry, *x)
+        return self.layer_of(self.pick_shared(shared), carry, x)
+
+    def layer_of(self, given: Arrays, carry: Carry, x: Arrays) -> tuple[Carry, Arrays]:
+        """Run one layer on what it reads of the shared inputs."""
+        outputs = eval_jaxpr(self.jaxpr, (), *given, *carry, *x)
         return outputs[: self.carries], outputs[self.carries :]
 
 

@@ -9,7 +9,9 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array
 
+from .._activity import is_differentiable
 from .._placement import to_device
+from .store import empty_stack, write
 
 Arrays = list[Array]
 Carry = Arrays
@@ -61,24 +63,32 @@ class Checkpoints(NamedTuple):
             return _first(self.slots)
         return to_device(_first(self.boundaries))
 
-    def with_constant_boundaries(self) -> "Checkpoints":
-        """Exclude what is on the host from derivatives, which go through `first()` alone.
+    def is_first(self) -> "Checkpoints":
+        """Which of the arrays `first()` reads; those on the host aside, of which JAX loses the memory space."""
+        nothing = jax.tree.map(lambda _: False, self)
+        if self.first_layers is not None:
+            saved = nothing.first_layers
+            return nothing._replace(first_layers=saved._replace(carries=[True] * len(saved.carries)))
+        where = "slots" if self.origin is None else "origin"
+        return nothing._replace(**{where: [True] * len(getattr(self, where))})
 
-        JAX loses the memory space of a cotangent where it transposes a program within a program (a branch, a
-        loop, a jitted function), and then refuses it.
-        """
-        boundaries, in_segments = lax.stop_gradient((self.boundaries, self.in_segments))
-        return self._replace(boundaries=boundaries, in_segments=in_segments)
+    def from_first(self, first: Carry) -> "Checkpoints":
+        """Arrays like these from which `first()` reads `first`; placeholders for the others."""
 
-    def cotangent_of_first(self, cotangent: Carry) -> "Checkpoints":
-        """The cotangent of this, as a function of `first()` alone."""
-        on_device = self._replace(boundaries=None, in_segments=None)  # which `first()` does not read
-        _, pullback = jax.vjp(Checkpoints.first, on_device)
-        (found,) = pullback(cotangent)
-        return found._replace(
-            boundaries=self.boundaries and [None] * len(self.boundaries),
-            in_segments=self.in_segments and [None] * len(self.in_segments),
-        )
+        def stacks(like: Carry) -> Carry:
+            pairs = zip(like, first, strict=True)
+            return [
+                write(empty_stack(leaf, len(stack)), 0, leaf) if is_differentiable(leaf.dtype) else leaf
+                for stack, leaf in pairs
+            ]
+
+        nothing = jax.tree.map(lambda _: jnp.zeros(()), self)
+        if self.first_layers is not None:
+            carries = stacks(self.first_layers.carries)
+            return nothing._replace(first_layers=nothing.first_layers._replace(carries=carries))
+        if self.origin is not None:
+            return nothing._replace(origin=first)
+        return nothing._replace(slots=stacks(self.slots))
 
 
 def _first(stacked: Carry) -> Carry:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from .._activity import active_carry
+from .._activity import active_carry, active_outputs
 from .._placement import on_device
 from .._schedule import Schedule, equal
 from .gradient import (
@@ -184,6 +184,15 @@ class SweepSpec:
         layers = [(kind.jaxpr, kind.pick_shared(shared), xs[kind.xs]) for kind in self.kinds]
         return Perturbed(tuple(init), tuple(active_carry(layers, init)), tuple(xs), tuple(shared), tuple(ys))
 
+    def active_outputs(self, perturbed: Perturbed) -> Mask:
+        """Which of the stacked outputs have a tangent."""
+
+        def of(kind: Kind) -> list[bool]:
+            inputs = [*kind.pick_shared(perturbed.shared), *perturbed.carry, *perturbed.xs[kind.xs]]
+            return active_outputs(kind.jaxpr, inputs)[kind.carries :]
+
+        return tuple(is_ for kind in self.kinds for is_ in of(kind))
+
     def pullbacks(
         self, perturbed: Perturbed, checkpoint: Checkpoint, carry: Carry, xs: Arrays, shared: Arrays
     ) -> list[LayerPullback]:
@@ -191,11 +200,11 @@ class SweepSpec:
 
         def of(kind: Kind) -> LayerPullback:
             layer = functools.partial(self.step, kind)
-            pullback = LayerPullback(layer, perturbed.of_part(kind.xs, kind.ys), checkpoint)
+            pullback = LayerPullback(layer, perturbed.of_part(kind.xs, kind.ys))
             if checkpoint is jax.checkpoint:
                 return pullback
             example = jax.eval_shape(lambda: (carry, self.inputs(kind, xs, 0)))
-            return pullback.with_residuals(shared, *example)
+            return pullback.with_residuals(shared, *example, checkpoint)
 
         return [of(kind) for kind in self.kinds]
 
@@ -206,7 +215,7 @@ class SweepSpec:
             return max(1, *(int(self.entry(kind, part.stop, part.start)) for part in parts))
 
         return [
-            empty_stack(list(pullback.saved_types), most(kind))
+            empty_stack(pullback.residuals.types if pullback.residuals else [], most(kind))
             for kind, pullback in zip(self.kinds, pullbacks, strict=True)
         ]
 

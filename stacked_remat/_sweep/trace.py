@@ -1,14 +1,22 @@
 """A layer traced to a jaxpr, with the types of its carry settled."""
 
+import itertools
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.core import eval_jaxpr
 from jax.extend.core import Jaxpr
+from jaxtyping import Array
 
+from .._activity import forwarded_inputs
+from .._compat import is_concrete, trace_context, without_constants
 from .effects import check_effects
+from .gradient import merge, pick
 from .kinds import Kind
 from .slots import Arrays, Carry
 from .store import at_least_one, read_layer
@@ -19,22 +27,34 @@ class TracedLayer(NamedTuple):
 
     Attributes:
         jaxpr: `(shared, carry, x) -> (carry, y)`.
-        init: the first carry, with the types that every carry has.
-        shared: the constants of `jaxpr`, which the layer closes over; then the arrays passed to all layers.
+        init: the leaves of the first carry, with the types that every carry has.
+        shared: the arrays that the layer closes over; then those passed to all layers.
+        constants: how many it closes over.
         carry_tree: structure of the carry.
-        y_tree: structure of the output.
+        y_tree: structure of the output: a pair, of its arrays and of a `Static` with the rest.
     """
 
     jaxpr: Jaxpr
     init: Carry
     shared: Arrays
+    constants: int
     carry_tree: Any
     y_tree: Any
 
+    def output(self, leaves: Any) -> Any:
+        """The output with these arrays, and with what is no array in it."""
+        arrays, rest = jax.tree.unflatten(self.y_tree, leaves)
+        return eqx.combine(arrays, rest.value)
+
     @property
-    def constants(self) -> int:
-        """How many of the shared arrays are constants."""
-        return len(self.jaxpr.constvars)
+    def output_tree(self) -> Any:
+        """The structure of the arrays of an output."""
+        return jax.tree.structure(jax.tree.unflatten(self.y_tree, range(self.y_tree.num_leaves))[0])
+
+    @property
+    def carry_types(self) -> list[Any]:
+        """The types of the leaves of the carry."""
+        return [var.aval for var in self.jaxpr.outvars[: self.carry_tree.num_leaves]]
 
 
 def trace_layers(
@@ -45,17 +65,67 @@ def trace_layers(
     *,
     unsliced: Sequence[Sequence[bool]],
     offloads: bool,
+    replays: bool = True,
+    keys: Sequence[Any] = (),
 ) -> list[TracedLayer]:
-    """Trace a layer of each kind, all with one type of carry. Arguments and errors as of `trace_layer`."""
+    """Trace a layer of each kind, all with one type of carry.
+
+    Args:
+        bodies: for each kind, `(shared, carry, x) -> (carry, y)` on trees; it may close over traced values.
+        shared: arrays that all layers of a kind are given.
+        init: the first carry.
+        xs: the layers' own inputs, stacked.
+        unsliced: for which leaves of `xs` a layer takes the whole stack.
+        offloads: whether values are moved to the host.
+        replays: whether layers are run again by a sweep.
+        keys: for each kind, the function whose traces are kept outside of `jax.jit`, as `jax.lax.scan` does, and
+            what the layer depends on beside it and the types of its inputs.
+
+    Raises:
+        TypeError: effects that cannot be replayed or compiled; a carry that changes its structure, shape or
+            type.
+    """
     init = jax.tree.map(jnp.asarray, init)
     while True:
         traced, before = [], init
-        for body, *own, mask in zip(bodies, shared, xs, unsliced, strict=True):
-            found = trace_layer(body, own[0], init, own[1], unsliced=mask, offloads=offloads)
-            init = jax.tree.unflatten(found.carry_tree, found.init)
-            traced.append(found)
+        for body, *own, mask, key in itertools.zip_longest(bodies, shared, xs, unsliced, keys):
+
+            def trace(body: Any = body, own: Any = own, mask: Any = mask, init: Any = init) -> TracedLayer:
+                return _trace_layer(body, own[0], init, own[1], mask)
+
+            found = _kept(key, (own, init), trace)
+            check_effects(found.jaxpr, found.shared if replays else (), offloads=offloads)
+            leaves = zip(jax.tree.leaves(init), found.carry_types, strict=True)
+            init = jax.tree.unflatten(found.carry_tree, [_as_type(leaf, like) for leaf, like in leaves])
+            traced.append(found._replace(init=jax.tree.leaves(init), shared=[*found.shared, *own[0]]))
         if len(traced) == 1 or _same_types(before, init):
             return traced
+
+
+_traced: weakref.WeakKeyDictionary[Any, dict[Any, TracedLayer]] = weakref.WeakKeyDictionary()
+_MOST_TRACES = 32  # of one function
+
+
+def _kept(key: Any, inputs: Any, trace: Callable[[], TracedLayer]) -> TracedLayer:
+    """`trace()`, or what it gave before, outside of `jax.jit` and for a key that can be compared."""
+    leaves, tree = jax.tree.flatten(inputs)
+    if key is None or not all(map(is_concrete, leaves)):
+        return trace()
+    owner, *rest = key
+    # Values that are equal may differ: 1, 1.0 and True.
+    whole = (*rest, repr(rest), tree, *map(jax.typeof, leaves), trace_context())
+    try:
+        known = _traced.setdefault(owner, {})
+        found = known.get(whole)
+    except TypeError:  # something has no hash, or no weak references
+        return trace()
+    if found is None:
+        found = trace()
+        if all(map(is_concrete, found.shared)):
+            if len(known) == _MOST_TRACES:
+                del known[next(iter(known))]
+            known[whole] = found
+    return found
 
 
 def kinds_of(traced: Sequence[TracedLayer]) -> tuple[tuple[Kind, ...], Arrays]:
@@ -65,37 +135,21 @@ def kinds_of(traced: Sequence[TracedLayer]) -> tuple[tuple[Kind, ...], Arrays]:
         places = tuple(range(len(shared), len(shared) + len(layer.shared)))
         shared += layer.shared
         jaxpr, carries = layer.jaxpr, len(layer.init)
-        own = layer.constants + len(jaxpr.invars) - len(layer.shared) - carries
+        own = len(jaxpr.invars) - len(layer.shared) - carries
         parts = slice(x, x + own), slice(y, y + len(jaxpr.outvars) - carries)
         kinds.append(Kind(number, jaxpr, places, *parts))
         x, y = parts[0].stop, parts[1].stop
     return tuple(kinds), shared
 
 
-def trace_layer(
+def _trace_layer(
     body: Callable[[Arrays, Any, Any], tuple[Any, Any]],
     shared: Arrays,
     init: Any,
     xs: Any,
-    *,
     unsliced: Sequence[bool],
-    offloads: bool,
 ) -> TracedLayer:
-    """Trace `body(shared, carry, x) -> (carry, y)`.
-
-    Args:
-        body: one layer, on trees of arrays; it may close over traced values.
-        shared: arrays that all layers are given.
-        init: the first carry.
-        xs: the layers' own inputs, stacked.
-        unsliced: for which leaves of `xs` a layer takes the whole stack.
-        offloads: whether values are moved to the host.
-
-    Raises:
-        TypeError: effects that cannot be replayed or compiled; a carry that changes its structure, shape or
-            type.
-    """
-    init = jax.tree.map(jnp.asarray, init)
+    """A layer with the arrays that it closes over as the only shared ones."""
     stacks, tree = jax.tree.flatten(xs)
     entries = jax.eval_shape(lambda stacks: read_layer([*map(at_least_one, stacks)], 0, unsliced), stacks)
     x = jax.tree.unflatten(tree, entries)
@@ -112,15 +166,50 @@ def trace_layer(
         carry, _ = jax.eval_shape(scanned, shared, init, x)
         init = jax.tree.map(lambda leaf, like: lax.convert_element_type(leaf, like.dtype), init, carry)
         closed, (carry, y) = trace(init)
-    constants = list(closed.consts)
-    check_effects(closed.jaxpr, constants, offloads=offloads)
-    return TracedLayer(
-        closed.jaxpr,
-        jax.tree.leaves(init),
-        [*constants, *shared],
-        jax.tree.structure(carry),
-        jax.tree.structure(y),
+    jaxpr, constants = without_constants(closed)
+    trees = jax.tree.structure(carry), jax.tree.structure(y)
+    return TracedLayer(jaxpr, [], constants, len(constants), *trees)
+
+
+def without_passed_on(traced: Sequence[TracedLayer]) -> tuple[list[TracedLayer], list[bool]]:
+    """Layers that share the leaves of the carry that none of them changes; which leaves these are."""
+    carries = len(traced[0].init)
+    passed = [True] * carries
+    for layer in traced:
+        sources = forwarded_inputs(layer.jaxpr)[:carries]
+        passed = [
+            is_ and source == len(layer.shared) + place
+            for place, (is_, source) in enumerate(zip(passed, sources, strict=True))
+        ]
+    if not any(passed):
+        return list(traced), passed
+    return [_with_more_shared(layer, passed) for layer in traced], passed
+
+
+def _with_more_shared(layer: TracedLayer, passed: Sequence[bool]) -> TracedLayer:
+    carried = [not is_ for is_ in passed]
+    ends = len(layer.shared), len(layer.shared) + sum(passed), len(layer.shared) + len(passed)
+
+    def run(*inputs: Array) -> list[Array]:
+        shared, common = inputs[: ends[0]], inputs[ends[0] : ends[1]]
+        carry = merge(merge([None] * len(passed), common, passed), inputs[ends[1] : ends[2]], carried)
+        outputs = eval_jaxpr(layer.jaxpr, (), *shared, *carry, *inputs[ends[2] :])
+        return [*pick(outputs[: len(passed)], carried), *outputs[len(passed) :]]
+
+    types = [var.aval for var in layer.jaxpr.invars]
+    carry = types[ends[0] : ends[2]]
+    order = [*types[: ends[0]], *pick(carry, passed), *pick(carry, carried), *types[ends[2] :]]
+    jaxpr, constants = without_constants(jax.make_jaxpr(run)(*order))
+    assert not constants
+    return layer._replace(
+        jaxpr=jaxpr, init=pick(layer.init, carried), shared=[*layer.shared, *pick(layer.init, passed)]
     )
+
+
+def _as_type(leaf: Array, like: Any) -> Array:
+    type_ = jax.typeof(leaf)
+    same = (type_.dtype, type_.weak_type) == (like.dtype, like.weak_type)
+    return leaf if same else lax.convert_element_type(leaf, like.dtype)
 
 
 def _same_types(init: Any, carry: Any) -> bool:

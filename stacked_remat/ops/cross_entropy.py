@@ -201,7 +201,7 @@ def _forward_rule(
 ) -> tuple[Any, Any]:
     direction = None if along is None else along.value
     found, lse = _forward(hidden.value, head.value, targets.value, direction, z_loss, size, names)
-    return found, (hidden.value, head.value, targets.value, lse, as_residual(head.perturbed))
+    return found, (hidden.value, head.value, targets.value, lse, as_residual([head.perturbed]))
 
 
 def _backward_rule(
@@ -227,7 +227,7 @@ def _backward_rule(
         new = jnp.einsum(f"tv,{names}->te", of_logits, head)
         return (lax.dynamic_update_slice_in_dim(of_hidden, new, i * size, 0), of_head), None
 
-    of_head = jax.ShapeDtypeStruct(head.shape, jnp.float32) if of_residual(trained) else None
+    of_head = jax.ShapeDtypeStruct(head.shape, jnp.float32) if of_residual(trained)[0] else None
     start = zeros_after((hidden, cotangent), (hidden, of_head))
     chunks = jnp.arange(len(targets) // size, dtype=jnp.int32)
     (of_hidden, of_head), _ = lax.scan(chunk, start, chunks)

@@ -1,6 +1,8 @@
 """Runs of the training loop: metrics, evaluation, checkpoints, resuming, and steps that are not finite."""
 
 import shutil
+import types
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,8 +27,10 @@ from stacked_remat.training import (
     build_optimizer,
     held_out_evaluators,
     learning_rate_schedule,
+    loop,
     train,
 )
+from stacked_remat.training.throughput import Clock
 
 from .next_byte import next_byte, next_byte_loss
 from .token_batches import held_out_of, stream_of
@@ -144,6 +148,23 @@ def finished(tmp_path_factory):
             profiler=ProfilerConfig(start_step=3, num_steps=2, peak_flops=1e9),
         )
     return recorder, result, folder
+
+
+@pytest.mark.parametrize("answers", [[True, False], [False, True]])
+def test_whether_a_checkpoint_is_due_is_asked_once(answers):
+    """Asked by time, the answer changes; scores are on disk before the checkpoint that resumes after them."""
+    done, given = [], iter(answers)
+    checkpoints = types.SimpleNamespace(
+        is_due=lambda step: next(given), save=lambda *_: done.append("saved"), wait=lambda: None
+    )
+    reporter = types.SimpleNamespace(
+        outputs=types.SimpleNamespace(checkpoints=checkpoints), clock=Clock(), skipped=0
+    )
+    evaluation = types.SimpleNamespace(before={}, after={})
+    scorer = types.SimpleNamespace(flush=lambda: done.append("flushed"))
+    arguments: Any = (TrainerConfig(num_steps=9), reporter, evaluation, scorer, False)
+    loop._save(1, None, {}, *arguments)
+    assert done == (["flushed", "saved"] if answers[0] else [])
 
 
 def test_training_lowers_the_held_out_loss_to_its_entropy(finished):

@@ -206,7 +206,7 @@ class _Linear:
         """Whether `stored`, of shape `[out, in]`, is the weight, which is of no stack."""
         wrapped = self.module.wrapped if isinstance(self.module, LoraLinear) else self.module
         weight = wrapped.weight
-        if isinstance(weight, NamedArray):
+        if isinstance(wrapped, hnn.Linear):
             In, Out = linear_axes(wrapped)
             weight = weight.rearrange((*Out, *In)).array.reshape(self.wide, self.narrow)
         dtype = min(stored.dtype, weight.dtype, key=lambda dtype: dtype.itemsize)

@@ -205,7 +205,7 @@ class _Linear:
     def has_weight(self, stored: np.ndarray) -> bool:
         """Whether `stored`, of shape `[out, in]`, is the weight, which is of no stack."""
         wrapped = self.module.wrapped if isinstance(self.module, LoraLinear) else self.module
-        weight = wrapped.weight
+        weight: Any = wrapped.weight
         if isinstance(wrapped, hnn.Linear):
             In, Out = linear_axes(wrapped)
             weight = weight.rearrange((*Out, *In)).array.reshape(self.wide, self.narrow)

@@ -34,8 +34,9 @@ from stacked_remat.training import (
     remat_policy,
     train_step,
 )
+from stacked_remat.training.throughput import peak_resident_bytes
 
-from .record import RESULTS, peak_resident_bytes, write_results
+from .record import RESULTS, write_results
 
 CONFIG = Path(__file__).parents[1] / "models/configs/qwen3_moe_65k_cpu.yaml"
 VOCAB = Axis("vocab", 257)

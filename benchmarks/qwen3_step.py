@@ -34,9 +34,10 @@ from models.run_config import LmRunConfig
 from stacked_remat import OffloadError, check_offload
 from stacked_remat.ops import causal_attention
 from stacked_remat.training import BATCH_AXIS, POSITION_AXIS, TokenBatch, parse_config
+from stacked_remat.training.throughput import peak_resident_bytes
 
 from .qwen3_context import CONFIG, POLICIES, forward_and_backward
-from .record import RESULTS, allocate_as_needed, peak_resident_bytes, write_results
+from .record import RESULTS, allocate_as_needed, write_results
 
 
 def main(arguments: list[str] | None = None) -> Path | None:

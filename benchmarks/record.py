@@ -3,9 +3,6 @@
 import importlib.metadata
 import json
 import os
-import re
-import resource
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -56,15 +53,3 @@ def memory_row(found: MemoryReport) -> dict[str, Any]:
         "flops_exact": found.flops.exact,
         "compile_seconds": round(found.compile_seconds, 1),
     }
-
-
-def peak_resident_bytes() -> int:
-    """The peak of resident memory of this process so far.
-
-    On Linux this is not `ru_maxrss`, which child processes inherit.
-    """
-    if (status := Path("/proc/self/status")).exists():
-        found = re.search(r"^VmHWM:\s+(\d+) kB$", status.read_text(), re.MULTILINE)
-        assert found is not None
-        return int(found[1]) * 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

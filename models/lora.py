@@ -5,7 +5,7 @@ import jax
 from jaxtyping import PRNGKeyArray
 
 from models.lm import LanguageModel
-from stacked_remat.lora import LoraConfig, apply_lora, lora_filter
+from stacked_remat.lora import LoraConfig, LoraLinear, apply_lora, lora_filter
 from stacked_remat.training import ConfigError, Trainable
 
 _HEAD = "the loss takes the weights of the head by themselves, so that it can't have an adapter"
@@ -32,7 +32,12 @@ def with_adapters(
     try:
         # Another key than the model's, so that adapters are independent of its weights.
         adapted = apply_lora(model, lora, key=jax.random.fold_in(key, 1))
+    except ValueError as error:
+        raise ConfigError(f"Bad config: {error}") from error
+    try:
         eqx.filter_eval_shape(lambda model: model.unembedding(), adapted)
-    except (ValueError, AttributeError) as error:
+    except AttributeError as error:
+        if not isinstance(error.obj, LoraLinear):
+            raise
         raise ConfigError(f"Bad config: {error}") from error
     return adapted, lora_filter(adapted)

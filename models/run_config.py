@@ -207,7 +207,7 @@ class LmRunConfig:
         """
         model, rows = self.model, self.vocab_size
         if self.initialize_from_hf is not None and (check_folder or self.use_hf_model_config):
-            root = model_folder(self.initialize_from_hf)
+            root = model_folder(self.initialize_from_hf, weights=False)
             found, found_rows = pretrained_config(model, root)
             # With use_hf_model_config, a field that has its default was not written.
             usual = type(model)() if self.use_hf_model_config else ...

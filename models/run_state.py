@@ -21,6 +21,7 @@ from models.lora import with_adapters
 from models.run_config import LmRunConfig
 from models.transformer.config import DecoderConfig
 from stacked_remat import ScanCheckpointSpec, Stacked, streaming
+from stacked_remat.ops import UnsupportedCallError
 from stacked_remat.training import (
     BATCH_AXIS,
     POSITION_AXIS,
@@ -158,8 +159,8 @@ def check_step(config: LmRunConfig, partitioning: Partitioning) -> None:
     """Refuses what would otherwise fail only when the first step is traced; costs no memory.
 
     Raises:
-        ConfigError: the model can't be made, divided over the devices, or applied here, such as with a kernel
-            for another kind of device.
+        ConfigError: the model can't be divided over the devices, or applied here, such as with a kernel for
+            another kind of device.
     """
     state, batch = state_shapes(config, partitioning), batch_shapes(config.data, partitioning)
     try:
@@ -174,7 +175,7 @@ def check_step(config: LmRunConfig, partitioning: Partitioning) -> None:
                 eqx.filter_eval_shape(step, batch, state)
             else:
                 eqx.filter_eval_shape(next_token_loss, state.model, batch)
-    except ValueError as error:
+    except UnsupportedCallError as error:  # other errors are the model's, whose traceback is wanted
         raise ConfigError(f"The model of this config can't be applied here: {error}") from error
 
 

@@ -44,7 +44,7 @@ def pretrained_config(config: LmConfig, root: Path) -> tuple[DecoderConfig, int]
     if config.mlp_dim is None and found.Mlp == replace(found, mlp_dim=None).Mlp:
         found = replace(found, mlp_dim=None)
     if isinstance(config, SparseDecoderConfig) and isinstance(found, SparseDecoderConfig):
-        names = ["backend", "load_balance_loss", "z_loss_weight"]
+        names = ["backend", "load_balance_loss", "router_dtype", "z_loss_weight"]
         if config.experts.load_balance_weight is not None:
             names.append("load_balance_weight")
         own = {name: getattr(config.experts, name) for name in names}

@@ -5,6 +5,7 @@ Opening a folder reads the headers; tensors are read one at a time. Files are no
 """
 
 import json
+import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from pathlib import Path, PurePosixPath, PureWindowsPath
 from types import MappingProxyType
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 from huggingface_hub import split_state_dict_into_shards_factory
 from jaxtyping import Shaped
@@ -52,14 +54,14 @@ class SafetensorsFolder:
 
     Attributes:
         root: the folder.
-        files: the file of every tensor, as it is stored.
+        stored: where every tensor is, as it is stored.
         shapes: the shape of every tensor.
         dtypes: what the format calls the dtype of every tensor: `BF16`, `I64`, ...
         absent: tensors that are in the index but not in the file that it names, with that file.
     """
 
     root: Path
-    files: Mapping[str, Path]
+    stored: Mapping[str, "StoredTensor"]
     shapes: Mapping[str, tuple[int, ...]]
     dtypes: Mapping[str, str]
     absent: Mapping[str, Path]
@@ -74,43 +76,91 @@ class SafetensorsFolder:
                 index assigns it to one.
         """
         paths, promised = _paths(root)
-        files: dict[str, Path] = {}
-        shapes: dict[str, tuple[int, ...]] = {}
-        dtypes: dict[str, str] = {}
+        stored: dict[str, StoredTensor] = {}
         for path in paths:
-            with opened_safetensors(path, WeightsError) as tensors:
-                for name in tensors.keys():
-                    if promised.get(name, path) != path:
-                        continue  # the index names another file for it
-                    if name in files:
-                        raise WeightsError(
-                            f"{files[name]} and {path} both have {printable(name)}, and {INDEX} doesn't say "
-                            f"which is meant. Name it there, or fetch the folder again."
-                        )
-                    header = tensors.get_slice(name)
-                    files[name] = path
-                    shapes[name], dtypes[name] = tuple(header.get_shape()), header.get_dtype()
-        absent = {name: promised[name] for name in sorted(promised.keys() - files.keys())}
+            for name, tensor in _tensors(path).items():
+                if promised.get(name, path) != path:
+                    continue  # the index names another file for it
+                if name in stored:
+                    raise WeightsError(
+                        f"{stored[name].path} and {path} both have {printable(name)}, and {INDEX} doesn't "
+                        f"say which is meant. Name it there, or fetch the folder again."
+                    )
+                stored[name] = tensor
+        absent = {name: promised[name] for name in sorted(promised.keys() - stored.keys())}
+        shapes = {name: tensor.shape for name, tensor in stored.items()}
+        dtypes = {name: tensor.dtype for name, tensor in stored.items()}
         for name, shape in dequantized_shapes(shapes, dtypes).items():
-            if name in files:
+            if name in stored:
                 raise WeightsError(
-                    f"{files[name]} has {printable(name)}, and {files[name + BLOCKS]} has it in MXFP4. "
-                    f"Remove one of them, or fetch the folder again."
+                    f"{stored[name].path} has {printable(name)}, and {stored[name + BLOCKS].path} has it in "
+                    f"MXFP4. Remove one of them, or fetch the folder again."
                 )
-            for stored in (name + BLOCKS, name + SCALES):
-                del shapes[stored], dtypes[stored]
+            for part in (name + BLOCKS, name + SCALES):
+                del shapes[part], dtypes[part]
             shapes[name], dtypes[name] = shape, "BF16"
-        return SafetensorsFolder(root, files, shapes, dtypes, absent)
+        return SafetensorsFolder(root, stored, shapes, dtypes, absent)
 
     def read(self, name: str, at: tuple[int, ...] = ()) -> Shaped[np.ndarray, "..."]:
         """One tensor, or its entry at indices of its first axes; costs its own size in host memory.
 
         In the dtype of the file, or if it is in MXFP4 in float32.
+
+        Raises:
+            WeightsError: the file has changed or can't be read, or NumPy lacks the dtype.
         """
-        if name not in self.files:
+        if name not in self.stored:
             return dequantized(self.read(name + BLOCKS, at), self.read(name + SCALES, at))
-        with opened_safetensors(self.files[name], WeightsError) as tensors:
-            return tensors.get_slice(name)[at] if at else tensors.get_tensor(name)
+        return self.stored[name].read(at)
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor in a safetensors file, whose header has been read.
+
+    Attributes:
+        path: the file.
+        offset: its first byte there.
+        shape: its shape.
+        dtype: what the format calls its dtype.
+    """
+
+    path: Path
+    offset: int
+    shape: tuple[int, ...]
+    dtype: str
+
+    def read(self, at: tuple[int, ...] = ()) -> Shaped[np.ndarray, "..."]:
+        """The tensor, or its entry at indices of its first axes; as `SafetensorsFolder.read`."""
+        dtype, shape = _DTYPES.get(self.dtype), self.shape[len(at) :]
+        if dtype is None:
+            raise WeightsError(f"{self.path} has a tensor of dtype {self.dtype}, which is not read here.")
+        size = math.prod(shape) * dtype.itemsize
+        first = int(np.ravel_multi_index(at, self.shape[: len(at)])) if at else 0
+        try:
+            found = np.fromfile(self.path, np.uint8, size, offset=self.offset + first * size)
+        except OSError as error:
+            raise WeightsError(f"{self.path} can't be read: {error.strerror or error}.") from error
+        if found.size < size:
+            raise WeightsError(f"{self.path} has become shorter. Fetch or save it again.")
+        return found.view(dtype).reshape(shape)
+
+
+_DTYPES = {f"{kind}{8 * size}": np.dtype(f"<{kind.lower()}{size}") for kind in "IU" for size in (1, 2, 4, 8)}
+_DTYPES |= {f"F{8 * size}": np.dtype(f"<f{size}") for size in (2, 4, 8)}
+_DTYPES |= {"BF16": np.dtype(jnp.bfloat16), "BOOL": np.dtype(bool)}
+
+
+def _tensors(path: Path) -> dict[str, StoredTensor]:
+    """The tensors of a file, from its header; that of a large model takes milliseconds."""
+    with opened_safetensors(path, WeightsError), path.open("rb") as file:  # which checks the header
+        size = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(size))
+    header.pop("__metadata__", None)
+    return {
+        name: StoredTensor(path, 8 + size + one["data_offsets"][0], tuple(one["shape"]), one["dtype"])
+        for name, one in header.items()
+    }
 
 
 def write_safetensors(

@@ -109,6 +109,8 @@ class ExpertsConfig:
             even; `pooled` for the loss of loads and probabilities averaged over layers, as in Hugging Face's
             transformers, in which layers may make up for each other.
         backend: how experts are applied: `auto`, or a name that `stacked_remat.ops.grouped_experts` takes.
+        router_dtype: dtype of the router's product: `compute` for `model.compute_dtype`, whose rounding may
+            decide between experts, or `float32`.
     """
 
     num_experts: int = 8
@@ -120,6 +122,7 @@ class ExpertsConfig:
     dense_layers: tuple[int, ...] = ()
     load_balance_loss: Literal["per_layer", "pooled"] = "per_layer"
     backend: Literal["auto", "megablox", "mosaic", "triton", "block"] = "auto"
+    router_dtype: Literal["compute", "float32"] = "compute"
 
     def __post_init__(self) -> None:
         check_positive("model.experts", self, "num_experts", "experts_per_token", "intermediate_dim")

@@ -13,7 +13,7 @@ import numpy as np
 from haliax import Axis, NamedArray
 from haliax.util import is_named_array
 from jax.sharding import AxisType
-from jaxtyping import Array, PRNGKeyArray
+from jaxtyping import Array, DTypeLike, PRNGKeyArray
 
 from models.lm import AuxiliaryLoss, LanguageModel, build_model, check_remat_levels, check_remat_names
 from models.transformer.attention import Attention
@@ -67,7 +67,7 @@ class DecoderLayer(eqx.Module):
         self, x: NamedArray, rotary: RotaryTable, documents: NamedArray | None
     ) -> tuple[NamedArray, RouterStatistics | None]:
         """Maps the residual stream `[..., position, Embed]` to itself, with the statistics of a router."""
-        layer = cast_floating(self, x.dtype)
+        layer = self._cast(x.dtype)
         attended = layer.attention(layer.input_norm(x), rotary, POSITION_AXIS, documents=documents)
         return layer._feed_forward(checkpoint_name(x + attended, "residual"), documents)
 
@@ -76,7 +76,7 @@ class DecoderLayer(eqx.Module):
     ) -> tuple[NamedArray, KeyValueCache]:
         """Maps `[Batch, position, Embed]` to itself, and fills this layer's part of the cache."""
         x, cache = state
-        layer = cast_floating(self, x.dtype)
+        layer = self._cast(x.dtype)
         attended, cache = layer.attention.prefill(layer.input_norm(x), rotary, cache, layer_index)
         return layer._feed_forward(x + attended)[0], cache
 
@@ -94,12 +94,20 @@ class DecoderLayer(eqx.Module):
         `place` is the name of this layer's kind and its row in the stack of this kind, which `stacks` has.
         """
         (x, cache), (kind, row) = state, place
-        layers, layer = stacks[kind], cast_floating(self, x.dtype)
+        layers, layer = stacks[kind], self._cast(x.dtype)
         attended, cache = layer.attention.decode(layer.input_norm(x), rotary, positions, cache, layer_index)
         x = x + attended
         if isinstance(layer.mlp, SparseExperts) and isinstance(layers.mlp, SparseExperts):
             return x + layer.mlp.decode(layer.post_attention_norm(x), layers.mlp, row), cache
         return layer._feed_forward(x)[0], cache
+
+    def _cast(self, dtype: DTypeLike) -> "DecoderLayer":
+        """The layer in the dtype of activations, but for a router that has a dtype of its own."""
+        layer = cast_floating(self, dtype)
+        if not isinstance(self.mlp, SparseExperts) or self.mlp.config.experts.router_dtype == "compute":
+            return layer
+        router = cast_floating(self.mlp.router, self.mlp.config.experts.router_dtype)
+        return eqx.tree_at(lambda layer: layer.mlp.router, layer, router)
 
     def _feed_forward(
         self, x: NamedArray, documents: NamedArray | None = None

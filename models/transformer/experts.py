@@ -109,11 +109,18 @@ class SparseExperts(eqx.Module):
         with unmapped(self.config.Experts):
             return self._route(x, documents)
 
+    def _logits(self, x: NamedArray) -> NamedArray:
+        dtype = self.config.experts.router_dtype
+        if dtype == "compute":
+            return self.router(x).astype(jnp.float32)
+        with jax.default_matmul_precision(dtype):  # TPUs multiply in bfloat16 otherwise
+            return self.router(x.astype(dtype)).astype(jnp.float32)
+
     def _route(
         self, x: NamedArray, documents: NamedArray | None
     ) -> tuple[NamedArray, NamedArray, RouterStatistics]:
         Experts = self.config.Experts
-        logits = checkpoint_name(self.router(x).astype(jnp.float32), "router_logits")
+        logits = checkpoint_name(self._logits(x), "router_logits")
         probabilities = checkpoint_name(hnn.softmax(logits, axis=Experts), "router_probs")
         Choice = Axis("choice", self.config.experts.experts_per_token)
         tokens = tuple(axis for axis in probabilities.axes if axis != Experts)

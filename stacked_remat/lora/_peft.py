@@ -17,10 +17,20 @@ from haliax import Axis, NamedArray
 from jaxtyping import DTypeLike
 
 from .._files import import_safetensors, opened_safetensors, replaced_whole, written_safetensors
-from .._messages import entry_problems, float_problems
+from .._messages import entry_problems, float_problems, printable
 from ._adapter import RANK_AXIS, LoraLinear, linear_axes, lora_linears, replace_linears, stack_axes
 from ._peft_config import CONFIG_FILE, PeftSettings, adapter_file, describe
-from ._peft_layout import Pair, PeftParameter, Place, any_of, assemble, places_of, take_apart, tensor_keys
+from ._peft_layout import (
+    PREFIX,
+    Pair,
+    PeftParameter,
+    Place,
+    any_of,
+    assemble,
+    places_of,
+    take_apart,
+    tensor_keys,
+)
 
 T = TypeVar("T")
 Index: TypeAlias = tuple[int, ...]
@@ -98,7 +108,8 @@ def load_peft(model: T, folder: Path, names: PeftNames, *, dtype: DTypeLike = jn
     The result computes what PEFT's model computes in evaluation. Existing adapters are replaced, and linears
     without one are adapted if the files have one for them. Where ranks differ between the layers of a stack,
     they are padded with zeros to the largest. An adapter of a fused parameter (gate and up) becomes two with
-    a copy of A each.
+    a copy of A each. Where PEFT stored the weight of an adapted head beside its adapter, it has to be the
+    model's, as far as the less precise of the two dtypes can tell.
 
     Args:
         model: the base model, or one with adapters.
@@ -110,7 +121,8 @@ def load_peft(model: T, folder: Path, names: PeftNames, *, dtype: DTypeLike = jn
         ImportError: safetensors is not installed.
         OSError: one of the files is missing or can't be read.
         ValueError: a file is truncated or of another format, the adapters are of a kind that LoraLinear does
-            not have, or tensors are missing, unknown or of another shape: names all of them.
+            not have, or tensors are missing, unknown or of another shape: names all of them. Or a stored
+            weight is not the model's.
     """
     linears = _linears(model, names)
     members = [member for linear in linears for member in linear.members.values()]
@@ -119,10 +131,18 @@ def load_peft(model: T, folder: Path, names: PeftNames, *, dtype: DTypeLike = jn
     with opened_safetensors(path) as file:
         shapes = {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}
         keys = tensor_keys(_adapted(places, settings, set(shapes)))
-        problems = _problems(keys, shapes, places, settings, linears)
+        weights = _stored_weights(linears, shapes)
+        problems = _problems(keys, weights, shapes, places, settings, linears)
         problems += float_problems({key: file.get_slice(key).get_dtype() for key in shapes})
         if problems:
             raise ValueError(f"The adapters in {path} do not fit the model:\n" + "\n".join(problems))
+        for key, linear in weights.items():
+            if not linear.has_weight(file.get_tensor(key)):
+                raise ValueError(
+                    f"{printable(key)} in {path} is not the weight of {linear.path}: the adapters are of "
+                    f"another base model, or this weight was trained too. Load that model, or merge them "
+                    f"with PEFT (merge_and_unload) and load the result."
+                )
         part_ranks = _part_ranks(path, file.metadata() or {})
         pairs: dict[PeftParameter, Pair] = {}
         for target, (a, b) in keys.items():
@@ -181,6 +201,16 @@ class _Linear:
         b = np.swapaxes(b.reshape(*self.stack, -1, self.wide), -1, -2)
         scale = self.module.scale
         return {member: Pair(a[index], b[index], scale) for index, member in self.members.items()}
+
+    def has_weight(self, stored: np.ndarray) -> bool:
+        """Whether `stored`, of shape `[out, in]`, is the weight, which is of no stack."""
+        wrapped = self.module.wrapped if isinstance(self.module, LoraLinear) else self.module
+        weight: Any = wrapped.weight
+        if isinstance(wrapped, hnn.Linear):
+            In, Out = linear_axes(wrapped)
+            weight = weight.rearrange((*Out, *In)).array.reshape(self.wide, self.narrow)
+        dtype = min(stored.dtype, weight.dtype, key=lambda dtype: dtype.itemsize)
+        return bool(jnp.array_equal(weight.astype(dtype), stored.astype(dtype)))
 
     def adapted(self, pairs: Mapping[PeftParameter, Pair], dtype: DTypeLike) -> LoraLinear | None:
         """The linear with its own adapters of `pairs`, None if there are none."""
@@ -254,8 +284,21 @@ def _adapted(places: Mapping[str, Place], settings: PeftSettings, keys: set[str]
     return adapted
 
 
+def _stored_weights(linears: Sequence[_Linear], shapes: Mapping[str, Any]) -> dict[str, _Linear]:
+    """The keys of weights of linears outside of stacks; PEFT stores that of an adapted `lm_head`."""
+    found = {}
+    for linear in linears:
+        if not linear.stack:
+            module = f"{PREFIX}{linear.members[()].module}"
+            found |= {
+                key: linear for key in (f"{module}.base_layer.weight", f"{module}.weight") if key in shapes
+            }
+    return found
+
+
 def _problems(
     keys: Mapping[str, tuple[str, str]],
+    weights: Mapping[str, _Linear],
     shapes: Mapping[str, tuple[int, ...]],
     places: Mapping[str, Place],
     settings: PeftSettings,
@@ -267,6 +310,7 @@ def _problems(
         one = any_of(places[target])
         (narrow, wide), rows = sizes[one], settings.rank(one) * one.size
         expected[a], expected[b] = (rows, narrow), (wide * one.parts, rows)
+    expected |= {key: (linear.wide, linear.narrow) for key, linear in weights.items()}
     problems = entry_problems(expected, shapes)
     for linear in linears:
         without = [member.target for member in linear.members.values() if member.target not in keys]

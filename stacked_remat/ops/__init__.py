@@ -1,5 +1,6 @@
 """Operations of long-context models: attention, rotary embedding, cross entropy, grouped matrix products."""
 
+from ._backends import UnsupportedCallError as UnsupportedCallError
 from ._rotary_scaling import (
     DefaultRotary as DefaultRotary,
     LinearRotary as LinearRotary,

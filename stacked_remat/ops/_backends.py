@@ -9,6 +9,10 @@ from jax.sharding import AxisType
 from jaxtyping import Array
 
 
+class UnsupportedCallError(ValueError):
+    """An operation can't do what a call asks for on this device or mesh; the message names the fix."""
+
+
 class Backend(Protocol):
     """An implementation of an operation."""
 
@@ -31,7 +35,8 @@ def choose_backend(of: str, backends: Mapping[str, B], name: str, call: Any) -> 
         call: what their `reason_against` takes.
 
     Raises:
-        ValueError: no backend has that name, or it does not support the call; says why.
+        ValueError: no backend has that name.
+        UnsupportedCallError: it does not support the call; says why.
     """
     if name == "auto":
         return next(one for one in backends.values() if one.reason_against(call) is None)
@@ -39,7 +44,7 @@ def choose_backend(of: str, backends: Mapping[str, B], name: str, call: Any) -> 
         raise ValueError(f"Unknown {of} {name!r}. Use 'auto' or one of {', '.join(backends)}.")
     reason = backends[name].reason_against(call)
     if reason is not None:
-        raise ValueError(f"The {of} {name!r} does not support this call: {reason}. Use 'auto'.")
+        raise UnsupportedCallError(f"The {of} {name!r} does not support this call: {reason}. Use 'auto'.")
     return backends[name]
 
 

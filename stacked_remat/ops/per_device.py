@@ -6,8 +6,10 @@ all. The caller names the axes over which an operation may be divided; Haliax's 
 """
 
 import contextlib
+import functools
 import itertools
 import math
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeAlias, TypeVar, overload
 
@@ -21,6 +23,7 @@ from jax.sharding import AxisType, PartitionSpec
 
 from .._compat import no_axis_mapping
 from .._sweep.store import varying_alike
+from ._backends import UnsupportedCallError
 
 Axes: TypeAlias = tuple[Axis, ...]
 T = TypeVar("T")
@@ -50,10 +53,12 @@ def per_device(fn: Callable[..., Any], *args: Any, over: Sequence[Axis], out: An
         The results with their full axes. If no axis is mapped to a mesh, this is a plain call of `fn`.
 
     Raises:
-        ValueError: an axis does not divide evenly, is mapped to an axis that the mesh lacks, or to the same
-            one as another axis of one array, or inside `jax.shard_map` with `check_vma=True`.
+        UnsupportedCallError: an axis does not divide evenly, is mapped to an axis that the mesh lacks, or to
+            the same one as another axis of one array, or inside `jax.shard_map` with `check_vma=True`.
 
     Where an axis of the mesh is `AxisType.Explicit`, arguments are resharded first, to what the mapping says.
+
+    Cost: outside of `jax.jit` it compiles `fn`, once for calls of the same function, or of partials of it.
     """
     cut = _cut(over)
     if not cut:
@@ -73,22 +78,24 @@ def per_device(fn: Callable[..., Any], *args: Any, over: Sequence[Axis], out: An
     out_specs = jax.tree.map(spec, out, is_leaf=_is_axes)
     for axis in over:
         if axis.size % parts.get(axis.name, 1):
-            raise ValueError(
+            raise UnsupportedCallError(
                 f"The axis `{axis.name}` of {axis.size} can't be divided evenly over the {parts[axis.name]} "
                 f"devices of {', '.join(cut[axis.name])}: give it a multiple of {parts[axis.name]}, or map "
                 f"it to no axis of the mesh."
             )
 
+    call, call_key = _held_weakly(fn)
+
     def own(arrays: Any) -> Any:
         mine = _map_arrays(lambda x: NamedArray(x.array, local(x.axes)) if is_named_array(x) else x, arrays)
         with free_axis_mapping():
-            results = fn(*eqx.combine(mine, static, is_leaf=is_named_array))
+            results = call(*eqx.combine(mine, static, is_leaf=is_named_array))
         return jax.tree.map(
             lambda axes, one: one.rearrange(local(axes)).array, out, results, is_leaf=_is_axes
         )
 
     if any(jax.typeof(array).manual_axis_type.varying for array in jax.tree.leaves(arrays)):
-        raise ValueError(
+        raise UnsupportedCallError(
             f"inside jax.shard_map(..., check_vma=True) an axis is mapped as well: {cut}. Map none there, or "
             f"use check_vma=False."
         )
@@ -102,7 +109,12 @@ def per_device(fn: Callable[..., Any], *args: Any, over: Sequence[Axis], out: An
         check_vma=False,
     )
     if not any(isinstance(array, Tracer) for array in jax.tree.leaves(arrays)):
-        run = jax.jit(run)  # outside of jit, jax.shard_map takes no mesh with Auto axes
+        # Outside of jit, jax.shard_map takes no mesh with Auto axes.
+        mapping = tuple(
+            (name, ensure_tuple(to)) for name, to in (current_thread_local_mapping() or {}).items()
+        )
+        leaves, structure = jax.tree.flatten((static, specs, out, mapping))
+        run = _compiled_once(fn, (call_key, *leaves, *map(type, leaves), structure, *parts.items()), run)
     return jax.tree.map(lambda axes, array: NamedArray(array, axes), out, run(arrays), is_leaf=_is_axes)
 
 
@@ -129,7 +141,7 @@ def mesh_axes(axis: Axis) -> tuple[str, ...]:
     """The axes of the mesh that `per_device` divides an axis over; none where it does not.
 
     Raises:
-        ValueError: it is mapped to an axis that the mesh lacks.
+        UnsupportedCallError: it is mapped to an axis that the mesh lacks.
     """
     return _cut((axis,)).get(axis.name, ())
 
@@ -164,6 +176,36 @@ def free_axis_mapping() -> Iterator[None]:
         yield
 
 
+def _held_weakly(fn: Callable[..., Any]) -> tuple[Callable[..., Any], Any]:
+    """`fn` without a reference to its function, and what distinguishes it from other partials of that."""
+    arguments, options = (fn.args, fn.keywords) if isinstance(fn, functools.partial) else ((), {})
+    try:
+        held = weakref.ref(_function_of(fn))
+    except TypeError:
+        return fn, []  # which nothing is cached by
+
+    def call(*args: Any) -> Any:
+        return held()(*arguments, *args, **options)  # pyright: ignore[reportOptionalCall]
+
+    values = (*arguments, *options.values())
+    return call, (values, tuple(map(type, values)), tuple(options))
+
+
+def _function_of(fn: Callable[..., Any]) -> Callable[..., Any]:
+    return fn.func if isinstance(fn, functools.partial) else fn
+
+
+_programs = weakref.WeakKeyDictionary[Callable[..., Any], dict[Any, Callable[..., Any]]]()
+
+
+def _compiled_once(fn: Callable[..., Any], key: Any, run: Callable[..., Any]) -> Callable[..., Any]:
+    """`jax.jit(run)`, the same for equal keys while the function of `fn` is alive."""
+    try:
+        return _programs.setdefault(_function_of(fn), {}).setdefault(key, jax.jit(run))
+    except TypeError:  # a part of the key, such as an array, has no hash
+        return jax.jit(run)
+
+
 def _is_any_array(node: Any) -> bool:
     return is_named_array(node) or eqx.is_array(node)
 
@@ -185,7 +227,7 @@ def _cut(over: Sequence[Axis]) -> dict[str, tuple[str, ...]]:
         wanted = ensure_tuple(mapping.get(axis.name, ()))
         unknown = [one for one in wanted if not mesh.empty and one not in mesh.axis_names]
         if unknown:
-            raise ValueError(
+            raise UnsupportedCallError(
                 f"The axis `{axis.name}` is mapped to {unknown[0]!r}; the mesh has "
                 f"{', '.join(mesh.axis_names)}."
             )
@@ -199,11 +241,11 @@ def _check_once(axes: Sequence[Axis], cut: dict[str, tuple[str, ...]]) -> None:
     """Check that no two axes of an array are divided over one axis of the mesh.
 
     Raises:
-        ValueError: names them.
+        UnsupportedCallError: names them.
     """
     for one, other in itertools.combinations(axes, 2):
         if both := {*cut.get(one.name, ())} & {*cut.get(other.name, ())}:
-            raise ValueError(
+            raise UnsupportedCallError(
                 f"The axes `{one.name}` and `{other.name}` are both mapped to {', '.join(sorted(both))}: one "
                 "axis of the mesh divides one axis of an array."
             )

@@ -82,7 +82,10 @@ def _digest_from(array: Array, first: Array) -> tuple[Array, Array]:
         array = jax.random.key_data(array)
     if array.dtype == jnp.bool_:
         array = array.astype(jnp.uint8)
-    width = 8 * min(array.dtype.itemsize, 4)
+    if jnp.issubdtype(array.dtype, jnp.complexfloating):
+        array = jnp.stack([array.real, array.imag], axis=-1)
+    about = jnp.finfo if jnp.issubdtype(array.dtype, jnp.floating) else jnp.iinfo
+    width = min(about(array.dtype).bits, 32)  # fewer than 8 in int4
     bits = jax.lax.bitcast_convert_type(array, f"uint{width}").astype(jnp.uint32)
     position = jnp.zeros(bits.shape, jnp.uint32)
     for axis, size in enumerate(bits.shape):

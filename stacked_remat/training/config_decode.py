@@ -6,7 +6,7 @@ import math
 import re
 import typing
 from collections.abc import Mapping
-from datetime import date
+from datetime import date, datetime
 from typing import Any, TypeVar
 
 import draccus.utils
@@ -143,7 +143,7 @@ def _scalar(kind: Any, value: Any) -> Any:
     elif kind is str:
         if isinstance(value, str) and "\0" in value:
             raise _Misfit(" Leave the null character out.")
-        if isinstance(value, str | int | date) and not is_bool:
+        if isinstance(value, str | int | date) and not isinstance(value, bool | datetime):
             return str(value)
         if isinstance(value, dict | list):
             raise _Misfit

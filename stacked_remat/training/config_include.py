@@ -12,6 +12,7 @@ import itertools
 import json
 import os
 import posixpath
+import re
 import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -127,7 +128,18 @@ def _parsed(text: str, file: _File) -> Entry:
 
 
 class _Loader(yaml.SafeLoader):
-    """Gives plain values, and entries in place of included files. Refuses a key that is given twice."""
+    """Gives plain values, and entries in place of included files. Refuses a key that is given twice.
+
+    A number is one in decimal, and anything else is text as it was written: YAML 1.1 reads `0010` as 8,
+    `1:30` as 90 and `2024-01-01 10:00` as a date.
+    """
+
+    yaml_implicit_resolvers = {
+        first: [
+            (tag, regexp) for tag, regexp in resolvers if not tag.endswith((":int", ":float", ":timestamp"))
+        ]
+        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
 
     def __init__(self, text: str, file: _File):
         super().__init__(text)
@@ -175,6 +187,12 @@ class _Loader(yaml.SafeLoader):
 
 _Loader.add_constructor("tag:yaml.org,2002:map", _Loader.construct_map)
 _Loader.add_constructor("!include", _Loader.construct_include)
+_Loader.add_implicit_resolver("tag:yaml.org,2002:int", re.compile(r"(0|-?[1-9][0-9]*)$"), list("-0123456789"))
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"[-+]?([0-9]+\.[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?$|[-+]?\.(inf|Inf|INF)$|\.(nan|NaN|NAN)$"),
+    list("-+.0123456789"),
+)
 
 
 def _error(problem: str, node: yaml.Node) -> yaml.YAMLError:

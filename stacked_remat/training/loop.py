@@ -195,9 +195,10 @@ def _save(
     """Writes a checkpoint if one is due, after the scores up to it; waits for the last one."""
     checkpoints = reporter.outputs.checkpoints
     last = stopping or done == config.num_steps
-    if scorer is not None and (last or (checkpoints is not None and checkpoints.is_due(done))):
+    is_due = last or (checkpoints is not None and checkpoints.is_due(done))  # asked once: time passes
+    if scorer is not None and is_due:
         scorer.flush()
-    if checkpoints is None or not (last or checkpoints.is_due(done)):
+    if checkpoints is None or not is_due:
         return
     position = Position(done, data, evaluation.before, evaluation.after, reporter.skipped)
     with reporter.clock.paused():

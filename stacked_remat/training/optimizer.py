@@ -30,7 +30,10 @@ _AxisNames = tuple[str, ...]
 
 
 def learning_rate_schedule(config: OptimizerConfig, num_steps: int) -> optax.Schedule:
-    """The learning rate by step: linear from zero during the warm-up, then `config.schedule`.
+    """The learning rate by step, from 0: linear during the warm-up, then `config.schedule`.
+
+    The rate grows by the same amount from step to step, first from zero, and the step after the warm-up is
+    the first at the highest. The last step has the schedule's lowest.
 
     Raises:
         ValueError: the warm-up leaves no steps, or too few for the decay.
@@ -45,7 +48,7 @@ def learning_rate_schedule(config: OptimizerConfig, num_steps: int) -> optax.Sch
     after = _after_warmup(config.schedule, config.learning_rate, num_steps - steps, num_steps)
     if not steps:
         return after
-    warmup = optax.linear_schedule(0.0, config.learning_rate, steps)
+    warmup = optax.linear_schedule(config.learning_rate / (steps + 1), config.learning_rate, steps)
     return optax.join_schedules([warmup, after], [steps])
 
 
@@ -73,13 +76,14 @@ def build_optimizer(
 
 def _after_warmup(schedule: ScheduleConfig, highest: float, steps: int, num_steps: int) -> optax.Schedule:
     """The learning rate by step after the warm-up, which leaves `steps` of the run's `num_steps`."""
+    falls = max(1, steps - 1)  # from the first of these steps to the last
     match schedule:
         case ConstantSchedule():
             return optax.constant_schedule(highest)
         case CosineSchedule():
-            return optax.cosine_decay_schedule(highest, steps, alpha=schedule.min_lr_ratio)
+            return optax.cosine_decay_schedule(highest, falls, alpha=schedule.min_lr_ratio)
         case LinearSchedule():
-            return optax.linear_schedule(highest, highest * schedule.min_lr_ratio, steps)
+            return optax.linear_schedule(highest, highest * schedule.min_lr_ratio, falls)
         case WarmupStableDecaySchedule():
             return _constant_then_linear(schedule, highest, steps, num_steps)
     raise TypeError(f"No schedule is registered for {type(schedule).__name__}.")
@@ -95,8 +99,9 @@ def _constant_then_linear(
             f"but the warm-up leaves {steps} of trainer.num_steps = {num_steps}: lower it or "
             f"optimizer.warmup."
         )
-    down = optax.linear_schedule(highest, highest * schedule.min_lr_ratio, decay)
-    return optax.join_schedules([optax.constant_schedule(highest), down], [steps - decay])
+    falls = max(1, min(decay, steps - 1))  # from the last step at the highest rate to the last of all
+    down = optax.linear_schedule(highest, highest * schedule.min_lr_ratio, falls)
+    return optax.join_schedules([optax.constant_schedule(highest), down], [max(0, steps - 1 - falls)])
 
 
 def _direction(config: OptimizerConfig) -> optax.GradientTransformation:
@@ -151,15 +156,24 @@ def _muon(config: MuonConfig) -> optax.GradientTransformation:
 def _is_decayed(parameters: Any) -> Any:
     """Whether each leaf is decayed: all except the weights of norms, and biases."""
 
-    def is_norm(node: Any) -> bool:
-        return isinstance(node, hnn.LayerNorm | hnn.RmsNorm | eqx.nn.LayerNorm | eqx.nn.RMSNorm)
-
     def decayed(path: tuple[Any, ...], node: Any) -> Any:
-        if is_norm(node):
+        if _is_norm(node):
             return jax.tree.map(lambda _: False, node)
         return "bias" not in (getattr(entry, "name", None) for entry in path)
 
-    return jax.tree_util.tree_map_with_path(decayed, parameters, is_leaf=is_norm)
+    return jax.tree_util.tree_map_with_path(decayed, parameters, is_leaf=_is_norm)
+
+
+def _is_norm(node: Any) -> bool:
+    """Whether a node is a norm, by its name, which holds arrays alone: one around a layer has its weights."""
+    if not type(node).__name__.lower().endswith("norm"):
+        return False
+    children = jax.tree.leaves(node, is_leaf=lambda part: part is not node and isinstance(part, eqx.Module))
+    return not any(isinstance(child, eqx.Module) and not _is_state(child) for child in children)
+
+
+def _is_state(node: Any) -> bool:
+    return isinstance(node, eqx.nn.StateIndex)
 
 
 def _matrices(parameters: Any, left_out: _AxisNames) -> Any:

@@ -79,8 +79,9 @@ class OptimizerConfig(draccus.ChoiceRegistry, abc.ABC):
     Weight decay is decoupled from the gradient for every optimizer: `learning_rate * weight_decay` per step.
 
     Attributes:
-        learning_rate: the highest learning rate, reached at the end of the warm-up.
-        warmup: steps from zero to the highest learning rate; below 1 a share of all steps.
+        learning_rate: the highest learning rate, of the step after the warm-up.
+        warmup: steps at lower learning rates, which grow by equal parts from zero; below 1 a share of all
+            steps.
         schedule: the learning rate after the warm-up.
         weight_decay: decay of all weights except norms and biases.
         max_grad_norm: gradients with a larger global norm are scaled down to it; null turns this off.
@@ -109,7 +110,7 @@ class OptimizerConfig(draccus.ChoiceRegistry, abc.ABC):
             )
 
     def warmup_steps(self, num_steps: int) -> int:
-        """The steps from zero to the highest learning rate in a run of `num_steps`."""
+        """The steps before the one at the highest learning rate in a run of `num_steps`."""
         return int(self.warmup * num_steps if self.warmup < 1 else self.warmup)
 
 

@@ -28,7 +28,7 @@ def cast_parameters(model: T, dtype: FloatName) -> T:
 def in_float32(
     optimizer: optax.GradientTransformation, storage: FloatName = "float32"
 ) -> optax.GradientTransformation:
-    """An optimizer that computes in float32 and stores its arrays of parameters' shapes in `storage`.
+    """An optimizer that computes in float32 and stores arrays of their own parameter's shape in `storage`.
 
     Statistics of other shapes (Adafactor's rows and columns, counters, coefficients) are small and keep their
     dtypes. Updates are float32.
@@ -57,9 +57,11 @@ def _widened(tree: Any) -> Any:
 def _stored(state: Any, parameters: Any, dtype: DTypeLike) -> Any:
     if jnp.dtype(dtype) == jnp.float32:
         return state
-    shapes = {leaf.shape for leaf in jax.tree.leaves(parameters) if leaf.ndim}
+    shapes = {path: leaf.shape for path, leaf in jax.tree_util.tree_leaves_with_path(parameters) if leaf.ndim}
 
-    def store(leaf: Any) -> Any:
-        return leaf.astype(dtype) if eqx.is_inexact_array(leaf) and leaf.shape in shapes else leaf
+    def store(path: tuple[Any, ...], leaf: Any) -> Any:
+        # In an optimizer's state, what belongs to a parameter is in a tree like the parameters'.
+        own = next((shapes[path[at:]] for at in range(len(path) + 1) if path[at:] in shapes), None)
+        return leaf.astype(dtype) if eqx.is_inexact_array(leaf) and leaf.shape == own else leaf
 
-    return jax.tree.map(store, state)
+    return jax.tree_util.tree_map_with_path(store, state)

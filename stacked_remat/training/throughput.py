@@ -1,10 +1,12 @@
 """Throughput of a run: time per step, tokens per second, model FLOPs, and peak memory."""
 
 import contextlib
+import re
 import resource
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import equinox as eqx
@@ -109,5 +111,17 @@ def peak_memory_bytes() -> int | None:
         return int(statistics["peak_bytes_in_use"])
     if jax.default_backend() != "cpu":
         return None
+    return peak_resident_bytes()
+
+
+def peak_resident_bytes() -> int:
+    """The peak of resident memory of this process so far.
+
+    On Linux this is not `ru_maxrss`, which a process inherits from the one that started it.
+    """
+    if (status := Path("/proc/self/status")).exists():
+        found = re.search(r"^VmHWM:\s+(\d+) kB$", status.read_text(), re.MULTILINE)
+        if found is not None:
+            return int(found[1]) * 1024
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else 1024 * peak

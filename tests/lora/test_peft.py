@@ -23,7 +23,7 @@ from stacked_remat.lora import (
     save_peft,
 )
 
-from .stacks import adapted, filled, inputs, model, with_trained_adapters
+from .stacks import Embed, Hidden, adapted, filled, inputs, model, with_trained_adapters
 
 safetensors_numpy = pytest.importorskip("safetensors.numpy")
 
@@ -85,6 +85,26 @@ def test_saved_adapters_load_into_the_base_and_into_an_adapted_model(saved):
     others = with_trained_adapters(model(), LoraConfig(4, 1.0, ("*.q_proj",)))
     equal(load_peft(others, saved, names), adapted())
     assert load_peft(model(), saved, names, dtype=jnp.bfloat16).layers.stacked.q_proj.b.dtype == jnp.bfloat16
+
+
+@pytest.mark.parametrize("key", ["lm_head.base_layer.weight", "lm_head.weight"])
+def test_a_stored_weight_of_a_head_has_to_be_the_models(tmp_path, key):
+    """PEFT stores the weight of an adapted `lm_head` beside its adapter."""
+    save_peft(tmp_path, with_head(), names)
+    rows = np.asarray(model().head.weight.rearrange((Hidden, Embed)).array)
+
+    def store(array):
+        rewrite(tmp_path, lambda tensors: tensors.update({PREFIX + key: array}))
+
+    for dtype in (np.float32, np.float16):
+        store(rows.astype(dtype))
+        equal(load_peft(model(), tmp_path, names), with_head())
+    store(rows + np.float32(1e-3))
+    with pytest.raises(ValueError, match=r"is not the weight of head.*another base model"):
+        load_peft(model(), tmp_path, names)
+    store(rows[1:])
+    with pytest.raises(ValueError, match=rf"mismatched: {PREFIX}{key}"):
+        load_peft(model(), tmp_path, names)
 
 
 def test_the_layout_of_the_files(saved):

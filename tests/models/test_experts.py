@@ -13,6 +13,7 @@ from haliax import Axis
 from models.gpt_oss import GptOssConfig
 from models.qwen3_moe import Qwen3MoeConfig
 from models.transformer.config import ExpertsConfig
+from models.transformer.decoder import DecoderLayer
 from models.transformer.experts import SparseExperts, load_balance_loss, means
 from stacked_remat.lora import LoraConfig, apply_lora, lora_filter, merge_lora
 from stacked_remat.ops._expert_backends import EXPERT_BACKENDS, ExpertsBackend
@@ -38,6 +39,30 @@ def with_biases(num_experts=3):
 
 
 apply = jax.jit(SparseExperts.__call__)
+
+
+@pytest.mark.parametrize("lora", [False, True])
+def test_a_router_may_compute_in_float32(lora):
+    sizes = ExpertsConfig(4, 2, 6, router_dtype="float32")
+    config = Qwen3MoeConfig(8, 1, 2, 1, experts=sizes, compute_dtype="bfloat16")
+
+    def init(*, key):
+        layer = DecoderLayer.init(config, next(iter(config.kinds)), key=key)
+        return apply_lora(layer, LoraConfig(2, targets=("mlp.router",)), key=key) if lora else layer
+
+    layer = random_weights(init, spread=0.7)
+    x = hax.random.normal(jax.random.key(0), (Batch, Pos, config.Embed)).astype(jnp.bfloat16)
+    cast = layer._cast(jnp.bfloat16)
+    assert {leaf.dtype for leaf in jax.tree.leaves(cast)} == {jnp.dtype("bfloat16"), jnp.dtype("float32")}
+    found = cast.mlp._logits(x)
+    expected = layer.mlp.router(x.astype(jnp.float32))
+    np.testing.assert_array_equal(found.array, expected.array)
+    narrow = dataclasses.replace(config, experts=dataclasses.replace(sizes, router_dtype="compute"))
+    rounded = dataclasses.replace(layer, mlp=dataclasses.replace(layer.mlp, config=narrow))._cast(
+        jnp.bfloat16
+    )
+    assert {leaf.dtype for leaf in jax.tree.leaves(rounded)} == {jnp.dtype("bfloat16")}
+    assert not np.array_equal(rounded.mlp._logits(x).array, expected.array)
 
 
 @jax.jit

@@ -1,13 +1,17 @@
 """Model folders are found by path or by their name on the Hugging Face Hub."""
 
+import json
 from pathlib import Path
 
 import huggingface_hub
 import huggingface_hub.errors
 import pytest
 
+from models.hf_io.formats import config_to_hf
 from models.hf_io.hub import model_folder
 from models.hf_io.safetensors_folder import WeightsError
+from models.qwen3_moe import Qwen3Config
+from models.run_config import LmRunConfig
 
 
 @pytest.fixture
@@ -46,6 +50,14 @@ def test_names_that_the_hub_does_not_allow_are_refused(name):
 def test_other_names_are_looked_up_on_the_hub(name, call, asked, tmp_path):
     assert model_folder(name) == model_folder(name, weights=False) == Path(tmp_path)
     assert asked == [(*call, True), (*call, False)]
+
+
+def test_a_config_from_the_hub_is_read_without_the_weights(asked, tmp_path):
+    model = Qwen3Config(hidden_dim=8, num_layers=1, num_heads=2, num_kv_heads=1)
+    (tmp_path / "config.json").write_text(json.dumps(config_to_hf(model, 300, dtype="float32")))
+    config = LmRunConfig(initialize_from_hf="owner/model", use_hf_model_config=True).resolved()
+    assert config.vocab_size == 300 and config.model.num_layers == 1
+    assert asked == [("owner/model", None, False)]
 
 
 @pytest.mark.parametrize("name", ["/nowhere/model", "./nowhere/model", "model", "a/b/c"])

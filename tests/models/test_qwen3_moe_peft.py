@@ -186,6 +186,7 @@ PEFT_CONFIGS = {
     "down alone": {"r": 3, "target_modules": [], "target_parameters": ["experts.down_proj"]},
     "gate and up alone": {"r": 3, "target_modules": [], "target_parameters": ["experts.gate_up_proj"]},
     "router": {"r": 2, "target_modules": [], "target_parameters": ["mlp.gate.weight"]},
+    "head, with its weight": {"r": 3, "target_modules": ["q_proj", "lm_head"]},
     "all": {"r": 2, "target_modules": ATTENTION, "target_parameters": [*EXPERTS, "mlp.gate.weight"]},
 }
 

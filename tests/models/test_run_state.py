@@ -9,13 +9,22 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from models.command import error_message
 from models.qwen3_moe import Qwen3MoeConfig
 from models.run_config import LmRunConfig
-from models.run_state import initial_state, present_name, present_target, saved_arrays
+from models.run_state import check_step, initial_state, present_name, present_target, saved_arrays
 from models.transformer.config import ExpertsConfig
 from models.transformer.decoder import Decoder
 from stacked_remat.lora import LoraConfig
-from stacked_remat.training import CheckpointConfig, CheckpointMismatchError, Checkpoints
+from stacked_remat.training import (
+    CheckpointConfig,
+    CheckpointMismatchError,
+    Checkpoints,
+    MeshConfig,
+    Partitioning,
+    TrainerConfig,
+    UpdateConfig,
+)
 
 MODEL = Qwen3MoeConfig(
     hidden_dim=8, num_layers=3, num_heads=2, num_kv_heads=1, experts=ExpertsConfig(2, 1, 4)
@@ -55,6 +64,25 @@ def test_checkpoints_of_an_earlier_version_are_read(tmp_path, lora):
     for leaf, other in zip(jax.tree.leaves(found), jax.tree.leaves(state), strict=True):
         if not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
             np.testing.assert_array_equal(leaf, other)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_errors_of_a_model_are_not_errors_of_its_config(monkeypatch, standard_promotion, fused):
+    """They keep their class, and a command shows their traceback."""
+
+    def broken(self, *args, **kwargs):
+        raise ValueError("operands do not fit")
+
+    monkeypatch.setattr(Decoder, "hidden_states", broken)
+    trainer = TrainerConfig(update=UpdateConfig(fused=fused), mesh=MeshConfig(axes={"data": 1}))
+    config = LmRunConfig(model=MODEL, vocab_size=11, trainer=trainer)
+    with pytest.raises(ValueError, match="operands do not fit") as raised:
+        check_step(config, Partitioning.of(trainer.mesh))
+    assert type(raised.value) is ValueError and error_message(raised.value) is None
+
+    monkeypatch.setattr(Decoder, "unembedding", lambda self: self.no_such_field)
+    with pytest.raises(AttributeError, match="no_such_field"):
+        initial_state(dataclasses.replace(config, lora=LoraConfig(rank=2)))
 
 
 def test_those_of_layers_of_several_kinds_are_refused():

@@ -1,12 +1,15 @@
 """Folders of safetensors files are written whole and read by tensor."""
 
+import collections
 import errno
 import json
 import random
 import resource
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
+import safetensors
 from safetensors.numpy import save, save_file
 
 from models.hf_io.safetensors_folder import (
@@ -43,10 +46,38 @@ def test_tensors_round_trip_in_any_number_of_files(tmp_path, max_file_bytes):
 
 def test_the_file_size_decides_the_number_of_files(tmp_path):
     write_safetensors(tmp_path / "x", pending(**ARRAYS), documents={}, max_file_bytes=50)
-    files = SafetensorsFolder.open(tmp_path / "x").files
-    assert [files[name].name[6:11] for name in "abc"] == ["00001", "00002", "00002"]
+    stored = SafetensorsFolder.open(tmp_path / "x").stored
+    assert [stored[name].path.name[6:11] for name in "abc"] == ["00001", "00002", "00002"]
     index = json.loads((tmp_path / "x" / INDEX).read_text())
     assert index["metadata"]["total_size"] == 64
+
+
+def test_a_header_is_read_once_and_entries_of_any_dtype_alone(tmp_path, monkeypatch):
+    dtypes = "bool int8 uint8 int16 uint16 int32 uint32 int64 uint64 float16 float32 float64".split()
+    arrays = {name: np.arange(24).reshape(2, 3, 4).astype(name) for name in dtypes}
+    arrays["bfloat16"] = np.arange(24).reshape(2, 3, 4).astype(jnp.bfloat16)
+    write_safetensors(tmp_path / "x", pending(**arrays), documents={}, max_file_bytes=100)
+    opened, real = collections.Counter(), safetensors.safe_open
+
+    def counted(path, *args):
+        opened[path] += 1
+        return real(path, *args)
+
+    monkeypatch.setattr(safetensors, "safe_open", counted)
+    folder = SafetensorsFolder.open(tmp_path / "x")
+    for name, array in arrays.items():
+        for at in ((), (1,), (1, 2), (0, 1, 3)):
+            found = folder.read(name, at)
+            assert found.dtype == array.dtype
+            np.testing.assert_array_equal(found, array[at])
+    assert set(opened.values()) == {1}
+    path = folder.stored["float64"].path
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(WeightsError, match="has become shorter"):
+        folder.read("float64")
+    path.unlink()
+    with pytest.raises(WeightsError, match=f"{path.name} can't be read: No such file"):
+        folder.read("float64")
 
 
 def test_a_failed_write_leaves_nothing(tmp_path):
@@ -228,7 +259,7 @@ def test_damaged_safetensors_files_are_refused_or_read(tmp_path):
         (tmp_path / SINGLE).write_bytes(content)
         try:
             folder = SafetensorsFolder.open(tmp_path)
-            for name in folder.files:
+            for name in folder.stored:
                 folder.read(name)
         except WeightsError as error:
             refused += 1

@@ -321,11 +321,16 @@ def test_a_part_of_a_checkpoint_and_its_config_can_be_read(tmp_path):
         load_checkpoint(folder, shapes(), step=7)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "bool"])
+@pytest.mark.parametrize(
+    "dtype",
+    ["float32", "bfloat16", "int8", "bool", "complex64", "int4", "uint2", "float4_e2m1fn", "float8_e4m3fn"],
+)
 def test_digests_differ_with_values_and_not_with_sharding(dtype):
     numbers = (np.arange(24).reshape(4, 6) * 7) % 5
     changed = numbers.copy()
     changed[1, 2] = numbers[1, 2] == 0
+    if dtype == "complex64":
+        numbers, changed = numbers * (1 + 1j), numbers * 1 + changed * 1j
     array, *others = (
         jnp.asarray(numbers.astype(jnp.dtype(dtype)))
         for numbers in (numbers, changed, numbers[::-1], numbers[:, ::-1], np.roll(numbers, 1))

@@ -1,6 +1,8 @@
 """Runs of the training loop: metrics, evaluation, checkpoints, resuming, and steps that are not finite."""
 
 import shutil
+import types
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,8 +27,10 @@ from stacked_remat.training import (
     build_optimizer,
     held_out_evaluators,
     learning_rate_schedule,
+    loop,
     train,
 )
+from stacked_remat.training.throughput import Clock
 
 from .next_byte import next_byte, next_byte_loss
 from .token_batches import held_out_of, stream_of
@@ -146,6 +150,23 @@ def finished(tmp_path_factory):
     return recorder, result, folder
 
 
+@pytest.mark.parametrize("answers", [[True, False], [False, True]])
+def test_whether_a_checkpoint_is_due_is_asked_once(answers):
+    """Asked by time, the answer changes; scores are on disk before the checkpoint that resumes after them."""
+    done, given = [], iter(answers)
+    checkpoints = types.SimpleNamespace(
+        is_due=lambda step: next(given), save=lambda *_: done.append("saved"), wait=lambda: None
+    )
+    reporter = types.SimpleNamespace(
+        outputs=types.SimpleNamespace(checkpoints=checkpoints), clock=Clock(), skipped=0
+    )
+    evaluation = types.SimpleNamespace(before={}, after={})
+    scorer = types.SimpleNamespace(flush=lambda: done.append("flushed"))
+    arguments: Any = (TrainerConfig(num_steps=9), reporter, evaluation, scorer, False)
+    loop._save(1, None, {}, *arguments)
+    assert done == (["flushed", "saved"] if answers[0] else [])
+
+
 def test_training_lowers_the_held_out_loss_to_its_entropy(finished):
     _, result, _ = finished
     np.testing.assert_allclose(result.held_out_before["held_out"], np.log(7), rtol=1e-5)
@@ -159,7 +180,7 @@ def test_metrics_come_at_the_start_the_end_and_in_between(finished):
     assert [step for step, _ in trained] == [1, 10, 20, 30]
     names = {"loss", "grad_norm", "learning_rate", "tokens_per_second", "step_seconds"}
     assert set(trained[0][1]) == names | {"peak_memory_bytes", "mfu"}
-    assert trained[0][1]["learning_rate"] == 0
+    np.testing.assert_allclose(trained[0][1]["learning_rate"], 0.15)
     for _, line in trained[1:]:
         np.testing.assert_allclose(line["tokens_per_second"] * line["step_seconds"], 32, rtol=1e-6)
         # The product and the gradient of the table; the other factor depends on nothing that is trained.

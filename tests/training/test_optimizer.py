@@ -68,7 +68,7 @@ def rates(schedule, warmup, num_steps=20):
     found = learning_rate_schedule(
         AdamWConfig(learning_rate=0.5, warmup=warmup, schedule=schedule), num_steps
     )
-    return np.array([found(step) for step in range(num_steps + 1)])
+    return np.asarray(jax.vmap(lambda step: jnp.asarray(found(step)))(jnp.arange(num_steps)))
 
 
 @pytest.mark.parametrize(
@@ -125,22 +125,43 @@ def test_an_unknown_key_names_those_of_the_chosen_optimizer():
 
 def test_every_schedule_warms_up_to_the_learning_rate():
     for schedule in (CosineSchedule(), LinearSchedule(), ConstantSchedule(), WarmupStableDecaySchedule()):
-        np.testing.assert_allclose(rates(schedule, 4)[:5], [0, 0.125, 0.25, 0.375, 0.5], rtol=1e-6)
+        np.testing.assert_allclose(rates(schedule, 4)[:5], [0.1, 0.2, 0.3, 0.4, 0.5], rtol=1e-6)
         np.testing.assert_allclose(rates(schedule, 0)[0], 0.5)
         np.testing.assert_array_equal(rates(schedule, 0.2), rates(schedule, 4))
         assert rates(schedule, 0.9, 1)[0] == 0.5
 
 
 def test_schedules_fall_to_their_ends():
-    cosine = rates(CosineSchedule(min_lr_ratio=0.2), 4)
+    cosine = rates(CosineSchedule(min_lr_ratio=0.2), 4, 21)
     assert (np.diff(cosine[4:]) < 0).all()
     np.testing.assert_allclose(cosine[[12, 20]], [0.3, 0.1], rtol=1e-5)
-    linear = rates(LinearSchedule(min_lr_ratio=0.2), 4)
+    linear = rates(LinearSchedule(min_lr_ratio=0.2), 4, 21)
     np.testing.assert_allclose(linear[4:], np.linspace(0.5, 0.1, 17), rtol=1e-5)
     np.testing.assert_allclose(rates(ConstantSchedule(), 4)[4:], 0.5)
     wsd = rates(WarmupStableDecaySchedule(decay_fraction=0.25, min_lr_ratio=0.2), 4)
-    np.testing.assert_allclose(wsd[4:16], 0.5)
-    np.testing.assert_allclose(wsd[15:], np.linspace(0.5, 0.1, 6), rtol=1e-5)
+    np.testing.assert_allclose(wsd[4:15], 0.5)
+    np.testing.assert_allclose(wsd[14:], np.linspace(0.5, 0.1, 6), rtol=1e-5)
+
+
+def test_every_schedule_has_the_highest_rate_the_lowest_in_its_last_step_and_never_zero():
+    random = np.random.default_rng(0)
+    for num_steps in (2, 3, 20, *random.integers(4, 200, 12)):
+        low = random.uniform(0.05, 1)
+        falling = [
+            CosineSchedule(low),
+            LinearSchedule(low),
+            *map(functools.partial(WarmupStableDecaySchedule, low), (0.01, 0.2, 1.0)),
+        ]
+        for schedule in falling:
+            decay = round(getattr(schedule, "decay_fraction", 0) * num_steps)
+            warmup = int(random.integers(0, max(1, num_steps - max(decay, 1))))
+            found = rates(schedule, warmup, num_steps)
+            np.testing.assert_allclose(found[-1], 0.5 * low, rtol=1e-4)
+            np.testing.assert_allclose([found[warmup], found.max()], 0.5, rtol=1e-6)
+            assert (np.diff(found[: warmup + 1]) > 0).all() and (np.diff(found[warmup:]) <= 1e-7).all()
+            np.testing.assert_allclose(
+                found[:warmup], 0.5 * np.arange(1, warmup + 1) / (warmup + 1), rtol=1e-4
+            )
 
 
 def test_schedules_with_too_few_steps_are_refused():
@@ -188,6 +209,37 @@ def test_adafactor_keeps_rows_and_columns_of_every_layer():
     assert shapes == {(2, 6), (2, 4)}
 
 
+class OwnNorm(eqx.Module):
+    gain: jax.Array
+
+
+class PreNorm(eqx.Module):
+    """A layer and its norm: only the latter is not decayed."""
+
+    norm: eqx.nn.RMSNorm
+    layer: eqx.nn.Linear
+
+
+def test_every_norms_weights_do_not_decay():
+    linear = eqx.nn.Linear(3, 3, use_bias=False, key=jax.random.key(0))
+    norms = [
+        eqx.nn.LayerNorm(4),
+        eqx.nn.RMSNorm(4),
+        eqx.nn.GroupNorm(2, 4),
+        eqx.nn.BatchNorm(4, "batch", mode="batch"),
+    ]
+    norms += [hnn.LayerNorm.init(Embed), hnn.RmsNorm.init(Embed), OwnNorm(jnp.ones(3))]
+    norms += [jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), norm) for norm in norms[:3]]
+    decayed = [PreNorm(eqx.nn.RMSNorm(3), linear), eqx.nn.WeightNorm(linear), {"norm": linear}]
+    parameters = eqx.filter({"norms": norms, "decayed": decayed}, eqx.is_inexact_array)
+    still = jax.tree.map(jnp.zeros_like, parameters)
+    updates = first_update(SgdConfig(**{**PLAIN, "weight_decay": 0.5}), parameters, still)
+    assert not any(leaf.any() for leaf in jax.tree.leaves(updates["norms"]))
+    assert not updates["decayed"][0].norm.weight.any()
+    for layer in (updates["decayed"][0].layer, updates["decayed"][1].layer, updates["decayed"][2]["norm"]):
+        assert layer.weight.any()
+
+
 @pytest.mark.parametrize("make", ALL)
 def test_norms_and_biases_do_not_decay(make):
     parameters = {
@@ -206,7 +258,9 @@ def test_norms_and_biases_do_not_decay(make):
 def test_every_optimizer_follows_its_schedule(make):
     parameters, gradients = {"w": jnp.ones(3)}, {"w": jnp.array([0.1, 0.2, -0.3])}
     config = make(**{**PLAIN, "schedule": LinearSchedule(), "warmup": 2}, learning_rate=0.1)
-    assert not first_update(config, parameters, gradients)["w"].any()
+    warm = first_update(config, parameters, gradients)["w"]
+    whole = first_update(make(**PLAIN, learning_rate=0.1), parameters, gradients)["w"]
+    np.testing.assert_allclose(3 * warm, whole, rtol=1e-5)
 
 
 def test_clipping_limits_the_gradient():

@@ -61,10 +61,10 @@ def test_the_optimizer_computes_in_float32():
     ],
 )
 def test_state_of_a_parameters_shape_is_stored_in_the_dtype_of_the_config(config, wide):
-    parameters = {"matrix": jnp.ones((6, 4)), "vector": jnp.ones(5)}
+    parameters = {"matrix": jnp.ones((6, 4)), "vector": jnp.ones(5), "norms": [jnp.ones(6), jnp.ones(4)]}
     optimizer = build_optimizer(config, 50, state_dtype="bfloat16")
     state = optimizer.init(parameters)
-    assert {shape for shape, dtype in dtypes(state) if dtype == "bfloat16"} <= {(6, 4), (5,)}
+    assert {shape for shape, dtype in dtypes(state) if dtype == "bfloat16"} <= {(6, 4), (5,), (6,), (4,)}
     assert {entry for entry in dtypes(state) if entry[1] == "float32"} == wide
     _, after = jax.jit(optimizer.update)(parameters, state, parameters)
     assert dtypes(after) == dtypes(state)

@@ -1,5 +1,7 @@
 """The clock, the peaks of devices, and the count of training FLOPs."""
 
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import equinox as eqx
@@ -116,5 +118,9 @@ def test_flops_that_depend_on_the_data_are_none():
     assert training_flops(loss, jnp.ones((3, 3)), BATCH) is None
 
 
-def test_memory_on_a_cpu_is_the_process_memory():
-    assert (peak_memory_bytes() or 0) > 50 * 2**20
+def test_memory_on_a_cpu_is_that_of_the_process_and_not_of_its_parent():
+    held = np.ones(2**30, np.uint8)
+    assert (own := peak_memory_bytes() or 0) > held.nbytes
+    program = "from stacked_remat.training.throughput import peak_memory_bytes; print(peak_memory_bytes())"
+    child = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert 50 * 2**20 < int(child.stdout) < own - held.nbytes // 2

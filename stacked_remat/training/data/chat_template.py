@@ -16,6 +16,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, final
 
+from .chat_answers import find_answers
 from .chat_template_worker import BEGIN, END
 from .data_error import DataError
 
@@ -79,29 +80,29 @@ class ChatTemplate:
         """The text of a chat, and the positions of the assistant's answers in it.
 
         Answers are what the template marks with `{% generation %}`. A template without such marks is run
-        twice more for each answer: on the messages before it, and on those up to and including it.
+        twice more for each answer: on the messages before it, and on those up to and including it. Earlier
+        answers may lack their thoughts in the whole chat, or end otherwise.
 
         Raises:
-            ChatTemplateError: as for `render`; or there are no marks, and the text of a turn depends on the
-                turns after it.
+            ChatTemplateError: as for `render`; or there are no marks, and an answer can't be found in the
+                text.
             DataError: as for `render`.
         """
         marked = self._run(messages, False)
         if BEGIN in marked:
             return _without_marks(marked)
-        answers = []
-        for at, message in enumerate(messages):
-            if message["role"] == "assistant":
-                before = self.render(messages[:at], add_generation_prompt=True)
-                after = self.render(messages[: at + 1])
-                if not (marked.startswith(after) and after.startswith(before)):
-                    raise ChatTemplateError(
-                        f"the answer of message {at} can't be found in the text, because the template "
-                        f"changes earlier messages when others follow; train on all of the chat, or mark "
-                        f"answers in the template with {{% generation %}} and {{% endgeneration %}}"
-                    )
-                answers.append((len(before), len(after)))
-        return RenderedChat(marked, tuple(answers))
+        answers = find_answers(self._render, messages, marked)
+        lost = [at for at, answer in answers.items() if answer is None]
+        if lost:
+            raise ChatTemplateError(
+                f"the answer of message {lost[0]} can't be found in the text, because the template changes "
+                f"it when others follow; train on all of the chat, or mark answers in the template with "
+                f"{{% generation %}} and {{% endgeneration %}}"
+            )
+        return RenderedChat(marked, tuple(answer for answer in answers.values() if answer is not None))
+
+    def _render(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool) -> str:
+        return self.render(messages, add_generation_prompt=add_generation_prompt)
 
     def _run(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool) -> str:
         values = {

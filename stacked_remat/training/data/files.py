@@ -3,14 +3,13 @@
 import errno
 import hashlib
 import os
-import posixpath
 import re
 import stat
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
-from urllib.parse import parse_qsl, unquote, urlsplit
+from urllib.parse import parse_qsl, quote, unquote, urlsplit
 
 import fsspec
 import fsspec.core
@@ -205,11 +204,20 @@ def _identity(url: str) -> str:
     last = url.rpartition("::")[2]  # the rest says how the file is accessed
     if last.startswith(_FILE) and os.path.exists(last.removeprefix(_FILE)):
         return _local_identity(last, os.stat(last.removeprefix(_FILE)))
+    inside = url.removesuffix(last) if url.startswith(("zip:", "tar:", "libarchive:")) else ""
+    if not last.startswith(_WEB):  # such as a key of S3, in which `#`, `%20`, `//` and `..` are only text
+        scheme, _, place = last.partition("://")
+        host, slash, key = place.lstrip("/").partition("/")
+        return f"{inside}{scheme}://{re.sub('^[^@]*:[^@]*@', '', host)}{slash}{key}"
     parts = urlsplit(last)
-    scheme = "web" if last.startswith(_WEB) else parts.scheme
     host = re.sub(r":(80|443)$", "", parts.netloc.rpartition("@")[2].lower())
+    path = list[str]()
+    for part in parts.path.removeprefix("/").split("/"):
+        if part == "..":
+            path = path[:-1]
+        elif part != ".":
+            path.append(quote(unquote(part), safe=""))
     query = [
         entry for entry in parse_qsl(parts.query, keep_blank_values=True) if not _SECRET.search(entry[0])
     ]
-    inside = url.removesuffix(last) if url.startswith(("zip:", "tar:", "libarchive:")) else ""
-    return f"{inside}{scheme}://{host}{posixpath.normpath('/' + unquote(parts.path))} {sorted(query)}"
+    return f"{inside}web://{host}/{'/'.join(path)} {sorted(query)}"

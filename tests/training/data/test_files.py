@@ -28,7 +28,7 @@ def memory():
     filesystem = fsspec.filesystem("memory")
     filesystem.pipe({"/texts/a.txt": b"one", "/texts/sub/b.txt": b"three"})
     yield filesystem
-    filesystem.rm("/texts", recursive=True)
+    filesystem.rm(filesystem.ls("/", detail=False), recursive=True)
 
 
 def names(*paths):
@@ -81,6 +81,27 @@ def test_names_do_not_depend_on_the_location_of_the_folder(folder, memory):
     assert names("memory://texts") == ["a.txt", "sub/b.txt"]
     assert names("memory://texts/*.txt") == ["a.txt"]
     assert names("memory://texts/sub/b.txt") == ["b.txt"]
+
+
+def test_remote_names_are_told_apart_by_every_letter(memory):
+    odd = ["a#1", "a#2", "b%20c", "b c", "d//e", "d/e", "f@g", "g", "h:i@j", "H", "h", "k?v=1", "k?v=2"]
+    odd += ["l?token=1", "l?token=2", "m*", "m[1]", "n:80", "n"]
+    for name in odd:
+        memory.pipe(f"/odd/{name}.txt", name.encode())
+        memory.pipe(f"/odd/{name}/own.txt", b"a folder of this name")
+    files = [file for file in find_files(["memory://odd"], "key") if not file.name.endswith("own.txt")]
+    assert len(find_files(["memory://odd"], "key")) == 2 * len(odd)
+    read = {memory.cat_file(file.url).decode(): file.name for file in files}
+    assert read == {name: f"{name}.txt" for name in odd}
+    same = files_module._identity("ftp://me:secret@host/a@b")
+    assert (
+        same == files_module._identity("ftp://host/a@b") == files_module._identity("ftp://me:other@host/a@b")
+    )
+    parts = [
+        files_module._identity(f"https://host/{path}")
+        for path in ("a//b", "a/b", "a%2Fb", "a%23b", "a%2523b")
+    ]
+    assert len(set(parts)) == len(parts)
 
 
 def test_versions_change_with_size_time_and_the_remote_version(folder, memory):

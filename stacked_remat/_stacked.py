@@ -4,10 +4,12 @@ A stack of layers of one kind is a single module with the layers' arrays stacked
 scan: the block is traced and compiled once, however deep the stack. What a scan does is in `_scan/`.
 """
 
+import abc
 from collections.abc import Callable, Iterator
 from typing import Any, Self, TypeVar, overload
 
 import equinox as eqx
+import haliax.nn
 import jax.tree_util as jtu
 from haliax import Axis
 from haliax.state_dict import (
@@ -337,3 +339,8 @@ def block_second(fn: Callable[..., Any], has_output: bool) -> Callable[..., tupl
         return found if has_output else (found, None)
 
     return step
+
+
+# Haliax's maps of trees, quantization and state dicts go layer by layer through what is such a stack for
+# `isinstance`. Equinox (0.13) disables `register` of its modules, which have no fields to check here.
+abc.ABCMeta.register(haliax.nn.Stacked, Stacked)

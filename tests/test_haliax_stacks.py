@@ -1,5 +1,7 @@
 """What Haliax does layer by layer with its own `Stacked`, it does with this one."""
 
+from typing import Any
+
 import equinox as eqx
 import haliax as hax
 import haliax.nn as hnn
@@ -27,7 +29,7 @@ class Block(eqx.Module):
         return x + self.linear(x).rename({"out": "embed"})
 
 
-def blocks(kind: type, key) -> hnn.Stacked:
+def blocks(kind: type, key) -> Any:
     return kind.init(Layers, Block)(key=jax.random.split(key, Layers.size))
 
 
@@ -38,11 +40,13 @@ class Group(eqx.Module):
         return self.blocks.fold(x)
 
 
-def stacks(kind: type) -> dict[str, hnn.Stacked]:
+def stacks(kind: type) -> dict[str, Any]:
     """A stack, and a stack of stacks."""
     inner = [blocks(kind, key) for key in jax.random.split(jax.random.key(0), Groups.size)]
     stacked = jax.tree.map(lambda *leaves: hax.stack(Groups, leaves), *inner, is_leaf=hax.is_named_array)
-    of_stacks = kind(Group(stacked), Groups, *([stacked.gradient_checkpointing] if kind is hnn.Stacked else []))
+    of_stacks = kind(
+        Group(stacked), Groups, *([stacked.gradient_checkpointing] if kind is hnn.Stacked else [])
+    )
     return {"one": inner[0], "of stacks": of_stacks}
 
 
@@ -84,7 +88,7 @@ def test_gradients_of_quantized_layers():
 
 def test_a_pattern_too():
     kinds = {"a": Block, "b": Block}
-    pattern = StackedPattern.init(Layers, kinds, "aba")(key=jax.random.split(jax.random.key(0), 3))
+    pattern = StackedPattern.init(Layers, kinds, ("a", "b", "a"))(key=jax.random.split(jax.random.key(0), 3))
     mapped = scan_aware_tree_map(centered, pattern)
     for layer, expected in zip(mapped, pattern, strict=True):
         weight = centered(expected.linear.weight)

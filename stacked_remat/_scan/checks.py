@@ -98,7 +98,7 @@ def check_carry(before: Any, after: Any, what: str = "carry") -> None:
 
 def _structural_change(where: str, before: Any, after: Any) -> str:
     """Where and how the structures of two trees differ."""
-    old, new = _children(before), _children(after)
+    old, new = children(before), children(after)
     if type(before) is not type(after) or (isinstance(before, tuple | list) and len(old) != len(new)):
         return f"The {where} changes structure: {describe(before)} goes in, {describe(after)} comes out"
     gone = [f"{where}{key} goes in and does not come out" for key in old if key not in new]
@@ -112,7 +112,7 @@ def _structural_change(where: str, before: Any, after: Any) -> str:
     return f"The {where} changes structure: {describe(before)} comes out with other static fields"
 
 
-def _children(tree: Any) -> dict[str, Any]:
+def children(tree: Any) -> dict[str, Any]:
     """The entries of a node by key, written as in a path."""
     paths_and_nodes = jtu.tree_flatten_with_path(tree, is_leaf=lambda node: node is not tree)[0]
     return {jtu.keystr(path): node for path, node in paths_and_nodes}

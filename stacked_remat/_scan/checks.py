@@ -1,5 +1,6 @@
 """Checks of a scan: its axis and options, carries that change, outputs that cannot be stacked."""
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import equinox as eqx
@@ -126,6 +127,46 @@ def _check_dtype(where: str, before: Any, after: Any) -> None:
         f"The {where} goes in as {old.dtype} and comes out as {new.dtype}. Cast the result, "
         f"y.astype({where}.dtype), or the initial {where}."
     )
+
+
+def check_offloaded(layer: Callable[[Any, Any], Any], carry: Any, inputs: Any, names: Sequence[str]) -> None:
+    """Refuse to offload a name that is only that of the carry which a layer returns. Traces the layer.
+
+    Args:
+        layer: returns the next carry.
+        carry, inputs: what it takes.
+        names: of what is moved to the host.
+
+    Raises:
+        ValueError: the next layer keeps that value as its input, so nothing would be moved.
+    """
+    jaxpr = eqx.filter_make_jaxpr(layer)(carry, inputs)[0].jaxpr
+    found = {_name_of_output(jaxpr, place) for place in range(len(jaxpr.outvars))} & {*names}
+    for name in sorted(found):
+        raise ValueError(
+            f"offload_block_internals={list(names)}: {name!r} is the carry that a layer returns, which is "
+            "kept as the next layer's input and not as an internal, so nothing would be moved. Write "
+            'save_carries="offload" for the carries, or name a value that the layer computes from.'
+        )
+
+
+_CALLS = ("jit", "pjit", "closed_call", "checkpoint", "remat", "remat2", "custom_jvp_call", "custom_vjp_call")
+
+
+def _name_of_output(jaxpr: Any, place: int) -> str | None:
+    """The checkpoint name of an output that nothing else in the jaxpr reads."""
+    output = jaxpr.outvars[place]
+    if any(output is read for equation in jaxpr.eqns for read in equation.invars):
+        return None
+    for equation in jaxpr.eqns:
+        places = [i for i, var in enumerate(equation.outvars) if var is output]
+        named = equation.params.get("_prim")  # with JAX_REMAT3=1
+        if places and (equation.primitive.name == "name" or type(named).__name__ == "CheckpointName"):
+            return getattr(named, "params", equation.params)["name"]
+        if places and equation.primitive.name in _CALLS:
+            inner = equation.params.get("jaxpr", equation.params.get("call_jaxpr"))
+            return _name_of_output(getattr(inner, "jaxpr", inner), places[0])
+    return None
 
 
 def check_output(y: Any) -> None:

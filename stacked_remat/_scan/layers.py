@@ -22,7 +22,7 @@ from .._sweep.gradient import merge, pick
 from .._sweep.kinds import Pattern
 from .._sweep.spec import FirstLayers
 from .._sweep.store import at_least_one, with_zeros_in_place
-from .checks import check_carry, check_output, describe
+from .checks import check_carry, check_offloaded, check_output, describe
 from .layer_axis import TreeLayout
 from .marks import is_array
 from .stacking import name_stacked, stack_outputs
@@ -330,6 +330,8 @@ def array_step(layer: Step, init: Any, remat: Remat, names: _Names | None = None
         new_carry, y = result
         check_carry(carry, new_carry)
         check_output(y)
+        if isinstance(internals, PerLayer) and internals.offloaded:
+            check_offloaded(lambda *given: layer(*given)[0], carry, inputs, internals.offloaded)
         return eqx.filter(new_carry, eqx.is_array_like), y
 
     return step

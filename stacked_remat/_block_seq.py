@@ -9,7 +9,7 @@ from haliax.state_dict import StateDict
 
 from ._block_foldable import BlockFoldable
 from ._policy import ScanCheckpointPolicy, ScanCheckpointSpec, resolve_policy
-from ._scan.arguments import Caller, argument_namer
+from ._scan.arguments import Caller, argument_namer, check_no_lists
 from ._scan.checks import check_axis, check_reverse, check_unroll
 from ._scan.layer_axis import layer_getter
 from ._scan.layers import from_arguments, scan_unrolled
@@ -21,6 +21,7 @@ from ._stacked_methods import (
     block_builder,
     block_call,
     check_layer_index,
+    check_modules,
     init_policy,
     method_caller,
 )
@@ -56,17 +57,7 @@ class BlockSeq(BlockFoldable[M]):
     def __check_init__(self):
         what = type(self).__name__
         check_axis(self.Block, f"{what}(blocks, Layers)")
-        if isinstance(self.blocks, eqx.Module) or not isinstance(self.blocks, Sequence):
-            raise TypeError(
-                f"{what} holds a list of modules, one for each layer; got {type(self.blocks).__name__}."
-            )
-        for i, block in enumerate(self.blocks):
-            if not isinstance(block, eqx.Module):
-                fix = "Build it" if isinstance(block, type) else "Let it be an eqx.Module"
-                raise TypeError(
-                    f"{what} holds a list of modules, one for each layer; blocks[{i}] is {block!r} "
-                    f"({type(block).__name__}). {fix}."
-                )
+        check_modules(self.blocks, what, "blocks")
         if len(self.blocks) != self.Block.size:
             raise ValueError(
                 f"`{self.Block.name}` has {self.Block.size} layers, but {len(self.blocks)} blocks were given."
@@ -111,6 +102,7 @@ class BlockSeq(BlockFoldable[M]):
         caller = Caller(what, argument_namer(build, skip=0))
 
         def build_sequence(*args: Any, **kwargs: Any) -> Self:
+            check_no_lists(args, kwargs, Layers, caller)
             calls = map(layer_getter((args, kwargs), Layers, caller), range(Layers.size))
             return cls(
                 [build(*layer_args, **layer_kwargs) for layer_args, layer_kwargs in calls], Layers, policy

@@ -13,11 +13,12 @@ A slot is freed by its visit, so later runs may use it: with segments that are
 one shorter each, boundaries and the segment being reversed share one buffer (`shrinking`).
 """
 
+import functools
 import itertools
 import math
 import operator
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, TypeAlias
 
@@ -55,26 +56,28 @@ class Run:
         return self.writes[-1] if self.writes else self.slot
 
 
+Part: TypeAlias = "tuple[int, int, int]"  # layers start to stop, cut by the third
+_SINGLE = -1  # in a part: each of its layers is a part of its own
+Tree: TypeAlias = "int | tuple[Tree, ...]"
+
+
 @dataclass(frozen=True)
 class Schedule:
     """A cut of `length` layers, executed by the sweep; build one with a function of this module.
 
+    `forward`, `runs`, `replays` and `tree` take time for many layers, and are computed when they are read.
+
     Attributes:
         length: number of layers.
         slots: number of carries alive at once.
-        forward: the slot to which the forward sweep writes the input of each layer.
-        runs: what the reverse sweep does, in order.
+        cut: the parts of a part.
         segments: lengths of the segments in forward order, where the layers are cut once; else empty.
-        tree: the cuts as parts within parts, in forward order, a layer being its number. While a part is
-            reversed, the input of each part within it is held.
     """
 
     length: int
     slots: int
-    forward: tuple[int, ...] = field(repr=False)
-    runs: tuple[Run, ...] = field(repr=False)
+    cut: "_Once | _Levels | _Bounded" = field(repr=False)
     segments: tuple[int, ...] = ()
-    tree: "Tree" = field(default=(), repr=False)
 
     @property
     def max_carries_alive(self) -> int:
@@ -82,9 +85,58 @@ class Schedule:
         return self.slots
 
     @cached_property
+    def forward(self) -> tuple[int, ...]:
+        """The slot to which the forward sweep writes the input of each layer."""
+        parts, start, slot, _ = next(self._expansions())
+        return (0, *_writes(parts, start, slot))
+
+    @cached_property
+    def runs(self) -> tuple[Run, ...]:
+        """What the reverse sweep does, in order. As many numbers as layers are run again."""
+        found = self._expansions()
+        runs = [Run(start, slot, _writes(parts, start, slot), visits) for parts, start, slot, visits in found]
+        first, sizes = runs[0], self.segments
+        runs[0] = Run(first.top, first.top_slot, (), first.visits)
+        if self._replays_last_segment:
+            last, size = len(sizes) - 1, sizes[-1]
+            runs[0] = Run(self.length - size, last, tuple(range(last + 1, last + size)), size)
+        return tuple(runs)
+
+    @cached_property
     def replays(self) -> int:
         """Forward evaluations of a block that the reverse sweep makes to recover layer inputs."""
-        return sum(run.replays for run in self.runs)
+        run_again = sum(parts[-1][1] - 1 - start for parts, start, _, _ in self._expansions())
+        again = self.segments[-1] - 1 if self._replays_last_segment else 0
+        return run_again - (self.length - 1) + again
+
+    @cached_property
+    def tree(self) -> Tree:
+        """The cuts as parts within parts, in forward order, a layer being its number.
+
+        While a part is reversed, the input of each part within it is held.
+
+        Raises:
+            ValueError: the parts are nested deeper than JAX can nest checkpoints.
+        """
+        if _depth(self.length, self.cut) > _MOST_NESTED:
+            enough = next(
+                k
+                for k in range(self.slots + 1, self.length + 1)
+                if _depth(self.length, _Bounded(k)) <= _MOST_NESTED
+            )
+            raise ValueError(
+                f"{self.slots} carries for {self.length} layers that are compiled one by one take more than "
+                f"{_MOST_NESTED} checkpoints within each other, too many for JAX. Give max_carries at least "
+                f"{enough}, or let the layers be a Stacked."
+            )
+
+        def nested(part: Part) -> Tree:
+            inner: list[Tree] = []
+            for start, stop, key in self.cut(part):
+                inner.extend(range(start, stop) if key == _SINGLE else [nested((start, stop, key))])
+            return tuple(inner)
+
+        return nested((0, self.length, 0)) if self.length > 1 else 0
 
     @property
     def block_evaluations(self) -> int:
@@ -100,24 +152,120 @@ class Schedule:
         """Whether all runs have the same shape, so that every loop has a static trip count."""
         return len({(run.replays, run.visits) for run in self.runs}) == 1
 
+    @property
+    def _replays_last_segment(self) -> bool:
+        """Whether what the forward sweep left of the last segment is made again: then all runs are alike."""
+        sizes = self.segments
+        return len(sizes) > 1 and sizes[0] > 1 and len(set(sizes)) == 1
 
-Tree: TypeAlias = "int | tuple[Tree, ...]"
+    def _expansions(self) -> Iterator[tuple[list[Part], int, int, int]]:
+        """For each run the parts that it cuts down to layers, their first layer, its slot, and the visits.
+
+        Always at the top of a stack of parts whose first input is held.
+        """
+        stack: list[Part] = [(0, self.length, 0 if self.length > 1 else _SINGLE)]
+        held = 1
+        while stack:
+            below, start, slot = len(stack) - 1, stack[-1][0], held - 1
+            while stack[-1][2] != _SINGLE:
+                inner = self.cut(stack.pop())
+                stack.extend(inner)
+                held += sum(map(_inputs_held, inner)) - 1
+            parts, visits = stack[below:], 0
+            while stack and stack[-1][2] == _SINGLE:
+                visits += _inputs_held(stack.pop())
+            held -= visits
+            yield parts, start, slot, visits
+
+
+def _inputs_held(part: Part) -> int:
+    start, stop, key = part
+    return stop - start if key == _SINGLE else 1
+
+
+def _writes(parts: list[Part], start: int, slot: int) -> tuple[int, ...]:
+    """The slot for each layer's input from `start + 1` on: its own if kept, else the next kept one's."""
+    writes: list[int] = []
+    for part in parts:
+        writes.extend([slot] * (part[0] - start - len(writes)))
+        writes.extend(range(slot + 1, slot + _inputs_held(part)))
+        slot += _inputs_held(part)
+    return tuple(writes)
+
+
+# Nested checkpoints: Python's recursion limit of 1000 allows about 60.
+_MOST_NESTED = 50
+
+
+def _depth(length: int, cut: "_Once | _Levels | _Bounded") -> int:
+    deepest, parts = 0, [((0, length, 0), 1)]
+    while parts:
+        part, depth = parts.pop()
+        deepest = max(deepest, depth)
+        parts.extend((inner, depth + 1) for inner in cut(part) if inner[2] != _SINGLE)
+    return deepest
+
+
+def _part(start: int, stop: int, key: int) -> Part:
+    return (start, stop, key if stop - start > 1 else _SINGLE)
 
 
 @dataclass(frozen=True)
-class _Part:
-    """Layers `start` to `stop` whose first input is held; `key` is for the cut."""
+class _Once:
+    """Segments of the given sizes."""
 
-    start: int
-    stop: int
-    key: int = 0
+    sizes: tuple[int, ...]
 
-    @property
-    def size(self) -> int:
-        return self.stop - self.start
+    def __call__(self, part: Part) -> list[Part]:
+        start, stop, key = part
+        if key == 1 or max(self.sizes) == 1:
+            return [(start, stop, _SINGLE)]
+        ends = itertools.accumulate(self.sizes)
+        return [_part(end - size, end, 1) for end, size in zip(ends, self.sizes, strict=True)]
 
 
-_Cut = Callable[[_Part], list[_Part]]
+@dataclass(frozen=True)
+class _Levels:
+    """Each part into as many as the size of its level says; of the last level, into layers."""
+
+    sizes: tuple[int, ...]
+
+    def __call__(self, part: Part) -> list[Part]:
+        start, stop, level = part
+        if level == len(self.sizes) - 1:
+            return [(start, stop, _SINGLE)]
+        size = self._size(stop - start, level)
+        return [_part(first, min(first + size, stop), level + 1) for first in range(start, stop, size)]
+
+    def _size(self, length: int, level: int) -> int:
+        return -(-length // self.sizes[level])
+
+    def slots(self, length: int, level: int = 0) -> int:
+        """How many inputs are held at once while a part of this length is reversed."""
+        if level == len(self.sizes) - 1:
+            return length
+        size = self._size(length, level)
+        whole, rest = divmod(length, size)
+        slots = whole - 1 + self.slots(size, level + 1)
+        return max(slots, whole + self.slots(rest, level + 1)) if rest else slots
+
+
+@dataclass(frozen=True)
+class _Bounded:
+    """A part into two, the second with a carry less, since the input of the first is held meanwhile.
+
+    The key of a part is the number of carries less than `carries` that it may hold.
+    """
+
+    carries: int
+
+    def __call__(self, part: Part) -> list[Part]:
+        start, stop, fewer = part
+        slots = self.carries - fewer
+        if stop - start <= slots:
+            return [(start, stop, _SINGLE)]
+        middle = start + _split(stop - start, slots)
+        return [_part(start, middle, fewer), _part(middle, stop, fewer + 1)]
 
 
 def shrinking(length: int) -> Schedule:
@@ -133,10 +281,11 @@ def shrinking(length: int) -> Schedule:
     length = whole_number("length", length, "the number of layers")
     slots = (math.isqrt(8 * length + 1) - 1) // 2
     slots += slots * (slots + 1) // 2 < length
-    sizes: list[int] = []
-    while sum(sizes) < length:
-        sizes.append(min(slots - len(sizes), length - sum(sizes)))
-    return _once(length, sizes)
+    sizes, rest = [], length
+    while rest:
+        sizes.append(min(slots - len(sizes), rest))
+        rest -= sizes[-1]
+    return _once(sizes)
 
 
 def equal(length: int, segments: int) -> Schedule:
@@ -151,7 +300,7 @@ def equal(length: int, segments: int) -> Schedule:
     length = whole_number("length", length, "the number of layers")
     segments = min(whole_number("segments", segments, "how many segments the layers are cut into"), length)
     size, longer = divmod(length, segments)
-    return _once(length, [size + (j < longer) for j in range(segments)])
+    return _once([size + 1] * longer + [size] * (segments - longer))
 
 
 def segmented(length: int, segment_length: int) -> Schedule:
@@ -163,7 +312,8 @@ def segmented(length: int, segment_length: int) -> Schedule:
     """
     length = whole_number("length", length, "the number of layers")
     size = min(whole_number("segment_length", segment_length, "how many layers a segment has"), length)
-    return _once(length, [min(size, length - start) for start in range(0, length, size)])
+    whole, rest = divmod(length, size)
+    return _once([size] * whole + [rest] * (rest > 0))
 
 
 def levels(length: int, sizes: Sequence[int]) -> Schedule:
@@ -188,14 +338,8 @@ def levels(length: int, sizes: Sequence[int]) -> Schedule:
     if len(sizes) <= 2:
         return equal(length, sizes[0]) if len(sizes) == 2 else segmented(length, length)
 
-    def cut(part: _Part) -> list[_Part]:
-        if part.key == len(sizes) - 1:
-            return _units(part)
-        size = -(-part.size // sizes[part.key])
-        starts = range(part.start, part.stop, size)
-        return [_Part(start, min(start + size, part.stop), part.key + 1) for start in starts]
-
-    return _build(length, cut)
+    cut = _Levels(sizes)
+    return Schedule(length, cut.slots(length), cut)
 
 
 def bounded(length: int, *, max_carries: int) -> Schedule:
@@ -216,16 +360,10 @@ def bounded(length: int, *, max_carries: int) -> Schedule:
             "being visited must both be held; give at least 2"
         )
 
-    def cut(part: _Part) -> list[_Part]:
-        slots = part.key
-        if part.size <= slots:
-            return _units(part)
-        middle = part.start + _split(part.size, slots)
-        return [_Part(part.start, middle, slots), _Part(middle, part.stop, slots - 1)]
-
-    return _build(length, cut, key=carries)
+    return Schedule(length, min(carries, length), _Bounded(carries))
 
 
+@functools.lru_cache(maxsize=4096)
 def _split(size: int, slots: int) -> int:
     """Where to hold the next carry, so that both sides stay within the optimal range of repetitions."""
     repeats = 1
@@ -236,58 +374,10 @@ def _split(size: int, slots: int) -> int:
     return min(most_before, size - least_after)
 
 
-def _once(length: int, sizes: Sequence[int]) -> Schedule:
+def _once(sizes: Sequence[int]) -> Schedule:
     """Cut once, into segments of the given sizes."""
-    starts = list(itertools.accumulate(sizes[:-1], initial=0))
-
-    def cut(part: _Part) -> list[_Part]:
-        if part.key == 1:
-            return _units(part)
-        return [_Part(start, start + size, 1) for start, size in zip(starts, sizes, strict=True)]
-
-    schedule = _build(length, cut)
-    runs, last = schedule.runs, len(sizes) - 1
-    if len(set(sizes)) == 1 and len(sizes) > 1 and sizes[0] > 1:
-        # What the forward sweep left of the last segment is made again: then all runs are alike.
-        runs = (Run(starts[last], last, tuple(range(last + 1, last + sizes[0])), sizes[0]), *runs[1:])
-    return replace(schedule, runs=runs, segments=tuple(sizes))
-
-
-def _units(part: _Part) -> list[_Part]:
-    return [_Part(layer, layer + 1) for layer in range(part.start, part.stop)]
-
-
-def _build(length: int, cut: _Cut, key: int = 0) -> Schedule:
-    """Follow `cut` down to single layers, always at the top of a stack of parts whose first input is held."""
-    stack = [_Part(0, length, key)]
-    slots, runs = 1, []
-    while stack:
-        start, slot = stack[-1].start, len(stack) - 1
-        while stack[-1].size > 1:
-            stack.extend(cut(stack.pop()))
-        slots = max(slots, len(stack))
-        writes = _writes(stack, start, slot)
-        visits = 0
-        while stack and stack[-1].size == 1:
-            stack.pop()
-            visits += 1
-        runs.append(Run(start, slot, writes, visits))
-    first = runs[0]
-    forward = (0, *first.writes)
-    runs[0] = Run(first.top, first.top_slot, (), first.visits)
-    return Schedule(length, slots, forward, tuple(runs), tree=_tree(_Part(0, length, key), cut))
-
-
-def _tree(part: _Part, cut: _Cut) -> Tree:
-    return part.start if part.size == 1 else tuple(_tree(inner, cut) for inner in cut(part))
-
-
-def _writes(stack: list[_Part], start: int, slot: int) -> tuple[int, ...]:
-    """The slot for each layer's input from `start + 1` on: its own if kept, else the next kept one's."""
-    writes: list[int] = []
-    for held in range(slot + 1, len(stack)):
-        writes.extend([held] * (stack[held].start - start - len(writes)))
-    return tuple(writes)
+    slots = max(before + size for before, size in enumerate(sizes))
+    return Schedule(sum(sizes), slots, _Once(tuple(sizes)), tuple(sizes))
 
 
 def whole_number(name: str, value: Any, meaning: str, fix: str = "", *, least: int = 1) -> int:

@@ -4,10 +4,12 @@ A stack of layers of one kind is a single module with the layers' arrays stacked
 scan: the block is traced and compiled once, however deep the stack. What a scan does is in `_scan/`.
 """
 
-from collections.abc import Callable, Iterator
+import abc
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Self, TypeVar, overload
 
 import equinox as eqx
+import haliax.nn
 import jax.tree_util as jtu
 from haliax import Axis
 from haliax.state_dict import (
@@ -20,11 +22,11 @@ from ._block_foldable import BlockFoldable
 from ._placement import has_host_arrays, on_several_devices
 from ._policy import ScanCheckpointPolicy, ScanCheckpointSpec, resolve_policy
 from ._scan.api import scan_for, vmap_layers
-from ._scan.arguments import Caller, argument_namer, check_stacked
-from ._scan.checks import check_axis
+from ._scan.arguments import Caller, argument_namer, check_no_lists, check_stacked
+from ._scan.checks import check_axis, check_axis_or_name
 from ._scan.layer_axis import layer_getter
 from ._scan.marks import Marked, changed, is_array, map_unsliced
-from ._scan.stacking import numbers_to_arrays, take_layers
+from ._scan.stacking import numbers_to_arrays, stack_layers, take_layers
 from ._scan.sweep_back import SweepBack
 from ._scan.vjp import vjp_for
 from ._stacked_methods import (
@@ -33,6 +35,7 @@ from ._stacked_methods import (
     block_builder,
     block_call,
     check_layer_index,
+    check_modules,
     check_options,
     init_policy,
     method_caller,
@@ -133,7 +136,7 @@ class Stacked(BlockFoldable[M]):
 
         Raises:
             ValueError: for an argument of another length than the axis, and for a key that was neither split
-                nor marked as shared.
+                nor marked as shared; for a list with a Python value for each layer that is not marked.
             TypeError: for what is not an `Axis`, for a block instead of its class, and for a block that is no
                 module.
         """
@@ -144,9 +147,47 @@ class Stacked(BlockFoldable[M]):
         caller = Caller(what, argument_namer(build, skip=0))
 
         def build_stack(*args: Any, **kwargs: Any) -> Self:
+            check_no_lists(args, kwargs, Layers, caller)
             return cls(vmap_layers(build, Layers, caller)(*args, **kwargs), Layers, policy)
 
         return build_stack
+
+    @classmethod
+    def of(cls, layers: Sequence[B], Layers: Axis | str, *, remat: ScanCheckpointSpec = True) -> "Stacked[B]":
+        """Stack layers that exist; the inverse of `unstacked`.
+
+        ```python
+        blocks = Stacked.of([Block(key) for key in keys], "layers", remat="nested")
+        ```
+
+        Args:
+            layers: modules of one structure, in order, at least one.
+            Layers: their axis, or its name.
+            remat: the checkpoint policy. See `ScanCheckpointPolicy`.
+
+        Returns:
+            A stack of this class, with copies of the arrays. Python numbers that are equal in all layers stay
+            as they are. Those that differ become an array with a number for each layer, so a block can
+            compute with them and not decide by them (`if self.rate > 0`).
+
+        Raises:
+            ValueError: for another number of layers than the axis has; for layers that differ in the shape,
+                axes or dtype of an array, in their structure, in a bool, a string or a function, or in a
+                static field: names the path and both values.
+            TypeError: for anything but a sequence of modules.
+        """
+        what = f"{cls.__name__}.of"
+        check_axis_or_name(Layers, what)
+        check_modules(layers, what)
+        if not len(layers):
+            raise ValueError(
+                f"{what} takes at least one layer; got none. Build the stack by {cls.__name__}.init."
+            )
+        axis = Axis(Layers, len(layers)) if isinstance(Layers, str) else Layers
+        if len(layers) != axis.size:
+            raise ValueError(f"`{axis.name}` has {axis.size} layers, but {what} was given {len(layers)}.")
+        build: Any = cls
+        return build(stack_layers(layers, axis, what), axis, resolve_policy(remat))
 
     def _kinds(self) -> tuple[M]:
         return (self.stacked,)
@@ -252,7 +293,7 @@ class Stacked(BlockFoldable[M]):
         return mapped
 
     def unstacked(self) -> tuple[M, ...]:
-        """The layers as separate modules. Copies their arrays."""
+        """The layers as separate modules, which `Stacked.of` stacks again. Copies their arrays."""
         return tuple(self)
 
     def get_layer(self, index: int) -> M:
@@ -340,3 +381,8 @@ def block_second(fn: Callable[..., Any], has_output: bool) -> Callable[..., tupl
         return found if has_output else (found, None)
 
     return step
+
+
+# Haliax's maps of trees, quantization and state dicts go layer by layer through what is such a stack for
+# `isinstance`. Equinox (0.13) disables `register` of its modules, which have no fields to check here.
+abc.ABCMeta.register(haliax.nn.Stacked, Stacked)

@@ -3,7 +3,7 @@
 import functools
 import inspect
 import operator
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Any, ParamSpec, Protocol, TypeVar
 
 import equinox as eqx
@@ -97,6 +97,23 @@ def _parameters(kind: type) -> Container[str]:
         return inspect.signature(kind.__call__).parameters
     except (TypeError, ValueError):  # builtins have no signature
         return ()
+
+
+def check_modules(layers: Any, what: str, name: str = "layers") -> None:
+    """Refuse anything but a sequence of modules.
+
+    Raises:
+        TypeError: names the entry that is none.
+    """
+    if isinstance(layers, eqx.Module) or not isinstance(layers, Sequence):
+        raise TypeError(f"{what} holds a list of modules, one for each layer; got {type(layers).__name__}.")
+    for i, layer in enumerate(layers):
+        if not isinstance(layer, eqx.Module):
+            fix = "Build it" if isinstance(layer, type) else "Let it be an eqx.Module"
+            raise TypeError(
+                f"{what} holds a list of modules, one for each layer; {name}[{i}] is {layer!r} "
+                f"({type(layer).__name__}). {fix}."
+            )
 
 
 def check_layer_index(index: int, Layers: Axis) -> int:

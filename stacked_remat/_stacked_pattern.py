@@ -10,7 +10,7 @@ from haliax.state_dict import StateDict
 
 from ._block_foldable import BlockFoldable
 from ._policy import ScanCheckpointPolicy, ScanCheckpointSpec, resolve_policy
-from ._scan.arguments import Caller, argument_namer
+from ._scan.arguments import Caller, argument_namer, check_no_lists
 from ._scan.checks import check_axis, check_reverse, check_unroll
 from ._scan.layer_axis import split_tree
 from ._scan.layers import Layers as LayersOfKind, from_arguments, scan_rolled
@@ -145,6 +145,7 @@ class StackedPattern(BlockFoldable[M]):
         numbers = Pattern(tuple(map([*builders].index, names)))
 
         def build_stacks(*args: Any, **kwargs: Any) -> Self:
+            check_no_lists(args, kwargs, Layers, caller)
             divided = divide((args, kwargs), Layers, [*builders], numbers, caller)
             stacks = {}
             for number, (name, build) in enumerate(builders.items()):

@@ -138,10 +138,22 @@ class TestMarks:
                 apply(per_layer(x), None)
             assert "whole array" not in str(error.value)
 
-    @pytest.mark.parametrize("x", [3, [0.1, 0.2, 0.3, 0.4], "text"])
+    @pytest.mark.parametrize("x", [3, ["a", "b", "c", "d"], "text"])
     def test_per_layer_refuses_what_has_no_arrays(self, x):
         with pytest.raises(TypeError, match=r"holds none. Write per_layer\(jnp.asarray\(x\)\)"):
             per_layer(x)
+
+    @pytest.mark.parametrize("Stack", [Stacked, BlockSeq])
+    def test_a_list_of_numbers(self, Stack):
+        numbers = [0.1, 0.2, 0.3, 0.4]
+        with pytest.raises(
+            ValueError, match=r"weight is a list of 4 .*per_layer\(weight\).*shared\(weight\)"
+        ):
+            Stack.init(Layers, Recorder)(numbers)
+        assert Stack.init(Layers, Recorder)(shared(numbers)).get_layer(0).weight == numbers
+        split = Stack.init(Layers, Recorder)(per_layer(numbers))
+        assert [float(layer.weight) for layer in split] == [float(jnp.float32(number)) for number in numbers]
+        assert (split.get_layer(1).weight * jnp.ones(2, jnp.bfloat16)).dtype == jnp.bfloat16  # as of a number
 
     @pytest.mark.parametrize("apply", [stack.fold for stack in STACKS] + [fold(lambda c: c, Layers)])
     def test_a_carry_has_no_mark(self, apply):

@@ -420,3 +420,34 @@ def test_named_blocks_keep_their_axes_in_the_gradient():
     gradient = eqx.filter_grad(lambda s: hax.sum(s.fold(hax.ones(Hidden))).scalar())(stack)
     assert jtu.tree_structure(gradient) == jtu.tree_structure(stack)
     assert gradient.stacked.weight.axes == (Layers, Hidden, Out)
+
+
+@pytest.mark.remat3
+@pytest.mark.parametrize("carries", [True, False, "offload"])
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit, jax.checkpoint], ids=["plain", "jit", "checkpoint"])
+def test_offloading_the_carry_by_name_is_refused(carries, wrap):
+    def names_its_output(x, w):
+        return wrap(lambda x: checkpoint_name(x + jnp.tanh(x * w), "h"))(x)
+
+    def names_what_it_reads(x, w):
+        return wrap(lambda x: jnp.sin(checkpoint_name(x * w, "h")))(x)
+
+    def names_both(x, w):
+        return checkpoint_name(names_what_it_reads(x, w), "out")
+
+    def returns_it_too(x, w):
+        x = checkpoint_name(x + w, "h")
+        return x + 0 * jnp.tanh(x)
+
+    remat = ScanCheckpointPolicy(offload_block_internals=["h"], save_carries=carries)
+    ws = [jnp.float32(w) for w in range(N)]
+
+    def trace(layer):
+        jax.make_jaxpr(jax.grad(fold(layer, hax.Axis("layers", N), remat=remat)))(
+            jnp.float32(1), jnp.stack(ws)
+        )
+
+    with pytest.raises(ValueError, match="'h' is the carry that a layer returns.*save_carries=\"offload\""):
+        trace(names_its_output)
+    for layer in (names_what_it_reads, names_both, returns_it_too):
+        trace(layer)

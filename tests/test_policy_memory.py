@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from stacked_remat import BlockSeq, ScanCheckpointPolicy, Stacked
+from stacked_remat import BlockSeq, ScanCheckpointPolicy, Stacked, fold, scan
 
 
 class Wide(eqx.Module):
@@ -83,3 +83,29 @@ class TestCompiledMemory:
     @pytest.mark.remat3
     def test_offload_is_harmless_on_cpu(self):
         assert temporaries("offload", 64) <= 1.1 * temporaries(True, 64)
+
+
+def test_rows_are_outputs_rather_than_written_to_the_carry():
+    Layers, size = hax.Axis("layers", 42), 1000
+
+    def written(carry, i, w):
+        x, buffer = carry
+        x = jnp.tanh(x * w)
+        return x, buffer.at[i].set(x)
+
+    def returned(x, w):
+        return (jnp.tanh(x * w),) * 2
+
+    def buffers(remat, run) -> float:
+        def loss(x, ws):
+            if run is scan:
+                return jnp.sum(scan(returned, Layers, remat=remat)(x, ws)[1])
+            empty = jnp.zeros((Layers.size, size))
+            return jnp.sum(fold(written, Layers, remat=remat)((x, empty), jnp.arange(Layers.size), ws)[1])
+
+        gradient = jax.jit(jax.grad(loss, (0, 1)))
+        compiled = gradient.lower(jnp.ones(size), jnp.ones(Layers.size)).compile()
+        return compiled.memory_analysis().temp_size_in_bytes / (4 * size * Layers.size)
+
+    assert buffers(True, fold) < 3.5 < 10 < buffers("nested", fold)
+    assert buffers(True, scan) < buffers("nested", scan) < 1.5

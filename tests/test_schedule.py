@@ -4,10 +4,14 @@ import functools
 import math
 from typing import cast
 
+import jax
+import jax.numpy as jnp
 import pytest
+from haliax import Axis
 from hypothesis import given, settings, strategies as st
 
-from stacked_remat._schedule import Schedule, bounded, equal, levels, segmented, shrinking
+from stacked_remat import ScanCheckpointPolicy, checkpoint_sequential, fold
+from stacked_remat._schedule import Schedule, Tree, bounded, equal, levels, segmented, shrinking
 
 lengths = st.integers(1, 70)
 
@@ -149,8 +153,42 @@ def test_bounded_needs_no_more_than_shrinking():
 
 
 def test_long_sequences_are_cheap_to_cut():
-    assert shrinking(10_000).slots == 141
-    assert bounded(2_000, max_carries=8).max_carries_alive == 8
+    check(bounded(520, max_carries=2), 520)
+    check(bounded(2_000, max_carries=8), 2_000)
+    many = 1_000_000
+    cuts = [shrinking(many), equal(many, many), levels(many, (100, 100, 100))]
+    cuts += [bounded(many, max_carries=carries) for carries in (3, 20)]
+    assert [cut.max_carries_alive for cut in cuts] == [1414, many, 298, 3, 20]
+    assert not any({"forward", "runs", "replays", "tree"} & {*vars(cut)} for cut in cuts)
+    assert len(cuts[0].runs) == len(cuts[0].segments)
+
+
+def test_the_forward_pass_reads_no_schedule(monkeypatch: pytest.MonkeyPatch):
+    def fail(self: Schedule) -> None:
+        raise AssertionError("the cut is computed")
+
+    monkeypatch.setattr(Schedule, "_expansions", fail)
+    for policy in (ScanCheckpointPolicy(nested=True), ScanCheckpointPolicy(max_carries=3)):
+        run = fold(lambda x, w: x * w, Axis("t", 12), remat=policy)
+        jax.make_jaxpr(run)(jnp.float32(1), jnp.ones(12))
+        with pytest.raises(AssertionError, match="the cut is computed"):
+            jax.make_jaxpr(jax.grad(run))(jnp.float32(1), jnp.ones(12))
+
+
+@given(st.integers(1, 60), st.integers(2, 12))
+def test_parts_within_parts(length: int, carries: int):
+    def layers(tree: Tree) -> list[int]:
+        return [tree] if isinstance(tree, int) else [layer for part in tree for layer in layers(part)]
+
+    for cut in (shrinking(length), levels(length, (4, 4, 4)), bounded(length, max_carries=carries)):
+        if cut.length < 50 or carries > 2:
+            assert layers(cut.tree) == list(range(length))
+
+
+def test_parts_that_are_nested_too_deep_for_a_checkpoint_in_each():
+    too_deep = "2 carries for 520 layers .* Give max_carries at least 3, or let the layers be a Stacked"
+    with pytest.raises(ValueError, match=too_deep):
+        checkpoint_sequential([jnp.sin] * 520, jnp.ones(2), max_carries=2)
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,7 @@
 """The methods of `Stacked` and `BlockSeq`: building, applying and unstacking."""
 
+import functools
+import operator
 from typing import assert_type
 
 import equinox as eqx
@@ -437,3 +439,41 @@ class TestTakingApart:
                 stack.get_layer(i)
         with pytest.raises(TypeError):
             stack.get_layer(1.0)
+
+
+class Normed(eqx.Module):
+    linear: eqx.nn.Linear
+    norm: eqx.nn.BatchNorm
+
+    def __init__(self, key):
+        self.linear = eqx.nn.Linear(4, 4, key=key)
+        self.norm = eqx.nn.BatchNorm(4, "batch", mode="ema")
+
+    def __call__(self, x, state):
+        y, state = self.norm(self.linear(x), state)
+        return x + jnp.tanh(y), state
+
+
+@pytest.mark.parametrize("remat", [False, True, "nested"])
+def test_the_state_of_layers_is_an_argument_and_an_output(remat):
+    Layers = hax.Axis("layers", 3)
+    blocks, state = eqx.nn.make_with_state(Stacked.init(Layers, Normed))(
+        jax.random.split(jax.random.key(0), 3)
+    )
+    x = jax.random.normal(jax.random.key(1), (8, 4))
+    batched = functools.partial(jax.vmap, axis_name="batch", in_axes=(0, None), out_axes=(0, None))
+
+    def loss(blocks):
+        y, new = batched(functools.partial(blocks.scan, remat=remat))(x, state)
+        return jnp.sum(y**2), new
+
+    def loop(blocks):
+        y, new = x, []
+        for i in range(3):
+            y, of_layer = batched(blocks[i])(y, jax.tree.map(operator.itemgetter(i), state))
+            new.append(of_layer)
+        return jnp.sum(y**2), jax.tree.map(lambda *leaves: jnp.stack(leaves), *new)
+
+    found, expected = (eqx.filter_jit(eqx.filter_grad(f, has_aux=True))(blocks) for f in (loss, loop))
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)

@@ -105,6 +105,24 @@ def is_unsplit_key(name: str, leaf: Any) -> bool:
     return _may_be_raw_key(leaf) and leaf.ndim == 1 and not words.isdisjoint(_NAMES_OF_KEYS)
 
 
+def check_no_lists(args: tuple[Any, ...], kwargs: dict[str, Any], axis: Axis, caller: Caller) -> None:
+    """Refuse a list of as many Python values as layers: each layer would be given the whole list.
+
+    Raises:
+        ValueError: names the argument.
+    """
+    paths_and_nodes = jtu.tree_leaves_with_path((args, kwargs), is_leaf=lambda node: isinstance(node, list))
+    for path, node in paths_and_nodes:
+        is_values = isinstance(node, list) and all(isinstance(value, int | float | str) for value in node)
+        if len(path) == 2 and is_values and len(node) == axis.size > 1:
+            name = caller.name_of(path)
+            raise ValueError(
+                f"{caller.what}: {name} is a list of {len(node)} Python values, one for each layer of "
+                f"`{axis.name}`? Write per_layer({name}) to give each layer its number, or shared({name}) to "
+                "give every layer the whole list."
+            )
+
+
 def check_stacked(tree: Any, axis: Axis, caller: Caller) -> None:
     """Refuse a tree whose split leaves have another size than `axis`.
 

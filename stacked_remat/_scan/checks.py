@@ -1,5 +1,6 @@
 """Checks of a scan: its axis and options, carries that change, outputs that cannot be stacked."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import equinox as eqx
@@ -98,7 +99,7 @@ def check_carry(before: Any, after: Any, what: str = "carry") -> None:
 
 def _structural_change(where: str, before: Any, after: Any) -> str:
     """Where and how the structures of two trees differ."""
-    old, new = _children(before), _children(after)
+    old, new = children(before), children(after)
     if type(before) is not type(after) or (isinstance(before, tuple | list) and len(old) != len(new)):
         return f"The {where} changes structure: {describe(before)} goes in, {describe(after)} comes out"
     gone = [f"{where}{key} goes in and does not come out" for key in old if key not in new]
@@ -112,7 +113,7 @@ def _structural_change(where: str, before: Any, after: Any) -> str:
     return f"The {where} changes structure: {describe(before)} comes out with other static fields"
 
 
-def _children(tree: Any) -> dict[str, Any]:
+def children(tree: Any) -> dict[str, Any]:
     """The entries of a node by key, written as in a path."""
     paths_and_nodes = jtu.tree_flatten_with_path(tree, is_leaf=lambda node: node is not tree)[0]
     return {jtu.keystr(path): node for path, node in paths_and_nodes}
@@ -128,18 +129,43 @@ def _check_dtype(where: str, before: Any, after: Any) -> None:
     )
 
 
-def check_output(y: Any) -> None:
-    """Refuse an output whose leaves are not arrays.
+def check_offloaded(carry: Sequence[Any], jaxpr: Any, names: Sequence[str]) -> None:
+    """Refuse to offload a name that is only that of the carry which a layer returns.
+
+    Args:
+        carry: the outputs of the layer's jaxpr that are its carry.
+        jaxpr: of the layer.
+        names: of what is moved to the host.
 
     Raises:
-        TypeError: names the path.
+        ValueError: the next layer keeps that value as its input, so nothing would be moved.
     """
-    for path, leaf in jtu.tree_flatten_with_path(y)[0]:
-        if not eqx.is_array_like(leaf):
-            raise TypeError(
-                f"The output{jtu.keystr(path)} of a layer is {leaf!r} ({type(leaf).__name__}), which cannot "
-                "be stacked over the layers. Return arrays, numbers or None."
-            )
+    found = {_name_of_output(jaxpr, output) for output in carry} & {*names}
+    for name in sorted(found):
+        raise ValueError(
+            f"offload_block_internals={list(names)}: {name!r} is the carry that a layer returns, which is "
+            "kept as the next layer's input and not as an internal, so nothing would be moved. Write "
+            'save_carries="offload" for the carries, or name a value that the layer computes from.'
+        )
+
+
+_CALLS = ("jit", "pjit", "closed_call", "checkpoint", "remat", "remat2", "custom_jvp_call", "custom_vjp_call")
+
+
+def _name_of_output(jaxpr: Any, output: Any) -> str | None:
+    """The checkpoint name of an output that nothing else in the jaxpr reads."""
+    if any(output is read for equation in jaxpr.eqns for read in equation.invars):
+        return None
+    for equation in jaxpr.eqns:
+        places = [i for i, var in enumerate(equation.outvars) if var is output]
+        named = equation.params.get("_prim")  # with JAX_REMAT3=1
+        if places and (equation.primitive.name == "name" or type(named).__name__ == "CheckpointName"):
+            return getattr(named, "params", equation.params)["name"]
+        if places and equation.primitive.name in _CALLS:
+            inner = equation.params.get("jaxpr", equation.params.get("call_jaxpr"))
+            inner = getattr(inner, "jaxpr", inner)
+            return _name_of_output(inner, inner.outvars[places[0]])
+    return None
 
 
 def describe(x: Any) -> str:

@@ -20,7 +20,7 @@ from .._sweep.api import run_layers
 from .._sweep.kinds import Pattern
 from .._sweep.spec import FirstLayers
 from .._sweep.trace import TracedLayer, trace_layers
-from .checks import check_carry, describe
+from .checks import check_carry, check_offloaded, describe
 from .layer_axis import TreeLayout
 from .stacking import name_stacked, stack_outputs
 
@@ -188,6 +188,9 @@ def scan_rolled(
     def run(carry: Any, xs: Sequence[Sequence[Any]]) -> tuple[Any, list[Any]]:
         of_xs = [dataclasses.replace(kind, arrays=[*own]) for kind, own in zip(kinds, xs, strict=True)]
         traced = trace_kinds(of_xs, eqx.combine(carry, static), remat, whole=True, **checks)
+        if isinstance(remat, PerLayer) and remat.offloaded:
+            for layer in traced:
+                check_offloaded(layer.jaxpr.outvars[: len(layer.init)], layer.jaxpr, remat.offloaded)
         unsliced = [kind.layout.unsliced for kind in kinds]
         fields = {"pattern": pattern, "reverse": reverse, "unroll": unroll, **options}
         return run_layers(traced, xs, unsliced, **fields)
@@ -361,6 +364,9 @@ def array_step(layer: Step, init: Any, remat: Remat, names: _Names | None = None
             )
         new_carry, y = result
         check_carry(carry, new_carry)
+        if names is not None and isinstance(internals, PerLayer) and internals.offloaded:
+            jaxpr = eqx.filter_make_jaxpr(lambda *given: layer(*given)[0])(carry, inputs)[0].jaxpr
+            check_offloaded(jaxpr.outvars, jaxpr, internals.offloaded)
         return eqx.filter(new_carry, eqx.is_array_like), y
 
     return step

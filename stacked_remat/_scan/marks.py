@@ -104,7 +104,8 @@ def per_layer(x: Any) -> Any:
     arrays that have neither are shared by all layers; with it they are an error of the scan.
 
     Args:
-        x: a tree with at least one array, or None. Other leaves are passed to every layer unchanged.
+        x: a tree with at least one array, a list of numbers, which becomes an array, or None. Other leaves
+            are passed to every layer unchanged.
 
     Returns:
         The tree in a PyTree node that a scan removes.
@@ -112,6 +113,8 @@ def per_layer(x: Any) -> Any:
     Raises:
         TypeError: there is no array in `x`.
     """
+    if isinstance(x, list | tuple) and x and all(isinstance(value, int | float | complex) for value in x):
+        x = jnp.stack([jnp.asarray(value) for value in x])  # of a weak type, as the numbers are
     leaves = jtu.tree_leaves(x, is_leaf=_is_named_or_marked)
     if leaves and not any(is_array(leaf) or _is_named_or_marked(leaf) for leaf in leaves):
         raise TypeError(

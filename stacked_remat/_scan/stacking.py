@@ -1,5 +1,6 @@
 """Stacks trees along an axis: modules, and the outputs of layers."""
 
+import dataclasses
 import itertools
 from collections.abc import Sequence
 from typing import Any, TypeVar
@@ -10,8 +11,9 @@ import jax.tree_util as jtu
 import numpy as np
 from haliax import Axis, NamedArray
 
-from .._messages import axes_text
-from .marks import has_axis, is_array, is_named, is_split
+from .._messages import axes_text, shown
+from .checks import children, describe
+from .marks import has_axis, is_array, is_named, is_split, raw_array
 
 T = TypeVar("T")
 
@@ -49,6 +51,68 @@ def stack_trees(trees: Sequence[T], axis: Axis) -> T:
         return jnp.stack(leaves) if is_array(leaves[0]) else leaves[0]
 
     return jtu.tree_map(stack, *trees, is_leaf=is_named)
+
+
+def stack_layers(layers: Sequence[T], axis: Axis, what: str) -> T:
+    """One layer with the arrays of all stacked along a new leading `axis`.
+
+    Numbers that differ become an array, of a weak type where the numbers promote as Python's do.
+
+    Raises:
+        ValueError: the layers differ in anything else; names the path.
+    """
+    first, *rest = layers
+
+    def stack(path: tuple[Any, ...], *leaves: Any) -> Any:
+        if all(isinstance(leaf, int | float | complex) and not isinstance(leaf, bool) for leaf in leaves):
+            alike = all(type(leaf) is type(leaves[0]) and leaf == leaves[0] for leaf in leaves)
+            return leaves[0] if alike else jnp.stack([jnp.asarray(leaf) for leaf in leaves])
+        for number, leaf in enumerate(leaves):
+            if not _may_stack(leaves[0], leaf):
+                raise _unlike(jtu.keystr(path), number, leaves[0], leaf, what)
+        _check_is_new(leaves[0], axis, path, what)
+        return stack_trees(leaves, axis)
+
+    for number, layer in enumerate(rest, 1):
+        if found := _structural_difference(first, layer):
+            raise _unlike(found[0], number, *found[1:], what)
+    return jtu.tree_map_with_path(stack, *layers, is_leaf=is_named)
+
+
+def _may_stack(a: Any, b: Any) -> bool:
+    if is_named(a) or is_array(a):
+        alike = is_named(a) == is_named(b) and (is_named(b) or is_array(b))
+        return alike and _form(a) == _form(b) and raw_array(a).dtype == raw_array(b).dtype
+    return a is b or (type(a) is type(b) and bool(a == b))
+
+
+def _structural_difference(a: Any, b: Any, path: str = "") -> tuple[str, Any, Any] | None:
+    """The path at which two trees have other nodes or static fields, and what is there."""
+    if jtu.tree_structure(a, is_leaf=is_named) == jtu.tree_structure(b, is_leaf=is_named):
+        return None
+    entries = [children(a), children(b)]
+    if type(a) is not type(b) or entries[0].keys() != entries[1].keys():
+        return path, a, b
+    for key, node in entries[0].items():
+        if found := _structural_difference(node, entries[1][key], path + key):
+            return found
+    for field in dataclasses.fields(a) if dataclasses.is_dataclass(a) else ():
+        values = getattr(a, field.name, None), getattr(b, field.name, None)
+        if field.metadata.get("static") and values[0] != values[1]:
+            return f"{path}.{field.name}", *values
+    return path, a, b
+
+
+def _unlike(path: str, number: int, first: Any, other: Any, what: str) -> ValueError:
+    def text(value: Any) -> str:
+        is_node = value is None or is_named(value) or is_array(value) or jtu.tree_leaves(value) != [value]
+        return describe(value) if is_node else shown(value)
+
+    values = [text(first), text(other)]
+    return ValueError(
+        f"{what}: layers[0]{path} is {values[0]}, and layers[{number}]{path} is {values[1]}. Layers of one "
+        "kind differ in arrays and numbers alone: make these alike, or use a StackedPattern or a BlockSeq."
+    )
 
 
 def stack_outputs(outputs: Sequence[Any], axis: Axis, what: str) -> Any:

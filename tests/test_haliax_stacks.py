@@ -1,0 +1,95 @@
+"""What Haliax does layer by layer with its own `Stacked`, it does with this one."""
+
+from typing import Any
+
+import equinox as eqx
+import haliax as hax
+import haliax.nn as hnn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from haliax.quantization import QuantizationConfig, quantize_linear_layers
+from haliax.state_dict import flatten_modules_for_export
+from haliax.tree_util import scan_aware_tree_map
+
+from stacked_remat import Stacked, StackedPattern
+
+Groups, Layers, Embed, Out = hax.make_axes(groups=2, layers=3, embed=4, out=4)
+
+
+class Block(eqx.Module):
+    linear: hnn.Linear
+
+    @staticmethod
+    def init(key):
+        return Block(hnn.Linear.init(Embed, Out, key=key))
+
+    def __call__(self, x):
+        return x + self.linear(x).rename({"out": "embed"})
+
+
+def blocks(kind: type, key) -> Any:
+    return kind.init(Layers, Block)(key=jax.random.split(key, Layers.size))
+
+
+class Group(eqx.Module):
+    blocks: hnn.Stacked
+
+    def __call__(self, x):
+        return self.blocks.fold(x)
+
+
+def stacks(kind: type) -> dict[str, Any]:
+    """A stack, and a stack of stacks."""
+    inner = [blocks(kind, key) for key in jax.random.split(jax.random.key(0), Groups.size)]
+    stacked = jax.tree.map(lambda *leaves: hax.stack(Groups, leaves), *inner, is_leaf=hax.is_named_array)
+    of_stacks = kind(
+        Group(stacked), Groups, *([stacked.gradient_checkpointing] if kind is hnn.Stacked else [])
+    )
+    return {"one": inner[0], "of stacks": of_stacks}
+
+
+def centered(leaf):
+    return leaf - hax.mean(leaf) if isinstance(leaf, hax.NamedArray) else leaf
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda tree: scan_aware_tree_map(centered, tree),
+        lambda tree: scan_aware_tree_map(lambda a, b: centered(a) + b, tree, tree),
+        flatten_modules_for_export,
+        lambda tree: quantize_linear_layers(tree, QuantizationConfig(int8=True)),
+        lambda tree: quantize_linear_layers(tree["one"], QuantizationConfig(fp8=True, amax_history_length=5)),
+    ],
+    ids=["map", "map of two", "export", "int8", "fp8"],
+)
+def test_trees_are_changed_layer_by_layer(change):
+    theirs, ours = change(stacks(hnn.Stacked)), change(stacks(Stacked))
+    for a, b in zip(jax.tree.leaves(theirs), jax.tree.leaves(ours), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_gradients_of_quantized_layers():
+    config = QuantizationConfig(fp8=True, amax_history_length=5)
+
+    def gradient(stack):
+        quantized = quantize_linear_layers(stack, config)
+        return eqx.filter_jit(eqx.filter_grad(lambda stack: hax.sum(stack.fold(x)).scalar()))(quantized)
+
+    x = hax.random.normal(jax.random.key(1), Embed)
+    expected = jax.tree.leaves(gradient(blocks(hnn.Stacked, jax.random.key(0))))
+    for remat in (False, True, "nested"):
+        found = jax.tree.leaves(gradient(blocks(Stacked, jax.random.key(0)).with_remat(remat)))
+        for a, b in zip(expected, found, strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_a_pattern_too():
+    kinds = {"a": Block, "b": Block}
+    pattern = StackedPattern.init(Layers, kinds, ("a", "b", "a"))(key=jax.random.split(jax.random.key(0), 3))
+    mapped = scan_aware_tree_map(centered, pattern)
+    for layer, expected in zip(mapped, pattern, strict=True):
+        weight = centered(expected.linear.weight)
+        assert jnp.allclose(layer.linear.weight.array, weight.array, atol=1e-6)

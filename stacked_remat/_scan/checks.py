@@ -141,8 +141,8 @@ def check_offloaded(layer: Callable[[Any, Any], Any], carry: Any, inputs: Any, n
         ValueError: the next layer keeps that value as its input, so nothing would be moved.
     """
     jaxpr = eqx.filter_make_jaxpr(layer)(carry, inputs)[0].jaxpr
-    found = {_name_of_output(jaxpr, place) for place in range(len(jaxpr.outvars))} & {*names}
-    for name in sorted(found):
+    found = {_name_of_output(jaxpr, place) for place in range(len(jaxpr.outvars))}
+    if name := next((name for name in names if name in found), None):
         raise ValueError(
             f"offload_block_internals={list(names)}: {name!r} is the carry that a layer returns, which is "
             "kept as the next layer's input and not as an internal, so nothing would be moved. Write "

@@ -159,14 +159,22 @@ def cudnn_is_installed() -> bool:
 
 
 def compiled_with_text(lowered: Any, platform: str) -> tuple[Any, str]:
-    """A lowered program, compiled, and the text of what it was compiled to."""
+    """A lowered program, compiled, and the text of what it was compiled to.
+
+    Instead of the first, the error where memory is too small; libtpu writes the text then too.
+    """
     if platform != "tpu":
         with jax._src.config.compilation_cache_include_metadata_in_key(True):
             compiled = lowered.compile()
         return compiled, compiled.as_text() or ""
     with tempfile.TemporaryDirectory() as folder:
         options = {"xla_dump_to": folder, "xla_dump_hlo_as_text": True}
-        compiled = lowered.compile(compiler_options=options)
+        try:
+            compiled = lowered.compile(compiler_options=options)
+        except jax.errors.JaxRuntimeError as error:
+            if "RESOURCE_EXHAUSTED" not in str(error):
+                raise
+            compiled = error
         # The kernels within it are programs too, and smaller.
         texts = [path.read_text() for path in Path(folder).glob("*.after_optimizations.txt")]
     return compiled, max(texts, key=len, default="")

@@ -36,6 +36,8 @@
 - JAX (0.10.2, 0.12) has no public function that maps a jaxpr whose outputs may stay unmapped: `batch_jaxpr`;
   nor for what `jax.vmap` does to a type and to an unmapped array: `stacked_type`, `broadcast`; nor one that makes
   the constants of a jaxpr inputs: `without_constants`.
+- JAX (0.10.2, not 0.12) cannot lower `closed_call`, which its scans make of a jaxpr in `jax.checkpoint`, where that
+  holds a primitive of `hijax`.
 - JAX (0.10.2, 0.12) cannot transpose `checkpoint_name`, which is the identity.
 - JAX (0.10.2, 0.12) has no public name of the effect of a collective: `named_axes`.
 - JAX (0.10.2, 0.12) has no public name of the error for a sharding that divides several axes of an array over
@@ -356,6 +358,10 @@ def _has_plain_zeros(type_: Any) -> bool:
     return not is_key and not sharded and type_.memory_space == jax.memory.Space.Device
 
 
+if _IS_BEFORE_0_12:
+    jax._src.core.closed_call_p.to_lojax = lambda *args, call_jaxpr: jax.core.eval_jaxpr(  # pyright: ignore
+        call_jaxpr.jaxpr, call_jaxpr.consts, *args
+    )
 ad.primitive_transposes[jax._src.ad_checkpoint.name_p] = lambda cotangent, _, **__: [cotangent]
 restore_is_constant_dim()
 move_cotangents_back()

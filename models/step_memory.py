@@ -233,6 +233,6 @@ class StepMemory:
         return batch_shapes(data, partitioning), state
 
     def _altered(self, **fields: Any) -> LmRunConfig:
-        """The config with other fields and without its policy, which may not go with them; none is read here."""
+        """The config with other fields, and without its policy, which may not go with them."""
         policy = {} if self.config.policy is None else {"remat": True}
         return replace(self.config, **policy, **fields)

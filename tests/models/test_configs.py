@@ -14,6 +14,7 @@ from models.hf_io.formats import config_to_hf
 from models.lm import next_token_loss
 from models.run_config import LmRunConfig
 from models.run_state import batch_shapes, run_optimizer, state_shapes
+from models.transformer.config import DecoderConfig
 from stacked_remat.training import Partitioning, build_step, parse_config
 
 FOLDER = Path(__file__).resolve().parents[2] / "models" / "configs"
@@ -76,6 +77,7 @@ def test_a_model_of_its_kind_can_be_trained_from_random_and_from_published_weigh
 ):
     config = toy(parse_config(LmRunConfig, ["--config_path", str(path)]))
     alone = dataclasses.replace(config, initialize_from_hf=None).resolved()
+    assert isinstance(config.model, DecoderConfig) and isinstance(alone.model, DecoderConfig)
     published = config_to_hf(config.model, 260, dtype="bfloat16") | {"output_router_logits": False}
     (tmp_path / "config.json").write_text(json.dumps(published))
     started = dataclasses.replace(config, initialize_from_hf=str(tmp_path))
@@ -83,6 +85,7 @@ def test_a_model_of_its_kind_can_be_trained_from_random_and_from_published_weigh
     # The same where only what the folder doesn't decide is written.
     own = type(config.model)(tiles=config.model.tiles, compute_dtype=config.model.compute_dtype)
     taken = dataclasses.replace(started, model=own, use_hf_model_config=True).resolved().model
+    assert isinstance(taken, DecoderConfig)
     assert taken.sparse is None or taken.sparse.load_balance_weight == 0  # the folder turns it off
     sparse = {} if taken.sparse is None else {"experts": alone.model.sparse}
     assert dataclasses.replace(taken, **sparse) == alone.model

@@ -49,9 +49,16 @@ def test_other_names_are_looked_up_on_the_hub(name, call, asked, tmp_path):
     assert asked == {call}
 
 
-BESIDE = {"config.json": "{}", "generation_config.json": "{}", "tokenizer.json": "{}", "chat_template.jinja": ""}
+BESIDE = {
+    "config.json": "{}",
+    "generation_config.json": "{}",
+    "tokenizer.json": "{}",
+    "chat_template.jinja": "",
+}
 SHARDS = {"model-1.safetensors": "", "model-2.safetensors": "", "more/[3].safetensors": ""}
-INDEX = {"model.safetensors.index.json": json.dumps({"weight_map": {str(i): k for i, k in enumerate(SHARDS)}})}
+INDEX = {
+    "model.safetensors.index.json": json.dumps({"weight_map": {str(i): k for i, k in enumerate(SHARDS)}})
+}
 ELSEWHERE = ["consolidated.safetensors", "pytorch_model.bin", "original/config.json"]
 ELSEWHERE += ["original/model.safetensors", "original/model-1.safetensors", "onnx/vocab.txt", "README.md"]
 

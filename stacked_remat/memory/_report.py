@@ -155,7 +155,9 @@ class TracedCall:
         with warnings.catch_warnings():
             # Donation that was not used shows in the report.
             warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
-            found = sizes_of(self.traced.lower(), self.target, self.placement.devices, cache, self.flops)
+            with compiled_for(self.target.devices()[0]):  # primitives that expand into others do so now
+                lowered = self.traced.lower()
+            found = sizes_of(lowered, self.target, self.placement.devices, cache, self.flops)
         known = self.target if self.target.flops else target_of_device(self.target.devices()[0])
         return MemoryReport(
             target=self.target.name,
@@ -251,9 +253,11 @@ def trace_call(
 
 def _trace(target: Target, placement: "_Placement", trace: Callable[[], Any], made: int = 0) -> TracedCall:
     """The traced call; `made` are the bytes that it first moves to the host in place of arguments."""
-    with compiled_for(target.devices()[0]), placement.in_use():
-        traced = trace()
-    return TracedCall(target, placement, traced, count_flops(traced.jaxpr) + Flops(bytes_to_host=-made))
+    with compiled_for(target.devices()[0]):
+        with placement.in_use():
+            traced = trace()
+        flops = count_flops(traced.jaxpr)
+    return TracedCall(target, placement, traced, flops + Flops(bytes_to_host=-made))
 
 
 def _attached_memory(target: Target) -> int | None:

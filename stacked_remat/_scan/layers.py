@@ -309,8 +309,9 @@ def _sweep_options(remat: Remat, length: int) -> dict[str, Any] | None:
         case PerLayer(carries="keep" | "offload", inputs="keep", internals=(), offloaded=()):
             boundaries = "host" if remat.carries == "offload" else "device"
             return {"schedule": equal(length, length), "boundaries": boundaries}
-        case SaveAll() | PerLayer(carries="keep", inputs="keep", offloaded=()):
-            return {"schedule": None, "first_layers": FirstLayers(length, checkpoint_of(remat))}
+        case SaveAll() | PerLayer(carries="keep" | "offload", inputs="keep"):
+            on_host = isinstance(remat, PerLayer) and remat.carries == "offload"
+            return {"schedule": None, "first_layers": FirstLayers(length, checkpoint_of(remat), on_host)}
     return None
 
 

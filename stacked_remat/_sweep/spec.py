@@ -41,10 +41,12 @@ class FirstLayers:
     Attributes:
         length: how many.
         checkpoint: which residuals they keep.
+        on_host: whether their inputs are kept on the host.
     """
 
     length: int
     checkpoint: Checkpoint
+    on_host: bool = False
 
 
 @dataclass(frozen=True)

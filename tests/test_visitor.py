@@ -37,6 +37,7 @@ POLICIES = {
     "three carries": ScanCheckpointPolicy(max_carries=3),
     "first layers": ScanCheckpointPolicy(nested=True, first_layers=2, save_block_internals=["hidden"]),
     "names": ScanCheckpointPolicy(save_block_internals=["hidden"]),
+    "names offloaded": ScanCheckpointPolicy(save_carries="offload", offload_block_internals=["hidden"]),
 }
 
 
@@ -466,8 +467,6 @@ class TestRefused:
         [
             "recompute",
             ScanCheckpointPolicy(save_inputs="offload"),
-            ScanCheckpointPolicy(offload_block_internals=["hidden"]),
-            ScanCheckpointPolicy(save_carries="offload", save_block_internals=["hidden"]),
         ],
     )
     def test_policies_that_a_sweep_cannot_follow(self, remat):

@@ -49,8 +49,8 @@ def fold_vjp(
     Args:
         f: takes the carry, one layer, and the further arguments; returns the next carry.
         axis: an `Axis`, or the name of an axis that one of the arguments has.
-        remat: what is kept for the reverse sweep. Policies that drop carries or inputs (`"recompute"`), or
-            move internals to the host by name, are not supported.
+        remat: what is kept for the reverse sweep. Policies that drop carries or inputs (`"recompute"`) are
+            not supported.
         reverse: apply the layers from the last to the first. The reverse sweep then goes from the first.
         unroll: how many layers one iteration of the innermost loops runs.
         is_scanned: which of the arrays without a mark may be split: a bool or a predicate of a leaf.
@@ -207,8 +207,7 @@ def _options_for_visitors(
     if found is None:
         raise ValueError(
             f"{policy!r} is not supported with a visitor. Keep the carry of each layer or segment, on "
-            'the device or on the host (True, "offload", "nested", max_carries=k), and, with carries on '
-            "the device, internals by name (save_block_internals=[names])."
+            'the device or on the host (True, "offload", "nested", max_carries=k).'
         )
     return found
 

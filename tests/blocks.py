@@ -78,3 +78,8 @@ class PlainScanBlock(PlainBlock):
     def __call__(self, x: jax.Array, scale: float | jax.Array = 1.0) -> tuple[jax.Array, jax.Array]:
         y = super().__call__(x, scale)
         return y, jnp.sum(y**2)
+
+
+def deep_cases(cases):
+    """Cases of `pytest.mark.parametrize` for the longer run."""
+    return [pytest.param(*case, marks=pytest.mark.deep) for case in cases]

@@ -26,7 +26,7 @@ from stacked_remat import (
 )
 from stacked_remat._placement import compiled_for, platform
 
-from .blocks import quick_jit, with_remat3
+from .blocks import deep_cases, quick_jit, with_remat3
 
 Layers = hax.Axis("layers", 4)
 NAMES = ["hidden"]
@@ -63,10 +63,6 @@ every_stack_and_policy = pytest.mark.parametrize(
     ],
 )
 every_kind = pytest.mark.parametrize("policy", [POLICIES[name] for name in KINDS], ids=KINDS)
-
-
-def deep_cases(cases):
-    return [pytest.param(*case, marks=pytest.mark.deep) for case in cases]
 
 
 every_stack = pytest.mark.parametrize("Stack", [Stacked, BlockSeq])
@@ -249,6 +245,43 @@ class TestOutsideOfJit:
 
         assert [float(jax.grad(loss)(value)) for value in (1.0, 2.0)] == [12.0, 96.0]
 
+    @pytest.mark.parametrize("remat", [True, "nested"])
+    def test_functions_that_differ_in_their_second_derivatives_alone(self, remat):
+        def slope_of(slope):
+            @jax.custom_vjp
+            def sine(x):
+                return jnp.sin(x)
+
+            @jax.custom_jvp
+            def cosine(x):
+                return jnp.cos(x)
+
+            cosine.defjvp(lambda primals, tangents: (cosine(*primals), slope * tangents[0]))
+            sine.defvjp(lambda x: (jnp.sin(x), x), lambda x, ct: (cosine(x) * ct,))
+            run = fold(lambda x, weight: sine(x) * weight, Layers.resize(1), remat=remat)
+            return float(jax.grad(jax.grad(lambda x: run(x, np.ones(1, np.float32))))(1.0))
+
+        assert [slope_of(1.0), slope_of(2.0)] == [1.0, 2.0]
+
+    @every_stack
+    def test_values_are_known_without_jit(self, Stack):
+        """`jax.disable_jit` runs the layers in Python: they may print and branch."""
+        seen = []
+
+        class Branching(Block):
+            def __call__(self, x):
+                seen.append(float(x[0]))
+                return super().__call__(x) if x[0] < 3 else x
+
+        stack = Stack.init(Layers, Branching, remat="nested")(weights())
+        with jax.disable_jit():
+            found = stack.fold(ONES)
+        x, folded = ONES, seen.copy()
+        for block in stack:
+            x = block(x)
+        assert seen == 2 * folded and len(folded) == 4
+        np.testing.assert_allclose(found, x)
+
     def test_rules_for_derivatives_are_part_of_a_program(self):
         def slope_of(slope):
             @jax.custom_jvp
@@ -366,6 +399,20 @@ def test_export_with_symbolic_shapes(policy):
     exported = jax.export.export(jax.jit(jax.grad(value)))(jax.typeof(weights()), x)
     found = exported.call(weights(), jnp.ones((2, 3)))
     np.testing.assert_allclose(found, jax.grad(value)(weights(), jnp.ones((2, 3))), rtol=1e-5)
+
+
+def test_the_text_of_a_program_does_not_depend_on_those_before_it():
+    def text(policy, wanted):
+        def value(x, w):
+            return fold(lambda x, weight: jnp.sin(x * weight), Layers, remat=policy)(x, w).sum()
+
+        return jax.jit(jax.grad(value, wanted)).lower(ONES, weights()).as_text()
+
+    cases = [
+        (POLICIES[name], wanted) for name in ("nested names", "first layers") for wanted in (0, 1, (0, 1))
+    ]
+    first = [text(*case) for case in cases]
+    assert first[::-1] == [text(*case) for case in cases[::-1]]
 
 
 @every_kind

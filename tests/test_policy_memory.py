@@ -6,6 +6,7 @@ import equinox as eqx
 import haliax as hax
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from stacked_remat import BlockSeq, ScanCheckpointPolicy, Stacked, fold, scan
@@ -83,6 +84,70 @@ class TestCompiledMemory:
     @pytest.mark.remat3
     def test_offload_is_harmless_on_cpu(self):
         assert temporaries("offload", 64) <= 1.1 * temporaries(True, 64)
+
+
+@pytest.mark.parametrize("remat", [True, "nested"])
+def test_leaves_of_the_carry_that_no_layer_changes_are_kept_once(remat):
+    """Also where a layer is compiled by itself, and names them."""
+    size, depth = 1 << 14, 50
+
+    def step(x, material, at):
+        return jnp.sin(x * material), jax.ad_checkpoint.checkpoint_name(material, "material"), at + 1
+
+    def carried(material):
+        run = fold(lambda carry: jax.jit(step)(*carry), hax.Axis("t", depth), remat=remat)
+        x, same, _ = run((jnp.ones(size), material, 0))
+        return jnp.vdot(x, same)
+
+    def closed_over(material):
+        run = fold(lambda carry: step(carry[0], material, carry[1])[::2], hax.Axis("t", depth), remat=remat)
+        return jnp.vdot(run((jnp.ones(size), 0))[0], material)
+
+    compiled = [
+        jax.jit(jax.value_and_grad(f)).lower(jnp.ones(size)).compile() for f in (carried, closed_over)
+    ]
+    one, other = (program.memory_analysis().temp_size_in_bytes for program in compiled)
+    assert one <= other + 8 * size
+    (value, gradient), (wanted, expected) = (program(jnp.full(size, 0.9)) for program in compiled)
+    np.testing.assert_allclose(value, wanted, rtol=1e-5)
+    np.testing.assert_allclose(gradient, expected, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("explicit", [True, False])
+def test_a_batch_over_devices_that_is_mapped_shares_its_weights(explicit):
+    """`nested` keeps its memory and sums gradients within layers, whatever stands around the fold."""
+    kind = jax.sharding.AxisType.Explicit if explicit else jax.sharding.AxisType.Auto
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(kind,), devices=jax.devices()[:4])
+    with jax.set_mesh(mesh):
+        x = jax.device_put(jnp.ones((32, 8, 64)), jax.NamedSharding(mesh, jax.P("data")))
+        wraps = [
+            lambda f: jax.vmap(f),
+            lambda f: jax.vmap(f, spmd_axis_name="data"),
+            lambda f: jax.vmap(eqx.filter_jit(f)),
+            lambda f: jax.vmap(jax.checkpoint(f)),
+            lambda f: jax.vmap(lambda x: jax.lax.cond(True, f, lambda x: x, x)),
+        ]
+        if explicit:
+            del wraps[1]
+
+        def temporaries(remat, wrap):
+            def loss(weights, x):
+                return jnp.sum(
+                    wrap(lambda x: Stacked(Square(weights), hax.Axis("layers", 16), remat).fold(x))(x)
+                )
+
+            compiled = jax.jit(jax.grad(loss)).lower(jnp.zeros((16, 64, 64)), x).compile()
+            return compiled.memory_analysis().temp_size_in_bytes
+
+        plain = temporaries(True, lambda f: f)
+        assert all(temporaries("nested", wrap) < plain for wrap in wraps)
+
+
+class Square(eqx.Module):
+    weight: jax.Array
+
+    def __call__(self, x):
+        return x + jnp.tanh(x @ self.weight)
 
 
 def test_rows_are_outputs_rather_than_written_to_the_carry():

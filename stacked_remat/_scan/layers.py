@@ -120,7 +120,8 @@ def scan_unrolled(
         The final carry and the output of each layer.
     """
     order = range(axis.size)[:: -1 if reverse else 1]
-    remat = for_length(remat, axis.size)
+    # Without jit the values are known in a layer, which jax.checkpoint would trace.
+    remat = SaveAll() if jax.config.jax_disable_jit else for_length(remat, axis.size)
     parts = [(remat, order)]
     if isinstance(remat, Swept) and remat.first_layers:
         parts = [(remat.first, order[: remat.first_layers]), (remat, order[remat.first_layers :])]
@@ -167,7 +168,7 @@ def scan_rolled(
     options, remat = None, for_length(remat, axis.size)
     if jax.config.jax_disable_jit and axis.size:
         of_one = Pattern((0,) * axis.size) if pattern is None else pattern
-        return _unrolled_kinds(kinds, init, axis, SaveAll(), of_one, reverse, what)
+        return _unrolled_kinds(kinds, init, axis, remat, of_one, reverse, what)
     kinds = [kind.as_arrays() for kind in kinds]
     xs = [kind.arrays for kind in kinds]
     # A plain scan would keep what it reads from the host, and read nothing ahead.

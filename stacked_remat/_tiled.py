@@ -186,8 +186,8 @@ def _apply(caller: _Caller, arguments: Any, tiles: int | Literal["auto"], budget
         return _plan(caller, rebuilt, given, tuple(pick(dims, is_given)), size, parts, (tiles, budget))
 
     arguments, static = eqx.partition(tree, is_array)
-    rules = tuple(rule for _, _, rule in entries)
-    key = (caller.fn, "tiled", caller[1:], tiles, budget, rules, *jax.tree.flatten(static))
+    rules, (values, tree) = tuple(rule for _, _, rule in entries), jax.tree.flatten(static)
+    key = (caller.fn, "tiled", caller[1:], tiles, budget, rules, tree, *values)
     whole, tiling, constants = kept(key, arguments, plan, lambda found: found[2])
     _check_closure(caller, given, constants)
     return whole.named(run_tiles((tiling, constants), given))

@@ -16,7 +16,7 @@ from ._activity import active_outputs, is_differentiable
 from ._compat import batch_jaxpr, named_axes, trace_context
 from ._static import Static
 from ._sweep.gradient import merge, pick
-from ._sweep.rules import Differentiable, Flags, as_arrays, compiled, floats, is_zero, moved
+from ._sweep.rules import Differentiable, Flags, as_arrays, compiled, floats, is_zero, moved, primal_of
 from ._sweep.slots import Arrays
 from ._sweep.store import zeros_after
 
@@ -133,12 +133,8 @@ class Tiling:
     @_kept
     def primal(self, nonzero: Flags) -> "Derived":
         """The outputs where some inputs are differentiated, by what custom rules compute them with."""
-
-        def rule(*arrays: Any, jaxpr: Jaxpr) -> Arrays:
-            run, part = _of_part(jaxpr, arrays, nonzero)
-            return jax.jvp(run, (part,), ([jnp.zeros_like(leaf) for leaf in part],))[0]
-
-        return self._derived(rule, [], self.inputs, self.outputs, self.later)
+        traced = [primal_of(jaxpr, nonzero) for jaxpr in self.jaxprs]
+        return Tiling.of(self.cut, traced, self.inputs, self.outputs, self.later)
 
     @_kept
     def tangent(self, nonzero: Flags, active: Flags) -> "Derived":

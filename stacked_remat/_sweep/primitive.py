@@ -14,13 +14,32 @@ import jax
 import jax.numpy as jnp
 
 from .._activity import is_differentiable
-from .._compat import batch_jaxpr, broadcast, is_concrete, named_axes, stacked_type, without_cotangent
+from .._compat import (
+    batch_jaxpr,
+    broadcast,
+    is_concrete,
+    named_axes,
+    stacked_type,
+    without_constants,
+    without_cotangent,
+)
 from .._placement import is_on_host
 from .._static import Static
 from .back import pull_back
 from .forward import forward, primal
 from .gradient import Perturbed, merge, pick, scatter_leaves
-from .rules import Differentiable, Flags, as_arrays, compiled, floats, is_zero, mapped, moved, types_of
+from .rules import (
+    Differentiable,
+    Flags,
+    as_arrays,
+    compiled,
+    floats,
+    is_zero,
+    mapped,
+    moved,
+    primal_of,
+    types_of,
+)
 from .slots import Arrays, Carry, Checkpoints
 from .spec import Checkpoint, SweepSpec
 from .store import full_on_host
@@ -57,6 +76,17 @@ class Sweep(Differentiable):
         masks = [tuple(part) for part in self.in_tree.unflatten(nonzero)]
         every_y = [is_differentiable(type_.dtype) for type_ in self.out_aval[1]]
         return self.spec.perturbed(*masks[:3], ys=every_y), masks
+
+    def primal(self, nonzero: Flags, args: Any) -> Any:
+        perturbed, (init, xs, shared, unread) = self._perturbed(nonzero)[0], args
+        kinds, shared = [], [*shared]
+        for kind in self.spec.kinds:
+            own = [*kind.pick_shared(perturbed.shared), *perturbed.carry, *perturbed.xs[kind.xs]]
+            jaxpr, constants = without_constants(primal_of(kind.jaxpr, own))
+            places = range(len(shared), len(shared) + len(constants))
+            kinds.append(replace(kind, jaxpr=jaxpr, shared=(*places, *kind.shared)))
+            shared += constants
+        return sweep_of(replace(self.spec, kinds=tuple(kinds)), init, xs, shared, unread)
 
     def vjp_fwd(self, nonzero: Any, init: Carry, xs: Arrays, shared: Arrays, unread: Arrays) -> Any:
         perturbed, masks = self._perturbed(self._nonzero(self.in_tree.flatten_up_to(nonzero)))

@@ -7,9 +7,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import eval_jaxpr
+from jax.extend.core import ClosedJaxpr, Jaxpr
 from jax.interpreters import ad
+from jax.interpreters.partial_eval import dce_jaxpr
 
-from .._activity import is_differentiable
+from .._activity import has_rules, is_differentiable
 from .._compat import HiPrim
 from .._static import Static
 from .gradient import merge, pick
@@ -88,6 +91,26 @@ class Differentiable(HiPrim):
         if any(active := self.active(nonzero)):
             found = Linear(self, nonzero, primals, pick(given, nonzero))(primals, pick(given, nonzero))
         return self.out_tree.unflatten(merge(zeros, found, active))
+
+
+def primal_of(jaxpr: Jaxpr, nonzero: Sequence[bool]) -> ClosedJaxpr:
+    """A jaxpr as its custom rules compute it where the inputs in the mask are differentiated.
+
+    Second derivatives are those of what the rules compute, which need not be those that the rules give.
+    """
+    if not any(nonzero) or not has_rules(jaxpr):
+        return ClosedJaxpr(jaxpr, ())
+
+    def run(*inputs: Any) -> Arrays:
+        def of_part(part: Arrays) -> Arrays:
+            return eval_jaxpr(jaxpr, (), *merge(inputs, part, nonzero))
+
+        part = pick(inputs, nonzero)
+        return jax.jvp(of_part, (part,), ([*map(jnp.zeros_like, part)],))[0]
+
+    closed = jax.make_jaxpr(run)(*(var.aval for var in jaxpr.invars))
+    without_tangents, _ = dce_jaxpr(closed.jaxpr, [True] * len(jaxpr.outvars), instantiate=True)
+    return ClosedJaxpr(without_tangents, closed.consts)
 
 
 def as_arrays(cotangents: Sequence[Any]) -> Arrays:

@@ -123,7 +123,7 @@ def checkpoint_of(internals: Internals) -> Callable[[Callable], Callable]:
     match internals:
         case SaveAll():
             return _not_checkpointed
-        case PerLayer() if internals.internals or internals.prevent_cse:
+        case PerLayer() if internals.internals or internals.offloaded or internals.prevent_cse:
             return _Checkpoint(internals)
     return jax.checkpoint
 
@@ -139,5 +139,5 @@ class _Checkpoint:
     remat: PerLayer
 
     def __call__(self, layer: Callable) -> Callable:
-        policy = policy_with_names(self.remat.internals, self.remat.saved_names, ())
+        policy = policy_with_names(self.remat.internals, self.remat.saved_names, self.remat.offloaded)
         return jax.checkpoint(layer, policy=policy, prevent_cse=self.remat.prevent_cse)

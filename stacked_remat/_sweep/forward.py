@@ -85,7 +85,8 @@ def forward(
         carry, outputs, saved = _forward_first(spec, perturbed, carry, outputs, xs, shared)
     (carry, (ys, kept)), checkpoints = _forward_scheduled(spec, carry, outputs, xs, shared)
     if saved is not None:
-        checkpoints = checkpoints._replace(first_layers=saved, origin=None)
+        on_host = spec.first_layers is not None and spec.first_layers.on_host
+        checkpoints = checkpoints._replace(first_layers=saved, origin=init if on_host else None)
     return carry, _one_a_layer(spec, ys), checkpoints._replace(in_segments=kept)
 
 
@@ -111,7 +112,8 @@ def _forward_first(
         return carry, ys, FirstLayersSaved(carries, residuals)
 
     ys, kept = outputs
-    state = (carry, ys, FirstLayersSaved(empty_stack(carry, spec.first), residuals))
+    empty = empty_stack_on_host if spec.first_layers.on_host else empty_stack
+    state = (carry, ys, FirstLayersSaved(empty(carry, spec.first), residuals))
     carry, ys, saved = repeat(spec.first, layer, state, spec.unroll, spec.first)
     return carry, (ys, kept), saved
 

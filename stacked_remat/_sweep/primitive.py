@@ -174,17 +174,18 @@ class _Plain:
 
     spec: SweepSpec
     checkpoint: Checkpoint
+    length: int
     __name__ = "scan"
 
     def __call__(self, init: Carry, xs: Arrays, shared: Arrays) -> tuple[Carry, Arrays]:
-        return self.spec.plain(init, xs, shared, self.checkpoint)
+        return self.spec.plain(init, xs, shared, self.checkpoint, self.length)
 
 
 def plain_scan(
-    spec: SweepSpec, checkpoint: Checkpoint, init: Carry, xs: Arrays, shared: Arrays
+    spec: SweepSpec, checkpoint: Checkpoint, length: int, init: Carry, xs: Arrays, shared: Arrays
 ) -> tuple[Carry, Arrays]:
     """Run the layers of a plain scan, each checkpointed; compiled once where nothing is traced."""
-    run = _Plain(spec, checkpoint)
+    run = _Plain(spec, checkpoint, length)
     is_eager = all(map(is_concrete, (*init, *xs, *shared)))
     return (compiled(run) if is_eager else run)(init, xs, shared)
 

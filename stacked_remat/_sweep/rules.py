@@ -176,7 +176,9 @@ class Linear(HiPrim):
         active = self.of.active(self.nonzero)
         zeros = [ad.Zero(type_.to_ct_aval()) for type_ in self.of.out_avals_flat]
         every = self.of.out_tree.unflatten(merge(zeros, cotangents, active))
-        self.of.pull_back(self.nonzero, primals, every, sums)
+        linear = [hasattr(total, "accum") for total in sums]  # tangents that are known have no sum
+        nonzero = tuple(merge(self.nonzero, linear, self.nonzero))
+        self.of.pull_back(nonzero, primals, every, pick(sums, linear))
 
     def batch(self, axis: Any, args: Any, dims: Any) -> Any:
         return mapped(self.expand, axis, dims)(*args), [0] * len(self.out_aval)

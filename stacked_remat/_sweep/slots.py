@@ -39,7 +39,7 @@ class Checkpoints(NamedTuple):
         boundaries: the first input of each segment, `(segments, ...)` on the host; `None` if they are in
             `slots`.
         first_layers: of the layers before the schedule's, if there are any.
-        origin: the input of the first layer, on the device, if it is only in `boundaries` or there are no
+        origin: the input of the first layer, on the device, if it is kept on the host alone or there are no
             layers. Only derivatives of the sweep read it, so other compiled programs do not keep it.
         in_segments: the inputs of the layers within each step but the first, `(steps, layers - 1, ...)`, if
             they are kept.
@@ -53,9 +53,9 @@ class Checkpoints(NamedTuple):
 
     def first(self) -> Carry:
         """The input of the first layer, on the device."""
-        if self.first_layers is not None:
-            return _first(self.first_layers.carries)
-        return self.first_scheduled() if self.origin is None else self.origin
+        if self.origin is not None:
+            return self.origin
+        return self.first_scheduled() if self.first_layers is None else _first(self.first_layers.carries)
 
     def first_scheduled(self) -> Carry:
         """Copy the input of the schedule's first layer to the device."""
@@ -66,7 +66,7 @@ class Checkpoints(NamedTuple):
     def is_first(self) -> "Checkpoints":
         """Which of the arrays `first()` reads; those on the host aside, of which JAX loses the memory space."""
         nothing = jax.tree.map(lambda _: False, self)
-        if self.first_layers is not None:
+        if self.origin is None and self.first_layers is not None:
             saved = nothing.first_layers
             return nothing._replace(first_layers=saved._replace(carries=[True] * len(saved.carries)))
         where = "slots" if self.origin is None else "origin"
@@ -83,11 +83,11 @@ class Checkpoints(NamedTuple):
             ]
 
         nothing = jax.tree.map(lambda _: jnp.zeros(()), self)
+        if self.origin is not None:
+            return nothing._replace(origin=first)
         if self.first_layers is not None:
             carries = stacks(self.first_layers.carries)
             return nothing._replace(first_layers=nothing.first_layers._replace(carries=carries))
-        if self.origin is not None:
-            return nothing._replace(origin=first)
         return nothing._replace(slots=stacks(self.slots))
 
 

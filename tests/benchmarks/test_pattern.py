@@ -3,11 +3,16 @@
 import functools
 import json
 
+import equinox as eqx
+import haliax as hax
+import jax
+import jax.numpy as jnp
 import pytest
 
 from benchmarks.pattern import KINDS, main, measure_memory
 from benchmarks.record import RESULTS
 from benchmarks.residual_mlp import Sizes
+from stacked_remat import ScanCheckpointPolicy, Stacked, StackedPattern, checkpoint_name, memory
 
 from .recorded_on import ON_H200, ON_V5P
 
@@ -47,6 +52,31 @@ def test_memory_is_within_a_twentieth_of_what_the_benchmark_recorded(target):
     rows = measure_memory(FULL, target, KINDS[3:4])
     for row in rows:
         assert row["temporaries"] <= 1.05 * recorded(target)[row["name"]]["temporaries"]
+
+
+@pytest.mark.parametrize("target", [ON_H200, ON_V5P])
+def test_names_that_are_offloaded_leave_the_device(target):
+    """With layers of two kinds: near recomputation, and far from what is saved on the device."""
+
+    class Block(eqx.Module):
+        weight: jax.Array
+
+        def __call__(self, x):
+            return x + checkpoint_name(jnp.tanh(x @ self.weight), "act") @ self.weight.T
+
+    stack = Stacked(Block(jnp.zeros((8, 256, 256))), hax.Axis("layers", 8))
+    blocks = StackedPattern({"a": stack, "b": stack}, ("a", "b") * 8, hax.Axis("layers", 16))
+
+    def temporaries(remat):
+        def loss(blocks, x):
+            return blocks.fold(x, remat=remat).sum()
+
+        return memory.report(jax.grad(loss), blocks, jnp.zeros((4096, 256)), target=target).temporaries
+
+    recomputed, saved = temporaries(True), temporaries(ScanCheckpointPolicy(save_block_internals=["act"]))
+    offloaded = temporaries(ScanCheckpointPolicy(offload_block_internals=["act"]))
+    both = temporaries(ScanCheckpointPolicy(save_carries="offload", offload_block_internals=["act"]))
+    assert offloaded <= 1.1 * recomputed < saved and both <= 0.4 * recomputed
 
 
 @pytest.mark.deep

@@ -62,7 +62,7 @@ class Cut:
 
 
 def _kept(derive: Callable[..., "Derived"]) -> Callable[..., "Derived"]:
-    """Keeps what was derived from equal tilings, as `jax.jit` does; not with arrays, which would live as long."""
+    """Keep what is derived from equal tilings, as `jax.jit` does, unless it comes with arrays."""
     known = functools.lru_cache(maxsize=512)(lambda context, *args: [])
 
     @functools.wraps(derive)
@@ -89,8 +89,8 @@ class Tiling:
         jaxprs: the function on a tile of each length.
         inputs: the dimension of each along the axis; None where tiles share it.
         outputs: the same; None for a sum over tiles.
-        later: the inputs that a tile outside of the loop gets when it is its turn. In a backward pass it would
-            otherwise share what it computes again with the forward pass.
+        later: the inputs that a tile outside of the loop gets in its turn. Backward, it would otherwise share
+            what it computes again with the forward pass.
     """
 
     cut: Cut
@@ -101,7 +101,7 @@ class Tiling:
     __name__ = "tiles"
 
     def __call__(self, *arrays: Any) -> Arrays:
-        cut, types = self.cut, [var.aval for var in self.jaxprs[0].outvars]
+        cut, types = self.cut, ClosedJaxpr(self.jaxprs[0], ()).out_avals
 
         def step(totals: Arrays, start: Any, length: int, jaxpr: Jaxpr) -> Arrays:
             tile = [cut.read(*each, start, length) for each in zip(arrays, self.inputs, strict=True)]
@@ -277,6 +277,8 @@ class Tiles(Differentiable):
         for _ in range(2):  # inputs that one of them reads, all have
             found = [dce_jaxpr(jaxpr, used, instantiate=is_read) for jaxpr in tiling.jaxprs]
             is_read = [any(column) for column in zip(*(read for _, read in found), strict=True)]
+        if all(used) and all(is_read):
+            return True, True, self
         parts = (pick(tiling.inputs, is_read), pick(tiling.outputs, used), pick(tiling.later, is_read))
         smaller = Tiling(tiling.cut, tuple(jaxpr for jaxpr, _ in found), *map(tuple, parts))
         return tuple(is_read), [*used], Tiles(smaller, pick(self.in_avals, is_read))

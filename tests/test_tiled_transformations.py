@@ -1,4 +1,4 @@
-"""Functions applied tile by tile under random transformations in random order, against the functions themselves."""
+"""Random functions applied tile by tile, under transformations in random order, against the functions."""
 
 import random
 
@@ -87,7 +87,7 @@ def loss(outputs):
 
 
 def transformation(rng, forward_mode):
-    """A random function from functions to functions, both from `x, y, w, ids` to a list, and which it maps."""
+    """The name of a random function of functions from `x, y, w, ids` to a list, it, and what it maps."""
     some = tuple(sorted(rng.sample(range(FLOATS), rng.randint(1, FLOATS))))
     mapped = tuple(rng.choice((None, 0, -1)) for _ in range(FLOATS + 1))
     mapped = mapped if any(dim is not None for dim in mapped) else (None, None, 0, None)

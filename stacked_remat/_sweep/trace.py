@@ -9,7 +9,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.core import eval_jaxpr
+from jax.core import Tracer, eval_jaxpr
 from jax.extend.core import Jaxpr
 from jaxtyping import Array
 
@@ -126,7 +126,7 @@ def kept(key: Any, inputs: Any, trace: Callable[[], T], constants: Callable[[T],
         return trace()
     if found is None:
         found = trace()
-        if not any(isinstance(leaf, jax.core.Tracer) for leaf in constants(found)):
+        if not any(isinstance(leaf, Tracer) for leaf in constants(found)):
             if len(known) == _MOST_TRACES:
                 del known[next(iter(known))]
             known[whole] = found

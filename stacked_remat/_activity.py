@@ -69,6 +69,15 @@ def _is_in(atom: object, variables: set[core.Var]) -> bool:
     return isinstance(atom, core.Var) and atom in variables
 
 
+def has_rules(jaxpr: core.Jaxpr) -> bool:
+    """Tell whether something in a jaxpr has derivative rules of its own."""
+    return any(
+        equation.primitive.name in ("custom_jvp_call", "custom_vjp_call", "call_hi_primitive")
+        or any(map(has_rules, core.jaxprs_in_params(equation.params)))
+        for equation in jaxpr.eqns
+    )
+
+
 def named_inputs(jaxpr: core.Jaxpr) -> set[core.Var]:
     """Collect the inputs and constants, under all names that `checkpoint_name` gives them."""
     known = {*jaxpr.constvars, *jaxpr.invars}

@@ -5,11 +5,13 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 from haliax import Axis, NamedArray
 from haliax.axis import AxisSelector
-from haliax.partitioning import physical_axis_size
+from haliax.partitioning import physical_axis_name, physical_axis_size
+from jax.extend.core import ClosedJaxpr
 
 from ._activity import is_differentiable
 from ._checkpoint import saving_internals
@@ -19,7 +21,8 @@ from ._scan.marks import is_array, is_named, raw_array, take_marks_off
 from ._schedule import whole_number
 from ._sweep.gradient import merge, pick
 from ._sweep.store import varying_alike
-from ._tiles import Cut, Output, Tiling, Traced, run_tiles
+from ._sweep.trace import kept
+from ._tiles import Cut, Tiling, run_tiles
 
 
 def tiled(
@@ -67,9 +70,9 @@ def tiled(
     devices is cut within each device's part, so that every device has a part of every tile.
     On a CPU a smaller last tile has its internals beside those of the loop. `fn` is traced for all positions
     too, to compare its results. Random keys in closures and in `shared(...)` give every tile the same
-    numbers. Derivatives of gradients work; forward-mode differentiation and meshes with
-    `AxisType.Explicit` do not. Names given inside `fn` by
-    `checkpoint_name` are not seen by policies outside. The method is that of ALST (Bekman et al. 2025).
+    numbers. All derivatives work, each computed tile by tile; meshes with `AxisType.Explicit` do not. Names
+    given inside `fn` by `checkpoint_name` are not seen by policies outside. The method is that of ALST
+    (Bekman et al. 2025).
     """
     if reduce not in (None, "sum"):
         raise ValueError(f'reduce must be "sum" or None, got {reduce!r}.')
@@ -115,6 +118,41 @@ class _Caller(NamedTuple):
         return next((i for i, own in enumerate(leaf.axes) if own.name == name), None)
 
 
+class Output(NamedTuple):
+    """An output: where it is in the results, its dimension along the axis, None for a sum, and its names."""
+
+    path: str
+    dim: int | None
+    axes: tuple[Axis, ...] | None
+
+
+class Traced(NamedTuple):
+    """`fn` on tiles of one length, or on all positions.
+
+    Attributes:
+        closed: on the split arrays of a tile, then the shared ones.
+        outputs: its outputs.
+        structure: of what `fn` returns, with a leaf for each of `leaves`.
+        leaves: the leaves of that which are not arrays, and an `Output` for each that is.
+    """
+
+    closed: ClosedJaxpr
+    outputs: tuple[Output, ...]
+    structure: Any
+    leaves: tuple[Any, ...]
+
+    def named(self, arrays: Sequence[Any]) -> Any:
+        """What `fn` returns, with these arrays."""
+        own = iter(arrays)
+
+        def result(leaf: Any) -> Any:
+            if not isinstance(leaf, Output):
+                return leaf
+            return next(own) if leaf.axes is None else NamedArray(next(own), leaf.axes)
+
+        return jax.tree.unflatten(self.structure, [result(leaf) for leaf in self.leaves])
+
+
 def _apply(caller: _Caller, arguments: Any, tiles: int | Literal["auto"], budget: int | str | None) -> Any:
     entries, tree = take_marks_off(arguments)
     leaves, structure = jax.tree.flatten(tree, is_leaf=is_named)
@@ -123,7 +161,7 @@ def _apply(caller: _Caller, arguments: Any, tiles: int | Literal["auto"], budget
         for leaf, (_, _, rule) in zip(leaves, entries, strict=True)
     ]
     size = _common_size(caller, entries, dims)
-    parts = 1 if isinstance(caller.axis, int) else physical_axis_size(_resolved(caller, size)) or 1
+    parts = _parts(caller, size)
     if size % parts:
         raise ValueError(
             f"tiled over {caller.axis_text}: its {size} positions can't be divided evenly over the {parts} "
@@ -134,33 +172,46 @@ def _apply(caller: _Caller, arguments: Any, tiles: int | Literal["auto"], budget
         args, kwargs = tree
         return caller.fn(*args, **kwargs)
     arrays = [raw_array(leaf) for leaf in leaves]
-    split = [array for array, dim in zip(arrays, dims, strict=True) if dim is not None]
-    is_shared = [dim is None and is_array(array) for array, dim in zip(arrays, dims, strict=True)]
-    shared = [jnp.asarray(array) for array in pick(arrays, is_shared)]
-    split, shared = varying_alike((split, shared))  # in `jax.shard_map`
-    cut = Cut(tuple(dim for dim in dims if dim is not None), size, parts)
+    is_given = [dim is not None or is_array(array) for array, dim in zip(arrays, dims, strict=True)]
+    given = varying_alike([jnp.asarray(array) for array in pick(arrays, is_given)])  # in `jax.shard_map`
 
-    def rebuilt(split: Sequence[Any], shared: Sequence[Any]) -> Any:
-        own, common = iter(split), iter(shared)
-        given = []
-        for leaf, dim, is_common in zip(leaves, dims, is_shared, strict=True):
-            array = next(own) if dim is not None else next(common) if is_common else leaf
-            given.append(_renamed(leaf, array, dim) if is_named(leaf) else array)
-        args, kwargs = jax.tree.unflatten(structure, given)
+    def rebuilt(given: Sequence[Any]) -> Any:
+        every = zip(leaves, merge(arrays, given, is_given), dims, strict=True)
+        own = [_renamed(leaf, array, dim) if is_named(leaf) else array for leaf, array, dim in every]
+        args, kwargs = jax.tree.unflatten(structure, own)
         with saving_internals(()):
             return caller.fn(*args, **kwargs)
 
+    def plan() -> tuple[Traced, Tiling, list[Any]]:
+        return _plan(caller, rebuilt, given, tuple(pick(dims, is_given)), size, parts, (tiles, budget))
+
+    arguments, static = eqx.partition(tree, is_array)
+    rules, (values, tree) = tuple(rule for _, _, rule in entries), jax.tree.flatten(static)
+    key = (caller.fn, "tiled", caller[1:], tiles, budget, rules, tree, *values)
+    whole, tiling, constants = kept(key, arguments, plan, lambda found: found[2])
+    _check_closure(caller, given, constants)
+    return whole.named(run_tiles((tiling, constants), given))
+
+
+def _plan(
+    caller: _Caller,
+    fn: Callable[[Sequence[Any]], Any],
+    given: Sequence[Any],
+    dims: Sequence[int | None],
+    size: int,
+    parts: int,
+    wanted: tuple[int | Literal["auto"], int | str | None],
+) -> tuple[Traced, Tiling, list[Any]]:
+    """`fn` traced for all positions, and what runs it tile by tile."""
+    tiles, budget = wanted
     if tiles == "auto":
-        tiles = _fitting(rebuilt, split, shared, cut, budget)
-    length = -(-(size // parts) // tiles)
-    whole, *traced = (_trace(caller, rebuilt, cut, n, split, shared) for n in (None, *cut.lengths(length)))
-    for one, n in zip(traced, cut.lengths(length), strict=True):
+        tiles = _fitting(fn, given, dims, size, parts, budget)
+    cut = Cut(size, parts, -(-(size // parts) // tiles))
+    whole, *traced = (_trace(caller, fn, cut, n, given, dims) for n in (None, *cut.lengths))
+    for one, n in zip(traced, cut.lengths, strict=True):
         _check_part(caller, one, n * parts, whole, size)
-    tiling = Tiling(cut, length, tuple(traced))
-    constants = [jnp.asarray(leaf) for one in traced for leaf in one.closed.consts]
-    _check_closure(caller, split, constants)
-    outputs: Any = run_tiles(tiling, split, [*shared, *constants])
-    return whole.named(outputs)
+    outputs, later = [output.dim for output in traced[0].outputs], [False] * len(dims)
+    return whole, *Tiling.of(cut, [one.closed for one in traced], dims, outputs, later)
 
 
 def _check_mesh(caller: _Caller, leaves: Sequence[Any]) -> None:
@@ -194,8 +245,12 @@ def _check_closure(caller: _Caller, split: Sequence[Any], constants: Sequence[An
             )
 
 
-def _resolved(caller: _Caller, size: int) -> Axis:
-    return caller.axis if isinstance(caller.axis, Axis) else Axis(str(caller.axis), size)
+def _parts(caller: _Caller, size: int) -> int:
+    """Over how many devices Haliax's axis mapping divides the axis."""
+    if isinstance(caller.axis, int):
+        return 1
+    axis = caller.axis if isinstance(caller.axis, Axis) else Axis(str(caller.axis), size)
+    return 1 if physical_axis_name(axis) is None else physical_axis_size(axis) or 1
 
 
 def _renamed(leaf: NamedArray, array: Any, dim: int | None) -> NamedArray:
@@ -249,17 +304,17 @@ def _has_rank(leaf: Any) -> bool:
 
 def _trace(
     caller: _Caller,
-    fn: Callable[..., Any],
+    fn: Callable[[Sequence[Any]], Any],
     cut: Cut,
     length: int | None,
-    split: Sequence[Any],
-    shared: Sequence[Any],
+    given: Sequence[Any],
+    dims: Sequence[int | None],
 ) -> Traced:
     """`fn` on tiles of `length` positions of each device; with None, on all."""
     found: list[Any] = []
 
-    def flat(split: Sequence[Any], shared: Sequence[Any]) -> list[Any]:
-        entries, structure = jax.tree_util.tree_flatten_with_path(fn(split, shared), is_leaf=is_named)
+    def flat(given: Sequence[Any]) -> list[Any]:
+        entries, structure = jax.tree_util.tree_flatten_with_path(fn(given), is_leaf=is_named)
         leaves = [
             _output(caller, path, leaf) if is_named(leaf) or is_array(leaf) else leaf
             for path, leaf in entries
@@ -270,9 +325,9 @@ def _trace(
     def tile_of(arrays: Sequence[Any]) -> list[Any]:
         if length is None:
             return list(arrays)
-        return [cut.read(array, dim, 0, length) for array, dim in zip(arrays, cut.dims, strict=True)]
+        return [cut.read(array, dim, 0, length) for array, dim in zip(arrays, dims, strict=True)]
 
-    closed = jax.make_jaxpr(flat)(jax.eval_shape(tile_of, list(split)), list(shared))
+    closed = jax.make_jaxpr(flat)(jax.eval_shape(tile_of, list(given)))
     structure, leaves = found
     outputs = tuple(leaf for leaf in leaves if isinstance(leaf, Output))
     return Traced(closed, outputs, structure, tuple(leaves))
@@ -328,25 +383,32 @@ def _not_a_part(caller: _Caller, what: str, how: str) -> ValueError:
 
 
 def _fitting(
-    fn: Callable[..., Any], split: Sequence[Any], shared: Sequence[Any], cut: Cut, budget: Any
+    fn: Callable[[Sequence[Any]], Any],
+    given: Sequence[Any],
+    dims: Sequence[int | None],
+    size: int,
+    parts: int,
+    budget: Any,
 ) -> int:
     """The fewest tiles of which the backward pass of each keeps at most `budget` bytes on a device."""
     limit = parse_bytes(budget)
     if limit == 0:
         raise ValueError(f"budget must be above 0 bytes; got {budget!r}.")
 
-    def kept(split: Sequence[Any], shared: Sequence[Any]) -> list[Any]:
-        inexact = [is_differentiable(leaf.dtype) for leaf in split]
+    def residuals(given: Sequence[Any]) -> list[Any]:
+        moves = [
+            dim is not None and is_differentiable(leaf.dtype) for leaf, dim in zip(given, dims, strict=True)
+        ]
 
         def outputs(part: Sequence[Any]) -> list[Any]:
-            leaves = jax.tree.leaves(fn(merge(split, part, inexact), shared))
+            leaves = jax.tree.leaves(fn(merge(given, part, moves)))
             return [leaf for leaf in leaves if is_array(leaf) and is_differentiable(leaf.dtype)]
 
-        return jax.tree.leaves(jax.vjp(outputs, pick(split, inexact))[1])
+        return jax.tree.leaves(jax.vjp(outputs, pick(given, moves))[1])
 
     def size_of(leaves: Sequence[Any]) -> int:
         return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
 
-    needed = size_of(jax.eval_shape(kept, list(split), list(shared))) - size_of(shared)
-    most = cut.size // cut.parts
-    return min(max(1, math.ceil(needed / cut.parts / limit)), most)
+    shared = pick(given, [dim is None for dim in dims])
+    needed = size_of(jax.eval_shape(residuals, list(given))) - size_of(shared)
+    return min(max(1, math.ceil(needed / parts / limit)), size // parts)

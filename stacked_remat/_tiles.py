@@ -1,22 +1,26 @@
-"""The loops over tiles, forward and backward, on raw arrays."""
+"""The loop over tiles as a JAX primitive: its derivatives, and its maps, are loops over tiles too."""
 
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-from haliax import Axis, NamedArray
 from jax import lax
 from jax.core import eval_jaxpr
-from jax.custom_derivatives import SymbolicZero
-from jax.extend.core import ClosedJaxpr
+from jax.extend.core import ClosedJaxpr, Jaxpr
+from jax.interpreters.partial_eval import dce_jaxpr
 
-from ._activity import is_differentiable
-from ._compat import as_residual, of_residual
-from ._sweep.gradient import merge, pick, scatter_leaves
+from ._activity import active_outputs, is_differentiable
+from ._compat import batch_jaxpr, named_axes, trace_context
+from ._static import Static
+from ._sweep.gradient import merge, pick
+from ._sweep.rules import Differentiable, Flags, as_arrays, compiled, floats, is_zero, moved, primal_of
+from ._sweep.slots import Arrays
 from ._sweep.store import zeros_after
+
+Dims = tuple[int | None, ...]
 
 
 @dataclass(frozen=True)
@@ -24,208 +28,264 @@ class Cut:
     """Where arrays are cut.
 
     Attributes:
-        dims: the dimension of each split array.
         size: positions along the axis.
         parts: devices that these are divided over; a tile has some positions of each.
+        length: how many of each, but in a smaller last tile.
     """
 
-    dims: tuple[int, ...]
     size: int
     parts: int
+    length: int
 
-    def lengths(self, length: int) -> list[int]:
-        """The different lengths of tiles of one device: `length`, and that of a smaller last tile."""
-        own = self.size // self.parts
-        return [length, own % length] if own % length else [length]
+    @property
+    def lengths(self) -> list[int]:
+        """The different lengths of tiles of one device."""
+        last = self.size // self.parts % self.length
+        return [self.length, last] if last else [self.length]
 
-    def read(self, array: Any, dim: int, start: Any, length: int) -> Any:
-        """The tile of `length` positions of each device, from `start` on."""
+    def read(self, array: Any, dim: int | None, start: Any, length: int) -> Any:
+        """The tile of `length` positions of each device from `start` on; all of an array without the axis."""
+        if dim is None:
+            return array
         part = lax.dynamic_slice_in_dim(self._by_device(array, dim), start, length, dim + 1)
         return part.reshape(*array.shape[:dim], self.parts * length, *array.shape[dim + 1 :])
 
-    def write(self, array: Any, dim: int, start: Any, tile: Any) -> Any:
-        """`array` with this tile from `start` on."""
-        tile = self._by_device(tile, dim)
-        return lax.dynamic_update_slice_in_dim(self._by_device(array, dim), tile, start, dim + 1).reshape(
-            array.shape
-        )
+    def write(self, array: Any, dim: int | None, start: Any, tile: Any) -> Any:
+        """`array` with this tile from `start` on; without the axis, their sum."""
+        if dim is None:
+            return array + tile.astype(array.dtype)
+        own, tile = self._by_device(array, dim), self._by_device(tile, dim)
+        return lax.dynamic_update_slice_in_dim(own, tile, start, dim + 1).reshape(array.shape)
 
     def _by_device(self, array: Any, dim: int) -> Any:
         return array.reshape(*array.shape[:dim], self.parts, -1, *array.shape[dim + 1 :])
 
 
-class Output(NamedTuple):
-    """An output: where it is in the results, its dimension along the axis, None for a sum, and its names."""
+def _kept(derive: Callable[..., "Derived"]) -> Callable[..., "Derived"]:
+    """Keep what is derived from equal tilings, as `jax.jit` does, unless it comes with arrays."""
+    known = functools.lru_cache(maxsize=512)(lambda context, *args: [])
 
-    path: str
-    dim: int | None
-    axes: tuple[Axis, ...] | None
+    @functools.wraps(derive)
+    def derived(*args: Any) -> "Derived":
+        found = known(trace_context(), *args)
+        if found:
+            return found[0], []
+        tiling, constants = derive(*args)
+        if not constants:
+            found.append(tiling)
+        return tiling, constants
+
+    return derived
 
 
-class Traced(NamedTuple):
-    """`fn` on tiles of one length, or on all positions.
+@dataclass(frozen=True)
+class Tiling:
+    """A function of arrays, applied tile by tile.
+
+    What is derived from it comes with the arrays that are its last inputs beside those of the rule.
 
     Attributes:
-        closed: on the split arrays of a tile, then the shared ones.
-        outputs: its outputs.
-        structure: of what `fn` returns, with a leaf for each of `leaves`.
-        leaves: the leaves of that which are not arrays, and an `Output` for each that is.
+        cut: into which tiles.
+        jaxprs: the function on a tile of each length.
+        inputs: the dimension of each along the axis; None where tiles share it.
+        outputs: the same; None for a sum over tiles.
+        later: the inputs that a tile outside of the loop gets in its turn. Backward, it would otherwise share
+            what it computes again with the forward pass.
     """
 
-    closed: ClosedJaxpr
-    outputs: tuple[Output, ...]
-    structure: Any
-    leaves: tuple[Any, ...]
-
-    def named(self, arrays: Sequence[Any]) -> Any:
-        """What `fn` returns, with these arrays."""
-        own = iter(arrays)
-
-        def result(leaf: Any) -> Any:
-            if not isinstance(leaf, Output):
-                return leaf
-            return next(own) if leaf.axes is None else NamedArray(next(own), leaf.axes)
-
-        return jax.tree.unflatten(self.structure, [result(leaf) for leaf in self.leaves])
-
-
-@dataclass(frozen=True, eq=False)
-class Tiling:
-    """The loops over tiles, on raw arrays: `split` by tile, `shared` by all."""
-
     cut: Cut
-    length: int
-    traced: tuple[Traced, ...]
+    jaxprs: tuple[Jaxpr, ...]
+    inputs: Dims
+    outputs: Dims
+    later: Flags
+    __name__ = "tiles"
 
-    @property
-    def outputs(self) -> tuple[Output, ...]:
-        return self.traced[0].outputs
+    def __call__(self, *arrays: Any) -> Arrays:
+        cut, types = self.cut, ClosedJaxpr(self.jaxprs[0], ()).out_avals
 
-    def over_tiles(self, step: Callable[[Any, Any, int, Callable], Any], carry: Any) -> Any:
-        """`step(carry, start, length, fn)` for every tile, in a loop, and for a smaller last one."""
-        own = self.cut.size // self.cut.parts
-        whole = own // self.length
-        offset = 0
-        calls = []
-        for one in self.traced:
-            constants = len(one.closed.consts)
-            calls.append(functools.partial(self._call, one, offset, constants))
-            offset += constants
+        def step(totals: Arrays, start: Any, length: int, jaxpr: Jaxpr) -> Arrays:
+            tile = [cut.read(*each, start, length) for each in zip(arrays, self.inputs, strict=True)]
+            if any(self.later):
+                tile = merge(tile, lax.optimization_barrier(pick(tile, self.later)), self.later)
+            found = zip(totals, self.outputs, eval_jaxpr(jaxpr, (), *tile), strict=True)
+            return [cut.write(total, dim, start, new) for total, dim, new in found]
+
+        def body(totals: Arrays, i: Any) -> tuple[Arrays, None]:
+            return step(totals, i * cut.length, cut.length, self.jaxprs[0]), None
+
+        totals = zeros_after(arrays, [*map(self._total, types, self.outputs)])
+        whole, last = divmod(cut.size // cut.parts, cut.length)
         if whole > 1:
-
-            def body(carry: Any, i: Any) -> tuple[Any, None]:
-                return step(carry, i * self.length, self.length, calls[0]), None
-
-            carry, _ = lax.scan(body, carry, jnp.arange(whole, dtype=jnp.int32))
+            totals, _ = lax.scan(body, totals, jnp.arange(whole, dtype=jnp.int32))
         elif whole:
-            carry = step(carry, 0, self.length, calls[0])
-        if own % self.length:
-            carry = step(carry, whole * self.length, own % self.length, calls[-1])
-        return carry
+            totals = step(totals, 0, cut.length, self.jaxprs[0])
+        if last:
+            totals = step(totals, whole * cut.length, last, self.jaxprs[-1])
+        return [total.astype(type_.dtype) for total, type_ in zip(totals, types, strict=True)]
 
-    def _call(
-        self, traced: Traced, offset: int, constants: int, tile: Sequence[Any], shared: Sequence[Any]
-    ) -> list[Any]:
-        every = sum(len(one.closed.consts) for one in self.traced)
-        given, of_all = shared[: len(shared) - every], shared[len(shared) - every :]
-        own = of_all[offset : offset + constants]
-        return eval_jaxpr(traced.closed.jaxpr, own, *tile, *given)
+    def _total(self, tile: Any, dim: int | None) -> Any:
+        """The type of an output before its last cast: sums are kept in float32 at least."""
+        if dim is not None:
+            return tile.update(shape=(*tile.shape[:dim], self.cut.size, *tile.shape[dim + 1 :]))
+        is_short = is_differentiable(tile.dtype) and jnp.finfo(tile.dtype).bits < 32
+        return tile.update(dtype=jnp.dtype("float32")) if is_short else tile
 
-    def tile(self, arrays: Sequence[Any], start: Any, length: int) -> list[Any]:
-        return [
-            self.cut.read(array, dim, start, length) for array, dim in zip(arrays, self.cut.dims, strict=True)
-        ]
+    @_kept
+    def primal(self, nonzero: Flags) -> "Derived":
+        """The outputs where some inputs are differentiated, by what custom rules compute them with."""
+        traced = [primal_of(jaxpr, nonzero) for jaxpr in self.jaxprs]
+        return Tiling.of(self.cut, traced, self.inputs, self.outputs, self.later)
 
-    def forward(self, split: Sequence[Any], shared: Sequence[Any]) -> list[Any]:
-        def step(carry: list[Any], start: Any, length: int, fn: Callable[..., list[Any]]) -> list[Any]:
-            found = fn(self.tile(split, start, length), shared)
-            return [
-                old + new.astype(old.dtype) if out.dim is None else self.cut.write(old, out.dim, start, new)
-                for old, new, out in zip(carry, found, self.outputs, strict=True)
+    @_kept
+    def tangent(self, nonzero: Flags, active: Flags) -> "Derived":
+        """The tangents of some outputs, from those of some inputs behind all inputs."""
+
+        def rule(*arrays: Any, jaxpr: Jaxpr) -> Arrays:
+            run, part = _of_part(jaxpr, arrays[: len(nonzero)], nonzero, active)
+            return jax.jvp(run, (part,), ([*arrays[len(nonzero) :]],))[1]
+
+        def tangents(jaxpr: Jaxpr) -> list[Any]:
+            return [var.aval.to_tangent_aval() for var in pick(jaxpr.invars, nonzero)]
+
+        inputs, later = ((*whole, *pick(whole, nonzero)) for whole in (self.inputs, self.later))
+        return self._derived(rule, tangents, inputs, pick(self.outputs, active), later)
+
+    @_kept
+    def pullback(self, nonzero: Flags, has_ct: Flags) -> "Derived":
+        """The cotangents of some inputs, from those of some outputs behind all inputs."""
+
+        def rule(*arrays: Any, jaxpr: Jaxpr) -> Arrays:
+            run, part = _of_part(jaxpr, arrays[: len(nonzero)], nonzero, has_ct)
+            return jax.vjp(run, part)[1]([*arrays[len(nonzero) :]])[0]
+
+        def cotangents(jaxpr: Jaxpr) -> list[Any]:
+            return [var.aval.to_ct_aval() for var in pick(jaxpr.outvars, has_ct)]
+
+        given = pick(self.outputs, has_ct)
+        later = (*(dim is not None for dim in self.inputs), *[True] * len(given))
+        return self._derived(rule, cotangents, (*self.inputs, *given), pick(self.inputs, nonzero), later)
+
+    def _derived(self, rule: Callable[..., Arrays], more: Any, *fields: Any) -> "Derived":
+        traced = []
+        for jaxpr in self.jaxprs:
+            types = [*(var.aval for var in jaxpr.invars), *(more(jaxpr) if more else [])]
+            traced.append(jax.make_jaxpr(functools.partial(rule, jaxpr=jaxpr))(*types))
+        return Tiling.of(self.cut, traced, *fields)
+
+    @_kept
+    def mapped(self, axis: Any, is_mapped: Flags) -> "Derived":
+        """The same for a batch, in front of the inputs in the mask and of the outputs that depend on it."""
+        of_outputs = [False] * len(self.outputs)
+        for _ in self.jaxprs:  # what depends on it in one of them has it in all
+            every = [
+                batch_jaxpr(ClosedJaxpr(jaxpr, ()), axis, is_mapped, of_outputs) for jaxpr in self.jaxprs
             ]
+            of_outputs = [any(column) for column in zip(*(found for _, found in every), strict=True)]
+        inputs, outputs = (
+            [dim if dim is None else dim + is_ for dim, is_ in zip(dims, mask, strict=True)]
+            for dims, mask in ((self.inputs, is_mapped), (self.outputs, of_outputs))
+        )
+        return Tiling.of(self.cut, [traced for traced, _ in every], inputs, outputs, self.later)
 
-        avals = self.traced[0].closed.out_avals
-        start = zeros_after((split, shared), [*map(self._whole, avals, self.outputs)])
-        sums = self.over_tiles(step, start)
-        return [leaf.astype(aval.dtype) for leaf, aval in zip(sums, avals, strict=True)]
+    @staticmethod
+    def of(
+        cut: Cut,
+        traced: Sequence[ClosedJaxpr],
+        inputs: Sequence[int | None],
+        outputs: Sequence[int | None],
+        later: Sequence[bool],
+    ) -> "Derived":
+        """A traced function's tiling, and the constants of all jaxprs, which are its last inputs."""
+        constants = [jnp.asarray(constant) for one in traced for constant in one.consts]
+        types, jaxprs, start = [*map(jax.typeof, constants)], [], 0
+        for one in traced:
+            count, own = len(one.in_avals), slice(start, start + len(one.consts))
 
-    def _whole(self, aval: Any, output: Output) -> jax.ShapeDtypeStruct:
-        if output.dim is None:
-            return jax.ShapeDtypeStruct(aval.shape, _sum_dtype(aval.dtype))
-        before, after = aval.shape[: output.dim], aval.shape[output.dim + 1 :]
-        return jax.ShapeDtypeStruct((*before, self.cut.size, *after), aval.dtype)
+            def run(*arrays: Any, one: ClosedJaxpr = one, count: int = count, own: slice = own) -> Arrays:
+                return eval_jaxpr(one.jaxpr, arrays[count:][own], *arrays[:count])
 
-    def backward(
-        self,
-        perturbed: tuple[Sequence[bool], Sequence[bool]],
-        split: Sequence[Any],
-        shared: Sequence[Any],
-        cotangents: Sequence[Any],
-    ) -> tuple[list[Any], list[Any]]:
-        """The cotangents of the perturbed arrays, `None` for the others."""
-        of_split, of_shared = perturbed
-        wanted_dims = pick(self.cut.dims, of_split)
-        has_ct = [not isinstance(ct, SymbolicZero) for ct in cotangents]
-        given = [ct for ct, has in zip(cotangents, has_ct, strict=True) if has]
-        outputs = pick(self.outputs, has_ct)
-
-        def step(carry: Any, start: Any, length: int, fn: Callable[..., list[Any]]) -> Any:
-            tile = self.tile(split, start, length)
-            own = [
-                ct if out.dim is None else self.cut.read(ct, out.dim, start, length)
-                for ct, out in zip(given, outputs, strict=True)
-            ]
-            # A tile outside of the loop would share its forward pass with the one that is done.
-            tile, own = lax.optimization_barrier((tile, own))
-
-            def of_perturbed(tile_part: Any, shared_part: Any) -> list[Any]:
-                found = fn(merge(tile, tile_part, of_split), merge(shared, shared_part, of_shared))
-                return pick(found, has_ct)
-
-            _, pullback = jax.vjp(of_perturbed, pick(tile, of_split), pick(shared, of_shared))
-            new_split, new_shared = pullback(own)
-            old_split, old_shared = carry
-            return (
-                [
-                    self.cut.write(old, dim, start, new)
-                    for old, dim, new in zip(old_split, wanted_dims, new_split, strict=True)
-                ],
-                [old + new.astype(old.dtype) for old, new in zip(old_shared, new_shared, strict=True)],
-            )
-
-        totals = [
-            jax.ShapeDtypeStruct(array.shape, _sum_dtype(array.dtype)) for array in pick(shared, of_shared)
-        ]
-        start = zeros_after((split, shared, given), (pick(split, of_split), totals))
-        new_split, new_shared = self.over_tiles(step, start)
-        new_shared = [
-            new.astype(old.dtype) for new, old in zip(new_shared, pick(shared, of_shared), strict=True)
-        ]
-        return scatter_leaves(new_split, of_split), scatter_leaves(new_shared, of_shared)
+            jaxpr = jax.make_jaxpr(run)(*one.in_avals, *types).jaxpr if types else one.jaxpr
+            jaxprs.append(dce_jaxpr(jaxpr, [True] * len(outputs), instantiate=True)[0])
+            start = own.stop
+        inputs, later = (*inputs, *[None] * len(constants)), (*later, *[False] * len(constants))
+        return Tiling(cut, tuple(jaxprs), inputs, tuple(outputs), later), constants
 
 
-def _sum_dtype(dtype: Any) -> Any:
-    """In which sums over tiles are kept: at least float32."""
-    return jnp.float32 if is_differentiable(dtype) and jnp.finfo(dtype).bits < 32 else dtype
+def _of_part(jaxpr: Jaxpr, arrays: Sequence[Any], mask: Flags, results: Flags | None = None) -> Any:
+    """Some results of a jaxpr as a function of the inputs in a mask, and these."""
+
+    def run(part: Arrays) -> Arrays:
+        found = eval_jaxpr(jaxpr, (), *merge(arrays, part, mask))
+        return found if results is None else pick(found, results)
+
+    return run, pick(arrays, mask)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def run_tiles(tiling: Tiling, split: Sequence[Any], shared: Sequence[Any]) -> list[Any]:
-    return tiling.forward(split, shared)
+Derived = tuple[Tiling, Arrays]
 
 
-def _forward_rule(tiling: Tiling, split: Any, shared: Any) -> tuple[list[Any], Any]:
-    perturbed = tuple(
-        tuple(leaf.perturbed and is_differentiable(leaf.value.dtype) for leaf in some)
-        for some in (split, shared)
-    )
-    split, shared = ([leaf.value for leaf in some] for some in (split, shared))
-    return tiling.forward(split, shared), (as_residual(perturbed), split, shared)
+class Tiles(Differentiable):
+    """The loop over tiles."""
+
+    tiling: Tiling
+
+    def __init__(self, tiling: Tiling, types: Sequence[Any]) -> None:
+        self.in_avals = tuple(types)
+        self.out_aval = jax.make_jaxpr(compiled(tiling))(*types).out_avals
+        self.params = {"tiling": tiling}
+        self.effects = frozenset().union(*(jaxpr.effects for jaxpr in tiling.jaxprs))
+        super().__init__()
+
+    def expand(self, *arrays: Any) -> Arrays:
+        return compiled(self.tiling)(*arrays)
+
+    def primal(self, nonzero: Flags, args: Any) -> Arrays:
+        return run_tiles(self.tiling.primal(nonzero), args)
+
+    def active(self, nonzero: Flags) -> Flags:
+        found = [active_outputs(jaxpr, nonzero) for jaxpr in self.tiling.jaxprs]
+        return tuple(map(any, zip(*found, strict=True)))
+
+    def tangent(self, nonzero: Flags, primals: Any, tangents: Arrays) -> Arrays:
+        return run_tiles(self.tiling.tangent(nonzero, self.active(nonzero)), [*primals, *tangents])
+
+    def vjp_fwd(self, nonzero: Any, *arrays: Any) -> tuple[Arrays, Any]:
+        nonzero = self._nonzero(nonzero)
+        return self.primal(nonzero, arrays), (arrays, Static(nonzero))
+
+    def vjp_bwd(self, residuals: Any, cotangents: Any, *sums: Any) -> None:
+        arrays, nonzero = residuals[0], residuals[1].value
+        is_float = floats(self.out_aval)
+        has_ct = tuple(is_ and not is_zero(ct) for is_, ct in zip(is_float, cotangents, strict=True))
+        derived = self.tiling.pullback(nonzero, has_ct)
+        found = run_tiles(derived, [*arrays, *as_arrays(pick(cotangents, has_ct))])
+        for total, ct in zip(pick(sums, nonzero), found, strict=True):
+            total.accum(ct)
+
+    def batch(self, axis: Any, args: Any, dims: Any) -> Any:
+        is_mapped = tuple(dim is not None for dim in dims)
+        if not any(is_mapped) and axis.name not in set().union(*map(named_axes, self.tiling.jaxprs)):
+            return self(*args), [None] * len(self.out_aval)
+        tiling, constants = self.tiling.mapped(axis, is_mapped)
+        found = run_tiles((tiling, constants), moved(args, dims, 0))
+        return found, [0 if x.ndim > old.ndim else None for x, old in zip(found, self.out_aval, strict=True)]
+
+    def dce(self, used: Any, *live: Any) -> Any:
+        if self.effects or not any(used):
+            return (True, True, self) if self.effects else (False, False, None)
+        tiling, is_read = self.tiling, [False] * len(self.in_avals)
+        for _ in range(2):  # inputs that one of them reads, all have
+            found = [dce_jaxpr(jaxpr, used, instantiate=is_read) for jaxpr in tiling.jaxprs]
+            is_read = [any(column) for column in zip(*(read for _, read in found), strict=True)]
+        if all(used) and all(is_read):
+            return True, True, self
+        parts = (pick(tiling.inputs, is_read), pick(tiling.outputs, used), pick(tiling.later, is_read))
+        smaller = Tiling(tiling.cut, tuple(jaxpr for jaxpr, _ in found), *map(tuple, parts))
+        return tuple(is_read), [*used], Tiles(smaller, pick(self.in_avals, is_read))
 
 
-def _backward_rule(tiling: Tiling, residuals: Any, cotangents: Any) -> tuple[list[Any], list[Any]]:
-    perturbed, split, shared = residuals
-    return tiling.backward(of_residual(perturbed), split, shared, cotangents)
-
-
-run_tiles.defvjp(_forward_rule, _backward_rule, symbolic_zeros=True)
+def run_tiles(derived: Derived, arrays: Sequence[Any]) -> Arrays:
+    """Run a tiling on arrays, and on the constants that it comes with."""
+    tiling, constants = derived
+    arrays = [*arrays, *constants]
+    return Tiles(tiling, [*map(jax.typeof, arrays)])(*arrays)

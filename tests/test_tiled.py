@@ -1,5 +1,8 @@
 """Functions applied tile by tile: values, gradients, what is refused, and what exists at a time."""
 
+import gc
+import weakref
+
 import equinox as eqx
 import haliax as hax
 import jax
@@ -218,6 +221,62 @@ def test_it_works_inside_of_shard_map_and_refuses_sharding_in_types():
             loss(x, w, lambda fn: lambda x, w: tiled(lambda x: fn(x, w), 0, tiles=2)(x))
         with pytest.raises(ValueError, match=r"sharded by its type.*AxisType.Auto"):
             tiled(jnp.sin, 0, tiles=2)(jax.reshard(x, split))
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_a_batch_that_is_divided_over_devices(kind):
+    """Mapped over examples, models, or both, which share what is not mapped."""
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(kind,))
+    x, w = normal(0, 4, 13, 3), normal(1, 4, 3, 3)
+    spmd = "data" if kind == AxisType.Auto else None
+
+    def loss(apply, dims, x, w):
+        mapped = jax.vmap(apply(lambda x, w: (jnp.sin(x @ w), x**2)), dims, spmd_axis_name=spmd)
+        return sum(jnp.sum(out**2) for out in mapped(x, w))
+
+    def cut(fn):
+        return lambda x, w: tiled(fn, 0, tiles=3)(x, shared(w))
+
+    with jax.set_mesh(mesh):
+        of_all, of_one = (jax.reshard if kind == AxisType.Explicit else jax.device_put, lambda x, _: x[0])
+        for dims in ((0, None), (None, 0), (0, 0)):
+            args = [
+                (of_one if dim is None else of_all)(array, jax.NamedSharding(mesh, PartitionSpec("data")))
+                for array, dim in zip((x, w), dims, strict=True)
+            ]
+            found, expected = (
+                jax.jit(jax.value_and_grad(loss, (2, 3)), static_argnums=(0, 1))(apply, dims, *args)
+                for apply in (cut, lambda fn: fn)
+            )
+            assert_close(found, expected)
+
+
+def test_eager_calls_compile_once_and_hold_no_arrays(caplog):
+    """Also of a named axis within `jax.vmap`, where Haliax finds no mesh."""
+    weights = normal(0, 6, 6)
+    held = weakref.ref(weights)
+    apply = tiled(lambda x, w: hax.named(jnp.tanh(x.array @ w), x.axes), Pos, tiles=3)
+
+    def run(x, w):
+        return apply(hax.named(x, (Pos, Embed)), shared(w)).array
+
+    ways = [
+        run,
+        jax.grad(lambda x, w: run(x, w).sum(), (0, 1)),
+        lambda x, w: jax.jvp(run, (x, w), (x, w)),
+        lambda x, w: jax.jvp(jax.grad(lambda x: run(x, w).sum()), (x,), (x,)),
+    ]
+    x = normal(1, 13, 6)
+    for way in ways:
+        way(x, weights)
+        others = x + 1, 2 * weights
+        with jax.log_compiles(), caplog.at_level("WARNING", logger="jax"):
+            way(*others)
+    assert not [record for record in caplog.records if record.message.startswith("Compiling")]
+    jax.vmap(run, (0, None))(jnp.stack([x, x]), weights)
+    del weights
+    gc.collect()
+    assert held() is None
 
 
 def test_nothing_to_cut():

@@ -6,99 +6,47 @@ themselves, under the same schedule. `jax.vmap` maps the layers, so that gradien
 within each layer.
 """
 
-import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.interpreters import ad
 
 from .._activity import is_differentiable
-from .._compat import HiPrim, batch_jaxpr, broadcast, is_concrete, named_axes, stacked_type, without_cotangent
+from .._compat import (
+    batch_jaxpr,
+    broadcast,
+    is_concrete,
+    named_axes,
+    stacked_type,
+    without_constants,
+    without_cotangent,
+)
 from .._placement import is_on_host
 from .._static import Static
 from .back import pull_back
 from .forward import forward, primal
 from .gradient import Perturbed, merge, pick, scatter_leaves
+from .rules import (
+    Differentiable,
+    Flags,
+    as_arrays,
+    compiled,
+    floats,
+    is_zero,
+    mapped,
+    moved,
+    primal_of,
+    types_of,
+)
 from .slots import Arrays, Carry, Checkpoints
 from .spec import Checkpoint, SweepSpec
 from .store import full_on_host
 from .tangent import tangent_sweep
 
-Flags = tuple[bool, ...]
 
-
-@functools.lru_cache(maxsize=512)
-def _compiled(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """`jax.jit(fn)`, the same for equal functions, so that each is traced and compiled once."""
-    return jax.jit(fn)
-
-
-def _types(tree: Any) -> Any:
-    return jax.tree.map(jax.typeof, tree)
-
-
-def _floats(types: Any) -> Flags:
-    return tuple(is_differentiable(type_.dtype) for type_ in jax.tree.leaves(types))
-
-
-def _is_zero(leaf: Any) -> bool:
-    return isinstance(leaf, ad.Zero)
-
-
-class _Differentiable(HiPrim):
-    """A primitive with a linear primitive for its tangents.
-
-    Subclasses have `tangent(nonzero, primals, tangents)`, which gives the tangents of the outputs in `active(nonzero)`.
-    """
-
-    def active(self, nonzero: Flags) -> Flags:
-        """Which outputs have a tangent, given which inputs have one."""
-        raise NotImplementedError
-
-    def tangent(self, nonzero: Flags, primals: Any, tangents: Arrays) -> Arrays:
-        """The tangents of the active outputs, from those of the inputs that have one."""
-        raise NotImplementedError
-
-    def _nonzero(self, flags: Sequence[bool]) -> Flags:
-        return tuple(flag and is_ for flag, is_ in zip(flags, _floats(self.in_avals), strict=True))
-
-    def jvp(self, primals: Any, tangents: Any) -> Any:
-        given = self.in_tree.flatten_up_to(tangents)
-        zeros = [ad.Zero(type_.to_tangent_aval()) for type_ in self.out_avals_flat]
-        return self(*primals), self._tangents(primals, given, zeros)
-
-    def lin(self, nonzero: Any, *primals: Any) -> Any:
-        return self(*primals), primals
-
-    def linearized(self, primals: Any, *tangents: Any) -> Any:
-        return self._tangents(
-            primals, self.in_tree.flatten_up_to(tangents), [*map(_zero, self.out_avals_flat)]
-        )
-
-    def _tangents(self, primals: Any, given: Sequence[Any], zeros: Sequence[Any]) -> Any:
-        nonzero = self._nonzero([not _is_zero(tangent) for tangent in given])
-        found: Arrays = []
-        if any(active := self.active(nonzero)):
-            found = Linear(self, nonzero, primals, pick(given, nonzero))(primals, pick(given, nonzero))
-        return self.out_tree.unflatten(merge(zeros, found, active))
-
-
-def _arrays(cotangents: Sequence[Any]) -> Arrays:
-    return [jnp.asarray(ad.instantiate_zeros(ct)) for ct in cotangents]
-
-
-def _zero(type_: Any) -> Any:
-    """The zero tangent of an output, as an array."""
-    if is_differentiable(type_.dtype):
-        return ad.instantiate_zeros(ad.Zero(type_.to_tangent_aval()))
-    return np.zeros(type_.shape, jax.dtypes.float0)
-
-
-class Sweep(_Differentiable):
+class Sweep(Differentiable):
     """`(init, xs, shared, unread) -> (carry, ys)` by the layers of a `SweepSpec`.
 
     `unread` are arrays on the host that no layer reads. JAX would make their zero gradients on the device.
@@ -107,7 +55,7 @@ class Sweep(_Differentiable):
     spec: SweepSpec
 
     def __init__(self, spec: SweepSpec, *args: Any) -> None:
-        self.in_avals = _types(args)
+        self.in_avals = types_of(args)
         stacked = [
             stacked_type(type_, spec.rows(kind) * spec.read_length)
             for kind in spec.kinds
@@ -119,7 +67,7 @@ class Sweep(_Differentiable):
         super().__init__()
 
     def expand(self, init: Carry, xs: Arrays, shared: Arrays, unread: Arrays) -> Any:
-        return _compiled(_Primal(self.spec))(init, xs, shared)
+        return compiled(_Primal(self.spec))(init, xs, shared)
 
     def dce(self, used: Any, *live: Any) -> Any:
         return (True, True, self) if self.effects else super().dce(used, *live)
@@ -128,6 +76,17 @@ class Sweep(_Differentiable):
         masks = [tuple(part) for part in self.in_tree.unflatten(nonzero)]
         every_y = [is_differentiable(type_.dtype) for type_ in self.out_aval[1]]
         return self.spec.perturbed(*masks[:3], ys=every_y), masks
+
+    def primal(self, nonzero: Flags, args: Any) -> Any:
+        perturbed, (init, xs, shared, unread) = self._perturbed(nonzero)[0], args
+        kinds, shared = [], [*shared]
+        for kind in self.spec.kinds:
+            own = [*kind.pick_shared(perturbed.shared), *perturbed.carry, *perturbed.xs[kind.xs]]
+            jaxpr, constants = without_constants(primal_of(kind.jaxpr, own))
+            places = range(len(shared), len(shared) + len(constants))
+            kinds.append(replace(kind, jaxpr=jaxpr, shared=(*places, *kind.shared)))
+            shared += constants
+        return sweep_of(replace(self.spec, kinds=tuple(kinds)), init, xs, shared, unread)
 
     def vjp_fwd(self, nonzero: Any, init: Carry, xs: Arrays, shared: Arrays, unread: Arrays) -> Any:
         perturbed, masks = self._perturbed(self._nonzero(self.in_tree.flatten_up_to(nonzero)))
@@ -141,29 +100,16 @@ class Sweep(_Differentiable):
         # The first layers' residuals were kept for the cotangents of all outputs.
         keeps_all = self.spec.first_layers is not None
         has_ct = [
-            is_ and (keeps_all or not _is_zero(ct))
-            for is_, ct in zip(_floats(self.out_aval[1]), ys_ct, strict=True)
+            is_ and (keeps_all or not is_zero(ct))
+            for is_, ct in zip(floats(self.out_aval[1]), ys_ct, strict=True)
         ]
         perturbed = self.spec.perturbed(*masks, ys=has_ct)
-        carry_ct, ys_ct = _arrays(pick(carry_ct, perturbed.carry)), _arrays(pick(ys_ct, has_ct))
+        carry_ct, ys_ct = as_arrays(pick(carry_ct, perturbed.carry)), as_arrays(pick(ys_ct, has_ct))
         found = sweep_backward(self.spec, perturbed, checkpoints, xs, shared, carry_ct, ys_ct)
         zeros = [full_on_host(type_, 0) for type_ in pick(self.in_avals[3], of_unread)]
         for part, mask, cts in zip(sums, (*masks, of_unread), (*found, zeros), strict=True):
             for total, ct in zip(pick(part, mask), cts, strict=True):
                 total.accum(ct)
-
-    def transpose(self, cotangents: Any, *args: Any) -> None:
-        """That of a sweep that is linear in some inputs: its reverse sweep, from zeros."""
-        leaves = self.in_tree.flatten_up_to(args)
-        linear = tuple(hasattr(leaf, "accum") for leaf in leaves)
-        zeros = [ad.instantiate_zeros(ad.Zero(type_)) for type_ in pick(self.in_avals_flat, linear)]
-        Linear.pull_back(
-            self,
-            linear,
-            self.in_tree.unflatten(merge(leaves, zeros, linear)),
-            cotangents,
-            pick(leaves, linear),
-        )
 
     def batch(self, axis: Any, args: Any, dims: Any) -> Any:
         init, xs, shared, unread = args
@@ -174,7 +120,7 @@ class Sweep(_Differentiable):
             and axis.name not in names
         ):
             return self(*args), jax.tree.map(lambda _: None, self.out_aval)
-        init, shared = _moved(init, of_init, 0), _moved(shared, of_shared, 0)
+        init, shared = moved(init, of_init, 0), moved(shared, of_shared, 0)
         xs = [
             leaf if dim is None else jnp.moveaxis(leaf, dim, int(not whole))
             for leaf, dim, whole in zip(xs, of_xs, self.spec.unsliced, strict=True)
@@ -241,13 +187,7 @@ def plain_scan(
     """Run the layers of a plain scan, each checkpointed; compiled once where nothing is traced."""
     run = _Plain(spec, checkpoint, length)
     is_eager = all(map(is_concrete, (*init, *xs, *shared)))
-    return (_compiled(run) if is_eager else run)(init, xs, shared)
-
-
-def _moved(arrays: Arrays, dims: Sequence[int | None], to: int) -> Arrays:
-    return [
-        leaf if dim is None else jnp.moveaxis(leaf, dim, to) for leaf, dim in zip(arrays, dims, strict=True)
-    ]
+    return (compiled(run) if is_eager else run)(init, xs, shared)
 
 
 def _mapped_layers(
@@ -275,91 +215,7 @@ def _mapped_layers(
         of_carry = grown
 
 
-class Linear(HiPrim):
-    """The tangents of a primitive's outputs, `(primals, tangents) -> tangents`; linear in the latter.
-
-    `jax.checkpoint` computes primals and tangents at different times, so these come from different primitives.
-    """
-
-    of: _Differentiable
-    nonzero: Flags
-
-    def __init__(self, of: _Differentiable, nonzero: Flags, primals: Any, tangents: Arrays) -> None:
-        self.in_avals = (_types(primals), _types(tangents))
-        active = of.active(nonzero)
-        self.out_aval = [type_.to_tangent_aval() for type_ in pick(of.out_avals_flat, active)]
-        self.params = {"of": of, "nonzero": nonzero}
-        self.effects = of.effects
-        super().__init__()
-
-    def expand(self, primals: Any, tangents: Arrays) -> Arrays:
-        return self.of.tangent(self.nonzero, primals, tangents)
-
-    def jvp(self, primals: Any, tangents: Any) -> Any:
-        given = self.in_tree.flatten_up_to(tangents)
-        zeros = [
-            _zero(type_) if _is_zero(tangent) else tangent
-            for type_, tangent in zip(self.in_avals_flat, given, strict=True)
-        ]
-        return jax.jvp(self.expand, primals, self.in_tree.unflatten(zeros))
-
-    def lin(self, nonzero: Any, *primals: Any) -> Any:
-        return self(*primals), primals
-
-    def linearized(self, primals: Any, *tangents: Any) -> Any:
-        return self.jvp(primals, tangents)[1]
-
-    def vjp_fwd(self, nonzero: Any, *primals: Any) -> Any:
-        leaves = jax.tree.leaves(primals)
-        wanted = [
-            is_ and is_float
-            for is_, is_float in zip(self.in_tree.flatten_up_to(nonzero), _floats(self.in_avals), strict=True)
-        ]
-        found, pullback = jax.vjp(
-            lambda part: self.expand(*self.in_tree.unflatten(merge(leaves, part, wanted))),
-            pick(leaves, wanted),
-        )
-        return found, (pullback, Static(tuple(wanted)))
-
-    def vjp_bwd(self, residuals: Any, cotangents: Any, *sums: Any) -> None:
-        pullback, wanted = residuals
-        (found,) = pullback(_arrays(cotangents))
-        for total, ct in zip(pick(self.in_tree.flatten_up_to(sums), wanted.value), found, strict=True):
-            total.accum(ct)
-
-    def transpose(self, cotangents: Any, primals: Any, sums: Any) -> None:
-        active = self.of.active(self.nonzero)
-        zeros = [ad.Zero(type_.to_ct_aval()) for type_ in self.of.out_avals_flat]
-        every = self.of.out_tree.unflatten(merge(zeros, cotangents, active))
-        linear = [hasattr(total, "accum") for total in sums]  # tangents that are known have no sum
-        self.pull_back(
-            self.of, tuple(merge(self.nonzero, linear, self.nonzero)), primals, every, pick(sums, linear)
-        )
-
-    def batch(self, axis: Any, args: Any, dims: Any) -> Any:
-        return _mapped(self.expand, axis, dims)(*args), [0] * len(self.out_aval)
-
-    @staticmethod
-    def pull_back(of: _Differentiable, nonzero: Flags, primals: Any, cotangents: Any, sums: Any) -> None:
-        """Add the cotangents of the inputs of `of` in `nonzero` to `sums`."""
-        _, residuals, *_ = of.vjp_fwd(of.in_tree.unflatten(nonzero), *primals)
-        every = merge([_Ignored()] * len(nonzero), sums, nonzero)
-        of.vjp_bwd(residuals, cotangents, *of.in_tree.unflatten(every))
-
-
-class _Ignored:
-    """In the place of a sum of cotangents that nobody wants."""
-
-    def accum(self, _: Any) -> None:
-        pass
-
-
-def _mapped(fn: Callable[..., Any], axis: Any, dims: Any) -> Callable[..., Any]:
-    names = {"axis_name": axis.name, "spmd_axis_name": axis.spmd_name or axis.explicit_mesh_axis}
-    return jax.vmap(fn, in_axes=tuple(dims), out_axes=0, axis_size=axis.size, **names)
-
-
-class Rule(_Differentiable):
+class Rule(Differentiable):
     """`fn`, with forward-mode derivatives through its loops, and those of `reference` in reverse mode.
 
     Loops whose trip counts are data have no transpose. `reference` has the same structure, its derivatives are those
@@ -381,12 +237,12 @@ class Rule(_Differentiable):
     @staticmethod
     def of(fn: Any, reference: Any, reads: Flags, gives: Callable[[Any], Flags], *args: Any) -> "Rule":
         """The rule for arguments like these."""
-        closed, found = jax.make_jaxpr(_compiled(fn), return_shape=True)(*args)
+        closed, found = jax.make_jaxpr(compiled(fn), return_shape=True)(*args)
         out_types = jax.tree.unflatten(jax.tree.structure(found), closed.out_avals)
-        return Rule(fn, reference, reads, gives(found), _types(args), out_types)
+        return Rule(fn, reference, reads, gives(found), types_of(args), out_types)
 
     def expand(self, *args: Any) -> Any:
-        return _compiled(self.fn)(*args)
+        return compiled(self.fn)(*args)
 
     def vjp_fwd(self, nonzero: Any, *args: Any) -> Any:
         nonzero = self._nonzero(self.in_tree.flatten_up_to(nonzero))
@@ -405,7 +261,7 @@ class Rule(_Differentiable):
 
         _, pullback = jax.vjp(given, pick(leaves, wanted))
         cotangents = pick(self.out_tree.flatten_up_to(cotangents), self.gives)
-        (found,) = pullback(_arrays(cotangents))
+        (found,) = pullback(as_arrays(cotangents))
         for total, ct in zip(pick(self.in_tree.flatten_up_to(sums), wanted), found, strict=True):
             total.accum(ct)
 
@@ -416,7 +272,7 @@ class Rule(_Differentiable):
         return rule(*args), self.out_tree.unflatten([0] * self.out_tree.num_leaves)
 
     def active(self, nonzero: Flags) -> Flags:
-        return tuple(any(nonzero) and is_ for is_ in _floats(self.out_aval))
+        return tuple(any(nonzero) and is_ for is_ in floats(self.out_aval))
 
     def tangent(self, nonzero: Flags, primals: Any, tangents: Arrays) -> Arrays:
         fn, reference = (_Tangent(fn, nonzero, self.active(nonzero)) for fn in (self.fn, self.reference))
@@ -437,7 +293,7 @@ class _Mapped:
 
     def __call__(self, *args: Any) -> Any:
         dims, tree = self.dims.value
-        return _mapped(self.fn, self.axis, tree.unflatten(dims))(*args)
+        return mapped(self.fn, self.axis, tree.unflatten(dims))(*args)
 
 
 @dataclass(frozen=True)
@@ -483,7 +339,7 @@ class _ForwardReference:
         # What is differentiated once more is the forward pass of a gradient, in which custom rules have taken part.
         masks = self.perturbed.init, self.perturbed.xs, self.perturbed.shared
         carry, ys = jax.vjp(*_of_part(self.spec, masks, (init, xs, shared)))[0]
-        like = jax.eval_shape(_compiled(_Forward(self.spec, self.perturbed)), init, xs, shared)[2]
+        like = jax.eval_shape(compiled(_Forward(self.spec, self.perturbed)), init, xs, shared)[2]
         return carry, ys, like.from_first(init)
 
 
@@ -501,11 +357,11 @@ def sweep_forward(spec: SweepSpec, perturbed: Perturbed, *args: Arrays) -> tuple
 
     def gives(found: Any) -> Flags:
         is_first = jax.tree.leaves(found[2].is_first())
-        kept = zip(is_first, _floats(found[2]), strict=True)
-        return (*_floats(found[:2]), *(first and is_ for first, is_ in kept))
+        kept = zip(is_first, floats(found[2]), strict=True)
+        return (*floats(found[:2]), *(first and is_ for first, is_ in kept))
 
     fn, reference = _Forward(spec, perturbed), _ForwardReference(spec, perturbed)
-    carry, ys, checkpoints = Rule.of(fn, reference, _floats(args), gives, *args)(*args)
+    carry, ys, checkpoints = Rule.of(fn, reference, floats(args), gives, *args)(*args)
     return (
         carry,
         ys,
@@ -552,5 +408,5 @@ def sweep_backward(
 ) -> tuple[Carry, Arrays, Arrays]:
     """Sweep back to the cotangents of the perturbed inputs, from `xs, shared, carry_ct, ys_ct`."""
     fn, reference = _Backward(spec, perturbed), _BackwardReference(spec, perturbed)
-    reads = (*jax.tree.leaves(checkpoints.is_first()), *_floats(rest))
-    return Rule.of(fn, reference, reads, _floats, checkpoints, *rest)(checkpoints, *rest)
+    reads = (*jax.tree.leaves(checkpoints.is_first()), *floats(rest))
+    return Rule.of(fn, reference, reads, floats, checkpoints, *rest)(checkpoints, *rest)

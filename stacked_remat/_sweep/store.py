@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.core import ShapedArray
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 from jaxtyping import Array
@@ -78,12 +79,18 @@ mlir.register_lowering(_with_zeros_in_place, lambda _, *leaves: list(leaves))
 
 
 def zeros_after(done: Any, like: Any) -> Any:
-    """Arrays of zeros with these shapes and types, made once the arrays of `done` are there.
+    """Arrays of zeros of these shapes and types, sharded as these are, made once the arrays of `done` are there.
 
     XLA fills the buffers of a loop early otherwise, and holds them while what the loop reads is computed.
     """
     _, zero = lax.optimization_barrier(varying_alike((done, jnp.zeros((), jnp.int32))))
-    return jax.tree.map(lambda leaf: jnp.broadcast_to(zero.astype(leaf.dtype), leaf.shape), like)
+
+    def zeros(leaf: Any) -> Array:
+        is_sharded = isinstance(leaf, ShapedArray) and any(leaf.sharding.spec)
+        sharding = leaf.sharding if is_sharded else None
+        return jnp.broadcast_to(zero.astype(leaf.dtype), leaf.shape, out_sharding=sharding)
+
+    return jax.tree.map(zeros, like)
 
 
 def varying_alike(arrays: Any) -> Any:

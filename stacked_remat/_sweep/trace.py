@@ -3,13 +3,13 @@
 import itertools
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.core import eval_jaxpr
+from jax.core import Tracer, eval_jaxpr
 from jax.extend.core import Jaxpr
 from jaxtyping import Array
 
@@ -20,6 +20,8 @@ from .gradient import merge, pick
 from .kinds import Kind
 from .slots import Arrays, Carry
 from .store import at_least_one, read_layer
+
+T = TypeVar("T")
 
 
 class TracedLayer(NamedTuple):
@@ -93,7 +95,7 @@ def trace_layers(
             def trace(body: Any = body, own: Any = own, mask: Any = mask, init: Any = init) -> TracedLayer:
                 return _trace_layer(body, own[0], init, own[1], mask)
 
-            found = _kept(key, (own, init), trace)
+            found = kept(key, (own, init), trace, lambda found: found.shared)
             check_effects(found.jaxpr, found.shared if replays else (), offloads=offloads)
             leaves = zip(jax.tree.leaves(init), found.carry_types, strict=True)
             init = jax.tree.unflatten(found.carry_tree, [_as_type(leaf, like) for leaf, like in leaves])
@@ -102,12 +104,15 @@ def trace_layers(
             return traced
 
 
-_traced: weakref.WeakKeyDictionary[Any, dict[Any, TracedLayer]] = weakref.WeakKeyDictionary()
+_traced: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = weakref.WeakKeyDictionary()
 _MOST_TRACES = 32  # of one function
 
 
-def _kept(key: Any, inputs: Any, trace: Callable[[], TracedLayer]) -> TracedLayer:
-    """`trace()`, or what it gave before, outside of `jax.jit` and for a key that can be compared."""
+def kept(key: Any, inputs: Any, trace: Callable[[], T], constants: Callable[[T], Arrays]) -> T:
+    """`trace()`, or what it gave before, outside of `jax.jit` and for a key that can be compared.
+
+    The key begins with a function, with which what is kept dies; with it die the arrays that it closes over.
+    """
     leaves, tree = jax.tree.flatten(inputs)
     if key is None or not all(map(is_concrete, leaves)):
         return trace()
@@ -121,7 +126,7 @@ def _kept(key: Any, inputs: Any, trace: Callable[[], TracedLayer]) -> TracedLaye
         return trace()
     if found is None:
         found = trace()
-        if all(map(is_concrete, found.shared)):
+        if not any(isinstance(leaf, Tracer) for leaf in constants(found)):
             if len(known) == _MOST_TRACES:
                 del known[next(iter(known))]
             known[whole] = found

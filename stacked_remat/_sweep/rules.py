@@ -1,0 +1,203 @@
+"""What primitives of loops have in common: forward mode, by a linear primitive, and its transpose."""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import eval_jaxpr
+from jax.extend.core import ClosedJaxpr, Jaxpr
+from jax.interpreters import ad
+from jax.interpreters.partial_eval import dce_jaxpr
+
+from .._activity import has_rules, is_differentiable
+from .._compat import HiPrim
+from .._static import Static
+from .gradient import merge, pick
+from .slots import Arrays
+
+Flags = tuple[bool, ...]
+
+
+@functools.lru_cache(maxsize=512)
+def compiled(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """`jax.jit(fn)`, the same for equal functions, so that each is traced and compiled once."""
+    return jax.jit(fn)
+
+
+def types_of(tree: Any) -> Any:
+    return jax.tree.map(jax.typeof, tree)
+
+
+def floats(types: Any) -> Flags:
+    return tuple(is_differentiable(type_.dtype) for type_ in jax.tree.leaves(types))
+
+
+def is_zero(leaf: Any) -> bool:
+    return isinstance(leaf, ad.Zero)
+
+
+class Differentiable(HiPrim):
+    """A primitive with a linear primitive for its tangents."""
+
+    def active(self, nonzero: Flags) -> Flags:
+        """Which outputs have a tangent, given which inputs have one."""
+        raise NotImplementedError
+
+    def tangent(self, nonzero: Flags, primals: Any, tangents: Arrays) -> Arrays:
+        """The tangents of the active outputs, from those of the inputs that have one."""
+        raise NotImplementedError
+
+    def primal(self, nonzero: Flags, args: Any) -> Any:
+        """The outputs where the inputs in the mask are differentiated: custom rules may compute them."""
+        return self(*args)
+
+    def _nonzero(self, flags: Sequence[bool]) -> Flags:
+        return tuple(flag and is_ for flag, is_ in zip(flags, floats(self.in_avals), strict=True))
+
+    def jvp(self, primals: Any, tangents: Any) -> Any:
+        given = self.in_tree.flatten_up_to(tangents)
+        zeros = [ad.Zero(type_.to_tangent_aval()) for type_ in self.out_avals_flat]
+        nonzero = self._nonzero([not is_zero(tangent) for tangent in given])
+        return self.primal(nonzero, primals), self._tangents(primals, given, zeros)
+
+    def lin(self, nonzero: Any, *primals: Any) -> Any:
+        return self.primal(self._nonzero(self.in_tree.flatten_up_to(nonzero)), primals), primals
+
+    def linearized(self, primals: Any, *tangents: Any) -> Any:
+        return self._tangents(
+            primals, self.in_tree.flatten_up_to(tangents), [*map(zero_tangent, self.out_avals_flat)]
+        )
+
+    def transpose(self, cotangents: Any, *args: Any) -> None:
+        """That of a primitive that is linear in some inputs: its reverse mode, from zeros."""
+        leaves = self.in_tree.flatten_up_to(args)
+        linear = tuple(hasattr(leaf, "accum") for leaf in leaves)
+        zeros = [ad.instantiate_zeros(ad.Zero(type_)) for type_ in pick(self.in_avals_flat, linear)]
+        primals = self.in_tree.unflatten(merge(leaves, zeros, linear))
+        self.pull_back(linear, primals, cotangents, pick(leaves, linear))
+
+    def pull_back(self, nonzero: Flags, primals: Any, cotangents: Any, sums: Any) -> None:
+        """Add the cotangents of the inputs in the mask to `sums`."""
+        _, residuals, *_ = self.vjp_fwd(self.in_tree.unflatten(nonzero), *primals)
+        every = merge([_Ignored()] * len(nonzero), sums, nonzero)
+        self.vjp_bwd(residuals, cotangents, *self.in_tree.unflatten(every))
+
+    def _tangents(self, primals: Any, given: Sequence[Any], zeros: Sequence[Any]) -> Any:
+        nonzero = self._nonzero([not is_zero(tangent) for tangent in given])
+        found: Arrays = []
+        if any(active := self.active(nonzero)):
+            found = Linear(self, nonzero, primals, pick(given, nonzero))(primals, pick(given, nonzero))
+        return self.out_tree.unflatten(merge(zeros, found, active))
+
+
+def primal_of(jaxpr: Jaxpr, nonzero: Sequence[bool]) -> ClosedJaxpr:
+    """A jaxpr as its custom rules compute it where the inputs in the mask are differentiated.
+
+    Second derivatives are those of what the rules compute, which need not be those that the rules give.
+    """
+    if not any(nonzero) or not has_rules(jaxpr):
+        return ClosedJaxpr(jaxpr, ())
+
+    def run(*inputs: Any) -> Arrays:
+        def of_part(part: Arrays) -> Arrays:
+            return eval_jaxpr(jaxpr, (), *merge(inputs, part, nonzero))
+
+        part = pick(inputs, nonzero)
+        return jax.jvp(of_part, (part,), ([*map(jnp.zeros_like, part)],))[0]
+
+    closed = jax.make_jaxpr(run)(*(var.aval for var in jaxpr.invars))
+    without_tangents, _ = dce_jaxpr(closed.jaxpr, [True] * len(jaxpr.outvars), instantiate=True)
+    return ClosedJaxpr(without_tangents, closed.consts)
+
+
+def as_arrays(cotangents: Sequence[Any]) -> Arrays:
+    return [jnp.asarray(ad.instantiate_zeros(ct)) for ct in cotangents]
+
+
+def zero_tangent(type_: Any) -> Any:
+    """The zero tangent of an output, as an array."""
+    if is_differentiable(type_.dtype):
+        return ad.instantiate_zeros(ad.Zero(type_.to_tangent_aval()))
+    return np.zeros(type_.shape, jax.dtypes.float0)
+
+
+class Linear(HiPrim):
+    """The tangents of a primitive's outputs, `(primals, tangents) -> tangents`; linear in the latter.
+
+    `jax.checkpoint` computes primals and tangents at different times, so these come from different primitives.
+    """
+
+    of: Differentiable
+    nonzero: Flags
+
+    def __init__(self, of: Differentiable, nonzero: Flags, primals: Any, tangents: Arrays) -> None:
+        self.in_avals = (types_of(primals), types_of(tangents))
+        active = of.active(nonzero)
+        self.out_aval = [type_.to_tangent_aval() for type_ in pick(of.out_avals_flat, active)]
+        self.params = {"of": of, "nonzero": nonzero}
+        self.effects = of.effects
+        super().__init__()
+
+    def expand(self, primals: Any, tangents: Arrays) -> Arrays:
+        return self.of.tangent(self.nonzero, primals, tangents)
+
+    def jvp(self, primals: Any, tangents: Any) -> Any:
+        given = self.in_tree.flatten_up_to(tangents)
+        run, moving = self._of_part([not is_zero(tangent) for tangent in given], primals)
+        return jax.jvp(run, (pick(jax.tree.leaves(primals), moving),), (pick(given, moving),))
+
+    def lin(self, nonzero: Any, *primals: Any) -> Any:
+        return self(*primals), primals
+
+    def linearized(self, primals: Any, *tangents: Any) -> Any:
+        return self.jvp(primals, tangents)[1]
+
+    def vjp_fwd(self, nonzero: Any, *primals: Any) -> Any:
+        run, wanted = self._of_part(self.in_tree.flatten_up_to(nonzero), primals)
+        found, pullback = jax.vjp(run, pick(jax.tree.leaves(primals), wanted))
+        return found, (pullback, Static(wanted))
+
+    def _of_part(self, flags: Sequence[bool], primals: Any) -> tuple[Callable[[Arrays], Arrays], Flags]:
+        """The same as a function of the inputs in the mask that have tangents, and which these are."""
+        leaves, floating = jax.tree.leaves(primals), floats(self.in_avals)
+        wanted = tuple(flag and is_ for flag, is_ in zip(flags, floating, strict=True))
+        return lambda part: self.expand(*self.in_tree.unflatten(merge(leaves, part, wanted))), wanted
+
+    def vjp_bwd(self, residuals: Any, cotangents: Any, *sums: Any) -> None:
+        pullback, wanted = residuals
+        (found,) = pullback(as_arrays(cotangents))
+        for total, ct in zip(pick(self.in_tree.flatten_up_to(sums), wanted.value), found, strict=True):
+            total.accum(ct)
+
+    def transpose(self, cotangents: Any, primals: Any, sums: Any) -> None:
+        active = self.of.active(self.nonzero)
+        zeros = [ad.Zero(type_.to_ct_aval()) for type_ in self.of.out_avals_flat]
+        every = self.of.out_tree.unflatten(merge(zeros, cotangents, active))
+        linear = [hasattr(total, "accum") for total in sums]  # tangents that are known have no sum
+        nonzero = tuple(merge(self.nonzero, linear, self.nonzero))
+        self.of.pull_back(nonzero, primals, every, pick(sums, linear))
+
+    def batch(self, axis: Any, args: Any, dims: Any) -> Any:
+        return mapped(self.expand, axis, dims)(*args), [0] * len(self.out_aval)
+
+
+class _Ignored:
+    """In the place of a sum of cotangents that nobody wants."""
+
+    def accum(self, _: Any) -> None:
+        pass
+
+
+def mapped(fn: Callable[..., Any], axis: Any, dims: Any) -> Callable[..., Any]:
+    names = {"axis_name": axis.name, "spmd_axis_name": axis.spmd_name or axis.explicit_mesh_axis}
+    return jax.vmap(fn, in_axes=tuple(dims), out_axes=0, axis_size=axis.size, **names)
+
+
+def moved(arrays: Sequence[Any], dims: Sequence[int | None], to: int) -> Arrays:
+    """The arrays, with the batch axis of those that have one at another place."""
+    return [
+        leaf if dim is None else jnp.moveaxis(leaf, dim, to) for leaf, dim in zip(arrays, dims, strict=True)
+    ]

@@ -1,9 +1,6 @@
 """What layers may do under every policy: complex carries, effects, eager calls, second derivatives."""
 
 import functools
-import gc
-import types
-from typing import Any
 
 import equinox as eqx
 import haliax as hax
@@ -22,11 +19,10 @@ from stacked_remat import (
     checkpoint_name,
     fold,
     internals_are_saved,
-    scan,
 )
 from stacked_remat._placement import compiled_for, platform
 
-from .blocks import deep_cases, quick_jit, with_remat3
+from .blocks import quick_jit, with_remat3
 
 Layers = hax.Axis("layers", 4)
 NAMES = ["hidden"]
@@ -144,207 +140,6 @@ def test_second_derivatives_of_one_layer(policy):
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
 
 
-class TestOutsideOfJit:
-    @pytest.mark.parametrize(
-        "Stack, policy",
-        [
-            *((Stacked, POLICIES[name]) for name in ("true", "nested names", "first layers")),
-            *deep_cases((Stacked, POLICIES[name]) for name in ("recompute", "offload", "inputs")),
-            *deep_cases([(Stacked, POLICIES["nested offload"]), (BlockSeq, True)]),
-            (BlockSeq, "offload"),
-        ],
-        ids=str,
-    )
-    def test_calls_hold_no_arrays(self, Stack, policy):
-        Pair = Layers.resize(2)
-
-        def calls(scales):
-            for scale in scales:
-                held = weights(scale)[:2]
-                eqx.filter_grad(lambda stack: stack.fold(ONES).sum())(
-                    Stack.init(Pair, Block, remat=policy)(held)
-                )
-                if Stack is Stacked:
-                    fold(lambda x, weight, held=held: x * weight * held[0], Pair, remat=policy)(ONES, held)
-            gc.collect()
-            return len(jax.live_arrays())
-
-        assert calls((1.0, 2.0)) >= calls((3.0, 4.0, 5.0))
-
-    @pytest.mark.parametrize(
-        "policy",
-        [
-            pytest.param(
-                POLICIES[name], id=name, marks=() if name in ("true", "nested names") else pytest.mark.deep
-            )
-            for name in KINDS
-        ],
-    )
-    def test_no_tracer_leaks(self, policy):
-        with jax.checking_leaks():
-            jax.grad(lambda w: fold(lambda x, w: x * w, Layers, remat=policy)(ONES, w).sum())(weights())
-
-    @pytest.mark.parametrize(
-        "policy", [True, "nested", "offload", POLICIES["nested names"], POLICIES["false"]], ids=str
-    )
-    def test_calls_alike_compile_once(self, policy, caplog):
-        stack = Stacked.init(Layers, Block, remat=policy)(weights())
-
-        def gradient():
-            return eqx.filter_grad(lambda stack: stack.fold(jnp.ones(3)).sum())(stack)
-
-        expected = gradient()
-        with jax.log_compiles(), caplog.at_level("WARNING", logger="jax"):
-            for _ in range(2):
-                np.testing.assert_array_equal(gradient().stacked.weight, expected.stacked.weight)
-        assert "Compiling" not in caplog.text
-
-    @pytest.mark.parametrize("value", [0.0, -0.0, 1, True, 1.0, "up", 2.0])
-    def test_python_values_that_are_equal_are_told_apart(self, value):
-        """The block computes something else for each of them."""
-        for stack in (Stacked.init(Layers, Scaled)(weights()), Stacked(Scaled(weights(), value), Layers)):
-            argument = None if stack.stacked.value is not None else value
-            x = ONES
-            for block in stack:
-                x = block(x, argument)
-            np.testing.assert_allclose(stack.fold(ONES, argument), x, rtol=1e-6)
-
-    def test_values_outside_of_the_layer_are_read_in_every_call(self, monkeypatch):
-        class Changing(Block):
-            scale = 1.0
-
-            def __call__(self, x, holder):
-                return x * self.scale * holder.scale * FACTORS["global"] * factor * held["array"]
-
-        holder, factor, held = types.SimpleNamespace(scale=1.0), 1.0, {"array": jnp.ones(3)}
-        stack = Stacked.init(Layers, Changing)(weights())
-
-        def total():
-            return float(stack.fold(ONES, holder)[0])
-
-        assert total() == 1.0
-        Changing.scale = 2.0
-        assert total() == 2.0**4
-        holder.scale = 2.0
-        assert total() == 4.0**4
-        factor = 2.0
-        assert total() == 8.0**4
-        monkeypatch.setitem(FACTORS, "global", 2.0)
-        assert total() == 16.0**4
-        held["array"] = 2 * jnp.ones(3)
-        assert total() == 32.0**4
-        monkeypatch.setattr(Changing, "__call__", lambda self, x, holder: x)
-        assert total() == 1.0
-
-    def test_a_layer_may_close_over_what_is_differentiated(self):
-        holder = types.SimpleNamespace()
-
-        def loss(value):
-            holder.value = value
-            return fold(lambda x, weight: x * weight * holder.value, Layers)(ONES, jnp.ones((4, 3))).sum()
-
-        assert [float(jax.grad(loss)(value)) for value in (1.0, 2.0)] == [12.0, 96.0]
-
-    @pytest.mark.parametrize("remat", [True, "nested"])
-    def test_functions_that_differ_in_their_second_derivatives_alone(self, remat):
-        def slope_of(slope):
-            @jax.custom_vjp
-            def sine(x):
-                return jnp.sin(x)
-
-            @jax.custom_jvp
-            def cosine(x):
-                return jnp.cos(x)
-
-            cosine.defjvp(lambda primals, tangents: (cosine(*primals), slope * tangents[0]))
-            sine.defvjp(lambda x: (jnp.sin(x), x), lambda x, ct: (cosine(x) * ct,))
-            run = fold(lambda x, weight: sine(x) * weight, Layers.resize(1), remat=remat)
-            return float(jax.grad(jax.grad(lambda x: run(x, np.ones(1, np.float32))))(1.0))
-
-        assert [slope_of(1.0), slope_of(2.0)] == [1.0, 2.0]
-
-    @every_stack
-    def test_values_are_known_without_jit(self, Stack):
-        """`jax.disable_jit` runs the layers in Python: they may print and branch."""
-        seen = []
-
-        class Branching(Block):
-            def __call__(self, x):
-                seen.append(float(x[0]))
-                return super().__call__(x) if x[0] < 3 else x
-
-        stack = Stack.init(Layers, Branching, remat="nested")(weights())
-        with jax.disable_jit():
-            found = stack.fold(ONES)
-        x, folded = ONES, seen.copy()
-        for block in stack:
-            x = block(x)
-        assert seen == 2 * folded and len(folded) == 4
-        np.testing.assert_allclose(found, x)
-
-    def test_rules_for_derivatives_are_part_of_a_program(self):
-        def slope_of(slope):
-            @jax.custom_jvp
-            def identity(x):
-                return x
-
-            identity.defjvp(lambda primals, tangents: (primals[0], slope * tangents[0]))
-            run = fold(lambda x, weight: identity(x) * weight, Layers)
-            return float(jax.grad(lambda x: run(x, np.ones(4, np.float32)))(1.0))
-
-        assert [slope_of(1.0), slope_of(2.0)] == [1.0, 16.0]
-
-    def test_callbacks_are_those_of_the_call(self):
-        def total(add):
-            def layer(x, weight):
-                return jax.pure_callback(lambda x: np.asarray(x + add, np.float32), x, x)
-
-            return float(fold(layer, Layers)(jnp.zeros(()), weights()))
-
-        assert [total(1.0), total(2.0)] == [4.0, 8.0]
-
-    def test_a_layer_without_a_gradient_has_a_forward_derivative(self):
-        def layer(x, weight):
-            return jax.lax.while_loop(lambda x: x[0] < 10.0, lambda x: x * weight * 20, x)
-
-        found = jax.jvp(lambda x: fold(layer, Layers)(x, weights()), (jnp.ones(3),), (jnp.ones(3),))
-        np.testing.assert_allclose(found[0], found[1], rtol=1e-6)
-
-    def test_directions_and_unrolling_do_not_share_a_program(self):
-        order = [
-            scan(_outputs_carry, Layers, reverse=r)(0.0, np.arange(4.0))[1].tolist() for r in (True, False)
-        ]
-        assert order == [[6.0, 5.0, 3.0, 0.0], [0.0, 0.0, 1.0, 3.0]]
-        assert scan(_outputs_carry, Layers, unroll=True)(0.0, np.arange(4.0))[1].tolist() == order[1]
-
-    def test_another_axis_mapping_traces_again(self):
-        seen = []
-
-        def body(x, weight):
-            seen.append(hax.partitioning.current_thread_local_mapping())
-            return x * weight
-
-        fold(body, Layers)(ONES, weights())
-        with hax.axis_mapping({"embed": "data"}):
-            fold(body, Layers)(ONES, weights())
-        assert seen[0] is None and seen[-1] is not None
-
-
-FACTORS = {"global": 1.0}
-
-
-class Scaled(Block):
-    value: Any = eqx.field(static=True, default=None)
-
-    def __call__(self, x, value):
-        kind = self.value if value is None else value
-        return x * self.weight + float(sum(map(ord, f"{type(kind).__name__}{kind!r}")))
-
-
-def _outputs_carry(x, weight):
-    return x + weight, x
-
-
 class TestEffects:
     @pytest.mark.parametrize("name", ["nested offload names", "nested names", "offload", "first layers"])
     def test_callbacks_get_only_carries_of_the_stack(self, name):
@@ -399,20 +194,6 @@ def test_export_with_symbolic_shapes(policy):
     exported = jax.export.export(jax.jit(jax.grad(value)))(jax.typeof(weights()), x)
     found = exported.call(weights(), jnp.ones((2, 3)))
     np.testing.assert_allclose(found, jax.grad(value)(weights(), jnp.ones((2, 3))), rtol=1e-5)
-
-
-def test_the_text_of_a_program_does_not_depend_on_those_before_it():
-    def text(policy, wanted):
-        def value(x, w):
-            return fold(lambda x, weight: jnp.sin(x * weight), Layers, remat=policy)(x, w).sum()
-
-        return jax.jit(jax.grad(value, wanted)).lower(ONES, weights()).as_text()
-
-    cases = [
-        (POLICIES[name], wanted) for name in ("nested names", "first layers") for wanted in (0, 1, (0, 1))
-    ]
-    first = [text(*case) for case in cases]
-    assert first[::-1] == [text(*case) for case in cases[::-1]]
 
 
 @every_kind

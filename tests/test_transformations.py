@@ -1,8 +1,8 @@
 """Folds under every policy within random orders of JAX's transformations, beside `jax.lax.scan`.
 
-A layer has a carry of which a part does not depend on the weights, a leaf that is passed on unchanged and an
-integer; outputs of the carry, of the weights alone, and of nothing but a shared argument. What is mapped, by up
-to two `jax.vmap`s, and what is differentiated is drawn for each input.
+A layer has a carry of which a part does not depend on the weights, a leaf that is passed on unchanged and
+an integer; outputs of the carry, of the weights alone, and of nothing but a shared argument. What is mapped,
+by up to two `jax.vmap`s, and what is differentiated is drawn for each input.
 """
 
 import functools

@@ -127,7 +127,7 @@ def zero_tangent(type_: Any) -> Any:
 class Linear(HiPrim):
     """The tangents of a primitive's outputs, `(primals, tangents) -> tangents`; linear in the latter.
 
-    `jax.checkpoint` computes primals and tangents at different times, so these come from different primitives.
+    `jax.checkpoint` computes primals and tangents at different times, so each has a primitive.
     """
 
     of: Differentiable

@@ -79,7 +79,7 @@ mlir.register_lowering(_with_zeros_in_place, lambda _, *leaves: list(leaves))
 
 
 def zeros_after(done: Any, like: Any) -> Any:
-    """Arrays of zeros of these shapes and types, sharded as these are, made once the arrays of `done` are there.
+    """Zeros of these shapes and types, sharded as these are, made once the arrays of `done` are there.
 
     XLA fills the buffers of a loop early otherwise, and holds them while what the loop reads is computed.
     """

@@ -66,8 +66,9 @@ class Residuals(NamedTuple):
     """A layer run forward on leaves, with what its pullback reads.
 
     Attributes:
-        forward: `(shared, carry, x) -> (carry, y, residuals)`, as a jaxpr.
+        forward: `(constants, shared, carry, x) -> (carry, y, residuals)`, as a jaxpr.
         rest: the same without the results and the residuals that are saved.
+        constants: what derivative rules in the layer close over.
         pullback: the structure of the pullback, whose leaves are the residuals.
         is_saved: which of them the replay saves.
         types: the types of those.
@@ -75,6 +76,7 @@ class Residuals(NamedTuple):
 
     forward: Jaxpr
     rest: Jaxpr
+    constants: Arrays
     pullback: Any
     is_saved: Mask
     types: list[Any]
@@ -128,7 +130,8 @@ class LayerPullback:
         """Run the layer; returns its carry and output, and the residuals that are saved."""
         if self.residuals is None:
             return self.layer(shared, carry, x), []
-        outputs = eval_jaxpr(self.residuals.forward, (), *shared, *carry, *x)
+        constants = self.residuals.constants
+        outputs = eval_jaxpr(self.residuals.forward, (), *constants, *shared, *carry, *x)
         results = len(outputs) - len(self.residuals.is_saved)
         carry, y = outputs[: len(carry)], outputs[len(carry) : results]
         return (carry, y), pick(outputs[results:], self.residuals.is_saved)
@@ -154,7 +157,7 @@ class LayerPullback:
         if self.residuals is None:
             return _transposed(self._linearize(shared, carry, x, inputs)[1], cotangents, inputs, totals)
         is_saved = self.residuals.is_saved
-        others = eval_jaxpr(self.residuals.rest, (), *shared, *carry, *x)
+        others = eval_jaxpr(self.residuals.rest, (), *self.residuals.constants, *shared, *carry, *x)
         leaves = merge(
             merge([None] * len(is_saved), others, [not is_ for is_ in is_saved]), saved or (), is_saved
         )
@@ -186,10 +189,9 @@ class LayerPullback:
             return [*results[0], *results[1], *leaves]
 
         jaxpr, constants = without_constants(jax.make_jaxpr(forward)(shared, carry, x))
-        assert not constants
         count = structure[0].num_leaves
         outputs = jaxpr.outvars[len(jaxpr.outvars) - count :]
-        is_carry = [False] * len(shared) + [True] * len(carry) + [False] * len(x)
+        is_carry = [False] * (len(constants) + len(shared)) + [True] * len(carry) + [False] * len(x)
         depends = active_outputs(jaxpr, is_carry, counts=lambda _: True)[len(jaxpr.outvars) - count :]
         available = named_inputs(jaxpr)
         is_saved = tuple(
@@ -201,7 +203,7 @@ class LayerPullback:
         types = [out.aval for out in pick(outputs, is_saved)]
         if not any(is_saved):
             return self
-        return replace(self, residuals=Residuals(jaxpr, rest, structure[0], is_saved, types))
+        return replace(self, residuals=Residuals(jaxpr, rest, constants, structure[0], is_saved, types))
 
 
 def _transposed(pullback: Any, cotangents: Any, inputs: Inputs, totals: Sequence[Any]) -> Any:

@@ -18,7 +18,6 @@ from .._compat import (
     batch_jaxpr,
     broadcast,
     is_concrete,
-    named_axes,
     stacked_type,
     without_constants,
     without_cotangent,
@@ -37,6 +36,7 @@ from .rules import (
     is_zero,
     mapped,
     moved,
+    not_mapped,
     primal_of,
     types_of,
 )
@@ -114,11 +114,7 @@ class Sweep(Differentiable):
     def batch(self, axis: Any, args: Any, dims: Any) -> Any:
         init, xs, shared, unread = args
         of_init, of_xs, of_shared, _ = dims
-        names = {name for kind in self.spec.kinds for name in named_axes(kind.jaxpr)}
-        if (
-            all(dim is None for dim in jax.tree.leaves(dims, is_leaf=lambda dim: dim is None))
-            and axis.name not in names
-        ):
+        if not_mapped(self, axis, dims):
             return self(*args), jax.tree.map(lambda _: None, self.out_aval)
         init, shared = moved(init, of_init, 0), moved(shared, of_shared, 0)
         xs = [
@@ -266,6 +262,8 @@ class Rule(Differentiable):
             total.accum(ct)
 
     def batch(self, axis: Any, args: Any, dims: Any) -> Any:
+        if not_mapped(self, axis, dims):
+            return self(*args), self.out_tree.unflatten([None] * self.out_tree.num_leaves)
         flat = Static((tuple(self.in_tree.flatten_up_to(dims)), self.in_tree))
         fn, reference = (_Mapped(fn, axis, flat) for fn in (self.fn, self.reference))
         rule = Rule.of(fn, reference, self.reads, lambda _: self.gives, *args)

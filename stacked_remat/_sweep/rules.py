@@ -13,7 +13,7 @@ from jax.interpreters import ad
 from jax.interpreters.partial_eval import dce_jaxpr
 
 from .._activity import has_rules, is_differentiable
-from .._compat import HiPrim
+from .._compat import HiPrim, named_axes
 from .._static import Static
 from .gradient import merge, pick
 from .slots import Arrays
@@ -181,6 +181,8 @@ class Linear(HiPrim):
         self.of.pull_back(nonzero, primals, every, pick(sums, linear))
 
     def batch(self, axis: Any, args: Any, dims: Any) -> Any:
+        if not_mapped(self, axis, dims):
+            return self(*args), [None] * len(self.out_aval)
         return mapped(self.expand, axis, dims)(*args), [0] * len(self.out_aval)
 
 
@@ -189,6 +191,13 @@ class _Ignored:
 
     def accum(self, _: Any) -> None:
         pass
+
+
+def not_mapped(primitive: Any, axis: Any, dims: Any) -> bool:
+    """Whether `jax.vmap` over an axis maps no input of a primitive, which has no collective over that axis."""
+    if any(dim is not None for dim in primitive.in_tree.flatten_up_to(dims)):
+        return False
+    return axis.name not in named_axes(jax.make_jaxpr(primitive.expand)(*primitive.in_avals).jaxpr)
 
 
 def mapped(fn: Callable[..., Any], axis: Any, dims: Any) -> Callable[..., Any]:

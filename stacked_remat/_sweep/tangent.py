@@ -26,7 +26,8 @@ def tangent_sweep(
         tangents: those of the perturbed ones.
     """
     (init, xs, shared), (of_init, of_xs, of_shared) = primals, tangents
-    places = iter(range(len(shared), len(shared) + sum(perturbed.shared)))
+    every_shared = [*shared, *of_shared]
+    places = iter(range(len(shared), len(every_shared)))
     place_of = [next(places) if is_ else None for is_ in perturbed.shared]
     kinds, stacks, unsliced, x, y = [], [], [], 0, 0
     for kind in spec.kinds:
@@ -35,16 +36,19 @@ def tangent_sweep(
         unsliced += [*spec.unsliced[kind.xs], *pick(spec.unsliced[kind.xs], own.xs)]
         parts = slice(x, len(stacks)), slice(y, y + sum(own.ys))
         tangent_places = tuple(place for place in kind.pick_shared(place_of) if place is not None)
-        kinds.append(Kind(kind.number, _tangent_layer(kind, own), (*kind.shared, *tangent_places), *parts))
+        jaxpr, constants = _tangent_layer(kind, own)
+        constant_places = range(len(every_shared), len(every_shared) + len(constants))
+        every_shared += constants
+        kinds.append(Kind(kind.number, jaxpr, (*constant_places, *kind.shared, *tangent_places), *parts))
         x, y = len(stacks), parts[1].stop
     missing = [given for given, has in zip(perturbed.init, perturbed.carry, strict=True) if has]
     every = [jnp.zeros_like(leaf) for leaf in pick(init, perturbed.carry)]
     carry = [*init, *merge(every, of_init, missing)]
-    return replace(spec, kinds=tuple(kinds), unsliced=tuple(unsliced)), (carry, stacks, [*shared, *of_shared])
+    return replace(spec, kinds=tuple(kinds), unsliced=tuple(unsliced)), (carry, stacks, every_shared)
 
 
-def _tangent_layer(kind: Kind, perturbed: Perturbed) -> Any:
-    """A layer on `(shared, tangents, carry, tangents, x, tangents)`, as a jaxpr."""
+def _tangent_layer(kind: Kind, perturbed: Perturbed) -> tuple[Any, Arrays]:
+    """A layer on `(constants, shared, tangents, carry, tangents, x, tangents)`, and the constants of its rules."""
     masks = kind.pick_shared(perturbed.shared), perturbed.carry, perturbed.xs
     ends = len(masks[0]), len(masks[0]) + len(masks[1])
     types = [var.aval for var in kind.jaxpr.invars]
@@ -63,6 +67,4 @@ def _tangent_layer(kind: Kind, perturbed: Perturbed) -> Any:
         return [*carry, *found]
 
     examples = [(part, pick(part, mask)) for part, mask in zip(parts, masks, strict=True)]
-    jaxpr, constants = without_constants(jax.make_jaxpr(layer)(*examples))
-    assert not constants
-    return jaxpr
+    return without_constants(jax.make_jaxpr(layer)(*examples))

@@ -72,8 +72,7 @@ def remat_scan(
     Raises:
         ValueError: for axes that contradict each other, arguments of different lengths, a negative length, a
             carry that changes, and where `stacked_remat.scan` does; an unknown policy when decorating.
-        TypeError: for a bound method, a keyword-only argument, and axes of another kind; for `jax.jvp`,
-            `jax.linearize` and `jax.hessian` under `"nested"` (its default) and others that cut the layers.
+        TypeError: for a bound method, a keyword-only argument, and axes of another kind.
 
     Cost: as `stacked_remat.scan`. What a layer does not change is not copied, but all of a carried module is
     a carry. `f` is traced at each call.

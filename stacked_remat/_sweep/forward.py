@@ -22,7 +22,7 @@ from .store import empty_stack, empty_stack_on_host, read_before_writes, settle,
 
 def primal(spec: SweepSpec, init: Carry, xs: Arrays, shared: Arrays) -> tuple[Carry, Arrays]:
     """Run all layers, with nothing kept."""
-    if spec.pattern is None and not has_host_arrays(xs):
+    if not spec.length or (spec.pattern is None and not has_host_arrays(xs)):
         return spec.plain(init, xs, shared)
     state = (init, _outputs(spec), spec.fetch(xs, 0))
     step = _forward_step(spec, xs, shared, keeps=False)

@@ -75,17 +75,23 @@ test test-all:
 	exit $$status
 
 # With one worker, because libtpu serves one process at a time.
-.PHONY: memory
+.PHONY: memory compiles
 memory: venv-memory  ## compile for an H200 and a TPU v5p and compare with the recorded memory
 	@mkdir -p "$(REPORTS)"
 	$(VENV)-memory/bin/python -m pytest --junitxml="$(REPORTS)/memory.xml" \
 	    tests/benchmarks/test_stack_memory.py tests/benchmarks/test_visitor_memory.py tests/benchmarks/test_fused_update_memory.py \
 	    tests/benchmarks/test_qwen3_context.py tests/benchmarks/test_expert_layer.py tests/benchmarks/test_checkpoint_chain.py tests/benchmarks/test_pattern.py tests/memory/test_targets.py \
+	    tests/models/test_step_memory.py \
 	    tests/ops/test_attention_splash.py tests/ops/test_cross_entropy.py::test_a_vocabulary_of_150000_at_65536_tokens \
 	    tests/ops/test_grouped_experts.py::test_memory_at_65536_tokens_and_128_experts \
 	    tests/ops/test_grouped_products.py::test_for_a_gpu_it_copies_no_weights \
 	    tests/ops/test_experts_in_a_stack.py::test_no_copy_of_a_layer_is_made_for_a_gpu \
 	    tests/ops/test_grouped_products.py::test_for_a_tpu_it_does_not_pad_the_stack_of_narrow_matrices
+
+# Figures are compared with the compiler that they were recorded with, which only one Python has.
+compiles: venv-memory  ## compile a step of each kind of model for GPUs and TPUs, and compare no figures
+	@mkdir -p "$(REPORTS)"
+	$(VENV)-memory/bin/python -m pytest --junitxml="$(REPORTS)/compiles.xml" tests/memory/test_targets.py tests/models/test_step_memory.py
 
 .PHONY: parity
 parity: venv-parity  ## install PyTorch, transformers and PEFT, and compare models, adapters and tokenizers with theirs
@@ -140,5 +146,5 @@ constraints:  ## pin the newest versions for CI in constraints/
 
 .PHONY: clean
 clean:  ## remove virtual environments and build outputs (not runs/)
-	rm -rf .venv .venv-newest .venv-tools .venv-memory .venv-parity build dist site .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-newest .venv-tools .venv-memory .venv-newest-memory .venv-parity build dist site .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -30,6 +30,7 @@ from models.generation.text_generation import (
 )
 from models.generator_source import Dtype, GeneratorSource, source_of_folder, source_of_run
 from stacked_remat.training import ChatTemplateError, ConfigError, Tokenizer
+from stacked_remat.training.config_checks import check_date
 
 
 def main(arguments: Sequence[str], console: Console | None = None) -> int:
@@ -87,6 +88,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--prompt", action="append", default=[], help="a text to continue; may be given several times")
     add("--prompts", type=local_path, metavar="FILE", help="a file with a prompt on each line")
     add("--chat", action="store_true", help="prompts are what the user says, put into the chat template")
+    add("--chat_date", help="with --chat: today for the template, such as 2025-06-30; the run's if not given")
     add("--max_new_tokens", type=int, default=128, help="for each prompt, at the most (default 128)")
     add(
         "--temperature", type=float, default=1.0, help="divides logits (default 1); 0 for the likeliest token"
@@ -111,10 +113,16 @@ def _source(options: argparse.Namespace) -> GeneratorSource:
             "--dtype has no effect with --checkpoint, which computes as the run did (model.compute_dtype). "
             "Leave it out."
         )
+    if options.chat_date is not None and not options.chat:
+        raise ConfigError("--chat_date has no effect without --chat. Leave it out.")
+    try:
+        check_date("--chat_date", options.chat_date)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    named = {"tokenizer": options.tokenizer, "chat_date": options.chat_date}
     if options.checkpoint is not None:
-        return source_of_run(options.checkpoint, step=options.step, tokenizer=options.tokenizer)
-    dtype = cast(Dtype | None, options.dtype)
-    return source_of_folder(options.model, dtype=dtype, tokenizer=options.tokenizer)
+        return source_of_run(options.checkpoint, step=options.step, **named)
+    return source_of_folder(options.model, dtype=cast(Dtype | None, options.dtype), **named)
 
 
 def _sampling(options: argparse.Namespace) -> Sampling:

@@ -97,13 +97,20 @@ class GeneratorSource:
             )
 
 
-def source_of_run(run_dir: Path, *, step: int | None = None, tokenizer: str | None = None) -> GeneratorSource:
+def source_of_run(
+    run_dir: Path,
+    *,
+    step: int | None = None,
+    tokenizer: str | None = None,
+    chat_date: str | None = None,
+) -> GeneratorSource:
     """What a run trained, adapters merged as `models.export_hf` merges them.
 
     Args:
         run_dir: the run folder.
         step: of the checkpoint; the latest if not given.
         tokenizer: replaces the one that the run's config names.
+        chat_date: replaces `data.chat_date` of the run.
 
     Raises:
         FileNotFoundError: there is no such run or checkpoint.
@@ -112,7 +119,10 @@ def source_of_run(run_dir: Path, *, step: int | None = None, tokenizer: str | No
         WeightsError: the folder that training began with names end tokens that can't be read.
     """
     config = read_run_config(run_dir, step)
-    found = load_tokenizer(config.data.tokenizer if tokenizer is None else tokenizer)
+    data = config.data
+    found = load_tokenizer(
+        data.tokenizer if tokenizer is None else tokenizer, data.chat_date if chat_date is None else chat_date
+    )
 
     def read() -> LanguageModel:
         model = trained_model(run_dir, config, step=step)
@@ -127,7 +137,11 @@ def source_of_run(run_dir: Path, *, step: int | None = None, tokenizer: str | No
 
 
 def source_of_folder(
-    name: str, *, dtype: Dtype | None = None, tokenizer: str | None = None
+    name: str,
+    *,
+    dtype: Dtype | None = None,
+    tokenizer: str | None = None,
+    chat_date: str | None = None,
 ) -> GeneratorSource:
     """A model in Hugging Face's format.
 
@@ -135,6 +149,7 @@ def source_of_folder(
         name: a folder, or a name on the Hub.
         dtype: in which to compute; the one that the folder's `config.json` names if not given.
         tokenizer: replaces the folder's.
+        chat_date: the day that its chat template takes for today.
 
     Raises:
         FileNotFoundError: there is no such folder.
@@ -154,7 +169,7 @@ def source_of_folder(
             f"There is no tokenizer.json in {root}. Name a tokenizer with --tokenizer: a folder, a file, a "
             f"name on the Hugging Face Hub, or byte for UTF-8 bytes."
         )
-    found = load_tokenizer(str(root) if tokenizer is None else tokenizer)
+    found = load_tokenizer(str(root) if tokenizer is None else tokenizer, chat_date)
     ends = frozenset({found.end, *end_tokens(root, rows)})
     read = functools.partial(read_decoder, root, config, Axis("vocab", rows), remat=False, dtype=dtype)
     return GeneratorSource(config, rows, found, ends, read)

@@ -75,8 +75,7 @@ class StepMemory:
         model = self.config.model
         if not isinstance(model, DecoderConfig) or model.tiles > 1:
             return None
-        model = replace(model, tiles=max(2, model.num_kv_heads))
-        return replace(self, config=replace(self.config, model=model))
+        return replace(self, config=self._altered(model=replace(model, tiles=max(2, model.num_kv_heads))))
 
     def mesh_size(self) -> int:
         """How many devices the mesh has.
@@ -230,5 +229,10 @@ class StepMemory:
                 f"{find_target(self.target).name!r} that are not attached. Give devices: 1, with a "
                 f"trainer.mesh for one, or a TPU target."
             )
-        state = state_shapes(replace(self.config, trainer=trainer), partitioning, remat=True)
+        state = state_shapes(self._altered(trainer=trainer), partitioning, remat=True)
         return batch_shapes(data, partitioning), state
+
+    def _altered(self, **fields: Any) -> LmRunConfig:
+        """The config with other fields, and without its policy, which may not go with them."""
+        policy = {} if self.config.policy is None else {"remat": True}
+        return replace(self.config, **policy, **fields)

@@ -255,7 +255,7 @@ def _prepared(config: LmRunConfig, progress: Progress) -> tuple[LmRunConfig, Par
     check_scoring(config)
     partitioning = Partitioning.of(config.trainer.mesh)
     partitioning.check_batch(config.data.batch_size, config.data.seq_len, config.trainer.update.microbatches)
-    tokenizer = load_tokenizer(config.data.tokenizer)
+    tokenizer = load_tokenizer(config.data.tokenizer, config.data.chat_date)
     return _resolved(config, progress, partitioning), partitioning, tokenizer
 
 

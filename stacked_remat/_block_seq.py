@@ -9,7 +9,7 @@ from haliax.state_dict import StateDict
 
 from ._block_foldable import BlockFoldable
 from ._policy import ScanCheckpointPolicy, ScanCheckpointSpec, resolve_policy
-from ._scan.arguments import Caller, argument_namer, check_no_lists
+from ._scan.arguments import Caller, argument_namer, check_no_lists, warn_of_ambiguous
 from ._scan.checks import check_axis, check_reverse, check_unroll
 from ._scan.layer_axis import layer_getter
 from ._scan.layers import from_arguments, scan_unrolled
@@ -141,6 +141,7 @@ class BlockSeq(BlockFoldable[M]):
 
         def scanned(init: Any, /, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
             check_unmarked(init)
+            warn_of_ambiguous(init, args, kwargs, self.Block, caller)
             return from_arguments(run, resolved, self.Block)(init, (args, kwargs))
 
         return scanned

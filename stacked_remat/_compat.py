@@ -36,6 +36,8 @@
 - JAX (0.10.2, 0.12) has no public function that maps a jaxpr whose outputs may stay unmapped: `batch_jaxpr`;
   nor for what `jax.vmap` does to a type and to an unmapped array: `stacked_type`, `broadcast`; nor one that makes
   the constants of a jaxpr inputs: `without_constants`.
+- JAX (0.10.2, not 0.12) cannot lower `closed_call`, which its scans make of a jaxpr in `jax.checkpoint`, where that
+  holds a primitive of `hijax`.
 - JAX (0.10.2, 0.12) cannot transpose `checkpoint_name`, which is the identity.
 - JAX (0.10.2, 0.12) has no public name of the effect of a collective: `named_axes`.
 - JAX (0.10.2, 0.12) has no public name of the error for a sharding that divides several axes of an array over
@@ -159,14 +161,22 @@ def cudnn_is_installed() -> bool:
 
 
 def compiled_with_text(lowered: Any, platform: str) -> tuple[Any, str]:
-    """A lowered program, compiled, and the text of what it was compiled to."""
+    """A lowered program, compiled, and the text of what it was compiled to.
+
+    Instead of the first, the error where memory is too small; libtpu writes the text then too.
+    """
     if platform != "tpu":
         with jax._src.config.compilation_cache_include_metadata_in_key(True):
             compiled = lowered.compile()
         return compiled, compiled.as_text() or ""
     with tempfile.TemporaryDirectory() as folder:
         options = {"xla_dump_to": folder, "xla_dump_hlo_as_text": True}
-        compiled = lowered.compile(compiler_options=options)
+        try:
+            compiled = lowered.compile(compiler_options=options)
+        except jax.errors.JaxRuntimeError as error:
+            if "RESOURCE_EXHAUSTED" not in str(error):
+                raise
+            compiled = error
         # The kernels within it are programs too, and smaller.
         texts = [path.read_text() for path in Path(folder).glob("*.after_optimizations.txt")]
     return compiled, max(texts, key=len, default="")
@@ -348,6 +358,10 @@ def _has_plain_zeros(type_: Any) -> bool:
     return not is_key and not sharded and type_.memory_space == jax.memory.Space.Device
 
 
+if _IS_BEFORE_0_12:
+    jax._src.core.closed_call_p.to_lojax = lambda *args, call_jaxpr: jax.core.eval_jaxpr(  # pyright: ignore
+        call_jaxpr.jaxpr, call_jaxpr.consts, *args
+    )
 ad.primitive_transposes[jax._src.ad_checkpoint.name_p] = lambda cotangent, _, **__: [cotangent]
 restore_is_constant_dim()
 move_cotangents_back()

@@ -22,7 +22,7 @@ from ._block_foldable import BlockFoldable
 from ._placement import has_host_arrays, on_device, on_several_devices
 from ._policy import ScanCheckpointPolicy, ScanCheckpointSpec, resolve_policy
 from ._scan.api import scan_for, vmap_layers
-from ._scan.arguments import Caller, argument_namer, check_no_lists, check_stacked
+from ._scan.arguments import Caller, argument_namer, check_no_lists, check_stacked, warn_of_ambiguous
 from ._scan.checks import check_axis, check_axis_or_name
 from ._scan.layer_axis import layer_getter, split_tree
 from ._scan.marks import Marked, changed, is_array, map_unsliced
@@ -211,6 +211,7 @@ class Stacked(BlockFoldable[M]):
         )
 
         def scanned(init: Any, /, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+            warn_of_ambiguous(init, args, kwargs, self.Block, method_caller(self, verb, fn, skip=2))
             return run(init, applied(self.stacked), *args, **kwargs)
 
         return scanned
@@ -274,6 +275,7 @@ class Stacked(BlockFoldable[M]):
         template = eqx.filter(self, is_array, inverse=True)
 
         def swept(init: Any, /, *args: Any, **kwargs: Any) -> tuple[Any, SweepBack]:
+            warn_of_ambiguous(init, args, kwargs, self.Block, method_caller(self, verb, call, skip=2))
             y, sweep_back = run(init, stored(self.stacked), *args, **kwargs)
             return y, sweep_back.wrapping(
                 lambda result: result._replace(layers=changed(template, stacked=result.layers))

@@ -10,7 +10,7 @@ from haliax.state_dict import StateDict
 
 from ._block_foldable import BlockFoldable
 from ._policy import ScanCheckpointPolicy, ScanCheckpointSpec, resolve_policy
-from ._scan.arguments import Caller, argument_namer, check_no_lists
+from ._scan.arguments import Caller, argument_namer, check_no_lists, warn_of_ambiguous
 from ._scan.checks import check_axis, check_reverse, check_unroll
 from ._scan.layer_axis import split_tree
 from ._scan.layers import Layers as LayersOfKind, from_arguments, scan_rolled
@@ -224,6 +224,7 @@ class StackedPattern(BlockFoldable[M]):
 
         def scanned(init: Any, /, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
             check_unmarked(init)
+            warn_of_ambiguous(init, args, kwargs, self.Block, caller)
             return from_arguments(run, resolved, self.Block)(init, (self, args, kwargs))
 
         return scanned
@@ -295,6 +296,7 @@ class StackedPattern(BlockFoldable[M]):
 
         def swept(init: Any, /, *args: Any, **kwargs: Any) -> tuple[Any, SweepBack]:
             check_unmarked(init)
+            warn_of_ambiguous(init, args, kwargs, self.Block, caller)
             return run(init, (self, args, kwargs))
 
         return swept

@@ -34,7 +34,7 @@ def sweep(body, init, xs, *, length, unsliced=None, boundaries="device", **field
     masks = [unsliced or [False] * len(stacks)]
     offloads = boundaries == "host"
     traced = trace_layers([layer], [[]], init, [xs], unsliced=masks, offloads=offloads)
-    carry, (ys,) = run_layers(traced, [stacks], masks, boundaries=boundaries, **fields)
+    carry, (ys,) = run_layers(traced, [stacks], masks, length=length, boundaries=boundaries, **fields)
     return carry, ys
 
 

@@ -12,7 +12,16 @@ import optax
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from stacked_remat import LayerStack, ScanCheckpointPolicy, Stacked, fused_update, memory, shared, unsliced
+from stacked_remat import (
+    LayerStack,
+    ScanCheckpointPolicy,
+    Stacked,
+    fused_update,
+    memory,
+    per_layer,
+    shared,
+    unsliced,
+)
 from stacked_remat.training.precision import in_float32
 
 from .random_arrays import normal
@@ -63,7 +72,7 @@ class Model(eqx.Module):
         x = self.named.fold(x, offset)
         rates = jnp.linspace(1, 0.5, len(self.plain))
         (y, count), outputs = self.plain.scan(
-            (x.array, jnp.int32(0)), rates * self.scale[0], scale=shared(self.scale)
+            (x.array, jnp.int32(0)), per_layer(rates * self.scale[0]), scale=shared(self.scale)
         )
         return y @ self.embedding.array.T, jnp.sum(outputs), count
 

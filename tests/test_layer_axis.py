@@ -1,5 +1,7 @@
 """`shared`, also on the host, `per_layer`, single random keys, and errors that say how to share or split."""
 
+import warnings
+
 import equinox as eqx
 import haliax as hax
 import jax
@@ -119,7 +121,7 @@ class TestMarks:
         for got, want in zip(jax.tree.leaves(of_marked), of_loop, strict=True):
             np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-6)
         batch = jnp.stack([square, -square])
-        got = jax.vmap(loss, in_axes=(0, None))(shared(batch), scales)
+        got = jax.vmap(loss, in_axes=(0, None))(shared(batch), per_layer(scales))
         want = jnp.stack([expected(weight, scales) for weight in batch])
         np.testing.assert_allclose(got, want, rtol=1e-5)
 
@@ -142,6 +144,24 @@ class TestMarks:
     def test_per_layer_refuses_what_has_no_arrays(self, x):
         with pytest.raises(TypeError, match=r"holds none. Write per_layer\(jnp.asarray\(x\)\)"):
             per_layer(x)
+
+    @pytest.mark.parametrize("stack", STACKS)
+    def test_what_may_be_for_each_layer_or_for_each_feature(self, stack):
+        def call(x, scale):
+            return stack.fold_via(lambda block, x, scale: x * jnp.mean(scale))(x, scale)
+
+        message = r"splits scale over the 4 layers.*Write per_layer\(scale\).*or shared\(scale\)"
+        scale, x = jnp.arange(4.0), jnp.ones((2, 4))
+        with pytest.warns(UserWarning, match=message) as caught:
+            call(x, scale)
+        assert caught[0].filename == __file__
+        with pytest.warns(UserWarning, match=message):
+            call(hax.ones(hax.Axis("features", 4)), scale)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            call(x, per_layer(scale))
+            call(x, shared(scale))
+            call(jnp.ones(3), scale)
 
     @pytest.mark.parametrize("Stack", [Stacked, BlockSeq])
     def test_a_list_of_numbers(self, Stack):

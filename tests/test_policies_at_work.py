@@ -422,9 +422,15 @@ def test_named_blocks_keep_their_axes_in_the_gradient():
     assert gradient.stacked.weight.axes == (Layers, Hidden, Out)
 
 
-@pytest.mark.remat3
 @pytest.mark.parametrize("carries", [True, False, "offload"])
-@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit, jax.checkpoint], ids=["plain", "jit", "checkpoint"])
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        pytest.param(lambda f: f, id="plain", marks=pytest.mark.remat3),
+        pytest.param(jax.jit, id="jit", marks=pytest.mark.remat3),
+        pytest.param(jax.checkpoint, id="checkpoint"),
+    ],
+)
 def test_offloading_the_carry_by_name_is_refused(carries, wrap):
     def names_its_output(x, w):
         return wrap(lambda x: checkpoint_name(x + jnp.tanh(x * w), "h"))(x)

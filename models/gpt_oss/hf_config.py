@@ -52,7 +52,6 @@ def write(config: GptOssConfig) -> dict[str, Any]:
         "num_local_experts": experts.num_experts,
         "num_experts_per_tok": experts.experts_per_token,
         "router_aux_loss_coef": experts.load_balance_weight_used,
-        "output_router_logits": False,
         **_BUILT_IN,
     }
 
@@ -80,5 +79,5 @@ def _experts(fields: ConfigFields, intermediate_dim: int) -> ExpertsConfig:
         num_experts=128 if num_experts is None else num_experts,
         experts_per_token=4 if experts_per_token is None else experts_per_token,
         intermediate_dim=intermediate_dim,
-        load_balance_weight=fields.number("router_aux_loss_coef", 0.001),
+        load_balance_weight=fields.load_balance_weight(),
     )

@@ -108,6 +108,11 @@ class ConfigFields:
             raise ValueError(f"{name} is {shown(value)}; a list of {kind.__name__} is expected.")
         return value
 
+    def load_balance_weight(self) -> float:
+        """`router_aux_loss_coef`; 0 where `output_router_logits` is false, which turns the loss off."""
+        weight = self.number("router_aux_loss_coef", 0.001)
+        return weight if self.boolean("output_router_logits", True) else 0.0
+
     def check_quantization(self, quant_methods: Sequence[str]) -> None:
         """Refuses weights that are quantized in other ways than these; the tensors say which of them are."""
         given = self("quantization_config", None)

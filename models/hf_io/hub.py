@@ -1,12 +1,14 @@
 """Model folders by path, or by their name on the Hugging Face Hub."""
 
+import glob
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
-from models.hf_io.safetensors_folder import WeightsError
+from models.hf_io.safetensors_folder import WeightsError, weight_files
 from stacked_remat._messages import shown
 
-_FILES = ("*.json", "*.safetensors", "*.txt", "*.jinja")
+_BESIDE_WEIGHTS = ("*.json", "*.txt", "*.jinja")
 
 
 def model_folder(name: str, *, weights: bool = True) -> Path:
@@ -14,11 +16,12 @@ def model_folder(name: str, *, weights: bool = True) -> Path:
 
     Args:
         name: a path, or `owner/model` on the Hub, with `@revision` for one that is not its newest.
-        weights: whether its weights are needed; if not, only the Hub's JSON files are fetched.
+        weights: whether its weights are needed; if not, only the Hub's JSON files are fetched. Other formats
+            of the weights, and folders in the folder, are not.
 
     Raises:
         FileNotFoundError: there is no such folder, and the name can't be one on the Hub.
-        WeightsError: the Hub does not have it, or denies access.
+        WeightsError: the Hub does not have it, or denies access; or its index can't be read.
     """
     try:
         folder = Path(name).expanduser()
@@ -32,12 +35,26 @@ def model_folder(name: str, *, weights: bool = True) -> Path:
             f"There is no folder {name}, and it is not a name on the Hugging Face Hub, which would be "
             f"owner/model."
         )
+    if not weights:
+        return _fetched(name, repository, revision, _BESIDE_WEIGHTS[:1])
+    found = _fetched(name, repository, revision, _BESIDE_WEIGHTS)
+    files = [glob.escape(file) for file in weight_files(found)]
+    return _fetched(name, repository, revision, _BESIDE_WEIGHTS, files)
+
+
+def _fetched(
+    name: str, repository: str, revision: str, patterns: Sequence[str], files: Sequence[str] = ()
+) -> Path:
+    """The folder, with the files at its top that match patterns, and with other files."""
     import huggingface_hub
     import huggingface_hub.errors
 
     try:
         found = huggingface_hub.snapshot_download(
-            repository, revision=revision or None, allow_patterns=list(_FILES if weights else _FILES[:1])
+            repository,
+            revision=revision or None,
+            allow_patterns=[*patterns, *files],
+            ignore_patterns=[f"*/{pattern}" for pattern in patterns],
         )
     except (
         huggingface_hub.errors.HFValidationError,

@@ -3,11 +3,12 @@
 import dataclasses
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from models.hf_io.formats import read_hf_config
 from models.hf_io.safetensors_folder import WeightsError, read_json
 from models.lm import LmConfig
-from models.transformer.config import DecoderConfig, SparseDecoderConfig
+from models.transformer.config import DecoderConfig
 from stacked_remat._messages import shown
 
 GENERATION_CONFIG = "generation_config.json"
@@ -17,8 +18,7 @@ def pretrained_config(config: LmConfig, root: Path) -> tuple[DecoderConfig, int]
     """The architecture of the folder and the size of its vocabulary.
 
     Args:
-        config: takes precedence in what the folder does not decide: kernel, dtype, auxiliary losses and a
-            longer context.
+        config: takes precedence in what a run decides (`OF_RUN`) and in a longer context.
         root: the folder.
 
     Raises:
@@ -28,12 +28,7 @@ def pretrained_config(config: LmConfig, root: Path) -> tuple[DecoderConfig, int]
     found, vocab_size = read_hf_config(root)
     if not isinstance(config, DecoderConfig):
         raise WeightsError(f"{root} holds a decoder, and the config describes a {type(config).__name__}.")
-    found = replace(
-        found,
-        attention=replace(found.attention, backend=config.attention.backend),
-        compute_dtype=config.compute_dtype,
-        initializer_range=config.initializer_range,
-    )
+    found = _with_fields_of_run(found, config)
     if config.rotary.scaling is not None:  # a longer context than the folder was made for
         longest = config.rotary.max_position_embeddings
         rotary = replace(found.rotary, scaling=config.rotary.scaling, max_position_embeddings=longest)
@@ -43,19 +38,25 @@ def pretrained_config(config: LmConfig, root: Path) -> tuple[DecoderConfig, int]
         found = replace(found, attention=replace(found.attention, head_dim=None))
     if config.mlp_dim is None and found.Mlp == replace(found, mlp_dim=None).Mlp:
         found = replace(found, mlp_dim=None)
-    if isinstance(config, SparseDecoderConfig) and isinstance(found, SparseDecoderConfig):
-        names = ["backend", "load_balance_loss", "router_dtype", "z_loss_weight"]
-        if config.experts.load_balance_weight is not None:
-            names.append("load_balance_weight")
-        own = {name: getattr(config.experts, name) for name in names}
-        found = replace(found, experts=replace(found.experts, **own))
     return found, vocab_size
+
+
+def _with_fields_of_run(found: Any, config: object) -> Any:
+    """A config of a folder with what `config` has in the fields that a run decides."""
+    changes = {}
+    for field in dataclasses.fields(found):
+        own, other = getattr(config, field.name, None), getattr(found, field.name)
+        if "of_run" in field.metadata:
+            changes[field.name] = other if own is None else own
+        elif dataclasses.is_dataclass(own) and dataclasses.is_dataclass(other):
+            changes[field.name] = _with_fields_of_run(other, own)
+    return replace(found, **changes)
 
 
 def differing_fields(path: str, config: object, found: object, usual: object = ...) -> list[str]:
     """A line for each field in which `config` is neither `found` nor, where it is given, `usual`.
 
-    A null in a field with the metadata `from_folder` means the folder's value.
+    Fields that a run decides are left out.
     """
     alike = type(config) is type(found) if usual is ... else dataclasses.is_dataclass(found)
     if not (alike and dataclasses.is_dataclass(config)):
@@ -64,7 +65,7 @@ def differing_fields(path: str, config: object, found: object, usual: object = .
     lines = []
     for field in dataclasses.fields(config):
         own, other, default = (getattr(one, field.name, ...) for one in (config, found, usual))
-        if own is not None or "from_folder" not in field.metadata:
+        if "of_run" not in field.metadata:
             lines += differing_fields(f"{path}.{field.name}", own, other, default)
     return lines
 

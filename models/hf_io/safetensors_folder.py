@@ -235,6 +235,17 @@ class Pending:
     make: Callable[[], Shaped[np.ndarray, "..."]]
 
 
+def weight_files(root: Path) -> list[str]:
+    """The files that a folder's weights are in, whether they are there or not.
+
+    Raises:
+        WeightsError: the index can't be read.
+    """
+    if not (root / INDEX).is_file():
+        return [SINGLE]
+    return sorted({path.relative_to(root).as_posix() for path in _promised(root).values()})
+
+
 def _paths(root: Path) -> tuple[list[Path], dict[str, Path]]:
     """The files that hold tensors, and the file of each tensor by the index, if there is one."""
     if (root / INDEX).is_file():

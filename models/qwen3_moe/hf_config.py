@@ -49,7 +49,6 @@ def write_sparse(config: Qwen3MoeConfig) -> dict[str, Any]:
         "moe_intermediate_size": experts.intermediate_dim,
         "norm_topk_prob": experts.norm_topk_prob,
         "router_aux_loss_coef": experts.load_balance_weight_used,
-        "output_router_logits": False,
         "decoder_sparse_step": 1,
         "mlp_only_layers": list(experts.dense_layers),
     }
@@ -121,6 +120,6 @@ def _experts(fields: ConfigFields, num_layers: int) -> ExpertsConfig:
         experts_per_token=fields.size("num_experts_per_tok"),
         intermediate_dim=fields.size("moe_intermediate_size"),
         norm_topk_prob=fields.boolean("norm_topk_prob", False),
-        load_balance_weight=fields.number("router_aux_loss_coef", 0.001),
+        load_balance_weight=fields.load_balance_weight(),
         dense_layers=tuple(i for i in range(num_layers) if i in dense or (i + 1) % step),
     )

@@ -4,6 +4,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, ClassVar, Literal
 
 import draccus
@@ -15,6 +16,9 @@ from models.transformer.remat_presets import DENSE_NAMES, SPARSE_NAMES, decoder_
 from stacked_remat.ops import RotaryScaling, rotary_from_hf, rotary_to_hf
 from stacked_remat.training import RematPresets
 from stacked_remat.training.config_checks import check_choices, check_positive
+
+OF_RUN = MappingProxyType({"of_run": True})
+"""The metadata of fields that a run decides, not the folder of its weights; null takes the folder's value."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +55,9 @@ class AttentionConfig:
     bias: bool = False
     window: int | None = None
     windowed_layers: tuple[int, ...] | None = None
-    backend: Literal["auto", "cudnn", "splash", "blockwise", "exact", "ring"] = "auto"
+    backend: Literal["auto", "cudnn", "splash", "blockwise", "exact", "ring"] = field(
+        default="auto", metadata=OF_RUN
+    )
 
     def __post_init__(self) -> None:
         check_choices("model.attention", self)
@@ -101,8 +107,9 @@ class ExpertsConfig:
         experts_per_token: how many of them each token visits.
         intermediate_dim: inner width of one expert.
         norm_topk_prob: whether the weights of the chosen experts are rescaled to sum to one.
-        load_balance_weight: weight in the training loss of the load-balance loss; null for the
-            `router_aux_loss_coef` of the folder of `initialize_from_hf`, and for 0.001 without a folder.
+        load_balance_weight: weight in the training loss of the load-balance loss; null for that of the folder
+            of `initialize_from_hf`: its `router_aux_loss_coef`, or 0 where its `output_router_logits` is
+            false. Without a folder null is 0.001.
         z_loss_weight: the same for the router's z-loss, which keeps its logits small; the mean over layers.
         dense_layers: numbers of the layers that have one MLP of `model.mlp_dim` in place of experts.
         load_balance_loss: `per_layer` for the mean of each layer's load-balance loss, which makes every layer
@@ -117,12 +124,12 @@ class ExpertsConfig:
     experts_per_token: int = 2
     intermediate_dim: int = 128
     norm_topk_prob: bool = True
-    load_balance_weight: float | None = field(default=None, metadata={"from_folder": True})
-    z_loss_weight: float = 0.0
+    load_balance_weight: float | None = field(default=None, metadata=OF_RUN)
+    z_loss_weight: float = field(default=0.0, metadata=OF_RUN)
     dense_layers: tuple[int, ...] = ()
-    load_balance_loss: Literal["per_layer", "pooled"] = "per_layer"
-    backend: Literal["auto", "megablox", "mosaic", "triton", "block"] = "auto"
-    router_dtype: Literal["compute", "float32"] = "compute"
+    load_balance_loss: Literal["per_layer", "pooled"] = field(default="per_layer", metadata=OF_RUN)
+    backend: Literal["auto", "megablox", "mosaic", "triton", "block"] = field(default="auto", metadata=OF_RUN)
+    router_dtype: Literal["compute", "float32"] = field(default="compute", metadata=OF_RUN)
 
     def __post_init__(self) -> None:
         check_positive("model.experts", self, "num_experts", "experts_per_token", "intermediate_dim")
@@ -187,10 +194,10 @@ class DecoderConfig(LmConfig):
     mlp_dim: int | None = None
     rotary: RotaryConfig = field(default_factory=RotaryConfig)
     rms_norm_eps: float = 1e-6
-    initializer_range: float = 0.02
+    initializer_range: float = field(default=0.02, metadata=OF_RUN)
     tie_word_embeddings: bool = False
-    tiles: int = 1
-    compute_dtype: Literal["float32", "bfloat16"] = "float32"
+    tiles: int = field(default=1, metadata=OF_RUN)
+    compute_dtype: Literal["float32", "bfloat16"] = field(default="float32", metadata=OF_RUN)
 
     def __post_init__(self) -> None:
         sizes = ("hidden_dim", "num_layers", "num_heads", "num_kv_heads", "mlp_dim", "tiles")

@@ -2,7 +2,8 @@
 
 import inspect
 import re
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -12,7 +13,7 @@ from haliax import Axis
 from haliax.axis import AxisSelector
 
 from .._messages import axes_text
-from .marks import Rule, is_array, is_named, is_split, leaf_size, raw_array
+from .marks import Rule, is_array, is_named, is_split, leaf_size, raw_array, take_marks_off
 
 _NAMES_OF_KEYS = ("key", "keys", "prng", "rng", "rngs", "seed", "seeds", "subkey", "subkeys")
 
@@ -121,6 +122,46 @@ def check_no_lists(args: tuple[Any, ...], kwargs: dict[str, Any], axis: Axis, ca
                 f"`{axis.name}`? Write per_layer({name}) to give each layer its number, or shared({name}) to "
                 "give every layer the whole list."
             )
+
+
+def warn_of_ambiguous(
+    init: Any, args: Sequence[Any], kwargs: dict[str, Any], axis: Axis, caller: Caller
+) -> None:
+    """Warn of a plain array that may be meant for each layer or for a dimension of the carry of that size.
+
+    Of arguments that are arrays without a mark, with as many entries as there are layers.
+    """
+    carry = jtu.tree_leaves(init, is_leaf=is_named)
+    if axis.size < 2 or not any(axis.size in jnp.shape(raw_array(leaf)) for leaf in carry):
+        return
+    for path, leaf, rule in take_marks_off((tuple(args), kwargs))[0]:
+        if (
+            len(path) > 2
+            or rule != "default"
+            or not is_array(leaf)
+            or jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+        ):
+            continue
+        if leaf.shape[:1] == (axis.size,) and not _may_be_raw_key(leaf):
+            name = caller.name_of(path)
+            warnings.warn(
+                f"{caller.what} splits {name} over the {axis.size} layers of `{axis.name}`, and a dimension "
+                f"of the carry has that size too. Write per_layer({name}) if each layer is to be given a "
+                f"part of it, or shared({name}) if every layer is to be given all of it.",
+                UserWarning,
+                stacklevel=_outside(),
+            )
+
+
+def _outside() -> int:
+    """The `stacklevel`, for a warning of the caller, of the code that calls this library."""
+    frame, level = inspect.currentframe(), 0
+    while frame is not None and frame.f_globals.get("__name__", "").split(".")[0] in _OURS:
+        frame, level = frame.f_back, level + 1
+    return level
+
+
+_OURS = (__name__.split(".")[0], "jax", "equinox", "contextlib")
 
 
 def check_stacked(tree: Any, axis: Axis, caller: Caller) -> None:

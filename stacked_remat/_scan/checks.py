@@ -140,8 +140,8 @@ def check_offloaded(carry: Sequence[Any], jaxpr: Any, names: Sequence[str]) -> N
     Raises:
         ValueError: the next layer keeps that value as its input, so nothing would be moved.
     """
-    found = {_name_of_output(jaxpr, output) for output in carry} & {*names}
-    for name in sorted(found):
+    found = {_name_of_output(jaxpr, output) for output in carry}
+    if name := next((name for name in names if name in found), None):
         raise ValueError(
             f"offload_block_internals={list(names)}: {name!r} is the carry that a layer returns, which is "
             "kept as the next layer's input and not as an internal, so nothing would be moved. Write "

@@ -189,7 +189,7 @@ def scan_rolled(
         assert not isinstance(remat, Swept)
         is_rolled = unroll is not True and unroll < axis.size
         plain = _LayerCheckpoint(remat, names, is_rolled)
-        options = {"schedule": equal(axis.size, axis.size) if axis.size else None, "plain": plain}
+        options = {"schedule": None, "plain": plain}
     offloads = (isinstance(remat, PerLayer) and remat.offloads) or options.get("boundaries") == "host"
     checks = {"offloads": offloads, "replays": "plain" not in options}
     arrays, static = eqx.partition(init, eqx.is_array_like)
@@ -202,7 +202,7 @@ def scan_rolled(
                 check_offloaded(layer.jaxpr.outvars[: len(layer.init)], layer.jaxpr, remat.offloaded)
         unsliced = [kind.layout.unsliced for kind in kinds]
         fields = {"pattern": pattern, "reverse": reverse, "unroll": unroll, **options}
-        return run_layers(traced, xs, unsliced, **fields)
+        return run_layers(traced, xs, unsliced, length=axis.size, **fields)
 
     with jax.named_scope(f"scan({axis.name})"):
         carry, ys = _replayed_whole(run, remat, names)(arrays, xs)

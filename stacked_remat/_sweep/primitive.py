@@ -228,17 +228,18 @@ class _Plain:
 
     spec: SweepSpec
     checkpoint: Checkpoint
+    length: int
     __name__ = "scan"
 
     def __call__(self, init: Carry, xs: Arrays, shared: Arrays) -> tuple[Carry, Arrays]:
-        return self.spec.plain(init, xs, shared, self.checkpoint)
+        return self.spec.plain(init, xs, shared, self.checkpoint, self.length)
 
 
 def plain_scan(
-    spec: SweepSpec, checkpoint: Checkpoint, init: Carry, xs: Arrays, shared: Arrays
+    spec: SweepSpec, checkpoint: Checkpoint, length: int, init: Carry, xs: Arrays, shared: Arrays
 ) -> tuple[Carry, Arrays]:
     """Run the layers of a plain scan, each checkpointed; compiled once where nothing is traced."""
-    run = _Plain(spec, checkpoint)
+    run = _Plain(spec, checkpoint, length)
     is_eager = all(map(is_concrete, (*init, *xs, *shared)))
     return (_compiled(run) if is_eager else run)(init, xs, shared)
 
@@ -330,7 +331,10 @@ class Linear(HiPrim):
         active = self.of.active(self.nonzero)
         zeros = [ad.Zero(type_.to_ct_aval()) for type_ in self.of.out_avals_flat]
         every = self.of.out_tree.unflatten(merge(zeros, cotangents, active))
-        self.pull_back(self.of, self.nonzero, primals, every, sums)
+        linear = [hasattr(total, "accum") for total in sums]  # tangents that are known have no sum
+        self.pull_back(
+            self.of, tuple(merge(self.nonzero, linear, self.nonzero)), primals, every, pick(sums, linear)
+        )
 
     def batch(self, axis: Any, args: Any, dims: Any) -> Any:
         return _mapped(self.expand, axis, dims)(*args), [0] * len(self.out_aval)

@@ -157,9 +157,14 @@ class SweepSpec:
         return [] if self.pattern else read_ahead(xs, self.layer_index(number), self.read_length)
 
     def plain(
-        self, init: Carry, xs: Arrays, shared: Arrays, checkpoint: Checkpoint = lambda layer: layer
+        self,
+        init: Carry,
+        xs: Arrays,
+        shared: Arrays,
+        checkpoint: Checkpoint = lambda layer: layer,
+        length: int | None = None,
     ) -> tuple[Carry, Arrays]:
-        """Scan plainly over layers, one at a time, each `checkpoint`ed."""
+        """Scan plainly over layers, one at a time, each `checkpoint`ed: the schedule's, or so many."""
         layers = [checkpoint(kind.layer) for kind in self.kinds]
         whole, sliced = [*map(at_least_one, xs)], [not is_ for is_ in self.unsliced]
         options: Any = {"reverse": self.reverse, "unroll": self.unroll}
@@ -169,7 +174,7 @@ class SweepSpec:
             lambda carry, x: layers[0](shared, carry, merge(whole, on_device(x), sliced)),
             init,
             pick(xs, sliced),
-            length=self.length * self.read_length,
+            length=self.length * self.read_length if length is None else length,
             **options,
         )
 

@@ -11,6 +11,7 @@ from ._compiled_sizes import DoesNotFit
 from ._costs import Flops
 from ._flops import count_flops
 from ._host_arguments import arguments_on_host
+from ._largest import Buffer
 from ._plan import CANDIDATES, BudgetError, Comparison, Plan, compare, parse_bytes, plan
 from ._plot import plot
 from ._report import HostBytes, MemoryReport, report
@@ -33,6 +34,7 @@ __all__ = [
     "CANDIDATES",
     "TARGETS",
     "BudgetError",
+    "Buffer",
     "Comparison",
     "CudaTarget",
     "DoesNotFit",

@@ -4,12 +4,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from .._activity import is_differentiable
+from ._jaxprs import Jaxprs
 
 _MOST = 2  # gradients of one product, which has two factors; fused attention has more operands
 
 
 def mark_products(
-    live: Callable[[Any], Any],
+    jaxprs: Jaxprs,
     jaxpr: Any,
     active: Sequence[bool],
     factors: dict[tuple[int, ...], int],
@@ -18,7 +19,7 @@ def mark_products(
     """Count how many products each equation needs, forward and backward.
 
     Args:
-        live: removes the equations of a jaxpr that are not counted.
+        jaxprs: those of the program.
         jaxpr: the program, open or closed.
         active: which of its inputs depend on what is trained.
         factors: filled in for equations that hold no jaxpr: 1 for the equation itself, and 1 for each operand
@@ -29,7 +30,7 @@ def mark_products(
     Returns:
         Which outputs depend on what is trained.
     """
-    program = live(jaxpr)
+    program = jaxprs.live(jaxpr)
     known = {var for var, is_active in zip(program.invars, active, strict=True) if is_active}
 
     def reads(atom: Any) -> bool:
@@ -37,14 +38,14 @@ def mark_products(
 
     for eqn in program.eqns:
         operands = [reads(atom) for atom in eqn.invars]
-        outputs = _mark(live, eqn, operands, factors, (*path, id(eqn)))
+        outputs = _mark(jaxprs, eqn, operands, factors, (*path, id(eqn)))
         pairs = zip(eqn.outvars, outputs, strict=True)
         known.update(var for var, is_active in pairs if is_active and _has_gradient(var))
     return [reads(atom) for atom in program.outvars]
 
 
 def _mark(
-    live: Callable[[Any], Any],
+    jaxprs: Jaxprs,
     eqn: Any,
     operands: list[bool],
     factors: dict[tuple[int, ...], int],
@@ -53,7 +54,7 @@ def _mark(
     name, params = eqn.primitive.name, eqn.params
 
     def inner(jaxpr: Any, active: Sequence[bool]) -> list[bool]:
-        return mark_products(live, jaxpr, active, factors, path)
+        return mark_products(jaxprs, jaxpr, active, factors, path)
 
     if name == "stop_gradient":
         return [False] * len(eqn.outvars)
@@ -68,7 +69,7 @@ def _mark(
         runs = [inner(branch, operands[1:]) for branch in params["branches"]]
         return [any(outputs) for outputs in zip(*runs, strict=True)]
     if name != "pallas_call":
-        called = called_jaxpr(eqn)
+        called = jaxprs.called(eqn)
         if called is not None:
             return inner(called, operands)
     factors[path] = max(factors.get(path, 1), 1 + min(_MOST, sum(operands)))
@@ -94,15 +95,6 @@ def _looped(
         if grown == carry:
             return [*carry, *outputs[num_carry:]]
         carry = grown
-
-
-def called_jaxpr(eqn: Any) -> Any:
-    """The jaxpr of an equation that calls one with its own operands; None for any other equation."""
-    for key in ("jaxpr", "call_jaxpr", "fun_jaxpr", "fwd_jaxpr", "call"):
-        found = eqn.params.get(key)
-        if found is not None and len(getattr(found, "jaxpr", found).invars) == len(eqn.invars):
-            return found
-    return None
 
 
 def scan_parts(eqn: Any) -> tuple[int, int]:

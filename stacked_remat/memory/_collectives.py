@@ -15,7 +15,7 @@ from ._costs import Flops
 
 _KINDS = "all-gather|all-reduce|reduce-scatter|all-to-all|ragged-all-to-all|collective-permute"
 _COLLECTIVE = re.compile(rf" = (.*?) ({_KINDS})(-start)?\(")
-_COMPUTATION = re.compile(r"^(ENTRY )?%([^\s(]+) ?\(.*\{$")
+COMPUTATION = re.compile(r"^(ENTRY )?%([^\s(]+) ?\(.*\{$")
 _CALLED = re.compile(r"(?:calls|body)=%([\w.\-]+)")
 _APPLIED = re.compile(r" call\(.*to_apply=%([\w.\-]+)")
 _BRANCHES = re.compile(r"branch_computations=\{(.*?)\}|true_computation=(\S+), false_computation=(\S+)")
@@ -25,7 +25,7 @@ _TRIPS = re.compile(r'known_trip_count":\{"n":"(\d+)"')
 _ARRAY = re.compile(r"\b(pred|[a-z]+(\d+)\w*)\[([\d,]*)\]")
 _GROUPS = re.compile(r"replica_groups=(?:\[\d+,(\d+)\]|\{\{([\d,]*)\}|mesh\[(.*?)\] \{(.*?)\})")
 _SCOPES = re.compile(r'op_name="([^"]*)/')
-_FRAME = re.compile(r"stack_frame_id=(\d+)")
+FRAME = re.compile(r"stack_frame_id=(\d+)")
 _ENTRY = re.compile(r"(\w+)=(\d+)")
 _ROW = re.compile(r"^(\d+) (.*)$")
 
@@ -53,12 +53,12 @@ class _Program:
         self._bodies: dict[str, list[str]] = {}
         self._entry, lines = "", []
         for line in text.splitlines():
-            if found := _COMPUTATION.match(line):
+            if found := COMPUTATION.match(line):
                 self._entry = found[2] if found[1] else self._entry
                 lines = self._bodies.setdefault(found[2], [])
             elif "=%" in line or " conditional(" in line or _LIMIT.search(line) or _COLLECTIVE.search(line):
                 lines.append(line)
-        self._places = _places(text)
+        self._places = places_in(text)
         self._sent = functools.cache(self._of_computation)
 
     def sent(self) -> float:
@@ -69,7 +69,7 @@ class _Program:
 
     def _of_line(self, line: str, loop: str) -> float:
         if found := _COLLECTIVE.search(line):
-            return _sent_in(found[2], bool(found[3]), _bytes(found[1]), _group(line, self._devices))
+            return _sent_in(found[2], bool(found[3]), bytes_of(found[1]), _group(line, self._devices))
         if "-done(" in line or "-update(" in line:
             return 0.0
         if found := _BRANCHES.search(line):
@@ -78,7 +78,7 @@ class _Program:
         called = [*_CALLED.findall(line), *_APPLIED.findall(line)]
         if " while(" not in line:
             return sum(self._sent(one, loop) for one in called)
-        frame = _FRAME.search(line)
+        frame = FRAME.search(line)
         place = self._places.get(frame[1], "") if frame else ""
         return self._trips(line, place, loop) * sum(self._sent(one, place) for one in called)
 
@@ -107,7 +107,7 @@ def _sent_in(kind: str, starts: bool, size: int, group: int) -> float:
     return result if kind == "collective-permute" else result * (group - 1) / group
 
 
-def _bytes(shapes: str) -> int:
+def bytes_of(shapes: str) -> int:
     bits = 0
     for kind, width, sizes in _ARRAY.findall(shapes):
         each = 8 if kind == "pred" else int(width)
@@ -130,16 +130,24 @@ def _group(line: str, devices: int) -> int:
     return math.prod(int(part or sizes[name]) for name, part in parts)
 
 
-def _places(text: str) -> dict[str, str]:
-    """From the numbers of stack frames to places in the source, as `file:line`."""
+def places_in(text: str, outside: str = "") -> dict[str, str]:
+    """From the numbers of stack frames to places in the source, as `file:line`.
+
+    Args:
+        text: of a program.
+        outside: a folder. For a frame in it, the place is that of its nearest caller that is not.
+    """
     tables: dict[str, dict[str, str]] = {}
     for name, number, row in _rows(text):
         tables.setdefault(name, {})[number] = row
     places = {}
     for frame, row in tables.get("StackFrames", {}).items():
-        at = dict(_ENTRY.findall(tables["FileLocations"][dict(_ENTRY.findall(row))["file_location_id"]]))
+        entry = dict(_ENTRY.findall(row))
+        at = dict(_ENTRY.findall(tables["FileLocations"][entry["file_location_id"]]))
         file = tables["FileNames"][at["file_name_id"]].strip('"')
-        places[frame] = f"{file}:{at['line']}"
+        caller = str(int(entry.get("parent_frame_id", 1)) - 1)  # counted from 1, for none
+        inside = outside and file.startswith(outside)
+        places[frame] = places[caller] if inside and caller in places else f"{file}:{at['line']}"
     return places
 
 
@@ -147,7 +155,7 @@ def _rows(text: str) -> Iterator[tuple[str, str, str]]:
     """The rows of the tables at the head of a program: the table, the row's number and the row."""
     table = ""
     for line in text.splitlines():
-        if _COMPUTATION.match(line):
+        if COMPUTATION.match(line):
             return
         if row := _ROW.match(line):
             yield table, row[1], row[2]

@@ -8,6 +8,7 @@ import inspect
 import json
 import os
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,10 @@ import jax
 
 from .._compat import compiled_with_text
 from .._files import read_json_fields, replaced_whole
-from . import _collectives, _costs
+from . import _collectives, _costs, _largest
 from ._collectives import sent_bytes
 from ._costs import Flops
+from ._largest import Buffer, largest_buffers
 from ._targets import Target
 
 _COMPILERS = ("jax", "jaxlib", "jax-cuda12-pjrt", "jax-cuda13-pjrt", "libtpu")
@@ -37,12 +39,14 @@ class CompiledSizes:
         host: the same of host memory.
         seconds: wall time of the compilation.
         sent: bytes that each device sends to others.
+        largest: buffers at the peak.
     """
 
     device: dict[str, int]
     host: dict[str, int]
     seconds: float
     sent: int
+    largest: Sequence[Buffer] = ()
 
 
 def sizes_of(lowered: Any, target: Target, devices: int, folder: Path | None, flops: Flops) -> CompiledSizes:
@@ -65,7 +69,7 @@ def sizes_of(lowered: Any, target: Target, devices: int, folder: Path | None, fl
     with contextlib.suppress(OSError, ValueError, TypeError):
         found = CompiledSizes(**read_json_fields(path))
         if found.device.keys() == found.host.keys() == _KINDS.keys():
-            return found
+            return dataclasses.replace(found, largest=tuple(Buffer(*each) for each in found.largest))
     found = _compiled(lowered, target, devices, flops)
     with contextlib.suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)
@@ -76,22 +80,18 @@ def sizes_of(lowered: Any, target: Target, devices: int, folder: Path | None, fl
 
 def _compiled(lowered: Any, target: Target, devices: int, flops: Flops) -> CompiledSizes:
     start = time.perf_counter()
-    try:
-        compiled, text = (
-            (lowered.compile(), "")
-            if devices == 1
-            else compiled_with_text(lowered, target.devices()[0].platform)
-        )
-    except jax.errors.JaxRuntimeError as error:
-        if "RESOURCE_EXHAUSTED" in str(error):
-            raise DoesNotFit(f"compiling for {target.name!r}: {error}") from error
-        raise
+    compiled, text = compiled_with_text(lowered, target.devices()[0].platform)
+    if isinstance(compiled, jax.errors.JaxRuntimeError):
+        listed = "".join(f"\n  {each}" for each in largest_buffers(text))
+        largest = f"\nThe largest buffers at the peak, beside the arguments:{listed}" if listed else ""
+        raise DoesNotFit(f"compiling for {target.name!r}: {compiled}{largest}") from compiled
     seconds, stats = time.perf_counter() - start, compiled.memory_analysis()
     device, host = (
         {name: getattr(stats, f"{where}{kind}_size_in_bytes") for name, kind in _KINDS.items()}
         for where in ("", "host_")
     )
-    return CompiledSizes(device, host, seconds, sent_bytes(text, devices, flops))
+    sent = sent_bytes(text, devices, flops) if devices > 1 else 0
+    return CompiledSizes(device, host, seconds, sent, largest_buffers(text))
 
 
 def _key(lowered: Any, target: Target, devices: int) -> str:
@@ -100,7 +100,7 @@ def _key(lowered: Any, target: Target, devices: int) -> str:
     compiler = getattr(getattr(device, "client", None), "platform_version", "")
     flags = [os.environ.get(name, "") for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS")]
     parts = [repr(target), str(devices), compiler, device.device_kind, *map(_version, _COMPILERS), *flags]
-    parts += [inspect.getsource(module) for module in (_collectives, _costs)] if devices > 1 else []
+    parts += [inspect.getsource(module) for module in (_collectives, _costs, _largest)]
     return hashlib.sha256("\0".join([*parts, lowered.as_text()]).encode()).hexdigest()
 
 

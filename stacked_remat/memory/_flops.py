@@ -15,12 +15,12 @@ from typing import Any
 import numpy as np
 from jax.extend import source_info_util
 from jax.extend.core import jaxprs_in_params
-from jax.interpreters import partial_eval
 
 from .._expected_trips import trips_expected
-from ._backward import called_jaxpr, mark_products, scan_parts
+from ._backward import mark_products, scan_parts
 from ._costs import Flops, leaf_cost
 from ._integers import as_known, evaluate
+from ._jaxprs import Jaxprs
 
 _MAX_STEPS = 500_000  # equations visited before loops are no longer followed (about ten seconds)
 
@@ -56,7 +56,7 @@ class _Counter:
 
     def __init__(self) -> None:
         self.steps = 0
-        self._live: dict[int, tuple[Any, Any]] = {}
+        self._jaxprs = Jaxprs()
         self._runs: dict[Any, tuple[Flops, list[_Value]]] = {}
         self._factors: dict[tuple[int, ...], int] = {}
         self._path: tuple[int, ...] = ()  # of the current equation, through those that hold it
@@ -64,12 +64,12 @@ class _Counter:
 
     def count_gradients(self, jaxpr: Any, trained: Sequence[bool]) -> None:
         """From now on, products count with those of their gradients."""
-        mark_products(self._without_dead_code, jaxpr, trained, self._factors)
+        mark_products(self._jaxprs, jaxpr, trained, self._factors)
 
     def run(self, jaxpr: Any, values: _Values) -> tuple[Flops, list[_Value]]:
         """The cost and the known results of a jaxpr (open or closed), given what is known of its inputs."""
         self.steps += 1
-        live = self._without_dead_code(jaxpr)
+        live = self._jaxprs.live(jaxpr)
         # Loops run the same program with the same integers again and again.
         place = self._path if self._factors else ()
         key = (
@@ -94,13 +94,6 @@ class _Counter:
             self._runs[key] = cost, [_read(known, atom) for atom in live.outvars]
         return self._runs[key]
 
-    def _without_dead_code(self, jaxpr: Any) -> Any:
-        if id(jaxpr) not in self._live:
-            open_jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
-            live, _ = partial_eval.dce_jaxpr(open_jaxpr, [True] * len(open_jaxpr.outvars), instantiate=True)
-            self._live[id(jaxpr)] = (jaxpr, live)
-        return self._live[id(jaxpr)][1]
-
     def _eqn(self, eqn: Any, values: list[_Value]) -> tuple[Flops, list[_Value]]:
         name, params = eqn.primitive.name, eqn.params
         unknown: list[_Value] = [None] * len(eqn.outvars)
@@ -123,7 +116,7 @@ class _Counter:
             ]
             body, _ = self.run(params["jaxpr"], inputs)
             return body * math.prod(shape[axis] for axis in (manual or shape)), unknown
-        called = called_jaxpr(eqn)
+        called = self._jaxprs.called(eqn)
         if called is not None:
             return self.run(called, values)
         nested = [] if name in _TINY_BODIES else list(jaxprs_in_params(params))
@@ -212,7 +205,7 @@ class _Counter:
         unknown = cost + Flops(too_low=(reason,)), fixed, None
         if strides is not None:
             starts = [*cond_consts, *state], [*cond_consts, *_after(state, strides, 1)]
-            trips = _strided_trips(self._without_dead_code(params["cond_jaxpr"]), *starts)
+            trips = _strided_trips(self._jaxprs.live(params["cond_jaxpr"]), *starts)
             if trips == _ENDLESS:
                 return unknown
             if trips is not None:
@@ -318,5 +311,6 @@ def _where(eqn: Any) -> str:
 # Their jaxprs combine two elements, which `leaf_cost` counts.
 _TINY_BODIES = frozenset(
     "reduce reduce_window scatter scatter-add scatter-mul scatter-min scatter-max scatter_sub argmax sort "
-    "select_and_gather_add select_and_scatter_add reduce_precision custom_lin".split()
+    "select_and_gather_add select_and_scatter_add reduce_precision custom_lin "
+    "call_hi_primitive_linearized".split()
 )

@@ -21,6 +21,7 @@ from ._compiled_sizes import sizes_of
 from ._costs import Flops
 from ._flops import count_flops
 from ._host_arguments import host_memory_kind, is_array_or_shape, on_one_device
+from ._largest import Buffer
 from ._table import Table, Tabular, readable_bytes, readable_count
 from ._targets import Target, TargetError, find_target, target_of_device
 from ._time_bound import TimeBound
@@ -60,6 +61,8 @@ class MemoryReport(Tabular):
         sent: bytes that a device sends to others in collectives, if each goes round a ring. Divided experts
             (`over` of `grouped_experts`) count as with an even routing; other loops whose trips depend on
             data count once.
+        largest: the largest buffers in device memory at the peak, beside the arguments, as far as the text of
+            the compiled program tells.
     """
 
     target: str
@@ -74,6 +77,7 @@ class MemoryReport(Tabular):
     capacity: int | None = None
     least_time: TimeBound | None = None
     sent: int = 0
+    largest: tuple[Buffer, ...] = ()
 
     @property
     def total(self) -> int:
@@ -98,6 +102,8 @@ class MemoryReport(Tabular):
             *([f"{readable_bytes(self.sent)} sent by each device to others"] if self.sent else []),
             f"compiled in {self.compile_seconds:.1f} s",
             *self.flops.reasons,
+            *(["the largest buffers at the peak, beside the arguments:"] if self.largest else []),
+            *(f"  {each}" for each in self.largest),
         ]
         return Table(f"memory on {where}", ("", "device", "host"), tuple(rows), tuple(notes))
 
@@ -149,7 +155,9 @@ class TracedCall:
         with warnings.catch_warnings():
             # Donation that was not used shows in the report.
             warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
-            found = sizes_of(self.traced.lower(), self.target, self.placement.devices, cache, self.flops)
+            with compiled_for(self.target.devices()[0]):  # primitives that expand into others do so now
+                lowered = self.traced.lower()
+            found = sizes_of(lowered, self.target, self.placement.devices, cache, self.flops)
         known = self.target if self.target.flops else target_of_device(self.target.devices()[0])
         return MemoryReport(
             target=self.target.name,
@@ -157,6 +165,7 @@ class TracedCall:
             host=HostBytes(**found.host),
             flops=dataclasses.replace(self.flops, loops=()),
             sent=found.sent,
+            largest=tuple(found.largest),
             compile_seconds=found.seconds,
             devices=self.placement.devices,
             capacity=self.target.memory or _attached_memory(self.target),
@@ -244,9 +253,11 @@ def trace_call(
 
 def _trace(target: Target, placement: "_Placement", trace: Callable[[], Any], made: int = 0) -> TracedCall:
     """The traced call; `made` are the bytes that it first moves to the host in place of arguments."""
-    with compiled_for(target.devices()[0]), placement.in_use():
-        traced = trace()
-    return TracedCall(target, placement, traced, count_flops(traced.jaxpr) + Flops(bytes_to_host=-made))
+    with compiled_for(target.devices()[0]):
+        with placement.in_use():
+            traced = trace()
+        flops = count_flops(traced.jaxpr)
+    return TracedCall(target, placement, traced, flops + Flops(bytes_to_host=-made))
 
 
 def _attached_memory(target: Target) -> int | None:

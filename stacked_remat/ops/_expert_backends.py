@@ -100,7 +100,8 @@ _MIXED_DTYPES = functools.partial(jax.numpy_dtype_promotion, "standard")
 
 
 def _against_triton(call: ExpertsFacts) -> str | None:
-    reason = _against_gpu(call, 8.0, "8.0 (Ampere)") or against_pallas_triton()
+    is_attached = target_device() in jax.local_devices()
+    reason = _against_gpu(call, 8.0, "8.0 (Ampere)") or against_pallas_triton(is_attached)
     return reason or _against_kernels(call, "triton", (jnp.bfloat16, jnp.float16, jnp.float32))
 
 
@@ -188,8 +189,8 @@ def _against_megablox(call: ExpertsFacts) -> str | None:
 
 EXPERT_BACKENDS: dict[str, ExpertsBackend] = {
     "megablox": ExpertsBackend(megablox_kernels(), _against_megablox),  # JAX's kernels for TPUs
-    "triton": ExpertsBackend(triton_kernels(), _against_triton),  # our kernels for NVIDIA GPUs
+    "block": ExpertsBackend(None),  # supports every call
     "mosaic": ExpertsBackend(mosaic_kernels(), _against_mosaic),  # JAX's kernels for Hopper GPUs
-    "block": ExpertsBackend(None),
+    "triton": ExpertsBackend(triton_kernels(), _against_triton),  # our kernels for NVIDIA GPUs
 }
-"""By name, in the order in which `"auto"` tries them."""
+"""By name, in the order in which `"auto"` tries them; those after `"block"` are taken by name alone."""

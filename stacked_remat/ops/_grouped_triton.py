@@ -30,9 +30,13 @@ _TILE = 128  # rows and columns of the part of a result that one program compute
 _STEP = 32  # how much of the contracted axis it reads at once
 
 
-def against_pallas_triton() -> str | None:
-    """Why there are no kernels; None if there are."""
-    return None if pallas_triton is not None else f"JAX {jax.__version__} has no Triton in Pallas any more"
+def against_pallas_triton(is_attached: bool) -> str | None:
+    """Why there are no kernels for a device that is attached, or is not; None if there are."""
+    if pallas_triton is None:
+        return f"JAX {jax.__version__} has no Triton in Pallas any more"
+    if jax.__version_info__ >= (0, 11) and not is_attached:  # Pallas asks an attached device what it is
+        return f"JAX {jax.__version__} compiles its kernels for an attached GPU alone"
+    return None
 
 
 def triton_kernels(interpret: bool = False) -> Kernels:

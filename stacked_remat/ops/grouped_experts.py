@@ -77,10 +77,11 @@ def grouped_experts(
         backend: `"block"`, the walk over blocks, which runs anywhere; or, for all rows of a chunk of tokens
             at once, products of each row with the matrix of its expert (grouped products): `"megablox"` on
             TPUs and `"mosaic"` on Hopper GPUs, which are JAX's kernels, or `"triton"` on any NVIDIA GPU from
-            Ampere on, as long as JAX has Triton in Pallas. These have been compiled and interpreted, but not
-            yet timed on a device; before the first use on one they are tried on a small layer, and refused if
-            their gradients are wrong. An expert whose operations they cannot group is refused by name.
-            `"auto"` is the first of `"megablox"`, `"triton"`, `"mosaic"`, `"block"` that supports the call.
+            Ampere on, as long as JAX has Triton in Pallas (from 0.11 on for attached GPUs alone). These have
+            been compiled and interpreted, but not yet timed on a device; before the first use on one they are
+            tried on a small layer, and refused if their gradients are wrong. An expert whose operations they
+            cannot group is refused by name. `"auto"` is `"megablox"` where that supports the call, or
+            `"block"`.
         block_size: rows in a block of `"block"`. By default a power of two between 8 and 256 for which
             padding is at most an eighth, if there are enough rows, and on a CPU half. From 64 on, a CPU takes
             half as many in an expert's last block where its rows fit.

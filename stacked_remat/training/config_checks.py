@@ -1,5 +1,6 @@
 """Checks of values that several configs have in common; they raise a `ValueError` that names the key."""
 
+import datetime
 import typing
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,14 @@ def check_choices(section: str, config: Any) -> None:
             raise ValueError(
                 f"{section}.{name} must be one of {', '.join(valid)}, got {getattr(config, name)!r}."
             )
+
+
+def check_date(key: str, date: str | None) -> None:
+    """Refuses text that is no date of the calendar; None is not checked."""
+    try:
+        datetime.date.fromisoformat(date or "2000-01-01")
+    except ValueError as error:
+        raise ValueError(f"{key} must be a date such as 2025-06-30, got {date!r}: {error}.") from error
 
 
 def check_folder(key: str, folder: str) -> None:

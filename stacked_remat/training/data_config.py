@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
-from .config_checks import check_at_least, check_folder
+from .config_checks import check_at_least, check_date, check_folder
 
 _LONGEST = 2**31 - 1
 
@@ -58,6 +58,8 @@ class DataConfig:
             interpreter's standard library, so that nothing needs to be downloaded.
         tokenizer: `byte` for UTF-8 bytes; or a Hugging Face tokenizer: a folder, a `tokenizer.json`, or a
             name on the hub such as `owner/name` or `owner/name@revision`.
+        chat_date: the day that the tokenizer's chat template takes for today, such as 2025-06-30, where it
+            writes one (`strftime_now`, as gpt-oss' does); so runs repeat. Null for other templates.
         cache_dir: local folder for the tokens, so that text is tokenized once.
         held_out_fraction: share of the documents, chosen by their names, that is held out from each source
             without `held_out` files. A document held out by one source is never trained on.
@@ -75,6 +77,7 @@ class DataConfig:
 
     sources: dict[str, SourceConfig] = field(default_factory=dict)
     tokenizer: str = "byte"
+    chat_date: str | None = None
     cache_dir: str = "runs/token-cache"
     held_out_fraction: float = 0.05
     seq_len: int = 256
@@ -99,6 +102,7 @@ class DataConfig:
                 f"{self.seq_len:,}."
             )
         check_folder("data.cache_dir", self.cache_dir)
+        check_date("data.chat_date", self.chat_date)
         for name in self.sources:
             if not name or not all(letter.isalnum() or letter in "-_" for letter in name):
                 raise ValueError(

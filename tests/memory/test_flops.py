@@ -1,9 +1,12 @@
 """Tests of `count_flops` against counts made by hand."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental import hijax
 from jax.sharding import Mesh, PartitionSpec
 
 from stacked_remat._expected_trips import expected_trips
@@ -100,6 +103,81 @@ def test_gradient_of_a_checkpointed_scan(reverse):
     found = count(jax.grad(loss, (0, 1)), jnp.ones((3, 8)), jnp.ones((6, 8, 8)))
     assert found.matmul == 6 * (2 + 1 + 4) * (2 * 3 * 8 * 8)
     assert found.exact
+
+
+HIJAX: Any = hijax  # `VJPHiPrimitive` is of JAX 0.10.2, `HiPrim` of 0.12
+
+
+class Product(getattr(HIJAX, "VJPHiPrimitive", None) or HIJAX.HiPrim):
+    """`x @ w` plus the device's number on an axis, if it has one, and a product that nobody reads."""
+
+    def __init__(self, x, w, axis=None):
+        self.in_avals = {"x": jax.typeof(x)}, jax.typeof(w)
+        self.out_aval = {"y": jax.typeof(x)}, jax.typeof(w)
+        self.params = {"axis": axis}
+        super().__init__()
+
+    def expand(self, x, w):
+        number = (
+            0.0
+            if self.params["axis"] is None
+            else jax.lax.axis_index(self.params["axis"]).astype(x["x"].dtype)
+        )
+        return {"y": x["x"] @ w + number}, w @ w
+
+    def vjp_fwd(self, nzs, x, w):
+        return self(x, w), (x, w)
+
+    def vjp_bwd_retval(self, residuals, cotangents):
+        x, w = residuals
+        return {"x": cotangents[0]["y"] @ w.T}, x["x"].T @ cotangents[0]["y"]
+
+
+def product(x, w, axis=None):
+    return Product(x, w, axis)({"x": x}, w)[0]["y"]
+
+
+def test_primitives_that_expand_into_others_are_looked_into():
+    x, size = jnp.ones((4, 8)), 2 * 4 * 8 * 8
+    assert count(product, x, SQUARE).matmul == size
+    scanned = count(lambda x: jax.lax.scan(lambda x, _: (product(x, SQUARE), None), x, None, length=5)[0], x)
+    assert scanned.matmul == 5 * size and scanned.exact
+    assert count(jax.jit(jax.value_and_grad(lambda w: product(x, w).sum())), SQUARE).matmul == 2 * size
+    traced = jax.make_jaxpr(product)(x, SQUARE)
+    assert count_flops(traced, trained=[False, True]).matmul == 2 * size
+    mesh, spec = Mesh(np.array(jax.devices()[:4]), "d"), PartitionSpec("d")
+    for check_vma in (True, False):
+        divided = jax.shard_map(
+            lambda x, w: product(x, w, "d"), mesh=mesh, in_specs=spec, out_specs=spec, check_vma=check_vma
+        )
+        assert count(divided, x, jnp.ones((32, 8))).matmul == size  # a row of `x` on each device
+
+
+def test_the_next_custom_derivatives_of_jax_count_as_the_present_ones():
+    """Loops with custom derivatives in them, which JAX is to make primitives that expand into others."""
+
+    def step(x, w):
+        @jax.custom_vjp
+        def layer(x, w):
+            return jnp.tanh(x @ w)
+
+        layer.defvjp(lambda x, w: (layer(x, w), (x, w)), lambda kept, ct: (ct @ kept[1].T, kept[0].T @ ct))
+        return jax.lax.scan(lambda x, _: (layer(x, w), None), x, None, length=3)[0].sum()
+
+    flags = [name for name in ("jax_custom_vjp3", "jax_remat3") if hasattr(jax.config, name)]
+    before = {name: getattr(jax.config, name) for name in flags}
+    found = []
+    try:
+        for is_next in (False, True):
+            for name in flags:
+                jax.config.update(name, is_next)
+            traced = jax.make_jaxpr(step)(jnp.ones((4, 8)), SQUARE)
+            both = jax.make_jaxpr(jax.grad(step, (0, 1)))(jnp.ones((4, 8)), SQUARE)
+            found.append((count_flops(traced, trained=[True, True]), count_flops(both)))
+    finally:
+        for name, value in before.items():
+            jax.config.update(name, value)
+    assert found[0] == found[1] and found[0][0].matmul == 9 * 2 * 4 * 8 * 8
 
 
 def test_calls_are_looked_into():

@@ -1,15 +1,21 @@
 """Every file in models/configs is a valid config and says what it needs."""
 
+import dataclasses
+import json
 import re
 from pathlib import Path
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import pytest
 
+from models.hf_io.formats import config_to_hf
+from models.lm import next_token_loss
 from models.run_config import LmRunConfig
-from models.run_state import state_shapes
-from stacked_remat.training import parse_config
+from models.run_state import batch_shapes, run_optimizer, state_shapes
+from models.transformer.config import DecoderConfig
+from stacked_remat.training import Partitioning, build_step, parse_config
 
 FOLDER = Path(__file__).resolve().parents[2] / "models" / "configs"
 CONFIGS = sorted(FOLDER.glob("**/*.yaml"))
@@ -44,3 +50,54 @@ def test_it_is_a_config_of_the_command_whose_model_can_be_made(path, standard_pr
 def test_it_begins_with_what_it_is_and_what_it_needs(path):
     comment = re.match(r"(#.*\n)+", path.read_text(encoding="utf-8"))
     assert comment is not None and re.search(r"\d GiB", comment[0])
+
+
+def toy(config):
+    """The config with smaller sizes and tokens that are bytes."""
+    model = config.model
+    windowed = None if model.attention.windowed_layers is None else (0, 2)
+    attention = dataclasses.replace(model.attention, head_dim=8, windowed_layers=windowed)
+    sizes = dict(hidden_dim=32, num_layers=4, num_heads=8, num_kv_heads=4, attention=attention)
+    if model.mlp_dim is not None:
+        sizes["mlp_dim"] = 64
+    if model.sparse is not None:
+        experts = dict(num_experts=4, experts_per_token=2, intermediate_dim=8, load_balance_weight=0.01)
+        sizes["experts"] = dataclasses.replace(model.sparse, **experts)
+    return dataclasses.replace(
+        config,
+        model=dataclasses.replace(model, **sizes),
+        data=dataclasses.replace(config.data, tokenizer="byte", seq_len=32),
+        vocab_size=260,
+    )
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_a_model_of_its_kind_can_be_trained_from_random_and_from_published_weights(
+    path, standard_promotion, tmp_path
+):
+    config = toy(parse_config(LmRunConfig, ["--config_path", str(path)]))
+    alone = dataclasses.replace(config, initialize_from_hf=None).resolved()
+    assert isinstance(config.model, DecoderConfig) and isinstance(alone.model, DecoderConfig)
+    published = config_to_hf(config.model, 260, dtype="bfloat16") | {"output_router_logits": False}
+    (tmp_path / "config.json").write_text(json.dumps(published))
+    started = dataclasses.replace(config, initialize_from_hf=str(tmp_path))
+    assert started.resolved() == dataclasses.replace(alone, initialize_from_hf=str(tmp_path))
+    # The same where only what the folder doesn't decide is written.
+    own = type(config.model)(tiles=config.model.tiles, compute_dtype=config.model.compute_dtype)
+    taken = dataclasses.replace(started, model=own, use_hf_model_config=True).resolved().model
+    assert isinstance(taken, DecoderConfig)
+    assert taken.sparse is None or taken.sparse.load_balance_weight == 0  # the folder turns it off
+    sparse = {} if taken.sparse is None else {"experts": alone.model.sparse}
+    assert dataclasses.replace(taken, **sparse) == alone.model
+
+    partitioning = Partitioning.of(alone.trainer.mesh, jax.devices()[:1])
+    step = build_step(
+        alone.trainer,
+        loss_function=next_token_loss,
+        optimizer=run_optimizer(alone),
+        partitioning=partitioning,
+    )
+    state, batch = state_shapes(alone, partitioning), batch_shapes(alone.data, partitioning)
+    with partitioning.active():
+        after, metrics = eqx.filter_eval_shape(step, batch, state)
+    assert jax.tree.structure(after) == jax.tree.structure(state) and metrics["loss"].shape == ()

@@ -269,15 +269,31 @@ def test_damaged_generation_configs_are_named(described, content):
 def places(finished, exported, spoken, tmp_path_factory):
     """A run, models, and tokenizers that something is wrong with, by name."""
     folder = tmp_path_factory.mktemp("places")
-    untemplated, refusing = (shutil.copytree(spoken, folder / name) for name in ("untemplated", "refusing"))
+    untemplated, refusing, dated = (
+        shutil.copytree(spoken, folder / name) for name in ("untemplated", "refusing", "dated")
+    )
     word_tokenizer.save(untemplated, template=None)
     word_tokenizer.save(refusing, template="{{ raise_exception('never') }}")
+    word_tokenizer.save(dated, template="{{ strftime_now('%d') }}{{ messages[0].content }}")
     large = word_tokenizer.save(folder / "large")
     definition = json.loads((large / "tokenizer.json").read_text())
     definition["added_tokens"].append({**definition["added_tokens"][-1], "id": 5000, "content": "<far>"})
     (large / "tokenizer.json").write_text(json.dumps(definition))
     names = dict(run=finished, exported=exported, spoken=spoken, untemplated=untemplated, large=large)
-    return {**names, "refusing": refusing}
+    return {**names, "refusing": refusing, "dated": dated}
+
+
+def test_chats_have_the_date_of_the_run_or_the_one_that_is_given(places, asked, monkeypatch):
+    config = read_run_config(places["run"])
+    config = replace(config, data=replace(config.data, chat_date="2025-06-28"), vocab_size=300)
+    monkeypatch.setattr("models.generator_source.read_run_config", lambda *_: config)
+    for given, expected in ((None, "28a"), ("2025-06-30", "30a")):
+        found = source_of_run(places["run"], tokenizer=str(places["dated"]), chat_date=given).tokenizer
+        assert found.decode(chat_prompt(found, "a")) == expected
+    dated = ("--model", places["dated"], "--chat", "--chat_date", "2025-06-30", "--prompt", "a")
+    assert generate(*dated)[0] == 0
+    (([prompt], _),) = asked
+    assert found.decode(prompt) == "30a"
 
 
 @pytest.mark.parametrize(
@@ -309,6 +325,9 @@ def places(finished, exported, spoken, tmp_path_factory):
         (("--model", "{spoken}", "--prompt", ""), "no token that begins a text"),
         (("--model", "{spoken}", "--tokenizer", "{large}", "--prompt", "a"), "Name the model's own with"),
         (("--model", "{untemplated}", "--chat", "--prompt", "a"), "no chat template"),
+        (("--model", "{dated}", "--chat", "--prompt", "a"), "Give one: data.chat_date"),
+        (("--model", "{dated}", "--chat_date", "2025-06-30", "--prompt", "a"), "no effect without --chat"),
+        (("--model", "{dated}", "--chat", "--chat_date", "today", "--prompt", "a"), "must be a date such as"),
         (
             ("--model", "{refusing}", "--chat", "--prompt", "a"),
             "refusing does not take a user's message and an answer: never. Correct it (chat_template.jinja",

@@ -83,7 +83,9 @@ def test_the_published_config_is_read_and_written_without_its_quantization():
     assert config.num_weights(vocab_size) == 20_914_757_184
     assert config.rotary.theta == 150_000 and config.rotary.scaling == YarnRotary(32.0, 4096, truncate=False)
     windows = [config.kind_of(layer).window for layer in range(4)]
-    assert windows == [128, None, 128, None] and config.sparse.load_balance_weight == 0.9
+    assert windows == [128, None, 128, None] and config.sparse.load_balance_weight == 0
+    trained, _ = config_from_hf(PUBLISHED | {"output_router_logits": True})
+    assert trained.sparse.load_balance_weight == 0.9
     written = config_to_hf(config, vocab_size, dtype="bfloat16")
     assert "quantization_config" not in written and config_from_hf(written) == (config, vocab_size)
     left_out = ("rope_scaling", "rope_theta", "layer_types", "sliding_window", "rms_norm_eps", "head_dim")

@@ -6,6 +6,7 @@ from pathlib import Path
 import huggingface_hub
 import huggingface_hub.errors
 import pytest
+from huggingface_hub.utils import filter_repo_objects
 
 from models.hf_io.formats import config_to_hf
 from models.hf_io.hub import model_folder
@@ -16,11 +17,10 @@ from models.run_config import LmRunConfig
 
 @pytest.fixture
 def asked(monkeypatch, tmp_path):
-    calls = []
+    calls = set()
 
-    def download(repository, *, revision, allow_patterns):
-        calls.append((repository, revision, "*.safetensors" in allow_patterns))
-        assert "config.json".endswith(allow_patterns[0][1:])
+    def download(repository, *, revision, **_):
+        calls.add((repository, revision))
         return str(tmp_path)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
@@ -49,7 +49,45 @@ def test_names_that_the_hub_does_not_allow_are_refused(name):
 )
 def test_other_names_are_looked_up_on_the_hub(name, call, asked, tmp_path):
     assert model_folder(name) == model_folder(name, weights=False) == Path(tmp_path)
-    assert asked == [(*call, True), (*call, False)]
+    assert asked == {call}
+
+
+BESIDE = {
+    "config.json": "{}",
+    "generation_config.json": "{}",
+    "tokenizer.json": "{}",
+    "chat_template.jinja": "",
+}
+SHARDS = {"model-1.safetensors": "", "model-2.safetensors": "", "more/[3].safetensors": ""}
+INDEX = {
+    "model.safetensors.index.json": json.dumps({"weight_map": {str(i): k for i, k in enumerate(SHARDS)}})
+}
+ELSEWHERE = ["consolidated.safetensors", "pytorch_model.bin", "original/config.json"]
+ELSEWHERE += ["original/model.safetensors", "original/model-1.safetensors", "onnx/vocab.txt", "README.md"]
+
+
+@pytest.mark.parametrize("weights", [SHARDS | INDEX, {"model.safetensors": ""}], ids=["shards", "single"])
+def test_no_other_copy_of_the_weights_is_fetched(monkeypatch, tmp_path, weights):
+    """As the published folders of gpt-oss and Mistral have them."""
+    wanted = BESIDE | weights
+
+    def download(_, *, revision, allow_patterns, ignore_patterns):
+        assert revision is None
+        for file in filter_repo_objects(
+            [*wanted, *ELSEWHERE], allow_patterns=allow_patterns, ignore_patterns=ignore_patterns
+        ):
+            (tmp_path / file).parent.mkdir(exist_ok=True)
+            (tmp_path / file).write_text(wanted.get(file, ""))
+        return str(tmp_path)
+
+    def fetched():
+        return {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()}
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    model_folder("some/model", weights=False)
+    assert fetched() == {name for name in wanted if name.endswith(".json")}
+    model_folder("some/model")
+    assert fetched() == {*wanted}
 
 
 def test_a_config_from_the_hub_is_read_without_the_weights(asked, tmp_path):

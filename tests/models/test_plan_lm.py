@@ -314,6 +314,36 @@ def test_layers_in_tiles_are_compared_and_tried_where_nothing_fits_without(monke
     assert "with model.tiles: 2; nothing fits without." in shown
 
 
+NAMED = {
+    **{name: name for name in CONFIG.model.remat_presets},
+    "own names": {"offload_block_internals": ["mlp_internals"]},
+    "all carries": {"save_carries": False, "save_block_internals": ["query"]},
+    "first": {"first_layers": 1, "first_policy": {"save_block_internals": ["query"]}},
+}
+
+
+@pytest.mark.parametrize("remat", NAMED.values(), ids=NAMED.keys())
+def test_tiles_and_weights_on_the_host_are_compared_whatever_the_config_keeps(monkeypatch, reports, remat):
+    """They go with few policies, and the policy of the config is not one of those that are compared."""
+    compiled = []
+
+    def report(fn, batch, state, **_):
+        on_host = any(leaf.sharding.memory_kind == "pinned_host" for leaf in jax.tree.leaves(state))
+        compiled.append((fn, on_host))
+        return reports["True"]
+
+    monkeypatch.setattr(step_memory, "report", report)
+    monkeypatch.setattr(plan_lm, "POLICIES", {"nested": "nested"})
+    model = "{type: qwen3, hidden_dim: 8, num_layers: 2, num_heads: 2}"
+    small = ["--model", model, "--data.batch_size", "2", "--data.seq_len", "8", "--remat", json.dumps(remat)]
+    small += ["--trainer.mesh", "{axes: {data: 1}}", "--lora.rank", "2", "--json", "true"]
+    console = Console(file=io.StringIO(), width=200)
+    assert main([*small, "--only", "nested|nested, .*"], console) == 0
+    rows = json.loads(console.file.getvalue())["rows"]  # pyright: ignore[reportAttributeAccessIssue]
+    assert [row["name"] for row in rows] == ["nested", "nested, 2 tiles", "nested, streamed"]
+    assert [on_host for _, on_host in compiled] == [False, False, True]
+
+
 @pytest.mark.deep
 def test_auto_has_a_command(tmp_path):
     console = Console(file=io.StringIO(), width=200)

@@ -410,10 +410,11 @@ def test_an_expert_without_grouped_products_is_refused(expert, message):
         ("mosaic", dict(capability="8.0"), r"compute capability 9.0 \(Hopper\), not 8.0"),
         ("mosaic", dict(capability="10.0"), r"compute capability 9.0 \(Hopper\), not 10.0"),
         ("mosaic", dict(dtype=jnp.dtype("float32")), "bfloat16 and float16, not float32"),
-        ("tokamax", {}, "Unknown backend of experts 'tokamax'. Use 'auto' or one of megablox, triton"),
+        ("tokamax", {}, "Unknown backend of experts 'tokamax'. Use 'auto' or one of megablox, block"),
         ("triton", {}, "triton"),
         ("mosaic", {}, "mosaic"),
-        ("auto", {}, "triton"),
+        ("auto", {}, "block"),
+        ("auto", dict(capability="10.0"), "block"),
         ("auto", dict(capability="7.5"), "block"),
         ("auto", dict(platform="tpu"), "megablox"),
         ("auto", dict(platform="tpu", on_host=True), "block"),
@@ -423,6 +424,7 @@ def test_backends_say_why_they_do_not_support_a_call(name, change, message, monk
     change = dict(change)
     device = types.SimpleNamespace(compute_capability=change.pop("capability", "9.0"))
     monkeypatch.setattr(_expert_backends, "target_device", lambda: device)
+    monkeypatch.setattr(_expert_backends, "against_pallas_triton", lambda is_attached: None)
     call = ExpertsFacts(**(dict(platform="cuda", dtype=jnp.dtype("bfloat16")) | change))
     if message in EXPERT_BACKENDS:
         found = choose_backend("backend of experts", EXPERT_BACKENDS, name, call)

@@ -1,5 +1,7 @@
 """Values of the `data` section, and the errors for bad ones."""
 
+import json
+
 import pytest
 
 from stacked_remat.training import ConfigError, DataConfig, SourceConfig, config_as_dict, parse_config
@@ -8,6 +10,7 @@ from stacked_remat.training import ConfigError, DataConfig, SourceConfig, config
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
+        ({"chat_date": "30.6.2025"}, r"data.chat_date must be a date such as 2025-06-30, got '30.6.2025'"),
         ({"held_out_fraction": 1.0}, r"data.held_out_fraction must lie between 0 and 1, got 1.0"),
         ({"seq_len": 0}, r"data.seq_len must be at least 1, got 0"),
         ({"batch_size": -1}, r"data.batch_size must be at least 1"),
@@ -57,7 +60,7 @@ def test_sources_are_named_sections(tmp_path):
     config = parse(tmp_path, text, "--sources.web.weight", "2")
     assert config.sources["web"] == SourceConfig(("web/", "more/*.txt"), weight=2.0)
     assert config.sources["chats"].train_on == "answers" and config.packing == "whole"
-    assert parse(tmp_path, str(config_as_dict(config)).replace("'", '"')) == config
+    assert parse(tmp_path, json.dumps(config_as_dict(config))) == config
     alone = parse_config(DataConfig, ["--sources.mine.paths", "[texts/]"])
     assert alone == DataConfig({"mine": SourceConfig(("texts/",))})
 

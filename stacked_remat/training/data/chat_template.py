@@ -50,17 +50,19 @@ class ChatTemplate:
     """A chat template.
 
     Templates are untrusted programs. They run in Jinja's sandbox, in a process of their own that is killed
-    when a chat takes 10 seconds or 2 GiB. `strftime_now` is not defined, so that the same messages always
-    give the same text.
+    when a chat takes 10 seconds or 2 GiB. The same messages always give the same text: the date is given.
 
     Attributes:
         source: the Jinja program.
         special_tokens: values of the names that the program may use, such as `bos_token`.
+        date: the day that `strftime_now` takes for today, as `2025-06-30`, at midnight; None to leave that
+            function undefined.
     """
 
-    def __init__(self, source: str, special_tokens: Mapping[str, str]):
+    def __init__(self, source: str, special_tokens: Mapping[str, str], date: str | None = None):
         self.source = source
         self.special_tokens = dict(special_tokens)
+        self.date = date
 
     def render(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = False) -> str:
         """The text of a chat.
@@ -71,8 +73,8 @@ class ChatTemplate:
 
         Raises:
             ChatTemplateError: the template raised an error for these messages.
-            DataError: Jinja is not installed, or the template is not valid Jinja, takes too long or takes too
-                much memory.
+            DataError: Jinja is not installed, or the template is not valid Jinja, asks for a date that is not
+                given, takes too long or takes too much memory.
         """
         return _MARKS.sub("", self._run(messages, add_generation_prompt))
 
@@ -112,7 +114,7 @@ class ChatTemplate:
             "documents": None,
             **self.special_tokens,
         }
-        answer = _worker.ask(self.source, values)
+        answer = _worker.ask(self.source, values, self.date)
         if "text" in answer:
             return answer["text"]
         if "limit" in answer:
@@ -125,6 +127,11 @@ class ChatTemplate:
         if "line" in answer:
             raise DataError(
                 f"The tokenizer's chat template is not valid Jinja, line {answer['line']}: {answer['error']}"
+            )
+        if answer["error"] == "'strftime_now' is undefined":
+            raise DataError(
+                "The tokenizer's chat template writes today's date (strftime_now), with which runs would not "
+                "repeat. Give one: data.chat_date (--chat_date of models.generate), such as 2025-06-30."
             )
         raise ChatTemplateError(answer["error"])
 
@@ -152,14 +159,14 @@ class _Worker:
         self._connection: Connection | None = None
         self._owner = 0
 
-    def ask(self, source: str, values: Mapping[str, Any]) -> dict[str, Any]:
+    def ask(self, source: str, values: Mapping[str, Any], date: str | None) -> dict[str, Any]:
         """The answer of `chat_template_worker.py`, or the limit that was exceeded."""
         answer: dict[str, Any] = {"limit": "memory"}  # which a process that ended has exceeded
         with self._lock:
             connection = self._running()
             try:
                 with contextlib.suppress(EOFError, OSError):
-                    connection.send((source, dict(values)))
+                    connection.send((source, dict(values), date))
                     in_time = connection.poll(_SECONDS)
                     answer = json.loads(connection.recv_bytes(_LONGEST)) if in_time else {"limit": "time"}
             finally:  # also for an interrupt: a late answer must not be taken for the next request's

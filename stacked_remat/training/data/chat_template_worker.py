@@ -4,6 +4,7 @@ Templates are untrusted: Jinja's sandbox denies them files and Python's internal
 huge texts. `chat_template.py` starts this program.
 """
 
+import datetime
 import functools
 import json
 import resource
@@ -58,7 +59,10 @@ def _compile(source: str) -> Any:
     return _environment().from_string(source)
 
 
-def _answer(source: str, values: dict[str, Any]) -> dict[str, Any]:
+def _answer(source: str, values: dict[str, Any], date: str | None) -> dict[str, Any]:
+    if date is not None:
+        day = datetime.datetime.fromisoformat(date)
+        values = {**values, "strftime_now": lambda shape: day.strftime(shape)}
     try:
         compiled = _compile(source)
     except MemoryError:
@@ -79,12 +83,12 @@ def main(descriptor: int, memory: int, seconds: int) -> None:
     connection = Connection(descriptor)
     while True:
         try:
-            source, values = connection.recv()
+            request = connection.recv()
         except EOFError:
             return
         signal.alarm(2 * seconds)  # ends this process if the one that asked no longer exists to do so
         try:
-            answer = json.dumps(_answer(source, values)).encode()
+            answer = json.dumps(_answer(*request)).encode()
         except MemoryError:
             answer = b'{"limit": "memory"}'
         signal.alarm(0)

@@ -23,10 +23,17 @@ class HuggingFaceTokenizer(Tokenizer):
     Attributes:
         vocab_size: one more than the largest token; a model's embedding may be larger.
         end: the `eos_token` of its config.
-        fingerprint: a hash of its files.
+        fingerprint: a hash of its files, and of the date of its chat template.
     """
 
-    def __init__(self, name: str, definition: str, config: Mapping[str, Any], template: str | None):
+    def __init__(
+        self,
+        name: str,
+        definition: str,
+        config: Mapping[str, Any],
+        template: str | None,
+        chat_date: str | None = None,
+    ):
         self._name = name
         self._tokenizer = _parse(name, definition)
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
@@ -43,9 +50,10 @@ class HuggingFaceTokenizer(Tokenizer):
         self.end = _find_end(name, specials.get("eos_token"), vocabulary)
         begin = specials.get("bos_token") if config.get("add_bos_token") else None
         self._begin = None if begin is None else vocabulary.get(begin)
-        self._template = None if template is None else ChatTemplate(template, specials)
-        parts = json.dumps([definition, self._begin, self.end, template, specials], sort_keys=True)
-        self.fingerprint = hashlib.sha256(parts.encode()).hexdigest()
+        self._template = None if template is None else ChatTemplate(template, specials, chat_date)
+        parts = [definition, self._begin, self.end, template, specials]
+        dated = [] if chat_date is None else [chat_date]
+        self.fingerprint = hashlib.sha256(json.dumps(parts + dated, sort_keys=True).encode()).hexdigest()
 
     def encode(self, text: str) -> Tokens:
         """The tokens of a text, with none added at its ends."""

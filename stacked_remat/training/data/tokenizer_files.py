@@ -18,12 +18,13 @@ _Finder: TypeAlias = Callable[[str], Path | None]
 _HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?(@[\w./-]+)?")
 
 
-def load_tokenizer(name: str) -> Tokenizer:
+def load_tokenizer(name: str, chat_date: str | None = None) -> Tokenizer:
     """The tokenizer that a config's `data.tokenizer` names.
 
     Args:
         name: `byte`; a folder with a `tokenizer.json`; such a file; or a name on the Hugging Face Hub, with
             `@revision` for one that is not the newest.
+        chat_date: the day that its chat template takes for today, as `ChatTemplate` takes it.
 
     Raises:
         DataError: there is no such tokenizer, it can't be read, it has no end-of-text token, or a package is
@@ -35,7 +36,7 @@ def load_tokenizer(name: str) -> Tokenizer:
     definition = _definition(name, find)
     config = {**_fields(name, find(_SPECIAL_TOKENS)), **_fields(name, find(_CONFIG))}
     template = _text(find(_TEMPLATE)) or _template(name, config.get("chat_template"))
-    return HuggingFaceTokenizer(name, definition, config, template)
+    return HuggingFaceTokenizer(name, definition, config, template, chat_date)
 
 
 def read_tokenizer_files(name: str) -> dict[str, str]:

@@ -49,6 +49,13 @@ def test_templates_are_rendered_with_the_usual_settings():
     assert ChatTemplate("{{ tools is none and documents is none }}", {}).render(CHAT) == "True"
 
 
+def test_a_template_that_writes_todays_date_takes_it_from_the_config():
+    source = "{{ strftime_now('%d %B %Y, %H:%M') }}{{ messages[0].content }}"
+    assert ChatTemplate(source, {}, "2025-06-30").render(CHAT) == "30 June 2025, 00:00one?"
+    with pytest.raises(DataError, match=r"writes today's date \(strftime_now\).*data.chat_date"):
+        ChatTemplate(source, {}).render(CHAT)
+
+
 def test_answers_are_what_the_template_marks():
     chat = ChatTemplate(MARKED, {}).render_with_answers(CHAT)
     assert chat.text == "<u>one?</u><a>two.</a><u>three?</u><a>four.</a>"

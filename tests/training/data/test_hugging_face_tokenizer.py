@@ -13,8 +13,8 @@ PLAIN, WITH_BEGIN = (word_tokenizer(begin=begin).to_str() for begin in (False, T
 ID = word_tokenizer().token_to_id
 
 
-def make(definition=PLAIN, config=CONFIG, template=CHAT_TEMPLATE):
-    return HuggingFaceTokenizer("words", definition, config, template)
+def make(definition=PLAIN, config=CONFIG, template=CHAT_TEMPLATE, chat_date=None):
+    return HuggingFaceTokenizer("words", definition, config, template, chat_date)
 
 
 def test_text_round_trips_and_merges_are_used():
@@ -83,6 +83,8 @@ def test_the_fingerprint_changes_with_everything_that_changes_tokens():
         make(config={**CONFIG, "add_bos_token": True}),
         make(template="x"),
         make(template=None),
+        make(chat_date="2025-06-30"),
+        make(chat_date="2025-07-01"),
     ]
     assert len({one.fingerprint for one in variants}) == len(variants)
     assert make().fingerprint == make().fingerprint

@@ -1,0 +1,63 @@
+"""The largest buffers of compiled programs, against the compiler's own sum of them."""
+
+import inspect
+from typing import Any
+
+import haliax as hax
+import jax
+import jax.numpy as jnp
+import pytest
+
+from stacked_remat import ScanCheckpointPolicy, fold, memory
+from stacked_remat.memory import DoesNotFit, _compiled_sizes
+from stacked_remat.memory._largest import largest_buffers
+
+Layers = hax.Axis("layers", 12)
+SIZE, ROWS, WIDE = 32, 256, 500
+
+
+def gradient(remat: Any):
+    def loss(weights, x):
+        y = fold(lambda x, w: x + jnp.tanh(jnp.sin(x @ w) @ w.T), Layers, remat=remat)(x, weights)
+        return jnp.mean(jax.nn.logsumexp(y @ jnp.ones((SIZE, WIDE)), axis=-1))
+
+    return jax.grad(loss)
+
+
+ARGUMENTS = (
+    jax.ShapeDtypeStruct((12, SIZE, SIZE), jnp.float32),
+    jax.ShapeDtypeStruct((ROWS, SIZE), jnp.float32),
+)
+
+
+@pytest.mark.parametrize(
+    "remat, carries", [(False, 12), (True, 12), ("nested", 5), (ScanCheckpointPolicy(max_carries=3), 3)]
+)
+def test_the_buffers_at_the_peak(remat: Any, carries: int):
+    compiled = jax.jit(gradient(remat)).lower(*ARGUMENTS).compile()
+    stats = compiled.memory_analysis()
+    found = largest_buffers(compiled.as_text(), most=1000)
+    compilers = stats.temp_size_in_bytes + stats.output_size_in_bytes
+    assert 0.7 * compilers < sum(buffer.size for buffer in found) < 1.8 * compilers
+    assert f"f32[{carries},{ROWS},{SIZE}]" in {buffer.shape for buffer in found}
+
+
+def test_a_report_names_them_with_their_lines():
+    first = inspect.getsourcelines(gradient)[1]
+    report = memory.report(gradient(True), *ARGUMENTS)
+    of_logits = [each for each in report.largest if each.shape == f"f32[{ROWS},{WIDE}]"]
+    assert of_logits
+    for each in report.largest:
+        assert each.size * 100 >= report.largest[0].size
+        assert str(each) in " ".join(str(report).split())
+    assert {each.source for each in of_logits} == {f"{__file__}:{first + 3}"}
+    carries = next(each for each in report.largest if each.shape == f"f32[12,{ROWS},{SIZE}]")
+    assert carries.source == f"{__file__}:{first + 2}"  # the caller's line, not the library's
+
+
+def test_what_does_not_fit_names_them(monkeypatch: pytest.MonkeyPatch):
+    text = jax.jit(gradient(True)).lower(*ARGUMENTS).compile().as_text()
+    error = jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory")
+    monkeypatch.setattr(_compiled_sizes, "compiled_with_text", lambda *_: (error, text))
+    with pytest.raises(DoesNotFit, match=rf"(?s)out of memory\nThe largest buffers.*f32\[{ROWS},{WIDE}\]"):
+        memory.report(gradient(True), *ARGUMENTS)

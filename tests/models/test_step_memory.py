@@ -1,0 +1,85 @@
+"""Steps of small models of every kind: compiled for devices that are not attached, and counted.
+
+What they take is not compared: `tests/benchmarks` does that, with the compiler of the recorded figures alone.
+"""
+
+import dataclasses
+import importlib.util
+
+import equinox as eqx
+import jax
+import pytest
+
+from models.gpt_oss import GptOssConfig
+from models.lm import next_token_loss
+from models.qwen3_moe import Qwen3Config, Qwen3MoeConfig
+from models.run_config import LmRunConfig
+from models.run_state import batch_shapes, run_optimizer, state_shapes
+from models.step_memory import StepMemory
+from models.transformer.config import AttentionConfig, ExpertsConfig
+from stacked_remat.lora import LoraConfig
+from stacked_remat.memory import count_flops
+from stacked_remat.training import DataConfig, MeshConfig, Partitioning, TrainerConfig, build_step
+
+pytestmark = pytest.mark.usefixtures("standard_promotion")
+
+NO_CUDA = not any(importlib.util.find_spec(f"jax_cuda{version}_plugin") for version in (12, 13))
+NO_TPU = importlib.util.find_spec("libtpu") is None
+ON_CUDA = pytest.mark.skipif(NO_CUDA, reason="JAX's CUDA plugin is not installed")
+ON_TPU = pytest.mark.skipif(NO_TPU, reason="libtpu is not installed")
+
+ATTENTION = AttentionConfig(head_dim=128)  # which the kernels for TPUs take
+SIZES = dict(hidden_dim=128, num_layers=2, num_heads=2, num_kv_heads=1, compute_dtype="bfloat16")
+EXPERTS = ExpertsConfig(4, 2, 128)
+
+
+WINDOWED = dataclasses.replace(ATTENTION, bias=True, window=64, windowed_layers=(0,))
+MODELS = {
+    "qwen3": Qwen3Config(**SIZES, attention=ATTENTION),
+    "qwen3_moe": Qwen3MoeConfig(**SIZES, attention=ATTENTION, experts=EXPERTS),
+    "gpt_oss": GptOssConfig(**SIZES, attention=WINDOWED, experts=EXPERTS),
+}
+
+
+def config_of(kind):
+    """Adapters of the decoder of two kinds of layers, and all weights of the others."""
+    return LmRunConfig(
+        model=MODELS[kind],
+        vocab_size=257,
+        lora=LoraConfig(rank=2) if kind == "gpt_oss" else None,
+        data=DataConfig(seq_len=128, batch_size=1),
+        trainer=TrainerConfig(mesh=MeshConfig({"data": 1})),
+    ).resolved()
+
+
+@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize(
+    "target",
+    [
+        pytest.param(name, marks=mark)
+        for name, mark in (("h200", ON_CUDA), ("b200", ON_CUDA), ("v5p", ON_TPU), ("v6e", ON_TPU))
+    ],
+)
+def test_a_step_compiles_for_a_device_that_is_not_attached(kind, target):
+    found = StepMemory(config_of(kind), target).report(True)
+    assert found.target == target and found.temporaries > 0 and found.flops.matmul > 0
+    assert not [reason for reason in found.flops.too_low if "is not counted" in reason]
+
+
+FLOPS = {"qwen3": 662_831_104, "qwen3_moe": 640_811_056, "gpt_oss": 526_123_056}
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_every_version_of_jax_counts_the_same_arithmetic(kind):
+    """JAX 0.10.2 and 0.12 trace custom derivatives and checkpoints in other ways."""
+    config = dataclasses.replace(config_of(kind), remat="nested")
+    partitioning = Partitioning.of(config.trainer.mesh, jax.devices()[:1])
+    step = build_step(
+        config.trainer,
+        loss_function=next_token_loss,
+        optimizer=run_optimizer(config),
+        partitioning=partitioning,
+    )
+    shapes = batch_shapes(config.data, partitioning), state_shapes(config, partitioning)
+    found = count_flops(eqx.filter_make_jaxpr(step)(*shapes)[0])
+    assert found.matmul == pytest.approx(FLOPS[kind], rel=0.01)

@@ -1,0 +1,179 @@
+"""Folds under every policy within random orders of JAX's transformations, beside `jax.lax.scan`.
+
+A layer has a carry of which a part does not depend on the weights, a leaf that is passed on unchanged and an integer;
+outputs of the carry, of the weights alone, and of nothing but a shared argument. What is mapped, by up to two
+`jax.vmap`s, and what is differentiated is drawn for each input.
+"""
+
+import functools
+import random
+from collections.abc import Callable
+
+import haliax as hax
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+
+import stacked_remat as sr
+from stacked_remat import ScanCheckpointPolicy, scan, shared
+
+from .blocks import quick_jit
+
+LENGTH, WIDTH, EXAMPLES = 4, 2, 3
+Layers = hax.Axis("layers", LENGTH)
+POLICIES = {
+    "False": False,
+    "True": True,
+    "nested": "nested",
+    "offload": "offload",
+    "nested offload": ScanCheckpointPolicy(nested=True, save_carries="offload"),
+    "three carries": ScanCheckpointPolicy(max_carries=2),
+    "names": ScanCheckpointPolicy(nested=True, save_block_internals=["kept"]),
+    "first layers": ScanCheckpointPolicy(nested=True, first_layers=2),
+    "segments": ScanCheckpointPolicy(segment_length=3),
+}
+INPUTS = {
+    "x": jnp.linspace(-1, 1, WIDTH),
+    "own": jnp.linspace(0.3, 0.8, WIDTH),
+    "passed": jnp.linspace(0.6, 0.9, WIDTH),
+    "w": 0.5 * jax.random.normal(jax.random.key(0), (LENGTH, WIDTH, WIDTH)),
+    "scale": jnp.linspace(0.5, 1.5, LENGTH),
+    "shift": jnp.linspace(0.1, 0.4, WIDTH),
+}
+
+
+def layer(carry, w, scale, shift):
+    x, own, passed, count = carry
+    kept = checkpoint_name(jnp.sin(x @ w + shift), "kept")
+    new = (x * passed + kept * scale, jnp.cos(own * shift), passed, count + 1)
+    return new, {
+        "carry": jnp.sum(x**2),
+        "weights": jnp.sum(w**2) * scale,
+        "shared": jnp.sum(shift),
+        "count": count,
+    }
+
+
+def total(run: Callable, inputs: dict) -> jax.Array:
+    init = (inputs["x"], inputs["own"], inputs["passed"], jnp.int32(0))
+    carry, outputs = run(init, inputs["w"], inputs["scale"], inputs["shift"])
+    weights = jnp.linspace(0.5, 2, LENGTH)
+    outputs = sum(jnp.vdot(weights, outputs[name].astype(jnp.float32)) for name in sorted(outputs))
+    return sum(jnp.sum(jnp.sin(leaf)) for leaf in carry[:3]) + 0.1 * jnp.sin(outputs)
+
+
+def ours(policy, init, w, scale, shift):
+    return scan(layer, Layers, remat=policy)(init, w, scale, shared(shift))
+
+
+def reference(init, w, scale, shift):
+    return lax.scan(lambda carry, x: layer(carry, *x, shift), init, (w, scale))
+
+
+class Case:
+    """Which transformations, from the inside out, and which inputs they concern."""
+
+    def __init__(self, seed: int) -> None:
+        draw = random.Random(seed)
+        around = [
+            *(("vmap", self._some(draw)) for _ in range(draw.choice([1, 1, 2]))),
+            *draw.sample(["jit", "checkpoint", "ours", "cond", "loop"], draw.choice([0, 1, 2])),
+        ]
+        draw.shuffle(around)
+        self.around = around
+        self.wanted = self._some(draw)
+        self.mode = draw.choice(
+            ["grad", "grad", "grad in vmap", "jvp", "jvp of grad", "grad of grad", "grad of jvp"]
+        )
+
+    @staticmethod
+    def _some(draw: random.Random) -> tuple[str, ...]:
+        return tuple(draw.sample(sorted(INPUTS), draw.randint(1, len(INPUTS))))
+
+    def __repr__(self) -> str:
+        return f"{self.mode} by {self.wanted} of {self.around}"
+
+    def inputs(self) -> dict:
+        """Each input with an axis for each `vmap` that maps it, the outermost first."""
+        found = dict(INPUTS)
+        for step in self.around:
+            if step[0] == "vmap":
+                factors = jnp.linspace(0.7, 1.2, EXAMPLES)
+                found |= {name: jnp.stack([factor * found[name] for factor in factors]) for name in step[1]}
+        return found
+
+    def result(self, run: Callable):
+        """The value, and derivatives as `mode` says."""
+        value = functools.partial(total, run)
+        if self.mode == "grad in vmap":
+            inside = value
+
+            def value(inputs):
+                gradient = jax.grad(inside)(inputs)
+                return sum(jnp.sum(jnp.sin(gradient[name])) for name in self.wanted) + inside(inputs)
+
+        for step in self.around:
+            value = wrapped(step, value)
+
+        def of_wanted(wanted: dict) -> jax.Array:
+            return jnp.mean(value({**self.inputs(), **wanted}))
+
+        wanted = {name: self.inputs()[name] for name in self.wanted}
+        direction = jax.tree.map(
+            lambda leaf: jnp.cos(jnp.arange(leaf.size, dtype=jnp.float32)).reshape(leaf.shape), wanted
+        )
+        gradient = jax.value_and_grad(of_wanted)
+        along = lambda wanted: jax.jvp(of_wanted, (wanted,), (direction,))  # noqa: E731
+        match self.mode:
+            case "grad" | "grad in vmap":
+                return gradient(wanted)
+            case "jvp":
+                return along(wanted)
+            case "jvp of grad":
+                return jax.jvp(gradient, (wanted,), (direction,))
+            case "grad of grad":
+                return jax.grad(lambda wanted: vdot(gradient(wanted)[1], direction))(wanted)
+        return jax.grad(lambda wanted: along(wanted)[1])(wanted)
+
+
+def vdot(a, b):
+    return sum(jnp.vdot(x, y) for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True))
+
+
+def wrapped(step, value: Callable) -> Callable:
+    match step:
+        case ("vmap", names):
+            return jax.vmap(value, ({name: 0 if name in names else None for name in INPUTS},))
+        case "jit":
+            return jax.jit(value)
+        case "checkpoint":
+            return jax.checkpoint(value)
+        case "ours":
+            return sr.checkpoint(value)
+        case "cond":
+            return lambda inputs: lax.cond(
+                jnp.sum(inputs["shift"]) > -100, value, lambda i: 0 * value(i), inputs
+            )
+    return lambda inputs: lax.scan(lambda held, _: (held + value(inputs), None), 0 * value(inputs), length=2)[
+        0
+    ]
+
+
+def compare(policy, cases) -> None:
+    def results():
+        return [(case.result(functools.partial(ours, policy)), case.result(reference)) for case in cases]
+
+    for case, (found, expected) in zip(cases, quick_jit(results)(), strict=True):
+        for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+            assert one.dtype == other.dtype and one.shape == other.shape, case
+            limit = 2e-5 * max(1.0, float(np.abs(other).max()))
+            assert np.abs(np.asarray(one) - np.asarray(other)).max() <= limit, case
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_every_order_of_transformations(name):
+    seed = 100 * list(POLICIES).index(name)
+    compare(POLICIES[name], [Case(seed + k) for k in range(7)])

@@ -156,7 +156,13 @@ class _Loop(NamedTuple):
 def _without_derivatives(leaf: Any) -> Any:
     # Second derivatives go through the first carry alone, and a visitor's results depend on others too.
     has_derivative = isinstance(leaf, jax.Array) and is_differentiable(leaf.dtype)
-    return not_differentiable(leaf) if has_derivative else leaf
+    return not_differentiable(leaf, _NO_DERIVATIVES) if has_derivative else leaf
+
+
+_NO_DERIVATIVES = (
+    "the results of a sweep with a visitor have no derivatives; differentiate those of "
+    "sweep_back(cotangent), or use jax.lax.stop_gradient on these"
+)
 
 
 def _visited(

@@ -11,6 +11,7 @@ from haliax import Axis, NamedArray
 
 from .._messages import axes_text
 from .._scan.marks import is_named, raw_array
+from .._sweep.derivative_errors import not_differentiable
 from ._by_example import dot, one_at_a_time
 from ._found import GradDots
 from ._losses import (
@@ -141,6 +142,8 @@ def grad_dot(
         `GradDots`. Scores are in float32, whatever the dtype of computation.
 
     Raises:
+        TypeError: scores by array are differentiated, of which only those with another `granularity` or with
+            `norms` have derivatives. The gradients have them.
         UnsupportedLeafError: names the path of an array that is used where no derivative along a direction
             is known (kernels, some derivative rules, derivatives of stacks), or where rows of examples can't
             be told apart; or the operation in which the losses of examples come to depend on each other.
@@ -172,6 +175,9 @@ def grad_dot(
     (value, aux), gradients, scores, squares = find(
         scoring, params, static, per_example_loss, batch, objective
     )
+    if not by_example:
+        given = [leaf for leaf in jax.tree.leaves((model, batch, direction)) if eqx.is_inexact_array(leaf)]
+        scores = {path: not_differentiable(score, _NO_DERIVATIVES, given) for path, score in scores.items()}
     scores = _checked(scoring, gradients, scores, objective.scale(Batch.size), check)
     covered, uncovered = sizes(params, scoring.direction, model)
     every, of_squares = scoring.named(scores), scoring.named(squares or {})
@@ -191,6 +197,12 @@ def grad_dot(
         ids = example_ids if is_named(example_ids) else NamedArray(jnp.asarray(example_ids), scoring.axes)
         found = found.per_document(ids, Examples, of_mean=tokens == "mean" and Position is not None)
     return gradients, found
+
+
+_NO_DERIVATIVES = (
+    'the scores of grad_dot have no derivatives with granularity="leaf"; differentiate those of '
+    'granularity="total", or use jax.lax.stop_gradient on these'
+)
 
 
 def _check_options(granularity: str, check: bool | float, of_examples: tuple[Any, Any]) -> None:

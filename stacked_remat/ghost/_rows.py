@@ -188,19 +188,17 @@ def of_constants(arrays: Sequence[Any], jaxpr: Any, other: Any, units: Units) ->
     return found
 
 
-def _called(key: str) -> Any:
-    def flows(equation: Any, twin: Any, inputs: Sequence[Flow], units: Units) -> list[Flow] | None:
-        if is_noted(equation):
-            return None
-        found = of_body(equation.params[key], twin.params[key], inputs, units)
-        if equation.primitive.name not in RULES or units.in_rule:
-            return found
-        within = units._replace(in_rule=True)
-        return after_rule(
-            equation, twin, inputs, found, lambda one, other, given: of_body(one, other, given, within)
-        )
-
-    return flows
+def _called(equation: Any, twin: Any, inputs: Sequence[Flow], units: Units) -> list[Flow] | None:
+    if is_noted(equation):
+        return None
+    programs = (one.params.get("jaxpr", one.params.get("call_jaxpr")) for one in (equation, twin))
+    found = of_body(*programs, inputs, units)
+    if equation.primitive.name not in RULES or units.in_rule:
+        return found
+    within = units._replace(in_rule=True)
+    return after_rule(
+        equation, twin, inputs, found, lambda one, other, given: of_body(one, other, given, within)
+    )
 
 
 def _expanded(equation: Any, twin: Any, inputs: Sequence[Flow], units: Units) -> list[Flow]:
@@ -414,8 +412,8 @@ _OF_SEVERAL: dict[str, Any] = {
 """The rows of the results of primitives that have several."""
 
 _BODIES: dict[str, Any] = {
-    **dict.fromkeys(("jit", "pjit", "closed_call", "remat", "remat2", "checkpoint"), _called("jaxpr")),
-    **dict.fromkeys(("core_call", "custom_jvp_call", "custom_vjp_call"), _called("call_jaxpr")),
+    **dict.fromkeys(("jit", "pjit", "closed_call", "core_call", "remat", "remat2", "checkpoint"), _called),
+    **dict.fromkeys(("custom_jvp_call", "custom_vjp_call"), _called),
     "call_hi_primitive": _expanded,
     "cond": _chosen,
     "custom_linear_solve": _solved,

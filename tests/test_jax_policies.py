@@ -135,7 +135,9 @@ def test_complex_values_are_kept_as_real_ones_are():
         return x
 
     ours = [lambda x, w, p=p: loop(x, w, checkpoint(step, save=p)) for p in by_operation]
-    for policy, cut in itertools.product(by_operation, ({}, {"nested": True}, {"nested": True, "first_layers": 1})):
+    for policy, cut in itertools.product(
+        by_operation, ({}, {"nested": True}, {"nested": True, "first_layers": 1})
+    ):
         ours.append(fold(step, Turns, remat=ScanCheckpointPolicy(save_block_internals=policy, **cut)))
     expected, *found = jax.jit(lambda w: [derivative(run)(w) for run in (loop, *ours)])(weights)
     for result in found:

@@ -384,7 +384,9 @@ def test_kinds_without_layers_have_no_entries_and_lose_no_arrays(length):
     for found in (outputs, unrolled, mapped[1] if isinstance(mapped, tuple) else mapped, outputs):
         of_kinds = {name: jax.tree.leaves(of_kind)[-1:] for name, of_kind in found.items()}
         assert [of_kinds[name][0].shape[0] for name in ("cosine", "sine")] == [0, 0]
-    step = sr.fused_update(lambda blocks: swept(blocks, *given[1:]), optax.sgd(0.1, momentum=0.9), max_grad_norm=1.0)
+    step = sr.fused_update(
+        lambda blocks: swept(blocks, *given[1:]), optax.sgd(0.1, momentum=0.9), max_grad_norm=1.0
+    )
     result = jax.jit(step)(blocks, step.init(blocks))
     assert jax.tree.map(jnp.shape, result.model) == jax.tree.map(jnp.shape, blocks)
     with pytest.raises(ValueError, match="has values for 'tanh'. Give one for each, with layers or not"):

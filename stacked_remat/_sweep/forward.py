@@ -63,7 +63,7 @@ def _forward_step(spec: SweepSpec, xs: Arrays, shared: Arrays, keeps: bool) -> C
                 (carry, (y, _)), found = _forward_scheduled(spec.segment, carry, empty, x, shared)
                 new = [slots[1:] for slots in found.slots]
             else:
-                carry, y = spec.step(kind, shared, carry, x)
+                carry, y = spec.evaluate(kind, shared, carry, x)
                 new = kept
             if spec.on_host and platform() == "tpu":
                 # Or XLA reads while the output is written, and not while the step runs.

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -25,6 +25,8 @@ class Kind:
         shared: which of the inputs that all layers share it reads.
         xs: which of the stacks hold its layers' own inputs, an entry for each layer of this kind.
         ys: which of the stacked outputs are theirs.
+        by_rules: one layer for values alone, with the forward rules of `jax.custom_vjp`s in their place, for
+            derivatives of a gradient; None where it is `jaxpr`.
     """
 
     number: int
@@ -32,6 +34,7 @@ class Kind:
     shared: tuple[int, ...]
     xs: slice = field(hash=False)  # a slice has no hash before Python 3.12
     ys: slice = field(hash=False)
+    by_rules: Jaxpr | None = None
 
     @property
     def carries(self) -> int:
@@ -50,6 +53,11 @@ class Kind:
     def layer(self, shared: Arrays, carry: Carry, x: Arrays) -> tuple[Carry, Arrays]:
         """Run one layer."""
         return self.layer_of(self.pick_shared(shared), carry, x)
+
+    @property
+    def evaluated(self) -> "Kind":
+        """The same, whose `layer` is for values and not for derivatives."""
+        return self if self.by_rules is None else replace(self, jaxpr=self.by_rules)
 
     def layer_of(self, given: Arrays, carry: Carry, x: Arrays) -> tuple[Carry, Arrays]:
         """Run one layer on what it reads of the shared inputs."""

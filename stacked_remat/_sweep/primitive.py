@@ -26,7 +26,7 @@ from .gradient import Perturbed, merge, pick, scatter_leaves
 from .slots import Arrays, Carry, Checkpoints
 from .spec import Checkpoint, SweepSpec
 from .store import full_on_host
-from .tangent import tangent_sweep
+from .tangent import by_rules, tangent_sweep
 
 Flags = tuple[bool, ...]
 
@@ -419,7 +419,8 @@ class Rule(_Differentiable):
         return tuple(any(nonzero) and is_ for is_ in _floats(self.out_aval))
 
     def tangent(self, nonzero: Flags, primals: Any, tangents: Arrays) -> Arrays:
-        fn, reference = (_Tangent(fn, nonzero, self.active(nonzero)) for fn in (self.fn, self.reference))
+        functions = _by_rules(self.fn), self.reference
+        fn, reference = (_Tangent(fn, nonzero, self.active(nonzero)) for fn in functions)
         gives = tuple(pick(self.gives, self.active(nonzero)))
         return Rule.of(
             fn, reference, (*self.reads, *pick(self.reads, nonzero)), lambda _: gives, primals, tangents
@@ -470,6 +471,15 @@ class _Forward:
 
     def __call__(self, init: Carry, xs: Arrays, shared: Arrays) -> tuple[Carry, Arrays, Checkpoints]:
         return forward(self.spec, self.perturbed, init, xs, shared)
+
+
+def _by_rules(fn: Any) -> Any:
+    """A function of a sweep, or one that calls it, with layers that have forward-mode derivatives."""
+    if isinstance(fn, _Mapped):
+        return replace(fn, fn=_by_rules(fn.fn))
+    if isinstance(fn, _Forward | _Backward):
+        return replace(fn, spec=by_rules(fn.spec, fn.perturbed))
+    return fn
 
 
 @dataclass(frozen=True)

@@ -143,7 +143,11 @@ class SweepSpec:
         """Run what is read together: one layer, or a segment, whose inputs and outputs are stacked."""
         if self.read_length == 1:
             return kind.layer(shared, carry, x)
-        return self.segment.plain(carry, x, shared)
+        return replace(self.segment, kinds=(kind,)).plain(carry, x, shared)
+
+    def evaluate(self, kind: Kind, shared: Arrays, carry: Carry, x: Arrays) -> tuple[Carry, Arrays]:
+        """The same for values alone, which is not to be differentiated in reverse mode."""
+        return self.step(kind.evaluated, shared, carry, x)
 
     def inputs(self, kind: Kind, xs: Arrays, row: Any, fetched: Arrays | tuple[()] = ()) -> Arrays:
         """The own inputs of the step at a row, with those that have been fetched from the host."""
@@ -204,8 +208,8 @@ class SweepSpec:
         """The pullback of a layer of each kind."""
 
         def of(kind: Kind) -> LayerPullback:
-            layer = functools.partial(self.step, kind)
-            pullback = LayerPullback(layer, perturbed.of_part(kind.xs, kind.ys))
+            layer, evaluate = functools.partial(self.step, kind), functools.partial(self.evaluate, kind)
+            pullback = LayerPullback(layer, perturbed.of_part(kind.xs, kind.ys), evaluate=evaluate)
             if checkpoint is jax.checkpoint:
                 return pullback
             example = jax.eval_shape(lambda: (carry, self.inputs(kind, [*map(at_least_one, xs)], 0)))
@@ -217,7 +221,9 @@ class SweepSpec:
         """Buffers of each kind for what its layers save, of one of these ranges of numbers at a time."""
 
         def most(kind: Kind) -> int:
-            return max(min(1, self.rows(kind)), *(int(self.entry(kind, part.stop, part.start)) for part in parts))
+            return max(
+                min(1, self.rows(kind)), *(int(self.entry(kind, part.stop, part.start)) for part in parts)
+            )
 
         return [
             empty_stack(pullback.residuals.types if pullback.residuals else [], most(kind))

@@ -1,11 +1,14 @@
 """The sweep whose layers are differentiated in forward mode."""
 
+import functools
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.core import eval_jaxpr
+from jax.interpreters.partial_eval import dce_jaxpr
 
 from .._compat import without_constants
 from .gradient import Perturbed, merge, pick
@@ -41,6 +44,35 @@ def tangent_sweep(
     every = [jnp.zeros_like(leaf) for leaf in pick(init, perturbed.carry)]
     carry = [*init, *merge(every, of_init, missing)]
     return replace(spec, kinds=tuple(kinds), unsliced=tuple(unsliced)), (carry, stacks, [*shared, *of_shared])
+
+
+@functools.lru_cache(maxsize=64)
+def by_rules(spec: SweepSpec, perturbed: Perturbed) -> SweepSpec:
+    """The sweep with layers whose values are found by their derivative rules.
+
+    For derivatives of its gradient: a `jax.custom_vjp` has none in forward mode, and its forward rule has.
+    """
+    kinds = [
+        replace(kind, by_rules=_layer_by_rules(kind, perturbed.of_part(kind.xs, kind.ys)))
+        for kind in spec.kinds
+    ]
+    return replace(spec, kinds=tuple(kinds))
+
+
+def _layer_by_rules(kind: Kind, perturbed: Perturbed) -> Any:
+    """A layer as the forward pass of its own gradient, as a jaxpr."""
+    masks = kind.pick_shared(perturbed.shared), perturbed.carry, perturbed.xs
+    mask = [is_ for part in masks for is_ in part]
+
+    def layer(*inputs: Any) -> Arrays:
+        def run(given: Arrays) -> Arrays:
+            return eval_jaxpr(kind.jaxpr, (), *merge(inputs, given, mask))
+
+        return jax.vjp(run, pick(inputs, mask))[0]
+
+    jaxpr, constants = without_constants(jax.make_jaxpr(layer)(*(var.aval for var in kind.jaxpr.invars)))
+    assert not constants
+    return dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)[0]
 
 
 def _tangent_layer(kind: Kind, perturbed: Perturbed) -> Any:

@@ -176,8 +176,7 @@ def grad_dot(
         scoring, params, static, per_example_loss, batch, objective
     )
     if not by_example:
-        given = [leaf for leaf in jax.tree.leaves((model, batch, direction)) if eqx.is_inexact_array(leaf)]
-        scores = {path: not_differentiable(score, _NO_DERIVATIVES, given) for path, score in scores.items()}
+        scores = _without_derivatives(scores, (model, batch, direction))
     scores = _checked(scoring, gradients, scores, objective.scale(Batch.size), check)
     covered, uncovered = sizes(params, scoring.direction, model)
     every, of_squares = scoring.named(scores), scoring.named(squares or {})
@@ -197,6 +196,12 @@ def grad_dot(
         ids = example_ids if is_named(example_ids) else NamedArray(jnp.asarray(example_ids), scoring.axes)
         found = found.per_document(ids, Examples, of_mean=tokens == "mean" and Position is not None)
     return gradients, found
+
+
+def _without_derivatives(scores: dict[str, Any], of: Any) -> dict[str, Any]:
+    """The scores, with an error for derivatives with respect to what they are `of`, which would be wrong."""
+    given = [leaf for leaf in jax.tree.leaves(of) if eqx.is_inexact_array(leaf)]
+    return {path: not_differentiable(score, _NO_DERIVATIVES, given) for path, score in scores.items()}
 
 
 _NO_DERIVATIVES = (

@@ -191,8 +191,8 @@ def of_constants(arrays: Sequence[Any], jaxpr: Any, other: Any, units: Units) ->
 def _called(equation: Any, twin: Any, inputs: Sequence[Flow], units: Units) -> list[Flow] | None:
     if is_noted(equation):
         return None
-    programs = (one.params.get("jaxpr", one.params.get("call_jaxpr")) for one in (equation, twin))
-    found = of_body(*programs, inputs, units)
+    program, larger = (each.params.get("jaxpr", each.params.get("call_jaxpr")) for each in (equation, twin))
+    found = of_body(program, larger, inputs, units)
     if equation.primitive.name not in RULES or units.in_rule:
         return found
     within = units._replace(in_rule=True)

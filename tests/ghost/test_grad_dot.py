@@ -187,5 +187,7 @@ def test_a_loss_may_have_folds_of_its_own_under_every_policy():
         step = lambda x, weight: x + jnp.sin(x @ weight)  # noqa: E731
         return jnp.sum(fold(step, model.stack.Layers, remat="nested")(x, model.stack.stacked.weight), axis=1)
 
-    with pytest.raises(ghost.UnsupportedLeafError, match=r"apart from fold and scan of its stack, in `Sweep`"):
+    with pytest.raises(
+        ghost.UnsupportedLeafError, match=r"apart from fold and scan of its stack, in `Sweep`"
+    ):
         run(model, of_layers, x, direction)

@@ -171,12 +171,10 @@ def grad_dot(
     losses_of = "example" if example_ids is None else "row" if Position is None else "token"
     adds_up = coupled and check is not False
     scoring = Scoring(model, directions(params, direction), Batch, Position, losses_of, adds_up)
-    find = one_at_a_time if by_example else in_one_pass
+    find = one_at_a_time if by_example else _in_one_pass
     (value, aux), gradients, scores, squares = find(
         scoring, params, static, per_example_loss, batch, objective
     )
-    if not by_example:
-        scores = _without_derivatives(scores, (model, batch, direction))
     scores = _checked(scoring, gradients, scores, objective.scale(Batch.size), check)
     covered, uncovered = sizes(params, scoring.direction, model)
     every, of_squares = scoring.named(scores), scoring.named(squares or {})
@@ -198,10 +196,15 @@ def grad_dot(
     return gradients, found
 
 
-def _without_derivatives(scores: dict[str, Any], of: Any) -> dict[str, Any]:
-    """The scores, with an error for derivatives with respect to what they are `of`, which would be wrong."""
-    given = [leaf for leaf in jax.tree.leaves(of) if eqx.is_inexact_array(leaf)]
-    return {path: not_differentiable(score, _NO_DERIVATIVES, given) for path, score in scores.items()}
+def _in_one_pass(
+    scoring: Scoring, params: Any, static: Any, loss: Loss, batch: Any, objective: Objective
+) -> Any:
+    """As `in_one_pass`, with an error for derivatives of the scores, which would be wrong."""
+    value, gradients, scores, squares = in_one_pass(scoring, params, static, loss, batch, objective)
+    given = jax.tree.leaves((params, static, batch, scoring.direction))
+    arrays = [leaf for leaf in given if eqx.is_inexact_array(leaf)]
+    scores = {path: not_differentiable(score, _NO_DERIVATIVES, arrays) for path, score in scores.items()}
+    return value, gradients, scores, squares
 
 
 _NO_DERIVATIVES = (

@@ -8,6 +8,7 @@ import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax.extend import core
 
@@ -98,6 +99,29 @@ def forwarded_inputs(jaxpr: core.Jaxpr) -> list[int | None]:
             if isinstance(operand, core.Var) and operand in numbers:
                 numbers[var] = numbers[operand]
     return [numbers.get(var) if isinstance(var, core.Var) else None for var in jaxpr.outvars]
+
+
+def expansion(equation: core.JaxprEqn) -> Any:
+    """What a primitive that expands into others does, closed, as a fold that is cut; None for any other."""
+    if equation.primitive.name != "call_hi_primitive":
+        return None
+    primitive = equation.params["_prim"]
+    with equation.ctx.manager:  # its mesh, of which the axes of `jax.shard_map` are bound
+        mesh = jax.sharding.get_abstract_mesh()
+        axes = [(name, mesh.shape[name]) for name in mesh.manual_axes]
+        return jax.make_jaxpr(primitive.expand, axis_env=axes)(*primitive.in_avals)
+
+
+def programs_in(equation: core.JaxprEqn) -> list[Any]:
+    """The jaxprs, open, that an equation evaluates."""
+    expanded = expansion(equation)
+    return [*core.jaxprs_in_params(equation.params)] if expanded is None else [expanded.jaxpr]
+
+
+def name_of(equation: core.JaxprEqn) -> str:
+    """What an equation evaluates, for errors; of what expands into others, the class."""
+    named = equation.params.get("_prim")
+    return equation.primitive.name if named is None else type(named).__name__
 
 
 def _called(equation: core.JaxprEqn) -> core.Jaxpr | None:

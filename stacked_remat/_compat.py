@@ -39,6 +39,8 @@
 - JAX (0.10.2, not 0.12) cannot lower `closed_call`, which its scans make of a jaxpr in `jax.checkpoint`, where that
   holds a primitive of `hijax`.
 - JAX (0.10.2, 0.12) cannot transpose `checkpoint_name`, which is the identity.
+- JAX (0.10.2, 0.12) rounds what a `jax.checkpoint` keeps to its own precision, by an operation that refuses
+  complex numbers: `round_kept_values`.
 - JAX (0.10.2, 0.12) has no public name of the effect of a collective: `named_axes`.
 - JAX (0.10.2, 0.12) has no public name of the error for a sharding that divides several axes of an array over
   one axis of the mesh: `mesh_axes_used_twice`.
@@ -362,8 +364,28 @@ if _IS_BEFORE_0_12:
     jax._src.core.closed_call_p.to_lojax = lambda *args, call_jaxpr: jax.core.eval_jaxpr(  # pyright: ignore
         call_jaxpr.jaxpr, call_jaxpr.consts, *args
     )
+
+
+def round_kept_values() -> None:
+    """Let JAX leave what `jax.checkpoint` keeps of complex numbers as it is."""
+    insert_rounding: Any = jax._src.ad_checkpoint._insert_reduce_precision
+
+    def of_real_numbers(jaxpr: Any, count: int) -> Any:
+        start = len(jaxpr.outvars) - count
+        kept = jaxpr.outvars[start:]
+        is_complex = [jnp.issubdtype(getattr(out.aval, "dtype", bool), jnp.complexfloating) for out in kept]
+        if not any(is_complex):
+            return insert_rounding(jaxpr, count)
+        last = sorted(range(count), key=lambda i: not is_complex[i])
+        reordered = jaxpr.replace(outvars=[*jaxpr.outvars[:start], *(kept[i] for i in last)])
+        return insert_rounding(reordered, is_complex.count(False)).replace(outvars=jaxpr.outvars)
+
+    jax._src.ad_checkpoint._insert_reduce_precision = of_real_numbers
+
+
 ad.primitive_transposes[jax._src.ad_checkpoint.name_p] = lambda cotangent, _, **__: [cotangent]
 restore_is_constant_dim()
 move_cotangents_back()
+round_kept_values()
 if _MERGES_ON_CPUS:
     mlir.register_lowering(remat_p, _lower_recomputation_for_cpu, platform="cpu")

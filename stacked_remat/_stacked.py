@@ -19,12 +19,12 @@ from haliax.state_dict import (
 )
 
 from ._block_foldable import BlockFoldable
-from ._placement import has_host_arrays, on_several_devices
+from ._placement import has_host_arrays, on_device, on_several_devices
 from ._policy import ScanCheckpointPolicy, ScanCheckpointSpec, resolve_policy
 from ._scan.api import scan_for, vmap_layers
 from ._scan.arguments import Caller, argument_namer, check_no_lists, check_stacked, warn_of_ambiguous
 from ._scan.checks import check_axis, check_axis_or_name
-from ._scan.layer_axis import layer_getter
+from ._scan.layer_axis import layer_getter, split_tree
 from ._scan.marks import Marked, changed, is_array, map_unsliced
 from ._scan.stacking import numbers_to_arrays, stack_layers, take_layers
 from ._scan.sweep_back import SweepBack
@@ -42,6 +42,7 @@ from ._stacked_methods import (
     owner_of,
 )
 from ._state_dict import layers_from_state_dict, stack_as
+from ._sweep.store import at_least_one
 
 M = TypeVar("M", bound=eqx.Module)
 B = TypeVar("B", bound=eqx.Module)
@@ -324,8 +325,7 @@ class Stacked(BlockFoldable[M]):
             ValueError: names every layer that is missing, mismatched or unknown, and arrays that all
                 layers of this stack share and that differ there.
         """
-        first = eqx.filter_eval_shape(lambda stack: stack[:1].unstacked(), self)
-        layers = layers_from_state_dict(first * self.Block.size, state_dict, prefix)
+        layers = layers_from_state_dict([layer_types(self)] * self.Block.size, state_dict, prefix)
         return changed(self, stacked=stack_as(self.stacked, layers, self.Block)) if layers else self
 
     def flatten_for_export(self) -> Self:
@@ -369,6 +369,17 @@ def applied(tree: Any) -> Marked:
 def stored(tree: Any) -> Marked:
     """The arrays of a stack among the arguments of a scan."""
     return Marked(tree, "stored")
+
+
+def layer_types(stack: Stacked[M]) -> M:
+    """One layer, of a stack that may have none, with the type of each array, on the device."""
+
+    def first(stack: Stacked) -> Any:
+        caller = Caller(type(stack).__name__, _name_in_stack)
+        layout, arrays, shared = split_tree(stored(stack.stacked), stack.Block, caller)
+        return on_device(layout.layer([at_least_one(array)[0] for array in arrays], shared))
+
+    return eqx.filter_eval_shape(first, stack)
 
 
 def _name_in_stack(path: tuple[Any, ...]) -> str:

@@ -20,7 +20,7 @@ from ._scan.stacking import take_layers
 from ._scan.sweep_back import SweepBack
 from ._scan.visitor import SweepResult
 from ._scan.vjp import sweep_forward
-from ._stacked import Stacked, applied, block_second, stored
+from ._stacked import Stacked, applied, block_second, layer_types, stored
 from ._stacked_methods import (
     block_builder,
     block_call,
@@ -142,7 +142,7 @@ class StackedPattern(BlockFoldable[M]):
         names = [pattern[i % len(pattern)] for i in range(Layers.size)] if pattern else []
         builders = {name: block_builder(Block, what) for name, Block in sorted(kinds.items())}
         caller = Caller(what, argument_namer(next(iter(builders.values())), skip=0))
-        numbers = Pattern(tuple(map([*builders].index, names)))
+        numbers = Pattern(tuple(map([*builders].index, names)), len(builders))
 
         def build_stacks(*args: Any, **kwargs: Any) -> Self:
             check_no_lists(args, kwargs, Layers, caller)
@@ -158,19 +158,17 @@ class StackedPattern(BlockFoldable[M]):
 
     @property
     def _names(self) -> list[str]:
-        """The names of the kinds that have layers."""
-        return sorted(set(self.pattern))
+        return sorted(self.stacks)
 
     @property
     def _numbers(self) -> Pattern:
-        return Pattern(tuple(map(self._names.index, self.pattern)))
+        return Pattern(tuple(map(self._names.index, self.pattern)), len(self.stacks))
 
     def _kinds(self) -> list[Any]:
         return [self.stacks[name].stacked for name in self._names]
 
     def _block_call(self) -> Callable[..., Any]:
-        blocks = self._kinds()
-        return block_call(blocks[0]) if blocks else lambda block, *args, **kwargs: None
+        return block_call(self._kinds()[0])
 
     def _divide(self, arguments: Any, caller: Caller) -> DividedArguments:
         return divide(arguments, self.Block, self._names, self._numbers, caller)
@@ -195,10 +193,6 @@ class StackedPattern(BlockFoldable[M]):
             )
         return found
 
-    def _of_every_kind(self, outputs: Sequence[Any]) -> dict[str, Any]:
-        """A dict with None for the kinds that have no layers."""
-        return {**dict.fromkeys(self.stacks), **dict(zip(self._names, outputs, strict=True))}
-
     def _scan_via(
         self,
         verb: str,
@@ -215,8 +209,6 @@ class StackedPattern(BlockFoldable[M]):
             kinds = blocks._layers_of_kinds(
                 fn, blocks._divide((args, kwargs), caller), verb == "scan", caller, applied
             )
-            if not kinds:
-                return init, blocks._of_every_kind([])
             carry, outputs = scan_rolled(
                 kinds,
                 init,
@@ -228,7 +220,7 @@ class StackedPattern(BlockFoldable[M]):
                 host_segment_length=1,
                 what=caller.what,
             )
-            return carry, blocks._of_every_kind(outputs)
+            return carry, dict(zip(blocks._names, outputs, strict=True))
 
         def scanned(init: Any, /, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
             check_unmarked(init)
@@ -282,8 +274,6 @@ class StackedPattern(BlockFoldable[M]):
         call, has_output = self._block_call(), verb == "scan_vjp"
         remat, unroll, reverse = self._options(remat, unroll, reverse)
         caller, policy = method_caller(self, verb, call, skip=2), _checked(remat)
-        if not self.pattern:
-            raise ValueError(f"{caller.what} needs layers, and this {type(self).__name__} has none.")
 
         def run(init: Any, given: tuple[StackedPattern, Any, Any]) -> tuple[Any, SweepBack]:
             blocks, args, kwargs = given
@@ -319,11 +309,11 @@ class StackedPattern(BlockFoldable[M]):
         caller = method_caller(self, "vmap", fn, skip=1)
 
         def mapped(*args: Any, **kwargs: Any) -> Any:
-            divided, outputs = self._divide((args, kwargs), caller), []
+            divided, outputs = self._divide((args, kwargs), caller), {}
             for number, name in enumerate(self._names):
                 of_kind, by_name = divided.of(number)
-                outputs.append(self.stacks[name].vmap_via(fn)(*of_kind, **by_name))
-            return self._of_every_kind(outputs)
+                outputs[name] = self.stacks[name].vmap_via(fn)(*of_kind, **by_name)
+            return outputs
 
         return mapped
 
@@ -353,13 +343,10 @@ class StackedPattern(BlockFoldable[M]):
 
     def from_state_dict(self, state_dict: StateDict, prefix: str | None = None) -> Self:
         """These layers with their arrays read from `prefix.0.key`, …, with errors as in `Stacked`."""
-        kinds = {
-            name: eqx.filter_eval_shape(lambda stack: stack[:1].unstacked()[0], self.stacks[name])
-            for name in self._names
-        }
+        kinds = {name: layer_types(self.stacks[name]) for name in {*self.pattern}}
         layers = layers_from_state_dict([kinds[name] for name in self.pattern], state_dict, prefix)
         stacks = dict(self.stacks)
-        for name in self._names:
+        for name in kinds:
             stack = stacks[name]
             own = [layer for layer, other in zip(layers, self.pattern, strict=True) if other == name]
             stacks[name] = changed(stack, stacked=stack_as(stack.stacked, own, stack.Block))
@@ -386,9 +373,11 @@ class _Joined:
     template: StackedPattern
 
     def __call__(self, result: SweepResult) -> SweepResult:
-        stacks = dict(self.template.stacks)
-        for name, layers in zip(self.template._names, result.layers, strict=True):
-            stacks[name] = changed(stacks[name], stacked=layers)
+        names = self.template._names
+        stacks = {
+            name: changed(self.template.stacks[name], stacked=layers)
+            for name, layers in zip(names, result.layers, strict=True)
+        }
         result = result._replace(layers=changed(self.template, stacks=stacks))
         if result.args is None:
             return result

@@ -16,6 +16,7 @@ from stacked_remat import (
     LayerStack,
     ScanCheckpointPolicy,
     Stacked,
+    fold,
     fused_update,
     memory,
     per_layer,
@@ -368,6 +369,27 @@ def test_on_eight_devices():
     assert result.model.stacked.value.sharding.is_equivalent_to(placed.stacked.value.sharding, 3)
 
 
+def test_a_stack_without_layers_is_trained_beside_others():
+    class Two(eqx.Module):
+        empty: Stacked
+        full: Stacked
+
+    def loss(model, x):
+        return mean_square(model.full, model.empty.fold(x))
+
+    optimizer, x = optax.adam(0.1), jnp.ones((3, 8))
+    step, model = fused_update(loss, optimizer, max_grad_norm=0.1), Two(weights(0), weights())
+    state = step.init(model)
+    found = jax.jit(step)(model, state, x)
+    alone = fused_update(mean_square, optimizer, max_grad_norm=0.1)
+    expected = jax.jit(alone)(model.full, alone.init(model.full), x)
+    assert_close(found.model.full, expected.model)
+    assert found.model.empty.stacked.value.shape == (0, 8, 8)
+    assert jax.tree.structure(found.state) == jax.tree.structure(state)
+    saved = model.empty.to_state_dict("empty")
+    assert saved == {} and model.empty.from_state_dict(saved, "empty").stacked.value.shape == (0, 8, 8)
+
+
 def test_no_gradient_of_the_stack_exists():
     stack, x = weights(48, 64), jnp.ones((2, 64))
     fused = fused_update(mean_square, optax.sgd(0.1))
@@ -398,6 +420,10 @@ class TestRefused:
                 "model is folded inside of `scan`",
             ),
             (
+                lambda m, x: jnp.mean(fold(lambda x, _: m.fold(x), Layers, remat="nested")(x, jnp.ones(N))),
+                "model is folded inside of `Sweep`",
+            ),
+            (
                 lambda m, x: jnp.mean(jax.checkpoint(lambda m, x: m.fold(x))(m, x)),
                 "model is folded inside of `(checkpoint|remat)",
             ),
@@ -423,6 +449,7 @@ class TestRefused:
             "twice",
             "never",
             "scan",
+            "sweep",
             "checkpoint",
             "jit",
             "vmap",
@@ -456,6 +483,8 @@ class TestRefused:
         before = model()
         gain = Stacked(Named(before.named.stacked.weight, hax.ones(Embed), jnp.arange(N)), Layers)
         self.refuses("model.stacked.gain \\(embed=6\\) is shared by all layers", stack=gain)
+        one = eqx.tree_at(lambda stack: stack.stacked.value, weights(), jnp.ones(()))
+        self.refuses("model.stacked.value \\(float32\\[\\]\\) is shared by all layers", stack=one)
         self.refuses("no Stacked with trained arrays", stack=weights().stacked)
         self.refuses("number.* can't be trained: .* is not a floating", stack=before, trainable=eqx.is_array)
         with pytest.raises(ValueError, match="The state is not that of this model, which trains 2 stacks"):

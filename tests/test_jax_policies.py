@@ -1,6 +1,7 @@
 """JAX's own checkpoint policies choose which internals of a layer are saved."""
 
 import contextlib
+import itertools
 
 import haliax as hax
 import jax
@@ -8,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from stacked_remat import BlockSeq, ScanCheckpointPolicy, Stacked, fold, memory
+from stacked_remat import BlockSeq, ScanCheckpointPolicy, Stacked, checkpoint, fold, memory
 
 from .blocks import PlainBlock, quick_jit
 
@@ -109,3 +110,35 @@ def test_names_are_obeyed_under_remat3(expected):
     with remat3():
         found = quick_jit(gradient(KEPT.save_only_these_names("a")))(WEIGHTS)
     np.testing.assert_allclose(found, expected, rtol=1e-5)
+
+
+def test_complex_values_are_kept_as_real_ones_are():
+    Turns = hax.Axis("turns", 4)
+    angles = jnp.arange(16.0).reshape(4, 2, 2)
+    weights = jax.lax.complex(0.5 * jnp.cos(angles), 0.5 * jnp.sin(angles))
+    both = KEPT.save_from_both_policies(DOTS, KEPT.save_only_these_names("any"))
+    by_operation = [DOTS, KEPT.everything_saveable, both]
+
+    def step(x, weight):
+        size = jnp.real(x) @ jnp.imag(weight)  # real products are kept beside complex ones
+        return x + jnp.tanh(x @ weight) + jax.lax.complex(jnp.sin(size), jnp.cos(size))
+
+    def value(y):
+        return jnp.sum(jnp.real(y) ** 2) + jnp.sum(jnp.sin(jnp.imag(y)))
+
+    def derivative(run):
+        return jax.grad(lambda weights: value(run(jnp.ones((2, 2), jnp.complex64), weights)))
+
+    def loop(x, weights, step=step):
+        for weight in weights:
+            x = step(x, weight)
+        return x
+
+    ours = [lambda x, w, p=p: loop(x, w, checkpoint(step, save=p)) for p in by_operation]
+    for policy, cut in itertools.product(
+        by_operation, ({}, {"nested": True}, {"nested": True, "first_layers": 1})
+    ):
+        ours.append(fold(step, Turns, remat=ScanCheckpointPolicy(save_block_internals=policy, **cut)))
+    expected, *found = jax.jit(lambda w: [derivative(run)(w) for run in (loop, *ours)])(weights)
+    for result in found:
+        np.testing.assert_allclose(result, expected, rtol=1e-5, atol=1e-6 * np.abs(expected).max())

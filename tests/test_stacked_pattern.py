@@ -222,6 +222,36 @@ def test_a_visitor_sees_every_layer_with_its_kind_and_may_replace_it():
             }
 
 
+def test_cotangents_of_kinds_whose_visitor_returns_none_are_zeros():
+    blocks = blocks_of(PATTERNS["cycle with remainder"], remat="nested")
+    x, scale, own, shift = arguments(blocks)
+    plain = jnp.linspace(0.5, 1.5, N)
+
+    @jax.jit
+    def run(x, scale, plain, own, shift):
+        (carry, outputs), sweep_back = blocks.scan_vjp(x, scale, plain, shift)
+        cotangent = jax.grad(outputs_value, (0, 1))(carry, outputs)
+
+        def visitor(visit, kind):
+            carry, args = visit.vjp("carry", "args")
+            if kind == "first alone":
+                args = (args[0], None, None)
+            return sr.LayerResult(carry, args=args if visit.kind == kind or "alone" in kind else None)
+
+        return sweep_back(cotangent).args, [
+            sweep_back(cotangent, lambda visit, _, kind=kind: visitor(visit, kind)).args
+            for kind in ("tanh", "sine", "first alone", "no kind")
+        ]
+
+    every, (of_tanh, of_sine, first, nothing) = run(x, scale, plain, own, shift)
+    is_tanh = jnp.array([float(name == "tanh") for name in blocks.pattern])
+    for found, mask in ((of_tanh, is_tanh), (of_sine, 1 - is_tanh)):
+        assert_close(found[:2], (every[0] * hax.named(mask, Layers), every[1] * mask))
+    assert_close(of_tanh[2] + of_sine[2], every[2])
+    assert_close(first[0], every[0])
+    assert jax.tree.leaves((first[1:], nothing)) == []
+
+
 class Model(eqx.Module):
     blocks: StackedPattern
     head: jax.Array
@@ -306,12 +336,61 @@ def test_layers_are_in_the_order_of_the_model():
     assert eqx.tree_equal(flat, blocks)
     with pytest.raises(ValueError, match="missing: layer 4"):
         empty.from_state_dict({k: v for k, v in saved.items() if ".4." not in k}, "model")
-    x, scale, own, shift = arguments(blocks)
-    none = blocks[:0]
-    assert eqx.tree_equal(none.fold_via(lambda block, x: x)(x), x)
-    own = {"sine": own["sine"][:1], "cosine": own["cosine"][:1]}
-    (_, outputs), whole = blocks[:2].scan(x, scale["layers", :2], per_kind(own), shift), blocks.pattern
-    assert outputs["tanh"] is None and "tanh" in whole
+
+
+@pytest.mark.parametrize("length", [2, 0])
+def test_kinds_without_layers_have_no_entries_and_lose_no_arrays(length):
+    blocks = blocks_of(PATTERNS["table of three kinds"])[4 - length : 4]  # "tanh" alone, or nothing
+    x, *_ = arguments(blocks)
+    sizes = {"cosine": 0, "sine": 0, "tanh": length}
+    own = {name: jnp.linspace(0.5, 1.5, size) for name, size in sizes.items()}
+    scale, shift = hax.named(jnp.linspace(0.5, 1.5, length), blocks.Layers), hax.ones(Embed) * 0.1
+    given = blocks, x, scale, own, shift
+    zeros = jax.tree.map(jnp.zeros_like, (blocks, own))
+
+    def visitor(visit, state):
+        layer, carry, args = visit.vjp("layer", "carry", "args")
+        entry = visit.layer_state + 1
+        return sr.LayerResult(carry, layer=layer, args=args, layer_state=entry)
+
+    @jax.jit
+    def run(*given):
+        def visited():
+            (carry, outputs), sweep_back = blocks.scan_vjp(x, scale, per_kind(own), shift)
+            cotangent = jax.grad(outputs_value, (0, 1))(carry, outputs)
+            states = per_kind({name: jnp.zeros(size) for name, size in sizes.items()})
+            return sweep_back(cotangent), sweep_back(cotangent, visitor, layer_state=states), outputs
+
+        blocks, x, scale, own, shift = given
+        ours = [
+            jax.value_and_grad(functools.partial(swept, remat=remat), tuple(range(5)))(*given)
+            for remat in POLICIES
+        ]
+        return jax.value_and_grad(looped, range(5))(*given), ours, visited()
+
+    expected, found, (plain, by_visitor, outputs) = run(*given)
+    for result in found:
+        assert_close(result, expected)
+    for result in (plain, by_visitor):
+        of_args = result.args[0], result.args[1].values, result.args[2]
+        assert_close((result.layers, result.carry, *of_args), expected[1])
+    assert jax.tree.map(jnp.shape, (by_visitor.layers, of_args[1])) == jax.tree.map(jnp.shape, zeros)
+    assert {name: stack.shape for name, stack in by_visitor.layer_state.values.items()} == {
+        name: (size,) for name, size in sizes.items()
+    }
+    with jax.disable_jit():
+        _, unrolled = blocks.scan(x, scale, per_kind(own), shift)
+    mapped = blocks.vmap(x, scale, per_kind(own), shift)
+    for found in (outputs, unrolled, mapped[1] if isinstance(mapped, tuple) else mapped, outputs):
+        of_kinds = {name: jax.tree.leaves(of_kind)[-1:] for name, of_kind in found.items()}
+        assert [of_kinds[name][0].shape[0] for name in ("cosine", "sine")] == [0, 0]
+    step = sr.fused_update(
+        lambda blocks: swept(blocks, *given[1:]), optax.sgd(0.1, momentum=0.9), max_grad_norm=1.0
+    )
+    result = jax.jit(step)(blocks, step.init(blocks))
+    assert jax.tree.map(jnp.shape, result.model) == jax.tree.map(jnp.shape, blocks)
+    with pytest.raises(ValueError, match="has values for 'tanh'. Give one for each, with layers or not"):
+        blocks.scan(x, scale, per_kind({"tanh": own["tanh"]}), shift)
 
 
 def test_program_size_does_not_grow_with_depth():

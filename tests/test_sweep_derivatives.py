@@ -3,13 +3,22 @@
 import functools
 from typing import Any
 
+import equinox as eqx
 import haliax as hax
 import jax
 import jax.numpy as jnp
 import pytest
 from jax import lax
 
-from stacked_remat import ScanCheckpointPolicy, fold
+from stacked_remat import (
+    ScanCheckpointPolicy,
+    Stacked,
+    StackedPattern,
+    checkpoint_name,
+    fold,
+    scan,
+    streaming,
+)
 
 from .sweep_cases import assert_close, jit
 
@@ -94,3 +103,103 @@ def test_third_derivative_of_offloaded_boundaries_in_a_jitted_function():
         return jit(jax.grad(jax.grad(jax.grad(value))))(x)
 
     assert_close(third(OFFLOADED, 0.7), third(False, 0.7))
+
+
+def with_rule(fn, backward):
+    """A function whose derivative rule is not its derivative."""
+    ruled = jax.custom_vjp(fn)
+    ruled.defvjp(lambda x: (fn(x), x), backward)
+    return ruled
+
+
+straight_through = with_rule(lambda x: jnp.round(4 * x) / 4, lambda x, ct: (ct,))
+scaled = with_rule(jnp.sin, lambda x, ct: (3 * ct * jnp.cos(x) ** 2,))
+clipped = with_rule(lambda x: x**3, lambda x, ct: (jnp.clip(ct * 3 * x**2, -0.3, 0.3),))
+
+
+def layer_by_rules(x, weight):
+    hidden = checkpoint_name(scaled(x * weight), "hidden")
+    x = x + clipped(hidden + weight) + straight_through(hidden) * weight
+    return x, jnp.sum(x)
+
+
+class RuledBlock(eqx.Module):
+    weight: jax.Array  # a matrix, so that it is moved to the host
+
+    def __call__(self, x):
+        return layer_by_rules(x, self.weight[0])
+
+
+def value(carry, outputs):
+    return jnp.sum(carry**2) + jnp.sum(outputs**3)
+
+
+def blocks(weights, remat):
+    stack = jnp.stack([weights, weights], 1)
+    return Stacked(RuledBlock(stack), Outer.resize(len(weights)), remat)
+
+
+def of_kinds(remat, weights, x):
+    stacks = {"a": blocks(weights[::2], True), "b": blocks(weights[1::2], True)}
+    carry, found = StackedPattern(stacks, ("a", "b") * 2, Outer, remat).scan(x)
+    return value(carry, jnp.stack([found["a"], found["b"]], 1).reshape(-1))
+
+
+def on_host(remat, weights, x):
+    return value(*streaming.to_host(blocks(weights, remat)).scan(x))
+
+
+def by_scan(remat, weights, x):
+    return value(*scan(layer_by_rules, Outer, remat=remat)(x, weights))
+
+
+def plain(weights, x):
+    return value(*lax.scan(layer_by_rules, x, weights))
+
+
+def derivatives(fn, is_on_host):
+    def of_gradient(*args):
+        return sum(jnp.sum(jnp.sin(3 * leaf)) for leaf in jax.grad(fn, (0, 1))(*args))
+
+    def run(weights, x):
+        gradient = jax.grad(fn, (0, 1))
+        tangents = jnp.sin(5 * weights), jnp.cos(3 * x)
+        # JAX puts zero tangents of stacks on the host on the device.
+        along = () if is_on_host else jax.jvp(gradient, (weights, x), tangents)[1]
+        return gradient(weights, x), jax.grad(of_gradient, (0, 1))(weights, x), along
+
+    return run
+
+
+def test_second_derivatives_are_those_of_rules_that_are_not_the_derivative():
+    weights, x = arguments()
+    kept = ScanCheckpointPolicy(nested=True, save_block_internals=["hidden"])
+    policies = [
+        False,
+        True,
+        "nested",
+        "offload",
+        ScanCheckpointPolicy(max_carries=2),
+        FIRST_LAYERS,
+        OFFLOADED,
+        kept,
+    ]
+    policies += [ScanCheckpointPolicy(offload_block_internals=["hidden"]), "recompute"]
+
+    cases = {("scan", str(remat)): functools.partial(by_scan, remat) for remat in policies}
+    cases |= {
+        ("kinds", str(remat)): functools.partial(of_kinds, remat) for remat in ("nested", FIRST_LAYERS, kept)
+    }
+    cases |= {("host", str(remat)): functools.partial(on_host, remat) for remat in (True, "nested")}
+
+    @jit
+    def run(weights, x):
+        found = {case: derivatives(fn, case[0] == "host")(weights, x) for case, fn in cases.items()}
+        return derivatives(plain, False)(weights, x), found
+
+    expected, found = run(weights, x)
+    for case, result in found.items():
+        try:
+            assert_close(result, expected if result[2] else (*expected[:2], ()))
+        except AssertionError as error:
+            raise AssertionError(f"under {case}") from error

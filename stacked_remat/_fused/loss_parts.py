@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 from jax.core import eval_jaxpr
-from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var, jaxprs_in_params
+from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
-from .._activity import active_variables, is_differentiable
+from .._activity import active_variables, is_differentiable, name_of, programs_in
 from .folds import Fold, FollowedStack, fold_p, run, with_arrays
 
 _CALLS = ("jit", "pjit")  # the names of jit's primitive in the versions of JAX
@@ -88,7 +88,7 @@ def _folds_in(jaxpr: Jaxpr) -> Iterator[Fold]:
     for eqn in jaxpr.eqns:
         if eqn.primitive is fold_p:
             yield eqn.params["fold"]
-        for inner in jaxprs_in_params(eqn.params):
+        for inner in programs_in(eqn):
             yield from _folds_in(inner)
 
 
@@ -106,22 +106,20 @@ def _inline(
     """
     for eqn in jaxpr.eqns:
         invars = [_resolve(var, same) for var in eqn.invars]
-        folds = [fold for inner in jaxprs_in_params(eqn.params) for fold in _folds_in(inner)]
+        folds = [fold for inner in programs_in(eqn) for fold in _folds_in(inner)]
         if not folds:
             equations.append(eqn.replace(invars=invars))
         elif eqn.primitive.name not in _CALLS or any(
             fold is other.params.get("fold") for fold in folds for other in equations
         ):
-            what = (
-                f"`{eqn.primitive.name}`" if eqn.primitive.name not in _CALLS else "a function called twice"
-            )
+            what = f"`{name_of(eqn)}`" if eqn.primitive.name not in _CALLS else "a function called twice"
             raise ValueError(
                 f"{names[folds[0].number]} is folded inside of {what}. A fused update follows a fold that "
                 "the loss calls once, directly or inside of jax.jit: move it out, or freeze the stack "
                 "(trainable)."
             )
         else:
-            (inner,) = jaxprs_in_params(eqn.params)
+            (inner,) = programs_in(eqn)
             constants |= dict(zip(inner.constvars, getattr(eqn.params["jaxpr"], "consts", ()), strict=True))
             same |= dict(zip(inner.invars, invars, strict=True))
             _inline(inner, same, equations, constants, names)
@@ -146,7 +144,7 @@ def _check_uses(model: Any, inputs: Sequence[Var], equations: list[JaxprEqn], na
         for eqn in equations:
             is_fold = eqn.primitive is fold_p and eqn.params["fold"].number == leaf._number
             if list(eqn.invars[: len(own)]) != own if is_fold else _reads(eqn, set(own)):
-                by = "changes" if is_fold else f"uses (in `{eqn.primitive.name}`)"
+                by = "changes" if is_fold else f"uses (in `{name_of(eqn)}`)"
                 raise ValueError(
                     f"The loss {by} the weights of {leaf._name} outside of its layers. A fused update gives "
                     "them to the fold alone: cast or change them in the block's own call."
@@ -157,7 +155,7 @@ def _reads(eqn: JaxprEqn, variables: set[Var]) -> bool:
     """Whether an equation reads some of these; a call that is given them and leaves them unread does not."""
     if variables.isdisjoint(_variables(eqn)):
         return False
-    inner = list(jaxprs_in_params(eqn.params))
+    inner = programs_in(eqn)
     if not inner or any(len(body.invars) != len(eqn.invars) for body in inner):
         return True
     for body in inner:

@@ -12,8 +12,9 @@ from haliax.util import is_named_array
 from jaxtyping import DTypeLike
 
 from .._messages import axes_text
-from .._placement import on_device
-from .._stacked import Stacked
+from .._scan.checks import describe
+from .._scan.marks import is_split, raw_array
+from .._stacked import Stacked, layer_types
 from .._stacked_pattern import StackedPattern
 from .folds import FollowedStack
 from .separable import check_separable
@@ -120,9 +121,10 @@ class Trained:
         for name, i in zip(self.names, self.followed, strict=True):
             Layers = self.nodes[i].Layers
             for path, leaf in jtu.tree_leaves_with_path(self.trained[i], is_leaf=is_named_array):
-                if _has_array(leaf) and Layers not in leaf.axes:
+                if raw_array(leaf) is not None and not is_split(leaf, Layers):
+                    shape = axes_text(leaf.axes) if is_named_array(leaf) else describe(leaf)
                     raise ValueError(
-                        f"{name}{jtu.keystr(path)} ({axes_text(leaf.axes)}) is shared by all layers, so a "
+                        f"{name}{jtu.keystr(path)} ({shape}) is shared by all layers, so a "
                         "fused update cannot update it with one of them. Give it the layers' axis, keep it "
                         "outside of the stack, or leave it out of trainable."
                     )
@@ -157,12 +159,7 @@ class Trained:
 
     def layer_types(self, number: int) -> Any:
         """The types of one layer of a stack, with None in the place of each leaf that is not trained."""
-
-        def first(stack: Stacked) -> Any:
-            return on_device(stack[:1].unstacked()[0])
-
-        layer = eqx.filter_eval_shape(first, self.nodes[self.followed[number]])
-        return masked(layer, self.layer_mask(number))
+        return masked(layer_types(self.nodes[self.followed[number]]), self.layer_mask(number))
 
     def only_layer(self, number: int, layer: Any) -> Any:
         """The model with this layer in the place of a stack, and None in the place of all other arrays."""

@@ -316,7 +316,7 @@ def _step(fused: FusedUpdate, trained: Trained, state: FusedState, values: Value
             result = sweep_back(cotangent, visitor, squares, leaves[None])
             found: dict[str | None, Any] = {None: (result.layers, result.layer_state)}
         else:
-            of_kinds = per_kind({kind: leaves.get(kind, []) for kind in fold.given[0].pattern})
+            of_kinds = per_kind({kind: leaves.get(kind, []) for kind in fold.given[0].stacks})
             result = sweep_back(cotangent, visitor, squares, of_kinds)
             after = {**leaves, **result.layer_state.values}
             found = {kind: (result.layers.stacks[kind], after[kind]) for kind in numbers}

@@ -19,10 +19,12 @@ from .._static import Static
 from .._sweep.api import run_layers
 from .._sweep.kinds import Pattern
 from .._sweep.spec import FirstLayers
+from .._sweep.store import at_least_one, empty_stack
 from .._sweep.trace import TracedLayer, trace_layers
 from .checks import check_carry, check_offloaded, describe
 from .layer_axis import TreeLayout
-from .stacking import name_stacked, stack_outputs
+from .marks import is_array
+from .stacking import name_stacked, numbers_to_arrays, stack_outputs
 
 Step = Callable[[Any, Any], tuple[Any, Any]]  # (carry, inputs of the layer) -> (carry, output)
 
@@ -63,6 +65,13 @@ class Layers:
         """Run the layer at a row."""
         args, kwargs = self.layout.layer(on_device([array[row] for array in self.arrays]), self.shared)
         return self.f(carry, *args, **kwargs)
+
+    def no_outputs(self, carry: Any, what: str) -> Any:
+        """The outputs of no layers, from a carry of the right types."""
+        one = dataclasses.replace(self, arrays=[*map(at_least_one, self.arrays)])
+        types = eqx.filter_eval_shape(lambda: numbers_to_arrays(one.step_at(carry, 0)[1]))
+        arrays, rest = eqx.partition(types, is_array)
+        return name_stacked(eqx.combine(empty_stack(arrays, 0), rest), self.layout.axis, what)
 
 
 def trace_kinds(
@@ -166,13 +175,13 @@ def scan_rolled(
     `pattern` says which layer of `axis` is of which kind; None for layers of one kind.
     """
     options, remat = None, for_length(remat, axis.size)
-    if jax.config.jax_disable_jit and axis.size:
-        of_one = Pattern((0,) * axis.size) if pattern is None else pattern
-        return _unrolled_kinds(kinds, init, axis, remat, of_one, reverse, what)
+    if jax.config.jax_disable_jit:
+        of_one = Pattern((0,) * axis.size, 1) if pattern is None else pattern
+        return _unrolled_kinds(kinds, init, axis, SaveAll(), of_one, reverse, what)
     kinds = [kind.as_arrays() for kind in kinds]
     xs = [kind.arrays for kind in kinds]
     # A plain scan would keep what it reads from the host, and read nothing ahead.
-    if axis.size and (isinstance(remat, Swept) or pattern or has_host_arrays(xs)):
+    if pattern or (axis.size and (isinstance(remat, Swept) or has_host_arrays(xs))):
         options = sweep_options(remat, axis, xs, host_segment_length)
     if pattern is not None and options is None:
         return _unrolled_kinds(kinds, init, axis, remat, pattern, reverse, what)
@@ -247,10 +256,12 @@ def _unrolled_kinds(
     rows = pattern.before
     places = [Static((kind, int(rows[index, kind]))) for index, kind in enumerate(pattern.kinds)]
     carry, ys = scan_unrolled(layer, init, places, axis, remat, reverse=reverse)
-    return carry, [
-        stack_outputs([ys[index] for index in pattern.layers_of(k)], kind.layout.axis, what)
-        for k, kind in enumerate(kinds)
-    ]
+
+    def outputs(number: int, kind: Layers) -> Any:
+        of_kind = [ys[index] for index in pattern.layers_of(number)]
+        return stack_outputs(of_kind, kind.layout.axis, what) if of_kind else kind.no_outputs(init, what)
+
+    return carry, [outputs(number, kind) for number, kind in enumerate(kinds)]
 
 
 def check_host_segments(axis: Axis, length: int) -> None:

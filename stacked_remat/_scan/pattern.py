@@ -134,16 +134,27 @@ def _check_per_kind(argument: Argument, names: Sequence[str], what: str) -> None
     if not set(names) <= set(given):
         raise ValueError(
             f"{what} has layers of the kinds {', '.join(map(repr, names))}, and per_kind for {argument.name} "
-            f"has values for {', '.join(map(repr, given)) or 'none'}. Give one for each."
+            f"has values for {', '.join(map(repr, given)) or 'none'}. Give one for each, with layers or not."
         )
 
 
 def in_order(of_kinds: Sequence[Any], axis: Axis, pattern: Pattern) -> Any:
-    """Arrays with entries for the layers of each kind as one, with an entry for every layer in order."""
-    order = np.argsort(np.concatenate([pattern.layers_of(kind) for kind in range(len(of_kinds))]))
-    first = of_kinds[0]
+    """Arrays with entries for the layers of each kind as one, with an entry for every layer in order.
+
+    Zeros for the layers of a kind that has None.
+    """
+    first = next(part for part in of_kinds if raw_array(part) is not None)
+    position = [other.name for other in first.axes].index(axis.name) if is_named(first) else 0
+    order, arrays = [], []
+    for kind, part in enumerate(of_kinds):
+        rows, array = pattern.layers_of(kind), raw_array(part)
+        if array is None:
+            like = raw_array(first)
+            shape = (*like.shape[:position], len(rows), *like.shape[position + 1 :])
+            array = jnp.zeros_like(like, shape=shape)
+        order += rows
+        arrays.append(array)
+    array = jnp.take(jnp.concatenate(arrays, position), np.argsort(order), position)
     if not is_named(first):
-        return jnp.concatenate(of_kinds)[order]
-    position = [other.name for other in first.axes].index(axis.name)
-    array = jnp.take(jnp.concatenate([part.array for part in of_kinds], position), order, position)
+        return array
     return NamedArray(array, tuple(axis if other.name == axis.name else other for other in first.axes))

@@ -18,7 +18,7 @@ from .._sweep.gradient import LayerPullback, LeafVisit, pick, scatter_leaves, wi
 from .._sweep.kinds import Kind
 from .._sweep.primitive import sweep_backward
 from .._sweep.slots import Arrays, Checkpoints
-from .._sweep.store import read, read_layer, write, zeros_like
+from .._sweep.store import at_least_one, read, read_layer, write, zeros_like
 from .arguments import Caller
 from .checks import check_carry, describe
 from .layer_axis import Leaf, TreeLayout, split_tree
@@ -156,7 +156,13 @@ class _Loop(NamedTuple):
 def _without_derivatives(leaf: Any) -> Any:
     # Second derivatives go through the first carry alone, and a visitor's results depend on others too.
     has_derivative = isinstance(leaf, jax.Array) and is_differentiable(leaf.dtype)
-    return not_differentiable(leaf) if has_derivative else leaf
+    return not_differentiable(leaf, _NO_DERIVATIVES) if has_derivative else leaf
+
+
+_NO_DERIVATIVES = (
+    "the results of a sweep with a visitor have no derivatives; differentiate those of "
+    "sweep_back(cotangent), or use jax.lax.stop_gradient on these"
+)
 
 
 def _visited(
@@ -170,7 +176,8 @@ def _visited(
 
     def visit(leaves: LeafVisit, loop: _Loop) -> tuple[Arrays, _Loop]:
         own = of_kinds[leaves.kind.number]
-        part = read(eqx.combine(loop.layer_state, state_stacks)[own.part], own.row(leaves))
+        stacks = map(at_least_one, eqx.combine(loop.layer_state, state_stacks)[own.part])
+        part = read([*stacks], own.row(leaves))
         entry = types.visit(leaves, own.layout.layer(part, own.shared))
         state = eqx.combine(loop.state, static)
         carry_ct, new = _new_leaves(types, own.layout, leaves, entry, state, visitor(entry, state))
@@ -193,9 +200,9 @@ def _visited(
         return eqx.combine(loop.layers, sweep._xs)
 
     loop = _unchanged(sweep, jax.tree.map(jnp.asarray, arrays), state_stacks)
+    examples = [_example(sweep, kind.own, carry_ct, ys_ct) for kind in types.kinds]
+    loop = _first_loop(sweep, visit, examples, loop, state_stacks)
     if types.spec.length:
-        examples = [_example(sweep, kind.own, carry_ct, ys_ct) for kind in types.kinds]
-        loop = _first_loop(sweep, visit, examples, loop, state_stacks)
         swept = functools.partial(sweep_back, types.spec, types.perturbed, sweep._checkpoints)
         carry_ct, loop = swept(sweep._shared, carry_ct, ys_ct, visit_and_write, loop, xs_in=xs_in)
     layers, _, _ = _stacked(types, xs_in(loop), sweep._shared, cotangents=False)
@@ -287,9 +294,9 @@ def _example(sweep: SweepBack, kind: Kind, carry_ct: Arrays, ys_ct: Arrays) -> L
         jnp.int32(0),
         sweep._shared,
         sweep._checkpoints.first(),
-        read_layer(sweep._xs[kind.xs], 0, spec.unsliced[kind.xs]),
+        read_layer([*map(at_least_one, sweep._xs[kind.xs])], 0, spec.unsliced[kind.xs]),
         spec.unsliced[kind.xs],
-        (carry_ct, read(of_kind, 0)),
+        (carry_ct, read([*map(at_least_one, of_kind)], 0)),
         None,
         LayerPullback(kind.layer, perturbed),
     )

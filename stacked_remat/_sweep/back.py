@@ -187,7 +187,7 @@ def _replay(
 
     def advance(state: Any, index: Any, carry: Carry, fetched: Arrays) -> Carry:
         def run(kind: Kind, row: Any, carry: Carry) -> Carry:
-            return spec.step(kind, shared, carry, spec.inputs(kind, xs_in(state), row, fetched))[0]
+            return spec.evaluate(kind, shared, carry, spec.inputs(kind, xs_in(state), row, fetched))[0]
 
         return spec.at(index + first, run, carry)
 

@@ -1,9 +1,10 @@
-"""The error for derivatives of a visitor's results, which a sweep does not have.
+"""The error for derivatives of results that have none, such as a visitor's.
 
 They pass through an identity whose rule raises where a derivative is run, transposed or compiled. Compiled programs do
 not contain it.
 """
 
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from jax.extend.core import Primitive
@@ -11,34 +12,34 @@ from jax.interpreters import ad, batching, mlir
 from jaxtyping import Array
 
 
-def not_differentiable(x: Array) -> Array:
-    """Return `x`, without derivatives.
+def not_differentiable(x: Array, why: str, of: Sequence[Array] = ()) -> Array:
+    """Return `x`, without derivatives with respect to what it, or an array of `of`, depends on.
 
     Raises:
-        TypeError: a derivative is run, transposed or compiled.
+        TypeError: a derivative is run, transposed or compiled; says `why` there is none.
     """
-    return _result.bind(x)
+    return _result.bind(x, *of, why=why)
 
 
-def _refuse(*_: Any, **__: Any) -> NoReturn:
-    raise TypeError(
-        "the results of a sweep with a visitor have no derivatives; differentiate those of "
-        "sweep_back(cotangent), or use jax.lax.stop_gradient on these"
-    )
+def _refuse(*_: Any, why: str, **__: Any) -> NoReturn:
+    raise TypeError(why)
 
 
-def _jvp(primals: tuple[Any], tangents: tuple[Any]) -> tuple[Any, Any]:
-    (tangent,) = tangents
-    return _result.bind(*primals), tangent if isinstance(tangent, ad.Zero) else _tangent.bind(tangent)
+def _jvp(primals: Sequence[Any], tangents: Sequence[Any], why: str) -> tuple[Any, Any]:
+    found, *others = tangents
+    nonzero = [tangent for tangent in others if not isinstance(tangent, ad.Zero)]
+    if nonzero or not isinstance(found, ad.Zero):
+        found = _tangent.bind(ad.instantiate_zeros(found), *nonzero, why=why)
+    return _result.bind(*primals, why=why), found
 
 
 _result, _tangent = Primitive("not_differentiable"), Primitive("not_differentiable_tangent")
 for _primitive in (_result, _tangent):
-    _primitive.def_abstract_eval(lambda x: x)
-_result.def_impl(lambda x: x)
+    _primitive.def_abstract_eval(lambda x, *_, why: x)
+_result.def_impl(lambda x, *_, why: x)
 ad.primitive_jvps[_result] = _jvp
-batching.primitive_batchers[_result] = lambda args, dims: (_result.bind(*args), *dims)
-mlir.register_lowering(_result, lambda _, x: [x])
+batching.primitive_batchers[_result] = lambda args, dims, why: (_result.bind(*args, why=why), dims[0])
+mlir.register_lowering(_result, lambda _, x, *__, why: [x])
 _tangent.def_impl(_refuse)
 ad.deflinear2(_tangent, _refuse)
 batching.primitive_batchers[_tangent] = _refuse

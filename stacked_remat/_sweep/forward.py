@@ -22,7 +22,7 @@ from .store import empty_stack, empty_stack_on_host, read_before_writes, settle,
 
 def primal(spec: SweepSpec, init: Carry, xs: Arrays, shared: Arrays) -> tuple[Carry, Arrays]:
     """Run all layers, with nothing kept."""
-    if spec.pattern is None and not has_host_arrays(xs):
+    if not spec.length or (spec.pattern is None and not has_host_arrays(xs)):
         return spec.plain(init, xs, shared)
     state = (init, _outputs(spec), spec.fetch(xs, 0))
     step = _forward_step(spec, xs, shared, keeps=False)
@@ -63,7 +63,7 @@ def _forward_step(spec: SweepSpec, xs: Arrays, shared: Arrays, keeps: bool) -> C
                 (carry, (y, _)), found = _forward_scheduled(spec.segment, carry, empty, x, shared)
                 new = [slots[1:] for slots in found.slots]
             else:
-                carry, y = spec.step(kind, shared, carry, x)
+                carry, y = spec.evaluate(kind, shared, carry, x)
                 new = kept
             if spec.on_host and platform() == "tpu":
                 # Or XLA reads while the output is written, and not while the step runs.

@@ -95,11 +95,13 @@ class LayerPullback:
         layer: the layer.
         perturbed: what is differentiated.
         residuals: those that the replay saves, if any; else the layer is run again.
+        evaluate: the layer for values alone, if that is another function.
     """
 
     layer: LeafLayer
     perturbed: Perturbed
     residuals: Residuals | None = None
+    evaluate: LeafLayer | None = None
 
     def _linearize(
         self,
@@ -129,7 +131,7 @@ class LayerPullback:
     def save(self, shared: Arrays, carry: Carry, x: Arrays) -> tuple[tuple[Carry, Arrays], Arrays]:
         """Run the layer; returns its carry and output, and the residuals that are saved."""
         if self.residuals is None:
-            return self.layer(shared, carry, x), []
+            return (self.evaluate or self.layer)(shared, carry, x), []
         constants = self.residuals.constants
         outputs = eval_jaxpr(self.residuals.forward, (), *constants, *shared, *carry, *x)
         results = len(outputs) - len(self.residuals.is_saved)

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -25,6 +25,9 @@ class Kind:
         shared: which of the inputs that all layers share it reads.
         xs: which of the stacks hold its layers' own inputs, an entry for each layer of this kind.
         ys: which of the stacked outputs are theirs.
+        by_rules: one layer for values alone, with the forward rules of `jax.custom_vjp`s in their place, for
+            derivatives of a gradient; None where it is `jaxpr`.
+        constants: what these rules close over, the first inputs of `by_rules`.
     """
 
     number: int
@@ -32,6 +35,8 @@ class Kind:
     shared: tuple[int, ...]
     xs: slice = field(hash=False)  # a slice has no hash before Python 3.12
     ys: slice = field(hash=False)
+    by_rules: Jaxpr | None = None
+    constants: tuple[Any, ...] = field(default=(), compare=False)
 
     @property
     def carries(self) -> int:
@@ -51,9 +56,15 @@ class Kind:
         """Run one layer."""
         return self.layer_of(self.pick_shared(shared), carry, x)
 
+    @property
+    def evaluated(self) -> "Kind":
+        """The same, whose `layer` is for values and not for derivatives."""
+        return self if self.by_rules is None else replace(self, jaxpr=self.by_rules, by_rules=None)
+
     def layer_of(self, given: Arrays, carry: Carry, x: Arrays) -> tuple[Carry, Arrays]:
         """Run one layer on what it reads of the shared inputs."""
-        outputs = eval_jaxpr(self.jaxpr, (), *given, *carry, *x)
+        constants = self.constants if self.by_rules is None else ()
+        outputs = eval_jaxpr(self.jaxpr, (), *constants, *given, *carry, *x)
         return outputs[: self.carries], outputs[self.carries :]
 
 
@@ -63,19 +74,11 @@ class Pattern:
 
     Attributes:
         kinds: the number of each layer's kind, by the layer's index on the axis.
+        count: how many kinds there are. Some may have no layers.
     """
 
     kinds: tuple[int, ...]
-
-    @property
-    def count(self) -> int:
-        """The number of kinds."""
-        return max(self.kinds, default=-1) + 1
-
-    @property
-    def counts(self) -> list[int]:
-        """How many layers there are of each kind."""
-        return [int(count) for count in self.before[-1]]
+    count: int
 
     def layers_of(self, kind: int) -> list[int]:
         """The indices of the layers of a kind."""
@@ -84,13 +87,13 @@ class Pattern:
     @functools.cached_property
     def before(self) -> np.ndarray:
         """How many layers of each kind come before each layer: `[layer, kind]`, and one row for the end."""
-        is_kind = np.asarray(self.kinds)[:, None] == np.arange(self.count)
+        is_kind = np.asarray(self.kinds, np.int32)[:, None] == np.arange(self.count)
         return np.concatenate([np.zeros((1, self.count), np.int32), np.cumsum(is_kind, 0, dtype=np.int32)])
 
     def at(self, index: Any, run: Callable[[int, Any, T], T], state: T) -> T:
         """`run(kind, row, state)` for the layer at `index`, its kind and its row in the stacks of that kind.
 
-        `run` is traced once for each kind, in a loop of its own that runs once or not at all. There XLA
+        `run` is traced once for each kind with layers, in a loop of its own that runs once or not at all. There XLA
         updates the state in place; the branches of a conditional copy stacks (GPUs) and carries (TPUs).
         """
         if isinstance(index, int):
@@ -98,7 +101,7 @@ class Pattern:
             return run(kind, int(self.before[index, kind]), state)
         kinds, rows = np.asarray(self.kinds, np.int32), self.before[np.arange(len(self.kinds)), [*self.kinds]]
         kind, row = entry_at(kinds, index), entry_at(rows, index)
-        for k in range(self.count):
+        for k in sorted({*self.kinds}):
             trips = (kind == k).astype(np.int32)
             # Without the counter, which is 0, XLA for TPUs reads the weights of all kinds ahead of the loops.
             state = lax.fori_loop(0, trips, lambda i, state, k=k: run(k, row + i, state), state)

@@ -43,7 +43,7 @@ from .rules import (
 from .slots import Arrays, Carry, Checkpoints
 from .spec import Checkpoint, SweepSpec
 from .store import full_on_host
-from .tangent import tangent_sweep
+from .tangent import by_rules, tangent_sweep
 
 
 class Sweep(Differentiable):
@@ -273,7 +273,8 @@ class Rule(Differentiable):
         return tuple(any(nonzero) and is_ for is_ in floats(self.out_aval))
 
     def tangent(self, nonzero: Flags, primals: Any, tangents: Arrays) -> Arrays:
-        fn, reference = (_Tangent(fn, nonzero, self.active(nonzero)) for fn in (self.fn, self.reference))
+        functions = _by_rules(self.fn), self.reference
+        fn, reference = (_Tangent(fn, nonzero, self.active(nonzero)) for fn in functions)
         gives = tuple(pick(self.gives, self.active(nonzero)))
         return Rule.of(
             fn, reference, (*self.reads, *pick(self.reads, nonzero)), lambda _: gives, primals, tangents
@@ -324,6 +325,15 @@ class _Forward:
 
     def __call__(self, init: Carry, xs: Arrays, shared: Arrays) -> tuple[Carry, Arrays, Checkpoints]:
         return forward(self.spec, self.perturbed, init, xs, shared)
+
+
+def _by_rules(fn: Any) -> Any:
+    """A function of a sweep, or one that calls it, with layers that have forward-mode derivatives."""
+    if isinstance(fn, _Mapped):
+        return replace(fn, fn=_by_rules(fn.fn))
+    if isinstance(fn, _Forward | _Backward):
+        return replace(fn, spec=by_rules(fn.spec, fn.perturbed))
+    return fn
 
 
 @dataclass(frozen=True)

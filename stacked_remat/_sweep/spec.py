@@ -132,7 +132,7 @@ class SweepSpec:
     def _before(self) -> np.ndarray:
         """As `Pattern.before`, by the layers' numbers."""
         assert self.pattern is not None
-        return Pattern(self.pattern.kinds[:: -1 if self.reverse else 1]).before
+        return replace(self.pattern, kinds=self.pattern.kinds[:: -1 if self.reverse else 1]).before
 
     def entry(self, kind: Kind, number: Any, first: Any) -> Any:
         """How many layers of this kind have numbers from `first` to before `number`."""
@@ -145,7 +145,11 @@ class SweepSpec:
         """Run what is read together: one layer, or a segment, whose inputs and outputs are stacked."""
         if self.read_length == 1:
             return kind.layer(shared, carry, x)
-        return self.segment.plain(carry, x, shared)
+        return replace(self.segment, kinds=(kind,)).plain(carry, x, shared)
+
+    def evaluate(self, kind: Kind, shared: Arrays, carry: Carry, x: Arrays) -> tuple[Carry, Arrays]:
+        """The same for values alone, which is not to be differentiated in reverse mode."""
+        return self.step(kind.evaluated, shared, carry, x)
 
     def inputs(self, kind: Kind, xs: Arrays, row: Any, fetched: Arrays | tuple[()] = ()) -> Arrays:
         """The own inputs of the step at a row, with those that have been fetched from the host."""
@@ -206,11 +210,11 @@ class SweepSpec:
         """The pullback of a layer of each kind."""
 
         def of(kind: Kind) -> LayerPullback:
-            layer = functools.partial(self.step, kind)
-            pullback = LayerPullback(layer, perturbed.of_part(kind.xs, kind.ys))
+            layer, evaluate = functools.partial(self.step, kind), functools.partial(self.evaluate, kind)
+            pullback = LayerPullback(layer, perturbed.of_part(kind.xs, kind.ys), evaluate=evaluate)
             if checkpoint is jax.checkpoint:
                 return pullback
-            example = jax.eval_shape(lambda: (carry, self.inputs(kind, xs, 0)))
+            example = jax.eval_shape(lambda: (carry, self.inputs(kind, [*map(at_least_one, xs)], 0)))
             return pullback.with_residuals(shared, *example, checkpoint)
 
         return [of(kind) for kind in self.kinds]
@@ -219,7 +223,9 @@ class SweepSpec:
         """Buffers of each kind for what its layers save, of one of these ranges of numbers at a time."""
 
         def most(kind: Kind) -> int:
-            return max(1, *(int(self.entry(kind, part.stop, part.start)) for part in parts))
+            return max(
+                min(1, self.rows(kind)), *(int(self.entry(kind, part.stop, part.start)) for part in parts)
+            )
 
         return [
             empty_stack(pullback.residuals.types if pullback.residuals else [], most(kind))
@@ -250,14 +256,14 @@ def _plain_pattern(
     """
     length, entries = len(pattern.kinds), list(xs)
     for kind in kinds:
-        rows = np.minimum(pattern.before[:-1, kind.number], pattern.before[-1, kind.number] - 1)
-        part = zip(xs[kind.xs], sliced[kind.xs], strict=True)
+        rows = np.minimum(pattern.before[:-1, kind.number], max(pattern.before[-1, kind.number] - 1, 0))
+        part = zip(map(at_least_one, xs[kind.xs]), sliced[kind.xs], strict=True)
         entries[kind.xs] = [on_device(leaf)[rows] if is_ else leaf for leaf, is_ in part]
     types = [jax.ShapeDtypeStruct(t.shape, t.dtype) for kind in kinds for t in kind.output_types]
     empty = [jnp.zeros_like(type_) for type_ in types]
 
     def step(carry: Carry, at: tuple[Any, Arrays]) -> tuple[Carry, Arrays]:
-        x = merge(xs, at[1], sliced)
+        x = merge(entries, at[1], sliced)
 
         def run(kind: Kind, carry: Carry) -> tuple[Carry, Arrays]:
             carry, y = layers[kind.number](shared, carry, x[kind.xs])
@@ -268,5 +274,5 @@ def _plain_pattern(
     numbers = jnp.asarray(pattern.kinds, jnp.int32)
     carry, ys = lax.scan(step, init, (numbers, pick(entries, sliced)), length=length, **options)
     for kind in kinds:
-        ys[kind.ys] = [leaf[np.asarray(pattern.layers_of(kind.number))] for leaf in ys[kind.ys]]
+        ys[kind.ys] = [leaf[np.asarray(pattern.layers_of(kind.number), np.int32)] for leaf in ys[kind.ys]]
     return carry, ys

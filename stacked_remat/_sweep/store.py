@@ -194,7 +194,11 @@ def apart_from_transfers(compute: Callable[[], Any]) -> Any:
 
 def at_least_one(stack: Array) -> Array:
     """The stack, or zeros of one layer if it has none: a layer is traced even if there are none to run."""
-    return stack if len(stack) else jnp.zeros_like(stack, shape=(1, *stack.shape[1:]))
+    if len(stack):
+        return stack
+    one = jax.ShapeDtypeStruct((1, *stack.shape[1:]), stack.dtype)
+    # JAX can't make zeros on the host in another shape than the array that they are like.
+    return full_on_host(one, 0) if is_on_host(stack) else jnp.zeros_like(stack, shape=one.shape)
 
 
 def write(stacked: Any, index: Any, entry: Any) -> Any:

@@ -6,6 +6,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.core import eval_jaxpr
+from jax.interpreters.partial_eval import dce_jaxpr
 
 from .._compat import without_constants
 from .gradient import Perturbed, merge, pick
@@ -45,6 +47,31 @@ def tangent_sweep(
     every = [jnp.zeros_like(leaf) for leaf in pick(init, perturbed.carry)]
     carry = [*init, *merge(every, of_init, missing)]
     return replace(spec, kinds=tuple(kinds), unsliced=tuple(unsliced)), (carry, stacks, every_shared)
+
+
+def by_rules(spec: SweepSpec, perturbed: Perturbed) -> SweepSpec:
+    """The sweep with layers whose values are found by their derivative rules.
+
+    For derivatives of its gradient: a `jax.custom_vjp` has none in forward mode, and its forward rule has.
+    """
+    kinds = [_by_rules(kind, perturbed.of_part(kind.xs, kind.ys)) for kind in spec.kinds]
+    return replace(spec, kinds=tuple(kinds))
+
+
+def _by_rules(kind: Kind, perturbed: Perturbed) -> Kind:
+    """A kind whose values are found by the forward pass of a layer's own gradient."""
+    masks = kind.pick_shared(perturbed.shared), perturbed.carry, perturbed.xs
+    mask = [is_ for part in masks for is_ in part]
+
+    def layer(*inputs: Any) -> Arrays:
+        def run(given: Arrays) -> Arrays:
+            return eval_jaxpr(kind.jaxpr, (), *merge(inputs, given, mask))
+
+        return jax.vjp(run, pick(inputs, mask))[0]
+
+    jaxpr, constants = without_constants(jax.make_jaxpr(layer)(*(var.aval for var in kind.jaxpr.invars)))
+    jaxpr, _ = dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)
+    return replace(kind, by_rules=jaxpr, constants=tuple(constants))
 
 
 def _tangent_layer(kind: Kind, perturbed: Perturbed) -> tuple[Any, Arrays]:

@@ -11,6 +11,7 @@ from haliax import Axis, NamedArray
 
 from .._messages import axes_text
 from .._scan.marks import is_named, raw_array
+from .._sweep.derivative_errors import not_differentiable
 from ._by_example import dot, one_at_a_time
 from ._found import GradDots
 from ._losses import (
@@ -141,6 +142,8 @@ def grad_dot(
         `GradDots`. Scores are in float32, whatever the dtype of computation.
 
     Raises:
+        TypeError: scores by array are differentiated, of which only those with another `granularity` or with
+            `norms` have derivatives. The gradients have them.
         UnsupportedLeafError: names the path of an array that is used where no derivative along a direction
             is known (kernels, some derivative rules, derivatives of stacks), or where rows of examples can't
             be told apart; or the operation in which the losses of examples come to depend on each other.
@@ -168,7 +171,7 @@ def grad_dot(
     losses_of = "example" if example_ids is None else "row" if Position is None else "token"
     adds_up = coupled and check is not False
     scoring = Scoring(model, directions(params, direction), Batch, Position, losses_of, adds_up)
-    find = one_at_a_time if by_example else in_one_pass
+    find = one_at_a_time if by_example else _in_one_pass
     (value, aux), gradients, scores, squares = find(
         scoring, params, static, per_example_loss, batch, objective
     )
@@ -191,6 +194,23 @@ def grad_dot(
         ids = example_ids if is_named(example_ids) else NamedArray(jnp.asarray(example_ids), scoring.axes)
         found = found.per_document(ids, Examples, of_mean=tokens == "mean" and Position is not None)
     return gradients, found
+
+
+def _in_one_pass(
+    scoring: Scoring, params: Any, static: Any, loss: Loss, batch: Any, objective: Objective
+) -> Any:
+    """As `in_one_pass`, with an error for derivatives of the scores, which would be wrong."""
+    value, gradients, scores, squares = in_one_pass(scoring, params, static, loss, batch, objective)
+    given = jax.tree.leaves((params, static, batch, scoring.direction))
+    arrays = [leaf for leaf in given if eqx.is_inexact_array(leaf)]
+    scores = {path: not_differentiable(score, _NO_DERIVATIVES, arrays) for path, score in scores.items()}
+    return value, gradients, scores, squares
+
+
+_NO_DERIVATIVES = (
+    'the scores of grad_dot have no derivatives with granularity="leaf"; differentiate those of '
+    'granularity="total", or use jax.lax.stop_gradient on these'
+)
 
 
 def _check_options(granularity: str, check: bool | float, of_examples: tuple[Any, Any]) -> None:

@@ -6,8 +6,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import Literal, jaxprs_in_params
+from jax.extend.core import Literal
 
+from .._activity import programs_in
 from .._noted import Notes
 from ..ops.cross_entropy import CrossEntropyCall
 from ..ops.grouped_experts import ExpertsCall
@@ -393,5 +394,5 @@ class _Open:
 
 
 def _names_in(equation: Any) -> set[str]:
-    inner = [eqn for jaxpr in jaxprs_in_params(equation.params) for eqn in jaxpr.eqns]
+    inner = [eqn for jaxpr in programs_in(equation) for eqn in jaxpr.eqns]
     return {equation.primitive.name}.union(*(_names_in(eqn) for eqn in inner))

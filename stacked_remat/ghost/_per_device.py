@@ -5,9 +5,9 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from jax.extend.core import Literal, jaxprs_in_params
+from jax.extend.core import Literal
 
-from .._activity import active_variables
+from .._activity import active_variables, programs_in
 from ._units import Dimension, Rows, Units, counted, factor_units, has_units
 
 
@@ -85,7 +85,7 @@ def _is_across(jaxpr: Any, data: Sequence[int], axes: frozenset[str]) -> bool:
 
 
 def _contains_across(equation: Any, axes: frozenset[str]) -> bool:
-    inner = [eqn for jaxpr in jaxprs_in_params(equation.params) for eqn in _open(jaxpr).eqns]
+    inner = [eqn for jaxpr in programs_in(equation) for eqn in _open(jaxpr).eqns]
     return is_across(equation, axes) or any(_contains_across(eqn, axes) for eqn in inner)
 
 

@@ -13,7 +13,7 @@ import numpy as np
 from jax.extend.core import Literal
 from jax.extend.source_info_util import summarize
 
-from .._activity import active_variables, is_differentiable
+from .._activity import active_variables, expansion, is_differentiable, name_of
 from .._compat import raises_error
 from .._noted import is_noted
 from ._keeping import BY_INDEX, KEEPING, part_of
@@ -132,7 +132,7 @@ def _after(equation: Any, inputs: Sequence[Flow], rows: Sequence[Rows], units: U
 def where(equation: Any) -> str:
     """An equation, for errors."""
     line = summarize(equation.source_info)
-    return f"`{equation.primitive.name}`{line and ' at '}{line}"
+    return f"`{name_of(equation)}`{line and ' at '}{line}"
 
 
 def paired(equations: Sequence[Any], others: Sequence[Any]) -> Iterator[tuple[Any, Any]]:
@@ -188,19 +188,21 @@ def of_constants(arrays: Sequence[Any], jaxpr: Any, other: Any, units: Units) ->
     return found
 
 
-def _called(key: str) -> Any:
-    def flows(equation: Any, twin: Any, inputs: Sequence[Flow], units: Units) -> list[Flow] | None:
-        if is_noted(equation):
-            return None
-        found = of_body(equation.params[key], twin.params[key], inputs, units)
-        if equation.primitive.name not in RULES or units.in_rule:
-            return found
-        within = units._replace(in_rule=True)
-        return after_rule(
-            equation, twin, inputs, found, lambda one, other, given: of_body(one, other, given, within)
-        )
+def _called(equation: Any, twin: Any, inputs: Sequence[Flow], units: Units) -> list[Flow] | None:
+    if is_noted(equation):
+        return None
+    program, larger = (each.params.get("jaxpr", each.params.get("call_jaxpr")) for each in (equation, twin))
+    found = of_body(program, larger, inputs, units)
+    if equation.primitive.name not in RULES or units.in_rule:
+        return found
+    within = units._replace(in_rule=True)
+    return after_rule(
+        equation, twin, inputs, found, lambda one, other, given: of_body(one, other, given, within)
+    )
 
-    return flows
+
+def _expanded(equation: Any, twin: Any, inputs: Sequence[Flow], units: Units) -> list[Flow]:
+    return of_body(expansion(equation), expansion(twin), inputs, units)
 
 
 def _agreed(equation: Any, some: Sequence[Flow], others: Sequence[Flow]) -> list[Flow]:
@@ -402,19 +404,17 @@ def _unstacked(equation: Any, inputs: Sequence[Rows]) -> list[Rows]:
     return [left] * len(equation.outvars)
 
 
-_IDENTITIES = """nondifferentiable_backward not_differentiable not_transposable optimization_barrier
-reverse_mode_only""".split()
-
 _OF_SEVERAL: dict[str, Any] = {
     "split": _split,
     "unstack": _unstacked,
-    **dict.fromkeys(_IDENTITIES, _identical),
+    "optimization_barrier": _identical,
 }
 """The rows of the results of primitives that have several."""
 
 _BODIES: dict[str, Any] = {
-    **dict.fromkeys(("jit", "pjit", "closed_call", "remat", "remat2", "checkpoint"), _called("jaxpr")),
-    **dict.fromkeys(("core_call", "custom_jvp_call", "custom_vjp_call"), _called("call_jaxpr")),
+    **dict.fromkeys(("jit", "pjit", "closed_call", "core_call", "remat", "remat2", "checkpoint"), _called),
+    **dict.fromkeys(("custom_jvp_call", "custom_vjp_call"), _called),
+    "call_hi_primitive": _expanded,
     "cond": _chosen,
     "custom_linear_solve": _solved,
     "scan": _scanned,

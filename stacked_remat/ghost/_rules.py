@@ -7,8 +7,9 @@ from typing import Any, Literal, TypeAlias
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import Literal as Constant, jaxprs_in_params
+from jax.extend.core import Literal as Constant
 
+from .._activity import programs_in
 from ._traced import type_of
 from ._units import Flow, has_examples
 from ._weights import bind
@@ -21,7 +22,7 @@ Kind: TypeAlias = Literal["zero", "constant", "linear", "other"]
 
 def has_rule(equation: Any) -> bool:
     """Whether an equation is of a function with a derivative rule, or calls one."""
-    inner = (eqn for jaxpr in jaxprs_in_params(equation.params) for eqn in jaxpr.eqns)
+    inner = (eqn for jaxpr in programs_in(equation) for eqn in jaxpr.eqns)
     return equation.primitive.name in RULES or any(map(has_rule, inner))
 
 
@@ -135,9 +136,9 @@ def _kinds(jaxpr: Any, inputs: Sequence[Kind]) -> list[Kind]:
 
     for equation in jaxpr.eqns:
         operands: list[Kind] = [read(atom) for atom in equation.invars]
-        inner = equation.params.get("jaxpr", equation.params.get("call_jaxpr"))
-        if equation.primitive.name in _CALLS and inner is not None:
-            found = _kinds(getattr(inner, "jaxpr", inner), operands)
+        if equation.primitive.name in _CALLS:
+            (inner,) = programs_in(equation)
+            found = _kinds(inner, operands)
         else:
             found = [_kind(equation.primitive.name, operands)] * len(equation.outvars)
         known |= dict(zip(equation.outvars, found, strict=True))
@@ -157,7 +158,8 @@ def _kind(name: str, operands: Sequence[Kind]) -> Kind:
     return "linear" if summed and summed <= {"linear", "zero"} and fixed <= {"constant", "zero"} else "other"
 
 
-_CALLS = "jit pjit closed_call core_call remat remat2 checkpoint custom_jvp_call custom_vjp_call".split()
+_CALLS = """jit pjit closed_call core_call remat remat2 checkpoint custom_jvp_call custom_vjp_call
+call_hi_primitive""".split()
 _PRODUCTS = ("mul", "dot_general", "conv_general_dilated")
 _SUMS = """add add_any broadcast_in_dim concatenate convert_element_type copy cumsum expand_dims fft imag
 name neg optimization_barrier pad pbroadcast pcast psum psum_invariant pvary real reduce_precision reduce_sum

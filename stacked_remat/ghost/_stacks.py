@@ -10,9 +10,10 @@ import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 from jax.core import eval_jaxpr
-from jax.extend.core import Primitive, jaxprs_in_params
+from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
+from .._activity import programs_in
 from .._block_seq import BlockSeq
 from .._noted import Notes, noting
 from .._scan.marks import changed, is_named, raw_array
@@ -206,7 +207,7 @@ def evaluates_stack(equation: Any) -> bool:
     """Whether a loop, a branch or the like calls a stack."""
     return any(
         inner.primitive is stack_p or evaluates_stack(inner)
-        for jaxpr in jaxprs_in_params(equation.params)
+        for jaxpr in programs_in(equation)
         for inner in jaxpr.eqns
     )
 

@@ -6,7 +6,8 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jax.extend.core import jaxprs_in_params
+
+from .._activity import programs_in
 
 
 def trace(fn: Callable[..., Any], *args: Any) -> tuple[Any, list[Any], Callable[[list[Any]], Any]]:
@@ -92,5 +93,5 @@ def _equations(jaxpr: Any) -> Iterator[Any]:
     for equation in jaxpr.eqns:
         yield equation
         layers = getattr(equation.params.get("call"), "layers", {})  # of a call of a stack
-        for inner in (*jaxprs_in_params(equation.params), *(layer.jaxpr for layer in layers.values())):
+        for inner in (*programs_in(equation), *(layer.jaxpr for layer in layers.values())):
             yield from _equations(getattr(inner, "jaxpr", inner))

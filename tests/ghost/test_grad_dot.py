@@ -7,8 +7,10 @@ import numpy as np
 import pytest
 from haliax import Axis
 
-from stacked_remat import Stacked, ghost
+import stacked_remat
+from stacked_remat import ScanCheckpointPolicy, Stacked, fold, ghost
 
+from ..random_arrays import normal
 from .cases import CASES, assert_equal, looped_scores, random_like
 
 
@@ -83,3 +85,109 @@ def test_small_entries_of_a_direction_count_in_float16():
 
     found, expected = jax.jit(lambda model: (scores(model), exact(model)))(model)
     np.testing.assert_allclose(found, expected, rtol=0, atol=5e-3 * np.abs(expected).max())
+
+
+class Sines(eqx.Module):
+    stack: Stacked
+    plain: jax.Array
+    head: jax.Array
+
+    @staticmethod
+    def init(remat):
+        stack = Stacked(Sine(normal(0, 3, 4, 4) / 2), Axis("layers", 3), remat)
+        return Sines(stack, normal(1, 4, 4) / 2, normal(2, 4))
+
+
+class Sine(eqx.Module):
+    weight: jax.Array
+
+    def __call__(self, x):
+        return x + jnp.sin(x @ self.weight)
+
+
+def squares(model, x):
+    return (model.stack.fold(x @ jnp.tanh(model.plain)) @ model.head) ** 2
+
+
+def test_derivatives_of_scores_are_right_or_refused_and_those_of_gradients_are_right():
+    model, x = Sines.init("nested"), normal(3, 5, 4)
+    direction = random_like(model, 1)
+
+    def of_scores(granularity):
+        def value(model, direction):
+            _, found = ghost.grad_dot(model, squares, x, direction=direction, granularity=granularity)
+            return jnp.sum(jnp.sin(found.total.array))
+
+        return value
+
+    def exact(model, direction):
+        return jnp.sum(jnp.sin(jax.jvp(lambda model: squares(model, x), (model,), (direction,))[1]))
+
+    def of_gradients(find):
+        return jax.grad(lambda model: sum(jnp.sum(jnp.sin(leaf)) for leaf in jax.tree.leaves(find(model))))
+
+    @jax.jit
+    def both(model, direction):
+        ours = of_gradients(lambda model: ghost.grad_dot(model, squares, x, direction=direction)[0])
+        plain = of_gradients(jax.grad(lambda model: jnp.mean(squares(model, x))))
+        by_example = jax.grad(of_scores("total"), (0, 1))(model, direction)
+        return (by_example, ours(model)), (jax.grad(exact, (0, 1))(model, direction), plain(model))
+
+    for found, expected in zip(*map(jax.tree.leaves, both(model, direction)), strict=True):
+        np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4 * np.abs(expected).max())
+    for argument in (0, 1):
+        with pytest.raises(TypeError, match='the scores of grad_dot have no derivatives.*"total"'):
+            jax.jit(jax.grad(of_scores("leaf"), argument))(model, direction)
+
+
+def test_a_loss_may_have_folds_of_its_own_under_every_policy():
+    model, x, Turns = Sines.init(True), normal(3, 5, 4), Axis("turns", 4)
+    direction, turns = random_like(model, 1), jnp.linspace(0.5, 1.5, 4)
+
+    def losses_of(remat):
+        def repeated(x, weight):
+            return fold(lambda x, turn: x + jnp.sin(x @ weight) * turn, Turns, remat=remat)(x, turns)
+
+        def of_derivative(model, x):
+            return jnp.sum(jax.grad(lambda x: jnp.sum(repeated(x, jnp.eye(4)) ** 2))(x @ model.plain), axis=1)
+
+        def over_examples(model, x):
+            of_one = lambda row: jnp.sum(jnp.sin(row @ model.plain))  # noqa: E731
+            return stacked_remat.map(of_one, Axis("examples", len(x)), remat=remat)(x)
+
+        return {
+            "data": lambda model, x: repeated(model.stack.fold(x), jnp.eye(4)) @ model.head,
+            "weights": lambda model, x: repeated(x, model.plain) @ model.head,
+            "layers": lambda model, x: (
+                model.stack.fold_via(lambda block, x: repeated(x, block.weight))(x) @ model.head
+            ),
+            "vmap": lambda model, x: jax.vmap(lambda x: repeated(x, model.plain) @ model.head)(x),
+            "derivative": of_derivative,
+            "examples": over_examples,
+        }
+
+    policies = [True, "nested", "offload", "recompute", ScanCheckpointPolicy(nested=True, first_layers=1)]
+    cases = {(str(remat), name): fn for remat in policies for name, fn in losses_of(remat).items()}
+
+    @jax.jit
+    def both(model, x):
+        return {
+            case: (
+                ghost.grad_dot(model, fn, x, direction=direction)[1].total.array,
+                jax.jvp(lambda model, fn=fn: fn(model, x), (model,), (direction,))[1],
+            )
+            for case, fn in cases.items()
+        }
+
+    for case, (found, expected) in both(model, x).items():
+        tolerance = 1e-4 * np.abs(expected).max()
+        np.testing.assert_allclose(found, expected, rtol=1e-4, atol=tolerance, err_msg=str(case))
+
+    def of_layers(model, x):
+        step = lambda x, weight: x + jnp.sin(x @ weight)  # noqa: E731
+        return jnp.sum(fold(step, model.stack.Layers, remat="nested")(x, model.stack.stacked.weight), axis=1)
+
+    with pytest.raises(
+        ghost.UnsupportedLeafError, match=r"apart from fold and scan of its stack, in `Sweep`"
+    ):
+        run(model, of_layers, x, direction)

@@ -32,12 +32,16 @@
   branch that is: `raises_error`.
 - JAX (0.10.2, 0.12) has no public function that tells whether anything is being traced or differentiated:
   `nothing_is_traced`.
-- JAX's primitives as classes (`jax.experimental.hijax`) are `VJPHiPrimitive` in 0.10.2 and `HiPrim` from 0.12: `HiPrim`.
-- JAX (0.10.2, 0.12) has no public function that maps a jaxpr whose outputs may stay unmapped: `batch_jaxpr`;
-  nor for what `jax.vmap` does to a type and to an unmapped array: `stacked_type`, `broadcast`; nor one that makes
-  the constants of a jaxpr inputs: `without_constants`.
-- JAX (0.10.2, not 0.12) cannot lower `closed_call`, which its scans make of a jaxpr in `jax.checkpoint`, where that
-  holds a primitive of `hijax`.
+- JAX's primitives as classes (`jax.experimental.hijax`) are `VJPHiPrimitive` in 0.10.2, `HiPrim` from 0.12:
+  `HiPrim`.
+- JAX (0.10.2, 0.12) has no public function that maps a jaxpr whose outputs may stay unmapped:
+  `batch_jaxpr`; for what `jax.vmap` does to a type and to an unmapped array: `stacked_type`, `broadcast`;
+  that makes the constants of a jaxpr inputs: `without_constants`; nor of what a trace depends on:
+  `trace_context`.
+- JAX (0.10.2, 0.12) gives zero cotangents of arrays on the host the wrong memory space:
+  `without_cotangent`.
+- JAX (0.10.2, not 0.12) cannot lower `closed_call`, which its scans make of a jaxpr in `jax.checkpoint`,
+  where that holds a primitive of `hijax`.
 - JAX (0.10.2, 0.12) cannot transpose `checkpoint_name`, which is the identity.
 - JAX (0.10.2, 0.12) rounds what a `jax.checkpoint` keeps to its own precision, by an operation that refuses
   complex numbers: `round_kept_values`.
@@ -226,7 +230,7 @@ def is_concrete(array: Any) -> bool:
 
 
 def trace_context() -> Any:
-    """What a trace depends on beside its function and the types of its inputs: configuration, meshes, Haliax's axes."""
+    """What a trace depends on beside its function and the types of its inputs."""
     mapping = haliax.partitioning.current_thread_local_mapping()
     return jax._src.config.trace_context(), None if mapping is None else tuple(map(str, mapping.items()))
 
@@ -267,8 +271,8 @@ def batch_jaxpr(
 ) -> tuple[Any, list[bool]]:
     """A jaxpr mapped over an axis, `axis` being what a batching rule is given.
 
-    Inputs and outputs are mapped over their first dimension, outputs that do not depend on the axis only where they
-    `must_be`. Also returns which outputs are mapped.
+    Inputs and outputs are mapped over their first dimension, outputs that do not depend on the axis only
+    where they `must_be`. Also returns which outputs are mapped.
     """
     return jax._src.interpreters.batching.batch_jaxpr(closed, axis, tuple(is_mapped), tuple(must_be))
 

@@ -148,7 +148,7 @@ _CALL = "stacked_remat_call"
 
 
 def owner_of(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """What lives as long as traces of `fn` are of use: `fn`, or the call of a block for what `block_call` made."""
+    """The function with which traces of `fn` die: `fn`, or a block's own call if `block_call` made it."""
     return getattr(fn, _CALL, fn)
 
 

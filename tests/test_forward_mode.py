@@ -1,4 +1,4 @@
-"""Forward mode of patterns, of sweeps that visitors may follow, and of weights on the host: that of a loop."""
+"""Forward mode of patterns, of sweeps that visitors may follow, and of layers on the host."""
 
 import equinox as eqx
 import haliax as hax

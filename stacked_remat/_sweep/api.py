@@ -1,8 +1,8 @@
 """Layers, traced, one after the other: by a sweep or by a plain scan.
 
-Two nested scans under `jax.checkpoint` would keep as few carries as a sweep, but slice a segment of weights into a
-new buffer and stack a segment of gradients before copying it out. A sweep reads the stack by layer number in the
-innermost loop, and its gradient buffers are loop carries that are updated in place.
+Two nested scans under `jax.checkpoint` would keep as few carries as a sweep, but slice a segment of weights
+into a new buffer and stack a segment of gradients before copying it out. A sweep reads the stack by layer
+number in the innermost loop, and its gradient buffers are loop carries that are updated in place.
 """
 
 from collections.abc import Sequence

@@ -1,7 +1,7 @@
 """The error for derivatives of results that have none, such as a visitor's.
 
-They pass through an identity whose rule raises where a derivative is run, transposed or compiled. Compiled programs do
-not contain it.
+They pass through an identity whose rule raises where a derivative is run, transposed or compiled. Compiled
+programs do not contain it.
 """
 
 from collections.abc import Sequence

@@ -93,8 +93,9 @@ class Pattern:
     def at(self, index: Any, run: Callable[[int, Any, T], T], state: T) -> T:
         """`run(kind, row, state)` for the layer at `index`, its kind and its row in the stacks of that kind.
 
-        `run` is traced once for each kind with layers, in a loop of its own that runs once or not at all. There XLA
-        updates the state in place; the branches of a conditional copy stacks (GPUs) and carries (TPUs).
+        `run` is traced once for each kind with layers, in a loop of its own that runs once or not at all.
+        There XLA updates the state in place; the branches of a conditional copy stacks (GPUs) and carries
+        (TPUs).
         """
         if isinstance(index, int):
             kind = self.kinds[index]

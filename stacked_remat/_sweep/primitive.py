@@ -1,9 +1,9 @@
 """The sweep over layers as a JAX primitive, with all its rules.
 
-`Sweep` runs the layers. In reverse mode it becomes two `Rule`s: the forward sweep that keeps checkpoints, and the
-reverse sweep from these. In forward mode its tangent is a `Linear`: the sweep over layers that are differentiated
-themselves, under the same schedule. `jax.vmap` maps the layers, so that gradients of what a batch shares are summed
-within each layer.
+`Sweep` runs the layers. In reverse mode it becomes two `Rule`s: the forward sweep that keeps checkpoints,
+and the reverse sweep from these. In forward mode its tangent is a `Linear`: the sweep over layers that are
+differentiated themselves, under the same schedule. `jax.vmap` maps the layers, so that gradients of what a
+batch shares are summed within each layer.
 """
 
 from collections.abc import Callable, Sequence
@@ -189,7 +189,7 @@ def plain_scan(
 def _mapped_layers(
     spec: SweepSpec, axis: Any, of_init: Sequence[bool], of_xs: Sequence[bool], of_shared: Sequence[bool]
 ) -> tuple[SweepSpec, Sequence[bool], list[bool]]:
-    """The sweep over layers that take all examples of a batch; which leaves of its carries and outputs have these."""
+    """The sweep over layers of a whole batch; which leaves of its carries and outputs are mapped."""
     of_carry = of_init
     while True:
         kinds, found = [], []
@@ -214,8 +214,9 @@ def _mapped_layers(
 class Rule(Differentiable):
     """`fn`, with forward-mode derivatives through its loops, and those of `reference` in reverse mode.
 
-    Loops whose trip counts are data have no transpose. `reference` has the same structure, its derivatives are those
-    with respect to the inputs that it `reads`, and they reach the outputs that it `gives`; other outputs are placeholders.
+    Loops whose trip counts are data have no transpose. `reference` has the same structure. It is
+    differentiated with respect to the inputs that it `reads`, for the cotangents of the outputs that it
+    `gives`; other outputs are placeholders.
     """
 
     fn: Callable[..., Any]
@@ -344,7 +345,7 @@ class _ForwardReference:
     perturbed: Perturbed
 
     def __call__(self, init: Carry, xs: Arrays, shared: Arrays) -> tuple[Carry, Arrays, Checkpoints]:
-        # What is differentiated once more is the forward pass of a gradient, in which custom rules have taken part.
+        # As the forward pass of a gradient: custom rules compute it, and their code is differentiated.
         masks = self.perturbed.init, self.perturbed.xs, self.perturbed.shared
         carry, ys = jax.vjp(*_of_part(self.spec, masks, (init, xs, shared)))[0]
         like = jax.eval_shape(compiled(_Forward(self.spec, self.perturbed)), init, xs, shared)[2]

@@ -64,7 +64,7 @@ class Checkpoints(NamedTuple):
         return to_device(_first(self.boundaries))
 
     def is_first(self) -> "Checkpoints":
-        """Which of the arrays `first()` reads; those on the host aside, of which JAX loses the memory space."""
+        """Which of the arrays `first()` reads, if they are on the device."""
         nothing = jax.tree.map(lambda _: False, self)
         if self.origin is None and self.first_layers is not None:
             saved = nothing.first_layers

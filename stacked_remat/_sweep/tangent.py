@@ -75,7 +75,7 @@ def _by_rules(kind: Kind, perturbed: Perturbed) -> Kind:
 
 
 def _tangent_layer(kind: Kind, perturbed: Perturbed) -> tuple[Any, Arrays]:
-    """A layer on `(constants, shared, tangents, carry, tangents, x, tangents)`, and the constants of its rules."""
+    """A layer on `(constants, shared, tangents, carry, tangents, x, tangents)`, and the constants."""
     masks = kind.pick_shared(perturbed.shared), perturbed.carry, perturbed.xs
     ends = len(masks[0]), len(masks[0]) + len(masks[1])
     types = [var.aval for var in kind.jaxpr.invars]

@@ -80,8 +80,8 @@ def trace_layers(
         unsliced: for which leaves of `xs` a layer takes the whole stack.
         offloads: whether values are moved to the host.
         replays: whether layers are run again by a sweep.
-        keys: for each kind, the function whose traces are kept outside of `jax.jit`, as `jax.lax.scan` does, and
-            what the layer depends on beside it and the types of its inputs.
+        keys: for each kind, the function whose traces are kept outside of `jax.jit`, as `jax.lax.scan`
+            does, and what the layer depends on beside it and the types of its inputs.
 
     Raises:
         TypeError: effects that cannot be replayed or compiled; a carry that changes its structure, shape or

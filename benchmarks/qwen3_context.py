@@ -14,6 +14,7 @@ Forward and backward are compiled for a device that need not be attached, and no
     python -m benchmarks.qwen3_context --target h200 --config models/configs/gpt_oss_20b_65k_lora.yaml
 
 Model and adapters are those of `models/configs/qwen3_30b_a3b_65k_lora.yaml`, with one sequence per device.
+Further options are those of the config: the results for GPUs were made with `--model.experts.backend triton`.
 With another `--config`, its name takes the place of `qwen3` in the names of the results.
 With `--devices`, weights are sharded over a mesh by the config's `trainer.mesh`; with `--divide
 positions` one sequence is divided over all, with `ring` as well, and keys are passed on rather than gathered,
@@ -73,8 +74,8 @@ LEANEST = ("nested", "nested, offload", "offload")
 
 
 def main(arguments: list[str] | None = None) -> Path:
-    options = _parser().parse_args(arguments)
-    config = parse_config(LmRunConfig, ["--config_path", str(options.config)])
+    options, altered = _parser().parse_known_args(arguments)
+    config = parse_config(LmRunConfig, ["--config_path", str(options.config), *altered])
     if options.divide == "ring":
         config = _with_backend(config, "ring")
     if options.longest:

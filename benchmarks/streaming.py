@@ -10,6 +10,8 @@ Whole training steps of configs, sized the same way, with other lengths of conte
     python -m benchmarks.streaming --target v5p --configs models/configs/qwen3_30b_a3b_65k_streamed_lora.yaml
     python -m benchmarks.streaming --target h200 --configs A.yaml B.yaml --context 65536 1048576
 
+Further options are those of the configs: results for GPUs were made with `--model.experts.backend triton`.
+
 With `--run`, on the attached device: checks that streamed layers give the gradients and the updates of
 resident ones, then times both in turns:
 
@@ -28,7 +30,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -169,11 +171,14 @@ def read(stack: Any, x: jax.Array) -> jax.Array:
 
 
 def main(arguments: list[str] | None = None) -> Path:
-    options = _parser().parse_args(arguments)
+    parser = _parser()
+    options, altered = parser.parse_known_args(arguments)
+    if altered and (options.run or not options.configs):
+        parser.error(f"{altered[0]} is an option of --configs alone.")
     if options.run:
         return run(options)
     if options.configs:
-        return steps(options)
+        return steps(options, altered)
     rows = [*_depths(options), *_experts(options)]
     path = options.out / f"streaming_{options.target}.json"
     write_results(path, target=options.target, rows=rows)
@@ -243,12 +248,12 @@ def _row(block: str, name: str, program: str, layers: int, found: memory.MemoryR
     return {"block": block, "layers": layers, "program": program, "name": name, **memory_row(found)}
 
 
-def steps(options: argparse.Namespace) -> Path:
-    """What a training step of each config takes, as it is and with each length of context."""
+def steps(options: argparse.Namespace, altered: Sequence[str]) -> Path:
+    """What a training step of each config takes, altered so, and with each length of context."""
     path = options.out / f"streaming_steps_{options.target}.json"
     rows = []
     for file in options.configs:
-        given = parse_config(LmRunConfig, ["--config_path", str(file)]).resolved(check_folder=False)
+        given = parse_config(LmRunConfig, ["--config_path", str(file), *altered]).resolved(check_folder=False)
         for tokens in options.context or [given.data.seq_len]:
             config = dataclasses.replace(given, data=dataclasses.replace(given.data, seq_len=tokens))
             assert config.policy is not None

@@ -82,7 +82,7 @@ import numpy as np
 from jax import lax
 from jax.experimental import hijax
 from jax.extend.core.primitives import device_put_p, remat_p
-from jax.interpreters import ad, mlir
+from jax.interpreters import ad, batching, mlir
 
 HiPrim: Any = getattr(hijax, "HiPrim", None) or getattr(hijax, "VJPHiPrimitive")  # noqa: B009
 
@@ -311,7 +311,7 @@ _without_cotangent.def_impl(lambda array: array)
 _without_cotangent.def_abstract_eval(lambda array: array)
 jax._src.interpreters.ad.primitive_linearizations[_without_cotangent] = _linearize_without_cotangent
 ad.deflinear2(_without_cotangent, lambda cotangent, _: [None])
-jax.interpreters.batching.primitive_batchers[_without_cotangent] = lambda args, dims: (
+batching.primitive_batchers[_without_cotangent] = lambda args, dims: (
     _without_cotangent.bind(*args),
     *dims,
 )

@@ -3,12 +3,17 @@
 import importlib.util
 import json
 import re
+import shlex
 
 import pytest
 
+import benchmarks.divided_step as divided_step
+import benchmarks.qwen3_context as qwen3_context
+import benchmarks.streaming as streaming
 from scripts.page_tables import MARKER, TABLES, figures, files_of, table, with_tables
 from scripts.reported_memory import cases
 from scripts.result_tables import RESULTS
+from stacked_remat.training import parse_config
 
 ROOT = RESULTS.parents[1]
 PAGES = {
@@ -26,6 +31,45 @@ def test_every_result_is_in_a_table_and_every_table_on_a_page():
     assert TABLES.keys() <= MARKED
     commands = set(re.findall(r"\bbenchmarks\.(\w+)", PAGES["docs/benchmarks.md"]))
     assert commands and all(importlib.util.find_spec(f"benchmarks.{name}") for name in commands)
+
+
+BENCHMARKS = {"qwen3_context": qwen3_context, "divided_step": divided_step, "streaming": streaming}
+COMMAND = re.compile(
+    rf"(?:`|^)(?:python -m )?benchmarks\.({'|'.join(BENCHMARKS)}) ([^`\n]+(?:\nmodels/[^`\n]+)*)",
+    re.MULTILINE,
+)
+
+
+def _commands():
+    """What pages have beside figures of decoders, but for a page that has a sentence about the backend."""
+    for page in sorted(PAGES.keys() - {"docs/benchmarks.md"}):
+        for name, given in COMMAND.findall(PAGES[page].replace("\\\n", " ")):
+            if name != "streaming" or "--configs" in given:
+                yield BENCHMARKS[name], shlex.split(given)
+
+
+class _Parsed(Exception):
+    pass
+
+
+def _stop_when_parsed(kind, arguments):
+    raise _Parsed(parse_config(kind, arguments))
+
+
+def test_commands_of_figures_for_gpus_are_accepted_and_name_the_backend_of_experts(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    named = []
+    for benchmark, arguments in _commands():
+        monkeypatch.setattr(benchmark, "parse_config", _stop_when_parsed)
+        with pytest.raises(_Parsed) as caught:
+            benchmark.main(arguments)
+        (config,) = caught.value.args
+        is_named = (
+            arguments[arguments.index("--target") + 1] in ("h100", "h200") and "--experts" not in arguments
+        )
+        assert config.model.experts.backend == ("triton" if is_named else "auto"), arguments
+        named.append(is_named)
+    assert sum(named) >= 10
 
 
 @pytest.mark.parametrize("page", PAGES)

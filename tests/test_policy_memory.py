@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from stacked_remat import BlockSeq, ScanCheckpointPolicy, Stacked, fold, scan
+from stacked_remat import BlockSeq, ScanCheckpointPolicy, Stacked, checkpoint_name, fold, scan
 
 
 class Wide(eqx.Module):
@@ -92,7 +92,7 @@ def test_leaves_of_the_carry_that_no_layer_changes_are_kept_once(remat):
     size, depth = 1 << 14, 50
 
     def step(x, material, at):
-        return jnp.sin(x * material), jax.ad_checkpoint.checkpoint_name(material, "material"), at + 1
+        return jnp.sin(x * material), checkpoint_name(material, "material"), at + 1
 
     def carried(material):
         run = fold(lambda carry: jax.jit(step)(*carry), hax.Axis("t", depth), remat=remat)

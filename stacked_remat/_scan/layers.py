@@ -130,7 +130,7 @@ def scan_unrolled(
     """
     order = range(axis.size)[:: -1 if reverse else 1]
     # Without jit the values are known in a layer, which jax.checkpoint would trace.
-    remat = SaveAll() if jax.config.jax_disable_jit else for_length(remat, axis.size)
+    remat = SaveAll() if getattr(jax.config, "jax_disable_jit", False) else for_length(remat, axis.size)
     parts = [(remat, order)]
     if isinstance(remat, Swept) and remat.first_layers:
         parts = [(remat.first, order[: remat.first_layers]), (remat, order[remat.first_layers :])]
@@ -175,7 +175,7 @@ def scan_rolled(
     `pattern` says which layer of `axis` is of which kind; None for layers of one kind.
     """
     options, remat = None, for_length(remat, axis.size)
-    if jax.config.jax_disable_jit:
+    if getattr(jax.config, "jax_disable_jit", False):
         of_one = Pattern((0,) * axis.size, 1) if pattern is None else pattern
         return _unrolled_kinds(kinds, init, axis, SaveAll(), of_one, reverse, what)
     kinds = [kind.as_arrays() for kind in kinds]
@@ -203,7 +203,7 @@ def scan_rolled(
                 check_offloaded(layer.jaxpr.outvars[: len(layer.init)], layer.jaxpr, remat.offloaded)
         unsliced = [kind.layout.unsliced for kind in kinds]
         fields = {"pattern": pattern, "reverse": reverse, "unroll": unroll, **options}
-        return run_layers(traced, xs, unsliced, length=axis.size, **fields)
+        return run_layers(traced, [kind.arrays for kind in of_xs], unsliced, length=axis.size, **fields)
 
     with jax.named_scope(f"scan({axis.name})"):
         carry, ys = _replayed_whole(run, remat, names)(arrays, xs)
@@ -378,7 +378,9 @@ def array_step(layer: Step, init: Any, remat: Remat, names: _Names | None = None
         new_carry, y = result
         check_carry(carry, new_carry)
         if names is not None and isinstance(internals, PerLayer) and internals.offloaded:
-            jaxpr = eqx.filter_make_jaxpr(lambda *given: layer(*given)[0])(carry, inputs)[0].jaxpr
+            jaxpr = eqx.filter_make_jaxpr(lambda carry, inputs: layer(carry, inputs)[0])(carry, inputs)[
+                0
+            ].jaxpr
             check_offloaded(jaxpr.outvars, jaxpr, internals.offloaded)
         return eqx.filter(new_carry, eqx.is_array_like), y
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.extend.core import ClosedJaxpr
 
 from .._activity import is_differentiable
 from .._compat import (
@@ -196,9 +197,7 @@ def _mapped_layers(
         for kind in spec.kinds:
             is_mapped = [*kind.pick_shared(of_shared), *of_carry, *of_xs[kind.xs]]
             must_be = [*of_carry, *[False] * len(kind.output_types)]
-            closed, outputs = batch_jaxpr(
-                jax.extend.core.ClosedJaxpr(kind.jaxpr, ()), axis, is_mapped, must_be
-            )
+            closed, outputs = batch_jaxpr(ClosedJaxpr(kind.jaxpr, ()), axis, is_mapped, must_be)
             kinds.append(replace(kind, jaxpr=closed.jaxpr))
             found.append(outputs)
         grown = [

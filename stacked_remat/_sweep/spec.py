@@ -214,8 +214,8 @@ class SweepSpec:
             pullback = LayerPullback(layer, perturbed.of_part(kind.xs, kind.ys), evaluate=evaluate)
             if checkpoint is jax.checkpoint:
                 return pullback
-            example = jax.eval_shape(lambda: (carry, self.inputs(kind, [*map(at_least_one, xs)], 0)))
-            return pullback.with_residuals(shared, *example, checkpoint)
+            of_carry, x = jax.eval_shape(lambda: (carry, self.inputs(kind, [*map(at_least_one, xs)], 0)))
+            return pullback.with_residuals(shared, of_carry, x, checkpoint)
 
         return [of(kind) for kind in self.kinds]
 

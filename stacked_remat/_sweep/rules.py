@@ -42,6 +42,8 @@ def is_zero(leaf: Any) -> bool:
 class Differentiable(HiPrim):
     """A primitive with a linear primitive for its tangents."""
 
+    skip_linearization_on_zero_tangents = True
+
     def active(self, nonzero: Flags) -> Flags:
         """Which outputs have a tangent, given which inputs have one."""
         raise NotImplementedError
@@ -130,6 +132,7 @@ class Linear(HiPrim):
     `jax.checkpoint` computes primals and tangents at different times, so each has a primitive.
     """
 
+    skip_linearization_on_zero_tangents = True
     of: Differentiable
     nonzero: Flags
 

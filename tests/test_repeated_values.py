@@ -14,6 +14,8 @@ from stacked_remat import (
     Stacked,
     StackedPattern,
     checkpoint_name,
+    fold,
+    fold_vjp,
     fused_update,
     shared,
 )
@@ -114,3 +116,41 @@ def test_fused_updates_given_one_array_twice():
         expected = jax.tree.map(lambda w, g: w - 0.1 * g, blocks, jax.grad(loss)(blocks, ONE))
         for one, other in zip(jax.tree.leaves(found.model), jax.tree.leaves(expected), strict=True):
             np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+
+
+def test_layers_that_keep_internals_beside_a_python_number_in_the_carry():
+    """The forward and the reverse sweep are given it with and without a weak type."""
+
+    def inner(x):
+        return jax.lax.scan(lambda c, y: (jnp.sin(c) * y + 0.1, c), x, jnp.array([0.5, 1.5]))[0]
+
+    def layer(carry, w):
+        return inner((carry[0] @ w) * carry[1]), carry[1] * 1.1
+
+    def value(weights, run):
+        return jnp.sum(run((jnp.ones(2), 1.25), weights)[0])
+
+    def loop(carry, weights):
+        for w in weights:
+            carry = layer(carry, w)
+        return carry
+
+    weights, cut = 0.5 * jnp.ones((3, 2, 2)), ScanCheckpointPolicy(first_layers=1)
+    for policy in (cut, False):
+        found = jax.jit(jax.grad(value), static_argnums=1)(
+            weights, fold(layer, hax.Axis("l", 3), remat=policy)
+        )
+        np.testing.assert_allclose(found, jax.grad(value)(weights, loop), rtol=1e-5)
+
+
+def test_cotangents_of_integers_within_a_loop_that_is_linearized():
+    def gradient(h):
+        carry = {"h": h, "k": jnp.asarray(1)}
+        step = lambda carry, w: {"h": jnp.sin(carry["h"] @ w), "k": carry["k"] + 1}  # noqa: E731
+        _, sweep_back = fold_vjp(step, hax.Axis("l", 2))(carry, 0.5 * jnp.ones((2, 3, 3)))
+        return sweep_back({"h": h, "k": np.zeros((), jax.dtypes.float0)}).carry["h"]
+
+    total = jax.grad(lambda h: jnp.sum(jax.lax.map(lambda a: gradient(h * a), h)))
+    tangent = jax.jit(lambda h: jax.linearize(total, h)[1](h))(ONE)
+    steps = [total(ONE * (1 + sign * 1e-3)) for sign in (1, -1)]
+    np.testing.assert_allclose(tangent, (steps[0] - steps[1]) / 2e-3, rtol=1e-2)

@@ -80,6 +80,7 @@ def forward(
     spec: SweepSpec, perturbed: Perturbed, init: Carry, xs: Arrays, shared: Arrays
 ) -> tuple[Carry, Arrays, Checkpoints]:
     """Sweep forward."""
+    init = [*map(jnp.asarray, init)]  # which may be Python numbers
     carry, outputs, saved = init, _outputs(spec), None
     if spec.first_layers is not None:
         carry, outputs, saved = _forward_first(spec, perturbed, carry, outputs, xs, shared)

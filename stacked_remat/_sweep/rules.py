@@ -13,7 +13,7 @@ from jax.interpreters import ad
 from jax.interpreters.partial_eval import dce_jaxpr
 
 from .._activity import has_rules, is_differentiable
-from .._compat import HiPrim, named_axes
+from .._compat import HiPrim, canonical, named_axes
 from .._static import Static
 from .gradient import merge, pick
 from .slots import Arrays
@@ -123,7 +123,7 @@ def zero_tangent(type_: Any) -> Any:
     """The zero tangent of an output, as an array."""
     if is_differentiable(type_.dtype):
         return ad.instantiate_zeros(ad.Zero(type_.to_tangent_aval()))
-    return np.zeros(type_.shape, jax.dtypes.float0)
+    return canonical(np.zeros(type_.shape, jax.dtypes.float0))
 
 
 class Linear(HiPrim):

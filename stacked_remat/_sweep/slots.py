@@ -74,6 +74,7 @@ class Checkpoints(NamedTuple):
 
     def from_first(self, first: Carry) -> "Checkpoints":
         """Arrays like these from which `first()` reads `first`; placeholders for the others."""
+        first = [*map(jnp.asarray, first)]  # some may be Python numbers
 
         def stacks(like: Carry) -> Carry:
             pairs = zip(like, first, strict=True)

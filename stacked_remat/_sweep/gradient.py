@@ -174,7 +174,7 @@ class LayerPullback:
         return of_shared, of_carry, of_x
 
     def with_residuals(
-        self, shared: Arrays, carry: Carry, x: Arrays, checkpoint: Callable[[Callable], Callable]
+        self, shared: Arrays, carry: Sequence[Any], x: Arrays, checkpoint: Callable[[Callable], Callable]
     ) -> "LayerPullback":
         """Set the residuals that are saved to those that a checkpoint keeps.
 

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import Literal
 
-from .._activity import programs_in
+from .._activity import CALLS, CHECKPOINTS, program_of, programs_in
 from .._noted import Notes
 from ..ops.cross_entropy import CrossEntropyCall
 from ..ops.grouped_experts import ExpertsCall
@@ -31,8 +31,6 @@ from ._units import EXAMPLE, POSITION, Rows, Units, agreed, counted, has_example
 from ._values import UnsupportedLeafError, Value, constant, lost_in, paths_of, plain_rows
 from ._weights import Applied, Leaf, Tangent, bind, leaves_of
 
-_CALLS = ("jit", "pjit", "closed_call", "core_call")
-_CHECKPOINTS = ("remat", "remat2", "checkpoint")
 _WITHOUT_DERIVATIVE = ("custom_vjp_call", "pallas_call", "while", "custom_partitioning")
 
 
@@ -169,10 +167,10 @@ class Program:
             found = self._results(equation, twin, operands, arrays)
             return [dataclasses.replace(value, depends=True) for value in found]
         weighted = any(value.node is not None for value in operands)
-        if name in _CALLS and rule is None and (weighted or _is_alike(equation, twin)):
+        if name in CALLS and rule is None and (weighted or _is_alike(equation, twin)):
             inner, other = _called(equation), _called(twin) if twin else None
             return self._called(inner, other and other.jaxpr, operands)
-        if name in _CHECKPOINTS and weighted:
+        if name in CHECKPOINTS and weighted:
             return self._checkpointed(equation, twin, operands)
         if not weighted:
             return self._results(equation, twin, operands, bind(equation, [v.array for v in operands]))
@@ -373,7 +371,7 @@ _OF_POSITIONS = (
 
 def _called(equation: Any) -> Any:
     """The closed jaxpr of an equation that only calls it."""
-    inner = equation.params.get("jaxpr", equation.params.get("call_jaxpr"))
+    inner = program_of(equation)
     return inner if hasattr(inner, "consts") else _Open(inner)
 
 

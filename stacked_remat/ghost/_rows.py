@@ -13,7 +13,15 @@ import numpy as np
 from jax.extend.core import Literal
 from jax.extend.source_info_util import summarize
 
-from .._activity import active_variables, expansion, is_differentiable, name_of
+from .._activity import (
+    CALLS,
+    CHECKPOINTS,
+    active_variables,
+    expansion,
+    is_differentiable,
+    name_of,
+    program_of,
+)
 from .._compat import raises_error
 from .._noted import is_noted
 from ._keeping import BY_INDEX, KEEPING, part_of
@@ -191,8 +199,7 @@ def of_constants(arrays: Sequence[Any], jaxpr: Any, other: Any, units: Units) ->
 def _called(equation: Any, twin: Any, inputs: Sequence[Flow], units: Units) -> list[Flow] | None:
     if is_noted(equation):
         return None
-    program, larger = (each.params.get("jaxpr", each.params.get("call_jaxpr")) for each in (equation, twin))
-    found = of_body(program, larger, inputs, units)
+    found = of_body(program_of(equation), program_of(twin), inputs, units)
     if equation.primitive.name not in RULES or units.in_rule:
         return found
     within = units._replace(in_rule=True)
@@ -412,8 +419,7 @@ _OF_SEVERAL: dict[str, Any] = {
 """The rows of the results of primitives that have several."""
 
 _BODIES: dict[str, Any] = {
-    **dict.fromkeys(("jit", "pjit", "closed_call", "core_call", "remat", "remat2", "checkpoint"), _called),
-    **dict.fromkeys(("custom_jvp_call", "custom_vjp_call"), _called),
+    **dict.fromkeys((*CALLS, *CHECKPOINTS, "custom_jvp_call", "custom_vjp_call"), _called),
     "call_hi_primitive": _expanded,
     "cond": _chosen,
     "custom_linear_solve": _solved,

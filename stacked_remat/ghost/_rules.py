@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Literal as Constant
 
-from .._activity import programs_in
+from .._activity import CALLS, CHECKPOINTS, programs_in
 from ._traced import type_of
 from ._units import Flow, has_examples
 from ._weights import bind
@@ -136,7 +136,7 @@ def _kinds(jaxpr: Any, inputs: Sequence[Kind]) -> list[Kind]:
 
     for equation in jaxpr.eqns:
         operands: list[Kind] = [read(atom) for atom in equation.invars]
-        if equation.primitive.name in _CALLS:
+        if equation.primitive.name in (*CALLS, *CHECKPOINTS, *_RULED):
             (inner,) = programs_in(equation)
             found = _kinds(inner, operands)
         else:
@@ -158,8 +158,7 @@ def _kind(name: str, operands: Sequence[Kind]) -> Kind:
     return "linear" if summed and summed <= {"linear", "zero"} and fixed <= {"constant", "zero"} else "other"
 
 
-_CALLS = """jit pjit closed_call core_call remat remat2 checkpoint custom_jvp_call custom_vjp_call
-call_hi_primitive""".split()
+_RULED = ("custom_jvp_call", "custom_vjp_call", "call_hi_primitive")
 _PRODUCTS = ("mul", "dot_general", "conv_general_dilated")
 _SUMS = """add add_any broadcast_in_dim concatenate convert_element_type copy cumsum expand_dims fft imag
 name neg optimization_barrier pad pbroadcast pcast psum psum_invariant pvary real reduce_precision reduce_sum

@@ -21,6 +21,7 @@ from jax import ShapeDtypeStruct, lax
 from jax.extend.core import ClosedJaxpr, Literal
 from jaxtyping import Array
 
+from .._activity import CALLS, CHECKPOINTS, program_of
 from ._expert_loop import InStack
 from ._grouped_product import Groups, Kernels, rows_of_experts, rows_of_tokens, sum_of_rows
 from ._pending_rows import (
@@ -189,7 +190,6 @@ class RowProgram:
 
 
 _KINDS = {OfExpert, OfToken, OfRow, Pending}
-_CALLS = {"jit", "pjit", "closed_call", "checkpoint", "remat", "remat2"}
 
 
 def _inlined(closed: Any) -> Callable[..., list[Any]]:
@@ -202,8 +202,8 @@ def _inlined(closed: Any) -> Callable[..., list[Any]]:
         )
         for equation in jaxpr.eqns:
             operands = [atom.val if isinstance(atom, Literal) else known[atom] for atom in equation.invars]
-            if equation.primitive.name in _CALLS:
-                called = equation.params["jaxpr"]
+            if equation.primitive.name in (*CALLS, *CHECKPOINTS):
+                called = program_of(equation)
                 results = _inlined(called if hasattr(called, "jaxpr") else ClosedJaxpr(called, ()))(*operands)
             else:
                 results = _bound(equation, *operands)

@@ -53,6 +53,7 @@ OF_RUN = {
     "experts.load_balance_loss": "pooled",
     "experts.z_loss_weight": 0.1,
     "experts.backend": "block",
+    "experts.router_dtype": "float32",
 }
 """The same for each that a run decides."""
 FIXED = {  # in no folder of that architecture

@@ -57,7 +57,7 @@ import operator
 import tempfile
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -252,9 +252,9 @@ def nothing_is_traced() -> bool:
     return jax._src.core.trace_state_clean()
 
 
-def named_axes(jaxpr: Any) -> set[Any]:
-    """The named axes over which a program has collectives."""
-    return {found.name for found in jaxpr.effects if isinstance(found, jax._src.core.NamedAxisEffect)}
+def named_axes(effects: Iterable[Any]) -> set[Any]:
+    """The named axes over which a program with these effects has collectives."""
+    return {found.name for found in effects if isinstance(found, jax._src.core.NamedAxisEffect)}
 
 
 def mesh_axes_used_twice(error: Exception) -> list[str]:

@@ -13,10 +13,20 @@ from jax.extend.core import ClosedJaxpr, Jaxpr
 from jax.interpreters.partial_eval import dce_jaxpr
 
 from ._activity import active_outputs, is_differentiable
-from ._compat import batch_jaxpr, named_axes, trace_context
+from ._compat import batch_jaxpr, trace_context
 from ._static import Static
 from ._sweep.gradient import merge, pick
-from ._sweep.rules import Differentiable, Flags, as_arrays, compiled, floats, is_zero, moved, primal_of
+from ._sweep.rules import (
+    Differentiable,
+    Flags,
+    as_arrays,
+    compiled,
+    floats,
+    is_zero,
+    moved,
+    not_mapped,
+    primal_of,
+)
 from ._sweep.slots import Arrays
 from ._sweep.store import zeros_after
 
@@ -263,10 +273,9 @@ class Tiles(Differentiable):
             total.accum(ct)
 
     def batch(self, axis: Any, args: Any, dims: Any) -> Any:
-        is_mapped = tuple(dim is not None for dim in dims)
-        if not any(is_mapped) and axis.name not in set().union(*map(named_axes, self.tiling.jaxprs)):
+        if not_mapped(self, axis, dims):
             return self(*args), [None] * len(self.out_aval)
-        tiling, constants = self.tiling.mapped(axis, is_mapped)
+        tiling, constants = self.tiling.mapped(axis, tuple(dim is not None for dim in dims))
         found = run_tiles((tiling, constants), moved(args, dims, 0))
         return found, [0 if x.ndim > old.ndim else None for x, old in zip(found, self.out_aval, strict=True)]
 

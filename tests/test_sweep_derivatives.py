@@ -171,30 +171,33 @@ def derivatives(fn, is_on_host):
     return run
 
 
-def test_second_derivatives_are_those_of_rules_that_are_not_the_derivative():
-    weights, x = arguments()
-    kept = ScanCheckpointPolicy(nested=True, save_block_internals=["hidden"])
-    policies = [
-        False,
-        True,
-        "nested",
-        "offload",
-        ScanCheckpointPolicy(max_carries=2),
-        FIRST_LAYERS,
-        OFFLOADED,
-        kept,
-    ]
-    policies += [ScanCheckpointPolicy(offload_block_internals=["hidden"]), "recompute"]
+KEPT = ScanCheckpointPolicy(nested=True, save_block_internals=["hidden"])
+OFTEN = [(by_scan, "nested"), (of_kinds, KEPT)]
+RARE = [
+    True,
+    False,
+    "offload",
+    ScanCheckpointPolicy(max_carries=2),
+    FIRST_LAYERS,
+    OFFLOADED,
+    KEPT,
+    "recompute",
+]
+RARE = [(by_scan, remat) for remat in (*RARE, ScanCheckpointPolicy(offload_block_internals=["hidden"]))]
+RARE += [(of_kinds, "nested"), (of_kinds, FIRST_LAYERS), (on_host, True), (on_host, "nested")]
 
-    cases = {("scan", str(remat)): functools.partial(by_scan, remat) for remat in policies}
-    cases |= {
-        ("kinds", str(remat)): functools.partial(of_kinds, remat) for remat in ("nested", FIRST_LAYERS, kept)
-    }
-    cases |= {("host", str(remat)): functools.partial(on_host, remat) for remat in (True, "nested")}
+
+@pytest.mark.parametrize("cases", [OFTEN, pytest.param(RARE, marks=pytest.mark.deep)], ids=["few", "all"])
+def test_second_derivatives_are_those_of_rules_that_are_not_the_derivative(cases):
+    weights, x = arguments()
+    cases = {(of.__name__, str(remat)): (of, remat) for of, remat in cases}
 
     @jit
     def run(weights, x):
-        found = {case: derivatives(fn, case[0] == "host")(weights, x) for case, fn in cases.items()}
+        found = {
+            case: derivatives(functools.partial(of, remat), of is on_host)(weights, x)
+            for case, (of, remat) in cases.items()
+        }
         return derivatives(plain, False)(weights, x), found
 
     expected, found = run(weights, x)

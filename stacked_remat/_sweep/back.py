@@ -34,6 +34,7 @@ def pull_back(
     shared: Arrays,
     carry_ct: Carry,
     ys_ct: Arrays,
+    visitor: LeafVisitor = write_gradients,
 ) -> tuple[Carry, Arrays, Arrays]:
     """Sweep back to the cotangents of the perturbed leaves of init, xs and shared."""
     carry_ct, (shared_ct, xs_ct) = sweep_back(
@@ -43,7 +44,7 @@ def pull_back(
         shared,
         carry_ct,
         ys_ct,
-        write_gradients,
+        visitor,
         zero_gradients(perturbed, shared, xs),
         xs_in=lambda state: xs,
     )

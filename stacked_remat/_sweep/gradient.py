@@ -4,6 +4,7 @@ A layer is `layer(shared, carry, x) -> (carry, y)` on lists of arrays. Only what
 other inputs are constants of the layer's pullback.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeAlias
@@ -301,6 +302,23 @@ def write_gradients(
     shared_gradient = [lax.add(old, new) for old, new in zip(shared_gradient, of_shared, strict=True)]
     written = merge(of_x, write(pick(gradient, sliced), visit.row, of_sliced), sliced)
     return of_carry, (shared_gradient, with_part(gradients, xs, scatter_leaves(written, is_perturbed)))
+
+
+def write_tangents(
+    visit: LeafVisit, state: tuple[Arrays, list[Any]]
+) -> tuple[Carry, tuple[Arrays, list[Any]]]:
+    """`write_gradients` for derivatives of the gradients, whose own values nothing reads."""
+    carry_ct, new = write_gradients(visit, state)
+    return carry_ct, _unread(state, new)
+
+
+@jax.custom_jvp
+def _unread(old: Any, new: Any) -> Any:
+    """`new` for its derivatives. XLA removes values that loops pass on, and no sums that nothing reads."""
+    return jax.tree.map(functools.partial(lax.select_n, False), old, new)  # mapped where either is
+
+
+_unread.defjvp(lambda primals, tangents: (_unread(*primals), tangents[1]))
 
 
 def pick(leaves: Sequence[Any], mask: Sequence[bool]) -> list[Any]:

@@ -27,7 +27,15 @@ from .._placement import is_on_host
 from .._static import Static
 from .back import pull_back
 from .forward import forward, primal
-from .gradient import Perturbed, merge, pick, scatter_leaves
+from .gradient import (
+    LeafVisitor,
+    Perturbed,
+    merge,
+    pick,
+    scatter_leaves,
+    write_gradients,
+    write_tangents,
+)
 from .rules import (
     Differentiable,
     Flags,
@@ -224,9 +232,9 @@ class Rule(Differentiable):
     gives: Flags
 
     def __init__(
-        self, fn: Any, reference: Any, reads: Flags, gives: Flags, types: Any, out_types: Any
+        self, fn: Any, reference: Any, reads: Flags, gives: Flags, types: Any, out_types: Any, effects: Any
     ) -> None:
-        self.in_avals, self.out_aval = types, out_types
+        self.in_avals, self.out_aval, self.effects = types, out_types, effects
         self.params = {"fn": fn, "reference": reference, "reads": reads, "gives": gives}
         super().__init__()
 
@@ -235,7 +243,7 @@ class Rule(Differentiable):
         """The rule for arguments like these."""
         closed, found = jax.make_jaxpr(compiled(fn), return_shape=True)(*args)
         out_types = jax.tree.unflatten(jax.tree.structure(found), closed.out_avals)
-        return Rule(fn, reference, reads, gives(found), types_of(args), out_types)
+        return Rule(fn, reference, reads, gives(found), types_of(args), out_types, closed.effects)
 
     def expand(self, *args: Any) -> Any:
         return compiled(self.fn)(*args)
@@ -273,7 +281,7 @@ class Rule(Differentiable):
         return tuple(any(nonzero) and is_ for is_ in floats(self.out_aval))
 
     def tangent(self, nonzero: Flags, primals: Any, tangents: Arrays) -> Arrays:
-        functions = _by_rules(self.fn), self.reference
+        functions = _for_tangents(self.fn), self.reference
         fn, reference = (_Tangent(fn, nonzero, self.active(nonzero)) for fn in functions)
         gives = tuple(pick(self.gives, self.active(nonzero)))
         return Rule.of(
@@ -327,13 +335,13 @@ class _Forward:
         return forward(self.spec, self.perturbed, init, xs, shared)
 
 
-def _by_rules(fn: Any) -> Any:
-    """A function of a sweep, or one that calls it, with layers that have forward-mode derivatives."""
+def _for_tangents(fn: Any) -> Any:
+    """A function of a sweep, or one that calls it, for its derivatives in forward mode alone."""
     if isinstance(fn, _Mapped):
-        return replace(fn, fn=_by_rules(fn.fn))
+        return replace(fn, fn=_for_tangents(fn.fn))
     if isinstance(fn, _Forward | _Backward):
-        return replace(fn, spec=by_rules(fn.spec, fn.perturbed))
-    return fn
+        fn = replace(fn, spec=by_rules(fn.spec, fn.perturbed))
+    return replace(fn, visitor=write_tangents) if isinstance(fn, _Backward) else fn
 
 
 @dataclass(frozen=True)
@@ -383,10 +391,11 @@ class _Backward:
 
     spec: SweepSpec
     perturbed: Perturbed
+    visitor: LeafVisitor = write_gradients
     __name__ = "sweep_backward"
 
     def __call__(self, checkpoints: Checkpoints, *rest: Any) -> tuple[Carry, Arrays, Arrays]:
-        return pull_back(self.spec, self.perturbed, checkpoints, *rest)
+        return pull_back(self.spec, self.perturbed, checkpoints, *rest, visitor=self.visitor)
 
 
 @dataclass(frozen=True)

@@ -200,7 +200,7 @@ def not_mapped(primitive: Any, axis: Any, dims: Any) -> bool:
     """Whether `jax.vmap` over an axis maps no input of a primitive, which has no collective over it."""
     if any(dim is not None for dim in primitive.in_tree.flatten_up_to(dims)):
         return False
-    return axis.name not in named_axes(jax.make_jaxpr(primitive.expand)(*primitive.in_avals).jaxpr)
+    return axis.name not in named_axes(primitive.effects)
 
 
 def mapped(fn: Callable[..., Any], axis: Any, dims: Any) -> Callable[..., Any]:

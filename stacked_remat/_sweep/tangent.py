@@ -6,12 +6,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.core import eval_jaxpr
-from jax.interpreters.partial_eval import dce_jaxpr
 
 from .._compat import without_constants
 from .gradient import Perturbed, merge, pick
 from .kinds import Kind
+from .rules import primal_of
 from .slots import Arrays, Carry
 from .spec import SweepSpec
 
@@ -54,24 +53,13 @@ def by_rules(spec: SweepSpec, perturbed: Perturbed) -> SweepSpec:
 
     For derivatives of its gradient: a `jax.custom_vjp` has none in forward mode, and its forward rule has.
     """
-    kinds = [_by_rules(kind, perturbed.of_part(kind.xs, kind.ys)) for kind in spec.kinds]
-    return replace(spec, kinds=tuple(kinds))
 
+    def of(kind: Kind) -> Kind:
+        mask = [*kind.pick_shared(perturbed.shared), *perturbed.carry, *perturbed.xs[kind.xs]]
+        jaxpr, constants = without_constants(primal_of(kind.jaxpr, mask))
+        return replace(kind, by_rules=jaxpr, constants=tuple(constants))
 
-def _by_rules(kind: Kind, perturbed: Perturbed) -> Kind:
-    """A kind whose values are found by the forward pass of a layer's own gradient."""
-    masks = kind.pick_shared(perturbed.shared), perturbed.carry, perturbed.xs
-    mask = [is_ for part in masks for is_ in part]
-
-    def layer(*inputs: Any) -> Arrays:
-        def run(given: Arrays) -> Arrays:
-            return eval_jaxpr(kind.jaxpr, (), *merge(inputs, given, mask))
-
-        return jax.vjp(run, pick(inputs, mask))[0]
-
-    jaxpr, constants = without_constants(jax.make_jaxpr(layer)(*(var.aval for var in kind.jaxpr.invars)))
-    jaxpr, _ = dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)
-    return replace(kind, by_rules=jaxpr, constants=tuple(constants))
+    return replace(spec, kinds=tuple(map(of, spec.kinds)))
 
 
 def _tangent_layer(kind: Kind, perturbed: Perturbed) -> tuple[Any, Arrays]:

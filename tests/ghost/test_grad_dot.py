@@ -140,7 +140,12 @@ def test_derivatives_of_scores_are_right_or_refused_and_those_of_gradients_are_r
             jax.jit(jax.grad(of_scores("leaf"), argument))(model, direction)
 
 
-def test_a_loss_may_have_folds_of_its_own_under_every_policy():
+OFTEN = ["nested"]
+RARE = [True, "offload", "recompute", ScanCheckpointPolicy(nested=True, first_layers=1)]
+
+
+@pytest.mark.parametrize("policies", [OFTEN, pytest.param(RARE, marks=pytest.mark.deep)], ids=["few", "all"])
+def test_a_loss_may_have_folds_of_its_own_under_every_policy(policies):
     model, x, Turns = Sines.init(True), normal(3, 5, 4), Axis("turns", 4)
     direction, turns = random_like(model, 1), jnp.linspace(0.5, 1.5, 4)
 
@@ -166,7 +171,6 @@ def test_a_loss_may_have_folds_of_its_own_under_every_policy():
             "examples": over_examples,
         }
 
-    policies = [True, "nested", "offload", "recompute", ScanCheckpointPolicy(nested=True, first_layers=1)]
     cases = {(str(remat), name): fn for remat in policies for name, fn in losses_of(remat).items()}
 
     @jax.jit

@@ -327,7 +327,8 @@ def _trace(
             return list(arrays)
         return [cut.read(array, dim, 0, length) for array, dim in zip(arrays, dims, strict=True)]
 
-    closed = jax.make_jaxpr(flat)(jax.eval_shape(tile_of, list(given)))
+    tiles = jax.make_jaxpr(tile_of)(list(given)).out_avals  # with the axes over which they vary
+    closed = jax.make_jaxpr(flat)(tiles)
     structure, leaves = found
     outputs = tuple(leaf for leaf in leaves if isinstance(leaf, Output))
     return Traced(closed, outputs, structure, tuple(leaves))

@@ -68,7 +68,8 @@ class Cut:
         return lax.dynamic_update_slice_in_dim(own, tile, start, dim + 1).reshape(array.shape)
 
     def _by_device(self, array: Any, dim: int) -> Any:
-        return array.reshape(*array.shape[:dim], self.parts, -1, *array.shape[dim + 1 :])
+        own = array.shape[dim] // self.parts
+        return array.reshape(*array.shape[:dim], self.parts, own, *array.shape[dim + 1 :])
 
 
 def _kept(derive: Callable[..., "Derived"]) -> Callable[..., "Derived"]:

@@ -18,7 +18,7 @@ from .._sweep.gradient import LayerPullback, LeafVisit, pick, scatter_leaves, wi
 from .._sweep.kinds import Kind
 from .._sweep.primitive import sweep_backward
 from .._sweep.slots import Arrays, Checkpoints
-from .._sweep.store import at_least_one, read, read_layer, write, zeros_like
+from .._sweep.store import at_least_one, on_mesh, read, read_layer, write, zeros_like
 from .arguments import Caller
 from .checks import check_carry, describe
 from .layer_axis import Leaf, TreeLayout, split_tree
@@ -275,11 +275,13 @@ def _first_loop(
     """What a sweep carries first: a stack, or zeros, for all that the visitor returns for some kind."""
     new = [jax.eval_shape(lambda example=example: visit(example, loop)[1]) for example in examples]
     return _Loop(
-        _where_given([found.layers for found in new], sweep._xs),
+        _where_given([found.layers for found in new], sweep._xs, on_mesh),
         _where_given([found.args for found in new], sweep._xs, zeros_like),
         _where_given([found.shared for found in new], sweep._shared, jnp.zeros_like),
         loop.state,
-        _where_given([found.layer_state for found in new], state_stacks, jnp.asarray),
+        _where_given(
+            [found.layer_state for found in new], state_stacks, lambda stack: on_mesh(jnp.asarray(stack))
+        ),
     )
 
 

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from .._compat import stacked_type
 from .._placement import has_host_arrays, platform, to_host
 from .._schedule import Schedule
 from .gradient import Perturbed, with_part
@@ -32,10 +33,10 @@ def primal(spec: SweepSpec, init: Carry, xs: Arrays, shared: Arrays) -> tuple[Ca
 
 def _outputs(spec: SweepSpec) -> tuple[Arrays, None]:
     """Buffers for the outputs of all layers, and None in the place of those for carries in segments."""
-    together = () if spec.read_length == 1 else (spec.read_length,)
-    buffers = []
+    buffers, together = [], spec.read_length
     for kind in spec.kinds:
-        entries = [aval.update(shape=(*together, *aval.shape)) for aval in kind.output_types]
+        types = kind.output_types
+        entries = types if together == 1 else [stacked_type(type_, together) for type_ in types]
         buffers += empty_stack(entries, spec.rows(kind))
     return buffers, None
 
@@ -98,9 +99,8 @@ def _forward_first(
     pullbacks = spec.pullbacks(perturbed, spec.first_layers.checkpoint, carry, xs, shared)
     residuals = spec.room(pullbacks, [range(spec.first)])
 
-    def layer(number: Any, state: Any) -> Any:
-        carry, ys, (carries, residuals) = state
-        carries = write(carries, number, carry)
+    def layer(state: Any, number: Any) -> Any:
+        carry = state[0]
 
         def run(kind: Kind, row: Any, state: Any) -> Any:
             carry, ys, residuals = state
@@ -109,14 +109,12 @@ def _forward_first(
             ys = with_part(ys, kind.ys, write(ys[kind.ys], row, y))
             return carry, ys, spec.saved(residuals, kind, number, 0, new)
 
-        carry, ys, residuals = spec.at(number, run, (carry, ys, residuals))
-        return carry, ys, FirstLayersSaved(carries, residuals)
+        return spec.at(number, run, state), to_host(carry) if on_host else carry
 
-    ys, kept = outputs
-    empty = empty_stack_on_host if spec.first_layers.on_host else empty_stack
-    state = (carry, ys, FirstLayersSaved(empty(carry, spec.first), residuals))
-    carry, ys, saved = repeat(spec.first, layer, state, spec.unroll, spec.first)
-    return carry, (ys, kept), saved
+    (ys, kept), on_host = outputs, spec.first_layers.on_host
+    numbers = jnp.arange(spec.first, dtype=jnp.int32)
+    (carry, ys, residuals), carries = lax.scan(layer, (carry, ys, residuals), numbers, unroll=spec.unroll)
+    return carry, (ys, kept), FirstLayersSaved(carries, residuals)
 
 
 def _forward_scheduled(

@@ -8,8 +8,9 @@ from typing import Any, TypeVar
 import numpy as np
 from jax import lax
 from jax.core import eval_jaxpr
-from jax.extend.core import Jaxpr
+from jax.extend.core import ClosedJaxpr, Jaxpr
 
+from .._compat import without_constants
 from .slots import Arrays, Carry, entry_at
 
 T = TypeVar("T")
@@ -47,6 +48,13 @@ class Kind:
     def output_types(self) -> list[Any]:
         """The types of a layer's outputs."""
         return [out.aval for out in self.jaxpr.outvars[self.carries :]]
+
+    def with_layer(self, closed: ClosedJaxpr, shared: list[Any]) -> "Kind":
+        """The kind with another layer on the same inputs, whose constants are put behind the shared ones."""
+        jaxpr, constants = without_constants(closed)
+        places = range(len(shared), len(shared) + len(constants))
+        shared += constants
+        return replace(self, jaxpr=jaxpr, shared=(*places, *self.shared))
 
     def pick_shared(self, shared: Sequence[T]) -> list[T]:
         """What it reads of the shared inputs."""

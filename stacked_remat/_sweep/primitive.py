@@ -20,7 +20,6 @@ from .._compat import (
     broadcast,
     is_concrete,
     stacked_type,
-    without_constants,
     without_cotangent,
 )
 from .._placement import is_on_host
@@ -91,10 +90,7 @@ class Sweep(Differentiable):
         kinds, shared = [], [*shared]
         for kind in self.spec.kinds:
             own = [*kind.pick_shared(perturbed.shared), *perturbed.carry, *perturbed.xs[kind.xs]]
-            jaxpr, constants = without_constants(primal_of(kind.jaxpr, own))
-            places = range(len(shared), len(shared) + len(constants))
-            kinds.append(replace(kind, jaxpr=jaxpr, shared=(*places, *kind.shared)))
-            shared += constants
+            kinds.append(kind.with_layer(primal_of(kind.jaxpr, own), shared))
         return sweep_of(replace(self.spec, kinds=tuple(kinds)), init, xs, shared, unread)
 
     def vjp_fwd(self, nonzero: Any, init: Carry, xs: Arrays, shared: Arrays, unread: Arrays) -> Any:
@@ -130,9 +126,10 @@ class Sweep(Differentiable):
             leaf if dim is None else jnp.moveaxis(leaf, dim, int(not whole))
             for leaf, dim, whole in zip(xs, of_xs, self.spec.unsliced, strict=True)
         ]
-        spec, of_carry, of_ys = _mapped_layers(
-            self.spec, axis, *([dim is not None for dim in part] for part in (of_init, of_xs, of_shared))
-        )
+        masks = ([dim is not None for dim in part] for part in (of_init, of_xs, of_shared))
+        layers, of_carry, of_ys = _mapped_layers(self.spec, axis, *masks)
+        kinds = [kind.with_layer(layer, shared) for kind, layer in zip(self.spec.kinds, layers, strict=True)]
+        spec = replace(self.spec, kinds=tuple(kinds))
         init = [
             broadcast(leaf, axis) if is_ and dim is None else leaf
             for leaf, is_, dim in zip(init, of_carry, of_init, strict=True)
@@ -197,16 +194,16 @@ def plain_scan(
 
 def _mapped_layers(
     spec: SweepSpec, axis: Any, of_init: Sequence[bool], of_xs: Sequence[bool], of_shared: Sequence[bool]
-) -> tuple[SweepSpec, Sequence[bool], list[bool]]:
-    """The sweep over layers of a whole batch; which leaves of its carries and outputs are mapped."""
+) -> tuple[list[ClosedJaxpr], Sequence[bool], list[bool]]:
+    """Layers of a whole batch, of each kind; which leaves of their carries and outputs are mapped."""
     of_carry = of_init
     while True:
-        kinds, found = [], []
+        layers, found = [], []
         for kind in spec.kinds:
             is_mapped = [*kind.pick_shared(of_shared), *of_carry, *of_xs[kind.xs]]
             must_be = [*of_carry, *[False] * len(kind.output_types)]
             closed, outputs = batch_jaxpr(ClosedJaxpr(kind.jaxpr, ()), axis, is_mapped, must_be)
-            kinds.append(replace(kind, jaxpr=closed.jaxpr))
+            layers.append(closed)
             found.append(outputs)
         grown = [
             any(column)
@@ -214,7 +211,7 @@ def _mapped_layers(
         ]
         if grown == [*of_carry]:
             of_ys = [is_ for outputs in found for is_ in outputs[len(grown) :]]
-            return replace(spec, kinds=tuple(kinds)), grown, of_ys
+            return layers, grown, of_ys
         of_carry = grown
 
 
@@ -278,7 +275,14 @@ class Rule(Differentiable):
         return rule(*args), self.out_tree.unflatten([0] * self.out_tree.num_leaves)
 
     def active(self, nonzero: Flags) -> Flags:
-        return tuple(any(nonzero) and is_ for is_ in floats(self.out_aval))
+        found = floats(self.out_aval)
+        fn = self.fn
+        while isinstance(fn, _Mapped):
+            fn = fn.fn
+        if isinstance(fn, _Forward):
+            of_outputs = fn.active(self.in_tree.unflatten(nonzero), self.out_aval[2])
+            found = [is_ and of_ for is_, of_ in zip(found, of_outputs, strict=True)]
+        return tuple(any(nonzero) and is_ for is_ in found)
 
     def tangent(self, nonzero: Flags, primals: Any, tangents: Arrays) -> Arrays:
         functions = _for_tangents(self.fn), self.reference
@@ -333,6 +337,11 @@ class _Forward:
 
     def __call__(self, init: Carry, xs: Arrays, shared: Arrays) -> tuple[Carry, Arrays, Checkpoints]:
         return forward(self.spec, self.perturbed, init, xs, shared)
+
+    def active(self, masks: Any, kept: Checkpoints) -> list[bool]:
+        """Which outputs depend on the inputs in the masks, with checkpoints like these."""
+        found = self.spec.perturbed(*map(tuple, masks), ys=())
+        return [*found.carry, *self.spec.active_outputs(found), *kept.of_carry(found.carry)]
 
 
 def _for_tangents(fn: Any) -> Any:

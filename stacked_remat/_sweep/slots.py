@@ -1,6 +1,6 @@
 """Carries kept in numbered slots, and rolled loops whose trip counts come from a schedule's tables."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -71,6 +71,16 @@ class Checkpoints(NamedTuple):
             return nothing._replace(first_layers=saved._replace(carries=[True] * len(saved.carries)))
         where = "slots" if self.origin is None else "origin"
         return nothing._replace(**{where: [True] * len(getattr(self, where))})
+
+    def of_carry(self, mask: Sequence[bool]) -> list[bool]:
+        """Which of the arrays hold the carry's leaves in the mask; residuals may be of any."""
+        every = jax.tree.map(lambda _: True, self)
+        carries = {
+            name: [*mask] for name in ("slots", "boundaries", "origin", "in_segments") if getattr(self, name)
+        }
+        if self.first_layers is not None:
+            carries["first_layers"] = every.first_layers._replace(carries=[*mask])
+        return jax.tree.leaves(every._replace(**carries))
 
     def from_first(self, first: Carry) -> "Checkpoints":
         """Arrays like these from which `first()` reads `first`; placeholders for the others."""

@@ -29,6 +29,7 @@ from .store import (
     read_ahead,
     read_layer,
     write,
+    zeros_of,
 )
 
 Checkpoint = Callable[[Callable], Callable]
@@ -261,8 +262,7 @@ def _plain_pattern(
         rows = np.minimum(pattern.before[:-1, kind.number], max(pattern.before[-1, kind.number] - 1, 0))
         part = zip(map(at_least_one, xs[kind.xs]), sliced[kind.xs], strict=True)
         entries[kind.xs] = [on_device(leaf)[rows] if is_ else leaf for leaf, is_ in part]
-    types = [jax.ShapeDtypeStruct(t.shape, t.dtype) for kind in kinds for t in kind.output_types]
-    empty = [jnp.zeros_like(type_) for type_ in types]
+    empty = [zeros_of(type_) for kind in kinds for type_ in kind.output_types]
 
     def step(carry: Carry, at: tuple[Any, Arrays]) -> tuple[Carry, Arrays]:
         x = merge(entries, at[1], sliced)

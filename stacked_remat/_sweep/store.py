@@ -4,6 +4,7 @@ The memory of a stack is part of its type. Entries are read to the device and wr
 memory, so the loops of a sweep are the same for both.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -22,15 +23,26 @@ def empty_stack(entry: Any, size: int) -> Any:
     """Stacks of zeros for `size` entries like the given one, in its memory: arrays, or their types."""
 
     def stack(leaf: Any) -> Array:
-        if isinstance(leaf, jax.Array):
-            return jnp.broadcast_to(jnp.zeros_like(leaf), (size, *leaf.shape))
-        struct = jax.ShapeDtypeStruct((size, *leaf.shape), leaf.dtype)
-        if getattr(leaf, "memory_space", None) == jax.memory.Space.Host:
-            return full_on_host(struct, 0)
-        zeros, found = jnp.zeros_like(struct), leaf.manual_axis_type
-        return lax.pcast(zeros, tuple(sorted(found.varying)), to="varying") if found else zeros
+        return zeros_of(jax.typeof(leaf) if isinstance(leaf, jax.Array) else leaf, (size,))
 
     return jax.tree.map(stack, entry)
+
+
+def zeros_of(type_: Any, in_front: tuple[int, ...] = ()) -> Array:
+    """Zeros of a type, with dimensions in front; in its memory, sharded and varying over a mesh like it."""
+    shape = (*in_front, *type_.shape)
+    if getattr(type_, "memory_space", None) == jax.memory.Space.Host:
+        return full_on_host(jax.ShapeDtypeStruct(shape, type_.dtype), 0)
+    zero = jnp.zeros_like(jax.ShapeDtypeStruct((), type_.dtype))
+    sharding = _sharding_of(type_, (None,) * len(in_front))
+    return varying_as(jnp.broadcast_to(zero, shape, out_sharding=sharding), type_)
+
+
+def on_mesh(stack: Array) -> Array:
+    """The stack on the mesh, whole on each device, if its Explicit axes were set after it was made."""
+    mesh = jax.sharding.get_abstract_mesh()
+    is_placed = not mesh.explicit_axes or not jax.typeof(stack).sharding.mesh.empty
+    return stack if is_placed else jax.reshard(stack, jax.P())
 
 
 def empty_stack_on_host(entry: Any, size: int) -> Any:
@@ -86,26 +98,36 @@ def zeros_after(done: Any, like: Any) -> Any:
     _, zero = lax.optimization_barrier(varying_alike((done, jnp.zeros((), jnp.int32))))
 
     def zeros(leaf: Any) -> Array:
-        is_sharded = isinstance(leaf, ShapedArray) and any(leaf.sharding.spec)
-        sharding = leaf.sharding if is_sharded else None
-        return jnp.broadcast_to(zero.astype(leaf.dtype), leaf.shape, out_sharding=sharding)
+        return jnp.broadcast_to(zero.astype(leaf.dtype), leaf.shape, out_sharding=_sharding_of(leaf, ()))
 
     return jax.tree.map(zeros, like)
 
 
+def _sharding_of(leaf: Any, in_front: tuple[None, ...]) -> Any:
+    """The sharding of a type over Explicit axes, with dimensions in front of it; None without one."""
+    if not isinstance(leaf, ShapedArray) or not any(leaf.sharding.spec):
+        return None
+    return leaf.sharding.update(spec=(*in_front, *leaf.sharding.spec))
+
+
 def varying_alike(arrays: Any) -> Any:
     """The arrays, all varying over the axes of a `jax.shard_map` over which some of them vary."""
+    every = frozenset[str]().union(*(_varies_over(jax.typeof(leaf)) for leaf in jax.tree.leaves(arrays)))
+    return jax.tree.map(lambda leaf: _varying(leaf, every), arrays)
 
-    def varies_over(leaf: Any) -> frozenset[str]:
-        return frozenset(jax.typeof(leaf).manual_axis_type.varying)
 
-    every = frozenset[str]().union(*(varies_over(leaf) for leaf in jax.tree.leaves(arrays)))
+def varying_as(array: Array, type_: Any) -> Array:
+    """The array, varying over the axes over which the values of a type vary too."""
+    return _varying(array, _varies_over(type_))
 
-    def vary(leaf: Any) -> Any:
-        missing = tuple(sorted(every - varies_over(leaf)))
-        return lax.pcast(leaf, missing, to="varying") if missing else leaf
 
-    return jax.tree.map(vary, arrays)
+def _varies_over(type_: Any) -> frozenset[str]:
+    return frozenset(type_.manual_axis_type.varying)
+
+
+def _varying(array: Any, axes: frozenset[str]) -> Any:
+    missing = tuple(sorted(axes - _varies_over(jax.typeof(array))))
+    return lax.pcast(array, missing, to="varying") if missing else array
 
 
 def full_on_host(like: Any, value: int) -> Array:
@@ -125,11 +147,44 @@ def read(stacked: Any, index: Any, length: int = 1) -> Any:
     """
 
     def entry(stack: Array) -> Array:
-        if length == 1:
-            return lax.dynamic_index_in_dim(stack, index, keepdims=False)
-        return lax.dynamic_slice_in_dim(stack, index * length, length)
+        if is_on_host(stack) or jax.sharding.get_abstract_mesh().explicit_axes:
+            return _entry.bind(stack, jnp.asarray(index), length=length, axis=0)
+        return _slice(stack, index, length, 0)
 
     return on_device(jax.tree.map(entry, stacked))
+
+
+def _slice(stack: Array, index: Any, length: int, axis: int) -> Array:
+    if length == 1:
+        return lax.dynamic_index_in_dim(stack, index, axis, keepdims=False)
+    return lax.dynamic_slice_in_dim(stack, index * length, length, axis)
+
+
+_entry = Primitive(
+    "entry"
+)  # `_slice`, which `jax.vmap` makes a gather of; some memories and shardings have none
+_entry.def_impl(jax.jit(_slice, static_argnames=("length", "axis")))
+_entry.def_abstract_eval(
+    lambda *types, **places: jax.make_jaxpr(functools.partial(_slice, **places))(*types).out_avals[0]
+)
+mlir.register_lowering(_entry, mlir.lower_fun(_slice, multiple_results=False))
+
+
+def _jvp_of_entry(primals: Sequence[Any], tangents: Sequence[Any], **places: int) -> tuple[Any, Any]:
+    found = _entry.bind(*primals, **places)
+    if isinstance(tangents[0], ad.Zero):
+        return found, ad.Zero(jax.typeof(found).to_tangent_aval())
+    return found, _entry.bind(tangents[0], primals[1], **places)
+
+
+def _mapped_entry(args: Sequence[Any], dims: Sequence[Any], *, length: int, axis: int) -> tuple[Any, int]:
+    if dims[1] is not None:
+        return jax.vmap(functools.partial(_slice, length=length, axis=axis), dims)(*args), 0
+    return _entry.bind(jnp.moveaxis(args[0], dims[0], 0), args[1], length=length, axis=axis + 1), 0
+
+
+ad.primitive_jvps[_entry] = _jvp_of_entry
+batching.primitive_batchers[_entry] = _mapped_entry
 
 
 def read_layer(

@@ -19,7 +19,7 @@ from .effects import check_effects
 from .gradient import merge, pick
 from .kinds import Kind
 from .slots import Arrays, Carry
-from .store import at_least_one, read_layer
+from .store import at_least_one, read_layer, varying_as
 
 T = TypeVar("T")
 
@@ -163,6 +163,11 @@ def _trace_layer(
         return jax.make_jaxpr(body, return_shape=True)(shared, init, x)
 
     closed, (carry, y) = trace(init)
+    leaves, of_init = jax.tree.flatten(init)
+    varying = [varying_as(leaf, type_) for leaf, type_ in zip(leaves, closed.out_avals, strict=False)]
+    if any(new is not old for new, old in zip(varying, leaves, strict=True)):
+        # Within `jax.shard_map` they vary over the axes of the mesh that the layers' results vary over.
+        return _trace_layer(body, shared, jax.tree.unflatten(of_init, varying), xs, unsliced)
     if not _same_types(init, carry):
         # lax.scan settles weakly typed carries, and has the error messages for the other cases.
         def scanned(shared: Arrays, init: Any, x: Any) -> Any:
@@ -214,7 +219,7 @@ def _with_more_shared(layer: TracedLayer, passed: Sequence[bool]) -> TracedLayer
 def _as_type(leaf: Array, like: Any) -> Array:
     type_ = jax.typeof(leaf)
     same = (type_.dtype, type_.weak_type) == (like.dtype, like.weak_type)
-    return leaf if same else lax.convert_element_type(leaf, like.dtype)
+    return varying_as(leaf if same else lax.convert_element_type(leaf, like.dtype), like)
 
 
 def _same_types(init: Any, carry: Any) -> bool:

@@ -266,6 +266,10 @@ class TestErrors:
             with pytest.raises(TypeError, match=f"{name} goes along one axis: an Axis or its name; got"):
                 run(lambda carry, x: carry, axis)
 
+    def test_a_size_that_is_traced(self):
+        with pytest.raises(TypeError, match="size of axis 'time' is traced.*static argument"):
+            jax.jit(lambda size: fold(lambda carry: carry, hax.Axis("time", size))(0.0))(3)
+
     def test_a_name_that_nothing_has(self, data):
         with pytest.raises(ValueError, match=r"nothing to split over that axis.*hax.Axis\('layers', size\)"):
             fold(lambda carry, x: carry, "layers")(0.0, data)

@@ -221,7 +221,11 @@ def _added(leaf: Any, step: Any) -> Any:
 
 
 def _sum_of_squares(leaves: list[Any]) -> Any:
-    return sum((jnp.sum(jnp.square(jnp.abs(leaf).astype(jnp.float32))) for leaf in leaves), jnp.zeros(()))
+    def of_one(leaf: Any) -> Any:
+        size = jnp.abs(leaf)
+        return jnp.sum(jnp.square(size.astype(jnp.promote_types(size.dtype, jnp.float32))))
+
+    return sum(map(of_one, leaves), jnp.zeros(()))
 
 
 _Further: TypeAlias = Literal["args", "kwargs"]

@@ -42,6 +42,11 @@ def check_axis_or_name(axis: Any, what: str) -> None:
             f"{what} goes along one axis: an Axis or its name; got {axis!r} ({type(axis).__name__}). "
             "Write hax.Axis('layers', size), or the name of an axis that an argument has."
         )
+    if isinstance(axis, Axis) and isinstance(axis.size, jax.core.Tracer):
+        raise TypeError(
+            f"{what}: the size of axis {axis.name!r} is traced, and must be a number where the program is "
+            "compiled. Pass it to jax.jit as a static argument, or let the axis be as long as it can get."
+        )
 
 
 def check_unroll(unroll: int | bool) -> int | bool:

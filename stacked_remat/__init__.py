@@ -10,7 +10,7 @@ from ._checkpoint import checkpoint, checkpoint_name, checkpoint_sequential, int
 from ._fused import FusedResult, FusedState, FusedUpdate, fused_update
 from ._offload_check import OffloadError, check_offload
 from ._policy import ScanCheckpointPolicy, ScanCheckpointSpec
-from ._scan.api import fold, map, scan
+from ._scan.api import fold, lax_scan, map, scan
 from ._scan.marks import LayerStack, per_layer, shared, unsliced
 from ._scan.pattern import per_kind
 from ._scan.sweep_back import SweepBack
@@ -51,6 +51,7 @@ __all__ = [
     "fused_update",
     "ghost",
     "internals_are_saved",
+    "lax_scan",
     "lora",
     "map",
     "memory",

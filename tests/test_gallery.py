@@ -18,10 +18,12 @@ SUBJECTS = (
     "planner",
     "qwen3_lora",
     "saved_names",
+    "simulation",
     "visitor",
 )
 QUICK = (
     "saved_names",
+    "simulation",
     "visitor",
 )  # the others take more than a few seconds each; `make docs` runs all of them
 

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
 from haliax import Axis
 from haliax.axis import AxisSelector
 
@@ -18,8 +19,9 @@ from .arguments import Caller, argument_namer
 from .checks import check_axis_or_name, check_reverse, check_unroll
 from .layer_axis import split_tree
 from .layers import Layers, from_arguments, scan_rolled
-from .marks import IsScanned, check_unmarked, is_array, is_named_or_shaped_array
+from .marks import IsScanned, check_unmarked, is_array, is_named_or_shaped_array, per_layer
 from .stacking import name_stacked
+from .stopping import Until, is_done, stopping
 
 
 def scan(
@@ -30,6 +32,7 @@ def scan(
     reverse: bool = False,
     unroll: int | bool = 1,
     is_scanned: IsScanned = is_named_or_shaped_array,
+    until: Until | None = None,
 ) -> Callable[..., tuple[Any, Any]]:
     """Apply `f` along an axis, from carry to carry, and stack its outputs.
 
@@ -55,6 +58,10 @@ def scan(
         reverse: go from the last layer to the first. Outputs keep the order of the axis.
         unroll: how many layers one iteration of the loop runs; `True` for all.
         is_scanned: which of the arrays without a mark may be split: a bool or a predicate of a leaf.
+        until: takes a carry and returns one bool; the scan stops at the first carry for which it is True.
+            Outputs of layers that did not run are zeros. Memory is that of all layers. Time is that of those
+            that ran, backward too; within `jax.vmap`, until all examples are done, while finished ones stay
+            as they are. Reverse mode of reverse mode goes through all layers.
 
     Returns:
         A function of the initial carry and the arguments, which returns the final carry, with the shapes of
@@ -62,9 +69,11 @@ def scan(
 
     Raises:
         ValueError: for inputs of different lengths (each path and size is named), an axis of unknown size, an
-            `f` that returns no pair, a carry that changes its structure, axes, shape or dtype, or a single
-            random key that is not marked as shared.
-        TypeError: for an axis that is neither an `Axis` nor a name, and for marks in the carry.
+            `f` that returns no pair, a carry that changes its structure, axes, shape or dtype, a single
+            random key that is not marked as shared, or `until` under a policy that offloads or that drops
+            carries or inputs.
+        TypeError: for an axis that is neither an `Axis` nor a name, for marks in the carry, and for an
+            `until` that does not return one bool.
     """
     return scan_for(
         function_caller("scan", f),
@@ -74,6 +83,7 @@ def scan(
         reverse=reverse,
         unroll=unroll,
         is_scanned=is_scanned,
+        until=until,
     )
 
 
@@ -87,6 +97,7 @@ def scan_for(
     unroll: int | bool = 1,
     is_scanned: IsScanned = is_named_or_shaped_array,
     owner: Any = None,
+    until: Until | None = None,
 ) -> Callable[..., tuple[Any, Any]]:
     """`scan`, with error messages in the words of `caller`; `owner` is the user's function that `f` calls."""
     check_axis_or_name(axis, caller.what)
@@ -96,23 +107,64 @@ def scan_for(
 
     def run(init: Any, arguments: tuple[Any, Any]) -> tuple[Any, Any]:
         layout, arrays, shared = split_tree(arguments, axis, caller, is_scanned=is_scanned)
+        step, call, first = f, caller.what, init
+        if until is not None:
+            step, call, first = stopping(f, until), (call, until), (is_done(until, init), init)
         carry, (ys,) = scan_rolled(
-            [Layers(f, layout, arrays, shared, f if owner is None else owner, caller.what)],
-            init,
+            [Layers(step, layout, arrays, shared, f if owner is None else owner, call)],
+            first,
             layout.axis,
             resolved,
             reverse=reverse,
             unroll=unroll,
             host_segment_length=policy.host_segment_length,
             what=caller.what,
+            stops=until is not None,
         )
-        return carry, ys
+        return (carry if until is None else carry[1]), ys
 
     def scanned(init: Any, /, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         check_unmarked(init)
         return from_arguments(run, resolved, axis)(init, (args, kwargs))
 
     return scanned
+
+
+def lax_scan(
+    f: Callable[[Any, Any], tuple[Any, Any]],
+    init: Any,
+    xs: Any = None,
+    length: int | None = None,
+    reverse: bool = False,
+    unroll: int | bool = 1,
+    *,
+    remat: ScanCheckpointSpec = False,
+) -> tuple[Any, Any]:
+    """`jax.lax.scan` with a checkpoint policy, for code that takes a `scan_fn`.
+
+    ```python
+    simulate(scan_fn=functools.partial(stacked_remat.lax_scan, remat="nested"))
+    ```
+
+    Args:
+        f, init, xs, length, reverse, unroll: as in `jax.lax.scan`. `xs` holds arrays that are split along
+            their first dimension.
+        remat: as in `scan`, with its costs.
+
+    Returns:
+        The final carry and the stacked outputs.
+
+    Raises:
+        ValueError: there is neither an array in `xs` nor a `length`; and as `scan`.
+    """
+    sizes = [jnp.shape(leaf)[0] for leaf in jax.tree.leaves(xs) if jnp.ndim(leaf)]
+    if length is None and not sizes:
+        raise ValueError(
+            "lax_scan: xs has no array that could be split, so pass length=, how many steps to run."
+        )
+    axis = Axis("steps", sizes[0] if length is None else length)
+    inputs = jax.tree.map(per_layer, xs)
+    return scan(f, axis, remat=remat, reverse=reverse, unroll=unroll)(init, inputs)
 
 
 def fold(
@@ -123,6 +175,7 @@ def fold(
     reverse: bool = False,
     unroll: int | bool = 1,
     is_scanned: IsScanned = is_named_or_shaped_array,
+    until: Until | None = None,
 ) -> Callable[..., Any]:
     """Apply `f` along an axis, from carry to carry.
 
@@ -131,6 +184,8 @@ def fold(
     ```python
     carry = init
     for i in range(axis.size):
+        if until is not None and until(carry):
+            break
         carry = f(carry, *[arg[axis, i] for arg in args], **{k: kwargs[k][axis, i] for k in kwargs})
     return carry
     ```
@@ -143,6 +198,7 @@ def fold(
 
     caller = function_caller("fold", f)
     options: Any = {"remat": remat, "reverse": reverse, "unroll": unroll, "is_scanned": is_scanned}
+    options["until"] = until
     scanned = scan_for(caller, step, axis, owner=f, **options)
 
     def folded(init: Any, /, *args: Any, **kwargs: Any) -> Any:

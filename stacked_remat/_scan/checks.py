@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
 from haliax import Axis
+from jax.core import Tracer
 
 from .._activity import CALLS, CHECKPOINTS, program_of
 from .._messages import axes_text
@@ -42,7 +43,7 @@ def check_axis_or_name(axis: Any, what: str) -> None:
             f"{what} goes along one axis: an Axis or its name; got {axis!r} ({type(axis).__name__}). "
             "Write hax.Axis('layers', size), or the name of an axis that an argument has."
         )
-    if isinstance(axis, Axis) and isinstance(axis.size, jax.core.Tracer):
+    if isinstance(axis, Axis) and isinstance(axis.size, Tracer):
         raise TypeError(
             f"{what}: the size of axis {axis.name!r} is traced, and must be a number where the program is "
             "compiled. Pass it to jax.jit as a static argument, or let the axis be as long as it can get."

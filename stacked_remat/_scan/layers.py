@@ -169,10 +169,12 @@ def scan_rolled(
     unroll: int | bool,
     host_segment_length: int,
     what: str,
+    stops: bool = False,
 ) -> tuple[Any, list[Any]]:
     """Apply layers one after the other, in a loop; returns the carry, and the outputs of each kind.
 
-    `pattern` says which layer of `axis` is of which kind; None for layers of one kind.
+    `pattern` says which layer of `axis` is of which kind; None for layers of one kind. `stops` as in
+    `SweepSpec`.
     """
     options, remat = None, for_length(remat, axis.size)
     if getattr(jax.config, "jax_disable_jit", False):
@@ -181,7 +183,7 @@ def scan_rolled(
     kinds = [kind.as_arrays() for kind in kinds]
     xs = [kind.arrays for kind in kinds]
     # A plain scan would keep what it reads from the host, and read nothing ahead.
-    if pattern or (axis.size and (isinstance(remat, Swept) or has_host_arrays(xs))):
+    if pattern or stops or (axis.size and (isinstance(remat, Swept) or has_host_arrays(xs))):
         options = sweep_options(remat, axis, xs, host_segment_length)
     if pattern is not None and options is None:
         return _unrolled_kinds(kinds, init, axis, remat, pattern, reverse, what)
@@ -192,6 +194,11 @@ def scan_rolled(
         plain = _LayerCheckpoint(remat, names, is_rolled)
         options = {"schedule": None, "plain": plain}
     offloads = (isinstance(remat, PerLayer) and remat.offloads) or options.get("boundaries") == "host"
+    if stops and (offloads or "plain" in options):
+        raise ValueError(
+            "With until=, a policy can neither offload nor drop what it keeps of the steps that run. Let "
+            'remat be False, True or "nested", or use max_carries, first_layers or save_block_internals.'
+        )
     checks = {"offloads": offloads, "replays": "plain" not in options}
     arrays, static = eqx.partition(init, eqx.is_array_like)
 
@@ -202,7 +209,7 @@ def scan_rolled(
             for layer in traced:
                 check_offloaded(layer.jaxpr.outvars[: len(layer.init)], layer.jaxpr, remat.offloaded)
         unsliced = [kind.layout.unsliced for kind in kinds]
-        fields = {"pattern": pattern, "reverse": reverse, "unroll": unroll, **options}
+        fields = {"pattern": pattern, "reverse": reverse, "unroll": unroll, "stops": stops, **options}
         return run_layers(traced, [kind.arrays for kind in of_xs], unsliced, length=axis.size, **fields)
 
     with jax.named_scope(f"scan({axis.name})"):

@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 import jax.numpy as jnp
+from equinox.internal import unvmap_max
 from jax import lax
 
 from .._placement import has_host_arrays, platform
@@ -214,10 +215,10 @@ def _visit_first(
     spec: SweepSpec, visit: Callable, checkpoints: Checkpoints, carry_ct: Carry, state: Any
 ) -> tuple[Carry, Any]:
     assert checkpoints.first_layers is not None
-    carries, residuals = checkpoints.first_layers
+    carries, residuals, ran = checkpoints.first_layers
 
     def one(k: Any, loop: tuple[Carry, Any]) -> tuple[Carry, Any]:
-        number = spec.first - 1 - k
+        number = trips - 1 - k
         layer = ReplayedLayer(number, 0, read(carries, number), residuals, [])
         return visit(layer, *loop)
 
@@ -226,6 +227,8 @@ def _visit_first(
     if spec.schedule is not None and spec.unroll is not True:
         visits = spec.schedule.segments if spec.on_host else [run.visits for run in spec.schedule.runs]
         trips = spec.first if len({*visits}) == 1 else jnp.int32(spec.first)
+    if ran is not None:
+        trips = unvmap_max(ran)
     return repeat(trips, one, (carry_ct, state), spec.unroll, spec.first)
 
 

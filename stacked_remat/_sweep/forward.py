@@ -3,6 +3,7 @@
 Layers are numbered in the order in which they run.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -16,18 +17,18 @@ from .._placement import has_host_arrays, platform, to_host
 from .._schedule import Schedule
 from .gradient import Perturbed, with_part
 from .kinds import Kind
-from .slots import Arrays, Carry, Checkpoints, FirstLayersSaved, repeat, trip_count
+from .slots import Arrays, Carry, Checkpoints, FirstLayersSaved, entry_at, repeat, run_layers, trip_count
 from .spec import SweepSpec
 from .store import empty_stack, empty_stack_on_host, read_before_writes, settle, write
 
 
 def primal(spec: SweepSpec, init: Carry, xs: Arrays, shared: Arrays) -> tuple[Carry, Arrays]:
     """Run all layers, with nothing kept."""
-    if not spec.length or (spec.pattern is None and not has_host_arrays(xs)):
+    if not spec.length or not (spec.pattern or spec.stops or has_host_arrays(xs)):
         return spec.plain(init, xs, shared)
     state = (init, _outputs(spec), spec.fetch(xs, 0))
     step = _forward_step(spec, xs, shared, keeps=False)
-    carry, (ys, _), _ = repeat(spec.length, step, state, spec.unroll, spec.length)
+    (carry, (ys, _), _), _ = run_layers(spec.length, step, state, spec.unroll, spec.stops)
     return carry, _one_a_layer(spec, ys)
 
 
@@ -99,8 +100,9 @@ def _forward_first(
     pullbacks = spec.pullbacks(perturbed, spec.first_layers.checkpoint, carry, xs, shared)
     residuals = spec.room(pullbacks, [range(spec.first)])
 
-    def layer(state: Any, number: Any) -> Any:
-        carry = state[0]
+    def layer(number: Any, state: Any) -> Any:
+        carry, ys, saved = state
+        carries = write(saved.carries, number, carry) if saved.carries else []
 
         def run(kind: Kind, row: Any, state: Any) -> Any:
             carry, ys, residuals = state
@@ -109,12 +111,23 @@ def _forward_first(
             ys = with_part(ys, kind.ys, write(ys[kind.ys], row, y))
             return carry, ys, spec.saved(residuals, kind, number, 0, new)
 
-        return spec.at(number, run, state), to_host(carry) if on_host else carry
+        carry, ys, residuals = spec.at(number, run, (carry, ys, saved.residuals))
+        return carry, ys, FirstLayersSaved(carries, residuals)
 
-    (ys, kept), on_host = outputs, spec.first_layers.on_host
+    ys, kept = outputs
+    on_host = spec.first_layers.on_host
+    state = (carry, ys, FirstLayersSaved([] if on_host else empty_stack(carry, spec.first), residuals))
+    if not on_host:
+        (carry, ys, saved), ran = run_layers(spec.first, layer, state, spec.unroll, spec.stops)
+        return carry, (ys, kept), saved._replace(ran=ran)
+
+    def and_keep(state: Any, number: Any) -> tuple[Any, Carry]:
+        return layer(number, state), to_host(state[0])
+
+    # A scan stacks on the host what has derivatives there.
     numbers = jnp.arange(spec.first, dtype=jnp.int32)
-    (carry, ys, residuals), carries = lax.scan(layer, (carry, ys, residuals), numbers, unroll=spec.unroll)
-    return carry, (ys, kept), FirstLayersSaved(carries, residuals)
+    (carry, ys, saved), carries = lax.scan(and_keep, state, numbers, unroll=spec.unroll)
+    return carry, (ys, kept), saved._replace(carries=carries)
 
 
 def _forward_scheduled(
@@ -127,7 +140,7 @@ def _forward_scheduled(
         empty = empty_stack_on_host if spec.on_host else empty_stack
         entry = jax.eval_shape(lambda: empty_stack(carry, spec.read_length - 1))
         outputs = (outputs[0], empty(entry, spec.length))
-    loop = forward_loop_on_host if spec.on_host else forward_loop
+    loop = forward_loop_on_host if spec.on_host else functools.partial(forward_loop, stops=spec.stops)
     state = (carry, outputs, spec.fetch(xs, spec.first))
     (carry, outputs, _), checkpoints = loop(
         lambda number, state: run(number + spec.first, state), state, spec.schedule, unroll=spec.unroll
@@ -136,28 +149,35 @@ def _forward_scheduled(
 
 
 def forward_loop(
-    step: Callable[[Any, Any], Any], state: Any, schedule: Schedule, *, unroll: int | bool = 1
+    step: Callable[[Any, Any], Any],
+    state: Any,
+    schedule: Schedule,
+    *,
+    unroll: int | bool = 1,
+    stops: bool = False,
 ) -> tuple[Any, Checkpoints]:
-    """Run all layers, each writing its input to the slot that the schedule names.
+    """Run the layers, each writing its input to the slot that the schedule names.
 
     Args:
         step: `(number, state) -> state`; runs a layer.
         state: a tuple, first the carry, then whatever else the steps change.
         schedule: the cut.
         unroll: layers per loop iteration.
+        stops: as in `SweepSpec`.
 
     Returns:
         The final state, and the kept carries.
     """
+    slot_of = np.asarray(schedule.forward, np.int32)
 
-    def layer(loop: Any, at: tuple[Any, Any]) -> tuple[Any, None]:
-        (slots, state), (number, slot) = loop, at
-        return (write(slots, slot, state[0]), step(number, state)), None
+    def layer(number: Any, loop: tuple[Any, ...]) -> tuple[Any, ...]:
+        *state, slots = loop
+        slots = write(slots, entry_at(slot_of, number), state[0])
+        return (*step(number, tuple(state)), slots)
 
-    loop = (empty_stack(state[0], schedule.slots), state)
-    at = jnp.arange(schedule.length), jnp.asarray(schedule.forward, jnp.int32)
-    (slots, state), _ = lax.scan(layer, loop, at, unroll=unroll)
-    return state, Checkpoints(slots, None)
+    loop = (*state, empty_stack(state[0], schedule.slots))
+    (*state, slots), ran = run_layers(schedule.length, layer, loop, unroll, stops)
+    return tuple(state), Checkpoints(slots, None, ran=ran)
 
 
 def forward_loop_on_host(

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, TypeAlias
 import jax
 import jax.numpy as jnp
 import numpy as np
+from equinox.internal import unvmap_max
 from jax import lax
 
 from .._placement import platform, to_device
@@ -73,7 +74,7 @@ def reverse_sweep(
     *,
     unroll: int | bool = 1,
 ) -> tuple[Carry, State]:
-    """Visit the layers from the last to the first.
+    """Visit the layers that ran, from the last to the first.
 
     Every loop is rolled, whatever the length; trip counts are static where the schedule is uniform.
 
@@ -91,7 +92,7 @@ def reverse_sweep(
     """
     boundaries = checkpoints.boundaries
     runs = schedule.runs if boundaries is None else _one_run_per_segment(schedule)
-    plan = _Plan(runs, saving=replay.save is not None)
+    plan = _Plan(runs, replay.save is not None, checkpoints.ran)
     first: Any = int(plan.first[0])
     if jax.eval_shape(lambda: replay.fetch(state, first)):
         # Without the barrier XLA reads the first layer before the forward sweep, and holds it meanwhile.
@@ -110,7 +111,8 @@ def reverse_sweep(
     saved = None if replay.save is None else replay.room(ranges)
     if boundaries is None:
         loop = (checkpoints.slots, saved, fetched, cotangent, state)
-        loop = repeat(len(runs), lambda r, loop: run(r, *loop), loop, unroll is True, len(runs))
+        before, trips = plan.skipped, len(runs) - plan.skipped
+        loop = repeat(trips, lambda r, loop: run(before + r, *loop), loop, unroll is True, len(runs))
         return loop[3:]
 
     def fetch_and_run(loop: tuple[Any, ...], at: tuple[Any, Carry]) -> tuple[tuple[Any, ...], None]:
@@ -136,24 +138,35 @@ def _one_run_per_segment(schedule: Schedule) -> tuple[Run, ...]:
 class _Plan:
     """The runs of a schedule as tables, one entry per run except for `writes`."""
 
-    def __init__(self, runs: tuple[Run, ...], saving: bool):
+    def __init__(self, runs: tuple[Run, ...], saving: bool, ran: Any):
         def table(entries: Iterable[int]) -> np.ndarray:
             return np.asarray([*entries], np.int32)
 
         self.start = table(run.start for run in runs)
         self.slot = table(run.slot for run in runs)
         # A saving replay runs the layers to be visited itself, up to the last one.
-        self.advances = table(max(0, run.replays - run.visits + 1) if saving else run.replays for run in runs)
+        self.advances: Any = table(
+            max(0, run.replays - run.visits + 1) if saving else run.replays for run in runs
+        )
         self.first_write = table(itertools.accumulate((run.replays for run in runs[:-1]), initial=0))
         self.writes = table([slot for run in runs for slot in run.writes] or [0])
         self.top = table(run.top for run in runs)
-        self.top_slot = table(run.top_slot for run in runs)
-        self.visits = table(run.visits for run in runs)
-        self.most_visits = int(self.visits.max())
+        self.visits: Any = table(run.visits for run in runs)
+        self.most_advances, self.most_visits = int(self.advances.max()), int(self.visits.max())
+        self.bottom = self.top - self.visits + 1
+        self.bottom_slot = table(run.top_slot - run.visits + 1 for run in runs)
         # The layers that a run reads first and, in its last visit, fetches for the next run.
-        bottom = self.top - self.visits + 1 if saving else self.top
-        self.first = np.where(self.advances > 0, self.start, bottom)
+        self.first = np.where(self.advances > 0, self.start, self.bottom if saving else self.top)
         self.next_first = np.append(self.first[1:], self.top[-1:])
+        self.skipped: Any = 0  # runs before the first of a layer that ran
+        if ran is not None:
+            ran = unvmap_max(ran)
+            self.skipped = jnp.argmax(np.minimum(self.start, self.bottom) < ran).astype(jnp.int32)
+            # The first input that a replay keeps; if that layer did not run, the replay is of no use.
+            kept = self.start + table(run.writes.count(run.writes[0]) if run.writes else 0 for run in runs)
+            left = jnp.clip(ran - 1 - self.start, 0, self.advances)
+            self.advances = jnp.where(kept < ran, left, 0)
+            self.visits = jnp.clip(ran - self.bottom, 0, self.visits)
 
 
 def _advance(
@@ -166,11 +179,10 @@ def _advance(
         carry = replay.advance(state, index, carry, fetched)
         return write(slots, entry_at(plan.writes, entry_at(plan.first_write, r) + k), carry), carry, ahead
 
-    most = int(plan.advances.max())
-    if not most:
+    if not plan.most_advances:
         return slots, fetched
     loop = (slots, read(slots, entry_at(plan.slot, r)), fetched)
-    slots, _, fetched = repeat(trip_count(plan.advances, r), layer, loop, unroll, most)
+    slots, _, fetched = repeat(trip_count(plan.advances, r), layer, loop, unroll, plan.most_advances)
     return slots, fetched
 
 
@@ -187,8 +199,7 @@ def _save(
     if replay.save is None:
         return slots, saved, fetched
     save = replay.save
-    visits, top = entry_at(plan.visits, r), entry_at(plan.top, r)
-    bottom, bottom_slot = top - visits + 1, entry_at(plan.top_slot, r) - visits + 1
+    bottom, bottom_slot, top = (entry_at(t, r) for t in (plan.bottom, plan.bottom_slot, plan.top))
 
     def layer(k: Any, loop: Any) -> Any:
         slots, saved, carry, fetched = loop
@@ -213,16 +224,15 @@ def _visit(
     r: Any,
     unroll: int | bool,
 ) -> tuple[Arrays, Carry, State]:
-    visits = entry_at(plan.visits, r)
+    visits, bottom = trip_count(plan.visits, r), entry_at(plan.bottom, r)
 
     def layer(k: Any, loop: tuple[Arrays, Carry, State]) -> tuple[Arrays, Carry, State]:
         fetched, cotangent, state = loop
-        fetched, index = settle(fetched, entry_at(plan.top, r) - k)
+        fetched, index = settle(fetched, bottom + visits - 1 - k)
         ahead = replay.fetch(state, jnp.where(k == visits - 1, entry_at(plan.next_first, r), index - 1))
         if replay.reads_segments or platform() == "cuda":
             ahead, state = read_before_writes(ahead, state)
-        bottom = entry_at(plan.top, r) - visits + 1
-        carry = read(slots, entry_at(plan.top_slot, r) - k)
+        carry = read(slots, entry_at(plan.bottom_slot, r) + visits - 1 - k)
         return ahead, *visitor(ReplayedLayer(index, bottom, carry, saved, fetched), cotangent, state)
 
-    return repeat(trip_count(plan.visits, r), layer, loop, unroll, plan.most_visits)
+    return repeat(visits, layer, loop, unroll, plan.most_visits)

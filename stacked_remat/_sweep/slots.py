@@ -6,6 +6,7 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
+from equinox.internal import unvmap_all
 from jax import lax
 from jaxtyping import Array
 
@@ -24,10 +25,12 @@ class FirstLayersSaved(NamedTuple):
     Attributes:
         carries: their inputs, one buffer per carry leaf.
         residuals: for each kind, the residuals of its layers other than the inputs.
+        ran: how many ran, if the layers may stop.
     """
 
     carries: Carry
     residuals: list[Arrays]
+    ran: Any = None
 
 
 class Checkpoints(NamedTuple):
@@ -43,6 +46,7 @@ class Checkpoints(NamedTuple):
             layers. Only derivatives of the sweep read it, so other compiled programs do not keep it.
         in_segments: the inputs of the layers within each step but the first, `(steps, layers - 1, ...)`, if
             they are kept.
+        ran: how many of the schedule's layers ran, if the layers may stop.
     """
 
     slots: Carry
@@ -50,6 +54,7 @@ class Checkpoints(NamedTuple):
     first_layers: FirstLayersSaved | None = None
     origin: Carry | None = None
     in_segments: Carry | None = None
+    ran: Any = None
 
     def first(self) -> Carry:
         """The input of the first layer, on the device."""
@@ -140,11 +145,41 @@ def repeat(trips: Any, body: Callable[[Any, T], T], state: T, unroll: int | bool
     return lax.fori_loop(trips // step * step, trips, one, state)
 
 
-def trip_count(table: np.ndarray, r: Any) -> Any:
+def run_layers(
+    length: int, layer: Callable[[Any, T], T], state: T, unroll: int | bool, stops: bool
+) -> tuple[T, Any]:
+    """`repeat` a layer. If it `stops`, only until the carry, `state[0]`, begins with True.
+
+    In a `jax.vmap`, until the carries of all examples do. Also returns how many layers ran, or None for all.
+    """
+    if not stops:
+        return repeat(length, layer, state, unroll, length), None
+
+    def run(step: int, loop: tuple[Any, T]) -> tuple[Any, T]:
+        def goes_on(loop: Any) -> Any:
+            return (loop[0] + step <= length) & ~unvmap_all(loop[1][0][0])
+
+        def several(loop: tuple[Any, T]) -> tuple[Any, T]:
+            k, state = loop
+            for i in range(step):
+                state = layer(k + i, state)
+            return k + step, state
+
+        return lax.while_loop(goes_on, several, loop)
+
+    step = length if unroll is True else max(1, min(int(unroll), length))
+    ran, state = run(step, (jnp.int32(0), state))
+    if step > 1:
+        ran, state = run(1, (ran, state))
+    return state, ran
+
+
+def trip_count(table: Any, r: Any) -> Any:
     """Look up a trip count, static if all entries agree."""
-    return int(table[0]) if (table == table[0]).all() else entry_at(table, r)
+    is_static = isinstance(table, np.ndarray) and (table == table[0]).all()
+    return int(table[0]) if is_static else entry_at(table, r)
 
 
-def entry_at(table: np.ndarray, r: Any) -> Any:
+def entry_at(table: Any, r: Any) -> Any:
     """Look up an entry of a table, static if the index is."""
     return int(table[r]) if isinstance(r, int) else jnp.asarray(table)[r]

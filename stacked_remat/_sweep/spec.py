@@ -65,6 +65,7 @@ class SweepSpec:
         pattern: which layer is of which kind; `None` if there is one kind.
         read_length: how many layers are read together. Where it is above 1, such a segment takes the place of
             a layer: the schedule counts segments, and the layers of a segment are visited with it.
+        stops: whether a carry begins with a bool that says that the layers after it change nothing.
         keeps_in_segments: whether the carries within segments are kept; if not, a segment that is visited is
             run again first.
     """
@@ -80,6 +81,7 @@ class SweepSpec:
     pattern: Pattern | None = None
     read_length: int = 1
     keeps_in_segments: bool = False
+    stops: bool = False
 
     @property
     def on_host(self) -> bool:
@@ -159,9 +161,11 @@ class SweepSpec:
     def fetch(self, xs: Arrays, number: Any) -> Arrays:
         """The inputs of a step that are on the host, for `inputs`, if they are to be read ahead.
 
-        Layers of several kinds read their own when they run.
+        Layers of several kinds, and those that may not run, read their own when they run.
         """
-        return [] if self.pattern else read_ahead(xs, self.layer_index(number), self.read_length)
+        return (
+            [] if self.pattern or self.stops else read_ahead(xs, self.layer_index(number), self.read_length)
+        )
 
     def plain(
         self,

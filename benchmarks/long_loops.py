@@ -1,0 +1,240 @@
+"""Time and memory of the gradient of a long loop over a small state, with other libraries, on this device.
+
+The gradients are compared first. Then every variant runs once per round, so that a slow machine slows all of
+them:
+
+    python -m benchmarks.long_loops --rounds 7
+
+Writes `results/long_loops_<platform>.json` after every case: median seconds, and bytes of temporaries by the
+compiler. `ratio` is the median, over rounds, of a variant's time to that of the first row of its case.
+"""
+
+import argparse
+import dataclasses
+import functools
+import math
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import equinox.internal as eqxi
+import haliax as hax
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from stacked_remat import ScanCheckpointPolicy, scan
+
+from .record import RESULTS, write_results
+
+_FEW = 20  # carries
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A loop: its length, `step(carry, x) -> (carry, y)`, its arguments, and when it stops, if it does."""
+
+    name: str
+    length: int
+    step: Callable[[Any, Any], tuple[Any, Any]]
+    init: Any
+    xs: Any = None
+    stop: Callable[[Any], Any] | None = None
+
+    def masked(self, carry: Any, x: Any) -> tuple[Any, Any]:
+        """The step, or nothing once the loop has stopped."""
+        new, y = self.step(carry, x)
+        if self.stop is None:
+            return new, y
+        done = self.stop(carry)
+        return jax.tree.map(lambda one, other: jnp.where(done, one, other), carry, new), y
+
+
+def cases(steps: int, size: int, leaves: int) -> list[Case]:
+    """Pendulums, integrated by the symplectic Euler method."""
+    q, dt, stop_at = jnp.linspace(0.1, 1.0, size), 0.01, max(1, round(0.08 * steps))
+    forces = jnp.asarray(1e-3 * np.sin(np.arange(steps) * 0.1), jnp.float32)
+    scalars = [(jnp.float32(angle), jnp.float32(0)) for angle in np.linspace(0.1, 1, leaves // 2)]
+
+    def swing(state: Any, force: Any) -> Any:
+        q, p = state
+        p = p - dt * jnp.sin(q) + (0 if force is None else force)
+        return q + dt * p, p
+
+    def plain(state: Any, force: Any) -> Any:
+        return swing(state, force), None
+
+    def recorded(state: Any, force: Any) -> Any:
+        state = swing(state, force)
+        return state, jnp.mean(state[0] ** 2)
+
+    def many(states: Any, _: Any) -> Any:
+        return [swing(state, None) for state in states], None
+
+    def counted(state: Any, _: Any) -> Any:
+        return (swing(state[0], None), state[1] + 1), None
+
+    start, prime = (q, jnp.zeros_like(q)), next(n for n in range(steps + 1, 2 * steps + 2) if _is_prime(n))
+    return [
+        Case("small state", steps, plain, start),
+        Case("recorded outputs", steps, recorded, start),
+        Case("per-step inputs", steps, plain, start, forces),
+        Case("prime length", prime, plain, start),
+        Case(f"{leaves} scalar leaves", steps, many, scalars),
+        Case("early exit at 8%", steps, counted, (start, jnp.int32(0)), stop=lambda s: s[1] >= stop_at),
+    ]
+
+
+def _is_prime(n: int) -> bool:
+    return n > 1 and all(n % k for k in range(2, math.isqrt(n) + 1))
+
+
+Run = Callable[[Any, Any], tuple[Any, Any]]  # (init, xs) -> (carry, ys)
+
+
+def ours(remat: Any, case: Case) -> Run:
+    """This library."""
+    return scan(case.step, hax.Axis("steps", case.length), remat=remat, until=case.stop)
+
+
+def equinox(checkpoints: int | None, case: Case) -> Run:
+    """Equinox's checkpointed loops."""
+    stop = case.stop
+    if stop is None:
+        options: Any = {"kind": "checkpointed", "checkpoints": checkpoints}
+        return lambda init, xs: eqxi.scan(case.step, init, xs, length=case.length, **options)
+    return lambda init, xs: (
+        eqxi.while_loop(
+            lambda carry: ~stop(carry),
+            lambda carry: case.step(carry, None)[0],
+            init,
+            max_steps=case.length,
+            kind="checkpointed",
+            checkpoints=checkpoints,
+        ),
+        None,
+    )
+
+
+def plain_scan(case: Case) -> Run:
+    """Each step checkpointed."""
+    return lambda init, xs: jax.lax.scan(jax.checkpoint(case.masked), init, xs, length=case.length)
+
+
+def scan_of_scans(case: Case) -> Run:
+    """Two scans, both checkpointed, of the square root of the length each; with dummy steps at the end."""
+    size = math.isqrt(case.length - 1) + 1
+    outer = -(-case.length // size)
+
+    def cut(x: Any) -> Any:
+        padded = jnp.concatenate([x, jnp.zeros_like(x, shape=(outer * size - len(x), *x.shape[1:]))])
+        return padded.reshape(outer, size, *x.shape[1:])
+
+    def step(carry: Any, at: Any) -> Any:
+        number, x = at
+        new, y = case.masked(carry, x)
+        if outer * size != case.length:
+            new = jax.tree.map(lambda a, b: jnp.where(number < case.length, a, b), new, carry)
+        return new, y
+
+    @jax.checkpoint
+    def segment(carry: Any, at: Any) -> Any:
+        return jax.lax.scan(jax.checkpoint(step), carry, at)
+
+    def run(init: Any, xs: Any) -> Any:
+        numbers = jnp.arange(outer * size).reshape(outer, size)
+        carry, ys = jax.lax.scan(segment, init, (numbers, jax.tree.map(cut, xs)))
+        return carry, jax.tree.map(lambda y: y.reshape(-1, *y.shape[2:])[: case.length], ys)
+
+    return run
+
+
+VARIANTS: dict[str, Callable[[Case], Run]] = {
+    "nested": functools.partial(ours, "nested"),
+    f"max_carries={_FEW}": functools.partial(ours, ScanCheckpointPolicy(max_carries=_FEW)),
+    "equinox, checkpointed": functools.partial(equinox, None),
+    f"equinox, {_FEW} checkpoints": functools.partial(equinox, _FEW),
+    "scan of scans": scan_of_scans,
+    "lax.scan + jax.checkpoint": plain_scan,
+}
+
+
+def gradient(case: Case, variant: str) -> Any:
+    """The compiled gradient by the floats among the arguments."""
+    leaves, tree = jax.tree.flatten((case.init, case.xs))
+    is_float = [jnp.issubdtype(leaf.dtype, jnp.floating) for leaf in leaves]
+    run = VARIANTS[variant](case)
+
+    def loss(floats: list[jax.Array]) -> jax.Array:
+        given = iter(floats)
+        merged = [next(given) if is_ else leaf for leaf, is_ in zip(leaves, is_float, strict=True)]
+        found = jax.tree.leaves(run(*jax.tree.unflatten(tree, merged)))
+        return sum(
+            (jnp.sum(leaf**2) for leaf in found if jnp.issubdtype(leaf.dtype, jnp.floating)), jnp.zeros(())
+        )
+
+    floats = [leaf for leaf, is_ in zip(leaves, is_float, strict=True) if is_]
+    compiled = jax.jit(jax.grad(loss)).lower(floats).compile()
+    return compiled, functools.partial(compiled, floats)
+
+
+def timed(case: Case, rounds: int) -> list[dict[str, Any]]:
+    """A row for each variant.
+
+    Raises:
+        ArithmeticError: gradients differ.
+    """
+    compiled = {name: gradient(case, name) for name in VARIANTS}
+    first, *_ = VARIANTS
+    expected = compiled[first][1]()
+    for name, (_, run) in compiled.items():
+        for one, other in zip(jax.tree.leaves(run()), jax.tree.leaves(expected), strict=True):
+            if not np.allclose(one, other, rtol=1e-2, atol=1e-3 * float(jnp.max(jnp.abs(other)))):
+                raise ArithmeticError(f"{case.name}: the gradients of {name} and {first} differ")
+    seconds: dict[str, list[float]] = {name: [] for name in VARIANTS}
+    for _ in range(rounds):
+        for name, (_, run) in compiled.items():
+            began = time.perf_counter()
+            jax.block_until_ready(run())
+            seconds[name].append(time.perf_counter() - began)
+    return [
+        {
+            "case": case.name,
+            "name": name,
+            "seconds": statistics.median(seconds[name]),
+            "ratio": round(statistics.median(np.divide(seconds[name], seconds[first]).tolist()), 2),
+            "temporaries": program.memory_analysis().temp_size_in_bytes,
+        }
+        for name, (program, _) in compiled.items()
+    ]
+
+
+def main(arguments: list[str] | None = None) -> Path:
+    parser = argparse.ArgumentParser(description="Time and memory of gradients of long loops.")
+    parser.add_argument("--steps", type=int, default=10_000)
+    parser.add_argument("--size", type=int, default=2_048, help="how many pendulums")
+    parser.add_argument("--leaves", type=int, default=200, help="of the case of many scalars")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    options = parser.parse_args(arguments)
+    device = jax.local_devices()[0]
+    path = options.out / f"long_loops_{device.platform}.json"
+    sizes = {name: getattr(options, name) for name in ("steps", "size", "leaves")}
+    flags = " ".join(f"--{name} {value}" for name, value in sizes.items())
+    command = f"python -m benchmarks.long_loops {flags} --rounds {options.rounds}"
+    rows: list[dict[str, Any]] = []
+    for case in cases(**sizes):
+        for row in timed(case, options.rounds):
+            rows.append(row)
+            mib = row["temporaries"] / 2**20
+            print(
+                f"{case.name:18} {row['name']:26} {row['seconds']:8.4f} s  x{row['ratio']:<6} {mib:8.3f} MiB"
+            )
+        write_results(path, command=command, device=device.device_kind, **sizes, rows=rows)
+    return path
+
+
+if __name__ == "__main__":
+    main()

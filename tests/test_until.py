@@ -1,0 +1,172 @@
+"""Loops that stop on their own: equal to the masked loop, and only the steps that run take time."""
+
+import haliax as hax
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import stacked_remat as sr
+from stacked_remat import ScanCheckpointPolicy, shared
+
+from .blocks import deep_cases, quick_jit
+
+N = 13
+Time = hax.Axis("time", N)
+POLICIES = {
+    "False": False,
+    "True": True,
+    "nested": "nested",
+    "max_carries": ScanCheckpointPolicy(max_carries=3),
+    "levels": ScanCheckpointPolicy(nested=(2, 3, 3)),
+    "first layers": ScanCheckpointPolicy(nested=True, first_layers=4),
+    "internals": ScanCheckpointPolicy(segment_length=3, save_block_internals=True),
+}
+
+
+def step(carry, x, w):
+    v = carry["v"] + jnp.tanh(carry["v"] @ w) * x
+    return {"v": v, "steps": carry["steps"] + 1, "last": carry["last"]}, jnp.sin(v)
+
+
+def is_over(carry):
+    return carry["steps"] >= carry["last"]
+
+
+def masked(carry, xs, w):
+    def one(carry, x):
+        new, y = step(carry, x, w)
+        done = is_over(carry)
+        return jax.tree.map(lambda a, b: jnp.where(done, a, b), carry, new), jnp.where(done, 0, y)
+
+    return jax.lax.scan(one, carry, xs)
+
+
+def stopped(remat, **options):
+    return lambda carry, xs, w: sr.scan(step, Time, remat=remat, until=is_over, **options)(
+        carry, xs, shared(w)
+    )
+
+
+def loss(scan, last, v, xs, w):
+    carry, ys = scan({"v": v, "steps": jnp.int32(0), "last": last}, xs, w)
+    return jnp.sum(carry["v"] ** 2) + jnp.sum(jnp.cos(ys)), (carry, ys)
+
+
+def random_arguments(seed):
+    keys = jax.random.split(jax.random.key(seed), 3)
+    shapes = (2,), (N, 2), (2, 2)
+    return [jax.random.normal(key, shape) for key, shape in zip(keys, shapes, strict=True)]
+
+
+def assert_close(found, expected):
+    assert jax.tree.structure(found) == jax.tree.structure(expected)
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
+
+
+def test_values_outputs_and_gradients_are_those_of_the_masked_loop_wherever_it_stops():
+    scans = {name: stopped(remat) for name, remat in POLICIES.items()}
+    scans |= {"unroll": stopped("nested", unroll=3), "masked": masked}
+
+    @quick_jit
+    def of_all(last, *args):
+        gradient = jax.value_and_grad(loss, (2, 3, 4), has_aux=True)
+        return {name: gradient(scan, last, *args) for name, scan in scans.items()}
+
+    for last in range(N + 2):
+        expected = (found := of_all(jnp.int32(last), *random_arguments(last))).pop("masked")
+        for name in found:
+            assert_close(found[name], expected)
+
+
+def derivatives(scan, last, *args):
+    def value(*args):
+        return loss(scan, last, *args)[0]
+
+    gradient, direction = jax.grad(value, (0, 1, 2)), tuple(jnp.cos(leaf * 3) for leaf in args)
+
+    def along(*args):
+        return sum(map(jnp.vdot, gradient(*args), direction))
+
+    return (
+        jax.jvp(value, args, direction),
+        jax.linearize(value, *args)[1](*direction),
+        jax.jvp(gradient, args, direction)[1],
+        jax.grad(along, (0, 1, 2))(*args),
+    )
+
+
+@pytest.mark.parametrize("name", ["nested", *deep_cases([["False"]])])
+def test_derivatives_in_all_modes_and_of_a_batch_that_stops_at_different_steps(name):
+    lasts, args = jnp.int32([5, 2, 0, N]), random_arguments(0)
+
+    @quick_jit
+    def both(lasts):
+        def of(scan):
+            in_batch = jax.vmap(jax.value_and_grad(loss, (2, 4), has_aux=True), (None, 0, None, None, None))
+            return derivatives(scan, lasts[0], *args), in_batch(scan, lasts, *args)
+
+        return of(stopped(POLICIES[name])), of(masked)
+
+    assert_close(*both(lasts))
+
+
+@pytest.mark.parametrize(("policy", "most"), [(True, 2), ("nested", 3), ("max_carries", 5)])
+def test_steps_that_do_not_run_cost_nothing(policy, most):
+    evaluations = []
+
+    def counted(x):
+        jax.debug.callback(lambda: evaluations.append(1))
+        return jnp.sin(x) + 1
+
+    remat = ScanCheckpointPolicy(max_carries=20) if policy == "max_carries" else policy
+    fold = sr.fold(counted, hax.Axis("time", 10_000), remat=remat, until=lambda x: x[1] > 1.9)
+    x = jnp.array([0.5, 0.9])
+    run = quick_jit(jax.value_and_grad(lambda x: jnp.sum(fold(x))))
+    expected, steps = x, 0
+    while not expected[1] > 1.9:
+        expected, steps = jnp.sin(expected) + 1, steps + 1
+    value, _ = run(x)
+    jax.effects_barrier()
+    assert_close(value, jnp.sum(expected))
+    assert 0 < steps < len(evaluations) <= most * steps
+
+
+def test_what_cannot_stop_is_refused():
+    def fold(until, remat=False):
+        return sr.fold(lambda x: x * 2, hax.Axis("time", 3), remat=remat, until=until)(jnp.ones(2))
+
+    for found, until in (("bool[2]", lambda x: x > 1), ("float32[]", jnp.sum), ("None", lambda x: None)):
+        with pytest.raises(TypeError, match="until returns one bool") as error:
+            fold(until)
+        assert found in str(error.value)
+    for remat in ("offload", "recompute", ScanCheckpointPolicy(nested=2, save_carries="offload")):
+        with pytest.raises(ValueError, match="With until=, a policy can neither offload nor drop"):
+            fold(lambda x: x[0] > 3, remat)
+    with pytest.raises(
+        ValueError, match=r"The carry\['a'\] goes in as float32\[\] and comes out as float32\[2\]"
+    ):
+        sr.fold(lambda c: {"a": jnp.ones(2)}, Time, until=lambda c: jnp.all(c["a"] > 3))({"a": jnp.ones(())})
+
+
+@pytest.mark.parametrize("remat", [False, "nested"])
+def test_lax_scan_is_that_of_jax(remat):
+    def f(carry, x):
+        x = {"a": jnp.float32(1), "b": jnp.ones(2)} if x is None else x
+        carry = jnp.sin(carry * x["a"]) + x["b"]
+        return carry, {"y": carry[0]}
+
+    xs = {"a": jnp.linspace(0, 1, 7), "b": np.ones((7, 2), np.float32)}
+    cases = ((xs, None, False), (xs, 7, True), (None, 5, False))
+
+    def of(scan, **options):
+        def value(init, xs, length, reverse):
+            carry, ys = scan(f, init, xs, length, reverse, **options)
+            return jnp.sum(carry) + jnp.sum(ys["y"] ** 2), (carry, ys)
+
+        return [jax.value_and_grad(value, has_aux=True)(jnp.ones(2), *case) for case in cases]
+
+    assert_close(*quick_jit(lambda: (of(sr.lax_scan, remat=remat, unroll=2), of(jax.lax.scan)))())
+    with pytest.raises(ValueError, match="pass length="):
+        sr.lax_scan(f, jnp.ones(2))

@@ -77,6 +77,12 @@ TABLES = {
     "long-context-presets": Table(
         ("qwen3_presets_h200.json",), rows=("backend", "policy", "temporaries", "total", "host", _TO_TRUE)
     ),
+    "long-loops-time": Table(
+        ("long_loops_cpu.json",), rows=("name",), columns=("case",), cells=("milliseconds",)
+    ),
+    "long-loops-memory": Table(
+        ("long_loops_cpu.json",), rows=("name",), columns=("case",), cells=("temporary_kib",)
+    ),
     "nested-memory": Table(
         ("stack_memory_h200.json", "stack_memory_v5p.json"),
         rows=("name", "matmul_flops / name=stacked_remat True"),

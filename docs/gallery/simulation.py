@@ -66,8 +66,8 @@ for remat in (False, True, "nested"):
 # %% [markdown]
 # ## Aiming
 #
-# Newton's method on the angle: the ball is to land at 80 m. At the end, the derivative of the slope, in forward mode
-# over the gradient, which goes through the same steps.
+# Newton's method on the angle: the ball is to land at 80 m. At the end, the derivative of the slope, in
+# forward mode over the gradient, which goes through the same steps.
 
 # %%
 at = jax.jit(jax.value_and_grad(lambda angle: flight(angle, 40.0, 0.005)[0]))

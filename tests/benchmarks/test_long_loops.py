@@ -16,4 +16,4 @@ def test_gradients_agree_and_every_variant_of_every_case_has_a_row(tmp_path):
     every = {(case.name, name) for case in cases(30, 3, 4) for name in VARIANTS}
     assert {(row["case"], row["name"]) for row in found["rows"]} == every
     assert len(found["rows"]) == len(every) and "--steps 30" in found["command"]
-    assert all(row["seconds"] > 0 and row["temporaries"] > 0 for row in found["rows"])
+    assert all(row["milliseconds"] >= 0 < row["temporary_kib"] for row in found["rows"])

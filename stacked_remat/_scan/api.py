@@ -5,7 +5,7 @@ leaves a step on raw arrays, which `layers.py` runs under the checkpoint policy.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any, Concatenate, Literal, TypeVar
 
 import equinox as eqx
 import jax
@@ -15,22 +15,25 @@ from haliax.axis import AxisSelector
 from .._policy import ScanCheckpointSpec, resolve_policy
 from .._static import Static
 from .arguments import Caller, argument_namer
-from .checks import check_axis_or_name, check_reverse, check_unroll
+from .checks import axis_or_name, check_reverse, check_unroll
 from .layer_axis import split_tree
 from .layers import Layers, from_arguments, scan_rolled
 from .marks import IsScanned, check_unmarked, is_array, is_named_or_shaped_array
 from .stacking import name_stacked
 
+T = TypeVar("T")
+Y = TypeVar("Y")
+
 
 def scan(
-    f: Callable[..., tuple[Any, Any]],
-    axis: AxisSelector,
+    f: Callable[Concatenate[T, ...], tuple[T, Y]],
+    axis: AxisSelector | int,
     *,
     remat: ScanCheckpointSpec = False,
     reverse: bool = False,
     unroll: int | bool = 1,
     is_scanned: IsScanned = is_named_or_shaped_array,
-) -> Callable[..., tuple[Any, Any]]:
+) -> Callable[Concatenate[T, ...], tuple[T, Y]]:
     """Apply `f` along an axis, from carry to carry, and stack its outputs.
 
     `scan(f, axis)(init, *args, **kwargs)` equals
@@ -49,7 +52,8 @@ def scan(
 
     Args:
         f: takes the carry and one layer of the arguments; returns the next carry and an output, both trees.
-        axis: an `Axis`, or the name of an axis that one of the arguments has.
+        axis: an `Axis`, the name of an axis that one of the arguments has, or a number: an axis of this size
+            named `layers`.
         remat: what the backward pass keeps, offloads and recomputes; see `ScanCheckpointPolicy` for the
             costs.
         reverse: go from the last layer to the first. Outputs keep the order of the axis.
@@ -64,7 +68,7 @@ def scan(
         ValueError: for inputs of different lengths (each path and size is named), an axis of unknown size, an
             `f` that returns no pair, a carry that changes its structure, axes, shape or dtype, or a single
             random key that is not marked as shared.
-        TypeError: for an axis that is neither an `Axis` nor a name, and for marks in the carry.
+        TypeError: for an axis that is none of these, and for marks in the carry.
     """
     return scan_for(
         function_caller("scan", f),
@@ -80,7 +84,7 @@ def scan(
 def scan_for(
     caller: Caller,
     f: Callable[..., tuple[Any, Any]],
-    axis: AxisSelector,
+    axis: AxisSelector | int,
     *,
     remat: ScanCheckpointSpec,
     reverse: bool = False,
@@ -89,7 +93,7 @@ def scan_for(
     owner: Any = None,
 ) -> Callable[..., tuple[Any, Any]]:
     """`scan`, with error messages in the words of `caller`; `owner` is the user's function that `f` calls."""
-    check_axis_or_name(axis, caller.what)
+    axis = axis_or_name(axis, caller.what)
     policy = resolve_policy(remat)
     resolved = policy.normalized()
     reverse, unroll = check_reverse(reverse), check_unroll(unroll)
@@ -116,14 +120,14 @@ def scan_for(
 
 
 def fold(
-    f: Callable[..., Any],
-    axis: AxisSelector,
+    f: Callable[Concatenate[T, ...], T],
+    axis: AxisSelector | int,
     *,
     remat: ScanCheckpointSpec = False,
     reverse: bool = False,
     unroll: int | bool = 1,
     is_scanned: IsScanned = is_named_or_shaped_array,
-) -> Callable[..., Any]:
+) -> Callable[Concatenate[T, ...], T]:
     """Apply `f` along an axis, from carry to carry.
 
     `fold(f, axis)(init, *args, **kwargs)` equals
@@ -152,14 +156,14 @@ def fold(
 
 
 def map(
-    f: Callable[..., Any],
-    axis: AxisSelector,
+    f: Callable[..., Y],
+    axis: AxisSelector | int,
     *,
     remat: ScanCheckpointSpec = False,
     reverse: bool = False,
     unroll: int | bool = 1,
     is_mapped: IsScanned = is_named_or_shaped_array,
-) -> Callable[..., Any]:
+) -> Callable[..., Y]:
     """Apply `f` to each part of its arguments along an axis, one after the other.
 
     `map(f, axis)(*args, **kwargs)` equals

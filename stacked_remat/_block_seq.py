@@ -129,7 +129,10 @@ class BlockSeq(BlockFoldable[M]):
         step = block_second(fn, caller.what, has_output=verb == "scan")
 
         def layer(carry: Any, inputs: Any) -> tuple[Any, Any]:
-            block, (args, kwargs) = inputs
+            block, arguments = inputs
+            args, kwargs = for_layer(
+                arguments, block
+            )  # a copy of its state, which can't be read once it is old
             return step(carry, block, *args, **kwargs)
 
         def run(init: Any, arguments: Any) -> tuple[Any, Any]:

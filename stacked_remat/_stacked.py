@@ -199,7 +199,10 @@ class Stacked(BlockFoldable[M]):
         if size != axis.size:
             raise ValueError(f"`{axis.name}` has {axis.size} layers, but {what} was given {size}.")
         build: Any = cls
-        stacked = with_axis(layers, axis) if is_stacked else stack_layers(marked_alike(layers), axis, what)
+        if is_stacked:
+            stacked = arrays_in_indices(with_axis(layers, axis), (size,))
+        else:
+            stacked = stack_layers(marked_alike(layers), axis, what)
         return build(stacked, axis, resolve_policy(remat))
 
     def _own_part(self, state: State, what: str) -> State:

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 import equinox as eqx
+import jax.numpy as jnp
 import jax.tree_util as jtu
 from equinox.nn import State, StateIndex
 from haliax import Axis
@@ -12,7 +13,7 @@ from haliax import Axis
 from .arguments import Argument, check_sizes
 from .checks import describe
 from .marks import Marked, PerKind, changed
-from .stacking import numbers_to_arrays, stack_outputs, stack_trees
+from .stacking import stack_outputs, stack_trees
 
 T = TypeVar("T")
 Run = Callable[..., tuple[Any, Any]]  # (carry, *args, **kwargs) -> (carry, outputs)
@@ -156,7 +157,7 @@ def part_of(state: State, module: Any, axis: Axis, what: str, *, whole: Iterable
             leaves = jtu.tree_leaves_with_path(entries[marker])
             check_sizes(
                 axis,
-                [Argument(f"state {marker!r}{jtu.keystr(path)}", leaf, rule) for path, leaf in leaves],
+                [Argument(f"state {marker!r}{jtu.keystr(path)}", leaf, "stored") for path, leaf in leaves],
                 what,
             )
         marked[marker] = Marked(entries[marker], rule)
@@ -222,11 +223,18 @@ def check_no_state(arguments: Any, verb: str, name: str) -> None:
         )
 
 
-def arrays_in_indices(module: T) -> T:
-    """A module with an array for each Python number that it keeps in a state, so that these are stacked."""
+def arrays_in_indices(module: T, shape: tuple[int, ...] = ()) -> T:
+    """A module with an array of this shape for each Python number that it keeps in a state.
+
+    A stack of such modules has one for each layer.
+    """
+
+    def array(leaf: Any) -> Any:
+        is_number = isinstance(leaf, bool | int | float | complex)
+        return jnp.broadcast_to(jnp.asarray(leaf), shape) if is_number else leaf
 
     def with_arrays(node: Any) -> Any:
-        return changed(node, init=numbers_to_arrays(node.init)) if _is_index(node) else node
+        return changed(node, init=jtu.tree_map(array, node.init)) if _is_index(node) else node
 
     return jtu.tree_map(with_arrays, module, is_leaf=_is_index) if _markers(module) else module
 

@@ -125,12 +125,12 @@ class BlockFoldable(ModuleWithStateDictSerialization, Generic[M]):
 
     def fold_via(
         self,
-        fn: Callable[Concatenate[M, T, ...], Y],
+        fn: Callable[Concatenate[M, ...], Y],
         *,
         remat: ScanCheckpointSpec | None = None,
         unroll: int | bool | None = None,
         reverse: bool | None = None,
-    ) -> Callable[Concatenate[T, ...], Y]:
+    ) -> Callable[..., Y]:
         """Fold with `fn(block, carry, *args, **kwargs)` in place of the blocks' own call.
 
         Returns:
@@ -150,12 +150,12 @@ class BlockFoldable(ModuleWithStateDictSerialization, Generic[M]):
 
     def scan_via(
         self,
-        fn: Callable[Concatenate[M, T, ...], tuple[T, Y]],
+        fn: Callable[Concatenate[M, ...], tuple[T, Y]],
         *,
         remat: ScanCheckpointSpec | None = None,
         unroll: int | bool | None = None,
         reverse: bool | None = None,
-    ) -> Callable[Concatenate[T, ...], tuple[T, Y]]:
+    ) -> Callable[..., tuple[T, Y]]:
         """Scan with `fn(block, carry, *args, **kwargs) -> (carry, output)` in place of the blocks' call."""
         if call := noted_stack_call():
             return call(self, "scan_via", fn, {"remat": remat, "unroll": unroll, "reverse": reverse})

@@ -128,7 +128,7 @@ def folded(blocks, x, state, gains, remat):
 def outcome(model, x, state, gains, run):
     """The result, the new state, and gradients by the model, the input, the old state and the gains."""
     batched = jax.vmap(
-        functools.partial(Model.__call__, run=run),
+        lambda model, *given: model(*given, run),
         axis_name="batch",
         in_axes=(None, 0, None, None),
         out_axes=(0, None),
@@ -165,7 +165,7 @@ def test_a_stack_with_state_is_its_loop(build, policies):
 
     @quick_jit
     def outcomes(arrays):
-        given = eqx.combine(arrays, static)
+        given: Any = eqx.combine(arrays, static)
         found = {name: outcome(*given, run) for name, run in {"loop": looped, **runs}.items()}
         return eqx.filter(found, eqx.is_array)
 

@@ -5,7 +5,7 @@ leaves a step on raw arrays, which `layers.py` runs under the checkpoint policy.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, Concatenate, Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import equinox as eqx
 import jax
@@ -26,14 +26,14 @@ Y = TypeVar("Y")
 
 
 def scan(
-    f: Callable[Concatenate[T, ...], tuple[T, Y]],
+    f: Callable[..., tuple[T, Y]],
     axis: AxisSelector | int,
     *,
     remat: ScanCheckpointSpec = False,
     reverse: bool = False,
     unroll: int | bool = 1,
     is_scanned: IsScanned = is_named_or_shaped_array,
-) -> Callable[Concatenate[T, ...], tuple[T, Y]]:
+) -> Callable[..., tuple[T, Y]]:
     """Apply `f` along an axis, from carry to carry, and stack its outputs.
 
     `scan(f, axis)(init, *args, **kwargs)` equals
@@ -120,14 +120,14 @@ def scan_for(
 
 
 def fold(
-    f: Callable[Concatenate[T, ...], T],
+    f: Callable[..., T],
     axis: AxisSelector | int,
     *,
     remat: ScanCheckpointSpec = False,
     reverse: bool = False,
     unroll: int | bool = 1,
     is_scanned: IsScanned = is_named_or_shaped_array,
-) -> Callable[Concatenate[T, ...], T]:
+) -> Callable[..., T]:
     """Apply `f` along an axis, from carry to carry.
 
     `fold(f, axis)(init, *args, **kwargs)` equals

@@ -45,6 +45,7 @@ class BlockFoldable(ModuleWithStateDictSerialization, Generic[M]):
 
     else:
         Layers: eqx.AbstractVar[Axis]
+        """The axis of the layers."""
         remat: eqx.AbstractVar[ScanCheckpointPolicy]
 
     @property

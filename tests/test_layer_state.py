@@ -125,7 +125,7 @@ def folded(blocks, x, state, gains, remat):
     return blocks.fold(x, state, gains, remat=remat)
 
 
-def outcome(model, x, state, gains, run):
+def outcome(run, model, x, state, gains):
     """The result, the new state, and gradients by the model, the input, the old state and the gains."""
     batched = jax.vmap(
         lambda model, *given: model(*given, run),
@@ -166,7 +166,7 @@ def test_a_stack_with_state_is_its_loop(build, policies):
     @quick_jit
     def outcomes(arrays):
         given: Any = eqx.combine(arrays, static)
-        found = {name: outcome(*given, run) for name, run in {"loop": looped, **runs}.items()}
+        found = {name: outcome(run, *given) for name, run in {"loop": looped, **runs}.items()}
         return eqx.filter(found, eqx.is_array)
 
     found = outcomes(arrays)

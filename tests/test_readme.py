@@ -54,7 +54,7 @@ def test_the_python_on_the_page_runs(page):
 
 
 def test_type_checkers_know_the_values_on_first_pages(tmp_path):
-    """Pyright knows the types of variables, parameters and lambdas, but for Equinox's gradients."""
+    """Pyright knows the types of variables, parameters and lambdas, but for what Equinox leaves open."""
     pytest.importorskip("pyright")
     rules = ("reportUnknownVariableType", "reportUnknownParameterType", "reportUnknownLambdaType")
     config = {"extraPaths": [str(ROOT)], "typeCheckingMode": "basic", **dict.fromkeys(rules, "error")}
@@ -79,7 +79,8 @@ def test_type_checkers_know_the_values_on_first_pages(tmp_path):
         (Path(entry["file"]).stem, entry["range"]["start"]["line"], entry["message"])
         for entry in result["generalDiagnostics"]
     ]
-    assert not [entry for entry in found if "eqx.filter_grad" not in lines[entry[0]][entry[1]]]
+    of_equinox = re.compile(r"eqx\.(filter_grad|tree_at)")
+    assert not [entry for entry in found if not of_equinox.search(lines[entry[0]][entry[1]])]
 
 
 def test_pages_and_configs_install_from_the_checkout():

@@ -2,19 +2,24 @@
 
 import abc
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, Self, TypeVar, overload
+from typing import TYPE_CHECKING, Any, ClassVar, Concatenate, Generic, Self, TypeVar, overload
 
 import equinox as eqx
+from equinox.nn import State
 from haliax import Axis
 from haliax.state_dict import ModuleWithStateDictSerialization, StateDict
 
 from ._noted import noted_stack_call
 from ._policy import ScanCheckpointPolicy, ScanCheckpointSpec, resolve_policy
+from ._scan.layer_state import through_state
 from ._scan.marks import changed
 from ._stacked_methods import check_options
 from ._state_dict import layers_to_state_dict
 
 M = TypeVar("M", bound=eqx.Module)
+B = TypeVar("B", bound=eqx.Module)
+T = TypeVar("T")
+Y = TypeVar("Y")
 
 
 class BlockFoldable(ModuleWithStateDictSerialization, Generic[M]):
@@ -24,7 +29,7 @@ class BlockFoldable(ModuleWithStateDictSerialization, Generic[M]):
     some, and `for block in blocks` goes through all.
 
     Attributes:
-        Block: the axis of the layers; `Layers` is another name for it.
+        Layers: the axis of the layers.
         remat: the checkpoint policy of `fold` and `scan`, unless the call gives another.
     """
 
@@ -33,19 +38,38 @@ class BlockFoldable(ModuleWithStateDictSerialization, Generic[M]):
     if TYPE_CHECKING:  # a type checker takes abstract variables for fields that come first
 
         @property
-        def Block(self) -> Axis: ...
+        def Layers(self) -> Axis: ...
 
         @property
         def remat(self) -> ScanCheckpointPolicy: ...
 
     else:
-        Block: eqx.AbstractVar[Axis]
+        Layers: eqx.AbstractVar[Axis]
+        """The axis of the layers."""
         remat: eqx.AbstractVar[ScanCheckpointPolicy]
 
     @property
-    def Layers(self) -> Axis:
-        """The axis of the layers."""
-        return self.Block
+    def Block(self) -> Axis:
+        """The axis of the layers, by Haliax's name for it."""
+        return self.Layers
+
+    @overload
+    def fold(self, init: T, state: State, /, *args: Any, **kwargs: Any) -> tuple[T, State]: ...
+
+    @overload
+    def fold(self, init: T, /, *args: Any, state: State, **kwargs: Any) -> tuple[T, State]: ...
+
+    @overload
+    def fold(
+        self,
+        init: T,
+        /,
+        *args: Any,
+        remat: ScanCheckpointSpec | None = None,
+        unroll: int | bool | None = None,
+        reverse: bool | None = None,
+        **kwargs: Any,
+    ) -> T: ...
 
     def fold(
         self,
@@ -63,18 +87,20 @@ class BlockFoldable(ModuleWithStateDictSerialization, Generic[M]):
             init: the carry that goes into the first layer, a tree of arrays.
             *args: passed on to the blocks. Named arrays with the layers' axis and plain arrays of at least
                 one dimension are split over the layers; the rest is shared. `shared(x)` gives every layer the
-                whole array, and `per_layer(x)` splits it or is an error.
+                whole array, and `per_layer(x)` splits it or is an error. Of an `eqx.nn.State` each layer gets
+                what it keeps there itself; it returns `(carry, state)`.
             remat: a policy for this call instead of the stack's own.
             unroll: how many layers one iteration of the loop runs; `True` for all.
             reverse: go from the last layer to the first.
             **kwargs: as `*args`.
 
         Returns:
-            The carry after the last layer that is applied, with the shapes of `init`.
+            The carry after the last layer that is applied, with the shapes of `init`. With a `State` among
+            the arguments `(carry, state)`: the whole, with what the layers return in it.
 
         Raises:
             ValueError, TypeError: as `stacked_remat.scan` does; also for an option that is also a parameter
-                of the block.
+                of the block; for several states, and a layer that reads or returns another's.
         """
         check_options(self._kinds(), "fold", remat=remat, unroll=unroll, reverse=reverse)
         run = self.fold_via(self._block_call(), remat=remat, unroll=unroll, reverse=reverse)
@@ -82,27 +108,30 @@ class BlockFoldable(ModuleWithStateDictSerialization, Generic[M]):
 
     def scan(
         self,
-        init: Any,
+        init: T,
         /,
         *args: Any,
         remat: ScanCheckpointSpec | None = None,
         unroll: int | bool | None = None,
         reverse: bool | None = None,
         **kwargs: Any,
-    ) -> tuple[Any, Any]:
-        """As `fold`, for blocks that return `(carry, output)`; also stacks the outputs."""
+    ) -> tuple[T, Any]:
+        """As `fold`, for blocks that return `(carry, output)`; also stacks the outputs.
+
+        A state among a layer's outputs is not stacked: the whole one, as of `fold`, is in its place.
+        """
         check_options(self._kinds(), "scan", remat=remat, unroll=unroll, reverse=reverse)
         run = self.scan_via(self._block_call(), remat=remat, unroll=unroll, reverse=reverse)
         return run(init, *args, **kwargs)
 
     def fold_via(
         self,
-        fn: Callable[..., Any],
+        fn: Callable[Concatenate[M, ...], Y],
         *,
         remat: ScanCheckpointSpec | None = None,
         unroll: int | bool | None = None,
         reverse: bool | None = None,
-    ) -> Callable[..., Any]:
+    ) -> Callable[..., Y]:
         """Fold with `fn(block, carry, *args, **kwargs)` in place of the blocks' own call.
 
         Returns:
@@ -112,24 +141,27 @@ class BlockFoldable(ModuleWithStateDictSerialization, Generic[M]):
         if call := noted_stack_call():
             return call(self, "fold_via", fn, {"remat": remat, "unroll": unroll, "reverse": reverse})
         run = self._scan_via("fold", fn, *self._options(remat, unroll, reverse))
+        run = through_state(run, self, self._own_part, "fold")
 
         def folded(init: Any, /, *args: Any, **kwargs: Any) -> Any:
-            return run(init, *args, **kwargs)[0]
+            carry, outputs = run(init, *args, **kwargs)
+            return (carry, outputs) if isinstance(outputs, State) else carry
 
         return folded
 
     def scan_via(
         self,
-        fn: Callable[..., tuple[Any, Any]],
+        fn: Callable[Concatenate[M, ...], tuple[T, Y]],
         *,
         remat: ScanCheckpointSpec | None = None,
         unroll: int | bool | None = None,
         reverse: bool | None = None,
-    ) -> Callable[..., tuple[Any, Any]]:
+    ) -> Callable[..., tuple[T, Y]]:
         """Scan with `fn(block, carry, *args, **kwargs) -> (carry, output)` in place of the blocks' call."""
         if call := noted_stack_call():
             return call(self, "scan_via", fn, {"remat": remat, "unroll": unroll, "reverse": reverse})
-        return self._scan_via("scan", fn, *self._options(remat, unroll, reverse))
+        run = self._scan_via("scan", fn, *self._options(remat, unroll, reverse))
+        return through_state(run, self, self._own_part, "scan")
 
     def vmap(self, /, *args: Any, **kwargs: Any) -> Any:
         """Apply all layers to the same arguments with `vmap`; the outputs get the layers' axis in front.
@@ -138,9 +170,13 @@ class BlockFoldable(ModuleWithStateDictSerialization, Generic[M]):
         """
         return self.vmap_via(self._block_call())(*args, **kwargs)
 
-    @abc.abstractmethod
-    def vmap_via(self, fn: Callable[..., Any]) -> Callable[..., Any]:
+    def vmap_via(self, fn: Callable[Concatenate[M, ...], Y]) -> Callable[..., Y]:
         """As `vmap`, with `fn(block, *args, **kwargs)` in place of the blocks' own call."""
+        mapped = self._vmap_via(fn)
+        run = through_state(
+            lambda _, *args, **kwargs: (None, mapped(*args, **kwargs)), self, self._own_part, "vmap"
+        )
+        return lambda *args, **kwargs: run(None, *args, **kwargs)[1]
 
     def with_remat(self, remat: ScanCheckpointSpec) -> Self:
         """These layers, the same arrays, with another checkpoint policy."""
@@ -151,7 +187,7 @@ class BlockFoldable(ModuleWithStateDictSerialization, Generic[M]):
         """The layers as separate modules."""
 
     @abc.abstractmethod
-    def get_layer(self, index: int) -> M:
+    def get_layer(self, index: Any) -> M:
         """One layer; negative indices count from the end, an index out of range is an `IndexError`."""
 
     def to_state_dict(self, prefix: str | None = None) -> StateDict:
@@ -159,7 +195,7 @@ class BlockFoldable(ModuleWithStateDictSerialization, Generic[M]):
         return layers_to_state_dict(self.unstacked(), prefix)
 
     def __len__(self) -> int:
-        return self.Block.size
+        return self.Layers.size
 
     @abc.abstractmethod
     def __iter__(self) -> Iterator[M]: ...
@@ -170,12 +206,20 @@ class BlockFoldable(ModuleWithStateDictSerialization, Generic[M]):
     @overload
     def __getitem__(self, index: slice) -> Self: ...
 
-    def __getitem__(self, index: int | slice) -> Any:
+    def __getitem__(self, index: Any) -> Any:
         return self._layers(index) if isinstance(index, slice) else self.get_layer(index)
 
     @abc.abstractmethod
     def _layers(self, rows: slice) -> Self:
         """Some of the layers."""
+
+    @abc.abstractmethod
+    def _own_part(self, state: State, what: str) -> Any:
+        """What of a state is the layers' own, marked to be divided among them; `what` is for errors."""
+
+    @abc.abstractmethod
+    def _vmap_via(self, fn: Callable[..., Any]) -> Callable[..., Any]:
+        """`vmap_via`, of arguments without a whole state."""
 
     @abc.abstractmethod
     def _kinds(self) -> Iterable[M]:

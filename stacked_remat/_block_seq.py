@@ -1,34 +1,60 @@
 """`BlockSeq`: layers that need not be alike, with the methods and the policies of `Stacked`."""
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Self, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar, Unpack, overload
 
 import equinox as eqx
+from equinox.nn import State
 from haliax import Axis
 from haliax.state_dict import StateDict
 
-from ._block_foldable import BlockFoldable
+from ._block_foldable import B, BlockFoldable, M
 from ._policy import ScanCheckpointPolicy, ScanCheckpointSpec, resolve_policy
-from ._scan.arguments import Caller, argument_namer, check_no_lists, warn_of_ambiguous
-from ._scan.checks import check_axis, check_reverse, check_unroll
+from ._scan.arguments import Caller, warn_of_ambiguous
+from ._scan.checks import check_reverse, check_unroll, layers_axis
 from ._scan.layer_axis import layer_getter
+from ._scan.layer_state import for_layer, of_one_layer, part_of, stack_outputs_and_states
 from ._scan.layers import from_arguments, scan_unrolled
 from ._scan.marks import changed, check_unmarked
-from ._scan.stacking import stack_outputs
 from ._stacked_methods import (
+    AnyLayers,
     BuiltByInit,
+    InitOf,
     P,
-    block_builder,
+    PolicyOptions,
     block_call,
+    block_second,
     check_layer_index,
     check_modules,
-    init_policy,
+    layers_builder,
     method_caller,
 )
 from ._state_dict import layers_from_state_dict
 
-M = TypeVar("M", bound=eqx.Module)
-B = TypeVar("B", bound=eqx.Module)
+S = TypeVar("S")
+
+
+if TYPE_CHECKING:
+
+    class _InitOfBlocks(Protocol):
+        @overload
+        def __call__(
+            self, Layers: Axis | int, Block: BuiltByInit[P, B], **options: Unpack[PolicyOptions]
+        ) -> "Callable[P, BlockSeq[B]]": ...
+
+        @overload
+        def __call__(
+            self, Layers: Axis | int, Block: Callable[P, B], **options: Unpack[PolicyOptions]
+        ) -> "Callable[P, BlockSeq[B]]": ...
+
+    class _Init:
+        @overload
+        def __get__(self, layers: object, cls: "type[BlockSeq[AnyLayers]]") -> _InitOfBlocks: ...
+
+        @overload
+        def __get__(self, layers: object, cls: type[S]) -> InitOf[S]: ...
+
+        def __get__(self, layers: object, cls: Any) -> Any: ...
 
 
 class BlockSeq(BlockFoldable[M]):
@@ -40,75 +66,47 @@ class BlockSeq(BlockFoldable[M]):
 
     Attributes:
         blocks: the layers.
-        Block: the axis of the layers; `Layers` is another name for it.
+        Layers: the axis of the layers, or their number.
         remat: the checkpoint policy of `fold` and `scan`, unless the call gives another.
 
     Raises:
-        TypeError: for what is not an `Axis`, and for a block that is not an `eqx.Module`.
+        TypeError: for what is no axis, and for a block that is not an `eqx.Module`.
         ValueError: where the number of blocks is not the size of the axis.
     """
 
     blocks: Sequence[M]
-    Block: Axis = eqx.field(static=True)
+    Layers: Axis = eqx.field(static=True, converter=layers_axis)
     remat: ScanCheckpointPolicy = eqx.field(
         static=True, converter=resolve_policy, default=ScanCheckpointPolicy()
     )
 
     def __check_init__(self):
         what = type(self).__name__
-        check_axis(self.Block, f"{what}(blocks, Layers)")
         check_modules(self.blocks, what, "blocks")
-        if len(self.blocks) != self.Block.size:
+        if len(self.blocks) != self.Layers.size:
             raise ValueError(
-                f"`{self.Block.name}` has {self.Block.size} layers, but {len(self.blocks)} blocks were given."
+                f"`{self.Layers.name}` has {self.Layers.size} layers, but {len(self.blocks)} blocks were "
+                "given."
             )
 
-    @overload
-    @classmethod
-    def init(
-        cls,
-        Layers: Axis,
-        Block: BuiltByInit[P, B],
-        *,
-        remat: ScanCheckpointSpec | None = None,
-        gradient_checkpointing: ScanCheckpointSpec | None = None,
-    ) -> "Callable[P, BlockSeq[B]]": ...
+    if TYPE_CHECKING:
+        init = _Init()
+    else:
 
-    @overload
-    @classmethod
-    def init(
-        cls,
-        Layers: Axis,
-        Block: Callable[P, B],
-        *,
-        remat: ScanCheckpointSpec | None = None,
-        gradient_checkpointing: ScanCheckpointSpec | None = None,
-    ) -> "Callable[P, BlockSeq[B]]": ...
+        @classmethod
+        def init(
+            cls,
+            Layers: Axis | int,
+            Block: Any,
+            *,
+            remat: ScanCheckpointSpec | None = None,
+            gradient_checkpointing: ScanCheckpointSpec | None = None,
+        ) -> Callable[..., Self]:
+            """Build the layers, one after the other. Arguments and errors as in `Stacked.init`."""
+            return layers_builder(cls, _one_by_one, Layers, Block, remat, gradient_checkpointing)
 
-    @classmethod
-    def init(
-        cls,
-        Layers: Axis,
-        Block: Any,
-        *,
-        remat: ScanCheckpointSpec | None = None,
-        gradient_checkpointing: ScanCheckpointSpec | None = None,
-    ) -> Any:
-        """Build the layers, one after the other. Arguments and errors as in `Stacked.init`."""
-        what = f"{cls.__name__}.init"
-        check_axis(Layers, what)
-        policy = init_policy(remat, gradient_checkpointing)
-        build = block_builder(Block, what)
-        caller = Caller(what, argument_namer(build, skip=0))
-
-        def build_sequence(*args: Any, **kwargs: Any) -> Self:
-            check_no_lists(args, kwargs, Layers, caller)
-            calls = map(layer_getter((args, kwargs), Layers, caller), range(Layers.size))
-            return cls(
-                [build(*layer_args, **layer_kwargs) for layer_args, layer_kwargs in calls], Layers, policy
-            )
-
-        return build_sequence
+    def _own_part(self, state: State, what: str) -> State:
+        return part_of(state, self.blocks, self.Layers, what, whole=of_one_layer(self.blocks))
 
     def _kinds(self) -> Sequence[M]:
         return self.blocks
@@ -128,21 +126,25 @@ class BlockSeq(BlockFoldable[M]):
         check_unroll(unroll)  # but ignored: layers that differ can only be unrolled
         backwards, resolved = check_reverse(reverse), resolve_policy(remat).normalized()
 
+        step = block_second(fn, caller.what, has_output=verb == "scan")
+
         def layer(carry: Any, inputs: Any) -> tuple[Any, Any]:
-            block, (args, kwargs) = inputs
-            found = fn(block, carry, *args, **kwargs)
-            return found if verb == "scan" else (found, None)
+            block, arguments = inputs
+            args, kwargs = for_layer(
+                arguments, block
+            )  # a copy of its state, which can't be read once it is old
+            return step(carry, block, *args, **kwargs)
 
         def run(init: Any, arguments: Any) -> tuple[Any, Any]:
-            arguments_of = layer_getter(arguments, self.Block, caller)
-            inputs = [(block, arguments_of(i)) for i, block in enumerate(self.blocks)]
-            carry, ys = scan_unrolled(layer, init, inputs, self.Block, resolved, reverse=backwards)
-            return carry, stack_outputs(ys, self.Block, caller.what)
+            arguments_of = layer_getter(arguments, self.Layers, caller)
+            inputs = [(block, for_layer(arguments_of(i), block)) for i, block in enumerate(self.blocks)]
+            carry, ys = scan_unrolled(layer, init, inputs, self.Layers, resolved, reverse=backwards)
+            return carry, stack_outputs_and_states(ys, self.Layers, caller.what)
 
         def scanned(init: Any, /, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
             check_unmarked(init)
-            warn_of_ambiguous(init, args, kwargs, self.Block, caller)
-            return from_arguments(run, resolved, self.Block)(init, (args, kwargs))
+            warn_of_ambiguous(init, args, kwargs, self.Layers, caller)
+            return from_arguments(run, resolved, self.Layers)(init, (args, kwargs))
 
         return scanned
 
@@ -155,17 +157,16 @@ class BlockSeq(BlockFoldable[M]):
 
     scan_vjp = fold_vjp
 
-    def vmap_via(self, fn: Callable[..., Any]) -> Callable[..., Any]:
-        """As `vmap`, with `fn(block, *args, **kwargs)` in place of the blocks' own call."""
+    def _vmap_via(self, fn: Callable[..., Any]) -> Callable[..., Any]:
         caller = method_caller(self, "vmap", fn, skip=1)
 
         def mapped(*args: Any, **kwargs: Any) -> Any:
-            arguments_of = layer_getter((args, kwargs), self.Block, caller)
+            arguments_of = layer_getter((args, kwargs), self.Layers, caller)
             outputs = []
             for i, block in enumerate(self.blocks):
-                layer_args, layer_kwargs = arguments_of(i)
+                layer_args, layer_kwargs = for_layer(arguments_of(i), block)
                 outputs.append(fn(block, *layer_args, **layer_kwargs))
-            return stack_outputs(outputs, self.Block, caller.what)
+            return stack_outputs_and_states(outputs, self.Layers, caller.what)
 
         return mapped
 
@@ -173,18 +174,23 @@ class BlockSeq(BlockFoldable[M]):
         """The layers."""
         return tuple(self.blocks)
 
-    def get_layer(self, index: int) -> M:
+    def get_layer(self, index: Any) -> M:
         """One layer; negative indices count from the end, and one outside is an `IndexError`."""
-        return self.blocks[check_layer_index(index, self.Block)]
+        return self.blocks[check_layer_index(index, self.Layers)]
 
     def __iter__(self) -> Iterator[M]:
         return iter(self.blocks)
 
     def _layers(self, rows: slice) -> Self:
         blocks = self.blocks[rows]
-        return changed(self, blocks=blocks, Block=self.Block.resize(len(blocks)))
+        return changed(self, blocks=blocks, Layers=self.Layers.resize(len(blocks)))
 
     def from_state_dict(self, state_dict: StateDict, prefix: str | None = None) -> Self:
         """This sequence with its arrays read from `prefix.0.key`, …, with errors as in `Stacked`."""
         layers = layers_from_state_dict(self.blocks, state_dict, prefix)
         return eqx.tree_at(lambda sequence: list(sequence.blocks), self, layers)
+
+
+def _one_by_one(build: Callable[..., Any], Layers: Axis, caller: Caller, args: Any, kwargs: Any) -> list[Any]:
+    calls = map(layer_getter((args, kwargs), Layers, caller), range(Layers.size))
+    return [build(*layer_args, **layer_kwargs) for layer_args, layer_kwargs in calls]

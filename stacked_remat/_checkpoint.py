@@ -267,7 +267,8 @@ def recomputed(
 
         run = _without_ordered_effects(of_arrays, arrays) if offloads else of_arrays
         found, rest = jax.checkpoint(run, policy=policy, prevent_cse=prevent_cse)(arrays)
-        return eqx.combine(found, rest.value)
+        # Outside of jit JAX gives constants among the results back as Python numbers.
+        return eqx.combine(jax.tree.map(jnp.asarray, found), rest.value)
 
     return checkpointed
 

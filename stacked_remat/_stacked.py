@@ -6,46 +6,74 @@ scan: the block is traced and compiled once, however deep the stack. What a scan
 
 import abc
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Self, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar, Unpack, overload
 
 import equinox as eqx
 import haliax.nn
 import jax.tree_util as jtu
+from equinox.nn import State
 from haliax import Axis
 from haliax.state_dict import (
     StateDict,
     flatten_modules_for_export,
     unflatten_modules_from_export,
 )
+from jax.core import Tracer
 
-from ._block_foldable import BlockFoldable
+from ._block_foldable import B, BlockFoldable, M
 from ._placement import has_host_arrays, on_device, on_several_devices
 from ._policy import ScanCheckpointPolicy, ScanCheckpointSpec, resolve_policy
 from ._scan.api import scan_for, vmap_layers
-from ._scan.arguments import Caller, argument_namer, check_no_lists, check_stacked, warn_of_ambiguous
-from ._scan.checks import check_axis, check_axis_or_name
+from ._scan.arguments import Caller, argument_namer, check_stacked, warn_of_ambiguous
+from ._scan.checks import axis_or_name, layers_axis
 from ._scan.layer_axis import layer_getter, split_tree
+from ._scan.layer_state import arrays_in_indices, check_no_state, marked_alike, part_of
 from ._scan.marks import Marked, changed, is_array, map_unsliced
-from ._scan.stacking import numbers_to_arrays, stack_layers, take_layers
+from ._scan.stacking import number_of_layers, numbers_to_arrays, stack_layers, take_layers, with_axis
 from ._scan.sweep_back import SweepBack
 from ._scan.vjp import vjp_for
 from ._stacked_methods import (
+    AnyLayers,
     BuiltByInit,
+    InitOf,
     P,
-    block_builder,
+    PolicyOptions,
     block_call,
+    block_second,
     check_layer_index,
     check_modules,
     check_options,
-    init_policy,
+    layers_builder,
     method_caller,
     owner_of,
 )
 from ._state_dict import layers_from_state_dict, stack_as
 from ._sweep.store import at_least_one
 
-M = TypeVar("M", bound=eqx.Module)
-B = TypeVar("B", bound=eqx.Module)
+S = TypeVar("S")
+
+
+if TYPE_CHECKING:
+
+    class _InitOfBlocks(Protocol):
+        @overload
+        def __call__(
+            self, Layers: Axis | int, Block: BuiltByInit[P, B], **options: Unpack[PolicyOptions]
+        ) -> "Callable[P, Stacked[B]]": ...
+
+        @overload
+        def __call__(
+            self, Layers: Axis | int, Block: Callable[P, B], **options: Unpack[PolicyOptions]
+        ) -> "Callable[P, Stacked[B]]": ...
+
+    class _Init:
+        @overload
+        def __get__(self, stack: object, cls: "type[Stacked[AnyLayers]]") -> _InitOfBlocks: ...
+
+        @overload
+        def __get__(self, stack: object, cls: type[S]) -> InitOf[S]: ...
+
+        def __get__(self, stack: object, cls: Any) -> Any: ...
 
 
 class Stacked(BlockFoldable[M]):
@@ -63,132 +91,122 @@ class Stacked(BlockFoldable[M]):
     Indexing, slicing and iterating copy the arrays of the layers that they take.
 
     Attributes:
-        stacked: the block, its named arrays with the axis `Block` in front, its plain arrays with it as first
-            dimension.
-        Block: the axis of the layers; `Layers` is another name for it.
+        stacked: the block, its named arrays with the axis `Layers` in front, its plain arrays with it as
+            first dimension.
+        Layers: the axis of the layers, or their number.
         remat: the checkpoint policy of `fold` and `scan`, unless the call gives another.
 
     Raises:
-        TypeError: for what is not an `Axis`, and for a block that is not an `eqx.Module`.
+        TypeError: for what is no axis, and for a block that is not an `eqx.Module`.
         ValueError: where the block's arrays do not have the layers in front.
     """
 
     stacked: M
-    Block: Axis = eqx.field(static=True)
+    Layers: Axis = eqx.field(static=True, converter=layers_axis)
     remat: ScanCheckpointPolicy = eqx.field(
         static=True, converter=resolve_policy, default=ScanCheckpointPolicy()
     )
 
     def __check_init__(self):
         what = type(self).__name__
-        check_axis(self.Block, f"{what}(block, Layers)")
         if not isinstance(self.stacked, eqx.Module):
             raise TypeError(
                 f"{what} holds a module whose arrays are stacked; got {self.stacked!r} "
                 f"({type(self.stacked).__name__}). Let the block be an eqx.Module, and build the stack by "
                 f"{what}.init(Layers, Block)(...)."
             )
-        check_stacked(self.stacked, self.Block, Caller(what, _name_in_stack))
+        check_stacked(self.stacked, self.Layers, Caller(what, _name_in_stack))
 
-    @overload
+    if TYPE_CHECKING:
+        init = _Init()
+    else:
+
+        @classmethod
+        def init(
+            cls,
+            Layers: Axis | int,
+            Block: Any,
+            *,
+            remat: ScanCheckpointSpec | None = None,
+            gradient_checkpointing: ScanCheckpointSpec | None = None,
+        ) -> Callable[..., Self]:
+            """Build the layers, all at once.
+
+            Args:
+                Layers: the axis to stack along; a number is an axis of this size named `layers`.
+                Block: a module class, with a static `init` (Haliax style) or a constructor (Equinox style),
+                    or any function that returns a module.
+                remat: the checkpoint policy; `True` by default. See `ScanCheckpointPolicy`.
+                gradient_checkpointing: another name for `remat`.
+
+            Returns:
+                A function of the block's arguments, which returns a stack of this class. Named arrays with
+                the axis and plain arrays of at least one dimension are split over the layers, keys among
+                them; the rest is shared. `shared` and `per_layer` choose for one argument.
+
+            Raises:
+                ValueError: for an argument of another length than the axis, and for a key that was neither
+                    split nor marked as shared; for a list with a Python value for each layer that is not
+                    marked.
+                TypeError: for what is no axis or number, for a block instead of its class, and for a block
+                    that is no module.
+            """
+            return layers_builder(cls, _all_at_once, Layers, Block, remat, gradient_checkpointing)
+
     @classmethod
-    def init(
+    def of(
         cls,
-        Layers: Axis,
-        Block: BuiltByInit[P, B],
+        layers: Sequence[B] | B,
+        Layers: Axis | int | str = "layers",
         *,
-        remat: ScanCheckpointSpec | None = None,
-        gradient_checkpointing: ScanCheckpointSpec | None = None,
-    ) -> "Callable[P, Stacked[B]]": ...
-
-    @overload
-    @classmethod
-    def init(
-        cls,
-        Layers: Axis,
-        Block: Callable[P, B],
-        *,
-        remat: ScanCheckpointSpec | None = None,
-        gradient_checkpointing: ScanCheckpointSpec | None = None,
-    ) -> "Callable[P, Stacked[B]]": ...
-
-    @classmethod
-    def init(
-        cls,
-        Layers: Axis,
-        Block: Any,
-        *,
-        remat: ScanCheckpointSpec | None = None,
-        gradient_checkpointing: ScanCheckpointSpec | None = None,
-    ) -> Any:
-        """Build the layers, all at once.
-
-        Args:
-            Layers: the axis to stack along.
-            Block: a module class, with a static `init` (Haliax style) or a constructor (Equinox style), or
-                any function that returns a module.
-            remat: the checkpoint policy; `True` by default. See `ScanCheckpointPolicy`.
-            gradient_checkpointing: another name for `remat`.
-
-        Returns:
-            A function of the block's arguments, which returns a stack of this class. Named arrays with the
-            axis and plain arrays of at least one dimension are split over the layers, keys among them; the
-            rest is shared. `shared` and `per_layer` choose for one argument.
-
-        Raises:
-            ValueError: for an argument of another length than the axis, and for a key that was neither split
-                nor marked as shared; for a list with a Python value for each layer that is not marked.
-            TypeError: for what is not an `Axis`, for a block instead of its class, and for a block that is no
-                module.
-        """
-        what = f"{cls.__name__}.init"
-        check_axis(Layers, what)
-        policy = init_policy(remat, gradient_checkpointing)
-        build = block_builder(Block, what)
-        caller = Caller(what, argument_namer(build, skip=0))
-
-        def build_stack(*args: Any, **kwargs: Any) -> Self:
-            check_no_lists(args, kwargs, Layers, caller)
-            return cls(vmap_layers(build, Layers, caller)(*args, **kwargs), Layers, policy)
-
-        return build_stack
-
-    @classmethod
-    def of(cls, layers: Sequence[B], Layers: Axis | str, *, remat: ScanCheckpointSpec = True) -> "Stacked[B]":
+        remat: ScanCheckpointSpec = True,
+    ) -> "Stacked[B]":
         """Stack layers that exist; the inverse of `unstacked`.
 
         ```python
-        blocks = Stacked.of([Block(key) for key in keys], "layers", remat="nested")
+        blocks = Stacked.of([Block(key) for key in keys], remat="nested")
+        blocks = Stacked.of(eqx.filter_vmap(Block)(keys))  # stacked already
         ```
 
         Args:
-            layers: modules of one structure, in order, at least one.
-            Layers: their axis, or its name.
+            layers: modules of one structure, in order, at least one; or one module whose arrays all have a
+                first dimension for the layers.
+            Layers: their axis, its name, or their number.
             remat: the checkpoint policy. See `ScanCheckpointPolicy`.
 
         Returns:
-            A stack of this class, with copies of the arrays. Python numbers that are equal in all layers stay
-            as they are. Those that differ become an array with a number for each layer, so a block can
-            compute with them and not decide by them (`if self.rate > 0`).
+            A stack of this class, with copies of the arrays of a list. Python numbers that are equal in all
+            layers stay as they are. Those that differ become an array with a number for each layer, so a
+            block can compute with them and not decide by them (`if self.rate > 0`).
 
         Raises:
             ValueError: for another number of layers than the axis has; for layers that differ in the shape,
                 axes or dtype of an array, in their structure, in a bool, a string or a function, or in a
                 static field: names the path and both values.
-            TypeError: for anything but a sequence of modules.
+            TypeError: for anything but a sequence of modules, or one.
         """
         what = f"{cls.__name__}.of"
-        check_axis_or_name(Layers, what)
-        check_modules(layers, what)
-        if not len(layers):
+        Layers = axis_or_name(Layers, what)
+        is_stacked = isinstance(layers, eqx.Module)
+        if not is_stacked:
+            check_modules(layers, what)
+        size = number_of_layers(layers) if is_stacked else len(layers)
+        if not size:
             raise ValueError(
                 f"{what} takes at least one layer; got none. Build the stack by {cls.__name__}.init."
             )
-        axis = Axis(Layers, len(layers)) if isinstance(Layers, str) else Layers
-        if len(layers) != axis.size:
-            raise ValueError(f"`{axis.name}` has {axis.size} layers, but {what} was given {len(layers)}.")
+        axis = Axis(Layers, size) if isinstance(Layers, str) else Layers
+        if size != axis.size:
+            raise ValueError(f"`{axis.name}` has {axis.size} layers, but {what} was given {size}.")
         build: Any = cls
-        return build(stack_layers(layers, axis, what), axis, resolve_policy(remat))
+        if is_stacked:
+            stacked = arrays_in_indices(with_axis(layers, axis), (size,))
+        else:
+            stacked = stack_layers(marked_alike(layers), axis, what)
+        return build(stacked, axis, resolve_policy(remat))
+
+    def _own_part(self, state: State, what: str) -> State:
+        return part_of(state, self.stacked, self.Layers, what)
 
     def _kinds(self) -> tuple[M]:
         return (self.stacked,)
@@ -205,13 +223,13 @@ class Stacked(BlockFoldable[M]):
         reverse: bool,
     ) -> Callable[..., tuple[Any, Any]]:
         caller = method_caller(self, verb, fn, skip=2, first=("stacked",))
-        step = block_second(fn, has_output=verb == "scan")
+        step = block_second(fn, caller.what, has_output=verb == "scan")
         run = scan_for(
-            caller, step, self.Block, remat=remat, unroll=unroll, reverse=reverse, owner=owner_of(fn)
+            caller, step, self.Layers, remat=remat, unroll=unroll, reverse=reverse, owner=owner_of(fn)
         )
 
         def scanned(init: Any, /, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-            warn_of_ambiguous(init, args, kwargs, self.Block, method_caller(self, verb, fn, skip=2))
+            warn_of_ambiguous(init, args, kwargs, self.Layers, method_caller(self, verb, fn, skip=2))
             return run(init, applied(self.stacked), *args, **kwargs)
 
         return scanned
@@ -265,8 +283,8 @@ class Stacked(BlockFoldable[M]):
         remat, unroll, reverse = self._options(remat, unroll, reverse)
         run = vjp_for(
             method_caller(self, verb, call, skip=2, first=("stacked",)),
-            block_second(call, has_output),
-            self.Block,
+            block_second(call, f"{type(self).__name__}.{verb}", has_output),
+            self.Layers,
             has_output=has_output,
             remat=remat,
             unroll=unroll,
@@ -275,7 +293,8 @@ class Stacked(BlockFoldable[M]):
         template = eqx.filter(self, is_array, inverse=True)
 
         def swept(init: Any, /, *args: Any, **kwargs: Any) -> tuple[Any, SweepBack]:
-            warn_of_ambiguous(init, args, kwargs, self.Block, method_caller(self, verb, call, skip=2))
+            check_no_state((args, kwargs), verb, type(self).__name__)
+            warn_of_ambiguous(init, args, kwargs, self.Layers, method_caller(self, verb, call, skip=2))
             y, sweep_back = run(init, stored(self.stacked), *args, **kwargs)
             return y, sweep_back.wrapping(
                 lambda result: result._replace(layers=changed(template, stacked=result.layers))
@@ -283,15 +302,14 @@ class Stacked(BlockFoldable[M]):
 
         return swept
 
-    def vmap_via(self, fn: Callable[..., Any]) -> Callable[..., Any]:
-        """As `vmap`, with `fn(block, *args, **kwargs)` in place of the block's own call."""
+    def _vmap_via(self, fn: Callable[..., Any]) -> Callable[..., Any]:
         caller = method_caller(self, "vmap", fn, skip=1, first=("stacked",))
 
         def layer(*args: Any, **kwargs: Any) -> Any:
             return numbers_to_arrays(fn(*args, **kwargs))
 
         def mapped(*args: Any, **kwargs: Any) -> Any:
-            return vmap_layers(layer, self.Block, caller)(stored(self.stacked), *args, **kwargs)
+            return vmap_layers(layer, self.Layers, caller)(stored(self.stacked), *args, **kwargs)
 
         return mapped
 
@@ -299,24 +317,26 @@ class Stacked(BlockFoldable[M]):
         """The layers as separate modules, which `Stacked.of` stacks again. Copies their arrays."""
         return tuple(self)
 
-    def get_layer(self, index: int) -> M:
+    def get_layer(self, index: Any) -> M:
         """One layer as a module of its own.
 
         Args:
-            index: counts from the end where negative, as in a list.
+            index: counts from the end where negative, as in a list. It may be traced; the nearest layer is
+                taken for one outside of the stack, as always in JAX.
 
         Raises:
             IndexError: for an index outside of the stack.
         """
-        return self._layer_getter()(check_layer_index(index, self.Block))
+        place = index if isinstance(index, Tracer) else check_layer_index(index, self.Layers)
+        return self._layer_getter()(place)
 
     def __iter__(self) -> Iterator[M]:
-        return map(self._layer_getter(), range(self.Block.size))
+        return map(self._layer_getter(), range(self.Layers.size))
 
     def _layers(self, rows: slice) -> Self:
-        check_stacked(self.stacked, self.Block, Caller(type(self).__name__, _name_in_stack))
-        stacked, Layers = take_layers(self.stacked, self.Block, range(self.Block.size)[rows])
-        return changed(self, stacked=stacked, Block=Layers)
+        check_stacked(self.stacked, self.Layers, Caller(type(self).__name__, _name_in_stack))
+        stacked, Layers = take_layers(self.stacked, self.Layers, range(self.Layers.size)[rows])
+        return changed(self, stacked=stacked, Layers=Layers)
 
     def from_state_dict(self, state_dict: StateDict, prefix: str | None = None) -> Self:
         """This stack with its arrays read from keys `prefix.0.key`, `prefix.1.key`, …
@@ -325,8 +345,8 @@ class Stacked(BlockFoldable[M]):
             ValueError: names every layer that is missing, mismatched or unknown, and arrays that all
                 layers of this stack share and that differ there.
         """
-        layers = layers_from_state_dict([layer_types(self)] * self.Block.size, state_dict, prefix)
-        return changed(self, stacked=stack_as(self.stacked, layers, self.Block)) if layers else self
+        layers = layers_from_state_dict([layer_types(self)] * self.Layers.size, state_dict, prefix)
+        return changed(self, stacked=stack_as(self.stacked, layers, self.Layers)) if layers else self
 
     def flatten_for_export(self) -> Self:
         """This stack with every layer's modules in Haliax's export form.
@@ -334,7 +354,7 @@ class Stacked(BlockFoldable[M]):
         A linear layer of several axes, for example, becomes one with a matrix.
         """
         caller = Caller("flatten_for_export", argument_namer(flatten_modules_for_export, 1, ("stacked",)))
-        flat = vmap_layers(flatten_modules_for_export, self.Block, caller)(stored(self.stacked))
+        flat = vmap_layers(flatten_modules_for_export, self.Layers, caller)(stored(self.stacked))
         return changed(self, stacked=flat)
 
     def unflatten_from_export(self, template: Any) -> Self:
@@ -345,12 +365,12 @@ class Stacked(BlockFoldable[M]):
         """
         names = argument_namer(unflatten_modules_from_export, 2, ("stacked", "template.stacked"))
         caller = Caller("unflatten_from_export", names)
-        restore = vmap_layers(unflatten_modules_from_export, self.Block, caller)
+        restore = vmap_layers(unflatten_modules_from_export, self.Layers, caller)
         restored = restore(stored(self.stacked), stored(template.stacked))
         return changed(self, stacked=restored)
 
-    def _layer_getter(self) -> Callable[[int], M]:
-        return layer_getter(stored(self.stacked), self.Block, Caller(type(self).__name__, _name_in_stack))
+    def _layer_getter(self) -> Callable[[Any], M]:
+        return layer_getter(stored(self.stacked), self.Layers, Caller(type(self).__name__, _name_in_stack))
 
 
 def applied(tree: Any) -> Marked:
@@ -376,7 +396,7 @@ def layer_types(stack: Stacked[M]) -> M:
 
     def first(stack: Stacked) -> Any:
         caller = Caller(type(stack).__name__, _name_in_stack)
-        layout, arrays, shared = split_tree(stored(stack.stacked), stack.Block, caller)
+        layout, arrays, shared = split_tree(stored(stack.stacked), stack.Layers, caller)
         return on_device(layout.layer([at_least_one(array)[0] for array in arrays], shared))
 
     return eqx.filter_eval_shape(first, stack)
@@ -386,14 +406,11 @@ def _name_in_stack(path: tuple[Any, ...]) -> str:
     return f"stacked{jtu.keystr(path)}"
 
 
-def block_second(fn: Callable[..., Any], has_output: bool) -> Callable[..., tuple[Any, Any]]:
-    """`fn(block, carry, ...)` as a step with the carry first, and None as its output if it has none."""
+def _all_at_once(build: Callable[..., Any], Layers: Axis, caller: Caller, args: Any, kwargs: Any) -> Any:
+    def build_one(*args: Any, **kwargs: Any) -> Any:
+        return arrays_in_indices(build(*args, **kwargs))
 
-    def step(carry: Any, block: Any, /, *args: Any, **kwargs: Any) -> Any:
-        found = fn(block, carry, *args, **kwargs)
-        return found if has_output else (found, None)
-
-    return step
+    return vmap_layers(build_one, Layers, caller)(*args, **kwargs)
 
 
 # Haliax's maps of trees, quantization and state dicts go layer by layer through what is such a stack for

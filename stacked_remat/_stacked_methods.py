@@ -4,15 +4,19 @@ import functools
 import inspect
 import operator
 from collections.abc import Callable, Container, Iterable, Sequence
-from typing import Any, ParamSpec, Protocol, TypeVar
+from typing import Any, ParamSpec, Protocol, TypedDict, TypeVar, Unpack, overload
 
 import equinox as eqx
 from haliax import Axis
+from jax.core import Tracer
 
-from ._policy import ScanCheckpointPolicy, resolve_policy
-from ._scan.arguments import Caller, argument_namer
+from ._policy import ScanCheckpointPolicy, ScanCheckpointSpec, resolve_policy
+from ._scan.arguments import Caller, argument_namer, check_no_lists
+from ._scan.checks import layers_axis
+from ._scan.layer_state import carry_and_state
 
 B_co = TypeVar("B_co", bound=eqx.Module, covariant=True)
+S_co = TypeVar("S_co", covariant=True)
 P = ParamSpec("P")
 
 
@@ -23,6 +27,53 @@ class BuiltByInit(Protocol[P, B_co]):
     def init(self) -> Callable[P, B_co]:
         """What builds a module."""
         ...
+
+
+class PolicyOptions(TypedDict, total=False):
+    """The options of `init`: two names of one argument."""
+
+    remat: ScanCheckpointSpec | None
+    gradient_checkpointing: ScanCheckpointSpec | None
+
+
+class AnyLayers(eqx.Module):
+    """No layers: for type checkers, a stack of these is a class that does not say what its layers are."""
+
+
+class InitOf(Protocol[S_co]):
+    """The type of `init` of a class that says what its layers are, as `class Tower(Stacked[Block])` does."""
+
+    @overload
+    def __call__(
+        self, Layers: Axis | int, Block: BuiltByInit[P, Any], **options: Unpack[PolicyOptions]
+    ) -> Callable[P, S_co]: ...
+
+    @overload
+    def __call__(
+        self, Layers: Axis | int, Block: Callable[P, Any], **options: Unpack[PolicyOptions]
+    ) -> Callable[P, S_co]: ...
+
+
+def layers_builder(
+    cls: Any,
+    build_all: Callable[[Any, Axis, Caller, Any, Any], Any],
+    Layers: Axis | int,
+    Block: Any,
+    remat: ScanCheckpointSpec | None,
+    gradient_checkpointing: ScanCheckpointSpec | None,
+) -> Callable[..., Any]:
+    """The `init` of a class of layers, which `build_all` makes from what builds one and its arguments."""
+    what = f"{cls.__name__}.init"
+    axis = layers_axis(Layers, what)
+    policy = init_policy(remat, gradient_checkpointing)
+    build = block_builder(Block, what)
+    caller = Caller(what, argument_namer(build, skip=0))
+
+    def build_layers(*args: Any, **kwargs: Any) -> Any:
+        check_no_lists(args, kwargs, axis, caller)
+        return cls(build_all(build, axis, caller, args, kwargs), axis, policy)
+
+    return build_layers
 
 
 def init_policy(remat: Any, gradient_checkpointing: Any) -> ScanCheckpointPolicy:
@@ -116,13 +167,18 @@ def check_modules(layers: Any, what: str, name: str = "layers") -> None:
             )
 
 
-def check_layer_index(index: int, Layers: Axis) -> int:
+def check_layer_index(index: Any, Layers: Axis) -> int:
     """The index counted from the front.
 
     Raises:
         IndexError: for an index outside of the axis.
-        TypeError: for anything but an integer.
+        TypeError: for anything but an integer whose value is known.
     """
+    if isinstance(index, Tracer):
+        raise TypeError(
+            f"Layer {index} of `{Layers.name}` is chosen by a traced integer, and these layers may differ. "
+            "Choose by a Python one, or stack layers of one kind in a Stacked."
+        )
     if isinstance(index, str | tuple | list | float):
         raise TypeError(f"A layer is chosen by an integer, several by one slice [start:stop]; got {index!r}.")
     position = operator.index(index)
@@ -145,6 +201,19 @@ def block_call(block: eqx.Module) -> Callable[..., Any]:
 
 
 _CALL = "stacked_remat_call"
+
+
+def block_second(fn: Callable[..., Any], what: str, has_output: bool) -> Callable[..., tuple[Any, Any]]:
+    """`fn(block, carry, ...)` as a step with the carry first.
+
+    Its output, if it has none, is None, or the state of a layer that is given one.
+    """
+
+    def step(carry: Any, block: Any, /, *args: Any, **kwargs: Any) -> Any:
+        found = fn(block, carry, *args, **kwargs)
+        return found if has_output else carry_and_state(found, (args, kwargs), what)
+
+    return step
 
 
 def owner_of(fn: Callable[..., Any]) -> Callable[..., Any]:

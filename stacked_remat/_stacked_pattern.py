@@ -2,28 +2,32 @@
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 
 import equinox as eqx
+from equinox.nn import State
 from haliax import Axis
 from haliax.state_dict import StateDict
 
-from ._block_foldable import BlockFoldable
+from ._block_foldable import B, BlockFoldable, M
 from ._policy import ScanCheckpointPolicy, ScanCheckpointSpec, resolve_policy
 from ._scan.arguments import Caller, argument_namer, check_no_lists, warn_of_ambiguous
-from ._scan.checks import check_axis, check_reverse, check_unroll
+from ._scan.checks import check_reverse, check_unroll, layers_axis
 from ._scan.layer_axis import split_tree
+from ._scan.layer_state import check_no_state, part_of
 from ._scan.layers import Layers as LayersOfKind, from_arguments, scan_rolled
 from ._scan.marks import changed, check_unmarked, is_array
-from ._scan.pattern import DividedArguments, divide
+from ._scan.pattern import DividedArguments, divide, per_kind
 from ._scan.stacking import take_layers
 from ._scan.sweep_back import SweepBack
 from ._scan.visitor import SweepResult
 from ._scan.vjp import sweep_forward
-from ._stacked import Stacked, applied, block_second, layer_types, stored
+from ._stacked import Stacked, applied, layer_types, stored
 from ._stacked_methods import (
+    BuiltByInit,
     block_builder,
     block_call,
+    block_second,
     check_layer_index,
     check_options,
     init_policy,
@@ -32,8 +36,6 @@ from ._stacked_methods import (
 )
 from ._state_dict import layers_from_state_dict, stack_as
 from ._sweep.kinds import Pattern
-
-M = TypeVar("M", bound=eqx.Module)
 
 
 def _as_tuple(names: Any) -> tuple[str, ...]:
@@ -63,25 +65,24 @@ class StackedPattern(BlockFoldable[M]):
     Attributes:
         stacks: for each kind a `Stacked` of its layers, in order; its own policy is not used.
         pattern: the kind of each layer.
-        Block: the axis of all layers; `Layers` is another name for it.
+        Layers: the axis of all layers, or their number.
         remat: the checkpoint policy of `fold` and `scan`, unless the call gives another.
 
     Raises:
-        TypeError: for what is not an `Axis`, a dict of `Stacked` or a sequence of names.
+        TypeError: for what is no axis, a dict of `Stacked` or a sequence of names.
         ValueError: for a pattern with unknown kinds, or of another length than the axis; for stacks that do
             not have the layers that the pattern says.
     """
 
     stacks: dict[str, Stacked[M]]
     pattern: tuple[str, ...] = eqx.field(static=True, converter=_as_tuple)
-    Block: Axis = eqx.field(static=True)
+    Layers: Axis = eqx.field(static=True, converter=layers_axis)
     remat: ScanCheckpointPolicy = eqx.field(
         static=True, converter=resolve_policy, default=ScanCheckpointPolicy()
     )
 
     def __check_init__(self):
         what = type(self).__name__
-        check_axis(self.Block, f"{what}(stacks, pattern, Layers)")
         _check_kinds(self.stacks, what)
         for name, stack in self.stacks.items():
             if not isinstance(stack, Stacked):
@@ -90,33 +91,33 @@ class StackedPattern(BlockFoldable[M]):
                     f"{type(stack).__name__}. Build them by {what}.init(Layers, kinds, pattern)(...)."
                 )
         _check_pattern(self.pattern, self.stacks, what)
-        if len(self.pattern) != self.Block.size:
+        if len(self.pattern) != self.Layers.size:
             raise ValueError(
-                f"`{self.Block.name}` has {self.Block.size} layers, and the pattern {len(self.pattern)}. "
+                f"`{self.Layers.name}` has {self.Layers.size} layers, and the pattern {len(self.pattern)}. "
                 "Give the kind of every layer."
             )
         for name, stack in self.stacks.items():
-            wanted = self.Block.resize(self.pattern.count(name))
-            if stack.Block != wanted:
+            wanted = self.Layers.resize(self.pattern.count(name))
+            if stack.Layers != wanted:
                 raise ValueError(
                     f"By the pattern {wanted.size} layers of `{wanted.name}` are of the kind {name!r}; "
-                    f"stacks[{name!r}] has {stack.Block.size} of `{stack.Block.name}`."
+                    f"stacks[{name!r}] has {stack.Layers.size} of `{stack.Layers.name}`."
                 )
 
     @classmethod
     def init(
         cls,
-        Layers: Axis,
-        kinds: Mapping[str, Any],
+        Layers: Axis | int,
+        kinds: Mapping[str, BuiltByInit[..., B] | Callable[..., B]],
         pattern: Sequence[str],
         *,
         remat: ScanCheckpointSpec | None = None,
         gradient_checkpointing: ScanCheckpointSpec | None = None,
-    ) -> Callable[..., Self]:
+    ) -> "Callable[..., StackedPattern[B]]":
         """Build the layers, those of a kind all at once.
 
         Args:
-            Layers: the axis of all layers.
+            Layers: the axis of all layers; a number is an axis of this size named `layers`.
             kinds: for the name of each kind, what builds a block, as `Stacked.init` takes it.
             pattern: the kind of each layer. A shorter one is repeated, as far as the layers go.
             remat: the checkpoint policy; `True` by default. See `ScanCheckpointPolicy`.
@@ -130,29 +131,30 @@ class StackedPattern(BlockFoldable[M]):
             ValueError, TypeError: as `Stacked.init`; for a pattern with unknown kinds.
         """
         what = f"{cls.__name__}.init"
-        check_axis(Layers, what)
+        axis = layers_axis(Layers, what)
         policy = init_policy(remat, gradient_checkpointing)
         _check_kinds(kinds, what)
         _check_pattern(pattern, kinds, what)
-        if len(pattern) > Layers.size:
+        if len(pattern) > axis.size:
             raise ValueError(
-                f"{what}: the pattern is of {len(pattern)} layers, and `{Layers.name}` has {Layers.size}. "
+                f"{what}: the pattern is of {len(pattern)} layers, and `{axis.name}` has {axis.size}. "
                 "Give one that is not longer."
             )
-        names = [pattern[i % len(pattern)] for i in range(Layers.size)] if pattern else []
+        names = [pattern[i % len(pattern)] for i in range(axis.size)] if pattern else []
         builders = {name: block_builder(Block, what) for name, Block in sorted(kinds.items())}
         caller = Caller(what, argument_namer(next(iter(builders.values())), skip=0))
         numbers = Pattern(tuple(map([*builders].index, names)), len(builders))
 
-        def build_stacks(*args: Any, **kwargs: Any) -> Self:
-            check_no_lists(args, kwargs, Layers, caller)
-            divided = divide((args, kwargs), Layers, [*builders], numbers, caller)
+        def build_stacks(*args: Any, **kwargs: Any) -> Any:
+            check_no_lists(args, kwargs, axis, caller)
+            divided = divide((args, kwargs), axis, [*builders], numbers, caller)
             stacks = {}
-            for number, (name, build) in enumerate(builders.items()):
+            for number, (name, builder) in enumerate(builders.items()):
                 of_kind, by_name = divided.of(number)
-                make = Stacked.init(Layers.resize(names.count(name)), build, remat=policy)
+                make = Stacked.init(axis.resize(names.count(name)), builder, remat=policy)
                 stacks[name] = make(*of_kind, **by_name)
-            return cls(stacks, tuple(names), Layers, policy)
+            build: Any = cls
+            return build(stacks, tuple(names), axis, policy)
 
         return build_stacks
 
@@ -170,8 +172,12 @@ class StackedPattern(BlockFoldable[M]):
     def _block_call(self) -> Callable[..., Any]:
         return block_call(self._kinds()[0])
 
+    def _own_part(self, state: State, what: str) -> Any:
+        stacks = self.stacks.items()
+        return per_kind({name: part_of(state, stack.stacked, stack.Layers, what) for name, stack in stacks})
+
     def _divide(self, arguments: Any, caller: Caller) -> DividedArguments:
-        return divide(arguments, self.Block, self._names, self._numbers, caller)
+        return divide(arguments, self.Layers, self._names, self._numbers, caller)
 
     def _layers_of_kinds(
         self,
@@ -185,10 +191,10 @@ class StackedPattern(BlockFoldable[M]):
         found = []
         for number, name in enumerate(self._names):
             stack, (args, kwargs) = self.stacks[name], divided.of(number)
-            split = split_tree(((mark(stack.stacked), *args), kwargs), stack.Block, caller)
+            split = split_tree(((mark(stack.stacked), *args), kwargs), stack.Layers, caller)
             found.append(
                 LayersOfKind(
-                    block_second(fn, has_output), *split, owner_of(fn), (caller.what, name)
+                    block_second(fn, caller.what, has_output), *split, owner_of(fn), (caller.what, name)
                 ).as_arrays()
             )
         return found
@@ -212,7 +218,7 @@ class StackedPattern(BlockFoldable[M]):
             carry, outputs = scan_rolled(
                 kinds,
                 init,
-                blocks.Block,
+                blocks.Layers,
                 resolved,
                 pattern=blocks._numbers,
                 reverse=reverse,
@@ -224,8 +230,8 @@ class StackedPattern(BlockFoldable[M]):
 
         def scanned(init: Any, /, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
             check_unmarked(init)
-            warn_of_ambiguous(init, args, kwargs, self.Block, caller)
-            return from_arguments(run, resolved, self.Block)(init, (self, args, kwargs))
+            warn_of_ambiguous(init, args, kwargs, self.Layers, caller)
+            return from_arguments(run, resolved, self.Layers)(init, (self, args, kwargs))
 
         return scanned
 
@@ -281,7 +287,7 @@ class StackedPattern(BlockFoldable[M]):
             y, sweep_back = sweep_forward(
                 blocks._layers_of_kinds(call, divided, has_output, caller, stored),
                 init,
-                blocks.Block,
+                blocks.Layers,
                 policy,
                 pattern=blocks._numbers,
                 names=blocks._names,
@@ -296,16 +302,14 @@ class StackedPattern(BlockFoldable[M]):
 
         def swept(init: Any, /, *args: Any, **kwargs: Any) -> tuple[Any, SweepBack]:
             check_unmarked(init)
-            warn_of_ambiguous(init, args, kwargs, self.Block, caller)
+            check_no_state((args, kwargs), verb, type(self).__name__)
+            warn_of_ambiguous(init, args, kwargs, self.Layers, caller)
             return run(init, (self, args, kwargs))
 
         return swept
 
-    def vmap_via(self, fn: Callable[..., Any]) -> Callable[..., Any]:
-        """As `vmap`, with `fn(block, *args, **kwargs)` in place of the blocks' own call.
-
-        Returns a dict with the outputs of each kind, with the axis of its layers in front.
-        """
+    def _vmap_via(self, fn: Callable[..., Any]) -> Callable[..., Any]:
+        """`vmap_via`; returns a dict with the outputs of each kind, with the axis of its layers in front."""
         caller = method_caller(self, "vmap", fn, skip=1)
 
         def mapped(*args: Any, **kwargs: Any) -> Any:
@@ -321,9 +325,9 @@ class StackedPattern(BlockFoldable[M]):
         """The layers as separate modules, in order. Copies their arrays."""
         return tuple(self)
 
-    def get_layer(self, index: int) -> M:
+    def get_layer(self, index: Any) -> M:
         """One layer; negative indices count from the end, and one outside is an `IndexError`."""
-        index = check_layer_index(index, self.Block)
+        index = check_layer_index(index, self.Layers)
         name = self.pattern[index]
         return self.stacks[name].get_layer(self.pattern[:index].count(name))
 
@@ -332,14 +336,14 @@ class StackedPattern(BlockFoldable[M]):
         return (next(layers[name]) for name in self.pattern)
 
     def _layers(self, rows: slice) -> Self:
-        chosen = range(self.Block.size)[rows]
+        chosen = range(self.Layers.size)[rows]
         stacks = {}
         for name, stack in self.stacks.items():
             of_kind = [self.pattern[:i].count(name) for i in chosen if self.pattern[i] == name]
-            stacked, Layers = take_layers(stack.stacked, stack.Block, of_kind)
-            stacks[name] = changed(stack, stacked=stacked, Block=Layers)
+            stacked, Layers = take_layers(stack.stacked, stack.Layers, of_kind)
+            stacks[name] = changed(stack, stacked=stacked, Layers=Layers)
         pattern = tuple(self.pattern[i] for i in chosen)
-        return changed(self, stacks=stacks, pattern=pattern, Block=self.Block.resize(len(chosen)))
+        return changed(self, stacks=stacks, pattern=pattern, Layers=self.Layers.resize(len(chosen)))
 
     def from_state_dict(self, state_dict: StateDict, prefix: str | None = None) -> Self:
         """These layers with their arrays read from `prefix.0.key`, …, with errors as in `Stacked`."""
@@ -349,7 +353,7 @@ class StackedPattern(BlockFoldable[M]):
         for name in kinds:
             stack = stacks[name]
             own = [layer for layer, other in zip(layers, self.pattern, strict=True) if other == name]
-            stacks[name] = changed(stack, stacked=stack_as(stack.stacked, own, stack.Block))
+            stacks[name] = changed(stack, stacked=stack_as(stack.stacked, own, stack.Layers))
         return changed(self, stacks=stacks)
 
     def flatten_for_export(self) -> Self:

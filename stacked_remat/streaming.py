@@ -139,7 +139,7 @@ def to_host(model: T, *, segment_length: int = 1, where: Any = eqx.is_array) -> 
 
     def moved(name: str, stack: Stacked, wanted: Stacked) -> Stacked:
         nonlocal count
-        check_host_segments(stack.Block, segment_length)
+        check_host_segments(stack.Layers, segment_length)
         paths = _moved_paths(name, stack, wanted)
         count += len(paths)
         fields = jtu.tree_map_with_path(
@@ -163,13 +163,13 @@ def _moved_paths(name: str, stack: Stacked, wanted: Stacked) -> list[tuple[Any, 
     paths_and_leaves, structure = jtu.tree_flatten_with_path(stack.stacked, is_leaf=is_named)
     found = []
     for (path, leaf), like in zip(paths_and_leaves, structure.flatten_up_to(wanted.stacked), strict=True):
-        if raw_array(like) is None or not is_split(leaf, stack.Block):
+        if raw_array(like) is None or not is_split(leaf, stack.Layers):
             continue
         field, array = f"{name}.stacked{jtu.keystr(path)}", raw_array(leaf)
-        if is_named(leaf) and leaf.axes[0].name != stack.Block.name:
+        if is_named(leaf) and leaf.axes[0].name != stack.Layers.name:
             raise ValueError(
                 f"{field} ({axes_text(leaf.axes)}) has its layers not in front, so that a layer can't be "
-                f"moved by itself. Rearrange it: array.rearrange(({stack.Block.name!r}, ...))."
+                f"moved by itself. Rearrange it: array.rearrange(({stack.Layers.name!r}, ...))."
             )
         if moves_to_host(array.shape[1:], array.dtype):
             found.append(path)

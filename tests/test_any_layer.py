@@ -1,6 +1,7 @@
 """What layers may do under every policy: complex carries, effects, eager calls, second derivatives."""
 
 import functools
+from typing import Any
 
 import equinox as eqx
 import haliax as hax
@@ -209,9 +210,10 @@ def test_linear_layers_are_transposed(policy):
 class TestStacksInStacks:
     @staticmethod
     def gradient(remat, depth):
-        def layer(x, weight):
+        def sine(x, weight):
             return jnp.sin(x * weight)
 
+        layer: Any = sine
         for _ in range(depth):
             layer = fold(layer, Layers, remat=remat)
         return quick_jit(jax.grad(lambda w: layer(ONES, w).sum()))

@@ -3,6 +3,8 @@
 import inspect
 import json
 import re
+import subprocess
+import sys
 import typing
 from pathlib import Path
 from typing import Any
@@ -49,6 +51,36 @@ def _name(page: Path) -> str:
 )
 def test_the_python_on_the_page_runs(page):
     exec(compile(_program(page), page, "exec"), {"__name__": page.stem})
+
+
+def test_type_checkers_know_the_values_on_first_pages(tmp_path):
+    """Pyright knows the types of variables, parameters and lambdas, but for what Equinox leaves open."""
+    pytest.importorskip("pyright")
+    rules = ("reportUnknownVariableType", "reportUnknownParameterType", "reportUnknownLambdaType")
+    config = {"extraPaths": [str(ROOT)], "typeCheckingMode": "basic", **dict.fromkeys(rules, "error")}
+    (tmp_path / "pyrightconfig.json").write_text(json.dumps(config))
+    programs = {page: _program(ROOT / page) for page in ("README.md", "docs/getting-started.md")}
+    for page, program in programs.items():
+        (tmp_path / f"{Path(page).stem.replace('-', '_')}.py").write_text(program)
+    command = [
+        sys.executable,
+        "-m",
+        "pyright",
+        "--outputjson",
+        "--pythonpath",
+        sys.executable,
+        "-p",
+        tmp_path,
+    ]
+    result = json.loads(subprocess.run(command, stdout=subprocess.PIPE, text=True).stdout)
+    assert result["summary"]["filesAnalyzed"] == len(programs)
+    lines = {Path(page).stem.replace("-", "_"): text.splitlines() for page, text in programs.items()}
+    found = [
+        (Path(entry["file"]).stem, entry["range"]["start"]["line"], entry["message"])
+        for entry in result["generalDiagnostics"]
+    ]
+    of_equinox = re.compile(r"eqx\.(filter_grad|tree_at)")
+    assert not [entry for entry in found if not of_equinox.search(lines[entry[0]][entry[1]])]
 
 
 def test_pages_and_configs_install_from_the_checkout():

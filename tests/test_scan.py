@@ -260,10 +260,14 @@ class TestErrors:
         with pytest.raises(ValueError, match="scale has no dimension to split"):
             fold(lambda carry, x, scale: carry, Time, is_scanned=True)(0.0, data, jnp.ones(()))
 
-    @pytest.mark.parametrize("axis", [3, None, (Time,), [Time, Width]], ids=str)
+    def test_a_number_is_an_axis(self, data):
+        axes = [run(lambda carry, x: (carry, x), 5)(0.0, jnp.arange(5.0))[1] for run in (scan,)]
+        assert axes[0].shape == (5,) and fold(lambda carry, x: carry + x, 5)(0.0, jnp.arange(5.0)) == 10.0
+
+    @pytest.mark.parametrize("axis", [3.0, None, (Time,), [Time, Width]], ids=str)
     def test_what_is_not_an_axis(self, axis):
         for name, run in (("fold", fold), ("scan", scan), ("map", map)):
-            with pytest.raises(TypeError, match=f"{name} goes along one axis: an Axis or its name; got"):
+            with pytest.raises(TypeError, match=f"{name} takes the axis of the layers or their number; got"):
                 run(lambda carry, x: carry, axis)
 
     def test_a_size_that_is_traced(self):

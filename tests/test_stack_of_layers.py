@@ -96,7 +96,23 @@ def test_numbers_and_kinds_of_arguments():
         Stacked.of([], "layers")
     with pytest.raises(TypeError, match=r"layers\[1\] is .*Let it be an eqx.Module"):
         Stacked.of([layer(0), jnp.tanh], "layers")  # pyright: ignore[reportArgumentType]
-    with pytest.raises(TypeError, match="one for each layer; got Layer"):
-        Stacked.of(layer(0), "layers")  # pyright: ignore[reportArgumentType]
-    with pytest.raises(TypeError, match="an Axis or its name"):
-        Stacked.of([layer(0)], 3)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(TypeError, match="one for each layer; got dict"):
+        Stacked.of({"a": layer(0)})  # pyright: ignore[reportArgumentType]
+    with pytest.raises(TypeError, match="the axis of the layers or their number"):
+        Stacked.of([layer(0)], 3.0)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match="`layers` has 3 layers, but Stacked.of was given 1"):
+        Stacked.of([layer(0)], 3)
+
+
+def test_a_module_that_is_stacked_already():
+    keys = jax.random.split(jax.random.key(0), 3)
+
+    def build(key):
+        return Layer(jax.random.normal(key, (3, 3)), [Inner(hax.random.normal(key, Embed))])
+
+    stack, x = Stacked.of(eqx.filter_vmap(build)(keys)), jnp.ones(3)
+    assert Axis("layers", 3) == stack.Layers
+    assert stack.stacked.inner[0].named.axes == (stack.Layers, Embed)
+    np.testing.assert_allclose(stack.fold(x), Stacked.of([build(key) for key in keys]).fold(x), rtol=1e-6)
+    with pytest.raises(ValueError, match=r"size 3(.|\n)*stacked.bias has leading dimension 2"):
+        Stacked.of(Layer(jnp.ones((3, 3, 3)), [], bias=jnp.ones((2, 3))))

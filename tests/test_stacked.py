@@ -1,8 +1,7 @@
 """The methods of `Stacked` and `BlockSeq`: building, applying and unstacking."""
 
-import functools
-import operator
-from typing import assert_type
+import pickle
+from typing import TYPE_CHECKING, assert_type
 
 import equinox as eqx
 import haliax as hax
@@ -11,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from stacked_remat import BlockFoldable, BlockSeq, ScanCheckpointPolicy, Stacked
+from stacked_remat import BlockFoldable, BlockSeq, ScanCheckpointPolicy, Stacked, StackedPattern
 
 from .blocks import Hidden, NamedBlock, PlainBlock, PlainScanBlock
 from .jaxprs import equations_of, outline
@@ -59,7 +58,7 @@ class TestInit:
             Stack.init(Layers.resize(depth), PlainBlock)(3, key=key)
 
     @pytest.mark.parametrize(
-        "axis, fix", [("depth", r"hax.Axis\('depth', size\)"), (4, r"hax.Axis\('layers', 4\)"), (None, "hax")]
+        "axis, fix", [("depth", r"hax.Axis\('depth', size\)"), (4.0, r"hax.Axis\('layers'"), (None, "hax")]
     )
     def test_layers_are_an_axis(self, Stack, axis, fix):
         with pytest.raises(
@@ -67,8 +66,17 @@ class TestInit:
         ):
             Stack.init(axis, PlainBlock)
         blocks = PlainBlock(3, key=jax.random.key(0))
-        with pytest.raises(TypeError, match=rf"{Stack.__name__}.*takes the axis of the layers.*Write {fix}"):
+        with pytest.raises(TypeError, match=rf"stack takes the axis of the layers.*Write {fix}"):
             Stack(blocks if Stack is Stacked else [blocks], axis)
+
+    def test_a_number_is_an_axis(self, Stack):
+        stack = Stack.init(4, PlainBlock)(3, key=keys())
+        assert stack.Layers == Layers and stack == Stack(
+            stack.stacked if Stack is Stacked else stack.blocks, 4
+        )
+        assert jax.tree.structure(pickle.loads(pickle.dumps(stack))) == jax.tree.structure(stack)
+        with pytest.raises(ValueError, match=rf"{Stack.__name__}.init takes the number of layers; got -1"):
+            Stack.init(-1, PlainBlock)
 
     def test_arguments_are_split_or_shared(self, Stack):
         class Block(eqx.Module):
@@ -347,7 +355,7 @@ class TestStacked:
     def test_what_is_stacked_is_a_module(self):
         with pytest.raises(TypeError, match="Stacked holds a module.*got 3 .int.*an eqx.Module"):
             Stacked.init(Layers, lambda key: 3)(keys())  # pyright: ignore[reportCallIssue]
-        with pytest.raises(TypeError, match=r"Stacked\(block, Layers\) takes the axis.*got <class"):
+        with pytest.raises(TypeError, match=r"stack takes the axis of the layers.*got <class"):
             Stacked(Layers, PlainBlock)  # pyright: ignore[reportArgumentType]
 
     def test_transformations_may_replace_arrays_by_anything(self):
@@ -374,6 +382,23 @@ class TestStacked:
         assert_type(Stacked.init(Layers, lambda keys: PlainBlock(3, key=keys))(keys()), Stacked[PlainBlock])
         with pytest.raises(TypeError, match="key"):
             plain(3)  # pyright: ignore[reportCallIssue]
+
+        class Tower(Stacked[PlainBlock]):
+            pass
+
+        assert_type(Tower.init(4, PlainBlock)(3, key=keys()), Tower)
+        kinds = StackedPattern.init(4, {"a": PlainBlock, "b": PlainScanBlock}, ("a", "b"))(3, key=keys())
+        assert_type(kinds, StackedPattern[PlainBlock])
+        x, state = jnp.ones(3), eqx.nn.State({})
+        assert_type(plain(3, key=keys()).fold(x, 1.0), jax.Array)
+        assert_type(plain(3, key=keys()).fold_via(lambda block, x: block(x))(x), jax.Array)
+        passed_on = kinds.fold_via(lambda block, x, state: (x, state))
+        assert passed_on(x, state)[1] is not state
+        if TYPE_CHECKING:
+            named_or_plain = StackedPattern.init(4, {"a": PlainBlock, "b": NamedBlock}, ("a", "b"))()
+            assert_type(named_or_plain, StackedPattern[PlainBlock | NamedBlock])
+            assert_type(kinds.fold(x, state), tuple[jax.Array, eqx.nn.State])
+            assert_type(kinds.fold(x, 1.0, state=state, remat=True), tuple[jax.Array, eqx.nn.State])
 
 
 class TestBlockSeq:
@@ -440,40 +465,12 @@ class TestTakingApart:
         with pytest.raises(TypeError):
             stack.get_layer(1.0)
 
-
-class Normed(eqx.Module):
-    linear: eqx.nn.Linear
-    norm: eqx.nn.BatchNorm
-
-    def __init__(self, key):
-        self.linear = eqx.nn.Linear(4, 4, key=key)
-        self.norm = eqx.nn.BatchNorm(4, "batch", mode="ema")
-
-    def __call__(self, x, state):
-        y, state = self.norm(self.linear(x), state)
-        return x + jnp.tanh(y), state
-
-
-@pytest.mark.parametrize("remat", [False, True, "nested"])
-def test_the_state_of_layers_is_an_argument_and_an_output(remat):
-    Layers = hax.Axis("layers", 3)
-    blocks, state = eqx.nn.make_with_state(Stacked.init(Layers, Normed))(
-        jax.random.split(jax.random.key(0), 3)
-    )
-    x = jax.random.normal(jax.random.key(1), (8, 4))
-    batched = functools.partial(jax.vmap, axis_name="batch", in_axes=(0, None), out_axes=(0, None))
-
-    def loss(blocks):
-        y, new = batched(functools.partial(blocks.scan, remat=remat))(x, state)
-        return jnp.sum(y**2), new
-
-    def loop(blocks):
-        y, new = x, []
-        for i in range(3):
-            y, of_layer = batched(blocks[i])(y, jax.tree.map(operator.itemgetter(i), state))
-            new.append(of_layer)
-        return jnp.sum(y**2), jax.tree.map(lambda *leaves: jnp.stack(leaves), *new)
-
-    found, expected = (eqx.filter_jit(eqx.filter_grad(f, has_aux=True))(blocks) for f in (loss, loop))
-    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+    def test_a_layer_by_a_traced_index(self, Stack):
+        stack = Stack.init(Layers, PlainBlock)(3, key=keys())
+        weights = eqx.filter_jit(eqx.filter_vmap(lambda stack, i: stack[i].weight, in_axes=(None, 0)))
+        if Stack is BlockSeq:
+            with pytest.raises(TypeError, match="`layers` is chosen by a traced integer"):
+                weights(stack, jnp.arange(4))
+        else:
+            found = weights(stack, jnp.asarray([2, -1, 0]))
+            np.testing.assert_array_equal(found, stack.stacked.weight[jnp.asarray([2, -1, 0])])

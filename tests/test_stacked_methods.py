@@ -133,7 +133,7 @@ def test_slices_of_any_stack(Stack):
     class Tower(Stack):
         def __init__(self, rate):
             made = Stack.init(Layers, Block)(hax.arange(Layers), rate)
-            self.Block, self.remat = Layers, made.remat
+            self.Layers, self.remat = Layers, made.remat
             if Stack is Stacked:
                 table = hax.arange(Layers).broadcast_axis(Hidden)
                 self.stacked = Block(table.rearrange((Hidden, Layers)), rate)

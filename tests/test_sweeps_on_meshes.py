@@ -117,7 +117,7 @@ def test_a_batch_that_is_sharded_over_explicit_axes(cases):
         return derivatives(value)(weights, x)
 
     def both(weights, x):
-        return {str(case): of(*case, weights, x) for case in [("loop", None), *cases]}
+        return {str(case): of(case[0], case[1], weights, x) for case in [("loop", None), *cases]}
 
     with jax.set_mesh(mesh):
         found = jit(both)(WEIGHTS, jax.device_put(X, NamedSharding(mesh, PartitionSpec("d"))))

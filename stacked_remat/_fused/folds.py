@@ -78,7 +78,7 @@ class FollowedStack(eqx.Module):
     @property
     def Block(self) -> Axis:
         """The axis of the layers."""
-        return self._stack.Block
+        return self._stack.Layers
 
     Layers = Block
 

@@ -5,7 +5,7 @@ leaves a step on raw arrays, which `layers.py` runs under the checkpoint policy.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import equinox as eqx
 import jax
@@ -16,24 +16,27 @@ from haliax.axis import AxisSelector
 from .._policy import ScanCheckpointSpec, resolve_policy
 from .._static import Static
 from .arguments import Caller, argument_namer
-from .checks import check_axis_or_name, check_reverse, check_unroll
+from .checks import axis_or_name, check_reverse, check_unroll
 from .layer_axis import split_tree
 from .layers import Layers, from_arguments, scan_rolled
 from .marks import IsScanned, check_unmarked, is_array, is_named_or_shaped_array, per_layer
 from .stacking import name_stacked
 from .stopping import Until, is_done, stopping
 
+T = TypeVar("T")
+Y = TypeVar("Y")
+
 
 def scan(
-    f: Callable[..., tuple[Any, Any]],
-    axis: AxisSelector,
+    f: Callable[..., tuple[T, Y]],
+    axis: AxisSelector | int,
     *,
     remat: ScanCheckpointSpec = False,
     reverse: bool = False,
     unroll: int | bool = 1,
     is_scanned: IsScanned = is_named_or_shaped_array,
     until: Until | None = None,
-) -> Callable[..., tuple[Any, Any]]:
+) -> Callable[..., tuple[T, Y]]:
     """Apply `f` along an axis, from carry to carry, and stack its outputs.
 
     `scan(f, axis)(init, *args, **kwargs)` equals
@@ -52,7 +55,8 @@ def scan(
 
     Args:
         f: takes the carry and one layer of the arguments; returns the next carry and an output, both trees.
-        axis: an `Axis`, or the name of an axis that one of the arguments has.
+        axis: an `Axis`, the name of an axis that one of the arguments has, or a number: an axis of this size
+            named `layers`.
         remat: what the backward pass keeps, offloads and recomputes; see `ScanCheckpointPolicy` for the
             costs.
         reverse: go from the last layer to the first. Outputs keep the order of the axis.
@@ -72,8 +76,8 @@ def scan(
             `f` that returns no pair, a carry that changes its structure, axes, shape or dtype, a single
             random key that is not marked as shared, or `until` under a policy that offloads or that drops
             carries or inputs.
-        TypeError: for an axis that is neither an `Axis` nor a name, for marks in the carry, and for an
-            `until` that does not return one bool.
+        TypeError: for an axis that is none of these, for marks in the carry, and for an `until` that does not
+            return one bool.
     """
     return scan_for(
         function_caller("scan", f),
@@ -90,7 +94,7 @@ def scan(
 def scan_for(
     caller: Caller,
     f: Callable[..., tuple[Any, Any]],
-    axis: AxisSelector,
+    axis: AxisSelector | int,
     *,
     remat: ScanCheckpointSpec,
     reverse: bool = False,
@@ -100,7 +104,7 @@ def scan_for(
     until: Until | None = None,
 ) -> Callable[..., tuple[Any, Any]]:
     """`scan`, with error messages in the words of `caller`; `owner` is the user's function that `f` calls."""
-    check_axis_or_name(axis, caller.what)
+    axis = axis_or_name(axis, caller.what)
     policy = resolve_policy(remat)
     resolved = policy.normalized()
     reverse, unroll = check_reverse(reverse), check_unroll(unroll)
@@ -168,15 +172,15 @@ def lax_scan(
 
 
 def fold(
-    f: Callable[..., Any],
-    axis: AxisSelector,
+    f: Callable[..., T],
+    axis: AxisSelector | int,
     *,
     remat: ScanCheckpointSpec = False,
     reverse: bool = False,
     unroll: int | bool = 1,
     is_scanned: IsScanned = is_named_or_shaped_array,
     until: Until | None = None,
-) -> Callable[..., Any]:
+) -> Callable[..., T]:
     """Apply `f` along an axis, from carry to carry.
 
     `fold(f, axis)(init, *args, **kwargs)` equals
@@ -208,14 +212,14 @@ def fold(
 
 
 def map(
-    f: Callable[..., Any],
-    axis: AxisSelector,
+    f: Callable[..., Y],
+    axis: AxisSelector | int,
     *,
     remat: ScanCheckpointSpec = False,
     reverse: bool = False,
     unroll: int | bool = 1,
     is_mapped: IsScanned = is_named_or_shaped_array,
-) -> Callable[..., Any]:
+) -> Callable[..., Y]:
     """Apply `f` to each part of its arguments along an axis, one after the other.
 
     `map(f, axis)(*args, **kwargs)` equals

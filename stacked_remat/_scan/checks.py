@@ -17,37 +17,38 @@ from .._schedule import whole_number
 from .marks import is_array, is_named, raw_array
 
 
-def check_axis(axis: Any, what: str) -> None:
-    """Refuse anything but an `Axis`.
+def layers_axis(axis: Any, what: str = "A stack") -> Axis:
+    """The axis of layers; a number is an axis of this size with the name `layers`.
 
     Raises:
-        TypeError: says how to write one.
+        TypeError: for anything else.
+        ValueError: for a negative number.
     """
-    if not isinstance(axis, Axis):
+    if isinstance(axis, Axis):
+        return axis
+    if isinstance(axis, bool | np.bool_) or not isinstance(axis, int | np.integer):
         name = repr(axis) if isinstance(axis, str) else "'layers'"
-        size = axis if isinstance(axis, int) else "size"
         raise TypeError(
-            f"{what} takes the axis of the layers; got {axis!r} ({type(axis).__name__}). "
-            f"Write hax.Axis({name}, {size})."
+            f"{what} takes the axis of the layers or their number; got {axis!r} ({type(axis).__name__}). "
+            f"Write hax.Axis({name}, size)."
         )
+    if axis < 0:
+        raise ValueError(f"{what} takes the number of layers; got {axis}.")
+    return Axis("layers", int(axis))
 
 
-def check_axis_or_name(axis: Any, what: str) -> None:
-    """Refuse anything but an `Axis` or the name of one.
+def axis_or_name(axis: Any, what: str) -> Axis | str:
+    """An axis, as `layers_axis`, or the name of one.
 
     Raises:
-        TypeError: says what to write.
+        TypeError, ValueError: for anything else.
     """
-    if not isinstance(axis, Axis | str):
-        raise TypeError(
-            f"{what} goes along one axis: an Axis or its name; got {axis!r} ({type(axis).__name__}). "
-            "Write hax.Axis('layers', size), or the name of an axis that an argument has."
-        )
     if isinstance(axis, Axis) and isinstance(axis.size, Tracer):
         raise TypeError(
             f"{what}: the size of axis {axis.name!r} is traced, and must be a number where the program is "
             "compiled. Pass it to jax.jit as a static argument, or let the axis be as long as it can get."
         )
+    return axis if isinstance(axis, str) else layers_axis(axis, what)
 
 
 def check_unroll(unroll: int | bool) -> int | bool:

@@ -374,9 +374,9 @@ def array_step(layer: Step, init: Any, remat: Remat, names: _Names | None = None
         if names is not None and isinstance(remat, PerLayer) and remat.named:
             arrays = checkpoint_name(arrays, names.carry)
             inputs = checkpoint_name(inputs, names.inputs)
-        carry = eqx.combine(arrays, static)
         with saving_internals(internals.kept_names):
-            result = layer(carry, inputs)
+            result = layer(eqx.combine(arrays, static), inputs)
+        carry = eqx.combine(arrays, static)  # a state of Equinox that was updated can't be read
         if not isinstance(result, tuple | list) or len(result) != 2:
             raise ValueError(
                 "scan and scan_vjp take a function (or a block) that returns a pair (carry, output); it "

@@ -18,6 +18,22 @@ from .marks import has_axis, is_array, is_named, is_split, raw_array
 T = TypeVar("T")
 
 
+def number_of_layers(tree: Any) -> int:
+    """The size of the first dimension of the first array, 0 where there is none."""
+    arrays = [raw_array(leaf) for leaf in jtu.tree_leaves(tree, is_leaf=is_named)]
+    return next((array.shape[0] for array in arrays if is_array(array) and array.ndim), 0)
+
+
+def with_axis(tree: T, axis: Axis) -> T:
+    """A tree whose named arrays have a first dimension without a name, which is that of the axis."""
+
+    def named(leaf: Any) -> Any:
+        is_stacked = is_named(leaf) and leaf.array.ndim > len(leaf.axes)
+        return NamedArray(leaf.array, (axis, *leaf.axes)) if is_stacked else leaf
+
+    return jtu.tree_map(named, tree, is_leaf=is_named)
+
+
 def take_layers(tree: T, axis: Axis, rows: Sequence[int]) -> tuple[T, Axis]:
     """Some of the layers of a stacked tree, and the axis that they have. What is shared stays as it is."""
 

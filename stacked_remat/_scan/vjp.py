@@ -18,7 +18,7 @@ from .._sweep.spec import SweepSpec
 from .._sweep.trace import kinds_of
 from .api import function_caller
 from .arguments import Caller
-from .checks import check_axis_or_name, check_reverse, check_unroll
+from .checks import axis_or_name, check_reverse, check_unroll
 from .layer_axis import split_tree
 from .layers import Layers, sweep_options, trace_kinds
 from .marks import IsScanned, check_unmarked, is_array, is_named_or_shaped_array
@@ -29,7 +29,7 @@ from .sweep_types import KindTypes, SweepTypes
 
 def fold_vjp(
     f: Callable[..., Any],
-    axis: AxisSelector,
+    axis: AxisSelector | int,
     *,
     remat: ScanCheckpointSpec = True,
     reverse: bool = False,
@@ -48,7 +48,7 @@ def fold_vjp(
 
     Args:
         f: takes the carry, one layer, and the further arguments; returns the next carry.
-        axis: an `Axis`, or the name of an axis that one of the arguments has.
+        axis: as in `fold`.
         remat: what is kept for the reverse sweep. Policies that drop carries or inputs (`"recompute"`) are
             not supported.
         reverse: apply the layers from the last to the first. The reverse sweep then goes from the first.
@@ -76,7 +76,7 @@ def fold_vjp(
 
 def scan_vjp(
     f: Callable[..., tuple[Any, Any]],
-    axis: AxisSelector,
+    axis: AxisSelector | int,
     *,
     remat: ScanCheckpointSpec = True,
     reverse: bool = False,
@@ -103,7 +103,7 @@ def scan_vjp(
 def vjp_for(
     caller: Caller,
     f: Callable[..., tuple[Any, Any]],
-    axis: AxisSelector,
+    axis: AxisSelector | int,
     *,
     has_output: bool,
     remat: ScanCheckpointSpec,
@@ -112,7 +112,7 @@ def vjp_for(
     is_scanned: IsScanned = is_named_or_shaped_array,
 ) -> Callable[..., tuple[Any, "SweepBack"]]:
     """`scan_vjp`, and `fold_vjp` without output, with error messages in the words of `caller`."""
-    check_axis_or_name(axis, caller.what)
+    axis = axis_or_name(axis, caller.what)
     policy = resolve_policy(remat)
     reverse, unroll = check_reverse(reverse), check_unroll(unroll)
 

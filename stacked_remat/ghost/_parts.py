@@ -171,7 +171,7 @@ def _check_given(program: _Program, call: StackCall, twin: Any, operands: Sequen
 def _check_by_layer(stack: Any, array: Any, value: Value, leaf: Leaf) -> None:
     """Whether each layer of an array that a stack is given depends on no other layer of the weight."""
     size, is_stacked = leaf.probe.shape[0], not isinstance(stack, BlockSeq)
-    shared = is_named(array) and all(axis.name != stack.Block.name for axis in array.axes)
+    shared = is_named(array) and all(axis.name != stack.Layers.name for axis in array.axes)
     is_known = shared or size == 1 or not is_stacked
     found = Flow((((size, 0),),)) if is_known else _by_layer(value.node, size)
     has_others = is_stacked and not shared and raw_array(array).shape[0] != size

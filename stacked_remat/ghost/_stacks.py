@@ -156,7 +156,7 @@ def placed(stack: Any, direction: dict[str, Any], probes: dict[str, Any]) -> Any
         return PlacedBlock(own, within(direction), within(probes), place)
 
     if isinstance(stack, Stacked):
-        return Stacked(block(stack.stacked), stack.Block, stack.remat)
+        return Stacked(block(stack.stacked), stack.Layers, stack.remat)
     if isinstance(stack, StackedPattern):
         stacks = {kind: changed(own, stacked=block(own.stacked, kind)) for kind, own in stack.stacks.items()}
         return changed(stack, stacks=stacks)

@@ -357,7 +357,7 @@ def _axes_of_layers(tree: Any) -> Iterator[str]:
     """The names of the axes along which layers are stacked. A stack in a layer is one of experts."""
     for node in jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, Stacked | BlockSeq)):
         if isinstance(node, Stacked):
-            yield node.Block.name
+            yield node.Layers.name
 
 
 def mesh_sizes(config: MeshConfig, devices: int) -> dict[str, int]:

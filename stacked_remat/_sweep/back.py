@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from .._placement import has_host_arrays, platform
@@ -21,7 +22,7 @@ from .gradient import (
 )
 from .kinds import Kind
 from .reverse import Replay, ReplayedLayer, reverse_sweep
-from .slots import Arrays, Carry, Checkpoints, repeat
+from .slots import Arrays, Carry, Checkpoints, TripsOf, repeat
 from .spec import Checkpoint, SweepSpec
 from .store import read
 
@@ -139,6 +140,7 @@ def _visitor(
     first: int,
 ) -> Callable:
     """Adapt a `LeafVisitor` to the reverse loop over layers whose numbers begin at `first`."""
+    numbers = range(first, spec.first if first < spec.first else spec.length)
 
     def visit(layer: ReplayedLayer, carry_ct: Carry, state: Any) -> tuple[Carry, Any]:
         number = layer.index + first
@@ -168,7 +170,7 @@ def _visitor(
             )
             return visitor(leaves, state)
 
-        return spec.at(number, run, (carry_ct, state))
+        return spec.at(number, run, (carry_ct, state), numbers)
 
     return visit
 
@@ -185,11 +187,11 @@ def _replay(
     def fetch(state: Any, index: Any) -> Arrays:
         return spec.fetch(xs_in(state), index + first)
 
-    def advance(state: Any, index: Any, carry: Carry, fetched: Arrays) -> Carry:
+    def advance(state: Any, index: Any, carry: Carry, fetched: Arrays, indices: Iterable[int]) -> Carry:
         def run(kind: Kind, row: Any, carry: Carry) -> Carry:
             return spec.evaluate(kind, shared, carry, spec.inputs(kind, xs_in(state), row, fetched))[0]
 
-        return spec.at(index + first, run, carry)
+        return spec.at(index + first, run, carry, (k + first for k in indices))
 
     def save(
         state: Any, index: Any, bottom: Any, carry: Carry, saved: list[Arrays], fetched: Arrays
@@ -224,7 +226,8 @@ def _visit_first(
     trips: Any = spec.first
     if spec.schedule is not None and spec.unroll is not True:
         visits = spec.schedule.segments if spec.on_host else [run.visits for run in spec.schedule.runs]
-        trips = spec.first if len({*visits}) == 1 else jnp.int32(spec.first)
+        if len({*visits}) > 1:
+            trips = TripsOf(np.asarray([spec.first]), jnp.int32(spec.first))
     return repeat(trips, one, (carry_ct, state), spec.unroll, spec.first)
 
 

@@ -49,7 +49,7 @@ class Replay(NamedTuple):
 
     Attributes:
         fetch: `(state, index) -> fetched`, what a layer reads from the host. It is called one layer ahead.
-        advance: `(state, index, carry, fetched) -> carry`.
+        advance: `(state, index, carry, fetched, indices) -> carry`; `indices` are all that are run again so.
         save: `(state, index, bottom, carry, saved, fetched) -> (carry, saved)`, if something is kept for each
             layer of the segment being reversed, whose first layer is `bottom`.
         room: `ranges -> saved`, the buffers that `save` fills, for any one of these ranges of layers.
@@ -57,7 +57,7 @@ class Replay(NamedTuple):
     """
 
     fetch: Callable[[State, Any], Arrays]
-    advance: Callable[[State, Any, Carry, Arrays], Carry]
+    advance: Callable[[State, Any, Carry, Arrays, Iterable[int]], Carry]
     save: Callable[[State, Any, Any, Carry, Any, Arrays], tuple[Carry, Any]] | None = None
     room: Callable[[list[range]], Any] = lambda ranges: None
     reads_segments: bool = False
@@ -144,6 +144,8 @@ class _Plan:
         self.slot = table(run.slot for run in runs)
         # A saving replay runs the layers to be visited itself, up to the last one.
         self.advances = table(max(0, run.replays - run.visits + 1) if saving else run.replays for run in runs)
+        rows = zip(self.start, self.advances, strict=True)
+        self.advanced = [int(start) + k for start, count in rows for k in range(count)]
         self.first_write = table(itertools.accumulate((run.replays for run in runs[:-1]), initial=0))
         self.writes = table([slot for run in runs for slot in run.writes] or [0])
         self.top = table(run.top for run in runs)
@@ -163,7 +165,7 @@ def _advance(
         slots, carry, fetched = loop
         fetched, index = settle(fetched, entry_at(plan.start, r) + k)
         ahead = replay.fetch(state, index + 1)
-        carry = replay.advance(state, index, carry, fetched)
+        carry = replay.advance(state, index, carry, fetched, plan.advanced)
         return write(slots, entry_at(plan.writes, entry_at(plan.first_write, r) + k), carry), carry, ahead
 
     most = int(plan.advances.max())

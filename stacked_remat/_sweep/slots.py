@@ -11,6 +11,7 @@ from jaxtyping import Array
 
 from .._activity import is_differentiable
 from .._placement import to_device
+from .._trips import known_trips
 from .store import empty_stack, write
 
 Arrays = list[Array]
@@ -97,17 +98,29 @@ def _first(stacked: Carry) -> Carry:
     return [lax.index_in_dim(leaf, 0, keepdims=False) for leaf in stacked]
 
 
-def repeat(trips: Any, body: Callable[[Any, T], T], state: T, unroll: int | bool, most: int) -> T:
+class TripsOf(NamedTuple):
+    """A trip count that depends on the trip of the loop around.
+
+    Attributes:
+        table: the counts of all of its trips.
+        number: the count of this one.
+    """
+
+    table: np.ndarray
+    number: Any
+
+
+def repeat(trips: int | TripsOf, body: Callable[[Any, T], T], state: T, unroll: int | bool, most: int) -> T:
     """Run `for k in range(trips): state = body(k, state)`, rolled unless `unroll` is True.
 
     Args:
-        trips: number of iterations, static or traced.
+        trips: number of iterations.
         body: takes `k` and the state.
         state: arrays of fixed shapes.
         unroll: bodies per iteration of the rolled loop.
         most: a static upper bound of `trips`.
     """
-    if unroll is True and not isinstance(trips, jax.Array):
+    if unroll is True and isinstance(trips, int):
         for k in range(trips):
             state = body(k, state)
         return state
@@ -118,21 +131,29 @@ def repeat(trips: Any, body: Callable[[Any, T], T], state: T, unroll: int | bool
     if isinstance(trips, int):
         return lax.fori_loop(0, trips, one, state, unroll=max(1, min(int(unroll), trips)))
     step = most if unroll is True else max(1, min(int(unroll), most))
+
+    def loop(first: Any, last: Any, table: np.ndarray, body: Callable[[Any, T], T], state: T) -> T:
+        with known_trips(int(table.sum()), len(table)):
+            return lax.fori_loop(first, last, body, state)
+
+    table, number = trips
     if step == 1:
-        return lax.fori_loop(0, trips, one, state)
+        return loop(0, number, table, one, state)
 
     def several(block: Any, state: T) -> T:
         for k in range(step):
             state = one(block * step + k, state)
         return state
 
-    state = lax.fori_loop(0, trips // step, several, state)
-    return lax.fori_loop(trips // step * step, trips, one, state)
+    state = loop(0, number // step, table // step, several, state)
+    return loop(number // step * step, number, table % step, one, state)
 
 
-def trip_count(table: np.ndarray, r: Any) -> Any:
-    """Look up a trip count, static if all entries agree."""
-    return int(table[0]) if (table == table[0]).all() else entry_at(table, r)
+def trip_count(table: np.ndarray, r: Any) -> int | TripsOf:
+    """Look up a trip count, static if all entries agree or the index is."""
+    if isinstance(r, int) or (table == table[0]).all():
+        return int(table[r if isinstance(r, int) else 0])
+    return TripsOf(table, entry_at(table, r))
 
 
 def entry_at(table: np.ndarray, r: Any) -> Any:

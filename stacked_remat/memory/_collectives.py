@@ -1,8 +1,7 @@
 """The bytes that devices send each other in one call, from the compiled program.
 
 Collectives appear when the compiler divides the program, so they are read from its text: those in a loop
-times its trips. Trips that the compiler does not know are those that the program says it expects, or those of
-the loop at the same place of the source, which `count_flops` finds in the traced program.
+times its trips. Trips that the compiler does not know are those that the loop's name says (`_trips.py`).
 """
 
 import functools
@@ -10,8 +9,7 @@ import math
 import re
 from collections.abc import Iterator
 
-from .._expected_trips import trips_expected
-from ._costs import Flops
+from .._trips import trips_in
 
 _KINDS = "all-gather|all-reduce|reduce-scatter|all-to-all|ragged-all-to-all|collective-permute"
 _COLLECTIVE = re.compile(rf" = (.*?) ({_KINDS})(-start)?\(")
@@ -30,26 +28,23 @@ _ENTRY = re.compile(r"(\w+)=(\d+)")
 _ROW = re.compile(r"^(\d+) (.*)$")
 
 
-def sent_bytes(program: str, devices: int, flops: Flops) -> int:
+def sent_bytes(program: str, devices: int) -> int:
     """The bytes that each device sends in collectives that go round a ring, in one call.
 
-    Loops whose trips depend on data count as often as `expected_trips` says, and once where it says nothing.
-    Where only the traced program has the trips, loops on one line of the source count their mean.
+    Loops whose trips the compiler does not know count as often as their names say, and others once.
 
     Args:
         program: the text of the compiled program.
         devices: how many it runs on.
-        flops: of the traced program, whose `loops` are taken.
     """
-    return round(_Program(program, devices, flops).sent())
+    return round(_Program(program, devices).sent())
 
 
 class _Program:
     """The computations of a program: what each sends, and what it calls."""
 
-    def __init__(self, text: str, devices: int, flops: Flops):
+    def __init__(self, text: str, devices: int):
         self._devices = devices
-        self._loops = {(place, around): trips / entered for place, around, entered, trips in flops.loops}
         self._bodies: dict[str, list[str]] = {}
         self._entry, lines = "", []
         for line in text.splitlines():
@@ -58,38 +53,32 @@ class _Program:
                 lines = self._bodies.setdefault(found[2], [])
             elif "=%" in line or " conditional(" in line or _LIMIT.search(line) or _COLLECTIVE.search(line):
                 lines.append(line)
-        self._places = places_in(text)
         self._sent = functools.cache(self._of_computation)
 
     def sent(self) -> float:
-        return self._sent(self._entry, "")
+        return self._sent(self._entry)
 
-    def _of_computation(self, name: str, loop: str) -> float:
-        return sum(self._of_line(line, loop) for line in self._bodies.get(name, ()))
+    def _of_computation(self, name: str) -> float:
+        return sum(map(self._of_line, self._bodies.get(name, ())))
 
-    def _of_line(self, line: str, loop: str) -> float:
+    def _of_line(self, line: str) -> float:
         if found := _COLLECTIVE.search(line):
             return _sent_in(found[2], bool(found[3]), bytes_of(found[1]), _group(line, self._devices))
         if "-done(" in line or "-update(" in line:
             return 0.0
         if found := _BRANCHES.search(line):
             branches = ",".join(filter(None, found.groups())).split(",")
-            return max(self._sent(branch.strip(" %"), loop) for branch in branches if branch)
-        called = [*_CALLED.findall(line), *_APPLIED.findall(line)]
-        if " while(" not in line:
-            return sum(self._sent(one, loop) for one in called)
-        frame = FRAME.search(line)
-        place = self._places.get(frame[1], "") if frame else ""
-        return self._trips(line, place, loop) * sum(self._sent(one, place) for one in called)
+            return max(self._sent(branch.strip(" %")) for branch in branches if branch)
+        sent = sum(map(self._sent, [*_CALLED.findall(line), *_APPLIED.findall(line)]))
+        return sent * self._trips(line) if sent and " while(" in line else sent
 
-    def _trips(self, line: str, place: str, loop: str) -> float:
+    def _trips(self, line: str) -> float:
         if known := _TRIPS.search(line):
             return int(known[1])
         scopes = _SCOPES.search(line)
-        if scopes and (expected := trips_expected(scopes[1])) is not None:
-            return expected
-        if (place, loop) in self._loops:
-            return self._loops[place, loop]
+        trips, _ = trips_in(scopes[1]) if scopes else (None, False)
+        if trips is not None:
+            return float(trips)
         condition = _CONDITION.findall(line)
         limits = [int(n) for name in condition for text in self._bodies[name] for n in _LIMIT.findall(text)]
         return limits[0] if len(limits) == 1 else 1  # loops that the compiler made run from 0 to a constant

@@ -157,13 +157,13 @@ class TracedCall:
             warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
             with compiled_for(self.target.devices()[0]):  # primitives that expand into others do so now
                 lowered = self.traced.lower()
-            found = sizes_of(lowered, self.target, self.placement.devices, cache, self.flops)
+            found = sizes_of(lowered, self.target, self.placement.devices, cache)
         known = self.target if self.target.flops else target_of_device(self.target.devices()[0])
         return MemoryReport(
             target=self.target.name,
             **found.device,
             host=HostBytes(**found.host),
-            flops=dataclasses.replace(self.flops, loops=()),
+            flops=self.flops,
             sent=found.sent,
             largest=tuple(found.largest),
             compile_seconds=found.seconds,

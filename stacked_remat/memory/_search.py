@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 from jaxtyping import PyTree
 
 from .._policy import ScanCheckpointPolicy, ScanCheckpointSpec, resolve_policy
@@ -113,7 +114,10 @@ class Search:
         self.trials: list[Trial] = []
 
     def trial(self, policy: ScanCheckpointSpec, streamed: bool) -> Trial:
-        """Compile the program under a policy."""
+        """Compile the program under a policy, if it wasn't yet."""
+        for known in self.trials:
+            if (known.policy, known.streamed) == (policy, streamed):
+                return known
         cache = None if self._program.cache is None else Path(self._program.cache)
         try:
             found = Trial(policy, self._trace(policy, streamed).report(cache), streamed=streamed)
@@ -139,15 +143,15 @@ class Search:
     def least(
         self, candidates: Sequence[ScanCheckpointSpec], limits: Limits, layers: int | None, streamed: bool
     ) -> Trial | None:
-        """The policy with the least arithmetic that fits, of the candidates and their `first_layers`.
+        """The policy with the fewest FLOPs that fits, of the candidates and what is derived from them.
 
-        With wider limits the result never has more arithmetic: candidates are tried in an order that does not
+        With wider limits the result never has more FLOPs: candidates are tried in an order that does not
         depend on the limits, and `first_layers` by bisection over counts that do not either.
 
         Args:
             candidates: the policies.
             limits: what they must fit in.
-            layers: of the stack; None for no `first_layers`.
+            layers: of the stack; None to derive nothing.
             streamed: whether weights are on the host.
 
         Returns:
@@ -163,9 +167,27 @@ class Search:
         if best is None or layers is None:
             return best
         for policy in others[others.index(best.policy) :]:
-            for kept in _kept_of_first_layers(resolve_policy(policy)):
-                best = self._with_first_layers(best, resolve_policy(policy), kept, layers, limits)
+            base = resolve_policy(policy)
+            for kept in _kept_of_first_layers(base):
+                with_first = functools.partial(_with_first, base, kept)
+                best = self._with_first_layers(best, with_first, base.first_layers, layers, limits)
+            if base.nested is True and base.save_carries is True and not base.first_layers:
+                if (sizes := self._sizes(base, layers, streamed)) is not None:
+                    best = self._with_first_layers(best, sizes.cut, -1, layers, limits)
         return best
+
+    def _sizes(self, base: ScanCheckpointPolicy, layers: int, streamed: bool) -> "_Sizes | None":
+        """Those that three cuts tell; None where they don't."""
+        kept, most = _keeping(base), base.schedule(layers).slots
+        cuts = [dataclasses.replace(kept, nested=min(k * most, layers)) for k in (2, 3)]
+        anchors = [base, kept, cuts[0]] if base != kept else [kept, *cuts]
+        reports = [self.trial(policy, streamed).report for policy in anchors]
+        rows = [(*_held(policy, layers), 1) for policy in anchors]
+        totals = [report.total for report in reports if report is not None]
+        if len(totals) < len(rows) or np.linalg.matrix_rank(rows) < len(rows):
+            return None
+        carry, internals, _ = np.linalg.solve(rows, totals)
+        return _Sizes(kept, layers, max(float(carry), 0.0), max(float(internals), 0.0))
 
     def _first_to_fit(
         self, policies: Sequence[ScanCheckpointSpec], limits: Limits, streamed: bool
@@ -183,12 +205,20 @@ class Search:
         return limits.device is not None and any(report.arguments > limits.device for report in found)
 
     def _with_first_layers(
-        self, best: Trial, base: ScanCheckpointPolicy, kept: ScanCheckpointSpec, layers: int, limits: Limits
+        self,
+        best: Trial,
+        with_first: Callable[[int], ScanCheckpointPolicy | None],
+        low: int,
+        high: int,
+        limits: Limits,
     ) -> Trial:
-        """`best`, or the policy with as many first layers as fit, if that has less arithmetic."""
-        low, high, found = base.first_layers, layers, None
+        """`best`, or the policy with as many first layers as fit, if that has fewer FLOPs.
+
+        Their number is above `low` and below `high`.
+        """
+        found = None
         while high - low > 1:
-            most, middle = (_with_first(base, kept, count) for count in (high - 1, (low + high) // 2))
+            most, middle = map(with_first, (high - 1, (low + high) // 2))
             if most is None or middle is None or self._cost(most, best.streamed) >= self._trial_cost(best):
                 break
             trial = self.trial(middle, best.streamed)
@@ -230,6 +260,39 @@ def _kept_of_first_layers(base: ScanCheckpointPolicy) -> tuple[ScanCheckpointSpe
     if base.first_layers:
         return (base.first_policy,)
     return (False, True) if base.is_nested or base.save_carries == "offload" else (False,)
+
+
+def _keeping(base: ScanCheckpointPolicy) -> ScanCheckpointPolicy:
+    """The policy with the internals of a segment kept while it is reversed."""
+    return dataclasses.replace(base, save_block_internals=base.save_block_internals or True)
+
+
+def _held(policy: ScanCheckpointPolicy, layers: int) -> tuple[int, int]:
+    """How many carries, and the internals of how many layers, are held at once at the most."""
+    schedule = policy.schedule(layers)
+    most_visits = max(run.visits for run in schedule.runs)
+    return schedule.slots, most_visits if policy.save_block_internals else 1
+
+
+@dataclasses.dataclass(frozen=True)
+class _Sizes:
+    """The bytes of a carry, and of what `base` keeps of a layer's internals while a segment is reversed."""
+
+    base: ScanCheckpointPolicy
+    layers: int
+    carry: float
+    internals: float
+
+    def cut(self, first_layers: int) -> ScanCheckpointPolicy | None:
+        """With so many first layers that keep their internals, the cut of the others that needs least."""
+        rest = self.layers - first_layers
+
+        def needs(k: int) -> float:
+            longest = -(-rest // k)
+            return (k - 1 + longest) * self.carry + longest * self.internals
+
+        least = dataclasses.replace(self.base, nested=min(range(1, rest + 1), key=needs))
+        return _with_first(least, False, first_layers)
 
 
 def _with_first(

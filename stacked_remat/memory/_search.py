@@ -178,16 +178,20 @@ class Search:
 
     def _sizes(self, base: ScanCheckpointPolicy, layers: int, streamed: bool) -> "_Sizes | None":
         """Those that three cuts tell; None where they don't."""
-        kept, most = _keeping(base), base.schedule(layers).slots
-        cuts = [dataclasses.replace(kept, nested=min(k * most, layers)) for k in (2, 3)]
-        anchors = [base, kept, cuts[0]] if base != kept else [kept, *cuts]
-        reports = [self.trial(policy, streamed).report for policy in anchors]
-        rows = [(*_held(policy, layers), 1) for policy in anchors]
-        totals = [report.total for report in reports if report is not None]
-        if len(totals) < len(rows) or np.linalg.matrix_rank(rows) < len(rows):
+        kept = dataclasses.replace(base, save_block_internals=base.save_block_internals or True)
+        longest = kept.schedule(layers).slots
+        shorter = [-(-layers // max(1, longest // part)) for part in (2, 3)]
+        cuts = [kept, *(dataclasses.replace(kept, nested=k) for k in shorter)]
+        schedules = [policy.schedule(layers) for policy in cuts]
+        held = [(each.slots, max(run.visits for run in each.runs), 1) for each in schedules]
+        if np.linalg.matrix_rank(held) < len(held):
             return None
-        carry, internals, _ = np.linalg.solve(rows, totals)
-        return _Sizes(kept, layers, max(float(carry), 0.0), max(float(internals), 0.0))
+        found = [self.trial(policy, streamed).report for policy in cuts]
+        totals = [report.total for report in found if report is not None]
+        if len(totals) < len(held):
+            return None
+        carry, internals, _ = np.linalg.solve(held, totals)
+        return _Sizes(kept, layers, max(carry, 0.0), max(internals, 0.0))
 
     def _first_to_fit(
         self, policies: Sequence[ScanCheckpointSpec], limits: Limits, streamed: bool
@@ -262,23 +266,11 @@ def _kept_of_first_layers(base: ScanCheckpointPolicy) -> tuple[ScanCheckpointSpe
     return (False, True) if base.is_nested or base.save_carries == "offload" else (False,)
 
 
-def _keeping(base: ScanCheckpointPolicy) -> ScanCheckpointPolicy:
-    """The policy with the internals of a segment kept while it is reversed."""
-    return dataclasses.replace(base, save_block_internals=base.save_block_internals or True)
-
-
-def _held(policy: ScanCheckpointPolicy, layers: int) -> tuple[int, int]:
-    """How many carries, and the internals of how many layers, are held at once at the most."""
-    schedule = policy.schedule(layers)
-    most_visits = max(run.visits for run in schedule.runs)
-    return schedule.slots, most_visits if policy.save_block_internals else 1
-
-
 @dataclasses.dataclass(frozen=True)
 class _Sizes:
-    """The bytes of a carry, and of what `base` keeps of a layer's internals while a segment is reversed."""
+    """The bytes of a carry, and of what `kept` keeps of a layer's internals while a segment is reversed."""
 
-    base: ScanCheckpointPolicy
+    kept: ScanCheckpointPolicy
     layers: int
     carry: float
     internals: float
@@ -287,12 +279,12 @@ class _Sizes:
         """With so many first layers that keep their internals, the cut of the others that needs least."""
         rest = self.layers - first_layers
 
-        def needs(k: int) -> float:
-            longest = -(-rest // k)
-            return (k - 1 + longest) * self.carry + longest * self.internals
+        def needs(longest: int) -> float:
+            return (-(-rest // longest) - 1 + longest) * self.carry + longest * self.internals
 
-        least = dataclasses.replace(self.base, nested=min(range(1, rest + 1), key=needs))
-        return _with_first(least, False, first_layers)
+        # Segments of one layer would be visited together, with the internals of all of them.
+        longest = min(range(min(2, rest), rest + 1), key=needs)
+        return _with_first(dataclasses.replace(self.kept, nested=-(-rest // longest)), False, first_layers)
 
 
 def _with_first(

@@ -1,10 +1,11 @@
-"""The planner's answers against the optimum of a homogeneous chain, and schedules against others' step counts."""
+"""The planner's answers against the optimum of a homogeneous chain."""
 
 import functools
 from types import SimpleNamespace
 
 import pytest
 
+from stacked_remat import ScanCheckpointPolicy
 from stacked_remat._policy import resolve_policy
 from stacked_remat._schedule import shrinking
 from stacked_remat.memory import CANDIDATES, Flops
@@ -16,8 +17,8 @@ LAYERS = 48
 def optimum(layers, internals, most):
     """The least FLOPs of a gradient in forward evaluations of a layer, for each memory in carries.
 
-    A layer's internals are kept when it runs (3 evaluations in all), or the carries run ahead to a layer whose
-    input is kept, whose part is reversed first. What is reversed frees its memory.
+    A layer's internals are kept when it runs (3 evaluations in all), or the carry runs ahead to a layer whose
+    input is kept, and what follows is reversed first. What is reversed frees its memory.
     """
     never = 10**9
     # By layers, and by what is free beside the first one's input.
@@ -78,8 +79,9 @@ def test_plans_take_hardly_more_flops_than_the_optimum(internals):
     least = shrinking(LAYERS).slots + internals
     most = LAYERS * (1 + internals)
     best = optimum(LAYERS, internals, most)
-    # The least for which a segment's internals fit beside the carries before it.
-    kept = min(k - 1 + -(-LAYERS // k) * (1 + internals) for k in range(1, LAYERS + 1))
+    # Below this, only the optimum shares memory between the inputs of segments and internals.
+    cuts = [ScanCheckpointPolicy(nested=k, save_block_internals=True) for k in range(1, LAYERS + 1)]
+    kept = min(cost(policy, internals)[1] for policy in cuts)
     for budget in (least + (k + 1) * (most - least) // 20 for k in range(20)):
         flops, trials = planned(internals, budget)
         assert flops <= (1.05 if budget >= kept else 1.2) * best[budget]

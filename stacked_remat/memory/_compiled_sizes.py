@@ -16,7 +16,7 @@ import jax
 
 from .._compat import compiled_with_text
 from .._files import read_json_fields, replaced_whole
-from . import _collectives, _largest
+from . import _collectives, _hlo, _largest
 from ._collectives import sent_bytes
 from ._largest import Buffer, largest_buffers
 from ._targets import Target
@@ -31,15 +31,7 @@ class DoesNotFit(RuntimeError):
 
 @dataclasses.dataclass(frozen=True)
 class CompiledSizes:
-    """Bytes of arguments, outputs, temporaries and aliased outputs, in device and in host memory.
-
-    Attributes:
-        device: by these names.
-        host: the same of host memory.
-        seconds: wall time of the compilation.
-        sent: bytes that each device sends to others.
-        largest: buffers at the peak.
-    """
+    """Bytes by the names of `_KINDS`, in device and in host memory, and what else a report has."""
 
     device: dict[str, int]
     host: dict[str, int]
@@ -48,21 +40,17 @@ class CompiledSizes:
     largest: Sequence[Buffer] = ()
 
 
-def sizes_of(lowered: Any, target: Target, devices: int, folder: Path | None) -> CompiledSizes:
-    """Compile a lowered program, or read from `folder` what an earlier compilation of it found.
+def sizes_of(lowered: Any, target: Target, devices: int, folder: str | Path | None) -> CompiledSizes:
+    """Compile a `jax.stages.Lowered`, or read from `folder` what an earlier compilation of it found.
 
-    Args:
-        lowered: the program, as `jax.stages.Lowered`.
-        target: what it is compiled for.
-        devices: how many of them.
-        folder: made if need be; None to compile, and keep nothing. A folder that can't be written to, and a
-            file that can't be read, are as none.
+    A folder that can't be written to, and a file that can't be read, are as none.
 
     Raises:
         DoesNotFit: the compiler refused the program because device memory is too small.
     """
     if folder is None:
         return _compiled(lowered, target, devices)
+    folder = Path(folder)
     path = folder / f"{_key(lowered, target, devices)}.json"
     with contextlib.suppress(OSError, ValueError, TypeError):
         found = CompiledSizes(**read_json_fields(path))
@@ -98,7 +86,7 @@ def _key(lowered: Any, target: Target, devices: int) -> str:
     compiler = getattr(getattr(device, "client", None), "platform_version", "")
     flags = [os.environ.get(name, "") for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS")]
     parts = [repr(target), str(devices), compiler, device.device_kind, *map(_version, _COMPILERS), *flags]
-    parts += [inspect.getsource(module) for module in (_collectives, _largest)]
+    parts += [inspect.getsource(module) for module in (_collectives, _hlo, _largest)]
     return hashlib.sha256("\0".join([*parts, lowered.as_text()]).encode()).hexdigest()
 
 

@@ -34,13 +34,15 @@ class Flops:
     too_high: tuple[str, ...] = ()
 
     def __add__(self, other: "Flops") -> "Flops":
-        sums = map(operator.add, self.counts, other.counts)
-        return Flops(*sums, _union(self.too_low, other.too_low), _union(self.too_high, other.too_high))
+        reasons = _union(self.too_low, other.too_low), _union(self.too_high, other.too_high)
+        matmul, elementwise, from_host, to_host = map(operator.add, self.counts, other.counts)
+        return Flops(matmul, elementwise, from_host, to_host, *reasons)
 
     def __mul__(self, times: Any) -> "Flops":
         if times == 0:
             return Flops()
-        return Flops(*(count * times for count in self.counts), self.too_low, self.too_high)
+        matmul, elementwise, from_host, to_host = (count * times for count in self.counts)
+        return Flops(matmul, elementwise, from_host, to_host, self.too_low, self.too_high)
 
     @property
     def counts(self) -> tuple[int, int, int, int]:

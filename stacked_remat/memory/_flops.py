@@ -7,7 +7,7 @@ names of `_trips.py` say it; one that nothing says is reported, never silently t
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 from jax.extend import source_info_util
@@ -36,8 +36,9 @@ def count_flops(jaxpr: Any, *, trained: Sequence[bool] | None = None) -> Flops:
     Returns:
         The count. Equations whose results are never used are left out, as XLA leaves them out. Loops
         count body times trips: those of a `scan`, of a `while` loop that counts from one constant to
-        another, and of the loops of this package. Other `while` loops are counted once, those of divided
-        experts (`over` of `grouped_experts`) as often as an even routing takes, and named in `too_low`.
+        another by ones, and of the loops of this package. Other `while` loops are counted once, those of
+        divided experts (`over` of `grouped_experts`) as often as an even routing takes, and named in
+        `too_low`.
     """
     active = [False] * len(jaxpr.in_avals) if trained is None else [*trained]
     found, _ = _Counter().run(jaxpr, active)
@@ -188,43 +189,26 @@ def scan_parts(eqn: Any) -> tuple[int, int]:
     return len(eqn.invars) - num_xs - num_carry, num_carry
 
 
-_COMPARED: dict[str, Callable[[int, int], int]] = {
-    "lt": lambda left, right: right - left,
-    "le": lambda left, right: right - left + 1,
-    "gt": lambda left, right: left - right,
-    "ge": lambda left, right: left - right + 1,
-}
-
-
 def _constant_trips(eqn: Any, test: Any, body: Any) -> int | None:
-    """How often a loop runs that adds constants to constants until an inequality fails; None for others."""
-    compare = _COMPARED.get(test.eqns[0].primitive.name) if len(test.eqns) == 1 else None
-    if compare is None or test.outvars[0] is not test.eqns[0].outvars[0]:
+    """The trips of a loop that counts by ones up to a constant, as `fori_loop` does; None for others."""
+    if [each.primitive.name for each in test.eqns] != ["lt"] or isinstance(test.eqns[0].invars[0], Literal):
         return None
-    first, second = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
-    given = [*eqn.invars[:first], *eqn.invars[first + second :]]
-    steps = [0] * first + [_step(body, k, second) for k in range(len(given) - first)]
-    inputs = {var: (value, step) for var, value, step in zip(test.invars, given, steps, strict=True)}
-    sides = [(atom, 0) if isinstance(atom, Literal) else inputs[atom] for atom in test.eqns[0].invars]
-    if not all(isinstance(value, Literal) and step is not None for value, step in sides):
+    of_test, of_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
+    given = dict(zip(test.invars, [*eqn.invars[:of_test], *eqn.invars[of_test + of_body :]], strict=True))
+    carried = dict(
+        zip(test.invars[of_test:], zip(body.invars[of_body:], body.outvars, strict=True), strict=True)
+    )
+    counter, limit = test.eqns[0].invars
+    if not isinstance(limit, Literal):
+        own, result = carried.get(limit, (None, None))
+        limit = given[limit] if own is result else None
+    if counter not in carried or not isinstance(limit, Literal) or not isinstance(given[counter], Literal):
         return None
-    (left, by_left), (right, by_right) = ((int(value.val), int(step or 0)) for value, step in sides)
-    left_over = compare(left, right)
-    closer = left_over - compare(left + by_left, right + by_right)
-    if left_over <= 0:
-        return 0
-    return -(-left_over // closer) if closer > 0 else None
-
-
-def _step(body: Any, k: int, num_consts: int) -> int | None:
-    """The constant that each trip of a loop adds to a carry; None if it does anything else."""
-    own, result = body.invars[num_consts + k], body.outvars[k]
-    if result is own:
-        return 0
-    operands = next((eqn.invars for eqn in body.eqns if result is eqn.outvars[0]), ())
-    is_sum = any(eqn.primitive.name == "add" and result is eqn.outvars[0] for eqn in body.eqns)
-    values = [atom.val for atom in operands if isinstance(atom, Literal)]
-    return int(values[0]) if is_sum and len(values) == 1 and any(atom is own for atom in operands) else None
+    own, result = carried[counter]
+    added = [each.invars for each in body.eqns if each.primitive.name == "add" and each.outvars[0] is result]
+    if not any(a is own and isinstance(b, Literal) and b.val == 1 for a, b in added):
+        return None
+    return max(0, int(limit.val) - int(given[counter].val))
 
 
 def _is_in(known: set[Any], atom: Any) -> bool:

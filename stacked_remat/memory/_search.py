@@ -52,34 +52,22 @@ def policy_name(policy: ScanCheckpointSpec, streamed: bool) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """Bytes on a device and on the host, each None for no limit."""
+    """Bytes on a device and on the host; None for no limit."""
 
-    device: int | None = None
+    device: int
     host: int | None = None
 
     def hold(self, trial: Trial) -> bool:
         """Whether a policy fits."""
         found = trial.report
-        return (
-            found is not None
-            and (self.device is None or found.total <= self.device)
-            and (self.host is None or found.host.total <= self.host)
-        )
+        if found is None or found.total > self.device:
+            return False
+        return self.host is None or found.host.total <= self.host
 
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """A program that takes a policy.
-
-    Attributes:
-        of_policy: makes the function from a policy.
-        args: its arguments.
-        kwargs: its keyword arguments.
-        target: what to compile for.
-        donate: which arguments may be reused.
-        streamed: from the arguments to those with weights on the host; None where there are none.
-        cache: folder for what compilations find; None to compile.
-    """
+    """A program that takes a policy, with the options of `plan`."""
 
     of_policy: Callable[[ScanCheckpointSpec], Callable[..., Any]]
     args: tuple[PyTree, ...]
@@ -89,23 +77,13 @@ class Program:
     streamed: Callable[..., Sequence[PyTree]] | None = None
     cache: str | Path | None = None
 
-    @functools.cached_property
-    def args_on_host(self) -> tuple[PyTree, ...]:
-        assert self.streamed is not None
-        return tuple(arguments_on_host(self.streamed, self.args))
-
     def traced(self, policy: ScanCheckpointSpec, on_host: bool) -> TracedCall:
-        args = self.args_on_host if on_host else self.args
+        args = arguments_on_host(self.streamed, self.args) if on_host and self.streamed else self.args
         return trace_call(self.of_policy(policy), args, self.kwargs, self.target, self.donate)
 
 
 class Search:
-    """Traces and compiles policies of a program, and remembers what it compiled, in order.
-
-    Args:
-        program: what is compiled.
-        show: called with each policy that was compiled.
-    """
+    """Traces and compiles policies of a program, and remembers what it compiled, in order."""
 
     def __init__(self, program: Program, show: Callable[[Trial], None] | None = None):
         self._program, self._show = program, show
@@ -118,9 +96,9 @@ class Search:
         for known in self.trials:
             if (known.policy, known.streamed) == (policy, streamed):
                 return known
-        cache = None if self._program.cache is None else Path(self._program.cache)
         try:
-            found = Trial(policy, self._trace(policy, streamed).report(cache), streamed=streamed)
+            report = self._trace(policy, streamed).report(self._program.cache)
+            found = Trial(policy, report, streamed=streamed)
         except (DoesNotFit, jax.errors.JaxRuntimeError) as error:
             if not isinstance(error, DoesNotFit):
                 error.add_note(f"while compiling the policy {policy_name(policy, streamed)}")
@@ -148,14 +126,7 @@ class Search:
         With wider limits the result never has more FLOPs: candidates are tried in an order that does not
         depend on the limits, and `first_layers` by bisection over counts that do not either.
 
-        Args:
-            candidates: the policies.
-            limits: what they must fit in.
-            layers: of the stack; None to derive nothing.
-            streamed: whether weights are on the host.
-
-        Returns:
-            None if no candidate fits.
+        Nothing is derived if `layers` (of the stack) is None. The result is None if no candidate fits.
         """
         plain: list[ScanCheckpointSpec] = [policy for policy in candidates if _recomputes_nothing(policy)]
         best = self._first_to_fit(plain, limits, streamed)
@@ -206,7 +177,7 @@ class Search:
     def _too_large(self, limits: Limits, streamed: bool) -> bool:
         """Whether the arguments, which are the same under every policy, don't fit."""
         found = (trial.report for trial in self.trials if trial.streamed == streamed and trial.report)
-        return limits.device is not None and any(report.arguments > limits.device for report in found)
+        return any(report.arguments > limits.device for report in found)
 
     def _with_first_layers(
         self,

@@ -178,7 +178,7 @@ def test_the_rest_of_the_budget_is_spent_on_carries(comparison):
 
 
 def test_internals_of_a_segment_are_kept_while_it_is_reversed(comparison):
-    """Where they fit no layer runs more than twice, with segments as short as the measured sizes make them."""
+    """Where they fit, no layer runs more than twice; the measured sizes tell how long segments are."""
     budget = comparison.trials[2].report.total + int(8.5 * CARRY)
     found = plan(Counting(), *blocks_and_input(), budget=budget, candidates=["nested"], layers=LAYERS)
     policy = resolve_policy(found.policy)

@@ -19,8 +19,13 @@ _OF_KERNEL = re.compile(rf"{_SCOPE}blocks_(\d+)")
 Named = contextlib.AbstractContextManager[Any]
 
 
-def known_trips(total: int, entered: int = 1) -> Named:
-    """Within it, a `while` loop is traced that runs `total` times in all when it is entered so often."""
+def known_trips(total: int | None, entered: int = 1) -> Named:
+    """Within it, a `while` loop is traced that runs `total` times in all when it is entered so often.
+
+    Where that is None, it is not known.
+    """
+    if total is None:
+        return contextlib.nullcontext()
     return jax.named_scope(f"{_SCOPE}trips_{total}_of_{entered}")
 
 

@@ -133,9 +133,8 @@ class _Counter:
             return sum(parts, Flops()), outputs
         counts = [cost.counts for cost in costs]
         matmul, elementwise, *_ = max(counts)
-        most = Flops(
-            matmul, elementwise, *(max(count[direction] for count in counts) for direction in (2, 3))
-        )
+        from_host, to_host = (max(count[direction] for count in counts) for direction in (2, 3))
+        most = Flops(matmul, elementwise, from_host, to_host)
         if any(count != most.counts for count in counts):
             reason = f"a conditional that depends on data{_where(eqn)} counts its most expensive branch"
             most = most + Flops(too_high=(reason,))

@@ -5,7 +5,6 @@ the log-sum-exp (Dao et al. 2022, "FlashAttention"), so that no array is of size
 that causality, the window or the documents mask out are not computed.
 """
 
-import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable
@@ -285,8 +284,7 @@ class _Ranges(NamedTuple):
 
     def loop(self, i: Array, body: Callable[[Array, Any], Any], state: Any) -> Any:
         """`body` for the blocks of block `i`."""
-        known = contextlib.nullcontext() if self.total is None else known_trips(self.total, len(self.first))
-        with known:
+        with known_trips(self.total, len(self.first)):
             return lax.fori_loop(self.first[i], self.last[i] + 1, body, state)
 
 
@@ -312,7 +310,7 @@ class _SeeKeys(NamedTuple):
     @staticmethod
     def of(query: Query, key: Key, value: Key, at: _Places, blocks: Blocks) -> "_SeeKeys":
         queries, keys = (x.shape[1] // blocks.size for x in (query, key))
-        return _SeeKeys(query, key, value, at, blocks, _key_blocks(at, queries, keys, blocks))
+        return _SeeKeys(query, key, value, at, blocks, _ranges_of(_overlap(at, queries, keys, blocks)))
 
     def __call__(self, i: Array, highest: Array, total: Array, sums: Array) -> tuple[Array, Array]:
         """The output and the log-sum-exp of block `i`, `[batch, row, ...]` in float32.
@@ -393,7 +391,7 @@ def _backward_of_keys(
     key, value = keys.key, keys.value
     at = at._replace(columns=keys.columns, of_key=keys.documents)
     size, count, row, column = blocks.size, key.shape[1] // blocks.size, blocks.row, blocks.column
-    ranges = _query_blocks(at, query.shape[1] // size, count, blocks)
+    ranges = _ranges_of(_overlap(at, query.shape[1] // size, count, blocks).T)
 
     def key_block(query_gradient: Array, j: Array) -> tuple[Array, tuple[Array, Array]]:
         k, v = blocks.cut(key, j), blocks.cut(value, j)
@@ -473,17 +471,8 @@ def _overlap(at: _Places, queries: int, keys: int, blocks: Blocks) -> Any:
     return jnp.any(meet, axis=0) & seen
 
 
-def _key_blocks(at: _Places, queries: int, keys: int, blocks: Blocks) -> _Ranges:
-    """The first and the last block of keys that each block of queries sees."""
-    return _range(_overlap(at, queries, keys, blocks))
-
-
-def _query_blocks(at: _Places, queries: int, keys: int, blocks: Blocks) -> _Ranges:
-    """The first and the last block of queries that see each block of keys; the last is -1 where none does."""
-    return _range(_overlap(at, queries, keys, blocks).T)
-
-
-def _range(seen: Any) -> _Ranges:
+def _ranges_of(seen: Any) -> _Ranges:
+    """The blocks (columns) that each block (row) sees; the last is -1 where it sees none."""
     where = np.where if isinstance(seen, np.ndarray) else jnp.where
     last = where(seen.any(axis=1), seen.shape[1] - 1 - seen[:, ::-1].argmax(axis=1), -1)
     first = seen.argmax(axis=1)

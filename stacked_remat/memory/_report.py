@@ -86,13 +86,10 @@ class MemoryReport(Tabular):
 
     def _table(self) -> Table:
         where = self.target if self.devices == 1 else f"{self.devices} x {self.target}, per device"
-        host = self.host
+        names = {"aliased": "aliased with arguments"}
         rows = [
-            ("arguments", readable_bytes(self.arguments), readable_bytes(host.arguments)),
-            ("outputs", readable_bytes(self.outputs), readable_bytes(host.outputs)),
-            ("aliased with arguments", readable_bytes(-self.aliased), readable_bytes(-host.aliased)),
-            ("temporaries", readable_bytes(self.temporaries), readable_bytes(host.temporaries)),
-            ("total", readable_bytes(self.total), readable_bytes(host.total)),
+            (names.get(name, name), *(readable_bytes(sign * getattr(of, name)) for of in (self, self.host)))
+            for name, sign in dict(arguments=1, outputs=1, aliased=-1, temporaries=1, total=1).items()
         ]
         notes = [
             *([] if self.capacity is None else [f"one device has {readable_bytes(self.capacity)}"]),

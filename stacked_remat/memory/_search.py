@@ -155,7 +155,7 @@ class Search:
         cuts = [kept, *(dataclasses.replace(kept, nested=k) for k in shorter)]
         schedules = [policy.schedule(layers) for policy in cuts]
         held = [(each.slots, max(run.visits for run in each.runs), 1) for each in schedules]
-        if np.linalg.matrix_rank(held) < len(held):
+        if np.linalg.matrix_rank(held) < len(held) or _NEVER in [self._cost(cut, streamed) for cut in cuts]:
             return None
         found = [self.trial(policy, streamed).report for policy in cuts]
         totals = [report.total for report in found if report is not None]

@@ -194,6 +194,16 @@ def test_internals_of_a_segment_are_kept_while_it_is_reversed(comparison):
     assert min(totals) in totals[1:3]
 
 
+def test_cuts_that_the_program_does_not_take_are_left_out():
+    def refusing(remat):
+        if resolve_policy(remat).save_block_internals:
+            raise ValueError("internals are on the host")
+        return Counting()(remat)
+
+    found = plan(refusing, *blocks_and_input(), budget="1GiB", candidates=["nested"], layers=Layers.size)
+    assert resolve_policy(found.policy).first_layers == Layers.size - 1
+
+
 def test_or_on_internals_where_that_leaves_less_arithmetic(comparison):
     everything, _, nested = (trial.report.total for trial in comparison.trials[:3])
     budget = int(nested + 0.9 * (everything - nested))

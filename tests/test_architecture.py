@@ -22,7 +22,7 @@ FOLDERS = ("stacked_remat", "models", "benchmarks", "scripts", "tests")
 LAYERS = {
     "_activity": "base",
     "_compat": "compat",
-    "_expected_trips": "base",
+    "_trips": "base",
     "_files": "base",
     "_messages": "base",
     "_noted": "base",

@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 from equinox.internal import unvmap_max
 from jax import lax
 
@@ -22,7 +23,7 @@ from .gradient import (
 )
 from .kinds import Kind
 from .reverse import Replay, ReplayedLayer, reverse_sweep
-from .slots import Arrays, Carry, Checkpoints, repeat
+from .slots import Arrays, Carry, Checkpoints, TripsOf, repeat
 from .spec import Checkpoint, SweepSpec
 from .store import read
 
@@ -141,6 +142,7 @@ def _visitor(
     first: int,
 ) -> Callable:
     """Adapt a `LeafVisitor` to the reverse loop over layers whose numbers begin at `first`."""
+    numbers = range(first, spec.first if first < spec.first else spec.length)
 
     def visit(layer: ReplayedLayer, carry_ct: Carry, state: Any) -> tuple[Carry, Any]:
         number = layer.index + first
@@ -170,7 +172,7 @@ def _visitor(
             )
             return visitor(leaves, state)
 
-        return spec.at(number, run, (carry_ct, state))
+        return spec.at(number, run, (carry_ct, state), numbers)
 
     return visit
 
@@ -187,11 +189,11 @@ def _replay(
     def fetch(state: Any, index: Any) -> Arrays:
         return spec.fetch(xs_in(state), index + first)
 
-    def advance(state: Any, index: Any, carry: Carry, fetched: Arrays) -> Carry:
+    def advance(state: Any, index: Any, carry: Carry, fetched: Arrays, indices: Iterable[int]) -> Carry:
         def run(kind: Kind, row: Any, carry: Carry) -> Carry:
             return spec.evaluate(kind, shared, carry, spec.inputs(kind, xs_in(state), row, fetched))[0]
 
-        return spec.at(index + first, run, carry)
+        return spec.at(index + first, run, carry, (k + first for k in indices))
 
     def save(
         state: Any, index: Any, bottom: Any, carry: Carry, saved: list[Arrays], fetched: Arrays
@@ -218,17 +220,19 @@ def _visit_first(
     carries, residuals, ran = checkpoints.first_layers
 
     def one(k: Any, loop: tuple[Carry, Any]) -> tuple[Carry, Any]:
-        number = trips - 1 - k
+        number = last - 1 - k
         layer = ReplayedLayer(number, 0, read(carries, number), residuals, [])
         return visit(layer, *loop)
 
+    last = spec.first if ran is None else unvmap_max(ran)
     # Use the same kind of loop as the other visits, so inner programs compile once.
     trips: Any = spec.first
     if spec.schedule is not None and spec.unroll is not True:
         visits = spec.schedule.segments if spec.on_host else [run.visits for run in spec.schedule.runs]
-        trips = spec.first if len({*visits}) == 1 else jnp.int32(spec.first)
+        if len({*visits}) > 1:
+            trips = TripsOf(np.asarray([spec.first]), jnp.int32(spec.first))
     if ran is not None:
-        trips = unvmap_max(ran)
+        trips = TripsOf(None, last)
     return repeat(trips, one, (carry_ct, state), spec.unroll, spec.first)
 
 

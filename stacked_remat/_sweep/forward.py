@@ -27,7 +27,7 @@ def primal(spec: SweepSpec, init: Carry, xs: Arrays, shared: Arrays) -> tuple[Ca
     if not spec.length or not (spec.pattern or spec.stops or has_host_arrays(xs)):
         return spec.plain(init, xs, shared)
     state = (init, _outputs(spec), spec.fetch(xs, 0))
-    step = _forward_step(spec, xs, shared, keeps=False)
+    step = _forward_step(spec, xs, shared, keeps=False, numbers=range(spec.length))
     (carry, (ys, _), _), _ = run_layers(spec.length, step, state, spec.unroll, spec.stops)
     return carry, _one_a_layer(spec, ys)
 
@@ -49,8 +49,13 @@ def _one_a_layer(spec: SweepSpec, ys: Arrays) -> Arrays:
     return [leaf.reshape(len(leaf) * spec.read_length, *leaf.shape[2:]) for leaf in ys]
 
 
-def _forward_step(spec: SweepSpec, xs: Arrays, shared: Arrays, keeps: bool) -> Callable[[Any, Any], Any]:
-    """A step of a forward loop on `(carry, (outputs, carries in segments), what was read ahead)`."""
+def _forward_step(
+    spec: SweepSpec, xs: Arrays, shared: Arrays, keeps: bool, numbers: range | None = None
+) -> Callable[[Any, Any], Any]:
+    """A step of a forward loop on `(carry, (outputs, carries in segments), what was read ahead)`.
+
+    `numbers` are as in `SweepSpec.at`.
+    """
 
     def step(number: Any, state: Any) -> Any:
         carry, outputs, fetched = state
@@ -73,7 +78,7 @@ def _forward_step(spec: SweepSpec, xs: Arrays, shared: Arrays, keeps: bool) -> C
             ys = with_part(ys, kind.ys, write(ys[kind.ys], row, y))
             return carry, (ys, write(kept, row, new) if keeps else kept), ahead
 
-        return spec.at(number, run, (carry, outputs, ahead))
+        return spec.at(number, run, (carry, outputs, ahead), numbers)
 
     return step
 
@@ -111,7 +116,8 @@ def _forward_first(
             ys = with_part(ys, kind.ys, write(ys[kind.ys], row, y))
             return carry, ys, spec.saved(residuals, kind, number, 0, new)
 
-        carry, ys, residuals = spec.at(number, run, (carry, ys, saved.residuals))
+        state = spec.at(number, run, (carry, ys, saved.residuals), range(spec.first))
+        carry, ys, residuals = state
         return carry, ys, FirstLayersSaved(carries, residuals)
 
     ys, kept = outputs

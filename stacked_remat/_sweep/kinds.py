@@ -1,7 +1,7 @@
 """Layers of several kinds in one sweep: what those of a kind are given, and which layer is of which kind."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
@@ -11,6 +11,7 @@ from jax.core import eval_jaxpr
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
 from .._compat import without_constants
+from .._trips import known_trips
 from .slots import Arrays, Carry, entry_at
 
 T = TypeVar("T")
@@ -98,8 +99,17 @@ class Pattern:
         is_kind = np.asarray(self.kinds, np.int32)[:, None] == np.arange(self.count)
         return np.concatenate([np.zeros((1, self.count), np.int32), np.cumsum(is_kind, 0, dtype=np.int32)])
 
-    def at(self, index: Any, run: Callable[[int, Any, T], T], state: T) -> T:
+    def counts(self, indices: Iterable[int]) -> list[int]:
+        """How many of the layers at these indices are of each kind."""
+        kinds = np.asarray([self.kinds[index] for index in indices], np.int32)
+        return np.bincount(kinds, minlength=self.count).tolist()
+
+    def at(
+        self, index: Any, run: Callable[[int, Any, T], T], state: T, indices: Callable[[], Iterable[int]]
+    ) -> T:
         """`run(kind, row, state)` for the layer at `index`, its kind and its row in the stacks of that kind.
+
+        `indices` are all that it is called for by the loop around.
 
         `run` is traced once for each kind with layers, in a loop of its own that runs once or not at all.
         There XLA updates the state in place; the branches of a conditional copy stacks (GPUs) and carries
@@ -110,8 +120,10 @@ class Pattern:
             return run(kind, int(self.before[index, kind]), state)
         kinds, rows = np.asarray(self.kinds, np.int32), self.before[np.arange(len(self.kinds)), [*self.kinds]]
         kind, row = entry_at(kinds, index), entry_at(rows, index)
+        counts = self.counts(indices())
         for k in sorted({*self.kinds}):
             trips = (kind == k).astype(np.int32)
             # Without the counter, which is 0, XLA for TPUs reads the weights of all kinds ahead of the loops.
-            state = lax.fori_loop(0, trips, lambda i, state, k=k: run(k, row + i, state), state)
+            with known_trips(counts[k], sum(counts)):
+                state = lax.fori_loop(0, trips, lambda i, state, k=k: run(k, row + i, state), state)
         return state

@@ -15,7 +15,7 @@ from jax import lax
 
 from .._placement import platform, to_device
 from .._schedule import Run, Schedule
-from .slots import Arrays, Carry, Checkpoints, entry_at, repeat, trip_count
+from .slots import Arrays, Carry, Checkpoints, TripsOf, entry_at, repeat, trip_count
 from .store import empty_stack, read, read_before_writes, settle, write
 
 State: TypeAlias = Any
@@ -50,7 +50,7 @@ class Replay(NamedTuple):
 
     Attributes:
         fetch: `(state, index) -> fetched`, what a layer reads from the host. It is called one layer ahead.
-        advance: `(state, index, carry, fetched) -> carry`.
+        advance: `(state, index, carry, fetched, indices) -> carry`; `indices` are all that are run again so.
         save: `(state, index, bottom, carry, saved, fetched) -> (carry, saved)`, if something is kept for each
             layer of the segment being reversed, whose first layer is `bottom`.
         room: `ranges -> saved`, the buffers that `save` fills, for any one of these ranges of layers.
@@ -58,7 +58,7 @@ class Replay(NamedTuple):
     """
 
     fetch: Callable[[State, Any], Arrays]
-    advance: Callable[[State, Any, Carry, Arrays], Carry]
+    advance: Callable[[State, Any, Carry, Arrays, Iterable[int]], Carry]
     save: Callable[[State, Any, Any, Carry, Any, Arrays], tuple[Carry, Any]] | None = None
     room: Callable[[list[range]], Any] = lambda ranges: None
     reads_segments: bool = False
@@ -111,7 +111,8 @@ def reverse_sweep(
     saved = None if replay.save is None else replay.room(ranges)
     if boundaries is None:
         loop = (checkpoints.slots, saved, fetched, cotangent, state)
-        before, trips = plan.skipped, len(runs) - plan.skipped
+        before, left = plan.skipped, len(runs) - plan.skipped
+        trips = left if isinstance(left, int) else TripsOf(None, left)
         loop = repeat(trips, lambda r, loop: run(before + r, *loop), loop, unroll is True, len(runs))
         return loop[3:]
 
@@ -148,6 +149,8 @@ class _Plan:
         self.advances: Any = table(
             max(0, run.replays - run.visits + 1) if saving else run.replays for run in runs
         )
+        rows = zip(self.start, self.advances, strict=True)
+        self.advanced = [int(start) + k for start, count in rows for k in range(count)]
         self.first_write = table(itertools.accumulate((run.replays for run in runs[:-1]), initial=0))
         self.writes = table([slot for run in runs for slot in run.writes] or [0])
         self.top = table(run.top for run in runs)
@@ -176,7 +179,7 @@ def _advance(
         slots, carry, fetched = loop
         fetched, index = settle(fetched, entry_at(plan.start, r) + k)
         ahead = replay.fetch(state, index + 1)
-        carry = replay.advance(state, index, carry, fetched)
+        carry = replay.advance(state, index, carry, fetched, plan.advanced)
         return write(slots, entry_at(plan.writes, entry_at(plan.first_write, r) + k), carry), carry, ahead
 
     if not plan.most_advances:
@@ -224,7 +227,8 @@ def _visit(
     r: Any,
     unroll: int | bool,
 ) -> tuple[Arrays, Carry, State]:
-    visits, bottom = trip_count(plan.visits, r), entry_at(plan.bottom, r)
+    trips, bottom = trip_count(plan.visits, r), entry_at(plan.bottom, r)
+    visits = trips.number if isinstance(trips, TripsOf) else trips
 
     def layer(k: Any, loop: tuple[Arrays, Carry, State]) -> tuple[Arrays, Carry, State]:
         fetched, cotangent, state = loop
@@ -235,4 +239,4 @@ def _visit(
         carry = read(slots, entry_at(plan.bottom_slot, r) + visits - 1 - k)
         return ahead, *visitor(ReplayedLayer(index, bottom, carry, saved, fetched), cotangent, state)
 
-    return repeat(visits, layer, loop, unroll, plan.most_visits)
+    return repeat(trips, layer, loop, unroll, plan.most_visits)

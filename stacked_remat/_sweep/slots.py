@@ -12,6 +12,7 @@ from jaxtyping import Array
 
 from .._activity import is_differentiable
 from .._placement import to_device
+from .._trips import known_trips
 from .store import empty_stack, write
 
 Arrays = list[Array]
@@ -112,17 +113,29 @@ def _first(stacked: Carry) -> Carry:
     return [lax.index_in_dim(leaf, 0, keepdims=False) for leaf in stacked]
 
 
-def repeat(trips: Any, body: Callable[[Any, T], T], state: T, unroll: int | bool, most: int) -> T:
+class TripsOf(NamedTuple):
+    """A trip count that depends on the trip of the loop around.
+
+    Attributes:
+        table: the counts of all of its trips; None where data decide.
+        number: the count of this one.
+    """
+
+    table: np.ndarray | None
+    number: Any
+
+
+def repeat(trips: int | TripsOf, body: Callable[[Any, T], T], state: T, unroll: int | bool, most: int) -> T:
     """Run `for k in range(trips): state = body(k, state)`, rolled unless `unroll` is True.
 
     Args:
-        trips: number of iterations, static or traced.
+        trips: number of iterations.
         body: takes `k` and the state.
         state: arrays of fixed shapes.
         unroll: bodies per iteration of the rolled loop.
         most: a static upper bound of `trips`.
     """
-    if unroll is True and not isinstance(trips, jax.Array):
+    if unroll is True and isinstance(trips, int):
         for k in range(trips):
             state = body(k, state)
         return state
@@ -133,16 +146,26 @@ def repeat(trips: Any, body: Callable[[Any, T], T], state: T, unroll: int | bool
     if isinstance(trips, int):
         return lax.fori_loop(0, trips, one, state, unroll=max(1, min(int(unroll), trips)))
     step = most if unroll is True else max(1, min(int(unroll), most))
+
+    table, number = trips
+
+    def loop(
+        first: Any, last: Any, of: Callable[[np.ndarray], np.ndarray], body: Callable[[Any, T], T], state: T
+    ) -> T:
+        total, entered = (None, 1) if table is None else (int(of(table).sum()), len(table))
+        with known_trips(total, entered):
+            return lax.fori_loop(first, last, body, state)
+
     if step == 1:
-        return lax.fori_loop(0, trips, one, state)
+        return loop(0, number, lambda table: table, one, state)
 
     def several(block: Any, state: T) -> T:
         for k in range(step):
             state = one(block * step + k, state)
         return state
 
-    state = lax.fori_loop(0, trips // step, several, state)
-    return lax.fori_loop(trips // step * step, trips, one, state)
+    state = loop(0, number // step, lambda table: table // step, several, state)
+    return loop(number // step * step, number, lambda table: table % step, one, state)
 
 
 def run_layers(
@@ -174,10 +197,13 @@ def run_layers(
     return state, ran
 
 
-def trip_count(table: Any, r: Any) -> Any:
-    """Look up a trip count, static if all entries agree."""
-    is_static = isinstance(table, np.ndarray) and (table == table[0]).all()
-    return int(table[0]) if is_static else entry_at(table, r)
+def trip_count(table: Any, r: Any) -> int | TripsOf:
+    """Look up a trip count, static if all entries agree or the index is."""
+    if not isinstance(table, np.ndarray):
+        return TripsOf(None, entry_at(table, r))
+    if isinstance(r, int) or (table == table[0]).all():
+        return int(table[r if isinstance(r, int) else 0])
+    return TripsOf(table, entry_at(table, r))
 
 
 def entry_at(table: Any, r: Any) -> Any:

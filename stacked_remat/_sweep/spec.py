@@ -13,6 +13,7 @@ from jax import lax
 from .._activity import active_carry, active_outputs
 from .._placement import on_device
 from .._schedule import Schedule, equal
+from .._trips import known_branches
 from .gradient import (
     LayerPullback,
     Mask,
@@ -116,8 +117,13 @@ class SweepSpec:
         """The index on the axis of the layer that runs as `number`."""
         return self.length - 1 - number if self.reverse else number
 
-    def at(self, number: Any, run: Callable[[Kind, Any, T], T], state: T) -> T:
-        """`run(kind, row, state)` for the layer with this number; `row` is its place in its kind's stacks."""
+    def at(
+        self, number: Any, run: Callable[[Kind, Any, T], T], state: T, numbers: Iterable[int] | None = None
+    ) -> T:
+        """`run(kind, row, state)` for the layer with this number; `row` is its place in its kind's stacks.
+
+        `numbers` are all that it is called for by the loop around: by default the schedule's layers.
+        """
         index = self.layer_index(number)
         if self.pattern is None:
             return run(self.kinds[0], index, state)
@@ -125,7 +131,10 @@ class SweepSpec:
         def run_number(kind: int, row: Any, state: T) -> T:
             return run(self.kinds[kind], row, state)
 
-        return self.pattern.at(index, run_number, state)
+        def indices() -> Iterable[int]:
+            return map(self.layer_index, range(self.first, self.length) if numbers is None else numbers)
+
+        return self.pattern.at(index, run_number, state, indices)
 
     def rows(self, kind: Kind) -> int:
         """The number of layers of this kind, or of segments of `read_length`."""
@@ -275,7 +284,8 @@ def _plain_pattern(
             carry, y = layers[kind.number](shared, carry, x[kind.xs])
             return carry, with_part(empty, kind.ys, y)
 
-        return lax.switch(at[0], [functools.partial(run, kind) for kind in kinds], carry)
+        with known_branches(pattern.counts(range(length))):
+            return lax.switch(at[0], [functools.partial(run, kind) for kind in kinds], carry)
 
     numbers = jnp.asarray(pattern.kinds, jnp.int32)
     carry, ys = lax.scan(step, init, (numbers, pick(entries, sliced)), length=length, **options)

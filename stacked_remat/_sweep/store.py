@@ -17,6 +17,7 @@ from jax.interpreters import ad, batching, mlir
 from jaxtyping import Array
 
 from .._placement import has_host_arrays, is_on_host, on_device, platform, to_host
+from .._trips import known_trips
 
 
 def empty_stack(entry: Any, size: int) -> Any:
@@ -244,7 +245,8 @@ def apart_from_transfers(compute: Callable[[], Any]) -> Any:
     """
     zeros = jax.tree.map(lambda type_: jnp.zeros(type_.shape, type_.dtype), jax.eval_shape(compute))
     once = lax.optimization_barrier(jnp.int32(1))
-    return lax.fori_loop(0, once, lambda *_: compute(), zeros)
+    with known_trips(1):
+        return lax.fori_loop(0, once, lambda *_: compute(), zeros)
 
 
 def at_least_one(stack: Array) -> Array:

@@ -1,98 +1,67 @@
 """The bytes that devices send each other in one call, from the compiled program.
 
 Collectives appear when the compiler divides the program, so they are read from its text: those in a loop
-times its trips. Trips that the compiler does not know are those that the program says it expects, or those of
-the loop at the same place of the source, which `count_flops` finds in the traced program.
+times its trips. Trips that the compiler does not know are those that the loop's name says (`_trips.py`).
 """
 
 import functools
 import math
 import re
-from collections.abc import Iterator
 
-from .._expected_trips import trips_expected
-from ._costs import Flops
+from .._trips import trips_in
+from ._hlo import Computations, Instruction, bytes_of, computations_in
 
-_KINDS = "all-gather|all-reduce|reduce-scatter|all-to-all|ragged-all-to-all|collective-permute"
-_COLLECTIVE = re.compile(rf" = (.*?) ({_KINDS})(-start)?\(")
-COMPUTATION = re.compile(r"^(ENTRY )?%([^\s(]+) ?\(.*\{$")
-_CALLED = re.compile(r"(?:calls|body)=%([\w.\-]+)")
-_APPLIED = re.compile(r" call\(.*to_apply=%([\w.\-]+)")
-_BRANCHES = re.compile(r"branch_computations=\{(.*?)\}|true_computation=(\S+), false_computation=(\S+)")
-_LIMIT = re.compile(r"= [su]32\[\]\S* constant\((\d+)\)")
-_CONDITION = re.compile(r"condition=%([\w.\-]+)")
+_COLLECTIVES = re.compile(
+    r"(all-gather|all-reduce|reduce-scatter|all-to-all|ragged-all-to-all|collective-permute)(-start)?$"
+)
 _TRIPS = re.compile(r'known_trip_count":\{"n":"(\d+)"')
-_ARRAY = re.compile(r"\b(pred|[a-z]+(\d+)\w*)\[([\d,]*)\]")
-_GROUPS = re.compile(r"replica_groups=(?:\[\d+,(\d+)\]|\{\{([\d,]*)\}|mesh\[(.*?)\] \{(.*?)\})")
 _SCOPES = re.compile(r'op_name="([^"]*)/')
-FRAME = re.compile(r"stack_frame_id=(\d+)")
-_ENTRY = re.compile(r"(\w+)=(\d+)")
-_ROW = re.compile(r"^(\d+) (.*)$")
+_GROUPS = re.compile(r"replica_groups=(?:\[\d+,(\d+)\]|\{\{([\d,]*)\}|mesh\[(.*?)\] \{(.*?)\})")
 
 
-def sent_bytes(program: str, devices: int, flops: Flops) -> int:
+def sent_bytes(program: str, devices: int) -> int:
     """The bytes that each device sends in collectives that go round a ring, in one call.
 
-    Loops whose trips depend on data count as often as `expected_trips` says, and once where it says nothing.
-    Where only the traced program has the trips, loops on one line of the source count their mean.
+    Loops whose trips neither the compiler nor their names tell count once.
 
     Args:
         program: the text of the compiled program.
         devices: how many it runs on.
-        flops: of the traced program, whose `loops` are taken.
     """
-    return round(_Program(program, devices, flops).sent())
+    computations, entry = computations_in(program)
 
+    @functools.cache
+    def sent(name: str) -> float:
+        return sum(map(of_instruction, computations.get(name, ())))
 
-class _Program:
-    """The computations of a program: what each sends, and what it calls."""
-
-    def __init__(self, text: str, devices: int, flops: Flops):
-        self._devices = devices
-        self._loops = {(place, around): trips / entered for place, around, entered, trips in flops.loops}
-        self._bodies: dict[str, list[str]] = {}
-        self._entry, lines = "", []
-        for line in text.splitlines():
-            if found := COMPUTATION.match(line):
-                self._entry = found[2] if found[1] else self._entry
-                lines = self._bodies.setdefault(found[2], [])
-            elif "=%" in line or " conditional(" in line or _LIMIT.search(line) or _COLLECTIVE.search(line):
-                lines.append(line)
-        self._places = places_in(text)
-        self._sent = functools.cache(self._of_computation)
-
-    def sent(self) -> float:
-        return self._sent(self._entry, "")
-
-    def _of_computation(self, name: str, loop: str) -> float:
-        return sum(self._of_line(line, loop) for line in self._bodies.get(name, ()))
-
-    def _of_line(self, line: str, loop: str) -> float:
-        if found := _COLLECTIVE.search(line):
-            return _sent_in(found[2], bool(found[3]), bytes_of(found[1]), _group(line, self._devices))
-        if "-done(" in line or "-update(" in line:
+    def of_instruction(one: Instruction) -> float:
+        if found := _COLLECTIVES.match(one.kind):
+            return _sent_in(found[1], bool(found[2]), bytes_of(one.types), _group(one.rest, devices))
+        if one.kind.endswith(("-done", "-update")):  # of what has started
             return 0.0
-        if found := _BRANCHES.search(line):
-            branches = ",".join(filter(None, found.groups())).split(",")
-            return max(self._sent(branch.strip(" %"), loop) for branch in branches if branch)
-        called = [*_CALLED.findall(line), *_APPLIED.findall(line)]
-        if " while(" not in line:
-            return sum(self._sent(one, loop) for one in called)
-        frame = FRAME.search(line)
-        place = self._places.get(frame[1], "") if frame else ""
-        return self._trips(line, place, loop) * sum(self._sent(one, place) for one in called)
+        called = [*map(sent, one.called)]
+        if one.kind == "conditional":
+            return max(called)
+        return sum(called) * (_trips(one, computations) if one.kind == "while" and any(called) else 1)
 
-    def _trips(self, line: str, place: str, loop: str) -> float:
-        if known := _TRIPS.search(line):
-            return int(known[1])
-        scopes = _SCOPES.search(line)
-        if scopes and (expected := trips_expected(scopes[1])) is not None:
-            return expected
-        if (place, loop) in self._loops:
-            return self._loops[place, loop]
-        condition = _CONDITION.findall(line)
-        limits = [int(n) for name in condition for text in self._bodies[name] for n in _LIMIT.findall(text)]
-        return limits[0] if len(limits) == 1 else 1  # loops that the compiler made run from 0 to a constant
+    return round(sent(entry))
+
+
+def _trips(loop: Instruction, computations: Computations) -> float:
+    if known := _TRIPS.search(loop.rest):
+        return int(known[1])
+    scopes = _SCOPES.search(loop.rest)
+    trips, _ = trips_in(scopes[1]) if scopes else (None, False)
+    if trips is not None:
+        return float(trips)
+    # Loops that the compiler made run from 0 to a constant.
+    condition = next(
+        body for name in loop.called if (body := computations[name])[-1].types[0].startswith("pred")
+    )
+    limits = [
+        one.rest for one in condition if one.kind == "constant" and one.types[0][:5] in ("s32[]", "u32[]")
+    ]
+    return int(limits[0].split(")")[0]) if len(limits) == 1 else 1
 
 
 def _sent_in(kind: str, starts: bool, size: int, group: int) -> float:
@@ -107,17 +76,9 @@ def _sent_in(kind: str, starts: bool, size: int, group: int) -> float:
     return result if kind == "collective-permute" else result * (group - 1) / group
 
 
-def bytes_of(shapes: str) -> int:
-    bits = 0
-    for kind, width, sizes in _ARRAY.findall(shapes):
-        each = 8 if kind == "pred" else int(width)
-        bits += each * math.prod(int(size) for size in sizes.split(",") if size)
-    return -(-bits // 8)
-
-
-def _group(line: str, devices: int) -> int:
+def _group(text: str, devices: int) -> int:
     """How many devices a collective is among."""
-    found = _GROUPS.search(line)
+    found = _GROUPS.search(text)
     if found is None:
         return devices
     many, listed, mesh, axes = found.groups()
@@ -128,36 +89,3 @@ def _group(line: str, devices: int) -> int:
     sizes = dict(re.findall(r"'([^']+)'=(\d+)", mesh))
     parts = re.findall(r"'([^']+)'(?::\(\d+\)(\d+))?", axes)
     return math.prod(int(part or sizes[name]) for name, part in parts)
-
-
-def places_in(text: str, outside: str = "") -> dict[str, str]:
-    """From the numbers of stack frames to places in the source, as `file:line`.
-
-    Args:
-        text: of a program.
-        outside: a folder. For a frame in it, the place is that of its nearest caller that is not.
-    """
-    tables: dict[str, dict[str, str]] = {}
-    for name, number, row in _rows(text):
-        tables.setdefault(name, {})[number] = row
-    places = {}
-    for frame, row in tables.get("StackFrames", {}).items():
-        entry = dict(_ENTRY.findall(row))
-        at = dict(_ENTRY.findall(tables["FileLocations"][entry["file_location_id"]]))
-        file = tables["FileNames"][at["file_name_id"]].strip('"')
-        caller = str(int(entry.get("parent_frame_id", 1)) - 1)  # counted from 1, for none
-        inside = outside and file.startswith(outside)
-        places[frame] = places[caller] if inside and caller in places else f"{file}:{at['line']}"
-    return places
-
-
-def _rows(text: str) -> Iterator[tuple[str, str, str]]:
-    """The rows of the tables at the head of a program: the table, the row's number and the row."""
-    table = ""
-    for line in text.splitlines():
-        if COMPUTATION.match(line):
-            return
-        if row := _ROW.match(line):
-            yield table, row[1], row[2]
-        elif line:
-            table = line

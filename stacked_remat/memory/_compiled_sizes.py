@@ -16,9 +16,8 @@ import jax
 
 from .._compat import compiled_with_text
 from .._files import read_json_fields, replaced_whole
-from . import _collectives, _costs, _largest
+from . import _collectives, _hlo, _largest
 from ._collectives import sent_bytes
-from ._costs import Flops
 from ._largest import Buffer, largest_buffers
 from ._targets import Target
 
@@ -32,15 +31,7 @@ class DoesNotFit(RuntimeError):
 
 @dataclasses.dataclass(frozen=True)
 class CompiledSizes:
-    """Bytes of arguments, outputs, temporaries and aliased outputs, in device and in host memory.
-
-    Attributes:
-        device: by these names.
-        host: the same of host memory.
-        seconds: wall time of the compilation.
-        sent: bytes that each device sends to others.
-        largest: buffers at the peak.
-    """
+    """Bytes by the names of `_KINDS`, in device and in host memory, and what else a report has."""
 
     device: dict[str, int]
     host: dict[str, int]
@@ -49,28 +40,23 @@ class CompiledSizes:
     largest: Sequence[Buffer] = ()
 
 
-def sizes_of(lowered: Any, target: Target, devices: int, folder: Path | None, flops: Flops) -> CompiledSizes:
-    """Compile a lowered program, or read from `folder` what an earlier compilation of it found.
+def sizes_of(lowered: Any, target: Target, devices: int, folder: str | Path | None) -> CompiledSizes:
+    """Compile a `jax.stages.Lowered`, or read from `folder` what an earlier compilation of it found.
 
-    Args:
-        lowered: the program, as `jax.stages.Lowered`.
-        target: what it is compiled for.
-        devices: how many of them.
-        folder: made if need be; None to compile, and keep nothing. A folder that can't be written to, and a
-            file that can't be read, are as none.
-        flops: of the program.
+    A folder that can't be written to, and a file that can't be read, are as none.
 
     Raises:
         DoesNotFit: the compiler refused the program because device memory is too small.
     """
     if folder is None:
-        return _compiled(lowered, target, devices, flops)
+        return _compiled(lowered, target, devices)
+    folder = Path(folder)
     path = folder / f"{_key(lowered, target, devices)}.json"
     with contextlib.suppress(OSError, ValueError, TypeError):
         found = CompiledSizes(**read_json_fields(path))
         if found.device.keys() == found.host.keys() == _KINDS.keys():
             return dataclasses.replace(found, largest=tuple(Buffer(*each) for each in found.largest))
-    found = _compiled(lowered, target, devices, flops)
+    found = _compiled(lowered, target, devices)
     with contextlib.suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)
         with replaced_whole(path, shared=True) as unfinished:
@@ -78,7 +64,7 @@ def sizes_of(lowered: Any, target: Target, devices: int, folder: Path | None, fl
     return found
 
 
-def _compiled(lowered: Any, target: Target, devices: int, flops: Flops) -> CompiledSizes:
+def _compiled(lowered: Any, target: Target, devices: int) -> CompiledSizes:
     start = time.perf_counter()
     compiled, text = compiled_with_text(lowered, target.devices()[0].platform)
     if isinstance(compiled, jax.errors.JaxRuntimeError):
@@ -90,7 +76,7 @@ def _compiled(lowered: Any, target: Target, devices: int, flops: Flops) -> Compi
         {name: getattr(stats, f"{where}{kind}_size_in_bytes") for name, kind in _KINDS.items()}
         for where in ("", "host_")
     )
-    sent = sent_bytes(text, devices, flops) if devices > 1 else 0
+    sent = sent_bytes(text, devices) if devices > 1 else 0
     return CompiledSizes(device, host, seconds, sent, largest_buffers(text))
 
 
@@ -100,7 +86,7 @@ def _key(lowered: Any, target: Target, devices: int) -> str:
     compiler = getattr(getattr(device, "client", None), "platform_version", "")
     flags = [os.environ.get(name, "") for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS")]
     parts = [repr(target), str(devices), compiler, device.device_kind, *map(_version, _COMPILERS), *flags]
-    parts += [inspect.getsource(module) for module in (_collectives, _costs, _largest)]
+    parts += [inspect.getsource(module) for module in (_collectives, _hlo, _largest)]
     return hashlib.sha256("\0".join([*parts, lowered.as_text()]).encode()).hexdigest()
 
 

@@ -1,12 +1,11 @@
-"""The arithmetic and the transfers of one equation of a traced program that holds no other program."""
+"""The FLOPs and the transfers of one equation of a traced program that holds no other program."""
 
 import dataclasses
 import math
-from typing import Any, TypeAlias
+import operator
+from typing import Any
 
 import jax
-
-_Loops: TypeAlias = tuple[tuple[str, str, int, int], ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,8 +24,6 @@ class Flops:
         bytes_to_host: bytes moved from device memory to host memory.
         too_low: reasons why the true figures may be higher (empty when there are none), sorted.
         too_high: reasons why they may be lower, as where a conditional counts its most expensive branch.
-        loops: for each loop whose trips are known, its place in the source and that of the loop around it,
-            how often it is entered, and its trips in all.
     """
 
     matmul: int = 0
@@ -35,27 +32,17 @@ class Flops:
     bytes_to_host: int = 0
     too_low: tuple[str, ...] = ()
     too_high: tuple[str, ...] = ()
-    loops: _Loops = dataclasses.field(default=(), compare=False, repr=False)
 
     def __add__(self, other: "Flops") -> "Flops":
-        return Flops(
-            self.matmul + other.matmul,
-            self.elementwise + other.elementwise,
-            self.bytes_from_host + other.bytes_from_host,
-            self.bytes_to_host + other.bytes_to_host,
-            _union(self.too_low, other.too_low),
-            _union(self.too_high, other.too_high),
-            _joined(self.loops, other.loops),
-        )
+        reasons = _union(self.too_low, other.too_low), _union(self.too_high, other.too_high)
+        matmul, elementwise, from_host, to_host = map(operator.add, self.counts, other.counts)
+        return Flops(matmul, elementwise, from_host, to_host, *reasons)
 
-    def __mul__(self, times: int) -> "Flops":
+    def __mul__(self, times: Any) -> "Flops":
         if times == 0:
             return Flops()
         matmul, elementwise, from_host, to_host = (count * times for count in self.counts)
-        loops = tuple(
-            (at, around, entered * times, trips * times) for at, around, entered, trips in self.loops
-        )
-        return Flops(matmul, elementwise, from_host, to_host, self.too_low, self.too_high, loops)
+        return Flops(matmul, elementwise, from_host, to_host, self.too_low, self.too_high)
 
     @property
     def counts(self) -> tuple[int, int, int, int]:
@@ -75,16 +62,6 @@ class Flops:
 
 def _union(some: tuple[str, ...], others: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(sorted({*some, *others})) if others else some
-
-
-def _joined(some: _Loops, others: _Loops) -> _Loops:
-    if not some or not others:
-        return some or others
-    found = {(place, around): (entered, trips) for place, around, entered, trips in some}
-    for place, around, entered, trips in others:
-        before = found.get((place, around), (0, 0))
-        found[place, around] = before[0] + entered, before[1] + trips
-    return tuple((*places, *counts) for places, counts in found.items())
 
 
 def leaf_cost(eqn: Any) -> Flops:

@@ -1,306 +1,222 @@
-"""Counts a program's arithmetic and transfers, loop bodies times the number of times they run.
+"""Counts a program's FLOPs and transfers, loop bodies times the number of times they run.
 
 XLA's own cost analysis counts the body of a loop once, and a training step over scanned layers is mostly
-loops, so the traced program is counted instead. Where a trip count is not a constant, the integers that it
-depends on are evaluated (see `_integers.py`): the count is exact for loops whose bounds come from a table,
-nested ones too. A trip count that depends on data is reported, never silently taken as one.
+loops, so the traced program is counted instead. Where a trip count is not a constant of the program, the
+names of `_trips.py` say it; one that nothing says is reported, never silently taken as one.
 """
 
 import dataclasses
-import itertools
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
-import numpy as np
 from jax.extend import source_info_util
-from jax.extend.core import jaxprs_in_params
+from jax.extend.core import Literal, jaxprs_in_params
 
-from .._expected_trips import trips_expected
-from ._backward import mark_products, scan_parts
+from .._activity import is_differentiable
+from .._trips import blocks_in, branches_in, trips_in
 from ._costs import Flops, leaf_cost
-from ._integers import as_known, evaluate
 from ._jaxprs import Jaxprs
 
-_MAX_STEPS = 500_000  # equations visited before loops are no longer followed (about ten seconds)
+_MOST_GRADIENTS = 2  # of one product, which has two factors; fused attention has more operands
 
-_ENDLESS = -1  # trips
-
-_Value = np.ndarray | None
-_Values = Sequence[_Value]
+_Active: TypeAlias = Sequence[bool]
+_Count: TypeAlias = "tuple[Flops, list[bool]]"
 
 
 def count_flops(jaxpr: Any, *, trained: Sequence[bool] | None = None) -> Flops:
-    """Count the arithmetic of a traced program, and what it moves between host and device memory.
+    """Count the FLOPs of a traced program, and what it moves between host and device memory.
 
     Args:
         jaxpr: a closed jaxpr, as `jax.make_jaxpr(f)(*args)` or `jax.jit(f).trace(*args).jaxpr` return.
         trained: for each of its inputs whether its gradient is taken. With it, the products of the backward
-            pass count too: one for each operand of a product that depends on such an input. Its other
-            arithmetic and its transfers do not.
+            pass count too: one for each operand of a product that depends on such an input. Its elementwise
+            FLOPs and its transfers do not.
 
     Returns:
         The count. Equations whose results are never used are left out, as XLA leaves them out. Loops
-        count body times trips; `while` loops whose trip count depends on the arguments are counted
-        once, those of divided experts (`over` of `grouped_experts`) as often as an even routing takes,
-        and named in `too_low`.
+        count body times trips: those of a `scan`, of a `while` loop that counts from one constant to
+        another by ones, and of the loops of this package. Other `while` loops are counted once, those of
+        divided experts (`over` of `grouped_experts`) as often as an even routing takes, and named in
+        `too_low`.
     """
-    counter = _Counter()
-    if trained is not None:
-        counter.count_gradients(jaxpr, trained)
-    return counter.run(jaxpr, [None] * len(jaxpr.in_avals))[0]
+    active = [False] * len(jaxpr.in_avals) if trained is None else [*trained]
+    found, _ = _Counter().run(jaxpr, active)
+    matmul, elementwise, from_host, to_host = map(round, found.counts)
+    return Flops(matmul, elementwise, from_host, to_host, found.too_low, found.too_high)
 
 
 class _Counter:
-    """Counts one program, and evaluates the integers in it that are known."""
+    """Counts one program: the cost of a jaxpr, and which of its results depend on what is trained."""
 
     def __init__(self) -> None:
-        self.steps = 0
         self._jaxprs = Jaxprs()
-        self._runs: dict[Any, tuple[Flops, list[_Value]]] = {}
-        self._factors: dict[tuple[int, ...], int] = {}
-        self._path: tuple[int, ...] = ()  # of the current equation, through those that hold it
-        self._loop = ""  # the place of the loop around it
+        self._runs: dict[Any, _Count] = {}
+        self._blocks: int | None = None  # of splash kernels called by what is counted
 
-    def count_gradients(self, jaxpr: Any, trained: Sequence[bool]) -> None:
-        """From now on, products count with those of their gradients."""
-        mark_products(self._jaxprs, jaxpr, trained, self._factors)
-
-    def run(self, jaxpr: Any, values: _Values) -> tuple[Flops, list[_Value]]:
-        """The cost and the known results of a jaxpr (open or closed), given what is known of its inputs."""
-        self.steps += 1
+    def run(self, jaxpr: Any, active: _Active) -> _Count:
+        """Count a jaxpr, open or closed, given which of its inputs depend on what is trained."""
         live = self._jaxprs.live(jaxpr)
-        # Loops run the same program with the same integers again and again.
-        place = self._path if self._factors else ()
-        key = (
-            id(jaxpr),
-            place,
-            self._loop,
-            *(None if value is None else value.tobytes() for value in values),
-        )
+        key = id(jaxpr), self._blocks, *active
         if key not in self._runs:
-            consts = [as_known(const) for const in getattr(jaxpr, "consts", ())]
-            known: dict[Any, _Value] = dict(zip(live.constvars, consts, strict=False))
-            known.update(zip(live.invars, values, strict=True))
+            known = {var for var, is_active in zip(live.invars, active, strict=True) if is_active}
             cost = Flops()
             for eqn in live.eqns:
-                self.steps += 1
-                outer, self._path = self._path, (*self._path, id(eqn))
-                added, results = self._eqn(eqn, [_read(known, atom) for atom in eqn.invars])
-                if factor := self._factors.get(self._path):
-                    added = dataclasses.replace(added, matmul=added.matmul * factor)
-                cost, self._path = cost + added, outer
-                known.update(zip(eqn.outvars, results, strict=True))
-            self._runs[key] = cost, [_read(known, atom) for atom in live.outvars]
+                around = self._blocks
+                scopes = str(eqn.source_info.name_stack)
+                self._blocks = blocks_in(scopes) or around
+                added, outputs = self._eqn(eqn, scopes, [_is_in(known, atom) for atom in eqn.invars])
+                self._blocks, cost = around, cost + added
+                pairs = zip(eqn.outvars, outputs, strict=True)
+                known.update(var for var, is_active in pairs if is_active and _has_gradient(var))
+            self._runs[key] = cost, [_is_in(known, atom) for atom in live.outvars]
         return self._runs[key]
 
-    def _eqn(self, eqn: Any, values: list[_Value]) -> tuple[Flops, list[_Value]]:
+    def _eqn(self, eqn: Any, scopes: str, active: list[bool]) -> _Count:
         name, params = eqn.primitive.name, eqn.params
-        unknown: list[_Value] = [None] * len(eqn.outvars)
-        if name in ("scan", "while"):
-            around, self._loop = self._loop, _place(eqn)
-            cost, results, trips = (self._scan if name == "scan" else self._while)(eqn, values)
-            own = () if trips is None else ((self._loop, around, 1, trips),)
-            self._loop = around
-            return cost + Flops(loops=own), results
+        if name == "stop_gradient":
+            return Flops(), [False] * len(eqn.outvars)
+        if name == "scan":
+            body = params["jaxpr"]
+            each, outputs = self._loop(body, active, *scan_parts(eqn))
+            return each * params["length"], outputs
+        if name == "while":
+            return self._while(eqn, scopes, active)
         if name == "cond":
-            return self._cond(eqn, values)
-        if name == "pallas_call":
-            return self._kernel(eqn, values), unknown
+            return self._cond(eqn, scopes, active[1:])
         if name == "shard_map":
             shape, manual = params["mesh"].shape, params.get("manual_axes")
-            # An input with the same shape inside is not divided, so it is the same on every device.
-            inputs = [
-                value if value is not None and value.shape == var.aval.shape else None
-                for value, var in zip(values, params["jaxpr"].invars, strict=True)
-            ]
-            body, _ = self.run(params["jaxpr"], inputs)
-            return body * math.prod(shape[axis] for axis in (manual or shape)), unknown
-        called = self._jaxprs.called(eqn)
+            body, outputs = self.run(params["jaxpr"], active)
+            return body * math.prod(shape[axis] for axis in (manual or shape)), outputs
+        called = None if name == "pallas_call" else self._jaxprs.called(eqn)
         if called is not None:
-            return self.run(called, values)
-        nested = [] if name in _TINY_BODIES else list(jaxprs_in_params(params))
-        if not nested:
-            return leaf_cost(eqn), evaluate(eqn, values)
-        cost = Flops(too_low=(f"what is inside {name!r}{_where(eqn)} is counted once",))
-        for inner in nested:
-            cost = cost + self.run(inner, [None] * len(getattr(inner, "jaxpr", inner).invars))[0]
-        return cost, unknown
+            return self.run(called, active)
+        cost = self._kernel(eqn) if name == "pallas_call" else self._inside(eqn)
+        gradients = min(_MOST_GRADIENTS, sum(active))
+        cost = dataclasses.replace(cost, matmul=cost.matmul * (1 + gradients))
+        return cost, [any(active)] * len(eqn.outvars)
 
-    def _kernel(self, eqn: Any, values: list[_Value]) -> Flops:
+    def _inside(self, eqn: Any) -> Flops:
+        """The cost of an equation that calls nothing with its own operands."""
+        name = eqn.primitive.name
+        nested = [] if name in _TINY_BODIES else list(jaxprs_in_params(eqn.params))
+        if not nested:
+            return leaf_cost(eqn)
+        reason = f"what is inside {name!r}{_where(eqn)} is counted once"
+        return sum(map(self._unknown, nested), Flops(too_low=(reason,)))
+
+    def _unknown(self, jaxpr: Any) -> Flops:
+        return self.run(jaxpr, [False] * len(getattr(jaxpr, "jaxpr", jaxpr).invars))[0]
+
+    def _kernel(self, eqn: Any) -> Flops:
         """A Pallas kernel: its body times the steps of its grid."""
-        grid, inner = eqn.params["grid_mapping"].grid, eqn.params["jaxpr"]
-        body, _ = self.run(inner, [None] * len(inner.invars))
+        grid, body = eqn.params["grid_mapping"].grid, self._unknown(eqn.params["jaxpr"])
         if not all(isinstance(size, int) for size in grid):
-            reason = f"a kernel with a dynamic grid{_where(eqn)} is counted once"
-            return body + Flops(too_low=(reason,))
+            return body + Flops(too_low=(f"a kernel with a dynamic grid{_where(eqn)} is counted once",))
         steps = math.prod(grid)
-        # The second argument of JAX's splash attention is its table of blocks, zero where nothing is visible.
-        # All its matrix products are in the branch for the other blocks.
-        if (eqn.params.get("name") or "").startswith("splash_") and values[1] is not None:
-            steps = steps // values[1].size * np.count_nonzero(values[1])
+        if (eqn.params.get("name") or "").startswith("splash_"):
+            # Its second argument is its table of blocks. All its matrix products are in the branch for those
+            # that are visible.
+            steps = steps // eqn.invars[1].aval.size * (self._blocks or eqn.invars[1].aval.size)
             reason = "what a splash kernel does on the first and last block of a row counts on every block"
             body = dataclasses.replace(body, too_high=(reason,))
-        return body * int(steps)
+        return body * steps
 
-    def _cond(self, eqn: Any, values: list[_Value]) -> tuple[Flops, list[_Value]]:
-        branches, (index, *operands) = eqn.params["branches"], values
-        if index is not None:
-            return self.run(branches[min(max(int(index), 0), len(branches) - 1)], operands)
-        runs = [self.run(branch, operands) for branch in branches]
-        counts = [cost.counts for cost, _ in runs]
+    def _cond(self, eqn: Any, scopes: str, active: list[bool]) -> _Count:
+        runs = [self.run(branch, active) for branch in eqn.params["branches"]]
+        outputs = [any(outputs) for outputs in zip(*(outputs for _, outputs in runs), strict=True)]
+        costs, shares, index = [cost for cost, _ in runs], branches_in(scopes), eqn.invars[0]
+        if isinstance(index, Literal):
+            return costs[min(max(int(index.val), 0), len(costs) - 1)], outputs
+        if len(shares) == len(costs):
+            parts = (cost * share for cost, share in zip(costs, shares, strict=True))
+            return sum(parts, Flops()), outputs
+        counts = [cost.counts for cost in costs]
         matmul, elementwise, *_ = max(counts)
         from_host, to_host = (max(count[direction] for count in counts) for direction in (2, 3))
         most = Flops(matmul, elementwise, from_host, to_host)
-        results = [
-            first if all(_same(first, other) for other in others) else None
-            for first, *others in zip(*(result for _, result in runs), strict=True)
-        ]
-        if any(found != most.counts for found in counts):
+        if any(count != most.counts for count in counts):
             reason = f"a conditional that depends on data{_where(eqn)} counts its most expensive branch"
             most = most + Flops(too_high=(reason,))
-        for cost, _ in runs:
-            most = most + Flops(too_low=cost.too_low, too_high=cost.too_high, loops=cost.loops)
-        return most, results
+        reasons = (Flops(too_low=cost.too_low, too_high=cost.too_high) for cost in costs)
+        return sum(reasons, most), outputs
 
-    def _scan(self, eqn: Any, values: list[_Value]) -> tuple[Flops, list[_Value], int]:
-        """The cost, the known results, and the trips."""
-        body, length = eqn.params["jaxpr"], eqn.params["length"]
-        num_consts, num_carry = scan_parts(eqn)
-        consts, carry, xs = (
-            values[:num_consts],
-            values[num_consts:][:num_carry],
-            values[num_consts + num_carry :],
-        )
-        no_ys: list[_Value] = [None] * (len(eqn.outvars) - num_carry)
-        if length == 0:
-            return Flops(), [*carry, *no_ys], 0
-        order = range(length)[::-1] if eqn.params["reverse"] else range(length)
-        slices = ([None if x is None else x[row] for x in xs] for row in order)
-        first = next(slices)
-        each, fixed, strides = self._any_trip(body, consts, carry, first)
-        if strides is not None:
-            return each * length, [*_after(carry, strides, length), *no_ys], length
-        state, total, stacked = carry, Flops(), []
-        for own in itertools.chain([first], slices):
-            if self.steps > _MAX_STEPS:
-                return each * length, [*fixed, *no_ys], length
-            cost, results = self.run(body, [*consts, *state, *own])
-            state, total = results[:num_carry], total + cost
-            stacked.append(results[num_carry:])
-        rows = stacked[::-1] if eqn.params["reverse"] else stacked
-        return total, [*state, *(_stack(ys) for ys in zip(*rows, strict=True))], length
-
-    def _while(self, eqn: Any, values: list[_Value]) -> tuple[Flops, list[_Value], int | None]:
-        """The cost, the known results, and the trips; None where they are not known."""
+    def _while(self, eqn: Any, scopes: str, active: list[bool]) -> _Count:
         params = eqn.params
-        first, second = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
-        cond_consts, consts, state = values[:first], values[first:second], values[second:]
-        each, fixed, strides = self._any_trip(params["body_jaxpr"], consts, state, [])
-        test, _ = self.run(params["cond_jaxpr"], [*cond_consts, *fixed])
-        expected = trips_expected(str(eqn.source_info.name_stack))
-        counted = "once" if expected is None else f"{expected} times"
+        body, test, state = params["body_jaxpr"], params["cond_jaxpr"], active[params["cond_nconsts"] :]
+        num_carry = len(eqn.outvars)
+        each, outputs = self._loop(body, state, len(state) - num_carry, num_carry)
+        once = self._unknown(test)
+        trips, is_exact = trips_in(scopes)
+        if trips is None:
+            trips = _constant_trips(eqn, self._jaxprs.live(test), self._jaxprs.live(body))
+            is_exact = trips is not None
+        if is_exact and trips is not None:
+            return each * trips + once * (trips + 1), outputs
+        counted = "once" if trips is None else f"{trips} times"
         reason = f"a while loop{_where(eqn)} whose trip count is not known in advance is counted {counted}"
-        cost = (each + test) * (1 if expected is None else expected)
-        unknown = cost + Flops(too_low=(reason,)), fixed, None
-        if strides is not None:
-            starts = [*cond_consts, *state], [*cond_consts, *_after(state, strides, 1)]
-            trips = _strided_trips(self._jaxprs.live(params["cond_jaxpr"]), *starts)
-            if trips == _ENDLESS:
-                return unknown
-            if trips is not None:
-                return each * trips + test * (trips + 1), _after(state, strides, trips), trips
-        total, trips = Flops(), 0
-        while self.steps <= _MAX_STEPS:
-            (goes_on,) = self.run(params["cond_jaxpr"], [*cond_consts, *state])[1]
-            if goes_on is None:
-                return unknown
-            if not goes_on:
-                return total + test * (trips + 1), state, trips
-            cost, state = self.run(params["body_jaxpr"], [*consts, *state])
-            total, trips = total + cost, trips + 1
-        return unknown
+        return (each + once) * (1 if trips is None else trips) + Flops(too_low=(reason,)), outputs
 
-    def _any_trip(
-        self, body: Any, consts: _Values, carry: _Values, slices: _Values
-    ) -> tuple[Flops, list[_Value], _Values | None]:
-        """What holds for every trip of a loop.
-
-        Returns:
-            The cost without what changes from trip to trip; the carry that does not change; and what each
-            trip adds to the carry, None where the cost or the known integers change in any other way.
-        """
-        inner = getattr(body, "jaxpr", body)
-        carried = inner.invars[len(consts) :][: len(carry)]
-        pairs = zip(carry, inner.outvars, carried, strict=False)
-        fixed = [value if out is var else None for value, out, var in pairs]
-        each, _ = self.run(body, [*consts, *fixed, *[None] * len(slices)])
-        first, results = self.run(body, [*consts, *carry, *slices])
-        added = {eqn.outvars[0]: eqn.invars for eqn in inner.eqns if eqn.primitive.name == "add"}
-        strides: list[_Value] = []
-        strided = first == each and all(ys is None for ys in results[len(carry) :])
-        for value, result, out, var in zip(carry, results, inner.outvars, carried, strict=False):
-            operands = added.get(out, [])
-            adds_literal = any(x is var for x in operands) and any(hasattr(x, "val") for x in operands)
-            if value is not None and result is not None:
-                strided &= out is var or adds_literal
-                strides.append(result.astype(np.int64) - value)
-            else:
-                strided &= value is result
-                strides.append(None)
-        return each, fixed, strides if strided else None
+    def _loop(self, body: Any, active: list[bool], num_consts: int, num_carry: int) -> _Count:
+        """The cost of a trip. A carry that becomes active on one trip is so on all."""
+        consts, carry, xs = (
+            active[:num_consts],
+            active[num_consts:][:num_carry],
+            active[num_consts + num_carry :],
+        )
+        while True:
+            cost, outputs = self.run(body, [*consts, *carry, *xs])
+            grown = [old or new for old, new in zip(carry, outputs, strict=False)]
+            if grown == carry:
+                return cost, [*carry, *outputs[num_carry:]]
+            carry = grown
 
 
-def _after(carry: _Values, strides: _Values, trips: int) -> list[_Value]:
-    """The carry after that many trips, each of which adds the same."""
-    return [
-        None if value is None or stride is None else value.astype(np.int64) + trips * stride
-        for value, stride in zip(carry, strides, strict=True)
-    ]
+def scan_parts(eqn: Any) -> tuple[int, int]:
+    """How many constants and how many carries a `scan` has.
 
-
-def _strided_trips(test: Any, first: _Values, second: _Values) -> int | None:
-    """How often a loop runs, from the inputs of its test before the first two trips.
-
-    None where the test is not a single inequality of known integers; `_ENDLESS` if the loop does not end.
+    Found from shapes, because the equation's parameters differ between versions of JAX: scanned inputs and
+    stacked outputs have one more axis outside the body than inside.
     """
-    name = test.eqns[0].primitive.name if len(test.eqns) == 1 else ""
-    if name not in ("lt", "le", "gt", "ge"):
+    body = eqn.params["jaxpr"]
+    inner = getattr(body, "jaxpr", body)
+    num_xs, num_ys = (
+        sum(outer.aval.shape != own.aval.shape for outer, own in zip(outside, inside, strict=True))
+        for outside, inside in ((eqn.invars, inner.invars), (eqn.outvars, inner.outvars))
+    )
+    num_carry = len(eqn.outvars) - num_ys
+    return len(eqn.invars) - num_xs - num_carry, num_carry
+
+
+def _constant_trips(eqn: Any, test: Any, body: Any) -> int | None:
+    """The trips of a loop that counts by ones up to a constant, as `fori_loop` does; None for others."""
+    if [each.primitive.name for each in test.eqns] != ["lt"] or isinstance(test.eqns[0].invars[0], Literal):
         return None
-    sides = [
-        _read(dict(zip(test.invars, values, strict=True)), atom)
-        for values in (first, second)
-        for atom in test.eqns[0].invars
-    ]
-    if any(side is None for side in sides):
+    of_test, of_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
+    given = dict(zip(test.invars, [*eqn.invars[:of_test], *eqn.invars[of_test + of_body :]], strict=True))
+    carried = dict(
+        zip(test.invars[of_test:], zip(body.invars[of_body:], body.outvars, strict=True), strict=True)
+    )
+    counter, limit = test.eqns[0].invars
+    if not isinstance(limit, Literal):
+        own, result = carried.get(limit, (None, None))
+        limit = given[limit] if own is result else None
+    if counter not in carried or not isinstance(limit, Literal) or not isinstance(given[counter], Literal):
         return None
-    left, right, next_left, next_right = (int(side) for side in sides if side is not None)
-    sign = 1 if name in ("lt", "le") else -1
-    # The loop runs while the distance is positive.
-    distance = sign * (right - left) + (name in ("le", "ge"))
-    approach = sign * (next_left - left - (next_right - right))
-    if distance <= 0:
-        return 0
-    return -(-distance // approach) if approach > 0 else _ENDLESS
-
-
-def _read(known: dict[Any, _Value], atom: Any) -> _Value:
-    return as_known(atom.val) if hasattr(atom, "val") else known.get(atom)
-
-
-def _same(first: _Value, second: _Value) -> bool:
-    return first is not None and second is not None and np.array_equal(first, second)
-
-
-def _stack(rows: Sequence[_Value]) -> _Value:
-    if any(row is None for row in rows):
+    own, result = carried[counter]
+    added = [each.invars for each in body.eqns if each.primitive.name == "add" and each.outvars[0] is result]
+    if not any(a is own and isinstance(b, Literal) and b.val == 1 for a, b in added):
         return None
-    return as_known(np.stack([row for row in rows if row is not None]))
+    return max(0, int(limit.val) - int(given[counter].val))
 
 
-def _place(eqn: Any) -> str:
-    """The line in the source that an equation comes from, as `file:line`."""
-    return source_info_util.summarize(eqn.source_info).split(" (")[0].rsplit(":", 1)[0]
+def _is_in(known: set[Any], atom: Any) -> bool:
+    return not isinstance(atom, Literal) and atom in known
+
+
+def _has_gradient(var: Any) -> bool:
+    dtype = getattr(var.aval, "dtype", None)
+    return dtype is not None and is_differentiable(dtype)
 
 
 def _where(eqn: Any) -> str:

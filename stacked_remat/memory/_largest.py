@@ -9,14 +9,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple, TypeAlias
 
-from ._collectives import COMPUTATION, FRAME, bytes_of, places_in
+from ._hlo import Computations, Instruction, Sources, bytes_of, computations_in
 from ._table import readable_bytes
 
-_INSTRUCTION = re.compile(r"^\s+(ROOT )?%(\S+) = (.*?) ([a-z][\w\-]*)\((.*)$")
-_ARRAY = re.compile(r"\b(?:pred|[a-z]+\d+\w*)\[[\d,]*\](?:\{[^}]*\})?")
-_CALLED = re.compile(
-    r"(?:body|condition|to_apply|calls|called_computations=\{|branch_computations=\{)=?%([\w.\-]+)"
-)
 _SCOPE = re.compile(r'op_name="([^"]*)"')
 _INDEX = re.compile(r"index=(\d+)")
 _LIBRARY = str(Path(__file__).parents[1])
@@ -46,15 +41,6 @@ class Buffer(NamedTuple):
         )
 
 
-class _Instruction(NamedTuple):
-    name: str
-    types: list[str]
-    kind: str
-    operands: list[str]
-    called: list[str]
-    line: str
-
-
 def largest_buffers(program: str, most: int = 5) -> tuple[Buffer, ...]:
     """The largest arrays that are neither arguments nor constants, when the program needs most memory.
 
@@ -62,19 +48,15 @@ def largest_buffers(program: str, most: int = 5) -> tuple[Buffer, ...]:
         program: the text of a compiled program.
         most: how many.
     """
-    bodies, entry = _computations(program)
-    if entry not in bodies:
-        return ()
-    places, peaks = places_in(program, _LIBRARY), {}
+    bodies, entry = computations_in(program)
+    sources, peaks = Sources(program, _LIBRARY), {}
 
-    def buffer(instruction: _Instruction, type_: str) -> Buffer:
-        fused = [line for name in instruction.called for *_, line in bodies.get(name, ())]
-        lines = [instruction.line, *(fused[::-1] if instruction.kind == "fusion" else ())]
-        scope = next(filter(None, map(_SCOPE.search, lines)), None)
-        frame = next(filter(None, map(FRAME.search, lines)), None)
-        operation = scope[1] if scope else instruction.kind
-        source = places.get(frame[1], "") if frame else ""
-        return Buffer(bytes_of(type_), type_.split("{")[0], operation, source)
+    def buffer(one: Instruction, type_: str) -> Buffer:
+        fused = [inner.rest for name in one.called for inner in bodies.get(name, ())]
+        texts = [one.rest, *(fused[::-1] if one.kind == "fusion" else ())]
+        scope = next(filter(None, map(_SCOPE.search, texts)), None)
+        source = next(filter(None, map(sources.of, texts)), "")
+        return Buffer(bytes_of([type_]), type_.split("{")[0], scope[1] if scope else one.kind, source)
 
     def peak(name: str, in_loop: bool) -> list[Buffer]:
         if (name, in_loop) not in peaks:
@@ -82,30 +64,15 @@ def largest_buffers(program: str, most: int = 5) -> tuple[Buffer, ...]:
             peaks[name, in_loop] = _peak(bodies[name], buffer, peak, bodies, in_loop)
         return peaks[name, in_loop]
 
-    found = sorted(peak(entry, False), reverse=True)
+    found = sorted(peak(entry, False), reverse=True) if entry in bodies else []
     return tuple(each for each in found[:most] if 100 * each.size >= found[0].size)
 
 
-def _computations(program: str) -> tuple[dict[str, list[_Instruction]], str]:
-    bodies: dict[str, list[_Instruction]] = {}
-    entry, body = "", []
-    for line in program.splitlines():
-        if found := COMPUTATION.match(line):
-            entry = found[2] if found[1] else entry
-            body = bodies.setdefault(found[2], [])
-        elif found := _INSTRUCTION.match(line):
-            _, name, types, kind, rest = found.groups()
-            arrays = [found[0] for found in _ARRAY.finditer(types)]
-            operands = re.findall(r"%([\w.\-]+)", rest.split("), ")[0])
-            body.append(_Instruction(name, arrays, kind, operands, _CALLED.findall(rest), line))
-    return bodies, entry
-
-
 def _peak(
-    body: Sequence[_Instruction],
-    buffer: Callable[[_Instruction, str], Buffer],
+    body: Sequence[Instruction],
+    buffer: Callable[[Instruction, str], Buffer],
     peak: Callable[[str, bool], list[Buffer]],
-    bodies: dict[str, list[_Instruction]],
+    bodies: Computations,
     in_loop: bool,
 ) -> list[Buffer]:
     """The buffers alive when most bytes are; in a loop without those that become the loop's state."""
@@ -136,16 +103,14 @@ def _peak(
     return most
 
 
-def _owners(
-    instruction: _Instruction, owners: dict[str, list[_Owner]], bodies: dict[str, list[_Instruction]]
-) -> list[_Owner]:
+def _owners(instruction: Instruction, owners: dict[str, list[_Owner]], bodies: Computations) -> list[_Owner]:
     """For each array of a result, the instruction and output that allocated it."""
     given = [owners.get(name, []) for name in instruction.operands]
     own = [(instruction.name, i) for i in range(len(instruction.types))]
     if instruction.kind == "tuple":
         return [owner for part in given for owner in part]
     if instruction.kind == "get-tuple-element" and given:
-        index = _INDEX.search(instruction.line)
+        index = _INDEX.search(instruction.rest)
         return given[0][int(index[1]) :][:1] if index and len(instruction.types) == 1 else given[0]
     if instruction.kind in _IN_PLACE and given and len(given[0]) >= len(own):
         return given[0][: len(own)]
@@ -153,7 +118,7 @@ def _owners(
         root = next((bodies[name][-1] for name in instruction.called if bodies.get(name)), None)
         if root is not None and root.kind == "dynamic-update-slice":
             target = root.operands[0]
-            number = next((e.line for e in bodies[instruction.called[0]] if e.name == target), "")
+            number = next((e.rest for e in bodies[instruction.called[0]] if e.name == target), "")
             found = re.search(r"parameter\((\d+)\)", number)
             if found and len(given[int(found[1])]) == 1:
                 return given[int(found[1])]

@@ -86,13 +86,10 @@ class MemoryReport(Tabular):
 
     def _table(self) -> Table:
         where = self.target if self.devices == 1 else f"{self.devices} x {self.target}, per device"
-        host = self.host
+        names = {"aliased": "aliased with arguments"}
         rows = [
-            ("arguments", readable_bytes(self.arguments), readable_bytes(host.arguments)),
-            ("outputs", readable_bytes(self.outputs), readable_bytes(host.outputs)),
-            ("aliased with arguments", readable_bytes(-self.aliased), readable_bytes(-host.aliased)),
-            ("temporaries", readable_bytes(self.temporaries), readable_bytes(host.temporaries)),
-            ("total", readable_bytes(self.total), readable_bytes(host.total)),
+            (names.get(name, name), *(readable_bytes(sign * getattr(of, name)) for of in (self, self.host)))
+            for name, sign in dict(arguments=1, outputs=1, aliased=-1, temporaries=1, total=1).items()
         ]
         notes = [
             *([] if self.capacity is None else [f"one device has {readable_bytes(self.capacity)}"]),
@@ -132,44 +129,37 @@ class MemoryReport(Tabular):
 
 @dataclasses.dataclass(frozen=True)
 class TracedCall:
-    """A call that is traced and not compiled yet.
+    """A call that is traced and not compiled yet."""
 
-    Attributes:
-        target: what it will be compiled for.
-        placement: where its arguments are.
-        traced: JAX's traced program.
-        flops: its arithmetic and transfers.
-    """
-
-    target: Target
     placement: "_Placement"
     traced: Any
     flops: Flops
 
-    def report(self, cache: Path | None = None) -> MemoryReport:
+    def report(self, cache: str | Path | None = None) -> MemoryReport:
         """Compile it, or read what an earlier compilation found in `cache`.
 
         Raises:
             DoesNotFit: the compiler refused the program because device memory is too small.
         """
+        target, devices = self.placement.target, self.placement.devices
         with warnings.catch_warnings():
             # Donation that was not used shows in the report.
             warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
-            with compiled_for(self.target.devices()[0]):  # primitives that expand into others do so now
+            with compiled_for(target.devices()[0]):  # primitives that expand into others do so now
                 lowered = self.traced.lower()
-            found = sizes_of(lowered, self.target, self.placement.devices, cache, self.flops)
-        known = self.target if self.target.flops else target_of_device(self.target.devices()[0])
+            found = sizes_of(lowered, target, devices, cache)
+        known = target if target.flops else target_of_device(target.devices()[0])
         return MemoryReport(
-            target=self.target.name,
+            target=target.name,
             **found.device,
             host=HostBytes(**found.host),
-            flops=dataclasses.replace(self.flops, loops=()),
+            flops=self.flops,
             sent=found.sent,
             largest=tuple(found.largest),
             compile_seconds=found.seconds,
-            devices=self.placement.devices,
-            capacity=self.target.memory or _attached_memory(self.target),
-            least_time=None if known is None else TimeBound.of(self.flops, known, self.placement.devices),
+            devices=devices,
+            capacity=target.memory or _attached_memory(target),
+            least_time=None if known is None else TimeBound.of(self.flops, known, devices),
         )
 
 
@@ -214,8 +204,7 @@ def report(
 
     Cost: tracing and one full compilation; no memory for arguments or results.
     """
-    traced = trace_call(fn, args, kwargs, target, donate)
-    return traced.report(None if cache is None else Path(cache))
+    return trace_call(fn, args, kwargs, target, donate).report(cache)
 
 
 def trace_call(
@@ -228,17 +217,14 @@ def trace_call(
     """Trace `fn(*args, **kwargs)` as `report` compiles it."""
     chosen = find_target(target)
     fn, donate = _unwrap(fn, donate)
-    jitted: Any = fn
-    placement = _Placement.of(chosen, (fn, args, kwargs), makes_arguments=not _is_jax_jit(fn))
-    call = placement.place((fn, args, kwargs))
+    given = fn, args, kwargs
+    placement = _Placement.of(chosen, given, makes_arguments=not _is_jax_jit(fn))
+    call = placement.place(given)
     if _is_jax_jit(fn):
-        return _trace(chosen, placement, lambda: jitted.trace(*call[1], **call[2]))
-    arrays, static = eqx.partition(call, _is_abstract)
-    made, arrays = eqx.partition(
-        arrays, jax.tree.map(placement.is_made, (fn, args, kwargs), is_leaf=is_array_or_shape)
-    )
+        return _trace(placement, lambda: fn.trace(*call[1], **call[2]))
+    arrays, static = eqx.partition(call, lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct))
+    made, arrays = eqx.partition(arrays, jax.tree.map(placement.is_made, given, is_leaf=is_array_or_shape))
     donated, kept = eqx.partition(arrays, _donated(fn, args, kwargs, donate))
-
     shapes, structure = jax.tree.flatten(made)
 
     def run(donated: PyTree, kept: PyTree) -> PyTree:
@@ -248,16 +234,16 @@ def trace_call(
         return eqx.filter(fn(*args, **kwargs), eqx.is_array)
 
     size = sum(shape.size * shape.dtype.itemsize for shape in shapes)
-    return _trace(chosen, placement, lambda: jax.jit(run, donate_argnums=0).trace(donated, kept), size)
+    return _trace(placement, lambda: jax.jit(run, donate_argnums=0).trace(donated, kept), size)
 
 
-def _trace(target: Target, placement: "_Placement", trace: Callable[[], Any], made: int = 0) -> TracedCall:
+def _trace(placement: "_Placement", trace: Callable[[], Any], made: int = 0) -> TracedCall:
     """The traced call; `made` are the bytes that it first moves to the host in place of arguments."""
-    with compiled_for(target.devices()[0]):
+    with compiled_for(placement.target.devices()[0]):
         with placement.in_use():
             traced = trace()
         flops = count_flops(traced.jaxpr)
-    return TracedCall(target, placement, traced, flops + Flops(bytes_to_host=-made))
+    return TracedCall(placement, traced, flops + Flops(bytes_to_host=-made))
 
 
 def _attached_memory(target: Target) -> int | None:
@@ -266,10 +252,6 @@ def _attached_memory(target: Target) -> int | None:
         device = jax.local_devices()[0]
     stats = device.memory_stats()
     return stats.get("bytes_limit") if stats else None
-
-
-def _is_abstract(leaf: Any) -> bool:
-    return isinstance(leaf, jax.ShapeDtypeStruct)
 
 
 def _is_jax_jit(fn: Any) -> bool:
@@ -308,10 +290,7 @@ def _donated(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], donate: str
 
 @dataclasses.dataclass(frozen=True)
 class _Placement:
-    """Where a call's arguments are on a target: one device, or a mesh.
-
-    `makes_arguments` says whether those on the host can be made by the program.
-    """
+    """Where a call's arguments are, on a device or a mesh; and whether it can make those on the host."""
 
     target: Target
     mesh: Mesh | None

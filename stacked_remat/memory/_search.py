@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 from jaxtyping import PyTree
 
 from .._policy import ScanCheckpointPolicy, ScanCheckpointSpec, resolve_policy
@@ -51,34 +52,22 @@ def policy_name(policy: ScanCheckpointSpec, streamed: bool) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """Bytes on a device and on the host, each None for no limit."""
+    """Bytes on a device and on the host; None for no limit."""
 
-    device: int | None = None
+    device: int
     host: int | None = None
 
     def hold(self, trial: Trial) -> bool:
         """Whether a policy fits."""
         found = trial.report
-        return (
-            found is not None
-            and (self.device is None or found.total <= self.device)
-            and (self.host is None or found.host.total <= self.host)
-        )
+        if found is None or found.total > self.device:
+            return False
+        return self.host is None or found.host.total <= self.host
 
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """A program that takes a policy.
-
-    Attributes:
-        of_policy: makes the function from a policy.
-        args: its arguments.
-        kwargs: its keyword arguments.
-        target: what to compile for.
-        donate: which arguments may be reused.
-        streamed: from the arguments to those with weights on the host; None where there are none.
-        cache: folder for what compilations find; None to compile.
-    """
+    """A program that takes a policy, with the options of `plan`."""
 
     of_policy: Callable[[ScanCheckpointSpec], Callable[..., Any]]
     args: tuple[PyTree, ...]
@@ -88,23 +77,13 @@ class Program:
     streamed: Callable[..., Sequence[PyTree]] | None = None
     cache: str | Path | None = None
 
-    @functools.cached_property
-    def args_on_host(self) -> tuple[PyTree, ...]:
-        assert self.streamed is not None
-        return tuple(arguments_on_host(self.streamed, self.args))
-
     def traced(self, policy: ScanCheckpointSpec, on_host: bool) -> TracedCall:
-        args = self.args_on_host if on_host else self.args
+        args = arguments_on_host(self.streamed, self.args) if on_host and self.streamed else self.args
         return trace_call(self.of_policy(policy), args, self.kwargs, self.target, self.donate)
 
 
 class Search:
-    """Traces and compiles policies of a program, and remembers what it compiled, in order.
-
-    Args:
-        program: what is compiled.
-        show: called with each policy that was compiled.
-    """
+    """Traces and compiles policies of a program, and remembers what it compiled, in order."""
 
     def __init__(self, program: Program, show: Callable[[Trial], None] | None = None):
         self._program, self._show = program, show
@@ -113,10 +92,13 @@ class Search:
         self.trials: list[Trial] = []
 
     def trial(self, policy: ScanCheckpointSpec, streamed: bool) -> Trial:
-        """Compile the program under a policy."""
-        cache = None if self._program.cache is None else Path(self._program.cache)
+        """Compile the program under a policy, if it wasn't yet."""
+        for known in self.trials:
+            if (known.policy, known.streamed) == (policy, streamed):
+                return known
         try:
-            found = Trial(policy, self._trace(policy, streamed).report(cache), streamed=streamed)
+            report = self._trace(policy, streamed).report(self._program.cache)
+            found = Trial(policy, report, streamed=streamed)
         except (DoesNotFit, jax.errors.JaxRuntimeError) as error:
             if not isinstance(error, DoesNotFit):
                 error.add_note(f"while compiling the policy {policy_name(policy, streamed)}")
@@ -139,19 +121,12 @@ class Search:
     def least(
         self, candidates: Sequence[ScanCheckpointSpec], limits: Limits, layers: int | None, streamed: bool
     ) -> Trial | None:
-        """The policy with the least arithmetic that fits, of the candidates and their `first_layers`.
+        """The policy with the fewest FLOPs that fits, of the candidates and what is derived from them.
 
-        With wider limits the result never has more arithmetic: candidates are tried in an order that does not
+        With wider limits the result never has more FLOPs: candidates are tried in an order that does not
         depend on the limits, and `first_layers` by bisection over counts that do not either.
 
-        Args:
-            candidates: the policies.
-            limits: what they must fit in.
-            layers: of the stack; None for no `first_layers`.
-            streamed: whether weights are on the host.
-
-        Returns:
-            None if no candidate fits.
+        Nothing is derived if `layers` (of the stack) is None. The result is None if no candidate fits.
         """
         plain: list[ScanCheckpointSpec] = [policy for policy in candidates if _recomputes_nothing(policy)]
         best = self._first_to_fit(plain, limits, streamed)
@@ -163,9 +138,31 @@ class Search:
         if best is None or layers is None:
             return best
         for policy in others[others.index(best.policy) :]:
-            for kept in _kept_of_first_layers(resolve_policy(policy)):
-                best = self._with_first_layers(best, resolve_policy(policy), kept, layers, limits)
+            base = resolve_policy(policy)
+            for kept in _kept_of_first_layers(base):
+                with_first = functools.partial(_with_first, base, kept)
+                best = self._with_first_layers(best, with_first, base.first_layers, layers, limits)
+            if base.nested is True and base.save_carries is True and not base.first_layers:
+                if (sizes := self._sizes(base, layers, streamed)) is not None:
+                    best = self._with_first_layers(best, sizes.cut, -1, layers, limits)
         return best
+
+    def _sizes(self, base: ScanCheckpointPolicy, layers: int, streamed: bool) -> "_Sizes | None":
+        """Those that three cuts tell; None where they don't."""
+        kept = dataclasses.replace(base, save_block_internals=base.save_block_internals or True)
+        longest = kept.schedule(layers).slots
+        shorter = [-(-layers // max(1, longest // part)) for part in (2, 3)]
+        cuts = [kept, *(dataclasses.replace(kept, nested=k) for k in shorter)]
+        schedules = [policy.schedule(layers) for policy in cuts]
+        held = [(each.slots, max(run.visits for run in each.runs), 1) for each in schedules]
+        if np.linalg.matrix_rank(held) < len(held) or _NEVER in [self._cost(cut, streamed) for cut in cuts]:
+            return None
+        found = [self.trial(policy, streamed).report for policy in cuts]
+        totals = [report.total for report in found if report is not None]
+        if len(totals) < len(held):
+            return None
+        carry, internals, _ = np.linalg.solve(held, totals)
+        return _Sizes(kept, layers, max(carry, 0.0), max(internals, 0.0))
 
     def _first_to_fit(
         self, policies: Sequence[ScanCheckpointSpec], limits: Limits, streamed: bool
@@ -180,15 +177,23 @@ class Search:
     def _too_large(self, limits: Limits, streamed: bool) -> bool:
         """Whether the arguments, which are the same under every policy, don't fit."""
         found = (trial.report for trial in self.trials if trial.streamed == streamed and trial.report)
-        return limits.device is not None and any(report.arguments > limits.device for report in found)
+        return any(report.arguments > limits.device for report in found)
 
     def _with_first_layers(
-        self, best: Trial, base: ScanCheckpointPolicy, kept: ScanCheckpointSpec, layers: int, limits: Limits
+        self,
+        best: Trial,
+        with_first: Callable[[int], ScanCheckpointPolicy | None],
+        low: int,
+        high: int,
+        limits: Limits,
     ) -> Trial:
-        """`best`, or the policy with as many first layers as fit, if that has less arithmetic."""
-        low, high, found = base.first_layers, layers, None
+        """`best`, or the policy with as many first layers as fit, if that has fewer FLOPs.
+
+        Their number is above `low` and below `high`.
+        """
+        found = None
         while high - low > 1:
-            most, middle = (_with_first(base, kept, count) for count in (high - 1, (low + high) // 2))
+            most, middle = map(with_first, (high - 1, (low + high) // 2))
             if most is None or middle is None or self._cost(most, best.streamed) >= self._trial_cost(best):
                 break
             trial = self.trial(middle, best.streamed)
@@ -230,6 +235,27 @@ def _kept_of_first_layers(base: ScanCheckpointPolicy) -> tuple[ScanCheckpointSpe
     if base.first_layers:
         return (base.first_policy,)
     return (False, True) if base.is_nested or base.save_carries == "offload" else (False,)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Sizes:
+    """The bytes of a carry, and of what `kept` keeps of a layer's internals while a segment is reversed."""
+
+    kept: ScanCheckpointPolicy
+    layers: int
+    carry: float
+    internals: float
+
+    def cut(self, first_layers: int) -> ScanCheckpointPolicy | None:
+        """With so many first layers that keep their internals, the cut of the others that needs least."""
+        rest = self.layers - first_layers
+
+        def needs(longest: int) -> float:
+            return (-(-rest // longest) - 1 + longest) * self.carry + longest * self.internals
+
+        # Segments of one layer would be visited together, with the internals of all of them.
+        longest = min(range(min(2, rest), rest + 1), key=needs)
+        return _with_first(dataclasses.replace(self.kept, nested=-(-rest // longest)), False, first_layers)
 
 
 def _with_first(

@@ -1,10 +1,10 @@
-"""Tables of figures as text, which rich prints too."""
+"""Tables of figures as text."""
 
 import dataclasses
 import re
 import textwrap
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 _WIDTH = 80
@@ -18,7 +18,7 @@ _LEAST = 16
 class Table:
     """A titled table; the first column is text, the others are right-aligned. Headings may have lines.
 
-    Text in the first column and below the table breaks into lines to fit 80 columns, or the terminal's.
+    Text in the first column and below the table breaks into lines to fit 80 columns.
     """
 
     title: str
@@ -27,42 +27,22 @@ class Table:
     notes: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        return "\n".join([*self._head(_WIDTH), *self._body(_WIDTH)])
-
-    def __rich_console__(self, console: Any, options: Any) -> Iterator[Any]:
-        from rich.text import Text
-
-        for lines, style in ((self._head, "bold"), (self._body, "")):
-            yield Text("\n".join(lines(options.max_width)), style, overflow="fold")
-
-    def _head(self, width: int) -> list[str]:
-        """The title and the headings."""
         headings = [heading.split("\n") for heading in self.columns]
         height = max(map(len, headings))
-        rows = zip(*([""] * (height - len(lines)) + lines for lines in headings), strict=True)
-        return [*_wrapped(self.title, width), *(self._line(row, width) for row in rows)]
+        head = [*zip(*([""] * (height - len(lines)) + lines for lines in headings), strict=True)]
+        first, *others = (max(map(len, column)) for column in zip(*head, *self.rows, strict=True))
+        widths = [min(first, max(_LEAST, _WIDTH - sum(others) - 2 * len(others))), *others]
 
-    def _body(self, width: int) -> list[str]:
-        """Everything below the headings."""
-        widths = self._widths(width)
-        lines = ["-" * (sum(widths) + 2 * (len(widths) - 1))]
+        def line(row: tuple[str, ...]) -> str:
+            name, *figures = row
+            right = map(str.rjust, figures, others)
+            return "  ".join([name.ljust(widths[0]), *right]).rstrip()
+
+        lines = [*_wrapped(self.title), *map(line, head), "-" * (sum(widths) + 2 * len(others))]
         for name, *figures in self.rows:
-            first, *others = _broken(name, widths[0])
-            lines += [self._line((first, *figures), width), *others]
-        return [*lines, *(line for note in self.notes for line in _wrapped(note, width))]
-
-    def _widths(self, width: int) -> list[int]:
-        """Of the columns; the first is as wide as its text, or as the others leave it."""
-        cells = [
-            [*heading.split("\n"), *rest] for heading, *rest in zip(self.columns, *self.rows, strict=True)
-        ]
-        first, *others = (max(map(len, column)) for column in cells)
-        return [min(first, max(_LEAST, width - sum(others) - 2 * len(others))), *others]
-
-    def _line(self, row: tuple[str, ...], width: int) -> str:
-        first, *others = zip(row, self._widths(width), strict=True)
-        cells = [first[0].ljust(first[1]), *(text.rjust(size) for text, size in others)]
-        return "  ".join(cells).rstrip()
+            first, *rest = _broken(name, widths[0])
+            lines += [line((first, *figures)), *rest]
+        return "\n".join([*lines, *(text for note in self.notes for text in _wrapped(note))])
 
 
 class Tabular(ABC):
@@ -75,7 +55,9 @@ class Tabular(ABC):
         return str(self._table())
 
     def __rich__(self) -> Any:
-        return self._table()
+        from rich.text import Text
+
+        return Text(str(self), overflow="fold")
 
 
 def _broken(name: str, width: int) -> list[str]:
@@ -88,10 +70,10 @@ def _broken(name: str, width: int) -> list[str]:
     return [line[k : k + width].rstrip() for line in lines for k in range(0, len(line) or 1, width)]
 
 
-def _wrapped(text: str, width: int) -> list[str]:
+def _wrapped(text: str) -> list[str]:
     """A text in lines, each but the first indented; paths are left whole."""
     return textwrap.wrap(
-        text, width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
+        text, _WIDTH, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
     ) or [""]
 
 

@@ -8,6 +8,7 @@ import dataclasses
 import functools
 import importlib
 import importlib.util
+import math
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -204,6 +205,13 @@ _SCALING_BOOK = "PCIe: Austin et al. 2025, 'How to Scale Your Model', part 2"
 
 _XLA = "openxla/xla xla/backends/gpu/target_config/specs (read from the device)"
 
+_SQUARES = "1x1 2x2 2x4 4x4 4x8 8x8 8x16 16x16"
+
+
+def _slices(name: str, topologies: str) -> tuple[tuple[int, str], ...]:
+    return tuple((math.prod(map(int, each.split("x"))), f"{name}:{each}") for each in topologies.split())
+
+
 _H100 = CudaTarget(
     name="h100",
     memory=84_942_979_072,
@@ -267,8 +275,7 @@ _ALL: tuple[Target, ...] = (
         flops=197e12,
         link=16e9,
         source=f"cloud.google.com/tpu/docs/v5e; {_SCALING_BOOK}",
-        slices=((1, "v5e:1x1"), (4, "v5e:2x2"), (8, "v5e:2x4"), (16, "v5e:4x4"), (32, "v5e:4x8"))
-        + ((64, "v5e:8x8"), (128, "v5e:8x16"), (256, "v5e:16x16")),
+        slices=_slices("v5e", _SQUARES),
     ),
     TpuTarget(
         name="v5p",
@@ -276,8 +283,7 @@ _ALL: tuple[Target, ...] = (
         flops=459e12,
         link=16e9,
         source=f"cloud.google.com/tpu/docs/v5p; {_SCALING_BOOK}",
-        slices=((1, "v5p:1x1x1"), (4, "v5p:2x2x1"), (8, "v5p:2x2x2"), (16, "v5p:2x2x4"))
-        + ((32, "v5p:2x4x4"), (64, "v5p:4x4x4"), (128, "v5p:4x4x8"), (256, "v5p:4x8x8")),
+        slices=_slices("v5p", "1x1x1 2x2x1 2x2x2 2x2x4 2x4x4 4x4x4 4x4x8 4x8x8"),
     ),
     TpuTarget(
         name="v6e",
@@ -285,8 +291,7 @@ _ALL: tuple[Target, ...] = (
         flops=918e12,
         link=32e9,
         source=f"cloud.google.com/tpu/docs/v6e; {_SCALING_BOOK}",
-        slices=((1, "v6e:1x1"), (4, "v6e:2x2"), (8, "v6e:2x4"), (16, "v6e:4x4"), (32, "v6e:4x8"))
-        + ((64, "v6e:8x8"), (128, "v6e:8x16"), (256, "v6e:16x16")),
+        slices=_slices("v6e", _SQUARES),
     ),
 )
 
@@ -342,5 +347,5 @@ def target_mesh(target: str | Target, axes: Mapping[str, int]) -> Mesh:
         TargetError: as `Target.devices`.
     """
     shape = tuple(axes.values())
-    devices = find_target(target).devices(int(np.prod(shape)))
+    devices = find_target(target).devices(math.prod(shape))
     return Mesh(np.asarray(devices, dtype=object).reshape(shape), tuple(axes))

@@ -89,7 +89,8 @@ def tokens_to_hide(counts: Mapping[int, Flops], target: str | Target, *, utiliza
         ValueError: not two counts, or a utilization that is no share.
         TargetError: the target's peak or link is not known.
     """
-    if not isinstance(counts, Mapping) or not all(map(_is_cost, counts.items())):
+    items = counts.items() if isinstance(counts, Mapping) else [(0, None)]
+    if not all(isinstance(n, int | float) and n > 0 and isinstance(flops, Flops) for n, flops in items):
         raise TypeError(
             f"tokens_to_hide needs a dict from numbers of tokens to the Flops of a step with as many; got "
             f"{counts!r:.200}"
@@ -121,16 +122,6 @@ def tokens_to_hide(counts: Mapping[int, Flops], target: str | Target, *, utiliza
         return 0.0 if slope == 0 and low <= 0 else math.inf
 
     return max(crossing("bytes_from_host"), crossing("bytes_to_host"))
-
-
-def _is_cost(entry: tuple[Any, Any]) -> bool:
-    tokens, flops = entry
-    return (
-        isinstance(tokens, Real)
-        and not isinstance(tokens, bool)
-        and float(tokens) > 0
-        and isinstance(flops, Flops)
-    )
 
 
 def _check_utilization(utilization: Any) -> None:

@@ -7,6 +7,7 @@ that causality, the window or the documents mask out are not computed.
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -18,6 +19,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from .._sweep.store import varying_alike
+from .._trips import known_trips
 from .per_device import divided_alike
 
 Query = Float[Array, "batch row kv_heads group head_dim"]
@@ -267,6 +269,25 @@ def _forward_in_ring(
     return output.astype(query.dtype), lse
 
 
+class _Ranges(NamedTuple):
+    """Consecutive blocks, for each of some others.
+
+    Attributes:
+        first: their first.
+        last: their last.
+        total: how many they are in all; None if that depends on data.
+    """
+
+    first: Int[Array, " block"]
+    last: Int[Array, " block"]
+    total: int | None
+
+    def loop(self, i: Array, body: Callable[[Array, Any], Any], state: Any) -> Any:
+        """`body` for the blocks of block `i`."""
+        with known_trips(self.total, len(self.first)):
+            return lax.fori_loop(self.first[i], self.last[i] + 1, body, state)
+
+
 class _SeeKeys(NamedTuple):
     """What a block of queries sees of some keys.
 
@@ -276,7 +297,7 @@ class _SeeKeys(NamedTuple):
         value: their values.
         at: where they are.
         blocks: how they are cut.
-        ranges: the first and the last block of keys for each block of queries.
+        ranges: the blocks of keys for each block of queries.
     """
 
     query: Query
@@ -284,12 +305,12 @@ class _SeeKeys(NamedTuple):
     value: Key
     at: _Places
     blocks: Blocks
-    ranges: tuple[Array, Array]
+    ranges: _Ranges
 
     @staticmethod
     def of(query: Query, key: Key, value: Key, at: _Places, blocks: Blocks) -> "_SeeKeys":
         queries, keys = (x.shape[1] // blocks.size for x in (query, key))
-        return _SeeKeys(query, key, value, at, blocks, _key_blocks(at, queries, keys, blocks))
+        return _SeeKeys(query, key, value, at, blocks, _ranges_of(_overlap(at, queries, keys, blocks)))
 
     def __call__(self, i: Array, highest: Array, total: Array, sums: Array) -> tuple[Array, Array]:
         """The output and the log-sum-exp of block `i`, `[batch, row, ...]` in float32.
@@ -297,7 +318,6 @@ class _SeeKeys(NamedTuple):
         The arguments after `i` are of what was seen before: the highest score, `[batch, kv_heads, group,
         row]`, the sum of the exponentials of the scores less that, and that of these times the values.
         """
-        first, last = self.ranges
         q, column = self.blocks.cut(self.query, i), self.blocks.column
 
         def key_block(j: Array, state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
@@ -315,7 +335,7 @@ class _SeeKeys(NamedTuple):
             )
 
         _, start = varying_alike((q, (highest, total, sums)))
-        highest, total, sums = lax.fori_loop(first[i], last[i] + 1, key_block, start)
+        highest, total, sums = self.ranges.loop(i, key_block, start)
         return jnp.moveaxis(sums / total[..., None], 3, 1), jnp.moveaxis(highest + jnp.log(total), 3, 1)
 
 
@@ -371,7 +391,7 @@ def _backward_of_keys(
     key, value = keys.key, keys.value
     at = at._replace(columns=keys.columns, of_key=keys.documents)
     size, count, row, column = blocks.size, key.shape[1] // blocks.size, blocks.row, blocks.column
-    first, last = _query_blocks(at, query.shape[1] // size, count, blocks)
+    ranges = _ranges_of(_overlap(at, query.shape[1] // size, count, blocks).T)
 
     def key_block(query_gradient: Array, j: Array) -> tuple[Array, tuple[Array, Array]]:
         k, v = blocks.cut(key, j), blocks.cut(value, j)
@@ -391,9 +411,7 @@ def _backward_of_keys(
             return _with_block(query_gradient, i, old + new, size), key_gradient, value_gradient
 
         _, zeros = varying_alike((k, jnp.zeros(k.shape, jnp.float32)))
-        query_gradient, *found = lax.fori_loop(
-            first[j], last[j] + 1, query_block, (query_gradient, zeros, zeros)
-        )
+        query_gradient, *found = ranges.loop(j, query_block, (query_gradient, zeros, zeros))
         found = map(blocks.positions_first, found)
         of_key, of_value = (x if blocks.ring else x.astype(key.dtype) for x in found)
         return query_gradient, (of_key, of_value)
@@ -453,23 +471,13 @@ def _overlap(at: _Places, queries: int, keys: int, blocks: Blocks) -> Any:
     return jnp.any(meet, axis=0) & seen
 
 
-Range = tuple[Int[Array, " block"], Int[Array, " block"]]
-
-
-def _key_blocks(at: _Places, queries: int, keys: int, blocks: Blocks) -> Range:
-    """The first and the last block of keys that each block of queries sees."""
-    return _range(_overlap(at, queries, keys, blocks))
-
-
-def _query_blocks(at: _Places, queries: int, keys: int, blocks: Blocks) -> Range:
-    """The first and the last block of queries that see each block of keys; the last is -1 where none does."""
-    return _range(_overlap(at, queries, keys, blocks).T)
-
-
-def _range(seen: Any) -> Range:
+def _ranges_of(seen: Any) -> _Ranges:
+    """The blocks (columns) that each block (row) sees; the last is -1 where it sees none."""
     where = np.where if isinstance(seen, np.ndarray) else jnp.where
     last = where(seen.any(axis=1), seen.shape[1] - 1 - seen[:, ::-1].argmax(axis=1), -1)
-    return jnp.asarray(seen.argmax(axis=1), jnp.int32), jnp.asarray(last, jnp.int32)
+    first = seen.argmax(axis=1)
+    total = int((last + 1 - first).sum()) if isinstance(seen, np.ndarray) else None
+    return _Ranges(jnp.asarray(first, jnp.int32), jnp.asarray(last, jnp.int32), total)
 
 
 def _block(x: Array, i: Array, size: int) -> Array:

@@ -14,6 +14,7 @@ import numpy as np
 from jax.experimental.pallas.ops.tpu import splash_attention as splash
 from jaxtyping import Array, Bool, Int
 
+from .._trips import known_blocks
 from ._attention_blockwise import Documents, Key, Query, Sinks
 
 LANES = 128
@@ -142,7 +143,8 @@ def splash_attention(
         query, key, value, sinks = head
         # The kernels take no scale, so queries are scaled, and rounded once more.
         queries = jnp.moveaxis(query * scale, 1, 0)
-        return jnp.moveaxis(kernel(queries, key, value, segments, sinks=sinks), 0, 1)
+        with known_blocks(int(np.count_nonzero(kernel.fwd_mask_info.block_mask))):
+            return jnp.moveaxis(kernel(queries, key, value, segments, sinks=sinks), 0, 1)
 
     if sinks is not None:
         sinks = jnp.tile(sinks.astype(query.dtype), (batch // sequences, 1))

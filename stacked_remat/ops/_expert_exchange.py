@@ -20,8 +20,8 @@ from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array, Bool, Int
 
 from .._compat import as_residual, of_residual
-from .._expected_trips import expected_trips
 from .._sweep.store import zeros_after
+from .._trips import expected_trips
 from ._expert_loop import masked
 
 Apply: TypeAlias = Callable[[Array, Array, Array, Sequence[Array]], Array]

@@ -5,11 +5,13 @@ import functools
 import jax
 import jax.numpy as jnp
 import pytest
-from haliax import Axis
+from haliax import Axis, named
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from stacked_remat import memory
+from stacked_remat import ScanCheckpointPolicy, fold, memory
+from stacked_remat._policy import resolve_policy
+from stacked_remat._trips import known_trips
 from stacked_remat.ops import grouped_experts
 
 DEVICES, LAYERS, WIDTH = 4, 6, 32
@@ -57,14 +59,15 @@ def sent_in_segments(around):
         )  # fmt: skip
 
         def segment(x, length):
-            return lax.fori_loop(0, length, lambda i, x: x + gather(lax.cos(x[:, :] * i)[0]).sum(), x)
+            with known_trips(LAYERS, len(lengths)):
+                return lax.fori_loop(0, length, lambda i, x: x + gather(lax.cos(x[:, :] * i)[0]).sum(), x)
 
         return lambda x: lax.scan(lambda x, length: (around(segment, x, length), None), x, lengths)[0]
 
     return sent(segments, (1, WIDTH))
 
 
-def test_trips_that_only_the_traced_program_knows_count():
+def test_trips_that_only_a_name_says_count():
     assert sent_in_segments(lambda segment, x, length: segment(x, length)) == LAYERS * RING
 
 
@@ -74,6 +77,28 @@ def test_what_a_conditional_may_send_counts_with_the_trips_of_a_loop_in_it():
 
     of_choosing = 3 * 2 * 4 * (DEVICES - 1) // DEVICES  # for each segment a float summed over the devices
     assert sent_in_segments(unless_negative) == LAYERS * RING + of_choosing
+
+
+@pytest.mark.parametrize("remat", ["nested", ScanCheckpointPolicy(max_carries=3)])
+def test_a_fold_sends_what_its_schedule_says(remat):
+    """Layers that gather their weights, as often as they run: their loops have trips from tables."""
+    Layers = Axis("layers", 11)
+    mesh = memory.target_mesh("local", {"data": DEVICES})
+    spec = NamedSharding(mesh, PartitionSpec(None, "data"))
+    weights = jax.ShapeDtypeStruct((Layers.size, WIDTH), jnp.float32, sharding=spec)
+    gather = jax.shard_map(
+        lambda x: lax.all_gather(x, "data", tiled=True),
+        mesh=mesh, in_specs=PartitionSpec("data"), out_specs=PartitionSpec(), check_vma=False,
+    )  # fmt: skip
+
+    def loss(x, weights):
+        return fold(lambda x, w: jnp.sin(x * gather(w.array)), Layers, remat=remat)(
+            x, named(weights, (Layers, "width"))
+        ).sum()
+
+    found = memory.report(jax.grad(loss), jax.ShapeDtypeStruct((WIDTH,), jnp.float32), weights)
+    replays = resolve_policy(remat).schedule(Layers.size).replays
+    assert found.sent == (2 * Layers.size + replays) * RING
 
 
 def test_one_device_sends_nothing():

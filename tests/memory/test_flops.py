@@ -1,7 +1,12 @@
 """Tests of `count_flops` against counts made by hand."""
 
+import contextlib
+import dataclasses
+import functools
 from typing import Any
 
+import equinox as eqx
+import haliax as hax
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,7 +14,9 @@ import pytest
 from jax.experimental import hijax
 from jax.sharding import Mesh, PartitionSpec
 
-from stacked_remat._expected_trips import expected_trips
+from stacked_remat import ScanCheckpointPolicy, StackedPattern
+from stacked_remat._policy import resolve_policy
+from stacked_remat._trips import expected_trips, known_branches, known_trips
 from stacked_remat.memory import count_flops
 from stacked_remat.ops._attention_splash import splash_attention
 
@@ -212,23 +219,15 @@ def test_a_loop_with_constant_bounds(low, high):
     assert found.exact
 
 
-def test_a_loop_whose_counter_does_more_than_count():
-    def fn(x):
-        return jax.lax.while_loop(lambda s: s[0] < 100, lambda s: (3 * s[0] + 1, s[1] @ s[1]), (0, x))[1]
-
-    assert count(fn, SQUARE).matmul == 5 * PRODUCT  # 0 1 4 13 40 121
-
-
 @pytest.mark.parametrize("low", [0, np.int32(0)])
-def test_a_long_loop_is_counted_without_following_it(low):
+def test_a_long_loop_with_constant_bounds(low):
     """With bounds of Python integers the loop is a scan, otherwise a while loop."""
 
     def body(_, state):
         return state[0] + 2, jnp.tanh(state[1] @ state[1])
 
     def fn(x):
-        twice, x = jax.lax.fori_loop(low, 10**9, body, (jnp.int32(0), x))
-        return jax.lax.fori_loop(jnp.int32(0), twice - 2 * 10**9, lambda _, x: x @ x, x)
+        return jax.lax.fori_loop(low, 10**9, body, (jnp.int32(0), x))[1]
 
     assert count(fn, SQUARE).matmul == 10**9 * PRODUCT
 
@@ -242,75 +241,83 @@ def test_a_loop_that_never_ends_says_so():
     assert not count(fn, SQUARE).exact
 
 
-LENGTHS = np.array([4, 3, 2, 1], dtype=np.int32)
+def segments(x, lengths, named=lambda _: contextlib.nullcontext()):
+    """Loops whose lengths are read from a table, each in a conditional that the table decides too."""
+    table = jnp.asarray(lengths)
+
+    def segment(x, k):
+        with named(known_trips(sum(lengths), len(lengths))):
+            x = jax.lax.fori_loop(jnp.int32(0), table[k], lambda _, x: x @ x, x)
+        with named(known_branches([3, 1])):
+            return jax.lax.cond(table[k] > 3, lambda x: x @ x @ x, lambda x: x, x), None
+
+    return jax.lax.scan(segment, x, jnp.arange(len(lengths), dtype=jnp.int32))[0]
 
 
-def shrinking_segments(x):
-    """Segments whose lengths are read from a table by the outer loop, and a counter of all layers."""
-    lengths = jnp.asarray(LENGTHS)
+def test_loops_and_conditionals_are_counted_as_their_names_say():
+    def named(x):
+        return segments(x, [4, 3, 2, 1], lambda name: name)
 
-    def segment(carry, index):
-        def layer(_, carry):
-            x, layer = carry
-            return x @ x, layer + 1
-
-        return jax.lax.fori_loop(jnp.int32(0), lengths[index], layer, carry), None
-
-    order = jnp.arange(len(LENGTHS), dtype=jnp.int32)
-    return jax.lax.scan(segment, (x, jnp.int32(0)), order)[0]
+    forward = (10 + 2) * PRODUCT
+    for fn in (named, jax.jit(named), jax.checkpoint(named), lambda x: jax.vmap(named)(x[None])):
+        assert count(fn, SQUARE) == dataclasses.replace(count(named, SQUARE), matmul=forward)
+    tangent = count(lambda x: jax.jvp(named, (x,), (x,)), SQUARE)
+    assert tangent.matmul == 3 * forward and tangent.exact
+    assert not count(lambda x: segments(x, [4, 3, 2, 1]), SQUARE).exact
 
 
-def test_loops_whose_bounds_are_read_from_a_table():
-    found = count(lambda x: shrinking_segments(x)[0], SQUARE)
-    assert found.matmul == 10 * PRODUCT
-    assert found.exact
+KINDS = {"one": 1, "three": 3}
+POLICIES = [
+    True,
+    "offload",
+    "nested",
+    ScanCheckpointPolicy(max_carries=2),
+    ScanCheckpointPolicy(max_carries=3),
+    ScanCheckpointPolicy(nested=(3, 2, 2)),
+    ScanCheckpointPolicy(nested=3, save_carries="offload"),
+    ScanCheckpointPolicy(nested=3, first_layers=2, first_policy=True),
+]
 
 
-def test_integers_come_out_of_loops():
-    def fn(x):
-        x, layers = shrinking_segments(x)
-        return jax.lax.fori_loop(jnp.int32(0), layers, lambda _, x: x @ x, x)
+@pytest.mark.parametrize("policy", POLICIES, ids=str)
+def test_layers_of_several_kinds_count_what_the_schedule_says(policy):
+    """Their loops are by kind, and which kinds are run again depends on the schedule."""
+    Layers, Width = hax.Axis("layers", 11), hax.Axis("width", 8)
+    order = ["one", "three", "three", "one", "three", "one", "one", "three", "three", "three", "one"]
 
-    assert count(fn, SQUARE).matmul == 20 * PRODUCT
+    class Products(eqx.Module):
+        weight: hax.NamedArray
+        products: int = eqx.field(static=True)
 
+        @staticmethod
+        def init(products, *, key):
+            return Products(hax.random.normal(key, (Width, Width.alias("out"))), products)
 
-def test_an_inner_loop_is_followed_once_for_all_trips(monkeypatch):
-    monkeypatch.setattr("stacked_remat.memory._flops._MAX_STEPS", 2000)
+        def __call__(self, x):
+            for _ in range(self.products):
+                x = hax.tanh(x.dot(self.weight, axis=Width)).rename({"out": "width"})
+            return x
 
-    def outer(k, x):
-        return jax.lax.fori_loop(k & 1, jnp.int32(2), lambda _, x: shrinking_segments(x)[0], x)
+    def make(keys):
+        kinds = {name: functools.partial(Products.init, count) for name, count in KINDS.items()}
+        return StackedPattern.init(Layers, kinds, order)(key=keys)
 
-    found = count(lambda x: jax.lax.fori_loop(jnp.int32(0), jnp.int32(100), outer, x), SQUARE)
-    assert found.matmul == 10 * 150 * PRODUCT
-    assert found.exact
+    blocks = eqx.filter_eval_shape(make, jax.random.split(jax.random.key(0), Layers.size))
+    resolved = resolve_policy(policy)
+    schedule = resolved.schedule(Layers.size - resolved.first_layers)
+    again = [layer + resolved.first_layers for run in schedule.runs for layer in range(run.start, run.top)]
+    if resolved.is_nested and resolved.save_carries == "offload":
+        ends = np.cumsum(schedule.segments)
+        again = [k for k in range(Layers.size) if k + 1 not in ends]
+    visited = [*range(Layers.size)] * 4  # forward, again for the internals, and two products of the transpose
+    products = sum(KINDS[order[layer]] for layer in [*visited, *again])
+    for unroll in (1, 2):
 
+        def loss(blocks, unroll=unroll):
+            return hax.sum(blocks.fold(hax.ones(Width), remat=policy, unroll=unroll)).scalar()
 
-def test_an_outer_while_loop_that_reads_a_table_backwards():
-    starts = np.array([0, 4, 7, 9, 10], dtype=np.int32)
-
-    def fn(x):
-        table = jnp.asarray(starts)
-
-        def segment(state):
-            k, x = state
-            x = jax.lax.fori_loop(table[k], table[k + 1], lambda _, x: x @ x, x)
-            return k - 1, x
-
-        return jax.lax.while_loop(lambda state: state[0] >= 0, segment, (jnp.int32(3), x))[1]
-
-    assert count(fn, SQUARE).matmul == 10 * PRODUCT
-
-
-def test_a_branch_on_a_known_integer_is_taken():
-    def fn(x):
-        def body(x, k):
-            return jax.lax.cond(k % 3 == 0, lambda x: x @ x, lambda x: x, x), None
-
-        return jax.lax.scan(body, x, jnp.arange(7, dtype=jnp.int32))[0]
-
-    found = count(fn, SQUARE)
-    assert found.matmul == 3 * PRODUCT
-    assert found.exact
+        found = count(lambda blocks: eqx.filter_grad(loss)(blocks), blocks)
+        assert found.exact and found.matmul == products * 2 * 8**2
 
 
 def test_a_branch_on_data_counts_its_most_expensive_side_and_says_so():
@@ -362,13 +369,12 @@ def test_work_inside_an_unknown_operation_is_never_silent():
     assert any("lu" in reason for reason in found.too_low)
 
 
-def test_a_loop_too_long_to_follow_says_so(monkeypatch):
-    monkeypatch.setattr("stacked_remat.memory._flops._MAX_STEPS", 100)
-
+def test_a_loop_that_ends_at_an_equality_is_counted_once():
     def fn(x):
         return jax.lax.while_loop(lambda s: s[0] != 2000, lambda s: (s[0] + 2, s[1] @ s[1]), (0, x))[1]
 
-    assert not count(fn, SQUARE).exact
+    found = count(fn, SQUARE)
+    assert found.matmul == PRODUCT and not found.exact
 
 
 def test_a_sharded_program_counts_all_devices():

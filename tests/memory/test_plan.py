@@ -173,7 +173,35 @@ def test_the_rest_of_the_budget_is_spent_on_carries(comparison):
     assert total(found, dataclasses.replace(policy, first_layers=policy.first_layers + 1)) > budget
     internals = dataclasses.replace(policy, first_layers=policy.first_layers // 2 + 1, first_policy=False)
     assert total(found, internals) > budget
-    assert len(found.tried.trials) <= 1 + 2 * 4  # halving 16 layers, for carries and for internals
+    # Halving 16 layers three times, for carries and internals of first layers, and for kept segments.
+    assert len(found.tried.trials) <= 1 + 2 * 4 + 3 + 5
+
+
+def test_internals_of_a_segment_are_kept_while_it_is_reversed(comparison):
+    """Where they fit, no layer runs more than twice; the measured sizes tell how long segments are."""
+    budget = comparison.trials[2].report.total + int(8.5 * CARRY)
+    found = plan(Counting(), *blocks_and_input(), budget=budget, candidates=["nested"], layers=LAYERS)
+    policy = resolve_policy(found.policy)
+    assert policy.nested in (6, 7, 8) and policy.save_block_internals is True
+    assert found.report.flops.matmul <= comparison.trials[1].report.flops.matmul
+    others = [trial for trial in found.tried.trials if not resolve_policy(trial.policy).save_block_internals]
+    fitting = [trial.report.flops.matmul for trial in others if trial.report.total <= budget]
+    assert found.report.flops.matmul < min(fitting)
+    cuts = [dataclasses.replace(policy, nested=k, first_layers=0) for k in (4, 6, 8, 10)]
+    totals = [
+        trial.report.total for trial in compare(Counting(), *blocks_and_input(), candidates=cuts).trials
+    ]
+    assert min(totals) in totals[1:3]
+
+
+def test_cuts_that_the_program_does_not_take_are_left_out():
+    def refusing(remat):
+        if resolve_policy(remat).save_block_internals:
+            raise ValueError("internals are on the host")
+        return Counting()(remat)
+
+    found = plan(refusing, *blocks_and_input(), budget="1GiB", candidates=["nested"], layers=Layers.size)
+    assert resolve_policy(found.policy).first_layers == Layers.size - 1
 
 
 def test_or_on_internals_where_that_leaves_less_arithmetic(comparison):

@@ -17,9 +17,9 @@ from stacked_remat.ops import _attention_backends, causal_attention
 from stacked_remat.ops._attention_backends import BACKENDS, AttentionCall, exact_attention
 from stacked_remat.ops._attention_blockwise import (
     Blocks,
-    _key_blocks,
+    _overlap,
     _Places,
-    _query_blocks,
+    _ranges_of,
     blockwise_attention,
 )
 from stacked_remat.ops._backends import choose_backend
@@ -156,13 +156,14 @@ def check_window(one):
     assert seeing_blocks(one, 2, rows, window=3) == [[0, 0, 0, 0, 0, 0, 1, 1], [-1, -1, 0, 0, -1, -1, 1, 1]]
 
 
-def seen_blocks(documents, size, rows=None, window=None, of=_key_blocks):
+def seen_blocks(documents, size, rows=None, window=None, of=lambda seen: seen):
     queries = 16 if rows is None else len(rows)
     places, blocks = _Places.of(documents, rows), Blocks(1.0, size, window)
-    return [one.tolist() for one in of(places, queries // size, 16 // size, blocks)]
+    found = _ranges_of(of(_overlap(places, queries // size, 16 // size, blocks)))
+    return [found.first.tolist(), found.last.tolist()]
 
 
-seeing_blocks = functools.partial(seen_blocks, of=_query_blocks)
+seeing_blocks = functools.partial(seen_blocks, of=lambda seen: seen.T)
 
 
 def test_memory_grows_with_the_length_and_not_with_its_square():

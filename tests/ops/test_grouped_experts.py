@@ -368,7 +368,7 @@ def test_a_few_tokens_take_a_block_for_each_chosen_expert():
     x = jnp.ones((1, EMBED))
     np.testing.assert_allclose(run(weights, x), jnp.full((1, EMBED), 8.0 * EMBED))
     found = memory.count_flops(jax.make_jaxpr(run)(weights, x))
-    assert found.exact and found.matmul == 8 * (2 * 8 * EMBED * EMBED)  # blocks of 8 rows
+    assert not found.too_low and found.matmul == 8 * (2 * 8 * EMBED * EMBED)  # blocks of 8 rows
 
 
 def test_weights_on_the_host_have_no_gradient_and_others_do():

@@ -1,0 +1,88 @@
+"""The planner's answers against the optimum of a homogeneous chain."""
+
+import functools
+from types import SimpleNamespace
+
+import pytest
+
+from stacked_remat import ScanCheckpointPolicy
+from stacked_remat._policy import resolve_policy
+from stacked_remat._schedule import shrinking
+from stacked_remat.memory import CANDIDATES, Flops
+from stacked_remat.memory._search import Limits, Search
+
+LAYERS = 48
+
+
+def optimum(layers, internals, most):
+    """The least FLOPs of a gradient in forward evaluations of a layer, for each memory in carries.
+
+    A layer's internals are kept when it runs (3 evaluations in all), or the carry runs ahead to a layer whose
+    input is kept, and what follows is reversed first. What is reversed frees its memory.
+    """
+    never = 10**9
+    # By layers, and by what is free beside the first one's input.
+    table = [[0] * most, [3 if free >= internals else never for free in range(most)]]
+    for length in range(2, layers + 1):
+        kept = internals + 1  # with the next layer's input
+        row = [3 + table[length - 1][free - kept] if free >= kept else never for free in range(most)]
+        for free in range(1, most):
+            ahead = (k + table[length - k][free - 1] + table[k][free] for k in range(1, length))
+            row[free] = min(row[free], *ahead)
+        table.append(row)
+    return {free + 1: found for free, found in enumerate(table[layers])}
+
+
+@functools.cache
+def cost(policy, internals):
+    """FLOPs, and memory in carries, of a gradient under a policy."""
+    first = policy.first_layers
+    rest = LAYERS - first
+    of_first = (4 * first, first) if policy.first_policy is True else (3 * first, first * (1 + internals))
+    if policy.saves_everything and not policy.is_nested:
+        return 3 * LAYERS, LAYERS * (1 + internals)
+    schedule = policy.schedule(rest)
+    again, held = schedule.replays, 1
+    if policy.save_block_internals:  # the layers of a segment run to be visited, and others before
+        again = sum(max(0, run.replays - run.visits + 1) for run in schedule.runs)
+        held = max(run.visits for run in schedule.runs)
+    return of_first[0] + 4 * rest + again, of_first[1] + schedule.slots + held * internals
+
+
+class Chain:
+    """A program whose memory and FLOPs are those of a chain."""
+
+    cache = None
+
+    def __init__(self, internals):
+        self.internals = internals
+
+    def traced(self, policy, on_host):
+        flops, carries = cost(resolve_policy(policy), self.internals)
+        report = SimpleNamespace(
+            total=1000 * carries, arguments=0, host=SimpleNamespace(total=0), flops=Flops(flops)
+        )
+        return SimpleNamespace(flops=Flops(flops), report=lambda cache: report)
+
+
+ON_DEVICE = [policy for policy in CANDIDATES if not resolve_policy(policy).offloads]
+
+
+def planned(internals, budget):
+    search = Search(Chain(internals))
+    found = search.least(ON_DEVICE, Limits(1000 * budget), LAYERS, streamed=False)
+    return cost(resolve_policy(found.policy), internals)[0], len(search.trials)
+
+
+@pytest.mark.parametrize("internals", [2, 4, 18])
+def test_plans_take_hardly_more_flops_than_the_optimum(internals):
+    least = shrinking(LAYERS).slots + internals
+    most = LAYERS * (1 + internals)
+    best = optimum(LAYERS, internals, most)
+    # Below this, only the optimum shares memory between the inputs of segments and internals.
+    cuts = [ScanCheckpointPolicy(nested=k, save_block_internals=True) for k in range(1, LAYERS + 1)]
+    kept = min(cost(policy, internals)[1] for policy in cuts)
+    for budget in (least + (k + 1) * (most - least) // 20 for k in range(20)):
+        flops, trials = planned(internals, budget)
+        assert flops <= (1.05 if budget >= kept else 1.2) * best[budget]
+        assert trials <= 40

@@ -308,9 +308,7 @@ def _row(trial: Trial, tiles: int) -> dict[str, Any]:
     row = {"name": trial.name, "remat": remat_entry(trial.policy), "streamed": trial.streamed, "tiles": tiles}
     if trial.report is None:
         return row | {"refused": trial.failure}
-    report = dataclasses.asdict(trial.report)
-    del report["flops"]["loops"]  # where they are in the source
-    return row | {"total": trial.report.total, **report}
+    return row | {"total": trial.report.total, **dataclasses.asdict(trial.report)}
 
 
 def _print_json(config: LmRunConfig, console: Console, **fields: Any) -> None:

@@ -123,7 +123,8 @@ def varying_as(array: Array, type_: Any) -> Array:
 
 
 def _varies_over(type_: Any) -> frozenset[str]:
-    return frozenset(type_.manual_axis_type.varying)
+    found = type_.manual_axis_type  # None for a `jax.ShapeDtypeStruct` without
+    return frozenset(found.varying if found else ())
 
 
 def _varying(array: Any, axes: frozenset[str]) -> Any:

@@ -174,7 +174,7 @@ _PER_OUTPUT = frozenset(
 # Moves or relabels data: no arithmetic.
 _FREE = frozenset(
     "reshape broadcast_in_dim broadcast_to broadcast stack unstack roll transpose squeeze expand_dims slice "
-    "dynamic_slice dynamic_update_slice gather concatenate pad rev copy copy_p convert_element_type "
+    "dynamic_slice entry dynamic_update_slice gather concatenate pad rev copy copy_p convert_element_type "
     "bitcast_convert_type iota stop_gradient optimization_barrier name select_n split tile "
     "sharding_constraint mesh_cast reshard reduce_precision create_token layout_constraint empty empty2 "
     "random_wrap random_unwrap random_seed random_clone axis_index program_id num_programs get swap "

@@ -58,10 +58,10 @@ def bytes_of(types: Sequence[str]) -> int:
 class Sources:
     """Where the instructions of a program are from, as `file:line`.
 
-    For those of a file in the folder `outside`, it is the nearest caller that is not.
+    For those of a file in one of the folders `outside`, it is the nearest caller that is not.
     """
 
-    def __init__(self, text: str, outside: str):
+    def __init__(self, text: str, outside: tuple[str, ...]):
         tables: dict[str, dict[str, str]] = {}
         rows: dict[str, str] = {}
         for line in text.partition("\n%")[0].splitlines():

@@ -9,12 +9,15 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple, TypeAlias
 
+import equinox as eqx
+import haliax as hax
+
 from ._hlo import Computations, Instruction, Sources, bytes_of, computations_in
 from ._table import readable_bytes
 
 _SCOPE = re.compile(r'op_name="([^"]*)"')
 _INDEX = re.compile(r"index=(\d+)")
-_LIBRARY = str(Path(__file__).parents[1])
+_LIBRARIES = (str(Path(__file__).parents[1]), *(str(Path(str(each.__file__)).parent) for each in (eqx, hax)))
 _Owner: TypeAlias = tuple[str, int]  # an instruction that allocates, and which of its outputs
 _IN_PLACE = ("while", "bitcast", "optimization-barrier", "copy-done", "dynamic-update-slice", "async-done")
 _NOT_ALLOCATED = ("parameter", "constant", "iota", "after-all", "partition-id", "replica-id")
@@ -49,7 +52,7 @@ def largest_buffers(program: str, most: int = 5) -> tuple[Buffer, ...]:
         most: how many.
     """
     bodies, entry = computations_in(program)
-    sources, peaks = Sources(program, _LIBRARY), {}
+    sources, peaks = Sources(program, _LIBRARIES), {}
 
     def buffer(one: Instruction, type_: str) -> Buffer:
         fused = [inner.rest for name in one.called for inner in bodies.get(name, ())]

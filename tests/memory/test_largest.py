@@ -3,12 +3,13 @@
 import inspect
 from typing import Any
 
+import equinox as eqx
 import haliax as hax
 import jax
 import jax.numpy as jnp
 import pytest
 
-from stacked_remat import ScanCheckpointPolicy, fold, memory
+from stacked_remat import ScanCheckpointPolicy, Stacked, fold, memory
 from stacked_remat.memory import DoesNotFit, _compiled_sizes
 from stacked_remat.memory._largest import largest_buffers
 
@@ -53,6 +54,22 @@ def test_a_report_names_them_with_their_lines():
     assert {each.source for each in of_logits} == {f"{__file__}:{first + 3}"}
     carries = next(each for each in report.largest if each.shape == f"f32[12,{ROWS},{SIZE}]")
     assert carries.source == f"{__file__}:{first + 2}"  # the caller's line, not the library's
+
+
+class Block(eqx.Module):
+    weight: jax.Array
+
+    def __call__(self, x):
+        return x + jnp.tanh(x @ self.weight)
+
+
+def test_lines_of_a_module_are_not_those_of_the_libraries_that_call_it():
+    def loss(blocks, x):
+        return jnp.sum(blocks.fold(x) ** 2)
+
+    blocks = eqx.filter_eval_shape(lambda weight: Stacked(Block(weight), Layers), ARGUMENTS[0])
+    report = memory.report(eqx.filter_grad(loss), blocks, ARGUMENTS[1])
+    assert report.largest and {each.source.split(":")[0] for each in report.largest} <= {__file__, ""}
 
 
 def test_what_does_not_fit_names_them(monkeypatch: pytest.MonkeyPatch):

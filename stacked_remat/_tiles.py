@@ -15,10 +15,9 @@ from jax.interpreters.partial_eval import dce_jaxpr
 from ._activity import active_outputs, is_differentiable
 from ._compat import batch_jaxpr, trace_context
 from ._static import Static
-from ._sweep.gradient import merge, pick
+from ._sweep.gradient import Mask, merge, pick
 from ._sweep.rules import (
     Differentiable,
-    Flags,
     as_arrays,
     compiled,
     floats,
@@ -108,7 +107,7 @@ class Tiling:
     jaxprs: tuple[Jaxpr, ...]
     inputs: Dims
     outputs: Dims
-    later: Flags
+    later: Mask
     __name__ = "tiles"
 
     def __call__(self, *arrays: Any) -> Arrays:
@@ -142,13 +141,13 @@ class Tiling:
         return tile.update(dtype=jnp.dtype("float32")) if is_short else tile
 
     @_kept
-    def primal(self, nonzero: Flags) -> "Derived":
+    def primal(self, nonzero: Mask) -> "Derived":
         """The outputs where some inputs are differentiated, by what custom rules compute them with."""
         traced = [primal_of(jaxpr, nonzero) for jaxpr in self.jaxprs]
         return Tiling.of(self.cut, traced, self.inputs, self.outputs, self.later)
 
     @_kept
-    def tangent(self, nonzero: Flags, active: Flags) -> "Derived":
+    def tangent(self, nonzero: Mask, active: Mask) -> "Derived":
         """The tangents of some outputs, from those of some inputs behind all inputs."""
 
         def rule(*arrays: Any, jaxpr: Jaxpr) -> Arrays:
@@ -162,7 +161,7 @@ class Tiling:
         return self._derived(rule, tangents, inputs, pick(self.outputs, active), later)
 
     @_kept
-    def pullback(self, nonzero: Flags, has_ct: Flags) -> "Derived":
+    def pullback(self, nonzero: Mask, has_ct: Mask) -> "Derived":
         """The cotangents of some inputs, from those of some outputs behind all inputs."""
 
         def rule(*arrays: Any, jaxpr: Jaxpr) -> Arrays:
@@ -184,7 +183,7 @@ class Tiling:
         return Tiling.of(self.cut, traced, *fields)
 
     @_kept
-    def mapped(self, axis: Any, is_mapped: Flags) -> "Derived":
+    def mapped(self, axis: Any, is_mapped: Mask) -> "Derived":
         """The same for a batch, in front of the inputs in the mask and of the outputs that depend on it."""
         of_outputs = [False] * len(self.outputs)
         for _ in self.jaxprs:  # what depends on it in one of them has it in all
@@ -222,7 +221,7 @@ class Tiling:
         return Tiling(cut, tuple(jaxprs), inputs, tuple(outputs), later), constants
 
 
-def _of_part(jaxpr: Jaxpr, arrays: Sequence[Any], mask: Flags, results: Flags | None = None) -> Any:
+def _of_part(jaxpr: Jaxpr, arrays: Sequence[Any], mask: Mask, results: Mask | None = None) -> Any:
     """Some results of a jaxpr as a function of the inputs in a mask, and these."""
 
     def run(part: Arrays) -> Arrays:
@@ -250,14 +249,14 @@ class Tiles(Differentiable):
     def expand(self, *arrays: Any) -> Arrays:
         return compiled(self.tiling)(*arrays)
 
-    def primal(self, nonzero: Flags, args: Any) -> Arrays:
+    def primal(self, nonzero: Mask, args: Any) -> Arrays:
         return run_tiles(self.tiling.primal(nonzero), args)
 
-    def active(self, nonzero: Flags) -> Flags:
+    def active(self, nonzero: Mask) -> Mask:
         found = [active_outputs(jaxpr, nonzero) for jaxpr in self.tiling.jaxprs]
         return tuple(map(any, zip(*found, strict=True)))
 
-    def tangent(self, nonzero: Flags, primals: Any, tangents: Arrays) -> Arrays:
+    def tangent(self, nonzero: Mask, primals: Any, tangents: Arrays) -> Arrays:
         return run_tiles(self.tiling.tangent(nonzero, self.active(nonzero)), [*primals, *tangents])
 
     def vjp_fwd(self, nonzero: Any, *arrays: Any) -> tuple[Arrays, Any]:

@@ -65,14 +65,6 @@ class SweepBack(eqx.Module):
         Cost: that of the policy's backward pass, and the visitor's own work for each layer.
         """
 
-        def run(cotangent: Any, rest: tuple[SweepBack, Any, Any]) -> SweepResult:
-            sweep, state, layer_state = rest
-            cotangents = _cotangents(sweep._types, cotangent)
-            if visitor is None:
-                return _gradients(sweep, *cotangents)
-            found = _visited(sweep, *cotangents, visitor, state, layer_state)
-            return jax.tree.map(_without_derivatives, found)
-
         if visitor is not None and not callable(visitor):
             raise TypeError(
                 "A visitor is a function (visit, state) -> LayerResult; got "
@@ -86,7 +78,11 @@ class SweepBack(eqx.Module):
             )
         if visitor is None and not (state is None and layer_state is None):
             raise ValueError("state and layer_state are for a visitor, and sweep_back was given none.")
-        return self._wrap(run(cotangent, (self, state, layer_state)))
+        cotangents = _cotangents(self._types, cotangent)
+        if visitor is None:
+            return self._wrap(_gradients(self, *cotangents))
+        found = _visited(self, *cotangents, visitor, state, layer_state)
+        return self._wrap(jax.tree.map(_without_derivatives, found))
 
     def wrapping(self, wrap: Callable[[SweepResult], SweepResult]) -> "SweepBack":
         """This, with its results in another form."""

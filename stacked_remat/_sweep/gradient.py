@@ -231,7 +231,7 @@ _VALUE = 0  # asks `with_refs` for a cotangent as a value; any leaf that is not 
 
 @dataclass(frozen=True)
 class LeafVisit:
-    """One layer in the reverse sweep, in leaves.
+    """One layer in the reverse sweep, on the leaves of its arguments.
 
     Attributes:
         layer_index: its index on the axis, a traced integer.

@@ -23,7 +23,7 @@ class Kind:
 
     Attributes:
         number: its place among the kinds.
-        jaxpr: one layer, `(shared, carry, x) -> (carry, y)` in leaves.
+        jaxpr: one layer, `(shared, carry, x) -> (carry, y)` on lists of arrays.
         shared: which of the inputs that all layers share it reads.
         xs: which of the stacks hold its layers' own inputs, an entry for each layer of this kind.
         ys: which of the stacked outputs are theirs.

@@ -28,6 +28,7 @@ from .back import pull_back
 from .forward import forward, primal
 from .gradient import (
     LeafVisitor,
+    Mask,
     Perturbed,
     merge,
     pick,
@@ -37,7 +38,6 @@ from .gradient import (
 )
 from .rules import (
     Differentiable,
-    Flags,
     as_arrays,
     compiled,
     floats,
@@ -80,12 +80,12 @@ class Sweep(Differentiable):
     def dce(self, used: Any, *live: Any) -> Any:
         return (True, True, self) if self.effects else super().dce(used, *live)
 
-    def _perturbed(self, nonzero: Flags) -> tuple[Perturbed, list[Flags]]:
+    def _perturbed(self, nonzero: Mask) -> tuple[Perturbed, list[Mask]]:
         masks = [tuple(part) for part in self.in_tree.unflatten(nonzero)]
         every_y = [is_differentiable(type_.dtype) for type_ in self.out_aval[1]]
         return self.spec.perturbed(*masks[:3], ys=every_y), masks
 
-    def primal(self, nonzero: Flags, args: Any) -> Any:
+    def primal(self, nonzero: Mask, args: Any) -> Any:
         perturbed, (init, xs, shared, unread) = self._perturbed(nonzero)[0], args
         kinds, shared = [], [*shared]
         for kind in self.spec.kinds:
@@ -137,11 +137,11 @@ class Sweep(Differentiable):
         found = sweep_of(spec, init, xs, shared, unread)
         return found, ([0 if is_ else None for is_ in of_carry], [1 if is_ else None for is_ in of_ys])
 
-    def active(self, nonzero: Flags) -> Flags:
+    def active(self, nonzero: Mask) -> Mask:
         perturbed, _ = self._perturbed(nonzero)
         return (*perturbed.carry, *self.spec.active_outputs(perturbed))
 
-    def tangent(self, nonzero: Flags, primals: Any, tangents: Arrays) -> Arrays:
+    def tangent(self, nonzero: Mask, primals: Any, tangents: Arrays) -> Arrays:
         perturbed, masks = self._perturbed(nonzero)
         perturbed = replace(perturbed, ys=self.spec.active_outputs(perturbed))
         init, xs, shared, _ = primals
@@ -225,18 +225,18 @@ class Rule(Differentiable):
 
     fn: Callable[..., Any]
     reference: Callable[..., Any]
-    reads: Flags
-    gives: Flags
+    reads: Mask
+    gives: Mask
 
     def __init__(
-        self, fn: Any, reference: Any, reads: Flags, gives: Flags, types: Any, out_types: Any, effects: Any
+        self, fn: Any, reference: Any, reads: Mask, gives: Mask, types: Any, out_types: Any, effects: Any
     ) -> None:
         self.in_avals, self.out_aval, self.effects = types, out_types, effects
         self.params = {"fn": fn, "reference": reference, "reads": reads, "gives": gives}
         super().__init__()
 
     @staticmethod
-    def of(fn: Any, reference: Any, reads: Flags, gives: Callable[[Any], Flags], *args: Any) -> "Rule":
+    def of(fn: Any, reference: Any, reads: Mask, gives: Callable[[Any], Mask], *args: Any) -> "Rule":
         """The rule for arguments like these."""
         closed, found = jax.make_jaxpr(compiled(fn), return_shape=True)(*args)
         out_types = jax.tree.unflatten(jax.tree.structure(found), closed.out_avals)
@@ -274,7 +274,7 @@ class Rule(Differentiable):
         rule = Rule.of(fn, reference, self.reads, lambda _: self.gives, *args)
         return rule(*args), self.out_tree.unflatten([0] * self.out_tree.num_leaves)
 
-    def active(self, nonzero: Flags) -> Flags:
+    def active(self, nonzero: Mask) -> Mask:
         found = floats(self.out_aval)
         fn = self.fn
         while isinstance(fn, _Mapped):
@@ -284,7 +284,7 @@ class Rule(Differentiable):
             found = [is_ and of_ for is_, of_ in zip(found, of_outputs, strict=True)]
         return tuple(any(nonzero) and is_ for is_ in found)
 
-    def tangent(self, nonzero: Flags, primals: Any, tangents: Arrays) -> Arrays:
+    def tangent(self, nonzero: Mask, primals: Any, tangents: Arrays) -> Arrays:
         functions = _for_tangents(self.fn), self.reference
         fn, reference = (_Tangent(fn, nonzero, self.active(nonzero)) for fn in functions)
         gives = tuple(pick(self.gives, self.active(nonzero)))
@@ -312,8 +312,8 @@ class _Tangent:
     """The tangents of some outputs of a function, from those of some inputs."""
 
     fn: Callable[..., Any]
-    nonzero: Flags
-    active: Flags
+    nonzero: Mask
+    active: Mask
     __name__ = "tangent"
 
     def __call__(self, primals: Any, tangents: Arrays) -> Arrays:
@@ -368,7 +368,7 @@ class _ForwardReference:
         return carry, ys, like.from_first(init)
 
 
-def _of_part(spec: SweepSpec, masks: Sequence[Flags], args: Sequence[Arrays]) -> tuple[Any, ...]:
+def _of_part(spec: SweepSpec, masks: Sequence[Mask], args: Sequence[Arrays]) -> tuple[Any, ...]:
     """The plain scan as a function of the inputs in the masks, and these."""
 
     def run(*parts: Arrays) -> tuple[Carry, Arrays]:
@@ -380,7 +380,7 @@ def _of_part(spec: SweepSpec, masks: Sequence[Flags], args: Sequence[Arrays]) ->
 def sweep_forward(spec: SweepSpec, perturbed: Perturbed, *args: Arrays) -> tuple[Carry, Arrays, Checkpoints]:
     """Sweep forward from `init, xs, shared`, and keep what the schedule says."""
 
-    def gives(found: Any) -> Flags:
+    def gives(found: Any) -> Mask:
         is_first = jax.tree.leaves(found[2].is_first())
         kept = zip(is_first, floats(found[2]), strict=True)
         return (*floats(found[:2]), *(first and is_ for first, is_ in kept))

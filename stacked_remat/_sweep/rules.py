@@ -15,10 +15,8 @@ from jax.interpreters.partial_eval import dce_jaxpr
 from .._activity import has_rules, is_differentiable
 from .._compat import HiPrim, canonical, named_axes
 from .._static import Static
-from .gradient import merge, pick
+from .gradient import Mask, merge, pick
 from .slots import Arrays
-
-Flags = tuple[bool, ...]
 
 
 @functools.lru_cache(maxsize=512)
@@ -31,7 +29,7 @@ def types_of(tree: Any) -> Any:
     return jax.tree.map(jax.typeof, tree)
 
 
-def floats(types: Any) -> Flags:
+def floats(types: Any) -> Mask:
     return tuple(is_differentiable(type_.dtype) for type_ in jax.tree.leaves(types))
 
 
@@ -44,19 +42,19 @@ class Differentiable(HiPrim):
 
     skip_linearization_on_zero_tangents = True
 
-    def active(self, nonzero: Flags) -> Flags:
+    def active(self, nonzero: Mask) -> Mask:
         """Which outputs have a tangent, given which inputs have one."""
         raise NotImplementedError
 
-    def tangent(self, nonzero: Flags, primals: Any, tangents: Arrays) -> Arrays:
+    def tangent(self, nonzero: Mask, primals: Any, tangents: Arrays) -> Arrays:
         """The tangents of the active outputs, from those of the inputs that have one."""
         raise NotImplementedError
 
-    def primal(self, nonzero: Flags, args: Any) -> Any:
+    def primal(self, nonzero: Mask, args: Any) -> Any:
         """The outputs where the inputs in the mask are differentiated: custom rules may compute them."""
         return self(*args)
 
-    def _nonzero(self, flags: Sequence[bool]) -> Flags:
+    def _nonzero(self, flags: Sequence[bool]) -> Mask:
         return tuple(flag and is_ for flag, is_ in zip(flags, floats(self.in_avals), strict=True))
 
     def jvp(self, primals: Any, tangents: Any) -> Any:
@@ -81,7 +79,7 @@ class Differentiable(HiPrim):
         primals = self.in_tree.unflatten(merge(leaves, zeros, linear))
         self.pull_back(linear, primals, cotangents, pick(leaves, linear))
 
-    def pull_back(self, nonzero: Flags, primals: Any, cotangents: Any, sums: Any) -> None:
+    def pull_back(self, nonzero: Mask, primals: Any, cotangents: Any, sums: Any) -> None:
         """Add the cotangents of the inputs in the mask to `sums`."""
         _, residuals, *_ = self.vjp_fwd(self.in_tree.unflatten(nonzero), *primals)
         every = merge([_Ignored()] * len(nonzero), sums, nonzero)
@@ -134,9 +132,9 @@ class Linear(HiPrim):
 
     skip_linearization_on_zero_tangents = True
     of: Differentiable
-    nonzero: Flags
+    nonzero: Mask
 
-    def __init__(self, of: Differentiable, nonzero: Flags, primals: Any, tangents: Arrays) -> None:
+    def __init__(self, of: Differentiable, nonzero: Mask, primals: Any, tangents: Arrays) -> None:
         self.in_avals = (types_of(primals), types_of(tangents))
         active = of.active(nonzero)
         self.out_aval = [type_.to_tangent_aval() for type_ in pick(of.out_avals_flat, active)]
@@ -163,7 +161,7 @@ class Linear(HiPrim):
         found, pullback = jax.vjp(run, pick(jax.tree.leaves(primals), wanted))
         return found, (pullback, Static(wanted))
 
-    def _of_part(self, flags: Sequence[bool], primals: Any) -> tuple[Callable[[Arrays], Arrays], Flags]:
+    def _of_part(self, flags: Sequence[bool], primals: Any) -> tuple[Callable[[Arrays], Arrays], Mask]:
         """The same as a function of the inputs in the mask that have tangents, and which these are."""
         leaves, floating = jax.tree.leaves(primals), floats(self.in_avals)
         wanted = tuple(flag and is_ for flag, is_ in zip(flags, floating, strict=True))

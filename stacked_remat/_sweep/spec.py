@@ -61,7 +61,11 @@ class SweepSpec:
     Attributes:
         kinds: the kinds of layers, each of which has stacks of its own.
         schedule: of the layers after the first ones; `None` if there are no others.
-        checkpoint, boundaries, first_layers, reverse, unroll: as in `sweep`.
+        checkpoint: wraps a layer of the schedule whose residuals are saved; `jax.checkpoint` saves none.
+        boundaries: where the first carry of each segment is kept.
+        first_layers: the layers before the schedule's, if there are any.
+        reverse: whether the last layer of the axis runs first.
+        unroll: layers in one iteration of the innermost loops; True for all.
         unsliced: for which of the stacks a layer takes the whole stack.
         pattern: which layer is of which kind; `None` if there is one kind.
         read_length: how many layers are read together. Where it is above 1, such a segment takes the place of

@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 
 class TracedLayer(NamedTuple):
-    """A layer in leaves.
+    """A traced layer, on the leaves of its arguments.
 
     Attributes:
         jaxpr: `(shared, carry, x) -> (carry, y)`.

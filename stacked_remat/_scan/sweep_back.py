@@ -64,7 +64,6 @@ class SweepBack(eqx.Module):
 
         Cost: that of the policy's backward pass, and the visitor's own work for each layer.
         """
-
         if visitor is not None and not callable(visitor):
             raise TypeError(
                 "A visitor is a function (visit, state) -> LayerResult; got "

@@ -305,7 +305,7 @@ def test_a_visitor_sees_every_layer_once_from_the_last_with_its_input(schedule: 
     _, kept = forward_loop(step, ([jnp.int32(0)],), schedule)
     state = (jnp.zeros((length, 3), jnp.int32), jnp.int32(0))
 
-    def advance(state, index, carry, fetched):
+    def advance(state, index, carry, fetched, indices):
         return [carry[0] + fetched[0] + 1]
 
     replay = Replay(lambda state, index: fetch(index), advance)

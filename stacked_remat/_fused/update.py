@@ -223,7 +223,7 @@ def _added(leaf: Any, step: Any) -> Any:
 def _sum_of_squares(leaves: list[Any]) -> Any:
     def of_one(leaf: Any) -> Any:
         size = jnp.abs(leaf)
-        return jnp.sum(jnp.square(size.astype(jnp.promote_types(size.dtype, jnp.float32))))
+        return jnp.sum(jnp.square(size if jnp.finfo(size.dtype).bits > 32 else size.astype(jnp.float32)))
 
     return sum(map(of_one, leaves), jnp.zeros(()))
 

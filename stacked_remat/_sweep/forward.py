@@ -175,14 +175,24 @@ def forward_loop(
         The final state, and the kept carries.
     """
     slot_of = np.asarray(schedule.forward, np.int32)
+    slots = empty_stack(state[0], schedule.slots)
 
-    def layer(number: Any, loop: tuple[Any, ...]) -> tuple[Any, ...]:
-        *state, slots = loop
-        slots = write(slots, entry_at(slot_of, number), state[0])
-        return (*step(number, tuple(state)), slots)
+    def layer(slots: Carry, state: Any, number: Any, slot: Any) -> tuple[Carry, Any]:
+        return write(slots, slot, state[0]), step(number, state)
 
-    loop = (*state, empty_stack(state[0], schedule.slots))
-    (*state, slots), ran = run_layers(schedule.length, layer, loop, unroll, stops)
+    if not stops:  # a scan over the table: where a loop looks it up, XLA for TPUs holds more
+        at = jnp.arange(schedule.length), jnp.asarray(slot_of)
+        (slots, state), _ = lax.scan(
+            lambda loop, at: (layer(*loop, *at), None), (slots, state), at, unroll=unroll
+        )
+        return state, Checkpoints(slots, None)
+
+    def one(number: Any, loop: tuple[Any, ...]) -> tuple[Any, ...]:
+        *state, slots = loop  # the carry, which says whether to stop, is first
+        slots, state = layer(slots, tuple(state), number, entry_at(slot_of, number))
+        return (*state, slots)
+
+    (*state, slots), ran = run_layers(schedule.length, one, (*state, slots), unroll, stops)
     return tuple(state), Checkpoints(slots, None, ran=ran)
 
 

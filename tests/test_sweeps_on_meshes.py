@@ -25,7 +25,6 @@ POLICIES = [
     "offload",
     ScanCheckpointPolicy(max_carries=2),
     ScanCheckpointPolicy(nested=True, first_layers=1),
-    ScanCheckpointPolicy(save_carries="offload", save_block_internals=["kept"]),
 ]
 WEIGHTS, X = jnp.linspace(0.3, 0.9, 6).reshape(3, 2), jnp.linspace(-1, 1, 16).reshape(8, 2)
 
@@ -124,6 +123,19 @@ def test_a_batch_that_is_sharded_over_explicit_axes(cases):
     expected = found.pop("('loop', None)")
     for case in found.values():
         assert_close(case, expected)
+
+
+def test_each_example_of_a_batch_has_gradients_from_carries_on_the_host_beside_saved_names():
+    remat, key = (
+        ScanCheckpointPolicy(save_carries="offload", save_block_internals=["kept"]),
+        jax.random.key(0),
+    )
+
+    def gradients(kind):
+        value = functools.partial(run, kind, remat=remat, key=key)
+        return jax.vmap(jax.grad(lambda weights, x: value(weights, x), (0, 1)), (None, 0))(WEIGHTS, X)
+
+    assert_close(*jit(lambda: (gradients("two"), gradients("loop")))())
 
 
 class Tanh(eqx.Module):

@@ -107,7 +107,7 @@ def _forward_first(
 
     def layer(number: Any, state: Any) -> Any:
         carry, ys, saved = state
-        carries = write(saved.carries, number, carry) if saved.carries else []
+        carries = write(saved.carries, number, carry)
 
         def run(kind: Kind, row: Any, state: Any) -> Any:
             carry, ys, residuals = state
@@ -121,19 +121,10 @@ def _forward_first(
         return carry, ys, FirstLayersSaved(carries, residuals)
 
     ys, kept = outputs
-    on_host = spec.first_layers.on_host
-    state = (carry, ys, FirstLayersSaved([] if on_host else empty_stack(carry, spec.first), residuals))
-    if not on_host:
-        (carry, ys, saved), ran = run_layers(spec.first, layer, state, spec.unroll, spec.stops)
-        return carry, (ys, kept), saved._replace(ran=ran)
-
-    def and_keep(state: Any, number: Any) -> tuple[Any, Carry]:
-        return layer(number, state), to_host(state[0])
-
-    # A scan stacks on the host what has derivatives there.
-    numbers = jnp.arange(spec.first, dtype=jnp.int32)
-    (carry, ys, saved), carries = lax.scan(and_keep, state, numbers, unroll=spec.unroll)
-    return carry, (ys, kept), saved._replace(carries=carries)
+    empty = empty_stack_on_host if spec.first_layers.on_host else empty_stack
+    state = (carry, ys, FirstLayersSaved(empty(carry, spec.first), residuals))
+    (carry, ys, saved), ran = run_layers(spec.first, layer, state, spec.unroll, spec.stops)
+    return carry, (ys, kept), saved._replace(ran=ran)
 
 
 def _forward_scheduled(

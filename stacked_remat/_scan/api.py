@@ -151,8 +151,12 @@ def lax_scan(
     ```
 
     Args:
-        f, init, xs, length, reverse, unroll: as in `jax.lax.scan`. `xs` holds arrays that are split along
-            their first dimension.
+        f: takes the carry and a slice of `xs`; returns the next carry and an output.
+        init: the first carry.
+        xs: arrays that are split along their first dimension.
+        length: how many steps to run, where `xs` has no array.
+        reverse: go from the last step to the first.
+        unroll: how many steps one iteration of the loop runs; `True` for all.
         remat: as in `scan`, with its costs.
 
     Returns:

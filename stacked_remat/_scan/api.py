@@ -206,8 +206,7 @@ def fold(
 
     caller = function_caller("fold", f)
     options: Any = {"remat": remat, "reverse": reverse, "unroll": unroll, "is_scanned": is_scanned}
-    options["until"] = until
-    scanned = scan_for(caller, step, axis, owner=f, **options)
+    scanned = scan_for(caller, step, axis, owner=f, until=until, **options)
 
     def folded(init: Any, /, *args: Any, **kwargs: Any) -> Any:
         return scanned(init, *args, **kwargs)[0]

@@ -224,15 +224,15 @@ def _visit_first(
         layer = ReplayedLayer(number, 0, read(carries, number), residuals, [])
         return visit(layer, *loop)
 
-    last = spec.first if ran is None else unvmap_max(ran)
-    # Use the same kind of loop as the other visits, so inner programs compile once.
-    trips: Any = spec.first
-    if spec.schedule is not None and spec.unroll is not True:
+    last = trips = spec.first
+    if ran is not None:
+        last = unvmap_max(ran)
+        trips = TripsOf(None, last)
+    elif spec.schedule is not None and spec.unroll is not True:
+        # Use the same kind of loop as the other visits, so inner programs compile once.
         visits = spec.schedule.segments if spec.on_host else [run.visits for run in spec.schedule.runs]
         if len({*visits}) > 1:
             trips = TripsOf(np.asarray([spec.first]), jnp.int32(spec.first))
-    if ran is not None:
-        trips = TripsOf(None, last)
     return repeat(trips, one, (carry_ct, state), spec.unroll, spec.first)
 
 

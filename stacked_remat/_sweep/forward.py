@@ -116,8 +116,7 @@ def _forward_first(
             ys = with_part(ys, kind.ys, write(ys[kind.ys], row, y))
             return carry, ys, spec.saved(residuals, kind, number, 0, new)
 
-        state = spec.at(number, run, (carry, ys, saved.residuals), range(spec.first))
-        carry, ys, residuals = state
+        carry, ys, residuals = spec.at(number, run, (carry, ys, saved.residuals), range(spec.first))
         return carry, ys, FirstLayersSaved(carries, residuals)
 
     ys, kept = outputs

@@ -275,14 +275,9 @@ class Rule(Differentiable):
         return rule(*args), self.out_tree.unflatten([0] * self.out_tree.num_leaves)
 
     def active(self, nonzero: Mask) -> Mask:
-        found = floats(self.out_aval)
-        fn = self.fn
-        while isinstance(fn, _Mapped):
-            fn = fn.fn
-        if isinstance(fn, _Forward):
-            of_outputs = fn.active(self.in_tree.unflatten(nonzero), self.out_aval[2])
-            found = [is_ and of_ for is_, of_ in zip(found, of_outputs, strict=True)]
-        return tuple(any(nonzero) and is_ for is_ in found)
+        depends = _depends(self.fn, self.in_tree.unflatten(nonzero), self.out_aval)
+        every = zip(floats(self.out_aval), depends, strict=True)
+        return tuple(any(nonzero) and is_ and of_ for is_, of_ in every)
 
     def tangent(self, nonzero: Mask, primals: Any, tangents: Arrays) -> Arrays:
         functions = _for_tangents(self.fn), self.reference
@@ -338,10 +333,15 @@ class _Forward:
     def __call__(self, init: Carry, xs: Arrays, shared: Arrays) -> tuple[Carry, Arrays, Checkpoints]:
         return forward(self.spec, self.perturbed, init, xs, shared)
 
-    def active(self, masks: Any, kept: Checkpoints) -> list[bool]:
-        """Which outputs depend on the inputs in the masks, with checkpoints like these."""
-        found = self.spec.perturbed(*map(tuple, masks), ys=())
-        return [*found.carry, *self.spec.active_outputs(found), *kept.of_carry(found.carry)]
+
+def _depends(fn: Any, masks: Any, out_types: Any) -> Sequence[bool]:
+    """Which outputs of a function of a sweep, or one that calls it, depend on the inputs in the masks."""
+    if isinstance(fn, _Mapped):
+        return _depends(fn.fn, masks, out_types)
+    if not isinstance(fn, _Forward):
+        return [True] * len(jax.tree.leaves(out_types))
+    found = fn.spec.perturbed(*map(tuple, masks), ys=())
+    return [*found.carry, *fn.spec.active_outputs(found), *out_types[2].of_carry(found.carry)]
 
 
 def _for_tangents(fn: Any) -> Any:

@@ -176,9 +176,9 @@ class SweepSpec:
 
         Layers of several kinds, and those that may not run, read their own when they run.
         """
-        return (
-            [] if self.pattern or self.stops else read_ahead(xs, self.layer_index(number), self.read_length)
-        )
+        if self.pattern or self.stops:
+            return []
+        return read_ahead(xs, self.layer_index(number), self.read_length)
 
     def plain(
         self,

@@ -114,12 +114,12 @@ def _sharding_of(leaf: Any, in_front: tuple[None, ...]) -> Any:
 def varying_alike(arrays: Any) -> Any:
     """The arrays, all varying over the axes of a `jax.shard_map` over which some of them vary."""
     every = frozenset[str]().union(*(_varies_over(jax.typeof(leaf)) for leaf in jax.tree.leaves(arrays)))
-    return jax.tree.map(lambda leaf: _varying(leaf, every), arrays)
+    return jax.tree.map(lambda leaf: varying_over(leaf, every), arrays)
 
 
 def varying_as(array: Array, type_: Any) -> Array:
     """The array, varying over the axes over which the values of a type vary too."""
-    return _varying(array, _varies_over(type_))
+    return varying_over(array, _varies_over(type_))
 
 
 def _varies_over(type_: Any) -> frozenset[str]:
@@ -127,7 +127,8 @@ def _varies_over(type_: Any) -> frozenset[str]:
     return frozenset(found.varying if found else ())
 
 
-def _varying(array: Any, axes: frozenset[str]) -> Any:
+def varying_over(array: Any, axes: frozenset[str]) -> Any:
+    """The array, varying over these axes of a `jax.shard_map` too: its cotangent is summed over them."""
     missing = tuple(sorted(axes - _varies_over(jax.typeof(array))))
     return lax.pcast(array, missing, to="varying") if missing else array
 
@@ -162,9 +163,8 @@ def _slice(stack: Array, index: Any, length: int, axis: int) -> Array:
     return lax.dynamic_slice_in_dim(stack, index * length, length, axis)
 
 
-_entry = Primitive(
-    "entry"
-)  # `_slice`, which `jax.vmap` makes a gather of; some memories and shardings have none
+# `_slice`, of which `jax.vmap` makes a gather otherwise; host memory and some shardings have none.
+_entry = Primitive("entry")
 _entry.def_impl(jax.jit(_slice, static_argnames=("length", "axis")))
 _entry.def_abstract_eval(
     lambda *types, **places: jax.make_jaxpr(functools.partial(_slice, **places))(*types).out_avals[0]

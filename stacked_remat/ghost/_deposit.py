@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from .._sweep.store import varying_over
 from ._units import Rows, Units, factor_units
 from ._weights import Tangent
 
@@ -47,13 +48,7 @@ def deposit(results: list[Any], rows: list[Rows], units: Units, probe: Any, tang
         *(jax.typeof(array).manual_axis_type.varying for array in (*results, *arrays, probe))
     )
     meeting = _Meeting(dataclasses.replace(tangent, arrays=[]), tuple(rows), units, probe.shape, varying)
-    return _deposit(meeting, results, _varying(probe, varying), arrays)
-
-
-def _varying(array: Any, axes: frozenset[str]) -> Any:
-    """The array, as one that may differ along all of these axes: its cotangent is summed over them."""
-    more = tuple(axes - jax.typeof(array).manual_axis_type.varying)
-    return lax.pcast(array, more, to="varying") if more else array
+    return _deposit(meeting, results, varying_over(probe, varying), arrays)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -74,7 +69,7 @@ def _backward(meeting: _Meeting, arrays: list[Any], cotangents: list[Any]) -> tu
         else:
             product = cotangent.astype(jnp.float32) * tangent.astype(jnp.float32)
         score = score + sum_per_unit(product, rows, meeting.units)
-    return cotangents, _varying(score.reshape(meeting.shape), meeting.varying), None
+    return cotangents, varying_over(score.reshape(meeting.shape), meeting.varying), None
 
 
 _deposit.defvjp(_forward, _backward)

@@ -9,6 +9,8 @@ from jax.core import eval_jaxpr
 from jax.extend.core import Jaxpr, Literal
 from jax.interpreters import partial_eval
 
+from .._activity import program_of
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Leaf:
@@ -54,7 +56,7 @@ def bind(equation: Any, operands: Sequence[Any], inline_custom: bool = False) ->
     """
     if inline_custom and equation.primitive.name == "stop_gradient":
         return list(operands)
-    if inline_custom and (inner := equation.params.get("call_jaxpr", equation.params.get("jaxpr"))):
+    if inline_custom and (inner := program_of(equation)):
         if equation.primitive.name in ("custom_vjp_call", "jit", "pjit"):
             return _evaluate_without_rules(inner, operands)
         if equation.primitive.name == "shard_map":

@@ -75,9 +75,8 @@ class Sources:
             entry = dict(_ENTRY.findall(row))
             at = dict(_ENTRY.findall(tables["FileLocations"][entry["file_location_id"]]))
             file = tables["FileNames"][at["file_name_id"]].strip('"')
-            caller = self._places.get(
-                str(int(entry.get("parent_frame_id", 1)) - 1)
-            )  # counted from 1, for none
+            parent = int(entry.get("parent_frame_id", 1)) - 1  # counted from 1, for none
+            caller = self._places.get(str(parent))
             self._places[frame] = caller if caller and file.startswith(outside) else f"{file}:{at['line']}"
 
     def of(self, text: str) -> str | None:

@@ -44,54 +44,48 @@ demo:  ## train a small Qwen3 MoE on real text, let it write, and show what rema
 	    "        --data.sources.mine.paths '[my-texts/]' --trainer.run_dir runs/my-texts"
 
 # Programs that took XLA more than a tenth of a second are kept beside the environment, for the other worker and the next run.
-test test-all docs parity: export JAX_COMPILATION_CACHE_DIR := $(abspath $(VENV))/compiled
-test test-all docs parity: export JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS := 0.1
-test test-all docs parity: export JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES := 0
+test deep docs parity: export JAX_COMPILATION_CACHE_DIR := $(abspath $(VENV))/compiled
+test deep docs parity: export JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS := 0.1
+test deep docs parity: export JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES := 0
 # Each worker would compile all tests again.
-test test-all parity: export PYTHONDONTWRITEBYTECODE :=
+test deep parity: export PYTHONDONTWRITEBYTECODE :=
 
 # Most of the time of the tests is compilation, so LLVM optimizes less, and XLA with it (tests/conftest.py), and programs are not cut into
 # parts for cores, which are busy. OPTIMIZE=1 compiles as users do, which takes twice as long.
 ifndef OPTIMIZE
-test test-all parity: export XLA_FLAGS := $(XLA_FLAGS) --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true --xla_cpu_parallel_codegen_split_count=1
+test deep parity: export XLA_FLAGS := $(XLA_FLAGS) --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true --xla_cpu_parallel_codegen_split_count=1
 endif
-test: MARKS := not slow and not deep
-test-all: MARKS := not slow
-
-.PHONY: test test-all
-test: venv  ## run the tests (PYTEST_ARGS="tests/test_x.py -k name" for some of them)
-test-all: venv  ## run the tests, those marked deep too; those marked slow run only with `pytest -m slow`
+TESTS := $(RUN) -m pytest -n $(WORKERS) --dist worksteal
 
 # Tests that save or offload values by name run again with JAX_REMAT3=1, which replaces jax.checkpoint by the implementation that is to
 # become JAX's default. That there are none (exit status 5) is an error, unless PYTEST_ARGS selects tests. With worksteal, most
 # tests of a file run in one process and share what they compile.
-test test-all:
+.PHONY: test deep test-all
+test: venv  ## run the tests (PYTEST_ARGS="tests/test_x.py -k name" for some of them)
 	@mkdir -p "$(REPORTS)" && rm -f "$(REPORTS)"/*.xml
 	@status=0; \
-	$(RUN) -m pytest -n $(WORKERS) --dist worksteal --junitxml="$(REPORTS)/suite.xml" -m "$(MARKS)" $(PYTEST_ARGS) || status=$$?; \
-	JAX_REMAT3=1 $(RUN) -m pytest -n $(WORKERS) --dist worksteal --junitxml="$(REPORTS)/remat3.xml" \
-	    -m "remat3 and not slow and not deep" $(or $(PYTEST_ARGS),$$(grep -rl --include='test_*.py' remat3 tests)) \
+	$(TESTS) --junitxml="$(REPORTS)/suite.xml" -m "not slow and not deep" $(PYTEST_ARGS) || status=$$?; \
+	JAX_REMAT3=1 $(TESTS) --junitxml="$(REPORTS)/remat3.xml" -m "remat3 and not slow and not deep" \
+	    $(or $(PYTEST_ARGS),$$(grep -rl --include='test_*.py' remat3 tests)) \
 	    || { code=$$?; [ $$code = $(if $(PYTEST_ARGS),5,none) ] || status=$$code; }; \
 	exit $$status
+
+deep: venv  ## run the tests that `make test` leaves out because they take long; those marked slow run only with `pytest -m slow`
+	@mkdir -p "$(REPORTS)"
+	$(TESTS) --junitxml="$(REPORTS)/deep.xml" -m "deep and not slow" $(PYTEST_ARGS)
+
+test-all: test deep  ## run the tests and those marked deep
 
 # With one worker, because libtpu serves one process at a time.
 .PHONY: memory compiles
 memory: venv-memory  ## compile for an H200 and a TPU v5p and compare with the recorded memory
 	@mkdir -p "$(REPORTS)"
-	$(VENV)-memory/bin/python -m pytest --junitxml="$(REPORTS)/memory.xml" \
-	    tests/benchmarks/test_stack_memory.py tests/benchmarks/test_visitor_memory.py tests/benchmarks/test_fused_update_memory.py \
-	    tests/benchmarks/test_qwen3_context.py tests/benchmarks/test_expert_layer.py tests/benchmarks/test_checkpoint_chain.py tests/benchmarks/test_pattern.py tests/memory/test_targets.py \
-	    tests/models/test_step_memory.py \
-	    tests/ops/test_attention_splash.py tests/ops/test_cross_entropy.py::test_a_vocabulary_of_150000_at_65536_tokens \
-	    tests/ops/test_grouped_experts.py::test_memory_at_65536_tokens_and_128_experts \
-	    tests/ops/test_grouped_products.py::test_for_a_gpu_it_copies_no_weights \
-	    tests/ops/test_experts_in_a_stack.py::test_no_copy_of_a_layer_is_made_for_a_gpu \
-	    tests/ops/test_grouped_products.py::test_for_a_tpu_it_does_not_pad_the_stack_of_narrow_matrices
+	$(VENV)-memory/bin/python -m pytest --junitxml="$(REPORTS)/memory.xml" -m "target and not slow" $(PYTEST_ARGS)
 
 # Figures are compared with the compiler that they were recorded with, which only one Python has.
 compiles: venv-memory  ## compile a step of each kind of model for GPUs and TPUs, and compare no figures
 	@mkdir -p "$(REPORTS)"
-	$(VENV)-memory/bin/python -m pytest --junitxml="$(REPORTS)/compiles.xml" tests/memory/test_targets.py tests/models/test_step_memory.py
+	$(VENV)-memory/bin/python -m pytest --junitxml="$(REPORTS)/compiles.xml" -m target tests/memory/test_targets.py tests/models/test_step_memory.py
 
 .PHONY: parity
 parity: venv-parity  ## install PyTorch, transformers and PEFT, and compare models, adapters and tokenizers with theirs

@@ -18,6 +18,8 @@ import hypothesis  # noqa: E402
 import jax  # noqa: E402
 import pytest  # noqa: E402
 
+from tests.recorded_on import PLUGINS, why_not  # noqa: E402
+
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
@@ -50,6 +52,14 @@ def earlier_objects_are_not_collected() -> None:
         jax.clear_caches()
     gc.collect()
     gc.freeze()
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip tests that compile for devices whose compiler is not installed."""
+    for mark in item.iter_markers("target"):
+        plugin, *more = mark.args
+        if reason := why_not(PLUGINS[plugin], *more, **mark.kwargs):
+            pytest.skip(reason)
 
 
 @pytest.fixture

@@ -7,8 +7,7 @@ import pytest
 from benchmarks.checkpoint_chain import main, measure, variants
 from benchmarks.record import RESULTS
 from benchmarks.residual_mlp import Sizes
-
-from .recorded_on import ON_H200, ON_V5P
+from tests.recorded_on import ON_H200, ON_V5P
 
 TARGETS = [ON_H200, ON_V5P]
 

@@ -6,8 +6,7 @@ import jax
 
 from benchmarks.expert_layer import main, moved_bytes
 from benchmarks.record import RESULTS
-
-from .recorded_on import h200
+from tests.recorded_on import h200
 
 SMALL = ["--tokens", "64", "--embed", "16", "--inner", "8", "--experts", "4", "--chosen", "2"]
 

@@ -9,16 +9,25 @@ from benchmarks.fault_cases import _CONFIG, CASES, Outcome
 from benchmarks.faults import main
 
 
-@pytest.mark.deep
-def test_killed_runs_end_like_uninterrupted_ones_and_faults_in_one_message(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("options", "name", "cases"),
+    [
+        pytest.param(
+            ["--only", "an empty config"], "faults", [("an empty config", True, 1)], marks=pytest.mark.deep
+        ),
+        pytest.param(["--streamed"], "faults_streamed", [], marks=pytest.mark.slow),
+    ],
+)
+def test_killed_runs_end_like_uninterrupted_ones_and_faults_in_one_message(
+    options, name, cases, tmp_path, monkeypatch
+):
     config = _CONFIG.replace("num_steps: 150", "num_steps: 20")
     monkeypatch.setattr("benchmarks.fault_cases._CONFIG", config)
-    path = main(["--kills", "1", "--only", "an empty config", "--out", str(tmp_path)])
+    path = main(["--kills", "1", *options, "--out", str(tmp_path)])
+    assert path.stem == name
     found = json.loads(path.read_text())
     assert found["kills"] >= 1 and found["lines"] >= 20 * found["runs"] and found["differing"] == []
-    assert [(row["name"], row["passed"], row["status"]) for row in found["cases"]] == [
-        ("an empty config", True, 1)
-    ]
+    assert [(row["name"], row["passed"], row["status"]) for row in found["cases"]] == cases
 
 
 def test_an_unknown_case_is_refused(capsys):

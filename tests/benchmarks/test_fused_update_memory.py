@@ -7,8 +7,8 @@ import pytest
 
 from stacked_remat import fused_update, memory
 from stacked_remat.training.precision import in_float32
+from tests.recorded_on import ON_H200, ON_V5P
 
-from .recorded_on import ON_H200, ON_V5P
 from .test_visitor_memory import GIB, STACK, X, blocks
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")  # optax depends on it

@@ -13,8 +13,7 @@ from benchmarks.pattern import KINDS, main, measure_memory
 from benchmarks.record import RESULTS
 from benchmarks.residual_mlp import Sizes
 from stacked_remat import ScanCheckpointPolicy, Stacked, StackedPattern, checkpoint_name, memory
-
-from .recorded_on import ON_H200, ON_V5P
+from tests.recorded_on import ON_H200, ON_V5P
 
 FULL = Sizes(inner=16_384)
 MIXED = [kinds for kinds in KINDS if len(kinds.shares) > 1]

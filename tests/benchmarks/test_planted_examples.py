@@ -6,7 +6,7 @@ import pytest
 from benchmarks.planted_examples import Found, ranked, run
 
 
-@pytest.mark.deep
+@pytest.mark.slow
 def test_wrong_labels_have_the_lowest_scores(tmp_path, standard_promotion):
     found = ranked(tmp_path, run(tmp_path, examples=3000, steps=300, every=4))
     assert found.wrong.sum() > 200

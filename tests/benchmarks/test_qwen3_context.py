@@ -11,8 +11,7 @@ from models.run_config import LmRunConfig
 from stacked_remat import memory
 from stacked_remat._compat import cudnn_is_installed
 from stacked_remat.training import parse_config
-
-from .recorded_on import h200
+from tests.recorded_on import h200
 
 NEEDS_CUDNN = pytest.mark.skipif(not cudnn_is_installed(), reason="JAX finds no cuDNN")
 GIB = 2**30

@@ -18,8 +18,7 @@ from models.transformer.layers import cast_floating
 from stacked_remat import LayerResult, LayerStack, ScanCheckpointPolicy, Stacked, memory, streaming, unsliced
 from stacked_remat._placement import compiled_for, to_host
 from stacked_remat._sweep.store import read
-
-from .recorded_on import ON_H200, ON_V5P
+from tests.recorded_on import ON_H200, ON_V5P
 
 LAYERS, TOKENS, WIDTH, INNER = 48, 65_536, 2048, 16_384
 SHAPES = (WIDTH, INNER), (INNER, WIDTH)

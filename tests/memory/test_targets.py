@@ -1,7 +1,5 @@
 """Tests of targets: their names, their figures, their compilers and the errors without them."""
 
-import importlib.util
-
 import jax
 import pytest
 
@@ -9,8 +7,6 @@ from stacked_remat import memory
 from stacked_remat.memory import TARGETS, CudaTarget, TargetError, TpuTarget, find_target, target_mesh
 
 NAMES = ["local", "a100-80gb", "h100", "h200", "b200", "v5e", "v5p", "v6e"]
-NO_CUDA = not any(importlib.util.find_spec(f"jax_cuda{version}_plugin") for version in (12, 13))
-NO_TPU = importlib.util.find_spec("libtpu") is None
 
 
 def test_the_names():
@@ -63,7 +59,7 @@ def test_without_the_plugin_the_extra_is_named(name, extra, monkeypatch):
         TARGETS[name].devices(2)
 
 
-@pytest.mark.skipif(NO_TPU, reason="libtpu is not installed")
+@pytest.mark.target("tpu")
 def test_no_slice_is_large_enough():
     target = TARGETS["v5p"]
     assert isinstance(target, TpuTarget)
@@ -71,13 +67,13 @@ def test_no_slice_is_large_enough():
         target.devices(300)
 
 
-@pytest.mark.skipif(NO_CUDA, reason="JAX's CUDA plugin is not installed")
+@pytest.mark.target("cuda")
 @pytest.mark.parametrize("name", ["a100-80gb", "h100", "h200", "b200"])
 def test_cuda_targets_compile(name):
     _compiles(name)
 
 
-@pytest.mark.skipif(NO_TPU, reason="libtpu is not installed")
+@pytest.mark.target("tpu")
 @pytest.mark.parametrize("name", ["v5e", "v5p", "v6e"])
 def test_tpu_targets_compile(name):
     _compiles(name)

@@ -43,7 +43,6 @@ POLICIES = {
 CONTEXT = {"position": "context"}
 TENSOR = {"kv_heads": "model", "mlp": "model"}
 MESHES = {
-    "context": MeshConfig({"context": 8}, CONTEXT, {}),
     "context, fsdp": MeshConfig({"context": 4}, CONTEXT, {"embed": "context"}),
     "data, context, fsdp": MeshConfig(
         {"data": 2, "context": 4}, {"batch": "data"} | CONTEXT, {"embed": ["data", "context"]}
@@ -80,7 +79,6 @@ def deep(*case):
 
 CONTEXT_CASES = [
     (DENSE, "data, context, fsdp", "nested"),
-    deep(DENSE, "context", "True"),
     deep(DENSE, "context, fsdp", "offload"),
     deep(DENSE, "data, context, fsdp", "save"),
     deep(dataclasses.replace(DENSE, num_kv_heads=2), "context, fsdp, tensor", "True"),
@@ -89,8 +87,6 @@ CONTEXT_CASES = [
 
 TENSOR_CASES = [
     (DENSE, "tensor", "True"),
-    deep(DENSE, "tensor", "nested"),
-    deep(DENSE, "tensor", "offload"),
     deep(DENSE, "fsdp, tensor", "nested"),
     deep(SPARSE, "expert, tensor", "offload"),
 ]
@@ -98,7 +94,6 @@ TENSOR_CASES = [
 EXPERT_CASES = [
     ("data, expert, fsdp", "nested", None),
     deep("context, expert", "offload", LORA),
-    deep("expert", "True", None),
     deep("expert", "False", None),
 ]
 

@@ -224,19 +224,6 @@ def test_matrices_on_the_host_are_read_forward_and_backward():
     assert streamed.flops.matmul == resident.flops.matmul
 
 
-@pytest.mark.deep
-def test_auto_shows_how_the_policy_is_found(reports):
-    console = Console(file=io.StringIO(), width=200)
-    keep_all, full, nested = (reports[name].total for name in ("False", "True", "nested"))
-    assert nested < full < keep_all
-    between = CONFIG.step.plan(budget=(full + keep_all) // 2)
-    policy = resolve_policy(between.policy)
-    assert not policy.is_nested and 0 < policy.first_layers < 12
-    assert between.report.total <= between.budget
-    console.print(between)
-    assert "first_layers" in console.file.getvalue()  # pyright: ignore[reportAttributeAccessIssue]
-
-
 @pytest.mark.parametrize("error", [ValueError, jax.errors.JaxRuntimeError])
 def test_json_has_what_the_table_has(monkeypatch, tmp_path, reports, error):
     path = tmp_path / "plan.yaml"

@@ -4,7 +4,6 @@ What they take is not compared: `tests/benchmarks` does that, with the compiler 
 """
 
 import dataclasses
-import importlib.util
 
 import equinox as eqx
 import jax
@@ -23,10 +22,6 @@ from stacked_remat.training import DataConfig, MeshConfig, Partitioning, Trainer
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 
-NO_CUDA = not any(importlib.util.find_spec(f"jax_cuda{version}_plugin") for version in (12, 13))
-NO_TPU = importlib.util.find_spec("libtpu") is None
-ON_CUDA = pytest.mark.skipif(NO_CUDA, reason="JAX's CUDA plugin is not installed")
-ON_TPU = pytest.mark.skipif(NO_TPU, reason="libtpu is not installed")
 
 ATTENTION = AttentionConfig(head_dim=128)  # which the kernels for TPUs take
 SIZES = dict(hidden_dim=128, num_layers=2, num_heads=2, num_kv_heads=1, compute_dtype="bfloat16")
@@ -56,8 +51,8 @@ def config_of(kind):
 @pytest.mark.parametrize(
     "target",
     [
-        pytest.param(name, marks=mark)
-        for name, mark in (("h200", ON_CUDA), ("b200", ON_CUDA), ("v5p", ON_TPU), ("v6e", ON_TPU))
+        pytest.param(name, marks=pytest.mark.target(plugin))
+        for name, plugin in (("h200", "cuda"), ("b200", "cuda"), ("v5p", "tpu"), ("v6e", "tpu"))
     ],
 )
 def test_a_step_compiles_for_a_device_that_is_not_attached(kind, target):

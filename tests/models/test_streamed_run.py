@@ -58,8 +58,10 @@ OPTIMIZER = AdamWConfig(max_grad_norm=None)
 CASES = {
     "weights and optimizer state": ({}, {}),
     "on several devices": ({}, {"model": EXPERTS, "devices": 4}),
-    "below adapters": ({}, {"lora": LORA, "update": UpdateConfig(microbatches=2, on_nonfinite="skip")}),
-    "below adapters, layers of several kinds": ({}, {"lora": LORA, "model": MIXED, "update": UpdateConfig()}),
+    "below adapters, layers of several kinds": (
+        {},
+        {"lora": LORA, "model": MIXED, "update": UpdateConfig(microbatches=2, on_nonfinite="skip")},
+    ),
     "below adapters, fused": ({}, {"lora": LORA, "model": EXPERTS, "devices": 4}),
 }
 

@@ -5,9 +5,7 @@ import json
 import os
 import shutil
 import signal
-import subprocess
 import sys
-import time
 
 import equinox as eqx
 import jax
@@ -33,7 +31,7 @@ from stacked_remat.training import (
     parse_config,
 )
 
-from .tiny_run import STEPS, arguments_of, train
+from .tiny_run import STEPS, train
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 
@@ -238,26 +236,6 @@ def test_the_same_command_resumes_after_a_signal_and_refuses_another_model(
 
     assert train(workplace) == 0
     assert "resuming after step 5" in capsys.readouterr().out
-    assert repeated_metrics(workplace / "run") == repeated_metrics(finished)
-
-
-@pytest.mark.deep
-def test_a_killed_command_resumes_with_the_same_result(workplace, finished):
-    def start():
-        arguments = ("--trainer.checkpoint.every_steps", "4")
-        command = [sys.executable, "-m", "models.train_lm", *arguments_of(workplace, *arguments)]
-        return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-
-    process, metrics = start(), workplace / "run/metrics.jsonl"
-    until = time.monotonic() + 300
-    while not (metrics.exists() and '"step": 9,' in metrics.read_text()):
-        assert process.poll() is None and time.monotonic() < until, process.communicate()
-        time.sleep(0.02)
-    process.kill()
-    process.communicate()
-    process = start()
-    shown, _ = process.communicate()
-    assert process.returncode == 0 and b"resuming after step" in shown, shown
     assert repeated_metrics(workplace / "run") == repeated_metrics(finished)
 
 

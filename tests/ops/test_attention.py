@@ -1,7 +1,6 @@
 """Tests of attention against one head and one position at a time."""
 
 import functools
-import importlib.util
 
 import equinox as eqx
 import haliax as hax
@@ -24,7 +23,6 @@ from stacked_remat.ops._attention_blockwise import (
 )
 from stacked_remat.ops._backends import choose_backend
 
-NO_CUDA = not any(importlib.util.find_spec(f"jax_cuda{version}_plugin") for version in (12, 13))
 Batch, Pos, HeadDim = Axis("batch", 2), Axis("position", 5), Axis("head_dim", 6)
 KVHeads, HeadsPerKV = Axis("kv_heads", 2), Axis("heads_per_kv", 3)
 quick = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
@@ -297,6 +295,7 @@ def test_cudnn_says_why_it_does_not_support_a_call(change, message, monkeypatch)
     )
 
 
+@pytest.mark.target("cuda")
 @pytest.mark.skipif(not cudnn_is_installed(), reason="JAX finds no cuDNN")
 def test_a_report_for_a_gpu_uses_a_gpu_kernel():
     axes = Axis("position", 1024), Axis("kv_heads", 2), Axis("head_dim", 64)

@@ -1,7 +1,6 @@
 """Tests of the splash kernels: interpreted against exact attention, and compiled if libtpu is installed."""
 
 import functools
-import importlib.util
 
 import haliax as hax
 import jax
@@ -18,8 +17,6 @@ from stacked_remat.ops._attention_backends import BACKENDS, AttentionCall, exact
 from stacked_remat.ops._attention_blockwise import Blocks
 from stacked_remat.ops._attention_splash import CausalWindow, splash_attention, splash_block_size
 
-NO_TPU = importlib.util.find_spec("libtpu") is None
-needs_libtpu = pytest.mark.skipif(NO_TPU, reason="libtpu is not installed")
 quick = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 DOCUMENTS = np.stack([np.repeat([0, 1, 2], [100, 30, 126]), np.repeat([7, 3], [200, 56])])
 
@@ -204,7 +201,7 @@ def shapes(length, kv_heads, group, head_dim, dtype=jnp.bfloat16, batch=(), shar
     return query, key, key, query
 
 
-@needs_libtpu
+@pytest.mark.target("tpu")
 @pytest.mark.parametrize(
     ("backend", "most", "products"),
     [("auto", 1.9, 9), pytest.param("blockwise", 2.2, 7, marks=pytest.mark.slow)],
@@ -219,7 +216,7 @@ def test_65536_positions_on_a_tpu(backend, most, products):
     assert not found.flops.too_low
 
 
-@needs_libtpu
+@pytest.mark.target("tpu")
 @pytest.mark.parametrize(("head_dim", "dtype"), [(64, jnp.bfloat16), (200, jnp.bfloat16), (512, jnp.float32)])
 def test_a_tpu_takes_any_width_with_documents_and_sinks(head_dim, dtype):
     documents = hax.arange(Axis("position", 1024)) // 100
@@ -228,7 +225,7 @@ def test_a_tpu_takes_any_width_with_documents_and_sinks(head_dim, dtype):
     assert memory.report(call, *shapes(1024, 1, 2, head_dim, dtype), target="v5p").temporaries > 0
 
 
-@needs_libtpu
+@pytest.mark.target("tpu")
 def test_on_several_devices_it_works_only_inside_shard_map():
     mesh = memory.target_mesh("v5p", {"data": 4})
     spec = PartitionSpec("data")

@@ -1,7 +1,6 @@
 """Tests of `chunked_cross_entropy` against the loss with all logits."""
 
 import functools
-import importlib.util
 
 import equinox as eqx
 import haliax as hax
@@ -17,7 +16,6 @@ from stacked_remat.ops import chunked_cross_entropy
 from ..jaxprs import equations_of
 from ..random_arrays import normal
 
-NO_CUDA = not any(importlib.util.find_spec(f"jax_cuda{version}_plugin") for version in (12, 13))
 Embed, Vocab = Axis("embed", 4), Axis("vocab", 11)
 quick = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 
@@ -196,7 +194,7 @@ def test_arguments_are_checked(change, message):
         chunked_cross_entropy(**arguments)
 
 
-@pytest.mark.skipif(NO_CUDA, reason="JAX's CUDA plugin is not installed")
+@pytest.mark.target("cuda")
 def test_a_vocabulary_of_150000_at_65536_tokens():
     Pos, Embed, Vocab = Axis("position", 65_536), Axis("embed", 2_048), Axis("vocab", 151_936)
 

@@ -1,6 +1,5 @@
 """Tests of `grouped_experts` in a fold, where experts are read from the stack of all layers."""
 
-import importlib.util
 from collections.abc import Callable
 from typing import Any
 
@@ -20,7 +19,6 @@ from stacked_remat.ops._grouped_triton import triton_kernels
 from ..blocks import quick_jit
 from ..random_arrays import normal
 
-NO_CUDA = not any(importlib.util.find_spec(f"jax_cuda{version}_plugin") for version in (12, 13))
 Layers = Axis("layers", 3)
 
 
@@ -130,7 +128,7 @@ def test_the_layer_of_a_stack_has_what_all_layers_share():
     assert found["shared"].axes == found["own"].axes == (Width,) and found["number"].shape == ()
 
 
-@pytest.mark.skipif(NO_CUDA, reason="JAX's CUDA plugin is not installed")
+@pytest.mark.target("cuda")
 @pytest.mark.parametrize("backend", ["block", "triton"])
 def test_no_copy_of_a_layer_is_made_for_a_gpu(backend):
     def shape(_, *sizes):

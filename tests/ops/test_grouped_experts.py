@@ -1,7 +1,6 @@
 """Tests of `grouped_experts` against every expert applied to every token."""
 
 import functools
-import importlib.util
 
 import haliax as hax
 import jax
@@ -17,7 +16,6 @@ from stacked_remat.ops import grouped_experts
 from ..jaxprs import equations_of
 from ..random_arrays import normal
 
-NO_CUDA = not any(importlib.util.find_spec(f"jax_cuda{version}_plugin") for version in (12, 13))
 quick = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 EMBED, INNER = 4, 3
 
@@ -332,7 +330,7 @@ def test_arguments_are_checked(change, message):
         grouped_experts(**(arguments | change))
 
 
-@pytest.mark.skipif(NO_CUDA, reason="JAX's CUDA plugin is not installed")
+@pytest.mark.target("cuda")
 def test_memory_at_65536_tokens_and_128_experts():
     tokens, embed, inner, half = 65_536, 2_048, 768, jnp.bfloat16
     shapes = {"gate": (embed, inner), "up": (embed, inner), "down": (inner, embed)}

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import importlib.util
 import types
 from typing import Any
 
@@ -25,12 +24,11 @@ from stacked_remat.ops._backends import choose_backend
 from stacked_remat.ops._expert_backends import EXPERT_BACKENDS, ExpertsBackend, ExpertsFacts, megablox_kernels
 from stacked_remat.ops._grouped_product import kernels_of
 from stacked_remat.ops._grouped_triton import triton_kernels
-from tests.ops.test_grouped_experts import NO_CUDA, dense, example as swiglu_example, swiglu
+from tests.ops.test_grouped_experts import dense, example as swiglu_example, swiglu
 from tests.ops.test_per_device import mesh
 
 EXPERTS, EMBED, INNER, TOKENS, CHOSEN = 5, 4, 3, 9, 2
 Experts = Axis("experts", EXPERTS)
-NO_TPU = importlib.util.find_spec("libtpu") is None
 quick = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 
 
@@ -455,7 +453,7 @@ def test_vmap_over_weights_alone(backend):
     assert_close(*gradients(many), atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.skipif(NO_TPU, reason="libtpu is not installed")
+@pytest.mark.target("tpu")
 def test_for_a_tpu_it_does_not_pad_the_stack_of_narrow_matrices():
     """The rows of `[512, 16]` have 16 of 128 lanes: row-major, a stack of them takes 8 times its bytes."""
     Layers, Many, width, rank = Axis("layers", 16), Axis("experts", 64), 512, 16
@@ -478,7 +476,7 @@ def test_for_a_tpu_it_does_not_pad_the_stack_of_narrow_matrices():
     assert report.temporaries < report.outputs
 
 
-@pytest.mark.skipif(NO_CUDA, reason="JAX's CUDA plugin is not installed")
+@pytest.mark.target("cuda")
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
 def test_for_a_gpu_it_copies_no_weights(dtype):
     tokens, width = 2**12, 512

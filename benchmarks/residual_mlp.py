@@ -254,3 +254,17 @@ def variants() -> Iterator[Variant]:
         for remat in (True, "nested", "offload"):
             yield Variant(f"stacked_remat {remat}, {tiles} tiles", ours(remat, tiles=tiles))
     yield Variant("stacked_remat nested, frozen weights", ours("nested", frozen=True))
+
+
+def hessian_products() -> Iterator[Variant]:
+    """The Hessian of some of them times a vector: `jax.jvp` of the gradient."""
+    names = ("lax.scan", "lax.scan + jax.checkpoint", "stacked_remat True", "stacked_remat nested")
+    for variant in variants():
+        if variant.name in names:
+            build = functools.partial(_hessian_product, variant.build)
+            yield dataclasses.replace(variant, name=f"{variant.name}, Hessian product", build=build)
+
+
+def _hessian_product(build: Callable[[Sizes], Program], sizes: Sizes) -> Program:
+    gradient, args = build(sizes)
+    return lambda args, vector: jax.jvp(gradient, args, vector)[1], (args, args)

@@ -1,4 +1,4 @@
-"""Memory of a deep stack under every policy, and with other libraries.
+"""Memory of a deep stack under every policy, and with other libraries; of products of its Hessian too.
 
 Everything is compiled for a device that need not be attached, and nothing is run:
 
@@ -22,19 +22,20 @@ from stacked_remat import memory
 
 from . import stack_time
 from .record import RESULTS, allocate_as_needed, memory_row, write_results
-from .residual_mlp import Sizes, Variant, variants
+from .residual_mlp import Sizes, Variant, hessian_products, variants
 
 
 def main(arguments: list[str] | None = None) -> Path:
     options = _parser().parse_args(arguments)
     if options.run:
         allocate_as_needed()
-    chosen = [variant for variant in variants() if re.search(options.only, variant.name)]
+    every = [*variants(), *hessian_products()]
+    chosen = [variant for variant in every if re.search(options.only, variant.name)]
     for notice in filter(None, (variant.missing() for variant in chosen)):
         print(notice)
     chosen = [variant for variant in chosen if variant.missing() is None]
     if not chosen:
-        raise SystemExit(f"--only {options.only!r} leaves nothing out of {[v.name for v in variants()]}")
+        raise SystemExit(f"--only {options.only!r} leaves nothing out of {[v.name for v in every]}")
     rows: list[dict[str, Any]] = []
     for inner in options.inner:
         sizes = Sizes(options.layers, options.tokens, options.width, inner)

@@ -88,7 +88,14 @@ TABLES = {
         rows=("name", "matmul_flops / name=stacked_remat True"),
         columns=("target", "inner"),
         cells=("temporaries",),
-        only={"name": r"flax nnx.scan \+ nnx.remat|(?!.*(nnx|tiles|frozen)).*"},
+        only={"name": r"flax nnx.scan \+ nnx.remat|(?!.*(nnx|tiles|frozen|Hessian)).*"},
+    ),
+    "nested-hessian": Table(
+        ("stack_memory_h200.json",),
+        rows=("name",),
+        columns=("inner",),
+        cells=("temporaries",),
+        only={"name": ".*, Hessian product|stacked_remat nested"},
     ),
     "nnx": Table(
         ("stack_memory_h200.json",),

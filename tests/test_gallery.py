@@ -13,6 +13,7 @@ SUBJECTS = (
     "deep_residual_network",
     "gpt_equinox",
     "gpt_named_axes",
+    "hessian_eigenvalue",
     "kv_cache",
     "nnx_model",
     "planner",

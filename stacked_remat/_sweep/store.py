@@ -58,39 +58,6 @@ def zeros_like(stack: Array) -> Array:
     return full_on_host(stack, 0) if is_on_host(stack) else jnp.zeros_like(stack)
 
 
-def with_zeros_in_place(leaves: Sequence[Array]) -> list[Array]:
-    """The arrays, with all their derivatives. Zero gradients of those on the host are made on the host.
-
-    JAX would make them on the device, where what follows does not read all of the arrays.
-    """
-    return _with_zeros_in_place.bind(*leaves)
-
-
-def _jvp(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-    passed = iter(with_zeros_in_place([t for t in tangents if not isinstance(t, ad.Zero)]))
-    found = [t if isinstance(t, ad.Zero) else next(passed) for t in tangents]
-    return with_zeros_in_place(primals), found
-
-
-def _transpose(cotangents: Sequence[Any], *_: Any) -> list[Any]:
-    def in_place(ct: Any) -> Any:
-        aval: Any = ct.aval
-        is_zero = isinstance(ct, ad.Zero) and aval.memory_space == jax.memory.Space.Host
-        return full_on_host(aval, 0) if is_zero else ct
-
-    return list(map(in_place, cotangents))
-
-
-_with_zeros_in_place = Primitive("with_zeros_in_place")
-_with_zeros_in_place.multiple_results = True
-_with_zeros_in_place.def_impl(lambda *leaves: list(leaves))
-_with_zeros_in_place.def_abstract_eval(lambda *leaves: list(leaves))
-ad.primitive_jvps[_with_zeros_in_place] = _jvp
-ad.primitive_transposes[_with_zeros_in_place] = _transpose
-batching.primitive_batchers[_with_zeros_in_place] = lambda leaves, dims: (with_zeros_in_place(leaves), dims)
-mlir.register_lowering(_with_zeros_in_place, lambda _, *leaves: list(leaves))
-
-
 def zeros_after(done: Any, like: Any) -> Any:
     """Zeros of these shapes and types, sharded as these are, made once the arrays of `done` are there.
 

@@ -358,7 +358,7 @@ def make_zeros_in_memory() -> None:
     zeros_like_aval = jax._src.ad_util.aval_zeros_likers[jax.core.ShapedArray]
 
     def zeros(aval: Any) -> Any:
-        if aval.memory_space != jax.memory.Space.Host:
+        if aval.memory_space != jax.memory.Space.Host or aval.dtype == jax.dtypes.float0:
             return zeros_like_aval(aval)
         aval = aval.update(memory_space=jax.memory.Space.Device)
         if not aval.shape:

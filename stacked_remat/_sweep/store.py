@@ -16,27 +16,33 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 from jaxtyping import Array
 
+from .._compat import stacked_type
 from .._placement import has_host_arrays, is_on_host, on_device, platform, to_host
 from .._trips import known_trips
 
 
-def empty_stack(entry: Any, size: int) -> Any:
-    """Stacks of zeros for `size` entries like the given one, in its memory: arrays, or their types."""
+def empty_stack(entry: Any, size: int, on_host: bool = False) -> Any:
+    """Stacks of zeros for `size` entries like the given one: arrays, or their types.
+
+    In its memory, or on the host.
+    """
 
     def stack(leaf: Any) -> Array:
-        return zeros_of(jax.typeof(leaf) if isinstance(leaf, jax.Array) else leaf, (size,))
+        type_ = jax.typeof(leaf) if isinstance(leaf, jax.Array) else leaf
+        return zeros_of(type_.update(memory_space=jax.memory.Space.Host) if on_host else type_, (size,))
 
     return jax.tree.map(stack, entry)
 
 
 def zeros_of(type_: Any, in_front: tuple[int, ...] = ()) -> Array:
     """Zeros of a type, with dimensions in front; in its memory, sharded and varying over a mesh like it."""
-    shape = (*in_front, *type_.shape)
     if getattr(type_, "memory_space", None) == jax.memory.Space.Host:
-        return full_on_host(jax.ShapeDtypeStruct(shape, type_.dtype), 0)
+        for size in reversed(in_front):
+            type_ = stacked_type(type_, size)
+        return ad.instantiate_zeros(ad.Zero(type_))
     zero = jnp.zeros_like(jax.ShapeDtypeStruct((), type_.dtype))
     sharding = _sharding_of(type_, (None,) * len(in_front))
-    return varying_as(jnp.broadcast_to(zero, shape, out_sharding=sharding), type_)
+    return varying_as(jnp.broadcast_to(zero, (*in_front, *type_.shape), out_sharding=sharding), type_)
 
 
 def on_mesh(stack: Array) -> Array:
@@ -46,16 +52,9 @@ def on_mesh(stack: Array) -> Array:
     return stack if is_placed else jax.reshard(stack, jax.P())
 
 
-def empty_stack_on_host(entry: Any, size: int) -> Any:
-    """The same in host memory."""
-    return jax.tree.map(
-        lambda leaf: full_on_host(jax.ShapeDtypeStruct((size, *leaf.shape), leaf.dtype), 0), entry
-    )
-
-
 def zeros_like(stack: Array) -> Array:
     """Zeros of the shape of a stack, in the same memory."""
-    return full_on_host(stack, 0) if is_on_host(stack) else jnp.zeros_like(stack)
+    return zeros_of(jax.typeof(stack)) if is_on_host(stack) else jnp.zeros_like(stack)
 
 
 def zeros_after(done: Any, like: Any) -> Any:
@@ -98,15 +97,6 @@ def varying_over(array: Any, axes: frozenset[str]) -> Any:
     """The array, varying over these axes of a `jax.shard_map` too: its cotangent is summed over them."""
     missing = tuple(sorted(axes - _varies_over(jax.typeof(array))))
     return lax.pcast(array, missing, to="varying") if missing else array
-
-
-def full_on_host(like: Any, value: int) -> Array:
-    """An array in host memory that is `value` everywhere, of the shape and dtype of `like`."""
-    if not like.shape:
-        return to_host(jnp.full((), value, like.dtype))
-    # A scan stacks on the host one entry at a time; the whole stack would be made on the device.
-    entry = jnp.full(like.shape[1:], value, like.dtype)
-    return lax.scan(lambda carry, _: (carry, to_host(entry)), None, None, length=like.shape[0])[1]
 
 
 def read(stacked: Any, index: Any, length: int = 1) -> Any:
@@ -221,9 +211,7 @@ def at_least_one(stack: Array) -> Array:
     """The stack, or zeros of one layer if it has none: a layer is traced even if there are none to run."""
     if len(stack):
         return stack
-    one = jax.ShapeDtypeStruct((1, *stack.shape[1:]), stack.dtype)
-    # JAX can't make zeros on the host in another shape than the array that they are like.
-    return full_on_host(one, 0) if is_on_host(stack) else jnp.zeros_like(stack, shape=one.shape)
+    return zeros_of(jax.typeof(stack).update(shape=(1, *stack.shape[1:])))
 
 
 def write(stacked: Any, index: Any, entry: Any) -> Any:

@@ -353,21 +353,24 @@ if _IS_BEFORE_0_12:
     )
 
 
+def made_on_host(type_: Any, make: Callable[[Any], Any]) -> Any:
+    """An array of a type in host memory, with equal entries, which `make` makes from their type."""
+    host, device = jax.memory.Space.Host, type_.update(memory_space=jax.memory.Space.Device)
+    if not type_.shape:
+        return jax.device_put(make(device), host)
+    # A scan stacks on the host one entry at a time; the whole stack would be made on the device.
+    entry = make(jax._src.core.mapped_aval(type_.shape[0], 0, device))
+    return lax.scan(lambda _, __: (None, jax.device_put(entry, host)), None, None, length=type_.shape[0])[1]
+
+
 def make_zeros_in_memory() -> None:
-    """Let zero tangents and cotangents of arrays on the host be made there, one entry at a time."""
+    """Let zero tangents and cotangents of arrays on the host be made there."""
     zeros_like_aval = jax._src.ad_util.aval_zeros_likers[jax.core.ShapedArray]
 
     def zeros(aval: Any) -> Any:
         if aval.memory_space != jax.memory.Space.Host or aval.dtype == jax.dtypes.float0:
             return zeros_like_aval(aval)
-        aval = aval.update(memory_space=jax.memory.Space.Device)
-        if not aval.shape:
-            return jax.device_put(zeros_like_aval(aval), jax.memory.Space.Host)
-        size = aval.shape[0]
-        entry = zeros_like_aval(jax._src.core.mapped_aval(size, 0, aval))
-        return lax.scan(
-            lambda _, __: (None, jax.device_put(entry, jax.memory.Space.Host)), None, None, length=size
-        )[1]
+        return made_on_host(aval, zeros_like_aval)
 
     jax._src.ad_util.aval_zeros_likers[jax.core.ShapedArray] = zeros
 

@@ -1,5 +1,7 @@
 """Forward mode of patterns, of sweeps that visitors may follow, and of layers on the host."""
 
+import functools
+
 import equinox as eqx
 import haliax as hax
 import jax
@@ -84,20 +86,27 @@ def test_of_patterns(name):
     assert_close(found, expected)
 
 
-@pytest.mark.parametrize("remat", ["nested", *deep_cases([[True]])])
-def test_of_frozen_layers_on_the_host(remat):
-    stack = Stacked(
-        Dense(0.5 * jax.random.normal(jax.random.key(1), (4, 3, 3))), hax.Axis("layers", 4), remat
+@pytest.mark.parametrize("remat", ["nested", *deep_cases([[True], ["offload"]])])
+def test_of_layers_on_the_host(remat):
+    """By what the layers take, and by the layers themselves."""
+    weights = 0.5 * jax.random.normal(jax.random.key(1), (4, 3, 3))
+    stack, along = (
+        Stacked(Dense(leaf), hax.Axis("layers", 4), remat) for leaf in (weights, jnp.cos(weights))
     )
-    streamed = streaming.to_host(stack)
+    args = X, jnp.full(3, 0.7)
 
-    def value(blocks):
-        return lambda x, scale: jnp.sum(blocks.fold(x, shared(scale)) ** 2)
+    def fold(blocks, x, scale):
+        return jnp.sum(blocks.fold(x, shared(scale)) ** 2)
 
-    found = eqx.filter_jit(lambda blocks, *args: derivatives(value(blocks), *args))(
-        streamed, X, jnp.full(3, 0.7)
-    )
-    assert_close(found, derivatives(lambda *args: loop(stack, *args), X, jnp.full(3, 0.7)))
+    def every(value, blocks, direction):
+        def of(blocks):
+            return jax.value_and_grad(lambda blocks: value(blocks, *args))(blocks)
+
+        found = jax.jvp(of, (blocks,), (direction,))
+        return derivatives(functools.partial(value, blocks), *args), jax.tree.leaves(found)
+
+    found = jax.jit(functools.partial(every, fold))(streaming.to_host(stack), streaming.to_host(along))
+    assert_close(found, jax.jit(functools.partial(every, loop))(stack, along))
 
 
 @pytest.mark.parametrize("remat", ["offload", *deep_cases([[True], ["nested"]])])

@@ -16,7 +16,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 from jaxtyping import Array
 
-from .._compat import stacked_type
+from .._compat import made_on_host, stacked_type
 from .._placement import has_host_arrays, is_on_host, on_device, platform, to_host
 from .._trips import known_trips
 
@@ -37,9 +37,7 @@ def empty_stack(entry: Any, size: int, on_host: bool = False) -> Any:
 def zeros_of(type_: Any, in_front: tuple[int, ...] = ()) -> Array:
     """Zeros of a type, with dimensions in front; in its memory, sharded and varying over a mesh like it."""
     if getattr(type_, "memory_space", None) == jax.memory.Space.Host:
-        for size in reversed(in_front):
-            type_ = stacked_type(type_, size)
-        return ad.instantiate_zeros(ad.Zero(type_))
+        return made_on_host(stacked_type(type_, *in_front) if in_front else type_, zeros_of)
     zero = jnp.zeros_like(jax.ShapeDtypeStruct((), type_.dtype))
     sharding = _sharding_of(type_, (None,) * len(in_front))
     return varying_as(jnp.broadcast_to(zero, (*in_front, *type_.shape), out_sharding=sharding), type_)

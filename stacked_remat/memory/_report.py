@@ -12,12 +12,12 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 from jaxtyping import PyTree
 
+from .._compat import made_on_host
 from .._messages import shortened
-from .._placement import compiled_for, to_host
+from .._placement import compiled_for
 from ._compiled_sizes import sizes_of
 from ._costs import Flops
 from ._flops import count_flops
@@ -239,11 +239,7 @@ def trace_call(
 
 
 def _full_on_host(like: Any, value: int) -> jax.Array:
-    if not like.shape:
-        return to_host(jnp.full((), value, like.dtype))
-    # A scan stacks on the host one entry at a time; the whole stack would be made on the device.
-    entry = jnp.full(like.shape[1:], value, like.dtype)
-    return lax.scan(lambda carry, _: (carry, to_host(entry)), None, None, length=like.shape[0])[1]
+    return made_on_host(jax.typeof(like), lambda type_: jnp.full(type_.shape, value, type_.dtype))
 
 
 def _trace(placement: "_Placement", trace: Callable[[], Any], made: int = 0) -> TracedCall:

@@ -88,7 +88,7 @@ def test_of_patterns(name):
 
 @pytest.mark.parametrize("remat", ["nested", *deep_cases([[True], ["offload"]])])
 def test_of_layers_on_the_host(remat):
-    """By what the layers take, and by the layers themselves."""
+    """By what the layers take, by the layers themselves, and within JAX's loops and branches."""
     weights = 0.5 * jax.random.normal(jax.random.key(1), (4, 3, 3))
     stack, along = (
         Stacked(Dense(leaf), hax.Axis("layers", 4), remat) for leaf in (weights, jnp.cos(weights))
@@ -99,11 +99,20 @@ def test_of_layers_on_the_host(remat):
         return jnp.sum(blocks.fold(x, shared(scale)) ** 2)
 
     def every(value, blocks, direction):
-        def of(blocks):
-            return jax.value_and_grad(lambda blocks: value(blocks, *args))(blocks)
+        def of(blocks, x):
+            return value(blocks, x, args[1])
 
-        found = jax.jvp(of, (blocks,), (direction,))
-        return derivatives(functools.partial(value, blocks), *args), jax.tree.leaves(found)
+        def looped(blocks, x):
+            total = jax.lax.scan(lambda total, k: (total + of(blocks, k * x), None), 0.0, jnp.arange(2.0))[0]
+            branch = jax.lax.cond(total > 0, lambda x: of(blocks, x), jnp.sum, x)
+            return total + branch + jnp.sum(jax.lax.map(lambda k: of(blocks, k * x), jnp.arange(2.0)))
+
+        def of_gradient(blocks, x):  # reads no gradient of the layers
+            return jnp.sum(jnp.sin(jax.grad(of, (0, 1))(blocks, x)[1]))
+
+        along = jax.jvp(lambda blocks: jax.value_and_grad(of)(blocks, X), (blocks,), (direction,))
+        reverse = [jax.grad(value, (0, 1))(blocks, X) for value in (looped, of_gradient)]
+        return derivatives(functools.partial(value, blocks), *args), jax.tree.leaves((along, reverse))
 
     found = jax.jit(functools.partial(every, fold))(streaming.to_host(stack), streaming.to_host(along))
     assert_close(found, jax.jit(functools.partial(every, loop))(stack, along))

@@ -38,8 +38,8 @@
   `batch_jaxpr`; for what `jax.vmap` does to a type and to an unmapped array: `stacked_type`, `broadcast`;
   that makes the constants of a jaxpr inputs: `without_constants`; nor of what a trace depends on:
   `trace_context`.
-- JAX (0.10.2, 0.12) gives zero cotangents of arrays on the host the wrong memory space:
-  `without_cotangent`.
+- JAX (0.10.2, 0.12) makes zero tangents and cotangents of arrays on the host on the device, where they are of
+  another type: `make_zeros_in_memory`.
 - JAX (0.10.2, not 0.12) cannot lower `closed_call`, which its scans make of a jaxpr in `jax.checkpoint`,
   where that holds a primitive of `hijax`.
 - JAX (0.10.2, 0.12) cannot transpose `checkpoint_name`, which is the identity.
@@ -64,6 +64,7 @@ from typing import Any
 import haliax.partitioning
 import jax
 import jax._src.ad_checkpoint
+import jax._src.ad_util
 import jax._src.clusters
 import jax._src.config
 import jax._src.core
@@ -83,7 +84,7 @@ import numpy as np
 from jax import lax
 from jax.experimental import hijax
 from jax.extend.core.primitives import device_put_p, remat_p
-from jax.interpreters import ad, batching, mlir
+from jax.interpreters import ad, mlir
 
 HiPrim: Any = getattr(hijax, "HiPrim", None) or getattr(hijax, "VJPHiPrimitive")  # noqa: B009
 
@@ -298,31 +299,7 @@ def stacked_type(type_: Any, size: int) -> Any:
     return jax._src.core.unmapped_aval(size, 0, type_)
 
 
-def without_cotangent(array: Any) -> Any:
-    """The array, whose derivatives are those of forward mode alone: in reverse mode it is a constant."""
-    return _without_cotangent.bind(array)
-
-
-def _linearize_without_cotangent(is_vjp: bool, nonzero: Any, array: Any) -> Any:
-    def linearized(*args: Any) -> Any:
-        return ad.Zero(jax.typeof(array).to_tangent_aval()) if is_vjp else args[-1]
-
-    structured = [] if _IS_BEFORE_0_12 else [None]
-    return _without_cotangent.bind(array), nonzero[0] and not is_vjp, None, *structured, linearized
-
-
 _IS_BEFORE_0_12 = jax._src.lib.version < (0, 12)
-_without_cotangent = jax.extend.core.Primitive("without_cotangent")
-_without_cotangent.def_impl(lambda array: array)
-_without_cotangent.def_abstract_eval(lambda array: array)
-jax._src.interpreters.ad.primitive_linearizations[_without_cotangent] = _linearize_without_cotangent
-ad.deflinear2(_without_cotangent, lambda cotangent, _: [None])
-batching.primitive_batchers[_without_cotangent] = lambda args, dims: (
-    _without_cotangent.bind(*args),
-    *dims,
-)
-mlir.register_lowering(_without_cotangent, lambda _, array: [array])
-
 _MERGES_ON_CPUS = _IS_BEFORE_0_12
 
 
@@ -376,6 +353,28 @@ if _IS_BEFORE_0_12:
     )
 
 
+def made_on_host(type_: Any, make: Callable[[Any], Any]) -> Any:
+    """An array of a type in host memory, with equal entries, which `make` makes from their type."""
+    host, device = jax.memory.Space.Host, type_.update(memory_space=jax.memory.Space.Device)
+    if not type_.shape:
+        return jax.device_put(make(device), host)
+    # A scan stacks on the host one entry at a time; the whole stack would be made on the device.
+    entry = make(jax._src.core.mapped_aval(type_.shape[0], 0, device))
+    return lax.scan(lambda _, __: (None, jax.device_put(entry, host)), None, None, length=type_.shape[0])[1]
+
+
+def make_zeros_in_memory() -> None:
+    """Let zero tangents and cotangents of arrays on the host be made there."""
+    zeros_like_aval = jax._src.ad_util.aval_zeros_likers[jax.core.ShapedArray]
+
+    def zeros(aval: Any) -> Any:
+        if aval.memory_space != jax.memory.Space.Host or aval.dtype == jax.dtypes.float0:
+            return zeros_like_aval(aval)
+        return made_on_host(aval, zeros_like_aval)
+
+    jax._src.ad_util.aval_zeros_likers[jax.core.ShapedArray] = zeros
+
+
 def round_kept_values() -> None:
     """Let JAX leave what `jax.checkpoint` keeps of complex numbers as it is."""
     insert_rounding: Any = jax._src.ad_checkpoint._insert_reduce_precision
@@ -396,6 +395,7 @@ def round_kept_values() -> None:
 ad.primitive_transposes[jax._src.ad_checkpoint.name_p] = lambda cotangent, _, **__: [cotangent]
 restore_is_constant_dim()
 move_cotangents_back()
+make_zeros_in_memory()
 round_kept_values()
 if _MERGES_ON_CPUS:
     mlir.register_lowering(remat_p, _lower_recomputation_for_cpu, platform="cpu")

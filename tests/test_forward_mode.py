@@ -1,5 +1,7 @@
 """Forward mode of patterns, of sweeps that visitors may follow, and of layers on the host."""
 
+import functools
+
 import equinox as eqx
 import haliax as hax
 import jax
@@ -84,20 +86,36 @@ def test_of_patterns(name):
     assert_close(found, expected)
 
 
-@pytest.mark.parametrize("remat", ["nested", *deep_cases([[True]])])
-def test_of_frozen_layers_on_the_host(remat):
-    stack = Stacked(
-        Dense(0.5 * jax.random.normal(jax.random.key(1), (4, 3, 3))), hax.Axis("layers", 4), remat
+@pytest.mark.parametrize("remat", ["nested", *deep_cases([[True], ["offload"]])])
+def test_of_layers_on_the_host(remat):
+    """By what the layers take, by the layers themselves, and within JAX's loops and branches."""
+    weights = 0.5 * jax.random.normal(jax.random.key(1), (4, 3, 3))
+    stack, along = (
+        Stacked(Dense(leaf), hax.Axis("layers", 4), remat) for leaf in (weights, jnp.cos(weights))
     )
-    streamed = streaming.to_host(stack)
+    args = X, jnp.full(3, 0.7)
 
-    def value(blocks):
-        return lambda x, scale: jnp.sum(blocks.fold(x, shared(scale)) ** 2)
+    def fold(blocks, x, scale):
+        return jnp.sum(blocks.fold(x, shared(scale)) ** 2)
 
-    found = eqx.filter_jit(lambda blocks, *args: derivatives(value(blocks), *args))(
-        streamed, X, jnp.full(3, 0.7)
-    )
-    assert_close(found, derivatives(lambda *args: loop(stack, *args), X, jnp.full(3, 0.7)))
+    def every(value, blocks, direction):
+        def of(blocks, x):
+            return value(blocks, x, args[1])
+
+        def looped(blocks, x):
+            total = jax.lax.scan(lambda total, k: (total + of(blocks, k * x), None), 0.0, jnp.arange(2.0))[0]
+            branch = jax.lax.cond(total > 0, lambda x: of(blocks, x), jnp.sum, x)
+            return total + branch + jnp.sum(jax.lax.map(lambda k: of(blocks, k * x), jnp.arange(2.0)))
+
+        def of_gradient(blocks, x):  # reads no gradient of the layers
+            return jnp.sum(jnp.sin(jax.grad(of, (0, 1))(blocks, x)[1]))
+
+        along = jax.jvp(lambda blocks: jax.value_and_grad(of)(blocks, X), (blocks,), (direction,))
+        reverse = [jax.grad(value, (0, 1))(blocks, X) for value in (looped, of_gradient)]
+        return derivatives(functools.partial(value, blocks), *args), jax.tree.leaves((along, reverse))
+
+    found = jax.jit(functools.partial(every, fold))(streaming.to_host(stack), streaming.to_host(along))
+    assert_close(found, jax.jit(functools.partial(every, loop))(stack, along))
 
 
 @pytest.mark.parametrize("remat", ["offload", *deep_cases([[True], ["nested"]])])

@@ -25,6 +25,7 @@ POLICIES = [
     "offload",
     ScanCheckpointPolicy(max_carries=2),
     ScanCheckpointPolicy(nested=True, first_layers=1),
+    ScanCheckpointPolicy(save_carries="offload", save_block_internals=["kept"]),
 ]
 WEIGHTS, X = jnp.linspace(0.3, 0.9, 6).reshape(3, 2), jnp.linspace(-1, 1, 16).reshape(8, 2)
 
@@ -73,7 +74,7 @@ def derivatives(value):
 
 
 CASES = [(kind, remat) for kind in ("one", "two") for remat in POLICIES]
-FEW = [("one", POLICIES[5]), ("two", "nested")]
+FEW = [("one", POLICIES[5]), ("two", "nested"), ("two", POLICIES[6])]
 
 
 @pytest.mark.parametrize(
@@ -126,10 +127,7 @@ def test_a_batch_that_is_sharded_over_explicit_axes(cases):
 
 
 def test_each_example_of_a_batch_has_gradients_from_carries_on_the_host_beside_saved_names():
-    remat, key = (
-        ScanCheckpointPolicy(save_carries="offload", save_block_internals=["kept"]),
-        jax.random.key(0),
-    )
+    remat, key = POLICIES[6], jax.random.key(0)
 
     def gradients(kind):
         value = functools.partial(run, kind, remat=remat, key=key)

@@ -170,3 +170,5 @@ def test_lax_scan_is_that_of_jax(remat):
     assert_close(*quick_jit(lambda: (of(sr.lax_scan, remat=remat, unroll=2), of(jax.lax.scan)))())
     with pytest.raises(ValueError, match="pass length="):
         sr.lax_scan(f, jnp.ones(2))
+    with pytest.raises(ValueError, match=r"length=5, and the arrays of xs have the sizes \[7, 7\]"):
+        sr.lax_scan(f, jnp.ones(2), xs, 5)

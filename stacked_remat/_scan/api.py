@@ -163,12 +163,17 @@ def lax_scan(
         The final carry and the stacked outputs.
 
     Raises:
-        ValueError: there is neither an array in `xs` nor a `length`; and as `scan`.
+        ValueError: there is neither an array in `xs` nor a `length`, or they disagree; and as `scan`.
     """
     sizes = [jnp.shape(leaf)[0] for leaf in jax.tree.leaves(xs) if jnp.ndim(leaf)]
     if length is None and not sizes:
         raise ValueError(
             "lax_scan: xs has no array that could be split, so pass length=, how many steps to run."
+        )
+    if length is not None and {*sizes} - {length}:
+        raise ValueError(
+            f"lax_scan: length={length}, and the arrays of xs have the sizes {sizes} along their first "
+            "dimension. Leave length out, or give the arrays that size."
         )
     axis = Axis("steps", sizes[0] if length is None else length)
     inputs = jax.tree.map(per_layer, xs)

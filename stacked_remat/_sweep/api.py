@@ -11,12 +11,11 @@ from typing import Any
 import jax
 from jax.interpreters import partial_eval
 
-from .._placement import has_host_arrays, is_on_host
+from .._placement import is_on_host
 from .gradient import merge, pick
 from .primitive import plain_scan, sweep_of
 from .slots import Arrays
 from .spec import Checkpoint, SweepSpec
-from .store import with_zeros_in_place
 from .trace import TracedLayer, kinds_of, without_passed_on
 
 
@@ -44,19 +43,16 @@ def run_layers(
     """
     init, carry_tree = traced[0].init, traced[0].carry_tree
     traced, passed_on = without_passed_on(traced)
-    unread: Arrays = []
     stacks, masks = list(stacks), [tuple(mask) for mask in unsliced]
     if plain is None:
         for k, (layer, part) in enumerate(zip(traced, stacks, strict=True)):
             traced[k], read = _without_unread(layer, part)
-            unread += pick(part, [not is_read for is_read in read])
             stacks[k], masks[k] = pick(part, read), tuple(pick(masks[k], read))
     kinds, shared = kinds_of(traced)
     spec, xs = SweepSpec(kinds, unsliced=sum(masks, ()), **fields), sum(stacks, [])
     if plain is None:
-        carry, ys = sweep_of(spec, traced[0].init, xs, shared, unread)
+        carry, ys = sweep_of(spec, traced[0].init, xs, shared)
     else:
-        xs = with_zeros_in_place(xs) if has_host_arrays(xs) else xs
         carry, ys = plain_scan(spec, plain, length, traced[0].init, xs, shared)
     outputs = [layer.output(ys[kind.ys]) for layer, kind in zip(traced, kinds, strict=True)]
     carry = merge(init, carry, [not is_ for is_ in passed_on])

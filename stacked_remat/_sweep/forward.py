@@ -19,7 +19,7 @@ from .gradient import Perturbed, with_part
 from .kinds import Kind
 from .slots import Arrays, Carry, Checkpoints, FirstLayersSaved, entry_at, repeat, run_layers, trip_count
 from .spec import SweepSpec
-from .store import empty_stack, empty_stack_on_host, read_before_writes, settle, write
+from .store import empty_stack, read_before_writes, settle, write
 
 
 def primal(spec: SweepSpec, init: Carry, xs: Arrays, shared: Arrays) -> tuple[Carry, Arrays]:
@@ -120,8 +120,8 @@ def _forward_first(
         return carry, ys, FirstLayersSaved(carries, residuals)
 
     ys, kept = outputs
-    empty = empty_stack_on_host if spec.first_layers.on_host else empty_stack
-    state = (carry, ys, FirstLayersSaved(empty(carry, spec.first), residuals))
+    carries = empty_stack(carry, spec.first, spec.first_layers.on_host)
+    state = (carry, ys, FirstLayersSaved(carries, residuals))
     (carry, ys, saved), ran = run_layers(spec.first, layer, state, spec.unroll, spec.stops)
     return carry, (ys, kept), saved._replace(ran=ran)
 
@@ -133,9 +133,8 @@ def _forward_scheduled(
         return (carry, outputs), Checkpoints([], None, origin=carry)
     run = _forward_step(spec, xs, shared, spec.keeps_in_segments)
     if spec.keeps_in_segments:
-        empty = empty_stack_on_host if spec.on_host else empty_stack
-        entry = jax.eval_shape(lambda: empty_stack(carry, spec.read_length - 1))
-        outputs = (outputs[0], empty(entry, spec.length))
+        entry = [stacked_type(jax.typeof(leaf), spec.read_length - 1) for leaf in carry]
+        outputs = (outputs[0], empty_stack(entry, spec.length, spec.on_host))
     loop = forward_loop_on_host if spec.on_host else functools.partial(forward_loop, stops=spec.stops)
     state = (carry, outputs, spec.fetch(xs, spec.first))
     (carry, outputs, _), checkpoints = loop(

@@ -20,9 +20,7 @@ from .._compat import (
     broadcast,
     is_concrete,
     stacked_type,
-    without_cotangent,
 )
-from .._placement import is_on_host
 from .._static import Static
 from .back import pull_back
 from .forward import forward, primal
@@ -50,15 +48,11 @@ from .rules import (
 )
 from .slots import Arrays, Carry, Checkpoints
 from .spec import Checkpoint, SweepSpec
-from .store import full_on_host
 from .tangent import by_rules, tangent_sweep
 
 
 class Sweep(Differentiable):
-    """`(init, xs, shared, unread) -> (carry, ys)` by the layers of a `SweepSpec`.
-
-    `unread` are arrays on the host that no layer reads. JAX would make their zero gradients on the device.
-    """
+    """`(init, xs, shared) -> (carry, ys)` by the layers of a `SweepSpec`."""
 
     spec: SweepSpec
 
@@ -74,7 +68,7 @@ class Sweep(Differentiable):
         self.effects = frozenset().union(*(kind.jaxpr.effects for kind in spec.kinds))
         super().__init__()
 
-    def expand(self, init: Carry, xs: Arrays, shared: Arrays, unread: Arrays) -> Any:
+    def expand(self, init: Carry, xs: Arrays, shared: Arrays) -> Any:
         return compiled(_Primal(self.spec))(init, xs, shared)
 
     def dce(self, used: Any, *live: Any) -> Any:
@@ -83,24 +77,23 @@ class Sweep(Differentiable):
     def _perturbed(self, nonzero: Mask) -> tuple[Perturbed, list[Mask]]:
         masks = [tuple(part) for part in self.in_tree.unflatten(nonzero)]
         every_y = [is_differentiable(type_.dtype) for type_ in self.out_aval[1]]
-        return self.spec.perturbed(*masks[:3], ys=every_y), masks
+        return self.spec.perturbed(*masks, ys=every_y), masks
 
     def primal(self, nonzero: Mask, args: Any) -> Any:
-        perturbed, (init, xs, shared, unread) = self._perturbed(nonzero)[0], args
+        perturbed, (init, xs, shared) = self._perturbed(nonzero)[0], args
         kinds, shared = [], [*shared]
         for kind in self.spec.kinds:
             own = [*kind.pick_shared(perturbed.shared), *perturbed.carry, *perturbed.xs[kind.xs]]
             kinds.append(kind.with_layer(primal_of(kind.jaxpr, own), shared))
-        return sweep_of(replace(self.spec, kinds=tuple(kinds)), init, xs, shared, unread)
+        return sweep_of(replace(self.spec, kinds=tuple(kinds)), init, xs, shared)
 
-    def vjp_fwd(self, nonzero: Any, init: Carry, xs: Arrays, shared: Arrays, unread: Arrays) -> Any:
+    def vjp_fwd(self, nonzero: Any, init: Carry, xs: Arrays, shared: Arrays) -> Any:
         perturbed, masks = self._perturbed(self._nonzero(self.in_tree.flatten_up_to(nonzero)))
         carry, ys, checkpoints = sweep_forward(self.spec, perturbed, init, xs, shared)
         return (carry, ys), (checkpoints, xs, shared, Static(tuple(masks)))
 
     def vjp_bwd(self, residuals: Any, cotangents: Any, *sums: Any) -> None:
         checkpoints, xs, shared, masks = residuals
-        *masks, of_unread = masks.value
         carry_ct, ys_ct = cotangents
         # The first layers' residuals were kept for the cotangents of all outputs.
         keeps_all = self.spec.first_layers is not None
@@ -108,17 +101,15 @@ class Sweep(Differentiable):
             is_ and (keeps_all or not is_zero(ct))
             for is_, ct in zip(floats(self.out_aval[1]), ys_ct, strict=True)
         ]
-        perturbed = self.spec.perturbed(*masks, ys=has_ct)
+        perturbed = self.spec.perturbed(*masks.value, ys=has_ct)
         carry_ct, ys_ct = as_arrays(pick(carry_ct, perturbed.carry)), as_arrays(pick(ys_ct, has_ct))
         found = sweep_backward(self.spec, perturbed, checkpoints, xs, shared, carry_ct, ys_ct)
-        zeros = [full_on_host(type_, 0) for type_ in pick(self.in_avals[3], of_unread)]
-        for part, mask, cts in zip(sums, (*masks, of_unread), (*found, zeros), strict=True):
+        for part, mask, cts in zip(sums, masks.value, found, strict=True):
             for total, ct in zip(pick(part, mask), cts, strict=True):
                 total.accum(ct)
 
     def batch(self, axis: Any, args: Any, dims: Any) -> Any:
-        init, xs, shared, unread = args
-        of_init, of_xs, of_shared, _ = dims
+        (init, xs, shared), (of_init, of_xs, of_shared) = args, dims
         if not_mapped(self, axis, dims):
             return self(*args), jax.tree.map(lambda _: None, self.out_aval)
         init, shared = moved(init, of_init, 0), moved(shared, of_shared, 0)
@@ -134,7 +125,7 @@ class Sweep(Differentiable):
             broadcast(leaf, axis) if is_ and dim is None else leaf
             for leaf, is_, dim in zip(init, of_carry, of_init, strict=True)
         ]
-        found = sweep_of(spec, init, xs, shared, unread)
+        found = sweep_of(spec, init, xs, shared)
         return found, ([0 if is_ else None for is_ in of_carry], [1 if is_ else None for is_ in of_ys])
 
     def active(self, nonzero: Mask) -> Mask:
@@ -144,19 +135,16 @@ class Sweep(Differentiable):
     def tangent(self, nonzero: Mask, primals: Any, tangents: Arrays) -> Arrays:
         perturbed, masks = self._perturbed(nonzero)
         perturbed = replace(perturbed, ys=self.spec.active_outputs(perturbed))
-        init, xs, shared, _ = primals
         parts = self.in_tree.unflatten(scatter_leaves(tangents, nonzero))
-        of_init, of_xs, of_shared, _ = (pick(part, mask) for part, mask in zip(parts, masks, strict=True))
-        spec, args = tangent_sweep(self.spec, perturbed, (init, xs, shared), (of_init, of_xs, of_shared))
-        carry, ys = sweep_of(spec, *args, [])
-        return [*carry[len(init) :], *ys]
+        given = [pick(part, mask) for part, mask in zip(parts, masks, strict=True)]
+        spec, args = tangent_sweep(self.spec, perturbed, primals, given)
+        carry, ys = sweep_of(spec, *args)
+        return [*carry[len(primals[0]) :], *ys]
 
 
-def sweep_of(
-    spec: SweepSpec, init: Carry, xs: Arrays, shared: Arrays, unread: Arrays
-) -> tuple[Carry, Arrays]:
+def sweep_of(spec: SweepSpec, init: Carry, xs: Arrays, shared: Arrays) -> tuple[Carry, Arrays]:
     """Run the layers of a sweep: the last carry, and the stacked outputs of all kinds."""
-    return Sweep(spec, init, xs, shared, unread)(init, xs, shared, unread)
+    return Sweep(spec, init, xs, shared)(init, xs, shared)
 
 
 @dataclass(frozen=True)
@@ -386,12 +374,7 @@ def sweep_forward(spec: SweepSpec, perturbed: Perturbed, *args: Arrays) -> tuple
         return (*floats(found[:2]), *(first and is_ for first, is_ in kept))
 
     fn, reference = _Forward(spec, perturbed), _ForwardReference(spec, perturbed)
-    carry, ys, checkpoints = Rule.of(fn, reference, floats(args), gives, *args)(*args)
-    return (
-        carry,
-        ys,
-        jax.tree.map(lambda leaf: without_cotangent(leaf) if is_on_host(leaf) else leaf, checkpoints),
-    )
+    return Rule.of(fn, reference, floats(args), gives, *args)(*args)
 
 
 @dataclass(frozen=True)

@@ -16,27 +16,31 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 from jaxtyping import Array
 
+from .._compat import made_on_host, stacked_type
 from .._placement import has_host_arrays, is_on_host, on_device, platform, to_host
 from .._trips import known_trips
 
 
-def empty_stack(entry: Any, size: int) -> Any:
-    """Stacks of zeros for `size` entries like the given one, in its memory: arrays, or their types."""
+def empty_stack(entry: Any, size: int, on_host: bool = False) -> Any:
+    """Stacks of zeros for `size` entries like the given one: arrays, or their types.
+
+    In its memory, or on the host.
+    """
 
     def stack(leaf: Any) -> Array:
-        return zeros_of(jax.typeof(leaf) if isinstance(leaf, jax.Array) else leaf, (size,))
+        type_ = jax.typeof(leaf) if isinstance(leaf, jax.Array) else leaf
+        return zeros_of(type_.update(memory_space=jax.memory.Space.Host) if on_host else type_, (size,))
 
     return jax.tree.map(stack, entry)
 
 
 def zeros_of(type_: Any, in_front: tuple[int, ...] = ()) -> Array:
     """Zeros of a type, with dimensions in front; in its memory, sharded and varying over a mesh like it."""
-    shape = (*in_front, *type_.shape)
     if getattr(type_, "memory_space", None) == jax.memory.Space.Host:
-        return full_on_host(jax.ShapeDtypeStruct(shape, type_.dtype), 0)
+        return made_on_host(stacked_type(type_, *in_front) if in_front else type_, zeros_of)
     zero = jnp.zeros_like(jax.ShapeDtypeStruct((), type_.dtype))
     sharding = _sharding_of(type_, (None,) * len(in_front))
-    return varying_as(jnp.broadcast_to(zero, shape, out_sharding=sharding), type_)
+    return varying_as(jnp.broadcast_to(zero, (*in_front, *type_.shape), out_sharding=sharding), type_)
 
 
 def on_mesh(stack: Array) -> Array:
@@ -46,49 +50,9 @@ def on_mesh(stack: Array) -> Array:
     return stack if is_placed else jax.reshard(stack, jax.P())
 
 
-def empty_stack_on_host(entry: Any, size: int) -> Any:
-    """The same in host memory."""
-    return jax.tree.map(
-        lambda leaf: full_on_host(jax.ShapeDtypeStruct((size, *leaf.shape), leaf.dtype), 0), entry
-    )
-
-
 def zeros_like(stack: Array) -> Array:
     """Zeros of the shape of a stack, in the same memory."""
-    return full_on_host(stack, 0) if is_on_host(stack) else jnp.zeros_like(stack)
-
-
-def with_zeros_in_place(leaves: Sequence[Array]) -> list[Array]:
-    """The arrays, with all their derivatives. Zero gradients of those on the host are made on the host.
-
-    JAX would make them on the device, where what follows does not read all of the arrays.
-    """
-    return _with_zeros_in_place.bind(*leaves)
-
-
-def _jvp(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-    passed = iter(with_zeros_in_place([t for t in tangents if not isinstance(t, ad.Zero)]))
-    found = [t if isinstance(t, ad.Zero) else next(passed) for t in tangents]
-    return with_zeros_in_place(primals), found
-
-
-def _transpose(cotangents: Sequence[Any], *_: Any) -> list[Any]:
-    def in_place(ct: Any) -> Any:
-        aval: Any = ct.aval
-        is_zero = isinstance(ct, ad.Zero) and aval.memory_space == jax.memory.Space.Host
-        return full_on_host(aval, 0) if is_zero else ct
-
-    return list(map(in_place, cotangents))
-
-
-_with_zeros_in_place = Primitive("with_zeros_in_place")
-_with_zeros_in_place.multiple_results = True
-_with_zeros_in_place.def_impl(lambda *leaves: list(leaves))
-_with_zeros_in_place.def_abstract_eval(lambda *leaves: list(leaves))
-ad.primitive_jvps[_with_zeros_in_place] = _jvp
-ad.primitive_transposes[_with_zeros_in_place] = _transpose
-batching.primitive_batchers[_with_zeros_in_place] = lambda leaves, dims: (with_zeros_in_place(leaves), dims)
-mlir.register_lowering(_with_zeros_in_place, lambda _, *leaves: list(leaves))
+    return zeros_of(jax.typeof(stack)) if is_on_host(stack) else jnp.zeros_like(stack)
 
 
 def zeros_after(done: Any, like: Any) -> Any:
@@ -131,15 +95,6 @@ def varying_over(array: Any, axes: frozenset[str]) -> Any:
     """The array, varying over these axes of a `jax.shard_map` too: its cotangent is summed over them."""
     missing = tuple(sorted(axes - _varies_over(jax.typeof(array))))
     return lax.pcast(array, missing, to="varying") if missing else array
-
-
-def full_on_host(like: Any, value: int) -> Array:
-    """An array in host memory that is `value` everywhere, of the shape and dtype of `like`."""
-    if not like.shape:
-        return to_host(jnp.full((), value, like.dtype))
-    # A scan stacks on the host one entry at a time; the whole stack would be made on the device.
-    entry = jnp.full(like.shape[1:], value, like.dtype)
-    return lax.scan(lambda carry, _: (carry, to_host(entry)), None, None, length=like.shape[0])[1]
 
 
 def read(stacked: Any, index: Any, length: int = 1) -> Any:
@@ -254,9 +209,7 @@ def at_least_one(stack: Array) -> Array:
     """The stack, or zeros of one layer if it has none: a layer is traced even if there are none to run."""
     if len(stack):
         return stack
-    one = jax.ShapeDtypeStruct((1, *stack.shape[1:]), stack.dtype)
-    # JAX can't make zeros on the host in another shape than the array that they are like.
-    return full_on_host(one, 0) if is_on_host(stack) else jnp.zeros_like(stack, shape=one.shape)
+    return zeros_of(jax.typeof(stack).update(shape=(1, *stack.shape[1:])))
 
 
 def write(stacked: Any, index: Any, entry: Any) -> Any:

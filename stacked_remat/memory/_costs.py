@@ -181,7 +181,7 @@ _FREE = frozenset(
     "addupdate ref_get ref_set new_ref freeze free_ref masked_load masked_swap multiple_of pvary pcast "
     "psum psum2 psum_invariant pmax pmin ppermute all_gather all_gather_invariant all_to_all "
     "reduce_scatter pbroadcast after_all add_dependency pin unpin tie trace_value platform_index "
-    "debug_callback debug_print zeros_like accum_grad_in_ref with_zeros_in_place".split()
+    "debug_callback debug_print zeros_like accum_grad_in_ref".split()
 )
 
 # One output of the input's shape, but not elementwise.

@@ -10,13 +10,14 @@ from typing import Any
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 from jaxtyping import PyTree
 
+from .._compat import made_on_host
 from .._messages import shortened
 from .._placement import compiled_for
-from .._sweep.store import full_on_host
 from ._compiled_sizes import sizes_of
 from ._costs import Flops
 from ._flops import count_flops
@@ -229,12 +230,16 @@ def trace_call(
 
     def run(donated: PyTree, kept: PyTree) -> PyTree:
         # XLA would make one array of those that are equal, and one product of those with both.
-        filled = jax.tree.unflatten(structure, map(full_on_host, shapes, range(len(shapes))))
+        filled = jax.tree.unflatten(structure, map(_full_on_host, shapes, range(len(shapes))))
         fn, args, kwargs = eqx.combine(donated, kept, filled, static)
         return eqx.filter(fn(*args, **kwargs), eqx.is_array)
 
     size = sum(shape.size * shape.dtype.itemsize for shape in shapes)
     return _trace(placement, lambda: jax.jit(run, donate_argnums=0).trace(donated, kept), size)
+
+
+def _full_on_host(like: Any, value: int) -> jax.Array:
+    return made_on_host(jax.typeof(like), lambda type_: jnp.full(type_.shape, value, type_.dtype))
 
 
 def _trace(placement: "_Placement", trace: Callable[[], Any], made: int = 0) -> TracedCall:

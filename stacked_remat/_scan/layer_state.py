@@ -10,7 +10,7 @@ import jax.tree_util as jtu
 from equinox.nn import State, StateIndex
 from haliax import Axis
 
-from .arguments import Argument, check_sizes
+from .arguments import Caller, check_sizes
 from .checks import describe
 from .marks import Marked, PerKind, changed
 from .stacking import stack_outputs, stack_trees
@@ -154,12 +154,9 @@ def part_of(state: State, module: Any, axis: Axis, what: str, *, whole: Iterable
             )
         rule = "shared" if marker in whole else "per_layer"
         if rule == "per_layer":
-            leaves = jtu.tree_leaves_with_path(entries[marker])
-            check_sizes(
-                axis,
-                [Argument(f"state {marker!r}{jtu.keystr(path)}", leaf, "stored") for path, leaf in leaves],
-                what,
-            )
+            stored = [(*entry, "stored") for entry in jtu.tree_leaves_with_path(entries[marker])]
+            caller = Caller(what, lambda path, marker=marker: f"state {marker!r}{jtu.keystr(path)}")
+            check_sizes(axis, stored, caller)
         marked[marker] = Marked(entries[marker], rule)
     return _state_of(marked)
 

@@ -11,10 +11,11 @@ import numpy as np
 from haliax import Axis, NamedArray
 
 from .._sweep.kinds import Pattern
-from .arguments import Argument, Caller, check_keys, check_sizes
+from .arguments import Caller, check_keys, check_sizes
 from .marks import (
     Marked,
     PerKind,
+    Rule,
     is_named,
     is_named_or_shaped_array,
     is_split_by,
@@ -114,26 +115,24 @@ def divide(
     entries, tree = take_marks_off(arguments)
     leaves = [leaf for _, leaf, _ in entries]
     are_split = [is_split_by(rule, leaf, axis, is_named_or_shaped_array) for _, leaf, rule in entries]
-    named = [Argument(caller.name_of(path), leaf, rule) for path, leaf, rule in entries]
-    check_keys(named, axis)
-    check_sizes(axis, [argument for argument, is_ in zip(named, are_split, strict=True) if is_], caller.what)
-    for argument in named:
-        if isinstance(argument.leaf, PerKind):
-            _check_per_kind(argument, names, caller.what)
+    check_keys(entries, axis, caller)
+    check_sizes(axis, [entry for entry, is_ in zip(entries, are_split, strict=True) if is_], caller)
+    for path, leaf, rule in entries:
+        if isinstance(leaf, PerKind):
+            _check_per_kind(caller.name_of(path), leaf.values, rule, names, caller.what)
     treedef = jtu.tree_structure(tree, is_leaf=lambda node: isinstance(node, NamedArray | PerKind))
     return DividedArguments(tuple(names), axis, pattern, tuple(leaves), tuple(are_split), treedef)
 
 
-def _check_per_kind(argument: Argument, names: Sequence[str], what: str) -> None:
-    given = argument.leaf.values
-    if argument.rule != "default":
+def _check_per_kind(name: str, given: dict[str, Any], rule: Rule, names: Sequence[str], what: str) -> None:
+    if rule != "default":
         raise TypeError(
-            f"{what}: {argument.name} is {argument.rule}(per_kind(...)), and the mark would have no effect. "
-            f"Mark the values: per_kind({{name: stacked_remat.{argument.rule}(value), ...}})."
+            f"{what}: {name} is {rule}(per_kind(...)), and the mark would have no effect. "
+            f"Mark the values: per_kind({{name: stacked_remat.{rule}(value), ...}})."
         )
     if not set(names) <= set(given):
         raise ValueError(
-            f"{what} has layers of the kinds {', '.join(map(repr, names))}, and per_kind for {argument.name} "
+            f"{what} has layers of the kinds {', '.join(map(repr, names))}, and per_kind for {name} "
             f"has values for {', '.join(map(repr, given)) or 'none'}. Give one for each, with layers or not."
         )
 

@@ -1,9 +1,8 @@
 """What the methods of `Stacked` and `BlockSeq` have in common: builders, options, and names for errors."""
 
-import functools
 import inspect
 import operator
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ParamSpec, Protocol, TypedDict, TypeVar, Unpack, overload
 
 import equinox as eqx
@@ -11,9 +10,8 @@ from haliax import Axis
 from jax.core import Tracer
 
 from ._policy import ScanCheckpointPolicy, ScanCheckpointSpec, resolve_policy
-from ._scan.arguments import Caller, argument_namer, check_no_lists
+from ._scan.arguments import Caller, argument_namer, check_no_lists, parameters_of
 from ._scan.checks import layers_axis
-from ._scan.layer_state import carry_and_state
 
 B_co = TypeVar("B_co", bound=eqx.Module, covariant=True)
 S_co = TypeVar("S_co", covariant=True)
@@ -129,7 +127,7 @@ def check_options(blocks: Iterable[Any], verb: str, **options: Any) -> None:
     """
     for kind in {type(block) for block in blocks}:
         for name, value in options.items():
-            if value is not None and name in _parameters(kind):
+            if value is not None and name in parameters_of(kind.__call__):
                 call = f"{kind.__name__}.__call__"
                 of_block = f"{verb}_via(lambda block, x: block(x, {name}=...))(x)"
                 of_verb = f"{verb}_via({call}, {name}=...)(x)"
@@ -141,13 +139,6 @@ def check_options(blocks: Iterable[Any], verb: str, **options: Any) -> None:
                     f"{name}={value!r} may be for {verb} or for {call}, which has a parameter `{name}` too. "
                     f"For the block write {of_block}, for {verb} write {of_verb}."
                 )
-
-
-def _parameters(kind: type) -> Container[str]:
-    try:
-        return inspect.signature(kind.__call__).parameters
-    except (TypeError, ValueError):  # builtins have no signature
-        return ()
 
 
 def check_modules(layers: Any, what: str, name: str = "layers") -> None:
@@ -186,43 +177,3 @@ def check_layer_index(index: Any, Layers: Axis) -> int:
         held = f"layers 0 to {Layers.size - 1}" if Layers.size else "no layers"
         raise IndexError(f"Layer {position} does not exist: `{Layers.name}` has {held}.")
     return position % Layers.size
-
-
-def block_call(block: eqx.Module) -> Callable[..., Any]:
-    """The call of a block as a function of any block of its kind, with the parameters for error messages."""
-    call = type(block).__call__
-
-    @functools.wraps(call)
-    def apply(block: Any, /, *args: Any, **kwargs: Any) -> Any:
-        return block(*args, **kwargs)
-
-    setattr(apply, _CALL, call)
-    return apply
-
-
-_CALL = "stacked_remat_call"
-
-
-def block_second(fn: Callable[..., Any], what: str, has_output: bool) -> Callable[..., tuple[Any, Any]]:
-    """`fn(block, carry, ...)` as a step with the carry first.
-
-    Its output, if it has none, is None, or the state of a layer that is given one.
-    """
-
-    def step(carry: Any, block: Any, /, *args: Any, **kwargs: Any) -> Any:
-        found = fn(block, carry, *args, **kwargs)
-        return found if has_output else carry_and_state(found, (args, kwargs), what)
-
-    return step
-
-
-def owner_of(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """The function with which traces of `fn` die: `fn`, or a block's own call if `block_call` made it."""
-    return getattr(fn, _CALL, fn)
-
-
-def method_caller(
-    layers: Any, verb: str, fn: Callable[..., Any], *, skip: int, first: tuple[str, ...] = ()
-) -> Caller:
-    """A method of `Stacked` or `BlockSeq`, for error messages about its arguments."""
-    return Caller(f"{type(layers).__name__}.{verb}", argument_namer(fn, skip, first))

@@ -12,7 +12,7 @@ from stacked_remat._schedule import Schedule, shrinking
 from stacked_remat._static import Static
 from stacked_remat._sweep.api import run_layers
 from stacked_remat._sweep.spec import FirstLayers
-from stacked_remat._sweep.trace import trace_layers
+from stacked_remat._sweep.trace import UntracedLayer, trace_layers
 
 from .blocks import quick_jit
 
@@ -33,8 +33,10 @@ def sweep(body, init, xs, *, length, unsliced=None, boundaries="device", **field
     assert all(len(leaf) == length for leaf in stacks)
     masks = [unsliced or [False] * len(stacks)]
     offloads = boundaries == "host"
-    traced = trace_layers([layer], [[]], init, [xs], unsliced=masks, offloads=offloads)
-    carry, (ys,) = run_layers(traced, [stacks], masks, length=length, boundaries=boundaries, **fields)
+    traced = trace_layers([UntracedLayer(layer, [], xs, masks[0])], init, offloads=offloads)
+    carry, (ys,) = run_layers(
+        traced, masks, length, traced[0].init, [stacks], boundaries=boundaries, **fields
+    )
     return carry, ys
 
 

@@ -1,9 +1,9 @@
-"""A step on raw arrays, applied to one layer after the other under a checkpoint policy."""
+"""Loops over layers under a checkpoint policy, rolled and unrolled."""
 
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -11,8 +11,9 @@ import jax.numpy as jnp
 from haliax import Axis
 from haliax.axis import AxisSelector
 
-from .._checkpoint import checkpoint_name, recomputed, saving_internals
+from .._checkpoint import checkpoint_name, recomputed, run_tree
 from .._placement import has_host_arrays, on_device, platform
+from .._policy import ScanCheckpointPolicy, ScanCheckpointSpec, resolve_policy
 from .._remat import Internals, PerLayer, Remat, SaveAll, Swept, checkpoint_of, for_length
 from .._schedule import Tree, equal
 from .._static import Static
@@ -20,19 +21,19 @@ from .._sweep.api import run_layers
 from .._sweep.kinds import Pattern
 from .._sweep.spec import FirstLayers
 from .._sweep.store import at_least_one, empty_stack
-from .._sweep.trace import TracedLayer, trace_layers
-from .checks import check_carry, check_offloaded, describe
-from .layer_axis import TreeLayout
-from .marks import is_array
+from .._sweep.trace import UntracedLayer, trace_layers
+from .checks import axis_or_name, check_offloaded, check_reverse, check_unroll
+from .layer_axis import TreeLayout, split_tree
+from .marks import IsScanned, is_array, is_named_or_shaped_array
+from .pattern import DividedArguments, NamedPattern, divide
 from .stacking import name_stacked, numbers_to_arrays, stack_outputs
-
-Step = Callable[[Any, Any], tuple[Any, Any]]  # (carry, inputs of the layer) -> (carry, output)
+from .step import Call, Names, Unpack, array_step, arrays_and_rest
 
 
 def from_arguments(run: Callable, remat: Remat, axis: AxisSelector) -> Callable:
     """`run(init, arguments)`, which keeps nothing derived from the arguments if inputs are dropped."""
     if isinstance(remat, PerLayer) and remat.inputs == "drop":
-        return recomputed(run, remat.jax_policy(*_names_of(axis)), offloads=remat.offloads)
+        return recomputed(run, remat.jax_policy(*Names.over(axis)), offloads=remat.offloads)
     return run
 
 
@@ -41,89 +42,185 @@ class Layers:
     """Layers of one kind, with their arguments.
 
     Attributes:
-        f: a layer, `(carry, *args, **kwargs) -> (carry, output)`.
+        call: of a layer.
         layout: of the arguments, over the axis of these layers.
         arrays: those that are split.
         shared: those that all layers share.
-        owner: the user's function that `f` calls.
-        call: how `f` calls it.
+        name: of the kind, if there are several.
     """
 
-    f: Callable[..., tuple[Any, Any]]
+    call: Call
     layout: TreeLayout
     arrays: list[Any]
     shared: list[Any]
-    owner: Any = None
-    call: Any = None
+    name: str | None = None
 
     def as_arrays(self) -> "Layers":
         """The same with JAX's arrays, those that are shared on the device."""
         arrays, shared = jax.tree.map(jnp.asarray, (self.arrays, self.shared))
         return dataclasses.replace(self, arrays=arrays, shared=on_device(shared))
 
-    def step_at(self, carry: Any, row: int) -> tuple[Any, Any]:
-        """Run the layer at a row."""
-        args, kwargs = self.layout.layer(on_device([array[row] for array in self.arrays]), self.shared)
-        return self.f(carry, *args, **kwargs)
+    def arguments_at(self, row: int) -> tuple[Any, Any]:
+        """What the layer at a row is given."""
+        return self.layout.layer(on_device([array[row] for array in self.arrays]), self.shared)
 
-    def no_outputs(self, carry: Any, what: str) -> Any:
+    def untraced(self, static: Any, remat: Remat, *, whole: bool) -> UntracedLayer:
+        """A layer on arrays. `whole` layers take a `LayerStack` for each field that is unsliced."""
+        layout = self.layout
+        unpack = layout.arguments if whole else layout.layer
+        body = functools.partial(array_step, self.call, static, remat, None, unpack, arrays_and_rest)
+        leaves, tree = jax.tree.flatten(static)
+        return UntracedLayer(
+            body,
+            self.shared,
+            self.arrays,
+            layout.unsliced if whole else [False] * len(self.arrays),
+            (*self.call.key, self.name, layout.key, tree, *leaves, remat),
+        )
+
+    def at_once(self) -> Any:
+        """The outputs of all layers on the same arguments, with the axis of the layers in front."""
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            return numbers_to_arrays(self.call.fn(*args, **kwargs))
+
+        return map_layers(run, self.layout, self.arrays, self.shared, self.call.caller.what)
+
+    def no_outputs(self, carry: Any) -> Any:
         """The outputs of no layers, from a carry of the right types."""
         one = dataclasses.replace(self, arrays=[*map(at_least_one, self.arrays)])
-        types = eqx.filter_eval_shape(lambda: numbers_to_arrays(one.step_at(carry, 0)[1]))
-        arrays, rest = eqx.partition(types, is_array)
-        return name_stacked(eqx.combine(empty_stack(arrays, 0), rest), self.layout.axis, what)
+
+        def output() -> Any:
+            args, kwargs = one.arguments_at(0)
+            result = self.call.fn(*self.call.inputs(carry, args), **kwargs)
+            return numbers_to_arrays(self.call.outputs(result, (args, kwargs))[1])
+
+        arrays, rest = eqx.partition(eqx.filter_eval_shape(output), is_array)
+        return self.named(eqx.combine(empty_stack(arrays, 0), rest))
+
+    def named(self, stacked: Any) -> Any:
+        """Their stacked outputs, with the axis of the layers."""
+        return name_stacked(stacked, self.layout.axis, self.call.caller.what)
 
 
-def trace_kinds(
-    kinds: Sequence[Layers], init: Any, remat: Remat, *, whole: bool, **checks: bool
-) -> list[TracedLayer]:
-    """A layer of each kind on arrays; `whole` layers take a `LayerStack` for each field that is unsliced."""
-    arrays, static = eqx.partition(init, eqx.is_array_like)
+def map_layers(
+    f: Callable[..., Any], layout: TreeLayout, arrays: Sequence[Any], shared: Sequence[Any], what: str
+) -> Any:
+    """What `f` returns for every layer's part of the arguments at once; the outputs get the axis in front.
 
-    def body(kind: Layers) -> Callable[..., Any]:
-        def layer(carry: Any, inputs: tuple[Any, Any]) -> tuple[Any, Any]:
-            args, kwargs = (kind.layout.arguments if whole else kind.layout.layer)(*inputs)
-            return kind.f(carry, *args, **kwargs)
+    Costs the memory of all layers together.
+    """
 
-        step = array_step(layer, init, remat)
+    def one_layer(slices: Sequence[Any]) -> tuple[Any, Static]:
+        args, kwargs = layout.layer(slices, shared)
+        found, static = eqx.partition(f(*args, **kwargs), is_array)
+        return found, Static(static)
 
-        def with_static(shared: Any, carry: Any, x: Any) -> tuple[Any, tuple[Any, Static]]:
-            carry, y = step(carry, (x, shared))
-            of_arrays, rest = eqx.partition(y, eqx.is_array_like)
-            return carry, (of_arrays, Static(rest))
+    found, static = jax.vmap(one_layer, axis_size=layout.axis.size)(arrays)
+    return name_stacked(eqx.combine(found, static.value), layout.axis, what)
 
-        return with_static
 
-    leaves, tree = jax.tree.flatten(static)
-    return trace_layers(
-        [body(kind) for kind in kinds],
-        [kind.shared for kind in kinds],
-        arrays,
-        [kind.arrays for kind in kinds],
-        unsliced=[kind.layout.unsliced if whole else [False] * len(kind.arrays) for kind in kinds],
-        **checks,
-        keys=[(kind.owner, kind.call, kind.layout.key, tree, *leaves, remat) for kind in kinds],
-    )
+@dataclasses.dataclass(frozen=True)
+class Loop:
+    """A loop over layers; build one with `of`.
+
+    Attributes:
+        call: of a layer.
+        axis: of all layers, or its name.
+        policy: for the backward pass.
+        remat: what the policy means.
+        reverse: whether it goes from the last layer to the first.
+        unroll: how many layers one iteration runs; `True` for all.
+        pattern: which layer is of which kind, if there are several.
+        is_scanned: which of the arrays without a mark may be split.
+    """
+
+    call: Call
+    axis: Axis | str
+    policy: ScanCheckpointPolicy
+    remat: Remat
+    reverse: bool
+    unroll: int | bool
+    pattern: NamedPattern | None
+    is_scanned: IsScanned
+
+    @classmethod
+    def of(
+        cls,
+        call: Call,
+        axis: Any,
+        remat: ScanCheckpointSpec = False,
+        pattern: NamedPattern | None = None,
+        *,
+        reverse: bool | None = None,
+        unroll: int | bool | None = None,
+        is_scanned: IsScanned = is_named_or_shaped_array,
+    ) -> "Loop":
+        """A loop with these options, checked, and with the defaults for those not given.
+
+        Raises:
+            ValueError, TypeError: for options that are none.
+        """
+        policy = resolve_policy(remat)
+        if pattern is not None and policy.host_segment_length != 1:
+            raise ValueError(
+                f"Layers of several kinds are read from the host one at a time, and the policy says "
+                f"host_segment_length={policy.host_segment_length}. Leave it at 1."
+            )
+        return cls(
+            call,
+            axis_or_name(axis, call.caller.what),
+            policy,
+            policy.normalized(),
+            check_reverse(False if reverse is None else reverse),
+            check_unroll(1 if unroll is None else unroll),
+            pattern,
+            is_scanned,
+        )
+
+    def split(self, arguments: Any) -> tuple[list[Layers], DividedArguments | None]:
+        """The layers of each kind with their parts of the arguments; these divided, if there are several."""
+        if self.pattern is None:
+            split = split_tree(arguments, self.axis, self.call.caller, is_scanned=self.is_scanned)
+            return [Layers(self.call, *split)], None
+        assert isinstance(self.axis, Axis)
+        divided = divide(arguments, self.axis, self.pattern, self.call.caller)
+        kinds = []
+        for number, name in enumerate(self.pattern.names):
+            axis = self.axis.resize(len(self.pattern.order.layers_of(number)))
+            split = split_tree(divided.of(number), axis, self.call.caller)
+            kinds.append(Layers(self.call, *split, name=name))
+        return kinds, divided
+
+    def axis_of(self, kinds: Sequence[Layers]) -> Axis:
+        """The axis of all layers, with its size."""
+        return self.axis if isinstance(self.axis, Axis) else kinds[0].layout.axis
+
+    def outputs(self, of_kinds: Sequence[Any]) -> Any:
+        """The outputs of each kind by name, or of the only one."""
+        if self.pattern is None:
+            return of_kinds[0]
+        return dict(zip(self.pattern.names, of_kinds, strict=True))
+
+    @property
+    def order(self) -> Pattern | None:
+        """The number of each layer's kind, if there are several kinds."""
+        return None if self.pattern is None else self.pattern.order
 
 
 def scan_unrolled(
-    layer: Step,
-    init: Any,
-    inputs: Sequence[Any],
-    axis: Axis,
-    remat: Remat,
-    *,
-    reverse: bool = False,
+    call: Call, unpack: Unpack, init: Any, inputs: Sequence[Any], axis: Axis, remat: Remat, reverse: bool
 ) -> tuple[Any, list[Any]]:
-    """Apply `layer` to inputs that need not be alike, one after the other, under the same policies as `scan`.
+    """Call layers that need not be alike, one after the other, under the same policies as `scan_layers`.
 
     Args:
-        layer: takes the carry and the inputs of one layer; returns the next carry and an output.
+        call: of a layer.
+        unpack: from the inputs of a layer to its arguments.
         init: the initial carry.
-        inputs: for each of the `axis.size` layers, what it takes beside the carry: any tree, with its module.
+        inputs: for each layer of the axis, what it takes beside the carry.
         axis: the axis of the layers.
-        remat: as in `scan`. Program size grows with the number of layers.
-        reverse: as in `scan`.
+        remat: what the policy means. Program size grows with the number of layers.
+        reverse: go from the last layer to the first.
 
     Returns:
         The final carry and the output of each layer.
@@ -137,60 +234,31 @@ def scan_unrolled(
     carry, outputs = init, []
     with jax.named_scope(f"scan({axis.name})"):
         for part, layers in parts:
-            carry, ys = _run_unrolled(layer, carry, [inputs[i] for i in layers], part, _names_of(axis))
+            of_part = [inputs[i] for i in layers]
+            carry, ys = _run_unrolled(call, unpack, carry, of_part, part, Names.over(axis))
             outputs += ys
     return carry, outputs[:: -1 if reverse else 1]
 
 
-class _Names(NamedTuple):
-    """The checkpoint names of a layer's carry and inputs."""
-
-    carry: str
-    inputs: str
-
-    @property
-    def boundary(self) -> str:
-        return f"{self.carry} at a segment's start"
-
-
-def _names_of(axis: AxisSelector) -> _Names:
-    name = axis if isinstance(axis, str) else axis.name
-    return _Names(f"scan({name}) carry", f"scan({name}) inputs")
-
-
-def scan_rolled(
-    kinds: Sequence[Layers],
-    init: Any,
-    axis: Axis,
-    remat: Remat,
-    *,
-    pattern: Pattern | None = None,
-    reverse: bool,
-    unroll: int | bool,
-    host_segment_length: int,
-    what: str,
-    stops: bool = False,
-) -> tuple[Any, list[Any]]:
-    """Apply layers one after the other, in a loop; returns the carry, and the outputs of each kind.
-
-    `pattern` says which layer of `axis` is of which kind; None for layers of one kind. `stops` as in
-    `SweepSpec`.
-    """
-    options, remat = None, for_length(remat, axis.size)
+def scan_layers(loop: Loop, init: Any, arguments: Any) -> tuple[Any, Any]:
+    """Run a loop from a first carry; returns the last carry, and the outputs."""
+    kinds, _ = loop.split(arguments)
+    axis, call = loop.axis_of(kinds), loop.call
+    init, remat, options = call.first(init), for_length(loop.remat, axis.size), None
     if getattr(jax.config, "jax_disable_jit", False):
-        of_one = Pattern((0,) * axis.size, 1) if pattern is None else pattern
-        return _unrolled_kinds(kinds, init, axis, SaveAll(), of_one, reverse, what)
+        return _scan_kinds_unrolled(loop, kinds, init, SaveAll())
     kinds = [kind.as_arrays() for kind in kinds]
     xs = [kind.arrays for kind in kinds]
     # A plain scan would keep what it reads from the host, and read nothing ahead.
-    if pattern or stops or (axis.size and (isinstance(remat, Swept) or has_host_arrays(xs))):
-        options = sweep_options(remat, axis, xs, host_segment_length)
-    if pattern is not None and options is None:
-        return _unrolled_kinds(kinds, init, axis, remat, pattern, reverse, what)
-    names = _names_of(axis)
+    stops = call.until is not None
+    if loop.pattern or stops or (axis.size and (isinstance(remat, Swept) or has_host_arrays(xs))):
+        options = sweep_options(remat, axis, xs, loop.policy.host_segment_length)
+    if loop.pattern is not None and options is None:
+        return _scan_kinds_unrolled(loop, kinds, init, remat)
+    names = Names.over(axis)
     if options is None:
         assert not isinstance(remat, Swept)
-        is_rolled = unroll is not True and unroll < axis.size
+        is_rolled = loop.unroll is not True and loop.unroll < axis.size
         plain = _LayerCheckpoint(remat, names, is_rolled)
         options = {"schedule": None, "plain": plain}
     offloads = (isinstance(remat, PerLayer) and remat.offloads) or options.get("boundaries") == "host"
@@ -199,23 +267,26 @@ def scan_rolled(
             "With until=, a policy can neither offload nor drop what it keeps of the steps that run. Let "
             'remat be False, True or "nested", or use max_carries, first_layers or save_block_internals.'
         )
-    checks = {"offloads": offloads, "replays": "plain" not in options}
     arrays, static = eqx.partition(init, eqx.is_array_like)
-
-    def run(carry: Any, xs: Sequence[Sequence[Any]]) -> tuple[Any, list[Any]]:
-        of_xs = [dataclasses.replace(kind, arrays=[*own]) for kind, own in zip(kinds, xs, strict=True)]
-        traced = trace_kinds(of_xs, eqx.combine(carry, static), remat, whole=True, **checks)
+    with jax.named_scope(f"scan({axis.name})"):
+        untraced = [kind.untraced(static, remat, whole=True) for kind in kinds]
+        traced = trace_layers(untraced, arrays, offloads=offloads, replays="plain" not in options)
         if isinstance(remat, PerLayer) and remat.offloaded:
             for layer in traced:
                 check_offloaded(layer.jaxpr.outvars[: len(layer.init)], layer.jaxpr, remat.offloaded)
-        unsliced = [kind.layout.unsliced for kind in kinds]
-        fields = {"pattern": pattern, "reverse": reverse, "unroll": unroll, "stops": stops, **options}
-        return run_layers(traced, [kind.arrays for kind in of_xs], unsliced, length=axis.size, **fields)
+        fields = {"pattern": loop.order, "reverse": loop.reverse, "unroll": loop.unroll, "stops": stops}
+        run = functools.partial(
+            run_layers, traced, [kind.layout.unsliced for kind in kinds], axis.size, **fields, **options
+        )
+        carry, ys = _replayed_whole(run, remat, names)(traced[0].init, xs)
+    last = call.last(eqx.combine(carry, static))
+    return last, loop.outputs([kind.named(y) for kind, y in zip(kinds, ys, strict=True)])
 
-    with jax.named_scope(f"scan({axis.name})"):
-        carry, ys = _replayed_whole(run, remat, names)(arrays, xs)
-    stacked = [name_stacked(y, kind.layout.axis, what) for y, kind in zip(ys, kinds, strict=True)]
-    return eqx.combine(carry, static), stacked
+
+def layers_at_once(loop: Loop, init: None, arguments: Any) -> tuple[None, Any]:
+    """Map the layers of a loop over its arguments, as `scan_layers` runs them; costs the memory of all."""
+    kinds, _ = loop.split(arguments)
+    return init, loop.outputs([kind.at_once() for kind in kinds])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -223,7 +294,7 @@ class _LayerCheckpoint:
     """How the layers of a plain scan are checkpointed."""
 
     remat: Internals
-    names: _Names
+    names: Names
     is_rolled: bool
 
     def __call__(self, layer: Callable[..., Any]) -> Callable[..., Any]:
@@ -245,30 +316,26 @@ def _reads_carries_on_gpus(remat: PerLayer) -> bool:
     return remat.carries == "offload" and platform() == "cuda"
 
 
-def _unrolled_kinds(
-    kinds: Sequence[Layers],
-    init: Any,
-    axis: Axis,
-    remat: Remat,
-    pattern: Pattern,
-    reverse: bool,
-    what: str,
-) -> tuple[Any, list[Any]]:
-    """`scan_rolled` over layers of several kinds under a policy that no sweep obeys."""
+def _scan_kinds_unrolled(loop: Loop, kinds: Sequence[Layers], init: Any, remat: Remat) -> tuple[Any, Any]:
+    """`scan_layers` under a policy that no sweep obeys."""
+    axis = loop.axis_of(kinds)
+    pattern = loop.order or Pattern((0,) * axis.size, 1)
 
-    def layer(carry: Any, place: Static) -> tuple[Any, Any]:
+    def unpack(place: Static, _: Any) -> Any:
         kind, row = place.value
-        return kinds[kind].step_at(carry, row)
+        return kinds[kind].arguments_at(row)
 
     rows = pattern.before
     places = [Static((kind, int(rows[index, kind]))) for index, kind in enumerate(pattern.kinds)]
-    carry, ys = scan_unrolled(layer, init, places, axis, remat, reverse=reverse)
+    carry, ys = scan_unrolled(loop.call, unpack, init, places, axis, remat, loop.reverse)
 
     def outputs(number: int, kind: Layers) -> Any:
         of_kind = [ys[index] for index in pattern.layers_of(number)]
-        return stack_outputs(of_kind, kind.layout.axis, what) if of_kind else kind.no_outputs(init, what)
+        if not of_kind:
+            return kind.no_outputs(loop.call.last(init))
+        return stack_outputs(of_kind, kind.layout.axis, loop.call.caller.what)
 
-    return carry, [outputs(number, kind) for number, kind in enumerate(kinds)]
+    return loop.call.last(carry), loop.outputs([outputs(*entry) for entry in enumerate(kinds)])
 
 
 def check_host_segments(axis: Axis, length: int) -> None:
@@ -335,9 +402,9 @@ def _sweep_options(remat: Remat, length: int) -> dict[str, Any] | None:
 
 
 def _run_unrolled(
-    layer: Step, init: Any, inputs: Sequence[Any], remat: Remat, names: _Names
+    call: Call, unpack: Unpack, init: Any, inputs: Sequence[Any], remat: Remat, names: Names
 ) -> tuple[Any, list[Any]]:
-    """Apply `layer` to each of the inputs, and checkpoint the parts of the policy's schedule."""
+    """Call a layer for each of the inputs, and checkpoint the parts of the policy's schedule."""
     tree: Tree = tuple(range(len(inputs)))
     each = remat.internals if isinstance(remat, Swept) else remat
     if isinstance(remat, Swept) and inputs:
@@ -345,69 +412,32 @@ def _run_unrolled(
         if isinstance(tree, int) or all(isinstance(part, int) for part in tree):
             remat = each = remat.of_one_layer
 
-    def apply(part: Tree, carry: Any) -> tuple[Any, list[Any]]:
-        if isinstance(part, int):
-            step = _checkpointed(array_step(layer, carry, remat, names), each, names)
-            arrays, y = step(eqx.filter(carry, eqx.is_array_like), inputs[part])
-            return eqx.combine(arrays, eqx.filter(carry, eqx.is_array_like, inverse=True)), [y]
-        outputs = []
-        for inner in part:
-            apply_inner = functools.partial(apply, inner)
-            # A layer checkpoints itself.
-            if not isinstance(inner, int):
-                apply_inner = _checkpoint_segment(apply_inner, remat, names)
-            carry, ys = apply_inner(carry)
-            outputs += ys
-        return carry, outputs
+    def layer(number: int, carry: Any) -> tuple[Any, Any]:
+        arrays, static = eqx.partition(carry, eqx.is_array_like)
+        step = functools.partial(array_step, call, static, remat, names, unpack, lambda y: y, None)
+        arrays, y = _checkpointed(step, each, names)(arrays, inputs[number])
+        return eqx.combine(arrays, static), y
 
-    return _replayed_whole(functools.partial(apply, tree), remat, names)(init)
+    def segment(run: Callable) -> Callable:
+        return _checkpoint_segment(run, remat, names)
+
+    return _replayed_whole(functools.partial(run_tree, tree, layer, segment), remat, names)(init)
 
 
-def array_step(layer: Step, init: Any, remat: Remat, names: _Names | None = None) -> Step:
-    """The layer on the arrays of the carry, its results checked and its inputs named, if there are names."""
-    static = eqx.filter(init, eqx.is_array_like, inverse=True)
-    internals = remat.internals if isinstance(remat, Swept) else remat
-
-    def step(arrays: Any, inputs: Any) -> tuple[Any, Any]:
-        if names is not None:  # a sweep reads them to the device itself
-            inputs = on_device(inputs)
-        if names is not None and isinstance(remat, PerLayer) and remat.named:
-            arrays = checkpoint_name(arrays, names.carry)
-            inputs = checkpoint_name(inputs, names.inputs)
-        with saving_internals(internals.kept_names):
-            result = layer(eqx.combine(arrays, static), inputs)
-        carry = eqx.combine(arrays, static)  # a state of Equinox that was updated can't be read
-        if not isinstance(result, tuple | list) or len(result) != 2:
-            raise ValueError(
-                "scan and scan_vjp take a function (or a block) that returns a pair (carry, output); it "
-                f"returned {describe(result)}. For one that returns only the carry use fold or fold_vjp."
-            )
-        new_carry, y = result
-        check_carry(carry, new_carry)
-        if names is not None and isinstance(internals, PerLayer) and internals.offloaded:
-            jaxpr = eqx.filter_make_jaxpr(lambda carry, inputs: layer(carry, inputs)[0])(carry, inputs)[
-                0
-            ].jaxpr
-            check_offloaded(jaxpr.outvars, jaxpr, internals.offloaded)
-        return eqx.filter(new_carry, eqx.is_array_like), y
-
-    return step
-
-
-def _checkpointed(step: Step, remat: Internals, names: _Names) -> Step:
+def _checkpointed(step: Callable, remat: Internals, names: Names) -> Callable:
     if isinstance(remat, SaveAll):
         return step
     return recomputed(step, remat.jax_policy(*names), offloads=remat.offloads)
 
 
-def _replayed_whole(run: Callable, remat: Remat, names: _Names) -> Callable:
+def _replayed_whole(run: Callable, remat: Remat, names: Names) -> Callable:
     """Checkpoint the whole scan if carries are dropped."""
     if isinstance(remat, PerLayer) and remat.carries == "drop" and remat.inputs != "drop":
         return recomputed(run, remat.jax_policy(*names), offloads=remat.offloads)
     return run
 
 
-def _checkpoint_segment(run: Callable, remat: Remat, names: _Names) -> Callable:
+def _checkpoint_segment(run: Callable, remat: Remat, names: Names) -> Callable:
     if not (isinstance(remat, Swept) and remat.carries == "offload"):
         return recomputed(run, None)  # its carry is kept, as all arguments are
     keep = PerLayer(carries="offload")

@@ -22,10 +22,11 @@ from .trace import TracedLayer, kinds_of, without_passed_on
 
 def run_layers(
     traced: Sequence[TracedLayer],
-    stacks: Sequence[Arrays],
     unsliced: Sequence[Sequence[bool]],
-    *,
     length: int,
+    init: Sequence[Any],
+    stacks: Sequence[Arrays],
+    *,
     plain: Checkpoint | None = None,
     **fields: Any,
 ) -> tuple[Any, list[Any]]:
@@ -33,16 +34,17 @@ def run_layers(
 
     Args:
         traced: a layer of each kind.
-        stacks: for each kind, its layers' own inputs.
-        unsliced: for which of them every layer takes the stack.
+        unsliced: for which of their own inputs every layer takes the stack.
         length: the number of layers.
+        init: the leaves of the first carry.
+        stacks: for each kind, its layers' own inputs.
         plain: how each layer is checkpointed in a plain scan; None for a sweep.
         **fields: of the `SweepSpec`.
 
     Returns:
         The last carry and the stacked outputs of each kind.
     """
-    init, carry_tree = traced[0].init, traced[0].carry_tree
+    traced, carry_tree = [layer._replace(init=[*init]) for layer in traced], traced[0].carry_tree
     traced, passed_on = without_passed_on(traced)
     unread: Arrays = []
     stacks, masks = list(stacks), [tuple(mask) for mask in unsliced]

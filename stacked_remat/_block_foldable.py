@@ -108,8 +108,9 @@ class BlockFoldable(ModuleWithStateDictSerialization, Generic[M]):
             ValueError, TypeError: as `stacked_remat.scan` does; also for an option that is also a parameter
                 of the block; for several states, and a layer that reads or returns another's.
         """
-        check_options(self._kinds(), "fold", remat=remat, unroll=unroll, reverse=reverse)
-        return self._via("fold", None, remat, unroll, reverse)(init, *args, **kwargs)
+        options = {"remat": remat, "unroll": unroll, "reverse": reverse}
+        check_options(self._kinds, "fold", options)
+        return _via(self, "fold", None, options)(init, *args, **kwargs)
 
     def scan(
         self,
@@ -125,8 +126,9 @@ class BlockFoldable(ModuleWithStateDictSerialization, Generic[M]):
 
         A state among a layer's outputs is not stacked: the whole one, as of `fold`, is in its place.
         """
-        check_options(self._kinds(), "scan", remat=remat, unroll=unroll, reverse=reverse)
-        return self._via("scan", None, remat, unroll, reverse)(init, *args, **kwargs)
+        options = {"remat": remat, "unroll": unroll, "reverse": reverse}
+        check_options(self._kinds, "scan", options)
+        return _via(self, "scan", None, options)(init, *args, **kwargs)
 
     def fold_via(
         self,
@@ -142,7 +144,7 @@ class BlockFoldable(ModuleWithStateDictSerialization, Generic[M]):
             A function of the initial carry and the further arguments. What `fn` closes over is shared
             by all layers.
         """
-        return self._via("fold", fn, remat, unroll, reverse)
+        return _via(self, "fold", fn, {"remat": remat, "unroll": unroll, "reverse": reverse})
 
     def scan_via(
         self,
@@ -153,18 +155,18 @@ class BlockFoldable(ModuleWithStateDictSerialization, Generic[M]):
         reverse: bool | None = None,
     ) -> Callable[..., tuple[T, Y]]:
         """Scan with `fn(block, carry, *args, **kwargs) -> (carry, output)` in place of the blocks' call."""
-        return self._via("scan", fn, remat, unroll, reverse)
+        return _via(self, "scan", fn, {"remat": remat, "unroll": unroll, "reverse": reverse})
 
     def vmap(self, /, *args: Any, **kwargs: Any) -> Any:
         """Apply all layers to the same arguments with `vmap`; the outputs get the layers' axis in front.
 
         Arguments are split and shared as in `fold`. Costs the internals of all layers at once.
         """
-        return self._run(self._loop("map", None, method="vmap"), None, *args, **kwargs)
+        return _run(self, loop_over(self, "vmap", "map", remat=False), None, *args, **kwargs)
 
     def vmap_via(self, fn: Callable[Concatenate[M, ...], Y]) -> Callable[..., Y]:
         """As `vmap`, with `fn(block, *args, **kwargs)` in place of the blocks' own call."""
-        return functools.partial(self._run, self._loop("map", fn, method="vmap"), None)
+        return functools.partial(_run, self, loop_over(self, "vmap", "map", fn, remat=False), None)
 
     def with_remat(self, remat: ScanCheckpointSpec) -> Self:
         """These layers, the same arrays, with another checkpoint policy."""
@@ -205,63 +207,64 @@ class BlockFoldable(ModuleWithStateDictSerialization, Generic[M]):
     def _own_part(self, state: State, what: str) -> Any:
         """What of a state is the layers' own, marked to be divided among them; `what` is for errors."""
 
+    @property
     @abc.abstractmethod
     def _kinds(self) -> Sequence[M]:
         """Blocks of every kind among the layers."""
+
+    @property
+    def _pattern(self) -> NamedPattern | None:
+        """Which layer is of which kind, if there are several kinds."""
+        return None
 
     @abc.abstractmethod
     def _runner(self, loop: Loop) -> Callable[[Any, Any], tuple[Any, Any]]:
         """What runs a loop, from the first carry and the arguments to the last carry and the outputs."""
 
-    def _pattern(self) -> NamedPattern | None:
-        """Which layer is of which kind, if there are several kinds."""
-        return None
-
     def _blocks(self, how: Callable[[Any], Any]) -> Any:
         """The blocks as the first argument of a loop, marked by `how` it uses a stack; None for none."""
         return None
 
-    def _loop(
-        self,
-        verb: Verb,
-        fn: Callable[..., Any] | None,
-        remat: ScanCheckpointSpec = False,
-        *,
-        method: str,
-        unroll: int | bool | None = None,
-        reverse: bool | None = None,
-    ) -> Loop:
-        """The loop of a method; `fn` is None for the blocks' own call."""
-        owner = fn or next((type(block).__call__ for block in self._kinds()), operator.call)
-        names = argument_namer(owner, skip=1 if verb == "map" else 2, first=("stacked",))
-        caller = Caller(f"{type(self).__name__}.{method}", names)
-        call = Call(caller, verb, fn or operator.call, owner, takes_block=True)
-        return Loop.of(call, self.Layers, remat, self._pattern(), unroll=unroll, reverse=reverse)
 
-    def _via(
-        self,
-        verb: Verb,
-        fn: Callable[..., Any] | None,
-        remat: ScanCheckpointSpec | None,
-        unroll: int | bool | None,
-        reverse: bool | None,
-    ) -> Callable[..., Any]:
-        if call := noted_stack_call():
-            options = {"remat": remat, "unroll": unroll, "reverse": reverse}
-            return call(self, f"{verb}_via", fn or operator.call, options)
-        policy = self.remat if remat is None else remat
-        loop = self._loop(verb, fn, policy, method=verb, unroll=unroll, reverse=reverse)
-        return functools.partial(self._run, loop)
+# Functions, because Equinox makes a module of a method for each call.
 
-    def _run(self, loop: Loop, init: Any, /, *args: Any, **kwargs: Any) -> Any:
-        call, what = loop.call, loop.call.caller.what
-        check_unmarked(init)
-        whole, (args, kwargs) = divide_state(init, (args, kwargs), self, self._own_part, what)
-        warn_of_ambiguous(init, (None, *args), kwargs, self.Layers, call.caller)
-        arguments = ((self._blocks(stored if call.verb == "map" else applied), *args), kwargs)
-        with only_own_state(whole, what):
-            carry, outputs = from_arguments(self._runner(loop), loop.remat, loop.axis)(init, arguments)
-        if whole is None:
-            return {"scan": (carry, outputs), "fold": carry, "map": outputs}[call.verb]
-        state, outputs = with_whole_state(outputs, whole, self, what)
-        return {"scan": (carry, outputs), "fold": (carry, state), "map": outputs}[call.verb]
+
+def loop_over(
+    layers: BlockFoldable[Any],
+    method: str,
+    verb: Verb,
+    fn: Callable[..., Any] | None = None,
+    *,
+    remat: ScanCheckpointSpec | None = None,
+    unroll: int | bool | None = None,
+    reverse: bool | None = None,
+) -> Loop:
+    """The loop of a method over layers, which calls `fn`, or the blocks themselves."""
+    owner = fn or next((type(block).__call__ for block in layers._kinds), operator.call)
+    names = argument_namer(owner, skip=1 if verb == "map" else 2, first=("stacked",))
+    caller = Caller(f"{type(layers).__name__}.{method}", names)
+    call = Call(caller, verb, fn or operator.call, owner, takes_block=True)
+    policy = layers.remat if remat is None else remat
+    return Loop.of(call, layers.Layers, policy, layers._pattern, unroll=unroll, reverse=reverse)
+
+
+def _via(
+    layers: BlockFoldable[Any], verb: Verb, fn: Callable[..., Any] | None, options: dict[str, Any]
+) -> Callable[..., Any]:
+    if call := noted_stack_call():
+        return call(layers, f"{verb}_via", fn or operator.call, options)
+    return functools.partial(_run, layers, loop_over(layers, verb, verb, fn, **options))
+
+
+def _run(layers: BlockFoldable[Any], loop: Loop, init: Any, /, *args: Any, **kwargs: Any) -> Any:
+    call, what = loop.call, loop.call.caller.what
+    check_unmarked(init)
+    whole, (args, kwargs) = divide_state(init, (args, kwargs), layers, layers._own_part, what)
+    warn_of_ambiguous(init, (None, *args), kwargs, layers.Layers, call.caller)
+    arguments = ((layers._blocks(stored if call.verb == "map" else applied), *args), kwargs)
+    with only_own_state(whole, what):
+        carry, outputs = from_arguments(layers._runner(loop), loop.remat, loop.axis)(init, arguments)
+    if whole is None:
+        return call.result(carry, outputs)
+    state, outputs = with_whole_state(outputs, whole, layers, what)
+    return (carry, state) if call.verb == "fold" else call.result(carry, outputs)

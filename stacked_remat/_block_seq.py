@@ -105,6 +105,7 @@ class BlockSeq(BlockFoldable[M]):
     def _own_part(self, state: State, what: str) -> State:
         return part_of(state, self.blocks, self.Layers, what, whole=of_one_layer(self.blocks))
 
+    @property
     def _kinds(self) -> Sequence[M]:
         return self.blocks
 

@@ -210,9 +210,11 @@ class Stacked(StackedKinds[M]):
         stacked, Layers = take_layers(self.stacked, self.Layers, range(self.Layers.size)[rows])
         return changed(self, stacked=stacked, Layers=Layers)
 
+    @property
     def _stacks(self) -> dict[str, Any]:
         return {"": self}
 
+    @property
     def _kind_of_each(self) -> tuple[str, ...]:
         return ("",) * self.Layers.size
 

@@ -10,7 +10,7 @@ import jax.tree_util as jtu
 from equinox.nn import State
 from haliax.state_dict import StateDict, flatten_modules_for_export, unflatten_modules_from_export
 
-from ._block_foldable import BlockFoldable, M
+from ._block_foldable import BlockFoldable, M, loop_over
 from ._placement import on_device
 from ._policy import ScanCheckpointSpec
 from ._scan.arguments import Caller, argument_namer, warn_of_ambiguous
@@ -56,7 +56,8 @@ class StackedKinds(BlockFoldable[M]):
         a block of its kind, `visit.layer_index` counts all layers. The layers of the result are a stack of
         this class.
         """
-        return self._vjp("fold", init, args, kwargs, remat=remat, unroll=unroll, reverse=reverse)
+        options = {"remat": remat, "unroll": unroll, "reverse": reverse}
+        return self._vjp("fold", options, init, args, kwargs)
 
     def scan_vjp(
         self,
@@ -72,15 +73,14 @@ class StackedKinds(BlockFoldable[M]):
 
         For layers of several kinds `outputs` and their cotangent are dicts with those of each kind.
         """
-        return self._vjp("scan", init, args, kwargs, remat=remat, unroll=unroll, reverse=reverse)
+        options = {"remat": remat, "unroll": unroll, "reverse": reverse}
+        return self._vjp("scan", options, init, args, kwargs)
 
     def _vjp(
-        self, verb: Verb, init: Any, args: tuple[Any, ...], kwargs: dict[str, Any], **options: Any
+        self, verb: Verb, options: dict[str, Any], init: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Any, SweepBack]:
-        method = f"{verb}_vjp"
-        check_options(self._kinds(), method, **options)
-        policy = options.pop("remat")
-        loop = self._loop(verb, None, self.remat if policy is None else policy, method=method, **options)
+        check_options(self._kinds, f"{verb}_vjp", options)
+        loop = loop_over(self, f"{verb}_vjp", verb, **options)
         check_unmarked(init)
         if verb == "fold":
             check_no_state((args, kwargs), loop.call.caller.what)
@@ -102,7 +102,7 @@ class StackedKinds(BlockFoldable[M]):
             ValueError: names every layer that is missing, mismatched or unknown, and arrays that all layers
                 of a stack share and that differ there.
         """
-        stacks, order = self._stacks(), self._kind_of_each()
+        stacks, order = self._stacks, self._kind_of_each
         types = {name: layer_types(stacks[name]) for name in {*order}}
         layers = layers_from_state_dict([types[name] for name in order], state_dict, prefix)
 
@@ -129,7 +129,7 @@ class StackedKinds(BlockFoldable[M]):
         Args:
             template: a stack with the axes of the result; only its structure is read.
         """
-        templates = template._stacks()
+        templates = template._stacks
 
         def restored(name: str, stack: "Stacked[M]") -> M:
             names = ("stacked", "template.stacked")
@@ -138,10 +138,12 @@ class StackedKinds(BlockFoldable[M]):
 
         return self._with_blocks(self._per_kind(restored))
 
+    @property
     @abc.abstractmethod
     def _stacks(self) -> dict[str, "Stacked[M]"]:
         """A stack of each kind, in alphabetical order."""
 
+    @property
     @abc.abstractmethod
     def _kind_of_each(self) -> tuple[str, ...]:
         """The kind of each layer."""
@@ -152,11 +154,12 @@ class StackedKinds(BlockFoldable[M]):
 
     def _per_kind(self, fn: "Callable[[str, Stacked[M]], Any]") -> Any:
         """`fn` of each kind, as an argument of a loop."""
-        found = {name: fn(name, stack) for name, stack in self._stacks().items()}
-        return per_kind(found) if self._pattern() else found[""]
+        found = {name: fn(name, stack) for name, stack in self._stacks.items()}
+        return per_kind(found) if self._pattern else found[""]
 
+    @property
     def _kinds(self) -> list[M]:
-        return [stack.stacked for stack in self._stacks().values()]
+        return [stack.stacked for stack in self._stacks.values()]
 
     def _blocks(self, how: Callable[[Any], Any]) -> Any:
         return self._per_kind(lambda _, stack: how(stack.stacked))

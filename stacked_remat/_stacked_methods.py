@@ -119,7 +119,7 @@ def block_builder(Block: Any, what: str) -> Callable[..., Any]:
     return getattr(Block, "init")  # noqa: B009 - pyright knows of no `init`
 
 
-def check_options(blocks: Iterable[Any], verb: str, **options: Any) -> None:
+def check_options(blocks: Iterable[Any], verb: str, options: dict[str, Any]) -> None:
     """Refuse an option of a fold that has the name of a parameter of its blocks.
 
     Raises:

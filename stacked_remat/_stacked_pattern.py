@@ -138,9 +138,11 @@ class StackedPattern(StackedKinds[M]):
 
         return build_stacks
 
+    @property
     def _stacks(self) -> dict[str, Stacked[M]]:
         return dict(sorted(self.stacks.items()))
 
+    @property
     def _kind_of_each(self) -> tuple[str, ...]:
         return self.pattern
 
@@ -148,6 +150,7 @@ class StackedPattern(StackedKinds[M]):
         stacks = {name: changed(stack, stacked=blocks.values[name]) for name, stack in self.stacks.items()}
         return changed(self, stacks=stacks)
 
+    @property
     def _pattern(self) -> NamedPattern:
         return NamedPattern.of(self.pattern, self.stacks)
 

@@ -82,7 +82,7 @@ def _run(loop: Loop, init: Any, /, *args: Any, **kwargs: Any) -> Any:
     check_unmarked(init)
     run = from_arguments(functools.partial(scan_layers, loop), loop.remat, loop.axis)
     carry, outputs = run(init, (args, kwargs))
-    return {"scan": (carry, outputs), "fold": carry, "map": outputs}[loop.call.verb]
+    return loop.call.result(carry, outputs)
 
 
 def lax_scan(

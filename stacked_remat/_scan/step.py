@@ -97,6 +97,10 @@ class Call:
         carry, y = result
         return carry, y
 
+    def result(self, carry: Any, outputs: Any) -> Any:
+        """What a loop of such calls returns."""
+        return {"fold": carry, "scan": (carry, outputs), "map": outputs}[self.verb]
+
     def first(self, init: Any) -> Any:
         """What goes into the first step, from the first carry."""
         return init if self.until is None else (_is_done(self.until, init), init)

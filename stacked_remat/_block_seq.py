@@ -1,7 +1,7 @@
 """`BlockSeq`: layers that need not be alike, with the methods and the policies of `Stacked`."""
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar, Unpack, overload
+from typing import TYPE_CHECKING, Any, Protocol, Self, TypeAlias, Unpack, overload
 
 import equinox as eqx
 from equinox.nn import State
@@ -28,12 +28,10 @@ from ._stacked_methods import (
 )
 from ._state_dict import layers_from_state_dict
 
-S = TypeVar("S")
-
-
 if TYPE_CHECKING:
+    _AnyLayers: TypeAlias = "BlockSeq[AnyLayers]"
 
-    class _InitOfBlocks(Protocol):
+    class _Init(Protocol):
         @overload
         def __call__(
             self, Layers: Axis | int, Block: BuiltByInit[P, B], **options: Unpack[PolicyOptions]
@@ -43,15 +41,6 @@ if TYPE_CHECKING:
         def __call__(
             self, Layers: Axis | int, Block: Callable[P, B], **options: Unpack[PolicyOptions]
         ) -> "Callable[P, BlockSeq[B]]": ...
-
-    class _Init:
-        @overload
-        def __get__(self, layers: object, cls: "type[BlockSeq[AnyLayers]]") -> _InitOfBlocks: ...
-
-        @overload
-        def __get__(self, layers: object, cls: type[S]) -> InitOf[S]: ...
-
-        def __get__(self, layers: object, cls: Any) -> Any: ...
 
 
 class BlockSeq(BlockFoldable[M]):
@@ -87,7 +76,7 @@ class BlockSeq(BlockFoldable[M]):
             )
 
     if TYPE_CHECKING:
-        init = _Init()
+        init = InitOf[_AnyLayers, _Init]()
     else:
 
         @classmethod

@@ -6,7 +6,7 @@ scan: the block is traced and compiled once, however deep the stack. What a scan
 
 import abc
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar, Unpack, overload
+from typing import TYPE_CHECKING, Any, Protocol, Self, TypeAlias, Unpack, overload
 
 import equinox as eqx
 import haliax.nn
@@ -34,12 +34,10 @@ from ._stacked_methods import (
     layers_builder,
 )
 
-S = TypeVar("S")
-
-
 if TYPE_CHECKING:
+    _AnyLayers: TypeAlias = "Stacked[AnyLayers]"
 
-    class _InitOfBlocks(Protocol):
+    class _Init(Protocol):
         @overload
         def __call__(
             self, Layers: Axis | int, Block: BuiltByInit[P, B], **options: Unpack[PolicyOptions]
@@ -49,15 +47,6 @@ if TYPE_CHECKING:
         def __call__(
             self, Layers: Axis | int, Block: Callable[P, B], **options: Unpack[PolicyOptions]
         ) -> "Callable[P, Stacked[B]]": ...
-
-    class _Init:
-        @overload
-        def __get__(self, stack: object, cls: "type[Stacked[AnyLayers]]") -> _InitOfBlocks: ...
-
-        @overload
-        def __get__(self, stack: object, cls: type[S]) -> InitOf[S]: ...
-
-        def __get__(self, stack: object, cls: Any) -> Any: ...
 
 
 class Stacked(StackedKinds[M]):
@@ -102,7 +91,7 @@ class Stacked(StackedKinds[M]):
         check_stacked(self.stacked, self.Layers, Caller(what, name_in_stack))
 
     if TYPE_CHECKING:
-        init = _Init()
+        init = InitOf[_AnyLayers, _Init]()
     else:
 
         @classmethod

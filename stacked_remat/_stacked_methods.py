@@ -3,7 +3,7 @@
 import inspect
 import operator
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, ParamSpec, Protocol, TypedDict, TypeVar, Unpack, overload
+from typing import Any, Generic, ParamSpec, Protocol, TypedDict, TypeVar, overload
 
 import equinox as eqx
 from haliax import Axis
@@ -14,7 +14,9 @@ from ._scan.arguments import Caller, argument_namer, check_no_lists, parameters_
 from ._scan.checks import layers_axis
 
 B_co = TypeVar("B_co", bound=eqx.Module, covariant=True)
-S_co = TypeVar("S_co", covariant=True)
+I_co = TypeVar("I_co", covariant=True)
+L = TypeVar("L")
+S = TypeVar("S")
 P = ParamSpec("P")
 
 
@@ -38,18 +40,16 @@ class AnyLayers(eqx.Module):
     """No layers: for type checkers, a stack of these is a class that does not say what its layers are."""
 
 
-class InitOf(Protocol[S_co]):
-    """The type of `init` of a class that says what its layers are, as `class Tower(Stacked[Block])` does."""
+class InitOf(Generic[L, I_co]):
+    """For type checkers: `init` of a class `L`, and of a subclass, `class Tower(Stacked[Block])`."""
 
     @overload
-    def __call__(
-        self, Layers: Axis | int, Block: BuiltByInit[P, Any], **options: Unpack[PolicyOptions]
-    ) -> Callable[P, S_co]: ...
+    def __get__(self, layers: object, cls: type[L]) -> I_co: ...
 
     @overload
-    def __call__(
-        self, Layers: Axis | int, Block: Callable[P, Any], **options: Unpack[PolicyOptions]
-    ) -> Callable[P, S_co]: ...
+    def __get__(self, layers: object, cls: type[S]) -> Callable[..., Callable[..., S]]: ...
+
+    def __get__(self, layers: object, cls: Any) -> Any: ...
 
 
 def layers_builder(

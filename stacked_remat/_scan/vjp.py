@@ -1,6 +1,5 @@
 """`fold_vjp` and `scan_vjp`: a fold, and the reverse sweep over its layers as a function."""
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -59,12 +58,16 @@ def fold_vjp(
         ValueError: as `fold`; and for a policy that is not supported.
     """
     options: Any = {"reverse": reverse, "unroll": unroll, "is_scanned": is_scanned}
-    return functools.partial(_vjp, Loop.of(Call.of("fold", f), axis, remat, **options))
+    return _vjp(Loop.of(Call.of("fold", f), axis, remat, **options))
 
 
-def _vjp(loop: Loop, init: Any, layers: Any, /, *args: Any, **kwargs: Any) -> tuple[Any, SweepBack]:
-    check_unmarked(init)
-    return sweep_forward(loop, init, ((layers, *args), kwargs))
+def _vjp(loop: Loop) -> Callable[..., tuple[Any, SweepBack]]:
+    def vjp(init: Any, layers: Any, /, *args: Any, **kwargs: Any) -> tuple[Any, SweepBack]:
+        check_unmarked(init)
+        return sweep_forward(loop, init, ((layers, *args), kwargs))
+
+    vjp.__qualname__ = f"{loop.call.verb}_vjp(f, axis)"  # in Python's error for a call without layers
+    return vjp
 
 
 def scan_vjp(
@@ -82,7 +85,7 @@ def scan_vjp(
     cotangents, of the carry and of the outputs.
     """
     options: Any = {"reverse": reverse, "unroll": unroll, "is_scanned": is_scanned}
-    return functools.partial(_vjp, Loop.of(Call.of("scan", f), axis, remat, **options))
+    return _vjp(Loop.of(Call.of("scan", f), axis, remat, **options))
 
 
 def sweep_forward(loop: Loop, init: Any, arguments: Any) -> tuple[Any, SweepBack]:

@@ -116,14 +116,13 @@ def trace_layers(
 
 
 def _entry_types(layer: UntracedLayer) -> Any:
+    """The types of a layer's own inputs."""
     stacks, tree = jax.tree.flatten(layer.stacks)
-    return jax.tree.unflatten(
-        tree,
-        jax.eval_shape(
-            lambda stacks: read_layer([*map(at_least_one, stacks)], 0, layer.unsliced),
-            stacks,
-        ),
-    )
+
+    def entries(stacks: Arrays) -> Arrays:
+        return read_layer([*map(at_least_one, stacks)], 0, layer.unsliced)
+
+    return jax.tree.unflatten(tree, jax.eval_shape(entries, stacks))
 
 
 def _settled(layer: UntracedLayer, x: Any, init: Any, out_types: Sequence[Any], carry: Any) -> Any:

@@ -21,7 +21,6 @@ OFFLOAD = "offload"
 _KEPT: dict[bool | str, Kept] = {True: "keep", OFFLOAD: "offload", False: "drop"}
 _CUTS = ("nested", "segment_length", "max_carries")
 _COUNTS = {"segment_length": "a number of layers in a segment", "max_carries": "a number of carries"}
-_READING = "host_segment_length"  # says nothing of what is kept
 
 
 @dataclasses.dataclass(frozen=True, repr=False, eq=False)
@@ -83,10 +82,6 @@ class ScanCheckpointPolicy:
             them follow `first_policy`.
         first_policy: `False` keeps the internals of these layers, one with `save_block_internals=[names]`
             only those names, and `True` only their carries.
-        host_segment_length: how many layers whose arrays are in host memory are read to the device together;
-            it divides their number. Above 1 a cut counts such segments in the place of layers, and a segment
-            being reversed is run once more and keeps a carry for each of its layers. No effect on
-            layers in device memory.
 
     Raises:
         ValueError: for contradictory settings, with the reason.
@@ -105,7 +100,6 @@ class ScanCheckpointPolicy:
     max_carries: int | None = None
     first_layers: int = 0
     first_policy: "ScanCheckpointSpec" = False
-    host_segment_length: int = 1
 
     def __post_init__(self):
         _check_tri_state("save_carries", self.save_carries)
@@ -125,14 +119,12 @@ class ScanCheckpointPolicy:
                 object.__setattr__(self, field, value)
         first = whole_number("first_layers", self.first_layers, "a number of layers", least=0)
         object.__setattr__(self, "first_layers", first)
-        together = whole_number(_READING, self.host_segment_length, "a number of layers")
-        object.__setattr__(self, _READING, together)
         for reason in self._contradictions():
             raise ValueError(reason)
 
     def _contradictions(self) -> Iterator[str]:
         """Settings that contradict each other: the reason, and what to write instead."""
-        settings = [(name, value) for name, value in self.settings() if name != _READING]
+        settings = self.settings()
         written = {name: f"{name}={as_written(value)!r}" for name, value in settings}
         cuts = [f"{name}={getattr(self, name)!r}" for name in _CUTS if name in written]
 

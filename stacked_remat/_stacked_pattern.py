@@ -207,7 +207,7 @@ class StackedPattern(BlockFoldable[M]):
         unroll: int | bool,
         reverse: bool,
     ) -> Callable[..., tuple[Any, Any]]:
-        caller, policy = method_caller(self, verb, fn, skip=2), _checked(remat)
+        caller, policy = method_caller(self, verb, fn, skip=2), resolve_policy(remat)
         resolved, reverse, unroll = policy.normalized(), check_reverse(reverse), check_unroll(unroll)
 
         def run(init: Any, given: tuple[StackedPattern, Any, Any]) -> tuple[Any, Any]:
@@ -223,7 +223,6 @@ class StackedPattern(BlockFoldable[M]):
                 pattern=blocks._numbers,
                 reverse=reverse,
                 unroll=unroll,
-                host_segment_length=1,
                 what=caller.what,
             )
             return carry, dict(zip(blocks._names, outputs, strict=True))
@@ -279,7 +278,7 @@ class StackedPattern(BlockFoldable[M]):
     ) -> Callable[..., tuple[Any, SweepBack]]:
         call, has_output = self._block_call(), verb == "scan_vjp"
         remat, unroll, reverse = self._options(remat, unroll, reverse)
-        caller, policy = method_caller(self, verb, call, skip=2), _checked(remat)
+        caller, policy = method_caller(self, verb, call, skip=2), resolve_policy(remat)
 
         def run(init: Any, given: tuple[StackedPattern, Any, Any]) -> tuple[Any, SweepBack]:
             blocks, args, kwargs = given
@@ -406,13 +405,3 @@ def _check_pattern(pattern: Any, kinds: Mapping[str, Any], what: str) -> None:
             f"{what}: the pattern has a layer of kind {unknown[0]!r}, and the kinds are "
             f"{', '.join(map(repr, kinds))}."
         )
-
-
-def _checked(remat: ScanCheckpointSpec) -> ScanCheckpointPolicy:
-    policy = resolve_policy(remat)
-    if policy.host_segment_length != 1:
-        raise ValueError(
-            f"Layers of several kinds are read from the host one at a time, and the policy says "
-            f"host_segment_length={policy.host_segment_length}. Leave it at 1."
-        )
-    return policy

@@ -105,8 +105,7 @@ def scan_for(
 ) -> Callable[..., tuple[Any, Any]]:
     """`scan`, with error messages in the words of `caller`; `owner` is the user's function that `f` calls."""
     axis = axis_or_name(axis, caller.what)
-    policy = resolve_policy(remat)
-    resolved = policy.normalized()
+    resolved = resolve_policy(remat).normalized()
     reverse, unroll = check_reverse(reverse), check_unroll(unroll)
 
     def run(init: Any, arguments: tuple[Any, Any]) -> tuple[Any, Any]:
@@ -121,7 +120,6 @@ def scan_for(
             resolved,
             reverse=reverse,
             unroll=unroll,
-            host_segment_length=policy.host_segment_length,
             what=caller.what,
             stops=until is not None,
         )

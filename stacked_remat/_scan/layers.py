@@ -167,7 +167,6 @@ def scan_rolled(
     pattern: Pattern | None = None,
     reverse: bool,
     unroll: int | bool,
-    host_segment_length: int,
     what: str,
     stops: bool = False,
 ) -> tuple[Any, list[Any]]:
@@ -184,7 +183,7 @@ def scan_rolled(
     xs = [kind.arrays for kind in kinds]
     # A plain scan would keep what it reads from the host, and read nothing ahead.
     if pattern or stops or (axis.size and (isinstance(remat, Swept) or has_host_arrays(xs))):
-        options = sweep_options(remat, axis, xs, host_segment_length)
+        options = sweep_options(remat, axis.size)
     if pattern is not None and options is None:
         return _unrolled_kinds(kinds, init, axis, remat, pattern, reverse, what)
     names = _names_of(axis)
@@ -271,49 +270,8 @@ def _unrolled_kinds(
     return carry, [outputs(number, kind) for number, kind in enumerate(kinds)]
 
 
-def check_host_segments(axis: Axis, length: int) -> None:
-    """Refuse a length of segments that does not divide the layers.
-
-    Raises:
-        ValueError: names the axis, and the lengths that do.
-    """
-    if axis.size % length:
-        divisors = [str(k) for k in range(1, axis.size + 1) if axis.size % k == 0]
-        raise ValueError(
-            f"The {axis.size} layers of axis {axis.name!r} can't be read from the host {length} at a time. "
-            f"Let the length of the segments be one of {', '.join(divisors)}."
-        )
-
-
-def sweep_options(
-    remat: Remat, axis: Axis, xs: Sequence[Any], host_segment_length: int
-) -> dict[str, Any] | None:
-    """The fields of a `SweepSpec` that say what a policy means for these stacks.
-
-    None for a policy that only a plain scan obeys.
-
-    Raises:
-        ValueError: stacks on the host can't be read `host_segment_length` layers at a time.
-    """
-    read_length = host_segment_length if has_host_arrays(xs) else 1
-    check_host_segments(axis, read_length)
-    length = axis.size // read_length
-    found = _sweep_options(for_length(remat, length), length)
-    if read_length == 1:
-        return found
-    keeps_more = found and (
-        found.get("first_layers") or found.get("checkpoint", jax.checkpoint) is not jax.checkpoint
-    )
-    if found is None or keeps_more:
-        raise ValueError(
-            f"With host_segment_length={read_length} the layers of a segment are run again one by one, from "
-            "the carry that is kept of it, and the policy says otherwise. Let it keep carries alone (True, "
-            '"offload", "nested", max_carries=k), or leave host_segment_length at 1.'
-        )
-    return {**found, "read_length": read_length, "keeps_in_segments": isinstance(remat, PerLayer)}
-
-
-def _sweep_options(remat: Remat, length: int) -> dict[str, Any] | None:
+def sweep_options(remat: Remat, length: int) -> dict[str, Any] | None:
+    """The fields of a `SweepSpec` that say what a policy means; None for one that only a plain scan obeys."""
     match remat:
         case _ if length == 0:
             return {"schedule": None}

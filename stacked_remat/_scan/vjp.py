@@ -159,7 +159,7 @@ def sweep_forward(
     """
     kinds = [kind.as_arrays() for kind in kinds]
     remat = for_length(policy.normalized(), axis.size)
-    found = _options_for_visitors(policy, remat, axis, [kind.arrays for kind in kinds])
+    found = _options_for_visitors(policy, remat, axis.size)
     traced = trace_kinds(kinds, init, remat, whole=False, offloads=found.get("boundaries") == "host")
     of_kinds, shared = kinds_of(traced)
     unsliced = sum((kind.layout.unsliced for kind in kinds), ())
@@ -195,15 +195,13 @@ def sweep_forward(
     return (y, outputs) if has_output else y, sweep_back
 
 
-def _options_for_visitors(
-    policy: ScanCheckpointPolicy, remat: Remat, axis: Axis, xs: Sequence[Any]
-) -> dict[str, Any]:
+def _options_for_visitors(policy: ScanCheckpointPolicy, remat: Remat, length: int) -> dict[str, Any]:
     """The fields of a `SweepSpec` that a policy means.
 
     Raises:
         ValueError: no sweep obeys it.
     """
-    found = sweep_options(remat, axis, xs, policy.host_segment_length)
+    found = sweep_options(remat, length)
     if found is None:
         raise ValueError(
             f"{policy!r} is not supported with a visitor. Keep the carry of each layer or segment, on "

@@ -1,7 +1,6 @@
 """The reverse sweep of a `SweepSpec`: every layer visited once, from the last to the first."""
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import jax.numpy as jnp
@@ -10,7 +9,6 @@ from equinox.internal import unvmap_max
 from jax import lax
 
 from .._placement import has_host_arrays, platform
-from .forward import forward
 from .gradient import (
     LayerPullback,
     LeafVisit,
@@ -83,8 +81,6 @@ def sweep_back(
     Returns:
         The cotangents of the perturbed leaves of the carry that goes into the first layer, and the state.
     """
-    if spec.read_length > 1:
-        visitor = _of_segment(spec, perturbed, visitor, checkpoints.in_segments)
     every_y_ct = scatter_leaves(ys_ct, perturbed.ys)
 
     def pullbacks_of(checkpoint: Checkpoint) -> list[LayerPullback]:
@@ -102,34 +98,6 @@ def sweep_back(
         visit = _visitor(spec, pullbacks, shared, every_y_ct, visitor, xs_in, 0)
         carry_ct, state = _visit_first(spec, visit, checkpoints, carry_ct, state)
     return carry_ct, state
-
-
-def _of_segment(
-    spec: SweepSpec, perturbed: Perturbed, visitor: LeafVisitor, kept: Carry | None
-) -> LeafVisitor:
-    """A visitor of segments, which visits their layers; `kept` are the carries within segments."""
-    sweep = spec.segment
-
-    def visit_segment(segment: LeafVisit, state: Any) -> tuple[Carry, Any]:
-        first = segment.row * spec.read_length
-
-        def visit(layer: LeafVisit, state: Any) -> tuple[Carry, Any]:
-            index = first + layer.row
-            return visitor(replace(layer, layer_index=index, row=index), state)
-
-        x, shared = segment.x, segment.shared
-        if kept is None:
-            _, _, checkpoints = forward(sweep, perturbed, segment.carry, x, shared)
-        else:
-            others = read(kept, segment.row)
-            pairs = zip(segment.carry, others, strict=True)
-            slots = [lax.concatenate([first[None], rest], 0) for first, rest in pairs]
-            checkpoints = Checkpoints(slots, None)
-        return sweep_back(
-            sweep, perturbed, checkpoints, shared, *segment.cotangents, visit, state, xs_in=lambda _: x
-        )
-
-    return visit_segment
 
 
 def _visitor(
@@ -152,7 +120,7 @@ def _visitor(
             pullback, saved = pullbacks[kind.number], None
             if layer.saved is not None:
                 saved = read(layer.saved[kind.number], spec.entry(kind, number, layer.bottom + first))
-            y_ct = read(pick(ys_ct[kind.ys], pullback.perturbed.ys), row, spec.read_length)
+            y_ct = read(pick(ys_ct[kind.ys], pullback.perturbed.ys), row)
             carry, cotangents = layer.carry, (carry_ct, y_ct)
             if spec.on_host and platform() == "cuda":
                 # For GPUs XLA keeps a layer's internals twice where its carry comes from the host.
@@ -191,7 +159,7 @@ def _replay(
 
     def advance(state: Any, index: Any, carry: Carry, fetched: Arrays, indices: Iterable[int]) -> Carry:
         def run(kind: Kind, row: Any, carry: Carry) -> Carry:
-            return spec.evaluate(kind, shared, carry, spec.inputs(kind, xs_in(state), row, fetched))[0]
+            return kind.evaluated.layer(shared, carry, spec.inputs(kind, xs_in(state), row, fetched))[0]
 
         return spec.at(index + first, run, carry, (k + first for k in indices))
 
@@ -210,7 +178,7 @@ def _replay(
         return spec.room(pullbacks, [range(part.start + first, part.stop + first) for part in parts])
 
     saves = any(pullback.residuals for pullback in pullbacks)
-    return Replay(fetch, advance, save if saves else None, room, spec.read_length > 1)
+    return Replay(fetch, advance, save if saves else None, room)
 
 
 def _visit_first(

@@ -64,11 +64,7 @@ class Sweep(Differentiable):
 
     def __init__(self, spec: SweepSpec, *args: Any) -> None:
         self.in_avals = types_of(args)
-        stacked = [
-            stacked_type(type_, spec.rows(kind) * spec.read_length)
-            for kind in spec.kinds
-            for type_ in kind.output_types
-        ]
+        stacked = [stacked_type(type_, spec.rows(kind)) for kind in spec.kinds for type_ in kind.output_types]
         self.out_aval = (self.in_avals[0], stacked)
         self.params = {"spec": spec}
         self.effects = frozenset().union(*(kind.jaxpr.effects for kind in spec.kinds))

@@ -12,7 +12,7 @@ from jax import lax
 
 from .._activity import active_carry, active_outputs
 from .._placement import on_device
-from .._schedule import Schedule, equal
+from .._schedule import Schedule
 from .._trips import known_branches
 from .gradient import (
     LayerPullback,
@@ -68,11 +68,7 @@ class SweepSpec:
         unroll: layers in one iteration of the innermost loops; True for all.
         unsliced: for which of the stacks a layer takes the whole stack.
         pattern: which layer is of which kind; `None` if there is one kind.
-        read_length: how many layers are read together. Where it is above 1, such a segment takes the place of
-            a layer: the schedule counts segments, and the layers of a segment are visited with it.
         stops: whether a carry begins with a bool that says that the layers after it change nothing.
-        keeps_in_segments: whether the carries within segments are kept; if not, a segment that is visited is
-            run again first.
     """
 
     kinds: tuple[Kind, ...]
@@ -84,8 +80,6 @@ class SweepSpec:
     unroll: int | bool = 1
     unsliced: Mask = ()
     pattern: Pattern | None = None
-    read_length: int = 1
-    keeps_in_segments: bool = False
     stops: bool = False
 
     @property
@@ -100,22 +94,8 @@ class SweepSpec:
 
     @property
     def length(self) -> int:
-        """The number of layers, or of segments of `read_length`."""
+        """The number of layers."""
         return self.first + (0 if self.schedule is None else self.schedule.length)
-
-    @property
-    def segment(self) -> "SweepSpec":
-        """The sweep over the layers of one segment, which are on the device then."""
-        schedule = equal(self.read_length, self.read_length)
-        return replace(
-            self,
-            schedule=schedule,
-            checkpoint=jax.checkpoint,
-            boundaries="device",
-            first_layers=None,
-            read_length=1,
-            keeps_in_segments=False,
-        )
 
     def layer_index(self, number: Any) -> Any:
         """The index on the axis of the layer that runs as `number`."""
@@ -141,7 +121,7 @@ class SweepSpec:
         return self.pattern.at(index, run_number, state, indices)
 
     def rows(self, kind: Kind) -> int:
-        """The number of layers of this kind, or of segments of `read_length`."""
+        """The number of layers of this kind."""
         return self.length if self.pattern is None else int(self.pattern.before[-1, kind.number])
 
     @functools.cached_property
@@ -157,28 +137,18 @@ class SweepSpec:
         table = self._before[:, kind.number]
         return entry_at(table, number) - entry_at(table, first)
 
-    def step(self, kind: Kind, shared: Arrays, carry: Carry, x: Arrays) -> tuple[Carry, Arrays]:
-        """Run what is read together: one layer, or a segment, whose inputs and outputs are stacked."""
-        if self.read_length == 1:
-            return kind.layer(shared, carry, x)
-        return replace(self.segment, kinds=(kind,)).plain(carry, x, shared)
-
-    def evaluate(self, kind: Kind, shared: Arrays, carry: Carry, x: Arrays) -> tuple[Carry, Arrays]:
-        """The same for values alone, which is not to be differentiated in reverse mode."""
-        return self.step(kind.evaluated, shared, carry, x)
-
     def inputs(self, kind: Kind, xs: Arrays, row: Any, fetched: Arrays | tuple[()] = ()) -> Arrays:
-        """The own inputs of the step at a row, with those that have been fetched from the host."""
-        return read_layer(xs[kind.xs], row, self.unsliced[kind.xs], fetched, self.read_length)
+        """The own inputs of the layer at a row, with those that have been fetched from the host."""
+        return read_layer(xs[kind.xs], row, self.unsliced[kind.xs], fetched)
 
     def fetch(self, xs: Arrays, number: Any) -> Arrays:
-        """The inputs of a step that are on the host, for `inputs`, if they are to be read ahead.
+        """The inputs of a layer that are on the host, for `inputs`, if they are to be read ahead.
 
         Layers of several kinds, and those that may not run, read their own when they run.
         """
         if self.pattern or self.stops:
             return []
-        return read_ahead(xs, self.layer_index(number), self.read_length)
+        return read_ahead(xs, self.layer_index(number))
 
     def plain(
         self,
@@ -198,7 +168,7 @@ class SweepSpec:
             lambda carry, x: layers[0](shared, carry, merge(whole, on_device(x), sliced)),
             init,
             pick(xs, sliced),
-            length=self.length * self.read_length if length is None else length,
+            length=self.length if length is None else length,
             **options,
         )
 
@@ -228,8 +198,8 @@ class SweepSpec:
         """The pullback of a layer of each kind."""
 
         def of(kind: Kind) -> LayerPullback:
-            layer, evaluate = functools.partial(self.step, kind), functools.partial(self.evaluate, kind)
-            pullback = LayerPullback(layer, perturbed.of_part(kind.xs, kind.ys), evaluate=evaluate)
+            perturbed_part = perturbed.of_part(kind.xs, kind.ys)
+            pullback = LayerPullback(kind.layer, perturbed_part, evaluate=kind.evaluated.layer)
             if checkpoint is jax.checkpoint:
                 return pullback
             x = jax.eval_shape(lambda: self.inputs(kind, [*map(at_least_one, xs)], 0))

@@ -63,8 +63,6 @@ class ScanCheckpointPolicy:
             recomputation with the forward pass. With a cut, barriers matter only if internals are
             saved by name.
         disable: no checkpointing at all: everything the backward pass reads is kept.
-        simple: plain `jax.checkpoint` around each layer, without naming the carry or the inputs. The memory
-            is the same as by default; for debugging, it excludes names as a cause.
         nested: cut the layers into segments, keep the carry at the start of each, and replay one segment at a
             time (Chen et al. 2016, "Training deep nets with sublinear memory cost"). `True` cuts into
             segments that each have a layer less than the one before, which needs the fewest carries for one
@@ -94,7 +92,6 @@ class ScanCheckpointPolicy:
     offload_block_internals: Iterable[str] = ()
     prevent_cse: bool = False
     disable: bool = False
-    simple: bool = False
     nested: bool | int | Iterable[int] = False
     segment_length: int | None = None
     max_carries: int | None = None
@@ -104,7 +101,7 @@ class ScanCheckpointPolicy:
     def __post_init__(self):
         _check_tri_state("save_carries", self.save_carries)
         _check_tri_state("save_inputs", self.save_inputs)
-        for field in ("prevent_cse", "disable", "simple"):
+        for field in ("prevent_cse", "disable"):
             if not isinstance(getattr(self, field), bool):
                 raise TypeError(f"{field} is True or False; got {getattr(self, field)!r}.")
         internals = saved_internals("save_block_internals", self.save_block_internals)
@@ -136,12 +133,6 @@ class ScanCheckpointPolicy:
             yield (
                 f"disable=True turns checkpointing off and leaves {others} without effect. Drop one or the "
                 "other."
-            )
-        # Layers that are cut need no names.
-        if self.simple and (others := listed(but=("simple", "prevent_cse", *_CUTS))):
-            yield (
-                "simple=True is one plain jax.checkpoint around each layer, which names no values, so "
-                f"{others} cannot be obeyed. Drop one or the other."
             )
         if both := sorted(set(self.saved_names) & set(self.offloaded_names)):
             yield f"{both} are in both save_block_internals and offload_block_internals; keep each in one."
@@ -282,9 +273,7 @@ class ScanCheckpointPolicy:
         """What a scan obeys."""
         names: Any = () if isinstance(self.save_block_internals, bool) else self.save_block_internals
         internals = (
-            SaveAll()
-            if self.saves_everything
-            else PerLayer(internals=names, prevent_cse=self.prevent_cse, named=not self.simple)
+            SaveAll() if self.saves_everything else PerLayer(internals=names, prevent_cse=self.prevent_cse)
         )
         if self.is_nested or self.first_layers:
             carries = OFFLOAD if self.save_carries == OFFLOAD else "keep"

@@ -35,7 +35,6 @@ class PerLayer:
         internals: names of the internals that are kept, or a policy of JAX.
         offloaded: names of those that are moved to the host.
         prevent_cse: put barriers around the recomputation in rolled loops too.
-        named: give checkpoint names to carries and inputs, which every policy except `simple=True` needs.
     """
 
     carries: Kept = "keep"
@@ -43,7 +42,6 @@ class PerLayer:
     internals: tuple[str, ...] | JaxPolicy = ()
     offloaded: tuple[str, ...] = ()
     prevent_cse: bool = False
-    named: bool = True
 
     @property
     def offloads(self) -> bool:
@@ -60,14 +58,11 @@ class PerLayer:
         """These, and the names of those that are moved to the host."""
         return (*self.saved_names, *self.offloaded)
 
-    def jax_policy(self, carry_name: str, input_name: str) -> JaxPolicy | None:
+    def jax_policy(self, carry_name: str, input_name: str) -> JaxPolicy:
         """The `jax.checkpoint` policy of a layer whose carry and inputs have these names.
 
-        One of JAX's own named policies, which are data and so survive `JAX_REMAT3=1`; `None` where no value
-        is named.
+        One of JAX's own named policies, which are data and so survive `JAX_REMAT3=1`.
         """
-        if not self.named:
-            return None
         saved = [carry_name] if self.carries == "keep" else []
         offloaded = [
             name

@@ -33,7 +33,6 @@ POLICIES = {
     "recompute": "recompute",
     "offload": "offload",
     "save_all": "save_all",
-    "simple": ScanCheckpointPolicy(simple=True),
     "inputs": ScanCheckpointPolicy(save_inputs=False),
     "names": ScanCheckpointPolicy(save_block_internals=NAMES),
     "names offloaded": ScanCheckpointPolicy(offload_block_internals=NAMES),

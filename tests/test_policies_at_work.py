@@ -23,7 +23,6 @@ POLICIES = {
     "offload": "offload",
     "save_all": "save_all",
     "nested": "nested",
-    "simple": ScanCheckpointPolicy(simple=True),
     "derived inputs dropped": ScanCheckpointPolicy(save_inputs=False),
     "inputs offloaded": ScanCheckpointPolicy(save_inputs="offload"),
     "internals": ScanCheckpointPolicy(save_block_internals=["hidden"]),
@@ -243,7 +242,6 @@ REMAT3_OF_JAX_0_10 = (
     "remat, expected",
     [
         (True, [(N, 3)]),
-        (ScanCheckpointPolicy(simple=True), [(N, 3)]),
         ("offload", [(N, 3)]),
         ("recompute", [(3,)]),
         (ScanCheckpointPolicy(save_block_internals=["h"]), [(N, 3), (N, 3)]),
@@ -357,17 +355,6 @@ def test_offload_is_in_the_program(Stack, remat, shape, times):
     assert {moved[-1:] for moved in found} == ({shape} if times else set())
     if Stack == "BlockSeq":  # no loop, so the program has every transfer
         assert len(found) == times
-
-
-def test_simple_names_nothing():
-    layers = Stacked(Elementwise(jnp.ones((N, 5))), hax.Axis("layers", N))
-
-    def names(remat):
-        found = equations_of(lambda layers, x: layers.fold(x, remat=remat), layers, jnp.ones(3))
-        return {equation.params["name"] for equation in found if equation.primitive.name == "name"}
-
-    assert names(True) == {"scan(layers) carry", "scan(layers) inputs", "h", "o"}
-    assert names(ScanCheckpointPolicy(simple=True)) == {"h", "o"}
 
 
 def test_block_seq_keeps_what_stacked_keeps():

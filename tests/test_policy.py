@@ -76,7 +76,6 @@ def test_the_repr_shows_what_was_set():
     [
         (dict(disable=True, nested=True), "disable=True turns checkpointing off.*nested=True"),
         (dict(disable=True, save_carries="offload"), "disable=True.*save_carries='offload'"),
-        (dict(disable=True, simple=True), "disable=True.*simple=True"),
         (dict(disable=True, save_block_internals=["a"]), r"disable=True.*save_block_internals=\['a'\]"),
         (dict(disable=True, save_block_internals=True), "disable=True.*save_block_internals=True"),
         (
@@ -91,9 +90,6 @@ def test_the_repr_shows_what_was_set():
             dict(first_layers=2, first_policy=ScanCheckpointPolicy(prevent_cse=True)),
             "first_policy says prevent_cse=True, which has no effect",
         ),
-        (dict(simple=True, save_carries="offload"), "simple=True.*names no values.*save_carries='offload'"),
-        (dict(simple=True, save_block_internals=["a"]), "simple=True.*names no values"),
-        (dict(simple=True, save_inputs=False), "simple=True.*names no values"),
         (dict(save_block_internals=True, save_carries="offload"), "leaves nothing to offload"),
         (dict(save_block_internals=True, offload_block_internals=["a"]), "leaves nothing to offload"),
         (dict(save_block_internals=["a"], offload_block_internals=["a", "b"]), r"\['a'\] are in both"),
@@ -123,7 +119,6 @@ def test_the_repr_shows_what_was_set():
         (dict(first_layers=2, first_policy="offload"), "first_policy cannot set save_carries='offload'"),
         (dict(first_layers=2, first_policy="automatic"), "Unknown remat policy 'automatic'"),
         (dict(first_layers=2, disable=True), "disable=True.*first_layers=2"),
-        (dict(first_layers=2, simple=True), "simple=True.*first_layers=2"),
         (dict(first_layers=2, save_block_internals=True), "already keep every internal"),
         (
             dict(first_layers=2, save_block_internals=["a"]),

@@ -22,7 +22,6 @@ SETTINGS = [
     ("save_block_internals", ("a",)),
     ("offload_block_internals", ("b",)),
     ("prevent_cse", True),
-    ("simple", True),
     ("disable", True),
     ("nested", True),
     ("nested", 4),
@@ -30,7 +29,6 @@ SETTINGS = [
     ("max_carries", 3),
     ("first_layers", 2),
 ]
-CUTS = {"nested", "segment_length", "max_carries"}
 PAIRS = [dict(pair) for pair in itertools.combinations(SETTINGS, 2) if pair[0][0] != pair[1][0]]
 
 
@@ -90,8 +88,6 @@ def test_two_settings_are_refused_or_obeyed(settings):
             continue  # it always has barriers
         if settings.get("save_block_internals") is True and settings.get("save_carries") is False:
             continue  # as in Haliax; with either, carries that no derivative reads are not kept
-        if name == "simple" and not CUTS.isdisjoint(settings):
-            continue  # Haliax's tests write it; layers that are cut have no names anyway
         without = ScanCheckpointPolicy(**{other: settings[other] for other in settings if other != name})
         changes = program(Stack, policy) != program(Stack, without)
         assert changes, f"{name} has no effect on {Stack.__name__}"

@@ -231,8 +231,7 @@ class _LayerCheckpoint:
             return layer
 
         def named(shared: Any, carry: Any, x: Any) -> Any:
-            if remat.named:
-                carry, x = checkpoint_name(carry, names.carry), checkpoint_name(x, names.inputs)
+            carry, x = checkpoint_name(carry, names.carry), checkpoint_name(x, names.inputs)
             return layer(shared, carry, x)
 
         prevent_cse = remat.prevent_cse or _reads_carries_on_gpus(remat) or not self.is_rolled
@@ -329,7 +328,7 @@ def array_step(layer: Step, init: Any, remat: Remat, names: _Names | None = None
     def step(arrays: Any, inputs: Any) -> tuple[Any, Any]:
         if names is not None:  # a sweep reads them to the device itself
             inputs = on_device(inputs)
-        if names is not None and isinstance(remat, PerLayer) and remat.named:
+        if names is not None and isinstance(remat, PerLayer):
             arrays = checkpoint_name(arrays, names.carry)
             inputs = checkpoint_name(inputs, names.inputs)
         with saving_internals(internals.kept_names):

@@ -58,10 +58,6 @@ class ScanCheckpointPolicy:
             (`dots_saveable`, ...), or any function of that kind, chooses by operation; `JAX_REMAT3=1` obeys
             only those that go by names, and others are then refused.
         offload_block_internals: names that are moved to the host instead.
-        prevent_cse: put barriers around recomputation even inside a rolled loop. Where layers share one
-            program (`BlockSeq`, a fully unrolled scan) they are always there, since XLA would merge the
-            recomputation with the forward pass. With a cut, barriers matter only if internals are
-            saved by name.
         disable: no checkpointing at all: everything the backward pass reads is kept.
         nested: cut the layers into segments, keep the carry at the start of each, and replay one segment at a
             time (Chen et al. 2016, "Training deep nets with sublinear memory cost"). `True` cuts into
@@ -90,7 +86,6 @@ class ScanCheckpointPolicy:
     save_inputs: bool | Literal["offload"] = True
     save_block_internals: bool | Iterable[str] | JaxPolicy = False
     offload_block_internals: Iterable[str] = ()
-    prevent_cse: bool = False
     disable: bool = False
     nested: bool | int | Iterable[int] = False
     segment_length: int | None = None
@@ -101,9 +96,8 @@ class ScanCheckpointPolicy:
     def __post_init__(self):
         _check_tri_state("save_carries", self.save_carries)
         _check_tri_state("save_inputs", self.save_inputs)
-        for field in ("prevent_cse", "disable"):
-            if not isinstance(getattr(self, field), bool):
-                raise TypeError(f"{field} is True or False; got {getattr(self, field)!r}.")
+        if not isinstance(self.disable, bool):
+            raise TypeError(f"disable is True or False; got {self.disable!r}.")
         internals = saved_internals("save_block_internals", self.save_block_internals)
         object.__setattr__(self, "save_block_internals", internals)
         offloaded = checkpoint_names("offload_block_internals", self.offload_block_internals)
@@ -141,11 +135,10 @@ class ScanCheckpointPolicy:
         if cuts:
             yield from self._contradictions_of_cut(cuts[0])
         # Haliax writes save_carries=False for internals only: carries that no derivative reads are not kept.
-        unread = ["save_inputs"] * (self.save_inputs is False) + ["prevent_cse"]
-        if self.save_block_internals is True and (others := listed(*unread)):
+        if self.save_block_internals is True and self.save_inputs is False:
             yield (
                 "save_block_internals=True keeps everything that the backward pass reads, and nothing is "
-                f"computed again, so {others} has no effect. Drop it, or name the internals to keep: "
+                "computed again, so save_inputs=False has no effect. Drop it, or name what to keep: "
                 "save_block_internals=[...]."
             )
         # The internals of a segment leave its boundaries to offload.
@@ -162,13 +155,6 @@ class ScanCheckpointPolicy:
             yield (
                 f"first_policy={self.first_policy!r} has no effect without first_layers. Say how many layers "
                 "follow it: first_layers=k."
-            )
-        swept = listed(*_CUTS, "first_layers")
-        if self.prevent_cse and swept and isinstance(self.save_block_internals, bool):
-            yield (
-                f"With {swept} layers are replayed in loops of their own, where XLA finds nothing to merge "
-                "the recomputation with, so prevent_cse=True has no effect without "
-                "save_block_internals=[names]. Drop it."
             )
 
     def _contradictions_of_cut(self, cut: str) -> Iterator[str]:
@@ -196,17 +182,12 @@ class ScanCheckpointPolicy:
 
     def _contradictions_of_first_layers(self, written: Mapping[str, str]) -> Iterator[str]:
         first = resolve_policy(self.first_policy)
-        allowed = ("save_block_internals", "disable", "prevent_cse")
+        allowed = ("save_block_internals", "disable")
         if clashing := [f"{name}={value!r}" for name, value in first.settings() if name not in allowed]:
             yield (
                 "The first layers keep what they keep on the device, so first_policy cannot set "
                 f"{' and '.join(clashing)}. Use False, True or save_block_internals=[names], and let the "
                 "other settings cut or offload the rest."
-            )
-        if first.prevent_cse and isinstance(first.save_block_internals, bool):
-            yield (
-                "first_policy says prevent_cse=True, which has no effect there without "
-                "save_block_internals=[names]. Drop it."
             )
         if self.saves_everything and not self.is_nested:
             yield (
@@ -272,9 +253,7 @@ class ScanCheckpointPolicy:
     def normalized(self) -> Remat:
         """What a scan obeys."""
         names: Any = () if isinstance(self.save_block_internals, bool) else self.save_block_internals
-        internals = (
-            SaveAll() if self.saves_everything else PerLayer(internals=names, prevent_cse=self.prevent_cse)
-        )
+        internals = SaveAll() if self.saves_everything else PerLayer(internals=names)
         if self.is_nested or self.first_layers:
             carries = OFFLOAD if self.save_carries == OFFLOAD else "keep"
             first = resolve_policy(self.first_policy).normalized()

@@ -34,14 +34,12 @@ class PerLayer:
         inputs: the layers' own inputs; kept means read where they are.
         internals: names of the internals that are kept, or a policy of JAX.
         offloaded: names of those that are moved to the host.
-        prevent_cse: put barriers around the recomputation in rolled loops too.
     """
 
     carries: Kept = "keep"
     inputs: Kept = "keep"
     internals: tuple[str, ...] | JaxPolicy = ()
     offloaded: tuple[str, ...] = ()
-    prevent_cse: bool = False
 
     @property
     def offloads(self) -> bool:
@@ -118,7 +116,7 @@ def checkpoint_of(internals: Internals) -> Callable[[Callable], Callable]:
     match internals:
         case SaveAll():
             return _not_checkpointed
-        case PerLayer() if internals.internals or internals.offloaded or internals.prevent_cse:
+        case PerLayer() if internals.internals or internals.offloaded:
             return _Checkpoint(internals)
     return jax.checkpoint
 
@@ -135,4 +133,4 @@ class _Checkpoint:
 
     def __call__(self, layer: Callable) -> Callable:
         policy = policy_with_names(self.remat.internals, self.remat.saved_names, self.remat.offloaded)
-        return jax.checkpoint(layer, policy=policy, prevent_cse=self.remat.prevent_cse)
+        return jax.checkpoint(layer, policy=policy, prevent_cse=False)

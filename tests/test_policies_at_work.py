@@ -39,7 +39,6 @@ POLICIES = {
     "nested, everything, boundaries offloaded": ScanCheckpointPolicy(
         nested=True, save_block_internals=True, save_carries="offload"
     ),
-    "barriers": ScanCheckpointPolicy(prevent_cse=True),
     "2 keep internals": ScanCheckpointPolicy(first_layers=2),
     "2 keep internals, nested": ScanCheckpointPolicy(nested=True, first_layers=2),
     "5 keep a name, nested=2, boundaries offloaded": ScanCheckpointPolicy(
@@ -383,7 +382,6 @@ def test_barriers_are_where_layers_share_one_program():
         return "optimization_barrier" in gradient.lower(layers, jnp.ones(3)).as_text()
 
     assert not has_barriers(stack)
-    assert has_barriers(stack, remat=ScanCheckpointPolicy(prevent_cse=True))
     assert has_barriers(stack, unroll=True)
     assert has_barriers(stack, unroll=4)
     assert not has_barriers(stack, unroll=2)

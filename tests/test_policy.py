@@ -82,14 +82,6 @@ def test_the_repr_shows_what_was_set():
             dict(save_block_internals=True, save_inputs=False),
             "computed again, so save_inputs=False has",
         ),
-        (dict(save_block_internals=True, prevent_cse=True), "so prevent_cse=True has no effect"),
-        (dict(save_block_internals=True, nested=True, prevent_cse=True), "so prevent_cse=True has no effect"),
-        (dict(nested=True, prevent_cse=True), "prevent_cse=True has no effect without"),
-        (dict(first_layers=2, prevent_cse=True), "prevent_cse=True has no effect without"),
-        (
-            dict(first_layers=2, first_policy=ScanCheckpointPolicy(prevent_cse=True)),
-            "first_policy says prevent_cse=True, which has no effect",
-        ),
         (dict(save_block_internals=True, save_carries="offload"), "leaves nothing to offload"),
         (dict(save_block_internals=True, offload_block_internals=["a"]), "leaves nothing to offload"),
         (dict(save_block_internals=["a"], offload_block_internals=["a", "b"]), r"\['a'\] are in both"),
@@ -149,7 +141,6 @@ def test_contradictions_are_refused_with_the_reason(settings, reason):
         (dict(save_block_internals=None), "save_block_internals is a list.*got None. Leave it out"),
         (dict(save_block_internals=[1]), "1 is not a string"),
         (dict(disable=1), "disable is True or False; got 1"),
-        (dict(prevent_cse="no"), "prevent_cse is True or False"),
         (dict(first_layers=True), "first_layers is a number of layers .an int.; got True"),
         (dict(first_layers=1.5), "got 1.5"),
         (

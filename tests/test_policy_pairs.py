@@ -21,7 +21,6 @@ SETTINGS = [
     ("save_block_internals", True),
     ("save_block_internals", ("a",)),
     ("offload_block_internals", ("b",)),
-    ("prevent_cse", True),
     ("disable", True),
     ("nested", True),
     ("nested", 4),
@@ -57,24 +56,6 @@ def program(Stack, policy):
     return outline(equations_of(gradient, arrays))
 
 
-@pytest.mark.parametrize("cut", [dict(nested=4), dict(first_layers=2)], ids=str)
-def test_barriers_have_an_effect_where_layers_that_are_cut_save_names(cut):
-    if "first_layers" in cut:
-        policies = [
-            ScanCheckpointPolicy(
-                **cut, first_policy=ScanCheckpointPolicy(save_block_internals=["a"], prevent_cse=barriers)
-            )
-            for barriers in (True, False)
-        ]
-    else:
-        policies = [
-            ScanCheckpointPolicy(**cut, save_block_internals=["a"], prevent_cse=barriers)
-            for barriers in (True, False)
-        ]
-    with_barriers, without = (program(Stacked, policy) for policy in policies)
-    assert with_barriers != without
-
-
 @pytest.mark.parametrize("settings", PAIRS, ids=str)
 def test_two_settings_are_refused_or_obeyed(settings):
     try:
@@ -84,8 +65,6 @@ def test_two_settings_are_refused_or_obeyed(settings):
         assert named == list(settings), f"the reason speaks of {named} alone: {error}"
         return
     for Stack, name in itertools.product((Stacked, BlockSeq), settings):
-        if Stack is BlockSeq and name == "prevent_cse":
-            continue  # it always has barriers
         if settings.get("save_block_internals") is True and settings.get("save_carries") is False:
             continue  # as in Haliax; with either, carries that no derivative reads are not kept
         without = ScanCheckpointPolicy(**{other: settings[other] for other in settings if other != name})

@@ -234,7 +234,7 @@ class _LayerCheckpoint:
             carry, x = checkpoint_name(carry, names.carry), checkpoint_name(x, names.inputs)
             return layer(shared, carry, x)
 
-        prevent_cse = remat.prevent_cse or _reads_carries_on_gpus(remat) or not self.is_rolled
+        prevent_cse = _reads_carries_on_gpus(remat) or not self.is_rolled
         return jax.checkpoint(named, policy=remat.jax_policy(*names), prevent_cse=prevent_cse)
 
 

@@ -105,7 +105,7 @@ class LmRunConfig:
         unread = [
             f"{name}={value!r}"
             for name, value in self.policy.settings()
-            if (name, value) == ("save_carries", False) or name in ("save_inputs", "offload_block_internals")
+            if (name, value) == ("save_carries", False) or name == "offload_block_internals"
         ]
         if unread:
             raise ValueError(

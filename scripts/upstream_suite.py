@@ -89,7 +89,9 @@ def haliax() -> Suite:
 
     import stacked_remat
 
-    def policy(*, simple: bool = False, **fields: Any) -> stacked_remat.ScanCheckpointPolicy:
+    def policy(
+        *, simple: bool = False, save_inputs: bool = True, **fields: Any
+    ) -> stacked_remat.ScanCheckpointPolicy:
         """Without the fields that have no meaning here, as docs/migrating-from-haliax.md says."""
         return stacked_remat.ScanCheckpointPolicy(**fields)
 

@@ -14,7 +14,7 @@ from ._scan.arguments import Caller, warn_of_ambiguous
 from ._scan.checks import check_reverse, check_unroll, layers_axis
 from ._scan.layer_axis import layer_getter
 from ._scan.layer_state import for_layer, of_one_layer, part_of, stack_outputs_and_states
-from ._scan.layers import from_arguments, scan_unrolled
+from ._scan.layers import scan_unrolled
 from ._scan.marks import changed, check_unmarked
 from ._stacked_methods import (
     AnyLayers,
@@ -135,16 +135,13 @@ class BlockSeq(BlockFoldable[M]):
             )  # a copy of its state, which can't be read once it is old
             return step(carry, block, *args, **kwargs)
 
-        def run(init: Any, arguments: Any) -> tuple[Any, Any]:
-            arguments_of = layer_getter(arguments, self.Layers, caller)
-            inputs = [(block, for_layer(arguments_of(i), block)) for i, block in enumerate(self.blocks)]
-            carry, ys = scan_unrolled(layer, init, inputs, self.Layers, resolved, reverse=backwards)
-            return carry, stack_outputs_and_states(ys, self.Layers, caller.what)
-
         def scanned(init: Any, /, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
             check_unmarked(init)
             warn_of_ambiguous(init, args, kwargs, self.Layers, caller)
-            return from_arguments(run, resolved, self.Layers)(init, (args, kwargs))
+            arguments_of = layer_getter((args, kwargs), self.Layers, caller)
+            inputs = [(block, for_layer(arguments_of(i), block)) for i, block in enumerate(self.blocks)]
+            carry, ys = scan_unrolled(layer, init, inputs, self.Layers, resolved, reverse=backwards)
+            return carry, stack_outputs_and_states(ys, self.Layers, caller.what)
 
         return scanned
 

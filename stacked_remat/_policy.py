@@ -1,9 +1,9 @@
 """What the backward pass of a scan over layers keeps, moves to the host, or recomputes.
 
-A block takes a *carry* and its own *inputs* (its weights and whatever else is split over the layers) and
-returns the next carry. Its derivative reads some of the intermediate values, the *internals*. A
-`ScanCheckpointPolicy` says for each of the three whether the forward pass keeps it for the backward pass;
-`_scan/` obeys it.
+A block takes a *carry* and its own inputs (its weights and whatever else is split over the layers), and
+returns the next carry. Its derivative reads the inputs, which are read where they are, and some of the
+intermediate values, the *internals*. A `ScanCheckpointPolicy` says of carries and internals whether the
+forward pass keeps them for the backward pass; `_scan/` obeys it.
 """
 
 import dataclasses
@@ -47,10 +47,6 @@ class ScanCheckpointPolicy:
         save_carries: `True` keeps the carry that goes into each layer. `"offload"` moves it to the host in
             the forward pass and fetches it in the backward pass. `False` keeps none: the
             backward pass first replays the stack, from its input and the internals that were saved.
-        save_inputs: `True` reads the scanned inputs where they are; nothing is copied. `False` also drops
-            what the scan derives from its arguments (arrays with the scanned axis moved to the front) and
-            derives it again. `"offload"` copies each layer's inputs to the host, weights included: it pays
-            only when the scanned inputs are themselves temporaries that nothing else keeps.
         save_block_internals: names given by `checkpoint_name` inside the block that are kept, or `True` for
             everything that the backward pass reads (nothing is then recomputed, and carries are kept exactly
             where a derivative reads them). With `nested`, they are kept for the segment being reversed, and
@@ -83,7 +79,6 @@ class ScanCheckpointPolicy:
     """
 
     save_carries: bool | Literal["offload"] = True
-    save_inputs: bool | Literal["offload"] = True
     save_block_internals: bool | Iterable[str] | JaxPolicy = False
     offload_block_internals: Iterable[str] = ()
     disable: bool = False
@@ -94,8 +89,8 @@ class ScanCheckpointPolicy:
     first_policy: "ScanCheckpointSpec" = False
 
     def __post_init__(self):
-        _check_tri_state("save_carries", self.save_carries)
-        _check_tri_state("save_inputs", self.save_inputs)
+        if not isinstance(self.save_carries, bool) and self.save_carries != OFFLOAD:
+            raise TypeError(f'save_carries is True, False or "offload"; got {self.save_carries!r}.')
         if not isinstance(self.disable, bool):
             raise TypeError(f"disable is True or False; got {self.disable!r}.")
         internals = saved_internals("save_block_internals", self.save_block_internals)
@@ -134,14 +129,8 @@ class ScanCheckpointPolicy:
             yield f"{' and '.join(cuts)} each say how the layers are cut; keep one."
         if cuts:
             yield from self._contradictions_of_cut(cuts[0])
-        # Haliax writes save_carries=False for internals only: carries that no derivative reads are not kept.
-        if self.save_block_internals is True and self.save_inputs is False:
-            yield (
-                "save_block_internals=True keeps everything that the backward pass reads, and nothing is "
-                "computed again, so save_inputs=False has no effect. Drop it, or name what to keep: "
-                "save_block_internals=[...]."
-            )
-        # The internals of a segment leave its boundaries to offload.
+        # The internals of a segment leave its boundaries to offload. (Haliax writes save_carries=False beside
+        # save_block_internals=True; carries that no derivative reads are not kept.)
         offloads = [name for name, value in settings if value == OFFLOAD or name.startswith(OFFLOAD)]
         if self.save_block_internals is True and not cuts and offloads:
             yield (
@@ -168,11 +157,6 @@ class ScanCheckpointPolicy:
                 f"{cut} keeps the carry at the start of each segment, and save_carries=False keeps none. For "
                 'a backward pass that starts from the stack\'s input alone use "recompute".'
             )
-        if self.save_inputs is not True:
-            yield (
-                f"{cut} reads the scanned inputs where they are whenever a segment is replayed, so "
-                f"save_inputs={self.save_inputs!r} cannot be obeyed. Leave save_inputs=True."
-            )
         if self.offloaded_names:
             yield (
                 f"With {cut}, block internals live only while one segment is reversed, so "
@@ -194,7 +178,7 @@ class ScanCheckpointPolicy:
                 "With save_block_internals=True the layers after the first already keep every internal, so "
                 f"first_layers={self.first_layers} would have no effect. Drop it, or let the rest recompute."
             )
-        for name in ("save_inputs", "save_block_internals", "offload_block_internals"):
+        for name in ("save_block_internals", "offload_block_internals"):
             if name in written and not (self.is_nested and name == "save_block_internals"):
                 yield (
                     f"{written[name]} cannot be obeyed beside first_layers={self.first_layers}: the layers "
@@ -248,7 +232,7 @@ class ScanCheckpointPolicy:
     @property
     def offloads(self) -> bool:
         """Whether anything is moved to the host."""
-        return OFFLOAD in (self.save_carries, self.save_inputs) or bool(self.offloaded_names)
+        return self.save_carries == OFFLOAD or bool(self.offloaded_names)
 
     def normalized(self) -> Remat:
         """What a scan obeys."""
@@ -264,7 +248,6 @@ class ScanCheckpointPolicy:
         return dataclasses.replace(
             internals,
             carries=_KEPT[self.save_carries],
-            inputs=_KEPT[self.save_inputs],
             offloaded=self.offloaded_names,
         )
 
@@ -326,11 +309,6 @@ def resolve_policy(spec: ScanCheckpointSpec) -> ScanCheckpointPolicy:
         valid = ", ".join(repr(alias) for alias in _ALIASES)
         raise ValueError(f"Unknown remat policy {spec!r}. Use one of {valid}, or a ScanCheckpointPolicy.")
     return _ALIASES[spec]
-
-
-def _check_tri_state(field: str, value: Any) -> None:
-    if not isinstance(value, bool) and value != OFFLOAD:
-        raise TypeError(f'{field} is True, False or "offload"; got {value!r}.')
 
 
 def checkpoint_names(field: str, value: Any) -> tuple[str, ...]:

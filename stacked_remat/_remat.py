@@ -31,20 +31,18 @@ class PerLayer:
 
     Attributes:
         carries: the carries between layers; if dropped, the stack is first replayed from its input.
-        inputs: the layers' own inputs; kept means read where they are.
         internals: names of the internals that are kept, or a policy of JAX.
         offloaded: names of those that are moved to the host.
     """
 
     carries: Kept = "keep"
-    inputs: Kept = "keep"
     internals: tuple[str, ...] | JaxPolicy = ()
     offloaded: tuple[str, ...] = ()
 
     @property
     def offloads(self) -> bool:
         """Whether anything is moved to the host."""
-        return "offload" in (self.carries, self.inputs) or bool(self.offloaded)
+        return self.carries == "offload" or bool(self.offloaded)
 
     @property
     def saved_names(self) -> tuple[str, ...]:
@@ -56,17 +54,13 @@ class PerLayer:
         """These, and the names of those that are moved to the host."""
         return (*self.saved_names, *self.offloaded)
 
-    def jax_policy(self, carry_name: str, input_name: str) -> JaxPolicy:
-        """The `jax.checkpoint` policy of a layer whose carry and inputs have these names.
+    def jax_policy(self, carry_name: str) -> JaxPolicy:
+        """The `jax.checkpoint` policy of a layer whose carry has this name.
 
         One of JAX's own named policies, which are data and so survive `JAX_REMAT3=1`.
         """
         saved = [carry_name] if self.carries == "keep" else []
-        offloaded = [
-            name
-            for name, kept in ((carry_name, self.carries), (input_name, self.inputs))
-            if kept == "offload"
-        ]
+        offloaded = [carry_name] if self.carries == "offload" else []
         return policy_with_names(self.internals, (*saved, *self.saved_names), (*offloaded, *self.offloaded))
 
 

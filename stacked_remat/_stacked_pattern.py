@@ -15,7 +15,7 @@ from ._scan.arguments import Caller, argument_namer, check_no_lists, warn_of_amb
 from ._scan.checks import check_reverse, check_unroll, layers_axis
 from ._scan.layer_axis import split_tree
 from ._scan.layer_state import check_no_state, part_of
-from ._scan.layers import Layers as LayersOfKind, from_arguments, scan_rolled
+from ._scan.layers import Layers as LayersOfKind, scan_rolled
 from ._scan.marks import changed, check_unmarked, is_array
 from ._scan.pattern import DividedArguments, divide, per_kind
 from ._scan.stacking import take_layers
@@ -56,8 +56,8 @@ class StackedPattern(BlockFoldable[M]):
 
     `fold` and `scan` equal `for block in blocks: carry = block(carry, ...)`. What the backward pass keeps is
     chosen layer by layer, as for a `Stacked`, whatever the pattern. Program size and compile time grow with
-    the number of kinds and not with that of layers, except under policies that drop carries or move inputs to
-    the host, which unroll the layers.
+    the number of kinds and not with that of layers, except under policies that drop carries, which
+    unroll the layers.
 
     All kinds take the same carry and the same arguments (`per_kind` gives each its own). Outputs may differ:
     `scan` returns a dict with those of each kind, stacked over the layers of this kind.
@@ -210,27 +210,22 @@ class StackedPattern(BlockFoldable[M]):
         caller, policy = method_caller(self, verb, fn, skip=2), resolve_policy(remat)
         resolved, reverse, unroll = policy.normalized(), check_reverse(reverse), check_unroll(unroll)
 
-        def run(init: Any, given: tuple[StackedPattern, Any, Any]) -> tuple[Any, Any]:
-            blocks, args, kwargs = given
-            kinds = blocks._layers_of_kinds(
-                fn, blocks._divide((args, kwargs), caller), verb == "scan", caller, applied
-            )
+        def scanned(init: Any, /, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+            check_unmarked(init)
+            warn_of_ambiguous(init, args, kwargs, self.Layers, caller)
+            divided = self._divide((args, kwargs), caller)
+            kinds = self._layers_of_kinds(fn, divided, verb == "scan", caller, applied)
             carry, outputs = scan_rolled(
                 kinds,
                 init,
-                blocks.Layers,
+                self.Layers,
                 resolved,
-                pattern=blocks._numbers,
+                pattern=self._numbers,
                 reverse=reverse,
                 unroll=unroll,
                 what=caller.what,
             )
-            return carry, dict(zip(blocks._names, outputs, strict=True))
-
-        def scanned(init: Any, /, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-            check_unmarked(init)
-            warn_of_ambiguous(init, args, kwargs, self.Layers, caller)
-            return from_arguments(run, resolved, self.Layers)(init, (self, args, kwargs))
+            return carry, dict(zip(self._names, outputs, strict=True))
 
         return scanned
 

@@ -23,8 +23,6 @@ POLICIES = {
     "offload": "offload",
     "save_all": "save_all",
     "nested": "nested",
-    "derived inputs dropped": ScanCheckpointPolicy(save_inputs=False),
-    "inputs offloaded": ScanCheckpointPolicy(save_inputs="offload"),
     "internals": ScanCheckpointPolicy(save_block_internals=["hidden"]),
     "internals alone": ScanCheckpointPolicy(save_carries=False, save_block_internals=["hidden"]),
     "internals offloaded": ScanCheckpointPolicy(offload_block_internals=["hidden"]),
@@ -297,23 +295,6 @@ def test_what_the_first_layers_keep(remat, expected):
     assert kept(layers, remat, jnp.ones(3)) == expected
 
 
-def test_save_inputs_false_does_not_keep_the_transposed_copy():
-    Layers, Weights = hax.Axis("layers", N), hax.Axis("weights", 5)
-    layers = Stacked(Elementwise(jnp.ones((N, 5))), Layers)
-    transposed = hax.named(jnp.ones((5, N)), (Weights, Layers))
-
-    def kept_shapes(remat):
-        def forward(x, transposed):
-            fn = lambda block, carry, extra: block(carry) * jnp.sum(extra.array)  # noqa: E731
-            return layers.fold_via(fn, remat=remat)(x, transposed)
-
-        pullback = jax.eval_shape(lambda *args: jax.vjp(forward, *args)[1], jnp.ones(3), transposed)
-        return [leaf.shape for leaf in jax.tree.leaves(pullback)]
-
-    assert (5, N) not in kept_shapes(True)
-    assert (5, N) in kept_shapes(ScanCheckpointPolicy(save_inputs=False))
-
-
 def host_transfers(fn, *args):
     """The shapes that a program moves to the host."""
     return [
@@ -344,7 +325,6 @@ STACKS = {
         (ScanCheckpointPolicy(first_layers=2, save_carries="offload"), (3,), N - 2),
         (ScanCheckpointPolicy(nested=3, save_carries="offload", save_block_internals=True), (3,), 3),
         (ScanCheckpointPolicy(offload_block_internals=["h"]), (3,), N),
-        (ScanCheckpointPolicy(save_inputs="offload"), (5,), N),
     ],
     ids=str,
 )

@@ -16,12 +16,12 @@ from stacked_remat._remat import for_length
 @pytest.mark.parametrize(
     "alias, policy",
     [
-        (True, ScanCheckpointPolicy(save_carries=True, save_inputs=True)),
+        (True, ScanCheckpointPolicy(save_carries=True)),
         ("full", ScanCheckpointPolicy()),
         (False, ScanCheckpointPolicy(disable=True)),
         ("recompute", ScanCheckpointPolicy(save_carries=False)),
         ("offload", ScanCheckpointPolicy(save_carries="offload")),
-        ("save_all", ScanCheckpointPolicy(save_carries=True, save_inputs=True, save_block_internals=True)),
+        ("save_all", ScanCheckpointPolicy(save_carries=True, save_block_internals=True)),
         ("nested", ScanCheckpointPolicy(nested=True)),
     ],
 )
@@ -78,17 +78,10 @@ def test_the_repr_shows_what_was_set():
         (dict(disable=True, save_carries="offload"), "disable=True.*save_carries='offload'"),
         (dict(disable=True, save_block_internals=["a"]), r"disable=True.*save_block_internals=\['a'\]"),
         (dict(disable=True, save_block_internals=True), "disable=True.*save_block_internals=True"),
-        (
-            dict(save_block_internals=True, save_inputs=False),
-            "computed again, so save_inputs=False has",
-        ),
         (dict(save_block_internals=True, save_carries="offload"), "leaves nothing to offload"),
         (dict(save_block_internals=True, offload_block_internals=["a"]), "leaves nothing to offload"),
         (dict(save_block_internals=["a"], offload_block_internals=["a", "b"]), r"\['a'\] are in both"),
         (dict(nested=True, save_carries=False), "save_carries=False keeps none"),
-        (dict(nested=2, save_inputs="offload"), "save_inputs='offload' cannot be obeyed"),
-        (dict(nested=2, save_inputs="offload", save_block_internals=True), "nested=2 reads the scanned"),
-        (dict(nested=True, save_inputs=False), "save_inputs=False cannot be obeyed"),
         (dict(nested=True, offload_block_internals=["a"]), r"internals=\['a'\] would move them out and back"),
         (
             dict(nested=True, segment_length=4),
@@ -117,7 +110,6 @@ def test_the_repr_shows_what_was_set():
             r"\['a'\] cannot be obeyed beside first_layers=2",
         ),
         (dict(first_layers=2, offload_block_internals=["a"]), "cannot be obeyed beside first_layers=2"),
-        (dict(first_layers=2, save_inputs=False), "save_inputs=False cannot be obeyed"),
         (dict(first_layers=2, save_carries=False), "replays the whole stack"),
     ],
 )
@@ -134,7 +126,6 @@ def test_contradictions_are_refused_with_the_reason(settings, reason):
         (dict(segment_length=1.5), "segment_length.*got 1.5"),
         (dict(nested="2"), "number of segments"),
         (dict(save_carries="host"), "save_carries is True, False or \"offload\"; got 'host'"),
-        (dict(save_inputs=None), "save_inputs is True, False"),
         (dict(save_block_internals="attention"), r"Write save_block_internals=\['attention'\]"),
         (dict(offload_block_internals="attention"), r"Write offload_block_internals=\['attention'\]"),
         (dict(offload_block_internals=True), "offload_block_internals is a list.*got True. Leave it out"),

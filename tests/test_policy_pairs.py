@@ -16,8 +16,6 @@ Layers, Hidden = hax.Axis("layers", 8), hax.Axis("hidden", 3)
 SETTINGS = [
     ("save_carries", False),
     ("save_carries", "offload"),
-    ("save_inputs", False),
-    ("save_inputs", "offload"),
     ("save_block_internals", True),
     ("save_block_internals", ("a",)),
     ("offload_block_internals", ("b",)),

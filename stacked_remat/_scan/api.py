@@ -18,7 +18,7 @@ from .._static import Static
 from .arguments import Caller, argument_namer
 from .checks import axis_or_name, check_reverse, check_unroll
 from .layer_axis import split_tree
-from .layers import Layers, from_arguments, scan_rolled
+from .layers import Layers, scan_rolled
 from .marks import IsScanned, check_unmarked, is_array, is_named_or_shaped_array, per_layer
 from .stacking import name_stacked
 from .stopping import Until, is_done, stopping
@@ -75,7 +75,7 @@ def scan(
         ValueError: for inputs of different lengths (each path and size is named), an axis of unknown size, an
             `f` that returns no pair, a carry that changes its structure, axes, shape or dtype, a single
             random key that is not marked as shared, or `until` under a policy that offloads or that drops
-            carries or inputs.
+            carries.
         TypeError: for an axis that is none of these, for marks in the carry, and for an `until` that does not
             return one bool.
     """
@@ -108,8 +108,9 @@ def scan_for(
     resolved = resolve_policy(remat).normalized()
     reverse, unroll = check_reverse(reverse), check_unroll(unroll)
 
-    def run(init: Any, arguments: tuple[Any, Any]) -> tuple[Any, Any]:
-        layout, arrays, shared = split_tree(arguments, axis, caller, is_scanned=is_scanned)
+    def scanned(init: Any, /, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        check_unmarked(init)
+        layout, arrays, shared = split_tree((args, kwargs), axis, caller, is_scanned=is_scanned)
         step, call, first = f, caller.what, init
         if until is not None:
             step, call, first = stopping(f, until), (call, until), (is_done(until, init), init)
@@ -124,10 +125,6 @@ def scan_for(
             stops=until is not None,
         )
         return (carry if until is None else carry[1]), ys
-
-    def scanned(init: Any, /, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        check_unmarked(init)
-        return from_arguments(run, resolved, axis)(init, (args, kwargs))
 
     return scanned
 

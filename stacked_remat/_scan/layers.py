@@ -3,13 +3,12 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 from haliax import Axis
-from haliax.axis import AxisSelector
 
 from .._checkpoint import checkpoint_name, recomputed, saving_internals
 from .._placement import has_host_arrays, on_device, platform
@@ -27,13 +26,6 @@ from .marks import is_array
 from .stacking import name_stacked, numbers_to_arrays, stack_outputs
 
 Step = Callable[[Any, Any], tuple[Any, Any]]  # (carry, inputs of the layer) -> (carry, output)
-
-
-def from_arguments(run: Callable, remat: Remat, axis: AxisSelector) -> Callable:
-    """`run(init, arguments)`, which keeps nothing derived from the arguments if inputs are dropped."""
-    if isinstance(remat, PerLayer) and remat.inputs == "drop":
-        return recomputed(run, remat.jax_policy(*_names_of(axis)), offloads=remat.offloads)
-    return run
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,25 +129,14 @@ def scan_unrolled(
     carry, outputs = init, []
     with jax.named_scope(f"scan({axis.name})"):
         for part, layers in parts:
-            carry, ys = _run_unrolled(layer, carry, [inputs[i] for i in layers], part, _names_of(axis))
+            carry, ys = _run_unrolled(layer, carry, [inputs[i] for i in layers], part, _carry_name(axis))
             outputs += ys
     return carry, outputs[:: -1 if reverse else 1]
 
 
-class _Names(NamedTuple):
-    """The checkpoint names of a layer's carry and inputs."""
-
-    carry: str
-    inputs: str
-
-    @property
-    def boundary(self) -> str:
-        return f"{self.carry} at a segment's start"
-
-
-def _names_of(axis: AxisSelector) -> _Names:
-    name = axis if isinstance(axis, str) else axis.name
-    return _Names(f"scan({name}) carry", f"scan({name}) inputs")
+def _carry_name(axis: Axis) -> str:
+    """The checkpoint name of the carries between layers."""
+    return f"scan({axis.name}) carry"
 
 
 def scan_rolled(
@@ -186,11 +167,11 @@ def scan_rolled(
         options = sweep_options(remat, axis.size)
     if pattern is not None and options is None:
         return _unrolled_kinds(kinds, init, axis, remat, pattern, reverse, what)
-    names = _names_of(axis)
+    carry_name = _carry_name(axis)
     if options is None:
         assert not isinstance(remat, Swept)
         is_rolled = unroll is not True and unroll < axis.size
-        plain = _LayerCheckpoint(remat, names, is_rolled)
+        plain = _LayerCheckpoint(remat, carry_name, is_rolled)
         options = {"schedule": None, "plain": plain}
     offloads = (isinstance(remat, PerLayer) and remat.offloads) or options.get("boundaries") == "host"
     if stops and (offloads or "plain" in options):
@@ -212,7 +193,7 @@ def scan_rolled(
         return run_layers(traced, [kind.arrays for kind in of_xs], unsliced, length=axis.size, **fields)
 
     with jax.named_scope(f"scan({axis.name})"):
-        carry, ys = _replayed_whole(run, remat, names)(arrays, xs)
+        carry, ys = _replayed_whole(run, remat, carry_name)(arrays, xs)
     stacked = [name_stacked(y, kind.layout.axis, what) for y, kind in zip(ys, kinds, strict=True)]
     return eqx.combine(carry, static), stacked
 
@@ -222,20 +203,19 @@ class _LayerCheckpoint:
     """How the layers of a plain scan are checkpointed."""
 
     remat: Internals
-    names: _Names
+    carry_name: str
     is_rolled: bool
 
     def __call__(self, layer: Callable[..., Any]) -> Callable[..., Any]:
-        remat, names = self.remat, self.names
+        remat = self.remat
         if isinstance(remat, SaveAll):
             return layer
 
         def named(shared: Any, carry: Any, x: Any) -> Any:
-            carry, x = checkpoint_name(carry, names.carry), checkpoint_name(x, names.inputs)
-            return layer(shared, carry, x)
+            return layer(shared, checkpoint_name(carry, self.carry_name), x)
 
         prevent_cse = _reads_carries_on_gpus(remat) or not self.is_rolled
-        return jax.checkpoint(named, policy=remat.jax_policy(*names), prevent_cse=prevent_cse)
+        return jax.checkpoint(named, policy=remat.jax_policy(self.carry_name), prevent_cse=prevent_cse)
 
 
 def _reads_carries_on_gpus(remat: PerLayer) -> bool:
@@ -282,17 +262,17 @@ def sweep_options(remat: Remat, length: int) -> dict[str, Any] | None:
                 "boundaries": "host" if remat.carries == "offload" else "device",
                 "first_layers": FirstLayers(first, checkpoint_of(remat.first)) if first else None,
             }
-        case PerLayer(carries="keep" | "offload", inputs="keep", internals=(), offloaded=()):
+        case PerLayer(carries="keep" | "offload", internals=(), offloaded=()):
             boundaries = "host" if remat.carries == "offload" else "device"
             return {"schedule": equal(length, length), "boundaries": boundaries}
-        case SaveAll() | PerLayer(carries="keep" | "offload", inputs="keep"):
+        case SaveAll() | PerLayer(carries="keep" | "offload"):
             on_host = isinstance(remat, PerLayer) and remat.carries == "offload"
             return {"schedule": None, "first_layers": FirstLayers(length, checkpoint_of(remat), on_host)}
     return None
 
 
 def _run_unrolled(
-    layer: Step, init: Any, inputs: Sequence[Any], remat: Remat, names: _Names
+    layer: Step, init: Any, inputs: Sequence[Any], remat: Remat, carry_name: str
 ) -> tuple[Any, list[Any]]:
     """Apply `layer` to each of the inputs, and checkpoint the parts of the policy's schedule."""
     tree: Tree = tuple(range(len(inputs)))
@@ -304,7 +284,7 @@ def _run_unrolled(
 
     def apply(part: Tree, carry: Any) -> tuple[Any, list[Any]]:
         if isinstance(part, int):
-            step = _checkpointed(array_step(layer, carry, remat, names), each, names)
+            step = _checkpointed(array_step(layer, carry, remat, carry_name), each, carry_name)
             arrays, y = step(eqx.filter(carry, eqx.is_array_like), inputs[part])
             return eqx.combine(arrays, eqx.filter(carry, eqx.is_array_like, inverse=True)), [y]
         outputs = []
@@ -312,25 +292,24 @@ def _run_unrolled(
             apply_inner = functools.partial(apply, inner)
             # A layer checkpoints itself.
             if not isinstance(inner, int):
-                apply_inner = _checkpoint_segment(apply_inner, remat, names)
+                apply_inner = _checkpoint_segment(apply_inner, remat, carry_name)
             carry, ys = apply_inner(carry)
             outputs += ys
         return carry, outputs
 
-    return _replayed_whole(functools.partial(apply, tree), remat, names)(init)
+    return _replayed_whole(functools.partial(apply, tree), remat, carry_name)(init)
 
 
-def array_step(layer: Step, init: Any, remat: Remat, names: _Names | None = None) -> Step:
-    """The layer on the arrays of the carry, its results checked and its inputs named, if there are names."""
+def array_step(layer: Step, init: Any, remat: Remat, carry_name: str | None = None) -> Step:
+    """The layer on the arrays of the carry, its results checked and its carry named, if there is a name."""
     static = eqx.filter(init, eqx.is_array_like, inverse=True)
     internals = remat.internals if isinstance(remat, Swept) else remat
 
     def step(arrays: Any, inputs: Any) -> tuple[Any, Any]:
-        if names is not None:  # a sweep reads them to the device itself
+        if carry_name is not None:  # a sweep reads them to the device itself
             inputs = on_device(inputs)
-        if names is not None and isinstance(remat, PerLayer):
-            arrays = checkpoint_name(arrays, names.carry)
-            inputs = checkpoint_name(inputs, names.inputs)
+            if isinstance(remat, PerLayer):
+                arrays = checkpoint_name(arrays, carry_name)
         with saving_internals(internals.kept_names):
             result = layer(eqx.combine(arrays, static), inputs)
         carry = eqx.combine(arrays, static)  # a state of Equinox that was updated can't be read
@@ -341,7 +320,7 @@ def array_step(layer: Step, init: Any, remat: Remat, names: _Names | None = None
             )
         new_carry, y = result
         check_carry(carry, new_carry)
-        if names is not None and isinstance(internals, PerLayer) and internals.offloaded:
+        if carry_name is not None and isinstance(internals, PerLayer) and internals.offloaded:
             jaxpr = eqx.filter_make_jaxpr(lambda carry, inputs: layer(carry, inputs)[0])(carry, inputs)[
                 0
             ].jaxpr
@@ -351,25 +330,25 @@ def array_step(layer: Step, init: Any, remat: Remat, names: _Names | None = None
     return step
 
 
-def _checkpointed(step: Step, remat: Internals, names: _Names) -> Step:
+def _checkpointed(step: Step, remat: Internals, carry_name: str) -> Step:
     if isinstance(remat, SaveAll):
         return step
-    return recomputed(step, remat.jax_policy(*names), offloads=remat.offloads)
+    return recomputed(step, remat.jax_policy(carry_name), offloads=remat.offloads)
 
 
-def _replayed_whole(run: Callable, remat: Remat, names: _Names) -> Callable:
+def _replayed_whole(run: Callable, remat: Remat, carry_name: str) -> Callable:
     """Checkpoint the whole scan if carries are dropped."""
-    if isinstance(remat, PerLayer) and remat.carries == "drop" and remat.inputs != "drop":
-        return recomputed(run, remat.jax_policy(*names), offloads=remat.offloads)
+    if isinstance(remat, PerLayer) and remat.carries == "drop":
+        return recomputed(run, remat.jax_policy(carry_name), offloads=remat.offloads)
     return run
 
 
-def _checkpoint_segment(run: Callable, remat: Remat, names: _Names) -> Callable:
+def _checkpoint_segment(run: Callable, remat: Remat, carry_name: str) -> Callable:
     if not (isinstance(remat, Swept) and remat.carries == "offload"):
         return recomputed(run, None)  # its carry is kept, as all arguments are
-    keep = PerLayer(carries="offload")
+    boundary = f"{carry_name} at a segment's start"
 
     def named_run(carry: Any) -> Any:
-        return run(checkpoint_name(carry, names.boundary))
+        return run(checkpoint_name(carry, boundary))
 
-    return recomputed(named_run, keep.jax_policy(names.boundary, names.inputs), offloads=True)
+    return recomputed(named_run, PerLayer(carries="offload").jax_policy(boundary), offloads=True)

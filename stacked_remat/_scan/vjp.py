@@ -49,8 +49,8 @@ def fold_vjp(
     Args:
         f: takes the carry, one layer, and the further arguments; returns the next carry.
         axis: as in `fold`.
-        remat: what is kept for the reverse sweep. Policies that drop carries or inputs (`"recompute"`) are
-            not supported.
+        remat: what is kept for the reverse sweep. Policies that drop carries (`"recompute"`) are not
+            supported.
         reverse: apply the layers from the last to the first. The reverse sweep then goes from the first.
         unroll: how many layers one iteration of the innermost loops runs.
         is_scanned: which of the arrays without a mark may be split: a bool or a predicate of a leaf.

@@ -124,7 +124,7 @@ class BlockSeq(BlockFoldable[M]):
     ) -> Callable[..., tuple[Any, Any]]:
         caller = method_caller(self, verb, fn, skip=2)
         check_unroll(unroll)  # but ignored: layers that differ can only be unrolled
-        backwards, resolved = check_reverse(reverse), resolve_policy(remat).normalized()
+        backwards, policy = check_reverse(reverse), resolve_policy(remat)
 
         step = block_second(fn, caller.what, has_output=verb == "scan")
 
@@ -140,7 +140,7 @@ class BlockSeq(BlockFoldable[M]):
             warn_of_ambiguous(init, args, kwargs, self.Layers, caller)
             arguments_of = layer_getter((args, kwargs), self.Layers, caller)
             inputs = [(block, for_layer(arguments_of(i), block)) for i, block in enumerate(self.blocks)]
-            carry, ys = scan_unrolled(layer, init, inputs, self.Layers, resolved, reverse=backwards)
+            carry, ys = scan_unrolled(layer, init, inputs, self.Layers, policy, reverse=backwards)
             return carry, stack_outputs_and_states(ys, self.Layers, caller.what)
 
         return scanned

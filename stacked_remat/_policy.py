@@ -8,17 +8,17 @@ forward pass keeps them for the backward pass; `_scan/` obeys it.
 
 import dataclasses
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from typing import Any, Literal, TypeAlias
 
 import jax
 
 from ._jax_policies import JaxPolicy, as_written, check_jax_policy
-from ._remat import Kept, PerLayer, Remat, SaveAll, Swept
+from ._remat import EVERYTHING, Kept, Remat
 from ._schedule import Schedule, bounded, equal, levels, segmented, shrinking, whole_number
 
 OFFLOAD = "offload"
-_KEPT: dict[bool | str, Kept] = {True: "keep", OFFLOAD: "offload", False: "drop"}
+_CARRIES: dict[bool | str, Any] = {True: "device", OFFLOAD: "host", False: None}
 _CUTS = ("nested", "segment_length", "max_carries")
 _COUNTS = {"segment_length": "a number of layers in a segment", "max_carries": "a number of carries"}
 
@@ -110,85 +110,62 @@ class ScanCheckpointPolicy:
 
     def _contradictions(self) -> Iterator[str]:
         """Settings that contradict each other: the reason, and what to write instead."""
-        settings = self.settings()
-        written = {name: f"{name}={as_written(value)!r}" for name, value in settings}
-        cuts = [f"{name}={getattr(self, name)!r}" for name in _CUTS if name in written]
-
-        def listed(*names: str, but: tuple[str, ...] = ()) -> str:
-            chosen = (name for name in written if (name in names if names else name not in but))
-            return " and ".join(written[name] for name in chosen)
-
-        if self.disable and (others := listed(but=("disable",))):
-            yield (
-                f"disable=True turns checkpointing off and leaves {others} without effect. Drop one or the "
-                "other."
-            )
+        written = {name: f"{name}={as_written(value)!r}" for name, value in self.settings()}
+        cuts = [written[name] for name in _CUTS if name in written]
+        first = f"first_layers={self.first_layers}"
+        if self.disable and len(written) > 1:
+            others = " and ".join(setting for name, setting in written.items() if name != "disable")
+            yield f"disable=True turns checkpointing off and leaves {others} without effect. Drop one."
         if both := sorted(set(self.saved_names) & set(self.offloaded_names)):
             yield f"{both} are in both save_block_internals and offload_block_internals; keep each in one."
         if len(cuts) > 1:
             yield f"{' and '.join(cuts)} each say how the layers are cut; keep one."
-        if cuts:
-            yield from self._contradictions_of_cut(cuts[0])
+        if self.save_carries is False and (keeps := cuts or [first] * bool(self.first_layers)):
+            yield (
+                f"{keeps[0]} keeps carries, and save_carries=False keeps none. For a backward pass that "
+                'starts from the stack\'s input alone use "recompute".'
+            )
+        if self.save_carries == OFFLOAD and (self.max_carries is not None or isinstance(self.nested, tuple)):
+            yield (
+                f'save_carries="offload" moves the boundaries of one cut to the host, and {cuts[0]} cuts '
+                "more than once. Use nested=True, nested=k or segment_length=k."
+            )
+        if cuts and self.offloaded_names:
+            yield (
+                f"With {cuts[0]}, block internals live only while one segment is reversed, so "
+                f"{written['offload_block_internals']} would move them out and back. "
+                'Put them in save_block_internals, or offload the boundaries with save_carries="offload".'
+            )
         # The internals of a segment leave its boundaries to offload. (Haliax writes save_carries=False beside
         # save_block_internals=True; carries that no derivative reads are not kept.)
-        offloads = [name for name, value in settings if value == OFFLOAD or name.startswith(OFFLOAD)]
-        if self.save_block_internals is True and not cuts and offloads:
+        if self.save_block_internals is True and not cuts and self.offloads:
+            offloads = [setting for setting in written.values() if OFFLOAD in setting]
             yield (
                 "save_block_internals=True keeps everything on the device and leaves nothing to offload, so "
-                f"{listed(*offloads)} cannot be obeyed. Name the internals to keep instead: "
+                f"{' and '.join(offloads)} cannot be obeyed. Name the internals to keep instead: "
                 "save_block_internals=[...]."
             )
+        for name in ("save_block_internals", "offload_block_internals"):
+            if self.first_layers and name in written and not cuts:
+                yield (
+                    f"{written[name]} cannot be obeyed beside {first}: the layers after the first can be cut "
+                    "(nested, segment_length, max_carries), or keep or offload their carries."
+                )
         if self.first_layers:
-            yield from self._contradictions_of_first_layers(written)
+            settings, allowed = (
+                resolve_policy(self.first_policy).settings(),
+                ("save_block_internals", "disable"),
+            )
+            if clashing := [f"{name}={value!r}" for name, value in settings if name not in allowed]:
+                yield (
+                    "The first layers keep what they keep on the device, so first_policy cannot set "
+                    f"{' and '.join(clashing)}. Use False, True or save_block_internals=[names], and let the "
+                    "other settings cut or offload the rest."
+                )
         elif self.first_policy is not False:
             yield (
                 f"first_policy={self.first_policy!r} has no effect without first_layers. Say how many layers "
                 "follow it: first_layers=k."
-            )
-
-    def _contradictions_of_cut(self, cut: str) -> Iterator[str]:
-        if self.save_carries == OFFLOAD and (self.max_carries is not None or isinstance(self.nested, tuple)):
-            yield (
-                f'save_carries="offload" moves the boundaries of one cut to the host, and {cut} cuts more '
-                "than once. Use nested=True, nested=k or segment_length=k."
-            )
-        if self.save_carries is False:
-            yield (
-                f"{cut} keeps the carry at the start of each segment, and save_carries=False keeps none. For "
-                'a backward pass that starts from the stack\'s input alone use "recompute".'
-            )
-        if self.offloaded_names:
-            yield (
-                f"With {cut}, block internals live only while one segment is reversed, so "
-                f"offload_block_internals={list(self.offloaded_names)} would move them out and back. "
-                'Put them in save_block_internals, or offload the boundaries with save_carries="offload".'
-            )
-
-    def _contradictions_of_first_layers(self, written: Mapping[str, str]) -> Iterator[str]:
-        first = resolve_policy(self.first_policy)
-        allowed = ("save_block_internals", "disable")
-        if clashing := [f"{name}={value!r}" for name, value in first.settings() if name not in allowed]:
-            yield (
-                "The first layers keep what they keep on the device, so first_policy cannot set "
-                f"{' and '.join(clashing)}. Use False, True or save_block_internals=[names], and let the "
-                "other settings cut or offload the rest."
-            )
-        if self.saves_everything and not self.is_nested:
-            yield (
-                "With save_block_internals=True the layers after the first already keep every internal, so "
-                f"first_layers={self.first_layers} would have no effect. Drop it, or let the rest recompute."
-            )
-        for name in ("save_block_internals", "offload_block_internals"):
-            if name in written and not (self.is_nested and name == "save_block_internals"):
-                yield (
-                    f"{written[name]} cannot be obeyed beside first_layers={self.first_layers}: the layers "
-                    "after the first can be cut (nested, segment_length, max_carries), or keep or offload "
-                    "their carries."
-                )
-        if self.save_carries is False:
-            yield (
-                "save_carries=False replays the whole stack from its input, its first layers too. Use nested "
-                "beside first_layers."
             )
 
     def settings(self) -> list[tuple[str, Any]]:
@@ -234,22 +211,23 @@ class ScanCheckpointPolicy:
         """Whether anything is moved to the host."""
         return self.save_carries == OFFLOAD or bool(self.offloaded_names)
 
-    def normalized(self) -> Remat:
-        """What a scan obeys."""
-        names: Any = () if isinstance(self.save_block_internals, bool) else self.save_block_internals
-        internals = SaveAll() if self.saves_everything else PerLayer(internals=names)
-        if self.is_nested or self.first_layers:
-            carries = OFFLOAD if self.save_carries == OFFLOAD else "keep"
-            first = resolve_policy(self.first_policy).normalized()
-            assert not isinstance(first, Swept)
-            return Swept(self.schedule, carries, internals, self.first_layers, first)
-        if isinstance(internals, SaveAll):
-            return internals
-        return dataclasses.replace(
-            internals,
-            carries=_KEPT[self.save_carries],
-            offloaded=self.offloaded_names,
-        )
+    def for_layers(self, length: int) -> Remat:
+        """What a scan over so many layers executes."""
+        first = resolve_policy(self.first_policy)._kept
+        if self.first_layers >= max(length, 1):
+            return Remat(length, first)
+        kept, carries = self._kept, _CARRIES[self.save_carries]
+        if length > 1 and (self.is_nested or self.first_layers):
+            schedule = self.schedule(length - self.first_layers)
+            return Remat(length, kept, carries, schedule, self.first_layers, first)
+        return Remat(length, kept, "device" if kept == EVERYTHING else carries)
+
+    @property
+    def _kept(self) -> Kept:
+        if self.saves_everything:
+            return EVERYTHING
+        internals: Any = self.save_block_internals or ()
+        return Kept(internals, self.offloaded_names)
 
     def schedule(self, length: int) -> Schedule:
         """How `length` layers are cut, which also tells the carries alive and the evaluations.

@@ -208,7 +208,7 @@ class StackedPattern(BlockFoldable[M]):
         reverse: bool,
     ) -> Callable[..., tuple[Any, Any]]:
         caller, policy = method_caller(self, verb, fn, skip=2), resolve_policy(remat)
-        resolved, reverse, unroll = policy.normalized(), check_reverse(reverse), check_unroll(unroll)
+        reverse, unroll = check_reverse(reverse), check_unroll(unroll)
 
         def scanned(init: Any, /, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
             check_unmarked(init)
@@ -219,7 +219,7 @@ class StackedPattern(BlockFoldable[M]):
                 kinds,
                 init,
                 self.Layers,
-                resolved,
+                policy,
                 pattern=self._numbers,
                 reverse=reverse,
                 unroll=unroll,

@@ -105,7 +105,7 @@ def scan_for(
 ) -> Callable[..., tuple[Any, Any]]:
     """`scan`, with error messages in the words of `caller`; `owner` is the user's function that `f` calls."""
     axis = axis_or_name(axis, caller.what)
-    resolved = resolve_policy(remat).normalized()
+    policy = resolve_policy(remat)
     reverse, unroll = check_reverse(reverse), check_unroll(unroll)
 
     def scanned(init: Any, /, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
@@ -118,7 +118,7 @@ def scan_for(
             [Layers(step, layout, arrays, shared, f if owner is None else owner, call)],
             first,
             layout.axis,
-            resolved,
+            policy,
             reverse=reverse,
             unroll=unroll,
             what=caller.what,

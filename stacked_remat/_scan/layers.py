@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import equinox as eqx
 import jax
@@ -12,12 +12,12 @@ from haliax import Axis
 
 from .._checkpoint import checkpoint_name, recomputed, saving_internals
 from .._placement import has_host_arrays, on_device, platform
-from .._remat import Internals, PerLayer, Remat, SaveAll, Swept, checkpoint_of, for_length
-from .._schedule import Tree, equal
+from .._policy import ScanCheckpointPolicy
+from .._remat import EVERYTHING, NOTHING, Remat
+from .._schedule import Tree
 from .._static import Static
 from .._sweep.api import run_layers
 from .._sweep.kinds import Pattern
-from .._sweep.spec import FirstLayers
 from .._sweep.store import at_least_one, empty_stack
 from .._sweep.trace import TracedLayer, trace_layers
 from .checks import check_carry, check_offloaded, describe
@@ -26,6 +26,7 @@ from .marks import is_array
 from .stacking import name_stacked, numbers_to_arrays, stack_outputs
 
 Step = Callable[[Any, Any], tuple[Any, Any]]  # (carry, inputs of the layer) -> (carry, output)
+Names = tuple[str, ...] | Literal[True]  # of internals that are kept; True for all
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,9 +68,12 @@ class Layers:
 
 
 def trace_kinds(
-    kinds: Sequence[Layers], init: Any, remat: Remat, *, whole: bool, **checks: bool
+    kinds: Sequence[Layers], init: Any, names: Names, *, whole: bool, **checks: bool
 ) -> list[TracedLayer]:
-    """A layer of each kind on arrays; `whole` layers take a `LayerStack` for each field that is unsliced."""
+    """A layer of each kind on arrays, with the names of the internals that are kept.
+
+    `whole` layers take a `LayerStack` for each field that is unsliced.
+    """
     arrays, static = eqx.partition(init, eqx.is_array_like)
 
     def body(kind: Layers) -> Callable[..., Any]:
@@ -77,7 +81,7 @@ def trace_kinds(
             args, kwargs = (kind.layout.arguments if whole else kind.layout.layer)(*inputs)
             return kind.f(carry, *args, **kwargs)
 
-        step = array_step(layer, init, remat)
+        step = array_step(layer, init, names)
 
         def with_static(shared: Any, carry: Any, x: Any) -> tuple[Any, tuple[Any, Static]]:
             carry, y = step(carry, (x, shared))
@@ -94,7 +98,7 @@ def trace_kinds(
         [kind.arrays for kind in kinds],
         unsliced=[kind.layout.unsliced if whole else [False] * len(kind.arrays) for kind in kinds],
         **checks,
-        keys=[(kind.owner, kind.call, kind.layout.key, tree, *leaves, remat) for kind in kinds],
+        keys=[(kind.owner, kind.call, kind.layout.key, tree, *leaves, names) for kind in kinds],
     )
 
 
@@ -103,7 +107,7 @@ def scan_unrolled(
     init: Any,
     inputs: Sequence[Any],
     axis: Axis,
-    remat: Remat,
+    policy: ScanCheckpointPolicy,
     *,
     reverse: bool = False,
 ) -> tuple[Any, list[Any]]:
@@ -114,7 +118,7 @@ def scan_unrolled(
         init: the initial carry.
         inputs: for each of the `axis.size` layers, what it takes beside the carry: any tree, with its module.
         axis: the axis of the layers.
-        remat: as in `scan`. Program size grows with the number of layers.
+        policy: as in `scan`. Program size grows with the number of layers.
         reverse: as in `scan`.
 
     Returns:
@@ -122,16 +126,18 @@ def scan_unrolled(
     """
     order = range(axis.size)[:: -1 if reverse else 1]
     # Without jit the values are known in a layer, which jax.checkpoint would trace.
-    remat = SaveAll() if getattr(jax.config, "jax_disable_jit", False) else for_length(remat, axis.size)
-    parts = [(remat, order)]
-    if isinstance(remat, Swept) and remat.first_layers:
-        parts = [(remat.first, order[: remat.first_layers]), (remat, order[remat.first_layers :])]
+    remat = Remat(axis.size, EVERYTHING) if _without_jit() else policy.for_layers(axis.size)
+    first, rest = order[: remat.first_layers], order[remat.first_layers :]
     carry, outputs = init, []
     with jax.named_scope(f"scan({axis.name})"):
-        for part, layers in parts:
+        for part, layers in ((Remat(len(first), remat.first_kept), first), (remat, rest)):
             carry, ys = _run_unrolled(layer, carry, [inputs[i] for i in layers], part, _carry_name(axis))
             outputs += ys
     return carry, outputs[:: -1 if reverse else 1]
+
+
+def _without_jit() -> bool:
+    return bool(getattr(jax.config, "jax_disable_jit", False))
 
 
 def _carry_name(axis: Axis) -> str:
@@ -143,7 +149,7 @@ def scan_rolled(
     kinds: Sequence[Layers],
     init: Any,
     axis: Axis,
-    remat: Remat,
+    policy: ScanCheckpointPolicy,
     *,
     pattern: Pattern | None = None,
     reverse: bool,
@@ -156,44 +162,44 @@ def scan_rolled(
     `pattern` says which layer of `axis` is of which kind; None for layers of one kind. `stops` as in
     `SweepSpec`.
     """
-    options, remat = None, for_length(remat, axis.size)
-    if getattr(jax.config, "jax_disable_jit", False):
+    if _without_jit() or (pattern is not None and policy.for_layers(axis.size).carries is None):
         of_one = Pattern((0,) * axis.size, 1) if pattern is None else pattern
-        return _unrolled_kinds(kinds, init, axis, SaveAll(), of_one, reverse, what)
+        return _unrolled_kinds(kinds, init, axis, policy, of_one, reverse, what)
+    remat, plain = policy.for_layers(axis.size), None
     kinds = [kind.as_arrays() for kind in kinds]
     xs = [kind.arrays for kind in kinds]
     # A plain scan would keep what it reads from the host, and read nothing ahead.
-    if pattern or stops or (axis.size and (isinstance(remat, Swept) or has_host_arrays(xs))):
-        options = sweep_options(remat, axis.size)
-    if pattern is not None and options is None:
-        return _unrolled_kinds(kinds, init, axis, remat, pattern, reverse, what)
-    carry_name = _carry_name(axis)
-    if options is None:
-        assert not isinstance(remat, Swept)
+    is_swept = pattern or stops or (axis.size and (remat.schedule is not None or has_host_arrays(xs)))
+    if not is_swept or remat.carries is None:
         is_rolled = unroll is not True and unroll < axis.size
-        plain = _LayerCheckpoint(remat, carry_name, is_rolled)
-        options = {"schedule": None, "plain": plain}
-    offloads = (isinstance(remat, PerLayer) and remat.offloads) or options.get("boundaries") == "host"
-    if stops and (offloads or "plain" in options):
+        plain = _LayerCheckpoint(remat, _carry_name(axis), is_rolled)
+    if stops and (remat.offloads or plain is not None):
         raise ValueError(
             "With until=, a policy can neither offload nor drop what it keeps of the steps that run. Let "
             'remat be False, True or "nested", or use max_carries, first_layers or save_block_internals.'
         )
-    checks = {"offloads": offloads, "replays": "plain" not in options}
     arrays, static = eqx.partition(init, eqx.is_array_like)
 
     def run(carry: Any, xs: Sequence[Sequence[Any]]) -> tuple[Any, list[Any]]:
         of_xs = [dataclasses.replace(kind, arrays=[*own]) for kind, own in zip(kinds, xs, strict=True)]
-        traced = trace_kinds(of_xs, eqx.combine(carry, static), remat, whole=True, **checks)
-        if isinstance(remat, PerLayer) and remat.offloaded:
-            for layer in traced:
-                check_offloaded(layer.jaxpr.outvars[: len(layer.init)], layer.jaxpr, remat.offloaded)
-        unsliced = [kind.layout.unsliced for kind in kinds]
-        fields = {"pattern": pattern, "reverse": reverse, "unroll": unroll, "stops": stops, **options}
-        return run_layers(traced, [kind.arrays for kind in of_xs], unsliced, length=axis.size, **fields)
+        checks = {"offloads": remat.offloads, "replays": plain is None}
+        traced = trace_kinds(of_xs, eqx.combine(carry, static), remat.kept.names, whole=True, **checks)
+        for layer in traced:
+            check_offloaded(layer.jaxpr.outvars[: len(layer.init)], layer.jaxpr, remat.kept.offloaded)
+        return run_layers(
+            traced,
+            [kind.arrays for kind in of_xs],
+            [kind.layout.unsliced for kind in kinds],
+            plain=plain,
+            remat=remat.swept() if plain is None else remat,
+            pattern=pattern,
+            reverse=reverse,
+            unroll=unroll,
+            stops=stops,
+        )
 
     with jax.named_scope(f"scan({axis.name})"):
-        carry, ys = _replayed_whole(run, remat, carry_name)(arrays, xs)
+        carry, ys = _replayed_whole(run, remat)(arrays, xs)
     stacked = [name_stacked(y, kind.layout.axis, what) for y, kind in zip(ys, kinds, strict=True)]
     return eqx.combine(carry, static), stacked
 
@@ -202,32 +208,28 @@ def scan_rolled(
 class _LayerCheckpoint:
     """How the layers of a plain scan are checkpointed."""
 
-    remat: Internals
+    remat: Remat
     carry_name: str
     is_rolled: bool
 
     def __call__(self, layer: Callable[..., Any]) -> Callable[..., Any]:
         remat = self.remat
-        if isinstance(remat, SaveAll):
+        if remat.kept == EVERYTHING:
             return layer
 
         def named(shared: Any, carry: Any, x: Any) -> Any:
             return layer(shared, checkpoint_name(carry, self.carry_name), x)
 
-        prevent_cse = _reads_carries_on_gpus(remat) or not self.is_rolled
-        return jax.checkpoint(named, policy=remat.jax_policy(self.carry_name), prevent_cse=prevent_cse)
-
-
-def _reads_carries_on_gpus(remat: PerLayer) -> bool:
-    """Whether carries come from the host of a GPU, for which see `_sweep.back`."""
-    return remat.carries == "offload" and platform() == "cuda"
+        # For GPUs also where carries come from the host, for which see `_sweep.back`.
+        prevent_cse = not self.is_rolled or (remat.carries == "host" and platform() == "cuda")
+        return jax.checkpoint(named, policy=remat.layer_policy(self.carry_name), prevent_cse=prevent_cse)
 
 
 def _unrolled_kinds(
     kinds: Sequence[Layers],
     init: Any,
     axis: Axis,
-    remat: Remat,
+    policy: ScanCheckpointPolicy,
     pattern: Pattern,
     reverse: bool,
     what: str,
@@ -240,7 +242,7 @@ def _unrolled_kinds(
 
     rows = pattern.before
     places = [Static((kind, int(rows[index, kind]))) for index, kind in enumerate(pattern.kinds)]
-    carry, ys = scan_unrolled(layer, init, places, axis, remat, reverse=reverse)
+    carry, ys = scan_unrolled(layer, init, places, axis, policy, reverse=reverse)
 
     def outputs(number: int, kind: Layers) -> Any:
         of_kind = [ys[index] for index in pattern.layers_of(number)]
@@ -249,42 +251,19 @@ def _unrolled_kinds(
     return carry, [outputs(number, kind) for number, kind in enumerate(kinds)]
 
 
-def sweep_options(remat: Remat, length: int) -> dict[str, Any] | None:
-    """The fields of a `SweepSpec` that say what a policy means; None for one that only a plain scan obeys."""
-    match remat:
-        case _ if length == 0:
-            return {"schedule": None}
-        case Swept():
-            first = remat.first_layers
-            return {
-                "schedule": remat.cut(length - first),
-                "checkpoint": checkpoint_of(remat.internals),
-                "boundaries": "host" if remat.carries == "offload" else "device",
-                "first_layers": FirstLayers(first, checkpoint_of(remat.first)) if first else None,
-            }
-        case PerLayer(carries="keep" | "offload", internals=(), offloaded=()):
-            boundaries = "host" if remat.carries == "offload" else "device"
-            return {"schedule": equal(length, length), "boundaries": boundaries}
-        case SaveAll() | PerLayer(carries="keep" | "offload"):
-            on_host = isinstance(remat, PerLayer) and remat.carries == "offload"
-            return {"schedule": None, "first_layers": FirstLayers(length, checkpoint_of(remat), on_host)}
-    return None
-
-
 def _run_unrolled(
     layer: Step, init: Any, inputs: Sequence[Any], remat: Remat, carry_name: str
 ) -> tuple[Any, list[Any]]:
     """Apply `layer` to each of the inputs, and checkpoint the parts of the policy's schedule."""
     tree: Tree = tuple(range(len(inputs)))
-    each = remat.internals if isinstance(remat, Swept) else remat
-    if isinstance(remat, Swept) and inputs:
-        tree = remat.cut(len(inputs)).tree
+    if remat.schedule is not None:
+        tree = remat.schedule.tree
         if isinstance(tree, int) or all(isinstance(part, int) for part in tree):
-            remat = each = remat.of_one_layer
+            remat = dataclasses.replace(remat, schedule=None)
 
     def apply(part: Tree, carry: Any) -> tuple[Any, list[Any]]:
         if isinstance(part, int):
-            step = _checkpointed(array_step(layer, carry, remat, carry_name), each, carry_name)
+            step = _unrolled_step(layer, carry, remat, carry_name)
             arrays, y = step(eqx.filter(carry, eqx.is_array_like), inputs[part])
             return eqx.combine(arrays, eqx.filter(carry, eqx.is_array_like, inverse=True)), [y]
         outputs = []
@@ -297,20 +276,15 @@ def _run_unrolled(
             outputs += ys
         return carry, outputs
 
-    return _replayed_whole(functools.partial(apply, tree), remat, carry_name)(init)
+    return _replayed_whole(functools.partial(apply, tree), remat)(init)
 
 
-def array_step(layer: Step, init: Any, remat: Remat, carry_name: str | None = None) -> Step:
-    """The layer on the arrays of the carry, its results checked and its carry named, if there is a name."""
+def array_step(layer: Step, init: Any, names: Names) -> Step:
+    """The layer on the arrays of the carry, its results checked; the internals of these names are kept."""
     static = eqx.filter(init, eqx.is_array_like, inverse=True)
-    internals = remat.internals if isinstance(remat, Swept) else remat
 
     def step(arrays: Any, inputs: Any) -> tuple[Any, Any]:
-        if carry_name is not None:  # a sweep reads them to the device itself
-            inputs = on_device(inputs)
-            if isinstance(remat, PerLayer):
-                arrays = checkpoint_name(arrays, carry_name)
-        with saving_internals(internals.kept_names):
+        with saving_internals(names):
             result = layer(eqx.combine(arrays, static), inputs)
         carry = eqx.combine(arrays, static)  # a state of Equinox that was updated can't be read
         if not isinstance(result, tuple | list) or len(result) != 2:
@@ -320,35 +294,45 @@ def array_step(layer: Step, init: Any, remat: Remat, carry_name: str | None = No
             )
         new_carry, y = result
         check_carry(carry, new_carry)
-        if carry_name is not None and isinstance(internals, PerLayer) and internals.offloaded:
-            jaxpr = eqx.filter_make_jaxpr(lambda carry, inputs: layer(carry, inputs)[0])(carry, inputs)[
-                0
-            ].jaxpr
-            check_offloaded(jaxpr.outvars, jaxpr, internals.offloaded)
         return eqx.filter(new_carry, eqx.is_array_like), y
 
     return step
 
 
-def _checkpointed(step: Step, remat: Internals, carry_name: str) -> Step:
-    if isinstance(remat, SaveAll):
-        return step
-    return recomputed(step, remat.jax_policy(carry_name), offloads=remat.offloads)
+def _unrolled_step(layer: Step, init: Any, remat: Remat, carry_name: str) -> Step:
+    """The layer on the arrays of the carry, checkpointed, its inputs read to the device."""
+    step = array_step(layer, init, remat.kept.names)
+
+    def named(arrays: Any, inputs: Any) -> tuple[Any, Any]:
+        inputs = on_device(inputs)
+        if remat.schedule is None and remat.kept != EVERYTHING:
+            arrays = checkpoint_name(arrays, carry_name)
+        found = step(arrays, inputs)
+        if remat.kept.offloaded:
+            carry = eqx.combine(arrays, eqx.filter(init, eqx.is_array_like, inverse=True))
+            of_carry = eqx.filter_make_jaxpr(lambda carry, inputs: layer(carry, inputs)[0])
+            jaxpr = of_carry(carry, inputs)[0].jaxpr
+            check_offloaded(jaxpr.outvars, jaxpr, remat.kept.offloaded)
+        return found
+
+    if remat.kept == EVERYTHING:
+        return named
+    return recomputed(named, remat.layer_policy(carry_name), offloads=remat.offloads)
 
 
-def _replayed_whole(run: Callable, remat: Remat, carry_name: str) -> Callable:
+def _replayed_whole(run: Callable, remat: Remat) -> Callable:
     """Checkpoint the whole scan if carries are dropped."""
-    if isinstance(remat, PerLayer) and remat.carries == "drop":
-        return recomputed(run, remat.jax_policy(carry_name), offloads=remat.offloads)
-    return run
+    if remat.carries is not None:
+        return run
+    return recomputed(run, remat.kept.policy(), offloads=remat.offloads)
 
 
 def _checkpoint_segment(run: Callable, remat: Remat, carry_name: str) -> Callable:
-    if not (isinstance(remat, Swept) and remat.carries == "offload"):
+    if remat.carries != "host":
         return recomputed(run, None)  # its carry is kept, as all arguments are
     boundary = f"{carry_name} at a segment's start"
 
     def named_run(carry: Any) -> Any:
         return run(checkpoint_name(carry, boundary))
 
-    return recomputed(named_run, PerLayer(carries="offload").jax_policy(boundary), offloads=True)
+    return recomputed(named_run, NOTHING.policy(boundary, "host"), offloads=True)

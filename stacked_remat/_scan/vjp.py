@@ -11,7 +11,6 @@ from haliax.axis import AxisSelector
 
 from .._activity import is_differentiable
 from .._policy import ScanCheckpointPolicy, ScanCheckpointSpec, resolve_policy
-from .._remat import Remat, for_length
 from .._sweep.kinds import Pattern
 from .._sweep.primitive import sweep_forward as keeping_sweep
 from .._sweep.spec import SweepSpec
@@ -20,7 +19,7 @@ from .api import function_caller
 from .arguments import Caller
 from .checks import axis_or_name, check_reverse, check_unroll
 from .layer_axis import split_tree
-from .layers import Layers, sweep_options, trace_kinds
+from .layers import Layers, trace_kinds
 from .marks import IsScanned, check_unmarked, is_array, is_named_or_shaped_array
 from .stacking import name_stacked
 from .sweep_back import SweepBack
@@ -158,13 +157,18 @@ def sweep_forward(
     and their cotangents are dicts.
     """
     kinds = [kind.as_arrays() for kind in kinds]
-    remat = for_length(policy.normalized(), axis.size)
-    found = _options_for_visitors(policy, remat, axis.size)
-    traced = trace_kinds(kinds, init, remat, whole=False, offloads=found.get("boundaries") == "host")
+    remat = policy.for_layers(axis.size)
+    if remat.carries is None:
+        raise ValueError(
+            f"{policy!r} is not supported with a visitor. Keep the carry of each layer or segment, on "
+            'the device or on the host (True, "offload", "nested", max_carries=k).'
+        )
+    traced = trace_kinds(kinds, init, remat.kept.names, whole=False, offloads=remat.offloads)
     of_kinds, shared = kinds_of(traced)
     unsliced = sum((kind.layout.unsliced for kind in kinds), ())
-    options: Any = {**found, "reverse": reverse, "unroll": unroll, "pattern": pattern}
-    spec = SweepSpec(of_kinds, unsliced=unsliced, **options)
+    spec = SweepSpec(
+        of_kinds, remat.swept(), reverse=reverse, unroll=unroll, unsliced=unsliced, pattern=pattern
+    )
     xs, first = [array for kind in kinds for array in kind.arrays], traced[0]
     closed_over = {
         place for own, layer in zip(of_kinds, traced, strict=True) for place in own.shared[: layer.constants]
@@ -193,21 +197,6 @@ def sweep_forward(
     y = eqx.combine(carry, static)
     sweep_back = SweepBack(checkpoints, xs, shared, types)
     return (y, outputs) if has_output else y, sweep_back
-
-
-def _options_for_visitors(policy: ScanCheckpointPolicy, remat: Remat, length: int) -> dict[str, Any]:
-    """The fields of a `SweepSpec` that a policy means.
-
-    Raises:
-        ValueError: no sweep obeys it.
-    """
-    found = sweep_options(remat, length)
-    if found is None:
-        raise ValueError(
-            f"{policy!r} is not supported with a visitor. Keep the carry of each layer or segment, on "
-            'the device or on the host (True, "offload", "nested", max_carries=k).'
-        )
-    return found
 
 
 def _differentiable(leaves: Any) -> list[bool]:

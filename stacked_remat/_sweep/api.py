@@ -25,7 +25,6 @@ def run_layers(
     stacks: Sequence[Arrays],
     unsliced: Sequence[Sequence[bool]],
     *,
-    length: int,
     plain: Checkpoint | None = None,
     **fields: Any,
 ) -> tuple[Any, list[Any]]:
@@ -35,7 +34,6 @@ def run_layers(
         traced: a layer of each kind.
         stacks: for each kind, its layers' own inputs.
         unsliced: for which of them every layer takes the stack.
-        length: the number of layers.
         plain: how each layer is checkpointed in a plain scan; None for a sweep.
         **fields: of the `SweepSpec`.
 
@@ -57,7 +55,7 @@ def run_layers(
         carry, ys = sweep_of(spec, traced[0].init, xs, shared, unread)
     else:
         xs = with_zeros_in_place(xs) if has_host_arrays(xs) else xs
-        carry, ys = plain_scan(spec, plain, length, traced[0].init, xs, shared)
+        carry, ys = plain_scan(spec, plain, traced[0].init, xs, shared)
     outputs = [layer.output(ys[kind.ys]) for layer, kind in zip(traced, kinds, strict=True)]
     carry = merge(init, carry, [not is_ for is_ in passed_on])
     return jax.tree.unflatten(carry_tree, carry), outputs

@@ -9,6 +9,7 @@ from equinox.internal import unvmap_max
 from jax import lax
 
 from .._placement import has_host_arrays, platform
+from .._remat import Kept
 from .gradient import (
     LayerPullback,
     LeafVisit,
@@ -22,7 +23,7 @@ from .gradient import (
 from .kinds import Kind
 from .reverse import Replay, ReplayedLayer, reverse_sweep
 from .slots import Arrays, Carry, Checkpoints, TripsOf, repeat
-from .spec import Checkpoint, SweepSpec
+from .spec import SweepSpec
 from .store import read
 
 
@@ -83,18 +84,19 @@ def sweep_back(
     """
     every_y_ct = scatter_leaves(ys_ct, perturbed.ys)
 
-    def pullbacks_of(checkpoint: Checkpoint) -> list[LayerPullback]:
-        return spec.pullbacks(perturbed, checkpoint, checkpoints.first(), xs_in(state), shared)
+    def pullbacks_of(kept: Kept) -> list[LayerPullback]:
+        return spec.pullbacks(perturbed, kept, checkpoints.first(), xs_in(state), shared)
 
-    if spec.schedule is not None:
-        pullbacks = pullbacks_of(spec.checkpoint)
-        visit = _visitor(spec, pullbacks, shared, every_y_ct, visitor, xs_in, spec.first)
-        replay = _replay(spec, pullbacks, shared, xs_in, spec.first)
+    remat = spec.remat
+    if remat.schedule is not None:
+        pullbacks = pullbacks_of(remat.kept)
+        visit = _visitor(spec, pullbacks, shared, every_y_ct, visitor, xs_in, remat.first_layers)
+        replay = _replay(spec, pullbacks, shared, xs_in, remat.first_layers)
         carry_ct, state = reverse_sweep(
-            replay, visit, checkpoints, carry_ct, state, spec.schedule, unroll=spec.unroll
+            replay, visit, checkpoints, carry_ct, state, remat.schedule, unroll=spec.unroll
         )
-    if spec.first_layers is not None:
-        pullbacks = pullbacks_of(spec.first_layers.checkpoint)
+    if remat.first_layers:
+        pullbacks = pullbacks_of(remat.first_kept)
         visit = _visitor(spec, pullbacks, shared, every_y_ct, visitor, xs_in, 0)
         carry_ct, state = _visit_first(spec, visit, checkpoints, carry_ct, state)
     return carry_ct, state
@@ -110,7 +112,8 @@ def _visitor(
     first: int,
 ) -> Callable:
     """Adapt a `LeafVisitor` to the reverse loop over layers whose numbers begin at `first`."""
-    numbers = range(first, spec.first if first < spec.first else spec.length)
+    stop = spec.length if first == spec.remat.first_layers else spec.remat.first_layers
+    numbers = range(first, stop)
 
     def visit(layer: ReplayedLayer, carry_ct: Carry, state: Any) -> tuple[Carry, Any]:
         number = layer.index + first
@@ -122,7 +125,7 @@ def _visitor(
                 saved = read(layer.saved[kind.number], spec.entry(kind, number, layer.bottom + first))
             y_ct = read(pick(ys_ct[kind.ys], pullback.perturbed.ys), row)
             carry, cotangents = layer.carry, (carry_ct, y_ct)
-            if spec.on_host and platform() == "cuda":
+            if spec.remat.boundaries_on_host and platform() == "cuda":
                 # For GPUs XLA keeps a layer's internals twice where its carry comes from the host.
                 carry, cotangents = lax.optimization_barrier((carry, cotangents))
             leaves = LeafVisit(
@@ -192,16 +195,18 @@ def _visit_first(
         layer = ReplayedLayer(number, 0, read(carries, number), residuals, [])
         return visit(layer, *loop)
 
-    last = trips = spec.first
+    schedule = spec.remat.schedule
+    last = trips = first = spec.remat.first_layers
     if ran is not None:
         last = unvmap_max(ran)
         trips = TripsOf(None, last)
-    elif spec.schedule is not None and spec.unroll is not True:
+    elif schedule is not None and spec.unroll is not True:
         # Use the same kind of loop as the other visits, so inner programs compile once.
-        visits = spec.schedule.segments if spec.on_host else [run.visits for run in spec.schedule.runs]
+        on_host = spec.remat.boundaries_on_host
+        visits = schedule.segments if on_host else [run.visits for run in schedule.runs]
         if len({*visits}) > 1:
-            trips = TripsOf(np.asarray([spec.first]), jnp.int32(spec.first))
-    return repeat(trips, one, (carry_ct, state), spec.unroll, spec.first)
+            trips = TripsOf(np.asarray([first]), jnp.int32(first))
+    return repeat(trips, one, (carry_ct, state), spec.unroll, first)
 
 
 def _check_saved_on_device(pullbacks: Iterable[LayerPullback]) -> None:

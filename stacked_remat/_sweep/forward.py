@@ -48,7 +48,7 @@ def _forward_step(
         def run(kind: Kind, row: Any, state: Any) -> Any:
             carry, ys, ahead = state
             carry, y = kind.evaluated.layer(shared, carry, spec.inputs(kind, xs, row, fetched))
-            if spec.on_host and platform() == "tpu":
+            if spec.remat.boundaries_on_host and platform() == "tpu":
                 # Or XLA reads while the output is written, and not while the step runs.
                 ahead, (y, ys) = read_before_writes(ahead, (y, ys))
             return carry, with_part(ys, kind.ys, write(ys[kind.ys], row, y)), ahead
@@ -64,21 +64,25 @@ def forward(
     """Sweep forward."""
     init = [*map(jnp.asarray, init)]  # which may be Python numbers
     carry, ys, saved = init, _outputs(spec), None
-    if spec.first_layers is not None:
+    if spec.remat.first_layers:
         carry, ys, saved = _forward_first(spec, perturbed, carry, ys, xs, shared)
     (carry, ys), checkpoints = _forward_scheduled(spec, carry, ys, xs, shared)
     if saved is not None:
-        on_host = spec.first_layers is not None and spec.first_layers.on_host
-        checkpoints = checkpoints._replace(first_layers=saved, origin=init if on_host else None)
+        checkpoints = checkpoints._replace(first_layers=saved, origin=init if _on_host(spec) else None)
     return carry, ys, checkpoints
+
+
+def _on_host(spec: SweepSpec) -> bool:
+    """Whether the inputs of the first layers are kept on the host: where no others are cut."""
+    return spec.remat.carries == "host" and spec.remat.schedule is None
 
 
 def _forward_first(
     spec: SweepSpec, perturbed: Perturbed, carry: Carry, ys: Arrays, xs: Arrays, shared: Arrays
 ) -> tuple[Carry, Arrays, FirstLayersSaved]:
-    assert spec.first_layers is not None
-    pullbacks = spec.pullbacks(perturbed, spec.first_layers.checkpoint, carry, xs, shared)
-    residuals = spec.room(pullbacks, [range(spec.first)])
+    length = spec.remat.first_layers
+    pullbacks = spec.pullbacks(perturbed, spec.remat.first_kept, carry, xs, shared)
+    residuals = spec.room(pullbacks, [range(length)])
 
     def layer(number: Any, state: Any) -> Any:
         carry, ys, saved = state
@@ -91,25 +95,27 @@ def _forward_first(
             ys = with_part(ys, kind.ys, write(ys[kind.ys], row, y))
             return carry, ys, spec.saved(residuals, kind, number, 0, new)
 
-        carry, ys, residuals = spec.at(number, run, (carry, ys, saved.residuals), range(spec.first))
+        carry, ys, residuals = spec.at(number, run, (carry, ys, saved.residuals), range(length))
         return carry, ys, FirstLayersSaved(carries, residuals)
 
-    empty = empty_stack_on_host if spec.first_layers.on_host else empty_stack
-    state = (carry, ys, FirstLayersSaved(empty(carry, spec.first), residuals))
-    (carry, ys, saved), ran = run_layers(spec.first, layer, state, spec.unroll, spec.stops)
+    empty = empty_stack_on_host if _on_host(spec) else empty_stack
+    state = (carry, ys, FirstLayersSaved(empty(carry, length), residuals))
+    (carry, ys, saved), ran = run_layers(length, layer, state, spec.unroll, spec.stops)
     return carry, ys, saved._replace(ran=ran)
 
 
 def _forward_scheduled(
     spec: SweepSpec, carry: Carry, ys: Arrays, xs: Arrays, shared: Arrays
 ) -> tuple[tuple[Carry, Arrays], Checkpoints]:
-    if spec.schedule is None:
+    first, schedule = spec.remat.first_layers, spec.remat.schedule
+    if schedule is None:
         return (carry, ys), Checkpoints([], None, origin=carry)
     run = _forward_step(spec, xs, shared)
-    loop = forward_loop_on_host if spec.on_host else functools.partial(forward_loop, stops=spec.stops)
-    state = (carry, ys, spec.fetch(xs, spec.first))
+    on_host = spec.remat.boundaries_on_host
+    loop = forward_loop_on_host if on_host else functools.partial(forward_loop, stops=spec.stops)
+    state = (carry, ys, spec.fetch(xs, first))
     (carry, ys, _), checkpoints = loop(
-        lambda number, state: run(number + spec.first, state), state, spec.schedule, unroll=spec.unroll
+        lambda number, state: run(number + first, state), state, schedule, unroll=spec.unroll
     )
     return (carry, ys), checkpoints
 

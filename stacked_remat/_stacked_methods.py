@@ -127,9 +127,11 @@ def check_options(blocks: Iterable[Any], verb: str, **options: Any) -> None:
     Raises:
         TypeError: shows how to write each of the two.
     """
-    for kind in {type(block) for block in blocks}:
-        for name, value in options.items():
-            if value is not None and name in _parameters(kind):
+    given = {name: value for name, value in options.items() if value is not None}
+    for kind in {type(block) for block in blocks} if given else ():
+        parameters = _parameters(kind)
+        for name, value in given.items():
+            if name in parameters:
                 call = f"{kind.__name__}.__call__"
                 of_block = f"{verb}_via(lambda block, x: block(x, {name}=...))(x)"
                 of_verb = f"{verb}_via({call}, {name}=...)(x)"

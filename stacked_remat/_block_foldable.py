@@ -15,7 +15,7 @@ from ._noted import noted_stack_call
 from ._policy import ScanCheckpointPolicy, ScanCheckpointSpec, resolve_policy
 from ._scan.arguments import Caller, argument_namer, warn_of_ambiguous
 from ._scan.layer_state import divide_state, only_own_state, with_whole_state
-from ._scan.layers import Loop, from_arguments
+from ._scan.layers import Loop
 from ._scan.marks import applied, changed, check_unmarked, stored
 from ._scan.pattern import NamedPattern
 from ._scan.step import Call, Verb
@@ -263,7 +263,7 @@ def _run(layers: BlockFoldable[Any], loop: Loop, init: Any, /, *args: Any, **kwa
     warn_of_ambiguous(init, (None, *args), kwargs, layers.Layers, call.caller)
     arguments = ((layers._blocks(stored if call.verb == "map" else applied), *args), kwargs)
     with only_own_state(whole, what):
-        carry, outputs = from_arguments(layers._runner(loop), loop.remat, loop.axis)(init, arguments)
+        carry, outputs = layers._runner(loop)(init, arguments)
     if whole is None:
         return call.result(carry, outputs)
     state, outputs = with_whole_state(outputs, whole, layers, what)

@@ -115,7 +115,7 @@ class BlockSeq(BlockFoldable[M]):
                 for args, kwargs in (unpack(own, None) for own in inputs):
                     ys.append(call.fn(*args, **kwargs))
             else:
-                carry, ys = scan_unrolled(call, unpack, init, inputs, self.Layers, loop.remat, loop.reverse)
+                carry, ys = scan_unrolled(loop, unpack, init, inputs, self.Layers)
             return carry, stack_outputs_and_states(ys, self.Layers, call.caller.what)
 
         return run

@@ -125,9 +125,11 @@ def check_options(blocks: Iterable[Any], verb: str, options: dict[str, Any]) -> 
     Raises:
         TypeError: shows how to write each of the two.
     """
-    for kind in {type(block) for block in blocks}:
-        for name, value in options.items():
-            if value is not None and name in parameters_of(kind.__call__):
+    given = {name: value for name, value in options.items() if value is not None}
+    for kind in {type(block) for block in blocks} if given else ():
+        parameters = parameters_of(kind.__call__)
+        for name, value in given.items():
+            if name in parameters:
                 call = f"{kind.__name__}.__call__"
                 of_block = f"{verb}_via(lambda block, x: block(x, {name}=...))(x)"
                 of_verb = f"{verb}_via({call}, {name}=...)(x)"

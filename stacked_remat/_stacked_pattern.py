@@ -36,8 +36,8 @@ class StackedPattern(StackedKinds[M]):
 
     `fold` and `scan` equal `for block in blocks: carry = block(carry, ...)`. What the backward pass keeps is
     chosen layer by layer, as for a `Stacked`, whatever the pattern. Program size and compile time grow with
-    the number of kinds and not with that of layers, except under policies that drop carries or move inputs to
-    the host, which unroll the layers.
+    the number of kinds and not with that of layers, except under policies that drop carries, which
+    unroll the layers.
 
     All kinds take the same carry and the same arguments (`per_kind` gives each its own). Outputs may differ:
     `scan` returns a dict with those of each kind, stacked over the layers of this kind.

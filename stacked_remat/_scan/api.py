@@ -14,7 +14,7 @@ from haliax import Axis
 from haliax.axis import AxisSelector
 
 from .._policy import ScanCheckpointSpec
-from .layers import Loop, from_arguments, scan_layers
+from .layers import Loop, scan_layers
 from .marks import IsScanned, check_unmarked, is_named_or_shaped_array, per_layer
 from .step import Call, Until
 
@@ -80,8 +80,7 @@ def scan(
 
 def _run(loop: Loop, init: Any, /, *args: Any, **kwargs: Any) -> Any:
     check_unmarked(init)
-    run = from_arguments(functools.partial(scan_layers, loop), loop.remat, loop.axis)
-    carry, outputs = run(init, (args, kwargs))
+    carry, outputs = scan_layers(loop, init, (args, kwargs))
     return loop.call.result(carry, outputs)
 
 

@@ -9,17 +9,15 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 from haliax import Axis
-from haliax.axis import AxisSelector
 
 from .._checkpoint import checkpoint_name, recomputed, run_tree
 from .._placement import has_host_arrays, on_device, platform
 from .._policy import ScanCheckpointPolicy, ScanCheckpointSpec, resolve_policy
-from .._remat import Internals, PerLayer, Remat, SaveAll, Swept, checkpoint_of, for_length
-from .._schedule import Tree, equal
+from .._remat import EVERYTHING, NOTHING, Remat
+from .._schedule import Tree
 from .._static import Static
 from .._sweep.api import run_layers
 from .._sweep.kinds import Pattern
-from .._sweep.spec import FirstLayers
 from .._sweep.store import at_least_one, empty_stack
 from .._sweep.trace import UntracedLayer, trace_layers
 from .checks import axis_or_name, check_offloaded, check_reverse, check_unroll
@@ -28,13 +26,6 @@ from .marks import IsScanned, is_array, is_named_or_shaped_array
 from .pattern import DividedArguments, NamedPattern, divide
 from .stacking import name_stacked, numbers_to_arrays, stack_outputs
 from .step import Call, Names, Unpack, array_step, arrays_and_rest
-
-
-def from_arguments(run: Callable, remat: Remat, axis: AxisSelector) -> Callable:
-    """`run(init, arguments)`, which keeps nothing derived from the arguments if inputs are dropped."""
-    if isinstance(remat, PerLayer) and remat.inputs == "drop":
-        return recomputed(run, remat.jax_policy(*Names.over(axis)), offloads=remat.offloads)
-    return run
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,18 +55,21 @@ class Layers:
         """What the layer at a row is given."""
         return self.layout.layer(on_device([array[row] for array in self.arrays]), self.shared)
 
-    def untraced(self, static: Any, remat: Remat, *, whole: bool) -> UntracedLayer:
-        """A layer on arrays. `whole` layers take a `LayerStack` for each field that is unsliced."""
+    def untraced(self, static: Any, names: Names, *, whole: bool) -> UntracedLayer:
+        """A layer on arrays, with the names of the internals that are kept.
+
+        `whole` layers take a `LayerStack` for each field that is unsliced.
+        """
         layout = self.layout
         unpack = layout.arguments if whole else layout.layer
-        body = functools.partial(array_step, self.call, static, remat, None, unpack, arrays_and_rest)
+        body = functools.partial(array_step, self.call, static, names, unpack, arrays_and_rest)
         leaves, tree = jax.tree.flatten(static)
         return UntracedLayer(
             body,
             self.shared,
             self.arrays,
             layout.unsliced if whole else [False] * len(self.arrays),
-            (*self.call.key, self.name, layout.key, tree, *leaves, remat),
+            (*self.call.key, self.name, layout.key, tree, *leaves, names),
         )
 
     def at_once(self) -> Any:
@@ -128,7 +122,6 @@ class Loop:
         call: of a layer.
         axis: of all layers, or its name.
         policy: for the backward pass.
-        remat: what the policy means.
         reverse: whether it goes from the last layer to the first.
         unroll: how many layers one iteration runs; `True` for all.
         pattern: which layer is of which kind, if there are several.
@@ -138,7 +131,6 @@ class Loop:
     call: Call
     axis: Axis | str
     policy: ScanCheckpointPolicy
-    remat: Remat
     reverse: bool
     unroll: int | bool
     pattern: NamedPattern | None
@@ -161,17 +153,10 @@ class Loop:
         Raises:
             ValueError, TypeError: for options that are none.
         """
-        policy = resolve_policy(remat)
-        if pattern is not None and policy.host_segment_length != 1:
-            raise ValueError(
-                f"Layers of several kinds are read from the host one at a time, and the policy says "
-                f"host_segment_length={policy.host_segment_length}. Leave it at 1."
-            )
         return cls(
             call,
             axis_or_name(axis, call.caller.what),
-            policy,
-            policy.normalized(),
+            resolve_policy(remat),
             check_reverse(False if reverse is None else reverse),
             check_unroll(1 if unroll is None else unroll),
             pattern,
@@ -209,76 +194,81 @@ class Loop:
 
 
 def scan_unrolled(
-    call: Call, unpack: Unpack, init: Any, inputs: Sequence[Any], axis: Axis, remat: Remat, reverse: bool
+    loop: Loop, unpack: Unpack, init: Any, inputs: Sequence[Any], axis: Axis
 ) -> tuple[Any, list[Any]]:
     """Call layers that need not be alike, one after the other, under the same policies as `scan_layers`.
 
+    Program size grows with the number of layers.
+
     Args:
-        call: of a layer.
+        loop: over the layers.
         unpack: from the inputs of a layer to its arguments.
         init: the initial carry.
         inputs: for each layer of the axis, what it takes beside the carry.
         axis: the axis of the layers.
-        remat: what the policy means. Program size grows with the number of layers.
-        reverse: go from the last layer to the first.
 
     Returns:
         The final carry and the output of each layer.
     """
-    order = range(axis.size)[:: -1 if reverse else 1]
+    order = range(axis.size)[:: -1 if loop.reverse else 1]
     # Without jit the values are known in a layer, which jax.checkpoint would trace.
-    remat = SaveAll() if getattr(jax.config, "jax_disable_jit", False) else for_length(remat, axis.size)
-    parts = [(remat, order)]
-    if isinstance(remat, Swept) and remat.first_layers:
-        parts = [(remat.first, order[: remat.first_layers]), (remat, order[remat.first_layers :])]
+    remat = Remat(axis.size, EVERYTHING) if _without_jit() else loop.policy.for_layers(axis.size)
+    first, rest = order[: remat.first_layers], order[remat.first_layers :]
     carry, outputs = init, []
     with jax.named_scope(f"scan({axis.name})"):
-        for part, layers in parts:
+        for part, layers in ((Remat(len(first), remat.first_kept), first), (remat, rest)):
             of_part = [inputs[i] for i in layers]
-            carry, ys = _run_unrolled(call, unpack, carry, of_part, part, Names.over(axis))
+            carry, ys = _run_unrolled(loop.call, unpack, carry, of_part, part, _carry_name(axis))
             outputs += ys
-    return carry, outputs[:: -1 if reverse else 1]
+    return carry, outputs[:: -1 if loop.reverse else 1]
+
+
+def _without_jit() -> bool:
+    return bool(getattr(jax.config, "jax_disable_jit", False))
+
+
+def _carry_name(axis: Axis) -> str:
+    """The checkpoint name of the carries between layers."""
+    return f"scan({axis.name}) carry"
 
 
 def scan_layers(loop: Loop, init: Any, arguments: Any) -> tuple[Any, Any]:
     """Run a loop from a first carry; returns the last carry, and the outputs."""
     kinds, _ = loop.split(arguments)
-    axis, call = loop.axis_of(kinds), loop.call
-    init, remat, options = call.first(init), for_length(loop.remat, axis.size), None
-    if getattr(jax.config, "jax_disable_jit", False):
-        return _scan_kinds_unrolled(loop, kinds, init, SaveAll())
-    kinds = [kind.as_arrays() for kind in kinds]
+    axis, call, pattern = loop.axis_of(kinds), loop.call, loop.order
+    init, remat, plain = call.first(init), loop.policy.for_layers(axis.size), None
+    if _without_jit() or (pattern is not None and remat.carries is None):
+        return _scan_kinds_unrolled(loop, kinds, init)
+    kinds, stops = [kind.as_arrays() for kind in kinds], call.until is not None
     xs = [kind.arrays for kind in kinds]
     # A plain scan would keep what it reads from the host, and read nothing ahead.
-    stops = call.until is not None
-    if loop.pattern or stops or (axis.size and (isinstance(remat, Swept) or has_host_arrays(xs))):
-        options = sweep_options(remat, axis, xs, loop.policy.host_segment_length)
-    if loop.pattern is not None and options is None:
-        return _scan_kinds_unrolled(loop, kinds, init, remat)
-    names = Names.over(axis)
-    if options is None:
-        assert not isinstance(remat, Swept)
+    is_swept = pattern or stops or (axis.size and (remat.schedule is not None or has_host_arrays(xs)))
+    if not is_swept or remat.carries is None:
         is_rolled = loop.unroll is not True and loop.unroll < axis.size
-        plain = _LayerCheckpoint(remat, names, is_rolled)
-        options = {"schedule": None, "plain": plain}
-    offloads = (isinstance(remat, PerLayer) and remat.offloads) or options.get("boundaries") == "host"
-    if stops and (offloads or "plain" in options):
+        plain = _LayerCheckpoint(remat, _carry_name(axis), is_rolled)
+    if stops and (remat.offloads or plain is not None):
         raise ValueError(
             "With until=, a policy can neither offload nor drop what it keeps of the steps that run. Let "
             'remat be False, True or "nested", or use max_carries, first_layers or save_block_internals.'
         )
     arrays, static = eqx.partition(init, eqx.is_array_like)
     with jax.named_scope(f"scan({axis.name})"):
-        untraced = [kind.untraced(static, remat, whole=True) for kind in kinds]
-        traced = trace_layers(untraced, arrays, offloads=offloads, replays="plain" not in options)
-        if isinstance(remat, PerLayer) and remat.offloaded:
-            for layer in traced:
-                check_offloaded(layer.jaxpr.outvars[: len(layer.init)], layer.jaxpr, remat.offloaded)
-        fields = {"pattern": loop.order, "reverse": loop.reverse, "unroll": loop.unroll, "stops": stops}
+        untraced = [kind.untraced(static, remat.kept.names, whole=True) for kind in kinds]
+        traced = trace_layers(untraced, arrays, offloads=remat.offloads, replays=plain is None)
+        for layer in traced:
+            check_offloaded(layer.jaxpr.outvars[: len(layer.init)], layer.jaxpr, remat.kept.offloaded)
         run = functools.partial(
-            run_layers, traced, [kind.layout.unsliced for kind in kinds], axis.size, **fields, **options
+            run_layers,
+            traced,
+            [kind.layout.unsliced for kind in kinds],
+            plain=plain,
+            remat=remat.swept() if plain is None else remat,
+            pattern=pattern,
+            reverse=loop.reverse,
+            unroll=loop.unroll,
+            stops=stops,
         )
-        carry, ys = _replayed_whole(run, remat, names)(traced[0].init, xs)
+        carry, ys = _replayed_whole(run, remat)(traced[0].init, xs)
     last = call.last(eqx.combine(carry, static))
     return last, loop.outputs([kind.named(y) for kind, y in zip(kinds, ys, strict=True)])
 
@@ -293,30 +283,24 @@ def layers_at_once(loop: Loop, init: None, arguments: Any) -> tuple[None, Any]:
 class _LayerCheckpoint:
     """How the layers of a plain scan are checkpointed."""
 
-    remat: Internals
-    names: Names
+    remat: Remat
+    carry_name: str
     is_rolled: bool
 
     def __call__(self, layer: Callable[..., Any]) -> Callable[..., Any]:
-        remat, names = self.remat, self.names
-        if isinstance(remat, SaveAll):
+        remat = self.remat
+        if remat.kept == EVERYTHING:
             return layer
 
         def named(shared: Any, carry: Any, x: Any) -> Any:
-            if remat.named:
-                carry, x = checkpoint_name(carry, names.carry), checkpoint_name(x, names.inputs)
-            return layer(shared, carry, x)
+            return layer(shared, checkpoint_name(carry, self.carry_name), x)
 
-        prevent_cse = remat.prevent_cse or _reads_carries_on_gpus(remat) or not self.is_rolled
-        return jax.checkpoint(named, policy=remat.jax_policy(*names), prevent_cse=prevent_cse)
-
-
-def _reads_carries_on_gpus(remat: PerLayer) -> bool:
-    """Whether carries come from the host of a GPU, for which see `_sweep.back`."""
-    return remat.carries == "offload" and platform() == "cuda"
+        # For GPUs also where carries come from the host, for which see `_sweep.back`.
+        prevent_cse = not self.is_rolled or (remat.carries == "host" and platform() == "cuda")
+        return jax.checkpoint(named, policy=remat.layer_policy(self.carry_name), prevent_cse=prevent_cse)
 
 
-def _scan_kinds_unrolled(loop: Loop, kinds: Sequence[Layers], init: Any, remat: Remat) -> tuple[Any, Any]:
+def _scan_kinds_unrolled(loop: Loop, kinds: Sequence[Layers], init: Any) -> tuple[Any, Any]:
     """`scan_layers` under a policy that no sweep obeys."""
     axis = loop.axis_of(kinds)
     pattern = loop.order or Pattern((0,) * axis.size, 1)
@@ -327,7 +311,7 @@ def _scan_kinds_unrolled(loop: Loop, kinds: Sequence[Layers], init: Any, remat: 
 
     rows = pattern.before
     places = [Static((kind, int(rows[index, kind]))) for index, kind in enumerate(pattern.kinds)]
-    carry, ys = scan_unrolled(loop.call, unpack, init, places, axis, remat, loop.reverse)
+    carry, ys = scan_unrolled(loop, unpack, init, places, axis)
 
     def outputs(number: int, kind: Layers) -> Any:
         of_kind = [ys[index] for index in pattern.layers_of(number)]
@@ -338,111 +322,60 @@ def _scan_kinds_unrolled(loop: Loop, kinds: Sequence[Layers], init: Any, remat: 
     return loop.call.last(carry), loop.outputs([outputs(*entry) for entry in enumerate(kinds)])
 
 
-def check_host_segments(axis: Axis, length: int) -> None:
-    """Refuse a length of segments that does not divide the layers.
-
-    Raises:
-        ValueError: names the axis, and the lengths that do.
-    """
-    if axis.size % length:
-        divisors = [str(k) for k in range(1, axis.size + 1) if axis.size % k == 0]
-        raise ValueError(
-            f"The {axis.size} layers of axis {axis.name!r} can't be read from the host {length} at a time. "
-            f"Let the length of the segments be one of {', '.join(divisors)}."
-        )
-
-
-def sweep_options(
-    remat: Remat, axis: Axis, xs: Sequence[Any], host_segment_length: int
-) -> dict[str, Any] | None:
-    """The fields of a `SweepSpec` that say what a policy means for these stacks.
-
-    None for a policy that only a plain scan obeys.
-
-    Raises:
-        ValueError: stacks on the host can't be read `host_segment_length` layers at a time.
-    """
-    read_length = host_segment_length if has_host_arrays(xs) else 1
-    check_host_segments(axis, read_length)
-    length = axis.size // read_length
-    found = _sweep_options(for_length(remat, length), length)
-    if read_length == 1:
-        return found
-    keeps_more = found and (
-        found.get("first_layers") or found.get("checkpoint", jax.checkpoint) is not jax.checkpoint
-    )
-    if found is None or keeps_more:
-        raise ValueError(
-            f"With host_segment_length={read_length} the layers of a segment are run again one by one, from "
-            "the carry that is kept of it, and the policy says otherwise. Let it keep carries alone (True, "
-            '"offload", "nested", max_carries=k), or leave host_segment_length at 1.'
-        )
-    return {**found, "read_length": read_length, "keeps_in_segments": isinstance(remat, PerLayer)}
-
-
-def _sweep_options(remat: Remat, length: int) -> dict[str, Any] | None:
-    match remat:
-        case _ if length == 0:
-            return {"schedule": None}
-        case Swept():
-            first = remat.first_layers
-            return {
-                "schedule": remat.cut(length - first),
-                "checkpoint": checkpoint_of(remat.internals),
-                "boundaries": "host" if remat.carries == "offload" else "device",
-                "first_layers": FirstLayers(first, checkpoint_of(remat.first)) if first else None,
-            }
-        case PerLayer(carries="keep" | "offload", inputs="keep", internals=(), offloaded=()):
-            boundaries = "host" if remat.carries == "offload" else "device"
-            return {"schedule": equal(length, length), "boundaries": boundaries}
-        case SaveAll() | PerLayer(carries="keep" | "offload", inputs="keep"):
-            on_host = isinstance(remat, PerLayer) and remat.carries == "offload"
-            return {"schedule": None, "first_layers": FirstLayers(length, checkpoint_of(remat), on_host)}
-    return None
-
-
 def _run_unrolled(
-    call: Call, unpack: Unpack, init: Any, inputs: Sequence[Any], remat: Remat, names: Names
+    call: Call, unpack: Unpack, init: Any, inputs: Sequence[Any], remat: Remat, carry_name: str
 ) -> tuple[Any, list[Any]]:
     """Call a layer for each of the inputs, and checkpoint the parts of the policy's schedule."""
     tree: Tree = tuple(range(len(inputs)))
-    each = remat.internals if isinstance(remat, Swept) else remat
-    if isinstance(remat, Swept) and inputs:
-        tree = remat.cut(len(inputs)).tree
+    if remat.schedule is not None:
+        tree = remat.schedule.tree
         if isinstance(tree, int) or all(isinstance(part, int) for part in tree):
-            remat = each = remat.of_one_layer
+            remat = dataclasses.replace(remat, schedule=None)
 
     def layer(number: int, carry: Any) -> tuple[Any, Any]:
         arrays, static = eqx.partition(carry, eqx.is_array_like)
-        step = functools.partial(array_step, call, static, remat, names, unpack, lambda y: y, None)
-        arrays, y = _checkpointed(step, each, names)(arrays, inputs[number])
+        arrays, y = _unrolled_step(call, static, unpack, remat, carry_name)(arrays, inputs[number])
         return eqx.combine(arrays, static), y
 
     def segment(run: Callable) -> Callable:
-        return _checkpoint_segment(run, remat, names)
+        return _checkpoint_segment(run, remat, carry_name)
 
-    return _replayed_whole(functools.partial(run_tree, tree, layer, segment), remat, names)(init)
+    return _replayed_whole(functools.partial(run_tree, tree, layer, segment), remat)(init)
 
 
-def _checkpointed(step: Callable, remat: Internals, names: Names) -> Callable:
-    if isinstance(remat, SaveAll):
+def _unrolled_step(call: Call, static: Any, unpack: Unpack, remat: Remat, carry_name: str) -> Callable:
+    """A layer on the arrays of the carry, checkpointed, its inputs read to the device."""
+
+    def step(arrays: Any, inputs: Any) -> tuple[Any, Any]:
+        inputs = on_device(inputs)
+        if remat.schedule is None and remat.kept != EVERYTHING:
+            arrays = checkpoint_name(arrays, carry_name)
+        of_arrays = functools.partial(array_step, call, static, remat.kept.names, unpack, lambda y: y, None)
+        found = of_arrays(arrays, inputs)
+        if remat.kept.offloaded:
+            of_carry = eqx.filter_make_jaxpr(lambda arrays, inputs: of_arrays(arrays, inputs)[0])
+            jaxpr = of_carry(arrays, inputs)[0].jaxpr
+            check_offloaded(jaxpr.outvars, jaxpr, remat.kept.offloaded)
+        return found
+
+    if remat.kept == EVERYTHING:
         return step
-    return recomputed(step, remat.jax_policy(*names), offloads=remat.offloads)
+    return recomputed(step, remat.layer_policy(carry_name), offloads=remat.offloads)
 
 
-def _replayed_whole(run: Callable, remat: Remat, names: Names) -> Callable:
+def _replayed_whole(run: Callable, remat: Remat) -> Callable:
     """Checkpoint the whole scan if carries are dropped."""
-    if isinstance(remat, PerLayer) and remat.carries == "drop" and remat.inputs != "drop":
-        return recomputed(run, remat.jax_policy(*names), offloads=remat.offloads)
-    return run
+    if remat.carries is not None:
+        return run
+    return recomputed(run, remat.kept.policy(), offloads=remat.offloads)
 
 
-def _checkpoint_segment(run: Callable, remat: Remat, names: Names) -> Callable:
-    if not (isinstance(remat, Swept) and remat.carries == "offload"):
+def _checkpoint_segment(run: Callable, remat: Remat, carry_name: str) -> Callable:
+    if remat.carries != "host":
         return recomputed(run, None)  # its carry is kept, as all arguments are
-    keep = PerLayer(carries="offload")
+    boundary = f"{carry_name} at a segment's start"
 
     def named_run(carry: Any) -> Any:
-        return run(checkpoint_name(carry, names.boundary))
+        return run(checkpoint_name(carry, boundary))
 
-    return recomputed(named_run, keep.jax_policy(names.boundary, names.inputs), offloads=True)
+    return recomputed(named_run, NOTHING.policy(boundary, "host"), offloads=True)

@@ -2,41 +2,22 @@
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from haliax.axis import AxisSelector
 
-from .._checkpoint import checkpoint_name, saving_internals
-from .._placement import on_device
-from .._remat import PerLayer, Remat, Swept
+from .._checkpoint import saving_internals
 from .._static import Static
 from .arguments import Caller, argument_namer
-from .checks import check_carry, check_offloaded, describe
+from .checks import check_carry, describe
 from .layer_state import carry_and_state
 from .marks import raw_array
 
 Verb: TypeAlias = Literal["fold", "scan", "map"]
+Names: TypeAlias = tuple[str, ...] | Literal[True]  # of internals that are kept; True for all
 Until: TypeAlias = Callable[[Any], Any]  # of a carry: whether to stop
-
-
-class Names(NamedTuple):
-    """The checkpoint names of a layer's carry and inputs."""
-
-    carry: str
-    inputs: str
-
-    @property
-    def boundary(self) -> str:
-        return f"{self.carry} at a segment's start"
-
-    @classmethod
-    def over(cls, axis: AxisSelector) -> "Names":
-        """The names in a scan over an axis."""
-        name = axis if isinstance(axis, str) else axis.name
-        return cls(f"scan({name}) carry", f"scan({name}) inputs")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,8 +97,7 @@ Unpack: TypeAlias = Callable[[Any, Any], tuple[Sequence[Any], dict[str, Any]]]
 def array_step(
     call: Call,
     static: Any,
-    remat: Remat,
-    names: Names | None,
+    names: Names,
     unpack: Unpack,
     pack: Callable[[Any], Any],
     shared: Any,
@@ -129,23 +109,15 @@ def array_step(
     Args:
         call: of the user's function.
         static: what else is in the carry.
-        remat: the policy.
-        names: given to the arrays of the carry and the inputs; None in a sweep, which reads them to the
-            device itself.
+        names: of the internals that are kept.
         unpack: from the inputs and the shared arrays to the arguments.
         pack: from the output to what is returned of it.
         shared: arrays that all layers are given.
         arrays: of the carry.
         inputs: the layer's own.
     """
-    if names is not None:
-        inputs = on_device(inputs)
-        if isinstance(remat, PerLayer) and remat.named:
-            arrays = checkpoint_name(arrays, names.carry)
-            inputs = checkpoint_name(inputs, names.inputs)
-    internals = remat.internals if isinstance(remat, Swept) else remat
     carry = eqx.combine(arrays, static)
-    with saving_internals(internals.kept_names):
+    with saving_internals(names):
         args, kwargs = unpack(inputs, shared)
         result = call.fn(*call.inputs(call.last(carry), args), **kwargs)
     new_carry, y = call.outputs(result, (args, kwargs))
@@ -153,8 +125,6 @@ def array_step(
     check_carry(call.last(carry), new_carry)
     if call.until is not None:
         new_carry, y = _unless_done(call.until, carry, new_carry, y)
-    if names is not None and isinstance(internals, PerLayer) and internals.offloaded:
-        _check_offloaded(call, unpack, carry, shared, inputs, internals.offloaded)
     return eqx.filter(new_carry, eqx.is_array_like), pack(y)
 
 
@@ -162,17 +132,6 @@ def arrays_and_rest(y: Any) -> tuple[Any, Static]:
     """The arrays of an output, and what else is in it."""
     arrays, rest = eqx.partition(y, eqx.is_array_like)
     return arrays, Static(rest)
-
-
-def _check_offloaded(
-    call: Call, unpack: Unpack, carry: Any, shared: Any, inputs: Any, names: Sequence[str]
-) -> None:
-    def layer(carry: Any, inputs: Any) -> Any:
-        args, kwargs = unpack(inputs, shared)
-        return call.outputs(call.fn(*call.inputs(carry, args), **kwargs), (args, kwargs))[0]
-
-    jaxpr = eqx.filter_make_jaxpr(layer)(carry, inputs)[0].jaxpr
-    check_offloaded(jaxpr.outvars, jaxpr, names)
 
 
 def _unless_done(until: Until, state: tuple[Any, Any], new_carry: Any, y: Any) -> tuple[Any, Any]:

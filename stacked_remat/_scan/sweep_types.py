@@ -122,7 +122,7 @@ class SweepTypes:
             inputs = kind.inputs(self.perturbed, wrt)
             of_shared, of_carry, of_x = leaves.vjp(inputs)
             found = (kind.shared(scatter_leaves(of_shared, inputs.shared)), of_carry, of_x)
-            if platform() == "tpu" or (self.spec.on_host and platform() == "cuda"):
+            if platform() == "tpu" or (self.spec.remat.boundaries_on_host and platform() == "cuda"):
                 # Without the barrier XLA keeps a layer's internals until the visitor has used the cotangents.
                 found = lax.optimization_barrier(found)
             of_shared, of_carry, of_x = found

@@ -1,21 +1,19 @@
 """`fold_vjp` and `scan_vjp`: a fold, and the reverse sweep over its layers as a function."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import equinox as eqx
 import jax
 import jax.tree_util as jtu
-from haliax import Axis
 from haliax.axis import AxisSelector
 
 from .._activity import is_differentiable
-from .._policy import ScanCheckpointPolicy, ScanCheckpointSpec
-from .._remat import Remat, for_length
+from .._policy import ScanCheckpointSpec
 from .._sweep.primitive import sweep_forward as keeping_sweep
 from .._sweep.spec import SweepSpec
 from .._sweep.trace import kinds_of, trace_layers
-from .layers import Loop, sweep_options
+from .layers import Loop
 from .marks import IsScanned, check_unmarked, is_array, is_named_or_shaped_array
 from .step import Call
 from .sweep_back import SweepBack
@@ -44,8 +42,8 @@ def fold_vjp(
     Args:
         f: takes the carry, one layer, and the further arguments; returns the next carry.
         axis: as in `fold`.
-        remat: what is kept for the reverse sweep. Policies that drop carries or inputs (`"recompute"`) are
-            not supported.
+        remat: what is kept for the reverse sweep. Policies that drop carries (`"recompute"`) are not
+            supported.
         reverse: apply the layers from the last to the first. The reverse sweep then goes from the first.
         unroll: how many layers one iteration of the innermost loops runs.
         is_scanned: which of the arrays without a mark may be split: a bool or a predicate of a leaf.
@@ -92,15 +90,19 @@ def sweep_forward(loop: Loop, init: Any, arguments: Any) -> tuple[Any, SweepBack
     """The forward sweep of `fold_vjp` and `scan_vjp`; the layers are the first of the arguments."""
     kinds, divided = loop.split(arguments)
     kinds, axis = [kind.as_arrays() for kind in kinds], loop.axis_of(kinds)
-    remat = for_length(loop.remat, axis.size)
-    found = _options_for_visitors(loop.policy, remat, axis, [kind.arrays for kind in kinds])
+    remat = loop.policy.for_layers(axis.size)
+    if remat.carries is None:
+        raise ValueError(
+            f"{loop.policy!r} is not supported with a visitor. Keep the carry of each layer or segment, on "
+            'the device or on the host (True, "offload", "nested", max_carries=k).'
+        )
     arrays, static = eqx.partition(init, eqx.is_array_like)
-    untraced = [kind.untraced(static, remat, whole=False) for kind in kinds]
-    traced = trace_layers(untraced, arrays, offloads=found.get("boundaries") == "host")
+    untraced = [kind.untraced(static, remat.kept.names, whole=False) for kind in kinds]
+    traced = trace_layers(untraced, arrays, offloads=remat.offloads)
     of_kinds, shared = kinds_of(traced)
     unsliced = sum((kind.layout.unsliced for kind in kinds), ())
-    options: Any = {**found, "reverse": loop.reverse, "unroll": loop.unroll, "pattern": loop.order}
-    spec = SweepSpec(of_kinds, unsliced=unsliced, **options)
+    options: Any = {"reverse": loop.reverse, "unroll": loop.unroll, "pattern": loop.order}
+    spec = SweepSpec(of_kinds, remat.swept(), unsliced=unsliced, **options)
     xs, first = [array for kind in kinds for array in kind.arrays], traced[0]
     closed_over = {
         place for own, layer in zip(of_kinds, traced, strict=True) for place in own.shared[: layer.constants]
@@ -136,23 +138,6 @@ def sweep_forward(loop: Loop, init: Any, arguments: Any) -> tuple[Any, SweepBack
     y = eqx.combine(carry, static)
     sweep_back = SweepBack(checkpoints, xs, shared, types)
     return (y, outputs) if has_output else y, sweep_back
-
-
-def _options_for_visitors(
-    policy: ScanCheckpointPolicy, remat: Remat, axis: Axis, xs: Sequence[Any]
-) -> dict[str, Any]:
-    """The fields of a `SweepSpec` that a policy means.
-
-    Raises:
-        ValueError: no sweep obeys it.
-    """
-    found = sweep_options(remat, axis, xs, policy.host_segment_length)
-    if found is None:
-        raise ValueError(
-            f"{policy!r} is not supported with a visitor. Keep the carry of each layer or segment, on "
-            'the device or on the host (True, "offload", "nested", max_carries=k).'
-        )
-    return found
 
 
 def _differentiable(leaves: Any) -> list[bool]:

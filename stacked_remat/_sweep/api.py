@@ -23,7 +23,6 @@ from .trace import TracedLayer, kinds_of, without_passed_on
 def run_layers(
     traced: Sequence[TracedLayer],
     unsliced: Sequence[Sequence[bool]],
-    length: int,
     init: Sequence[Any],
     stacks: Sequence[Arrays],
     *,
@@ -35,7 +34,6 @@ def run_layers(
     Args:
         traced: a layer of each kind.
         unsliced: for which of their own inputs every layer takes the stack.
-        length: the number of layers.
         init: the leaves of the first carry.
         stacks: for each kind, its layers' own inputs.
         plain: how each layer is checkpointed in a plain scan; None for a sweep.
@@ -59,7 +57,7 @@ def run_layers(
         carry, ys = sweep_of(spec, traced[0].init, xs, shared, unread)
     else:
         xs = with_zeros_in_place(xs) if has_host_arrays(xs) else xs
-        carry, ys = plain_scan(spec, plain, length, traced[0].init, xs, shared)
+        carry, ys = plain_scan(spec, plain, traced[0].init, xs, shared)
     outputs = [layer.output(ys[kind.ys]) for layer, kind in zip(traced, kinds, strict=True)]
     carry = merge(init, carry, [not is_ for is_ in passed_on])
     return jax.tree.unflatten(carry_tree, carry), outputs

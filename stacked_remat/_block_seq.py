@@ -14,7 +14,7 @@ from ._scan.arguments import Caller, warn_of_ambiguous
 from ._scan.checks import check_reverse, check_unroll, layers_axis
 from ._scan.layer_axis import layer_getter
 from ._scan.layer_state import for_layer, of_one_layer, part_of, stack_outputs_and_states
-from ._scan.layers import scan_unrolled
+from ._scan.layers import resolved, scan_unrolled
 from ._scan.marks import changed, check_unmarked
 from ._stacked_methods import (
     AnyLayers,
@@ -140,7 +140,8 @@ class BlockSeq(BlockFoldable[M]):
             warn_of_ambiguous(init, args, kwargs, self.Layers, caller)
             arguments_of = layer_getter((args, kwargs), self.Layers, caller)
             inputs = [(block, for_layer(arguments_of(i), block)) for i, block in enumerate(self.blocks)]
-            carry, ys = scan_unrolled(layer, init, inputs, self.Layers, policy, reverse=backwards)
+            of_layers = resolved(policy, self.Layers.size)
+            carry, ys = scan_unrolled(layer, init, inputs, self.Layers, of_layers, reverse=backwards)
             return carry, stack_outputs_and_states(ys, self.Layers, caller.what)
 
         return scanned

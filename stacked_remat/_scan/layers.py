@@ -107,7 +107,7 @@ def scan_unrolled(
     init: Any,
     inputs: Sequence[Any],
     axis: Axis,
-    policy: ScanCheckpointPolicy,
+    remat: Remat,
     *,
     reverse: bool = False,
 ) -> tuple[Any, list[Any]]:
@@ -118,15 +118,13 @@ def scan_unrolled(
         init: the initial carry.
         inputs: for each of the `axis.size` layers, what it takes beside the carry: any tree, with its module.
         axis: the axis of the layers.
-        policy: as in `scan`. Program size grows with the number of layers.
+        remat: of a policy, by `resolved`. Program size grows with the number of layers.
         reverse: as in `scan`.
 
     Returns:
         The final carry and the output of each layer.
     """
     order = range(axis.size)[:: -1 if reverse else 1]
-    # Without jit the values are known in a layer, which jax.checkpoint would trace.
-    remat = Remat(axis.size, EVERYTHING) if _without_jit() else policy.for_layers(axis.size)
     first, rest = order[: remat.first_layers], order[remat.first_layers :]
     carry, outputs = init, []
     with jax.named_scope(f"scan({axis.name})"):
@@ -134,6 +132,12 @@ def scan_unrolled(
             carry, ys = _run_unrolled(layer, carry, [inputs[i] for i in layers], part, _carry_name(axis))
             outputs += ys
     return carry, outputs[:: -1 if reverse else 1]
+
+
+def resolved(policy: ScanCheckpointPolicy, length: int) -> Remat:
+    """What a policy means for so many layers."""
+    # Without jit the values are known in a layer, which jax.checkpoint would trace.
+    return Remat(length, EVERYTHING) if _without_jit() else policy.for_layers(length)
 
 
 def _without_jit() -> bool:
@@ -162,10 +166,10 @@ def scan_rolled(
     `pattern` says which layer of `axis` is of which kind; None for layers of one kind. `stops` as in
     `SweepSpec`.
     """
-    if _without_jit() or (pattern is not None and policy.for_layers(axis.size).carries is None):
+    remat, plain = resolved(policy, axis.size), None
+    if _without_jit() or (pattern is not None and remat.carries is None):
         of_one = Pattern((0,) * axis.size, 1) if pattern is None else pattern
-        return _unrolled_kinds(kinds, init, axis, policy, of_one, reverse, what)
-    remat, plain = policy.for_layers(axis.size), None
+        return _unrolled_kinds(kinds, init, axis, remat, of_one, reverse, what)
     kinds = [kind.as_arrays() for kind in kinds]
     xs = [kind.arrays for kind in kinds]
     # A plain scan would keep what it reads from the host, and read nothing ahead.
@@ -229,7 +233,7 @@ def _unrolled_kinds(
     kinds: Sequence[Layers],
     init: Any,
     axis: Axis,
-    policy: ScanCheckpointPolicy,
+    remat: Remat,
     pattern: Pattern,
     reverse: bool,
     what: str,
@@ -242,7 +246,7 @@ def _unrolled_kinds(
 
     rows = pattern.before
     places = [Static((kind, int(rows[index, kind]))) for index, kind in enumerate(pattern.kinds)]
-    carry, ys = scan_unrolled(layer, init, places, axis, policy, reverse=reverse)
+    carry, ys = scan_unrolled(layer, init, places, axis, remat, reverse=reverse)
 
     def outputs(number: int, kind: Layers) -> Any:
         of_kind = [ys[index] for index in pattern.layers_of(number)]

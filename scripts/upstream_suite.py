@@ -96,14 +96,13 @@ def haliax() -> Suite:
         return stacked_remat.ScanCheckpointPolicy(**fields)
 
     names = ("Stacked", "BlockSeq", "scan", "fold", "map")
+    ours = {name: getattr(stacked_remat, name) for name in names} | {"ScanCheckpointPolicy": policy}
 
     def replace() -> None:
         for module in (haliax, haliax.nn, haliax.nn.scan):
-            for name in names:
+            for name, replacement in ours.items():
                 if hasattr(module, name) and not isinstance(getattr(module, name), type(haliax)):
-                    setattr(module, name, getattr(stacked_remat, name))
-            if hasattr(module, "ScanCheckpointPolicy"):
-                module.ScanCheckpointPolicy = policy
+                    setattr(module, name, replacement)
 
     not_expected = {
         "test_checkpoint_carries[cos-": "looks for a scan at the top of the program; here it is inside the "

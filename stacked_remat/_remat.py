@@ -74,7 +74,7 @@ class Remat:
     @property
     def offloads(self) -> bool:
         """Whether anything is moved to the host."""
-        return self.carries == "host" or bool(self.kept.offloaded)
+        return self.carries == "host" or bool(self.kept.offloaded or self.first_kept.offloaded)
 
     @property
     def boundaries_on_host(self) -> bool:

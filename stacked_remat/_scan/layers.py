@@ -177,6 +177,11 @@ class Loop:
             kinds.append(Layers(self.call, *split, name=name))
         return kinds, divided
 
+    def remat(self, length: int) -> Remat:
+        """What the policy means for so many layers."""
+        # Without jit the values are known in a layer, which jax.checkpoint would trace.
+        return Remat(length, EVERYTHING) if _without_jit() else self.policy.for_layers(length)
+
     def axis_of(self, kinds: Sequence[Layers]) -> Axis:
         """The axis of all layers, with its size."""
         return self.axis if isinstance(self.axis, Axis) else kinds[0].layout.axis
@@ -211,8 +216,7 @@ def scan_unrolled(
         The final carry and the output of each layer.
     """
     order = range(axis.size)[:: -1 if loop.reverse else 1]
-    # Without jit the values are known in a layer, which jax.checkpoint would trace.
-    remat = Remat(axis.size, EVERYTHING) if _without_jit() else loop.policy.for_layers(axis.size)
+    remat = loop.remat(axis.size)
     first, rest = order[: remat.first_layers], order[remat.first_layers :]
     carry, outputs = init, []
     with jax.named_scope(f"scan({axis.name})"):
@@ -236,7 +240,7 @@ def scan_layers(loop: Loop, init: Any, arguments: Any) -> tuple[Any, Any]:
     """Run a loop from a first carry; returns the last carry, and the outputs."""
     kinds, _ = loop.split(arguments)
     axis, call, pattern = loop.axis_of(kinds), loop.call, loop.order
-    init, remat, plain = call.first(init), loop.policy.for_layers(axis.size), None
+    init, remat, plain = call.first(init), loop.remat(axis.size), None
     if _without_jit() or (pattern is not None and remat.carries is None):
         return _scan_kinds_unrolled(loop, kinds, init)
     kinds, stops = [kind.as_arrays() for kind in kinds], call.until is not None

@@ -28,7 +28,7 @@ from stacked_remat._messages import did_you_mean
 from .fault_cases import CASES, REPOSITORY, Case, Workplace, command
 from .record import RESULTS, versions
 
-STREAMED = ("--trainer.update.fused", "true", "--trainer.streaming.segment_length", "1")
+STREAMED = ("--trainer.update.fused", "true", "--trainer.streaming", "true")
 UNREPEATABLE = {"tokens_per_second", "step_seconds", "peak_memory_bytes"}
 _BEFORE_THE_STEPS = 0.25  # share of kills while a process imports, compiles and restores
 

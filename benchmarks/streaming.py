@@ -1,4 +1,4 @@
-"""Layers on the host: device memory against depth and segment length, and time against layers on the device.
+"""Layers on the host: device memory against depth, and time against layers on the device.
 
 Compiled for a device that need not be attached, and not run:
 
@@ -99,24 +99,24 @@ class Build(NamedTuple):
         layers: how many.
         block: makes a layer from a key.
         remat: the policy.
-        segment: how many layers come to the device together; 0: all are there.
+        streamed: whether they are on the host.
     """
 
     layers: int
     block: Callable[..., Any]
     remat: Any
-    segment: int = 0
+    streamed: bool = False
 
     def __call__(self, key: jax.Array) -> Stacked:
         """Make it, one layer at a time: those on the host never exist on the device together."""
 
         def one(_: None, key: jax.Array) -> tuple[None, Any]:
             block = self.block(key=key)
-            return None, jax.device_put(block, jax.memory.Space.Host) if self.segment else block
+            return None, jax.device_put(block, jax.memory.Space.Host) if self.streamed else block
 
         _, blocks = lax.scan(one, None, jax.random.split(key, self.layers))
         stack = Stacked(blocks, hax.Axis("layers", self.layers), self.remat)
-        return streaming.to_host(stack, segment_length=self.segment) if self.segment else stack
+        return streaming.to_host(stack) if self.streamed else stack
 
 
 Program = Callable[[Any, jax.Array], Any]
@@ -187,13 +187,11 @@ def main(arguments: list[str] | None = None) -> Path:
 
 
 def _depths(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """A step of SGD by depth and segment length, beside gradients in Haliax."""
+    """A step of SGD by depth, beside gradients in Haliax."""
     for layers in options.depths:
         block = functools.partial(Mlp.init, options.width, options.inner)
         x = jax.ShapeDtypeStruct((options.tokens, options.width), jnp.bfloat16)
-        for segment in options.segments:
-            build = Build(layers, block, OFFLOAD, segment)
-            yield _sized("mlp", f"segments of {segment}", update, build, x, options.target)
+        yield _sized("mlp", "streamed", update, Build(layers, block, OFFLOAD, True), x, options.target)
         yield _sized("mlp", "nested, resident", update, Build(layers, block, "nested"), x, options.target)
         sizes = Sizes(layers, options.tokens, options.width, options.inner)
         for remat in (True, "nested"):
@@ -212,13 +210,12 @@ def _experts(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     layers, experts, width, inner = EXPERTS
     block = functools.partial(Experts.init, experts, width, inner)
     x = jax.ShapeDtypeStruct((experts, 4, width), jnp.bfloat16)
-    programs: list[tuple[str, Program, int]] = [("resident", program, 0) for program in _PROGRAMS]
-    programs += [("scan over indices, resident", sliced_by_index, 0)]
-    programs += [
-        (f"segments of {segment}", program, segment) for segment in (8, 4, 1) for program in _PROGRAMS
-    ]
-    for name, program, segment in programs:
-        yield _sized("experts", name, program, Build(layers, block, True, segment), x, options.target)
+    programs: list[tuple[str, Program]] = [("resident", program) for program in _PROGRAMS]
+    programs += [("scan over indices, resident", sliced_by_index)]
+    programs += [("streamed", program) for program in _PROGRAMS]
+    for name, program in programs:
+        build = Build(layers, block, True, name == "streamed")
+        yield _sized("experts", name, program, build, x, options.target)
 
 
 _PROGRAMS: tuple[Program, ...] = (loss, gradient, update)
@@ -229,11 +226,9 @@ def _sized(
 ) -> dict[str, Any]:
     """What a program takes on the device."""
     arguments: Any = eqx.filter_eval_shape(build, jax.random.key(0)), x
-    if build.segment:
+    if build.streamed:
         # A shape does not say where an array is.
-        arguments = memory.arguments_on_host(
-            lambda stack, x: (streaming.to_host(stack, segment_length=build.segment), x), arguments
-        )
+        arguments = memory.arguments_on_host(lambda stack, x: (streaming.to_host(stack), x), arguments)
     donated = ["stack"] if program in (update, sliced_by_index) else []
     found = memory.report(program, *arguments, target=target, donate=donated)
     return _row(block, name, program.__name__, build.layers, found)
@@ -275,24 +270,24 @@ def run(options: argparse.Namespace) -> Path:
     allocate_as_needed()
     device = jax.local_devices()[0]
     if options.alone:
-        name, segment = options.alone
-        jax.block_until_ready(_call(_TIMED[name], int(segment), options)())
+        name, kind = options.alone
+        jax.block_until_ready(_call(_TIMED[name], kind == "streamed", options)())
         print(json.dumps((device.memory_stats() or {}).get("peak_bytes_in_use")))
         raise SystemExit
     keys = [
-        (name, segment)
+        (name, streamed)
         for name in _TIMED
-        for segment in dict.fromkeys((0, *options.segments))
-        if name != "sliced_by_index" or not segment
+        for streamed in (False, True)
+        if name != "sliced_by_index" or not streamed
     ]
     # First, before this process allocates memory on the same device.
     peaks = {key: None if device.platform == "cpu" else _allocated(*key, options) for key in keys}
-    calls = {(name, segment): _call(_TIMED[name], segment, options) for name, segment in keys}
+    calls = {(name, streamed): _call(_TIMED[name], streamed, options) for name, streamed in keys}
     # The second step shows what the first one updated.
     results = {key: (call(), call()) for key, call in calls.items()}
-    for (name, segment), found in results.items():
-        _check(f"{name}, segments of {segment}", found, results[_resident(name)])
-    seconds: dict[tuple[str, int], list[float]] = {key: [] for key in keys}
+    for (name, streamed), found in results.items():
+        _check(f"{name}, {_kind(streamed)}", found, results[_resident(name)])
+    seconds: dict[tuple[str, bool], list[float]] = {key: [] for key in keys}
     for _ in range(options.rounds):
         for key, call in calls.items():
             began = time.perf_counter()
@@ -317,15 +312,19 @@ _TIMED: dict[str, Program] = {
 _SIZES = ("layers", "tokens", "width", "inner", "remat")
 
 
-def _resident(name: str) -> tuple[str, int]:
-    return ("update" if name == "sliced_by_index" else name), 0
+def _kind(streamed: bool) -> str:
+    return "streamed" if streamed else "resident"
 
 
-def _call(program: Program, segment: int, options: argparse.Namespace) -> Callable[[], Any]:
+def _resident(name: str) -> tuple[str, bool]:
+    return ("update" if name == "sliced_by_index" else name), False
+
+
+def _call(program: Program, streamed: bool, options: argparse.Namespace) -> Callable[[], Any]:
     """A call of a compiled program, on a stack of its own, which steps of an optimizer update in place."""
     x = jax.random.normal(jax.random.key(1), (options.tokens, options.width), jnp.bfloat16)
     block = functools.partial(Mlp.init, options.width, options.inner)
-    held = jax.jit(Build(options.layers, block, options.remat, segment).__call__)(jax.random.key(0))
+    held = jax.jit(Build(options.layers, block, options.remat, streamed).__call__)(jax.random.key(0))
     if program not in (update, sliced_by_index):
         return functools.partial(jax.jit(program), held, x)
     compiled = jax.jit(program, donate_argnums=0)
@@ -338,10 +337,19 @@ def _call(program: Program, segment: int, options: argparse.Namespace) -> Callab
     return step
 
 
-def _allocated(name: str, segment: int, options: argparse.Namespace) -> int | None:
+def _allocated(name: str, streamed: bool, options: argparse.Namespace) -> int | None:
     """Peak of allocated bytes in a process that runs only this."""
     sizes = [f"--{key}={getattr(options, key)}" for key in _SIZES]
-    command = [sys.executable, "-m", "benchmarks.streaming", "--run", *sizes, "--alone", name, str(segment)]
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.streaming",
+        "--run",
+        *sizes,
+        "--alone",
+        name,
+        _kind(streamed),
+    ]
     done = subprocess.run(command, capture_output=True, text=True)
     return json.loads(done.stdout.splitlines()[-1]) if done.returncode == 0 else None
 
@@ -354,22 +362,22 @@ def _check(name: str, found: Any, expected: Any) -> None:
             raise SystemExit(f"{name}: the results are off by {error:.2g} of their norm")
 
 
-def _timed_row(name: str, segment: int, seconds: dict[tuple[str, int], list[float]]) -> dict[str, Any]:
+def _timed_row(name: str, streamed: bool, seconds: dict[tuple[str, bool], list[float]]) -> dict[str, Any]:
     """Medians, and those of each round's ratio to resident layers.
 
     Of the time of the transfers, `hidden` is the share that did not make the step longer. Weights are read by
     the forward and by the backward pass; an update writes them too, taken to last as long as reading.
     """
-    own, resident = seconds[name, segment], seconds[_resident(name)]
+    own, resident = seconds[name, streamed], seconds[_resident(name)]
     row = {
         "program": name,
-        "segment": segment,
+        "kind": _kind(streamed),
         "median_seconds": statistics.median(own),
         "to_resident": round(statistics.median(np.divide(own, resident).tolist()), 3),
         "seconds": [round(value, 5) for value in own],
     }
-    if segment and name in ("gradient", "update") and jax.default_backend() != "cpu":
-        transfers = (3 if name == "update" else 2) * statistics.median(seconds["read", segment])
+    if streamed and name in ("gradient", "update") and jax.default_backend() != "cpu":
+        transfers = (3 if name == "update" else 2) * statistics.median(seconds["read", True])
         row["hidden"] = round(1 - (row["median_seconds"] - statistics.median(resident)) / transfers, 3)
     return row
 
@@ -378,7 +386,6 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--target", default="h200", choices=list(memory.TARGETS))
     parser.add_argument("--depths", type=int, nargs="+", default=[24, 48, 96, 192])
-    parser.add_argument("--segments", type=int, nargs="+", default=[1, 2, 4, 8])
     parser.add_argument("--tokens", type=int, default=65_536)
     parser.add_argument("--width", type=int, default=2_048)
     parser.add_argument("--inner", type=int, default=16_384)
@@ -388,7 +395,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--layers", type=int, default=48, help="of the stack that is timed")
     parser.add_argument("--remat", default="offload", help="policy of the stack that is timed")
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--alone", nargs=2, help="run one program and segment length, print its peak memory")
+    parser.add_argument(
+        "--alone", nargs=2, help="run one program, `streamed` or `resident`, and print its peak memory"
+    )
     parser.add_argument("--out", type=Path, default=RESULTS)
     return parser
 

@@ -130,7 +130,7 @@ def source_of_run(
 
     ends = frozenset(ends_of_run(config, found.end))
     weights = None
-    if config.trainer.streaming is not None:
+    if config.trainer.streaming:
         state = state_shapes(config)
         weights = state.trained if config.lora is None else state.frozen
     return GeneratorSource(config.model, config.Vocab.size, found, ends, read, weights)

@@ -153,7 +153,7 @@ def check_remat_levels(policy: ScanCheckpointPolicy, num_layers: int) -> None:
     """Refuses levels that can't cut the layers.
 
     Args:
-        policy: of the layers. With a `host_segment_length` above 1 it cuts segments of as many layers.
+        policy: of the layers.
         num_layers: how many there are.
 
     Raises:
@@ -161,22 +161,19 @@ def check_remat_levels(policy: ScanCheckpointPolicy, num_layers: int) -> None:
     """
     if not isinstance(policy.nested, tuple):
         return
-    together = policy.host_segment_length
-    what = "layers" if together == 1 else f"segments of {together} layers (trainer.streaming.segment_length)"
-    length = num_layers // together - policy.first_layers
+    length = num_layers - policy.first_layers
     parts = math.prod(policy.nested[:-1])
     if 0 < length < parts:
         raise ConfigError(
             f"remat.nested = {list(policy.nested)} cuts the layers into {parts} parts before its last level, "
-            f"and this model has {length} {what} to cut. Give smaller numbers, fewer of them, or nested: "
+            f"and this model has {length} layers to cut. Give smaller numbers, fewer of them, or nested: "
             f"true."
         )
     try:
         if length > 1:
             policy.schedule(length)
     except ValueError as error:
-        counted = "" if together == 1 else f" Here they hold {what}."
-        raise ConfigError(f"remat.nested = {list(policy.nested)}: {error}.{counted}") from error
+        raise ConfigError(f"remat.nested = {list(policy.nested)}: {error}.") from error
 
 
 @functools.singledispatch

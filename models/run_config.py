@@ -91,15 +91,8 @@ class LmRunConfig:
             )
 
     def _check_streaming(self) -> None:
-        """Refuses what `trainer.streaming` can't be combined with, and its segments without it."""
-        together = 1 if self.policy is None else self.policy.host_segment_length
-        if together > 1:
-            raise ValueError(
-                f"remat.host_segment_length = {together} has no effect in a config: trainer.streaming puts "
-                f"layers on the host and says how many are read together. Leave it out, and give "
-                f"trainer.streaming.segment_length: {together}."
-            )
-        if self.trainer.streaming is None:
+        """Refuses what `trainer.streaming` can't be combined with."""
+        if not self.trainer.streaming:
             return
         if self.lora is None and not self.trainer.update.fused:
             raise ValueError(
@@ -107,32 +100,18 @@ class LmRunConfig:
                 "optimizer would need the gradients, the weights and the state of all of them on the device. "
                 "Give trainer.update.fused: true, or train adapters (lora)."
             )
-        segment_length = self.trainer.streaming.segment_length
         if self.policy is None:
-            if segment_length > 1:
-                raise ValueError(
-                    f"remat: auto tries policies that keep more than carries, which "
-                    f"trainer.streaming.segment_length = {segment_length} can't. Name a policy, such as "
-                    f"nested, or use segment_length: 1."
-                )
             return
         unread = [
             f"{name}={value!r}"
             for name, value in self.policy.settings()
-            if (name, value) == ("save_carries", False) or name in ("save_inputs", "offload_block_internals")
+            if (name, value) == ("save_carries", False) or name == "offload_block_internals"
         ]
         if unread:
             raise ValueError(
                 f"With trainer.streaming the backward pass reads each layer from the host again, and remat "
                 f"with {' and '.join(unread)} would keep all of them on the device. Use true, offload, "
                 f"nested or max_carries."
-            )
-        keeps_more = self.policy.save_block_internals or self.policy.disable or self.policy.first_layers
-        if segment_length > 1 and keeps_more:
-            raise ValueError(
-                f"trainer.streaming.segment_length = {segment_length} runs the layers "
-                f"of a segment again, one by one, from the carry that is kept of it, and remat keeps more "
-                f"({self.policy!r}). Use true, offload, nested or max_carries, or segment_length: 1."
             )
 
     def _check_ghost(self) -> None:
@@ -160,27 +139,6 @@ class LmRunConfig:
             raise ValueError(
                 f"ghost.validation.sources names {unknown[0]!r}, which data.sources lacks. Valid: {valid}."
             )
-
-    def _check_cuts(self, model: DecoderConfig) -> None:
-        """Refuses segments that can't be made of the layers, and levels that can't cut them."""
-        streaming = self.trainer.streaming
-        segment_length = 1 if streaming is None else streaming.segment_length
-        num_layers = model.num_layers
-        if segment_length > 1 and len(model.kinds) > 1:
-            raise ConfigError(
-                f"trainer.streaming.segment_length = {segment_length}, and the model has layers of several "
-                f"kinds ({', '.join(kind.name for kind in model.kinds)}), which are read from the host one "
-                f"at a time. Use 1."
-            )
-        if num_layers % segment_length:
-            divisors = ", ".join(str(k) for k in range(1, num_layers + 1) if num_layers % k == 0)
-            raise ConfigError(
-                f"trainer.streaming.segment_length = {segment_length} does not divide the model's "
-                f"{num_layers} layers. Use one of {divisors}."
-            )
-        if self.policy is not None:
-            policy = dataclasses.replace(self.policy, host_segment_length=segment_length)
-            check_remat_levels(policy, num_layers)
 
     @functools.cached_property
     def policy(self) -> ScanCheckpointPolicy | None:
@@ -230,6 +188,6 @@ class LmRunConfig:
                     f"The tokenizer {self.data.tokenizer!r} has {tokens} tokens, and the model's embedding "
                     f"{rows} rows. Use the model's own tokenizer, or a larger vocab_size."
                 )
-        if isinstance(model, DecoderConfig):
-            self._check_cuts(model)
+        if isinstance(model, DecoderConfig) and self.policy is not None:
+            check_remat_levels(self.policy, model.num_layers)
         return dataclasses.replace(self, model=model, vocab_size=rows)

@@ -81,17 +81,15 @@ def initial_state(
 
     def begin(weights: LanguageModel) -> TrainState:
         adapted, trainable = with_adapters(weights, config.lora, key=model_key)
-        if streamed is not None and config.trainer.update.fused:  # adapters too
-            adapted = streaming.to_host(adapted, segment_length=streamed.segment_length)
+        if streamed and config.trainer.update.fused:  # adapters too
+            adapted = streaming.to_host(adapted)
         return TrainState.init(adapted, run_optimizer(config), trainable, key=step_key)
 
     def init_stack(Layers: Axis, Block: Any, *, remat: ScanCheckpointSpec) -> Callable[..., Stacked]:
         def init(*args: Any, **kwargs: Any) -> Any:
             return cast_parameters(Block.init(*args, **kwargs), dtype)
 
-        if streamed is None:
-            return Stacked.init(Layers, init, remat=remat)
-        return streaming.init(Layers, init, remat=remat, segment_length=streamed.segment_length)
+        return (streaming if streamed else Stacked).init(Layers, init, remat=remat)
 
     def begin_at_random() -> TrainState:
         make = functools.partial(build_model, config.model, config.Vocab, init_stack=init_stack)
@@ -100,7 +98,7 @@ def initial_state(
     if config.initialize_from_hf is None or not read_weights:
         return partitioning.init_sharded(begin_at_random)
     assert isinstance(config.model, DecoderConfig)  # or it was not resolved
-    streamed_axis = config.model.Layers.name if streamed is not None else None
+    streamed_axis = config.model.Layers.name if streamed else None
 
     def sharding(weight: NamedArray) -> Sharding:
         of_layer = [axis.size for axis in weight.axes if axis.name != streamed_axis]
@@ -115,8 +113,6 @@ def initial_state(
         dtype=dtype,
         sharding=sharding,
     )
-    if streamed is not None:
-        weights = streaming.to_host(weights, segment_length=streamed.segment_length)  # only the policies
     return partitioning.init_sharded(begin, weights)
 
 

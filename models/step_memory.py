@@ -26,7 +26,6 @@ from stacked_remat.training import (
     POSITION_AXIS,
     ConfigError,
     Partitioning,
-    StreamingConfig,
     TokenBatch,
     TrainState,
     build_step,
@@ -62,7 +61,7 @@ class StepMemory:
         """
         trainer = self.config.trainer
         combines = self.config.lora is not None or trainer.update.fused
-        return trainer.streaming is None and combines and self._sizes_host(self._partitioning())
+        return not trainer.streaming and combines and self._sizes_host(self._partitioning())
 
     @property
     def tiles(self) -> int:
@@ -169,14 +168,14 @@ class StepMemory:
             ConfigError: with the size of each and the memory.
         """
         batch, state = self._shapes(self._partitioning(), streamed)
-        stream = ", or keep the layers on the host (trainer.streaming.segment_length: 1)"
+        stream = ", or keep the layers on the host (trainer.streaming: true)"
         data, target = self.config.data, find_target(self.target)
         weights = {
             "trained weights": state.trained,
             "frozen weights": state.frozen,
             "optimizer state": state.optimizer_state,
         }
-        if self.config.trainer.streaming is not None and target.name == "local":
+        if self.config.trainer.streaming and target.name == "local":
             saved = {"a checkpoint that is being written": (state.trained, state.optimizer_state)}
             check_host_fits(
                 weights | saved,
@@ -222,8 +221,8 @@ class StepMemory:
         data, trainer = self.config.data, self.config.trainer
         partitioning.check_batch(data.batch_size, data.seq_len, trainer.update.microbatches)
         if streamed:
-            trainer = replace(trainer, streaming=StreamingConfig())
-        if trainer.streaming is not None and not self._sizes_host(partitioning):
+            trainer = replace(trainer, streaming=True)
+        if trainer.streaming and not self._sizes_host(partitioning):
             raise ConfigError(
                 f"Layers on the host can't be sized for {partitioning.mesh.size} devices of target "
                 f"{find_target(self.target).name!r} that are not attached. Give devices: 1, with a "

@@ -47,7 +47,6 @@ from stacked_remat.training import (
     RunFolder,
     RunOutputs,
     StopSignals,
-    StreamingConfig,
     Tokenizer,
     Tracker,
     TrainingResult,
@@ -280,7 +279,7 @@ def _fitting(config: LmRunConfig, progress: Progress) -> LmRunConfig:
     config = dataclasses.replace(config, remat=remat_entry(found.policy), budget=None, host_budget=None)
     if not found.streamed:
         return config
-    trainer = dataclasses.replace(config.trainer, streaming=StreamingConfig())
+    trainer = dataclasses.replace(config.trainer, streaming=True)
     config = dataclasses.replace(config, trainer=trainer)
     StepMemory(config).check()  # the memory of this host
     return config

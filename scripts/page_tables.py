@@ -121,7 +121,7 @@ TABLES = {
     ),
     "streaming-time": Table(
         ("streaming_time_cpu.json",),
-        rows=("segment",),
+        rows=("kind",),
         columns=("program",),
         cells=("to_resident",),
         only={"program": "gradient|update|sliced_by_index"},

@@ -1,7 +1,9 @@
 """`BlockFoldable`: what `Stacked`, `StackedPattern` and `BlockSeq` have in common."""
 
 import abc
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import functools
+import operator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Concatenate, Generic, Self, TypeVar, overload
 
 import equinox as eqx
@@ -11,8 +13,12 @@ from haliax.state_dict import ModuleWithStateDictSerialization, StateDict
 
 from ._noted import noted_stack_call
 from ._policy import ScanCheckpointPolicy, ScanCheckpointSpec, resolve_policy
-from ._scan.layer_state import through_state
-from ._scan.marks import changed
+from ._scan.arguments import Caller, argument_namer, warn_of_ambiguous
+from ._scan.layer_state import divide_state, only_own_state, with_whole_state
+from ._scan.layers import Loop
+from ._scan.marks import applied, changed, check_unmarked, stored
+from ._scan.pattern import NamedPattern
+from ._scan.step import Call, Verb
 from ._stacked_methods import check_options
 from ._state_dict import layers_to_state_dict
 
@@ -102,9 +108,9 @@ class BlockFoldable(ModuleWithStateDictSerialization, Generic[M]):
             ValueError, TypeError: as `stacked_remat.scan` does; also for an option that is also a parameter
                 of the block; for several states, and a layer that reads or returns another's.
         """
-        check_options(self._kinds(), "fold", remat=remat, unroll=unroll, reverse=reverse)
-        run = self.fold_via(self._block_call(), remat=remat, unroll=unroll, reverse=reverse)
-        return run(init, *args, **kwargs)
+        options = {"remat": remat, "unroll": unroll, "reverse": reverse}
+        check_options(self._kinds, "fold", options)
+        return _via(self, "fold", None, options)(init, *args, **kwargs)
 
     def scan(
         self,
@@ -120,9 +126,9 @@ class BlockFoldable(ModuleWithStateDictSerialization, Generic[M]):
 
         A state among a layer's outputs is not stacked: the whole one, as of `fold`, is in its place.
         """
-        check_options(self._kinds(), "scan", remat=remat, unroll=unroll, reverse=reverse)
-        run = self.scan_via(self._block_call(), remat=remat, unroll=unroll, reverse=reverse)
-        return run(init, *args, **kwargs)
+        options = {"remat": remat, "unroll": unroll, "reverse": reverse}
+        check_options(self._kinds, "scan", options)
+        return _via(self, "scan", None, options)(init, *args, **kwargs)
 
     def fold_via(
         self,
@@ -138,16 +144,7 @@ class BlockFoldable(ModuleWithStateDictSerialization, Generic[M]):
             A function of the initial carry and the further arguments. What `fn` closes over is shared
             by all layers.
         """
-        if call := noted_stack_call():
-            return call(self, "fold_via", fn, {"remat": remat, "unroll": unroll, "reverse": reverse})
-        run = self._scan_via("fold", fn, *self._options(remat, unroll, reverse))
-        run = through_state(run, self, self._own_part, "fold")
-
-        def folded(init: Any, /, *args: Any, **kwargs: Any) -> Any:
-            carry, outputs = run(init, *args, **kwargs)
-            return (carry, outputs) if isinstance(outputs, State) else carry
-
-        return folded
+        return _via(self, "fold", fn, {"remat": remat, "unroll": unroll, "reverse": reverse})
 
     def scan_via(
         self,
@@ -158,25 +155,18 @@ class BlockFoldable(ModuleWithStateDictSerialization, Generic[M]):
         reverse: bool | None = None,
     ) -> Callable[..., tuple[T, Y]]:
         """Scan with `fn(block, carry, *args, **kwargs) -> (carry, output)` in place of the blocks' call."""
-        if call := noted_stack_call():
-            return call(self, "scan_via", fn, {"remat": remat, "unroll": unroll, "reverse": reverse})
-        run = self._scan_via("scan", fn, *self._options(remat, unroll, reverse))
-        return through_state(run, self, self._own_part, "scan")
+        return _via(self, "scan", fn, {"remat": remat, "unroll": unroll, "reverse": reverse})
 
     def vmap(self, /, *args: Any, **kwargs: Any) -> Any:
         """Apply all layers to the same arguments with `vmap`; the outputs get the layers' axis in front.
 
         Arguments are split and shared as in `fold`. Costs the internals of all layers at once.
         """
-        return self.vmap_via(self._block_call())(*args, **kwargs)
+        return _run(self, loop_over(self, "vmap", "map", remat=False), None, *args, **kwargs)
 
     def vmap_via(self, fn: Callable[Concatenate[M, ...], Y]) -> Callable[..., Y]:
         """As `vmap`, with `fn(block, *args, **kwargs)` in place of the blocks' own call."""
-        mapped = self._vmap_via(fn)
-        run = through_state(
-            lambda _, *args, **kwargs: (None, mapped(*args, **kwargs)), self, self._own_part, "vmap"
-        )
-        return lambda *args, **kwargs: run(None, *args, **kwargs)[1]
+        return functools.partial(_run, self, loop_over(self, "vmap", "map", fn, remat=False), None)
 
     def with_remat(self, remat: ScanCheckpointSpec) -> Self:
         """These layers, the same arrays, with another checkpoint policy."""
@@ -217,35 +207,64 @@ class BlockFoldable(ModuleWithStateDictSerialization, Generic[M]):
     def _own_part(self, state: State, what: str) -> Any:
         """What of a state is the layers' own, marked to be divided among them; `what` is for errors."""
 
+    @property
     @abc.abstractmethod
-    def _vmap_via(self, fn: Callable[..., Any]) -> Callable[..., Any]:
-        """`vmap_via`, of arguments without a whole state."""
-
-    @abc.abstractmethod
-    def _kinds(self) -> Iterable[M]:
+    def _kinds(self) -> Sequence[M]:
         """Blocks of every kind among the layers."""
 
-    @abc.abstractmethod
-    def _block_call(self) -> Callable[..., Any]:
-        """The call of a block, as a function of the block and its arguments."""
-
-    def _options(
-        self, remat: ScanCheckpointSpec | None, unroll: int | bool | None, reverse: bool | None
-    ) -> tuple[ScanCheckpointSpec, int | bool, bool]:
-        """The options of a call, with the defaults for those not given."""
-        return (
-            self.remat if remat is None else remat,
-            1 if unroll is None else unroll,
-            False if reverse is None else reverse,
-        )
+    @property
+    def _pattern(self) -> NamedPattern | None:
+        """Which layer is of which kind, if there are several kinds."""
+        return None
 
     @abc.abstractmethod
-    def _scan_via(
-        self,
-        verb: str,
-        fn: Callable[..., Any],
-        remat: ScanCheckpointSpec,
-        unroll: int | bool,
-        reverse: bool,
-    ) -> Callable[..., tuple[Any, Any]]:
-        """`scan_via`, or, for the verb `fold`, `fold_via` with None as outputs."""
+    def _runner(self, loop: Loop) -> Callable[[Any, Any], tuple[Any, Any]]:
+        """What runs a loop, from the first carry and the arguments to the last carry and the outputs."""
+
+    def _blocks(self, how: Callable[[Any], Any]) -> Any:
+        """The blocks as the first argument of a loop, marked by `how` it uses a stack; None for none."""
+        return None
+
+
+# Functions, because Equinox makes a module of a method for each call.
+
+
+def loop_over(
+    layers: BlockFoldable[Any],
+    method: str,
+    verb: Verb,
+    fn: Callable[..., Any] | None = None,
+    *,
+    remat: ScanCheckpointSpec | None = None,
+    unroll: int | bool | None = None,
+    reverse: bool | None = None,
+) -> Loop:
+    """The loop of a method over layers, which calls `fn`, or the blocks themselves."""
+    owner = fn or next((type(block).__call__ for block in layers._kinds), operator.call)
+    names = argument_namer(owner, skip=1 if verb == "map" else 2, first=("stacked",))
+    caller = Caller(f"{type(layers).__name__}.{method}", names)
+    call = Call(caller, verb, fn or operator.call, owner, takes_block=True)
+    policy = layers.remat if remat is None else remat
+    return Loop.of(call, layers.Layers, policy, layers._pattern, unroll=unroll, reverse=reverse)
+
+
+def _via(
+    layers: BlockFoldable[Any], verb: Verb, fn: Callable[..., Any] | None, options: dict[str, Any]
+) -> Callable[..., Any]:
+    if call := noted_stack_call():
+        return call(layers, f"{verb}_via", fn or operator.call, options)
+    return functools.partial(_run, layers, loop_over(layers, verb, verb, fn, **options))
+
+
+def _run(layers: BlockFoldable[Any], loop: Loop, init: Any, /, *args: Any, **kwargs: Any) -> Any:
+    call, what = loop.call, loop.call.caller.what
+    check_unmarked(init)
+    whole, (args, kwargs) = divide_state(init, (args, kwargs), layers, layers._own_part, what)
+    warn_of_ambiguous(init, (None, *args), kwargs, layers.Layers, call.caller)
+    arguments = ((layers._blocks(stored if call.verb == "map" else applied), *args), kwargs)
+    with only_own_state(whole, what):
+        carry, outputs = layers._runner(loop)(init, arguments)
+    if whole is None:
+        return call.result(carry, outputs)
+    state, outputs = with_whole_state(outputs, whole, layers, what)
+    return (carry, state) if call.verb == "fold" else call.result(carry, outputs)

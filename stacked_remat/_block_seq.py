@@ -1,7 +1,7 @@
 """`BlockSeq`: layers that need not be alike, with the methods and the policies of `Stacked`."""
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar, Unpack, overload
+from typing import TYPE_CHECKING, Any, Protocol, Self, TypeAlias, Unpack, overload
 
 import equinox as eqx
 from equinox.nn import State
@@ -10,33 +10,28 @@ from haliax.state_dict import StateDict
 
 from ._block_foldable import B, BlockFoldable, M
 from ._policy import ScanCheckpointPolicy, ScanCheckpointSpec, resolve_policy
-from ._scan.arguments import Caller, warn_of_ambiguous
-from ._scan.checks import check_reverse, check_unroll, layers_axis
+from ._scan.arguments import Caller
+from ._scan.checks import layers_axis
 from ._scan.layer_axis import layer_getter
 from ._scan.layer_state import for_layer, of_one_layer, part_of, stack_outputs_and_states
-from ._scan.layers import from_arguments, scan_unrolled
-from ._scan.marks import changed, check_unmarked
+from ._scan.layers import Loop, scan_unrolled
+from ._scan.marks import changed
 from ._stacked_methods import (
     AnyLayers,
     BuiltByInit,
     InitOf,
     P,
     PolicyOptions,
-    block_call,
-    block_second,
     check_layer_index,
     check_modules,
     layers_builder,
-    method_caller,
 )
 from ._state_dict import layers_from_state_dict
 
-S = TypeVar("S")
-
-
 if TYPE_CHECKING:
+    _AnyLayers: TypeAlias = "BlockSeq[AnyLayers]"
 
-    class _InitOfBlocks(Protocol):
+    class _Init(Protocol):
         @overload
         def __call__(
             self, Layers: Axis | int, Block: BuiltByInit[P, B], **options: Unpack[PolicyOptions]
@@ -46,15 +41,6 @@ if TYPE_CHECKING:
         def __call__(
             self, Layers: Axis | int, Block: Callable[P, B], **options: Unpack[PolicyOptions]
         ) -> "Callable[P, BlockSeq[B]]": ...
-
-    class _Init:
-        @overload
-        def __get__(self, layers: object, cls: "type[BlockSeq[AnyLayers]]") -> _InitOfBlocks: ...
-
-        @overload
-        def __get__(self, layers: object, cls: type[S]) -> InitOf[S]: ...
-
-        def __get__(self, layers: object, cls: Any) -> Any: ...
 
 
 class BlockSeq(BlockFoldable[M]):
@@ -90,7 +76,7 @@ class BlockSeq(BlockFoldable[M]):
             )
 
     if TYPE_CHECKING:
-        init = _Init()
+        init = InitOf[_AnyLayers, _Init]()
     else:
 
         @classmethod
@@ -108,45 +94,31 @@ class BlockSeq(BlockFoldable[M]):
     def _own_part(self, state: State, what: str) -> State:
         return part_of(state, self.blocks, self.Layers, what, whole=of_one_layer(self.blocks))
 
+    @property
     def _kinds(self) -> Sequence[M]:
         return self.blocks
 
-    def _block_call(self) -> Callable[..., Any]:
-        return block_call(self.blocks[0]) if self.blocks else lambda block, *args, **kwargs: None
+    def _runner(self, loop: Loop) -> Callable[[Any, Any], tuple[Any, Any]]:
+        call = loop.call
 
-    def _scan_via(
-        self,
-        verb: str,
-        fn: Callable[..., Any],
-        remat: ScanCheckpointSpec,
-        unroll: int | bool,
-        reverse: bool,
-    ) -> Callable[..., tuple[Any, Any]]:
-        caller = method_caller(self, verb, fn, skip=2)
-        check_unroll(unroll)  # but ignored: layers that differ can only be unrolled
-        backwards, resolved = check_reverse(reverse), resolve_policy(remat).normalized()
-
-        step = block_second(fn, caller.what, has_output=verb == "scan")
-
-        def layer(carry: Any, inputs: Any) -> tuple[Any, Any]:
+        def unpack(inputs: Any, _: Any) -> tuple[list[Any], dict[str, Any]]:
             block, arguments = inputs
-            args, kwargs = for_layer(
-                arguments, block
-            )  # a copy of its state, which can't be read once it is old
-            return step(carry, block, *args, **kwargs)
+            # A copy of its state, which can't be read once it is old.
+            (_, *args), kwargs = for_layer(arguments, block)
+            return [block, *args], kwargs
 
         def run(init: Any, arguments: Any) -> tuple[Any, Any]:
-            arguments_of = layer_getter(arguments, self.Layers, caller)
+            arguments_of = layer_getter(arguments, self.Layers, call.caller)
             inputs = [(block, for_layer(arguments_of(i), block)) for i, block in enumerate(self.blocks)]
-            carry, ys = scan_unrolled(layer, init, inputs, self.Layers, resolved, reverse=backwards)
-            return carry, stack_outputs_and_states(ys, self.Layers, caller.what)
+            if call.verb == "map":
+                carry, ys = init, []
+                for args, kwargs in (unpack(own, None) for own in inputs):
+                    ys.append(call.fn(*args, **kwargs))
+            else:
+                carry, ys = scan_unrolled(loop, unpack, init, inputs, self.Layers)
+            return carry, stack_outputs_and_states(ys, self.Layers, call.caller.what)
 
-        def scanned(init: Any, /, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-            check_unmarked(init)
-            warn_of_ambiguous(init, args, kwargs, self.Layers, caller)
-            return from_arguments(run, resolved, self.Layers)(init, (args, kwargs))
-
-        return scanned
+        return run
 
     def fold_vjp(self, *args: Any, **kwargs: Any) -> Any:
         """Not supported: a `TypeError` that says what to use instead."""
@@ -156,19 +128,6 @@ class BlockSeq(BlockFoldable[M]):
         )
 
     scan_vjp = fold_vjp
-
-    def _vmap_via(self, fn: Callable[..., Any]) -> Callable[..., Any]:
-        caller = method_caller(self, "vmap", fn, skip=1)
-
-        def mapped(*args: Any, **kwargs: Any) -> Any:
-            arguments_of = layer_getter((args, kwargs), self.Layers, caller)
-            outputs = []
-            for i, block in enumerate(self.blocks):
-                layer_args, layer_kwargs = for_layer(arguments_of(i), block)
-                outputs.append(fn(block, *layer_args, **layer_kwargs))
-            return stack_outputs_and_states(outputs, self.Layers, caller.what)
-
-        return mapped
 
     def unstacked(self) -> tuple[M, ...]:
         """The layers."""

@@ -162,25 +162,49 @@ def checkpoint_sequential(
     policy = ScanCheckpointPolicy(nested=nested, segment_length=every, max_carries=max_carries)
     keys = [None] * len(layers) if key is None else jax.random.split(key, len(layers))
 
-    def apply(part: Tree, x: Any, state: Any) -> tuple[Any, Any]:
-        if not isinstance(part, int):
-            for inner in part:
-                x, state = checkpoint(functools.partial(apply, inner))(x, state)
-            return x, state
-        layer = layers[part]
-        options = {"key": keys[part]} if key is not None or isinstance(layers, eqx.nn.Sequential) else {}
-        if isinstance(layer, eqx.nn.StatefulLayer) and layer.is_stateful():
-            if state is None:
-                raise ValueError(
-                    f"checkpoint_sequential: layers[{part}] ({type(layer).__name__}) keeps state; "
-                    "pass state= of eqx.nn.make_with_state."
-                )
-            return layer(x, state=state, **options)
-        return layer(x, **options), state
+    def apply(number: int, x_and_state: tuple[Any, Any]) -> tuple[tuple[Any, Any], None]:
+        (x, state), layer = x_and_state, layers[number]
+        options = {"key": keys[number]} if key is not None or isinstance(layers, eqx.nn.Sequential) else {}
+        if not (isinstance(layer, eqx.nn.StatefulLayer) and layer.is_stateful()):
+            return (layer(x, **options), state), None
+        if state is None:
+            raise ValueError(
+                f"checkpoint_sequential: layers[{number}] ({type(layer).__name__}) keeps state; "
+                "pass state= of eqx.nn.make_with_state."
+            )
+        return layer(x, state=state, **options), None
+
+    def layer(number: int, x_and_state: tuple[Any, Any]) -> Any:
+        return checkpoint(functools.partial(apply, number))(x_and_state)
 
     tree = policy.schedule(len(layers)).tree if len(layers) else ()
-    found, new_state = apply(tree if isinstance(tree, tuple) else (tree,), x, state)
+    (found, new_state), _ = run_tree(tree, layer, checkpoint, (x, state))
     return found if state is None else (found, new_state)
+
+
+def run_tree(
+    tree: Tree, layer: Callable[[int, T], tuple[T, Any]], segment: Callable[[Any], Any], carry: T
+) -> tuple[T, list[Any]]:
+    """Run layers one after the other, and each segment within the whole as `segment` of a function.
+
+    Args:
+        tree: of a schedule.
+        layer: from the number of a layer and its carry to the next carry and an output.
+        segment: from a function of a carry to one that is checkpointed.
+        carry: the first one.
+
+    Returns:
+        The last carry and the output of each layer.
+    """
+    if isinstance(tree, int):
+        carry, y = layer(tree, carry)
+        return carry, [y]
+    outputs = []
+    for part in tree:
+        run = functools.partial(run_tree, part, layer, segment)
+        carry, ys = (run if isinstance(part, int) else segment(run))(carry)
+        outputs += ys
+    return carry, outputs
 
 
 _CUTS = {

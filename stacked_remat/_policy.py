@@ -1,27 +1,26 @@
 """What the backward pass of a scan over layers keeps, moves to the host, or recomputes.
 
-A block takes a *carry* and its own *inputs* (its weights and whatever else is split over the layers) and
-returns the next carry. Its derivative reads some of the intermediate values, the *internals*. A
-`ScanCheckpointPolicy` says for each of the three whether the forward pass keeps it for the backward pass;
-`_scan/` obeys it.
+A block takes a *carry* and its own inputs (its weights and whatever else is split over the layers), and
+returns the next carry. Its derivative reads the inputs, which are read where they are, and some of the
+intermediate values, the *internals*. A `ScanCheckpointPolicy` says of carries and internals whether the
+forward pass keeps them for the backward pass; `_scan/` obeys it.
 """
 
 import dataclasses
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from typing import Any, Literal, TypeAlias
 
 import jax
 
 from ._jax_policies import JaxPolicy, as_written, check_jax_policy
-from ._remat import Kept, PerLayer, Remat, SaveAll, Swept
+from ._remat import EVERYTHING, Kept, Remat
 from ._schedule import Schedule, bounded, equal, levels, segmented, shrinking, whole_number
 
 OFFLOAD = "offload"
-_KEPT: dict[bool | str, Kept] = {True: "keep", OFFLOAD: "offload", False: "drop"}
+_CARRIES: dict[bool | str, Any] = {True: "device", OFFLOAD: "host", False: None}
 _CUTS = ("nested", "segment_length", "max_carries")
 _COUNTS = {"segment_length": "a number of layers in a segment", "max_carries": "a number of carries"}
-_READING = "host_segment_length"  # says nothing of what is kept
 
 
 @dataclasses.dataclass(frozen=True, repr=False, eq=False)
@@ -48,10 +47,6 @@ class ScanCheckpointPolicy:
         save_carries: `True` keeps the carry that goes into each layer. `"offload"` moves it to the host in
             the forward pass and fetches it in the backward pass. `False` keeps none: the
             backward pass first replays the stack, from its input and the internals that were saved.
-        save_inputs: `True` reads the scanned inputs where they are; nothing is copied. `False` also drops
-            what the scan derives from its arguments (arrays with the scanned axis moved to the front) and
-            derives it again. `"offload"` copies each layer's inputs to the host, weights included: it pays
-            only when the scanned inputs are themselves temporaries that nothing else keeps.
         save_block_internals: names given by `checkpoint_name` inside the block that are kept, or `True` for
             everything that the backward pass reads (nothing is then recomputed, and carries are kept exactly
             where a derivative reads them). With `nested`, they are kept for the segment being reversed, and
@@ -59,13 +54,7 @@ class ScanCheckpointPolicy:
             (`dots_saveable`, ...), or any function of that kind, chooses by operation; `JAX_REMAT3=1` obeys
             only those that go by names, and others are then refused.
         offload_block_internals: names that are moved to the host instead.
-        prevent_cse: put barriers around recomputation even inside a rolled loop. Where layers share one
-            program (`BlockSeq`, a fully unrolled scan) they are always there, since XLA would merge the
-            recomputation with the forward pass. With a cut, barriers matter only if internals are
-            saved by name.
         disable: no checkpointing at all: everything the backward pass reads is kept.
-        simple: plain `jax.checkpoint` around each layer, without naming the carry or the inputs. The memory
-            is the same as by default; for debugging, it excludes names as a cause.
         nested: cut the layers into segments, keep the carry at the start of each, and replay one segment at a
             time (Chen et al. 2016, "Training deep nets with sublinear memory cost"). `True` cuts into
             segments that each have a layer less than the one before, which needs the fewest carries for one
@@ -83,10 +72,6 @@ class ScanCheckpointPolicy:
             them follow `first_policy`.
         first_policy: `False` keeps the internals of these layers, one with `save_block_internals=[names]`
             only those names, and `True` only their carries.
-        host_segment_length: how many layers whose arrays are in host memory are read to the device together;
-            it divides their number. Above 1 a cut counts such segments in the place of layers, and a segment
-            being reversed is run once more and keeps a carry for each of its layers. No effect on
-            layers in device memory.
 
     Raises:
         ValueError: for contradictory settings, with the reason.
@@ -94,25 +79,20 @@ class ScanCheckpointPolicy:
     """
 
     save_carries: bool | Literal["offload"] = True
-    save_inputs: bool | Literal["offload"] = True
     save_block_internals: bool | Iterable[str] | JaxPolicy = False
     offload_block_internals: Iterable[str] = ()
-    prevent_cse: bool = False
     disable: bool = False
-    simple: bool = False
     nested: bool | int | Iterable[int] = False
     segment_length: int | None = None
     max_carries: int | None = None
     first_layers: int = 0
     first_policy: "ScanCheckpointSpec" = False
-    host_segment_length: int = 1
 
     def __post_init__(self):
-        _check_tri_state("save_carries", self.save_carries)
-        _check_tri_state("save_inputs", self.save_inputs)
-        for field in ("prevent_cse", "disable", "simple"):
-            if not isinstance(getattr(self, field), bool):
-                raise TypeError(f"{field} is True or False; got {getattr(self, field)!r}.")
+        if not isinstance(self.save_carries, bool) and self.save_carries != OFFLOAD:
+            raise TypeError(f'save_carries is True, False or "offload"; got {self.save_carries!r}.')
+        if not isinstance(self.disable, bool):
+            raise TypeError(f"disable is True or False; got {self.disable!r}.")
         internals = saved_internals("save_block_internals", self.save_block_internals)
         object.__setattr__(self, "save_block_internals", internals)
         offloaded = checkpoint_names("offload_block_internals", self.offload_block_internals)
@@ -125,122 +105,67 @@ class ScanCheckpointPolicy:
                 object.__setattr__(self, field, value)
         first = whole_number("first_layers", self.first_layers, "a number of layers", least=0)
         object.__setattr__(self, "first_layers", first)
-        together = whole_number(_READING, self.host_segment_length, "a number of layers")
-        object.__setattr__(self, _READING, together)
         for reason in self._contradictions():
             raise ValueError(reason)
 
     def _contradictions(self) -> Iterator[str]:
         """Settings that contradict each other: the reason, and what to write instead."""
-        settings = [(name, value) for name, value in self.settings() if name != _READING]
-        written = {name: f"{name}={as_written(value)!r}" for name, value in settings}
-        cuts = [f"{name}={getattr(self, name)!r}" for name in _CUTS if name in written]
-
-        def listed(*names: str, but: tuple[str, ...] = ()) -> str:
-            chosen = (name for name in written if (name in names if names else name not in but))
-            return " and ".join(written[name] for name in chosen)
-
-        if self.disable and (others := listed(but=("disable",))):
-            yield (
-                f"disable=True turns checkpointing off and leaves {others} without effect. Drop one or the "
-                "other."
-            )
-        # Layers that are cut need no names.
-        if self.simple and (others := listed(but=("simple", "prevent_cse", *_CUTS))):
-            yield (
-                "simple=True is one plain jax.checkpoint around each layer, which names no values, so "
-                f"{others} cannot be obeyed. Drop one or the other."
-            )
+        written = {name: f"{name}={as_written(value)!r}" for name, value in self.settings()}
+        cuts = [written[name] for name in _CUTS if name in written]
+        first = f"first_layers={self.first_layers}"
+        if self.disable and len(written) > 1:
+            others = " and ".join(setting for name, setting in written.items() if name != "disable")
+            yield f"disable=True turns checkpointing off and leaves {others} without effect. Drop one."
         if both := sorted(set(self.saved_names) & set(self.offloaded_names)):
             yield f"{both} are in both save_block_internals and offload_block_internals; keep each in one."
         if len(cuts) > 1:
             yield f"{' and '.join(cuts)} each say how the layers are cut; keep one."
-        if cuts:
-            yield from self._contradictions_of_cut(cuts[0])
-        # Haliax writes save_carries=False for internals only: carries that no derivative reads are not kept.
-        unread = ["save_inputs"] * (self.save_inputs is False) + ["prevent_cse"]
-        if self.save_block_internals is True and (others := listed(*unread)):
+        if self.save_carries is False and (keeps := cuts or [first] * bool(self.first_layers)):
             yield (
-                "save_block_internals=True keeps everything that the backward pass reads, and nothing is "
-                f"computed again, so {others} has no effect. Drop it, or name the internals to keep: "
-                "save_block_internals=[...]."
+                f"{keeps[0]} keeps carries, and save_carries=False keeps none. For a backward pass that "
+                'starts from the stack\'s input alone use "recompute".'
             )
-        # The internals of a segment leave its boundaries to offload.
-        offloads = [name for name, value in settings if value == OFFLOAD or name.startswith(OFFLOAD)]
-        if self.save_block_internals is True and not cuts and offloads:
+        if self.save_carries == OFFLOAD and (self.max_carries is not None or isinstance(self.nested, tuple)):
+            yield (
+                f'save_carries="offload" moves the boundaries of one cut to the host, and {cuts[0]} cuts '
+                "more than once. Use nested=True, nested=k or segment_length=k."
+            )
+        if cuts and self.offloaded_names:
+            yield (
+                f"With {cuts[0]}, block internals live only while one segment is reversed, so "
+                f"{written['offload_block_internals']} would move them out and back. "
+                'Put them in save_block_internals, or offload the boundaries with save_carries="offload".'
+            )
+        # The internals of a segment leave its boundaries to offload. (Haliax writes save_carries=False beside
+        # save_block_internals=True; carries that no derivative reads are not kept.)
+        if self.save_block_internals is True and not cuts and self.offloads:
+            offloads = [setting for setting in written.values() if OFFLOAD in setting]
             yield (
                 "save_block_internals=True keeps everything on the device and leaves nothing to offload, so "
-                f"{listed(*offloads)} cannot be obeyed. Name the internals to keep instead: "
+                f"{' and '.join(offloads)} cannot be obeyed. Name the internals to keep instead: "
                 "save_block_internals=[...]."
             )
+        for name in ("save_block_internals", "offload_block_internals"):
+            if self.first_layers and name in written and not cuts:
+                yield (
+                    f"{written[name]} cannot be obeyed beside {first}: the layers after the first can be cut "
+                    "(nested, segment_length, max_carries), or keep or offload their carries."
+                )
         if self.first_layers:
-            yield from self._contradictions_of_first_layers(written)
+            settings, allowed = (
+                resolve_policy(self.first_policy).settings(),
+                ("save_block_internals", "disable"),
+            )
+            if clashing := [f"{name}={value!r}" for name, value in settings if name not in allowed]:
+                yield (
+                    "The first layers keep what they keep on the device, so first_policy cannot set "
+                    f"{' and '.join(clashing)}. Use False, True or save_block_internals=[names], and let the "
+                    "other settings cut or offload the rest."
+                )
         elif self.first_policy is not False:
             yield (
                 f"first_policy={self.first_policy!r} has no effect without first_layers. Say how many layers "
                 "follow it: first_layers=k."
-            )
-        swept = listed(*_CUTS, "first_layers")
-        if self.prevent_cse and swept and isinstance(self.save_block_internals, bool):
-            yield (
-                f"With {swept} layers are replayed in loops of their own, where XLA finds nothing to merge "
-                "the recomputation with, so prevent_cse=True has no effect without "
-                "save_block_internals=[names]. Drop it."
-            )
-
-    def _contradictions_of_cut(self, cut: str) -> Iterator[str]:
-        if self.save_carries == OFFLOAD and (self.max_carries is not None or isinstance(self.nested, tuple)):
-            yield (
-                f'save_carries="offload" moves the boundaries of one cut to the host, and {cut} cuts more '
-                "than once. Use nested=True, nested=k or segment_length=k."
-            )
-        if self.save_carries is False:
-            yield (
-                f"{cut} keeps the carry at the start of each segment, and save_carries=False keeps none. For "
-                'a backward pass that starts from the stack\'s input alone use "recompute".'
-            )
-        if self.save_inputs is not True:
-            yield (
-                f"{cut} reads the scanned inputs where they are whenever a segment is replayed, so "
-                f"save_inputs={self.save_inputs!r} cannot be obeyed. Leave save_inputs=True."
-            )
-        if self.offloaded_names:
-            yield (
-                f"With {cut}, block internals live only while one segment is reversed, so "
-                f"offload_block_internals={list(self.offloaded_names)} would move them out and back. "
-                'Put them in save_block_internals, or offload the boundaries with save_carries="offload".'
-            )
-
-    def _contradictions_of_first_layers(self, written: Mapping[str, str]) -> Iterator[str]:
-        first = resolve_policy(self.first_policy)
-        allowed = ("save_block_internals", "disable", "prevent_cse")
-        if clashing := [f"{name}={value!r}" for name, value in first.settings() if name not in allowed]:
-            yield (
-                "The first layers keep what they keep on the device, so first_policy cannot set "
-                f"{' and '.join(clashing)}. Use False, True or save_block_internals=[names], and let the "
-                "other settings cut or offload the rest."
-            )
-        if first.prevent_cse and isinstance(first.save_block_internals, bool):
-            yield (
-                "first_policy says prevent_cse=True, which has no effect there without "
-                "save_block_internals=[names]. Drop it."
-            )
-        if self.saves_everything and not self.is_nested:
-            yield (
-                "With save_block_internals=True the layers after the first already keep every internal, so "
-                f"first_layers={self.first_layers} would have no effect. Drop it, or let the rest recompute."
-            )
-        for name in ("save_inputs", "save_block_internals", "offload_block_internals"):
-            if name in written and not (self.is_nested and name == "save_block_internals"):
-                yield (
-                    f"{written[name]} cannot be obeyed beside first_layers={self.first_layers}: the layers "
-                    "after the first can be cut (nested, segment_length, max_carries), or keep or offload "
-                    "their carries."
-                )
-        if self.save_carries is False:
-            yield (
-                "save_carries=False replays the whole stack from its input, its first layers too. Use nested "
-                "beside first_layers."
             )
 
     def settings(self) -> list[tuple[str, Any]]:
@@ -284,29 +209,25 @@ class ScanCheckpointPolicy:
     @property
     def offloads(self) -> bool:
         """Whether anything is moved to the host."""
-        return OFFLOAD in (self.save_carries, self.save_inputs) or bool(self.offloaded_names)
+        return self.save_carries == OFFLOAD or bool(self.offloaded_names)
 
-    def normalized(self) -> Remat:
-        """What a scan obeys."""
-        names: Any = () if isinstance(self.save_block_internals, bool) else self.save_block_internals
-        internals = (
-            SaveAll()
-            if self.saves_everything
-            else PerLayer(internals=names, prevent_cse=self.prevent_cse, named=not self.simple)
-        )
-        if self.is_nested or self.first_layers:
-            carries = OFFLOAD if self.save_carries == OFFLOAD else "keep"
-            first = resolve_policy(self.first_policy).normalized()
-            assert not isinstance(first, Swept)
-            return Swept(self.schedule, carries, internals, self.first_layers, first)
-        if isinstance(internals, SaveAll):
-            return internals
-        return dataclasses.replace(
-            internals,
-            carries=_KEPT[self.save_carries],
-            inputs=_KEPT[self.save_inputs],
-            offloaded=self.offloaded_names,
-        )
+    def for_layers(self, length: int) -> Remat:
+        """What a scan over so many layers executes."""
+        first = resolve_policy(self.first_policy)._kept
+        if self.first_layers >= max(length, 1):
+            return Remat(length, first)
+        kept, carries = self._kept, _CARRIES[self.save_carries]
+        if length > 1 and (self.is_nested or self.first_layers):
+            schedule = self.schedule(length - self.first_layers)
+            return Remat(length, kept, carries, schedule, self.first_layers, first)
+        return Remat(length, kept, "device" if kept == EVERYTHING else carries)
+
+    @property
+    def _kept(self) -> Kept:
+        if self.saves_everything:
+            return EVERYTHING
+        internals: Any = self.save_block_internals or ()
+        return Kept(internals, self.offloaded_names)
 
     def schedule(self, length: int) -> Schedule:
         """How `length` layers are cut, which also tells the carries alive and the evaluations.
@@ -366,11 +287,6 @@ def resolve_policy(spec: ScanCheckpointSpec) -> ScanCheckpointPolicy:
         valid = ", ".join(repr(alias) for alias in _ALIASES)
         raise ValueError(f"Unknown remat policy {spec!r}. Use one of {valid}, or a ScanCheckpointPolicy.")
     return _ALIASES[spec]
-
-
-def _check_tri_state(field: str, value: Any) -> None:
-    if not isinstance(value, bool) and value != OFFLOAD:
-        raise TypeError(f'{field} is True, False or "offload"; got {value!r}.')
 
 
 def checkpoint_names(field: str, value: Any) -> tuple[str, ...]:

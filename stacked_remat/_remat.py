@@ -1,7 +1,4 @@
-"""What a checkpoint policy means for a scan over layers: one of `SaveAll`, `PerLayer` and `Swept`.
-
-Users write a `ScanCheckpointPolicy`; a scan first converts it to one of these.
-"""
+"""What a checkpoint policy means for a number of layers: what a scan or a sweep over them executes."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -10,134 +7,88 @@ from typing import Literal, TypeAlias
 import jax
 
 from ._jax_policies import JaxPolicy, policy_with_names
-from ._schedule import Schedule
+from ._schedule import Schedule, equal
 
-Kept: TypeAlias = Literal["keep", "offload", "drop"]
-
-
-@dataclass(frozen=True)
-class SaveAll:
-    """Everything that the backward pass reads is kept; nothing is recomputed."""
-
-    @property
-    def kept_names(self) -> Literal[True]:
-        """All of them."""
-        return True
+Carries: TypeAlias = Literal["device", "host"] | None  # where they are kept, if they are
 
 
 @dataclass(frozen=True)
-class PerLayer:
-    """Each layer is recomputed from its carry and its inputs, except for the internals that are kept.
+class Kept:
+    """Which internals of a layer are kept for its derivative.
 
     Attributes:
-        carries: the carries between layers; if dropped, the stack is first replayed from its input.
-        inputs: the layers' own inputs; kept means read where they are.
-        internals: names of the internals that are kept, or a policy of JAX.
+        internals: True for all, their names, or a policy of JAX.
         offloaded: names of those that are moved to the host.
-        prevent_cse: put barriers around the recomputation in rolled loops too.
-        named: give checkpoint names to carries and inputs, which every policy except `simple=True` needs.
     """
 
-    carries: Kept = "keep"
-    inputs: Kept = "keep"
-    internals: tuple[str, ...] | JaxPolicy = ()
+    internals: Literal[True] | tuple[str, ...] | JaxPolicy = ()
     offloaded: tuple[str, ...] = ()
-    prevent_cse: bool = False
-    named: bool = True
+
+    @property
+    def names(self) -> tuple[str, ...] | Literal[True]:
+        """The names of what is kept anywhere; True for everything. What a policy of JAX keeps has none."""
+        return True if self.internals is True else (*self._saved, *self.offloaded)
+
+    @property
+    def _saved(self) -> tuple[str, ...]:
+        return self.internals if isinstance(self.internals, tuple) else ()
+
+    def policy(self, carry_name: str = "", carries: Carries = None) -> JaxPolicy:
+        """The `jax.checkpoint` policy of a layer, which keeps its carry of this name too.
+
+        Of names alone it is one of JAX's own, which are data and so survive `JAX_REMAT3=1`.
+        """
+        saved, offloaded = ([carry_name] * (carries == where) for where in ("device", "host"))
+        return policy_with_names(self.internals, (*saved, *self._saved), (*offloaded, *self.offloaded))
+
+    def checkpoint(self, layer: Callable) -> Callable:
+        """Wrap a layer of a rolled loop."""
+        if self.internals is True:
+            return layer
+        return jax.checkpoint(layer, policy=self.policy(), prevent_cse=self == NOTHING)
+
+
+EVERYTHING, NOTHING = Kept(True), Kept()
+
+
+@dataclass(frozen=True)
+class Remat:
+    """A policy for a number of layers.
+
+    Attributes:
+        length: the number of layers.
+        kept: of each layer after the first ones; where there is a schedule, while its segment is reversed.
+        carries: where those that are kept are; None: none are, and the layers first run again.
+        schedule: how the layers after the first ones are cut; None where they are not.
+        first_layers: how many layers run before those of the schedule and keep their carries on the device.
+        first_kept: what else these keep.
+    """
+
+    length: int
+    kept: Kept = NOTHING
+    carries: Carries = "device"
+    schedule: Schedule | None = None
+    first_layers: int = 0
+    first_kept: Kept = EVERYTHING
 
     @property
     def offloads(self) -> bool:
         """Whether anything is moved to the host."""
-        return "offload" in (self.carries, self.inputs) or bool(self.offloaded)
+        return self.carries == "host" or bool(self.kept.offloaded or self.first_kept.offloaded)
 
     @property
-    def saved_names(self) -> tuple[str, ...]:
-        """The names of internals that are kept where they are. What a policy of JAX keeps has none."""
-        return self.internals if isinstance(self.internals, tuple) else ()
+    def boundaries_on_host(self) -> bool:
+        """Whether the first carries of segments are kept on the host."""
+        return self.carries == "host" and self.schedule is not None
 
-    @property
-    def kept_names(self) -> tuple[str, ...]:
-        """These, and the names of those that are moved to the host."""
-        return (*self.saved_names, *self.offloaded)
+    def layer_policy(self, carry_name: str) -> JaxPolicy:
+        """The `jax.checkpoint` policy of one layer whose input has this name."""
+        return self.kept.policy(carry_name, self.carries if self.schedule is None else "device")
 
-    def jax_policy(self, carry_name: str, input_name: str) -> JaxPolicy | None:
-        """The `jax.checkpoint` policy of a layer whose carry and inputs have these names.
-
-        One of JAX's own named policies, which are data and so survive `JAX_REMAT3=1`; `None` where no value
-        is named.
-        """
-        if not self.named:
-            return None
-        saved = [carry_name] if self.carries == "keep" else []
-        offloaded = [
-            name
-            for name, kept in ((carry_name, self.carries), (input_name, self.inputs))
-            if kept == "offload"
-        ]
-        return policy_with_names(self.internals, (*saved, *self.saved_names), (*offloaded, *self.offloaded))
-
-
-@dataclass(frozen=True)
-class Swept:
-    """Layers are cut into segments that are replayed one at a time, by the reverse sweep.
-
-    Attributes:
-        cut: maps a number of layers to a schedule.
-        carries: where the first carry of each segment is kept.
-        internals: what is kept of the layers of the segment that is being reversed.
-        first_layers: how many layers are not cut, from the one that runs first.
-        first: what is kept of those.
-    """
-
-    cut: Callable[[int], Schedule]
-    carries: Literal["keep", "offload"]
-    internals: "Internals"
-    first_layers: int = 0
-    first: "Internals" = SaveAll()
-
-    @property
-    def of_one_layer(self) -> "Internals":
-        """The policy when every segment is one layer."""
-        if isinstance(self.internals, PerLayer):
-            return replace(self.internals, carries=self.carries)
-        return self.internals
-
-
-Internals: TypeAlias = SaveAll | PerLayer
-Remat: TypeAlias = SaveAll | PerLayer | Swept
-
-
-def for_length(remat: Remat, length: int) -> Remat:
-    """Simplify for `length` layers: one layer needs no cut."""
-    if not isinstance(remat, Swept):
-        return remat
-    if remat.first_layers >= max(length, 1):
-        return remat.first
-    if length > 1:
-        return remat
-    return remat.of_one_layer
-
-
-def checkpoint_of(internals: Internals) -> Callable[[Callable], Callable]:
-    """The `jax.checkpoint` wrapper of a layer whose residuals are saved; equal ones for equal policies."""
-    match internals:
-        case SaveAll():
-            return _not_checkpointed
-        case PerLayer() if internals.internals or internals.offloaded or internals.prevent_cse:
-            return _Checkpoint(internals)
-    return jax.checkpoint
-
-
-def _not_checkpointed(layer: Callable) -> Callable:
-    return layer
-
-
-@dataclass(frozen=True)
-class _Checkpoint:
-    """`jax.checkpoint` that saves the internals of a policy."""
-
-    remat: PerLayer
-
-    def __call__(self, layer: Callable) -> Callable:
-        policy = policy_with_names(self.remat.internals, self.remat.saved_names, self.remat.offloaded)
-        return jax.checkpoint(layer, policy=policy, prevent_cse=self.remat.prevent_cse)
+    def swept(self) -> "Remat":
+        """The same for a sweep: layers that are not cut are segments of one layer, or all of them first."""
+        if self.schedule is not None or not self.length:
+            return self
+        if self.kept == NOTHING:
+            return replace(self, schedule=equal(self.length, self.length))
+        return replace(self, first_layers=self.length, first_kept=self.kept, kept=NOTHING)

@@ -1,22 +1,22 @@
 """What the methods of `Stacked` and `BlockSeq` have in common: builders, options, and names for errors."""
 
-import functools
 import inspect
 import operator
-from collections.abc import Callable, Container, Iterable, Sequence
-from typing import Any, ParamSpec, Protocol, TypedDict, TypeVar, Unpack, overload
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Generic, ParamSpec, Protocol, TypedDict, TypeVar, overload
 
 import equinox as eqx
 from haliax import Axis
 from jax.core import Tracer
 
 from ._policy import ScanCheckpointPolicy, ScanCheckpointSpec, resolve_policy
-from ._scan.arguments import Caller, argument_namer, check_no_lists
+from ._scan.arguments import Caller, argument_namer, check_no_lists, parameters_of
 from ._scan.checks import layers_axis
-from ._scan.layer_state import carry_and_state
 
 B_co = TypeVar("B_co", bound=eqx.Module, covariant=True)
-S_co = TypeVar("S_co", covariant=True)
+I_co = TypeVar("I_co", covariant=True)
+L = TypeVar("L")
+S = TypeVar("S")
 P = ParamSpec("P")
 
 
@@ -40,18 +40,16 @@ class AnyLayers(eqx.Module):
     """No layers: for type checkers, a stack of these is a class that does not say what its layers are."""
 
 
-class InitOf(Protocol[S_co]):
-    """The type of `init` of a class that says what its layers are, as `class Tower(Stacked[Block])` does."""
+class InitOf(Generic[L, I_co]):
+    """For type checkers: `init` of a class `L`, and of a subclass, `class Tower(Stacked[Block])`."""
 
     @overload
-    def __call__(
-        self, Layers: Axis | int, Block: BuiltByInit[P, Any], **options: Unpack[PolicyOptions]
-    ) -> Callable[P, S_co]: ...
+    def __get__(self, layers: object, cls: type[L]) -> I_co: ...
 
     @overload
-    def __call__(
-        self, Layers: Axis | int, Block: Callable[P, Any], **options: Unpack[PolicyOptions]
-    ) -> Callable[P, S_co]: ...
+    def __get__(self, layers: object, cls: type[S]) -> Callable[..., Callable[..., S]]: ...
+
+    def __get__(self, layers: object, cls: Any) -> Any: ...
 
 
 def layers_builder(
@@ -121,15 +119,17 @@ def block_builder(Block: Any, what: str) -> Callable[..., Any]:
     return getattr(Block, "init")  # noqa: B009 - pyright knows of no `init`
 
 
-def check_options(blocks: Iterable[Any], verb: str, **options: Any) -> None:
+def check_options(blocks: Iterable[Any], verb: str, options: dict[str, Any]) -> None:
     """Refuse an option of a fold that has the name of a parameter of its blocks.
 
     Raises:
         TypeError: shows how to write each of the two.
     """
-    for kind in {type(block) for block in blocks}:
-        for name, value in options.items():
-            if value is not None and name in _parameters(kind):
+    given = {name: value for name, value in options.items() if value is not None}
+    for kind in {type(block) for block in blocks} if given else ():
+        parameters = parameters_of(kind.__call__)
+        for name, value in given.items():
+            if name in parameters:
                 call = f"{kind.__name__}.__call__"
                 of_block = f"{verb}_via(lambda block, x: block(x, {name}=...))(x)"
                 of_verb = f"{verb}_via({call}, {name}=...)(x)"
@@ -141,13 +141,6 @@ def check_options(blocks: Iterable[Any], verb: str, **options: Any) -> None:
                     f"{name}={value!r} may be for {verb} or for {call}, which has a parameter `{name}` too. "
                     f"For the block write {of_block}, for {verb} write {of_verb}."
                 )
-
-
-def _parameters(kind: type) -> Container[str]:
-    try:
-        return inspect.signature(kind.__call__).parameters
-    except (TypeError, ValueError):  # builtins have no signature
-        return ()
 
 
 def check_modules(layers: Any, what: str, name: str = "layers") -> None:
@@ -186,43 +179,3 @@ def check_layer_index(index: Any, Layers: Axis) -> int:
         held = f"layers 0 to {Layers.size - 1}" if Layers.size else "no layers"
         raise IndexError(f"Layer {position} does not exist: `{Layers.name}` has {held}.")
     return position % Layers.size
-
-
-def block_call(block: eqx.Module) -> Callable[..., Any]:
-    """The call of a block as a function of any block of its kind, with the parameters for error messages."""
-    call = type(block).__call__
-
-    @functools.wraps(call)
-    def apply(block: Any, /, *args: Any, **kwargs: Any) -> Any:
-        return block(*args, **kwargs)
-
-    setattr(apply, _CALL, call)
-    return apply
-
-
-_CALL = "stacked_remat_call"
-
-
-def block_second(fn: Callable[..., Any], what: str, has_output: bool) -> Callable[..., tuple[Any, Any]]:
-    """`fn(block, carry, ...)` as a step with the carry first.
-
-    Its output, if it has none, is None, or the state of a layer that is given one.
-    """
-
-    def step(carry: Any, block: Any, /, *args: Any, **kwargs: Any) -> Any:
-        found = fn(block, carry, *args, **kwargs)
-        return found if has_output else carry_and_state(found, (args, kwargs), what)
-
-    return step
-
-
-def owner_of(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """The function with which traces of `fn` die: `fn`, or a block's own call if `block_call` made it."""
-    return getattr(fn, _CALL, fn)
-
-
-def method_caller(
-    layers: Any, verb: str, fn: Callable[..., Any], *, skip: int, first: tuple[str, ...] = ()
-) -> Caller:
-    """A method of `Stacked` or `BlockSeq`, for error messages about its arguments."""
-    return Caller(f"{type(layers).__name__}.{verb}", argument_namer(fn, skip, first))

@@ -182,13 +182,15 @@ def _apply(caller: _Caller, arguments: Any, tiles: int | Literal["auto"], budget
         with saving_internals(()):
             return caller.fn(*args, **kwargs)
 
-    def plan() -> tuple[Traced, Tiling, list[Any]]:
-        return _plan(caller, rebuilt, given, tuple(pick(dims, is_given)), size, parts, (tiles, budget))
-
     arguments, static = eqx.partition(tree, is_array)
     rules, (values, tree) = tuple(rule for _, _, rule in entries), jax.tree.flatten(static)
     key = (caller.fn, "tiled", caller[1:], tiles, budget, rules, tree, *values)
-    whole, tiling, constants = kept(key, arguments, plan, lambda found: found[2])
+    found, keep = kept(key, arguments)
+    if found is None:
+        split = tuple(pick(dims, is_given))
+        plan = _plan(caller, rebuilt, given, split, size, parts, (tiles, budget))
+        found = keep(plan, plan[2])
+    whole, tiling, constants = found
     _check_closure(caller, given, constants)
     return whole.named(run_tiles((tiling, constants), given))
 

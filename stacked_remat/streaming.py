@@ -4,7 +4,6 @@ A sweep reads each layer of a stack on the host to the device when it runs, and 
 updates it, back to the host.
 """
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -19,29 +18,24 @@ from jax.core import Tracer
 from . import _placement
 from ._messages import axes_text
 from ._placement import is_on_host as is_on_host, moves_to_host as moves_to_host
-from ._policy import ScanCheckpointSpec, resolve_policy
+from ._policy import ScanCheckpointSpec
 from ._scan.arguments import Caller, argument_namer
 from ._scan.layer_axis import split_tree
-from ._scan.layers import check_host_segments
 from ._scan.marks import changed, is_array, is_named, is_split, raw_array
 from ._stacked import Stacked
 from ._stacked_methods import block_builder
-from ._stacked_pattern import StackedPattern
 from ._sweep.store import empty_stack, write
 
 T = TypeVar("T")
 
 
-def init(
-    Layers: Axis, Block: Any, *, remat: ScanCheckpointSpec = True, segment_length: int = 1
-) -> Callable[..., Stacked]:
+def init(Layers: Axis, Block: Any, *, remat: ScanCheckpointSpec = True) -> Callable[..., Stacked]:
     """Build layers in host memory, one after the other on the device: `Stacked.init` and `to_host` in one.
 
     Args:
         Layers: the axis to stack along.
         Block: as `Stacked.init` takes it.
         remat: the checkpoint policy.
-        segment_length: as in `to_host`.
 
     Returns:
         A function of the block's arguments, split over the layers as `Stacked.init` splits them.
@@ -52,8 +46,7 @@ def init(
     Memory: one layer on the device.
     """
     build = block_builder(Block, "streaming.init")
-    policy = dataclasses.replace(resolve_policy(remat), host_segment_length=segment_length)
-    make_on_device = Stacked.init(Layers, Block, remat=policy)
+    make_on_device = Stacked.init(Layers, Block, remat=remat)
     caller = Caller("streaming.init", argument_namer(build, skip=0))
 
     def build_stack(*args: Any, **kwargs: Any) -> Stacked:
@@ -71,7 +64,6 @@ def init(
         made = jtu.tree_unflatten(jtu.tree_structure(shapes), _stacked_on_host(layer, arrays, Layers.size))
         return changed(template, stacked=eqx.combine(made, rest))
 
-    check_host_segments(Layers, segment_length)
     return build_stack
 
 
@@ -98,7 +90,7 @@ def _empty(leaf: Any, length: int) -> Any:
 _write = jax.jit(write, donate_argnums=0)
 
 
-def to_host(model: T, *, segment_length: int = 1, where: Any = eqx.is_array) -> T:
+def to_host(model: T, *, where: Any = eqx.is_array) -> T:
     """A model with the arrays of its stacks' layers in host memory.
 
     ```python
@@ -112,34 +104,25 @@ def to_host(model: T, *, segment_length: int = 1, where: Any = eqx.is_array) -> 
 
     Args:
         model: a `Stacked`, a `StackedPattern`, or any tree with some.
-        segment_length: how many layers come to the device together: `host_segment_length` of the stacks'
-            policies, see `ScanCheckpointPolicy`. The `remat=` of a call, and `with_remat`, have their own.
         where: which arrays, a predicate of arrays or a tree of bools like the model. Only matrices are
             moved, arrays with at least two dimensions above 1 in each layer. Others are small (and XLA for
             TPUs reads no bfloat16 vector out of a stack on the host), and stay, as does what all layers
             share.
 
     Returns:
-        The model, with other policies where `segment_length` is not theirs.
+        The model.
 
     Raises:
         ValueError: for a model without such arrays; for an array whose layers are not its first axis (names
-            the path); for a `segment_length` that does not divide the layers, or
-            above 1 for a `StackedPattern`.
+            the path).
 
     Cost: one copy. Shardings stay as they are.
     """
-    if segment_length > 1 and any(map(_is_pattern, jtu.tree_leaves(model, is_leaf=_is_pattern))):
-        raise ValueError(
-            f"The layers of a StackedPattern are read from the host one at a time, and segment_length = "
-            f"{segment_length}. Leave it at 1."
-        )
     is_chosen = (lambda leaf: eqx.is_array(leaf) and where(leaf)) if callable(where) else where
     chosen, count = eqx.filter(model, is_chosen), 0
 
     def moved(name: str, stack: Stacked, wanted: Stacked) -> Stacked:
         nonlocal count
-        check_host_segments(stack.Layers, segment_length)
         paths = _moved_paths(name, stack, wanted)
         count += len(paths)
         fields = jtu.tree_map_with_path(
@@ -147,7 +130,7 @@ def to_host(model: T, *, segment_length: int = 1, where: Any = eqx.is_array) -> 
             stack.stacked,
             is_leaf=is_named,
         )
-        return _with(stack, fields, segment_length)
+        return changed(stack, stacked=fields)
 
     found = _of_stacks(moved, model, chosen)
     if not count:
@@ -180,7 +163,7 @@ def to_device(model: T) -> T:
     """The model with the arrays of its stacks in device memory: the inverse of `to_host`."""
 
     def moved(name: str, stack: Stacked, _: Stacked) -> Stacked:
-        return _with(stack, _placement.on_device(stack.stacked), 1)
+        return changed(stack, stacked=_placement.on_device(stack.stacked))
 
     return _of_stacks(moved, model, model)
 
@@ -196,15 +179,6 @@ def _of_stacks(fn: Callable[[str, Stacked, Any], Stacked], model: Any, other: An
             for (path, node), like in zip(paths_and_nodes, others, strict=True)
         ],
     )
-
-
-def _with(stack: Stacked, fields: Any, segment_length: int) -> Stacked:
-    policy = dataclasses.replace(stack.remat, host_segment_length=segment_length)
-    return changed(stack, stacked=fields, remat=policy)
-
-
-def _is_pattern(node: Any) -> bool:
-    return isinstance(node, StackedPattern)
 
 
 def _is_stack(node: Any) -> bool:

@@ -28,7 +28,7 @@ def with_remat3(policies: Mapping[str, Any], quick: Collection[str] | None = Non
     def marks(spec: Any) -> tuple:
         policy = spec if isinstance(spec, ScanCheckpointPolicy) else ScanCheckpointPolicy()
         names = policy.save_block_internals not in (False, True) or policy.offload_block_internals
-        offloads = spec == "offload" or "offload" in (policy.save_carries, policy.save_inputs)
+        offloads = spec == "offload" or policy.save_carries == "offload"
         within_first = isinstance(policy.first_policy, ScanCheckpointPolicy)
         return (pytest.mark.remat3,) if names or offloads or within_first else ()
 

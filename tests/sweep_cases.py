@@ -8,11 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
+from stacked_remat._remat import Remat
 from stacked_remat._schedule import Schedule, shrinking
 from stacked_remat._static import Static
 from stacked_remat._sweep.api import run_layers
-from stacked_remat._sweep.spec import FirstLayers
-from stacked_remat._sweep.trace import trace_layers
+from stacked_remat._sweep.trace import UntracedLayer, trace_layers
 
 from .blocks import quick_jit
 
@@ -21,8 +21,8 @@ WIDTH, ROWS = 4, 3
 jit = quick_jit
 
 
-def sweep(body, init, xs, *, length, unsliced=None, boundaries="device", **fields):
-    """`lax.scan(body, init, xs)` by a sweep with these fields."""
+def sweep(body, init, xs, *, length, unsliced=None, reverse=False, unroll=1, **fields):
+    """`lax.scan(body, init, xs)` by a sweep that follows a `Remat` with these fields."""
 
     def layer(_, carry, x):
         carry, y = body(carry, x)
@@ -32,9 +32,10 @@ def sweep(body, init, xs, *, length, unsliced=None, boundaries="device", **field
     stacks = jax.tree.leaves(xs)
     assert all(len(leaf) == length for leaf in stacks)
     masks = [unsliced or [False] * len(stacks)]
-    offloads = boundaries == "host"
-    traced = trace_layers([layer], [[]], init, [xs], unsliced=masks, offloads=offloads)
-    carry, (ys,) = run_layers(traced, [stacks], masks, length=length, boundaries=boundaries, **fields)
+    remat = Remat(length, **fields)
+    traced = trace_layers([UntracedLayer(layer, [], xs, masks[0])], init, offloads=remat.offloads)
+    given = traced[0].init, [stacks]
+    carry, (ys,) = run_layers(traced, masks, *given, remat=remat, reverse=reverse, unroll=unroll)
     return carry, ys
 
 
@@ -103,8 +104,8 @@ def expected(length: int, reverse: bool = False):
     return jit(lambda: derivatives(functools.partial(loop, length=length, reverse=reverse), length))()
 
 
-def check(schedule: Schedule, reverse: bool = False, first_layers: FirstLayers | None = None, **kwargs):
-    length = schedule.length + (first_layers.length if first_layers else 0)
+def check(schedule: Schedule, reverse: bool = False, first_layers: int = 0, **kwargs):
+    length = schedule.length + first_layers
     run = functools.partial(
         sweep, length=length, schedule=schedule, reverse=reverse, first_layers=first_layers, **kwargs
     )

@@ -33,8 +33,6 @@ POLICIES = {
     "recompute": "recompute",
     "offload": "offload",
     "save_all": "save_all",
-    "simple": ScanCheckpointPolicy(simple=True),
-    "inputs": ScanCheckpointPolicy(save_inputs=False),
     "names": ScanCheckpointPolicy(save_block_internals=NAMES),
     "names offloaded": ScanCheckpointPolicy(offload_block_internals=NAMES),
     "nested": "nested",
@@ -49,7 +47,7 @@ POLICIES = {
 OFFLOADING = [name for name, policy in POLICIES.items() if "offload" in repr(policy)]
 CUT = [name for name in POLICIES if name.startswith(("nested", "first"))]
 # One policy for each kind of program.
-KINDS = ("true", "recompute", "offload", "inputs", "nested names", "nested offload", "first layers")
+KINDS = ("true", "recompute", "offload", "nested names", "nested offload", "first layers")
 every_policy = pytest.mark.parametrize("policy", with_remat3(POLICIES))
 every_stack_and_policy = pytest.mark.parametrize(
     "Stack, policy",

@@ -30,8 +30,8 @@ LAYERS = {
     "_schedule": "schedule",
     "_placement": "placement",
     "_policy": "policy",
-    "_jax_policies": "policy",
-    "_remat": "policy",
+    "_jax_policies": "remat",
+    "_remat": "remat",
     "_sweep": "sweep",
     "_checkpoint": "scan",
     "_fused": "fused",
@@ -52,16 +52,17 @@ LAYERS = {
     "memory": "memory",
     "training": "training",
 }
-_CORE = {"compat", "base", "schedule", "placement", "policy", "sweep", "scan", "stacks"}
+_CORE = {"compat", "base", "schedule", "placement", "remat", "policy", "sweep", "scan", "stacks"}
 # What a layer may import beside itself. `public` is stacked_remat/__init__.py.
 ALLOWED_IMPORTS = {
     "compat": set(),
     "base": {"compat"},
     "schedule": {"base"},
     "placement": {"compat", "base"},
-    "policy": {"compat", "base", "schedule"},
-    "sweep": {"compat", "base", "schedule", "placement"},
-    "scan": {"compat", "base", "schedule", "placement", "policy", "sweep"},
+    "remat": {"compat", "base", "schedule"},
+    "policy": {"compat", "base", "schedule", "remat"},
+    "sweep": {"compat", "base", "schedule", "placement", "remat"},
+    "scan": {"compat", "base", "schedule", "placement", "remat", "policy", "sweep"},
     "stacks": _CORE,
     "fused": {"compat", "base", "placement", "policy", "scan", "stacks"},
     "ops": _CORE,

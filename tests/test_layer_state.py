@@ -26,7 +26,6 @@ POLICIES = {
     "False": False,
     "True": True,
     "recompute": "recompute",
-    "inputs": ScanCheckpointPolicy(save_inputs="offload"),
     **SWEPT,
 }
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from stacked_remat import BlockSeq, Stacked, fold, scan
+from stacked_remat import BlockSeq, Stacked, StackedPattern, fold, scan
 
 from .blocks import deep_cases
 from .test_any_layer import KINDS, ONES, POLICIES, Block, Layers, every_stack, weights
@@ -36,7 +36,7 @@ class TestOutsideOfJit:
         "Stack, policy",
         [
             *((Stacked, POLICIES[name]) for name in ("true", "nested names", "first layers")),
-            *deep_cases((Stacked, POLICIES[name]) for name in ("recompute", "offload", "inputs")),
+            *deep_cases((Stacked, POLICIES[name]) for name in ("recompute", "offload")),
             *deep_cases([(Stacked, POLICIES["nested offload"]), (BlockSeq, True)]),
             (BlockSeq, "offload"),
         ],
@@ -215,6 +215,21 @@ class TestOutsideOfJit:
         with hax.axis_mapping({"embed": "data"}):
             fold(body, Layers)(ONES, weights())
         assert seen[0] is None and seen[-1] is not None
+
+
+def test_the_call_of_one_kind_for_all_layers_is_not_their_own_call():
+    class Product(Block):
+        def __call__(self, x):
+            return x * self.weight
+
+    class Sum(Block):
+        def __call__(self, x):
+            return x + self.weight
+
+    build = StackedPattern.init(Layers, {"a": Sum, "b": Product}, ("a", "b"))
+    blocks = build(jnp.arange(1.0, 5.0))
+    assert blocks.fold(1.0) == ((1 + 1) * 2 + 3) * 4
+    assert blocks.fold_via(Sum.__call__)(1.0) == 1 + 1 + 2 + 3 + 4
 
 
 def test_the_text_of_a_program_does_not_depend_on_those_before_it():

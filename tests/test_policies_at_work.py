@@ -23,9 +23,6 @@ POLICIES = {
     "offload": "offload",
     "save_all": "save_all",
     "nested": "nested",
-    "simple": ScanCheckpointPolicy(simple=True),
-    "derived inputs dropped": ScanCheckpointPolicy(save_inputs=False),
-    "inputs offloaded": ScanCheckpointPolicy(save_inputs="offload"),
     "internals": ScanCheckpointPolicy(save_block_internals=["hidden"]),
     "internals alone": ScanCheckpointPolicy(save_carries=False, save_block_internals=["hidden"]),
     "internals offloaded": ScanCheckpointPolicy(offload_block_internals=["hidden"]),
@@ -40,7 +37,6 @@ POLICIES = {
     "nested, everything, boundaries offloaded": ScanCheckpointPolicy(
         nested=True, save_block_internals=True, save_carries="offload"
     ),
-    "barriers": ScanCheckpointPolicy(prevent_cse=True),
     "2 keep internals": ScanCheckpointPolicy(first_layers=2),
     "2 keep internals, nested": ScanCheckpointPolicy(nested=True, first_layers=2),
     "5 keep a name, nested=2, boundaries offloaded": ScanCheckpointPolicy(
@@ -243,7 +239,6 @@ REMAT3_OF_JAX_0_10 = (
     "remat, expected",
     [
         (True, [(N, 3)]),
-        (ScanCheckpointPolicy(simple=True), [(N, 3)]),
         ("offload", [(N, 3)]),
         ("recompute", [(3,)]),
         (ScanCheckpointPolicy(save_block_internals=["h"]), [(N, 3), (N, 3)]),
@@ -300,23 +295,6 @@ def test_what_the_first_layers_keep(remat, expected):
     assert kept(layers, remat, jnp.ones(3)) == expected
 
 
-def test_save_inputs_false_does_not_keep_the_transposed_copy():
-    Layers, Weights = hax.Axis("layers", N), hax.Axis("weights", 5)
-    layers = Stacked(Elementwise(jnp.ones((N, 5))), Layers)
-    transposed = hax.named(jnp.ones((5, N)), (Weights, Layers))
-
-    def kept_shapes(remat):
-        def forward(x, transposed):
-            fn = lambda block, carry, extra: block(carry) * jnp.sum(extra.array)  # noqa: E731
-            return layers.fold_via(fn, remat=remat)(x, transposed)
-
-        pullback = jax.eval_shape(lambda *args: jax.vjp(forward, *args)[1], jnp.ones(3), transposed)
-        return [leaf.shape for leaf in jax.tree.leaves(pullback)]
-
-    assert (5, N) not in kept_shapes(True)
-    assert (5, N) in kept_shapes(ScanCheckpointPolicy(save_inputs=False))
-
-
 def host_transfers(fn, *args):
     """The shapes that a program moves to the host."""
     return [
@@ -347,7 +325,6 @@ STACKS = {
         (ScanCheckpointPolicy(first_layers=2, save_carries="offload"), (3,), N - 2),
         (ScanCheckpointPolicy(nested=3, save_carries="offload", save_block_internals=True), (3,), 3),
         (ScanCheckpointPolicy(offload_block_internals=["h"]), (3,), N),
-        (ScanCheckpointPolicy(save_inputs="offload"), (5,), N),
     ],
     ids=str,
 )
@@ -357,17 +334,6 @@ def test_offload_is_in_the_program(Stack, remat, shape, times):
     assert {moved[-1:] for moved in found} == ({shape} if times else set())
     if Stack == "BlockSeq":  # no loop, so the program has every transfer
         assert len(found) == times
-
-
-def test_simple_names_nothing():
-    layers = Stacked(Elementwise(jnp.ones((N, 5))), hax.Axis("layers", N))
-
-    def names(remat):
-        found = equations_of(lambda layers, x: layers.fold(x, remat=remat), layers, jnp.ones(3))
-        return {equation.params["name"] for equation in found if equation.primitive.name == "name"}
-
-    assert names(True) == {"scan(layers) carry", "scan(layers) inputs", "h", "o"}
-    assert names(ScanCheckpointPolicy(simple=True)) == {"h", "o"}
 
 
 def test_block_seq_keeps_what_stacked_keeps():
@@ -396,7 +362,6 @@ def test_barriers_are_where_layers_share_one_program():
         return "optimization_barrier" in gradient.lower(layers, jnp.ones(3)).as_text()
 
     assert not has_barriers(stack)
-    assert has_barriers(stack, remat=ScanCheckpointPolicy(prevent_cse=True))
     assert has_barriers(stack, unroll=True)
     assert has_barriers(stack, unroll=4)
     assert not has_barriers(stack, unroll=2)

@@ -474,9 +474,5 @@ def test_mistakes_are_refused_by_name():
         blocks.scan(x, scale["layers", :3], per_kind(own), shift)
     with pytest.raises(ValueError, match=r"single random key"):
         StackedPattern.init(Layers, {"tanh": Tanh}, ("tanh",))(jax.random.key(0))
-    with pytest.raises(ValueError, match="host_segment_length=2"):
-        blocks.fold(x, remat=ScanCheckpointPolicy(host_segment_length=2))
-    with pytest.raises(ValueError, match="one at a time"):
-        streaming.to_host(blocks, segment_length=2)
     with pytest.raises(ValueError, match="carry"):
         blocks.fold_via(lambda block, x: x if isinstance(block, Sine) else hax.sum(x))(x)

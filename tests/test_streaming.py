@@ -1,6 +1,4 @@
-"""Stacks in host memory, read in segments: the results of stacks on the device, and where everything is."""
-
-import dataclasses
+"""Stacks in host memory: the results of stacks on the device, and where everything is."""
 
 import equinox as eqx
 import haliax as hax
@@ -67,18 +65,15 @@ def on_host(tree):
     return [jax.typeof(leaf).memory_space == jax.memory.Space.Host for leaf in jax.tree.leaves(tree)]
 
 
-IN_SHORT = ("False, reversed", "nested", "recompute", "offload in threes")
+IN_SHORT = ("False, reversed", "nested", "recompute", "offload")
 CASES = {
-    "True": (1, True, False),
-    "False, reversed": (1, False, True),
-    "nested": (1, "nested", False),
-    "recompute": (1, "recompute", False),
-    "first layers": (1, ScanCheckpointPolicy(nested=True, first_layers=3), True),
-    "True in twos": (2, True, True),
-    "offload in threes": (3, "offload", False),
-    "nested, offload in twos": (2, ScanCheckpointPolicy(nested=True, save_carries="offload"), True),
-    "nested in fours": (4, "nested", False),
-    "all at once": (12, True, False),
+    "True": (True, False),
+    "False, reversed": (False, True),
+    "nested": ("nested", False),
+    "recompute": ("recompute", False),
+    "first layers": (ScanCheckpointPolicy(nested=True, first_layers=3), True),
+    "offload": ("offload", False),
+    "nested, offload": (ScanCheckpointPolicy(nested=True, save_carries="offload"), True),
 }
 
 
@@ -88,16 +83,15 @@ def inputs():
 
 
 @pytest.mark.parametrize(
-    ("segment", "remat", "reverse"),
+    ("remat", "reverse"),
     [
         pytest.param(*case, id=name, marks=[] if name in IN_SHORT else pytest.mark.deep)
         for name, case in CASES.items()
     ],
 )
-def test_values_and_gradients_are_those_of_layers_on_the_device(segment, remat, reverse):
+def test_values_and_gradients_are_those_of_layers_on_the_device(remat, reverse):
     resident = stack(remat)
-    streamed = streaming.to_host(resident, segment_length=segment, where=is_streamed)
-    assert streamed.remat.host_segment_length == segment
+    streamed = streaming.to_host(resident, where=is_streamed)
 
     def loss(arguments):
         stack, x, strengths, offset = arguments
@@ -145,17 +139,17 @@ def model(remat="nested"):
 
 @pytest.mark.usefixtures("standard_promotion")
 @pytest.mark.parametrize(
-    ("optimizer", "segment"),
+    "optimizer",
     [
-        pytest.param(optax.adamw(1e-2), 1, id="adamw", marks=pytest.mark.deep),
-        pytest.param(optax.sgd(0.1, momentum=0.9), 3, id="momentum in threes"),
+        pytest.param(optax.adamw(1e-2), id="adamw", marks=pytest.mark.deep),
+        pytest.param(optax.sgd(0.1, momentum=0.9), id="momentum"),
     ],
 )
-def test_fused_updates_leave_weights_and_state_on_the_host(optimizer, segment):
+def test_fused_updates_leave_weights_and_state_on_the_host(optimizer):
     step = fused_update(lambda model, x: jnp.mean(jnp.square(model(x))), optimizer, max_grad_norm=1.0)
     run = jax.jit(step, donate_argnums=(0, 1))
     x = jnp.linspace(-1, 1, 4 * WIDTH).reshape(4, WIDTH)
-    resident, streamed = model(), streaming.to_host(model(), segment_length=segment)
+    resident, streamed = model(), streaming.to_host(model())
     state, streamed_state = step.init(resident), step.init(streamed)
     for _ in range(3):
         resident, state, value, norm = run(resident, state, x)
@@ -176,11 +170,11 @@ def test_fused_updates_leave_weights_and_state_on_the_host(optimizer, segment):
 
 def test_what_moves_and_comes_back():
     blocks = stack("nested")
-    moved = streaming.to_host((blocks, jnp.ones(3)), segment_length=4, where=is_streamed)
+    moved = streaming.to_host((blocks, jnp.ones(3)), where=is_streamed)
     of_block = moved[0].stacked
     assert on_host((of_block.weight, of_block.bias)) == [True, True]
     assert not any(on_host((of_block.scale, of_block.table, of_block.key, moved[1])))
-    assert moved[0].remat == ScanCheckpointPolicy(nested=True, host_segment_length=4)
+    assert moved[0].remat == ScanCheckpointPolicy(nested=True)
     only = streaming.to_host(
         blocks, where=lambda leaf: eqx.is_array(leaf) and leaf.shape[1:] == (WIDTH, WIDTH)
     )
@@ -190,13 +184,6 @@ def test_what_moves_and_comes_back():
     assert eqx.tree_equal(back[0], blocks)
     traced = eqx.filter_jit(lambda blocks: streaming.to_host(blocks, where=is_streamed))(blocks)
     assert on_host((traced.stacked.weight, traced.stacked.scale)) == [True, False]
-
-
-def streamed_fold(remat, segment=5, layers=LAYERS):
-    blocks = streaming.to_host(stack(remat, layers), where=is_streamed)
-    policy = dataclasses.replace(blocks.remat, host_segment_length=segment)
-    x, strengths, offset = inputs()
-    return blocks.scan(x, strengths[:layers], shared(offset), remat=policy)
 
 
 def rearranged():
@@ -225,15 +212,6 @@ def test_layers_made_on_the_host_are_those_made_on_the_device():
         (lambda: streaming.to_host(jnp.ones(3)), ValueError, "no Stacked with an array"),
         (lambda: streaming.to_host(model(), where=lambda leaf: False), ValueError, "check where="),
         (lambda: streaming.to_host(rearranged()), ValueError, r"stacked\.weight .*layers not in front"),
-        (lambda: streaming.to_host(model(), segment_length=5), ValueError, "12 layers of axis 'layers'"),
-        (
-            lambda: streamed_fold(True),
-            ValueError,
-            "12 layers of axis 'layers'.*5 at a time.*1, 2, 3, 4, 6, 12",
-        ),
-        (lambda: streamed_fold(False, 2), ValueError, "host_segment_length=2.*run again one by one"),
-        (lambda: streamed_fold("recompute", 2), ValueError, "host_segment_length=2.*run again one by one"),
-        (lambda: ScanCheckpointPolicy(host_segment_length=True), TypeError, "host_segment_length"),
     ],
 )
 def test_errors_say_what_to_do(call, error, message):

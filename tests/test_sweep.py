@@ -57,7 +57,7 @@ def test_unroll(schedule: Schedule, unroll: int | bool):
     ids=str,
 )
 def test_boundaries_on_the_host(schedule: Schedule, options: dict):
-    check(schedule, boundaries="host", **options)
+    check(schedule, carries="host", **options)
 
 
 def test_bfloat16_accumulates_like_scan():

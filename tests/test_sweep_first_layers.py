@@ -8,49 +8,38 @@ import numpy as np
 import pytest
 from jax import lax
 
+from stacked_remat._remat import EVERYTHING, NOTHING, Kept
 from stacked_remat._schedule import Schedule, bounded, equal, shrinking
-from stacked_remat._sweep.spec import FirstLayers
 
 from .jaxprs import count
 from .random_arrays import normal
 from .sweep_cases import assert_close, check, inputs, jit, loss, mlp_gradients, sweep
 
-
-def keep_everything(layer):
-    return layer
+KEPT = {"carries": NOTHING, "everything": EVERYTHING, "a name": Kept(("h",))}
 
 
-KEEPS = {
-    "carries": jax.checkpoint,
-    "everything": keep_everything,
-    "a name": functools.partial(jax.checkpoint, policy=jax.checkpoint_policies.save_only_these_names("h")),
-}
-
-
-@pytest.mark.parametrize("keep", KEEPS.values(), ids=KEEPS)
+@pytest.mark.parametrize("kept", KEPT.values(), ids=KEPT)
 @pytest.mark.parametrize(
     "schedule, reverse",
     [(shrinking(4), False), (bounded(4, max_carries=2), True)],
     ids=str,
 )
-def test_values_and_gradients(schedule: Schedule, keep, reverse: bool):
-    check(schedule, first_layers=FirstLayers(3, keep), reverse=reverse)
+def test_values_and_gradients(schedule: Schedule, kept, reverse: bool):
+    check(schedule, first_layers=3, first_kept=kept, reverse=reverse)
 
 
 @pytest.mark.parametrize("schedule, reverse", [(equal(4, 2), False), (equal(4, 4), True)], ids=str)
 def test_boundaries_on_the_host(schedule: Schedule, reverse: bool):
-    check(schedule, first_layers=FirstLayers(3, keep_everything), reverse=reverse, boundaries="host")
+    check(schedule, first_layers=3, reverse=reverse, carries="host")
 
 
 @pytest.mark.parametrize("unroll", [2, True])
 def test_unroll(unroll):
-    check(shrinking(4), first_layers=FirstLayers(3, keep_everything), unroll=unroll)
+    check(shrinking(4), first_layers=3, unroll=unroll)
 
 
 def seven(**kwargs):
-    return functools.partial(
-        sweep, length=7, schedule=shrinking(4), first_layers=FirstLayers(3, keep_everything), **kwargs
-    )
+    return functools.partial(sweep, length=7, schedule=shrinking(4), first_layers=3, **kwargs)
 
 
 @pytest.mark.deep
@@ -71,7 +60,7 @@ def test_gradient_of_gradient():
 
 def sweep_on_host():
     return functools.partial(
-        sweep, length=7, schedule=equal(4, 2), first_layers=FirstLayers(3, jax.checkpoint), boundaries="host"
+        sweep, length=7, schedule=equal(4, 2), first_layers=3, first_kept=NOTHING, carries="host"
     )
 
 
@@ -103,7 +92,7 @@ def test_keys_in_the_carry_and_outputs_that_are_not_used(run):
 
 
 def test_the_first_layers_are_evaluated_once_and_the_rest_by_the_schedule():
-    def tanhs(first_layers: FirstLayers | None, schedule: Schedule) -> int:
+    def tanhs(first_layers: int, schedule: Schedule) -> int:
         calls = []
 
         def body(c, w):
@@ -123,15 +112,13 @@ def test_the_first_layers_are_evaluated_once_and_the_rest_by_the_schedule():
         return len(calls)
 
     # Forward 7; then each of the last 4 once more at its visit, and what the schedule replays.
-    assert tanhs(FirstLayers(3, keep_everything), equal(4, 4)) == 7 + 4
-    assert tanhs(FirstLayers(3, keep_everything), shrinking(4)) == 7 + 4 + shrinking(4).replays
-    assert tanhs(None, equal(7, 7)) == 7 + 7
+    assert tanhs(3, equal(4, 4)) == 7 + 4
+    assert tanhs(3, shrinking(4)) == 7 + 4 + shrinking(4).replays
+    assert tanhs(0, equal(7, 7)) == 7 + 7
 
 
 def test_frozen_weights_cost_nothing():
-    run = functools.partial(
-        sweep, length=12, schedule=shrinking(7), first_layers=FirstLayers(5, keep_everything)
-    )
+    run = functools.partial(sweep, length=12, schedule=shrinking(7), first_layers=5)
     frozen, trained = (count(mlp_gradients(run, 12, which)[0], "dot_general") for which in ((2,), (0, 1, 2)))
     weight_gradients = trained - frozen
     assert weight_gradients == 4  # two products in the body of each of the two loops that visit

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
+from stacked_remat._remat import EVERYTHING, NOTHING, Kept
 from stacked_remat._schedule import Schedule, bounded, equal, segmented, shrinking
-from stacked_remat._sweep.spec import FirstLayers
 
 from .jaxprs import count, equations, inner_equations
 from .sweep_cases import (
@@ -50,13 +50,13 @@ def test_no_segment_of_weights_or_gradients_is_copied():
     assert stacks <= {1, 48}
 
 
-@pytest.mark.parametrize("first_layers", [None, FirstLayers(5, lambda layer: layer)], ids=["none", "five"])
-def test_gradients_are_written_in_place(first_layers: FirstLayers | None):
+@pytest.mark.parametrize("first_layers", [0, 5])
+def test_gradients_are_written_in_place(first_layers: int):
     """Inside the loops, only writes to one layer make a whole stack; other operations pass it through."""
     run = functools.partial(
         sweep,
         length=48,
-        schedule=shrinking(48 - (first_layers.length if first_layers else 0)),
+        schedule=shrinking(48 - first_layers),
         first_layers=first_layers,
     )
     jaxpr, _ = mlp_gradients(run, 48)
@@ -145,12 +145,12 @@ def test_compiled_memory_is_that_of_the_slots():
 
 # Internals saved for one segment at a time.
 
-save_h = functools.partial(jax.checkpoint, policy=jax.checkpoint_policies.save_only_these_names("h"))
+H = Kept(("h",))
 
 
 @pytest.mark.remat3
 @pytest.mark.parametrize(
-    ("schedule", "boundaries"),
+    ("schedule", "carries"),
     [
         (shrinking(7), "device"),
         (bounded(12, max_carries=3), "device"),
@@ -158,9 +158,9 @@ save_h = functools.partial(jax.checkpoint, policy=jax.checkpoint_policies.save_o
     ],
     ids=str,
 )
-def test_saved_names(schedule: Schedule, boundaries: Literal["device", "host"]):
+def test_saved_names(schedule: Schedule, carries: Literal["device", "host"]):
     length = schedule.length
-    run = functools.partial(sweep, length=length, schedule=schedule, checkpoint=save_h, boundaries=boundaries)
+    run = functools.partial(sweep, length=length, schedule=schedule, kept=H, carries=carries)
     _, value = mlp_gradients(run, length)
     _, reference = mlp_gradients(lax.scan, length)
     keys = jax.random.split(jax.random.key(0), 3)
@@ -172,7 +172,7 @@ def test_saved_names(schedule: Schedule, boundaries: Literal["device", "host"]):
 @pytest.mark.remat3
 def test_saved_names_are_kept_for_one_segment_and_not_computed_again():
     plain, _ = mlp_gradients(nested(12), 12)
-    saving, _ = mlp_gradients(nested(12, checkpoint=save_h), 12)
+    saving, _ = mlp_gradients(nested(12, kept=H), 12)
     longest = max(shrinking(12).segments)
     assert (longest, ROWS, 6) in shapes_made(saving.jaxpr)
     assert (longest, ROWS, 6) not in shapes_made(plain.jaxpr)
@@ -187,8 +187,8 @@ def test_saved_names_are_kept_for_one_segment_and_not_computed_again():
 
     schedule = equal(6, 2)
     one, two = (
-        flops(functools.partial(sweep, length=6, schedule=schedule, unroll=True, checkpoint=checkpoint))
-        for checkpoint in (jax.checkpoint, save_h)
+        flops(functools.partial(sweep, length=6, schedule=schedule, unroll=True, kept=kept))
+        for kept in (NOTHING, H)
     )
     # Per layer: 2 products forward, 2 in the replay, the first again for the pullback, 4 in the pullback.
     assert math.isclose(one, 6 * 2 + 4 * 2 + 6 * 5, rel_tol=0.05)
@@ -196,6 +196,6 @@ def test_saved_names_are_kept_for_one_segment_and_not_computed_again():
 
 
 def test_weights_are_not_among_the_saved_residuals():
-    saving, _ = mlp_gradients(nested(12, checkpoint=lambda body: body), 12)
+    saving, _ = mlp_gradients(nested(12, kept=EVERYTHING), 12)
     longest = max(shrinking(12).segments)
     assert {(longest, WIDTH, 6), (longest, 6, WIDTH)}.isdisjoint(shapes_made(saving.jaxpr))

@@ -14,7 +14,8 @@ from jaxtyping import DTypeLike
 from .._messages import axes_text
 from .._scan.checks import describe
 from .._scan.marks import is_split, raw_array
-from .._stacked import Stacked, layer_types
+from .._stacked import Stacked
+from .._stacked_kinds import layer_types
 from .._stacked_pattern import StackedPattern
 from .folds import FollowedStack
 from .separable import check_separable

@@ -4,24 +4,19 @@ The arguments are divided into arrays that are split over the axis and arrays th
 leaves a step on raw arrays, which `layers.py` runs under the checkpoint policy. `Stacked` uses this too.
 """
 
-from collections.abc import Callable, Sequence
-from typing import Any, Literal, TypeVar
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 from haliax import Axis
 from haliax.axis import AxisSelector
 
-from .._policy import ScanCheckpointSpec, resolve_policy
-from .._static import Static
-from .arguments import Caller, argument_namer
-from .checks import axis_or_name, check_reverse, check_unroll
-from .layer_axis import split_tree
-from .layers import Layers, from_arguments, scan_rolled
-from .marks import IsScanned, check_unmarked, is_array, is_named_or_shaped_array, per_layer
-from .stacking import name_stacked
-from .stopping import Until, is_done, stopping
+from .._policy import ScanCheckpointSpec
+from .layers import Loop, scan_layers
+from .marks import IsScanned, check_unmarked, is_named_or_shaped_array, per_layer
+from .step import Call, Until
 
 T = TypeVar("T")
 Y = TypeVar("Y")
@@ -79,59 +74,14 @@ def scan(
         TypeError: for an axis that is none of these, for marks in the carry, and for an `until` that does not
             return one bool.
     """
-    return scan_for(
-        function_caller("scan", f),
-        f,
-        axis,
-        remat=remat,
-        reverse=reverse,
-        unroll=unroll,
-        is_scanned=is_scanned,
-        until=until,
-    )
+    options: Any = {"reverse": reverse, "unroll": unroll, "is_scanned": is_scanned}
+    return functools.partial(_run, Loop.of(Call.of("scan", f, until), axis, remat, **options))
 
 
-def scan_for(
-    caller: Caller,
-    f: Callable[..., tuple[Any, Any]],
-    axis: AxisSelector | int,
-    *,
-    remat: ScanCheckpointSpec,
-    reverse: bool = False,
-    unroll: int | bool = 1,
-    is_scanned: IsScanned = is_named_or_shaped_array,
-    owner: Any = None,
-    until: Until | None = None,
-) -> Callable[..., tuple[Any, Any]]:
-    """`scan`, with error messages in the words of `caller`; `owner` is the user's function that `f` calls."""
-    axis = axis_or_name(axis, caller.what)
-    policy = resolve_policy(remat)
-    resolved = policy.normalized()
-    reverse, unroll = check_reverse(reverse), check_unroll(unroll)
-
-    def run(init: Any, arguments: tuple[Any, Any]) -> tuple[Any, Any]:
-        layout, arrays, shared = split_tree(arguments, axis, caller, is_scanned=is_scanned)
-        step, call, first = f, caller.what, init
-        if until is not None:
-            step, call, first = stopping(f, until), (call, until), (is_done(until, init), init)
-        carry, (ys,) = scan_rolled(
-            [Layers(step, layout, arrays, shared, f if owner is None else owner, call)],
-            first,
-            layout.axis,
-            resolved,
-            reverse=reverse,
-            unroll=unroll,
-            host_segment_length=policy.host_segment_length,
-            what=caller.what,
-            stops=until is not None,
-        )
-        return (carry if until is None else carry[1]), ys
-
-    def scanned(init: Any, /, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        check_unmarked(init)
-        return from_arguments(run, resolved, axis)(init, (args, kwargs))
-
-    return scanned
+def _run(loop: Loop, init: Any, /, *args: Any, **kwargs: Any) -> Any:
+    check_unmarked(init)
+    carry, outputs = scan_layers(loop, init, (args, kwargs))
+    return loop.call.result(carry, outputs)
 
 
 def lax_scan(
@@ -205,18 +155,8 @@ def fold(
 
     with arguments, costs and errors as in `scan`.
     """
-
-    def step(carry: Any, /, *args: Any, **kwargs: Any) -> tuple[Any, None]:
-        return f(carry, *args, **kwargs), None
-
-    caller = function_caller("fold", f)
-    options: Any = {"remat": remat, "reverse": reverse, "unroll": unroll, "is_scanned": is_scanned}
-    scanned = scan_for(caller, step, axis, owner=f, until=until, **options)
-
-    def folded(init: Any, /, *args: Any, **kwargs: Any) -> Any:
-        return scanned(init, *args, **kwargs)[0]
-
-    return folded
+    options: Any = {"reverse": reverse, "unroll": unroll, "is_scanned": is_scanned}
+    return functools.partial(_run, Loop.of(Call.of("fold", f, until), axis, remat, **options))
 
 
 def map(
@@ -235,40 +175,5 @@ def map(
     It holds one part's internals at a time, where `haliax.vmap` holds all and is faster. Arguments and errors
     as in `scan`.
     """
-
-    def step(_: None, /, *args: Any, **kwargs: Any) -> tuple[None, Any]:
-        return None, f(*args, **kwargs)
-
-    caller = function_caller("map", f)
-    options: Any = {"remat": remat, "reverse": reverse, "unroll": unroll, "is_scanned": is_mapped}
-    scanned = scan_for(caller, step, axis, owner=f, **options)
-
-    def mapped(*args: Any, **kwargs: Any) -> Any:
-        return scanned(None, *args, **kwargs)[1]
-
-    return mapped
-
-
-def function_caller(what: Literal["fold", "scan", "map"], f: Callable[..., Any]) -> Caller:
-    """One of this module's functions, for error messages about its arguments."""
-    return Caller(what, argument_namer(f, skip=0 if what == "map" else 1))
-
-
-def vmap_layers(f: Callable[..., Any], axis: Axis, caller: Caller) -> Callable[..., Any]:
-    """Apply `f` to every layer's part of its arguments at once; the outputs get `axis` in front.
-
-    Splits and shares arguments exactly as `scan` does. Costs the memory of all layers together.
-    """
-
-    def mapped(*args: Any, **kwargs: Any) -> Any:
-        layout, arrays, shared = split_tree((args, kwargs), axis, caller)
-
-        def one_layer(slices: Sequence[Any]) -> tuple[Any, Static]:
-            layer_args, layer_kwargs = layout.layer(slices, shared)
-            found, static = eqx.partition(f(*layer_args, **layer_kwargs), is_array)
-            return found, Static(static)
-
-        found, static = jax.vmap(one_layer, axis_size=axis.size)(arrays)
-        return name_stacked(eqx.combine(found, static.value), axis, caller.what)
-
-    return mapped
+    options: Any = {"reverse": reverse, "unroll": unroll, "is_scanned": is_mapped}
+    return functools.partial(_run, Loop.of(Call.of("map", f), axis, remat, **options), None)

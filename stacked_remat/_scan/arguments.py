@@ -1,9 +1,10 @@
 """Names of arguments for error messages, and checks of their sizes and keys."""
 
+import functools
 import inspect
 import re
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -13,7 +14,7 @@ from haliax import Axis
 from haliax.axis import AxisSelector
 
 from .._messages import axes_text
-from .marks import Rule, is_array, is_named, is_split, leaf_size, raw_array, take_marks_off
+from .marks import Entry, Rule, is_array, is_named, is_split, leaf_size, raw_array, take_marks_off
 
 _NAMES_OF_KEYS = ("key", "keys", "prng", "rng", "rngs", "seed", "seeds", "subkey", "subkeys")
 
@@ -30,14 +31,6 @@ class Caller(NamedTuple):
     name_of: Callable[[tuple[Any, ...]], str] = jtu.keystr
 
 
-class Argument(NamedTuple):
-    """One leaf, with its name in error messages."""
-
-    name: str
-    leaf: Any
-    rule: Rule = "default"
-
-
 def argument_namer(fn: Callable, skip: int, first: tuple[str, ...] = ()) -> Callable[[tuple[Any, ...]], str]:
     """How to name a path into `(args, kwargs)` by the parameters of `fn`.
 
@@ -46,17 +39,16 @@ def argument_namer(fn: Callable, skip: int, first: tuple[str, ...] = ()) -> Call
         skip: how many of its first parameters are not among them.
         first: names of the first of the arguments, if these are not parameters of `fn`.
     """
-    try:
-        parameters = list(inspect.signature(fn).parameters.values())[skip:]
-    except (TypeError, ValueError):  # builtins have no signature
-        parameters = []
-    named = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    positional = [*first, *named]
-    variadic = next((p.name for p in parameters if p.kind is p.VAR_POSITIONAL), "args")
+
+    @functools.cache
+    def parameters() -> tuple[list[str], str]:
+        own = [*parameters_of(fn).values()][skip:]
+        named = [p.name for p in own if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+        return [*first, *named], next((p.name for p in own if p.kind is p.VAR_POSITIONAL), "args")
 
     def name_of(path: tuple[Any, ...]) -> str:
-        group, entry = path[0].idx, path[1]
-        if group == 1:
+        (group, entry), (positional, variadic) = path[:2], parameters()
+        if group.idx == 1:
             root = str(entry.key)
         elif entry.idx < len(positional):
             root = positional[entry.idx]
@@ -67,7 +59,15 @@ def argument_namer(fn: Callable, skip: int, first: tuple[str, ...] = ()) -> Call
     return name_of
 
 
-def resolve_axis(axis: AxisSelector, split: list[Argument], what: str) -> Axis:
+def parameters_of(fn: Callable) -> Mapping[str, inspect.Parameter]:
+    """The parameters of a function by name; none for a builtin without a signature."""
+    try:
+        return inspect.signature(fn).parameters
+    except (TypeError, ValueError):
+        return {}
+
+
+def resolve_axis(axis: AxisSelector, split: Sequence[Entry], what: str) -> Axis:
     """The axis with its size, which the arguments tell where only its name is given.
 
     Raises:
@@ -75,7 +75,7 @@ def resolve_axis(axis: AxisSelector, split: list[Argument], what: str) -> Axis:
     """
     if isinstance(axis, Axis):
         return axis
-    for _, leaf, _ in sorted(split, key=lambda argument: not is_named(argument.leaf)):
+    for _, leaf, _ in sorted(split, key=lambda entry: not is_named(entry[1])):
         size = leaf_size(leaf, axis)
         if size is not None:
             return Axis(axis, size)
@@ -85,10 +85,12 @@ def resolve_axis(axis: AxisSelector, split: list[Argument], what: str) -> Axis:
     )
 
 
-def check_keys(arguments: list[Argument], axis: Axis) -> None:
+def check_keys(entries: Sequence[Entry], axis: Axis, caller: Caller) -> None:
     """Refuse a single unmarked random key, from which every layer would draw the same numbers."""
-    for name, leaf, rule in arguments:
-        if rule == "default" and is_unsplit_key(name, leaf):
+    for path, leaf, rule in entries:
+        array = raw_array(leaf)
+        may_be_key = rule == "default" and (_is_typed_key(array) or _may_be_raw_key(array))
+        if may_be_key and is_unsplit_key(name := caller.name_of(path), leaf):
             given = f"{name}=" if name.isidentifier() else ""
             raise ValueError(
                 f"{name} is a single random key, from which every layer of `{axis.name}` would draw the same "
@@ -170,32 +172,34 @@ def check_stacked(tree: Any, axis: Axis, caller: Caller) -> None:
     Raises:
         ValueError: names each path and size.
     """
-    paths_and_leaves = jtu.tree_leaves_with_path(tree, is_leaf=is_named)
-    split = [Argument(caller.name_of(path), leaf) for path, leaf in paths_and_leaves if is_split(leaf, axis)]
-    check_sizes(axis, split, caller.what)
+    leaves = jtu.tree_leaves_with_path(tree, is_leaf=is_named)
+    check_sizes(axis, [(*entry, "default") for entry in leaves if is_split(entry[1], axis)], caller)
 
 
-def check_sizes(axis: Axis, split: list[Argument], what: str) -> None:
+def check_sizes(axis: Axis, split: Sequence[Entry], caller: Caller) -> None:
     """Refuse arguments whose size along `axis` is another.
 
     Raises:
         ValueError: names each path and size, and says how to mark an argument that is not to be split.
     """
-    wrong = [entry for entry in split if leaf_size(entry.leaf, axis) != axis.size]
+    wrong, agreeing = [], []
+    for path, leaf, rule in split:
+        (agreeing if leaf_size(leaf, axis) == axis.size else wrong).append((path, leaf, rule))
     if not wrong:
         return
-    agreeing = [entry.name for entry in split if leaf_size(entry.leaf, axis) == axis.size]
-    lines = [f"{what} over `{axis.name}` (size {axis.size}) was given inputs of different lengths:"]
-    lines += [f"  {_describe_size(entry, axis, what)}" for entry in wrong]
+    agreeing = [caller.name_of(path) for path, _, _ in agreeing]
+    wrong = [(caller.name_of(path), leaf, rule) for path, leaf, rule in wrong]
+    lines = [f"{caller.what} over `{axis.name}` (size {axis.size}) was given inputs of different lengths:"]
+    lines += [f"  {_describe_size(*entry, axis, caller.what)}" for entry in wrong]
     if agreeing:
         shown = ", ".join(agreeing[:4]) + (f" and {len(agreeing) - 4} more" if len(agreeing) > 4 else "")
         lines.append(f"  {shown} {'has' if len(agreeing) == 1 else 'have'} the right size, {axis.size}")
-    keys = [entry.name for entry in wrong if _is_typed_key(entry.leaf) or _may_be_raw_key(entry.leaf)]
+    keys = [name for name, leaf, _ in wrong if _is_typed_key(leaf) or _may_be_raw_key(leaf)]
     for name in keys:
         lines.append(
             f"If {name} is a random key, give each layer its own: jax.random.split({name}, {axis.size})."
         )
-    plain = [entry.name for entry in wrong if entry.rule == "default" and not is_named(entry.leaf)]
+    plain = [name for name, leaf, rule in wrong if rule == "default" and not is_named(leaf)]
     if to_share := [name for name in plain if name not in keys]:
         lines.append(
             "A plain array has no axis names, so it is split along its first dimension, one part for each of "
@@ -205,8 +209,7 @@ def check_sizes(axis: Axis, split: list[Argument], what: str) -> None:
     raise ValueError("\n".join(lines))
 
 
-def _describe_size(entry: Argument, axis: Axis, what: str) -> str:
-    name, leaf, rule = entry
+def _describe_size(name: str, leaf: Any, rule: Rule, axis: Axis, what: str) -> str:
     size = leaf_size(leaf, axis)
     if is_named(leaf):
         found = f"no axis `{axis.name}`" if size is None else f"`{axis.name}` of size {size}"

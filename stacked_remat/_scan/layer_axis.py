@@ -11,7 +11,7 @@ from haliax import Axis, NamedArray
 from haliax.axis import AxisSelector
 
 from .._placement import is_on_host, to_host
-from .arguments import Argument, Caller, check_keys, check_sizes, resolve_axis
+from .arguments import Caller, check_keys, check_sizes, resolve_axis
 from .marks import (
     IsScanned,
     LayerStack,
@@ -179,17 +179,16 @@ def split_tree(
                 "a StackedPattern, and not within another per_kind. Pass the values themselves."
             )
     are_split = [is_split_by(rule, leaf, axis, is_scanned) for _, leaf, rule in entries]
-    named = [Argument(caller.name_of(path), leaf, rule) for path, leaf, rule in entries]
-    split = [argument for argument, is_ in zip(named, are_split, strict=True) if is_]
-    if absent := next((argument.name for argument in split if raw_array(argument.leaf) is None), None):
+    split = [entry for entry, is_ in zip(entries, are_split, strict=True) if is_]
+    if absent := [path for path, leaf, _ in split if raw_array(leaf) is None]:
         raise ValueError(
-            f"{caller.what}: {absent} has no array, as of a tree that was filtered or partitioned. Put the "
-            "parts together first: eqx.combine(trained, frozen)."
+            f"{caller.what}: {caller.name_of(absent[0])} has no array, as of a tree that was filtered or "
+            "partitioned. Put the parts together first: eqx.combine(trained, frozen)."
         )
     axis = resolve_axis(axis, split, caller.what)
     if is_scanned is is_named_or_shaped_array:  # a predicate of the caller's decides about keys too
-        check_keys(named, axis)
-    check_sizes(axis, split, caller.what)
+        check_keys(entries, axis, caller)
+    check_sizes(axis, split, caller)
     leaves, arrays, shared = [], [], []
     for (path, leaf, rule), is_ in zip(entries, are_split, strict=True):
         kind = "split" if is_ else "shared" if is_named(leaf) or is_array(leaf) else "static"

@@ -1,7 +1,8 @@
 """An `eqx.nn.State` through a stack: each layer is given its own part, and the whole comes back."""
 
 import collections
-from collections.abc import Callable, Iterable, Sequence
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import equinox as eqx
@@ -10,13 +11,12 @@ import jax.tree_util as jtu
 from equinox.nn import State, StateIndex
 from haliax import Axis
 
-from .arguments import Argument, check_sizes
+from .arguments import Caller, check_sizes
 from .checks import describe
-from .marks import Marked, PerKind, changed
+from .marks import Entry, Marked, PerKind, changed
 from .stacking import stack_outputs, stack_trees
 
 T = TypeVar("T")
-Run = Callable[..., tuple[Any, Any]]  # (carry, *args, **kwargs) -> (carry, outputs)
 
 
 def _is_state(node: Any) -> bool:
@@ -49,46 +49,57 @@ def _map_states(fn: Callable[[State], Any], tree: T) -> T:
     return jtu.tree_map(lambda node: fn(node) if _is_state(node) else node, tree, is_leaf=_is_state)
 
 
-def through_state(run: Run, stack: Any, own_part: Callable[[State, str], Any], verb: str) -> Run:
-    """`run`, which gives the layers their parts of the one state among its arguments, where there is one.
-
-    A state in the outputs, which has what the layers return, is then the whole one with that in it; the
-    outputs of the verb `fold` are that alone.
+def divide_state(
+    init: Any, arguments: T, stack: Any, own_part: Callable[[State, str], Any], what: str
+) -> tuple[State | None, T]:
+    """The one state among the arguments, if there is one, and the arguments with the layers' parts of it.
 
     Args:
-        run: a fold, a scan or a vmap, with None as carry or as outputs where it has none.
-        stack: its layers.
+        init: the first carry.
+        arguments: of the layers.
+        stack: the layers.
         own_part: from the whole state, and the operation for errors, to the argument that is divided.
-        verb: the method, for errors.
+        what: the operation, for errors.
 
     Raises:
-        ValueError: there are several states, one is in the carry, or a layer reads or returns what is not its
-            own.
+        ValueError: there are several states, or one is in the carry.
         TypeError: a state is marked.
     """
-    what = f"{type(stack).__name__}.{verb}"
+    _check_carry(init, stack, what)
+    whole = _state_among(arguments, what)
+    if whole is None:
+        return None, arguments
+    part = own_part(whole, what)
+    return whole, _map_states(lambda _: part, arguments)
 
-    def through(init: Any, /, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        _check_carry(init, stack, what)
-        whole = _state_among((args, kwargs), what)
-        if whole is None:
-            return run(init, *args, **kwargs)
-        part = own_part(whole, what)
-        args, kwargs = _map_states(lambda _: part, (args, kwargs))
-        try:
-            carry, outputs = run(init, *args, **kwargs)
-        except KeyError as error:  # of the dict in an Equinox state
-            marker = error.args[0] if error.args else None
-            if marker not in _entries(whole):
-                raise
-            raise ValueError(
-                f"A layer of {what} uses the state {marker!r}, which is not its own. Pass it what it reads "
-                "as an argument; a state that layers update in turn can be in the carry."
-            ) from error
-        new = _updated(whole, _states(outputs), stack, what)
-        return carry, new if verb == "fold" else _map_states(lambda _: _state_of(_entries(new)), outputs)
 
-    return through
+@contextlib.contextmanager
+def only_own_state(whole: State | None, what: str) -> Iterator[None]:
+    """Where layers run: refuse that one reads of the whole state what is not its own.
+
+    Raises:
+        ValueError: names what it reads.
+    """
+    try:
+        yield
+    except KeyError as error:  # of the dict in an Equinox state
+        marker = error.args[0] if error.args else None
+        if whole is None or marker not in _entries(whole):
+            raise
+        raise ValueError(
+            f"A layer of {what} uses the state {marker!r}, which is not its own. Pass it what it reads "
+            "as an argument; a state that layers update in turn can be in the carry."
+        ) from error
+
+
+def with_whole_state(outputs: Any, whole: State, stack: Any, what: str) -> tuple[State, Any]:
+    """The whole state with what the layers return, and the outputs with it in the place of theirs.
+
+    Raises:
+        ValueError: a layer returns what is not its own.
+    """
+    entries = _entries(_updated(whole, _states(outputs), stack, what))
+    return _state_of(entries), _map_states(lambda _: _state_of(entries), outputs)
 
 
 def _check_carry(init: Any, stack: Any, what: str) -> None:
@@ -155,11 +166,9 @@ def part_of(state: State, module: Any, axis: Axis, what: str, *, whole: Iterable
         rule = "shared" if marker in whole else "per_layer"
         if rule == "per_layer":
             leaves = jtu.tree_leaves_with_path(entries[marker])
-            check_sizes(
-                axis,
-                [Argument(f"state {marker!r}{jtu.keystr(path)}", leaf, "stored") for path, leaf in leaves],
-                what,
-            )
+            stored: list[Entry] = [(path, leaf, "stored") for path, leaf in leaves]
+            caller = Caller(what, lambda path, marker=marker: f"state {marker!r}{jtu.keystr(path)}")
+            check_sizes(axis, stored, caller)
         marked[marker] = Marked(entries[marker], rule)
     return _state_of(marked)
 
@@ -210,15 +219,15 @@ def carry_and_state(found: Any, arguments: Any, what: str) -> tuple[Any, Any]:
     return found
 
 
-def check_no_state(arguments: Any, verb: str, name: str) -> None:
+def check_no_state(arguments: Any, what: str) -> None:
     """Refuse a state where layers return their carry alone.
 
     Raises:
         ValueError: says what takes one.
     """
-    if verb == "fold_vjp" and _states(arguments):
+    if _states(arguments):
         raise ValueError(
-            f"{name}.fold_vjp takes no State. Write scan_vjp(x, state.substate(blocks)), whose outputs are "
+            f"{what} takes no State. Write scan_vjp(x, state.substate(blocks)), whose outputs are "
             "the new state."
         )
 

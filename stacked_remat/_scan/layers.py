@@ -1,39 +1,31 @@
-"""A step on raw arrays, applied to one layer after the other under a checkpoint policy."""
+"""Loops over layers under a checkpoint policy, rolled and unrolled."""
 
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 from haliax import Axis
-from haliax.axis import AxisSelector
 
-from .._checkpoint import checkpoint_name, recomputed, saving_internals
+from .._checkpoint import checkpoint_name, recomputed, run_tree
 from .._placement import has_host_arrays, on_device, platform
-from .._remat import Internals, PerLayer, Remat, SaveAll, Swept, checkpoint_of, for_length
-from .._schedule import Tree, equal
+from .._policy import ScanCheckpointPolicy, ScanCheckpointSpec, resolve_policy
+from .._remat import EVERYTHING, NOTHING, Remat
+from .._schedule import Tree
 from .._static import Static
 from .._sweep.api import run_layers
 from .._sweep.kinds import Pattern
-from .._sweep.spec import FirstLayers
 from .._sweep.store import at_least_one, empty_stack
-from .._sweep.trace import TracedLayer, trace_layers
-from .checks import check_carry, check_offloaded, describe
-from .layer_axis import TreeLayout
-from .marks import is_array
+from .._sweep.trace import UntracedLayer, trace_layers
+from .checks import axis_or_name, check_offloaded, check_reverse, check_unroll
+from .layer_axis import TreeLayout, split_tree
+from .marks import IsScanned, is_array, is_named_or_shaped_array
+from .pattern import DividedArguments, NamedPattern, divide
 from .stacking import name_stacked, numbers_to_arrays, stack_outputs
-
-Step = Callable[[Any, Any], tuple[Any, Any]]  # (carry, inputs of the layer) -> (carry, output)
-
-
-def from_arguments(run: Callable, remat: Remat, axis: AxisSelector) -> Callable:
-    """`run(init, arguments)`, which keeps nothing derived from the arguments if inputs are dropped."""
-    if isinstance(remat, PerLayer) and remat.inputs == "drop":
-        return recomputed(run, remat.jax_policy(*_names_of(axis)), offloads=remat.offloads)
-    return run
+from .step import Call, Names, Unpack, array_step, arrays_and_rest
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,378 +33,353 @@ class Layers:
     """Layers of one kind, with their arguments.
 
     Attributes:
-        f: a layer, `(carry, *args, **kwargs) -> (carry, output)`.
+        call: of a layer.
         layout: of the arguments, over the axis of these layers.
         arrays: those that are split.
         shared: those that all layers share.
-        owner: the user's function that `f` calls.
-        call: how `f` calls it.
+        name: of the kind, if there are several.
     """
 
-    f: Callable[..., tuple[Any, Any]]
+    call: Call
     layout: TreeLayout
     arrays: list[Any]
     shared: list[Any]
-    owner: Any = None
-    call: Any = None
+    name: str | None = None
 
     def as_arrays(self) -> "Layers":
         """The same with JAX's arrays, those that are shared on the device."""
         arrays, shared = jax.tree.map(jnp.asarray, (self.arrays, self.shared))
         return dataclasses.replace(self, arrays=arrays, shared=on_device(shared))
 
-    def step_at(self, carry: Any, row: int) -> tuple[Any, Any]:
-        """Run the layer at a row."""
-        args, kwargs = self.layout.layer(on_device([array[row] for array in self.arrays]), self.shared)
-        return self.f(carry, *args, **kwargs)
+    def arguments_at(self, row: int) -> tuple[Any, Any]:
+        """What the layer at a row is given."""
+        return self.layout.layer(on_device([array[row] for array in self.arrays]), self.shared)
 
-    def no_outputs(self, carry: Any, what: str) -> Any:
+    def untraced(self, static: Any, names: Names, *, whole: bool) -> UntracedLayer:
+        """A layer on arrays, with the names of the internals that are kept.
+
+        `whole` layers take a `LayerStack` for each field that is unsliced.
+        """
+        layout = self.layout
+        unpack = layout.arguments if whole else layout.layer
+        body = functools.partial(array_step, self.call, static, names, unpack, arrays_and_rest)
+        leaves, tree = jax.tree.flatten(static)
+        return UntracedLayer(
+            body,
+            self.shared,
+            self.arrays,
+            layout.unsliced if whole else [False] * len(self.arrays),
+            (*self.call.key, self.name, layout.key, tree, *leaves, names),
+        )
+
+    def at_once(self) -> Any:
+        """The outputs of all layers on the same arguments, with the axis of the layers in front."""
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            return numbers_to_arrays(self.call.fn(*args, **kwargs))
+
+        return map_layers(run, self.layout, self.arrays, self.shared, self.call.caller.what)
+
+    def no_outputs(self, carry: Any) -> Any:
         """The outputs of no layers, from a carry of the right types."""
         one = dataclasses.replace(self, arrays=[*map(at_least_one, self.arrays)])
-        types = eqx.filter_eval_shape(lambda: numbers_to_arrays(one.step_at(carry, 0)[1]))
-        arrays, rest = eqx.partition(types, is_array)
-        return name_stacked(eqx.combine(empty_stack(arrays, 0), rest), self.layout.axis, what)
+
+        def output() -> Any:
+            args, kwargs = one.arguments_at(0)
+            result = self.call.fn(*self.call.inputs(carry, args), **kwargs)
+            return numbers_to_arrays(self.call.outputs(result, (args, kwargs))[1])
+
+        arrays, rest = eqx.partition(eqx.filter_eval_shape(output), is_array)
+        return self.named(eqx.combine(empty_stack(arrays, 0), rest))
+
+    def named(self, stacked: Any) -> Any:
+        """Their stacked outputs, with the axis of the layers."""
+        return name_stacked(stacked, self.layout.axis, self.call.caller.what)
 
 
-def trace_kinds(
-    kinds: Sequence[Layers], init: Any, remat: Remat, *, whole: bool, **checks: bool
-) -> list[TracedLayer]:
-    """A layer of each kind on arrays; `whole` layers take a `LayerStack` for each field that is unsliced."""
-    arrays, static = eqx.partition(init, eqx.is_array_like)
+def map_layers(
+    f: Callable[..., Any], layout: TreeLayout, arrays: Sequence[Any], shared: Sequence[Any], what: str
+) -> Any:
+    """What `f` returns for every layer's part of the arguments at once; the outputs get the axis in front.
 
-    def body(kind: Layers) -> Callable[..., Any]:
-        def layer(carry: Any, inputs: tuple[Any, Any]) -> tuple[Any, Any]:
-            args, kwargs = (kind.layout.arguments if whole else kind.layout.layer)(*inputs)
-            return kind.f(carry, *args, **kwargs)
+    Costs the memory of all layers together.
+    """
 
-        step = array_step(layer, init, remat)
+    def one_layer(slices: Sequence[Any]) -> tuple[Any, Static]:
+        args, kwargs = layout.layer(slices, shared)
+        found, static = eqx.partition(f(*args, **kwargs), is_array)
+        return found, Static(static)
 
-        def with_static(shared: Any, carry: Any, x: Any) -> tuple[Any, tuple[Any, Static]]:
-            carry, y = step(carry, (x, shared))
-            of_arrays, rest = eqx.partition(y, eqx.is_array_like)
-            return carry, (of_arrays, Static(rest))
+    found, static = jax.vmap(one_layer, axis_size=layout.axis.size)(arrays)
+    return name_stacked(eqx.combine(found, static.value), layout.axis, what)
 
-        return with_static
 
-    leaves, tree = jax.tree.flatten(static)
-    return trace_layers(
-        [body(kind) for kind in kinds],
-        [kind.shared for kind in kinds],
-        arrays,
-        [kind.arrays for kind in kinds],
-        unsliced=[kind.layout.unsliced if whole else [False] * len(kind.arrays) for kind in kinds],
-        **checks,
-        keys=[(kind.owner, kind.call, kind.layout.key, tree, *leaves, remat) for kind in kinds],
-    )
+@dataclasses.dataclass(frozen=True)
+class Loop:
+    """A loop over layers; build one with `of`.
+
+    Attributes:
+        call: of a layer.
+        axis: of all layers, or its name.
+        policy: for the backward pass.
+        reverse: whether it goes from the last layer to the first.
+        unroll: how many layers one iteration runs; `True` for all.
+        pattern: which layer is of which kind, if there are several.
+        is_scanned: which of the arrays without a mark may be split.
+    """
+
+    call: Call
+    axis: Axis | str
+    policy: ScanCheckpointPolicy
+    reverse: bool
+    unroll: int | bool
+    pattern: NamedPattern | None
+    is_scanned: IsScanned
+
+    @classmethod
+    def of(
+        cls,
+        call: Call,
+        axis: Any,
+        remat: ScanCheckpointSpec = False,
+        pattern: NamedPattern | None = None,
+        *,
+        reverse: bool | None = None,
+        unroll: int | bool | None = None,
+        is_scanned: IsScanned = is_named_or_shaped_array,
+    ) -> "Loop":
+        """A loop with these options, checked, and with the defaults for those not given.
+
+        Raises:
+            ValueError, TypeError: for options that are none.
+        """
+        return cls(
+            call,
+            axis_or_name(axis, call.caller.what),
+            resolve_policy(remat),
+            check_reverse(False if reverse is None else reverse),
+            check_unroll(1 if unroll is None else unroll),
+            pattern,
+            is_scanned,
+        )
+
+    def split(self, arguments: Any) -> tuple[list[Layers], DividedArguments | None]:
+        """The layers of each kind with their parts of the arguments; these divided, if there are several."""
+        if self.pattern is None:
+            split = split_tree(arguments, self.axis, self.call.caller, is_scanned=self.is_scanned)
+            return [Layers(self.call, *split)], None
+        assert isinstance(self.axis, Axis)
+        divided = divide(arguments, self.axis, self.pattern, self.call.caller)
+        kinds = []
+        for number, name in enumerate(self.pattern.names):
+            axis = self.axis.resize(len(self.pattern.order.layers_of(number)))
+            split = split_tree(divided.of(number), axis, self.call.caller)
+            kinds.append(Layers(self.call, *split, name=name))
+        return kinds, divided
+
+    def remat(self, length: int) -> Remat:
+        """What the policy means for so many layers."""
+        # Without jit the values are known in a layer, which jax.checkpoint would trace.
+        return Remat(length, EVERYTHING) if _without_jit() else self.policy.for_layers(length)
+
+    def axis_of(self, kinds: Sequence[Layers]) -> Axis:
+        """The axis of all layers, with its size."""
+        return self.axis if isinstance(self.axis, Axis) else kinds[0].layout.axis
+
+    def outputs(self, of_kinds: Sequence[Any]) -> Any:
+        """The outputs of each kind by name, or of the only one."""
+        if self.pattern is None:
+            return of_kinds[0]
+        return dict(zip(self.pattern.names, of_kinds, strict=True))
+
+    @property
+    def order(self) -> Pattern | None:
+        """The number of each layer's kind, if there are several kinds."""
+        return None if self.pattern is None else self.pattern.order
 
 
 def scan_unrolled(
-    layer: Step,
-    init: Any,
-    inputs: Sequence[Any],
-    axis: Axis,
-    remat: Remat,
-    *,
-    reverse: bool = False,
+    loop: Loop, unpack: Unpack, init: Any, inputs: Sequence[Any], axis: Axis
 ) -> tuple[Any, list[Any]]:
-    """Apply `layer` to inputs that need not be alike, one after the other, under the same policies as `scan`.
+    """Call layers that need not be alike, one after the other, under the same policies as `scan_layers`.
+
+    Program size grows with the number of layers.
 
     Args:
-        layer: takes the carry and the inputs of one layer; returns the next carry and an output.
+        loop: over the layers.
+        unpack: from the inputs of a layer to its arguments.
         init: the initial carry.
-        inputs: for each of the `axis.size` layers, what it takes beside the carry: any tree, with its module.
+        inputs: for each layer of the axis, what it takes beside the carry.
         axis: the axis of the layers.
-        remat: as in `scan`. Program size grows with the number of layers.
-        reverse: as in `scan`.
 
     Returns:
         The final carry and the output of each layer.
     """
-    order = range(axis.size)[:: -1 if reverse else 1]
-    # Without jit the values are known in a layer, which jax.checkpoint would trace.
-    remat = SaveAll() if getattr(jax.config, "jax_disable_jit", False) else for_length(remat, axis.size)
-    parts = [(remat, order)]
-    if isinstance(remat, Swept) and remat.first_layers:
-        parts = [(remat.first, order[: remat.first_layers]), (remat, order[remat.first_layers :])]
+    order = range(axis.size)[:: -1 if loop.reverse else 1]
+    remat = loop.remat(axis.size)
+    first, rest = order[: remat.first_layers], order[remat.first_layers :]
     carry, outputs = init, []
     with jax.named_scope(f"scan({axis.name})"):
-        for part, layers in parts:
-            carry, ys = _run_unrolled(layer, carry, [inputs[i] for i in layers], part, _names_of(axis))
+        for part, layers in ((Remat(len(first), remat.first_kept), first), (remat, rest)):
+            of_part = [inputs[i] for i in layers]
+            carry, ys = _run_unrolled(loop.call, unpack, carry, of_part, part, _carry_name(axis))
             outputs += ys
-    return carry, outputs[:: -1 if reverse else 1]
+    return carry, outputs[:: -1 if loop.reverse else 1]
 
 
-class _Names(NamedTuple):
-    """The checkpoint names of a layer's carry and inputs."""
-
-    carry: str
-    inputs: str
-
-    @property
-    def boundary(self) -> str:
-        return f"{self.carry} at a segment's start"
+def _without_jit() -> bool:
+    return bool(getattr(jax.config, "jax_disable_jit", False))
 
 
-def _names_of(axis: AxisSelector) -> _Names:
-    name = axis if isinstance(axis, str) else axis.name
-    return _Names(f"scan({name}) carry", f"scan({name}) inputs")
+def _carry_name(axis: Axis) -> str:
+    """The checkpoint name of the carries between layers."""
+    return f"scan({axis.name}) carry"
 
 
-def scan_rolled(
-    kinds: Sequence[Layers],
-    init: Any,
-    axis: Axis,
-    remat: Remat,
-    *,
-    pattern: Pattern | None = None,
-    reverse: bool,
-    unroll: int | bool,
-    host_segment_length: int,
-    what: str,
-    stops: bool = False,
-) -> tuple[Any, list[Any]]:
-    """Apply layers one after the other, in a loop; returns the carry, and the outputs of each kind.
-
-    `pattern` says which layer of `axis` is of which kind; None for layers of one kind. `stops` as in
-    `SweepSpec`.
-    """
-    options, remat = None, for_length(remat, axis.size)
-    if getattr(jax.config, "jax_disable_jit", False):
-        of_one = Pattern((0,) * axis.size, 1) if pattern is None else pattern
-        return _unrolled_kinds(kinds, init, axis, SaveAll(), of_one, reverse, what)
-    kinds = [kind.as_arrays() for kind in kinds]
+def scan_layers(loop: Loop, init: Any, arguments: Any) -> tuple[Any, Any]:
+    """Run a loop from a first carry; returns the last carry, and the outputs."""
+    kinds, _ = loop.split(arguments)
+    axis, call, pattern = loop.axis_of(kinds), loop.call, loop.order
+    init, remat, plain = call.first(init), loop.remat(axis.size), None
+    if _without_jit() or (pattern is not None and remat.carries is None):
+        return _scan_kinds_unrolled(loop, kinds, init)
+    kinds, stops = [kind.as_arrays() for kind in kinds], call.until is not None
     xs = [kind.arrays for kind in kinds]
     # A plain scan would keep what it reads from the host, and read nothing ahead.
-    if pattern or stops or (axis.size and (isinstance(remat, Swept) or has_host_arrays(xs))):
-        options = sweep_options(remat, axis, xs, host_segment_length)
-    if pattern is not None and options is None:
-        return _unrolled_kinds(kinds, init, axis, remat, pattern, reverse, what)
-    names = _names_of(axis)
-    if options is None:
-        assert not isinstance(remat, Swept)
-        is_rolled = unroll is not True and unroll < axis.size
-        plain = _LayerCheckpoint(remat, names, is_rolled)
-        options = {"schedule": None, "plain": plain}
-    offloads = (isinstance(remat, PerLayer) and remat.offloads) or options.get("boundaries") == "host"
-    if stops and (offloads or "plain" in options):
+    is_swept = pattern or stops or (axis.size and (remat.schedule is not None or has_host_arrays(xs)))
+    if not is_swept or remat.carries is None:
+        is_rolled = loop.unroll is not True and loop.unroll < axis.size
+        plain = _LayerCheckpoint(remat, _carry_name(axis), is_rolled)
+    if stops and (remat.offloads or plain is not None):
         raise ValueError(
             "With until=, a policy can neither offload nor drop what it keeps of the steps that run. Let "
             'remat be False, True or "nested", or use max_carries, first_layers or save_block_internals.'
         )
-    checks = {"offloads": offloads, "replays": "plain" not in options}
     arrays, static = eqx.partition(init, eqx.is_array_like)
-
-    def run(carry: Any, xs: Sequence[Sequence[Any]]) -> tuple[Any, list[Any]]:
-        of_xs = [dataclasses.replace(kind, arrays=[*own]) for kind, own in zip(kinds, xs, strict=True)]
-        traced = trace_kinds(of_xs, eqx.combine(carry, static), remat, whole=True, **checks)
-        if isinstance(remat, PerLayer) and remat.offloaded:
-            for layer in traced:
-                check_offloaded(layer.jaxpr.outvars[: len(layer.init)], layer.jaxpr, remat.offloaded)
-        unsliced = [kind.layout.unsliced for kind in kinds]
-        fields = {"pattern": pattern, "reverse": reverse, "unroll": unroll, "stops": stops, **options}
-        return run_layers(traced, [kind.arrays for kind in of_xs], unsliced, length=axis.size, **fields)
-
     with jax.named_scope(f"scan({axis.name})"):
-        carry, ys = _replayed_whole(run, remat, names)(arrays, xs)
-    stacked = [name_stacked(y, kind.layout.axis, what) for y, kind in zip(ys, kinds, strict=True)]
-    return eqx.combine(carry, static), stacked
+        untraced = [kind.untraced(static, remat.kept.names, whole=True) for kind in kinds]
+        traced = trace_layers(untraced, arrays, offloads=remat.offloads, replays=plain is None)
+        for layer in traced:
+            check_offloaded(layer.jaxpr.outvars[: len(layer.init)], layer.jaxpr, remat.kept.offloaded)
+        run = functools.partial(
+            run_layers,
+            traced,
+            [kind.layout.unsliced for kind in kinds],
+            plain=plain,
+            remat=remat.swept() if plain is None else remat,
+            pattern=pattern,
+            reverse=loop.reverse,
+            unroll=loop.unroll,
+            stops=stops,
+        )
+        carry, ys = _replayed_whole(run, remat)(traced[0].init, xs)
+    last = call.last(eqx.combine(carry, static))
+    return last, loop.outputs([kind.named(y) for kind, y in zip(kinds, ys, strict=True)])
+
+
+def layers_at_once(loop: Loop, init: None, arguments: Any) -> tuple[None, Any]:
+    """Map the layers of a loop over its arguments, as `scan_layers` runs them; costs the memory of all."""
+    kinds, _ = loop.split(arguments)
+    return init, loop.outputs([kind.at_once() for kind in kinds])
 
 
 @dataclasses.dataclass(frozen=True)
 class _LayerCheckpoint:
     """How the layers of a plain scan are checkpointed."""
 
-    remat: Internals
-    names: _Names
+    remat: Remat
+    carry_name: str
     is_rolled: bool
 
     def __call__(self, layer: Callable[..., Any]) -> Callable[..., Any]:
-        remat, names = self.remat, self.names
-        if isinstance(remat, SaveAll):
+        remat = self.remat
+        if remat.kept == EVERYTHING:
             return layer
 
         def named(shared: Any, carry: Any, x: Any) -> Any:
-            if remat.named:
-                carry, x = checkpoint_name(carry, names.carry), checkpoint_name(x, names.inputs)
-            return layer(shared, carry, x)
+            return layer(shared, checkpoint_name(carry, self.carry_name), x)
 
-        prevent_cse = remat.prevent_cse or _reads_carries_on_gpus(remat) or not self.is_rolled
-        return jax.checkpoint(named, policy=remat.jax_policy(*names), prevent_cse=prevent_cse)
-
-
-def _reads_carries_on_gpus(remat: PerLayer) -> bool:
-    """Whether carries come from the host of a GPU, for which see `_sweep.back`."""
-    return remat.carries == "offload" and platform() == "cuda"
+        # For GPUs also where carries come from the host, for which see `_sweep.back`.
+        prevent_cse = not self.is_rolled or (remat.carries == "host" and platform() == "cuda")
+        return jax.checkpoint(named, policy=remat.layer_policy(self.carry_name), prevent_cse=prevent_cse)
 
 
-def _unrolled_kinds(
-    kinds: Sequence[Layers],
-    init: Any,
-    axis: Axis,
-    remat: Remat,
-    pattern: Pattern,
-    reverse: bool,
-    what: str,
-) -> tuple[Any, list[Any]]:
-    """`scan_rolled` over layers of several kinds under a policy that no sweep obeys."""
+def _scan_kinds_unrolled(loop: Loop, kinds: Sequence[Layers], init: Any) -> tuple[Any, Any]:
+    """`scan_layers` under a policy that no sweep obeys."""
+    axis = loop.axis_of(kinds)
+    pattern = loop.order or Pattern((0,) * axis.size, 1)
 
-    def layer(carry: Any, place: Static) -> tuple[Any, Any]:
+    def unpack(place: Static, _: Any) -> Any:
         kind, row = place.value
-        return kinds[kind].step_at(carry, row)
+        return kinds[kind].arguments_at(row)
 
     rows = pattern.before
     places = [Static((kind, int(rows[index, kind]))) for index, kind in enumerate(pattern.kinds)]
-    carry, ys = scan_unrolled(layer, init, places, axis, remat, reverse=reverse)
+    carry, ys = scan_unrolled(loop, unpack, init, places, axis)
 
     def outputs(number: int, kind: Layers) -> Any:
         of_kind = [ys[index] for index in pattern.layers_of(number)]
-        return stack_outputs(of_kind, kind.layout.axis, what) if of_kind else kind.no_outputs(init, what)
+        if not of_kind:
+            return kind.no_outputs(loop.call.last(init))
+        return stack_outputs(of_kind, kind.layout.axis, loop.call.caller.what)
 
-    return carry, [outputs(number, kind) for number, kind in enumerate(kinds)]
-
-
-def check_host_segments(axis: Axis, length: int) -> None:
-    """Refuse a length of segments that does not divide the layers.
-
-    Raises:
-        ValueError: names the axis, and the lengths that do.
-    """
-    if axis.size % length:
-        divisors = [str(k) for k in range(1, axis.size + 1) if axis.size % k == 0]
-        raise ValueError(
-            f"The {axis.size} layers of axis {axis.name!r} can't be read from the host {length} at a time. "
-            f"Let the length of the segments be one of {', '.join(divisors)}."
-        )
-
-
-def sweep_options(
-    remat: Remat, axis: Axis, xs: Sequence[Any], host_segment_length: int
-) -> dict[str, Any] | None:
-    """The fields of a `SweepSpec` that say what a policy means for these stacks.
-
-    None for a policy that only a plain scan obeys.
-
-    Raises:
-        ValueError: stacks on the host can't be read `host_segment_length` layers at a time.
-    """
-    read_length = host_segment_length if has_host_arrays(xs) else 1
-    check_host_segments(axis, read_length)
-    length = axis.size // read_length
-    found = _sweep_options(for_length(remat, length), length)
-    if read_length == 1:
-        return found
-    keeps_more = found and (
-        found.get("first_layers") or found.get("checkpoint", jax.checkpoint) is not jax.checkpoint
-    )
-    if found is None or keeps_more:
-        raise ValueError(
-            f"With host_segment_length={read_length} the layers of a segment are run again one by one, from "
-            "the carry that is kept of it, and the policy says otherwise. Let it keep carries alone (True, "
-            '"offload", "nested", max_carries=k), or leave host_segment_length at 1.'
-        )
-    return {**found, "read_length": read_length, "keeps_in_segments": isinstance(remat, PerLayer)}
-
-
-def _sweep_options(remat: Remat, length: int) -> dict[str, Any] | None:
-    match remat:
-        case _ if length == 0:
-            return {"schedule": None}
-        case Swept():
-            first = remat.first_layers
-            return {
-                "schedule": remat.cut(length - first),
-                "checkpoint": checkpoint_of(remat.internals),
-                "boundaries": "host" if remat.carries == "offload" else "device",
-                "first_layers": FirstLayers(first, checkpoint_of(remat.first)) if first else None,
-            }
-        case PerLayer(carries="keep" | "offload", inputs="keep", internals=(), offloaded=()):
-            boundaries = "host" if remat.carries == "offload" else "device"
-            return {"schedule": equal(length, length), "boundaries": boundaries}
-        case SaveAll() | PerLayer(carries="keep" | "offload", inputs="keep"):
-            on_host = isinstance(remat, PerLayer) and remat.carries == "offload"
-            return {"schedule": None, "first_layers": FirstLayers(length, checkpoint_of(remat), on_host)}
-    return None
+    return loop.call.last(carry), loop.outputs([outputs(*entry) for entry in enumerate(kinds)])
 
 
 def _run_unrolled(
-    layer: Step, init: Any, inputs: Sequence[Any], remat: Remat, names: _Names
+    call: Call, unpack: Unpack, init: Any, inputs: Sequence[Any], remat: Remat, carry_name: str
 ) -> tuple[Any, list[Any]]:
-    """Apply `layer` to each of the inputs, and checkpoint the parts of the policy's schedule."""
+    """Call a layer for each of the inputs, and checkpoint the parts of the policy's schedule."""
     tree: Tree = tuple(range(len(inputs)))
-    each = remat.internals if isinstance(remat, Swept) else remat
-    if isinstance(remat, Swept) and inputs:
-        tree = remat.cut(len(inputs)).tree
+    if remat.schedule is not None:
+        tree = remat.schedule.tree
         if isinstance(tree, int) or all(isinstance(part, int) for part in tree):
-            remat = each = remat.of_one_layer
+            remat = dataclasses.replace(remat, schedule=None)
 
-    def apply(part: Tree, carry: Any) -> tuple[Any, list[Any]]:
-        if isinstance(part, int):
-            step = _checkpointed(array_step(layer, carry, remat, names), each, names)
-            arrays, y = step(eqx.filter(carry, eqx.is_array_like), inputs[part])
-            return eqx.combine(arrays, eqx.filter(carry, eqx.is_array_like, inverse=True)), [y]
-        outputs = []
-        for inner in part:
-            apply_inner = functools.partial(apply, inner)
-            # A layer checkpoints itself.
-            if not isinstance(inner, int):
-                apply_inner = _checkpoint_segment(apply_inner, remat, names)
-            carry, ys = apply_inner(carry)
-            outputs += ys
-        return carry, outputs
+    def layer(number: int, carry: Any) -> tuple[Any, Any]:
+        arrays, static = eqx.partition(carry, eqx.is_array_like)
+        arrays, y = _unrolled_step(call, static, unpack, remat, carry_name)(arrays, inputs[number])
+        return eqx.combine(arrays, static), y
 
-    return _replayed_whole(functools.partial(apply, tree), remat, names)(init)
+    def segment(run: Callable) -> Callable:
+        return _checkpoint_segment(run, remat, carry_name)
+
+    return _replayed_whole(functools.partial(run_tree, tree, layer, segment), remat)(init)
 
 
-def array_step(layer: Step, init: Any, remat: Remat, names: _Names | None = None) -> Step:
-    """The layer on the arrays of the carry, its results checked and its inputs named, if there are names."""
-    static = eqx.filter(init, eqx.is_array_like, inverse=True)
-    internals = remat.internals if isinstance(remat, Swept) else remat
+def _unrolled_step(call: Call, static: Any, unpack: Unpack, remat: Remat, carry_name: str) -> Callable:
+    """A layer on the arrays of the carry, checkpointed, its inputs read to the device."""
 
     def step(arrays: Any, inputs: Any) -> tuple[Any, Any]:
-        if names is not None:  # a sweep reads them to the device itself
-            inputs = on_device(inputs)
-        if names is not None and isinstance(remat, PerLayer) and remat.named:
-            arrays = checkpoint_name(arrays, names.carry)
-            inputs = checkpoint_name(inputs, names.inputs)
-        with saving_internals(internals.kept_names):
-            result = layer(eqx.combine(arrays, static), inputs)
-        carry = eqx.combine(arrays, static)  # a state of Equinox that was updated can't be read
-        if not isinstance(result, tuple | list) or len(result) != 2:
-            raise ValueError(
-                "scan and scan_vjp take a function (or a block) that returns a pair (carry, output); it "
-                f"returned {describe(result)}. For one that returns only the carry use fold or fold_vjp."
-            )
-        new_carry, y = result
-        check_carry(carry, new_carry)
-        if names is not None and isinstance(internals, PerLayer) and internals.offloaded:
-            jaxpr = eqx.filter_make_jaxpr(lambda carry, inputs: layer(carry, inputs)[0])(carry, inputs)[
-                0
-            ].jaxpr
-            check_offloaded(jaxpr.outvars, jaxpr, internals.offloaded)
-        return eqx.filter(new_carry, eqx.is_array_like), y
+        inputs = on_device(inputs)
+        if remat.schedule is None and remat.kept != EVERYTHING:
+            arrays = checkpoint_name(arrays, carry_name)
+        of_arrays = functools.partial(array_step, call, static, remat.kept.names, unpack, lambda y: y, None)
+        found = of_arrays(arrays, inputs)
+        if remat.kept.offloaded:
+            of_carry = eqx.filter_make_jaxpr(lambda arrays, inputs: of_arrays(arrays, inputs)[0])
+            jaxpr = of_carry(arrays, inputs)[0].jaxpr
+            check_offloaded(jaxpr.outvars, jaxpr, remat.kept.offloaded)
+        return found
 
-    return step
-
-
-def _checkpointed(step: Step, remat: Internals, names: _Names) -> Step:
-    if isinstance(remat, SaveAll):
+    if remat.kept == EVERYTHING:
         return step
-    return recomputed(step, remat.jax_policy(*names), offloads=remat.offloads)
+    return recomputed(step, remat.layer_policy(carry_name), offloads=remat.offloads)
 
 
-def _replayed_whole(run: Callable, remat: Remat, names: _Names) -> Callable:
+def _replayed_whole(run: Callable, remat: Remat) -> Callable:
     """Checkpoint the whole scan if carries are dropped."""
-    if isinstance(remat, PerLayer) and remat.carries == "drop" and remat.inputs != "drop":
-        return recomputed(run, remat.jax_policy(*names), offloads=remat.offloads)
-    return run
+    if remat.carries is not None:
+        return run
+    return recomputed(run, remat.kept.policy(), offloads=remat.offloads)
 
 
-def _checkpoint_segment(run: Callable, remat: Remat, names: _Names) -> Callable:
-    if not (isinstance(remat, Swept) and remat.carries == "offload"):
+def _checkpoint_segment(run: Callable, remat: Remat, carry_name: str) -> Callable:
+    if remat.carries != "host":
         return recomputed(run, None)  # its carry is kept, as all arguments are
-    keep = PerLayer(carries="offload")
+    boundary = f"{carry_name} at a segment's start"
 
     def named_run(carry: Any) -> Any:
-        return run(checkpoint_name(carry, names.boundary))
+        return run(checkpoint_name(carry, boundary))
 
-    return recomputed(named_run, keep.jax_policy(names.boundary, names.inputs), offloads=True)
+    return recomputed(named_run, NOTHING.policy(boundary, "host"), offloads=True)

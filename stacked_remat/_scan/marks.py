@@ -17,6 +17,8 @@ from haliax import Axis, NamedArray, axis_name
 from haliax.axis import AxisSelector
 from jax import lax
 
+from .._placement import has_host_arrays, on_several_devices
+
 T = TypeVar("T")
 IsScanned: TypeAlias = bool | Callable[[Any], bool]
 Rule: TypeAlias = Literal["default", "shared", "per_layer", "stored", "unsliced"]
@@ -70,6 +72,24 @@ class Marked(eqx.Module):
 
     value: Any
     rule: Rule = eqx.field(static=True)
+
+
+def applied(blocks: Any) -> Marked:
+    """The arrays of a stack for `fold` and `scan`, with fields marked that are not to be sliced.
+
+    Not those in host memory, nor on several devices, where the compiler would gather the whole stack.
+    """
+
+    def mark(field: Any) -> Any:
+        is_sliced = has_host_arrays(field) or on_several_devices(field)
+        return field if is_sliced else Marked(field, "unsliced")
+
+    return stored(map_unsliced(mark, blocks))
+
+
+def stored(blocks: Any) -> Marked:
+    """The arrays of a stack among the arguments of a scan."""
+    return Marked(blocks, "stored")
 
 
 def shared(x: T) -> T:

@@ -1,7 +1,7 @@
 """Arguments of layers of several kinds: what the layers of each kind are given, and one tree again."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -11,10 +11,11 @@ import numpy as np
 from haliax import Axis, NamedArray
 
 from .._sweep.kinds import Pattern
-from .arguments import Argument, Caller, check_keys, check_sizes
+from .arguments import Caller, check_keys, check_sizes
 from .marks import (
     Marked,
     PerKind,
+    Rule,
     is_named,
     is_named_or_shaped_array,
     is_split_by,
@@ -47,11 +48,29 @@ def per_kind(values: Mapping[str, Any]) -> Any:
 
 
 @dataclasses.dataclass(frozen=True)
+class NamedPattern:
+    """Which layer is of which kind.
+
+    Attributes:
+        names: of the kinds, in alphabetical order.
+        order: the number of each layer's kind among these.
+    """
+
+    names: tuple[str, ...]
+    order: Pattern
+
+    @classmethod
+    def of(cls, layers: Iterable[str], kinds: Iterable[str]) -> "NamedPattern":
+        """The pattern of layers with these kinds, some of which may have no layers."""
+        names = sorted(kinds)
+        return cls(tuple(names), Pattern(tuple(map(names.index, layers)), len(names)))
+
+
+@dataclasses.dataclass(frozen=True)
 class DividedArguments:
     """Arguments of layers of several kinds, divided among these.
 
     Attributes:
-        names: of the kinds.
         axis: of all layers.
         pattern: which layer is of which kind.
         leaves: of the arguments.
@@ -59,20 +78,19 @@ class DividedArguments:
         treedef: of the arguments, named arrays and what `per_kind` gives being leaves.
     """
 
-    names: tuple[str, ...]
     axis: Axis
-    pattern: Pattern
+    pattern: NamedPattern
     leaves: tuple[Any, ...]
     are_split: tuple[bool, ...]
     treedef: Any
 
     def of(self, kind: int) -> Any:
         """What the layers of a kind are given, marked."""
-        rows = self.pattern.layers_of(kind)
+        rows = self.pattern.order.layers_of(kind)
 
         def part(leaf: Any, is_split: bool) -> Any:
             if isinstance(leaf, PerKind):
-                return leaf.values[self.names[kind]]
+                return leaf.values[self.pattern.names[kind]]
             return (
                 Marked(take_rows(leaf, self.axis, rows), "per_layer") if is_split else Marked(leaf, "shared")
             )
@@ -93,18 +111,16 @@ class DividedArguments:
 
         def join(leaf: Any, is_split: bool, found: tuple[Any, ...]) -> Any:
             if isinstance(leaf, PerKind):
-                return PerKind(dict(zip(self.names, found, strict=True)))
+                return PerKind(dict(zip(self.pattern.names, found, strict=True)))
             there = [part for part in found if raw_array(part) is not None]
             if is_split and there:
-                return in_order(found, self.axis, self.pattern)
+                return in_order(found, self.axis, self.pattern.order)
             return jax.tree.map(lambda *parts: sum(parts), *there) if there else found[0]
 
         return jtu.tree_unflatten(self.treedef, map(join, self.leaves, self.are_split, parts))
 
 
-def divide(
-    arguments: Any, axis: Axis, names: Sequence[str], pattern: Pattern, caller: Caller
-) -> DividedArguments:
+def divide(arguments: Any, axis: Axis, pattern: NamedPattern, caller: Caller) -> DividedArguments:
     """Divide the arguments of layers of several kinds among these.
 
     Raises:
@@ -114,26 +130,24 @@ def divide(
     entries, tree = take_marks_off(arguments)
     leaves = [leaf for _, leaf, _ in entries]
     are_split = [is_split_by(rule, leaf, axis, is_named_or_shaped_array) for _, leaf, rule in entries]
-    named = [Argument(caller.name_of(path), leaf, rule) for path, leaf, rule in entries]
-    check_keys(named, axis)
-    check_sizes(axis, [argument for argument, is_ in zip(named, are_split, strict=True) if is_], caller.what)
-    for argument in named:
-        if isinstance(argument.leaf, PerKind):
-            _check_per_kind(argument, names, caller.what)
+    check_keys(entries, axis, caller)
+    check_sizes(axis, [entry for entry, is_ in zip(entries, are_split, strict=True) if is_], caller)
+    for path, leaf, rule in entries:
+        if isinstance(leaf, PerKind):
+            _check_per_kind(caller.name_of(path), leaf.values, rule, pattern.names, caller.what)
     treedef = jtu.tree_structure(tree, is_leaf=lambda node: isinstance(node, NamedArray | PerKind))
-    return DividedArguments(tuple(names), axis, pattern, tuple(leaves), tuple(are_split), treedef)
+    return DividedArguments(axis, pattern, tuple(leaves), tuple(are_split), treedef)
 
 
-def _check_per_kind(argument: Argument, names: Sequence[str], what: str) -> None:
-    given = argument.leaf.values
-    if argument.rule != "default":
+def _check_per_kind(name: str, given: dict[str, Any], rule: Rule, names: Sequence[str], what: str) -> None:
+    if rule != "default":
         raise TypeError(
-            f"{what}: {argument.name} is {argument.rule}(per_kind(...)), and the mark would have no effect. "
-            f"Mark the values: per_kind({{name: stacked_remat.{argument.rule}(value), ...}})."
+            f"{what}: {name} is {rule}(per_kind(...)), and the mark would have no effect. "
+            f"Mark the values: per_kind({{name: stacked_remat.{rule}(value), ...}})."
         )
     if not set(names) <= set(given):
         raise ValueError(
-            f"{what} has layers of the kinds {', '.join(map(repr, names))}, and per_kind for {argument.name} "
+            f"{what} has layers of the kinds {', '.join(map(repr, names))}, and per_kind for {name} "
             f"has values for {', '.join(map(repr, given)) or 'none'}. Give one for each, with layers or not."
         )
 

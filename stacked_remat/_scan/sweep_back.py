@@ -79,9 +79,9 @@ class SweepBack(eqx.Module):
             raise ValueError("state and layer_state are for a visitor, and sweep_back was given none.")
         cotangents = _cotangents(self._types, cotangent)
         if visitor is None:
-            return self._wrap(_gradients(self, *cotangents))
+            return self._wrap(self._types.joined(_gradients(self, *cotangents)))
         found = _visited(self, *cotangents, visitor, state, layer_state)
-        return self._wrap(jax.tree.map(_without_derivatives, found))
+        return self._wrap(self._types.joined(jax.tree.map(_without_derivatives, found)))
 
     def wrapping(self, wrap: Callable[[SweepResult], SweepResult]) -> "SweepBack":
         """This, with its results in another form."""

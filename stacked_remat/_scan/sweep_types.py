@@ -19,7 +19,8 @@ from .._sweep.spec import SweepSpec
 from .checks import describe
 from .layer_axis import Leaf, TreeLayout
 from .marks import is_named, raw_array
-from .visitor import LayerVisit
+from .pattern import DividedArguments
+from .visitor import LayerVisit, SweepResult
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,6 +80,7 @@ class SweepTypes:
         carry_static: what else is in it.
         outputs: the types of what the forward sweep returned, for cotangents to be compared with.
         has_output: whether a layer returns an output beside the carry.
+        divided: the arguments, if there are several kinds; without arrays.
     """
 
     spec: SweepSpec
@@ -89,10 +91,19 @@ class SweepTypes:
     carry_static: Any
     outputs: Any
     has_output: bool
+    divided: DividedArguments | None
 
     def one_or_all(self, of_kinds: Sequence[Any]) -> Any:
         """What there is for each kind as a tuple; for layers of one kind, its entry."""
-        return of_kinds[0] if self.spec.pattern is None else tuple(of_kinds)
+        return of_kinds[0] if self.divided is None else tuple(of_kinds)
+
+    def joined(self, result: SweepResult) -> SweepResult:
+        """A result for all kinds, from one whose layers and arguments are as `one_or_all` gives them."""
+        if self.divided is None:
+            return result
+        of_kinds = zip(result.layers, result.args, result.kwargs, strict=True)
+        (layers, *args), kwargs = self.divided.joined([((own, *args), by) for own, args, by in of_kinds])
+        return result._replace(layers=layers, args=tuple(args), kwargs=kwargs)
 
     def carry_cotangent(self, leaves: Arrays) -> Any:
         """The cotangent of a carry, from its leaves that have one."""
@@ -111,7 +122,7 @@ class SweepTypes:
             inputs = kind.inputs(self.perturbed, wrt)
             of_shared, of_carry, of_x = leaves.vjp(inputs)
             found = (kind.shared(scatter_leaves(of_shared, inputs.shared)), of_carry, of_x)
-            if platform() == "tpu" or (self.spec.on_host and platform() == "cuda"):
+            if platform() == "tpu" or (self.spec.remat.boundaries_on_host and platform() == "cuda"):
                 # Without the barrier XLA keeps a layer's internals until the visitor has used the cotangents.
                 found = lax.optimization_barrier(found)
             of_shared, of_carry, of_x = found

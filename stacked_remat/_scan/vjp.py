@@ -1,28 +1,21 @@
 """`fold_vjp` and `scan_vjp`: a fold, and the reverse sweep over its layers as a function."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import equinox as eqx
 import jax
 import jax.tree_util as jtu
-from haliax import Axis
 from haliax.axis import AxisSelector
 
 from .._activity import is_differentiable
-from .._policy import ScanCheckpointPolicy, ScanCheckpointSpec, resolve_policy
-from .._remat import Remat, for_length
-from .._sweep.kinds import Pattern
+from .._policy import ScanCheckpointSpec
 from .._sweep.primitive import sweep_forward as keeping_sweep
 from .._sweep.spec import SweepSpec
-from .._sweep.trace import kinds_of
-from .api import function_caller
-from .arguments import Caller
-from .checks import axis_or_name, check_reverse, check_unroll
-from .layer_axis import split_tree
-from .layers import Layers, sweep_options, trace_kinds
+from .._sweep.trace import kinds_of, trace_layers
+from .layers import Loop
 from .marks import IsScanned, check_unmarked, is_array, is_named_or_shaped_array
-from .stacking import name_stacked
+from .step import Call
 from .sweep_back import SweepBack
 from .sweep_types import KindTypes, SweepTypes
 
@@ -49,8 +42,8 @@ def fold_vjp(
     Args:
         f: takes the carry, one layer, and the further arguments; returns the next carry.
         axis: as in `fold`.
-        remat: what is kept for the reverse sweep. Policies that drop carries or inputs (`"recompute"`) are
-            not supported.
+        remat: what is kept for the reverse sweep. Policies that drop carries (`"recompute"`) are not
+            supported.
         reverse: apply the layers from the last to the first. The reverse sweep then goes from the first.
         unroll: how many layers one iteration of the innermost loops runs.
         is_scanned: which of the arrays without a mark may be split: a bool or a predicate of a leaf.
@@ -62,16 +55,17 @@ def fold_vjp(
     Raises:
         ValueError: as `fold`; and for a policy that is not supported.
     """
-    return vjp_for(
-        function_caller("fold", f),
-        lambda carry, *args, **kwargs: (f(carry, *args, **kwargs), None),
-        axis,
-        has_output=False,
-        remat=remat,
-        reverse=reverse,
-        unroll=unroll,
-        is_scanned=is_scanned,
-    )
+    options: Any = {"reverse": reverse, "unroll": unroll, "is_scanned": is_scanned}
+    return _vjp(Loop.of(Call.of("fold", f), axis, remat, **options))
+
+
+def _vjp(loop: Loop) -> Callable[..., tuple[Any, SweepBack]]:
+    def vjp(init: Any, layers: Any, /, *args: Any, **kwargs: Any) -> tuple[Any, SweepBack]:
+        check_unmarked(init)
+        return sweep_forward(loop, init, ((layers, *args), kwargs))
+
+    vjp.__qualname__ = f"{loop.call.verb}_vjp(f, axis)"  # in Python's error for a call without layers
+    return vjp
 
 
 def scan_vjp(
@@ -88,83 +82,27 @@ def scan_vjp(
     The function that it returns gives `((carry, outputs), sweep_back)`, and `sweep_back` takes a pair of
     cotangents, of the carry and of the outputs.
     """
-    return vjp_for(
-        function_caller("scan", f),
-        f,
-        axis,
-        has_output=True,
-        remat=remat,
-        reverse=reverse,
-        unroll=unroll,
-        is_scanned=is_scanned,
-    )
+    options: Any = {"reverse": reverse, "unroll": unroll, "is_scanned": is_scanned}
+    return _vjp(Loop.of(Call.of("scan", f), axis, remat, **options))
 
 
-def vjp_for(
-    caller: Caller,
-    f: Callable[..., tuple[Any, Any]],
-    axis: AxisSelector | int,
-    *,
-    has_output: bool,
-    remat: ScanCheckpointSpec,
-    reverse: bool = False,
-    unroll: int | bool = 1,
-    is_scanned: IsScanned = is_named_or_shaped_array,
-) -> Callable[..., tuple[Any, "SweepBack"]]:
-    """`scan_vjp`, and `fold_vjp` without output, with error messages in the words of `caller`."""
-    axis = axis_or_name(axis, caller.what)
-    policy = resolve_policy(remat)
-    reverse, unroll = check_reverse(reverse), check_unroll(unroll)
-
-    def run(init: Any, arguments: tuple[Any, Any]) -> tuple[Any, SweepBack]:
-        layout, arrays, shared = split_tree(arguments, axis, caller, is_scanned=is_scanned)
-        return sweep_forward(
-            [Layers(f, layout, arrays, shared)],
-            init,
-            layout.axis,
-            policy,
-            has_output=has_output,
-            reverse=reverse,
-            unroll=unroll,
-            what=caller.what,
+def sweep_forward(loop: Loop, init: Any, arguments: Any) -> tuple[Any, SweepBack]:
+    """The forward sweep of `fold_vjp` and `scan_vjp`; the layers are the first of the arguments."""
+    kinds, divided = loop.split(arguments)
+    kinds, axis = [kind.as_arrays() for kind in kinds], loop.axis_of(kinds)
+    remat = loop.policy.for_layers(axis.size)
+    if remat.carries is None:
+        raise ValueError(
+            f"{loop.policy!r} is not supported with a visitor. Keep the carry of each layer or segment, on "
+            'the device or on the host (True, "offload", "nested", max_carries=k).'
         )
-
-    def vjp(init: Any, layers: Any, /, *args: Any, **kwargs: Any) -> tuple[Any, SweepBack]:
-        check_unmarked(init)
-        return run(init, ((layers, *args), kwargs))
-
-    # The name in Python's error for a call without layers.
-    vjp.__qualname__ = f"{'scan' if has_output else 'fold'}_vjp(f, axis)"
-    return vjp
-
-
-def sweep_forward(
-    kinds: Sequence[Layers],
-    init: Any,
-    axis: Axis,
-    policy: ScanCheckpointPolicy,
-    *,
-    pattern: Pattern | None = None,
-    names: Sequence[str] = (),
-    has_output: bool,
-    reverse: bool,
-    unroll: int | bool,
-    what: str,
-) -> tuple[Any, SweepBack]:
-    """The forward sweep of `vjp_for`, over layers of one or several kinds as in `scan_rolled`.
-
-    The layers are the first of the arguments. Where there are several kinds, with `names` in alphabetical
-    order, what the `SweepBack` returns of layers and arguments is a tuple with an entry for each, and outputs
-    and their cotangents are dicts.
-    """
-    kinds = [kind.as_arrays() for kind in kinds]
-    remat = for_length(policy.normalized(), axis.size)
-    found = _options_for_visitors(policy, remat, axis, [kind.arrays for kind in kinds])
-    traced = trace_kinds(kinds, init, remat, whole=False, offloads=found.get("boundaries") == "host")
+    arrays, static = eqx.partition(init, eqx.is_array_like)
+    untraced = [kind.untraced(static, remat.kept.names, whole=False) for kind in kinds]
+    traced = trace_layers(untraced, arrays, offloads=remat.offloads)
     of_kinds, shared = kinds_of(traced)
     unsliced = sum((kind.layout.unsliced for kind in kinds), ())
-    options: Any = {**found, "reverse": reverse, "unroll": unroll, "pattern": pattern}
-    spec = SweepSpec(of_kinds, unsliced=unsliced, **options)
+    options: Any = {"reverse": loop.reverse, "unroll": loop.unroll, "pattern": loop.order}
+    spec = SweepSpec(of_kinds, remat.swept(), unsliced=unsliced, **options)
     xs, first = [array for kind in kinds for array in kind.arrays], traced[0]
     closed_over = {
         place for own, layer in zip(of_kinds, traced, strict=True) for place in own.shared[: layer.constants]
@@ -178,38 +116,28 @@ def sweep_forward(
     with jax.named_scope(f"scan({axis.name})"):
         carry, ys, checkpoints = keeping_sweep(spec, perturbed, first.init, xs, shared)
     carry = jtu.tree_unflatten(first.carry_tree, carry)
-    parts = [
-        name_stacked(layer.output(ys[own.ys]), kind.layout.axis, what)
-        for kind, own, layer in zip(kinds, of_kinds, traced, strict=True)
-    ]
-    outputs = parts[0] if pattern is None else dict(zip(names, parts, strict=True))
-    static = eqx.filter(init, eqx.is_array_like, inverse=True)
+    parts = zip(kinds, of_kinds, traced, strict=True)
+    outputs = loop.outputs([kind.named(layer.output(ys[own.ys])) for kind, own, layer in parts])
     own_types = tuple(
-        KindTypes(own, name, kind.layout, layer.constants, layer.output_tree)
-        for kind, own, name, layer in zip(kinds, of_kinds, names or [None], traced, strict=True)
+        KindTypes(own, kind.name, kind.layout, layer.constants, layer.output_tree)
+        for kind, own, layer in zip(kinds, of_kinds, traced, strict=True)
     )
     of_outputs = jax.eval_shape(lambda: (carry, eqx.filter(outputs, is_array)))
-    types = SweepTypes(spec, perturbed, own_types, axis, first.carry_tree, static, of_outputs, has_output)
+    has_output = loop.call.verb == "scan"
+    types = SweepTypes(
+        spec,
+        perturbed,
+        own_types,
+        axis,
+        first.carry_tree,
+        static,
+        of_outputs,
+        has_output,
+        None if divided is None else divided.without_arrays(),
+    )
     y = eqx.combine(carry, static)
     sweep_back = SweepBack(checkpoints, xs, shared, types)
     return (y, outputs) if has_output else y, sweep_back
-
-
-def _options_for_visitors(
-    policy: ScanCheckpointPolicy, remat: Remat, axis: Axis, xs: Sequence[Any]
-) -> dict[str, Any]:
-    """The fields of a `SweepSpec` that a policy means.
-
-    Raises:
-        ValueError: no sweep obeys it.
-    """
-    found = sweep_options(remat, axis, xs, policy.host_segment_length)
-    if found is None:
-        raise ValueError(
-            f"{policy!r} is not supported with a visitor. Keep the carry of each layer or segment, on "
-            'the device or on the host (True, "offload", "nested", max_carries=k).'
-        )
-    return found
 
 
 def _differentiable(leaves: Any) -> list[bool]:

@@ -21,10 +21,10 @@ from .trace import TracedLayer, kinds_of, without_passed_on
 
 def run_layers(
     traced: Sequence[TracedLayer],
-    stacks: Sequence[Arrays],
     unsliced: Sequence[Sequence[bool]],
+    init: Sequence[Any],
+    stacks: Sequence[Arrays],
     *,
-    length: int,
     plain: Checkpoint | None = None,
     **fields: Any,
 ) -> tuple[Any, list[Any]]:
@@ -32,16 +32,16 @@ def run_layers(
 
     Args:
         traced: a layer of each kind.
+        unsliced: for which of their own inputs every layer takes the stack.
+        init: the leaves of the first carry.
         stacks: for each kind, its layers' own inputs.
-        unsliced: for which of them every layer takes the stack.
-        length: the number of layers.
         plain: how each layer is checkpointed in a plain scan; None for a sweep.
         **fields: of the `SweepSpec`.
 
     Returns:
         The last carry and the stacked outputs of each kind.
     """
-    init, carry_tree = traced[0].init, traced[0].carry_tree
+    traced, carry_tree = [layer._replace(init=[*init]) for layer in traced], traced[0].carry_tree
     traced, passed_on = without_passed_on(traced)
     stacks, masks = list(stacks), [tuple(mask) for mask in unsliced]
     if plain is None:
@@ -53,7 +53,7 @@ def run_layers(
     if plain is None:
         carry, ys = sweep_of(spec, traced[0].init, xs, shared)
     else:
-        carry, ys = plain_scan(spec, plain, length, traced[0].init, xs, shared)
+        carry, ys = plain_scan(spec, plain, traced[0].init, xs, shared)
     outputs = [layer.output(ys[kind.ys]) for layer, kind in zip(traced, kinds, strict=True)]
     carry = merge(init, carry, [not is_ for is_ in passed_on])
     return jax.tree.unflatten(carry_tree, carry), outputs

@@ -1,7 +1,6 @@
 """The reverse sweep of a `SweepSpec`: every layer visited once, from the last to the first."""
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import jax.numpy as jnp
@@ -10,7 +9,7 @@ from equinox.internal import unvmap_max
 from jax import lax
 
 from .._placement import has_host_arrays, platform
-from .forward import forward
+from .._remat import Kept
 from .gradient import (
     LayerPullback,
     LeafVisit,
@@ -24,7 +23,7 @@ from .gradient import (
 from .kinds import Kind
 from .reverse import Replay, ReplayedLayer, reverse_sweep
 from .slots import Arrays, Carry, Checkpoints, TripsOf, repeat
-from .spec import Checkpoint, SweepSpec
+from .spec import SweepSpec
 from .store import read
 
 
@@ -83,53 +82,24 @@ def sweep_back(
     Returns:
         The cotangents of the perturbed leaves of the carry that goes into the first layer, and the state.
     """
-    if spec.read_length > 1:
-        visitor = _of_segment(spec, perturbed, visitor, checkpoints.in_segments)
     every_y_ct = scatter_leaves(ys_ct, perturbed.ys)
 
-    def pullbacks_of(checkpoint: Checkpoint) -> list[LayerPullback]:
-        return spec.pullbacks(perturbed, checkpoint, checkpoints.first(), xs_in(state), shared)
+    def pullbacks_of(kept: Kept) -> list[LayerPullback]:
+        return spec.pullbacks(perturbed, kept, checkpoints.first(), xs_in(state), shared)
 
-    if spec.schedule is not None:
-        pullbacks = pullbacks_of(spec.checkpoint)
-        visit = _visitor(spec, pullbacks, shared, every_y_ct, visitor, xs_in, spec.first)
-        replay = _replay(spec, pullbacks, shared, xs_in, spec.first)
+    remat = spec.remat
+    if remat.schedule is not None:
+        pullbacks = pullbacks_of(remat.kept)
+        visit = _visitor(spec, pullbacks, shared, every_y_ct, visitor, xs_in, remat.first_layers)
+        replay = _replay(spec, pullbacks, shared, xs_in, remat.first_layers)
         carry_ct, state = reverse_sweep(
-            replay, visit, checkpoints, carry_ct, state, spec.schedule, unroll=spec.unroll
+            replay, visit, checkpoints, carry_ct, state, remat.schedule, unroll=spec.unroll
         )
-    if spec.first_layers is not None:
-        pullbacks = pullbacks_of(spec.first_layers.checkpoint)
+    if remat.first_layers:
+        pullbacks = pullbacks_of(remat.first_kept)
         visit = _visitor(spec, pullbacks, shared, every_y_ct, visitor, xs_in, 0)
         carry_ct, state = _visit_first(spec, visit, checkpoints, carry_ct, state)
     return carry_ct, state
-
-
-def _of_segment(
-    spec: SweepSpec, perturbed: Perturbed, visitor: LeafVisitor, kept: Carry | None
-) -> LeafVisitor:
-    """A visitor of segments, which visits their layers; `kept` are the carries within segments."""
-    sweep = spec.segment
-
-    def visit_segment(segment: LeafVisit, state: Any) -> tuple[Carry, Any]:
-        first = segment.row * spec.read_length
-
-        def visit(layer: LeafVisit, state: Any) -> tuple[Carry, Any]:
-            index = first + layer.row
-            return visitor(replace(layer, layer_index=index, row=index), state)
-
-        x, shared = segment.x, segment.shared
-        if kept is None:
-            _, _, checkpoints = forward(sweep, perturbed, segment.carry, x, shared)
-        else:
-            others = read(kept, segment.row)
-            pairs = zip(segment.carry, others, strict=True)
-            slots = [lax.concatenate([first[None], rest], 0) for first, rest in pairs]
-            checkpoints = Checkpoints(slots, None)
-        return sweep_back(
-            sweep, perturbed, checkpoints, shared, *segment.cotangents, visit, state, xs_in=lambda _: x
-        )
-
-    return visit_segment
 
 
 def _visitor(
@@ -142,7 +112,8 @@ def _visitor(
     first: int,
 ) -> Callable:
     """Adapt a `LeafVisitor` to the reverse loop over layers whose numbers begin at `first`."""
-    numbers = range(first, spec.first if first < spec.first else spec.length)
+    stop = spec.length if first == spec.remat.first_layers else spec.remat.first_layers
+    numbers = range(first, stop)
 
     def visit(layer: ReplayedLayer, carry_ct: Carry, state: Any) -> tuple[Carry, Any]:
         number = layer.index + first
@@ -152,9 +123,9 @@ def _visitor(
             pullback, saved = pullbacks[kind.number], None
             if layer.saved is not None:
                 saved = read(layer.saved[kind.number], spec.entry(kind, number, layer.bottom + first))
-            y_ct = read(pick(ys_ct[kind.ys], pullback.perturbed.ys), row, spec.read_length)
+            y_ct = read(pick(ys_ct[kind.ys], pullback.perturbed.ys), row)
             carry, cotangents = layer.carry, (carry_ct, y_ct)
-            if spec.on_host and platform() == "cuda":
+            if spec.remat.boundaries_on_host and platform() == "cuda":
                 # For GPUs XLA keeps a layer's internals twice where its carry comes from the host.
                 carry, cotangents = lax.optimization_barrier((carry, cotangents))
             leaves = LeafVisit(
@@ -191,7 +162,7 @@ def _replay(
 
     def advance(state: Any, index: Any, carry: Carry, fetched: Arrays, indices: Iterable[int]) -> Carry:
         def run(kind: Kind, row: Any, carry: Carry) -> Carry:
-            return spec.evaluate(kind, shared, carry, spec.inputs(kind, xs_in(state), row, fetched))[0]
+            return kind.evaluated.layer(shared, carry, spec.inputs(kind, xs_in(state), row, fetched))[0]
 
         return spec.at(index + first, run, carry, (k + first for k in indices))
 
@@ -210,7 +181,7 @@ def _replay(
         return spec.room(pullbacks, [range(part.start + first, part.stop + first) for part in parts])
 
     saves = any(pullback.residuals for pullback in pullbacks)
-    return Replay(fetch, advance, save if saves else None, room, spec.read_length > 1)
+    return Replay(fetch, advance, save if saves else None, room)
 
 
 def _visit_first(
@@ -224,16 +195,18 @@ def _visit_first(
         layer = ReplayedLayer(number, 0, read(carries, number), residuals, [])
         return visit(layer, *loop)
 
-    last = trips = spec.first
+    schedule = spec.remat.schedule
+    last = trips = first = spec.remat.first_layers
     if ran is not None:
         last = unvmap_max(ran)
         trips = TripsOf(None, last)
-    elif spec.schedule is not None and spec.unroll is not True:
+    elif schedule is not None and spec.unroll is not True:
         # Use the same kind of loop as the other visits, so inner programs compile once.
-        visits = spec.schedule.segments if spec.on_host else [run.visits for run in spec.schedule.runs]
+        on_host = spec.remat.boundaries_on_host
+        visits = schedule.segments if on_host else [run.visits for run in schedule.runs]
         if len({*visits}) > 1:
-            trips = TripsOf(np.asarray([spec.first]), jnp.int32(spec.first))
-    return repeat(trips, one, (carry_ct, state), spec.unroll, spec.first)
+            trips = TripsOf(np.asarray([first]), jnp.int32(first))
+    return repeat(trips, one, (carry_ct, state), spec.unroll, first)
 
 
 def _check_saved_on_device(pullbacks: Iterable[LayerPullback]) -> None:

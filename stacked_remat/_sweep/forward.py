@@ -7,12 +7,10 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from .._compat import stacked_type
 from .._placement import has_host_arrays, platform, to_host
 from .._schedule import Schedule
 from .gradient import Perturbed, with_part
@@ -27,58 +25,35 @@ def primal(spec: SweepSpec, init: Carry, xs: Arrays, shared: Arrays) -> tuple[Ca
     if not spec.length or not (spec.pattern or spec.stops or has_host_arrays(xs)):
         return spec.plain(init, xs, shared)
     state = (init, _outputs(spec), spec.fetch(xs, 0))
-    step = _forward_step(spec, xs, shared, keeps=False, numbers=range(spec.length))
-    (carry, (ys, _), _), _ = run_layers(spec.length, step, state, spec.unroll, spec.stops)
-    return carry, _one_a_layer(spec, ys)
+    step = _forward_step(spec, xs, shared, range(spec.length))
+    (carry, ys, _), _ = run_layers(spec.length, step, state, spec.unroll, spec.stops)
+    return carry, ys
 
 
-def _outputs(spec: SweepSpec) -> tuple[Arrays, None]:
-    """Buffers for the outputs of all layers, and None in the place of those for carries in segments."""
-    buffers, together = [], spec.read_length
-    for kind in spec.kinds:
-        types = kind.output_types
-        entries = types if together == 1 else [stacked_type(type_, together) for type_ in types]
-        buffers += empty_stack(entries, spec.rows(kind))
-    return buffers, None
-
-
-def _one_a_layer(spec: SweepSpec, ys: Arrays) -> Arrays:
-    """The outputs of all layers, from those of the steps."""
-    if spec.read_length == 1:
-        return ys
-    return [leaf.reshape(len(leaf) * spec.read_length, *leaf.shape[2:]) for leaf in ys]
+def _outputs(spec: SweepSpec) -> Arrays:
+    """Buffers for the outputs of all layers."""
+    return [buffer for kind in spec.kinds for buffer in empty_stack(kind.output_types, spec.rows(kind))]
 
 
 def _forward_step(
-    spec: SweepSpec, xs: Arrays, shared: Arrays, keeps: bool, numbers: range | None = None
+    spec: SweepSpec, xs: Arrays, shared: Arrays, numbers: range | None = None
 ) -> Callable[[Any, Any], Any]:
-    """A step of a forward loop on `(carry, (outputs, carries in segments), what was read ahead)`.
-
-    `numbers` are as in `SweepSpec.at`.
-    """
+    """A step of a forward loop on `(carry, outputs, what was read ahead)`; `numbers` as in `SweepSpec.at`."""
 
     def step(number: Any, state: Any) -> Any:
-        carry, outputs, fetched = state
+        carry, ys, fetched = state
         fetched, number = settle(fetched, number)
         ahead = spec.fetch(xs, jnp.minimum(number + 1, spec.length - 1))
 
         def run(kind: Kind, row: Any, state: Any) -> Any:
-            carry, (ys, kept), ahead = state
-            x = spec.inputs(kind, xs, row, fetched)
-            if keeps:
-                empty = _outputs(spec.segment)
-                (carry, (y, _)), found = _forward_scheduled(spec.segment, carry, empty, x, shared)
-                new = [slots[1:] for slots in found.slots]
-            else:
-                carry, y = spec.evaluate(kind, shared, carry, x)
-                new = kept
-            if spec.on_host and platform() == "tpu":
+            carry, ys, ahead = state
+            carry, y = kind.evaluated.layer(shared, carry, spec.inputs(kind, xs, row, fetched))
+            if spec.remat.boundaries_on_host and platform() == "tpu":
                 # Or XLA reads while the output is written, and not while the step runs.
-                ahead, (y, ys, new, kept) = read_before_writes(ahead, (y, ys, new, kept))
-            ys = with_part(ys, kind.ys, write(ys[kind.ys], row, y))
-            return carry, (ys, write(kept, row, new) if keeps else kept), ahead
+                ahead, (y, ys) = read_before_writes(ahead, (y, ys))
+            return carry, with_part(ys, kind.ys, write(ys[kind.ys], row, y)), ahead
 
-        return spec.at(number, run, (carry, outputs, ahead), numbers)
+        return spec.at(number, run, (carry, ys, ahead), numbers)
 
     return step
 
@@ -88,22 +63,26 @@ def forward(
 ) -> tuple[Carry, Arrays, Checkpoints]:
     """Sweep forward."""
     init = [*map(jnp.asarray, init)]  # which may be Python numbers
-    carry, outputs, saved = init, _outputs(spec), None
-    if spec.first_layers is not None:
-        carry, outputs, saved = _forward_first(spec, perturbed, carry, outputs, xs, shared)
-    (carry, (ys, kept)), checkpoints = _forward_scheduled(spec, carry, outputs, xs, shared)
+    carry, ys, saved = init, _outputs(spec), None
+    if spec.remat.first_layers:
+        carry, ys, saved = _forward_first(spec, perturbed, carry, ys, xs, shared)
+    (carry, ys), checkpoints = _forward_scheduled(spec, carry, ys, xs, shared)
     if saved is not None:
-        on_host = spec.first_layers is not None and spec.first_layers.on_host
-        checkpoints = checkpoints._replace(first_layers=saved, origin=init if on_host else None)
-    return carry, _one_a_layer(spec, ys), checkpoints._replace(in_segments=kept)
+        checkpoints = checkpoints._replace(first_layers=saved, origin=init if _on_host(spec) else None)
+    return carry, ys, checkpoints
+
+
+def _on_host(spec: SweepSpec) -> bool:
+    """Whether the inputs of the first layers are kept on the host: where no others are cut."""
+    return spec.remat.carries == "host" and spec.remat.schedule is None
 
 
 def _forward_first(
-    spec: SweepSpec, perturbed: Perturbed, carry: Carry, outputs: Any, xs: Arrays, shared: Arrays
-) -> tuple[Carry, Any, FirstLayersSaved]:
-    assert spec.first_layers is not None
-    pullbacks = spec.pullbacks(perturbed, spec.first_layers.checkpoint, carry, xs, shared)
-    residuals = spec.room(pullbacks, [range(spec.first)])
+    spec: SweepSpec, perturbed: Perturbed, carry: Carry, ys: Arrays, xs: Arrays, shared: Arrays
+) -> tuple[Carry, Arrays, FirstLayersSaved]:
+    length = spec.remat.first_layers
+    pullbacks = spec.pullbacks(perturbed, spec.remat.first_kept, carry, xs, shared)
+    residuals = spec.room(pullbacks, [range(length)])
 
     def layer(number: Any, state: Any) -> Any:
         carry, ys, saved = state
@@ -116,31 +95,28 @@ def _forward_first(
             ys = with_part(ys, kind.ys, write(ys[kind.ys], row, y))
             return carry, ys, spec.saved(residuals, kind, number, 0, new)
 
-        carry, ys, residuals = spec.at(number, run, (carry, ys, saved.residuals), range(spec.first))
+        carry, ys, residuals = spec.at(number, run, (carry, ys, saved.residuals), range(length))
         return carry, ys, FirstLayersSaved(carries, residuals)
 
-    ys, kept = outputs
-    carries = empty_stack(carry, spec.first, spec.first_layers.on_host)
-    state = (carry, ys, FirstLayersSaved(carries, residuals))
-    (carry, ys, saved), ran = run_layers(spec.first, layer, state, spec.unroll, spec.stops)
-    return carry, (ys, kept), saved._replace(ran=ran)
+    state = (carry, ys, FirstLayersSaved(empty_stack(carry, length, _on_host(spec)), residuals))
+    (carry, ys, saved), ran = run_layers(length, layer, state, spec.unroll, spec.stops)
+    return carry, ys, saved._replace(ran=ran)
 
 
 def _forward_scheduled(
-    spec: SweepSpec, carry: Carry, outputs: Any, xs: Arrays, shared: Arrays
-) -> tuple[tuple[Carry, Any], Checkpoints]:
-    if spec.schedule is None:
-        return (carry, outputs), Checkpoints([], None, origin=carry)
-    run = _forward_step(spec, xs, shared, spec.keeps_in_segments)
-    if spec.keeps_in_segments:
-        entry = [stacked_type(jax.typeof(leaf), spec.read_length - 1) for leaf in carry]
-        outputs = (outputs[0], empty_stack(entry, spec.length, spec.on_host))
-    loop = forward_loop_on_host if spec.on_host else functools.partial(forward_loop, stops=spec.stops)
-    state = (carry, outputs, spec.fetch(xs, spec.first))
-    (carry, outputs, _), checkpoints = loop(
-        lambda number, state: run(number + spec.first, state), state, spec.schedule, unroll=spec.unroll
+    spec: SweepSpec, carry: Carry, ys: Arrays, xs: Arrays, shared: Arrays
+) -> tuple[tuple[Carry, Arrays], Checkpoints]:
+    first, schedule = spec.remat.first_layers, spec.remat.schedule
+    if schedule is None:
+        return (carry, ys), Checkpoints([], None, origin=carry)
+    run = _forward_step(spec, xs, shared)
+    on_host = spec.remat.boundaries_on_host
+    loop = forward_loop_on_host if on_host else functools.partial(forward_loop, stops=spec.stops)
+    state = (carry, ys, spec.fetch(xs, first))
+    (carry, ys, _), checkpoints = loop(
+        lambda number, state: run(number + first, state), state, schedule, unroll=spec.unroll
     )
-    return (carry, outputs), checkpoints
+    return (carry, ys), checkpoints
 
 
 def forward_loop(

@@ -58,11 +58,7 @@ class Sweep(Differentiable):
 
     def __init__(self, spec: SweepSpec, *args: Any) -> None:
         self.in_avals = types_of(args)
-        stacked = [
-            stacked_type(type_, spec.rows(kind) * spec.read_length)
-            for kind in spec.kinds
-            for type_ in kind.output_types
-        ]
+        stacked = [stacked_type(type_, spec.rows(kind)) for kind in spec.kinds for type_ in kind.output_types]
         self.out_aval = (self.in_avals[0], stacked)
         self.params = {"spec": spec}
         self.effects = frozenset().union(*(kind.jaxpr.effects for kind in spec.kinds))
@@ -96,7 +92,7 @@ class Sweep(Differentiable):
         checkpoints, xs, shared, masks = residuals
         carry_ct, ys_ct = cotangents
         # The first layers' residuals were kept for the cotangents of all outputs.
-        keeps_all = self.spec.first_layers is not None
+        keeps_all = self.spec.remat.first_layers > 0
         has_ct = [
             is_ and (keeps_all or not is_zero(ct))
             for is_, ct in zip(floats(self.out_aval[1]), ys_ct, strict=True)
@@ -164,18 +160,17 @@ class _Plain:
 
     spec: SweepSpec
     checkpoint: Checkpoint
-    length: int
     __name__ = "scan"
 
     def __call__(self, init: Carry, xs: Arrays, shared: Arrays) -> tuple[Carry, Arrays]:
-        return self.spec.plain(init, xs, shared, self.checkpoint, self.length)
+        return self.spec.plain(init, xs, shared, self.checkpoint)
 
 
 def plain_scan(
-    spec: SweepSpec, checkpoint: Checkpoint, length: int, init: Carry, xs: Arrays, shared: Arrays
+    spec: SweepSpec, checkpoint: Checkpoint, init: Carry, xs: Arrays, shared: Arrays
 ) -> tuple[Carry, Arrays]:
     """Run the layers of a plain scan, each checkpointed; compiled once where nothing is traced."""
-    run = _Plain(spec, checkpoint, length)
+    run = _Plain(spec, checkpoint)
     is_eager = all(map(is_concrete, (*init, *xs, *shared)))
     return (compiled(run) if is_eager else run)(init, xs, shared)
 

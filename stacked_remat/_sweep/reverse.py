@@ -54,14 +54,12 @@ class Replay(NamedTuple):
         save: `(state, index, bottom, carry, saved, fetched) -> (carry, saved)`, if something is kept for each
             layer of the segment being reversed, whose first layer is `bottom`.
         room: `ranges -> saved`, the buffers that `save` fills, for any one of these ranges of layers.
-        reads_segments: whether what is fetched has several layers.
     """
 
     fetch: Callable[[State, Any], Arrays]
     advance: Callable[[State, Any, Carry, Arrays, Iterable[int]], Carry]
     save: Callable[[State, Any, Any, Carry, Any, Arrays], tuple[Carry, Any]] | None = None
     room: Callable[[list[range]], Any] = lambda ranges: None
-    reads_segments: bool = False
 
 
 def reverse_sweep(
@@ -234,7 +232,7 @@ def _visit(
         fetched, cotangent, state = loop
         fetched, index = settle(fetched, bottom + visits - 1 - k)
         ahead = replay.fetch(state, jnp.where(k == visits - 1, entry_at(plan.next_first, r), index - 1))
-        if replay.reads_segments or platform() == "cuda":
+        if platform() == "cuda":
             ahead, state = read_before_writes(ahead, state)
         carry = read(slots, entry_at(plan.bottom_slot, r) + visits - 1 - k)
         return ahead, *visitor(ReplayedLayer(index, bottom, carry, saved, fetched), cotangent, state)

@@ -45,8 +45,6 @@ class Checkpoints(NamedTuple):
         first_layers: of the layers before the schedule's, if there are any.
         origin: the input of the first layer, on the device, if it is kept on the host alone or there are no
             layers. Only derivatives of the sweep read it, so other compiled programs do not keep it.
-        in_segments: the inputs of the layers within each step but the first, `(steps, layers - 1, ...)`, if
-            they are kept.
         ran: how many of the schedule's layers ran, if the layers may stop.
     """
 
@@ -54,7 +52,6 @@ class Checkpoints(NamedTuple):
     boundaries: Carry | None
     first_layers: FirstLayersSaved | None = None
     origin: Carry | None = None
-    in_segments: Carry | None = None
     ran: Any = None
 
     def first(self) -> Carry:
@@ -81,9 +78,7 @@ class Checkpoints(NamedTuple):
     def of_carry(self, mask: Sequence[bool]) -> list[bool]:
         """Which of the arrays hold the carry's leaves in the mask; residuals may be of any."""
         every = jax.tree.map(lambda _: True, self)
-        carries = {
-            name: [*mask] for name in ("slots", "boundaries", "origin", "in_segments") if getattr(self, name)
-        }
+        carries = {name: [*mask] for name in ("slots", "boundaries", "origin") if getattr(self, name)}
         if self.first_layers is not None:
             carries["first_layers"] = every.first_layers._replace(carries=[*mask])
         return jax.tree.leaves(every._replace(**carries))

@@ -3,7 +3,7 @@
 import functools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,7 @@ from jax import lax
 
 from .._activity import active_carry, active_outputs
 from .._placement import on_device
-from .._schedule import Schedule, equal
+from .._remat import NOTHING, Kept, Remat
 from .._trips import known_branches
 from .gradient import (
     LayerPullback,
@@ -37,85 +37,34 @@ Checkpoint = Callable[[Callable], Callable]
 
 
 @dataclass(frozen=True)
-class FirstLayers:
-    """The layers that run first, whose inputs and residuals are kept, and which are not replayed.
-
-    Attributes:
-        length: how many.
-        checkpoint: which residuals they keep.
-        on_host: whether their inputs are kept on the host.
-    """
-
-    length: int
-    checkpoint: Checkpoint
-    on_host: bool = False
-
-
-@dataclass(frozen=True)
 class SweepSpec:
-    """Static description of a sweep.
+    """Static description of a sweep, or of a plain scan.
 
     Layers are numbered as they run. The schedule covers the layers after the first ones, which it numbers
     from zero.
 
     Attributes:
         kinds: the kinds of layers, each of which has stacks of its own.
-        schedule: of the layers after the first ones; `None` if there are no others.
-        checkpoint: wraps a layer of the schedule whose residuals are saved; `jax.checkpoint` saves none.
-        boundaries: where the first carry of each segment is kept.
-        first_layers: the layers before the schedule's, if there are any.
+        remat: the policy; of a sweep as `Remat.swept` gives it.
         reverse: whether the last layer of the axis runs first.
         unroll: layers in one iteration of the innermost loops; True for all.
         unsliced: for which of the stacks a layer takes the whole stack.
         pattern: which layer is of which kind; `None` if there is one kind.
-        read_length: how many layers are read together. Where it is above 1, such a segment takes the place of
-            a layer: the schedule counts segments, and the layers of a segment are visited with it.
         stops: whether a carry begins with a bool that says that the layers after it change nothing.
-        keeps_in_segments: whether the carries within segments are kept; if not, a segment that is visited is
-            run again first.
     """
 
     kinds: tuple[Kind, ...]
-    schedule: Schedule | None
-    checkpoint: Checkpoint = jax.checkpoint
-    boundaries: Literal["device", "host"] = "device"
-    first_layers: FirstLayers | None = None
+    remat: Remat
     reverse: bool = False
     unroll: int | bool = 1
     unsliced: Mask = ()
     pattern: Pattern | None = None
-    read_length: int = 1
-    keeps_in_segments: bool = False
     stops: bool = False
 
     @property
-    def on_host(self) -> bool:
-        """Whether segments' first inputs are kept on the host."""
-        return self.boundaries == "host"
-
-    @property
-    def first(self) -> int:
-        """The number of layers that run before the schedule's."""
-        return 0 if self.first_layers is None else self.first_layers.length
-
-    @property
     def length(self) -> int:
-        """The number of layers, or of segments of `read_length`."""
-        return self.first + (0 if self.schedule is None else self.schedule.length)
-
-    @property
-    def segment(self) -> "SweepSpec":
-        """The sweep over the layers of one segment, which are on the device then."""
-        schedule = equal(self.read_length, self.read_length)
-        return replace(
-            self,
-            schedule=schedule,
-            checkpoint=jax.checkpoint,
-            boundaries="device",
-            first_layers=None,
-            read_length=1,
-            keeps_in_segments=False,
-        )
+        """The number of layers."""
+        return self.remat.length
 
     def layer_index(self, number: Any) -> Any:
         """The index on the axis of the layer that runs as `number`."""
@@ -136,12 +85,14 @@ class SweepSpec:
             return run(self.kinds[kind], row, state)
 
         def indices() -> Iterable[int]:
-            return map(self.layer_index, range(self.first, self.length) if numbers is None else numbers)
+            return map(
+                self.layer_index, range(self.remat.first_layers, self.length) if numbers is None else numbers
+            )
 
         return self.pattern.at(index, run_number, state, indices)
 
     def rows(self, kind: Kind) -> int:
-        """The number of layers of this kind, or of segments of `read_length`."""
+        """The number of layers of this kind."""
         return self.length if self.pattern is None else int(self.pattern.before[-1, kind.number])
 
     @functools.cached_property
@@ -157,28 +108,18 @@ class SweepSpec:
         table = self._before[:, kind.number]
         return entry_at(table, number) - entry_at(table, first)
 
-    def step(self, kind: Kind, shared: Arrays, carry: Carry, x: Arrays) -> tuple[Carry, Arrays]:
-        """Run what is read together: one layer, or a segment, whose inputs and outputs are stacked."""
-        if self.read_length == 1:
-            return kind.layer(shared, carry, x)
-        return replace(self.segment, kinds=(kind,)).plain(carry, x, shared)
-
-    def evaluate(self, kind: Kind, shared: Arrays, carry: Carry, x: Arrays) -> tuple[Carry, Arrays]:
-        """The same for values alone, which is not to be differentiated in reverse mode."""
-        return self.step(kind.evaluated, shared, carry, x)
-
     def inputs(self, kind: Kind, xs: Arrays, row: Any, fetched: Arrays | tuple[()] = ()) -> Arrays:
-        """The own inputs of the step at a row, with those that have been fetched from the host."""
-        return read_layer(xs[kind.xs], row, self.unsliced[kind.xs], fetched, self.read_length)
+        """The own inputs of the layer at a row, with those that have been fetched from the host."""
+        return read_layer(xs[kind.xs], row, self.unsliced[kind.xs], fetched)
 
     def fetch(self, xs: Arrays, number: Any) -> Arrays:
-        """The inputs of a step that are on the host, for `inputs`, if they are to be read ahead.
+        """The inputs of a layer that are on the host, for `inputs`, if they are to be read ahead.
 
         Layers of several kinds, and those that may not run, read their own when they run.
         """
         if self.pattern or self.stops:
             return []
-        return read_ahead(xs, self.layer_index(number), self.read_length)
+        return read_ahead(xs, self.layer_index(number))
 
     def plain(
         self,
@@ -186,9 +127,8 @@ class SweepSpec:
         xs: Arrays,
         shared: Arrays,
         checkpoint: Checkpoint = lambda layer: layer,
-        length: int | None = None,
     ) -> tuple[Carry, Arrays]:
-        """Scan plainly over layers, one at a time, each `checkpoint`ed: the schedule's, or so many."""
+        """Scan plainly over layers, one at a time, each `checkpoint`ed."""
         layers = [checkpoint(kind.layer) for kind in self.kinds]
         whole, sliced = [*map(at_least_one, xs)], [not is_ for is_ in self.unsliced]
         options: Any = {"reverse": self.reverse, "unroll": self.unroll}
@@ -198,13 +138,13 @@ class SweepSpec:
             lambda carry, x: layers[0](shared, carry, merge(whole, on_device(x), sliced)),
             init,
             pick(xs, sliced),
-            length=self.length * self.read_length if length is None else length,
+            length=self.length,
             **options,
         )
 
     def reference(self, init: Carry, xs: Arrays, shared: Arrays) -> tuple[Carry, Arrays]:
         """Do the same by the plain checkpointed scan, which has all derivatives."""
-        return self.plain(init, xs, shared, self.checkpoint)
+        return self.plain(init, xs, shared, self.remat.kept.checkpoint)
 
     def perturbed(
         self, init: Sequence[bool], xs: Sequence[bool], shared: Sequence[bool], ys: Sequence[bool]
@@ -223,19 +163,19 @@ class SweepSpec:
         return tuple(is_ for kind in self.kinds for is_ in of(kind))
 
     def pullbacks(
-        self, perturbed: Perturbed, checkpoint: Checkpoint, carry: Carry, xs: Arrays, shared: Arrays
+        self, perturbed: Perturbed, kept: Kept, carry: Carry, xs: Arrays, shared: Arrays
     ) -> list[LayerPullback]:
-        """The pullback of a layer of each kind."""
+        """The pullback of a layer of each kind, which keeps that of its internals."""
 
         def of(kind: Kind) -> LayerPullback:
-            layer, evaluate = functools.partial(self.step, kind), functools.partial(self.evaluate, kind)
-            pullback = LayerPullback(layer, perturbed.of_part(kind.xs, kind.ys), evaluate=evaluate)
-            if checkpoint is jax.checkpoint:
+            perturbed_part = perturbed.of_part(kind.xs, kind.ys)
+            pullback = LayerPullback(kind.layer, perturbed_part, evaluate=kind.evaluated.layer)
+            if kept == NOTHING:
                 return pullback
             x = jax.eval_shape(lambda: self.inputs(kind, [*map(at_least_one, xs)], 0))
             # The types of the traced layer: the forward and the reverse sweep must find the same residuals.
             of_carry = [var.aval for var in kind.jaxpr.invars[len(kind.shared) :][: kind.carries]]
-            return pullback.with_residuals(shared, of_carry, x, checkpoint)
+            return pullback.with_residuals(shared, of_carry, x, kept.checkpoint)
 
         return [of(kind) for kind in self.kinds]
 

@@ -97,47 +97,41 @@ def varying_over(array: Any, axes: frozenset[str]) -> Any:
     return lax.pcast(array, missing, to="varying") if missing else array
 
 
-def read(stacked: Any, index: Any, length: int = 1) -> Any:
-    """The entry at `index` of every array of a tree, on the device.
-
-    With a `length` above 1 the arrays count as cut into parts of so many entries, and it is the part at
-    `index`, entries in front.
-    """
+def read(stacked: Any, index: Any) -> Any:
+    """The entry at `index` of every array of a tree, on the device."""
 
     def entry(stack: Array) -> Array:
         if is_on_host(stack) or jax.sharding.get_abstract_mesh().explicit_axes:
-            return _entry.bind(stack, jnp.asarray(index), length=length, axis=0)
-        return _slice(stack, index, length, 0)
+            return _entry.bind(stack, jnp.asarray(index), axis=0)
+        return _slice(stack, index, 0)
 
     return on_device(jax.tree.map(entry, stacked))
 
 
-def _slice(stack: Array, index: Any, length: int, axis: int) -> Array:
-    if length == 1:
-        return lax.dynamic_index_in_dim(stack, index, axis, keepdims=False)
-    return lax.dynamic_slice_in_dim(stack, index * length, length, axis)
+def _slice(stack: Array, index: Any, axis: int) -> Array:
+    return lax.dynamic_index_in_dim(stack, index, axis, keepdims=False)
 
 
 # `_slice`, of which `jax.vmap` makes a gather otherwise; host memory and some shardings have none.
 _entry = Primitive("entry")
-_entry.def_impl(jax.jit(_slice, static_argnames=("length", "axis")))
+_entry.def_impl(jax.jit(_slice, static_argnames="axis"))
 _entry.def_abstract_eval(
-    lambda *types, **places: jax.make_jaxpr(functools.partial(_slice, **places))(*types).out_avals[0]
+    lambda *types, axis: jax.make_jaxpr(functools.partial(_slice, axis=axis))(*types).out_avals[0]
 )
 mlir.register_lowering(_entry, mlir.lower_fun(_slice, multiple_results=False))
 
 
-def _jvp_of_entry(primals: Sequence[Any], tangents: Sequence[Any], **places: int) -> tuple[Any, Any]:
-    found = _entry.bind(*primals, **places)
+def _jvp_of_entry(primals: Sequence[Any], tangents: Sequence[Any], *, axis: int) -> tuple[Any, Any]:
+    found = _entry.bind(*primals, axis=axis)
     if isinstance(tangents[0], ad.Zero):
         return found, ad.Zero(jax.typeof(found).to_tangent_aval())
-    return found, _entry.bind(tangents[0], primals[1], **places)
+    return found, _entry.bind(tangents[0], primals[1], axis=axis)
 
 
-def _mapped_entry(args: Sequence[Any], dims: Sequence[Any], *, length: int, axis: int) -> tuple[Any, int]:
+def _mapped_entry(args: Sequence[Any], dims: Sequence[Any], *, axis: int) -> tuple[Any, int]:
     if dims[1] is not None:
-        return jax.vmap(functools.partial(_slice, length=length, axis=axis), dims)(*args), 0
-    return _entry.bind(jnp.moveaxis(args[0], dims[0], 0), args[1], length=length, axis=axis + 1), 0
+        return jax.vmap(functools.partial(_slice, axis=axis), dims)(*args), 0
+    return _entry.bind(jnp.moveaxis(args[0], dims[0], 0), args[1], axis=axis + 1), 0
 
 
 ad.primitive_jvps[_entry] = _jvp_of_entry
@@ -145,29 +139,29 @@ batching.primitive_batchers[_entry] = _mapped_entry
 
 
 def read_layer(
-    stacks: list[Array], index: Any, unsliced: Sequence[bool], ahead: Sequence[Array] = (), length: int = 1
+    stacks: list[Array], index: Any, unsliced: Sequence[bool], ahead: Sequence[Array] = ()
 ) -> list[Array]:
     """A layer's part of each stack: its entry, or the whole stack where it is unsliced.
 
-    `ahead` has the entries of the stacks on the host, if `read_ahead` has read them; `length` as in `read`.
+    `ahead` has the entries of the stacks on the host, if `read_ahead` has read them.
     """
     entries = iter(ahead)
 
     def part(stack: Array, whole: bool) -> Array:
         if whole:
             return stack
-        return next(entries) if ahead and is_on_host(stack) else read(stack, index, length)
+        return next(entries) if ahead and is_on_host(stack) else read(stack, index)
 
     return [part(stack, whole) for stack, whole in zip(stacks, unsliced, strict=True)]
 
 
-def read_ahead(stacks: list[Array], index: Any, length: int = 1) -> list[Array]:
+def read_ahead(stacks: list[Array], index: Any) -> list[Array]:
     """The entries at `index` of the stacks on the host, for `read_layer` an iteration later.
 
     In the carry of a loop they are transferred while the iteration before computes. On a CPU nothing is
     transferred.
     """
-    return [read(stack, index, length) for stack in stacks if platform() != "cpu" and is_on_host(stack)]
+    return [read(stack, index) for stack in stacks if platform() != "cpu" and is_on_host(stack)]
 
 
 def settle(fetched: list[Array], index: Any) -> tuple[list[Array], Any]:

@@ -1,6 +1,5 @@
 """A layer traced to a jaxpr, with the types of its carry settled."""
 
-import itertools
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
@@ -59,29 +58,35 @@ class TracedLayer(NamedTuple):
         return [var.aval for var in self.jaxpr.outvars[: self.carry_tree.num_leaves]]
 
 
+class UntracedLayer(NamedTuple):
+    """A layer as a function of trees.
+
+    Attributes:
+        body: `(shared, carry, x) -> (carry, y)`, `y` as in `TracedLayer`. May close over traced values.
+        shared: arrays that all layers of its kind are given.
+        stacks: the layers' own inputs, stacked.
+        unsliced: for which of their leaves a layer takes the whole stack.
+        key: the function whose traces are kept outside of `jax.jit`, as `jax.lax.scan` does, and what the
+            layer depends on beside it and the types of its inputs.
+    """
+
+    body: Callable[[Arrays, Any, Any], tuple[Any, Any]]
+    shared: Arrays
+    stacks: Any
+    unsliced: Sequence[bool]
+    key: Any = None
+
+
 def trace_layers(
-    bodies: Sequence[Callable[[Arrays, Any, Any], tuple[Any, Any]]],
-    shared: Sequence[Arrays],
-    init: Any,
-    xs: Sequence[Any],
-    *,
-    unsliced: Sequence[Sequence[bool]],
-    offloads: bool,
-    replays: bool = True,
-    keys: Sequence[Any] = (),
+    layers: Sequence[UntracedLayer], init: Any, *, offloads: bool, replays: bool = True
 ) -> list[TracedLayer]:
     """Trace a layer of each kind, all with one type of carry.
 
     Args:
-        bodies: for each kind, `(shared, carry, x) -> (carry, y)` on trees; it may close over traced values.
-        shared: arrays that all layers of a kind are given.
+        layers: of each kind.
         init: the first carry.
-        xs: the layers' own inputs, stacked.
-        unsliced: for which leaves of `xs` a layer takes the whole stack.
         offloads: whether values are moved to the host.
         replays: whether layers are run again by a sweep.
-        keys: for each kind, the function whose traces are kept outside of `jax.jit`, as `jax.lax.scan`
-            does, and what the layer depends on beside it and the types of its inputs.
 
     Raises:
         TypeError: effects that cannot be replayed or compiled; a carry that changes its structure, shape or
@@ -90,32 +95,74 @@ def trace_layers(
     init = jax.tree.map(jnp.asarray, init)
     while True:
         traced, before = [], init
-        for body, *own, mask, key in itertools.zip_longest(bodies, shared, xs, unsliced, keys):
-
-            def trace(body: Any = body, own: Any = own, mask: Any = mask, init: Any = init) -> TracedLayer:
-                return _trace_layer(body, own[0], init, own[1], mask)
-
-            found = kept(key, (own, init), trace, lambda found: found.shared)
+        for layer in layers:
+            found, keep = kept(layer.key, (layer.shared, layer.stacks, init))
+            while found is None:
+                x = _entry_types(layer)
+                closed, (carry, y) = jax.make_jaxpr(layer.body, return_shape=True)(layer.shared, init, x)
+                settled = _settled(layer, x, init, closed.out_avals, carry)
+                if settled is init:
+                    jaxpr, own = without_constants(closed)
+                    trees = jax.tree.structure(carry), jax.tree.structure(y)
+                    found = keep(TracedLayer(jaxpr, [], own, len(own), *trees), own)
+                init = settled
             check_effects(found.jaxpr, found.shared if replays else (), offloads=offloads)
             leaves = zip(jax.tree.leaves(init), found.carry_types, strict=True)
             init = jax.tree.unflatten(found.carry_tree, [_as_type(leaf, like) for leaf, like in leaves])
-            traced.append(found._replace(init=jax.tree.leaves(init), shared=[*found.shared, *own[0]]))
+            shared = [*found.shared, *layer.shared]
+            traced.append(found._replace(init=jax.tree.leaves(init), shared=shared))
         if len(traced) == 1 or _same_types(before, init):
             return traced
+
+
+def _entry_types(layer: UntracedLayer) -> Any:
+    """The types of a layer's own inputs."""
+    stacks, tree = jax.tree.flatten(layer.stacks)
+
+    def entries(stacks: Arrays) -> Arrays:
+        return read_layer([*map(at_least_one, stacks)], 0, layer.unsliced)
+
+    return jax.tree.unflatten(tree, jax.eval_shape(entries, stacks))
+
+
+def _settled(layer: UntracedLayer, x: Any, init: Any, out_types: Sequence[Any], carry: Any) -> Any:
+    """The first carry with types that a layer returns for it; `init` itself if it has them.
+
+    `carry` has the types of what the layer returns for `init`.
+
+    Raises:
+        TypeError: there are none.
+    """
+    leaves, tree = jax.tree.flatten(init)
+    varying = [varying_as(leaf, type_) for leaf, type_ in zip(leaves, out_types, strict=False)]
+    if any(new is not old for new, old in zip(varying, leaves, strict=True)):
+        # Within `jax.shard_map` they vary over the axes of the mesh that the layers' results vary over.
+        return jax.tree.unflatten(tree, varying)
+    if _same_types(init, carry):
+        return init
+
+    # lax.scan settles weakly typed carries, and has the error messages for the other cases.
+    def scanned(shared: Arrays, init: Any, x: Any) -> Any:
+        return lax.scan(lambda carry, _: layer.body(shared, carry, x), init, length=2)
+
+    carry, _ = jax.eval_shape(scanned, layer.shared, init, x)
+    found = jax.tree.map(lambda leaf, like: lax.convert_element_type(leaf, like.dtype), init, carry)
+    return init if _same_types(found, init) else found
 
 
 _traced: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = weakref.WeakKeyDictionary()
 _MOST_TRACES = 32  # of one function
 
 
-def kept(key: Any, inputs: Any, trace: Callable[[], T], constants: Callable[[T], Arrays]) -> T:
-    """`trace()`, or what it gave before, outside of `jax.jit` and for a key that can be compared.
+def kept(key: Any, inputs: Any) -> tuple[Any, Callable[[T, Arrays], T]]:
+    """What was traced before outside of `jax.jit` for a key that can be compared; None if nothing was.
 
-    The key begins with a function, with which what is kept dies; with it die the arrays that it closes over.
+    Also returns a function that keeps what is traced now, unless among its constants is a traced value. The
+    key begins with a function, with which what is kept dies; with it die the arrays that it closes over.
     """
     leaves, tree = jax.tree.flatten(inputs)
     if key is None or not all(map(is_concrete, leaves)):
-        return trace()
+        return None, _not_kept
     owner, *rest = key
     # Values that are equal may differ: 1, 1.0 and True.
     whole = (*rest, repr(rest), tree, *map(jax.typeof, leaves), trace_context())
@@ -123,13 +170,19 @@ def kept(key: Any, inputs: Any, trace: Callable[[], T], constants: Callable[[T],
         known = _traced.setdefault(owner, {})
         found = known.get(whole)
     except TypeError:  # something has no hash, or no weak references
-        return trace()
-    if found is None:
-        found = trace()
-        if not any(isinstance(leaf, Tracer) for leaf in constants(found)):
+        return None, _not_kept
+
+    def keep(found: T, constants: Arrays) -> T:
+        if not any(isinstance(leaf, Tracer) for leaf in constants):
             if len(known) == _MOST_TRACES:
                 del known[next(iter(known))]
             known[whole] = found
+        return found
+
+    return found, keep
+
+
+def _not_kept(found: T, constants: Arrays) -> T:
     return found
 
 
@@ -145,40 +198,6 @@ def kinds_of(traced: Sequence[TracedLayer]) -> tuple[tuple[Kind, ...], Arrays]:
         kinds.append(Kind(number, jaxpr, places, *parts))
         x, y = parts[0].stop, parts[1].stop
     return tuple(kinds), shared
-
-
-def _trace_layer(
-    body: Callable[[Arrays, Any, Any], tuple[Any, Any]],
-    shared: Arrays,
-    init: Any,
-    xs: Any,
-    unsliced: Sequence[bool],
-) -> TracedLayer:
-    """A layer with the arrays that it closes over as the only shared ones."""
-    stacks, tree = jax.tree.flatten(xs)
-    entries = jax.eval_shape(lambda stacks: read_layer([*map(at_least_one, stacks)], 0, unsliced), stacks)
-    x = jax.tree.unflatten(tree, entries)
-
-    def trace(init: Any) -> tuple[Any, tuple[Any, Any]]:
-        return jax.make_jaxpr(body, return_shape=True)(shared, init, x)
-
-    closed, (carry, y) = trace(init)
-    leaves, of_init = jax.tree.flatten(init)
-    varying = [varying_as(leaf, type_) for leaf, type_ in zip(leaves, closed.out_avals, strict=False)]
-    if any(new is not old for new, old in zip(varying, leaves, strict=True)):
-        # Within `jax.shard_map` they vary over the axes of the mesh that the layers' results vary over.
-        return _trace_layer(body, shared, jax.tree.unflatten(of_init, varying), xs, unsliced)
-    if not _same_types(init, carry):
-        # lax.scan settles weakly typed carries, and has the error messages for the other cases.
-        def scanned(shared: Arrays, init: Any, x: Any) -> Any:
-            return lax.scan(lambda carry, _: body(shared, carry, x), init, length=2)
-
-        carry, _ = jax.eval_shape(scanned, shared, init, x)
-        init = jax.tree.map(lambda leaf, like: lax.convert_element_type(leaf, like.dtype), init, carry)
-        closed, (carry, y) = trace(init)
-    jaxpr, constants = without_constants(closed)
-    trees = jax.tree.structure(carry), jax.tree.structure(y)
-    return TracedLayer(jaxpr, [], constants, len(constants), *trees)
 
 
 def without_passed_on(traced: Sequence[TracedLayer]) -> tuple[list[TracedLayer], list[bool]]:

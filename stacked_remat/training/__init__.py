@@ -118,7 +118,6 @@ from .trainer_config import (
     MeshConfig as MeshConfig,
     PrecisionConfig as PrecisionConfig,
     ProfilerConfig as ProfilerConfig,
-    StreamingConfig as StreamingConfig,
     TrackersConfig as TrackersConfig,
     TrackioConfig as TrackioConfig,
     TrainerConfig as TrainerConfig,

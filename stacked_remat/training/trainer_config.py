@@ -47,22 +47,6 @@ class UpdateConfig:
 
 
 @dataclass(frozen=True)
-class StreamingConfig:
-    """Weights of the layers in host memory, which come to the device while their layer runs.
-
-    Frozen weights, or with `trainer.update.fused` those that are trained, with their optimizer state.
-
-    Attributes:
-        segment_length: how many layers come to the device together; it divides the number of layers.
-    """
-
-    segment_length: int = 1
-
-    def __post_init__(self) -> None:
-        check_at_least(1, "trainer.streaming", self, "segment_length")
-
-
-@dataclass(frozen=True)
 class PrecisionConfig:
     """Dtypes in which the training state is stored; the dtype of computation belongs to the model's config.
 
@@ -261,7 +245,9 @@ class TrainerConfig:
             the same folder resumes an interrupted run.
         mesh: the mesh of devices, and the axes that are sharded over it.
         update: microbatches, and what to do with steps that are not finite.
-        streaming: keeps the weights of the layers in host memory; null for device memory.
+        streaming: whether the weights of the layers are in host memory, and come to the device while their
+            layer runs: frozen weights, or with `update.fused` those that are trained, with their optimizer
+            state.
         precision: dtypes of weights, gradients and optimizer state.
         checkpoint: when checkpoints are written, and which are kept.
         profiler: traces, and the device's peak.
@@ -276,7 +262,7 @@ class TrainerConfig:
     run_dir: str | None = None
     mesh: MeshConfig = field(default_factory=MeshConfig)
     update: UpdateConfig = field(default_factory=UpdateConfig)
-    streaming: StreamingConfig | None = None
+    streaming: bool = False
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     profiler: ProfilerConfig = field(default_factory=ProfilerConfig)

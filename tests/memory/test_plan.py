@@ -236,7 +236,7 @@ def test_first_layers_keep_their_internals_or_carries_where_all_are_offloaded(mo
 
 
 def test_a_policy_that_has_no_first_layers_is_left_as_it_is():
-    for policy in (False, ScanCheckpointPolicy(simple=True)):
+    for policy in (False, "recompute"):
         found = plan(Counting(), *blocks_and_input(), budget="1GiB", candidates=[policy], layers=Layers.size)
         assert found.policy is policy and len(found.tried.trials) == 1
 

@@ -27,7 +27,7 @@ from models.trained_run import read_run_config
 from models.transformer.decoder import Decoder
 from stacked_remat._placement import is_on_host
 from stacked_remat.lora import LoraConfig
-from stacked_remat.training import ConfigError, MeshConfig, StreamingConfig, UpdateConfig, load_tokenizer
+from stacked_remat.training import ConfigError, MeshConfig, UpdateConfig, load_tokenizer
 
 from ..training.data import word_tokenizer
 from .random_weights import random_weights
@@ -166,9 +166,7 @@ def test_a_cache_that_cannot_fit_is_refused_before_weights_are_read(exported, ru
 @pytest.mark.parametrize("lora", [False, True], ids=["full", "adapters"])
 def test_layers_that_are_read_to_the_host_count_there(run, monkeypatch, lora):
     trained = read_run_config(run)
-    trainer = replace(
-        trained.trainer, streaming=StreamingConfig(), update=UpdateConfig(fused=not lora), mesh=MeshConfig()
-    )
+    trainer = replace(trained.trainer, streaming=True, update=UpdateConfig(fused=not lora), mesh=MeshConfig())
     config = replace(trained, trainer=trainer, lora=LoraConfig(rank=2) if lora else None)
     monkeypatch.setattr("models.generator_source.read_run_config", lambda *_: config)
     source = source_of_run(run)

@@ -24,7 +24,6 @@ from stacked_remat.training import (
     DataConfig,
     MeshConfig,
     Partitioning,
-    StreamingConfig,
     TrainerConfig,
     UpdateConfig,
     remat_policy,
@@ -203,9 +202,7 @@ def test_weights_that_could_be_on_the_host_are_said_to_be():
 def test_layers_on_the_host_of_gpus_that_are_not_attached_are_refused(monkeypatch):
     unsized = dataclasses.replace(TARGETS["local"], name="two_gpus")
     monkeypatch.setattr(type(unsized), "sizes_host_arguments", False)
-    trainer = dataclasses.replace(
-        FUSED_TRAINER, streaming=StreamingConfig(), mesh=MeshConfig(axes={"data": 2})
-    )
+    trainer = dataclasses.replace(FUSED_TRAINER, streaming=True, mesh=MeshConfig(axes={"data": 2}))
     step = StepMemory(dataclasses.replace(CONFIG, trainer=trainer), unsized, 2)
     with pytest.raises(ConfigError, match="for 2 devices of target 'two_gpus' .* Give devices: 1, with"):
         step.check()

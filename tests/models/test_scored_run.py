@@ -94,7 +94,7 @@ OTHER = "{{paths: ['{0}/text/1*.txt'], held_out: ['{0}/other.txt'], weight: 0.5}
 SOURCES = {"validation": {"sources": {"text": 1.0, "other": 3.0}}, "token_mean": "example", "norms": True}
 PARTS = ("--trainer.update.microbatches", "2")
 DEVICES = ("--trainer.mesh.axes.data", "2")
-STREAMED = ("--trainer.streaming.segment_length", "2", "--remat", "offload")
+STREAMED = ("--trainer.streaming", "true", "--remat", "offload")
 
 
 @pytest.mark.deep

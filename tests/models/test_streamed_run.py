@@ -31,7 +31,6 @@ from stacked_remat.training import (
     DataConfig,
     MeshConfig,
     Partitioning,
-    StreamingConfig,
     TokenBatch,
     TrainerConfig,
     UpdateConfig,
@@ -56,13 +55,14 @@ FUSED = UpdateConfig(fused=True)
 LORA = LoraConfig(rank=2)
 OPTIMIZER = AdamWConfig(max_grad_norm=None)
 CASES = {
-    "weights and optimizer state": ({}, {}),
-    "on several devices": ({}, {"model": EXPERTS, "devices": 4}),
-    "below adapters, layers of several kinds": (
-        {},
-        {"lora": LORA, "model": MIXED, "update": UpdateConfig(microbatches=2, on_nonfinite="skip")},
-    ),
-    "below adapters, fused": ({}, {"lora": LORA, "model": EXPERTS, "devices": 4}),
+    "weights and optimizer state": {},
+    "on several devices": {"model": EXPERTS, "devices": 4},
+    "below adapters, layers of several kinds": {
+        "lora": LORA,
+        "model": MIXED,
+        "update": UpdateConfig(microbatches=2, on_nonfinite="skip"),
+    },
+    "below adapters, fused": {"lora": LORA, "model": EXPERTS, "devices": 4},
 }
 
 
@@ -121,9 +121,9 @@ def trained(config):
     "case", [name if i == 0 else pytest.param(name, marks=pytest.mark.deep) for i, name in enumerate(CASES)]
 )
 def test_a_streamed_step_equals_a_resident_one(case):
-    segments, options = CASES[case]
-    expected, expected_metrics = trained(config_of(None, **options))
-    found, metrics = trained(config_of(StreamingConfig(**segments), **options))
+    options = CASES[case]
+    expected, expected_metrics = trained(config_of(False, **options))
+    found, metrics = trained(config_of(True, **options))
     states = [jax.tree.leaves((one.trained, one.optimizer_state)) for one in (found, expected)]
     for a, b in zip(*states, strict=True):
         assert_same(a, b)
@@ -143,7 +143,7 @@ def test_a_streamed_step_equals_a_resident_one(case):
 
 
 RUN = ("--trainer.num_steps", "6", "--trainer.checkpoint.every_steps", "3")
-STREAMED = ("--trainer.streaming.segment_length", "1")
+STREAMED = ("--trainer.streaming", "true")
 RUNS = {
     "full": ("--trainer.update.fused", "true"),
     "adapters": ("--lora.rank", "2", "--optimizer.max_grad_norm", "null"),
@@ -201,50 +201,27 @@ def test_a_streamed_run_equals_a_resident_one_and_each_resumes_as_the_other(work
 
 
 @pytest.mark.parametrize(
-    ("options", "segment_length", "message"),
+    ("options", "message"),
     [
-        ({"update": UpdateConfig()}, 1, "trainer.streaming keeps .*without trainer.update.fused"),
-        ({}, 3, "segment_length = 3 does not divide the model's 4 layers. Use one of 1, 2, 4"),
-        ({"model": MIXED}, 2, r"kinds \(.*sliding_sparse.*\), which are read from the host one at a time"),
-        ({"remat": "attention_saved"}, 2, "segment_length = 2 runs .*remat keeps more .*attention_output"),
-        (
-            {"remat": "auto", "budget": "1GiB"},
-            2,
-            "auto tries policies that .*segment_length = 2 can't. Name a policy",
-        ),
-        ({"remat": "recompute"}, 1, "With trainer.streaming .*remat with save_carries=False would keep"),
-        ({"remat": {"nested": [3, 2]}}, 2, "this model has 2 segments of 2 layers .*to cut"),
-        ({"remat": {"nested": [1]}}, 2, "levels .1,. hold 1 layers, .* Here they hold segments of 2 layers"),
-        ({"remat": {"nested": [3, 2]}}, 3, "segment_length = 3 does not divide"),
-        (
-            {"remat": {"nested": True, "host_segment_length": 2}},
-            None,
-            "host_segment_length = 2 has no effect in a config: .* give trainer.streaming.segment_length: 2",
-        ),
+        ({"update": UpdateConfig()}, "trainer.streaming keeps .*without trainer.update.fused"),
+        ({"remat": "recompute"}, "With trainer.streaming .*remat with save_carries=False would keep"),
     ],
 )
-def test_what_cannot_be_combined_with_streaming_is_refused(options, segment_length, message):
-    streaming = None if segment_length is None else StreamingConfig(segment_length)
+def test_what_cannot_be_combined_with_streaming_is_refused(options, message):
     with pytest.raises(ValueError, match=message):
-        config_of(streaming, **options).resolved()
+        config_of(True, **options).resolved()
 
 
 @pytest.mark.usefixtures("standard_promotion")
-@pytest.mark.parametrize(("update", "streaming"), [(FUSED, StreamingConfig()), (UpdateConfig(), None)])
+@pytest.mark.parametrize(("update", "streaming"), [(FUSED, True), (UpdateConfig(), False)])
 def test_auto_streams_where_nothing_else_fits_and_the_run_can(update, streaming, monkeypatch):
     def plan(step, *, streamed, **_):
         return SimpleNamespace(policy="offload", streamed=streamed)
 
     monkeypatch.setattr(StepMemory, "plan", plan)
-    config = config_of(None, update=update, remat="auto", budget="1GiB")
+    config = config_of(False, update=update, remat="auto", budget="1GiB")
     found = train_lm._resolved(config, ConsoleProgress(), Partitioning.of(config.trainer.mesh))
     assert (found.remat, found.budget, found.trainer.streaming) == ("offload", None, streaming)
-
-
-def test_levels_cut_segments():
-    config_of(StreamingConfig(2), remat={"nested": [1, 2]}).resolved()  # two segments, of four layers
-    with pytest.raises(ValueError, match="levels .1, 2. hold 2 layers, fewer than 4"):
-        config_of(None, remat={"nested": [1, 2]}).resolved()
 
 
 def test_too_little_host_memory_is_found_before_anything_is_made(workplace, monkeypatch, capsys):

@@ -9,7 +9,6 @@ from stacked_remat.training import (
     ConfigError,
     PrecisionConfig,
     ProfilerConfig,
-    StreamingConfig,
     TrackersConfig,
     TrainerConfig,
     UpdateConfig,
@@ -62,7 +61,6 @@ def test_values_out_of_range_are_refused(make, changes, message):
     [
         TrainerConfig,
         UpdateConfig,
-        StreamingConfig,
         PrecisionConfig,
         CheckpointConfig,
         ProfilerConfig,

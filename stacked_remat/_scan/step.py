@@ -1,0 +1,161 @@
+"""One step of a loop: the user's function on one layer, with its results checked."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, TypeAlias
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+
+from .._checkpoint import saving_internals
+from .._static import Static
+from .arguments import Caller, argument_namer
+from .checks import check_carry, describe
+from .layer_state import carry_and_state
+from .marks import raw_array
+
+Verb: TypeAlias = Literal["fold", "scan", "map"]
+Names: TypeAlias = tuple[str, ...] | Literal[True]  # of internals that are kept; True for all
+Until: TypeAlias = Callable[[Any], Any]  # of a carry: whether to stop
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """How a loop calls the user's function.
+
+    Attributes:
+        caller: the operation, for errors.
+        verb: what the function takes and returns: `fold`, from a carry to a carry; `scan`, from a carry to a
+            carry and an output; `map`, from the arguments alone to an output.
+        fn: the function.
+        owner: the function that `fn` calls, with which its traces die.
+        takes_block: whether the first argument, a block, comes before the carry.
+        until: whether to stop at a carry, of loops that stop before their bound. What goes from step to step
+            is then a pair, of whether it is done and the carry.
+    """
+
+    caller: Caller
+    verb: Verb
+    fn: Callable[..., Any]
+    owner: Any
+    takes_block: bool = False
+    until: Until | None = None
+
+    @classmethod
+    def of(cls, verb: Verb, fn: Callable[..., Any], until: Until | None = None) -> "Call":
+        """The call of a function that is given no block."""
+        caller = Caller(verb, argument_namer(fn, skip=0 if verb == "map" else 1))
+        return cls(caller, verb, fn, fn, until=until)
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """The owner, and what else calls of the same function differ in."""
+        return self.owner, self.fn is self.owner, self.caller.what, self.verb, self.until
+
+    def inputs(self, carry: Any, args: Sequence[Any]) -> Sequence[Any]:
+        """The positional arguments of the function."""
+        first = int(self.takes_block)
+        return args if self.verb == "map" else [*args[:first], carry, *args[first:]]
+
+    def outputs(self, result: Any, arguments: Any) -> tuple[Any, Any]:
+        """The carry and the output, either of which may be None, from what the function returned.
+
+        Raises:
+            ValueError: it returned no pair where it should.
+        """
+        if self.verb == "map":
+            return None, result
+        if self.verb == "fold":
+            return (
+                carry_and_state(result, arguments, self.caller.what) if self.takes_block else (result, None)
+            )
+        if not isinstance(result, tuple | list) or len(result) != 2:
+            raise ValueError(
+                "scan and scan_vjp take a function (or a block) that returns a pair (carry, output); it "
+                f"returned {describe(result)}. For one that returns only the carry use fold or fold_vjp."
+            )
+        carry, y = result
+        return carry, y
+
+    def result(self, carry: Any, outputs: Any) -> Any:
+        """What a loop of such calls returns."""
+        return {"fold": carry, "scan": (carry, outputs), "map": outputs}[self.verb]
+
+    def first(self, init: Any) -> Any:
+        """What goes into the first step, from the first carry."""
+        return init if self.until is None else (_is_done(self.until, init), init)
+
+    def last(self, carry: Any) -> Any:
+        """The last carry, from what comes out of the last step."""
+        return carry if self.until is None else carry[1]
+
+
+Unpack: TypeAlias = Callable[[Any, Any], tuple[Sequence[Any], dict[str, Any]]]
+
+
+def array_step(
+    call: Call,
+    static: Any,
+    names: Names,
+    unpack: Unpack,
+    pack: Callable[[Any], Any],
+    shared: Any,
+    arrays: Any,
+    inputs: Any,
+) -> tuple[Any, Any]:
+    """A step from the arrays of a carry to those of the next one, and the output.
+
+    Args:
+        call: of the user's function.
+        static: what else is in the carry.
+        names: of the internals that are kept.
+        unpack: from the inputs and the shared arrays to the arguments.
+        pack: from the output to what is returned of it.
+        shared: arrays that all layers are given.
+        arrays: of the carry.
+        inputs: the layer's own.
+    """
+    carry = eqx.combine(arrays, static)
+    with saving_internals(names):
+        args, kwargs = unpack(inputs, shared)
+        result = call.fn(*call.inputs(call.last(carry), args), **kwargs)
+    new_carry, y = call.outputs(result, (args, kwargs))
+    carry = eqx.combine(arrays, static)  # a state of Equinox that was updated can't be read
+    check_carry(call.last(carry), new_carry)
+    if call.until is not None:
+        new_carry, y = _unless_done(call.until, carry, new_carry, y)
+    return eqx.filter(new_carry, eqx.is_array_like), pack(y)
+
+
+def arrays_and_rest(y: Any) -> tuple[Any, Static]:
+    """The arrays of an output, and what else is in it."""
+    arrays, rest = eqx.partition(y, eqx.is_array_like)
+    return arrays, Static(rest)
+
+
+def _unless_done(until: Until, state: tuple[Any, Any], new_carry: Any, y: Any) -> tuple[Any, Any]:
+    """Once it is done, the carry stays as it is, and outputs are zeros."""
+    done, carry = state
+
+    def choose(new: Any, old: Any) -> Any:
+        return jnp.where(done, old, new) if eqx.is_array_like(new) else new
+
+    carry = jax.tree.map(choose, new_carry, carry)
+    y = jax.tree.map(lambda leaf: choose(leaf, jnp.zeros_like(leaf)), y)
+    return (done | _is_done(until, carry), carry), y
+
+
+def _is_done(until: Until, carry: Any) -> Any:
+    """Whether to stop at this carry.
+
+    Raises:
+        TypeError: `until` returns anything but one bool.
+    """
+    done = raw_array(until(carry))
+    if not eqx.is_array_like(done) or jnp.shape(done) or jnp.result_type(done) != "bool":
+        raise TypeError(
+            f"until returns one bool for the whole carry; it returned {describe(done)}. Write jnp.all(...) "
+            "or jnp.any(...) around it."
+        )
+    return jnp.asarray(done)

@@ -162,7 +162,7 @@ class BlockFoldable(ModuleWithStateDictSerialization, Generic[M]):
 
         Arguments are split and shared as in `fold`. Costs the internals of all layers at once.
         """
-        return _run(self, loop_over(self, "vmap", "map", remat=False), None, *args, **kwargs)
+        return _run(self, loop_over(self, "vmap", "map", remat=False), None, args, kwargs)
 
     def vmap_via(self, fn: Callable[Concatenate[M, ...], Y]) -> Callable[..., Y]:
         """As `vmap`, with `fn(block, *args, **kwargs)` in place of the blocks' own call."""
@@ -251,12 +251,17 @@ def loop_over(
 def _via(
     layers: BlockFoldable[Any], verb: Verb, fn: Callable[..., Any] | None, options: dict[str, Any]
 ) -> Callable[..., Any]:
+    loop = loop_over(layers, verb, verb, fn, **options)
     if call := noted_stack_call():
-        return call(layers, f"{verb}_via", fn or operator.call, options)
-    return functools.partial(_run, layers, loop_over(layers, verb, verb, fn, **options))
+        return call(layers, f"{verb}_via", loop.call.named, options)
+
+    def run(init: Any, /, *args: Any, **kwargs: Any) -> Any:
+        return _run(layers, loop, init, args, kwargs)
+
+    return loop.call.as_called(run, "_via(fn)")
 
 
-def _run(layers: BlockFoldable[Any], loop: Loop, init: Any, /, *args: Any, **kwargs: Any) -> Any:
+def _run(layers: BlockFoldable[Any], loop: Loop, init: Any, args: Any, kwargs: Any) -> Any:
     call, what = loop.call, loop.call.caller.what
     check_unmarked(init)
     whole, (args, kwargs) = divide_state(init, (args, kwargs), layers, layers._own_part, what)

@@ -21,12 +21,12 @@ def policy_with_names(
     offloaded: tuple[str, ...],
     field: str = "save_block_internals",
 ) -> JaxPolicy:
-    """A policy that saves and offloads these names, and, if `internals` is callable, obeys it too.
+    """A policy that saves and offloads these names, and, if `internals` is callable, follows it too.
 
     The error names `field`, where users write `internals`.
 
     Raises:
-        ValueError: `JAX_REMAT3` cannot obey `internals`.
+        ValueError: `JAX_REMAT3` does not support `internals`.
     """
     if not callable(internals):
         return _named_policy(saved, offloaded)

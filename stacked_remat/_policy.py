@@ -1,9 +1,9 @@
 """What the backward pass of a scan over layers keeps, moves to the host, or recomputes.
 
 A block takes a *carry* and its own inputs (its weights and whatever else is split over the layers), and
-returns the next carry. Its derivative reads the inputs, which are read where they are, and some of the
+returns the next carry. Its derivative reads the inputs, of which no copy is made, and some of the
 intermediate values, the *internals*. A `ScanCheckpointPolicy` says of carries and internals whether the
-forward pass keeps them for the backward pass; `_scan/` obeys it.
+forward pass keeps them for the backward pass; `_scan/` follows it.
 """
 
 import dataclasses
@@ -51,7 +51,7 @@ class ScanCheckpointPolicy:
             everything that the backward pass reads (nothing is then recomputed, and carries are kept exactly
             where a derivative reads them). With `nested`, they are kept for the segment being reversed, and
             `save_carries="offload"` still moves the boundaries. One of `jax.checkpoint_policies`
-            (`dots_saveable`, ...), or any function of that kind, chooses by operation; `JAX_REMAT3=1` obeys
+            (`dots_saveable`, ...), or any function of that kind, chooses by operation; `JAX_REMAT3=1` takes
             only those that go by names, and others are then refused.
         offload_block_internals: names that are moved to the host instead.
         disable: no checkpointing at all: everything the backward pass reads is kept.

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
 from haliax import Axis
@@ -20,7 +21,9 @@ from ._messages import axes_text
 from ._placement import is_on_host as is_on_host, moves_to_host as moves_to_host
 from ._policy import ScanCheckpointSpec
 from ._scan.arguments import Caller, argument_namer
+from ._scan.checks import layers_axis
 from ._scan.layer_axis import split_tree
+from ._scan.layer_state import arrays_in_indices
 from ._scan.marks import changed, is_array, is_named, is_split, raw_array
 from ._stacked import Stacked
 from ._stacked_methods import block_builder
@@ -29,11 +32,11 @@ from ._sweep.store import empty_stack, write
 T = TypeVar("T")
 
 
-def init(Layers: Axis, Block: Any, *, remat: ScanCheckpointSpec = True) -> Callable[..., Stacked]:
+def init(Layers: Axis | int, Block: Any, *, remat: ScanCheckpointSpec = True) -> Callable[..., Stacked]:
     """Build layers in host memory, one after the other on the device: `Stacked.init` and `to_host` in one.
 
     Args:
-        Layers: the axis to stack along.
+        Layers: the axis to stack along; a number is an axis of this size named `layers`.
         Block: as `Stacked.init` takes it.
         remat: the checkpoint policy.
 
@@ -45,6 +48,7 @@ def init(Layers: Axis, Block: Any, *, remat: ScanCheckpointSpec = True) -> Calla
 
     Memory: one layer on the device.
     """
+    Layers = layers_axis(Layers, "streaming.init")
     build = block_builder(Block, "streaming.init")
     make_on_device = Stacked.init(Layers, Block, remat=remat)
     caller = Caller("streaming.init", argument_namer(build, skip=0))
@@ -55,7 +59,8 @@ def init(Layers: Axis, Block: Any, *, remat: ScanCheckpointSpec = True) -> Calla
 
         def layer(slices: Any) -> list[Any]:
             args, kwargs = layout.layer(slices, shared)
-            leaves = jax.tree.leaves(eqx.filter(build(*args, **kwargs), eqx.is_array))
+            block = eqx.filter(arrays_in_indices(build(*args, **kwargs)), is_array)
+            leaves = map(jnp.asarray, jax.tree.leaves(block))
             return [
                 _placement.to_host(leaf) if moves_to_host(leaf.shape, leaf.dtype) else leaf for leaf in leaves
             ]
@@ -99,8 +104,7 @@ def to_host(model: T, *, where: Any = eqx.is_array) -> T:
     ```
 
     Its results and gradients are those of the model on the device. The gradient of an array on the host is on
-    the host too. JAX does not transpose `lax.scan`, `lax.map` and `lax.cond` around a fold with such
-    gradients (it loses the memory of their cotangents).
+    the host too.
 
     Args:
         model: a `Stacked`, a `StackedPattern`, or any tree with some.

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from stacked_remat import BlockSeq, LayerResult, Stacked, fold, map, per_layer, scan, shared
+from stacked_remat import BlockSeq, LayerResult, Stacked, StackedPattern, fold, map, per_layer, scan, shared
 from stacked_remat._scan.arguments import is_unsplit_key
 
 from .blocks import PlainBlock, PlainScanBlock
@@ -318,6 +318,40 @@ class Scaled(eqx.Module):
 
     def __call__(self, x, bias):
         return jnp.tanh(x @ self.value) * self.gain.array[None] + bias[None]
+
+
+@pytest.mark.parametrize("stack", [Stacked, StackedPattern, BlockSeq])
+def test_layers_are_given_arrays_on_the_device_whatever_is_shared(stack):
+    """Arrays of NumPy have no `.at`, and none on the host can be added to one on the device."""
+
+    class Layer(eqx.Module):
+        weight: jax.Array
+
+        def __call__(self, x, y):
+            return jnp.sin(x * self.weight) + y.at[0].set(0.0)
+
+    def build(weight):
+        return Layer(weight)
+
+    axis, given = hax.Axis("layers", 3), np.linspace(0, 1, 12, dtype=np.float32).reshape(3, 4)
+    kinds = ({"a": build, "b": build}, ("a", "b")) if stack is StackedPattern else (build,)
+    blocks = stack.init(axis, *kinds)(jnp.ones((3, 4)))
+    on_host = jax.device_put(jnp.asarray(given[0]), jax.memory.Space.Host)
+
+    def folds(on_host):
+        policies = (True, "nested", "recompute", "save_all")
+        arguments = (shared(given[0]), per_layer(given), shared(on_host))
+        return [[blocks.fold(jnp.ones(4), y, remat=remat) for y in arguments] for remat in policies]
+
+    def looped(rows):
+        x = jnp.ones(4)
+        for y in rows:
+            x = jnp.sin(x) + jnp.asarray(y).at[0].set(0.0)
+        return x
+
+    expected = [looped(rows) for rows in ([given[0]] * 3, given, [given[0]] * 3)]
+    for found in jax.jit(folds)(on_host):
+        np.testing.assert_allclose(found, expected, rtol=1e-6)
 
 
 def test_arrays_on_the_host_that_all_layers_share():

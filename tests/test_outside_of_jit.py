@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from stacked_remat import BlockSeq, Stacked, StackedPattern, fold, scan
+from stacked_remat._sweep.rules import compiled
 
 from .blocks import deep_cases
 from .test_any_layer import KINDS, ONES, POLICIES, Block, Layers, every_stack, weights
@@ -203,6 +204,14 @@ class TestOutsideOfJit:
         ]
         assert order == [[6.0, 5.0, 3.0, 0.0], [0.0, 0.0, 1.0, 3.0]]
         assert scan(_outputs_carry, Layers, unroll=True)(0.0, np.arange(4.0))[1].tolist() == order[1]
+
+        def product(x, weight):
+            return x * weight
+
+        before = compiled.cache_info().misses
+        for unroll in (1, True):  # equal, and of different programs
+            fold(product, Layers, remat="nested", unroll=unroll)(ONES, weights())
+        assert compiled.cache_info().misses == before + 2
 
     def test_another_axis_mapping_traces_again(self):
         seen = []

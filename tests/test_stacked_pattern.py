@@ -98,7 +98,7 @@ def swept(blocks, x, scale, own, shift, **options):
 
 
 def assert_close(actual, expected, tolerance=1e-5):
-    """Errors of sums are in proportion to their largest terms, and the smallest entries may be differences."""
+    """Errors of sums are in proportion to their terms, and the smallest entries may be differences."""
     for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
         size = np.abs(b).max(initial=1.0)
         np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance * size)

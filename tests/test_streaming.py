@@ -202,6 +202,14 @@ def test_layers_made_on_the_host_are_those_made_on_the_device():
         made = make(shared(jnp.float32(0.5)), key=keys)
         assert on_host(made) == [True, False]
         np.testing.assert_array_equal(made.stacked.weight, expected.stacked.weight)
+
+    def with_constant(weight):
+        return Plain(weight, np.ones(WIDTH, np.float32))
+
+    weights = jnp.ones((3, WIDTH, WIDTH))
+    made, expected = (init(3, with_constant)(weights) for init in (streaming.init, Stacked.init))
+    assert on_host(made) == [True, False]
+    jax.tree.map(np.testing.assert_array_equal, made, expected)
     nothing = streaming.init(Layers.resize(0), build)(shared(0.5), key=keys[:0])
     assert nothing.stacked.weight.shape == (0, WIDTH, WIDTH)
 

@@ -172,3 +172,9 @@ def test_lax_scan_is_that_of_jax(remat):
         sr.lax_scan(f, jnp.ones(2))
     with pytest.raises(ValueError, match=r"length=5, and the arrays of xs have the sizes \[7, 7\]"):
         sr.lax_scan(f, jnp.ones(2), xs, 5)
+    with pytest.raises(TypeError, match="xs has a named array. Use scan with its axis"):
+        sr.lax_scan(f, jnp.ones(2), hax.ones(Time))
+    with pytest.raises(
+        TypeError, match=r"fold\(f, axis\)\(\) missing 1 required positional argument: 'init'"
+    ):
+        sr.fold(f, 3)()

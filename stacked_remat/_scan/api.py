@@ -1,10 +1,11 @@
 """Fold, scan and map over a named axis.
 
 The arguments are divided into arrays that are split over the axis and arrays that all layers share. That
-leaves a step on raw arrays, which `layers.py` runs under the checkpoint policy. `Stacked` uses this too.
+leaves a step on raw arrays, which `layers.py` runs under the checkpoint policy.
 """
 
 import functools
+import operator
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -15,7 +16,7 @@ from haliax.axis import AxisSelector
 
 from .._policy import ScanCheckpointSpec
 from .layers import Loop, scan_layers
-from .marks import IsScanned, check_unmarked, is_named_or_shaped_array, per_layer
+from .marks import IsScanned, check_unmarked, is_named, is_named_or_shaped_array, per_layer
 from .step import Call, Until
 
 T = TypeVar("T")
@@ -70,18 +71,21 @@ def scan(
         ValueError: for inputs of different lengths (each path and size is named), an axis of unknown size, an
             `f` that returns no pair, a carry that changes its structure, axes, shape or dtype, a single
             random key that is not marked as shared, or `until` under a policy that offloads or that drops
-            carries or inputs.
+            carries.
         TypeError: for an axis that is none of these, for marks in the carry, and for an `until` that does not
             return one bool.
     """
-    options: Any = {"reverse": reverse, "unroll": unroll, "is_scanned": is_scanned}
-    return functools.partial(_run, Loop.of(Call.of("scan", f, until), axis, remat, **options))
+    call = Call.of("scan", f, until)
+    return _loops(Loop.of(call, axis, remat, reverse=reverse, unroll=unroll, is_scanned=is_scanned))
 
 
-def _run(loop: Loop, init: Any, /, *args: Any, **kwargs: Any) -> Any:
-    check_unmarked(init)
-    carry, outputs = scan_layers(loop, init, (args, kwargs))
-    return loop.call.result(carry, outputs)
+def _loops(loop: Loop) -> Callable[..., Any]:
+    def run(init: Any, /, *args: Any, **kwargs: Any) -> Any:
+        check_unmarked(init)
+        carry, outputs = scan_layers(loop, init, (args, kwargs))
+        return loop.call.result(carry, outputs)
+
+    return loop.call.as_called(run, "(f, axis)")
 
 
 def lax_scan(
@@ -114,7 +118,14 @@ def lax_scan(
 
     Raises:
         ValueError: there is neither an array in `xs` nor a `length`, or they disagree; and as `scan`.
+        TypeError: `xs` has a named array, or `length` is no integer.
     """
+    if any(is_named(leaf) for leaf in jax.tree.leaves(xs, is_leaf=is_named)):
+        raise TypeError(
+            "lax_scan splits plain arrays along their first dimension, and xs has a named array. "
+            "Use scan with its axis."
+        )
+    length = None if length is None else operator.index(length)
     sizes = [jnp.shape(leaf)[0] for leaf in jax.tree.leaves(xs) if jnp.ndim(leaf)]
     if length is None and not sizes:
         raise ValueError(
@@ -155,8 +166,8 @@ def fold(
 
     with arguments, costs and errors as in `scan`.
     """
-    options: Any = {"reverse": reverse, "unroll": unroll, "is_scanned": is_scanned}
-    return functools.partial(_run, Loop.of(Call.of("fold", f, until), axis, remat, **options))
+    call = Call.of("fold", f, until)
+    return _loops(Loop.of(call, axis, remat, reverse=reverse, unroll=unroll, is_scanned=is_scanned))
 
 
 def map(
@@ -175,5 +186,5 @@ def map(
     It holds one part's internals at a time, where `haliax.vmap` holds all and is faster. Arguments and errors
     as in `scan`.
     """
-    options: Any = {"reverse": reverse, "unroll": unroll, "is_scanned": is_mapped}
-    return functools.partial(_run, Loop.of(Call.of("map", f), axis, remat, **options), None)
+    loop = Loop.of(Call.of("map", f), axis, remat, reverse=reverse, unroll=unroll, is_scanned=is_mapped)
+    return functools.partial(_loops(loop), None)

@@ -167,14 +167,14 @@ class Loop:
         """The layers of each kind with their parts of the arguments; these divided, if there are several."""
         if self.pattern is None:
             split = split_tree(arguments, self.axis, self.call.caller, is_scanned=self.is_scanned)
-            return [Layers(self.call, *split)], None
+            return [Layers(self.call, *split).as_arrays()], None
         assert isinstance(self.axis, Axis)
         divided = divide(arguments, self.axis, self.pattern, self.call.caller)
         kinds = []
         for number, name in enumerate(self.pattern.names):
             axis = self.axis.resize(len(self.pattern.order.layers_of(number)))
             split = split_tree(divided.of(number), axis, self.call.caller)
-            kinds.append(Layers(self.call, *split, name=name))
+            kinds.append(Layers(self.call, *split, name=name).as_arrays())
         return kinds, divided
 
     def remat(self, length: int) -> Remat:
@@ -243,7 +243,7 @@ def scan_layers(loop: Loop, init: Any, arguments: Any) -> tuple[Any, Any]:
     init, remat, plain = call.first(init), loop.remat(axis.size), None
     if _without_jit() or (pattern is not None and remat.carries is None):
         return _scan_kinds_unrolled(loop, kinds, init)
-    kinds, stops = [kind.as_arrays() for kind in kinds], call.until is not None
+    stops = call.until is not None
     xs = [kind.arrays for kind in kinds]
     # A plain scan would keep what it reads from the host, and read nothing ahead.
     is_swept = pattern or stops or (axis.size and (remat.schedule is not None or has_host_arrays(xs)))
@@ -305,7 +305,7 @@ class _LayerCheckpoint:
 
 
 def _scan_kinds_unrolled(loop: Loop, kinds: Sequence[Layers], init: Any) -> tuple[Any, Any]:
-    """`scan_layers` under a policy that no sweep obeys."""
+    """`scan_layers` under a policy that no sweep supports."""
     axis = loop.axis_of(kinds)
     pattern = loop.order or Pattern((0,) * axis.size, 1)
 
@@ -351,7 +351,7 @@ def _unrolled_step(call: Call, static: Any, unpack: Unpack, remat: Remat, carry_
     """A layer on the arrays of the carry, checkpointed, its inputs read to the device."""
 
     def step(arrays: Any, inputs: Any) -> tuple[Any, Any]:
-        inputs = on_device(inputs)
+        inputs = jax.tree.map(lambda leaf: jnp.asarray(leaf) if is_array(leaf) else leaf, on_device(inputs))
         if remat.schedule is None and remat.kept != EVERYTHING:
             arrays = checkpoint_name(arrays, carry_name)
         of_arrays = functools.partial(array_step, call, static, remat.kept.names, unpack, lambda y: y, None)

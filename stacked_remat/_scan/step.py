@@ -1,6 +1,7 @@
 """One step of a loop: the user's function on one layer, with its results checked."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, TypeAlias
 
@@ -52,6 +53,18 @@ class Call:
     def key(self) -> tuple[Any, ...]:
         """The owner, and what else calls of the same function differ in."""
         return self.owner, self.fn is self.owner, self.caller.what, self.verb, self.until
+
+    @property
+    def named(self) -> Callable[..., Any]:
+        """The function, with the signature of its owner."""
+        if self.fn is self.owner:
+            return self.fn
+        return functools.update_wrapper(functools.partial(self.fn), self.owner)
+
+    def as_called(self, loop: Callable[..., Any], after: str) -> Callable[..., Any]:
+        """A loop of such calls, with the name that Python has for it in errors of missing arguments."""
+        loop.__qualname__ = f"{self.verb}{after}"
+        return loop
 
     def inputs(self, carry: Any, args: Sequence[Any]) -> Sequence[Any]:
         """The positional arguments of the function."""

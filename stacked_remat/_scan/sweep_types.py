@@ -110,7 +110,7 @@ class SweepTypes:
         return jtu.tree_unflatten(self.carry_tree, scatter_leaves(leaves, self.perturbed.carry))
 
     def visit(self, leaves: LeafVisit, layer_state: Any) -> LayerVisit:
-        """A visit in trees."""
+        """A visit, with trees in the place of lists of arrays."""
         kind, perturbed = self.kinds[leaves.kind.number], leaves.pullback.perturbed
         (layer, *args), kwargs = kind.layout.layer(leaves.x, kind.shared(leaves.shared))
         carry_ct, y_ct = leaves.cotangents

@@ -55,8 +55,8 @@ def fold_vjp(
     Raises:
         ValueError: as `fold`; and for a policy that is not supported.
     """
-    options: Any = {"reverse": reverse, "unroll": unroll, "is_scanned": is_scanned}
-    return _vjp(Loop.of(Call.of("fold", f), axis, remat, **options))
+    loop = Loop.of(Call.of("fold", f), axis, remat, reverse=reverse, unroll=unroll, is_scanned=is_scanned)
+    return _vjp(loop)
 
 
 def _vjp(loop: Loop) -> Callable[..., tuple[Any, SweepBack]]:
@@ -64,8 +64,7 @@ def _vjp(loop: Loop) -> Callable[..., tuple[Any, SweepBack]]:
         check_unmarked(init)
         return sweep_forward(loop, init, ((layers, *args), kwargs))
 
-    vjp.__qualname__ = f"{loop.call.verb}_vjp(f, axis)"  # in Python's error for a call without layers
-    return vjp
+    return loop.call.as_called(vjp, "_vjp(f, axis)")
 
 
 def scan_vjp(
@@ -82,14 +81,14 @@ def scan_vjp(
     The function that it returns gives `((carry, outputs), sweep_back)`, and `sweep_back` takes a pair of
     cotangents, of the carry and of the outputs.
     """
-    options: Any = {"reverse": reverse, "unroll": unroll, "is_scanned": is_scanned}
-    return _vjp(Loop.of(Call.of("scan", f), axis, remat, **options))
+    loop = Loop.of(Call.of("scan", f), axis, remat, reverse=reverse, unroll=unroll, is_scanned=is_scanned)
+    return _vjp(loop)
 
 
 def sweep_forward(loop: Loop, init: Any, arguments: Any) -> tuple[Any, SweepBack]:
     """The forward sweep of `fold_vjp` and `scan_vjp`; the layers are the first of the arguments."""
     kinds, divided = loop.split(arguments)
-    kinds, axis = [kind.as_arrays() for kind in kinds], loop.axis_of(kinds)
+    axis = loop.axis_of(kinds)
     remat = loop.policy.for_layers(axis.size)
     if remat.carries is None:
         raise ValueError(
@@ -119,7 +118,7 @@ def sweep_forward(loop: Loop, init: Any, arguments: Any) -> tuple[Any, SweepBack
     parts = zip(kinds, of_kinds, traced, strict=True)
     outputs = loop.outputs([kind.named(layer.output(ys[own.ys])) for kind, own, layer in parts])
     own_types = tuple(
-        KindTypes(own, kind.name, kind.layout, layer.constants, layer.output_tree)
+        KindTypes(own, kind.name, kind.layout, layer.constants, y_tree=layer.output_tree)
         for kind, own, layer in zip(kinds, of_kinds, traced, strict=True)
     )
     of_outputs = jax.eval_shape(lambda: (carry, eqx.filter(outputs, is_array)))
@@ -127,13 +126,13 @@ def sweep_forward(loop: Loop, init: Any, arguments: Any) -> tuple[Any, SweepBack
     types = SweepTypes(
         spec,
         perturbed,
-        own_types,
-        axis,
-        first.carry_tree,
-        static,
-        of_outputs,
-        has_output,
-        None if divided is None else divided.without_arrays(),
+        kinds=own_types,
+        axis=axis,
+        carry_tree=first.carry_tree,
+        carry_static=static,
+        outputs=of_outputs,
+        has_output=has_output,
+        divided=None if divided is None else divided.without_arrays(),
     )
     y = eqx.combine(carry, static)
     sweep_back = SweepBack(checkpoints, xs, shared, types)

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -60,6 +60,10 @@ class SweepSpec:
     unsliced: Mask = ()
     pattern: Pattern | None = None
     stops: bool = False
+    _unrolls_all: bool = field(init=False, repr=False)  # of equal specs one is compiled, and True == 1
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_unrolls_all", self.unroll is True)
 
     @property
     def length(self) -> int:

@@ -214,7 +214,7 @@ def _wait_for_others() -> None:
     name, seconds = f"agreed {next(_waits)}", round(3600 * _HOURS_TO_WAIT)
     if jax.process_count() > 1 and not _in_thread(lambda: wait_for_processes(name, seconds)).result():
         raise TimeoutError(
-            f"the processes of this run did not get to one place within {_HOURS_TO_WAIT} hours of each "
+            f"the processes of this run did not all arrive within {_HOURS_TO_WAIT} hours of each "
             f"other. Their output says how far they are; end those that go on."
         )
 

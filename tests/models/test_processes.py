@@ -190,7 +190,7 @@ except Exception as error:
 """.replace("{together}", together)
     status, shown = ended([python("-c", code, index) for index in "01"])
     assert status == [1, EXIT_INTERRUPTED] and "JAX lost another process" in shown[1], shown
-    assert "the processes of this run did not get to one place within" in shown[0]
+    assert "the processes of this run did not all arrive within" in shown[0]
 
 
 def test_a_process_that_waits_for_others_handles_signals(monkeypatch):

@@ -68,7 +68,7 @@ def rates(schedule, warmup, num_steps=20):
     found = learning_rate_schedule(
         AdamWConfig(learning_rate=0.5, warmup=warmup, schedule=schedule), num_steps
     )
-    return np.asarray(jax.vmap(lambda step: jnp.asarray(found(step)))(jnp.arange(num_steps)))
+    return np.asarray(jax.jit(jax.vmap(lambda step: jnp.asarray(found(step))))(jnp.arange(num_steps)))
 
 
 @pytest.mark.parametrize(
@@ -145,7 +145,7 @@ def test_schedules_fall_to_their_ends():
 
 def test_every_schedule_has_the_highest_rate_the_lowest_in_its_last_step_and_never_zero():
     random = np.random.default_rng(0)
-    for num_steps in (2, 3, 20, *random.integers(4, 200, 12)):
+    for num_steps in (2, 3, 20, *random.integers(4, 200, 3)):
         low = random.uniform(0.05, 1)
         falling = [
             CosineSchedule(low),

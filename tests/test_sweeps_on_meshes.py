@@ -136,6 +136,43 @@ def test_each_example_of_a_batch_has_gradients_from_carries_on_the_host_beside_s
     assert_close(*jit(lambda: (gradients("two"), gradients("loop")))())
 
 
+class Counting(eqx.Module):
+    weight: jax.Array
+
+    def __call__(self, carry):
+        x = sr.checkpoint_name(jnp.sin(carry["x"] * self.weight), "sine")
+        return {"x": x, "count": carry["count"] + 1, "sum": carry["sum"] + jnp.sum(x)}
+
+
+def test_a_part_of_the_carry_that_begins_as_a_constant_is_on_the_mesh_too():
+    mesh = jax.make_mesh((8,), ("d",), axis_types=(AxisType.Explicit,))
+    layers = [Counting(weight) for weight in WEIGHTS]
+
+    def gradients(x, fold):
+        def value(x):
+            last = fold({"x": x, "count": jnp.int32(0), "sum": jnp.zeros(())})
+            return jnp.sum(last["x"] ** 2) * last["count"] + last["sum"]
+
+        return jax.vmap(jax.grad(value))(x)
+
+    def loop(carry):
+        for layer in layers:
+            carry = layer(carry)
+        return carry
+
+    def both(x):
+        kinds = {"counting": Stacked(Counting(WEIGHTS), Layers)}
+        pattern = StackedPattern(kinds, ("counting",) * 3, Layers)
+        policies = ("offload", ScanCheckpointPolicy(offload_block_internals=["sine"]))
+        folds = [functools.partial(pattern.fold, remat=remat) for remat in policies]
+        return [gradients(x, fold) for fold in (loop, *folds)]
+
+    with jax.set_mesh(mesh):
+        expected, *found = jit(both)(jax.device_put(X, NamedSharding(mesh, PartitionSpec("d"))))
+    for case in found:
+        assert_close(case, expected)
+
+
 class Tanh(eqx.Module):
     weight: jax.Array
 

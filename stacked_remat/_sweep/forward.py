@@ -17,7 +17,7 @@ from .gradient import Perturbed, with_part
 from .kinds import Kind
 from .slots import Arrays, Carry, Checkpoints, FirstLayersSaved, entry_at, repeat, run_layers, trip_count
 from .spec import SweepSpec
-from .store import empty_stack, read_before_writes, settle, write
+from .store import empty_stack, on_mesh, read_before_writes, settle, write
 
 
 def primal(spec: SweepSpec, init: Carry, xs: Arrays, shared: Arrays) -> tuple[Carry, Arrays]:
@@ -62,7 +62,7 @@ def forward(
     spec: SweepSpec, perturbed: Perturbed, init: Carry, xs: Arrays, shared: Arrays
 ) -> tuple[Carry, Arrays, Checkpoints]:
     """Sweep forward."""
-    init = [*map(jnp.asarray, init)]  # which may be Python numbers
+    init = [on_mesh(jnp.asarray(leaf)) for leaf in init]  # which may be Python numbers
     carry, ys, saved = init, _outputs(spec), None
     if spec.remat.first_layers:
         carry, ys, saved = _forward_first(spec, perturbed, carry, ys, xs, shared)

@@ -40,7 +40,8 @@ def zeros_of(type_: Any, in_front: tuple[int, ...] = ()) -> Array:
         return made_on_host(stacked_type(type_, *in_front) if in_front else type_, zeros_of)
     zero = jnp.zeros_like(jax.ShapeDtypeStruct((), type_.dtype))
     sharding = _sharding_of(type_, (None,) * len(in_front))
-    return varying_as(jnp.broadcast_to(zero, (*in_front, *type_.shape), out_sharding=sharding), type_)
+    zeros = jnp.broadcast_to(zero, (*in_front, *type_.shape), out_sharding=sharding)
+    return varying_as(on_mesh(zeros), type_)
 
 
 def on_mesh(stack: Array) -> Array:

@@ -151,7 +151,7 @@ def test_a_part_of_the_carry_that_begins_as_a_constant_is_on_the_mesh_too():
     def gradients(x, fold):
         def value(x):
             last = fold({"x": x, "count": jnp.int32(0), "sum": jnp.zeros(())})
-            return jnp.sum(last["x"] ** 2) * last["count"] + last["sum"]
+            return jnp.sum(last["x"] ** 2) * last["count"].astype(x.dtype) + last["sum"]
 
         return jax.vmap(jax.grad(value))(x)
 

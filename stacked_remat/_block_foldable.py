@@ -166,7 +166,7 @@ class BlockFoldable(ModuleWithStateDictSerialization, Generic[M]):
 
     def vmap_via(self, fn: Callable[Concatenate[M, ...], Y]) -> Callable[..., Y]:
         """As `vmap`, with `fn(block, *args, **kwargs)` in place of the blocks' own call."""
-        return functools.partial(_run, self, loop_over(self, "vmap", "map", fn, remat=False), None)
+        return functools.partial(_applied(self, loop_over(self, "vmap", "map", fn, remat=False)), None)
 
     def with_remat(self, remat: ScanCheckpointSpec) -> Self:
         """These layers, the same arrays, with another checkpoint policy."""
@@ -254,7 +254,10 @@ def _via(
     loop = loop_over(layers, verb, verb, fn, **options)
     if call := noted_stack_call():
         return call(layers, f"{verb}_via", loop.call.named, options)
+    return _applied(layers, loop)
 
+
+def _applied(layers: BlockFoldable[Any], loop: Loop) -> Callable[..., Any]:
     def run(init: Any, /, *args: Any, **kwargs: Any) -> Any:
         return _run(layers, loop, init, args, kwargs)
 

@@ -42,7 +42,7 @@ class Kept:
         return policy_with_names(self.internals, (*saved, *self._saved), (*offloaded, *self.offloaded))
 
     def checkpoint(self, layer: Callable) -> Callable:
-        """Wrap a layer of a rolled loop; with barriers, as `jax.checkpoint` has them, where nothing is kept."""
+        """Wrap a layer of a rolled loop; with the barriers of `jax.checkpoint` where nothing is kept."""
         if self.internals is True:
             return layer
         return jax.checkpoint(layer, policy=self.policy(), prevent_cse=self == NOTHING)

@@ -47,8 +47,9 @@ class BlockSeq(BlockFoldable[M]):
     """A sequence of layers, applied one after the other by a Python loop.
 
     The layers may differ in shapes, structure and control flow as long as the carry fits. It supports
-    policies and splits arguments exactly as `Stacked` does. Compile time and program size grow with the number of
-    layers: prefer `Stacked` where layers are alike, and `StackedPattern` where they are of a few kinds.
+    policies and splits arguments exactly as `Stacked` does. Compile time and program size grow with the
+    number of layers: prefer `Stacked` where layers are alike, and `StackedPattern` where they are of a few
+    kinds.
 
     Attributes:
         blocks: the layers.

@@ -93,7 +93,6 @@ def test_a_scored_run_that_is_stopped_and_resumed_equals_one_without(workplace, 
 OTHER = "{{paths: ['{0}/text/1*.txt'], held_out: ['{0}/other.txt'], weight: 0.5}}"
 SOURCES = {"validation": {"sources": {"text": 1.0, "other": 3.0}}, "token_mean": "example", "norms": True}
 PARTS = ("--trainer.update.microbatches", "2")
-DEVICES = ("--trainer.mesh.axes.data", "2")
 STREAMED = ("--trainer.streaming", "true", "--remat", "offload")
 
 
@@ -101,11 +100,10 @@ STREAMED = ("--trainer.streaming", "true", "--remat", "offload")
 @pytest.mark.parametrize(
     ("settings", "options"),
     [
-        pytest.param(
-            {"auxiliary_losses": "included"}, (*PARTS, *DEVICES), id="auxiliary losses, in microbatches"
-        ),
-        pytest.param(SOURCES, ("--lora.rank", "2", *DEVICES), id="adapters, two sources, on two devices"),
+        pytest.param({"auxiliary_losses": "included"}, PARTS, id="with auxiliary losses, in microbatches"),
+        pytest.param(SOURCES, (*PARTS, "--lora.rank", "2"), id="adapters, two sources, per example"),
         pytest.param({"norms": True}, ("--lora.rank", "2", *STREAMED), id="adapters, streamed"),
+        pytest.param({}, ("--trainer.mesh.axes.data", "4"), id="four devices"),
     ],
 )
 def test_scores_are_the_dot_products_of_each_sequences_gradient(workplace, settings, options):

@@ -162,7 +162,7 @@ class BlockFoldable(ModuleWithStateDictSerialization, Generic[M]):
 
         Arguments are split and shared as in `fold`. Costs the internals of all layers at once.
         """
-        return _run(self, loop_over(self, "vmap", "map", remat=False), None, args, kwargs)
+        return _applied(self, loop_over(self, "vmap", "map", remat=False))(None, *args, **kwargs)
 
     def vmap_via(self, fn: Callable[Concatenate[M, ...], Y]) -> Callable[..., Y]:
         """As `vmap`, with `fn(block, *args, **kwargs)` in place of the blocks' own call."""
@@ -258,21 +258,18 @@ def _via(
 
 
 def _applied(layers: BlockFoldable[Any], loop: Loop) -> Callable[..., Any]:
-    def run(init: Any, /, *args: Any, **kwargs: Any) -> Any:
-        return _run(layers, loop, init, args, kwargs)
-
-    return loop.call.as_called(run, "_via(fn)")
-
-
-def _run(layers: BlockFoldable[Any], loop: Loop, init: Any, args: Any, kwargs: Any) -> Any:
     call, what = loop.call, loop.call.caller.what
-    check_unmarked(init)
-    whole, (args, kwargs) = divide_state(init, (args, kwargs), layers, layers._own_part, what)
-    warn_of_ambiguous(init, (None, *args), kwargs, layers.Layers, call.caller)
-    arguments = ((layers._blocks(stored if call.verb == "map" else applied), *args), kwargs)
-    with only_own_state(whole, what):
-        carry, outputs = layers._runner(loop)(init, arguments)
-    if whole is None:
-        return call.result(carry, outputs)
-    state, outputs = with_whole_state(outputs, whole, layers, what)
-    return (carry, state) if call.verb == "fold" else call.result(carry, outputs)
+
+    def run(init: Any, /, *args: Any, **kwargs: Any) -> Any:
+        check_unmarked(init)
+        whole, (args, kwargs) = divide_state(init, (args, kwargs), layers, layers._own_part, what)
+        warn_of_ambiguous(init, (None, *args), kwargs, layers.Layers, call.caller)
+        arguments = ((layers._blocks(stored if call.verb == "map" else applied), *args), kwargs)
+        with only_own_state(whole, what):
+            carry, outputs = layers._runner(loop)(init, arguments)
+        if whole is None:
+            return call.result(carry, outputs)
+        state, outputs = with_whole_state(outputs, whole, layers, what)
+        return (carry, state) if call.verb == "fold" else call.result(carry, outputs)
+
+    return call.as_called(run, "_via(fn)")

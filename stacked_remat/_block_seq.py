@@ -4,6 +4,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, Self, TypeAlias, Unpack, overload
 
 import equinox as eqx
+import jax
+import jax.numpy as jnp
 from equinox.nn import State
 from haliax import Axis
 from haliax.state_dict import StateDict
@@ -15,7 +17,7 @@ from ._scan.checks import layers_axis
 from ._scan.layer_axis import layer_getter
 from ._scan.layer_state import for_layer, of_one_layer, part_of, stack_outputs_and_states
 from ._scan.layers import Loop, scan_unrolled
-from ._scan.marks import changed
+from ._scan.marks import changed, is_array
 from ._stacked_methods import (
     AnyLayers,
     BuiltByInit,
@@ -109,6 +111,8 @@ class BlockSeq(BlockFoldable[M]):
             return [block, *args], kwargs
 
         def run(init: Any, arguments: Any) -> tuple[Any, Any]:
+            # Blocks keep their NumPy arrays, by which they may decide.
+            arguments = jax.tree.map(lambda leaf: jnp.asarray(leaf) if is_array(leaf) else leaf, arguments)
             arguments_of = layer_getter(arguments, self.Layers, call.caller)
             inputs = [(block, for_layer(arguments_of(i), block)) for i, block in enumerate(self.blocks)]
             if call.verb == "map":

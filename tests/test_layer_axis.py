@@ -338,16 +338,23 @@ def test_layers_are_given_arrays_on_the_device_whatever_is_shared(stack):
     blocks = stack.init(axis, *kinds)(jnp.ones((3, 4)))
     on_host = jax.device_put(jnp.asarray(given[0]), jax.memory.Space.Host)
 
-    def folds(on_host):
-        policies = (True, "nested", "recompute", "save_all")
-        arguments = (shared(given[0]), per_layer(given), shared(on_host))
-        return [[blocks.fold(jnp.ones(4), y, remat=remat) for y in arguments] for remat in policies]
-
     def looped(rows):
         x = jnp.ones(4)
         for y in rows:
             x = jnp.sin(x) + jnp.asarray(y).at[0].set(0.0)
         return x
+
+    def mapped():
+        found = blocks.vmap(shared(jnp.ones(4)), shared(given[0]))
+        return found if isinstance(found, dict) else {"all": found}
+
+    for rows in jax.jit(mapped)().values():
+        np.testing.assert_allclose(rows, [looped([given[0]])] * len(rows), rtol=1e-6)
+
+    def folds(on_host):
+        policies = (True, "nested", "recompute", "save_all")
+        arguments = (shared(given[0]), per_layer(given), shared(on_host))
+        return [[blocks.fold(jnp.ones(4), y, remat=remat) for y in arguments] for remat in policies]
 
     expected = [looped(rows) for rows in ([given[0]] * 3, given, [given[0]] * 3)]
     for found in jax.jit(folds)(on_host):

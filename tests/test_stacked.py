@@ -415,6 +415,19 @@ class TestBlockSeq:
         gradient = eqx.filter_grad(lambda s: jnp.sum(s.fold(x, remat="nested")))(sequence)
         assert gradient.blocks[0].weight.shape == (3, 3)
 
+    def test_a_layer_that_is_not_checkpointed_may_decide_by_an_array_of_numpy(self):
+        class Gated(eqx.Module):
+            weight: jax.Array
+            gates: np.ndarray
+
+            def __call__(self, x):
+                return x * self.weight if self.gates.any() else x
+
+        blocks = [Gated(jnp.full(3, 2.0), np.array([is_open])) for is_open in (True, False)]
+        sequence = BlockSeq(blocks, hax.Axis("layers", 2), False)
+        found = jax.jit(lambda x: sequence.fold(x))(jnp.ones(3))
+        np.testing.assert_array_equal(found, [2.0, 2.0, 2.0])
+
     def test_the_number_of_blocks_is_that_of_the_axis(self):
         with pytest.raises(ValueError, match="`layers` has 4 layers, but 1 blocks were given"):
             BlockSeq([PlainBlock(3, key=jax.random.key(0))], Layers)

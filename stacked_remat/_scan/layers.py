@@ -351,7 +351,7 @@ def _unrolled_step(call: Call, static: Any, unpack: Unpack, remat: Remat, carry_
     """A layer on the arrays of the carry, checkpointed, its inputs read to the device."""
 
     def step(arrays: Any, inputs: Any) -> tuple[Any, Any]:
-        inputs = jax.tree.map(lambda leaf: jnp.asarray(leaf) if is_array(leaf) else leaf, on_device(inputs))
+        inputs = on_device(inputs)
         if remat.schedule is None and remat.kept != EVERYTHING:
             arrays = checkpoint_name(arrays, carry_name)
         of_arrays = functools.partial(array_step, call, static, remat.kept.names, unpack, lambda y: y, None)

@@ -57,8 +57,8 @@ def earlier_objects_are_not_collected() -> None:
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Skip tests that compile for devices whose compiler is not installed."""
     for mark in item.iter_markers("target"):
-        plugin, *more = mark.args
-        if reason := why_not(PLUGINS[plugin], *more, **mark.kwargs):
+        (plugin,) = mark.args
+        if reason := why_not(PLUGINS[plugin], **mark.kwargs):
             pytest.skip(reason)
 
 

@@ -60,7 +60,8 @@ class Remat:
         kept: of each layer after the first ones; where there is a schedule, while its segment is reversed.
         carries: where those that are kept are; None: none are, and the layers first run again.
         schedule: how the layers after the first ones are cut; None where they are not.
-        first_layers: how many layers run before those of the schedule and keep their carries on the device.
+        first_layers: how many layers run before those of the schedule and keep their carries, on the device
+            if there are others.
         first_kept: what else these keep.
     """
 

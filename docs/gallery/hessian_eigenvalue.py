@@ -3,8 +3,7 @@
 #
 # The largest eigenvalue of the loss's Hessian says how large a step gradient descent can take: near a
 # minimum it diverges where the learning rate is above 2 divided by it. Lanczos' method needs products of
-# the Hessian with vectors alone, and `jax.jvp` of `jax.grad` gives one for about the price of three
-# gradients, under every policy.
+# the Hessian with vectors alone, and `jax.jvp` of `jax.grad` gives them under every policy.
 
 # %%
 import equinox as eqx
@@ -31,8 +30,8 @@ def network(width, make):
 # %% [markdown]
 # ## What a product takes
 #
-# Forward mode goes through the backward pass's own loops, so what is kept twice is what the policy keeps,
-# and not the carry of each layer. With 16,384 rows of 256 numbers a carry is 16 MiB; the products are
+# Forward mode goes through the loops of the backward pass, so a product keeps what the policy keeps, and the
+# tangents of that. With 16,384 rows of 256 numbers a carry is 16 MiB; the products are
 # compiled and not run.
 
 
@@ -68,8 +67,11 @@ def top_eigenvalue(blocks, x, y, rounds=30):
     """The largest eigenvalue of the Hessian, and its direction."""
     flat, tree_of = jax.flatten_util.ravel_pytree(blocks)
 
+    def times(vector):
+        return jax.flatten_util.ravel_pytree(product(blocks, tree_of(vector), x, y))[0]
+
     def extend(number, basis):
-        multiplied = jax.flatten_util.ravel_pytree(product(blocks, tree_of(basis[number]), x, y))[0]
+        multiplied = times(basis[number])
         for _ in range(2):  # a second time for what rounding left
             multiplied -= (basis @ multiplied) @ basis
         return basis.at[number + 1].set(multiplied / jnp.linalg.norm(multiplied))
@@ -77,10 +79,7 @@ def top_eigenvalue(blocks, x, y, rounds=30):
     start = jax.random.normal(jax.random.key(3), flat.shape)
     basis = jnp.zeros((rounds, flat.size)).at[0].set(start / jnp.linalg.norm(start))
     basis = jax.lax.fori_loop(0, rounds - 1, extend, basis)
-    multiplied = jax.lax.map(
-        lambda v: jax.flatten_util.ravel_pytree(product(blocks, tree_of(v), x, y))[0], basis
-    )
-    values, vectors = jnp.linalg.eigh(basis @ multiplied.T)
+    values, vectors = jnp.linalg.eigh(basis @ jax.lax.map(times, basis).T)
     return values[-1], tree_of(vectors[:, -1] @ basis)
 
 
@@ -91,8 +90,8 @@ sharpness, direction = top_eigenvalue(blocks, x, y)
 print(f"largest eigenvalue {sharpness:.4f}, so a learning rate below {2 / sharpness:.2f}")
 
 # %% [markdown]
-# Its product with the Hessian is itself, times the eigenvalue,
-# which is the second derivative of the loss along it.
+# The direction's product with the Hessian is the direction times the eigenvalue, which is the second
+# derivative of the loss along it.
 
 # %%
 multiplied = product(blocks, direction, x, y)

@@ -54,7 +54,7 @@ OPTIMIZER = optax.sgd(0.01, momentum=0.9)
 
 
 def momentum():
-    return jax.eval_shape(blocks().vmap_via(OPTIMIZER.init))
+    return jax.eval_shape(lambda blocks: blocks.vmap_via(OPTIMIZER.init)(), blocks())
 
 
 def sgd(visit, state):

@@ -86,12 +86,7 @@ def init_policy(remat: Any, gradient_checkpointing: Any) -> ScanCheckpointPolicy
 
 
 def block_builder(Block: Any, what: str) -> Callable[..., Any]:
-    """The static `init` of a block, Haliax style, or the block itself.
-
-    Raises:
-        TypeError: for a module instead of its class, for an object that can't be called, and for a class
-            with an `init` that is an ordinary method.
-    """
+    """The static `init` of a block, Haliax style, or the block itself."""
     kind = type(Block).__name__
     # Equinox's partial and jitted functions are modules too.
     is_block = isinstance(Block, eqx.Module) and not (
@@ -120,11 +115,7 @@ def block_builder(Block: Any, what: str) -> Callable[..., Any]:
 
 
 def check_options(blocks: Iterable[Any], verb: str, options: dict[str, Any]) -> None:
-    """Refuse an option of a fold that has the name of a parameter of its blocks.
-
-    Raises:
-        TypeError: shows how to write each of the two.
-    """
+    """Refuse an option of a fold that has the name of a parameter of its blocks; says how to write each."""
     given = {name: value for name, value in options.items() if value is not None}
     for kind in {type(block) for block in blocks} if given else ():
         parameters = parameters_of(kind.__call__)
@@ -144,11 +135,7 @@ def check_options(blocks: Iterable[Any], verb: str, options: dict[str, Any]) -> 
 
 
 def check_modules(layers: Any, what: str, name: str = "layers") -> None:
-    """Refuse anything but a sequence of modules.
-
-    Raises:
-        TypeError: names the entry that is none.
-    """
+    """Refuse anything but a sequence of modules."""
     if isinstance(layers, eqx.Module) or not isinstance(layers, Sequence):
         raise TypeError(f"{what} holds a list of modules, one for each layer; got {type(layers).__name__}.")
     for i, layer in enumerate(layers):
@@ -161,12 +148,7 @@ def check_modules(layers: Any, what: str, name: str = "layers") -> None:
 
 
 def check_layer_index(index: Any, Layers: Axis) -> int:
-    """The index counted from the front.
-
-    Raises:
-        IndexError: for an index outside of the axis.
-        TypeError: for anything but an integer whose value is known.
-    """
+    """The index counted from the front; an error outside of the axis."""
     if isinstance(index, Tracer):
         raise TypeError(
             f"Layer {index} of `{Layers.name}` is chosen by a traced integer, and these layers may differ. "

@@ -31,13 +31,9 @@ from .marks import (
 class Leaf(NamedTuple):
     """How a leaf of a split tree is put together again.
 
-    Attributes:
-        kind: whether it is split over the layers, an array that all layers share, or not an array.
-        path: where it is in the tree.
-        axes: all axes of a named array.
-        value: the leaf without its array: the structure of a named array, or what is not an array.
-        unsliced: whether a layer is given the whole stack.
-        on_host: whether it is a shared array in host memory, which the layers take from the device.
+    `value` is the leaf without its array: the structure of a named array, or what is no array. Of one that is
+    `unsliced` a layer is given the whole stack. `on_host` is a shared array there, which layers take from the
+    device.
     """
 
     kind: Literal["split", "shared", "static"]
@@ -83,13 +79,10 @@ class TreeLayout:
         Stack: Axis | None = None,
         cotangents: bool = False,
     ) -> Any:
-        """The tree of one layer.
+        """The tree of one layer, from its slice of each split array and the shared arrays.
 
-        Args:
-            parts: the layer's slice of each split array.
-            shared: the shared arrays.
-            Stack: the first axis of unsliced fields, if `parts` has stacks for them.
-            cotangents: whether arrays may be None; what is not an array then is.
+        `Stack` is the first axis of unsliced fields, if `parts` has stacks for them. Of `cotangents` arrays
+        may be None; what is not an array then is.
         """
 
         def name(leaf: Leaf, part: Any) -> Any:
@@ -161,11 +154,7 @@ def split_tree(
 ) -> tuple[TreeLayout, list[Any], list[Any]]:
     """Take a tree apart: its layout, the arrays that are split over `axis`, and those that are shared.
 
-    Args:
-        tree: named arrays, plain arrays and anything else, parts of it marked or not.
-        axis: an `Axis`, or its name: the size is then read off the arrays.
-        caller: the operation, for error messages.
-        is_scanned: which unmarked arrays may be split, as a bool or a predicate of a leaf.
+    Where the axis is a name, the size is read off the arrays.
 
     Raises:
         ValueError: where sizes differ, naming each path and size, where nothing tells the size of a named

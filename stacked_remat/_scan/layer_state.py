@@ -54,13 +54,6 @@ def divide_state(
 ) -> tuple[State | None, T]:
     """The one state among the arguments, if there is one, and the arguments with the layers' parts of it.
 
-    Args:
-        init: the first carry.
-        arguments: of the layers.
-        stack: the layers.
-        own_part: from the whole state, and the operation for errors, to the argument that is divided.
-        what: the operation, for errors.
-
     Raises:
         ValueError: there are several states, or one is in the carry.
         TypeError: a state is marked.
@@ -75,11 +68,7 @@ def divide_state(
 
 @contextlib.contextmanager
 def only_own_state(whole: State | None, what: str) -> Iterator[None]:
-    """Where layers run: refuse that one reads of the whole state what is not its own.
-
-    Raises:
-        ValueError: names what it reads.
-    """
+    """Where layers run: refuse that one reads of the whole state what is not its own."""
     try:
         yield
     except KeyError as error:  # of the dict in an Equinox state
@@ -93,11 +82,7 @@ def only_own_state(whole: State | None, what: str) -> Iterator[None]:
 
 
 def with_whole_state(outputs: Any, whole: State, stack: Any, what: str) -> tuple[State, Any]:
-    """The whole state with what the layers return, and the outputs with it in the place of theirs.
-
-    Raises:
-        ValueError: a layer returns what is not its own.
-    """
+    """The whole state with what layers return of their own, and the outputs with it in place of theirs."""
     entries = _entries(_updated(whole, _states(outputs), stack, what))
     return _state_of(entries), _map_states(lambda _: _state_of(entries), outputs)
 
@@ -146,12 +131,7 @@ def _updated(whole: State, found: Sequence[State], stack: Any, what: str) -> Sta
 def part_of(state: State, module: Any, axis: Axis, what: str, *, whole: Iterable[Any] = frozenset()) -> State:
     """What layers keep in a state, marked to be divided among them.
 
-    Args:
-        state: of a model that has the layers.
-        module: with the indices of all layers.
-        axis: of the layers.
-        what: the operation, for errors.
-        whole: the markers of what is of one layer alone, and has no axis of the layers.
+    The markers in `whole` are of one layer alone, and have no axis of the layers.
 
     Raises:
         ValueError: an entry is missing, or has no part for each layer.
@@ -204,11 +184,7 @@ def stack_outputs_and_states(outputs: Sequence[Any], axis: Axis, what: str) -> A
 
 
 def carry_and_state(found: Any, arguments: Any, what: str) -> tuple[Any, Any]:
-    """What a layer of a fold returns as a pair: the carry, and the state where the layer is given one.
-
-    Raises:
-        ValueError: it was given one, and returns no such pair.
-    """
+    """What a layer of a fold returns as a pair: the carry, and the state where the layer is given one."""
     if not _states(arguments):
         return found, None
     if not (isinstance(found, tuple) and len(found) == 2 and _is_state(found[1])):
@@ -220,11 +196,7 @@ def carry_and_state(found: Any, arguments: Any, what: str) -> tuple[Any, Any]:
 
 
 def check_no_state(arguments: Any, what: str) -> None:
-    """Refuse a state where layers return their carry alone.
-
-    Raises:
-        ValueError: says what takes one.
-    """
+    """Refuse a state where layers return their carry alone."""
     if _states(arguments):
         raise ValueError(
             f"{what} takes no State. Write scan_vjp(x, state.substate(blocks)), whose outputs are "

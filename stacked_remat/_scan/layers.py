@@ -30,15 +30,7 @@ from .step import Call, Names, Unpack, array_step, arrays_and_rest
 
 @dataclasses.dataclass(frozen=True)
 class Layers:
-    """Layers of one kind, with their arguments.
-
-    Attributes:
-        call: of a layer.
-        layout: of the arguments, over the axis of these layers.
-        arrays: those that are split.
-        shared: those that all layers share.
-        name: of the kind, if there are several.
-    """
+    """Layers of one kind, with their arguments: the arrays that are split and those that all layers share."""
 
     call: Call
     layout: TreeLayout
@@ -116,17 +108,7 @@ def map_layers(
 
 @dataclasses.dataclass(frozen=True)
 class Loop:
-    """A loop over layers; build one with `of`.
-
-    Attributes:
-        call: of a layer.
-        axis: of all layers, or its name.
-        policy: for the backward pass.
-        reverse: whether it goes from the last layer to the first.
-        unroll: how many layers one iteration runs; `True` for all.
-        pattern: which layer is of which kind, if there are several.
-        is_scanned: which of the arrays without a mark may be split.
-    """
+    """A loop over layers; build one with `of`. `pattern` tells the kinds of layers, if there are several."""
 
     call: Call
     axis: Axis | str
@@ -148,11 +130,7 @@ class Loop:
         unroll: int | bool | None = None,
         is_scanned: IsScanned = is_named_or_shaped_array,
     ) -> "Loop":
-        """A loop with these options, checked, and with the defaults for those not given.
-
-        Raises:
-            ValueError, TypeError: for options that are none.
-        """
+        """A loop with these options, checked, and with the defaults for those not given."""
         return cls(
             call,
             axis_or_name(axis, call.caller.what),
@@ -203,17 +181,8 @@ def scan_unrolled(
 ) -> tuple[Any, list[Any]]:
     """Call layers that need not be alike, one after the other, under the same policies as `scan_layers`.
 
-    Program size grows with the number of layers.
-
-    Args:
-        loop: over the layers.
-        unpack: from the inputs of a layer to its arguments.
-        init: the initial carry.
-        inputs: for each layer of the axis, what it takes beside the carry.
-        axis: the axis of the layers.
-
-    Returns:
-        The final carry and the output of each layer.
+    `inputs` are, for each layer of the axis, what `unpack` makes its arguments of. Program size grows with
+    the number of layers. Returns the final carry and the output of each layer.
     """
     order = range(axis.size)[:: -1 if loop.reverse else 1]
     remat = loop.remat(axis.size)

@@ -49,12 +49,7 @@ def per_kind(values: Mapping[str, Any]) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class NamedPattern:
-    """Which layer is of which kind.
-
-    Attributes:
-        names: of the kinds, in alphabetical order.
-        order: the number of each layer's kind among these.
-    """
+    """Which layer is of which kind: the names in alphabetical order, and each layer's number among them."""
 
     names: tuple[str, ...]
     order: Pattern
@@ -68,15 +63,7 @@ class NamedPattern:
 
 @dataclasses.dataclass(frozen=True)
 class DividedArguments:
-    """Arguments of layers of several kinds, divided among these.
-
-    Attributes:
-        axis: of all layers.
-        pattern: which layer is of which kind.
-        leaves: of the arguments.
-        are_split: which of these are split over the layers.
-        treedef: of the arguments, named arrays and what `per_kind` gives being leaves.
-    """
+    """Arguments of layers of several kinds, divided among these; what `per_kind` gives is a leaf."""
 
     axis: Axis
     pattern: NamedPattern
@@ -125,7 +112,7 @@ def divide(arguments: Any, axis: Axis, pattern: NamedPattern, caller: Caller) ->
 
     Raises:
         ValueError: sizes are not that of the axis, an unmarked random key is a single one, or `per_kind` has
-            values for other kinds than there are; names the argument.
+            values for other kinds than there are.
     """
     entries, tree = take_marks_off(arguments)
     leaves = [leaf for _, leaf, _ in entries]

@@ -70,12 +70,9 @@ def stack_trees(trees: Sequence[T], axis: Axis) -> T:
 
 
 def stack_layers(layers: Sequence[T], axis: Axis, what: str) -> T:
-    """One layer with the arrays of all stacked along a new leading `axis`.
+    """One layer with the arrays of all stacked along a new leading `axis`; refuses what else differs.
 
     Numbers that differ become an array, of a weak type where the numbers promote as Python's do.
-
-    Raises:
-        ValueError: the layers differ in anything else; names the path.
     """
     first, *rest = layers
 
@@ -134,8 +131,7 @@ def _unlike(path: str, number: int, first: Any, other: Any, what: str) -> ValueE
 def stack_outputs(outputs: Sequence[Any], axis: Axis, what: str) -> Any:
     """The outputs of layers that may differ, stacked along a new leading `axis`; None for no layers.
 
-    Raises:
-        ValueError: where the layers' outputs differ in structure, axes or shape, or have the axis already.
+    Refuses outputs that differ in structure, axes or shape, or that have the axis already.
     """
     if not outputs:
         return None
@@ -174,11 +170,7 @@ def _form(leaf: Any) -> str:
 
 
 def name_stacked(tree: T, axis: Axis, what: str) -> T:
-    """Give `axis` back to named arrays whose raw arrays have gained a leading dimension.
-
-    Raises:
-        ValueError: where a named array already has an axis of that name.
-    """
+    """Give `axis`, which must be new, to named arrays whose raw arrays have gained a leading dimension."""
 
     def prepend(path: tuple[Any, ...], leaf: Any) -> Any:
         _check_is_new(leaf, axis, path, what)

@@ -32,8 +32,8 @@ class Call:
         fn: the function.
         owner: the function that `fn` calls, with which its traces die.
         takes_block: whether the first argument, a block, comes before the carry.
-        until: whether to stop at a carry, of loops that stop before their bound. What goes from step to step
-            is then a pair, of whether it is done and the carry.
+        until: whether to stop at a carry. What goes from step to step is then a pair, of whether it is done
+            and the carry.
     """
 
     caller: Caller
@@ -72,11 +72,7 @@ class Call:
         return args if self.verb == "map" else [*args[:first], carry, *args[first:]]
 
     def outputs(self, result: Any, arguments: Any) -> tuple[Any, Any]:
-        """The carry and the output, either of which may be None, from what the function returned.
-
-        Raises:
-            ValueError: it returned no pair where it should.
-        """
+        """The carry and the output, either of which may be None, from what the function returned."""
         if self.verb == "map":
             return None, result
         if self.verb == "fold":
@@ -117,17 +113,10 @@ def array_step(
     arrays: Any,
     inputs: Any,
 ) -> tuple[Any, Any]:
-    """A step from the arrays of a carry to those of the next one, and the output.
+    """A step from the arrays of a carry, the rest being `static`, to those of the next one, and the output.
 
-    Args:
-        call: of the user's function.
-        static: what else is in the carry.
-        names: of the internals that are kept.
-        unpack: from the inputs and the shared arrays to the arguments.
-        pack: from the output to what is returned of it.
-        shared: arrays that all layers are given.
-        arrays: of the carry.
-        inputs: the layer's own.
+    `unpack` makes the arguments of the layer's own inputs and the shared arrays; `pack` what is returned of
+    the output. Internals of these names are kept.
     """
     carry = eqx.combine(arrays, static)
     with saving_internals(names):
@@ -160,11 +149,7 @@ def _unless_done(until: Until, state: tuple[Any, Any], new_carry: Any, y: Any) -
 
 
 def _is_done(until: Until, carry: Any) -> Any:
-    """Whether to stop at this carry.
-
-    Raises:
-        TypeError: `until` returns anything but one bool.
-    """
+    """Whether to stop at this carry; a `TypeError` where `until` returns anything but one bool."""
     done = raw_array(until(carry))
     if not eqx.is_array_like(done) or jnp.shape(done) or jnp.result_type(done) != "bool":
         raise TypeError(

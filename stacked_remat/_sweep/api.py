@@ -28,7 +28,7 @@ def run_layers(
     plain: Checkpoint | None = None,
     **fields: Any,
 ) -> tuple[Any, list[Any]]:
-    """Run layers of one or several kinds.
+    """Run layers of one or several kinds; returns the last carry and the stacked outputs of each kind.
 
     Args:
         traced: a layer of each kind.
@@ -37,9 +37,6 @@ def run_layers(
         stacks: for each kind, its layers' own inputs.
         plain: how each layer is checkpointed in a plain scan; None for a sweep.
         **fields: of the `SweepSpec`.
-
-    Returns:
-        The last carry and the stacked outputs of each kind.
     """
     traced, carry_tree = [layer._replace(init=[*init]) for layer in traced], traced[0].carry_tree
     traced, passed_on = without_passed_on(traced)

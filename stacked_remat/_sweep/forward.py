@@ -129,15 +129,7 @@ def forward_loop(
 ) -> tuple[Any, Checkpoints]:
     """Run the layers, each writing its input to the slot that the schedule names.
 
-    Args:
-        step: `(number, state) -> state`; runs a layer.
-        state: a tuple, first the carry, then whatever else the steps change.
-        schedule: the cut.
-        unroll: layers per loop iteration.
-        stops: as in `SweepSpec`.
-
-    Returns:
-        The final state, and the kept carries.
+    `step(number, state)` runs a layer. The state is a tuple, first the carry, then what else steps change.
     """
     slot_of = np.asarray(schedule.forward, np.int32)
     slots = empty_stack(state[0], schedule.slots)

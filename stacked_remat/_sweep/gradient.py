@@ -39,12 +39,7 @@ class Inputs(NamedTuple):
 class Perturbed:
     """Which leaves a reverse sweep differentiates.
 
-    Attributes:
-        init: leaves of the first carry.
-        carry: leaves of the carry between layers that have a cotangent; `init` is among them.
-        xs: leaves of the layers' own inputs.
-        shared: leaves of the inputs that all layers share.
-        ys: leaves of the stacked outputs that have a cotangent.
+    `carry` are those between layers, of which `init` are a part; `ys` are outputs that have a cotangent.
     """
 
     init: Mask
@@ -90,13 +85,9 @@ class Residuals(NamedTuple):
 
 @dataclass(frozen=True)
 class LayerPullback:
-    """One layer's vector-Jacobian product, from its inputs and, if any, its saved residuals.
+    """One layer's vector-Jacobian product, from its inputs and the residuals that a replay saves, if any.
 
-    Attributes:
-        layer: the layer.
-        perturbed: what is differentiated.
-        residuals: those that the replay saves, if any; else the layer is run again.
-        evaluate: the layer for values alone, if that is another function.
+    `evaluate` is the layer for values alone, if that is another function.
     """
 
     layer: LeafLayer

@@ -72,21 +72,9 @@ def reverse_sweep(
     *,
     unroll: int | bool = 1,
 ) -> tuple[Carry, State]:
-    """Visit the layers that ran, from the last to the first.
+    """Visit the layers that ran, from the last to the first: the first input's cotangent and the state.
 
     Every loop is rolled, whatever the length; trip counts are static where the schedule is uniform.
-
-    Args:
-        replay: how layers are run again.
-        visitor: called for each layer.
-        checkpoints: the carries that the forward sweep kept.
-        cotangent: of the final carry.
-        state: the visitor's.
-        schedule: the cut that the forward sweep used.
-        unroll: layers per iteration of the innermost loops.
-
-    Returns:
-        The cotangent of the first layer's input, and the visitor's state.
     """
     boundaries = checkpoints.boundaries
     runs = schedule.runs if boundaries is None else _one_run_per_segment(schedule)

@@ -21,12 +21,9 @@ T = TypeVar("T")
 
 
 class FirstLayersSaved(NamedTuple):
-    """What is kept of the first layers, before the schedule's.
+    """What is kept of the first layers, before the schedule's: their inputs, and residuals of each kind.
 
-    Attributes:
-        carries: their inputs, one buffer per carry leaf.
-        residuals: for each kind, the residuals of its layers other than the inputs.
-        ran: how many ran, if the layers may stop.
+    `ran` says how many ran, if the layers may stop.
     """
 
     carries: Carry
@@ -109,12 +106,7 @@ def _first(stacked: Carry) -> Carry:
 
 
 class TripsOf(NamedTuple):
-    """A trip count that depends on the trip of the loop around.
-
-    Attributes:
-        table: the counts of all of its trips; None where data decide.
-        number: the count of this one.
-    """
+    """A trip count that depends on the trip of the loop around; `table` has all, if data do not decide."""
 
     table: np.ndarray | None
     number: Any
@@ -123,12 +115,7 @@ class TripsOf(NamedTuple):
 def repeat(trips: int | TripsOf, body: Callable[[Any, T], T], state: T, unroll: int | bool, most: int) -> T:
     """Run `for k in range(trips): state = body(k, state)`, rolled unless `unroll` is True.
 
-    Args:
-        trips: number of iterations.
-        body: takes `k` and the state.
-        state: arrays of fixed shapes.
-        unroll: bodies per iteration of the rolled loop.
-        most: a static upper bound of `trips`.
+    `unroll` is the number of bodies in one iteration; `most` is a static upper bound of `trips`.
     """
     if unroll is True and isinstance(trips, int):
         for k in range(trips):

@@ -38,19 +38,12 @@ Checkpoint = Callable[[Callable], Callable]
 
 @dataclass(frozen=True)
 class SweepSpec:
-    """Static description of a sweep, or of a plain scan.
+    """Static description of a sweep, or of a plain scan, over layers that are numbered as they run.
 
-    Layers are numbered as they run. The schedule covers the layers after the first ones, which it numbers
-    from zero.
-
-    Attributes:
-        kinds: the kinds of layers, each of which has stacks of its own.
-        remat: the policy; of a sweep as `Remat.swept` gives it.
-        reverse: whether the last layer of the axis runs first.
-        unroll: layers in one iteration of the innermost loops; True for all.
-        unsliced: for which of the stacks a layer takes the whole stack.
-        pattern: which layer is of which kind; `None` if there is one kind.
-        stops: whether a carry begins with a bool that says that the layers after it change nothing.
+    The schedule covers the layers after the first ones, which it numbers from zero. With `reverse` the last
+    layer of the axis runs first; `unsliced` says for which of the stacks a layer takes the whole stack;
+    `pattern` is None if there is one kind; if it `stops`, a carry begins with a bool that says that the
+    layers after it change nothing.
     """
 
     kinds: tuple[Kind, ...]

@@ -20,11 +20,8 @@ def tangent_sweep(
 ) -> tuple[SweepSpec, tuple[Carry, Arrays, Arrays]]:
     """The sweep that carries tangents behind its carry, and its arguments `init, xs, shared`.
 
-    Args:
-        spec: the sweep that is differentiated.
-        perturbed: what has tangents; outputs of the new sweep are those of `ys`.
-        primals: the arguments of `spec`.
-        tangents: those of the perturbed ones.
+    `primals` are the arguments of `spec`, `tangents` those of the perturbed ones. Its outputs are the
+    tangents of the perturbed `ys`.
     """
     (init, xs, shared), (of_init, of_xs, of_shared) = primals, tangents
     every_shared = [*shared, *of_shared]

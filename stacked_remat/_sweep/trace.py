@@ -24,15 +24,11 @@ T = TypeVar("T")
 
 
 class TracedLayer(NamedTuple):
-    """A traced layer, on the leaves of its arguments.
+    """A traced layer, on the leaves of its arguments: `jaxpr` is `(shared, carry, x) -> (carry, y)`.
 
-    Attributes:
-        jaxpr: `(shared, carry, x) -> (carry, y)`.
-        init: the leaves of the first carry, with the types that every carry has.
-        shared: the arrays that the layer closes over; then those passed to all layers.
-        constants: how many it closes over.
-        carry_tree: structure of the carry.
-        y_tree: structure of the output: a pair, of its arrays and of a `Static` with the rest.
+    `init` has the types that every carry has. The first `constants` of the shared arrays are those that the
+    layer closes over. `y_tree` is the structure of a pair, of an output's arrays and of a `Static` with the
+    rest.
     """
 
     jaxpr: Jaxpr
@@ -59,15 +55,11 @@ class TracedLayer(NamedTuple):
 
 
 class UntracedLayer(NamedTuple):
-    """A layer as a function of trees.
+    """A layer as a function of trees, `body(shared, carry, x) -> (carry, y)`, `y` as in `TracedLayer`.
 
-    Attributes:
-        body: `(shared, carry, x) -> (carry, y)`, `y` as in `TracedLayer`. May close over traced values.
-        shared: arrays that all layers of its kind are given.
-        stacks: the layers' own inputs, stacked.
-        unsliced: for which of their leaves a layer takes the whole stack.
-        key: the function whose traces are kept outside of `jax.jit`, as `jax.lax.scan` does, and what the
-            layer depends on beside it and the types of its inputs.
+    `stacks` are the layers' own inputs; of those that are `unsliced` a layer takes the whole stack. `key` is
+    the function whose traces are kept outside of `jax.jit`, as `jax.lax.scan` does, and what the layer
+    depends on beside it and the types of its inputs.
     """
 
     body: Callable[[Arrays, Any, Any], tuple[Any, Any]]
@@ -82,15 +74,9 @@ def trace_layers(
 ) -> list[TracedLayer]:
     """Trace a layer of each kind, all with one type of carry.
 
-    Args:
-        layers: of each kind.
-        init: the first carry.
-        offloads: whether values are moved to the host.
-        replays: whether layers are run again by a sweep.
-
     Raises:
-        TypeError: effects that cannot be replayed or compiled; a carry that changes its structure, shape or
-            type.
+        TypeError: effects that cannot be replayed (by a sweep) or compiled (with what it offloads); a carry
+            that changes its structure, shape or type.
     """
     init = jax.tree.map(jnp.asarray, init)
     while True:
@@ -126,9 +112,7 @@ def _entry_types(layer: UntracedLayer) -> Any:
 
 
 def _settled(layer: UntracedLayer, x: Any, init: Any, out_types: Sequence[Any], carry: Any) -> Any:
-    """The first carry with types that a layer returns for it; `init` itself if it has them.
-
-    `carry` has the types of what the layer returns for `init`.
+    """The first carry with types that a layer returns for it; `init` itself if it has those of `carry`.
 
     Raises:
         TypeError: there are none.

@@ -14,9 +14,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from stacked_remat import fold
 from stacked_remat._remat import NOTHING
-from stacked_remat._schedule import Schedule, bounded, equal, segmented, shrinking
-from stacked_remat._sweep.forward import forward_loop
-from stacked_remat._sweep.reverse import Replay, reverse_sweep
+from stacked_remat._schedule import bounded, segmented, shrinking
 
 from .sweep_cases import (
     ROWS,
@@ -283,30 +281,3 @@ def test_keys_in_the_carry(carries: Literal["device", "host"]):
     assert_close(
         jit(jax.grad(functools.partial(value, ours)))(w), jit(jax.grad(functools.partial(value, lax.scan)))(w)
     )
-
-
-@pytest.mark.parametrize("schedule", [shrinking(7), equal(6, 2), bounded(9, max_carries=3)], ids=str)
-def test_a_visitor_sees_every_layer_once_from_the_last_with_its_input(schedule: Schedule):
-    def fetch(index):
-        return [jnp.int32(index)]
-
-    def step(index, state):
-        return ([state[0][0] + index + 1],)
-
-    def visitor(layer, cotangent, state):
-        seen, at = state
-        row = jnp.stack([layer.index, *layer.fetched, layer.carry[0]])
-        seen = lax.dynamic_update_index_in_dim(seen, row, at, 0)
-        return [cotangent[0] * 2], (seen, at + 1)
-
-    length = schedule.length
-    _, kept = forward_loop(step, ([jnp.int32(0)],), schedule)
-    state = (jnp.zeros((length, 3), jnp.int32), jnp.int32(0))
-
-    def advance(state, index, carry, fetched, indices):
-        return [carry[0] + fetched[0] + 1]
-
-    replay = Replay(lambda state, index: fetch(index), advance)
-    cotangent, (seen, _) = reverse_sweep(replay, visitor, kept, [jnp.int32(1)], state, schedule)
-    assert cotangent[0] == 2**length
-    assert seen.tolist() == [[i, i, i * (i + 1) // 2] for i in reversed(range(length))]

@@ -268,7 +268,7 @@ class _LayerCheckpoint:
         def named(shared: Any, carry: Any, x: Any) -> Any:
             return layer(shared, checkpoint_name(carry, self.carry_name), x)
 
-        # For GPUs also where carries come from the host, for which see `_sweep.back`.
+        # For GPUs also where carries come from the host, for which see `_sweep.reverse`.
         prevent_cse = not self.is_rolled or (remat.carries == "host" and platform() == "cuda")
         return jax.checkpoint(named, policy=remat.layer_policy(self.carry_name), prevent_cse=prevent_cse)
 

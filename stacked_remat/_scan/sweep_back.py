@@ -12,11 +12,11 @@ import jax.tree_util as jtu
 from jax import lax
 
 from .._activity import is_differentiable
-from .._sweep.back import sweep_back
 from .._sweep.derivative_errors import not_differentiable
 from .._sweep.gradient import LayerPullback, LeafVisit, pick, scatter_leaves, with_part
 from .._sweep.kinds import Kind
 from .._sweep.primitive import sweep_backward
+from .._sweep.reverse import sweep_back
 from .._sweep.slots import Arrays, Checkpoints
 from .._sweep.store import at_least_one, on_mesh, read, read_layer, write, zeros_like
 from .arguments import Caller

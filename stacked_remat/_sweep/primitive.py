@@ -22,7 +22,6 @@ from .._compat import (
     stacked_type,
 )
 from .._static import Static
-from .back import pull_back
 from .forward import forward, primal
 from .gradient import (
     LeafVisitor,
@@ -34,6 +33,7 @@ from .gradient import (
     write_gradients,
     write_tangents,
 )
+from .reverse import pull_back
 from .rules import (
     Differentiable,
     as_arrays,
